@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from .._util.text import SIMULATED, escape_control, pluralize
 from ..files.urls import is_url, redact_url
-from . import command_parser, console, shared_options, streams
+from . import console, shared_options, streams
 from .console import STDIO, UsageError
 
 if TYPE_CHECKING:
@@ -92,7 +92,6 @@ def add_batch_options(parser: Any) -> None:
         "--resume", metavar="FILE", help="note in FILE what is done; what is there already, and unchanged, is not done"
     )
     group.add_argument("--match", metavar="PATTERN", help="files of these names count, e.g. '*.bin', and no others")
-    command_parser.fold_group(parser, group, "--help-many")
 
 
 def is_batch(arguments: argparse.Namespace) -> bool:

@@ -16,7 +16,7 @@ import shutil
 import textwrap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib import import_module
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from .._util.text import suggest
 from . import streams
@@ -68,105 +68,44 @@ def format_usage(parser: argparse.ArgumentParser) -> str:
     return " ".join(words).replace("%", "%%")
 
 
-def fold_group(parser: argparse.ArgumentParser, group: Any, option: str) -> None:
-    """Show the options of a group only where `option` asks for them."""
-    texts = {action: action.help for action in group._group_actions}
-    for action in texts:
-        action.help = argparse.SUPPRESS
-    group.add_argument(
-        option, action=_UnfoldAction, nargs=0, group=group, texts=texts, help="show these options and exit"
-    )
-
-
-def narrow_help(
-    parser: argparse.ArgumentParser,
-    dest: str,
-    options: Mapping[str, Collection[str]],
-    describe_choice: Callable[[str], str],
-) -> None:
-    """Let the help behind one of the words that `dest` may be show what concerns it only.
-
-    Parameters
-    ----------
-    options
-        Of each word, which options it has; those that no word names are of all.
-    describe_choice
-        What the help says of a word.
-    """
-    help_action = next(action for action in parser._actions if isinstance(action, argparse._HelpAction))
-    narrowing_action = _NarrowHelpAction(help_action, dest, options, describe_choice)
-    for actions in (parser._actions, *(group._group_actions for group in parser._action_groups)):
-        actions[:] = [narrowing_action if action is help_action else action for action in actions]
-    for name in help_action.option_strings:
-        parser._option_string_actions[name] = narrowing_action
-
-
 def collect_help(parser: argparse.ArgumentParser) -> dict[argparse.Action, str]:
-    """All options with their help, those that are folded away included, and none that are hidden."""
-    texts = {action: action.help or "" for action in parser._actions}
-    for action in parser._actions:
-        if isinstance(action, _UnfoldAction):
-            texts |= action.texts
-    return {action: text.replace("%%", "%") for action, text in texts.items() if text != argparse.SUPPRESS}
+    """All options with their help, and none that are hidden."""
+    return {
+        action: (action.help or "").replace("%%", "%") for action in parser._actions if action.help != argparse.SUPPRESS
+    }
 
 
-class _UnfoldAction(argparse.Action):
-    def __init__(self, *, group: Any, texts: dict[argparse.Action, str], **options: Any) -> None:
-        super().__init__(default=argparse.SUPPRESS, **options)
-        self._group, self.texts = group, texts
-
-    def covers_only(self, names: Collection[str]) -> bool:
-        """Whether these are all its options."""
-        return all(action.dest in names for action in self.texts)
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        for action, text in self.texts.items():
-            action.help = text
-        formatter = parser._get_formatter()
-        formatter.start_section(self._group.title)
-        formatter.add_text(self._group.description)
-        formatter.add_arguments(list(self.texts))
-        formatter.end_section()
-        parser._print_message(formatter.format_help())
-        parser.exit()
+def format_example(text: str) -> str:
+    """A command line, indented, broken where a shell takes it."""
+    lines = textwrap.wrap(
+        text, _EXAMPLE_COLUMNS - 4, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join("  " + line for line in " \\\n".join(lines).split("\n"))
 
 
-class _NarrowHelpAction(argparse._HelpAction):
-    def __init__(
-        self,
-        help_action: argparse.Action,
-        dest: str,
-        options: Mapping[str, Collection[str]],
-        describe_choice: Callable[[str], str],
-    ) -> None:
-        super().__init__(help_action.option_strings, dest=help_action.dest, help=help_action.help)
-        self._dest, self._options, self._describe_choice = dest, options, describe_choice
+class ActionHelp(NamedTuple):
+    """Of a verb with actions (``store put``, ``gate check``): what the help of one action shows."""
+
+    dest: str
+    options: Mapping[str, Collection[str]]
+    """Of each action, its options; those that no action names are of all."""
+    describe: Callable[[str], str]
+
+
+class _ShowHelpAction(argparse.Action):
+    """``--help``: the options that most users need. ``--help-all``: every option, with what is said of groups."""
+
+    def __init__(self, *, with_all: bool, **options: Any) -> None:
+        super().__init__(nargs=0, default=argparse.SUPPRESS, **options)
+        self._with_all = with_all
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
     ) -> None:
-        word = str(getattr(namespace, self._dest, None))
-        if word in self._options:
-            self._narrow_to(parser, word)
-        parser.print_help()
+        if isinstance(parser, CommandParser):
+            parser.narrow_help(namespace)
+            parser._print_message(parser.format_help(with_all=self._with_all))
         parser.exit()
-
-    def _narrow_to(self, parser: argparse.ArgumentParser, word: str) -> None:
-        parser.description = self._describe_choice(word)
-        hidden_names = {name for names in self._options.values() for name in names} - set(self._options[word])
-        for action in list(parser._actions):
-            if action.dest == self._dest:
-                action.metavar, action.help = word, argparse.SUPPRESS
-            elif action.dest in hidden_names and not action.option_strings:
-                action.help = argparse.SUPPRESS
-                parser._actions.remove(action)
-            elif action.dest in hidden_names or (
-                isinstance(action, _UnfoldAction) and action.covers_only(hidden_names)
-            ):
-                action.help = argparse.SUPPRESS
-        for group in parser._action_groups:
-            if all(action.help == argparse.SUPPRESS for action in group._group_actions):
-                group.description = None
 
 
 def _fill_paragraphs(text: str, width: int) -> Iterator[str]:
@@ -326,7 +265,12 @@ REPLACED_OPTIONS = {
 }
 """Of each verb, options of earlier versions, and what they are called now."""
 
+_FOLDED_HELP_OPTIONS = ("--help-packed", "--help-engines", "--help-axes", "--help-many", "--help-limits")
+"""Each showed one group of folded options."""
+
 _VERSION_OPTIONS = ("-V", "--version")
+_COMMON_OPTIONS = ("--help", "--json", "--quiet", "--verbose")
+"""Those that ``--help`` shows of every verb."""
 
 _TOP_DESCRIPTION = """The KV cache of LLMs on MNN, outside the engine: lossless frames, packed layouts, eviction.
 
@@ -399,7 +343,7 @@ def parse_command_line(words: list[str]) -> argparse.Namespace:
         own_words = words[len(command_words) :]
         _check_replaced_options(command_name, own_words)
         order = sort_words(subparser, own_words)
-        if order.unknown and not {"-h", "--help"} & {*order.options}:
+        if order.unknown and not {*HELP_OPTIONS} & {*order.options}:
             _refuse_words(subparser, order.unknown)
         arguments, extra_words = parser.parse_known_args([*command_words, *order.to_words()])
         if extra_words:
@@ -422,7 +366,7 @@ def _parse_without_command(words: list[str]) -> argparse.Namespace:
     if own_words and not own_words[0].startswith("-"):
         group_parser.error(f"there is no verb {own_words[0]!r}{suggest(own_words[0], choices)}")
     unknown_words = sort_words(group_parser, own_words).unknown
-    if unknown_words and not {"-h", "--help", *_VERSION_OPTIONS} & {*own_words}:
+    if unknown_words and not {*HELP_OPTIONS, *_VERSION_OPTIONS} & {*own_words}:
         named = next((word for word in own_words if word in choices), None)
         if named is not None:
             group_parser.error(f"options follow the verb: {prefix} {named} {unknown_words[0]} ...")
@@ -442,7 +386,7 @@ def _refuse_replaced(old: str, new: str) -> NoReturn:
 
 def _check_replaced_options(command_name: str, words: list[str]) -> None:
     """Refuse options of earlier versions; argparse could take them for abbreviations."""
-    replaced = REPLACED_OPTIONS.get(command_name, {})
+    replaced = dict.fromkeys(_FOLDED_HELP_OPTIONS, "--help-all") | REPLACED_OPTIONS.get(command_name, {})
     for word in words[: words.index("--") if "--" in words else None]:
         option = word.partition("=")[0]
         if option in replaced:
@@ -458,21 +402,99 @@ def _refuse_words(parser: argparse.ArgumentParser, words: list[str]) -> NoReturn
     parser.error(f"unrecognized arguments: {' '.join(words)}{suggest(words[0].partition('=')[0], option_names)}")
 
 
-class CommandParser(argparse.ArgumentParser):
-    """Says what it has to say as the whole command does."""
+HELP_OPTIONS = ("-h", "--help", "--help-all")
+MAX_HELP_EXAMPLES = 3
+_EXAMPLE_COLUMNS = 76
 
-    def __init__(self, **options: Any) -> None:
+
+class CommandParser(argparse.ArgumentParser):
+    """Says what it has to say as the whole command does.
+
+    Parameters
+    ----------
+    examples
+        Command lines. ``--help`` shows the first three, ``--help-all`` all of them.
+    shown
+        The options that ``--help`` shows; the others are folded. None: all.
+    action_help
+        What the help of one action of the verb shows.
+    """
+
+    def __init__(
+        self,
+        *,
+        examples: Sequence[str] = (),
+        shown: Collection[str] | None = None,
+        action_help: ActionHelp | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(**{"formatter_class": HelpFormatter} | options)
         self._negative_number_matcher = _NEGATIVE_NUMBER_REGEX
         self.color = False  # Python 3.14 would have it
+        self.examples, self.shown = tuple(examples), shown
+        self._action_help = action_help
+
+    def add_help_options(self) -> None:
+        """Declare ``--help`` and ``--help-all``."""
+        self.add_argument(
+            "-h", "--help", action=_ShowHelpAction, with_all=False, help="show the usual options and exit"
+        )
+        self.add_argument("--help-all", action=_ShowHelpAction, with_all=True, help="show all options and exit")
+
+    def is_folded(self, action: argparse.Action) -> bool:
+        """Whether ``--help`` leaves an option out."""
+        return self.shown is not None and not {*action.option_strings} & {*self.shown, *_COMMON_OPTIONS}
 
     def format_usage(self) -> str:
         self.usage = format_usage(self)
         return super().format_usage()
 
-    def format_help(self) -> str:
+    def format_help(self, *, with_all: bool = False) -> str:
         self.usage = format_usage(self)
-        return super().format_help()
+        description = self.description or ""
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage, self._actions, [])
+        if not with_all and self.shown is not None:  # the first paragraph, and the list of actions
+            description = "\n\n".join(description.split("\n\n")[: 1 if self._action_help is None else 2])
+        formatter.add_text(description)
+        folded_titles = []
+        for group in self._action_groups:
+            actions = [action for action in group._group_actions if action.help != argparse.SUPPRESS]
+            shown_actions = [
+                action for action in actions if with_all or not action.option_strings or not self.is_folded(action)
+            ]
+            formatter.start_section(group.title)
+            if with_all and actions:
+                formatter.add_text(group.description)
+            formatter.add_arguments(shown_actions)
+            formatter.end_section()
+            if len(shown_actions) < len(actions):
+                folded_titles.append("more of these" if group is self._optionals else str(group.title))
+        if folded_titles:
+            formatter.add_text(f"More options (--help-all): {', '.join(folded_titles)}.")
+        if self.examples:
+            examples = self.examples if with_all else self.examples[:MAX_HELP_EXAMPLES]
+            formatter.add_text("\n".join(["examples:", *map(format_example, examples)]))
+        return formatter.format_help()
+
+    def narrow_help(self, namespace: argparse.Namespace) -> None:
+        """Let the help show what concerns the action in a namespace only, if there is one."""
+        if self._action_help is None:
+            return
+        dest, options, describe = self._action_help
+        word = str(getattr(namespace, dest, None))
+        if word not in options:
+            return
+        self.description = describe(word)
+        self.examples = tuple(text for text in self.examples if text.startswith(f"{self.prog} {word} "))
+        hidden_names = {name for names in options.values() for name in names} - set(options[word])
+        for action in list(self._actions):
+            if action.dest == dest:
+                action.metavar, action.help = word, argparse.SUPPRESS
+            elif action.dest in hidden_names:
+                action.help = argparse.SUPPRESS
+                if not action.option_strings:
+                    self._actions.remove(action)
 
     def error(self, message: str) -> NoReturn:
         streams.write_error_line("error", f"{message} (see {self.prog} --help)")
@@ -493,7 +515,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 class _TopParser(CommandParser):
-    def format_help(self) -> str:
+    def format_help(self, *, with_all: bool = False) -> str:
         """As argparse has it, with the verbs in their groups."""
         action_by_command = {action.dest: action for action in get_subparsers(self)._get_subactions()}
         formatter = self._get_formatter()

@@ -261,6 +261,7 @@ def format_manual(parser: argparse.ArgumentParser) -> str:
         ]
         lines += _iter_paragraph_lines(subparser.description or "")
         lines += _iter_option_lines(subparser)
+        lines += [".PP", *_iter_paragraph_lines("\n".join(map(command_parser.format_example, subparser.examples)))]
     return "\n".join([*lines, ".SH NOTES", *_iter_paragraph_lines(parser.epilog or ""), ""])
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from . import command_parser, input_sources, model_options, packed_options, shared_options
+from . import input_sources, model_options, packed_options, shared_options
 from .console import UsageError
 
 if TYPE_CHECKING:
@@ -244,7 +244,6 @@ def add_start_options(parser: Any) -> None:
     )
     packed_options.add_layout_options(packed_group, "--backend")
     packed_options.add_discovery_options(packed_group)
-    command_parser.fold_group(parser, packed_group, "--help-packed")
     packed_options.add_engine_options(parser, "What llama.cpp's files hold several of.", with_blocks=False)
 
 

@@ -154,9 +154,10 @@ def _parse_value(text: str) -> object:
     return int(text) if re.fullmatch(r"-?\d{1,12}", text) else text.replace("+", ",")
 
 
-POLICY_EPILOG = """A policy is NAME or NAME:option=value,...: 'streaming', 'h2o_decayed_heads:recent=50%',
-'l2_fixed:strategy=random,recent_ratio=0.5' (docs/policies.md has them all); 'full' is the full cache. Tokens always
-keep their true positions."""
+POLICY_EPILOG = """\
+A policy is NAME or NAME:option=value,...: 'streaming', 'h2o_decayed_heads:recent=50%',
+'l2_fixed:strategy=random,recent_ratio=0.5' (docs/policies.md lists them); 'full' is the full cache. Tokens always keep
+their true positions."""
 
 
 def add_model_options(parser: Any) -> None:

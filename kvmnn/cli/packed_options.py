@@ -12,7 +12,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from ..packed.backends import BACKENDS
-from . import command_parser, console, shared_options
+from . import console, shared_options
 from .console import UsageError
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ _PART_OPTIONS = ("tensor", "kv_axes", "kv_batch", "kv_half", *SELECTION_OPTIONS)
 """Those that choose arrays out of a file, or change them: frames of these are not the file."""
 
 
-_HEADS_HINT = "Of a llama.cpp file --kv-heads N or --model FILE.gguf (--help-packed) says how many heads a row is of."
+_HEADS_HINT = "Of a llama.cpp file --kv-heads N or --model FILE.gguf says how many heads a row is of."
 
 
 def add_engine_options(
@@ -68,7 +68,6 @@ def add_engine_options(
         )
     if with_undo:
         add_undo(group)
-    command_parser.fold_group(parser, group, "--help-engines")
 
 
 def add_undo(parser: Any) -> None:
@@ -230,7 +229,6 @@ def add_packed_options(
     else:  # one option for both: who replaces a file must learn that it silences the refusal as well
         force = next(action for action in parser._actions if "--force" in action.option_strings)
         force.help = f"{force.help}; {option_help}"
-    command_parser.fold_group(parser, group, "--help-packed")
     add_engine_options(parser, with_undo=with_undo)
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from . import command_parser
 from .console import UsageError
 
 if TYPE_CHECKING:
     from ..arrays.axes import AxisSpec
+    from .command_parser import ActionHelp
 
 
 def was_given(arguments: argparse.Namespace, name: str) -> bool:
@@ -68,7 +68,6 @@ def add_axes(parser: Any) -> None:
         default=None,
         help="the inputs are pages of one text, in this order",
     )
-    command_parser.fold_group(parser, group, "--help-axes")
 
 
 def build_axis_spec(arguments: argparse.Namespace, *, is_one_of_several: bool = False) -> AxisSpec:
@@ -120,14 +119,39 @@ def parse_whole(text: str) -> int:
     return int(text)
 
 
-def add_command(subparsers: Any, name: str, run: Callable[[argparse.Namespace], int], summary: str, text: str) -> Any:
-    """A sub-parser with the options that every verb has."""
+def add_command(
+    subparsers: Any,
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    summary: str,
+    text: str,
+    *,
+    examples: Sequence[str],
+    shown: str,
+    action_help: ActionHelp | None = None,
+) -> Any:
+    """A sub-parser with the options that every verb has.
+
+    Parameters
+    ----------
+    text
+        What ``--help-all`` says of the verb; ``--help`` shows the first paragraph.
+    examples
+        Command lines: three or more, of which ``--help`` shows the first three.
+    shown
+        The options that ``--help`` shows besides those that every verb has, between blanks; the others are folded.
+    """
     parser = subparsers.add_parser(
         name,
         help=summary,
         description=text,
+        examples=examples,
+        shown=shown.split(),
+        action_help=action_help,
+        add_help=False,
     )
     parser.set_defaults(run=run, parser=parser)
+    parser.add_help_options()
     parser.add_argument("--json", action="store_true", help="print one JSON document on standard output")
     parser.add_argument("-q", "--quiet", action="store_true", help="print results and errors, no notes and no bars")
     parser.add_argument("-v", "--verbose", action="store_true", help="say more")

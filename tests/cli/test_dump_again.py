@@ -38,7 +38,7 @@ def test_without_it_nothing_changes(here: Path, run: Run) -> None:
     run("encode", "dumps", "-o", "b/")
     run("decode", "b", "-o", "plain/")
     assert {path.suffix for path in Path("plain").iterdir()} == {".npy"}
-    assert "--as dump -o DIR/" in run("decode", "--help").out
+    assert "--as dump -o DIR/" in run("decode", "--help-all").out
 
 
 @pytest.mark.parametrize(

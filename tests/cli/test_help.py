@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 
 import pytest
 
@@ -15,8 +16,9 @@ from kvmnn.cli.command_parser import (
     collect_help,
     get_subparsers,
     list_command_parsers,
+    parse_command_line,
 )
-from kvmnn.cli.commands import store
+from kvmnn.cli.commands import gate, store
 from kvmnn.errors import KvmnnError
 from kvmnn.packed.backends import get_backend
 
@@ -90,13 +92,44 @@ def test_flags_are_the_same_everywhere() -> None:
     assert seen["provider"] == {("--provider",)}
 
 
-def test_options_of_packed_files_are_shown_once(run, monkeypatch) -> None:
+@pytest.mark.parametrize("verb", COMMANDS)
+def test_help_is_short_and_has_three_examples(verb, run, monkeypatch) -> None:
+    """60 lines of an 80-column terminal; the rest is in --help-all."""
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = run(*verb.split(), "--help").out.splitlines()
+    assert len(shown) <= 60
+    assert len([line for line in shown if line.startswith("  kvmnn ")]) == 3
+    everything = run(*verb.split(), "--help-all").out if verb != "completion" else ""
+    parser = PARSERS[verb]
+    for action in collect_help(parser):
+        assert not action.option_strings or verb == "completion" or action.option_strings[-1] in everything
+    assert set(parser.shown or ()) <= parser._option_string_actions.keys()
+
+
+@pytest.mark.parametrize("verb", COMMANDS)
+def test_examples_parse(verb) -> None:
+    for example in PARSERS[verb].examples:
+        assert example.startswith(f"kvmnn {verb} ")
+        parse_command_line(shlex.split(example)[1:])
+
+
+@pytest.mark.parametrize("verb", ["store", "gate"])
+def test_every_action_has_a_short_help_with_an_example(verb, run, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    actions = store._SPEC_BY_ACTION if verb == "store" else gate._OPTIONS_BY_ACTION
+    for action in actions:
+        shown = run(verb, action, "--help").out.splitlines()
+        assert len(shown) <= 60
+        assert any(line.startswith(f"  kvmnn {verb} {action} ") for line in shown), action
+
+
+def test_rare_options_are_folded(run, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     for verb in ("encode", "inspect", "mnn pack", "measure"):
         assert "--ignore-markers" not in run(*verb.split(), "--help").out
-        assert "--help-packed" in run(*verb.split(), "--help").out
-        shown = run(*verb.split(), "--help-packed").out
-        assert shown.startswith("packed files:\n")
+        more = run(*verb.split(), "--help").out.partition("More options (--help-all):")[2]
+        assert "packed files" in " ".join(more.split())
+        shown = run(*verb.split(), "--help-all").out
         assert "--ignore-markers" in shown
         assert max(map(len, shown.splitlines())) <= 80
 
@@ -104,11 +137,11 @@ def test_options_of_packed_files_are_shown_once(run, monkeypatch) -> None:
 def test_an_action_has_a_help_of_its_own(run) -> None:
     """What it says nothing to is not in it, nor what it does not take."""
     for action, options in store._SPEC_BY_ACTION.items():
-        shown = run("store", action, "--help").out
+        shown = run("store", action, "--help-all").out
         assert shown.startswith(f"usage: kvmnn store [options] {action} STORE{' [IN ...]' * bool(options.inputs)}\n")
         assert re.search(rf"^  (\w+, )?{action}\b.* STORE", shown, re.MULTILINE)
         assert ("--token-ids IDS" in shown) == ("token_ids" in options.options)
-        assert ("--help-engines" in shown) == ("stream" in options.options)
+        assert ("--stream N" in shown) == ("stream" in options.options)
         assert ("--capacity" in shown) == (action == "get")
 
 

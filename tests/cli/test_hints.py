@@ -147,8 +147,8 @@ def test_json_that_is_no_manifest(run) -> None:
 
 
 def test_store_says_which_models_it_takes(run) -> None:
-    said = flat(run("store", "--help").out)
-    assert "the folder of an MNN model, with its .mnn file, or a llama.cpp FILE.gguf" in said
+    said = flat(run("store", "--help-all").out)
+    assert "the folder of an MNN model, with its .mnn file, or of a llama.cpp FILE.gguf" in said
     Path("hf").mkdir()
     Path("hf/config.json").write_text("{}")
     said = run("store", "put", "s", "kv.npz", "--token-ids", "1,2", "--model", "hf", code=1).err

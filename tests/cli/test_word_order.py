@@ -151,6 +151,7 @@ def test_words_of_earlier_versions_name_the_new_ones(run, old: str) -> None:
 def test_options_of_earlier_versions_name_the_new_ones(run) -> None:
     said = run("verify", "w.bin", "--as-reference", code=2).err
     assert said == "kvmnn: error: '--as-reference' is now 'kvmnn compressor verify --as-reference'\n"
+    assert run("encode", "--help-packed", code=2).err == "kvmnn: error: '--help-packed' is now '--help-all'\n"
     for command, replaced in REPLACED_OPTIONS.items():
         known = list_command_parsers(build_parser())[command]._option_string_actions
         assert not known.keys() & replaced.keys(), command

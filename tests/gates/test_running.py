@@ -335,17 +335,17 @@ def test_cases_of_the_suites() -> None:
         (
             "parse",
             ["--strict", "-o, --output"],
-            ["--suite", "--baseline", "--run-order", "--help-limits", "--json FILE"],
+            ["--suite", "--baseline", "--run-order", "--decode-baseline", "--json FILE"],
         ),
-        ("check", ["--baseline CSV", "--case", "--help-limits"], ["--suite", "--run-order", "--sweep"]),
+        ("check", ["--baseline CSV", "--case", "--decode-baseline X"], ["--suite", "--run-order", "--sweep"]),
         ("demo", ["--run-order", "--no-bucket-pass"], ["--sweep", "--baseline-key"]),
         ("run", ["--suite", "--sweep", "kvmnn gate run model/"], ["--run-order", "--baseline", "kvmnn gate check"]),
         ("history", ["the rounds of a folder"], ["--suite", "--baseline", "--case"]),
     ],
 )
 def test_help_of_an_action(run, action: str, there: list[str], not_there: list[str]) -> None:
-    shown = run("gate", action, "--help").out
+    shown = run("gate", action, "--help-all").out
     assert [text for text in there if text not in shown] == []
     assert [text for text in not_there if text in shown] == []
     assert shown.startswith(f"usage: kvmnn gate [options] {action} IN")
-    assert len(shown) < len(run("gate", "--help").out)
+    assert len(shown) < len(run("gate", "--help-all").out)

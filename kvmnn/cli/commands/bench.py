@@ -8,18 +8,29 @@ from typing import Any
 from .. import console, input_sources, shared_options
 
 _DESCRIPTION = """\
-Measure encode and decode speed and ratio on real data: kvmnn's efforts, its dense streams of K and V where
-their axes are known, and whatever rivals are installed (zstandard, lz4, blosc2, bitshuffle, pcodec, zipnn; "pip install
-bitshuffle blosc2 lz4 pcodec zipnn").
+Measure encode and decode speed and ratio on real data: kvmnn's efforts, its dense streams of K and V where their axes
+are known, and the other codecs that are installed (pip install bitshuffle blosc2 lz4 pcodec zipnn zstandard).
 
 All codecs take turns in one process; figures are medians over --rounds. Each round trip is checked. Break-even is the
-link speed below which compress + send + decompress (on the clock, one after the other) beats sending raw bytes.
-A codec is dominated where another one is nowhere worse in ratio and in CPU time of both ways."""
+link speed below which compress + send + decompress (wall time, in sequence) is faster than sending raw bytes. A codec
+is dominated where another one is nowhere worse in ratio and in CPU time of both directions."""
 
 
 def add_parser(subparsers: Any) -> None:
     """Declare the verb."""
-    parser = shared_options.add_command(subparsers, "bench", run, "speed and ratio beside the rivals", _DESCRIPTION)
+    parser = shared_options.add_command(
+        subparsers,
+        "bench",
+        run,
+        "speed and ratio beside the rivals",
+        _DESCRIPTION,
+        examples=(
+            "kvmnn bench dump/",
+            "kvmnn bench kv.npz --rounds 9 --threads 4",
+            "kvmnn bench words.bin --dtype fp16 --json",
+        ),
+        shown="--dtype --tensor --rounds --max-bytes --max --threads",
+    )
     parser.add_argument(
         "inputs",
         nargs="+",

@@ -8,13 +8,13 @@ from typing import Any
 from .. import streams
 
 _DESCRIPTION = """\
-Print what a shell needs to complete verbs, options, their values and files, or the manual page; all of it is
-made from the options of the kvmnn that prints it.
+Print what a shell needs to complete verbs, options, their values and files, or the manual page. All of it is generated
+from the options of the kvmnn that prints it.
 
-  kvmnn completion bash >~/.local/share/bash-completion/completions/kvmnn
-  kvmnn completion zsh >~/.zfunc/_kvmnn       (with ~/.zfunc in $fpath)
-  kvmnn completion fish >~/.config/fish/completions/kvmnn.fish
-  kvmnn completion man >~/.local/share/man/man1/kvmnn.1"""
+  bash   for ~/.local/share/bash-completion/completions/kvmnn
+  zsh    for ~/.zfunc/_kvmnn (with ~/.zfunc in $fpath)
+  fish   for ~/.config/fish/completions/kvmnn.fish
+  man    for ~/.local/share/man/man1/kvmnn.1"""
 
 COMPLETION_FORMS = ("bash", "zsh", "fish", "man")
 
@@ -22,7 +22,10 @@ COMPLETION_FORMS = ("bash", "zsh", "fish", "man")
 def add_parser(subparsers: Any) -> None:
     """Declare the verb, which prints a text and nothing else: no --json, nothing to be quiet about."""
     parser = subparsers.add_parser(
-        "completion", help="completions for shells, the manual page", description=_DESCRIPTION
+        "completion",
+        help="completions for shells, the manual page",
+        description=_DESCRIPTION,
+        examples=("kvmnn completion bash", "kvmnn completion zsh", "kvmnn completion man"),
     )
     parser.add_argument(
         "form", choices=COMPLETION_FORMS, metavar="SHELL", help="bash, zsh or fish; man: the manual page"

@@ -10,19 +10,29 @@ from .. import batch, console, input_sources, packed_options, shared_options, we
 from ..console import STDIO, UsageError
 
 _CONVERT_DESCRIPTION = """\
-Convert a KV-cache compressor's checkpoint (.pth, .pt, .safetensors) to a KVCM weight file (.bin).
+Convert a KV-cache compressor's checkpoint (.pth, .pt, .safetensors) to a KVCM weight file (.bin). The bytes are those
+of the published converter. Nothing in the checkpoint is executed, and torch is not needed.
 
-The bytes are those of the published converter. Nothing in the checkpoint is ever executed, and torch is not needed.
 Rounding to fp16 or bf16 is to the nearest; fp32 keeps every value of a float32 checkpoint.
 
-For a .safetensors file of kvmnn compressor export, options that are not given default to the exported weight file:
-type, header fields and metadata. What kvmnn compressor verify refuses is not written."""
+For a .safetensors file of kvmnn compressor export, the defaults are those of the exported weight file: type, header
+fields and metadata. What kvmnn compressor verify refuses is not written."""
 
 
 def add_convert_parser(subparsers: Any) -> None:
     """Declare ``kvmnn compressor convert``."""
     parser = shared_options.add_command(
-        subparsers, "convert", run_convert, "a compressor's .pth to the engine's .bin", _CONVERT_DESCRIPTION
+        subparsers,
+        "convert",
+        run_convert,
+        "a compressor's .pth to the engine's .bin",
+        _CONVERT_DESCRIPTION,
+        examples=(
+            "kvmnn compressor convert model.pth",
+            "kvmnn compressor convert model.pth model.bin --dtype bf16",
+            "kvmnn compressor convert export.safetensors -o model.bin -f",
+        ),
+        shown="--output --force --dtype --compression-factor --min-seq-len --num-heads --head-dim --metadata",
     )
     parser.add_argument("source", nargs="?", metavar="IN", help="checkpoint (- for standard input)")
     parser.add_argument(
@@ -82,19 +92,28 @@ def _resolve_paths(arguments: argparse.Namespace) -> tuple[str, str]:
 
 
 _VERIFY_DESCRIPTION = """\
-Check the weight file of a KV compressor (.bin) in structure and sense. With --against its checkpoint, every weight,
+Check the weight file of a KV compressor (.bin) in structure and values. With --against its checkpoint, every weight,
 every bias, every header field and the metadata are compared with what kvmnn compressor convert would write: give the
-options that it was given. Any difference ends with exit code 1.
+options that the conversion had. Any difference ends with exit code 1.
 
-  kvmnn compressor verify model.bin --against model.pth --dtype bf16
-
---jobs N verifies each weight file below folders (--help-many)."""
+--jobs N verifies each weight file below folders."""
 
 
 def add_verify_parser(subparsers: Any) -> None:
     """Declare ``kvmnn compressor verify``."""
     parser = shared_options.add_command(
-        subparsers, "verify", run_verify, "a weight file against its checkpoint", _VERIFY_DESCRIPTION
+        subparsers,
+        "verify",
+        run_verify,
+        "a weight file against its checkpoint",
+        _VERIFY_DESCRIPTION,
+        examples=(
+            "kvmnn compressor verify model.bin",
+            "kvmnn compressor verify model.bin --against model.pth --dtype bf16",
+            "kvmnn compressor verify weights/ --jobs 4",
+        ),
+        shown="--against --dtype --compression-factor --min-seq-len --num-heads --head-dim --metadata "
+        "--allow-trailing --as-reference --jobs",
     )
     parser.add_argument("inputs", nargs="+", metavar="WEIGHTS", help="a weight file (.bin)")
     parser.add_argument("--against", action="append", default=[], metavar="FILE", help="the checkpoint")
@@ -172,18 +191,26 @@ def verify_weight_file(arguments: argparse.Namespace) -> int:
 
 
 _INSPECT_DESCRIPTION = """\
-Show the header of a KV compressor's weight file (.bin), or what a conversion of a checkpoint (.pth, .pt,
-.safetensors) would write, and a table of its weights: shape, bias, least and greatest value, mean, standard deviation,
-elements that are no number.
-
-  kvmnn compressor inspect model.bin
-  kvmnn compressor inspect model.pth --compression-factor 4"""
+Show the header of a KV compressor's weight file (.bin), or what a conversion of a checkpoint (.pth, .pt, .safetensors)
+would write, and a table of its weights: shape, bias, minimum and maximum, mean, standard deviation, and the number of
+elements that are NaN."""
 
 
 def add_inspect_parser(subparsers: Any) -> None:
     """Declare ``kvmnn compressor inspect``."""
     parser = shared_options.add_command(
-        subparsers, "inspect", run_inspect, "header and table of a weight file or checkpoint", _INSPECT_DESCRIPTION
+        subparsers,
+        "inspect",
+        run_inspect,
+        "header and table of a weight file or checkpoint",
+        _INSPECT_DESCRIPTION,
+        examples=(
+            "kvmnn compressor inspect model.bin",
+            "kvmnn compressor inspect model.pth --compression-factor 4",
+            "kvmnn compressor inspect model.bin --json",
+        ),
+        shown="--dtype --compression-factor --min-seq-len --num-heads --head-dim --metadata --prefix-order "
+        "--slot-order",
     )
     parser.add_argument("inputs", nargs="+", metavar="IN", help="a weight file (.bin) or a checkpoint")
     shared_options.add_dtype(parser, "of a checkpoint: type of the weights")
@@ -232,18 +259,27 @@ def inspect_weight_file(path: str, arguments: argparse.Namespace) -> tuple[conso
 
 
 _EXPORT_DESCRIPTION = """\
-Write the weights and biases of a KVCM weight file (.bin) under the names that a checkpoint gives them.
+Write the weights and biases of a KVCM weight file (.bin) under the names that a checkpoint gives them. The elements
+are copied unchanged, and read back: LOSSLESS. In .npz, which has no bf16, bf16 elements become uint16.
 
-The words are copied as they are, and read back: LOSSLESS. In .npz, which has no bf16, bf16 words become uint16.
-
-With --onnx, OUT is a directory that gets compress_tk.onnx and so on: graphs that turn groups of tokens into tokens, one
-for each kind of compressor, with the weights of all layers (extra lm)."""
+With --onnx, OUT is a directory that gets compress_tk.onnx and so on: graphs that turn groups of tokens into tokens,
+one for each kind of compressor, with the weights of all layers (extra lm)."""
 
 
 def add_export_parser(subparsers: Any) -> None:
     """Declare ``kvmnn compressor export``."""
     parser = shared_options.add_command(
-        subparsers, "export", run_export, "a compressor's .bin to .safetensors or .npz", _EXPORT_DESCRIPTION
+        subparsers,
+        "export",
+        run_export,
+        "a compressor's .bin to .safetensors or .npz",
+        _EXPORT_DESCRIPTION,
+        examples=(
+            "kvmnn compressor export model.bin -o model.safetensors",
+            "kvmnn compressor export model.bin --onnx -o graphs/",
+            "kvmnn compressor export model.bin --onnx --precision fp16 -o graphs/",
+        ),
+        shown="--output --force --onnx --precision --prefix-order --slot-order",
     )
     parser.add_argument("weights", metavar="WEIGHTS", help="weight file (- for standard input)")
     shared_options.add_output(parser, ".safetensors or .npz file, a directory with --onnx (default: beside WEIGHTS)")
@@ -284,10 +320,11 @@ def run_export(arguments: argparse.Namespace) -> int:
 
 
 _RUN_DESCRIPTION = """\
-Compress K and V of a cache with the weights of a KV compressor: every group of tokens becomes one. LOSSY.
+Compress K and V of a cache with the weights of a KV compressor: every group of tokens becomes one. LOSSY. WEIGHTS is a
+compressor's weight file (.bin; kvmnn compressor convert makes one of a checkpoint). CACHE is a .npz or .safetensors
+file, a directory of .npy files, an MNN KV dump or prefix cache.
 
-WEIGHTS is a compressor's weight file (.bin; kvmnn compressor convert makes one of a checkpoint). CACHE is a .npz or
-.safetensors file, a directory of .npy files, an MNN KV dump or prefix cache, that holds in fp16, bf16 or fp32 either
+CACHE contains in fp16, bf16 or fp32 either
 
   two arrays, K and V   [layer, batch, kv_head, token, dimension]; names such as
                         k and v, keys and values
@@ -297,22 +334,33 @@ WEIGHTS is a compressor's weight file (.bin; kvmnn compressor convert makes one 
                         past_key_values.0.key, k_0 and v_0
 
 and nothing else (--tensor chooses). An MNN KV dump, and a file made of one, is [token, kv_head, dimension]; a folder
-that kvmnn dump-kv wrote is [kv_head, token, dimension], and its positions are kept. --axes says where axes lie
-otherwise: l layer, b batch, h kv_head, t token, d dimension. Names do not prove which axis is the tokens': where
-nothing does (a dump, a packed cache, more than 256 for heads), --axes is asked for. Keys are taken as they are stored,
-that is, rotated.
+that kvmnn dump-kv wrote is [kv_head, token, dimension], and its positions are kept. --axes specifies another order: l
+layer, b batch, h kv_head, t token, d dimension. Names do not prove which axis is the tokens': where nothing does (a
+dump, a packed cache, more than 256 for heads), --axes is required. Keys are taken as they are stored, that is,
+rotated.
 
-The first --image-tokens tokens are compressed by the weights for images, the others by those for text; tokens behind
-the last whole group of each stay as they are, and so does a segment with fewer than --min-seq-len groups.
+The first --image-tokens tokens are compressed by the weights for images, the others by those for text; tokens after
+the last whole group of each stay unchanged, and so does a segment with fewer than --min-seq-len groups.
 
-OUT (.npz or .safetensors) has the names and axes of CACHE. OUT.json beside it has the true positions that each token
+OUT (.npz or .safetensors) has the names and axes of CACHE. OUT.json alongside has the true positions that each token
 stands for: the next token goes to place new_len of the cache, but its key is rotated for next_position."""
 
 
 def add_run_parser(subparsers: Any) -> None:
     """Declare ``kvmnn compressor run``."""
     parser = shared_options.add_command(
-        subparsers, "run", run_compressor, "run a KV compressor on a cache (LOSSY)", _RUN_DESCRIPTION
+        subparsers,
+        "run",
+        run_compressor,
+        "run a KV compressor on a cache (LOSSY)",
+        _RUN_DESCRIPTION,
+        examples=(
+            "kvmnn compressor run model.bin kv.npz",
+            "kvmnn compressor run model.bin dump/ -o small.safetensors --image-tokens 256",
+            "kvmnn compressor run model.bin kv.npz --axes lthd --precision fp16",
+        ),
+        shown="--output --force --axes --image-tokens --tokens --factor --min-seq-len --precision --engine --tensor "
+        "--dtype",
     )
     parser.add_argument("weights", metavar="WEIGHTS", help="weight file of a compressor (.bin)")
     parser.add_argument("cache", metavar="CACHE", help=".npz, .safetensors, or the directory of a dump")

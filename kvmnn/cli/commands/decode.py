@@ -13,31 +13,32 @@ if TYPE_CHECKING:
     from ..._util.parallel import Progress
     from ...bundle import DecodeOptions, FrameSet
 
-_DESCRIPTION = """Decode frames into the arrays they were made from.
+_DESCRIPTION = """\
+Decode frames into the arrays they were made from. IN is a frame, a frame with its manifest (IN.json) alongside, a
+manifest, a directory with a manifest.json, a Zarr store (X.zarr, s3://bucket/X.zarr), or - for standard input. With a
+manifest the same arrays come back and their hashes are checked.
 
-IN is a frame, a frame with its manifest (IN.json) beside it, a manifest, a directory with a manifest.json, or "-" for
-standard input. With a manifest the same arrays come back and their hashes are checked; a frame alone, or several one
-after another, become a 1-D array of their words: only a manifest knows shape and names.
+A frame alone, or several one after another, become a 1-D array of their elements: only a manifest has names and
+shapes.
 
   -o X.npy                     one array
   -o X.npz, X.safetensors      any number of arrays
   -o DIR/                      one .npy file for each array
-  -o X, -o X.bin, -o -         the raw words of one array; for a name with
+  -o X, -o X.bin, -o -         the raw elements of one array; for a name with
                                another suffix with --raw
   --as dump -o DIR/            the KV dump that was encoded
 
 Frames made from a prefix cache become its files again with -o DIR/ (--arrays: .npy files instead), byte for byte.
---model, --token-ids and --backend are compared with what the manifest says, and what differs is
-refused; --force restores anyway.
+--model, --token-ids and --backend are compared with the manifest, and a difference is refused; --force restores
+anyway.
 
 Frames of a whole file of llama.cpp or MLX become that file again, byte for byte, with -o FILE or on standard output
-(--arrays: its arrays as they lie there; kvmnn mnn unpack gives K and V by heads).
+(--arrays: its arrays in their stored layout; kvmnn mnn unpack gives K and V by heads).
 
-A Zarr store (X.zarr, s3://bucket/X.zarr) gives its arrays; the hashes that kvmnn noted down in it are checked.
+The hashes that kvmnn stored in a Zarr store are checked.
 
-Without -o, X.npy.frame and X.frame become X.npy, and X.frames/ of a whole file X;
-only what comes from standard input goes to standard output, as raw words (if that
-is a file or a pipe)."""
+Without -o, X.npy.frame and X.frame become X.npy, and X.frames/ of a whole file X. Only input from standard input goes
+to standard output, as raw elements (if that is a file or a pipe)."""
 
 
 _EXPECTED_OPTIONS = ("name", "backend", "lp", "hp", "flash_block", "model", "token_ids")
@@ -45,7 +46,19 @@ _EXPECTED_OPTIONS = ("name", "backend", "lp", "hp", "flash_block", "model", "tok
 
 def add_parser(subparsers: Any) -> None:
     """Declare the verb."""
-    parser = shared_options.add_command(subparsers, "decode", run, "frames to arrays", _DESCRIPTION)
+    parser = shared_options.add_command(
+        subparsers,
+        "decode",
+        run,
+        "frames to arrays",
+        _DESCRIPTION,
+        examples=(
+            "kvmnn decode keys.frame -o keys.npy",
+            "kvmnn decode dump.frames/ -o dump/ --as dump",
+            "kvmnn decode sys.frames/ -o sys/",
+        ),
+        shown="--output --force --raw --dtype --as --arrays --no-manifest --threads",
+    )
     parser.add_argument("input", metavar="IN", help="a frame, a manifest, a bundle; - for standard input")
     shared_options.add_output(parser, "file, directory, or - (standard output)")
     shared_options.add_raw(parser)

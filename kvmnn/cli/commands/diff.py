@@ -14,16 +14,16 @@ if TYPE_CHECKING:
     from ...arrays.source import Source
 
 _DESCRIPTION = """\
-Compare two of anything that kvmnn reads: packed files, dumps, bundles and frames, files of arrays, weight
-files of a compressor. Words are compared bit by bit. Exit code 0: equal, 1: different.
+Compare two of anything that kvmnn reads, bit by bit: packed files, dumps, bundles and frames, files of arrays, weight
+files of a compressor. Exit code 0: equal, 1: different.
 
-What is said about packed files holds for both inputs, but for --second-tokens; what kvmnn wrote says for itself what it
-holds. Where arrays are K and V of layers by their names, the order of their axes does not matter; where one has more
-tokens, the first ones are compared. Where both say which tokens of their text they hold, that is compared, too.
+Packed-file options apply to both inputs, except --second-tokens; files that kvmnn wrote need none. Where arrays are K
+and V of layers by their names, the order of their axes does not matter; where one has more tokens, the first ones are
+compared. Where both have positions of their tokens, these are compared, too.
 
 With --atol X the inputs may be of different engines and types: what each computed from the same text is compared in
-numbers, layer by layer. --undo is about the inputs that are llama.cpp's: of each what may have been done to it is
-undone, and a note says what."""
+numbers, layer by layer. --undo applies to the inputs that are llama.cpp's: what may have been done to each is undone,
+and a note names it."""
 
 
 def _load_both(*inputs: tuple[str, argparse.Namespace]) -> list[Source]:
@@ -131,7 +131,17 @@ def _select_from_batches(sources: Sequence[Source], arguments: argparse.Namespac
 def add_parser(subparsers: Any) -> None:
     """Declare the verb."""
     parser = shared_options.add_command(
-        subparsers, "diff", run, "the first difference between two caches", _DESCRIPTION
+        subparsers,
+        "diff",
+        run,
+        "the first difference between two caches",
+        _DESCRIPTION,
+        examples=(
+            "kvmnn diff dump/ dump.frames/",
+            "kvmnn diff a.npz b.npz --atol 0.001",
+            "kvmnn diff chat.session cache/ --kv-heads 8 --undo k-rotation",
+        ),
+        shown="--atol --dtype --tensor --axes --undo --backend --kv-heads",
     )
     parser.add_argument("first", metavar="A", help="anything that kvmnn reads")
     parser.add_argument("second", metavar="B", help="what it is compared with")

@@ -9,21 +9,15 @@ from .. import console, model_options, shared_options
 from ..console import UsageError
 
 _DESCRIPTION = f"""\
-Let a model read a text and write its KV cache, full or cut by a policy, for encode, measure and pack:
+Let a model read a text and write its KV cache, full or cut by a policy, for encode, measure and mnn pack. Rounding
+fp32 to fp16 is LOSSY, and so is a policy that evicts.
 
   --format npy   layer_<n>.key.npy and layer_<n>.value.npy,
                  [kv_head, token, head_dim]
   --format mnn   a KV dump as MNN's engine writes it,
                  [token, kv_head, head_dim]
 
-  kvmnn dump-kv MODEL --text a.txt -o kv
-  kvmnn encode kv/*.npy -o kv.frames/ && kvmnn verify kv.frames/
-
-  kvmnn dump-kv MODEL --text a.txt -o dump --format mnn --dtype fp16
-  kvmnn measure dump
-
-positions.json beside them has the true positions of the tokens that are there, token_ids.json every token of the text.
-Rounding fp32 to fp16 is LOSSY, and so is a policy that evicts.
+positions.json in the folder has the true positions of the tokens that remain, token_ids.json every token of the text.
 
 {model_options.POLICY_EPILOG}"""
 
@@ -33,7 +27,17 @@ DEFAULT_TOKENS = 2048
 def add_parser(subparsers: Any) -> None:
     """Declare the verb."""
     parser = shared_options.add_command(
-        subparsers, "dump-kv", run, "the KV cache of a model on a text, as files", _DESCRIPTION
+        subparsers,
+        "dump-kv",
+        run,
+        "the KV cache of a model on a text, as files",
+        _DESCRIPTION,
+        examples=(
+            "kvmnn dump-kv model/ --text a.txt -o kv/",
+            "kvmnn dump-kv model/ --text a.txt -o dump/ --format mnn --dtype fp16",
+            "kvmnn dump-kv model/ --text a.txt -o kv/ --policy streaming --budget 256",
+        ),
+        shown="--text --output --force --format --dtype --tokens --policy --budget --tokenizer --threads",
     )
     model_options.add_model_options(parser)
     parser.add_argument("--text", required=True, metavar="FILE", help="what the model reads, UTF-8")

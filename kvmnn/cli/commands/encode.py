@@ -18,39 +18,50 @@ if TYPE_CHECKING:
     from ...bundle import DecodeOptions, EncodeOptions, EncodeResult, FrameSet
     from ...files.mapped_file import MappedFile
 
-_DESCRIPTION = """Encode arrays into the frames that MNN would store.
+_DESCRIPTION = """\
+Encode arrays into the frames that MNN would store. IN is a .npy, .npz or .safetensors file, a folder of them, a KV
+dump or prefix cache of MNN, a cache of llama.cpp, mlx-lm or transformers, raw elements (--dtype), or - for standard
+input. Every frame is decoded and compared with its input before LOSSLESS is printed.
 
-IN is a .npy, .npz or .safetensors file, a directory of .npy files or of an MNN KV dump, any other file of raw words
-(--dtype says of which kind), or "-" for standard input (any such file). Several inputs make one bundle. The
-directory of a prefix cache gives the live K and V of every layer, and decode makes its files again. A session or
-sequence file of llama.cpp and a prompt cache of mlx-lm are kept whole: decode writes the same file, byte for byte
-(docs/other-engines.md). What torch.save stored of a cache of transformers is read as K and V of every layer. Of float8
-arrays frames keep the codes. Frames (a frame, a manifest, a bundle) become dense streams with --codec dense, and MNN's
-frames with --codec mnn: the same arrays and manifest, with the effort, predictors and codecs of the manifest.
-
-  -o FILE    one array: its frame, and FILE.json beside it, from which decode
+  -o FILE    one array: its frame, and FILE.json alongside, from which decode
              restores the same array
   -o DIR/    any number of arrays: one frame file each and DIR/manifest.json
   -o X.zarr  a Zarr store, each chunk a frame: zarr, xarray and dask read it;
              also at a URL, such as s3://bucket/X.zarr (docs/zarr.md)
   -o -       one frame and nothing else on standard output
   --jobs N   each file below IN by itself; -o DIR/ gets the same folders
-             (--help-many)
 
-Without -o, X.npy becomes X.npy.frame and X.npz becomes X.npz.frames/; only what comes from standard input goes to
-standard output (if that is a file or a pipe).
-An array above --frame-bytes is cut along its leading axes into several frames,
-which all processors share; to standard output goes one frame, of up to 64 MiB.
---codec dense makes dense streams of K and V instead, smaller and for kvmnn alone
-(docs/dense.md).
-A frame of words without redundancy is larger than they are; --block and
---allow-raw store such arrays as they are, and the manifest says "stored": "raw".
-Every frame is decoded and compared with its input before LOSSLESS is printed."""
+Without -o, X.npy becomes X.npy.frame and X.npz becomes X.npz.frames/. Only input from standard input goes to standard
+output, if that is a file or a pipe.
+
+Several inputs make one bundle. The directory of a prefix cache gives the valid K and V of every layer, and decode
+restores its files. A session or sequence file of llama.cpp and a prompt cache of mlx-lm are kept whole: decode writes
+the same file, byte for byte (docs/other-engines.md). What torch.save stored of a cache of transformers is read as K
+and V of every layer. Of float8 arrays frames keep the codes. Frames (a frame, a manifest, a bundle) become dense
+streams with --codec dense, and MNN's frames with --codec mnn: the same arrays and manifest, with the effort,
+predictors and codecs of the manifest.
+
+An array above --frame-bytes is cut along its leading axes into several frames, which all processors share. Standard
+output gets one frame, of up to 64 MiB. --codec dense makes dense streams of K and V, which are smaller and which kvmnn
+alone reads (docs/dense.md). A frame of incompressible elements is larger than they are: --block and --allow-raw store
+such arrays raw, and the manifest has "stored": "raw"."""
 
 
 def add_parser(subparsers: Any) -> None:
     """Declare the verb."""
-    parser = shared_options.add_command(subparsers, "encode", run, "arrays to frames", _DESCRIPTION)
+    parser = shared_options.add_command(
+        subparsers,
+        "encode",
+        run,
+        "arrays to frames",
+        _DESCRIPTION,
+        examples=(
+            "kvmnn encode keys.npy -o keys.frame",
+            "kvmnn encode dump/ -o dump.frames/ --effort fast",
+            "kvmnn encode chat.session -o chat.frames/ --codec dense --kv-heads 8",
+        ),
+        shown="--output --force --dtype --tensor --effort --codec --model --threads --no-verify --axes --jobs --resume",
+    )
     parser.add_argument("inputs", nargs="+", metavar="IN", help="arrays, a dump, a prefix cache; - for standard input")
     shared_options.add_output(parser, "file, directory, or - (standard output)")
     shared_options.add_source(parser, "what the words are (default: the array's own type; raw words need it)")

@@ -17,25 +17,17 @@ if TYPE_CHECKING:
     from ...evaluation import EvaluationResult
 
 _DESCRIPTION = """\
-Run a language model over texts with its KV cache cut by every policy and budget, and compare with the full
-cache: perplexity, next-token accuracy, bits per byte, time, memory, and what lossless frames of the cache that is left
-take. Every configuration scores the same tokens of the same texts in the same chunks.
+Run a language model over texts with its KV cache cut by every policy and budget, and compare with the full cache:
+perplexity, next-token accuracy, bits per byte, time, memory, and the size of lossless frames of the remaining cache.
+Every configuration scores the same tokens of the same texts in the same chunks.
 
-  kvmnn eval model/ --text texts/ --policy streaming --policy h2o_decayed \\
-      --budget 256 512 --jobs 2
-  kvmnn eval model/ --text a.txt b.txt --budget 512 --json \\
-      --policy l2_fixed:recent_ratio=0.5,strategy=keep_high
-  kvmnn eval model/ --text a.txt --preset streaming-h2o --plot plots/ \\
-      --resume cells.jsonl
-  kvmnn eval model/ --text chat.txt --from chat.session
+MODEL is an ONNX decoder with past_key_values inputs, or its folder, with tokenizer.json alongside. Options of a policy
+are the fields of its class (docs/policies.md); tuples are joined by + (skip_layers=0+1, skip_layers=none), and 50% of
+a whole number is that share of the budget (recent=50%). keep_ratio is a share of what is stored at each cut, so
+policies that cut at every step keep little of it: a share of the text is --budget 25%. Eviction is LOSSY; frames are
+LOSSLESS for the cache that they are given.
 
-MODEL is an ONNX decoder with past_key_values inputs, or its folder, with tokenizer.json beside it. Options of a policy
-are the fields of its class (docs/policies.md); tuples are joined by + (skip_layers=0+1, skip_layers=none), and 50% of a
-whole number is that share of the budget (recent=50%). keep_ratio is a share of what is stored at each cut, so policies
-that cut at every step keep little of it: a share of the text is --budget 25%. What evicts is LOSSY; frames are LOSSLESS
-for what they are given.
-
-Presets are tables of two projects, measured by their own definitions and as it should be. Of l2_compress / KnormPress:
+Presets are tables of two projects, measured by their own definitions and by ours. Of l2_compress / KnormPress:
 
   knorm-fixed[:fix_kv_sizes=256+512,strategies=keep_low+random,
                keep_ratios=0.2+0.5,skip_layers=0+1,no_recent_only]
@@ -43,18 +35,32 @@ Presets are tables of two projects, measured by their own definitions and as it 
   knorm-ablation[:keep_ratio=0.8,prune_after=512,fix_kv_size=512,
                   recent=0.5,skip_layers=0+1]
 
-Of StreamingLLM + H2O: streaming-h2o[:sink=8,recent=32,capacity=256] (or heavy_hitter=216 instead of capacity). All take
-no_baseline. knorm-ablation takes the project's improvements apart: the threshold, the order, the hybrid. Without a
-policy or preset it is the baseline, the full cache alone. A budget holds in every layer unless skip_layers is said;
-presets skip the layers that their projects skip, and say so in their labels.
+Of StreamingLLM + H2O: streaming-h2o[:sink=8,recent=32,capacity=256] (or heavy_hitter=216 instead of capacity). All
+take no_baseline. knorm-ablation takes the project's improvements apart: the threshold, the order, the hybrid. Without
+a policy or preset the run is the baseline, the full cache alone. A budget applies to every layer unless skip_layers is
+given; presets skip the layers that their projects skip, and say so in their labels.
 
-With --from every row but the first goes on from a cache that some engine saved, as if its tokens had been read; all
-rows score what follows them. Policies that rank tokens by attention cannot: nobody saw what those drew."""
+With --from every row but the first continues from a cache that some engine saved, as if its tokens had been read; all
+rows score the tokens after it. Policies that rank tokens by attention cannot: the saved cache has no attention."""
 
 
 def add_parser(subparsers: Any) -> None:
     """Declare the verb."""
-    parser = shared_options.add_command(subparsers, "eval", run, "what eviction costs a language model", _DESCRIPTION)
+    parser = shared_options.add_command(
+        subparsers,
+        "eval",
+        run,
+        "what eviction costs a language model",
+        _DESCRIPTION,
+        examples=(
+            "kvmnn eval model/ --text texts/ --policy streaming --policy h2o_decayed --budget 256 512 --jobs 2",
+            "kvmnn eval model/ --text a.txt --preset streaming-h2o --plot plots/ --resume cells.jsonl",
+            "kvmnn eval model/ --text chat.txt --from chat.session",
+            "kvmnn eval model/ --text a.txt b.txt --budget 512 --policy l2_fixed:recent_ratio=0.5,strategy=keep_high",
+        ),
+        shown="--text --samples --policy --budget --preset --skip-layers --lossless --tokens --chunk --prompt "
+        "--jobs --threads --from --resume --output --force --plot",
+    )
     eval_options.add_compared_options(parser)
     eval_options.add_setting_options(parser)
     eval_options.add_start_options(parser)

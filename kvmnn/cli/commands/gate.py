@@ -13,7 +13,8 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ..._util.text import suggest
-from .. import command_parser, console, shared_options, streams
+from .. import console, shared_options, streams
+from ..command_parser import ActionHelp
 from ..console import UsageError
 
 if TYPE_CHECKING:
@@ -85,7 +86,6 @@ def add_limit_options(parser: Any) -> None:
     group.add_argument(
         "--runtime-mode", choices=("", *RUNTIME_MODES), help="mode of the runtime: what must have been active"
     )
-    command_parser.fold_group(parser, group, "--help-limits")
 
 
 def add_document_options(parser: Any) -> None:
@@ -331,8 +331,9 @@ class SuiteProgressDisplay:
             console.print_note(self._arguments, f"{kept_text}: the same command goes on from there")
 
 
-_DESCRIPTION = """Judge runs of a compressed KV cache by gates: ratios, decode speed, waiting, fallbacks, consistency
-(docs/gates.md). Exit code 0 where all pass, 1 where one fails.
+_DESCRIPTION = """\
+Judge runs of a compressed KV cache by gates: ratios, decode speed, waiting, fallbacks, consistency (docs/gates.md).
+Exit code 0 where all pass, 1 where one fails.
 
   parse LOG...           tables of llm_bench, or records of llm_demo, as CSV
   check CSV...           judge the rows of a case, as the MNN fork does;
@@ -342,15 +343,17 @@ _DESCRIPTION = """Judge runs of a compressed KV cache by gates: ratios, decode s
   run MODEL              run the six cases on an ONNX decoder and judge them
   history DIR            the rounds of a folder of run, one after another
 
-  kvmnn gate parse out/logs -o metrics.csv
-  kvmnn gate check metrics.csv --case runtime_store --decode-baseline 5.01 \\
-      --logs-dir out/logs -o round/
-  kvmnn gate check metrics.csv --gates target_core_gate.json --strict \\
-      --baseline plain.csv
-  kvmnn gate demo out/baseline out/candidate --case llm_demo_store -o round/
-  kvmnn gate run model/ --suite runtime --prompts texts/ -o round/
+Limits come from --case (one of the fork's six); --gates FILE overrides these, and options override both."""
 
-Limits come from --case (one of the fork's six), over these from --gates FILE, over these from options."""
+_EXAMPLES = (
+    "kvmnn gate parse out/logs -o metrics.csv",
+    "kvmnn gate check metrics.csv --case runtime_store --decode-baseline 5.01 --logs-dir out/logs -o round/",
+    "kvmnn gate run model/ --suite runtime --prompts texts/ -o round/",
+    "kvmnn gate check metrics.csv --gates target_core_gate.json --strict --baseline plain.csv",
+    "kvmnn gate demo out/baseline out/candidate --case llm_demo_store -o round/",
+    "kvmnn gate summary round/",
+    "kvmnn gate history round/",
+)
 
 _CHECK_OPTIONS = (
     *LIMIT_OPTION_NAMES,
@@ -374,7 +377,15 @@ _ALL_OPTIONS = tuple(dict.fromkeys(name for names in _OPTIONS_BY_ACTION.values()
 def add_parser(subparsers: Any) -> None:
     """Declare the verb."""
     parser = shared_options.add_command(
-        subparsers, "gate", run, "whether a run reaches what was asked of it", _DESCRIPTION
+        subparsers,
+        "gate",
+        run,
+        "whether runs reach their limits",
+        _DESCRIPTION,
+        examples=_EXAMPLES,
+        shown="--output --force --case --gates --strict --baseline --decode-baseline --logs-dir --suite --config "
+        "--prompts --rounds --again",
+        action_help=ActionHelp("action", _OPTIONS_BY_ACTION, _describe_action),
     )
     parser.add_argument(
         "action", choices=tuple(_OPTIONS_BY_ACTION), metavar="ACTION", help=", ".join(_OPTIONS_BY_ACTION)
@@ -391,16 +402,13 @@ def add_parser(subparsers: Any) -> None:
     add_run_options(parser)
     shared_options.add_output(parser, "parse: a .csv or .json file; check, demo, run: the folder of a round")
     add_limit_options(parser)
-    command_parser.narrow_help(parser, "action", _OPTIONS_BY_ACTION, _describe_action)
 
 
 def _describe_action(action: str) -> str:
-    """What the help of all says of one action, and its examples."""
-    line = re.search(rf"^  {action} .*(?:\n {{10,}}.*)*", _DESCRIPTION, re.MULTILINE)
-    examples = re.findall(rf"^  kvmnn gate {action} .*(?:\n {{5,}}.*)*", _DESCRIPTION, re.MULTILINE)
-    limits = ["", _DESCRIPTION.rpartition("\n\n")[2]] if action == "check" else []
-    lines = ["Judge runs of a compressed KV cache by gates (docs/gates.md).", "", line[0] if line else ""]
-    return "\n".join([*lines, *([""] if examples else []), *examples, *limits])
+    """What the help of all says of one action."""
+    title, actions, limits = _DESCRIPTION.split("\n\n")
+    line = re.search(rf"^  {action} .*(?:\n {{10,}}.*)*", actions, re.MULTILINE)
+    return "\n\n".join([title, line[0] if line else "", *([limits] if action == "check" else [])])
 
 
 def _add_baseline_options(parser: Any) -> None:

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from ...store import PrefixStore
 
 _DESCRIPTION = f"""\
-Continue a prompt with a model whose KV cache is under a policy, and beside it with the full cache: where
-the two texts part, what was kept, what a token took. Greedy by default, so that every difference is the policy's.
+Continue a prompt with a model whose KV cache is under a policy, and with the full cache: where the two texts differ,
+how many tokens remained, and the time of a token. Greedy by default, so that every difference is the policy's.
 
 {model_options.POLICY_EPILOG}"""
 
@@ -22,7 +22,18 @@ the two texts part, what was kept, what a token took. Greedy by default, so that
 def add_parser(subparsers: Any) -> None:
     """Declare the verb."""
     parser = shared_options.add_command(
-        subparsers, "generate", run, "text under a policy beside that of the full cache", _DESCRIPTION
+        subparsers,
+        "generate",
+        run,
+        "text under a policy beside that of the full cache",
+        _DESCRIPTION,
+        examples=(
+            "kvmnn generate model/ --prompt 'Once upon a time' --policy streaming --budget 64",
+            "kvmnn generate model/ --prompt-file p.txt --max-tokens 200 --temperature 0.8 --seed 3",
+            "kvmnn generate model/ --prompt-file - --store prefixes/",
+        ),
+        shown="--prompt --prompt-file --policy --budget --max-tokens --temperature --top-k --seed --store "
+        "--tokenizer --threads --lossless",
     )
     model_options.add_model_options(parser)
     prompt = parser.add_mutually_exclusive_group(required=True)

@@ -11,28 +11,42 @@ if TYPE_CHECKING:
     from ...files.mapped_file import MappedFile
     from ...formats import ArraysInfo
 
-_DESCRIPTION = """Account for every byte of a frame, or list what a bundle or a file of arrays holds.
+_DESCRIPTION = """\
+Account for every byte of a frame, or list the arrays of a bundle, a file, a cache or a Zarr store. IN is any file or
+folder that kvmnn reads.
 
 A frame gives its table of streams. A manifest, a bundle directory or a frame with its manifest gives a line for each
 array, totals, and each stream's share (-v: the table of every frame too). A .npy, .npz or .safetensors file, an MNN
 dump or a directory of .npy files gives the arrays that encode would take from it (of more than 1,000 the first 1,000;
 -v: all).
 
-The directory of a prefix cache or of live cache files, or one of their .k and .v files, gives what it is, geometry,
-live and padded bytes, and where something cannot be known from the files, what it may be.
+The directory of a prefix cache or of live cache files, or one of their .k and .v files, gives its kind, geometry,
+valid and padded bytes, and where the files leave it open, the candidates.
 
 A Zarr store gives its arrays, chunks and sizes.
 
 The weight file of a KV compressor (.bin), or a checkpoint of one (.pth, .pt), gives its header and a table of its
-weights: shape, bias, least and greatest value, mean, standard deviation, elements that are no number (kvmnn compressor
-inspect has the options of a conversion).
+weights: shape, bias, minimum and maximum, mean, standard deviation, and the number of elements that are NaN (kvmnn
+compressor inspect has the options of a conversion).
 
---jobs N inspects each file below folders by itself (--help-many)."""
+--jobs N inspects each file below folders by itself."""
 
 
 def add_parser(subparsers: Any) -> None:
     """Declare the verb."""
-    parser = shared_options.add_command(subparsers, "inspect", run, "what a frame, bundle or file holds", _DESCRIPTION)
+    parser = shared_options.add_command(
+        subparsers,
+        "inspect",
+        run,
+        "what a frame, bundle or file holds",
+        _DESCRIPTION,
+        examples=(
+            "kvmnn inspect keys.frame",
+            "kvmnn inspect dump.frames/ -v",
+            "kvmnn inspect sys/ --backend x86-avx2 --json",
+        ),
+        shown="--dtype --no-manifest --backend --kv-heads --axes --jobs",
+    )
     parser.add_argument(
         "inputs", nargs="+", metavar="IN", help="a frame, a bundle, any file or folder that kvmnn reads"
     )

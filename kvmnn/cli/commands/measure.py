@@ -241,27 +241,37 @@ class _MeasureParser(argparse.ArgumentParser):
 
 
 _DESCRIPTION = """\
-Measure how well KV dumps can be compressed without loss: the offline evaluation of the H2O work on MNN,
-number for number. Sizes are simulated: zstd frames of byte lanes under predictors along the tokens, added up. --real
-also makes frames as MNN does, decodes and compares them, and says what they take.
+Measure how well KV dumps can be compressed without loss: the offline evaluation of the H2O work on MNN, number for
+number. Sizes are simulated: zstd frames of byte lanes under predictors along the tokens, added up. --real also makes
+frames as MNN does, decodes and compares them, and reports their sizes.
 
 INPUT is the directory of an MNN KV dump, or anything else that kvmnn reads as K and V of layers; --dump-dir is the
 same. --out-json and --out-md write the evaluation's own two documents. --json prints them and the breakdown by layer,
-part and byte lane with the order-0 entropy of its bytes. --jobs N measures each file below folders by itself
-(--help-many).
+part and byte lane with the order-0 entropy of its bytes. --jobs N measures each file below folders by itself.
 
 fp32 is measured as fp32. --to-fp16 rounds it to fp16 first (LOSSY), as the evaluation does.
 
 --analysis DIR writes entropies and split ratios of every dump and head instead (layer_metrics.csv, head_metrics.csv,
 summary.md; grouped_summary.md with --run-log, a CSV file or JSON lines with run_id and prompt_tokens). --to-fp16 DIR
-converts a tree of fp32 dumps (LOSSY) and measures nothing. --dense says, layer by layer, what dense streams take beside
-the frames of MNN: all are made, decoded and compared (docs/dense.md)."""
+converts a tree of fp32 dumps (LOSSY) and measures nothing. --dense reports, layer by layer, the sizes of dense streams
+and of MNN's frames: all are made, decoded and compared (docs/dense.md)."""
 
 
 def add_parser(subparsers: Any) -> None:
     """Declare the verb."""
     parser = shared_options.add_command(
-        subparsers, "measure", run, "what lossless compression of KV dumps would give", _DESCRIPTION
+        subparsers,
+        "measure",
+        run,
+        "what lossless compression of KV dumps would give",
+        _DESCRIPTION,
+        examples=(
+            "kvmnn measure dump/",
+            "kvmnn measure dump/ --real --json",
+            "kvmnn measure kv.npz --dense --rope none",
+        ),
+        shown="--real --dense --analysis --to-fp16 --front-n --stage --out-json --out-md --force --dtype "
+        "--token-major --threads --jobs",
     )
     add_input_output_options(parser)
     add_measure_options(parser)

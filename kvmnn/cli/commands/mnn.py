@@ -16,28 +16,37 @@ if TYPE_CHECKING:
 
 
 _UNPACK_DESCRIPTION = """\
-Turn packed K and V into plain arrays [kv_head, token, head_dim], called layer_<n>.key and layer_<n>.value.
+Turn packed K and V into plain arrays [kv_head, token, head_dim], called layer_<n>.key and layer_<n>.value. IN is the
+directory of a prefix cache, of live cache files or of a packed KV dump, one of their .k or .v files, or anything else
+that kvmnn reads.
 
-IN is the directory of a prefix cache, of live cache files or of a packed KV dump, or one of their .k or .v files;
-anything else that kvmnn reads will do as well.
-
-  -o X.npz, X.safetensors  all arrays; .safetensors keeps what pack needs to
+  -o X.npz, X.safetensors  all arrays; .safetensors has what pack needs to
                            restore the files
   -o DIR/                  one .npy file for each array
   -o X.npy, -o X           one array (--tensor layer_0.key chooses); -o X
-                           writes its raw words
+                           writes its raw elements
   --as dump -o DIR/        a KV dump as the engine writes it,
                            [token, kv_head, head_dim]
   --as packed-dump -o DIR/ its packed variant
 
-Live elements only: padding and room are left out. Of caches that the engine keeps in int8 (--int8) the codes times
-their scales plus biases come back as fp32, and what cannot be recovered is said."""
+Only valid elements are written, without padding and free capacity. Caches that the engine keeps in int8 (--int8) are
+dequantised to fp32 (codes times scales plus biases), and what cannot be recovered is reported."""
 
 
 def add_unpack_parser(subparsers: Any) -> None:
     """Declare ``kvmnn mnn unpack``."""
     parser = shared_options.add_command(
-        subparsers, "unpack", run_unpack, "packed files to plain arrays", _UNPACK_DESCRIPTION
+        subparsers,
+        "unpack",
+        run_unpack,
+        "packed files to plain arrays",
+        _UNPACK_DESCRIPTION,
+        examples=(
+            "kvmnn mnn unpack sys/ -o sys.npz --backend x86-avx2 --kv-heads 2 --head-dim 64 --tokens 50",
+            "kvmnn mnn unpack sys/ -o dump/ --as dump",
+            "kvmnn mnn unpack chat.session --kv-heads 8 -o chat.safetensors",
+        ),
+        shown="--output --force --raw --tensor --as --dtype --backend --kv-heads --head-dim --tokens --model --name",
     )
     parser.add_argument("input", metavar="IN", help="the directory of a cache, one of its files, arrays")
     shared_options.add_output(parser, "file or directory (default: IN.safetensors, a dump: IN.dump/)")
@@ -82,17 +91,16 @@ def run_unpack(arguments: argparse.Namespace) -> int:
 
 _PACK_DESCRIPTION = """\
 Pack plain arrays into a prefix cache that the engine loads: <name>_<layer>.k and .v, their markers, and
-<name>.kvmnn.json, from which kvmnn knows what the files hold.
+<name>.kvmnn.json, which describes the files for kvmnn. Every file is read back and compared before it appears.
 
-IN is anything that kvmnn reads: arrays called layer_<n>.key and layer_<n>.value, past_key_values.<n>.key and .value, or
-k and v with the layer as first of four axes; a KV dump; a bundle of frames. Shapes are [kv_head, token, head_dim]
+IN is anything that kvmnn reads: arrays called layer_<n>.key and layer_<n>.value, past_key_values.<n>.key and .value,
+or k and v with the layer as first of four axes; a KV dump; a bundle of frames. Shapes are [kv_head, token, head_dim]
 (--token-major: [token, kv_head, head_dim]).
 
-Layout: --backend, or --lp and --hp; what unpack or encode noted down is taken where nothing is said. Every file is read
-back and compared before it appears.
+The layout is --backend, or --lp and --hp; by default the one that unpack or encode recorded.
 
-Where tokens were evicted, MNN needs to be told the length of the text after loading (the result shows the line of C++),
-or K rotated to the first positions: --rerotate."""
+Where tokens were evicted, MNN needs the length of the text after loading (the result shows the line of C++), or K
+rotated to the first positions: --rerotate."""
 
 
 _PACK_USED_OPTIONS = (
@@ -113,7 +121,18 @@ _PACK_USED_OPTIONS = (
 def add_pack_parser(subparsers: Any) -> None:
     """Declare ``kvmnn mnn pack``."""
     parser = shared_options.add_command(
-        subparsers, "pack", run_pack, "plain arrays to a prefix cache", _PACK_DESCRIPTION
+        subparsers,
+        "pack",
+        run_pack,
+        "plain arrays to a prefix cache",
+        _PACK_DESCRIPTION,
+        examples=(
+            "kvmnn mnn pack kv.npz -o sys/ --backend arm64-fp16 --name sys",
+            "kvmnn mnn pack dump.frames/ -o sys/ --backend x86-avx2 --capacity 4096",
+            "kvmnn mnn pack chat.session -o phone/ --backend arm64-fp16 --kv-heads 8 --cast",
+        ),
+        shown="--output --force --backend --name --capacity --cast --rerotate --dtype --token-major --tensor "
+        "--model --kv-heads",
     )
     parser.add_argument("inputs", nargs="+", metavar="IN", help="arrays, a dump, a bundle")
     packed_options.add_target_options(parser)
@@ -159,19 +178,27 @@ def run_pack(arguments: argparse.Namespace) -> int:
     return 0
 
 
-_REPACK_DESCRIPTION = """Write a prefix cache in the layout of another backend, e.g. one computed on a PC for a phone:
+_REPACK_DESCRIPTION = """\
+Write a prefix cache in the layout of another backend, such as one computed on a PC for a phone.
 
-  kvmnn mnn repack sys/ -o phone/ --from x86-avx2 --to arm64-fp16 \\
-      --kv-heads 2 --head-dim 64 --tokens 50
-
-Where the backends' dtypes differ, words are converted, to nearest even: fp32 to fp16 is LOSSY and the line about it
-says how many words changed; fp16 to fp32 is LOSSLESS."""
+Where the backends' dtypes differ, elements are converted, to nearest even: fp32 to fp16 is LOSSY, and the result has
+the number of changed elements; fp16 to fp32 is LOSSLESS."""
 
 
 def add_repack_parser(subparsers: Any) -> None:
     """Declare ``kvmnn mnn repack``."""
     parser = shared_options.add_command(
-        subparsers, "repack", run_repack, "a packed cache for another backend", _REPACK_DESCRIPTION
+        subparsers,
+        "repack",
+        run_repack,
+        "a packed cache for another backend",
+        _REPACK_DESCRIPTION,
+        examples=(
+            "kvmnn mnn repack sys/ -o phone/ --from x86-avx2 --to arm64-fp16 --kv-heads 2 --head-dim 64 --tokens 50",
+            "kvmnn mnn repack sys/ --to arm64-fp16",
+            "kvmnn mnn repack sys/ -o phone/ --to arm64-fp16 --capacity 4096 --json",
+        ),
+        shown="--output --force --from --to --kv-heads --head-dim --tokens --name --capacity --model --rerotate",
     )
     parser.add_argument("input", metavar="IN", help="the directory of a prefix cache, or one of its files")
     packed_options.add_target_options(parser)
@@ -214,23 +241,31 @@ def run_repack(arguments: argparse.Namespace) -> int:
 
 
 _COMPACT_DESCRIPTION = """\
-Compact the packed files of a prefix cache or of a live one: of the last --remove tokens only the --reserve
-pairs stay, begin:size, begin counted from the start of that window. The files keep their size, and what lies behind the
-live tokens stays as it was, as in the engine.
+Compact the packed files of a prefix cache or of a live one: of the last --remove tokens only the --reserve pairs stay,
+begin:size, begin counted from the start of that window. The files keep their size, and the bytes after the valid
+tokens stay as they were, as in the engine. LOSSY: the evicted tokens are gone.
 
-  kvmnn mnn compact sys/ -o small/ --remove 160 --reserve 0:64,128:32 \\
-      --tokens 160 --model MODEL/
+The true position of every remaining token is in <name>.kvmnn.json.
 
-LOSSY: the tokens that go are gone. The true position of every kept token stands in <name>.kvmnn.json.
-
-K keeps its rotary positions, and MNN counts from 0 after loading: it needs to be told the length of the text (the
-result shows the line of C++), or K rotated to the first positions: --rerotate."""
+K keeps its rotary positions, and MNN counts from 0 after loading: it needs the length of the text (the result shows
+the line of C++), or K rotated to the first positions: --rerotate."""
 
 
 def add_compact_parser(subparsers: Any) -> None:
     """Declare ``kvmnn mnn compact``."""
     parser = shared_options.add_command(
-        subparsers, "compact", run_compact, "drop tokens from packed files as the engine does", _COMPACT_DESCRIPTION
+        subparsers,
+        "compact",
+        run_compact,
+        "drop tokens from packed files as the engine does",
+        _COMPACT_DESCRIPTION,
+        examples=(
+            "kvmnn mnn compact sys/ -o small/ --remove 160 --reserve 0:64,128:32 --tokens 160 --model MODEL/",
+            "kvmnn mnn compact sys/ -o small/ --plan plan.json",
+            "kvmnn mnn compact sys/ -o small/ --plan plan.json --rerotate --model MODEL/",
+        ),
+        shown="--output --force --remove --reserve --plan --plan-label --rerotate --rope --model --backend "
+        "--kv-heads --head-dim --tokens",
     )
     parser.add_argument("input", metavar="IN", help="the directory of a prefix cache or of live files")
     shared_options.add_output(parser, "directory to write the files to (default: IN.compact/)")
@@ -308,12 +343,10 @@ def _parse_pairs(text: str) -> tuple[tuple[int, int], ...]:
 
 
 _REPLAY_DESCRIPTION = """\
-Run K and V that were computed once through the lossless runtime, the first tokens as a prompt and the others
-one by one: what would be compressed, when, and what it would take. What attention would read is compared with the
-cache, by default at the ends; LOSSLESS needs --compare all. A difference is exit code 1; so is a configuration with
-which nothing is compressed and nothing evicted.
-
-  kvmnn mnn replay dump/ --config config.json --prompt 512
+Run K and V that were computed once through the lossless runtime, the first tokens as a prompt and the others one by
+one: what would be compressed, when, and its size. What attention would read is compared with the cache, by default at
+the ends; LOSSLESS needs --compare all. A difference is exit code 1, and so is a configuration with which nothing is
+compressed and nothing evicted.
 
 CACHE is anything that kvmnn reads as K and V of layers. --config is the engine's own JSON file (its kv_lossless_ and
 kv_h2o_ keys; docs/runtime.md). Evictions need --scores: attention probabilities, [layer, head, query, key] or an array
@@ -323,7 +356,17 @@ kv_h2o_ keys; docs/runtime.md). Evictions need --scores: attention probabilities
 def add_replay_parser(subparsers: Any) -> None:
     """Declare ``kvmnn mnn replay``."""
     parser = shared_options.add_command(
-        subparsers, "replay", run_replay, "a cache run through the lossless runtime", _REPLAY_DESCRIPTION
+        subparsers,
+        "replay",
+        run_replay,
+        "a cache run through the lossless runtime",
+        _REPLAY_DESCRIPTION,
+        examples=(
+            "kvmnn mnn replay dump/ --config config.json --prompt 512",
+            "kvmnn mnn replay dump/ --config config.json --compare all --plot plots/",
+            "kvmnn mnn replay dump/ --config config.json --scores attention.npz --json",
+        ),
+        shown="--config --prompt --behaviour --scores --compare --plot --force --token-major --dtype",
     )
     parser.add_argument("inputs", nargs="+", metavar="CACHE", help="K and V of layers")
     parser.add_argument("--config", required=True, metavar="FILE", help="the engine's JSON configuration")

@@ -14,26 +14,21 @@ if TYPE_CHECKING:
     from ...policies.h2o.plan import LayerPlans
     from ...policies.plan import CachePlan
 
-_DESCRIPTION = """Plan an eviction: what would stay, and a picture of it. Nothing is changed.
+_DESCRIPTION = """\
+Plan an eviction: which tokens would stay, and a picture of it. Nothing is changed. Without --policy, H2O as the engine
+plans it, from scores of blocks or from attention; every layer is planned as if it triggered now. With --policy, any
+policy that looks at lengths or keys, of a cache.
 
-Without --policy, H2O as the engine plans it, from scores of blocks or from attention. Every layer is planned as if it
-triggered now. IN is an array with one axis (scores of blocks) or with two to four (attention: [heads, keys], [heads,
-queries, keys], [layers, heads, queries, keys]), a file of one such array for each layer, or a .json list of scores.
-What torch.save(outputs.attentions) wrote is a list of layers, [batch, heads, queries, keys]: --batch N takes one text.
+Without --policy, IN is an array with one axis (scores of blocks) or with two to four (attention: [heads, keys],
+[heads, queries, keys], [layers, heads, queries, keys]), a file of one such array for each layer, or a .json list of
+scores. What torch.save(outputs.attentions) wrote is a list of layers, [batch, heads, queries, keys]: --batch N takes
+one text.
 
-  kvmnn plan attention.npy --block 64 --sink 32 --recent 256 --target-ratio 3.5
-  kvmnn plan attention.npy --config config.json
-  kvmnn plan scores.npz -o plan.json
+With --policy, IN is anything that kvmnn reads as a cache, taken as a prompt that was attended once. SPEC is one of
+kvmnn eval, of a policy that looks at lengths or keys, as a cache has no attention.
 
-With --policy, a cache: anything that kvmnn reads, as a prompt that was attended once. SPEC is one of `kvmnn eval`,
-of a policy that looks at lengths or keys, as a cache holds no attention.
-
-  kvmnn plan cache.pt --policy streaming:sink=4,budget=512 -o plan.json
-  kvmnn plan chat.session --kv-heads 8 --policy knorm:keep_ratio=0.5
-  kvmnn mnn compact CACHE/ -o small/ --plan plan.json
-
-Pairs are begin:size of stored tokens, for `kvmnn mnn compact`. Where each KV head keeps tokens of its own, the document
-has those of each head, and compact refuses it: packed files hold the same tokens for all heads."""
+Pairs are begin:size of stored tokens, for kvmnn mnn compact --plan. Where each KV head keeps tokens of its own, the
+document has those of each head, and compact refuses it: packed files have the same tokens for all heads."""
 
 _CACHE_OPTIONS = (
     "seed",
@@ -47,7 +42,20 @@ _CACHE_OPTIONS = (
 def add_parser(subparsers: Any) -> None:
     """Declare the verb."""
     parser = shared_options.add_command(
-        subparsers, "plan", run, "which tokens H2O or a policy would keep", _DESCRIPTION
+        subparsers,
+        "plan",
+        run,
+        "which tokens H2O or a policy would keep",
+        _DESCRIPTION,
+        examples=(
+            "kvmnn plan attention.npy --block 64 --sink 32 --recent 256 --target-ratio 3.5",
+            "kvmnn plan cache.pt --policy streaming:sink=4,budget=512 -o plan.json",
+            "kvmnn plan attention.npy --config config.json",
+            "kvmnn plan scores.npz -o plan.json",
+            "kvmnn plan chat.session --kv-heads 8 --policy knorm:keep_ratio=0.5",
+        ),
+        shown="--output --force --policy --seed --no-map --config --block --sink --recent --target-ratio "
+        "--keep-ratio --tokens --kv-heads --batch",
     )
     parser.add_argument("inputs", nargs="+", metavar="IN", help="scores of blocks, or attention; with --policy a cache")
     shared_options.add_output(parser, "JSON file for `kvmnn mnn compact --plan`; - for standard output")

@@ -14,32 +14,33 @@ if TYPE_CHECKING:
     from ...reports.page import Report
 
 _DESCRIPTION = """\
-Make one page of results: the verdict of gates first, the cases beside the figures of the MNN fork's report,
-ratios over layers with the entropy of their bytes, memory over time, perplexity over budget, latencies, codecs, the
-trend over rounds, machine and settings, and the exact commands. The page is one HTML file that loads nothing and needs
-no script.
+Make one page of results: the verdict of gates first, the cases with the figures of the MNN fork's report, ratios over
+layers with the entropy of their bytes, memory over time, perplexity over budget, latencies, codecs, the trend over
+rounds, machine and settings, and the exact commands. The page is one HTML file that loads nothing and needs no script.
 
-  kvmnn gate run model/ --prompts texts/ -o round/
-  kvmnn eval model/ --text texts/ --policy streaming --budget 256 \\
-      --plot plots/ -o round/eval.json
-  kvmnn measure dump/ --real --json >round/measure.json
-  kvmnn report round/ -o report.html
-  kvmnn report round/ --markdown
-  kvmnn report round/eval.json -o plots/ --plot-format pdf --no-titles
-
-IN is a folder, of which all results are taken (what gate run, eval, measure, replay and bench leave; other JSON is left
-out, with a note), or a JSON file, which must be one. A part that was not measured is said to be so. Equal inputs make
-equal pages. The exit code does not depend on the verdict.
+IN is a folder, of which all results are taken (of gate run, eval, measure, mnn replay and bench; other JSON is
+ignored, with a note), or a JSON file, which must be a result. The page names the parts that were not measured. Equal
+inputs make equal pages. The exit code does not depend on the verdict.
 
 With -o DIR/ (a slash, or a folder that exists) or an option about plots, report draws the plots of one evaluation, IN
 (kvmnn eval -o RESULTS.json, or --json); no model is needed. memory_over_time and keep_map need results of kvmnn eval
---plot: other runs record no course."""
+--plot: other runs record no time series."""
 
 
 def add_parser(subparsers: Any) -> None:
     """Declare the verb."""
     parser = shared_options.add_command(
-        subparsers, "report", run, "one page of gates, evaluations and measurements", _DESCRIPTION
+        subparsers,
+        "report",
+        run,
+        "one page of gates, evaluations and measurements",
+        _DESCRIPTION,
+        examples=(
+            "kvmnn report round/ -o report.html",
+            "kvmnn report round/ --markdown",
+            "kvmnn report round/eval.json -o plots/ --plot-format pdf --no-titles",
+        ),
+        shown="--output --force --markdown --plot-format --no-titles",
     )
     parser.add_argument("inputs", nargs="+", metavar="IN", help="a folder of results, or a JSON file")
     shared_options.add_output(parser, "the page: .html, or .md; - is standard output. DIR/: folder for plots")

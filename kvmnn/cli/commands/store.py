@@ -8,7 +8,8 @@ import re
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ..._util.text import shorten_names
-from .. import command_parser, console, dense_options, input_sources, packed_options, shared_options
+from .. import console, dense_options, input_sources, packed_options, shared_options
+from ..command_parser import ActionHelp
 from ..console import CommandResult, UsageError
 
 if TYPE_CHECKING:
@@ -297,35 +298,52 @@ STORE_ACTIONS: dict[str, Any] = {
 
 
 _DESCRIPTION = """\
-Keep K and V of texts in a directory and find them again by their token ids: any text is answered with the
-longest beginning that was ever put, to the token. Equal beginnings are stored once, losslessly (docs/prefix-store.md).
-Sliding windows and the state of linear attention are stored with a text, at its exact length: such a text is resumed
-only from lengths that were put.
+Store K and V of texts in a directory and find them again by their token ids: the store answers with the longest stored
+prefix, to the token. Equal prefixes are stored once, losslessly (docs/prefix-store.md).
 
   put STORE CACHE...  store K and V of a text
   match STORE         how many tokens of a text are stored; exit 1 if none
-  get STORE -o OUT    write the longest stored beginning: arrays as unpack
+  get STORE -o OUT    write the longest stored prefix: arrays as mnn unpack
                       writes them, or with --backend and --name the prefix
                       cache that an engine loads (--cast: in its dtype);
                       --partial: full attention alone, without windows
                       and state, which no model continues from
   ls, stat STORE      the stored texts; counts and sizes
-  verify STORE        decode and compare everything; what is damaged goes
-  gc STORE            remove what nothing refers to; --max-bytes SIZE: and
-                      texts that were not used for longest, down to SIZE
+  verify STORE        decode and compare everything; damaged data is removed
+  gc STORE            remove unreferenced data; --max-bytes SIZE: and the least
+                      recently used texts, down to SIZE
   rm STORE            remove what no other text continues
-  pin, unpin STORE    keep a text whatever the bound, or no longer
+  pin, unpin STORE    protect a text from eviction, or no longer
   export STORE -o F   write a text to one file, for another machine
-  import STORE F      take in such a file
+  import STORE F      import such a file
 
-A text is said by --token-ids: numbers (5,7,9), or a file: a JSON list, numbers or .npy; - is standard input; put
-needs none for a cache that has its ids, as llama.cpp's sessions do. CACHE is anything kvmnn reads: an engine's prefix
-cache, live files of a running engine, a dump, frames, arrays called layer_<n>.key and layer_<n>.value. Which model
-computed it is said by --model, whose fingerprint is taken (the folder of an MNN model, with its .mnn file, or a
-llama.cpp FILE.gguf), or for any other model, such as a folder of transformers, by --fingerprint TEXT; both together
-name a model and the settings that it ran with, where they change K and V ("memory=low precision=low"); put
-needs neither for a cache that knows its model, all else where the store has one model. A store takes a second model
-only with --force."""
+--token-ids specifies a text: numbers (5,7,9), or a file: a JSON list, numbers or .npy; - is standard input. put needs
+none for a cache that has its ids, as llama.cpp's sessions do. CACHE is anything kvmnn reads: an engine's prefix cache,
+live files of a running engine, a dump, frames, arrays called layer_<n>.key and layer_<n>.value.
+
+--model specifies the model that computed it, by the fingerprint of the folder of an MNN model, with its .mnn file, or
+of a llama.cpp FILE.gguf; for any other model, such as a folder of transformers, use --fingerprint TEXT. Both together
+name a model and the settings that it ran with, where they change K and V ("memory=low precision=low"). put needs
+neither for a cache that records its model; the other actions need neither where the store has one model. A store takes
+a second model only with --force.
+
+Sliding windows and the state of linear attention are stored with a text, at its exact length: such a text is resumed
+only from lengths that were put."""
+
+_EXAMPLES = (
+    "kvmnn store put prefixes/ sys/ --model model/ --token-ids ids.json",
+    "kvmnn store match prefixes/ --token-ids 5,7,9",
+    "kvmnn store get prefixes/ --token-ids prompt.json -o kv.npz",
+    "kvmnn store ls prefixes/",
+    "kvmnn store stat prefixes/ --json",
+    "kvmnn store verify prefixes/",
+    "kvmnn store gc prefixes/ --max-bytes 20G",
+    "kvmnn store rm prefixes/ --token-ids ids.json",
+    "kvmnn store pin prefixes/ --token-ids ids.json",
+    "kvmnn store unpin prefixes/ --token-ids ids.json",
+    "kvmnn store export prefixes/ --token-ids ids.json -o text.kv",
+    "kvmnn store import prefixes/ text.kv",
+)
 
 
 class _ActionSpec(NamedTuple):
@@ -366,8 +384,18 @@ _READ_IF_POSSIBLE_ACTIONS = ("get", "verify")
 
 def add_parser(subparsers: Any) -> None:
     """Declare the verb."""
+    options = {
+        name: (*action.options, *(["inputs"] if action.inputs else [])) for name, action in _SPEC_BY_ACTION.items()
+    }
     parser = shared_options.add_command(
-        subparsers, "store", run, "prefixes kept, and found again by their tokens", _DESCRIPTION
+        subparsers,
+        "store",
+        run,
+        "prefixes of texts, stored and found by their tokens",
+        _DESCRIPTION,
+        examples=_EXAMPLES,
+        shown="--token-ids --model --fingerprint --output --force --max-bytes --capacity --codec --partial",
+        action_help=ActionHelp("action", options, _describe_action),
     )
     parser.add_argument("action", choices=tuple(_SPEC_BY_ACTION), metavar="ACTION", help=", ".join(_SPEC_BY_ACTION))
     parser.add_argument("store", metavar="STORE", help="a directory, redis:// or s3:// ...; put and import make it")
@@ -428,18 +456,14 @@ def add_parser(subparsers: Any) -> None:
     shared_options.add_source(parser, "put: what raw words are; else which precision is meant")
     parser.add_argument("--token-major", action="store_true", help="put: arrays are [token, kv_head, head_dim]")
     packed_options.add_packed_options(parser, with_text=False, with_undo=True)
-    options = {
-        name: (*action.options, *(["inputs"] if action.inputs else [])) for name, action in _SPEC_BY_ACTION.items()
-    }
-    command_parser.narrow_help(parser, "action", options, _describe_action)
 
 
 def _describe_action(action: str) -> str:
     """What the help of all says of one action."""
-    title, _, body = _DESCRIPTION.partition("\n\n")
-    lines = re.findall(rf"^  (?:\w+, )?{action}\b.*(?:\n {{10,}}.*)*", body, re.MULTILINE)
-    about_texts = ["", body.rpartition("\n\n")[2]] if "token_ids" in _SPEC_BY_ACTION[action].options else []
-    return "\n".join([title, "", *lines, *about_texts])
+    title, actions, about_texts, about_models, _ = _DESCRIPTION.split("\n\n")
+    lines = re.findall(rf"^  (?:\w+, )?{action}\b.*(?:\n {{10,}}.*)*", actions, re.MULTILINE)
+    has_texts = "token_ids" in _SPEC_BY_ACTION[action].options
+    return "\n\n".join([title, *lines, *([about_texts, about_models] if has_texts else [])])
 
 
 def run(arguments: argparse.Namespace) -> int:

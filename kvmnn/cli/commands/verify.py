@@ -14,25 +14,36 @@ if TYPE_CHECKING:
     from ...packed.cache_info import CacheInfo
 
 
-_DESCRIPTION = """Decode frames again and prove what comes out.
+_DESCRIPTION = """\
+Decode frames again and prove the result. With a manifest the hash of every frame and of every array is checked; with
+--against the bytes are compared with the original file. Either prints LOSSLESS. Frames without a manifest can only be
+shown to decode: DECODES. Any mismatch ends with exit code 1.
 
-With a manifest the hash of every frame and of every array is checked; with --against the bytes themselves are compared
-with the original file (several --against make one set, as several inputs of encode do). Either prints LOSSLESS.
-Frames without a manifest can only be shown to decode, and then the word is DECODES. Any mismatch ends with exit code 1.
+Several --against make one set, as several inputs of encode do.
 
-Of a Zarr store (X.zarr) the hashes that kvmnn noted down in it are checked.
+Of a Zarr store (X.zarr) the hashes that kvmnn stored in it are checked.
 
-The weight file of a KV compressor (.bin) is checked in structure and sense; with --against its checkpoint, every
+The weight file of a KV compressor (.bin) is checked in structure and values; with --against its checkpoint, every
 weight, every bias, every header field and the metadata are compared with what kvmnn compressor convert would write
 (kvmnn compressor verify has the options of a conversion).
 
---jobs N verifies each frame, bundle and weight file below folders (--help-many)."""
+--jobs N verifies each frame, bundle and weight file below folders."""
 
 
 def add_parser(subparsers: Any) -> None:
     """Declare the verb."""
     parser = shared_options.add_command(
-        subparsers, "verify", run, "prove that frames decode to their arrays", _DESCRIPTION
+        subparsers,
+        "verify",
+        run,
+        "prove that frames decode to their arrays",
+        _DESCRIPTION,
+        examples=(
+            "kvmnn verify keys.frame",
+            "kvmnn verify keys.frame --against keys.npy",
+            "kvmnn verify frames/ --jobs 4",
+        ),
+        shown="--against --dtype --no-manifest --threads --jobs --resume",
     )
     parser.add_argument("inputs", nargs="+", metavar="IN", help="a frame, a manifest, a bundle; a weight file")
     parser.add_argument("--against", action="append", default=[], metavar="FILE", help="the original (repeatable)")

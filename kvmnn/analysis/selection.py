@@ -18,7 +18,7 @@ from ..dtypes import PARTS, Part
 from ..errors import LimitError, OptionError, SourceError
 from ..files.change_detection import FileState
 from ..files.schema import read_bounded
-from ..formats import classify_folder, find_readable_entry, is_frames
+from ..formats import detect, find_readable_entry
 from .options import MeasureOptions, NothingSelectedError, Scope
 from .tensor_reader import ArrayTensor, DumpTensor, EmptyTensor, FileTensor
 
@@ -223,7 +223,7 @@ def select_dumps(roots: Iterable[str | os.PathLike[str]], scope: Scope) -> DumpS
 
 def is_dump_folder(path: str) -> bool:
     """Whether a path is to be walked: a directory that no other source or bundle of frames makes anything of."""
-    return os.path.isdir(path) and not is_frames(path) and classify_folder(path) in ("dump", None)
+    return os.path.isdir(path) and detect(path).name in ("dump", "folder")
 
 
 def add_dumps(selection: DumpSelection, root: Path, scope: Scope) -> None:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -150,6 +150,9 @@ class AxisSpec:
                     f"shape {list(self.shape)} has {_format_axis_count(len(self.shape))}, {self.axes!r} "
                     f"{len(self.axes)}"
                 )
+
+
+AXES_AS_STORED: Final = AxisSpec()
 
 
 def apply_axis_spec(source: Source, spec: AxisSpec, where: str) -> Source:

@@ -11,14 +11,14 @@ from pathlib import PurePath
 from ..bundle import manifest
 from ..compressor import has_weight_file_magic
 from ..errors import KvmnnError
-from ..formats import ARRAY_FORMATS
+from ..files.mapped_file import FileHead
+from ..formats import ARRAY_FORMATS, ZARR
 from ..formats.hf import saved
 from ..formats.lmcache import parse_page_name
 from ..formats.mnn import dump, mmap_cache, prefix
 from ..formats.registry import find_engine_format
-from ..formats.vllm import is_vllm_folder as is_vllm
-from ..formats.zarr import find_orphaned_arrays
-from ..formats.zarr import is_zarr_store as is_zarr
+from ..formats.vllm import VLLM
+from ..formats.zarr import ORPHANED_ARRAYS
 
 _ARRAY_SUFFIXES = (*ARRAY_FORMATS, ".session")
 """Suffixes of arrays: inputs whatever they contain, so that a damaged file is reported."""
@@ -47,7 +47,8 @@ def accepts_folder(path: str, names: set[str], *, arrays: bool, frames: bool) ->
     """Return whether a folder with these names is one input; None if its entries are inputs of their own."""
     if manifest.MANIFEST_NAME in names or _is_bundle_without_manifest(path, names):
         return frames
-    if is_zarr(path) or find_orphaned_arrays(path):  # the latter is reported as incomplete
+    head = FileHead.from_path(path)
+    if ZARR.detect(head) or ORPHANED_ARRAYS.detect(head):  # the latter is reported as incomplete
         return arrays or frames
     if _is_cache_folder(path, names):
         return arrays
@@ -56,9 +57,10 @@ def accepts_folder(path: str, names: set[str], *, arrays: bool, frames: bool) ->
 
 def _is_cache_file(path: str, suffix: str) -> bool:
     """Return whether a file is a cache by its contents, or a damaged one; not any other file of torch."""
-    if find_engine_format(path) is not None or parse_page_name(path) is not None:
+    head = FileHead.from_path(path)
+    if find_engine_format(head) is not None or parse_page_name(path) is not None:
         return True
-    return saved.describe_damage(path) is not None or (suffix == _TORCH_SUFFIX and not saved.is_torch_file(path))
+    return saved.describe_damage(head) is not None or (suffix == _TORCH_SUFFIX and not saved.is_torch_head(head.data))
 
 
 def _is_bundle_without_manifest(path: str, names: set[str]) -> bool:
@@ -72,7 +74,7 @@ def _is_bundle_without_manifest(path: str, names: set[str]) -> bool:
 def _is_cache_folder(path: str, names: set[str]) -> bool:
     if _has_dump_metadata(names) or mmap_cache.has_mmap_files(names) or prefix.list_prefix_names(names):
         return True
-    if any(name.endswith(".safetensors") for name in names) and is_vllm(path):
+    if any(name.endswith(".safetensors") for name in names) and VLLM.detect(FileHead.from_path(path)):
         return True
     return any(
         _has_dump_metadata(_list_names(os.path.join(path, name)))

@@ -114,8 +114,8 @@ def check_is_weight_file(path: str) -> None:
     """`SourceError` for a file that is no weight file and does not pretend to be one."""
     from ..compressor import is_weight_file
     from ..errors import SourceError
-    from ..files.mapped_file import read_head
-    from ..formats.detection_errors import HEAD_BYTES, explain_unknown_file
+    from ..files.mapped_file import HEAD_BYTES, read_head
+    from ..formats.detection_errors import explain_unknown_file
 
     if path == console.STDIO or not os.path.isfile(path) or is_weight_file(path):
         return

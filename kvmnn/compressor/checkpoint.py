@@ -18,13 +18,13 @@ import numpy as np
 
 from ..dtypes import BF16, FP16, FP32, DType, Elements
 from ..errors import CheckpointError, LimitError
-from ..files.mapped_file import STDIN, MappedFile, read_head
-from ..formats.hf.saved import contains_cache
+from ..files.mapped_file import STDIN, FileHead, MappedFile
+from ..formats.hf.saved import TORCH_CACHE
 from ..formats.lmcache import parse_page_name
 from ..formats.safetensors import read_header
 from ..formats.torch.allowed_globals import AllowedGlobals
 from ..formats.torch.tensors import ELEMENT_TYPES, ElementType, TorchStorage, TorchTensor
-from ..formats.torch.torch_file import TorchFile, TorchFileKind, has_npy_first_member, is_torch_zip, read_torch
+from ..formats.torch.torch_file import TorchFile, TorchFileKind, has_npy_first_member, read_torch
 from ..formats.torch.torch_file import detect_torch_kind as torch_kind_of
 from .kvcm import MAGIC_BYTES, round_float32
 
@@ -130,7 +130,7 @@ def _read_torch_file(file: MappedFile, kind: TorchFileKind) -> TorchFile:
     try:
         return read_torch(file, kind, AllowedGlobals())
     except CheckpointError:
-        if contains_cache(file.path):
+        if TORCH_CACHE.detect(FileHead.from_path(file.path)):
             raise CheckpointError("holds a cache, no weights: encode, measure, pack and the like take it") from None
         raise
 
@@ -144,11 +144,13 @@ def detect_kind(head: bytes) -> str | None:
 
 def is_checkpoint(path: str) -> bool:
     """Whether a file is a checkpoint of torch's, zip or legacy, or has the name of one; no saved cache, and no page."""
-    if contains_cache(path):
+    head = FileHead.from_path(path)
+    if TORCH_CACHE.detect(head):
         return False
     if path.lower().endswith((".pth", ".pt")) and parse_page_name(path) is None:
         return True
-    return detect_kind(read_head(path)) == "torch legacy" or is_torch_zip(path)
+    kind = torch_kind_of(head.data)
+    return kind == "torch legacy" or (kind == "torch zip" and not has_npy_first_member(head.data))
 
 
 @contextmanager

@@ -9,7 +9,9 @@ import stat
 import sys
 import tempfile
 from collections.abc import Iterator
-from typing import BinaryIO
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import BinaryIO, Literal, Self
 
 import numpy as np
 
@@ -17,8 +19,11 @@ from ..dtypes import Bytes
 from ..errors import LimitError, SourceError
 from ._file_mapping import FileMapping
 from .change_detection import FileState, record_input
+from .urls import URL_SCHEME_PATTERN
 
 STDIN = "-"
+HEAD_BYTES = 4096
+"""Bytes at the beginning of a file that tell of nearly all formats what it is."""
 _PAGE_BYTES = mmap.PAGESIZE
 _MIN_DROP_BYTES = 1 << 20
 _SPOOL_CHUNK_BYTES = 1 << 20
@@ -124,6 +129,59 @@ class MappedFile:
             record_input(self._state)
             if self._mapping is not None and self._mapping.monitor.is_damaged:
                 raise self._state.build_error()
+
+
+@dataclass(frozen=True)
+class FileHead:
+    """What lies at a path, looked at once, before anything is read.
+
+    Parameters
+    ----------
+    path
+        Where it lies.
+    kind
+        What it is; a file where nothing is there. A stream is standard input, or a pipe.
+    data
+        The first `HEAD_BYTES` bytes of a file, or of a stream that was opened.
+    file
+        The stream, where it was opened: nothing of it can be read before.
+    """
+
+    path: str
+    kind: Literal["file", "folder", "stream", "url"]
+    data: bytes = b""
+    file: MappedFile | None = None
+
+    @classmethod
+    def from_path(cls, path: str) -> Self:
+        """Look at a path; a file that cannot be read has no bytes, and its reader says why."""
+        if URL_SCHEME_PATTERN.match(path):
+            return cls(path, "url")
+        if path == STDIN:
+            return cls(path, "stream")
+        try:
+            mode = os.stat(path).st_mode
+        except (OSError, ValueError):
+            return cls(path, "file")
+        if stat.S_ISDIR(mode):
+            return cls(path, "folder")
+        return cls(path, "file", read_head(path, HEAD_BYTES)) if stat.S_ISREG(mode) else cls(path, "stream")
+
+    @classmethod
+    def from_stream(cls, file: MappedFile) -> Self:
+        """Look at what was opened."""
+        return cls(file.path, "stream", file.read_head(HEAD_BYTES), file)
+
+    @property
+    def suffix(self) -> str:
+        """Of the name, in lower case."""
+        return PurePath(self.path).suffix.lower()
+
+    def read(self, nbytes: int) -> bytes:
+        """The first `nbytes` bytes, or all that there are: of more than `data` has, the file is read again."""
+        if nbytes <= len(self.data) or len(self.data) < HEAD_BYTES:
+            return self.data[:nbytes]
+        return self.file.read_head(nbytes) if self.file else read_head(self.path, nbytes)
 
 
 def _map_file(file: BinaryIO) -> FileMapping | None:

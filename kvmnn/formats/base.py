@@ -1,12 +1,18 @@
-"""Types that formats share: bytes of a file that is mapped or rebuilt, and sinks for writers."""
+"""What a format is, and what formats share: bytes of a file that is mapped or rebuilt, and sinks for writers."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from ..arrays.array import ArrayInfo, Chunk
+from ..arrays.source import Source
 from ..dtypes import Bytes
+from ..files.mapped_file import FileHead, MappedFile
+from . import sidecars
+from .options import ReadOptions
 
 
 class FileBytes(Protocol):
@@ -52,3 +58,112 @@ def mark_first_chunks(chunks: ArrayChunks) -> Iterator[tuple[int, Chunk, bool]]:
         yield index, data, index != current_index
         current_index = index
         del data
+
+
+class Format(Protocol):
+    """A kind of input that kvmnn reads: an entry of `kvmnn.formats.registry.FORMATS`."""
+
+    @property
+    def name(self) -> str:
+        """What documents and callers call it."""
+
+    def detect(self, head: FileHead) -> bool:
+        """Return whether an input is of this format, by its name and first bytes; nothing is raised."""
+
+    def read(self, head: FileHead, options: ReadOptions) -> Source:
+        """Return the arrays of an input that was detected; `KvmnnError` for a damaged one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PathFormat:
+    """A format whose inputs are read by their path: folders of several files, and what belongs to other files.
+
+    Parameters
+    ----------
+    name
+        As for `Format`.
+    kinds
+        Which of `FileHead.kind` its inputs are.
+    check
+        Whether one of these is of this format.
+    read_path
+        Its arrays.
+    """
+
+    name: str
+    kinds: tuple[str, ...] = ("folder",)
+    check: Callable[[FileHead], bool]
+    read_path: Callable[[str, ReadOptions], Source]
+
+    def detect(self, head: FileHead) -> bool:
+        """Return whether an input is of this format."""
+        return head.kind in self.kinds and head.file is None and self.check(head)
+
+    def read(self, head: FileHead, options: ReadOptions) -> Source:
+        """Return the arrays of an input."""
+        return self.read_path(head.path, options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileFormat:
+    """A format whose inputs are one file, or a stream with what such a file holds.
+
+    Parameters
+    ----------
+    name
+        As for `Format`.
+    extensions
+        Suffixes, in lower case, one of which a file must have; none where the content alone tells. A stream that was
+        opened may have any name.
+    signatures
+        What the content must begin with, one of them; none where `check` tells.
+    check
+        Whether a file that has the suffix and the signature, or a stream, is of this format; None where it is.
+    read_file
+        The arrays of a file.
+    has_sidecars
+        Whether files beside a file say more of its arrays (`kvmnn.formats.sidecars`).
+    write
+        Writes arrays as such a file; None where kvmnn does not.
+    is_multi_array
+        Whether a file holds any number of arrays, or one.
+    capture
+        Takes all that a file holds, for frames of which the same file is written again (`EngineOptions.passthrough`);
+        None where none is.
+    read_original
+        As `read_file`, of a file that is put together from such frames.
+    """
+
+    name: str
+    extensions: tuple[str, ...] = ()
+    signatures: tuple[bytes, ...] = ()
+    check: Callable[[FileHead], bool] | None = None
+    read_file: Callable[[MappedFile, ReadOptions], Source]
+    has_sidecars: bool = False
+    write: ArrayWriter | None = None
+    is_multi_array: bool = False
+    capture: Callable[[MappedFile, ReadOptions], Source] | None = None
+    read_original: Callable[[FileBytes, ReadOptions], Source] | None = None
+
+    def detect(self, head: FileHead) -> bool:
+        """Return whether an input is of this format."""
+        if head.kind not in ("file", "stream") or (self.signatures and not head.data.startswith(self.signatures)):
+            return False
+        if self.extensions and head.file is None and head.suffix not in self.extensions:
+            return False
+        return self.check is None or self.check(head)
+
+    def read(self, head: FileHead, options: ReadOptions) -> Source:
+        """Return the arrays of an input."""
+        file = head.file or MappedFile(head.path, max_bytes=options.max_bytes)
+        if self.capture is not None and options.engine.passthrough:
+            return self.capture(file, options)
+        source = self.read_file(file, options)
+        if self.has_sidecars and head.file is None:
+            sidecars.add_sidecars(source, os.path.dirname(head.path))
+        return source
+
+
+def has_format(path: str, candidate: Format) -> bool:
+    """Return whether what lies at a path is of a format, whatever else it may be."""
+    return candidate.detect(FileHead.from_path(path))

@@ -6,11 +6,11 @@ import os
 from collections.abc import Iterable
 from pathlib import PurePath
 
+from ..files.mapped_file import HEAD_BYTES
 from ..files.zip_archive import read_first_member_name
 
-HEAD_BYTES = 4096
-"""Of a file, that tell what it looks like."""
-
+UNKNOWN_FILE = "not a file kvmnn knows"
+"""What is said of a file of which nothing can be said."""
 _READABLE_FORMATS_ADVICE = (
     "kvmnn reads K and V as .npy, .npz, .safetensors, MNN's own files and those of docs/other-engines.md"
 )
@@ -51,14 +51,9 @@ def explain_unknown_file(path: str, head: bytes, fallback_text: str = "") -> str
     """
     description = ("it is empty", "") if not head else _describe_content(PurePath(path).suffix.lower(), head)
     if description is None:
-        return f"not a file kvmnn knows{fallback_text}"
+        return f"{UNKNOWN_FILE}{fallback_text}"
     kind_text, advice = description
-    return f"not a file kvmnn knows: {f'it looks like {kind_text} ({advice})' if advice else kind_text}"
-
-
-def is_recognized(path: str, head: bytes) -> bool:
-    """Whether a file is empty or looks like something that is no words of K and V."""
-    return not head or _describe_content(PurePath(path).suffix.lower(), head) is not None
+    return f"{UNKNOWN_FILE}: {f'it looks like {kind_text} ({advice})' if advice else kind_text}"
 
 
 def explain_unknown_folder(path: str) -> str:
@@ -80,7 +75,7 @@ def explain_unknown_folder(path: str) -> str:
             "the folder has no manifest.json of frames, no meta_*.json file below it as MNN's KV dumps have, no "
             "<name>_<layer>.k of a prefix cache and no .npy file"
         )
-    return f"not a file kvmnn knows: {explanation}"
+    return f"{UNKNOWN_FILE}: {explanation}"
 
 
 def _find_name_with_suffix(names: Iterable[str], suffixes: tuple[str, ...]) -> str | None:

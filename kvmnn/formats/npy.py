@@ -24,9 +24,10 @@ from ..arrays.source import Source
 from ..dtypes import parse_numpy_type
 from ..errors import ArrayTypeError, SourceError
 from ..files.mapped_file import STDIN, MappedFile
-from .base import ArrayChunks, Sink
+from .base import ArrayChunks, FileFormat, PathFormat, Sink
 from .options import ReadOptions
 from .raw import write_raw
+from .sidecars import add_sidecars
 from .tensor_selection import resolve_dtype_name, select_tensors, validate_array
 
 MAGIC = npy_format.MAGIC_PREFIX
@@ -95,13 +96,8 @@ def _parse_header_fields(head: bytes) -> tuple[dict[str, Any], int]:
     return fields, start + nbytes
 
 
-def read(path: str, options: ReadOptions) -> Source:
+def read(file: MappedFile, options: ReadOptions) -> Source:
     """One array named after the file."""
-    return read_mapped(MappedFile(path, max_bytes=options.max_bytes), options)
-
-
-def read_mapped(file: MappedFile, options: ReadOptions) -> Source:
-    """One array from an open file."""
     label = file.label
     header = NpyHeader(file.read_head(MAX_NPY_HEADER_BYTES), label)
     name = "stdin" if file.path == STDIN else array_name_from_path(file.path)
@@ -145,6 +141,14 @@ def write_npy(sink: Sink, arrays: Sequence[ArrayInfo], chunks: ArrayChunks, meta
 
 
 NPY_SUFFIX = ".npy"
+NPY = FileFormat(
+    name="npy",
+    extensions=(NPY_SUFFIX,),
+    check=lambda head: head.file is None or head.data.startswith(MAGIC),
+    read_file=read,
+    has_sidecars=True,
+    write=write_npy,
+)
 
 
 def list_npy_files(path: str) -> list[str]:
@@ -163,7 +167,12 @@ def read_folder(path: str, options: ReadOptions) -> Source:
     arrays, skipped = select_tensors(
         path, [(array_name_from_path(file), partial(_read_file_array, file, options)) for file in files], options
     )
-    return Source(arrays, skipped_arrays=skipped, opened_files=tuple(files))
+    source = Source(arrays, skipped_arrays=skipped, opened_files=tuple(files))
+    add_sidecars(source, path)
+    return source
+
+
+NPY_FOLDER = PathFormat(name="npy", check=lambda head: bool(list_npy_files(head.path)), read_path=read_folder)
 
 
 def make_name_sort_key(name: str) -> tuple[bool, list[int | str]]:
@@ -175,7 +184,7 @@ def make_name_sort_key(name: str) -> tuple[bool, list[int | str]]:
 
 
 def _read_file_array(path: str, options: ReadOptions) -> LazyArray:
-    (array,) = read(path, options).arrays
+    (array,) = read(MappedFile(path), options).arrays
     return replace(array, reader=partial(_iter_file_chunks, path, array.nbytes))
 
 

@@ -35,25 +35,15 @@ from ..files.zip_archive import (
 )
 from ..packed.cache_info import METADATA_KEY
 from . import npy
-from .base import ArrayChunks, SeekableSink, mark_first_chunks
+from .base import ArrayChunks, FileFormat, SeekableSink, mark_first_chunks
 from .npy import MAX_NPY_HEADER_BYTES, NpyHeader
 from .options import ReadOptions
 from .raw import convert_to_declared_byte_order
 from .tensor_selection import add_byte_fallback, resolve_dtype_name, select_tensors, validate_array
 
 
-def read(path: str, options: ReadOptions) -> Source:
+def read(file: MappedFile, options: ReadOptions) -> Source:
     """Every ``.npy`` member, in archive order, under its name without ``.npy``."""
-    return read_mapped(MappedFile(path, max_bytes=options.max_bytes), options)
-
-
-def is_npz(head: bytes) -> bool:
-    """Whether a file that begins with `head` is a zip archive whose first member is a ``.npy`` file."""
-    return read_first_member_name(head).endswith(b".npy")
-
-
-def read_mapped(file: MappedFile, options: ReadOptions) -> Source:
-    """The same of an open file."""
     with _wrap_zip_errors(file.label):
         archive = ZipArchive(file)
     for member in archive.members:
@@ -177,3 +167,13 @@ def write_npz(sink: SeekableSink, arrays: Sequence[ArrayInfo], chunks: ArrayChun
                 npy.write_header(member, arrays[index])
             member.write(convert_to_declared_byte_order(arrays[index], data).data)
             del data
+
+
+NPZ = FileFormat(
+    name="npz",
+    extensions=(".npz",),
+    check=lambda head: head.file is None or read_first_member_name(head.data).endswith(b".npy"),
+    read_file=read,
+    write=write_npz,
+    is_multi_array=True,
+)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..arrays.axes import AxisSpec
+from ..arrays.axes import AXES_AS_STORED, AxisSpec
 from ..arrays.completeness import Completeness
 from ..packed.cache_info import StateLayer, TokenIdsFingerprint
 from ..packed.inference import PackedGeometry
@@ -59,7 +59,7 @@ class ReadOptions:
     decode_frames: bool = True
     threads: int | None = None
     engine: EngineOptions = field(default_factory=lambda: EngineOptions())
-    axis_spec: AxisSpec = field(default_factory=AxisSpec)
+    axis_spec: AxisSpec = AXES_AS_STORED
     codes: bool = False
     max_bytes: int | None = None
 

@@ -40,11 +40,11 @@ from ..files.file_names import is_directory_output
 from ..files.mapped_file import STDIN, MappedFile
 from ..files.schema import json_key
 from ..frames import encode
-from .array_formats import find_array_format
 from .base import Sink
 from .frames import make_frame_source
 from .options import ReadOptions
 from .restorer import RestoreResult
+from .writer import find_array_format
 
 _READ_CHUNK_BYTES = 8 << 20
 _MAX_RAW_RUN_BYTES = 1 << 20

@@ -31,6 +31,7 @@ from ..policies.plan import CachePlan, PolicyLayerPlan, check_plannable, plan_la
 from ..policies.policy import Policy
 from ..policies.topk import compute_key_norms
 from . import registry
+from .mnn.packed_reader import PACKED
 from .options import ReadOptions
 from .sidecars import read_positions_sidecar
 
@@ -266,7 +267,7 @@ def _compute_block_scores(attention: Floats, config: H2OConfig, threads: int, ti
 
 def _read_float_arrays(path: str, options: ReadOptions | None) -> list[tuple[str, Floats]]:
     options = options or ReadOptions()
-    if os.path.isdir(path) and not registry.is_frames(path) and registry.classify_folder(path) == "packed":
+    if os.path.isdir(path) and registry.detect(path) is PACKED:
         raise _make_kv_input_error(path)
     source = registry.open(
         path, replace(options, engine=replace(options.engine, allow_unknown_heads=True, default_to_first_stream=True))

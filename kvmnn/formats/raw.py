@@ -11,31 +11,26 @@ from ..arrays.naming import array_name_from_path
 from ..arrays.source import Source
 from ..dtypes import FLOAT8_NAMES
 from ..errors import MissingOptionError, SourceError
-from ..files.mapped_file import STDIN, MappedFile
+from ..files.mapped_file import HEAD_BYTES, STDIN, MappedFile
 from .base import ArrayChunks, Sink
-from .detection_errors import HEAD_BYTES, explain_unknown_file, is_recognized
+from .detection_errors import UNKNOWN_FILE, explain_unknown_file
 from .lmcache import PageInfo, parse_page_name
 from .options import ReadOptions
 from .tensor_selection import FLOAT8_FRAME_DTYPE, check_declared_dtype, validate_array
 
 
-def read(path: str, options: ReadOptions) -> Source:
+def read(file: MappedFile, options: ReadOptions) -> Source:
     """One 1-D array: all words of the file."""
-    return read_mapped(MappedFile(path, max_bytes=options.max_bytes), options)
-
-
-def read_mapped(file: MappedFile, options: ReadOptions) -> Source:
-    """One 1-D array: all words of an open file."""
     page = parse_page_name(file.path)
     if page is not None and not page.can_be(options.dtype):
         check_declared_dtype(page.dtype, options, file.label)
     dtype_names = [options.dtype] if options.dtype else [page.dtype] if page and page.dtype else options.fallback_dtypes
     if not dtype_names:
-        head = file.read_head(HEAD_BYTES)
-        error_type = SourceError if is_recognized(file.path, head) else MissingOptionError
+        explanation = explain_unknown_file(file.path, file.read_head(HEAD_BYTES))
+        error_type = MissingOptionError if explanation == UNKNOWN_FILE else SourceError
         raise error_type(
-            f"{file.label}: {explain_unknown_file(file.path, head)}; raw bytes need a dtype (--dtype fp16, bf16 or "
-            "fp32); float8_e4m3fn and the like are for codes of one byte"
+            f"{file.label}: {explanation}; raw bytes need a dtype (--dtype fp16, bf16 or fp32); float8_e4m3fn and the "
+            "like are for codes of one byte"
         )
     element = dtype_names[0] if dtype_names[0] in FLOAT8_NAMES else ""
     dtype = dtypes.parse_dtype(FLOAT8_FRAME_DTYPE if element else dtype_names[0])

@@ -13,8 +13,7 @@ from .._util.parallel import BackgroundHasher, parallel_map, resolve_threads
 from ..arrays.array import ArrayInfo, Chunk, LazyArray
 from ..errors import KvmnnError, OutputError
 from ..files.mapped_file import MappedFile
-from .array_formats import ArrayFormat
-from .base import ArrayChunks
+from .base import ArrayChunks, FileFormat
 from .options import ReadOptions
 
 _HASH_CHUNK_BYTES = 8 << 20
@@ -65,7 +64,7 @@ class WrittenFile(NamedTuple):
     path: Path
     target: Path
     #: None for raw words.
-    format: ArrayFormat | None
+    format: FileFormat | None
     #: What it must hold; of a format that holds one array, that one.
     arrays: Sequence[ArrayInfo]
 
@@ -92,7 +91,7 @@ def _iter_array_pairs(file: WrittenFile) -> Iterator[tuple[ArrayInfo, LazyArray]
         arrays = (
             [_make_raw_array(file)]
             if file.format is None
-            else file.format.read(str(file.path), _ANY_DTYPE_OPTIONS).arrays
+            else file.format.read_file(MappedFile(file.path), _ANY_DTYPE_OPTIONS).arrays
         )
     except KvmnnError as error:
         raise _make_unreadable_error(file, error, 0) from None

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
-from pathlib import Path, PurePath
-from typing import Any, Literal, NamedTuple
+from pathlib import PurePath
+from typing import Any, Literal
 
 from .._util.text import pluralize
 from ..arrays import engine_metadata, engine_transforms
-from ..arrays.axes import AxisSpec, apply_axis_spec, declared_axes, list_padding
+from ..arrays.axes import AXES_AS_STORED, AxisSpec, apply_axis_spec, declared_axes, list_padding
 from ..arrays.float8 import decode_array
 from ..arrays.layers import ModelHalf
 from ..arrays.naming import array_name_from_path, check_name
@@ -21,70 +20,33 @@ from ..bundle import manifest
 from ..bundle.frame_set import DecodeOptions, FrameSet, open_frames
 from ..bundle.passthrough import parse_passthrough
 from ..dtypes import FLOAT8_NAMES
-from ..errors import KvmnnError, LimitError, ManifestError, MissingOptionError, OptionError, SourceError
-from ..files.mapped_file import STDIN, MappedFile, is_stream, read_head
-from ..files.urls import is_url
-from . import llama, mlx, npy, npz, raw, safetensors, sidecars, vllm, zarr
-from .array_formats import ARRAY_FORMATS, find_array_format
-from .base import FileBytes
-from .detection_errors import HEAD_BYTES, explain_unknown_file, explain_unknown_folder
+from ..errors import KvmnnError, LimitError, ManifestError, OptionError, SourceError
+from ..files.mapped_file import FileHead, MappedFile
+from . import llama, mlx, npy, raw, vllm, zarr
+from .base import FileFormat, Format, PathFormat
+from .detection_errors import explain_unknown_file, explain_unknown_folder
 from .frames import make_frame_source
 from .hf import in_memory, saved
 from .lmcache import parse_page_name
 from .mnn import dump
-from .mnn.packed_reader import find_packed, open_packed_files
+from .mnn.packed_reader import PACKED
 from .options import PackedOptions, ReadOptions
 from .passthrough import apply_recorded_options, reopen_original
-from .tensor_selection import check_tensor_names, drop_whole_file_metadata, select_from_source
+from .tensor_selection import drop_whole_file_metadata, select_from_source
+from .writer import ARRAY_FORMATS, find_array_format
+
+ENGINE_FORMATS = (llama.LLAMA_STATE, mlx.MLX_PROMPT_CACHE, saved.TORCH_CACHE)
+"""Files of other engines, which their content tells."""
 
 
-class EngineFormat(NamedTuple):
-    """A kind of file."""
-
-    #: In documents.
-    name: str
-    #: Whether the file at a path is one, by its first bytes.
-    detect: Callable[[str], bool]
-    #: The same of what was read from a stream.
-    detect_stream: Callable[[MappedFile], bool]
-    #: K and V of every layer.
-    read: Callable[[FileBytes, ReadOptions], Source]
-    #: All that the file holds (`EngineOptions.passthrough`); None where the same file is not written again.
-    capture: Callable[[MappedFile, ReadOptions], Source] | None
-
-
-def _is_saved_cache_stream(file: MappedFile) -> bool:
-    return saved.is_torch_head(file.read_head(saved.DETECT_HEAD_BYTES))
-
-
-def _read_saved_cache(file: FileBytes, options: ReadOptions) -> Source:
-    if not isinstance(file, MappedFile):
-        raise ManifestError(f"{file.label}: metadata {FILE_KEY!r}: a file of torch's is never kept whole")
-    return saved.read(file, options)
-
-
-ENGINE_FORMATS = (
-    EngineFormat(llama.FORMAT_NAME, llama.is_state_file, llama.is_state_stream, llama.read, llama.capture),
-    EngineFormat(mlx.FORMAT_NAME, mlx.is_prompt_cache_file, mlx.is_prompt_cache_stream, mlx.read, mlx.capture),
-    EngineFormat("torch-cache", saved.contains_cache, _is_saved_cache_stream, _read_saved_cache, None),
-)
-
-
-def find_engine_format(path: str) -> EngineFormat | None:
-    """What a file is; None for all others, for directories and for standard input."""
-    if path == STDIN or not os.path.isfile(path):
-        return None
-    return next((engine_format for engine_format in ENGINE_FORMATS if engine_format.detect(path)), None)
-
-
-def find_stream_format(stream: MappedFile) -> EngineFormat | None:
-    """What was read from a stream; None for all others."""
-    return next((engine_format for engine_format in ENGINE_FORMATS if engine_format.detect_stream(stream)), None)
+def find_engine_format(head: FileHead) -> FileFormat | None:
+    """The format of a file of another engine, or of a stream with one; None for all others."""
+    return next((engine_format for engine_format in ENGINE_FORMATS if engine_format.detect(head)), None)
 
 
 def detect_engine_name(path: str) -> str | None:
     """The name of the kind of a file, or of the file that frames were made from."""
-    engine_format = find_engine_format(path)
+    engine_format = find_engine_format(FileHead.from_path(path))
     if engine_format is not None:
         return engine_format.name
     try:
@@ -98,20 +60,6 @@ def detect_engine_name(path: str) -> str | None:
 def _has_manifest(path: str) -> bool:
     """Whether there is a manifest at a path."""
     return any(os.path.isfile(path + suffix) for suffix in (f"/{manifest.MANIFEST_NAME}", manifest.SIDECAR_SUFFIX))
-
-
-def read_engine_file(path: str, engine_format: EngineFormat, options: ReadOptions) -> Source:
-    """The arrays of such a file."""
-    return read_mapped_engine_file(engine_format, MappedFile(path, max_bytes=options.max_bytes), options)
-
-
-def read_mapped_engine_file(engine_format: EngineFormat, file: MappedFile, options: ReadOptions) -> Source:
-    """The same of an open file."""
-    return (
-        engine_format.capture(file, options)
-        if engine_format.capture and options.engine.passthrough
-        else engine_format.read(file, options)
-    )
 
 
 def recover_original_options(frames: FrameSet, options: ReadOptions) -> ReadOptions:
@@ -131,20 +79,18 @@ def read_original_arrays(frames: Source, path: str, options: ReadOptions) -> Sou
     file = None if options.engine.passthrough else reopen_original(frames, path)
     if file is None:
         return frames
-    engine_format = next(
-        (engine_format for engine_format in ENGINE_FORMATS if engine_format.name == file.passthrough.format), None
-    )
+    engine_format = next((entry for entry in ENGINE_FORMATS if entry.name == file.passthrough.format), None)
     if engine_format is None:
         raise ManifestError(f"{path}: metadata {FILE_KEY!r}: the format {file.passthrough.format!r:.80} is not known")
+    if engine_format.read_original is None:
+        raise ManifestError(f"{file.label}: metadata {FILE_KEY!r}: a file of torch's is never kept whole")
     completeness = parse_completeness(frames.metadata, frames, path)
-    original = engine_format.read(file, apply_recorded_options(options, file.passthrough, completeness))
+    original = engine_format.read_original(file, apply_recorded_options(options, file.passthrough, completeness))
     original.opened_files = frames.opened_files
     return original
 
 
-FolderKind = Literal["zarr", "packed", "packed dump", "dump", "npy", "vllm"]
 _MAX_SCANNED_NAMES = 1000
-_PACKED_SUFFIXES = (".k", ".v")
 _FRAME_SUFFIXES = (manifest.FRAME_SUFFIX, ".json")
 
 
@@ -248,32 +194,27 @@ def open(
     override = {name: value for name, value in engine_values.items() if value is not None}
     if override:
         options = replace(options, engine=replace(options.engine, **override))
-    mapped_file = path if isinstance(path, MappedFile) else None
-    path = mapped_file.path if mapped_file else path
-    if not isinstance(path, str | bytes | os.PathLike):
+    if not isinstance(path, str | bytes | os.PathLike | MappedFile):
         return _invert_requested(
             _validate_kv_heads(_add_code_note(in_memory.read_in_memory(path, options)), kv_heads), options
         )
-    path = os.fsdecode(path)
-    if is_url(path):
-        source = zarr.read(path, options)
-        path = source.inputs[0]
-    else:
-        decode_frames = (
-            mapped_file is None and options.decode_frames and (is_frames(path) or _is_unnamed_frame(path, options))
-        )
-        source = _read_frames(path, options) if decode_frames else _read_path(path, options, mapped_file)
+    head = FileHead.from_stream(path) if isinstance(path, MappedFile) else FileHead.from_path(os.fsdecode(path))
+    source = _read(head, options)
+    path = source.inputs[0] if head.kind == "url" else head.path
     if options.tensors:
         drop_whole_file_metadata(source, path)
     if options.decode_frames and source.cache is None:
         source.cache = parse_cache_info(source.metadata, path)
-    engine_metadata.restore_metadata(source, path, is_subset=bool(options.tensors))
-    source = apply_axis_spec(source, options.axis_spec, path)
+    if source.metadata:
+        engine_metadata.restore_metadata(source, path, is_subset=bool(options.tensors))
+    if options.axis_spec is not AXES_AS_STORED:
+        source = apply_axis_spec(source, options.axis_spec, path)
     if options.max_bytes is not None and source.nbytes > options.max_bytes:
         raise LimitError(f"{path}: holds {source.nbytes} raw bytes, above the limit of {options.max_bytes}")
     _check_array_names(source, path)
     source = _add_code_note(source)
-    source.notes += list_padding(source.engine_cache)
+    if source.engine_cache is not None:
+        source.notes += list_padding(source.engine_cache)
     _note_other_numbers(source, options)
     source.inputs = (path,)
     return _invert_requested(_validate_kv_heads(source, kv_heads), options)
@@ -349,40 +290,17 @@ def _check_array_names(source: Source, path: str) -> None:
 
 
 def classify_path(path: str) -> Literal["frames", "arrays"] | None:
-    """What lies at a path, by its name and by what lies beside it or in it; None for a name that does not say."""
-    if os.path.isdir(path):
-        return "frames" if os.path.exists(os.path.join(path, manifest.MANIFEST_NAME)) else "arrays"
-    suffix = PurePath(path).suffix.lower()
-    if find_engine_format(path):
-        return "arrays"
-    if suffix in ARRAY_FORMATS or suffix in _PACKED_SUFFIXES or parse_page_name(path) is not None:
-        return "arrays"
-    return "frames" if suffix in _FRAME_SUFFIXES or os.path.exists(path + manifest.SIDECAR_SUFFIX) else None
+    """What lies at a path, by its name and by what lies beside it or in it; None for a name that does not say.
 
-
-def classify_folder(path: str, packed_options: PackedOptions | None = None) -> FolderKind | None:
-    """What a directory holds that is no bundle of frames; None for nothing that is known.
-
-    Raises
-    ------
-    SourceError
-        As for `find_packed`, and where the directory cannot be read.
+    Of a folder without a manifest nothing is looked at: `detect` does.
     """
-    if zarr.is_zarr_store(path):
-        return "zarr"
-    if _contains_packed_files(path, packed_options):
-        return "packed"
-    root = Path(path)
-    packed_meta, dump_meta = (next(root.rglob(pattern), None) for pattern in (dump.PACKED_META_GLOB, dump.META_GLOB))
-    if packed_meta and ((packed_options and packed_options.prefer_packed_dump) or not dump_meta):
-        return "packed dump"
-    if dump_meta:
-        return "dump"
-    if npy.list_npy_files(path):
-        return "npy"
-    if vllm.is_vllm_folder(path):
-        return "vllm"
-    return "zarr" if zarr.find_orphaned_arrays(path) else None
+    head = FileHead.from_path(path)
+    if head.kind == "folder":
+        return "frames" if FRAMES.detect(head) else "arrays"
+    found_format = detect(head)
+    if found_format is FRAMES:
+        return "frames"
+    return None if found_format is RAW or head.kind == "url" else "arrays"
 
 
 def find_readable_entry(path: str) -> str | None:
@@ -395,43 +313,26 @@ def find_readable_entry(path: str) -> str | None:
         entry_path = os.path.join(path, name)
         if os.path.isdir(entry_path):
             with suppress(KvmnnError):
-                if is_frames(entry_path) or classify_folder(entry_path) is not None:
+                if detect(entry_path) is not UNKNOWN_FOLDER:
                     return name
-        elif find_array_format(entry_path) is not None or find_engine_format(entry_path) is not None:
+        elif (
+            find_array_format(entry_path) is not None or find_engine_format(FileHead.from_path(entry_path)) is not None
+        ):
             return name
     return None
-
-
-def _contains_packed_files(path: str, packed_options: PackedOptions | None) -> bool:
-    """Whether a directory holds packed files, even where nothing says which of them are meant."""
-    try:
-        return find_packed(path, packed_options) is not None
-    except MissingOptionError:
-        return True
 
 
 def explain_not_frames(path: str, error: KvmnnError) -> KvmnnError:
     """What to raise for an input that was read as a frame and is none: `error`, unless its name says nothing."""
     if os.path.isdir(path) and (orphans_text := zarr.find_orphaned_arrays(path)):
         return SourceError(orphans_text)
-    if find_engine_format(path) is not None:
+    head = FileHead.from_path(path)
+    if find_engine_format(head) is not None:
         return SourceError(f"{path}: is a cache of another engine, no frames: kvmnn encode makes frames of it")
     if isinstance(error, LimitError) or classify_path(path) is not None or not os.path.isfile(path):
         return error
     reason = str(error).removeprefix(f"{path}: ")
-    return SourceError(f"{path}: {explain_unknown_file(path, read_head(path, HEAD_BYTES), f'; as a frame: {reason}')}")
-
-
-def is_frames(path: str) -> bool:
-    """Whether a path is a bundle, a manifest, or a frame."""
-    return classify_path(path) == "frames"
-
-
-def _is_unnamed_frame(path: str, options: ReadOptions) -> bool:
-    """Whether a file whose name does not say what it is holds frames to its last byte, and is not said to be words."""
-    if options.dtype or options.fallback_dtypes or not os.path.isfile(path) or classify_path(path) is not None:
-        return False
-    return contains_frames(path)
+    return SourceError(f"{path}: {explain_unknown_file(path, head.data, f'; as a frame: {reason}')}")
 
 
 def _read_frames(path: str, options: ReadOptions) -> Source:
@@ -446,36 +347,7 @@ def _read_frames(path: str, options: ReadOptions) -> Source:
     source.metadata.pop(PACKED_FILES_KEY, None)
     if not options.codes:
         source.arrays = [decode_array(array) if array.element else array for array in source.arrays]
-    return select_from_source(read_original_arrays(source, path, options), path, options)
-
-
-def _read_path(path: str, options: ReadOptions, stream: MappedFile | None = None) -> Source:
-    """A file, directory or stream taken as it is."""
-    array_format, engine_format = find_array_format(path), find_engine_format(path)
-    if stream is not None or (is_stream(path) and (classify_path(path) is None or _has_safetensors_suffix(path))):
-        source = _read_stream(stream or MappedFile(path, max_bytes=options.max_bytes), options)
-    elif os.path.isdir(path):
-        source = _read_directory(path, options)
-    elif engine_format is not None:
-        source = select_from_source(read_engine_file(path, engine_format, options), path, options)
-    elif array_format is not None:
-        source = array_format.read(path, options)
-        if array_format.read is npy.read:
-            sidecars.add_sidecars(source, os.path.dirname(path))
-    elif PurePath(path).suffix.lower() in _PACKED_SUFFIXES:
-        source = _read_packed(path, options)
-    else:
-        if not (options.dtype or options.fallback_dtypes) and contains_frames(path):
-            raise SourceError(
-                f"{path}: is a frame already: kvmnn decode gives its array back, kvmnn inspect shows it, "
-                "--codec dense or mnn encodes it again; --dtype fp16, bf16 or fp32 would take its bytes as raw words"
-            )
-        if not (options.dtype or options.fallback_dtypes) and (reason := saved.describe_damage(path)):
-            raise SourceError(f"{path}: {reason}")
-        source = raw.read(path, options)
-    if options.tensors:
-        check_tensor_names(path, source, options)
-    return source
+    return read_original_arrays(source, path, options)
 
 
 def contains_frames(path: str | MappedFile) -> bool:
@@ -487,60 +359,74 @@ def contains_frames(path: str | MappedFile) -> bool:
     return True
 
 
-def _read_packed(path: str, options: ReadOptions) -> Source:
-    files = find_packed(path, options.packed)
-    if files is None:
-        return raw.read(path, options)
-    packed_cache = open_packed_files(files, options.packed or PackedOptions())
-    return select_from_source(
-        packed_cache.to_source(options.dtype, include_unused=options.engine.passthrough), path, options
-    )
+def _is_named_as_frames(head: FileHead) -> bool:
+    """Return whether a folder has a manifest, or a file is named as a frame or a manifest, or has one beside it."""
+    if head.kind == "folder":
+        return os.path.exists(os.path.join(head.path, manifest.MANIFEST_NAME))
+    return head.suffix in _FRAME_SUFFIXES or os.path.exists(head.path + manifest.SIDECAR_SUFFIX)
 
 
-def _read_directory(path: str, options: ReadOptions) -> Source:
-    kind = classify_folder(path, options.packed)
-    if kind == "packed":
-        return _read_packed(path, options)
-    if kind is None:
-        raise SourceError(f"{path}: {explain_unknown_folder(path)}")
-    if kind == "zarr" and (orphans_text := zarr.find_orphaned_arrays(path)):
-        raise SourceError(orphans_text)
-    read_folder = {
-        "zarr": zarr.read,
-        "packed dump": dump.read_packed_dump,
-        "dump": dump.read,
-        "npy": npy.read_folder,
-        "vllm": vllm.read,
-    }[kind]
-    source = read_folder(path, options)
-    if kind in ("npy", "dump"):
-        sidecars.add_sidecars(source, path)
-    return source
+def _refuse_unknown_folder(path: str, options: ReadOptions) -> Source:
+    raise SourceError(f"{path}: {explain_unknown_folder(path)}")
 
 
-def _read_stream(file: MappedFile, options: ReadOptions) -> Source:
-    """What can be read only once, by what it holds."""
-    default_reader = safetensors.read_mapped if _has_safetensors_suffix(file.path) else raw.read_mapped
-    reader = _find_stream_reader(file) or default_reader
-    return reader(file, options)
+FRAMES = PathFormat(
+    name="frames", kinds=("folder", "file", "stream"), check=_is_named_as_frames, read_path=_read_frames
+)
+PAGE = FileFormat(
+    name="lmcache",
+    check=lambda head: head.file is None and parse_page_name(head.path) is not None,
+    read_file=raw.read,
+)
+RAW = FileFormat(name="raw", read_file=raw.read)
+UNKNOWN_FOLDER = PathFormat(name="folder", check=lambda head: True, read_path=_refuse_unknown_folder)
+FORMATS: tuple[Format, ...] = (
+    *ENGINE_FORMATS,
+    *ARRAY_FORMATS.values(),
+    PACKED,
+    PAGE,
+    FRAMES,
+    zarr.ZARR,
+    dump.KV_DUMP,
+    dump.PACKED_KV_DUMP,
+    npy.NPY_FOLDER,
+    vllm.VLLM,
+    zarr.ORPHANED_ARRAYS,
+    RAW,
+    UNKNOWN_FOLDER,
+)
+"""All that `open` reads, in the order in which an input is compared with them: the first that detects it reads it."""
+_FORMATS_WITHOUT_FRAMES = tuple(entry for entry in FORMATS if entry is not FRAMES)
 
 
-def _has_safetensors_suffix(path: str) -> bool:
-    """Whether a name is that of plain arrays or of a prompt cache, which only the content tells apart."""
-    return PurePath(path).suffix.lower() == ".safetensors"
+def detect(path: str | FileHead, formats: Sequence[Format] = FORMATS) -> Format:
+    """The format of what lies at a path; `RAW` and `UNKNOWN_FOLDER` where neither name nor content tells.
+
+    Raises
+    ------
+    SourceError
+        For a directory that cannot be read.
+    """
+    head = path if isinstance(path, FileHead) else FileHead.from_path(path)
+    return next(entry for entry in formats if entry.detect(head))
 
 
-def is_array_stream(file: MappedFile) -> bool:
-    """Whether what was read from a stream says that it is a file of arrays."""
-    return _find_stream_reader(file) is not None
-
-
-def _find_stream_reader(file: MappedFile) -> Callable[[MappedFile, ReadOptions], Source] | None:
-    if engine_format := find_stream_format(file):
-        return partial(read_mapped_engine_file, engine_format)
-    head = file.read_head(HEAD_BYTES)
-    if head.startswith(npy.MAGIC):
-        return npy.read_mapped
-    if npz.is_npz(head):
-        return npz.read_mapped
-    return safetensors.read_mapped if safetensors.is_safetensors(head) else None
+def _read(head: FileHead, options: ReadOptions) -> Source:
+    """The arrays of an input of any format, those of them that `options` name."""
+    formats = FORMATS if options.decode_frames else _FORMATS_WITHOUT_FRAMES
+    found_format = detect(head, formats)
+    if head.kind == "stream" and head.file is None and (found_format is RAW or head.suffix == ".safetensors"):
+        head = FileHead.from_stream(MappedFile(head.path, max_bytes=options.max_bytes))
+        found_format = detect(head, formats)
+    if found_format in (RAW, PAGE) and head.kind == "file" and not (options.dtype or options.fallback_dtypes):
+        if contains_frames(head.path):
+            if found_format is PAGE or not options.decode_frames:
+                raise SourceError(
+                    f"{head.path}: is a frame already: kvmnn decode gives its array back, kvmnn inspect shows it, "
+                    "--codec dense or mnn encodes it again; --dtype fp16, bf16 or fp32 would take its bytes as raw "
+                    "words"
+                )
+            found_format = FRAMES
+        elif reason := saved.describe_damage(head):
+            raise SourceError(f"{head.path}: {reason}")
+    return select_from_source(found_format.read(head, options), head.path, options)

@@ -20,9 +20,9 @@ from ..arrays.naming import shorten_name
 from ..arrays.source import Source
 from ..dtypes import FLOAT8_NAMES
 from ..errors import OutputError, SourceError
-from ..files.mapped_file import MappedFile
+from ..files.mapped_file import FileHead, MappedFile
 from . import _safetensors_header
-from .base import ArrayChunks, FileBytes, SeekableSink, mark_first_chunks
+from .base import ArrayChunks, FileBytes, FileFormat, SeekableSink, mark_first_chunks
 from .options import ReadOptions
 from .tensor_selection import (
     FLOAT8_FRAME_DTYPE,
@@ -214,23 +214,13 @@ _KIND_BY_FLOAT8_NAME = {name: kind for kind, name in _FLOAT8_NAME_BY_KIND.items(
 _DTYPE_BY_KIND = {"F16": "fp16", "BF16": "bf16", "F32": "fp32", **_FLOAT8_NAME_BY_KIND}
 
 
-def read(path: str, options: ReadOptions) -> Source:
+def read(file: MappedFile, options: ReadOptions) -> Source:
     """Every tensor, in the order of its data, and the file's ``__metadata__``.
 
     F16, BF16 and F32 are taken as they are, float8 types as numbers or codes (`ReadOptions.codes`). I16, U16, I32, U32
     and U8 are plain words or bytes and are taken when `options.dtype` says as what; all other types are unsupported. An
     array is made when it is asked for: a file may have a million.
     """
-    return read_mapped(MappedFile(path, max_bytes=options.max_bytes), options)
-
-
-def is_safetensors(head: bytes) -> bool:
-    """Whether a file that begins with `head` has a header as such files have it."""
-    return head[8:10] in (b'{"', b"{}") and int.from_bytes(head[:8], "little") <= MAX_HEADER_BYTES
-
-
-def read_mapped(file: MappedFile, options: ReadOptions) -> Source:
-    """The same of an open file."""
     header = read_header(file)
     byte_options = add_byte_fallback(options, header.metadata)
     dtype_by_kind = {
@@ -396,3 +386,20 @@ def write_safetensors(
             sink.seek(data_offsets[arrays[index].name])
         sink.write(data.data)
         del data
+
+
+def _has_header(head: FileHead) -> bool:
+    """Return whether a stream is called so or begins with a header; a file was found by its name."""
+    if head.file is None or head.suffix == ".safetensors":
+        return True
+    return head.data[8:10] in (b'{"', b"{}") and int.from_bytes(head.data[:8], "little") <= MAX_HEADER_BYTES
+
+
+SAFETENSORS = FileFormat(
+    name="safetensors",
+    extensions=(".safetensors",),
+    check=_has_header,
+    read_file=read,
+    write=write_safetensors,
+    is_multi_array=True,
+)

@@ -16,23 +16,14 @@ from ..arrays.array import LazyArray
 from ..arrays.naming import array_name_from_path
 from ..arrays.source import Source
 from ..errors import KvmnnError, SourceError
+from ..files.mapped_file import FileHead, MappedFile
 from . import safetensors
+from .base import PathFormat
 from .options import ReadOptions
 from .tensor_selection import select_tensors
 
 TENSOR_NAME = "kv_cache"
 _FILE_SUFFIX = ".safetensors"
-
-
-def is_vllm_folder(path: str) -> bool:
-    """Whether a directory has ``.safetensors`` files, the first of which holds a tensor ``kv_cache`` and no other."""
-    files = list_layer_files(path)
-    if not files:
-        return False
-    try:
-        return list(safetensors.read(files[0], ReadOptions(skip_unsupported=True))) == [TENSOR_NAME]
-    except KvmnnError:
-        return False
 
 
 def list_layer_files(path: str) -> list[str]:
@@ -65,7 +56,21 @@ def read(path: str, options: ReadOptions) -> Source:
 
 
 def _read_layer_array(file: str, options: ReadOptions) -> LazyArray:
-    source = safetensors.read(file, replace(options, tensors=()))
+    source = safetensors.read(MappedFile(file), replace(options, tensors=()))
     if list(source) != [TENSOR_NAME]:
         raise SourceError(f"{file}: expected one tensor, {TENSOR_NAME!r}, as in the other files of the folder")
     return replace(source.arrays[0], name=array_name_from_path(file))
+
+
+def _has_layer_files(head: FileHead) -> bool:
+    """Return whether a folder has ``.safetensors`` files, the first of which holds a tensor ``kv_cache`` alone."""
+    files = list_layer_files(head.path)
+    try:
+        return bool(files) and list(safetensors.read(MappedFile(files[0]), ReadOptions(skip_unsupported=True))) == [
+            TENSOR_NAME
+        ]
+    except KvmnnError:
+        return False
+
+
+VLLM = PathFormat(name="vllm", check=_has_layer_files, read_path=read)

@@ -17,14 +17,22 @@ from ..errors import OutputError
 from ..files.atomic import DirectoryOutput, FileOutput, StagedFile
 from ..files.file_names import COMPLETENESS_FILE, is_directory_output, make_file_names
 from . import npy
-from .array_formats import find_array_format
-from .base import ArrayChunks, ArrayWriter, mark_first_chunks
-from .npy import NPY_SUFFIX
-from .npz import build_comment
+from .base import ArrayChunks, ArrayWriter, FileFormat, mark_first_chunks
+from .npy import NPY, NPY_SUFFIX
+from .npz import NPZ, build_comment
 from .raw import convert_to_declared_byte_order, write_raw
 from .readback import HashingIterator, WrittenFile, verify_written
+from .safetensors import SAFETENSORS
 from .sidecars import collect_folder_sidecars, write_sidecars
 from .tensor_selection import build_engine_positions_sidecar
+
+ARRAY_FORMATS = {extension: entry for entry in (NPY, NPZ, SAFETENSORS) for extension in entry.extensions}
+"""The formats that arrays are written in, by the suffix of a file, in lower case."""
+
+
+def find_array_format(name: str) -> FileFormat | None:
+    """The format that a file of this name has; None for all other names."""
+    return ARRAY_FORMATS.get(PurePath(name).suffix.lower())
 
 
 def build_output_metadata(source: Source, output: str) -> dict[str, str]:
@@ -154,9 +162,8 @@ def write_arrays(
         hashing_chunks = HashingIterator(chunks, len(arrays))
         with DirectoryOutput(output, force=force, exclude=exclude) as directory:
             files = write_npy_folder(directory, arrays, hashing_chunks if hashes is None else chunks)
-            format_ = find_array_format(files[0].target.name)
             file_arrays = zip(files, arrays, strict=True)
-            written_files = [WrittenFile(file.path, file.target, format_, [array]) for file, array in file_arrays]
+            written_files = [WrittenFile(file.path, file.target, NPY, [array]) for file, array in file_arrays]
             verify_written(written_files, hashes or hashing_chunks.hashes, threads)
             write_sidecars(directory, metadata)
             directory.commit()
@@ -201,7 +208,7 @@ def select_writer(name: str, arrays: Sequence[ArrayInfo]) -> ArrayWriter:
         raise OutputError(
             f"{name}: cannot hold {len(arrays)} arrays: use a .npz or .safetensors file or a directory (-o DIR/)"
         )
-    return array_format.write if array_format else write_raw
+    return array_format.write if array_format and array_format.write else write_raw
 
 
 def write_npy_folder(directory: DirectoryOutput, arrays: Sequence[ArrayInfo], chunks: ArrayChunks) -> list[StagedFile]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvmnn.compressor.checkpoint import is_checkpoint, is_torch_zip
+from kvmnn.compressor.checkpoint import is_checkpoint
 
 
 def test_archives_of_torch_and_of_numpy(tmp_path: Path) -> None:
@@ -17,6 +17,5 @@ def test_archives_of_torch_and_of_numpy(tmp_path: Path) -> None:
     with zipfile.ZipFile(torch, "w") as archive:
         archive.writestr("archive/data.pkl", b"")
     Path(neither).write_bytes(b"not an archive")
-    assert [is_torch_zip(path) for path in (arrays, torch, neither)] == [False, True, False]
     assert [is_checkpoint(path) for path in (arrays, torch, neither)] == [False, True, False]
     assert is_checkpoint(str(tmp_path / "any.PTH")) and is_checkpoint(str(tmp_path / "any.pt"))

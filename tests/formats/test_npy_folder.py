@@ -11,7 +11,7 @@ import pytest
 
 import kvmnn
 from kvmnn.errors import SourceError
-from kvmnn.formats import classify_folder
+from kvmnn.formats import detect
 
 TOKENS = 20
 ON_AVX2 = ["--backend", "x86-avx2"]
@@ -89,4 +89,4 @@ def test_a_file_that_is_cut_after_it_was_opened(here):
 def test_what_a_folder_is(here, run):
     run("mnn", "unpack", "d", "--as", "dump", "-o", "dump/")
     Path("empty").mkdir()
-    assert [classify_folder(name) for name in ("p", "d", "dump", "empty")] == ["packed", "npy", "dump", None]
+    assert [detect(name).name for name in ("p", "d", "dump", "empty")] == ["packed", "npy", "dump", "folder"]

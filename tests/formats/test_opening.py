@@ -90,6 +90,14 @@ def test_what_lies_at_a_path(here):
     assert formats.classify_path("raw.bin") == "frames"
 
 
+def test_each_format_is_detected_by_itself_alone(here):
+    names = [entry.name for entry in formats.FORMATS]
+    assert names[-2:] == ["raw", "folder"]
+    paths = ("keys.npy", "both.npz", "keys.frame", "both", "raw.bin", ".", "s3://bucket/x.zarr")
+    detected = [formats.detect(path).name for path in paths]
+    assert detected == ["npy", "npz", "frames", "frames", "raw", "npy", "zarr"]
+
+
 def test_formats_by_name():
     for suffix, many in ((".npy", False), (".npz", True), (".safetensors", True)):
         assert formats.ARRAY_FORMATS[suffix].is_multi_array is many

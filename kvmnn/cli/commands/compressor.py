@@ -248,11 +248,12 @@ def inspect_weight_file(path: str, arguments: argparse.Namespace) -> tuple[conso
     """What a weight file or a checkpoint holds, and the same as text."""
     from ... import compressor, formats
     from ...errors import CheckpointError
+    from ...files.mapped_file import FileHead
 
     try:
         info = compressor.inspect_weights(path, weights_options.build_convert_options(arguments))
     except CheckpointError as error:
-        if reason := formats.describe_damage(path):  # nobody can know what it was
+        if reason := formats.describe_damage(FileHead.from_path(path)):  # nobody can know what it was
             raise CheckpointError(f"{path}: {reason}") from error
         raise
     return info, str(info)

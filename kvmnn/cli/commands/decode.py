@@ -87,9 +87,9 @@ def add_parser(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out."""
     from ...bundle import DecodeOptions
-    from ...formats import is_zarr_store
+    from ...formats import ZARR, has_format
 
-    if is_zarr_store(arguments.input):
+    if has_format(arguments.input, ZARR):
         return _decode_zarr(arguments)
     options = DecodeOptions(
         dtype=arguments.dtype,

@@ -203,11 +203,11 @@ def _open_stream(arguments: argparse.Namespace) -> MappedFile | None:
 
 def _is_transcoding(arguments: argparse.Namespace, opened_input: MappedFile | None) -> bool:
     """Whether the input is frames and ``--codec`` says what becomes of them."""
-    from ...formats import classify_path, is_zarr_store
+    from ...formats import ZARR, classify_path, has_format
     from ...formats.registry import contains_frames
 
     path = arguments.inputs[0]
-    if arguments.codec is None or len(arguments.inputs) > 1 or is_zarr_store(path):
+    if arguments.codec is None or len(arguments.inputs) > 1 or has_format(path, ZARR):
         return False
     if opened_input is not None:
         return contains_frames(opened_input)

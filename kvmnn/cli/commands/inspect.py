@@ -147,7 +147,7 @@ def _inspect_input(path: str, arguments: argparse.Namespace) -> tuple[console.Co
     """What an input holds, and the same as text."""
     from ... import compressor, formats
     from ...bundle import DecodeOptions, inspect_frame_set
-    from ...files.mapped_file import MappedFile
+    from ...files.mapped_file import FileHead, MappedFile
     from ...formats.mnn import inspect_packed
 
     may_be_weights = not arguments.no_manifest and not _has_axes_options(arguments)
@@ -155,13 +155,13 @@ def _inspect_input(path: str, arguments: argparse.Namespace) -> tuple[console.Co
         from .compressor import inspect_weight_file
 
         return inspect_weight_file(path, arguments)
-    if formats.is_zarr_store(path) and not _has_axes_options(arguments):
+    if formats.has_format(path, formats.ZARR) and not _has_axes_options(arguments):
         limits = formats.ReadOptions(dtype=arguments.dtype, skip_unsupported=True, max_bytes=arguments.max_bytes)
         store = formats.inspect_store(path, limits)
         return store, str(store if arguments.verbose else store.truncate())
     opened_input = MappedFile(path, max_bytes=arguments.max_bytes) if _is_stream(path) else path
     if _lists_arrays(path, arguments) or (
-        isinstance(opened_input, MappedFile) and formats.is_array_stream(opened_input)
+        isinstance(opened_input, MappedFile) and formats.detect(FileHead.from_stream(opened_input)).name != "raw"
     ):
         if packed := inspect_packed(path, packed_options.build_packed_options(arguments)):
             return packed, str(packed)

@@ -68,9 +68,9 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.input = arguments.inputs[0]
     from ...bundle import DecodeOptions, verify_frame_set
     from ...compressor import is_weight_file
-    from ...formats import can_restore_file, is_zarr_store, verify_file
+    from ...formats import ZARR, can_restore_file, has_format, verify_file
 
-    if is_zarr_store(arguments.input):
+    if has_format(arguments.input, ZARR):
         return _verify_zarr(arguments)
     if not arguments.no_manifest and is_weight_file(arguments.input):
         return _verify_weight_file(arguments)

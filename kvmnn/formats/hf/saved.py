@@ -10,14 +10,15 @@ from ...arrays.naming import parse_conventional_name, parse_part
 from ...arrays.source import Source
 from ...dtypes import PARTS
 from ...errors import CheckpointError, KvmnnError, LimitError, SourceError
-from ...files.mapped_file import MappedFile, read_head
+from ...files.mapped_file import FileHead, MappedFile
 from ...files.zip_archive import read_first_member_name
+from ..base import FileFormat
 from ..options import ReadOptions
 from ..tensor_selection import select_tensors
 from ..torch._pickles import MAX_INT_KEY, AllowedGlobal
 from ..torch.allowed_globals import AllowedGlobals, PickleArguments
 from ..torch.tensors import TorchTensor
-from ..torch.torch_file import detect_torch_kind, read_torch
+from ..torch.torch_file import PICKLE_SIGNATURE, ZIP_SIGNATURE, detect_torch_kind, read_torch
 from .arrays import make_cache_source, make_tensor_array
 from .cache_finder import find_cache
 from .objects import StubObject
@@ -60,36 +61,26 @@ def _build_output_dict(arguments: PickleArguments) -> dict[object, object]:
     return {index: value for index, value in enumerate(arguments) if index < MAX_INT_KEY}
 
 
-DETECT_HEAD_BYTES = 4096
-"""Of a file, that tell whether torch wrote it."""
-
-
 def is_torch_head(head: bytes) -> bool:
-    """Whether torch wrote a file that begins with `head` (`DETECT_HEAD_BYTES`), whatever its name and whatever it
-    holds.
-    """
+    """Whether torch wrote a file that begins with `head` (`HEAD_BYTES`), whatever its name and whatever it holds."""
     kind = detect_torch_kind(head)
     return kind == "torch legacy" or (kind == "torch zip" and read_first_member_name(head).endswith(b"/data.pkl"))
 
 
-def is_torch_file(path: str) -> bool:
-    """`is_torch_head` of the file at a path."""
-    return is_torch_head(read_head(path, DETECT_HEAD_BYTES))
-
-
-def contains_cache(path: str) -> bool:
-    """Whether torch wrote the file at a path, and K and V are in it, or a cache that `read` refuses by its name."""
-    if not is_torch_file(path):
-        return False
+def _contains_cache(head: FileHead) -> bool:
+    """Return whether torch wrote it, and in a file are K and V, or a cache that `read` refuses by its name."""
+    if head.file is not None or not is_torch_head(head.data):
+        return is_torch_head(head.data)
     try:
-        return _contains_known_cache(path, _load_root(MappedFile(path)))
+        return _contains_known_cache(head.path, _load_root(MappedFile(head.path)))
     except KvmnnError:
         return False
 
 
-def describe_damage(path: str) -> str | None:
+def describe_damage(head: FileHead) -> str | None:
     """What a file of torch's that cannot be read at all may be, and what is wrong with it; None for all others."""
-    if not is_torch_file(path):
+    path = head.path
+    if not is_torch_head(head.data):
         return None
     try:
         _load_root(MappedFile(path))
@@ -195,3 +186,8 @@ def _check_expanded_size(label: str, tensors: Sequence[Any]) -> None:
 
 
 _MAX_EXPANSION_RATIO = 1032  # as of deflated members
+
+
+TORCH_CACHE = FileFormat(
+    name="torch-cache", signatures=(ZIP_SIGNATURE, PICKLE_SIGNATURE), check=_contains_cache, read_file=read
+)

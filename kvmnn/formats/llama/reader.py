@@ -12,9 +12,9 @@ from ...arrays.array import LazyArray, UnsupportedArrayError
 from ...arrays.layers import format_array_name
 from ...arrays.source import Source
 from ...errors import MissingOptionError, OptionError, SourceError
-from ...files.mapped_file import MappedFile, read_head
+from ...files.mapped_file import MappedFile
 from .. import passthrough
-from ..base import FileBytes
+from ..base import FileBytes, FileFormat
 from ..options import EngineOptions, ReadOptions
 from ..passthrough import Region, is_smaller_by_fields, make_byte_array, make_field_array
 from . import gguf
@@ -35,16 +35,6 @@ from .cache_selection import (
 from .description import describe_state, iter_notes, read_model_architecture
 from .row_reader import CellSelection, iter_cell_chunks, iter_head_chunks
 from .state import MAGIC_BYTES, CacheStream, CacheTensor, LlamaState, parse_structure
-
-
-def is_state_file(path: str) -> bool:
-    """Whether a file begins as state files do."""
-    return read_head(path, 4) in MAGIC_BYTES
-
-
-def is_state_stream(file: MappedFile) -> bool:
-    """The same of what was read from a stream."""
-    return file.read_head(4) in MAGIC_BYTES
 
 
 def read(file: FileBytes, options: ReadOptions) -> Source:
@@ -350,3 +340,6 @@ def _make_region(
         )
         field_offset += size
     return Region(tensor.offset, tensor.nbytes, tuple(arrays))
+
+
+LLAMA_STATE = FileFormat(name=FORMAT_NAME, signatures=MAGIC_BYTES, read_file=read, capture=capture, read_original=read)

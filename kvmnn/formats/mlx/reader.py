@@ -21,13 +21,13 @@ from ...dtypes import PARTS, Part
 from ...errors import SourceError
 from ...files.mapped_file import MappedFile
 from .. import passthrough
-from ..base import FileBytes
+from ..base import FileBytes, FileFormat
 from ..options import ReadOptions
 from ..passthrough import Region
 from ..safetensors import TensorEntry
 from ..tensor_selection import check_declared_dtype, format_dequantised_note
 from .cache_classes import PromptCacheLayer, dequantize, describe_states, has_keys_and_values, read_layers
-from .states import PromptCacheStates, get_numpy_type
+from .states import PromptCacheStates, get_numpy_type, has_cache_entries
 
 ENGINE = "MLX"
 _TYPE_NAME_BY_KIND = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
@@ -342,3 +342,13 @@ def _make_array_name(states: PromptCacheStates, name: str) -> str:
         return f"state_{name}"
     field_suffix = f".{_FIELD_NAMES[int(name_match[3])]}" if name_match[3] else ""
     return format_array_name(int(name_match[1]), PARTS[int(name_match[2])]) + field_suffix
+
+
+MLX_PROMPT_CACHE = FileFormat(
+    name=FORMAT_NAME,
+    extensions=(".safetensors",),
+    check=has_cache_entries,
+    read_file=read,
+    capture=capture,
+    read_original=read,
+)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from ..._util.text import pluralize
 from ...errors import SourceError
-from ...files.mapped_file import MappedFile
+from ...files.mapped_file import FileHead
 from ..base import FileBytes
 from ..safetensors import SafetensorsHeader, TensorEntry, read_header
 
@@ -23,25 +23,12 @@ _MAX_LAYERS = 1 << 16
 _NATURAL_REGEX = re.compile(r"\d{1,9}", re.ASCII)
 
 
-def is_prompt_cache_file(path: str) -> bool:
-    """Whether a file is a ``.safetensors`` file whose metadata name the class of a cache."""
-    if not path.lower().endswith(".safetensors"):
+def has_cache_entries(head: FileHead) -> bool:
+    """Return whether the metadata of a ``.safetensors`` file name the class of a cache."""
+    header_bytes = int.from_bytes(head.data[:8], "little")
+    if header_bytes > _MAX_DETECT_HEADER_BYTES:
         return False
-    try:
-        with open(path, "rb") as file:
-            header_bytes = int.from_bytes(file.read(8), "little")
-            return header_bytes <= _MAX_DETECT_HEADER_BYTES and _has_cache_entries(file.read(header_bytes))
-    except OSError:
-        return False
-
-
-def is_prompt_cache_stream(file: MappedFile) -> bool:
-    """The same of what was read from a stream, which has no name."""
-    header_bytes = int.from_bytes(file.read_head(8), "little")
-    return header_bytes <= _MAX_DETECT_HEADER_BYTES and _has_cache_entries(file.read_head(8 + header_bytes)[8:])
-
-
-def _has_cache_entries(header: bytes) -> bool:
+    header = head.read(8 + header_bytes)[8:]
     return bool(_CACHE_CLASS_REGEX.search(header) and _STATE_ENTRY_REGEX.search(header))
 
 

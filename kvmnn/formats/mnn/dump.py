@@ -25,7 +25,9 @@ from ...files.mapped_file import MappedFile
 from ...files.schema import JsonReader, parse_document, parse_object, read_bounded
 from ...packed.cache_info import LayerInfo
 from ...packed.layout import PackLayout, get_head_bytes
+from ..base import PathFormat
 from ..options import ReadOptions
+from ..sidecars import add_sidecars
 from ..tensor_selection import make_reinterpretation_error, select_tensors, validate_array
 from .packed_files import get_file_size
 from .packed_io import iter_packed_chunks
@@ -91,8 +93,11 @@ class KvDumpTensor(NamedTuple):
 def read(path: str, options: ReadOptions) -> Source:
     """K and V of every dump below the directory, sorted by metadata path, e.g. ``run/layer_0/k_t0_16``.
 
-    The texts of all metadata files go with them (`dump_metadata`), unless an array was left out.
+    The texts of all metadata files go with them (`dump_metadata`), unless an array was left out. Where there is a
+    packed dump as well, `PackedOptions.prefer_packed_dump` takes that.
     """
+    if options.packed and options.packed.prefer_packed_dump and has_packed_dump(path):
+        return read_packed_dump(path, options)
     root = Path(path)
     entries: list[tuple[str, Callable[[], LazyArray]]] = []
     opened: list[str] = []
@@ -107,6 +112,7 @@ def read(path: str, options: ReadOptions) -> Source:
     source = Source(arrays, skipped_arrays=skipped, token_major=True, opened_files=tuple(opened))
     if len(arrays) == len(entries):
         source.metadata, source.notes = build_source_metadata(metadata_by_name, path)
+    add_sidecars(source, path)
     return source
 
 
@@ -208,7 +214,11 @@ PACKED_META_GLOB = "packed_meta_*.json"
 
 def has_packed_dump(path: str) -> bool:
     """Whether a packed dump lies below a directory."""
-    return os.path.isdir(path) and next(Path(path).rglob(PACKED_META_GLOB), None) is not None
+    return os.path.isdir(path) and _has_file_below(path, PACKED_META_GLOB)
+
+
+def _has_file_below(path: str, glob: str) -> bool:
+    return next(Path(path).rglob(glob), None) is not None
 
 
 def read_packed_dump(path: str, options: ReadOptions) -> Source:
@@ -295,3 +305,9 @@ def _resolve_capacity(file: Path, meta: Path, fields: dict[str, Any], layout: Pa
         f"{meta}: {part}_used_bytes is {used_bytes}, expected {get_head_bytes(layout, part, used_tokens)} for "
         f"{used_tokens} tokens"
     )
+
+
+KV_DUMP = PathFormat(name="dump", check=lambda head: _has_file_below(head.path, META_GLOB), read_path=read)
+PACKED_KV_DUMP = PathFormat(
+    name="packed dump", check=lambda head: _has_file_below(head.path, PACKED_META_GLOB), read_path=read_packed_dump
+)

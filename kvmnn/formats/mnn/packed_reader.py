@@ -21,11 +21,14 @@ from ...arrays.source import PACKED_FILES_KEY, Source
 from ...bundle.manifest import dump_packed_record
 from ...dtypes import PARTS
 from ...errors import OptionError, SourceError
+from ...files.mapped_file import FileHead, MappedFile
 from ...packed import cache_info
 from ...packed.cache_info import CacheInfo, LayerInfo, TokenIdsFingerprint
 from ...packed.inference import LayoutMatch, PackedGeometry, describe_layout, make_geometry
 from ...packed.layout import PackLayout, get_row_dtype
-from ..options import PackedOptions
+from .. import raw
+from ..base import PathFormat
+from ..options import PackedOptions, ReadOptions
 from . import mmap_cache, prefix
 from .layer_kinds import (
     build_completeness,
@@ -50,6 +53,8 @@ from .model import check_model_agrees, compute_fingerprint, has_weights, read_mo
 from .packed_files import PackedFiles
 from .packed_io import iter_packed_chunks
 from .unused_bytes import account_for_files, find_difference, make_unused_arrays
+
+PACKED_SUFFIXES = (".k", ".v")
 
 
 @dataclass(frozen=True)
@@ -484,13 +489,36 @@ def find_packed(path: str, options: PackedOptions | None = None) -> PackedFiles 
     options = options or PackedOptions()
     if os.path.isdir(path):
         listing = set(os.listdir(path))
-    elif PurePath(path).suffix in (".k", ".v"):
+    elif PurePath(path).suffix in PACKED_SUFFIXES:
         listing = {PurePath(path).name}
     else:
         return None
     if mmap_cache.has_mmap_files(listing):
         return mmap_cache.find_mmap_files(path, options.layer_order, options.pid)
     return prefix.find_prefix(path, options.prefix_name) if prefix.list_prefix_names(listing) else None
+
+
+def _is_named_as_packed(head: FileHead) -> bool:
+    """Return whether a file is named as packed files are, or a directory has files that are."""
+    if head.kind != "folder":
+        return head.suffix in PACKED_SUFFIXES
+    try:
+        names = set(os.listdir(head.path))
+    except OSError:
+        return False
+    return mmap_cache.has_mmap_files(names) or bool(prefix.list_prefix_names(names))
+
+
+def read(path: str, options: ReadOptions) -> Source:
+    """K and V of the packed files at a path; raw words of a file that is only named as such files are."""
+    files = find_packed(path, options.packed)
+    if files is None:
+        return raw.read(MappedFile(path, max_bytes=options.max_bytes), options)
+    packed_cache = open_packed_files(files, options.packed or PackedOptions())
+    return packed_cache.to_source(options.dtype, include_unused=options.engine.passthrough)
+
+
+PACKED = PathFormat(name="packed", kinds=("folder", "file", "stream"), check=_is_named_as_packed, read_path=read)
 
 
 def open_packed(path: str, options: PackedOptions | None = None) -> PackedCacheReader:

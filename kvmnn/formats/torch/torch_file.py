@@ -25,7 +25,7 @@ import numpy as np
 
 from ...dtypes import Bytes
 from ...errors import CheckpointError, LimitError
-from ...files.mapped_file import MappedFile, read_head
+from ...files.mapped_file import MappedFile
 from ...files.zip_archive import METHOD_STORED, ZipArchive, ZipError, ZipMember
 from . import _pickles
 from ._pickles import AllowedGlobal
@@ -271,19 +271,17 @@ class TorchFile:
     notices: list[str]
 
 
+ZIP_SIGNATURE = b"PK\3\4"
+PICKLE_SIGNATURE = b"\x80"
+
+
 def detect_torch_kind(head: bytes) -> TorchFileKind | None:
     """How a file of torch's with these first bytes is stored, if it is one; a ``.npz`` file is a zip as well."""
-    if head.startswith(b"PK\3\4"):
+    if head.startswith(ZIP_SIGNATURE):
         return "torch zip"
-    if head.startswith(b"\x80") and head[2:].startswith(LEGACY_MAGIC_PICKLE):
+    if head.startswith(PICKLE_SIGNATURE) and head[2:].startswith(LEGACY_MAGIC_PICKLE):
         return "torch legacy"
     return None
-
-
-def is_torch_zip(path: str) -> bool:
-    """Whether a zip archive has a ``data.pkl`` and so comes from torch rather than from numpy."""
-    head = read_head(path, 4096)
-    return detect_torch_kind(head) == "torch zip" and not has_npy_first_member(head)
 
 
 def has_npy_first_member(head: bytes) -> bool:

@@ -6,16 +6,17 @@ Read and written without the package zarr; zarr, xarray and dask read what is wr
 
 from ...files.file_names import has_zarr_suffix
 from .inspection import inspect_store
-from .reader import find_orphaned_arrays, is_zarr_store, read
+from .reader import ORPHANED_ARRAYS, ZARR, find_orphaned_arrays, read
 from .restorer import restore_store, verify_store
 from .writer import encode_store
 
 __all__ = [
+    "ORPHANED_ARRAYS",
+    "ZARR",
     "encode_store",
     "find_orphaned_arrays",
     "has_zarr_suffix",
     "inspect_store",
-    "is_zarr_store",
     "read",
     "restore_store",
     "verify_store",

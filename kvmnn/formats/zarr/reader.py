@@ -25,6 +25,7 @@ from ...files.file_names import has_zarr_suffix
 from ...files.schema import JsonReader
 from ...files.urls import is_url
 from ...integrations.chunk_codec import decode_chunk
+from ..base import PathFormat
 from ..npy import make_name_sort_key
 from ..options import ReadOptions
 from ..tensor_selection import check_declared_dtype, resolve_dtype_name, select_tensors, validate_array
@@ -43,8 +44,8 @@ _MIN_JOB_BYTES = 64 << 10
 """Bytes that a part counts as at least while it is waited for: parts of two bytes each would be millions."""
 
 
-def is_zarr_store(path: str) -> bool:
-    """Whether a directory is a Zarr group or array; nothing else is read at a URL, so that is not looked at."""
+def _has_store_document(path: str) -> bool:
+    """Return whether a directory is a Zarr group or array; nothing else is read at a URL, so that is not looked at."""
     return is_url(path) or any(
         os.path.isfile(os.path.join(path, name)) for name in (DOCUMENT_NAME, _V2_GROUP_NAME, V2_ARRAY_NAME)
     )
@@ -335,7 +336,7 @@ def find_orphaned_arrays(path: str) -> str | None:
 
     Arrays whose own names end in ``.zarr`` are stores that lie side by side, unless the directory's name does, too.
     """
-    if is_zarr_store(path):
+    if _has_store_document(path):
         return None
     has_zarr_name = has_zarr_suffix(path.rstrip("/" + os.sep))
     try:
@@ -368,3 +369,17 @@ def _is_array_folder(folder: Path) -> bool:
     except (KvmnnError, OSError):
         return False
     return node is not None and isinstance(node.value, dict) and node.value.get("node_type") == "array"
+
+
+def _refuse_orphaned_arrays(path: str, options: ReadOptions) -> Source:
+    raise SourceError(find_orphaned_arrays(path) or path)
+
+
+ZARR = PathFormat(
+    name="zarr", kinds=("folder", "url"), check=lambda head: _has_store_document(head.path), read_path=read
+)
+ORPHANED_ARRAYS = PathFormat(
+    name="zarr arrays",
+    check=lambda head: find_orphaned_arrays(head.path) is not None,
+    read_path=_refuse_orphaned_arrays,
+)

@@ -24,6 +24,7 @@ from ...dtypes import Bytes
 from ...errors import KvmnnError, LimitError, OptionError, OutputError
 from ...files.atomic import DirectoryOutput
 from ...files.file_names import make_file_names
+from ...files.mapped_file import FileHead
 from ...files.urls import is_url
 from ...frames import zstd
 from ...frames.options import PREDICTORS, resolve_predictors
@@ -31,7 +32,7 @@ from ...integrations.chunk_codec import CODEC_NAME, MAX_CHUNK_BYTES
 from ..options import ReadOptions
 from . import metadata
 from .grid import MAX_CHUNKS, ChunkIndex, choose_chunk_shape, count_chunks, find_split_axis
-from .reader import is_zarr_store, read
+from .reader import ZARR, read
 from .stores import DOCUMENT_NAME, MAX_DOCUMENT_BYTES, Upload, ZarrStore
 
 DEFAULT_CHUNK_BYTES = 4 << 20
@@ -100,7 +101,7 @@ def encode_store(
                 _verify_written(upload.target, upload.store, entries, options.threads)
             upload.commit()
         return _make_result(source, upload.target, entries, options, start_time)
-    if os.path.isdir(path) and os.listdir(path) and not is_zarr_store(path):
+    if os.path.isdir(path) and os.listdir(path) and not ZARR.detect(FileHead.from_path(path)):
         raise OutputError(f"{path}: is a directory, and no Zarr store that could be replaced")
     with DirectoryOutput(path, force=force, exclude=source.files, replace_existing=True) as directory:
         entries = _write_store(source, directory, options, progress)

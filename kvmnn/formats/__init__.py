@@ -8,7 +8,7 @@ from .inspection import ArraysInfo, inspect
 from .mnn.packed_files import PackedFiles
 from .mnn.packed_reader import PackedCacheReader, find_packed, open_packed_files
 from .options import EngineOptions, PackedOptions, ReadOptions
-from .passthrough import RestoreFileResult, can_restore_file, restore_file, verify_file
+from .passthrough import can_restore_file, restore_file, verify_file
 from .registry import (
     FORMATS,
     classify_path,
@@ -37,7 +37,6 @@ __all__ = [
     "PackedOptions",
     "PathFormat",
     "ReadOptions",
-    "RestoreFileResult",
     "RestoreResult",
     "TranscodeResult",
     "can_restore_file",

@@ -6,7 +6,7 @@ import hashlib
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import PurePath
 from typing import NamedTuple
@@ -14,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 
 from .._util.parallel import Progress
-from .._util.text import pluralize
 from ..arrays.array import Chunk, LazyArray
 from ..arrays.completeness import Completeness
 from ..arrays.naming import sanitize_name
@@ -38,7 +37,6 @@ from ..files.atomic import BinaryStream, FileOutput, is_device
 from ..files.change_detection import InputGuard
 from ..files.file_names import is_directory_output
 from ..files.mapped_file import STDIN, MappedFile
-from ..files.schema import json_key
 from ..frames import encode
 from .base import Sink
 from .frames import make_frame_source
@@ -306,45 +304,6 @@ def apply_recorded_options(
 _HASH_CHUNK_BYTES = 8 << 20
 
 
-@dataclass(frozen=True, kw_only=True)
-class RestoreFileResult(RestoreResult):
-    """A file that was written from frames.
-
-    Parameters
-    ----------
-    passthrough
-        What it is.
-    bundle_bytes
-        Of frames and manifest, which it is made of.
-    """
-
-    passthrough: PassthroughFile = field(metadata={"json": False})
-    bundle_bytes: int = field(metadata={"json": False})
-
-    @property
-    @json_key()
-    def raw_bytes(self) -> int:
-        """Bytes of the file."""
-        return self.passthrough.nbytes
-
-    @property
-    @json_key()
-    def format(self) -> str:
-        """Format of the file."""
-        return self.passthrough.format
-
-    @property
-    @json_key()
-    def sha256(self) -> str | None:
-        """Of the file."""
-        return self.passthrough.sha256
-
-    def __str__(self) -> str:
-        contents_text = f"the file {self.passthrough.name} of {pluralize(len(self.arrays), 'array')}"
-        line = self.format_summary(contents_text, f"frames and manifest of {self.bundle_bytes:,} bytes")
-        return line.replace("sha256 of the manifest", "sha256 of the file")
-
-
 def can_restore_file(frames: FrameSet, output: str | None = None) -> bool:
     """Whether frames are of a file that was kept whole, and `output` is a place for it: no other file of arrays."""
     if frames.document is None:
@@ -366,7 +325,7 @@ def restore_file(
     *,
     force: bool = False,
     progress: Progress | None = None,
-) -> RestoreFileResult:
+) -> RestoreResult:
     """Decode frames and write the file that they were made from; what was written is read back and its hash compared.
 
     Parameters
@@ -415,7 +374,7 @@ def restore_file(
         with InputGuard():
             _write_parts(file, output, progress)
         output.flush()
-    return RestoreFileResult(
+    return RestoreResult(
         input=frames.path,
         output=path,
         arrays=frames.arrays,
@@ -424,6 +383,7 @@ def restore_file(
         files=(),
         stored_bytes=frames.stored_bytes,
         seconds=time.perf_counter() - start_time,
+        hash_source="file",
         passthrough=passthrough,
         bundle_bytes=count_bundle_bytes(frames.document),
     )
@@ -437,6 +397,8 @@ def verify_file(
     Parameters and errors are those of `restore_file`: a difference is one.
     """
     restore_result = restore_file(frames, _NullStream(), options, progress=progress)
+    passthrough = restore_result.passthrough
+    assert passthrough is not None
     return VerifyResult(
         input=frames.path,
         against=(),
@@ -447,9 +409,9 @@ def verify_file(
         arrays=len(frames.arrays),
         **count_chunks(frames.arrays)._asdict(),
         seconds=restore_result.seconds,
-        restored_file_name=restore_result.passthrough.name,
+        restored_file_name=passthrough.name,
         notes=tuple(describe_passthrough(frames.document, frames.path)) if frames.document else (),
-        room_bytes=restore_result.passthrough.room_bytes,
+        room_bytes=passthrough.room_bytes,
     )
 
 

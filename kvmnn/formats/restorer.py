@@ -7,7 +7,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Literal
 
 from .._util.parallel import Progress
 from .._util.text import LOSSLESS, format_rate, pluralize
@@ -17,6 +17,7 @@ from ..arrays.completeness import Completeness, format_missing
 from ..arrays.source import ENGINE_KEY, Source, parse_completeness
 from ..bundle.decoder import decode_frames
 from ..bundle.frame_set import DecodeOptions, FrameSet
+from ..bundle.passthrough import PassthroughFile
 from ..errors import OptionError
 from ..files.atomic import BinaryStream, is_device
 from ..files.change_detection import InputGuard
@@ -31,7 +32,7 @@ from .writer import build_output_metadata, list_lost_information, list_stale_fil
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreResult(Record):
-    """Arrays that were decoded and written.
+    """Arrays that were decoded, or read from a store, and written: as such, as the file or the dump they were.
 
     Parameters
     ----------
@@ -42,7 +43,9 @@ class RestoreResult(Record):
     arrays
         What was written.
     is_verified
-        Whether there was a manifest, whose hashes were compared.
+        Whether there were hashes, which were compared.
+    hash_source
+        What has the hashes: ``"manifest"``, ``"store"`` of Zarr, or the whole ``"file"``.
     is_read_back
         Whether that was done with what the output reads back as; else with what went to a stream or device.
     files
@@ -59,6 +62,12 @@ class RestoreResult(Record):
         One line for each thing about another engine's cache that the output has no place for.
     completeness
         The state of the model that the arrays contain, where that is known.
+    metadata_files
+        Names of the other files of a KV dump; `files` has those of the arrays.
+    passthrough
+        The whole file that was written; None for arrays.
+    bundle_bytes
+        Of frames and manifest, which such a file is made of.
     """
 
     input: str
@@ -68,17 +77,21 @@ class RestoreResult(Record):
     beside: tuple[str, ...] = field(default=(), metadata={"omit": True})
     notes: tuple[str, ...] = ()
     completeness: Completeness | None = field(default=None, metadata={"omit": True})
+    metadata_files: tuple[str, ...] = field(default=(), metadata={"omit": True})
     arrays: tuple[ArrayInfo, ...] = field(metadata={"json": False})
     is_verified: bool = field(metadata={"json": False})
     is_read_back: bool = field(metadata={"json": False})
     files: tuple[str, ...] = field(metadata={"json": False})
     unknown_properties: str = field(default="", metadata={"json": False})
+    hash_source: Literal["manifest", "store", "file"] = field(default="manifest", metadata={"json": False})
+    passthrough: PassthroughFile | None = field(default=None, metadata={"json": False})
+    bundle_bytes: int = field(default=0, metadata={"json": False})
 
     @property
     @json_key(after="output")
     def raw_bytes(self) -> int:
-        """Bytes of all arrays."""
-        return sum(array.nbytes for array in self.arrays)
+        """Bytes of the file, or of all arrays."""
+        return sum(array.nbytes for array in self.arrays) if self.passthrough is None else self.passthrough.nbytes
 
     @property
     @json_key(after="output")
@@ -91,18 +104,37 @@ class RestoreResult(Record):
     def _array_documents(self) -> list[dict[str, Any]]:
         return [{**build_array_document(array), "file": file} for array, file in zip_longest(self.arrays, self.files)]
 
+    @property
+    @json_key(omit=True)
+    def format(self) -> str | None:
+        """Format of the whole file."""
+        return None if self.passthrough is None else self.passthrough.format
+
+    @property
+    @json_key(omit=True)
+    def sha256(self) -> str | None:
+        """Of the whole file."""
+        return None if self.passthrough is None else self.passthrough.sha256
+
     def __str__(self) -> str:
-        contents = [pluralize(len(self.arrays), "array"), *self.beside]
-        line = self.format_summary(" and ".join([", ".join(contents[:-1]), contents[-1]] if contents[1:] else contents))
+        arrays_text = pluralize(len(self.arrays), "array")
+        if self.passthrough is not None:
+            contents_text = f"the file {self.passthrough.name} of {arrays_text}"
+            return self._format_summary(contents_text, f"frames and manifest of {self.bundle_bytes:,} bytes")
+        if self.metadata_files:
+            metadata_text = pluralize(len(self.metadata_files), "metadata file")
+            return self._format_summary(f"a KV dump of {arrays_text} and {metadata_text}")
+        contents = [arrays_text, *self.beside]
+        line = self._format_summary(
+            " and ".join([", ".join(contents[:-1]), contents[-1]] if contents[1:] else contents)
+        )
         renames_text = describe_renamed_files(zip((array.name for array in self.arrays), self.files, strict=False))
         lines = [*format_missing(self.completeness), *([renames_text] if renames_text else [])]
         return "\n  ".join([line, *lines])
 
-    def format_summary(self, contents_text: str, decoded_text: str = "") -> str:
-        """One line: where `contents_text` was written, the sizes (`decoded_text`: of what was decoded), and what is
-        proved.
-        """
-        check_text = "read back, sha256 of the manifest" if self.is_read_back else "sha256 of the manifest"
+    def _format_summary(self, contents_text: str, decoded_text: str = "") -> str:
+        """One line: where `contents_text` was written, sizes (`decoded_text`: of what was decoded), what is proved."""
+        check_text = f"{'read back, ' if self.is_read_back else ''}sha256 of the {self.hash_source}"
         missing_text = (
             f"no manifest to check it against{'; ' if self.unknown_properties else ''}{self.unknown_properties}"
         )

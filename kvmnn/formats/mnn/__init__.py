@@ -2,7 +2,7 @@
 
 from .compaction import CompactionPlan, CompactResult, compact, read_compaction_plans
 from .dump import has_packed_dump
-from .dump_writer import RestoreDumpResult, restore_dump
+from .dump_writer import restore_dump
 from .inspection import PackedInspectionReport, inspect_packed
 from .model import compute_fingerprint
 from .packed_files import PackedFiles
@@ -21,7 +21,6 @@ __all__ = [
     "PackedCacheReader",
     "PackedFiles",
     "PackedInspectionReport",
-    "RestoreDumpResult",
     "RestorePrefixResult",
     "UnpackResult",
     "can_restore_prefix",

@@ -7,7 +7,6 @@ import mmap
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
@@ -15,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..._util.parallel import Progress
-from ..._util.text import pluralize
 from ...arrays.array import Chunk
 from ...arrays.layers import LayerArray, require_common_geometry
 from ...arrays.source import DUMP_KEY
@@ -179,23 +177,6 @@ def _dump_meta(meta: dict[str, Any]) -> bytes:
     return (json.dumps(meta, indent=2) + "\n").encode()
 
 
-@dataclass(frozen=True, kw_only=True)
-class RestoreDumpResult(RestoreResult):
-    """A KV dump that was written from frames.
-
-    Parameters
-    ----------
-    metadata_files
-        Their names in the dump; `files` has those of the arrays.
-    """
-
-    metadata_files: tuple[str, ...]
-
-    def __str__(self) -> str:
-        counts = pluralize(len(self.arrays), "array"), pluralize(len(self.metadata_files), "metadata file")
-        return self.format_summary(f"a KV dump of {' and '.join(counts)}")
-
-
 class _DumpPlan(NamedTuple):
     """The files of a dump: one for each array, in their order, and the bytes of the metadata files, by name."""
 
@@ -210,7 +191,7 @@ def restore_dump(
     *,
     force: bool = False,
     progress: Progress | None = None,
-) -> RestoreDumpResult:
+) -> RestoreResult:
     """Decode frames into the files of the KV dump that they were made from, byte for byte; all are read back.
 
     Parameters
@@ -244,7 +225,7 @@ def restore_dump(
         _write_dump_files(frames, plan, directory, options, progress)
         sidecar_names = write_sidecars(directory, frames.document.metadata if frames.document else None)
         directory.commit()
-    return RestoreDumpResult(
+    return RestoreResult(
         input=frames.path,
         output=output,
         arrays=frames.arrays,

@@ -27,13 +27,6 @@ from .stores import DOCUMENT_NAME, ZarrStore, get_consolidated_metadata, open_za
 _READ_CHUNK_BYTES = 8 << 20
 
 
-class RestoreStoreResult(RestoreResult):
-    """Arrays that were read from a store and written; proved where the store has a hash of each."""
-
-    def __str__(self) -> str:
-        return super().__str__().replace("sha256 of the manifest", "sha256 of the store")
-
-
 class VerifyStoreResult(VerifyResult):
     """What decoding every chunk of a store has shown."""
 
@@ -67,7 +60,7 @@ def restore_store(
     *,
     force: bool = False,
     progress: Progress | None = None,
-) -> RestoreStoreResult:
+) -> RestoreResult:
     """Decode the arrays of a Zarr store and write them; the hashes that kvmnn noted down are compared.
 
     Parameters
@@ -113,11 +106,12 @@ def restore_store(
         with InputGuard():
             write_raw(output, source.arrays, _iter_source_chunks(source, progress), {})
         output.flush()
-    return RestoreStoreResult(
+    return RestoreResult(
         input=source.inputs[0],
         output=output_path,
         arrays=tuple(source.arrays),
         is_verified=is_verified,
+        hash_source="store",
         is_read_back=output_path is not None and not is_device(output_path),
         files=tuple(files),
         stored_bytes=stats.stored_bytes,

@@ -334,8 +334,7 @@ def _split_into_layers(
         if len(array.shape) != len(axes):
             raise SourceError(
                 f"{where}: array {array.name!r} has {_format_axis_count(len(array.shape))} {list(array.shape)}, "
-                f"expected "
-                f"{len(axes)} ({axes})"
+                f"expected {len(axes)} ({axes})"
             )
         if not array.has_axes:
             raise MissingOptionError(f"{where}: array {array.name!r} holds raw bytes: say their --shape")

@@ -439,8 +439,7 @@ class ToleranceReport(Record):
             lines.append("layer  part       numbers  relative  above atol     largest  at head, token, dim")
         lines += [
             f"{entry.layer:5}  {entry.part:5}  {entry.words:11,}  {_format_relative_error(entry.relative):>8}  "
-            f"{entry.above:10,}  "
-            f"{entry.largest:10.4g}  {entry.head}, {entry.token}, {entry.dim}"
+            f"{entry.above:10,}  {entry.largest:10.4g}  {entry.head}, {entry.token}, {entry.dim}"
             for entry in self.errors
         ]
         count_text = (

@@ -219,8 +219,7 @@ def locate_array(array: LazyArray, token_major: bool) -> tuple[Part, int | None,
         raise MissingOptionError(
             f"array {array.name!r}: its name does not say whether it is K or V of which layer: expected e.g. "
             f"'{format_array_name(0, 'key')}', 'k' with --axes that have l for an axis of layers, or 2 in them for one "
-            f"of K "
-            "and V (an array of a .npy file is called as the file)" + _suggest_latent_option(array)
+            "of K and V (an array of a .npy file is called as the file)" + _suggest_latent_option(array)
         ) from None
     layer = parse_layer(name_without_part)
     return part, layer, 0, token_major or (is_indexed_name(array.name) and _has_tokens_first(array))
@@ -240,8 +239,7 @@ def _has_tokens_first(array: LazyArray) -> bool:
         letters = "bhtd"[-len(array.shape) :]
         raise AmbiguousAxesError(
             f"array {array.name!r} {list(array.shape)}: nothing says whether {first_length} or {second_length} is the "
-            f"number of "
-            f"tokens: say --axes {letters} ({second_length} tokens) or --axes {letters.replace('ht', 'th')} "
+            f"number of tokens: say --axes {letters} ({second_length} tokens) or --axes {letters.replace('ht', 'th')} "
             f"({first_length} tokens)"
         )
     return second_length <= MAX_KV_HEADS
@@ -267,8 +265,7 @@ def suggest_token_major(source: Source, axes: str | None = None) -> str | None:
     swapped_axes = read_axes.translate(str.maketrans("ht", "th"))
     return (
         f"array {array.name!r} {list(array.shape)} is read as {pluralize(heads, 'kv head')} of "
-        f"{pluralize(tokens, 'token')}: "
-        f"where tokens come first, --axes {swapped_axes} says so"
+        f"{pluralize(tokens, 'token')}: where tokens come first, --axes {swapped_axes} says so"
     )
 
 
@@ -357,8 +354,7 @@ def collect_layers_or_latents(source: Source, *, token_major: bool = False) -> l
     if not has_values and source.engine_cache is None and heads != 1:
         raise SourceError(
             f"{format_input_prefix(source)}layer {arrays[0].layer} has no array of its values: K alone is all that "
-            f"latent "
-            f"attention keeps, of one kv head, and these have {heads}"
+            f"latent attention keeps, of one kv head, and these have {heads}"
         )
     return arrays
 
@@ -407,8 +403,7 @@ def require_common_geometry(layers: Sequence[LayerArray], where: str = "") -> tu
         )
         raise KvmnnError(
             f"{where}{', '.join(kind_texts)}{more_text}: expected one geometry (encode, measure, unpack, diff and "
-            f"store put take "
-            "layers that differ)"
+            "store put take layers that differ)"
         )
     return next(iter(layers_by_geometry))
 

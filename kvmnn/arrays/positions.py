@@ -101,8 +101,7 @@ def describe_windows(completeness: Completeness | None, windows: Mapping[int, Po
     num_seen = 1 + max(int(positions.max()) for positions in windows.values())
     return (
         f"{len(windows):,} of {pluralize(len(states), 'layer')} have a window{size} and contain the last {stored_text} "
-        f"of "
-        f"{pluralize(num_seen, 'token')}"
+        f"of {pluralize(num_seen, 'token')}"
     )
 
 

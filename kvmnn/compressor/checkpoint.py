@@ -256,8 +256,7 @@ def check_convertible(tensor: TorchTensor, dtype: DType) -> None:
     if tensor.is_negated and tensor.is_contiguous and _has_dtype(tensor, dtype):
         raise CheckpointError(
             f"a {tensor.element_type.name} tensor with torch's negation bit, which the published converter cannot "
-            f"write as "
-            f"{dtype.name}: save what resolve_neg() gives, or choose another dtype"
+            f"write as {dtype.name}: save what resolve_neg() gives, or choose another dtype"
         )
 
 

@@ -119,8 +119,7 @@ def check_positions(label: str, limit: int | None, prompt_tokens: int, new_token
         )
     raise KvmnnError(
         f"{label}: {prompt_tokens:,} tokens of prompt and {new_tokens:,} new ones need more than the {limit:,} "
-        f"positions that the "
-        f"model was made for: at most {limit - prompt_tokens + 1:,} new ones"
+        f"positions that the model was made for: at most {limit - prompt_tokens + 1:,} new ones"
     )
 
 

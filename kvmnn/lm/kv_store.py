@@ -329,8 +329,7 @@ def describe_encoding(runs: Iterable[tuple[str, RuntimeStats]], config: RuntimeC
         noun = "layer" if len(skipped_layers) == 1 else "layers"
         lines.append(
             f"The queue was full (max_queue {config.max_queue:,}) before it came to {noun} "
-            f"{format_range(sorted(skipped_layers))}, "
-            "still raw at the end; more steps encode them."
+            f"{format_range(sorted(skipped_layers))}, still raw at the end; more steps encode them."
         )
     if encoded_layers and len(encoded_layers) + len(skipped_layers) < layers:
         scope = f"scope {config.scope}, front_n {config.front_n}" + (", mode probe" if config.mode == "probe" else "")

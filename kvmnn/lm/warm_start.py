@@ -225,8 +225,7 @@ def _cast_array(location: str, entry: LayerArray, cast: CastStats) -> Elements:
             target_note = f" as {cast.target} (the model's)"
         raise SourceError(
             f"{location}: layer {entry.layer}: {num_nonfinite:,} of the {elements.size:,} numbers of its {entry.part}s "
-            f"are not "
-            f"finite{target_note}"
+            f"are not finite{target_note}"
         )
     return elements
 
@@ -310,9 +309,8 @@ class InitialCache:
             is_limited = 0 < document.requested_tokens <= document.num_scored
             raise OptionError(
                 f"{document.name}: {'--tokens takes' if is_limited else 'has'} {pluralize(len(ids), 'token')}, "
-                f"{self.name} stands "
-                f"for {self.tokens_seen:,}: expected at least {self.tokens_seen + 2:,}, as the first token behind a "
-                "cache is not scored"
+                f"{self.name} stands for {self.tokens_seen:,}: expected at least {self.tokens_seen + 2:,}, as the "
+                "first token behind a cache is not scored"
             )
         scored_ids = ids[self.tokens_seen + 1 :]
         return replace(
@@ -475,8 +473,7 @@ def _check_geometry(location: str, arrays: Sequence[LayerArray], model: DecoderI
     if numbers != list(range(model.layers)):
         raise OptionError(
             f"{location}: has K and V of {pluralize(len(numbers), 'layer')} ({format_range(numbers)}), {model.label} "
-            f"has "
-            f"{model.layers}: expected a cache of the same model"
+            f"has {model.layers}: expected a cache of the same model"
         )
     for keys, values in zip(arrays[::2], arrays[1::2], strict=True):
         for entry in (keys, values):
@@ -526,8 +523,7 @@ def _resolve_ids(
     if specified_ids is not None and stored_tokens.is_whole_text and len(ids) > end:
         raise OptionError(
             f"{location}: holds {pluralize(end, 'token')}, --token-ids says {pluralize(len(ids), 'id')}, and nothing "
-            f"says which "
-            "of them are held"
+            "says which of them are held"
         )
     num_seen = stored_tokens.num_seen or (
         end if specified_ids is None else len(ids)
@@ -559,8 +555,7 @@ def _check_positions(location: str, stored_tokens: StoredTokensInfo, num_seen: i
     if not model.has_positions and not stored_tokens.is_whole_text:
         raise OptionError(
             f"{location}: lacks tokens of its text ({stored_tokens}), and {model.label} takes no positions, so that "
-            f"those behind "
-            "would be shifted: expected a whole cache, or a model that is exported with position_ids"
+            "those behind would be shifted: expected a whole cache, or a model that is exported with position_ids"
         )
 
 

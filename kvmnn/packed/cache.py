@@ -458,8 +458,7 @@ class PackedCache:
         if outcome.past_length + num_pushed > capacity:
             raise KvmnnError(
                 f"remove is {remove} with {self._past_length} tokens and {num_pushed} to come: the engine would make "
-                f"room for "
-                f"{capacity} and write {num_pushed} behind {outcome.past_length}"
+                f"room for {capacity} and write {num_pushed} behind {outcome.past_length}"
             )
         if capacity > self._capacity:
             self._grow(capacity)

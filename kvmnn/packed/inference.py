@@ -195,8 +195,7 @@ def infer_layout(
         file_text = f" ({' and '.join(file_names)})" if file_names else ""
         raise SourceError(
             f"{where}: K and V files of {sizes_of_layer[0]} and {sizes_of_layer[1]} bytes{file_text} fit none of the "
-            f"{len(candidates)} layouts known "
-            f"for {heads} kv heads x {dims} dims"
+            f"{len(candidates)} layouts known for {heads} kv heads x {dims} dims"
         )
     raise SourceError(f"{where}: {explain_mismatch(candidates[0][1], *sizes_of_layer, file_names)}")
 
@@ -250,8 +249,7 @@ def explain_mismatch(layout: PackLayout, key_bytes: int, value_bytes: int, names
             file = f"{names['KV'.index(part)]}: " if names else ""
             return (
                 f"{file}a {part} file of {file_bytes} bytes is not a whole number of the {unit_bytes} bytes that "
-                f"{unit_tokens} tokens "
-                f"take in {describe_layout(layout)}"
+                f"{unit_tokens} tokens take in {describe_layout(layout)}"
             )
     key_capacity, value_capacity = (
         key_bytes // blocked_layout.key_bytes(1) * layout.hP,
@@ -260,8 +258,7 @@ def explain_mismatch(layout: PackLayout, key_bytes: int, value_bytes: int, names
     file_text = f"{' and '.join(names)}: " if names else ""
     return (
         f"{file_text}K file and V file do not belong together: {key_bytes} bytes give K room for {key_capacity} "
-        f"tokens, "
-        f"{value_bytes} bytes give V room for {value_capacity}, in {describe_layout(layout)}"
+        f"tokens, {value_bytes} bytes give V room for {value_capacity}, in {describe_layout(layout)}"
     )
 
 

@@ -195,8 +195,7 @@ class TokenRange:
         if start + count > capacity or start + count > past_length:
             raise KvmnnError(
                 f"range of {count} tokens from {start} ends at {start + count}: expected at most the {past_length} "
-                f"live "
-                f"tokens and the capacity {capacity}"
+                f"live tokens and the capacity {capacity}"
             )
         buffers = to_byte_buffers(layout, key_buffer, value_buffer, capacity, writable)
         return cls(start, count, capacity, split_kv(buffers))

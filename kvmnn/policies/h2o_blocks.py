@@ -220,8 +220,7 @@ class H2OEngine(Policy):
         if self.layer_nums not in (None, num_layers):
             raise KvmnnError(
                 f"{self.name}: layer_nums is {self.layer_nums}, the model has {num_layers} layers: the engine would "
-                f"take "
-                f"one layer for another; expected {num_layers}"
+                f"take one layer for another; expected {num_layers}"
             )
         return H2OPlanner(self._build_config(layers=num_layers, bytes_per_token=bytes_per_token), cadence=self.cadence)
 

@@ -327,8 +327,7 @@ class Policy(ABC):
         if missing_layers and self.skip_layers != type(self).skip_layers:
             raise OptionError(
                 f"{self.name}: skip_layers names layer {missing_layers[0]}, the model has "
-                f"{pluralize(num_layers, 'layer')}: expected "
-                f"0 to {num_layers - 1}"
+                f"{pluralize(num_layers, 'layer')}: expected 0 to {num_layers - 1}"
             )
 
     def select(self, state: PolicyInput, trigger: Trigger | None = None) -> Indices | None:

@@ -96,8 +96,7 @@ def _check_finite(name: str, tokens: Elements, rows: Floats, batch: int, head: i
     problem = "is beyond fp16" if np.isfinite(value) else "a group needs finite numbers"
     raise KvmnnError(
         f"{name}: batch {batch}, kv_head {head + int(index[0])}, token {first_token + int(index[1])}, dimension "
-        f"{int(index[2])} "
-        f"is {value:g}: {problem}"
+        f"{int(index[2])} is {value:g}: {problem}"
     )
 
 

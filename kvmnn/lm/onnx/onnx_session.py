@@ -88,7 +88,6 @@ def _explain_failure(error: Exception, label: str) -> str:
     if ir_version:
         return (
             f"{label}: written in ONNX IR version {ir_version[1]}; the installed onnxruntime takes up to "
-            f"{ir_version[2]}; "
-            "upgrade it, or export with an older onnx"
+            f"{ir_version[2]}; upgrade it, or export with an older onnx"
         )
     return f"{label}: onnxruntime does not take this graph: {format_error(error, 300)}"

@@ -404,8 +404,7 @@ class LayerPlan:
             return [head + f"{UNCHANGED}, all {layer_plan.kv_len:,} tokens stay: {reason}"]
         head += (
             f"{LOSSY}, {layer_plan.num_final_tokens:,} of {layer_plan.kv_len:,} tokens stay, "
-            f"{float(layer_plan.lossy_ratio):.3f} x "
-            f"{self._ratio_basis}, target {layer_plan.target_before_floor:,}"
+            f"{float(layer_plan.lossy_ratio):.3f} x {self._ratio_basis}, target {layer_plan.target_before_floor:,}"
         )
         return [head, f"  --remove {layer_plan.window_tokens} --reserve {self._format_reserve()}"]
 
@@ -418,8 +417,7 @@ class LayerPlan:
         )
         return (
             f"sink and recent reach the target, {self.plan.floor_tokens:,} tokens in blocks of "
-            f"{config.effective_block_tokens:,} where "
-            f"{target:,} are to stay: lower {options}"
+            f"{config.effective_block_tokens:,} where {target:,} are to stay: lower {options}"
         )
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,6 @@ import numpy.typing as npt
 from ..arrays.layer_cache import LayerCache
 from ..dtypes import Elements, Floats, Indices, KVPair, Positions
 from ..errors import KvmnnError
-from ..packed.compaction import ReservePair
 from ..policies.cache import take_rows
 from ..policies.h2o import H2OPlanner
 from ..policies.h2o.planner import H2OStats, StatsRecorder
@@ -23,70 +22,44 @@ from . import _eviction
 from .kv_store import KVStore
 from .onnx.decoder import StepResult
 
-# Evicted tokens stay in place, masked by a bias on the attention scores (an input that graph surgery gives the model),
-# until they are an eighth of the live ones; then the live ones are moved to the front inside the same buffers. Copying
-# K and V at every token would cost as much as the model. What is attended is what the policy says, at every step; the
-# bytes held are a little more, and are reported. Graphs that take no bias are cut at once.
+# Evicted tokens stay in place, masked by a bias on the attention scores (an input that the rewritten graph has), until
+# they are an eighth of the live ones; then the live ones move to the front of the same buffers. Copying K and V at
+# every token would cost as much as the model. Every step attends exactly what the policy keeps; the resident bytes are
+# a little more, and are reported. Graphs that take no bias are cut at once.
 #
-# All layers that hold equally many tokens are one stack of rows: a policy chooses for the stack in one call, and one
-# kernel cuts the rows. Layers are separated only when a policy keeps different numbers of them.
+# All layers with equally many tokens are one stack of rows: a policy selects for the stack in one call, and one kernel
+# cuts the rows. Layers are separated only when a policy keeps different numbers of tokens of them.
 
 _INITIAL_SLOTS = 256
+_NO_ATTENTION = "the policy needs attention probabilities, which the model was not asked for"
 
+#: Added to the attention scores of a masked slot: its weight is 0 after the softmax.
 MASKED_BIAS = float(np.finfo(np.float32).min)
-"""What is added to the attention scores of a dead slot: nothing is left of it after the softmax."""
 
 
 class TokenGroup:
-    """Slots, true positions, scores and key norms of live tokens, of layers that hold equally many.
-
-    A row is one set of live tokens: of all the layers together, of one layer, or of one KV head of a layer.
-
-    Parameters
-    ----------
-    layers
-        Whose tokens these are.
-    rows_per_layer
-        Rows of each layer: 0 for one row that serves all layers, 1, or the number of KV heads.
-    has_scores, has_norms
-        Whether scores and norms are kept.
-
-    Attributes
-    ----------
-    num_live : int
-        Tokens in each row.
-    num_slots : int
-        Slots of K and V in use, those of dead tokens included.
-    slots : ndarray
-        int64 ``[row, room]``, of which the first `num_live` columns count: where each live token lies in K and V,
-        ascending.
-    scores, norms : ndarray or None
-        float32, alike.
-    bias : ndarray
-        float32 ``[row, room]``, of which the first `num_slots` columns count: 0 for slots of live tokens, else
-        `MASKED_BIAS`.
-    num_steps : int
-        As `kvmnn.policies.CacheState.num_steps`.
-    """
+    """Live tokens of layers with equally many; a row is the tokens of all these layers, of one, or of one KV head."""
 
     def __init__(
         self, layers: tuple[int, ...], rows_per_layer: int, *, has_scores: bool = False, has_norms: bool = False
     ) -> None:
         self.layers = layers
+        #: 0 where one row serves all layers, 1, or the number of KV heads.
         self.rows_per_layer = rows_per_layer
+        #: Of each row: live tokens, slots of K and V in use (masked ones included), and `CacheState.num_steps`.
         self.num_live = self.num_slots = self.num_steps = 0
         rows = max(1, rows_per_layer * len(layers))
         self._rows = {
             layer: slice(i * rows_per_layer, i * rows_per_layer + max(1, rows_per_layer))
             for i, layer in enumerate(layers)
         }
+        # ``[row, capacity]``; by live token: its slot (ascending), score and key norm; by slot: position in the text,
+        # and the bias, which is 0 for live tokens and `MASKED_BIAS` for others.
         self.slots: Indices = np.empty((rows, _INITIAL_SLOTS), np.int64)
-        self._positions: Indices = np.empty(
-            (rows, _INITIAL_SLOTS), np.int64
-        )  # place in the text of the token in each slot
-        self.bias: Floats = np.empty((rows, _INITIAL_SLOTS), np.float32)
         self.scores: Floats | None = np.empty((rows, _INITIAL_SLOTS), np.float32) if has_scores else None
         self.norms: Floats | None = np.empty((rows, _INITIAL_SLOTS), np.float32) if has_norms else None
+        self._positions: Indices = np.empty((rows, _INITIAL_SLOTS), np.int64)
+        self.bias: Floats = np.empty((rows, _INITIAL_SLOTS), np.float32)
 
     @property
     def num_masked(self) -> int:
@@ -94,21 +67,23 @@ class TokenGroup:
         return self.num_slots - self.num_live
 
     def get_layer_rows(self, layer: int) -> slice:
-        """The rows that belong to a layer."""
+        """Return the rows of a layer."""
         return self._rows[layer]
 
     def get_layer_positions(self, layer: int) -> Indices:
-        """True positions of a layer's live tokens, ``[row, token]``."""
+        """Return true positions of a layer's live tokens, ``[row, token]``."""
         rows = self.get_layer_rows(layer)
         return np.take_along_axis(self._positions[rows], self.slots[rows, : self.num_live], axis=1)
 
     def append(self, count: int, num_seen: int) -> None:
-        """`count` more tokens, the text's from position `num_seen` on, in new slots; with scores of 0 and unknown
-        norms.
-        """
+        """Append `count` tokens from position `num_seen` of the text, in new slots: scores are 0, norms unknown."""
         end, num_slots = self.num_live + count, self.num_slots + count
         if num_slots > self.slots.shape[1]:
-            self._grow_slots(num_slots)
+            capacity = max(num_slots, 2 * self.slots.shape[1])
+            for name, table in self._list_tables():
+                grown_table = np.empty((table.shape[0], capacity), table.dtype)
+                grown_table[:, : table.shape[1]] = table
+                setattr(self, name, grown_table)
         live_range, slot_range = slice(self.num_live, end), slice(self.num_slots, num_slots)
         self.slots[:, live_range] = np.arange(self.num_slots, num_slots)
         self._positions[:, slot_range] = np.arange(num_seen, num_seen + count)
@@ -120,18 +95,22 @@ class TokenGroup:
         self.num_live, self.num_slots = end, num_slots
 
     def set_initial(self, positions: Indices) -> None:
-        """The first tokens, from these positions of the text: ``[token]`` for every row, or ``[row, token]``."""
+        """Append the first tokens, from these positions of the text: ``[token]`` for every row, or ``[row, token]``."""
         self.append(positions.shape[-1], 0)
         self._positions[:, : self.num_live] = positions
 
     def keep(self, indices: npt.NDArray[np.int64]) -> None:
-        """Keep these of the live tokens: ``[kept]``, of every row the same, or ``[row, kept]``; in any order."""
+        """Keep these live tokens: ``[kept]`` of every row alike, or ``[row, kept]``; in any order."""
         indices = np.ascontiguousarray(np.atleast_2d(indices), np.int64)
         if indices.shape[0] not in (1, len(self.slots)):
             raise KvmnnError(
                 f"layer {self.layers[0]}: tokens kept for {indices.shape[0]} rows: expected {len(self.slots)}"
             )
-        if not self._try_keep(indices) and not self._try_keep(np.sort(indices, axis=1)):
+        tables = [table for table in (self.slots, self.scores, self.norms) if table is not None]
+        if not any(
+            _eviction.compact_tables(ascending, self.num_live, self.slots, self.bias, MASKED_BIAS, tables)
+            for ascending in (indices, np.sort(indices, axis=1))
+        ):
             raise KvmnnError(
                 f"layer {self.layers[0]}: tokens kept must be distinct and among the {self.num_live} that are stored"
             )
@@ -139,7 +118,7 @@ class TokenGroup:
         self.num_steps = 0
 
     def mark_compacted(self) -> None:
-        """Dead slots are gone: live tokens lie side by side from slot 0 on."""
+        """Record that K and V of the live tokens were moved to the first slots."""
         num_live = self.num_live
         self._positions[:, :num_live] = np.take_along_axis(self._positions, self.slots[:, :num_live], axis=1)
         self.slots[:, :num_live] = np.arange(num_live)
@@ -147,52 +126,26 @@ class TokenGroup:
         self.num_slots = num_live
 
     def split_layers(self) -> list[TokenGroup]:
-        """The rows of each layer by themselves."""
+        """Return a group for each layer."""
         groups = []
         for layer in self.layers:
             group = TokenGroup((layer,), max(1, self.rows_per_layer))
-            rows = self.get_layer_rows(layer)
-            group.slots, group._positions = self.slots[rows].copy(), self._positions[rows].copy()
-            group.bias = self.bias[rows].copy()
-            group.scores = None if self.scores is None else self.scores[rows].copy()
-            group.norms = None if self.norms is None else self.norms[rows].copy()
+            for name, table in self._list_tables():
+                setattr(group, name, table[self.get_layer_rows(layer)].copy())
             group.num_live, group.num_slots, group.num_steps = self.num_live, self.num_slots, self.num_steps
             groups.append(group)
         return groups
 
-    def _try_keep(self, indices: Indices) -> bool:
-        tables = [table for table in (self.slots, self.scores, self.norms) if table is not None]
-        return _eviction.compact_tables(indices, self.num_live, self.slots, self.bias, MASKED_BIAS, tables)
-
-    def _grow_slots(self, required_slots: int) -> None:
-        capacity = max(required_slots, 2 * self.slots.shape[1])
-        self.slots, self._positions = _grow_rows(self.slots, capacity), _grow_rows(self._positions, capacity)
-        self.bias = _grow_rows(self.bias, capacity)
-        self.scores = None if self.scores is None else _grow_rows(self.scores, capacity)
-        self.norms = None if self.norms is None else _grow_rows(self.norms, capacity)
-
-
-def _grow_rows(rows: npt.NDArray[Any], capacity: int) -> npt.NDArray[Any]:
-    grown_rows = np.empty((rows.shape[0], capacity), rows.dtype)
-    grown_rows[:, : rows.shape[1]] = rows
-    return grown_rows
-
-
-ReadAttention = Callable[[int], Floats]
-"""The attention of a layer's live tokens in this step, ``[query_head, query, token]``."""
+    def _list_tables(self) -> list[tuple[str, npt.NDArray[Any]]]:
+        names = ("slots", "scores", "norms", "_positions", "bias")
+        return [(name, table) for name in names if (table := getattr(self, name)) is not None]
 
 
 class PlannedEviction:
-    """Carries plans out at the beginning of a step, and lets every layer score and plan at its end.
+    """Carries the planner's plans out when a step begins; scores and plans for every layer when it ends."""
 
-    The planner takes the calls of the layers one by one, each with two halves; a model runs all layers between them.
-    So what a call will drop is looked up in the plan that waits, and the calls are made when the step is done.
-
-    Parameters
-    ----------
-    planner
-        Of all layers; nothing has been planned yet.
-    """
+    # The planner expects one call a layer, each with two halves, while a model runs all layers between them. So what a
+    # call will drop is read from the pending plan, and the calls are made when the step is done.
 
     def __init__(self, planner: H2OPlanner) -> None:
         self._planner = planner
@@ -200,20 +153,22 @@ class PlannedEviction:
         self._lengths: list[int] = []
 
     def begin_step(self, lengths: Sequence[int]) -> list[Indices | None]:
-        """What each layer keeps of the tokens that it holds, int64 ``[kept]``; None where all stay."""
+        """Return what each layer keeps of its tokens, int64 ``[kept]``; None where all stay."""
         self._lengths = list(lengths)
         kept_by_layer: list[Indices | None] = []
         for state, length in zip(self._planner.layers, lengths, strict=True):
-            applicable_plan = (
-                state.pending_plan
-                if state.pending_plan is not None and state.pending_plan.is_applicable(length)
-                else None
-            )
-            kept_by_layer.append(None if applicable_plan is None else _expand_pairs(applicable_plan.pairs))
+            plan = state.pending_plan
+            if plan is None or not plan.is_applicable(length):
+                kept_by_layer.append(None)
+            else:
+                runs = [np.arange(begin, begin + size, dtype=np.int64) for begin, size in plan.pairs]
+                kept_by_layer.append(np.concatenate(runs))
         return kept_by_layer
 
-    def end_step(self, lengths: Sequence[int], num_new: int, *, decode: bool, read_attention: ReadAttention) -> None:
-        """The step is done: `num_new` tokens have come, and the layers hold `lengths` tokens."""
+    def end_step(
+        self, lengths: Sequence[int], num_new: int, *, decode: bool, read_attention: Callable[[int], Floats]
+    ) -> None:
+        """Score and plan after a step of `num_new` tokens; `read_attention` returns that of a layer's live tokens."""
         planner = self._planner
         evicting_layers = planner.config.evicting_layers
         for layer, (tokens_before, tokens_after) in enumerate(zip(self._lengths, lengths, strict=True)):
@@ -229,37 +184,30 @@ class PlannedEviction:
         planner.sync()
 
     def to_stats(self, num_seen: int, lengths: Sequence[int]) -> H2OStats:
-        """What was done so far, to layers that hold `lengths` of `num_seen` tokens."""
+        """Return what was done so far, to layers that hold `lengths` of `num_seen` tokens."""
         return self._stats.to_stats(num_seen, lengths)
 
 
-def _expand_pairs(pairs: Sequence[ReservePair]) -> Indices:
-    return np.concatenate([np.arange(begin, begin + size, dtype=np.int64) for begin, size in pairs])
-
-
+#: Live tokens for each masked slot that may be in use before K and V are moved: then moving costs little at any size.
 LIVE_PER_MASKED_SLOT = 8
-"""Live tokens for each dead one that may be beside them before K and V are moved: then it costs little at any size."""
 
 
 class ModelCache:
     """K, V, true positions, scores and key norms of all layers, cut together.
 
-    A step is `begin_step` (what the model is to attend to), the model, `end_step`. A token that a policy evicts is dead
-    from then on; where the model can be given a bias, its K and V stay where they lie, masked, until more than
-    `max_masked` slots are dead, so that a cache is not copied at every step.
+    A step is `begin_step` (what the model is to attend to), the model, `end_step`. Where the model takes a bias, K and
+    V of an evicted token stay in their slots, masked, until more than `max_masked` slots are masked.
 
     Parameters
     ----------
     store
-        What holds K and V.
-    kv_heads, query_heads
-        Heads of each layer.
-    copy_layers
-        How many.
+        Storage of K and V.
+    num_layers, kv_heads, query_heads
+        Layers of the model, and heads of each.
     policy
         Which tokens stay.
     max_masked
-        Dead slots that may be in use, or None for an eighth of the live tokens. 0 for a model that takes no bias.
+        Masked slots that may be in use, or None for an eighth of the live tokens. 0 for a model that takes no bias.
     takes_bias
         Whether the model takes a bias.
     planned_eviction
@@ -270,7 +218,7 @@ class ModelCache:
     num_seen : int
         Tokens that the model has seen.
     peak_nbytes : int
-        The most bytes of K and V held at once so far.
+        The most bytes of K and V in memory at once so far.
     """
 
     def __init__(
@@ -313,7 +261,7 @@ class ModelCache:
                 TokenGroup(tuple(evicting_layers), rows_per_layer, has_scores=has_scores, has_norms=has_norms)
             ]
 
-    # -- what is held --------------------------------------------------------------------------------------------------
+    # -- state ---------------------------------------------------------------------------------------------------------
 
     @property
     def tokens(self) -> list[int]:
@@ -337,35 +285,24 @@ class ModelCache:
         return self._store.nbytes
 
     def get_positions(self, layer: int) -> Positions:
-        """True positions of a layer's live tokens, ascending: int64 ``[token]``, or ``[kv_head, token]``."""
+        """Return true positions of a layer's live tokens, ascending: int64 ``[token]``, or ``[kv_head, token]``."""
         group = self._list_groups_by_layer()[layer]
         if group is None:
-            initial_positions, later_positions = (
-                self._initial_positions[layer],
-                np.arange(self._initial_seen, self.num_seen, dtype=np.int64),
-            )
-            return np.concatenate(
-                [
-                    initial_positions,
-                    np.broadcast_to(later_positions, (*initial_positions.shape[:-1], len(later_positions))),
-                ],
-                axis=-1,
-            )
+            initial = self._initial_positions[layer]
+            later = np.arange(self._initial_seen, self.num_seen, dtype=np.int64)
+            return np.concatenate([initial, np.broadcast_to(later, (*initial.shape[:-1], len(later)))], axis=-1)
         rows = group.get_layer_positions(layer)
         return rows[0] if len(rows) == 1 else rows
 
     def copy_layers(self) -> list[LayerCache]:
-        """The live tokens of every layer, copied."""
-        caches = []
-        for layer, (group, (keys, values)) in enumerate(
-            zip(self._list_groups_by_layer(), self._store.get_past(), strict=True)
-        ):
-            slots = (
-                np.arange(keys.shape[2])
-                if group is None
-                else group.slots[group.get_layer_rows(layer), : group.num_live]
-            )
-            slots = slots[0] if slots.ndim == 2 and len(slots) == 1 else slots
+        """Return copies of the live tokens of every layer."""
+        caches, groups = [], self._list_groups_by_layer()
+        for layer, (group, (keys, values)) in enumerate(zip(groups, self._store.get_past(), strict=True)):
+            if group is None:
+                slots = np.arange(keys.shape[2])
+            else:
+                slots = group.slots[group.get_layer_rows(layer), : group.num_live]
+                slots = slots[0] if len(slots) == 1 else slots
             caches.append(
                 LayerCache(
                     layer=layer,
@@ -378,7 +315,7 @@ class ModelCache:
         return caches
 
     def get_scores(self, layer: int) -> Floats | None:
-        """Scores of a layer's live tokens, float32 ``[token]`` or ``[kv_head, token]``; None without scores."""
+        """Return scores of a layer's live tokens, float32 ``[token]`` or ``[kv_head, token]``; None without scores."""
         group = self._list_groups_by_layer()[layer]
         if group is None or group.scores is None:
             return None
@@ -386,12 +323,12 @@ class ModelCache:
         return rows[0] if group.rows_per_layer == 1 else rows
 
     def compact_all(self) -> None:
-        """Let go of the dead slots that are still held; what is attended does not change."""
+        """Drop all masked slots; what is attended does not change."""
         for group in self._groups:
-            self._compact_group(group, 0)
+            self._compact_group(group)
 
     def collect_h2o_stats(self) -> H2OStats | None:
-        """What the engine's planner did, where it is what evicts."""
+        """Return what the engine's planner did; None where it does not evict."""
         return None if self._planned_eviction is None else self._planned_eviction.to_stats(self.num_seen, self.tokens)
 
     def load_initial(self, layers: Sequence[LayerCache]) -> None:
@@ -401,7 +338,11 @@ class ModelCache:
         self.peak_nbytes = self._store.nbytes
         self._initial_positions, self._initial_seen = [layer.positions for layer in layers], layers[0].tokens_seen
         self._num_new = self.num_seen = self._initial_seen
-        self._groups = [split_group for group in self._groups for split_group in self._split_if_different(group)]
+        groups, self._groups = self._groups, []
+        for group in groups:
+            first_positions = self._initial_positions[group.layers[0]]
+            is_uniform = all(np.array_equal(self._initial_positions[layer], first_positions) for layer in group.layers)
+            self._groups += [group] if is_uniform else group.split_layers()
         for group in self._groups:
             members = [self._initial_positions[layer] for layer in group.layers]
             rows = [
@@ -417,7 +358,7 @@ class ModelCache:
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def begin_step(self, num_new: int, *, is_prompt: bool = False) -> tuple[list[KVPair], list[Floats] | None]:
-        """`num_new` tokens are about to be attended: K and V of the past for every layer, and the bias if there is one.
+        """Return K and V of the past for every layer, and the bias if there is one, for a step of `num_new` tokens.
 
         The bias is float32 ``[1, 1 or query_heads, 1, past + new]`` for each layer.
 
@@ -432,7 +373,12 @@ class ModelCache:
             Where the policy evicts some of the new tokens before they are attended and the model takes no bias.
         """
         if self._planned_eviction is not None:
-            self._apply_plans(self._planned_eviction)
+            kept_by_layer = self._planned_eviction.begin_step(self.tokens)
+            for group in self._groups:
+                tokens = kept_by_layer[group.layers[0]]
+                if tokens is not None:
+                    group.keep(tokens)
+                    self._compact_if_full(group)
         for group in self._groups:
             group.append(num_new, self.num_seen)
         self._num_new, self._is_prompt = num_new, is_prompt
@@ -442,13 +388,15 @@ class ModelCache:
         return self._store.get_past(), self._build_bias()
 
     def end_step(self, step: StepResult) -> None:
-        """The new tokens have been attended: take over what the model returned, score it, cut."""
+        """Store what the model returned for the new tokens, score them, and cut."""
         self._store.set_present(step.present_pairs, self._num_new, is_prompt=self._is_prompt)
         self.peak_nbytes = max(self.peak_nbytes, self._store.nbytes)
         if self._planned_eviction is not None:
-            decode = not self._is_prompt and self._num_new != self.num_seen
             self._planned_eviction.end_step(
-                self.tokens, self._num_new, decode=decode, read_attention=partial(self._read_live_attention, step)
+                self.tokens,
+                self._num_new,
+                decode=not self._is_prompt and self._num_new != self.num_seen,
+                read_attention=partial(self._read_live_attention, step),
             )
             return
         if self._policy.prompt_only and self._num_new != self.num_seen:
@@ -462,17 +410,15 @@ class ModelCache:
                 group.num_steps += 1
         self._apply_policy(Trigger.AFTER_ATTENTION)
         for group in self._groups:
-            if self._is_full(group):
-                self._compact_group(group, 0)
+            self._compact_if_full(group)
 
     def end_chunk(self) -> None:
-        """A chunk of text has ended."""
+        """Cut at the end of a chunk of text."""
         self._apply_policy(Trigger.CHUNK_END)
         for group in self._groups:
-            if self._is_full(group):
-                self._compact_group(group, 0)
+            self._compact_if_full(group)
 
-    # -- how -----------------------------------------------------------------------------------------------------------
+    # -- internals -----------------------------------------------------------------------------------------------------
 
     def _list_groups_by_layer(self) -> list[TokenGroup | None]:
         groups: list[TokenGroup | None] = [None] * self._num_layers
@@ -481,71 +427,47 @@ class ModelCache:
                 groups[layer] = group
         return groups
 
-    def _split_if_different(self, group: TokenGroup) -> list[TokenGroup]:
-        """The group, or where its layers begin with different tokens each of them by itself."""
-        first_positions = self._initial_positions[group.layers[0]]
-        is_uniform = all(np.array_equal(self._initial_positions[layer], first_positions) for layer in group.layers)
-        return [group] if is_uniform else group.split_layers()
-
     def _apply_policy(self, trigger: Trigger) -> None:
         if trigger not in self._policy.triggers:
             return
         groups = []
         for group in self._groups:
-            selection = self._policy.select_stacked(self._build_policy_input(group, trigger))
-            if isinstance(selection, list):
-                split_groups = group.split_layers()
-                for layer_group, rows in zip(split_groups, self._split_selection(group, selection), strict=True):
-                    self._cut_group(layer_group, rows, trigger)
-                groups += split_groups
+            num_live = group.num_live
+            policy_input = PolicyInput(
+                tokens=num_live,
+                layer=group.layers[0],
+                scores=None if group.scores is None else group.scores[:, :num_live],
+                norms=None if group.norms is None else group.norms[:, :num_live],
+                num_new=self._num_new,
+                num_seen=self.num_seen,
+                num_steps=group.num_steps,
+                trigger=trigger,
+            )
+            selection = self._policy.select_stacked(policy_input)
+            if not isinstance(selection, list):
+                if selection is not None:
+                    self._cut_group(group, selection, trigger)
+                groups.append(group)
                 continue
-            if selection is not None:
-                self._cut_group(group, selection, trigger)
-            groups.append(group)
+            for layer_group in group.split_layers():  # layers keep different numbers of tokens
+                (layer,) = layer_group.layers
+                rows = selection[group.get_layer_rows(layer)]
+                if len({len(row) for row in rows}) != 1 or len(selection) != len(group.slots):
+                    raise KvmnnError(
+                        f"layer {layer}: {self._policy.name} keeps {[len(row) for row in rows]} tokens: "
+                        f"expected the same number in every head"
+                    )
+                self._cut_group(layer_group, np.stack(rows), trigger)
+                groups.append(layer_group)
         self._groups = groups
 
-    def _apply_plans(self, planned_eviction: PlannedEviction) -> None:
-        """Drop what the plans of the step before say, before new tokens come."""
-        kept_by_layer = planned_eviction.begin_step(self.tokens)
-        for group in self._groups:
-            tokens = kept_by_layer[group.layers[0]]
-            if tokens is not None:
-                group.keep(tokens)
-                if self._is_full(group):
-                    self._compact_group(group, 0)
-
     def _read_live_attention(self, step: StepResult, layer: int) -> Floats:
-        """The attention of a layer's live tokens."""
-        group, attentions = self._list_groups_by_layer()[layer], step.attentions
-        if attentions is None:
-            raise KvmnnError("the policy needs attention probabilities, which the model was not asked for")
+        if step.attentions is None:
+            raise KvmnnError(_NO_ATTENTION)
+        attention, group = step.attentions[layer], self._list_groups_by_layer()[layer]
         if group is None or not group.num_masked:
-            return attentions[layer]
-        return _select_live_columns(attentions[layer], group.slots[:, : group.num_live])
-
-    def _split_selection(self, group: TokenGroup, selection: list[Indices]) -> Iterator[Indices]:
-        """What each layer of a group keeps, where layers keep different numbers of tokens."""
-        for layer in group.layers:
-            rows = selection[group.get_layer_rows(layer)]
-            if len({len(row) for row in rows}) != 1 or len(selection) != len(group.slots):
-                raise KvmnnError(
-                    f"layer {layer}: {self._policy.name} keeps {[len(row) for row in rows]} tokens: "
-                    f"expected the same number in every head"
-                )
-            yield np.stack(rows)
-
-    def _build_policy_input(self, group: TokenGroup, trigger: Trigger) -> PolicyInput:
-        num_live = group.num_live
-        return PolicyInput(
-            tokens=num_live,
-            layer=group.layers[0],
-            scores=None if group.scores is None else group.scores[:, :num_live],
-            norms=None if group.norms is None else group.norms[:, :num_live],
-            num_new=self._num_new,
-            num_seen=self.num_seen,
-            num_steps=group.num_steps,
-            trigger=trigger,
-        )
+            return attention
+        return _select_live_columns(attention, group.slots[:, : group.num_live])
 
     def _cut_group(self, group: TokenGroup, indices: Indices, trigger: Trigger) -> None:
         if trigger is not Trigger.AFTER_APPEND:
@@ -559,17 +481,16 @@ class ModelCache:
                     f"layer {group.layers[0]}: the policy evicts some of {self._num_new} new tokens before attention, "
                     f"but this graph takes no bias that could mask them: feed fewer tokens at once"
                 )
-        elif self._is_full(group):
-            self._compact_group(group, self._num_new)
+        else:
+            self._compact_if_full(group, self._num_new)
 
-    def _is_full(self, group: TokenGroup) -> bool:
-        """Whether more dead slots are in use than may be."""
-        return group.num_masked > (
-            group.num_live // LIVE_PER_MASKED_SLOT if self._max_masked is None else self._max_masked
-        )
+    def _compact_if_full(self, group: TokenGroup, num_new: int = 0) -> None:
+        max_masked = group.num_live // LIVE_PER_MASKED_SLOT if self._max_masked is None else self._max_masked
+        if group.num_masked > max_masked:
+            self._compact_group(group, num_new)
 
-    def _compact_group(self, group: TokenGroup, num_new: int) -> None:
-        """Let go of dead slots in K and V, which do not hold the last `num_new` tokens yet."""
+    def _compact_group(self, group: TokenGroup, num_new: int = 0) -> None:
+        """Drop masked slots from K and V, which do not hold the last `num_new` tokens yet."""
         if group.num_masked == 0:
             return
         for layer in group.layers:
@@ -595,7 +516,7 @@ class ModelCache:
     def _update_scores(self, group: TokenGroup, scores: Floats, step: StepResult) -> None:
         attentions, accumulator = step.attentions, self._score_accumulator
         if attentions is None:
-            raise KvmnnError("the policy needs attention probabilities, which the model was not asked for")
+            raise KvmnnError(_NO_ATTENTION)
         if isinstance(accumulator, SumScores):
             fade_factor = accumulator.fade_factor(self._num_new)
             for layer in group.layers:

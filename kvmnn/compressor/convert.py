@@ -88,31 +88,21 @@ _STREAM_NAME = "-"
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertResult(Record):
-    """What a conversion did.
+    """What a conversion did."""
 
-    Attributes
-    ----------
-    source, target
-        The checkpoint and the weight file; ``"-"`` for standard input, and for a stream.
-    nbytes, sha256
-        Of the weight file.
-    rounded_types
-        Element types of the checkpoint that were rounded or cut to their real part; none means LOSSLESS.
-    header
-        As written.
-    non_finite
-        Elements that are infinite or no number after rounding.
-    warnings, notices, unused
-        See `selection.Selection`.
-    """
-
+    #: The checkpoint and the weight file; ``"-"`` for standard input, and for a stream.
     source: str = field(metadata={"key": "input"})
     target: str = field(metadata={"key": "output"})
+    #: Of the weight file.
     nbytes: int = field(metadata={"key": "bytes"})
     sha256: str
+    #: Element types of the checkpoint that were rounded or cut to their real part; none means LOSSLESS.
     rounded_types: list[str]
+    #: As written.
     header: WeightFileHeader
+    #: Elements that are infinite or no number after rounding.
     non_finite: int
+    #: See `selection.Selection`.
     warnings: list[str]
     notices: list[str]
     unused: list[str]

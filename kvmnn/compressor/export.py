@@ -27,24 +27,16 @@ EXPORT_SUFFIXES = (".safetensors", ".npz")
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsExportResult(Record):
-    """Tensors that were written.
+    """Tensors that were written."""
 
-    Attributes
-    ----------
-    source, target
-        The weight file and the file with names.
-    num_tensors
-        How many.
-    dtype
-        Their type.
-    is_verified
-        Whether the file was read again and compared with what was written; a device cannot be.
-    """
-
+    #: The weight file and the file with names.
     source: str = field(metadata={"key": "input"})
     target: str = field(metadata={"key": "output"})
+    #: How many.
     num_tensors: int = field(metadata={"key": "tensors"})
+    #: Their type.
     dtype: str
+    #: Whether the file was read again and compared with what was written; a device cannot be.
     is_verified: bool = field(metadata={"json": False})
 
     @property

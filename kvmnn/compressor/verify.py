@@ -36,37 +36,25 @@ _MAX_SHOWN_DIFFERENCES = 5
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsVerifyResult:
-    """What verifying found.
+    """What verifying found."""
 
-    Attributes
-    ----------
-    path, against
-        The weight file, and the checkpoint that it was compared with, if any.
-    file
-        The file, which is well-formed; one that is not is refused with an exception.
-    findings
-        What is wrong in itself.
-    differences
-        What differs from the checkpoint, the first for each block or header field.
-    num_compared
-        Elements compared with the checkpoint; 0 without one.
-    notices
-        What was unusual about reading the checkpoint.
-    is_rounded
-        Whether its elements were rounded to the file's type before they were compared.
-    omitted_biases
-        Biases of the checkpoint that no weight file holds, because their length is not the number of rows of their
-        weight; filled with `as_reference` alone, they are differences otherwise.
-    """
-
+    #: The weight file, and the checkpoint that it was compared with, if any.
     path: str
     against: str | None
+    #: The file, which is well-formed; one that is not is refused with an exception.
     file: WeightFile
+    #: What is wrong in itself.
     findings: list[LintFinding]
+    #: What differs from the checkpoint, the first for each block or header field.
     differences: Sequence[str] = ()
+    #: Elements compared with the checkpoint; 0 without one.
     num_compared: int = 0
+    #: What was unusual about reading the checkpoint.
     notices: Sequence[str] = ()
+    #: Whether its elements were rounded to the file's type before they were compared.
     is_rounded: bool = False
+    #: Biases of the checkpoint that no weight file holds, because their length is not the number of rows of their
+    #: weight; filled with `as_reference` alone, they are differences otherwise.
     omitted_biases: Sequence[str] = ()
 
     @property

@@ -230,33 +230,22 @@ class Continuation(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateResult(Record):
-    """A prompt continued with the full cache, and under a policy.
+    """A prompt continued with the full cache, and under a policy."""
 
-    Attributes
-    ----------
-    model
-        Its path, as it was given.
-    prompt, prompt_tokens
-        The text, and its tokens with the one that begins every text.
-    policy
-        The policy that was asked for.
-    sampling
-        How tokens were chosen, by both.
-    full
-        With the full cache.
-    cut
-        Under the policy; None where it is the full cache.
-    notes
-        What a reader must know, in sentences.
-    """
-
+    #: Its path, as it was given.
     model: str
+    #: The policy that was asked for.
     policy: LabelledPolicy
+    #: The text, and its tokens with the one that begins every text.
     prompt: str
     prompt_tokens: int
+    #: How tokens were chosen, by both.
     sampling: SamplingOptions
+    #: With the full cache.
     full: Continuation
+    #: Under the policy; None where it is the full cache.
     cut: Continuation | None
+    #: What a reader must know, in sentences.
     notes: tuple[str, ...] = ()
 
     @property

@@ -108,46 +108,32 @@ class RoundingStats(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class KVDumpResult:
-    """What was written.
+    """What was written."""
 
-    Attributes
-    ----------
-    output
-        The directory.
-    seconds
-        Of reading the text.
-    model, text_name, text_sha256
-        The model's path as it was given, the text's file name and the digest of all of the file.
-    policy
-        What cut the cache.
-    format, dtype
-        Of the files, and of their words.
-    rounding
-        What the words lost.
-    requested_tokens, tokens_seen, tokens_kept
-        Of the text: asked for, read, and written for each layer.
-    nbytes
-        Of K and V.
-    runtime
-        What the lossless runtime did, where the cache lay in one; what is written does not depend on it.
-    notes
-        What was put before the text, what of the cache stayed raw, and why.
-    """
-
+    #: The directory.
     output: str
+    #: Of reading the text.
     seconds: float
+    #: The model's path as it was given, the text's file name and the digest of all of the file.
     model: str
     text_name: str
     text_sha256: str
+    #: What cut the cache.
     policy: LabelledPolicy
+    #: Of the files, and of their words.
     format: str
     dtype: str
+    #: What the words lost.
     rounding: RoundingStats
+    #: Of the text: asked for, read, and written for each layer.
     requested_tokens: int
     tokens_seen: int
     tokens_kept: tuple[int, ...]
+    #: Of K and V.
     nbytes: int
+    #: What the lossless runtime did, where the cache lay in one; what is written does not depend on it.
     runtime: RuntimeStats | None = None
+    #: What was put before the text, what of the cache stayed raw, and why.
     notes: tuple[str, ...] = ()
 
     @property

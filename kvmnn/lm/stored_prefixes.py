@@ -16,23 +16,15 @@ from .runner import Runner
 
 @dataclass(frozen=True, kw_only=True)
 class StoreUseStats(Record):
-    """What a store did for one text.
+    """What a store did for one text."""
 
-    Attributes
-    ----------
-    tokens
-        Tokens of the prompt that were not computed.
-    get_seconds
-        Finding, reading, decoding and handing over their K and V; part of the time to the first token.
-    put
-        What became of the text that was put afterwards; None before.
-    notes
-        What was wrong in the store, in sentences.
-    """
-
+    #: Tokens of the prompt that were not computed.
     tokens: int
+    #: Finding, reading, decoding and handing over their K and V; part of the time to the first token.
     get_seconds: float
+    #: What became of the text that was put afterwards; None before.
     put: PutResult | None = None
+    #: What was wrong in the store, in sentences.
     notes: tuple[str, ...] = ()
 
 

@@ -247,41 +247,27 @@ _TEMPORARY_PREFIX = "kvmnn-start-"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class InitialCache:
-    """The beginning of a text as another run left it. A context manager: at its end the files go.
+    """The beginning of a text as another run left it. A context manager: at its end the files go."""
 
-    Attributes
-    ----------
-    name
-        What results call it.
-    description
-        What it is, in a few words.
-    tokens
-        Stored in each layer.
-    tokens_seen
-        Tokens of the text that it stands for: the position of the next one.
-    dtype
-        Of the words as they were found.
-    ids
-        Those of all tokens seen; None where only their hash is known.
-    ids_hash
-        Their number and hash.
-    sha256
-        Of words, positions and ids.
-    notes
-        What a reader must know, in sentences.
-    inverted_transforms
-        What was asked to be undone: names of `kvmnn.arrays.undo`, `UNDO_AUTO` or `UNDO_NONE`.
-    """
-
+    #: What results call it.
     name: str
+    #: What it is, in a few words.
     description: str
+    #: Stored in each layer.
     tokens: tuple[int, ...]
+    #: Tokens of the text that it stands for: the position of the next one.
     tokens_seen: int
+    #: Of the words as they were found.
     dtype: str
+    #: What was asked to be undone: names of `kvmnn.arrays.undo`, `UNDO_AUTO` or `UNDO_NONE`.
     inverted_transforms: tuple[str, ...] = ()
+    #: Those of all tokens seen; None where only their hash is known.
     ids: Ids | None = None
+    #: Their number and hash.
     ids_hash: TokenIdsFingerprint | None = None
+    #: Of words, positions and ids.
     sha256: str = ""
+    #: What a reader must know, in sentences.
     notes: tuple[str, ...] = ()
     directory: Path = field(repr=False)
     _temporary_directory: TemporaryDirectory[str] | None = field(default=None, repr=False)

@@ -154,27 +154,18 @@ _MAX_COUNT = (1 << 63) - 1
 
 @dataclass
 class KVMeta:
-    """Counts of one conversation, shared by all layers, as the engine's ``KVMeta`` holds them.
+    """Counts of one conversation, shared by all layers, as the engine's ``KVMeta`` holds them."""
 
-    Attributes
-    ----------
-    previous
-        Tokens in the cache before this step, as the engine believes: after a layer was compacted on its own, or
-        upstream dropped the cache, it is not what a layer really holds.
-    add
-        Tokens of this step.
-    remove
-        Tokens at the tail that form the window.
-    reserve
-        Pairs (begin, size) inside the window that stay; begin counts from the window's start.
-    dialect
-        ``"fork"`` or ``"upstream"``.
-    """
-
+    #: Tokens in the cache before this step, as the engine believes: after a layer was compacted on its own, or upstream
+    #: dropped the cache, it is not what a layer really holds.
     previous: int = 0
+    #: Tokens of this step.
     add: int = 0
+    #: Tokens at the tail that form the window.
     remove: int = 0
+    #: Pairs (begin, size) inside the window that stay; begin counts from the window's start.
     reserve: tuple[ReservePair, ...] = ()
+    #: ``"fork"`` or ``"upstream"``.
     dialect: str = "fork"
 
     def __post_init__(self) -> None:

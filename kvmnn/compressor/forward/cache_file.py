@@ -154,46 +154,32 @@ _REFUSED_REASONS = ("factor", "no_text_mlp", "factor_not_trained", "empty", "dis
 
 @dataclass(frozen=True, kw_only=True)
 class CompressFileResult:
-    """A compressed cache that was written.
+    """A compressed cache that was written."""
 
-    Attributes
-    ----------
-    output, cache, weights
-        The three files, `cache` and `weights` without their directories.
-    weights_sha256
-        Of the weight file.
-    label
-        ``"LOSSY"``, or ``"UNCHANGED"`` where the output has the words of the input.
-    layers
-        Their numbers.
-    axes, axes_text
-        Letters for the axes of each array; every axis with its length, and what says so.
-    precision, engine
-        As in the options.
-    plan
-        What was done, or why nothing was.
-    next_position
-        True position of the next token.
-    raw_bytes, stored_bytes
-        Bytes of the live tokens before and after.
-    seconds
-        Time taken.
-    """
-
+    #: The three files, `cache` and `weights` without their directories.
     output: str
     cache: str
     weights: str
+    #: Of the weight file.
     weights_sha256: str
+    #: ``"LOSSY"``, or ``"UNCHANGED"`` where the output has the words of the input.
     label: str
+    #: Their numbers.
     layers: tuple[int, ...]
+    #: Letters for the axes of each array; every axis with its length, and what says so.
     axes: str
     axes_text: str
+    #: As in the options.
     precision: Precision
     engine: EngineName
+    #: What was done, or why nothing was.
     plan: CompressionPlan
+    #: True position of the next token.
     next_position: int
+    #: Bytes of the live tokens before and after.
     raw_bytes: int
     stored_bytes: int
+    #: Time taken.
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:

@@ -26,23 +26,15 @@ from .model_files import format_error
 
 @dataclass
 class StepResult:
-    """What one step of the model gave.
+    """What one step of the model gave."""
 
-    Attributes
-    ----------
-    logits
-        float32 ``[token, vocab]``.
-    present_pairs
-        Keys and values of each layer, ``[1, kv_head, past + token, head_dim]``, past ones first; writable.
-    attentions
-        Probabilities of each layer, float32 ``[query_head, token, past + token]``; None where not asked for.
-    seconds
-        Time inside onnxruntime.
-    """
-
+    #: float32 ``[token, vocab]``.
     logits: NDArray[np.float32]
+    #: Keys and values of each layer, ``[1, kv_head, past + token, head_dim]``, past ones first; writable.
     present_pairs: list[KVPair]
+    #: Probabilities of each layer, float32 ``[query_head, token, past + token]``; None where not asked for.
     attentions: list[NDArray[np.float32]] | None
+    #: Time inside onnxruntime.
     seconds: float
 
 

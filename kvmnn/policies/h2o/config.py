@@ -46,37 +46,6 @@ class H2OConfig:
     Values outside a range are not refused but cut to it where they are used, as the engine does; `repr` shows them as
     they were given.
 
-    Attributes
-    ----------
-    block_tokens
-        Tokens in a block, the unit that is kept or dropped; at least 1 is used.
-    sink_tokens, recent_tokens
-        Tokens at the start and at the end whose blocks always stay; a block that they only touch stays as well.
-    target_mode
-        ``"adaptive"``: keep one token in `target_lossy_ratio`; ``"static"``: keep the share `target_keep_ratio`.
-    target_lossy_ratio
-        At least 1 is used. The engine's own default is 3.0; its test scripts and published tables have 3.5.
-    target_keep_ratio
-        0 to 1.
-    ema_alpha
-        Weight of the old score in the running mean, 0 to 1.
-    update_interval
-        Calls between two triggers; what a call is, the planner's cadence says. At least 1 is used.
-    trigger_min_tokens
-        Tokens below which nothing is planned; at least 1 is used.
-    layers
-        Attention layers of the model (the engine's ``layer_nums``).
-    layer_start, layer_end
-        First and last layer that evicts; a negative end means the last layer. The engine's default start is 2.
-    enable
-        False plans nothing.
-    quantised
-        Whether K or V are int8; the engine then evicts nothing.
-    heads
-        Query heads, by whose number the sums are divided; None takes it from the attention rows.
-    bytes_per_token
-        K and V bytes of one token of one layer, ``2 * kv_heads * head_dim * element bytes``, for the ratio of bytes.
-        None counts tokens alone and leaves the plan's own bytes out.
 
     Raises
     ------
@@ -86,21 +55,36 @@ class H2OConfig:
         For a value of the wrong type.
     """
 
+    #: Tokens in a block, the unit that is kept or dropped; at least 1 is used.
     block_tokens: int = 64
+    #: Tokens at the start and at the end whose blocks always stay; a block that they only touch stays as well.
     sink_tokens: int = 32
     recent_tokens: int = 256
+    #: ``"adaptive"``: keep one token in `target_lossy_ratio`; ``"static"``: keep the share `target_keep_ratio`.
     target_mode: str = ADAPTIVE
+    #: At least 1 is used. The engine's own default is 3.0; its test scripts and published tables have 3.5.
     target_lossy_ratio: float = 3.0
+    #: 0 to 1.
     target_keep_ratio: float = 0.5
+    #: Weight of the old score in the running mean, 0 to 1.
     ema_alpha: float = 0.9
+    #: Calls between two triggers; what a call is, the planner's cadence says. At least 1 is used.
     update_interval: int = 16
+    #: Tokens below which nothing is planned; at least 1 is used.
     trigger_min_tokens: int = 512
+    #: Attention layers of the model (the engine's ``layer_nums``).
     layers: int = 32
+    #: First and last layer that evicts; a negative end means the last layer. The engine's default start is 2.
     layer_start: int = 2
     layer_end: int = -1
+    #: False plans nothing.
     enable: bool = True
+    #: Whether K or V are int8; the engine then evicts nothing.
     quantised: bool = False
+    #: Query heads, by whose number the sums are divided; None takes it from the attention rows.
     heads: int | None = None
+    #: K and V bytes of one token of one layer, ``2 * kv_heads * head_dim * element bytes``, for the ratio of bytes.
+    #: None counts tokens alone and leaves the plan's own bytes out.
     bytes_per_token: int | None = None
 
     def __post_init__(self) -> None:

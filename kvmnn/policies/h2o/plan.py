@@ -30,40 +30,27 @@ class BlockPlan:
 
     `window_tokens` and `reserve_pairs` go to `PackedCache.realloc` as they are; where nothing is to be dropped they are
     0 and empty, and the call changes nothing.
-
-    Attributes
-    ----------
-    kv_len
-        Tokens of the layer, the newest included.
-    block_tokens
-        Tokens in a block.
-    keep
-        bool ``[blocks]``: the blocks that stay if the plan is carried out.
-    num_floor_blocks
-        (sink, recent): blocks at the start and at the end that stay whatever their scores; they may overlap.
-    kept_runs
-        int64 ``[n, 2]``: (begin, size) of neighbouring kept blocks in tokens, listed also where the floor dominates.
-    target_before_floor
-        Tokens to keep by the ratio alone.
-    floor_tokens
-        Tokens in the blocks of sink and recent.
-    floor_dominates
-        The floor reaches the target, so the engine drops nothing at all.
-    quantized_keep
-        The target in whole blocks.
-    bytes_per_token
-        As in the configuration.
     """
 
+    #: Tokens of the layer, the newest included.
     kv_len: int
+    #: Tokens in a block.
     block_tokens: int
+    #: bool ``[blocks]``: the blocks that stay if the plan is carried out.
     keep: npt.NDArray[np.bool_]
+    #: (sink, recent): blocks at the start and at the end that stay whatever their scores; they may overlap.
     num_floor_blocks: tuple[int, int]
+    #: int64 ``[n, 2]``: (begin, size) of neighbouring kept blocks in tokens, listed also where the floor dominates.
     kept_runs: npt.NDArray[np.int64]
+    #: Tokens to keep by the ratio alone.
     target_before_floor: int
+    #: Tokens in the blocks of sink and recent.
     floor_tokens: int
+    #: The floor reaches the target, so the engine drops nothing at all.
     floor_dominates: bool
+    #: The target in whole blocks.
     quantized_keep: int
+    #: As in the configuration.
     bytes_per_token: int | None = None
 
     @property
@@ -336,37 +323,24 @@ MAX_SHOWN_PAIRS = 100
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LayerScores:
-    """What is known of one layer.
+    """What is known of one layer."""
 
-    Attributes
-    ----------
-    name
-        Where it came from.
-    kv_len
-        Tokens.
-    scores
-        float32 ``[blocks]``.
-    """
-
+    #: Where it came from.
     name: str
+    #: Tokens.
     kv_len: int
+    #: float32 ``[blocks]``.
     scores: Floats
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LayerPlan:
-    """The plan of one layer.
+    """The plan of one layer."""
 
-    Attributes
-    ----------
-    layer, name
-        Its number, and where its scores came from.
-    plan
-        What stays.
-    """
-
+    #: Its number, and where its scores came from.
     layer: int
     name: str
+    #: What stays.
     plan: BlockPlan
 
     def to_plan_entry(self) -> dict[str, Any]:
@@ -450,24 +424,16 @@ def _build_config_document(config: H2OConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LayerPlans(Record):
-    """The plans of all layers.
+    """The plans of all layers."""
 
-    Attributes
-    ----------
-    config
-        The options that they were made with.
-    layers
-        A plan each.
-    seconds
-        Time taken, reading included.
-    input, output
-        The file of scores, and the file that the plans were written to, if any.
-    """
-
+    #: The file of scores, and the file that the plans were written to, if any.
     input: str | None = None
     output: str | None = None
+    #: Time taken, reading included.
     seconds: float
+    #: The options that they were made with.
     config: H2OConfig = field(metadata={"convert": _build_config_document})
+    #: A plan each.
     layers: tuple[LayerPlan, ...]
 
     @property

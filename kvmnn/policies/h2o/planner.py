@@ -22,20 +22,13 @@ from .scores import sum_by_block, to_rows, to_scores, update_ema_scores
 
 @dataclass
 class PendingPlan:
-    """A plan that waits for the layer's next call.
+    """A plan that waits for the layer's next call."""
 
-    Attributes
-    ----------
-    remove
-        Tokens the layer had when it was made, all of which form the window.
-    flat_pairs
-        The pairs as the engine's list: begin, size, begin, size ...
-    keep
-        Blocks whose scores stay when it is applied; None where the scores were cut already.
-    """
-
+    #: Tokens the layer had when it was made, all of which form the window.
     remove: int
+    #: The pairs as the engine's list: begin, size, begin, size ...
     flat_pairs: tuple[int, ...]
+    #: Blocks whose scores stay when it is applied; None where the scores were cut already.
     keep: npt.NDArray[np.bool_] | None = None
 
     def is_applicable(self, kv_length: int) -> bool:
@@ -62,57 +55,39 @@ def are_valid_pairs(pairs: tuple[ReservePair, ...], remove: int) -> bool:
 
 @dataclass
 class PlannerLayerState:
-    """Scores, plans and, for cadence "tokens", clocks of one layer.
+    """Scores, plans and, for cadence "tokens", clocks of one layer."""
 
-    Attributes
-    ----------
-    scores
-        Running mean of the attention on each block.
-    pending_plan
-        The plan for the layer's next call.
-    active_pairs
-        The pairs applied last.
-    num_steps, last_trigger_step
-        Decode steps of this layer, and which of them triggered last.
-    """
-
+    #: Running mean of the attention on each block.
     scores: Floats = field(default_factory=lambda: np.empty(0, np.float32))
+    #: The plan for the layer's next call.
     pending_plan: PendingPlan | None = None
+    #: The pairs applied last.
     active_pairs: tuple[ReservePair, ...] = ()
+    #: Decode steps of this layer, and which of them triggered last.
     num_steps: int = 0
     last_trigger_step: int = 0
 
 
 @dataclass
 class PlannerMetrics(Record):
-    """The engine's figures, under its names; each is what the last call that wrote it left.
+    """The engine's figures, under its names; each is what the last call that wrote it left."""
 
-    Attributes
-    ----------
-    h2o_keep_ratio, h2o_lossy_ratio
-        Of the last plan that was not dominated by its floor: one event of one layer, no mean.
-    h2o_target_keep_effective, h2o_floor_keep_by_recent_sink, h2o_block_quantized_keep
-        Shares of the last trigger.
-    h2o_last_evict_tokens
-        Tokens that the last trigger planned to drop.
-    h2o_total_evict_tokens
-        Their sum over all layers and triggers.
-    h2o_pending_remove, h2o_pending_n_reserve, h2o_pending_plan_ready
-        The plan of the last call, 0 where it made none; n_reserve counts pairs.
-    h2o_evict_us
-        Microseconds that the last planning took, in kvmnn.
-    """
-
+    #: Of the last plan that was not dominated by its floor: one event of one layer, no mean.
     h2o_keep_ratio: float = 1.0
     h2o_lossy_ratio: float = 1.0
+    #: Shares of the last trigger.
     h2o_target_keep_effective: float = 1.0
     h2o_floor_keep_by_recent_sink: float = 1.0
     h2o_block_quantized_keep: float = 1.0
+    #: Tokens that the last trigger planned to drop.
     h2o_last_evict_tokens: int = 0
+    #: Their sum over all layers and triggers.
     h2o_total_evict_tokens: int = 0
+    #: The plan of the last call, 0 where it made none; n_reserve counts pairs.
     h2o_pending_remove: int = 0
     h2o_pending_n_reserve: int = 0
     h2o_pending_plan_ready: int = 0
+    #: Microseconds that the last planning took, in kvmnn.
     h2o_evict_us: int = 0
 
     def set_pending(self, plan: BlockPlan | None) -> None:
@@ -137,66 +112,44 @@ class PlannerMetrics(Record):
 
 @dataclass(frozen=True)
 class CacheEdit:
-    """What to do with a layer's cache before its new tokens are appended; nothing where `remove` is 0.
+    """What to do with a layer's cache before its new tokens are appended; nothing where `remove` is 0."""
 
-    Attributes
-    ----------
-    layer
-        The layer whose plan was looked at.
-    remove, reserve
-        For `PackedCache.realloc` or `append`.
-    kv_before, kv_after
-        Tokens before and after.
-    was_pending
-        Whether a plan was waiting.
-    is_stale
-        Whether it was dropped because it does not fit the layer any more.
-    """
-
+    #: The layer whose plan was looked at.
     layer: int
+    #: For `PackedCache.realloc` or `append`.
     remove: int
     reserve: tuple[ReservePair, ...]
+    #: Tokens before and after.
     kv_before: int
     kv_after: int
+    #: Whether a plan was waiting.
     was_pending: bool
+    #: Whether it was dropped because it does not fit the layer any more.
     is_stale: bool
 
 
 @dataclass(frozen=True, eq=False)
 class LayerCallResult:
-    """What one call of a layer did.
+    """What one call of a layer did."""
 
-    Attributes
-    ----------
-    layer
-        As the planner counts; 0 for every call outside decoding with cadence "layer-calls".
-    is_enabled
-        Whether the call took part in scoring.
-    kv_len
-        Tokens, the new ones included.
-    num_blocks
-        Blocks that were scored, 0 where not enabled.
-    has_triggered
-        Whether a plan was made, if only to find that nothing goes.
-    was_reset
-        Whether the call began a new conversation.
-    scores
-        After this step's mean, before a plan cut them.
-    plan
-        The plan where one was made; it waits for the layer's next call if it drops anything.
-    final_keep
-        Tokens that the engine takes for its lossless budget: after the plan; without a trigger `kv_len` times the keep
-        ratio of whatever layer triggered last, which is no eviction.
-    """
-
+    #: As the planner counts; 0 for every call outside decoding with cadence "layer-calls".
     layer: int
+    #: Whether the call took part in scoring.
     is_enabled: bool
+    #: Tokens, the new ones included.
     kv_len: int
+    #: Blocks that were scored, 0 where not enabled.
     num_blocks: int
+    #: Whether a plan was made, if only to find that nothing goes.
     has_triggered: bool
+    #: Whether the call began a new conversation.
     was_reset: bool
+    #: After this step's mean, before a plan cut them.
     scores: Floats
+    #: The plan where one was made; it waits for the layer's next call if it drops anything.
     plan: BlockPlan | None
+    #: Tokens that the engine takes for its lossless budget: after the plan; without a trigger `kv_len` times the keep
+    #: ratio of whatever layer triggered last, which is no eviction.
     final_keep: int
 
 
@@ -205,23 +158,15 @@ CADENCES = ("layer-calls", "tokens")
 
 @dataclass
 class LayerCallCounter:
-    """The engine's clocks, shared by all layers.
+    """The engine's clocks, shared by all layers."""
 
-    Attributes
-    ----------
-    cursor
-        Decode calls of any layer; the layer is this number modulo their count.
-    global_step
-        The same number, for the interval.
-    token_step
-        Decode calls of layer 0.
-    last_trigger
-        `global_step` of the last trigger of any layer.
-    """
-
+    #: Decode calls of any layer; the layer is this number modulo their count.
     cursor: int = 0
+    #: The same number, for the interval.
     global_step: int = 0
+    #: Decode calls of layer 0.
     token_step: int = 0
+    #: `global_step` of the last trigger of any layer.
     last_trigger: int = 0
 
     def get_current_layer(self, num_layers: int) -> int:

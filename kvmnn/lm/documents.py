@@ -20,11 +20,7 @@ from .._util.validation import validate_int
 from ..errors import KvmnnError, SourceError
 
 LINE_SUFFIXES, ROW_SUFFIXES = (".jsonl", ".ndjson"), (".parquet",)
-"""Suffixes of the two kinds."""
-
-MAX_RECORD_BYTES = 64 << 20
-"""Of one line or row."""
-
+MAX_RECORD_BYTES = 64 << 20  # of one line or row
 _BATCH_ROWS = 64
 
 
@@ -41,7 +37,7 @@ def has_records(path: Path) -> bool:
 
 
 def iter_records(path: Path, field: str) -> Iterator[TextRecord]:
-    """The texts of a file, read as they are asked for."""
+    """Iterate over the texts of a file with many, reading as far as needed."""
     return _iter_rows(path, field) if path.suffix.lower() in ROW_SUFFIXES else _iter_lines(path, field)
 
 
@@ -58,9 +54,8 @@ def _iter_lines(path: Path, field: str) -> Iterator[TextRecord]:
                 if len(line) > MAX_RECORD_BYTES:
                     raise SourceError(f"{location}: has more than {MAX_RECORD_BYTES:,} bytes")
                 if line.strip():
-                    yield TextRecord(
-                        number, _get_text(_parse_object(line, location, first=number == 1), field, location)
-                    )
+                    record = _parse_object(line, location, first=number == 1)
+                    yield TextRecord(number, _get_text(record, field, location))
     except OSError as exc:
         raise SourceError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
 
@@ -139,7 +134,7 @@ def _build_read_error(path: Path, error: Exception) -> SourceError:
 
 
 def _validate_text(text: str, location: str) -> str:
-    """Text that UTF-8 can hold; empty where it is blank."""
+    """Return text that UTF-8 can encode; empty where it is blank."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as exc:
@@ -158,57 +153,41 @@ _READ_BLOCK_BYTES = 1 << 20
 _MIN_PREFIX_CHARACTERS = 1 << 20
 _MAX_CHARACTERS_PER_TOKEN = 64
 
-MAX_DOCUMENTS = 10_000
-"""Texts that are taken at once: their tokens are held."""
+MAX_DOCUMENTS = 10_000  # texts that are read at once: their tokens stay in memory
 
 
 class TextTokenizer(Protocol):
-    """What is needed of `kvmnn.lm.tokenizer.Tokenizer`."""
+    """The part of `kvmnn.lm.tokenizer.Tokenizer` that documents need."""
 
     @property
-    def bos(self) -> int | None:
-        """The token that every text begins with, or None."""
+    def bos(self) -> int | None: ...
 
-    def encode(self, text: str) -> Ids:
-        """Token ids without special ones."""
+    def encode(self, text: str) -> Ids: ...
 
-    def decode(self, ids: Any) -> str:
-        """Text of token ids."""
+    def decode(self, ids: Any) -> str: ...
 
 
 @dataclass(frozen=True, eq=False)
 class Document:
-    """One text, cut to the tokens that are scored.
+    """One text, cut to the tokens that are scored."""
 
-    Parameters
-    ----------
-    name
-        The file's name, with its line or row where it holds many.
-    ids
-        int64 ``[1 + tokens]``: the token that is fed first (bos, or the text's own first token where the model has
-        none), then those that are scored.
-    nbytes
-        UTF-8 bytes of the scored tokens.
-    sha256
-        Of all of the text.
-    begins_with_bos
-        Whether the first id is the token that begins every text.
-    requested_tokens
-        Tokens that were asked for; more than `num_fed` where the text is shorter.
-    scored_from
-        Tokens that another run's cache begins the text with. They are not scored, and neither is the one behind them,
-        as a cache holds no logits. 0 for a text that is scored from its beginning.
-    has_own_bos
-        Whether the text begins with that token itself, so that it was not added.
-    """
-
+    #: The file's name, with its line or row where it has many.
     name: str
+    #: int64 ``[1 + tokens]``: the token that is fed first (bos, or the text's own first token where the model has
+    #: none), then those that are scored.
     ids: Ids
+    #: UTF-8 bytes of the scored tokens.
     nbytes: int
+    #: Of the whole text.
     sha256: str
+    #: Whether the first id is the token that begins every text.
     begins_with_bos: bool = True
+    #: More than `num_fed` where the text is shorter.
     requested_tokens: int = 0
+    #: Tokens at the beginning that come from another run's cache. They are not scored, and neither is the one after
+    #: them, as a cache has no logits. 0 for a text that is scored from its beginning.
     scored_from: int = 0
+    #: Whether the text begins with bos itself, so that it was not added.
     has_own_bos: bool = False
 
     @property
@@ -298,11 +277,17 @@ def read_documents(
     for index, (path, record) in enumerate(_iter_texts(files, options.field, note_list if selected is None else [])):
         if selected is not None and index not in selected:
             continue
-        name = _make_unique_name(path.name if record is None else f"{path.name}:{record.number}", used_names)
+        base_name = path.name if record is None else f"{path.name}:{record.number}"
+        name, number = base_name, 1
+        while name in used_names:
+            number += 1
+            name = f"{base_name}~{number}"
+        used_names.add(name)
         if record is None:
             documents.append(read_document(path, tokenizer, tokens, name=name))
         else:
-            documents.append(_build_document_from_record(path, record, tokenizer, tokens, name))
+            location = f"{path}:{record.number}"
+            documents.append(build_document_from_text(name, record.text, tokenizer, tokens, location=location))
         if selected is not None and len(documents) == len(selected):
             break
         if len(documents) > MAX_DOCUMENTS:
@@ -311,28 +296,24 @@ def read_documents(
 
 
 def read_document(path: Path, tokenizer: TextTokenizer, tokens: int, *, name: str | None = None) -> Document:
-    """The first `tokens` tokens of a UTF-8 file behind the tokenizer's bos.
-
-    Of a long file only its first 64 characters a token, at least 2**20, are tokenized: what lies behind cannot reach
-    the tokens asked for.
-    """
+    """Return the first `tokens` tokens of a UTF-8 file after the tokenizer's bos."""
     if has_records(path):
         raise SourceError(f"{path}: holds many texts: expected a UTF-8 text")
+    # What follows these characters cannot reach the requested tokens.
     text = _read_text(path, _compute_max_characters(tokens))
     if not text.num_bytes:
         raise SourceError(f"{path}: is empty: expected text")
     return _build_document(str(path), name or path.name, text, tokenizer, tokens)
 
 
-def build_document_from_text(name: str, text: str, tokenizer: TextTokenizer, tokens: int) -> Document:
-    """Return the first `tokens` tokens of a text that is in no file, after the tokenizer's bos; errors of an empty one
-    as of `read_document`."""
-    encoded_text = text.encode("utf-8")
-    prefix = text[: _compute_max_characters(tokens)]
-    loaded_text = _LoadedText(
-        prefix, len(encoded_text), hashlib.sha256(encoded_text).hexdigest(), len(prefix) == len(text)
-    )
-    return _build_document(name, name, loaded_text, tokenizer, tokens)
+def build_document_from_text(
+    name: str, text: str, tokenizer: TextTokenizer, tokens: int, *, location: str | None = None
+) -> Document:
+    """Return the first `tokens` tokens of a text after the tokenizer's bos; errors as of `read_document`."""
+    encoded_text, prefix = text.encode("utf-8"), text[: _compute_max_characters(tokens)]
+    digest = hashlib.sha256(encoded_text).hexdigest()
+    loaded_text = _LoadedText(prefix, len(encoded_text), digest, len(prefix) == len(text))
+    return _build_document(location or name, name, loaded_text, tokenizer, tokens)
 
 
 class _LoadedText(NamedTuple):
@@ -350,19 +331,6 @@ def _compute_max_characters(tokens: int) -> int:
     return max(_MIN_PREFIX_CHARACTERS, _MAX_CHARACTERS_PER_TOKEN * tokens)
 
 
-def _build_document_from_record(
-    path: Path, record: TextRecord, tokenizer: TextTokenizer, tokens: int, name: str
-) -> Document:
-    encoded_text, characters = record.text.encode("utf-8"), _compute_max_characters(tokens)
-    text = _LoadedText(
-        record.text[:characters],
-        len(encoded_text),
-        hashlib.sha256(encoded_text).hexdigest(),
-        len(record.text) <= characters,
-    )
-    return _build_document(f"{path}:{record.number}", name, text, tokenizer, tokens)
-
-
 def _build_document(location: str, name: str, text: _LoadedText, tokenizer: TextTokenizer, tokens: int) -> Document:
     text_ids = np.asarray(tokenizer.encode(text.prefix), np.int64)
     bos = tokenizer.bos
@@ -378,7 +346,7 @@ def _build_document(location: str, name: str, text: _LoadedText, tokenizer: Text
 
 
 def _draw_indices(files: Sequence[Path], options: TextOptions, notes: list[str]) -> frozenset[int]:
-    """Which of all texts are taken, counted through all files."""
+    """Return which of all texts to read, counted through all files."""
     num_texts = sum(1 for _ in _iter_texts(files, options.field, notes))
     num_requested = options.samples or 0
     if num_texts <= num_requested:
@@ -389,7 +357,7 @@ def _draw_indices(files: Sequence[Path], options: TextOptions, notes: list[str])
 
 
 def _iter_texts(files: Iterable[Path], field: str, notes: list[str]) -> Iterator[tuple[Path, TextRecord | None]]:
-    """Every text: its file, and its record where the file holds many."""
+    """Iterate over all texts: the file, and the record where the file has many."""
     for path in files:
         if not has_records(path):
             yield path, None
@@ -403,15 +371,6 @@ def _iter_texts(files: Iterable[Path], field: str, notes: list[str]) -> Iterator
             raise SourceError(f"{path}: has no text in {field!r}")
         if num_empty:
             notes.append(f"{path.name}: {pluralize(num_empty, 'record')} without text left out.")
-
-
-def _make_unique_name(base_name: str, used_names: set[str]) -> str:
-    name, number = base_name, 1
-    while name in used_names:
-        number += 1
-        name = f"{base_name}~{number}"
-    used_names.add(name)
-    return name
 
 
 def _read_text(path: Path, characters: int) -> _LoadedText:
@@ -435,7 +394,7 @@ def _read_text(path: Path, characters: int) -> _LoadedText:
 
 
 def _decode_block(path: Path, decoder: codecs.IncrementalDecoder, block: bytes, offset: int) -> str:
-    """A further block; what was pending of a character lies before it."""
+    """Decode the next block; the bytes of a character that the previous one cut precede it."""
     num_pending = len(decoder.getstate()[0])
     try:
         return decoder.decode(block, final=not block)
@@ -445,8 +404,7 @@ def _decode_block(path: Path, decoder: codecs.IncrementalDecoder, block: bytes, 
 
 
 def count_text_bytes(tokenizer: TextTokenizer, ids: Ids) -> int:
-    """UTF-8 bytes of tokens. A character that the cut leaves incomplete counts by its replacement, three bytes; special
-    tokens, where the text spells one out, count nothing."""
+    """Return the UTF-8 bytes of tokens; a cut character counts 3 (its replacement), a special token 0."""
     return len(tokenizer.decode(ids).encode("utf-8", "surrogatepass"))
 
 

@@ -20,15 +20,14 @@ from ..policies.h2o.planner import H2OStats
 from ..policies.policy import FullCache, Policy
 from ..policies.registry import LabelledPolicy
 from ..reports.records import RuntimeStats
-from ..reports.tables import format_h2o_text, format_runtime_text
-from ..reports.tables import wrap_sentences as as_lines
-from ..store import PrefixStore, PutResult
+from ..reports.tables import format_h2o_text, format_runtime_text, wrap_sentences
+from ..store import PrefixStore
 from .kv_store import describe_encoding
 from .onnx.model_files import ModelFiles, compute_fingerprint, find_model, get_section
 from .runner import Runner, RunOptions
 from .session import DecoderSession
 from .stored_prefixes import StoredPrefixes, StoreUseStats
-from .tokenizer import Tokenizer, encode_prompt
+from .tokenizer import encode_prompt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +109,7 @@ class GenerationStats(Record):
 
 
 def check_positions(label: str, limit: int | None, prompt_tokens: int, new_tokens: int) -> None:
-    """Refuse what would need more positions than the model was made for."""
+    """Refuse texts that need more positions than the model was made for."""
     if limit is None or prompt_tokens + max(new_tokens - 1, 0) <= limit:
         return
     if prompt_tokens > limit:
@@ -124,7 +123,7 @@ def check_positions(label: str, limit: int | None, prompt_tokens: int, new_token
 
 
 def warm_up(session: DecoderSession, token: int) -> None:
-    """Let the model run once, and find out what it does with layers of unequal lengths: neither is to be timed."""
+    """Run the model once and probe layers of unequal lengths, so that neither is timed."""
     runner = Runner(session)
     for _ in range(2):
         runner.step([token])
@@ -132,13 +131,13 @@ def warm_up(session: DecoderSession, token: int) -> None:
 
 
 def prefill(runner: Runner, ids: Sequence[int], chunk: int | None = None) -> Floats:
-    """Feed a text from its beginning; the logits of its last token."""
+    """Feed a text from its beginning; return the logits of its last token."""
     runner.reset()
     return _feed_rest(runner, ids, chunk)
 
 
 def _feed_rest(runner: Runner, ids: Sequence[int], chunk: int | None) -> Floats:
-    """Feed what the runner has not read yet of a text; the logits of the last token."""
+    """Feed what the runner has not read yet of a text; return the logits of the last token."""
     if not len(ids):
         raise KvmnnError("there are no tokens to begin with")
     step = chunk or len(ids)
@@ -167,7 +166,13 @@ def generate_tokens(
     check_positions(interface.label, interface.max_positions, len(prompt), max_tokens)
     select_token = (sampling or SamplingOptions()).create_selector()
     start_time = time.perf_counter()
-    store_use = _start_text(runner, prompt, prefixes)
+    store_use = None
+    if prefixes is None:
+        runner.reset()
+    else:
+        prefix = prefixes.begin_text(runner, prompt)
+        get_seconds = time.perf_counter() - start_time
+        store_use = StoreUseStats(tokens=prefix.tokens, get_seconds=get_seconds, notes=prefix.notes)
     ids = [select_token(_feed_rest(runner, prompt[store_use.tokens if store_use else 0 :], chunk))]
     decode_start = time.perf_counter()
     model_seconds, policy_seconds = runner.timings.model_seconds, runner.timings.policy_seconds
@@ -196,18 +201,8 @@ def generate_tokens(
     )
 
 
-def _start_text(runner: Runner, prompt: Sequence[int], prefixes: StoredPrefixes | None) -> StoreUseStats | None:
-    """Begin a new text, with what is stored of it."""
-    if prefixes is None:
-        runner.reset()
-        return None
-    start_time = time.perf_counter()
-    prefix = prefixes.begin_text(runner, prompt)
-    return StoreUseStats(tokens=prefix.tokens, get_seconds=time.perf_counter() - start_time, notes=prefix.notes)
-
-
 def find_end_tokens(files: ModelFiles) -> frozenset[int]:
-    """Tokens that end a text, by the settings beside a model; empty where they say nothing."""
+    """Return the tokens that end a text, by the settings beside a model; empty where none are set."""
     setting = files.config.get("eos_token_id", get_section(files.genai, "model").get("eos_token_id"))
     values = setting if isinstance(setting, list) else [setting]
     return frozenset(value for value in values if isinstance(value, int) and not isinstance(value, bool))
@@ -257,7 +252,7 @@ class GenerateResult(Record):
     @property
     @json_key(before="sampling")
     def first_difference(self) -> int | None:
-        """The first new token at which the texts part, counted from 0; None where they are equal."""
+        """Return the first new token at which the texts differ, counted from 0; None where they are equal."""
         return None if self.cut is None else find_first_difference(self.full.generation.ids, self.cut.generation.ids)
 
     @property
@@ -270,35 +265,29 @@ class GenerateResult(Record):
         return "\n".join(self.format_lines(shutil.get_terminal_size((100, 24)).columns))
 
     def format_lines(self, width: int) -> list[str]:
-        """Both texts beside each other in `width` columns, where they part, and what each run took."""
+        """Format both texts side by side in `width` columns, where they differ, and what each run took."""
+        full = self.full.generation
         if self.cut is None:
-            single_lines = [
-                *break_lines(self.full.text, width),
-                "",
-                *_format_stats({self.policy.label: self.full.generation}),
-            ]
-            return [
-                *single_lines,
-                *_format_runtime({self.policy.label: self.full.generation}, width),
-                *self._format_notes(width),
-            ]
-        full, policy_run = self.full.generation, self.cut.generation
-        comparison = side_by_side_diff(
-            ("full cache", self.full.text), (f"{self.cut.label}: {self.policy.label}", self.cut.text), width
-        )
-        difference = self.first_difference
-        if difference is None:
-            equal = f"equal: all {len(full.ids):,} new tokens"
+            generations = {self.policy.label: full}
+            lines = [*break_lines(self.full.text, width), ""]
         else:
-            equal = f"equal up to new token {difference:,}, different from {difference + 1:,} of {len(full.ids):,} on"
-        lines = [comparison, "", equal, *_format_stats({FullCache.name: full, self.policy.label: policy_run})]
-        lines += _format_runtime({FullCache.name: full, self.policy.label: policy_run}, width)
-        if policy_run.h2o is not None:
-            lines += ["", format_h2o_text(policy_run.h2o, width)]
-        return [*lines, *self._format_notes(width)]
-
-    def _format_notes(self, width: int) -> list[str]:
-        return ["", as_lines(self.notes, width)] if self.notes else []
+            generations = {FullCache.name: full, self.policy.label: self.cut.generation}
+            sides = ("full cache", self.full.text), (f"{self.cut.label}: {self.policy.label}", self.cut.text)
+            difference, num_new = self.first_difference, len(full.ids)
+            if difference is None:
+                equal = f"equal: all {num_new:,} new tokens"
+            else:
+                equal = f"equal up to new token {difference:,}, different from {difference + 1:,} of {num_new:,} on"
+            lines = [side_by_side_diff(*sides, width), "", equal]
+        lines += _format_stats(generations)
+        runs = [(label, generation.runtime) for label, generation in generations.items() if generation.runtime]
+        if runs:
+            lines += ["", format_runtime_text(runs, width)]
+        if self.cut is not None and self.cut.generation.h2o is not None:
+            lines += ["", format_h2o_text(self.cut.generation.h2o, width)]
+        if self.notes:
+            lines += ["", wrap_sentences(self.notes, width)]
+        return lines
 
 
 def generate(
@@ -367,10 +356,11 @@ def generate(
         )
         return Continuation(generation=generation, text=decode_continuation(tokenizer, ids, generation.ids))
 
-    full, policy_run = (
-        run_policy(FullCache()),
-        run_policy(labelled_policy.policy) if labelled_policy.policy.can_evict else None,
-    )
+    full = run_policy(FullCache())
+    policy_run = run_policy(labelled_policy.policy) if labelled_policy.policy.can_evict else None
+    notes = _describe_evictions(full, policy_run, labelled_policy, options, len(ids))
+    has_own_bos = tokenizer.bos is not None and tokenizer.encode(prompt)[:1].tolist() == [tokenizer.bos]
+    bos_note = tokenizer.bos_info.format_note(1, int(has_own_bos), noun="prompt")
     return GenerateResult(
         model=os.fspath(model),
         prompt=prompt,
@@ -379,19 +369,8 @@ def generate(
         sampling=sampling,
         full=full,
         cut=policy_run,
-        notes=(
-            *_describe_bos(tokenizer, prompt),
-            *_describe_evictions(full, policy_run, labelled_policy, options, len(ids)),
-        ),
+        notes=(*([] if bos_note is None else [bos_note]), *notes),
     )
-
-
-def _describe_bos(tokenizer: Tokenizer, prompt: str) -> Iterator[str]:
-    """What was put before the prompt."""
-    has_own_bos = tokenizer.bos is not None and tokenizer.encode(prompt)[:1].tolist() == [tokenizer.bos]
-    note = tokenizer.bos_info.format_note(1, int(has_own_bos), noun="prompt")
-    if note is not None:
-        yield note
 
 
 def _describe_evictions(
@@ -401,11 +380,10 @@ def _describe_evictions(
     options: RunOptions,
     prompt_tokens: int,
 ) -> Iterator[str]:
-    """Why nothing went, and why nothing was stored."""
-    generations = [
-        (FullCache.name, full.generation),
-        *([] if policy_run is None else [(labelled_policy.label, policy_run.generation)]),
-    ]
+    """Explain why nothing was evicted, encoded or stored."""
+    generations = [(FullCache.name, full.generation)]
+    if policy_run is not None:
+        generations.append((labelled_policy.label, policy_run.generation))
     if full.generation.store is not None:
         yield from full.generation.store.notes
         if policy_run is not None:
@@ -420,13 +398,13 @@ def _describe_evictions(
 
 
 class TokenDecoder(Protocol):
-    """What is needed of `kvmnn.lm.tokenizer.Tokenizer` to give tokens back as text."""
+    """The part of `kvmnn.lm.tokenizer.Tokenizer` that returns text."""
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
 def find_first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
-    """Where two texts part, counted from 0; None where they are equal."""
+    """Return where two texts differ first, counted from 0; None where they are equal."""
     for index, (a, b) in enumerate(zip(left, right, strict=False)):
         if a != b:
             return index
@@ -434,61 +412,43 @@ def find_first_difference(left: Sequence[int], right: Sequence[int]) -> int | No
 
 
 def decode_continuation(tokenizer: TokenDecoder, prompt: Sequence[int], new_ids: Sequence[int]) -> str:
-    """The text of the new tokens behind that of the prompt; alone some tokens would read differently."""
+    """Return the text of new tokens as it continues the prompt's: alone some tokens would read differently."""
     prompt_text, text = tokenizer.decode(list(prompt)), tokenizer.decode([*prompt, *new_ids])
     return text[len(prompt_text) :] if text.startswith(prompt_text) else tokenizer.decode(list(new_ids))
 
 
 def _format_stats(generations: dict[str, GenerationStats]) -> list[str]:
-    """Aligned lines of what each run took."""
-    rows: list[tuple[str, Callable[[str, GenerationStats], str]]] = [
-        ("", lambda label, generation: label),
-        ("new tokens", lambda label, generation: f"{len(generation.ids):,} ({generation.stopped})"),
-        (
-            "tokens kept of seen",
-            lambda label, generation: f"{_format_range(generation.tokens_kept)} of {generation.tokens_seen:,}",
-        ),
-        ("K and V held", lambda label, generation: f"{generation.cache_bytes / (1 << 20):.2f} MiB"),
-        (
-            "prompt from the store",
-            lambda label, generation: f"{generation.store.tokens:,} tokens" if generation.store else "-",
-        ),
-        ("first token after", lambda label, generation: f"{1e3 * generation.prompt_seconds:.1f} ms"),
-        ("time per token", lambda label, generation: _format_milliseconds(generation.token_seconds)),
-        ("  in the model", lambda label, generation: _format_milliseconds(generation.model_seconds)),
-        ("  in the policy", lambda label, generation: _format_milliseconds(generation.policy_seconds)),
-    ]
-    if not any(generation.store for generation in generations.values()):
-        rows = [row for row in rows if row[0] != "prompt from the store"]
-    cells = [
-        [heading, *(format_cell(label, generation) for label, generation in generations.items())]
-        for heading, format_cell in rows
-    ]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
-    table = [
-        "  ".join(format_cell.ljust(size) for format_cell, size in zip(line, widths, strict=True)).rstrip()
-        for line in cells
-    ]
-    stores = [generation.store for generation in generations.values() if generation.store is not None]
-    puts = [store.put for store in stores if store.put is not None and not _is_noted(store.put, store.notes)]
-    return [*table, *(f"put into the store: {put}" for put in puts)]
+    """Format aligned lines of what each run took."""
+    has_store = any(generation.store for generation in generations.values())
 
+    def format_column(label: str, generation: GenerationStats) -> list[tuple[str, str]]:
+        kept = format_range(sorted(set(generation.tokens_kept)))
+        column = [
+            ("", label),
+            ("new tokens", f"{len(generation.ids):,} ({generation.stopped})"),
+            ("tokens kept of seen", f"{kept} of {generation.tokens_seen:,}"),
+            ("K and V held", f"{generation.cache_bytes / (1 << 20):.2f} MiB"),
+        ]
+        if has_store:
+            column.append(("prompt from the store", f"{generation.store.tokens:,} tokens" if generation.store else "-"))
+        return [
+            *column,
+            ("first token after", f"{1e3 * generation.prompt_seconds:.1f} ms"),
+            ("time per token", _format_milliseconds(generation.token_seconds)),
+            ("  in the model", _format_milliseconds(generation.model_seconds)),
+            ("  in the policy", _format_milliseconds(generation.policy_seconds)),
+        ]
 
-def _is_noted(put: PutResult, notes: Sequence[str]) -> bool:
-    """Whether the notes say already why nothing was put."""
-    return bool(put.notes) and set(put.notes) <= set(notes)
-
-
-def _format_runtime(generations: dict[str, GenerationStats], width: int) -> list[str]:
-    """A table of what the lossless runtime did, where there was one."""
-    figures = [
-        (label, generation.runtime) for label, generation in generations.items() if generation.runtime is not None
-    ]
-    return ["", format_runtime_text(figures, width)] if figures else []
-
-
-def _format_range(numbers: Sequence[int]) -> str:
-    return format_range(sorted(set(numbers)))
+    columns = [format_column(label, generation) for label, generation in generations.items()]
+    lines = [[row[0][0], *(cell for _, cell in row)] for row in zip(*columns, strict=True)]
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    table = ["  ".join(cell.ljust(size) for cell, size in zip(line, widths, strict=True)).rstrip() for line in lines]
+    for generation in generations.values():
+        store = generation.store
+        # The notes may already explain why nothing was put.
+        if store and store.put and not (store.put.notes and set(store.put.notes) <= set(store.notes)):
+            table.append(f"put into the store: {store.put}")
+    return table
 
 
 def _format_milliseconds(seconds: float | None) -> str:

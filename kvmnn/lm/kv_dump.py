@@ -5,24 +5,23 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import indent
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from .. import dtypes
 from .._util.packages import get_version
 from .._util.text import LOSSY, UNCHANGED, format_range, pluralize
-from ..arrays.array import LazyArray, from_numpy
+from ..arrays.array import from_numpy
 from ..arrays.cast import CastStats
 from ..arrays.layer_cache import LayerCache
 from ..arrays.layers import LayerArray, format_array_name
 from ..bundle.passthrough import POSITIONS_NAME, TOKEN_IDS_NAME
-from ..dtypes import PARTS, Part
+from ..dtypes import PARTS
 from ..errors import KvmnnError
 from ..files.atomic import DirectoryOutput
 from ..files.schema import Record
@@ -39,50 +38,25 @@ from .runner import RunOptions
 
 
 def build_layer_arrays(caches: Sequence[LayerCache], dtype: str | None = None) -> tuple[list[LayerArray], CastStats]:
-    """K and V of every layer by turns, as words of `dtype` (as they are by default), and what the cast changed."""
+    """Return K and V of every layer, interleaved, in `dtype` (by default their own), and what the cast changed."""
     cast = CastStats(caches[0].dtype, dtype or caches[0].dtype)
+    target = dtypes.parse_dtype(cast.target).numpy_dtype
     arrays: list[LayerArray] = []
     for cache in caches:
         if cache.tokens == 0:
             raise KvmnnError(f"layer {cache.layer}: the policy keeps no token of it, so there is nothing to write")
         for part, elements in zip(PARTS, (cache.keys, cache.values), strict=True):
-            arrays.append(LayerArray(cache.layer, part, _build_array(cache.layer, part, elements, cast)))
+            words = cast.cast(np.ascontiguousarray(elements).view(np.uint8).reshape(-1)).view(target)
+            if cast.source != cast.target and target.kind == "f":
+                num_overflowed = int(np.isinf(words).sum() - np.isinf(elements).sum())
+                if num_overflowed:
+                    raise KvmnnError(
+                        f"layer {cache.layer}: {num_overflowed} of its {part}s are beyond fp16 (65504): "
+                        "dump them as fp32"
+                    )
+            array = from_numpy(format_array_name(cache.layer, part), words.reshape(elements.shape))
+            arrays.append(LayerArray(cache.layer, part, array))
     return arrays, cast
-
-
-def write_layer_npy(arrays: Sequence[LayerArray], output: DirectoryOutput) -> list[str]:
-    """``layer_<n>.key.npy`` and ``.value.npy``, ``[kv_head, token, head_dim]``; their names. The caller commits."""
-    names = []
-    for entry in arrays:
-        name = f"{entry.array.name}.npy"
-        file = output.open_file(name)
-        npy.write_header(file, entry.array)
-        for piece in entry.array.iter_chunks():
-            file.write(piece.data)
-        names.append(name)
-    return names
-
-
-def write_sidecars(
-    output: DirectoryOutput, caches: Sequence[LayerCache], ids: Sequence[int], origin: Mapping[str, Any]
-) -> None:
-    """What the arrays do not say: ``positions.json`` with the true positions, ``token_ids.json`` with the text."""
-    layers = [{"layer": cache.layer, "tokens": cache.tokens, "positions": cache.positions.tolist()} for cache in caches]
-    document = {**origin, "tokens_seen": caches[0].tokens_seen, "layers": layers}
-    output.open_file(TOKEN_IDS_NAME).write((json.dumps([int(token) for token in ids]) + "\n").encode())
-    output.open_file(POSITIONS_NAME).write((json.dumps(document) + "\n").encode())
-
-
-def _build_array(layer: int, part: Part, elements: npt.NDArray[Any], cast: CastStats) -> LazyArray:
-    data = cast.cast(np.ascontiguousarray(elements).view(np.uint8).reshape(-1))
-    target = dtypes.parse_dtype(cast.target)
-    if cast.source != cast.target and target.numpy_dtype.kind == "f":
-        num_overflowed = int(np.isinf(data.view(target.numpy_dtype)).sum() - np.isinf(elements).sum())
-        if num_overflowed:
-            raise KvmnnError(
-                f"layer {layer}: {num_overflowed} of its {part}s are beyond fp16 (65504): dump them as fp32"
-            )
-    return from_numpy(format_array_name(layer, part), data.view(target.numpy_dtype).reshape(elements.shape))
 
 
 _TEXT_WIDTH = 80
@@ -90,7 +64,7 @@ _TEXT_WIDTH = 80
 
 @dataclass(frozen=True, kw_only=True)
 class RoundingStats(Record):
-    """What writing words in another type changed."""
+    """What writing elements in another type changed."""
 
     #: The type of the model's cache: ``"fp16"`` or ``"fp32"``.
     source: str = field(metadata={"key": "from"})
@@ -99,11 +73,6 @@ class RoundingStats(Record):
     changed: int
     #: The largest absolute difference among them.
     largest_error: float
-
-    @classmethod
-    def from_cast(cls, cast: CastStats) -> RoundingStats:
-        """What a cast counted."""
-        return cls(source=cast.source, words=cast.words, changed=cast.changed, largest_error=cast.largest_error)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,11 +107,11 @@ class KVDumpResult:
 
     @property
     def label(self) -> str:
-        """``LOSSY`` if tokens or bits are gone, else ``UNCHANGED``: the model's own words, none of them rounded."""
+        """Return ``LOSSY`` if tokens or bits are gone, else ``UNCHANGED``: the model's own elements, none rounded."""
         return LOSSY if min(self.tokens_kept) < self.tokens_seen or self.rounding.changed else UNCHANGED
 
     def to_origin(self) -> dict[str, Any]:
-        """Where the words come from, as ``positions.json`` has it."""
+        """Return where the elements come from, as ``positions.json`` has it."""
         return {
             "kvmnn": get_version(),
             "label": self.label,
@@ -170,29 +139,6 @@ class KVDumpResult:
 
     def __str__(self) -> str:
         tokens_text = format_range(sorted(set(self.tokens_kept)))
-        length_note = (
-            f", the text has only {self.tokens_seen:,} tokens" if self.tokens_seen < self.requested_tokens else ""
-        )
-        return (
-            f"{self.output}: {pluralize(len(self.tokens_kept), 'layer')}, {tokens_text} tokens, {self.dtype}, "
-            f"{self.nbytes:,} bytes{length_note}\n{indent(self._format_notes(), '  ')}  {self.label} "
-            f"({self._explain_label(tokens_text)})" + self._format_runtime()
-        )
-
-    def _format_notes(self) -> str:
-        """The notes, unless they stand below the table of the runtime; ends with a newline where there are any."""
-        return wrap_sentences(self.notes, _TEXT_WIDTH - 2) + "\n" if self.notes and self.runtime is None else ""
-
-    def _format_runtime(self) -> str:
-        if self.runtime is None:
-            return ""
-        parts = [
-            format_runtime_text([(self.policy.label, self.runtime)], _TEXT_WIDTH),
-            *([wrap_sentences(self.notes, _TEXT_WIDTH)] * bool(self.notes)),
-        ]
-        return "".join(f"\n\n{part}" for part in parts)
-
-    def _explain_label(self, tokens_text: str) -> str:
         reasons = []
         if min(self.tokens_kept) < self.tokens_seen:
             reasons.append(f"{self.policy.label}: {tokens_text} of {self.tokens_seen:,} tokens kept")
@@ -201,7 +147,19 @@ class KVDumpResult:
                 f"{self.rounding.source} rounded to {self.dtype}: {self.rounding.changed:,} of "
                 f"{self.rounding.words:,} words changed, largest error {self.rounding.largest_error:.3g}"
             )
-        return "; ".join(reasons) or "the words that the model computed"
+        is_short = self.tokens_seen < self.requested_tokens
+        lines = [
+            f"{self.output}: {pluralize(len(self.tokens_kept), 'layer')}, {tokens_text} tokens, {self.dtype}, "
+            f"{self.nbytes:,} bytes{f', the text has only {self.tokens_seen:,} tokens' if is_short else ''}",
+            f"  {self.label} ({'; '.join(reasons) or 'the words that the model computed'})",
+        ]
+        if self.runtime is not None:
+            lines += ["", format_runtime_text([(self.policy.label, self.runtime)], _TEXT_WIDTH)]
+            if self.notes:
+                lines += ["", wrap_sentences(self.notes, _TEXT_WIDTH)]
+        elif self.notes:
+            lines.insert(1, indent(wrap_sentences(self.notes, _TEXT_WIDTH - 2), "  "))
+        return "\n".join(lines)
 
 
 def dump_kv(
@@ -222,32 +180,32 @@ def dump_kv(
     Parameters
     ----------
     model
-        An ONNX decoder: file or folder, its ``tokenizer.json`` beside it.
+        An ONNX decoder: file or folder, with its ``tokenizer.json`` alongside.
     text
         A UTF-8 file.
     output
-        A directory that does not exist yet. Beside the arrays it gets ``positions.json`` (true positions of the tokens
-        that are there) and ``token_ids.json`` (every token of the text).
+        A directory that does not exist yet. It also gets ``positions.json`` (true positions of the stored tokens) and
+        ``token_ids.json`` (every token of the text).
     policy
-        Which tokens stay; without one all do.
+        Which tokens stay; by default all.
     tokens
-        Tokens of the text that are read, the one that begins every text included; at most those there are.
+        Maximum of tokens to read, the one that begins every text included.
     format
         ``"npy"``: ``layer_<n>.key.npy`` and ``layer_<n>.value.npy``, ``[kv_head, token, head_dim]``. ``"mnn"``: a KV
         dump as MNN's engine writes it, ``[token, kv_head, head_dim]``.
     dtype
-        Of the words; by default that of the model's cache.
+        Element type; by default that of the model's cache.
     run_id
-        Of an MNN dump.
+        Id of an MNN dump.
     overwrite
-        Replace what exists.
+        Replace an existing output.
     options
         How the model runs.
 
     Raises
     ------
     MissingDependencyError
-        Where onnxruntime, onnx or tokenizers is not installed.
+        If onnxruntime, onnx or tokenizers is not installed.
     SourceError, ModelError
         For a model, tokenizer or text that cannot be read.
     OutputError
@@ -284,7 +242,9 @@ def dump_kv(
         policy=labelled_policy,
         format=format,
         dtype=cast.target,
-        rounding=RoundingStats.from_cast(cast),
+        rounding=RoundingStats(
+            source=cast.source, words=cast.words, changed=cast.changed, largest_error=cast.largest_error
+        ),
         requested_tokens=tokens,
         tokens_seen=len(ids),
         tokens_kept=tuple(cache.tokens for cache in caches),
@@ -296,9 +256,18 @@ def dump_kv(
         dump.output, force=overwrite, exclude=[os.fspath(text), dump.model], index=POSITIONS_NAME
     ) as directory:
         if format == "npy":
-            write_layer_npy(arrays, directory)
+            for entry in arrays:
+                file = directory.open_file(f"{entry.array.name}.npy")
+                npy.write_header(file, entry.array)
+                for chunk in entry.array.iter_chunks():
+                    file.write(chunk.data)
         else:
             write_dump(arrays, directory, run_id)
-        write_sidecars(directory, caches, ids, dump.to_origin())
+        layers = [
+            {"layer": cache.layer, "tokens": cache.tokens, "positions": cache.positions.tolist()} for cache in caches
+        ]
+        positions = {**dump.to_origin(), "tokens_seen": caches[0].tokens_seen, "layers": layers}
+        directory.open_file(TOKEN_IDS_NAME).write((json.dumps(ids) + "\n").encode())
+        directory.open_file(POSITIONS_NAME).write((json.dumps(positions) + "\n").encode())
         directory.commit()
     return dump

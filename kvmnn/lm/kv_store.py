@@ -11,7 +11,6 @@ import numpy as np
 
 from .. import dtypes
 from .._util.text import format_range, pluralize
-from ..arrays import LayerCache
 from ..dtypes import Elements, Indices, KVPair
 from ..errors import KvmnnError
 from ..packed.cache import PackedCache
@@ -36,26 +35,14 @@ class KVStore(Protocol):
         """Return K and V of every layer for the next step."""
 
     def set_present(self, present: Sequence[KVPair], num_new: int, *, is_prompt: bool = False) -> None:
-        """Store what a step returned: the past and `num_new` tokens after it.
-
-        `is_prompt` tells that the tokens are a prompt, or a part of one.
-        """
+        """Store what a step returned: the past and `num_new` tokens after it, which may be (part of) a prompt."""
 
     def compact(self, layer: int, slots: Indices, num_live: int) -> None:
-        """Keep the first `num_live` slots of each row of `slots`, which ascend.
-
-        `slots` has one row, or one for each KV head.
-        """
+        """Keep the first `num_live` slots of each row of `slots`, ascending: one row, or one for each KV head."""
 
 
 class PlainStore:
-    """The arrays of the model: tokens are only copied, inside the buffer, when others are dropped.
-
-    Parameters
-    ----------
-    empty_pairs
-        K and V of no tokens, for every layer.
-    """
+    """The arrays of the model: tokens are only copied, inside the buffer, when others are dropped."""
 
     def __init__(self, empty_pairs: Sequence[KVPair]) -> None:
         self._pairs = list(empty_pairs)
@@ -88,17 +75,7 @@ def _compact_rows(elements: Elements, slots: Indices, num_live: int) -> Elements
 
 
 class PackedStore:
-    """A `PackedCache` for each layer, or for each KV head of a layer.
-
-    Parameters
-    ----------
-    interface
-        Interface of the model.
-    backend
-        Backend of the layout, as for `PackLayout.from_backend`.
-    per_head
-        Whether heads keep different tokens: a packed buffer keeps the same ones for all its heads.
-    """
+    """A `PackedCache` for each layer, or for each KV head where heads keep different tokens."""
 
     def __init__(self, interface: DecoderInterface, backend: str, *, per_head: bool) -> None:
         cache_dtype = dtypes.infer_dtype(np.empty(0, interface.dtype)).name
@@ -120,7 +97,12 @@ class PackedStore:
         return sum(cache.key_buffer.nbytes + cache.value_buffer.nbytes for caches in self._caches for cache in caches)
 
     def get_past(self) -> list[KVPair]:
-        return [self._unpack_layer(caches) for caches in self._caches]
+        dtype, past = self._interface.dtype, []
+        for caches in self._caches:
+            sides = zip(*(cache.to_arrays() for cache in caches), strict=True)
+            keys, values = (np.concatenate(side)[None].astype(dtype, copy=False) for side in sides)
+            past.append((keys, values))
+        return past
 
     def set_present(self, present: Sequence[KVPair], num_new: int, *, is_prompt: bool = False) -> None:
         for caches, (keys, values) in zip(self._caches, present, strict=True):
@@ -138,12 +120,6 @@ class PackedStore:
             row = slots[number if len(slots) > 1 else 0, :num_live]
             cache.realloc(remove=len(cache), reserve=find_runs(row))
 
-    def _unpack_layer(self, caches: Sequence[PackedCache]) -> KVPair:
-        pairs = [cache.to_arrays() for cache in caches]
-        dtype = self._interface.dtype
-        keys, values = (np.concatenate(part)[None].astype(dtype, copy=False) for part in zip(*pairs, strict=True))
-        return keys, values
-
 
 def find_runs(slots: Indices) -> list[tuple[int, int]]:
     """Return the runs of ascending slots as (begin, size)."""
@@ -156,21 +132,11 @@ def find_runs(slots: Indices) -> list[tuple[int, int]]:
 
 
 class LosslessStore:
-    """A `LosslessRuntime` around the cache: steps append to it, and the next step reads the restored rows.
+    """A `LosslessRuntime` around the cache: steps append to it, and the next step reads the restored rows."""
 
-    A step needs all rows; between two steps only the hot ones are in memory, and the others are frames. Layers outside
-    the scope stay in the arrays of the model. The policy decides which tokens are evicted, not the planner of the
-    runtime.
-
-    Parameters
-    ----------
-    interface
-        Interface of the model.
-    config
-        Options of the runtime; those of its eviction are ignored.
-    per_head
-        Whether heads keep different tokens: each is a layer of its own for the runtime then.
-    """
+    # A step needs all rows; between two steps only the hot ones are in memory, and the others are frames. Layers
+    # outside the scope stay in the arrays of the model. Where heads keep different tokens, each is a layer of the
+    # runtime. The policy selects the evicted tokens, so options of the runtime's own eviction are ignored.
 
     def __init__(self, interface: DecoderInterface, config: RuntimeConfig, *, per_head: bool) -> None:
         self._layers = check_num_layers(config, interface.layers)
@@ -179,7 +145,11 @@ class LosslessStore:
         self._mode = config.mode
         self._num_seen = 0
         self._token_bytes = 2 * self._heads_per_part * interface.head_dim * np.dtype(interface.dtype).itemsize
-        covered_layers = _list_covered_layers(config, self._layers)
+        scope = CompressionScope(config.with_num_layers(self._layers, 1))
+        # A runtime needs a layer, so that layer 0 stands in where none may be compressed.
+        covered_layers = [layer for layer in range(self._layers) if scope.is_always_compressed(layer) is not False] or [
+            0
+        ]
         self._runtime_index = {layer: index for index, layer in enumerate(covered_layers)}
         empty_rows = np.zeros((1, interface.kv_heads, 0, interface.head_dim), interface.dtype)
         self._raw_store = PlainStore([(empty_rows, empty_rows) for _ in range(self._layers)])
@@ -201,7 +171,12 @@ class LosslessStore:
         pairs = list(self._raw_store.get_past())
         restored_caches = iter(self._runtime.read_layers(range(len(self._runtime_index) * self._parts_per_layer)))
         for layer in self._runtime_index:
-            pairs[layer] = _join_heads([next(restored_caches) for _ in range(self._parts_per_layer)])
+            caches = [next(restored_caches) for _ in range(self._parts_per_layer)]
+            if len(caches) == 1:
+                pairs[layer] = caches[0].keys[None], caches[0].values[None]
+            else:
+                keys, values = np.concatenate([c.keys for c in caches]), np.concatenate([c.values for c in caches])
+                pairs[layer] = keys[None], values[None]
         return pairs
 
     def set_present(self, present: Sequence[KVPair], num_new: int, *, is_prompt: bool = False) -> None:
@@ -264,26 +239,10 @@ class LosslessStore:
         return self._runtime.collect_metrics()
 
 
-def _join_heads(caches: Sequence[LayerCache]) -> KVPair:
-    """Concatenate the heads of a layer."""
-    if len(caches) == 1:
-        return caches[0].keys[None], caches[0].values[None]
-    keys, values = ([getattr(cache, side) for cache in caches] for side in ("keys", "values"))
-    return np.concatenate(keys)[None], np.concatenate(values)[None]
-
-
-def _list_covered_layers(config: RuntimeConfig, num_layers: int) -> list[int]:
-    """Return the layers that may be compressed; layer 0 if there is none, as a runtime needs one."""
-    scope = CompressionScope(config.with_num_layers(num_layers, 1))
-    return [layer for layer in range(num_layers) if scope.is_always_compressed(layer) is not False] or [0]
-
-
 def _restrict_config(
     config: RuntimeConfig, num_layers: int, covered_layers: Sequence[int], parts_per_layer: int
 ) -> RuntimeConfig:
-    """Return the options for a runtime of the covered layers, with `parts_per_layer` of its layers each, without
-    eviction.
-    """
+    """Return the options, without eviction, for a runtime with `parts_per_layer` layers for each covered layer."""
     evicting_layers = replace(config.h2o, layers=num_layers).evicting_layers
     evicting_indices = [index for index, layer in enumerate(covered_layers) if layer in evicting_layers] or [0]
     return replace(
@@ -301,10 +260,7 @@ def _restrict_config(
 
 
 def describe_encoding(runs: Iterable[tuple[str, RuntimeStats]], config: RuntimeConfig) -> list[str]:
-    """Return sentences about labelled runs: where nothing was encoded and why, and which layers stay raw.
-
-    Runs with the same label are texts of one measurement; each has its own cause.
-    """
+    """Explain where labelled runs encoded nothing, and which layers stay raw; runs of one label are texts of one."""
     labelled_runs = list(runs)
     run_counts = Counter(label for label, _ in labelled_runs)
     idle_runs: dict[_IdleCause, list[tuple[str, RuntimeStats]]] = {}
@@ -312,7 +268,7 @@ def describe_encoding(runs: Iterable[tuple[str, RuntimeStats]], config: RuntimeC
         if not run.h2o_lossless_raw_bytes:
             idle_runs.setdefault(_find_idle_cause(run, config), []).append((label, run))
     lines = []
-    for cause, cause_runs in idle_runs.items():
+    for cause, cause_runs in idle_runs.items():  # texts of one label may have different causes
         counts = Counter(label for label, _ in cause_runs)
         labels = [
             label if number == run_counts[label] else f"{label} ({number:,} of {pluralize(run_counts[label], 'text')})"
@@ -322,9 +278,8 @@ def describe_encoding(runs: Iterable[tuple[str, RuntimeStats]], config: RuntimeC
         lines.append(f"{', '.join(labels)}: nothing was encoded: {_explain_idle(cause, token_counts, config)}.")
     encoded_layers = sorted({layer.layer for _, run in labelled_runs for layer in run.layers if layer.raw_bytes})
     layers = max((len(run.layers) for _, run in labelled_runs), default=0)
-    skipped_layers = {layer.layer for _, run in labelled_runs for layer in run.layers if layer.skips} - set(
-        encoded_layers
-    )
+    skipped_layers = {layer.layer for _, run in labelled_runs for layer in run.layers if layer.skips}
+    skipped_layers.difference_update(encoded_layers)
     if encoded_layers and skipped_layers:
         noun = "layer" if len(skipped_layers) == 1 else "layers"
         lines.append(

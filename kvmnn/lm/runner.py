@@ -49,26 +49,26 @@ class Runner:
     session
         The model, opened with ``attentions=True`` where the policy scores tokens by them.
     policy
-        Which tokens stay; without one all of them (`kvmnn.policies.Full`).
+        Which tokens stay; by default all.
     max_masked
-        Evicted tokens that may lie masked in the buffers until K and V are moved together, None for an eighth of those
-        kept; 0 cuts at once, and so does a graph that takes no bias. It changes what is held (`ModelCache.nbytes`), not
-        which tokens are attended.
+        Evicted tokens that may stay masked in the buffers until K and V are compacted; None for an eighth of those
+        kept. 0 cuts at once, and so does a graph that takes no bias. It changes the resident bytes
+        (`ModelCache.nbytes`), not which tokens are attended.
     packed
-        Hold K and V in the packed layout of this backend, such as ``"x86-avx2"``: packed, reallocated and unpacked at
+        Store K and V in the packed layout of this backend, such as ``"x86-avx2"``: packed, reallocated and unpacked at
         every step, with the same results.
     lossless
-        Hold K and V in a lossless runtime of these options (`kvmnn.lm.kv_store`), with the same results.
+        Store K and V in a lossless runtime of these options (`kvmnn.lm.kv_store`), with the same results.
     positions
-        ``"true"``: every token is given its place in the text. ``"stored"`` gives the place in the cut cache of layer 0
-        instead, a mistake that is easily made; it is here so that its price can be seen.
+        ``"true"``: every token has its position in the text. ``"stored"`` uses the position in the cut cache of layer
+        0 instead, a common mistake; it is here to show its price.
 
     Attributes
     ----------
     num_tokens_after_cut
-        Tokens of the text that were attended over a cache from which the policy had evicted something.
+        Tokens that were attended over a cache from which the policy had evicted something.
     on_step
-        Called with what the model returned for each step, before the cache is cut; None for nobody.
+        Called with the model's output of each step, before the cache is cut; or None.
 
     Raises
     ------
@@ -84,7 +84,7 @@ class Runner:
 
         session = DecoderSession.open("pythia/", attentions=True)
         runner = Runner(session, create("h2o_decayed", budget=256))
-        logits = runner.feed(tokenizer.encode("Once upon a time"))
+        logits = runner.step(tokenizer.encode("Once upon a time"))
     """
 
     def __init__(
@@ -129,7 +129,17 @@ class Runner:
         interface, session = self.session.interface, self.session
         per_head = self.policy.is_per_head and interface.kv_heads > 1
         takes_bias = session.has_bias and (session.query_heads is not None or not per_head)
-        self._kv_store = self._create_kv_store()
+        self._kv_store: KVStore
+        if self._lossless is not None:
+            self._kv_store = LosslessStore(interface, self._lossless, per_head=self.policy.is_per_head)
+        elif self._packed is not None:
+            self._kv_store = PackedStore(interface, self._packed, per_head=self.policy.is_per_head)
+        else:
+            self._kv_store = PlainStore(session.create_empty_past())
+        planned_eviction = None
+        if isinstance(self.policy, H2OEngine):
+            token_bytes = 2 * interface.kv_heads * interface.head_dim * np.dtype(interface.dtype).itemsize
+            planned_eviction = PlannedEviction(self.policy.create_planner(interface.layers, token_bytes))
         self.cache = ModelCache(
             self._kv_store,
             num_layers=interface.layers,
@@ -138,40 +148,40 @@ class Runner:
             policy=self.policy,
             max_masked=self._max_masked if takes_bias else 0,
             takes_bias=takes_bias,
-            planned_eviction=self._create_planned_eviction(),
+            planned_eviction=planned_eviction,
         )
         self.timings = RunTimings()
         self.num_tokens_after_cut = 0
         self._is_consistent = True
 
     def collect_runtime_stats(self) -> RuntimeStats | None:
-        """What the lossless runtime did to the text so far, evicted tokens let go; None where there is none."""
+        """Compact the cache and return what the lossless runtime did to the text so far; None without one."""
         if not isinstance(self._kv_store, LosslessStore):
             return None
         self.cache.compact_all()
         return self._kv_store.to_stats()
 
     def collect_runtime_metrics(self) -> RuntimeMetrics | None:
-        """Everything that the lossless runtime counted, percentiles as well; None where there is none."""
+        """Return all metrics of the lossless runtime, percentiles included; None without one."""
         return self._kv_store.collect_metrics() if isinstance(self._kv_store, LosslessStore) else None
 
     def load_initial(self, layers: Sequence[LayerCache]) -> None:
         """Begin a text with K and V that were computed elsewhere, instead of feeding its first tokens; cut them.
 
-        A policy that evicts sees them as a prompt that was read in one step.
+        A policy that evicts treats them as a prompt that was read in one step.
 
         Parameters
         ----------
         layers
-            Of every layer, in order, K and V in the model's own dtype, tokens by ascending position. Some may be
+            K and V of every layer, in order, in the model's own dtype, tokens by ascending position. Some may be
             missing; the next token's position is `LayerCache.tokens_seen`.
 
         Raises
         ------
         KvmnnError
-            After tokens were fed; under a policy that ranks by attention, as nobody saw what these tokens drew; for K
-            and V that are not of this model; and for tokens that are missing where the model takes no positions or the
-            policy keeps the same ones in all heads.
+            After tokens were fed; under a policy that ranks by attention, which is unknown for these tokens; for K and
+            V that are not of this model; and for missing tokens where the model takes no positions or the policy keeps
+            the same tokens in all heads.
         """
         if self.cache.num_seen or not self._is_consistent:
             raise KvmnnError("K and V from elsewhere begin a text: reset the runner first")
@@ -188,12 +198,12 @@ class Runner:
         self._is_consistent = True
 
     def replay_step(self, layers: Sequence[LayerCache], num_new: int, *, end_chunk: bool = False) -> None:
-        """Go on by one step as `step` does, with K and V that the same step gave before, instead of the model.
+        """Advance by one step as `step` does, with K and V that the same step returned before, instead of the model.
 
         Parameters
         ----------
         layers
-            Of every layer, in order, K and V of at least all tokens up to the end of the step.
+            K and V of every layer, in order, of at least all tokens up to the end of the step.
         num_new
             Tokens of the step.
         end_chunk
@@ -233,8 +243,8 @@ class Runner:
         end_chunk
             Whether a chunk of the text ends with them, for the policies that cut then.
         is_prompt
-            The tokens are a prompt or part of one, as `kvmnn.lm.runner` feeds it: the engine's planner does not
-            score or plan, and the lossless runtime encodes nothing. The first step of a text always is one.
+            Whether they are a prompt or part of one: the engine's planner does not score or plan, and the lossless
+            runtime encodes nothing. The first step of a text always is one.
 
         Returns
         -------
@@ -244,18 +254,19 @@ class Runner:
         Raises
         ------
         KvmnnError
-            For no tokens, or ids that are not of the model's vocabulary, which changes nothing. Whatever a step raises
-            leaves the cache unusable until `reset`.
+            For no tokens, or ids that are not of the model's vocabulary, which changes nothing. After any other error
+            the cache is unusable until `reset`.
         """
-        tokens = self._validate_ids(ids)
+        tokens = np.asarray(ids)
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or not tokens.size:
+            raise KvmnnError(f"ids are {tokens.dtype} {list(tokens.shape)}: expected at least one integer [token]")
+        vocabulary = self.session.interface.vocab_size
+        if tokens.min() < 0 or (vocabulary is not None and tokens.max() >= vocabulary):
+            raise KvmnnError(f"ids reach from {tokens.min()} to {tokens.max()}: the vocabulary has {vocabulary}")
         if not self._is_consistent:
             raise KvmnnError("an earlier step failed: reset the runner first")
         self._is_consistent = False
-        logits = self._run_step(tokens, end_chunk, is_prompt)
-        self._is_consistent = True
-        return logits
-
-    def _run_step(self, tokens: TokenArray, end_chunk: bool, is_prompt: bool) -> Floats:
+        tokens = tokens.astype(np.int64)
         cache, timings = self.cache, self.timings
         first_position = cache.num_seen if self._positions == "true" else cache.tokens[0]
         positions = np.arange(first_position, first_position + len(tokens), dtype=np.int64)
@@ -263,7 +274,8 @@ class Runner:
         past, bias = cache.begin_step(len(tokens), is_prompt=is_prompt)
         self.num_tokens_after_cut += len(tokens) if cache.has_evicted else 0
         timings.policy_seconds += perf_counter() - start_time
-        if len(tokens) > 1 and _has_unequal_lengths(past) and not self.session.can_chunk_unequal_lengths():
+        has_unequal_lengths = len({keys.shape[2] for keys, _ in past}) > 1
+        if len(tokens) > 1 and has_unequal_lengths and not self.session.can_chunk_unequal_lengths():
             step = self._step_one_by_one(tokens, positions, past, bias)
         else:
             step = self.session.run_step(tokens, positions, past, bias)
@@ -276,12 +288,13 @@ class Runner:
         timings.policy_seconds += perf_counter() - start_time
         timings.model_seconds += step.seconds
         timings.num_tokens += len(tokens)
+        self._is_consistent = True
         return step.logits
 
     def _step_one_by_one(
         self, ids: TokenArray, positions: TokenArray, past: Sequence[KVPair], bias: Sequence[Floats] | None
     ) -> StepResult:
-        """What one step of several tokens would have returned, had the graph masked it rightly."""
+        """Return what one step of several tokens would have returned, had the graph masked it correctly."""
         steps: list[StepResult] = []
         for i in range(len(ids)):
             num_later = len(ids) - 1 - i
@@ -295,29 +308,19 @@ class Runner:
         attentions = None
         if steps[0].attentions is not None:
             rows = [step.attentions for step in steps if step.attentions is not None]
-            attentions = [_stack_attention([row[layer] for row in rows]) for layer in range(len(past))]
+            # Each token attends to a slot more than the one before it.
+
+            attentions = []
+            for layer in range(len(past)):
+                attention = np.zeros((rows[0][layer].shape[0], len(rows), rows[-1][layer].shape[2]), np.float32)
+                for i, row in enumerate(rows):
+                    attention[:, i, : row[layer].shape[2]] = row[layer][:, 0]
+                attentions.append(attention)
         logits = np.concatenate([step.logits for step in steps])
         return StepResult(logits, list(past), attentions, sum(step.seconds for step in steps))
 
-    def _create_planned_eviction(self) -> PlannedEviction | None:
-        """What evicts by plans for all layers, where the policy is the engine's planner."""
-        if not isinstance(self.policy, H2OEngine):
-            return None
-        interface = self.session.interface
-        token_bytes = 2 * interface.kv_heads * interface.head_dim * np.dtype(interface.dtype).itemsize
-        return PlannedEviction(self.policy.create_planner(interface.layers, token_bytes))
-
-    def _create_kv_store(self) -> KVStore:
-        if self._lossless is not None:
-            return LosslessStore(self.session.interface, self._lossless, per_head=self.policy.is_per_head)
-        if self._packed is None:
-            return PlainStore(self.session.create_empty_past())
-        return PackedStore(self.session.interface, self._packed, per_head=self.policy.is_per_head)
-
     def _check_layers(self, layers: Sequence[LayerCache], *, require_whole: bool = True) -> int:
-        """The tokens that all layers hold, where they are as the model's would be; not `require_whole`: those of the
-        first.
-        """
+        """Check that layers fit the model; return their tokens, all the same with `require_whole`."""
         interface = self.session.interface
         tokens = layers[0].tokens if layers else 0
         if len(layers) != interface.layers or not tokens:
@@ -341,18 +344,9 @@ class Runner:
                     raise KvmnnError(f"{interface.label} has no input for positions: these lack tokens of their text")
         return tokens
 
-    def _validate_ids(self, ids: npt.ArrayLike) -> TokenArray:
-        tokens = np.asarray(ids)
-        if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or not tokens.size:
-            raise KvmnnError(f"ids are {tokens.dtype} {list(tokens.shape)}: expected at least one integer [token]")
-        vocabulary = self.session.interface.vocab_size
-        if tokens.min() < 0 or (vocabulary is not None and tokens.max() >= vocabulary):
-            raise KvmnnError(f"ids reach from {tokens.min()} to {tokens.max()}: the vocabulary has {vocabulary}")
-        return tokens.astype(np.int64)
-
 
 def explain_no_warm_start(policy: Policy) -> str | None:
-    """Why a policy cannot begin with K and V that were computed elsewhere; None where it can."""
+    """Return why a policy cannot begin with K and V that were computed elsewhere; None where it can."""
     if policy.requires_attention:
         return "ranks tokens by the attention that they drew, which nobody saw of K and V from elsewhere"
     if Trigger.AFTER_APPEND in policy.triggers:
@@ -360,35 +354,23 @@ def explain_no_warm_start(policy: Policy) -> str | None:
     return None
 
 
-def _has_unequal_lengths(past: Sequence[KVPair]) -> bool:
-    return len({keys.shape[2] for keys, _ in past}) > 1
-
-
-def _stack_attention(rows: Sequence[Floats]) -> Floats:
-    """Attention of single queries, ``[query_head, 1, slot]`` and each a slot longer, as that of one chunk."""
-    attention = np.zeros((rows[0].shape[0], len(rows), rows[-1].shape[2]), np.float32)
-    for i, row in enumerate(rows):
-        attention[:, i, : row.shape[2]] = row[:, 0]
-    return attention
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """How a model runs, whatever it reads and whichever policy cuts its cache.
+    """How a model runs, for any text and policy.
 
     Parameters
     ----------
     tokenizer
-        Its ``tokenizer.json``; by default the one beside the model.
+        Its ``tokenizer.json``; by default the one alongside the model.
     chunk
-        Tokens of the prompt that are fed at once; None feeds all in one step, which is what policies that act once on
-        a prompt expect.
+        Tokens of the prompt that are fed at once; None feeds all in one step, which policies that act once on a prompt
+        expect.
     packed
-        Hold the cache in the packed layout of this backend (`Runner`).
+        Store the cache in the packed layout of this backend (`Runner`).
     lossless
-        Hold the cache in a lossless runtime of these options.
+        Store the cache in a lossless runtime of these options.
     threads
-        Of onnxruntime; 0 leaves the number to it.
+        Threads of onnxruntime; 0 leaves the number to it.
     providers
         Execution providers of onnxruntime, the preferred one first.
     """
@@ -401,12 +383,12 @@ class RunOptions:
     providers: Sequence[str] = CPU_PROVIDERS
 
     def open_model(self, model: str | os.PathLike[str], policy: Policy) -> tuple[DecoderSession, Tokenizer]:
-        """The model, with attention probabilities where the policy needs them, and its tokenizer.
+        """Open the model, with attention probabilities where the policy needs them, and its tokenizer.
 
         Raises
         ------
         MissingDependencyError
-            Where onnxruntime, onnx or tokenizers is not installed.
+            If onnxruntime, onnx or tokenizers is not installed.
         SourceError, ModelError
             As `DecoderSession.open` and `Tokenizer.open_for_model`.
         """
@@ -417,36 +399,23 @@ class RunOptions:
         return session, tokenizer
 
     def create_runner(self, session: DecoderSession, policy: Policy) -> Runner:
-        """The model with its cache under a policy."""
+        """Create the model's runner under a policy."""
         return Runner(session, policy, packed=self.packed, lossless=self.lossless)
 
 
-MAX_STEP_BYTES = 64 << 20
-"""The logits and attention scores of one step take about this many bytes at most."""
-
-MIN_STEP_TOKENS = 16
-"""A step reads at least this many tokens: fewer leave the matrix products of a layer too small to be fast."""
-
+MAX_STEP_BYTES = 64 << 20  # about the largest size of the logits and attention scores of one step
+MIN_STEP_TOKENS = 16  # of one step: with fewer the matrix products of a layer are too small to be fast
 _NUM_SCORE_COPIES = 3  # scores, masked scores and probabilities, of the layer that runs
 _FLOAT32_BYTES = 4
-_DEFAULT_QUERY_HEADS_PER_KV_HEAD = (
-    8  # query heads of a KV head, where neither settings nor graph tell: most models have fewer
-)
+_DEFAULT_QUERY_HEADS_PER_KV_HEAD = 8  # most models have fewer
 
 
 def feed_prompt_steps(runner: Runner, ids: Sequence[int]) -> Iterator[Floats]:
-    """Feed a prompt in steps of bounded size.
-
-    Attention of a prompt of n tokens takes n x n scores for each head and, where the session reports probabilities, for
-    each layer. The engine's planner does nothing at a prompt and the lossless runtime encodes nothing, so both allow
-    several steps. Another policy that evicts gets its prompt in one step, as from `Runner.step`; so does every policy
-    that evicts where tokens follow an answer.
-
-    Yields
-    ------
-    ndarray
-        Logits of each step, float32 ``[token, vocabulary]``. Exhaust the iterator: the steps run as it is read.
-    """
+    """Feed a prompt in steps of bounded size; the steps run as the iterator of their logits is read."""
+    # Attention of a prompt of n tokens takes n x n scores for each head and, where the session reports probabilities,
+    # for each layer. The engine's planner does nothing at a prompt and the lossless runtime encodes nothing, so both
+    # allow several steps. Another policy that evicts gets its prompt in one step, as from `Runner.step`; so does every
+    # policy that evicts where tokens follow an answer.
     is_first_step = not runner.cache.num_seen
     if runner.policy.can_evict and not (is_first_step and isinstance(runner.policy, H2OEngine)):
         yield runner.step(ids, end_chunk=True)

@@ -30,11 +30,9 @@ class DecoderSession:
     interface : DecoderInterface
         Sizes and names.
     query_heads : int or None
-        Where the settings of the model say it, or its attention shows it.
-    has_attentions : bool
-        Whether steps report attention probabilities.
-    has_bias : bool
-        Whether steps take a bias on the scores.
+        From the model's settings or its attention; None where both are silent.
+    has_attentions, has_bias : bool
+        Whether steps report attention probabilities, and take a bias on the scores.
     """
 
     def __init__(self, decoder: OnnxDecoder) -> None:
@@ -64,10 +62,9 @@ class DecoderSession:
         Parameters
         ----------
         path
-            An ``.onnx`` file, or a folder that holds one, possibly in its subfolder ``onnx``, or that holds a
-            ``genai_config.json``.
+            An ``.onnx`` file, or a folder with one (also in its subfolder ``onnx``) or with a ``genai_config.json``.
         attentions
-            Attention probabilities are needed: the graph's own ``attentions.{i}``, or such outputs added to it.
+            Report attention probabilities: the graph's own ``attentions.{i}``, or such outputs added to it.
         bias
             Let scores be masked, by inputs ``attention_bias.{i}`` added to the graph. Where that is impossible,
             `has_bias` is False.
@@ -76,20 +73,20 @@ class DecoderSession:
         providers
             Execution providers of onnxruntime, the preferred one first.
         cache
-            Keep a changed graph for the next time, beside the model (or in the user's cache directory).
+            Store a changed graph for the next time, alongside the model (or in the user's cache directory).
         profile
             A folder for onnxruntime's profile, which `open_profile` reads; the caller removes it.
 
         Raises
         ------
         MissingDependencyError
-            Where onnx or onnxruntime is not installed.
+            If onnx or onnxruntime is not installed.
         SourceError
-            When there is no model, or its file is damaged.
+            If there is no model, or its file is damaged.
         ModelError
-            When the model cannot be run with its cache outside; the message says what to export instead.
+            If the model cannot run with its cache outside; the message says what to export instead.
         AttentionNotExposedError
-            When `attentions` are needed and no tensor of the graph holds them.
+            If no tensor of the graph holds the attention probabilities.
         KvmnnError
             For a provider that is not installed.
         """
@@ -100,17 +97,11 @@ class DecoderSession:
         return cls(create_decoder(files, interface, settings, attentions=attentions, bias=bias, cache=cache))
 
     def open_profile(self) -> SessionProfile:
-        """The profile of a session that was opened with one.
-
-        Raises
-        ------
-        ModelError
-            Where the graph's attention cannot be found in it.
-        """
+        """Return the profile of a session that was opened with one; `ModelError` where it shows no attention."""
         return SessionProfile(self._decoder.runtime, self.interface)
 
     def create_empty_past(self) -> list[KVPair]:
-        """A past of no tokens: K and V ``[1, kv_heads, 0, head_dim]`` for each layer."""
+        """Return a past of no tokens: K and V ``[1, kv_heads, 0, head_dim]`` for each layer."""
         return self._decoder.create_empty_past()
 
     def run_step(
@@ -127,26 +118,39 @@ class DecoderSession:
         ids
             int64 ``[token]``.
         positions
-            Their true positions in the text, int64 ``[token]``, whatever the cache still holds.
+            Their true positions in the text, int64 ``[token]``, whatever was evicted.
         past
-            Keys and values of each layer, ``[1, kv_head, past, head_dim]``, C-contiguous; read, not kept.
+            Keys and values of each layer, ``[1, kv_head, past, head_dim]``, C-contiguous; only read.
         bias
             For each layer float32 ``[1, 1 or query_head, 1, past + token]``, added to the scores before the softmax:
-            0 for a live slot; ``numpy.finfo(float32).min`` makes a slot count as if it were not there, as long as its
-            keys and values are finite. None is all zeros.
+            0 for a live slot; ``numpy.finfo(float32).min`` masks a slot, as long as its keys and values are finite.
+            None is all zeros.
 
         Raises
         ------
         ModelError
-            When onnxruntime fails, or layers of unequal lengths would make this graph's results wrong.
+            If onnxruntime fails, or layers of unequal lengths would make this graph's results wrong.
         KvmnnError
-            When the arguments do not fit together, or a bias is given although `has_bias` is False.
+            If the arguments do not fit together, or a bias is given although `has_bias` is False.
         """
-        self._check_inputs(ids, positions, past)
+        label = self.interface.label
+        if ids.ndim != 1 or not len(ids) or positions.shape != ids.shape:
+            raise KvmnnError(
+                f"{label}: expected tokens and their positions, one row each, not empty; "
+                f"found shapes {list(ids.shape)} and {list(positions.shape)}"
+            )
+        if len(past) != self.interface.layers:
+            raise KvmnnError(f"{label}: expected the past of {self.interface.layers} layers, found {len(past)}")
+        if len({keys.shape[2] for keys, _ in past}) > 1:
+            self.check_unequal_lengths()
+            if self.probe_unequal_lengths() == "single" and len(ids) > 1:
+                raise self._decoder.build_error(
+                    "takes one token at a time while its layers hold different numbers of tokens"
+                )
         return self._decoder.run_step(ids, positions, past, bias)
 
     def probe_unequal_lengths(self) -> UnequalLengthSupport:
-        """How tokens may be fed while layers hold different numbers of tokens; found once, by trying.
+        """Try, once, how tokens may be fed while layers hold different numbers of them.
 
         Returns
         -------
@@ -157,7 +161,7 @@ class DecoderSession:
         return self._unequal_length_support
 
     def can_chunk_unequal_lengths(self) -> bool:
-        """Whether several tokens may be fed at once while layers hold different numbers of tokens."""
+        """Return whether several tokens may be fed at once while layers hold different numbers of tokens."""
         return self.probe_unequal_lengths() == "chunks"
 
     def check_unequal_lengths(self) -> None:
@@ -166,21 +170,4 @@ class DecoderSession:
             raise self._decoder.build_error(
                 "its layers must hold equally many tokens; evict in all layers alike (no skip_layers), or export "
                 "without GroupQueryAttention and with position_ids"
-            )
-
-    def _check_inputs(self, ids: NDArray[np.int64], positions: NDArray[np.int64], past: Sequence[KVPair]) -> None:
-        label = self.interface.label
-        if ids.ndim != 1 or not len(ids) or positions.shape != ids.shape:
-            raise KvmnnError(
-                f"{label}: expected tokens and their positions, one row each, not empty; "
-                f"found shapes {list(ids.shape)} and {list(positions.shape)}"
-            )
-        if len(past) != self.interface.layers:
-            raise KvmnnError(f"{label}: expected the past of {self.interface.layers} layers, found {len(past)}")
-        if len({keys.shape[2] for keys, _ in past}) == 1:
-            return
-        self.check_unequal_lengths()
-        if self.probe_unequal_lengths() == "single" and len(ids) > 1:
-            raise self._decoder.build_error(
-                "takes one token at a time while its layers hold different numbers of tokens"
             )

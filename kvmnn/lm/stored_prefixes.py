@@ -29,23 +29,16 @@ class StoreUseStats(Record):
 
 
 class StoredPrefixes:
-    """Stored prefixes of one model.
-
-    Parameters
-    ----------
-    store
-        The store.
-    model
-        Fingerprint of the model, `kvmnn.lm.fingerprint`.
+    """Stored prefixes of one model, whose fingerprint is `model` (`kvmnn.lm.compute_fingerprint`).
 
     Examples
     --------
     ::
 
         with PrefixStore("prefixes/") as store:
-            prefixes = StoredPrefixes(store, fingerprint("pythia/"))
+            prefixes = StoredPrefixes(store, compute_fingerprint("pythia/"))
             prefix = prefixes.begin_text(runner, ids)
-            logits = runner.feed(ids[prefix.tokens :])
+            logits = runner.step(ids[prefix.tokens :])
             prefixes.put_text(runner, ids)
     """
 
@@ -73,7 +66,7 @@ class StoredPrefixes:
     def put_text(self, runner: Runner, ids: Sequence[int]) -> PutResult:
         """Store K and V of all tokens that a runner has been fed, `ids`.
 
-        A store that cannot be written does not stop the text: `PutResult.notes` says why nothing was stored.
+        A store that cannot be written does not stop the text: `PutResult.notes` explains why nothing was stored.
         """
         layers = runner.cache.copy_layers()
         try:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,9 +18,6 @@ from .._util.text import pluralize
 from ..errors import KvmnnError, SourceError
 from ..files.mapped_file import MappedFile
 from ..files.schema import read_object_or_empty
-
-if TYPE_CHECKING:
-    pass  # MOVED
 
 _CONFIG_FILE, _SPECIAL_TOKENS_FILE = "tokenizer_config.json", "special_tokens_map.json"
 _MODEL_SETTINGS = ("config.json", "generation_config.json")
@@ -52,11 +49,11 @@ class BosInfo:
 
 
 def find_bos(path: Path, tokenizer: Any) -> BosInfo:
-    """Return what begins a text.
+    """Return what begins a text: what a file forbids or sets, else what the post-processor puts first."""
 
-    ``"add_bos_token": false`` and ``"bos_token": null`` mean that nothing does. Otherwise it is what the post-processor
-    of the tokenizer puts first, and where that puts nothing the token that the files name.
-    """
+    def build_info(token: int, reason: str) -> BosInfo:
+        return BosInfo(token=token, text=tokenizer.id_to_token(token) or "", reason=reason)
+
     config, special = (read_object_or_empty(path.with_name(name)) for name in (_CONFIG_FILE, _SPECIAL_TOKENS_FILE))
     add_bos = config.get("add_bos_token")
     if add_bos is False:
@@ -64,35 +61,25 @@ def find_bos(path: Path, tokenizer: Any) -> BosInfo:
     file_name, settings = (_SPECIAL_TOKENS_FILE, special) if "bos_token" not in config else (_CONFIG_FILE, config)
     if "bos_token" in settings and settings["bos_token"] is None:
         return BosInfo(reason=f"{file_name} has bos_token null")
-    bos_token = _get_bos_token(settings, tokenizer)
-    if add_bos is True and bos_token is not None:
-        return _build_bos_info(bos_token, tokenizer, f"add_bos_token of {_CONFIG_FILE}")
-    prefix_tokens = _list_prefix_tokens(tokenizer)
-    if prefix_tokens:
-        token = bos_token if bos_token is not None and bos_token in prefix_tokens else prefix_tokens[-1]
-        return _build_bos_info(token, tokenizer, f"post-processor of {path.name}")
-    opt_out_note = "" if add_bos is True else f'; "add_bos_token": false in {_CONFIG_FILE} leaves it out'
-    if bos_token is not None:
-        opt_out_note = opt_out_note.replace(f"in {file_name}", "there")
-        return _build_bos_info(bos_token, tokenizer, f"bos_token of {file_name}{opt_out_note}")
-    for name in _MODEL_SETTINGS:
-        number = read_object_or_empty(path.with_name(name)).get("bos_token_id")
-        if isinstance(number, int) and not isinstance(number, bool) and 0 <= number < tokenizer.get_vocab_size():
-            return _build_bos_info(number, tokenizer, f"bos_token_id of {name}{opt_out_note}")
-    return BosInfo()
-
-
-def _build_bos_info(token: int, tokenizer: Any, reason: str) -> BosInfo:
-    return BosInfo(token=token, text=tokenizer.id_to_token(token) or "", reason=reason)
-
-
-def _get_bos_token(settings: Mapping[str, Any], tokenizer: Any) -> int | None:
-    """Return the id of the ``bos_token`` that is named, which may be written as an object."""
     bos_text = settings.get("bos_token")
     if isinstance(bos_text, dict):
         bos_text = bos_text.get("content")
-    token = tokenizer.token_to_id(bos_text) if isinstance(bos_text, str) else None
-    return None if token is None else int(token)
+    bos_token = tokenizer.token_to_id(bos_text) if isinstance(bos_text, str) else None
+    if add_bos is True and bos_token is not None:
+        return build_info(bos_token, f"add_bos_token of {_CONFIG_FILE}")
+    prefix_tokens = _list_prefix_tokens(tokenizer)
+    if prefix_tokens:
+        token = bos_token if bos_token is not None and bos_token in prefix_tokens else prefix_tokens[-1]
+        return build_info(token, f"post-processor of {path.name}")
+    opt_out_note = "" if add_bos is True else f'; "add_bos_token": false in {_CONFIG_FILE} leaves it out'
+    if bos_token is not None:
+        opt_out_note = opt_out_note.replace(f"in {file_name}", "there")
+        return build_info(bos_token, f"bos_token of {file_name}{opt_out_note}")
+    for name in _MODEL_SETTINGS:
+        number = read_object_or_empty(path.with_name(name)).get("bos_token_id")
+        if isinstance(number, int) and not isinstance(number, bool) and 0 <= number < tokenizer.get_vocab_size():
+            return build_info(number, f"bos_token_id of {name}{opt_out_note}")
+    return BosInfo()
 
 
 def _list_prefix_tokens(tokenizer: Any) -> Sequence[int]:
@@ -114,23 +101,23 @@ class Tokenizer:
     ----------
     path
         The ``tokenizer.json`` itself; its neighbours ``tokenizer_config.json``, ``config.json`` and
-        ``generation_config.json`` say which token begins a text (`find_bos`).
+        ``generation_config.json`` define which token begins a text.
 
     Attributes
     ----------
-    bos_info : TextStart
-        The token that is put before a text, and what says so.
+    bos_info : BosInfo
+        The token that is put before a text, and the file that defines it.
     bos : int or None
-        That token.
+        Id of that token.
     vocab_size : int
-        How many tokens there are, added ones included.
+        Number of tokens, added ones included.
 
     Raises
     ------
     MissingDependencyError
-        Where the package tokenizers is not installed.
+        If the package tokenizers is not installed.
     SourceError
-        When the file cannot be read or is no tokenizer.
+        If the file cannot be read or is no tokenizer.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -142,27 +129,19 @@ class Tokenizer:
             raise SourceError(f"{self.path}: tokenizer cannot be read: {error.strerror or error}") from error
         except UnicodeDecodeError as error:
             raise SourceError(f"{self.path}: is not a tokenizer.json: no UTF-8 text") from error
-        try:
-            with _convert_panics():
-                self._tokenizer: Any = tokenizer_class.from_str(text)
-        except Exception as error:  # the package raises plain Exception
-            raise SourceError(f"{self.path}: is not a tokenizer.json: {_format_error(error)}") from error
+        with self._wrap_errors("is not a tokenizer.json"):
+            self._tokenizer: Any = tokenizer_class.from_str(text)
         # A file may ask for padding and truncation of every text; here all of a text is fed.
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self.vocab_size: int = self._tokenizer.get_vocab_size()
-        try:
-            with _convert_panics():
-                self.bos_info = find_bos(self.path, self._tokenizer)
-        except SourceError:
-            raise
-        except Exception as error:
-            raise SourceError(f"{self.path}: fails on a short text: {_format_error(error)}") from error
+        with self._wrap_errors("fails on a short text"):
+            self.bos_info = find_bos(self.path, self._tokenizer)
         self.bos = self.bos_info.token
 
     @classmethod
     def open_for_model(cls, path: str | os.PathLike[str]) -> Tokenizer:
-        """The tokenizer of a model.
+        """Open the tokenizer of a model.
 
         Parameters
         ----------
@@ -173,7 +152,7 @@ class Tokenizer:
         Raises
         ------
         SourceError
-            When there is none.
+            If there is none.
         """
         model_path, file = Path(path), cls.find_file(path)
         if file is not None:
@@ -198,43 +177,46 @@ class Tokenizer:
         )
 
     def encode(self, text: str) -> NDArray[np.int64]:
-        """Token ids of `text`, without special tokens put around it; int64 ``[token]``.
+        """Return the token ids of `text`, without special tokens put around it; int64 ``[token]``.
 
         Raises
         ------
         SourceError
-            When the tokenizer fails: the file's patterns may be such that a search in the text is given up.
+            If the tokenizer fails: it gives up a search when the file's patterns make it too long.
         """
-        try:
-            with _convert_panics():
-                return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
-        except Exception as error:
-            raise SourceError(
-                f"{self.path}: fails on a text of {len(text):,} characters: {_format_error(error)}"
-            ) from error
+        with self._wrap_errors(f"fails on a text of {len(text):,} characters"):
+            return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
 
     def decode(self, ids: Iterable[int] | NDArray[np.int64]) -> str:
-        """The text of `ids`; special tokens are left out. Errors as of `encode`."""
+        """Return the text of `ids` without special tokens. Errors as of `encode`."""
         numbers = [int(token) for token in ids]
+        with self._wrap_errors(f"fails on {len(numbers):,} tokens"):
+            return str(self._tokenizer.decode(numbers))
+
+    @contextmanager
+    def _wrap_errors(self, problem: str) -> Iterator[None]:
         try:
             with _convert_panics():
-                return str(self._tokenizer.decode(numbers))
-        except Exception as error:
-            raise SourceError(f"{self.path}: fails on {len(numbers):,} tokens: {_format_error(error)}") from error
+                yield
+        except SourceError:
+            raise
+        except Exception as error:  # the package raises plain Exception
+            text = " ".join(str(error).split())[:200]
+            raise SourceError(f"{self.path}: {problem}: {text}") from error
 
     @staticmethod
     def count_bytes(text: str) -> int:
-        """Bytes of `text` in UTF-8: what bits per byte are counted over."""
+        """Return the UTF-8 bytes of `text`: what bits per byte are counted over."""
         return len(text.encode("utf-8"))
 
 
+#: Locked while standard error is redirected to nowhere: take it to write there from another thread.
 STDERR_LOCK = threading.Lock()
-"""Held while standard error leads nowhere: who writes to it from another thread takes the lock."""
 
 
 @contextmanager
 def _convert_panics() -> Iterator[None]:
-    """Panics of Rust become a RuntimeError; what Rust says of them itself, on standard error, is not shown."""
+    """Turn panics of Rust into RuntimeErrors, and hide what Rust prints about them on standard error."""
     with STDERR_LOCK, ExitStack() as stack:
         with suppress(OSError):  # standard error is closed: nothing is shown anyway
             saved_stderr = os.dup(2)
@@ -250,16 +232,11 @@ def _convert_panics() -> Iterator[None]:
             raise RuntimeError(str(error)) from None
 
 
-def _format_error(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
-
-
-MAX_PROMPT_BYTES = 64 << 20
-"""Of a file that holds a prompt."""
+MAX_PROMPT_BYTES = 64 << 20  # of a file with a prompt
 
 
 def read_prompt_file(path: str) -> str:
-    """The text of a UTF-8 file, ``"-"`` for standard input."""
+    """Return the text of a UTF-8 file, ``"-"`` for standard input."""
     file = MappedFile(path)
     if file.size > MAX_PROMPT_BYTES:
         raise SourceError(f"{file.label}: {file.size:,} bytes are too many for a prompt")
@@ -267,7 +244,7 @@ def read_prompt_file(path: str) -> str:
 
 
 def decode_utf8(data: bytes, label: str) -> str:
-    """UTF-8 bytes as text; `SourceError`, which begins with `label`, where they are none."""
+    """Decode UTF-8 bytes; raise `SourceError`, which begins with `label`, for others."""
     try:
         return str(data, "utf-8")
     except UnicodeDecodeError as exc:
@@ -275,9 +252,7 @@ def decode_utf8(data: bytes, label: str) -> str:
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids of a text, after the token that begins every text where the model has one and the text does not begin
-    with it already.
-    """
+    """Return the token ids of a text, with the model's BOS token first."""
     ids: list[int] = tokenizer.encode(text).tolist()
     if tokenizer.bos is not None and ids[:1] != [tokenizer.bos]:
         ids.insert(0, tokenizer.bos)

@@ -33,7 +33,7 @@ from ..formats import open as open_source
 from ..formats.mnn.token_ids import parse_token_ids
 from ..formats.options import PackedOptions, ReadOptions
 from ..formats.sidecars import read_positions_sidecar, read_sidecar
-from ..packed.cache_info import PositionRuns, TokenIdsFingerprint
+from ..packed.cache_info import TokenIdsFingerprint
 from ..packed.inference import PackedGeometry
 from .documents import Document, Ids, TextTokenizer, count_text_bytes
 from .onnx.interface import DecoderInterface, read_interface
@@ -42,7 +42,7 @@ from .onnx.model_files import find_model, read_onnx_graph
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StoredTokensInfo:
-    """What a cache holds of its text."""
+    """Which tokens of its text a cache holds."""
 
     #: Of each layer, int64 ``[token]``, or ``[kv_head, token]`` where heads hold different ones.
     positions: tuple[Positions, ...]
@@ -53,12 +53,12 @@ class StoredTokensInfo:
 
     @property
     def end(self) -> int:
-        """The position behind the last token that is held."""
+        """Return the position after the last token."""
         return 1 + max(int(layer_positions.max()) for layer_positions in self.positions)
 
     @property
     def is_whole_text(self) -> bool:
-        """Whether every layer holds all tokens up to its last, and there are no more."""
+        """Return whether every layer holds all tokens up to its last, and there are no more."""
         tokens = self.end
         holds_all = all(
             layer_positions.shape[-1] == tokens and (np.sort(layer_positions, axis=-1) == np.arange(tokens)).all()
@@ -72,73 +72,50 @@ class StoredTokensInfo:
 
 
 def read_stored_tokens(source: Source, tokens_by_layer: Sequence[int]) -> StoredTokensInfo:
-    """What a source says, else that each layer holds the first tokens of a text."""
-    _check_not_rerotated(source, tokens_by_layer)
-    sidecar_info = _read_sidecar_info(source, tokens_by_layer)
-    if sidecar_info is not None:
-        return sidecar_info
-    ids = source.engine_cache.token_ids if source.engine_cache is not None else None
-    ids = None if ids is None else np.asarray(ids, np.int64)
-    positions_by_layer = _read_source_positions(source)
-    if positions_by_layer is None:
-        positions_by_layer = [np.arange(number, dtype=np.int64) for number in tokens_by_layer]
-    if [len(layer_positions) for layer_positions in positions_by_layer] != list(tokens_by_layer):
-        raise SourceError(
-            f"{' '.join(source.inputs)}: says the positions of "
-            f"{[len(layer_positions) for layer_positions in positions_by_layer]} tokens, its layers "
-            f"hold {list(tokens_by_layer)}"
-        )
-    return StoredTokensInfo(positions=tuple(positions_by_layer), ids=ids)
-
-
-def _check_not_rerotated(source: Source, tokens_by_layer: Sequence[int]) -> None:
-    """Raise `SourceError` for K that is rotated to other positions than its tokens have in the text."""
+    """Return what a source specifies, else that each layer holds the first tokens of a text."""
+    location = " ".join(source.inputs)
     sidecar = read_positions_sidecar(source, tokens_by_layer)
-    layers = source.cache.layers if source.cache is not None else ()
+    cache, engine = source.cache, source.engine_cache
+    layers = cache.layers if cache is not None else ()
     if any(layer.text_positions is not None for layer in layers) or (sidecar is not None and sidecar.is_rerotated):
         raise SourceError(
-            f"{' '.join(source.inputs)}: its K was rotated to the first positions, and a text continues at its own: "
+            f"{location}: its K was rotated to the first positions, and a text continues at its own: "
             "start from the cache before --rerotate"
         )
-
-
-def _read_source_positions(source: Source) -> list[Positions] | None:
-    engine, cache = source.engine_cache, source.cache
+    if sidecar is not None:  # written by `kvmnn dump-kv`
+        ids_text = read_sidecar(source, TOKEN_IDS_NAME)
+        sidecar_ids = None if ids_text is None else parse_token_ids(*ids_text)
+        return StoredTokensInfo(positions=sidecar.positions, num_seen=sidecar.tokens_seen, ids=sidecar_ids)
     if cache is not None:
-        return [_expand_runs(layer.positions) for layer in cache.layers]
-    if engine is None:
-        return None
-    if engine.layer_positions is not None:
-        return [np.asarray(layer_positions, np.int64) for layer_positions in engine.layer_positions]
-    if engine.positions is None:
-        return None
-    return [np.asarray(engine.positions, np.int64)] * engine.layers
+        positions = [
+            np.concatenate([np.arange(begin, begin + size, dtype=np.int64) for begin, size in layer.positions])
+            for layer in cache.layers
+        ]
+    elif engine is not None and engine.layer_positions is not None:
+        positions = [np.asarray(layer_positions, np.int64) for layer_positions in engine.layer_positions]
+    elif engine is not None and engine.positions is not None:
+        positions = [np.asarray(engine.positions, np.int64)] * engine.layers
+    else:
+        positions = [np.arange(number, dtype=np.int64) for number in tokens_by_layer]
+    position_counts = [len(layer_positions) for layer_positions in positions]
+    if position_counts != list(tokens_by_layer):
+        raise SourceError(
+            f"{location}: says the positions of {position_counts} tokens, its layers hold {list(tokens_by_layer)}"
+        )
+    ids = engine.token_ids if engine is not None else None
+    return StoredTokensInfo(positions=tuple(positions), ids=None if ids is None else np.asarray(ids, np.int64))
 
 
-def _expand_runs(runs: PositionRuns) -> Positions:
-    return np.concatenate([np.arange(begin, begin + size, dtype=np.int64) for begin, size in runs])
-
-
-def _read_sidecar_info(source: Source, tokens_by_layer: Sequence[int]) -> StoredTokensInfo | None:
-    """What `kvmnn dump-kv` writes beside the arrays."""
-    sidecar = read_positions_sidecar(source, tokens_by_layer)
-    if sidecar is None:
-        return None
-    ids_text = read_sidecar(source, TOKEN_IDS_NAME)
-    ids = None if ids_text is None else parse_token_ids(*ids_text)
-    return StoredTokensInfo(positions=sidecar.positions, num_seen=sidecar.tokens_seen, ids=ids)
-
-
+#: For a model whose graph rotates neighbours together, as one from a GGUF file may: K of other engines is put into that
+#: order, the inverse of ``"k-order"``.
 REVERSED_K_ORDER = "k-order-reversed"
-"""Of a model whose graph turns neighbours together, as one that is made of a GGUF file may: K of other engines is put
-into that order, the inverse of ``"k-order"``."""
 
 _ABOUT_FILE = "start.json"
 _FILE_PARTS = (*dtypes.PARTS, "positions")
 
 
 def load_layers(directory: Path) -> list[LayerCache]:
-    """K and V of every layer, mapped, from the files of `write_layers`."""
+    """Return K and V of every layer, mapped, from the files of `write_layers`."""
     header = json.loads((directory / _ABOUT_FILE).read_text())
     caches = []
     for layer in range(header["layers"]):
@@ -158,7 +135,7 @@ def write_layers(
     model: DecoderInterface,
     transforms: Sequence[Transform],
 ) -> tuple[list[CastStats], Any]:
-    """One array after the other, in the model's dtype and ascending positions; what the casts changed, and a hash."""
+    """Write the arrays in the model's dtype and ascending positions; return what the casts changed, and a hash."""
     target = dtypes.infer_dtype(np.empty(0, model.dtype)).name
     casts, digest = [], sha256()
     with wrap_os_errors(directory):
@@ -168,22 +145,27 @@ def write_layers(
             cast = CastStats(entry.array.dtype, target)
             elements = invert_transforms(_cast_array(location, entry, cast), entry.part, transforms)
             if not (np.diff(order) == 1).all():
-                elements = np.ascontiguousarray(
+                elements = (
                     np.take_along_axis(elements, order[:, :, None], axis=1) if order.ndim == 2 else elements[:, order]
                 )
-            np.save(directory / f"{entry.layer}.{entry.part}.npy", elements)
-            digest.update(elements.data.cast("B"))
             casts.append(cast)
-            if entry.part == "key":
-                sorted_positions = np.take_along_axis(positions, order, axis=-1)
-                np.save(directory / f"{entry.layer}.positions.npy", sorted_positions)
-                digest.update(np.ascontiguousarray(sorted_positions).data.cast("B"))
+            _save_layer(
+                directory, entry.layer, entry.part, elements, np.take_along_axis(positions, order, axis=-1), digest
+            )
         (directory / _ABOUT_FILE).write_text(json.dumps({"layers": model.layers, "tokens_seen": num_seen}))
     return casts, digest
 
 
+def _save_layer(directory: Path, layer: int, part: Part, elements: Elements, positions: Positions, digest: Any) -> None:
+    """Save K or V of a layer, and its positions once, and add them to a hash."""
+    for name, array in ((part, elements), *([("positions", positions)] if part == "key" else [])):
+        array = np.ascontiguousarray(array)
+        np.save(directory / f"{layer}.{name}.npy", array)
+        digest.update(array.data.cast("B"))
+
+
 def invert_named_transforms(elements: Elements, part: Part, names: Sequence[str]) -> Elements:
-    """Return K or V ``[..., head_dim]`` after these were undone: names of `TRANSFORMS`, or `REVERSED_K_ORDER`."""
+    """Invert transforms of K or V ``[..., head_dim]``: names of `TRANSFORMS`, or `REVERSED_K_ORDER`."""
     elements = invert_transforms(elements, part, [name for name in TRANSFORMS if name in names])
     if REVERSED_K_ORDER in names and part == "key":
         halves = elements.reshape(*elements.shape[:-1], 2, elements.shape[-1] // 2)
@@ -192,37 +174,26 @@ def invert_named_transforms(elements: Elements, part: Part, names: Sequence[str]
 
 
 def rewrite_layers(source: Path, target: Path, names: Sequence[str]) -> Any:
-    """Write the files of one directory into another with K and V turned; return a hash as `write_layers` does."""
+    """Write the files of one directory into another with transforms inverted; return a hash as `write_layers` does."""
     digest = sha256()
     with wrap_os_errors(target):
         for cache in load_layers(source):
-            for part, elements in (("key", cache.keys), ("value", cache.values)):
-                elements = np.ascontiguousarray(
-                    invert_named_transforms(elements, "key" if part == "key" else "value", names)
-                )
-                np.save(target / f"{cache.layer}.{part}.npy", elements)
-                digest.update(elements.data.cast("B"))
-                if part == "key":
-                    np.save(target / f"{cache.layer}.positions.npy", cache.positions)
-                    digest.update(np.ascontiguousarray(cache.positions).data.cast("B"))
+            for part, elements in zip(dtypes.PARTS, (cache.keys, cache.values), strict=True):
+                elements = invert_named_transforms(elements, part, names)
+                _save_layer(target, cache.layer, part, elements, cache.positions, digest)
         (target / _ABOUT_FILE).write_text((source / _ABOUT_FILE).read_text())
     return digest
 
 
 def _cast_array(location: str, entry: LayerArray, cast: CastStats) -> Elements:
-    """One array as ``[kv_head, token, head_dim]`` in the model's dtype, every number finite."""
+    """Return an array as ``[kv_head, token, head_dim]`` in the model's dtype; refuse numbers that are not finite."""
     source_array = entry.array.to_numpy().view(dtypes.parse_dtype(entry.array.dtype).numpy_dtype)
     source_array = np.ascontiguousarray(source_array.transpose(1, 0, 2) if entry.token_major else source_array)
-    elements = (
-        cast.cast(source_array.view(np.uint8).reshape(-1))
-        .view(dtypes.parse_dtype(cast.target).numpy_dtype)
-        .reshape(source_array.shape)
-    )
+    data = cast.cast(source_array.view(np.uint8).reshape(-1))
+    elements = data.view(dtypes.parse_dtype(cast.target).numpy_dtype).reshape(source_array.shape)
     num_nonfinite = elements.size - int(np.count_nonzero(np.isfinite(elements)))
     if num_nonfinite:
-        target_note = ""
-        if cast.target == "fp16" and cast.source != "fp16":
-            target_note = f" as {cast.target} (the model's)"
+        target_note = " as fp16 (the model's)" if cast.target == "fp16" and cast.source != "fp16" else ""
         raise SourceError(
             f"{location}: layer {entry.layer}: {num_nonfinite:,} of the {elements.size:,} numbers of its {entry.part}s "
             f"are not finite{target_note}"
@@ -230,17 +201,8 @@ def _cast_array(location: str, entry: LayerArray, cast: CastStats) -> Elements:
     return elements
 
 
-def merge_casts_by_source(casts: Sequence[CastStats]) -> list[CastStats]:
-    """One for each dtype that was found: K and V may have different ones."""
-    return [
-        merge_cast_stats([cast for cast in casts if cast.source == name])
-        for name in sorted({cast.source for cast in casts})
-    ]
-
-
+#: Transforms to invert: let `kvmnn.evaluation.evaluate` find them by comparing with the model's own K and V; none.
 UNDO_AUTO, UNDO_NONE = ("auto",), ("none",)
-"""Of what is to be undone: let `kvmnn.evaluation.evaluate` find it by comparing with the model's own; nothing, also
-where K and V are then not the model's."""
 
 _TEMPORARY_PREFIX = "kvmnn-start-"
 
@@ -273,19 +235,19 @@ class InitialCache:
     _temporary_directory: TemporaryDirectory[str] | None = field(default=None, repr=False)
 
     def load_layers(self) -> list[LayerCache]:
-        """K and V of every layer, mapped."""
+        """Return K and V of every layer, mapped."""
         return load_layers(self.directory)
 
     def trim_document(self, document: Document, tokenizer: TextTokenizer | None) -> Document:
-        """A text of which only what comes behind the start is scored.
+        """Return a text of which only what follows the cache is scored.
 
-        The first token behind it is fed and not scored: no cache holds the logits that it would be scored by. A start
+        The first token after the cache is fed and not scored, as no cache has the logits that would score it. A cache
         without the token that begins every text is that of a text without it.
 
         Raises
         ------
         OptionError
-            For a text that does not begin with the tokens of the start, or ends with them.
+            For a text that does not begin with the tokens of the cache, or ends with them.
         """
         candidate_ids = [document.ids, *([document.own_ids] if document.begins_with_bos else [])]
         ids = next((candidate for candidate in candidate_ids if self._is_prefix_of(candidate)), None)
@@ -308,7 +270,7 @@ class InitialCache:
         )
 
     def with_transforms_inverted(self, names: Sequence[str]) -> InitialCache:
-        """Return the start with K and V turned (`turned`), in files of its own that `close` removes."""
+        """Return the cache with transforms of K and V inverted, in files of its own that `close` removes."""
         directory = TemporaryDirectory(prefix=_TEMPORARY_PREFIX, ignore_cleanup_errors=True)
         try:
             digest = rewrite_layers(self.directory, Path(directory.name), names)
@@ -370,33 +332,33 @@ def read_initial_cache(
     name: str | None = None,
     token_major: bool = False,
 ) -> InitialCache:
-    """Make a cache ready for a model to go on from.
+    """Prepare a saved cache for a model to continue from.
 
     Parameters
     ----------
     cache
-        Anything that `kvmnn.open` takes, or what it gave. Kv heads and head_dim need not be said: they are the model's.
+        Anything that `kvmnn.open` takes or returns. KV heads and head_dim default to the model's.
     model
         The model's interface (`DecoderSession.interface`).
     token_ids
-        Of the text that the cache stands for, where the cache does not say them; evicted tokens included.
+        Ids of the text, evicted tokens included, where the cache does not contain them.
     inverted_transforms
-        What llama.cpp did to K and V and nothing says: ``"k-rotation"``, ``"v-rotation"``, ``"k-order"``
-        (`kvmnn.arrays.llama_transforms`); ``["auto"]`` to let `evaluate` find it, ``["none"]`` to take all as it lies,
+        What llama.cpp did to K and V without recording it: ``"k-rotation"``, ``"v-rotation"``, ``"k-order"``
+        (`kvmnn.arrays.llama_transforms`); ``["auto"]`` to let `evaluate` find it, ``["none"]`` to take all as stored,
         also where it is not the model's.
     name
         What results call it; by default the names of the files.
     token_major
-        Whether arrays are ``[token, kv_head, head_dim]``, where nothing says so.
+        Whether arrays are ``[token, kv_head, head_dim]``, where nothing specifies it.
 
     Raises
     ------
     OptionError
-        For K and V of another geometry than the model's, and token ids that are not said, or not those of the cache.
+        For K and V of another geometry than the model's, and token ids that are missing or not those of the cache.
     IncompleteCacheError
         For a part of the model's state.
     SourceError, KvmnnError
-        For a cache that cannot be read, holds a position twice, or numbers that are not finite.
+        For a cache that cannot be read, has a position twice, or numbers that are not finite.
     """
     source = cache if isinstance(cache, Source) else open_source(cache, read_options_for(model))
     location = format_input_prefix(source).removesuffix(": ") or "the cache"
@@ -418,7 +380,10 @@ def read_initial_cache(
     except BaseException:
         temporary_directory.cleanup()
         raise
-    casts = merge_casts_by_source(casts)
+    casts = [  # K and V may have different dtypes
+        merge_cast_stats([cast for cast in casts if cast.source == name])
+        for name in sorted({cast.source for cast in casts})
+    ]
     return InitialCache(
         name=name or " ".join(PurePath(input_name).name or input_name for input_name in source.inputs),
         description=_describe_source(source, arrays, stored_tokens, num_seen)
@@ -437,20 +402,20 @@ def read_initial_cache(
 
 
 def _finish_hash(digest: Any, ids: Ids | None, ids_hash: TokenIdsFingerprint | None) -> str:
-    """The hash of words and positions, with that of the ids."""
+    """Return the hash of elements and positions, with that of the ids."""
     digest.update(b"" if ids is None else ids.astype("<i8").tobytes())
     digest.update(b"" if ids_hash is None else ids_hash.sha256.encode())
     return str(digest.hexdigest())
 
 
 def read_model_interface(model: str | os.PathLike[str]) -> DecoderInterface:
-    """What a cache of a model has to fit, from its graph; weights are not looked at."""
+    """Read from its graph what a cache of a model has to fit; weights are not read."""
     files = find_model(model)
     return read_interface(read_onnx_graph(files.graph), files)
 
 
 def read_options_for(model: DecoderInterface) -> ReadOptions:
-    """How a cache of a model is opened: files that do not say heads are of the model's."""
+    """Return options to open a cache of a model: files that do not specify heads have the model's."""
     return ReadOptions(packed=PackedOptions(geometry=PackedGeometry(kv_heads=model.kv_heads, head_dim=model.head_dim)))
 
 
@@ -479,7 +444,7 @@ def _check_geometry(location: str, arrays: Sequence[LayerArray], model: DecoderI
 def _resolve_ids(
     location: str, source: Source, stored_tokens: StoredTokensInfo, specified_ids: Ids | None
 ) -> tuple[Ids | None, TokenIdsFingerprint | None, int]:
-    """The ids of all tokens seen, or what is known of them, and how many they are."""
+    """Return the ids of all tokens seen, or what is known of them, and how many they are."""
     source_ids, ids_hash = stored_tokens.ids, source.cache.token_ids if source.cache is not None else None
     if specified_ids is not None:
         TokenIdsFingerprint.from_ids(specified_ids, "--token-ids")

@@ -81,11 +81,7 @@ def find_attention(model: Any, opset: int, past_values: Iterable[str]) -> Attent
 
 
 def find_attention_nodes(model: Any, past_values: Iterable[str]) -> tuple[tuple[Any, ...], ...]:
-    """The nodes that are the attention of each layer.
-
-    The product with the keys, what lies between it and the Softmax (scale, mask), the Softmax, and what follows up to
-    the product with the values; or the operator that does all of it. What makes the mask is none of it.
-    """
+    """Return the nodes of each layer's attention, from the product with the keys to that with the values."""
     return _AttentionFinder(model, 0, tuple(past_values)).find_node_spans()
 
 
@@ -103,7 +99,8 @@ class _AttentionFinder:
     def find(self) -> AttentionInfo:
         hidden_operators: dict[str, int] = defaultdict(int)
         sites: list[tuple[int | None, AttentionForm, Any, str]] = []
-        reporting_operators = _list_reporting_operators() if self._has_contrib() else set()
+        has_openable = any(node.op_type in ("GroupQueryAttention", "MultiHeadAttention") for node in self.graph.node)
+        reporting_operators = _list_reporting_operators() if has_openable else set()
         for node in self.graph.node:
             if node.op_type == "Softmax" and node.domain in _STANDARD_DOMAINS:
                 tensor, values = self._find_product(node)
@@ -123,7 +120,14 @@ class _AttentionFinder:
                     sites.append((self._find_layer(past_values) if past_values else None, form, node, ""))
                 else:
                     hidden_operators[f"{node.domain}::{node.op_type}"] += 1
-        self._count_hidden(hidden_operators)
+        # Attention that the graph's own nodes do not show: in branches, loops and functions.
+        for inner in iter_subgraphs(self.graph):
+            for node in inner.node:
+                if _may_be_attention(node):
+                    hidden_operators[f"{node.op_type} in a branch or loop"] += 1
+        for function in self.model.functions:
+            if any(map(_may_be_attention, function.node)):
+                hidden_operators[f"function {function.name}"] += 1
         return AttentionInfo(self._number_sites(sites), dict(hidden_operators))
 
     def find_node_spans(self) -> tuple[tuple[Any, ...], ...]:
@@ -132,10 +136,8 @@ class _AttentionFinder:
             if node.op_type in _FUSED_OPERATORS:
                 spans.append((node,))
             elif node.op_type == "Softmax" and node.domain in _STANDARD_DOMAINS:
-                score_nodes, value_nodes = (
-                    self._trace_to_keys(node.input[0], {}),
-                    self._trace_to_values(node.output[0], set()),
-                )
+                score_nodes = self._trace_to_keys(node.input[0], {})
+                value_nodes = self._trace_to_values(node.output[0], set())
                 if score_nodes and value_nodes:
                     spans.append((*score_nodes, node, *value_nodes))
         return tuple(spans) if len(spans) == len(self.layer_of_input) else ()
@@ -188,21 +190,8 @@ class _AttentionFinder:
         ]
         return tuple(sorted(sites, key=lambda site: site.layer))
 
-    def _has_contrib(self) -> bool:
-        return any(node.op_type in ("GroupQueryAttention", "MultiHeadAttention") for node in self.graph.node)
-
-    def _count_hidden(self, hidden_operators: dict[str, int]) -> None:
-        """Attention that the graph's own nodes do not show: in branches, loops and functions."""
-        for inner in iter_subgraphs(self.graph):
-            for node in inner.node:
-                if node.op_type in _FUSED_OPERATORS or node.op_type == "Softmax":
-                    hidden_operators[f"{node.op_type} in a branch or loop"] += 1
-        for function in self.model.functions:
-            if any(node.op_type in _FUSED_OPERATORS or node.op_type == "Softmax" for node in function.node):
-                hidden_operators[f"function {function.name}"] += 1
-
     def _find_product(self, softmax: Any) -> tuple[str, str]:
-        """The tensor of probabilities that is multiplied, and the values that it multiplies; empty where neither is."""
+        """Return the tensor of probabilities that is multiplied, and the values that it multiplies; empty without."""
         queue = deque([(softmax.output[0], softmax.output[0], 0)])
         visited: set[str] = set()
         while queue:
@@ -215,12 +204,9 @@ class _AttentionFinder:
                     other_operands = [operand for operand in node.input if operand and operand != name]
                     if other_operands and not self._is_weight(other_operands[0]):
                         return tensor, other_operands[0]
-                elif node.op_type in _VALUE_OPERATORS:
-                    queue.extend(
-                        (output, output if tensor == name else tensor, depth + 1) for output in node.output[:1]
-                    )
-                elif node.op_type in _LAYOUT_OPERATORS:
-                    queue.extend((output, tensor, depth + 1) for output in node.output[:1])
+                elif node.op_type in _VALUE_OPERATORS | _LAYOUT_OPERATORS:
+                    keeps_layout = node.op_type in _VALUE_OPERATORS and tensor == name
+                    queue.extend((output, output if keeps_layout else tensor, depth + 1) for output in node.output[:1])
         return "", ""
 
     def _is_weight(self, name: str) -> bool:
@@ -260,6 +246,10 @@ class _AttentionFinder:
             visited.add(name)
             queue.extend((operand, depth + 1) for operand in node.input if operand)
         return None
+
+
+def _may_be_attention(node: Any) -> bool:
+    return node.op_type in _FUSED_OPERATORS or node.op_type == "Softmax"
 
 
 def _get_operand(node: Any, position: int) -> str:

@@ -26,7 +26,7 @@ from .model_files import format_error
 
 @dataclass
 class StepResult:
-    """What one step of the model gave."""
+    """What one step of the model returned."""
 
     #: float32 ``[token, vocab]``.
     logits: NDArray[np.float32]
@@ -39,21 +39,11 @@ class StepResult:
 
 
 class OnnxDecoder:
-    """A graph and the session that runs it.
-
-    Parameters
-    ----------
-    runtime
-        An ``onnxruntime.InferenceSession``.
-    interface
-        Names and sizes of the graph.
-    rewritten
-        What was added to it.
-    """
+    """The session that runs a graph, its interface, and what was added to the graph."""
 
     def __init__(self, runtime: Any, interface: DecoderInterface, rewritten: RewrittenGraph) -> None:
         self.runtime = runtime
-        self._rewritten = rewritten
+        self._bias_inputs = rewritten.biases
         self.interface = interface
         self.has_attentions = rewritten.attentions is not None
         self.has_bias = rewritten.biases is not None
@@ -65,7 +55,7 @@ class OnnxDecoder:
         self._ones = np.ones((1, 0), interface.types.get(interface.mask_input or "", np.int64))
 
     def create_empty_past(self) -> list[KVPair]:
-        """A past of no tokens: K and V ``[1, kv_heads, 0, head_dim]`` for each layer."""
+        """Return a past of no tokens: K and V ``[1, kv_heads, 0, head_dim]`` for each layer."""
         shape = (1, self.interface.kv_heads, 0, self.interface.head_dim)
         dtype = self.interface.dtype
         return [(np.zeros(shape, dtype), np.zeros(shape, dtype)) for _ in range(self.interface.layers)]
@@ -79,16 +69,34 @@ class OnnxDecoder:
     ) -> StepResult:
         """Feed tokens; the arguments and results of `DecoderSession.run_step`, whose checks come before this."""
         feed = self._build_inputs(ids, positions, past)
-        self._add_bias_inputs(feed, len(ids), past, bias)
+        if self._bias_inputs is None:
+            if bias is not None:
+                raise KvmnnError(f"{self.interface.label}: no bias can be added to the scores inside this graph")
+        else:
+            feed.update(zip(self._bias_inputs, bias or self._build_zero_biases(past, len(ids)), strict=True))
         start = time.perf_counter()
         try:
             results = self.runtime.run(self._outputs, feed)
         except Exception as error:  # onnxruntime's errors share no class
             raise self.build_error(f"onnxruntime failed: {format_error(error)}") from error
-        return self._build_result(results, len(ids), time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        layers, logits = self.interface.layers, results[0]
+        if logits.ndim != 3 or logits.shape[1] != len(ids):
+            raise self.build_error(
+                f"{self.interface.logits_output} has shape {list(logits.shape)} for {len(ids)} tokens; "
+                "export with the logits of every token"
+            )
+        present = [(results[1 + 2 * layer], results[2 + 2 * layer]) for layer in range(layers)]
+        attentions = None
+        if self.has_attentions:  # for a batch of one, ``[head, query, key]`` whatever the graph's layout
+            attentions = [
+                array.reshape(-1, *array.shape[-2:]).astype(np.float32, copy=False)
+                for array in results[1 + 2 * layers :]
+            ]
+        return StepResult(logits[0].astype(np.float32, copy=False), present, attentions, seconds)
 
     def build_error(self, message: str) -> ModelError:
-        """A refusal that names the model."""
+        """Return an error that names the model."""
         return ModelError(f"{self.interface.label}: {message}")
 
     def _build_inputs(
@@ -99,7 +107,9 @@ class OnnxDecoder:
         total = num_past + len(ids)
         inputs: dict[str, Any] = {interface.ids_input: self._to_row(interface.ids_input, ids)}
         if interface.mask_input:
-            inputs[interface.mask_input] = self._get_attention_mask(total)
+            if self._ones.shape[1] < total:
+                self._ones = np.ones((1, 2 * total), self._ones.dtype)
+            inputs[interface.mask_input] = self._ones[:, :total]
         if interface.positions_input:
             inputs[interface.positions_input] = self._to_row(interface.positions_input, positions)
         if interface.slots_input:
@@ -116,44 +126,8 @@ class OnnxDecoder:
     def _to_row(self, name: str, values: NDArray[np.int64]) -> NDArray[Any]:
         return values[None].astype(self.interface.types[name], copy=False)
 
-    def _add_bias_inputs(
-        self, inputs: dict[str, Any], num_new: int, past: Sequence[KVPair], bias: Sequence[NDArray[np.float32]] | None
-    ) -> None:
-        names = self._rewritten.biases
-        if names is None:
-            if bias is not None:
-                raise KvmnnError(f"{self.interface.label}: no bias can be added to the scores inside this graph")
-        elif bias is not None:
-            inputs.update(zip(names, bias, strict=True))
-        else:
-            for name, (keys, _) in zip(names, past, strict=True):
-                inputs[name] = self._get_zero_bias(keys.shape[2] + num_new)
-
-    def _get_attention_mask(self, total: int) -> NDArray[Any]:
-        if self._ones.shape[1] < total:
-            self._ones = np.ones((1, 2 * total), self._ones.dtype)
-        return self._ones[:, :total]
-
-    def _get_zero_bias(self, total: int) -> NDArray[np.float32]:
-        if self._zeros.shape[3] < total:
-            self._zeros = np.zeros((1, 1, 1, 2 * total), np.float32)
-        return self._zeros[..., :total]
-
-    def _build_result(self, results: list[Any], num_new: int, seconds: float) -> StepResult:
-        layers = self.interface.layers
-        logits = results[0]
-        if logits.ndim != 3 or logits.shape[1] != num_new:
-            raise self.build_error(
-                f"{self.interface.logits_output} has shape {list(logits.shape)} for {num_new} tokens; "
-                "export with the logits of every token"
-            )
-        present = [(results[1 + 2 * layer], results[2 + 2 * layer]) for layer in range(layers)]
-        attentions = None
-        if self.has_attentions:
-            attentions = [_to_head_probabilities(array) for array in results[1 + 2 * layers :]]
-        return StepResult(logits[0].astype(np.float32, copy=False), present, attentions, seconds)
-
-
-def _to_head_probabilities(probabilities: NDArray[Any]) -> NDArray[np.float32]:
-    """``[head, query, key]`` of whatever layout a graph has for a batch of one."""
-    return probabilities.reshape(-1, *probabilities.shape[-2:]).astype(np.float32, copy=False)
+    def _build_zero_biases(self, past: Sequence[KVPair], num_new: int) -> list[NDArray[np.float32]]:
+        totals = [keys.shape[2] + num_new for keys, _ in past]
+        if self._zeros.shape[3] < max(totals):
+            self._zeros = np.zeros((1, 1, 1, 2 * max(totals)), np.float32)
+        return [self._zeros[..., :total] for total in totals]

@@ -25,11 +25,8 @@ from .decoder import OnnxDecoder, StepResult
 
 UnequalLengthSupport = Literal["chunks", "single", "none"]
 
-_PROBE_LONG_TOKENS, _PROBE_SHORT_TOKENS, _PROBE_NEW_TOKENS = (
-    8,
-    3,
-    4,
-)  # tokens in the past, in the past of a layer that was cut, in the chunk
+# Tokens in the past, in the past of a layer that was cut, and in the chunk.
+_PROBE_LONG_TOKENS, _PROBE_SHORT_TOKENS, _PROBE_NEW_TOKENS = 8, 3, 4
 
 
 def try_unequal_lengths(decoder: OnnxDecoder) -> UnequalLengthSupport:
@@ -39,24 +36,17 @@ def try_unequal_lengths(decoder: OnnxDecoder) -> UnequalLengthSupport:
         return "none"
     if interface.layers == 1:
         return "chunks"
-    ids, positions = (
-        probe_tokens(_PROBE_LONG_TOKENS + _PROBE_NEW_TOKENS, interface.vocab_size),
-        np.arange(_PROBE_LONG_TOKENS + _PROBE_NEW_TOKENS),
-    )
-    past = decoder.run_step(
-        ids[:_PROBE_LONG_TOKENS], positions[:_PROBE_LONG_TOKENS], decoder.create_empty_past()
-    ).present_pairs
-    long_slots, short_slots = (
-        np.arange(_PROBE_LONG_TOKENS),
-        np.linspace(0, _PROBE_LONG_TOKENS - 1, _PROBE_SHORT_TOKENS).astype(np.int64),
-    )
+    long, total = _PROBE_LONG_TOKENS, _PROBE_LONG_TOKENS + _PROBE_NEW_TOKENS
+    ids, positions = probe_tokens(total, interface.vocab_size), np.arange(total)
+    past = decoder.run_step(ids[:long], positions[:long], decoder.create_empty_past()).present_pairs
+    long_slots, short_slots = np.arange(long), np.linspace(0, long - 1, _PROBE_SHORT_TOKENS).astype(np.int64)
     last_layer = interface.layers - 1
     slots_by_case = [
         [long_slots if layer == 0 else short_slots for layer in range(interface.layers)],
         [short_slots if layer == 0 else long_slots for layer in range(interface.layers)],
         [short_slots if layer == last_layer else long_slots for layer in range(interface.layers)],
     ]
-    new_ids, new_positions = ids[_PROBE_LONG_TOKENS:], positions[_PROBE_LONG_TOKENS:]
+    new_ids, new_positions = ids[long:], positions[long:]
     results = [_try_lengths(decoder, new_ids, new_positions, past, slots_by_layer) for slots_by_layer in slots_by_case]
     if results[0] == "none" or "wrong" in results:
         return "none"
@@ -157,11 +147,9 @@ def compute_reference(decoder: OnnxDecoder) -> ReferenceOutputs:
 
 
 def check_equivalence(reference: ReferenceOutputs, rewritten: OnnxDecoder) -> str | None:
-    """What an operated graph does wrong, or None.
-
-    Logits must be those of the graph it was made from, for a prompt and with a past; attention probabilities must be
-    probabilities of the tokens so far; and masking slots by the bias must do what removing them does.
-    """
+    """Return what a rewritten graph does wrong, or None."""
+    # Logits must be those of the original graph, for a prompt and with a past; attention probabilities must be
+    # probabilities of the tokens so far; and masking slots by the bias must do what removing them does.
     ids, positions = _probe_inputs(rewritten)
     dtype = rewritten.interface.dtype
     past = reference.prompt.present_pairs
@@ -193,9 +181,8 @@ def check_equivalence(reference: ReferenceOutputs, rewritten: OnnxDecoder) -> st
 
 
 def _probe_inputs(decoder: OnnxDecoder) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    return probe_tokens(_CHECK_PAST_TOKENS + _CHECK_NEW_TOKENS, decoder.interface.vocab_size), np.arange(
-        _CHECK_PAST_TOKENS + _CHECK_NEW_TOKENS
-    )
+    total = _CHECK_PAST_TOKENS + _CHECK_NEW_TOKENS
+    return probe_tokens(total, decoder.interface.vocab_size), np.arange(total)
 
 
 def mask_slots(total: int, masked_slots: tuple[int, ...]) -> NDArray[np.float32]:

@@ -27,11 +27,9 @@ class TensorTypes:
 
 
 def infer_types(model: Any) -> TensorTypes:
-    """Infer types of all tensors of `model`, an ``onnx.ModelProto``.
-
-    The graph is copied with its large weights replaced by inputs of the same type, so that a model of some GB does not
-    pass through protobuf again. Where inference fails, less is known; that is no error.
-    """
+    """Infer types of all tensors of a model, an ``onnx.ModelProto``; where inference fails, fewer are known."""
+    # The graph is copied with its large weights replaced by inputs of the same type, so that a model of some GB does
+    # not pass through protobuf again.
     onnx = import_optional("onnx")
     skeleton = onnx.ModelProto(ir_version=model.ir_version)
     skeleton.opset_import.extend(model.opset_import)
@@ -67,8 +65,7 @@ def split_merged_decoder(model: Any, branch_input: str) -> bool:
     candidates = [if_index for if_index, node in enumerate(model.graph.node) if branch_input in node.input]
     if len(candidates) != 1 or model.graph.node[candidates[0]].op_type != "If":
         return False
-    if_index = candidates[0]
-    if_node = model.graph.node[if_index]
+    if_node = model.graph.node[candidates[0]]
     branch_graph = next((attribute.g for attribute in if_node.attribute if attribute.name == "then_branch"), None)
     if branch_graph is None or len(branch_graph.output) != len(if_node.output):
         return False
@@ -91,16 +88,14 @@ def split_merged_decoder(model: Any, branch_input: str) -> bool:
         tensor for tensor in branch_graph.initializer if tensor.name not in initializer_names
     )
     model.graph.value_info.extend(value for value in branch_graph.value_info if value.name not in names)
-    later_nodes = list(model.graph.node[if_index + 1 :])
-    earlier_nodes = list(model.graph.node[:if_index])
+    earlier_nodes, later_nodes = list(model.graph.node[: candidates[0]]), list(model.graph.node[candidates[0] + 1 :])
     new_graph = type(model.graph)()
     new_graph.node.extend([*earlier_nodes, *nodes, *copies, *later_nodes])
     model.graph.ClearField("node")
     model.graph.node.extend(new_graph.node)
-    for position, value in enumerate(model.graph.input):
-        if value.name == branch_input:
-            del model.graph.input[position]
-            break
+    branch_position = next((i for i, value in enumerate(model.graph.input) if value.name == branch_input), None)
+    if branch_position is not None:
+        del model.graph.input[branch_position]
     return True
 
 
@@ -166,10 +161,7 @@ def build_not_exposed_error(attention_info: AttentionInfo, label: str) -> Attent
 
 
 def add_biases(model: Any, attention_info: AttentionInfo, types: TensorTypes) -> tuple[str, ...] | None:
-    """Add inputs ``attention_bias.{i}``, float32 ``[1, 1 or heads, 1, past + tokens]``, to `model`, in place.
-
-    They are added to the scores of each layer right before its Softmax.
-    """
+    """Add inputs ``attention_bias.{i}``, float32 ``[1, 1 or heads, 1, past + tokens]``, to the scores, in place."""
     if not attention_info.sites or any(value.name.startswith("attention_bias.") for value in model.graph.input):
         return None
     onnx = import_optional("onnx")

@@ -91,8 +91,14 @@ class _InterfaceReader:
         self.decoder = get_section(files.genai, "model", "decoder")
 
     def read_interface(self) -> DecoderInterface:
-        self._check_shared_buffer()
-        ids = self._find_required_input("input_ids", "input_ids")
+        if get_section(self.files.genai, "search").get("past_present_share_buffer") is True:
+            raise self._build_error(
+                "genai_config.json says past_present_share_buffer: past and present are one buffer of fixed length, "
+                f"from which nothing can be cut; export with separate past and present ({_EXPORT_WITH_PAST_COMMAND})"
+            )
+        ids = self._get_tensor_name("inputs", "input_ids", "input_ids")
+        if ids not in self.inputs:
+            raise self._build_error(f"no input {ids}; inputs: {_format_names(self.inputs)}")
         past = self._list_layer_tensors(self.inputs, "inputs", "past", _PAST)
         present = self._list_layer_tensors(self.outputs, "outputs", "present", _PRESENT)
         if len(past) != len(present):
@@ -106,8 +112,11 @@ class _InterfaceReader:
         known_inputs = {ids, mask, positions, branch, slots, all_logits, *(name for pair in past for name in pair)}
         self._check_unknown_inputs(known_inputs)
         kv_heads, head_dim, dtype = self._read_cache_shape(past, self.inputs)
-        logits = self._find_logits()
+        logits = self._get_tensor_name("outputs", "logits", "logits")
+        if logits not in self.outputs:
+            raise self._build_error(f"no output {logits}; outputs: {_format_names(self.outputs)}")
         names = [name for name in self.inputs if name in known_inputs]
+        attention_names = {int(match[1]): name for name in self.outputs if (match := _ATTENTION.fullmatch(name))}
         return DecoderInterface(
             label=self.label,
             layers=len(past),
@@ -116,8 +125,10 @@ class _InterfaceReader:
             dtype=dtype,
             vocab_size=self._read_vocab_size(logits),
             query_heads=self._read_setting("num_attention_heads", "num_attention_heads", "n_head", "num_heads"),
-            has_positions=positions is not None and self._is_used(positions),
-            derives_positions_from_length=self._has_length_counting_operator(),
+            has_positions=positions is not None and any(positions in node.input for node in self._iter_nodes()),
+            derives_positions_from_length=any(
+                node.op_type in _LENGTH_COUNTING_OPERATORS for node in self._iter_nodes()
+            ),
             is_merged=branch is not None,
             max_positions=self._read_setting("context_length", "max_position_embeddings", "n_positions", "max_seq_len"),
             ids_input=ids,
@@ -129,7 +140,11 @@ class _InterfaceReader:
             all_logits_input=all_logits,
             past_inputs=past,
             present_outputs=present,
-            attention_outputs=self._find_attention_outputs(len(past)),
+            attention_outputs=(
+                tuple(attention_names[layer] for layer in range(len(past)))
+                if set(range(len(past))) <= set(attention_names)
+                else None
+            ),
             types={name: self._read_dtype(self.inputs[name]) for name in names},
             ranks={name: len(_read_dims(self.inputs[name])) for name in names},
         )
@@ -138,13 +153,6 @@ class _InterfaceReader:
         return ModelError(f"{self.label}: {message}")
 
     # What cannot work
-
-    def _check_shared_buffer(self) -> None:
-        if get_section(self.files.genai, "search").get("past_present_share_buffer") is True:
-            raise self._build_error(
-                "genai_config.json says past_present_share_buffer: past and present are one buffer of fixed length, "
-                f"from which nothing can be cut; export with separate past and present ({_EXPORT_WITH_PAST_COMMAND})"
-            )
 
     def _check_own_positions(self) -> None:
         onnx = import_optional("onnx")
@@ -168,23 +176,11 @@ class _InterfaceReader:
             f"inputs that kvmnn does not know: {', '.join(unknown_inputs[:8])}; export with {_EXPORT_WITH_PAST_COMMAND}"
         )
 
-    def _has_length_counting_operator(self) -> bool:
-        return any(node.op_type in _LENGTH_COUNTING_OPERATORS for node in self._iter_nodes())
-
-    def _is_used(self, name: str) -> bool:
-        return any(name in node.input for node in self._iter_nodes())
-
     def _iter_nodes(self) -> Iterator[Any]:
         for graph in (self.model.graph, *iter_subgraphs(self.model.graph)):
             yield from graph.node
 
     # Names
-
-    def _find_required_input(self, key: str, default: str) -> str:
-        name = self._get_tensor_name("inputs", key, default)
-        if name not in self.inputs:
-            raise self._build_error(f"no input {name}; inputs: {_format_names(self.inputs)}")
-        return name
 
     def _find_optional_input(self, name: str) -> str | None:
         tensor_name = self._get_tensor_name("inputs", name, name)
@@ -234,20 +230,6 @@ class _InterfaceReader:
         return self._build_error(
             f"no {group} {default} and .value, so the cache is not in kvmnn's hands; "
             f"export with a cache ({_EXPORT_WITH_PAST_COMMAND}); {group}: {_format_names(values)}"
-        )
-
-    def _find_logits(self) -> str:
-        name = self._get_tensor_name("outputs", "logits", "logits")
-        if name not in self.outputs:
-            raise self._build_error(f"no output {name}; outputs: {_format_names(self.outputs)}")
-        return name
-
-    def _find_attention_outputs(self, num_layers: int) -> tuple[str, ...] | None:
-        names_by_layer = {int(match[1]): name for name in self.outputs if (match := _ATTENTION.fullmatch(name))}
-        return (
-            tuple(names_by_layer[layer] for layer in range(num_layers))
-            if set(range(num_layers)) <= set(names_by_layer)
-            else None
         )
 
     # Sizes and types

@@ -19,10 +19,7 @@ _ERROR_NOISE = re.compile(r"\[ONNXRuntimeError\] : \d+ : \w+ : |/\S+\.(?:h|cc):\
 
 
 def read_onnx_graph(path: Path) -> Any:
-    """The model in `path`.
-
-    External data is not opened, only checked: every file must be there, inside the model's folder.
-    """
+    """Read a model without its external data, which is only checked to be inside the model's folder."""
     onnx = import_optional("onnx")
     try:
         if path.stat().st_size == 0:
@@ -232,12 +229,8 @@ def compute_fingerprint(model: str | os.PathLike[str]) -> str:
     weights = locate_weights(read_onnx_graph(graph), graph).values()
     total = hashlib.sha256()
     for path in [graph, *(resolve_dir(graph) / name for name in sorted(weights))]:
-        total.update(f"{_hash_file(path)}\n".encode())
+        file, digest = MappedFile(path), hashlib.sha256()
+        for chunk in file.iter_chunks(0, file.size, _READ_BYTES):
+            digest.update(chunk.data)
+        total.update(f"{file.size} {digest.hexdigest()}\n".encode())
     return total.hexdigest()
-
-
-def _hash_file(path: Path) -> str:
-    file, digest = MappedFile(path), hashlib.sha256()
-    for run in file.iter_chunks(0, file.size, _READ_BYTES):
-        digest.update(run.data)
-    return f"{file.size} {digest.hexdigest()}"

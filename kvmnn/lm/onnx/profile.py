@@ -33,26 +33,13 @@ class AttentionTimeStats:
 
 
 class SessionProfile:
-    """A session's profile while it grows.
-
-    Its files are open or read from now on, so their folder can be removed at once where the system allows that.
-
-    Parameters
-    ----------
-    runtime
-        An ``onnxruntime.InferenceSession`` that was started with a profile.
-    interface
-        Of its decoder.
-
-    Attributes
-    ----------
-    nodes : frozenset of str
-        Names of the operators that are attention.
-    """
+    """The growing profile of a session that was started with one."""
 
     def __init__(self, runtime: Any, interface: DecoderInterface) -> None:
         self._runtime, self._label = runtime, interface.label
+        # The files are read or opened here, so that their folder can be removed at once where the system allows it.
         folder = Path(runtime.get_session_options().profile_file_prefix).parent
+        #: Names of the operators that are attention.
         self.nodes = self._find_attention_nodes(folder / OPTIMIZED_GRAPH_NAME, interface)
         files = list(folder.glob(f"{EVENTS_PREFIX}*"))
         if len(files) != 1:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .select import ConvertOptions
     from .verify import RejectionReport, WeightsVerifyResult, verify_weights
 
+#: The module of each name, imported on first access (PEP 562).
 _MODULE_BY_NAME = {
     "CheckpointInfo": "inspect",
     "CompressFileResult": "forward.cache_file",
@@ -56,7 +57,6 @@ _MODULE_BY_NAME = {
     "read_weight_file": "kvcm",
     "verify_weights": "verify",
 }
-"""Where each name is; its module is imported when the name is asked for (PEP 562)."""
 
 __getattr__ = make_lazy_getattr(__name__, _MODULE_BY_NAME)
 

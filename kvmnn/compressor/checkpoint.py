@@ -24,12 +24,11 @@ from ..formats.lmcache import parse_page_name
 from ..formats.safetensors import read_header
 from ..formats.torch.allowed_globals import AllowedGlobals
 from ..formats.torch.tensors import ELEMENT_TYPES, ElementType, TorchStorage, TorchTensor
-from ..formats.torch.torch_file import TorchFile, TorchFileKind, has_npy_first_member, read_torch
 from ..formats.torch.torch_file import detect_torch_kind as torch_kind_of
+from ..formats.torch.torch_file import has_npy_first_member, read_torch
 from .kvcm import MAGIC_BYTES, round_float32
 
-MAX_SAFETENSORS_HEADER_BYTES = 16 << 20
-"""Bytes: every tensor becomes an object here, and a compressor has hundreds."""
+MAX_SAFETENSORS_HEADER_BYTES = 16 << 20  # every tensor becomes an object, and a compressor has hundreds
 _ELEMENT_BY_SAFETENSORS_TYPE = {
     "F64": "float64",
     "F32": "float32",
@@ -85,16 +84,16 @@ def open_checkpoint(path: str | os.PathLike[str], *, max_bytes: int | None = Non
     path
         A file that torch.save wrote, or a ``.safetensors`` file; ``"-"`` for standard input.
     max_bytes
-        Most bytes of all its storages; None for no limit but those of the format.
+        Limit of the bytes of all its storages; None for the format's own limits only.
 
     Raises
     ------
     CheckpointError
-        When it is none, is damaged, or asks for a class or function that weights do not need.
+        If it is none, is damaged, or needs a class or function that weights do not need.
     SourceError
-        When it cannot be read.
+        If it cannot be read.
     LimitError
-        When it holds more than `max_bytes`.
+        If it holds more than `max_bytes`.
     """
     if os.fspath(path) != STDIN and os.path.isdir(path):
         raise CheckpointError(
@@ -118,7 +117,13 @@ def _open_file(file: MappedFile) -> Checkpoint:
                 "kvmnn compressor export -o NAME.safetensors writes what convert reads"
             )
         case "torch zip" | "torch legacy" as kind:
-            torch_file = _read_torch_file(file, kind)
+            try:
+                torch_file = read_torch(file, kind, AllowedGlobals())
+            except CheckpointError:
+                if TORCH_CACHE.detect(FileHead.from_path(file.path)):
+                    text = "holds a cache, no weights: encode, measure, pack and the like take it"
+                    raise CheckpointError(text) from None
+                raise
             contents = (torch_file.root, file.size, torch_file.pickle_bytes, torch_file.storages, torch_file.notices)
             return Checkpoint(file.path, file.label, kind, *contents)
         case "safetensors":
@@ -126,24 +131,15 @@ def _open_file(file: MappedFile) -> Checkpoint:
     raise CheckpointError(_describe_unknown(head))
 
 
-def _read_torch_file(file: MappedFile, kind: TorchFileKind) -> TorchFile:
-    try:
-        return read_torch(file, kind, AllowedGlobals())
-    except CheckpointError:
-        if TORCH_CACHE.detect(FileHead.from_path(file.path)):
-            raise CheckpointError("holds a cache, no weights: encode, measure, pack and the like take it") from None
-        raise
-
-
 def detect_kind(head: bytes) -> str | None:
-    """What kind of checkpoint a file with these first bytes is, if it is one."""
+    """Return what kind of checkpoint begins with these bytes; None for no checkpoint."""
     if head[8:9] == b"{" and head[4:8] == bytes(4):
         return "safetensors"
     return torch_kind_of(head)
 
 
 def is_checkpoint(path: str) -> bool:
-    """Whether a file is a checkpoint of torch's, zip or legacy, or has the name of one; no saved cache, and no page."""
+    """Return whether a file is a checkpoint of torch, or has the name of one; no saved cache, and no page."""
     head = FileHead.from_path(path)
     if TORCH_CACHE.detect(head):
         return False
@@ -155,7 +151,7 @@ def is_checkpoint(path: str) -> bool:
 
 @contextmanager
 def prefix_errors(label: str, subject: str = "") -> Iterator[None]:
-    """Put the file's name, and what in it is meant, in front of messages that lack them."""
+    """Prefix messages with the file's name and a subject in it, where they lack them."""
     try:
         yield
     except (CheckpointError, LimitError) as exc:
@@ -183,7 +179,7 @@ def _read_safetensors(file: MappedFile) -> Checkpoint:
 
 
 def _insert_nested(root: dict[str, object], name: str, value: TorchTensor) -> None:
-    """Put a flat name where a ``.pth`` would have it."""
+    """Insert a flat name where a ``.pth`` would have it."""
     for path in _NESTED_PATHS:
         prefix = ".".join(path) + "."
         if name.startswith(prefix):
@@ -204,7 +200,7 @@ def _iter_strides(shape: tuple[int, ...]) -> Iterator[int]:
 
 
 def _describe_unknown(head: bytes) -> str:
-    """What a file that is no checkpoint may be."""
+    """Describe what a file that is no checkpoint may be."""
     if not head:
         return "is empty: expected a checkpoint"
     if head.startswith(b"version https://git-lfs"):
@@ -233,11 +229,9 @@ _DTYPE_BY_ELEMENT = {"float16": FP16, "bfloat16": BF16, "float32": FP32}
 
 
 def convert_elements(tensor: TorchTensor, dtype: DType) -> Elements:
-    """The elements of `tensor` as words of `dtype`, with its shape.
-
-    Elements of the same type keep their bits. All others become float32 first and are rounded from there to the
-    nearest, ties to even, beyond the range to infinity; float64 is therefore rounded twice, as torch does it.
-    """
+    """Return the elements of `tensor` in `dtype`, with its shape."""
+    # Other types become float32 first and are rounded from there to the nearest, ties to even, beyond the range to
+    # infinity; float64 is therefore rounded twice, as torch does it.
     if not _has_dtype(tensor, dtype):
         return round_float32(tensor.to_float32(), dtype)
     check_convertible(tensor, dtype)
@@ -249,10 +243,9 @@ def convert_elements(tensor: TorchTensor, dtype: DType) -> Elements:
 
 
 def check_convertible(tensor: TorchTensor, dtype: DType) -> None:
-    """Refuse what the published converter cannot write, although the elements can be read.
-
-    torch hands a tensor with the negation bit to numpy only after it had a reason to copy it: another type, or strides.
-    """
+    """Refuse what the published converter cannot write, although the elements can be read."""
+    # torch hands a tensor with the negation bit to numpy only after it had a reason to copy it: another type, or
+    # strides.
     if tensor.is_negated and tensor.is_contiguous and _has_dtype(tensor, dtype):
         raise CheckpointError(
             f"a {tensor.element_type.name} tensor with torch's negation bit, which the published converter cannot "
@@ -268,7 +261,7 @@ _EXPONENT_MASKS = {FP16: 0x7C00, BF16: 0x7F80, FP32: 0x7F80_0000}
 
 
 def count_non_finite(elements: Elements, dtype: DType) -> int:
-    """How many of the words are infinite or no number."""
+    """Return how many elements are infinite or NaN."""
     exponent = np.array(_EXPONENT_MASKS[dtype], f"u{dtype.itemsize}")
     bits = elements.view(exponent.dtype)
     return int(np.count_nonzero((bits & exponent) == exponent))

@@ -32,8 +32,8 @@ from .select import ConvertOptions, TensorSelection, select_tensors
 if TYPE_CHECKING:
     from ..formats.base import Sink
 
+#: Keys of the weight file's own metadata: as text, or as hexadecimal digits where it is no UTF-8.
 TEXT_KEY, HEX_KEY = "metadata", "metadata_hex"
-"""Where the weight file's own metadata stands: as text, or as hexadecimal digits where it is no UTF-8."""
 
 _HEADER_FIELDS = tuple(field.name for field in fields(WeightFileHeader))
 _INHERITED_FIELDS = ("compression_factor", "min_seq_len", "num_heads", "head_dim")
@@ -46,7 +46,7 @@ class ExportedMetadata(NamedTuple):
     metadata: bytes
 
     def fill_defaults(self, options: ConvertOptions, specified_options: Collection[str]) -> ConvertOptions:
-        """`options` with what was noted in the place of every default; names in `specified_options` were said."""
+        """Replace every default in `options`, except `specified_options`, by the exported value."""
         exported: dict[str, Any] = {name: getattr(self.header, name) for name in _INHERITED_FIELDS}
         exported |= {"dtype": self.header.dtype.name, "metadata": self.metadata}
         defaults = ConvertOptions()
@@ -58,7 +58,7 @@ class ExportedMetadata(NamedTuple):
         return replace(options, **inherited)
 
     def iter_notices(self, written_header: WeightFileHeader, metadata: bytes) -> Iterator[str]:
-        """What a conversion took over, and what it did not."""
+        """Describe what a conversion adopted, and what not."""
         yield "header fields and metadata that were not said are those that the checkpoint's own metadata notes"
         for name in _HEADER_FIELDS:
             exported_value, written_value = getattr(self.header, name), getattr(written_header, name)
@@ -69,7 +69,7 @@ class ExportedMetadata(NamedTuple):
 
 
 def read_exported_metadata(texts: Mapping[str, str]) -> ExportedMetadata | None:
-    """What an export noted; None where `texts` hold no such thing, or nothing that can be."""
+    """Return what an export recorded; None where `texts` contain none, or an invalid one."""
     field_texts = {name: texts.get(name, "") for name in _HEADER_FIELDS}
     if field_texts["magic"] != str(MAGIC) or not all(re.fullmatch(r"\d{1,10}", text) for text in field_texts.values()):
         return None
@@ -134,20 +134,20 @@ class ConvertResult(Record):
 
 
 class PreparedConversion(NamedTuple):
-    """A checkpoint and what a conversion takes of it."""
+    """A checkpoint and the tensors that a conversion selects."""
 
     checkpoint: Checkpoint
     selection: TensorSelection
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weight file."""
+        """Return the bytes of the weight file."""
         return self.selection.nbytes
 
     def write_weight_file(
         self, target: str | os.PathLike[str] | Sink, *, overwrite: bool = False, progress: Progress | None = None
     ) -> ConvertResult:
-        """The second half of `convert_checkpoint`."""
+        """Write the weight file; the second half of `convert_checkpoint`."""
         if not isinstance(target, str | os.PathLike):
             return _write_to_sink(self, _STREAM_NAME, target, progress)
         with wrap_os_errors(target):
@@ -169,21 +169,21 @@ def convert_checkpoint(
 ) -> ConvertResult:
     """Convert a checkpoint to a weight file.
 
-    Of a ``.safetensors`` file that `export` made, options that were not said are what the weight file had, so that the
-    same weight file comes back.
+    For a ``.safetensors`` file that `export_weights` wrote, options default to those of the exported weight file, so
+    that it is reproduced.
 
     Parameters
     ----------
     source
         ``.pth``, ``.pt`` or ``.safetensors``; ``"-"`` for standard input.
     target
-        The weight file, which appears complete or not at all; directories above it are made. Or a stream to write to.
+        The weight file, which appears complete or not at all, with its directories; or a stream to write to.
     options
-        See there.
+        Options of the conversion.
     specified_options
         Names of options that count at their defaults too.
     overwrite
-        Replace what exists.
+        Replace an existing file.
     progress
         Called with the bytes of each block written.
 
@@ -192,7 +192,7 @@ def convert_checkpoint(
     CheckpointError, KvmnnError
         For a checkpoint or options that give no weight file, or one that `verify` refuses (`as_reference` writes it).
     OutputError
-        When the file exists or cannot be written.
+        If the file exists or cannot be written.
     """
     return prepare_conversion(source, options, specified_options=specified_options).write_weight_file(
         target, overwrite=overwrite, progress=progress
@@ -206,10 +206,9 @@ def prepare_conversion(
     specified_options: Collection[str] = (),
     max_bytes: int | None = None,
 ) -> PreparedConversion:
-    """Open a checkpoint, choose its tensors, and read what they lie in, checksums included; errors as for
-    `convert_checkpoint`.
+    """Open a checkpoint, select its tensors, and read their storages; errors as for `convert_checkpoint`.
 
-    With `max_bytes` one whose storages hold more bytes is a `LimitError`.
+    One whose storages hold more than `max_bytes` is a `LimitError`.
     """
     options = options or ConvertOptions()
     checkpoint = open_checkpoint(source, max_bytes=max_bytes)
@@ -233,8 +232,11 @@ def prepare_conversion(
 
 
 def _check_semantics(selection: TensorSelection) -> None:
-    """Refuse to make what `verify` refuses."""
-    blocks = [(*_get_shape(linear.weight), linear.bias is not None) for linear in selection.linears]
+    """Refuse to write what `verify` refuses."""
+    blocks = []
+    for linear in selection.linears:
+        rows, cols = linear.weight.shape
+        blocks.append((rows, cols, linear.bias is not None))
     for fault in check_semantics(WeightFilePlan(selection.header, blocks)):
         raise CheckpointError(
             f"gives a weight file that kvmnn verify refuses: {fault.text} ({fault.reason}); --as-reference writes it"
@@ -247,11 +249,6 @@ def _check_semantics(selection: TensorSelection) -> None:
         )
 
 
-def _get_shape(tensor: TorchTensor) -> tuple[int, int]:
-    rows, cols = tensor.shape
-    return rows, cols
-
-
 def _write_to_sink(prepared: PreparedConversion, target: str, sink: Sink, progress: Progress | None) -> ConvertResult:
     checkpoint, selection = prepared
     hashing_sink = _HashingSink(sink)
@@ -259,6 +256,12 @@ def _write_to_sink(prepared: PreparedConversion, target: str, sink: Sink, progre
     with prefix_errors(checkpoint.label):
         nbytes = kvcm.write_weight_file(
             hashing_sink, selection.header, rounder.iter_blocks(), metadata=selection.metadata, allow_empty=True
+        )
+    warnings = list(selection.warnings)
+    if rounder.non_finite:
+        warnings.append(
+            f"{rounder.non_finite} elements are infinite or no number as {selection.header.dtype.name}, the first in "
+            f"{rounder.first_name!r}"
         )
     return ConvertResult(
         source=checkpoint.path,
@@ -268,19 +271,19 @@ def _write_to_sink(prepared: PreparedConversion, target: str, sink: Sink, progre
         sha256=hashing_sink.digest.hexdigest(),
         rounded_types=selection.rounded_types,
         non_finite=rounder.non_finite,
-        warnings=[*selection.warnings, *rounder.iter_warnings()],
+        warnings=warnings,
         notices=selection.notices,
         unused=selection.unused_keys,
     )
 
 
 class _BlockRounder:
-    """Blocks made one by one, and what became of their elements."""
+    """Creates blocks one by one, and counts elements that are not finite."""
 
     def __init__(self, selection: TensorSelection, progress: Progress | None) -> None:
         self._selection = selection
         self._progress = progress
-        self._first_name = ""
+        self.first_name = ""
         self.non_finite = 0
 
     def iter_blocks(self) -> Iterator[tuple[Elements, Elements | None]]:
@@ -294,18 +297,13 @@ class _BlockRounder:
     def _round_tensor(self, name: str, tensor: TorchTensor) -> Elements:
         elements = convert_elements(tensor, self._selection.header.dtype)
         if num_non_finite := count_non_finite(elements, self._selection.header.dtype):
-            self._first_name = self._first_name or name
+            self.first_name = self.first_name or name
             self.non_finite += num_non_finite
         return elements
 
-    def iter_warnings(self) -> Iterator[str]:
-        if self.non_finite:
-            name = self._selection.header.dtype.name
-            yield f"{self.non_finite} elements are infinite or no number as {name}, the first in {self._first_name!r}"
-
 
 class _HashingSink:
-    """A sink in front of a sink."""
+    """A sink that hashes what it passes on."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink

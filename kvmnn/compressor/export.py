@@ -42,7 +42,7 @@ class WeightsExportResult(Record):
     @property
     @json_key(after="target")
     def label(self) -> str:
-        """``LOSSLESS`` of what was read again and compared, else ``UNCHANGED``."""
+        """Return ``LOSSLESS`` if the output was read back and compared, else ``UNCHANGED``."""
         return LOSSLESS if self.is_verified else UNCHANGED
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ class WeightsExportResult(Record):
 def iter_named_tensors(
     file: WeightFile, prefixes: tuple[str, ...] | None = None, slots: tuple[int, ...] | None = None
 ) -> Iterator[tuple[str, Elements]]:
-    """``(name, words)`` of every weight and bias, as a checkpoint calls them."""
+    """Iterate over the name and elements of every weight and bias, as a checkpoint calls them."""
     blocks = file.header.weight_count_per_layer
     prefixes, slots = prefixes or infer_prefixes(file), slots or DEFAULT_SLOTS
     if blocks != len(prefixes) * SLOTS_PER_PREFIX or len(set(prefixes)) < len(prefixes) or len(set(slots)) < len(slots):
@@ -78,10 +78,10 @@ def export_weights(
 ) -> WeightsExportResult:
     """Write every weight and bias under its name, and read them back.
 
-    bf16 becomes BF16 in ``.safetensors`` and uint16 in ``.npz``.
-
-    The header's fields and the metadata (key ``metadata``; as hexadecimal digits under ``metadata_hex`` where it is no
-    UTF-8) go into the metadata of a ``.safetensors`` file; ``.npz`` has no place for them.
+    bf16 becomes BF16 in ``.safetensors`` and uint16 in ``.npz``. The header's fields and the metadata (key
+    ``metadata``; as hexadecimal digits under ``metadata_hex`` where it is no UTF-8) go into the metadata of a
+    ``.safetensors`` file;
+    ``.npz`` cannot store them.
 
     Parameters
     ----------
@@ -90,18 +90,18 @@ def export_weights(
     target
         A ``.safetensors`` or ``.npz`` file.
     prefixes, slots
-        As for `iter_named_tensors`.
+        Names of the compressors, and positions of their Linear layers.
     overwrite
-        Replace what exists.
+        Replace an existing file.
 
     Raises
     ------
     OptionError
         For another kind of target.
     KvmnnError
-        For names that do not go with the file.
+        For names that do not fit the file.
     OutputError
-        When the target exists, cannot be written, or does not read back.
+        If the target exists, cannot be written, or does not read back.
     """
     if PurePath(target).suffix.lower() not in EXPORT_SUFFIXES:
         raise OptionError(f"{os.fspath(target)}: expected a name that ends in {' or '.join(EXPORT_SUFFIXES)}")
@@ -113,8 +113,8 @@ def export_weights(
     ]
     metadata = export_metadata(file)
     with FileOutput(target, force=overwrite, exclude=[file.label]) as output:
-        runs = ((number, _to_bytes(words)) for number, (_, words) in enumerate(tensors))
-        write_file(output, os.fspath(target), arrays, runs, metadata)
+        chunks = ((number, chunk) for number, (_, words) in enumerate(tensors) for chunk in _read_elements(words))
+        write_file(output, os.fspath(target), arrays, chunks, metadata)
         output.commit()
         is_verified = not output.is_device
     source = file.label if isinstance(weights, WeightFile) else os.fspath(weights)
@@ -128,30 +128,19 @@ def export_weights(
 
 
 def export_metadata(file: WeightFile) -> dict[str, str]:
-    """Header and metadata of a weight file as texts."""
-    return {name: str(value) for name, value in file.header.to_dict().items()} | _encode_metadata(file.metadata)
-
-
-def _encode_metadata(data: bytes) -> dict[str, str]:
-    if not data:
-        return {}
-    try:
-        return {TEXT_KEY: data.decode("utf-8")}
-    except UnicodeDecodeError:
-        return {HEX_KEY: data.hex()}
-
-
-def _to_bytes(elements: Elements) -> Chunk:
-    return np.ascontiguousarray(elements).reshape(-1).view(np.uint8)
+    """Return header and metadata of a weight file as texts."""
+    texts = {name: str(value) for name, value in file.header.to_dict().items()}
+    if file.metadata:
+        try:
+            texts[TEXT_KEY] = file.metadata.decode("utf-8")
+        except UnicodeDecodeError:
+            texts[HEX_KEY] = file.metadata.hex()
+    return texts
 
 
 def to_source(path: str | os.PathLike[str]) -> Source:
-    """Every weight and bias under the name that `export` gives it; header and metadata as `export` notes them.
-
-    Raises
-    ------
-    WeightsError
-        For a file that is not well-formed.
+    """Open every weight and bias under its exported name, with header and metadata; `WeightsError` for a damaged
+    file.
     """
     file = read_weight_file(path)
     arrays = [
@@ -168,7 +157,7 @@ def to_source(path: str | os.PathLike[str]) -> Source:
 
 
 def describe_header_differences(first: Mapping[str, str], second: Mapping[str, str]) -> Iterator[str]:
-    """How header fields and metadata differ, in words, where both are noted as `export` notes them."""
+    """Describe how header fields and metadata differ between two exports."""
     first_metadata, second_metadata = read_exported_metadata(first), read_exported_metadata(second)
     if first_metadata is None or second_metadata is None:
         return
@@ -179,5 +168,5 @@ def describe_header_differences(first: Mapping[str, str], second: Mapping[str, s
         yield "metadata: other bytes"
 
 
-def _read_elements(elements: Elements, _: int) -> Iterator[Chunk]:
+def _read_elements(elements: Elements, _: int = 0) -> Iterator[Chunk]:
     yield np.ascontiguousarray(elements).reshape(-1).view(np.uint8)

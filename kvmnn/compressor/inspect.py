@@ -29,8 +29,7 @@ from .kvcm import (
 from .select import ConvertOptions, TensorSelection, select_tensors
 from .verify import infer_prefixes
 
-_NUM_HEAD_BYTES = 64
-"""Bytes of metadata that is no list of entries, in the JSON."""
+_NUM_HEAD_BYTES = 64  # bytes in the JSON, of metadata without entries
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class WeightInfo(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class _ContentsInfo:
-    """What both kinds of account have."""
+    """Contents of a weight file or a checkpoint."""
 
     #: The file.
     path: str
@@ -110,16 +109,9 @@ class _ContentsInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightFileInfo(_ContentsInfo):
-    """What a weight file holds.
+    """Contents of a weight file."""
 
-    Attributes
-    ----------
-    path, header, metadata, rows, parts, size
-        The file, its header and metadata, its weights, and its bytes by what they are for.
-    warnings
-        What loaders take but no converter writes.
-    """
-
+    #: What loaders accept but no converter writes.
     warnings: list[str]
 
     def to_dict(self) -> dict[str, Any]:
@@ -140,22 +132,13 @@ class WeightFileInfo(_ContentsInfo):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointInfo(_ContentsInfo):
-    """What a checkpoint holds, and what a conversion would take of it.
+    """Contents of a checkpoint, and what a conversion would select; header and metadata are those it would write."""
 
-    Attributes
-    ----------
-    path, header, metadata, rows, parts, size
-        The file, the header and metadata that `convert` would write, the weights, and bytes by what they are for.
-    container
-        ``"torch zip"``, ``"torch legacy"`` or ``"safetensors"``.
-    selection
-        What a conversion would take.
-    notices
-        What was unusual about reading it.
-    """
-
+    #: ``"torch zip"``, ``"torch legacy"`` or ``"safetensors"``.
     container: str
+    #: What a conversion would select.
     selection: TensorSelection
+    #: What was unusual about reading it.
     notices: list[str]
 
     def to_dict(self) -> dict[str, Any]:
@@ -180,21 +163,21 @@ class CheckpointInfo(_ContentsInfo):
 def inspect_weights(
     path: str | os.PathLike[str], options: ConvertOptions | None = None
 ) -> WeightFileInfo | CheckpointInfo:
-    """Account for a weight file or a checkpoint.
+    """List the contents of a weight file or a checkpoint.
 
     Parameters
     ----------
     path
         Either.
     options
-        What a conversion of the checkpoint would be told.
+        Options of a conversion of the checkpoint.
 
     Raises
     ------
     WeightsError, CheckpointError
-        For a file that is damaged, and for a checkpoint without a compressor.
+        For a damaged file, and for a checkpoint without a compressor.
     SourceError
-        When it cannot be read.
+        If it cannot be read.
     """
     path = os.fspath(path)
     if is_weight_file(path):
@@ -203,7 +186,7 @@ def inspect_weights(
 
 
 def inspect_weight_file(file: WeightFile) -> WeightFileInfo:
-    """Account for a weight file."""
+    """List the contents of a weight file."""
     itemsize = file.header.dtype.itemsize
     weights = biases = 0
     for placement in file.iter_placements():
@@ -220,29 +203,26 @@ def inspect_weight_file(file: WeightFile) -> WeightFileInfo:
     warnings = [text for _, text in file.warnings]
     if file.trailing_bytes:
         warnings.append(f"{file.trailing_bytes} bytes follow the last block: kvmnn verify refuses the file")
+    rows, prefixes = [], infer_prefixes(file)
+    for block in file.iter_blocks():
+        prefix = prefixes[block.prefix] if block.prefix < len(prefixes) else f"prefix{block.prefix}"
+        name = f"{prefix}.{block.layer}.{DEFAULT_SLOTS[block.index % SLOTS_PER_PREFIX]}"
+        values = [block.convert_weight_to_float32()] + ([] if block.bias is None else [to_float32(block.bias)])
+        shape, has_bias = (block.rows, block.cols), block.bias is not None
+        rows.append(_build_row(block.layer, name, shape, has_bias, file.header.dtype.name, values))
     return WeightFileInfo(
         path=file.label,
         header=file.header,
         metadata=file.metadata,
-        rows=list(_iter_file_rows(file)),
+        rows=rows,
         parts=parts,
         size=file.size,
         warnings=warnings,
     )
 
 
-def _iter_file_rows(file: WeightFile) -> Iterator[WeightInfo]:
-    prefixes = infer_prefixes(file)
-    for block in file.iter_blocks():
-        prefix = prefixes[block.prefix] if block.prefix < len(prefixes) else f"prefix{block.prefix}"
-        name = f"{prefix}.{block.layer}.{DEFAULT_SLOTS[block.index % SLOTS_PER_PREFIX]}"
-        values = [block.convert_weight_to_float32()] + ([] if block.bias is None else [to_float32(block.bias)])
-        shape, has_bias = (block.rows, block.cols), block.bias is not None
-        yield _build_row(block.layer, name, shape, has_bias, file.header.dtype.name, values)
-
-
 def inspect_checkpoint(checkpoint: Checkpoint, options: ConvertOptions) -> CheckpointInfo:
-    """Account for a checkpoint."""
+    """List the contents of a checkpoint."""
     with prefix_errors(checkpoint.label):
         selection = select_tensors(checkpoint.root, options)
         rows = list(_iter_checkpoint_rows(checkpoint.label, selection))
@@ -293,20 +273,10 @@ def _build_row(
 ) -> WeightInfo:
     flat = np.concatenate([array.reshape(-1) for array in values]).astype(np.float64)
     finite = flat[np.isfinite(flat)]
-    if not finite.size:
-        return WeightInfo(layer, name, shape, bias, dtype, None, None, None, None, flat.size)
-    return WeightInfo(
-        layer=layer,
-        name=name,
-        shape=shape,
-        bias=bias,
-        dtype=dtype,
-        minimum=float(finite.min()),
-        maximum=float(finite.max()),
-        mean=float(finite.mean()),
-        std=float(finite.std()),
-        non_finite=int(flat.size - finite.size),
-    )
+    stats: tuple[float | None, float | None, float | None, float | None] = (None, None, None, None)
+    if finite.size:
+        stats = float(finite.min()), float(finite.max()), float(finite.mean()), float(finite.std())
+    return WeightInfo(layer, name, shape, bias, dtype, *stats, int(flat.size - finite.size))
 
 
 def _format_rows(rows: list[WeightInfo]) -> list[str]:
@@ -331,7 +301,7 @@ def _format_number(value: float | None, width: int) -> str:
 
 
 def _escape_text(text: str) -> str:
-    """A text of the file without control characters."""
+    """Escape a text of the file that has control characters."""
     return text if text.isprintable() else ascii(text)
 
 

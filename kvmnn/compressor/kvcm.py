@@ -1,15 +1,8 @@
-"""Words of fp16, bf16 and fp32 as float32, and float32 as such words.
-
-What a KVCM weight file is made of: its constants, its header, its blocks.
-
-The metadata of a weight file: bytes between header and blocks, which loaders skip and the format says nothing about.
-
-kvmnn writes a JSON object of texts there, and takes whatever others wrote.
-
-KVCM weight files (``.bin``): header, metadata, then weight blocks layer by layer. docs/compressor-weights.md.
+"""KVCM weight files (``.bin``): header, metadata, then weight blocks layer by layer (docs/compressor-weights.md).
 
 Reading maps the file and takes views of it: nothing is copied, and nothing is allocated for a number that the file
-merely claims. A file has no names; a block is known by its place: layer, prefix, slot.
+merely claims. A file has no names; a block is identified by layer, prefix and slot. Loaders skip the metadata, which
+the format does not define: kvmnn writes a JSON object of texts, and accepts any bytes.
 """
 
 from __future__ import annotations
@@ -37,14 +30,14 @@ if TYPE_CHECKING:
 
 
 def to_float32(elements: Elements) -> Floats:
-    """float16, float32 or bf16 (uint16) words as float32: exact, and a view where they are float32 already."""
+    """Convert float16, float32 or bf16 (uint16) elements to float32: exact, and a view of float32."""
     if elements.dtype.kind == "u":
         return (elements.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return elements.astype(np.float32, copy=False)
 
 
 def round_float32(floats: Floats, dtype: DType) -> Elements:
-    """float32 to words of `dtype`; NaN stays NaN, with a payload that nothing promises."""
+    """Round float32 to elements of `dtype`; NaN stays NaN, with any payload."""
     if dtype == FP32:
         return floats.astype(dtype.numpy_dtype, copy=False)
     if dtype == FP16:
@@ -64,19 +57,17 @@ def round_float32(floats: Floats, dtype: DType) -> Elements:
 MAGIC = 0x4B56434D
 MAGIC_BYTES = MAGIC.to_bytes(4, "little")
 VERSION = 1
-DTYPES: tuple[DType, ...] = (FP16, BF16, FP32)
-"""Element types by their code in the header."""
+DTYPES: tuple[DType, ...] = (FP16, BF16, FP32)  # by their code in the header
 
+# Limits of the runtime's loader.
 MAX_LAYERS = 10_000
 MAX_WEIGHTS_PER_LAYER = 4_096
 MAX_WEIGHT_ELEMENTS = 100_000_000
-"""What the runtime's loader allows: layers, weights in a layer, elements in a weight."""
 
+#: Order in which the runtime takes the blocks of a layer: text K, text V, image K, image V.
 DEFAULT_PREFIXES = ("compress_tk", "compress_tv", "compress_ik", "compress_iv")
-"""Order in which the runtime takes the blocks of a layer: text K, text V, image K, image V."""
 TEXT_PREFIXES = DEFAULT_PREFIXES[:2]
-DEFAULT_SLOTS = (0, 3, 6)
-"""Positions of the three Linear layers among the modules of one compressor."""
+DEFAULT_SLOTS = (0, 3, 6)  # positions of the three Linear layers among the modules of one compressor
 SLOTS_PER_PREFIX = 3
 
 HEADER_STRUCT = struct.Struct("<IIHHIIIIIIII")
@@ -111,11 +102,11 @@ class WeightFileHeader(Record):
 
     @property
     def dtype(self) -> DType:
-        """The element type that `dtype_code` stands for."""
+        """Return the element type of `dtype_code`."""
         return DTYPES[self.dtype_code]
 
     def pack(self) -> bytes:
-        """The 44 bytes."""
+        """Return the 44 bytes."""
         for name, value in self.to_dict().items():
             limit = 0xFFFF if name in ("dtype_code", "reserved") else MAX_U32
             if not 0 <= value <= limit:
@@ -124,10 +115,10 @@ class WeightFileHeader(Record):
         return HEADER_STRUCT.pack(*self.to_dict().values())
 
 
+#: Offset of each header field in bytes.
 FIELD_OFFSETS = dict(
     zip((f.name for f in fields(WeightFileHeader)), (0, 4, 8, 10, 12, 16, 20, 24, 28, 32, 36, 40), strict=True)
 )
-"""Where each header field lies (bytes)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,30 +147,30 @@ class WeightBlock:
 
     @property
     def prefix(self) -> int:
-        """Position of the compressor within the layer: 0 text K, 1 text V, 2 image K, 3 image V."""
+        """Return the compressor's position in the layer: 0 text K, 1 text V, 2 image K, 3 image V."""
         return self.index // SLOTS_PER_PREFIX
 
     @property
     def slot(self) -> int:
-        """Position within the compressor: 0, 1, 2."""
+        """Return the position within the compressor: 0, 1, 2."""
         return self.index % SLOTS_PER_PREFIX
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the block in the file, its own 12 byte head included."""
+        """Return the bytes of the block in the file, its head included."""
         return BLOCK_HEADER_BYTES + self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
     def convert_weight_to_float32(self) -> Floats:
-        """The weight as float32 ``[rows, cols]``; a view where the file holds fp32."""
+        """Return the weight as float32 ``[rows, cols]``; a view where the file holds fp32."""
         return to_float32(self.weight)
 
     def convert_bias_to_float32(self) -> Floats | None:
-        """The bias as float32 ``[rows]``, or None."""
+        """Return the bias as float32 ``[rows]``, or None."""
         return None if self.bias is None else to_float32(self.bias)
 
 
 class BlockPlacement(NamedTuple):
-    """Where a block lies and what its head says."""
+    """Where a block starts and what its head contains."""
 
     offset: int
     rows: int
@@ -187,15 +178,12 @@ class BlockPlacement(NamedTuple):
     has_bias: bool
 
 
-_ALIGNMENT_BYTES = 4
-"""Blanks fill the JSON up to a multiple of this, so that the words of fp32 weights lie where they would without it."""
-
-_MAX_JSON_BYTES = 1 << 20
-"""Bytes of the largest metadata that is looked at as JSON."""
+_ALIGNMENT_BYTES = 4  # blanks fill the JSON up to a multiple of this, so that fp32 weights stay aligned
+_MAX_JSON_BYTES = 1 << 20  # of metadata that is parsed as JSON
 
 
 def pack_metadata(entries: Mapping[str, str] | bytes) -> bytes:
-    """The bytes that hold `entries`, in their order; none for none. Bytes stay what they are."""
+    """Return the bytes of `entries`, in their order; bytes stay what they are."""
     if isinstance(entries, bytes):
         return entries
     if not entries:
@@ -211,7 +199,7 @@ def pack_metadata(entries: Mapping[str, str] | bytes) -> bytes:
 
 
 def unpack_metadata(metadata: bytes) -> dict[str, str] | None:
-    """The entries, where the bytes are a JSON object of texts; None where they are anything else."""
+    """Return the entries, where the bytes are a JSON object of texts; None for anything else."""
     if not metadata.startswith(b"{"):
         return None
     try:
@@ -221,41 +209,33 @@ def unpack_metadata(metadata: bytes) -> dict[str, str] | None:
 
 
 def describe_metadata_differences(actual: bytes, expected: bytes) -> list[str]:
-    """How metadata differs from what it should be: by key where both are JSON objects; none if it does not.
-
-    The order of the keys is no difference.
-    """
+    """Describe how metadata differs from what is expected: by key where both are JSON objects."""
     if actual == expected:
         return []
     actual_entries, expected_entries = unpack_metadata(actual or b"{}"), unpack_metadata(expected or b"{}")
     if actual_entries is None or expected_entries is None:
         return [f"metadata is {format_metadata(actual)}: expected {format_metadata(expected)}"]
     if actual_entries == expected_entries and pack_metadata(actual_entries) == actual:
-        return []  # the order in which entries were said is no difference
-    keys = [
-        key
-        for key in {**expected_entries, **actual_entries}
-        if key not in actual_entries or key not in expected_entries or actual_entries[key] != expected_entries[key]
-    ]
-    return [
-        f"metadata {key!a} is {_format_entry(actual_entries, key)}: expected {_format_entry(expected_entries, key)}"
-        for key in keys
-    ] or ["metadata holds the same entries in other bytes: expected those of kvmnn compressor convert"]
+        return []  # the order of the keys is no difference
+    differences = []
+    for key in {**expected_entries, **actual_entries}:
+        actual_text, expected_text = (
+            ascii(entries[key]) if key in entries else "not there" for entries in (actual_entries, expected_entries)
+        )
+        if actual_text != expected_text:
+            differences.append(f"metadata {key!a} is {actual_text}: expected {expected_text}")
+    return differences or ["metadata holds the same entries in other bytes: expected those of kvmnn compressor convert"]
 
 
 def format_metadata(metadata: bytes) -> str:
-    """The bytes for people: how many, and the first of them."""
+    """Format how many bytes there are, and the first of them."""
     if not metadata:
         return "not there"
     return f"{len(metadata)} bytes, {metadata[:32]!r}{'...' if len(metadata) > 32 else ''}"
 
 
-def _format_entry(entries: dict[str, str], key: str) -> str:
-    return ascii(entries[key]) if key in entries else "not there"
-
-
 class WeightFile:
-    """A weight file that has been checked; blocks are views made when asked for.
+    """A weight file that has been checked; blocks are views, created on access.
 
     Attributes
     ----------
@@ -263,12 +243,10 @@ class WeightFile:
         What messages call the file.
     header
         The `WeightFileHeader`.
-    trailing_bytes
-        Bytes behind the last block; 0 unless they were tolerated.
-    size
-        Bytes of the file.
+    size, trailing_bytes
+        Bytes of the file, and those after the last block; 0 unless they were tolerated.
     warnings
-        ``(reason, text)`` of what a loader takes but a writer should not write.
+        ``(reason, text)`` of what a loader accepts but a writer should not write.
     """
 
     def __init__(self, label: str, data: npt.NDArray[np.uint8], *, allow_trailing: bool) -> None:
@@ -293,34 +271,34 @@ class WeightFile:
 
     @property
     def metadata(self) -> bytes:
-        """A copy of the bytes between header and blocks."""
+        """Return a copy of the bytes between header and blocks."""
         return self._data[HEADER_BYTES : HEADER_BYTES + self.header.metadata_size_bytes].tobytes()
 
     @property
     def sha256(self) -> str:
-        """Of the whole file, as it was read."""
+        """Return the hash of the whole file."""
         return hashlib.sha256(self._data.data).hexdigest()
 
     def get_placement(self, layer: int, index: int) -> BlockPlacement:
-        """Offset and shape of block `index` of `layer`, without touching its data."""
+        """Return offset and shape of block `index` of `layer`, without touching its data."""
         header = self.header
         if not (0 <= layer < header.num_layers and 0 <= index < header.weight_count_per_layer):
             raise KvmnnError(
                 f"{self.label}: has no block {index} in layer {layer}: it has {header.num_layers} layers "
                 f"of {header.weight_count_per_layer} blocks"
             )
-        position = layer * header.weight_count_per_layer + index
-        return BlockPlacement(
-            self._offsets[position], self._rows[position], self._cols[position], bool(self._has_bias[position])
-        )
+        return self._build_placement(layer * header.weight_count_per_layer + index)
 
     def iter_placements(self) -> Iterator[BlockPlacement]:
-        """All places in file order."""
-        for position, offset in enumerate(self._offsets):
-            yield BlockPlacement(offset, self._rows[position], self._cols[position], bool(self._has_bias[position]))
+        """Iterate over all placements in file order."""
+        return map(self._build_placement, range(len(self)))
+
+    def _build_placement(self, position: int) -> BlockPlacement:
+        has_bias = bool(self._has_bias[position])
+        return BlockPlacement(self._offsets[position], self._rows[position], self._cols[position], has_bias)
 
     def get_block(self, layer: int, index: int) -> WeightBlock:
-        """Block `index` (prefix x 3 + slot) of `layer`."""
+        """Return block `index` (prefix x 3 + slot) of `layer`."""
         placement = self.get_placement(layer, index)
         element_type = self.header.dtype.numpy_dtype
         begin = placement.offset + BLOCK_HEADER_BYTES
@@ -331,7 +309,7 @@ class WeightFile:
         return WeightBlock(layer, index, placement.offset, weight, bias)
 
     def iter_blocks(self) -> Iterator[WeightBlock]:
-        """All blocks in file order."""
+        """Iterate over all blocks in file order."""
         for layer in range(self.header.num_layers):
             for index in range(self.header.weight_count_per_layer):
                 yield self.get_block(layer, index)
@@ -343,73 +321,54 @@ class WeightFile:
             )
         names = (field.name for field in fields(WeightFileHeader))
         header = WeightFileHeader(**dict(zip(names, HEADER_STRUCT.unpack_from(self._data.data), strict=True)))
-        self._check_field(header, "magic", "bad_magic", header.magic == MAGIC, f"{MAGIC:#010x}{self._describe_magic()}")
-        self._check_field(header, "version", "bad_version", header.version == VERSION, f"{VERSION}")
-        self._check_field(
-            header,
-            "dtype_code",
-            "bad_dtype",
-            header.dtype_code < len(DTYPES),
-            ", ".join(f"{code} ({dtype.name})" for code, dtype in enumerate(DTYPES)),
+        max_metadata = self.size - HEADER_BYTES
+        dtypes_text = ", ".join(f"{code} ({dtype.name})" for code, dtype in enumerate(DTYPES))
+        checks = (
+            ("magic", "bad_magic", MAGIC, MAGIC, f"{MAGIC:#010x}{self._describe_magic()}"),
+            ("version", "bad_version", VERSION, VERSION, f"{VERSION}"),
+            ("dtype_code", "bad_dtype", 0, len(DTYPES) - 1, dtypes_text),
+            ("num_layers", "bad_num_layers", 1, MAX_LAYERS, f"1 to {MAX_LAYERS}"),
+            ("weight_count_per_layer", "bad_weight_count", 1, MAX_WEIGHTS_PER_LAYER, f"1 to {MAX_WEIGHTS_PER_LAYER}"),
+            (
+                "metadata_size_bytes",
+                "bad_metadata_size",
+                0,
+                max_metadata,
+                f"at most {max_metadata}, the bytes after the header",
+            ),
         )
-        self._check_field(
-            header, "num_layers", "bad_num_layers", 0 < header.num_layers <= MAX_LAYERS, f"1 to {MAX_LAYERS}"
-        )
-        self._check_field(
-            header,
-            "weight_count_per_layer",
-            "bad_weight_count",
-            0 < header.weight_count_per_layer <= MAX_WEIGHTS_PER_LAYER,
-            f"1 to {MAX_WEIGHTS_PER_LAYER}",
-        )
-        self._check_field(
-            header,
-            "metadata_size_bytes",
-            "bad_metadata_size",
-            header.metadata_size_bytes <= self.size - HEADER_BYTES,
-            f"at most {self.size - HEADER_BYTES}, the bytes after the header",
-        )
+        for name, reason, minimum, maximum, expected in checks:
+            value = getattr(header, name)
+            if not minimum <= value <= maximum:
+                value_text = f"{value:#010x}" if name == "magic" else str(value)
+                text = f"field {name} is {value_text}: expected {expected}"
+                raise self._build_error(reason, FIELD_OFFSETS[name], text)
         if header.reserved:
-            self.warnings.append(
-                (
-                    "reserved_nonzero",
-                    f"offset {FIELD_OFFSETS['reserved']}: field reserved is {header.reserved}: writers put 0",
-                )
-            )
+            text = f"offset {FIELD_OFFSETS['reserved']}: field reserved is {header.reserved}: writers put 0"
+            self.warnings.append(("reserved_nonzero", text))
         return header
 
     def _scan_blocks(self) -> int:
-        """Check every block's head and end; returns where the last one ends."""
+        """Check every block's head and end; return where the last one ends."""
         buffer = self._data.data
         itemsize = self.header.dtype.itemsize
         position = HEADER_BYTES + self.header.metadata_size_bytes
         for layer in range(self.header.num_layers):
             for index in range(self.header.weight_count_per_layer):
-                if self.size - position < BLOCK_HEADER_BYTES:
-                    raise self._build_truncation_error(layer, index, position, "head", BLOCK_HEADER_BYTES)
+                location = _describe_block(layer, index)
+                self._require_bytes(location, "head", position, position + BLOCK_HEADER_BYTES)
                 rows, cols, has_bias = BLOCK_HEADER_STRUCT.unpack_from(buffer, position)
                 if not 0 < rows * cols <= MAX_WEIGHT_ELEMENTS:
-                    raise self._build_error(
-                        "bad_shape",
-                        position,
-                        f"{_describe_block(layer, index)}: rows x cols is {rows} x {cols}: expected 1 to "
-                        f"{MAX_WEIGHT_ELEMENTS} elements",
-                    )
+                    text = f"rows x cols is {rows} x {cols}: expected 1 to {MAX_WEIGHT_ELEMENTS} elements"
+                    raise self._build_error("bad_shape", position, f"{location}: {text}")
                 if has_bias > 1:
-                    raise self._build_error(
-                        "bad_has_bias",
-                        position + 8,
-                        f"{_describe_block(layer, index)}: field has_bias is {has_bias}: expected 0 or 1",
-                    )
+                    text = f"field has_bias is {has_bias}: expected 0 or 1"
+                    raise self._build_error("bad_has_bias", position + 8, f"{location}: {text}")
                 begin = position + BLOCK_HEADER_BYTES
                 weight_end = begin + rows * cols * itemsize
                 end = weight_end + rows * itemsize * has_bias
-                if weight_end > self.size:
-                    raise self._build_truncation_error(
-                        layer, index, begin, f"{rows} x {cols} weight", weight_end - begin
-                    )
-                if end > self.size:
-                    raise self._build_truncation_error(layer, index, weight_end, f"bias of {rows}", end - weight_end)
+                self._require_bytes(location, f"{rows} x {cols} weight", begin, weight_end)
+                self._require_bytes(location, f"bias of {rows}", weight_end, end)
                 self._offsets.append(position)
                 self._rows.append(rows)
                 self._cols.append(cols)
@@ -417,27 +376,16 @@ class WeightFile:
                 position = end
         return position
 
-    def _check_field(self, header: WeightFileHeader, name: str, reason: str, is_valid: bool, expected: str) -> None:
-        if not is_valid:
-            value = getattr(header, name)
-            value_text = f"{value:#010x}" if name == "magic" else str(value)
-            raise self._build_error(reason, FIELD_OFFSETS[name], f"field {name} is {value_text}: expected {expected}")
-
-    def _build_truncation_error(
-        self, layer: int, index: int, position: int, part_name: str, num_bytes: int
-    ) -> WeightsError:
-        return self._build_error(
-            "truncated_block",
-            position,
-            f"{_describe_block(layer, index)}: the {part_name} needs {num_bytes} bytes, the file has "
-            f"{self.size - position} left",
-        )
+    def _require_bytes(self, location: str, part_name: str, begin: int, end: int) -> None:
+        if end > self.size:
+            text = f"the {part_name} needs {end - begin} bytes, the file has {self.size - begin} left"
+            raise self._build_error("truncated_block", begin, f"{location}: {text}")
 
     def _build_error(self, reason: str, offset: int, text: str) -> WeightsError:
         return WeightsError(f"{self.label}: offset {offset}: {text} ({reason})", reason=reason, offset=offset)
 
     def _describe_magic(self) -> str:
-        """What a file with the wrong magic number may be."""
+        """Return a hint at what a file with a wrong magic number may be."""
         head = self._data[:64].tobytes()
         if head.startswith(b"PK\3\4"):
             return "; this is a zip, perhaps a .pth checkpoint: kvmnn compressor convert makes a weight file of one"
@@ -460,26 +408,26 @@ def read_weight_file(path: str | os.PathLike[str], *, allow_trailing: bool = Fal
     path
         A file; ``"-"`` for standard input.
     allow_trailing
-        Take bytes behind the last block, as the runtime does.
+        Accept bytes after the last block, as the runtime does.
 
     Raises
     ------
     WeightsError
-        When the file breaks the format; carries a reason code and the offset.
+        If the file breaks the format; it carries a reason code and the offset.
     SourceError
-        When it cannot be opened.
+        If it cannot be opened.
     """
     file = MappedFile(path)
     return WeightFile(file.label, file.view(0, file.size) if file.size else _EMPTY_BYTES, allow_trailing=allow_trailing)
 
 
 def has_weight_file_magic(path: str) -> bool:
-    """Whether a file says by its magic number that it is a weight file."""
+    """Return whether a file begins with the magic number of weight files."""
     return read_head(path).startswith(MAGIC_BYTES)
 
 
 def is_weight_file(path: str) -> bool:
-    """Whether a file is a weight file: by its magic number, or by ``.bin`` where it is no frame."""
+    """Return whether a file is a weight file: by its magic number, or by ``.bin`` where it is no frame."""
     if has_weight_file_magic(path):
         return True
     if detect_engine_name(path) is not None:
@@ -492,7 +440,7 @@ def is_weight_file(path: str) -> bool:
 
 
 def parse_weight_file(data: bytes | memoryview, *, label: str = "weights", allow_trailing: bool = False) -> WeightFile:
-    """The same for bytes in memory, of which the result holds views."""
+    """Read a weight file from bytes in memory; the result holds views of them."""
     bytes_array = np.frombuffer(data, np.uint8) if len(data) else _EMPTY_BYTES
     return WeightFile(label, bytes_array, allow_trailing=allow_trailing)
 
@@ -508,13 +456,7 @@ def write_weight_file(
     metadata: bytes = b"",
     allow_empty: bool = False,
 ) -> int:
-    """Write a weight file; `blocks` may be made one by one while they are written.
-
-    Parameters
-    ----------
-    blocks
-        ``(weight [rows, cols], bias [rows] or None)`` in file order, words of ``header.dtype``.
-    """
+    """Write blocks ``(weight [rows, cols], bias [rows] or None)`` in file order; return the bytes of the file."""
     if header.metadata_size_bytes != len(metadata):
         raise KvmnnError(f"metadata has {len(metadata)} bytes, the header says {header.metadata_size_bytes}")
     expected = header.num_layers * header.weight_count_per_layer
@@ -523,7 +465,16 @@ def write_weight_file(
     num_blocks = 0
     for weight, bias in blocks:
         location = _describe_block(*divmod(num_blocks, header.weight_count_per_layer))
-        _check_block(location, header, weight, bias, allow_empty)
+        element_type = header.dtype.numpy_dtype
+        if weight.ndim != 2:
+            raise KvmnnError(f"{location}: the weight has shape {list(weight.shape)}: expected two axes")
+        if weight.dtype != element_type or (bias is not None and bias.dtype != element_type):
+            raise KvmnnError(f"{location}: holds words of type {weight.dtype}: expected {element_type}")
+        if bias is not None and bias.shape != weight.shape[:1]:
+            raise KvmnnError(f"{location}: the bias has shape {list(bias.shape)}: expected [{weight.shape[0]}]")
+        if weight.size > MAX_WEIGHT_ELEMENTS or (weight.size == 0 and not allow_empty):
+            text = f"the weight has {weight.size} elements: loaders take 1 to {MAX_WEIGHT_ELEMENTS}"
+            raise KvmnnError(f"{location}: {text}")
         rows, cols = weight.shape
         sink.write(BLOCK_HEADER_STRUCT.pack(rows, cols, bias is not None))
         total += BLOCK_HEADER_BYTES
@@ -534,17 +485,3 @@ def write_weight_file(
     if num_blocks != expected:
         raise KvmnnError(f"{num_blocks} blocks were given, the header says {expected}")
     return total
-
-
-def _check_block(
-    location: str, header: WeightFileHeader, weight: Elements, bias: Elements | None, allow_empty: bool
-) -> None:
-    element_type = header.dtype.numpy_dtype
-    if weight.ndim != 2:
-        raise KvmnnError(f"{location}: the weight has shape {list(weight.shape)}: expected two axes")
-    if weight.dtype != element_type or (bias is not None and bias.dtype != element_type):
-        raise KvmnnError(f"{location}: holds words of type {weight.dtype}: expected {element_type}")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise KvmnnError(f"{location}: the bias has shape {list(bias.shape)}: expected [{weight.shape[0]}]")
-    if weight.size > MAX_WEIGHT_ELEMENTS or (weight.size == 0 and not allow_empty):
-        raise KvmnnError(f"{location}: the weight has {weight.size} elements: loaders take 1 to {MAX_WEIGHT_ELEMENTS}")

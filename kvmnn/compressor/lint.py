@@ -21,11 +21,10 @@ from .kvcm import (
     WeightFileHeader,
 )
 
+#: The runtime compares ``min_seq_len`` with a signed count of groups, so larger values are read as negative ones.
 MAX_MIN_SEQ_LEN = 2**31 - 1
-"""The runtime compares ``min_seq_len`` with a signed count of groups, so larger values are read as negative ones."""
-
+#: Falcon-180B has 232 query heads, the most of all published models; kv heads are fewer.
 MAX_NUM_HEADS = 512
-"""Falcon-180B has 232 query heads, the most of all published models; kv heads are fewer."""
 
 
 class LintFinding(NamedTuple):
@@ -40,17 +39,14 @@ class LintFinding(NamedTuple):
 
 
 class HasShape(Protocol):
-    """A weight file, or what is about to become one, as far as its sense is concerned."""
+    """Header and shapes of a weight file, or of one that is planned."""
 
     @property
-    def header(self) -> WeightFileHeader:
-        """Its header."""
+    def header(self) -> WeightFileHeader: ...
 
-    def get_placement(self, layer: int, index: int, /) -> BlockPlacement:
-        """Offset and shape of a block."""
+    def get_placement(self, layer: int, index: int, /) -> BlockPlacement: ...
 
-    def iter_placements(self) -> Iterator[BlockPlacement]:
-        """All of them in file order."""
+    def iter_placements(self) -> Iterator[BlockPlacement]: ...
 
 
 @dataclass(frozen=True)
@@ -63,11 +59,9 @@ class WeightFilePlan:
     blocks: Sequence[tuple[int, int, bool]]
 
     def get_placement(self, layer: int, index: int, /) -> BlockPlacement:
-        """As `HasShape` has it."""
         return next(islice(self.iter_placements(), layer * self.header.weight_count_per_layer + index, None))
 
     def iter_placements(self) -> Iterator[BlockPlacement]:
-        """As `HasShape` has it."""
         offset, itemsize = HEADER_BYTES + self.header.metadata_size_bytes, self.header.dtype.itemsize
         for rows, cols, has_bias in self.blocks:
             yield BlockPlacement(offset, rows, cols, has_bias)
@@ -75,7 +69,7 @@ class WeightFilePlan:
 
 
 def check_weight_file(file: WeightFile) -> Iterator[LintFinding]:
-    """Everything that is wrong with a well-formed file, errors first, then warnings."""
+    """Report everything that is wrong with a well-formed file, errors first, then warnings."""
     yield from check_semantics(file)
     yield from check_plausible_fields(file.header)
     for reason, text in file.warnings:
@@ -90,25 +84,23 @@ def check_weight_file(file: WeightFile) -> Iterator[LintFinding]:
 
 
 def check_semantics(file: HasShape) -> Iterator[LintFinding]:
-    """What is wrong with header and shapes."""
-    yield from _check_counts(file)
+    """Report what is wrong with header and shapes."""
+    yield from _check_counts(file.header.weight_count_per_layer)
     if file.header.weight_count_per_layer % SLOTS_PER_PREFIX == 0:
         yield from _check_shapes(file)
 
 
 def check_plausible_fields(header: WeightFileHeader) -> Iterator[LintFinding]:
-    """Yield a warning for each header field that loaders take although no model or runtime has such a value."""
+    """Report header fields that loaders take although no model or runtime has such a value."""
     if not 1 <= header.min_seq_len <= MAX_MIN_SEQ_LEN:
-        yield _build_field_finding(
-            header, "min_seq_len_implausible", "min_seq_len", f"1 to {MAX_MIN_SEQ_LEN}", is_error=False
-        )
+        expected = f"1 to {MAX_MIN_SEQ_LEN}"
+        yield _build_field_finding(header, "min_seq_len_implausible", "min_seq_len", expected, is_error=False)
     if header.num_heads > MAX_NUM_HEADS:
         expected = f"0 (not given) to {MAX_NUM_HEADS}"
         yield _build_field_finding(header, "num_heads_implausible", "num_heads", expected, is_error=False)
 
 
-def _check_counts(file: HasShape) -> Iterator[LintFinding]:
-    count = file.header.weight_count_per_layer
+def _check_counts(count: int) -> Iterator[LintFinding]:
     location = f"offset {FIELD_OFFSETS['weight_count_per_layer']}: field weight_count_per_layer is {count}"
     complete_counts = [len(TEXT_PREFIXES) * SLOTS_PER_PREFIX, len(DEFAULT_PREFIXES) * SLOTS_PER_PREFIX]
     expected = f"expected {complete_counts[0]} (text) or {complete_counts[1]} (text and image)"
@@ -133,68 +125,53 @@ def _check_shapes(file: HasShape) -> Iterator[LintFinding]:
     if factor < 2:
         yield _build_field_finding(header, "factor_invalid", "compression_factor", "2 or more")
     if header.hidden_size not in (0, hidden_size):
-        yield _build_field_finding(
-            header, "hidden_size_mismatch", "hidden_size", f"{hidden_size}, the columns of the first weight"
-        )
+        expected = f"{hidden_size}, the columns of the first weight"
+        yield _build_field_finding(header, "hidden_size_mismatch", "hidden_size", expected)
     if header.head_dim not in (0, head_dim):
         yield _build_field_finding(header, "head_dim_mismatch", "head_dim", f"{head_dim}, the rows of the third weight")
-    product = (header.head_dim or head_dim) * factor
-    if factor >= 2 and (header.hidden_size or hidden_size) != product:
-        yield _build_field_finding(
-            header,
-            "factor_mismatch",
-            "compression_factor",
-            f"hidden_size {header.hidden_size or hidden_size} / head_dim {header.head_dim or head_dim}",
-        )
+    stated_size, stated_dim = header.hidden_size or hidden_size, header.head_dim or head_dim
+    if factor >= 2 and stated_size != stated_dim * factor:
+        expected = f"hidden_size {stated_size} / head_dim {stated_dim}"
+        yield _build_field_finding(header, "factor_mismatch", "compression_factor", expected)
     yield from _check_chains(file, hidden_size, head_dim)
 
 
 def _check_chains(file: HasShape, hidden_size: int, head_dim: int) -> Iterator[LintFinding]:
-    """In every compressor: widths that fit each other, the same in all layers; the first that does not is told."""
+    """Report the first weight whose widths do not fit its compressor, or differ from layer 0."""
     count = file.header.weight_count_per_layer
     first_layer = [file.get_placement(0, index) for index in range(count)]
     previous_rows = 0
     for number, placement in enumerate(file.iter_placements()):
         layer, index = divmod(number, count)
         slot = index % SLOTS_PER_PREFIX
-        if slot == 0:
-            cols, source = hidden_size, "the columns of the first weight"
+        rows, cols, first = placement.rows, placement.cols, first_layer[index]
+        expected_cols = previous_rows if slot else hidden_size
+        previous_rows = rows
+        if cols != expected_cols:
+            source = "the rows of the weight before it" if slot else "the columns of the first weight"
+            problem = f"{cols} columns: expected {expected_cols}, {source}"
+        elif slot == SLOTS_PER_PREFIX - 1 and rows != head_dim:
+            problem = f"{rows} rows: expected {head_dim}, the head_dim"
+        elif (rows, cols) != (first.rows, first.cols):
+            problem = f"{rows} x {cols}: expected {first.rows} x {first.cols} as in layer 0"
         else:
-            cols, source = previous_rows, "the rows of the weight before it"
-        previous_rows = placement.rows
-        if placement.cols != cols:
-            yield _build_shape_finding(placement, layer, index, f"{placement.cols} columns: expected {cols}, {source}")
-            return
-        if slot == SLOTS_PER_PREFIX - 1 and placement.rows != head_dim:
-            yield _build_shape_finding(
-                placement, layer, index, f"{placement.rows} rows: expected {head_dim}, the head_dim"
-            )
-            return
-        expected_placement = first_layer[index]
-        if (placement.rows, placement.cols) != (expected_placement.rows, expected_placement.cols):
-            yield _build_shape_finding(
-                placement,
-                layer,
-                index,
-                f"{placement.rows} x {placement.cols}: expected {expected_placement.rows} x {expected_placement.cols} "
-                f"as in layer 0",
-            )
-            return
+            continue
+        location = f"offset {placement.offset}: layer {layer}, block {index}"
+        yield LintFinding("shape_chain", f"{location}: the weight has {problem}")
+        return
 
 
 def _check_finite(file: WeightFile) -> Iterator[LintFinding]:
-    total, first_location = 0, ""
+    total, location = 0, ""
     for block in file.iter_blocks():
         for part, elements in (("weight", block.weight), ("bias", block.bias)):
             if elements is not None and (num_non_finite := count_non_finite(elements, file.header.dtype)):
+                if not total:
+                    location = f"the {part} of layer {block.layer}, block {block.index} at offset {block.offset}"
                 total += num_non_finite
-                first_location = (
-                    first_location or f"the {part} of layer {block.layer}, block {block.index} at offset {block.offset}"
-                )
     if total:
-        yield LintFinding(
-            "non_finite", f"{total} elements are infinite or no number, the first in {first_location}", is_error=False
-        )
+        text = f"{total} elements are infinite or no number, the first in {location}"
+        yield LintFinding("non_finite", text, is_error=False)
 
 
 def _build_field_finding(
@@ -205,12 +182,8 @@ def _build_field_finding(
     return LintFinding(reason, text, is_error=is_error)
 
 
-def _build_shape_finding(placement: BlockPlacement, layer: int, index: int, text: str) -> LintFinding:
-    return LintFinding("shape_chain", f"offset {placement.offset}: layer {layer}, block {index}: the weight has {text}")
-
-
+#: Name, weight and bias of each Linear layer, in file order.
 NamedBlocks = Sequence[tuple[str, TorchTensor, TorchTensor | None]]
-"""Name, weight and bias of each Linear layer, in file order."""
 
 _MAX_SHOWN_NAMES = 3
 
@@ -218,7 +191,7 @@ _MAX_SHOWN_NAMES = 3
 def check_layout(
     header: WeightFileHeader, blocks: NamedBlocks, prefixes: Sequence[str], slots: Sequence[int]
 ) -> Iterator[str]:
-    """Of shapes and orders that the file cannot say, or that the runtime takes otherwise."""
+    """Warn of shapes and orders that the file cannot express, or that the runtime interprets otherwise."""
     if prefixes not in (DEFAULT_PREFIXES, TEXT_PREFIXES):
         yield (
             f"prefix order {','.join(prefixes)}: the file has no names, and the runtime takes its blocks as "
@@ -257,7 +230,7 @@ def describe_mismatched_biases(mismatched_biases: Mapping[str, tuple[int, int]])
 
 
 def check_keys(mismatched_biases: Mapping[str, tuple[int, int]], unused_keys: list[str]) -> Iterator[str]:
-    """Of the keys of a checkpoint that do not get into the file; `unused_keys` are those that nothing asked for."""
+    """Warn of keys of a checkpoint that do not get into the file."""
     if mismatched_biases:
         yield f"left out {describe_mismatched_biases(mismatched_biases)}"
     if unused_keys:

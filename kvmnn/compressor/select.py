@@ -29,8 +29,7 @@ from .kvcm import (
 )
 from .lint import check_keys, check_layout
 
-MAX_WEIGHT_FILE_BYTES = 16 << 30
-"""Bytes of the largest weight file that is made; a few bytes of checkpoint can ask for any size."""
+MAX_WEIGHT_FILE_BYTES = 16 << 30  # a few bytes of checkpoint can describe a weight file of any size
 
 _STRIPPED_PREFIXES = ("module.", "compressor.")
 
@@ -39,14 +38,14 @@ TensorsByKey = dict[str, object]
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
-    """What a conversion may be told; names and defaults are the published converter's.
+    """Options of a conversion; names and defaults are the published converter's.
 
     Parameters
     ----------
     dtype
         ``"fp16"``, ``"bf16"`` or ``"fp32"``.
     compression_factor, head_dim
-        For the header; 0 and below: as the first weight says.
+        For the header; 0 and below take those of the first weight.
     min_seq_len, num_heads
         For the header.
     prefixes
@@ -72,12 +71,12 @@ class ConvertOptions:
 
 
 _ONE_BYTE_TYPES = {"int8", "uint8", "bool", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"}
+#: Element types whose every value the type of the file can represent.
 _EXACT_TYPES = {
     "fp16": {"float16", *_ONE_BYTE_TYPES},
     "bf16": {"bfloat16", "float8_e8m0fnu", *_ONE_BYTE_TYPES},
     "fp32": {"float32", "float16", "bfloat16", "int16", "uint16", "float8_e8m0fnu", *_ONE_BYTE_TYPES},
 }
-"""Element types every value of which the type of the file can hold."""
 
 
 class LinearBlock(NamedTuple):
@@ -110,27 +109,18 @@ class TensorSelection:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weight file."""
-        itemsize = self.header.dtype.itemsize
-        return (
-            HEADER_BYTES
-            + len(self.metadata)
-            + sum(
-                BLOCK_HEADER_BYTES
-                + itemsize * (linear.weight.numel + (0 if linear.bias is None else linear.weight.shape[0]))
-                for linear in self.linears
-            )
+        """Return the bytes of the weight file."""
+        num_elements = sum(
+            linear.weight.numel + (0 if linear.bias is None else linear.weight.shape[0]) for linear in self.linears
         )
+        fixed_bytes = HEADER_BYTES + len(self.metadata) + BLOCK_HEADER_BYTES * len(self.linears)
+        return fixed_bytes + self.header.dtype.itemsize * num_elements
 
     @property
     def rounded_types(self) -> list[str]:
-        """Element types that are rounded or cut to their real part; none means that the weight file is lossless."""
-        element_types = {
-            tensor.element_type.name
-            for linear in self.linears
-            for tensor in (linear.weight, linear.bias)
-            if tensor is not None
-        }
+        """Return element types that are rounded or cut to their real part; with none the weight file is lossless."""
+        tensors = [tensor for linear in self.linears for tensor in (linear.weight, linear.bias) if tensor is not None]
+        element_types = {tensor.element_type.name for tensor in tensors}
         return sorted(element_types - _EXACT_TYPES[self.header.dtype.name])
 
 
@@ -168,11 +158,11 @@ def check_options(options: ConvertOptions) -> None:
         raise KvmnnError(f"slot order {list(options.slots)} has {len(options.slots)} entries: expected 3")
 
 
-# -- where the compressor is ------------------------------------------------------------------------------------------
+# -- location of the compressor ----------------------------------------------------------------------------------------
 
 
 def _locate_compressor(root: object, options: ConvertOptions) -> tuple[TensorsByKey, list[str]]:
-    """The keys of the compressor by the reference's rules, or by the first extension that finds layers."""
+    """Return the keys of the compressor by the reference's rules, or by the first extension that finds layers."""
     if not isinstance(root, dict):
         raise CheckpointError(f"holds {_describe_kind(root)}: expected a dict with the compressor's weights")
     reason = ""
@@ -193,7 +183,7 @@ def _locate_compressor(root: object, options: ConvertOptions) -> tuple[TensorsBy
 
 
 def _iter_places(root: Mapping[Any, object]) -> Iterator[tuple[TensorsByKey | None, str]]:
-    """Where to look, in order, each with the notice that goes with it."""
+    """Iterate over the places to look in, in order, each with its notice."""
     keys = _find_subtree(root)
     yield keys, ""
     if keys is not None:
@@ -209,7 +199,7 @@ def _iter_places(root: Mapping[Any, object]) -> Iterator[tuple[TensorsByKey | No
 
 
 def _find_subtree(root: Mapping[Any, object]) -> TensorsByKey | None:
-    """``model_state_dict.compressor``, else ``compressor``, else the dict itself if all its keys are strings."""
+    """Return ``model_state_dict.compressor``, else ``compressor``, else the dict itself if its keys are strings."""
     state = root.get("model_state_dict")
     for candidate in (state.get("compressor") if isinstance(state, dict) else None, root.get("compressor")):
         if isinstance(candidate, dict):
@@ -236,7 +226,7 @@ def _strip_key_prefixes(keys: TensorsByKey) -> TensorsByKey:
 
 
 def _count_layers(keys: Iterable[str], prefixes: tuple[str, ...], slots: tuple[int, ...] | None = None) -> int:
-    """Highest layer number + 1 among keys of four parts or more; with `slots`, only of the weights in them."""
+    """Return the highest layer number + 1 among keys of four parts or more; with `slots`, of their weights only."""
     max_layer = -1
     key_prefixes = tuple(f"{prefix}." for prefix in prefixes)
     weight_suffixes = None if slots is None else {(str(slot), "weight") for slot in slots}
@@ -255,11 +245,11 @@ def _count_layers(keys: Iterable[str], prefixes: tuple[str, ...], slots: tuple[i
     return max_layer + 1
 
 
-# -- which blocks it gives --------------------------------------------------------------------------------------------
+# -- its blocks --------------------------------------------------------------------------------------------------------
 
 
 def _iter_attempts(keys: TensorsByKey, options: ConvertOptions) -> Iterator[tuple[tuple[str, ...], bool, str]]:
-    """Prefixes, how layers are counted, and the notice: first as the reference, then the extensions."""
+    """Iterate over prefixes, how layers are counted, and the notice: the reference first, then the extensions."""
     weights_only_notice = "layers were counted from the weights alone; other keys name more layers"
     yield options.prefixes, False, ""
     yield options.prefixes, True, weights_only_notice
@@ -321,10 +311,8 @@ def _build_header(
 def _get_weight(keys: TensorsByKey, name: str, options: ConvertOptions) -> TorchTensor:
     key = f"{name}.weight"
     if key not in keys:
-        hint = ""
-        if name.startswith(DEFAULT_PREFIXES[2:]) and not any(
-            other_key.startswith(DEFAULT_PREFIXES[2:]) for other_key in keys
-        ):
+        hint, image_prefixes = "", DEFAULT_PREFIXES[2:]
+        if name.startswith(image_prefixes) and not any(other.startswith(image_prefixes) for other in keys):
             hint = f"; for a text-only compressor say --prefix-order {','.join(TEXT_PREFIXES)}"
         raise CheckpointError(f"weight {key!r} is missing{hint}")
     value = keys[key]

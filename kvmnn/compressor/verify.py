@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -36,7 +36,7 @@ _MAX_SHOWN_DIFFERENCES = 5
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsVerifyResult:
-    """What verifying found."""
+    """Result of verifying a weight file."""
 
     #: The weight file, and the checkpoint that it was compared with, if any.
     path: str
@@ -59,12 +59,12 @@ class WeightsVerifyResult:
 
     @property
     def is_ok(self) -> bool:
-        """Whether nothing is wrong; warnings do not count."""
+        """Return whether nothing is wrong; warnings do not count."""
         return not self.differences and not any(finding.is_error for finding in self.findings)
 
     @property
     def warnings(self) -> list[str]:
-        """What is odd but wrong in no loader's eyes."""
+        """Return what is unusual but accepted by every loader."""
         return [f"{finding.text} ({finding.reason})" for finding in self.findings if not finding.is_error]
 
     def to_dict(self) -> dict[str, Any]:
@@ -86,7 +86,7 @@ class WeightsVerifyResult:
         }
 
     def format_complaints(self) -> list[str]:
-        """One line for each thing that is wrong, the first few differences among them; none if `is_ok`."""
+        """Format one line for each problem and for the first few differences; none if `is_ok`."""
         lines = [f"{self.path}: {finding.text} ({finding.reason})" for finding in self.findings if finding.is_error]
         prefix = f"{self.path}: DIFFERS from {self.against}"
         lines += [f"{prefix}: {difference}" for difference in self.differences[:_MAX_SHOWN_DIFFERENCES]]
@@ -163,12 +163,12 @@ def verify_weights(
     against
         The checkpoint that it was made from.
     options
-        What the conversion was told; None takes the defaults. `dtype` and `prefixes` at their defaults are the file's
-        own. Without `as_reference` a bias that the conversion left out for its length is a difference.
+        Options of the conversion. `dtype` and `prefixes` at their defaults are the file's own. Without `as_reference` a
+        bias that the conversion left out for its length is a difference.
     specified_options
         Names of options that count at their defaults too.
     allow_trailing
-        Take bytes behind the last block.
+        Accept bytes after the last block.
     progress
         Called with the bytes of each block compared.
 
@@ -183,40 +183,7 @@ def verify_weights(
     file_findings = list(check_weight_file(file))
     if against is None:
         return WeightsVerifyResult(path=os.fspath(path), against=None, file=file, findings=file_findings)
-    comparison = _compare_with_checkpoint(file, against, options or ConvertOptions(), specified_options, progress)
-    return WeightsVerifyResult(
-        path=os.fspath(path),
-        against=os.fspath(against),
-        file=file,
-        findings=file_findings,
-        differences=comparison.differences,
-        num_compared=comparison.num_elements,
-        notices=comparison.notices,
-        is_rounded=comparison.is_rounded,
-        omitted_biases=comparison.omitted_biases,
-    )
-
-
-def infer_prefixes(file: WeightFile) -> tuple[str, ...]:
-    """The compressors that a file of this many blocks has in the runtime's order."""
-    return DEFAULT_PREFIXES[: max(file.header.weight_count_per_layer // SLOTS_PER_PREFIX, 1)]
-
-
-class _ComparisonResult(NamedTuple):
-    differences: list[str]
-    num_elements: int
-    notices: list[str]
-    is_rounded: bool
-    omitted_biases: list[str]
-
-
-def _compare_with_checkpoint(
-    file: WeightFile,
-    against: str | os.PathLike[str],
-    options: ConvertOptions,
-    specified_options: Collection[str],
-    progress: Progress | None,
-) -> _ComparisonResult:
+    options = options or ConvertOptions()
     compare_options = replace(options, as_reference=True)
     if "dtype" not in specified_options and options.dtype == ConvertOptions.dtype:
         compare_options = replace(compare_options, dtype=file.header.dtype.name)
@@ -225,53 +192,65 @@ def _compare_with_checkpoint(
     checkpoint, selection = prepare_conversion(
         against, compare_options, specified_options={*specified_options, "dtype", "prefixes"}
     )
-    notices, is_rounded = [*selection.notices, *_iter_omitted_notices(selection)], bool(selection.rounded_types)
+    notices = list(selection.notices)
+    omitted_prefixes = [
+        name
+        for name in DEFAULT_PREFIXES
+        if name not in selection.prefixes and any(key.startswith(f"{name}.") for key in selection.unused_keys)
+    ]
+    if omitted_prefixes:
+        notices.append(
+            f"the file has {', '.join(selection.prefixes)} only: {', '.join(omitted_prefixes)} of the checkpoint not "
+            "compared"
+        )
     omitted_biases = [f"{name}.bias" for name in selection.mismatched_biases] if options.as_reference else []
     if omitted_biases:
         notices.append(f"not compared: {describe_mismatched_biases(selection.mismatched_biases)}")
-    differences, num_elements = list(_iter_header_differences(file, selection)), 0
+    differences, num_compared = list(_iter_header_differences(file, selection)), 0
     if len(selection.linears) != len(file):
         differences.append(f"the file has {len(file)} weights, the checkpoint gives {len(selection.linears)}")
-        return _ComparisonResult(differences, 0, notices, is_rounded, omitted_biases)
-    with prefix_errors(checkpoint.label):
-        for block, linear in zip(file.iter_blocks(), selection.linears, strict=True):
-            location = _describe_location(block, selection, compare_options)
-            if linear.name in selection.mismatched_biases and not options.as_reference:
-                length, rows = selection.mismatched_biases[linear.name]
-                text = f"bias is left out, the checkpoint has one of {length} for {rows} rows (--as-reference takes it)"
-                differences.append(f"offset {block.offset}: {location}: {text}")
-            parts = (("weight", block.weight, linear.weight), ("bias", block.bias, linear.bias))
-            for part, elements, tensor in parts:
-                difference, num_compared = _compare_tensor(elements, tensor, file)
-                num_elements += num_compared
-                if difference:
-                    differences.append(f"offset {block.offset}: {location}: {part}{difference}")
-            if progress is not None:
-                progress(block.nbytes)
-    return _ComparisonResult(differences, num_elements, notices, is_rounded, omitted_biases)
+    else:
+        with prefix_errors(checkpoint.label):
+            for block, linear in zip(file.iter_blocks(), selection.linears, strict=True):
+                location = f"offset {block.offset}: {_describe_location(block, selection, compare_options)}"
+                if linear.name in selection.mismatched_biases and not options.as_reference:
+                    length, rows = selection.mismatched_biases[linear.name]
+                    text = f"the checkpoint has one of {length} for {rows} rows (--as-reference takes it)"
+                    differences.append(f"{location}: bias is left out, {text}")
+                parts = (("weight", block.weight, linear.weight), ("bias", block.bias, linear.bias))
+                for part, elements, tensor in parts:
+                    difference, num_elements = _compare_tensor(elements, tensor, file)
+                    num_compared += num_elements
+                    if difference:
+                        differences.append(f"{location}: {part}{difference}")
+                if progress is not None:
+                    progress(block.nbytes)
+    return WeightsVerifyResult(
+        path=os.fspath(path),
+        against=os.fspath(against),
+        file=file,
+        findings=file_findings,
+        differences=differences,
+        num_compared=num_compared,
+        notices=notices,
+        is_rounded=bool(selection.rounded_types),
+        omitted_biases=omitted_biases,
+    )
+
+
+def infer_prefixes(file: WeightFile) -> tuple[str, ...]:
+    """Return the compressors of a file with this many blocks, in the runtime's order."""
+    return DEFAULT_PREFIXES[: max(file.header.weight_count_per_layer // SLOTS_PER_PREFIX, 1)]
 
 
 def _iter_header_differences(file: WeightFile, selection: TensorSelection) -> Iterator[str]:
-    """Every header field, and the metadata, that a conversion would write otherwise."""
+    """Describe every header field, and the metadata, that a conversion would write otherwise."""
     expected = selection.header.to_dict()
     for name, value in file.header.to_dict().items():
         if value != expected[name]:
             yield f"offset {FIELD_OFFSETS[name]}: header field {name} is {value}: expected {expected[name]}"
     for difference in kvcm.describe_metadata_differences(file.metadata, selection.metadata):
         yield f"offset {HEADER_BYTES}: {difference}"
-
-
-def _iter_omitted_notices(selection: TensorSelection) -> Iterator[str]:
-    """Compressors of the checkpoint that a file without them cannot be compared with."""
-    omitted = [
-        name for name in DEFAULT_PREFIXES if name not in selection.prefixes and _has_prefix(selection.unused_keys, name)
-    ]
-    if omitted:
-        yield f"the file has {', '.join(selection.prefixes)} only: {', '.join(omitted)} of the checkpoint not compared"
-
-
-def _has_prefix(keys: list[str], prefix: str) -> bool:
-    return any(key.startswith(f"{prefix}.") for key in keys)
 
 
 def _describe_location(block: WeightBlock, selection: TensorSelection, options: ConvertOptions) -> str:
@@ -281,7 +260,7 @@ def _describe_location(block: WeightBlock, selection: TensorSelection, options: 
 
 
 def _compare_tensor(elements: Elements | None, tensor: TorchTensor | None, file: WeightFile) -> tuple[str, int]:
-    """How the words differ from the tensor, nothing if they do not; and how many elements were compared."""
+    """Describe how elements differ from the tensor (empty if equal), and return how many were compared."""
     if elements is None or tensor is None:
         if elements is None and tensor is None:
             return "", 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
@@ -15,11 +14,10 @@ import numpy as np
 from ..._util.packages import get_version
 from ..._util.parallel import Progress
 from ..._util.text import LOSSY, UNCHANGED, pluralize
-from ...arrays.array import ArrayInfo
-from ...arrays.kv_arrays import AxisHints, KVArrays, read_kv
+from ...arrays.kv_arrays import AxisHints, read_kv
 from ...arrays.source import Source, strip_internal_metadata
 from ...bundle.passthrough import POSITIONS_NAME
-from ...dtypes import Elements, Positions
+from ...dtypes import Positions
 from ...errors import KvmnnError, ManifestError, OptionError, SourceError
 from ...files.atomic import FileOutput
 from ...files.schema import JsonReader, parse_document, read_bounded
@@ -50,31 +48,31 @@ class PositionSpans:
 
     @classmethod
     def from_token_count(cls, tokens: int) -> PositionSpans:
-        """A cache in which every token is still there."""
+        """Return the spans of a cache in which every token is still there."""
         positions = np.arange(tokens, dtype=np.int64)
         return cls(positions, positions + 1, tokens)
 
     def take_first(self, tokens: int) -> PositionSpans:
-        """Those of the first `tokens` tokens."""
+        """Return the spans of the first `tokens` tokens."""
         if tokens >= self.positions.size:
             return self
         ends = self.ends[:tokens]
         return PositionSpans(self.positions[:tokens], ends, int(ends.max(initial=0)))
 
     def to_list(self) -> list[list[int]]:
-        """``[first, end]`` for each token."""
+        """Return ``[first, end]`` of each token."""
         return np.stack([self.positions, self.ends], axis=-1).tolist()  # type: ignore[no-any-return]
 
 
 def render_sidecar(fields: dict[str, Any], spans: PositionSpans) -> bytes:
-    """The document: `fields`, which include ``next_position``, and the spans on one line behind them."""
+    """Return the document: `fields`, which include ``next_position``, then the spans on one line."""
     header_text = json.dumps({"schema": SCHEMA, "schema_version": SCHEMA_VERSION, **fields}, indent=2)
     spans_text = json.dumps(spans.to_list(), separators=(",", ":"))
     return f'{header_text[:-2]},\n  "positions": {spans_text}\n}}\n'.encode()
 
 
 def read_spans(path: str, tokens: int) -> PositionSpans | None:
-    """The spans of the cache file `path`, from the document beside it; None if there is none of this kind."""
+    """Read the spans of a cache file from its sidecar document; None if there is none of this kind."""
     root = _read_sidecar(path)
     if root is None:
         return None
@@ -94,10 +92,7 @@ def read_spans(path: str, tokens: int) -> PositionSpans | None:
 
 
 def get_cache_spans(path: str, cache: CacheInfo) -> PositionSpans:
-    """The positions that the tokens of a packed cache have; they are one list for all layers.
-
-    Where the last tokens of the text were dropped, only its ids (`CacheInfo.token_ids`) say how many they were.
-    """
+    """Return the positions of the tokens of a packed cache, one list for all layers."""
     first_layer, *other_layers = cache.layers
     for layer in other_layers:
         if layer.positions != first_layer.positions:
@@ -109,12 +104,13 @@ def get_cache_spans(path: str, cache: CacheInfo) -> PositionSpans:
     positions = np.concatenate(
         [np.arange(begin, begin + size, dtype=np.int64) for begin, size in first_layer.positions]
     )
+    # Where the last tokens of the text were dropped, only its ids show how many they were.
     num_seen = int(positions.max()) + 1
     return PositionSpans(positions, positions + 1, max(num_seen, cache.token_ids.count if cache.token_ids else 0))
 
 
 def get_sidecar_spans(path: str, sidecar_positions: PositionsSidecar) -> PositionSpans:
-    """Return the positions that ``positions.json`` states of the tokens of a folder, one list for all layers."""
+    """Return the positions of the tokens of a folder by its ``positions.json``, one list for all layers."""
     first_positions = sidecar_positions.positions[0]
     if any(
         layer_positions.ndim > 1 or not np.array_equal(layer_positions, first_positions)
@@ -129,15 +125,8 @@ def get_sidecar_spans(path: str, sidecar_positions: PositionsSidecar) -> Positio
     return PositionSpans(first_positions, first_positions + 1, next_position)
 
 
-def read_axes(path: str) -> str | None:
-    """The letters of the axes of the arrays in the cache file `path`, from the document beside it; None without it."""
-    root = _read_sidecar(path)
-    axes = root.value.get("axes") if root is not None else None
-    return axes if isinstance(axes, str) else None
-
-
 def _read_sidecar(path: str) -> JsonReader | None:
-    """The document beside the cache file `path`; None if there is none of this kind."""
+    """Return the sidecar document of a cache file; None if there is none of this kind."""
     sidecar = path + SIDECAR_SUFFIX
     if not os.path.isfile(sidecar):
         return None
@@ -148,8 +137,8 @@ def _read_sidecar(path: str) -> JsonReader | None:
     return root if isinstance(root.value, dict) and root.value.get("schema") == SCHEMA else None
 
 
+#: Reasons for which no output is written; a cache that is too short is written as it is.
 _REFUSED_REASONS = ("factor", "no_text_mlp", "factor_not_trained", "empty", "disabled")
-"""Reasons for which no output is written; a cache that is too short is written as it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,33 +225,33 @@ def compress_file(
     weights
         The weight file.
     cache
-        Anything that `kvmnn.open` opens, with nothing but K and V in it; docs/compressor-forward.md has the names.
+        Anything that `kvmnn.open` opens and that contains only K and V; docs/compressor-forward.md has the names.
     output
-        A ``.npz`` or ``.safetensors`` file. It gets the names and axes of `cache`, and beside it OUTPUT.json with the
+        A ``.npz`` or ``.safetensors`` file. It gets the names and axes of `cache`, and alongside OUTPUT.json with the
         true positions; both appear together or not at all.
     options
         Segments, factor, precision, engine.
     axes
-        Letters for the axes of each array, such as ``"lthd"``, where nothing else says them: the names, the kind of
-        `cache`, or the document that an earlier compression left beside it.
+        Letters for the axes of each array, such as ``"lthd"``, where nothing else defines them: the names, the kind of
+        `cache`, or the document that an earlier compression wrote alongside it.
     read_options
-        For `kvmnn.open`; `forbid_reinterpretation` holds in any case.
+        For `kvmnn.open`; `forbid_reinterpretation` applies in any case.
     overwrite
-        Replace what exists.
+        Replace existing files.
     progress
-        Called with bytes of K and V that were dealt with.
+        Called with bytes of K and V that are done.
 
     Raises
     ------
     KvmnnError
-        As for `compress`; also where nothing can be compressed, unless the cache is merely too short.
+        As for `compress_cache`; also where nothing can be compressed, unless the cache is merely too short.
     SourceError
-        For arrays that are neither K nor V, axes that do not fit, shapes with two readings and nothing that says which,
-        and a packed cache whose layers hold different tokens.
+        For arrays that are neither K nor V, axes that do not fit, ambiguous shapes, and a packed cache whose layers
+        hold different tokens.
     OptionError
         For an output of another format, and more live tokens than there are.
     OutputError
-        When the output exists or cannot be written.
+        If the output exists or cannot be written.
     """
     source = registry.open(cache, replace(read_options or ReadOptions(), forbid_reinterpretation=True))
     return compress_source(weights, source, cache, output, options, axes=axes, overwrite=overwrite, progress=progress)
@@ -279,7 +268,7 @@ def compress_source(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> CompressFileResult:
-    """As `compress_file`, with a `source` that was opened from `cache` already."""
+    """Compress a `source` that was opened from `cache` already, as `compress_file` does."""
     start_time = time.perf_counter()
     options = options or ForwardOptions()
     weights, cache, output = os.fspath(weights), os.fspath(cache), os.fspath(output)
@@ -304,12 +293,14 @@ def compress_source(
             raise KvmnnError(f"{cache}: nothing to compress: {plan.explanation}")
         spans = PositionSpans(*merge_spans(plan, spans.positions, spans.ends), spans.next_position)
         infos, restored_arrays = arrays.restore(layers)
+        originals = [array for pair in arrays.pairs for array in pair]
+        has_same_types = all(array.dtype == info.dtype for array, info in zip(originals, infos, strict=True))
         result = CompressFileResult(
             output=output,
             cache=PurePath(cache).name,
             weights=PurePath(weights).name,
             weights_sha256=weight_file.sha256,
-            label=UNCHANGED if plan.reason and _has_same_types(arrays, infos) else LOSSY,
+            label=UNCHANGED if plan.reason and has_same_types else LOSSY,
             layers=tuple(arrays.layers),
             axes=arrays.axes,
             axes_text=arrays.description,
@@ -317,11 +308,13 @@ def compress_source(
             engine=options.engine,
             plan=plan,
             next_position=spans.next_position,
-            raw_bytes=_count_live_bytes(arrays, plan.seq_len),
+            raw_bytes=sum(array.nbytes for array in originals) // num_stored * plan.seq_len,
             stored_bytes=sum(info.nbytes for info in infos),
             seconds=time.perf_counter() - start_time,
         )
-        _write_arrays(file, output, source, infos, restored_arrays)
+        # What kvmnn recorded of the source's files does not hold for the output.
+        chunks = ((number, array.reshape(-1).view(np.uint8)) for number, array in enumerate(restored_arrays))
+        write_file(file, output, infos, chunks, strip_internal_metadata(source.metadata))
         if not file.is_device:
             file.open_sidecar(SIDECAR_SUFFIX).write(render_sidecar(result.to_document(), spans))
         file.commit()
@@ -336,10 +329,11 @@ def check_output_path(output: str) -> None:
 
 
 def _resolve_axes(cache: str, source: Source, axes: str | None, tokens: int | None) -> AxisHints:
-    """What says how the arrays lie: the caller, an earlier compression, or what kvmnn noted down of a packed cache."""
+    """Return the axes by the caller, an earlier compression, or what kvmnn recorded of a packed cache."""
     if axes is not None:
         return AxisHints(axes, "--axes")
-    if (recorded_axes := read_axes(cache)) is not None:
+    sidecar = _read_sidecar(cache)
+    if sidecar is not None and isinstance(recorded_axes := sidecar.value.get("axes"), str):
         return AxisHints(recorded_axes, cache + SIDECAR_SUFFIX)
     if source.axes is not None:
         return AxisHints(source.axes, "as the cache has them")
@@ -350,23 +344,3 @@ def _resolve_axes(cache: str, source: Source, axes: str | None, tokens: int | No
     if heads_and_tokens and {array.shape[:-1] for array in source.arrays} == heads_and_tokens:
         return AxisHints("htd", "a packed cache")
     return AxisHints(token_major=source.token_major, min_tokens=tokens or 0)
-
-
-def _has_same_types(arrays: KVArrays, infos: Sequence[ArrayInfo]) -> bool:
-    original_types = (array.dtype for pair in arrays.pairs for array in pair)
-    return all(dtype == info.dtype for dtype, info in zip(original_types, infos, strict=True))
-
-
-def _count_live_bytes(arrays: KVArrays, num_live: int) -> int:
-    original_arrays = [array for pair in arrays.pairs for array in pair]
-    num_stored = original_arrays[0].shape[arrays.axes.index("t")]
-    return sum(array.nbytes for array in original_arrays) // num_stored * num_live
-
-
-def _write_arrays(
-    file: FileOutput, output: str, source: Source, infos: list[ArrayInfo], arrays: list[Elements]
-) -> None:
-    """The arrays, and the source's metadata but for what kvmnn noted down of its files, which no longer holds."""
-    metadata = strip_internal_metadata(source.metadata)
-    runs = ((number, array.reshape(-1).view(np.uint8)) for number, array in enumerate(arrays))
-    write_file(file, output, infos, runs, metadata)

@@ -1,6 +1,4 @@
-"""Tokens to rows and back: carries a plan out on K or V of one layer.
-
-Run a compressor on a cache: groups of tokens become one token each. LOSSY.
+"""Run a compressor on a cache: groups of tokens become one token each. LOSSY.
 
 Everything is checked before anything is computed, and everything is computed before anything is returned: a caller has
 either the complete compressed cache or an error, and its own arrays are never written to.
@@ -22,19 +20,14 @@ from ..kvcm import DEFAULT_PREFIXES, WeightFile, round_float32, to_float32
 from .engines import ForwardEngine, open_engine, round_to_fp16
 from .plan import CompressionPlan, CompressionSegment, ForwardOptions, plan_compression
 
-_MAX_CHUNK_BYTES = 8 << 20
-"""Bytes of float32 rows that are multiplied at once, at most."""
+_MAX_CHUNK_BYTES = 8 << 20  # of float32 rows that are multiplied at once
 
 
 def compress_part(
     engine: ForwardEngine | None, plan: CompressionPlan, layer: int, part: Part, array: Elements, result: Elements
 ) -> None:
-    """Compress K or V of one layer.
-
-    Parameters
-    ----------
-    array, result
-        ``[batch, kv_heads, tokens, head_dim]`` before and ``[..., new_len, head_dim]`` after; `result` is filled.
+    """Compress K or V of one layer, ``[batch, kv_heads, tokens, head_dim]``, into `result`, ``[..., new_len,
+    head_dim]``.
     """
     name = f"{part}s of layer {layer}"
     position = 0
@@ -43,9 +36,8 @@ def compress_part(
         if engine is not None and segment.groups:
             engine.load_compressor(layer, segment.prefix_index(part))
             compressor_name = f"layer {layer}, {DEFAULT_PREFIXES[segment.prefix_index(part)]}"
-            _compress_groups(
-                engine, segment, name, compressor_name, array, result[:, :, position : position + segment.groups]
-            )
+            target = result[:, :, position : position + segment.groups]
+            _compress_groups(engine, segment, name, compressor_name, array, target)
             position += segment.groups
         copied_tokens = array[:, :, group_end:end]
         _store_rounded(f"kept {name}", copied_tokens, result[:, :, position : position + copied_tokens.shape[2]])
@@ -60,13 +52,12 @@ def _compress_groups(
     array: Elements,
     result: Elements,
 ) -> None:
-    """`factor` consecutive tokens of one head are one row; rows go through the engine chunk after chunk."""
+    """Compress groups: `factor` consecutive tokens of one head are one row; the engine gets rows in chunks."""
     head_dim = array.shape[-1]
     width = segment.factor * head_dim
     rounds_to_fp16 = result.dtype == np.float16 and array.dtype != np.float16
-    for batch, heads, begin, count in _iter_chunks(
-        array.shape, segment.groups, max(_MAX_CHUNK_BYTES // (4 * width), 1)
-    ):
+    max_rows = max(_MAX_CHUNK_BYTES // (4 * width), 1)
+    for batch, heads, begin, count in _iter_chunks(array.shape, segment.groups, max_rows):
         first_token = segment.begin + begin * segment.factor
         tokens = array[batch, heads, first_token : first_token + count * segment.factor]
         rows = round_to_fp16(to_float32(tokens)) if rounds_to_fp16 else to_float32(tokens)
@@ -79,7 +70,9 @@ def _compress_groups(
 
 
 def _iter_chunks(shape: tuple[int, ...], groups: int, max_rows: int) -> Iterator[tuple[int, slice, int, int]]:
-    """``(batch, heads, first group, groups)`` of at most `max_rows` rows: as many heads as fit, or parts of one."""
+    """Iterate over ``(batch, heads, first group, groups)`` of at most `max_rows`: as many heads as fit, or parts of
+    one.
+    """
     step = max(max_rows // groups, 1)
     for batch in range(shape[0]):
         for head in range(0, shape[1], step):
@@ -101,7 +94,7 @@ def _check_finite(name: str, tokens: Elements, rows: Floats, batch: int, head: i
 
 
 def _store_rounded(label: str, values: Elements, target: Elements) -> None:
-    """Put `values` into `target`, bit for bit or rounded once to its type, to the nearest with ties to even."""
+    """Store `values` in `target`, bit for bit or rounded once to its type, to the nearest with ties to even."""
     if values.dtype == target.dtype:
         target[...] = values
         return
@@ -120,9 +113,9 @@ class CompressResult:
     Parameters
     ----------
     keys, values
-        ``[layers, batch, kv_heads, new_len, head_dim]``, of the type that went in; float16 with ``precision="fp16"``.
+        ``[layers, batch, kv_heads, new_len, head_dim]``, of the input's type; float16 with ``precision="fp16"``.
     positions, ends
-        ``[new_len]``: the true positions that a token stands for begin at `positions` and end before `ends`.
+        ``[new_len]``: a token stands for the true positions from `positions` up to before `ends`.
     plan
         What was done, or why nothing was.
     """
@@ -135,12 +128,12 @@ class CompressResult:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the cache: the place of the next one."""
+        """Return the tokens in the cache: the slot of the next one."""
         return self.plan.new_len
 
     @property
     def next_position(self) -> int:
-        """True position of the next token, with which its key has to be rotated."""
+        """Return the true position of the next token, with which its key has to be rotated."""
         return self.plan.seq_len
 
 
@@ -157,25 +150,25 @@ def compress_cache(
     Parameters
     ----------
     weights
-        From `kvmnn.compressor.read`. Layer i of the cache is compressed by the compressors of layer i.
+        From `kvmnn.compressor.read_weight_file`. Layer i of the cache is compressed by the compressors of layer i.
     keys, values
-        ``[layers, batch, kv_heads, tokens, head_dim]``: float32, float16, or uint16 for bf16; keys as they are stored,
-        that is, rotated already. Not written to.
+        ``[layers, batch, kv_heads, tokens, head_dim]``: float32, float16, or uint16 for bf16; keys as stored, that is,
+        rotated already. Not written to.
     options
         Segments, factor, precision, engine.
     progress
-        Called with the number of bytes of K and V worked through.
+        Called with the number of bytes of K and V that are done.
 
     Returns
     -------
-    CompressedKV
-        In arrays of its own, also where nothing was to be compressed (`CompressionPlan.reason` then says why).
+    CompressResult
+        In arrays of its own, also where nothing was compressed (`CompressionPlan.reason` explains why).
 
     Raises
     ------
     KvmnnError
-        For shapes that do not agree with each other or with the weights, fewer layers in the weights than in the
-        cache, values that are not finite, and results beyond the type of the cache.
+        For shapes that do not fit each other or the weights, fewer layers in the weights than in the cache, values that
+        are not finite, and results beyond the type of the cache.
     MissingDependencyError
         For the onnx engine without onnx and onnxruntime.
     TypeError
@@ -205,7 +198,7 @@ def compress_layers(
     *,
     progress: Progress | None = None,
 ) -> tuple[list[LayerCache], CompressionPlan]:
-    """The same for a cache in `LayerCache` form: each layer is compressed by the weights of its own number.
+    """Compress a cache in `LayerCache` form, each layer by the weights of its own number.
 
     Returns
     -------
@@ -216,7 +209,7 @@ def compress_layers(
     ------
     KvmnnError
         As for `compress_cache`; also for layers that differ in shape or type or appear twice, and for a `seq_len`,
-        since all that a `LayerCache` stores is live.
+        since all tokens of a `LayerCache` are live.
     """
     options = options or ForwardOptions()
     if not layers:
@@ -253,7 +246,7 @@ def compress_arrays(
     *,
     progress: Progress | None = None,
 ) -> tuple[dict[int, KVPair], CompressionPlan]:
-    """The same for K and V by layer number, ``[batch, kv_heads, tokens, head_dim]`` each."""
+    """Compress K and V by layer number, ``[batch, kv_heads, tokens, head_dim]`` each."""
     if not layers:
         raise KvmnnError("cache: has no layers")
     first_layer, (keys, _) = next(iter(layers.items()))
@@ -266,7 +259,12 @@ def compress_arrays(
             )
     batch, _, tokens, head_dim = keys.shape
     plan = plan_compression(weights, list(layers), batch, tokens, head_dim, options)
-    dtype = _infer_result_type(keys, options)
+    if options.precision == "fp32":
+        dtype: np.dtype[Any] = _to_native(keys[:0]).dtype
+    elif keys.dtype.kind == "f":
+        dtype = np.dtype(np.float16)
+    else:
+        raise KvmnnError("precision fp16 is for fp16 and fp32 caches; bf16 numbers may be beyond fp16")
     engine = None if plan.reason else open_engine(options.engine, weights, options.precision)
     compressed: dict[int, KVPair] = {}
     for number, pair in layers.items():
@@ -280,17 +278,7 @@ def compress_arrays(
 
 
 def merge_spans(plan: CompressionPlan, positions: Positions, ends: Positions) -> tuple[Positions, Positions]:
-    """The true positions of the new tokens; a group spans from its lowest position to its highest.
-
-    Parameters
-    ----------
-    positions, ends
-        ``[..., seq_len]``, of the tokens before.
-
-    Returns
-    -------
-    ``[..., new_len]`` of both.
-    """
+    """Return the true positions of the new tokens; a group spans from its lowest position to its highest."""
     span_starts, span_ends = [positions[..., :0]], [ends[..., :0]]
     for segment in plan.segments:
         group_end, end = segment.begin + segment.grouped_tokens, segment.begin + segment.tokens
@@ -304,14 +292,6 @@ def merge_spans(plan: CompressionPlan, positions: Positions, ends: Positions) ->
 
 
 def _to_native(array: Elements) -> Elements:
-    """float16, float32 or uint16 in the machine's byte order."""
+    """Return float16, float32 or uint16 in the machine's byte order."""
     elements = array.view(np.uint16) if array.dtype.kind == "V" else array
     return elements.astype(elements.dtype.newbyteorder("="), copy=False)
-
-
-def _infer_result_type(keys: Elements, options: ForwardOptions) -> np.dtype[Any]:
-    if options.precision == "fp32":
-        return _to_native(keys[:0]).dtype
-    if keys.dtype.kind != "f":
-        raise KvmnnError("precision fp16 is for fp16 and fp32 caches; bf16 numbers may be beyond fp16")
-    return np.dtype(np.float16)

@@ -6,6 +6,8 @@ the result of every Linear, once, after its bias.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,33 +21,29 @@ from .plan import EngineName, Precision
 
 
 class ForwardEngine(Protocol):
-    """One compressor after another, by layer and prefix (0 text K, 1 text V, 2 image K, 3 image V)."""
+    """Applies one compressor after another, by layer and prefix (0 text K, 1 text V, 2 image K, 3 image V)."""
 
     def load_compressor(self, layer: int, prefix: int) -> None:
-        """Make ready the compressor that the following calls of `apply_compressor` apply."""
+        """Prepare the compressor that the following calls of `apply_compressor` apply."""
 
     def apply_compressor(self, rows: Floats) -> Floats:
-        """``[n, factor * head_dim]`` to ``[n, head_dim]``."""
+        """Convert ``[n, factor * head_dim]`` to ``[n, head_dim]``."""
 
 
 def load_linears(weights: WeightFile, layer: int, prefix: int, *, half: bool) -> list[tuple[Floats, Floats | None]]:
-    """Weights ``[out, in]`` and biases ``[out]`` of one compressor as float32, rounded to fp16 if `half`."""
+    """Return weights ``[out, in]`` and biases ``[out]`` of one compressor as float32, rounded to fp16 if `half`."""
     loaded: list[tuple[Floats, Floats | None]] = []
     for slot in range(SLOTS_PER_PREFIX):
         block = weights.get_block(layer, prefix * SLOTS_PER_PREFIX + slot)
         location = f"{weights.label}: layer {layer}, {DEFAULT_PREFIXES[prefix]}, linear {slot}"
         weight, bias = block.convert_weight_to_float32(), block.convert_bias_to_float32()
-        loaded.append(
-            (
-                _require_finite(f"{location} weight", weight, half=half),
-                None if bias is None else _require_finite(f"{location} bias", bias, half=half),
-            )
-        )
+        weight = _require_finite(f"{location} weight", weight, half=half)
+        loaded.append((weight, None if bias is None else _require_finite(f"{location} bias", bias, half=half)))
     return loaded
 
 
 def round_to_fp16(values: Floats) -> Floats:
-    """float32 rounded to fp16 (nearest, ties to even) and back; beyond 65504 that is infinite."""
+    """Round float32 to fp16 (nearest, ties to even) and back; beyond 65504 that is infinite."""
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         return values.astype(np.float16).astype(np.float32)
 
@@ -64,15 +62,7 @@ def _require_finite(location: str, values: Floats, *, half: bool) -> Floats:
 
 
 class NumpyEngine:
-    """Three Linear layers with ReLU after the first two, by numpy.
-
-    Parameters
-    ----------
-    weights
-        A checked file; its compressors are taken as float32 when they are used.
-    precision
-        ``"fp32"``, or ``"fp16"`` to round as an fp16 runtime does.
-    """
+    """Three Linear layers with ReLU after the first two, by numpy."""
 
     def __init__(self, weights: WeightFile, precision: Precision) -> None:
         self._weights = weights
@@ -99,7 +89,7 @@ _SILENT_LOG_LEVEL = 4  # errors are raised; its lines would carry names of the f
 
 
 class OnnxEngine:
-    """Compressors by onnxruntime on the CPU; a session for each kind of compressor, opened when it is first used."""
+    """Compressors by onnxruntime on the CPU, with a session for each kind of compressor."""
 
     def __init__(self, weights: WeightFile, precision: Precision) -> None:
         import_optional("onnx")
@@ -119,35 +109,29 @@ class OnnxEngine:
             }
         kind = self._kinds[layer, prefix]
         if kind not in self._sessions:
-            self._sessions[kind] = self._open_session(kind)
+            options = self._runtime.SessionOptions()
+            options.log_severity_level = _SILENT_LOG_LEVEL
+            model = build_graph(self._weights, kind, self._precision)
+            with self._wrap_errors():
+                self._sessions[kind] = self._runtime.InferenceSession(
+                    model, options, providers=["CPUExecutionProvider"]
+                )
         self._session = self._sessions[kind]
         self._layer = np.int64(kind.layers.index(layer))
 
     def apply_compressor(self, rows: Floats) -> Floats:
-        try:
+        with self._wrap_errors():
             (tokens,) = self._session.run(None, {"layer": np.asarray(self._layer), "rows": rows})
-        except Exception as error:
-            raise self._build_error(error) from error
         return np.asarray(tokens, np.float32)
 
-    def _open_session(self, kind: CompressorKind) -> Any:
-        options = self._runtime.SessionOptions()
-        options.log_severity_level = _SILENT_LOG_LEVEL
-        model = build_graph(self._weights, kind, self._precision)
+    @contextmanager
+    def _wrap_errors(self) -> Iterator[None]:
         try:
-            return self._runtime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-        except Exception as error:
-            raise self._build_error(error) from error
-
-    def _build_error(self, error: Exception) -> KvmnnError:
-        """onnxruntime has no common class for its errors."""
-        return KvmnnError(f"{self._weights.label}: onnxruntime failed: {str(error)[:200]}")
+            yield
+        except Exception as error:  # onnxruntime's errors share no class
+            raise KvmnnError(f"{self._weights.label}: onnxruntime failed: {str(error)[:200]}") from error
 
 
 def open_engine(name: EngineName, weights: WeightFile, precision: Precision) -> ForwardEngine:
-    """The engine called `name`."""
-    if name == "numpy":
-        return NumpyEngine(weights, precision)
-    # MOVED
-
-    return OnnxEngine(weights, precision)
+    """Open the engine called `name`."""
+    return NumpyEngine(weights, precision) if name == "numpy" else OnnxEngine(weights, precision)

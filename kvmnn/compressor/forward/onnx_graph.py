@@ -27,8 +27,7 @@ from .plan import Precision
 OPSET = 17
 _IR_VERSION = 8
 _MAX_PROTOBUF_BYTES = (1 << 31) - (1 << 20)
-_ELEMENT_TYPES = {"fp32": 1, "fp16": 10, "bf16": 16}
-"""ONNX's codes (TensorProto.DataType) by kvmnn's names."""
+_ELEMENT_TYPES = {"fp32": 1, "fp16": 10, "bf16": 16}  # ONNX's codes (TensorProto.DataType)
 
 LinearShapes = tuple[tuple[int, int, bool], ...]
 
@@ -48,7 +47,7 @@ class CompressorKind:
 
 
 def list_compressor_kinds(weights: WeightFile) -> list[CompressorKind]:
-    """The kinds of compressors in a file, by prefix and first layer."""
+    """Return the kinds of compressors in a file, by prefix and first layer."""
     count = weights.header.weight_count_per_layer
     if count % SLOTS_PER_PREFIX:
         raise KvmnnError(f"{weights.label}: has {count} weights in a layer: expected a multiple of {SLOTS_PER_PREFIX}")
@@ -56,7 +55,7 @@ def list_compressor_kinds(weights: WeightFile) -> list[CompressorKind]:
 
 
 def list_prefix_kinds(weights: WeightFile, prefix: int) -> list[CompressorKind]:
-    """The kinds of one prefix, which the file must have."""
+    """Return the kinds of one prefix, which the file must have."""
     by_shapes: dict[LinearShapes, list[int]] = {}
     for layer in range(weights.header.num_layers):
         placements = (
@@ -72,7 +71,7 @@ def list_prefix_kinds(weights: WeightFile, prefix: int) -> list[CompressorKind]:
 
 
 def build_graph(weights: WeightFile, kind: CompressorKind, precision: Precision = "fp32") -> bytes:
-    """The graph of one kind, as the bytes of an ONNX model."""
+    """Build the graph of one kind, as the bytes of an ONNX model."""
     for slot in range(1, SLOTS_PER_PREFIX):
         outputs_before, num_inputs = kind.shapes[slot - 1][0], kind.shapes[slot][1]
         if outputs_before != num_inputs:
@@ -152,7 +151,7 @@ class _GraphBuilder:
         return self._add_rounding(value) if self._rounds_to_fp16 else value
 
     def _add_layer_tensor(self, name: str, arrays: list[Elements]) -> str:
-        """All layers' words as one tensor, and the float32 values of the layer that is asked for."""
+        """Add all layers' elements as one tensor, and return the name of the float32 values of the requested layer."""
         dtype = self._weights.header.dtype.name
         all_layers = np.stack(arrays)
         self.initializers.append(
@@ -191,7 +190,7 @@ class OnnxExportResult(Record):
     @property
     @json_key(after="target")
     def label(self) -> str:
-        """``UNCHANGED``, or ``LOSSY`` where weights were rounded."""
+        """Return ``UNCHANGED``, or ``LOSSY`` where weights were rounded."""
         return UNCHANGED if self.precision == "fp32" else LOSSY
 
     def __str__(self) -> str:
@@ -212,20 +211,20 @@ def export_onnx(
     Parameters
     ----------
     weights
-        A weight file, or its path, which is then protected; ``"-"`` for standard input.
+        A weight file, or its path, which is then never overwritten; ``"-"`` for standard input.
     path
-        The directory; made if it does not exist.
+        The directory; created if it does not exist.
     precision
         ``"fp16"`` adds the roundings of an fp16 runtime to the graphs.
     overwrite, protect
-        As for `kvmnn.files.atomic.DirectoryOutput`.
+        Replace existing files; paths that are never overwritten.
 
     Raises
     ------
     MissingDependencyError, KvmnnError
-        As for `list_compressor_kinds` and `build_graph`.
+        If onnx is not installed; for weights that do not fit together or are too large for a graph.
     OutputError
-        When the directory cannot be written to or a file exists already.
+        If the directory cannot be written to or a file exists already.
     """
     file = weights if isinstance(weights, WeightFile) else read_weight_file(weights)
     source = file.label if isinstance(weights, WeightFile) else os.fspath(weights)

@@ -1,6 +1,4 @@
-"""What the caller asks of a compression.
-
-What a KV compressor will do to a cache: segments, groups, lengths; and whether its weight file can. No K or V here.
+"""Plans of a compression: segments, groups and lengths, and whether the weight file has what they need.
 
 The rules are those of the runtime that loads KVCM files; docs/compressor-forward.md states them.
 """
@@ -15,7 +13,7 @@ from ..._util.validation import validate_int
 from ...dtypes import PARTS, Part
 from ...errors import KvmnnError
 from ...files.schema import Record, json_key
-from ..kvcm import DEFAULT_PREFIXES, SLOTS_PER_PREFIX, WeightFile, WeightFileHeader
+from ..kvcm import DEFAULT_PREFIXES, SLOTS_PER_PREFIX, WeightFile
 
 Precision = Literal["fp32", "fp16"]
 EngineName = Literal["numpy", "onnx"]
@@ -25,23 +23,23 @@ ENGINES: tuple[EngineName, ...] = ("numpy", "onnx")
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardOptions:
-    """What the caller asks of a compression.
+    """Options of a compression.
 
     Parameters
     ----------
     image_len
-        Tokens at the front that belong to the image; more than there are means all of them.
+        Tokens at the front that belong to the image; more than there are means all.
     factor
-        Tokens that become one; 0 and 1 mean what the header of the weight file says.
+        Tokens that become one; 0 and 1 take the value of the weight file's header.
     min_seq_len
-        Least number of complete groups (not tokens) for a segment to be compressed; 0 means what the header says.
+        Minimum of complete groups (not tokens) for a segment to be compressed; 0 takes the header's value.
     seq_len
-        Tokens of the cache that are live; None or more than there are means all of them.
+        Tokens of the cache that are live; None or more than there are means all.
     enabled
         False leaves the cache as it is.
     precision
-        ``"fp32"`` computes in float32 and rounds the result once, to the type of the cache. ``"fp16"`` gives what a
-        runtime with an fp16 cache computes: tokens and weights in fp16, the result of every Linear rounded to fp16.
+        ``"fp32"`` computes in float32 and rounds the result once, to the type of the cache. ``"fp16"`` computes what a
+        runtime with an fp16 cache does: tokens and weights in fp16, the result of every Linear rounded to fp16.
     engine
         ``"numpy"``, or ``"onnx"`` for onnxruntime.
 
@@ -100,17 +98,17 @@ class CompressionSegment(Record):
 
     @property
     def grouped_tokens(self) -> int:
-        """Tokens that go into groups; those behind them are kept."""
+        """Return the tokens in groups; those after them are kept."""
         return self.groups * self.factor
 
     @property
     @json_key()
     def new_tokens(self) -> int:
-        """Tokens that remain of it."""
+        """Return the tokens that remain of it."""
         return self.groups + self.tokens - self.grouped_tokens
 
     def prefix_index(self, part: Part) -> int:
-        """Which compressor of a layer takes its K or V."""
+        """Return which compressor of a layer takes its K or V."""
         return _PREFIX_INDEX[self.kind, part]
 
     def __str__(self) -> str:
@@ -122,37 +120,38 @@ class CompressionSegment(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class CompressionPlan(Record):
-    """Lengths before and after, and the segments between.
+    """Lengths before and after, and the segments between."""
 
-    Parameters
-    ----------
-    seq_len, new_len
-        Live tokens before and after; `new_len` is the place in the cache of the next token.
-    factor, min_seq_len, image_len
-        As they are applied.
-    segments
-        In order, without gaps; none is empty.
-    reason
-        Why nothing is compressed, or None.
-    """
-
+    #: Live tokens before and after; `new_len` is the cache slot of the next token.
     seq_len: int
     new_len: int
+    #: As they are applied.
     factor: int
     min_seq_len: int
     image_len: int
+    #: In order, without gaps; none is empty.
     segments: tuple[CompressionSegment, ...]
+    #: Why nothing is compressed, or None.
     reason: NoCompressionReason | None
 
     @property
     def ratio(self) -> float:
-        """Tokens before over tokens after."""
+        """Return tokens before over tokens after."""
         return self.seq_len / self.new_len if self.new_len else 1.0
 
     @property
     def explanation(self) -> str:
-        """`reason` as a sentence; empty where there is none."""
-        return _explain_reason(self)
+        """Return `reason` as a sentence; empty where there is none."""
+        groups = ", ".join(f"{s.kind} {s.tokens // self.factor if self.factor else 0}" for s in self.segments)
+        texts: dict[NoCompressionReason, str] = {
+            "disabled": "compression is switched off",
+            "empty": "the cache is empty",
+            "factor": f"the factor is {self.factor}, which leaves every token alone",
+            "no_text_mlp": "the weight file has no compressor for text",
+            "too_short": f"no segment with a compressor has {self.min_seq_len} groups of {self.factor} ({groups})",
+            "factor_not_trained": f"no compressor in the weight file takes groups of {self.factor} tokens",
+        }
+        return texts[self.reason] if self.reason else ""
 
 
 def plan_compression(
@@ -161,11 +160,20 @@ def plan_compression(
     """Decide what happens to a cache, and check that the weight file has what every layer needs."""
     header = weights.header
     seq_len = tokens if options.seq_len is None else min(options.seq_len, tokens)
-    factor, min_groups = _resolve_factor(header, options), _resolve_min_groups(header, options)
+    factor = options.factor if options.factor > 1 else header.compression_factor
+    min_groups = options.min_seq_len or header.min_seq_len
     image_len = min(options.image_len, seq_len)
     has_text = header.weight_count_per_layer >= _NUM_TEXT_BLOCKS
     has_image = header.weight_count_per_layer >= _NUM_IMAGE_BLOCKS
-    reason = _find_no_op_reason(options, seq_len, batch, factor, has_text)
+    reason: NoCompressionReason | None = None
+    if not options.enabled:
+        reason = "disabled"
+    elif seq_len == 0 or batch == 0:
+        reason = "empty"
+    elif factor <= 1:
+        reason = "factor"
+    elif not has_text:
+        reason = "no_text_mlp"
 
     def count_groups(kind: SegmentKind, length: int) -> int:
         if reason or (kind == "image" and not has_image):
@@ -189,54 +197,23 @@ def plan_compression(
     )
     if plan.reason:
         return plan
-    if not _has_compressor_for(weights, factor * head_dim) and _is_output_uniform(weights, head_dim):
+    first_linears, last_linears = (
+        [
+            weights.get_placement(layer, prefix * SLOTS_PER_PREFIX + slot)
+            for layer in range(header.num_layers)
+            for prefix in range(4 if has_image else 2)
+        ]
+        for slot in (0, SLOTS_PER_PREFIX - 1)
+    )
+    # The runtime compresses nothing where no compressor takes groups of this factor. Where all outputs are right, a
+    # wrong number of inputs is due to the factor.
+    if all(linear.cols != factor * head_dim for linear in first_linears) and all(
+        linear.rows == head_dim for linear in last_linears
+    ):
         unchanged_segments = tuple(replace(segment, groups=0) for segment in segments)
         return replace(plan, segments=unchanged_segments, new_len=seq_len, reason="factor_not_trained")
     _check_weights(weights, layers, head_dim, plan)
     return plan
-
-
-def _resolve_factor(header: WeightFileHeader, options: ForwardOptions) -> int:
-    return options.factor if options.factor > 1 else header.compression_factor
-
-
-def _resolve_min_groups(header: WeightFileHeader, options: ForwardOptions) -> int:
-    return options.min_seq_len or header.min_seq_len
-
-
-def _find_no_op_reason(
-    options: ForwardOptions, seq_len: int, batch: int, factor: int, has_text: bool
-) -> NoCompressionReason | None:
-    if not options.enabled:
-        return "disabled"
-    if seq_len == 0 or batch == 0:
-        return "empty"
-    if factor <= 1:
-        return "factor"
-    return None if has_text else "no_text_mlp"
-
-
-def _list_compressors(weights: WeightFile) -> list[tuple[int, int]]:
-    """``(layer, prefix)`` of every compressor that the runtime may use."""
-    prefixes = 4 if weights.header.weight_count_per_layer >= _NUM_IMAGE_BLOCKS else 2
-    return [(layer, prefix) for layer in range(weights.header.num_layers) for prefix in range(prefixes)]
-
-
-def _has_compressor_for(weights: WeightFile, inputs: int) -> bool:
-    """Whether any compressor takes `inputs` inputs; the runtime compresses nothing where none does."""
-    return any(
-        weights.get_placement(layer, prefix * SLOTS_PER_PREFIX).cols == inputs
-        for layer, prefix in _list_compressors(weights)
-    )
-
-
-def _is_output_uniform(weights: WeightFile, outputs: int) -> bool:
-    """Whether every compressor makes `outputs` outputs, so that a wrong number of inputs is due to the factor."""
-    last_slot = SLOTS_PER_PREFIX - 1
-    return all(
-        weights.get_placement(layer, prefix * SLOTS_PER_PREFIX + last_slot).rows == outputs
-        for layer, prefix in _list_compressors(weights)
-    )
 
 
 def _check_weights(weights: WeightFile, layers: list[int], head_dim: int, plan: CompressionPlan) -> None:
@@ -263,16 +240,3 @@ def _check_chain(weights: WeightFile, layer: int, prefix: int, head_dim: int, fa
         width, source = placement.rows, f"the outputs of linear {slot}"
     if width != head_dim:
         raise KvmnnError(f"{location}: makes {width} outputs, expected {head_dim} (head_dim)")
-
-
-def _explain_reason(plan: CompressionPlan) -> str:
-    groups = ", ".join(f"{s.kind} {s.tokens // plan.factor if plan.factor else 0}" for s in plan.segments)
-    texts: dict[NoCompressionReason, str] = {
-        "disabled": "compression is switched off",
-        "empty": "the cache is empty",
-        "factor": f"the factor is {plan.factor}, which leaves every token alone",
-        "no_text_mlp": "the weight file has no compressor for text",
-        "too_short": f"no segment with a compressor has {plan.min_seq_len} groups of {plan.factor} ({groups})",
-        "factor_not_trained": f"no compressor in the weight file takes groups of {plan.factor} tokens",
-    }
-    return texts[plan.reason] if plan.reason else ""

@@ -6,6 +6,7 @@ import json
 import os
 import struct
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,31 +39,19 @@ from .unit_codec import DamagedSliceError, LoadedSlice, check_unit_matches, deco
 from .write_path import DenseStreamEncoder, DenseUnitPlan, HistoryRef, build_dense_info
 
 
+@dataclass(frozen=True, eq=False)
 class SequenceExporter:
-    """Selects the units of a sequence; a unit that also contains other sequences is encoded again without them.
+    """Selects the units of a sequence; a unit that also contains other sequences is encoded again without them."""
 
-    Parameters
-    ----------
-    namespace, sequence, layers
-        The sequence, with K and V of its tokens.
-    tables
-        Shared tables of its units, by key.
-    rotary, options, threads
-        How units are encoded.
-    """
-
-    def __init__(
-        self,
-        namespace: Namespace,
-        sequence: TokenSequence,
-        layers: Sequence[LayerCache],
-        tables: Mapping[bytes, TableSets],
-        rotary: RopeConfig | None,
-        options: CodecOptions,
-        threads: int | None,
-    ) -> None:
-        self._namespace, self._sequence, self._layers, self._tables = namespace, sequence, layers, tables
-        self._rotary, self._options, self._threads = rotary, options, threads
+    namespace: Namespace
+    sequence: TokenSequence
+    #: K and V of its tokens.
+    layers: Sequence[LayerCache]
+    #: Shared tables of its units, by key.
+    tables: Mapping[bytes, TableSets]
+    rotary: RopeConfig | None
+    options: CodecOptions
+    threads: int | None
 
     def build_units(
         self, prefix_match: PrefixMatch, data_by_unit: Mapping[int, Bytes]
@@ -81,37 +70,26 @@ class SequenceExporter:
 
     def _encode_again(self, begin_token: int, unit_slice: UnitSlice, header: UnitHeader) -> Bytes:
         span = begin_token, begin_token + unit_slice.take
-        block_tokens = self._sequence.block_tokens
-        frames, dense_info = (
-            self._encode_frames(span) if header.dense is None else self._encode_streams(span, unit_slice, header.dense)
-        )
-        parent = self._sequence.get_parent_key(begin_token // block_tokens)
-        unit = Unit(
-            self._namespace.key, parent, begin_token, self._sequence.ids[begin_token : span[1]], frames, dense_info
-        )
+        block_tokens = self.sequence.block_tokens
+        encoded_units: list[tuple[tuple[UnitFrame, ...], DenseUnitInfo | None]] = []
+        if header.dense is None:
+            encode_frame_units(
+                self.layers, [span], self.options, lambda _, frames: encoded_units.append((frames, None)), self.threads
+            )
+        else:
+            # without its first blocks, the unit refers to no rows before it
+            dense = header.dense
+            history = HistoryRef() if unit_slice.skip else HistoryRef(dense.history_rows, 0, dense.chain_length)
+            plan = DenseUnitPlan(span, history, self.tables.get(dense.tables_key))
+            DenseStreamEncoder(self.layers, self.namespace, self.rotary).encode_units(
+                [plan],
+                block_tokens,
+                lambda _, streams, sums: encoded_units.append((streams, build_dense_info(plan, sums))),
+                self.threads,
+            )
+        parent = self.sequence.get_parent_key(begin_token // block_tokens)
+        unit = Unit(self.namespace.key, parent, begin_token, self.sequence.ids[slice(*span)], *encoded_units[0])
         return np.frombuffer(b"".join(bytes(piece) for piece in unit.to_pieces()), np.uint8)
-
-    def _encode_frames(self, span: tuple[int, int]) -> tuple[tuple[UnitFrame, ...], None]:
-        encoded_units: list[tuple[UnitFrame, ...]] = []
-        encode_frame_units(
-            self._layers, [span], self._options, lambda _, frames: encoded_units.append(frames), self._threads
-        )
-        return encoded_units[0], None
-
-    def _encode_streams(
-        self, span: tuple[int, int], unit_slice: UnitSlice, dense: DenseUnitInfo
-    ) -> tuple[tuple[UnitFrame, ...], DenseUnitInfo]:
-        """Encode the slice like the original unit; if its beginning is cut off, it refers to no rows before it."""
-        history = HistoryRef() if unit_slice.skip else HistoryRef(dense.history_rows, 0, dense.chain_length)
-        unit = DenseUnitPlan(span, history, self._tables.get(dense.tables_key))
-        encoded_units: list[tuple[tuple[UnitFrame, ...], tuple[int, ...]]] = []
-        streams = DenseStreamEncoder(self._layers, self._namespace, self._rotary)
-        block_tokens = self._sequence.block_tokens
-        streams.encode_units(
-            [unit], block_tokens, lambda _, frames, sums: encoded_units.append((frames, sums)), self._threads
-        )
-        frames, sums = encoded_units[0]
-        return frames, build_dense_info(unit, sums)
 
 
 EXPORT_MAGIC = b"KVMNNPX2"
@@ -143,20 +121,16 @@ def write_exported(
         **({"tables": table_entries} if table_entries else {}),
     }
     document = json.dumps(header).encode()
+    head = EXPORT_MAGIC + _SIZE_STRUCT.pack(len(document)) + _CHECKSUM_STRUCT.pack(integrity_checksum(document))
     with FileOutput(path, force=force) as output:
-        output.file.write(
-            EXPORT_MAGIC
-            + _SIZE_STRUCT.pack(len(document))
-            + _CHECKSUM_STRUCT.pack(integrity_checksum(document))
-            + document
-        )
+        output.file.write(head + document)
         for _, data in unit_slices:
             output.file.write(data.data)
         for table_set in tables:
             output.file.write(table_set.data)
         output.commit()
     nbytes = sum(data.size for _, data in unit_slices) + sum(len(table_set.data) for table_set in tables)
-    return len(EXPORT_MAGIC) + _SIZE_STRUCT.size + _CHECKSUM_STRUCT.size + len(document) + nbytes
+    return len(head) + len(document) + nbytes
 
 
 def read_exported(path: str | os.PathLike[str], threads: int | None = None) -> tuple[str, Ids, list[LayerCache]]:
@@ -213,19 +187,17 @@ def read_exported(path: str | os.PathLike[str], threads: int | None = None) -> t
 
 def _read_document(file: MappedFile) -> tuple[bytes, int]:
     """Return the document, and the position after it."""
-    head = file.read_head(len(EXPORT_MAGIC) + _SIZE_STRUCT.size + _CHECKSUM_STRUCT.size)
-    begin_byte = len(head) if head.startswith(EXPORT_MAGIC) else len(EXPORT_MAGIC) + _SIZE_STRUCT.size
-    if (
-        not head.startswith((EXPORT_MAGIC, _EXPORT_MAGIC_V1))
-        or len(head) < len(EXPORT_MAGIC) + _SIZE_STRUCT.size + _CHECKSUM_STRUCT.size
-    ):
+    checksum_begin = len(EXPORT_MAGIC) + _SIZE_STRUCT.size
+    head_bytes = checksum_begin + _CHECKSUM_STRUCT.size
+    head = file.read_head(head_bytes)
+    has_checksum = head.startswith(EXPORT_MAGIC)
+    begin_byte = head_bytes if has_checksum else checksum_begin
+    if not head.startswith((EXPORT_MAGIC, _EXPORT_MAGIC_V1)) or len(head) < head_bytes:
         raise SourceError(f"{file.label}: is no exported prefix: it does not begin with {EXPORT_MAGIC.decode()}")
     (size,) = _SIZE_STRUCT.unpack_from(head, len(EXPORT_MAGIC))
     if size > _MAX_DOCUMENT_BYTES or begin_byte + size > file.size:
         raise SourceError(f"{file.label}: its document would have {size:,} bytes, the file has {file.size:,}")
     document = file.view(begin_byte, size).tobytes()
-    if head.startswith(EXPORT_MAGIC) and _CHECKSUM_STRUCT.unpack_from(head, len(EXPORT_MAGIC) + _SIZE_STRUCT.size)[
-        0
-    ] != integrity_checksum(document):
+    if has_checksum and _CHECKSUM_STRUCT.unpack_from(head, checksum_begin) != (integrity_checksum(document),):
         raise SourceError(f"{file.label}: its document does not match its checksum")
     return document, begin_byte + size

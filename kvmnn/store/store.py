@@ -23,7 +23,15 @@ from . import export
 from .backend import MAX_BLOCK_TOKENS, STORE_CODECS, StoreBackend, StoreSettings, check_settings_match
 from .directory.index import DamagedIndexError
 from .directory.maintenance import DirectoryBackend
-from .namespace import build_namespace, split_windows, to_token_ids, validate_layers, validate_session_name
+from .namespace import (
+    Ids,
+    Namespace,
+    build_namespace,
+    split_windows,
+    to_token_ids,
+    validate_layers,
+    validate_session_name,
+)
 from .remote import BackendUnavailableError, RemoteBackend
 from .remote.key_values import CircuitBreaker, KeyValueStore, ObjectStoreValues, RedisStoreValues
 from .results import (
@@ -82,9 +90,25 @@ def open_backend(
             units.close()
             raise
         return units
+    if timeout is None:
+        timeout = DEFAULT_TIMEOUT_SECONDS
+    elif isinstance(timeout, bool) or not isinstance(timeout, int | float):
+        raise TypeError(f"timeout must be a number of seconds, not {type(timeout).__name__}")
+    if not 0 < timeout <= 3600:
+        raise KvmnnError(f"timeout is {timeout!r}: expected seconds above 0, at most 3,600")
     label = redact_url(name)
+    key_values_type = RedisStoreValues if scheme_match[1] in _REDIS_SCHEMES else ObjectStoreValues
+    try:
+        key_values: KeyValueStore = key_values_type(name, float(timeout))
+    except KvmnnError:
+        raise
+    except ImportError as error:  # each protocol of fsspec needs its own package
+        raise MissingDependencyError(f"{label}: {error}") from error
+    except ValueError as error:  # the clients of Redis and fsspec raise it for an invalid URL
+        is_public = "@" not in name and label == name  # else the reason may contain a password
+        raise OptionError(f"{label}: is no URL of a store{f': {error}' if is_public else ''}") from error
     return RemoteBackend(
-        CircuitBreaker(_open_key_values(scheme_match[1], name, label, _validate_timeout(timeout)), label),
+        CircuitBreaker(key_values, label),
         block_tokens=block_tokens,
         codec=codec,
         new_settings=new_settings,
@@ -92,29 +116,6 @@ def open_backend(
         read_only=read_only,
         max_bytes=max_bytes,
     )
-
-
-def _open_key_values(scheme: str, url: str, label: str, timeout: float) -> KeyValueStore:
-    try:
-        return (RedisStoreValues if scheme in _REDIS_SCHEMES else ObjectStoreValues)(url, timeout)
-    except KvmnnError:
-        raise
-    except ImportError as error:  # each protocol of fsspec needs its own package
-        raise MissingDependencyError(f"{label}: {error}") from error
-    except ValueError as error:  # the clients of Redis and fsspec raise it for an invalid URL
-        raise OptionError(
-            f"{label}: is no URL of a store{'' if '@' in url or label != url else f': {error}'}"
-        ) from error
-
-
-def _validate_timeout(timeout: float | None) -> float:
-    if timeout is None:
-        return DEFAULT_TIMEOUT_SECONDS
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
-        raise TypeError(f"timeout must be a number of seconds, not {type(timeout).__name__}")
-    if not 0 < timeout <= 3600:
-        raise KvmnnError(f"timeout is {timeout!r}: expected seconds above 0, at most 3,600")
-    return float(timeout)
 
 
 T = TypeVar("T")
@@ -278,16 +279,27 @@ class PrefixStore:
         OutputError
             If files cannot be written; the store is unchanged, or contains a prefix of the sequence.
         """
+        return self._put(token_ids, layers, model, windows, states)[0]
+
+    def _put(
+        self,
+        token_ids: TokenIds,
+        layers: Sequence[LayerCache],
+        model: str,
+        windows: Collection[int],
+        states: Sequence[OpaqueState],
+    ) -> tuple[PutResult, Namespace, Ids]:
         ids = to_token_ids(token_ids)
         full_layers, window_layers = split_windows(layers, windows)
         caches = validate_layers(full_layers, ids.size, window_layers)
-        ordered = sorted(states, key=lambda state: (state.layer, state.name))
-        namespace = build_namespace(caches, model, window_layers, ordered)
-        state = StateToPut(window_layers, ordered) if namespace.needs_state else None
+        sorted_states = sorted(states, key=lambda state: (state.layer, state.name))
+        namespace = build_namespace(caches, model, window_layers, sorted_states)
+        state = StateToPut(window_layers, sorted_states) if namespace.needs_state else None
         try:
-            return self._with_retry(lambda: self._sequences.put(ids, caches, namespace, state))
+            result = self._with_retry(lambda: self._sequences.put(ids, caches, namespace, state))
         except BackendUnavailableError as error:
-            return PutResult(tokens=ids.size, known_tokens=0, notes=(str(error),), outage=True)
+            result = PutResult(tokens=ids.size, known_tokens=0, notes=(str(error),), outage=True)
+        return result, namespace, ids
 
     def match(self, token_ids: TokenIds, *, model: str, dtype: str | None = None) -> int:
         """Return how many tokens of a sequence are stored, from its beginning on: what `get` would return.
@@ -383,14 +395,9 @@ class PrefixStore:
             As for `put`, as well as errors. If a remote store does not answer, nothing is stored and `outage` is set.
         """
         validate_session_name(name)
-        put = self.put(token_ids, layers, model=model, windows=windows, states=states)
-        full_layers, window_layers = split_windows(layers, windows)
-        sorted_states = sorted(states, key=lambda state: (state.layer, state.name))
-        namespace = build_namespace(
-            sorted(full_layers, key=lambda cache: cache.layer), model, window_layers, sorted_states
-        )
+        put, namespace, ids = self._put(token_ids, layers, model, windows, states)
         try:
-            self._with_retry(lambda: self._backend.save_session(name, namespace, to_token_ids(token_ids)))
+            self._with_retry(lambda: self._backend.save_session(name, namespace, ids))
         except BackendUnavailableError as error:
             return replace(put, notes=(*put.notes, f"the session was not noted down: {error}"), outage=True)
         return put

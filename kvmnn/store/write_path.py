@@ -203,7 +203,7 @@ class LayerTrial(NamedTuple):
 class DenseUnitPlan(NamedTuple):
     """A unit to encode: its tokens, its history, and the shared tables of its streams, if any."""
 
-    cut: TokenSpan
+    span: TokenSpan
     history: HistoryRef
     tables: TableSets | None
 
@@ -226,16 +226,9 @@ def find_middle(units: Sequence[DenseUnitPlan]) -> int:
 
 
 class DenseStreamEncoder:
-    """Encodes K and V of all layers as dense streams.
+    """Encodes K and V of all layers of a whole sequence as dense streams.
 
-    Parameters
-    ----------
-    layers
-        K and V of the whole sequence.
-    namespace
-        Its namespace.
-    rotary
-        RoPE parameters of K, for streams without shared tables, which contain them.
+    `rotary` are the RoPE parameters of K in streams without shared tables, which contain them.
     """
 
     def __init__(self, layers: Sequence[LayerCache], namespace: Namespace, rotary: RopeConfig | None) -> None:
@@ -263,11 +256,9 @@ class DenseStreamEncoder:
 
     def measure_layer_frames(self, units: Sequence[DenseUnitPlan], options: CodecOptions) -> list[int]:
         """Return the sizes of frames for the arrays of `try_layer`."""
-        (begin_token, end_token), layer = units[find_middle(units)].cut, self._layers[len(self._layers) // 2]
-        elements = [
-            np.ascontiguousarray(part_elements[:, begin_token:end_token]) for part_elements in list_parts([layer])
-        ]
-        return list(map(len, encode_many(elements, dtype=self._namespace.dtype, effort=options.effort, threads=1)))
+        span, layer = units[find_middle(units)].span, self._layers[len(self._layers) // 2]
+        arrays = [np.ascontiguousarray(elements[:, slice(*span)]) for elements in list_parts([layer])]
+        return list(map(len, encode_many(arrays, dtype=self._namespace.dtype, effort=options.effort, threads=1)))
 
     def encode_units(
         self,
@@ -285,20 +276,16 @@ class DenseStreamEncoder:
 
         def encode_parts(job: tuple[int, range]) -> None:
             unit_index, part_range = job
-            (begin_token, end_token), trial_streams = (
-                units[unit_index].cut,
-                trial.streams if unit_index == trial.unit_index else {},
-            )
+            begin_token, end_token = units[unit_index].span
+            trial_streams = trial.streams if unit_index == trial.unit_index else {}
             reference_hints = trial.reference_hints if trial_streams else None
             encoded_parts = {}
             for part in part_range:
                 frame = trial_streams.get(part)
                 if frame is None:
                     frame, reference_hints = self._encode_part(units[unit_index], part, reference_hints)
-                encoded_parts[part] = (
-                    frame,
-                    checksum_part_blocks(self._parts[part][:, begin_token:end_token], block_tokens),
-                )
+                block_sums = checksum_part_blocks(self._parts[part][:, begin_token:end_token], block_tokens)
+                encoded_parts[part] = frame, block_sums
             with lock:
                 unit_parts = open_units.setdefault(unit_index, {})
                 unit_parts.update(encoded_parts)
@@ -339,9 +326,7 @@ class _DenseScratch(ThreadScratch):
     """Buffer for the rows of a stream."""
 
     def copy_rows(self, elements: Elements) -> Elements:
-        """Return the rows as ``[token, kv_head, head_dim]``, contiguous, native and aligned; valid
-        until the next call.
-        """
+        """Return ``[token, kv_head, head_dim]``, contiguous, native and aligned; valid until the next call."""
         by_token = elements.transpose(1, 0, 2)
         if by_token.flags.c_contiguous and by_token.flags.aligned and elements.dtype.isnative:
             return by_token
@@ -382,13 +367,7 @@ RETRY_INTERVAL_UNITS = 16
 
 
 class RopeState:
-    """RoPE parameters of the models of a store.
-
-    Parameters
-    ----------
-    specified
-        Parameters of the caller; ``"none"`` if K is not rotated, None to search them for each namespace.
-    """
+    """RoPE parameters of the models of a store: those that the caller specified, or searched for each namespace."""
 
     def __init__(self, specified: RopeConfig | Literal["none"] | None) -> None:
         if not (specified is None or specified == "none" or isinstance(specified, RopeConfig)):
@@ -432,9 +411,7 @@ class CodecChooser:
         self._decisions: dict[bytes, CodecDecision] = {}
 
     def is_due(self, key: bytes, num_units: int) -> bool:
-        """Return whether a put of so many units needs a trial: the first one, and one in
-        `RETRY_INTERVAL_UNITS` units.
-        """
+        """Return whether a put of so many units needs a trial: the first, then one in `RETRY_INTERVAL_UNITS` units."""
         if key in self._units_since_trial:
             self._units_since_trial[key] += num_units
         return self._units_since_trial.get(key, RETRY_INTERVAL_UNITS) >= RETRY_INTERVAL_UNITS
@@ -495,6 +472,10 @@ def add_sequence(
     return AddResult(stored_bytes, removed_bytes)
 
 
+_OnUnit = Callable[[int, tuple[UnitFrame, ...], DenseUnitInfo | None], object]
+"""Called with the index, the frames or streams, and the dependencies of each encoded unit."""
+
+
 class _FrameUnitEncoder:
     """Encodes units of frames."""
 
@@ -504,19 +485,13 @@ class _FrameUnitEncoder:
         self._layers, self._write_options = layers, write_options
 
     def encode_batch(
-        self, batch: Sequence[TokenSpan], sequence: TokenSequence, on_unit: Callable[[int, Unit], object]
+        self, batch: Sequence[TokenSpan], sequence: TokenSequence, on_unit: _OnUnit
     ) -> list[tuple[int, ...]]:
-        """Encode units; `on_unit` is called with index and unit."""
-
-        def emit_unit(unit_index: int, frames: tuple[UnitFrame, ...]) -> None:
-            begin_token, end_token = batch[unit_index]
-            parent = sequence.get_parent_key(begin_token // sequence.block_tokens)
-            on_unit(
-                unit_index,
-                Unit(sequence.namespace_key, parent, begin_token, sequence.ids[begin_token:end_token], frames),
-            )
-
-        encode_frame_units(self._layers, batch, self._write_options.options, emit_unit, self._write_options.threads)
+        """Encode units; return for each the checksums of the preceding blocks that it refers to."""
+        options, threads = self._write_options.options, self._write_options.threads
+        encode_frame_units(
+            self._layers, batch, options, lambda unit_index, frames: on_unit(unit_index, frames, None), threads
+        )
         return [()] * len(batch)
 
 
@@ -532,9 +507,10 @@ class _DenseUnitEncoder:
         stored_prefix: PrefixMatch,
         write_options: WriteOptions,
     ) -> None:
-        self._layers, self._namespace, self._write_options = layers, namespace, write_options
-        self._rotary = write_options.rope_state.get_rope(namespace, layers)
-        self._streams = DenseStreamEncoder(layers, namespace, self._rotary)
+        self._options, self._threads = write_options.options, write_options.threads
+        self._chooser = write_options.codec_chooser
+        rotary = write_options.rope_state.get_rope(namespace, layers)
+        self._streams = DenseStreamEncoder(layers, namespace, rotary)
         previous_header = read_previous_header(backend, sequence, stored_prefix)
         self._follows_frames = previous_header is not None and previous_header.dense is None
         self._history_sources, self._history_sums = load_history(backend, sequence, layers, stored_prefix)
@@ -543,7 +519,7 @@ class _DenseUnitEncoder:
         self.tables = backend.tables.get_any(namespace.key)
         self._has_new_tables = self.tables is None and sequence.ids.size >= MIN_TABLE_TOKENS
         if self._has_new_tables:
-            self.tables = build_table_sets(layers, namespace, self._rotary, write_options.threads)
+            self.tables = build_table_sets(layers, namespace, rotary, write_options.threads)
             backend.tables.put(namespace.key, self.tables)
         self._chooser_key = namespace.key + (self.tables.key if self.tables else b"")
         self._has_own_tables = self._is_short = False
@@ -556,23 +532,17 @@ class _DenseUnitEncoder:
         nothing about other sequences.
         """
         plans = self._plan_units(batch, sequence)
-        middle_span = plans[find_middle(plans)].cut
-        self._is_short = _count_tokens(middle_span) < MIN_TABLE_TOKENS
+        num_tokens = _count_tokens(plans[find_middle(plans)].span)
+        self._is_short = num_tokens < MIN_TABLE_TOKENS
         if self._is_short:
-            self._next_plans = (
-                self._plan_short_units(plans)
-                if self.tables is not None and _count_tokens(middle_span) >= MIN_OWN_TABLE_TOKENS
-                else plans
-            )
+            has_choice = self.tables is not None and num_tokens >= MIN_OWN_TABLE_TOKENS
+            self._next_plans = self._plan_short_units(plans) if has_choice else plans
             return not self._follows_frames
-        decision = self._write_options.codec_chooser.get_decision(self._chooser_key)
-        if self._write_options.codec_chooser.is_due(self._chooser_key, len(plans)) or decision.tries_frames is None:
+        decision = self._chooser.get_decision(self._chooser_key)
+        if self._chooser.is_due(self._chooser_key, len(plans)) or decision.tries_frames is None:
             return self._run_full_trial(plans)
-        self._next_plans, self._streams.tries_frames = (
-            self._apply_tables(plans, has_own_tables=decision.has_own_tables),
-            decision.tries_frames,
-        )
-        self._streams.frame_losses = decision.frame_losses
+        self._next_plans = self._apply_tables(plans, has_own_tables=decision.has_own_tables)
+        self._streams.tries_frames, self._streams.frame_losses = decision.tries_frames, decision.frame_losses
         return True
 
     def _run_full_trial(self, plans: list[DenseUnitPlan]) -> bool:
@@ -590,27 +560,24 @@ class _DenseUnitEncoder:
         is_dense_smaller = sum(trial.list_stream_bytes()) <= DENSE_MAX_SIZE_RATIO * sum(frame_bytes)
         # new tables are built from this sequence: a trial with them says nothing about others
         if is_dense_smaller and not self._has_new_tables:
-            self._write_options.codec_chooser.record_decision(self._chooser_key, CodecDecision(own_tables, frames_near))
+            self._chooser.record_decision(self._chooser_key, CodecDecision(own_tables, frames_near))
         return is_dense_smaller
 
     def _plan_short_units(self, plans: list[DenseUnitPlan]) -> list[DenseUnitPlan]:
         """Give short units their own tables, if these were smaller in the last trial."""
-        codec_chooser, own_plans = self._write_options.codec_chooser, _drop_shared_tables(plans)
-        self._streams.frame_losses = codec_chooser.get_decision(self._chooser_key).frame_losses
-        if codec_chooser.is_due(self._chooser_key, len(plans)):
+        own_plans, key = _drop_shared_tables(plans), self._chooser_key
+        decision = self._chooser.get_decision(key)
+        self._streams.frame_losses = decision.frame_losses
+        if self._chooser.is_due(key, len(plans)):
             trial, own_tables_trial = parallel_map(
                 lambda unit_plans: self._streams.try_layer(unit_plans, only_keys=True),
                 [plans, own_plans],
-                resolve_threads(self._write_options.threads),
+                resolve_threads(self._threads),
             )
-            codec_chooser.record_decision(
-                self._chooser_key,
-                codec_chooser.get_decision(self._chooser_key)._replace(
-                    has_own_tables=_are_own_tables_better(own_tables_trial, trial)
-                ),
-            )
-            self._trial = own_tables_trial if _are_own_tables_better(own_tables_trial, trial) else trial
-        return self._apply_tables(plans, has_own_tables=codec_chooser.get_decision(self._chooser_key).has_own_tables)
+            decision = decision._replace(has_own_tables=_are_own_tables_better(own_tables_trial, trial))
+            self._chooser.record_decision(key, decision)
+            self._trial = own_tables_trial if decision.has_own_tables else trial
+        return self._apply_tables(plans, has_own_tables=decision.has_own_tables)
 
     def _apply_tables(self, plans: list[DenseUnitPlan], *, has_own_tables: bool) -> list[DenseUnitPlan]:
         self._has_own_tables = has_own_tables
@@ -619,18 +586,15 @@ class _DenseUnitEncoder:
     def _run_trials(self, plans: Sequence[DenseUnitPlan]) -> tuple[LayerTrial, LayerTrial | None, list[int]]:
         """Encode a layer as planned, its K with own tables if they are shared, and measure its frames."""
 
-        def try_planned() -> LayerTrial:
-            return self._streams.try_layer(plans)
-
         def try_alternatives() -> tuple[LayerTrial | None, list[int]]:
             own_tables_trial = None
             if self.tables is not None:
                 own_tables_trial = self._streams.try_layer(_drop_shared_tables(plans), only_keys=True)
-            return own_tables_trial, self._streams.measure_layer_frames(plans, self._write_options.options)
+            return own_tables_trial, self._streams.measure_layer_frames(plans, self._options)
 
-        calls: list[Callable[[], Any]] = [try_planned, try_alternatives]
+        calls: list[Callable[[], Any]] = [lambda: self._streams.try_layer(plans), try_alternatives]
         trial, (own_tables_trial, frame_bytes) = parallel_map(
-            lambda run_trial: run_trial(), calls, resolve_threads(self._write_options.threads)
+            lambda run_trial: run_trial(), calls, resolve_threads(self._threads)
         )
         return trial, own_tables_trial, frame_bytes
 
@@ -643,10 +607,10 @@ class _DenseUnitEncoder:
             self._history_sources = [*self._history_sources, HistorySource(num_blocks, history.chain_length)][
                 -count_history_blocks(sequence.block_tokens) :
             ]
-        return _drop_shared_tables(plans) if self._has_own_tables else plans
+        return self._apply_tables(plans, has_own_tables=self._has_own_tables)
 
     def encode_batch(
-        self, batch: Sequence[TokenSpan], sequence: TokenSequence, on_unit: Callable[[int, Unit], object]
+        self, batch: Sequence[TokenSpan], sequence: TokenSequence, on_unit: _OnUnit
     ) -> list[tuple[int, ...]]:
         """Encode units, as `_FrameUnitEncoder.encode_batch`."""
         plans = self._next_plans or self._plan_units(batch, sequence)
@@ -654,25 +618,12 @@ class _DenseUnitEncoder:
         sums: dict[int, tuple[int, ...]] = {}
 
         def emit_unit(unit_index: int, streams: tuple[UnitFrame, ...], unit_sums: tuple[int, ...]) -> None:
-            begin_token, end_token = plans[unit_index].cut
-            parent = sequence.get_parent_key(begin_token // sequence.block_tokens)
-            dense_info = build_dense_info(plans[unit_index], unit_sums)
-            on_unit(
-                unit_index,
-                Unit(
-                    sequence.namespace_key,
-                    parent,
-                    begin_token,
-                    sequence.ids[begin_token:end_token],
-                    streams,
-                    dense_info,
-                ),
-            )
+            on_unit(unit_index, streams, build_dense_info(plans[unit_index], unit_sums))
             sums[unit_index] = unit_sums
 
-        self._streams.encode_units(plans, sequence.block_tokens, emit_unit, self._write_options.threads, trial)
+        self._streams.encode_units(plans, sequence.block_tokens, emit_unit, self._threads, trial)
         if not self._is_short:  # frames of short units say nothing about long ones
-            self._write_options.codec_chooser.record_frames(self._chooser_key, self._streams.comparisons)
+            self._chooser.record_frames(self._chooser_key, self._streams.comparisons)
         referenced_sums = []
         for unit_index, plan in enumerate(plans):
             referenced_sums.append(tuple(self._history_sums[len(self._history_sums) - plan.history.num_blocks :]))
@@ -683,15 +634,13 @@ class _DenseUnitEncoder:
 
 
 def _drop_shared_tables(plans: Sequence[DenseUnitPlan]) -> list[DenseUnitPlan]:
-    return [plan if _count_tokens(plan.cut) < MIN_OWN_TABLE_TOKENS else plan._replace(tables=None) for plan in plans]
+    return [plan if _count_tokens(plan.span) < MIN_OWN_TABLE_TOKENS else plan._replace(tables=None) for plan in plans]
 
 
 def _are_own_tables_better(own_tables_trial: LayerTrial, shared_tables_trial: LayerTrial) -> bool:
     """Return whether own tables make K so much smaller that they are worth the time."""
-    return (
-        shared_tables_trial.list_stream_bytes()[0]
-        > SHARED_TABLES_MAX_OVERHEAD * own_tables_trial.list_stream_bytes()[0]
-    )
+    own_bytes, shared_bytes = own_tables_trial.list_stream_bytes()[0], shared_tables_trial.list_stream_bytes()[0]
+    return shared_bytes > SHARED_TABLES_MAX_OVERHEAD * own_bytes
 
 
 def _count_tokens(span: TokenSpan) -> int:
@@ -708,11 +657,14 @@ def _add_batch(
     new_units: dict[int, NewUnit] = {}
     with backend.stage() as staging:
 
-        def stage_unit(unit_index: int, unit: Unit) -> None:
+        def stage_unit(unit_index: int, frames: tuple[UnitFrame, ...], dense: DenseUnitInfo | None) -> None:
             begin_token, end_token = batch[unit_index]
-            keys = sequence.keys[begin_token // sequence.block_tokens : end_token // sequence.block_tokens]
-            path = staging.write(unit.to_pieces())
-            new_units[unit_index] = NewUnit(unit.parent, begin_token, unit.ids, keys, unit.nbytes, path)
+            begin_block, end_block = begin_token // sequence.block_tokens, end_token // sequence.block_tokens
+            parent, ids = sequence.get_parent_key(begin_block), sequence.ids[begin_token:end_token]
+            unit = Unit(namespace.key, parent, begin_token, ids, frames, dense)
+            staged = staging.write(unit.to_pieces())
+            keys = sequence.keys[begin_block:end_block]
+            new_units[unit_index] = NewUnit(parent, begin_token, ids, keys, unit.nbytes, staged)
 
         referenced_sums = unit_encoder.encode_batch(batch, sequence, stage_unit)
         ordered_units = [

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -33,12 +33,8 @@ from .index import (
     INDEX_FILE,
     DamagedIndexError,
     InvalidRowError,
-    NumberRow,
-    OptionalNumberRow,
     StoreIndex,
-    UnitSpanRow,
     ValidatingCursor,
-    WordRow,
     find_newest_index,
     parse_space_document,
 )
@@ -57,24 +53,28 @@ T = TypeVar("T")
 class RemovedUnits(NamedTuple):
     """Number of units that were removed, and bytes of their files."""
 
-    num_units: int
-    nbytes: int
+    num_units: int = 0
+    nbytes: int = 0
+
+
+class _Addition:
+    """Units that a transaction adds and removes."""
+
+    def __init__(self, files: UnitFiles) -> None:
+        self._files = files
+        self.placed_units: list[int] = []
+        self.removed_units: list[int] = []
+        self.stored_bytes = self.removed_bytes = 0
+
+    def place(self, staged_path: Path, unit: int, nbytes: int) -> None:
+        """Move the file of a unit into its place."""
+        self._files.move_into_place(staged_path, unit)
+        self.placed_units.append(unit)
+        self.stored_bytes += nbytes
 
 
 class DirectoryBackendBase:
-    """Unit files and their index in one folder.
-
-    Parameters
-    ----------
-    folder
-        Folder of the store; created if `settings` are specified.
-    settings
-        Settings for a new store; None if the store must exist.
-    max_bytes
-        Limit on the bytes of all units; None for no limit.
-    read_only
-        Write nothing.
-    """
+    """Unit files and their index in one folder, which is created if `settings` for a new store are specified."""
 
     def __init__(self, folder: Path, *, settings: StoreSettings | None, max_bytes: int | None, read_only: bool) -> None:
         self.folder = folder
@@ -84,12 +84,12 @@ class DirectoryBackendBase:
         if folder.exists() and not folder.is_dir():
             raise SourceError(f"{folder}: is not a prefix store, but a file: expected a directory")
         is_new = not folder.exists()
+        self.recovery_files = RecoveryFiles(folder)
         if settings is not None and not read_only:
-            _create_folder(folder)
+            self._create_folder()
         self.notes: list[str] = []
         self.rebuilt_notes: list[str] = []
         """The notes about what was damaged and rebuilt."""
-        self.recovery_files = RecoveryFiles(folder)
         self.tables = TableSetCache(self.recovery_files.read_tables, self.recovery_files.list_table_names)
         self.files = UnitFiles(folder)
         self._cached_namespaces: tuple[int | None, list[Namespace]] = None, []
@@ -110,19 +110,25 @@ class DirectoryBackendBase:
             if read_only:
                 raise
             self.block_tokens = self._read_block_tokens()  # the index was rebuilt
-        if not read_only:
-            self._save_recovery_files(settings.codec if settings else "frames")
-        self.codec = self._choose_codec()
+        if not read_only and not self.recovery_files.exists:
+            for namespace in self.list_namespaces():
+                self.recovery_files.save_namespace(namespace)
+            with self.index.begin_reading() as cursor:
+                has_units = cursor.has_row("SELECT 1 FROM unit LIMIT 1")
+            codec = settings.codec if settings and not has_units else "frames"  # the first stores had frames
+            self.recovery_files.save_settings(StoreSettings(self.block_tokens, codec))
+        self.codec = self._read_codec()
         self._touched_units: set[int] = set()
         self._last_touch_time = time.monotonic()
         self._lock = threading.Lock()
 
     def list_namespaces(self) -> list[Namespace]:
         with self.index.begin_reading() as cursor:
-            last_id = cursor.require_row(OptionalNumberRow, "SELECT max(id) FROM space").value
+            (last_id,) = cursor.require_row(tuple[int | None], "SELECT max(id) FROM space")
             if last_id != self._cached_namespaces[0]:
-                rows = cursor.iter_rows(WordRow, "SELECT document FROM space ORDER BY id LIMIT ?", (_MAX_NAMESPACES,))
-                self._cached_namespaces = last_id, [parse_space_document(row.value, self.label) for row in rows]
+                query = "SELECT document FROM space ORDER BY id LIMIT ?"
+                rows = cursor.iter_rows(tuple[str], query, (_MAX_NAMESPACES,))
+                self._cached_namespaces = last_id, [parse_space_document(row[0], self.label) for row in rows]
         return self._cached_namespaces[1]
 
     def ensure_namespace(self, namespace: Namespace) -> None:
@@ -156,85 +162,66 @@ class DirectoryBackendBase:
         self, namespace: Namespace, sequence: TokenSequence, new: Sequence[NewUnit], tables: TableSets | None
     ) -> AddResult:
         """Add units of a sequence, in order, and the tables that some of them need: all or none."""
-        placed_units: list[int] = []
-        removed_units: list[int] = []
-        stored_bytes = 0
 
         def has_all(cursor: ValidatingCursor) -> bool:
             return self.make_lookup(cursor).find_prefix(sequence).tokens == sequence.ids.size
 
+        with self._add(namespace, sequence) as (cursor, namespace_id, addition):
+            if tables is not None:
+                self.recovery_files.save_tables(namespace, tables)
+            index_updates.advance_clock(cursor)
+            for unit in new:
+                self._check_history(cursor, sequence, unit, addition.placed_units)
+                unit_id, superfluous_units = index_updates.insert_unit(
+                    cursor, namespace_id, unit, sequence, lambda: has_all(cursor)
+                )
+                if unit_id:
+                    assert isinstance(unit.staged, Path)
+                    addition.place(unit.staged, unit_id, unit.nbytes)
+                index_updates.delete_units(cursor, superfluous_units)
+                addition.removed_units += superfluous_units
+        return AddResult(addition.stored_bytes, addition.removed_bytes)
+
+    @contextmanager
+    def _add(self, namespace: Namespace, sequence: TokenSequence) -> Iterator[tuple[ValidatingCursor, int, _Addition]]:
+        """Open a transaction that adds units, then evicts others; yield it with the row id of the namespace."""
+        addition = _Addition(self.files)
         try:
             with self.index.begin_writing() as cursor:
                 self._save_touched(cursor)
                 bytes_before = index_updates.read_total_bytes(cursor)
                 self.recovery_files.save_namespace(namespace)
-                if tables is not None:
-                    self.recovery_files.save_tables(namespace, tables)
-                namespace_id = index_updates.ensure_namespace_id(cursor, namespace)
-                index_updates.advance_clock(cursor)
-                for unit in new:
-                    self._check_history(cursor, sequence, unit, placed_units)
-                    unit_id, superfluous_units = index_updates.insert_unit(
-                        cursor, namespace_id, unit, sequence, lambda: has_all(cursor)
-                    )
-                    if unit_id:
-                        assert isinstance(unit.staged, Path)
-                        self.files.move_into_place(unit.staged, unit_id)
-                        placed_units.append(unit_id)
-                        stored_bytes += unit.nbytes
-                    index_updates.delete_units(cursor, superfluous_units)
-                    removed_units += superfluous_units
+                yield cursor, index_updates.ensure_namespace_id(cursor, namespace), addition
                 index_updates.restore_pins(cursor, self.make_lookup(cursor), sequence)
                 if self._max_bytes is not None:
-                    removed_units += index_updates.evict_units(cursor, self._max_bytes)
-                removed_bytes = bytes_before + stored_bytes - index_updates.read_total_bytes(cursor)
+                    addition.removed_units += index_updates.evict_units(cursor, self._max_bytes)
+                bytes_after = index_updates.read_total_bytes(cursor)
+                addition.removed_bytes = bytes_before + addition.stored_bytes - bytes_after
         except BaseException:
-            self.files.delete_units(placed_units)
+            self.files.delete_units(addition.placed_units)
             raise
-        self.files.delete_units(removed_units)
-        return AddResult(stored_bytes, removed_bytes)
+        self.files.delete_units(addition.removed_units)
 
     def find_state(self, sequence: TokenSequence, tokens: int) -> StateLocation | None:
         with self.index.begin_reading() as cursor:
             return self.make_lookup(cursor).find_state(sequence, tokens)
 
     def add_state(self, namespace: Namespace, sequence: TokenSequence, state: PrefixState) -> AddResult:
-        removed_units: list[int] = []
-        placed_units: list[int] = []
         pieces = state.to_pieces()
         nbytes = sum(map(len, pieces))
-        try:
-            with self.files.stage() as staging:
-                path = staging.write(pieces)
-                with self.index.begin_writing() as cursor:
-                    self._save_touched(cursor)
-                    self.recovery_files.save_namespace(namespace)
-                    namespace_id = index_updates.ensure_namespace_id(cursor, namespace)
-                    parent = (
-                        self.make_lookup(cursor).find_end(
-                            namespace.key, *sequence.get_end(sequence.ids.size), sequence.block_tokens
-                        )
-                        if namespace.layers
-                        else None
-                    )
-                    if parent is None and namespace.layers:
+        with self.files.stage() as staging:
+            path = staging.write(pieces)
+            with self._add(namespace, sequence) as (cursor, namespace_id, addition):
+                parent = None
+                if namespace.layers:
+                    end = sequence.get_end(sequence.ids.size)
+                    parent = self.make_lookup(cursor).find_end(namespace.key, *end, sequence.block_tokens)
+                    if parent is None:
                         raise ConcurrentUpdateError("the blocks before a state are gone")
-                    bytes_before = index_updates.read_total_bytes(cursor)
-                    new_state = index_updates.NewStateUnit(state.key, state.tokens, state.raw_bytes, nbytes)
-                    unit_id = index_updates.insert_state(cursor, namespace_id, new_state, parent)
-                    if unit_id:
-                        self.files.move_into_place(path, unit_id)
-                        placed_units.append(unit_id)
-                    index_updates.restore_pins(cursor, self.make_lookup(cursor), sequence)
-                    if self._max_bytes is not None:
-                        removed_units = index_updates.evict_units(cursor, self._max_bytes)
-                    stored_bytes = nbytes if unit_id else 0
-                    removed_bytes = bytes_before + stored_bytes - index_updates.read_total_bytes(cursor)
-        except BaseException:
-            self.files.delete_units(placed_units)
-            raise
-        self.files.delete_units(removed_units)
-        return AddResult(stored_bytes, removed_bytes)
+                unit_id = index_updates.insert_state(cursor, namespace_id, state, nbytes, parent)
+                if unit_id:
+                    addition.place(path, unit_id, nbytes)
+        return AddResult(addition.stored_bytes, addition.removed_bytes)
 
     def _check_history(
         self, cursor: ValidatingCursor, sequence: TokenSequence, new_unit: NewUnit, placed_units: Sequence[int]
@@ -245,7 +232,7 @@ class DirectoryBackendBase:
         keys = sequence.keys[end_block - len(new_unit.history_sums) : end_block]
         stored = find_stored_blocks(cursor, keys)
         for key, expected_sum in zip(keys, new_unit.history_sums, strict=True):
-            unit, block_index = (stored[key].unit, stored[key].number) if key in stored else (0, 0)
+            unit, block_index = stored.get(key, (0, 0))
             if unit in placed_units:
                 continue
             if unit not in headers:
@@ -286,7 +273,7 @@ class DirectoryBackendBase:
         `notes` stay unchanged if another process has removed the unit already.
         """
         with self.index.begin_reading() as cursor:
-            row = cursor.fetch_row(UnitSpanRow, "SELECT start, tokens FROM unit WHERE id = ?", (unit,))
+            row = cursor.fetch_row(tuple[int, int], "SELECT start, tokens FROM unit WHERE id = ?", (unit,))
             start, tokens = row or (0, 0)
             followers = index_updates.list_with_followers(cursor, unit)[:-1]
         self._damaged_units.add(unit)
@@ -294,8 +281,9 @@ class DirectoryBackendBase:
             return followers
         path = self.files.make_path(unit)
         action_text = "is passed over" if self.read_only else "was removed"
-        tokens_text = f"tokens {start:,} to {start + tokens - 1:,} of a text"
-        tokens_text = tokens_text if tokens else f"windows and state behind {start:,} tokens of a text"
+        tokens_text = f"windows and state behind {start:,} tokens of a text"
+        if tokens:
+            tokens_text = f"tokens {start:,} to {start + tokens - 1:,} of a text"
         tokens_text += f", with {pluralize(len(followers), 'unit')} behind them" if followers else ""
         notes.append(f"{path}: damaged, {action_text} ({tokens_text}): {reason}")
         if not self.read_only:
@@ -383,12 +371,12 @@ class DirectoryBackendBase:
 
     def _read_block_tokens(self) -> int:
         with self.index.begin_reading() as cursor:
-            block_tokens = cursor.require_row(NumberRow, "SELECT block_tokens FROM state").value
+            block_tokens = cursor.require_number("SELECT block_tokens FROM state")
             if not 1 <= block_tokens <= MAX_BLOCK_TOKENS:
                 raise InvalidRowError(f"it says that a block has {block_tokens:,} tokens")
         return block_tokens
 
-    def _choose_codec(self) -> str:
+    def _read_codec(self) -> str:
         """Return the codec of new units; damaged settings are replaced by those of the index and the units."""
         if not self.recovery_files.exists:
             return "frames"
@@ -396,10 +384,8 @@ class DirectoryBackendBase:
             return self.recovery_files.read_settings().codec
         except ManifestError as error:
             with self.index.begin_reading() as cursor:
-                unit_rows = cursor.fetch_rows(
-                    NumberRow, "SELECT id FROM unit ORDER BY id LIMIT ?", (_MAX_SAMPLED_UNITS,)
-                )
-            headers = [header for unit in unit_rows if (header := self.files.read_header(unit.value)) is not None]
+                units = cursor.list_numbers("SELECT id FROM unit ORDER BY id LIMIT ?", (_MAX_SAMPLED_UNITS,))
+            headers = [header for unit in units if (header := self.files.read_header(unit)) is not None]
             codec = "frames" if headers and all(header.dense is None for header in headers) else "dense"
             if not self.read_only:
                 self.recovery_files.save_settings(StoreSettings(self.block_tokens, codec), overwrite=True)
@@ -434,28 +420,18 @@ class DirectoryBackendBase:
         self.notes.append(note)
         self.rebuilt_notes.append(note)
 
-    def _save_recovery_files(self, codec: str) -> None:
-        """Write the recovery files of a store that has none yet; if it has units, they are frames."""
-        if not self.recovery_files.exists:
-            for namespace in self.list_namespaces():
-                self.recovery_files.save_namespace(namespace)
-            with self.index.begin_reading() as cursor:
-                is_new = not cursor.has_row("SELECT 1 FROM unit LIMIT 1")
-            self.recovery_files.save_settings(StoreSettings(self.block_tokens, codec if is_new else "frames"))
-
-
-def _create_folder(folder: Path) -> None:
-    """Create the folder of a store; refuse one that contains other files."""
-    with wrap_os_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        if not _is_store_folder(folder):
-            foreign_names = [name for name in os.listdir(folder) if not name.startswith(INDEX_FILE)]
-            if foreign_names and not _is_store_folder(folder):
+    def _create_folder(self) -> None:
+        """Create the folder of the store; refuse one that contains other files."""
+        with wrap_os_errors(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if self._is_store():
+                return
+            foreign_names = [name for name in os.listdir(self.folder) if not name.startswith(INDEX_FILE)]
+            if foreign_names and not self._is_store():  # another process may have created it meanwhile
                 problem = f"it holds other things and no {INDEX_FILE}"
-                if RecoveryFiles(folder).has_only_units:
+                if self.recovery_files.has_only_units:
                     problem = f"it has no {INDEX_FILE}, but units: {explain_settings(SETTINGS_FILE)}"
-                raise SourceError(f"{folder}: is not a prefix store: {problem}")
+                raise SourceError(f"{self.folder}: is not a prefix store: {problem}")
 
-
-def _is_store_folder(folder: Path) -> bool:
-    return find_newest_index(folder)[1] is not None or RecoveryFiles(folder).exists
+    def _is_store(self) -> bool:
+        return find_newest_index(self.folder)[1] is not None or self.recovery_files.exists

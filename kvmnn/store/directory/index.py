@@ -2,7 +2,7 @@
 
 The index is written in short transactions only, and its answers are checked against the units when these are read: a
 wrong index may cost a miss, but never a wrong result. It may be damaged or forged, and SQLite stores any type in any
-column. So every row is fetched as one of the ``...Row`` types, and all its values are validated.
+column. So every row is fetched with the types of its columns, and all its values are validated.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, NewType, TypeVar, get_type_hints
+from typing import Any, NewType, TypeVar, get_args
 
 from ..._util.validation import repr_short
 from ...errors import KvmnnError, OutputError, SourceError
@@ -34,183 +33,10 @@ class InvalidRowError(Exception):
     """A row that kvmnn cannot have written; the transaction turns it into `DamagedIndexError`."""
 
 
-class NumberRow(NamedTuple):
-    """A number from 0 on: an id, a count, a sum."""
-
-    value: int
-
-
-class OptionalNumberRow(NamedTuple):
-    """A number from 0 on, or None."""
-
-    value: int | None
-
-
-class WordRow(NamedTuple):
-    """A string: a name or a document."""
-
-    value: str
-
-
-class KeyRow(NamedTuple):
-    """A key."""
-
-    key: Key
-
-
-class NumberedDocumentRow(NamedTuple):
-    """A document and its number."""
-
-    number: int
-    document: str
-
-
-class BlockRow(NamedTuple):
-    """A block: its key, the unit that contains it, and its number there."""
-
-    key: Key
-    unit: int
-    number: int
-
-
-class BranchUnitRow(NamedTuple):
-    """A unit that follows a block: `skip` of its blocks belong to another unit; sort key of its first own block."""
-
-    unit: int
-    skip: int
-    sort_key: bytes
-
-
-class BranchKeyRow(NamedTuple):
-    """Key of the block before a unit, and sort key of the first own block of the unit."""
-
-    parent: Key
-    sort_key: bytes
-
-
-class BranchParentRow(NamedTuple):
-    """A unit and the key of the block before it; for a state unit, the key of the state."""
-
-    unit: int
-    parent: Key
-
-
-class UnitBytesRow(NamedTuple):
-    """A unit and the size of its file."""
-
-    unit: int
-    nbytes: int
-
-
-class UnitSpanRow(NamedTuple):
-    """First token of a unit in its sequence, and number of tokens."""
-
-    start: int
-    tokens: int
-
-
-class UnitSizesRow(NamedTuple):
-    """Tokens of a unit, and size of its file."""
-
-    tokens: int
-    nbytes: int
-
-
-class UnitParentRow(NamedTuple):
-    """The unit before a unit, None for the first of a sequence, and the size of its file."""
-
-    parent: int | None
-    nbytes: int
-
-
-class UnitUseRow(NamedTuple):
-    """Tokens of a unit, its pins, and the number of units that follow it: whether it can be removed."""
-
-    tokens: int
-    pins: int
-    followers: int
-
-
-class StateRow(NamedTuple):
-    """State of a prefix: length of the prefix in tokens, size of its file, size of its contents."""
-
-    tokens: int
-    nbytes: int
-    raw_bytes: int
-
-
-class UnitRow(NamedTuple):
-    """A unit and the document of its namespace."""
-
-    unit: int
-    skip: int
-    start: int
-    tokens: int
-    document: str
-
-
-class TailUnitRow(NamedTuple):
-    """A unit that may be superseded: sort key, what refers to it, and whether it ends in a partial block."""
-
-    unit: int
-    sort_key: bytes
-    children: int
-    pins: int
-    is_tail: int
-
-
-class SequenceRow(NamedTuple):
-    """A stored sequence, by its last unit; `unused_for` counts uses of the store since its last use."""
-
-    namespace_id: int
-    tokens: int
-    nbytes: int
-    pins: int
-    unused_for: int
-    unit: int
-    is_state: int
-
-
-class PinRow(NamedTuple):
-    """A pinned sequence: its key, the unit with its end, and its tokens."""
-
-    key: Key
-    unit: int
-    tokens: int
-
-
-class SessionNameRow(NamedTuple):
-    """Name of a session, key of its namespace, and its token ids, compressed with zlib."""
-
-    name: str
-    namespace_key: Key
-    ids: bytes
-
-
-class SessionDocumentRow(NamedTuple):
-    """Namespace document of a session, and its token ids, compressed with zlib."""
-
-    document: str
-    ids: bytes
-
-
-class TotalsRow(NamedTuple):
-    """Sums over all units; `states` counts the state units."""
-
-    units: int
-    states: int
-    tokens: int
-    nbytes: int
-    texts: int
-
-
 class ValidatingCursor:
     """Cursor inside a transaction that returns validated rows only.
 
-    Parameters
-    ----------
-    cursor
-        Cursor of the sqlite3 module.
+    `row_type` is the tuple of the types of the columns, such as ``tuple[int, Key]``: int is a number from 0 on.
     """
 
     def __init__(self, cursor: sqlite3.Cursor) -> None:
@@ -231,33 +57,46 @@ class ValidatingCursor:
         assert number
         return number
 
-    def iter_rows(self, row_type: Callable[..., R], query: str, parameters: Sequence[object] = ()) -> Iterator[R]:
-        """Yield the rows of a query as `row_type`, each validated when it is fetched.
+    def iter_rows(self, row_type: type[R], query: str, parameters: Sequence[object] = ()) -> Iterator[R]:
+        """Yield the rows of a query, each validated when it is fetched.
 
         The cursor runs one query at a time: use `fetch_rows` to run another one meanwhile.
         """
-        field_checks = _get_field_checks(row_type)
+        column_checks = [_CHECK_BY_TYPE[column_type] for column_type in get_args(row_type)]
         for row in self._cursor.execute(query, parameters):
-            for value, (is_valid, expected) in zip(row, field_checks, strict=True):
+            for value, (is_valid, expected) in zip(row, column_checks, strict=True):
                 if not is_valid(value):
                     value_text = f"{len(value):,} bytes" if isinstance(value, bytes) else repr_short(value)
                     raise InvalidRowError(f"a row has {value_text}, expected {expected}")
-            yield row_type(*row)
+            yield row
 
-    def fetch_rows(self, row_type: Callable[..., R], query: str, parameters: Sequence[object] = ()) -> list[R]:
-        """Return all rows of a query; errors as `iter_rows`."""
+    def fetch_rows(self, row_type: type[R], query: str, parameters: Sequence[object] = ()) -> list[R]:
+        """Return all rows of a query."""
         return list(self.iter_rows(row_type, query, parameters))
 
-    def fetch_row(self, row_type: Callable[..., R], query: str, parameters: Sequence[object] = ()) -> R | None:
-        """Return the first row of a query, None if it has none; errors as `iter_rows`."""
+    def fetch_row(self, row_type: type[R], query: str, parameters: Sequence[object] = ()) -> R | None:
+        """Return the first row of a query, None if it has none."""
         return next(self.iter_rows(row_type, query, parameters), None)
 
-    def require_row(self, row_type: Callable[..., R], query: str, parameters: Sequence[object] = ()) -> R:
+    def require_row(self, row_type: type[R], query: str, parameters: Sequence[object] = ()) -> R:
         """Return the first row of a query; raise `InvalidRowError` if it has none."""
         row = self.fetch_row(row_type, query, parameters)
         if row is None:
             raise InvalidRowError("a row of it is gone")
         return row
+
+    def list_numbers(self, query: str, parameters: Sequence[object] = ()) -> list[int]:
+        """Return all rows of a query for one number."""
+        return [number for (number,) in self.iter_rows(tuple[int], query, parameters)]
+
+    def fetch_number(self, query: str, parameters: Sequence[object] = ()) -> int | None:
+        """Return the first row of a query for one number, None if it has none."""
+        row = self.fetch_row(tuple[int], query, parameters)
+        return None if row is None else row[0]
+
+    def require_number(self, query: str, parameters: Sequence[object] = ()) -> int:
+        """Return the first row of a query for one number; raise `InvalidRowError` if it has none."""
+        return self.require_row(tuple[int], query, parameters)[0]
 
     def has_row(self, query: str, parameters: Sequence[object] = ()) -> bool:
         """Return whether a query has any row; its values are not used."""
@@ -276,21 +115,14 @@ def _is_number(value: object) -> bool:
     return type(value) is int and 0 <= value <= _MAX_SQLITE_INTEGER
 
 
-_FieldCheck = tuple[Callable[[Any], bool], str]
-_CHECK_BY_TYPE: dict[object, _FieldCheck] = {
+_CHECK_BY_TYPE: dict[object, tuple[Callable[[Any], bool], str]] = {
     int: (_is_number, "a whole number from 0 on"),
     int | None: (lambda value: value is None or _is_number(value), "a whole number from 0 on, or none"),
     str: (lambda value: type(value) is str, "a text"),
     bytes: (lambda value: type(value) is bytes, "bytes"),
     Key: (lambda value: type(value) is bytes and len(value) == KEY_BYTES, f"a key of {KEY_BYTES} bytes"),
 }
-"""Check of a value and description of what it expects, by the type of the field."""
-
-
-@cache
-def _get_field_checks(row_type: Callable[..., object]) -> tuple[_FieldCheck, ...]:
-    """Return the checks of the fields of a row type, in order."""
-    return tuple(_CHECK_BY_TYPE[hint] for hint in get_type_hints(row_type).values())
+"""Check of a value and description of what it expects, by the type of the column."""
 
 
 INDEX_FILE = "index.sqlite"
@@ -364,17 +196,8 @@ def make_index_name(number: int) -> str:
 class StoreIndex:
     """Connection to the index, shared by the threads of a process.
 
-    Parameters
-    ----------
-    folder
-        Folder of the store.
-    block_tokens
-        Block size of a new store; None if the store must exist.
-    read_only
-        Write no row; SQLite may create files of its own next to the index where it can.
-    rebuild
-        Called with the reason and the path of the newest index (None if there is none); rebuilds the index and returns
-        whether it could.
+    `block_tokens` is the block size of a new store, None if the store must exist. `rebuild` is called with the reason
+    and the path of the newest index (None if there is none), and returns whether it could rebuild the index.
     """
 
     def __init__(
@@ -416,7 +239,13 @@ class StoreIndex:
         with self._lock, self._translate_errors():
             self._get_connection().close()
             try:
-                self._connection = self._open_in_place()
+                self._connection = self._connect("?mode=rw")
+                self._connection.execute(f"PRAGMA busy_timeout = {_IN_PLACE_TIMEOUT_MILLISECONDS}")
+                self._connection.execute("PRAGMA trusted_schema = OFF")
+                self._connection.execute("PRAGMA locking_mode = EXCLUSIVE")  # other modes need a file for locks
+                self._connection.execute("PRAGMA journal_mode = MEMORY").fetchone()
+                self._check_schema(self._connection)
+                self.write_error = ""
                 yield
             finally:
                 with suppress(sqlite3.Error):
@@ -433,7 +262,7 @@ class StoreIndex:
     def check_integrity(self) -> None:
         """Raise `DamagedIndexError` if SQLite finds the file damaged; all of it is read."""
         with self.begin_reading() as cursor:
-            result = cursor.require_row(WordRow, "PRAGMA integrity_check(1)").value
+            (result,) = cursor.require_row(tuple[str], "PRAGMA integrity_check(1)")
         if result != "ok":
             raise self.mark_damaged(" ".join(result.split()))
 
@@ -450,8 +279,7 @@ class StoreIndex:
     @property
     def nbytes(self) -> int:
         """Size of the index and of its write-ahead log in bytes."""
-        paths = (self.path, Path(f"{self.path}-wal"))
-        return sum(path.stat().st_size for path in paths if path.exists())
+        return sum(path.stat().st_size for path in (self.path, Path(f"{self.path}-wal")) if path.exists())
 
     def close(self) -> None:
         """Close the connection; any later use raises `KvmnnError`."""
@@ -462,9 +290,21 @@ class StoreIndex:
 
     @contextmanager
     def _transaction(self, begin: str) -> Iterator[ValidatingCursor]:
-        self._reopen_after_fork()
+        """Open a transaction on the newest index, which another process may have rebuilt."""
+        if self._process != os.getpid():  # forked
+            _parent_connections.append(self._connection)
+            self._lock, self._process = threading.RLock(), os.getpid()
+            with self._translate_errors():
+                self._connection = self._open_newest(None)
         with self._lock, self._translate_errors():
-            self._reopen_if_replaced()
+            try:
+                is_replaced = not os.path.samestat(os.stat(self.path), self._stat)
+            except OSError:
+                is_replaced = True
+            has_damage = bool(self._damage_reason) and not self.read_only
+            if not self._is_closed and (is_replaced or self.write_error or has_damage):
+                self._connection.close()
+                self._connection = self._open_newest(None)
             if self.write_error and begin != _BEGIN_READ:
                 raise OutputError(f"{self.path}: cannot be written: {self.write_error}")
             connection = self._get_connection()
@@ -487,23 +327,6 @@ class StoreIndex:
         self.check_open()
         return self._connection
 
-    def _reopen_after_fork(self) -> None:
-        if self._process != os.getpid():
-            _parent_connections.append(self._connection)
-            self._lock, self._process = threading.RLock(), os.getpid()
-            with self._translate_errors():
-                self._connection = self._open_newest(None)
-
-    def _reopen_if_replaced(self) -> None:
-        """Open the index that another process has rebuilt; rebuild one that is missing or damaged."""
-        try:
-            is_replaced = not os.path.samestat(os.stat(self.path), self._stat)
-        except OSError:
-            is_replaced = True
-        if not self._is_closed and (is_replaced or self.write_error or (self._damage_reason and not self.read_only)):
-            self._connection.close()
-            self._connection = self._open_newest(None)
-
     def _open_newest(self, block_tokens: int | None) -> sqlite3.Connection:
         """Connect to the newest index; rebuild one that is missing or damaged where that is possible."""
         _, path = find_newest_index(self.folder)
@@ -516,11 +339,9 @@ class StoreIndex:
             try:
                 return self._open_connection(block_tokens)
             except (sqlite3.Error, UnicodeDecodeError, _NotOursError) as error:
-                is_damage = not isinstance(error, sqlite3.Error) or _get_error_code(error) not in (
-                    *_BUSY_CODES,
-                    *_DISK_CODES,
-                )
-                if not self.read_only and isinstance(error, sqlite3.Error) and _get_error_code(error) in _DISK_CODES:
+                code = _get_error_code(error) if isinstance(error, sqlite3.Error) else None
+                is_damage = code not in (*_BUSY_CODES, *_DISK_CODES)
+                if not self.read_only and code in _DISK_CODES:
                     self.write_error = str(error)
                     with suppress(sqlite3.Error, SourceError):
                         return self._open_connection(None)
@@ -549,15 +370,24 @@ class StoreIndex:
         return self._open_connection(None)
 
     def _open_connection(self, block_tokens: int | None) -> sqlite3.Connection:
-        connection = self._connect_for_mode()
+        if self.path.exists() and not self.path.is_file():  # SQLite would block on a pipe
+            raise SourceError(f"{self.path}: is not a regular file")
+        is_read_only = self.read_only or bool(self.write_error)
+        connection = self._connect("?mode=ro" if is_read_only else "")
+        if is_read_only:
+            try:
+                connection.execute("PRAGMA schema_version").fetchone()
+            except sqlite3.OperationalError:  # a read-only folder, without a writer
+                connection.close()
+                connection = self._connect("?mode=ro&immutable=1")
         try:
             connection.execute("PRAGMA trusted_schema = OFF")
             connection.execute("PRAGMA synchronous = NORMAL")  # a cache may lose its last second in a power failure
-            if not self._is_read_only and connection.execute("PRAGMA application_id").fetchone() != (_APPLICATION_ID,):
+            if not is_read_only and connection.execute("PRAGMA application_id").fetchone() != (_APPLICATION_ID,):
                 # if the folder is a store, its index was lost: an empty one would lose all units
                 create_tables(connection, None if RecoveryFiles(self.folder).exists else block_tokens)
             self._check_schema(connection)
-            if not self._is_read_only and connection.execute("PRAGMA journal_mode").fetchone() != ("wal",):
+            if not is_read_only and connection.execute("PRAGMA journal_mode").fetchone() != ("wal",):
                 with suppress(sqlite3.Error):  # `write_in_place` on a full disk may have left another mode
                     connection.execute(_SET_WAL_MODE)
             self._stat = os.stat(self.path)
@@ -567,41 +397,13 @@ class StoreIndex:
             raise
         return connection
 
-    def _open_in_place(self) -> sqlite3.Connection:
-        connection = self._connect_uri(f"{self.path.absolute().as_uri()}?mode=rw")
-        try:
-            connection.execute(f"PRAGMA busy_timeout = {_IN_PLACE_TIMEOUT_MILLISECONDS}")
-            connection.execute("PRAGMA trusted_schema = OFF")
-            connection.execute("PRAGMA locking_mode = EXCLUSIVE")  # other modes need a file for locks
-            connection.execute("PRAGMA journal_mode = MEMORY").fetchone()
-            self._check_schema(connection)
-        except BaseException:
-            connection.close()
-            raise
-        self.write_error = ""
-        return connection
-
-    @property
-    def _is_read_only(self) -> bool:
-        return self.read_only or bool(self.write_error)
-
-    def _connect_for_mode(self) -> sqlite3.Connection:
-        if self.path.exists() and not self.path.is_file():  # SQLite would block on a pipe
-            raise SourceError(f"{self.path}: is not a regular file")
-        uri = self.path.absolute().as_uri()
-        if not self._is_read_only:
-            return self._connect_uri(uri)
-        connection = self._connect_uri(f"{uri}?mode=ro")
-        try:
-            connection.execute("PRAGMA schema_version").fetchone()
-        except sqlite3.OperationalError:  # a read-only folder, without a writer
-            connection.close()
-            connection = self._connect_uri(f"{uri}?mode=ro&immutable=1")
-        return connection
-
-    def _connect_uri(self, uri: str) -> sqlite3.Connection:
+    def _connect(self, uri_query: str) -> sqlite3.Connection:
         connection = sqlite3.connect(
-            uri, timeout=BUSY_TIMEOUT_SECONDS, isolation_level=None, check_same_thread=False, uri=True
+            self.path.absolute().as_uri() + uri_query,
+            timeout=BUSY_TIMEOUT_SECONDS,
+            isolation_level=None,
+            check_same_thread=False,
+            uri=True,
         )
         connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_VALUE_BYTES)  # refuses a damaged length before reading
         return connection
@@ -628,19 +430,16 @@ class StoreIndex:
         try:
             yield
         except sqlite3.Error as error:
-            raise self._make_error(error) from error
+            code = _get_error_code(error)
+            if code in _BUSY_CODES:
+                raise KvmnnError(
+                    f"{self.folder}: another process has kept the index for {BUSY_TIMEOUT_SECONDS:.0f} seconds"
+                ) from error
+            if code in _DISK_CODES:
+                raise OutputError(f"{self.path}: cannot be written: {error}") from error
+            raise self.mark_damaged(str(error)) from error
         except (InvalidRowError, UnicodeDecodeError) as error:  # names in a damaged schema need not be UTF-8
             raise self.mark_damaged(str(error)) from error
-
-    def _make_error(self, error: sqlite3.Error) -> KvmnnError:
-        code = _get_error_code(error)
-        if code in _BUSY_CODES:
-            return KvmnnError(
-                f"{self.folder}: another process has kept the index for {BUSY_TIMEOUT_SECONDS:.0f} seconds"
-            )
-        if code in _DISK_CODES:
-            return OutputError(f"{self.path}: cannot be written: {error}")
-        return self.mark_damaged(str(error))
 
 
 def _get_error_code(error: sqlite3.Error) -> int:

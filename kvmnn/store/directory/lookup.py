@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 from ..backend import PrefixMatch, StateLocation, UnitSlice
 from ..namespace import Ids, TokenSequence, compute_block_keys, count_common_entries, count_common_ids, to_sort_key
 from ..unit import UnitHeader
-from .index import BlockRow, BranchParentRow, BranchUnitRow, Key, NumberRow, ValidatingCursor
+from .index import Key, ValidatingCursor
 
 # The index only finds. A unit has its ids, its namespace and checksums of its own, and is a miss where they differ. So
 # files need no fsync, and readers no locks: a unit that was evicted between finding and opening is looked for again.
@@ -19,6 +20,13 @@ from .index import BlockRow, BranchParentRow, BranchUnitRow, Key, NumberRow, Val
 # that no clock can jump. Numbers of units are never used twice.
 
 _KEYS_PER_QUERY = 256
+
+
+class StoredBlock(NamedTuple):
+    """The unit that contains a block, and the index of the block in it."""
+
+    unit: int
+    block_index: int
 
 
 @dataclass(frozen=True)
@@ -35,28 +43,31 @@ class Lookup:
     def find_prefix(self, sequence: TokenSequence) -> PrefixMatch:
         """Find the longest stored prefix: whole blocks by their keys, then the tokens of the next block that match."""
         runs: list[list[int]] = []  # unit, first block, end block
-        num_blocks = 0
+        num_blocks, size = 0, sequence.block_tokens
         for unit, block_index in self._iter_blocks(sequence.keys):
             if runs and runs[-1][0] == unit and runs[-1][2] == block_index:
                 runs[-1][2] += 1
             else:
                 runs.append([unit, block_index, block_index + 1])
             num_blocks += 1
-        size = sequence.block_tokens
         slices = [
             UnitSlice(unit, first_block * size, (end_block - first_block) * size)
             for unit, first_block, end_block in runs
         ]
-        begin_token = num_blocks * sequence.block_tokens
-        next_ids = sequence.ids[begin_token : begin_token + sequence.block_tokens]
+        begin_token = num_blocks * size
+        next_ids = sequence.ids[begin_token : begin_token + size]
         if next_ids.size:
             candidates = [
                 *self._iter_continuation(slices, next_ids),
                 *self._iter_branches(sequence.get_parent_key(num_blocks), next_ids, size),
             ]
-            best_slice = max(candidates, key=lambda unit_slice: unit_slice.take, default=None)
-            if best_slice and best_slice.take:
-                slices = _append_slice(slices, best_slice)
+            best = max(candidates, key=lambda unit_slice: unit_slice.take, default=None)
+            if best and best.take:
+                last = slices[-1] if slices else None
+                if last and last.unit == best.unit and last.skip + last.take == best.skip:
+                    slices[-1] = last._replace(take=last.take + best.take)
+                else:
+                    slices.append(best)
         return PrefixMatch(tuple(slices), num_blocks)
 
     def find_state(self, sequence: TokenSequence, tokens: int) -> StateLocation | None:
@@ -65,21 +76,17 @@ class Lookup:
         while size_by_key := {key: size for size, key in islice(keys, _KEYS_PER_QUERY)}:
             placeholders = ",".join("?" * len(size_by_key))
             rows = self.cursor.fetch_rows(
-                BranchParentRow,
+                tuple[int, Key],
                 f"SELECT unit, parent FROM branch WHERE parent IN ({placeholders}) AND text = x''",
                 list(size_by_key),
             )
-            locations = [
-                StateLocation(size_by_key[row.parent], row.unit) for row in rows if not self.is_damaged(row.unit)
-            ]
+            locations = [StateLocation(size_by_key[key], unit) for unit, key in rows if not self.is_damaged(unit)]
             if locations:
                 return max(locations)
         return None
 
-    def last_unit(self, sequence: TokenSequence) -> int | None:
-        """Return the unit at the end of a sequence, its state unit if the model needs state; None unless all of it is
-        stored.
-        """
+    def find_last_unit(self, sequence: TokenSequence) -> int | None:
+        """Find the unit at the end of a sequence, the state unit if it needs one; None unless all of it is stored."""
         if sequence.needs_state:
             state = self.find_state(sequence, sequence.ids.size)
             return state.unit if state is not None and state.tokens == sequence.ids.size else None
@@ -87,73 +94,63 @@ class Lookup:
         return prefix_match.slices[-1].unit if prefix_match.tokens == sequence.ids.size else None
 
     def find_end(self, namespace_key: bytes, parent: bytes, last_ids: Ids, block_tokens: int) -> int | None:
-        """Find the unit that contains `last_ids`, at most a block, after the block with the key `parent`; None if not
-        stored.
-        """
+        """Find the unit that contains `last_ids`, at most a block, after the block with the key `parent`."""
         if last_ids.size == block_tokens:
-            key = Key(compute_block_keys(parent, last_ids, block_tokens)[0])
-            row = find_stored_blocks(self.cursor, [key]).get(key)
-            return None if row is None or self.is_damaged(row.unit) else row.unit
+            (key,) = compute_block_keys(parent, last_ids, block_tokens)
+            block = find_stored_blocks(self.cursor, [key]).get(key)
+            return None if block is None or self.is_damaged(block.unit) else block.unit
         slices = []
         if parent != namespace_key:
-            parent_row = find_stored_blocks(self.cursor, [parent]).get(Key(parent))
-            if parent_row is None or self.is_damaged(parent_row.unit):
+            block = find_stored_blocks(self.cursor, [parent]).get(parent)
+            if block is None or self.is_damaged(block.unit):
                 return None
-            slices = [UnitSlice(parent_row.unit, parent_row.number * block_tokens, block_tokens)]
+            slices = [UnitSlice(block.unit, block.block_index * block_tokens, block_tokens)]
         candidates = [*self._iter_continuation(slices, last_ids), *self._iter_branches(parent, last_ids, block_tokens)]
         return next((unit_slice.unit for unit_slice in candidates if unit_slice.take == last_ids.size), None)
 
-    def _iter_blocks(self, keys: Sequence[bytes]) -> Iterator[tuple[int, int]]:
-        """Yield the unit of each block and its number there, up to the first block that is not stored."""
+    def _iter_blocks(self, keys: Sequence[bytes]) -> Iterator[StoredBlock]:
+        """Yield the places of blocks, up to the first one that is not stored."""
         for begin_key in range(0, len(keys), _KEYS_PER_QUERY):
             batch = keys[begin_key : begin_key + _KEYS_PER_QUERY]
-            row_by_key = find_stored_blocks(self.cursor, batch)
+            block_by_key = find_stored_blocks(self.cursor, batch)
             for key in batch:
-                if key not in row_by_key:
+                block = block_by_key.get(key)
+                if block is None or self.is_damaged(block.unit):
                     return
-                if self.is_damaged(row_by_key[key].unit):
-                    return
-                yield row_by_key[key].unit, row_by_key[key].number
+                yield block
 
     def _iter_continuation(self, slices: Sequence[UnitSlice], next_ids: Ids) -> Iterator[UnitSlice]:
         """Yield the tokens that follow the last slice in its own unit."""
         for unit, skip, take in slices[-1:]:
-            tokens = self.cursor.fetch_row(NumberRow, "SELECT tokens FROM unit WHERE id = ?", (unit,))
-            if tokens is not None and tokens.value > skip + take:
+            tokens = self.cursor.fetch_number("SELECT tokens FROM unit WHERE id = ?", (unit,))
+            if tokens is not None and tokens > skip + take:
                 header = self.read_header(unit)
                 if header is not None:
                     yield UnitSlice(unit, skip + take, count_common_entries(header.ids[skip + take :], next_ids))
 
     def _iter_branches(self, parent: bytes, next_ids: Ids, block_tokens: int) -> Iterator[UnitSlice]:
-        """Yield, of the units that follow a block, the two next to the sequence in sort order: one of them matches
-        longest.
-        """
+        """Yield the two units after a block that are next to `next_ids` in sort order: one of them matches longest."""
         sort_key = to_sort_key(next_ids)
         for order in (">= ? ORDER BY text", "< ? ORDER BY text DESC"):
             rows = self.cursor.iter_rows(
-                BranchUnitRow,
+                tuple[int, int, bytes],
                 "SELECT unit.id, unit.skip, branch.text FROM branch JOIN unit ON unit.id = branch.unit "
                 f"WHERE branch.parent = ? AND branch.text {order}",
                 (parent, sort_key),
             )
-            branch = next((row for row in rows if not self.is_damaged(row.unit)), None)
-            if branch is not None:
-                yield UnitSlice(branch.unit, branch.skip * block_tokens, count_common_ids(branch.sort_key, sort_key))
+            for unit, skip, unit_sort_key in rows:
+                if not self.is_damaged(unit):
+                    yield UnitSlice(unit, skip * block_tokens, count_common_ids(unit_sort_key, sort_key))
+                    break
 
 
-def find_stored_blocks(cursor: ValidatingCursor, keys: Sequence[bytes]) -> dict[bytes, BlockRow]:
-    """Return the rows of those blocks that are stored, by key."""
-    row_by_key: dict[bytes, BlockRow] = {}
+def find_stored_blocks(cursor: ValidatingCursor, keys: Sequence[bytes]) -> dict[bytes, StoredBlock]:
+    """Return the places of those blocks that are stored, by key."""
+    block_by_key: dict[bytes, StoredBlock] = {}
     for begin_key in range(0, len(keys), _KEYS_PER_QUERY):
         batch = keys[begin_key : begin_key + _KEYS_PER_QUERY]
         placeholders = ",".join("?" * len(batch))
-        rows = cursor.iter_rows(BlockRow, f"SELECT key, unit, number FROM block WHERE key IN ({placeholders})", batch)
-        row_by_key.update({row.key: row for row in rows})
-    return row_by_key
-
-
-def _append_slice(slices: list[UnitSlice], new_slice: UnitSlice) -> list[UnitSlice]:
-    last_slice = slices[-1] if slices else None
-    if last_slice and last_slice.unit == new_slice.unit and last_slice.skip + last_slice.take == new_slice.skip:
-        return [*slices[:-1], last_slice._replace(take=last_slice.take + new_slice.take)]
-    return [*slices, new_slice]
+        query = f"SELECT key, unit, number FROM block WHERE key IN ({placeholders})"
+        for key, unit, block_index in cursor.iter_rows(tuple[Key, int, int], query, batch):
+            block_by_key[key] = StoredBlock(unit, block_index)
+    return block_by_key

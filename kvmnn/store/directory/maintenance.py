@@ -41,35 +41,14 @@ from ..results import (
 from ..unit import DamagedUnitError, Unit, parse_header
 from ..unit_codec import decode_state, is_prefix_state, parse_state
 from . import index_updates
-from .backend import DirectoryBackendBase
+from .backend import DirectoryBackendBase, RemovedUnits
 from .files import SavedSequence, is_unit_name
-from .index import (
-    BlockRow,
-    BranchKeyRow,
-    InvalidRowError,
-    KeyRow,
-    NumberedDocumentRow,
-    NumberRow,
-    OptionalNumberRow,
-    PinRow,
-    SequenceRow,
-    SessionDocumentRow,
-    SessionNameRow,
-    StateRow,
-    TotalsRow,
-    UnitRow,
-    UnitSizesRow,
-    UnitUseRow,
-    ValidatingCursor,
-    WordRow,
-    parse_space_document,
-)
+from .index import InvalidRowError, Key, ValidatingCursor, parse_space_document
 
 _UNITS_PER_QUERY = 64
 
 _KEY_PATTERN = f"[0-9a-f]{{{2 * KEY_BYTES}}}"
-_UNITS_FOLDER = "units"
-_UNIT_FOLDER_REGEX = re.compile(r"units/[0-9a-f]{3,}")
+_OWN_FOLDER_REGEX = re.compile("spaces|texts|tables|staging|units(/[0-9a-f]{3,})?")
 _OWN_NAME_PATTERNS = {
     "": r"store\.json|rebuild\.lock|index(-\d{1,9})?\.sqlite(-wal|-shm|-journal|\.new(-journal)?)?",
     "spaces": rf"{_KEY_PATTERN}\.json",
@@ -119,7 +98,7 @@ class DirectoryBackend(DirectoryBackendBase):
         def choose_units(cursor: ValidatingCursor) -> list[int]:
             nonlocal is_pinned
             lookup = self.make_lookup(cursor)
-            prefix_match, last_unit = lookup.find_prefix(sequence), lookup.last_unit(sequence)
+            prefix_match, last_unit = lookup.find_prefix(sequence), lookup.find_last_unit(sequence)
             chosen_units: list[int] = []
             if last_unit is None:
                 return chosen_units
@@ -134,7 +113,9 @@ class DirectoryBackend(DirectoryBackendBase):
                     f"AND other.id NOT IN ({','.join(map(str, chosen_units))})"
                 )
                 tokens, pins, followers = cursor.require_row(
-                    UnitUseRow, f"SELECT tokens, pins, ({followers_sql}) FROM unit WHERE id = ?", (unit_slice.unit,)
+                    tuple[int, int, int],
+                    f"SELECT tokens, pins, ({followers_sql}) FROM unit WHERE id = ?",
+                    (unit_slice.unit,),
                 )
                 is_pinned = bool(pins)
                 if pins or followers or tokens > unit_slice.skip + unit_slice.take:
@@ -163,10 +144,12 @@ class DirectoryBackend(DirectoryBackendBase):
 
     def _remove_unreferenced(self, max_bytes: int | None) -> CleanupResult:
         with self.index.begin_writing() as cursor:  # no other process moves a staged file into place meanwhile
-            unit_ids = {row.value for row in cursor.iter_rows(NumberRow, "SELECT id FROM unit")}
-            self.recovery_files.delete_other_pins([row.key for row in cursor.iter_rows(KeyRow, "SELECT key FROM pin")])
-            used_keys = cursor.iter_rows(KeyRow, "SELECT key FROM space WHERE id IN (SELECT DISTINCT space FROM unit)")
-            namespaces = {row.key.hex() for row in used_keys}
+            unit_ids = set(cursor.list_numbers("SELECT id FROM unit"))
+            self.recovery_files.delete_other_pins(
+                [key for (key,) in cursor.iter_rows(tuple[Key], "SELECT key FROM pin")]
+            )
+            query = "SELECT key FROM space WHERE id IN (SELECT DISTINCT space FROM unit)"
+            namespaces = {key.hex() for (key,) in cursor.iter_rows(tuple[Key], query)}
             unused_names = [
                 name for name in self.recovery_files.list_table_names() if name.partition("-")[0] not in namespaces
             ]
@@ -178,24 +161,18 @@ class DirectoryBackend(DirectoryBackendBase):
                     num_other_files += 1
 
         def choose_units(cursor: ValidatingCursor) -> list[int]:
-            chosen_units: list[int] = []
-            for (number,) in cursor.fetch_rows(NumberRow, "SELECT id FROM unit"):
-                if not self.files.make_path(number).is_file():
-                    chosen_units += [
-                        follower
-                        for follower in index_updates.list_with_followers(cursor, number)
-                        if follower not in chosen_units
-                    ]
-            return chosen_units
+            units = cursor.list_numbers("SELECT id FROM unit")
+            without_files = [unit for unit in units if not self.files.make_path(unit).is_file()]
+            return index_updates.list_with_all_followers(cursor, without_files)
 
-        removed_units = self.remove_units(choose_units)
-        evicted = self.evict_units(max_bytes) if max_bytes is not None else None
+        removed = self.remove_units(choose_units)
+        evicted = RemovedUnits() if max_bytes is None else self.evict_units(max_bytes)
         with self.index.begin_reading() as cursor:
             remaining_bytes = index_updates.read_total_bytes(cursor)
         self.index.vacuum()
         return CleanupResult(
-            units=removed_units.num_units + (evicted.num_units if evicted else 0),
-            bytes=removed_units.nbytes + (evicted.nbytes if evicted else 0),
+            units=removed.num_units + evicted.num_units,
+            bytes=removed.nbytes + evicted.nbytes,
             other_files=num_other_files,
             other_bytes=other_bytes,
             kept=explain_pinned_bytes(remaining_bytes, max_bytes),
@@ -205,33 +182,36 @@ class DirectoryBackend(DirectoryBackendBase):
     def verify(self, threads: int | None) -> StoreVerifyResult:
         """Read, decode and compare every unit, after checking the index; then check the recovery files."""
         self.index.check_integrity()
-        self._check_consistency()
-        verifier = UnitVerifier(
-            self.files.read_unit,
-            self._find_block_holder,
-            self.tables,
-            self.block_tokens,
-            threads,
-        )
+        with self.index.begin_reading() as cursor:
+            for query in _CONTRADICTION_QUERIES:
+                if cursor.has_row(f"SELECT 1 FROM {query} LIMIT 1"):
+                    raise InvalidRowError("its rows do not fit together")
+
+        def find_holder(key: bytes) -> tuple[int, int] | None:
+            with self.index.begin_reading() as cursor:
+                query = "SELECT unit, number + 1 FROM block WHERE key = ?"
+                return cursor.fetch_row(tuple[int, int], query, (key,))
+
+        verifier = UnitVerifier(self.files.read_unit, find_holder, self.tables, self.block_tokens, threads)
         num_units = num_states = num_tokens = nbytes = last_unit = 0
         notes: list[str] = []
         lost_units: set[int] = set()
         while True:
             with self.index.begin_reading() as cursor:
                 rows = cursor.fetch_rows(
-                    UnitRow,
+                    tuple[int, int, int, int, str],
                     "SELECT unit.id, skip, start, tokens, space.document FROM unit LEFT JOIN space "
                     "ON space.id = unit.space WHERE unit.id > ? ORDER BY unit.id LIMIT ?",
                     (last_unit, _UNITS_PER_QUERY),
                 )
-                namespaces = {row.document: parse_space_document(row.document, self.label) for row in rows}
+                namespaces = {document: parse_space_document(document, self.label) for *_, document in rows}
             for unit_id, skip, start, unit_tokens, document in rows:
                 last_unit = unit_id
                 if unit_id in lost_units:
                     continue
                 try:
                     if not unit_tokens:
-                        nbytes += self._verify_state_unit(unit_id, namespaces[document])
+                        nbytes += self._verify_state(unit_id, namespaces[document])
                         num_states += 1
                         continue
                     unit = verifier.verify(unit_id, namespaces[document])
@@ -256,51 +236,39 @@ class DirectoryBackend(DirectoryBackendBase):
             anew=tuple(self.rebuilt_notes),
         )
 
-    def _verify_state_unit(self, unit_id: int, namespace: Namespace) -> int:
-        """Decode a state unit and compare it with its rows; return its size in bytes. Errors as `_check_unit_rows`."""
+    def _verify_state(self, unit_id: int, namespace: Namespace) -> int:
+        """Decode a state unit and compare it with its rows; return its size in bytes."""
         data = self.files.read_unit(unit_id)
         if data is None:
             raise DamagedUnitError("its file is gone or cannot be read")
         state = parse_state(data)
         decode_state(state, namespace)
         with self.index.begin_reading() as cursor:
-            row = cursor.fetch_row(StateRow, "SELECT start, bytes, skip FROM unit WHERE id = ?", (unit_id,))
-            branch = cursor.fetch_row(BranchKeyRow, "SELECT parent, text FROM branch WHERE unit = ?", (unit_id,))
+            query = "SELECT start, bytes, skip FROM unit WHERE id = ?"
+            row = cursor.fetch_row(tuple[int, int, int], query, (unit_id,))
+            branch = cursor.fetch_row(tuple[Key], "SELECT parent FROM branch WHERE unit = ?", (unit_id,))
         if row is not None:  # else another process has removed it
-            if branch is None or branch.parent != state.key or row.tokens != state.tokens:
+            if branch != (state.key,) or row[0] != state.tokens:
                 raise DamagedUnitError("is of another prefix than the index says")
             if row != (state.tokens, data.size, state.raw_bytes):
                 raise self.index.mark_damaged("it says other things of a state than its file")
         return int(data.size)
 
-    def _check_consistency(self) -> None:
-        """Raise `DamagedIndexError`, through the transaction, if rows of the index contradict each other."""
-        with self.index.begin_reading() as cursor:
-            for query in _CONTRADICTION_QUERIES:
-                if cursor.has_row(f"SELECT 1 FROM {query} LIMIT 1"):
-                    raise InvalidRowError("its rows do not fit together")
-
-    def _find_block_holder(self, key: bytes) -> tuple[int, int] | None:
-        """Return the unit that contains a block, and the number of its blocks up to and including this one."""
-        with self.index.begin_reading() as cursor:
-            row = cursor.fetch_row(BlockRow, "SELECT key, unit, number FROM block WHERE key = ?", (key,))
-        return None if row is None else (row.unit, row.number + 1)
-
     def _check_unit_rows(self, unit_id: int, skip: int, start: int, unit: Unit) -> None:
-        """Raise `DamagedUnitError` if a unit has other blocks than its rows, `DamagedIndexError` for any other
-        difference.
-        """
+        """Raise `DamagedUnitError` if a unit has other blocks than its rows, or `DamagedIndexError`."""
         size = self.block_tokens
         keys = compute_block_keys(unit.parent, unit.ids, size)
         with self.index.begin_reading() as cursor:
-            rows = cursor.fetch_rows(BlockRow, "SELECT key, unit, number FROM block WHERE unit = ?", (unit_id,))
-            unit_sizes = cursor.fetch_row(UnitSizesRow, "SELECT tokens, bytes FROM unit WHERE id = ?", (unit_id,))
-            branch = cursor.fetch_row(BranchKeyRow, "SELECT parent, text FROM branch WHERE unit = ?", (unit_id,))
+            query = "SELECT key, number FROM block WHERE unit = ?"
+            index_by_key = dict(cursor.fetch_rows(tuple[Key, int], query, (unit_id,)))
+            query = "SELECT tokens, bytes FROM unit WHERE id = ?"
+            unit_sizes = cursor.fetch_row(tuple[int, int], query, (unit_id,))
+            query = "SELECT parent, text FROM branch WHERE unit = ?"
+            branch = cursor.fetch_row(tuple[Key, bytes], query, (unit_id,))
         if unit_sizes is None:  # another process has removed it
             return
-        if start != unit.start or {row.key: row.number for row in rows} != {
-            key: block_index for block_index, key in enumerate(keys) if block_index >= skip
-        }:
+        own_blocks = {key: block_index for block_index, key in enumerate(keys) if block_index >= skip}
+        if start != unit.start or index_by_key != own_blocks:
             raise DamagedUnitError("holds other blocks than the index says")
         parent = [unit.parent, *keys][skip : skip + 1]
         first_sort_key = to_sort_key(unit.ids[skip * size : (skip + 1) * size])
@@ -318,17 +286,14 @@ class DirectoryBackend(DirectoryBackendBase):
 
     def _iter_expected(self, cursor: ValidatingCursor) -> Iterator[Namespace | SavedSequence]:
         """Yield everything in the index that also has a recovery file."""
-        for (document,) in cursor.fetch_rows(WordRow, "SELECT document FROM space"):
+        for (document,) in cursor.fetch_rows(tuple[str], "SELECT document FROM space"):
             yield parse_space_document(document, self.label)
-        for pin_row in cursor.fetch_rows(PinRow, "SELECT key, unit, tokens FROM pin"):
-            saved_sequence = self._read_pinned_sequence(cursor, pin_row.unit, pin_row.tokens)
-            if (
-                saved_sequence is not None
-                and compute_sequence_key(saved_sequence.namespace_key, saved_sequence.ids) == pin_row.key
-            ):
-                yield saved_sequence
+        for key, unit, tokens in cursor.fetch_rows(tuple[Key, int, int], "SELECT key, unit, tokens FROM pin"):
+            pinned = self._read_pinned_sequence(cursor, unit, tokens)
+            if pinned is not None and compute_sequence_key(pinned.namespace_key, pinned.ids) == key:
+                yield pinned
         query = "SELECT name, space.key, ids FROM session JOIN space ON space.id = session.space"
-        for name, namespace, packed in cursor.fetch_rows(SessionNameRow, query):
+        for name, namespace, packed in cursor.fetch_rows(tuple[str, Key, bytes], query):
             try:
                 if not name:
                     raise ValueError("it has no name")
@@ -339,22 +304,19 @@ class DirectoryBackend(DirectoryBackendBase):
     def _read_pinned_sequence(self, cursor: ValidatingCursor, unit: int, end_token: int) -> SavedSequence | None:
         """Read the ids of a sequence up to `end_token`, which lies in `unit`; None if a unit is unreadable."""
         parts: list[Ids] = []
+        query = "SELECT parent, tokens FROM unit WHERE id = ?"
         while True:
-            row = cursor.fetch_row(OptionalNumberRow, "SELECT parent FROM unit WHERE id = ?", (unit,))
-            if (
-                not parts
-                and row is not None
-                and cursor.has_row("SELECT 1 FROM unit WHERE id = ? AND tokens = 0", (unit,))
-            ):
-                unit = row.value or 0  # `unit` is a state unit: a prefix with state is pinned by it
-                row = cursor.fetch_row(OptionalNumberRow, "SELECT parent FROM unit WHERE id = ?", (unit,))
+            row = cursor.fetch_row(tuple[int | None, int], query, (unit,))
+            if not parts and row is not None and not row[1]:  # a state unit, which pins a prefix with state
+                unit = row[0] or 0
+                row = cursor.fetch_row(tuple[int | None, int], query, (unit,))
             header = self.files.read_header(unit)
             if header is None or row is None or not header.start < end_token <= header.start + header.ids.size:
                 return None
             parts.insert(0, header.ids[: end_token - header.start])
             if not header.start:
                 return SavedSequence("", header.namespace_key, np.concatenate(parts))
-            unit, end_token = row.value or 0, header.start
+            unit, end_token = row[0] or 0, header.start
 
     def collect_stats(self, requested_tokens: int, hit_tokens: int) -> StoreStats:
         with self.index.begin_reading() as cursor:
@@ -363,20 +325,17 @@ class DirectoryBackend(DirectoryBackendBase):
                 for expression in ("tokens = 0", "tokens", "bytes", _IS_SEQUENCE_END_SQL)
             )
             num_units, num_states, tokens, nbytes, num_sequences = cursor.require_row(
-                TotalsRow, f"SELECT count(*), {sums} FROM unit"
+                tuple[int, int, int, int, int], f"SELECT count(*), {sums} FROM unit"
             )
-            state_bytes = cursor.require_row(
-                NumberRow, "SELECT coalesce(sum(skip), 0) FROM unit WHERE tokens = 0"
-            ).value
+            state_bytes = cursor.require_number("SELECT coalesce(sum(skip), 0) FROM unit WHERE tokens = 0")
             num_blocks, num_pins, num_sessions = (
-                cursor.require_row(NumberRow, f"SELECT count(*) FROM {table}").value
-                for table in ("block", "pin", "session")
+                cursor.require_number(f"SELECT count(*) FROM {table}") for table in ("block", "pin", "session")
             )
             rows = cursor.iter_rows(
-                NumberedDocumentRow,
-                "SELECT sum(tokens), space.document FROM unit JOIN space ON space.id = unit.space GROUP BY space.id",
+                tuple[str, int],
+                "SELECT space.document, sum(tokens) FROM unit JOIN space ON space.id = unit.space GROUP BY space.id",
             )
-            by_space = [(parse_space_document(row.document, self.label), row.number) for row in rows]
+            by_space = [(parse_space_document(document, self.label), number) for document, number in rows]
         return StoreStats(
             texts=num_sequences,
             units=num_units - num_states,
@@ -396,31 +355,29 @@ class DirectoryBackend(DirectoryBackendBase):
 
     def list_entries(self) -> StoreListing:
         with self.index.begin_reading() as cursor:
-            documents = cursor.iter_rows(NumberedDocumentRow, "SELECT id, document FROM space")
-            namespaces = {row.number: parse_space_document(row.document, self.label) for row in documents}
+            documents = cursor.iter_rows(tuple[int, str], "SELECT id, document FROM space")
+            namespaces = {number: parse_space_document(document, self.label) for number, document in documents}
             rows = cursor.fetch_rows(
-                SequenceRow,
+                tuple[int, int, int, int, int, int, int],
                 f"SELECT space, start + tokens, {_SEQUENCE_BYTES_SQL}, pins, (SELECT tick FROM state) - used, id, "
                 f"tokens = 0 FROM unit WHERE {_IS_SEQUENCE_END_SQL} ORDER BY used DESC, id DESC",
             )
-            if not {row.namespace_id for row in rows} <= namespaces.keys():
+            if not {number for number, *_ in rows} <= namespaces.keys():
                 raise InvalidRowError("a unit has a space that is not there")
-            total = cursor.require_row(NumberRow, "SELECT coalesce(sum(bytes), 0) FROM unit").value
-        entries = []
-        for number, tokens, nbytes, pins, uses_since, unit, has_state in rows:
-            namespace = namespaces[number]
-            entries.append(
-                StoreEntry(
-                    model=namespace.model,
-                    dtype=namespace.dtype,
-                    tokens=tokens,
-                    bytes=nbytes,
-                    pinned=pins > 0,
-                    unused_for=uses_since,
-                    is_complete=bool(has_state) or not namespace.needs_state,
-                    last_ids=tuple(self._read_last_ids(unit)),
-                )
+            total = cursor.require_number("SELECT coalesce(sum(bytes), 0) FROM unit")
+        entries = (
+            StoreEntry(
+                model=namespaces[number].model,
+                dtype=namespaces[number].dtype,
+                tokens=tokens,
+                bytes=nbytes,
+                pinned=pins > 0,
+                unused_for=uses_since,
+                is_complete=bool(has_state) or not namespaces[number].needs_state,
+                last_ids=tuple(self._read_last_ids(unit)),
             )
+            for number, tokens, nbytes, pins, uses_since, unit, has_state in rows
+        )
         return StoreListing(texts=tuple(entries), bytes=total)
 
     def _read_last_ids(self, unit: int) -> list[int]:
@@ -438,9 +395,10 @@ class DirectoryBackend(DirectoryBackendBase):
         sequence = namespace.make_sequence(ids, self.block_tokens)
         sequence_key = compute_sequence_key(namespace.key, ids)
         with self.index.begin_writing() as cursor:
-            unit = self.make_lookup(cursor).last_unit(sequence)
+            lookup = self.make_lookup(cursor)
+            unit = lookup.find_last_unit(sequence)
             if unit is None:
-                stored_tokens = self.make_lookup(cursor).find_prefix(sequence).tokens
+                stored_tokens = lookup.find_prefix(sequence).tokens
                 raise KvmnnError(f"{self.label}: holds only {stored_tokens:,} tokens of this text of {ids.size:,}")
             is_new = index_updates.insert_pin(cursor, sequence_key, unit, ids.size)
             if is_new:
@@ -450,12 +408,12 @@ class DirectoryBackend(DirectoryBackendBase):
     def unpin(self, namespace: Namespace, ids: Ids) -> bool:
         sequence_key = compute_sequence_key(namespace.key, ids)
         with self.index.begin_writing() as cursor:
-            row = cursor.fetch_row(NumberRow, "SELECT unit FROM pin WHERE key = ?", (sequence_key,))
-            if row is not None:
+            unit = cursor.fetch_number("SELECT unit FROM pin WHERE key = ?", (sequence_key,))
+            if unit is not None:
                 cursor.execute("DELETE FROM pin WHERE key = ?", (sequence_key,))
-                cursor.execute("UPDATE unit SET pins = pins - 1 WHERE id = ?", row)
+                cursor.execute("UPDATE unit SET pins = pins - 1 WHERE id = ?", (unit,))
                 self.recovery_files.delete_pin(sequence_key)
-        return row is not None
+        return unit is not None
 
     def save_session(self, name: str, namespace: Namespace, ids: Ids) -> None:
         validate_session_name(name)
@@ -468,21 +426,21 @@ class DirectoryBackend(DirectoryBackendBase):
         validate_session_name(name)
         with self.index.begin_reading() as cursor:
             row = cursor.fetch_row(
-                SessionDocumentRow,
+                tuple[str, bytes],
                 "SELECT space.document, session.ids FROM session JOIN space ON space.id = session.space WHERE name = ?",
                 (name,),
             )
-            namespace = None if row is None else parse_space_document(row.document, self.label)
-        if row is None or namespace is None:
-            raise KvmnnError(f"{self.label}: there is no session {repr_short(name)}")
+            if row is None:
+                raise KvmnnError(f"{self.label}: there is no session {repr_short(name)}")
+            namespace = parse_space_document(row[0], self.label)
         try:
-            return namespace, _unpack_session_ids(row.ids)
+            return namespace, _unpack_session_ids(row[1])
         except (zlib.error, TypeError, ValueError) as error:
             raise SourceError(f"{self.label}: session {repr_short(name)} is damaged: {error}") from None
 
     def list_sessions(self) -> list[str]:
         with self.index.begin_reading() as cursor:
-            return [row.value for row in cursor.iter_rows(WordRow, "SELECT name FROM session ORDER BY name")]
+            return [name for (name,) in cursor.iter_rows(tuple[str], "SELECT name FROM session ORDER BY name")]
 
     def delete_session(self, name: str) -> None:
         validate_session_name(name)
@@ -497,26 +455,15 @@ def _iter_foreign_files(folder: Path) -> Iterator[str]:
     for walked_folder, folders, files in os.walk(folder):
         relative_folder = Path(walked_folder).relative_to(folder)
         folders[:] = [name for name in folders if not TEMPORARY_NAME_PATTERN.fullmatch(name)]
-        for name in [name for name in folders if not _is_own_folder(relative_folder / name)]:
+        for name in [name for name in folders if not _OWN_FOLDER_REGEX.fullmatch((relative_folder / name).as_posix())]:
             folders.remove(name)
             yield f"{relative_folder / name}/"
         for name in files:
             path = relative_folder / name
-            if not (TEMPORARY_NAME_PATTERN.fullmatch(name) or _is_own_file(path)):
+            pattern = _OWN_NAME_PATTERNS.get("" if path.parent == Path() else str(path.parent))
+            is_own = re.fullmatch(pattern, name) is not None if pattern else is_unit_name(path)
+            if not is_own and not TEMPORARY_NAME_PATTERN.fullmatch(name):
                 yield str(path)
-
-
-def _is_own_folder(path: Path) -> bool:
-    return (
-        str(path) in _OWN_NAME_PATTERNS
-        or path == Path(_UNITS_FOLDER)
-        or _UNIT_FOLDER_REGEX.fullmatch(str(path)) is not None
-    )
-
-
-def _is_own_file(path: Path) -> bool:
-    pattern = _OWN_NAME_PATTERNS.get("" if path.parent == Path() else str(path.parent))
-    return re.fullmatch(pattern, path.name) is not None if pattern else is_unit_name(path)
 
 
 def _unpack_session_ids(packed: bytes) -> Ids:

@@ -29,8 +29,6 @@ MAX_LAYERS = 4096
 MAX_MODEL_CHARACTERS = 256
 
 _MAX_SESSION_NAME_CHARACTERS = 256
-
-
 _MAX_KV_HEADS = 1 << 16
 _MAX_HEAD_DIM = 1 << 20
 _MAX_DOCUMENT_BYTES = 1 << 20
@@ -87,9 +85,7 @@ class Namespace:
 
     @cached_property
     def parts(self) -> tuple[tuple[int, int], ...]:
-        """Index of the layer, and 0 for K or 1 for V, of each stream of a unit, in order; layers
-        without V have no 1.
-        """
+        """Index of the layer, and 0 for K or 1 for V, of each stream of a unit; layers without V have no 1."""
         return tuple(
             (layer_index, part)
             for layer_index, shape in enumerate(self.layers)
@@ -150,16 +146,13 @@ def describe_difference(first_namespace: Namespace, second_namespace: Namespace)
     layers = zip(first_namespace.all_layers, second_namespace.all_layers, strict=False)
     first_shape, second_shape = next(((a, b) for a, b in layers if a != b), (None, None))
     if first_shape is None or second_shape is None:
-        return (
-            f"state {_format_state_names(first_namespace.states)}",
-            f"state {_format_state_names(second_namespace.states)}",
-        )
+        return _describe_states(first_namespace.states), _describe_states(second_namespace.states)
     return _describe_layer(first_shape), _describe_layer(second_shape)
 
 
-def _format_state_names(states: Sequence[StateId]) -> str:
-    names = [f"{state.name!r} of layer {state.layer}" for state in states[:3]]
-    return ", ".join(names) + (" ..." if len(states) > len(names) else "") or "of no layer"
+def _describe_states(states: Sequence[StateId]) -> str:
+    names = ", ".join(f"{state.name!r} of layer {state.layer}" for state in states[:3])
+    return f"state {names}{' ...' if len(states) > 3 else ''}" if names else "state of no layer"
 
 
 def _describe_layer(shape: LayerShape) -> str:
@@ -284,12 +277,7 @@ def split_windows(layers: Sequence[LayerCache], windows: Collection[int]) -> tup
         if cache.layer not in windows or num_cached == num_seen:
             full_layers.append(cache)
             continue
-        expected_positions = np.arange(num_seen - num_cached, num_seen)
-        if (
-            not num_cached
-            or cache.positions.shape != (num_cached,)
-            or not (cache.positions == expected_positions).all()
-        ):
+        if not num_cached or not np.array_equal(cache.positions, np.arange(num_seen - num_cached, num_seen)):
             raise KvmnnError(f"layer {cache.layer} has a window, and does not contain the last tokens of its text")
         window_layers.append(cache)
     return full_layers, sorted(window_layers, key=lambda cache: cache.layer)
@@ -446,6 +434,10 @@ class TokenSequence:
     def get_parent_key(self, block_index: int) -> bytes:
         """Return the key of the block before this one; of the namespace, if it is the first."""
         return self.keys[block_index - 1] if block_index else self.namespace_key
+
+    def get_block(self, block_index: int) -> Ids:
+        """Return the ids of a block; the last one may be partial."""
+        return self.ids[block_index * self.block_tokens : (block_index + 1) * self.block_tokens]
 
     def take_prefix(self, tokens: int) -> TokenSequence:
         """Return the first `tokens` tokens."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -96,29 +95,11 @@ class MissingUnitError(DamagedUnitError):
 LayerCaches = Sequence[LayerCache]
 
 
-class _LastUnit(NamedTuple):
-    """The unit that was decoded last: its number, the rows before it that it refers to, and its own rows."""
-
-    unit_id: int
-    preceding_rows: LayerCaches
-    layers: LayerCaches
-
-
 class UnitVerifier:
     """Decodes single units of a store; the rows of the last one are cached, as the next one mostly refers to them.
 
-    Parameters
-    ----------
-    read_unit
-        Reads the bytes of a unit; returns None if they are unreadable.
-    find_holder
-        Returns, for the key of a block, the unit that contains it and the number of its blocks up to this one; or None.
-    tables
-        Shared tables of the store.
-    block_tokens
-        Tokens per block.
-    threads
-        Maximum number of threads for decoding; None for all processors.
+    `read_unit` returns the bytes of a unit, None if they are unreadable. `find_holder` returns, for the key of a block,
+    the unit that contains it and the number of its blocks up to this one, or None.
     """
 
     def __init__(
@@ -131,13 +112,13 @@ class UnitVerifier:
     ) -> None:
         self._read_unit, self._find_holder, self._tables = read_unit, find_holder, tables
         self._block_tokens, self._threads = block_tokens, threads
-        self._last_unit: _LastUnit | None = None
+        self._last_unit: tuple[int, LayerCaches, LayerCaches] = 0, (), ()
+        """The unit that was decoded last, the rows before it that it refers to, and its own rows."""
 
     def verify(self, unit_id: int, namespace: Namespace, ids: Ids | None = None) -> Unit:
         """Decode a unit completely and compare it with its checksums; if `ids` are specified, it must contain these."""
         unit = self._read_and_check(unit_id, namespace, ids)
-        preceding_rows, layers = self._decode(unit, namespace)
-        self._last_unit = _LastUnit(unit_id, preceding_rows, layers)
+        self._last_unit = unit_id, *self._decode(unit, namespace)
         return unit
 
     def _read_and_check(self, unit_id: int, namespace: Namespace, ids: Ids | None = None) -> Unit:
@@ -167,29 +148,31 @@ class UnitVerifier:
     def _get_cached_preceding(self, unit: Unit, history: int) -> LayerCaches:
         """Return the rows that a unit refers to, if they are those of the last unit; else nothing."""
         holder = self._find_holder(unit.parent)
-        if holder is None or self._last_unit is None or holder[0] != self._last_unit.unit_id:
+        last_unit, preceding_rows, layers = self._last_unit
+        if holder is None or holder[0] != last_unit or not layers:
             return ()
         end_token = holder[1] * self._block_tokens
-        own_rows = _copy_rows(self._last_unit.layers, max(end_token - history, 0), end_token)
+        own_rows = _copy_rows(layers, max(end_token - history, 0), end_token)
         num_missing = history - own_rows[0].tokens
         if not num_missing:
             return own_rows
-        preceding_rows = self._last_unit.preceding_rows
         if not preceding_rows or preceding_rows[0].tokens < num_missing:
             return ()
-        return _concat_rows(
-            _copy_rows(preceding_rows, preceding_rows[0].tokens - num_missing, preceding_rows[0].tokens), own_rows
-        )
+        end_row = preceding_rows[0].tokens
+        return [
+            LayerCache(
+                layer=own.layer,
+                keys=np.concatenate([before.keys[:, end_row - num_missing :], own.keys], axis=1),
+                values=np.concatenate([before.values[:, end_row - num_missing :], own.values], axis=1),
+            )
+            for before, own in zip(preceding_rows, own_rows, strict=True)
+        ]
 
     def _list_needed_slices(self, unit: Unit, namespace: Namespace) -> list[LoadedSlice]:
         """Return the slices to decode for the rows that a unit refers to."""
         assert unit.dense is not None
-        block_tokens, end_token, parent_key, begin_token = (
-            self._block_tokens,
-            unit.start,
-            unit.parent,
-            unit.start - unit.dense.history_rows,
-        )
+        block_tokens, end_token, parent_key = self._block_tokens, unit.start, unit.parent
+        begin_token = unit.start - unit.dense.history_rows
         slices: list[LoadedSlice] = []
         while end_token > begin_token:
             if len(slices) == MAX_CHAIN_UNITS:
@@ -200,10 +183,8 @@ class UnitVerifier:
             unit_id, end_block = holder
             unit_before = self._read_and_check(unit_id, namespace)
             keys = compute_block_keys(unit_before.parent, unit_before.ids, block_tokens)
-            if (
-                keys[end_block - 1 : end_block] != [parent_key]
-                or unit_before.start + end_block * block_tokens != end_token
-            ):
+            end_before = unit_before.start + end_block * block_tokens
+            if keys[end_block - 1 : end_block] != [parent_key] or end_before != end_token:
                 raise DamagedUnitError("refers to rows that are not there")
             if unit_before.dense and unit_before.dense.history_rows:
                 begin_token = min(begin_token, unit_before.start - unit_before.dense.history_rows)
@@ -214,13 +195,10 @@ class UnitVerifier:
                 and self._find_holder(keys[first_block - 1]) == (unit_id, first_block)
             ):
                 first_block -= 1
-            slices.insert(
-                0, LoadedSlice(unit_before, first_block * block_tokens, (end_block - first_block) * block_tokens)
-            )
-            end_token, parent_key = (
-                unit_before.start + first_block * block_tokens,
-                keys[first_block - 1] if first_block else unit_before.parent,
-            )
+            skip = first_block * block_tokens
+            slices.insert(0, LoadedSlice(unit_before, skip, end_block * block_tokens - skip))
+            end_token = unit_before.start + skip
+            parent_key = keys[first_block - 1] if first_block else unit_before.parent
         return slices
 
 
@@ -233,15 +211,4 @@ def _copy_rows(layers: LayerCaches, begin_row: int, end_row: int) -> LayerCaches
             values=cache.values[:, begin_row:end_row].copy(),
         )
         for cache in layers
-    ]
-
-
-def _concat_rows(first: LayerCaches, second: LayerCaches) -> LayerCaches:
-    return [
-        LayerCache(
-            layer=first_cache.layer,
-            keys=np.concatenate([first_cache.keys, second_cache.keys], axis=1),
-            values=np.concatenate([first_cache.values, second_cache.values], axis=1),
-        )
-        for first_cache, second_cache in zip(first, second, strict=True)
     ]

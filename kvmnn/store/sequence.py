@@ -61,15 +61,7 @@ class StateToPut(NamedTuple):
 
 
 class SequenceStore:
-    """Sequences of a store.
-
-    Parameters
-    ----------
-    backend
-        Storage of the units.
-    write_options
-        How new units are encoded.
-    """
+    """Sequences of a store."""
 
     def __init__(self, backend: StoreBackend, write_options: WriteOptions) -> None:
         self._backend = backend
@@ -144,11 +136,9 @@ class SequenceStore:
         )
 
     def _put_state_unit(self, sequence: TokenSequence, namespace: Namespace, state: StateToPut) -> tuple[int, int, int]:
-        """Store windows and state of a sequence; return the bytes of file, contents and evicted units,
-        0 if it fails.
-        """
-        parent, last_ids = sequence.get_end(sequence.ids.size)
-        prefix_state = encode_state(namespace, parent, last_ids, sequence.ids.size, *state, self._write_options.options)
+        """Store windows and state; return the bytes of file, contents and evicted units, 0 if it fails."""
+        size = sequence.ids.size
+        prefix_state = encode_state(namespace, *sequence.get_end(size), size, *state, self._write_options.options)
         try:
             added = self._backend.add_state(namespace, sequence, prefix_state)
         except ConcurrentUpdateError:
@@ -165,12 +155,9 @@ class SequenceStore:
             return StoredPart(tokens, prefix_match)
         state_location = self._backend.find_state(sequence, tokens) if tokens else None
         if not with_state:
-            tokens = prefix_match.tokens
-            return StoredPart(
-                tokens,
-                prefix_match,
-                state_location.unit if state_location is not None and state_location.tokens == tokens else 0,
-            )
+            has_state = state_location is not None and state_location.tokens == prefix_match.tokens
+            state_unit = state_location.unit if state_location is not None and has_state else 0
+            return StoredPart(prefix_match.tokens, prefix_match, state_unit)
         if state_location is None:
             return StoredPart()
         return StoredPart(
@@ -183,15 +170,10 @@ class SequenceStore:
         """Raise `KvmnnError` if the model has stored layers of other shapes: two models share a fingerprint."""
         for stored_namespace in self.list_namespaces(namespace.model):
             # windows of a short sequence are stored as layers: `all_layers` contains both
-            is_alike = (stored_namespace.all_layers, stored_namespace.states) == (
-                namespace.all_layers,
-                namespace.states,
-            )
-            if (
-                stored_namespace.dtype == namespace.dtype
-                and not is_alike
-                and self._backend.has_sequences(stored_namespace)
-            ):
+            has_same_layers = stored_namespace.all_layers == namespace.all_layers
+            is_alike = has_same_layers and stored_namespace.states == namespace.states
+            has_same_dtype = stored_namespace.dtype == namespace.dtype
+            if has_same_dtype and not is_alike and self._backend.has_sequences(stored_namespace):
                 stored_text, given_text = describe_difference(stored_namespace, namespace)
                 name = shorten_names([namespace.model])[namespace.model]
                 raise KvmnnError(
@@ -206,39 +188,32 @@ class SequenceStore:
             namespace, stored_part, other_precisions = self.find_longest(ids, model, dtype, partial=partial)
             if namespace is None or not stored_part.tokens:
                 return StoredPrefix(tokens=0, requested_tokens=ids.size, notes=tuple(notes))
-            prefix_match, tokens = stored_part.prefix_match, stored_part.tokens
+            tokens, prefix_match, state_unit = stored_part
             layers: list[LayerCache] | None = []
             if namespace.layers:
                 layers = read_layers(self._backend, namespace, prefix_match, ids, notes, self._threads)
-            windows: list[LayerCache] = []
-            states: list[OpaqueState] = []
-            if layers is not None and stored_part.state_unit:
-                state_result = read_state(
-                    self._backend,
-                    namespace,
-                    stored_part.state_unit,
-                    self.make_sequence(namespace, ids).take_prefix(tokens),
-                    notes,
-                )
-                layers = None if state_result is None else layers
-                windows, states = state_result or (windows, states)
-            if layers is not None:
-                self._backend.touch(stored_part.unit_ids)
-                return StoredPrefix(
-                    tokens=tokens,
-                    requested_tokens=ids.size,
-                    layers=sorted([*layers, *windows], key=lambda cache: cache.layer),
-                    dtype=namespace.dtype,
-                    others=other_precisions,
-                    notes=tuple(notes),
-                    token_ids=ids[:tokens],
-                    states=tuple(states),
-                    completeness=(
-                        _build_completeness(namespace, tokens, has_state=bool(stored_part.state_unit))
-                        if namespace.needs_state
-                        else None
-                    ),
-                )
+            state_result: tuple[list[LayerCache], list[OpaqueState]] | None = [], []
+            if layers is not None and state_unit:
+                prefix = self.make_sequence(namespace, ids).take_prefix(tokens)
+                state_result = read_state(self._backend, namespace, state_unit, prefix, notes)
+            if layers is None or state_result is None:
+                continue  # a damaged unit was removed: the next search does not find it
+            windows, states = state_result
+            completeness = None
+            if namespace.needs_state:
+                completeness = _build_completeness(namespace, tokens, has_state=bool(state_unit))
+            self._backend.touch(stored_part.unit_ids)
+            return StoredPrefix(
+                tokens=tokens,
+                requested_tokens=ids.size,
+                layers=sorted([*layers, *windows], key=lambda cache: cache.layer),
+                dtype=namespace.dtype,
+                others=other_precisions,
+                notes=tuple(notes),
+                token_ids=ids[:tokens],
+                states=tuple(states),
+                completeness=completeness,
+            )
 
     def find_longest(self, ids: Ids, model: str, dtype: str | None, *, partial: bool = False) -> LongestMatch:
         """Find the namespace with the longest stored prefix; of equal ones the first that was put.
@@ -289,11 +264,8 @@ class SequenceStore:
         if layers is None:
             raise SourceError(notes[0] if notes else f"{self._backend.label}: this text was evicted meanwhile")
         unit_ids = prefix_match.list_units()
-        data_by_unit = {
-            unit: data
-            for unit, data in zip(unit_ids, self._backend.read_units(unit_ids), strict=True)
-            if data is not None
-        }
+        units = zip(unit_ids, self._backend.read_units(unit_ids), strict=True)
+        data_by_unit = {unit: data for unit, data in units if data is not None}
         if len(data_by_unit) < len(unit_ids):
             raise SourceError(f"{self._backend.label}: this text was evicted meanwhile")
         rotary, options = self._write_options.rope_state.get_rope(namespace, layers), self._write_options.options

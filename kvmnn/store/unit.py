@@ -7,6 +7,7 @@ namespace. docs/prefix-store.md documents the bytes.
 from __future__ import annotations
 
 import hashlib
+import re
 import struct
 import threading
 from collections import OrderedDict
@@ -105,18 +106,14 @@ class Unit:
         head = _UNIT_STRUCT.pack(magic, self.ids.size, len(self.frames), self.start, self.namespace_key, self.parent)
         ids = self.ids.astype("<u4").tobytes()
         if self.dense is None:
-            frame_rows = [
-                (len(unit_frame.data), unit_frame.checksum, unit_frame.raw_checksum) for unit_frame in self.frames
-            ]
+            frame_rows = [(len(frame.data), frame.checksum, frame.raw_checksum) for frame in self.frames]
             head += ids + np.array(frame_rows, _FRAME_DTYPE).tobytes()
         else:
             block_sums = np.array(self.dense.block_sums, "<u8")
             head += _DENSE_STRUCT.pack(
                 self.dense.history_rows, self.dense.chain_length, block_sums.size, self.dense.tables_key or _NO_TABLES
             )
-            streams = np.array(
-                [(len(unit_frame.data), unit_frame.checksum) for unit_frame in self.frames], _STREAM_DTYPE
-            )
+            streams = np.array([(len(frame.data), frame.checksum) for frame in self.frames], _STREAM_DTYPE)
             head += ids + block_sums.tobytes() + streams.tobytes()
         return [head + _CHECKSUM_STRUCT.pack(integrity_checksum(head)), *(frame.data for frame in self.frames)]
 
@@ -124,11 +121,9 @@ class Unit:
 def count_header_bytes(num_tokens: int, num_frames: int, num_blocks: int | None = None) -> int:
     """Return the bytes before the first frame, or before the first stream of a unit with `num_blocks` whole blocks."""
     size = _UNIT_STRUCT.size + 4 * num_tokens + _CHECKSUM_STRUCT.size
-    return (
-        size + _FRAME_DTYPE.itemsize * num_frames
-        if num_blocks is None
-        else size + _DENSE_STRUCT.size + 8 * num_blocks + _STREAM_DTYPE.itemsize * num_frames
-    )
+    if num_blocks is None:
+        return size + _FRAME_DTYPE.itemsize * num_frames
+    return size + _DENSE_STRUCT.size + 8 * num_blocks + _STREAM_DTYPE.itemsize * num_frames
 
 
 def parse_unit(data: Bytes) -> Unit:
@@ -145,16 +140,16 @@ def parse_unit(data: Bytes) -> Unit:
 
 
 class UnitHeader(NamedTuple):
-    """Header of a unit; `frame_rows` are size, checksum and raw checksum of each frame, `nbytes` the size of the
-    header.
-    """
+    """Header of a unit, whose fields are those of `Unit`."""
 
     namespace_key: bytes
     parent: bytes
     start: int
     ids: Ids
     dense: DenseUnitInfo | None
+    #: Size, checksum and raw checksum of each frame.
     frame_rows: list[tuple[int, int, int]]
+    #: Size of the header.
     nbytes: int
 
 
@@ -189,21 +184,13 @@ def parse_header(data: Bytes) -> UnitHeader:
     ids = np.frombuffer(data, "<u4", num_tokens, position)
     position += 4 * num_tokens
     if num_blocks is None:
-        return UnitHeader(
-            namespace, parent, start, ids, None, np.frombuffer(data, _FRAME_DTYPE, num_frames, position).tolist(), size
-        )
-    sums = tuple(np.frombuffer(data, "<u8", num_blocks, position).tolist())
-    streams = np.frombuffer(data, _STREAM_DTYPE, num_frames, position + 8 * num_blocks).tolist()
-    dense = DenseUnitInfo(sums, history, chain, b"" if tables == _NO_TABLES else tables)
-    return UnitHeader(
-        namespace,
-        parent,
-        start,
-        ids,
-        dense,
-        [(nbytes, stream_checksum, 0) for nbytes, stream_checksum in streams],
-        size,
-    )
+        dense, frame_rows = None, np.frombuffer(data, _FRAME_DTYPE, num_frames, position).tolist()
+    else:
+        sums = tuple(np.frombuffer(data, "<u8", num_blocks, position).tolist())
+        dense = DenseUnitInfo(sums, history, chain, b"" if tables == _NO_TABLES else tables)
+        streams = np.frombuffer(data, _STREAM_DTYPE, num_frames, position + 8 * num_blocks).tolist()
+        frame_rows = [(nbytes, stream_checksum, 0) for nbytes, stream_checksum in streams]
+    return UnitHeader(namespace, parent, start, ids, dense, frame_rows, size)
 
 
 TABLES_MAGIC = b"KVMNNPT2"
@@ -218,13 +205,7 @@ _MAX_CACHED_SETS = 8
 
 
 class TableSets:
-    """Shared tables of a namespace.
-
-    Parameters
-    ----------
-    sets
-        Tables for K and V of each layer, in the order of `Namespace.parts`.
-    """
+    """Shared tables of a namespace, for K and V of each layer in the order of `Namespace.parts`."""
 
     def __init__(self, sets: Sequence[SharedTables]) -> None:
         self.sets = tuple(sets)
@@ -232,12 +213,9 @@ class TableSets:
     @cached_property
     def data(self) -> bytes:
         """Bytes of the object: magic, number of sets, their sizes, the sets."""
-        sizes = np.array([len(tables.data) for tables in self.sets], "<u4")
-        return (
-            _TABLES_STRUCT.pack(TABLES_MAGIC, len(self.sets))
-            + sizes.tobytes()
-            + b"".join(tables.data for tables in self.sets)
-        )
+        sizes = np.array([len(tables.data) for tables in self.sets], "<u4").tobytes()
+        head = _TABLES_STRUCT.pack(TABLES_MAGIC, len(self.sets)) + sizes
+        return head + b"".join(tables.data for tables in self.sets)
 
     @cached_property
     def key(self) -> bytes:
@@ -292,28 +270,14 @@ def make_object_name(namespace_key: bytes, key: bytes) -> str:
 
 def list_object_keys(names: Sequence[str], namespace_key: bytes) -> list[bytes]:
     """Return the keys of the shared tables of a namespace; other names are skipped."""
-    name_prefix = f"{namespace_key.hex()}-"
-    keys = []
-    for name in sorted(names):
-        if name.startswith(name_prefix):
-            try:
-                key = bytes.fromhex(name[len(name_prefix) :])
-            except ValueError:
-                continue
-            if len(key) == KEY_BYTES:
-                keys.append(key)
-    return keys
+    name_regex = re.compile(f"{namespace_key.hex()}-([0-9a-f]{{{2 * KEY_BYTES}}})")
+    return [bytes.fromhex(match[1]) for match in map(name_regex.fullmatch, sorted(names)) if match]
 
 
 class TableSetCache:
     """Shared tables of a store, the last used in memory.
 
-    Parameters
-    ----------
-    read
-        Reads an object by its name; returns None if it does not exist.
-    names
-        Lists the names of all objects.
+    `read` returns an object by its name, None if it does not exist; `names` lists the names of all objects.
     """
 
     def __init__(self, read: Callable[[str], bytes | None], names: Callable[[], Sequence[str]]) -> None:
@@ -331,7 +295,9 @@ class TableSetCache:
         data = self._read_object(make_object_name(namespace_key, key))
         if data is None:
             raise DamagedUnitError("its tables are gone")
-        return self._put(namespace_key, key, parse_table_sets(data, key))
+        sets = parse_table_sets(data, key)
+        self.put(namespace_key, sets)
+        return sets
 
     def get_any(self, namespace_key: bytes) -> TableSets | None:
         """Return any tables of a namespace; None if it has none that are readable."""
@@ -345,12 +311,8 @@ class TableSetCache:
         return None
 
     def put(self, namespace_key: bytes, sets: TableSets) -> None:
-        """Cache new tables."""
-        self._put(namespace_key, sets.key, sets)
-
-    def _put(self, namespace_key: bytes, key: bytes, sets: TableSets) -> TableSets:
+        """Cache tables."""
         with self._lock:
-            self._cached_sets[namespace_key, key] = sets
+            self._cached_sets[namespace_key, sets.key] = sets
             if len(self._cached_sets) > _MAX_CACHED_SETS:
                 self._cached_sets.popitem(last=False)
-        return sets

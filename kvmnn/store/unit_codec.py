@@ -49,9 +49,7 @@ def count_blocks_per_unit(namespace: Namespace, block_tokens: int) -> int:
 
 
 def plan_unit_spans(start: int, tokens: int, block_tokens: int, unit_blocks: int) -> list[TokenSpan]:
-    """Split the tokens from `start`, a multiple of the block size, to `tokens` into units; a partial block joins the
-    last one.
-    """
+    """Split the tokens from `start`, whole blocks, to `tokens` into units; a partial block joins the last one."""
     step = unit_blocks * block_tokens
     whole_tokens = max((tokens - start) // block_tokens * block_tokens, 1)  # a partial block alone is a unit
     end_tokens = [
@@ -102,9 +100,7 @@ def encode_frame_units(
 
 
 def _plan_frame_jobs(units: int, parts: int, cores: int) -> list[tuple[int, int]]:
-    """Return unit and part of each job; the last units are interleaved, so that each thread has one to write at the
-    end.
-    """
+    """Return unit and part of each job; the last units are interleaved: each thread has one to write at the end."""
     first_interleaved = max(units - cores, 0)
     jobs = [(unit_index, part) for unit_index in range(first_interleaved) for part in range(parts)]
     return jobs + [(unit_index, part) for part in range(parts) for unit_index in range(first_interleaved, units)]
@@ -127,9 +123,7 @@ class _FrameScratch(ThreadScratch):
     """Buffer for the rows of a frame."""
 
     def copy_with_checksum(self, elements: Elements) -> tuple[Bytes, int]:
-        """Return the rows as contiguous little-endian ``[kv_head, byte]``, valid until the next call, and their
-        checksum.
-        """
+        """Return contiguous little-endian ``[kv_head, byte]``, valid until the next call, and the checksum."""
         token_rows = view_token_bytes(elements)
         if token_rows.flags.c_contiguous:
             rows = token_rows.reshape(len(token_rows), -1)
@@ -139,9 +133,7 @@ class _FrameScratch(ThreadScratch):
 
 
 def view_token_bytes(elements: Elements) -> Bytes:
-    """Return ``[kv_head, token, element]`` as little-endian bytes, ``[kv_head, token, byte]``: a view
-    where possible.
-    """
+    """Return ``[kv_head, token, element]`` as little-endian bytes, a view where possible."""
     little_endian = elements if elements.dtype.isnative else elements.astype(elements.dtype.newbyteorder("<"))
     return (
         little_endian if little_endian.strides[2] == little_endian.itemsize else np.ascontiguousarray(little_endian)
@@ -209,19 +201,20 @@ def decode_slices(
             try:
                 if loaded_slice.unit.dense is None:
                     _decode_frame(decoder, loaded_slice.unit.frames[part_index], loaded_slice, out)
-                else:
-                    shared_sets = table_sets[slice_index]
-                    tables_of_part = shared_sets.sets[part_index] if shared_sets is not None else None
-                    if row_decoder is None or not _decode_in_place(
-                        loaded_slice, part_index, row_decoder, tables_of_part, begin_token
-                    ):
-                        _decode_dense_slice(
-                            loaded_slice,
-                            part_index,
-                            rows[:, : max(begin_token - loaded_slice.skip, 0)],
-                            tables_of_part,
-                            out,
-                        )
+                    continue
+                unit, frame = loaded_slice.unit, loaded_slice.unit.frames[part_index]
+                shared_sets, history = table_sets[slice_index], loaded_slice.unit.dense.history_rows
+                part_tables = shared_sets.sets[part_index] if shared_sets is not None else None
+                if (
+                    row_decoder is None
+                    or loaded_slice.take != unit.ids.size
+                    or begin_token < history
+                    or not row_decoder.decode(
+                        frame.data, frame.checksum, begin_token, unit.ids.size, history=history, tables=part_tables
+                    )
+                ):  # part of a unit, or a damaged one, for which this reports why
+                    preceding = rows[:, : max(begin_token - loaded_slice.skip, 0)]
+                    _decode_dense_slice(loaded_slice, frame, history, preceding, part_tables, out)
             except KvmnnError as error:
                 raise DamagedSliceError(f"{'KV'[part]} of layer {shape.layer}: {error}", slice_index) from None
 
@@ -266,9 +259,7 @@ def _load_tables(namespace: Namespace, unit: Unit, tables: TableSetCache | None,
 
 
 def _allocate_arrays(namespace: Namespace, tokens: int, *, by_token: bool) -> list[tuple[Elements, Elements]]:
-    """Allocate K and V of every layer as parts of one array: many smaller arrays would cost as much
-    time as decoding.
-    """
+    """Allocate K and V of every layer as parts of one array: many smaller ones would take as long as decoding."""
     elements = np.empty(
         tokens * namespace.token_bytes // namespace.element_dtype.itemsize, namespace.element_dtype.numpy_dtype
     )
@@ -296,32 +287,22 @@ def _decode_frame(decoder: FrameDecoder, frame: UnitFrame, loaded_slice: LoadedS
         out[:] = elements[:, loaded_slice.skip : loaded_slice.skip + loaded_slice.take]
 
 
-def _decode_in_place(
-    loaded_slice: LoadedSlice, part_index: int, row_decoder: RowDecoder, tables: SharedTables | None, begin_token: int
-) -> bool:
-    """Decode K or V of a whole unit into its place; return False if it needs `_decode_dense_slice`, or is damaged."""
-    unit, frame = loaded_slice.unit, loaded_slice.unit.frames[part_index]
-    if unit.dense is None or loaded_slice.take != unit.ids.size or begin_token < unit.dense.history_rows:
-        return False
-    history = unit.dense.history_rows
-    return row_decoder.decode(
-        frame.data, frame.checksum, begin_token, loaded_slice.take, history=history, tables=tables
-    )
-
-
 def _decode_dense_slice(
-    loaded_slice: LoadedSlice, part_index: int, preceding_rows: Elements, tables: SharedTables | None, out: Elements
+    loaded_slice: LoadedSlice,
+    frame: UnitFrame,
+    history: int,
+    preceding_rows: Elements,
+    tables: SharedTables | None,
+    out: Elements,
 ) -> None:
-    unit, frame = loaded_slice.unit, loaded_slice.unit.frames[part_index]
-    assert unit.dense is not None
-    history = unit.dense.history_rows
+    tokens = loaded_slice.unit.ids.size
     if preceding_rows.shape[1] < history:
         raise DamagedUnitError(f"refers to {history} rows before it: {preceding_rows.shape[1]} are there")
     header = read_header(frame.data)
     if header.checksum != frame.checksum:
         raise DamagedUnitError("is another stream than was put")
-    is_entire = loaded_slice.take == unit.ids.size
-    elements = out if is_entire else np.empty((out.shape[0], unit.ids.size, out.shape[2]), out.dtype)
+    is_entire = loaded_slice.take == tokens
+    elements = out if is_entire else np.empty((out.shape[0], tokens, out.shape[2]), out.dtype)
     history_rows = preceding_rows[:, preceding_rows.shape[1] - history :] if history else None
     decode_into(header, elements, history=history_rows, tables=tables)
     if not is_entire:
@@ -447,25 +428,20 @@ def parse_state(data: Bytes) -> PrefixState:
     magic, tokens, num_ids, document_bytes, num_pieces, namespace, parent = _STATE_STRUCT.unpack_from(data.data)
     if magic != STATE_MAGIC:
         raise DamagedUnitError("does not begin as state does")
-    size = (
-        _STATE_STRUCT.size + 4 * num_ids + document_bytes + _PIECE_DTYPE.itemsize * num_pieces + _CHECKSUM_STRUCT.size
-    )
+    document_begin = _STATE_STRUCT.size + 4 * num_ids
+    document_end = document_begin + document_bytes
+    size = document_end + _PIECE_DTYPE.itemsize * num_pieces + _CHECKSUM_STRUCT.size
     if not 1 <= num_ids <= tokens <= MAX_TOKENS or document_bytes > _MAX_DOCUMENT_BYTES or size > data.size:
         raise DamagedUnitError("has impossible sizes in its header")
-    if (
-        integrity_checksum(data[: size - _CHECKSUM_STRUCT.size])
-        != _CHECKSUM_STRUCT.unpack_from(data.data, size - _CHECKSUM_STRUCT.size)[0]
-    ):
+    checksum_begin = size - _CHECKSUM_STRUCT.size
+    if _CHECKSUM_STRUCT.unpack_from(data.data, checksum_begin) != (integrity_checksum(data[:checksum_begin]),):
         raise DamagedUnitError("its header does not match its checksum")
-    document_begin = _STATE_STRUCT.size + 4 * num_ids
-    piece_rows = np.frombuffer(data, _PIECE_DTYPE, num_pieces, document_begin + document_bytes).tolist()
+    piece_rows = np.frombuffer(data, _PIECE_DTYPE, num_pieces, document_end).tolist()
     ends = list(accumulate((nbytes for nbytes, _, _ in piece_rows), initial=size))
     if ends[-1] != data.size:
         raise DamagedUnitError(f"has {data.size:,} bytes: its header says {ends[-1]:,}")
     try:
-        root = parse_document(
-            data[document_begin : document_begin + document_bytes].tobytes(), "its document", _MAX_DOCUMENT_BYTES
-        )
+        root = parse_document(data[document_begin:document_end].tobytes(), "its document", _MAX_DOCUMENT_BYTES)
         windows = tuple(node.read_int(1) for node in root.get("windows").read_list())
         states = tuple(map(_parse_state_spec, root.get("states").read_list()))
         raw_bytes = root.get(_RAW_BYTES_KEY).read_int(0)
@@ -524,16 +500,15 @@ def decode_state(prefix_state: PrefixState, namespace: Namespace) -> tuple[list[
                     raise DamagedUnitError(f"{where}: {error}") from None
             pair.append(elements)
         positions = np.arange(prefix_state.tokens - rows, prefix_state.tokens)
+        keys, values = pair
         windows.append(
             LayerCache(
-                layer=shape.layer, keys=pair[0], values=pair[1], positions=positions, tokens_seen=prefix_state.tokens
+                layer=shape.layer, keys=keys, values=values, positions=positions, tokens_seen=prefix_state.tokens
             )
         )
     states = []
-    for (layer, state_name), state_spec, (data, sums) in zip(
-        namespace.states, prefix_state.state_specs, pieces, strict=True
-    ):
-        dtype, axes, nbytes = state_spec
+    specs = zip(namespace.states, prefix_state.state_specs, pieces, strict=True)
+    for (layer, state_name), (dtype, axes, nbytes), (data, sums) in specs:
         state_bytes = _decompress_state(data, sums, nbytes, f"state {state_name!r} of layer {layer}")
         states.append(make_state(layer, state_name, state_bytes, dtype=dtype, shape=axes))
     return windows, states

@@ -86,13 +86,7 @@ _MAX_EVICTION_TRIES = 8
 
 
 class MemoryCache:
-    """Least recently used cache of units.
-
-    Parameters
-    ----------
-    max_bytes
-        Limit on the bytes of all units.
-    """
+    """Least recently used cache of units, of at most `max_bytes`."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -135,20 +129,8 @@ class _MemoryStaging:
 class RemoteBackendBase:
     """Units in another engine.
 
-    Parameters
-    ----------
-    key_values
-        The engine.
-    block_tokens, codec
-        Requested settings; None accepts those of the store.
-    new_settings
-        Settings for a new store; None if the store must exist.
-    ram_bytes
-        Limit on the bytes of units cached in memory.
-    read_only
-        Write nothing.
-    max_bytes
-        Limit on the bytes of all units; None for no limit.
+    `block_tokens` and `codec` are the requested settings: None accepts those of the store. `new_settings` are those of
+    a new store, None if the store must exist. `ram_bytes` limits the units that are cached in memory.
     """
 
     def __init__(
@@ -209,9 +191,8 @@ class RemoteBackendBase:
     def list_namespaces(self) -> list[Namespace]:
         names = self.key_values.list_names("spaces")[:_MAX_NAMESPACES]
         new_names = [name for name in names if name not in self._namespaces]
-        for name, document in zip(
-            new_names, self.key_values.get_many([f"spaces/{name}" for name in new_names]), strict=True
-        ):
+        documents = self.key_values.get_many([f"spaces/{name}" for name in new_names])
+        for name, document in zip(new_names, documents, strict=True):
             with suppress(KvmnnError):  # a damaged one is a miss; the next put writes it again
                 document_text = (document or b"").decode("utf-8", "replace")
                 namespace = parse_namespace(document_text, self.label)
@@ -220,16 +201,12 @@ class RemoteBackendBase:
                     number = json.loads(document_text).get("number")
                     self._namespace_numbers[name] = number if isinstance(number, int) else 0
         known_names = [name for name in names if name in self._namespaces]
-        return [
-            self._namespaces[name]
-            for name in sorted(known_names, key=lambda name: (self._namespace_numbers[name], name))
-        ]
+        known_names.sort(key=lambda name: (self._namespace_numbers[name], name))
+        return [self._namespaces[name] for name in known_names]
 
     def ensure_namespace(self, namespace: Namespace) -> None:
         """Write a namespace that the engine has evicted: without it, its units are not found."""
-        if not self.read_only and namespace.key not in {
-            listed_namespace.key for listed_namespace in self.list_namespaces()
-        }:
+        if not self.read_only and all(listed.key != namespace.key for listed in self.list_namespaces()):
             self.key_values.put_many({f"spaces/{namespace.key.hex()}": self._encode_namespace(namespace)})
 
     def _encode_namespace(self, namespace: Namespace) -> bytes:
@@ -257,31 +234,22 @@ class RemoteBackendBase:
     def _find_missing(self, units: Sequence[int]) -> list[int]:
         """Return the units that the engine has evicted."""
         uncached_units = [unit for unit in units if self._memory_cache.get(unit) is None]
-        return [
-            unit
-            for unit, is_stored in zip(
-                uncached_units, self.key_values.contains_many(list(map(make_unit_name, uncached_units))), strict=True
-            )
-            if not is_stored
-        ]
+        are_stored = self.key_values.contains_many(list(map(make_unit_name, uncached_units)))
+        return [unit for unit, is_stored in zip(uncached_units, are_stored, strict=True) if not is_stored]
 
     def _find_by_records(self, sequence: TokenSequence) -> PrefixMatch:
         block_tokens = sequence.block_tokens
-        num_keys = len(sequence.keys)
         names = [
-            make_record_name(
-                sequence.get_parent_key(block_index),
-                sequence.ids[block_index * block_tokens : (block_index + 1) * block_tokens],
-            )
-            for block_index in range(num_keys)
+            make_record_name(sequence.get_parent_key(block_index), sequence.get_block(block_index))
+            for block_index in range(len(sequence.keys))
         ]
         records = [
             self._parse_usable_record(data, name, sequence)
             for data, name in zip(self.key_values.get_many(names), names, strict=True)
         ]
         slices: list[UnitSlice] = []
-        num_blocks, num_extra = 0, None
-        while num_blocks < num_keys and (record := records[num_blocks]) is not None:
+        num_blocks = num_extra = 0
+        while num_blocks < len(records) and (record := records[num_blocks]) is not None:
             num_equal = count_common_entries(record.ids, sequence.ids[num_blocks * block_tokens :])
             num_whole_blocks = num_equal // block_tokens
             if not num_whole_blocks:
@@ -290,16 +258,9 @@ class RemoteBackendBase:
             slices.append(UnitSlice(record.unit, 0, num_whole_blocks * block_tokens))
             num_blocks += num_whole_blocks
             num_extra = num_equal - num_whole_blocks * block_tokens
-        next_ids = sequence.ids[num_blocks * block_tokens : (num_blocks + 1) * block_tokens]
-        branch = (
-            max(
-                self._iter_branches(sequence, num_blocks, next_ids),
-                key=lambda unit_slice: unit_slice.take,
-                default=None,
-            )
-            if next_ids.size
-            else None
-        )
+        next_ids = sequence.get_block(num_blocks)
+        branches = self._iter_branches(sequence, num_blocks, next_ids) if next_ids.size else ()
+        branch = max(branches, key=lambda unit_slice: unit_slice.take, default=None)
         if slices and num_extra and (branch is None or branch.take <= num_extra):
             slices[-1] = slices[-1]._replace(take=slices[-1].take + num_extra)
         elif branch is not None and branch.take:
@@ -310,9 +271,8 @@ class RemoteBackendBase:
         """Read the bytes of units, from memory or in one round trip."""
         data_by_unit = {unit: self._memory_cache.get(unit) for unit in units}
         missing_units = [unit for unit, data in data_by_unit.items() if data is None]
-        for unit, data in zip(
-            missing_units, self.key_values.get_many([make_unit_name(unit) for unit in missing_units]), strict=True
-        ):
+        values = self.key_values.get_many(list(map(make_unit_name, missing_units)))
+        for unit, data in zip(missing_units, values, strict=True):
             if data is not None:
                 data_by_unit[unit] = data
                 self._memory_cache.put(unit, data)
@@ -378,9 +338,8 @@ class RemoteBackendBase:
                 key_by_size[num_tokens] = compute_state_key(*sequence.get_end(num_tokens)).hex()
             if key_by_size[num_tokens] != key:
                 continue
-            record = self._parse_usable_record(
-                self.key_values.get_many([f"{folder}/{name}"])[0], f"{folder}/{name}", sequence
-            )
+            (data,) = self.key_values.get_many([f"{folder}/{name}"])
+            record = self._parse_usable_record(data, f"{folder}/{name}", sequence)
             if record is not None and not self._find_missing([record.unit]):
                 self._cache_record_name(record, sequence.block_tokens)
                 return StateLocation(num_tokens, record.unit)
@@ -429,15 +388,15 @@ class RemoteBackendBase:
             stored_record = parse_record_at(data, name, self.block_tokens)
             if stored_record is not None and stored_record.unit == record.unit:
                 continue
-            if (
-                stored_record is not None
-                and self.key_values.get_many([make_unit_name(stored_record.unit)])[0] is not None
-            ):
+            if stored_record is not None and self._has_unit(stored_record.unit):
                 lost_records.append(record)
             else:
                 own_records[name] = record.to_bytes()
         self.key_values.put_many(own_records)
         return lost_records
+
+    def _has_unit(self, unit: int) -> bool:
+        return self.key_values.get_many([make_unit_name(unit)])[0] is not None
 
     def enforce_limit(self) -> int:
         return self._enforce_limit_after_put(0)
@@ -495,31 +454,29 @@ class RemoteBackendBase:
 
     def _delete_unless_pinned(self, records: Sequence[UnitRecord], known_pins: Collection[str]) -> bool:
         """Delete units and their records unless the pins are others than `known_pins`; return whether it did."""
-        names = [
-            name
-            for record in records
-            for name in (record.make_name(self.block_tokens), make_unit_name(record.unit), make_use_name(record.unit))
-        ]
-        if not self.key_values.delete_if_unchanged(names, "pins", set(known_pins)):
+        if not self.key_values.delete_if_unchanged(self._list_all_names(records), "pins", set(known_pins)):
             return False
         for record in records:
             self._memory_cache.evict(record.unit)
         return True
 
+    def _list_all_names(self, records: Sequence[UnitRecord]) -> list[str]:
+        """Return the names of records, then of their units and last uses."""
+        units = [record.unit for record in records]
+        record_names = [record.make_name(self.block_tokens) for record in records]
+        return [*record_names, *map(make_unit_name, units), *map(make_use_name, units)]
+
     def _find_end_units(self, sequence: TokenSequence) -> tuple[int, ...]:
         """Return the unit with the end of a sequence, and its state unit if it needs one; () unless all is stored."""
         prefix_match = self.find_prefix(sequence)
         end_units = tuple(unit_slice.unit for unit_slice in prefix_match.slices[-1:])
-        if sequence.needs_state:
-            state = self.find_state(sequence, sequence.ids.size)
-            if (
-                state is None
-                or state.tokens < sequence.ids.size
-                or (end_units and prefix_match.tokens < sequence.ids.size)
-            ):
-                return ()
-            return (*end_units, state.unit)
-        return end_units if prefix_match.tokens == sequence.ids.size else ()
+        is_entire = prefix_match.tokens == sequence.ids.size
+        if not sequence.needs_state:
+            return end_units if is_entire else ()
+        state = self.find_state(sequence, sequence.ids.size)
+        if state is None or state.tokens < sequence.ids.size or (end_units and not is_entire):
+            return ()
+        return (*end_units, state.unit)
 
     def _restore_pins(self, sequence: TokenSequence) -> None:
         """Move the pins of a sequence and of its prefixes to the units that contain their ends now."""
@@ -563,7 +520,7 @@ class RemoteBackendBase:
         is_cached = self._memory_cache.get(unit) is not None
         self._memory_cache.evict(unit)
         record_name = self._record_names.get(unit)
-        if is_cached or self.key_values.get_many([make_unit_name(unit)])[0] is not None:
+        if is_cached or self._has_unit(unit):
             action_text = "is passed over" if self.read_only else "was removed"
             notes.append(f"{self.label}: unit {unit:032x}: damaged, {action_text}, with what goes on from it: {reason}")
         if not self.read_only:
@@ -581,13 +538,10 @@ class RemoteBackendBase:
         if self.read_only:
             raise OutputError(f"{self.label}: is open for reading only")
 
-    def delete_records(self, records: Iterable[UnitRecord]) -> None:
+    def delete_records(self, records: Sequence[UnitRecord]) -> None:
         """Delete units and their records."""
-        deleted = list(records)
-        names = [record.make_name(self.block_tokens) for record in deleted]
-        uses = [make_use_name(record.unit) for record in deleted]
-        self.key_values.delete([*names, *(make_unit_name(record.unit) for record in deleted), *uses])
-        for record in deleted:
+        self.key_values.delete(self._list_all_names(records))
+        for record in records:
             self._memory_cache.evict(record.unit)
 
     def _load_settings(self) -> StoreSettings:
@@ -629,13 +583,9 @@ class RemoteBackendBase:
         names = self.key_values.list_neighbours(folder, name, _MAX_NEIGHBOURS)
         num_named = count_ids_in_name(next_ids)
         sort_key = to_sort_key(next_ids[:num_named])
-        num_equal_by_name = {
-            stored_name: count_common_ids(ids_from_name(stored_name), sort_key) for stored_name in names
-        }
-        max_equal = max(num_equal_by_name.values(), default=0)
-        best_names = (
-            [stored_name for stored_name in names if num_equal_by_name[stored_name] == max_equal] if max_equal else []
-        )
+        counts = [count_common_ids(ids_from_name(stored_name), sort_key) for stored_name in names]
+        max_equal = max(counts, default=0)
+        best_names = [name for name, count in zip(names, counts, strict=True) if count == max_equal > 0]
         if max_equal < num_named or num_named == next_ids.size:  # all of them match equally far
             best_names = best_names[:_MAX_EQUAL_RECORDS_READ]
         paths = [f"{folder}/{stored_name}" for stored_name in best_names]

@@ -17,7 +17,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import UTC
-from typing import Any, Protocol, TypeVar
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from ..._util.packages import import_optional
@@ -97,14 +98,7 @@ class KeyValueStore(Protocol):
 class CircuitBreaker:
     """Calls of a `KeyValueStore` with retries; after an outage, calls fail immediately for a while.
 
-    A call that fails repeatedly raises `BackendUnavailableError`.
-
-    Parameters
-    ----------
-    key_values
-        The engine.
-    label
-        Name of the store in messages.
+    A call that fails repeatedly raises `BackendUnavailableError`, with `label`, the name of the store.
     """
 
     def __init__(self, key_values: KeyValueStore, label: str) -> None:
@@ -214,15 +208,27 @@ _SETTLED_SECONDS = 3600
 """Age at which the writer of a value has ended, or has written what refers to it."""
 
 
-class ObjectStoreValues:
-    """Values as files below a folder or bucket.
+P = ParamSpec("P")
 
-    Parameters
-    ----------
-    url
-        ``s3://bucket/path``, ``gs://``, ``file:///path``, ``memory://name`` ...
-    timeout
-        Seconds that one call may take.
+
+def _with_timeout(
+    method: Callable[Concatenate[ObjectStoreValues, P], T],
+) -> Callable[Concatenate[ObjectStoreValues, P], T]:
+    """Run a method on a thread: file systems have no common time-out. A call that takes too long is abandoned."""
+
+    @wraps(method)
+    def call_method(self: ObjectStoreValues, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        if self._pool[0] != os.getpid():
+            self._pool = os.getpid(), ThreadPoolExecutor(4, "kvmnn-object")
+        return self._pool[1].submit(method, self, *args, **kwargs).result(self._timeout)
+
+    return call_method
+
+
+class ObjectStoreValues:
+    """Values as files below a folder or bucket: ``s3://bucket/path``, ``gs://``, ``file:///path``, ``memory://name``.
+
+    `timeout` is the number of seconds that one call may take.
     """
 
     has_cheap_use_counts = False
@@ -239,16 +245,23 @@ class ObjectStoreValues:
         self._pool: tuple[int, ThreadPoolExecutor] = 0, ThreadPoolExecutor()
         """Process id and threads: a forked child has none of them."""
 
+    @_with_timeout
     def get_many(self, names: Sequence[str]) -> list[bytes | None]:
         paths = [self._path(name) for name in names]
         if len(paths) == 1:
-            return [self._call_with_timeout(lambda: self._read_one(paths[0]))]
-        value_by_path = self._call_with_timeout(lambda: self._fs.cat(paths, on_error="return"))
+            return [self._read_one(paths[0])]
+        value_by_path = self._fs.cat(paths, on_error="return")
         return [_check_value(value_by_path.get(path)) for path in paths]
 
+    @_with_timeout
     def put_many(self, items: Mapping[str, bytes]) -> None:
         values = {self._path(name): value for name, value in items.items()}
-        self._call_with_timeout(lambda: self._put_local(values) if self._is_local else self._fs.pipe(values))
+        if not self._is_local:
+            self._fs.pipe(values)
+            return
+        for path, value in values.items():  # atomically, as object stores do themselves
+            with self._stage_file(path, value) as staged_path:
+                os.replace(staged_path, path)
 
     def contains_many(self, names: Sequence[str]) -> list[bool]:
         """Return True for all: the check would take a round trip each, and these engines do not evict."""
@@ -258,12 +271,15 @@ class ObjectStoreValues:
         """Write values; if the file system cannot create without replacing, the last writer wins."""
         if dependencies:
             self.put_many(dependencies)
-        return self._call_with_timeout(
-            lambda: {name for name, value in new_items.items() if not self._create(self._path(name), value)}
-        )
+        return self._create_many(new_items)
 
+    @_with_timeout
+    def _create_many(self, items: Mapping[str, bytes]) -> set[str]:
+        return {name for name, value in items.items() if not self._create(self._path(name), value)}
+
+    @_with_timeout
     def delete(self, names: Sequence[str]) -> None:
-        self._call_with_timeout(lambda: self._delete_paths([self._path(name) for name in names]))
+        self._delete_paths([self._path(name) for name in names])
 
     def delete_if_unchanged(self, names: Sequence[str], folder: str, expected_names: Collection[str]) -> bool:
         """Delete values; a name may appear between the check and the deletion."""
@@ -272,8 +288,16 @@ class ObjectStoreValues:
         self.delete(names)
         return True
 
+    @_with_timeout
     def list_names(self, folder: str) -> list[str]:
-        return self._call_with_timeout(lambda: self._list_folder(f"{self._root}/{folder}"))
+        path = self._path(folder)
+        self._fs.invalidate_cache(path)
+        try:
+            entries = self._fs.ls(path, detail=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        names = [str(entry).rstrip("/").rpartition("/")[2] for entry in entries]
+        return [name for name in names if name and not name.endswith(".tmp")]
 
     def list_neighbours(self, folder: str, name: str, max_per_side: int) -> list[str]:
         """Return the neighbours of a name; all names in the folder are listed for it."""
@@ -281,16 +305,30 @@ class ObjectStoreValues:
         position = bisect_left(names, name)
         return names[max(0, position - max_per_side) : position + max_per_side]
 
+    @_with_timeout
     def list_tree(self, prefix: str) -> list[str]:
-        return self._call_with_timeout(lambda: self._list_below(prefix))
+        self._fs.invalidate_cache(self._root)
+        try:
+            paths = [str(path) for path in self._fs.find(self._root)]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        names = ["/".join(path.rstrip("/").rsplit("/", 2)[1:]) for path in paths if not path.endswith(".tmp")]
+        return [name for name in names if name.startswith(prefix)]
 
+    @_with_timeout
     def select_settled(self, names: Sequence[str]) -> list[str]:
         """Return the names of values that are at least an hour old, or of unknown age."""
-        return self._call_with_timeout(lambda: [name for name in names if self._is_settled(self._path(name))])
+        return [name for name in names if self._is_settled(self._path(name))]
 
+    @_with_timeout
     def remove_stale(self) -> int:
         """Delete temporary files, which only local file systems have."""
-        return self._call_with_timeout(self._remove_stale_files) if self._is_local else 0
+        if not self._is_local:
+            return 0
+        staged_paths = [str(path) for path in self._fs.find(self._root) if _STAGED_REGEX.search(str(path))]
+        stale_paths = [path for path in staged_paths if self._is_settled(path)]
+        self._delete_paths(stale_paths)
+        return len(stale_paths)
 
     def list_foreign(self) -> list[str]:
         """Return nothing: a file has no type."""
@@ -302,23 +340,11 @@ class ObjectStoreValues:
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
 
-    def _call_with_timeout(self, call: Callable[[], T]) -> T:
-        """Run a call on a thread: file systems have no common time-out. A call that takes too long is abandoned."""
-        if self._pool[0] != os.getpid():
-            self._pool = os.getpid(), ThreadPoolExecutor(4, "kvmnn-object")
-        return self._pool[1].submit(call).result(self._timeout)
-
     def _read_one(self, path: str) -> bytes | None:
         try:
             return bytes(self._fs.cat_file(path))
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             return None
-
-    def _put_local(self, values: Mapping[str, bytes]) -> None:
-        """Write local files atomically; object stores do it themselves."""
-        for path, value in values.items():
-            with self._stage_file(path, value) as staged_path:
-                os.replace(staged_path, path)
 
     @contextmanager
     def _stage_file(self, path: str, value: bytes) -> Iterator[str]:
@@ -351,12 +377,6 @@ class ObjectStoreValues:
             self._fs.pipe_file(path, value)
         return True
 
-    def _remove_stale_files(self) -> int:
-        staged_paths = [str(path) for path in self._fs.find(self._root) if _STAGED_REGEX.search(str(path))]
-        stale_paths = [path for path in staged_paths if self._is_settled(path)]
-        self._delete_paths(stale_paths)
-        return len(stale_paths)
-
     def _is_settled(self, path: str) -> bool:
         try:
             modified_time = self._fs.modified(path)
@@ -366,28 +386,10 @@ class ObjectStoreValues:
             modified_time = modified_time.replace(tzinfo=UTC)
         return bool(time.time() - modified_time.timestamp() >= _SETTLED_SECONDS)
 
-    def _list_below(self, prefix: str) -> list[str]:
-        self._fs.invalidate_cache(self._root)
-        try:
-            paths = [str(path) for path in self._fs.find(self._root)]
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        names = ["/".join(path.rstrip("/").rsplit("/", 2)[1:]) for path in paths if not path.endswith(".tmp")]
-        return [name for name in names if name.startswith(prefix)]
-
     def _delete_paths(self, paths: Sequence[str]) -> None:
         for path in paths:
             with suppress(FileNotFoundError):
                 self._fs.rm_file(path)
-
-    def _list_folder(self, path: str) -> list[str]:
-        self._fs.invalidate_cache(path)
-        try:
-            entries = self._fs.ls(path, detail=False)
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        names = [str(entry).rstrip("/").rpartition("/")[2] for entry in entries]
-        return [name for name in names if name and not name.endswith(".tmp")]
 
 
 def _check_value(result: object) -> bytes | None:
@@ -409,12 +411,7 @@ _KEYS_PER_REQUEST = 256
 class RedisStoreValues:
     """Values of a Redis or Valkey server, in keys that start with `REDIS_PREFIX`.
 
-    Parameters
-    ----------
-    url
-        ``redis://``, ``rediss://`` or ``unix://``; ``valkey://`` is ``redis://``.
-    timeout
-        Seconds that connecting, or one answer, may take.
+    `timeout` is the number of seconds that connecting, or one answer, may take.
     """
 
     has_cheap_use_counts = True
@@ -541,13 +538,9 @@ class RedisStoreValues:
                 pipe.type(key)
             for key, value_type in zip(batch, self._execute(pipe), strict=True):
                 name = key[len(REDIS_PREFIX) :]
-                expected_type = (
-                    "string"
-                    if name.startswith(f"{UNITS_FOLDER}/")
-                    else "zset"
-                    if name.startswith(ORDER_PREFIX)
-                    else "hash"
-                )
+                expected_type = "zset" if name.startswith(ORDER_PREFIX) else "hash"
+                if name.startswith(f"{UNITS_FOLDER}/"):
+                    expected_type = "string"
                 if _decode_key(value_type) not in (expected_type, "none"):
                     names.append(name)
         return names

@@ -58,45 +58,30 @@ class RemoteBackend(RemoteBackendBase):
 
     def delete(self, sequence: TokenSequence) -> CleanupResult:
         self.check_writable()
+        size = self.block_tokens
         while True:
             prefix_match = self.find_prefix(sequence)
-            size = self.block_tokens
-            record_by_unit = {record.unit: record for record in self.list_valid_records()}
+            remaining = {record.unit: record for record in self.list_valid_records()}
             pins = read_pins(self.key_values)
             pinned_units = list_end_units(pins)
             deleted: list[UnitRecord] = []
             state = self.find_state(sequence, sequence.ids.size) if sequence.needs_state else None
-            if (
-                state is not None
-                and state.tokens == sequence.ids.size
-                and state.unit not in pinned_units
-                and state.unit in record_by_unit
-            ):
-                deleted.append(record_by_unit[state.unit])
+            if state is not None and state.tokens == sequence.ids.size and state.unit not in pinned_units:
+                deleted += filter(None, [remaining.pop(state.unit, None)])
             is_stored = bool(deleted) if sequence.needs_state else prefix_match.tokens == sequence.ids.size
             for unit_slice in reversed(prefix_match.slices if is_stored else ()):
-                record = record_by_unit.get(unit_slice.unit)
+                record = remaining.get(unit_slice.unit)
                 if record is None or record.unit in pinned_units:
                     break
                 keys = set(record.compute_block_keys(size))
-                following_records = [
-                    candidate
-                    for candidate in record_by_unit.values()
-                    if candidate.parent in keys and candidate not in deleted
-                ]
-                remaining = [
-                    candidate
-                    for candidate in record_by_unit.values()
-                    if candidate not in deleted and candidate is not record
-                ]
-                following_records += [
-                    candidate
-                    for candidate in _select_states(remaining)
-                    if candidate.is_end_in(record, size) and not _has_end_unit(remaining, candidate, size)
-                ]
-                if following_records or record.ids.size > unit_slice.skip + unit_slice.take:
+                others = [other for other in remaining.values() if other is not record]
+                is_needed = any(other.parent in keys for other in remaining.values()) or any(
+                    other.is_end_in(record, size) and not _has_end_unit(others, other, size)
+                    for other in _select_states(others)
+                )
+                if is_needed or record.ids.size > unit_slice.skip + unit_slice.take:
                     break
-                deleted.append(record)
+                deleted.append(remaining.pop(record.unit))
             if not deleted or self._delete_unless_pinned(deleted, pins):
                 is_pinned = bool(prefix_match.slices) and prefix_match.slices[-1].unit in pinned_units
                 is_pinned |= state is not None and state.unit in pinned_units
@@ -283,10 +268,8 @@ class RemoteBackend(RemoteBackendBase):
             key: record for record in reversed(unit_records) for key in record.compute_block_keys(block_tokens)
         }
         entries = []
-        for record in sorted(
-            _select_end_records(valid_records, self.block_tokens),
-            key=lambda candidate: (-ticks[candidate.unit], -candidate.start),
-        ):
+        end_records = _select_end_records(valid_records, block_tokens)
+        for record in sorted(end_records, key=lambda record: (-ticks[record.unit], -record.start)):
             namespace, tick = namespaces[record.namespace_key], ticks[record.unit]
             entries.append(
                 StoreEntry(
@@ -294,8 +277,7 @@ class RemoteBackend(RemoteBackendBase):
                     dtype=namespace.dtype,
                     tokens=record.start + record.ids.size,
                     bytes=sum(
-                        ancestor.nbytes
-                        for ancestor in _iter_ancestors(record, unit_records, record_by_key, block_tokens)
+                        before.nbytes for before in _iter_ancestors(record, unit_records, record_by_key, block_tokens)
                     ),
                     pinned=record.unit in pinned,
                     unused_for=latest_tick - tick if tick else None,
@@ -453,21 +435,11 @@ def _select_end_records(valid_records: Sequence[UnitRecord], block_tokens: int) 
     states = _select_states(valid_records)
     unit_records = [record for record in valid_records if not isinstance(record, StateRecord)]
     parents = {record.parent for record in unit_records}
-    end_records: list[UnitRecord] = [
-        record
-        for record in unit_records
-        if record.ids.size % block_tokens or record.compute_block_keys(block_tokens)[-1] not in parents
-    ]
-    return [
-        *states,
-        *(
-            candidate
-            for candidate in end_records
-            if not any(_is_state_at_end(candidate, state, block_tokens) for state in states)
-        ),
-    ]
 
+    def is_listed(record: UnitRecord) -> bool:
+        end = record.start + record.ids.size
+        if any(state.tokens == end and state.is_end_in(record, block_tokens) for state in states):
+            return False
+        return bool(record.ids.size % block_tokens) or record.compute_block_keys(block_tokens)[-1] not in parents
 
-def _is_state_at_end(record: UnitRecord, state: StateRecord, block_tokens: int) -> bool:
-    """Return whether a state belongs to the end of a unit."""
-    return state.tokens == record.start + record.ids.size and state.is_end_in(record, block_tokens)
+    return [*states, *filter(is_listed, unit_records)]

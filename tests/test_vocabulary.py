@@ -6,6 +6,7 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 from repository import ROOT
@@ -56,18 +57,14 @@ def iter_bad_names(path: str, tree: ast.Module) -> Iterator[str]:
 
 def iter_own_names(path: str, tree: ast.Module) -> Iterator[str]:
     """As `iter_bad_names`, without the parameter ``other`` of operators, whose name is Python's own."""
-    operators = {
-        argument
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef) and re.fullmatch(r"__\w+__", node.name)
-        for argument in node.args.args
-        if argument.arg == "other"
-    }
-    for argument in operators:
-        argument.arg = "self"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and re.fullmatch(r"__\w+__", node.name):
+            for argument in node.args.args:
+                argument.arg = "self" if argument.arg == "other" else argument.arg
     yield from iter_bad_names(path, tree)
 
 
+@cache
 def read_modules() -> dict[str, ast.Module]:
     """The syntax trees of all modules of the package by their paths."""
     paths = sorted(PACKAGE.rglob("*.py"))

@@ -79,6 +79,7 @@ def test_predictors_refuse_what_is_no_lane():
             _stream_meter.predict(*arguments)
 
 
+@pytest.mark.slow
 @given(
     SHAPES,
     st.integers(0, 99),
@@ -182,6 +183,7 @@ def dumps(tmp_path_factory) -> Path:
     return root
 
 
+@pytest.mark.slow
 @given(OPTIONS)
 @settings(max_examples=60, deadline=None)
 def test_sums_are_those_of_plain_python(dumps, options):

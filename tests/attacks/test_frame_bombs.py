@@ -93,6 +93,7 @@ assert grown < 2 << 10, f"{grown} KiB more after 700 rounds"
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="ru_maxrss is in KiB on Linux only")
 def test_nothing_leaks() -> None:
     done = subprocess.run([sys.executable, "-P", "-c", LEAK], capture_output=True, text=True, check=False, timeout=120)

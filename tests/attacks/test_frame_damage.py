@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import codec_model
 import pytest
 from codec_samples import expected_verdict, kv_like, stream, verdict
+from slow_cases import mark_most_slow
 
 import kvmnn
 
@@ -46,7 +47,7 @@ def headers(frame: bytes) -> Iterator[int]:
         yield part.offset
 
 
-@pytest.mark.parametrize("name", FRAMES)
+@pytest.mark.parametrize("name", mark_most_slow(FRAMES, 5))
 def test_cut_at_every_byte(name: str) -> None:
     frame = FRAMES[name]
     assert same(frame)
@@ -61,7 +62,7 @@ def test_cut_at_every_byte(name: str) -> None:
         assert not same(frame + more)
 
 
-@pytest.mark.parametrize("name", FRAMES)
+@pytest.mark.parametrize("name", mark_most_slow(FRAMES, 5))
 def test_one_flip_in_every_byte(name: str) -> None:
     frame = FRAMES[name]
     head = {at + i for at in headers(frame) for i in range(10)} | set(range(4))

@@ -115,6 +115,7 @@ def test_headers_with_other_literals_are_refused(tmp_path: Path) -> None:
     assert read([tmp_path / f"{number}.npy" for number in range(len(LITERALS))]) == []
 
 
+@pytest.mark.slow
 def test_shapes_beyond_all_files_are_refused(tmp_path: Path) -> None:
     for number, shape in enumerate(
         ["(0x" + "f" * 9000 + ",)", "(True,)", "((0x" + "f" * 9000 + ",),)", "(2.0,)", "(-1,)"]

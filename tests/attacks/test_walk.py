@@ -208,6 +208,7 @@ def test_damaged_files(reader: Reader) -> None:
     assert not problems, "\n".join([f"{len(problems)} problems", *problems[:20]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "reader",
     [kind for kind in READERS if any(name.endswith(".json") for name in samples()[kind].damaged)],

@@ -86,6 +86,7 @@ def test_results_in_order_each_once(address: str, log: Path) -> None:
     assert calls(log) == dict.fromkeys(names, 1)
 
 
+@pytest.mark.slow
 def test_names_that_are_not_utf_8(address: str, tmp_path: Path) -> None:
     path = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
     Path(path).write_bytes(b"123")

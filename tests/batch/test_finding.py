@@ -149,6 +149,7 @@ def test_a_folder_that_cannot_be_listed_counts(tmp_path: Path, monkeypatch: pyte
     assert names(tmp_path) == ["a", "b/x.npy"]
 
 
+@pytest.mark.slow
 def test_folders_that_are_nested_deeper_than_python_recurses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     try:

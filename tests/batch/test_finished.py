@@ -66,6 +66,7 @@ def test_paths_are_told_apart_wherever_they_are_used_from(tasks: list[Task], tmp
     assert there([Task(str(tmp_path / "a")), Task("./b"), Task("x/a")], str(tmp_path / "kept")) == f"{tmp_path}/a./b"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_disk")
 def test_a_file_torn_at_every_byte(tasks: list[Task]) -> None:
     """All lines before the cut stay, the torn one goes, and what is written next is read again."""

@@ -185,6 +185,7 @@ def test_how_many_the_executor_has_at_a_time() -> None:
 # -- processes that end ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "failing"),
     [
@@ -205,6 +206,7 @@ def test_a_process_that_is_killed(names: list[str], failing: list[str], log: Pat
     assert active_children() == []
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_in_the_middle_of_its_result(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "STALL_CHECK_SECONDS", 0.3)
     names = ["a", "half", "c", "d", "e", "f"]
@@ -316,6 +318,7 @@ def test_a_cluster_that_goes_away_while_it_is_asked_whether_it_does_anything(mon
         list(run_tasks(["a", "x", "c"], size, Going(client)))
 
 
+@pytest.mark.slow
 def test_leaving_early_ends_the_processes(log: Path) -> None:
     results = run_tasks([f"slow{n}" for n in range(10)], Behaving(str(log), seconds=0.05), two)
     assert next(results).path == "slow0"

@@ -90,6 +90,7 @@ def test_a_cut_cache_has_the_tokens_that_its_positions_name(
     assert len(json.loads(Path("kv/token_ids.json").read_text())) == TOKENS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cut",
     [(), ("--policy", "l2_fixed", "--budget", 20, "--skip-layers", "0+1")],
@@ -127,6 +128,7 @@ def test_an_mnn_dump_is_as_the_engine_lays_it_out(run: Callable[..., Any], model
             assert np.array_equal(here, words.astype(np.float16).transpose(1, 0, 2))
 
 
+@pytest.mark.slow
 def test_chunks_change_the_cut_but_not_the_size(run: Callable[..., Any]) -> None:
     at_once = dump(run, "--policy", "h2o_decayed", "--budget", 20)
     by_token = dump(run, "--policy", "h2o_decayed", "--budget", 20, "--chunk", 1, out="slow")
@@ -182,6 +184,7 @@ def test_one_line_and_nothing_written(
     assert sorted(path.name for path in folder.iterdir()) == ["empty.txt", "latin.txt"]
 
 
+@pytest.mark.slow
 def test_the_lossless_runtime_says_what_it_did_and_changes_no_word(run: Callable[..., Any]) -> None:
     keys = "front_n=2,block_tokens=16,hot_recent_tokens=8,hot_sink_tokens=4,h2o_trigger_min_tokens=16"
     spec = f"store:{keys},h2o_update_interval=1"

@@ -280,6 +280,7 @@ def test_a_reader_that_goes_away(here):
     assert err == b""
 
 
+@pytest.mark.slow
 def test_an_error_nobody_listens_to(here):
     with open("/dev/full", "wb") as full:
         process = start("encode", "cut.npy", "-o", "x.frame", stderr=full)

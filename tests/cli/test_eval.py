@@ -49,6 +49,7 @@ def cells(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_a_markdown_table(capsys, cells, tmp_path):
     code, out, err = run(capsys, *QUICK, "--resume", cells, "-o", tmp_path / "table.md")
     assert (code, err) == (0, f"kvmnn: note: 4 cells reused from {cells}\n")

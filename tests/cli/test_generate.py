@@ -53,6 +53,7 @@ def test_both_texts_side_by_side(generate: Callable[..., Any], monkeypatch: pyte
     assert re.search(r"tokens kept of seen +(\d+) of \1 +8 of \1", said)
 
 
+@pytest.mark.slow
 def test_a_large_budget_gives_the_same_text(generate: Callable[..., Any]) -> None:
     asked = [FIXTURE, "--prompt", PROMPT, "--policy", "h2o_decayed_heads", "--budget", 400, "--max-tokens", 12]
     found = document(generate(*asked, "--json"))
@@ -68,6 +69,7 @@ def test_the_full_cache_alone(generate: Callable[..., Any]) -> None:
     assert said.startswith(found["full"]["text"].split("\n")[0]) and "LOSSY" not in said
 
 
+@pytest.mark.slow
 def test_prompts_from_files_and_model_named_by_its_file(generate: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "prompt.txt").write_text(PROMPT, encoding="utf-8")
     tail = ["--max-tokens", 8, "--json"]
@@ -77,12 +79,14 @@ def test_prompts_from_files_and_model_named_by_its_file(generate: Callable[..., 
     assert by_file["prompt"] == PROMPT
 
 
+@pytest.mark.slow
 def test_packed_layouts_hold_the_same_cache(generate: Callable[..., Any]) -> None:
     asked = [FIXTURE, "--prompt", PROMPT, "--policy", "streaming", "--budget", 16, "--max-tokens", 10, "--json"]
     plain, packed = document(generate(*asked)), document(generate(*asked, "--packed", "x86-avx2"))
     assert plain["cut"]["ids"] == packed["cut"]["ids"]
 
 
+@pytest.mark.slow
 def test_seeds_draw_the_same_text_again(generate: Callable[..., Any]) -> None:
     asked = [FIXTURE, "--prompt", PROMPT, "--max-tokens", 12, "--temperature", 1.5, "--top-k", 50, "--json"]
     one, again, other = (document(generate(*asked, "--seed", seed)) for seed in (7, 7, 8))

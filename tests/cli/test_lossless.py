@@ -50,6 +50,7 @@ def test_eval_scores_the_same_and_says_the_ratios(run: Run, config: Path) -> Non
     assert "The lossless runtime around the cache" in table and "| full | probe | 1.000 |" in table
 
 
+@pytest.mark.slow
 def test_generate_writes_the_same_text(run: Run, config: Path) -> None:
     prompt = TEXT.read_text(encoding="utf-8")[:300]
     asked = ["generate", FIXTURE, "--prompt", prompt, "--policy", "h2o_heads:recent=50%", "--budget", 64]

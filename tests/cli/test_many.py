@@ -55,6 +55,7 @@ def timeless(value: Any) -> Any:
 VERBS = [verb for verb in BATCH_COMMANDS if verb != "compressor verify"]  # which takes weight files alone
 
 
+@pytest.mark.slow
 def test_weight_files_below_a_folder_are_verified(tmp_path, capsys):
     sample = hostile_files.samples()["weights"]
     (tmp_path / "in").mkdir()
@@ -155,6 +156,7 @@ def test_run_of_several_folders_into_one_output_is_noted(here, capsys):
         assert "are written into" not in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_folders_of_what_failed_are_not_left(here, capsys):
     Path("bad/x/y").mkdir(parents=True)
     Path("bad/x/y/z.npy").write_bytes(b"damaged")

@@ -64,6 +64,7 @@ for done in run_tasks(["in/0.npz", "in/1.npz"], size):
 """
 
 
+@pytest.mark.slow
 def test_a_script_without_a_guard_gets_one_line(tmp_path: Path) -> None:
     Path("script.py").write_text(UNGUARDED)
     done = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True, timeout=120)

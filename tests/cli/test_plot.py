@@ -122,6 +122,7 @@ def test_a_directory_is_no_file_of_results(run, tmp_path):
     assert "x/: is a directory, expected a file such as report.html" in said
 
 
+@pytest.mark.slow
 def test_what_is_no_folder_of_plots_is_refused(run, tmp_path, saved):
     said = run("report", saved, "-o", tmp_path / "keep_map.pdf", code=2).err
     assert "keep_map.pdf: plots are several files: use -o DIR/ --plot-format pdf" in said

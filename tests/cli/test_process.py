@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from slow_cases import mark_most_slow
 
 from kvmnn.cli import main
 from kvmnn.errors import SourceError
@@ -35,17 +36,20 @@ def shell(line: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
 
 @pytest.mark.parametrize(
     ("line", "code", "out", "err"),
-    [
-        ("$K encode keys.npy -o a.frame >&-", 1, b"", b"kvmnn: error: standard output is closed\n"),
-        ("$K encode keys.npy -o b.frame -q >&-", 1, b"", b"kvmnn: error: standard output is closed\n"),
-        ("$K encode keys.npy -o - >&-", 1, b"", b"kvmnn: error: standard output is closed\n"),
-        ("$K encode - --dtype fp16 -o c.frame <&-", 1, b"", b"standard input: cannot be read: it is closed\n"),
-        ("$K --version >/dev/full", 1, b"", b"kvmnn: error: standard output: No space left on device\n"),
-        ("$K encode --help >/dev/full", 1, b"", b"kvmnn: error: standard output: No space left on device\n"),
-        ("$K decode missing.frame -o - 2>&-", 1, b"", b""),
-        ("$K encode keys.npy -o d.frame >&- 2>&- <&-", 1, b"", b""),
-        ("$K encode 2>/dev/full", 2, b"", b""),
-    ],
+    mark_most_slow(
+        [
+            ("$K encode keys.npy -o a.frame >&-", 1, b"", b"kvmnn: error: standard output is closed\n"),
+            ("$K encode keys.npy -o b.frame -q >&-", 1, b"", b"kvmnn: error: standard output is closed\n"),
+            ("$K encode keys.npy -o - >&-", 1, b"", b"kvmnn: error: standard output is closed\n"),
+            ("$K encode - --dtype fp16 -o c.frame <&-", 1, b"", b"standard input: cannot be read: it is closed\n"),
+            ("$K --version >/dev/full", 1, b"", b"kvmnn: error: standard output: No space left on device\n"),
+            ("$K encode --help >/dev/full", 1, b"", b"kvmnn: error: standard output: No space left on device\n"),
+            ("$K decode missing.frame -o - 2>&-", 1, b"", b""),
+            ("$K encode keys.npy -o d.frame >&- 2>&- <&-", 1, b"", b""),
+            ("$K encode 2>/dev/full", 2, b"", b""),
+        ],
+        4,
+    ),
 )
 def test_closed_and_full_streams(here, line, code, out, err):
     done = shell(line)
@@ -150,6 +154,7 @@ def test_a_signal_while_a_compiled_module_is_loaded_waits(here, number, code):
     assert (done.returncode, done.stdout, done.stderr.count(b"\n")) == (code, b"loaded\n", 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ignored", "code", "said"), [(False, 129, b"the terminal was closed"), (True, 0, b"")])
 def test_a_terminal_that_is_closed(here, ignored, code, said):
     source = SIGNALLED.format(module="kvmnn.bundle", number=int(signal.SIGHUP)) + STARTS["kvmnn"]

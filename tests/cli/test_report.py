@@ -66,6 +66,7 @@ def test_what_the_verbs_leave_is_reported(run: Run, tmp_path: Path, monkeypatch:
     assert "kvmnn bench --rounds 1" in page and "Command not recorded in: upper.json." in page
 
 
+@pytest.mark.slow
 def test_a_suite_on_a_model_is_reported(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("onnxruntime", "tokenizers", "matplotlib"):
         pytest.importorskip(package)

@@ -56,6 +56,7 @@ def situations(draw):
     return weights, cache(random, *shape, dtype=draw(st.sampled_from(["fp16", "bf16", "fp32"]))), options
 
 
+@pytest.mark.slow
 @given(situations(), st.sampled_from(ENGINES), st.sampled_from(["fp32", "fp16"]), st.integers(0, 20) | st.none())
 @settings(max_examples=150, deadline=None)
 def test_equals_the_plain_model(situation, engine, precision, seq_len):

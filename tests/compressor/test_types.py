@@ -219,6 +219,7 @@ def test_only_tensors_have_states() -> None:
     assert tensor.shape == (2,)
 
 
+@pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=150)
 @given(
     name=st.sampled_from(["old_views.pth", "old_plain_tensors_as_parameters.pth", "legacy_sparse.pth"]),

@@ -64,6 +64,7 @@ def test_every_truncation_is_detected(number: int) -> None:
         dense.decode(stream + b"\0", **given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(STREAMS)))
 def test_every_changed_byte_is_detected(number: int) -> None:
     stream, _, given = STREAMS[number]

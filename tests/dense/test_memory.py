@@ -45,6 +45,7 @@ print(encoding, decoding)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="only Linux says what a process held at most")
 @pytest.mark.parametrize("part", ["key", "value"])
 @pytest.mark.parametrize("dtype", DTYPES)

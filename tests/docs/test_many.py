@@ -8,9 +8,11 @@ from pathlib import Path
 from textwrap import dedent
 
 import numpy as np
+import pytest
 from repository import DOCS
 
 
+@pytest.mark.slow
 def test_the_python_example(tmp_path: Path) -> None:
     text = (DOCS / "many.md").read_text(encoding="utf-8").split("## From Python")[1]
     (program,) = [part for part in text.split("\n\nThe work")[0].split("\n\n    import") if "CommandWork" in part]

@@ -124,6 +124,7 @@ def test_policies_of_the_same_size_keep_exactly_that_size(documents):
         assert lazy == (32,) * 6 if chunk > 1 else 32 < lazy[0] <= 32 + 64
 
 
+@pytest.mark.slow
 def test_skipped_layers_are_never_cut(documents):
     results = run(documents(64), expand_configurations(["streaming"], [16], (0, 5)), tokens=64, **QUICK)
     full, cut = results.rows
@@ -144,6 +145,7 @@ def test_a_packed_cache_gives_the_same_numbers(documents):
     assert [row["frame_bytes"] for row in plain] == [row["frame_bytes"] for row in packed]
 
 
+@pytest.mark.slow
 def test_positions_of_the_cut_cache_are_the_classic_mistake(documents):
     wanted = [
         Configuration("true", "streaming", {"budget": 64}),
@@ -172,6 +174,7 @@ def test_a_row_adds_its_documents_up(documents):
     assert row.versus_full.low <= row.versus_full.nll <= row.versus_full.high
 
 
+@pytest.mark.slow
 def test_the_same_text_twice_counts_once(documents, tmp_path):
     again = tmp_path / "again.txt"
     again.write_bytes((FIXTURE / "texts" / NAMES[0]).read_bytes() + b"# and more behind what is scored\n")
@@ -348,6 +351,7 @@ def test_a_cell_of_another_shape_is_refused(documents, tmp_path):
             run(texts, [], store=path, tokens=30, **QUICK)
 
 
+@pytest.mark.slow
 def test_what_is_asked_for_twice_is_measured_once(documents):
     wanted = [Configuration("a", "streaming", {"budget": 9}), Configuration("b", "streaming", {"budget": 9})]
     progress = Counter()
@@ -467,6 +471,7 @@ def test_settings_that_cannot_be(settings, message):
         EvaluationSettings(**settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "budget", "settings", "evicted"),
     [

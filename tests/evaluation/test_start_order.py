@@ -94,6 +94,7 @@ def test_order_of_llama_cpp_is_refused_and_found_by_auto(
     assert auto.start.about.endswith(f"undone: {', '.join(said.split(','))}")
 
 
+@pytest.mark.slow
 def test_order_of_a_model_that_turns_neighbours_is_found_by_auto(
     layers: Layers, ids: list[int], tmp_path: Path
 ) -> None:

@@ -67,6 +67,7 @@ def test_the_models_own_cache_gives_the_numbers_of_the_full_run(dump: Path) -> N
     assert "K and V of kv are bit for bit what the model computes of the same tokens." in result.notes
 
 
+@pytest.mark.slow
 def test_the_reference_is_the_full_cache_scored_behind_the_start(dump: Path, ids: list[int]) -> None:
     """By a loop of its own over the session."""
     document_ids = np.array(json.loads((dump / "token_ids.json").read_text()), np.int64)
@@ -102,6 +103,7 @@ def test_rounded_quantised_and_cut_caches_cost_more_and_more(
     assert "positions 0 to 39 in 2 runs, a layer holds 14 of 40 tokens" in result.start.about
 
 
+@pytest.mark.slow
 def test_turned_keys_are_told_from_rounded_ones(
     layers: list[tuple[np.ndarray, np.ndarray]], ids: list[int], tmp_path: Path
 ) -> None:
@@ -203,6 +205,7 @@ def test_positions_that_are_not_of_the_arrays(dump: Path, tmp_path: Path, said: 
         measured(tmp_path / "cut")
 
 
+@pytest.mark.slow
 def test_every_reader_gives_the_same_start(
     layers: list[tuple[np.ndarray, np.ndarray]], ids: list[int], tmp_path: Path
 ) -> None:
@@ -232,6 +235,7 @@ def test_every_reader_gives_the_same_start(
     assert measured(starts["in memory"], token_ids=ids).rows[1].kind == "LOSSLESS"
 
 
+@pytest.mark.slow
 def test_wide_types_narrow_types_and_a_start_that_was_read(
     layers: list[tuple[np.ndarray, np.ndarray]], ids: list[int], tmp_path: Path
 ) -> None:
@@ -281,6 +285,7 @@ def test_processes_and_resumed_cells(dump: Path, tmp_path: Path) -> None:
     assert len(cells.read_text().splitlines()) == lines + 1
 
 
+@pytest.mark.slow
 def test_a_cache_without_the_first_token_is_that_of_a_text_without_it(tmp_path: Path) -> None:
     """Engines that put no bos before a text."""
     session = DecoderSession.open(MODEL, cache=False)

@@ -102,6 +102,7 @@ def test_the_numbers_are_those_without_a_store(model: Path, tmp_path: Path, step
     assert "prefix_store" not in wanted.to_dict()["settings"]
 
 
+@pytest.mark.slow
 def test_a_shared_prompt_is_never_fed_again(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured(model, tmp_path / "s", texts=TEXTS[:1], prompt=50)
     fed: list[int] = []
@@ -117,6 +118,7 @@ def test_a_shared_prompt_is_never_fed_again(model: Path, tmp_path: Path, monkeyp
     assert sum(fed) == (90 - 59) + 2 * (90 - 50)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("held", [{"packed": "x86-avx2"}, {"lossless": {"kv_lossless_enable": True}}])
 def test_wherever_the_cache_is_held(tmp_path: Path, held) -> None:
     Tiny().save(tmp_path / "model.onnx")

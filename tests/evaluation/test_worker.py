@@ -3,6 +3,8 @@ import signal
 import subprocess
 import sys
 
+import pytest
+
 END = """
 import atexit, os, signal, sys
 from kvmnn.evaluation import worker_main
@@ -12,6 +14,7 @@ sys.exit(worker_main.main())
 """
 
 
+@pytest.mark.slow
 def test_ended_while_it_ends_it_says_nothing(tmp_path):
     order = {"model": str(tmp_path), "settings": {}, "task": {"kind": "none"}}
     found = subprocess.run(

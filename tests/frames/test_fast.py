@@ -15,6 +15,7 @@ import zstandard
 from codec_samples import kv_like, structured
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slow_cases import mark_most_slow
 
 import kvmnn
 from kvmnn.frames import _fast_encoder, segments, tuning
@@ -123,6 +124,7 @@ def following(n: int) -> Iterator[tuple[str, npt.NDArray[np.floating]]]:
     yield "slow channels, tokens last", np.cumsum(rng.normal(0, 0.02, (64, n // 64)), 1) + rng.normal(0, 3, (64, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
 @pytest.mark.parametrize(("nbytes", "most"), [(64 << 10, 1.14), (1 << 20, 1.06)])
 def test_what_follows_from_what_was_before(nbytes: int, most: float, dtype: str) -> None:
@@ -276,9 +278,7 @@ def repeating(n: int, seed: int) -> Iterator[tuple[str, npt.NDArray[np.floating]
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
-@pytest.mark.parametrize(
-    ("words", "seed"), [(40_000, 1), (1 << 18, 2), pytest.param((1 << 21) + 1000, 3, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("words", "seed"), mark_most_slow([(40_000, 1), (1 << 18, 2), ((1 << 21) + 1000, 3)], 3))
 def test_repeats_cost_hardly_more_than_in_exact_frames(words: int, seed: int, dtype: str) -> None:
     """At most 5 %; of larger arrays only some kinds."""
     for number, (name, values) in enumerate(repeating(words, seed)):

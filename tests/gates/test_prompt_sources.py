@@ -54,6 +54,7 @@ def write(folder: Path, **settings: Any) -> list[Any]:
     return ["gate", "run", folder / "model", "--suite", "runtime", "--config", folder / "run.json"]
 
 
+@pytest.mark.slow
 def test_runtime_cases_read_the_built_in_text(tmp_path: Path, run: Any) -> None:
     found = run(*write(tmp_path), "-o", tmp_path / "out", code=1)
     prompts, of_runs, works, of_round, _, notes = prompts_of(tmp_path / "out", "runtime_store")

@@ -40,6 +40,7 @@ def gates(made: SimpleNamespace, case: str) -> dict[str, Any]:
     return {gate["name"]: gate for gate in document["gates"]}
 
 
+@pytest.mark.slow
 def test_a_suite_leaves_a_round(made: SimpleNamespace) -> None:
     assert made.code == 1  # a random decoder cannot be compressed
     summary = json.loads((made.out / "summary.json").read_text())
@@ -52,6 +53,7 @@ def test_a_suite_leaves_a_round(made: SimpleNamespace) -> None:
     assert about["cases"]["runtime_store"]["engine"]["kv_lossless_runtime_mode"] == "store"
 
 
+@pytest.mark.slow
 def test_every_figure_is_of_the_run(made: SimpleNamespace) -> None:
     with (made.out / "runtime_store" / "candidate.csv").open(newline="", encoding="utf-8") as stream:
         (row,) = csv.DictReader(stream)
@@ -74,12 +76,14 @@ def test_every_figure_is_of_the_run(made: SimpleNamespace) -> None:
     assert gate == "<= 5.00%"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["runtime_probe", "runtime_store", "llm_demo_full", "multi_turn", "retrieval"])
 def test_contents_are_compared_byte_by_byte(made: SimpleNamespace, case: str) -> None:
     gate = gates(made, case)["consistency"]
     assert (gate["verdict"], gate["value"]) == ("pass", "0 bytes differ")
 
 
+@pytest.mark.slow
 def test_perplexity_is_a_gate_with_an_interval(made: SimpleNamespace) -> None:
     gate = gates(made, "runtime_full")["perplexity"]
     assert gate["verdict"] == "pass"
@@ -87,6 +91,7 @@ def test_perplexity_is_a_gate_with_an_interval(made: SimpleNamespace) -> None:
     assert gates(made, "runtime_baseline")["perplexity"]["verdict"] == "off"
 
 
+@pytest.mark.slow
 def test_what_cannot_be_measured_is_said(made: SimpleNamespace) -> None:
     """A random decoder finds no needle, with or without its cache cut."""
     shown = gates(made, "retrieval")

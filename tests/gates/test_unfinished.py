@@ -83,6 +83,7 @@ def test_a_crash_between_any_two_files_is_no_pass(
     assert run("gate", "summary", tmp_path / "out", code=1).out.startswith("NOT FINISHED: 0 of 4")
 
 
+@pytest.mark.slow
 def test_other_cases_of_the_same_round_stay(tmp_path: Path, words: list[Any], run) -> None:
     other = [word if word != "runtime" else "llm_demo" for word in words]
     run(*other)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from slow_cases import mark_most_slow
 from tiny_decoders import Numpy, Tiny
 
 from kvmnn.errors import KvmnnError, ModelError
@@ -80,7 +81,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> DecoderSession:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda value: str(value)[:50])
-@pytest.mark.parametrize(("slack", "packed"), [(None, None), (0, None), (0, "x86-avx2")])
+@pytest.mark.parametrize(("slack", "packed"), mark_most_slow([(0, "x86-avx2"), (None, None), (0, None)], 3))
 def test_layers_are_cut_as_by_a_planner_that_is_called_layer_by_layer(
     session: DecoderSession, options: dict[str, Any], slack: int | None, packed: str | None
 ) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slow_cases import mark_most_slow
 
 from kvmnn.errors import KvmnnError
 from kvmnn.lm.cache import ModelCache, TokenGroup
@@ -132,7 +133,7 @@ class Both:
 
 
 @pytest.mark.parametrize(("name", "options"), POLICIES, ids=lambda value: str(value)[:50])
-@pytest.mark.parametrize("slack", [None, 0, 3, 1000])
+@pytest.mark.parametrize("slack", mark_most_slow([3, None, 0, 1000], 4))
 def test_every_policy_keeps_what_its_layers_would_keep_alone(
     name: str, options: dict[str, Any], slack: int | None
 ) -> None:

@@ -10,6 +10,7 @@ import onnx
 import onnxruntime
 import pytest
 from repository import FIXTURES
+from slow_cases import mark_most_slow
 from tiny_decoders import Numpy, Tiny
 
 from kvmnn.errors import KvmnnError, OptionError
@@ -205,8 +206,8 @@ ROOMY = {"l2_ratio": {"prune_after": 5000, "keep_ratio": 0.5}, "h2o_heads": {"re
 
 
 @pytest.mark.parametrize(
-    "name", ["l2_ratio", "l2_fixed", "recent_only", "streaming", "streaming_press", "h2o_tokens", "h2o_blocks",
-             "h2o_heads", "h2o_decayed", "h2o_decayed_heads", "knorm", "observed_attention"],
+    "name", mark_most_slow(["l2_ratio", "l2_fixed", "recent_only", "streaming", "streaming_press", "h2o_tokens",
+             "h2o_blocks", "h2o_heads", "h2o_decayed", "h2o_decayed_heads", "knorm", "observed_attention"], 5),
 )  # fmt: skip
 def test_a_roomy_budget_gives_the_full_caches_numbers(shipped: DecoderSession, text: np.ndarray, name: str) -> None:
     budget = {} if name == "l2_ratio" else {"budget": 5000}
@@ -236,6 +237,7 @@ def test_sizes_are_exactly_the_budget(shipped: DecoderSession, text: np.ndarray)
     assert lazy.cache.tokens == [100] * 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy",
     [create_policy("streaming", budget=96), create_policy("l2_fixed", budget=96, recent_ratio=0.5),
@@ -251,6 +253,7 @@ def test_packed_buffers_hold_the_same(shipped: DecoderSession, text: np.ndarray,
         assert np.array_equal(ours.positions, theirs.positions)
 
 
+@pytest.mark.slow
 def test_slack_changes_what_is_held_not_what_is_attended(shipped: DecoderSession, text: np.ndarray) -> None:
     policy = create_policy("h2o_decayed_heads", budget=96)
     at_once, later = Runner(shipped, policy, max_masked=0), Runner(shipped, policy, max_masked=64)

@@ -53,6 +53,7 @@ def test_expected_rows_sum_to_their_texts(table):
     assert set(files) <= {path.name for path in (FIXTURE / "texts").iterdir()}
 
 
+@pytest.mark.slow
 def test_expected_nll_of_first_text_is_what_onnxruntime_gives():
     """One pass of the shipped graph over the shipped text with the shipped tokenizer, without kvmnn."""
     table = EXPECTED["chunks_of_4"]

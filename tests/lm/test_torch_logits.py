@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from repository import FIXTURES
+from slow_cases import mark_most_slow
 
 from kvmnn.lm.session import DecoderSession
 
@@ -48,7 +49,7 @@ def cut(present, kept):
     ]
 
 
-@pytest.mark.parametrize("way", ["prefill", "decode", "chunks"])
+@pytest.mark.parametrize("way", mark_most_slow(["chunks", "prefill", "decode"], 3))
 def test_with_the_full_cache(model, torch, way):
     tokens, chunk = len(torch["ids"]), int(torch["chunks.size"])
     sizes = {

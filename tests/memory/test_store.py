@@ -30,6 +30,7 @@ def measured(*argv: str) -> dict[str, int]:
     return found
 
 
+@pytest.mark.slow
 def test_a_directory_holds_what_is_in_flight(tmp_path: Path) -> None:
     """`put` takes far less than the text, `get` what it returns, and nothing but workspaces stays."""
     found = measured(str(tmp_path / "store"))

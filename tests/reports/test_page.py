@@ -91,6 +91,7 @@ def test_distances(value: str, limit: str, why: str, said: str) -> None:
     assert describe_miss(GateResult(name="perplexity", verdict="pass", value=value, limit=limit, why=why)) == ""
 
 
+@pytest.mark.slow
 def test_cases_stand_beside_the_document(page: str) -> None:
     assert list(REFERENCE_CASES) == list(files.CASES)
     rows = re.findall(r'<tr role="row"><th scope="row" role="rowheader" class="left">(\w+)<.*?</tr>', page)

@@ -30,6 +30,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return plots.write_plots(document(), tmp_path_factory.mktemp("plots") / "new")
 
 
+@pytest.mark.slow
 def test_all_plots_as_png_and_svg(written: list[Path]) -> None:
     drawn = [name for name in plots.DRAW_FUNCTIONS if name != "improvement_summary"]  # the sample has no ablation
     assert [path.name for path in written] == [f"{name}.{kind}" for name in drawn for kind in ("png", "svg")]

@@ -86,6 +86,7 @@ def test_the_bytes_of_a_dense_unit(tmp_path: Path) -> None:
     assert at == len(data)
 
 
+@pytest.mark.slow
 def test_each_byte_of_a_dense_unit_counts(tmp_path: Path) -> None:
     ids = text(24)
     with PrefixStore(tmp_path / "s", block_tokens=16, codec="dense") as store:

@@ -125,6 +125,7 @@ def test_odd_factors_are_refused(path: Path, factors: np.ndarray) -> None:
         read_gguf_layer_ropes(model, 1, 64, 10)
 
 
+@pytest.mark.slow
 def test_damaged_models_are_refused(path: Path) -> None:
     model = write(path, "llama", {"rope_freqs.weight": np.ones(32)}, rope__freq_base=10000.0, rope__dimension_count=64)
     data = path.read_bytes()

@@ -68,6 +68,7 @@ def compact(prefix: Path, which: str, output: Path, *options: object) -> int:
     return len(kept)
 
 
+@pytest.mark.slow
 def test_a_window_continues_alike_by_both_remedies(model, prefix, tmp_path, continued) -> None:
     tokens = compact(prefix, "window", tmp_path / "plain")
     compact(prefix, "window", tmp_path / "rotated", "--rerotate", "--model", model)
@@ -88,6 +89,7 @@ def test_a_cache_with_gaps_and_the_length_continues_as_the_engines_own_eviction(
     assert continued("plain", tokens)[:3] != expected[:3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["compact", "repack", "pack"])
 def test_rotated_gaps_continue_as_k_rotated_by_numpy(prefix, model, tmp_path, continued, how) -> None:
     """By an independent rotation of the engine's own K with the theta that the model was made with."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from pathlib import Path
@@ -10,6 +11,7 @@ import hybrid_prefix
 import numpy as np
 import pytest
 from hybrid_prefix import read_files
+from slow_cases import mark_most_slow
 
 from kvmnn.formats import find_packed
 from kvmnn.formats.mnn import open_packed_files
@@ -33,8 +35,9 @@ def _chdir(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("case", SIZES)
-@pytest.mark.parametrize("told", ["settings", "graph", "options", "words"])
+@pytest.mark.parametrize(
+    ("told", "case"), mark_most_slow(itertools.product(["settings", "graph", "options", "words"], SIZES), 3)
+)
 def test_encode_hybrid_prefix_restores_every_file(run, case, told):
     full = hybrid_prefix.write_hybrid(Path("p"), QWEN, **SIZES[case])
     options: tuple[object, ...] = ("--kv-heads", 2, "--head-dim", 16) if told == "options" else ()

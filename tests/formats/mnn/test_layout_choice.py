@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from pathlib import Path
@@ -10,6 +11,7 @@ import llm_kv
 import numpy as np
 import packed_samples
 import pytest
+from slow_cases import mark_most_slow
 
 import kvmnn
 from kvmnn import PackLayout, SourceError
@@ -33,8 +35,7 @@ def check(source, layers):
         np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.parametrize("tokens", [16, 17, 50, 64, 96])
-@pytest.mark.parametrize("backend", LAYOUTS)
+@pytest.mark.parametrize(("backend", "tokens"), mark_most_slow(itertools.product(LAYOUTS, [50, 16, 17, 64, 96]), 6))
 def test_choose_layout_real_model_finds_all_numbers(tmp_path, backend, tokens):
     layers = llm_kv.write_prefix(tmp_path / "p", backend, tokens)
     for geometry in (HEADS, PackedGeometry(head_dim=llm_kv.HEAD_DIM), PackedGeometry()):
@@ -43,8 +44,7 @@ def test_choose_layout_real_model_finds_all_numbers(tmp_path, backend, tokens):
         assert any("inferred" in note for note in source.notes)
 
 
-@pytest.mark.parametrize("backend", LAYOUTS)
-@pytest.mark.parametrize("number", [20, 41, 70])
+@pytest.mark.parametrize(("backend", "number"), mark_most_slow(itertools.product(LAYOUTS, [20, 41, 70]), 7))
 def test_choose_layout_other_tokens_than_rows_still_finds_it(tmp_path, backend, number):
     """A number that leaves rows out, or has empty ones, contradicts no layout: a note names it."""
     layers = llm_kv.write_prefix(tmp_path / "p", backend, 50)
@@ -64,7 +64,7 @@ def test_choose_layout_full_files_uses_means_of_dimensions(tmp_path, backend):
     check(read(tmp_path / "p", HEADS, (64,)), layers)
 
 
-@pytest.mark.parametrize(("said", "real"), [(a, b) for a in LAYOUTS for b in LAYOUTS if a != b])
+@pytest.mark.parametrize(("said", "real"), mark_most_slow(itertools.permutations(LAYOUTS, 2), 7))
 def test_choose_layout_wrong_backend_is_refused(tmp_path, said, real):
     """Whatever fits the sizes: 64 tokens of 128 put only full tiles and blocks into the files."""
     llm_kv.write_prefix(tmp_path / "p", real, 64)

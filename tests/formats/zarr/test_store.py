@@ -287,6 +287,7 @@ def test_documents_that_say_what_is_not_read(tmp_path: Path) -> None:
         assert said in str(caught.value), changes
 
 
+@pytest.mark.slow
 def test_lies_cost_nothing(tmp_path: Path) -> None:
     grid_of = lambda *shape: {"name": "regular", "configuration": {"chunk_shape": shape}}  # noqa: E731
     with pytest.raises(LimitError, match="a chunk has"):

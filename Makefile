@@ -84,7 +84,7 @@ $(STAMPS)/zipnn: $(STAMPS)/bench
 
 # The fork's runtime cases on the shipped model, judged as measured: that gates fail is a result, not an error.
 gates: $(STAMPS)/report
-	$(BIN)/kvmnn gate run fixtures/lm --suite runtime --config tools/gates.json --prompts fixtures/lm/texts \
+	$(BIN)/kvmnn gate run fixtures/lm --suite runtime --suite-config tools/gates.json --text fixtures/lm/texts \
 	    -o build/gates --jobs 2 || test $$? = 1
 	$(BIN)/kvmnn report build/gates -o build/gates.html --force
 

@@ -26,9 +26,9 @@ say "Both arrays into a bundle with a manifest, and prove the bundle"
 run kvmnn encode k_fp16.npy v_fp16.npy -o cache/
 run kvmnn verify cache
 say "Ratio and speed beside plain zstd"
-run kvmnn bench k_fp16.npy v_fp16.npy --rounds 5
+run kvmnn bench k_fp16.npy v_fp16.npy --repeats 5
 say "What eviction costs a language model: perplexity of held-out text with a quarter of the cache (LOSSY)"
-run kvmnn eval lm --text lm/texts/calendar.py.txt lm/texts/trace.py.txt --tokens 1024 --chunk 4 --no-timing \
+run kvmnn eval lm --text lm/texts/calendar.py.txt lm/texts/trace.py.txt --max-tokens 1024 --chunk 4 --no-timing \
     --policy recent_only --policy h2o_decayed_heads --budget 256 -o eval.json
 python - <<'END'
 import json

@@ -32,7 +32,7 @@ def list_padding(cache: EngineCacheInfo | None) -> list[str]:
     rows = [(number, cache.tokens - text.positions.size) for number, text in enumerate(cache.texts)]
     padded = [f"{number} of text {text}" for text, number in rows if number]
     listing = ", ".join(padded[:8]) + (f" and so on for {len(padded)} texts" if len(padded) > 8 else "")
-    return [f"the arrays contain rows of padding: {listing} (--batch N takes one text without them)"]
+    return [f"the arrays contain rows of padding: {listing} (--part batch=N takes one text without them)"]
 
 
 def select_token_rows(elements: npt.NDArray[Any], rows: Indices) -> npt.NDArray[Any]:
@@ -474,14 +474,18 @@ def _select_batch_text(source: Source, batch: int, where: str) -> Source:
             example = source.arrays[0]
             raise OptionError(
                 f"{where}: nothing says which axis of array {example.name!r} {list(example.shape)} is the batch: say "
-                f"--axes bhtd --batch {batch} (in Python axes='bhtd', batch={batch}) where the first one is"
+                f"--axes bhtd --part batch={batch} (in Python axes='bhtd', batch={batch}) where the first one is"
             )
-        raise OptionError(f"{where}: its arrays have no axis for a batch: leave --batch out")
+        raise OptionError(f"{where}: its arrays have no axis for a batch: leave --part batch out")
     for array in source.arrays:
         if batch >= array.shape[0] == 1:
-            raise OptionError(f"{where}: has no text {batch} in its batch, which is of one text: leave --batch out")
+            raise OptionError(
+                f"{where}: has no text {batch} in its batch, which is of one text: leave --part batch out"
+            )
         if batch >= array.shape[0]:
-            raise OptionError(f"{where}: has a batch of {array.shape[0]}: expected --batch 0 to {array.shape[0] - 1}")
+            raise OptionError(
+                f"{where}: has a batch of {array.shape[0]}: expected --part batch=0 to {array.shape[0] - 1}"
+            )
     arrays = [
         from_strided_view(*_make_view(_CachedElements(array), "bhtd", {"b": batch}, array.name))
         for array in source.arrays

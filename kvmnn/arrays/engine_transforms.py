@@ -17,7 +17,7 @@ from .source import Source
 # K of architecture `llama` and some others is stored in pairs by llama.cpp (rope type NORM, weights permuted by its
 # converter), in MNN and transformers in halves. `pack`, `store put` and `to_cache` write for those and bring it into
 # their order unasked, with a note. Reading (`open`, `unpack`, `diff`) leaves words as they are in the file, with a
-# note. What nothing says (rotations, other architectures) is inverted only by `--undo`.
+# note. What nothing says (rotations, other architectures) is inverted only by `--invert`.
 
 _READ_CHUNK_BYTES = 1 << 20
 
@@ -54,13 +54,13 @@ def invert_source_transforms(source: Source, names: Sequence[str]) -> Source:
     for array in source.arrays:
         transforms = validate_transforms(names, array.shape[-1] if array.shape else 0)
         if array.order != "C" or array.itemsize != array.coded_itemsize or len(array.shape) < 2:
-            raise OptionError(f"{where}: array {array.name!r} is none of K and V in heads, which --undo is about")
+            raise OptionError(f"{where}: array {array.name!r} is none of K and V in heads, which --invert is about")
         arrays.append(_invert_array(array, parse_part(where, array.name)[0], transforms))
     if cache is not None:
         applicable = _list_applied_transforms(source)
         for name in transforms:
             if name not in applicable:
-                expectation = f"expected {' or '.join(applicable)}" if applicable else "leave --undo out"
+                expectation = f"expected {' or '.join(applicable)}" if applicable else "leave --invert out"
                 raise OptionError(
                     f"{where}: undo {name}: {cache.engine} does no such thing to this cache: {expectation}"
                 )
@@ -81,7 +81,7 @@ def invert_applied_transforms(sources: Sequence[Source], names: Sequence[str]) -
             validate_transforms([name], 0)
         if not any(name in transforms for transforms in applicable):
             choices = [name for name in TRANSFORMS if any(name in transforms for transforms in applicable)]
-            expectation = f"expected {' or '.join(choices)}" if choices else "leave --undo out"
+            expectation = f"expected {' or '.join(choices)}" if choices else "leave --invert out"
             raise OptionError(
                 f"undo {name}: was done to neither of {' and '.join(_list_input_names(sources))}: {expectation}"
             )
@@ -136,7 +136,7 @@ def to_common_order(source: Source) -> tuple[Source, list[str]]:
         return source, describe_order(source)
     inverted_source = invert_source_transforms(source, certain_transforms)
     return inverted_source, [
-        f"{_describe_pairing(source)}: brought into the order of other engines (--undo none keeps it)"
+        f"{_describe_pairing(source)}: brought into the order of other engines (--invert none keeps it)"
     ]
 
 
@@ -147,13 +147,14 @@ def describe_order(source: Source) -> list[str]:
         return []
     if "k-order" in cache.altered:
         return [
-            f"{_describe_pairing(source)}, in other engines i and i + half a head: --undo k-order brings it into their "
+            f"{_describe_pairing(source)}, in other engines i and i + half a head: --invert k-order brings it "
+            "into their "
             f"order"
         ]
     if "k-order" in cache.perhaps_altered:
         return [
             f"nothing says in which order {cache.engine} has K: of Llama models and the like neighbours are turned "
-            "together by RoPE, in other engines dimensions half a head apart (--undo k-order, or --undo none)"
+            "together by RoPE, in other engines dimensions half a head apart (--invert k-order, or --invert none)"
         ]
     return []
 

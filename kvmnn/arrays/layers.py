@@ -172,7 +172,8 @@ def _locate_layers(array: LazyArray, token_major: bool) -> Iterator[tuple[int, L
     part, layer, start, token_major = locate_array(array, token_major)
     if array.itemsize != array.coded_itemsize:
         raise SourceError(
-            f"array {array.name!r}: holds bytes, not the numbers of K or V: blocks that stay blocks (--blocks) are for "
+            f"array {array.name!r}: holds bytes, not the numbers of K or V: blocks that stay blocks "
+            "(--raw-blocks) are for "
             "encode, unpack and diff; without it they are read as numbers"
         )
     if len(array.shape) == 4 and (layer is None or array.shape[0] == 1):
@@ -197,9 +198,9 @@ def _suggest_axes_option(array: LazyArray) -> str:
         and parsed_name is not None
         and array.name == format_array_name(parsed_name.layer, parsed_name.part)
     ):
-        return f", and it is a batch of {array.shape[0]}: --batch N takes one text of it, from 0"
+        return f", and it is a batch of {array.shape[0]}: --part batch=N takes one text of it, from 0"
     if len(array.shape) == 4 and parsed_name is not None and not parsed_name.is_dump:
-        return f": if it is a batch of {array.shape[0]}, --axes bhtd --batch N takes one text of it, from 0"
+        return f": if it is a batch of {array.shape[0]}, --axes bhtd --part batch=N takes one text of it, from 0"
     return " (--axes says how arrays lie)"
 
 

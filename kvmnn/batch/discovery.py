@@ -93,7 +93,7 @@ class DiscoveryResult:
                 " or folder" if self.num_ignored == 1 else " or folders"
             )
             yield (
-                f"{ignored_text} left out that {work_name} does not look for, such as {self.first_ignored} (--match "
+                f"{ignored_text} left out that {work_name} does not look for, such as {self.first_ignored} (--glob "
                 f"does)"
             )
         if self.num_links:

@@ -190,7 +190,7 @@ def explain_no_dense(plan: DensePlan | None, sample_bytes: int) -> str:
     if plan is None:
         return f"{DENSE_CODEC_NAME}: not measured, these are not K or V of layers, or nobody says how they lie (--axes)"
     if not count_dense_bytes(plan, sample_bytes):
-        return f"{DENSE_CODEC_NAME}: not measured, a layer takes {plan.nbytes:,} bytes (--max-bytes)"
+        return f"{DENSE_CODEC_NAME}: not measured, a layer takes {plan.nbytes:,} bytes (--sample-bytes)"
     return ""
 
 

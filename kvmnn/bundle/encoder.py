@@ -71,18 +71,18 @@ def pair_kv_blocks(arrays: Sequence[LazyArray]) -> list[tuple[int, ...]]:
     pairs: dict[str, dict[Part, int]] = {}
     for index, array in enumerate(arrays):
         try:
-            part, role = parse_part("--block", array.name)
+            part, role = parse_part("--joint-kv", array.name)
         except SourceError as error:
             raise OptionError(str(error)) from None
         if len(array.shape) == 4 and array.shape[0] > 1 and parse_layer(role) is None:
             raise OptionError(
-                f"--block: array {array.name!r} of shape {list(array.shape)} holds {array.shape[0]} layers: "
+                f"--joint-kv: array {array.name!r} of shape {list(array.shape)} holds {array.shape[0]} layers: "
                 "expected one K and one V of each layer, such as 'layer_0.key' and 'layer_0.value'"
             )
         indices_by_part = pairs.setdefault(role, {})
         if part in indices_by_part:
             names = f"{arrays[indices_by_part[part]].name!r} and {array.name!r}"
-            raise OptionError(f"--block: {names} are both the {part}s of one layer")
+            raise OptionError(f"--joint-kv: {names} are both the {part}s of one layer")
         indices_by_part[part] = index
     return [_require_pair(arrays, pair) for pair in pairs.values()]
 
@@ -91,14 +91,16 @@ def _require_pair(arrays: Sequence[LazyArray], pair: dict[Part, int]) -> tuple[i
     for part, other_part in (PARTS, PARTS[::-1]):
         if part not in pair:
             raise OptionError(
-                f"--block: array {arrays[pair[other_part]].name!r} has no partner: expected an array with its {part}s "
+                f"--joint-kv: array {arrays[pair[other_part]].name!r} has no partner: expected an array with its "
+                f"{part}s "
                 f"that "
                 "is called the same but for the word that says K or V"
             )
     key, value = (arrays[pair[part]] for part in PARTS)
     if key.dtype != value.dtype:
         raise SourceError(
-            f"--block: {key.name!r} is {key.dtype}, {value.name!r} is {value.dtype}: K and V of a block have one type"
+            f"--joint-kv: {key.name!r} is {key.dtype}, {value.name!r} is {value.dtype}: K and V of a block have "
+            "one type"
         )
     return tuple(pair[part] for part in PARTS)
 
@@ -236,7 +238,7 @@ class EncodeOptions(CodecOptions):
         if self.frame_bytes and self.frame_bytes < MIN_FRAME_BYTES:
             raise KvmnnError(f"frame_bytes is {self.frame_bytes}: expected 0 (never cut) or at least {MIN_FRAME_BYTES}")
         if self.block and self.allow_raw:
-            raise OptionError("--block and --allow-raw: an array is judged with its partner or by itself")
+            raise OptionError("--joint-kv and --allow-raw: an array is judged with its partner or by itself")
         for predictor_set in self.predictor_sets:
             replace(CodecOptions(), predictors=predictor_set).check()
         self.check()
@@ -290,7 +292,8 @@ class EncodeOptions(CodecOptions):
         """`OptionError` where words might be stored raw and there is no manifest that says so."""
         if self.block or self.allow_raw:
             raise OptionError(
-                "--block and --allow-raw need a manifest, which says what is stored raw: write to a file (-o FILE) or "
+                "--joint-kv and --allow-raw need a manifest, which says what is stored raw: write to a file (-o "
+                "FILE) or "
                 "a directory (-o DIR/)"
             )
 
@@ -899,8 +902,8 @@ def _write_to_stream(
     options = options.resolve_for_stream()
     if not plan and array.count_chunks(options.max_frame_bytes) > 1:
         raise OptionError(
-            f"a stream carries one frame, but {array.nbytes} bytes are above --frame-bytes: "
-            "use --frame-bytes 0 or -o FILE"
+            f"a stream carries one frame, but {array.nbytes} bytes are above --chunk-bytes: "
+            "use --chunk-bytes 0 or -o FILE"
         )
     frame, bundle_manifest = encode_to_memory(array, options, progress, plans)
     stream.write(frame)

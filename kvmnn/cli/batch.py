@@ -1,4 +1,4 @@
-"""Options and output of a verb that runs for each of many files: ``--jobs``, ``--dask``, ``--resume``, ``--match``."""
+"""Options and output of a verb that runs for each of many files: ``--jobs``, ``--dask``, ``--resume``, ``--glob``."""
 
 from __future__ import annotations
 
@@ -91,7 +91,9 @@ def add_batch_options(parser: Any) -> None:
     group.add_argument(
         "--resume", metavar="FILE", help="note in FILE what is done; what is there already, and unchanged, is not done"
     )
-    group.add_argument("--match", metavar="PATTERN", help="files of these names count, e.g. '*.bin', and no others")
+    group.add_argument(
+        "--glob", dest="match", metavar="PATTERN", help="files of these names count, e.g. '*.bin', and no others"
+    )
 
 
 def is_batch(arguments: argparse.Namespace) -> bool:

@@ -126,7 +126,7 @@ def _get_defaults(command_name: str) -> Mapping[str, Any]:
     subparser = _make_parser(command_name)
     return {
         **{action.dest: action.default for action in subparser._actions if action.default is not argparse.SUPPRESS},
-        **{name: subparser.get_default(name) for name in ("run", "parser")},
+        **subparser._defaults,
     }
 
 

@@ -16,6 +16,7 @@ import shutil
 import textwrap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib import import_module
+from itertools import zip_longest
 from typing import Any, NamedTuple, NoReturn
 
 from .._util.text import suggest
@@ -255,18 +256,77 @@ REPLACED_COMMANDS = {
 }
 """First words of earlier versions, and what they are called now."""
 
-_WEIGHTS_OPTIONS = (
-    *("--compression-factor", "--min-seq-len", "--num-heads", "--metadata"),
-    *("--prefix-order", "--slot-order", "--allow-trailing", "--as-reference"),
+_PACKED_COMMANDS = (
+    *("encode", "inspect", "verify", "diff", "measure", "store", "plan", "compressor run"),
+    *(f"mnn {name}" for name in SUBCOMMANDS["mnn"]),
+)
+"""Verbs that read packed files and caches of other engines."""
+
+_REPLACED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    *(
+        (option, "--help-all", COMMANDS)
+        for option in ("--help-packed", "--help-engines", "--help-axes", "--help-many", "--help-limits")
+    ),
+    *(
+        (option, f"kvmnn compressor {command} {option}", (command,))
+        for command in ("inspect", "verify")
+        for option in (
+            *("--compression-factor", "--min-seq-len", "--num-heads", "--metadata"),
+            *("--prefix-order", "--slot-order", "--allow-trailing", "--as-reference"),
+        )
+    ),
+    ("--tokens", "--valid-tokens", _PACKED_COMMANDS),
+    ("--tokens", "--max-tokens", ("eval", "dump-kv")),
+    ("--max-tokens", "--max-new-tokens", ("generate",)),
+    ("--second-tokens", "--second-valid-tokens", ("diff",)),
+    ("--max-bytes", "--max-input-bytes", ("encode", "decode", "inspect", "verify", "measure", "compressor convert")),
+    ("--max-bytes", "--size-limit", ("store",)),
+    ("--max-bytes", "--sample-bytes", ("bench",)),
+    ("--frame-bytes", "--chunk-bytes", ("encode",)),
+    ("--block", "--joint-kv", ("encode",)),
+    ("--blocks", "--raw-blocks", _PACKED_COMMANDS),
+    ("--packed", "--part packed-variant", _PACKED_COMMANDS),
+    ("--packed", "--layout", ("eval", "generate", "dump-kv")),
+    ("--window", "--part sliding-window", (*_PACKED_COMMANDS, "eval")),
+    ("--stream", "--part stream=N", (*_PACKED_COMMANDS, "eval")),
+    ("--sequence", "--part sequence=N", (*_PACKED_COMMANDS, "eval")),
+    ("--batch", "--part batch=N", (*_PACKED_COMMANDS, "bench", "eval")),
+    *((option, f"--backend {option[2:]}=N", (*_PACKED_COMMANDS, "decode", "eval")) for option in ("--lp", "--hp")),
+    ("--flash-block", "--backend flash_block=N", (*_PACKED_COMMANDS, "decode", "eval")),
+    ("--int8", "--backend int8=keys|both", (*_PACKED_COMMANDS, "eval")),
+    ("--pid", "--layer-order pid=PID", (*_PACKED_COMMANDS, "eval")),
+    ("--from", "--backend", ("mnn repack",)),
+    ("--to", "--target-backend", ("mnn repack",)),
+    ("--from", "--initial-cache", ("eval",)),
+    ("--undo", "--invert", ("mnn unpack", "mnn pack", "diff", "store", "eval")),
+    ("--match", "--glob", ("encode", "inspect", "verify", "measure", "compressor verify")),
+    ("--as", "--output-kind", ("decode", "mnn unpack")),
+    ("--real", "--encode", ("measure",)),
+    ("--prompt", "--prefill-tokens", ("eval", "mnn replay")),
+    ("--deep", "--tail-start", ("eval",)),
+    ("--slack", "--max-masked", ("eval",)),
+    ("--providers", "--provider", ("eval",)),
+    ("--no-as-seed", "--no-project-definitions", ("eval",)),
+    ("--config", "--engine-config", ("eval", "generate", "dump-kv", "plan", "mnn replay")),
+    ("--config", "--suite-config", ("gate",)),
+    ("--prompts", "--text", ("gate",)),
+    ("--rounds", "--repeats", ("bench", "gate")),
+    ("--also", "--extra-case", ("gate",)),
+    ("--again", "--rerun", ("gate",)),
+    ("--kind", "--input-kind", ("plan",)),
+    *((f"--{name}", f"--h2o {name}_tokens=N", ("plan",)) for name in ("block", "sink", "recent")),
+    *(
+        (f"--{name.replace('_', '-')}", f"--h2o {name}=X", ("plan",))
+        for name in ("target_ratio", "keep_ratio", "alpha")
+    ),
+    ("--bytes-per-token", "--h2o bytes_per_token=N", ("plan",)),
+    ("--factor", "--group-tokens", ("compressor run",)),
+    ("--codec frames", "--codec mnn", ("store",)),
 )
 REPLACED_OPTIONS = {
-    command: {option: f"kvmnn compressor {command} {option}" for option in _WEIGHTS_OPTIONS}
-    for command in ("inspect", "verify")
+    command: {old: new for old, new, commands in _REPLACED if command in commands} for command in COMMANDS
 }
-"""Of each verb, options of earlier versions, and what they are called now."""
-
-_FOLDED_HELP_OPTIONS = ("--help-packed", "--help-engines", "--help-axes", "--help-many", "--help-limits")
-"""Each showed one group of folded options."""
+"""Of each verb, options (and values) of earlier versions, and what they are called now."""
 
 _VERSION_OPTIONS = ("-V", "--version")
 _COMMON_OPTIONS = ("--help", "--json", "--quiet", "--verbose")
@@ -386,11 +446,13 @@ def _refuse_replaced(old: str, new: str) -> NoReturn:
 
 def _check_replaced_options(command_name: str, words: list[str]) -> None:
     """Refuse options of earlier versions; argparse could take them for abbreviations."""
-    replaced = dict.fromkeys(_FOLDED_HELP_OPTIONS, "--help-all") | REPLACED_OPTIONS.get(command_name, {})
-    for word in words[: words.index("--") if "--" in words else None]:
-        option = word.partition("=")[0]
-        if option in replaced:
-            _refuse_replaced(option, replaced[option])
+    replaced = REPLACED_OPTIONS[command_name]
+    words = words[: words.index("--") if "--" in words else None]
+    for word, next_word in zip_longest(words, words[1:], fillvalue=""):
+        option, separator, value = word.partition("=")
+        for old in (option, f"{option} {value if separator else next_word}"):
+            if old in replaced:
+                _refuse_replaced(old, replaced[old])
 
 
 _NEGATIVE_NUMBER_REGEX = re.compile(r"-[0-9.][0-9.,:eE+-]*")  # lists as well, such as --shape -1,8,128: no option is so
@@ -491,7 +553,7 @@ class CommandParser(argparse.ArgumentParser):
         for action in list(self._actions):
             if action.dest == dest:
                 action.metavar, action.help = word, argparse.SUPPRESS
-            elif action.dest in hidden_names:
+            elif hidden_names.issuperset(getattr(action, "dests", (action.dest,))):
                 action.help = argparse.SUPPRESS
                 if not action.option_strings:
                     self._actions.remove(action)

@@ -23,6 +23,7 @@ from .command_parser import (
     get_subparsers,
     list_command_parsers,
 )
+from .options import SpecAction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,18 +81,20 @@ def _iter_option_specs(subparser: argparse.ArgumentParser) -> Iterator[OptionSpe
             yield OptionSpec(
                 names=tuple(action.option_strings),
                 value="" if action.nargs == 0 else str(action.metavar or action.dest.upper()),
-                choices=tuple(map(str, action.choices or _list_value_prefixes(action.dest))),
+                choices=tuple(map(str, action.choices or _list_value_prefixes(action))),
                 help_text=text,
             )
 
 
-def _list_value_prefixes(value: str) -> Iterable[str]:
-    """What a value that goes on (``NAME:option=value``) can begin with."""
-    if value == "policy":
+def _list_value_prefixes(action: argparse.Action) -> Iterable[str]:
+    """What a value that goes on (``NAME:option=value``, ``KEY=VALUE,...``) can begin with."""
+    if isinstance(action, SpecAction):
+        return action.value_prefixes
+    if action.dest == "policy":
         from ..policies import POLICIES
 
         return POLICIES
-    if value == "preset":
+    if action.dest == "preset":
         from ..evaluation.presets import PRESETS
 
         return PRESETS

@@ -1,4 +1,4 @@
-"""Options of ``kvmnn eval``: policies, measurement, ``--from``, and how plots are written."""
+"""Options of ``kvmnn eval``: policies, measurement, ``--initial-cache``, and how plots are written."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def add_compared_options(parser: Any) -> None:
         type=_parse_budget,
         default=[],
         metavar="N",
-        help="tokens kept in each layer, or a share of --tokens such as 25%%",
+        help="tokens kept in each layer, or a share of --max-tokens such as 25%%",
     )
     model_options.add_config_options(parser)
     parser.add_argument(
@@ -69,7 +69,7 @@ def add_setting_options(parser: Any) -> None:
     group = parser.add_argument_group("how it is measured")
     add = group.add_argument
     add(
-        "--tokens",
+        "--max-tokens",
         type=parse_positive,
         default=2048,
         metavar="N",
@@ -77,32 +77,34 @@ def add_setting_options(parser: Any) -> None:
     )
     add("--chunk", type=parse_positive, default=1, metavar="N", help="tokens fed at once (default: 1)")
     add(
-        "--prompt",
+        "--prefill-tokens",
         type=parse_whole,
         default=0,
         metavar="N",
         help="tokens of the first step, a prompt (default: as --chunk)",
     )
     add(
-        "--deep",
+        "--tail-start",
+        dest="deep",
         type=parse_whole,
         metavar="N",
-        help="also report tokens from this position on, those of --prompt never (default: half of --tokens)",
+        help="also report tokens from this position on, those of --prefill-tokens never (default: half of "
+        "--max-tokens)",
     )
     add(
         "--seed", type=parse_whole, default=0, metavar="N", help="of random policies, bootstrap, --samples (default: 0)"
     )
     add("--threads", type=parse_positive, metavar="N", help="onnxruntime's, in each process (default: all over --jobs)")
     add("--jobs", type=parse_positive, default=1, metavar="N", help="processes at a time (default: 1)")
-    add("--packed", metavar="BACKEND", help="hold the cache in this packed layout, such as x86-avx2")
+    add("--layout", dest="packed", metavar="BACKEND", help="hold the cache in this packed layout, such as x86-avx2")
     add(
-        "--slack",
+        "--max-masked",
+        dest="slack",
         type=parse_whole,
         metavar="N",
         help="evicted tokens that may stay masked (default: 1 in 8 of those kept)",
     )
     shared_options.add_provider(group)
-    add("--providers", dest="provider", nargs="+", action="extend", help=argparse.SUPPRESS)  # its older name
     add(
         "--frame-dtype",
         choices=("fp16", "fp32"),
@@ -114,11 +116,9 @@ def add_setting_options(parser: Any) -> None:
     add("--no-timing", action="store_true", help="do not measure TTFT, TPOT and attention time")
     add(
         "--no-project-definitions",
-        dest="no_project_definitions",
         action="store_true",
         help="do not measure presets by their projects' definitions",
     )
-    add("--no-as-seed", dest="no_project_definitions", action="store_true", help=argparse.SUPPRESS)  # its older name
 
 
 def build_configurations(arguments: argparse.Namespace) -> list[Configuration]:
@@ -131,7 +131,7 @@ def build_configurations(arguments: argparse.Namespace) -> list[Configuration]:
     defaults = model_options.read_policy_defaults(arguments, arguments.policy)
     try:
         skip_layers = None if arguments.skip_layers is None else parse_ints(arguments.skip_layers)
-        budgets = [budget.resolve(arguments.tokens) for budget in arguments.budget]
+        budgets = [budget.resolve(arguments.max_tokens) for budget in arguments.budget]
         all_configurations = expand_configurations(arguments.policy, budgets, skip_layers, defaults)
         for spec in arguments.preset:
             all_configurations += expand_preset(spec, skip_layers)
@@ -169,9 +169,9 @@ def build_settings(arguments: argparse.Namespace) -> EvaluationSettings:
     from ..evaluation import EvaluationSettings
 
     return EvaluationSettings(
-        tokens=arguments.tokens,
+        tokens=arguments.max_tokens,
         chunk=arguments.chunk,
-        prompt=arguments.prompt,
+        prompt=arguments.prefill_tokens,
         deep_from=-1 if arguments.deep is None else arguments.deep,
         seed=arguments.seed,
         threads=arguments.threads or max(1, cpu_count() // arguments.jobs),
@@ -212,10 +212,10 @@ _EXCLUDED_OPTIONS = (
 
 
 def add_start_options(parser: Any) -> None:
-    """``--from`` and what goes with it."""
+    """``--initial-cache`` and what goes with it."""
     group = parser.add_argument_group("going on from a cache that some engine saved")
     group.add_argument(
-        "--from",
+        "--initial-cache",
         dest="start",
         nargs="+",
         action="extend",
@@ -228,7 +228,8 @@ def add_start_options(parser: Any) -> None:
         help="ids of its text, where it has none: 5,7,9 or a file: a JSON list, numbers, .npy",
     )
     group.add_argument(
-        "--undo",
+        "--invert",
+        dest="undo",
         type=lambda text: tuple(text.split(",")),
         metavar="WHAT[,WHAT]",
         help="what llama.cpp did to K and V: k-rotation, v-rotation (of what it quantised), k-order (Llama models); "
@@ -242,21 +243,22 @@ def add_start_options(parser: Any) -> None:
     packed_group = parser.add_argument_group(
         "packed files", "What MNN's prefix caches and live files do not say themselves."
     )
-    packed_options.add_layout_options(packed_group, "--backend")
+    packed_options.add_layout_options(packed_group, [packed_options.INT8])
     packed_options.add_discovery_options(packed_group)
     packed_options.add_engine_options(parser, "What llama.cpp's files hold several of.", with_blocks=False)
 
 
 @contextmanager
 def open_initial_cache(arguments: argparse.Namespace) -> Iterator[InitialCache | None]:
-    """The cache of ``--from``, ready to go on from; None without one. `UsageError` for options that do nothing."""
+    """The cache of ``--initial-cache``, ready to go on from; None without one. `UsageError` for options that do "
+    "nothing."""
     if arguments.start is None:
         names = (*_CACHE_OPTIONS, *shared_options.AXES_OPTION_NAMES, *_PACKED_NAMES, *packed_options.SELECTION_OPTIONS)
-        shared_options.refuse_given(arguments, names, "is about the cache of --from, which is missing")
+        shared_options.refuse_given(arguments, names, "is about the cache of --initial-cache, which is missing")
         yield None
         return
     for name, reason in _EXCLUDED_OPTIONS:
-        shared_options.refuse_given(arguments, [name], f"has no effect with --from: {reason}")
+        shared_options.refuse_given(arguments, [name], f"has no effect with --initial-cache: {reason}")
     from ..lm.warm_start import read_initial_cache, read_model_interface
 
     model = read_model_interface(arguments.model)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import console, shared_options
 from .console import UsageError
+from .options import SpecField, add_spec_option
 
 if TYPE_CHECKING:
     from ..errors import KvmnnError
@@ -21,9 +22,12 @@ if TYPE_CHECKING:
 
 
 def add_config_options(parser: Any) -> None:
-    """``--config FILE`` and ``--lossless MODE``."""
+    """``--engine-config FILE`` and ``--lossless MODE``."""
     parser.add_argument(
-        "--config", metavar="FILE", help="the engine's JSON file, for --policy h2o_engine and --lossless"
+        "--engine-config",
+        dest="config",
+        metavar="FILE",
+        help="the engine's JSON file, for --policy h2o_engine and --lossless",
     )
     parser.add_argument(
         "--lossless",
@@ -50,7 +54,7 @@ def read_config(path: str) -> dict[str, Any]:
 
 
 def read_policy_defaults(arguments: argparse.Namespace, specs: list[str]) -> dict[str, dict[str, Any]]:
-    """Options that the file of ``--config`` gives to policies that do not say them, by the policy's name.
+    """Options that the file of ``--engine-config`` gives to policies that do not say them, by the policy's name.
 
     Raises
     ------
@@ -70,7 +74,8 @@ def read_policy_defaults(arguments: argparse.Namespace, specs: list[str]) -> dic
         if arguments.lossless is not None:
             return {}
         raise UsageError(
-            f"--config {arguments.config}: nothing takes options from it; expected --policy h2o_engine or --lossless"
+            f"--engine-config {arguments.config}: nothing takes options from it; expected --policy h2o_engine or "
+            "--lossless"
         )
     try:
         return {H2OEngine.name: H2OEngine.parse_engine_options(document)}
@@ -79,7 +84,7 @@ def read_policy_defaults(arguments: argparse.Namespace, specs: list[str]) -> dic
 
 
 def build_lossless_document(arguments: argparse.Namespace) -> dict[str, Any] | None:
-    """What ``--lossless`` and ``--config`` ask of the runtime around the cache, as the engine's JSON; None for none.
+    """What ``--lossless`` and ``--engine-config`` ask of the runtime around the cache, as the engine's JSON, or None.
 
     Raises
     ------
@@ -96,7 +101,7 @@ def build_lossless_document(arguments: argparse.Namespace) -> dict[str, Any] | N
     if arguments.lossless is None:
         return None
     if arguments.packed is not None:
-        raise UsageError("--packed and --lossless: a cache is held in one of them")
+        raise UsageError("--layout and --lossless: a cache is held in one of them")
     document = {} if arguments.config is None else read_config(arguments.config)
     document = {key: value for key, value in document.items() if key.startswith("kv_") or key in _MODEL_KEYS}
     if arguments.config is not None:
@@ -172,7 +177,9 @@ def add_model_options(parser: Any) -> None:
         "--skip-layers", metavar="L+L", help="layers that are never cut, or none (default: the policy's)"
     )
     add_config_options(parser)
-    parser.add_argument("--packed", metavar="BACKEND", help="hold the cache in the packed layout of this MNN backend")
+    parser.add_argument(
+        "--layout", dest="packed", metavar="BACKEND", help="hold the cache in the packed layout of this MNN backend"
+    )
     parser.add_argument(
         "--chunk",
         type=shared_options.parse_positive,
@@ -254,27 +261,16 @@ H2O_OPTION_NAMES = (
 def add_h2o_options(parser: Any) -> None:
     """All of them."""
     group = parser.add_argument_group("H2O", "How scores or attention are planned, without --policy.")
-    group.add_argument("--kind", choices=("scores", "attention"), help="what IN holds, where its axes do not say")
     group.add_argument(
-        "--config", metavar="FILE", help="the engine's JSON file, whose kv_h2o_ keys say what no option says"
+        "--input-kind", dest="kind", choices=("scores", "attention"), help="what IN has, where its axes leave it open"
     )
     group.add_argument(
-        "--block", type=shared_options.parse_positive, metavar="N", help="tokens in a block (default: 64)"
+        "--engine-config",
+        dest="config",
+        metavar="FILE",
+        help="the engine's JSON file, whose kv_h2o_ keys are the defaults of --h2o",
     )
-    group.add_argument(
-        "--sink", type=shared_options.parse_whole, metavar="N", help="tokens kept at the start (default: 32)"
-    )
-    group.add_argument(
-        "--recent", type=shared_options.parse_whole, metavar="N", help="tokens kept at the end (default: 256)"
-    )
-    group.add_argument(
-        "--target-ratio",
-        type=_parse_number,
-        metavar="X",
-        help="tokens before over tokens after (default: 3, the engine's)",
-    )
-    group.add_argument("--keep-ratio", type=_parse_number, metavar="X", help="share of tokens to keep, instead")
-    group.add_argument("--alpha", type=_parse_number, metavar="X", help="weight of older scores (default: 0.9)")
+    add_spec_option(group, "--h2o", "options of the planner", _H2O_FIELDS, metavar="KEY=VALUE,...")
     group.add_argument(
         "--engine-threads",
         type=shared_options.parse_positive,
@@ -285,24 +281,46 @@ def add_h2o_options(parser: Any) -> None:
     group.add_argument(
         "--tile", type=shared_options.parse_positive, metavar="N", help="keys in a tile of the attention (default: all)"
     )
-    group.add_argument(
-        "--bytes-per-token",
-        type=shared_options.parse_positive,
-        metavar="N",
-        help="K and V bytes of a token, for the ratio of bytes",
-    )
+
+
+def _parse_number(text: str) -> float:
+    if not re.fullmatch(r"-?\d{1,12}(\.\d{0,12})?|-?\.\d{1,12}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
+    return float(text)
+
+
+_H2O_FIELDS = (
+    SpecField("block_tokens", "block", "tokens in a block (default: 64)", parse=shared_options.parse_positive),
+    SpecField("sink_tokens", "sink", "tokens kept at the start (default: 32)", parse=shared_options.parse_whole),
+    SpecField("recent_tokens", "recent", "tokens kept at the end (default: 256)", parse=shared_options.parse_whole),
+    SpecField(
+        "target_ratio",
+        "target_ratio",
+        "tokens before over tokens after (default: 3, the engine's)",
+        parse=_parse_number,
+        metavar="X",
+    ),
+    SpecField("keep_ratio", "keep_ratio", "share of tokens to keep, instead", parse=_parse_number, metavar="X"),
+    SpecField("alpha", "alpha", "weight of older scores (default: 0.9)", parse=_parse_number, metavar="X"),
+    SpecField(
+        "bytes_per_token",
+        "bytes_per_token",
+        "K and V bytes of a token, for the ratio of bytes",
+        parse=shared_options.parse_positive,
+    ),
+)
 
 
 def build_h2o_config(arguments: argparse.Namespace) -> H2OConfig:
-    """The engine's defaults, what ``--config`` says, and what the other options say."""
+    """The engine's defaults, what ``--engine-config`` says, and what the other options say."""
     if arguments.target_ratio is not None and arguments.keep_ratio is not None:
-        raise UsageError("--target-ratio and --keep-ratio: say one or the other")
+        raise UsageError("--h2o target_ratio and keep_ratio: specify one of them")
     if arguments.target_ratio is not None and arguments.target_ratio < 1:
-        raise UsageError(f"--target-ratio is {arguments.target_ratio:g}: expected at least 1")
+        raise UsageError(f"--h2o target_ratio is {arguments.target_ratio:g}: expected at least 1")
     if arguments.keep_ratio is not None and not 0 <= arguments.keep_ratio <= 1:
-        raise UsageError(f"--keep-ratio is {arguments.keep_ratio:g}: expected 0 to 1")
+        raise UsageError(f"--h2o keep_ratio is {arguments.keep_ratio:g}: expected 0 to 1")
     if arguments.alpha is not None and not 0 <= arguments.alpha <= 1:
-        raise UsageError(f"--alpha is {arguments.alpha:g}: expected 0 to 1")
+        raise UsageError(f"--h2o alpha is {arguments.alpha:g}: expected 0 to 1")
     option_values = {
         "block_tokens": arguments.block,
         "sink_tokens": arguments.sink,
@@ -320,7 +338,7 @@ def build_h2o_config(arguments: argparse.Namespace) -> H2OConfig:
 
 
 def _read_engine_config(arguments: argparse.Namespace) -> H2OConfig:
-    """What ``--config`` says, or the engine's defaults."""
+    """What ``--engine-config`` says, or the engine's defaults."""
     from ..errors import KvmnnError
     from ..policies.h2o import H2OConfig
 
@@ -348,9 +366,3 @@ def _iter_config_notes(config: H2OConfig, document: dict[str, Any]) -> Iterator[
     for name, (requested, effective) in config.clamped_options.items():
         if ENGINE_KEY_BY_FIELD[name] in document:
             yield f"{ENGINE_KEY_BY_FIELD[name]} {requested} counts as {effective}"
-
-
-def _parse_number(text: str) -> float:
-    if not re.fullmatch(r"-?\d{1,12}(\.\d{0,12})?|-?\.\d{1,12}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
-    return float(text)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..packed.backends import BACKENDS
 from . import console, shared_options
 from .console import UsageError
+from .options import SpecField, add_spec_option
 
 if TYPE_CHECKING:
     from ..arrays.source import Source
@@ -43,37 +44,34 @@ _HEADS_HINT = "Of a llama.cpp file --kv-heads N or --model FILE.gguf says how ma
 def add_engine_options(
     parser: Any, text: str | None = _HEADS_HINT, *, with_blocks: bool = True, with_undo: bool = False
 ) -> None:
-    """``--stream``, ``--sequence``, ``--window``; unless numbers are needed, ``--blocks``; with `with_undo`,
-    ``--undo``.
-    """
+    """Parts of llama.cpp files; unless numbers are needed, ``--raw-blocks``; with `with_undo`, ``--invert``."""
+    shared_options.add_part(parser, _LLAMA_PARTS)
     group = parser.add_argument_group("caches of other engines", text)
-    group.add_argument(
-        "--stream",
-        type=shared_options.parse_whole,
-        metavar="N",
-        help="which stream of a llama.cpp file that holds several",
-    )
-    group.add_argument(
-        "--sequence",
-        type=shared_options.parse_whole,
-        metavar="N",
-        help="of a stream that several sequences share, the tokens of this one",
-    )
-    group.add_argument(
-        "--window", action="store_true", help="of two caches in a file, only that of layers with a sliding window"
-    )
     if with_blocks:
         group.add_argument(
-            "--blocks", action="store_true", help="quantised blocks as their bytes [token, block, byte], not as numbers"
+            "--raw-blocks",
+            dest="blocks",
+            action="store_true",
+            help="quantised blocks as their bytes [token, block, byte], not as numbers",
         )
     if with_undo:
         add_undo(group)
 
 
+_LLAMA_PARTS = (
+    SpecField("stream", "stream", "this stream of a llama.cpp file", parse=shared_options.parse_whole),
+    SpecField("sequence", "sequence", "the tokens of this sequence of a stream", parse=shared_options.parse_whole),
+    SpecField(
+        "sliding-window", "window", "of two caches in a file that of layers with a sliding window", default=False
+    ),
+)
+
+
 def add_undo(parser: Any) -> None:
-    """``--undo``."""
+    """``--invert``."""
     parser.add_argument(
-        "--undo",
+        "--invert",
+        dest="undo",
         type=lambda text: tuple(text.split(",")),
         metavar="WHAT[,WHAT]",
         help="what llama.cpp did to K and V: k-rotation, v-rotation (of what it quantised), k-order (Llama models); or "
@@ -114,9 +112,9 @@ def refuse_idle_engine_options(arguments: argparse.Namespace, paths: Sequence[st
 
 
 def refuse_blocks_without_quantized(arguments: argparse.Namespace, source: Source) -> None:
-    """`UsageError` for ``--blocks`` where nothing is quantised."""
+    """`UsageError` for ``--raw-blocks`` where nothing is quantised."""
     if getattr(arguments, "blocks", False) and not any(array.array_dtype == "|u1" for array in source.arrays):
-        raise UsageError(f"--blocks is about quantised K and V, and {' '.join(source.inputs)} holds none")
+        raise UsageError(f"--raw-blocks is about quantised K and V, and {' '.join(source.inputs)} holds none")
 
 
 def list_used_options(path: str) -> tuple[str, ...]:
@@ -195,34 +193,46 @@ def is_gguf(path: str | None) -> bool:
 
 def add_packed_options(
     parser: Any,
-    backend: str = "--backend",
     *,
     with_tokens: bool = True,
     with_second_tokens: bool = False,
     with_text: bool = True,
     with_undo: bool = False,
 ) -> None:
-    """Everything that can be said about packed files; `backend` is the option that names theirs.
+    """Everything that can be said about packed files.
 
-    Without `with_tokens` and `with_text` the verb has ``--tokens`` and those of `add_origin_options` already; with
+    Without `with_tokens` and `with_text` the verb has its own ``--valid-tokens`` and `add_origin_options`; with
     `with_second_tokens` it compares two inputs; with `with_undo` K and V are for other engines than that which
     computed them.
     """
     group = parser.add_argument_group("packed files", _PACKED_DESCRIPTION)
-    add_layout_options(group, backend)
+    add_layout_options(group, [INT8])
     group.add_argument("--kv-heads", type=shared_options.parse_positive, metavar="N", help="kv heads of a layer")
     group.add_argument("--head-dim", type=shared_options.parse_positive, metavar="N", help="dimensions of a head")
     if with_tokens:
         group.add_argument(
-            "--tokens", type=parse_counts, default=(), metavar="N[,N...]", help="live tokens (of each layer)"
+            "--valid-tokens",
+            dest="tokens",
+            type=parse_counts,
+            default=(),
+            metavar="N[,N...]",
+            help="valid tokens (of each layer)",
         )
     if with_second_tokens:
-        option_help = "live tokens of B (default: --tokens)"
-        group.add_argument("--second-tokens", type=parse_counts, default=(), metavar="N[,N...]", help=option_help)
+        option_help = "valid tokens of B (default: --valid-tokens)"
+        group.add_argument(
+            "--second-valid-tokens",
+            dest="second_tokens",
+            type=parse_counts,
+            default=(),
+            metavar="N[,N...]",
+            help=option_help,
+        )
     if with_text:
         add_origin_options(group)
     add_discovery_options(group)
-    group.add_argument("--packed", action="store_true", help="of a KV dump with both, take the packed variant")
+    packed_variant = SpecField("packed-variant", "packed", "of a KV dump with both the packed one", default=False)
+    shared_options.add_part(parser, [packed_variant])
     option_help = "read packed files as specified, also where their words contradict it"
     if not shared_options.has_option(parser, "--force"):
         group.add_argument("--force", dest="trust", action="store_true", help=option_help)
@@ -238,34 +248,52 @@ _PACKED_DESCRIPTION = (
 )
 
 
-def add_layout_options(parser: Any, backend: str) -> None:
-    """What stands for pack numbers: a backend, or the numbers; and the flash block."""
-    parser.add_argument(
-        backend, dest="backend", choices=tuple(BACKENDS), metavar="NAME", help=f"one of {', '.join(BACKENDS)}"
-    )
-    parser.add_argument(
-        "--lp", type=shared_options.parse_positive, metavar="N", help="pack number lP, where no backend is named"
-    )
-    parser.add_argument(
-        "--hp", type=shared_options.parse_positive, metavar="N", help="pack number hP, where no backend is named"
-    )
-    parser.add_argument(
-        "--flash-block", type=_parse_block, metavar="N|none", help="tokens in a block of V (64), or none"
+def _parse_int8(text: str) -> str:
+    if text not in ("keys", "both"):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected int8=keys or int8=both")
+    return text
+
+
+def _parse_block(text: str) -> Any:
+    return "none" if text == "none" else shared_options.parse_positive(text)
+
+
+_PACK_NUMBERS = (
+    SpecField("lp", "lp", "pack number lP", parse=shared_options.parse_positive),
+    SpecField("hp", "hp", "pack number hP", parse=shared_options.parse_positive),
+    SpecField(
+        "flash_block", "flash_block", "tokens in a block of V (64), or none", parse=_parse_block, metavar="N|none"
+    ),
+)
+INT8 = SpecField(
+    "int8", "int8", "what the engine quantised (attention_mode 9, 10; inferred)", parse=_parse_int8, metavar="keys|both"
+)
+
+
+def add_layout_options(parser: Any, extra_fields: Sequence[SpecField] = ()) -> None:
+    """``--backend``: its name, or the pack numbers instead; and the flash block."""
+    add_spec_option(
+        parser,
+        "--backend",
+        f"layout of the files: NAME is one of {', '.join(BACKENDS)}, or lp and hp in its place",
+        [*_PACK_NUMBERS, *extra_fields],
+        metavar="NAME[,KEY=VALUE...]",
+        words=tuple(BACKENDS),
+        default=None,
     )
 
 
 def add_discovery_options(parser: Any) -> None:
-    """Which files are meant, what is quantised in them, and in which order they lie."""
-    parser.add_argument(
-        "--int8", choices=("keys", "both"), help="what the engine quantised (attention_mode 9, 10; inferred)"
-    )
+    """Which files are meant, and in which order they lie."""
     parser.add_argument("--name", metavar="NAME", help="which prefix, where a directory holds several")
     parser.add_argument(
-        "--layer-order", type=_parse_addresses, default=(), metavar="HEX,...", help="live files by layer"
+        "--layer-order",
+        action=_LayerOrderAction,
+        default=(),
+        metavar="HEX,...|pid=PID",
+        help="live files by layer: their addresses, or the engine's process, which knows the order",
     )
-    parser.add_argument(
-        "--pid", type=shared_options.parse_positive, metavar="PID", help="the engine's process, which knows the order"
-    )
+    parser.set_defaults(pid=None)
     parser.add_argument("--ignore-markers", action="store_true", help="read a prefix whose markers are missing")
 
 
@@ -390,8 +418,6 @@ def may_be_packed(path: str) -> bool:
 
 def adapt_message(arguments: argparse.Namespace, message: str) -> str:
     """A message about packed files, with the names that the verb's options have."""
-    if hasattr(arguments, "backend"):
-        message = re.sub(r"--backend\b", shared_options.get_option_name(arguments, "backend"), message)
     if any(
         not hasattr(arguments, name[2:].replace("-", "_")) for name in re.findall(_OPTION_IN_MESSAGE_REGEX, message)
     ):
@@ -485,12 +511,23 @@ def parse_counts(text: str) -> tuple[int, ...]:
     return tuple(shared_options.parse_positive(part) for part in text.split(","))
 
 
+class _LayerOrderAction(argparse.Action):
+    dests = ("layer_order", "pid")
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
+    ) -> None:
+        try:
+            if str(values).startswith("pid="):
+                namespace.pid = shared_options.parse_positive(values[4:])
+            else:
+                namespace.layer_order = _parse_addresses(values)
+        except argparse.ArgumentTypeError as error:
+            raise argparse.ArgumentError(self, str(error)) from None
+
+
 def _parse_addresses(text: str) -> tuple[str, ...]:
     addresses = tuple(text.split(","))
     if not all(re.fullmatch(r"[0-9A-Fa-f]{16}", part) for part in addresses):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of addresses of 16 hexadecimal digits")
     return addresses
-
-
-def _parse_block(text: str) -> Any:
-    return "none" if text == "none" else shared_options.parse_positive(text)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .console import UsageError
+from .options import SpecAction, SpecField, add_spec_option
 
 if TYPE_CHECKING:
     from ..arrays.axes import AxisSpec
@@ -29,7 +30,12 @@ def refuse_given(arguments: argparse.Namespace, names: Iterable[str], reason: st
 def get_option_name(arguments: argparse.Namespace, name: str) -> str:
     """What the verb calls an option."""
     actions: list[argparse.Action] = arguments.parser._actions
-    return next(action.option_strings[-1] for action in actions if action.dest == name)
+    for action in actions:
+        if action.dest == name:
+            return action.option_strings[-1]
+        if name in getattr(action, "dests", ()):
+            return f"{action.option_strings[-1]}{action.get_key(name) if isinstance(action, SpecAction) else ''}"
+    raise KeyError(name)
 
 
 _AXES_DESCRIPTION = """\
@@ -41,8 +47,21 @@ latent attention (MLA), which becomes K. Arrays become layer_<n>.key and .value,
 AXES_OPTION_NAMES = ("kv_axes", "kv_shape", "kv_batch", "kv_pages", "kv_half")
 
 
+_ARRAY_PARTS = (
+    SpecField("batch", "kv_batch", "this text of a batch, from 0", parse=lambda text: parse_index(text)),
+    SpecField("decoder", "kv_half", "of an encoder-decoder cache K and V of the decoder's tokens", constant="decoder"),
+    SpecField("encoder", "kv_half", "those of the encoder's output", constant="encoder"),
+)
+
+
+def add_part(parser: Any, fields: Sequence[SpecField]) -> None:
+    """``--part``, or further items of it."""
+    title = "which part of an input that has several"
+    add_spec_option(parser, "--part", title, fields, metavar="WHAT[,WHAT]")
+
+
 def add_axes(parser: Any) -> None:
-    """``--axes``, ``--shape``, ``--batch``, ``--part`` and ``--pages``."""
+    """``--axes``, ``--shape`` and ``--pages``, and of ``--part`` what arrays of several texts need."""
     group = parser.add_argument_group("axes of arrays", _AXES_DESCRIPTION)
     group.add_argument(
         "--axes", dest="kv_axes", metavar="LETTERS", help="how arrays lie, e.g. lhtd, thd, 2lthd; td: MLA"
@@ -54,13 +73,6 @@ def add_axes(parser: Any) -> None:
         metavar="N,N,...",
         help="take arrays as this shape; -1: what is left",
     )
-    group.add_argument("--batch", dest="kv_batch", type=parse_index, metavar="N", help="which text of a batch, from 0")
-    group.add_argument(
-        "--part",
-        dest="kv_half",
-        choices=("decoder", "encoder"),
-        help="which K and V of an encoder-decoder cache: those of the decoder's tokens or of the encoder's output",
-    )
     group.add_argument(
         "--pages",
         dest="kv_pages",
@@ -68,6 +80,7 @@ def add_axes(parser: Any) -> None:
         default=None,
         help="the inputs are pages of one text, in this order",
     )
+    add_part(parser, _ARRAY_PARTS)
 
 
 def build_axis_spec(arguments: argparse.Namespace, *, is_one_of_several: bool = False) -> AxisSpec:
@@ -165,9 +178,10 @@ def add_threads(parser: Any) -> None:
 
 
 def add_max_bytes(parser: Any) -> None:
-    """``--max-bytes``."""
+    """``--max-input-bytes``."""
     parser.add_argument(
-        "--max-bytes",
+        "--max-input-bytes",
+        dest="max_bytes",
         type=parse_byte_count,
         metavar="SIZE",
         help="refuse an input of more raw bytes (default: what its files can hold)",

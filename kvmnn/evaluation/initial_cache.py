@@ -24,10 +24,10 @@ from .records import ScoreCell
 from .scoring import feed_unscored
 from .settings import FULL_POLICY, Configuration, EvaluationSettings
 
-# The reference of `eval --from` is never the cache. The first row is the model's own full cache, computed from the
-# beginning of the text in the same steps and scored on the same tokens; what another engine rounded, quantised or cut
-# is in the difference. While it is computed it is compared with the cache word by word, which costs nothing and tells
-# rounding from another layout. Policies that judge by attention are refused, as no cache keeps the queries of its
+# In `eval --initial-cache` the cache is never the reference. The first row is the model's own full cache, computed from
+# the beginning of the text in the same steps and scored on the same tokens; what another engine rounded, quantised or
+# cut is in the difference. While it is computed it is compared with the cache word by word, which costs nothing and
+# tells rounding from another layout. Policies that judge by attention are refused, as no cache keeps the queries of its
 # tokens. Processes get K and V as files in a temporary directory, in the model's dtype, which they map.
 
 NUM_PROBE_TOKENS = 64
@@ -78,7 +78,7 @@ def match_layout(
         raise SourceError(
             f"{location} its {_format_parts(distant_parts)} "
             f"{'is no rounding' if len(distant_parts) == 1 else 'are no roundings'} of this model's "
-            f"({_format_distances(as_stored)}): expected a cache of the same model, text and positions (--undo none "
+            f"({_format_distances(as_stored)}): expected a cache of the same model, text and positions (--invert none "
             f"goes on "
             "with it as it is)"
         )
@@ -100,13 +100,14 @@ def match_layout(
     )
     if start.inverted_transforms:
         raise OptionError(
-            f"{problem} after --undo {','.join(start.inverted_transforms)} ({_format_distances(as_stored)}): expected "
-            f"--undo auto, which tries "
+            f"{problem} after --invert {','.join(start.inverted_transforms)} ({_format_distances(as_stored)}): "
+            "expected "
+            f"--invert auto, which tries "
             "all"
         )
-    suggestion = "" if REVERSED_K_ORDER in names else f"--undo {','.join(names)}, or "
+    suggestion = "" if REVERSED_K_ORDER in names else f"--invert {','.join(names)}, or "
     raise OptionError(
-        f"{problem} ({_format_distances(as_stored)}; undone: {_format_distances(best)}): expected {suggestion}--undo "
+        f"{problem} ({_format_distances(as_stored)}; undone: {_format_distances(best)}): expected {suggestion}--invert "
         f"auto, which finds it"
     )
 
@@ -239,7 +240,7 @@ def format_start_notes(start: InitialCacheInfo, notes: Sequence[str]) -> Iterato
         yield (
             f"{' and '.join(part[0].upper() for part in distant_parts)} of {start.name} lie otherwise than this "
             f"model's, so its "
-            f"numbers mean nothing: --undo {names} makes them roundings of the model's own (docs/other-engines.md)."
+            f"numbers mean nothing: --invert {names} makes them roundings of the model's own (docs/other-engines.md)."
         )
     elif distant_parts:
         yield (

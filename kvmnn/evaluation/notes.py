@@ -184,7 +184,7 @@ def _describe_late_eviction(
         yield (
             f"No scored token saw the cut cache: {'; '.join(late_labels)}: a cache is cut after a step, and the first "
             "cut came after the last one, so quality is that of the full cache. Expected a smaller --chunk or "
-            "--prompt, or more --tokens."
+            "--prefill-tokens, or more --max-tokens."
         )
 
 

@@ -485,7 +485,7 @@ def _check_model_limits(path: PathLike, configurations: Sequence[Configuration],
         raise OptionError(
             f"{longest_document.name}: {longest_document.num_fed:,} tokens are to be scored, {model.label} was made "
             f"for "
-            f"{model.max_positions:,} positions: expected at most --tokens {model.max_positions}"
+            f"{model.max_positions:,} positions: expected at most --max-tokens {model.max_positions}"
         )
 
 

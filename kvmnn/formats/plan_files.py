@@ -126,7 +126,7 @@ def _require_single_text(source: Source) -> None:
         raise MissingOptionError(
             f"{format_input_prefix(source)}holds tokens of {len(sequences)} sequences, and a policy keeps those of one "
             f"text: "
-            "--sequence N takes those of one"
+            "--part sequence=N takes those of one"
         )
 
 
@@ -221,7 +221,7 @@ def _select_batch_text(
     is_by_layer = len(arrays) > 1 or parse_layer(arrays[0][0]) is not None
     batch_flags = [is_by_layer and array.ndim == 4 and input_kind != "scores" for _, array in arrays]
     if batch is not None and not any(batch_flags):
-        raise OptionError(f"{path}: its arrays have no axis for a batch: leave --batch out")
+        raise OptionError(f"{path}: its arrays have no axis for a batch: leave --part batch out")
     selected_arrays = []
     for (name, array), is_batched in zip(arrays, batch_flags, strict=True):
         if not is_batched:
@@ -230,12 +230,15 @@ def _select_batch_text(
         num_texts = array.shape[0]
         if batch is None and num_texts != 1:
             raise MissingOptionError(
-                f"{path}: {name} has the shape {array.shape}, attention of a batch of {num_texts} texts: --batch N "
+                f"{path}: {name} has the shape {array.shape}, attention of a batch of {num_texts} texts: --part "
+                "batch=N "
                 f"plans "
                 "one of them, from 0"
             )
         if batch is not None and batch >= num_texts:
-            raise OptionError(f"{path}: {name} is of a batch of {num_texts}: expected --batch 0 to {num_texts - 1}")
+            raise OptionError(
+                f"{path}: {name} is of a batch of {num_texts}: expected --part batch=0 to {num_texts - 1}"
+            )
         selected_arrays.append((name, array[batch or 0]))
     return selected_arrays
 

@@ -277,7 +277,7 @@ def _invert_requested(source: Source, options: ReadOptions) -> Source:
     if engine_options.invert is None:
         return source
     if engine_options.passthrough or engine_options.raw_blocks:
-        raise OptionError(f"{' '.join(source.inputs)}: --undo is about numbers, not about a whole file or its blocks")
+        raise OptionError(f"{' '.join(source.inputs)}: --invert is about numbers, not about a whole file or its blocks")
     return engine_transforms.invert_source_transforms(source, engine_options.invert)
 
 

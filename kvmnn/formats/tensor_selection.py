@@ -141,7 +141,7 @@ def make_reinterpretation_error(declared_dtype: str, requested_dtype: str | None
 
 
 def add_byte_fallback(options: ReadOptions, metadata: Mapping[str, str]) -> ReadOptions:
-    """The options for bytes in a file: of an engine's cache these are blocks that stayed blocks (``--blocks``)."""
+    """The options for bytes in a file: of an engine's cache these are blocks that stayed blocks (``--raw-blocks``)."""
     if options.dtype is None and ENGINE_KEY in metadata:
         return replace(options, fallback_dtypes=(*options.fallback_dtypes, "fp16"))
     return options

@@ -256,7 +256,7 @@ class InitialCache:
         if len(ids) < self.tokens_seen + 2:
             is_limited = 0 < document.requested_tokens <= document.num_scored
             raise OptionError(
-                f"{document.name}: {'--tokens takes' if is_limited else 'has'} {pluralize(len(ids), 'token')}, "
+                f"{document.name}: {'--max-tokens takes' if is_limited else 'has'} {pluralize(len(ids), 'token')}, "
                 f"{self.name} stands for {self.tokens_seen:,}: expected at least {self.tokens_seen + 2:,}, as the "
                 "first token behind a cache is not scored"
             )
@@ -497,7 +497,7 @@ def _check_positions(location: str, stored_tokens: StoredTokensInfo, num_seen: i
             row, column = duplicates[0]
             raise SourceError(
                 f"{location}: layer {layer} holds position {rows[row, column]} more than once: expected one text "
-                "(--sequence N takes that of one sequence)"
+                "(--part sequence=N takes that of one sequence)"
             )
         if int(rows.max(initial=-1)) >= num_seen or int(rows.min(initial=0)) < 0:
             raise SourceError(

@@ -182,7 +182,7 @@ def infer_layout(
             return matches[0]
     if matches:
         raise MissingOptionError(
-            f"{where}: {len(matches)} layouts fit the sizes of the files, say which (--backend, --dtype, --flash-block)"
+            f"{where}: {len(matches)} layouts fit the sizes of the files, say which (--backend, --dtype)"
             f"{format_candidates(matches)}"
         )
     candidates = geometry.list_candidates()
@@ -223,7 +223,9 @@ def describe_inference(geometry: PackedGeometry, match: LayoutMatch, sizes: Sequ
         is_default_block = match.layout.flash_block == FLASH_BLOCK
         block_text = f"flash block {match.layout.flash_block}" if match.layout.flash_block else "no flash attention"
         if len(find_matches(geometry, sizes)) > 1:
-            notes.append(f"{block_text} taken, the engine's default; the sizes would fit --flash-block none as well")
+            notes.append(
+                f"{block_text} taken, the engine's default; the sizes would fit --backend flash_block=none as well"
+            )
         elif not (is_default_block and geometry.specifies_packing):
             notes.append(f"{block_text} inferred from the sizes of the files")
     return notes

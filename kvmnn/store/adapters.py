@@ -160,7 +160,7 @@ def read_layer_caches(
             if info.layer not in windows and info.text_position_runs != ((0, info.tokens),):
                 raise SourceError(f"{where}: layer {info.layer} was cut: a cache without some tokens is no prefix")
     if source.engine_cache is not None and source.engine_cache.has_padding:
-        raise SourceError(f"{where}: is a batch with padding: --batch N takes one text of it, from 0")
+        raise SourceError(f"{where}: is a batch with padding: --part batch=N takes one text of it, from 0")
     if source.engine_cache is not None and not windows and not source.engine_cache.is_contiguous_prefix:
         raise SourceError(f"{where}: holds no beginning of a text, whole and in order: {source.engine_cache}")
     arrays = collect_layers_or_latents(to_common_order(source)[0], token_major=token_major)

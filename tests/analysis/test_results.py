@@ -37,7 +37,7 @@ def here(tmp_path, monkeypatch):
 def test_a_measurement(here, run, to_fp16):
     options = MeasureOptions(scope=Scope(to_fp16=to_fp16))
     found = measure_dumps([os.path.abspath("dump")], None, options, real=True, out_json="a/b.json", out_md="a/b.md")
-    argv = ["measure", "dump", "--real", *(["--to-fp16"] if to_fp16 else [])]
+    argv = ["measure", "dump", "--encode", *(["--to-fp16"] if to_fp16 else [])]
     assert run(*argv).out == f"{found}\n"
     said = {"verb": "measure", "command": f"kvmnn {' '.join(argv)} --json"}
     assert json.loads(run(*argv, "--json").out) == {**said, **found.to_dict()}

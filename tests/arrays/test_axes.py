@@ -118,7 +118,7 @@ def test_shapes_and_batches(tmp_path: Path, run: Any) -> None:
     assert "layer_2.value: fp16 [2, 4, 5, 6] C, 480 bytes" in said
     source = kvmnn.open(tmp_path / "page.bin", dtype="fp16", shape=(2, 3, 2, 4, -1, 6), axes="2lbhtd", batch=1)
     assert_same(source, expected(np.ascontiguousarray(array[:, :, 1]), "2lhtd"))
-    one = ("--dtype", "fp16", "--shape", shape, "--axes", "2lbhtd", "--batch", "0")
+    one = ("--dtype", "fp16", "--shape", shape, "--axes", "2lbhtd", "--part", "batch=0")
     run("encode", tmp_path / "page.bin", "-o", tmp_path / "f/", *one)
     run("verify", tmp_path / "f", "--against", tmp_path / "page.bin", *one)
     assert_same(kvmnn.open(tmp_path / "f"), expected(np.ascontiguousarray(array[:, :, 0]), "2lhtd"))
@@ -141,7 +141,9 @@ def test_what_is_refused(tmp_path: Path, run: Any) -> None:
     refused(tmp_path, r"expected a multiple of 7", shape=(7, -1))
     refused(tmp_path, r"axis of K and V has length 5", axes="2hdt", shape=(5, 2, 3, 4))
     refused(tmp_path, r"no axis for a batch", OptionError, axes="thd", batch=0)
-    refused(tmp_path, r"a batch of 5: expected --batch 0 to 4", OptionError, axes="bhtd", shape=(5, 2, 3, 4), batch=5)
+    refused(
+        tmp_path, r"a batch of 5: expected --part batch=0 to 4", OptionError, axes="bhtd", shape=(5, 2, 3, 4), batch=5
+    )
     np.savez(tmp_path / "a.npz", k_0=words(1, "thd"), v_1=words(2, "thd"))
     refused(tmp_path, "layer 0 has no array of its values", axes="thd")
     np.savez(tmp_path / "a.npz", k_0=words(1, "thd"), layer_0_k=words(2, "thd"))
@@ -159,11 +161,11 @@ def test_a_batch_is_asked_about(tmp_path: Path, run: Any) -> None:
     np.savez(tmp_path / "a.npz", **{f"layer_0.{part}": words(1, "bhtd") for part in ("key", "value")})
     for verb in (("measure",), ("mnn pack", "--name", "x", "--backend", "arm64-fp16")):
         said = run(verb[0], tmp_path / "a.npz", *verb[1:], code=2).err
-        assert "it is a batch of 2: --batch N takes one text of it, from 0" in said
-    said = run("measure", tmp_path / "a.npz", "--batch", "1")
+        assert "it is a batch of 2: --part batch=N takes one text of it, from 0" in said
+    said = run("measure", tmp_path / "a.npz", "--part", "batch=1")
     assert "2 layers" not in said.out
     assert "text 1 of a batch of 2; the others are left out" in said.err.replace("\n", " ")
-    said = run("encode", tmp_path / "a.npz", "--batch", "1", "-o", tmp_path / "one/").err
+    said = run("encode", tmp_path / "a.npz", "--part", "batch=1", "-o", tmp_path / "one/").err
     assert "text 1 of a batch of 2; the others are left out" in said.replace("\n", " ")
     run("diff", tmp_path / "a.npz", tmp_path / "a.npz")
 
@@ -194,16 +196,16 @@ def test_a_batch_that_nothing_says_is_named_with_what_says_it(tmp_path: Path, ru
     rows = np.random.default_rng(1).normal(size=(2, 4, 128, 64)).astype(np.float16)
     np.savez(path, **{f"past_key_values.0.{part}": rows for part in ("key", "value")})
     said = " ".join(run("measure", path, code=2).err.split())
-    assert "if it is a batch of 2, --axes bhtd --batch N takes one text of it, from 0" in said
-    said = " ".join(run("measure", path, "--batch", 0, code=2).err.split())
-    assert "'past_key_values.0.key' [2, 4, 128, 64] is the batch: say --axes bhtd --batch 0 (in Python" in said
+    assert "if it is a batch of 2, --axes bhtd --part batch=N takes one text of it, from 0" in said
+    said = " ".join(run("measure", path, "--part", "batch=0", code=2).err.split())
+    assert "'past_key_values.0.key' [2, 4, 128, 64] is the batch: say --axes bhtd --part batch=0 (in Python" in said
     np.savez(tmp_path / "one.npz", **{f"layer_0.{part}": rows[1] for part in ("key", "value")})
     one = ("diff", path, tmp_path / "one.npz")
-    assert "say --axes bhtd --batch 1" in " ".join(run(*one, "--batch", 1, code=2).err.split())
-    assert run(*one, "--axes", "bhtd", "--batch", 1).out.startswith("equal: ")
-    assert "first difference" in run(*one, "--axes", "bhtd", "--batch", 0, code=1).out
-    none = run("diff", tmp_path / "one.npz", tmp_path / "one.npz", "--batch", 0, code=2).err
-    assert "have no axis for a batch: leave --batch out" in " ".join(none.split())
+    assert "say --axes bhtd --part batch=1" in " ".join(run(*one, "--part", "batch=1", code=2).err.split())
+    assert run(*one, "--axes", "bhtd", "--part", "batch=1").out.startswith("equal: ")
+    assert "first difference" in run(*one, "--axes", "bhtd", "--part", "batch=0", code=1).out
+    none = run("diff", tmp_path / "one.npz", tmp_path / "one.npz", "--part", "batch=0", code=2).err
+    assert "have no axis for a batch: leave --part batch out" in " ".join(none.split())
 
 
 def test_axes_that_an_input_has_by_itself_may_be_said(tmp_path: Path, run: Any) -> None:

@@ -157,7 +157,7 @@ def test_max_bytes(tmp_path: Path, verb: str, run: Run) -> None:
         "compressor convert": [checkpoint(tmp_path / "c.pth", state), tmp_path / "out.bin"],
     }
     limit = 95 if verb == "compressor convert" else 2 * array.nbytes - 1
-    err = run(verb, *words[verb], "--max-bytes", limit, code=1).err
+    err = run(verb, *words[verb], "--max-input-bytes", limit, code=1).err
     assert f"above the limit of {limit}" in err
     assert len(err.splitlines()) == 1
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(("out", "."))]

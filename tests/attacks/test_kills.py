@@ -27,15 +27,16 @@ pytestmark = pytest.mark.slow  # starts and kills processes
 
 TOKENS = 40
 COMMANDS = {
-    "encode": "encode in/kv.npz -o out/ --frame-bytes 1K",
+    "encode": "encode in/kv.npz -o out/ --chunk-bytes 1K",
     "decode": "decode in/kv -o out.npz",
     "pack": f"mnn pack in/kv.npz -o out/ {PREFIX} --name sys",
     "unpack": "mnn unpack in/sys -o out.npz",
-    "repack": "mnn repack in/sys --to arm64-fp16 -o out/",
+    "repack": "mnn repack in/sys --target-backend arm64-fp16 -o out/",
     "compact": "mnn compact in/sys --remove 7 -o out/",
     "compact over another": "mnn compact in/sys --remove 7 -o in/other -f",
     "measure": "measure in/kv.npz --out-json out.json --out-md out.md",
-    "plan": "plan in/scores.npy --kind scores --tokens 40 --block 2 --sink 2 --recent 4 -o out.json",
+    "plan": "plan in/scores.npy --input-kind scores --valid-tokens 40 --h2o "
+    "block_tokens=2,sink_tokens=2,recent_tokens=4 -o out.json",
     "convert": "compressor convert in/c.pth out.bin",
     "compress-kv": "compressor run in/w.bin in/kv.npz -o out.npz --min-seq-len 1 --axes htd",
     "export": "compressor export in/w.bin -o out.safetensors",
@@ -231,7 +232,7 @@ def test_a_device_that_is_full(server: Server, inputs: dict[str, bytes], tmp_pat
     place = Place(tmp_path, inputs)
     for command in (
         "compressor convert in/c.pth /dev/full",
-        "plan in/scores.npy --kind scores --tokens 40 --block 2 -o /dev/full",
+        "plan in/scores.npy --input-kind scores --valid-tokens 40 --h2o block_tokens=2 -o /dev/full",
     ):
         words = " ".join(str(tmp_path / w) if w.startswith("in/") else w for w in command.split())
         answer = server(words)

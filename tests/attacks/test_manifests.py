@@ -25,7 +25,7 @@ def here(tmp_path, monkeypatch, run):
     np.save("k.npy", KEYS)
     np.savez("both.npz", k=KEYS, v=-KEYS)
     run("encode", "k.npy", "-o", "k.frame")
-    run("encode", "both.npz", "-o", "both/", "--frame-bytes", "4K")
+    run("encode", "both.npz", "-o", "both/", "--chunk-bytes", "4K")
     return tmp_path
 
 

@@ -77,7 +77,7 @@ def test_what_is_left_out_is_said(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("sub")
     found = find_inputs([str(tmp_path)], ARRAYS)
     assert list(found.describe_ignored("kvmnn encode")) == [
-        f"2 files or folders left out that kvmnn encode does not look for, such as {tmp_path}/b.txt (--match does)",
+        f"2 files or folders left out that kvmnn encode does not look for, such as {tmp_path}/b.txt (--glob does)",
         "1 link to folders not followed",
     ]
 
@@ -195,7 +195,7 @@ def test_what_counts_is_what_the_verbs_read(tmp_path: Path) -> None:
         ["encode", f"{tmp_path}/k.npy", "-q"],
         ["encode", f"{tmp_path}/kv.npz", "-q"],
         ["encode", f"{tmp_path}/k.npy", "-o", f"{tmp_path}/other", "-q"],
-        ["mnn", "unpack", f"{tmp_path}/kv.npz", "--as", "dump", "-o", f"{tmp_path}/dump", "-q"],
+        ["mnn", "unpack", f"{tmp_path}/kv.npz", "--output-kind", "dump", "-o", f"{tmp_path}/dump", "-q"],
     ):
         assert main(argv) == 0
     found = names(tmp_path)

@@ -46,7 +46,7 @@ def test_a_codec_that_fails_or_lies_is_a_line_of_the_table(tmp_path, capsys, mon
     liars = [BenchCodec("liar", "1", bytes, lambda made: made[::-1]), BenchCodec("broken", "1", broken, bytes)]
     monkeypatch.setattr(codecs, "find_installed_codecs", lambda dtype, threads: (liars, ["absent"]))
     np.save(tmp_path / "k.npy", KEYS)
-    assert main(["bench", str(tmp_path / "k.npy"), "--rounds", "1"]) == 0
+    assert main(["bench", str(tmp_path / "k.npy"), "--repeats", "1"]) == 0
     lines = {line.split("  ")[0]: line for line in capsys.readouterr().out.splitlines()}
     assert "failed: KvmnnError: the round trip changed the data" in lines["liar"]
     assert "failed: RuntimeError: no luck" in lines["broken"]
@@ -56,7 +56,7 @@ def test_a_codec_that_fails_or_lies_is_a_line_of_the_table(tmp_path, capsys, mon
 
 def test_json(tmp_path, capsys):
     np.save(tmp_path / "k.npy", KEYS)
-    assert main(["bench", str(tmp_path / "k.npy"), "--rounds", "1", "--max-bytes", "4K", "--json"]) == 0
+    assert main(["bench", str(tmp_path / "k.npy"), "--repeats", "1", "--sample-bytes", "4K", "--json"]) == 0
     (report,) = json.loads(capsys.readouterr().out)["arrays"]
     assert (report["array_bytes"], report["sample_bytes"], report["dtype"]) == (8192, 4096, "fp16")
     exact = report["results"][0]
@@ -71,7 +71,7 @@ def test_the_library_compares_as_the_command_does(tmp_path, capsys):
     calls: list[int] = []
     found = bench.compare(source, repeats=1, progress=calls.append)
     assert sum(calls) == bench.count_runs(source, 1, 1)
-    assert main(["bench", str(tmp_path / "k.npy"), "--rounds", "1", "--json"]) == 0
+    assert main(["bench", str(tmp_path / "k.npy"), "--repeats", "1", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     document = found.to_dict()
     assert {"verb", "command", *document} == set(said)
@@ -125,7 +125,7 @@ def test_a_damaged_array_is_refused(tmp_path, capsys):
     data = bytearray((tmp_path / "x.npz").read_bytes())
     data[data.index(words.tobytes()) + 1000] ^= 1
     (tmp_path / "x.npz").write_bytes(data)
-    assert main(["bench", str(tmp_path / "x.npz"), "--rounds", "1"]) == 1
+    assert main(["bench", str(tmp_path / "x.npz"), "--repeats", "1"]) == 1
     assert "the data does not match its checksum" in " ".join(capsys.readouterr().err.split())
 
 

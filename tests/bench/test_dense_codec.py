@@ -72,10 +72,12 @@ def test_layers_are_measured_and_counted(files: list[str]) -> None:
 
 def test_why_there_are_none(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     np.save(tmp_path / "any.npy", WORDS.reshape(-1))
-    assert main(["bench", str(tmp_path / "any.npy"), "--rounds", "1"]) == 0
+    assert main(["bench", str(tmp_path / "any.npy"), "--repeats", "1"]) == 0
     assert f"{DENSE_CODEC_NAME}: not measured, these are not K or V of layers" in capsys.readouterr().out
-    assert main(["bench", *files, "--axes", "lthd", "--rounds", "1", "--max-bytes", "20"]) == 0
-    assert f"{DENSE_CODEC_NAME}: not measured, a layer takes {LAYER:,} bytes (--max-bytes)" in capsys.readouterr().out
+    assert main(["bench", *files, "--axes", "lthd", "--repeats", "1", "--sample-bytes", "20"]) == 0
+    assert (
+        f"{DENSE_CODEC_NAME}: not measured, a layer takes {LAYER:,} bytes (--sample-bytes)" in capsys.readouterr().out
+    )
 
 
 def test_streams_do_not_depend_on_the_threads() -> None:

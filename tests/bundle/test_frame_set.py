@@ -37,7 +37,7 @@ def test_frames_one_after_another(tmp_path, values, run, monkeypatch):
     """A frame file of an array that was cut, without its manifest: its words, in order."""
     monkeypatch.chdir(tmp_path)
     np.save("k.npy", values)
-    run("encode", "k.npy", "-o", "k.frame", "--frame-bytes", "4K")
+    run("encode", "k.npy", "-o", "k.frame", "--chunk-bytes", "4K")
     count, size = -(-values.nbytes // 4096), values.nbytes
     Path("k.frame.json").rename("kept.json")
     frames = open_frames("k.frame")
@@ -61,7 +61,7 @@ def test_frames_one_after_another(tmp_path, values, run, monkeypatch):
     (found,) = json.loads(run("inspect", "k.frame", "--json").out)["inputs"]
     assert (found["kind"], found["raw_bytes"], len(found["frames"])) == ("frames", size, count)
     assert found["frames"][-1]["offset"] + found["frames"][-1]["frame_bytes"] == Path("k.frame").stat().st_size
-    assert run("decode", "k.frame", "-o", "x.npy", "--max-bytes", size - 1, code=1).err
+    assert run("decode", "k.frame", "-o", "x.npy", "--max-input-bytes", size - 1, code=1).err
     Path("k.frame").write_bytes(Path("k.frame").read_bytes()[:-3])
     assert f"k.frame: after {count - 1} whole " in run("decode", "k.frame", "-o", "x.npy", code=1).err
     assert not Path("x.npy").exists()

@@ -115,7 +115,7 @@ def test_what_gains_is_encoded_as_ever():
 
 
 def test_inspect_says_what_is_stored_raw(run):
-    run("encode", "kv.npz", "-o", "frames/", "--block")
+    run("encode", "kv.npz", "-o", "frames/", "--joint-kv")
     found = bundle.inspect_frame_set(bundle.open_frames("frames"))
     assert isinstance(found, bundle.BundleInfo)
     text = found.text(verbose=True)
@@ -140,12 +140,12 @@ def test_inspect_says_what_is_stored_raw(run):
 
 
 def test_the_command(run):
-    assert "has no partner: expected an array with its values" in run("encode", "k.npy", "--block", code=2).err
+    assert "has no partner: expected an array with its values" in run("encode", "k.npy", "--joint-kv", code=2).err
     said = run("encode", "k.npy", "--allow-raw").out
     assert said.startswith("k.npy.frame: 2,560 -> 2,560 bytes, ratio 1.0000, stored: raw, LOSSLESS")
     run("decode", "k.npy.frame", "-o", "back.npy")
     assert Path("back.npy").read_bytes() == Path("k.npy").read_bytes()
-    assert "not allowed with argument" in run("encode", "kv.npz", "--block", "--allow-raw", code=2).err
+    assert "not allowed with argument" in run("encode", "kv.npz", "--joint-kv", "--allow-raw", code=2).err
     assert "need a manifest" in run("encode", "k.npy", "--allow-raw", "-o", "-", code=2).err
     assert "need a manifest" in run("encode", "k.npy", "--allow-raw", "-o", os.devnull, code=2).err
 
@@ -160,9 +160,9 @@ def test_pieces_of_a_dump_are_blocks_of_their_own():
 
 def test_a_dump_that_is_stored_raw_is_given_back(run):
     dump(Path("dump/run/layer_0"))
-    run("encode", "dump", "-o", "frames/", "--block")
+    run("encode", "dump", "-o", "frames/", "--joint-kv")
     assert raw_of("frames") == ["run/layer_0/k_t0_3", "run/layer_0/v_t0_3"]
-    run("decode", "frames", "--as", "dump", "-o", "back/")
+    run("decode", "frames", "--output-kind", "dump", "-o", "back/")
     for file in Path("dump").rglob("*.*"):
         assert Path("back", file.relative_to("dump")).read_bytes() == file.read_bytes()
 
@@ -170,7 +170,7 @@ def test_a_dump_that_is_stored_raw_is_given_back(run):
 @pytest.mark.parametrize(
     ("arrays", "error", "message"),
     [
-        ({"a": noise(), "b": noise()}, OptionError, "--block: array 'a' is neither K nor V by its name"),
+        ({"a": noise(), "b": noise()}, OptionError, "--joint-kv: array 'a' is neither K nor V by its name"),
         ({"l0.k": noise(), "l1.v": noise()}, OptionError, "'l0.k' has no partner: expected an array with its values"),
         ({"v": noise()}, OptionError, "'v' has no partner: expected an array with its keys"),
         ({"k": noise(), "key": noise()}, OptionError, "'k' and 'key' are both the keys of one layer"),
@@ -242,7 +242,7 @@ def test_a_manifest_of_version_1_has_nothing_stored_raw():
 
 
 def test_words_that_changed_on_the_disk_are_found(run):
-    run("encode", "kv.npz", "-o", "frames/", "--block")
+    run("encode", "kv.npz", "-o", "frames/", "--joint-kv")
     path = Path("frames/layer_0.value.frame")
     path.write_bytes(path.read_bytes()[:-1] + b"\0")
     for verb in (["verify", "frames"], ["inspect", "frames"], ["decode", "frames", "-o", "x.npz"]):
@@ -269,7 +269,7 @@ def test_a_prefix_cache_comes_back_file_by_file(run):
         "--name",
         "sys",
     )
-    run("encode", "sys", "-o", "frames/", "--block")
+    run("encode", "sys", "-o", "frames/", "--joint-kv")
     assert raw_of("frames") == ["layer_0.key", "layer_0.value"]
     run("decode", "frames", "-o", "again/")
     for file in Path("sys").glob("*.[kv]"):

@@ -33,7 +33,7 @@ def timeless(result: object) -> dict[str, object]:
 
 def test_encode(here, run):
     made = bundle.encode_source(kvmnn.open("both.npz"), "one/", EncodeOptions(frame_bytes=4096))
-    said = json.loads(run("encode", "both.npz", "-o", "two/", "--frame-bytes", "4K", "--json").out)
+    said = json.loads(run("encode", "both.npz", "-o", "two/", "--chunk-bytes", "4K", "--json").out)
     assert timeless(made) == timeless(said)
     assert (made.label, made.ratio) == ("LOSSLESS", made.raw_bytes / made.stored_bytes)
     assert 0 <= made.seconds < 60
@@ -78,7 +78,7 @@ def test_arrays_are_cut_above_16_mib_and_streams_carry_one_frame_of_64(here, run
     bundle.encode_source(kvmnn.open("large.npy"), stream, EncodeOptions(effort="fast"))
     assert stream.getvalue() == kvmnn.encode(np.zeros(17 << 19, np.float16), effort="fast")
     monkeypatch.setattr("kvmnn.bundle.encoder.DEFAULT_STREAM_FRAME_BYTES", (17 << 20) - 1)
-    with pytest.raises(OptionError, match="are above --frame-bytes: use --frame-bytes 0 or -o FILE"):
+    with pytest.raises(OptionError, match="are above --chunk-bytes: use --chunk-bytes 0 or -o FILE"):
         bundle.encode_source(kvmnn.open("large.npy"), stream)
 
 

@@ -75,7 +75,7 @@ def test_lossless_is_only_said_after_a_proof(here, run):
 def test_the_very_file_comes_back(here, run, kind, order):
     np.save("a.npy", np.asarray(KEYS.view(f"<u{kind[2]}").astype(kind), order=order))
     dtype = "fp16" if kind[2] == "2" else "fp32"
-    run("encode", "a.npy", "-o", "a.frame", "--dtype", dtype, "--frame-bytes", "4K")
+    run("encode", "a.npy", "-o", "a.frame", "--dtype", dtype, "--chunk-bytes", "4K")
     run("verify", "a.frame", "--against", "a.npy")
     run("decode", "a.frame", "-o", "b.npy")
     assert Path("a.npy").read_bytes() == Path("b.npy").read_bytes()
@@ -137,7 +137,7 @@ def test_quiet(here, run):
 
 @pytest.mark.parametrize("back", ["back.npz", "back.safetensors", "back/"])
 def test_a_bundle(here, run, back):
-    run("encode", "both.npz", "-o", "out/", "--frame-bytes", "4096")
+    run("encode", "both.npz", "-o", "out/", "--chunk-bytes", "4096")
     assert sorted(path.name for path in Path("out").iterdir()) == ["k.frame", "manifest.json", "v.frame"]
     assert "2 arrays" in run("verify", "out", "--against", "both.npz").out
     run("decode", "out", "-o", back)
@@ -237,7 +237,7 @@ def test_inspect_accounts_for_a_frame(here, run):
 
 
 def test_inspect_a_bundle_and_files(here, run):
-    run("encode", "both.npz", "-o", "out", "--frame-bytes", "4K")
+    run("encode", "both.npz", "-o", "out", "--chunk-bytes", "4K")
     text = run("inspect", "out").out
     assert "fp32 lane3" in text
     assert "total: 23,040 ->" in text
@@ -288,7 +288,7 @@ def test_npy_on_standard_input():
 
 
 def test_standard_output_carries_one_frame(here, run):
-    assert "use --frame-bytes 0 or -o FILE" in run("encode", "keys.npy", "-o", "-", "--frame-bytes", "4K", code=2).err
+    assert "use --chunk-bytes 0 or -o FILE" in run("encode", "keys.npy", "-o", "-", "--chunk-bytes", "4K", code=2).err
     assert "carries one frame, not 2" in run("encode", "both.npz", "-o", "-", code=2).err
     assert "--json" in run("encode", "keys.npy", "-o", "-", "--json", code=2).err
     run("encode", "both.npz", "-o", "out")

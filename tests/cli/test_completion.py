@@ -113,7 +113,12 @@ def test_the_manual_page_is_good_roff(run, tmp_path) -> None:
 def test_only_options_that_take_a_value_name_one() -> None:
     (replay,) = (verb for verb in describe_commands(build_parser()) if verb.name == "mnn replay")
     values = {name: option.value for option in replay.options for name in option.names}
-    assert (values["--json"], values["--token-major"], values["--prompt"], values["--config"]) == ("", "", "N", "FILE")
+    assert (values["--json"], values["--token-major"], values["--prefill-tokens"], values["--engine-config"]) == (
+        "",
+        "",
+        "N",
+        "FILE",
+    )
 
 
 def test_words_that_are_no_shell(run) -> None:

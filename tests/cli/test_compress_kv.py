@@ -169,7 +169,7 @@ def test_a_dump_with_a_gap_is_refused(here, run, dump):
         ("k_0 v_0", (1, 40, 12, 4), "", "bhtd bthd"),
         ("k_0 v_0", (40, 3, 4), "", "htd thd"),
         ("k_0 v_0", (9, 40, 4), "", "htd thd"),
-        ("k_0 v_0", (9, 256, 4), "--tokens 9", "htd thd"),
+        ("k_0 v_0", (9, 256, 4), "--valid-tokens 9", "htd thd"),
         ("k_0 v_0", (300, 12, 4), "", "htd thd"),
         ("layer_0.key layer_0.value", (12, 40, 4), "", "htd thd"),
         ("past_key_values.1.key past_key_values.1.value", (1, 12, 40, 4), "", "bhtd bthd"),
@@ -192,7 +192,7 @@ def test_heads_that_could_be_tokens_are_asked_about(here, run, names, shape, opt
     ("names", "shape", "options", "axes"),
     [
         ("k_0 v_0", (12, 300, 4), "", "htd (the shape has no other reading): kv_head 12, token 300"),
-        ("k_0 v_0", (12, 40, 4), "--tokens 13", "htd (the shape has no other reading): kv_head 12, token 40"),
+        ("k_0 v_0", (12, 40, 4), "--valid-tokens 13", "htd (the shape has no other reading): kv_head 12, token 40"),
         ("layer_1/k_t0_40 layer_1/v_t0_40", (40, 12, 4), "", "thd ('layer_1/k_t0_40' holds the number of tokens)"),
         ("run_layer_1_k_t0_40 run_layer_1_v_t0_40", (40, 50, 4), "", "token 40, kv_head 50, dimension 4"),
     ],
@@ -203,16 +203,21 @@ def test_shapes_and_names_with_numbers_of_tokens_say_it(here, run, names, shape,
 
 
 def test_more_live_tokens_than_there_are_are_refused(here, run):
-    assert "c.npz: has 21 tokens, --tokens says 22" in run("w.bin", "c.npz", "-o", "o.npz", "--tokens", 22, code=2).err
+    assert (
+        "c.npz: has 21 tokens, --valid-tokens says 22"
+        in run("w.bin", "c.npz", "-o", "o.npz", "--valid-tokens", 22, code=2).err
+    )
     np.savez("two.npz", k_0=np.ones((12, 40, 4), np.float32), v_0=np.ones((12, 40, 4), np.float32))
-    assert "'k_0' [12, 40, 4] has no 41 tokens" in run("w.bin", "two.npz", "-o", "o.npz", "--tokens", 41, code=1).err
+    assert (
+        "'k_0' [12, 40, 4] has no 41 tokens" in run("w.bin", "two.npz", "-o", "o.npz", "--valid-tokens", 41, code=1).err
+    )
 
 
 @pytest.fixture
 def cut(here):
     """A prefix cache of two layers that holds tokens 0 to 9 and 15 to 29 of 30."""
     packed = write_prefix(here.path / "whole", arrays(2, 3, 30, 4, seed=1), capacity=32)
-    known = ["--kv-heads", "3", "--head-dim", "4", "--tokens", "30", "--backend", "x86-avx2"]
+    known = ["--kv-heads", "3", "--head-dim", "4", "--valid-tokens", "30", "--backend", "x86-avx2"]
     assert (
         main(["mnn", "compact", str(packed.path), "-o", "cut/", "--remove", "20", "--reserve", "5:15", "-q", *known])
         == 0
@@ -302,12 +307,12 @@ def test_fp16_parity_and_json(here, run, engine):
 
 
 def test_dead_tokens_and_short_segments(here, run):
-    said = run("w.bin", "c.npz", "-o", "o.npz", "--tokens", 9)
+    said = run("w.bin", "c.npz", "-o", "o.npz", "--valid-tokens", 9)
     assert "o.npz: UNCHANGED (no segment with a compressor has 2 groups of 5 (text 1)), 9 -> 9" in said.out
     assert "1,728 -> 1,728 bytes; the next token goes to place 9 and has position 9" in said.out
     with np.load("o.npz") as made:
         np.testing.assert_array_equal(made["k"], here.keys[..., :9, :])
-    assert "LOSSY" in run("w.bin", "c.npz", "-o", "p.npz", "--tokens", 9, "--precision", "fp16").out
+    assert "LOSSY" in run("w.bin", "c.npz", "-o", "p.npz", "--valid-tokens", 9, "--precision", "fp16").out
 
 
 @pytest.mark.parametrize(
@@ -327,11 +332,11 @@ def test_dead_tokens_and_short_segments(here, run):
         ),
         ("w.bin gone.npz -o o.npz", 1, "gone.npz: cannot be read"),
         (
-            "w.bin c.npz -o o.npz --factor 4",
+            "w.bin c.npz -o o.npz --group-tokens 4",
             1,
             "nothing to compress: no compressor in the weight file takes groups of 4",
         ),
-        ("w.bin c.npz -o o.npz --tokens 0", 1, "nothing to compress: the cache is empty"),
+        ("w.bin c.npz -o o.npz --valid-tokens 0", 1, "nothing to compress: the cache is empty"),
         ("w.bin c.npz -o o.npz --axes lbht", 2, "axes 'lbht': expected h (kv_head), t (token), d (dimension)"),
         ("w.bin c.npz -o o.npz --axes htd", 1, "array 'k' has 5 axes [2, 1, 3, 21, 4], expected 3 (htd)"),
         ("w.bin c.npz -o o.npz --tensor k", 1, "array 'k' is K and there is no V to it"),
@@ -419,7 +424,7 @@ def test_compress_kv_folder_of_dump_kv_needs_no_axes_and_keeps_true_positions(
     monkeypatch.chdir(tmp_path)
     Path("w.bin").write_bytes(compressor_files.weight_file(6, 6, head_dim=64, factor=2))
     text = FIXTURES / "lm" / "texts" / "trace.py.txt"
-    dump = ["dump-kv", FIXTURES / "lm", "--text", text, "--tokens", 40, "-o", "kv", *policy]
+    dump = ["dump-kv", FIXTURES / "lm", "--text", text, "--max-tokens", 40, "-o", "kv", *policy]
     assert main([*map(str, dump)]) == 0
     assert "axes htd (as kvmnn dump-kv writes them)" in run("w.bin", "kv", "-o", "o.npz").out
     document = json.loads(Path("o.npz.json").read_text())

@@ -41,7 +41,7 @@ def test_frames_say_what_was_cut(cut, run):
 
 def test_where_tokens_stood_is_lost_with_a_word(cut, run):
     output = "x/"
-    said = run("mnn", "unpack", "cut/", "--as", "dump", "-o", output).err
+    said = run("mnn", "unpack", "cut/", "--output-kind", "dump", "-o", output).err
     assert said == (
         f"kvmnn: note: {output} does not say which tokens of the text it holds, .safetensors and .npz do: {cut} and so "
         "on for 2 layers\n"

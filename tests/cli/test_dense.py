@@ -254,7 +254,7 @@ def test_measure(run):
     ("argv", "message"),
     [
         (["--rope", ROPE], "--rope needs --dense"),
-        (["--dense", "--real"], "--real is not for --dense, which takes all layers as they are"),
+        (["--dense", "--encode"], "--encode is not for --dense, which takes all layers as they are"),
         (["--dense", "--zstd-level", "5"], "--zstd-level is not for --dense"),
         (["--dense", "--front-n", "1"], "--front-n is not for --dense"),
         (["--dense", "--analysis", "x"], "--analysis, --to-fp16 and --dense exclude each other"),
@@ -280,7 +280,7 @@ def test_k_alone_with_axes(run):
     run("encode", "k.npy", "-o", "plain/", "--codec", "dense", "--rope", "none")
     made = next(Path("alone").glob("*.frame")).read_bytes()
     assert made == next(Path("plain").glob("*.frame")).read_bytes()
-    assert "kvmnn dense" in run("bench", "keys.npy", "--axes", "lthd", "--rounds", "1").out
+    assert "kvmnn dense" in run("bench", "keys.npy", "--axes", "lthd", "--repeats", "1").out
 
 
 def test_verify_parts_an_array_as_encode_did(run):

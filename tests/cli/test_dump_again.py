@@ -1,4 +1,4 @@
-"""``kvmnn decode --as dump``: the KV dump that was encoded."""
+"""``kvmnn decode --output-kind dump``: the KV dump that was encoded."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_dump_comes_back(here: Path, run: Run) -> None:
     run("encode", "dumps/run_1", "-o", "run_1/")
-    said = run("decode", "run_1", "--as", "dump", "-o", "back/").out
+    said = run("decode", "run_1", "--output-kind", "dump", "-o", "back/").out
     assert "back/: a KV dump of 4 arrays and 2 metadata files" in said
     assert "LOSSLESS (read back, sha256 of the manifest)" in said
     assert contents(Path("back")) == contents(Path("dumps/run_1"))
-    assert "exists already" in run("decode", "run_1", "--as", "dump", "-o", "back", code=1).err
-    found = json.loads(run("decode", "run_1", "--as", "dump", "-o", "back", "-f", "--json").out)
+    assert "exists already" in run("decode", "run_1", "--output-kind", "dump", "-o", "back", code=1).err
+    found = json.loads(run("decode", "run_1", "--output-kind", "dump", "-o", "back", "-f", "--json").out)
     assert found["metadata_files"] == ["layer_0/meta_t0_3.json", "layer_0/meta_t3_6.json"]
     assert contents(Path("back")) == contents(Path("dumps/run_1"))
 
@@ -38,21 +38,21 @@ def test_without_it_nothing_changes(here: Path, run: Run) -> None:
     run("encode", "dumps", "-o", "b/")
     run("decode", "b", "-o", "plain/")
     assert {path.suffix for path in Path("plain").iterdir()} == {".npy"}
-    assert "--as dump -o DIR/" in run("decode", "--help-all").out
+    assert "--output-kind dump -o DIR/" in run("decode", "--help-all").out
 
 
 @pytest.mark.parametrize(
     ("argv", "code", "message"),
     [
-        ("b --as dump", 2, "no output given"),
-        ("b --as dump -o -", 2, "--as dump writes a directory"),
-        ("b --as dump --arrays -o back/", 2, "--as dump writes a directory"),
-        ("b --as arrays -o back/", 2, "invalid choice"),
-        ("k.npy.frame --as dump", 1, "k.npy.frame: was not made from a whole KV dump"),
-        ("k.npy.frame --as dump -o back/", 1, "k.npy.frame: was not made from a whole KV dump"),
-        ("b --as dump -o k.npy", 1, "is not a directory"),
-        ("b --as dump --no-manifest -o back/", 0, ""),
-        ("b --as dump --max-bytes 10 -o back/", 1, "above the limit of 10"),
+        ("b --output-kind dump", 2, "no output given"),
+        ("b --output-kind dump -o -", 2, "--output-kind dump writes a directory"),
+        ("b --output-kind dump --arrays -o back/", 2, "--output-kind dump writes a directory"),
+        ("b --output-kind arrays -o back/", 2, "invalid choice"),
+        ("k.npy.frame --output-kind dump", 1, "k.npy.frame: was not made from a whole KV dump"),
+        ("k.npy.frame --output-kind dump -o back/", 1, "k.npy.frame: was not made from a whole KV dump"),
+        ("b --output-kind dump -o k.npy", 1, "is not a directory"),
+        ("b --output-kind dump --no-manifest -o back/", 0, ""),
+        ("b --output-kind dump --max-input-bytes 10 -o back/", 1, "above the limit of 10"),
     ],
 )
 def test_what_is_refused(here: Path, run: Run, argv: str, code: int, message: str) -> None:
@@ -70,7 +70,7 @@ def test_the_error_is_one_line_whatever_a_name_has(here: Path, run: Run) -> None
     document["metadata_files"] = {"meta_\n\x1b[31m.json": '{"seq_len": "x"}'}
     manifest["metadata"]["kvmnn.dump"] = json.dumps(document)
     Path("b/manifest.json").write_text(json.dumps(manifest))
-    error = run("decode", "b", "--as", "dump", "-o", "back/", code=1).err
+    error = run("decode", "b", "--output-kind", "dump", "-o", "back/", code=1).err
     assert error.count("\n") == 1
     assert "\x1b" not in error
     assert "seq_len is 'x'" in error

@@ -35,7 +35,7 @@ def model_says() -> tuple[list[int], list[tuple[np.ndarray, np.ndarray]]]:
 
 
 def dump(run: Callable[..., Any], *more: object, out: str = "kv") -> Any:
-    argv = ["dump-kv", FIXTURE, "--text", TEXT, "--tokens", TOKENS, "-o", out, *more, "--json"]
+    argv = ["dump-kv", FIXTURE, "--text", TEXT, "--max-tokens", TOKENS, "-o", out, *more, "--json"]
     return json.loads(run(*argv).out)
 
 
@@ -70,7 +70,7 @@ def test_rounding_is_said_and_counted(run: Callable[..., Any], model_says: Any) 
             changed += int((here.astype(np.float32) != words).sum())
             worst = max(worst, float(np.abs(here.astype(np.float64) - words).max()))
     assert (found["rounded"]["changed"], found["rounded"]["largest_error"]) == (changed, worst)
-    said = run("dump-kv", FIXTURE, "--text", TEXT, "--tokens", TOKENS, "-o", "kv", "--dtype", "fp16", "-f").out
+    said = run("dump-kv", FIXTURE, "--text", TEXT, "--max-tokens", TOKENS, "-o", "kv", "--dtype", "fp16", "-f").out
     assert f"LOSSY (fp32 rounded to fp16: {changed:,} of" in said
 
 
@@ -141,14 +141,14 @@ def test_a_text_that_is_shorter(run: Callable[..., Any], folder: Path) -> None:
     found = json.loads(run(*argv, "--json").out)
     assert 2 < found["tokens_seen"] < 20
     assert f"the text has only {found['tokens_seen']} tokens" in run(*argv, "-f").out
-    one = json.loads(run(*argv, "--tokens", 1, "-f", "--json").out)
+    one = json.loads(run(*argv, "--max-tokens", 1, "-f", "--json").out)
     assert one["tokens_kept"] == [1] * LAYERS
 
 
 def test_what_exists_is_replaced_only_if_forced(run: Callable[..., Any]) -> None:
     dump(run)
     before = {path.name: path.stat().st_mtime_ns for path in Path("kv").iterdir()}
-    argv = ["dump-kv", FIXTURE, "--text", TEXT, "--tokens", 5, "-o", "kv"]
+    argv = ["dump-kv", FIXTURE, "--text", TEXT, "--max-tokens", 5, "-o", "kv"]
     assert "exists already" in run(*argv, code=1).err
     assert {path.name: path.stat().st_mtime_ns for path in Path("kv").iterdir()} == before
     run(*argv, "-f")
@@ -161,14 +161,18 @@ def test_what_exists_is_replaced_only_if_forced(run: Callable[..., Any]) -> None
         (["--text", str(TEXT)], 2, "no output given"),
         (["--text", str(TEXT), "-o", "-"], 2, "no output given"),
         (["-o", "kv"], 2, "--text"),
-        (["--text", str(TEXT), "-o", "kv", "--tokens", "4097"], 1, "4,096 positions"),
+        (["--text", str(TEXT), "-o", "kv", "--max-tokens", "4097"], 1, "4,096 positions"),
         (["--text", "empty.txt", "-o", "kv"], 1, "empty.txt: is empty"),
         (["--text", "latin.txt", "-o", "kv"], 1, "is not UTF-8"),
         (["--text", "none.txt", "-o", "kv"], 1, "none.txt"),
-        (["--text", str(TEXT), "-o", "latin.txt", "--tokens", "5"], 1, "latin.txt: exists already"),
-        (["--text", str(TEXT), "-o", "kv", "--tokens", "9", "--format", "mnn", "--run-id", "../x"], 1, "not a run id"),
+        (["--text", str(TEXT), "-o", "latin.txt", "--max-tokens", "5"], 1, "latin.txt: exists already"),
         (
-            ["--text", str(TEXT), "-o", "kv", "--tokens", "9", "--policy", "recent_only", "--budget", "0"],
+            ["--text", str(TEXT), "-o", "kv", "--max-tokens", "9", "--format", "mnn", "--run-id", "../x"],
+            1,
+            "not a run id",
+        ),
+        (
+            ["--text", str(TEXT), "-o", "kv", "--max-tokens", "9", "--policy", "recent_only", "--budget", "0"],
             1,
             "layer 0: the policy keeps no token of it",
         ),
@@ -197,7 +201,7 @@ def test_the_lossless_runtime_says_what_it_did_and_changes_no_word(run: Callable
     assert encoded == "Encoded: layers 0 to 1 of 6 (scope front_n, front_n 2); the others stay raw."
     for path in npy_files("kv"):
         assert path.read_bytes() == (Path("stored") / path.name).read_bytes()
-    argv = ["dump-kv", FIXTURE, "--text", TEXT, "--tokens", TOKENS, "-o", "kv", "-f", "--lossless", spec]
+    argv = ["dump-kv", FIXTURE, "--text", TEXT, "--max-tokens", TOKENS, "-o", "kv", "-f", "--lossless", spec]
     out = run(*argv, "--chunk", 10).out
     assert "The lossless runtime around the cache" in out and "the others stay raw." in out
     assert max(map(len, out.splitlines())) <= 80

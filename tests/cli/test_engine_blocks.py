@@ -34,12 +34,12 @@ def flat(text: str) -> str:
 @pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
 def test_blocks_that_unpack_wrote_are_read_again(here: Path, run, path: str, suffix: str) -> None:
     out = f"blocks{suffix}"
-    run("mnn", "unpack", path, "--blocks", "-o", out)
-    listed = run("inspect", path, "--blocks").out.splitlines()[1:]
+    run("mnn", "unpack", path, "--raw-blocks", "-o", out)
+    listed = run("inspect", path, "--raw-blocks").out.splitlines()[1:]
     assert run("inspect", out).out.splitlines()[1:] == listed and ": bytes [" in listed[1]
     run("encode", out, "-o", "f/")
     for blocks in (out, "f"):
-        assert "equal" in run("diff", blocks, path, "--blocks").out
+        assert "equal" in run("diff", blocks, path, "--raw-blocks").out
     assert "holds bytes, not the numbers of K or V" in flat(run("measure", out, code=1).err)
     assert "holds K and V" in run("plan", out, code=2).err
 
@@ -49,13 +49,13 @@ def test_bytes_of_no_cache_are_still_asked_about(here: Path, run) -> None:
     assert "raw bytes need a dtype" in run("encode", "bytes.npz", "-o", "o/", code=2).err
     why = "holds no array that can be encoded: member 'layer_0.key.npy': raw bytes need a dtype (--dtype fp16, bf16"
     assert why in flat(run("inspect", "bytes.npz", code=1).err)
-    run("mnn", "unpack", "q.session", "--blocks", "-o", "folder/")
+    run("mnn", "unpack", "q.session", "--raw-blocks", "-o", "folder/")
     assert "folder/layer_0.key.npy: raw bytes need a dtype" in flat(run("inspect", "folder", code=1).err)
 
 
 def test_decode_says_what_has_no_place_in_a_folder(here: Path, run) -> None:
     run("encode", "x.session", "--kv-heads", 2, "-o", "x.zarr")
-    run("encode", "x.session", "--kv-heads", 2, "--stream", 0, "-o", "f/")
+    run("encode", "x.session", "--kv-heads", 2, "--part", "stream=0", "-o", "f/")
     said = "does not say of what engine it is, nor which tokens it holds: .safetensors and .npz do"
     for frames in ("x.zarr", "f"):
         assert f"folder/ {said}" in flat(run("decode", frames, "-o", "folder/", "-f").err)
@@ -72,7 +72,7 @@ def test_decode_leaves_only_token_ids_out_of_an_npz(here: Path, run) -> None:
     shape = Shape(layers=1, heads=1, dims=2, value_dims=2)
     Path("long.session").write_bytes(llama_files.state(Random(3), shape, [tokens])[0])
     for out in ("l.zarr", "l/"):
-        run("encode", "long.session", "--kv-heads", 1, "--stream", 0, "-o", out)
+        run("encode", "long.session", "--kv-heads", 1, "--part", "stream=0", "-o", out)
         assert (
             "long.npz does not say the token ids, .safetensors does" in run("decode", out, "-o", "long.npz", "-f").err
         )

@@ -43,11 +43,11 @@ def flat(text: str) -> str:
     [
         ("c.safetensors --kv-heads 2", "packed files of MNN's and caches of llama.cpp"),
         ("c.safetensors --model m.gguf", "packed files of MNN's and caches of llama.cpp"),
-        ("c.safetensors --stream 0", "caches of llama.cpp"),
-        ("c.safetensors --sequence 0", "caches of llama.cpp"),
-        ("c.safetensors --window", "caches of llama.cpp"),
-        ("c.safetensors --blocks", "quantised K and V"),
-        ("x.session --kv-heads 2 --blocks", "quantised K and V"),
+        ("c.safetensors --part stream=0", "caches of llama.cpp"),
+        ("c.safetensors --part sequence=0", "caches of llama.cpp"),
+        ("c.safetensors --part sliding-window", "caches of llama.cpp"),
+        ("c.safetensors --raw-blocks", "quantised K and V"),
+        ("x.session --kv-heads 2 --raw-blocks", "quantised K and V"),
     ],
 )
 def test_what_says_nothing_to_a_cache_is_refused(here: Path, run, verb: str, said: str, about: str) -> None:
@@ -58,20 +58,20 @@ def test_what_says_nothing_to_a_cache_is_refused(here: Path, run, verb: str, sai
 
 
 def test_blocks_are_taken_of_what_has_them(here: Path, run) -> None:
-    assert "bytes [2, 5, " in run("inspect", "g.safetensors", "--blocks").out
-    assert "bytes [12, 4, 34]" in run("inspect", "q.session", "--blocks").out
-    run("encode", "q.session", "x.session", "--blocks", "--kv-heads", 2, "-o", "both/")
+    assert "bytes [2, 5, " in run("inspect", "g.safetensors", "--raw-blocks").out
+    assert "bytes [12, 4, 34]" in run("inspect", "q.session", "--raw-blocks").out
+    run("encode", "q.session", "x.session", "--raw-blocks", "--kv-heads", 2, "-o", "both/")
 
 
 def test_of_two_inputs_an_option_is_for_the_one_that_it_is_about(here: Path, run) -> None:
     run("mnn", "unpack", "x.session", "--kv-heads", 2, "-o", "x.npz")
-    assert "equal" in run("diff", "x.npz", "x.session", "--kv-heads", 2, "--stream", 0).out
-    run("encode", "q.session", "--blocks", "-o", "blocks/")
+    assert "equal" in run("diff", "x.npz", "x.session", "--kv-heads", 2, "--part", "stream=0").out
+    run("encode", "q.session", "--raw-blocks", "-o", "blocks/")
     run("encode", "q.session", "-o", "whole/")
     for frames in ("blocks", "whole"):
-        assert "equal" in run("diff", frames, "q.session", "--blocks").out
-    refused = run("diff", "x.session", "x.session", "--blocks", code=2).err
-    assert "--blocks is about quantised K and V, and x.session x.session holds none" in flat(refused)
+        assert "equal" in run("diff", frames, "q.session", "--raw-blocks").out
+    refused = run("diff", "x.session", "x.session", "--raw-blocks", code=2).err
+    assert "--raw-blocks is about quantised K and V, and x.session x.session holds none" in flat(refused)
 
 
 @pytest.mark.parametrize("argv", ["plain.npz --axes lhtd", "plain.npz --shape 7,3", "c.safetensors --axes htd"])
@@ -90,24 +90,24 @@ def test_each_input_of_diff_has_undone_what_was_done_to_it(unpacked: Callable[[s
     for first, second in ((rotated, plain), (plain, rotated)):
         above = {}
         for undo in ("none", "k-rotation", "k-rotation,k-order"):
-            document = json.loads(run("diff", first, second, *diff, "--undo", undo, "--json", code=1).out)
+            document = json.loads(run("diff", first, second, *diff, "--invert", undo, "--json", code=1).out)
             above[undo] = {each["above"] for each in document["layers"] if each["part"] == "key"}
         assert above["k-rotation"] == above["k-rotation,k-order"]
         assert max(above["k-rotation"]) < 200 < 3000 < min(above["none"])
-        found = run("diff", first, second, *diff, "--undo", "k-rotation", code=1)
+        found = run("diff", first, second, *diff, "--invert", "k-rotation", code=1)
         said = flat(found.err)
         assert f"{rotated}: undone: k-rotation" in said and f"{plain}: undone: nothing, as nothing of that was" in said
-        both = flat(run("diff", first, second, *diff, "--undo", "k-rotation,k-order", code=1).err)
+        both = flat(run("diff", first, second, *diff, "--invert", "k-rotation,k-order", code=1).err)
         assert f"{rotated}: undone: k-rotation, k-order" in both and f"{plain}: undone: k-order" in both
-    one = ("--tensor", "layer_0.key", "--kv-heads", 1, "--undo")
+    one = ("--tensor", "layer_0.key", "--kv-heads", 1, "--invert")
     assert "equal: 6,720 words" in run("diff", plain, plain, *one, "k-order").out
-    refused = flat(run("diff", plain, plain, *diff, "--undo", "k-rotation", code=2).err)
+    refused = flat(run("diff", plain, plain, *diff, "--invert", "k-rotation", code=2).err)
     assert "undo k-rotation: was done to neither of" in refused and "expected k-order" in refused
 
 
 def test_what_unpack_undid_is_not_undone_again(here: Path, run) -> None:
-    run("mnn", "unpack", "q.session", "--kv-heads", 2, "--undo", "k-rotation", "-o", "q.npz")
-    found = run("diff", "q.session", "q.npz", "--kv-heads", 2, "--undo", "k-rotation")
+    run("mnn", "unpack", "q.session", "--kv-heads", 2, "--invert", "k-rotation", "-o", "q.npz")
+    found = run("diff", "q.session", "q.npz", "--kv-heads", 2, "--invert", "k-rotation")
     assert "q.session: undone: k-rotation" in found.err and "q.npz: undone: nothing" in found.err
     assert "equal" in found.out
 
@@ -115,17 +115,17 @@ def test_what_unpack_undid_is_not_undone_again(here: Path, run) -> None:
 def test_a_batch_of_one_is_told_of_in_words(here: Path, run) -> None:
     arrays = {f"layer_0.{part}": np.ones((1, 2, 5, 8), np.float16) for part in ("key", "value")}
     np.savez("one.npz", **arrays)
-    refused = run("measure", "one.npz", "--batch", 1, code=2).err
-    assert "has no text 1 in its batch, which is of one text: leave --batch out" in flat(refused)
+    refused = run("measure", "one.npz", "--part", "batch=1", code=2).err
+    assert "has no text 1 in its batch, which is of one text: leave --part batch out" in flat(refused)
 
 
 @pytest.mark.parametrize("jobs", [(), ("--jobs", 1)])
 def test_one_text_of_a_batch_is_no_whole_file(here: Path, run, jobs: tuple[object, ...]) -> None:
     data, expected = mlx_files.cache(Random(3), mlx_files.Shape(batch=3))
     Path("b.safetensors").write_bytes(data)
-    noted = run("encode", "b.safetensors", "--batch", 1, *jobs, "-o", "o/" if jobs else "o.frames")
+    noted = run("encode", "b.safetensors", "--part", "batch=1", *jobs, "-o", "o/" if jobs else "o.frames")
     frames = "o/b.safetensors.frames" if jobs else "o.frames"
-    said = "arrays are encoded, and decode will not write the file: --batch"
+    said = "arrays are encoded, and decode will not write the file: --part batch"
     assert said in ("\n".join(json.loads(noted.out)["notes"]) if jobs else noted.err)
     assert "the same file" not in noted.out
     run("verify", frames)

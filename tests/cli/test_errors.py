@@ -83,7 +83,7 @@ def tree(folder: Path) -> dict[str, int]:
         ("decode broken -o x/", 1, "arrays[0].frames[0].file: found \"../lone.frame\""),
         ("decode liar.frame -o x.npy", 1, "liar.frame.json: schema: is missing"),
         ("decode lone.frame --dtype fp32 -o x.npy", 1, "lone.frame: "),
-        ("decode lone.frame --max-bytes 1K -o x.npy", 1, "above the limit of 1024"),
+        ("decode lone.frame --max-input-bytes 1K -o x.npy", 1, "above the limit of 1024"),
         ("verify long.frame", 1, "long.frame: "),
         ("verify lone.frame --against double.npy", 1, "double.npy: numpy type float64"),
         ("verify lone.frame --against missing.npy", 1, "missing.npy: cannot be read"),
@@ -112,8 +112,8 @@ def tree(folder: Path) -> dict[str, int]:
         ("frobnicate", 2, "there is no verb 'frobnicate'"),
         ("encode ok.npy --effort most -o x.frame", 2, "invalid choice: 'most'"),
         ("encode ok.npy --dtype fp8 -o x.frame", 2, "invalid choice: 'fp8'"),
-        ("encode ok.npy --frame-bytes 1X -o x.frame", 2, "'1X' is not a size"),
-        ("encode ok.npy --frame-bytes 1 -o x.frame", 2, "expected 0 (never cut) or at least 4"),
+        ("encode ok.npy --chunk-bytes 1X -o x.frame", 2, "'1X' is not a size"),
+        ("encode ok.npy --chunk-bytes 1 -o x.frame", 2, "expected 0 (never cut) or at least 4"),
         ("encode ok.npy --threads 0 -o x.frame", 2, "'0' is not a whole number above zero"),
         ("encode ok.npy --threads -1 -o x.frame", 2, "argument --threads"),
         ("encode - - -o x/", 2, "standard input can be read only once"),
@@ -235,7 +235,7 @@ def test_a_full_disk(here):
 def test_interrupted(here, number, code):
     np.save("big.npy", np.frombuffer(np.random.default_rng(0).bytes(96 << 20), np.float32))
     before = set(tree(here))
-    process = start("encode", "big.npy", "-o", "x/", "--frame-bytes", "1M")
+    process = start("encode", "big.npy", "-o", "x/", "--chunk-bytes", "1M")
     deadline = time.monotonic() + 30
     while not any(path.stat().st_size for path in here.glob(".x*/*")) and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -23,7 +23,7 @@ from kvmnn.cli.entry_point import main
 
 FIXTURE = FIXTURES / "lm"
 TEXTS = [str(FIXTURE / "texts" / name) for name in ("calendar.py.txt", "asyncio__tasks.py.txt")]
-BASE = ["eval", str(FIXTURE), "--text", *TEXTS, "--tokens", "48", "--threads", "1"]
+BASE = ["eval", str(FIXTURE), "--text", *TEXTS, "--max-tokens", "48", "--threads", "1"]
 QUICK = [*BASE, "--policy", "streaming", "--budget", "16", "--no-timing"]
 
 
@@ -120,7 +120,7 @@ def test_plots(capsys, cells, tmp_path):
 @pytest.mark.slow
 def test_a_prefix_store_changes_no_number(capsys, tmp_path):
     """A fresh process for each configuration; what is no store is refused before anything is measured."""
-    asked = [*QUICK, "--prompt", "40", "--json"]
+    asked = [*QUICK, "--prefill-tokens", "40", "--json"]
     found = [json.loads(run(capsys, *asked, *more)[1]) for more in ([], ["--store", tmp_path / "s"]) for _ in "ab"]
     assert len({json.dumps([(row["nll"], row["accuracy"]) for row in each["rows"]]) for each in found}) == 1
     last = [[text.get("stored_tokens") for text in row["documents"]] for row in found[-1]["rows"]]
@@ -191,7 +191,7 @@ def test_notes_for_readers_of_json(capsys, tmp_path):
 @pytest.mark.slow
 def test_what_the_model_refuses_is_named_and_the_rest_is_there(capsys):
     code, out, err = run(
-        capsys, *QUICK, "--policy", "h2o_tokens:recent=4,buffer=0", "--chunk", "24", "--slack", "0", "--json"
+        capsys, *QUICK, "--policy", "h2o_tokens:recent=4,buffer=0", "--chunk", "24", "--max-masked", "0", "--json"
     )
     assert code == 1
     document = json.loads(out)
@@ -228,7 +228,7 @@ def test_what_the_model_refuses_is_named_and_the_rest_is_there(capsys):
         (["--policy", "full", "--json", "--csv"], "both want standard output"),
         (["--policy", "full", "-o", "-"], "printed on standard output anyhow"),
         (["--policy", "streaming", "--budget", "100%"], "is not a whole number"),
-        (["--policy", "full", "--tokens", "0"], "not a whole number above zero"),
+        (["--policy", "full", "--max-tokens", "0"], "not a whole number above zero"),
         (["--policy", "full", "--frame-dtype", "fp8"], "invalid choice"),
     ],
 )
@@ -251,8 +251,16 @@ def test_data_that_cannot_be_used(capsys, tmp_path):
         "does not exist": [tmp_path / "model", "--text", TEXTS[0]],
         "has no *.txt, *.jsonl or *.parquet files": [FIXTURE, "--text", tmp_path],
         "is not a cell of an evaluation": [FIXTURE, "--text", TEXTS[0], "--resume", latin],
-        "onnxruntime has no provider Nothing": [FIXTURE, "--text", TEXTS[0], "--providers", "Nothing", "--tokens", "9"],
-        "backend": [FIXTURE, "--text", TEXTS[0], "--packed", "z80", "--tokens", "9"],
+        "onnxruntime has no provider Nothing": [
+            FIXTURE,
+            "--text",
+            TEXTS[0],
+            "--provider",
+            "Nothing",
+            "--max-tokens",
+            "9",
+        ],
+        "backend": [FIXTURE, "--text", TEXTS[0], "--layout", "z80", "--max-tokens", "9"],
     }
     for message, arguments in cases.items():
         code, err = fails(capsys, "eval", *arguments, *policy)
@@ -262,7 +270,7 @@ def test_data_that_cannot_be_used(capsys, tmp_path):
 
 def test_damaged_models(capsys, tmp_path):
     graph = (FIXTURE / "model.onnx").read_bytes()
-    rest = ["--text", TEXTS[0], "--policy", "streaming", "--budget", "16", "--tokens", "9", "--no-timing"]
+    rest = ["--text", TEXTS[0], "--policy", "streaming", "--budget", "16", "--max-tokens", "9", "--no-timing"]
     (tmp_path / "model.onnx").write_bytes(graph[: len(graph) // 2])
     code, err = fails(capsys, "eval", tmp_path, *rest)
     assert code == 1
@@ -297,7 +305,7 @@ def test_forced_output_replaces_the_file(capsys, cells, tmp_path):
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_interrupted_it_leaves_cells_and_no_processes(capsys, tmp_path, number, code):
     path = tmp_path / "cells"
-    arguments = [*QUICK, "--tokens", "200", "--resume", str(path), "--jobs", "2", "-o", str(tmp_path / "out.md")]
+    arguments = [*QUICK, "--max-tokens", "200", "--resume", str(path), "--jobs", "2", "-o", str(tmp_path / "out.md")]
     with subprocess.Popen(
         [sys.executable, "-m", "kvmnn", *arguments], stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
@@ -325,7 +333,7 @@ def test_interrupted_it_leaves_cells_and_no_processes(capsys, tmp_path, number, 
 
 @pytest.mark.slow
 def test_killed_and_resumed_it_gives_what_an_uninterrupted_run_gives(capsys, tmp_path):
-    arguments = [*QUICK, "--tokens", "120", "--policy", "l2_fixed:strategy=random", "--json"]
+    arguments = [*QUICK, "--max-tokens", "120", "--policy", "l2_fixed:strategy=random", "--json"]
     path = tmp_path / "cells"
     for cells in (1, 3):  # killed twice, wherever it is then
         with subprocess.Popen(

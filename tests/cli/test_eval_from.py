@@ -1,4 +1,4 @@
-"""``kvmnn eval --from``: a cache that some engine saved, what it is worth, and one line for what cannot be."""
+"""``kvmnn eval --initial-cache``: a cache that some engine saved, what it is worth, and one line for what cannot be."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from kvmnn.cli.entry_point import main
 MODEL = FIXTURES / "lm"
 TEXT = MODEL / "texts" / "trace.py.txt"
 TOKENS = 40
-BASE = ["eval", str(MODEL), "--text", str(TEXT), "--tokens", "56", "--chunk", "8", "--threads", "1"]
+BASE = ["eval", str(MODEL), "--text", str(TEXT), "--max-tokens", "56", "--chunk", "8", "--threads", "1"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """`kv` of dump-kv, `a.session` and `a.pt` with its arrays, `ids.json`."""
     found = tmp_path_factory.mktemp("from")
-    dump = ["dump-kv", str(MODEL), "--text", str(TEXT), "--tokens", str(TOKENS), "--chunk", "8", "-q"]
+    dump = ["dump-kv", str(MODEL), "--text", str(TEXT), "--max-tokens", str(TOKENS), "--chunk", "8", "-q"]
     assert main([*dump, "-o", str(found / "kv")]) == 0
     layers = [tuple(np.load(found / "kv" / f"layer_{n}.{part}.npy") for part in ("key", "value")) for n in range(6)]
     ids = json.loads((found / "kv" / "token_ids.json").read_text())
@@ -62,7 +62,7 @@ def test_a_cache_of_the_model_in_any_form(capsys, folder, tmp_path, monkeypatch,
     made = tmp_path / "x"
     assert run(capsys, *FORMS[form], made)[0] == 0
     more = ["--no-timing", "-o", tmp_path / "r.json"]
-    code, out, err = run(capsys, *BASE, "--from", made, "--token-ids", "ids.json", *more, "-q")
+    code, out, err = run(capsys, *BASE, "--initial-cache", made, "--token-ids", "ids.json", *more, "-q")
     assert (code, err) == (0, "") and "| policy |" in out
     document = json.loads((tmp_path / "r.json").read_text())
     own, begun = document["rows"]
@@ -73,7 +73,7 @@ def test_a_cache_of_the_model_in_any_form(capsys, folder, tmp_path, monkeypatch,
 
 @pytest.mark.slow
 def test_a_table_and_its_json(capsys, folder, tmp_path):
-    asked = [*BASE, "--from", folder / "a.session", "--policy", "streaming", "--budget", "16"]
+    asked = [*BASE, "--initial-cache", folder / "a.session", "--policy", "streaming", "--budget", "16"]
     code, out, err = run(capsys, *asked, "-o", tmp_path / "r.json")
     assert (code, err) == (0, "")
     table = out.splitlines()
@@ -95,39 +95,39 @@ def test_a_table_and_its_json(capsys, folder, tmp_path):
 @pytest.mark.slow
 def test_notes_that_begin_with_a_file_keep_its_name(capsys, folder, monkeypatch):
     monkeypatch.chdir(folder)
-    code, out, _ = run(capsys, *BASE, "--from", "a.pt", "--batch", "1", "--token-ids", "ids.json")
+    code, out, _ = run(capsys, *BASE, "--initial-cache", "a.pt", "--part", "batch=1", "--token-ids", "ids.json")
     assert code == 0 and "a.pt: text 1 of a batch of 2" in " ".join(out.split())
 
 
 @pytest.mark.slow
 def test_options_about_the_cache(capsys, folder):
     ids = ["--token-ids", folder / "ids.json"]
-    code, _, err = run(capsys, *BASE, "--from", folder / "a.pt", "--batch", "1", *ids, "-q")
+    code, _, err = run(capsys, *BASE, "--initial-cache", folder / "a.pt", "--part", "batch=1", *ids, "-q")
     assert (code, err) == (0, "")
-    assert "--batch N takes one text" in fails(capsys, *BASE, "--from", folder / "a.pt", *ids)[1]
+    assert "--part batch=N takes one text" in fails(capsys, *BASE, "--initial-cache", folder / "a.pt", *ids)[1]
     assert (
         "does not say its token ids: expected --token-ids IDS"
-        in fails(capsys, *BASE, "--from", folder / "a.pt", "--batch", "1")[1]
+        in fails(capsys, *BASE, "--initial-cache", folder / "a.pt", "--part", "batch=1")[1]
     )
     assert (
         "its token 0 is 0, --token-ids says 5"
-        in fails(capsys, *BASE, "--from", folder / "a.session", "--token-ids", "5,6")[1]
+        in fails(capsys, *BASE, "--initial-cache", folder / "a.session", "--token-ids", "5,6")[1]
     )
 
 
 def test_options_that_do_nothing_are_refused(capsys, folder):
-    cache = ["--from", folder / "a.session"]
+    cache = ["--initial-cache", folder / "a.session"]
     for more, said in (
-        (["--token-ids", "1,2"], "--token-ids is about the cache of --from, which is missing"),
-        (["--undo", "k-order"], "--undo is about the cache of --from"),
-        ([*cache, "--undo", "all"], "undo 'all': expected k-rotation, v-rotation or k-order"),
-        (["--batch", "0"], "--batch is about the cache of --from"),
-        (["--sequence", "0"], "--sequence is about the cache of --from"),
-        (["--backend", "x86-avx2"], "--backend is about the cache of --from"),
+        (["--token-ids", "1,2"], "--token-ids is about the cache of --initial-cache, which is missing"),
+        (["--invert", "k-order"], "--invert is about the cache of --initial-cache"),
+        ([*cache, "--invert", "all"], "undo 'all': expected k-rotation, v-rotation or k-order"),
+        (["--part", "batch=0"], "--part batch is about the cache of --initial-cache"),
+        (["--part", "sequence=0"], "--part sequence is about the cache of --initial-cache"),
+        (["--backend", "x86-avx2"], "--backend is about the cache of --initial-cache"),
         ([*cache, "--backend", "x86-avx2"], "--backend is about packed files of MNN's"),
-        ([*cache, "--repeats", "2"], "--repeats has no effect with --from: nothing is timed"),
-        ([*cache, "--store", "s"], "--store has no effect with --from"),
-        ([*cache, "--preset", "streaming-h2o"], "--preset has no effect with --from"),
+        ([*cache, "--repeats", "2"], "--repeats has no effect with --initial-cache: nothing is timed"),
+        ([*cache, "--store", "s"], "--store has no effect with --initial-cache"),
+        ([*cache, "--preset", "streaming-h2o"], "--preset has no effect with --initial-cache"),
     ):
         code, err = fails(capsys, *BASE, *more)
         assert code == 2 and said in err
@@ -139,18 +139,18 @@ def test_caches_that_are_none(capsys, folder, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "no\x1b[31m.session").write_bytes((folder / "a.session").read_bytes()[:-1])
     for path in (tmp_path / "missing", tmp_path / "empty", tmp_path / "no\x1b[31m.session", TEXT, MODEL / "model.onnx"):
-        code, err = fails(capsys, *BASE, "--from", path)
+        code, err = fails(capsys, *BASE, "--initial-cache", path)
         assert code == 1 and "\x1b" not in err
     output = ["-o", folder / "a.session", "-f"]
     before = (folder / "a.session").read_bytes()
-    assert fails(capsys, *BASE, "--from", folder / "a.session", *output)[0] == 1
+    assert fails(capsys, *BASE, "--initial-cache", folder / "a.session", *output)[0] == 1
     assert (folder / "a.session").read_bytes() == before
 
 
 @pytest.mark.slow
 def test_an_interrupt_leaves_nothing(folder, tmp_path):
     """Killed while a process measures: its files of K and V go, and finished cells stay."""
-    command = [sys.executable, "-P", "-m", "kvmnn", *BASE, "--from", str(folder / "kv"), "--chunk", "1"]
+    command = [sys.executable, "-P", "-m", "kvmnn", *BASE, "--initial-cache", str(folder / "kv"), "--chunk", "1"]
     command[command.index("56")] = "1500"
     with subprocess.Popen(
         [*command, "--resume", str(tmp_path / "cells"), "-q"],

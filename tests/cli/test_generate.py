@@ -35,7 +35,7 @@ def document(found: SimpleNamespace) -> Any:
 
 def test_both_texts_side_by_side(generate: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    asked = [FIXTURE, "--prompt", PROMPT, "--policy", "streaming", "--budget", 8, "--max-tokens", 24]
+    asked = [FIXTURE, "--prompt", PROMPT, "--policy", "streaming", "--budget", 8, "--max-new-tokens", 24]
     said = generate(*asked).out
     found = document(generate(*asked, "--json"))
     assert (found["verb"], found["label"], found["equal"]) == ("generate", "LOSSY", False)
@@ -55,7 +55,7 @@ def test_both_texts_side_by_side(generate: Callable[..., Any], monkeypatch: pyte
 
 @pytest.mark.slow
 def test_a_large_budget_gives_the_same_text(generate: Callable[..., Any]) -> None:
-    asked = [FIXTURE, "--prompt", PROMPT, "--policy", "h2o_decayed_heads", "--budget", 400, "--max-tokens", 12]
+    asked = [FIXTURE, "--prompt", PROMPT, "--policy", "h2o_decayed_heads", "--budget", 400, "--max-new-tokens", 12]
     found = document(generate(*asked, "--json"))
     assert (found["label"], found["equal"], found["first_difference"]) == ("LOSSLESS", True, None)
     assert found["full"]["text"] == found["cut"]["text"]
@@ -63,16 +63,16 @@ def test_a_large_budget_gives_the_same_text(generate: Callable[..., Any]) -> Non
 
 
 def test_the_full_cache_alone(generate: Callable[..., Any]) -> None:
-    found = document(generate(FIXTURE, "--prompt", PROMPT, "--max-tokens", 6, "--json"))
+    found = document(generate(FIXTURE, "--prompt", PROMPT, "--max-new-tokens", 6, "--json"))
     assert (found["label"], found["cut"], found["policy"]["policy"]) == ("LOSSLESS", None, "full")
-    said = generate(FIXTURE, "--prompt", PROMPT, "--max-tokens", 6).out
+    said = generate(FIXTURE, "--prompt", PROMPT, "--max-new-tokens", 6).out
     assert said.startswith(found["full"]["text"].split("\n")[0]) and "LOSSY" not in said
 
 
 @pytest.mark.slow
 def test_prompts_from_files_and_model_named_by_its_file(generate: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "prompt.txt").write_text(PROMPT, encoding="utf-8")
-    tail = ["--max-tokens", 8, "--json"]
+    tail = ["--max-new-tokens", 8, "--json"]
     by_text = document(generate(FIXTURE, "--prompt", PROMPT, *tail))
     by_file = document(generate(FIXTURE / "model.onnx", "--prompt-file", tmp_path / "prompt.txt", *tail))
     assert by_text["full"]["ids"] == by_file["full"]["ids"]
@@ -81,21 +81,21 @@ def test_prompts_from_files_and_model_named_by_its_file(generate: Callable[..., 
 
 @pytest.mark.slow
 def test_packed_layouts_hold_the_same_cache(generate: Callable[..., Any]) -> None:
-    asked = [FIXTURE, "--prompt", PROMPT, "--policy", "streaming", "--budget", 16, "--max-tokens", 10, "--json"]
-    plain, packed = document(generate(*asked)), document(generate(*asked, "--packed", "x86-avx2"))
+    asked = [FIXTURE, "--prompt", PROMPT, "--policy", "streaming", "--budget", 16, "--max-new-tokens", 10, "--json"]
+    plain, packed = document(generate(*asked)), document(generate(*asked, "--layout", "x86-avx2"))
     assert plain["cut"]["ids"] == packed["cut"]["ids"]
 
 
 @pytest.mark.slow
 def test_seeds_draw_the_same_text_again(generate: Callable[..., Any]) -> None:
-    asked = [FIXTURE, "--prompt", PROMPT, "--max-tokens", 12, "--temperature", 1.5, "--top-k", 50, "--json"]
+    asked = [FIXTURE, "--prompt", PROMPT, "--max-new-tokens", 12, "--temperature", 1.5, "--top-k", 50, "--json"]
     one, again, other = (document(generate(*asked, "--seed", seed)) for seed in (7, 7, 8))
     assert one["full"]["ids"] == again["full"]["ids"] != other["full"]["ids"]
     assert one["sampling"] == {"temperature": 1.5, "top_k": 50, "seed": 7}
 
 
 def test_quiet_prints_the_result_alone(generate: Callable[..., Any]) -> None:
-    found = generate(FIXTURE, "--prompt", "x", "--max-tokens", 2, "-q")
+    found = generate(FIXTURE, "--prompt", "x", "--max-new-tokens", 2, "-q")
     assert "new tokens" in found.out and found.err == ""
 
 
@@ -116,15 +116,15 @@ def test_quiet_prints_the_result_alone(generate: Callable[..., Any]) -> None:
         (["--prompt", "x", "--top-k", "5"], 2, "--top-k needs a --temperature"),
         (["--prompt", "x", "--temperature", "-1"], 2, "'-1' is not a number, at least 0"),
         (["--prompt", "x", "--temperature", "nan"], 2, "'nan' is not a number"),
-        (["--prompt", "x", "--max-tokens", "0"], 2, "'0' is not a whole number above zero"),
+        (["--prompt", "x", "--max-new-tokens", "0"], 2, "'0' is not a whole number above zero"),
         (["--prompt", "x", "--prompt-file", "y"], 2, "not allowed with argument"),
         ([], 2, "one of the arguments --prompt --prompt-file is required"),
-        (["--prompt", "x", "--max-tokens", "4097"], 1, "at most 4,095 new ones"),
-        (["--prompt", "x", "--max-tokens", "4097", "--policy", "streaming"], 1, "made for"),
+        (["--prompt", "x", "--max-new-tokens", "4097"], 1, "at most 4,095 new ones"),
+        (["--prompt", "x", "--max-new-tokens", "4097", "--policy", "streaming"], 1, "made for"),
         (["--prompt", b"\xff".decode("utf-8", "surrogateescape")], 1, "--prompt: is not UTF-8: byte 0 is 0xff"),
         (["--prompt-file", "/nonexistent"], 1, "/nonexistent"),
         (["--prompt", "x", "--tokenizer", "/nonexistent.json"], 1, "/nonexistent.json"),
-        (["--prompt", "x", "--packed", "nope", "--max-tokens", "2"], 1, "nope"),
+        (["--prompt", "x", "--layout", "nope", "--max-new-tokens", "2"], 1, "nope"),
     ],
 )
 def test_one_line_and_a_code(generate: Callable[..., Any], argv: list[str], code: int, message: str) -> None:
@@ -151,7 +151,7 @@ def test_a_missing_package_is_named(generate: Callable[..., Any], name: str, mon
 
 
 def test_a_store(generate: Callable[..., Any], tmp_path: Path) -> None:
-    asked = [FIXTURE, "--prompt", PROMPT * 3, "--max-tokens", 3, "--store", tmp_path / "store"]
+    asked = [FIXTURE, "--prompt", PROMPT * 3, "--max-new-tokens", 3, "--store", tmp_path / "store"]
     first, again = document(generate(*asked, "--json")), document(generate(*asked, "--json"))
     assert (first["full"]["store"]["tokens"], first["full"]["store"]["put"]["known_tokens"]) == (0, 0)
     assert again["full"]["store"]["tokens"] == again["prompt_tokens"] - 1

@@ -1,4 +1,4 @@
-"""``--policy h2o_engine --config FILE`` in eval, generate and dump-kv, and ``plan --config``."""
+"""``--policy h2o_engine --engine-config FILE`` in eval, generate and dump-kv, and ``plan --engine-config``."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def config(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_eval(run: Run, config: Path) -> None:
-    asked = ["eval", FIXTURE, "--text", TEXT, "--tokens", 96, "--prompt", 60, "--no-timing", "--threads", 1]
-    asked += ["--policy", "h2o_engine", "--config", config]
+    asked = ["eval", FIXTURE, "--text", TEXT, "--max-tokens", 96, "--prefill-tokens", 60, "--no-timing", "--threads", 1]
+    asked += ["--policy", "h2o_engine", "--engine-config", config]
     found = json.loads(run(*asked, "--json", "-q").out)
     full, row = found["rows"]
     assert "h2o" not in full and row["options"]["block_tokens"] == 8 and row["kind"] == "LOSSY"
@@ -55,21 +55,25 @@ def test_eval(run: Run, config: Path) -> None:
 @pytest.mark.slow
 def test_generate_and_dump(run: Run, config: Path, tmp_path: Path) -> None:
     prompt = TEXT.read_text(encoding="utf-8")[:300]
-    model = [FIXTURE, "--policy", "h2o_engine:block_tokens=4", "--config", config]
-    asked = ["generate", *model, "--prompt", prompt, "--max-tokens", 16]
+    model = [FIXTURE, "--policy", "h2o_engine:block_tokens=4", "--engine-config", config]
+    asked = ["generate", *model, "--prompt", prompt, "--max-new-tokens", 16]
     cut = json.loads(run(*asked, "--json").out)["cut"]
     assert [layer["tokens_kept"] for layer in cut["h2o"]["layers"]] == cut["tokens_kept"]
     assert min(cut["tokens_kept"]) < cut["tokens_seen"] == max(cut["tokens_kept"])
     assert "h2o_total_evict_tokens" in run(*asked).out
-    written = ["dump-kv", *model, "--text", TEXT, "--tokens", 90, "--chunk", 1, "-o", tmp_path / "kv", "--json"]
+    written = ["dump-kv", *model, "--text", TEXT, "--max-tokens", 90, "--chunk", 1, "-o", tmp_path / "kv", "--json"]
     assert min(json.loads(run(*written).out)["tokens_kept"]) < 90
 
 
 def test_plan_takes_the_configuration_and_options_say_more(run: Run, config: Path, tmp_path: Path) -> None:
     attention = np.random.default_rng(4).random((4, 1, 200), dtype=np.float32)
     np.save(tmp_path / "a.npy", attention)
-    for options, more in ((("--sink", 20), {"sink_tokens": 20}), ((), {}), (("--keep-ratio", 0.5), None)):
-        found = json.loads(run("plan", tmp_path / "a.npy", "--config", config, *options, "--json").out)
+    for options, more in (
+        (("--h2o", "sink_tokens=20"), {"sink_tokens": 20}),
+        ((), {}),
+        (("--h2o", "keep_ratio=0.5"), None),
+    ):
+        found = json.loads(run("plan", tmp_path / "a.npy", "--engine-config", config, *options, "--json").out)
         said = {"target_mode": "static", "target_keep_ratio": 0.5} if more is None else more
         made = plan_blocks(
             sum_by_block(attention, 8), 200, block_tokens=8, **{"sink_tokens": 4, "recent_tokens": 16, **said}
@@ -77,7 +81,7 @@ def test_plan_takes_the_configuration_and_options_say_more(run: Run, config: Pat
         assert found["layers"][0]["pairs"] == [list(pair) for pair in made.reserve_pairs]
     static = tmp_path / "static.json"
     static.write_text(json.dumps({"kv_h2o_target_mode": "static", "kv_h2o_target_keep_ratio": 0.25}))
-    config_of = json.loads(run("plan", tmp_path / "a.npy", "--config", static, "--json").out)["config"]
+    config_of = json.loads(run("plan", tmp_path / "a.npy", "--engine-config", static, "--json").out)["config"]
     assert (config_of["target_mode"], config_of["keep_ratio"], config_of["block_tokens"]) == ("static", 0.25, 64)
 
 
@@ -102,10 +106,10 @@ def test_configurations_that_are_of_no_use(run: Run, verb: str, tmp_path: Path) 
         if text is not None:
             (tmp_path / name).write_text(text)
         code = 1 if text is None or not text.startswith('{"') else 2
-        err = run(*base[verb], "--config", tmp_path / name, code=code).err
+        err = run(*base[verb], "--engine-config", tmp_path / name, code=code).err
         assert message in err and err.count("\n") == 1
     if verb != "plan":
         (tmp_path / "good.json").write_text("{}")
         asked = [part if part != "h2o_engine" else "streaming" for part in base[verb]]
-        err = run(*asked, "--config", tmp_path / "good.json", code=2).err
+        err = run(*asked, "--engine-config", tmp_path / "good.json", code=2).err
         assert "nothing takes options from it; expected --policy h2o_engine" in err

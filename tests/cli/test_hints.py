@@ -61,7 +61,7 @@ def test_nothing_is_said_of_heads_where_nothing_looks_at_them(run) -> None:
 
 
 def test_both_columns_of_frames_say_of_what_they_are(run) -> None:
-    real = run("measure", "kv.npz", "--real").out
+    real = run("measure", "kv.npz", "--encode").out
     dense = run("measure", "kv.npz", "--dense", "--rope", "none").out
     assert "measured, [token, kv_head, head_dim] as dumps have them" in flat(real)
     assert "exact: frames as MNN makes them, of arrays as they lie" in flat(dense)
@@ -71,7 +71,7 @@ def test_both_columns_of_frames_say_of_what_they_are(run) -> None:
     by_token = kvmnn.open("both.npy", axes="2lthd")
     np.savez("t.npz", **{name: by_token[name].to_numpy().transpose(1, 0, 2) for name in by_token})
     run("encode", "t.npz", "-o", "token/")
-    stored = json.loads(run("measure", "kv.npz", "--real", "--json").out)["breakdown"]["overall"]["stored_bytes"]
+    stored = json.loads(run("measure", "kv.npz", "--encode", "--json").out)["breakdown"]["overall"]["stored_bytes"]
     assert stored == sum(path.stat().st_size for path in Path("token").glob("*.frame"))
 
 
@@ -93,7 +93,7 @@ def test_arrays_in_fortran_order_are_taken_as_others_are(run, form: list[str]) -
     run("store", "get", "s", "--token-ids", "ids.json", "-o", "s.npz")
     made = ["p", "s.npz"]
     if len(form) == 1:
-        run("mnn", "unpack", *form, "--as", "dump", "-o", "d/")
+        run("mnn", "unpack", *form, "--output-kind", "dump", "-o", "d/")
         made += [*form, "d"]
     for other in made:
         assert "equal: 2,560 words" in run("diff", "kv.npz", other).out
@@ -112,8 +112,8 @@ def test_diff_of_two_sessions_needs_no_heads(run) -> None:
     Path("b.session").write_bytes(words)
     assert "equal: " in run("diff", "a.session", "b.session").out
     assert "within 0" in run("diff", "a.session", "b.session", "--atol", 0).out
-    assert "equal: " in run("diff", "a.session", "b.session", "--undo", "none").out
-    for argv in (["a.session", "kv.npz"], ["a.session", "b.session", "--undo", "k-order"]):
+    assert "equal: " in run("diff", "a.session", "b.session", "--invert", "none").out
+    for argv in (["a.session", "kv.npz"], ["a.session", "b.session", "--invert", "k-order"]):
         assert "--kv-heads N" in run("diff", *argv, code=2).err
 
 

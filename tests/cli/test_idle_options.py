@@ -34,11 +34,17 @@ def here(tmp_path, monkeypatch, run):
     [
         ("compressor export w.bin --precision fp16", "--precision needs --onnx"),
         ("encode k.npy --kv-heads 2 -o x", f"--kv-heads {NO_HEADS} k.npy holds none"),
-        ("encode k.npy --tokens 40 -o x", f"--tokens {NOT_PACKED} k.npy holds none"),
+        ("encode k.npy --valid-tokens 40 -o x", f"--valid-tokens {NOT_PACKED} k.npy holds none"),
         ("mnn unpack kv.npz --name sys -o x.npz", f"--name {NOT_PACKED} kv.npz holds none"),
-        ("mnn repack kv/ --from x86-avx2 --to arm64-fp16 -o x/", f"--from {NOT_PACKED} kv/ holds none"),
+        (
+            "mnn repack kv/ --backend x86-avx2 --target-backend arm64-fp16 -o x/",
+            f"--backend {NOT_PACKED} kv/ holds none",
+        ),
         ("diff kv.npz kv/ --head-dim 8", f"--head-dim {NO_HEADS} kv.npz kv/ holds none"),
-        ("mnn pack kv.npz --backend x86-avx2 --name s --pid 1 -o x/", f"--pid {NOT_PACKED} kv.npz holds none"),
+        (
+            "mnn pack kv.npz --backend x86-avx2 --name s --layer-order pid=1 -o x/",
+            f"--layer-order {NOT_PACKED} kv.npz holds none",
+        ),
         ("compressor run w.bin kv.npz --axes htd --kv-heads 2", f"--kv-heads {NO_HEADS} kv.npz holds none"),
         ("verify kv/ --against kv.npz --backend x86-avx2", f"--backend {NOT_PACKED} kv.npz holds none"),
         ("verify kv/ --tensor k", "--tensor needs --against"),
@@ -49,7 +55,7 @@ def here(tmp_path, monkeypatch, run):
         ("inspect w.bin --kv-heads 2", "--kv-heads changes nothing of what is said about w.bin"),
         ("compressor inspect w.bin --num-heads 2", "--num-heads is about checkpoints, and weight files are shown"),
         ("verify w.bin --against c.pth --head-dim 8", "--head-dim is not about weight files, and w.bin is one"),
-        ("inspect k.npy --tokens 2", "--tokens changes nothing of what is said about k.npy"),
+        ("inspect k.npy --valid-tokens 2", "--valid-tokens changes nothing of what is said about k.npy"),
         ("inspect k.npy w.bin --no-zstd", "--no-zstd changes nothing of what is said about k.npy w.bin"),
         ("inspect kv/ --dtype bf16", "the manifest says fp32 of 'layer_0.key', not bf16"),
         ("measure dump --online-chunk-seq 8", "--online-chunk-seq needs --entry-mode chunked or chunked_grouped"),
@@ -60,7 +66,7 @@ def here(tmp_path, monkeypatch, run):
         ("measure dump --scope all --front-n 3", "--front-n needs --scope front_n"),
         ("measure dump --run-log x", "--run-log needs --analysis"),
         ("measure dump --allow-fp16", "--allow-fp16 needs --to-fp16"),
-        ("measure dump --analysis x --real", "--real is not for --analysis"),
+        ("measure dump --analysis x --encode", "--encode is not for --analysis"),
         ("measure dump --to-fp16 x --layer-ids 1", "--layer-ids is not for --to-fp16"),
         ("measure dump --dtype bf16", "--dtype is for other inputs than KV dumps, which say it themselves"),
         ("measure dump --kv-heads 2", f"--kv-heads {NO_HEADS} dump holds none"),
@@ -77,7 +83,7 @@ def test_options_without_effect_are_refused(here, run, argv, said):
 @pytest.mark.parametrize(
     "argv",
     [
-        "inspect sys k.npy --kv-heads 2 --head-dim 4 --tokens 30 --backend x86-avx2",
+        "inspect sys k.npy --kv-heads 2 --head-dim 4 --valid-tokens 30 --backend x86-avx2",
         "compressor inspect c.pth w.bin --num-heads 2 --head-dim 8",
         "compressor verify w.bin --against c.pth --head-dim 8",
         "measure dump --entry-mode chunked --online-chunk-seq 8",
@@ -94,11 +100,22 @@ def test_options_that_count_are_taken(here, run, argv):
 def test_messages_name_the_options_that_the_verb_has(here, run):
     write_prefix(Path("noise"), arrays(2, 2, 64, 8), capacity=64)  # tells nothing
     said = run(
-        "mnn", "repack", "noise", "--to", "arm64-fp16", "--kv-heads", 2, "--head-dim", 8, "--tokens", 64, code=2
+        "mnn",
+        "repack",
+        "noise",
+        "--target-backend",
+        "arm64-fp16",
+        "--kv-heads",
+        2,
+        "--head-dim",
+        8,
+        "--valid-tokens",
+        64,
+        code=2,
     ).err
-    assert "layouts fit the sizes of the files, say which (--from, --dtype, --flash-block)" in said
+    assert "layouts fit the sizes of the files, say which (--backend, --dtype)" in said
     said = run("bench", "noise", code=2).err
     assert "the files do not say kv_heads (--kv-heads)" in said
     assert said.endswith("kvmnn bench has no such option, kvmnn mnn unpack has\n")
-    known = ["--kv-heads", "2", "--head-dim", "4", "--tokens", "30", "--backend", "x86-avx2"]
+    known = ["--kv-heads", "2", "--head-dim", "4", "--valid-tokens", "30", "--backend", "x86-avx2"]
     assert "LOSSY" not in run("compressor", "run", "w.bin", "sys", "-o", "o.npz", *known, code=1).out

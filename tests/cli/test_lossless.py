@@ -28,10 +28,22 @@ def config(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_eval_scores_the_same_and_says_the_ratios(run: Run, config: Path) -> None:
-    asked: list[Any] = ["eval", FIXTURE, "--text", TEXT, "--tokens", 110, "--prompt", 90, "--no-timing", "--threads", 1]
+    asked: list[Any] = [
+        "eval",
+        FIXTURE,
+        "--text",
+        TEXT,
+        "--max-tokens",
+        110,
+        "--prefill-tokens",
+        90,
+        "--no-timing",
+        "--threads",
+        1,
+    ]
     asked += ["--policy", "streaming", "--budget", 64]
     plain = json.loads(run(*asked, "--json", "-q").out)
-    found = json.loads(run(*asked, "--json", "-q", "--lossless", "store", "--config", config).out)
+    found = json.loads(run(*asked, "--json", "-q", "--lossless", "store", "--engine-config", config).out)
     spec = "store:" + ",".join(f"{key}={value}" for key, value in (KEYS | H2O).items())
     by_keys = json.loads(run(*asked, "--json", "-q", "--lossless", spec).out)
     assert found["settings"]["lossless"]["kv_lossless_front_n"] == 6 and "lossless" not in plain["settings"]
@@ -46,7 +58,7 @@ def test_eval_scores_the_same_and_says_the_ratios(run: Run, config: Path) -> Non
         assert [layer["stored_bytes"] for layer in other["runtime"]["layers"]] == [
             layer["stored_bytes"] for layer in figures["layers"]
         ]
-    table = run(*asked, "--lossless", "probe", "--config", config).out
+    table = run(*asked, "--lossless", "probe", "--engine-config", config).out
     assert "The lossless runtime around the cache" in table and "| full | probe | 1.000 |" in table
 
 
@@ -54,13 +66,13 @@ def test_eval_scores_the_same_and_says_the_ratios(run: Run, config: Path) -> Non
 def test_generate_writes_the_same_text(run: Run, config: Path) -> None:
     prompt = TEXT.read_text(encoding="utf-8")[:300]
     asked = ["generate", FIXTURE, "--prompt", prompt, "--policy", "h2o_heads:recent=50%", "--budget", 64]
-    asked += ["--max-tokens", 6]
+    asked += ["--max-new-tokens", 6]
     plain = json.loads(run(*asked, "--json").out)
-    stored = json.loads(run(*asked, "--json", "--lossless", "store", "--config", config).out)
+    stored = json.loads(run(*asked, "--json", "--lossless", "store", "--engine-config", config).out)
     for side in ("full", "cut"):
         assert stored[side]["ids"] == plain[side]["ids"] and "runtime" not in plain[side]
         assert stored[side]["runtime"]["h2o_lossless_raw_bytes"] > 0
-    assert "The lossless runtime around the cache" in run(*asked, "--lossless", "full", "--config", config).out
+    assert "The lossless runtime around the cache" in run(*asked, "--lossless", "full", "--engine-config", config).out
 
 
 @pytest.mark.parametrize(
@@ -75,7 +87,10 @@ def test_generate_writes_the_same_text(run: Run, config: Path) -> None:
             "enable=false: enable is what the mode says; expected no such key",
         ),
         (["--lossless", "store:runtime_mode=probe"], "runtime_mode is what the mode says"),
-        (["--lossless", "store", "--packed", "x86-avx2"], "--packed and --lossless: a cache is held in one of them"),
+        (
+            ["--lossless", "store", "--layout", "x86-avx2"],
+            "--layout and --lossless: a cache is held in one of them",
+        ),
     ],
 )
 def test_what_cannot_be(run: Run, options: list[str], message: str) -> None:
@@ -87,22 +102,22 @@ def test_what_cannot_be(run: Run, options: list[str], message: str) -> None:
 def test_a_mistake_in_the_file_is_told_of_the_file(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "c.json"
     path.write_text('{"kv_lossless_frontn": 1}')
-    err = run("generate", FIXTURE, "--prompt", "x", "--lossless", "store", "--config", path, code=2).err
+    err = run("generate", FIXTURE, "--prompt", "x", "--lossless", "store", "--engine-config", path, code=2).err
     assert f"{path}: kv_lossless_frontn: no option of the runtime (did you mean 'kv_lossless_front_n'?)" in err
 
 
 @pytest.mark.slow
 def test_columns_of_the_runtime_are_explained(run: Run) -> None:
-    asked = ["--lossless", "probe", "--tokens", 3]
+    asked = ["--lossless", "probe", "--valid-tokens", 3]
     for out in (
-        run("generate", FIXTURE, "--prompt", "def", "--max-tokens", 2, "--lossless", "probe").out,
+        run("generate", FIXTURE, "--prompt", "def", "--max-new-tokens", 2, "--lossless", "probe").out,
         run("eval", FIXTURE, "--text", TEXT, *asked).out,
     ):
         assert "lossless: those over held, the bytes that hold them" in " ".join(out.split())
 
 
 def test_nothing_stored_is_said_and_why(run: Run) -> None:
-    asked = ["generate", FIXTURE, "--prompt", "def", "--max-tokens", 2, "--lossless", "store"]
+    asked = ["generate", FIXTURE, "--prompt", "def", "--max-new-tokens", 2, "--lossless", "store"]
     out = run(*asked).out
     assert "full: nothing was encoded: layers held" in out and "a first block needs 512" in " ".join(out.split())
     *_, note = json.loads(run(*asked, "--policy", "streaming", "--budget", 900, "--json").out)["notes"]

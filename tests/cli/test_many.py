@@ -79,7 +79,7 @@ def test_the_documents_are_those_of_the_verb_alone(here, capsys, verb):
         assert main(["encode", "--jobs", "2", "in", "-o", "frames", "-q"]) == 0
         tree = "frames"
         capsys.readouterr()
-    more = ["--real"] if verb == "measure" else []
+    more = ["--encode"] if verb == "measure" else []
     assert main([verb, "--jobs", "2", tree, *more]) == (1 if verb == "measure" else 0)
     found = lines(capsys)
     assert [line["path"] for line in found] == sorted(line["path"] for line in found)
@@ -177,7 +177,7 @@ def test_folders_of_what_failed_are_not_left(here, capsys):
         ("encode --jobs 2 in -o in/a.npz", 2, "-o in/a.npz: of many files the output is a folder: use -o DIR/"),
         ("encode --jobs 2 in --threads 2", 2, "--threads is not for --jobs and --dask: each file has one thread"),
         ("encode in --resume r", 2, "--resume needs --jobs N or --dask ADDRESS"),
-        ("inspect in --match *.npy", 2, "--match needs --jobs N or --dask ADDRESS"),
+        ("inspect in --glob *.npy", 2, "--glob needs --jobs N or --dask ADDRESS"),
         ("verify in in", 2, "2 inputs: --jobs N verifies each of many, without it give one"),
         (
             "verify --jobs 2 in --against in/a.npz",
@@ -302,7 +302,7 @@ def test_resumed(here, capsys):
         "kvmnn: note: done.jsonl: the last line was torn, and is done again",
         "kvmnn: note: 1 file in done.jsonl, changed since then or without output, done again",
     ]
-    assert main([*argv, "--real"]) == 2
+    assert main([*argv, "--encode"]) == 2
     expected = (
         "done.jsonl: is of another run: real was the default there and is true here; "
         "name another file, or delete this one"
@@ -429,7 +429,7 @@ def test_hostile_files(tmp_path, capsys, monkeypatch):
 
 
 def test_a_verb_as_work(here):
-    work = CommandWork.from_words("measure", "--real")
+    work = CommandWork.from_words("measure", "--encode")
     outcome = work(Task("in/a.npz"))
     assert outcome.error is None
     assert outcome.document["verb"] == "measure"

@@ -63,7 +63,7 @@ def _damaged(name: str) -> str:
     return name
 
 
-@pytest.mark.parametrize("options", ["", "--real --no-limits", "--json", "-q", "--entry-mode aggregate", "--fp32"])
+@pytest.mark.parametrize("options", ["", "--encode --no-limits", "--json", "-q", "--entry-mode aggregate", "--fp32"])
 @pytest.mark.parametrize(
     ("name", "where"),
     [
@@ -179,7 +179,7 @@ def test_bad_data_exits_1_and_leaves_nothing(here, run, arguments, message):
 
 
 def test_json_says_which_number_is_which(here, run):
-    made = json.loads(run("measure", "dump", "--json", "--real", "--front-n", "3").out)
+    made = json.loads(run("measure", "dump", "--json", "--encode", "--front-n", "3").out)
     assert (made["verb"], made["label"]) == ("measure", "LOSSLESS")
     assert set(made["breakdown"]["meaning"]) == {"simulated", "limit", "stored"}
     overall, layers = made["breakdown"]["overall"], made["breakdown"]["layers"]
@@ -224,7 +224,7 @@ def test_fp32_stands_beside_fp16(here, run):
 
 
 def test_measure_fp32_is_measured_as_fp32_unless_to_fp16(here, run):
-    layer = json.loads(run("measure", "dump", "--layer-ids", "2", "--json", "--real").out)
+    layer = json.loads(run("measure", "dump", "--layer-ids", "2", "--json", "--encode").out)
     assert (layer["label"], layer["evaluation"]["converted_fp32_entries"]) == ("LOSSLESS", 0)
     sizes = layer["breakdown"]["layers"]["2"]
     assert sizes["raw_bytes"] == 2 * (K.nbytes + V.nbytes) == layer["evaluation"]["raw_bytes"]
@@ -232,7 +232,7 @@ def test_measure_fp32_is_measured_as_fp32_unless_to_fp16(here, run):
     assert list(sizes["k"]["lanes"]) == ["hi", "lo", "0", "1", "2", "3"]
     total = sum(lane["simulated_bytes"] for lane in sizes["k"]["lanes"].values())
     assert total == sizes["k"]["simulated_bytes"]
-    said = run("measure", "dump", "--layer-ids", "2", "--real").out
+    said = run("measure", "dump", "--layer-ids", "2", "--encode").out
     assert "fp32: 1 layer, fp32 words as they are" in said
     assert "fp32 is measured as fp32; the evaluation rounds it to fp16 first, as --to-fp16 does" in said
     assert "    lane 3" in said and "    hi" not in said and "LOSSY" not in said
@@ -272,7 +272,7 @@ def test_measure_to_fp16_without_directory_refused_where_it_would_do_nothing(her
 
 
 def test_the_table_of_real_frames_says_so(here, run):
-    said = run("measure", "dump", "--real", "--front-n", "3", "--to-fp16").out
+    said = run("measure", "dump", "--encode", "--front-n", "3", "--to-fp16").out
     assert "STORED: frames as MNN makes them were encoded, decoded and compared: LOSSLESS" in said
     assert "LOSSY: 1 fp32 entries were rounded to fp16" in said
 

@@ -188,7 +188,7 @@ def test_other_numbers_of_tokens_are_compared_as_far_as_they_go(here, run):
     packed_samples.write_prefix(here / "a", one, capacity=32)
     packed_samples.write_prefix(here / "b", [array[:, :20] for array in one], capacity=20)
     known = ["--kv-heads", 2, "--head-dim", 4, "--backend", "x86-avx2"]
-    said = run("diff", "a", "b", *known, "--tokens", 30, "--second-tokens", 20, code=1).out.splitlines()
+    said = run("diff", "a", "b", *known, "--valid-tokens", 30, "--second-valid-tokens", 20, code=1).out.splitlines()
     assert said == [
         "layer 0, K: 30 and 20 tokens; the first 20 are compared (first input, second input)",
         "layer 0, V: 30 and 20 tokens; the first 20 are compared (first input, second input)",
@@ -197,11 +197,12 @@ def test_other_numbers_of_tokens_are_compared_as_far_as_they_go(here, run):
     changed = one[1].copy()
     changed[1, 7, 2] += 1
     np.savez("c.npz", **{"layer_0.key": one[0], "layer_0.value": changed})
-    said = run("diff", "c.npz", "b", *known, "--tokens", 20, code=1).out
+    said = run("diff", "c.npz", "b", *known, "--valid-tokens", 20, code=1).out
     assert "first difference: layer 0, V, head 1, token 7, dim 2" in said
     assert "1 of 320 words differ" in said
     assert (
-        "--second-tokens is about packed files" in run("diff", "a", "c.npz", *known, "--second-tokens", 2, code=2).err
+        "--second-valid-tokens is about packed files"
+        in run("diff", "a", "c.npz", *known, "--second-valid-tokens", 2, code=2).err
     )
 
 

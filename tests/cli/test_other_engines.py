@@ -37,8 +37,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_measure_needs_no_heads(here: Path, run) -> None:
-    found = json.loads(run("measure", "x.session", "--json", "--real").out)
-    by_heads = json.loads(run("measure", "x.session", "--json", "--real", "--kv-heads", 2).out)
+    found = json.loads(run("measure", "x.session", "--json", "--encode").out)
+    by_heads = json.loads(run("measure", "x.session", "--json", "--encode", "--kv-heads", 2).out)
     assert found["breakdown"] == by_heads["breakdown"]
     assert run("measure", "c.safetensors").out
 
@@ -65,7 +65,7 @@ def test_pack_takes_keys_and_values_of_different_types(here: Path, run) -> None:
     Path("both.session").write_bytes(state)
     pack = ("mnn", "pack", "both.session", "--kv-heads", 2, "--backend", "x86-avx2", "--name", "p", "-o", "p/")
     assert "the arrays are fp16 and fp32, a layout holds one type: --cast converts them" in run(*pack, code=2).err
-    run(*pack, "--cast", "--undo", "none")
+    run(*pack, "--cast", "--invert", "none")
     run("mnn", "unpack", "p", "-o", "back.npz")
     for layer in range(2):
         keys, values = (np.load("back.npz")[f"layer_{layer}.{part}"] for part in ("key", "value"))
@@ -90,7 +90,7 @@ def test_pack_into_a_prefix_cache_and_back(here: Path, run) -> None:
         "sys/",
     )
     run("mnn", "unpack", "sys", "-o", "back.npz")
-    run("mnn", "unpack", "x.session", "--kv-heads", 2, "--undo", "k-order", "-o", "plain.npz")
+    run("mnn", "unpack", "x.session", "--kv-heads", 2, "--invert", "k-order", "-o", "plain.npz")
     assert "3,072 numbers within 0" in run("diff", "plain.npz", "back.npz", "--atol", 0).out
 
 
@@ -108,7 +108,7 @@ def test_positions_of_a_cache_with_gaps_are_noted_by_pack_and_refused_by_store(h
 def test_store_put_and_get(here: Path, run) -> None:
     run("store", "put", "store", "x.session", "--model", "m.gguf", "--token-ids", "ids.json", "--force")
     run("store", "get", "store", "--model", "m.gguf", "--token-ids", "ids.json", "-o", "got.npz")
-    assert "equal" in run("diff", "got.npz", "x.session", "--kv-heads", 2, "--undo", "k-order").out
+    assert "equal" in run("diff", "got.npz", "x.session", "--kv-heads", 2, "--invert", "k-order").out
     Path("more.json").write_text(json.dumps([*range(12), 99]))
     said = run("store", "get", "store", "--model", "m.gguf", "--token-ids", "more.json", "-o", "part.npz").out
     assert said.startswith("12 of 13 tokens, fp16: 1 is left to compute\n")
@@ -119,7 +119,7 @@ def test_numbers_made_of_blocks_are_neither_lossless_nor_lossy(here: Path, run) 
     assert "dequantised from q8_0" in said.out
     assert "LOSS" not in said.out
     assert json.loads(run("mnn", "unpack", "q.session", "--kv-heads", 2, "-o", "q2.npz", "--json").out)["label"] is None
-    run("mnn", "unpack", "q.session", "--kv-heads", 2, "--blocks", "-o", "blocks.npz")
+    run("mnn", "unpack", "q.session", "--kv-heads", 2, "--raw-blocks", "-o", "blocks.npz")
     with np.load("blocks.npz") as blocks:
         assert blocks["layer_0.key"].shape == (12, 2, 34)
 
@@ -128,7 +128,7 @@ def test_numbers_made_of_blocks_are_neither_lossless_nor_lossy(here: Path, run) 
     "argv",
     [
         "measure q.session",
-        "measure q.session --real",
+        "measure q.session --encode",
         "store put store q.session --model m.gguf",
         "mnn unpack q.session --kv-heads 2 -o q.npz",
         "inspect q.session",
@@ -145,14 +145,14 @@ def test_measure_says_that_numbers_made_of_blocks_are_rounded(here: Path, run) -
     assert json.loads(run("measure", "q.session", "--to-fp16", "--json").out)["label"] == "LOSSY"
 
 
-@pytest.mark.parametrize("option", ["--real", "--dense", "--no-limits"])
+@pytest.mark.parametrize("option", ["--encode", "--dense", "--no-limits"])
 def test_measure_quantised_input_says_its_own_bytes_beside_those_of_its_words(here: Path, run, option: str) -> None:
     size = Path("q.session").stat().st_size
     argv = ["measure", "q.session", option, "--kv-heads", 2]
     made = json.loads(run(*argv, "--json").out)
     assert made["dequantised"] == {"types": ["q8_0"], "input_bytes": size}
     overall = (made if option == "--dense" else made["breakdown"])["overall"]
-    name = {"--real": "STORED", "--dense": "dense", "--no-limits": "simulated"}[option]
+    name = {"--encode": "STORED", "--dense": "dense", "--no-limits": "simulated"}[option]
     times = overall[f"{name.lower()}_bytes"] / size
     note = f"words dequantised from q8_0: the input has {size:,} bytes, its words 12,288; {name} is {times:.2f} times"
     assert made["notes"] == [f"{note} the input"]
@@ -170,11 +170,11 @@ def test_diff_says_that_quantised_k_and_v_may_be_rotated(here: Path, run) -> Non
 
 
 def test_blocks_are_bytes(here: Path, run) -> None:
-    said = run("inspect", "q.session", "--blocks").out
+    said = run("inspect", "q.session", "--raw-blocks").out
     assert "layer_0.key: bytes [12, 2, 34] C, 816 bytes" in said
     assert "kv heads are not" not in said
     there_and_back(run, here / "q.session")
-    run("encode", "q.session", "--blocks", "--kv-heads", 2, "-o", "blocks/")
+    run("encode", "q.session", "--raw-blocks", "--kv-heads", 2, "-o", "blocks/")
     assert "layer_0.key    bytes [12, 2, 34] C  816 -> " in run("inspect", "blocks").out
 
 
@@ -205,22 +205,46 @@ def test_inspect_says_what_the_file_says(here: Path, run) -> None:
             2,
             "--backend is about packed files of MNN's",
         ),
-        ("mnn unpack x.session --kv-heads 2 --tokens 3 -o o.npz", 2, "--tokens is about packed files of MNN's"),
+        (
+            "mnn unpack x.session --kv-heads 2 --valid-tokens 3 -o o.npz",
+            2,
+            "--valid-tokens is about packed files of MNN's",
+        ),
         (
             "mnn unpack x.session --kv-heads 4 --model m.gguf -o o.npz",
             2,
             "4 for the cache, but the model in m.gguf has 2",
         ),
         ("mnn unpack x.session --model plain.npy -o o.npz", 1, "is no GGUF model"),
-        ("mnn unpack x.session --kv-heads 2 --stream 4 -o o.npz", 2, "stream 4 holds no cells; --stream may be 0"),
-        ("mnn unpack x.session --kv-heads 2 --window -o o.npz", 2, "holds one cache: --window is about"),
-        ("encode plain.npy --blocks -o o/", 2, "--blocks is about quantised caches of llama.cpp and MLX"),
-        ("measure c.pt --blocks", 2, "--blocks is about quantised caches of llama.cpp and MLX, and c.pt holds none"),
-        ("measure c.pt --window", 2, "--window is about caches of llama.cpp, and c.pt holds none"),
+        (
+            "mnn unpack x.session --kv-heads 2 --part stream=4 -o o.npz",
+            2,
+            "stream 4 holds no cells; --part stream=N may be 0",
+        ),
+        (
+            "mnn unpack x.session --kv-heads 2 --part sliding-window -o o.npz",
+            2,
+            "holds one cache: --part sliding-window is about",
+        ),
+        ("encode plain.npy --raw-blocks -o o/", 2, "--raw-blocks is about quantised caches of llama.cpp and MLX"),
+        (
+            "measure c.pt --raw-blocks",
+            2,
+            "--raw-blocks is about quantised caches of llama.cpp and MLX, and c.pt holds none",
+        ),
+        (
+            "measure c.pt --part sliding-window",
+            2,
+            "--part sliding-window is about caches of llama.cpp, and c.pt holds none",
+        ),
         ("measure c.pt --kv-heads 2", 2, "is about packed files of MNN's and caches of llama.cpp, and c.pt holds none"),
         ("encode x.session --dtype bf16 -o o/", 1, "holds f16, not bf16"),
         ("mnn unpack x.session --kv-heads 2 --dtype bf16 -o o.npz", 1, "holds f16, read as fp16, not bf16"),
-        ("inspect plain.npy --window", 2, "--window changes nothing of what is said about plain.npy"),
+        (
+            "inspect plain.npy --part sliding-window",
+            2,
+            "--part sliding-window changes nothing of what is said about plain.npy",
+        ),
     ],
 )
 def test_what_is_refused(here: Path, run, argv: str, code: int, said: str) -> None:
@@ -265,7 +289,7 @@ def test_axes_are_not_said_of_what_was_encoded_by_them(here: Path, run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cells", "sequences", "choice"), [([5, 0, 9], 1, ("--stream", 2)), ([9], 3, ("--sequence", 0))]
+    ("cells", "sequences", "choice"), [([5, 0, 9], 1, ("--part", "stream=2")), ([9], 3, ("--part", "sequence=0"))]
 )
 def test_token_ids_of_a_file_of_several_texts_are_of_none(
     here: Path, run, cells: list[int], sequences: int, choice: tuple[object, ...]
@@ -353,7 +377,7 @@ def test_a_gguf_model_says_how_k_was_rotated(here: Path, run) -> None:
     assert "rope scaling 'longrope' is left out" in run("measure", "x.session", "--dense", "--model", "s.gguf").err
 
 
-@pytest.mark.parametrize("undo", [[], ["--undo", "none"]])
+@pytest.mark.parametrize("undo", [[], ["--invert", "none"]])
 def test_store_put_takes_the_rotation_of_a_gguf_model(
     here: Path, run, monkeypatch: pytest.MonkeyPatch, undo: list[str]
 ) -> None:
@@ -374,14 +398,14 @@ def test_store_put_takes_the_rotation_of_a_gguf_model(
 
 
 def test_blocks_that_stay_blocks_are_not_measured(here: Path, run) -> None:
-    said = run("measure", "q.session", "--blocks", code=1).err
-    assert "holds bytes, not the numbers of K or V: blocks that stay blocks (--blocks) are for encode" in said
+    said = run("measure", "q.session", "--raw-blocks", code=1).err
+    assert "holds bytes, not the numbers of K or V: blocks that stay blocks (--raw-blocks) are for encode" in said
 
 
 @pytest.mark.parametrize("swapped", [False, True])
 def test_a_gguf_model_is_about_the_llama_file_of_two(here: Path, run, swapped: bool) -> None:
     pack = ("mnn", "pack", "x.session", "--model", "m.gguf", "--backend", "x86-avx2", "--cast", "--name", "sys")
-    run(*pack, "--undo", "none", "-o", "sys/")
+    run(*pack, "--invert", "none", "-o", "sys/")
     inputs = ("x.session", "sys") if swapped else ("sys", "x.session")
     assert "3,072 numbers within 0" in run("diff", *inputs, "--model", "m.gguf", "--atol", 0).out
 

@@ -31,8 +31,8 @@ def here(tmp_path, monkeypatch, run):
         ("encode in/kv.npz", "in/kv.npz.frames/manifest.json"),
         ("mnn pack in/kv.npz --name p --backend x86-avx2", "in/kv.packed/p_0.k"),
         ("mnn unpack in/sys/", "in/sys.safetensors"),
-        ("mnn unpack in/sys --as dump", "in/sys.dump"),
-        ("mnn repack in/sys --from x86-avx2 --to arm64-fp16", "in/sys.arm64-fp16/sys_0.k"),
+        ("mnn unpack in/sys --output-kind dump", "in/sys.dump"),
+        ("mnn repack in/sys --backend x86-avx2 --target-backend arm64-fp16", "in/sys.arm64-fp16/sys_0.k"),
         ("mnn compact in/sys --remove 4", "in/sys.compact/sys_0.k"),
     ],
 )
@@ -116,4 +116,7 @@ def test_a_suffix_that_no_format_has_gets_raw_words_with_raw_alone(run, tmp_path
         assert "expected one array" in run(*argv, "-o", "x/", "--raw", code=2).err
     run("encode", "k.npz", "-o", "k.zarr")
     assert "'.nyp' is none of" in run("decode", "k.zarr", "-o", "k.nyp", code=2).err
-    assert "--raw is about one array" in run("mnn", "unpack", "k.npz", "--as", "dump", "-o", "d/", "--raw", code=2).err
+    assert (
+        "--raw is about one array"
+        in run("mnn", "unpack", "k.npz", "--output-kind", "dump", "-o", "d/", "--raw", code=2).err
+    )

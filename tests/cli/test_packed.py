@@ -76,7 +76,7 @@ def test_token_ids_are_as_many_as_tokens(prefix, run):
         assert message in run(*pack, "ids.txt", code=1).err
     Path("ids.txt").write_text(", ".join(map(str, range(TOKENS))))
     run(*pack, "ids.txt")
-    without = prefix.argv[: prefix.argv.index("--tokens")]
+    without = prefix.argv[: prefix.argv.index("--valid-tokens")]
     document = json.loads(run("encode", *without, "--token-ids", "ids.txt", "-o", "c/", "--json").out)
     assert document["cache"]["token_ids"]["count"] == document["cache"]["layers"][0]["tokens"] == TOKENS
     document = json.loads(run("decode", "c", "-o", "r/", "--json").out)
@@ -112,7 +112,7 @@ def test_unpack_takes_single_arrays(prefix, run):
 
 
 def test_a_cache_becomes_a_dump(prefix, run):
-    run("mnn", "unpack", *prefix.argv, "--as", "dump", "--run-id", "r1", "-o", "d/")
+    run("mnn", "unpack", *prefix.argv, "--output-kind", "dump", "--run-id", "r1", "-o", "d/")
     assert "equal: 3,360 words" in run("diff", "d", *prefix.argv).out
     plain = np.fromfile("d/r1/layer_1/v_t0_70.bin", np.float32).reshape(TOKENS, 2, 6)
     np.testing.assert_array_equal(plain.swapaxes(0, 1), prefix.arrays[3])
@@ -120,16 +120,16 @@ def test_a_cache_becomes_a_dump(prefix, run):
     assert list(meta)[:6] == ["layer_id", "seq_start", "seq_len", "seq_end_exclusive", "kv_heads", "head_dim"]
     assert list(meta)[6:12] == ["bytes_per_elem", "dtype", "add", "tensor_seq_len", "quant_key", "quant_value"]
     assert list(meta)[12:] == ["flash_attention", "stage", "run_id", "k_file", "v_file"]
-    run("mnn", "unpack", "d", "--as", "dump", "--run-id", "r1", "-o", "e/")
+    run("mnn", "unpack", "d", "--output-kind", "dump", "--run-id", "r1", "-o", "e/")
     assert Path("e/r1/layer_0/k_t0_70.bin").read_bytes() == Path("d/r1/layer_0/k_t0_70.bin").read_bytes()
-    run("mnn", "unpack", *prefix.argv, "--as", "packed-dump", "-o", "d/")  # beside the other one
-    assert "equal: 3,360 words" in run("diff", "d", *prefix.argv, "--packed").out
+    run("mnn", "unpack", *prefix.argv, "--output-kind", "packed-dump", "-o", "d/")  # beside the other one
+    assert "equal: 3,360 words" in run("diff", "d", *prefix.argv, "--part", "packed-variant").out
     assert Path("d/kvmnn/layer_0/packed_k_packed_t0_70.bin").stat().st_size == 2 * 72 * 6 * 4
     assert (
         "is not a run id"
-        in run("mnn", "unpack", *prefix.argv, "--as", "dump", "--run-id", "../x", "-o", "f/", code=1).err
+        in run("mnn", "unpack", *prefix.argv, "--output-kind", "dump", "--run-id", "../x", "-o", "f/", code=1).err
     )
-    assert "use --as dump" in run("mnn", "unpack", "d", "--as", "packed-dump", "-o", "f/", code=2).err
+    assert "use --output-kind dump" in run("mnn", "unpack", "d", "--output-kind", "packed-dump", "-o", "f/", code=2).err
 
 
 def test_encode_and_decode(prefix, run, model):
@@ -139,7 +139,7 @@ def test_encode_and_decode(prefix, run, model):
     proved = run("verify", "b", "--against", "p")
     assert "LOSSLESS (every byte compared with p)" in proved.out
     assert f"read as the frames say: {TOKENS} tokens in 2 layers, 2 kv heads of 6" in proved.err
-    assert "--tokens needs --against" in run("verify", "b", "--tokens", "40", code=2).err
+    assert "--valid-tokens needs --against" in run("verify", "b", "--valid-tokens", "40", code=2).err
     said = run("decode", "b", "-o", "q", "--model", model, "--token-ids", "ids.json", *ON_AVX2)
     assert "LOSSLESS" in said.out
     assert said.err == ""
@@ -186,7 +186,7 @@ def test_a_cache_of_the_whole_bundle_only(prefix, run):
 
 
 def test_frames_of_a_prefix_are_cut(prefix, run):
-    run("encode", *prefix.argv, "--frame-bytes", "4K", "-o", "b/")
+    run("encode", *prefix.argv, "--chunk-bytes", "4K", "-o", "b/")
     run("decode", "b", "-o", "q/")
     assert layer_files("q") == layer_files("p")
 
@@ -194,7 +194,7 @@ def test_frames_of_a_prefix_are_cut(prefix, run):
 def test_a_document_that_is_stale_or_contradicted(prefix, run):
     run("mnn", "unpack", *prefix.argv, "-o", "a.safetensors")
     run("mnn", "pack", "a.safetensors", "-o", "q/")
-    assert "says another number of tokens" in run("mnn", "unpack", "q", "--tokens", 9, "-o", "x.npz", code=1).err
+    assert "says another number of tokens" in run("mnn", "unpack", "q", "--valid-tokens", 9, "-o", "x.npz", code=1).err
     said = run("mnn", "unpack", "q", "--backend", "x86-avx512", "-o", "x.npz", code=1).err
     assert "hP 4, flash block 64, which is not what was asked for" in said
     with open("q/sys_1.k", "ab") as file:
@@ -241,7 +241,7 @@ def test_pack_takes_what_models_and_dumps_call_things(prefix, run):
         ([*ON_AVX2, "--name", "../x"], 1, "is not a name for a prefix"),
         ([*ON_AVX2, "--name", "x", "--capacity", "69"], 1, "70 tokens: expected at least 1 and at most"),
         (["--backend", "arm64-fp16", "--name", "x"], 2, "the arrays are fp32, the layout holds fp16: --cast"),
-        ([*ON_AVX2, "--name", "x", "--tokens", "9"], 2, "the arrays have 70 tokens, --tokens says 9"),
+        ([*ON_AVX2, "--name", "x", "--valid-tokens", "9"], 2, "the arrays have 70 tokens, --valid-tokens says 9"),
         (["--backend", "x86-avx3", "--name", "x"], 2, "invalid choice: 'x86-avx3'"),
     ],
 )
@@ -286,7 +286,7 @@ def test_inputs_are_never_replaced(prefix, run):
     before = layer_files("p")
     to = ["-o", "p/", "--force"]
     for argv in (
-        ["mnn", "repack", "p", *prefix.argv[3:], "--from", "x86-avx2", "--to", "x86-avx512", *to],
+        ["mnn", "repack", "p", *prefix.argv[3:], "--backend", "x86-avx2", "--target-backend", "x86-avx512", *to],
         ["mnn", "compact", *prefix.argv, "--remove", 9, *to],
         ["mnn", "pack", *prefix.argv, "--name", "sys", *to],
     ):
@@ -298,19 +298,35 @@ def test_inputs_are_never_replaced(prefix, run):
 
 
 def test_repack_to_fp16_and_back(prefix, run):
-    said = run("mnn", "repack", "p", "--from", "x86-avx2", *prefix.argv[3:], "--to", "arm64-fp16", "-o", "h/").out
+    said = run(
+        "mnn", "repack", "p", "--backend", "x86-avx2", *prefix.argv[3:], "--target-backend", "arm64-fp16", "-o", "h/"
+    ).out
     assert "LOSSY (fp32 -> fp16: " in said
     halves = [array.astype(np.float16) for array in prefix.arrays]
     assert layer_files("h") == zero_padded(halves, lP=1, hP=16, block=64, capacity=116)
-    document = json.loads(run("mnn", "repack", "h", "--to", "arm64-sme2-fp16", "-o", "s/", "--json").out)
+    document = json.loads(run("mnn", "repack", "h", "--target-backend", "arm64-sme2-fp16", "-o", "s/", "--json").out)
     assert (document["label"], document["cast"]["changed"]) == ("LOSSLESS", 0)
     assert layer_files("s") == zero_padded(halves, lP=2, hP=64, block=64, capacity=116)
-    said = run("mnn", "repack", "s", "--from", "arm64-sme2-fp16", "--to", "x86-avx2", "-o", "b/", "--capacity", 70).out
+    said = run(
+        "mnn",
+        "repack",
+        "s",
+        "--backend",
+        "arm64-sme2-fp16",
+        "--target-backend",
+        "x86-avx2",
+        "-o",
+        "b/",
+        "--capacity",
+        70,
+    ).out
     assert "LOSSLESS (fp16 -> fp32: none of 3,360 words changed" in said
     wide = [array.astype(np.float32) for array in halves]
     assert layer_files("b") == zero_padded(wide, **AVX2_FILES, capacity=70)
     np.savez("a.npz", k=prefix.arrays[0], v=prefix.arrays[1])
-    assert "is not a packed cache" in run("mnn", "repack", "a.npz", "--to", "x86-avx2", "-o", "x/", code=2).err
+    assert (
+        "is not a packed cache" in run("mnn", "repack", "a.npz", "--target-backend", "x86-avx2", "-o", "x/", code=2).err
+    )
 
 
 def test_words_beyond_fp16_are_said(prefix, run):
@@ -451,7 +467,7 @@ def test_int8_caches_are_read_and_what_is_lost_is_said(tmp_path, monkeypatch, ru
     Path("live").mkdir()
     Path("live/00005560831CAB70.k").write_bytes(cache.key_buffer.tobytes())
     Path("live/00005560831CAB70.v").write_bytes(cache.value_buffer.tobytes())
-    argv = ["live", "--kv-heads", 2, "--head-dim", 6, "--tokens", TOKENS, "--int8", int8]
+    argv = ["live", "--kv-heads", 2, "--head-dim", 6, "--valid-tokens", TOKENS, "--backend", f"int8={int8}"]
     said = run("mnn", "unpack", *argv, *ON_AVX2, "-o", "a.npz")
     assert "LOSSY (int8 times scale plus bias)" in said.out
     assert "note: keys: int8 codes hold each key minus its channel's maximum" in said.err
@@ -469,5 +485,5 @@ def test_int8_caches_are_read_and_what_is_lost_is_said(tmp_path, monkeypatch, ru
     assert "int8 K cannot be rotated: it lacks the maximum of each channel" in run(*pack, code=2).err
     assert (
         "is not a packed cache"
-        in run("mnn", "repack", *argv, "--from", "x86-avx2", "--to", "x86-sse", "-o", "d/", code=2).err
+        in run("mnn", "repack", *argv, "--backend", "x86-avx2", "--target-backend", "x86-sse", "-o", "d/", code=2).err
     )

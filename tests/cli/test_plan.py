@@ -14,7 +14,7 @@ from kvmnn.policies.h2o import plan_blocks, sum_by_block
 
 RNG = np.random.default_rng(4)
 ATTENTION = RNG.random((2, 4, 1, 500), dtype=np.float32)
-OPTIONS = ("--block", 16, "--sink", 16, "--recent", 40, "--target-ratio", 3.5)
+OPTIONS = ("--h2o", "block_tokens=16,sink_tokens=16,recent_tokens=40,target_ratio=3.5")
 
 
 @pytest.fixture
@@ -73,11 +73,11 @@ def test_text_is_what_compact_reads_and_a_picture(here, run):
 
 
 def test_the_file_is_one_that_compact_takes(here, run, capsys):
-    run("scores.npz", "--block", 8, "--sink", 8, "--recent", 8, "-o", "plan.json")
+    run("scores.npz", "--h2o", "block_tokens=8,sink_tokens=8,recent_tokens=8", "-o", "plan.json")
     plans = json.loads((here / "plan.json").read_text())
     assert [entry["pairs"] for entry in plans] == [[[0, 8], [112, 48]], [[0, 48], [152, 8]]]
     assert "exists already" in run("scores.npz", "-o", "plan.json", code=1).err
-    run("scores.npz", "-f", "-o", "plan.json", "--recent", 9999)
+    run("scores.npz", "-f", "-o", "plan.json", "--h2o", "recent_tokens=9999")
     assert json.loads((here / "plan.json").read_text()) == [{"layer": n, "remove": 0, "pairs": []} for n in (0, 1)]
     from kvmnn import PackLayout
 
@@ -90,22 +90,38 @@ def test_the_file_is_one_that_compact_takes(here, run, capsys):
 
 
 def test_standard_output(here, run):
-    streams = run("scores.npy", "-o", "-", "--block", 8, "--sink", 8, "--recent", 8)
+    streams = run("scores.npy", "-o", "-", "--h2o", "block_tokens=8,sink_tokens=8,recent_tokens=8")
     assert json.loads(streams.out)[0]["remove"] == 160
     assert "LOSSY" in streams.err
     assert "standard output" in run("scores.npy", "-o", "-", "--json", code=2).err
 
 
 def test_nothing_to_drop_is_unchanged(here, run):
-    assert "UNCHANGED, all 1,280 tokens stay: sink and recent reach" in run("scores.npy", "--recent", 1280).out
-    assert "UNCHANGED, all 1,280 tokens stay" in run("scores.npy", "--keep-ratio", 1, "--recent", 0).out
+    assert (
+        "UNCHANGED, all 1,280 tokens stay: sink and recent reach"
+        in run("scores.npy", "--h2o", "recent_tokens=1280").out
+    )
+    assert "UNCHANGED, all 1,280 tokens stay" in run("scores.npy", "--h2o", "keep_ratio=1,recent_tokens=0").out
 
 
 def test_scores_as_json_and_numbers_that_are_none(here, run):
     (here / "a.json").write_text("[[1, NaN, -Infinity, 2e999]]")
     assert "a.json: is not valid JSON: NaN is no number of JSON" in run("a.json", code=1).err
     (here / "a.json").write_text("[[1, -2e999, 0, 2e999], [3, 1, 2, 0]]")
-    found = json.loads(run("a.json", "--recent", 0, "--json", "--block", 10, "--tokens", 40, "--sink", 0).out)
+    found = json.loads(
+        run(
+            "a.json",
+            "--h2o",
+            "recent_tokens=0",
+            "--json",
+            "--h2o",
+            "block_tokens=10",
+            "--valid-tokens",
+            40,
+            "--h2o",
+            "sink_tokens=0",
+        ).out
+    )
     assert [layer["keep"] for layer in found["layers"]] == ["1001", "1010"]
 
 
@@ -114,7 +130,7 @@ def test_every_dtype_and_order(here, run):
     (here / "bf16.bin").write_bytes((scores.view(np.uint32) >> 16).astype("<u2").tobytes())
     np.save("big.npy", scores.astype(">f2"))
     np.save("fortran.npy", np.asfortranarray(ATTENTION))
-    options = ("--block", 8, "--sink", 8, "--recent", 8, "--json")
+    options = ("--h2o", "block_tokens=8,sink_tokens=8,recent_tokens=8", "--json")
     expected_pairs = json.loads(run("scores.npy", *options).out)["layers"][0]["pairs"]
     assert json.loads(run("bf16.bin", "--dtype", "bf16", *options).out)["layers"][0]["pairs"] == expected_pairs
     assert json.loads(run("big.npy", *options).out)["layers"][0]["pairs"] == expected_pairs
@@ -123,7 +139,7 @@ def test_every_dtype_and_order(here, run):
 
 
 def test_bytes_and_static_targets(here, run):
-    found = json.loads(run("scores.npy", "--keep-ratio", 0.5, "--recent", 64, "--bytes-per-token", 256, "--json").out)
+    found = json.loads(run("scores.npy", "--h2o", "keep_ratio=0.5,recent_tokens=64,bytes_per_token=256", "--json").out)
     (layer,) = found["layers"]
     assert layer["target"] == 640 and layer["lossy_ratio_of"] == "bytes"
     assert layer["lossy_ratio"] == float(np.float32(1280 * 256) / np.float32(640 * 256 + 8 * len(layer["pairs"])))
@@ -133,18 +149,18 @@ def test_bytes_and_static_targets(here, run):
     ("argv", "code", "message"),
     [
         (("nowhere.npy",), 1, "nowhere.npy"),
-        (("scores.npy", "--tokens", "9"), 1, "20 scores for 9 tokens"),
-        (("scores.npy", "--kind", "attention"), 1, r"shape (20,)"),
-        (("layers.npy", "--kind", "scores"), 1, "expected (blocks,)"),
+        (("scores.npy", "--valid-tokens", "9"), 1, "20 scores for 9 tokens"),
+        (("scores.npy", "--input-kind", "attention"), 1, r"shape (20,)"),
+        (("layers.npy", "--input-kind", "scores"), 1, "expected (blocks,)"),
         (("keys.npy",), 1, "keys has numbers below 0: expected attention"),
         (("raw.bin",), 2, "dtype"),
-        (("scores.npy", "--block", "0"), 2, "--block"),
-        (("scores.npy", "--sink", "-1"), 2, "--sink"),
-        (("scores.npy", "--target-ratio", "0.5"), 2, "expected at least 1"),
-        (("scores.npy", "--target-ratio", "nan"), 2, "not a number"),
-        (("scores.npy", "--keep-ratio", "2"), 2, "expected 0 to 1"),
-        (("scores.npy", "--keep-ratio", "1", "--target-ratio", "2"), 2, "one or the other"),
-        (("scores.npy", "--alpha", "7"), 2, "--alpha"),
+        (("scores.npy", "--h2o", "block_tokens=0"), 2, "--h2o: block_tokens"),
+        (("scores.npy", "--h2o", "sink_tokens=-1"), 2, "--h2o: sink_tokens"),
+        (("scores.npy", "--h2o", "target_ratio=0.5"), 2, "expected at least 1"),
+        (("scores.npy", "--h2o", "target_ratio=nan"), 2, "not a number"),
+        (("scores.npy", "--h2o", "keep_ratio=2"), 2, "expected 0 to 1"),
+        (("scores.npy", "--h2o", "keep_ratio=1,target_ratio=2"), 2, "specify one of them"),
+        (("scores.npy", "--h2o", "alpha=7"), 2, "--h2o alpha"),
         (("bad.json",), 1, "not valid JSON"),
         (("text.json",), 1, "list of scores"),
         (("mixed.json",), 1, "entry 1"),
@@ -170,10 +186,13 @@ def test_what_cannot_be_planned_is_one_line(here, run, argv, code, message):
 @pytest.mark.parametrize(
     ("options", "lower"),
     [
-        ("", "lower --recent (256)"),
-        ("--recent 16 --block 16", "lower --sink (32)"),
-        ("--recent 4 --sink 4", "lower --block (64)"),
-        ("--recent 40 --sink 40 --block 1", "lower --recent (40) and --sink (40)"),
+        ("", "lower --h2o recent_tokens (256)"),
+        ("--h2o recent_tokens=16,block_tokens=16", "lower --h2o sink_tokens (32)"),
+        ("--h2o recent_tokens=4,sink_tokens=4", "lower --h2o block_tokens (64)"),
+        (
+            "--h2o recent_tokens=40,sink_tokens=40,block_tokens=1",
+            "lower --h2o recent_tokens (40) and --h2o sink_tokens (40)",
+        ),
     ],
 )
 def test_floors_that_cover_everything_say_what_to_lower(tmp_path, run, options, lower):
@@ -190,7 +209,7 @@ def test_what_the_engine_would_make_of_its_configuration_is_said(here, run):
         "attention_mode": 10,
     }
     (here / "config.json").write_text(json.dumps(config))
-    notes = run("scores.npy", "--config", "config.json").err.splitlines()
+    notes = run("scores.npy", "--engine-config", "config.json").err.splitlines()
     assert notes == [
         "kvmnn: note: config.json: attention_mode 10 holds K or V in int8, so the engine evicts nothing; the plan is "
         "what it would evict otherwise",
@@ -198,14 +217,14 @@ def test_what_the_engine_would_make_of_its_configuration_is_said(here, run):
         "kvmnn: note: config.json: kv_h2o_ema_alpha 1.5 counts as 1.0",
     ]
     (here / "config.json").write_text('{"kv_h2o_target_mode": "statc"}')
-    refused = run("scores.npy", "--config", "config.json", code=2).err
+    refused = run("scores.npy", "--engine-config", "config.json", code=2).err
     assert (
         "config.json: kv_h2o_target_mode is 'statc': expected one of adaptive, static (did you mean 'static'?)"
         in refused
     )
     (here / "config.json").write_text("{}")
-    said = run("scores.npy", "--config", "config.json").err
+    said = run("scores.npy", "--engine-config", "config.json").err
     assert "config.json: kv_h2o_enable is not true, so the engine evicts nothing" in said
     assert said.count("\n") == 1
     (here / "config.json").write_text('{"kv_h2o_enable": true, "kv_h2o_layer_start": 1}')
-    assert run("scores.npy", "--config", "config.json").err == ""
+    assert run("scores.npy", "--engine-config", "config.json").err == ""

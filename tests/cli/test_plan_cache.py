@@ -71,7 +71,7 @@ def test_every_reader(here, run):
     Path("prompt.safetensors").write_bytes(mlx_files.cache(Random(1), mlx_files.Shape(tokens=25, capacity=30))[0])
     run("encode", "prompt.safetensors", "-o", "f/", "-q")
     run("encode", "kv.npz", "-o", "kv.zarr", "-q")
-    run("mnn", "unpack", "kv.npz", "--as", "dump", "-o", "dump/", "-q")
+    run("mnn", "unpack", "kv.npz", "--output-kind", "dump", "-o", "dump/", "-q")
     np.save("all.npy", np.ones((2, 3, 40, 2, 8), np.float16))
     for path, *more in (["chat.session"], ["q.session"], ["prompt.safetensors"], ["f/"], ["kv.zarr"], ["dump/"],
                         ["all.npy", "--axes", "2lthd"]):  # fmt: skip
@@ -115,15 +115,18 @@ def test_random_choices_are_drawn_by_seed(here, run):
         ("kv.npz --axes htd", "--axes is about a cache, which is planned with --policy SPEC"),
         ("attention.npy --seed 3", "--seed is about a cache, which is planned with --policy SPEC"),
         ("attention.npy attention.npy", "several inputs: K and V are planned with --policy SPEC"),
-        ("attention.npy --tokens 5,6", "--tokens: expected one number"),
+        ("attention.npy --valid-tokens 5,6", "--valid-tokens: expected one number"),
         (
-            "kv.npz --policy streaming --sink 8",
-            "--sink is about H2O, from scores or attention; of a policy options are",
+            "kv.npz --policy streaming --h2o sink_tokens=8",
+            "--h2o sink_tokens is about H2O, from scores or attention; of a policy options are",
         ),
-        ("kv.npz --policy streaming --config c.json", "--config is about H2O"),
-        ("kv.npz --policy streaming --kind scores", "--kind is about H2O"),
-        ("kv.npz --policy streaming --keep-ratio 0.5", "--keep-ratio is about H2O"),
-        ("kv.npz --policy streaming --tokens 40", "--tokens is about packed files of MNN's, and kv.npz holds none"),
+        ("kv.npz --policy streaming --engine-config c.json", "--engine-config is about H2O"),
+        ("kv.npz --policy streaming --input-kind scores", "--input-kind is about H2O"),
+        ("kv.npz --policy streaming --h2o keep_ratio=0.5", "--h2o keep_ratio is about H2O"),
+        (
+            "kv.npz --policy streaming --valid-tokens 40",
+            "--valid-tokens is about packed files of MNN's, and kv.npz holds none",
+        ),
         ("kv.npz --policy streaming --policy knorm", "--policy: a plan is of one policy"),
         ("kv.npz --policy nothing", "--policy nothing: unknown policy 'nothing'"),
         ("kv.npz --policy knorm", "knorm: expected a budget (tokens) or a keep_ratio"),
@@ -139,7 +142,10 @@ def test_random_choices_are_drawn_by_seed(here, run):
         ("attention.npy --policy streaming", "attention and scores are planned without --policy"),
         ("kv.npz --policy streaming --json -o -", "--json and -o - both want standard output"),
         ("chat.session --policy streaming:budget=9", "holds tokens of 2 sequences, and a policy keeps those of one"),
-        ("chat.session --policy streaming:budget=9 --blocks", "--blocks is about bytes, and policies look at numbers"),
+        (
+            "chat.session --policy streaming:budget=9 --raw-blocks",
+            "--raw-blocks is about bytes, and policies look at numbers",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_one_line(here, run, argv, message):

@@ -25,7 +25,7 @@ def saved(tmp_path_factory):
 def test_it_draws_what_the_run_drew(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     fixture, text = FIXTURES / "lm", FIXTURES / "lm" / "texts" / "calendar.py.txt"
-    run("eval", fixture, "--text", text, "--tokens", 48, "--chunk", 8, "--policy", "streaming", "--budget", 16,
+    run("eval", fixture, "--text", text, "--max-tokens", 48, "--chunk", 8, "--policy", "streaming", "--budget", 16,
         "--no-timing", "--plot", "one", "-o", "results.json")  # fmt: skip
     said = run("report", "results.json", "-o", "other/")
     names = sorted(path.name for path in Path("one").iterdir())

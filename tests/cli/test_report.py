@@ -43,9 +43,12 @@ def test_what_the_verbs_leave_is_reported(run: Run, tmp_path: Path, monkeypatch:
     Path("config.json").write_text(json.dumps(settings))
     Path("all").mkdir()
     for name, words in (
-        ("measure", ["measure", "--real", *inputs]),
-        ("replay", ["mnn", "replay", "--config", "config.json", "--prompt", 64, "--compare", "all", *inputs]),
-        ("bench", ["bench", "--rounds", 1, *inputs]),
+        ("measure", ["measure", "--encode", *inputs]),
+        (
+            "replay",
+            ["mnn", "replay", "--engine-config", "config.json", "--prefill-tokens", 64, "--compare", "all", *inputs],
+        ),
+        ("bench", ["bench", "--repeats", 1, *inputs]),
     ):
         Path("all", f"{name}.json").write_text(run(*words, "--json").out)
     run("measure", *inputs, "--out-json", "all/upper.json", "-q")
@@ -56,14 +59,14 @@ def test_what_the_verbs_leave_is_reported(run: Run, tmp_path: Path, monkeypatch:
     replayed = json.loads(Path("all/replay.json").read_text())
     assert f"{measured['stored_ratio']:,.4f}" in page and f"{measured['limit_ratio']:,.4f}" in page
     assert f"{replayed['metrics']['h2o_lossless_ratio']:.3f}" in page and "LOSSLESS: 66 calls compared" in page
-    assert "kvmnn mnn replay --config config.json --prompt 64 --compare all" in page
+    assert "kvmnn mnn replay --engine-config config.json --prefill-tokens 64 --compare all" in page
     Path("config.json").write_text(json.dumps(settings | {"kv_lossless_enable": False}))
-    idle = run("mnn", "replay", "--config", "config.json", "--compare", "all", *inputs, "--json", code=1).out
+    idle = run("mnn", "replay", "--engine-config", "config.json", "--compare", "all", *inputs, "--json", code=1).out
     Path("idle.json").write_text(idle)
     run("report", "idle.json", "-o", "idle.md")
     shown = Path("idle.md").read_text()
     assert "not measured: nothing was compressed, so equal bytes show nothing" in shown and "LOSSLESS" not in shown
-    assert "kvmnn bench --rounds 1" in page and "Command not recorded in: upper.json." in page
+    assert "kvmnn bench --repeats 1" in page and "Command not recorded in: upper.json." in page
 
 
 @pytest.mark.slow
@@ -76,9 +79,9 @@ def test_a_suite_on_a_model_is_reported(run: Run, tmp_path: Path, monkeypatch: p
     gate_models.write_model(tmp_path)
     settings = json.loads(Path("run.json").read_text()) | {"repeats": 1, "quality_texts": 2}
     files.write_json(Path("run.json"), settings)
-    words = "gate run model --suite runtime --config run.json --prompts texts -q -o out"
+    words = "gate run model --suite runtime --suite-config run.json --text texts -q -o out"
     run(*words.split(), code=1)
-    texts = ["--text", "texts", "--tokens", "24", "--policy", "streaming", "--budget", "8", "--no-timing"]
+    texts = ["--text", "texts", "--max-tokens", "24", "--policy", "streaming", "--budget", "8", "--no-timing"]
     run("eval", "model", *texts, "-o", "out/eval.json", "-q")
     run("report", "out", "-o", "r.html")
     page, summary = Path("r.html").read_text(), json.loads(Path("out/summary.json").read_text())

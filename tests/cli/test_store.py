@@ -65,12 +65,12 @@ def test_put_match_get(here: Path, run) -> None:
 
 def test_a_bound_that_has_no_room_for_the_text_says_so(here: Path, run) -> None:
     put = ("store", "put", "S", "long.npz", "--token-ids", "long.json", "--fingerprint", "m")
-    said = run(*put, "--max-bytes", "100")
+    said = run(*put, "--size-limit", "100")
     assert said.out.startswith(f"50 tokens: none of them is stored now: {NO_ROOM}\n  ") and said.err == ""
-    document = json.loads(run(*put, "--max-bytes", "100", "--json").out)
+    document = json.loads(run(*put, "--size-limit", "100", "--json").out)
     assert (document["stored_tokens"], document["notes"]) == (0, [NO_ROOM])
-    assert run(*put, "--max-bytes", "1M").err == ""
-    made = run(*put, "--max-bytes", "100")
+    assert run(*put, "--size-limit", "1M").err == ""
+    made = run(*put, "--size-limit", "100")
     assert made.out.startswith(f"50 tokens: none of them is stored now: {NO_ROOM}\n  ")
     assert run("store", "match", "S", "--token-ids", "long.json", code=1).out == "0\n"
 
@@ -149,9 +149,12 @@ def test_fewer_ids_than_a_prefix_cache_has_rows_are_refused(here: Path, run) -> 
     put = ["store", "put", "T", "sys/", "--fingerprint", "m", *layout, "--kv-heads", "2", "--head-dim", "4"]
     error = run(*put, "--token-ids", "100,101,102", code=1).err
     assert "sys/: 3 token ids, but in 2 of 2 layers rows behind the 3 tokens are not zero, up to row 50" in error
-    assert "say --tokens 3 as well if only these tokens are meant" in error and not Path("T").exists()
-    found = run(*put, "--token-ids", "100,101,102", "--tokens", "3")
-    assert found.out.startswith("3 tokens, 3 of them new") and "more tokens may be live than --tokens says" in found.err
+    assert "say --valid-tokens 3 as well if only these tokens are meant" in error and not Path("T").exists()
+    found = run(*put, "--token-ids", "100,101,102", "--valid-tokens", "3")
+    assert (
+        found.out.startswith("3 tokens, 3 of them new")
+        and "more tokens may be live than --valid-tokens says" in found.err
+    )
     assert run(*put, "--token-ids", "long.json").out.startswith("50 tokens, 47 of them new")
     run("store", "get", "T", "--token-ids", "long.json", "-o", "again.npz")
     run("diff", "again.npz", "long.npz")
@@ -208,7 +211,7 @@ def test_the_rest(here: Path, run) -> None:
     assert said == "removed 0 units, 0 bytes: it is pinned\n"
     assert run("store", "unpin", "S", "--token-ids", "long.json").out == "50 tokens: not pinned\n"
     run("store", "export", "S", "--token-ids", "long.json", "-o", "long.prefix")
-    run("store", "import", "T", "long.prefix", "--max-bytes", "1M")
+    run("store", "import", "T", "long.prefix", "--size-limit", "1M")
     assert run("store", "match", "T", "--token-ids", "long.json").out == "50\n"
     assert "all of it decoded and compared" in run("store", "verify", "T").out
     (file,) = Path("T/units").glob("*/*.unit")
@@ -219,7 +222,7 @@ def test_the_rest(here: Path, run) -> None:
     document = json.loads(run("store", "verify", "T", "--json", code=1).out)
     assert (document["damaged"], document["beside"]) == ([], [f"{space}: is lost or damaged: written again"])
     assert run("store", "rm", "S", "--token-ids", "long.json").out.startswith("removed 1 unit, ")
-    assert run("store", "gc", "S", "--max-bytes", "0").out.startswith("removed ")
+    assert run("store", "gc", "S", "--size-limit", "0").out.startswith("removed ")
     assert run("store", "ls", "S").out == "no texts\n"
 
 
@@ -240,15 +243,15 @@ def test_a_store_that_cannot_be_written_to_is_verified(here: Path, run, monkeypa
     [
         (["put", "S"], "store put needs CACHE"),
         (["put", "S", "long.npz"], "store put needs --token-ids IDS"),
-        (["put", "S", "x", "--codec", "frames", "--rope", "dims=16"], "--rope needs --codec dense"),
+        (["put", "S", "x", "--codec", "mnn", "--rope", "dims=16"], "--rope needs --codec dense"),
         (["stat", "S", "x"], "store stat takes nothing but the store"),
         (["get", "S", "--token-ids", "long.json"], "store get needs -o OUT"),
         (["export", "S", "--token-ids", "long.json", "-o", "-"], "store export needs -o FILE, a file of its own"),
         (["ls", "S", "--name", "x"], "--name says nothing to store ls"),
-        (["match", "S", "--token-ids", "long.json", "--max-bytes", "1"], "--max-bytes says nothing to store match"),
+        (["match", "S", "--token-ids", "long.json", "--size-limit", "1"], "--size-limit says nothing to store match"),
         (["import", "S", "a", "b"], "store import takes one file"),
         (["put", "", "long.npz", "--token-ids", "long.json", "--fingerprint", "m"], "the store has no name: expected"),
-        (["put", "S", "long.npz", "--max-bytes", "0"], "store put --max-bytes 0: expected at least 1, or no bound"),
+        (["put", "S", "long.npz", "--size-limit", "0"], "store put --size-limit 0: expected at least 1, or no bound"),
         (["put", "memory://x", "long.npz"], "memory://x: is gone when this command ends"),
         (["putt", "S"], "did you mean 'put'"),
     ],

@@ -132,13 +132,13 @@ def test_names_of_arrays(made, tmp_path, capfd) -> None:
         ["verify", f"{out}1", "--against", path],
         ["diff", path, path],
         ["diff", path, f"{out}1"],
-        ["bench", path, "--rounds", "1"],
+        ["bench", path, "--repeats", "1"],
         ["measure", path],
         ["mnn", "pack", path, "-o", f"{out}6/", "--backend", "x86-avx2"],
         ["mnn", "unpack", path, "-o", f"{out}7/"],
         ["plan", path],
         ["compressor", "run", path, path, "-o", f"{out}8.npz"],
-        ["mnn", "replay", path, "--config", path],
+        ["mnn", "replay", path, "--engine-config", path],
         ["compressor", "convert", path, f"{out}9.bin"],
         ["compressor", "export", path, "-o", f"{out}10.npz"],
     ):
@@ -207,7 +207,7 @@ def test_texts_of_json(document, tmp_path, capfd) -> None:
     for argv in (
         ["decode", f"{tmp_path}/k.frame", "-o", f"{tmp_path}/o.npy"],
         ["inspect", f"{tmp_path}/t.json"],
-        ["mnn", "replay", f"{tmp_path}/k.npy", "--config", f"{tmp_path}/t.json"],
+        ["mnn", "replay", f"{tmp_path}/k.npy", "--engine-config", f"{tmp_path}/t.json"],
         ["mnn", "pack", f"{tmp_path}/k.npy", "-o", f"{tmp_path}/p/", "--token-ids", f"{tmp_path}/t.json"],
         ["mnn", "compact", f"{tmp_path}/k.npy", "-o", f"{tmp_path}/p/", "--plan", f"{tmp_path}/t.json"],
         ["plan", f"{tmp_path}/t.json"],
@@ -259,7 +259,7 @@ def test_words_of_a_tokenizer(tmp_path, capfd) -> None:
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token=next(iter(words))))
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     for columns in ("--json", "-q", "-v"):
-        argv = ["generate", str(tmp_path), "--prompt", "a\x1b[2Jb", "--max-tokens", "4", columns]
+        argv = ["generate", str(tmp_path), "--prompt", "a\x1b[2Jb", "--max-new-tokens", "4", columns]
         code, _ = said(capfd, [*argv, "--policy", "streaming", "--budget", "6"])
         assert code == 0
 

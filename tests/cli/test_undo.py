@@ -80,7 +80,9 @@ def flat(text: str) -> str:
 def test_pack_brings_k_of_llama_into_the_order_of_the_engine(here: Path, run, file: str, said: str) -> None:
     packed = run("mnn", "pack", file, *said.split(), *PACK, "-o", "sys/")
     note = "K of architecture 'llama': RoPE turns dimensions 2i and 2i + 1 together: brought into the order of other"
-    assert flat(packed.err).count("k-order") == 0 and note in flat(packed.err) and "--undo none keeps it" in packed.err
+    assert (
+        flat(packed.err).count("k-order") == 0 and note in flat(packed.err) and "--invert none keeps it" in packed.err
+    )
     assert "LOSSLESS (undone: k-order, every file read back and compared)" in packed.out
     assert run("diff", "sys", "own.npz").out.startswith("equal: 6,144 words, bit by bit")
     found = kvmnn.open("sys")
@@ -90,15 +92,15 @@ def test_pack_brings_k_of_llama_into_the_order_of_the_engine(here: Path, run, fi
 
 
 def test_pack_keeps_or_undoes_what_is_asked_for(here: Path, run) -> None:
-    kept = run("mnn", "pack", "x.session", "--kv-heads", 2, *PACK, "--undo", "none", "-o", "kept/")
+    kept = run("mnn", "pack", "x.session", "--kv-heads", 2, *PACK, "--invert", "none", "-o", "kept/")
     assert "RoPE" not in kept.err and "undone" not in kept.out
     assert np.array_equal(kvmnn.open("kept")["layer_0.key"].to_numpy(), permuted(words(0, 0)))
-    asked = run("mnn", "pack", "x.sequence", "--kv-heads", 2, *PACK, "--undo", "k-order", "-o", "asked/", "--json")
+    asked = run("mnn", "pack", "x.sequence", "--kv-heads", 2, *PACK, "--invert", "k-order", "-o", "asked/", "--json")
     assert json.loads(asked.out)["undone"] == ["k-order"] and "RoPE" not in asked.err
     assert "equal" in run("diff", "asked", "own.npz").out
     run(
-        "mnn", "pack", "kept", *PACK, "--undo", "k-order", "-o", "mended/"
-    )  # arrays of any input, as eval --from takes them
+        "mnn", "pack", "kept", *PACK, "--invert", "k-order", "-o", "mended/"
+    )  # arrays of any input, as eval --initial-cache takes them
     assert "equal" in run("diff", "mended", "own.npz").out
 
 
@@ -106,7 +108,7 @@ def test_pack_says_that_nothing_tells_the_order(here: Path, run) -> None:
     nothing = "nothing says in which order llama.cpp has K: of Llama models and the like neighbours are turned together"
     for number, said in enumerate(("x.sequence --kv-heads 2", "command-r.session --kv-heads 2")):
         packed = run("mnn", "pack", *said.split(), *PACK, "-o", f"out{number}/")
-        assert nothing in flat(packed.err) and "--undo k-order, or --undo none" in flat(packed.err)
+        assert nothing in flat(packed.err) and "--invert k-order, or --invert none" in flat(packed.err)
     assert nothing in flat(run("mnn", "pack", "x.sequence", "--model", "part.gguf", *PACK, "-o", "part/").err)
 
 
@@ -119,33 +121,33 @@ def test_what_lies_in_halves_is_left_as_it_is(here: Path, run) -> None:
 
 def test_unpack_writes_words_as_they_lie_and_says_so(here: Path, run) -> None:
     plain = run("mnn", "unpack", "x.session", "--kv-heads", 2, "-o", "plain.npz")
-    assert "in other engines i and i + half a head: --undo k-order brings it into their order" in flat(plain.err)
+    assert "in other engines i and i + half a head: --invert k-order brings it into their order" in flat(plain.err)
     with np.load("plain.npz") as found:
         assert np.array_equal(found["layer_0.key"], permuted(words(0, 0)))
-    undone = run("mnn", "unpack", "x.session", "--kv-heads", 2, "--undo", "k-order", "-o", "undone.npz")
+    undone = run("mnn", "unpack", "x.session", "--kv-heads", 2, "--invert", "k-order", "-o", "undone.npz")
     assert undone.err == "" and "LOSSLESS (live elements, read back and compared, undone: k-order)" in undone.out
     assert "equal" in run("diff", "undone.npz", "own.npz").out
 
 
 def test_diff_undoes_it_of_the_inputs_that_are_llama_cpps(here: Path, run) -> None:
     far = run("diff", "own.npz", "x.session", "--kv-heads", 2, "--atol", 0.01, code=1)
-    assert "K of architecture 'llama'" in far.err and "--undo k-order" in flat(far.err)
+    assert "K of architecture 'llama'" in far.err and "--invert k-order" in flat(far.err)
     for first, second in (("own.npz", "x.session"), ("x.session", "own.npz"), ("x.sequence", "x.session")):
-        near = run("diff", first, second, "--kv-heads", 2, "--atol", 0, "--undo", "k-order")
+        near = run("diff", first, second, "--kv-heads", 2, "--atol", 0, "--invert", "k-order")
         assert "within 0" in near.out and "RoPE" not in near.err
     assert run("diff", "x.session", "x.sequence", "--kv-heads", 2).err == "", "two of one engine lie alike"
-    refused = run("diff", "own.npz", "own.npz", "--undo", "k-order", code=2).err
-    assert "--undo is about caches of llama.cpp, and own.npz own.npz holds none" in flat(refused)
+    refused = run("diff", "own.npz", "own.npz", "--invert", "k-order", code=2).err
+    assert "--invert is about caches of llama.cpp, and own.npz own.npz holds none" in flat(refused)
 
 
 def test_frames_of_a_whole_file_are_as_the_file(here: Path, run) -> None:
     run("encode", "x.session", "-o", "f/")
     assert "RoPE turns" in run("mnn", "pack", "f", "--kv-heads", 2, *PACK, "-o", "sys/").err
     assert "equal" in run("diff", "sys", "own.npz").out
-    assert "equal" in run("diff", "f", "own.npz", "--kv-heads", 2, "--undo", "k-order").out
+    assert "equal" in run("diff", "f", "own.npz", "--kv-heads", 2, "--invert", "k-order").out
 
 
-@pytest.mark.parametrize("said", [[], ["--undo", "k-order"]], ids=["by itself", "asked"])
+@pytest.mark.parametrize("said", [[], ["--invert", "k-order"]], ids=["by itself", "asked"])
 def test_a_store_holds_what_the_engine_reads(here: Path, run, said: list[str]) -> None:
     put = run("store", "put", "S", "x.session", "--kv-heads", 2, "--fingerprint", "m", *said)
     assert ("brought into the order of other engines" in flat(put.err)) == (not said)
@@ -155,22 +157,25 @@ def test_a_store_holds_what_the_engine_reads(here: Path, run, said: list[str]) -
 
 
 def test_a_store_keeps_what_it_is_told_to_keep(here: Path, run) -> None:
-    put = run("store", "put", "S", "x.session", "--kv-heads", 2, "--fingerprint", "m", "--undo", "none")
+    put = run("store", "put", "S", "x.session", "--kv-heads", 2, "--fingerprint", "m", "--invert", "none")
     assert "RoPE" not in put.err
     Path("ids.json").write_text(json.dumps(list(range(TOKENS))))
     run("store", "get", "S", "--token-ids", "ids.json", "-o", "got.npz")
     assert "equal" in run("diff", "got.npz", "x.session", "--kv-heads", 2).out
-    assert "--undo says nothing to store ls" in run("store", "ls", "S", "--undo", "none", code=2).err
+    assert "--invert says nothing to store ls" in run("store", "ls", "S", "--invert", "none", code=2).err
 
 
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        ("x.session --kv-heads 2 --undo all", "undo 'all': expected k-rotation, v-rotation or k-order"),
-        ("x.session --kv-heads 2 --undo k-order,none", "undo 'none': expected k-rotation, v-rotation or k-order"),
-        ("x.session --kv-heads 2 --undo v-rotation", "llama.cpp does no such thing to this cache: expected k-order"),
-        ("qwen.session --kv-heads 2 --undo k-order", "does no such thing to this cache: leave --undo out"),
-        ("x.session --kv-heads 2 --blocks --undo k-order", "--undo is about numbers, not about a whole file or its"),
+        ("x.session --kv-heads 2 --invert all", "undo 'all': expected k-rotation, v-rotation or k-order"),
+        ("x.session --kv-heads 2 --invert k-order,none", "undo 'none': expected k-rotation, v-rotation or k-order"),
+        ("x.session --kv-heads 2 --invert v-rotation", "llama.cpp does no such thing to this cache: expected k-order"),
+        ("qwen.session --kv-heads 2 --invert k-order", "does no such thing to this cache: leave --invert out"),
+        (
+            "x.session --kv-heads 2 --raw-blocks --invert k-order",
+            "--invert is about numbers, not about a whole file or its",
+        ),
         ("x.session --model qwen.gguf", "is of architecture 'llama', the model of 'qwen2'"),
     ],
 )
@@ -184,9 +189,9 @@ def test_a_rotation_is_undone_before_the_order_and_rounds(here: Path, run) -> No
     data, caches = llama_files.state(Random(3), Shape(k_type="q8_0", v_type="q8_0", dims=DIMS, value_dims=DIMS), [12])
     Path("q.session").write_bytes(data)
     said = flat(run("mnn", "unpack", "q.session", "--kv-heads", 2, "-o", "as_is.npz").err)
-    assert "(--undo k-rotation,v-rotation turns them back)" in said
+    assert "(--invert k-rotation,v-rotation turns them back)" in said
     undone = run(
-        "mnn", "unpack", "q.session", "--kv-heads", 2, "--undo", "k-order,k-rotation,v-rotation", "-o", "q.npz"
+        "mnn", "unpack", "q.session", "--kv-heads", 2, "--invert", "k-order,k-rotation,v-rotation", "-o", "q.npz"
     )
     assert "LOSSY (dequantised from q8_0, undone: k-rotation, v-rotation, k-order)" in undone.out
     assert "Hadamard" not in undone.err
@@ -199,7 +204,7 @@ def test_a_rotation_is_undone_before_the_order_and_rounds(here: Path, run) -> No
             assert np.allclose(found[f"layer_{layer}.value"], caches[0][0].values[layer] @ hadamard / 8, atol=1e-4)
     packed = run("mnn", "pack", "q.session", "--kv-heads", 2, "--backend", "x86-avx2", "--name", "s", "-o", "p/")
     assert "dequantised from q8_0, undone: k-order" in packed.out and "LOSS" not in packed.out
-    assert "(--undo k-rotation,v-rotation turns them back)" in flat(packed.err)
+    assert "(--invert k-rotation,v-rotation turns them back)" in flat(packed.err)
 
 
 def test_the_same_in_python(here: Path) -> None:
@@ -341,7 +346,7 @@ def test_to_cache_reads_as_open_does(here: Path, monkeypatch: pytest.MonkeyPatch
     assert np.array_equal(made[1][0][0], kvmnn.open("x.session", kv_heads=HEADS)["layer_1.key"].to_numpy())
     state, _ = llama_files.state(Random(3), Shape(), [3, 0, 5])
     Path("two.session").write_bytes(state)
-    with pytest.raises(MissingOptionError, match=r"2 streams hold cells: --stream says .*, in Python stream="):
+    with pytest.raises(MissingOptionError, match=r"2 streams hold cells: --part stream=N says .*, in Python stream="):
         kvmnn.to_cache("two.session", kv_heads=2)
     two = kvmnn.to_cache("two.session", kv_heads=2, stream=2, invert=["none"], return_pairs=True)
     assert two[0][0].shape == (1, 2, 5, 32)

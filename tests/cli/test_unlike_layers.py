@@ -45,7 +45,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 FILES = {"c.pt": [], "c.npz": [], "c.session": ["--model", "m.gguf"]}
 
 
-@pytest.mark.parametrize("codec", ["dense", "frames"])
+@pytest.mark.parametrize("codec", ["dense", "mnn"])
 @pytest.mark.parametrize("name", FILES)
 def test_a_store_gives_them_back(here: Path, run, name: str, codec: str) -> None:
     """Of the whole text, of a beginning; through export and import as well."""
@@ -115,7 +115,7 @@ def test_pack_and_replay_say_which_differ(here: Path, run) -> None:
     )
     Path("config.json").write_text("{}")
     pack = ("mnn", "pack", "c.pt", "--backend", "arm64-fp16", "--name", "s", "-o", "q/")
-    for words in (pack, ("mnn", "replay", "c.pt", "--config", "config.json")):
+    for words in (pack, ("mnn", "replay", "c.pt", "--engine-config", "config.json")):
         assert wanted in run(*words, code=1).err
     heads = (2, 2, 2, 4, 2, 1)
     parts = [(number, part) for number in range(len(heads)) for part in ("key", "value")]
@@ -130,7 +130,16 @@ def test_eval_says_which_the_model_has_otherwise(here: Path, run) -> None:
     parts = [(n, part) for n in range(len(shapes)) for part in ("key", "value")]
     words = {f"layer_{n}.{part}": np.ones((shapes[n][0], 40, shapes[n][1]), np.float16) for n, part in parts}
     np.savez("six.npz", **words)
-    asked = ("--text", model / "texts" / "trace.py.txt", "--tokens", 56, "--from", "six.npz", "--token-ids", "0,1")
+    asked = (
+        "--text",
+        model / "texts" / "trace.py.txt",
+        "--max-tokens",
+        56,
+        "--initial-cache",
+        "six.npz",
+        "--token-ids",
+        "0,1",
+    )
     said = run("eval", model, *asked, code=2).err
     assert "six.npz: key of layer 1 is of 2 kv heads x 64" in said
 
@@ -162,7 +171,7 @@ def test_values_of_another_head_size_than_keys(here: Path, run) -> None:
     found = {}
     for name, (keys, values) in files.items():
         np.savez(f"{name}.npz", **{"layer_0.key": words[keys], "layer_0.value": words[values]})
-        measured = run("measure", f"{name}.npz", "--real", "--fp32", "--json").out
+        measured = run("measure", f"{name}.npz", "--encode", "--fp32", "--json").out
         found[name] = json.loads(measured)["breakdown"]["overall"]
     assert (found["both"]["k"], found["both"]["v"]) == (found["keys"]["k"], found["values"]["v"])
     assert found["both"]["k"]["raw_bytes"] == 4 * 2 * 60 * 96 and found["both"]["v"]["raw_bytes"] == 4 * 2 * 60 * 64
@@ -174,7 +183,7 @@ def test_values_of_another_head_size_than_keys(here: Path, run) -> None:
     assert "both.npz: layer 0: keys are [2, 60, 96] and values [2, 60, 64]: expected the same" in said
 
 
-@pytest.mark.parametrize("codec", ["dense", "frames"])
+@pytest.mark.parametrize("codec", ["dense", "mnn"])
 def test_a_store_takes_values_of_another_head_size(here: Path, run, codec: str) -> None:
     """Grown by another put, cut, through export and import, and beside layers where both have one size."""
     rng = np.random.default_rng(4)
@@ -216,7 +225,7 @@ def test_keys_alone_are_measured(here: Path, run) -> None:
     for name, has_v in (("both", True), ("alone", False)):
         shape = llama_files.Shape(heads=1, dims=64, value_dims=64, k_type="f32", v_type="f32", has_v=has_v)
         Path(f"{name}.session").write_bytes(llama_files.state(Random(3), shape, [20], architecture="deepseek2")[0])
-        said[name] = json.loads(run("measure", f"{name}.session", "--real", "--fp32", "--json").out)
+        said[name] = json.loads(run("measure", f"{name}.session", "--encode", "--fp32", "--json").out)
     for what in ("overall", "fp32"):
         both, alone = (said[name]["breakdown"] for name in ("both", "alone"))
         both, alone = (each[what] if what == "overall" else each[what]["overall"] for each in (both, alone))
@@ -245,5 +254,5 @@ def test_one_type_is_asked_for_where_none_may_be_widened(here: Path, capsys) -> 
     words = np.ones((2, 8, 8))
     np.savez("types.npz", **{"layer_0.key": words.astype("f2"), "layer_0.value": words.astype("f4")})
     Path("config.json").write_text("{}")
-    assert main(["mnn", "replay", "types.npz", "--config", "config.json"]) == 1
+    assert main(["mnn", "replay", "types.npz", "--engine-config", "config.json"]) == 1
     assert "types.npz: the arrays are fp16 and fp32: expected one type" in capsys.readouterr().err

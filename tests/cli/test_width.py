@@ -23,16 +23,16 @@ inspect kv.npz
 verify kv.npz.frames --against kv.npz
 decode keys.npy.frame -o back.npy
 diff kv.npz kv.npz.frames
-bench keys.npy --rounds 1
+bench keys.npy --repeats 1
 mnn pack kv.npz -o sys/ --name sys --backend x86-avx2
 inspect sys/
-mnn repack sys/ --from x86-avx2 --to arm64-fp16
+mnn repack sys/ --backend x86-avx2 --target-backend arm64-fp16
 mnn compact sys/ --remove 100 --reserve 0:10
 store put prefixes kv.npz --token-ids ids.json --fingerprint m
 store stat prefixes
 store ls prefixes
 store verify prefixes
-measure kv.npz --real
+measure kv.npz --encode
 plan scores.npy
 compressor convert comp.pth
 inspect comp.bin

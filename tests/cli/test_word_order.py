@@ -37,7 +37,7 @@ def namespace(words: list[str]) -> dict[str, object]:
 
 LINES = [
     ("encode", ["a", "b", "c"], [["-o", "x/"], ["--effort=fast"], ["-q"], ["--tensor", "k"], ["--tensor", "v"]]),
-    ("store", ["put", "S", "C", "D"], [["--model", "M"], ["--token-ids", "1,2"], ["-fv"], ["--max-bytes", "3G"]]),
+    ("store", ["put", "S", "C", "D"], [["--model", "M"], ["--token-ids", "1,2"], ["-fv"], ["--size-limit", "3G"]]),
     ("verify", ["a", "b"], [["--against", "x"], ["--jobs", "2"], ["--json"]]),
     ("diff", ["a", "b"], [["--json"], ["--atol", "1"]]),
     ("eval", ["m"], [["--text", "t", "u"], ["--budget=5"], ["-o-"]]),
@@ -152,6 +152,9 @@ def test_options_of_earlier_versions_name_the_new_ones(run) -> None:
     said = run("verify", "w.bin", "--as-reference", code=2).err
     assert said == "kvmnn: error: '--as-reference' is now 'kvmnn compressor verify --as-reference'\n"
     assert run("encode", "--help-packed", code=2).err == "kvmnn: error: '--help-packed' is now '--help-all'\n"
+    assert run("eval", "m", "--tokens", "9", code=2).err == "kvmnn: error: '--tokens' is now '--max-tokens'\n"
+    assert run("encode", "x", "--tokens=9", code=2).err == "kvmnn: error: '--tokens' is now '--valid-tokens'\n"
+    assert run("encode", "x", "--batch", "0", code=2).err == "kvmnn: error: '--batch' is now '--part batch=N'\n"
     for command, replaced in REPLACED_OPTIONS.items():
         known = list_command_parsers(build_parser())[command]._option_string_actions
         assert not known.keys() & replaced.keys(), command

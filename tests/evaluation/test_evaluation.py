@@ -433,7 +433,9 @@ def test_what_the_size_of_the_model_makes_senseless_is_refused_before_anything_i
     wanted = expand_configurations(["recent_only", "streaming:skip_layers=0+9"], [16])
     with pytest.raises(OptionError, match="skip_layers names layer 9, the model has 6 layers: expected 0 to 5"):
         run(documents(30, 1), wanted, tokens=30, store=tmp_path / "cells", **QUICK)
-    with pytest.raises(OptionError, match=r"31 tokens are to be scored, .* 30 positions: expected at most --tokens 30"):
+    with pytest.raises(
+        OptionError, match=r"31 tokens are to be scored, .* 30 positions: expected at most --max-tokens 30"
+    ):
         (tmp_path / "model.onnx").write_bytes(MODEL.read_bytes())
         (tmp_path / "config.json").write_text('{"max_position_embeddings": 30}')
         evaluate(tmp_path, documents(31, 1), [], settings=EvaluationSettings(tokens=31, **QUICK), jobs=0)

@@ -84,7 +84,7 @@ def test_order_of_llama_cpp_is_refused_and_found_by_auto(
     ) as caught:
         measured(path, store=cells)
     assert not cells.exists() or not cells.read_bytes()
-    said = str(caught.value).partition("expected --undo ")[2].partition(", or --undo auto")[0]
+    said = str(caught.value).partition("expected --invert ")[2].partition(", or --invert auto")[0]
     assert set(said.split(",")) == set(names)
     auto, told = measured(path, ["auto"]), measured(path, said.split(","))
     assert auto.rows[1].nll == told.rows[1].nll and auto.start.sha256 == told.start.sha256
@@ -103,7 +103,9 @@ def test_order_of_a_model_that_turns_neighbours_is_found_by_auto(
         invert_named_transforms(invert_named_transforms(words, "key", [REVERSED_K_ORDER]), "key", ["k-order"]), words
     )
     path = session(tmp_path / "a.session", layers, ids, REVERSED_K_ORDER)
-    with pytest.raises(OptionError, match=r"lies otherwise than this model's .*: expected --undo auto, which finds it"):
+    with pytest.raises(
+        OptionError, match=r"lies otherwise than this model's .*: expected --invert auto, which finds it"
+    ):
         measured(path)
     auto = measured(path, ["auto"])
     assert auto.rows[1].versus_full.nll == 0 and auto.start.about.endswith(f"undone: {REVERSED_K_ORDER}")
@@ -130,7 +132,7 @@ def test_rotated_blocks_are_found_by_auto(kind: str, layers: Layers, ids: list[i
 def test_what_was_asked_for_is_refused_where_it_does_not_help(layers: Layers, ids: list[int], tmp_path: Path) -> None:
     path = session(tmp_path / "a.session", layers, ids)
     with pytest.raises(
-        OptionError, match=r"lies otherwise than this model's after --undo k-order .*: expected --undo auto"
+        OptionError, match=r"lies otherwise than this model's after --invert k-order .*: expected --invert auto"
     ):
         measured(path, ["k-order"])
     assert measured(path, ["none"]).rows[1].versus_full.nll == 0
@@ -177,11 +179,22 @@ def test_command_refuses_and_undoes(
     layers: Layers, ids: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = session(tmp_path / "a.session", layers, ids, "k-order")
-    asked = ["eval", str(MODEL), "--text", str(TEXT), "--tokens", "100", "--chunk", "10", "--from", str(path)]
+    asked = [
+        "eval",
+        str(MODEL),
+        "--text",
+        str(TEXT),
+        "--max-tokens",
+        "100",
+        "--chunk",
+        "10",
+        "--initial-cache",
+        str(path),
+    ]
     assert main(asked) == 2
     out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1 and "expected --undo k-order, or --undo auto, which finds it" in err
-    assert main([*asked, "--undo", "auto"]) == 0
+    assert out == "" and err.count("\n") == 1 and "expected --invert k-order, or --invert auto, which finds it" in err
+    assert main([*asked, "--invert", "auto"]) == 0
     assert "Undone in a.session: k-order." in capsys.readouterr().out
-    assert main(["eval", str(MODEL), "--text", str(TEXT), "--undo", "auto"]) == 2
-    assert "--undo is about the cache of --from" in capsys.readouterr().err
+    assert main(["eval", str(MODEL), "--text", str(TEXT), "--invert", "auto"]) == 2
+    assert "--invert is about the cache of --initial-cache" in capsys.readouterr().err

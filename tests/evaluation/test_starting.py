@@ -147,7 +147,7 @@ def test_what_llama_cpp_does_is_found_and_undone(
         tuple(name for name in said if name[0] == "k"),
         ("v-rotation",) if rotated else None,
     ]
-    assert any(f"--undo {','.join(said)} makes them roundings of the model's own" in note for note in result.notes)
+    assert any(f"--invert {','.join(said)} makes them roundings of the model's own" in note for note in result.notes)
     with read_initial_cache(path, read_model_interface(MODEL), inverted_transforms=said) as start:
         mended = measured(start)
     assert result.rows[1].versus_full.nll > 0.2 > 20 * abs(mended.rows[1].versus_full.nll)
@@ -317,7 +317,8 @@ def test_what_is_refused(layers: list[tuple[np.ndarray, np.ndarray]], ids: list[
     for tokens, found in ((TOKENS, f"{TOKENS + 1} tokens"), (8, "9 tokens")):
         message = refusal(session, settings=EvaluationSettings(tokens=tokens, chunk=CHUNK, timing=False))
         assert message == (
-            f"trace.py.txt: --tokens takes {found}, a.session stands for 40: expected at least 42, as the first token "
+            f"trace.py.txt: --max-tokens takes {found}, a.session stands for 40: expected at least 42, as the "
+            "first token "
             "behind a cache is not scored"
         )
     fewer = saved_starts.npz(tmp_path / "fewer.npz", layers[:5])

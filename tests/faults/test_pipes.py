@@ -124,7 +124,7 @@ def test_frames_in_a_pipe_are_inspected(tmp_path: Path, run: Run) -> None:
 def test_options_of_an_engine_are_about_a_pipe_with_its_file(tmp_path: Path, run: Run) -> None:
     shape = llama_files.Shape(k_type="q8_0", v_type="q8_0")
     fed(tmp_path / "p", llama_files.state(Random(2), shape, [9])[0])
-    assert "layer_1.value: bytes [9, 2, 34]" in run("inspect", tmp_path / "p", "--blocks").out
+    assert "layer_1.value: bytes [9, 2, 34]" in run("inspect", tmp_path / "p", "--raw-blocks").out
 
 
 def test_a_pipe_is_spooled_up_to_the_limit(tmp_path: Path) -> None:

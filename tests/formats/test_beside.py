@@ -104,7 +104,7 @@ def test_what_has_no_place_for_it_is_noted(tmp_path: Path, run: Any) -> None:
 
 
 def test_a_dump_that_unpack_writes_has_them(tmp_path: Path, run: Any) -> None:
-    run("mnn", "unpack", folder(tmp_path / "kv"), "--as", "dump", "-o", f"{tmp_path / 'dump'}/")
+    run("mnn", "unpack", folder(tmp_path / "kv"), "--output-kind", "dump", "-o", f"{tmp_path / 'dump'}/")
     assert {name: (tmp_path / "dump" / name).read_bytes() for name in TEXTS} == TEXTS
 
 
@@ -284,7 +284,7 @@ def test_the_store_takes_the_token_ids_beside_the_arrays(tmp_path: Path, run: An
 
 
 def test_a_bundle_of_an_evicted_cache_says_its_positions(tmp_path: Path) -> None:
-    """As the folder does: to whoever asks for them, here `pack` and `eval --from`."""
+    """As the folder does: to whoever asks for them, here `pack` and `eval --initial-cache`."""
     original = folder(tmp_path / "kv")
     places = [0, 4, 8]
     (original / "positions.json").write_text(json.dumps({"tokens_seen": 9, "layers": [{"positions": places}]}))

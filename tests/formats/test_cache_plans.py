@@ -28,11 +28,13 @@ def test_caches_of_any_shape(tmp_path: Path, engine: str, seed: int) -> None:
     some = next(iter(keys.values()))
     details = source.engine_cache.details if source.engine_cache else {}
     if some.ndim == 4 and some.shape[0] > 1:
-        with pytest.raises(SourceError, match="--batch N"):
+        with pytest.raises(SourceError, match="--part batch=N"):
             plan_cache(source, create_policy("knorm", keep_ratio=0.5))
         return
     if len(details.get("sequences", ())) > 1:
-        with pytest.raises(MissingOptionError, match="sequences, and a policy keeps those of one text: --sequence N"):
+        with pytest.raises(
+            MissingOptionError, match="sequences, and a policy keeps those of one text: --part sequence=N"
+        ):
             plan_cache(source, create_policy("knorm", keep_ratio=0.5))
         return
     plan = plan_cache(source, create_policy("knorm", keep_ratio=0.5))

@@ -72,7 +72,7 @@ def test_by_way_of_frames_and_stores(here: Path, run: Run, suffix: str) -> None:
 
 @FORMATS
 def test_what_was_undone_is_not_done_again(here: Path, run: Run, suffix: str) -> None:
-    run("mnn", "unpack", "whole.session", "--kv-heads", 2, "--undo", "k-order", "-o", f"a{suffix}")
+    run("mnn", "unpack", "whole.session", "--kv-heads", 2, "--invert", "k-order", "-o", f"a{suffix}")
     run("mnn", "pack", "whole.session", "--kv-heads", 2, *PACK, "-o", "p1/")
     assert "order" not in run("mnn", "pack", f"a{suffix}", *PACK, "-o", "p2/").err
     assert tree("p1") == tree("p2")

@@ -37,7 +37,18 @@ def test_a_notebook_gets_what_the_shell_gets(here: Path, capsys: pytest.CaptureF
     np.save("scores.npy", np.arange(40, dtype=np.float32).reshape(2, 20))
     config = H2OConfig(block_tokens=8, sink_tokens=8, recent_tokens=8)
     plans = plan_from_file("scores.npy", config, "a.json", input_kind="scores")
-    argv = ["plan", "scores.npy", "--kind", "scores", "--block", "8", "--sink", "8", "--recent", "8"]
+    argv = [
+        "plan",
+        "scores.npy",
+        "--input-kind",
+        "scores",
+        "--h2o",
+        "block_tokens=8",
+        "--h2o",
+        "sink_tokens=8",
+        "--h2o",
+        "recent_tokens=8",
+    ]
     assert main([*argv, "-o", "b.json"]) == 0
     assert capsys.readouterr().out == f"{plans}\n"
     assert (here / "a.json").read_bytes() == (here / "b.json").read_bytes()
@@ -109,12 +120,15 @@ def test_attention_of_a_list_of_layers_has_a_batch_inside(tmp_path: Path, run: A
                 found.to_plan_entries()
                 == plan_from_file(str(tmp_path / "stacked.npy"), H2OConfig(block_tokens=4)).to_plan_entries()
             )
-        said = run("plan", path, "--block", "4", code=2).err
-        assert "attention of a batch of 2 texts: --batch N plans one of them" in said
-        assert "expected --batch 0 to 1" in run("plan", path, "--block", "4", "--batch", "2", code=2).err
-        run("plan", path, "--block", "4", "--batch", "1")
+        said = run("plan", path, "--h2o", "block_tokens=4", code=2).err
+        assert "attention of a batch of 2 texts: --part batch=N plans one of them" in said
+        assert (
+            "expected --part batch=0 to 1"
+            in run("plan", path, "--h2o", "block_tokens=4", "--part", "batch=2", code=2).err
+        )
+        run("plan", path, "--h2o", "block_tokens=4", "--part", "batch=1")
     np.save(tmp_path / "layers.npy", np.stack([tensor[0] for tensor in tensors]))
-    assert "leave --batch out" in run("plan", tmp_path / "layers.npy", "--batch", "0", code=2).err
+    assert "leave --part batch out" in run("plan", tmp_path / "layers.npy", "--part", "batch=0", code=2).err
 
 
 def test_attention_by_name_has_a_batch_inside(tmp_path: Path) -> None:

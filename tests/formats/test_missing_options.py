@@ -93,7 +93,7 @@ def integers(folder: Path) -> Path:
 
 AS_K = {"layer_0.key": WORDS[0, 0], "layer_0.value": WORDS[1, 0]}
 GEOMETRY = ("--kv-heads", "2", "--head-dim", "8", "--backend", "x86-avx2")
-PACKED = (*GEOMETRY, "--tokens", "64")
+PACKED = (*GEOMETRY, "--valid-tokens", "64")
 ARRAYS = ("encode", "measure", "mnn pack")
 KV = ("measure", "mnn pack")
 OF_PACKED = ("encode", "measure", "mnn unpack")
@@ -102,15 +102,17 @@ CASES = {
     "llama.cpp, kv heads": Case(session, "--kv-heads", ("--kv-heads", "2"), ("mnn unpack", "mnn pack")),
     "llama.cpp, stream": Case(
         lambda folder: session(folder, cells=[3, 2]),
-        "--stream",
-        ("--stream", "1"),
+        "--part stream",
+        ("--part", "stream=1"),
         ("mnn unpack", "mnn pack"),
         ("--kv-heads", "2"),
     ),
     "prefix, geometry": Case(
         lambda folder: prefix(folder, "sys"), "--kv-heads", PACKED[:6], verbs=OF_PACKED, more=PACKED[6:]
     ),
-    "prefix, tokens": Case(lambda folder: half_full(folder), "--tokens", PACKED[6:], verbs=OF_PACKED, more=GEOMETRY),
+    "prefix, tokens": Case(
+        lambda folder: half_full(folder), "--valid-tokens", PACKED[6:], verbs=OF_PACKED, more=GEOMETRY
+    ),
     "prefix, name": Case(
         lambda folder: prefix(folder, "a", "b"), "--name", ("--name", "b"), verbs=OF_PACKED, more=PACKED
     ),
@@ -179,14 +181,14 @@ CASES = {
     ),
     "arrays, batch": Case(
         lambda folder: saved(folder / "a.npz", **{f"layer_0.{part}": WORDS[:, 0] for part in ("key", "value")}),
-        "--batch",
-        ("--batch", "1"),
+        "--part batch",
+        ("--part", "batch=1"),
         KV,
     ),
     "a saved cache, batch": Case(
         lambda folder: hf_files.save(folder / "c.pt", hf_files.pairs(1, shape=(2, 2, 5, 4))),
-        "--batch",
-        ("--batch", "1"),
+        "--part batch",
+        ("--part", "batch=1"),
         KV,
     ),
     "a saved cache of integers, dtype": Case(integers, "--dtype", ("--dtype", "fp32"), ("encode", "measure")),

@@ -66,11 +66,11 @@ def test_every_verb_takes_one(here, run, tmp_path):
         "kv_h2o_trigger_min_tokens": 1,
     }
     Path("c.json").write_text(json.dumps(config))
-    assert "12 layers, 20 tokens" in run("mnn", "replay", "d", "--config", "c.json").out
+    assert "12 layers, 20 tokens" in run("mnn", "replay", "d", "--engine-config", "c.json").out
 
 
 def test_a_dump_that_went_through_files_is_still_one(here, run):
-    run("mnn", "unpack", "d", "--as", "dump", "-o", "dump/", "--run-id", "2026")
+    run("mnn", "unpack", "d", "--output-kind", "dump", "-o", "dump/", "--run-id", "2026")
     run("encode", "dump", "-o", "dump.frames/")
     run("decode", "dump.frames", "--arrays", "-o", "back/")
     assert Path("back/2026_layer_11_k_t0_20.npy").exists()
@@ -87,6 +87,6 @@ def test_a_file_that_is_cut_after_it_was_opened(here):
 
 
 def test_what_a_folder_is(here, run):
-    run("mnn", "unpack", "d", "--as", "dump", "-o", "dump/")
+    run("mnn", "unpack", "d", "--output-kind", "dump", "-o", "dump/")
     Path("empty").mkdir()
     assert [detect(name).name for name in ("p", "d", "dump", "empty")] == ["packed", "npy", "dump", "folder"]

@@ -22,7 +22,7 @@ OUTPUTS = ["out.npy", "out.npz", "out.safetensors", "out.bin", "out/"]
 def frame(tmp_path, monkeypatch, run):
     monkeypatch.chdir(tmp_path)
     np.save("k.npy", KEYS)
-    run("encode", "k.npy", "-o", "k.frame", "--frame-bytes", "4K")
+    run("encode", "k.npy", "-o", "k.frame", "--chunk-bytes", "4K")
 
 
 def lossy(monkeypatch, change):

@@ -51,7 +51,7 @@ def prompts_of(out: Path, case: str) -> tuple[Any, ...]:
 def write(folder: Path, **settings: Any) -> list[Any]:
     """A model, and words of a command on it without texts; the runs are short."""
     gate_models.write_model(folder, repeats=1, generate=4, **settings)
-    return ["gate", "run", folder / "model", "--suite", "runtime", "--config", folder / "run.json"]
+    return ["gate", "run", folder / "model", "--suite", "runtime", "--suite-config", folder / "run.json"]
 
 
 @pytest.mark.slow
@@ -59,7 +59,7 @@ def test_runtime_cases_read_the_built_in_text(tmp_path: Path, run: Any) -> None:
     found = run(*write(tmp_path), "-o", tmp_path / "out", code=1)
     prompts, of_runs, works, of_round, _, notes = prompts_of(tmp_path / "out", "runtime_store")
     assert (prompts, of_runs, works, of_round) == ("built-in text", {"built-in text"}, ["built-in text:40"], prompts)
-    assert notes == ["The prompts of the runtime cases are beginnings of the built-in text (--prompts takes others)."]
+    assert notes == ["The prompts of the runtime cases are beginnings of the built-in text (--text takes others)."]
     assert "prompts: built-in text" in " ".join(found.out.split()) and "synthetic" not in found.out
 
 
@@ -82,7 +82,7 @@ def test_synthetic_prompts_are_named_so_everywhere(tmp_path: Path, run: Any) -> 
 
 @pytest.mark.slow
 def test_texts_of_the_user_are_prompts_of_the_runtime_cases(tmp_path: Path, run: Any) -> None:
-    run(*write(tmp_path), "--prompts", tmp_path / "texts", "-o", tmp_path / "out", code=1)
+    run(*write(tmp_path), "--text", tmp_path / "texts", "-o", tmp_path / "out", code=1)
     prompts, of_runs, works, of_round, _, notes = prompts_of(tmp_path / "out", "runtime_full")
     assert (prompts, of_runs, works, of_round) == ("text", {"text"}, ["a.txt:40"], "text")
     assert notes == []
@@ -97,7 +97,7 @@ def test_model_without_a_tokenizer_gets_synthetic_prompts_and_says_so(tmp_path: 
     assert prompts == "synthetic"
     assert notes[0] == f"{tmp_path}/model has no tokenizer.json (--tokenizer), so no text can be a prompt."
     assert "no tokenizer.json" in " ".join(found.out.split())
-    refused = run(*words, "--prompts", tmp_path / "texts", "-o", tmp_path / "other", code=1)
+    refused = run(*words, "--text", tmp_path / "texts", "-o", tmp_path / "other", code=1)
     assert "no tokenizer.json beside the model" in refused.err and not (tmp_path / "other").exists()
 
 
@@ -143,9 +143,9 @@ def test_queue_gate_counts_open_encodings(tmp_path: Path, run: Any) -> None:
     [
         ({"prompts": [100000]}, [], "tokens, a prompt has 100,000: expected longer texts"),
         ({"synthetic": True, "token": 10**6}, [], "token 1000000: the vocabulary has"),
-        ({"buckets": [5000]}, ["--suite", "llm_demo", "--prompts", "TEXTS"], "the texts have no prompt of 5000 tokens"),
-        ({"buckets": [90]}, ["--also", "multi_turn", "--prompts", "TEXTS"], "no text has the tokens of three turns"),
-        ({"prompt_manifest": "/none"}, ["--prompts", "TEXTS"], "/none: does not exist"),
+        ({"buckets": [5000]}, ["--suite", "llm_demo", "--text", "TEXTS"], "the texts have no prompt of 5000 tokens"),
+        ({"buckets": [90]}, ["--extra-case", "multi_turn", "--text", "TEXTS"], "no text has the tokens of three turns"),
+        ({"prompt_manifest": "/none"}, ["--text", "TEXTS"], "/none: does not exist"),
     ],
 )
 def test_refused_run_leaves_no_folder(
@@ -184,7 +184,7 @@ _LINES_AT_ONCE = (
 @pytest.mark.slow
 @pytest.mark.parametrize("quiet", [[], ["-q"]])
 def test_progress_is_lines_on_standard_error(tmp_path: Path, quiet: list[str]) -> None:
-    words = [*map(str, write(tmp_path)), "--prompts", str(tmp_path / "texts"), "-o", str(tmp_path / "out"), *quiet]
+    words = [*map(str, write(tmp_path)), "--text", str(tmp_path / "texts"), "-o", str(tmp_path / "out"), *quiet]
     environment = {**os.environ, "COLUMNS": "80"}
     command = [sys.executable, "-c", _LINES_AT_ONCE, *words]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)

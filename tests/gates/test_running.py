@@ -29,7 +29,10 @@ from kvmnn.lm.kv_store import LosslessStore
 def made(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """A folder with a model, and a suite of all cases that ran on it."""
     folder = gate_models.write_model(tmp_path_factory.mktemp("suite"))
-    words = f"gate run {folder}/model --also multi_turn retrieval --config {folder}/run.json --prompts {folder}/texts"
+    words = (
+        f"gate run {folder}/model --extra-case multi_turn retrieval --suite-config {folder}/run.json "
+        f"--text {folder}/texts"
+    )
     code = main([*words.split(), "-o", f"{folder}/out", "-q"])
     return SimpleNamespace(folder=folder, out=folder / "out", words=words.split(), code=code)
 
@@ -117,11 +120,11 @@ def test_the_same_command_goes_on_and_is_the_same_round(made: SimpleNamespace, r
 @pytest.mark.slow
 def test_measured_again_or_otherwise_is_another_round(made: SimpleNamespace, tmp_path: Path, run) -> None:
     folder = gate_models.write_model(tmp_path)
-    words = ["gate", "run", folder / "model", "--config", folder / "run.json", "-o", tmp_path / "out", "-q"]
+    words = ["gate", "run", folder / "model", "--suite-config", folder / "run.json", "-o", tmp_path / "out", "-q"]
     for suite in ("runtime", "runtime"):
         run(*words, "--suite", suite, code=1)
     runs = len((tmp_path / "out" / "runs.jsonl").read_text().splitlines())
-    run(*words, "--suite", "runtime", "--again", code=1)
+    run(*words, "--suite", "runtime", "--rerun", code=1)
     timed = runs - 3  # comparisons of contents are not measured again
     assert len((tmp_path / "out" / "runs.jsonl").read_text().splitlines()) == runs + timed
     document = json.loads((folder / "run.json").read_text())
@@ -193,7 +196,7 @@ def test_a_synthetic_prompt_has_the_asked_length(made: SimpleNamespace, bos: int
 
 def test_a_config_that_is_none_is_refused(made: SimpleNamespace, tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "run.json").write_text('{"no_such_setting": 1}')
-    words = [*made.words[: made.words.index("--config")], "--config", str(tmp_path / "run.json")]
+    words = [*made.words[: made.words.index("--suite-config")], "--suite-config", str(tmp_path / "run.json")]
     assert main([*words, "-o", str(tmp_path / "out")]) == 2
     assert "no_such_setting" in capsys.readouterr().err
 
@@ -256,7 +259,7 @@ def test_sweeps_are_a_product_in_the_forks_order(made: SimpleNamespace) -> None:
         ("-o x --sweep block=1 block=2", "is given twice"),
         ("-o x --sweep alpha=nan", "'nan' is no number"),
         ("", "needs -o DIR"),
-        ("-o x", "llm_demo_full needs texts: expected --prompts DIR or FILE (--suite runtime needs none)"),
+        ("-o x", "llm_demo_full needs texts: expected --text DIR or FILE (--suite runtime needs none)"),
         ("-o x --sweep block=0", "kv_h2o_block_tokens (block): found 0, for which the engine takes 1"),
         ("-o x --sweep keep=2", "kv_h2o_target_keep_ratio (keep): found 2, for which the engine takes 1"),
         ("-o x --sweep keep=-1", "(keep): found -1, for which the engine takes 0"),
@@ -298,7 +301,9 @@ def test_usage(made: SimpleNamespace, run, words: str, said: str) -> None:
 )
 def test_damaged_settings(made: SimpleNamespace, tmp_path: Path, run, document: dict[str, Any], said: str) -> None:
     (tmp_path / "run.json").write_text(json.dumps(document))
-    found = run("gate", "run", made.folder / "model", "--config", tmp_path / "run.json", "-o", tmp_path / "o", code=2)
+    found = run(
+        "gate", "run", made.folder / "model", "--suite-config", tmp_path / "run.json", "-o", tmp_path / "o", code=2
+    )
     assert said in found.err
     assert len(found.err.splitlines()) == 1
     assert not (tmp_path / "o").exists()

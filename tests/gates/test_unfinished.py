@@ -23,8 +23,8 @@ PASSING = {"lossy_target": 0.0, "lossless_target": 0.0, "decode_drop_target": 1.
 def words(tmp_path: Path, run) -> list[Any]:
     """A command; its round, with settings A, is there and passes but for its perplexity."""
     folder = gate_models.write_model(tmp_path, quality_texts=10, limits=PASSING)
-    found = ["gate", "run", folder / "model", "--config", folder / "run.json", "--suite", "runtime"]
-    found += ["--prompts", folder / "texts", "-o", tmp_path / "out", "-q"]
+    found = ["gate", "run", folder / "model", "--suite-config", folder / "run.json", "--suite", "runtime"]
+    found += ["--text", folder / "texts", "-o", tmp_path / "out", "-q"]
     run(*found)
     assert collect_cases(str(tmp_path / "out")).has_passed
     return found

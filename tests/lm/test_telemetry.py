@@ -15,7 +15,17 @@ from repository import FIXTURES
 from kvmnn._util.packages import import_optional
 
 VARIABLE = "ORT_DISABLE_TELEMETRY"
-COMMAND = [sys.executable, "-m", "kvmnn", "generate", str(FIXTURES / "lm"), "--prompt", "def f", "--max-tokens", "2"]
+COMMAND = [
+    sys.executable,
+    "-m",
+    "kvmnn",
+    "generate",
+    str(FIXTURES / "lm"),
+    "--prompt",
+    "def f",
+    "--max-new-tokens",
+    "2",
+]
 
 
 def folders(tmp_path: Path, **more: str) -> dict[str, str]:

@@ -158,7 +158,20 @@ def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_eval_draws(run: Any, tmp_path: Path) -> None:
     texts = [(FIXTURES / "lm" / "texts" / f"{name}.py.txt").read_text()[:400] for name in ("enum", "trace", "pprint")]
     path = lines(tmp_path / "a.jsonl", *texts, "", field="code")
-    asked = ["eval", FIXTURES / "lm", "--text", path, "--field", "code", "--samples", 2, "--seed", 3, "--tokens", 16]
+    asked = [
+        "eval",
+        FIXTURES / "lm",
+        "--text",
+        path,
+        "--field",
+        "code",
+        "--samples",
+        2,
+        "--seed",
+        3,
+        "--max-tokens",
+        16,
+    ]
     found = json.loads(run(*asked, "--policy", "streaming:budget=8", "--no-timing", "--json", "-q").out)
     names = [text["name"] for text in found["documents"]]
     assert len(names) == 2 and set(names) <= {f"a.jsonl:{line}" for line in (1, 2, 3)}

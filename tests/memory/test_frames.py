@@ -31,7 +31,7 @@ def test_encode_verify_decode(large):
     # Encoding holds about 2.2 times a piece and its frame, decoding a piece and scratch; below 32 MiB malloc's heap,
     # which gives memory back late, may double that. What counts is that it is far less than the file.
     bounds = {
-        ("encode", str(large), "-o", frame, "--frame-bytes", str(FRAME_BYTES)): 7 * FRAME_BYTES,
+        ("encode", str(large), "-o", frame, "--chunk-bytes", str(FRAME_BYTES)): 7 * FRAME_BYTES,
         ("verify", frame): 5 * FRAME_BYTES,
         ("verify", frame, "--against", str(large)): 5 * FRAME_BYTES,
         ("decode", frame, "-o", str(large.with_suffix(".back.npy"))): 5 * FRAME_BYTES,
@@ -44,5 +44,5 @@ def test_encode_verify_decode(large):
 @pytest.mark.slow
 def test_deflated_members_are_inflated_piece_by_piece(tmp_path):
     np.savez_compressed(tmp_path / "a.npz", k=np.zeros((1920, 65536), np.float16))
-    argv = ["encode", str(tmp_path / "a.npz"), "-o", str(tmp_path / "a.frame"), "--frame-bytes", str(FRAME_BYTES)]
+    argv = ["encode", str(tmp_path / "a.npz"), "-o", str(tmp_path / "a.frame"), "--chunk-bytes", str(FRAME_BYTES)]
     assert anonymous_peak(*argv) - anonymous_peak("--version") < 9 * FRAME_BYTES

@@ -17,7 +17,16 @@ HEADS = 8
 MAX_ANONYMOUS_BYTES = 240 << 20
 MAX_BYTES_OF_ONE_LAYER = 100 << 20
 QUIET = ("-q",)
-GEOMETRY = ["--backend", "x86-avx2", "--kv-heads", str(HEADS), "--head-dim", "128", "--tokens", str(LAYER_BYTES >> 12)]
+GEOMETRY = [
+    "--backend",
+    "x86-avx2",
+    "--kv-heads",
+    str(HEADS),
+    "--head-dim",
+    "128",
+    "--valid-tokens",
+    str(LAYER_BYTES >> 12),
+]
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""`eval --from` with caches that other engines really made of the model that runs, through the command."""
+"""`eval --initial-cache` with caches that other engines really made of the model that runs, through the command."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ HELD, SCORED = 128, 65
 
 
 class Measured(NamedTuple):
-    """What `eval --from` says: nats more than the full cache, distances of K and V at most, ways to undo, notes."""
+    """What `eval --initial-cache` says: nats more than the full cache, distances of K and V at most, ways to "
+    "undo, notes."""
 
     nats: float
     keys: float
@@ -30,8 +31,8 @@ class Measured(NamedTuple):
 
 
 def measured(run: Any, model: Path, text: Path, *start: object) -> Measured:
-    chosen = ("--tokens", HELD + SCORED, "--chunk", 8, "--json", "-q")
-    found = json.loads(run("eval", model, "--text", text, *chosen, "--from", *start).out)
+    chosen = ("--max-tokens", HELD + SCORED, "--chunk", 8, "--json", "-q")
+    found = json.loads(run("eval", model, "--text", text, *chosen, "--initial-cache", *start).out)
     distances = found["start"]["distances"]
     most = {
         part: max((each["squares"] / each["own_squares"]) ** 0.5 for each in distances if each["part"] == part)
@@ -81,8 +82,8 @@ def test_llama_cpp_with_the_shipped_model(tmp_path: Path, run: Any, shipped: Pat
     rotated = {"k-rotation", "v-rotation"} if kind.startswith(("q", "iq")) else set()
     assert found.undo == rotated
     if rotated:
-        assert "--undo k-rotation,v-rotation makes them roundings" in found.notes and found.nats > 0.5
-        found = measured(run, LM, TEXT, path, "--undo", "k-rotation,v-rotation")
+        assert "--invert k-rotation,v-rotation makes them roundings" in found.notes and found.nats > 0.5
+        found = measured(run, LM, TEXT, path, "--invert", "k-rotation,v-rotation")
     assert max(found.keys, found.values) < apart and abs(found.nats) < nats
 
 
@@ -114,6 +115,6 @@ def test_llama_cpp_with_a_llama(tmp_path: Path, run: Any, kv_heads: int, dims: i
     expected = {"k-order"} | ({"k-rotation", "v-rotation"} if kind == "q8_0" and dims % 64 == 0 else set())
     assert found.undo == expected and all(name in found.notes for name in expected)
     whole = found.nats
-    found = measured(run, model, text, path, "--undo", ",".join(expected))
+    found = measured(run, model, text, path, "--invert", ",".join(expected))
     assert max(found.keys, found.values) < (0.002 if kind == "f32" else 0.02)
     assert abs(found.nats) < 0.05 < abs(whole)

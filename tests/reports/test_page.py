@@ -73,7 +73,7 @@ def test_verdict_first_and_by_how_much(report: Report) -> None:
     assert store["lossless ratio"] == "1.170, limit >= 1.300 (0.130 below)"
     assert store["decompression"] == "352,709 us, limit > 0, <= 70,000 us (282,709 us above)"
     assert store["decode drop"] == "+16.30%, limit <= 5.00% (11.30 points above)"
-    assert store["perplexity"] == "not measured: needs texts (--prompts)"
+    assert store["perplexity"] == "not measured: needs texts (--text)"
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_the_documents_figures() -> None:
 
 def test_figures_are_those_of_the_files(page: str) -> None:
     texts = ["1.3003", "1.1654", "LOSSLESS: 1,542 calls compared", "1.231", "2026-11-23T10:00:00", "1.3200", "687"]
-    texts += ["+0.46%", "kvmnn measure dump --real --json", "kvmnn eval model/ --text texts/", "ab" * 32]
+    texts += ["+0.46%", "kvmnn measure dump --encode --json", "kvmnn eval model/ --text texts/", "ab" * 32]
     assert [text for text in texts if text not in page] == []
 
 

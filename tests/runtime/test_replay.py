@@ -169,7 +169,7 @@ def test_the_command(
     monkeypatch.chdir(tmp_path)
     Path("config.json").write_text(json.dumps(EVICTING))
     np.save("attention.npy", causal_attention(4, 2))
-    command = ["mnn", "replay", str(cache), "--config", "config.json", "--prompt", "100"]
+    command = ["mnn", "replay", str(cache), "--engine-config", "config.json", "--prefill-tokens", "100"]
     assert main([*command, "--scores", "attention.npy", "--compare", "all"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "4 layers, 160 tokens: 100 as prompt, 60 as steps"
@@ -186,7 +186,7 @@ def test_the_command(
         (EVICTING, [], 1, "without attention"),
         ({"kv_lossles_enable": True}, [], 1, "kv_lossles_enable: no option of the runtime"),
         (KEYS | {"layer_nums": 32}, [], 1, "layer_nums is 32, the model has 4 layers"),
-        (KEYS, ["--prompt", "161"], 1, "prompt is 161: expected at most 160"),
+        (KEYS, ["--prefill-tokens", "161"], 1, "prompt is 161: expected at most 160"),
         (KEYS, ["--behaviour", "safe"], 2, "invalid choice"),
         (EVICTING, ["--scores", "short.npy"], 1, "attention of 3 layers: expected 4"),
         (EVICTING, ["--scores", "flat.npy"], 1, "flat.npy: attention of layer 0 has shape"),
@@ -224,7 +224,7 @@ def test_what_the_command_refuses(
     np.savez("heads.npz", *wrong[:1], *causal_attention(3, 3))
     wrong[1, 1, 5, 5] = np.nan
     np.save("nan.npy", wrong)
-    assert main(["mnn", "replay", str(cache), "--config", "config.json", *more]) == code
+    assert main(["mnn", "replay", str(cache), "--engine-config", "config.json", *more]) == code
     assert message in capsys.readouterr().err
 
 
@@ -235,7 +235,7 @@ def test_plots(
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     Path("config.json").write_text(json.dumps(KEYS))
-    command = ["mnn", "replay", str(cache), "--config", "config.json", "--plot", "plots"]
+    command = ["mnn", "replay", str(cache), "--engine-config", "config.json", "--plot", "plots"]
     assert main(command) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "8 plot files in plots"
     names = {f"{what}_over_steps.{kind}" for what in ("memory", "ratio", "queue", "latency") for kind in ("png", "svg")}
@@ -274,8 +274,8 @@ def test_scores_that_plan_nothing_are_noted(
     monkeypatch.chdir(tmp_path)
     Path("config.json").write_text(json.dumps(KEYS))
     np.save("a.npy", causal_attention(4, 1))
-    assert main(["mnn", "replay", str(cache), "--config", "config.json", "--scores", "a.npy", "-q"]) == 0
-    assert main(["mnn", "replay", str(cache), "--config", "config.json", "--scores", "a.npy"]) == 0
+    assert main(["mnn", "replay", str(cache), "--engine-config", "config.json", "--scores", "a.npy", "-q"]) == 0
+    assert main(["mnn", "replay", str(cache), "--engine-config", "config.json", "--scores", "a.npy"]) == 0
     assert capsys.readouterr().err == "kvmnn: note: a.npy plans no eviction: config.json has no kv_h2o_enable\n"
 
 
@@ -297,7 +297,7 @@ def test_replay_of_a_configuration_that_stores_nothing_fails(
 ) -> None:
     (tmp_path / "c.json").write_text(json.dumps(KEYS | changed))
     for compare in ("ends", "all"):
-        found = run("mnn", "replay", cache, "--config", tmp_path / "c.json", "--compare", compare, code=1)
+        found = run("mnn", "replay", cache, "--engine-config", tmp_path / "c.json", "--compare", compare, code=1)
         assert "NOT MEASURED: nothing was compressed" in " ".join(found.out.split())
         assert "LOSSLESS" not in found.out and "lossless 0" not in found.out
 
@@ -307,13 +307,13 @@ def test_replay_of_a_mode_that_measures_only_has_no_ratio_of_stored_bytes(
     cache: Path, tmp_path: Path, run: Any, mode: str
 ) -> None:
     (tmp_path / "c.json").write_text(json.dumps(KEYS | {"kv_lossless_runtime_mode": mode}))
-    found = run("mnn", "replay", cache, "--config", tmp_path / "c.json", "--compare", "all")
+    found = run("mnn", "replay", cache, "--engine-config", tmp_path / "c.json", "--compare", "all")
     assert f"lossless -, lossy 1.000, total -: mode {mode} measures and stores nothing; of what it compressed 1." in (
         " ".join(found.out.split())
     )
     assert f"compared, as mode {mode} stores nothing: every row is held as it was appended" in found.out
     assert "LOSSLESS" not in found.out
-    document = run("mnn", "replay", cache, "--config", tmp_path / "c.json", "--json").out
+    document = run("mnn", "replay", cache, "--engine-config", tmp_path / "c.json", "--json").out
     metrics = json.loads(document)["metrics"]
     assert metrics["lossless_ratio"] is None and metrics["total_ratio"] is None and metrics["h2o_lossless_ratio"] > 1
     (tmp_path / "replay.json").write_text(document)
@@ -342,7 +342,7 @@ def test_tokens_first_are_asked_about_and_taken_when_said(tmp_path, run) -> None
     np.savez(tmp_path / "thd.npz", **parts)  # [layer, token, kv_head, head_dim]
     np.savez(tmp_path / "htd.npz", **{part: array.transpose(0, 2, 1, 3) for part, array in parts.items()})
     (tmp_path / "c.json").write_text(json.dumps(KEYS))
-    asked = ["--config", tmp_path / "c.json", "--prompt", 250, "--json"]
+    asked = ["--engine-config", tmp_path / "c.json", "--prefill-tokens", 250, "--json"]
     refused = run("mnn", "replay", tmp_path / "thd.npz", *asked, code=2).err
     assert "300 heads, more than 256: where tokens come first, say so (--token-major)" in refused
     found = json.loads(run("mnn", "replay", tmp_path / "thd.npz", *asked, "--token-major").out)

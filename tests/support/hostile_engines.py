@@ -33,10 +33,10 @@ def _saved_cache(folder: Path, kind: str = "dynamic") -> Sample:
     }
     hf_files.save(folder / "c.pt", values[kind])
     more = {
-        "padded": ("mnn unpack {in}/c.pt --batch 0 -o {out}.npz",),
-        "halves": ("mnn unpack {in}/c.pt --part encoder --batch 0 -o {out}.npz",),
+        "padded": ("mnn unpack {in}/c.pt --part batch=0 -o {out}.npz",),
+        "halves": ("mnn unpack {in}/c.pt --part encoder --part batch=0 -o {out}.npz",),
     }
-    commands = ("encode {in}/c.pt -o {out}/ --max-bytes 1M", "inspect {in}/c.pt", *more.get(kind, ()))
+    commands = ("encode {in}/c.pt -o {out}/ --max-input-bytes 1M", "inspect {in}/c.pt", *more.get(kind, ()))
     return Sample(contents(folder), commands, ("c.pt",))
 
 
@@ -52,10 +52,10 @@ def _llama(folder: Path, kind: str = "q4_0", transposed: bool = False) -> Sample
     commands = (
         "encode {in}/x.session -o {out}/",
         "mnn unpack {in}/x.session -o {out}.npz --model {in}/m.gguf",
-        "mnn unpack {in}/x.session --sequence 0 --kv-heads 1 -o {out}.npz",
+        "mnn unpack {in}/x.session --part sequence=0 --kv-heads 1 -o {out}.npz",
         "inspect {in}/x.session",
         "measure {in}/x.session",
-        "decode {in}/frames -o {out}.session --max-bytes 1M",
+        "decode {in}/frames -o {out}.session --max-input-bytes 1M",
         "mnn unpack {in}/frames --kv-heads 1 -o {out}.npz",
     )
     damaged = ("x.session",) if transposed else ("x.session", "m.gguf", "frames/manifest.json")
@@ -80,7 +80,7 @@ def _llama_windows(folder: Path) -> Sample:
         "encode {in}/x.session --codec dense --model {in}/m.gguf -o {out}/",
         "inspect {in}/x.session",
         "mnn unpack {in}/frames -o {out}.npz",
-        "decode {in}/frames -o {out}.session --max-bytes 1M",
+        "decode {in}/frames -o {out}.session --max-input-bytes 1M",
         "inspect {in}/arrays",
         "encode {in}/arrays -o {out}/",
     )
@@ -120,7 +120,7 @@ def _mlx_classes(folder: Path, name: str) -> Sample:
     else:
         metadata = {"0.0.0": "16", "0.0.1": "0", "0.1": "", "1.model": "m", "2.0": name, "2.1": "ArraysCache"}
     (folder / "c.safetensors").write_bytes(mlx_files.safetensors(Random(1), tensors, metadata))
-    batch = " --batch 1" if name == "BatchKVCache" else ""
+    batch = " --part batch=1" if name == "BatchKVCache" else ""
     commands = (
         "encode {in}/c.safetensors -o {out}/",
         f"mnn unpack {{in}}/c.safetensors -o {{out}}.npz{batch}",
@@ -157,7 +157,7 @@ def _float8(folder: Path) -> Sample:
     commands = (
         "inspect {in}/c.safetensors",
         "mnn unpack {in}/c.safetensors -o {out}.npz",
-        "decode {in}/f -o {out}.safetensors --max-bytes 1M",
+        "decode {in}/f -o {out}.safetensors --max-input-bytes 1M",
         "mnn unpack {in}/f -o {out}.npy",
     )
     return Sample(contents(folder), commands, ("c.safetensors", "f/manifest.json"))
@@ -168,11 +168,11 @@ def _zarr(folder: Path) -> Sample:
     folder.mkdir()
     rng = np.random.default_rng(3)
     np.savez(folder / "kv.npz", **{f"layer_0.{part}": rng.normal(size=(1, 4, 2)).astype("f2") for part in PARTS})
-    made(["encode", folder / "kv.npz", "-o", folder / "x.zarr", "--frame-bytes", "8"])
+    made(["encode", folder / "kv.npz", "-o", folder / "x.zarr", "--chunk-bytes", "8"])
     commands = (
         "inspect {in}/x.zarr",
         "verify {in}/x.zarr",
-        "decode {in}/x.zarr -o {out}.npz --max-bytes 1M",
+        "decode {in}/x.zarr -o {out}.npz --max-input-bytes 1M",
         "measure {in}/x.zarr",
         "encode {in}/x.zarr -o {out}.zarr",
     )
@@ -199,8 +199,8 @@ def _zarr_of_others(folder: Path) -> Sample:
     (folder / "three/c.0").write_bytes(zstandard.compress(words.reshape(-1).byteswap().tobytes()))
     commands = (
         "inspect {in}/two",
-        "decode {in}/two -o {out}.npz --max-bytes 1M",
-        "encode {in}/three -o {out}.frame --max-bytes 1M",
+        "decode {in}/two -o {out}.npz --max-input-bytes 1M",
+        "encode {in}/three -o {out}.frame --max-input-bytes 1M",
     )
     return Sample(contents(folder), commands, ("two/k/.zarray", "two/k/0.0.0", "three/zarr.json", "three/c.0"))
 

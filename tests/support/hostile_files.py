@@ -42,7 +42,7 @@ def array_inputs(half: np.ndarray, single: np.ndarray, frame_bytes: int) -> dict
         np.savez_compressed(folder / "deflated.npz", a=half, b=single)
         (folder / "raw.bin").write_bytes(half.tobytes())
         write_dump(folder / "dump", half)
-        cut = ["--frame-bytes", str(frame_bytes)]
+        cut = ["--chunk-bytes", str(frame_bytes)]
         made(["encode", folder / "stored.npz", "-o", f"{folder}/bundle/", *cut])
         made(["encode", folder / "half.npy", "-o", folder / "lone.frame", *cut])
         made(["decode", folder / "bundle", "-o", folder / "tensors.safetensors"])
@@ -112,28 +112,30 @@ def _arrays(inputs: dict[str, dict[str, bytes]]) -> dict[str, Sample]:
         "raw": array("raw.bin", "--dtype fp16"),
         "dump": array("dump/"),
         "folder": Sample(inputs["half.npy"], ("encode {in} -o {out}/",), tuple(inputs["half.npy"])),
-        "dump, measured": Sample(inputs["dump/"], ("measure {in} --real",), ("meta_t0_3.json", "k_t0_3.bin")),
+        "dump, measured": Sample(inputs["dump/"], ("measure {in} --encode",), ("meta_t0_3.json", "k_t0_3.bin")),
         "frame": Sample(
             alone,
             (
                 "inspect {in}/lone.frame",
-                "decode {in}/lone.frame -o {out}.npy --max-bytes 1M",
+                "decode {in}/lone.frame -o {out}.npy --max-input-bytes 1M",
                 "verify {in}/lone.frame",
             ),
             ("lone.frame",),
         ),
         "manifest of a frame": Sample(
             frame,
-            ("inspect {in}/lone.frame", "decode {in}/lone.frame -o {out}.npy --max-bytes 1M"),
+            ("inspect {in}/lone.frame", "decode {in}/lone.frame -o {out}.npy --max-input-bytes 1M"),
             ("lone.frame.json",),
         ),
         "manifest of a bundle": Sample(
             bundle,
-            ("verify {in}", "inspect {in} --json", "decode {in} -o {out}.npz --max-bytes 1M"),
+            ("verify {in}", "inspect {in} --json", "decode {in} -o {out}.npz --max-input-bytes 1M"),
             ("manifest.json",),
         ),
         "scores": Sample(
-            inputs["fortran.npy"], ("plan {in}/fortran.npy --kind scores --tokens 6 --block 2",), ("fortran.npy",)
+            inputs["fortran.npy"],
+            ("plan {in}/fortran.npy --input-kind scores --valid-tokens 6 --h2o block_tokens=2",),
+            ("fortran.npy",),
         ),
     }
 
@@ -147,7 +149,7 @@ def _dense(folder: Path) -> dict[str, Sample]:
     made(["encode", folder / "k.npy", "-o", folder / "k.frame", "--codec", "dense", "--rope", "dims=8"])
     stream, index = (folder / "k.frame").read_bytes(), (folder / "k.frame.json").read_bytes()
     fields = {"rope_theta": 1e4, "head_dim": 8, "rope_scaling": {"type": "linear", "factor": 2.0}}
-    reading = ("inspect {in}/k.frame", "decode {in}/k.frame -o {out}.npy --max-bytes 1M", "verify {in}/k.frame")
+    reading = ("inspect {in}/k.frame", "decode {in}/k.frame -o {out}.npy --max-input-bytes 1M", "verify {in}/k.frame")
     more = ("encode {in}/k.frame --codec mnn -o {out}.frame", "measure {in}/k.frame --dense")
     settings = {"k.npy": (folder / "k.npy").read_bytes(), "config.json": json.dumps(fields).encode()}
     command = "encode {in}/k.npy --codec dense --model {in} -o {out}.frame"
@@ -176,7 +178,7 @@ def _prefix(folder: Path) -> Sample:
 def _bare_prefix(folder: Path) -> Sample:
     sample = _prefix(folder)
     files = {name: data for name, data in sample.files.items() if not name.endswith(".json")}
-    asked = f"{PREFIX} --tokens 5 --ignore-markers"
+    asked = f"{PREFIX} --valid-tokens 5 --ignore-markers"
     return Sample(
         files, (f"mnn unpack {{in}} -o {{out}}.npz {asked}", f"encode {{in}} -o {{out}}/ {asked}"), ("sys_0.k",)
     )
@@ -186,7 +188,7 @@ def _hybrid_prefix(folder: Path) -> Sample:
     """A prefix of a layer with K and V and one with state of another kind, as kvmnn describes and frames it."""
     folder.mkdir()
     hybrid_prefix.write_hybrid(folder / "p", "LLF", sizes=(24, 40), tokens=5, heads=1, dims=4)
-    made(["encode", folder / "p", *PREFIX.split(), "--tokens", 5, "-o", folder / "b/"])
+    made(["encode", folder / "p", *PREFIX.split(), "--valid-tokens", 5, "-o", folder / "b/"])
     made(["decode", folder / "b", "-o", folder / "r/"])
     files = {f"b/{name}": data for name, data in contents(folder / "b").items()}
     files |= {f"r/{name}": data for name, data in contents(folder / "r").items()}
@@ -200,7 +202,7 @@ def _model_settings(folder: Path) -> Sample:
     settings = {"config.json": {"llm_config": "llm_config.json"}, "llm_config.json": layers}
     files = {f"model/{name}": json.dumps(document).encode() for name, document in settings.items()}
     graph = {"model/llm.mnn": b"any bytes: only their hash is taken"}
-    command = f"mnn unpack {{in}}/cache -o {{out}}.npz {PREFIX} --tokens 5 --ignore-markers --model {{in}}/model"
+    command = f"mnn unpack {{in}}/cache -o {{out}}.npz {PREFIX} --valid-tokens 5 --ignore-markers --model {{in}}/model"
     cache = {f"cache/{name}": data for name, data in sample.files.items()}
     return Sample({**cache, **files, **graph}, (command,), tuple(files))
 
@@ -210,7 +212,7 @@ def _token_ids(folder: Path) -> Sample:
     files = {"ids.json": b"[1, 2, 3, 4, 5]", "ids.txt": b"1 2 3 4 5\n", "ids.npy": saved(np.arange(5))}
     cache = {f"cache/{name}": data for name, data in sample.files.items()}
     commands = tuple(
-        f"encode {{in}}/cache -o {{out}}/ {PREFIX} --tokens 5 --ignore-markers --token-ids {{in}}/{name}"
+        f"encode {{in}}/cache -o {{out}}/ {PREFIX} --valid-tokens 5 --ignore-markers --token-ids {{in}}/{name}"
         for name in files
     )
     return Sample({**cache, **files}, commands, tuple(files))
@@ -229,7 +231,7 @@ def _packing(folder: Path) -> Sample:
         f"mnn pack {{in}}/kv.npz -o {{out}}/ {PREFIX} --name sys",
         "measure {in}/kv.npz",
         "diff {in}/kv.npz {in}/same/kv.npz",
-        "mnn replay {in}/kv.npz --config {in}/runtime.json",
+        "mnn replay {in}/kv.npz --engine-config {in}/runtime.json",
     )
     return Sample(contents(folder), commands, ("kv.npz",))
 
@@ -245,12 +247,16 @@ _RUNTIME = {
 
 def _runtime_settings(folder: Path) -> Sample:
     files = _packing(folder).files
-    return Sample(files, ("mnn replay {in}/kv.npz --config {in}/runtime.json",), ("runtime.json",))
+    return Sample(files, ("mnn replay {in}/kv.npz --engine-config {in}/runtime.json",), ("runtime.json",))
 
 
 def _repacking(folder: Path) -> Sample:
     sample = _prefix(folder)
-    commands = ("mnn repack {in} --to arm64-fp16 -o {out}/", "diff {in} {in}", "mnn compact {in} --remove 2 -o {out}/")
+    commands = (
+        "mnn repack {in} --target-backend arm64-fp16 -o {out}/",
+        "diff {in} {in}",
+        "mnn compact {in} --remove 2 -o {out}/",
+    )
     return Sample(sample.files, commands, ("sys_0.k", "sys_0.v", "sys.kvmnn.json"))
 
 
@@ -271,7 +277,7 @@ def _live(folder: Path) -> Sample:
     layers = packed_samples.arrays(1, 1, 5, 4)
     for part, buffer in zip("kv", packed_samples.packed(*layers, 1, 4, 64, 69), strict=True):
         (folder / f"00005560831CAB70.{part}").write_bytes(buffer.tobytes())
-    command = "mnn unpack {in} -o {out}.npz --kv-heads 1 --head-dim 4 --tokens 5 --layer-order 00005560831CAB70"
+    command = "mnn unpack {in} -o {out}.npz --kv-heads 1 --head-dim 4 --valid-tokens 5 --layer-order 00005560831CAB70"
     return Sample(contents(folder), (command,), ("00005560831CAB70.k",))
 
 
@@ -290,7 +296,7 @@ def _store(folder: Path) -> Sample:
         f"store match {{in}}/s {text}",
         f"store export {{in}}/s {text} -o {{out}}",
         "store stat {in}/s",
-        "store gc {in}/s --max-bytes 1M",
+        "store gc {in}/s --size-limit 1M",
     )
     return Sample({**found, "ids.json": files["ids.json"]}, commands, tuple(found), is_written_to=True)
 
@@ -307,7 +313,7 @@ def _plan(folder: Path) -> Sample:
     sample = _bare_prefix(folder)
     document = [{"layer": 0, "remove": 5, "pairs": [[0, 2], [4, 1]]}]
     cache = {f"cache/{name}": data for name, data in sample.files.items()}
-    command = f"mnn compact {{in}}/cache -o {{out}}/ {PREFIX} --tokens 5 --ignore-markers --plan {{in}}/plan.json"
+    command = f"mnn compact {{in}}/cache -o {{out}}/ {PREFIX} --valid-tokens 5 --ignore-markers --plan {{in}}/plan.json"
     return Sample({**cache, "plan.json": json.dumps(document).encode()}, (command,), ("plan.json",))
 
 
@@ -431,7 +437,7 @@ def _models() -> dict[str, Sample]:
     graph = {"model.onnx": Tiny(layers=1, head_dim=2, vocab=8).model().SerializeToString()}
     words = {"tokenizer.json": tokenizer.to_str().encode(), "text.txt": b"a b a"}
     all_files = {**files, **graph, **words}
-    commands = ("dump-kv {in} --text {in}/text.txt --tokens 3 -o {out}",)
+    commands = ("dump-kv {in} --text {in}/text.txt --max-tokens 3 -o {out}",)
     return {
         "settings of a model": Sample(all_files, commands, tuple(files)),
         "tokenizer": Sample(all_files, commands, ("tokenizer.json",)),

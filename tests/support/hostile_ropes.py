@@ -13,7 +13,7 @@ import packed_samples
 from mnn_graphs import Graph
 from reader_sample import Sample, contents, made
 
-_PACKED = "--kv-heads 1 --head-dim 4 --backend x86-sse --tokens 5"
+_PACKED = "--kv-heads 1 --head-dim 4 --backend x86-sse --valid-tokens 5"
 
 
 def _cache(folder: Path) -> dict[str, bytes]:
@@ -57,7 +57,7 @@ def _rotated_prefix(folder: Path) -> Sample:
             "mnn",
             "repack",
             folder / "small",
-            "--to",
+            "--target-backend",
             "x86-sse",
             "-o",
             folder / "c",

@@ -63,5 +63,5 @@ def write_prefix(
             if markers:
                 (folder / f"{name}_{layer}_sync.{part}").touch()
     heads, tokens, dims = layers[0].shape
-    options = ["--kv-heads", heads, "--head-dim", dims, "--tokens", tokens]
+    options = ["--kv-heads", heads, "--head-dim", dims, "--valid-tokens", tokens]
     return SimpleNamespace(path=folder, options=options, arrays=layers)

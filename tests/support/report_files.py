@@ -28,7 +28,7 @@ def gates_of(case: str, *, passed: bool) -> list[dict[str, str]]:
             gate("lossless ratio", "fail", "1.170", ">= 1.300", "raw over compressed bytes"),
             gate("decompression", "fail", "352,709 us", "> 0, <= 70,000 us"),
             gate("decode drop", "fail", "+16.30%", "<= 5.00%", "53.459 of 63.868 tok/s"),
-            gate("perplexity", "not measured", "", "<= +5.00%", "needs texts (--prompts)"),
+            gate("perplexity", "not measured", "", "<= +5.00%", "needs texts (--text)"),
         ]
     return [*found, gate("cache hits", "off")]
 
@@ -127,7 +127,7 @@ def past_round(number: int) -> dict[str, Any]:
 
 
 def measured_document(layers: int = 6) -> dict[str, Any]:
-    """What ``kvmnn measure --real --json`` prints."""
+    """What ``kvmnn measure --encode --json`` prints."""
 
     def sizes(stored: float) -> dict[str, Any]:
         return {
@@ -146,7 +146,8 @@ def measured_document(layers: int = 6) -> dict[str, Any]:
         "weighted_lossless_ratio": 1.2895752642505058,
     }  # fmt: skip
     return {
-        "verb": "measure", "command": "kvmnn measure dump --real --json", "label": "LOSSLESS", "evaluation": evaluation,
+        "verb": "measure", "command": "kvmnn measure dump --encode --json",
+        "label": "LOSSLESS", "evaluation": evaluation,
         "breakdown": {"meaning": {"limit": "order-0 entropy"}, "found_layers": layers, "overall": sizes(1.3003),
                       "layers": every},
     }  # fmt: skip
@@ -173,7 +174,8 @@ def replay_document(steps: int = 129) -> dict[str, Any]:
         **{name: latency(place + 1) for place, name in enumerate(("compress", "decompress", "wait", "verify"))},
     }  # fmt: skip
     return {
-        "verb": "replay", "command": "kvmnn mnn replay dump --config c.json --json", "behaviour": "sound", "layers": 6,
+        "verb": "replay", "command": "kvmnn mnn replay dump --engine-config c.json --json",
+        "behaviour": "sound", "layers": 6,
         "prompt": 512, "tokens": 768, "compared_calls": 1542, "wrong_calls": 0, "seconds": 5.4, "metrics": metrics,
         "points": points,
     }  # fmt: skip

@@ -29,7 +29,7 @@ PARTS: dict[str, Part] = {"K": "key", "V": "value"}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15, help="turns of each codec (default: 15)")
+    parser.add_argument("--repeats", type=int, default=15, help="turns of each codec (default: 15)")
     parser.add_argument("--name", default="pareto", help="of the files in benchmarks/ (default: pareto)")
     options = parser.parse_args()
     rounds, name = options.rounds, options.name

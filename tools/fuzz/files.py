@@ -95,13 +95,13 @@ def check(rng: Random, made: dict[str, Any]) -> tuple[int, int]:
         if name.startswith(("bundle", "lone")):
             extension = rng.choice((".npy", ".npz", ".safetensors", "", "/"))
             verbs = [
-                ["decode", path, "-o", out + extension, "--max-bytes", "16M", *dtype],
+                ["decode", path, "-o", out + extension, "--max-input-bytes", "16M", *dtype],
                 ["inspect", path, *rng.choice(([], ["--json"]))],
                 ["verify", path],
             ]
         else:
             verbs = [
-                ["encode", path, "-o", out + "/", "--frame-bytes", rng.choice(("64M", "4096", "0")), *dtype],
+                ["encode", path, "-o", out + "/", "--chunk-bytes", rng.choice(("64M", "4096", "0")), *dtype],
                 ["encode", path, "-o", out + ".frame", "--effort", "fast", *dtype],
             ]
         good = 0

@@ -11,7 +11,7 @@ _DESCRIPTION = """\
 Measure encode and decode speed and ratio on real data: kvmnn's efforts, its dense streams of K and V where their axes
 are known, and the other codecs that are installed (pip install bitshuffle blosc2 lz4 pcodec zipnn zstandard).
 
-All codecs take turns in one process; figures are medians over --rounds. Each round trip is checked. Break-even is the
+All codecs take turns in one process; figures are medians over --repeats. Each round trip is checked. Break-even is the
 link speed below which compress + send + decompress (wall time, in sequence) is faster than sending raw bytes. A codec
 is dominated where another one is nowhere worse in ratio and in CPU time of both directions."""
 
@@ -26,10 +26,10 @@ def add_parser(subparsers: Any) -> None:
         _DESCRIPTION,
         examples=(
             "kvmnn bench dump/",
-            "kvmnn bench kv.npz --rounds 9 --threads 4",
+            "kvmnn bench kv.npz --repeats 9 --threads 4",
             "kvmnn bench words.bin --dtype fp16 --json",
         ),
-        shown="--dtype --tensor --rounds --max-bytes --max --threads",
+        shown="--dtype --tensor --repeats --sample-bytes --max --threads",
     )
     parser.add_argument(
         "inputs",
@@ -39,11 +39,10 @@ def add_parser(subparsers: Any) -> None:
     )
     shared_options.add_source(parser, "what the words are (default: the array's own type; raw words need it)")
     parser.add_argument(
-        "--rounds", type=shared_options.parse_positive, default=5, metavar="N", help="turns a codec (default: 5)"
+        "--repeats", type=shared_options.parse_positive, default=5, metavar="N", help="turns a codec (default: 5)"
     )
     parser.add_argument(
-        "--max-bytes",
-        dest="bench_bytes",
+        "--sample-bytes",
         type=shared_options.parse_byte_count,
         default=64 << 20,
         metavar="SIZE",
@@ -61,12 +60,12 @@ def run(arguments: argparse.Namespace) -> int:
 
     source = input_sources.load(arguments.inputs, arguments)
     input_sources.report_skipped(source, arguments)
-    total = count_runs(source, arguments.rounds, arguments.threads, arguments.bench_bytes, with_max=arguments.max)
+    total = count_runs(source, arguments.repeats, arguments.threads, arguments.sample_bytes, with_max=arguments.max)
     with console.progress_bar(arguments, total, "bench", unit="turn") as step:
         report = compare(
             source,
-            max_bytes=arguments.bench_bytes,
-            repeats=arguments.rounds,
+            max_bytes=arguments.sample_bytes,
+            repeats=arguments.repeats,
             threads=arguments.threads,
             with_max=arguments.max,
             progress=step,

@@ -360,8 +360,8 @@ def add_run_parser(subparsers: Any) -> None:
             "kvmnn compressor run model.bin dump/ -o small.safetensors --image-tokens 256",
             "kvmnn compressor run model.bin kv.npz --axes lthd --precision fp16",
         ),
-        shown="--output --force --axes --image-tokens --tokens --factor --min-seq-len --precision --engine --tensor "
-        "--dtype",
+        shown="--output --force --axes --image-tokens --valid-tokens --group-tokens --min-seq-len --precision "
+        "--engine --tensor --dtype",
     )
     parser.add_argument("weights", metavar="WEIGHTS", help="weight file of a compressor (.bin)")
     parser.add_argument("cache", metavar="CACHE", help=".npz, .safetensors, or the directory of a dump")
@@ -376,10 +376,15 @@ def add_run_parser(subparsers: Any) -> None:
         help="tokens of the image, at the front (default: 0)",
     )
     parser.add_argument(
-        "--tokens", type=shared_options.parse_whole, metavar="N", help="tokens that are live, where arrays are longer"
+        "--valid-tokens",
+        dest="tokens",
+        type=shared_options.parse_whole,
+        metavar="N",
+        help="valid tokens, where arrays are longer",
     )
     parser.add_argument(
-        "--factor",
+        "--group-tokens",
+        dest="factor",
         type=shared_options.parse_whole,
         default=0,
         metavar="N",

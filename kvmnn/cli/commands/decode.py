@@ -26,7 +26,7 @@ shapes.
   -o DIR/                      one .npy file for each array
   -o X, -o X.bin, -o -         the raw elements of one array; for a name with
                                another suffix with --raw
-  --as dump -o DIR/            the KV dump that was encoded
+  --output-kind dump -o DIR/   the KV dump that was encoded
 
 Frames made from a prefix cache become its files again with -o DIR/ (--arrays: .npy files instead), byte for byte.
 --model, --token-ids and --backend are compared with the manifest, and a difference is refused; --force restores
@@ -54,23 +54,18 @@ def add_parser(subparsers: Any) -> None:
         _DESCRIPTION,
         examples=(
             "kvmnn decode keys.frame -o keys.npy",
-            "kvmnn decode dump.frames/ -o dump/ --as dump",
+            "kvmnn decode dump.frames/ -o dump/ --output-kind dump",
             "kvmnn decode sys.frames/ -o sys/",
         ),
-        shown="--output --force --raw --dtype --as --arrays --no-manifest --threads",
+        shown="--output --force --raw --dtype --output-kind --arrays --no-manifest --threads",
     )
     parser.add_argument("input", metavar="IN", help="a frame, a manifest, a bundle; - for standard input")
     shared_options.add_output(parser, "file, directory, or - (standard output)")
     shared_options.add_raw(parser)
     shared_options.add_dtype(parser, "what a frame without a manifest holds (default: fp16 or fp32, by its streams)")
+    shared_options.add_max_bytes(parser)
     parser.add_argument(
-        "--max-bytes",
-        type=shared_options.parse_byte_count,
-        metavar="SIZE",
-        help="refuse to decode more raw bytes than this",
-    )
-    parser.add_argument(
-        "--as",
+        "--output-kind",
         dest="form",
         choices=("dump",),
         help="give back the KV dump that was encoded: its files of K and V, and its metadata files",
@@ -80,7 +75,7 @@ def add_parser(subparsers: Any) -> None:
     group = parser.add_argument_group("prefix caches", "what is expected of the files that are restored")
     group.add_argument("--arrays", action="store_true", help="write plain arrays, not the files they came from")
     group.add_argument("--name", metavar="NAME", help="what the engine calls the prefix (default: as before)")
-    packed_options.add_layout_options(group, "--backend")
+    packed_options.add_layout_options(group)
     packed_options.add_origin_options(group)
 
 
@@ -101,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
     input_sources.check_dtype_matches(frames, arguments)
     is_on_stdout = console.is_data_to_stdout(arguments, arguments.input)
     if arguments.form and (is_on_stdout or arguments.arrays):
-        raise UsageError("--as dump writes a directory of files: use -o DIR/, and no --arrays")
+        raise UsageError("--output-kind dump writes a directory of files: use -o DIR/, and no --arrays")
     output = console.open_data_stdout(arguments, "data") if is_on_stdout else _choose_output(arguments, frames)
     with console.progress_bar(arguments, frames.raw_bytes, "decode") as step:
         restore_result = _restore_output(frames, output, options, arguments, step)

@@ -17,13 +17,13 @@ _DESCRIPTION = """\
 Compare two of anything that kvmnn reads, bit by bit: packed files, dumps, bundles and frames, files of arrays, weight
 files of a compressor. Exit code 0: equal, 1: different.
 
-Packed-file options apply to both inputs, except --second-tokens; files that kvmnn wrote need none. Where arrays are K
-and V of layers by their names, the order of their axes does not matter; where one has more tokens, the first ones are
-compared. Where both have positions of their tokens, these are compared, too.
+Packed-file options apply to both inputs, except --second-valid-tokens; files that kvmnn wrote need none. Where arrays
+are K and V of layers by their names, the order of their axes does not matter; where one has more tokens, the first
+ones are compared. Where both have positions of their tokens, these are compared, too.
 
 With --atol X the inputs may be of different engines and types: what each computed from the same text is compared in
-numbers, layer by layer. --undo applies to the inputs that are llama.cpp's: what may have been done to each is undone,
-and a note names it."""
+numbers, layer by layer. --invert applies to the inputs that are llama.cpp's: what may have been done to each is
+undone, and a note names it."""
 
 
 def _load_both(*inputs: tuple[str, argparse.Namespace]) -> list[Source]:
@@ -89,9 +89,9 @@ def _invert_sources(sources: list[Source], arguments: argparse.Namespace) -> lis
         return sources
     inputs = (arguments.first, arguments.second)
     if not any(source.engine_cache and source.engine_cache.engine == ENGINE for source in sources):
-        raise UsageError(f"--undo is about caches of llama.cpp, and {' '.join(inputs)} holds none")
+        raise UsageError(f"--invert is about caches of llama.cpp, and {' '.join(inputs)} holds none")
     if arguments.blocks:
-        raise UsageError("--undo is about numbers, and --blocks keeps bytes: leave one of them out")
+        raise UsageError("--invert is about numbers, and --raw-blocks keeps bytes: leave one of them out")
     inverted_sources = invert_applied_transforms(sources, arguments.undo)
     for path, source in zip(inputs, inverted_sources, strict=True):
         if arguments.undo != ("none",):
@@ -124,7 +124,7 @@ def _select_from_batches(sources: Sequence[Source], arguments: argparse.Namespac
     selected_sources = [apply_axis_spec(source, axis_spec, " ".join(source.inputs)) for source in sources]
     if all(original is selected for original, selected in zip(sources, selected_sources, strict=True)):
         where = f"{arguments.first} and {arguments.second}"
-        raise UsageError(f"{where}: their arrays have no axis for a batch: leave --batch out")
+        raise UsageError(f"{where}: their arrays have no axis for a batch: leave --part batch out")
     return selected_sources
 
 
@@ -139,9 +139,9 @@ def add_parser(subparsers: Any) -> None:
         examples=(
             "kvmnn diff dump/ dump.frames/",
             "kvmnn diff a.npz b.npz --atol 0.001",
-            "kvmnn diff chat.session cache/ --kv-heads 8 --undo k-rotation",
+            "kvmnn diff chat.session cache/ --kv-heads 8 --invert k-rotation",
         ),
-        shown="--atol --dtype --tensor --axes --undo --backend --kv-heads",
+        shown="--atol --dtype --tensor --axes --invert --backend --kv-heads",
     )
     parser.add_argument("first", metavar="A", help="anything that kvmnn reads")
     parser.add_argument("second", metavar="B", help="what it is compared with")

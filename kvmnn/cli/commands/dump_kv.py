@@ -37,12 +37,12 @@ def add_parser(subparsers: Any) -> None:
             "kvmnn dump-kv model/ --text a.txt -o dump/ --format mnn --dtype fp16",
             "kvmnn dump-kv model/ --text a.txt -o kv/ --policy streaming --budget 256",
         ),
-        shown="--text --output --force --format --dtype --tokens --policy --budget --tokenizer --threads",
+        shown="--text --output --force --format --dtype --max-tokens --policy --budget --tokenizer --threads",
     )
     model_options.add_model_options(parser)
     parser.add_argument("--text", required=True, metavar="FILE", help="what the model reads, UTF-8")
     parser.add_argument(
-        "--tokens",
+        "--max-tokens",
         type=shared_options.parse_positive,
         default=DEFAULT_TOKENS,
         metavar="N",
@@ -60,17 +60,17 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.output is None or arguments.output == console.STDIO:
         raise UsageError("no output given: use -o DIR")
-    if arguments.lossless is not None and (arguments.chunk or arguments.tokens) >= arguments.tokens:
+    if arguments.lossless is not None and (arguments.chunk or arguments.max_tokens) >= arguments.max_tokens:
         raise UsageError(
             "--lossless: blocks are encoded from the second step on, and this text is read in one: expected --chunk N, "
-            f"N below the {arguments.tokens:,} tokens"
+            f"N below the {arguments.max_tokens:,} tokens"
         )
     result = dump_kv(
         arguments.model,
         arguments.text,
         arguments.output,
         model_options.build_policy(arguments),
-        tokens=arguments.tokens,
+        tokens=arguments.max_tokens,
         format=arguments.format,
         dtype=arguments.dtype,
         run_id=arguments.run_id,

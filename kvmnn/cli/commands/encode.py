@@ -41,10 +41,10 @@ and V of every layer. Of float8 arrays frames keep the codes. Frames (a frame, a
 streams with --codec dense, and MNN's frames with --codec mnn: the same arrays and manifest, with the effort,
 predictors and codecs of the manifest.
 
-An array above --frame-bytes is cut along its leading axes into several frames, which all processors share. Standard
+An array above --chunk-bytes is cut along its leading axes into several frames, which all processors share. Standard
 output gets one frame, of up to 64 MiB. --codec dense makes dense streams of K and V, which are smaller and which kvmnn
-alone reads (docs/dense.md). A frame of incompressible elements is larger than they are: --block and --allow-raw store
-such arrays raw, and the manifest has "stored": "raw"."""
+alone reads (docs/dense.md). A frame of incompressible elements is larger than they are: --joint-kv and --allow-raw
+store such arrays raw, and the manifest has "stored": "raw"."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -90,7 +90,8 @@ def add_parser(subparsers: Any) -> None:
         "fast: the least work, five to ten times as fast; max: the smallest frame MNN decodes (slow)",
     )
     parser.add_argument(
-        "--frame-bytes",
+        "--chunk-bytes",
+        dest="frame_bytes",
         type=_parse_frame_bytes,
         metavar="SIZE",
         help="cut arrays above this many raw bytes (default: 16M, 64M to a stream; 0: never)",
@@ -98,7 +99,8 @@ def add_parser(subparsers: Any) -> None:
     dense_options.add_codec(parser)
     raw = parser.add_mutually_exclusive_group()
     raw.add_argument(
-        "--block",
+        "--joint-kv",
+        dest="block",
         action="store_true",
         help="MNN's rule: K and V of a layer stay raw where their frames together do not shrink",
     )
@@ -336,7 +338,7 @@ def _choose_output(arguments: argparse.Namespace, source: Source) -> str:
 
 
 def _parse_frame_bytes(text: str) -> int:
-    """The value of ``--frame-bytes``."""
+    """The value of ``--chunk-bytes``."""
     from ...bundle.encoder import MIN_FRAME_BYTES
 
     size = shared_options.parse_byte_count(text)

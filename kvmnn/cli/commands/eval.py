@@ -40,8 +40,9 @@ take no_baseline. knorm-ablation takes the project's improvements apart: the thr
 a policy or preset the run is the baseline, the full cache alone. A budget applies to every layer unless skip_layers is
 given; presets skip the layers that their projects skip, and say so in their labels.
 
-With --from every row but the first continues from a cache that some engine saved, as if its tokens had been read; all
-rows score the tokens after it. Policies that rank tokens by attention cannot: the saved cache has no attention."""
+With --initial-cache every row but the first continues from a cache that some engine saved, as if its tokens had been
+read; all rows score the tokens after it. Policies that rank tokens by attention cannot: the saved cache has no
+attention."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -55,11 +56,11 @@ def add_parser(subparsers: Any) -> None:
         examples=(
             "kvmnn eval model/ --text texts/ --policy streaming --policy h2o_decayed --budget 256 512 --jobs 2",
             "kvmnn eval model/ --text a.txt --preset streaming-h2o --plot plots/ --resume cells.jsonl",
-            "kvmnn eval model/ --text chat.txt --from chat.session",
+            "kvmnn eval model/ --text chat.txt --initial-cache chat.session",
             "kvmnn eval model/ --text a.txt b.txt --budget 512 --policy l2_fixed:recent_ratio=0.5,strategy=keep_high",
         ),
-        shown="--text --samples --policy --budget --preset --skip-layers --lossless --tokens --chunk --prompt "
-        "--jobs --threads --from --resume --output --force --plot",
+        shown="--text --samples --policy --budget --preset --skip-layers --lossless --max-tokens --chunk "
+        "--prefill-tokens --jobs --threads --initial-cache --resume --output --force --plot",
     )
     eval_options.add_compared_options(parser)
     eval_options.add_setting_options(parser)
@@ -109,9 +110,9 @@ def _check_options(arguments: argparse.Namespace) -> None:
     if arguments.budget and not arguments.policy:
         raise UsageError("--budget needs a --policy")
     eval_options.build_plot_options(arguments)
-    if arguments.deep is not None and arguments.deep < arguments.prompt:
+    if arguments.deep is not None and arguments.deep < arguments.prefill_tokens:
         console.print_note(
-            arguments, f"deep begins behind the prompt, at {arguments.prompt:,}, and not at {arguments.deep:,}"
+            arguments, f"deep begins behind the prompt, at {arguments.prefill_tokens:,}, and not at {arguments.deep:,}"
         )
     ineffective_options = [
         ("--plot-format", arguments.plot_format is not None and arguments.plot is None, "expected --plot DIR with it"),

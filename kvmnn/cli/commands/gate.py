@@ -153,7 +153,7 @@ def _make_option_name(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-RUN_OPTION_NAMES = ("suite", "config", "prompts", "also", "sweep", "rounds", "again", "jobs", "tokenizer")
+RUN_OPTION_NAMES = ("suite", "suite_config", "prompts", "also", "sweep", "rounds", "again", "jobs", "tokenizer")
 _EXTRA_CASES = ("multi_turn", "retrieval")
 _FIRST_LINE_SECONDS = 2
 """Until the first line of progress."""
@@ -166,26 +166,35 @@ def add_run_options(parser: Any) -> None:
     """The options of run."""
     group = parser.add_argument_group("run", "The cases on a model; runs that -o DIR holds already are not run again.")
     group.add_argument("--suite", choices=("all", "runtime", "llm_demo"), help="which cases (default: all)")
-    group.add_argument("--config", metavar="FILE", help="settings, kv_ keys of the engine, and limits, as JSON")
+    group.add_argument("--suite-config", metavar="FILE", help="settings, kv_ keys of the engine, and limits, as JSON")
     group.add_argument(
-        "--prompts",
+        "--text",
+        dest="prompts",
         nargs="+",
         metavar="TEXT",
         help="texts: prompts of all cases, and their perplexity (default: a built-in text, for runtime cases only)",
     )
     group.add_argument(
-        "--also", nargs="+", choices=_EXTRA_CASES, metavar="CASE", help=f"further cases: {', '.join(_EXTRA_CASES)}"
+        "--extra-case",
+        dest="also",
+        nargs="+",
+        choices=_EXTRA_CASES,
+        metavar="CASE",
+        help=f"further cases: {', '.join(_EXTRA_CASES)}",
     )
     group.add_argument(
         "--sweep", nargs="+", metavar="NAME=V,V", help="run at each point of a product, such as block=32,64"
     )
     group.add_argument(
-        "--rounds",
+        "--repeats",
+        dest="rounds",
         type=shared_options.parse_positive,
         metavar="N",
         help="run each case N times; all must pass (default: 1)",
     )
-    group.add_argument("--again", action="store_true", help="measure anew what -o DIR holds, as a further round")
+    group.add_argument(
+        "--rerun", dest="again", action="store_true", help="measure again what -o DIR holds, as a further round"
+    )
     group.add_argument(
         "--jobs", type=shared_options.parse_positive, metavar="N", help="processes for what is not timed (default: 1)"
     )
@@ -204,7 +213,7 @@ def run_suite(arguments: argparse.Namespace) -> int:
     if arguments.output is None:
         raise UsageError("gate run needs -o DIR")
     try:
-        config = RunConfig() if arguments.config is None else read_run_config(arguments.config, CASE_NAMES)
+        config = RunConfig() if arguments.suite_config is None else read_run_config(arguments.suite_config, CASE_NAMES)
         cases = build_cases(arguments.suite or "all", config, arguments.also or (), arguments.sweep or ())
     except OptionError as error:
         raise UsageError(str(error)) from None
@@ -212,7 +221,7 @@ def run_suite(arguments: argparse.Namespace) -> int:
     names_without_texts = [case.name for case in cases if case.needs_texts and case.kind not in manifest_kinds]
     if names_without_texts and not arguments.prompts:
         raise UsageError(
-            f"{names_without_texts[0]} needs texts: expected --prompts DIR or FILE (--suite runtime needs none)"
+            f"{names_without_texts[0]} needs texts: expected --text DIR or FILE (--suite runtime needs none)"
         )
     directory = arguments.output.rstrip("/") or "/"
     with ExitStack() as stack:
@@ -348,7 +357,7 @@ Limits come from --case (one of the fork's six); --gates FILE overrides these, a
 _EXAMPLES = (
     "kvmnn gate parse out/logs -o metrics.csv",
     "kvmnn gate check metrics.csv --case runtime_store --decode-baseline 5.01 --logs-dir out/logs -o round/",
-    "kvmnn gate run model/ --suite runtime --prompts texts/ -o round/",
+    "kvmnn gate run model/ --suite runtime --text texts/ -o round/",
     "kvmnn gate check metrics.csv --gates target_core_gate.json --strict --baseline plain.csv",
     "kvmnn gate demo out/baseline out/candidate --case llm_demo_store -o round/",
     "kvmnn gate summary round/",
@@ -383,8 +392,8 @@ def add_parser(subparsers: Any) -> None:
         "whether runs reach their limits",
         _DESCRIPTION,
         examples=_EXAMPLES,
-        shown="--output --force --case --gates --strict --baseline --decode-baseline --logs-dir --suite --config "
-        "--prompts --rounds --again",
+        shown="--output --force --case --gates --strict --baseline --decode-baseline --logs-dir --suite "
+        "--suite-config --text --repeats --rerun",
         action_help=ActionHelp("action", _OPTIONS_BY_ACTION, _describe_action),
     )
     parser.add_argument(

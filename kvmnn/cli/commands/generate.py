@@ -29,10 +29,10 @@ def add_parser(subparsers: Any) -> None:
         _DESCRIPTION,
         examples=(
             "kvmnn generate model/ --prompt 'Once upon a time' --policy streaming --budget 64",
-            "kvmnn generate model/ --prompt-file p.txt --max-tokens 200 --temperature 0.8 --seed 3",
+            "kvmnn generate model/ --prompt-file p.txt --max-new-tokens 200 --temperature 0.8 --seed 3",
             "kvmnn generate model/ --prompt-file - --store prefixes/",
         ),
-        shown="--prompt --prompt-file --policy --budget --max-tokens --temperature --top-k --seed --store "
+        shown="--prompt --prompt-file --policy --budget --max-new-tokens --temperature --top-k --seed --store "
         "--tokenizer --threads --lossless",
     )
     model_options.add_model_options(parser)
@@ -40,7 +40,11 @@ def add_parser(subparsers: Any) -> None:
     prompt.add_argument("--prompt", metavar="TEXT", help="what to continue")
     prompt.add_argument("--prompt-file", metavar="FILE", help="a UTF-8 file with it; - is standard input")
     parser.add_argument(
-        "--max-tokens", type=shared_options.parse_positive, default=64, metavar="N", help="new tokens (default: 64)"
+        "--max-new-tokens",
+        type=shared_options.parse_positive,
+        default=64,
+        metavar="N",
+        help="new tokens (default: 64)",
     )
     parser.add_argument(
         "--temperature", type=_parse_temperature, default=0.0, metavar="T", help="draw tokens (default: 0)"
@@ -61,14 +65,14 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("--top-k needs a --temperature above 0")
     policy = model_options.build_policy(arguments)
     prompt = _read_prompt(arguments)
-    tokens = arguments.max_tokens * (1 + policy.policy.can_evict)
+    tokens = arguments.max_new_tokens * (1 + policy.policy.can_evict)
     store_context = nullcontext() if arguments.store is None else _open_store(arguments.store)
     with store_context as store, console.progress_bar(arguments, tokens, "generate", unit="token") as step:
         result = generate(
             arguments.model,
             prompt,
             policy,
-            max_tokens=arguments.max_tokens,
+            max_tokens=arguments.max_new_tokens,
             sampling=SamplingOptions(temperature=arguments.temperature, top_k=arguments.top_k, seed=arguments.seed),
             options=model_options.build_run_options(arguments),
             store=store,

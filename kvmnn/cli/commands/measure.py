@@ -80,7 +80,9 @@ def add_input_output_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out-md", default="", metavar="FILE", help="write the evaluation's Markdown summary")
     shared_options.add_force(parser)
     parser.add_argument("--overwrite", dest="force", action="store_true", help=argparse.SUPPRESS)  # the evaluation's
-    parser.add_argument("--real", action="store_true", help="also encode frames, decode them and compare")
+    parser.add_argument(
+        "--encode", dest="real", action="store_true", help="also encode frames, decode them and compare"
+    )
     parser.add_argument(
         "--fp32", action="store_true", help="with --to-fp16: also simulate the fp32 words, in four byte lanes"
     )
@@ -242,7 +244,7 @@ class _MeasureParser(argparse.ArgumentParser):
 
 _DESCRIPTION = """\
 Measure how well KV dumps can be compressed without loss: the offline evaluation of the H2O work on MNN, number for
-number. Sizes are simulated: zstd frames of byte lanes under predictors along the tokens, added up. --real also makes
+number. Sizes are simulated: zstd frames of byte lanes under predictors along the tokens, added up. --encode also makes
 frames as MNN does, decodes and compares them, and reports their sizes.
 
 INPUT is the directory of an MNN KV dump, or anything else that kvmnn reads as K and V of layers; --dump-dir is the
@@ -267,10 +269,10 @@ def add_parser(subparsers: Any) -> None:
         _DESCRIPTION,
         examples=(
             "kvmnn measure dump/",
-            "kvmnn measure dump/ --real --json",
+            "kvmnn measure dump/ --encode --json",
             "kvmnn measure kv.npz --dense --rope none",
         ),
-        shown="--real --dense --analysis --to-fp16 --front-n --stage --out-json --out-md --force --dtype "
+        shown="--encode --dense --analysis --to-fp16 --front-n --stage --out-json --out-md --force --dtype "
         "--token-major --threads --jobs",
     )
     add_input_output_options(parser)

@@ -25,11 +25,11 @@ that kvmnn reads.
   -o DIR/                  one .npy file for each array
   -o X.npy, -o X           one array (--tensor layer_0.key chooses); -o X
                            writes its raw elements
-  --as dump -o DIR/        a KV dump as the engine writes it,
+  --output-kind dump       a KV dump in -o DIR/ as the engine writes it,
                            [token, kv_head, head_dim]
-  --as packed-dump -o DIR/ its packed variant
+  --output-kind packed-dump  its packed variant
 
-Only valid elements are written, without padding and free capacity. Caches that the engine keeps in int8 (--int8) are
+Only valid elements are written, without padding and free capacity. Caches that the engine keeps in int8 are
 dequantised to fp32 (codes times scales plus biases), and what cannot be recovered is reported."""
 
 
@@ -42,18 +42,19 @@ def add_unpack_parser(subparsers: Any) -> None:
         "packed files to plain arrays",
         _UNPACK_DESCRIPTION,
         examples=(
-            "kvmnn mnn unpack sys/ -o sys.npz --backend x86-avx2 --kv-heads 2 --head-dim 64 --tokens 50",
-            "kvmnn mnn unpack sys/ -o dump/ --as dump",
+            "kvmnn mnn unpack sys/ -o sys.npz --backend x86-avx2 --kv-heads 2 --head-dim 64 --valid-tokens 50",
+            "kvmnn mnn unpack sys/ -o dump/ --output-kind dump",
             "kvmnn mnn unpack chat.session --kv-heads 8 -o chat.safetensors",
         ),
-        shown="--output --force --raw --tensor --as --dtype --backend --kv-heads --head-dim --tokens --model --name",
+        shown="--output --force --raw --tensor --output-kind --dtype --backend --kv-heads --head-dim --valid-tokens "
+        "--model --name",
     )
     parser.add_argument("input", metavar="IN", help="the directory of a cache, one of its files, arrays")
     shared_options.add_output(parser, "file or directory (default: IN.safetensors, a dump: IN.dump/)")
     shared_options.add_raw(parser)
     shared_options.add_source(parser, "what the words are, where the pack numbers do not say")
     parser.add_argument(
-        "--as",
+        "--output-kind",
         dest="form",
         choices=("arrays", "dump", "packed-dump"),
         default="arrays",
@@ -97,7 +98,7 @@ IN is anything that kvmnn reads: arrays called layer_<n>.key and layer_<n>.value
 or k and v with the layer as first of four axes; a KV dump; a bundle of frames. Shapes are [kv_head, token, head_dim]
 (--token-major: [token, kv_head, head_dim]).
 
-The layout is --backend, or --lp and --hp; by default the one that unpack or encode recorded.
+The layout is --backend, or its pack numbers (--backend lp=8,hp=8); by default the one that unpack or encode recorded.
 
 Where tokens were evicted, MNN needs the length of the text after loading (the result shows the line of C++), or K
 rotated to the first positions: --rerotate."""
@@ -194,18 +195,21 @@ def add_repack_parser(subparsers: Any) -> None:
         "a packed cache for another backend",
         _REPACK_DESCRIPTION,
         examples=(
-            "kvmnn mnn repack sys/ -o phone/ --from x86-avx2 --to arm64-fp16 --kv-heads 2 --head-dim 64 --tokens 50",
-            "kvmnn mnn repack sys/ --to arm64-fp16",
-            "kvmnn mnn repack sys/ -o phone/ --to arm64-fp16 --capacity 4096 --json",
+            "kvmnn mnn repack sys/ -o phone/ --backend x86-avx2 --target-backend arm64-fp16 --kv-heads 2 "
+            "--head-dim 64 --valid-tokens 50",
+            "kvmnn mnn repack sys/ --target-backend arm64-fp16",
+            "kvmnn mnn repack sys/ -o phone/ --target-backend arm64-fp16 --capacity 4096 --json",
         ),
-        shown="--output --force --from --to --kv-heads --head-dim --tokens --name --capacity --model --rerotate",
+        shown="--output --force --backend --target-backend --kv-heads --head-dim --valid-tokens --name --capacity "
+        "--model --rerotate",
     )
     parser.add_argument("input", metavar="IN", help="the directory of a prefix cache, or one of its files")
     packed_options.add_target_options(parser)
     shared_options.add_source(parser, "what the words are, where the pack numbers do not say", axes=False)
-    packed_options.add_packed_options(parser, backend="--from")
+    packed_options.add_packed_options(parser)
     parser.add_argument(
-        "--to",
+        "--target-backend",
+        dest="to",
         required=True,
         choices=tuple(BACKENDS),
         metavar="NAME",
@@ -260,12 +264,12 @@ def add_compact_parser(subparsers: Any) -> None:
         "drop tokens from packed files as the engine does",
         _COMPACT_DESCRIPTION,
         examples=(
-            "kvmnn mnn compact sys/ -o small/ --remove 160 --reserve 0:64,128:32 --tokens 160 --model MODEL/",
+            "kvmnn mnn compact sys/ -o small/ --remove 160 --reserve 0:64,128:32 --valid-tokens 160 --model MODEL/",
             "kvmnn mnn compact sys/ -o small/ --plan plan.json",
             "kvmnn mnn compact sys/ -o small/ --plan plan.json --rerotate --model MODEL/",
         ),
-        shown="--output --force --remove --reserve --plan --plan-label --rerotate --rope --model --backend "
-        "--kv-heads --head-dim --tokens",
+        shown="--output --force --remove --reserve --plan --rerotate --model --backend "
+        "--kv-heads --head-dim --valid-tokens",
     )
     parser.add_argument("input", metavar="IN", help="the directory of a prefix cache or of live files")
     shared_options.add_output(parser, "directory to write the files to (default: IN.compact/)")
@@ -348,9 +352,9 @@ one: what would be compressed, when, and its size. What attention would read is 
 the ends; LOSSLESS needs --compare all. A difference is exit code 1, and so is a configuration with which nothing is
 compressed and nothing evicted.
 
-CACHE is anything that kvmnn reads as K and V of layers. --config is the engine's own JSON file (its kv_lossless_ and
-kv_h2o_ keys; docs/runtime.md). Evictions need --scores: attention probabilities, [layer, head, query, key] or an array
-[head, query, key] for each layer."""
+CACHE is anything that kvmnn reads as K and V of layers. --engine-config is the engine's own JSON file (its
+kv_lossless_ and kv_h2o_ keys; docs/runtime.md). Evictions need --scores: attention probabilities, [layer, head, query,
+key] or an array [head, query, key] for each layer."""
 
 
 def add_replay_parser(subparsers: Any) -> None:
@@ -362,16 +366,21 @@ def add_replay_parser(subparsers: Any) -> None:
         "a cache run through the lossless runtime",
         _REPLAY_DESCRIPTION,
         examples=(
-            "kvmnn mnn replay dump/ --config config.json --prompt 512",
-            "kvmnn mnn replay dump/ --config config.json --compare all --plot plots/",
-            "kvmnn mnn replay dump/ --config config.json --scores attention.npz --json",
+            "kvmnn mnn replay dump/ --engine-config config.json --prefill-tokens 512",
+            "kvmnn mnn replay dump/ --engine-config config.json --compare all --plot plots/",
+            "kvmnn mnn replay dump/ --engine-config config.json --scores attention.npz --json",
         ),
-        shown="--config --prompt --behaviour --scores --compare --plot --force --token-major --dtype",
+        shown="--engine-config --prefill-tokens --behaviour --scores --compare --plot --force --token-major --dtype",
     )
     parser.add_argument("inputs", nargs="+", metavar="CACHE", help="K and V of layers")
-    parser.add_argument("--config", required=True, metavar="FILE", help="the engine's JSON configuration")
     parser.add_argument(
-        "--prompt", type=shared_options.parse_positive, metavar="N", help="tokens of the prompt (default: half)"
+        "--engine-config", dest="config", required=True, metavar="FILE", help="the engine's JSON configuration"
+    )
+    parser.add_argument(
+        "--prefill-tokens",
+        type=shared_options.parse_positive,
+        metavar="N",
+        help="tokens of the prompt (default: half)",
     )
     parser.add_argument(
         "--behaviour",
@@ -417,7 +426,7 @@ def run_replay(arguments: argparse.Namespace) -> int:
         result = replay_trace(
             trace,
             config,
-            prompt=arguments.prompt,
+            prompt=arguments.prefill_tokens,
             behaviour=arguments.behaviour,
             attention=attention,
             compare=arguments.compare,

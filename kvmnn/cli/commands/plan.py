@@ -21,8 +21,8 @@ policy that looks at lengths or keys, of a cache.
 
 Without --policy, IN is an array with one axis (scores of blocks) or with two to four (attention: [heads, keys],
 [heads, queries, keys], [layers, heads, queries, keys]), a file of one such array for each layer, or a .json list of
-scores. What torch.save(outputs.attentions) wrote is a list of layers, [batch, heads, queries, keys]: --batch N takes
-one text.
+scores. What torch.save(outputs.attentions) wrote is a list of layers, [batch, heads, queries, keys]: --part batch=N
+takes one text.
 
 With --policy, IN is anything that kvmnn reads as a cache, taken as a prompt that was attended once. SPEC is one of
 kvmnn eval, of a policy that looks at lengths or keys, as a cache has no attention.
@@ -48,14 +48,13 @@ def add_parser(subparsers: Any) -> None:
         "which tokens H2O or a policy would keep",
         _DESCRIPTION,
         examples=(
-            "kvmnn plan attention.npy --block 64 --sink 32 --recent 256 --target-ratio 3.5",
+            "kvmnn plan attention.npy --h2o block_tokens=64,sink_tokens=32,target_ratio=3.5",
             "kvmnn plan cache.pt --policy streaming:sink=4,budget=512 -o plan.json",
-            "kvmnn plan attention.npy --config config.json",
+            "kvmnn plan attention.npy --engine-config config.json",
             "kvmnn plan scores.npz -o plan.json",
             "kvmnn plan chat.session --kv-heads 8 --policy knorm:keep_ratio=0.5",
         ),
-        shown="--output --force --policy --seed --no-map --config --block --sink --recent --target-ratio "
-        "--keep-ratio --tokens --kv-heads --batch",
+        shown="--output --force --policy --seed --no-map --engine-config --h2o --valid-tokens --kv-heads --part",
     )
     parser.add_argument("inputs", nargs="+", metavar="IN", help="scores of blocks, or attention; with --policy a cache")
     shared_options.add_output(parser, "JSON file for `kvmnn mnn compact --plan`; - for standard output")
@@ -69,11 +68,12 @@ def add_parser(subparsers: Any) -> None:
     shared_options.add_source(parser, "what raw words are")
     parser.add_argument("--token-major", action="store_true", help="arrays of K and V are [token, kv_head, head_dim]")
     parser.add_argument(
-        "--tokens",
+        "--valid-tokens",
+        dest="tokens",
         type=packed_options.parse_counts,
         default=(),
         metavar="N[,N...]",
-        help="tokens that scores are about; live tokens of packed files (of each layer)",
+        help="tokens that scores are about; valid tokens of packed files (of each layer)",
     )
     model_options.add_h2o_options(parser)
     packed_options.add_packed_options(parser, with_tokens=False)
@@ -104,7 +104,7 @@ def _plan_scores(arguments: argparse.Namespace, output: str | None) -> LayerPlan
     if len(arguments.inputs) > 1:
         raise UsageError("several inputs: K and V are planned with --policy SPEC, scores or attention as one file")
     if len(arguments.tokens) > 1:
-        raise UsageError("--tokens: expected one number, which all layers of scores have")
+        raise UsageError("--valid-tokens: expected one number, which all layers of scores have")
     return plan_from_file(
         arguments.inputs[0],
         model_options.build_h2o_config(arguments),

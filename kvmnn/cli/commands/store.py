@@ -310,7 +310,7 @@ prefix, to the token. Equal prefixes are stored once, losslessly (docs/prefix-st
                       and state, which no model continues from
   ls, stat STORE      the stored texts; counts and sizes
   verify STORE        decode and compare everything; damaged data is removed
-  gc STORE            remove unreferenced data; --max-bytes SIZE: and the least
+  gc STORE            remove unreferenced data; --size-limit SIZE: and the least
                       recently used texts, down to SIZE
   rm STORE            remove what no other text continues
   pin, unpin STORE    protect a text from eviction, or no longer
@@ -337,7 +337,7 @@ _EXAMPLES = (
     "kvmnn store ls prefixes/",
     "kvmnn store stat prefixes/ --json",
     "kvmnn store verify prefixes/",
-    "kvmnn store gc prefixes/ --max-bytes 20G",
+    "kvmnn store gc prefixes/ --size-limit 20G",
     "kvmnn store rm prefixes/ --token-ids ids.json",
     "kvmnn store pin prefixes/ --token-ids ids.json",
     "kvmnn store unpin prefixes/ --token-ids ids.json",
@@ -394,7 +394,7 @@ def add_parser(subparsers: Any) -> None:
         "prefixes of texts, stored and found by their tokens",
         _DESCRIPTION,
         examples=_EXAMPLES,
-        shown="--token-ids --model --fingerprint --output --force --max-bytes --capacity --codec --partial",
+        shown="--token-ids --model --fingerprint --output --force --size-limit --capacity --codec --partial",
         action_help=ActionHelp("action", options, _describe_action),
     )
     parser.add_argument("action", choices=tuple(_SPEC_BY_ACTION), metavar="ACTION", help=", ".join(_SPEC_BY_ACTION))
@@ -409,8 +409,8 @@ def add_parser(subparsers: Any) -> None:
         help="which model computed it, where no --model tells; beside --model the engine's settings",
     )
     parser.add_argument(
-        "--max-bytes",
-        dest="store_bytes",  # of inputs other verbs have a bound
+        "--size-limit",
+        dest="store_bytes",
         type=shared_options.parse_byte_count,
         metavar="SIZE",
         help="put, import, gc: most bytes of all units (default: no bound)",
@@ -420,8 +420,8 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--codec",
-        choices=("dense", "frames"),
-        help="of a store that is made: dense streams where they are smaller (default), or frames",
+        choices=dense_options.CODEC_CHOICES,
+        help="of a store that is made: dense: streams where they are smaller (default); mnn: frames",
     )
     dense_options.add_rope(parser)
     parser.add_argument(
@@ -520,11 +520,11 @@ def _run_action(arguments: argparse.Namespace) -> tuple[CommandResult, int]:
         raise UsageError(f"store {arguments.action} needs -o {output_text}")
     if arguments.store.startswith("memory://"):
         raise UsageError(f"{arguments.store}: is gone when this command ends: expected a place that stays")
-    if arguments.codec == "frames":
+    if arguments.codec == "mnn":
         shared_options.refuse_given(arguments, ["rope"], "needs --codec dense")
     is_creating = arguments.action in _CREATING_ACTIONS
     if is_creating and arguments.store_bytes == 0:
-        raise UsageError(f"store {arguments.action} --max-bytes 0: expected at least 1, or no bound")
+        raise UsageError(f"store {arguments.action} --size-limit 0: expected at least 1, or no bound")
     if is_creating:  # of an input that cannot be read no store is made
         if arguments.action == "import":
             arguments.read = read_exported(arguments.inputs[0])
@@ -536,7 +536,7 @@ def _run_action(arguments: argparse.Namespace) -> tuple[CommandResult, int]:
         arguments.store,
         arguments.store_bytes if is_creating else None,
         block_tokens=arguments.block_tokens,
-        codec=arguments.codec,
+        codec="frames" if arguments.codec == "mnn" else arguments.codec,
         rotary=_read_rope(arguments) if is_creating else None,
         effort=arguments.effort,
         threads=arguments.threads,
@@ -569,7 +569,7 @@ def _load_source(arguments: argparse.Namespace) -> Source:
     if resolve_ids(source, arguments) is None:
         where = " ".join(arguments.inputs)
         if (cache := source.engine_cache) is not None and cache.texts:
-            raise UsageError(f"{where}: is a batch of {cache.batch}: --batch N takes one text of it, from 0")
+            raise UsageError(f"{where}: is a batch of {cache.batch}: --part batch=N takes one text of it, from 0")
         raise UsageError(f"{where}: does not say its token ids: store put needs --token-ids IDS")
     source, notes = to_common_order(source)
     input_sources.report_notes(notes, arguments)

@@ -278,7 +278,7 @@ def compress_source(
     num_stored = int(next(iter(arrays.layers.values()))[0].shape[2])
     num_live = num_stored if options.seq_len is None else options.seq_len
     if num_live > num_stored:
-        raise OptionError(f"{cache}: has {num_stored} tokens, --tokens says {num_live}")
+        raise OptionError(f"{cache}: has {num_stored} tokens, --valid-tokens says {num_live}")
     spans = read_spans(cache, num_stored) or (get_cache_spans(cache, source.cache) if source.cache else None)
     if spans is None and (
         sidecar_positions := read_positions_sidecar(source, [num_stored] * len(arrays.layers), list(arrays.layers))

@@ -213,7 +213,10 @@ def iter_notes(
     if len(nonempty_streams) > 1 and options.stream is None:
         yield f"{len(nonempty_streams)} streams hold cells ({format_numbers(nonempty_streams)}): this is the first"
     if len(sequences := sorted(set(first_part.stream.seq_ids.tolist()))) > 1 and options.sequence is None:
-        yield f"cells are of {len(sequences)} sequences ({format_numbers(sequences)}): --sequence N takes those of one"
+        yield (
+            f"cells are of {len(sequences)} sequences ({format_numbers(sequences)}): --part sequence=N takes "
+            "those of one"
+        )
     if state.token_ids.size and not has_single_text(state, first_part):
         yield (
             f"the {pluralize(state.token_ids.size, 'token id')} of the file may be of any of its texts, and are left "
@@ -266,7 +269,7 @@ def _iter_block_notes(parts: Sequence[CachePart], options: EngineOptions) -> Ite
         names = " and ".join(transform[0].upper() for transform in unresolved_rotations)
         yield (
             f"newer builds of llama.cpp store quantised {names} rotated by a Hadamard matrix, and the file does not "
-            f"say so: rotated numbers are not those that other types and engines hold (--undo "
+            f"say so: rotated numbers are not those that other types and engines hold (--invert "
             f"{','.join(unresolved_rotations)} turns "
             "them back)"
         )

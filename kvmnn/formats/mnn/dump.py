@@ -47,7 +47,7 @@ def build_source_metadata(metadata_by_name: Mapping[str, bytes], label: str) -> 
     try:
         load_metadata_files(document_text, label)
     except ManifestError as error:
-        return {}, [f"a bundle of this dump cannot become it again (decode --as dump): {error}"]
+        return {}, [f"a bundle of this dump cannot become it again (decode --output-kind dump): {error}"]
     return {DUMP_KEY: document_text}, []
 
 

@@ -243,7 +243,7 @@ def _plan_dump(frames: FrameSet, root: Path) -> _DumpPlan:
     if document_text is None:
         raise SourceError(
             f"{frames.path}: was not made from a whole KV dump, or by a kvmnn that did not keep its metadata "
-            "(kvmnn mnn unpack --as dump makes a dump of any K and V)"
+            "(kvmnn mnn unpack --output-kind dump makes a dump of any K and V)"
         )
     label = f"{frames.path}: metadata {DUMP_KEY!r}"
     metadata_by_name = dump.load_metadata_files(document_text, label)

@@ -102,7 +102,8 @@ def describe_int8(match: LayoutMatch) -> str:
     int8_kind = "both" if match.layout.int8_values else "keys"
     parts_text = "K and V" if int8_kind == "both" else "K"
     return (
-        f"int8 {parts_text} inferred (--int8 {int8_kind}, attention_mode {_ATTENTION_MODE_BY_INT8_KIND[int8_kind]}): "
+        f"int8 {parts_text} inferred (--backend int8={int8_kind}, attention_mode "
+        f"{_ATTENTION_MODE_BY_INT8_KIND[int8_kind]}): "
         f"no layout of floats fits the sizes, "
         f"and scales are where those of {describe_layout(match.layout)} are"
     )
@@ -323,8 +324,8 @@ def choose_layout(files: PackedFiles, geometry: PackedGeometry, *, num_tokens: i
     else:
         choices = [format_layout_options(candidate.match, geometry) for candidate in ranking[:MAX_LISTED_CHOICES]]
         raise AmbiguousLayoutError(
-            f"{files.path}: {len(ranking)} layouts fit the sizes of the files, say which (--backend, --dtype, "
-            f"--flash-block); the likeliest first: {_format_ranking(ranking)}",
+            f"{files.path}: {len(ranking)} layouts fit the sizes of the files, say which (--backend, --dtype); "
+            f"the likeliest first: {_format_ranking(ranking)}",
             choices,
         )
     if better_candidate and not has_same_placement(better_candidate.match, best_candidate.match):
@@ -342,12 +343,11 @@ def _infer_int8(files: PackedFiles, geometry: PackedGeometry) -> LayoutChoice | 
     if len(matches) == 1:
         return LayoutChoice(matches[0], (describe_int8(matches[0]),))
     choices = [
-        f"{format_layout_options(match, geometry)} --int8 {'both' if match.layout.int8_values else 'keys'}"
-        for match in matches
+        format_layout_options(match, geometry, int8="both" if match.layout.int8_values else "keys") for match in matches
     ]
     raise AmbiguousLayoutError(
         f"{files.path}: no layout of floats fits the sizes of the files, {len(matches)} of int8 do, say which "
-        "(--backend, --int8)",
+        "(--backend, int8=keys or int8=both of it)",
         choices[:MAX_LISTED_CHOICES],
     )
 
@@ -531,13 +531,13 @@ def format_missing_options(geometry: PackedGeometry, *, include_tokens: bool = F
     if include_tokens:
         sentence += (
             "; nor" if sentence else "the files do not say"
-        ) + " how many tokens are live (--tokens N or --token-ids FILE)"
+        ) + " how many tokens are live (--valid-tokens N or --token-ids FILE)"
     return sentence
 
 
-def format_layout_options(match: LayoutMatch, geometry: PackedGeometry) -> str:
+def format_layout_options(match: LayoutMatch, geometry: PackedGeometry, *, int8: str | None = None) -> str:
     """Return the options that say of a layout what `geometry` leaves open."""
-    layout, options = match.layout, []
+    layout, options, backend_items = match.layout, [], []
     if geometry.kv_heads is None:
         options.append(f"--kv-heads {layout.kv_heads}")
     if geometry.head_dim is None:
@@ -545,9 +545,13 @@ def format_layout_options(match: LayoutMatch, geometry: PackedGeometry) -> str:
     if not geometry.specifies_packing:
         names = match.backends.split("/")
         likely_names = [name for name in _LIKELY_BACKENDS if name in names] or names
-        options.append(f"--backend {likely_names[0]}")
+        backend_items.append(likely_names[0])
     if geometry.flash_block is None and layout.flash_block is None:
-        options.append("--flash-block none")
+        backend_items.append("flash_block=none")
+    if int8 is not None:
+        backend_items.append(f"int8={int8}")
+    if backend_items:
+        options.append(f"--backend {','.join(backend_items)}")
     return " ".join(options)
 
 

@@ -59,14 +59,13 @@ def find_mmap_files(path: str, layer_order: tuple[str, ...] = (), pid: int | Non
         addresses, reason = sort_by_creation(folder, found_addresses)
         if not addresses:
             raise MissingOptionError(
-                f"{path}: nothing in the {len(found_addresses)} pairs of files tells their layers, {reason}: say --pid "
-                f"PID of "
-                "the running engine, or --layer-order ADDRESS,ADDRESS,..."
+                f"{path}: nothing in the {len(found_addresses)} pairs of files tells their layers, {reason}: "
+                "say --layer-order pid=PID of the running engine, or --layer-order ADDRESS,ADDRESS,..."
             )
         notes = (
-            f"order of the {len(found_addresses)} layers inferred from when their files were made; --pid PID of the "
-            f"running "
-            f"engine knows it, --layer-order {','.join(addresses[:2])},... says it",
+            f"order of the {len(found_addresses)} layers inferred from when their files were made; "
+            f"--layer-order pid=PID of the running engine knows it, --layer-order {','.join(addresses[:2])},... "
+            "says it",
         )
     return PackedFiles(
         kind="live",

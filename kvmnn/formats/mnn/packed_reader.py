@@ -277,12 +277,13 @@ def _check_contents(
     conflict = f"{choice.conflict}; the words speak for {choice.better_options}" if choice.conflict else ""
     if conflict and not options.trust_options:
         raise _make_conflict_error(files, info, conflict)
-    option_name = "--tokens" if options.valid_tokens else "--token-ids"
+    option_name = "--valid-tokens" if options.valid_tokens else "--token-ids"
     more_tokens_doubts, fewer_tokens_doubts = list_token_doubts(row_counts, tokens, option_name)
     if more_tokens_doubts and options.token_ids and not options.valid_tokens:
         ids_text = count_of(tokens[0], "token id")
         raise SourceError(
-            f"{files.path}: {ids_text}, but {more_tokens_doubts[0].partition(':')[0]}: say --tokens {tokens[0]} as "
+            f"{files.path}: {ids_text}, but {more_tokens_doubts[0].partition(':')[0]}: say --valid-tokens "
+            f"{tokens[0]} as "
             f"well if only these "
             "tokens are meant"
         )
@@ -384,7 +385,7 @@ def _resolve_layout(files: PackedFiles, options: PackedOptions, sidecar_info: Ca
         unresolved_text = f"neither its files nor those of the model in {options.model} say {geometry.missing_text}"
         missing_text = format_missing_options(geometry, include_tokens=not tokens)
         message = f"{files.path}: {unresolved_text}" if options.model else f"{files.path}: {missing_text}"
-        choices = [choice if tokens else f"{choice} --tokens N" for choice in error.choices]
+        choices = [choice if tokens else f"{choice} --valid-tokens N" for choice in error.choices]
         raise AmbiguousLayoutError(message, choices) from None
 
 
@@ -427,9 +428,9 @@ def _resolve_tokens(
         guess = infer_token_count(files, match, row_counts) if row_counts else None
         if guess is None or guess.num_tokens is None:
             raise AmbiguousLayoutError(
-                f"{files.path}: the files do not say how many tokens are live: say --tokens N (at most "
+                f"{files.path}: the files do not say how many tokens are live: say --valid-tokens N (at most "
                 f"{min(match.capacities)}) or --token-ids FILE" + (f"; {guess.reason}" if guess else ""),
-                [f"--tokens {num_tokens}" for num_tokens in guess.choices] if guess else [],
+                [f"--valid-tokens {num_tokens}" for num_tokens in guess.choices] if guess else [],
             )
         tokens = (guess.num_tokens,) * num_layers
         notes = [f"{guess.num_tokens} tokens inferred: {guess.reason}"]

@@ -135,7 +135,7 @@ def pack(
     )
     token_counts = {layer.tokens for layer in info.layers}
     if expected_tokens and token_counts != set(expected_tokens):
-        raise OptionError(f"the arrays have {max(token_counts)} tokens, --tokens says {max(expected_tokens)}")
+        raise OptionError(f"the arrays have {max(token_counts)} tokens, --valid-tokens says {max(expected_tokens)}")
     if token_ids and packed_info is None and token_counts != {token_ids.count}:
         raise OptionError(f"the arrays have {max(token_counts)} tokens, {token_ids.where} has {token_ids.count} ids")
     info = replace(
@@ -206,7 +206,7 @@ def _check_rotatable(source: Source, label: str) -> None:
     if unclear_transforms and cache is not None and source.inverted_transforms is None:
         raise OptionError(
             f"{label}: nothing tells whether {cache.engine} changed K before it stored it, and such K would be rotated "
-            f"wrongly: --undo {','.join(unclear_transforms)}, or --undo none"
+            f"wrongly: --invert {','.join(unclear_transforms)}, or --invert none"
         )
 
 
@@ -420,7 +420,7 @@ def choose_target_layout(
             f"{backends}: lP {layout.lP}, hP {layout.hP}, {layout.dtype}" for backends, layout in candidates
         )
         raise OptionError(
-            f"{len(candidates)} layouts are known for what was said: name one (--backend NAME, or --lp N --hp N)"
+            f"{len(candidates)} layouts are known for what was said: name one (--backend NAME, or --backend lp=N,hp=N)"
             + (f": {names}" if names else "")
         )
     return candidates[0][1]

@@ -220,10 +220,10 @@ def _write_kv_dump(
     layout = source.cache.layout if source.cache else None
     if form == "packed-dump" and layout is None:
         raise OptionError(
-            f"{' '.join(source.inputs)}: is not a packed cache, so nothing says how to pack it: use --as dump"
+            f"{' '.join(source.inputs)}: is not a packed cache, so nothing says how to pack it: use --output-kind dump"
         )
     if form == "packed-dump" and source.cache is not None and not source.cache.is_uniform:
-        raise OptionError(f"{' '.join(source.inputs)}: heads differ by layer: use --as dump")
+        raise OptionError(f"{' '.join(source.inputs)}: heads differ by layer: use --output-kind dump")
     arrays = collect_layers(source)
     with DirectoryOutput(output, force=force, exclude=list_with_contents(source.files)) as directory:
         write_dump(

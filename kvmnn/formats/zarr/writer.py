@@ -91,7 +91,7 @@ def encode_store(
     """
     options = options or EncodeOptions()
     if options.block or options.allow_raw or options.dense:
-        raise OptionError("--block, --allow-raw and --codec dense: every chunk of a Zarr store is a frame")
+        raise OptionError("--joint-kv, --allow-raw and --codec dense: every chunk of a Zarr store is a frame")
     start_time, path = time.perf_counter(), os.fspath(output).rstrip("/" + os.sep)
     if is_url(path):
         with Upload(path, force=force, exclude=source.files) as upload:
@@ -188,7 +188,7 @@ def _choose_array_chunk_shape(array: LazyArray, max_bytes: int) -> ChunkIndex:
     if (chunk_bytes := math.prod(chunk_shape) * array.itemsize) > MAX_CHUNK_BYTES:
         raise LimitError(
             f"array {array.name!r}: a chunk would have {chunk_bytes:,} bytes, above the limit of {MAX_CHUNK_BYTES:,} "
-            "(--frame-bytes cuts smaller ones)"
+            "(--chunk-bytes cuts smaller ones)"
         )
     if (num_chunks := math.prod(count_chunks(shape, chunk_shape))) > MAX_CHUNKS:
         raise LimitError(f"array {array.name!r}: would have {num_chunks:,} chunks, above the limit of {MAX_CHUNKS:,}")

@@ -256,13 +256,13 @@ def _build_consistency_gate(comparisons: Sequence[ContentComparison]) -> GateRes
 def _build_perplexity_gate(quality: PerplexityChange | None, target: float) -> GateResult:
     limit = f"<= {target:+.2%}"
     if quality is None:
-        why = "needs texts (--prompts)"
+        why = "needs texts (--text)"
         return GateResult(name="perplexity", verdict=NOT_MEASURED, limit=limit, why=why)
     value = f"{quality.mean:+.2%}"
     if quality.low is None or quality.high is None or quality.texts < MIN_DOCUMENTS_FOR_INTERVAL:
         why = (
             f"{quality.texts} texts are too few for an interval: {MIN_DOCUMENTS_FOR_INTERVAL} are needed "
-            f"(quality_texts, --prompts)"
+            f"(quality_texts, --text)"
         )
         return GateResult(name="perplexity", verdict=NOT_MEASURED, value=value, limit=limit, why=why)
     if quality.lossy_ratio <= 1:

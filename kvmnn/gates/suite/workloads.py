@@ -145,8 +145,8 @@ def _concat_documents(documents: Sequence[Document], size: int) -> Ids:
     if len(token_ids) < size:
         where = documents[0].name if len(documents) == 1 else f"{len(documents):,} texts"
         raise KvmnnError(
-            f"{where}: {len(token_ids):,} tokens, a prompt has {size:,}: expected longer texts (--prompts) or shorter "
-            "prompts (--config)"
+            f"{where}: {len(token_ids):,} tokens, a prompt has {size:,}: expected longer texts (--text) or shorter "
+            "prompts (--suite-config)"
         )
     return token_ids[:size]
 
@@ -336,7 +336,7 @@ class PromptTexts:
         if case.kind == "runtime":
             return self._build_runtime_workloads(case, interface, notes)
         if not (self._prompt_documents if case.kind == "llm_demo" else self.documents) or self._tokenizer is None:
-            raise KvmnnError(f"{case.name} needs texts: expected --prompts DIR or FILE")
+            raise KvmnnError(f"{case.name} needs texts: expected --text DIR or FILE")
         if case.kind == "llm_demo":
             return build_prompt_workloads(self._prompt_documents, settings, limit, notes)
         if case.kind == "multi_turn":
@@ -356,5 +356,5 @@ class PromptTexts:
             return build_prefix_workloads(self.documents, settings)
         max_tokens = max(*settings.prompts, 2)
         sample = build_document_from_text(SAMPLE_NAME, SAMPLE_TEXT, tokenizer, max_tokens)
-        notes.append("The prompts of the runtime cases are beginnings of the built-in text (--prompts takes others).")
+        notes.append("The prompts of the runtime cases are beginnings of the built-in text (--text takes others).")
         return build_prefix_workloads([sample], settings, "built-in text")

@@ -386,8 +386,7 @@ class LayerPlan:
         """Why the floor leaves nothing to evict, and what to lower."""
         target = self.plan.target_before_floor
         options = " and ".join(
-            f"--{name.removesuffix('_tokens')} ({getattr(config, name):,})"
-            for name in self.plan.list_options_to_lower(config)
+            f"--h2o {name} ({getattr(config, name):,})" for name in self.plan.list_options_to_lower(config)
         )
         return (
             f"sink and recent reach the target, {self.plan.floor_tokens:,} tokens in blocks of "

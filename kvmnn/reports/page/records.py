@@ -120,7 +120,7 @@ class EvaluationDocument(EvaluationResult):
 
 @dataclass(frozen=True, kw_only=True)
 class PartSizeStats(Record):
-    """K or V of a layer, or all; frames are there with ``--real`` only, limits not with ``--no-limits``."""
+    """K or V of a layer, or all; frames are there with ``--encode`` only, limits not with ``--no-limits``."""
 
     raw_bytes: int
     simulated_bytes: int

@@ -15,7 +15,7 @@ import kvmnn
 from kvmnn.formats import PackedOptions
 from kvmnn.packed.inference import PackedGeometry
 
-LAYOUT = ("--lp", "1", "--hp", "4", "--name", "sys")
+LAYOUT = ("--backend", "lp=1", "--backend", "hp=4", "--name", "sys")
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def pairs_of(engine: Path) -> list[tuple[np.ndarray, np.ndarray]]:
 def test_the_prefix_of_the_engine(engine: Path, run: Any, kind: str) -> None:
     pairs = pairs_of(engine)
     path = save(engine / "c.pt", dynamic_cache(pairs) if kind == "dynamic" else static_cache(pairs, 64))
-    said = ("--lp", "1", "--hp", "4", "--kv-heads", "2", "--head-dim", "16", "--tokens", "50")
+    said = ("--backend", "lp=1", "--backend", "hp=4", "--kv-heads", "2", "--head-dim", "16", "--valid-tokens", "50")
     run("mnn", "pack", path, *LAYOUT, "--model", engine / "model", "--capacity", "114", "-o", engine / "ours/")
     run("diff", engine / "prefix", engine / "ours", *said)
     assert sorted(file.name for file in (engine / "ours").iterdir() if file.suffix in (".k", ".v")) == sorted(
@@ -57,5 +57,5 @@ def test_another_geometry_is_refused(engine: Path, run: Any) -> None:
     both = [tuple(np.concatenate([part, part]) for part in pair) for pair in pairs]
     path = save(engine / "e.pt", dynamic_cache(both))
     run("mnn", "pack", path, *LAYOUT, "--model", engine / "model", "-o", engine / "ours/", code=2)
-    run("mnn", "pack", path, *LAYOUT, "--model", engine / "model", "--batch", "1", "-o", engine / "ours/")
+    run("mnn", "pack", path, *LAYOUT, "--model", engine / "model", "--part", "batch=1", "-o", engine / "ours/")
     run("diff", save(engine / "f.pt", dynamic_cache(pairs)), engine / "ours")

@@ -76,25 +76,25 @@ def test_a_batch_with_padding_is_no_whole_text(tmp_path: Path, run: Any) -> None
     assert cache is not None and cache.has_padding and not cache.is_contiguous_prefix
     assert "batch of 2 (7 to 12 tokens and padding)" in run("inspect", path).out
     put = ("store", "put", tmp_path / "store", path, "--fingerprint", "ab" * 32)
-    assert "--batch N" in run(*put, code=2).err
-    assert "7 tokens" in run(*put, "--batch", "1").out
-    run("measure", path, "--batch", "1")
+    assert "--part batch=N" in run(*put, code=2).err
+    assert "7 tokens" in run(*put, "--part", "batch=1").out
+    run("measure", path, "--part", "batch=1")
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_unpack_of_a_batch_with_padding_names_its_rows(tmp_path: Path, run: Any, side: str) -> None:
     made = pairs(2, shape=(3, 2, TOKENS, 4), dtype="fp32")
     path = save(tmp_path / "cache.pt", {"past_key_values": dynamic_cache(made), **batch([7, 12, 9], side)})
-    note = "the arrays contain rows of padding: 5 of text 0, 3 of text 2 (--batch N takes one text without them)"
+    note = "the arrays contain rows of padding: 5 of text 0, 3 of text 2 (--part batch=N takes one text without them)"
     shown = run("mnn", "unpack", path, "-o", tmp_path / "all.npz")
     assert "LOSSLESS (all rows, padding included, read back and compared)" in shown.out and note in shown.err
     assert note in json.loads(run("mnn", "unpack", path, "-o", tmp_path / "more.npz", "--json").out)["notes"]
     assert note in run("encode", path, "-o", tmp_path / "frames/").err
     assert note in run("decode", tmp_path / "frames", "-o", tmp_path / "back.npz").err + run("inspect", path).out
-    shown = run("mnn", "unpack", path, "-o", tmp_path / "one.npz", "--batch", "2")
+    shown = run("mnn", "unpack", path, "-o", tmp_path / "one.npz", "--part", "batch=2")
     assert "LOSSLESS (live elements, read back and compared)" in shown.out
     assert "text 2 of a batch of 3; the others are left out, and 3 rows of padding\n" in shown.err
-    shown = run("mnn", "unpack", path, "-o", tmp_path / "whole.npz", "--batch", "1")
+    shown = run("mnn", "unpack", path, "-o", tmp_path / "whole.npz", "--part", "batch=1")
     assert "padding" not in shown.out + shown.err
 
 

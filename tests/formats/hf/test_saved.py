@@ -258,7 +258,7 @@ def test_a_checkpoint_is_still_one(tmp_path: Path, run: Any) -> None:
 def test_options_and_verbs_that_are_about_something_else(tmp_path: Path, run: Any) -> None:
     path = save(tmp_path / "c.pt", dynamic_cache(pairs(1)))
     for verb in ("inspect", "measure"):
-        assert "--stream" in run(verb, path, "--stream", "1", code=2).err
+        assert "--part stream" in run(verb, path, "--part", "stream=1", code=2).err
     assert "holds a cache, no weights: encode" in run("compressor", "convert", path, tmp_path / "x.bin", code=1).err
 
 

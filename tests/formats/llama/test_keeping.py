@@ -223,7 +223,7 @@ def test_a_file_on_standard_input(tmp_path: Path, run, monkeypatch: pytest.Monke
 def test_arrays_that_are_cut_anywhere(tmp_path: Path, run, kind: str, size: int) -> None:
     path = tmp_path / "x.session"
     path.write_bytes(llama_files.state(Random(2), Shape(k_type=kind, v_type=kind), [30])[0])
-    there_and_back(run, path, "--frame-bytes", size, "--allow-raw")
+    there_and_back(run, path, "--chunk-bytes", size, "--allow-raw")
 
 
 def test_several_inputs_and_chosen_arrays_are_no_whole_file(tmp_path: Path, run) -> None:
@@ -244,7 +244,7 @@ def test_a_note_says_where_arrays_are_encoded_rather_than_the_file(tmp_path: Pat
     said = "arrays are encoded, and decode will not write the file: "
     out = ("--kv-heads", 2, "-f", "-o", f"{tmp_path / 'x.frames'}/")
     assert f"{said}--tensor" in run("encode", one, "--tensor", "layer_0.key", *out).err
-    assert f"{said}--sequence" in run("encode", one, "--sequence", 0, *out).err
+    assert f"{said}--part sequence" in run("encode", one, "--part", "sequence=0", *out).err
     assert f"{said}several inputs" in run("encode", one, other, *out).err
     assert said not in run("encode", one, "-f", "-o", f"{tmp_path / 'x.frames'}/").err
     assert said not in run("encode", one, "-q", "--tensor", "layer_0.key", *out).err
@@ -291,11 +291,11 @@ def test_blocks_are_of_no_head(tmp_path: Path, run, kinds: tuple[str, str]) -> N
     path = tmp_path / "x.session"
     path.write_bytes(llama_files.state(Random(2), Shape(k_type=kinds[0], v_type=kinds[1]), [9])[0])
     asked = "f16" in kinds
-    said = run("encode", path, "--blocks", "-o", tmp_path / "f/", code=2 if asked else 0)
+    said = run("encode", path, "--raw-blocks", "-o", tmp_path / "f/", code=2 if asked else 0)
     assert ("--kv-heads" in said.err) == asked
     if not asked:
-        run("verify", tmp_path / "f", "--against", path, "--blocks")
+        run("verify", tmp_path / "f", "--against", path, "--raw-blocks")
         run("decode", tmp_path / "f", "-o", tmp_path / "x.npz")
         blocks = np.load(tmp_path / "x.npz")["layer_0.value"]
         assert blocks.dtype == np.uint8 and blocks.shape == (9, 2, 18)
-    run("encode", path, "--blocks", "--kv-heads", 2, "-o", tmp_path / "g/")
+    run("encode", path, "--raw-blocks", "--kv-heads", 2, "-o", tmp_path / "g/")

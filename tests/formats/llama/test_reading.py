@@ -271,11 +271,11 @@ def test_heads_are_asked_for(tmp_path: Path) -> None:
 
 def test_streams_are_asked_for(tmp_path: Path) -> None:
     path = put(tmp_path / "x", llama_files.state(Random(7), Shape(), [3, 0, 2])[0])
-    with pytest.raises(OptionError, match=r"2 streams hold cells: --stream says which \(0, 2\)"):
+    with pytest.raises(OptionError, match=r"2 streams hold cells: --part stream=N says which \(0, 2\)"):
         kvmnn.open(path, heads(2))
     with pytest.raises(OptionError, match="stream 1 holds no cells"):
         kvmnn.open(path, heads(2, stream=1))
-    with pytest.raises(OptionError, match="--window is about files with a second one"):
+    with pytest.raises(OptionError, match="--part sliding-window is about files with a second one"):
         kvmnn.open(path, heads(2, window_cache=True))
 
 
@@ -344,9 +344,9 @@ def test_one_sequence_of_several(tmp_path: Path, run, kind: str, transposed: boo
     shape = Shape(2, 2, 32, 32, kind, "f16" if transposed else kind, transposed)
     data, ((cells,),) = llama_files.state(Random(3), shape, [23], sequences=3, gaps=True)
     path = put(tmp_path / "x.session", data)
-    assert "cells are of 3 sequences (0, 1, 2): --sequence N takes those of one" in run("inspect", path).err + "".join(
-        kvmnn.open(path, heads(2)).notes
-    )
+    assert "cells are of 3 sequences (0, 1, 2): --part sequence=N takes those of one" in run(
+        "inspect", path
+    ).err + "".join(kvmnn.open(path, heads(2)).notes)
     for sequence in range(3):
         mine = [number for number, ids in enumerate(cells.seqs) if sequence in ids]
         chosen = Cells(
@@ -366,7 +366,7 @@ def test_one_sequence_of_several(tmp_path: Path, run, kind: str, transposed: boo
             blocks = kvmnn.open(path, heads(2, sequence=sequence, raw_blocks=True))["layer_1.key"]
             every = kvmnn.open(path, heads(2, raw_blocks=True))["layer_1.key"]
             assert np.array_equal(blocks.to_numpy(), every.to_numpy()[mine])
-    with pytest.raises(OptionError, match=r"no cell is of sequence 3; --sequence may be 0, 1, 2"):
+    with pytest.raises(OptionError, match=r"no cell is of sequence 3; --part sequence=N may be 0, 1, 2"):
         kvmnn.open(path, heads(2, sequence=3))
-    run("encode", path, "--sequence", 1, "--kv-heads", 2, "-o", tmp_path / "x.frames/")
+    run("encode", path, "--part", "sequence=1", "--kv-heads", 2, "-o", tmp_path / "x.frames/")
     assert kvmnn.open(tmp_path / "x.frames")["layer_0.key"].shape[1] == sum(1 in ids for ids in cells.seqs)

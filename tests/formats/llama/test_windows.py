@@ -272,7 +272,10 @@ def test_dense_streams_have_the_rotation_of_their_layer(run: Run) -> None:
     assert ways["layer_4.value"] is None
     positions = plans["layer_4.key"].positions
     assert positions is not None and positions.tolist() == list(range(24, 40))
-    assert "theta=10000,dims=32" in run("measure", "x.session", "--window", "--model", "m.gguf", "--dense").out
+    assert (
+        "theta=10000,dims=32"
+        in run("measure", "x.session", "--part", "sliding-window", "--model", "m.gguf", "--dense").out
+    )
 
 
 def test_dense_streams_of_two_caches_without_model_ask_for_it(run: Run) -> None:

@@ -199,7 +199,7 @@ def test_texts_of_a_batch_are_read_without_padding(tmp_path: Path, run, name: st
     path = put(tmp_path / "x.safetensors", name)
     seen = 35 if name.endswith("batch_window") else 9
     assert f"batch of 3 ({seen - 5} to {seen} tokens and padding)" in run("inspect", path).out
-    run("mnn", "unpack", path, "--batch", text, "-o", tmp_path / "out/")
+    run("mnn", "unpack", path, "--part", f"batch={text}", "-o", tmp_path / "out/")
     source = kvmnn.open(tmp_path / "out")
     tokens = seen - PADDINGS[text]
     window = min(8, tokens) if name.endswith("batch_window") else tokens
@@ -209,7 +209,7 @@ def test_texts_of_a_batch_are_read_without_padding(tmp_path: Path, run, name: st
         ids = ",".join(map(str, range(tokens)))
         put_it = ["store", "put", tmp_path / "store", path, "--fingerprint", "m", "--token-ids", ids]
         assert "is a batch" in run(*put_it, code=1).err
-        assert f"{tokens} tokens" in run(*put_it, "--batch", text).out
+        assert f"{tokens} tokens" in run(*put_it, "--part", f"batch={text}").out
 
 
 SETTINGS = [

@@ -105,9 +105,9 @@ def test_what_dump_kv_and_eval_write_is_a_plan(tmp_path: Path, monkeypatch: pyte
     text = FIXTURES / "lm" / "texts" / "calendar.py.txt"
     policy = ("--policy", "streaming:sink=4,budget=24")
     for name, more in (("full", ()), ("cut", policy)):
-        run("dump-kv", FIXTURES / "lm", "--text", text, "--tokens", 64, "-o", name, *more)
+        run("dump-kv", FIXTURES / "lm", "--text", text, "--max-tokens", 64, "-o", name, *more)
     run("mnn", "pack", "full", "--backend", "x86-avx2", "--name", "sys", "-o", "prefix", "--cast")
-    evaluate = ("eval", FIXTURES / "lm", "--text", text, "--tokens", 64, *policy, "--plot", "plots", "--json")
+    evaluate = ("eval", FIXTURES / "lm", "--text", text, "--max-tokens", 64, *policy, "--plot", "plots", "--json")
     Path("e.json").write_text(run(*evaluate).out)
     for plan in ("cut", "e.json"):
         run("mnn", "compact", "prefix", "--plan", plan, "-o", "c", "-f")

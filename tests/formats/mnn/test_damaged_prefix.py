@@ -50,7 +50,7 @@ def test_verbs_damaged_prefix_is_refused(prefix, run, case):
         ("measure",),
         ("mnn compact", "--remove", 1),
     ):
-        error = run(verb[0], prefix, *GEOMETRY, "--tokens", 50, *verb[1:], code=1).err
+        error = run(verb[0], prefix, *GEOMETRY, "--valid-tokens", 50, *verb[1:], code=1).err
         assert message in error, verb
     assert os.listdir() == ["prefix"]
 
@@ -59,7 +59,7 @@ def test_verbs_damaged_prefix_is_refused(prefix, run, case):
 def test_inspect_damaged_prefix_says_why_it_would_not_load(prefix, run, case):
     damage, message = DAMAGE[case]
     damage(prefix)
-    for options in ((), GEOMETRY, (*GEOMETRY, "--tokens", 50)):
+    for options in ((), GEOMETRY, (*GEOMETRY, "--valid-tokens", 50)):
         assert f"would not load: {message}" in run("inspect", prefix, *options, code=1).out
     document = json.loads(run("inspect", prefix, "--json", code=1).out)["inputs"][0]
     assert document["problems"] == [message]
@@ -73,7 +73,7 @@ def test_inspect_missing_markers_exits_with_one(prefix, run):
 
 def test_verbs_force_reads_what_is_left(prefix, run):
     DAMAGE["both"][0](prefix)
-    options = [*GEOMETRY, "--tokens", 50, "-o", "x.npz", "--force"]
+    options = [*GEOMETRY, "--valid-tokens", 50, "-o", "x.npz", "--force"]
     unpacked = run("mnn", "unpack", prefix, *options)
     assert "read although its layers differ in size" in unpacked.err
     assert (

@@ -46,7 +46,7 @@ def kvmnn(*argv: object) -> None:
 
 
 def described(prefix: Path) -> list[object]:
-    return [prefix, *GEOMETRY, "--tokens", 50]
+    return [prefix, *GEOMETRY, "--valid-tokens", 50]
 
 
 @pytest.mark.parametrize("capacity", [None, 50, 114, 300])
@@ -82,7 +82,7 @@ def test_a_prefix_of_another_name_written_by_the_engine_now(model, tmp_path):
         engine.call("prefix", "fresh")
         engine.call("generate", PREFIX_IDS, 0)
     assert (tmp_path / "written" / "fresh_1_sync.v").exists()
-    kvmnn("encode", tmp_path / "written", *GEOMETRY, "--tokens", 50, "-o", f"{tmp_path}/frames/")
+    kvmnn("encode", tmp_path / "written", *GEOMETRY, "--valid-tokens", 50, "-o", f"{tmp_path}/frames/")
     kvmnn("decode", tmp_path / "frames", "--name", "moved", "-o", f"{tmp_path}/restored/")
     assert continuation(model, tmp_path / "restored", tmp_path / "again", "moved") == CONTINUATION
 

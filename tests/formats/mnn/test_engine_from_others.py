@@ -35,7 +35,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
     """K and V of the layers of the engine's own prefix, ``[kv_head, token, head_dim]``."""
     folder = tmp_path_factory.mktemp("written")
     prefix = unpack_fixture("prefix", folder)
-    kvmnn("mnn", "unpack", prefix, *GEOMETRY, "--tokens", TOKENS, "-o", folder / "arrays.npz")
+    kvmnn("mnn", "unpack", prefix, *GEOMETRY, "--valid-tokens", TOKENS, "-o", folder / "arrays.npz")
     with np.load(folder / "arrays.npz") as arrays:
         return [(arrays[f"layer_{n}.key"], arrays[f"layer_{n}.value"]) for n in range(len(arrays.files) // 2)]
 
@@ -115,7 +115,7 @@ def test_a_wrong_order_of_k_would_show(model: Path, pairs: Pairs, tmp_path: Path
         "pack",
         session,
         *more,
-        "--undo",
+        "--invert",
         "none",
         "--backend",
         "x86-avx2",

@@ -64,7 +64,7 @@ def _options(tokens: int = 50) -> ReadOptions:
 
 def compact(prefix: Path, which: str, output: Path, *options: object) -> int:
     reserve, kept = RESERVES[which]
-    kvmnn("mnn", "compact", prefix, *GEOMETRY, "--tokens", 50, "--reserve", reserve, "-o", output, *options)
+    kvmnn("mnn", "compact", prefix, *GEOMETRY, "--valid-tokens", 50, "--reserve", reserve, "-o", output, *options)
     return len(kept)
 
 
@@ -96,7 +96,9 @@ def test_rotated_gaps_continue_as_k_rotated_by_numpy(prefix, model, tmp_path, co
     rerotate = ("--rerotate", "--model", model)
     tokens = compact(prefix, "gaps", tmp_path / "plain", *(rerotate if how == "compact" else ()))
     if how == "repack":
-        kvmnn("mnn", "repack", tmp_path / "plain", "--to", "x86-avx2", "-o", tmp_path / "rotated", *rerotate)
+        kvmnn(
+            "mnn", "repack", tmp_path / "plain", "--target-backend", "x86-avx2", "-o", tmp_path / "rotated", *rerotate
+        )
     elif how == "pack":
         kvmnn("mnn", "unpack", tmp_path / "plain", "-o", tmp_path / "a.npz")
         kvmnn("mnn", "pack", tmp_path / "a.npz", "-o", tmp_path / "rotated", *rerotate)

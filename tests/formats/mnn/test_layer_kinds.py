@@ -86,7 +86,7 @@ def test_verbs_hybrid_prefix_say_what_is_left_out_or_refuse(run):
 def test_encode_hybrid_prefix_without_room_keeps_state(run):
     """With --force and fewer tokens the files are not covered, but state, which no token count touches, is."""
     hybrid_prefix.write_hybrid(Path("p"), QWEN)
-    said = run("encode", "p", "--tokens", 40, "--kv-heads", 2, "--head-dim", 16, "--force", "-o", "b/").out
+    said = run("encode", "p", "--valid-tokens", 40, "--kv-heads", 2, "--head-dim", 16, "--force", "-o", "b/").out
     assert "LOSSY" in said
     run("decode", "b", "-o", "r/")
     files, restored = read_files("p"), read_files("r")

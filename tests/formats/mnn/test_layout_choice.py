@@ -117,7 +117,7 @@ def test_choose_layout_noise_of_equal_likelihood_lists_choices(tmp_path):
         read(tmp_path / "p", PackedGeometry(kv_heads=2, head_dim=8), (64,))
     assert len(error.value.choices) == 4
     assert "--backend x86-avx2" in error.value.choices
-    with pytest.raises(AmbiguousLayoutError, match=r"kv_heads .--kv-heads. and head_dim .--head-dim.*--tokens"):
+    with pytest.raises(AmbiguousLayoutError, match=r"kv_heads .--kv-heads. and head_dim .--head-dim.*--valid-tokens"):
         read(tmp_path / "p", PackedGeometry())
 
 
@@ -148,7 +148,7 @@ def test_guess_tokens_session_that_went_on_is_asked_about(tmp_path):
         AmbiguousLayoutError, match="80 rows are not empty, but the room is that of a prefix of"
     ) as error:
         read(tmp_path / "p")
-    assert error.value.choices[0] == "--tokens 80" and "--tokens 50" in error.value.choices
+    assert error.value.choices[0] == "--valid-tokens 80" and "--valid-tokens 50" in error.value.choices
 
 
 def test_guess_tokens_tight_files_has_one_answer(tmp_path):
@@ -172,7 +172,7 @@ def prefix(tmp_path, monkeypatch):
 
 
 def test_verbs_wrong_backend_exit_with_one(prefix, run):
-    said = ["--kv-heads", 3, "--head-dim", 64, "--tokens", 64, "--backend", "x86-avx512"]
+    said = ["--kv-heads", 3, "--head-dim", 64, "--valid-tokens", 64, "--backend", "x86-avx512"]
     Path("ids.json").write_text(json.dumps(list(range(64))))
     verbs = (
         ("mnn", "unpack", "p", "-o", "x.npz"),
@@ -185,13 +185,15 @@ def test_verbs_wrong_backend_exit_with_one(prefix, run):
     for verb in verbs:
         error = run(*verb, *said, code=1).err
         assert "the words speak for --kv-heads 3 --head-dim 64 --backend x86-avx2" in error, verb
-    error = run("mnn", "repack", "p", "--from", "x86-avx512", "--to", "arm64-fp16", "-o", "r/", *said[:6], code=1).err
-    assert "the words speak for --kv-heads 3 --head-dim 64 --from x86-avx2" in error
+    error = run(
+        "mnn", "repack", "p", "--backend", "x86-avx512", "--target-backend", "arm64-fp16", "-o", "r/", *said[:6], code=1
+    ).err
+    assert "the words speak for --kv-heads 3 --head-dim 64 --backend x86-avx2" in error
     assert sorted(os.listdir()) == ["ids.json", "p"]
 
 
 def test_verbs_force_goes_on_and_says_so(prefix, run):
-    said = ["--kv-heads", 3, "--head-dim", 64, "--tokens", 64, "--backend", "x86-avx512", "--force"]
+    said = ["--kv-heads", 3, "--head-dim", 64, "--valid-tokens", 64, "--backend", "x86-avx512", "--force"]
     for verb in (("measure", "p"), ("diff", "p", "p"), ("mnn", "unpack", "p", "-o", "x.npz")):
         assert "the words contradict what was specified" in run(*verb, *said).err
 
@@ -217,8 +219,8 @@ def test_verbs_wrong_backend_without_heads_says_what_the_words_are(prefix, run):
 def test_error_of_several_choices_has_whole_commands(tmp_path, monkeypatch, run):
     monkeypatch.chdir(tmp_path)
     packed_samples.write_prefix(Path("p"), packed_samples.arrays(2, 2, 64, 8), capacity=64)
-    error = run("mnn", "unpack", "p", "-o", "x.npz", "--kv-heads", 2, "--head-dim", 8, "--tokens", 64, code=2).err
-    line = "  kvmnn mnn unpack p -o x.npz --kv-heads 2 --head-dim 8 --tokens 64 --backend x86-avx2"
+    error = run("mnn", "unpack", "p", "-o", "x.npz", "--kv-heads", 2, "--head-dim", 8, "--valid-tokens", 64, code=2).err
+    line = "  kvmnn mnn unpack p -o x.npz --kv-heads 2 --head-dim 8 --valid-tokens 64 --backend x86-avx2"
     assert line in error.splitlines()
     for each in error.splitlines():
         if each.startswith("  kvmnn "):

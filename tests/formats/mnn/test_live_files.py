@@ -41,7 +41,9 @@ def test_live_files_need_an_order(live):
     path, layers = live
     for file in path.iterdir():
         os.utime(file, (1e9, 1e9))  # older than the file itself, as copies are
-    with pytest.raises(SourceError, match=r"tells their layers, and they are copies, made in any order: say --pid"):
+    with pytest.raises(
+        SourceError, match=r"tells their layers, and they are copies, made in any order: say --layer-order pid"
+    ):
         read(path, (20,))
     order = ("000055c4c7a96f40", "00005560831CAB70")
     source = read(path, (20,), layer_order=order)

@@ -93,7 +93,9 @@ def test_verbs_mixed_heads_are_read_and_restored(run, backend, told):
 def test_verbs_mixed_heads_refuse_what_is_of_all_layers(run):
     write_mixed("p")
     assert "are not those of all" in run("encode", "p", "--kv-heads", 3, "--head-dim", 64, "-o", "b/", code=1).err
-    assert "heads differ by layer" in run("mnn", "repack", "p", "--to", "x86-avx512", "-o", "q/", code=2).err
+    assert (
+        "heads differ by layer" in run("mnn", "repack", "p", "--target-backend", "x86-avx512", "-o", "q/", code=2).err
+    )
     run("mnn", "unpack", "p", "-o", "x.npz")
     run("mnn", "pack", "x.npz", "--backend", "x86-avx2", "--name", "q", "-o", "q/", code=1)
     run("encode", "p", "-o", "b/")

@@ -55,7 +55,7 @@ def test_a_graph_alone_will_do(exported, tmp_path):
 
 def test_a_model_says_all_that_a_prefix_does_not(exported, tmp_path, run):
     sample = packed_samples.write_prefix(tmp_path / "p", packed_samples.arrays(2, 2, 64, 16), capacity=64)
-    arguments = ("encode", sample.path, "--tokens", 64, "--backend", "x86-avx2", "-o", tmp_path / "f/")
+    arguments = ("encode", sample.path, "--valid-tokens", 64, "--backend", "x86-avx2", "-o", tmp_path / "f/")
     run(*arguments, "--model", exported)
     (tmp_path / "silent").mkdir()
     (tmp_path / "silent" / "llm_config.json").write_text('{"layer_nums": 2, "hidden_size": 64}')
@@ -69,7 +69,7 @@ def test_geometry_that_the_model_contradicts_is_refused(exported, tmp_path, run,
     sample = packed_samples.write_prefix(tmp_path / "p", packed_samples.arrays(2, 2, 20, 16), capacity=64)
     target = {"encode": "f/", "mnn unpack": "k.npz", "mnn pack": "q/"}.get(verb)
     more = ("-o", tmp_path / target) if target else ()
-    arguments = (*verb.split(), sample.path, "--tokens", 20, "--backend", "x86-avx2", "--model", exported, *more)
+    arguments = (*verb.split(), sample.path, "--valid-tokens", 20, "--backend", "x86-avx2", "--model", exported, *more)
     said = run(*arguments, "--kv-heads", 4, "--head-dim", 8, code=2).err
     assert f"kv heads: 4 for the cache, but the model in {exported} has 2" in said
     said = run(*arguments, "--head-dim", 8, code=2).err

@@ -102,7 +102,7 @@ def test_layers_may_hold_different_numbers_of_tokens(prefix):
 @pytest.mark.parametrize(
     ("tokens", "geometry", "message"),
     [
-        ((), AVX2, r"do not say how many tokens are live: say --tokens N \(at most 116\)"),
+        ((), AVX2, r"do not say how many tokens are live: say --valid-tokens N \(at most 116\)"),
         ((117,), AVX2, r"layer 0: 117 tokens: expected at least 1 and at most 116"),
         ((0,), AVX2, r"0 tokens"),
         ((1, 2, 3), AVX2, r"3 numbers of tokens for 2 layers"),
@@ -154,7 +154,7 @@ def test_a_flash_block_that_sizes_do_not_decide(tmp_path):
     named = PackedGeometry(kv_heads=2, head_dim=8, backend="x86-avx2")
     source = read(sample.path, (64,), named)
     assert source.notes == [
-        "flash block 64 taken, the engine's default; the sizes would fit --flash-block none as well"
+        "flash block 64 taken, the engine's default; the sizes would fit --backend flash_block=none as well"
     ]
     with pytest.raises(SourceError, match="layouts fit"):
         read(sample.path, (64,), PackedGeometry(kv_heads=2, head_dim=8, dtype="fp32"))
@@ -232,13 +232,14 @@ def test_a_file_that_shrinks_after_it_was_opened(prefix):
             (40,),
             [
                 "in 2 of 2 layers rows behind the 40 tokens are not zero, up to row 50: more tokens may be live than "
-                "--tokens says"
+                "--valid-tokens says"
             ],
         ),
         (
             (60, 50),
             [
-                "in 1 of 2 layers the last 10 of 60 tokens are all zero: fewer tokens may be live than --tokens says",
+                "in 1 of 2 layers the last 10 of 60 tokens are all zero: fewer tokens may be live than "
+                "--valid-tokens says",
             ],
         ),
     ],

@@ -34,9 +34,9 @@ def write_live(folder: Path, backend: str, int8: str, tokens: int) -> None:
 )
 def test_unpack_int8_keys_are_inferred(tmp_path, run, backend):
     write_live(tmp_path / "p", backend, "keys", 90)
-    order = ("--layer-order", ",".join(ADDRESSES), "--tokens", 90)
+    order = ("--layer-order", ",".join(ADDRESSES), "--valid-tokens", 90)
     said = run("mnn", "unpack", tmp_path / "p", *HEADS, *order, "-o", tmp_path / "x.npz")
-    assert "int8 K inferred (--int8 keys, attention_mode 9)" in said.err and "LOSSY" in said.out
+    assert "int8 K inferred (--backend int8=keys, attention_mode 9)" in said.err and "LOSSY" in said.out
     with np.load(tmp_path / "x.npz") as arrays:
         expected = llm_kv.read_layers(90)
         np.testing.assert_allclose(arrays["layer_1.value"], expected[3], rtol=1e-3)
@@ -46,9 +46,9 @@ def test_unpack_int8_keys_are_inferred(tmp_path, run, backend):
 
 def test_unpack_int8_keys_and_values_are_inferred(tmp_path, run):
     write_live(tmp_path / "p", "x86-avx2", "both", 90)
-    order = ("--layer-order", ",".join(ADDRESSES), "--tokens", 90)
+    order = ("--layer-order", ",".join(ADDRESSES), "--valid-tokens", 90)
     said = run("mnn", "unpack", tmp_path / "p", *HEADS, *order, "-o", tmp_path / "x.npz").err
-    assert "int8 K and V inferred (--int8 both, attention_mode 10)" in said and "lP8 4, hP8 8" in said
+    assert "int8 K and V inferred (--backend int8=both, attention_mode 10)" in said and "lP8 4, hP8 8" in said
 
 
 @pytest.mark.parametrize(("name", "row", "mode"), [("TQ3", 28, 11), ("TQ4", 36, 13)])
@@ -61,7 +61,7 @@ def test_verbs_rotated_codes_are_named_and_refused(tmp_path, run, name, row, mod
     for address in ADDRESSES:
         (folder / f"{address}.k").write_bytes(np.random.default_rng(0).bytes(2 * 104 * row))
         (folder / f"{address}.v").write_bytes(np.random.default_rng(1).bytes(2 * 104 * row if both else 65_536))
-    order = ("--layer-order", ",".join(ADDRESSES), "--tokens", 40)
+    order = ("--layer-order", ",".join(ADDRESSES), "--valid-tokens", 40)
     arguments = (folder, "--kv-heads", 2, "--head-dim", 64, *order, *options)
     expected = f"of {name} rows ({row} bytes for 64 dims, attention_mode {mode + both}), which kvmnn does not read"
     assert expected in run("mnn", "unpack", *arguments, "-o", tmp_path / "x.npz", code=1).err
@@ -74,7 +74,18 @@ def test_unpack_misfit_of_every_layout_says_so(tmp_path, run):
     for part in "kv":
         (folder / f"{ADDRESSES[0]}.{part}").write_bytes(b"\1" * 10_007)
     said = run(
-        "mnn", "unpack", folder, "--kv-heads", 2, "--head-dim", 64, "--tokens", 4, "-o", tmp_path / "x.npz", code=1
+        "mnn",
+        "unpack",
+        folder,
+        "--kv-heads",
+        2,
+        "--head-dim",
+        64,
+        "--valid-tokens",
+        4,
+        "-o",
+        tmp_path / "x.npz",
+        code=1,
     ).err
     assert "fit none of the" in said
 
@@ -86,10 +97,10 @@ def engine_files(tmp_path_factory):
 
 @pytest.mark.parametrize(("mode", "parts"), [(9, "K"), (10, "K and V")])
 def test_unpack_int8_of_the_engine_is_inferred(engine_files, tmp_path, run, mode, parts):
-    arguments = (engine_files / f"mode_{mode}", "--kv-heads", 2, "--head-dim", 64, "--tokens", 40)
+    arguments = (engine_files / f"mode_{mode}", "--kv-heads", 2, "--head-dim", 64, "--valid-tokens", 40)
     said = run("mnn", "unpack", *arguments, "-o", tmp_path / "x.npz").err
     assert f"int8 {parts} inferred" in said and "lP 1, hP 4" in said and "(lP8 4, hP8 8), flash block 64" in said
-    int8 = ("--backend", "x86-avx2", "--int8", "keys" if mode == 9 else "both")
+    int8 = ("--backend", f"x86-avx2,int8={'keys' if mode == 9 else 'both'}")
     run("mnn", "unpack", *arguments, *int8, "-o", tmp_path / "y.npz")
     assert "equal" in run("diff", tmp_path / "x.npz", tmp_path / "y.npz").out
 
@@ -98,5 +109,5 @@ def test_unpack_int8_of_the_engine_is_inferred(engine_files, tmp_path, run, mode
     ("mode", "name"), [(11, "K is of TQ3"), (12, "K and V are of TQ3"), (13, "K is of TQ4"), (14, "K and V are of TQ4")]
 )
 def test_unpack_rotated_codes_of_the_engine_are_named(engine_files, tmp_path, run, mode, name):
-    arguments = (engine_files / f"mode_{mode}", "--kv-heads", 2, "--head-dim", 64, "--tokens", 40)
+    arguments = (engine_files / f"mode_{mode}", "--kv-heads", 2, "--head-dim", 64, "--valid-tokens", 40)
     assert f"{name} rows" in run("mnn", "unpack", *arguments, "-o", tmp_path / "x.npz", code=1).err

@@ -33,7 +33,7 @@ class Cache:
         hP = 4 if dtype == "fp32" else 16
         self.sample = packed_samples.write_prefix(folder, words, capacity=104, hP=hP)
         backend = {"fp32": "x86-avx2", "fp16": "arm64-fp16", "bf16": None}[dtype]
-        layout = ["--backend", backend] if backend else ["--lp", 1, "--hp", 16, "--dtype", "bf16"]
+        layout = ["--backend", backend] if backend else ["--backend", "lp=1", "--backend", "hp=16", "--dtype", "bf16"]
         self.arguments = [folder, *self.sample.options, *layout]
 
     @staticmethod
@@ -87,7 +87,7 @@ def test_compact_without_rerotate_warns_with_the_line_of_code(cache: Cache, run)
     assert all(len(each) <= 88 for each in said.splitlines()[3:])
     document = json.loads(run("mnn", "compact", *cache.arguments, "--reserve", RESERVE, "-o", "c", "-f", "--json").out)
     assert line in document["warnings"][0] and "rerotated" not in document
-    for verb in (("mnn", "repack", "c", "--to", "x86-avx512", "-o", "r"), ("mnn", "pack", "c", "-o", "q")):
+    for verb in (("mnn", "repack", "c", "--target-backend", "x86-avx512", "-o", "r"), ("mnn", "pack", "c", "-o", "q")):
         assert line in run(*verb).out
 
 
@@ -95,7 +95,7 @@ def test_compact_of_the_tail_notes_where_the_text_continues(cache: Cache, run) -
     """The last tokens were evicted: the next one stands behind them all the same, also after `repack`."""
     assert "all_seq_len = 40;" in run("mnn", "compact", *cache.arguments, "--reserve", "0:4,12:6", "-o", "c").out
     assert open_packed("c").info.next_position == 40
-    assert "all_seq_len = 40;" in run("mnn", "repack", "c", "--to", "x86-avx512", "-o", "r").out
+    assert "all_seq_len = 40;" in run("mnn", "repack", "c", "--target-backend", "x86-avx512", "-o", "r").out
     assert "warning" not in run("mnn", "compact", *cache.arguments, "--reserve", "0:30", "-o", "head").out
     assert open_packed("head").info.next_position is None
 
@@ -112,7 +112,7 @@ def test_repack_and_pack_rerotate_every_dtype(tmp_path, monkeypatch, run, dtype,
     run("mnn", "compact", *cache.arguments, "--reserve", RESERVE, "-o", "one", *options)
     check("one", cache, tolerance)
     target = {"fp32": "x86-avx512", "fp16": "x86-avx2", "bf16": "x86-avx2"}[dtype]
-    said = run("mnn", "repack", "c", "--to", target, "-o", "r", *options).out
+    said = run("mnn", "repack", "c", "--target-backend", target, "-o", "r", *options).out
     check("r", cache, tolerance)
     assert "  LOSSY (K rotated" in said
     run("mnn", "unpack", "c", "-o", "a.npz")
@@ -137,7 +137,7 @@ def test_a_second_rerotation_changes_nothing(cache: Cache, run) -> None:
     options = ("--rerotate", "--rope", ROPE)
     run("mnn", "compact", *cache.arguments, "--reserve", RESERVE, "-o", "c", *options)
     first = keys_of("c")
-    said = run("mnn", "repack", "c", "--to", "x86-avx2", "-o", "r", *options).out
+    said = run("mnn", "repack", "c", "--target-backend", "x86-avx2", "-o", "r", *options).out
     assert "K was not rotated: the tokens are at the first positions already" in said and "LOSSLESS" in said
     run("encode", "c", "-o", "frames/")
     run("decode", "frames", "-o", "back/")
@@ -273,7 +273,7 @@ def test_the_rotation_of_trained_k_is_found_by_trial(trained, run) -> None:
     run("mnn", "compact", *trained, *reserve, "-o", "d", "--rerotate", "--rope", "theta=10000,dims=64")
     assert all(Path("c", name.name).read_bytes() == name.read_bytes() for name in Path("d").glob("*.k"))
     run("mnn", "compact", *trained, *reserve, "-o", "e")
-    again = run("mnn", "repack", "e", "--to", "arm64-fp16", "-o", "f", "--rerotate").out
+    again = run("mnn", "repack", "e", "--target-backend", "arm64-fp16", "-o", "f", "--rerotate").out
     assert "theta=10000,dims=64, found by trial" in again
 
 

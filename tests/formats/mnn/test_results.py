@@ -40,7 +40,7 @@ from kvmnn.store.results import StoredPrefix
 
 TOKENS = 20
 OPTIONS = PackedOptions(geometry=PackedGeometry(kv_heads=2, head_dim=6, backend="x86-avx2"), valid_tokens=(TOKENS,))
-ARGUMENTS = ["--kv-heads", 2, "--head-dim", 6, "--backend", "x86-avx2", "--tokens", TOKENS]
+ARGUMENTS = ["--kv-heads", 2, "--head-dim", 6, "--backend", "x86-avx2", "--valid-tokens", TOKENS]
 
 
 @pytest.fixture
@@ -98,8 +98,8 @@ def test_repack_casts(arrays: list[np.ndarray], run: Callable[..., SimpleNamespa
     assert made.cast.changed > 0
     np.testing.assert_array_equal(kvmnn.open("q")["layer_1.key"].to_numpy(), arrays[2].astype(np.float16))
     removed("q")
-    argv = [argument if argument != "--backend" else "--from" for argument in ARGUMENTS]
-    same_as_command(made, run, "mnn repack", "p", *argv, "--to", "arm64-fp16", "-o", "q")
+    argv = ARGUMENTS
+    same_as_command(made, run, "mnn repack", "p", *argv, "--target-backend", "arm64-fp16", "-o", "q")
 
 
 def test_restore(arrays: list[np.ndarray], run: Callable[..., SimpleNamespace]) -> None:

@@ -18,7 +18,7 @@ from kvmnn.cli import main
 from kvmnn.packed.params import locate_element
 
 GEOMETRY = ("--kv-heads", 2, "--head-dim", 16)
-FRESH = (*GEOMETRY, "--backend", "x86-avx2", "--tokens", 50)
+FRESH = (*GEOMETRY, "--backend", "x86-avx2", "--valid-tokens", 50)
 
 
 @pytest.fixture
@@ -52,10 +52,10 @@ def test_encode_fresh_prefix_is_proved_without_room(prefix, run):
 @pytest.mark.parametrize(
     ("options", "first"),
     [
-        (("--kv-heads", 2, "--head-dim", 16, "--backend", "arm32-fp16", "--tokens", 100), "sys_0.v, byte 2,624"),
-        (("--kv-heads", 4, "--head-dim", 8, "--backend", "x86-avx2", "--tokens", 50), "sys_0.k, byte 1,544"),
-        (("--kv-heads", 1, "--head-dim", 32, "--backend", "x86-avx2", "--tokens", 50), "sys_0.k, byte 7,424"),
-        ((*GEOMETRY, "--backend", "x86-avx2", "--tokens", 40), "sys_0.k, byte 2,560 (head 0, row 40, dim 0)"),
+        (("--kv-heads", 2, "--head-dim", 16, "--backend", "arm32-fp16", "--valid-tokens", 100), "sys_0.v, byte 2,624"),
+        (("--kv-heads", 4, "--head-dim", 8, "--backend", "x86-avx2", "--valid-tokens", 50), "sys_0.k, byte 1,544"),
+        (("--kv-heads", 1, "--head-dim", 32, "--backend", "x86-avx2", "--valid-tokens", 50), "sys_0.k, byte 7,424"),
+        ((*GEOMETRY, "--backend", "x86-avx2", "--valid-tokens", 40), "sys_0.k, byte 2,560 (head 0, row 40, dim 0)"),
     ],
 )
 def test_encode_wrong_geometry_names_the_first_difference(prefix, run, options, first):
@@ -79,7 +79,7 @@ def test_encode_any_geometry_that_is_lossless_restores_the_files(prefix, run):
     sizes = [(1, 32), (2, 16), (4, 8), (8, 4), (16, 2)]
     backends = ("x86-avx2", "x86-avx512", "arm32-fp16", "arm64-fp16", "arm64-bf16-v86")
     for (heads, dims), backend, tokens in itertools.product(sizes, backends, (1, 40, 50, 60, 100, 116)):
-        options = ("--kv-heads", heads, "--head-dim", dims, "--backend", backend, "--tokens", tokens)
+        options = ("--kv-heads", heads, "--head-dim", dims, "--backend", backend, "--valid-tokens", tokens)
         code = main([str(word) for word in ("encode", prefix, *options, "-o", "b/", "-q", "--json")])
         if code == 0:
             run("decode", "b", "-o", "r/")
@@ -112,7 +112,7 @@ def test_encode_compacted_prefix_keeps_stale_rows(prefix, run):
 def test_encode_prefix_of_a_session_that_went_on_keeps_later_rows(tmp_path, monkeypatch, run):
     monkeypatch.chdir(tmp_path)
     layers = llm_kv.write_prefix(Path("p"), "x86-avx2", 80, room=34)  # a prefix of 50, and 30 tokens after it
-    said = run("encode", "p", "--kv-heads", 3, "--head-dim", 64, "--tokens", 50, "-o", "b/")
+    said = run("encode", "p", "--kv-heads", 3, "--head-dim", 64, "--valid-tokens", 50, "-o", "b/")
     assert "LOSSLESS (decoded and compared; 4 packed files rebuilt in memory, every byte)" in said.out
     run("decode", "b", "-o", "r/")
     assert read_files("r") == read_files("p")
@@ -125,7 +125,7 @@ def test_encode_prefix_of_a_session_that_went_on_keeps_later_rows(tmp_path, monk
     assert "equal" in run("diff", "b", "x.npz").out
     assert "layer_0.keyroom" not in run("measure", "b").out
     run("store", "put", "s", "b", "--fingerprint", "m", "--token-ids", ",".join(map(str, range(50))))
-    run("encode", "p", "--kv-heads", 3, "--head-dim", 64, "--tokens", 50, "--codec", "dense", "-o", "d/")
+    run("encode", "p", "--kv-heads", 3, "--head-dim", 64, "--valid-tokens", 50, "--codec", "dense", "-o", "d/")
     run("decode", "d", "-o", "q/")
     assert read_files("q") == read_files("p")
     run("encode", "b", "--codec", "dense", "-o", "t/")
@@ -146,8 +146,21 @@ def test_encode_files_of_memory_keep_what_lay_there(tmp_path, monkeypatch, run, 
         words = np.frombuffer(path.read_bytes(), np.uint8).copy()
         words[words == 0xA5] = rng.integers(0, 255, np.count_nonzero(words == 0xA5))
         path.write_bytes(words.tobytes())
-    options = ["--kv-heads", 2, "--head-dim", 10, "--lp", 2, "--hp", 8, "--dtype", dtype, "--tokens", 30]
-    run("encode", "p", *options, "--flash-block", block or "none", "-o", "b/")
+    options = [
+        "--kv-heads",
+        2,
+        "--head-dim",
+        10,
+        "--backend",
+        "lp=2",
+        "--backend",
+        "hp=8",
+        "--dtype",
+        dtype,
+        "--valid-tokens",
+        30,
+    ]
+    run("encode", "p", *options, "--backend", f"flash_block={block or 'none'}", "-o", "b/")
     run("decode", "b", "-o", "r/", "--name", "other")
     renamed = {name.replace("other", "sys"): data for name, data in read_files("r").items()}
     assert renamed == read_files("p")
@@ -229,7 +242,7 @@ def test_encode_live_files_claims_live_elements_only(tmp_path, monkeypatch, run)
     Path("live").mkdir()
     for part, buffer in zip("kv", packed_samples.packed(*layers, 1, 4, 64, 84), strict=True):
         Path(f"live/00005560831CAB70.{part}").write_bytes(buffer.tobytes())
-    options = ["--kv-heads", 2, "--head-dim", 6, "--tokens", 20, "--backend", "x86-avx2"]
+    options = ["--kv-heads", 2, "--head-dim", 6, "--valid-tokens", 20, "--backend", "x86-avx2"]
     assert "LOSSLESS (live elements, decoded and compared)" in run("encode", "live", *options, "-o", "b/").out
     assert "every live element compared" in run("verify", "b", "--against", "live").out
 

@@ -45,7 +45,7 @@ def words(path: object, **options: object) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("size", ["60", "1K", "4M", "0"])
 def test_all_comes_back(arrays: Path, tmp_path: Path, run, size: str) -> None:
-    said = run("encode", arrays, "-o", tmp_path / "x.zarr", "--frame-bytes", size).out
+    said = run("encode", arrays, "-o", tmp_path / "x.zarr", "--chunk-bytes", size).out
     assert "LOSSLESS (decoded and compared)" in said
     found = words(tmp_path / "x.zarr")
     assert list(found) == list(ARRAYS)
@@ -74,7 +74,7 @@ for name, array in arrays.items():
 
 @pytest.mark.slow
 def test_others_read_it(arrays: Path, tmp_path: Path, run) -> None:
-    run("encode", arrays, "-o", tmp_path / "x.zarr", "--frame-bytes", "200")
+    run("encode", arrays, "-o", tmp_path / "x.zarr", "--chunk-bytes", "200")
     assert run_elsewhere(READ, tmp_path, tmp_path / "x.zarr", arrays).splitlines() == [
         "layer_0.key ('kv_head', 'token', 'head_dim') ((1, 1), (10, 10, 10, 7), (8,)) float16",
         "layer_0.value ('kv_head', 'token', 'head_dim') ((1, 1), (6, 6, 6, 6, 6, 6, 1), (8,)) float32",
@@ -141,7 +141,7 @@ def _geometry(heads: int):
 
 def test_what_is_there_is_replaced_as_a_whole_or_not_at_all(arrays: Path, tmp_path: Path, run) -> None:
     store = tmp_path / "x.zarr"
-    run("encode", arrays, "-o", store, "--frame-bytes", "100")
+    run("encode", arrays, "-o", store, "--chunk-bytes", "100")
     before = sorted(store.rglob("*"))
     assert "exists already (-f or --force replaces it)" in run("encode", arrays, "-o", store, code=1).err
     assert "is the input itself" in run("encode", store, "-f", "-o", store, code=1).err
@@ -229,7 +229,7 @@ def test_options(arrays: Path, tmp_path: Path, run) -> None:
     assert '"effort": "fast"' in (tmp_path / "x.zarr/one/zarr.json").read_text()
     assert "no output given" in run("decode", tmp_path / "x.zarr", code=2).err
     assert "cannot hold 7 arrays" in run("decode", tmp_path / "x.zarr", "-o", tmp_path / "y.npy", code=1).err
-    assert "is about frames" in run("decode", tmp_path / "x.zarr", "--as", "dump", "-o", "y/", code=2).err
+    assert "is about frames" in run("decode", tmp_path / "x.zarr", "--output-kind", "dump", "-o", "y/", code=2).err
     assert "kvmnn diff compares two" in run("verify", tmp_path / "x.zarr", "--against", arrays, code=2).err
 
 

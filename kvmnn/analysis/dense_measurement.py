@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from .._util.parallel import Progress, resolve_threads
 from .._util.text import LOSSLESS, compute_ratio, format_range, pluralize
 from ..arrays.array import Chunk, to_c_contiguous
-from ..arrays.completeness import Completeness, build_completeness_document, format_missing
+from ..arrays.completeness import Completeness, format_missing
 from ..arrays.source import Source
 from ..bundle import DenseOptions
 from ..bundle.dense import DensePlan, compute_num_workers, encode_group, map_in_order, plan_arrays, plan_groups
@@ -17,6 +17,7 @@ from ..dense.header import is_rotated
 from ..dtypes import PART_LETTERS, PARTS, Part
 from ..errors import KvmnnError
 from ..files.change_detection import InputGuard
+from ..files.schema import Record
 from ..frames import encode, verify_roundtrip
 from .selection import CodedInputInfo
 from .stream_sizes import MAX_FRAME_BYTES
@@ -28,8 +29,10 @@ DENSE_SIZES_MEANING = (
 
 
 @dataclass
-class DenseSizeStats:
+class DenseSizeStats(Record):
     """Bytes of K, of V or of both: their words, their frames of effort exact, their dense streams."""
+
+    json_keys = "raw_bytes exact_bytes exact_ratio dense_bytes dense_ratio"
 
     raw_bytes: int = 0
     exact_bytes: int = 0
@@ -41,15 +44,15 @@ class DenseSizeStats:
         self.dense_bytes += other.dense_bytes
         return self
 
-    def to_dict(self) -> dict[str, Any]:
-        """The same for JSON, with ratios."""
-        return {
-            "raw_bytes": self.raw_bytes,
-            "exact_bytes": self.exact_bytes,
-            "exact_ratio": compute_ratio(self.raw_bytes, self.exact_bytes),
-            "dense_bytes": self.dense_bytes,
-            "dense_ratio": compute_ratio(self.raw_bytes, self.dense_bytes),
-        }
+    @property
+    def exact_ratio(self) -> float:
+        """Raw over exact bytes."""
+        return compute_ratio(self.raw_bytes, self.exact_bytes)
+
+    @property
+    def dense_ratio(self) -> float:
+        """Raw over dense bytes."""
+        return compute_ratio(self.raw_bytes, self.dense_bytes)
 
     def format_line(self, label: str) -> str:
         """A line of the table."""
@@ -61,7 +64,7 @@ class DenseSizeStats:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DenseMeasureResult:
+class DenseMeasureResult(Record):
     """What `measure_dense` gives.
 
     Parameters
@@ -84,6 +87,11 @@ class DenseMeasureResult:
         The state of the model that the arrays contain, where that is known.
     """
 
+    json_keys = (
+        "label notes inputs meaning dtypes rotary rope rotated_streams key_streams left_out **coded_input "
+        "completeness overall=_overall_document layers=_layer_documents"
+    )
+
     inputs: tuple[str, ...]
     dtypes: tuple[str, ...]
     tokens: tuple[int, ...]
@@ -93,7 +101,9 @@ class DenseMeasureResult:
     key_streams: int = 0
     left_out: tuple[str, ...] = ()
     coded_input: CodedInputInfo = field(default_factory=CodedInputInfo)
-    completeness: Completeness | None = None
+    completeness: Completeness | None = field(default=None, metadata={"omit": True})
+    label: ClassVar = LOSSLESS
+    meaning: ClassVar = DENSE_SIZES_MEANING
 
     @property
     def notes(self) -> list[str]:
@@ -109,29 +119,22 @@ class DenseMeasureResult:
                 total += self.sizes_by_layer[layer].get(part, DenseSizeStats())
         return total
 
-    def to_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
+    @property
+    def rotary(self) -> bool:
+        """Whether K was taken as rotated."""
+        return self.rope is not None
 
-        def build_document(layers: Sequence[int]) -> dict[str, Any]:
-            parts = {PART_LETTERS[part]: self.sum_layers(layers, [part]).to_dict() for part in self._list_parts(layers)}
-            return {**self.sum_layers(layers).to_dict(), **parts}
+    @property
+    def _overall_document(self) -> dict[str, Any]:
+        return {"layers": len(self.sizes_by_layer), **self._build_document(list(self.sizes_by_layer))}
 
-        return {
-            "label": LOSSLESS,
-            "notes": self.notes,
-            "inputs": list(self.inputs),
-            "meaning": DENSE_SIZES_MEANING,
-            "dtypes": list(self.dtypes),
-            "rotary": self.rope is not None,
-            "rope": self.rope,
-            "rotated_streams": self.rotated_streams,
-            "key_streams": self.key_streams,
-            "left_out": list(self.left_out),
-            **self.coded_input.to_dict(),
-            **build_completeness_document(self.completeness),
-            "overall": {"layers": len(self.sizes_by_layer), **build_document(list(self.sizes_by_layer))},
-            "layers": {str(layer): build_document([layer]) for layer in self.sizes_by_layer},
-        }
+    @property
+    def _layer_documents(self) -> dict[str, Any]:
+        return {str(layer): self._build_document([layer]) for layer in self.sizes_by_layer}
+
+    def _build_document(self, layers: Sequence[int]) -> dict[str, Any]:
+        parts = {PART_LETTERS[part]: self.sum_layers(layers, [part]).to_dict() for part in self._list_parts(layers)}
+        return {**self.sum_layers(layers).to_dict(), **parts}
 
     def __str__(self) -> str:
         lines = [f"{'':<9} {'raw bytes':>13} {'exact':>13} {'ratio':>7} {'dense':>13} {'ratio':>7}"]

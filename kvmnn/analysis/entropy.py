@@ -15,7 +15,6 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -24,6 +23,7 @@ from .._util.text import escape_csv
 from ..dtypes import PART_LETTERS, PARTS, Elements, Part
 from ..errors import SourceError
 from ..files.atomic import DirectoryOutput
+from ..files.schema import Record
 from ..frames import _streams, _zstdlib
 from .options import Scope
 from .selection import DumpEntry, DumpSelection
@@ -90,6 +90,11 @@ class EntropyAnalysis:
     layer_rows: list[MetricsRow] = field(default_factory=list)
     head_rows: list[MetricsRow] = field(default_factory=list)
     num_failed: int = 0
+
+    @property
+    def num_tensors(self) -> int:
+        """Tensors that were analysed."""
+        return len(self.layer_rows)
 
 
 def analyze_entropy(
@@ -214,7 +219,7 @@ _CSV_COLUMNS = ("run_id", "layer", "stage", "seq_start", "tokens", "kv_heads", "
 
 
 @dataclass(frozen=True, kw_only=True)
-class EntropyReport:
+class EntropyReport(Record):
     """The analyses that were written.
 
     Attributes
@@ -227,18 +232,11 @@ class EntropyReport:
         Why dumps were left out, and how many.
     """
 
+    json_keys = "analysis=output tensors=analysis.num_tensors failed=analysis.num_failed skipped"
+
     output: str
     analysis: EntropyAnalysis
     skipped: dict[str, int]
-
-    def to_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
-        return {
-            "analysis": self.output,
-            "tensors": len(self.analysis.layer_rows),
-            "failed": self.analysis.num_failed,
-            "skipped": self.skipped,
-        }
 
     def __str__(self) -> str:
         return f"{format_summary(self.analysis)}\nWrote {self.output}"
@@ -336,7 +334,7 @@ def format_summary(analysis: EntropyAnalysis) -> str:
         "Simulated: sizes of zstd frames that were made and thrown away.",
         "Average: mean over dumps; weighted: ratio of the sums of bytes.",
         "",
-        f"- Tensors: {len(analysis.layer_rows)}",
+        f"- Tensors: {analysis.num_tensors}",
         f"- Dumps that could not be read whole: {analysis.num_failed}",
         "",
         *_format_ratio_table(analysis.layer_rows),

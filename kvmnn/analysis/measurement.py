@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 
 from .._util.parallel import Progress, parallel_map, resolve_threads
 from .._util.text import LOSSLESS, LOSSY, SIMULATED, compute_ratio, escape_markdown, format_range, pluralize
-from ..arrays.completeness import build_completeness_document, format_missing
+from ..arrays.completeness import Completeness, format_missing
 from ..dtypes import PART_LETTERS, PARTS, Part
 from ..errors import OptionError, OutputError
 from ..files.atomic import FileOutput, wrap_os_errors
 from ..files.change_detection import InputGuard
+from ..files.schema import Record, json_key
 from .options import FP32_LANES, LANE_HALVES, LANES, LaneHalf, MeasureOptions, format_lane, parse_lane
 from .selection import CompressionUnit, DumpSelection, build_units, select_dumps
 from .stream_sizes import (
@@ -278,7 +279,7 @@ CODEC_NAME = "fp16_gear_predictive_zstd"
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasureResult:
+class MeasureResult(Record):
     """What came out.
 
     Parameters
@@ -294,6 +295,11 @@ class MeasureResult:
     is_stored
         Whether frames were made too.
     """
+
+    json_keys = (
+        "label notes evaluation=_reference_document breakdown=size_report "
+        "skipped_files=selection.skip_examples **selection.coded_input completeness"
+    )
 
     inputs: list[str]
     options: MeasureOptions
@@ -335,17 +341,15 @@ class MeasureResult:
             is_stored=self.is_stored,
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
-        return {
-            "label": self.label,
-            "notes": self.notes,
-            "evaluation": build_reference_document(self),
-            "breakdown": self.size_report.to_dict(),
-            "skipped_files": self.selection.skip_examples,
-            **self.selection.coded_input.to_dict(),
-            **build_completeness_document(self.selection.completeness),
-        }
+    @property
+    def _reference_document(self) -> dict[str, Any]:
+        return build_reference_document(self)
+
+    @property
+    @json_key(omit=True)
+    def completeness(self) -> Completeness | None:
+        """The state of the model that the arrays contain, where that is known."""
+        return self.selection.completeness
 
     def __str__(self) -> str:
         lines = [str(self.size_report), *format_missing(self.selection.completeness), *self.notes]

@@ -17,15 +17,17 @@ from ..arrays.source import Source
 from ..dtypes import PARTS, Part
 from ..errors import LimitError, OptionError, SourceError
 from ..files.change_detection import FileState
-from ..files.schema import read_bounded
+from ..files.schema import Record, json_key, read_bounded
 from ..formats import detect, find_readable_entry
 from .options import MeasureOptions, NothingSelectedError, Scope
 from .tensor_reader import ArrayTensor, DumpTensor, EmptyTensor, FileTensor
 
 
 @dataclass
-class CodedInputInfo:
+class CodedInputInfo(Record):
     """Inputs that hold codes, of which words were made before anything was measured."""
+
+    json_keys = "dequantised"
 
     #: Names of the types of the codes; empty where all words are the inputs' own.
     types: tuple[str, ...] = ()
@@ -56,12 +58,12 @@ class CodedInputInfo:
             )
         return [line]
 
-    def to_dict(self) -> dict[str, Any]:
-        """For ``--json``: nothing where all words are the inputs' own."""
-        if not self.types:
-            return {}
+    @property
+    @json_key(omit=True)
+    def dequantised(self) -> dict[str, Any] | None:
+        """The inputs as JSON values; None where all words are their own."""
         room = {"room_bytes": self.room_bytes} if self.room_bytes else {}
-        return {"dequantised": {"types": list(self.types), "input_bytes": self.nbytes, **room}}
+        return {"types": self.types, "input_bytes": self.nbytes, **room} if self.types else None
 
 
 def count_input_bytes(source: Source) -> int | None:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from .. import dtypes
 from .._util.text import LOSSLESS, LOSSY
+from ..files.schema import Record
 from .array import Chunk, LazyArray
 
 
-class CastStats:
+class CastStats(Record):
     """Casts runs of words; rounds to nearest, ties to even, and counts what does not come back.
 
     Parameters
@@ -34,6 +34,8 @@ class CastStats:
         The largest absolute difference among the finite ones that changed: infinite where some overflowed.
     """
 
+    json_keys = "from=source to=target words changed overflowed largest_error=_finite_error"
+
     def __init__(self, source: str, target: str) -> None:
         self.source, self.target = source, target
         self.words = self.changed = self.overflowed = 0
@@ -44,16 +46,9 @@ class CastStats:
         """``LOSSLESS`` where every word, cast back, was what it had been, as it was compared; else ``LOSSY``."""
         return LOSSY if self.changed else LOSSLESS
 
-    def to_dict(self) -> dict[str, Any]:
-        """The counts, for JSON, which has no infinity: there is no ``largest_error`` where words overflowed."""
-        return {
-            "from": self.source,
-            "to": self.target,
-            "words": self.words,
-            "changed": self.changed,
-            "overflowed": self.overflowed,
-            "largest_error": None if self.overflowed else self.largest_error,
-        }
+    @property
+    def _finite_error(self) -> float | None:
+        return None if self.overflowed else self.largest_error
 
     def __str__(self) -> str:
         if not self.changed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -342,7 +342,7 @@ MIN_NON_ROUNDING_ERROR = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class ErrorStats:
+class ErrorStats(Record):
     """How far K or V of a layer are apart.
 
     Parameters
@@ -366,6 +366,8 @@ class ErrorStats:
         or all are zero and differ from nothing.
     """
 
+    json_keys = "layer part words above largest=_finite_largest not_finite head token dim relative"
+
     layer: int
     part: Part
     words: int
@@ -377,9 +379,9 @@ class ErrorStats:
     dim: int
     relative: float | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON, which has no infinity and no NaN: `largest` is null there."""
-        return asdict(self) | {"largest": None if self.not_finite else self.largest}
+    @property
+    def _finite_largest(self) -> float | None:
+        return None if self.not_finite else self.largest
 
 
 @dataclass(frozen=True, kw_only=True)

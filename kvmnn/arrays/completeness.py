@@ -133,11 +133,6 @@ def format_missing(completeness: Completeness | None) -> list[str]:
     return [] if completeness is None else [f"incomplete: {sentence}" for sentence in completeness.missing]
 
 
-def build_completeness_document(completeness: Completeness | None) -> dict[str, Any]:
-    """Return the entry ``completeness`` of a JSON document; empty where nothing is known."""
-    return {} if completeness is None else {"completeness": completeness.to_dict()}
-
-
 def format_missing_of_pair(pair: tuple[Completeness | None, Completeness | None]) -> list[str]:
     """Return the lines of `format_missing` for two inputs that are compared."""
     inputs = zip(("first input", "second input"), pair, strict=True)

@@ -143,6 +143,8 @@ class ArrayBenchReport(Record):
         Why there are no dense streams; empty where there are.
     """
 
+    json_keys = "name dtype array_bytes sample_bytes entropy_ratio rounds results=_result_documents missing note"
+
     name: str
     dtype: str
     array_bytes: int
@@ -165,11 +167,10 @@ class ArrayBenchReport(Record):
                 dominated_by[codec_result.codec] = min(dominating, key=lambda result: result.stored_bytes).codec
         return dominated_by
 
-    def to_dict(self) -> dict[str, Any]:
-        """The same for JSON."""
+    @property
+    def _result_documents(self) -> list[dict[str, Any]]:
         dominated_by = self.find_dominated()
-        results = [{**result.to_dict(), "dominated_by": dominated_by.get(result.codec)} for result in self.results]
-        return super().to_dict() | {"results": results}
+        return [{**result.to_dict(), "dominated_by": dominated_by.get(result.codec)} for result in self.results]
 
     def __str__(self) -> str:
         lines = [

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ from .._util.parallel import (
 )
 from .._util.text import LOSSLESS, LOSSY, compute_ratio, format_rate, pluralize
 from ..arrays.array import Chunk, LazyArray
-from ..arrays.completeness import Completeness, build_completeness_document, format_missing
+from ..arrays.completeness import Completeness, format_missing
 from ..arrays.engine_metadata import add_completeness_metadata, dump_metadata
 from ..arrays.naming import parse_layer, parse_part
 from ..arrays.source import FILE_KEY, Source
@@ -38,6 +38,7 @@ from ..errors import KvmnnError, ManifestError, OptionError, OutputError, Source
 from ..files.atomic import BinaryStream, DirectoryOutput, FileOutput, StagedFile, is_device
 from ..files.file_names import describe_renamed_files, is_directory_output, make_file_names
 from ..files.mapped_file import MappedFile
+from ..files.schema import Record, json_key
 from ..frames import CODECS, CodecOptions, verify_roundtrip, zstd
 from ..frames.encoder import encode_for_file
 from ..frames.options import PREDICTORS, resolve_predictors
@@ -50,7 +51,6 @@ from .manifest import (
     FrameEntry,
     Manifest,
     SizeStats,
-    array_to_dict,
     describe_storage,
     describe_unused_arrays,
     format_ratio,
@@ -571,7 +571,7 @@ def _build_manifest(entries: list[ArrayEntry], options: EncodeOptions, metadata:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EncodeResult(SizeStats):
+class EncodeResult(SizeStats, Record):
     """Frames that were written.
 
     Parameters
@@ -594,13 +594,20 @@ class EncodeResult(SizeStats):
         What was inferred of packed files, as sentences.
     """
 
+    json_keys = (
+        "output label raw_bytes stored_bytes valid_bytes ratio notes seconds effort=manifest.effort "
+        "rope=manifest.rope kvmnn_version=manifest.kvmnn_version zstd_version=manifest.zstd_version "
+        "byte_exact cache packed_files=_packed_files_document file=_file_document completeness "
+        "arrays=_array_documents"
+    )
+
     output: str | None
     manifest: Manifest
     is_verified: bool
     seconds: float
-    cache: CacheInfo | None = None
+    cache: CacheInfo | None = field(default=None, metadata={"convert": build_cache_document})
     dequantised_types: tuple[str, ...] = ()
-    completeness: Completeness | None = None
+    completeness: Completeness | None = field(default=None, metadata={"omit": True})
     inference_notes: tuple[str, ...] = ()
 
     @property
@@ -659,63 +666,49 @@ class EncodeResult(SizeStats):
     def _dequantisation_notes(self) -> list[str]:
         return [f"words dequantised from {', '.join(self.dequantised_types)}"] if self.dequantised_types else []
 
-    def to_dict(self) -> dict[str, Any]:
-        """The same for JSON."""
-        bundle_manifest, passthrough, valid_bytes_by_name = (
-            self.manifest,
-            self.passthrough,
-            count_valid_bytes_by_array(self.manifest),
-        )
-        return {
-            "output": self.output,
-            "label": self.label,
-            "raw_bytes": self.raw_bytes,
-            "stored_bytes": self.stored_bytes,
-            "valid_bytes": self.valid_bytes,
-            "ratio": self.ratio,
-            "notes": self.notes,
-            "seconds": self.seconds,
-            "effort": bundle_manifest.effort,
-            "rope": bundle_manifest.rope,
-            "kvmnn_version": bundle_manifest.kvmnn_version,
-            "zstd_version": bundle_manifest.zstd_version,
-            "byte_exact": self.byte_exact,
-            "cache": build_cache_document(self.cache),
-            **self._packed_files_document(),
-            **({"file": self._file_document(passthrough)} if passthrough else {}),
-            **build_completeness_document(self.completeness),
-            "arrays": [
-                {**array_to_dict(array), "ratio": compute_ratio(valid_bytes_by_name[array.name], array.stored_bytes)}
-                for array in bundle_manifest.arrays
-            ],
-        }
+    @property
+    def _array_documents(self) -> list[dict[str, Any]]:
+        sizes = count_valid_bytes_by_array(self.manifest)
+        return [
+            {**array.to_dict(), "ratio": compute_ratio(sizes[array.name], array.stored_bytes)}
+            for array in self.manifest.arrays
+        ]
 
     def __str__(self) -> str:
         return self.text()
 
-    def _packed_files_document(self) -> dict[str, Any]:
-        """What was compared of packed files, for JSON."""
+    @property
+    @json_key(omit=True)
+    def _packed_files_document(self) -> dict[str, Any] | None:
         record, unused_arrays = self.manifest.packed_record, self.manifest.unused_arrays
-        if record is None:
-            return {}
-        document = {
-            "files": len(record.files),
-            "bytes": record.nbytes,
-            "rebuilt": not record.left_out,
-            "left_out": record.left_out,
-            "room_bytes": sum(array.nbytes for array in unused_arrays),
-            "room_stored_bytes": sum(array.stored_bytes for array in unused_arrays),
-        }
-        return {"packed_files": document}
+        return (
+            None
+            if record is None
+            else {
+                "files": len(record.files),
+                "bytes": record.nbytes,
+                "rebuilt": not record.left_out,
+                "left_out": record.left_out,
+                "room_bytes": sum(array.nbytes for array in unused_arrays),
+                "room_stored_bytes": sum(array.stored_bytes for array in unused_arrays),
+            }
+        )
 
-    def _file_document(self, passthrough: PassthroughFile) -> dict[str, Any]:
-        return {
-            "name": passthrough.name,
-            "format": passthrough.format,
-            "bytes": passthrough.nbytes,
-            "stored_bytes": self.bundle_bytes,
-            "room_bytes": passthrough.room_bytes,
-        }
+    @property
+    @json_key(omit=True)
+    def _file_document(self) -> dict[str, Any] | None:
+        passthrough = self.passthrough
+        return (
+            None
+            if passthrough is None
+            else {
+                "name": passthrough.name,
+                "format": passthrough.format,
+                "bytes": passthrough.nbytes,
+                "stored_bytes": self.bundle_bytes,
+                "room_bytes": passthrough.room_bytes,
+            }
+        )
 
     def _describe_renames(self) -> str:
         arrays = self.manifest.arrays

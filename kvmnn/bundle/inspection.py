@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from .. import dense
 from .._util.text import compute_ratio, pluralize
 from ..arrays.array import Chunk
-from ..arrays.completeness import Completeness, build_completeness_document
+from ..arrays.completeness import Completeness
 from ..arrays.positions import describe_layer_states
 from ..arrays.source import parse_completeness
 from ..dense import DenseInfo
@@ -26,7 +26,6 @@ from .manifest import (
     ArrayEntry,
     Manifest,
     SizeStats,
-    array_to_dict,
     describe_storage,
     describe_unused_arrays,
     format_ratio,
@@ -157,16 +156,18 @@ def format_stream_table(streams: dict[str, StreamStats]) -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BareFrameInfo:
+class BareFrameInfo(Record):
     """A frame, or a dense stream, without a manifest."""
+
+    json_keys = "input=path kind **info"
 
     path: str
     info: FrameInfo | DenseInfo
 
-    def to_dict(self) -> dict[str, Any]:
-        """The same for JSON."""
-        kind = "frame" if isinstance(self.info, FrameInfo) else "dense"
-        return {"input": self.path, "kind": kind, **self.info.to_dict()}
+    @property
+    def kind(self) -> str:
+        """``"frame"`` or ``"dense"``."""
+        return "frame" if isinstance(self.info, FrameInfo) else "dense"
 
     def __str__(self) -> str:
         return self.text()
@@ -177,7 +178,7 @@ class BareFrameInfo:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BareSequenceInfo:
+class BareSequenceInfo(Record):
     """Frames one after another, without a manifest.
 
     Parameters
@@ -191,6 +192,13 @@ class BareSequenceInfo:
     unknown_properties
         What nothing says, for people.
     """
+
+    json_keys = (
+        "input=path kind dtype=entry.dtype raw_bytes=entry.nbytes stored_bytes=entry.stored_bytes ratio "
+        "streams frames=_frame_documents"
+    )
+
+    kind: ClassVar = "frames"
 
     path: str
     entry: ArrayEntry
@@ -207,21 +215,9 @@ class BareSequenceInfo:
         """Totals by container and stream, e.g. ``"fp16 hi"``."""
         return sum_streams(self.frames)
 
-    def to_dict(self) -> dict[str, Any]:
-        """The same for JSON."""
-        return {
-            "input": self.path,
-            "kind": "frames",
-            "dtype": self.entry.dtype,
-            "raw_bytes": self.entry.nbytes,
-            "stored_bytes": self.entry.stored_bytes,
-            "ratio": self.ratio,
-            "streams": {name: total.to_dict() for name, total in self.streams.items()},
-            "frames": [
-                {"offset": entry.offset, **info.to_dict()}
-                for entry, info in zip(self.entry.frames, self.frames, strict=True)
-            ],
-        }
+    @property
+    def _frame_documents(self) -> list[dict[str, Any]]:
+        return [{"offset": e.offset, **i.to_dict()} for e, i in zip(self.entry.frames, self.frames, strict=True)]
 
     def __str__(self) -> str:
         return self.text()
@@ -240,8 +236,10 @@ class BareSequenceInfo:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ArrayFramesInfo:
+class ArrayFramesInfo(Record):
     """An array of a bundle, and the accounts of its frames, dense streams or words stored raw, in order."""
+
+    json_keys = "**entry frames=_frame_documents ratio"
 
     entry: ArrayEntry
     frames: tuple[ChunkInfo, ...]
@@ -252,13 +250,10 @@ class ArrayFramesInfo:
         """Valid over stored bytes."""
         return compute_ratio(self.valid_bytes, self.entry.stored_bytes)
 
-    def to_dict(self) -> dict[str, Any]:
-        """As in the manifest, with the streams of each frame, and what each dense stream says of itself."""
-        document = array_to_dict(self.entry)
-        frames = [
-            {**frame, **_chunk_document(info)} for frame, info in zip(document["frames"], self.frames, strict=True)
-        ]
-        return {**document, "frames": frames, "ratio": self.ratio}
+    @property
+    def _frame_documents(self) -> list[dict[str, Any]]:
+        frames = zip(self.entry.frames, self.frames, strict=True)
+        return [{**entry.to_dict(), **_chunk_document(info)} for entry, info in frames]
 
     def format_line(self, width: int) -> str:
         """Name, shape and sizes."""
@@ -271,7 +266,7 @@ class ArrayFramesInfo:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BundleInfo(SizeStats):
+class BundleInfo(SizeStats, Record):
     """Frames with a manifest: arrays, and streams added up.
 
     Parameters
@@ -289,11 +284,19 @@ class BundleInfo(SizeStats):
         The packed cache that the arrays were read from, if the manifest says so.
     """
 
+    json_keys = (
+        "input=path kind raw_bytes stored_bytes valid_bytes ratio entropy_ratio notes "
+        "kvmnn_version=manifest.kvmnn_version zstd_version=manifest.zstd_version effort=manifest.effort "
+        "rope=manifest.rope cache completeness streams arrays"
+    )
+
+    kind: ClassVar = "bundle"
+
     path: str
     manifest: Manifest
     arrays: tuple[ArrayFramesInfo, ...]
     streams: dict[str, StreamStats]
-    cache: CacheInfo | None = None
+    cache: CacheInfo | None = field(default=None, metadata={"convert": build_cache_document})
 
     @property
     def valid_bytes(self) -> int:
@@ -319,30 +322,10 @@ class BundleInfo(SizeStats):
         return describe_passthrough(self.manifest, self.path) + describe_unused_arrays(self.manifest)
 
     @property
+    @json_key(omit=True)
     def completeness(self) -> Completeness | None:
         """The state of the model that the arrays contain, where the manifest records it."""
         return parse_completeness(self.manifest.metadata, [array.entry.name for array in self.arrays], self.path)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The same for JSON."""
-        return {
-            "input": self.path,
-            "kind": "bundle",
-            "raw_bytes": self.raw_bytes,
-            "stored_bytes": self.stored_bytes,
-            "valid_bytes": self.valid_bytes,
-            "ratio": self.ratio,
-            "entropy_ratio": self.entropy_ratio,
-            "notes": self.notes,
-            "kvmnn_version": self.manifest.kvmnn_version,
-            "zstd_version": self.manifest.zstd_version,
-            "effort": self.manifest.effort,
-            "rope": self.manifest.rope,
-            "cache": build_cache_document(self.cache),
-            **build_completeness_document(self.completeness),
-            "streams": {name: total.to_dict() for name, total in self.streams.items()},
-            "arrays": [array.to_dict() for array in self.arrays],
-        }
 
     def __str__(self) -> str:
         return self.text()

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from .. import dtypes
 from .._util.text import compute_ratio, pluralize
@@ -31,7 +31,7 @@ from ..dtypes import PARTS, Part
 from ..errors import KvmnnError, ManifestError, SourceError
 from ..files.file_names import FRAME_SUFFIX as FRAME_SUFFIX
 from ..files.file_names import SIDECAR_SUFFIX as SIDECAR_SUFFIX
-from ..files.schema import JsonReader, Record, parse_document, read_bounded
+from ..files.schema import JsonReader, Record, json_key, parse_document, read_bounded
 
 PACKED_FILES_SCHEMA: Final = "kvmnn-packed-files"
 PACKED_FILES_SCHEMA_VERSION: Final = 1
@@ -235,7 +235,7 @@ class FrameEntry(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ArrayEntry(ArrayInfo):
+class ArrayEntry(ArrayInfo, Record):
     """An array and its frames, in order.
 
     Parameters
@@ -248,14 +248,21 @@ class ArrayEntry(ArrayInfo):
         Whether its frames may be those of other arrays, which must say so as well.
     """
 
+    json_keys = "name shape dtype array_dtype order raw_bytes=nbytes stored_bytes sha256 frames element=_element shared"
+
     sha256: str | None
     frames: tuple[FrameEntry, ...]
-    shared: bool = False
+    shared: bool = field(default=False, metadata={"omit": True})
 
     @property
     def stored_bytes(self) -> int:
         """Bytes of all its frames."""
         return sum(frame.bytes for frame in self.frames)
+
+    @property
+    @json_key("element", omit=True)
+    def _element(self) -> str | None:
+        return self.element if self.element and self.itemsize == 1 else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -343,7 +350,7 @@ def describe_unused_arrays(manifest: Manifest) -> list[str]:
     return notes
 
 
-class SizeStats:
+class SizeStats(Record):
     """The sizes of a result that has a manifest."""
 
     manifest: Manifest
@@ -394,26 +401,9 @@ def dump_manifest(manifest: Manifest) -> bytes:
         "raw_bytes": manifest.raw_bytes,
         "stored_bytes": manifest.stored_bytes,
         "metadata": manifest.metadata,
-        "arrays": [array_to_dict(array) for array in manifest.arrays],
+        "arrays": [array.to_dict() for array in manifest.arrays],
     }
     return (json.dumps(document, indent=1) + "\n").encode()
-
-
-def array_to_dict(array: ArrayEntry) -> dict[str, Any]:
-    """An array's part of the manifest."""
-    return {
-        "name": array.name,
-        "shape": list(array.shape),
-        "dtype": array.dtype,
-        "array_dtype": array.array_dtype,
-        "order": array.order,
-        "raw_bytes": array.nbytes,
-        "stored_bytes": array.stored_bytes,
-        "sha256": array.sha256,
-        "frames": [frame.to_dict() for frame in array.frames],
-        **({"element": array.element} if array.element and array.itemsize == 1 else {}),
-        **({"shared": True} if array.shared else {}),
-    }
 
 
 class ChunkCounts(NamedTuple):

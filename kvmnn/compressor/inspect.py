@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -55,7 +55,7 @@ class WeightInfo(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _ContentsInfo:
+class _ContentsInfo(Record):
     """Contents of a weight file or a checkpoint."""
 
     #: The file.
@@ -70,17 +70,9 @@ class _ContentsInfo:
     #: Bytes of the file.
     size: int
 
-    def _build_contents(self) -> dict[str, Any]:
-        return {
-            "header": self.header.to_dict(),
-            "metadata": self._build_metadata_document(),
-            "bytes": self.size,
-            "parts": self.parts,
-            "weights": [row.to_dict() for row in self.rows],
-        }
-
-    def _build_metadata_document(self) -> dict[str, Any]:
-        """How many bytes; the entries, or else the first bytes as hexadecimal digits."""
+    @property
+    def _metadata_document(self) -> dict[str, Any]:
+        """The number of bytes, and the entries, or else the first bytes as hexadecimal digits."""
         entries = unpack_metadata(self.metadata)
         content = {"head": self.metadata[:_NUM_HEAD_BYTES].hex()} if entries is None else {"entries": entries}
         return {"bytes": len(self.metadata), **(content if self.metadata else {})}
@@ -108,21 +100,18 @@ class _ContentsInfo:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightFileInfo(_ContentsInfo):
+class WeightFileInfo(_ContentsInfo, Record):
     """Contents of a weight file."""
+
+    json_keys = (
+        "input=path kind dtype=header.dtype.name warnings header metadata=_metadata_document bytes=size parts "
+        "weights=rows"
+    )
 
     #: What loaders accept but no converter writes.
     warnings: list[str]
 
-    def to_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
-        return {
-            "input": self.path,
-            "kind": "weights",
-            "dtype": self.header.dtype.name,
-            "warnings": self.warnings,
-            **self._build_contents(),
-        }
+    kind: ClassVar = "weights"
 
     def __str__(self) -> str:
         head = [f"{self.path}: compressor weights, {self.header.dtype.name}, {self.size:,} bytes"]
@@ -131,8 +120,15 @@ class WeightFileInfo(_ContentsInfo):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointInfo(_ContentsInfo):
+class CheckpointInfo(_ContentsInfo, Record):
     """Contents of a checkpoint, and what a conversion would select; header and metadata are those it would write."""
+
+    json_keys = (
+        "input=path kind container warnings=selection.warnings notices unused=selection.unused_keys header "
+        "metadata=_metadata_document bytes=size parts weights=rows"
+    )
+
+    kind: ClassVar = "checkpoint"
 
     #: ``"torch zip"``, ``"torch legacy"`` or ``"safetensors"``.
     container: str
@@ -140,18 +136,6 @@ class CheckpointInfo(_ContentsInfo):
     selection: TensorSelection
     #: What was unusual about reading it.
     notices: list[str]
-
-    def to_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
-        return {
-            "input": self.path,
-            "kind": "checkpoint",
-            "container": self.container,
-            "warnings": self.selection.warnings,
-            "notices": self.notices,
-            "unused": self.selection.unused_keys,
-            **self._build_contents(),
-        }
 
     def __str__(self) -> str:
         head = [f"{self.path}: checkpoint ({self.container}) with compressor weights, {self.size:,} bytes"]

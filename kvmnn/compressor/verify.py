@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from .._util.parallel import Progress
 from .._util.text import pluralize
 from ..dtypes import Elements
 from ..errors import WeightsError
+from ..files.schema import Record
 from ..formats.torch.tensors import TorchTensor
 from . import kvcm
 from .checkpoint import convert_elements, prefix_errors
@@ -35,8 +36,15 @@ _MAX_SHOWN_DIFFERENCES = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightsVerifyResult:
+class WeightsVerifyResult(Record):
     """Result of verifying a weight file."""
+
+    json_keys = (
+        "kind input=path against verdict reasons findings=_finding_documents differences compared_elements=num_compared "
+        "left_out=omitted_biases notices header=file.header bytes=file.size"
+    )
+
+    kind: ClassVar = "weights"
 
     #: The weight file, and the checkpoint that it was compared with, if any.
     path: str
@@ -67,23 +75,22 @@ class WeightsVerifyResult:
         """Return what is unusual but accepted by every loader."""
         return [f"{finding.text} ({finding.reason})" for finding in self.findings if not finding.is_error]
 
-    def to_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
-        return {
-            **_build_origin(self.path, self.against),
-            "verdict": "reject" if not self.is_ok else "accept_warn" if self.warnings else "accept",
-            "reasons": [finding.reason for finding in self.findings],
-            "findings": [
-                {"reason": finding.reason, "level": "semantic" if finding.is_error else "warning", "text": finding.text}
-                for finding in self.findings
-            ],
-            "differences": list(self.differences),
-            "compared_elements": self.num_compared,
-            "left_out": list(self.omitted_biases),
-            "notices": list(self.notices),
-            "header": self.file.header.to_dict(),
-            "bytes": self.file.size,
-        }
+    @property
+    def verdict(self) -> str:
+        """``"accept"``, ``"accept_warn"`` or ``"reject"``."""
+        return "reject" if not self.is_ok else "accept_warn" if self.warnings else "accept"
+
+    @property
+    def reasons(self) -> list[str]:
+        """Of all findings."""
+        return [finding.reason for finding in self.findings]
+
+    @property
+    def _finding_documents(self) -> list[dict[str, str]]:
+        return [
+            {"reason": finding.reason, "level": "semantic" if finding.is_error else "warning", "text": finding.text}
+            for finding in self.findings
+        ]
 
     def format_complaints(self) -> list[str]:
         """Format one line for each problem and for the first few differences; none if `is_ok`."""
@@ -119,30 +126,31 @@ class WeightsVerifyResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RejectionReport:
+class RejectionReport(Record):
     """A weight file that is not well-formed, for ``--json``; `verify_weights` raises `error`."""
+
+    json_keys = "kind input=path against verdict reasons findings"
+
+    kind: ClassVar = "weights"
+    verdict: ClassVar = "reject"
 
     path: str
     against: str | None
     error: WeightsError
 
-    def to_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
+    @property
+    def reasons(self) -> list[str]:
+        """The one of `error`."""
+        return [self.error.reason]
+
+    @property
+    def findings(self) -> list[dict[str, Any]]:
+        """The one finding as JSON values."""
         error = self.error
-        finding = {"reason": error.reason, "level": "format", "offset": error.offset, "text": str(error)}
-        return {
-            **_build_origin(self.path, self.against),
-            "verdict": "reject",
-            "reasons": [error.reason],
-            "findings": [finding],
-        }
+        return [{"reason": error.reason, "level": "format", "offset": error.offset, "text": str(error)}]
 
     def __str__(self) -> str:
         return str(self.error)
-
-
-def _build_origin(path: str, against: str | None) -> dict[str, Any]:
-    return {"kind": "weights", "input": path, "against": against}
 
 
 def verify_weights(

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
+from operator import attrgetter
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from types import NoneType
-from typing import Any, Literal, NamedTuple, Self, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from ..errors import ManifestError, SourceError
 
@@ -27,6 +29,7 @@ class _ComputedKey(NamedTuple):
     after: str | None
     inline: bool
     omit: bool
+    convert: Callable[[Any], object] | None
 
 
 def json_key(
@@ -36,11 +39,12 @@ def json_key(
     after: str | None = None,
     inline: bool = False,
     omit: bool = False,
+    convert: Callable[[Any], object] | None = None,
 ) -> Callable[[_Getter], _Getter]:
     """Write a property of a `Record` into its document: below ``@property``, above the function."""
 
     def mark(getter: _Getter) -> _Getter:
-        vars(getter)["json_key"] = _ComputedKey(key, before, after, inline, omit)
+        vars(getter)["json_key"] = _ComputedKey(key, before, after, inline, omit, convert)
         return getter
 
     return mark
@@ -52,16 +56,21 @@ class Record:
     A field's metadata may have ``key``, where its key is not its name; ``omit``, where its default (None where it has
     none) leaves the key out; ``convert``, a function that makes the value of JSON of it; ``inline``, where its own keys
     become keys of the document; and ``json``: False for a field that is not in the document. `json_key` adds
-    properties.
+    properties. Where the order or the keys are others, `json_keys` lists all of them with spaces between: ``key`` of an
+    attribute of that name, ``key=path.to.attribute``, and ``**path.to.attribute`` for one whose own keys become keys of
+    the document; metadata and `json_key` of an attribute count there as well.
+
     Types that fields may have to be read: bool, int, float, str, Literal, records, tuples and string mappings of these,
     object (any JSON value), and each of them or None. A tuple is a list in JSON.
     """
+
+    json_keys: ClassVar[str] = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as JSON values."""
         document: dict[str, Any] = {}
         for name, key, convert, inline, omitted in _get_keys(cast("Any", type(self))):
-            value = getattr(self, name)
+            value = attrgetter(name)(self) if "." in name else getattr(self, name)
             if value is omitted or (omitted is not None and omitted is not _NEVER and value == omitted):
                 continue
             if convert is not None:
@@ -105,7 +114,7 @@ _PLAIN_TYPES = frozenset({int, float, str, bool, NoneType})
 
 @cache
 def _get_keys(record_type: Any) -> tuple[_KeyInfo, ...]:
-    own_fields = {field.name: field for field in fields(record_type)}
+    own_fields = {field.name: field for field in fields(record_type)} if is_dataclass(record_type) else {}
     keys: list[_KeyInfo] = []
     for base in reversed(record_type.__mro__):
         for name in inspect.get_annotations(base):
@@ -121,14 +130,25 @@ def _get_keys(record_type: Any) -> tuple[_KeyInfo, ...]:
             computed = getattr(getattr(member, "fget", None), "json_key", None)
             if computed is not None:
                 omitted = None if computed.omit else _NEVER
-                key = _KeyInfo(name, computed.key or name, None, computed.inline, omitted)
+                key = _KeyInfo(name, computed.key or name, computed.convert, computed.inline, omitted)
                 names = [entry.name for entry in keys]
                 if name in names:  # a property of a base class, defined again
                     keys[names.index(name)] = key
                 else:
                     index = len(names) if computed.before is None else names.index(computed.before)
                     keys.insert(index if computed.after is None else names.index(computed.after) + 1, key)
-    return tuple(keys)
+    return _select_keys(record_type.json_keys.split(), keys) if record_type.json_keys else tuple(keys)
+
+
+def _select_keys(specs: list[str], keys: list[_KeyInfo]) -> tuple[_KeyInfo, ...]:
+    """The keys that `Record.json_keys` lists, with what their attributes say of themselves."""
+    key_by_name = {entry.name: entry for entry in keys}
+    selected = []
+    for spec in specs:
+        key, _, name = spec.removeprefix("**").rpartition("=")
+        entry = key_by_name.get(name, _KeyInfo(name, name, None, False, _NEVER))
+        selected.append(entry._replace(key=key or entry.key, inline=entry.inline or spec.startswith("**")))
+    return tuple(selected)
 
 
 class _FieldInfo(NamedTuple):
@@ -154,6 +174,11 @@ def _get_fields(record_type: Any) -> tuple[_FieldInfo, ...]:
         for field in fields(record_type)
         if field.init and field.metadata.get("json", True)
     )
+
+
+def finite_or_none(number: float | None) -> float | None:
+    """For `convert`: JSON has no infinity and no NaN."""
+    return number if number is not None and math.isfinite(number) else None
 
 
 def _to_json_value(value: Any) -> Any:

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
 from ..dtypes import Bytes, parse_dtype
+from ..files.schema import Record, finite_or_none, json_key
 from . import _decoder, _streams
 from .decoder import open_frame
 from .options import CODECS, PREDICTORS
 
 
 @dataclass(frozen=True)
-class StreamInfo:
+class StreamInfo(Record):
     """One stream of a frame: ten header bytes at `offset`, then its payload."""
+
+    json_keys = (
+        "name offset payload_offset predictor codec raw_bytes payload_bytes entropy header_bytes=HEADER_BYTES "
+        "bits_per_byte"
+    )
 
     HEADER_BYTES: ClassVar[int] = 10
 
@@ -36,14 +42,12 @@ class StreamInfo:
         """Payload bits per raw byte of the stream."""
         return 8 * self.payload_bytes / self.raw_bytes
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields and derived sizes, for JSON."""
-        return {**asdict(self), "header_bytes": self.HEADER_BYTES, "bits_per_byte": self.bits_per_byte}
-
 
 @dataclass(frozen=True)
-class FrameInfo:
+class FrameInfo(Record):
     """A frame: the element count and then the `streams`, without gaps."""
+
+    json_keys = "container dtype words raw_bytes frame_bytes header_bytes ratio entropy_ratio streams"
 
     HEADER_BYTES: ClassVar[int] = 4
 
@@ -75,6 +79,7 @@ class FrameInfo:
         return self.raw_bytes / self.frame_bytes
 
     @property
+    @json_key(convert=finite_or_none)
     def entropy_ratio(self) -> float | None:
         """The ratio at the order-0 entropy of the raw streams, without headers; None if it was not computed.
 
@@ -84,21 +89,6 @@ class FrameInfo:
         if len(bits) != len(self.streams):
             return None
         return 8 * len(bits) / sum(bits) if sum(bits) else float("inf")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields and derived sizes, for JSON; `entropy_ratio` is None if it is infinite."""
-        limit = self.entropy_ratio
-        return {
-            "container": self.container,
-            "dtype": self.dtype,
-            "words": self.words,
-            "raw_bytes": self.raw_bytes,
-            "frame_bytes": self.frame_bytes,
-            "header_bytes": self.header_bytes,
-            "ratio": self.ratio,
-            "entropy_ratio": None if limit == float("inf") else limit,
-            "streams": [stream.to_dict() for stream in self.streams],
-        }
 
     def __str__(self) -> str:
         limit = self.entropy_ratio

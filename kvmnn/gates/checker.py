@@ -6,11 +6,11 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from .._util.text import pluralize, wrap_lines
 from ..errors import OptionError, SourceError
+from ..files.schema import Record
 from .analysis import SELECTED_RATIO_WARNINGS, CaseAnalysis, analyse, format_case_markdown
 from .case_inputs import LogScan, MetricRow, MetricRows, OfflineRatio, read_offline_ratio, scan_logs
 from .limits import GateLimits
@@ -241,7 +241,7 @@ _STRICT_BASIS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class CaseResult:
+class CaseResult(Record):
     """One case and its verdict.
 
     Attributes
@@ -264,6 +264,12 @@ class CaseResult:
         Where the prompts come from, of runs on a model; empty for logs, which do not tell.
     """
 
+    json_keys = (
+        "case verdict overall_pass=has_passed failure=failure_text strict rows=_num_rows "
+        "files=analysis.rows.files limits=analysis.limits gate=_section_document gates hard_checks=checks "
+        "warnings notes=analysis.rows.notes diagnoses prompts"
+    )
+
     case: str
     analysis: CaseAnalysis
     gates: tuple[GateResult, ...]
@@ -271,7 +277,7 @@ class CaseResult:
     strict: bool = False
     basis: str = ""
     diagnoses: tuple[str, ...] = ()
-    prompts: str = ""
+    prompts: str = field(default="", metadata={"omit": True})
 
     @property
     def verdict(self) -> Verdict:
@@ -299,26 +305,13 @@ class CaseResult:
         ]
         return ", ".join(problems)
 
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON has it; ``gate`` is the fork's section, its values as text."""
-        analysis = self.analysis
-        return {
-            "case": self.case,
-            "verdict": self.verdict,
-            "overall_pass": self.has_passed,
-            "failure": self.failure_text,
-            "strict": self.strict,
-            "rows": len(analysis.rows.rows),
-            "files": list(analysis.rows.files),
-            "limits": analysis.limits.to_dict(),
-            "gate": dict(analysis.section_lines),
-            "gates": [gate.to_dict() for gate in self.gates],
-            "hard_checks": [gate.to_dict() for gate in self.checks],
-            "warnings": list(self.warnings),
-            "notes": list(analysis.rows.notes),
-            "diagnoses": list(self.diagnoses),
-            **({"prompts": self.prompts} if self.prompts else {}),
-        }
+    @property
+    def _num_rows(self) -> int:
+        return len(self.analysis.rows.rows)
+
+    @property
+    def _section_document(self) -> dict[str, str]:
+        return dict(self.analysis.section_lines)  # the fork's section, its values as text
 
     def to_markdown(self) -> str:
         """The report of the case, `format_case_markdown`."""

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from .._util.text import escape_csv, pluralize
 from ..errors import SourceError
-from ..files.schema import loads_strict, read_bounded
+from ..files.schema import Record, loads_strict, read_bounded
 
 SPEED_COLUMN = "speed(tok/s)"
 LOG_FILE_COLUMN = "log_file"
@@ -246,7 +246,7 @@ LogKind = Literal["llm_bench", "llm_demo"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParsedLogs:
+class ParsedLogs(Record):
     """Rows of logs.
 
     Attributes
@@ -263,6 +263,8 @@ class ParsedLogs:
         What a reader must know: lines left out, header lines among the rows, versions that differ.
     """
 
+    json_keys = "kind files columns rows=_filled_rows notes"
+
     kind: LogKind
     files: tuple[str, ...]
     columns: tuple[str, ...]
@@ -277,15 +279,9 @@ class ParsedLogs:
         writer.writerows([escape_csv(row.get(name, "")) for name in self.columns] for row in self.rows)
         return sink.getvalue()
 
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON has it: cells are text, as in the CSV."""
-        return {
-            "kind": self.kind,
-            "files": list(self.files),
-            "columns": list(self.columns),
-            "rows": [{name: row.get(name, "") for name in self.columns} for row in self.rows],
-            "notes": list(self.notes),
-        }
+    @property
+    def _filled_rows(self) -> list[dict[str, str]]:
+        return [{name: row.get(name, "") for name in self.columns} for row in self.rows]
 
     def __str__(self) -> str:
         return f"{pluralize(len(self.rows), 'row')} of {self.kind} from {pluralize(len(self.files), 'log')}"

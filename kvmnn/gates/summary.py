@@ -15,7 +15,7 @@ from typing import Any
 from .._util.text import escape_markdown, pluralize, wrap_lines
 from ..errors import OptionError, OutputError, SourceError
 from ..files.atomic import DirectoryOutput, FileOutput, wrap_os_errors
-from ..files.schema import read_object
+from ..files.schema import Record, read_object
 from .analysis import read_gate_section
 from .checker import CaseResult
 from .demo import DemoResult
@@ -153,7 +153,7 @@ NOT_FINISHED_REASON = "not measured: the round was not finished"
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoundSummary:
+class RoundSummary(Record):
     """Cases that were judged together.
 
     Attributes
@@ -165,6 +165,8 @@ class RoundSummary:
     generated_at
         Local time, to the second.
     """
+
+    json_keys = "generated_at overall_pass=has_passed total_cases runtime_cases llm_demo_cases rows"
 
     directory: str
     rows: tuple[Mapping[str, Any], ...]
@@ -189,16 +191,20 @@ class RoundSummary:
         """Cases of ``"runtime"`` or ``"llm_demo"``."""
         return [row for row in self.rows if row.get("suite") == suite]
 
-    def to_dict(self) -> dict[str, Any]:
-        """What ``summary.json`` holds."""
-        return {
-            "generated_at": self.generated_at,
-            "overall_pass": self.has_passed,
-            "total_cases": len(self.rows),
-            "runtime_cases": len(self.select_suite("runtime")),
-            "llm_demo_cases": len(self.select_suite("llm_demo")),
-            "rows": [dict(row) for row in self.rows],
-        }
+    @property
+    def total_cases(self) -> int:
+        """Of both suites."""
+        return len(self.rows)
+
+    @property
+    def runtime_cases(self) -> int:
+        """Of ``"runtime"``."""
+        return len(self.select_suite("runtime"))
+
+    @property
+    def llm_demo_cases(self) -> int:
+        """Of ``"llm_demo"``."""
+        return len(self.select_suite("llm_demo"))
 
     def render_files(self) -> dict[str, str]:
         """The texts of the three files by their names."""

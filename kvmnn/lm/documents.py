@@ -18,6 +18,7 @@ from .._util.packages import import_optional
 from .._util.text import pluralize
 from .._util.validation import validate_int
 from ..errors import KvmnnError, SourceError
+from ..files.schema import Record
 
 LINE_SUFFIXES, ROW_SUFFIXES = (".jsonl", ".ndjson"), (".parquet",)
 MAX_RECORD_BYTES = 64 << 20  # of one line or row
@@ -168,8 +169,10 @@ class TextTokenizer(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Document:
+class Document(Record):
     """One text, cut to the tokens that are scored."""
+
+    json_keys = "name tokens=num_scored bytes=nbytes sha256"
 
     #: The file's name, with its line or row where it has many.
     name: str
@@ -204,10 +207,6 @@ class Document:
     def own_ids(self) -> Ids:
         """The text's tokens without bos, which is what the projects of the presets feed."""
         return self.ids[1:] if self.begins_with_bos else self.ids
-
-    def to_dict(self) -> dict[str, Any]:
-        """What the results document says of it."""
-        return {"name": self.name, "tokens": self.num_scored, "bytes": self.nbytes, "sha256": self.sha256}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -76,8 +76,12 @@ class RoundingStats(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class KVDumpResult:
+class KVDumpResult(Record):
     """What was written."""
+
+    json_keys = (
+        "output seconds **origin tokens_seen tokens_kept asked_tokens=requested_tokens bytes=nbytes runtime notes"
+    )
 
     #: The directory.
     output: str
@@ -101,7 +105,7 @@ class KVDumpResult:
     #: Of K and V.
     nbytes: int
     #: What the lossless runtime did, where the cache lay in one; what is written does not depend on it.
-    runtime: RuntimeStats | None = None
+    runtime: RuntimeStats | None = field(default=None, metadata={"omit": True})
     #: What was put before the text, what of the cache stayed raw, and why.
     notes: tuple[str, ...] = ()
 
@@ -110,7 +114,8 @@ class KVDumpResult:
         """Return ``LOSSY`` if tokens or bits are gone, else ``UNCHANGED``: the model's own elements, none rounded."""
         return LOSSY if min(self.tokens_kept) < self.tokens_seen or self.rounding.changed else UNCHANGED
 
-    def to_origin(self) -> dict[str, Any]:
+    @property
+    def origin(self) -> dict[str, Any]:
         """Return where the elements come from, as ``positions.json`` has it."""
         return {
             "kvmnn": get_version(),
@@ -121,20 +126,6 @@ class KVDumpResult:
             "format": self.format,
             "dtype": self.dtype,
             "rounded": self.rounding.to_dict(),
-        }
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
-        return {
-            "output": self.output,
-            "seconds": self.seconds,
-            **self.to_origin(),
-            "tokens_seen": self.tokens_seen,
-            "tokens_kept": list(self.tokens_kept),
-            "asked_tokens": self.requested_tokens,
-            "bytes": self.nbytes,
-            **({"runtime": self.runtime.to_dict()} if self.runtime is not None else {}),
-            "notes": list(self.notes),
         }
 
     def __str__(self) -> str:
@@ -266,7 +257,7 @@ def dump_kv(
         layers = [
             {"layer": cache.layer, "tokens": cache.tokens, "positions": cache.positions.tolist()} for cache in caches
         ]
-        positions = {**dump.to_origin(), "tokens_seen": caches[0].tokens_seen, "layers": layers}
+        positions = {**dump.origin, "tokens_seen": caches[0].tokens_seen, "layers": layers}
         directory.open_file(TOKEN_IDS_NAME).write((json.dumps(ids) + "\n").encode())
         directory.open_file(POSITIONS_NAME).write((json.dumps(positions) + "\n").encode())
         directory.commit()

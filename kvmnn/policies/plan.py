@@ -24,8 +24,10 @@ _LEGEND = "# kept, . dropped, 1 to 9 tenths kept"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class PolicyLayerPlan:
+class PolicyLayerPlan(Record):
     """What stays of one layer."""
+
+    json_keys = "**plan_entry tokens tokens_after bytes=nbytes bytes_after skipped positions=_positions_after"
 
     #: Its number.
     layer: int
@@ -56,25 +58,14 @@ class PolicyLayerPlan:
         indices = np.arange(self.tokens) if self.kept_indices is None else self.kept_indices
         return [positions_to_runs(row) for row in np.atleast_2d(indices)]
 
-    def to_plan_entry(self) -> dict[str, Any]:
+    @property
+    def plan_entry(self) -> dict[str, Any]:
         """What `kvmnn mnn compact --plan` reads of a layer; with ``heads`` instead of ``pairs`` it refuses it."""
         if self.kept_indices is None:
             return {"layer": self.layer, "remove": 0, "pairs": []}
         rows = [[list(run) for run in runs] for runs in self.list_runs()]
         selection: dict[str, Any] = {"pairs": rows[0]} if self.kept_indices.ndim == 1 else {"heads": rows}
         return {"layer": self.layer, "remove": self.tokens, **selection}
-
-    def to_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
-        return {
-            **self.to_plan_entry(),
-            "tokens": self.tokens,
-            "tokens_after": self.tokens_after,
-            "bytes": self.nbytes,
-            "bytes_after": self.bytes_after,
-            "skipped": self.skipped,
-            "positions": self._list_positions_after(),
-        }
 
     def render_map(self, group: int) -> str:
         """A letter for `group` tokens each: how many of all heads stay."""
@@ -84,7 +75,8 @@ class PolicyLayerPlan:
             shares = np.bincount(rows.reshape(-1), minlength=self.tokens) / len(rows)
         return "".join(_map_letter(float(shares[i : i + group].mean())) for i in range(0, self.tokens, group))
 
-    def _list_positions_after(self) -> list[list[int]] | None:
+    @property
+    def _positions_after(self) -> list[list[int]] | None:
         if self.positions is None or (self.kept_indices is not None and self.kept_indices.ndim > 1):
             return None
         positions_after = self.positions if self.kept_indices is None else self.positions[self.kept_indices]
@@ -139,7 +131,7 @@ class CachePlan(Record):
 
     def to_plan_entries(self) -> list[dict[str, Any]]:
         """The document of ``-o``."""
-        return [layer.to_plan_entry() for layer in self.layers]
+        return [layer.plan_entry for layer in self.layers]
 
     def format_lines(self, *, width: int = 100, picture: bool = True) -> list[str]:
         """For people: a row for each layer, or for several that keep the same, in `width` columns."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from .._util.text import suggest
 from ..errors import KvmnnError
+from ..files.schema import Record
 from .h2o_blocks import H2OBlocks, H2OEngine
 from .heavy_hitter import H2ODecayed, H2ODecayedHeads, H2OHeads, H2OTokens, ObservedAttention
 from .key_norm import KNorm, L2Fixed, L2Ratio
@@ -16,7 +17,7 @@ from .streaming import RecentOnly, Streaming, StreamingPress
 
 
 @dataclass(frozen=True, kw_only=True)
-class LabelledPolicy:
+class LabelledPolicy(Record):
     """A policy as results name it.
 
     Parameters
@@ -29,9 +30,14 @@ class LabelledPolicy:
         The options that were asked for.
     """
 
+    json_keys = "label policy=policy.name options preset seed_method positions"
+
     policy: Policy = field(default_factory=FullCache)
     label: str = FullCache.name
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict, metadata={"convert": lambda o: convert_options_to_json(o)})
+    preset: ClassVar = None
+    seed_method: ClassVar = None
+    positions: ClassVar = "true"
 
     @classmethod
     def from_policy(cls, policy: Policy) -> Self:
@@ -41,17 +47,6 @@ class LabelledPolicy:
             if entry.repr and entry.init and getattr(policy, entry.name) != entry.default:
                 changed_options[entry.name] = getattr(policy, entry.name)
         return cls(policy=policy, label=format_label(type(policy), changed_options), options=changed_options)
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON has it: the form of an evaluation's configurations."""
-        return {
-            "label": self.label,
-            "policy": self.policy.name,
-            "options": convert_options_to_json(self.options),
-            "preset": None,
-            "seed_method": None,
-            "positions": "true",
-        }
 
 
 def format_label(policy: type[Policy], options: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -33,7 +33,7 @@ from ..arrays.source import Source
 from ..bundle.passthrough import TOKEN_IDS_NAME
 from ..dtypes import PARTS, Elements, Indices, Positions, parse_dtype
 from ..errors import KvmnnError, ManifestError, OptionError, SourceError
-from ..files.schema import parse_document
+from ..files.schema import Record, parse_document
 from ..formats.llama import NO_TOKEN
 from ..formats.mnn import PackResult, UnpackResult, pack, unpack
 from ..formats.mnn.prefix_writer import PrefixWriteOptions
@@ -248,7 +248,7 @@ def _make_layer_cache(
 
 
 @dataclass(frozen=True, kw_only=True)
-class GetResult:
+class GetResult(Record):
     """A stored prefix that was written to files.
 
     Parameters
@@ -261,17 +261,14 @@ class GetResult:
         The files.
     """
 
+    json_keys = "tokens asked dtype others missing **written"
+
     tokens: int
     asked: int
     dtype: str | None
     others: Mapping[str, int]
     written: PackResult | UnpackResult
     missing: tuple[str, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the result as JSON values."""
-        stored = {"dtype": self.dtype, "others": dict(self.others), "missing": list(self.missing)}
-        return {"tokens": self.tokens, "asked": self.asked, **stored, **self.written.to_dict()}
 
     def __str__(self) -> str:
         num_remaining = self.asked - self.tokens

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from .._util.text import compute_ratio, escape_control, format_rate, pluralize, shorten_names
 from ..arrays.completeness import Completeness
 from ..arrays.layer_cache import LayerCache
 from ..arrays.opaque_state import OpaqueState
+from ..files.schema import Record, json_key
 from .namespace import Ids
 
 
@@ -84,7 +84,7 @@ class StoreSession:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PutResult:
+class PutResult(Record):
     """Result of a put.
 
     Parameters
@@ -126,10 +126,6 @@ class PutResult:
     notes: tuple[str, ...] = ()
     outage: bool = False
 
-    def to_dict(self) -> dict[str, Any]:
-        """The result as JSON values."""
-        return asdict(self) | {"notes": list(self.notes)}
-
     def __str__(self) -> str:
         text = f"{pluralize(self.tokens, 'token')}: all of them were stored already"
         if self.stored_tokens < self.tokens:
@@ -151,7 +147,7 @@ class PutResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoreExportResult:
+class StoreExportResult(Record):
     """Result of an export.
 
     Parameters
@@ -172,16 +168,12 @@ class StoreExportResult:
     dtype: str
     others: Mapping[str, int] = field(default_factory=dict)
 
-    def to_dict(self) -> dict[str, Any]:
-        """The result as JSON values."""
-        return asdict(self)
-
     def __str__(self) -> str:
         return f"{self.output}: {pluralize(self.tokens, 'token')}, {self.bytes:,} bytes, LOSSLESS (checksums compared)"
 
 
 @dataclass(frozen=True, kw_only=True)
-class CleanupResult:
+class CleanupResult(Record):
     """Result of a deletion or a garbage collection.
 
     Parameters
@@ -209,10 +201,6 @@ class CleanupResult:
     kept: str = ""
     dtypes: tuple[str, ...] = ()
     foreign: tuple[str, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """The result as JSON values."""
-        return asdict(self) | {"dtypes": list(self.dtypes), "foreign": list(self.foreign)}
 
     def __str__(self) -> str:
         text = f"removed {pluralize(self.units, 'unit')}, {self.bytes:,} bytes{_format_dtypes(self.dtypes)}"
@@ -250,7 +238,7 @@ def explain_kept_part(num_removed: int, num_left: int, *, is_pinned: bool) -> st
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoreVerifyResult:
+class StoreVerifyResult(Record):
     """Result of a verification.
 
     Parameters
@@ -279,11 +267,6 @@ class StoreVerifyResult:
     beside: tuple[str, ...] = ()
     anew: tuple[str, ...] = ()
 
-    def to_dict(self) -> dict[str, Any]:
-        """The result as JSON values."""
-        lines = {"damaged": list(self.damaged), "beside": list(self.beside), "anew": list(self.anew)}
-        return asdict(self) | lines
-
     def __str__(self) -> str:
         summary = (
             f"{pluralize(self.units, 'unit')}, {self.tokens:,} tokens, {self.bytes:,} "
@@ -304,7 +287,7 @@ MAX_LAST_IDS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoreEntry:
+class StoreEntry(Record):
     """A stored sequence that is not the prefix of a longer one.
 
     Parameters
@@ -334,10 +317,6 @@ class StoreEntry:
     last_ids: tuple[int, ...] = ()
     is_complete: bool = True
 
-    def to_dict(self) -> dict[str, Any]:
-        """The entry as JSON values."""
-        return asdict(self) | {"last_ids": list(self.last_ids)}
-
     def __str__(self) -> str:
         return self.format_line(shorten_names([self.model])[self.model])
 
@@ -351,7 +330,7 @@ class StoreEntry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoreListing:
+class StoreListing(Record):
     """The stored sequences, the most recently used first.
 
     Parameters
@@ -365,10 +344,6 @@ class StoreListing:
     texts: tuple[StoreEntry, ...]
     bytes: int = 0
 
-    def to_dict(self) -> dict[str, Any]:
-        """The result as JSON values."""
-        return {"texts": [entry.to_dict() for entry in self.texts], "bytes": self.bytes}
-
     def __str__(self) -> str:
         names = shorten_names(entry.model for entry in self.texts)
         lines = [entry.format_line(names[entry.model]) for entry in self.texts]
@@ -379,7 +354,7 @@ class StoreListing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MatchResult:
+class MatchResult(Record):
     """Length of the stored prefix of a sequence.
 
     Parameters
@@ -397,16 +372,12 @@ class MatchResult:
     notes: tuple[str, ...] = ()
     outage: bool = False
 
-    def to_dict(self) -> dict[str, Any]:
-        """The result as JSON values."""
-        return asdict(self) | {"notes": list(self.notes)}
-
     def __str__(self) -> str:
         return str(self.tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PinResult:
+class PinResult(Record):
     """Result of `pin` and `unpin`.
 
     Parameters
@@ -424,10 +395,6 @@ class PinResult:
     was_pinned: bool
     dtypes: tuple[str, ...]
 
-    def to_dict(self) -> dict[str, Any]:
-        """The result as JSON values."""
-        return asdict(self) | {"dtypes": list(self.dtypes)}
-
     def __str__(self) -> str:
         state_text = "pinned" if self.pinned else "not pinned"
         unchanged_text = " as before" if self.pinned == self.was_pinned else ""
@@ -435,7 +402,7 @@ class PinResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoreStats:
+class StoreStats(Record):
     """Contents of a store, and hits of this object.
 
     Parameters
@@ -469,22 +436,22 @@ class StoreStats:
     pinned: int
     sessions: int
     codec: str
-    asked_tokens: int
-    found_tokens: int
+    asked_tokens: int = field(metadata={"json": False})
+    found_tokens: int = field(metadata={"json": False})
     states: int = 0
 
-    def to_dict(self) -> dict[str, Any]:
-        """The result as JSON values."""
-        document = asdict(self) | {"models": list(self.models), "ratio": compute_ratio(self.raw_bytes, self.bytes)}
-        return {name: value for name, value in document.items() if name not in ("asked_tokens", "found_tokens")}
+    @property
+    @json_key()
+    def ratio(self) -> float:
+        """Raw over stored bytes."""
+        return compute_ratio(self.raw_bytes, self.bytes)
 
     def __str__(self) -> str:
-        size_ratio = compute_ratio(self.raw_bytes, self.bytes)
         lines = [
             f"{pluralize(self.texts, 'text')}: {pluralize(self.units, 'unit')}, "
             f"{pluralize(self.blocks, 'whole block')}, "
             f"{self.tokens:,} tokens{_format_states(self.states)}",
-            f"  {self.raw_bytes:,} -> {self.bytes:,} bytes" + (f", ratio {size_ratio:.4f}" if self.bytes else ""),
+            f"  {self.raw_bytes:,} -> {self.bytes:,} bytes" + (f", ratio {self.ratio:.4f}" if self.bytes else ""),
             f"  index {self.index_bytes:,} bytes, {self.pinned:,} pinned, {pluralize(self.sessions, 'session')}, codec "
             f"{self.codec}",
         ]

@@ -22,16 +22,16 @@ def test_lengths_are_all_that_is_asked_for():
         raise AssertionError("keys were read")
 
     kept = plan_layer(create_policy("streaming", sink=2, budget=5), 0, 12, 768, never)
-    assert kept.to_plan_entry() == {"layer": 0, "remove": 12, "pairs": [[0, 2], [9, 3]]}
+    assert kept.plan_entry == {"layer": 0, "remove": 12, "pairs": [[0, 2], [9, 3]]}
     assert (kept.tokens_after, kept.bytes_after) == (5, 320)
     skipped = plan_layer(create_policy("knorm", budget=5, skip_layers=(1,)), 1, 12, 768, never)
-    assert skipped.skipped and skipped.to_plan_entry() == {"layer": 1, "remove": 0, "pairs": []}
+    assert skipped.skipped and skipped.plan_entry == {"layer": 1, "remove": 0, "pairs": []}
 
 
 def test_heads_that_keep_their_own():
     kept = planned("knorm", budget=5)
     rows = [sorted(np.argsort(row)[:5].tolist()) for row in NORMS]
-    entry = kept.to_plan_entry()
+    entry = kept.plan_entry
     assert "pairs" not in entry and entry["remove"] == 12
     for runs, row in zip(entry["heads"], rows, strict=True):
         assert [token for begin, size in runs for token in range(begin, begin + size)] == row
@@ -41,9 +41,9 @@ def test_heads_that_keep_their_own():
 def test_heads_that_agree_are_one_set():
     one = planned("knorm", budget=5, norms=NORMS[:1])
     same = planned("knorm", budget=5, norms=NORMS[[0, 0]])
-    assert one.to_plan_entry() == same.to_plan_entry() and "pairs" in one.to_plan_entry()
+    assert one.plan_entry == same.plan_entry and "pairs" in one.plan_entry
     latest = planned("l2_fixed", budget=4, recent_ratio=1.0, skip_layers=())
-    assert latest.to_plan_entry()["pairs"] == [[8, 4]]
+    assert latest.plan_entry["pairs"] == [[8, 4]]
 
 
 def test_tokens_that_do_not_lie_in_the_order_of_the_text():

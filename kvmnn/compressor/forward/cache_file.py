@@ -20,7 +20,7 @@ from ...bundle.passthrough import POSITIONS_NAME
 from ...dtypes import Positions
 from ...errors import KvmnnError, ManifestError, OptionError, SourceError
 from ...files.atomic import FileOutput
-from ...files.schema import JsonReader, parse_document, read_bounded
+from ...files.schema import JsonReader, Record, parse_document, read_bounded
 from ...formats import find_array_format, registry
 from ...formats.options import ReadOptions
 from ...formats.sidecars import PositionsSidecar, is_dump_kv_folder, read_positions_sidecar
@@ -142,8 +142,10 @@ _REFUSED_REASONS = ("factor", "no_text_mlp", "factor_not_trained", "empty", "dis
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompressFileResult:
+class CompressFileResult(Record):
     """A compressed cache that was written."""
+
+    json_keys = "output **document axes_text seconds"
 
     #: The three files, `cache` and `weights` without their directories.
     output: str
@@ -171,11 +173,8 @@ class CompressFileResult:
     #: Time taken.
     seconds: float
 
-    def to_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
-        return {"output": self.output, **self.to_document(), "axes_text": self.axes_text, "seconds": self.seconds}
-
-    def to_document(self) -> dict[str, Any]:
+    @property
+    def document(self) -> dict[str, Any]:
         """What stands in the document beside the output, but for the positions."""
         return {
             "label": self.label,
@@ -316,7 +315,7 @@ def compress_source(
         chunks = ((number, array.reshape(-1).view(np.uint8)) for number, array in enumerate(restored_arrays))
         write_file(file, output, infos, chunks, strip_internal_metadata(source.metadata))
         if not file.is_device:
-            file.open_sidecar(SIDECAR_SUFFIX).write(render_sidecar(result.to_document(), spans))
+            file.open_sidecar(SIDECAR_SUFFIX).write(render_sidecar(result.document, spans))
         file.commit()
     return result
 

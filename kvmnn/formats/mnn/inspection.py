@@ -6,11 +6,12 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from ..._util.text import pluralize
-from ...arrays.completeness import build_completeness_document, format_missing
+from ...arrays.completeness import Completeness, format_missing
 from ...errors import SourceError
+from ...files.schema import Record, json_key
 from ...packed.cache_info import (
     CacheInfo,
     build_cache_document,
@@ -35,8 +36,10 @@ _KIND_DESCRIPTIONS = {"prefix": "MNN prefix cache", "live": "live files of an MN
 
 
 @dataclass(frozen=True)
-class ResolvedCacheInfo:
+class ResolvedCacheInfo(Record):
     """Packed files of which everything is known."""
+
+    json_keys = "**_files_document notes=reader.notes cache padded_bytes completeness layers states"
 
     #: The files, what they hold, and what of that was inferred.
     reader: PackedCacheReader
@@ -46,11 +49,33 @@ class ResolvedCacheInfo:
         """What was found."""
         return self.reader.files
 
-    def to_dict(self) -> dict[str, Any]:
-        """The result as JSON values."""
-        files, info = self.reader.files, self.reader.info
-        layers = []
-        for file_pair, layer in zip(files.layers, info.layers, strict=True):
+    @property
+    def _files_document(self) -> dict[str, Any]:
+        return _build_document(self.files)
+
+    @property
+    @json_key(convert=build_cache_document)
+    def cache(self) -> CacheInfo:
+        """What they hold."""
+        return self.reader.info
+
+    @property
+    def padded_bytes(self) -> int:
+        """Bytes of all files that belong to no token."""
+        info = self.reader.info
+        return info.file_bytes - info.state_bytes - info.live_bytes
+
+    @property
+    @json_key(omit=True)
+    def completeness(self) -> Completeness | None:
+        """The state of the model that they contain, where that is known."""
+        return self.reader.completeness
+
+    @property
+    def layers(self) -> list[dict[str, Any]]:
+        """Each layer's files as JSON values."""
+        info, layers = self.reader.info, []
+        for file_pair, layer in zip(self.files.layers, info.layers, strict=True):
             live_bytes, total_bytes = sum(info.count_live_bytes(layer)), file_pair.key_bytes + file_pair.value_bytes
             layers.append(
                 {
@@ -63,15 +88,13 @@ class ResolvedCacheInfo:
                     "padded_bytes": total_bytes - live_bytes,
                 }
             )
-        return {
-            **_build_document(files),
-            "notes": list(self.reader.notes),
-            "cache": build_cache_document(info),
-            "padded_bytes": info.file_bytes - info.state_bytes - info.live_bytes,
-            **build_completeness_document(self.reader.completeness),
-            "layers": layers,
-            **({"states": [vars(state) for state in files.states]} if files.states else {}),
-        }
+        return layers
+
+    @property
+    @json_key(omit=True)
+    def states(self) -> list[dict[str, Any]] | None:
+        """Files of layers without K and V as JSON values."""
+        return [vars(state) for state in self.files.states] or None
 
     def __str__(self) -> str:
         files, info = self.reader.files, self.reader.info
@@ -95,8 +118,10 @@ class ResolvedCacheInfo:
 
 
 @dataclass(frozen=True)
-class UnresolvedCacheInfo:
+class UnresolvedCacheInfo(Record):
     """Packed files of which something is not known that they do not say themselves."""
+
+    json_keys = "**_files_document cache not_known=reason possible=_match_documents choices layers=_file_documents"
 
     #: What was found.
     files: PackedFiles
@@ -106,24 +131,26 @@ class UnresolvedCacheInfo:
     possible_matches: Sequence[LayoutMatch]
     #: Options that would say what is not known, the likeliest first.
     choices: Sequence[str] = ()
+    cache: ClassVar = None
 
-    def to_dict(self) -> dict[str, Any]:
-        """The result as JSON values."""
-        return {
-            **_build_document(self.files),
-            "cache": None,
-            "not_known": self.reason,
-            "possible": [
-                {
-                    "backends": match.backends.split("/"),
-                    "layout": describe_layout(match.layout),
-                    "capacities": list(match.capacities),
-                }
-                for match in self.possible_matches
-            ],
-            "choices": list(self.choices),
-            "layers": [vars(file_pair) for file_pair in self.files.layers],
-        }
+    @property
+    def _files_document(self) -> dict[str, Any]:
+        return _build_document(self.files)
+
+    @property
+    def _match_documents(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "backends": match.backends.split("/"),
+                "layout": describe_layout(match.layout),
+                "capacities": list(match.capacities),
+            }
+            for match in self.possible_matches
+        ]
+
+    @property
+    def _file_documents(self) -> list[dict[str, Any]]:
+        return [vars(file_pair) for file_pair in self.files.layers]
 
     def __str__(self) -> str:
         lines = [*_format_heading(self.files), f"  not known: {self.reason}"]
@@ -137,7 +164,7 @@ class UnresolvedCacheInfo:
 
 
 @dataclass(frozen=True)
-class PackedInspectionReport:
+class PackedInspectionReport(Record):
     """What the packed files at a path are: one cache, or the prefix caches of a directory.
 
     Parameters
@@ -148,19 +175,20 @@ class PackedInspectionReport:
         In the order of their names.
     """
 
+    json_keys = "input=path kind prefixes=caches"
+
     path: str
     caches: tuple[ResolvedCacheInfo | UnresolvedCacheInfo, ...]
+    kind: ClassVar = "prefix caches"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as JSON values: of the one cache, or of all prefixes."""
+        return self.caches[0].to_dict() if len(self.caches) == 1 else super().to_dict()
 
     @property
     def is_loadable(self) -> bool:
         """Whether the engine would load all of them; live files are not loaded."""
         return not any(cache.files.refusals for cache in self.caches)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The result as JSON values: of the one cache, or of all prefixes."""
-        if len(self.caches) == 1:
-            return self.caches[0].to_dict()
-        return {"input": self.path, "kind": "prefix caches", "prefixes": [cache.to_dict() for cache in self.caches]}
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.caches))

@@ -72,8 +72,10 @@ class CaseRuns(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SuiteResult:
+class SuiteResult(Record):
     """All cases of a run."""
+
+    json_keys = "**round_summary cases=_case_documents notes"
 
     #: Their rows, as the files have them.
     round_summary: RoundSummary
@@ -89,11 +91,9 @@ class SuiteResult:
         """Whether all cases passed."""
         return self.round_summary.has_passed
 
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
-        document = self.round_summary.to_dict()
-        cases = [{**case.to_dict(), "stamp": self.stamp_by_case.get(case.case, "")} for case in self.cases]
-        return {**document, "cases": cases, "notes": list(self.notes)}
+    @property
+    def _case_documents(self) -> list[dict[str, Any]]:
+        return [{**case.to_dict(), "stamp": self.stamp_by_case.get(case.case, "")} for case in self.cases]
 
     def __str__(self) -> str:
         width = min(shutil.get_terminal_size((80, 24)).columns, 100)

@@ -334,8 +334,15 @@ class LayerScores:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class LayerPlan:
+class LayerPlan(Record):
     """The plan of one layer."""
+
+    json_keys = (
+        "**plan_entry name tokens=plan.kv_len blocks=plan.keep.size tokens_after=plan.num_final_tokens "
+        "evicted=plan.num_evicted target=plan.target_before_floor floor_tokens=plan.floor_tokens "
+        "floor_dominates=plan.floor_dominates quantized_keep=plan.quantized_keep keep_ratio=_keep_ratio "
+        "lossy_ratio=_lossy_ratio lossy_ratio_of=_ratio_basis keep=_keep_map"
+    )
 
     #: Its number, and where its scores came from.
     layer: int
@@ -343,30 +350,24 @@ class LayerPlan:
     #: What stays.
     plan: BlockPlan
 
-    def to_plan_entry(self) -> dict[str, Any]:
+    @property
+    def plan_entry(self) -> dict[str, Any]:
         """What `kvmnn mnn compact --plan` reads of a layer."""
         pairs = [list(pair) for pair in self.plan.reserve_pairs]
         return {"layer": self.layer, "remove": self.plan.window_tokens, "pairs": pairs}
 
-    def to_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
-        layer_plan = self.plan
-        return {
-            **self.to_plan_entry(),
-            "name": self.name,
-            "tokens": layer_plan.kv_len,
-            "blocks": layer_plan.keep.size,
-            "tokens_after": layer_plan.num_final_tokens,
-            "evicted": layer_plan.num_evicted,
-            "target": layer_plan.target_before_floor,
-            "floor_tokens": layer_plan.floor_tokens,
-            "floor_dominates": layer_plan.floor_dominates,
-            "quantized_keep": layer_plan.quantized_keep,
-            "keep_ratio": float(layer_plan.keep_ratio),
-            "lossy_ratio": float(layer_plan.lossy_ratio),
-            "lossy_ratio_of": self._ratio_basis,
-            "keep": "".join("1" if is_kept else "0" for is_kept in layer_plan.keep | (layer_plan.num_evicted == 0)),
-        }
+    @property
+    def _keep_ratio(self) -> float:
+        return float(self.plan.keep_ratio)
+
+    @property
+    def _lossy_ratio(self) -> float:
+        return float(self.plan.lossy_ratio)
+
+    @property
+    def _keep_map(self) -> str:
+        is_unchanged = self.plan.num_evicted == 0
+        return "".join("1" if is_kept or is_unchanged else "0" for is_kept in self.plan.keep)
 
     def format_lines(self, config: H2OConfig) -> list[str]:
         """What stays, and the pairs as `kvmnn mnn compact` takes them; without the picture."""
@@ -443,7 +444,7 @@ class LayerPlans(Record):
 
     def to_plan_entries(self) -> list[dict[str, Any]]:
         """What `kvmnn mnn compact --plan` reads."""
-        return [layer.to_plan_entry() for layer in self.layers]
+        return [layer.plan_entry for layer in self.layers]
 
     def format_lines(self, *, width: int = 100, picture: bool = True) -> list[str]:
         """For people: each layer's figures, pairs and, unless `picture` is False, its blocks in `width` columns."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..._util.text import pluralize
 from ...errors import KvmnnError, SourceError
+from ...files.schema import Record
 from . import page_sections, renderers, verdict
 from .blocks import Section, VerdictBlock
 from .inputs import ReportInputs, read_inputs
@@ -22,7 +23,7 @@ _DETAIL_LEVELS = ((100, 150), (40, 60), (20, 25), (8, 10), (2, 5))
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(Record):
     """A report.
 
     Attributes
@@ -34,6 +35,11 @@ class Report:
     input_files, ignored_files
         What was read; what was there and was not taken, with the reasons.
     """
+
+    json_keys = (
+        "title verdict=verdict.word said=verdict.summary cases=_case_documents notes=verdict.notes "
+        "files=input_files left_out=_ignored_documents"
+    )
 
     title: str
     verdict: VerdictBlock
@@ -61,20 +67,16 @@ class Report:
         """For a pull request: verdict, tables and notes; plots are tables."""
         return renderers.render_markdown_page(self.title, self.verdict, self.sections)
 
-    def to_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
+    @property
+    def _case_documents(self) -> dict[str, Any]:
         return {
-            "title": self.title,
-            "verdict": self.verdict.word,
-            "said": self.verdict.summary,
-            "cases": {
-                card.name: {"verdict": card.verdict, "misses": [": ".join(miss) for miss in card.misses]}
-                for card in self.verdict.cases
-            },
-            "notes": list(self.verdict.notes),
-            "files": list(self.input_files),
-            "left_out": [{"file": name, "why": reason} for name, reason in self.ignored_files],
+            card.name: {"verdict": card.verdict, "misses": [": ".join(miss) for miss in card.misses]}
+            for card in self.verdict.cases
         }
+
+    @property
+    def _ignored_documents(self) -> list[dict[str, str]]:
+        return [{"file": name, "why": reason} for name, reason in self.ignored_files]
 
     def __str__(self) -> str:
         return f"{self.verdict.word}: {self.verdict.summary} ({pluralize(len(self.input_files), 'file')})"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from ...dtypes import Elements
 from ...files.schema import Record, json_key
 from ...frames import fnv1a64
 from ...packed.compaction import ReservePair
+
+_OMIT = {"omit": True}
 
 
 def format_hash(number: int) -> str:
@@ -136,7 +137,7 @@ class BlockAppliedEvent(Record):
 
 
 @dataclass(eq=False)
-class CallEvent:
+class CallEvent(Record):
     """Everything that one call did.
 
     Attributes
@@ -159,25 +160,31 @@ class CallEvent:
         As `EmulatedRuntime.list_state_values` and `EmulatedRuntime.report` after the call.
     """
 
+    json_keys = (
+        "call layer index kv=kv_len plan edit shrink block reset=is_reset erased=num_erased restore=restores "
+        "scatter=scatters applied=applied_blocks decode=decodes apply=is_in_scope budget cold=cold_range "
+        "m_token_end=is_token_end state metrics ratio"
+    )
+
     call: int
     layer: int
     index: int = 0
     kv_len: int = 0
-    plan: PlanEvent | None = None
-    edit: EditEvent | None = None
-    is_reset: bool = False
-    num_erased: int = 0
-    restores: list[RestoreEvent] = field(default_factory=list)
-    scatters: list[ScatterEvent] = field(default_factory=list)
-    is_in_scope: bool | None = None
-    budget: int | None = None
-    cold_range: tuple[int, int] | None = None
-    shrink: ShrinkEvent | None = None
-    block: BlockEvent | None = None
-    decodes: list[DecodeEvent] = field(default_factory=list)
-    applied_blocks: list[BlockAppliedEvent] = field(default_factory=list)
+    plan: PlanEvent | None = field(default=None, metadata=_OMIT)
+    edit: EditEvent | None = field(default=None, metadata=_OMIT)
+    is_reset: bool = field(default=False, metadata=_OMIT | {"convert": int})
+    num_erased: int = field(default=0, metadata=_OMIT)
+    restores: list[RestoreEvent] = field(default_factory=list, metadata=_OMIT)
+    scatters: list[ScatterEvent] = field(default_factory=list, metadata=_OMIT)
+    is_in_scope: bool | None = field(default=None, metadata=_OMIT | {"convert": int})
+    budget: int | None = field(default=None, metadata=_OMIT)
+    cold_range: tuple[int, int] | None = field(default=None, metadata=_OMIT)
+    shrink: ShrinkEvent | None = field(default=None, metadata=_OMIT)
+    block: BlockEvent | None = field(default=None, metadata=_OMIT)
+    decodes: list[DecodeEvent] = field(default_factory=list, metadata=_OMIT)
+    applied_blocks: list[BlockAppliedEvent] = field(default_factory=list, metadata=_OMIT)
     is_planned: bool = False
-    is_token_end: bool = False
+    is_token_end: bool = field(default=False, metadata=_OMIT | {"convert": int})
     token_step: int = 0
     state: tuple[int, ...] = ()
     metrics: tuple[int, ...] = ()
@@ -189,26 +196,3 @@ class CallEvent:
         lists = self.restores or self.scatters or self.decodes or self.applied_blocks
         event = self.plan or self.edit or self.shrink or self.block
         return bool(lists or event or self.is_reset or self.num_erased or self.is_planned)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The trace's event, without the fields about live rows."""
-        document: dict[str, Any] = {"call": self.call, "layer": self.layer, "index": self.index, "kv": self.kv_len}
-        for name, single in (("plan", self.plan), ("edit", self.edit), ("shrink", self.shrink), ("block", self.block)):
-            if single is not None:
-                document[name] = single.to_dict()
-        if self.is_reset:
-            document["reset"] = 1
-        if self.num_erased:
-            document["erased"] = self.num_erased
-        for name, events in (("restore", self.restores), ("scatter", self.scatters), ("applied", self.applied_blocks)):
-            if events:
-                document[name] = [event.to_dict() for event in events]
-        if self.decodes:
-            document["decode"] = [event.to_dict() for event in self.decodes]
-        if self.is_in_scope is not None:
-            document["apply"] = int(self.is_in_scope)
-        if self.budget is not None and self.cold_range is not None:
-            document |= {"budget": self.budget, "cold": list(self.cold_range)}
-        if self.is_token_end:
-            document["m_token_end"] = 1
-        return document | {"state": list(self.state), "metrics": list(self.metrics), "ratio": self.ratio}

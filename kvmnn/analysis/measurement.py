@@ -65,6 +65,7 @@ class SizeEntry:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
+        # computed: a limit has four keys and stored frames four, or none; a ratio of theirs may be null
         document: dict[str, Any] = {
             "raw_bytes": self.raw_bytes,
             "simulated_bytes": self.simulated_bytes,
@@ -123,6 +124,7 @@ class SizeReport:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
+        # computed: a tree of layers, parts and lanes out of sums
         meaning = {"simulated": SIMULATED_MEANING}
         if self.has_limits:
             meaning["limit"] = LIMIT_MEANING

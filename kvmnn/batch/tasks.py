@@ -88,6 +88,7 @@ class TaskResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the object of `line`."""
+        # the line is the result: it was made in another process, and journals keep it
         document: dict[str, Any] = json.loads(self.line)
         return document
 

@@ -61,7 +61,7 @@ def _run_order(order: Mapping[str, Any], lines: IO[str]) -> None:
             pending, last = 0, time.monotonic()
 
     try:
-        task = EvaluationTask.from_dict(order["task"])
+        task = EvaluationTask.from_json(order["task"])
         cell_measurer = CellMeasurer(
             order["model"], EvaluationSettings.from_dict(order["settings"]), order.get("start"), is_fresh_process=True
         )

@@ -63,12 +63,17 @@ class MissingCell(Record):
     trace: bool = False
 
 
+def _list_documents(documents: tuple[Document, ...]) -> list[dict[str, Any]]:
+    """All fields with their ids, where the document of a result has the number of tokens."""
+    return [{**vars(document), "ids": document.ids.tolist()} for document in documents]
+
+
 @dataclass(frozen=True)
-class EvaluationTask:
+class EvaluationTask(Record):
     """Cells of one configuration, measured one after the other by one process."""
 
     configuration: Configuration
-    documents: tuple[Document, ...]
+    documents: tuple[Document, ...] = field(metadata={"convert": _list_documents})
     cells: tuple[MissingCell, ...]
 
     @property
@@ -81,28 +86,9 @@ class EvaluationTask:
         """The kind of one of its cells."""
         return next(cell.kind for cell in self.cells if cell.key == key)
 
-    def to_dict(self) -> dict[str, Any]:
-        """As it is handed to a process; `from_dict` is the way back."""
-        return {
-            "configuration": self.configuration.to_dict(),
-            "documents": [
-                {
-                    "name": document.name,
-                    "ids": document.ids.tolist(),
-                    "nbytes": document.nbytes,
-                    "sha256": document.sha256,
-                    "begins_with_bos": document.begins_with_bos,
-                    "requested_tokens": document.requested_tokens,
-                    "scored_from": document.scored_from,
-                }
-                for document in self.documents
-            ],
-            "cells": [cell.to_dict() for cell in self.cells],
-        }
-
     @classmethod
-    def from_dict(cls, document: Mapping[str, Any]) -> EvaluationTask:
-        """A task from `to_dict`."""
+    def from_json(cls, document: Mapping[str, Any]) -> EvaluationTask:
+        """A task from `to_dict`, as it is handed to a process."""
         return cls(
             Configuration.from_dict(document["configuration"]),
             tuple(Document(**{**entry, "ids": np.array(entry["ids"], np.int64)}) for entry in document["documents"]),

@@ -373,6 +373,7 @@ class DemoResult:
 
     def to_dict(self) -> dict[str, Any]:
         """The fork's ``llm_demo_report.json`` with the verdict here, and the gates."""
+        # computed: the keys are those of the fork's file, most of them of three records under names of its own
         limits, baseline, candidate = self.limits, self.baseline, self.candidate
         failed_buckets = [bucket.name for bucket in self.buckets if not bucket.has_passed]
         document = {

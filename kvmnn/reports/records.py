@@ -224,6 +224,7 @@ class ProjectStats(Record):
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it, without what the project does not measure."""
+        # computed: which keys there are depends on what the project measures
         document = super().to_dict()
         if self.refused is not None:
             return {key: document[key] for key in ("evaluation", "label", "refused")}

@@ -273,6 +273,7 @@ class RuntimeMetrics(Record):
 
     def to_dict(self) -> dict[str, Any]:
         """Name to figure; percentiles and layers as objects, None for a ratio of stored bytes where there are none."""
+        # computed: the engine's columns have 1.0 where nothing was stored, and JSON has null
         document = super().to_dict()
         return document if self.has_stored else document | {"lossless_ratio": None, "total_ratio": None}
 

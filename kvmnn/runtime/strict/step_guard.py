@@ -38,7 +38,7 @@ class StrictCallResult(NamedTuple):
 
     def to_dict(self) -> dict[str, int]:
         """Name to figure."""
-        return self._asdict()
+        return self._asdict()  # no record, as it is a tuple
 
     def __str__(self) -> str:
         return (

@@ -40,8 +40,8 @@ class WeightsVerifyResult(Record):
     """Result of verifying a weight file."""
 
     json_keys = (
-        "kind input=path against verdict reasons findings=_finding_documents differences compared_elements=num_compared "
-        "left_out=omitted_biases notices header=file.header bytes=file.size"
+        "kind input=path against verdict reasons findings=_finding_documents differences "
+        "compared_elements=num_compared left_out=omitted_biases notices header=file.header bytes=file.size"
     )
 
     kind: ClassVar = "weights"

@@ -65,42 +65,30 @@ class DenseSizeStats(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class DenseMeasureResult(Record):
-    """What `measure_dense` gives.
-
-    Parameters
-    ----------
-    inputs
-        What was measured.
-    dtypes, tokens
-        Of the layers; the words are measured as they are.
-    sizes_by_layer
-        By number and part.
-    rope
-        How K was taken as rotated, as `--rope` takes it; None where it was not. Where layers differ, each way once.
-    rotated_streams, key_streams
-        Streams of K that turn their rows so, as the others are smaller without that; and all streams of K.
-    left_out
-        Names of arrays that are no K or V of layers.
-    coded_input
-        The inputs, where the words were made of codes.
-    completeness
-        The state of the model that the arrays contain, where that is known.
-    """
+    """What `measure_dense` gives."""
 
     json_keys = (
         "label notes inputs meaning dtypes rotary rope rotated_streams key_streams left_out **coded_input "
         "completeness overall=_overall_document layers=_layer_documents"
     )
 
+    #: What was measured.
     inputs: tuple[str, ...]
+    #: Of the layers; the words are measured as they are.
     dtypes: tuple[str, ...]
     tokens: tuple[int, ...]
+    #: By number and part.
     sizes_by_layer: dict[int, dict[Part, DenseSizeStats]] = field(default_factory=dict)
+    #: How K was taken as rotated, as `--rope` takes it; None where it was not. Where layers differ, each way once.
     rope: str | None = None
+    #: Streams of K that turn their rows so, as the others are smaller without that; and all streams of K.
     rotated_streams: int = 0
     key_streams: int = 0
+    #: Names of arrays that are no K or V of layers.
     left_out: tuple[str, ...] = ()
+    #: The inputs, where the words were made of codes.
     coded_input: CodedInputInfo = field(default_factory=CodedInputInfo)
+    #: The state of the model that the arrays contain, where that is known.
     completeness: Completeness | None = field(default=None, metadata={"omit": True})
     label: ClassVar = LOSSLESS
     meaning: ClassVar = DENSE_SIZES_MEANING

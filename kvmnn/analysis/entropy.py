@@ -220,22 +220,15 @@ _CSV_COLUMNS = ("run_id", "layer", "stage", "seq_start", "tokens", "kv_heads", "
 
 @dataclass(frozen=True, kw_only=True)
 class EntropyReport(Record):
-    """The analyses that were written.
-
-    Attributes
-    ----------
-    output
-        The directory.
-    analysis
-        All rows.
-    skipped
-        Why dumps were left out, and how many.
-    """
+    """The analyses that were written."""
 
     json_keys = "analysis=output tensors=analysis.num_tensors failed=analysis.num_failed skipped"
 
+    #: The directory.
     output: str
+    #: All rows.
     analysis: EntropyAnalysis
+    #: Why dumps were left out, and how many.
     skipped: dict[str, int]
 
     def __str__(self) -> str:

@@ -25,31 +25,21 @@ _DTYPE_BY_ITEMSIZE = {2: "fp16", 4: "fp32"}
 
 @dataclass
 class Fp16ConvertResult(Record):
-    """What became of the dumps.
+    """What became of the dumps."""
 
-    Parameters
-    ----------
-    source, target
-        The two directories.
-    converted, copied
-        fp32 dumps that were rounded, and fp16 dumps that were taken over.
-    skipped
-        fp16 dumps without `allow_fp16`, and those whose output existed.
-    cast_stats
-        What rounding changed in the dumps that were converted.
-    errors
-        One line for each dump that could not be converted.
-    disk_full
-        Whether the disk was full; nothing more was tried then.
-    """
-
+    #: The two directories.
     source: str = field(metadata={"json": False})
     target: str = field(metadata={"key": "to_fp16"})
+    #: fp32 dumps that were rounded, and fp16 dumps that were taken over.
     converted: int = 0
     copied: int = 0
+    #: fp16 dumps without `allow_fp16`, and those whose output existed.
     skipped: int = 0
+    #: What rounding changed in the dumps that were converted.
     cast_stats: CastStats = field(default_factory=lambda: CastStats("fp32", "fp16"), metadata={"key": "cast"})
+    #: One line for each dump that could not be converted.
     errors: list[str] = field(default_factory=list)
+    #: Whether the disk was full; nothing more was tried then.
     disk_full: bool = field(default=False, metadata={"json": False})
 
     @property

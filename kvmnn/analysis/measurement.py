@@ -282,34 +282,25 @@ CODEC_NAME = "fp16_gear_predictive_zstd"
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureResult(Record):
-    """What came out.
-
-    Parameters
-    ----------
-    inputs
-        The directories or files, as the documents call them.
-    options, selection
-        What was asked for and what was found; `selection.skipped` includes what could not be compressed.
-    num_groups, num_chunks
-        Groups of dumps, where dumps are grouped; pieces of K and of V, where they are cut.
-    totals, totals_by_layer
-        Everything, and by layer number.
-    is_stored
-        Whether frames were made too.
-    """
+    """What came out."""
 
     json_keys = (
         "label notes evaluation=_reference_document breakdown=size_report "
         "skipped_files=selection.skip_examples **selection.coded_input completeness"
     )
 
+    #: The directories or files, as the documents call them.
     inputs: list[str]
+    #: What was asked for and what was found; `selection.skipped` includes what could not be compressed.
     options: MeasureOptions
     selection: DumpSelection
+    #: Groups of dumps, where dumps are grouped; pieces of K and of V, where they are cut.
     num_groups: int
     num_chunks: int
+    #: Everything, and by layer number.
     totals: AggregateSizeStats
     totals_by_layer: dict[int, AggregateSizeStats]
+    #: Whether frames were made too.
     is_stored: bool
 
     @property

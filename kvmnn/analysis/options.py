@@ -53,33 +53,24 @@ class NothingSelectedError(KvmnnError):
 
 @dataclass(frozen=True, kw_only=True)
 class Scope:
-    """Which dumps take part.
+    """Which dumps take part."""
 
-    Parameters
-    ----------
-    stage
-        ``"prefill"``, ``"decode"``, or ``"both"``, which keeps any.
-    scope
-        ``"all"`` layers; ``"front_n"``: the first `front_n` (2); ``"layer_range"``: from `layer_start` (2) to
-        `layer_end`, both included, or to the last where that is below 0 (-1); ``"layer_ids"``: those in `layer_ids`.
-        Without it, whichever of these options is given says it; without any of them, all layers.
-    min_seq_len, max_seq_len
-        Tokens that a dump must and may have; 0 for any.
-    strict_fp16
-        Leave fp32 out.
-    to_fp16
-        Round fp32 to fp16 before anything is measured, as the evaluation does; without it fp32 is measured as fp32.
-    """
-
+    #: ``"prefill"``, ``"decode"``, or ``"both"``, which keeps any.
     stage: str = "both"
+    #: ``"all"`` layers; ``"front_n"``: the first `front_n` (2); ``"layer_range"``: from `layer_start` (2) to
+    #: `layer_end`, both included, or to the last where that is below 0 (-1); ``"layer_ids"``: those in `layer_ids`.
+    #: Without it, whichever of these options is given says it; without any of them, all layers.
     scope: str = None  # type: ignore[assignment]  # filled in below, as are the next three
     front_n: int = None  # type: ignore[assignment]
     layer_start: int = None  # type: ignore[assignment]
     layer_end: int = None  # type: ignore[assignment]
     layer_ids: tuple[int, ...] = ()
+    #: Tokens that a dump must and may have; 0 for any.
     min_seq_len: int = 0
     max_seq_len: int = 0
+    #: Leave fp32 out.
     strict_fp16: bool = False
+    #: Round fp32 to fp16 before anything is measured, as the evaluation does; without it fp32 is measured as fp32.
     to_fp16: bool = False
 
     def __post_init__(self) -> None:

@@ -113,44 +113,29 @@ class DumpEntry:
 
 @dataclass
 class DumpSelection:
-    """What a walk found.
+    """What a walk found."""
 
-    Parameters
-    ----------
-    entries
-        In the order of the walk.
-    dumps
-        What tells one dump from another: run ids, or directories.
-    layers
-        Numbers of the layers that were found, whether or not the scope takes them.
-    num_scanned
-        Metadata files (or pairs of arrays) that were looked at.
-    num_rounded
-        Entries of fp32 words that are rounded to fp16, which `Scope.to_fp16` asks for.
-    num_fp32
-        Entries of fp32 words that are measured as they are.
-    skip_counts
-        Why others were left out, in the order in which the reasons came up.
-    skip_examples
-        The first file (or layer) for each of these reasons.
-    coded_input
-        Inputs whose words were made of codes before anything was measured.
-    completeness
-        The state of the model that the arrays contain, where that is known.
-    filter_counts
-        How many were left out silently, by the options that asked for it.
-    """
-
+    #: In the order of the walk.
     entries: list[DumpEntry] = field(default_factory=list)
+    #: What tells one dump from another: run ids, or directories.
     dumps: set[str] = field(default_factory=set)
+    #: Numbers of the layers that were found, whether or not the scope takes them.
     layers: set[int] = field(default_factory=set)
+    #: Metadata files (or pairs of arrays) that were looked at.
     num_scanned: int = 0
+    #: Entries of fp32 words that are rounded to fp16, which `Scope.to_fp16` asks for.
     num_rounded: int = 0
+    #: Entries of fp32 words that are measured as they are.
     num_fp32: int = 0
+    #: Why others were left out, in the order in which the reasons came up.
     skip_counts: Counter[str] = field(default_factory=Counter)
+    #: The first file (or layer) for each of these reasons.
     skip_examples: dict[str, str] = field(default_factory=dict)
+    #: Inputs whose words were made of codes before anything was measured.
     coded_input: CodedInputInfo = field(default_factory=CodedInputInfo)
+    #: The state of the model that the arrays contain, where that is known.
     completeness: Completeness | None = None
+    #: How many were left out silently, by the options that asked for it.
     filter_counts: Counter[str] = field(default_factory=Counter)
 
     def require_entries(self) -> None:

@@ -16,23 +16,15 @@ from ..errors import OptionError, SourceError
 
 @dataclass(frozen=True)
 class InputKinds:
-    """Kinds of inputs that a work accepts.
+    """Kinds of inputs that a work accepts."""
 
-    Parameters
-    ----------
-    arrays
-        Files of arrays and caches of engines; folders that are a dump, a prefix cache, live cache files or of vLLM.
-    frames
-        Frames, and folders of frames with their manifest.
-    weights
-        Weight files of KV compressors.
-    match
-        Accept files whose names match this pattern (``*``, ``?``, ``[abc]``) instead, whatever they contain.
-    """
-
+    #: Files of arrays and caches of engines; folders that are a dump, a prefix cache, live cache files or of vLLM.
     arrays: bool = False
+    #: Frames, and folders of frames with their manifest.
     frames: bool = False
+    #: Weight files of KV compressors.
     weights: bool = False
+    #: Accept files whose names match this pattern (``*``, ``?``, ``[abc]``) instead, whatever they contain.
     match: str | None = None
 
     def accepts_file(self, path: str) -> bool:
@@ -69,21 +61,14 @@ class InputPath(NamedTuple):
 
 @dataclass
 class DiscoveryResult:
-    """Result of `find_inputs`.
+    """Result of `find_inputs`."""
 
-    Parameters
-    ----------
-    inputs
-        The inputs, in order.
-    num_ignored, first_ignored
-        Number of other files that are not hidden, and the first of them.
-    num_links
-        Links to folders, which are not followed.
-    """
-
+    #: The inputs, in order.
     inputs: list[InputPath] = field(default_factory=list)
+    #: Number of other files that are not hidden, and the first of them.
     num_ignored: int = 0
     first_ignored: str = ""
+    #: Links to folders, which are not followed.
     num_links: int = 0
 
     def describe_ignored(self, work_name: str) -> Iterator[str]:

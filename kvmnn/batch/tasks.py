@@ -16,44 +16,29 @@ from ..errors import KvmnnError
 
 @dataclass(frozen=True)
 class Task:
-    """Input of one call of the work. It is pickled with its fields.
+    """Input of one call of the work. It is pickled with its fields."""
 
-    Parameters
-    ----------
-    path
-        File or folder; identifies the task, so each is unique in a run.
-    output
-        Common beginning of the names of the files that the work writes, each followed by one of `output_suffixes`; None
-        if it writes nothing.
-    output_suffixes
-        Suffixes of the output files.
-    replace
-        Set by `run_tasks`: whether the work may replace existing output, as only an earlier attempt at this task can
-        have written it.
-    """
-
+    #: File or folder; identifies the task, so each is unique in a run.
     path: str
+    #: Common beginning of the names of the files that the work writes, each followed by one of `output_suffixes`; None
+    #: if it writes nothing.
     output: str | None = None
+    #: Suffixes of the output files.
     output_suffixes: tuple[str, ...] = ("",)
+    #: Set by `run_tasks`: whether the work may replace existing output, as only an earlier attempt at this task can
+    #: have written it.
     replace: bool = False
 
 
 @dataclass(frozen=True)
 class TaskOutcome:
-    """Result of the work on a task, if it is more than a document.
+    """Result of the work on a task, if it is more than a document."""
 
-    Parameters
-    ----------
-    document
-        Any JSON value; None for none.
-    error
-        What failed, in one line; None if nothing did.
-    notes
-        What was inferred or left out.
-    """
-
+    #: Any JSON value; None for none.
     document: Any = None
+    #: What failed, in one line; None if nothing did.
     error: str | None = None
+    #: What was inferred or left out.
     notes: tuple[str, ...] = ()
 
 
@@ -64,21 +49,14 @@ an instance of a class with ``__call__``. What it raises becomes the task's erro
 
 @dataclass(frozen=True)
 class TaskResult:
-    """A task that has ended.
+    """A task that has ended."""
 
-    Parameters
-    ----------
-    path
-        Path of the task.
-    error
-        Why it failed, with its path; None if it did not.
-    line
-        A JSON object without line breaks: ``path``, ``ok``, ``seconds``; and ``error``, ``document`` and ``notes`` if
-        there are any.
-    """
-
+    #: Path of the task.
     path: str
+    #: Why it failed, with its path; None if it did not.
     error: str | None
+    #: A JSON object without line breaks: ``path``, ``ok``, ``seconds``; and ``error``, ``document`` and ``notes`` if
+    #: there are any.
     line: str
 
     @property

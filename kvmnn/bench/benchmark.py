@@ -34,26 +34,18 @@ class Timing(Record):
 
 @dataclass(frozen=True)
 class CodecBenchResult(Record):
-    """One codec on one array.
+    """One codec on one array."""
 
-    Parameters
-    ----------
-    codec, version
-        What was measured.
-    raw_bytes, stored_bytes
-        Before and after.
-    encode, decode
-        Timings; None where the codec failed.
-    error
-        Why there is no result.
-    """
-
+    #: What was measured.
     codec: str
     version: str
+    #: Before and after.
     raw_bytes: int
     stored_bytes: int
+    #: Timings; None where the codec failed.
     encode: Timing | None
     decode: Timing | None
+    #: Why there is no result.
     error: str | None = None
 
     @property
@@ -128,31 +120,23 @@ class CodecBenchResult(Record):
 
 @dataclass(frozen=True)
 class ArrayBenchReport(Record):
-    """All codecs on one array.
-
-    Parameters
-    ----------
-    entropy_ratio
-        The ratio at the order-0 entropy of the byte-split streams: what coders of single bytes could reach. None for
-        data without entropy.
-    sample_bytes
-        How much of the array (its beginning) was measured.
-    missing
-        Packages that are not installed.
-    note
-        Why there are no dense streams; empty where there are.
-    """
+    """All codecs on one array."""
 
     json_keys = "name dtype array_bytes sample_bytes entropy_ratio rounds results=_result_documents missing note"
 
     name: str
     dtype: str
     array_bytes: int
+    #: How much of the array (its beginning) was measured.
     sample_bytes: int
+    #: The ratio at the order-0 entropy of the byte-split streams: what coders of single bytes could reach. None for
+    #: data without entropy.
     entropy_ratio: float | None
     rounds: int
     results: tuple[CodecBenchResult, ...]
+    #: Packages that are not installed.
     missing: tuple[str, ...]
+    #: Why there are no dense streams; empty where there are.
     note: str = ""
 
     def find_dominated(self) -> dict[str, str]:
@@ -214,20 +198,13 @@ class MachineInfo(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class BenchReport(Record):
-    """All codecs on all arrays.
+    """All codecs on all arrays."""
 
-    Parameters
-    ----------
-    machine
-        Where.
-    threads
-        Threads that each codec had.
-    arrays
-        One report for each array.
-    """
-
+    #: Where.
     machine: MachineInfo
+    #: Threads that each codec had.
     threads: int
+    #: One report for each array.
     arrays: tuple[ArrayBenchReport, ...]
 
     def __str__(self) -> str:

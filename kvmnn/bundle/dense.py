@@ -30,21 +30,14 @@ MAX_STREAM_BYTES = (1 << 32) - 1
 
 @dataclass(frozen=True, kw_only=True)
 class DenseOptions:
-    """What dense streams are made with.
+    """What dense streams are made with."""
 
-    Parameters
-    ----------
-    rotary
-        How K was rotated; None encodes K as V is. Wrong parameters cost size only.
-    layer_rotary
-        The same by layer, where layers differ; `rotary` holds for layers that it does not have.
-    token_ids
-        Of the text, from its first token on: where equal tokens come again, equal rows are looked for. None takes those
-        that the cache itself holds, if it does.
-    """
-
+    #: How K was rotated; None encodes K as V is. Wrong parameters cost size only.
     rotary: dense.RopeConfig | None = None
+    #: The same by layer, where layers differ; `rotary` holds for layers that it does not have.
     layer_rotary: Mapping[int, dense.RopeConfig | None] = field(default_factory=dict)
+    #: Of the text, from its first token on: where equal tokens come again, equal rows are looked for. None takes those
+    #: that the cache itself holds, if it does.
     token_ids: Sequence[int] | Indices | None = None
 
     def get_rotary(self, layer: int | None) -> dense.RopeConfig | None:

@@ -572,27 +572,7 @@ def _build_manifest(entries: list[ArrayEntry], options: EncodeOptions, metadata:
 
 @dataclass(frozen=True, kw_only=True)
 class EncodeResult(SizeStats, Record):
-    """Frames that were written.
-
-    Parameters
-    ----------
-    output
-        File or directory; None for a stream.
-    manifest
-        What was written; no file of frames has a name in it where there is no output.
-    is_verified
-        Whether every frame was decoded and compared with its input.
-    seconds
-        Time that it took.
-    cache
-        The packed cache that the arrays were read from, if it was one.
-    dequantised_types
-        Types whose codes the words were made from, before they were encoded.
-    completeness
-        The state of the model that the arrays contain, where that is known.
-    inference_notes
-        What was inferred of packed files, as sentences.
-    """
+    """Frames that were written."""
 
     json_keys = (
         "output label raw_bytes stored_bytes valid_bytes ratio notes seconds effort=manifest.effort "
@@ -601,13 +581,21 @@ class EncodeResult(SizeStats, Record):
         "arrays=_array_documents"
     )
 
+    #: File or directory; None for a stream.
     output: str | None
+    #: What was written; no file of frames has a name in it where there is no output.
     manifest: Manifest
+    #: Whether every frame was decoded and compared with its input.
     is_verified: bool
+    #: Time that it took.
     seconds: float
+    #: The packed cache that the arrays were read from, if it was one.
     cache: CacheInfo | None = field(default=None, metadata={"convert": build_cache_document})
+    #: Types whose codes the words were made from, before they were encoded.
     dequantised_types: tuple[str, ...] = ()
+    #: The state of the model that the arrays contain, where that is known.
     completeness: Completeness | None = field(default=None, metadata={"omit": True})
+    #: What was inferred of packed files, as sentences.
     inference_notes: tuple[str, ...] = ()
 
     @property

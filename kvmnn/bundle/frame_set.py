@@ -29,20 +29,13 @@ _DENSE_MAGIC = b"KVMD"
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeOptions:
-    """How frames become arrays.
+    """How frames become arrays."""
 
-    Parameters
-    ----------
-    dtype
-        What frames without a manifest hold; None takes their container (fp16 or fp32). A manifest knows better.
-    codecs, threads
-        As for `kvmnn.decode`.
-    max_bytes
-        Refuse to decode more raw bytes than this in all; None for no limit.
-    """
-
+    #: What frames without a manifest hold; None takes their container (fp16 or fp32). A manifest knows better.
     dtype: str | None = None
+    #: `codecs`, `threads`: As for `kvmnn.decode`.
     codecs: tuple[str, ...] = CODECS
+    #: Refuse to decode more raw bytes than this in all; None for no limit.
     max_bytes: int | None = None
     threads: int | None = None
 

@@ -35,20 +35,13 @@ from .passthrough import count_valid_bytes, count_valid_bytes_by_array, describe
 
 @dataclass(frozen=True, kw_only=True)
 class RawChunkInfo:
-    """Words that are stored as they are, because no frame of them was smaller.
+    """Words that are stored as they are, because no frame of them was smaller."""
 
-    Parameters
-    ----------
-    dtype
-        Of the words.
-    raw_bytes
-        Their size.
-    entropy
-        Mean order-0 entropy of their streams in bits for each byte: what a frame could have reached.
-    """
-
+    #: Of the words.
     dtype: str
+    #: Their size.
     raw_bytes: int
+    #: Mean order-0 entropy of their streams in bits for each byte: what a frame could have reached.
     entropy: float
 
     def __str__(self) -> str:
@@ -57,17 +50,11 @@ class RawChunkInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class DenseChunkInfo:
-    """A dense stream of a bundle.
+    """A dense stream of a bundle."""
 
-    Parameters
-    ----------
-    info
-        What it says of itself.
-    entropy
-        Mean order-0 entropy of the byte lanes of its words in bits for each byte.
-    """
-
+    #: What it says of itself.
     info: dense.DenseInfo
+    #: Mean order-0 entropy of the byte lanes of its words in bits for each byte.
     entropy: float
 
     def __str__(self) -> str:
@@ -179,19 +166,7 @@ class BareFrameInfo(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class BareSequenceInfo(Record):
-    """Frames one after another, without a manifest.
-
-    Parameters
-    ----------
-    path
-        The file.
-    entry
-        The array of all their words: its name is the file's, its shape unknown.
-    frames
-        Their accounts, in order.
-    unknown_properties
-        What nothing says, for people.
-    """
+    """Frames one after another, without a manifest."""
 
     json_keys = (
         "input=path kind dtype=entry.dtype raw_bytes=entry.nbytes stored_bytes=entry.stored_bytes ratio "
@@ -200,9 +175,13 @@ class BareSequenceInfo(Record):
 
     kind: ClassVar = "frames"
 
+    #: The file.
     path: str
+    #: The array of all their words: its name is the file's, its shape unknown.
     entry: ArrayEntry
+    #: Their accounts, in order.
     frames: tuple[FrameInfo, ...]
+    #: What nothing says, for people.
     unknown_properties: str
 
     @property
@@ -267,22 +246,7 @@ class ArrayFramesInfo(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class BundleInfo(SizeStats, Record):
-    """Frames with a manifest: arrays, and streams added up.
-
-    Parameters
-    ----------
-    path
-        What was opened.
-    manifest
-        Its manifest.
-    arrays
-        In order.
-    streams
-        Totals by container and stream, e.g. ``"fp16 hi"``; ``"fp16 raw"`` for words stored raw, ``"fp16 dense"`` for
-        dense streams.
-    cache
-        The packed cache that the arrays were read from, if the manifest says so.
-    """
+    """Frames with a manifest: arrays, and streams added up."""
 
     json_keys = (
         "input=path kind raw_bytes stored_bytes valid_bytes ratio entropy_ratio notes "
@@ -292,10 +256,16 @@ class BundleInfo(SizeStats, Record):
 
     kind: ClassVar = "bundle"
 
+    #: What was opened.
     path: str
+    #: Its manifest.
     manifest: Manifest
+    #: In order.
     arrays: tuple[ArrayFramesInfo, ...]
+    #: Totals by container and stream, e.g. ``"fp16 hi"``; ``"fp16 raw"`` for words stored raw, ``"fp16 dense"`` for
+    #: dense streams.
     streams: dict[str, StreamStats]
+    #: The packed cache that the arrays were read from, if the manifest says so.
     cache: CacheInfo | None = field(default=None, metadata={"convert": build_cache_document})
 
     @property

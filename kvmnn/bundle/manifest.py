@@ -188,34 +188,23 @@ SCHEMA_VERSION_BY_KIND: Final[dict[StorageKind, int]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class FrameEntry(Record):
-    """Where a frame, or what stands for one, lies and what it must be.
+    """Where a frame, or what stands for one, lies and what it must be."""
 
-    Parameters
-    ----------
-    file
-        Name relative to the manifest's directory.
-    offset, bytes
-        Its range in the file, in bytes.
-    raw_bytes
-        Bytes it decodes to.
-    sha256
-        Of the frame; None when there is no manifest.
-    stored
-        ``"raw"`` where the words themselves lie there, little-endian, because no frame of them was smaller;
-        ``"dense"`` where it is a dense stream (docs/format-v2.md).
-    axes
-        Of a dense stream: how the last three axes of its array lie in memory; None for all others.
-    rope
-        Of a dense stream of K: how it was said to be rotated, as ``--rope`` takes it; None where nobody said.
-    """
-
+    #: Name relative to the manifest's directory.
     file: str
+    #: Its range in the file, in bytes.
     offset: int
     bytes: int
+    #: Bytes it decodes to.
     raw_bytes: int
+    #: Of the frame; None when there is no manifest.
     sha256: str | None
+    #: ``"raw"`` where the words themselves lie there, little-endian, because no frame of them was smaller; ``"dense"``
+    #: where it is a dense stream (docs/format-v2.md).
     stored: StorageKind = field(default="frame", metadata={"omit": True})
+    #: Of a dense stream: how the last three axes of its array lie in memory; None for all others.
     axes: Axes | None = field(default=None, metadata={"omit": True})
+    #: Of a dense stream of K: how it was said to be rotated, as ``--rope`` takes it; None where nobody said.
     rope: str | None = field(default=None, metadata={"omit": True})
 
     @property
@@ -236,22 +225,15 @@ class FrameEntry(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class ArrayEntry(ArrayInfo, Record):
-    """An array and its frames, in order.
-
-    Parameters
-    ----------
-    sha256
-        Of the raw bytes: little-endian words in memory order. None when there is no manifest.
-    frames
-        Joined, they decode to the raw bytes.
-    shared
-        Whether its frames may be those of other arrays, which must say so as well.
-    """
+    """An array and its frames, in order."""
 
     json_keys = "name shape dtype array_dtype order raw_bytes=nbytes stored_bytes sha256 frames element=_element shared"
 
+    #: Of the raw bytes: little-endian words in memory order. None when there is no manifest.
     sha256: str | None
+    #: Joined, they decode to the raw bytes.
     frames: tuple[FrameEntry, ...]
+    #: Whether its frames may be those of other arrays, which must say so as well.
     shared: bool = field(default=False, metadata={"omit": True})
 
     @property
@@ -267,27 +249,20 @@ class ArrayEntry(ArrayInfo, Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What made the frames, and what they hold.
-
-    Parameters
-    ----------
-    metadata
-        Text that came with the arrays (``__metadata__`` of a ``.safetensors`` file).
-    effort, codecs, predictors
-        Of frames, and what they are made with where dense streams become such again; None and none where there are
-        dense streams alone, of which nothing of that was said.
-    hi_predictors
-        None where they are those of `predictors`.
-    """
+    """What made the frames, and what they hold."""
 
     kvmnn_version: str
     zstd_version: str
     zstd_byte_exact: bool
+    #: Of frames, and what they are made with where dense streams become such again; None and none where there are dense
+    #: streams alone, of which nothing of that was said.
     effort: str | None
     codecs: tuple[str, ...]
     predictors: tuple[str, ...]
+    #: None where they are those of `predictors`.
     hi_predictors: tuple[str, ...] | None
     arrays: tuple[ArrayEntry, ...]
+    #: Text that came with the arrays (``__metadata__`` of a ``.safetensors`` file).
     metadata: dict[str, str] = field(default_factory=dict)
 
     @property

@@ -144,54 +144,37 @@ DIFFERS = "DIFFERS"
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyResult(Record):
-    """What decoding frames again has shown.
+    """What decoding frames again has shown."""
 
-    Parameters
-    ----------
-    input
-        The frames.
-    against
-        The original they were compared with; empty if none was given.
-    proof
-        ``"bytes"``: all bytes were compared; ``"sha256"``: the hashes of the manifest; None: nothing to compare with.
-    difference
-        The first one, if there is one.
-    raw_bytes, stored_bytes
-        Of all arrays and of all frames.
-    room_bytes
-        Of all arrays, behind the valid tokens.
-    arrays, frames, dense_streams, raw_pieces
-        How many; raw pieces are words that are stored as they are.
-    seconds
-        Time that it took.
-    unknown_properties
-        What nothing says of several frames without a manifest, for people; else empty.
-    restored_file_name
-        The name of the file that the frames were made from, where it was put together again and its hash compared.
-    notes
-        What changes the meaning of the ratio, in lines.
-    compared
-        What was compared with the original, for people.
-    left_out
-        What of packed files the frames do not keep, as a sentence; empty for nothing.
-    """
-
+    #: The frames.
     input: str
+    #: The original they were compared with; empty if none was given.
     against: tuple[str, ...]
+    #: ``"bytes"``: all bytes were compared; ``"sha256"``: the hashes of the manifest; None: nothing to compare with.
     proof: Literal["bytes", "sha256"] | None
+    #: The first one, if there is one.
     difference: BundleDifference | None
+    #: Of all arrays and of all frames.
     raw_bytes: int
     stored_bytes: int
+    #: What changes the meaning of the ratio, in lines.
     notes: tuple[str, ...] = ()
+    #: What was compared with the original, for people.
     compared: str = field(default="every byte", metadata={"json": False})
+    #: How many; raw pieces are words that are stored as they are.
     arrays: int
     frames: int
     dense_streams: int = 0
     raw_pieces: int = 0
+    #: Time that it took.
     seconds: float
+    #: What nothing says of several frames without a manifest, for people; else empty.
     unknown_properties: str = field(default="", metadata={"json": False})
+    #: The name of the file that the frames were made from, where it was put together again and its hash compared.
     restored_file_name: str = field(default="", metadata={"json": False})
+    #: What of packed files the frames do not keep, as a sentence; empty for nothing.
     left_out: str = field(default="", metadata={"json": False})
+    #: Of all arrays, behind the valid tokens.
     room_bytes: int = field(default=0, metadata={"json": False})
 
     @property

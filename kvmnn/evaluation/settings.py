@@ -36,33 +36,22 @@ class ProjectDefinition(Record):
 
 @dataclass(frozen=True)
 class Configuration(Record):
-    """One line of the table.
+    """One line of the table."""
 
-    Parameters
-    ----------
-    label
-        Its name there.
-    policy
-        ``"full"`` or a name in `kvmnn.policies.POLICIES`.
-    options
-        Arguments of the policy, all that differ from its defaults. A random generator is none of them: each document
-        gets one of its own from the settings' seed.
-    preset
-        The preset it belongs to.
-    definition
-        How that preset's project measured it.
-    positions
-        ``"stored"`` is the classic mistake, for contrast: positions from the stored length.
-    begun
-        Whether it goes on from the start of the evaluation, K and V that were computed elsewhere.
-    """
-
+    #: Its name there.
     label: str
+    #: ``"full"`` or a name in `kvmnn.policies.POLICIES`.
     policy: str = FULL_POLICY
+    #: Arguments of the policy, all that differ from its defaults. A random generator is none of them: each document
+    #: gets one of its own from the settings' seed.
     options: Mapping[str, Any] = field(default_factory=dict)
+    #: The preset it belongs to.
     preset: str | None = None
+    #: How that preset's project measured it.
     definition: ProjectDefinition | None = field(default=None, metadata={"key": "seed_method"})
+    #: ``"stored"`` is the classic mistake, for contrast: positions from the stored length.
     positions: Literal["true", "stored"] = "true"
+    #: Whether it goes on from the start of the evaluation, K and V that were computed elsewhere.
     begun: bool = False
 
     def create_policy(self, seed: Sequence[int] = (0,)) -> Policy:
@@ -186,63 +175,43 @@ def parse_ratios(text: str) -> tuple[float, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSettings(Record):
-    """Settings of an evaluation.
+    """Settings of an evaluation."""
 
-    Parameters
-    ----------
-    tokens
-        Tokens scored of each document.
-    chunk
-        Tokens fed at once.
-    prompt
-        Tokens of the first step, read at once as a prompt; 0 for `chunk` of them. Policies that act on a prompt only
-        need one.
-    deep_from
-        Tokens fed at this position or later are also reported apart; half of `tokens` by default. The tokens of
-        `prompt` are never among them: nothing has been cut yet when they are scored.
-    seed
-        Of the bootstrap and of policies that draw.
-    threads
-        Of onnxruntime, in each process.
-    providers
-        Of onnxruntime.
-    slack
-        Evicted tokens that may stay masked in the buffers before they are cut out, or None (`kvmnn.lm.runner`).
-    packed
-        Backend of the `PackedCache` that holds the cache, or None.
-    frame_dtype
-        Words of the frames of the kept cache: ``"fp16"``, rounded as an engine holds them, or ``"fp32"``, as they are.
-    repeats
-        Of the timed generation; medians are reported.
-    project_definitions
-        Whether configurations of presets are also measured by their projects' definitions (JSON: ``as_seed``).
-    timing
-        Whether TTFT, TPOT and the time of attention are measured.
-    traces
-        Whether memory and live tokens of the first document are recorded over its course.
-    lossless
-        Options of a lossless runtime around the cache, as the engine's JSON has them (`RuntimeConfig.from_engine`), or
-        None for none.
-    prefix_store
-        Prefix store of which beginnings of texts are taken that were scored before, and in which they are put
-        (`kvmnn.evaluation.scoring`); or None. It changes no number but times and the process's peak.
-    """
-
+    #: Tokens scored of each document.
     tokens: int = 2048
+    #: Tokens fed at once.
     chunk: int = 1
+    #: Tokens of the first step, read at once as a prompt; 0 for `chunk` of them. Policies that act on a prompt only
+    #: need one.
     prompt: int = 0
+    #: Tokens fed at this position or later are also reported apart; half of `tokens` by default. The tokens of `prompt`
+    #: are never among them: nothing has been cut yet when they are scored.
     deep_from: int = -1
+    #: Of the bootstrap and of policies that draw.
     seed: int = 0
+    #: Of onnxruntime, in each process.
     threads: int = 1
+    #: Of onnxruntime.
     providers: tuple[str, ...] = ("CPUExecutionProvider",)
+    #: Evicted tokens that may stay masked in the buffers before they are cut out, or None (`kvmnn.lm.runner`).
     slack: int | None = None
+    #: Backend of the `PackedCache` that holds the cache, or None.
     packed: str | None = None
+    #: Words of the frames of the kept cache: ``"fp16"``, rounded as an engine holds them, or ``"fp32"``, as they are.
     frame_dtype: Literal["fp16", "fp32"] = "fp16"
+    #: Of the timed generation; medians are reported.
     repeats: int = 3
+    #: Whether configurations of presets are also measured by their projects' definitions (JSON: ``as_seed``).
     project_definitions: bool = field(default=True, metadata={"key": "as_seed"})
+    #: Whether TTFT, TPOT and the time of attention are measured.
     timing: bool = True
+    #: Whether memory and live tokens of the first document are recorded over its course.
     traces: bool = False
+    #: Options of a lossless runtime around the cache, as the engine's JSON has them (`RuntimeConfig.from_engine`), or
+    #: None for none.
     lossless: Mapping[str, object] | None = field(default=None, metadata={"omit": True})
+    #: Prefix store of which beginnings of texts are taken that were scored before, and in which they are put
+    #: (`kvmnn.evaluation.scoring`); or None. It changes no number but times and the process's peak.
     prefix_store: str | None = field(default=None, metadata={"omit": True})
 
     def __post_init__(self) -> None:

@@ -63,23 +63,15 @@ class MetricRow:
 
 @dataclass(frozen=True, kw_only=True)
 class MetricRows:
-    """The rows of one case.
+    """The rows of one case."""
 
-    Attributes
-    ----------
-    columns
-        Names of the columns.
-    rows
-        At least one.
-    files
-        Where they were read.
-    notes
-        What reading found.
-    """
-
+    #: Names of the columns.
     columns: tuple[str, ...]
+    #: At least one.
     rows: tuple[MetricRow, ...]
+    #: Where they were read.
     files: tuple[str, ...] = ()
+    #: What reading found.
     notes: tuple[str, ...] = field(default=())
 
     def max_value(self, column: str) -> float:

@@ -242,27 +242,7 @@ _STRICT_BASIS = (
 
 @dataclass(frozen=True, kw_only=True)
 class CaseResult(Record):
-    """One case and its verdict.
-
-    Attributes
-    ----------
-    case
-        Its name.
-    analysis
-        The fork's figures and verdict, whatever else was asked for.
-    gates
-        What the verdict here is made of: the fork's gates, or with `strict` the sound ones.
-    checks
-        The hard checks; empty where they were not asked for.
-    strict
-        Which.
-    basis
-        What the verdict rests on, in a sentence, where it is not the fork's.
-    diagnoses
-        What is behind figures that look wrong, in sentences.
-    prompts
-        Where the prompts come from, of runs on a model; empty for logs, which do not tell.
-    """
+    """One case and its verdict."""
 
     json_keys = (
         "case verdict overall_pass=has_passed failure=failure_text strict rows=_num_rows "
@@ -270,13 +250,21 @@ class CaseResult(Record):
         "warnings notes=analysis.rows.notes diagnoses prompts"
     )
 
+    #: Its name.
     case: str
+    #: The fork's figures and verdict, whatever else was asked for.
     analysis: CaseAnalysis
+    #: What the verdict here is made of: the fork's gates, or with `strict` the sound ones.
     gates: tuple[GateResult, ...]
+    #: The hard checks; empty where they were not asked for.
     checks: tuple[GateResult, ...] = ()
+    #: Which.
     strict: bool = False
+    #: What the verdict rests on, in a sentence, where it is not the fork's.
     basis: str = ""
+    #: What is behind figures that look wrong, in sentences.
     diagnoses: tuple[str, ...] = ()
+    #: Where the prompts come from, of runs on a model; empty for logs, which do not tell.
     prompts: str = field(default="", metadata={"omit": True})
 
     @property

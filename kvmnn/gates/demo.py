@@ -36,28 +36,20 @@ _NO_MODEL_MESSAGE = "LLM init error"
 
 @dataclass(frozen=True, kw_only=True)
 class DemoRun:
-    """One prompt.
+    """One prompt."""
 
-    Attributes
-    ----------
-    name, bucket
-        Of the prompt: its file without the suffix, and the digits of ``prompt_<bucket>_<i>``, else ``"other"``.
-    return_code, reason
-        0 and ``"ok"`` where the run counts: it ended well and told tokens and times.
-    prompt_tokens, decode_tokens, prefill_s, decode_s
-        From the JSON line, where it has them, else as printed.
-    metrics
-        The JSON line; empty where there was none.
-    """
-
+    #: Of the prompt: its file without the suffix, and the digits of ``prompt_<bucket>_<i>``, else ``"other"``.
     name: str
     bucket: str
+    #: 0 and ``"ok"`` where the run counts: it ended well and told tokens and times.
     return_code: int
     reason: str
+    #: From the JSON line, where it has them, else as printed.
     prompt_tokens: float
     decode_tokens: float
     prefill_s: float
     decode_s: float
+    #: The JSON line; empty where there was none.
     metrics: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -291,69 +283,47 @@ def order_buckets(names: Iterable[str], first_names: Sequence[str] = ()) -> list
 
 @dataclass(frozen=True, kw_only=True)
 class DemoLimits:
-    """What the prompts must reach.
+    """What the prompts must reach."""
 
-    Attributes
-    ----------
-    decode_drop_target
-        Largest share of the speed that may be lost, over all prompts and in each bucket.
-    require_runtime_decomp, require_decode_cache_hit
-        Some run of the candidate must show it.
-    require_decode_baseline
-        Runs without compression must have a speed.
-    require_bucket_decode_pass
-        Every bucket counts.
-    lossy_target, lossless_target
-        Least mean ratios, which the fork does not ask for; None: no gate.
-    """
-
+    #: Largest share of the speed that may be lost, over all prompts and in each bucket.
     decode_drop_target: float = 0.08
+    #: Some run of the candidate must show it.
     require_runtime_decomp: bool = True
     require_decode_cache_hit: bool = False
+    #: Runs without compression must have a speed.
     require_decode_baseline: bool = True
+    #: Every bucket counts.
     require_bucket_decode_pass: bool = True
+    #: Least mean ratios, which the fork does not ask for; None: no gate.
     lossy_target: float | None = None
     lossless_target: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoResult:
-    """The verdict over prompts.
+    """The verdict over prompts."""
 
-    Attributes
-    ----------
-    case, mode
-        Of the round.
-    baseline, candidate
-        What both sides came to.
-    drop_ratio
-        Share of the speed that was lost; 1 where there is no baseline.
-    buckets
-        By length, those of the candidate that the baseline lacks included.
-    gates
-        What the verdict is made of.
-    limits
-        What was asked for.
-    failures
-        Runs that did not end well, with their reasons.
-    run_order
-        Which side ran first, where it is known.
-    unmeasured_keys
-        Figures of the report that were not measured, by their names: null there.
-    """
-
+    #: Of the round.
     case: str
     mode: str
+    #: What was asked for.
     limits: DemoLimits
+    #: What both sides came to.
     baseline: DemoStats
     candidate: DemoStats
+    #: Share of the speed that was lost; 1 where there is no baseline.
     drop_ratio: float
     is_decode_passed: bool
+    #: By length, those of the candidate that the baseline lacks included.
     buckets: tuple[DemoBucket, ...]
+    #: What the verdict is made of.
     gates: tuple[GateResult, ...]
+    #: Runs that did not end well, with their reasons.
     failures: tuple[str, ...] = ()
+    #: Which side ran first, where it is known.
     run_order: str = ""
     strict: bool = False
+    #: Figures of the report that were not measured, by their names: null there.
     unmeasured_keys: frozenset[str] = frozenset()
 
     @property

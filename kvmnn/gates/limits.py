@@ -22,63 +22,45 @@ LIMITS_MODES: tuple[LimitsMode, ...] = get_args(LimitsMode)
 
 @dataclass(frozen=True, kw_only=True)
 class GateLimits(Record):
-    """The gates of a case; a negative limit of a quantity of the runtime turns its gate off.
+    """The gates of a case; a negative limit of a quantity of the runtime turns its gate off."""
 
-    Attributes
-    ----------
-    lossy_target, lossless_target
-        Least ratios.
-    decode_baseline
-        Tokens a second without compression; 0: no gate.
-    decode_baseline_source, decode_baseline_samples
-        Where it comes from, and of how many values; repeated in the report.
-    decode_gate_aggregation
-        Which decode speed of the rows is judged.
-    decode_drop_target
-        Largest share of the baseline that may be lost.
-    runtime_mode, async_threads
-        How the runtime was set: what must have been active follows from it.
-    max_lossless_queue_peak, max_lossless_fallback, max_lossless_backpressure_skip
-        Largest values of any row.
-    max_lossless_decomp_us, max_lossless_async_wait_us
-        Likewise, microseconds.
-    async_wait_headroom_warn_ratio
-        Warn where less than this share of the waiting allowed is left; negative: never.
-    require_runtime_decomp, require_decode_cache_hit, require_async_queue_activity, require_decode_cache_activity
-        Some row must show it.
-    require_kv_content_consistency, max_kv_invalid_log_lines
-        The gate that the fork calls consistency (docs/gates.md says what it compares), and lines of damage allowed.
-    strict_runtime_metric_columns
-        Fail where a column of the runtime is missing.
-    hard_checks
-        Also what the fork's script demands before its analyser runs.
-    lossless_block_tokens, store_grouped_step_tokens
-        What log lines of encodings must show: of the modes probe and full, of store.
-    """
-
+    #: Least ratios.
     lossy_target: float = 3.0
     lossless_target: float = 1.3
+    #: Tokens a second without compression; 0: no gate.
     decode_baseline: float = 0.0
+    #: Where it comes from, and of how many values; repeated in the report.
     decode_baseline_source: str = ""
     decode_baseline_samples: int = 0
+    #: Which decode speed of the rows is judged.
     decode_gate_aggregation: Aggregation = "avg"
+    #: Largest share of the baseline that may be lost.
     decode_drop_target: float = 0.05
+    #: How the runtime was set: what must have been active follows from it.
     runtime_mode: LimitsMode = ""
     async_threads: int = 0
+    #: Largest values of any row.
     max_lossless_queue_peak: float = -1.0
     max_lossless_fallback: float = -1.0
     max_lossless_backpressure_skip: float = -1.0
+    #: Likewise, microseconds.
     max_lossless_decomp_us: float = -1.0
     max_lossless_async_wait_us: float = -1.0
+    #: Warn where less than this share of the waiting allowed is left; negative: never.
     async_wait_headroom_warn_ratio: float = 0.15
+    #: Some row must show it.
     require_runtime_decomp: bool = False
     require_decode_cache_hit: bool = False
     require_async_queue_activity: bool = False
     require_decode_cache_activity: bool = False
+    #: The gate that the fork calls consistency (docs/gates.md says what it compares), and lines of damage allowed.
     require_kv_content_consistency: bool = False
     max_kv_invalid_log_lines: int = 0
+    #: Fail where a column of the runtime is missing.
     strict_runtime_metric_columns: bool = False
+    #: Also what the fork's script demands before its analyser runs.
     hard_checks: bool = False
+    #: What log lines of encodings must show: of the modes probe and full, of store.
     lossless_block_tokens: int = 128
     store_grouped_step_tokens: int = 384
 

@@ -247,28 +247,19 @@ LogKind = Literal["llm_bench", "llm_demo"]
 
 @dataclass(frozen=True, kw_only=True)
 class ParsedLogs(Record):
-    """Rows of logs.
-
-    Attributes
-    ----------
-    kind
-        Which program wrote them.
-    files
-        Those that were read, each once.
-    columns
-        Known ones in their order, then the others sorted.
-    rows
-        Cells by column, as text.
-    notes
-        What a reader must know: lines left out, header lines among the rows, versions that differ.
-    """
+    """Rows of logs."""
 
     json_keys = "kind files columns rows=_filled_rows notes"
 
+    #: Which program wrote them.
     kind: LogKind
+    #: Those that were read, each once.
     files: tuple[str, ...]
+    #: Known ones in their order, then the others sorted.
     columns: tuple[str, ...]
+    #: Cells by column, as text.
     rows: tuple[dict[str, str], ...]
+    #: What a reader must know: lines left out, header lines among the rows, versions that differ.
     notes: tuple[str, ...] = ()
 
     def to_csv(self) -> str:

@@ -154,22 +154,15 @@ NOT_FINISHED_REASON = "not measured: the round was not finished"
 
 @dataclass(frozen=True, kw_only=True)
 class RoundSummary(Record):
-    """Cases that were judged together.
-
-    Attributes
-    ----------
-    directory
-        Where its files lie.
-    rows
-        `build_runtime_row` and `build_demo_row`, in order.
-    generated_at
-        Local time, to the second.
-    """
+    """Cases that were judged together."""
 
     json_keys = "generated_at overall_pass=has_passed total_cases runtime_cases llm_demo_cases rows"
 
+    #: Where its files lie.
     directory: str
+    #: `build_runtime_row` and `build_demo_row`, in order.
     rows: tuple[Mapping[str, Any], ...]
+    #: Local time, to the second.
     generated_at: str
 
     @classmethod

@@ -20,25 +20,17 @@ UNCLEAR: Verdict = "unclear"
 
 @dataclass(frozen=True, kw_only=True)
 class GateResult(Record):
-    """One gate.
+    """One gate."""
 
-    Attributes
-    ----------
-    name
-        What is judged.
-    verdict
-        ``"off"``: nothing was asked for. ``"not measured"``: nothing there tells. ``"unclear"``: what was measured does
-        not tell on which side of the limit it is. Neither is a pass.
-    value, limit
-        As text, with units; empty where there is none.
-    why
-        Of what, over which rows, or what is missing; empty where the name says it.
-    """
-
+    #: What is judged.
     name: str
+    #: ``"off"``: nothing was asked for. ``"not measured"``: nothing there tells. ``"unclear"``: what was measured does
+    #: not tell on which side of the limit it is. Neither is a pass.
     verdict: Verdict
+    #: As text, with units; empty where there is none.
     value: str = ""
     limit: str = ""
+    #: Of what, over which rows, or what is missing; empty where the name says it.
     why: str = ""
 
 

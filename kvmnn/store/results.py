@@ -15,42 +15,28 @@ from .namespace import Ids
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StoredPrefix:
-    """The longest stored prefix of a sequence.
+    """The longest stored prefix of a sequence."""
 
-    Parameters
-    ----------
-    tokens
-        Its length; 0 for a miss.
-    requested_tokens
-        Tokens of the sequence.
-    layers
-        K and V of its tokens, ``[kv_head, token, head_dim]``, in new arrays; empty for a miss.
-    dtype
-        Their precision, ``"fp16"``, ``"bf16"`` or ``"fp32"``; None for a miss.
-    others
-        Tokens of the sequence that are stored in each other precision.
-    notes
-        One line for each damaged unit, which is a miss now, and for a remote store that did not answer.
-    outage
-        Whether it is a miss because a remote store did not answer.
-    token_ids
-        Ids of its tokens; None if they are unknown.
-    states
-        State of layers other than K and V, after exactly these tokens.
-    completeness
-        What the prefix contains of each layer, for a model with windows or state; None if all layers have full
-        attention.
-    """
-
+    #: Its length; 0 for a miss.
     tokens: int
+    #: Tokens of the sequence.
     requested_tokens: int
+    #: K and V of its tokens, ``[kv_head, token, head_dim]``, in new arrays; empty for a miss.
     layers: list[LayerCache] = field(default_factory=list)
+    #: Their precision, ``"fp16"``, ``"bf16"`` or ``"fp32"``; None for a miss.
     dtype: str | None = None
+    #: Tokens of the sequence that are stored in each other precision.
     others: Mapping[str, int] = field(default_factory=dict)
+    #: One line for each damaged unit, which is a miss now, and for a remote store that did not answer.
     notes: tuple[str, ...] = ()
+    #: Whether it is a miss because a remote store did not answer.
     outage: bool = False
+    #: Ids of its tokens; None if they are unknown.
     token_ids: Ids | None = None
+    #: State of layers other than K and V, after exactly these tokens.
     states: tuple[OpaqueState, ...] = ()
+    #: What the prefix contains of each layer, for a model with windows or state; None if all layers have full
+    #: attention.
     completeness: Completeness | None = None
 
     @property
@@ -66,64 +52,42 @@ class StoredPrefix:
 
 @dataclass(frozen=True, kw_only=True)
 class StoreSession:
-    """A session that was parked.
+    """A session that was parked."""
 
-    Parameters
-    ----------
-    name
-        Name of the session.
-    token_ids
-        Its whole sequence.
-    prefix
-        Its stored prefix: K and V of the remaining tokens must be computed again.
-    """
-
+    #: Name of the session.
     name: str
+    #: Its whole sequence.
     token_ids: list[int]
+    #: Its stored prefix: K and V of the remaining tokens must be computed again.
     prefix: StoredPrefix
 
 
 @dataclass(frozen=True, kw_only=True)
 class PutResult(Record):
-    """Result of a put.
+    """Result of a put."""
 
-    Parameters
-    ----------
-    tokens
-        Tokens of the sequence.
-    known_tokens
-        Tokens that were stored before.
-    stored_from
-        Tokens before those that were stored now: fewer than `known_tokens` if a partial block is continued.
-    stored_tokens
-        Tokens that are stored now: fewer than `tokens` if the limit does not allow more, or a remote store did not
-        answer.
-    raw_bytes
-        Bytes of K and V from token `stored_from` on.
-    stored_bytes
-        Bytes of the files for them.
-    state_bytes
-        Part of `stored_bytes` in the file with windows and state; 0 if there are none, or they were stored before.
-    removed_bytes
-        Bytes of files that were evicted or superseded.
-    seconds
-        Time it took.
-    notes
-        Why the sequence is not completely stored.
-    outage
-        Whether that is because a remote store did not answer.
-    """
-
+    #: Tokens of the sequence.
     tokens: int
+    #: Tokens that were stored before.
     known_tokens: int
+    #: Tokens before those that were stored now: fewer than `known_tokens` if a partial block is continued.
     stored_from: int = 0
+    #: Tokens that are stored now: fewer than `tokens` if the limit does not allow more, or a remote store did not
+    #: answer.
     stored_tokens: int = 0
+    #: Bytes of K and V from token `stored_from` on.
     raw_bytes: int = 0
+    #: Bytes of the files for them.
     stored_bytes: int = 0
+    #: Part of `stored_bytes` in the file with windows and state; 0 if there are none, or they were stored before.
     state_bytes: int = 0
+    #: Bytes of files that were evicted or superseded.
     removed_bytes: int = 0
+    #: Time it took.
     seconds: float = 0.0
+    #: Why the sequence is not completely stored.
     notes: tuple[str, ...] = ()
+    #: Whether that is because a remote store did not answer.
     outage: bool = False
 
     def __str__(self) -> str:
@@ -148,23 +112,15 @@ class PutResult(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class StoreExportResult(Record):
-    """Result of an export.
+    """Result of an export."""
 
-    Parameters
-    ----------
-    output
-        Path of the file.
-    tokens
-        Tokens of the sequence.
-    bytes
-        Size of the file.
-    dtype, others
-        As in `StoredPrefix`.
-    """
-
+    #: Path of the file.
     output: str
+    #: Tokens of the sequence.
     tokens: int
+    #: Size of the file.
     bytes: int
+    #: As in `StoredPrefix`.
     dtype: str
     others: Mapping[str, int] = field(default_factory=dict)
 
@@ -174,32 +130,22 @@ class StoreExportResult(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class CleanupResult(Record):
-    """Result of a deletion or a garbage collection.
+    """Result of a deletion or a garbage collection."""
 
-    Parameters
-    ----------
-    units, bytes
-        Units that were removed, and bytes of their files.
-    other_files, other_bytes
-        Unreferenced files that were removed.
-    young_files
-        Unreferenced files of a remote store that were kept, as a running put may have written them just now.
-    foreign
-        Files in the store that kvmnn did not write; they were kept.
-    kept
-        Why a sequence, or part of it, was kept, or why the store is still above the limit; empty if everything was
-        removed.
-    dtypes
-        Precisions of a sequence that were deleted.
-    """
-
+    #: Units that were removed, and bytes of their files.
     units: int = 0
     bytes: int = 0
+    #: Unreferenced files that were removed.
     other_files: int = 0
     other_bytes: int = 0
+    #: Unreferenced files of a remote store that were kept, as a running put may have written them just now.
     young_files: int = 0
+    #: Why a sequence, or part of it, was kept, or why the store is still above the limit; empty if everything was
+    #: removed.
     kept: str = ""
+    #: Precisions of a sequence that were deleted.
     dtypes: tuple[str, ...] = ()
+    #: Files in the store that kvmnn did not write; they were kept.
     foreign: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -239,32 +185,22 @@ def explain_kept_part(num_removed: int, num_left: int, *, is_pinned: bool) -> st
 
 @dataclass(frozen=True, kw_only=True)
 class StoreVerifyResult(Record):
-    """Result of a verification.
+    """Result of a verification."""
 
-    Parameters
-    ----------
-    units, tokens, bytes
-        Intact units, their tokens, and bytes of their files.
-    damaged
-        One line for each damaged unit; its tokens are not found any more.
-    states
-        Intact state units.
-    lost
-        Units that follow damaged ones: they are unreachable, and were removed as well.
-    beside
-        One line for each recovery file of a directory that was missing or damaged and was written again; for each
-        damaged session of a remote store; and for each Redis key of another type.
-    anew
-        One line for an index, or settings, that were lost or damaged and rebuilt when the store was opened.
-    """
-
+    #: Intact units, their tokens, and bytes of their files.
     units: int
     tokens: int
     bytes: int
+    #: One line for each damaged unit; its tokens are not found any more.
     damaged: tuple[str, ...] = ()
+    #: Intact state units.
     states: int = 0
+    #: Units that follow damaged ones: they are unreachable, and were removed as well.
     lost: int = 0
+    #: One line for each recovery file of a directory that was missing or damaged and was written again; for each
+    #: damaged session of a remote store; and for each Redis key of another type.
     beside: tuple[str, ...] = ()
+    #: One line for an index, or settings, that were lost or damaged and rebuilt when the store was opened.
     anew: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -288,33 +224,22 @@ MAX_LAST_IDS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class StoreEntry(Record):
-    """A stored sequence that is not the prefix of a longer one.
+    """A stored sequence that is not the prefix of a longer one."""
 
-    Parameters
-    ----------
-    model, dtype
-        Fingerprint of its model, and its precision.
-    tokens
-        Its length.
-    bytes
-        Bytes of all its units, with windows and state; sequences share units.
-    pinned
-        Whether it is exempt from eviction.
-    unused_for
-        Uses of the store since its last use; None if unknown.
-    last_ids
-        Its last token ids, at most `MAX_LAST_IDS`: they tell apart sequences with a common prefix.
-    is_complete
-        Whether a model can continue from all of it: False if windows or state are missing for this length.
-    """
-
+    #: Fingerprint of its model, and its precision.
     model: str
     dtype: str
+    #: Its length.
     tokens: int
+    #: Bytes of all its units, with windows and state; sequences share units.
     bytes: int
+    #: Whether it is exempt from eviction.
     pinned: bool
+    #: Uses of the store since its last use; None if unknown.
     unused_for: int | None
+    #: Its last token ids, at most `MAX_LAST_IDS`: they tell apart sequences with a common prefix.
     last_ids: tuple[int, ...] = ()
+    #: Whether a model can continue from all of it: False if windows or state are missing for this length.
     is_complete: bool = True
 
     def __str__(self) -> str:
@@ -331,17 +256,11 @@ class StoreEntry(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class StoreListing(Record):
-    """The stored sequences, the most recently used first.
+    """The stored sequences, the most recently used first."""
 
-    Parameters
-    ----------
-    texts
-        The sequences.
-    bytes
-        Bytes of all units, each counted once.
-    """
-
+    #: The sequences.
     texts: tuple[StoreEntry, ...]
+    #: Bytes of all units, each counted once.
     bytes: int = 0
 
     def __str__(self) -> str:
@@ -355,18 +274,12 @@ class StoreListing(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class MatchResult(Record):
-    """Length of the stored prefix of a sequence.
+    """Length of the stored prefix of a sequence."""
 
-    Parameters
-    ----------
-    tokens, asked
-        Tokens that `get` would return, and tokens of the sequence.
-    dtype, others, notes, outage
-        As in `StoredPrefix`.
-    """
-
+    #: Tokens that `get` would return, and tokens of the sequence.
     tokens: int
     asked: int
+    #: As in `StoredPrefix`.
     dtype: str | None = None
     others: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -378,21 +291,14 @@ class MatchResult(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class PinResult(Record):
-    """Result of `pin` and `unpin`.
+    """Result of `pin` and `unpin`."""
 
-    Parameters
-    ----------
-    tokens
-        Tokens of the sequence.
-    pinned, was_pinned
-        Whether it is pinned now, and whether it was before.
-    dtypes
-        Precisions in which it was pinned or unpinned.
-    """
-
+    #: Tokens of the sequence.
     tokens: int
+    #: Whether it is pinned now, and whether it was before.
     pinned: bool
     was_pinned: bool
+    #: Precisions in which it was pinned or unpinned.
     dtypes: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -403,41 +309,29 @@ class PinResult(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class StoreStats(Record):
-    """Contents of a store, and hits of this object.
+    """Contents of a store, and hits of this object."""
 
-    Parameters
-    ----------
-    texts, units, blocks, tokens
-        Stored sequences (`StoreEntry`), units, whole blocks, and tokens; partial blocks count as tokens only.
-    states
-        State units, each valid at one length.
-    bytes, raw_bytes
-        Bytes of all unit files, and of the K and V in them.
-    index_bytes
-        Size of the index.
-    models
-        Fingerprints of the models.
-    pinned, sessions
-        Pinned sequences, and sessions.
-    codec
-        Codec of new units, ``"dense"`` or ``"frames"``.
-    asked_tokens, found_tokens
-        Requested tokens and hits of `get` of this object. They are not part of `to_dict`.
-    """
-
+    #: Stored sequences (`StoreEntry`), units, whole blocks, and tokens; partial blocks count as tokens only.
     texts: int
     units: int
     blocks: int
     tokens: int
+    #: Bytes of all unit files, and of the K and V in them.
     bytes: int
     raw_bytes: int
+    #: Size of the index.
     index_bytes: int
+    #: Fingerprints of the models.
     models: tuple[str, ...]
+    #: Pinned sequences, and sessions.
     pinned: int
     sessions: int
+    #: Codec of new units, ``"dense"`` or ``"frames"``.
     codec: str
+    #: Requested tokens and hits of `get` of this object. They are not part of `to_dict`.
     asked_tokens: int = field(metadata={"json": False})
     found_tokens: int = field(metadata={"json": False})
+    #: State units, each valid at one length.
     states: int = 0
 
     @property

@@ -24,26 +24,19 @@ _DETAIL_LEVELS = ((100, 150), (40, 60), (20, 25), (8, 10), (2, 5))
 
 @dataclass(frozen=True)
 class Report(Record):
-    """A report.
-
-    Attributes
-    ----------
-    title
-        What it is about.
-    verdict, sections
-        Its content, as `kvmnn.reports.page.blocks` has it.
-    input_files, ignored_files
-        What was read; what was there and was not taken, with the reasons.
-    """
+    """A report."""
 
     json_keys = (
         "title verdict=verdict.word said=verdict.summary cases=_case_documents notes=verdict.notes "
         "files=input_files left_out=_ignored_documents"
     )
 
+    #: What it is about.
     title: str
+    #: Its content, as `kvmnn.reports.page.blocks` has it.
     verdict: VerdictBlock
     sections: tuple[Section, ...]
+    #: What was read; what was there and was not taken, with the reasons.
     input_files: tuple[str, ...]
     ignored_files: tuple[tuple[str, str], ...]
 

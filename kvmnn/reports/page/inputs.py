@@ -9,9 +9,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ...bench.benchmark import BenchReport
 from ...errors import SourceError
+from ...evaluation.result import EvaluationResult
 from ...files.schema import iter_values, parse_object, read_bounded
 from ...gates.suite.results import CaseRuns
+from ...runtime.replay import ReplayResult
 from . import records
 
 NOT_FINISHED_REASON = "not measured: the round was not finished"
@@ -27,6 +30,11 @@ _EXPECTED_TEXT = (
     "expected what kvmnn eval, measure, replay, bench or gate leaves (-o RESULTS.json, --json > RESULTS.json, or a "
     "folder of gate run)"
 )
+
+
+_KINDS_WITH_COMMAND = (
+    "settings and machine of gate run", "round of gates", "evaluation", "measurement", "replay", "codecs"
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +56,13 @@ class ReportInputs:
     runs: dict[str, CaseRuns] = field(default_factory=dict)
     run_infos: list[tuple[str, records.RunInfo]] = field(default_factory=list)
     history: list[records.HistoryRound] = field(default_factory=list)
-    evaluations: list[tuple[str, records.EvaluationDocument]] = field(default_factory=list)
+    evaluations: list[tuple[str, EvaluationResult]] = field(default_factory=list)
     measurements: list[tuple[str, records.MeasurementRecord]] = field(default_factory=list)
-    replays: list[tuple[str, records.ReplayDocument]] = field(default_factory=list)
-    codecs: list[tuple[str, records.BenchDocument]] = field(default_factory=list)
+    replays: list[tuple[str, ReplayResult]] = field(default_factory=list)
+    codecs: list[tuple[str, BenchReport]] = field(default_factory=list)
+    commands: dict[str, list[tuple[str, str]]] = field(
+        default_factory=lambda: {kind: [] for kind in _KINDS_WITH_COMMAND}
+    )
     unfinished_cases: set[str] = field(default_factory=set)
     sources: list[SourceFile] = field(default_factory=list)
     ignored_files: list[tuple[str, str]] = field(default_factory=list)
@@ -123,6 +134,9 @@ def _add_document(inputs: ReportInputs, document: dict[str, Any], where: str, na
     for kind, matches, add in _DOCUMENT_KINDS:
         if matches(document):
             add(inputs, document, where, name)
+            if kind in inputs.commands:
+                command = records.CommandRecord.from_dict(document, where, complete=kind == "replay").command
+                inputs.commands[kind] += [(name, command)] if command or kind != "round of gates" else []
             return kind
     return ""
 
@@ -173,7 +187,7 @@ def _add_run_info(inputs: ReportInputs, document: dict[str, Any], where: str, na
 
 
 def _add_evaluation(inputs: ReportInputs, document: dict[str, Any], where: str, name: str) -> None:
-    inputs.evaluations.append((name, records.EvaluationDocument.from_dict(document, where)))
+    inputs.evaluations.append((name, EvaluationResult.from_dict(document, where)))
 
 
 def _add_measurement(inputs: ReportInputs, document: dict[str, Any], where: str, name: str) -> None:
@@ -182,11 +196,11 @@ def _add_measurement(inputs: ReportInputs, document: dict[str, Any], where: str,
 
 
 def _add_replay(inputs: ReportInputs, document: dict[str, Any], where: str, name: str) -> None:
-    inputs.replays.append((name, records.ReplayDocument.from_dict(document, where, complete=True)))
+    inputs.replays.append((name, ReplayResult.from_dict(document, where, complete=True)))
 
 
 def _add_codecs(inputs: ReportInputs, document: dict[str, Any], where: str, name: str) -> None:
-    inputs.codecs.append((name, records.BenchDocument.from_dict(document, where)))
+    inputs.codecs.append((name, BenchReport.from_dict(document, where)))
 
 
 def _add_rounds(inputs: ReportInputs, document: dict[str, Any], where: str, name: str) -> None:

@@ -8,9 +8,11 @@ from dataclasses import replace
 from statistics import fmean
 
 from ..._util.text import pluralize
-from ...bench.benchmark import ArrayBenchReport
+from ...bench.benchmark import ArrayBenchReport, BenchReport
+from ...evaluation.result import EvaluationResult
 from ...gates.suite.results import CaseRuns
 from ...runtime.metrics import LatencySummary
+from ...runtime.replay import ReplayResult
 from .. import tables
 from ..records import ResultRow, find_full_row
 from ..series import group_into_series, is_number, perplexity, select_policy_rows
@@ -34,12 +36,9 @@ from .inputs import ReportInputs
 from .records import (
     REFERENCE_CASES,
     REFERENCE_SOURCE,
-    BenchDocument,
-    EvaluationDocument,
     HistoryRound,
     LayerSizeStats,
     MeasurementRecord,
-    ReplayDocument,
     RoundRow,
 )
 from .verdict import TONE_BY_VERDICT, get_verdict_text, list_case_verdicts
@@ -326,7 +325,7 @@ def build_quality_section(inputs: ReportInputs) -> Section:
     return Section("quality", "Perplexity over budget", blocks)
 
 
-def _build_evaluation_blocks(name: str, evaluation: EvaluationDocument) -> list[Block]:
+def _build_evaluation_blocks(name: str, evaluation: EvaluationResult) -> list[Block]:
     rows = [row for row in select_policy_rows(evaluation.rows) if row.budget]
     blocks: list[Block] = []
     if rows:
@@ -367,7 +366,7 @@ def _parse_evaluation_cell(text: str) -> Cell:
         return Cell(text)
 
 
-def _build_budget_chart(name: str, evaluation: EvaluationDocument, rows: list[ResultRow]) -> ChartBlock:
+def _build_budget_chart(name: str, evaluation: EvaluationResult, rows: list[ResultRow]) -> ChartBlock:
     series = []
     groups = group_into_series(rows)
     for style_number, entry in enumerate(groups[:_MAX_QUALITY_SERIES]):
@@ -620,7 +619,7 @@ def _build_layer_chart(name: str, layers: Sequence[tuple[int, LayerSizeStats]]) 
                       has_integer_x=True, digits=4, starts_at_zero=False)  # fmt: skip
 
 
-def _build_replay_layer_blocks(name: str, replay: ReplayDocument) -> list[Block]:
+def _build_replay_layer_blocks(name: str, replay: ReplayResult) -> list[Block]:
     layers = [layer for layer in replay.metrics.layers if layer.compressed_bytes]
     points = [ChartPoint(layer.layer, layer.raw_bytes / layer.compressed_bytes) for layer in layers]
     chart = ChartBlock(
@@ -658,7 +657,7 @@ def build_memory_section(inputs: ReportInputs) -> Section:
     return Section("memory", "Memory over time", blocks)
 
 
-def _build_replay_memory_blocks(name: str, replay: ReplayDocument) -> list[Block]:
+def _build_replay_memory_blocks(name: str, replay: ReplayResult) -> list[Block]:
     if not replay.points:
         return [make_missing_note(f"{name}: memory over time: not measured, the replay has no steps.")]
     series = []
@@ -690,7 +689,7 @@ def _build_replay_memory_blocks(name: str, replay: ReplayDocument) -> list[Block
     return [Paragraph(text), chart]
 
 
-def _build_evaluation_memory_blocks(name: str, evaluation: EvaluationDocument) -> list[Block]:
+def _build_evaluation_memory_blocks(name: str, evaluation: EvaluationResult) -> list[Block]:
     traces = [trace for trace in evaluation.traces if trace.cache_bytes][:8]
     if not traces:
         return [
@@ -726,7 +725,7 @@ def build_codecs_section(inputs: ReportInputs) -> Section:
     return Section("codecs", "Codecs side by side", blocks)
 
 
-def _build_codec_blocks(name: str, codecs: BenchDocument) -> list[Block]:
+def _build_codec_blocks(name: str, codecs: BenchReport) -> list[Block]:
     names = list(dict.fromkeys(result.codec for array in codecs.arrays for result in array.results))[:40]
     rows, points = [], list[ChartSeries]()
     for codec in names:
@@ -882,14 +881,7 @@ def _iter_engine_tables(cases: object) -> Iterator[Block]:
 
 def build_commands_section(inputs: ReportInputs) -> Section:
     """The command that made each file, where the file says it."""
-    all_commands = [
-        *((name, record.command) for name, record in inputs.run_infos),
-        *((name, record.command) for name, record in inputs.rounds if record.command),
-        *((name, record.command) for name, record in inputs.evaluations),
-        *((name, record.command) for name, record in inputs.measurements),
-        *((name, record.command) for name, record in inputs.replays),
-        *((name, record.command) for name, record in inputs.codecs),
-    ]
+    all_commands = [entry for commands in inputs.commands.values() for entry in commands]
     lines = [(name, command) for name, command in all_commands if command]
     names_without_command = [name for name, command in all_commands if not command]
     blocks: list[Block] = [CommandList(lines)] if lines else []

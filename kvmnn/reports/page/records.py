@@ -8,11 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ...bench.benchmark import BenchReport
-from ...evaluation.result import EvaluationResult
 from ...files.schema import Record
 from ...gates.verdict import GateResult, Verdict
-from ...runtime.replay import ReplayResult
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommandRecord(Record):
+    """The command that made a document, where the document has it besides its result."""
+
+    command: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,13 +67,12 @@ class RoundRow(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class GateRound(Record):
-    """``summary.json``; ``gate run --json`` has the command as well, which makes no other round of it."""
+    """``summary.json``."""
 
     generated_at: str = ""
     overall_pass: bool
     total_cases: int
     rows: tuple[RoundRow, ...]
-    command: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,14 +111,6 @@ class RunInfo(Record):
     processors: int | None
     settings: Mapping[str, object]
     cases: Mapping[str, object]
-    command: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluationDocument(EvaluationResult):
-    """What ``kvmnn eval`` writes."""
-
-    command: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,21 +165,6 @@ class MeasurementRecord(Record):
     label: str = ""
     evaluation: ReferenceDocument
     breakdown: SizeReportRecord | None = None
-    command: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplayDocument(ReplayResult):
-    """What ``kvmnn mnn replay --json`` prints."""
-
-    command: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class BenchDocument(BenchReport):
-    """What ``kvmnn bench --json`` prints."""
-
-    command: str = ""
 
 
 REFERENCE_SOURCE = (

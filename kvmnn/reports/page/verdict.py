@@ -6,20 +6,19 @@ import re
 from collections.abc import Iterator, Sequence
 
 from ..._util.text import pluralize
+from ...evaluation.result import EvaluationResult
 from ...gates.verdict import GateResult
 from ..records import find_full_row
 from ..series import is_number, select_policy_rows, to_float_or_nan
 from .blocks import CaseCard, Cell, Paragraph, Section, TableBlock, Tone, VerdictBlock
 from .inputs import NOT_FINISHED_REASON, ReportInputs
-from .records import REFERENCE_CASES, CaseVerdict, EvaluationDocument
+from .records import REFERENCE_CASES, CaseVerdict
 
 _MAX_BUDGETS = 8
 """Budgets of one evaluation that have a sentence: the page's plot and table show all of them."""
 
 
-def build_evaluation_head(
-    evaluations: Sequence[tuple[str, EvaluationDocument]], notes: tuple[str, ...]
-) -> VerdictBlock:
+def build_evaluation_head(evaluations: Sequence[tuple[str, EvaluationResult]], notes: tuple[str, ...]) -> VerdictBlock:
     """Return the head of a page that holds evaluations and no gates."""
     summary = " ".join(_describe_evaluation(name, evaluation) for name, evaluation in evaluations)
     costs = [
@@ -30,7 +29,7 @@ def build_evaluation_head(
     return VerdictBlock("Evaluation", "", summary, (), (*costs, *notes, "Measured, not judged: no gates were run."))
 
 
-def _describe_evaluation(name: str, evaluation: EvaluationDocument) -> str:
+def _describe_evaluation(name: str, evaluation: EvaluationResult) -> str:
     full_cache_row, policy_rows = find_full_row(evaluation.rows), select_policy_rows(evaluation.rows)
     tokens = max((row.tokens or 0 for row in evaluation.rows), default=0)
     rows = (
@@ -50,7 +49,7 @@ def _describe_evaluation(name: str, evaluation: EvaluationDocument) -> str:
     )
 
 
-def _iter_budget_costs(name: str, evaluation: EvaluationDocument) -> Iterator[str]:
+def _iter_budget_costs(name: str, evaluation: EvaluationResult) -> Iterator[str]:
     """Of each budget the policy that costs least, of those that evicted something."""
     full_cache_row, policy_rows = find_full_row(evaluation.rows), select_policy_rows(evaluation.rows)
     name_prefix = f"{name}: " if name else ""

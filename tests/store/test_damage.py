@@ -383,3 +383,19 @@ def test_check_unit_with_more_tokens_than_a_unit_may_have_is_refused(tmp_path: P
     check_unit_matches(unit, space, ids, 0, 11)
     with pytest.raises(DamagedUnitError, match="holds 11 tokens: expected at most 10"):
         check_unit_matches(unit, space, ids, 0, 10)
+
+
+@pytest.mark.parametrize("codec", ["dense", "frames"])
+def test_store_unit_of_more_tokens_than_blocks_allow_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: str
+) -> None:
+    """Both ways of reading pass the bound on: one block more than a unit has."""
+    made(tmp_path / "s", range(11), codec=codec)
+    for blocks, has_capacity in ((1, False), (2, True)):
+        monkeypatch.setattr("kvmnn.store.read_path.count_blocks_per_unit", lambda *_, blocks=blocks: blocks)
+        with PrefixStore(tmp_path / "s", read_only=True) as store:
+            result, damaged = store.get(range(11), model=MODEL), store.verify().damaged
+        assert result.tokens == (11 if has_capacity else 0)
+        for text in () if has_capacity else (*result.notes, *damaged):
+            assert "holds 11 tokens: expected at most 8" in text
+        assert bool(damaged) != has_capacity

@@ -15,6 +15,7 @@ import re
 import shutil
 import textwrap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from copy import copy
 from importlib import import_module
 from itertools import zip_longest
 from typing import Any, NamedTuple, NoReturn
@@ -74,6 +75,16 @@ def collect_help(parser: argparse.ArgumentParser) -> dict[argparse.Action, str]:
     return {
         action: (action.help or "").replace("%%", "%") for action in parser._actions if action.help != argparse.SUPPRESS
     }
+
+
+def _shorten_help(action: argparse.Action) -> argparse.Action:
+    """An option of many keys without what is said of each."""
+    short_help = getattr(action, "short_help", None)
+    if short_help is None:
+        return action
+    short_action = copy(action)
+    short_action.help = short_help
+    return short_action
 
 
 def format_example(text: str) -> str:
@@ -313,6 +324,18 @@ _REPLACED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("--rounds", "--repeats", ("bench", "gate")),
     ("--also", "--extra-case", ("gate",)),
     ("--again", "--rerun", ("gate",)),
+    *(
+        (f"--{name.replace('_', '-')}", f"--limit {name}=VALUE", ("gate",))
+        for name in (
+            *("lossy_target", "lossless_target", "decode_baseline", "decode_baseline_samples"),
+            *("decode_gate_aggregation", "decode_drop_target", "runtime_mode", "async_threads"),
+            *("max_lossless_queue_peak", "max_lossless_fallback", "max_lossless_backpressure_skip"),
+            *("max_lossless_decomp_us", "max_lossless_async_wait_us", "async_wait_headroom_warn_ratio"),
+            *("require_runtime_decomp", "require_decode_cache_hit", "require_async_queue_activity"),
+            *("require_decode_cache_activity", "require_kv_content_consistency", "max_kv_invalid_log_lines"),
+            *("strict_runtime_metric_columns", "hard_checks", "lossless_block_tokens", "store_grouped_step_tokens"),
+        )
+    ),
     ("--kind", "--input-kind", ("plan",)),
     *((f"--{name}", f"--h2o {name}_tokens=N", ("plan",)) for name in ("block", "sink", "recent")),
     *(
@@ -528,7 +551,7 @@ class CommandParser(argparse.ArgumentParser):
             formatter.start_section(group.title)
             if with_all and actions:
                 formatter.add_text(group.description)
-            formatter.add_arguments(shown_actions)
+            formatter.add_arguments(shown_actions if with_all else map(_shorten_help, shown_actions))
             formatter.end_section()
             if len(shown_actions) < len(actions):
                 folded_titles.append("more of these" if group is self._optionals else str(group.title))

@@ -1,12 +1,19 @@
-"""Options of one argument group in one word: ``--part batch=0,stream=1``, each key sets a name of the namespace."""
+"""Options from dataclass fields, and options of several keys: ``--limit KEY=VALUE,...``.
+
+A field that has `kvmnn._util.option_fields.option` as its metadata is an option: name, type, help and the row in the
+reference come from there. Only dataclasses of modules that do not import numpy declare options so: help and the refusal
+of a misspelt word must not wait for it.
+"""
 
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import Field, dataclass, fields
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from .._util.option_fields import OPTION_KEY
 from .._util.text import suggest
 
 
@@ -21,9 +28,11 @@ class SpecField:
     dest
         The name in the namespace.
     parse
-        Makes the value of the text after ``=``. None: the item is the key alone, and the value is `constant`.
+        Makes the value of the text after ``=``. None: nothing follows the key.
     metavar
         What the help calls the value.
+    constant
+        The value of the key alone; None: a value must follow.
     default
         Where the option or the key is missing.
     """
@@ -33,12 +42,15 @@ class SpecField:
     help: str
     parse: Callable[[str], Any] | None = None
     metavar: str = "N"
-    constant: Any = True
+    constant: Any = None
     default: Any = None
 
     def format_label(self) -> str:
         """The item as the help shows it."""
         return self.key if self.parse is None else f"{self.key}={self.metavar}"
+
+
+_MAX_KEYS_IN_SHORT_HELP = 8
 
 
 class SpecAction(argparse.Action):
@@ -61,6 +73,13 @@ class SpecAction(argparse.Action):
         keys = (key if field.parse is None else f"{key}=" for key, field in self._fields.items())
         return (*self._words, *keys)
 
+    @property
+    def short_help(self) -> str | None:
+        """What ``--help`` says where the keys are many."""
+        if len(self._fields) <= _MAX_KEYS_IN_SHORT_HELP:
+            return None
+        return f"{self._title}: {', '.join(list(self._fields)[:_MAX_KEYS_IN_SHORT_HELP])} ... (--help-all lists them)"
+
     def get_key(self, dest: str) -> str:
         """The key that sets a name."""
         return next((f" {field.key}" for field in self._fields.values() if field.dest == dest), "")
@@ -77,11 +96,11 @@ class SpecAction(argparse.Action):
         for item in str(values).split(","):
             key, separator, text = item.partition("=")
             field = self._fields.get(key)
-            if field is None or (field.parse is None) == bool(separator):
+            if field is None or (field.parse if separator else field.constant) is None:
                 self._set_word(namespace, item)
-            elif field.parse is None:
+            elif not separator:
                 setattr(namespace, field.dest, field.constant)
-            else:
+            elif field.parse is not None:
                 try:
                     setattr(namespace, field.dest, field.parse(text))
                 except argparse.ArgumentTypeError as error:
@@ -106,3 +125,98 @@ def add_spec_option(
         action = parser.add_argument(flag, action=SpecAction, title=title, metavar=metavar, **options)
     action.add_fields(fields)
     parser.set_defaults(**{field.dest: field.default for field in fields})
+
+
+def list_option_fields(cls: type[Any]) -> list[Field[Any]]:
+    """The fields of a dataclass that are options."""
+    return [field for field in fields(cls) if OPTION_KEY in field.metadata]
+
+
+def make_spec_fields(cls: type[Any]) -> list[SpecField]:
+    """The options of a dataclass as keys of one spec option, None where they are missing; texts may contain commas."""
+    hints = get_type_hints(cls)
+    return [
+        SpecField(
+            field.name,
+            field.name,
+            field.metadata[OPTION_KEY].help,
+            parse=_get_parser(field, hints[field.name]),
+            metavar=_get_metavar(field, hints[field.name]),
+            constant=True if hints[field.name] is bool else None,
+        )
+        for field in list_option_fields(cls)
+        if hints[field.name] is not str
+    ]
+
+
+def add_dataclass_options(parser: Any, cls: type[Any]) -> None:
+    """Declare ``--name-of-the-field`` for each option of a dataclass, None where it is missing."""
+    hints = get_type_hints(cls)
+    for field in list_option_fields(cls):
+        settings: dict[str, Any] = {"help": field.metadata[OPTION_KEY].help}
+        if hints[field.name] is bool:
+            settings |= {"action": "store_const", "const": True}
+        else:
+            settings |= {"type": _get_parser(field, hints[field.name])}
+            settings |= {"metavar": _get_metavar(field, hints[field.name])}
+        parser.add_argument(f"--{field.name.replace('_', '-')}", **settings)
+
+
+def collect_values(cls: type[Any], arguments: argparse.Namespace) -> dict[str, Any]:
+    """The options of a dataclass that were given, by the names of the fields."""
+    values = {field.name: getattr(arguments, field.name, None) for field in list_option_fields(cls)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _get_metavar(field: Field[Any], hint: Any) -> str:
+    choices = get_args(hint) if get_origin(hint) is Literal else ()
+    metavar: str | None = field.metadata[OPTION_KEY].metavar
+    return metavar or ("|".join(filter(None, choices)) if choices else _METAVARS.get(hint, "TEXT"))
+
+
+def _get_parser(field: Field[Any], hint: Any) -> Callable[[str], Any]:
+    """What makes a field's value of its text."""
+    parse: Callable[[str], Any] | None = field.metadata[OPTION_KEY].parse
+    if parse is not None:
+        return parse
+    choices = get_args(hint)
+    return (lambda text: _parse_choice(text, choices)) if get_origin(hint) is Literal else _PARSERS.get(hint, str)
+
+
+def _parse_choice(text: str, choices: Sequence[str]) -> str:
+    if text not in choices:
+        hint = suggest(text, choices) or f" (choose from {', '.join(choices)})"
+        raise argparse.ArgumentTypeError(f"invalid choice: {text!r}{hint}")
+    return text
+
+
+def _parse_bool(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected true or false")
+    return text == "true"
+
+
+def parse_number(text: str) -> float:
+    """A finite number."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or abs(value) > 1e15:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
+    return value
+
+
+def parse_integer(text: str) -> int:
+    """A whole number, negative ones included."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 10**18
+    if abs(value) > 10**15:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number")
+    return value
+
+
+_PARSERS: dict[Any, Callable[[str], Any]] = {bool: _parse_bool, int: parse_integer, float: parse_number}
+_METAVARS: dict[Any, str] = {bool: "true|false", int: "N", float: "X"}

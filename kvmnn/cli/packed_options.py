@@ -62,7 +62,11 @@ _LLAMA_PARTS = (
     SpecField("stream", "stream", "this stream of a llama.cpp file", parse=shared_options.parse_whole),
     SpecField("sequence", "sequence", "the tokens of this sequence of a stream", parse=shared_options.parse_whole),
     SpecField(
-        "sliding-window", "window", "of two caches in a file that of layers with a sliding window", default=False
+        "sliding-window",
+        "window",
+        "of two caches in a file that of layers with a sliding window",
+        constant=True,
+        default=False,
     ),
 )
 
@@ -197,9 +201,10 @@ def add_packed_options(
     with_tokens: bool = True,
     with_second_tokens: bool = False,
     with_text: bool = True,
+    with_engines: bool = True,
     with_undo: bool = False,
 ) -> None:
-    """Everything that can be said about packed files.
+    """Everything that can be said about packed files, and `with_engines` about caches of other engines.
 
     Without `with_tokens` and `with_text` the verb has its own ``--valid-tokens`` and `add_origin_options`; with
     `with_second_tokens` it compares two inputs; with `with_undo` K and V are for other engines than that which
@@ -231,7 +236,9 @@ def add_packed_options(
     if with_text:
         add_origin_options(group)
     add_discovery_options(group)
-    packed_variant = SpecField("packed-variant", "packed", "of a KV dump with both the packed one", default=False)
+    packed_variant = SpecField(
+        "packed-variant", "packed", "of a KV dump with both the packed one", constant=True, default=False
+    )
     shared_options.add_part(parser, [packed_variant])
     option_help = "read packed files as specified, also where their words contradict it"
     if not shared_options.has_option(parser, "--force"):
@@ -239,7 +246,8 @@ def add_packed_options(
     else:  # one option for both: who replaces a file must learn that it silences the refusal as well
         force = next(action for action in parser._actions if "--force" in action.option_strings)
         force.help = f"{force.help}; {option_help}"
-    add_engine_options(parser, with_undo=with_undo)
+    if with_engines:
+        add_engine_options(parser, with_undo=with_undo)
 
 
 _PACKED_DESCRIPTION = (

@@ -142,6 +142,7 @@ def add_command(
     examples: Sequence[str],
     shown: str,
     action_help: ActionHelp | None = None,
+    has_details: bool = False,
 ) -> Any:
     """A sub-parser with the options that every verb has.
 
@@ -153,6 +154,8 @@ def add_command(
         Command lines: three or more, of which ``--help`` shows the first three.
     shown
         The options that ``--help`` shows besides those that every verb has, between blanks; the others are folded.
+    has_details
+        Whether the verb has more to print with ``-v``.
     """
     parser = subparsers.add_parser(
         name,
@@ -167,7 +170,8 @@ def add_command(
     parser.add_help_options()
     parser.add_argument("--json", action="store_true", help="print one JSON document on standard output")
     parser.add_argument("-q", "--quiet", action="store_true", help="print results and errors, no notes and no bars")
-    parser.add_argument("-v", "--verbose", action="store_true", help="say more")
+    if has_details:
+        parser.add_argument("-v", "--verbose", action="store_true", help="print every detail")
     return parser
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
+from .._util.option_fields import option
 from .._util.text import suggest
 from ..errors import OptionError, SourceError
 from ..files.schema import Record, read_object
@@ -20,49 +21,63 @@ AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
 LIMITS_MODES: tuple[LimitsMode, ...] = get_args(LimitsMode)
 
 
+_OFF = "negative: no gate"
+
+
 @dataclass(frozen=True, kw_only=True)
 class GateLimits(Record):
-    """The gates of a case; a negative limit of a quantity of the runtime turns its gate off."""
+    """The gates of a case; a negative limit of a quantity of the runtime turns its gate off.
 
-    #: Least ratios.
-    lossy_target: float = 3.0
-    lossless_target: float = 1.3
-    #: Tokens a second without compression; 0: no gate.
-    decode_baseline: float = 0.0
-    #: Where it comes from, and of how many values; repeated in the report.
-    decode_baseline_source: str = ""
-    decode_baseline_samples: int = 0
-    #: Which decode speed of the rows is judged.
-    decode_gate_aggregation: Aggregation = "avg"
-    #: Largest share of the baseline that may be lost.
-    decode_drop_target: float = 0.05
-    #: How the runtime was set: what must have been active follows from it.
-    runtime_mode: LimitsMode = ""
-    async_threads: int = 0
-    #: Largest values of any row.
-    max_lossless_queue_peak: float = -1.0
-    max_lossless_fallback: float = -1.0
-    max_lossless_backpressure_skip: float = -1.0
-    #: Likewise, microseconds.
-    max_lossless_decomp_us: float = -1.0
-    max_lossless_async_wait_us: float = -1.0
-    #: Warn where less than this share of the waiting allowed is left; negative: never.
-    async_wait_headroom_warn_ratio: float = 0.15
-    #: Some row must show it.
-    require_runtime_decomp: bool = False
-    require_decode_cache_hit: bool = False
-    require_async_queue_activity: bool = False
-    require_decode_cache_activity: bool = False
-    #: The gate that the fork calls consistency (docs/gates.md says what it compares), and lines of damage allowed.
-    require_kv_content_consistency: bool = False
-    max_kv_invalid_log_lines: int = 0
-    #: Fail where a column of the runtime is missing.
-    strict_runtime_metric_columns: bool = False
-    #: Also what the fork's script demands before its analyser runs.
-    hard_checks: bool = False
-    #: What log lines of encodings must show: of the modes probe and full, of store.
-    lossless_block_tokens: int = 128
-    store_grouped_step_tokens: int = 384
+    Each field is an option of ``kvmnn gate``, whose help says what it is.
+    """
+
+    lossy_target: float = field(default=3.0, metadata=option("least lossy ratio (default: 3.0)"))
+    lossless_target: float = field(default=1.3, metadata=option("least lossless ratio (default: 1.3)"))
+    decode_baseline: float = field(default=0.0, metadata=option("tokens/s without compression (default: 0, no gate)"))
+    decode_baseline_source: str = field(default="", metadata=option("what the report calls the baseline"))
+    decode_baseline_samples: int = field(default=0, metadata=option("values behind the baseline, for the report"))
+    decode_gate_aggregation: Aggregation = field(
+        default="avg", metadata=option("which speed of the rows counts (default: avg)")
+    )
+    decode_drop_target: float = field(
+        default=0.05, metadata=option("largest share of it that may be lost (default: 0.05)")
+    )
+    runtime_mode: LimitsMode = field(default="", metadata=option("mode of the runtime: what must have been active"))
+    async_threads: int = field(
+        default=0, metadata=option("threads of the runtime: above 0 they must have worked (default: 0)")
+    )
+    max_lossless_queue_peak: float = field(default=-1.0, metadata=option(f"largest queue ({_OFF}, the default)"))
+    max_lossless_fallback: float = field(default=-1.0, metadata=option(f"most fallbacks ({_OFF}, the default)"))
+    max_lossless_backpressure_skip: float = field(default=-1.0, metadata=option(f"most skips ({_OFF}, the default)"))
+    max_lossless_decomp_us: float = field(default=-1.0, metadata=option(f"longest decompression ({_OFF}, the default)"))
+    max_lossless_async_wait_us: float = field(
+        default=-1.0, metadata=option(f"longest wait for threads ({_OFF}, the default)")
+    )
+    async_wait_headroom_warn_ratio: float = field(
+        default=0.15, metadata=option("warn where less of that wait is left (default: 0.15)")
+    )
+    require_runtime_decomp: bool = field(default=False, metadata=option("something must have been decompressed"))
+    require_decode_cache_hit: bool = field(
+        default=False, metadata=option("some decoded block must have been found again")
+    )
+    require_async_queue_activity: bool = field(default=False, metadata=option("threads must have had a queue"))
+    require_decode_cache_activity: bool = field(
+        default=False, metadata=option("decoded blocks must have been looked for")
+    )
+    require_kv_content_consistency: bool = field(
+        default=False, metadata=option("what the fork calls consistency: activity and logs")
+    )
+    max_kv_invalid_log_lines: int = field(default=0, metadata=option("lines of damage allowed in logs (default: 0)"))
+    strict_runtime_metric_columns: bool = field(
+        default=False, metadata=option("the columns of the runtime must be there")
+    )
+    hard_checks: bool = field(default=False, metadata=option("also what the fork's script demands before its gates"))
+    lossless_block_tokens: int = field(
+        default=128, metadata=option("tokens of a block, for the hard checks (default: 128)")
+    )
+    store_grouped_step_tokens: int = field(
+        default=384, metadata=option("tokens of a later block of mode store, likewise (default: 384)")
+    )
 
     def __post_init__(self) -> None:
         for entry in fields(self):

@@ -44,7 +44,7 @@ def test_parse(here, run) -> None:
 
 def test_a_verdict_fits_a_terminal(table, run, monkeypatch) -> None:
     monkeypatch.setattr(sys.stdout.__class__, "isatty", lambda self: True, raising=False)
-    for words in ("", " --strict --baseline plain/run_0001.log", " --decode-baseline 9"):
+    for words in ("", " --strict --baseline plain/run_0001.log", " --limit decode_baseline=9"):
         shown = run(*(CHECK + words).split(), code=1 if words else 0).out.splitlines()
         assert not [line for line in shown if len(line) > 80]
     assert shown[0] == "FAIL: runtime_store, 13 pass, 1 fail; 2 rows"
@@ -55,7 +55,7 @@ def test_check_json_and_exit_codes(table, run) -> None:
     found = json.loads(run(*CHECK.split(), "--json").out)
     assert (found["verb"], found["verdict"], found["gate"]["lossy_best"]) == ("gate check", "pass", "3.1140")
     assert run(*CHECK.split(), "-q").out == run(*CHECK.split()).out
-    failing = run(*CHECK.split(), "--lossy-target", "3.2", "--json", code=1)
+    failing = run(*CHECK.split(), "--limit", "lossy_target=3.2", "--json", code=1)
     assert json.loads(failing.out)["failure"] == "lossy ratio fail"
 
 
@@ -68,7 +68,9 @@ def test_a_case_of_no_limits_is_said(table, run) -> None:
 
 def test_limits_of_case_file_and_options_stand_over_each_other(table, run) -> None:
     Path("g.json").write_text('{"max_lossless_queue_peak": 1, "lossy_target": 1}')
-    limits = json.loads(run(*CHECK.split(), "--gates", "g.json", "--lossy-target", "2", "--json", code=1).out)["limits"]
+    limits = json.loads(run(*CHECK.split(), "--gates", "g.json", "--limit", "lossy_target=2", "--json", code=1).out)[
+        "limits"
+    ]
     assert [limits[name] for name in ("max_lossless_queue_peak", "lossy_target")] == [1, 2]
     assert limits["max_lossless_decomp_us"] == 70000
 
@@ -82,7 +84,7 @@ def test_baselines(table, run) -> None:
     assert (same["decode_baseline"], same["decode_baseline_source"]) == ("6.1000", "same_batch")
     rolling = ["--decode-baseline-mode", "rolling", "--baseline-history", "h.jsonl"]
     for _ in range(3):
-        assert gate(*rolling, "--decode-baseline", "5")["decode_baseline_source"] == "fixed_fallback"
+        assert gate(*rolling, "--limit", "decode_baseline=5")["decode_baseline_source"] == "fixed_fallback"
     found = gate(*rolling, "--no-history")
     assert (found["decode_baseline"], found["decode_baseline_samples"]) == ("6.0000", "3")
     assert len(Path("h.jsonl").read_text().splitlines()) == 3
@@ -101,7 +103,8 @@ def test_a_round(table, run) -> None:
 
 def test_a_round_fits_a_terminal(table, run) -> None:
     """Reasons are long where much does not pass."""
-    words = "--strict --lossy-target 9 --lossless-target 9 --max-lossless-queue-peak 0 --max-lossless-decomp-us 1"
+    limits = "lossy_target=9,lossless_target=9,max_lossless_queue_peak=0"
+    words = f"--strict --limit {limits} --limit max_lossless_decomp_us=1"
     run(*CHECK.split(), *words.split(), "-o", "round", code=1)
     run("gate", "demo", "without", "with", "--strict", "--case", "llm_demo_store", "-o", "round", code=1)
     shown = run("gate", "summary", "round", code=1).out.splitlines()
@@ -125,16 +128,16 @@ def test_files_that_are_no_round_are_not_replaced(table, run) -> None:
         ("check m.csv --decode-baseline-mode rolling", "needs --baseline-history FILE"),
         ("check m.csv --baseline-key k", "--baseline-key says nothing without --baseline-history"),
         (
-            "check m.csv --decode-baseline-mode fixed --decode-baseline-samples 3",
+            "check m.csv --decode-baseline-mode fixed --limit decode_baseline_samples=3",
             "is what --decode-baseline-mode fixed",
         ),
-        ("check m.csv --lossy-target many", "'many' is not a number"),
+        ("check m.csv --limit lossy_target=many", "'many' is not a number"),
         ("check m.csv --case a/b -o x", "'a/b' is no name of a case"),
         ("check m.csv -o -", "printed on standard output anyhow"),
-        ("parse logs --lossy-target 3", "--lossy-target says nothing to gate parse"),
+        ("parse logs --limit lossy_target=3", "--limit lossy_target says nothing to gate parse"),
         ("parse logs --case x", "--case says nothing to gate parse"),
         ("demo with", "takes two inputs"),
-        ("demo with with --max-lossless-fallback 3", "--max-lossless-fallback says nothing to gate demo"),
+        ("demo with with --limit max_lossless_fallback=3", "--limit max_lossless_fallback says nothing to gate demo"),
         ("summary a b", "takes one folder"),
         ("chek m.csv", "did you mean 'check'"),
     ],

@@ -222,7 +222,7 @@ def test_names_in_checkpoints(tmp_path, capfd) -> None:
     told = [f"--metadata={NAME}={NAME}", f"--prefix-order={NAME},{NAME}2"]
     for argv in (
         ["inspect", "-v", str(path)],
-        ["compressor", "convert", "-v", str(path), f"{tmp_path}/w.bin"],
+        ["compressor", "convert", str(path), f"{tmp_path}/w.bin"],
         ["compressor", "convert", str(path), f"{tmp_path}/m.bin", told[0]],
         ["inspect", f"{tmp_path}/m.bin"],
         ["verify", f"{tmp_path}/m.bin", "--against", str(path)],
@@ -258,7 +258,7 @@ def test_words_of_a_tokenizer(tmp_path, capfd) -> None:
     words = {f"w{n}\x1b[31m\r\u202e\x9b": n for n in range(48)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token=next(iter(words))))
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    for columns in ("--json", "-q", "-v"):
+    for columns in ("--json", "-q"):
         argv = ["generate", str(tmp_path), "--prompt", "a\x1b[2Jb", "--max-new-tokens", "4", columns]
         code, _ = said(capfd, [*argv, "--policy", "streaming", "--budget", "6"])
         assert code == 0

@@ -37,7 +37,7 @@ def namespace(words: list[str]) -> dict[str, object]:
 
 LINES = [
     ("encode", ["a", "b", "c"], [["-o", "x/"], ["--effort=fast"], ["-q"], ["--tensor", "k"], ["--tensor", "v"]]),
-    ("store", ["put", "S", "C", "D"], [["--model", "M"], ["--token-ids", "1,2"], ["-fv"], ["--size-limit", "3G"]]),
+    ("store", ["put", "S", "C", "D"], [["--model", "M"], ["--token-ids", "1,2"], ["-fq"], ["--size-limit", "3G"]]),
     ("verify", ["a", "b"], [["--against", "x"], ["--jobs", "2"], ["--json"]]),
     ("diff", ["a", "b"], [["--json"], ["--atol", "1"]]),
     ("eval", ["m"], [["--text", "t", "u"], ["--budget=5"], ["-o-"]]),

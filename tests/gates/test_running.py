@@ -266,7 +266,7 @@ def test_sweeps_are_a_product_in_the_forks_order(made: SimpleNamespace) -> None:
         ("-o x --sweep lossy=0.5", "kv_h2o_target_lossy_ratio (lossy): found 0.5, for which the engine takes 1"),
         ("-o x --sweep recent=-1", "(recent): found -1, for which the engine takes 0"),
         ("-o x --strict", "--strict says nothing to gate run"),
-        ("-o x --lossy-target 3", "--lossy-target says nothing to gate run"),
+        ("-o x --limit lossy_target=3", "--limit lossy_target says nothing to gate run"),
         ("-o x --suite some", "invalid choice"),
     ],
 )
@@ -345,9 +345,9 @@ def test_cases_of_the_suites() -> None:
         (
             "parse",
             ["--strict", "-o, --output"],
-            ["--suite", "--baseline", "--run-order", "--decode-baseline", "--json FILE"],
+            ["--suite", "--baseline", "--run-order", "--limit", "--json FILE"],
         ),
-        ("check", ["--baseline CSV", "--case", "--decode-baseline X"], ["--suite", "--run-order", "--sweep"]),
+        ("check", ["--baseline CSV", "--case", "decode_baseline=X"], ["--suite", "--run-order", "--sweep"]),
         ("demo", ["--run-order", "--no-bucket-pass"], ["--sweep", "--baseline-key"]),
         ("run", ["--suite", "--sweep", "kvmnn gate run model/"], ["--run-order", "--baseline", "kvmnn gate check"]),
         ("history", ["the rounds of a folder"], ["--suite", "--baseline", "--case"]),

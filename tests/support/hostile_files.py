@@ -356,7 +356,7 @@ def _gate_file(folder: Path, damaged: str) -> Sample:
         "online.json": "--offline-lossless-online-json {in}/online.json",
         "stdout.log": "--bench-stdout-log {in}/stdout.log",
     }
-    command = f"gate check {{in}}/m.csv {options.get(damaged, '--runtime-mode store')}"
+    command = f"gate check {{in}}/m.csv {options.get(damaged, '--limit runtime_mode=store')}"
     if damaged == "run_0001.log":
         command = "gate parse {in}/run_0001.log -o {out}.csv"
     return Sample(contents(folder), (command,), (damaged,))
@@ -377,7 +377,7 @@ def _gate_records(folder: Path) -> Sample:
 def _gate_round(folder: Path) -> Sample:
     """Cases that were judged; `gate summary` writes beside them, so a copy is judged."""
     log = gate_logs.write_logs(folder.with_name("gate logs"), gate_logs.row())
-    made(["gate", "check", log, "-o", folder, "--runtime-mode", "store"])
+    made(["gate", "check", log, "-o", folder, "--limit", "runtime_mode=store"])
     names = ("runtime_store/summary.md", "runtime_store/gate.json")
     history = {"generated_at": "2026-01-02T03:04:05", "overall_pass": True, "cases": [{"case": "a", "pass": True}]}
     (folder / "history.jsonl").write_text(json.dumps(history) + "\n")

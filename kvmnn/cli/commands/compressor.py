@@ -355,6 +355,7 @@ def add_run_parser(subparsers: Any) -> None:
         run_compressor,
         "run a KV compressor on a cache (LOSSY)",
         _RUN_DESCRIPTION,
+        has_details=True,
         examples=(
             "kvmnn compressor run model.bin kv.npz",
             "kvmnn compressor run model.bin dump/ -o small.safetensors --image-tokens 256",

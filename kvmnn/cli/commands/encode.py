@@ -55,6 +55,7 @@ def add_parser(subparsers: Any) -> None:
         run,
         "arrays to frames",
         _DESCRIPTION,
+        has_details=True,
         examples=(
             "kvmnn encode keys.npy -o keys.frame",
             "kvmnn encode dump/ -o dump.frames/ --effort fast",

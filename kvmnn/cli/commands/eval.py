@@ -53,6 +53,7 @@ def add_parser(subparsers: Any) -> None:
         run,
         "what eviction costs a language model",
         _DESCRIPTION,
+        has_details=True,
         examples=(
             "kvmnn eval model/ --text texts/ --policy streaming --policy h2o_decayed --budget 256 512 --jobs 2",
             "kvmnn eval model/ --text a.txt --preset streaming-h2o --plot plots/ --resume cells.jsonl",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import re
 import threading
 import time
@@ -13,15 +12,16 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ..._util.text import suggest
+from ...gates.limits import GateLimits
 from .. import console, shared_options, streams
 from ..command_parser import ActionHelp
 from ..console import UsageError
+from ..options import add_dataclass_options, add_spec_option, collect_values, list_option_fields, make_spec_fields
 
 if TYPE_CHECKING:
     from ...gates.case_inputs import MetricRows
     from ...gates.checker import CaseResult
     from ...gates.demo import DemoResult
-    from ...gates.limits import GateLimits
     from ...gates.suite.settings import RunSettings
     from ...gates.suite.suite import Suite
     from ...gates.summary import RoundSummary
@@ -30,62 +30,15 @@ AGGREGATIONS = ("avg", "median", "p90", "best")
 RUNTIME_MODES = ("probe", "full", "store")
 BASELINE_CHOICES = ("fixed", "rolling", "same_batch")
 
-_OFF_HELP = "negative: no gate"
-_NUMBER_HELP = {
-    "lossy_target": "least lossy ratio (default: 3.0)",
-    "lossless_target": "least lossless ratio (default: 1.3)",
-    "decode_baseline": "tokens/s without compression (default: 0, no gate)",
-    "decode_drop_target": "largest share of it that may be lost (default: 0.05)",
-    "max_lossless_queue_peak": f"largest queue ({_OFF_HELP}, the default)",
-    "max_lossless_fallback": f"most fallbacks ({_OFF_HELP}, the default)",
-    "max_lossless_backpressure_skip": f"most skips ({_OFF_HELP}, the default)",
-    "max_lossless_decomp_us": f"longest decompression ({_OFF_HELP}, the default)",
-    "max_lossless_async_wait_us": f"longest wait for threads ({_OFF_HELP}, the default)",
-    "async_wait_headroom_warn_ratio": "warn where less of that wait is left (default: 0.15)",
-}
-_COUNT_HELP = {
-    "decode_baseline_samples": "values behind the baseline, for the report",
-    "async_threads": "threads of the runtime: above 0 they must have worked (default: 0)",
-    "max_kv_invalid_log_lines": "lines of damage allowed in logs (default: 0)",
-    "lossless_block_tokens": "tokens of a block, for the hard checks (default: 128)",
-    "store_grouped_step_tokens": "tokens of a later block of mode store, likewise (default: 384)",
-}
-_FLAG_HELP = {
-    "require_runtime_decomp": "something must have been decompressed",
-    "require_decode_cache_hit": "some decoded block must have been found again",
-    "require_async_queue_activity": "threads must have had a queue",
-    "require_decode_cache_activity": "decoded blocks must have been looked for",
-    "require_kv_content_consistency": "what the fork calls consistency: activity and logs",
-    "strict_runtime_metric_columns": "the columns of the runtime must be there",
-    "hard_checks": "also what the fork's script demands before its gates",
-}
-LIMIT_OPTION_NAMES = (
-    *_NUMBER_HELP,
-    *_COUNT_HELP,
-    *_FLAG_HELP,
-    "decode_baseline_source",
-    "decode_gate_aggregation",
-    "runtime_mode",
-)
-"""All of them, by their names."""
+LIMIT_OPTION_NAMES = tuple(field.name for field in list_option_fields(GateLimits))
 
 
 def add_limit_options(parser: Any) -> None:
-    """All limits; ``--help-limits`` shows them. What is not said is None."""
-    group = parser.add_argument_group("limits", "check: over those of --case and --gates.")
-    for name, text in _NUMBER_HELP.items():
-        group.add_argument(_make_option_name(name), type=parse_number, metavar="X", help=text)
-    for name, text in _COUNT_HELP.items():
-        group.add_argument(_make_option_name(name), type=parse_integer, metavar="N", help=text)
-    for name, text in _FLAG_HELP.items():
-        group.add_argument(_make_option_name(name), action="store_const", const=True, help=text)
+    """``--limit``, with the fields of `GateLimits`."""
+    group = parser.add_argument_group("limits", "They override those of --case and --gates.")
+    title = "limits, repeatable"
+    add_spec_option(group, "--limit", title, make_spec_fields(GateLimits), metavar="NAME=VALUE[,...]")
     group.add_argument("--decode-baseline-source", metavar="TEXT", help="what the report calls the baseline")
-    group.add_argument(
-        "--decode-gate-aggregation", choices=AGGREGATIONS, help="which speed of the rows counts (default: avg)"
-    )
-    group.add_argument(
-        "--runtime-mode", choices=("", *RUNTIME_MODES), help="mode of the runtime: what must have been active"
-    )
 
 
 def add_document_options(parser: Any) -> None:
@@ -98,18 +51,12 @@ def add_document_options(parser: Any) -> None:
     parser.add_argument("--logs-dir", metavar="DIR", help="check: a folder of its logs")
 
 
-def collect_limits(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The limits that were given, by name."""
-    values = {name: getattr(arguments, name, None) for name in LIMIT_OPTION_NAMES}
-    return {name: value for name, value in values.items() if value is not None}
-
-
 def override_limits(arguments: argparse.Namespace, base: GateLimits) -> GateLimits:
     """Those of `base` with what was given in their place; `UsageError` for one that makes no sense."""
     from ...errors import OptionError
 
     try:
-        return base.with_values(collect_limits(arguments), "limits")
+        return base.with_values(collect_values(type(base), arguments), "limits")
     except OptionError as error:
         raise UsageError(str(error)) from None
 
@@ -122,35 +69,9 @@ def parse_words(words: Sequence[str]) -> argparse.Namespace:
 @cache
 def _make_words_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="gate", exit_on_error=False, allow_abbrev=False)
-    add_limit_options(parser)
+    add_dataclass_options(parser, GateLimits)
     add_document_options(parser)
     return parser
-
-
-def parse_number(text: str) -> float:
-    """A finite number."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value) or abs(value) > 1e15:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
-    return value
-
-
-def parse_integer(text: str) -> int:
-    """A whole number, negative ones included."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 10**18
-    if abs(value) > 10**15:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number")
-    return value
-
-
-def _make_option_name(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 RUN_OPTION_NAMES = ("suite", "suite_config", "prompts", "also", "sweep", "rounds", "again", "jobs", "tokenizer")
@@ -356,7 +277,7 @@ Limits come from --case (one of the fork's six); --gates FILE overrides these, a
 
 _EXAMPLES = (
     "kvmnn gate parse out/logs -o metrics.csv",
-    "kvmnn gate check metrics.csv --case runtime_store --decode-baseline 5.01 --logs-dir out/logs -o round/",
+    "kvmnn gate check metrics.csv --case runtime_store --limit decode_baseline=5.01 --logs-dir out/logs -o round/",
     "kvmnn gate run model/ --suite runtime --text texts/ -o round/",
     "kvmnn gate check metrics.csv --gates target_core_gate.json --strict --baseline plain.csv",
     "kvmnn gate demo out/baseline out/candidate --case llm_demo_store -o round/",
@@ -392,7 +313,7 @@ def add_parser(subparsers: Any) -> None:
         "whether runs reach their limits",
         _DESCRIPTION,
         examples=_EXAMPLES,
-        shown="--output --force --case --gates --strict --baseline --decode-baseline --logs-dir --suite "
+        shown="--output --force --case --gates --strict --baseline --limit --logs-dir --suite "
         "--suite-config --text --repeats --rerun",
         action_help=ActionHelp("action", _OPTIONS_BY_ACTION, _describe_action),
     )
@@ -428,7 +349,7 @@ def _add_baseline_options(parser: Any) -> None:
     group.add_argument(
         "--decode-baseline-mode",
         choices=BASELINE_CHOICES,
-        help="the number of --decode-baseline, the median of earlier runs, or the fastest row of --baseline",
+        help="the number of --limit decode_baseline, the median of earlier runs, or the fastest row of --baseline",
     )
     group.add_argument("--baseline-history", metavar="FILE", help="earlier runs, JSON lines; this one is added")
     group.add_argument("--no-history", action="store_true", help="add nothing to it")
@@ -554,7 +475,7 @@ def _check_options(arguments: argparse.Namespace) -> None:
 
 
 def _read_limits(arguments: argparse.Namespace) -> GateLimits:
-    from ...gates.limits import RUNTIME_CASES, GateLimits, read_gate_file
+    from ...gates.limits import RUNTIME_CASES, read_gate_file
 
     limits = RUNTIME_CASES.get(arguments.case, GateLimits())
     if arguments.case is not None and arguments.case not in RUNTIME_CASES and arguments.gates is None:

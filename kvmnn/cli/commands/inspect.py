@@ -40,6 +40,7 @@ def add_parser(subparsers: Any) -> None:
         run,
         "what a frame, bundle or file holds",
         _DESCRIPTION,
+        has_details=True,
         examples=(
             "kvmnn inspect keys.frame",
             "kvmnn inspect dump.frames/ -v",

@@ -206,7 +206,7 @@ def add_repack_parser(subparsers: Any) -> None:
     parser.add_argument("input", metavar="IN", help="the directory of a prefix cache, or one of its files")
     packed_options.add_target_options(parser)
     shared_options.add_source(parser, "what the words are, where the pack numbers do not say", axes=False)
-    packed_options.add_packed_options(parser)
+    packed_options.add_packed_options(parser, with_engines=False)
     parser.add_argument(
         "--target-backend",
         dest="to",
@@ -289,7 +289,7 @@ def add_compact_parser(subparsers: Any) -> None:
     parser.add_argument("--plan-label", metavar="LABEL", help="of an evaluation of several policies, which")
     dense_options.add_rerotate_options(parser)
     parser.add_argument("--dialect", choices=("fork", "upstream"), default="fork", help="whose rules (default: fork)")
-    packed_options.add_packed_options(parser)
+    packed_options.add_packed_options(parser, with_engines=False)
 
 
 def run_compact(arguments: argparse.Namespace) -> int:

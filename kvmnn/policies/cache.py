@@ -39,7 +39,7 @@ class CacheState:
     scores : ndarray or None
         Attention that each stored token has drawn so far, float32.
     num_steps : int
-        Steps attended since the last cut; the prompt's is none of them.
+        Steps attended since the last cut, the prompt's not included.
     """
 
     def __init__(self, requires: RequiredStats = "lengths", kv_heads: int = 1) -> None:
@@ -53,11 +53,11 @@ class CacheState:
 
     @property
     def tokens(self) -> int:
-        """Tokens that are stored."""
+        """Return the number of stored tokens."""
         return int(self.positions.shape[-1])
 
     def append(self, count: int) -> None:
-        """`count` further tokens of the text, with scores of 0."""
+        """Append `count` further tokens of the text, with scores of 0."""
         validate_count("count", count)
         new_positions = np.arange(self.num_seen, self.num_seen + count, dtype=np.int64)
         self.positions = np.concatenate(
@@ -96,12 +96,7 @@ class CacheState:
             )
 
     def keep(self, indices: Indices) -> None:
-        """Keep these of the stored tokens, in this order.
-
-        Parameters
-        ----------
-        indices
-            Integers, ``[kept]`` for all heads or ``[kv_head, kept]``.
+        """Keep these stored tokens, ``[kept]`` for all heads or ``[kv_head, kept]``, in this order.
 
         Raises
         ------
@@ -120,7 +115,7 @@ class CacheState:
 
 
 def validate_indices(selection: npt.NDArray[Any], tokens: int) -> Indices:
-    """Indices of tokens as int64, each of them in ``[0, tokens)`` and in a head once."""
+    """Return indices of tokens as int64, each in ``[0, tokens)`` and once in a head."""
     array = np.asarray(selection)
     if array.dtype.kind not in "iu":
         raise TypeError(f"kept tokens are {array.dtype}: expected integers")
@@ -138,7 +133,7 @@ def validate_indices(selection: npt.NDArray[Any], tokens: int) -> Indices:
 
 
 def take_tokens(array: npt.NDArray[Any], indices: Indices) -> npt.NDArray[Any]:
-    """The kept tokens of an array ``[token]`` or ``[kv_head, token]``: of two axes where either has two."""
+    """Return the kept tokens of an array ``[token]`` or ``[kv_head, token]``: of two axes where either has two."""
     if indices.ndim == 1:
         return array[..., indices]
     if array.ndim == 1:
@@ -147,18 +142,18 @@ def take_tokens(array: npt.NDArray[Any], indices: Indices) -> npt.NDArray[Any]:
 
 
 class EvictingCache:
-    """K and V of one layer, and the `CacheState` that is cut with them whenever the policy says so.
+    """K and V of one layer, and the `CacheState` that is cut with them by the policy.
 
     One step is `append` (which returns what is to be attended), attention, `finish_attention`. A caller that works in
-    chunks calls `end_chunk` after each. Any policy works here; the lazy ones do what the classes of the
-    StreamingLLM + H2O project do.
+    chunks calls `end_chunk` after each. Any policy works here; the lazy ones do what the classes of the StreamingLLM +
+    H2O project do.
 
     Parameters
     ----------
     policy
         What decides.
     layer
-        Which layer this is.
+        Number of the layer.
 
     Attributes
     ----------
@@ -178,15 +173,13 @@ class EvictingCache:
         if self._keys is None:
             return f"EvictingCache({self.policy!r}, layer={self.layer}, empty)"
         heads, tokens, head_dim = self._keys.shape
-        return (
-            f"EvictingCache({self.policy!r}, layer={self.layer}, {tokens:,} of "
-            f"{pluralize(self.state.num_seen, 'token')}, "
-            f"{pluralize(heads, 'KV head')} of {head_dim}, {self._keys.dtype})"
-        )
+        tokens_text = f"{tokens:,} of {pluralize(self.state.num_seen, 'token')}"
+        heads_text = f"{pluralize(heads, 'KV head')} of {head_dim}, {self._keys.dtype}"
+        return f"EvictingCache({self.policy!r}, layer={self.layer}, {tokens_text}, {heads_text})"
 
     @property
     def snapshot(self) -> LayerCache:
-        """What is stored now, with true positions."""
+        """Return what is stored now, with true positions."""
         if self._keys is None or self._values is None:
             raise KvmnnError(f"layer {self.layer}: nothing has been appended yet")
         return LayerCache(
@@ -203,7 +196,12 @@ class EvictingCache:
         if self._keys is None or self._values is None:
             self.state = CacheState(self.policy.requires, keys.shape[0])
             self._keys, self._values = keys[:, :0], values[:, :0]
-        self._check_continues(self._keys, keys)
+        existing = self._keys
+        if existing.dtype != keys.dtype or existing.shape[::2] != keys.shape[::2]:
+            raise KvmnnError(
+                f"layer {self.layer}: {keys.dtype} {list(keys.shape)} does not continue {existing.dtype} "
+                f"[{existing.shape[0]}, token, {existing.shape[2]}]"
+            )
         self._keys = np.concatenate([self._keys, keys], axis=1)
         self._values = np.concatenate([self._values, values], axis=1)
         self._num_new = keys.shape[1]
@@ -214,12 +212,12 @@ class EvictingCache:
     def finish_attention(
         self, sums: Floats | None = None, *, weights: npt.NDArray[np.floating] | None = None
     ) -> LayerCache:
-        """The step has been attended; return what is stored after it.
+        """Finish a step that has been attended; return what is stored after it.
 
         Parameters
         ----------
         sums
-            What attention adds to the scores, as `Policy.sum_columns` gives it.
+            What attention adds to the scores, as `Policy.sum_columns` returns it.
         weights
             Or the attention itself, ``[query_head, query, key]``.
         """
@@ -235,7 +233,7 @@ class EvictingCache:
         return self.snapshot
 
     def end_chunk(self) -> LayerCache:
-        """A chunk of text has ended: the lazy policies cut to their budget; return what is stored."""
+        """End a chunk of text: the lazy policies cut to their budget; return what is stored."""
         self._apply_policy(Trigger.CHUNK_END)
         return self.snapshot
 
@@ -258,20 +256,9 @@ class EvictingCache:
             self.state.keep(indices)
             self._keys, self._values = take_rows(self._keys, indices), take_rows(self._values, indices)
 
-    def _check_continues(self, existing: Elements, appended: Elements) -> None:
-        if (
-            existing.dtype != appended.dtype
-            or existing.shape[0] != appended.shape[0]
-            or existing.shape[2] != appended.shape[2]
-        ):
-            raise KvmnnError(
-                f"layer {self.layer}: {appended.dtype} {list(appended.shape)} does not continue {existing.dtype} "
-                f"[{existing.shape[0]}, token, {existing.shape[2]}]"
-            )
-
 
 def take_rows(array: Elements, indices: Indices) -> Elements:
-    """The kept tokens of K or V, ``[kv_head, token, head_dim]``, as an array of their own."""
+    """Return the kept tokens of K or V, ``[kv_head, token, head_dim]``, as an array of their own."""
     if indices.ndim == 1:
         return array[:, indices]
     out = np.empty((array.shape[0], indices.shape[1], array.shape[2]), array.dtype)

@@ -23,14 +23,14 @@ from .scores import EmaScores
 class H2OBlocks(BudgetedPolicy):
     """Keep blocks of tokens: those of sinks and recent tokens, and those that drew the most attention until the target.
 
-    Paper: arXiv 2306.14048 (H2O). Original: the planner of the MNN fork with H2O. The choice is
-    `kvmnn.policies.h2o.plan`; docs/h2o.md.
+    Paper: arXiv 2306.14048 (H2O). Original: the planner of the MNN fork with H2O. The choice is `plan_blocks` of
+    `kvmnn.policies.h2o`; docs/h2o.md.
 
     Parameters
     ----------
     keep_ratio
         Target before full blocks and protected ones raise it; a third by default, the engine's adaptive target 3.0
-        (`from_lossy_ratio`). Cut to 1.
+        (`from_lossy_ratio`). At most 1.
     budget
         Or the target in tokens.
     block_tokens, sink, recent, ema_alpha, update_interval, trigger_min_tokens
@@ -40,11 +40,10 @@ class H2OBlocks(BudgetedPolicy):
 
     Notes
     -----
-    Where it differs from the engine, and why:
+    Differences from the engine; `kvmnn.policies.h2o.H2OPlanner` is the engine bit for bit:
 
     * Scores belong to tokens here, as those of the other policies, and are added up to blocks when a plan is made; the
-      engine averages block sums. The two agree but for rounding. `kvmnn.policies.h2o.H2OPlanner` is the engine bit for
-      bit.
+      engine averages block sums. The two agree but for rounding.
     * `update_interval` counts decode steps of the layer since its last plan, as the fork's settings are described;
       the engine counts calls of all layers together.
     * What a plan drops goes right after the step that made it, not at the start of the next: nothing attends between.
@@ -66,7 +65,7 @@ class H2OBlocks(BudgetedPolicy):
 
     @classmethod
     def from_lossy_ratio(cls, lossy_ratio: float, **options: Any) -> H2OBlocks:
-        """The engine's adaptive target: keep one token in `lossy_ratio`, in float32."""
+        """Create the engine's adaptive target: keep one token in `lossy_ratio`, in float32."""
         return cls(keep_ratio=float(H2OConfig(target_lossy_ratio=lossy_ratio).effective_keep_ratio), **options)
 
     def __post_init__(self) -> None:
@@ -79,26 +78,22 @@ class H2OBlocks(BudgetedPolicy):
     def score_accumulator(self) -> EmaScores:
         return EmaScores(self.ema_alpha)
 
-    def _is_due(self, state: PolicyInput) -> bool:
-        has_enough_tokens = state.tokens >= max(1, self.trigger_min_tokens)
-        return has_enough_tokens and (state.num_steps is None or state.num_steps >= max(1, self.update_interval))
-
     def explain_no_eviction(self, prompt_tokens: int, tokens: int) -> str | None:
         names = {"sink_tokens": "sink", "recent_tokens": "recent"}
         config = replace(self._build_config(tokens), trigger_min_tokens=self.trigger_min_tokens)
         return super().explain_no_eviction(prompt_tokens, tokens) or explain_no_eviction(config, tokens, names)
 
     def select_tokens(self, state: PolicyInput) -> list[Indices] | None:
-        if not self._is_due(state):
+        is_due = state.num_steps is None or state.num_steps >= max(1, self.update_interval)
+        if state.tokens < max(1, self.trigger_min_tokens) or not is_due:
             return None
         config = self._build_config(state.tokens)
         plans = [
             plan_blocks(sum_by_block(row[None], config.effective_block_tokens), state.tokens, config)
             for row in state.get_row_scores()
         ]
-        return [
-            layer_plan.list_kept_tokens().astype(np.int64) for layer_plan in plans
-        ]  # all of them where nothing goes: steps count anew
+        # All tokens where nothing goes, not None, so that steps are counted from here on.
+        return [layer_plan.list_kept_tokens().astype(np.int64) for layer_plan in plans]
 
     def _build_config(self, tokens: int) -> H2OConfig:
         ratio = self.keep_ratio
@@ -122,11 +117,11 @@ class H2OBlocks(BudgetedPolicy):
 class H2OEngine(Policy):
     """Keep the blocks that the engine's planner keeps: sinks, recent tokens, and those that drew the most attention.
 
-    Paper: arXiv 2306.14048 (H2O). Original: the planner of the MNN fork with H2O,
-    `kvmnn.policies.h2o.H2OPlanner` bit for bit; docs/h2o.md. A plan is made in one decode step of a layer and
-    carried out at the beginning of the next (its double
-    buffer), layers are planned at different steps and hold different numbers of tokens, and the first step of a text
-    is the prompt, which plans nothing.
+    Paper: arXiv 2306.14048 (H2O). Original: the planner of the MNN fork with H2O, `kvmnn.policies.h2o.H2OPlanner` bit
+    for bit; docs/h2o.md. A plan is made in one decode step of a layer and carried out at the beginning of the next (its
+    double buffer), layers are planned at different steps and hold different numbers of tokens, and the first step of a
+    text is
+    the prompt, which plans nothing.
 
     It decides for all layers of a model together, so it runs in `kvmnn.lm` (`Runner`, `generate`, `evaluate`) only;
     `H2OBlocks` is the same idea for one layer.
@@ -141,8 +136,7 @@ class H2OEngine(Policy):
         What `update_interval` counts: ``"layer-calls"`` of all layers together, as the engine does, or ``"tokens"`` of
         the same layer, as its documents say.
     layer_nums
-        Layers that the model's configuration claims; None where it says nothing. Another number than the model has is
-        refused when the model is run.
+        Layers of the model's configuration, or None. A model with another number is refused.
     """
 
     name: ClassVar[str] = "h2o_engine"
@@ -176,8 +170,7 @@ class H2OEngine(Policy):
 
     @classmethod
     def from_engine(cls, document: Mapping[str, Any], **extra_options: Any) -> H2OEngine:
-        """The policy that the object in an engine's ``config.json`` asks for; `extra_options` are options that it does
-        not say.
+        """Create the policy of an engine's ``config.json``; `extra_options` are options that it lacks.
 
         Raises
         ------
@@ -188,7 +181,8 @@ class H2OEngine(Policy):
 
     @classmethod
     def parse_engine_options(cls, document: Mapping[str, Any]) -> dict[str, Any]:
-        """The options that the ``kv_h2o_`` keys of an engine's ``config.json`` set to something else than the default.
+        """Return the options that the ``kv_h2o_`` keys of an engine's ``config.json`` set to other values than the
+        default.
 
         Raises
         ------
@@ -210,7 +204,7 @@ class H2OEngine(Policy):
         return changed_options | ({"layer_nums": config.layers} if "layer_nums" in document else {})
 
     def create_planner(self, num_layers: int, bytes_per_token: int) -> H2OPlanner:
-        """The planner of a model whose layers have `bytes_per_token` bytes of K and V a token.
+        """Create the planner of a model whose layers have `bytes_per_token` bytes of K and V a token.
 
         Raises
         ------
@@ -237,17 +231,5 @@ class H2OEngine(Policy):
         )
 
     def _build_config(self, **extra_options: Any) -> H2OConfig:
-        return H2OConfig(
-            block_tokens=self.block_tokens,
-            sink_tokens=self.sink_tokens,
-            recent_tokens=self.recent_tokens,
-            target_mode=self.target_mode,
-            target_lossy_ratio=self.target_lossy_ratio,
-            target_keep_ratio=self.target_keep_ratio,
-            ema_alpha=self.ema_alpha,
-            update_interval=self.update_interval,
-            trigger_min_tokens=self.trigger_min_tokens,
-            layer_start=self.layer_start,
-            layer_end=self.layer_end,
-            **extra_options,
-        )
+        names = {entry.name for entry in fields(H2OConfig)} & {entry.name for entry in fields(self)}
+        return H2OConfig(**{name: getattr(self, name) for name in names}, **extra_options)

@@ -35,13 +35,13 @@ class H2OTokens(BudgetedPolicy):
 
     Notes
     -----
-    Where it differs from the original, and why:
+    Differences from the original:
 
     * Of equal scores the older token stays, and a NaN score counts as the lowest; the original leaves both to topk. It
       matters where a prompt exceeds ``budget + buffer``: its tokens have not been attended then and all score 0.
-    * Kept from the original: new tokens have no score at their first cut, so of a chunk longer than `recent` most is
-      lost before anything attends to it; use chunks of at most `recent` tokens.
-    * The cut returns indices, and `EvictingCache` says what was cut before attention, so a mask can follow; the
+    * As in the original, new tokens have no score at their first cut, so of a chunk longer than `recent` most is lost
+      before anything attends to it; use chunks of at most `recent` tokens.
+    * The cut returns indices, and `EvictingCache` reports what was cut before attention, so that a mask can follow; the
       original's own mask does not.
     """
 
@@ -90,12 +90,9 @@ class H2OHeads(BudgetedPolicy):
     -----
     The step's attention is added to the scores first, then the cache is cut, at every step above the budget.
 
-    Where it differs from the original, and why:
-
-    * Of equal scores the older token stays; NaN counts as the lowest.
-    * Query heads that share a KV head add their attention up; the original knows no groups. One head works, too, where
-      the original loses an axis.
-    * `recent` of 0 means none; the original would slice from -0.
+    Differences from the original: of equal scores the older token stays; NaN counts as the lowest. Query heads that
+    share a KV head add their attention up, and a single head works. `recent` of 0 means none; the original would slice
+    from -0.
     """
 
     name: ClassVar[str] = "h2o_heads"
@@ -130,8 +127,8 @@ class H2ODecayed(BudgetedPolicy):
     Paper: arXiv 2306.14048 (H2O), which does not fade scores. Original: kvmnn's own; the StreamingLLM + H2O project has
     the three kinds of tokens.
 
-    Sums that never fade favour tokens that have been there for long. Here every token of the text multiplies the scores
-    before it by `decay`, so attention of long ago counts less.
+    Sums that never fade favour old tokens. Here every token of the text multiplies the scores before it by `decay`, so
+    attention of long ago counts less.
 
     Parameters
     ----------
@@ -146,8 +143,8 @@ class H2ODecayed(BudgetedPolicy):
 
     Notes
     -----
-    Where it differs from `h2o_tokens`: the step's attention is added to the scores first, then the cache is cut, at
-    every step above the budget. Of equal scores the older token stays; NaN counts as the lowest.
+    Unlike in `h2o_tokens`, the step's attention is added to the scores first, then the cache is cut, at every step
+    above the budget. Of equal scores the older token stays; NaN counts as the lowest.
     """
 
     name: ClassVar[str] = "h2o_decayed"
@@ -204,8 +201,7 @@ class H2ODecayedHeads(H2ODecayed):
 
     Notes
     -----
-    Where it differs from the original: `h2o_heads` names the sizes as its authors do, and does not fade. With ``sink=0,
-    decay=1`` it keeps what that keeps. Query heads that share a KV head add their attention up.
+    With ``sink=0, decay=1`` it keeps what `h2o_heads` keeps. Query heads that share a KV head add their attention up.
     """
 
     name: ClassVar[str] = "h2o_decayed_heads"
@@ -216,8 +212,7 @@ class H2ODecayedHeads(H2ODecayed):
 class ObservedAttention(BudgetedPolicy):
     """Keep the tokens of the prompt that later tokens attended to most on average, highest first.
 
-    Paper: the criterion of H2O (arXiv 2306.14048) without its recent part. Original: kvpress,
-    `ObservedAttentionPress`.
+    Paper: the criterion of H2O (arXiv 2306.14048) without its recent part. Original: kvpress, `ObservedAttentionPress`.
 
     Parameters
     ----------
@@ -229,9 +224,8 @@ class ObservedAttention(BudgetedPolicy):
     A token's score is its attention, summed over the queries and divided by the number of queries that could see it,
     averaged over the query heads of the KV head's group (`MeanScores`).
 
-    Where it differs from kvpress, and why: of equal scores the older token comes first, so that the answer is defined;
-    NaN comes last; at least one token stays, of which kvpress may leave none; the budget may also be a number of
-    tokens.
+    Differences from kvpress: of equal scores the older token comes first, so that the result is defined; NaN comes
+    last; at least one token stays; the budget may also be a number of tokens.
     """
 
     name: ClassVar[str] = "observed_attention"

@@ -1,8 +1,7 @@
 """Policies that keep tokens by the norm of their keys, as L2Compress and kvpress do.
 
-`L2Ratio` and `L2Fixed` are also there as the two functions of the l2_compress project, for scripts written against it.
-Arrays may be numpy's or tensors of another library, which is not imported: they need ``shape``, indexing by arrays, and
-a way to numpy.
+`L2Ratio` and `L2Fixed` are also available as the two functions of the l2_compress project. Arrays may be numpy's or
+tensors of another library, which is not imported: they need ``shape``, indexing by arrays, and conversion to numpy.
 """
 
 from __future__ import annotations
@@ -35,9 +34,8 @@ class KNorm(BudgetedPolicy):
 
     Notes
     -----
-    Where it differs from kvpress, and why: norms are float32 for every cache and of equal norms the older token comes
-    first, so that the answer is defined; NaN comes last; at least one token stays, of which kvpress may leave none; the
-    budget may also be a number of tokens.
+    Differences from kvpress: norms are float32 for every cache and of equal norms the older token comes first, so that
+    the result is defined; NaN comes last; at least one token stays; the budget may also be a number of tokens.
     """
 
     name = "knorm"
@@ -59,7 +57,7 @@ SelectionStrategy = Literal["keep_low", "keep_high", "random"]
 
 @dataclass(frozen=True, kw_only=True)
 class L2Fixed(BudgetedPolicy):
-    """Keep `budget` tokens per KV head, the latest of them protected, the others chosen by key norm.
+    """Keep `budget` tokens per KV head, the latest of them protected, the others selected by key norm.
 
     Paper: arXiv 2406.11430 (Devoto et al., the norm criterion). Original: `fix_size_l2_compress` of the
     l2_compress / KnormPress project, which adds the protected part and the fixed size.
@@ -70,26 +68,24 @@ class L2Fixed(BudgetedPolicy):
         Tokens that stay, 1024 by default.
     recent_ratio
         Share of the budget that is protected: ``int(budget * recent_ratio)`` latest tokens (truncated in float64, so
-        0.29 of 100 is 28). 0 by default: norms alone choose, and the newest token can go at once; the project's own
+        0.29 of 100 is 28). 0 by default: norms alone decide, and the newest token can go at once; the project's own
         runs protect 0.2. 1 keeps the latest tokens only; above 1 more than `budget` stay. The original calls it
         keep_ratio.
     strategy
         Which of the older tokens stay: ``"keep_low"`` or ``"keep_high"`` norms, or ``"random"``: uniformly without
-        replacement, anew for each head and call.
+        replacement, drawn again for each head and call.
     generator
         For ``"random"`` only, and required there.
 
     Notes
     -----
-    Where it differs from the original, and why:
+    Differences from the original:
 
-    * ``random`` takes its generator as an argument instead of a global one, so that a run can be repeated; which
-      tokens it draws is numpy's matter, not torch's.
-    * An unknown strategy is refused when the policy is made; the original notices it when a layer first evicts.
+    * ``random`` takes a generator instead of the global one, so that a run can be repeated; draws are numpy's, not
+      torch's. An unknown strategy is refused when the policy is created.
     * Norms are float32 for every cache, of equal norms the older token stays, and a NaN norm goes first for
       ``keep_high`` too.
-    * The budget may be a share of the tokens (`keep_ratio`), which the original does not have. A budget of 0 keeps
-      nothing.
+    * The budget may be a share of the tokens (`keep_ratio`). A budget of 0 keeps nothing.
     """
 
     name: ClassVar[str] = "l2_fixed"
@@ -122,17 +118,13 @@ class L2Fixed(BudgetedPolicy):
             return None
         num_recent = min(int(size * self.recent_ratio), state.tokens)
         num_selected = max(size - num_recent, 0)
-        values = self._get_ranking_values(state, state.tokens - num_recent if num_selected else 0)
-        select_highest = self.strategy == "keep_high"
-        return select_middle_topk(
-            values, state.tokens, sink=0, count=num_selected, recent=num_recent, highest=select_highest
-        )
-
-    def _get_ranking_values(self, state: PolicyInput, num_candidates: int) -> Floats:
-        """What the first `num_candidates` tokens are chosen by, ``[kv_head, token]``."""
+        num_candidates = state.tokens - num_recent if num_selected else 0
         if self.generator is not None:
-            return self.generator.random((state.num_key_rows, num_candidates), np.float32)
-        return state.get_key_norms(num_candidates)
+            values: Floats = self.generator.random((state.num_key_rows, num_candidates), np.float32)
+        else:
+            values = state.get_key_norms(num_candidates)
+        highest = self.strategy == "keep_high"
+        return select_middle_topk(values, state.tokens, sink=0, count=num_selected, recent=num_recent, highest=highest)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,12 +146,12 @@ class L2Ratio(BudgetedPolicy):
 
     Notes
     -----
-    Where it differs from the originals, and why:
+    Differences from the originals:
 
-    * Norms are float32 for every cache; the originals take them in the cache's type, where float16 rounds many norms
+    * Norms are float32 for every cache; the originals compute them in the cache's type, where float16 rounds many norms
       to the same value and leaves the choice among them to the sort.
     * Of equal norms the older token stays; the originals promise no order. A NaN norm goes first.
-    * The newest token competes like any other, as in both originals: it can go at once.
+    * As in both originals, the newest token competes like any other: it can go at once.
     * The order of storage changes nothing for keys that already carry their rotary position, only what later rules
       call recent; the gain that the project ascribes to it cannot come from attention.
     """
@@ -176,7 +168,7 @@ class L2Ratio(BudgetedPolicy):
     def from_paper(
         cls, keep_ratio: float = 1.0, *, prune_after: int = 2048, skip_layers: tuple[int, ...] = ()
     ) -> L2Ratio:
-        """The paper's own code with its defaults."""
+        """Create the paper's own code with its defaults."""
         return cls(keep_ratio=keep_ratio, prune_after=prune_after, skip_layers=skip_layers, form="original")
 
     def __post_init__(self) -> None:
@@ -205,8 +197,7 @@ class L2Ratio(BudgetedPolicy):
         return sort_by_value(norms, indices) if self.form == "original" else indices
 
 
-KVPairs = list[tuple[Any, Any]]
-"""K and V of each layer."""
+KVPairs = list[tuple[Any, Any]]  # K and V of each layer
 
 
 def l2_compress(
@@ -218,21 +209,19 @@ def l2_compress(
     ----------
     past_key_values
         A pair of K and V for each layer, ``[batch, kv_head, token, head_dim]``; or a cache of transformers, whose
-        layers have `keys` and `values`. Nothing of it is changed. numpy arrays are float16, float32, float64 or
-        uint16 (bf16).
+        layers have `keys` and `values`. It is not changed. numpy arrays are float16, float32, float64 or uint16 (bf16).
     keep_ratio
         1 or more keeps everything. The number of tokens is rounded up.
     prune_after
         Layers with at most this many tokens are left alone.
     skip_layers
-        So are these.
+        Layers that are left alone.
 
     Returns
     -------
     list of pairs
-        Arrays of the kind and type that came in, tokens in temporal order, each head of each sequence with its own.
-        Layers that lose nothing are handed back as they are. ``DynamicCache(pairs)`` makes a cache of transformers 5
-        of them.
+        Arrays of the input's kind and type, tokens in temporal order, each head of each sequence with its own. Layers
+        that lose nothing are returned as they are. ``DynamicCache(pairs)`` makes a cache of transformers 5 of them.
 
     Raises
     ------
@@ -243,9 +232,8 @@ def l2_compress(
 
     Notes
     -----
-    The policy's page says where it differs from the project (`L2Ratio`): norms are float32, of equal ones the older
-    token stays. True positions must go with the tokens: K carries its rotary position, but a model that is asked for
-    the next token has to be told its place in the text, not the length of what is stored.
+    `L2Ratio` lists the differences from the project. True positions must go with the tokens: K carries its rotary
+    position, but the position of the next token is its place in the text, not the length of what is stored.
     """
     share = float(min(keep_ratio, 1.0)) if isinstance(keep_ratio, int | float) else keep_ratio
     return _compress_layers(
@@ -262,7 +250,7 @@ def fix_size_l2_compress(
     *,
     generator: np.random.Generator | None = None,
 ) -> KVPairs:
-    """Keep `fix_kv_size` tokens of every layer: the latest, and of the older ones those that `strategy` says.
+    """Keep `fix_kv_size` tokens of every layer: the latest, and of the older ones those that `strategy` selects.
 
     Parameters
     ----------
@@ -275,7 +263,7 @@ def fix_size_l2_compress(
     strategy
         ``"keep_low"`` or ``"keep_high"`` norms of the keys, or ``"random"``.
     generator
-        What ``"random"`` draws from; without one every call draws anew.
+        What ``"random"`` draws from; without one every call draws again.
 
     Returns
     -------
@@ -299,18 +287,13 @@ def fix_size_l2_compress(
 
 
 def _compress_layers(past_key_values: Any, policy: Policy) -> KVPairs:
-    return [_compress_layer(policy, layer, *pair) for layer, pair in enumerate(_list_kv_pairs(past_key_values))]
-
-
-def _list_kv_pairs(past_key_values: Any) -> KVPairs:
-    layers = getattr(past_key_values, "layers", past_key_values)
     pairs: KVPairs = []
-    for number, layer in enumerate(layers):
+    for number, layer in enumerate(getattr(past_key_values, "layers", past_key_values)):
         pair = (layer.keys, layer.values) if hasattr(layer, "values") and hasattr(layer, "keys") else layer
         if not isinstance(pair, Sequence) or len(pair) < 2:
             raise KvmnnError(f"layer {number}: found a {type(layer).__name__}, expected a pair of keys and values")
         pairs.append((pair[0], pair[1]))
-    return pairs
+    return [_compress_layer(policy, number, keys, values) for number, (keys, values) in enumerate(pairs)]
 
 
 def _compress_layer(policy: Policy, layer: int, keys: Any, values: Any) -> tuple[Any, Any]:
@@ -329,7 +312,7 @@ def _compress_layer(policy: Policy, layer: int, keys: Any, values: Any) -> tuple
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _LazySequence(PolicyInput):
-    """One sequence of a layer, whose keys are looked at only where a policy asks for them."""
+    """One sequence of a layer, whose keys are read only where a policy needs them."""
 
     keys: Any
 
@@ -346,7 +329,7 @@ class _LazySequence(PolicyInput):
 
 
 def _to_numpy(array: Any) -> npt.NDArray[Any]:
-    """As numpy's; tensors of torch by way of float32, because numpy has no bfloat16."""
+    """Convert to numpy; tensors of torch by way of float32, because numpy has no bfloat16."""
     if not isinstance(array, np.ndarray):
         array = array.detach().float().cpu().numpy() if hasattr(array, "detach") else np.asarray(array)
     converted: npt.NDArray[Any] = array

@@ -14,10 +14,10 @@ from ..dtypes import Floats, Indices, Positions
 from ..errors import OptionError
 from ..files.schema import Record, json_key
 from ..packed.cache_info import PositionRuns
+from .h2o.plan import format_reserve
 from .policy import LayerState, Policy
 from .registry import POLICIES, LabelledPolicy, convert_options_to_json
 
-_MAX_SHOWN_PAIRS = 100
 _MAX_SHOWN_RUNS = 4
 _MIN_MAP_COLUMNS = 10
 _LEGEND = "# kept, . dropped, 1 to 9 tenths kept"
@@ -45,22 +45,22 @@ class PolicyLayerPlan(Record):
 
     @property
     def tokens_after(self) -> int:
-        """Tokens that stay, in each KV head."""
+        """Return the tokens that stay, in each KV head."""
         return self.tokens if self.kept_indices is None else int(self.kept_indices.shape[-1])
 
     @property
     def bytes_after(self) -> int:
-        """Bytes of K and V of those."""
+        """Return the bytes of K and V of those."""
         return self.nbytes // self.tokens * self.tokens_after
 
     def list_runs(self) -> list[PositionRuns]:
-        """``(begin, size)`` runs of the stored tokens that stay: of all heads, or of each."""
+        """Return ``(begin, size)`` runs of the stored tokens that stay: of all heads, or of each."""
         indices = np.arange(self.tokens) if self.kept_indices is None else self.kept_indices
         return [positions_to_runs(row) for row in np.atleast_2d(indices)]
 
     @property
     def plan_entry(self) -> dict[str, Any]:
-        """What `kvmnn mnn compact --plan` reads of a layer; with ``heads`` instead of ``pairs`` it refuses it."""
+        """Return what `kvmnn mnn compact --plan` reads of a layer; it refuses ``heads`` instead of ``pairs``."""
         if self.kept_indices is None:
             return {"layer": self.layer, "remove": 0, "pairs": []}
         rows = [[list(run) for run in runs] for runs in self.list_runs()]
@@ -68,12 +68,15 @@ class PolicyLayerPlan(Record):
         return {"layer": self.layer, "remove": self.tokens, **selection}
 
     def render_map(self, group: int) -> str:
-        """A letter for `group` tokens each: how many of all heads stay."""
+        """Render a letter for `group` tokens each: how many of all heads stay."""
         shares = np.ones(self.tokens)
         if self.kept_indices is not None:
             rows = np.atleast_2d(self.kept_indices)
             shares = np.bincount(rows.reshape(-1), minlength=self.tokens) / len(rows)
-        return "".join(_map_letter(float(shares[i : i + group].mean())) for i in range(0, self.tokens, group))
+        group_shares = [float(shares[i : i + group].mean()) for i in range(0, self.tokens, group)]
+        return "".join(
+            str(min(9, max(1, round(10 * share)))) if 0 < share < 1 else "#" if share else "." for share in group_shares
+        )
 
     @property
     def _positions_after(self) -> list[list[int]] | None:
@@ -108,36 +111,38 @@ class CachePlan(Record):
     @property
     @json_key(after="output")
     def label(self) -> str:
-        """``"LOSSY"`` if any layer would drop tokens, else ``"UNCHANGED"``."""
+        """Return ``"LOSSY"`` if any layer would drop tokens, else ``"UNCHANGED"``."""
         return LOSSY if any(layer.tokens_after < layer.tokens for layer in self.layers) else UNCHANGED
 
     @property
     @json_key(before="layers")
     def by_head(self) -> bool:
-        """Whether KV heads of any layer keep different tokens, which no packed file holds."""
+        """Return whether KV heads of any layer keep different tokens, which no packed file stores."""
         return any(layer.kept_indices is not None and layer.kept_indices.ndim > 1 for layer in self.layers)
 
     @property
     @json_key("bytes", before="layers")
     def bytes_before(self) -> int:
-        """Bytes of K and V of all layers."""
+        """Return the bytes of K and V of all layers."""
         return sum(layer.nbytes for layer in self.layers)
 
     @property
     @json_key(before="layers")
     def bytes_after(self) -> int:
-        """Bytes of what stays."""
+        """Return the bytes of what stays."""
         return sum(layer.bytes_after for layer in self.layers)
 
     def to_plan_entries(self) -> list[dict[str, Any]]:
-        """The document of ``-o``."""
+        """Return the document of ``-o``."""
         return [layer.plan_entry for layer in self.layers]
 
     def format_lines(self, *, width: int = 100, picture: bool = True) -> list[str]:
-        """For people: a row for each layer, or for several that keep the same, in `width` columns."""
+        """Format a row for each layer, or for several that keep the same, in `width` columns."""
         groups_by_key: dict[Hashable, list[PolicyLayerPlan]] = {}
         for layer in self.layers:
-            groups_by_key.setdefault(_get_grouping_key(layer), []).append(layer)
+            kept_bytes = None if layer.kept_indices is None else layer.kept_indices.tobytes()
+            key = layer.tokens, layer.nbytes, layer.skipped, layer.tokens_after, kept_bytes
+            groups_by_key.setdefault(key, []).append(layer)
         groups = list(groups_by_key.values())
         rows = [("layers", "tokens", "stay", "bytes"), *map(_format_row, groups)]
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
@@ -164,13 +169,11 @@ class CachePlan(Record):
         if self.label == UNCHANGED:
             return f"{name}: {UNCHANGED}, all tokens stay, {bytes_text} of K and V: {self._explain_unchanged()}"
         cut_layers = [layer for layer in self.layers if layer.tokens_after < layer.tokens]
-        tokens_after, tokens = (
-            format_range(sorted({*lengths})) for lengths in zip(*map(_get_lengths, cut_layers), strict=True)
-        )
+        tokens_after = format_range(sorted({layer.tokens_after for layer in cut_layers}))
+        tokens = format_range(sorted({layer.tokens for layer in cut_layers}))
         scope_parts = ["in each KV head"] if self.by_head else []
-        scope_parts += (
-            [f"in {len(cut_layers)} of {len(self.layers)} layers"] if len(cut_layers) < len(self.layers) else []
-        )
+        if len(cut_layers) < len(self.layers):
+            scope_parts.append(f"in {len(cut_layers)} of {len(self.layers)} layers")
         share = _format_percent(self.bytes_after, self.bytes_before)
         summary = " ".join([f"{tokens_after} of {tokens} tokens stay", *scope_parts])
         return f"{name}: {LOSSY}, {summary}, {share} of {bytes_text} of K and V"
@@ -188,7 +191,7 @@ class CachePlan(Record):
 
 
 def check_plannable(policy: Policy) -> None:
-    """Raise `OptionError` for a policy that ranks tokens by what no cache holds."""
+    """Raise `OptionError` for a policy that ranks tokens by what no cache stores."""
     if policy.requires_attention:
         plannable = ", ".join(
             name for name, policy_class in POLICIES.items() if policy_class.requires in ("lengths", "keys")
@@ -208,19 +211,12 @@ def plan_layer(
     norms: Callable[[], Floats],
     positions: Positions | None = None,
 ) -> PolicyLayerPlan:
-    """What a policy would keep of one layer.
-
-    Parameters
-    ----------
-    norms
-        Those of its keys, float32 ``[kv_head, token]``; asked for where keys decide.
-    positions
-        True position of each stored token, ``[token]``, or ``[kv_head, token]`` where heads hold different ones. Where
-        they do not ascend, the policy sees the tokens in the order of the text; of equal ones the first stored first.
-    """
+    """Plan what a policy would keep of one layer; `norms` returns those of its keys, float32 ``[kv_head, token]``."""
     shared_positions = positions if positions is not None and positions.ndim == 1 else None
     if layer in policy.skip_layers:
         return PolicyLayerPlan(layer=layer, tokens=tokens, nbytes=nbytes, skipped=True, positions=shared_positions)
+    # The policy gets tokens whose positions do not ascend in the order of the text; of equal ones the first stored
+    # first.
     order = None
     if shared_positions is not None and (np.diff(shared_positions) < 0).any():
         order = np.argsort(shared_positions, kind="stable")
@@ -237,50 +233,20 @@ def plan_layer(
     return PolicyLayerPlan(layer=layer, tokens=tokens, nbytes=nbytes, kept_indices=indices, positions=shared_positions)
 
 
-def _get_grouping_key(layer: PolicyLayerPlan) -> Hashable:
-    """What layers that are one row have in common."""
-    kept_bytes = None if layer.kept_indices is None else layer.kept_indices.tobytes()
-    return layer.tokens, layer.nbytes, layer.skipped, layer.tokens_after, kept_bytes
-
-
-def _format_layer_numbers(layers: Sequence[PolicyLayerPlan]) -> str:
-    """``0-3,6``; of very many runs the first."""
-    runs = positions_to_runs(np.array([layer.layer for layer in layers]))
-    run_texts = [str(begin) if size == 1 else f"{begin}-{begin + size - 1}" for begin, size in runs]
-    return ",".join(run_texts[:_MAX_SHOWN_RUNS] + ["..."] * (len(run_texts) > _MAX_SHOWN_RUNS))
-
-
 def _format_row(group: Sequence[PolicyLayerPlan]) -> tuple[str, str, str, str]:
     first = group[0]
-    return (
-        _format_layer_numbers(group),
-        f"{first.tokens:,}",
-        f"{first.tokens_after:,}",
-        _format_percent(first.bytes_after, first.nbytes),
-    )
-
-
-def _get_lengths(layer: PolicyLayerPlan) -> tuple[int, int]:
-    return layer.tokens_after, layer.tokens
+    runs = positions_to_runs(np.array([layer.layer for layer in group]))
+    run_texts = [str(begin) if size == 1 else f"{begin}-{begin + size - 1}" for begin, size in runs]
+    layers_text = ",".join(run_texts[:_MAX_SHOWN_RUNS] + ["..."] * (len(run_texts) > _MAX_SHOWN_RUNS))
+    percent = _format_percent(first.bytes_after, first.nbytes)
+    return layers_text, f"{first.tokens:,}", f"{first.tokens_after:,}", percent
 
 
 def _format_percent(part: int, total: int) -> str:
     return f"{100 * part / total:.1f} %"
 
 
-def _map_letter(share: float) -> str:
-    if share in (0, 1):
-        return "#" if share else "."
-    return str(min(9, max(1, round(10 * share))))
-
-
 def _format_reserve(layer: PolicyLayerPlan) -> str | None:
-    """As `kvmnn mnn compact --reserve` reads them, or the first of very many; None where it takes none."""
     if layer.kept_indices is None or layer.kept_indices.ndim > 1 or not layer.kept_indices.size:
         return None
-    (runs,) = layer.list_runs()
-    pairs_text = ",".join(f"{begin}:{size}" for begin, size in runs[:_MAX_SHOWN_PAIRS])
-    num_hidden = len(runs) - _MAX_SHOWN_PAIRS
-    return (
-        pairs_text if num_hidden <= 0 else f"{pairs_text} ... {pluralize(num_hidden, 'pair')} more (-o writes them all)"
-    )
+    return format_reserve(layer.list_runs()[0])

@@ -1,13 +1,7 @@
-"""How many tokens may stay: a number, or a share of a number that is known later.
+"""Eviction policies: small value objects that select which tokens of one layer stay.
 
-What a policy sees of the tokens that it decides about.
-
-What every eviction policy is: a small value object that says which tokens of one layer stay.
-
-A policy knows nothing of files, models or packed layouts. It declares what it looks at and when it acts, and has one
-method, `Policy.select_tokens`, that answers with token indices; `CacheState` and `EvictingCache` remember and cut.
-
-Keep every token.
+A policy knows nothing of files, models or packed layouts. It declares what it requires and when it acts, and has one
+method, `Policy.select_tokens`, that returns token indices; `CacheState` and `EvictingCache` keep state and cut.
 """
 
 from __future__ import annotations
@@ -35,17 +29,10 @@ from .topk import compute_key_norms
 
 @dataclass(frozen=True)
 class Budget:
-    """A number of tokens, or a share of one; exactly one of them is given.
+    """A number of tokens, or a share of one, such as ``"256"`` and ``"25%"``."""
 
-    Examples
-    --------
-    >>> Budget.parse("256").resolve(1000), Budget.parse("25%").resolve(1000)
-    (256, 250)
-    """
-
-    #: At least 0.
+    #: Exactly one of the two is given; the share is taken as it is written: 0.29 of 100 is 29.
     tokens: int | None = None
-    #: 1.0 is all. Taken as the decimal number that it is written as: 0.29 of 100 is 29.
     share: float | None = None
 
     def __post_init__(self) -> None:
@@ -58,7 +45,7 @@ class Budget:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """A budget from ``"256"`` or ``"25%"``."""
+        """Parse ``"256"`` or ``"25%"``."""
         if re.fullmatch(r"\d{1,9}", text):
             return cls(tokens=int(text))
         match = re.fullmatch(r"(\d{1,3}(?:\.\d+)?)%", text)
@@ -67,14 +54,14 @@ class Budget:
         return cls(share=float(Fraction(match[1]) / 100))
 
     def resolve(self, tokens: int) -> int:
-        """The number of tokens; of a share of `tokens`, rounded down."""
+        """Return the number of tokens; of a share of `tokens`, rounded down."""
         if self.tokens is not None:
             return self.tokens
         return int(Fraction(str(self.share)) * tokens)
 
 
 class Trigger(Enum):
-    """When a policy is asked: tokens have been appended, they have been attended, or a chunk of text has ended."""
+    """When a policy acts: tokens have been appended, they have been attended, or a chunk of text has ended."""
 
     AFTER_APPEND = "appended"
     AFTER_ATTENTION = "attended"
@@ -85,17 +72,17 @@ class Trigger(Enum):
 class PolicyInput:
     """The stored tokens of one layer, or of several layers that store equally many.
 
-    Arrays have a row for each set of tokens that is chosen: for each KV head where heads choose for themselves, else
+    Arrays have a row for each set of tokens that is selected: for each KV head where heads select for themselves, else
     for each layer; the rows of one layer come after those of the one before it.
 
     Parameters
     ----------
     tokens
-        How many are stored.
+        Number of stored tokens.
     layer
-        Which layer, from 0; of several the first.
+        The layer, from 0; of several the first.
     scores
-        What attention gave to each token so far: float32 ``[row, token]`` (of one layer also ``[token]``).
+        Attention that each token drew so far: float32 ``[row, token]`` (of one layer also ``[token]``).
     norms
         L2 norms of the keys, float32 ``[row, token]``.
     num_new
@@ -105,7 +92,7 @@ class PolicyInput:
     num_steps
         Decode steps since the tokens were last cut, or None where they are not counted.
     trigger
-        When the policy is asked.
+        When the policy acts.
     """
 
     tokens: int
@@ -119,31 +106,31 @@ class PolicyInput:
 
     @property
     def has_norms(self) -> bool:
-        """Whether `get_key_norms` has an answer."""
+        """Return whether `get_key_norms` is available."""
         return self.norms is not None
 
     @property
     def num_key_rows(self) -> int:
-        """Rows that `get_key_norms` has."""
+        """Return the rows of `get_key_norms`."""
         return len(self._require_norms())
 
     @property
     def is_prompt(self) -> bool:
-        """Whether everything seen came in the latest step, which is how kvpress tells a prompt from decoding."""
+        """Return whether everything seen came in the latest step, by which kvpress recognizes a prompt."""
         return self.num_new is None or self.num_new == (self.tokens if self.num_seen is None else self.num_seen)
 
     def get_key_norms(self, num_tokens: int | None = None) -> Floats:
-        """L2 norms of the keys of the `num_tokens` tokens (of all of them without it), float32 ``[row, token]``."""
+        """Return L2 norms of the keys of the first `num_tokens` tokens, by default all: float32 ``[row, token]``."""
         return self._require_norms()[:, :num_tokens]
 
     def get_row_scores(self) -> Floats:
-        """The scores as float32 ``[row, token]``, also where one row serves a layer."""
+        """Return the scores as float32 ``[row, token]``, also where one row serves a layer."""
         if self.scores is None:
             raise KvmnnError(f"layer {self.layer}: no scores are known")
         return self.scores if self.scores.ndim == 2 else self.scores[None]
 
     def with_trigger(self, trigger: Trigger) -> Self:
-        """The same at another moment."""
+        """Return the same at another trigger."""
         if trigger is self.trigger:
             return self
         copied_input = copy(self)
@@ -163,7 +150,7 @@ class LayerState(PolicyInput):
     Parameters
     ----------
     keys, values
-        ``[kv_head, token, head_dim]``, float16, float32 or uint16 (bf16); None where the policy does not look at them.
+        ``[kv_head, token, head_dim]``, float16, float32 or uint16 (bf16); None where the policy does not need them.
     scores
         ``[token]`` for all heads together or ``[kv_head, token]``; any numbers, which become float32.
     norms
@@ -216,7 +203,7 @@ class LayerState(PolicyInput):
 
 
 def to_scores(location: str, scores: npt.NDArray[Any], tokens: int) -> Floats:
-    """Scores as float32 of one or two axes whose last has the length `tokens`."""
+    """Return scores as float32 of one or two axes whose last has the length `tokens`."""
     array = np.asarray(scores)
     if array.dtype.kind not in "fiu":
         raise TypeError(f"{location}: scores are {array.dtype}: expected numbers")
@@ -228,12 +215,12 @@ def to_scores(location: str, scores: npt.NDArray[Any], tokens: int) -> Floats:
         return array.astype(np.float32, copy=False)
 
 
+#: Tokens that the lazy caches of the StreamingLLM + H2O project store above their limit before they cut.
 DEFAULT_BUFFER_TOKENS = 64
-"""Tokens that the lazy caches of the StreamingLLM + H2O project store above their limit before they cut."""
 
 RequiredStats: TypeAlias = Literal["lengths", "keys", "scores", "head scores"]
+#: Indices ``[kept]`` for all rows or ``[row, kept]``, a list of rows of different lengths, or None: all stay.
 Selection: TypeAlias = Indices | list[Indices] | None
-"""Indices ``[kept]`` for all rows or ``[row, kept]``, a list of rows of different lengths, or None: all stay."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,19 +233,19 @@ class Policy(ABC):
         Layers that are never cut.
     """
 
+    #: Its key in `kvmnn.policies.POLICIES`.
     name: ClassVar[str]
-    """Its key in `kvmnn.policies.POLICIES`."""
+    #: What it ranks by. Scores are sums of attention: `"scores"` one for each token, `"head scores"` one for each token
+    #: in each KV head. With keys or head scores each KV head keeps tokens of its own.
     requires: ClassVar[RequiredStats] = "lengths"
-    """What it looks at. Scores are sums of attention: `"scores"` one for each token, `"head scores"` one for each token
-    in each KV head. With keys or head scores each KV head keeps tokens of its own."""
+    #: When it acts; at other times every token stays.
     triggers: ClassVar[frozenset[Trigger]] = frozenset({Trigger.AFTER_ATTENTION})
-    """When it acts; at other moments every token stays."""
+    #: Whether it acts on a prompt and never again.
     prompt_only: ClassVar[bool] = False
-    """Whether it acts on a prompt and never again."""
+    #: Whether layers are cut at different steps, and so hold different numbers of tokens.
     has_independent_layers: ClassVar[bool] = False
-    """Whether layers are cut at different steps, and so hold different numbers of tokens."""
+    #: What a budget is for it, in a few words.
     budget_help: ClassVar[str] = "it has none"
-    """What a budget is for it, in a few words."""
 
     skip_layers: tuple[int, ...] = ()
 
@@ -269,10 +256,11 @@ class Policy(ABC):
 
     @abstractmethod
     def select_tokens(self, state: PolicyInput) -> Selection:
-        """The tokens that stay: the one method that a policy writes.
+        """Select the tokens that stay: the one method that a policy implements.
 
-        It is asked only at its `triggers`, for layers that are cut, with what `requires` names. It must treat every row
-        of `PolicyInput.get_row_scores` and `PolicyInput.get_key_norms` by itself, because several layers are decided in
+        It is called only at its `triggers`, for layers that are cut, with what `requires` names. It must treat every
+        row of `PolicyInput.get_row_scores` and `PolicyInput.get_key_norms` by itself, because several layers are
+        decided in
         one call.
 
         Returns
@@ -282,46 +270,42 @@ class Policy(ABC):
             where one set holds for all rows, a list of rows where they differ in length; None where all stay.
         """
 
-    # -- what a special policy declares ---------------------------------------------------------------------------
+    # -- declared by special policies ------------------------------------------------------------------------------
 
     @property
     def score_accumulator(self) -> ScoreAccumulator:
-        """How attention becomes scores; by default it is summed up and never fades."""
+        """Return how attention becomes scores; by default it is summed up and never fades."""
         return SumScores()
 
     @property
     def requires_norms(self) -> bool:
-        """Whether the norms of the keys decide."""
+        """Return whether the norms of the keys decide."""
         return self.requires == "keys"
 
-    # -- what callers ask -----------------------------------------------------------------------------------------
+    # -- for callers -----------------------------------------------------------------------------------------------
 
     @property
     def requires_attention(self) -> bool:
-        """Whether it ranks tokens by the attention that they draw."""
+        """Return whether it ranks tokens by the attention that they draw."""
         return self.requires in ("scores", "head scores")
 
     @property
     def is_per_head(self) -> bool:
-        """Whether each KV head keeps tokens of its own."""
+        """Return whether each KV head keeps tokens of its own."""
         return self.requires in ("keys", "head scores")
 
     @property
     def can_evict(self) -> bool:
-        """Whether any token can go."""
+        """Return whether any token can go."""
         return bool(self.triggers)
 
     def resolve_skip_layers(self, num_layers: int) -> frozenset[int]:
-        """The layers that are never cut of a model that has `num_layers`."""
+        """Return the layers that are never cut, of a model that has `num_layers`."""
         return frozenset(self.skip_layers) & frozenset(range(num_layers))
 
     def check_layers(self, num_layers: int) -> None:
-        """Refuse layers to skip that a model of `num_layers` does not have; the defaults of a class may name more.
-
-        Raises
-        ------
-        OptionError
-            For layers that were said and are not there.
+        """Refuse, with `OptionError`, layers to skip that a model does not have; the defaults of a class may name
+        more.
         """
         missing_layers = [layer for layer in self.skip_layers if layer >= num_layers]
         if missing_layers and self.skip_layers != type(self).skip_layers:
@@ -331,14 +315,14 @@ class Policy(ABC):
             )
 
     def select(self, state: PolicyInput, trigger: Trigger | None = None) -> Indices | None:
-        """The tokens of one layer that stay, in the order in which they are to be stored, or None where all stay.
+        """Select the tokens of one layer that stay, in the order in which they are to be stored; None where all stay.
 
         Parameters
         ----------
         state
             The layer.
         trigger
-            When; by default what `state` says.
+            When; by default that of `state`.
 
         Returns
         -------
@@ -354,14 +338,17 @@ class Policy(ABC):
             state = state.with_trigger(trigger)
         if state.trigger not in self.triggers or state.layer in self.skip_layers:
             return None
-        if self.requires != "lengths":
-            self._check_state(state)
-        selection = self._select_unless_decoding(state)
+        if self.requires == "keys" and not state.has_norms:
+            raise KvmnnError(f"layer {state.layer}: {self.name} needs the keys")
+        if self.requires_attention and (state.scores is None or state.scores.ndim != (2 if self.is_per_head else 1)):
+            shape_text = "none" if state.scores is None else list(state.scores.shape)
+            expected_axes = "[kv_head, token]" if self.is_per_head else "[token]"
+            raise KvmnnError(f"layer {state.layer}: {self.name} needs scores {expected_axes}, found {shape_text}")
+        selection = self.select_stacked(state)
         if selection is None:
             return None
         if not self.is_per_head:
             return selection if isinstance(selection, np.ndarray) and selection.ndim == 1 else selection[0]
-        selection = _stack_rows(selection)
         if isinstance(selection, list):
             raise KvmnnError(
                 f"layer {state.layer}: {self.name} keeps different numbers of tokens in heads of one layer"
@@ -369,81 +356,71 @@ class Policy(ABC):
         return selection
 
     def select_or_all(self, state: PolicyInput, trigger: Trigger | None = None) -> Indices:
-        """Like `select`, with ``[0, 1, 2 ...]`` where all stay."""
+        """Select like `select`, with ``[0, 1, 2 ...]`` where all stay."""
         indices = self.select(state, trigger)
         return np.arange(state.tokens, dtype=np.int64) if indices is None else indices
 
     def select_stacked(self, state: PolicyInput, trigger: Trigger | None = None) -> Selection:
-        """`select` for several layers that store equally many tokens, at once.
+        """Select for several layers, none of which is skipped, that store equally many tokens.
 
         Parameters
         ----------
         state
-            Rows of all the layers, none of which is skipped.
+            Rows of all the layers.
         trigger
-            When; by default what `state` says.
+            When; by default that of `state`.
 
         Returns
         -------
         ndarray, list or None
-            As `select_tokens` answers.
+            As `select_tokens` returns.
         """
         if trigger is not None:
             state = state.with_trigger(trigger)
-        return _stack_rows(self._select_unless_decoding(state)) if state.trigger in self.triggers else None
+        if state.trigger not in self.triggers or (self.prompt_only and not state.is_prompt):
+            return None
+        selection = self.select_tokens(state)
+        if isinstance(selection, list) and len({len(row) for row in selection}) == 1:
+            return np.stack(selection)
+        return selection
 
     def sum_columns(self, weights: npt.NDArray[Any], kv_heads: int) -> Floats:
-        """What one step's attention adds to the scores, float32.
+        """Return what one step's attention adds to the scores, float32.
 
         Parameters
         ----------
         weights
             Attention probabilities ``[query_head, query, key]`` of one sequence.
         kv_heads
-            Query heads in a row that share a KV head form a group.
+            Adjacent query heads that share a KV head form a group.
 
         Returns
         -------
         ndarray
-            ``[key]``, all heads summed, or ``[kv_head, key]``, the heads of each group summed, as `requires` says.
+            ``[key]``, all heads summed, or ``[kv_head, key]``, the heads of each group summed, as `requires` specifies.
         """
         return self.score_accumulator.sum_weights(weights, kv_heads, per_head=self.is_per_head)
 
     def explain_no_eviction(self, prompt_tokens: int, tokens: int) -> str | None:
-        """Why its options let every token of a text stay, as part of a sentence; None where they do not say.
+        """Explain why its options let every token of a text stay, as part of a sentence; None where they do not.
 
         Parameters
         ----------
         prompt_tokens
             Tokens of the first step.
         tokens
-            Of the text, those of the first step included.
+            Tokens of the text, those of the first step included.
         """
         return None
 
     def to_options(self) -> Mapping[str, Any]:
-        """The arguments that make an equal policy (a random generator is not among them)."""
+        """Return the arguments that create an equal policy (a random generator is not among them)."""
         return {field.name: getattr(self, field.name) for field in fields(self) if field.repr}
-
-    def _select_unless_decoding(self, state: PolicyInput) -> Selection:
-        if self.prompt_only and not state.is_prompt:
-            return None
-        return self.select_tokens(state)
-
-    def _check_state(self, state: PolicyInput) -> None:
-        if self.requires == "keys" and not state.has_norms:
-            raise KvmnnError(f"layer {state.layer}: {self.name} needs the keys")
-        if self.requires_attention:
-            num_axes = 2 if self.is_per_head else 1
-            if state.scores is None or state.scores.ndim != num_axes:
-                shape_text = "none" if state.scores is None else list(state.scores.shape)
-                expected_axes = "[kv_head, token]" if self.is_per_head else "[token]"
-                raise KvmnnError(f"layer {state.layer}: {self.name} needs scores {expected_axes}, found {shape_text}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetedPolicy(Policy):
-    """A policy with a budget: a number of tokens or a share of those there are, never both.
+    """A policy with a budget: a number of tokens or a share of the stored ones, never both.
 
     Parameters
     ----------
@@ -451,7 +428,7 @@ class BudgetedPolicy(Policy):
         Tokens that stay. More than there are: all stay. 0: none stays.
     keep_ratio
         The same as a share of the stored tokens, rounded up (kvpress's policies round down), in float64 as the
-        originals do. Of any tokens a share above 0 is at least one token.
+        originals do. A share above 0 is at least one token.
     """
 
     default_budget: ClassVar[int | None] = None
@@ -477,7 +454,7 @@ class BudgetedPolicy(Policy):
             validate_fraction(f"{self.name}: keep_ratio", self.keep_ratio)
 
     def resolve_budget(self, tokens: int) -> int:
-        """How many of `tokens` the budget is; it may be more."""
+        """Return how many of `tokens` the budget is; it may be more."""
         if self.keep_ratio is None:
             return self.budget or 0
         share = self.keep_ratio * tokens
@@ -492,13 +469,6 @@ class BudgetedPolicy(Policy):
                 f"it cuts the first step only, which has {pluralize(prompt_tokens, 'token')}: expected a longer prompt"
             )
         return None
-
-
-def _stack_rows(selection: Selection) -> Selection:
-    """Rows of equal lengths as one array."""
-    if isinstance(selection, list) and len({len(row) for row in selection}) == 1:
-        return np.stack(selection)
-    return selection
 
 
 @dataclass(frozen=True, kw_only=True)

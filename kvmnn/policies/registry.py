@@ -18,22 +18,14 @@ from .streaming import RecentOnly, Streaming, StreamingPress
 
 @dataclass(frozen=True, kw_only=True)
 class LabelledPolicy(Record):
-    """A policy as results name it.
-
-    Parameters
-    ----------
-    policy
-        The policy itself.
-    label
-        Its name in tables.
-    options
-        The options that were asked for.
-    """
+    """A policy as results name it."""
 
     json_keys = "label policy=policy.name options preset seed_method positions"
 
     policy: Policy = field(default_factory=FullCache)
+    #: Its name in tables.
     label: str = FullCache.name
+    #: The options that were requested.
     options: Mapping[str, Any] = field(default_factory=dict, metadata={"convert": lambda o: convert_options_to_json(o)})
     preset: ClassVar = None
     seed_method: ClassVar = None
@@ -41,7 +33,7 @@ class LabelledPolicy(Record):
 
     @classmethod
     def from_policy(cls, policy: Policy) -> Self:
-        """A policy with those of its options that are not the defaults."""
+        """Label a policy by those of its options that are not the defaults."""
         changed_options = {}
         for entry in fields(policy):
             if entry.repr and entry.init and getattr(policy, entry.name) != entry.default:
@@ -50,10 +42,8 @@ class LabelledPolicy(Record):
 
 
 def format_label(policy: type[Policy], options: Mapping[str, Any]) -> str:
-    """The policy, its budget, and every other option that is not the default: ``"streaming 256 sink=8"``.
-
-    The budget is named, and so are layers that are never cut, whatever the defaults are: both say what is held.
-    """
+    """Format the policy, its budget, and every other option that is not the default: ``"streaming 256 sink=8"``."""
+    # The budget is named, and so are layers that are never cut, whatever the defaults are: both decide what is stored.
     label_parts = [policy.name]
     budget, keep_ratio = options.get("budget"), options.get("keep_ratio")
     if budget is None and keep_ratio is None and issubclass(policy, BudgetedPolicy):
@@ -75,10 +65,11 @@ def format_label(policy: type[Policy], options: Mapping[str, Any]) -> str:
 
 
 def convert_options_to_json(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options with lists for tuples."""
+    """Return options with lists for tuples."""
     return {key: list(value) if isinstance(value, tuple) else value for key, value in options.items()}
 
 
+#: Every policy that evicts and can decide for one layer alone, by its name.
 POLICIES: dict[str, type[Policy]] = {
     policy.name: policy
     for policy in (
@@ -96,14 +87,13 @@ POLICIES: dict[str, type[Policy]] = {
         ObservedAttention,
     )
 }
-"""Every policy that evicts and can decide for one layer alone, by its name."""
 
+#: Those that decide for all layers of a model together, in `kvmnn.lm`.
 MODEL_POLICIES: dict[str, type[Policy]] = {H2OEngine.name: H2OEngine}
-"""Those that decide for all layers of a model together, in `kvmnn.lm`."""
 
 
 def get_policy_class(name: str) -> type[Policy]:
-    """The class of a policy, `FullCache` included."""
+    """Return the class of a policy, `FullCache` included."""
     if name == FullCache.name:
         return FullCache
     policies = POLICIES | MODEL_POLICIES
@@ -116,7 +106,7 @@ def get_policy_class(name: str) -> type[Policy]:
 
 
 def create_policy(name: str, **options: Any) -> Policy:
-    """The policy called `name` with its options, or `FullCache`; ``create(p.name, **p.options()) == p``.
+    """Create the policy called `name`, or `FullCache`; ``create_policy(p.name, **p.to_options()) == p``.
 
     Raises
     ------

@@ -17,24 +17,24 @@ from .h2o.scores import update_ema_scores
 
 @dataclass(frozen=True)
 class ScoreAccumulator(ABC):
-    """How a step's attention is taken, and how it is added to the scores so far."""
+    """How a step's attention is summed, and how it is added to the scores so far."""
 
+    #: Whether `sum_weights` needs each query's attention; otherwise sums over the queries are enough.
     requires_queries: ClassVar[bool] = False
-    """Whether `sum_weights` needs each query's attention; otherwise sums over the queries are enough."""
 
     def normalize_sums(self, sums: Floats, rows: int) -> Floats:
-        """What a step adds, given its attention summed over `rows` rows, heads times queries; the sums themselves."""
+        """Return what a step adds, given its attention summed over `rows` rows, heads times queries."""
         return sums
 
     def sum_weights(self, weights: npt.NDArray[Any], kv_heads: int, *, per_head: bool) -> Floats:
-        """What a step adds, given its attention.
+        """Return what a step adds, given its attention.
 
         Parameters
         ----------
         weights
             Attention probabilities ``[query_head, query, key]`` of one sequence.
         kv_heads
-            Query heads in a row that share a KV head form a group.
+            Adjacent query heads that share a KV head form a group.
         per_head
             Whether each KV head has scores of its own.
 
@@ -51,24 +51,18 @@ class ScoreAccumulator(ABC):
 
     @abstractmethod
     def fold(self, scores: Floats, step_scores: Floats, num_new: int = 1) -> Floats:
-        """The scores after a step of `num_new` tokens that adds `step_scores`, both of the same shape: float32."""
+        """Return the float32 scores after a step of `num_new` tokens that adds `step_scores`, of the same shape."""
 
 
 @final
 @dataclass(frozen=True)
 class SumScores(ScoreAccumulator):
-    """All the attention that a token has drawn.
-
-    Parameters
-    ----------
-    decay
-        What the scores are multiplied by for each token that comes; 1: nothing fades.
-    """
+    """All the attention that a token has drawn, multiplied by `decay` for each later token; 1: nothing fades."""
 
     decay: float = 1.0
 
     def fade_factor(self, num_new: int) -> float:
-        """What the scores before `num_new` tokens are multiplied by."""
+        """Return what the scores before `num_new` tokens are multiplied by."""
         return float(self.decay) ** num_new
 
     def fold(self, scores: Floats, step_scores: Floats, num_new: int = 1) -> Floats:
@@ -79,12 +73,8 @@ class SumScores(ScoreAccumulator):
 @final
 @dataclass(frozen=True)
 class EmaScores(ScoreAccumulator):
-    """A running mean of the mean attention of each step, over heads and queries.
-
-    Parameters
-    ----------
-    alpha
-        Weight of the scores so far, 0 to 1.
+    """A running mean, over heads and queries, of the attention of each step; `alpha` weighs the scores so far, 0 to
+    1.
     """
 
     alpha: float
@@ -110,13 +100,7 @@ class MeanScores(ScoreAccumulator):
     requires_queries: ClassVar[bool] = True
 
     def sum_weights(self, weights: npt.NDArray[Any], kv_heads: int, *, per_head: bool = True) -> Floats:
-        """As in `ScoreAccumulator`, always by head.
-
-        Raises
-        ------
-        KvmnnError
-            For more queries than keys.
-        """
+        """Return the scores of each head; `KvmnnError` for more queries than keys."""
         sums = sum_by_group(weights, kv_heads)
         queries, tokens = weights.shape[1:]
         if queries > tokens:
@@ -133,7 +117,7 @@ class MeanScores(ScoreAccumulator):
 
 
 def sum_by_group(weights: npt.NDArray[Any], kv_heads: int) -> Floats:
-    """Attention ``[query_head, query, key]`` summed over the queries and the query heads of each group: float32."""
+    """Sum attention ``[query_head, query, key]`` over the queries and the query heads of each group: float32."""
     array = np.asarray(weights)
     if array.dtype.kind != "f" or array.ndim != 3:
         raise KvmnnError(f"attention is {array.dtype} {list(array.shape)}: expected floats [query_head, query, key]")

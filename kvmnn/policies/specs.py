@@ -16,10 +16,7 @@ from .registry import create_policy, get_policy_class
 
 
 def split_spec(spec: str, flags: Collection[str] = ()) -> tuple[str, dict[str, str]]:
-    """The name of a policy or preset, and its options as texts: ``NAME`` or ``NAME:option=value,...``.
-
-    Options named in `flags` stand alone and are ``"true"``.
-    """
+    """Split ``NAME:option=value,...`` into name and option texts; options in `flags` stand alone as ``"true"``."""
     name, _, option_text = spec.partition(":")
     options: dict[str, str] = {}
     for part in option_text.split(",") if option_text else []:
@@ -40,7 +37,7 @@ def expand_spec(
     skip_layers: tuple[int, ...] | None = None,
     defaults: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The name and the options of a policy for each budget, as `build_policy` takes them."""
+    """Iterate over the name and the options of a policy for each budget, as `build_policy` takes them."""
     name, texts = split_spec(spec)
     option_names = _list_options(name)
     has_own_size = "budget" in texts or "keep_ratio" in texts or "budget" not in option_names
@@ -48,18 +45,18 @@ def expand_spec(
         options: dict[str, Any] = dict((defaults or {}).get(name, {}))
         options |= {} if budget is None else {"budget": budget}
         options |= _parse_options(name, texts, budget)
-        if "skip_layers" in option_names and (skip_layers is not None or _has_default_skip_layers(name)):
+        if "skip_layers" in option_names and (skip_layers is not None or get_policy_class(name).skip_layers):
             options.setdefault("skip_layers", skip_layers or ())
         yield name, options
 
 
 def accepts_option(spec: str, option: str) -> bool:
-    """Whether the policy of a spec has an option; also where the spec says it itself."""
+    """Return whether the policy of a spec has an option; also where the spec sets it itself."""
     return option in _list_options(split_spec(spec)[0])
 
 
 def build_policy(name: str, options: Mapping[str, Any], seed: Sequence[int] = (0,)) -> Policy:
-    """`create_policy`, with a random generator of this seed where the policy draws."""
+    """Create a policy, with a random generator of this seed where it draws."""
     is_random = options.get("strategy") == "random" and any(
         entry.name == "generator" for entry in fields(get_policy_class(name))
     )
@@ -67,7 +64,7 @@ def build_policy(name: str, options: Mapping[str, Any], seed: Sequence[int] = (0
 
 
 def parse_ints(text: str) -> tuple[int, ...]:
-    """``0+1`` or ``0,1`` as integers; empty and ``none`` are none."""
+    """Parse ``0+1`` or ``0,1`` as integers; empty and ``none`` are none."""
     if text in ("", "none"):
         return ()
     parts = re.split(r"[+,]", text)
@@ -80,12 +77,8 @@ def _list_options(policy: str) -> list[str]:
     return [entry.name for entry in fields(get_policy_class(policy)) if entry.repr]
 
 
-def _has_default_skip_layers(policy: str) -> bool:
-    return any(entry.name == "skip_layers" and entry.default for entry in fields(get_policy_class(policy)))
-
-
 def _parse_options(policy: str, texts: Mapping[str, str], budget: int | None) -> dict[str, Any]:
-    """Options as their policy declares them; a generator comes from the seed and is none."""
+    """Parse options by their types; a generator comes from the seed and is none."""
     type_hints = get_type_hints(get_policy_class(policy))
     option_names = _list_options(policy)
     for key in texts:
@@ -95,21 +88,16 @@ def _parse_options(policy: str, texts: Mapping[str, str], budget: int | None) ->
                 f"{policy} has no option {key!r}: expected {', '.join(sorted(option_names)) or 'none'}{suggestion}"
             )
     budget_text = texts.get("budget", "")
-    if (
-        (parsed_budget := _try_parse_budget(budget_text)) is not None
-        and parsed_budget.share is not None
-        and budget is None
-        and "keep_ratio" in option_names
-    ):
-        raise KvmnnError(
-            f"{policy}: budget is {budget_text}: expected a number of tokens, or keep_ratio={parsed_budget.share:g}"
-        )
+    parsed_budget = _try_parse_budget(budget_text)
+    share = None if parsed_budget is None else parsed_budget.share
+    if share is not None and budget is None and "keep_ratio" in option_names:
+        raise KvmnnError(f"{policy}: budget is {budget_text}: expected a number of tokens, or keep_ratio={share:g}")
     base_budget = int(budget_text) if re.fullmatch(r"\d{1,9}", budget_text) else budget
     return {key: _parse_option(f"{policy}: {key}", text, type_hints[key], base_budget) for key, text in texts.items()}
 
 
 def _parse_option(label: str, text: str, type_hint: Any, budget: int | None) -> Any:
-    """One value; ``25%`` of an integer option is that share of the budget, rounded down."""
+    """Parse one value; ``25%`` of an integer option is that share of the budget, rounded down."""
     accepted_types = get_args(type_hint) or (type_hint,)
     if type_hint == tuple[int, ...]:
         return parse_ints(text)
@@ -123,11 +111,10 @@ def _parse_option(label: str, text: str, type_hint: Any, budget: int | None) -> 
         try:
             return float(text)
         except ValueError:
-            pass
-    expected_kind = "a number" if float in accepted_types else "a whole number" if int in accepted_types else "text"
-    if int not in accepted_types and float not in accepted_types:
-        return text
-    raise KvmnnError(f"{label} is {text!r}: expected {expected_kind}")
+            raise KvmnnError(f"{label} is {text!r}: expected a number") from None
+    if int in accepted_types:
+        raise KvmnnError(f"{label} is {text!r}: expected a whole number")
+    return text
 
 
 def _try_parse_budget(text: str) -> Budget | None:

@@ -16,7 +16,7 @@ from .policy import DEFAULT_BUFFER_TOKENS, BudgetedPolicy, PolicyInput, Trigger
 
 @dataclass(frozen=True, kw_only=True)
 class RecentOnly(BudgetedPolicy):
-    """Keep the `budget` latest tokens: a sliding window, which the others are compared with.
+    """Keep the `budget` latest tokens: a sliding window, the baseline of the others.
 
     Paper: the window attention that StreamingLLM (arXiv 2309.17453) compares itself with. Original:
     `fix_size_l2_compress` of the l2_compress / KnormPress project, with everything protected.
@@ -28,7 +28,7 @@ class RecentOnly(BudgetedPolicy):
 
     Notes
     -----
-    Where it differs from the original: keys are not looked at, heads keep the same; a budget of 0 keeps nothing.
+    Differences from the original: keys are not used, heads keep the same tokens; a budget of 0 keeps nothing.
     """
 
     name = "recent_only"
@@ -55,7 +55,7 @@ class Streaming(BudgetedPolicy):
     budget
         Tokens that stay, sinks and window: 512 by default. More than `sink`.
     keep_ratio
-        The same as a share of the stored tokens, rounded up. More than `sink` tokens of those that it is a share of.
+        The same as a share of the stored tokens, rounded up; more than `sink` tokens.
     sink
         First tokens that always stay.
     buffer
@@ -65,13 +65,13 @@ class Streaming(BudgetedPolicy):
 
     Notes
     -----
-    Where it differs from the originals, and why:
+    Differences from the originals:
 
     * A window of 0 tokens is refused: the originals slice from -0 and keep everything.
     * The lazy cache calls the window alone its size, so its `streaming_8_256` stores 264 tokens; here `budget` counts
       everything, which compares fairly with the other policies. `from_window` takes the original's numbers.
-    * True positions stay with the tokens (`CacheState`); the project's first runs gave rotary positions from the stored
-      length.
+    * True positions stay with the tokens (`CacheState`); the project's first runs derived rotary positions from the
+      stored length.
     """
 
     name: ClassVar[str] = "streaming"
@@ -87,7 +87,7 @@ class Streaming(BudgetedPolicy):
     def from_window(
         cls, sink: int, window: int, buffer: int = DEFAULT_BUFFER_TOKENS, *, skip_layers: tuple[int, ...] = ()
     ) -> Streaming:
-        """The original's cache: `sink` and `window` tokens, cut when `buffer` more have come."""
+        """Create the original's cache: `sink` and `window` tokens, cut when `buffer` more have come."""
         validate_count("window", window)
         return cls(sink=sink, budget=sink + window, buffer=buffer, skip_layers=skip_layers)
 
@@ -115,7 +115,7 @@ class Streaming(BudgetedPolicy):
 
 @dataclass(frozen=True, kw_only=True)
 class StreamingPress(BudgetedPolicy):
-    """`Streaming` as kvpress has it: once, on the prompt, a share of it.
+    """`Streaming` in kvpress's form: once, on the prompt, a share of it.
 
     Paper: arXiv 2309.17453. Original: kvpress, `StreamingLLMPress`.
 
@@ -124,13 +124,13 @@ class StreamingPress(BudgetedPolicy):
     keep_ratio
         ``1 - compression_ratio`` of kvpress; rounded down, at least one token.
     sink
-        First tokens that come before the pruned ones.
+        First tokens that precede the pruned ones.
 
     Notes
     -----
-    Where it differs from kvpress, and why: kvpress scores the tokens to prune 0 and all others 1 and takes the best;
-    where the sinks reach so far that fewer than the pruned number score 0, it leaves open which of the others go. Here
-    the oldest stay, so the sinks win. What stays is in temporal order.
+    kvpress scores the tokens to prune 0 and all others 1 and takes the best; where fewer than the pruned number score
+    0, it does not define which of the others go. Here the oldest stay, so the sinks win. What stays is in temporal
+    order.
     """
 
     name: ClassVar[str] = "streaming_press"
@@ -158,5 +158,5 @@ class StreamingPress(BudgetedPolicy):
 
 
 def concat_sink_recent(tokens: int, sink: int, recent: int) -> Indices:
-    """The first `sink` and the last `recent` of `tokens` indices; together at most `tokens`."""
+    """Return the first `sink` and the last `recent` of `tokens` indices; together at most `tokens`."""
     return np.concatenate([np.arange(sink, dtype=np.int64), np.arange(tokens - recent, tokens, dtype=np.int64)])

@@ -1,8 +1,7 @@
-"""Norms of keys and choices by rank: what the policies share that numpy is slow at.
+"""Norms of keys and selection by rank, shared by the policies and faster than numpy's.
 
-One order holds everywhere: the lower norm (or the higher score) comes first, of equal ones the token that is older. -0
-equals 0, infinities take their places, and NaN comes last whichever end is asked for, so that a broken token is the
-first to go.
+One order holds everywhere: the lower norm (or the higher score) comes first, of equal ones the older token. -0 equals
+0, infinities are ordinary values, and NaN comes last at either end, so that a broken token is the first to go.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from . import _norms
 
 
 def compute_key_norms(keys: npt.NDArray[Any]) -> Floats:
-    """L2 norm of every token in every head.
+    """Return the L2 norm of every token in every head.
 
     Parameters
     ----------
@@ -58,52 +57,42 @@ def compute_key_norms(keys: npt.NDArray[Any]) -> Floats:
 
 
 def argtopk_lowest(values: Floats, count: int) -> Indices:
-    """Indices of the `count` lowest values of each row, ascending, int64 ``[row, count]``."""
+    """Return indices of the `count` lowest values of each row, ascending, int64 ``[row, count]``."""
     return _argtopk(values, count, highest=False)
 
 
 def argtopk_highest(values: Floats, count: int) -> Indices:
-    """Indices of the `count` highest values of each row, ascending, int64 ``[row, count]``."""
+    """Return indices of the `count` highest values of each row, ascending, int64 ``[row, count]``."""
     return _argtopk(values, count, highest=True)
 
 
 def _argtopk(values: Floats, count: int, *, highest: bool) -> Indices:
     if values.ndim != 2 or not 0 <= count <= values.shape[1]:
         raise KvmnnError(f"cannot choose {count} of each row of values of shape {list(values.shape)}")
-    if values.shape[1] > 1 and values.strides[1] != values.itemsize:
-        values = np.ascontiguousarray(values)
     indices = np.empty((values.shape[0], count), np.int64)
-    _norms.select_extreme(values, highest, indices, 0)
+    _select_extreme(values, indices, 0, highest=highest)
     return indices
 
 
+def _select_extreme(values: Floats, indices: Indices, first_index: int, *, highest: bool) -> None:
+    if values.shape[1] > 1 and values.strides[1] != values.itemsize:
+        values = np.ascontiguousarray(values)
+    _norms.select_extreme(values, highest, indices, first_index)
+
+
 def select_middle_topk(values: Floats, tokens: int, *, sink: int, count: int, recent: int, highest: bool) -> Indices:
-    """The first `sink` and the last `recent` of `tokens` indices, and `count` of those between by their values.
-
-    Parameters
-    ----------
-    values
-        ``[row, token]``; those of the sinks and of the recent tokens do not count.
-
-    Returns
-    -------
-    ndarray
-        int64 ``[row, sink + count + recent]``, ascending.
+    """Return the first `sink` and the last `recent` of `tokens` indices, and `count` of those between by their
+    values.
     """
     indices = np.empty((len(values), sink + count + recent), np.int64)
     indices[:, :sink] = np.arange(sink)
     indices[:, sink + count :] = np.arange(tokens - recent, tokens)
-    zone = values[:, sink : tokens - recent]
-    if zone.shape[1] > 1 and zone.strides[1] != zone.itemsize:
-        zone = np.ascontiguousarray(zone)
-    _norms.select_extreme(zone, highest, indices[:, sink : sink + count], sink)
+    _select_extreme(values[:, sink : tokens - recent], indices[:, sink : sink + count], sink, highest=highest)
     return indices
 
 
 def sort_by_value(values: Floats, indices: Indices, *, highest: bool = False) -> Indices:
-    """`indices`, as `argtopk_lowest` or `argtopk_highest` gave it, with the lowest (or the highest) value of each row
-    first.
-    """
+    """Sort `indices` of `argtopk_lowest` or `argtopk_highest` by the values of each row, lowest (or highest) first."""
     row_values = np.take_along_axis(values, indices, axis=1)
     order = np.argsort(-row_values if highest else row_values, axis=1, kind="stable")
     return np.take_along_axis(indices, order, axis=1)

@@ -1,4 +1,4 @@
-"""What the planner is told, and the numbers that the engine makes of it."""
+"""Options of the planner, and the values that the engine derives from them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from ...packed.compaction import INT32_MAX
 
 ADAPTIVE, STATIC = "adaptive", "static"
 
-QUANTISED_MODES = (1, 2, 9, 10)
-"""Values of the engine's ``attention_mode`` with which K or V are int8."""
+QUANTISED_MODES = (1, 2, 9, 10)  # values of the engine's ``attention_mode`` with which K or V are int8
 
 _ENGINE_KEYS = {
     "kv_h2o_enable": "enable",
@@ -36,21 +35,18 @@ _ENGINE_KEYS = {
 }
 _IGNORED_KEYS = {"kv_h2o_log_stats"}
 ENGINE_KEY_BY_FIELD = {attribute: key for key, attribute in _ENGINE_KEYS.items()}
-"""What the engine's JSON calls an attribute of `H2OConfig`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class H2OConfig:
     """Options of the H2O planner, with the engine's defaults.
 
-    Values outside a range are not refused but cut to it where they are used, as the engine does; `repr` shows them as
-    they were given.
-
+    Values outside a range are not refused but clamped where they are used, as the engine does.
 
     Raises
     ------
     KvmnnError
-        For a number that the engine's 32 bits do not hold, for NaN, and for a mode that is neither.
+        For a number beyond the engine's 32 bits, for NaN, and for a mode that is neither.
     TypeError
         For a value of the wrong type.
     """
@@ -103,7 +99,7 @@ class H2OConfig:
 
     @classmethod
     def from_engine(cls, document: Mapping[str, Any], *, lenient: bool = False, **defaults: Any) -> H2OConfig:
-        """The options in an engine's JSON configuration; what is not about H2O is passed over.
+        """Return the options in an engine's JSON configuration; what is not about H2O is ignored.
 
         Parameters
         ----------
@@ -117,7 +113,7 @@ class H2OConfig:
         Raises
         ------
         KvmnnError
-            For ``kv_h2o_`` keys that do not exist, a mode that does not exist, and values that cannot be used.
+            For ``kv_h2o_`` keys or a mode that do not exist, and values that cannot be used.
         """
         values = {"enable": False, **defaults}
         for key, value in document.items():
@@ -139,7 +135,7 @@ class H2OConfig:
 
     @property
     def clamped_options(self) -> dict[str, tuple[float, float]]:
-        """Options outside their range: what was given, and what the engine uses instead, by attribute."""
+        """Return options outside their range by attribute: the given value, and the one that the engine uses."""
         layers, last_layer = self.evicting_layers, self.effective_layers - 1
         effective: dict[str, float] = {
             "block_tokens": self.effective_block_tokens,
@@ -156,31 +152,31 @@ class H2OConfig:
         }
         return {name: (getattr(self, name), to) for name, to in effective.items() if getattr(self, name) != to}
 
-    # -- what the engine makes of it -----------------------------------------------------------------------------------
+    # -- values as the engine uses them --------------------------------------------------------------------------------
 
     @property
     def effective_block_tokens(self) -> int:
-        """Tokens in a block as used."""
+        """Return the tokens in a block."""
         return max(1, self.block_tokens)
 
     @property
     def effective_interval(self) -> int:
-        """Calls between triggers as used."""
+        """Return the calls between triggers."""
         return max(1, self.update_interval)
 
     @property
     def effective_trigger_tokens(self) -> int:
-        """Least length that triggers as used."""
+        """Return the minimum length that triggers."""
         return max(1, self.trigger_min_tokens)
 
     @property
     def effective_alpha(self) -> np.float32:
-        """Weight of the old score as used."""
+        """Return the weight of the old score."""
         return np.float32(min(1.0, max(0.0, float(self.ema_alpha))))
 
     @property
     def effective_keep_ratio(self) -> np.float32:
-        """Share of tokens to keep, before floor and blocks, as used: float32."""
+        """Return the share of tokens to keep, before floor and blocks: float32."""
         if self.target_mode == STATIC:
             return np.float32(min(1.0, max(0.0, float(self.target_keep_ratio))))
         with np.errstate(over="ignore"):  # beyond float32 is infinite, which leaves one block
@@ -188,19 +184,19 @@ class H2OConfig:
 
     @property
     def effective_layers(self) -> int:
-        """Layers as used."""
+        """Return the number of layers."""
         return max(1, self.layers)
 
     @property
     def evicting_layers(self) -> range:
-        """Layers that evict."""
+        """Return the layers that evict."""
         last_layer = self.effective_layers - 1
         start = min(max(0, self.layer_start), last_layer)
         end = last_layer if self.layer_end < 0 else min(self.layer_end, last_layer)
         return range(start, end + 1)
 
     def count_blocks(self, kv_len: int) -> int:
-        """Blocks of `kv_len` tokens."""
+        """Return the blocks of `kv_len` tokens."""
         return -(-kv_len // self.effective_block_tokens)
 
 
@@ -214,7 +210,7 @@ def _check_number(value: Any, name: str) -> None:
 
 
 def check_choice(key: str, value: object, choices: Sequence[str]) -> None:
-    """Refuse a value of a key of the engine that is none of `choices`: the engine silently takes its default then."""
+    """Refuse a value of an engine's key that is none of `choices`, for which the engine silently takes its default."""
     if value not in choices:
         suggestion = suggest(value, choices) if isinstance(value, str) else ""
         raise KvmnnError(f"{key} is {repr_short(value)}: expected one of {', '.join(choices)}{suggestion}")

@@ -28,8 +28,8 @@ _UINT64_MASK = (1 << 64) - 1
 class BlockPlan:
     """What stays of one layer, and the engine's figures about it.
 
-    `window_tokens` and `reserve_pairs` go to `PackedCache.realloc` as they are; where nothing is to be dropped they are
-    0 and empty, and the call changes nothing.
+    `window_tokens` and `reserve_pairs` go to `PackedCache.realloc` as they are; where nothing is dropped they are 0 and
+    empty, and the call changes nothing.
     """
 
     #: Tokens of the layer, the newest included.
@@ -55,41 +55,43 @@ class BlockPlan:
 
     @property
     def target(self) -> int:
-        """Tokens to keep: by the ratio, but not below the floor."""
+        """Return the tokens to keep: by the ratio, but not below the floor."""
         return max(self.target_before_floor, self.floor_tokens)
 
     @cached_property
     def num_kept_tokens(self) -> int:
-        """Tokens in the blocks of `keep`."""
+        """Return the tokens in the blocks of `keep`."""
         return int(self.kept_runs[:, 1].sum())
 
     @property
     def num_final_tokens(self) -> int:
-        """Tokens that are left once the plan is applied: all of them where the floor dominates."""
+        """Return the tokens that are left once the plan is applied: all where the floor dominates."""
         return self.kv_len if self.floor_dominates else self.num_kept_tokens
 
     @property
     def num_evicted(self) -> int:
-        """Tokens that go."""
+        """Return the tokens that go."""
         return self.kv_len - self.num_final_tokens
 
     @property
     def window_tokens(self) -> int:
-        """Tokens of the window, for `PackedCache.realloc`: all, or 0 where nothing goes."""
+        """Return the tokens of the window, for `PackedCache.realloc`: all, or 0 where nothing goes."""
         return self.kv_len if self.num_evicted else 0
 
     @cached_property
     def reserve_pairs(self) -> tuple[ReservePair, ...]:
-        """Pairs (begin, size) of what stays of the window, for `PackedCache.realloc`; empty where nothing goes."""
+        """Return pairs (begin, size) of what stays of the window, for `PackedCache.realloc`; empty where nothing
+        goes.
+        """
         return tuple((begin, size) for begin, size in self.kept_runs.tolist()) if self.num_evicted else ()
 
     @property
     def reserve_bytes(self) -> int:
-        """Bytes of the pairs as the engine keeps them."""
+        """Return the bytes of the pairs as the engine stores them."""
         return 0 if self.floor_dominates else 8 * len(self.kept_runs)
 
     def list_kept_tokens(self) -> npt.NDArray[np.int64]:
-        """Indices of the tokens that stay, ascending."""
+        """Return the indices of the tokens that stay, ascending."""
         if not self.num_evicted:
             return np.arange(self.kv_len)
         return np.flatnonzero(np.repeat(self.keep, self.block_tokens)[: self.kv_len])
@@ -97,41 +99,41 @@ class BlockPlan:
     # -- figures -------------------------------------------------------------------------------------------------------
 
     def list_options_to_lower(self, config: H2OConfig) -> tuple[str, ...]:
-        """The options of `config` that make the floor reach the target, by their names: those to lower."""
+        """Return the names of the options of `config` that make the floor reach the target."""
         target = self.target_before_floor
         tokens_by_option = {"recent_tokens": min(config.recent_tokens, self.kv_len), "sink_tokens": config.sink_tokens}
         exceeding = tuple(name for name, tokens in tokens_by_option.items() if tokens >= target)
         if exceeding:
             return exceeding
-        return (
-            ("block_tokens",)
-            if sum(tokens_by_option.values()) < target
-            else (max(tokens_by_option, key=lambda name: tokens_by_option[name]),)
-        )
+        if sum(tokens_by_option.values()) < target:
+            return ("block_tokens",)
+        return (max(tokens_by_option, key=lambda name: tokens_by_option[name]),)
 
     @property
     def floor_keep_ratio(self) -> np.float32:
-        """Share of the floor, float32."""
+        """Return the share of the floor, float32."""
         return divide_float32(self.floor_tokens, self.kv_len)
 
     @property
     def effective_target_ratio(self) -> np.float32:
-        """Share of the target, float32."""
+        """Return the share of the target, float32."""
         return divide_float32(self.target, self.kv_len)
 
     @property
     def block_quantized_keep_ratio(self) -> np.float32:
-        """Share of the target in whole blocks, float32."""
+        """Return the share of the target in whole blocks, float32."""
         return divide_float32(self.quantized_keep, self.kv_len)
 
     @property
     def keep_ratio(self) -> np.float32:
-        """Share of the tokens that stay, float32."""
+        """Return the share of the tokens that stay, float32."""
         return divide_float32(self.num_final_tokens, self.kv_len)
 
     @property
     def lossy_ratio(self) -> np.float32:
-        """Bytes before over bytes after, the engine's pairs among them, float32; of tokens without bytes_per_token."""
+        """Return bytes before over bytes after, the engine's pairs included, float32; of tokens without
+        bytes_per_token.
+        """
         if self.bytes_per_token is None:
             return divide_float32(self.kv_len, self.num_final_tokens)
         bytes_after = self.num_final_tokens * self.bytes_per_token + self.reserve_bytes
@@ -139,16 +141,17 @@ class BlockPlan:
 
 
 def plan_blocks(scores: Any, kv_len: int, config: H2OConfig | None = None, **options: Any) -> BlockPlan:
-    """Choose the blocks that stay, as the engine chooses them when a layer triggers.
+    """Select the blocks that stay, as the engine does when a layer triggers.
 
     The blocks that sink and recent touch stay. If they reach the target, the plan drops nothing. Otherwise the blocks
     with the highest scores join them until the target is met; of equal scores the block nearer the start wins. Zeros
-    of both signs are equal, infinities are the highest and the lowest, and NaN comes below everything.
+    of both
+    signs are equal, infinities are the highest and the lowest, and NaN comes below everything.
 
     Parameters
     ----------
     scores
-        One number for each block, cut to float32.
+        One number for each block, converted to float32.
     kv_len
         Tokens of the layer.
     config
@@ -159,15 +162,18 @@ def plan_blocks(scores: Any, kv_len: int, config: H2OConfig | None = None, **opt
     Raises
     ------
     KvmnnError
-        When there are not as many scores as blocks, or `kv_len` is not 1 to 2**31 - 1.
+        If there are not as many scores as blocks, or `kv_len` is not 1 to 2**31 - 1.
 
     Examples
     --------
-    >>> made = plan_blocks([9, 1, 5, 7, 3, 2], 12, block_tokens=2, sink_tokens=1, recent_tokens=1, target_lossy_ratio=2)
-    >>> made.reserve_pairs, made.window_tokens
+    >>> plan = plan_blocks([9, 1, 5, 7, 3, 2], 12, block_tokens=2, sink_tokens=1, recent_tokens=1, target_lossy_ratio=2)
+    >>> plan.reserve_pairs, plan.window_tokens
     (((0, 2), (6, 2), (10, 2)), 12)
     """
-    config = _resolve_config(config, options)
+    if config is None:
+        config = H2OConfig(**options)
+    elif options:
+        raise TypeError("options stand in place of a config: give one or the other")
     validate_int(kv_len, "kv_len", 1, INT32_MAX)
     block_tokens, num_blocks = config.effective_block_tokens, config.count_blocks(kv_len)
     block_scores = to_scores(scores, "scores")
@@ -186,15 +192,17 @@ def plan_blocks(scores: Any, kv_len: int, config: H2OConfig | None = None, **opt
     target_tokens = int(np.ceil(config.effective_keep_ratio * np.float32(kv_len)))
     clamped_target = min(max(1, target_tokens), kv_len)
     num_missing_blocks = max(0, -(-(clamped_target - floor_tokens) // block_tokens))
-    keep[first_candidate:candidate_end] = _select_highest(
-        block_scores[first_candidate:candidate_end], num_missing_blocks
-    )
+    candidates = slice(first_candidate, candidate_end)
+    keep[candidates] = _select_highest(block_scores[candidates], num_missing_blocks)
+    # (begin, size) of neighbouring kept blocks in tokens; the last block may be incomplete.
+    edges = np.flatnonzero(np.diff(keep, prepend=False, append=False)).reshape(-1, 2) * block_tokens
+    kept_runs = np.stack([edges[:, 0], np.minimum(edges[:, 1], kv_len) - edges[:, 0]], axis=1)
     return BlockPlan(
         kv_len=kv_len,
         block_tokens=block_tokens,
         keep=keep,
         num_floor_blocks=(num_sink_blocks, num_blocks - min(first_recent, num_blocks)),
-        kept_runs=_find_block_runs(keep, block_tokens, kv_len),
+        kept_runs=kept_runs,
         target_before_floor=clamped_target,
         floor_tokens=floor_tokens,
         floor_dominates=floor_tokens >= clamped_target,
@@ -204,18 +212,18 @@ def plan_blocks(scores: Any, kv_len: int, config: H2OConfig | None = None, **opt
 
 
 def explain_no_eviction(config: H2OConfig, tokens: int, option_names: Mapping[str, str] | None = None) -> str | None:
-    """Why no plan for up to `tokens` tokens drops any, and which option to change; None where one can."""
+    """Explain why no plan for up to `tokens` tokens drops any, and which option to change; None where one can."""
     if tokens < config.effective_trigger_tokens:
         return (
             f"it plans from trigger_min_tokens {config.effective_trigger_tokens:,} on, there are {tokens:,}: lower it"
         )
-    full_plan = _plan_uniform(tokens, config)
-    # blocks that recent tokens only touch stay whole: one length may drop none where another of its block does
-    if any(
-        _plan_uniform(num_tokens, config).num_evicted
-        for num_tokens in range(_find_min_equivalent_tokens(tokens, config), tokens + 1)
-    ):
-        return None
+    # Blocks that recent tokens only touch stay whole: one length may drop none where another of its block does. These
+    # lengths have every place that they can have in a block.
+    min_tokens = max(config.effective_trigger_tokens, tokens - config.effective_block_tokens)
+    for num_tokens in range(min_tokens, tokens + 1):
+        full_plan = plan_blocks(np.zeros(config.count_blocks(num_tokens), np.float32), num_tokens, config)
+        if full_plan.num_evicted:
+            return None
     if not full_plan.floor_dominates:
         return "its target is all of them"
     options = " and ".join(
@@ -228,35 +236,21 @@ def explain_no_eviction(config: H2OConfig, tokens: int, option_names: Mapping[st
     )
 
 
-def _plan_uniform(tokens: int, config: H2OConfig) -> BlockPlan:
-    return plan_blocks(np.zeros(config.count_blocks(tokens), np.float32), tokens, config)
-
-
-def _find_min_equivalent_tokens(tokens: int, config: H2OConfig) -> int:
-    """From here on up to `tokens`, lengths have every place that they can have in a block."""
-    return max(config.effective_trigger_tokens, tokens - config.effective_block_tokens)
-
-
 def divide_float32(numerator: int, denominator: int) -> np.float32:
-    """`numerator` over `denominator`, both rounded to float32 first."""
+    """Divide after both were rounded to float32."""
     return _to_float32(numerator) / _to_float32(denominator)
 
 
 def _to_float32(number: int) -> np.float32:
-    """An integer rounded once, as a conversion in C does; by way of a double it could be rounded twice."""
+    """Round an integer once, as a conversion in C does; by way of a double it could be rounded twice."""
     return np.float32(np.array(number & _UINT64_MASK, np.uint64).astype(np.float32))
 
 
-def _resolve_config(config: H2OConfig | None, options: dict[str, Any]) -> H2OConfig:
-    if config is None:
-        return H2OConfig(**options)
-    if options:
-        raise TypeError("options stand in place of a config: give one or the other")
-    return config
-
-
 def _select_highest(scores: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.bool_]:
-    """The `count` highest scores; of equal ones the first. Every candidate is a whole block (see docs/h2o.md)."""
+    """Return which are the `count` highest scores; of equal ones the first.
+
+    Every candidate is a whole block (docs/h2o.md).
+    """
     if count == 0 or count >= scores.size:
         return np.full(scores.size, count > 0)
     keys = np.empty(scores.size, np.int32)
@@ -268,21 +262,16 @@ def _select_highest(scores: npt.NDArray[np.float32], count: int) -> npt.NDArray[
     return is_selected
 
 
-def _find_block_runs(keep: npt.NDArray[np.bool_], block: int, kv_len: int) -> npt.NDArray[np.int64]:
-    edges = np.flatnonzero(np.diff(keep, prepend=False, append=False)).reshape(-1, 2) * block
-    runs = np.empty_like(edges)
-    runs[:, 0] = edges[:, 0]
-    runs[:, 1] = np.minimum(edges[:, 1], kv_len) - edges[:, 0]
-    return runs
-
-
 MAP_LEGEND = "S sink, # heavy hitter, R recent, . dropped, 1 to 9 tenths kept"
 MAX_MAP_LINES = 8
 
 
 def render_block_map(plan: BlockPlan, width: int = 80) -> list[str]:
-    """Lines of letters, each line with the token that it starts at."""
-    letters = _render_block_letters(plan)
+    """Render lines of letters, each line with the token that it starts at."""
+    sink, recent = plan.num_floor_blocks
+    letters = np.where(plan.keep | (plan.num_evicted == 0), "#", ".")
+    letters[letters.size - recent :] = "R"
+    letters[:sink] = "S"
     label_width = len(f"{plan.kv_len:,}") + 2
     columns = max(10, width - label_width)
     blocks_per_cell = -(-letters.size // (columns * MAX_MAP_LINES))
@@ -295,17 +284,9 @@ def render_block_map(plan: BlockPlan, width: int = 80) -> list[str]:
 
 
 def compute_tokens_per_letter(plan: BlockPlan, width: int = 80) -> int:
-    """Tokens that one letter of `render_block_map` stands for."""
+    """Return the tokens of one letter of `render_block_map`."""
     columns = max(10, width - len(f"{plan.kv_len:,}") - 2)
     return -(-plan.keep.size // (columns * MAX_MAP_LINES)) * plan.block_tokens
-
-
-def _render_block_letters(plan: BlockPlan) -> npt.NDArray[np.str_]:
-    sink, recent = plan.num_floor_blocks
-    letters = np.where(plan.keep | (plan.num_evicted == 0), "#", ".")
-    letters[letters.size - recent :] = "R"
-    letters[:sink] = "S"
-    return letters
 
 
 def _merge_letters(letters: npt.NDArray[np.str_]) -> str:
@@ -317,13 +298,21 @@ def _merge_letters(letters: npt.NDArray[np.str_]) -> str:
     return "#" if "#" in kinds else "S"
 
 
-MAX_SHOWN_PAIRS = 100
-"""Pairs of a layer that are shown."""
+MAX_SHOWN_PAIRS = 100  # of a layer
+
+
+def format_reserve(pairs: Sequence[ReservePair]) -> str:
+    """Format pairs as `kvmnn mnn compact --reserve` reads them, or the first of very many."""
+    pairs_text = ",".join(f"{begin}:{size}" for begin, size in pairs[:MAX_SHOWN_PAIRS])
+    num_hidden = len(pairs) - MAX_SHOWN_PAIRS
+    if num_hidden <= 0:
+        return pairs_text
+    return f"{pairs_text} ... {pluralize(num_hidden, 'pair')} more (-o writes them all)"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LayerScores:
-    """What is known of one layer."""
+    """Scores of one layer."""
 
     #: Where it came from.
     name: str
@@ -352,7 +341,7 @@ class LayerPlan(Record):
 
     @property
     def plan_entry(self) -> dict[str, Any]:
-        """What `kvmnn mnn compact --plan` reads of a layer."""
+        """Return what `kvmnn mnn compact --plan` reads of a layer."""
         pairs = [list(pair) for pair in self.plan.reserve_pairs]
         return {"layer": self.layer, "remove": self.plan.window_tokens, "pairs": pairs}
 
@@ -370,7 +359,7 @@ class LayerPlan(Record):
         return "".join("1" if is_kept or is_unchanged else "0" for is_kept in self.plan.keep)
 
     def format_lines(self, config: H2OConfig) -> list[str]:
-        """What stays, and the pairs as `kvmnn mnn compact` takes them; without the picture."""
+        """Format what stays, and the pairs as `kvmnn mnn compact` takes them; without the map."""
         layer_plan = self.plan
         label = f"layer {self.layer}"
         head = f"{label}: " if self.name == label else f"{label} ({self.name}): "
@@ -381,10 +370,10 @@ class LayerPlan(Record):
             f"{LOSSY}, {layer_plan.num_final_tokens:,} of {layer_plan.kv_len:,} tokens stay, "
             f"{float(layer_plan.lossy_ratio):.3f} x {self._ratio_basis}, target {layer_plan.target_before_floor:,}"
         )
-        return [head, f"  --remove {layer_plan.window_tokens} --reserve {self._format_reserve()}"]
+        return [head, f"  --remove {layer_plan.window_tokens} --reserve {format_reserve(layer_plan.reserve_pairs)}"]
 
     def _explain_floor(self, config: H2OConfig) -> str:
-        """Why the floor leaves nothing to evict, and what to lower."""
+        """Explain why the floor leaves nothing to evict, and what to lower."""
         target = self.plan.target_before_floor
         options = " and ".join(
             f"--h2o {name} ({getattr(config, name):,})" for name in self.plan.list_options_to_lower(config)
@@ -397,17 +386,6 @@ class LayerPlan(Record):
     @property
     def _ratio_basis(self) -> str:
         return "tokens" if self.plan.bytes_per_token is None else "bytes"
-
-    def _format_reserve(self) -> str:
-        """As `kvmnn mnn compact --reserve` reads them, or the first of very many."""
-        reserve = self.plan.reserve_pairs
-        pairs_text = ",".join(f"{begin}:{size}" for begin, size in reserve[:MAX_SHOWN_PAIRS])
-        num_hidden = len(reserve) - MAX_SHOWN_PAIRS
-        return (
-            pairs_text
-            if num_hidden <= 0
-            else f"{pairs_text} ... {pluralize(num_hidden, 'pair')} more (-o writes them all)"
-        )
 
 
 def _build_config_document(config: H2OConfig) -> dict[str, Any]:
@@ -439,15 +417,15 @@ class LayerPlans(Record):
     @property
     @json_key(after="output")
     def label(self) -> str:
-        """``"LOSSY"`` if any layer drops tokens, else ``"UNCHANGED"``: nothing is decoded here, nothing compared."""
+        """Return ``"LOSSY"`` if any layer drops tokens, else ``"UNCHANGED"``: nothing is decoded or compared."""
         return LOSSY if any(layer.plan.num_evicted for layer in self.layers) else UNCHANGED
 
     def to_plan_entries(self) -> list[dict[str, Any]]:
-        """What `kvmnn mnn compact --plan` reads."""
+        """Return what `kvmnn mnn compact --plan` reads."""
         return [layer.plan_entry for layer in self.layers]
 
     def format_lines(self, *, width: int = 100, picture: bool = True) -> list[str]:
-        """For people: each layer's figures, pairs and, unless `picture` is False, its blocks in `width` columns."""
+        """Format each layer's figures, pairs and, unless `picture` is False, its blocks in `width` columns."""
         lines = []
         for layer in self.layers:
             lines += layer.format_lines(self.config)
@@ -462,13 +440,7 @@ class LayerPlans(Record):
 
 
 def plan_layers(scores: Sequence[LayerScores], config: H2OConfig | None = None) -> LayerPlans:
-    """Plan every layer as if it triggered now.
-
-    Raises
-    ------
-    KvmnnError
-        As for `plan_blocks`.
-    """
+    """Plan every layer as if it triggered now; errors as of `plan_blocks`."""
     config = config or H2OConfig()
     start_time = time.perf_counter()
     layers = tuple(

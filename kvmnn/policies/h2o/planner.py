@@ -1,4 +1,4 @@
-"""The engine's H2O planner over all layers: scores, clocks, triggers, pending plans, and its figures."""
+"""The engine's H2O planner over all layers: scores, step counters, triggers, pending plans, and its figures."""
 
 from __future__ import annotations
 
@@ -32,19 +32,18 @@ class PendingPlan:
     keep: npt.NDArray[np.bool_] | None = None
 
     def is_applicable(self, kv_length: int) -> bool:
-        """Whether it may be applied to a layer of `kv_length` tokens; if not, it is stale."""
-        if len(self.flat_pairs) % 2 or self.remove != kv_length:
-            return False
-        return are_valid_pairs(self.pairs, self.remove)
+        """Return whether it may be applied to a layer of `kv_length` tokens; if not, it is stale."""
+        is_complete = len(self.flat_pairs) % 2 == 0 and self.remove == kv_length
+        return is_complete and are_valid_pairs(self.pairs, self.remove)
 
     @property
     def pairs(self) -> tuple[ReservePair, ...]:
-        """The list as pairs; a last odd number is left out."""
+        """Return the list as pairs; a last odd number is left out."""
         return tuple(zip(self.flat_pairs[::2], self.flat_pairs[1::2], strict=False))
 
 
 def are_valid_pairs(pairs: tuple[ReservePair, ...], remove: int) -> bool:
-    """Whether every pair has a size, lies in the window, and starts no earlier than the one before ends."""
+    """Return whether every pair has a size, is inside the window, and starts no earlier than the one before ends."""
     end = 0
     for begin, size in pairs:
         if size <= 0 or begin < end or begin + size > min(remove, INT32_MAX):
@@ -55,7 +54,7 @@ def are_valid_pairs(pairs: tuple[ReservePair, ...], remove: int) -> bool:
 
 @dataclass
 class PlannerLayerState:
-    """Scores, plans and, for cadence "tokens", clocks of one layer."""
+    """Scores, plans and, for cadence "tokens", step counters of one layer."""
 
     #: Running mean of the attention on each block.
     scores: Floats = field(default_factory=lambda: np.empty(0, np.float32))
@@ -70,7 +69,7 @@ class PlannerLayerState:
 
 @dataclass
 class PlannerMetrics(Record):
-    """The engine's figures, under its names; each is what the last call that wrote it left."""
+    """The engine's figures, under its names; each has the value of the last call that wrote it."""
 
     #: Of the last plan that was not dominated by its floor: one event of one layer, no mean.
     h2o_keep_ratio: float = 1.0
@@ -158,7 +157,7 @@ CADENCES = ("layer-calls", "tokens")
 
 @dataclass
 class LayerCallCounter:
-    """The engine's clocks, shared by all layers."""
+    """The engine's step counters, shared by all layers."""
 
     #: Decode calls of any layer; the layer is this number modulo their count.
     cursor: int = 0
@@ -170,11 +169,11 @@ class LayerCallCounter:
     last_trigger: int = 0
 
     def get_current_layer(self, num_layers: int) -> int:
-        """The layer whose turn it is."""
+        """Return the layer whose turn it is."""
         return self.cursor % num_layers
 
     def record_call(self, layers: list[PlannerLayerState], layer: int, decode: bool) -> int:
-        """Count a call; returns the layer that it was."""
+        """Count a call; return its layer."""
         if not decode:
             return 0
         self.cursor += 1
@@ -183,15 +182,15 @@ class LayerCallCounter:
         return layer
 
     def is_due(self, state: PlannerLayerState, interval: int) -> bool:
-        """Whether enough calls have gone by."""
+        """Return whether enough calls have passed."""
         return self.global_step - self.last_trigger >= interval
 
     def record_trigger(self, state: PlannerLayerState) -> None:
-        """Note a trigger."""
+        """Record a trigger."""
         self.last_trigger = self.global_step
 
     def reset(self) -> None:
-        """Start anew."""
+        """Reset all counters."""
         self.cursor = self.global_step = self.token_step = self.last_trigger = 0
 
 
@@ -200,61 +199,59 @@ class TokenCounter:
     """Decode steps of each layer by itself, kept in its `PlannerLayerState`."""
 
     def record_call(self, layers: list[PlannerLayerState], layer: int, decode: bool) -> int:
-        """Count a call; returns the layer that it was."""
+        """Count a call; return its layer."""
         layers[layer].num_steps += decode
         return layer
 
     def is_due(self, state: PlannerLayerState, interval: int) -> bool:
-        """Whether the layer has made enough steps."""
+        """Return whether the layer has made enough steps."""
         return state.num_steps - state.last_trigger_step >= interval
 
     def record_trigger(self, state: PlannerLayerState) -> None:
-        """Note a trigger."""
+        """Record a trigger."""
         state.last_trigger_step = state.num_steps
 
     def reset(self) -> None:
-        """Nothing: the clocks go with the layers' state."""
+        """Do nothing: the counters go with the layers' state."""
 
 
 class H2OPlanner:
     """Decides for every layer and step what to drop, as the engine does, outside it.
 
     Each call of a layer has two halves: `begin_call` applies the plan that the layer made earlier, `end_call` takes the
-    attention of this step, keeps the scores, and plans for the layer's next call. Between them the caller compacts the
-    cache and appends the new tokens::
+    attention of this step, updates the scores, and plans for the layer's next call. Between them the caller compacts
+    the cache and appends the new tokens::
 
-        todo = planner.begin(len(cache))
-        cache.append(keys, values, remove=todo.remove, reserve=todo.reserve)
-        planner.end(rows=attention)
+        edit = planner.begin_call(len(cache))
+        cache.append(keys, values, remove=edit.remove, reserve=edit.reserve)
+        planner.end_call(rows=attention)
 
-    and calls `sync` when all layers of a step are through.
+    and calls `sync` when all layers of a step are done.
 
     Parameters
     ----------
     config
         Options; None for the engine's defaults.
     cadence
-        ``"layer-calls"`` counts as the engine does: calls of any layer, one clock for all, and which layer it is by the
-        number of calls; so two of 32 layers trigger per token with an interval of 16. Everything else follows the
-        engine too, its behaviour at a second turn included (docs/h2o.md).
-        ``"tokens"`` is what the interval was meant to be: decode steps between two plans of the same layer, whose
-        number the caller gives. Plans are only ever applied to their own layer, and scores are cut when that happens.
-
+        ``"layer-calls"`` counts as the engine does: calls of any layer, one counter for all, and which layer it is by
+        the number of calls; so two of 32 layers trigger per token with an interval of 16. Everything else follows the
+        engine too, its behaviour at a second turn included (docs/h2o.md). ``"tokens"`` is what the interval was meant
+        to be:
+        decode steps between two plans of the same layer, whose number the caller gives. Plans are only ever applied to
+        their own layer, and scores are cut when that happens.
     on_invalid
-        ``"raise"`` refuses a call at which the engine would drop all that the layer holds because the shared count of
+        ``"raise"`` refuses a call at which the engine would drop all tokens of the layer because the shared count of
         tokens is 0: the planner began with a cache that it has not seen (set ``meta.previous``), or `sync` was not
-        called. ``"engine"`` drops it.
+        called. ``"engine"`` drops them.
 
     Attributes
     ----------
-    config, cadence
-        As given.
     layers
         `PlannerLayerState` of each layer.
     metrics
         Figures under the engine's names.
     meta
-        The counts that layers share, as the engine keeps them; unused with cadence "tokens".
+        The counts that layers share, as the engine stores them; unused with cadence "tokens".
     clock
         `LayerCallCounter` or `TokenCounter`.
 
@@ -294,33 +291,37 @@ class H2OPlanner:
     def begin_call(
         self, kv_length: int, num_new: int = 1, *, decode: bool = True, layer: int | None = None
     ) -> CacheEdit:
-        """First half of a call: what to drop from the layer's cache now.
+        """Begin a call: return what to drop from the layer's cache now.
 
         Parameters
         ----------
         kv_length
-            Tokens that the layer's cache holds.
+            Tokens in the layer's cache.
         num_new
             New tokens of this step.
         decode
             False while a prompt is processed.
         layer
-            Which layer; required with cadence "tokens", not allowed with "layer-calls", which counts by itself.
+            The layer's number; required with cadence "tokens", not allowed with "layer-calls", which counts by itself.
 
         Raises
         ------
         KvmnnError
-            For a layer that there is not, lengths outside 0 to 2**31 - 1, when the call before was not ended, and as
-        `on_invalid` says.
+            For a layer that does not exist, lengths outside 0 to 2**31 - 1, a call before that was not ended, and as
+            `on_invalid` specifies.
         """
         if self._open_call is not None:
             raise KvmnnError("begin: the call before was not ended")
         validate_int(kv_length, "kv_length", 0, INT32_MAX)
         validate_int(num_new, "add", 0, INT32_MAX - kv_length)
         index = self._resolve_layer(layer, decode)
-        if self._is_strict:
-            self._check_meta_count(index, kv_length)
         state = self.layers[index]
+        is_untracked = self.cadence != "tokens" and not self.meta.previous and not self.meta.remove
+        if self._is_strict and is_untracked and kv_length and state.pending_plan is None:
+            raise KvmnnError(
+                f"meta.previous is 0 while the layer holds {kv_length} tokens: the engine would drop them; expected "
+                "sync() after each step, or meta.previous set to the tokens of a cache that was there before"
+            )
         pending_plan, state.pending_plan = state.pending_plan, None
         valid_plan = pending_plan if pending_plan is not None and pending_plan.is_applicable(kv_length) else None
         if valid_plan is not None:
@@ -339,13 +340,13 @@ class H2OPlanner:
     def end_call(
         self, sums: Any = None, *, rows: Any = None, threads: int = 1, tile: int | None = None
     ) -> LayerCallResult:
-        """Second half of a call: score, and plan if it is time.
+        """End a call: score, and plan if it is time.
 
         Parameters
         ----------
         sums
-            Sums of the attention on each block, as `sum_by_block` gives them. Not looked at in a call that does not
-            score: outside decoding, or in a layer that does not evict.
+            Sums of the attention on each block, as of `sum_by_block`. Ignored in a call that does not score: outside
+            decoding, or in a layer that does not evict.
         rows
             Instead of `sums`: the attention itself, ``[heads, queries, keys]`` or ``[heads, keys]``.
         threads, tile
@@ -354,44 +355,53 @@ class H2OPlanner:
         Raises
         ------
         KvmnnError
-            When the sums or rows do not match the length. Nothing has changed then, and `end_call` can be called again.
+            If the sums or rows do not match the length. Nothing has changed then, and `end_call` can be called again.
         """
         if self._open_call is None:
             raise KvmnnError("end: no call was begun")
         edit, num_new, decode = self._open_call
         kv_len = edit.kv_after + num_new
-        is_enabled = self._is_enabled(edit.layer, decode, num_new, kv_len)
-        scores = (
-            self._update_scores(self.layers[edit.layer], kv_len, num_new, sums, rows, threads, tile)
-            if is_enabled
-            else None
-        )
+        config = self.config
+        has_work = config.enable and not config.quantised and num_new > 0 and kv_len > 0
+        scores = None
+        if has_work and decode and edit.layer in config.evicting_layers:
+            scores = self._update_scores(self.layers[edit.layer], kv_len, num_new, sums, rows, threads, tile)
         self._open_call = None
         layer = self.clock.record_call(self.layers, edit.layer, decode)
         was_reset = not decode and kv_len <= num_new
-        if was_reset:
-            self._reset_conversation(layer)
+        if was_reset:  # a new conversation: for the engine of all layers at once, otherwise of this one
+            self.clock.reset()
+            if self.cadence == "tokens":
+                self.layers[layer] = PlannerLayerState()
+            else:
+                self.layers = [PlannerLayerState() for _ in self.layers]
+                self.meta.remove, self.meta.reserve = 0, ()
         if scores is None:
             return LayerCallResult(layer, False, kv_len, 0, False, was_reset, self.layers[layer].scores, None, kv_len)
         self.layers[layer].scores = scores
-        layer_plan = self._plan_layer(layer, scores, kv_len) if self._is_due(layer, kv_len) else None
-        num_kept = layer_plan.num_final_tokens if layer_plan else self._compute_budget_tokens(kv_len)
+        layer_plan = None
+        if kv_len >= config.effective_trigger_tokens and self.clock.is_due(
+            self.layers[layer], config.effective_interval
+        ):
+            layer_plan = self._plan_layer(layer, scores, kv_len)
+            num_kept = layer_plan.num_final_tokens
+        else:  # the ratio that was written last times the length, rounded half up
+            num_kept = max(1, int(float(np.float32(self.metrics.h2o_keep_ratio) * np.float32(kv_len)) + 0.5))
         return LayerCallResult(
             layer, True, kv_len, scores.size, layer_plan is not None, was_reset, scores, layer_plan, num_kept
         )
 
     def select_blocks(self, scores: Floats, kv_len: int) -> BlockPlan:
-        """The plan for a layer that triggers; here for whoever wants to choose by other rules than `plan_blocks`."""
+        """Plan a layer that triggers; override it for other rules than `plan_blocks`."""
         return plan_blocks(scores, kv_len, self.config)
 
     def sync(self) -> int:
-        """End a step of all layers: the engine's shared length afterwards, which follows the last layer alone.
-
-        With cadence "tokens" nothing is shared and 0 is returned.
+        """End a step of all layers; return the engine's shared length, which follows the last layer alone (0 for
+        "tokens").
         """
         return self.meta.sync()
 
-    # -- how -----------------------------------------------------------------------------------------------------------
+    # -- internals -----------------------------------------------------------------------------------------------------
 
     def _resolve_layer(self, layer: int | None, decode: bool) -> int:
         if isinstance(self.clock, TokenCounter):
@@ -405,7 +415,7 @@ class H2OPlanner:
     def _build_window(
         self, kv_length: int, num_new: int, decode: bool, pending_plan: PendingPlan | None
     ) -> tuple[int, tuple[ReservePair, ...]]:
-        """What this layer removes and reserves."""
+        """Return what this layer removes and reserves."""
         if self.cadence == "tokens":
             return (pending_plan.remove, pending_plan.pairs) if pending_plan else (0, ())
         meta = self.meta
@@ -422,24 +432,10 @@ class H2OPlanner:
             return kv_length, ()
         return meta.remove, () if self.config.quantised else meta.reserve
 
-    def _check_meta_count(self, layer: int, kv_length: int) -> None:
-        if self.cadence == "tokens" or self.meta.previous or self.meta.remove or not kv_length:
-            return
-        if self.layers[layer].pending_plan is None:
-            raise KvmnnError(
-                f"meta.previous is 0 while the layer holds {kv_length} tokens: the engine would drop them; expected "
-                "sync() after each step, or meta.previous set to the tokens of a cache that was there before"
-            )
-
-    def _is_enabled(self, layer: int, decode: bool, num_new: int, kv_len: int) -> bool:
-        config = self.config
-        has_work = config.enable and not config.quantised and num_new > 0 and kv_len > 0
-        return has_work and decode and layer in config.evicting_layers
-
     def _update_scores(
         self, state: PlannerLayerState, kv_len: int, num_new: int, sums: Any, rows: Any, threads: int, tile: int | None
     ) -> Floats:
-        """The layer's scores after this step."""
+        """Return the layer's scores after this step."""
         heads = self.config.heads
         if (sums is None) == (rows is None):
             raise KvmnnError("end: expected either sums or rows of the attention")
@@ -460,11 +456,6 @@ class H2OPlanner:
             state.scores, step_sums, count=heads * num_new, alpha=float(self.config.effective_alpha)
         )
 
-    def _is_due(self, layer: int, kv_len: int) -> bool:
-        return kv_len >= self.config.effective_trigger_tokens and self.clock.is_due(
-            self.layers[layer], self.config.effective_interval
-        )
-
     def _plan_layer(self, layer: int, scores: Floats, kv_len: int) -> BlockPlan:
         state = self.layers[layer]
         self.clock.record_trigger(state)
@@ -481,29 +472,16 @@ class H2OPlanner:
                 state.scores = select_scores(scores, layer_plan.keep)
         return layer_plan
 
-    def _compute_budget_tokens(self, kv_len: int) -> int:
-        """The ratio that was written last times the length, rounded half up."""
-        return max(1, int(float(np.float32(self.metrics.h2o_keep_ratio) * np.float32(kv_len)) + 0.5))
-
-    def _reset_conversation(self, layer: int) -> None:
-        """A new conversation: for the engine of all layers at once, otherwise of this one."""
-        self.clock.reset()
-        if self.cadence == "tokens":
-            self.layers[layer] = PlannerLayerState()
-            return
-        self.layers = [PlannerLayerState() for _ in self.layers]
-        self.meta.remove, self.meta.reserve = 0, ()
-
 
 def select_scores(scores: Floats, keep: npt.NDArray[np.bool_]) -> Floats:
-    """The scores of the kept blocks, in order."""
+    """Return the scores of the kept blocks, in order."""
     selected: Floats = scores[keep[: scores.size]]
     return selected
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannerStats(Record):
-    """The figures of `kvmnn.policies.h2o.Metrics`; of the last plan, and the tokens that all plans dropped."""
+    """The figures of `PlannerMetrics`: of the last plan, and the tokens that all plans dropped."""
 
     #: Of the last plan that its floor did not cancel: one event, no mean.
     h2o_keep_ratio: float = 1.0
@@ -520,29 +498,19 @@ class PlannerStats(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class PlannerLayerStats(PlannerStats):
-    """The figures of one layer, each of its own plans.
-
-    Attributes
-    ----------
-    layer
-        Its number.
-    tokens_seen, tokens_kept
-        Tokens of the text, and those that the layer holds.
-    triggers
-        Plans that were made, those that dropped nothing included.
-    lossy_ratio
-        Tokens seen over tokens kept: what the evictions came to.
-    """
+    """The figures of one layer, each of its own plans."""
 
     layer: int
+    #: Tokens of the text, and those in the layer's cache.
     tokens_seen: int
     tokens_kept: int
+    #: Plans that were made, those that dropped nothing included.
     triggers: int
 
     @property
     @json_key()
     def lossy_ratio(self) -> float:
-        """Tokens seen over tokens kept."""
+        """Return tokens seen over tokens kept."""
         return self.tokens_seen / self.tokens_kept if self.tokens_kept else 1.0
 
 
@@ -554,7 +522,7 @@ class H2OStats(PlannerStats):
 
 
 class StatsRecorder:
-    """Keeps the figures of each layer beside those that a planner shares among all."""
+    """Records the figures of each layer, besides those that a planner shares among all."""
 
     def __init__(self, planner: H2OPlanner) -> None:
         self._planner = planner
@@ -562,32 +530,30 @@ class StatsRecorder:
         self._triggers = [0] * len(planner.layers)
 
     def record(self, call: LayerCallResult) -> None:
-        """Take in a call of a layer."""
+        """Record a call of a layer."""
         if call.plan is not None:
             self._triggers[call.layer] += 1
             self._layers[call.layer].record(call.plan, self._planner.metrics.h2o_evict_us)
 
     def to_stats(self, num_seen: int, tokens_kept: Sequence[int]) -> H2OStats:
-        """The figures after `num_seen` tokens, of which the layers hold `tokens_kept`."""
-        return H2OStats(
-            **_copy_planner_fields(self._planner.metrics),
-            layers=tuple(
-                PlannerLayerStats(
-                    **_copy_planner_fields(metrics),
-                    layer=number,
-                    tokens_seen=num_seen,
-                    tokens_kept=num_kept,
-                    triggers=triggers,
-                )
-                for number, (metrics, num_kept, triggers) in enumerate(
-                    zip(self._layers, tokens_kept, self._triggers, strict=True)
-                )
-            ),
+        """Return the figures after `num_seen` tokens, of which the layers hold `tokens_kept`."""
+
+        def copy_fields(metrics: PlannerMetrics) -> dict[str, Any]:
+            return {entry.name: getattr(metrics, entry.name) for entry in fields(PlannerStats)}
+
+        layers = tuple(
+            PlannerLayerStats(
+                **copy_fields(metrics), layer=number, tokens_seen=num_seen, tokens_kept=num_kept, triggers=triggers
+            )
+            for number, (metrics, num_kept, triggers) in enumerate(
+                zip(self._layers, tokens_kept, self._triggers, strict=True)
+            )
         )
+        return H2OStats(**copy_fields(self._planner.metrics), layers=layers)
 
 
 def merge_stats(runs: Iterable[H2OStats]) -> H2OStats | None:
-    """The figures of several texts, one after the other: counts are added up, the rest is that of the last text."""
+    """Merge the figures of several texts in order: counts are added up, the rest is that of the last text."""
     total_stats: H2OStats | None = None
     for stats in runs:
         if total_stats is None:
@@ -606,7 +572,3 @@ def merge_stats(runs: Iterable[H2OStats]) -> H2OStats | None:
         total_evicted = total_stats.h2o_total_evict_tokens + stats.h2o_total_evict_tokens
         total_stats = replace(stats, h2o_total_evict_tokens=total_evicted, layers=tuple(layers))
     return total_stats
-
-
-def _copy_planner_fields(metrics: PlannerMetrics) -> dict[str, Any]:
-    return {entry.name: getattr(metrics, entry.name) for entry in fields(PlannerStats)}

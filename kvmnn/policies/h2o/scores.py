@@ -16,18 +16,20 @@ from . import _scores
 def sum_by_block(
     rows: Any, block_tokens: int, *, threads: int = 1, tile: int | None = None, out: Floats | None = None
 ) -> Floats:
-    """Attention that each block of keys received, summed over heads, queries and its keys.
+    """Return the attention that each block of keys received, summed over heads, queries and its keys.
 
     The additions are float32 and in the engine's order: each of its threads takes a run of heads and adds, for each
     block, head by head, tile by tile, query by query, key by key; then the threads' sums are added in order. (The
-    engine adds them in the order in which threads finish, which nobody can repeat.)
+    engine adds
+    them in the order in which threads finish, which nobody can repeat.) Infinities and NaN stay in their block.
 
     Parameters
     ----------
     rows
-        ``[heads, queries, keys]`` or, for one query, ``[heads, keys]``: what attention gave each key. float32 is taken
-        as it is, float16 and float64 are converted first. Rows of every query are true rows: the engine reads a packed
-        buffer wrongly where there are several queries, which is not copied.
+        Attention on each key: ``[heads, queries, keys]`` or, for one query, ``[heads, keys]``; floats of any width.
+        Rows of every query are true rows: the engine reads a packed buffer wrongly where there are several queries,
+        which is
+        not copied.
     block_tokens
         Keys in a block; less than 1 counts as 1.
     threads
@@ -46,10 +48,6 @@ def sum_by_block(
     ------
     KvmnnError
         For rows of another shape or type, and without keys.
-
-    Notes
-    -----
-    Infinite rows give infinite sums, and infinities of both signs or a NaN give NaN, for that block alone.
     """
     array = to_rows(rows)
     block = max(1, validate_int(block_tokens, "block_tokens", -INT32_MAX - 1, INT32_MAX))
@@ -65,22 +63,22 @@ def sum_by_block(
 
 
 def update_ema_scores(scores: Any, sums: Any, *, count: int, alpha: float) -> Floats:
-    """Scores after one more step: ``alpha * score + (1 - alpha) * sums / count``, float32 after every operation.
+    """Return the scores after a step: ``alpha * score + (1 - alpha) * sums / count``, float32 after every operation.
 
     Parameters
     ----------
     scores
         Scores so far. Cut, or filled up with 0, to as many as there are sums.
     sums
-        What `sum_by_block` gave for this step.
+        What `sum_by_block` returned for this step.
     count
         Heads times queries that were added up; less than 1 counts as 1.
     alpha
-        Weight of the old scores, 0 to 1; cut to that.
+        Weight of the old scores, clamped to 0 to 1.
 
     Returns
     -------
-    float32 ``[blocks]``, new. No correction for the first steps is made: with alpha 0.9 the first gives a tenth.
+    float32 ``[blocks]``, new. The first steps are not corrected: with alpha 0.9 the first gives a tenth.
     """
     step_sums = to_scores(sums, "sums")
     previous = to_scores(scores, "scores")
@@ -92,7 +90,7 @@ def update_ema_scores(scores: Any, sums: Any, *, count: int, alpha: float) -> Fl
 
 
 def to_rows(rows: Any) -> Floats:
-    """`rows` as float32 ``[heads, queries, keys]``, contiguous along the keys; copied only where it must be."""
+    """Return `rows` as float32 ``[heads, queries, keys]``, contiguous along the keys; copied only where it must be."""
     array = np.asarray(rows)
     if array.dtype.kind != "f":
         raise KvmnnError(f"attention rows are {array.dtype}: expected floats")
@@ -110,7 +108,7 @@ def to_rows(rows: Any) -> Floats:
 
 
 def to_scores(values: Any, name: str) -> Floats:
-    """`values` as a contiguous float32 vector; wider numbers are rounded."""
+    """Return `values` as a contiguous float32 vector; wider numbers are rounded."""
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "fiu"):
         raise KvmnnError(f"{name} are {array.dtype} of shape {array.shape}: expected a list of numbers")

@@ -1,18 +1,14 @@
-"""Named arrays whose bytes come in pieces.
+"""Named arrays whose bytes are read in chunks; strided views in C order; lazy lists of a million arrays.
 
-A piece is a read-only run of little-endian words in memory order. Pieces are cut along the leading axes, so that a
+A chunk is a read-only run of little-endian words in memory order. Chunks are cut along the leading axes, so that a
 frame made from one never splits an element, and they are views of the mapped file wherever the file allows it.
-
-Arrays whose words lie anywhere in memory, in any order of axes, read in runs as if they were contiguous.
-
-Arrays of an input that may have a million of them: each is made when it is asked for.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, Generic, Literal, TypeVar, overload
 
@@ -24,89 +20,70 @@ from ..dtypes import Bytes, Elements
 from ..errors import MissingOptionError, SourceError
 from ..files.change_detection import InputGuard
 
-Order = Literal["C", "F"]
-"""Which axis runs fastest in memory: the last or the first."""
-
-Chunk = Bytes
-"""A run of little-endian words in memory order; do not write to it."""
+Order = Literal["C", "F"]  # the axis that runs fastest in memory: the last or the first
+Chunk = Bytes  # a run of little-endian words in memory order; do not write to it
 
 _READ_CHUNK_BYTES = 8 << 20
 
 
 class UnsupportedArrayError(SourceError):
-    """An array that is well-formed but of a type or size that no frame holds."""
+    """A well-formed array of a type or size that no frame can store."""
 
 
 class UntypedArrayError(UnsupportedArrayError, MissingOptionError):
-    """An array whose own type does not say what its words are, where no option does."""
+    """An array whose own type does not define its elements, and for which no option does."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArrayInfo:
-    """What is needed to restore an array from its bytes.
+    """What is needed to restore an array from its bytes."""
 
-    Parameters
-    ----------
-    name
-        Unique within its source or manifest.
-    dtype
-        ``"fp16"``, ``"bf16"`` or ``"fp32"``: how the words are coded and what people call them.
-    shape
-        Axes as numpy has them, whatever the order.
-    array_dtype
-        The numpy type string of the array itself, e.g. ``"<f2"``, ``">f2"``, ``"<i2"`` or ``"|u1"`` (raw bytes).
-    order
-        ``"C"`` or ``"F"``: which axis runs fastest in memory.
-    element
-        One of `dtypes.FLOAT8_NAMES` where the array holds codes of that type, one byte each (`array_dtype` is
-        ``"|u1"``), or float32 numbers that were made of them; empty for all others.
-    """
-
+    #: Unique within its source or manifest.
     name: str
+    #: ``"fp16"``, ``"bf16"`` or ``"fp32"``: how the words are coded and what people call them.
     dtype: str
+    #: Axes as numpy has them, whatever the order.
     shape: tuple[int, ...]
+    #: The numpy type string of the array itself, e.g. ``"<f2"``, ``">f2"``, ``"<i2"`` or ``"|u1"`` (raw bytes).
     array_dtype: str
+    #: ``"C"`` or ``"F"``: which axis runs fastest in memory.
     order: Order = "C"
+    #: One of `dtypes.FLOAT8_NAMES` where the array holds codes of that type, one byte each (`array_dtype` is
+    #: ``"|u1"``), or float32 numbers that were made of them; empty for all others.
     element: str = ""
 
     @property
     def itemsize(self) -> int:
-        """Bytes per array element (1 for raw bytes, else the word size)."""
+        """Return bytes per array element (1 for raw bytes, else the word size)."""
         return np.dtype(self.array_dtype).itemsize
 
     @property
     def coded_itemsize(self) -> int:
-        """Bytes per coded word: 2 or 4."""
+        """Return bytes per coded word: 2 or 4."""
         return dtypes.parse_dtype(self.dtype).itemsize
 
     @property
     def type_name(self) -> str:
-        """What people call its elements: `dtype`; of bytes, which are only coded as words, `element` or "bytes"."""
+        """Return the shown element type: `dtype`; of bytes, which are only coded as words, `element` or "bytes"."""
         return (self.element or "bytes") if self.itemsize == 1 else self.dtype
 
     @property
     def has_axes(self) -> bool:
-        """Whether its axes count words or codes; those of raw bytes count parts of words."""
+        """Return whether its axes count words or codes; those of raw bytes count parts of words."""
         return self.itemsize == self.coded_itemsize or bool(self.element)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all elements."""
+        """Return the bytes of all elements."""
         return math.prod(self.shape) * self.itemsize
 
     @property
     def is_big_endian(self) -> bool:
-        """Whether the array's words are big-endian and so differ from the bytes of its pieces."""
+        """Return whether the array's words are big-endian and so differ from the bytes of its chunks."""
         return self.array_dtype.startswith(">")
 
     def compute_chunk_bytes(self, max_bytes: int) -> int:
-        """Bytes of every piece but the last: as many complete rows of the leading axes as fit into `max_bytes`.
-
-        Parameters
-        ----------
-        max_bytes
-            Bytes; 0 means that the array is never cut.
-        """
+        """Return the bytes of every chunk but the last: complete rows of the leading axes; 0 never cuts the array."""
         if max_bytes == 0 or self.nbytes <= max_bytes:
             return self.nbytes
         if self.itemsize != self.coded_itemsize:
@@ -119,43 +96,34 @@ class ArrayInfo:
         return self.itemsize
 
     def count_chunks(self, max_bytes: int) -> int:
-        """How many pieces of at most `max_bytes` bytes the array is cut into."""
+        """Return the number of chunks of at most `max_bytes` bytes."""
         return -(-self.nbytes // self.compute_chunk_bytes(max_bytes))
 
     def index_at_offset(self, offset: int) -> tuple[int, ...]:
-        """The index of the element that the byte at `offset` (bytes, memory order) belongs to."""
+        """Return the index of the element at a byte offset in memory order."""
         return tuple(int(i) for i in np.unravel_index(offset // self.itemsize, self.shape or (1,), order=self.order))
 
 
 @dataclass(frozen=True, kw_only=True)
 class LazyArray(ArrayInfo):
-    """An array on its way in: what it is, and a way to read its bytes in bounded memory.
+    """An array on its way in: what it is, and a way to read its bytes in bounded memory."""
 
-    Parameters
-    ----------
-    reader
-        ``reader(step)`` iterates over the file's own bytes of the array in runs of `chunk_bytes` bytes, the last one
-        shorter.
-    """
-
+    #: ``reader(step)`` iterates over the file's own bytes of the array in runs of `chunk_bytes` bytes, the last one
+    #: shorter.
     reader: Callable[[int], Iterator[Chunk]] = field(repr=False, compare=False)
 
     def iter_chunks(self, max_bytes: int = 0) -> Iterator[Chunk]:
-        """Iterate over the array's bytes as little-endian words in memory order.
+        """Iterate over the array's bytes as little-endian words in memory order: uint8, 1-D, contiguous, read-only.
 
         Parameters
         ----------
         max_bytes
-            Most bytes per piece; 0 yields the array in one piece.
-
-        Yields
-        ------
-        uint8 array, 1-D and contiguous; do not write to it.
+            Limit of the bytes per chunk; 0 yields the array in one chunk.
 
         Raises
         ------
         SourceError
-            When the file turns out to be damaged or shorter than it said.
+            If the file is damaged or shorter than its header says.
         """
         num_bytes = 0
         for chunk in self.reader(self.compute_chunk_bytes(max_bytes)):
@@ -166,7 +134,7 @@ class LazyArray(ArrayInfo):
             raise SourceError(f"array {self.name!r}: {num_bytes} bytes came where {self.nbytes} were announced")
 
     def to_numpy(self) -> npt.NDArray[Any]:
-        """The array in memory, freshly allocated and writable.
+        """Return the array in memory, freshly allocated and writable.
 
         Returns
         -------
@@ -176,7 +144,7 @@ class LazyArray(ArrayInfo):
         Raises
         ------
         SourceError
-            When the file turns out to be damaged or shorter than it said.
+            If the file is damaged or shorter than its header says.
         """
         elements = np.empty(self.nbytes, np.uint8)
         position = 0
@@ -190,7 +158,7 @@ class LazyArray(ArrayInfo):
 
 
 def from_numpy(name: str, elements: Elements) -> LazyArray:
-    """An array in memory (float16, float32, or uint16 for bf16) under a name."""
+    """Return an array in memory (float16, float32, or uint16 for bf16) under a name."""
     element_type = dtypes.infer_dtype(elements)
     data = np.ascontiguousarray(elements, element_type.numpy_dtype).reshape(-1).view(np.uint8)
     return LazyArray(
@@ -203,7 +171,7 @@ def from_numpy(name: str, elements: Elements) -> LazyArray:
 
 
 def bytes_array(name: str, data: bytes) -> LazyArray:
-    """Bytes in memory as an array of bytes, which are no numbers, under a name."""
+    """Return bytes in memory, which are no numbers, as an array under a name."""
     words = np.frombuffer(data, np.uint8)
     return LazyArray(
         name=name, dtype="fp16", shape=words.shape, array_dtype="|u1", reader=partial(_iter_buffer_chunks, words)
@@ -216,15 +184,12 @@ def _iter_buffer_chunks(data: Chunk, chunk_bytes: int) -> Iterator[Chunk]:
 
 
 def byteswap(chunk: Chunk, itemsize: int) -> Chunk:
-    """A copy of `chunk` with the bytes of every `itemsize`-byte word reversed."""
+    """Return a copy of `chunk` with the bytes of every `itemsize`-byte word reversed."""
     return chunk.view(np.dtype(f"u{itemsize}")).byteswap().view(np.uint8)
 
 
 def rechunk(blocks: Iterator[Chunk], chunk_bytes: int, total_bytes: int) -> Iterator[Chunk]:
-    """`total_bytes` bytes that come in `blocks`, copied into fresh runs of `chunk_bytes` bytes, the last one shorter.
-
-    `blocks` is run to its end: checksums and hashes are compared behind the last byte, when more is asked for.
-    """
+    """Copy `total_bytes` bytes of `blocks` into fresh chunks of `chunk_bytes` bytes, the last one shorter."""
     block: Chunk = np.empty(0, np.uint8)
     num_bytes = 0
     while num_bytes < total_bytes:
@@ -239,21 +204,21 @@ def rechunk(blocks: Iterator[Chunk], chunk_bytes: int, total_bytes: int) -> Iter
         num_bytes += num_filled
         yield chunk
         del chunk  # or it would live on while the next one is filled
-    for _ in blocks:
+    for _ in blocks:  # checksums and hashes are compared after the last byte, when more is requested
         pass
 
 
+#: Returns a view of words with any strides and byte order, so that a file is mapped only while it is read.
 ViewFactory = Callable[[], npt.NDArray[Any]]
-"""Makes a view of words: any strides and byte order; what is mapped is mapped only while it is read."""
 
 
 def from_strided_view(info: ArrayInfo, make_view: ViewFactory) -> LazyArray:
-    """An array in C order over a view."""
+    """Return an array in C order over a view."""
     return _array_in_c_order(info, partial(_iter_view_chunks, make_view, np.dtype(f"<u{info.itemsize}")))
 
 
 def to_c_contiguous(array: LazyArray, index: tuple[int, ...] = ()) -> LazyArray:
-    """An array of words, or the part of it at an index of its first axes, in C order; read anew whenever it is read."""
+    """Return an array of words, or the part of it at an index of its first axes, in C order; read on each access."""
     info = ArrayInfo(
         name=array.name,
         dtype=array.dtype,
@@ -265,27 +230,20 @@ def to_c_contiguous(array: LazyArray, index: tuple[int, ...] = ()) -> LazyArray:
 
 
 def read_elements(array: LazyArray) -> npt.NDArray[Any]:
-    """The words of an array as they lie in memory; a view of the file where they lie there as they are."""
+    """Return the words of an array in memory order; a view of the file where possible."""
     chunks = list(array.iter_chunks())
     data = chunks[0] if len(chunks) == 1 else np.concatenate([np.empty(0, np.uint8), *chunks])
     return data.view(f"<u{array.itemsize}").reshape(array.shape, order=array.order)
 
 
 def from_strided_pages(info: ArrayInfo, view_factories: Sequence[ViewFactory]) -> LazyArray:
-    """The same over several views that follow each other along the last axis but one."""
+    """Return an array in C order over several views that follow each other along the last axis but one."""
     return _array_in_c_order(info, partial(_iter_page_chunks, info, view_factories))
 
 
 def _array_in_c_order(info: ArrayInfo, reader: Callable[[int], Iterator[Chunk]]) -> LazyArray:
-    return LazyArray(
-        name=info.name,
-        dtype=info.dtype,
-        shape=info.shape,
-        array_dtype=info.array_dtype,
-        order="C",
-        element=info.element,
-        reader=reader,
-    )
+    values = {entry.name: getattr(info, entry.name) for entry in fields(ArrayInfo)}
+    return LazyArray(**{**values, "order": "C"}, reader=reader)
 
 
 def _iter_page_chunks(info: ArrayInfo, view_factories: Sequence[ViewFactory], chunk_bytes: int) -> Iterator[Chunk]:
@@ -317,7 +275,7 @@ def _iter_view_chunks(make_view: ViewFactory, element_type: np.dtype[Any], chunk
 
 
 def _copy_elements(view: npt.NDArray[Any], begin: int, end: int, target: npt.NDArray[Any]) -> None:
-    """The elements from `begin` to `end`, in C order."""
+    """Copy the elements from `begin` to `end`, in C order."""
     if view.ndim <= 1:
         target[:] = view.reshape(-1)[begin:end]
         return
@@ -342,15 +300,7 @@ _NAMES_PER_BATCH = 4096
 
 
 class LazySequence(Sequence[T], Generic[T]):
-    """A sequence whose items are made, each time anew, from numbers.
-
-    Parameters
-    ----------
-    item_ids
-        int64, one for each item.
-    make_item
-        The item of a number.
-    """
+    """A sequence whose items are created from numbers on each access."""
 
     def __init__(self, item_ids: npt.NDArray[np.int64], make_item: Callable[[int], T]) -> None:
         self.item_ids = item_ids
@@ -373,21 +323,7 @@ class LazySequence(Sequence[T], Generic[T]):
 
 
 class LazyArrayList(LazySequence[LazyArray]):
-    """Arrays whose names and bytes are known without them.
-
-    Parameters
-    ----------
-    item_ids, make_item
-        As above; the numbers ascend.
-    names_for_ids
-        The names of some numbers.
-    id_for_name
-        The number of a name; None if there is none.
-    nbytes
-        Bytes of all arrays.
-    elements
-        Types of the codes that some of the arrays were made from, as `Source.elements`.
-    """
+    """Arrays whose names and bytes are known without creating them."""
 
     def __init__(
         self,
@@ -398,19 +334,19 @@ class LazyArrayList(LazySequence[LazyArray]):
         nbytes: int,
         elements: tuple[str, ...] = (),
     ) -> None:
-        super().__init__(item_ids, make_item)
+        super().__init__(item_ids, make_item)  # the numbers ascend
         self.names_for_ids = names_for_ids
         self.id_for_name = id_for_name
-        self.nbytes = nbytes
-        self.elements = elements
+        self.nbytes = nbytes  # of all arrays
+        self.elements = elements  # as `Source.elements`
 
     def iter_names(self) -> Iterator[str]:
-        """The names, in order."""
+        """Iterate over the names, in order."""
         for start in range(0, len(self), _NAMES_PER_BATCH):
             yield from self.names_for_ids(self.item_ids[start : start + _NAMES_PER_BATCH])
 
     def find(self, name: str) -> LazyArray | None:
-        """The array of this name; None if there is none."""
+        """Return the array of this name; None if there is none."""
         item_id = self.id_for_name(name)
         if item_id is None:
             return None

@@ -26,7 +26,7 @@ TOKEN_AXIS = -2  # of [batch, kv_head, token, head_dim], with or without the bat
 
 
 def list_padding(cache: EngineCacheInfo | None) -> list[str]:
-    """Say how many rows of each text of a batch are padding that its arrays contain, as one note; none without such."""
+    """Return a note about rows of padding in the arrays of a batch; none without such."""
     if cache is None or not cache.has_padding:
         return []
     rows = [(number, cache.tokens - text.positions.size) for number, text in enumerate(cache.texts)]
@@ -47,13 +47,7 @@ def select_token_rows(elements: npt.NDArray[Any], rows: Indices) -> npt.NDArray[
 def select_batch_text(
     arrays: Sequence[LazyArray], cache: EngineCacheInfo | None, text_index: int
 ) -> tuple[list[LazyArray], EngineCacheInfo | None]:
-    """Take the tokens of one text out of arrays that were cut out of a batch.
-
-    Parameters
-    ----------
-    arrays
-        ``[kv_head, token, head_dim]`` of this text, padding included.
-    """
+    """Select the tokens of one text from arrays ``[kv_head, token, head_dim]``, padding included, of a batch."""
     if cache is None:
         return list(arrays), None
     if text_index >= len(cache.texts):
@@ -63,10 +57,9 @@ def select_batch_text(
     if not cache.has_padding:
         return list(arrays), text_info
     layers = parse_layers(array.name for array in arrays)
-    layer_positions = (
-        cache.layer_positions if cache.layer_positions is not None and len(layers) == cache.layers else None
-    )
-    positions_by_layer = dict(zip(layers, layer_positions, strict=True)) if layer_positions is not None else {}
+    positions_by_layer: dict[int, Positions] = {}
+    if cache.layer_positions is not None and len(layers) == cache.layers:
+        positions_by_layer = dict(zip(layers, cache.layer_positions, strict=True))
     rows: dict[int, Positions] = {}
     selected_arrays = []
     for array in arrays:
@@ -78,7 +71,8 @@ def select_batch_text(
         rows[layer] = np.searchsorted(batch_text.positions, array_positions[index])
         shape = (*array.shape[:TOKEN_AXIS], index.size, array.shape[-1])
         info = ArrayInfo(name=array.name, dtype=array.dtype, shape=shape, array_dtype=array.array_dtype)
-        selected_arrays.append(from_strided_view(info, partial(_read_token_rows, array, index)))
+        view = partial(lambda array, index: select_token_rows(read_elements(array), index), array, index)
+        selected_arrays.append(from_strided_view(info, view))
     row_positions = [rows[layer] for layer in sorted(rows)]
     is_uniform = len({tuple(positions.tolist()) for positions in row_positions}) == 1
     is_unpadded = all(positions.size == batch_text.positions.size for positions in row_positions)
@@ -90,10 +84,6 @@ def select_batch_text(
     )
 
 
-def _read_token_rows(array: LazyArray, index: Indices) -> npt.NDArray[Any]:
-    return select_token_rows(read_elements(array), index)
-
-
 AXIS_NAMES = {"2": "K and V", "l": "layer", "b": "batch", "h": "kv_head", "t": "token", "d": "dimension"}
 _AXIS_ORDER = "2lbhtd"
 _MAX_LAYERS = 1 << 16
@@ -101,7 +91,7 @@ _MAX_LAYERS = 1 << 16
 
 @dataclass(frozen=True)
 class AxisSpec:
-    """What the caller says of how arrays lie.
+    """How the caller specifies the axes of arrays.
 
     Parameters
     ----------
@@ -109,15 +99,16 @@ class AxisSpec:
         A letter of `AXIS_NAMES` for each axis, in either case: h, t and d are needed; h may be left out, without 2, for
         latent attention, which has one tensor for K and V. None leaves the axes as they are.
     shape
-        What every array is taken as first; -1 stands for what is left. None for its own.
+        Shape that every array is given first; -1 stands for what is left. None for its own.
     batch
         Which text of a batch, from 0; None for all.
     join_pages
-        Several arrays of K, or of V, of a layer are runs of tokens of one text, in their order, and are joined.
+        Join several arrays of K, or of V, of a layer, which are runs of tokens of one text, in their order.
     half
         ``"decoder"`` or ``"encoder"`` of a cache that has both; None where it has one.
     skip_inapplicable
-        Leave alone what says its axes itself or has no batch, instead of refusing it: for one of several inputs.
+        Leave inputs unchanged that define their axes themselves or have no batch, instead of refusing them: for one of
+        several inputs.
 
     Raises
     ------
@@ -146,31 +137,22 @@ class AxisSpec:
             if self.shape.count(-1) > 1 or any(length < 1 and length != -1 for length in self.shape):
                 raise OptionError(f"shape {list(self.shape)}: expected lengths from 1 on, and at most one -1")
             if self.axes is not None and len(self.shape) != len(self.axes):
-                raise OptionError(
-                    f"shape {list(self.shape)} has {_format_axis_count(len(self.shape))}, {self.axes!r} "
-                    f"{len(self.axes)}"
-                )
+                counts = f"{_format_axis_count(len(self.shape))}, {self.axes!r} {len(self.axes)}"
+                raise OptionError(f"shape {list(self.shape)} has {counts}")
 
 
 AXES_AS_STORED: Final = AxisSpec()
 
 
 def apply_axis_spec(source: Source, spec: AxisSpec, where: str) -> Source:
-    """A source with its arrays as the caller says they lie.
-
-    Arrays whose names say neither K nor V are the one tensor of latent attention where they have one head: K alone.
-
-    With `AxisSpec.axes` all arrays become K and V of layers, ``layer_<n>.key`` and ``layer_<n>.value``: ``[kv_head,
-    token, head_dim]``, with a batch in front where there is such an axis. Nothing is read before it is asked for.
-    """
+    """Return a source with its arrays laid out as the caller specifies; nothing is read before it is needed."""
+    # With `AxisSpec.axes` all arrays become K and V of layers, ``layer_<n>.key`` and ``layer_<n>.value``: ``[kv_head,
+    # token, head_dim]``, with a batch in front where there is such an axis. Arrays of one head whose names state
+    # neither K nor V are the one tensor of latent attention: K alone.
     if spec.half is not None and not (spec.skip_inapplicable and not has_halves(source)):
         source = select_half(source, spec.half, where)
-    if (
-        spec.axes
-        and _declares_axes(source)
-        and ENGINE_KEY not in source.metadata
-        and declared_axes(source) == spec.axes
-    ):
+    is_declared = _declares_axes(source) and ENGINE_KEY not in source.metadata
+    if spec.axes and is_declared and declared_axes(source) == spec.axes:
         spec = replace(spec, axes=None)
     if ENGINE_KEY in source.metadata and (spec.axes or spec.shape):
         if _matches_declared_axes(source, spec):
@@ -200,21 +182,19 @@ def apply_axis_spec(source: Source, spec: AxisSpec, where: str) -> Source:
 
 
 def matches_axis_spec(source: Source, spec: AxisSpec) -> bool:
-    """Whether the arrays may be those that `apply_axis_spec` makes of what is said of axes and shape."""
+    """Return whether the arrays may be those that `apply_axis_spec` returns for these axes and shape."""
     if spec.axes:
         has_free_axes = source.cache is None and (source.engine_cache is None or ENGINE_KEY in source.metadata)
         return has_free_axes and source.axes == ("bhtd" if "b" in spec.axes else "htd")
-    return any(_matches_shape(array.shape, spec.shape or ()) for array in source.arrays)
-
-
-def _matches_shape(shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
-    return len(shape) == len(expected) and all(
-        expected_length in (-1, length) for expected_length, length in zip(expected, shape, strict=True)
+    expected = spec.shape or ()
+    return any(
+        len(array.shape) == len(expected) and all(e in (-1, n) for e, n in zip(expected, array.shape, strict=True))
+        for array in source.arrays
     )
 
 
 def _matches_declared_axes(source: Source, spec: AxisSpec) -> bool:
-    """Whether what is said of axes is what would be taken anyway: the tokens are those that they were."""
+    """Return whether the specified axes are those that would be used anyway: the tokens stay the same."""
     if spec.shape or spec.join_pages:
         return False
     is_dump = any(
@@ -225,7 +205,7 @@ def _matches_declared_axes(source: Source, spec: AxisSpec) -> bool:
 
 
 def declared_axes(source: Source) -> str | None:
-    """The axes that all arrays have, as a source or their names say."""
+    """Return the axes that all arrays have, by their source or their names."""
     if source.axes is not None:
         return source.axes
     orders = set()
@@ -237,10 +217,8 @@ def declared_axes(source: Source) -> str | None:
 
 
 def _drop_position_metadata(source: Source, spec: AxisSpec, where: str) -> Source:
-    """The source without what is said of the tokens of its arrays as they lay, and a note if that is anything.
-
-    What lies beside arrays that do not say how they lie is of the layers and tokens that their axes say.
-    """
+    """Return the source without metadata about the tokens of its former layout, and with a note if there was any."""
+    # A sidecar of arrays whose axes are unknown is about the layers and tokens of the specified axes.
     is_relaid = spec.shape or spec.join_pages or declared_axes(source)
     keys = (ENGINE_KEY, SIDECAR_KEY) if is_relaid else (ENGINE_KEY,)
     dropped_keys = [key for key in keys if key in source.metadata]
@@ -256,7 +234,7 @@ def _format_axis_count(count: int) -> str:
 
 
 def _can_apply_axis_spec(source: Source, spec: AxisSpec) -> bool:
-    """Whether what is said of one input or another may be about this one."""
+    """Return whether a specification for one of several inputs may be about this one."""
     if _declares_axes(source):
         return False
     if spec.shape:  # of raw words, which have no layers yet
@@ -268,19 +246,13 @@ _LAYER_NAME_REGEX = re.compile(r"layer_[0-9]+\.(key|value)")
 
 
 def _declares_axes(source: Source) -> bool:
-    descriptions = (source.cache, source.engine_cache, source.axes)
-    return (
-        source.token_major
-        or FILE_KEY in source.metadata
-        or any(description is not None for description in descriptions)
-    )
+    is_described = any(entry is not None for entry in (source.cache, source.engine_cache, source.axes))
+    return is_described or source.token_major or FILE_KEY in source.metadata
 
 
 def _reshape_array(array: LazyArray, shape: tuple[int, ...] | None, where: str) -> LazyArray:
-    """The array with another shape for the same words; raw bytes become words of their dtype."""
-    num_elements = (
-        math.prod(array.shape) * array.itemsize // (array.itemsize if array.has_axes else array.coded_itemsize)
-    )
+    """Return the array with another shape for the same words; raw bytes become words of their dtype."""
+    num_elements = array.nbytes // (array.itemsize if array.has_axes else array.coded_itemsize)
     if not array.has_axes and shape is not None:
         array = replace(array, array_dtype=dtypes.parse_dtype(array.dtype).numpy_dtype.str, shape=(num_elements,))
     if shape is None:
@@ -289,16 +261,9 @@ def _reshape_array(array: LazyArray, shape: tuple[int, ...] | None, where: str) 
     if array.order != "C":
         raise OptionError(f"{where}: array {array.name!r} is in Fortran order, which --shape cannot take: use --axes")
     if num_elements % shape_elements or (-1 not in shape and num_elements != shape_elements):
-        raise SourceError(
-            f"{where}: array {array.name!r} has {num_elements:,} words: expected {_format_expected_product(shape)}"
-        )
+        expected = f"{'a multiple of ' if -1 in shape else ''}{shape_elements:,} ({list(shape)})"
+        raise SourceError(f"{where}: array {array.name!r} has {num_elements:,} words: expected {expected}")
     return replace(array, shape=tuple(num_elements // shape_elements if length == -1 else length for length in shape))
-
-
-def _format_expected_product(shape: Sequence[int]) -> str:
-    if -1 in shape:
-        return f"a multiple of {math.prod(length for length in shape if length != -1):,} ({list(shape)})"
-    return f"{math.prod(shape):,} ({list(shape)})"
 
 
 def _add_head_axis(arrays: list[LazyArray], axes: str) -> tuple[list[LazyArray], str]:
@@ -311,7 +276,7 @@ def _add_head_axis(arrays: list[LazyArray], axes: str) -> tuple[list[LazyArray],
 
 
 def _are_latent_arrays(arrays: Sequence[LazyArray], axes: str) -> bool:
-    """Whether arrays of one head have names that say neither K nor V."""
+    """Return whether arrays of one head have names that state neither K nor V."""
     return all(
         len(array.shape) == len(axes) and array.shape[axes.index("h")] == 1 and not _has_part_name(array.name)
         for array in arrays
@@ -359,7 +324,7 @@ def _split_into_layers(
 
 
 def _join_pages(where: str, pages: Sequence[InfoAndView]) -> LazyArray:
-    """Runs of tokens of one text as one array."""
+    """Join runs of tokens of one text to one array."""
     first, _ = pages[0]
     if len(pages) == 1:
         return from_strided_view(*pages[0])
@@ -377,13 +342,21 @@ def _join_pages(where: str, pages: Sequence[InfoAndView]) -> LazyArray:
 def _iter_layer_parts(
     where: str, array: LazyArray, axes: str, *, is_single: bool, is_latent: bool
 ) -> Iterator[tuple[int, Part, dict[str, int]]]:
-    """Layer, part, and where along the axes of layers and of K and V it lies."""
+    """Iterate over layer, part, and the index along the axes of layers and of K and V."""
     lengths = dict(zip(axes, array.shape, strict=True))
     if lengths.get("2", 2) != 2:
         raise SourceError(f"{where}: array {array.name!r}: the axis of K and V has length {lengths['2']}: expected 2")
     if lengths.get("l", 1) > _MAX_LAYERS:
         raise SourceError(f"{where}: array {array.name!r}: {lengths['l']:,} layers along an axis")
-    parts = PARTS if "2" in axes else PARTS[:1] if is_latent else (_parse_part_or_raise(where, array),)
+    parts: tuple[Part, ...] = PARTS if "2" in axes else PARTS[:1]
+    if "2" not in axes and not is_latent:
+        try:
+            parts = (parse_part(where, array.name)[0],)
+        except SourceError as error:
+            raise MissingOptionError(
+                f"{error}, or 2 in --axes for an axis of K and V, or no h where one tensor is both, as in latent "
+                "attention (an array of a .npy file is called as the file)"
+            ) from None
     for number, part in enumerate(parts):
         selection = {"2": number} if "2" in axes else {}
         if "l" in axes:
@@ -393,19 +366,8 @@ def _iter_layer_parts(
             yield _parse_layer_or_zero(where, array, is_single=is_single or "2" not in axes), part, selection
 
 
-def _parse_part_or_raise(where: str, array: LazyArray) -> Part:
-    """K or V by the name; `MissingOptionError` where it does not say."""
-    try:
-        return parse_part(where, array.name)[0]
-    except SourceError as error:
-        raise MissingOptionError(
-            f"{error}, or 2 in --axes for an axis of K and V, or no h where one tensor is both, as in latent attention "
-            "(an array of a .npy file is called as the file)"
-        ) from None
-
-
 def _parse_layer_or_zero(where: str, array: LazyArray, *, is_single: bool) -> int:
-    """The layer by the name; one pair without a number is layer 0."""
+    """Return the layer by the name; one pair without a number is layer 0."""
     parsed_name = parse_conventional_name(array.name)
     layer = parse_layer(array.name) if parsed_name is None else parsed_name.layer
     if layer is None and not is_single:
@@ -416,20 +378,14 @@ def _parse_layer_or_zero(where: str, array: LazyArray, *, is_single: bool) -> in
 
 
 class _CachedElements:
-    """The words of an array that many are made of: of an array that must be decoded, the one that was asked for last.
-
-    Parameters
-    ----------
-    array
-        In words of its dtype.
-    """
+    """The words of an array, read once for the many arrays that are made of it."""
 
     def __init__(self, array: LazyArray) -> None:
         self.array = array
         self._elements: npt.NDArray[Any] | None = None
 
     def view(self, index: tuple[Any, ...], order: list[int]) -> npt.NDArray[Any]:
-        """A part of the words, with its axes in another order; a view of the file where they lie there as they are."""
+        """Return a part of the words with its axes in another order; a view of the file where possible."""
         if self._elements is None:
             self._elements = read_elements(self.array)
         selected: npt.NDArray[Any] = self._elements[index]
@@ -437,7 +393,6 @@ class _CachedElements:
 
 
 InfoAndView = tuple[ArrayInfo, ViewFactory]
-"""What an array is, and a view of its words."""
 
 
 def _make_view(cached_elements: _CachedElements, axes: str, selection: dict[str, int], name: str) -> InfoAndView:
@@ -463,12 +418,12 @@ def _has_batch_axis(source: Source) -> bool:
 
 
 def _may_have_batch_axis(source: Source) -> bool:
-    """Whether all arrays have an axis more than heads, tokens and dimensions."""
+    """Return whether all arrays have an axis besides heads, tokens and dimensions."""
     return bool(source.arrays) and all(len(array.shape) == 4 for array in source.arrays)
 
 
 def _select_batch_text(source: Source, batch: int, where: str) -> Source:
-    """The arrays with one text of those along the axis of the batch, which is the first."""
+    """Return the source with one text of those along the first axis, the batch."""
     if not _has_batch_axis(source):
         if source.axes is None and _may_have_batch_axis(source):
             example = source.arrays[0]

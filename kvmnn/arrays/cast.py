@@ -15,35 +15,21 @@ from .array import Chunk, LazyArray
 
 
 class CastStats(Record):
-    """Casts runs of words; rounds to nearest, ties to even, and counts what does not come back.
-
-    Parameters
-    ----------
-    source, target
-        Names of dtypes.
-
-    Attributes
-    ----------
-    words
-        Words cast so far.
-    changed
-        How many of them do not give the same bits when cast back.
-    overflowed
-        How many of those were finite and are infinite, as they are beyond the target's range.
-    largest_error
-        The largest absolute difference among the finite ones that changed: infinite where some overflowed.
-    """
+    """Casts chunks of words to the nearest value, ties to even, and counts what the cast changed."""
 
     json_keys = "from=source to=target words changed overflowed largest_error=_finite_error"
 
     def __init__(self, source: str, target: str) -> None:
         self.source, self.target = source, target
+        #: Words so far; those that do not give the same bits when cast back; of those, finite ones that became
+        # infinite.
         self.words = self.changed = self.overflowed = 0
+        #: The largest absolute difference of finite words that changed: infinite where some overflowed.
         self.largest_error = 0.0
 
     @property
     def label(self) -> str:
-        """``LOSSLESS`` where every word, cast back, was what it had been, as it was compared; else ``LOSSY``."""
+        """Return ``LOSSLESS`` where every word, cast back, has the same bits; else ``LOSSY``."""
         return LOSSY if self.changed else LOSSLESS
 
     @property
@@ -60,7 +46,7 @@ class CastStats(Record):
         return f"{self.source} -> {self.target}: {change_text}, largest error {error_text}"
 
     def cast(self, elements: Chunk) -> Chunk:
-        """A run of words as bytes, cast; no word may be cut."""
+        """Cast a chunk of whole words."""
         if self.source == self.target:
             self.words += elements.size // dtypes.parse_dtype(self.source).itemsize
             return elements
@@ -79,7 +65,7 @@ class CastStats(Record):
 
 
 def merge_cast_stats(casts: Sequence[CastStats]) -> CastStats:
-    """What one cast of all runs of several, at least one and all of the same dtypes, would have counted."""
+    """Return the counts of one cast of all chunks of several, of the same dtypes."""
     total = CastStats(casts[0].source, casts[0].target)
     total.words = sum(cast.words for cast in casts)
     total.changed = sum(cast.changed for cast in casts)
@@ -89,7 +75,7 @@ def merge_cast_stats(casts: Sequence[CastStats]) -> CastStats:
 
 
 def upcast(array: LazyArray) -> LazyArray:
-    """The array as fp32, which holds every value of every dtype; its words become so as they are read."""
+    """Return the array as fp32, which represents every value of every dtype; cast as it is read."""
     if array.dtype == "fp32":
         return array
 
@@ -101,7 +87,7 @@ def upcast(array: LazyArray) -> LazyArray:
 
 
 def to_float32(elements: Chunk, dtype: str) -> npt.NDArray[np.float32]:
-    """As float32, which holds every value of every dtype."""
+    """Convert to float32, which represents every value of every dtype."""
     if dtype == "fp32":
         return elements.view("<f4")
     if dtype == "bf16":
@@ -111,7 +97,7 @@ def to_float32(elements: Chunk, dtype: str) -> npt.NDArray[np.float32]:
 
 
 def round_to_dtype(values: npt.NDArray[np.float32], dtype: str) -> Chunk:
-    """Return float32 values as words of a dtype, rounded to nearest, ties to even."""
+    """Round float32 values to words of a dtype, to nearest, ties to even."""
     if dtype == "fp32":
         return values.view(np.uint8)
     if dtype == "fp16":
@@ -120,7 +106,6 @@ def round_to_dtype(values: npt.NDArray[np.float32], dtype: str) -> Chunk:
     bits = values.view("<u4")
     rounded_bits = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     truncated_bits = bits >> np.uint32(16)
-    nan_bits = np.where(
-        truncated_bits & np.uint32(0x7F), truncated_bits, truncated_bits | np.uint32(0x40)
-    )  # never an infinity
+    # A NaN without bits in the upper half must not become an infinity.
+    nan_bits = np.where(truncated_bits & np.uint32(0x7F), truncated_bits, truncated_bits | np.uint32(0x40))
     return np.where(np.isnan(values), nan_bits, rounded_bits).astype("<u2").view(np.uint8)

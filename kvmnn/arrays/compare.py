@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,24 +29,16 @@ _LayerIndex = dict[tuple[int, Part], LayerArray]
 
 @dataclass(frozen=True, kw_only=True)
 class Mismatch(Record):
-    """The first word that differs.
+    """The first word that differs."""
 
-    Parameters
-    ----------
-    layer, part, head, token, dim
-        Where it is; None for arrays that are not known to be K or V of a layer.
-    array
-        What the array is called in the first input.
-    index
-        Its index in that array.
-    first, second
-        Its values.
-    """
-
+    #: What the array is called in the first input.
     array: str
+    #: Its index in that array.
     index: tuple[int, ...]
+    #: Its values.
     first: float
     second: float
+    #: Where it is; None for arrays that are not known to be K or V of a layer.
     layer: int | None = None
     part: Part | None = None
     head: int | None = None
@@ -64,33 +56,22 @@ class Mismatch(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class DiffReport(Record):
-    """The result of a comparison.
+    """The result of a comparison."""
 
-    Parameters
-    ----------
-    words
-        Words compared.
-    differing
-        How many of them differ.
-    first
-        The first that does.
-    unlike
-        Why arrays could not be compared: missing ones, other shapes or types.
-    hints
-        What would have to be said of the axes of an input, where arrays were compared by their names for want of it.
-    first_input, second_input
-        What was compared.
-    completeness
-        The state of the model that the arrays of each input contain, where that is known.
-    """
-
+    #: What was compared.
     first_input: str = ""
     second_input: str = ""
+    #: Words compared.
     words: int = 0
+    #: How many of them differ.
     differing: int = 0
+    #: The first that does.
     first: Mismatch | None = None
+    #: Why arrays could not be compared: missing ones, other shapes or types.
     unlike: tuple[str, ...] = ()
+    #: What would have to be said of the axes of an input, where arrays were compared by their names for want of it.
     hints: tuple[str, ...] = ()
+    #: The state of the model that the arrays of each input contain, where that is known.
     completeness: tuple[Completeness | None, Completeness | None] = field(
         default=(None, None), metadata={"inline": True, "convert": build_pair_document}
     )
@@ -98,7 +79,7 @@ class DiffReport(Record):
     @property
     @json_key(after="second_input")
     def equal(self) -> bool:
-        """Whether nothing differs."""
+        """Return whether nothing differs."""
         return not self.differing and not self.unlike
 
     def __str__(self) -> str:
@@ -116,19 +97,19 @@ class DiffReport(Record):
 def compare_bitwise(
     first: Source, second: Source, positions: tuple[PositionMap, PositionMap] | None = None
 ) -> DiffReport:
-    """Compare layer by layer where both inputs are K and V of layers, else array by array of the same name.
+    """Compare layer by layer where both inputs are K and V of layers, else arrays of the same name.
 
     The order of axes does not matter where it is known: a dump's ``[token, kv_head, head_dim]`` is compared with the
-    ``[kv_head, token, head_dim]`` of everything else. Layers of which both say that they hold other tokens of the text
-    are unlike, whatever their words are. `positions` says which each holds; by default it is what
-    `read_token_positions` says.
+    ``[kv_head, token, head_dim]`` of everything else. Layers that state different tokens of the text are unlike,
+    whatever their words are; `positions` defaults to what `read_token_positions` returns.
     """
     first_layers, second_layers = index_layers(first), index_layers(second)
     if first_layers is not None and second_layers is not None:
         report = _compare_layers(first_layers, second_layers)
     else:
         report = _compare_arrays(first.arrays, second.arrays)
-        report = replace(report, hints=tuple(_iter_axis_hints(first, second)) if report.unlike else ())
+        if report.unlike:  # axes that, once specified, would let layers be compared rather than names
+            report = replace(report, hints=tuple(_iter_axis_hints(first, second)))
     conflicts = find_position_conflicts(*(positions or (read_token_positions(first), read_token_positions(second))))
     return replace(
         report,
@@ -140,7 +121,7 @@ def compare_bitwise(
 
 
 def index_layers(source: Source) -> _LayerIndex | None:
-    """K and V of every layer of a source; None where its arrays are no such."""
+    """Return K and V of every layer of a source; None for other arrays."""
     try:
         return {(entry.layer, entry.part): entry for entry in collect_layers(source, allow_keys_only=True)}
     except SourceError:
@@ -148,7 +129,6 @@ def index_layers(source: Source) -> _LayerIndex | None:
 
 
 def _iter_axis_hints(first: Source, second: Source) -> Iterator[str]:
-    """What would have to be said of the axes, so that layers are compared rather than names."""
     for source in (first, second):
         try:
             collect_layers(source, allow_keys_only=True)
@@ -170,34 +150,26 @@ def _compare_layers(first: _LayerIndex, second: _LayerIndex) -> DiffReport:
             incompatible.append(f"{name}: {first_entry.array.dtype} and {second_entry.array.dtype}")
         elif first_entry.geometry[::2] == second_entry.geometry[::2] and first_entry.geometry != second_entry.geometry:
             tokens = min(first_entry.geometry[1], second_entry.geometry[1])
-            incompatible.append(
-                f"{name}: {first_entry.geometry[1]} and {second_entry.geometry[1]} tokens; the first {tokens} are "
-                f"compared"
-            )
+            incompatible.append(_describe_token_counts(name, first_entry, second_entry))
             first_entry, second_entry = take_first_tokens(first_entry, tokens), take_first_tokens(second_entry, tokens)
-            report = _accumulate(
-                report,
-                _compare_elements(
-                    read_ordered_elements(first_entry, False), read_ordered_elements(second_entry, False)
-                ),
-                first_entry,
-                False,
-            )
+            report = _accumulate(report, first_entry, second_entry, token_major=False)
         elif first_entry.geometry != second_entry.geometry:
             incompatible.append(
                 f"{name}: [kv_head, token, head_dim] is {list(first_entry.geometry)} and {list(second_entry.geometry)}"
             )
         else:
             token_major = first_entry.token_major and second_entry.token_major
-            diff_count = _compare_elements(
-                read_ordered_elements(first_entry, token_major), read_ordered_elements(second_entry, token_major)
-            )
-            report = _accumulate(report, diff_count, first_entry, token_major)
+            report = _accumulate(report, first_entry, second_entry, token_major=token_major)
     return DiffReport(words=report.words, differing=report.differing, first=report.first, unlike=tuple(incompatible))
 
 
+def _describe_token_counts(name: str, first: LayerArray, second: LayerArray) -> str:
+    counts = first.geometry[1], second.geometry[1]
+    return f"{name}: {counts[0]} and {counts[1]} tokens; the first {min(counts)} are compared"
+
+
 def take_first_tokens(entry: LayerArray, tokens: int) -> LayerArray:
-    """The first tokens of an array."""
+    """Return the first tokens of an array."""
     elements = entry.array.to_numpy()
     elements = np.ascontiguousarray(elements[:tokens] if entry.token_major else elements[:, :tokens])
     array = replace(
@@ -209,7 +181,10 @@ def take_first_tokens(entry: LayerArray, tokens: int) -> LayerArray:
     return replace(entry, array=array)
 
 
-def _accumulate(report: DiffReport, diff_count: _DiffCount, entry: LayerArray, token_major: bool) -> DiffReport:
+def _accumulate(report: DiffReport, entry: LayerArray, second: LayerArray, *, token_major: bool) -> DiffReport:
+    diff_count = _compare_elements(
+        read_ordered_elements(entry, token_major), read_ordered_elements(second, token_major)
+    )
     mismatch = report.first
     if diff_count.num_differing and mismatch is None:
         heads, tokens, dims = entry.geometry
@@ -243,14 +218,11 @@ def _compare_arrays(first: Sequence[LazyArray], second: Sequence[LazyArray]) -> 
             incompatible.append(f"array {name!r}: only in the {'second' if first_array is None else 'first'}")
         elif first_array.dtype != second_array.dtype:
             incompatible.append(f"array {name!r}: {first_array.dtype} and {second_array.dtype}")
-        elif (first_array.shape, first_array.order) != (second_array.shape, second_array.order) and 1 not in (
-            len(first_array.shape),
-            len(second_array.shape),
+        elif (first_array.shape, first_array.order) != (second_array.shape, second_array.order) and not (
+            len(first_array.shape) == 1 or len(second_array.shape) == 1
         ):
-            incompatible.append(
-                f"array {name!r}: {list(first_array.shape)} {first_array.order} and {list(second_array.shape)} "
-                f"{second_array.order}"
-            )
+            layouts = [f"{list(array.shape)} {array.order}" for array in (first_array, second_array)]
+            incompatible.append(f"array {name!r}: {' and '.join(layouts)}")
         elif first_array.nbytes != second_array.nbytes:
             incompatible.append(f"array {name!r}: {first_array.nbytes} and {second_array.nbytes} bytes")
         else:
@@ -258,10 +230,8 @@ def _compare_arrays(first: Sequence[LazyArray], second: Sequence[LazyArray]) -> 
                 (first_array.dtype, first_array.iter_chunks(_COMPARE_CHUNK_BYTES)),
                 (second_array.dtype, second_array.iter_chunks(_COMPARE_CHUNK_BYTES)),
             )
-            num_elements, num_differing = (
-                num_elements + diff_count.num_elements,
-                num_differing + diff_count.num_differing,
-            )
+            num_elements += diff_count.num_elements
+            num_differing += diff_count.num_differing
             if diff_count.num_differing and mismatch is None:
                 index = first_array.index_at_offset(diff_count.position * first_array.coded_itemsize)
                 mismatch = Mismatch(array=name, index=index, first=diff_count.first, second=diff_count.second)
@@ -271,7 +241,7 @@ def _compare_arrays(first: Sequence[LazyArray], second: Sequence[LazyArray]) -> 
 def _pair_by_name(
     first: Sequence[LazyArray], second: Sequence[LazyArray]
 ) -> Iterator[tuple[str, LazyArray | None, LazyArray | None]]:
-    """Arrays of the same name; one array is compared with one array whatever they are called."""
+    """Pair arrays of the same name; the only arrays of both inputs are a pair whatever their names."""
     if len(first) == len(second) == 1:
         yield first[0].name, first[0], second[0]
         return
@@ -295,7 +265,7 @@ class _DiffCount:
 
 
 def read_ordered_elements(entry: LayerArray, token_major: bool) -> _ElementStream:
-    """The array's words, with the head running slowest unless `token_major`."""
+    """Return the array's dtype and words, with the head running slowest unless `token_major`."""
     chunks = entry.array.iter_chunks(_COMPARE_CHUNK_BYTES)
     if entry.token_major == token_major:
         return entry.array.dtype, chunks
@@ -309,74 +279,69 @@ def read_ordered_elements(entry: LayerArray, token_major: bool) -> _ElementStrea
 def _compare_elements(first: _ElementStream, second: _ElementStream) -> _DiffCount:
     dtype = dtypes.parse_dtype(first[0])
     diff_count = _DiffCount()
-    remainders: list[Chunk] = [np.empty(0, np.uint8), np.empty(0, np.uint8)]
-    while True:
-        remainders = [
-            remainder if remainder.size else next(stream[1], remainder)
-            for remainder, stream in zip(remainders, (first, second), strict=True)
-        ]
-        nbytes = min(remainders[0].size, remainders[1].size) // dtype.itemsize * dtype.itemsize
-        if not nbytes:
-            return diff_count
-        element_pair = [remainder[:nbytes].view(f"<u{dtype.itemsize}") for remainder in remainders]
+    for pair in _align_chunks(first[1], second[1], dtype.itemsize):
+        element_pair = [chunk.view(f"<u{dtype.itemsize}") for chunk in pair]
         differs = np.flatnonzero(element_pair[0] != element_pair[1])
         if differs.size and not diff_count.num_differing:
             index = int(differs[0])
             diff_count.position = diff_count.num_elements + index
             diff_count.first, diff_count.second = (
-                _element_to_float(stream[index:], dtype.name) for stream in element_pair
+                _element_to_float(elements[index:], dtype.name) for elements in element_pair
             )
-        diff_count.num_elements += nbytes // dtype.itemsize
+        diff_count.num_elements += element_pair[0].size
         diff_count.num_differing += differs.size
-        remainders = [remainder[nbytes:] for remainder in remainders]
+    return diff_count
 
 
-def _element_to_float(element: npt.NDArray[Any], dtype: str) -> float:
-    if dtype == "bf16":
-        return float((element.astype("<u4") << np.uint32(16)).view("<f4")[0])
-    return float(element.view(dtypes.parse_dtype(dtype).numpy_dtype)[0])
+def _align_chunks(
+    first: Iterator[npt.NDArray[Any]], second: Iterator[npt.NDArray[Any]], step: int = 1
+) -> Iterator[list[npt.NDArray[Any]]]:
+    """Cut two streams of chunks into pairs of equal lengths, multiples of `step`."""
+    remainders: list[npt.NDArray[Any]] = [np.empty(0, np.uint8), np.empty(0, np.uint8)]
+    while True:
+        remainders = [
+            remainder if remainder.size else next(stream, remainder)
+            for remainder, stream in zip(remainders, (first, second), strict=True)
+        ]
+        size = min(remainder.size for remainder in remainders) // step * step
+        if not size:
+            return
+        yield [remainder[:size] for remainder in remainders]
+        remainders = [remainder[size:] for remainder in remainders]
 
 
+def _element_to_float(elements: npt.NDArray[Any], dtype: str) -> float:
+    return float(to_float32(elements[:1].view(np.uint8), dtype)[0])
+
+
+#: Four bits leave a relative error below 0.15, and unrelated numbers one of 1.4.
 MIN_NON_ROUNDING_ERROR = 0.5
-"""Four bits leave a relative error below 0.15, and numbers that have nothing to do with each other one of 1.4."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorStats(Record):
-    """How far K or V of a layer are apart.
-
-    Parameters
-    ----------
-    layer, part
-        Which.
-    words
-        Numbers compared.
-    above
-        How many of them are further apart than the tolerance; numbers beside what is no number always are.
-    largest
-        The largest absolute difference: infinite beside an infinity that the other has not; NaN where one of two is
-        NaN, which comes before all else.
-    not_finite
-        How many differences are infinite or NaN.
-    head, token, dim
-        Where the first of the largest is.
-    relative
-        The root mean square of the differences over that of the numbers of both inputs: what rounding leaves is 0.0002
-        of fp16 and 0.002 of bf16, what another order leaves is about 1.4. Of finite numbers; None where there are none,
-        or all are zero and differ from nothing.
-    """
+    """How far K or V of a layer are apart."""
 
     json_keys = "layer part words above largest=_finite_largest not_finite head token dim relative"
 
     layer: int
     part: Part
+    #: Numbers compared.
     words: int
+    #: How many of them are further apart than the tolerance; numbers beside what is no number always are.
     above: int
+    #: The largest absolute difference: infinite beside an infinity that the other has not; NaN where one of two is NaN,
+    #: which comes before all else.
     largest: float
+    #: How many differences are infinite or NaN.
     not_finite: int
+    #: Where the first of the largest is.
     head: int
     token: int
     dim: int
+    #: The root mean square of the differences over that of the numbers of both inputs: what rounding leaves is 0.0002
+    #: of fp16 and 0.002 of bf16, what another order leaves is about 1.4. Of finite numbers; None where there are none,
+    #: or all are zero and differ from nothing.
     relative: float | None = None
 
     @property
@@ -386,27 +351,18 @@ class ErrorStats(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class ToleranceReport(Record):
-    """The result of a comparison with a tolerance.
+    """The result of a comparison with a tolerance."""
 
-    Parameters
-    ----------
-    atol
-        The absolute tolerance.
-    errors
-        By layer, K before V.
-    unlike
-        Why layers could not be compared, or not all of them: missing ones, other shapes.
-    first_input, second_input
-        What was compared.
-    completeness
-        The state of the model that the arrays of each input contain, where that is known.
-    """
-
+    #: What was compared.
     first_input: str = ""
     second_input: str = ""
+    #: The absolute tolerance.
     atol: float
+    #: By layer, K before V.
     errors: tuple[ErrorStats, ...] = field(metadata={"key": "layers"})
+    #: Why layers could not be compared, or not all of them: missing ones, other shapes.
     unlike: tuple[str, ...] = ()
+    #: The state of the model that the arrays of each input contain, where that is known.
     completeness: tuple[Completeness | None, Completeness | None] = field(
         default=(None, None), metadata={"inline": True, "convert": build_pair_document}
     )
@@ -414,25 +370,25 @@ class ToleranceReport(Record):
     @property
     @json_key(before="errors")
     def words(self) -> int:
-        """Numbers compared."""
+        """Return the numbers compared."""
         return sum(entry.words for entry in self.errors)
 
     @property
     @json_key(before="errors")
     def above(self) -> int:
-        """How many are further apart than the tolerance."""
+        """Return how many are further apart than the tolerance."""
         return sum(entry.above for entry in self.errors)
 
     @property
     @json_key(before="errors")
     def relative(self) -> float | None:
-        """The largest relative error of a layer's K or V; None where none is known."""
+        """Return the largest relative error of a layer's K or V; None where none is known."""
         return max((entry.relative for entry in self.errors if entry.relative is not None), default=None)
 
     @property
     @json_key(before="words")
     def equal(self) -> bool:
-        """Whether all is there and within the tolerance."""
+        """Return whether all is there and within the tolerance."""
         return not self.above and not self.unlike and bool(self.errors)
 
     def __str__(self) -> str:
@@ -440,25 +396,26 @@ class ToleranceReport(Record):
         if self.errors:
             lines.append("layer  part       numbers  relative  above atol     largest  at head, token, dim")
         lines += [
-            f"{entry.layer:5}  {entry.part:5}  {entry.words:11,}  {_format_relative_error(entry.relative):>8}  "
+            f"{entry.layer:5}  {entry.part:5}  {entry.words:11,}  "
+            f"{'-' if entry.relative is None else f'{entry.relative:.2g}':>8}  "
             f"{entry.above:10,}  {entry.largest:10.4g}  {entry.head}, {entry.token}, {entry.dim}"
             for entry in self.errors
         ]
-        count_text = (
-            f"{self.above:,} of {pluralize(self.words, 'number')}" if self.above else pluralize(self.words, "number")
-        )
-        verdict = f"{count_text} {'are further apart than' if self.above else 'within'} {self.atol:g}"
+        words_text = pluralize(self.words, "number")
         if not self.errors:
-            verdict = "no numbers were compared: nothing has its like in the other input"
-        return "\n".join([*lines, verdict, *self._explain_relative(), *format_missing_of_pair(self.completeness)])
-
-    def _explain_relative(self) -> list[str]:
-        if not self.relative:
-            return []
-        line = f"relative error (rms of differences over rms of numbers): at most {self.relative:.2g} of a layer"
-        if self.relative >= MIN_NON_ROUNDING_ERROR:
-            line += ", which is no rounding: another order of axes, heads or pairs, other positions, or other tokens"
-        return [line]
+            lines.append("no numbers were compared: nothing has its like in the other input")
+        elif self.above:
+            lines.append(f"{self.above:,} of {words_text} are further apart than {self.atol:g}")
+        else:
+            lines.append(f"{words_text} within {self.atol:g}")
+        if self.relative:
+            line = f"relative error (rms of differences over rms of numbers): at most {self.relative:.2g} of a layer"
+            if self.relative >= MIN_NON_ROUNDING_ERROR:
+                line += (
+                    ", which is no rounding: another order of axes, heads or pairs, other positions, or other tokens"
+                )
+            lines.append(line)
+        return "\n".join([*lines, *format_missing_of_pair(self.completeness)])
 
 
 def compare_allclose(
@@ -466,21 +423,21 @@ def compare_allclose(
 ) -> ToleranceReport:
     """Compare K and V of every layer in numbers, whatever types they are stored in.
 
-    Layers of which both say that they hold other tokens of the text are not compared.
+    Layers that state different tokens of the text are not compared.
 
     Parameters
     ----------
     first, second
-        Arrays whose names say which layer's K or V they are.
+        Arrays whose names state the layer and K or V.
     atol
-        The largest absolute difference that is none.
+        The largest absolute difference that counts as equal.
     positions
-        Which tokens of the text each holds; by default what `read_token_positions` says.
+        Which tokens of the text each contains; by default what `read_token_positions` returns.
 
     Raises
     ------
     SourceError
-        When one of the sources is no K and V of layers.
+        If one of the sources is no K and V of layers.
     """
     first_layers, second_layers = (_require_layers(source) for source in (first, second))
     conflicts = find_position_conflicts(*(positions or (read_token_positions(first), read_token_positions(second))))
@@ -502,7 +459,7 @@ def compare_allclose(
             continue
         tokens = min(shapes[0][1], shapes[1][1])
         if shapes[0] != shapes[1]:
-            incompatible.append(f"{name}: {shapes[0][1]} and {shapes[1][1]} tokens; the first {tokens} are compared")
+            incompatible.append(_describe_token_counts(name, pair[0], pair[1]))
         errors.append(_measure_error(layer, part, pair[0], pair[1], tokens, atol))
     return ToleranceReport(
         atol=atol,
@@ -514,24 +471,12 @@ def compare_allclose(
     )
 
 
-def _format_relative_error(relative: float | None) -> str:
-    return "-" if relative is None else f"{relative:.2g}"
-
-
 def _require_layers(source: Source) -> dict[tuple[int, Part], LayerArray]:
     try:
         entries = collect_layers(source, allow_keys_only=True)
     except SourceError as error:
         raise type(error)(f"{error}; a tolerance is about K and V of layers") from None
     return {(entry.layer, entry.part): entry for entry in entries}
-
-
-class _ValuePair(NamedTuple):
-    """Numbers of two arrays from one place on."""
-
-    start: int
-    first: Floats
-    second: Floats
 
 
 def _measure_error(
@@ -541,20 +486,22 @@ def _measure_error(
     entries = [entry if entry.geometry[1] == tokens else take_first_tokens(entry, tokens) for entry in (first, second)]
     num_elements = num_above = num_not_finite = largest_position = 0
     largest_error = sum_squared_errors = sum_squared_values = 0.0
-    for pair in _iter_value_pairs(*entries):
+    for first_values, second_values in _align_chunks(_iter_floats(entries[0]), _iter_floats(entries[1])):
         with np.errstate(invalid="ignore", over="ignore"):
-            errors = np.abs(pair.first.astype(np.float64) - pair.second)
-        is_equal = (pair.first == pair.second) | (np.isnan(pair.first) & np.isnan(pair.second))
+            errors = np.abs(first_values.astype(np.float64) - second_values)
+        is_equal = (first_values == second_values) | (np.isnan(first_values) & np.isnan(second_values))
         errors[is_equal] = 0.0
         index = int(errors.argmax())  # the first NaN, where there is one
         if errors[index] > largest_error or (np.isnan(errors[index]) and not np.isnan(largest_error)):
-            largest_error, largest_position = float(errors[index]), pair.start + index
+            largest_error, largest_position = float(errors[index]), num_elements + index
         num_not_finite += int(np.count_nonzero(~np.isfinite(errors)))
         num_above += int(np.count_nonzero(~(errors <= atol)))
         num_elements += errors.size
-        is_finite = np.isfinite(pair.first) & np.isfinite(pair.second)
+        is_finite = np.isfinite(first_values) & np.isfinite(second_values)
         sum_squared_errors += float(np.square(errors[is_finite]).sum())
-        squared_sums = (np.square(values[is_finite].astype(np.float64)).sum() for values in (pair.first, pair.second))
+        squared_sums = (
+            np.square(values[is_finite].astype(np.float64)).sum() for values in (first_values, second_values)
+        )
         sum_squared_values += float(sum(squared_sums)) / 2
     head, token, dim = (int(i) for i in np.unravel_index(largest_position, (heads, tokens, dims)))
     return ErrorStats(
@@ -571,24 +518,6 @@ def _measure_error(
     )
 
 
-def _iter_value_pairs(first: LayerArray, second: LayerArray) -> Iterator[_ValuePair]:
-    """Both arrays in one order, ``[kv_head, token, head_dim]``, in runs."""
-    streams = [_iter_floats(first), _iter_floats(second)]
-    remainders: list[Floats] = [np.empty(0, np.float32), np.empty(0, np.float32)]
-    start = 0
-    while True:
-        remainders = [
-            remainder if remainder.size else next(stream, remainder)
-            for remainder, stream in zip(remainders, streams, strict=True)
-        ]
-        size = min(remainder.size for remainder in remainders)
-        if not size:
-            return
-        yield _ValuePair(start, remainders[0][:size], remainders[1][:size])
-        remainders, start = [remainder[size:] for remainder in remainders], start + size
-
-
 def _iter_floats(entry: LayerArray) -> Iterator[Floats]:
     dtype, chunks = read_ordered_elements(entry, False)
-    for chunk in chunks:
-        yield to_float32(chunk, dtype)
+    return (to_float32(chunk, dtype) for chunk in chunks)

@@ -1,13 +1,9 @@
-"""What state a model keeps for each layer, and how much of it a cache file holds.
+"""The state that a model keeps for each layer, and how much of it a cache file contains.
 
-A reader fills in `Completeness` from what the file, the model or their shapes tell. Verbs that hand a cache on to an
-engine (`store put`, `pack`, `to_cache`) call `require_complete`: a model that continues from a part of its state writes
-garbage, and nobody sees why. Verbs that only look at arrays report `Completeness.missing` and go on.
-
-Completeness written alongside arrays as text, so that a file made of a part of the state remembers that it is one.
-
-The text travels in the metadata of manifests, of ``.safetensors`` and ``.npz`` files and of Zarr stores, and as a file
-of its own in folders of ``.npy`` files.
+A reader fills in `Completeness` from the file, the model or their shapes. Verbs that pass a cache to an engine (`store
+put`, `pack`, `to_cache`) call `require_complete`: a model that continues from a part of its state writes garbage, and
+nobody sees why. Verbs that only read arrays report `Completeness.missing` and continue. As text it is written into the
+metadata of manifests, of ``.safetensors`` and ``.npz`` files and of Zarr stores, and next to ``.npy`` files.
 """
 
 from __future__ import annotations
@@ -62,7 +58,15 @@ class LayerStateInfo:
 
 
 def _list_runs(layers: Sequence[LayerStateInfo]) -> list[dict[str, Any]]:
-    return [_run_to_dict(run) for run in _group_equal_states(layers)]
+    runs: list[tuple[LayerStateInfo, int]] = []
+    for state in layers:
+        first, size = runs[-1] if runs else (state, 0)
+        if size and replace(first, layer=state.layer) == state and first.layer + size == state.layer:
+            runs[-1] = first, size + 1
+        else:
+            runs.append((state, 1))
+    names = ("kind", "window", "shared_with", "included", "location")
+    return [{"layers": [first.layer, size], **{name: getattr(first, name) for name in names}} for first, size in runs]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,23 +83,23 @@ class Completeness(Record):
     @property
     @json_key("complete", before="layers")
     def is_complete(self) -> bool:
-        """Whether the arrays contain all that an engine needs to continue."""
+        """Return whether the arrays contain all that an engine needs to continue."""
         return not self.missing
 
     @property
     def included_layers(self) -> tuple[int, ...]:
-        """Layers whose state the arrays contain."""
+        """Return the layers whose state the arrays contain."""
         return tuple(state.layer for state in self.layers if state.included)
 
     @property
     def is_plain(self) -> bool:
-        """Whether every layer has full attention and nothing is left out, as in most models."""
+        """Return whether every layer has full attention and nothing is left out, as in most models."""
         return self.is_complete and all(state.kind == "full" for state in self.layers)
 
     @property
     @json_key(before="layers")
     def missing(self) -> list[str]:
-        """A sentence for each kind of state that the arrays do not contain."""
+        """Return a sentence for each kind of state that the arrays do not contain."""
         groups: dict[tuple[StateKind, int | None, str], list[int]] = {}
         for state in self.layers:
             if not state.included and state.kind != "shared":
@@ -187,36 +191,10 @@ def _optional_integer(node: JsonReader) -> int | None:
     return None if node.value is None else node.read_int(0)
 
 
-def _group_equal_states(layers: Iterable[LayerStateInfo]) -> list[list[LayerStateInfo]]:
-    runs: list[list[LayerStateInfo]] = []
-    for state in layers:
-        if runs and replace(runs[-1][-1], layer=state.layer) == state and runs[-1][-1].layer + 1 == state.layer:
-            runs[-1].append(state)
-        else:
-            runs.append([state])
-    return runs
-
-
-def _run_to_dict(run: list[LayerStateInfo]) -> dict[str, Any]:
-    first = run[0]
-    return {
-        "layers": [first.layer, len(run)],
-        "kind": first.kind,
-        "window": first.window,
-        "shared_with": first.shared_with,
-        "included": first.included,
-        "location": first.location,
-    }
-
-
 COMPLETENESS_SCHEMA: Final = "kvmnn-completeness"
 COMPLETENESS_SCHEMA_VERSION: Final = 1
-MAX_COMPLETENESS_BYTES: Final = 16 << 20
-"""Size limit of the text, in bytes."""
-
+MAX_COMPLETENESS_BYTES: Final = 16 << 20  # of the text
 NOT_SELECTED_LOCATION: Final = "not among the chosen arrays"
-"""Location of the state of layers whose arrays were not selected."""
-
 _MAX_LISTED_NAMES = 1 << 16  # more arrays than two for each layer that a document may have
 
 
@@ -233,9 +211,7 @@ def dump_completeness_json(completeness: Completeness, names: Iterable[str]) -> 
 
 
 def load_completeness_json(text: str | bytes, names: Iterable[str], where: str) -> Completeness:
-    """Return what `dump_completeness_json` wrote, for arrays of these names, which may be some of those that it wrote
-    of.
-    """
+    """Return what `dump_completeness_json` wrote, for all or some of those arrays."""
     root = parse_document(text, where, MAX_COMPLETENESS_BYTES)
     root.check_schema(COMPLETENESS_SCHEMA, COMPLETENESS_SCHEMA_VERSION)
     return select_completeness(parse_completeness_node(root), root.get("arrays").read_str_list(), names)
@@ -244,9 +220,7 @@ def load_completeness_json(text: str | bytes, names: Iterable[str], where: str) 
 def select_completeness(
     completeness: Completeness, names: Iterable[str], selected_names: Iterable[str]
 ) -> Completeness:
-    """Return the completeness of `selected_names` arrays out of those with `names`: layers that lack one are not
-    included.
-    """
+    """Return the completeness of some of the arrays with `names`: layers that lack one are not included."""
     incomplete = {layer for layer, _ in _parse_layer_parts(names) - _parse_layer_parts(selected_names)}
     if not incomplete:
         return completeness
@@ -265,10 +239,8 @@ def _parse_layer_parts(names: Iterable[str]) -> set[tuple[int, Part]]:
 
 
 def merge_completeness(inputs: Sequence[tuple[str, Completeness | None]]) -> Completeness | None:
-    """Return the completeness of several inputs taken together, by their names; None where none of them has any.
-
-    Nothing tells whether layers of different inputs belong to one model, so what one lacks another does not supply.
-    """
+    """Return the completeness of several inputs, by their names; None where none of them has any."""
+    # Layers of different inputs may be of different models, so one input never supplies what another lacks.
     if all(completeness is None for _, completeness in inputs):
         return None
     lines = [

@@ -18,7 +18,7 @@ from .naming import parse_conventional_name
 
 
 def positions_to_runs(positions: Positions) -> PositionRuns:
-    """Positions as ``(begin, size)`` runs, in their order."""
+    """Return positions as ``(begin, size)`` runs, in their order."""
     ends = np.flatnonzero(np.diff(positions) != 1) + 1
     begins = np.concatenate([[0], ends]) if positions.size else ends
     sizes = np.diff(np.append(begins, positions.size))
@@ -43,79 +43,57 @@ class BatchText(Record):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EngineCacheInfo(Record):
-    """A cache that another engine wrote, or that lives in it.
+    """A cache that another engine wrote, or that lives in it."""
 
-    Parameters
-    ----------
-    engine
-        What people call it: ``"llama.cpp"``, ``"MLX"`` ...
-    kind
-        What the engine calls such a cache: ``"session"``, ``"prompt_cache"`` ...
-    layers
-        How many the arrays are of.
-    kv_heads, head_dim
-        Of a layer; None where nothing says them, and where layers differ.
-    layer_kv_heads, layer_head_dims
-        Of each layer, where they differ.
-    tokens
-        Stored in each layer; the most, where layers hold different ones.
-    types
-        Of the elements as they are stored, by the engine's own names: K of all layers, then V of all layers.
-    batch
-        Texts side by side; 1 where arrays have no such axis.
-    positions
-        int64: where each stored token stands in its text, in the order of the arrays; None where nothing says it, and
-        where layers hold different tokens.
-    layer_positions
-        The same for each layer, where they hold different tokens: some of them all, others those in a sliding window.
-    positions_unknown
-        Whether tokens of the text are missing, and nothing tells which.
-    token_ids
-        Those that are stored beside K and V; None where there are none.
-    texts
-        Of a batch with padding, or with token ids: its texts. Empty where all arrays are tokens, and no ids are there.
-    dequantised
-        Names of types whose blocks the arrays hold as the numbers that these stand for.
-    unused_bytes
-        Bytes of K and V in the file that are room behind the valid tokens.
-    altered
-        What the engine surely did to K and V, and other engines do not: names of `TRANSFORMS` (`kvmnn.arrays.undo`).
-    perhaps_altered
-        What it may have done, and nothing says.
-    details
-        What only this engine has, as JSON values.
-    """
-
+    #: What people call it: ``"llama.cpp"``, ``"MLX"`` ...
     engine: str
+    #: What the engine calls such a cache: ``"session"``, ``"prompt_cache"`` ...
     kind: str
+    #: How many the arrays are of.
     layers: int
+    #: Of a layer; None where nothing says them, and where layers differ.
     kv_heads: int | None
+    #: Of each layer, where they differ.
     layer_kv_heads: tuple[int, ...] = field(default=(), metadata={"omit": True})
     head_dim: int | None
     layer_head_dims: tuple[int, ...] = field(default=(), metadata={"omit": True})
+    #: Stored in each layer; the most, where layers hold different ones.
     tokens: int
+    #: Texts side by side; 1 where arrays have no such axis.
     batch: int = 1
+    #: Of the elements as they are stored, by the engine's own names: K of all layers, then V of all layers.
     types: tuple[str, ...]
+    #: Names of types whose blocks the arrays hold as the numbers that these stand for.
     dequantised: tuple[str, ...] = ()
+    #: What the engine surely did to K and V, and other engines do not: names of `TRANSFORMS` (`kvmnn.arrays.undo`).
     altered: tuple[Transform, ...] = ()
+    #: What it may have done, and nothing says.
     perhaps_altered: tuple[Transform, ...] = ()
+    #: int64: where each stored token stands in its text, in the order of the arrays; None where nothing says it, and
+    #: where layers hold different tokens.
     positions: Positions | None = field(default=None, metadata={"json": False})
+    #: The same for each layer, where they hold different tokens: some of them all, others those in a sliding window.
     layer_positions: tuple[Positions, ...] | None = field(default=None, metadata={"json": False})
+    #: Whether tokens of the text are missing, and nothing tells which.
     positions_unknown: bool = field(default=False, metadata={"omit": True})
+    #: Those that are stored beside K and V; None where there are none.
     token_ids: Indices | None = field(default=None, metadata={"convert": _list_ids})
+    #: Of a batch with padding, or with token ids: its texts. Empty where all arrays are tokens, and no ids are there.
     texts: tuple[BatchText, ...] = field(default=(), metadata={"omit": True})
+    #: What only this engine has, as JSON values.
     details: Mapping[str, Any] = field(default_factory=dict, metadata={"inline": True})
+    #: Bytes of K and V in the file that are room behind the valid tokens.
     unused_bytes: int = field(default=0, metadata={"json": False})
 
     @property
     @json_key("positions", after="perhaps_altered")
     def position_runs(self) -> PositionRuns | None:
-        """The positions as ``(begin, size)`` runs, in the order of the arrays."""
+        """Return the positions as ``(begin, size)`` runs, in the order of the arrays."""
         return None if self.positions is None else positions_to_runs(self.positions)
 
     @property
     def layer_position_runs(self) -> tuple[PositionRuns, ...] | None:
-        """The runs of each layer; None where nothing says them."""
+        """Return the runs of each layer; None where they are unknown."""
         if self.layer_positions is not None:
             return tuple(map(positions_to_runs, self.layer_positions))
         return None if self.position_runs is None else (self.position_runs,) * self.layers
@@ -127,19 +105,21 @@ class EngineCacheInfo(Record):
 
     @property
     def is_contiguous_prefix(self) -> bool:
-        """Whether the arrays hold the first tokens of one text, in order and all: nothing was erased."""
+        """Return whether the arrays contain all of the first tokens of one text, in order."""
         if self.positions_unknown or self.has_padding:
             return False
         return self.layer_position_runs is None or set(self.layer_position_runs) == {((0, self.tokens),)}
 
     @property
     def has_padding(self) -> bool:
-        """Whether texts of the batch have rows that are no tokens."""
+        """Return whether texts of the batch have rows that are no tokens."""
         return any(text.positions.size < self.tokens for text in self.texts)
 
     @property
     def is_ascending(self) -> bool:
-        """Whether every token stands behind the one before it, so that the arrays may be of one text."""
+        """Return whether every token is later in the text than the one before it, so that the arrays may be of one
+        text.
+        """
         all_positions = (self.positions,) if self.layer_positions is None else self.layer_positions
         return all(positions is None or bool((np.diff(positions) > 0).all()) for positions in all_positions)
 
@@ -151,15 +131,14 @@ class EngineCacheInfo(Record):
         batch = f", batch of {self.batch}" if self.batch != 1 else ""
         if self.has_padding:
             batch += f" ({format_range(sorted({text.positions.size for text in self.texts}))} tokens and padding)"
-        summary = (
-            f"{self.engine} {self.kind}: {pluralize(self.layers, 'layer')}, {shape}, "
-            f"{pluralize(self.tokens, 'token')}{batch}"
+        keys, values = (
+            "/".join(sorted(set(types))) for types in (self.types[: self.layers], self.types[self.layers :])
         )
-        return f"{summary}, {self._format_types()}{self._describe_gaps()}"
-
-    def _format_types(self) -> str:
-        keys, values = sorted(set(self.types[: self.layers])), sorted(set(self.types[self.layers :]))
-        return "/".join(keys) if keys == values or not values else f"K {'/'.join(keys)}, V {'/'.join(values)}"
+        types_text = keys if keys == values or not values else f"K {keys}, V {values}"
+        return (
+            f"{self.engine} {self.kind}: {pluralize(self.layers, 'layer')}, {shape}, "
+            f"{pluralize(self.tokens, 'token')}{batch}, {types_text}{self._describe_gaps()}"
+        )
 
     def _describe_gaps(self) -> str:
         if self.positions_unknown:
@@ -179,7 +158,7 @@ class EngineCacheInfo(Record):
 def select_engine_layers(
     cache: EngineCacheInfo, names: Iterable[str], selected_names: Iterable[str]
 ) -> EngineCacheInfo | None:
-    """What is said of some of the arrays of a cache, by the names of all and of these; None where that is not known."""
+    """Return the description of some arrays of a cache, by the names of all and of these; None where unknown."""
     layers, selected_layers = parse_layers(names), parse_layers(selected_names)
     if len(layers) != cache.layers:
         return cache if cache.layer_positions is None else None
@@ -198,5 +177,5 @@ def select_engine_layers(
 
 
 def parse_layers(names: Iterable[str]) -> list[int]:
-    """The layers that arrays are of by their names, ascending."""
+    """Return the layers of arrays by their names, ascending."""
     return sorted({parsed_name.layer for parsed_name in map(parse_conventional_name, names) if parsed_name is not None})

@@ -1,4 +1,4 @@
-"""What another engine's cache says of itself, noted down beside arrays: in manifests, metadata of files, and Zarr."""
+"""Descriptions of other engines' caches as metadata of arrays: in manifests, files, and Zarr."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from .llama_transforms import TRANSFORMS, Transform
 from .source import COMPLETENESS_KEY, ENGINE_KEY, Source, parse_completeness
 
 METADATA_VERSION = 1
-_MAX_EXPANDED_TOKENS = 1 << 24
-"""Whose positions are put out in full."""
+_MAX_EXPANDED_TOKENS = 1 << 24  # whose runs of positions are expanded
 _MAX_POSITION = 1 << 31
 
 
 def dump_metadata(source: Source) -> dict[str, str]:
-    """The metadata of a source, with what is known of the engine's cache that its arrays are, and its completeness."""
+    """Return the metadata of a source, with the description of its engine's cache and its completeness."""
     metadata = {key: text for key, text in add_completeness_metadata(source).items() if key != ENGINE_KEY}
     cache = source.engine_cache
     if cache is not None and any(cache.tokens in source[name].shape for name in source):
@@ -52,9 +51,7 @@ def restore_completeness(source: Source, where: str) -> None:
 
 
 def restore_metadata(source: Source, where: str, *, is_subset: bool = False) -> None:
-    """Give a source what `dump_metadata` wrote, if its arrays are those; else the note of the engine is dropped, and a
-    line says so. The completeness stays.
-    """
+    """Restore what `dump_metadata` wrote, if the arrays are those; else drop the engine's description with a note."""
     restore_completeness(source, where)
     if source.engine_cache is not None or ENGINE_KEY not in source.metadata:
         return
@@ -84,7 +81,7 @@ def restore_metadata(source: Source, where: str, *, is_subset: bool = False) -> 
 
 
 def build_engine_document(cache: EngineCacheInfo) -> dict[str, Any]:
-    """The description as JSON values; positions as runs."""
+    """Return the description as JSON values; positions as runs."""
     return {
         "engine": cache.engine,
         "kind": cache.kind,
@@ -111,7 +108,7 @@ def build_engine_document(cache: EngineCacheInfo) -> dict[str, Any]:
 
 
 def parse_engine_cache(node: JsonReader) -> EngineCacheInfo:
-    """The cache that `build_engine_document` describes."""
+    """Parse what `build_engine_document` returned."""
     tokens = node.get("tokens").read_int(0)
     return EngineCacheInfo(
         engine=node.get("engine").read_str(),
@@ -137,7 +134,7 @@ def parse_engine_cache(node: JsonReader) -> EngineCacheInfo:
 
 
 def _parse_texts(node: JsonReader, tokens: int) -> tuple[BatchText, ...]:
-    """The texts of a batch, where they have padding or token ids."""
+    """Parse the texts of a batch, where they have padding or token ids."""
     if "texts" not in node.value:
         return ()
     texts = node.get("texts").read_list()
@@ -145,10 +142,8 @@ def _parse_texts(node: JsonReader, tokens: int) -> tuple[BatchText, ...]:
         raise node.get("texts").error(f"the texts of the batch, of at most {4 * _MAX_EXPANDED_TOKENS:,} tokens")
     batch_texts = []
     for text in texts:
-        positions, ids = (
-            _parse_positions(text.get("positions"), tokens, allow_fewer=True),
-            _parse_token_ids(text.get("token_ids")),
-        )
+        positions = _parse_positions(text.get("positions"), tokens, allow_fewer=True)
+        ids = _parse_token_ids(text.get("token_ids"))
         if positions is None or (np.diff(positions) <= 0).any():
             raise text.get("positions").error("ascending positions")
         if ids is not None and ids.size != positions.size:
@@ -158,13 +153,13 @@ def _parse_texts(node: JsonReader, tokens: int) -> tuple[BatchText, ...]:
 
 
 def _parse_layer_ints(node: JsonReader, key: str) -> tuple[int, ...]:
-    """A number of each layer, where they differ."""
+    """Parse a number of each layer, where they differ."""
     items = node.get(key).read_list() if key in node.value else []
     return tuple(item.read_int(1) for item in items)
 
 
 def _parse_transforms(node: JsonReader, key: str) -> tuple[Transform, ...]:
-    """Names of what was done to K and V; stores of earlier versions say none."""
+    """Parse names of what was done to K and V; stores of earlier versions have none."""
     names = node.get(key).read_str_list() if key in node.value else ()
     return tuple(name for name in TRANSFORMS if name in names)
 
@@ -178,7 +173,7 @@ def _runs_to_lists(runs: PositionRuns) -> list[list[int]]:
 
 
 def _parse_layer_positions(node: JsonReader, tokens: int) -> Any:
-    """Of each layer, where they hold different tokens."""
+    """Parse positions of each layer, where they hold different tokens."""
     if node.value.get("layer_positions") is None:
         return None
     layers = node.get("layer_positions").read_list()
@@ -188,7 +183,7 @@ def _parse_layer_positions(node: JsonReader, tokens: int) -> Any:
 
 
 def _parse_positions(node: JsonReader, tokens: int, *, allow_fewer: bool = False) -> Any:
-    """Runs of (begin, size), put out in full: of all tokens, or of `allow_fewer`."""
+    """Expand runs of (begin, size): of all tokens, or with `allow_fewer` of some."""
     if node.value is None:
         return None
     runs = [tuple(entry.read_int(0) for entry in run.read_list(2, 2)) for run in node.read_list()]

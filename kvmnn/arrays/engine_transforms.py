@@ -1,10 +1,9 @@
-"""K and V of a source as a model of another engine computes them: what llama.cpp did to the words, undone or named."""
+"""K and V of a source as other engines compute them: llama.cpp's transforms are inverted or named."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 
 from ..dtypes import PART_LETTERS, Part, parse_dtype
 from ..errors import OptionError
@@ -23,26 +22,26 @@ _READ_CHUNK_BYTES = 1 << 20
 
 
 def invert_source_transforms(source: Source, names: Sequence[str]) -> Source:
-    """The source with K and V as they were before; read, and turned, when they are asked for.
+    """Return the source with transforms of K and V inverted as they are read.
 
     Parameters
     ----------
     source
-        Arrays ``[..., head_dim]`` whose names say K or V: fp16, bf16 or fp32 words in C order.
+        Arrays ``[..., head_dim]`` whose names state K or V: fp16, bf16 or fp32 words in C order.
     names
-        Of `TRANSFORMS`: ``"k-order"`` is exact; a rotation is undone in float32 and rounded once. ``"none"`` alone says
-        that nothing is to be undone.
+        Names of `TRANSFORMS`: ``"k-order"`` is exact; a rotation is inverted in float32 and rounded once. ``"none"``
+        alone inverts nothing.
 
     Returns
     -------
     Source
-        Its `Source.inverted_transforms` has the names, in the order in which they were undone.
+        Its `Source.inverted_transforms` has the names, in the order in which they were inverted.
 
     Raises
     ------
     OptionError
-        For other names, for what no head of that size had done to it, for what the engine does not do to such a cache,
-        and for arrays of bytes.
+        For other names, for transforms that do not apply to this head_dim or this engine's cache, and for arrays of
+        bytes.
     """
     if list(names) == ["none"]:
         return replace(source, inverted_transforms=())
@@ -72,7 +71,7 @@ def invert_source_transforms(source: Source, names: Sequence[str]) -> Source:
 
 
 def invert_applied_transforms(sources: Sequence[Source], names: Sequence[str]) -> list[Source]:
-    """The sources, each without what its engine did to it, or may have done, of what is to be undone."""
+    """Return the sources, each without those of the named transforms that its engine applied or may have applied."""
     if list(names) == ["none"]:
         return [invert_source_transforms(source, names) for source in sources]
     applicable = [_list_applied_transforms(source) for source in sources]
@@ -82,9 +81,8 @@ def invert_applied_transforms(sources: Sequence[Source], names: Sequence[str]) -
         if not any(name in transforms for transforms in applicable):
             choices = [name for name in TRANSFORMS if any(name in transforms for transforms in applicable)]
             expectation = f"expected {' or '.join(choices)}" if choices else "leave --invert out"
-            raise OptionError(
-                f"undo {name}: was done to neither of {' and '.join(_list_input_names(sources))}: {expectation}"
-            )
+            inputs_text = " and ".join(" ".join(source.inputs) for source in sources)
+            raise OptionError(f"undo {name}: was done to neither of {inputs_text}: {expectation}")
     names_by_source = [[name for name in names if name in transforms] for transforms in applicable]
     return [
         invert_source_transforms(source, source_names) if source_names else source
@@ -93,25 +91,18 @@ def invert_applied_transforms(sources: Sequence[Source], names: Sequence[str]) -
 
 
 def _list_applied_transforms(source: Source) -> tuple[Transform, ...]:
-    """What the engine did to a source, and what it may have done."""
+    """Return the transforms that the engine applied to a source, or may have applied."""
     return source.engine_cache.altered + source.engine_cache.perhaps_altered if source.engine_cache else ()
-
-
-def _list_input_names(sources: Sequence[Source]) -> list[str]:
-    return [" ".join(source.inputs) for source in sources]
 
 
 def _invert_array(array: LazyArray, part: Part, names: tuple[Transform, ...]) -> LazyArray:
     if not any(name.startswith(PART_LETTERS[part]) for name in names):
         return array
-    reader = partial(_iter_inverted_chunks, array, part, names)
-    return replace(array, array_dtype=array.array_dtype.replace(">", "<"), reader=reader)
 
+    def iter_chunks(chunk_bytes: int) -> Iterator[Chunk]:
+        return rechunk(_iter_inverted_rows(array, part, names), chunk_bytes, array.nbytes)
 
-def _iter_inverted_chunks(
-    array: LazyArray, part: Part, names: tuple[Transform, ...], chunk_bytes: int
-) -> Iterator[Chunk]:
-    yield from rechunk(_iter_inverted_rows(array, part, names), chunk_bytes, array.nbytes)
+    return replace(array, array_dtype=array.array_dtype.replace(">", "<"), reader=iter_chunks)
 
 
 def _iter_inverted_rows(array: LazyArray, part: Part, names: tuple[Transform, ...]) -> Iterator[Chunk]:
@@ -126,9 +117,8 @@ def _iter_inverted_rows(array: LazyArray, part: Part, names: tuple[Transform, ..
 
 
 def to_common_order(source: Source) -> tuple[Source, list[str]]:
-    """The source as other engines take it, as far as that is known for certain; and what to say of it.
-
-    What an engine surely did to the words (`EngineCacheInfo.altered`) is undone, unless the caller said what is to be.
+    """Invert the transforms that an engine surely applied, unless the caller specified some; return notes about
+    them.
     """
     cache = source.engine_cache
     certain_transforms = cache.altered if cache is not None and source.inverted_transforms is None else ()
@@ -141,7 +131,7 @@ def to_common_order(source: Source) -> tuple[Source, list[str]]:
 
 
 def describe_order(source: Source) -> list[str]:
-    """What is known, or not known, of the order of K; nothing where the caller said what is to be undone of it."""
+    """Describe what is known of the order of K; nothing where the caller specified what to invert."""
     cache = source.engine_cache
     if cache is None or source.inverted_transforms == ():
         return []
@@ -160,7 +150,7 @@ def describe_order(source: Source) -> list[str]:
 
 
 def describe_order_conflicts(first: Source, second: Source) -> list[str]:
-    """What to say where two caches are compared of which one may hold K in another order than the other."""
+    """Return notes for two compared caches of which one may have K in another order than the other."""
     caches = [source.engine_cache for source in (first, second)]
     is_reordered = ["k-order" in (source.inverted_transforms or ()) for source in (first, second)]
     if caches[0] and caches[1] and caches[0].engine == caches[1].engine and is_reordered[0] == is_reordered[1]:

@@ -33,8 +33,7 @@ _FLOAT8_FORMATS = {
     "float8_e4m3fnuz": _Float8Format(4, 3, 8, "fnuz"),
     "float8_e5m2fnuz": _Float8Format(5, 2, 16, "fnuz"),
 }
-_SCALE_TYPE = "float8_e8m0fnu"
-"""Powers of two from 2^-127 on, without sign, zero or fraction; the last code is NaN."""
+_SCALE_TYPE = "float8_e8m0fnu"  # powers of two from 2^-127 on, without sign, zero or fraction; the last code is NaN
 
 DECODABLE_NAMES = (*_FLOAT8_FORMATS, _SCALE_TYPE)
 assert set(FLOAT8_NAMES) == set(_FLOAT8_FORMATS)
@@ -42,7 +41,7 @@ assert set(FLOAT8_NAMES) == set(_FLOAT8_FORMATS)
 
 @cache
 def build_value_table(name: str) -> Floats:
-    """The 256 values of a type, by code; all of them are exact in float32."""
+    """Return the 256 values of a type, by code; all are exact in float32."""
     values = [
         _decode_scale(code) if name == _SCALE_TYPE else _decode_value(code, _FLOAT8_FORMATS[name])
         for code in range(256)
@@ -54,10 +53,10 @@ def build_value_table(name: str) -> Floats:
 
 @cache
 def build_exact_table(name: str) -> Floats:
-    """The same of a type of `FLOAT8_NAMES`, in which every code has bits of its own: NaNs keep sign and fraction.
-
-    All of its numbers are exact, so that two arrays of codes are equal where the float32 words are.
+    """Return the values of a type of `FLOAT8_NAMES` with bits of its own for every code: NaNs keep sign and
+    fraction.
     """
+    # Two arrays of codes are then equal where their float32 words are.
     float8_format = _FLOAT8_FORMATS[name]
     codes = np.arange(256, dtype=np.uint32)
     fraction = codes & np.uint32((1 << float8_format.fraction_bits) - 1)
@@ -80,7 +79,7 @@ def decode_array(array: LazyArray) -> LazyArray:
 
 
 def pair_codes(source: Source) -> Source:
-    """Return a source whose codes lie two to a word along the last axis, as frames hold them: dtype fp16."""
+    """Return a source with two codes to a word along the last axis, as frames store them: dtype fp16."""
     arrays = [array for array in source.arrays if array.element and array.itemsize == 1]
     if not arrays:
         return source
@@ -114,11 +113,10 @@ def _decode_scale(code: int) -> float:
 def _decode_value(code: int, float8_format: _Float8Format) -> float:
     magnitude = code & 0x7F
     exponent, fraction = magnitude >> float8_format.fraction_bits, magnitude & ((1 << float8_format.fraction_bits) - 1)
-    if (float8_format.nan_encoding == "fnuz" and code == 0x80) or (
-        float8_format.nan_encoding == "fn" and magnitude == 0x7F
-    ):
+    encoding = float8_format.nan_encoding
+    if (encoding == "fnuz" and code == 0x80) or (encoding == "fn" and magnitude == 0x7F):
         return math.nan
-    if float8_format.nan_encoding == "ieee" and exponent == (1 << float8_format.exponent_bits) - 1:
+    if encoding == "ieee" and exponent == (1 << float8_format.exponent_bits) - 1:
         return math.nan if fraction else math.copysign(math.inf, 0.5 - (code >> 7))
     significand = fraction if exponent == 0 else fraction | 1 << float8_format.fraction_bits
     value = math.ldexp(significand, max(exponent, 1) - float8_format.bias - float8_format.fraction_bits)

@@ -1,8 +1,8 @@
 """K and V among the arrays of a source, brought into one axis order and back.
 
-Which array is K and which V, and of what layer, is in the names; which axis is which is in the number of axes or said
-by the caller. docs/compressor-forward.md lists the rules; what does not follow them is refused, never guessed.
-A name is no proof of its axes: runtimes write ``past_key_values.0.key`` with tokens before heads as well.
+Names state which array is K or V of which layer; the number of axes or the caller defines which axis is which.
+docs/compressor-forward.md lists the rules; what does not follow them is refused, never guessed. A name is no proof of
+its axes: runtimes write ``past_key_values.0.key`` with tokens before heads as well.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class KVArrays:
 
     @property
     def description(self) -> str:
-        """Every axis of the arrays with its length, and what says so."""
+        """Return every axis of the arrays with its length, and what defines it."""
         shape = self.pairs[0][0].shape
         axis_lengths = (f"{_AXIS_NAMES[letter]} {length:,}" for letter, length in zip(self.axes, shape, strict=True))
         return f"axes {self.axes} ({self.axes_source}): {', '.join(axis_lengths)}"
 
     def restore(self, new_layers: dict[int, KVPair]) -> tuple[list[ArrayInfo], list[Elements]]:
-        """Other tokens for the same layers, with the names and axes that the source had."""
+        """Return other tokens for the same layers, with the names and axes of the source."""
         infos: list[ArrayInfo] = []
         arrays: list[Elements] = []
         layers = iter(new_layers.values())
@@ -78,7 +78,13 @@ class AxisHints:
 def read_kv(where: str, arrays: Sequence[LazyArray], hints: AxisHints | None = None) -> KVArrays:
     """Find K and V among `arrays`."""
     hints = hints or AxisHints()
-    _check_axes(where, hints.axes)
+    if hints.axes is not None:
+        letters = set(hints.axes)
+        if len(letters) != len(hints.axes) or not _REQUIRED_AXES <= letters <= _ALLOWED_AXES:
+            raise OptionError(
+                f"{where}: axes {hints.axes!r}: expected h (kv_head), t (token), d (dimension), each once, and where "
+                "there are such l (layer) and b (batch)"
+            )
     pairs = _pair_keys_values(where, merge_dump_segments(arrays))
     axes, axes_source = _resolve_axes(where, [array for pair in pairs for array in pair], hints)
     for array in (array for pair in pairs for array in pair):
@@ -105,10 +111,7 @@ def read_kv(where: str, arrays: Sequence[LazyArray], hints: AxisHints | None = N
 
 
 def infer_conventional_axes(arrays: Sequence[LazyArray], *, token_major: bool = False) -> str | None:
-    """The axes that go with the names of arrays (`names.CONVENTIONS`, and words for K or V), as `layers.sort` has them.
-
-    None where names do not say them, or the arrays have too many heads for it.
-    """
+    """Return the axes by the names of arrays; None where names do not state them or there are too many heads."""
     candidates = {_infer_array_axes(array) for array in arrays}
     letters = candidates.pop() if len(candidates) == 1 else None
     return letters.replace("ht", "th") if letters and token_major else letters
@@ -150,19 +153,8 @@ def _parse_layer_number(name: str) -> int | None:
     return parse_layer(name) if parsed_name is None else parsed_name.layer
 
 
-def _check_axes(where: str, axes: str | None) -> None:
-    if axes is None:
-        return
-    letters = set(axes)
-    if len(letters) != len(axes) or not _REQUIRED_AXES <= letters <= _ALLOWED_AXES:
-        raise OptionError(
-            f"{where}: axes {axes!r}: expected h (kv_head), t (token), d (dimension), each once, and where there are "
-            "such l (layer) and b (batch)"
-        )
-
-
 def _resolve_axes(where: str, arrays: Sequence[LazyArray], hints: AxisHints) -> tuple[str, str]:
-    """The axes of all arrays, and what says so."""
+    """Return the axes of all arrays, and what defines them."""
     if hints.axes is not None:
         return hints.axes, hints.axes_source
     if hints.token_major and all(len(array.shape) == 3 for array in arrays):
@@ -172,36 +164,29 @@ def _resolve_axes(where: str, arrays: Sequence[LazyArray], hints: AxisHints) -> 
     if len(dump_axes) == 1 and (axes := dump_axes.pop()) is not None:
         return axes, f"{example.name!r} holds the number of tokens"
     letters = _default_axes(where, example, _parse_layer_number(example.name))
-    readings = [
-        candidate
-        for candidate in (letters, letters.replace("ht", "th"))
-        if _is_plausible(example, candidate, hints.min_tokens)
-    ]
-    if readings == [letters]:
-        return letters, "the shape has no other reading"
     heads, tokens = (example.shape[letters.index(letter)] for letter in "ht")
+    is_plausible, is_swap_plausible = (
+        num_heads <= MAX_KV_HEADS and num_tokens >= hints.min_tokens
+        for num_heads, num_tokens in ((heads, tokens), (tokens, heads))
+    )
+    if is_plausible and not is_swap_plausible:
+        return letters, "the shape has no other reading"
     if max(heads, tokens) < hints.min_tokens:
         raise SourceError(f"{where}: array {example.name!r} {list(example.shape)} has no {hints.min_tokens} tokens")
     raise AmbiguousAxesError(
         f"{where}: array {example.name!r} {list(example.shape)}: nothing says whether {heads} or {tokens} is the "
-        f"number of "
-        f"tokens: say --axes {letters} ({tokens} tokens) or --axes {letters.replace('ht', 'th')} ({heads} tokens)"
+        f"number of tokens: say --axes {letters} ({tokens} tokens) or --axes {letters.replace('ht', 'th')} "
+        f"({heads} tokens)"
     )
 
 
 def _infer_dump_axes(array: LazyArray) -> str | None:
-    """The axes by a name of KV dumps, where the tokens that it names are the array's."""
+    """Return the axes by a name of KV dumps, where the tokens that it names are the array's."""
     parsed_name = parse_conventional_name(array.name)
     if parsed_name is None or parsed_name.end is None or len(array.shape) != 3:
         return None
-    return (
-        parsed_name.order if array.shape[parsed_name.order.index("t")] == parsed_name.end - parsed_name.start else None
-    )
-
-
-def _is_plausible(array: LazyArray, axes: str, min_tokens: int) -> bool:
-    heads, tokens = (array.shape[axes.index(letter)] for letter in "ht")
-    return heads <= MAX_KV_HEADS and tokens >= min_tokens
+    order = parsed_name.order
+    return order if array.shape[order.index("t")] == parsed_name.end - parsed_name.start else None
 
 
 def _default_axes(where: str, array: LazyArray, layer: int | None) -> str:
@@ -236,7 +221,7 @@ def _pair_keys_values(where: str, arrays: Sequence[LazyArray]) -> list[tuple[Laz
 
 
 def _load_elements(array: LazyArray) -> Elements:
-    """All words of an array; a view of the file where its bytes lie there as they are."""
+    """Return all words of an array; a view of the file where possible."""
     (chunk,) = array.iter_chunks()
     dtype = dtypes.parse_dtype(array.dtype).numpy_dtype
     if array.itemsize != array.coded_itemsize:
@@ -245,7 +230,7 @@ def _load_elements(array: LazyArray) -> Elements:
 
 
 def _to_canonical_axes(elements: Elements, axes: str) -> Elements:
-    """As ``[layer, batch, kv_head, token, dimension]``, with one layer and one batch where there was no such axis."""
+    """Return ``[layer, batch, kv_head, token, dimension]``, with lengths of 1 for missing axes."""
     order = [axes.index(letter) for letter in _FULL_AXES if letter in axes]
     missing_axes = tuple(position for position, letter in enumerate(_FULL_AXES) if letter not in axes)
     return np.expand_dims(elements.transpose(order), missing_axes)

@@ -18,19 +18,18 @@ class LayerCache:
     Parameters
     ----------
     layer
-        Which layer of the model this is, from 0.
+        Number of the layer in the model, from 0.
     keys, values
         ``[kv_head, token, head_dim]``, of one type: float16, float32, or uint16 for bf16. V may have another head_dim
-        than K, or none at all, 0 (latent attention), which the prefix store takes, and models in ONNX do not.
+        than K, or 0 (latent attention), which the prefix store accepts, and models in ONNX do not.
     positions
-        True position of each stored token, ``[token]``, or ``[kv_head, token]`` where heads keep different ones.
-        Without it, the tokens 0, 1, 2 ...
+        True position of each stored token, ``[token]``, or ``[kv_head, token]`` where heads keep different ones; by
+        default 0, 1, 2 ...
     ends
-        Like `positions`: the true position after the last token that a stored one stands for. Without it every stored
+        Like `positions`: the true position after the last token that a stored one stands for. By default every stored
         token stands for one.
     tokens_seen
-        How many tokens the model has seen, whatever is still stored: the true position of the next one. Without it,
-        the highest of `ends`.
+        Tokens the model has seen, stored or not: the true position of the next one. By default the highest of `ends`.
 
     Raises
     ------
@@ -80,35 +79,35 @@ class LayerCache:
 
     @property
     def kv_heads(self) -> int:
-        """Heads that are stored."""
+        """Return the number of stored heads."""
         return int(self.keys.shape[0])
 
     @property
     def tokens(self) -> int:
-        """Tokens that are stored: the place in the cache of the next one."""
+        """Return the number of stored tokens: the cache slot of the next one."""
         return int(self.keys.shape[1])
 
     @property
     def head_dim(self) -> int:
-        """Words of K of a token in one head."""
+        """Return the elements of K of a token in one head."""
         return int(self.keys.shape[2])
 
     @property
     def value_dim(self) -> int:
-        """Words of V of a token in one head."""
+        """Return the elements of V of a token in one head."""
         return int(self.values.shape[2])
 
     @property
     def nbytes(self) -> int:
-        """Bytes of K and V."""
+        """Return the bytes of K and V."""
         return self.keys.nbytes + self.values.nbytes
 
 
 def check_kv_pair(
     where: str, keys: Elements, values: Elements, *, num_axes: int, require_same_head_dim: bool = True
 ) -> None:
-    """Refuse K and V that differ in shape or type, have another number of axes, or no head or head_dim at all; without
-    `require_same_head_dim` their head_dim may differ, and V have none.
+    """Refuse K and V of other types, axes or shapes; without `require_same_head_dim` V may have another head_dim, or
+    0.
     """
     for name, array in (("keys", keys), ("values", values)):
         if not isinstance(array, np.ndarray):

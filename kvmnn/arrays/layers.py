@@ -16,7 +16,6 @@ from ..dtypes import PARTS, Part
 from ..errors import KvmnnError, MissingOptionError, OptionError, SourceError
 from .array import Chunk, LazyArray, rechunk, to_c_contiguous
 from .completeness import Completeness, LayerStateInfo
-from .engine_cache import EngineCacheInfo
 from .naming import is_indexed_name, parse_conventional_name, parse_layer, parse_part
 from .source import FILE_KEY, Source, strip_internal_metadata
 
@@ -52,15 +51,24 @@ def select_half(source: Source, half: ModelHalf, where: str) -> Source:
         raise OptionError(f"{where}: its arrays are not of a decoder and an encoder: leave --part out")
     arrays = [replace(array, name=_strip_half(array.name)) for array in source.arrays if parse_half(array.name) == half]
     opposite_half = next(candidate for candidate in MODEL_HALVES if candidate != half)
-    return replace(
-        source,
-        arrays=arrays,
-        metadata=strip_internal_metadata(source.metadata),
-        engine_cache=source.engine_cache and _select_half_of_info(source.engine_cache, half, arrays[0].shape),
-        completeness=_select_half_completeness(
-            source, half, f"K and V of the {opposite_half}, which the model needs too, are left out"
-        ),
-    )
+    missing_text = f"K and V of the {opposite_half}, which the model needs too, are left out"
+    cache, completeness = source.engine_cache, source.completeness or Completeness()
+    if half == "decoder":
+        completeness = replace(completeness, other=(*completeness.other, missing_text))
+    else:  # what an engine states of its cache is about the decoder
+        layers = tuple(LayerStateInfo(layer=state.layer, kind="cross") for state in completeness.layers)
+        completeness = Completeness(layers=layers, other=(missing_text,))
+        cache = cache and replace(
+            cache,
+            tokens=int(arrays[0].shape[-2]),
+            positions=None,
+            layer_positions=None,
+            positions_unknown=False,
+            token_ids=None,
+            texts=(),
+        )
+    metadata = strip_internal_metadata(source.metadata)
+    return replace(source, arrays=arrays, metadata=metadata, engine_cache=cache, completeness=completeness)
 
 
 def _strip_half(name: str) -> str:
@@ -69,43 +77,13 @@ def _strip_half(name: str) -> str:
     return name[: matches[-1].start()] + name[matches[-1].end() :] if matches else name
 
 
-def _select_half_of_info(cache: EngineCacheInfo, half: ModelHalf, shape: tuple[int, ...]) -> EngineCacheInfo:
-    """Return what is known of one half; a cache of engines describes its decoder."""
-    if half == "decoder":
-        return cache
-    return replace(
-        cache,
-        tokens=int(shape[-2]),
-        positions=None,
-        layer_positions=None,
-        positions_unknown=False,
-        token_ids=None,
-        texts=(),
-    )
-
-
-def _select_half_completeness(source: Source, half: ModelHalf, missing_text: str) -> Completeness:
-    completeness = source.completeness or Completeness()
-    layers = completeness.layers
-    if half == "encoder":
-        layers = tuple(LayerStateInfo(layer=state.layer, kind="cross") for state in layers)
-        return Completeness(layers=layers, other=(missing_text,))
-    return replace(completeness, other=(*completeness.other, missing_text))
-
-
-MAX_KV_HEADS = 256
-"""More kv heads than any decoder has: twice those of the largest that are published (128)."""
-
-
-TYPICAL_KV_HEADS = 16
-"""Kv heads that are nothing unusual, however few tokens there are."""
-
-_MAX_SHOWN_KINDS = 4
-"""Kinds of layers, and runs of them, that an error names."""
+MAX_KV_HEADS = 256  # twice those of the largest published decoder (128)
+TYPICAL_KV_HEADS = 16  # not unusual, however few tokens there are
+_MAX_SHOWN_KINDS = 4  # of layers, and runs of them, in an error
 
 
 class AmbiguousAxesError(MissingOptionError):
-    """Nothing says which axis is the tokens; the message has what to say."""
+    """Nothing defines which axis is the tokens; the message suggests options."""
 
 
 @dataclass(frozen=True)
@@ -130,20 +108,11 @@ class LayerArray:
 def collect_layer_arrays(
     arrays: Sequence[LazyArray], *, token_major: bool = False, allow_keys_only: bool = False
 ) -> list[LayerArray]:
-    """K and V of every layer, in order, each with its words in C order.
-
-    Names may be those of `NAME_TEMPLATES`, such as ``layer_3.key`` or ``past_key_values.3.value``; the pieces of a KV
-    dump (``run/layer_3/k_t0_16``) are joined along the tokens. Others say K or V by a word and the layer by a number.
-    Arrays
-    called ``k`` and ``v`` or the like, without a number, are one layer, or with four axes ``[layer, ...]`` all of them.
-    Of ``3.0`` and ``3.1`` nothing says the axes: more than `MAX_KV_HEADS` are tokens; fewer on both axes are asked
-    about.
-
-    Parameters
-    ----------
-    token_major
-        Whether arrays are ``[token, kv_head, head_dim]``; those of a KV dump say so by their names.
-    """
+    """Return K and V of every layer, in order, each with its words in C order."""
+    # Names may be those of `NAME_TEMPLATES`; the segments of a KV dump (``run/layer_3/k_t0_16``), which state their own
+    # order of axes, are joined along the tokens. Others state K or V by a word and the layer by a number. Arrays called
+    # ``k`` and ``v`` or the like, without a number, are one layer, or with four axes ``[layer, ...]`` all of them. The
+    # axes of ``3.0`` and ``3.1`` are unknown: more than `MAX_KV_HEADS` are tokens; fewer on both axes are ambiguous.
     check_one_half([array.name for array in arrays], "")
     entries: dict[tuple[int, Part], list[tuple[int, LayerArray]]] = {}
     for array in arrays:
@@ -168,7 +137,7 @@ def collect_layer_arrays(
 
 
 def _locate_layers(array: LazyArray, token_major: bool) -> Iterator[tuple[int, LayerArray]]:
-    """Which tokens of which layers an array holds: ``(first token, array)``."""
+    """Iterate over the tokens of layers in an array: ``(first token, array)``."""
     part, layer, start, token_major = locate_array(array, token_major)
     if array.itemsize != array.coded_itemsize:
         raise SourceError(
@@ -191,7 +160,7 @@ def _locate_layers(array: LazyArray, token_major: bool) -> Iterator[tuple[int, L
 
 
 def _suggest_axes_option(array: LazyArray) -> str:
-    """What to say of arrays with more axes."""
+    """Suggest an option for arrays with more axes."""
     parsed_name = parse_conventional_name(array.name)
     if (
         len(array.shape) == 4
@@ -205,7 +174,7 @@ def _suggest_axes_option(array: LazyArray) -> str:
 
 
 def locate_array(array: LazyArray, token_major: bool) -> tuple[Part, int | None, int, bool]:
-    """Part, layer (None if its name does not say it), first token, and whether tokens come before heads."""
+    """Return part, layer (None if its name does not state it), first token, and whether tokens come before heads."""
     parsed_name = parse_conventional_name(array.name)
     if parsed_name is not None:
         return (
@@ -220,19 +189,15 @@ def locate_array(array: LazyArray, token_major: bool) -> tuple[Part, int | None,
         raise MissingOptionError(
             f"array {array.name!r}: its name does not say whether it is K or V of which layer: expected e.g. "
             f"'{format_array_name(0, 'key')}', 'k' with --axes that have l for an axis of layers, or 2 in them for one "
-            "of K and V (an array of a .npy file is called as the file)" + _suggest_latent_option(array)
+            "of K and V (an array of a .npy file is called as the file)"
+            + ("; --axes td takes it as the one tensor of latent attention" if len(array.shape) == 2 else "")
         ) from None
     layer = parse_layer(name_without_part)
     return part, layer, 0, token_major or (is_indexed_name(array.name) and _has_tokens_first(array))
 
 
-def _suggest_latent_option(array: LazyArray) -> str:
-    """What to say of arrays with two axes, as latent attention has them."""
-    return "; --axes td takes it as the one tensor of latent attention" if len(array.shape) == 2 else ""
-
-
 def _has_tokens_first(array: LazyArray) -> bool:
-    """Whether tokens come before heads, where only the lengths of the axes can tell."""
+    """Return whether tokens come before heads, where only the lengths of the axes can tell."""
     if len(array.shape) not in (3, 4):
         return False
     first_length, second_length = array.shape[-3:-1]
@@ -247,7 +212,7 @@ def _has_tokens_first(array: LazyArray) -> bool:
 
 
 def suggest_token_major(source: Source, axes: str | None = None) -> str | None:
-    """What to say where arrays are read as of many heads and few tokens; None where that is nothing odd."""
+    """Suggest an option where arrays are read as of many heads and few tokens; None where that is not unusual."""
     if source.cache or source.engine_cache or source.token_major or FILE_KEY in source.metadata:
         return None
     if source.axes and axes is None:
@@ -271,7 +236,7 @@ def suggest_token_major(source: Source, axes: str | None = None) -> str | None:
 
 
 def _select_row(array: LazyArray, index: int) -> LazyArray:
-    """One row of the first axis, as an array of its own."""
+    """Return one row of the first axis as an array of its own."""
     if array.order == "F":
         return to_c_contiguous(array, (index,))
     nbytes = array.nbytes // array.shape[0]
@@ -279,10 +244,7 @@ def _select_row(array: LazyArray, index: int) -> LazyArray:
 
 
 def _iter_byte_range(array: LazyArray, begin: int, nbytes: int, chunk_bytes: int) -> Iterator[Chunk]:
-    """Bytes of an array from `begin` on; what is before them is passed over, which costs nothing in a mapped file.
-
-    An array is read to its end where the bytes are its last: what is checked behind them is checked.
-    """
+    """Iterate over bytes of an array from `begin` on; skipping those before costs nothing in a mapped file."""
     position = 0
     for chunk in array.reader(chunk_bytes):
         low, high = max(begin - position, 0), min(begin + nbytes - position, chunk.size)
@@ -290,7 +252,7 @@ def _iter_byte_range(array: LazyArray, begin: int, nbytes: int, chunk_bytes: int
         if low < high:
             yield chunk[low:high]
         if begin + nbytes <= position < array.nbytes:
-            return
+            return  # an array whose last bytes are requested is read to its end, so that checksums are compared
 
 
 def _join_dump_segments(segments: list[tuple[int, LayerArray]]) -> LayerArray:
@@ -322,7 +284,7 @@ def _iter_chained_chunks(arrays: list[LazyArray], chunk_bytes: int) -> Iterator[
 
 
 def merge_dump_segments(arrays: Sequence[LazyArray]) -> list[LazyArray]:
-    """The same arrays; where all are of KV dumps, and some are pieces of one layer, those joined along the tokens."""
+    """Return the arrays with segments of KV dumps joined along the tokens, where all are of dumps."""
     parsed_names = [parse_conventional_name(array.name) for array in arrays]
     dump_keys = [
         (parsed_name.layer, parsed_name.part) for parsed_name in parsed_names if parsed_name and parsed_name.is_dump
@@ -333,9 +295,7 @@ def merge_dump_segments(arrays: Sequence[LazyArray]) -> list[LazyArray]:
 
 
 def collect_layers(source: Source, *, token_major: bool = False, allow_keys_only: bool = False) -> list[LayerArray]:
-    """`collect_layer_arrays` of the arrays of a source, which errors name; `token_major` where its arrays are so
-    without saying it.
-    """
+    """Collect the layers of a source (`collect_layer_arrays`), which errors name."""
     try:
         return collect_layer_arrays(
             source.arrays, token_major=source.token_major or token_major, allow_keys_only=allow_keys_only
@@ -345,9 +305,8 @@ def collect_layers(source: Source, *, token_major: bool = False, allow_keys_only
 
 
 def collect_layers_or_latents(source: Source, *, token_major: bool = False) -> list[LayerArray]:
-    """`collect_layers` where K alone may be all that a model keeps: an engine says so, or each layer has one head.
-
-    Latent attention stores one tensor for K and V, without heads. K of several heads lacks its V.
+    """Collect layers, of which K alone may be there: an engine says so, or each layer has one head (latent
+    attention).
     """
     arrays = collect_layers(source, token_major=token_major, allow_keys_only=True)
     heads = arrays[0].geometry[0]
@@ -361,15 +320,12 @@ def collect_layers_or_latents(source: Source, *, token_major: bool = False) -> l
 
 
 def format_input_prefix(source: Source) -> str:
-    """What errors about the arrays of a source begin with."""
+    """Return the beginning of errors about the arrays of a source."""
     return f"{' '.join(source.inputs)}: " if source.inputs else ""
 
 
 def check_kv_shapes(layers: Sequence[LayerArray], where: str = "", *, require_same_head_dim: bool = True) -> None:
-    """Raise `KvmnnError` where K and V of a layer differ in shape, without `require_same_head_dim` in heads or tokens.
-
-    `where` begins the error: `format_input_prefix`.
-    """
+    """Raise `KvmnnError` where K and V of a layer differ in heads, tokens or, by default, head_dim."""
     for key, value in zip(layers[::2], layers[1::2], strict=True):
         is_consistent = key.geometry[:2] == value.geometry[:2] and (
             not require_same_head_dim or key.geometry[2] == value.geometry[2]
@@ -382,7 +338,7 @@ def check_kv_shapes(layers: Sequence[LayerArray], where: str = "", *, require_sa
 
 
 def require_common_geometry(layers: Sequence[LayerArray], where: str = "") -> tuple[int, int, str]:
-    """``(kv_heads, head_dim, dtype)`` that all layers share."""
+    """Return ``(kv_heads, head_dim, dtype)``, which all layers must share."""
     check_kv_shapes(layers, where)
     layers_by_geometry: dict[tuple[int, int, str], list[int]] = {}
     for entry in layers:
@@ -397,11 +353,8 @@ def require_common_geometry(layers: Sequence[LayerArray], where: str = "") -> tu
             f"{_format_layers_have(numbers)} {pluralize(heads, 'kv head')} x {dims} dims of {dtype}"
             for (heads, dims, dtype), numbers in list(layers_by_geometry.items())[:_MAX_SHOWN_KINDS]
         ]
-        more_text = (
-            f" and {len(layers_by_geometry) - _MAX_SHOWN_KINDS} more"
-            if len(layers_by_geometry) > _MAX_SHOWN_KINDS
-            else ""
-        )
+        num_hidden = len(layers_by_geometry) - _MAX_SHOWN_KINDS
+        more_text = f" and {num_hidden} more" if num_hidden > 0 else ""
         raise KvmnnError(
             f"{where}{', '.join(kind_texts)}{more_text}: expected one geometry (encode, measure, unpack, diff and "
             "store put take layers that differ)"
@@ -410,17 +363,23 @@ def require_common_geometry(layers: Sequence[LayerArray], where: str = "") -> tu
 
 
 def _format_layers_have(numbers: Sequence[int]) -> str:
-    """``layer 3 has``, ``layers 0 to 2, 5 have``."""
+    """Format ``layer 3 has``, ``layers 0 to 2, 5 have``."""
+    runs = group_consecutive(numbers)
+    run_text = ", ".join(map(format_range, runs[:_MAX_SHOWN_KINDS])) + (" ..." if len(runs) > _MAX_SHOWN_KINDS else "")
+    return f"layer {run_text} has" if len(numbers) == 1 else f"layers {run_text} have"
+
+
+def group_consecutive(numbers: Sequence[int]) -> list[list[int]]:
+    """Group numbers into runs of consecutive ones."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
             runs[-1].append(number)
         else:
             runs.append([number])
-    run_text = ", ".join(map(format_range, runs[:_MAX_SHOWN_KINDS])) + (" ..." if len(runs) > _MAX_SHOWN_KINDS else "")
-    return f"layer {run_text} has" if len(numbers) == 1 else f"layers {run_text} have"
+    return runs
 
 
 def format_array_name(layer: int, part: Part) -> str:
-    """What the array of a layer's K or V is called everywhere."""
+    """Return the name that the array of a layer's K or V has everywhere."""
     return f"layer_{layer}.{part}"

@@ -1,4 +1,4 @@
-"""What llama.cpp does to K and V before it stores them, undone; and found by comparing with a model's own.
+"""Transforms that llama.cpp applies to K and V before it stores them, and their inverses.
 
 Rotation: builds from pull request 21038 on multiply each head of quantised K and V by an orthonormal Hadamard matrix
 (Sylvester's), K by the largest power of two that divides the head, V by 64, where heads have a multiple of 64
@@ -18,20 +18,16 @@ from ..dtypes import Elements, Floats, Part
 from ..errors import OptionError
 
 Transform = Literal["k-rotation", "v-rotation", "k-order"]
-TRANSFORMS: Final[tuple[Transform, ...]] = get_args(Transform)
-"""In the order in which they are undone."""
-
-ROTATIONS: Final[tuple[Transform, ...]] = ("k-rotation", "v-rotation")
-"""Those that are rounded when they are undone; the order is exact."""
+TRANSFORMS: Final[tuple[Transform, ...]] = get_args(Transform)  # in the order in which they are inverted
+ROTATIONS: Final[tuple[Transform, ...]] = ("k-rotation", "v-rotation")  # inverses are rounded; the order is exact
 
 _MIN_ROTATION_DIMS = 64
 _BLOCK_ELEMENTS = 1 << 22
 
 
 def validate_transforms(names: Sequence[str], head_dim: int) -> tuple[Transform, ...]:
-    """The names, each once, in order; `OptionError` for others and for what no head of this size had done to it.
-
-    ``"none"`` alone says that nothing is to be undone.
+    """Return the names once and in order (none for ``"none"``); `OptionError` for those that this head_dim cannot
+    have.
     """
     if list(names) == ["none"]:
         return ()
@@ -48,17 +44,15 @@ def validate_transforms(names: Sequence[str], head_dim: int) -> tuple[Transform,
 
 
 def list_possible_transforms(part: Part, head_dim: int) -> tuple[Transform, ...]:
-    """What may have been done to K or V of heads of this size."""
+    """Return the transforms that K or V of this head_dim may have."""
     rotations: dict[Part, Transform] = {"key": "k-rotation", "value": "v-rotation"}
     possible = (rotations[part],) if head_dim % _MIN_ROTATION_DIMS == 0 else ()
     return (*possible, "k-order") if part == "key" and head_dim % 2 == 0 else possible
 
 
 def invert_transforms(elements: Elements, part: Part, transforms: Sequence[Transform]) -> Elements:
-    """K or V ``[..., head_dim]`` as the model's own lie.
-
-    Rotations are of float32 or float16, computed in float32 and rounded once; the order is of words of any type.
-    """
+    """Invert transforms of K or V ``[..., head_dim]``."""
+    # Rotations are of float32 or float16, computed in float32 and rounded once; the order is of words of any type.
     head_dim = elements.shape[-1]
     if "k-rotation" in transforms and part == "key":
         elements = _multiply_hadamard(elements, head_dim & -head_dim)
@@ -71,19 +65,19 @@ def invert_transforms(elements: Elements, part: Part, transforms: Sequence[Trans
 
 
 def has_lossy_inverse(transforms: Sequence[Transform]) -> bool:
-    """Whether undoing these rounds numbers."""
+    """Return whether inverting these rounds numbers."""
     return any(name in ROTATIONS for name in transforms)
 
 
 def iter_transform_combinations(part: Part, head_dim: int) -> Iterator[tuple[Transform, ...]]:
-    """Combinations of what may have to be undone of K or V, the shortest first."""
+    """Iterate over combinations of transforms that K or V may have, the shortest first."""
     possible = list_possible_transforms(part, head_dim)
     for count in range(1, len(possible) + 1):
         yield from combinations(possible, count)
 
 
 def _multiply_hadamard(elements: Elements, size: int) -> Elements:
-    """Each `size` dimensions times Hadamard's matrix."""
+    """Multiply each `size` dimensions by Hadamard's matrix."""
     matrix: Floats = np.ones((1, 1), np.float32)
     while len(matrix) < size:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])
@@ -92,7 +86,6 @@ def _multiply_hadamard(elements: Elements, size: int) -> Elements:
     rotated_rows = np.empty_like(rows)
     rows_per_block = max(1, _BLOCK_ELEMENTS // size)
     for begin in range(0, len(rows), rows_per_block):
-        rotated_rows[begin : begin + rows_per_block] = (
-            rows[begin : begin + rows_per_block].astype(np.float32, copy=False) @ matrix
-        )
+        block = slice(begin, begin + rows_per_block)
+        rotated_rows[block] = rows[block].astype(np.float32, copy=False) @ matrix
     return rotated_rows.reshape(elements.shape)

@@ -1,12 +1,9 @@
-"""Which layer an array is of, and whether it holds K or V, by its name: the one table of names.
+"""Names of arrays: the layer and part (K or V) that they state, and which names arrays may have.
 
 A name is looked up in `NAME_TEMPLATES`; then in `INDEXED_NAME_TEMPLATE`; then by its words, so that
 ``model.layers.3.self_attn.k`` and ``k_3`` are K of layer 3: the last word for K or V, and the first number that stands
-alone or behind a word for layer,
-K or V. Names of `NAME_TEMPLATES`, and those of words, have heads before tokens where nobody says otherwise;
-`INDEXED_NAME_TEMPLATE` ones come from engines of either order, and are asked about.
-
-Which names arrays may have: checked where they enter, so that no writer has to.
+alone or after a word for layer, K or V. Heads come before tokens unless specified otherwise; `INDEXED_NAME_TEMPLATE`
+names come from engines of either order, so that their axes must be specified. Names are checked where arrays enter.
 """
 
 from __future__ import annotations
@@ -19,9 +16,9 @@ from typing import Literal, NamedTuple
 from ..dtypes import PARTS, Part
 from ..errors import SourceError
 
-AxisOrder = Literal["htd", "thd"]
-"""Heads before tokens (``[kv_head, token, head_dim]``), or tokens before heads."""
+AxisOrder = Literal["htd", "thd"]  # heads before tokens (``[kv_head, token, head_dim]``), or tokens before heads
 
+#: Names with part and layer, and the usual order of axes. A slash may be an underscore, as in names of files.
 NAME_TEMPLATES: tuple[tuple[str, AxisOrder], ...] = (
     ("layer_{layer}.{part}", "htd"),  # kvmnn itself
     ("past_key_values.{layer}.{part}", "htd"),  # inputs of decoders in ONNX, with a batch in front
@@ -29,10 +26,9 @@ NAME_TEMPLATES: tuple[tuple[str, AxisOrder], ...] = (
     ("{folder}layer_{layer}/{letter}_t{start}_{end}", "thd"),  # MNN's KV dumps
     ("{folder}layer_{layer}/packed_{letter}_packed_t{start}_{end}", "htd"),  # their packed variant
 )
-"""Names that say part and layer, and the usual order of axes. A slash may be an underscore, as in names of files."""
 
+#: A layer and 0 for K, 1 for V, as in ``3.0``, ``past_key_values.3.1`` or ``layers_3_0``: pairs in lists, flattened.
 INDEXED_NAME_TEMPLATE = "{cache}{layer}.{part}"
-"""A layer and 0 for K, 1 for V, as in ``3.0``, ``past_key_values.3.1`` or ``layers_3_0``: pairs in lists, flattened."""
 
 _PLACEHOLDERS = {
     "{folder}": r"(?P<folder>(?:.*/)?)",
@@ -66,7 +62,7 @@ _LAYER_WORD_REGEX = re.compile(r"(?:layers?|l|keys?|values?|k|v)?(\d+)", re.IGNO
 
 
 class ConventionalName(NamedTuple):
-    """What a name in `NAME_TEMPLATES` says."""
+    """What a name of `NAME_TEMPLATES` states."""
 
     #: K or V of which layer.
     part: Part
@@ -81,12 +77,12 @@ class ConventionalName(NamedTuple):
 
     @property
     def is_dump(self) -> bool:
-        """Whether the name is one of a KV dump."""
+        """Return whether the name is one of a KV dump."""
         return self.end is not None
 
 
 def parse_conventional_name(name: str) -> ConventionalName | None:
-    """What a name says that is in `NAME_TEMPLATES`; None for all others."""
+    """Parse a name of `NAME_TEMPLATES`; None for all others."""
     for pattern, order in _NAME_REGEXES:
         match = pattern.fullmatch(name)
         if match:
@@ -98,12 +94,12 @@ def parse_conventional_name(name: str) -> ConventionalName | None:
 
 
 def is_indexed_name(name: str) -> bool:
-    """Whether a name is one of `INDEXED_NAME_TEMPLATE`."""
+    """Return whether a name is one of `INDEXED_NAME_TEMPLATE`."""
     return _INDEXED_NAME_REGEX.fullmatch(name) is not None
 
 
 def parse_part(where: str, name: str) -> tuple[Part, str]:
-    """K or V by the last word that says so; and the name with that word replaced by ``*``."""
+    """Return K or V by the last word for either, and the name with that word replaced by ``*``."""
     if match := _INDEXED_NAME_REGEX.fullmatch(name):
         return PARTS[int(match["part"])], f"{match['rest']}*"
     for word in reversed(list(_WORD_REGEX.finditer(name))):
@@ -118,7 +114,7 @@ def parse_part(where: str, name: str) -> tuple[Part, str]:
 
 
 def parse_layer(name: str) -> int | None:
-    """The first number that stands alone or behind a word for layer, K or V."""
+    """Return the first number that stands alone or after a word for layer, K or V."""
     for word in re.findall(r"[A-Za-z0-9]+", name):
         match = _LAYER_WORD_REGEX.fullmatch(word)
         if match and len(match[1]) < 10:
@@ -126,18 +122,14 @@ def parse_layer(name: str) -> int | None:
     return None
 
 
-MAX_NAME_BYTES = 255
-"""Of a name in UTF-8: what file systems take for a file's."""
-
+MAX_NAME_BYTES = 255  # in UTF-8: the limit of file systems
 _CONTROL_REGEX = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _SURROGATE_REGEX = re.compile(r"[\ud800-\udfff]")
 
 
 def find_name_error(name: str) -> str | None:
-    """Why an array may not have this name, wherever it comes from; None if it may.
-
-    Such names are cut or altered by some formats (a zip archive ends names at a NUL) and by terminals.
-    """
+    """Return why an array may not have this name; None if it may."""
+    # Some formats cut or alter such names (a zip archive ends names at a NUL), and so do terminals.
     if name.isascii() and name.isprintable() and len(name) <= MAX_NAME_BYTES:
         return None  # nearly all are, and there may be a million
     if match := _CONTROL_REGEX.search(name):
@@ -149,23 +141,23 @@ def find_name_error(name: str) -> str | None:
 
 
 def check_name(name: str, where: str) -> None:
-    """`SourceError` for a name that an array may not have; `where` begins the message."""
+    """Raise `SourceError`, which begins with `where`, for a name that an array may not have."""
     if name_error := find_name_error(name):
         raise SourceError(f"{where}: the array name {shorten_name(name)} {name_error}")
 
 
 def shorten_name(name: str, max_chars: int = 60) -> str:
-    """A name for a message: quoted, what does not print escaped, the middle of a long one left out."""
+    """Format a name for a message: quoted, unprintable characters escaped, the middle of a long one left out."""
     short_name = name if len(name) <= max_chars else f"{name[: max_chars // 2]}...{name[-max_chars // 2 :]}"
     return ascii(short_name) if find_name_error(short_name) else repr(short_name)
 
 
 def array_name_from_path(path: str) -> str:
-    """The name of the one array in a file: the file's without its suffix, what no array's may have in it escaped."""
+    """Return the name of the only array in a file: the file's without its suffix, sanitized."""
     return sanitize_name(PurePath(path).stem)
 
 
 def sanitize_name(name: str) -> str:
-    """A file's name as a manifest has it: control characters and bytes that are not UTF-8 escaped."""
+    """Escape control characters and bytes that are not UTF-8 in a file's name."""
     text = os.fsencode(name).decode("utf-8", "backslashreplace")
     return _CONTROL_REGEX.sub(lambda match: f"\\x{ord(match[0]):02x}", text)

@@ -10,8 +10,7 @@ from ..errors import SourceError
 from .completeness import Completeness
 
 MAX_STATE_AXES = 16
-MAX_STATE_NAME_CHARS = 256
-"""Characters of the name of a state, and of its dtype."""
+MAX_STATE_NAME_CHARS = 256  # also of its dtype
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,16 +9,17 @@ import numpy as np
 from .._util.text import format_range, pluralize
 from ..dtypes import Positions
 from ..packed.cache_info import PositionRuns
-from .completeness import Completeness, LayerStateInfo, describe_state, format_missing
+from .completeness import Completeness, describe_state, format_missing
 from .engine_cache import parse_layers, positions_to_runs
+from .layers import group_consecutive
 from .source import Source
 
+#: By layer, in the order of the arrays: int64 ``[token]``, or ``[kv_head, token]`` where heads hold different ones.
 PositionMap = Mapping[int, Positions]
-"""By layer, in the order of the arrays: int64 ``[token]``, or ``[kv_head, token]`` where heads hold different ones."""
 
 
 def read_token_positions(source: Source) -> PositionMap:
-    """What a packed cache or that of another engine says; nothing of layers of which nothing is said."""
+    """Return the positions that a packed cache or another engine's states, for the layers of which it does."""
     if source.cache is not None:
         runs = {layer.layer: layer.text_position_runs for layer in source.cache.layers}
         return {n: np.concatenate([np.arange(begin, begin + size) for begin, size in r]) for n, r in runs.items()}
@@ -32,7 +33,7 @@ def read_token_positions(source: Source) -> PositionMap:
 
 
 def find_position_conflicts(first: PositionMap, second: PositionMap) -> dict[int, str]:
-    """Layers of which both caches say which tokens of the text they hold, and say otherwise."""
+    """Describe by layer where both caches state which tokens of the text they hold, and differ."""
     conflicts = {}
     for layer in sorted(first.keys() & second.keys()):
         first_positions, second_positions = first[layer], second[layer]
@@ -51,14 +52,14 @@ def find_position_conflicts(first: PositionMap, second: PositionMap) -> dict[int
 
 
 def describe_conflicts(conflicts: Mapping[int, str], layers: Collection[int], ending: str = "") -> list[str]:
-    """A line for each of those layers; one line where it is the same of all `layers`."""
+    """Format a line for each of those layers; one line where it is the same of all `layers`."""
     if len(set(conflicts.values())) == 1 and conflicts.keys() >= set(layers):
         return [min(conflicts.values()) + ending]
     return [f"layer {layer}: {line}{ending}" for layer, line in conflicts.items()]
 
 
 def describe_gaps(runs_by_layer: Mapping[int, Collection[PositionRuns]]) -> str:
-    """What a layer holds that does not hold the first tokens of its text, and how many more there are."""
+    """Describe a layer without the first tokens of its text, and how many more there are."""
     layers_with_gaps = {
         n: runs
         for n, runs in runs_by_layer.items()
@@ -68,10 +69,8 @@ def describe_gaps(runs_by_layer: Mapping[int, Collection[PositionRuns]]) -> str:
         return ""
     layer, runs = next(iter(layers_with_gaps.items()))
     example = next(iter(runs))
-    tokens, last_position = (
-        sum(size for _, size in example),
-        max(sum(run) - 1 for head_runs in runs for run in head_runs),
-    )
+    tokens = sum(size for _, size in example)
+    last_position = max(sum(run) - 1 for head_runs in runs for run in head_runs)
     more_text = f", and so {pluralize(len(layers_with_gaps) - 1, 'more layer')}" if len(layers_with_gaps) > 1 else ""
     return f"layer {layer} holds {pluralize(tokens, 'token')} of positions up to {last_position}{more_text}"
 
@@ -86,10 +85,16 @@ def find_window_layers(completeness: Completeness | None, position_map: Position
     for layer, positions in position_map.items():
         if np.array_equal(positions, np.arange(tokens)):
             continue
-        if not _contains_window(states.get(layer), positions, tokens):
+        state = states.get(layer)
+        if state is None or state.kind != "window" or not positions.size:
+            return {}
+        # A layer needs as many of the last tokens as its window has.
+        covers_window = positions.size >= min(tokens, (state.window or 1) - 1)
+        if not covers_window or not np.array_equal(positions, np.arange(tokens - positions.size, tokens)):
             return {}
         windows[layer] = positions
-    return windows if len(windows) < len(position_map) or all(map(_has_window, states.values())) else {}
+    has_other_layers = any(state.kind not in ("window", "shared") for state in states.values())
+    return {} if has_other_layers and len(windows) == len(position_map) else windows
 
 
 def describe_windows(completeness: Completeness | None, windows: Mapping[int, Positions]) -> str:
@@ -105,19 +110,6 @@ def describe_windows(completeness: Completeness | None, windows: Mapping[int, Po
     )
 
 
-def _has_window(state: LayerStateInfo) -> bool:
-    return state.kind in ("window", "shared")
-
-
-def _contains_window(state: LayerStateInfo | None, positions: Positions, tokens: int) -> bool:
-    """Return whether a layer contains as many of the last tokens of a text as its window needs."""
-    if state is None or state.kind != "window" or not positions.size:
-        return False
-    first_position = tokens - positions.size
-    covers_window = positions.size >= min(tokens, (state.window or 1) - 1)
-    return covers_window and np.array_equal(positions, np.arange(first_position, tokens))
-
-
 _MAX_SHOWN_RUNS = 4  # positions of an evicted cache may be thousands of runs
 
 
@@ -129,10 +121,7 @@ def position_runs_by_layer(position_map: PositionMap) -> dict[int, PositionRuns]
 def describe_layer_states(
     completeness: Completeness | None, positions: Mapping[int, PositionRuns] | None = None
 ) -> list[str]:
-    """Return a line for each kind of layer, then one for each kind of state that the arrays do not contain.
-
-    Models that have full attention in every layer get none.
-    """
+    """Format a line for each kind of layer, then one for each kind of missing state; none for plain models."""
     if completeness is None:
         return []
     groups: dict[str, list[int]] = {}
@@ -147,19 +136,9 @@ def describe_layer_states(
 
 def format_layers(layers: list[int]) -> str:
     """Return numbers of layers in words: ``"layers 0 to 4, 6"``."""
-    return f"layer{'s' if len(layers) > 1 else ''} {', '.join(format_range(run) for run in _group_consecutive(layers))}"
+    return f"layer{'s' if len(layers) > 1 else ''} {', '.join(format_range(run) for run in group_consecutive(layers))}"
 
 
 def _format_runs(runs: PositionRuns) -> str:
     text = ", ".join(format_range(sorted({begin, begin + size - 1})) for begin, size in runs[:_MAX_SHOWN_RUNS])
     return f"{text} and {len(runs) - _MAX_SHOWN_RUNS} more runs" if len(runs) > _MAX_SHOWN_RUNS else text
-
-
-def _group_consecutive(numbers: list[int]) -> list[list[int]]:
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return runs

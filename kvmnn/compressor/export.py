@@ -80,8 +80,7 @@ def export_weights(
 
     bf16 becomes BF16 in ``.safetensors`` and uint16 in ``.npz``. The header's fields and the metadata (key
     ``metadata``; as hexadecimal digits under ``metadata_hex`` where it is no UTF-8) go into the metadata of a
-    ``.safetensors`` file;
-    ``.npz`` cannot store them.
+    ``.safetensors`` file; ``.npz`` cannot store them.
 
     Parameters
     ----------

@@ -40,7 +40,7 @@ class H2OBlocks(BudgetedPolicy):
 
     Notes
     -----
-    Differences from the engine; `kvmnn.policies.h2o.H2OPlanner` is the engine bit for bit:
+    Where it differs from the engine, which `kvmnn.policies.h2o.H2OPlanner` is bit for bit:
 
     * Scores belong to tokens here, as those of the other policies, and are added up to blocks when a plan is made; the
       engine averages block sums. The two agree but for rounding.
@@ -120,8 +120,7 @@ class H2OEngine(Policy):
     Paper: arXiv 2306.14048 (H2O). Original: the planner of the MNN fork with H2O, `kvmnn.policies.h2o.H2OPlanner` bit
     for bit; docs/h2o.md. A plan is made in one decode step of a layer and carried out at the beginning of the next (its
     double buffer), layers are planned at different steps and hold different numbers of tokens, and the first step of a
-    text is
-    the prompt, which plans nothing.
+    text is the prompt, which plans nothing.
 
     It decides for all layers of a model together, so it runs in `kvmnn.lm` (`Runner`, `generate`, `evaluate`) only;
     `H2OBlocks` is the same idea for one layer.

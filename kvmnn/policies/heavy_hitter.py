@@ -35,7 +35,7 @@ class H2OTokens(BudgetedPolicy):
 
     Notes
     -----
-    Differences from the original:
+    Where it differs from the original:
 
     * Of equal scores the older token stays, and a NaN score counts as the lowest; the original leaves both to topk. It
       matters where a prompt exceeds ``budget + buffer``: its tokens have not been attended then and all score 0.
@@ -90,9 +90,9 @@ class H2OHeads(BudgetedPolicy):
     -----
     The step's attention is added to the scores first, then the cache is cut, at every step above the budget.
 
-    Differences from the original: of equal scores the older token stays; NaN counts as the lowest. Query heads that
-    share a KV head add their attention up, and a single head works. `recent` of 0 means none; the original would slice
-    from -0.
+    Where it differs from the original: of equal scores the older token stays; NaN counts as the lowest. Query heads
+    that share a KV head add their attention up, and a single head works. `recent` of 0 means none; the original would
+    slice from -0.
     """
 
     name: ClassVar[str] = "h2o_heads"
@@ -143,8 +143,8 @@ class H2ODecayed(BudgetedPolicy):
 
     Notes
     -----
-    Unlike in `h2o_tokens`, the step's attention is added to the scores first, then the cache is cut, at every step
-    above the budget. Of equal scores the older token stays; NaN counts as the lowest.
+    Where it differs from `h2o_tokens`: the step's attention is added to the scores first, then the cache is cut, at
+    every step above the budget. Of equal scores the older token stays; NaN counts as the lowest.
     """
 
     name: ClassVar[str] = "h2o_decayed"
@@ -201,7 +201,8 @@ class H2ODecayedHeads(H2ODecayed):
 
     Notes
     -----
-    With ``sink=0, decay=1`` it keeps what `h2o_heads` keeps. Query heads that share a KV head add their attention up.
+    Where it differs from the original: scores fade. With ``sink=0, decay=1`` it keeps what `h2o_heads` keeps. Query
+    heads that share a KV head add their attention up.
     """
 
     name: ClassVar[str] = "h2o_decayed_heads"
@@ -224,7 +225,7 @@ class ObservedAttention(BudgetedPolicy):
     A token's score is its attention, summed over the queries and divided by the number of queries that could see it,
     averaged over the query heads of the KV head's group (`MeanScores`).
 
-    Differences from kvpress: of equal scores the older token comes first, so that the result is defined; NaN comes
+    Where it differs from kvpress: of equal scores the older token comes first, so that the result is defined; NaN comes
     last; at least one token stays; the budget may also be a number of tokens.
     """
 

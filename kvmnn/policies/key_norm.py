@@ -34,8 +34,8 @@ class KNorm(BudgetedPolicy):
 
     Notes
     -----
-    Differences from kvpress: norms are float32 for every cache and of equal norms the older token comes first, so that
-    the result is defined; NaN comes last; at least one token stays; the budget may also be a number of tokens.
+    Where it differs from kvpress: norms are float32 for every cache and of equal norms the older token comes first, so
+    that the result is defined; NaN comes last; at least one token stays; the budget may also be a number of tokens.
     """
 
     name = "knorm"
@@ -79,7 +79,7 @@ class L2Fixed(BudgetedPolicy):
 
     Notes
     -----
-    Differences from the original:
+    Where it differs from the original:
 
     * ``random`` takes a generator instead of the global one, so that a run can be repeated; draws are numpy's, not
       torch's. An unknown strategy is refused when the policy is created.
@@ -146,7 +146,7 @@ class L2Ratio(BudgetedPolicy):
 
     Notes
     -----
-    Differences from the originals:
+    Where it differs from the originals:
 
     * Norms are float32 for every cache; the originals compute them in the cache's type, where float16 rounds many norms
       to the same value and leaves the choice among them to the sort.

@@ -260,8 +260,7 @@ class Policy(ABC):
 
         It is called only at its `triggers`, for layers that are cut, with what `requires` names. It must treat every
         row of `PolicyInput.get_row_scores` and `PolicyInput.get_key_norms` by itself, because several layers are
-        decided in
-        one call.
+        decided in one call.
 
         Returns
         -------

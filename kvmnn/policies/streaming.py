@@ -28,7 +28,7 @@ class RecentOnly(BudgetedPolicy):
 
     Notes
     -----
-    Differences from the original: keys are not used, heads keep the same tokens; a budget of 0 keeps nothing.
+    Where it differs from the original: keys are not used, heads keep the same tokens; a budget of 0 keeps nothing.
     """
 
     name = "recent_only"
@@ -65,7 +65,7 @@ class Streaming(BudgetedPolicy):
 
     Notes
     -----
-    Differences from the originals:
+    Where it differs from the originals:
 
     * A window of 0 tokens is refused: the originals slice from -0 and keep everything.
     * The lazy cache calls the window alone its size, so its `streaming_8_256` stores 264 tokens; here `budget` counts
@@ -128,9 +128,9 @@ class StreamingPress(BudgetedPolicy):
 
     Notes
     -----
-    kvpress scores the tokens to prune 0 and all others 1 and takes the best; where fewer than the pruned number score
-    0, it does not define which of the others go. Here the oldest stay, so the sinks win. What stays is in temporal
-    order.
+    Where it differs from kvpress, which scores the tokens to prune 0 and all others 1 and takes the best; where fewer
+    than the pruned number score 0, it does not define which of the others go. Here the oldest stay, so the sinks win.
+    What stays is in temporal order.
     """
 
     name: ClassVar[str] = "streaming_press"

@@ -108,22 +108,15 @@ def _store_rounded(label: str, values: Elements, target: Elements) -> None:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CompressResult:
-    """A compressed cache.
+    """A compressed cache."""
 
-    Parameters
-    ----------
-    keys, values
-        ``[layers, batch, kv_heads, new_len, head_dim]``, of the input's type; float16 with ``precision="fp16"``.
-    positions, ends
-        ``[new_len]``: a token stands for the true positions from `positions` up to before `ends`.
-    plan
-        What was done, or why nothing was.
-    """
-
+    #: ``[layers, batch, kv_heads, new_len, head_dim]``, of the input's type; float16 with ``precision="fp16"``.
     keys: Elements
     values: Elements
+    #: ``[new_len]``: a token stands for the true positions from `positions` up to before `ends`.
     positions: Positions
     ends: Positions
+    #: What was done, or why nothing was.
     plan: CompressionPlan
 
     @property

@@ -144,9 +144,8 @@ def plan_blocks(scores: Any, kv_len: int, config: H2OConfig | None = None, **opt
     """Select the blocks that stay, as the engine does when a layer triggers.
 
     The blocks that sink and recent touch stay. If they reach the target, the plan drops nothing. Otherwise the blocks
-    with the highest scores join them until the target is met; of equal scores the block nearer the start wins. Zeros
-    of both
-    signs are equal, infinities are the highest and the lowest, and NaN comes below everything.
+    with the highest scores join them until the target is met; of equal scores the block nearer the start wins. Zeros of
+    both signs are equal, infinities are the highest and the lowest, and NaN comes below everything.
 
     Parameters
     ----------

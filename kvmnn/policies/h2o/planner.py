@@ -236,9 +236,8 @@ class H2OPlanner:
         ``"layer-calls"`` counts as the engine does: calls of any layer, one counter for all, and which layer it is by
         the number of calls; so two of 32 layers trigger per token with an interval of 16. Everything else follows the
         engine too, its behaviour at a second turn included (docs/h2o.md). ``"tokens"`` is what the interval was meant
-        to be:
-        decode steps between two plans of the same layer, whose number the caller gives. Plans are only ever applied to
-        their own layer, and scores are cut when that happens.
+        to be: decode steps between two plans of the same layer, whose number the caller gives. Plans are only ever
+        applied to their own layer, and scores are cut when that happens.
     on_invalid
         ``"raise"`` refuses a call at which the engine would drop all tokens of the layer because the shared count of
         tokens is 0: the planner began with a cache that it has not seen (set ``meta.previous``), or `sync` was not

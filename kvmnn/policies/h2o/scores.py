@@ -28,8 +28,7 @@ def sum_by_block(
     rows
         Attention on each key: ``[heads, queries, keys]`` or, for one query, ``[heads, keys]``; floats of any width.
         Rows of every query are true rows: the engine reads a packed buffer wrongly where there are several queries,
-        which is
-        not copied.
+        which is not copied.
     block_tokens
         Keys in a block; less than 1 counts as 1.
     threads

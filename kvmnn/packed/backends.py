@@ -65,7 +65,7 @@ BACKENDS: dict[str, Backend] = {
 
 
 def get_backend(name: str) -> Backend:
-    """The row called `name`; `KvmnnError` for any other name."""
+    """Return the row called `name`; `KvmnnError` for any other name."""
     if not isinstance(name, str):
         raise TypeError(f"backend must be a string, not {type(name).__name__}")
     try:

@@ -42,7 +42,7 @@ from .params import EXPAND_CHUNK
 
 
 def allocate_buffers(layout: PackLayout, capacity: int, fill_byte: int) -> BufferPair:
-    """K and V as the engine allocates them: cleared only where its kernels read padding."""
+    """Allocate K and V as the engine does: cleared only where its kernels read padding."""
     clear_keys = layout.int8_keys or layout.head_dim % layout.lP != 0
     clear_values = layout.int8_values or layout.lP > 1
     return (
@@ -54,11 +54,9 @@ def allocate_buffers(layout: PackLayout, capacity: int, fill_byte: int) -> Buffe
 def resize_buffers(
     layout: PackLayout, buffers: BufferPair, capacity: int, new_capacity: int, fill_byte: int
 ) -> BufferPair:
-    """Buffers for `new_capacity` tokens with every row of `buffers`, live or not, where it belongs.
-
-    K keeps its places, and so does V in blocks: the new part of each head is clear. Without a flash block V has as many
-    columns as before, each of them longer; what is new in them is clear only where lP is above 1.
-    """
+    """Return buffers for `new_capacity` tokens with every row of `buffers`, live or not, in its place."""
+    # K keeps its places, and so does V in blocks: the new part of each head is clear. Without a flash block V has as
+    # many columns as before, each of them longer; what is new in them is clear only where lP is above 1.
     heads = layout.kv_heads
     keys = np.zeros((heads, layout.key_head_bytes(new_capacity)), np.uint8)
     values = np.zeros((heads, layout.value_head_bytes(new_capacity)), np.uint8)
@@ -91,13 +89,13 @@ class Int8Sums:
 
     @classmethod
     def allocate(cls, layout: PackLayout, capacity: int, fill_byte: int = 0) -> Int8Sums:
-        """As after an allocation: nothing in them but what the engine's memory happened to hold, `fill_byte`."""
+        """Allocate them: uninitialised memory of the engine has `fill_byte`."""
         key_max = np.full((layout.kv_heads, layout.head_dim), np.finfo(np.float32).min, np.float32)
         value_sum = np.zeros(_get_value_sum_shape(layout, capacity), np.float32) if layout.int8_values else None
         return cls(_allocate_key_sum(layout, capacity, fill_byte), key_max, value_sum)
 
     def resize(self, layout: PackLayout, capacity: int, fill_byte: int = 0) -> Int8Sums:
-        """The same for more room."""
+        """Return the same for a larger capacity."""
         key_sum = _allocate_key_sum(layout, capacity, fill_byte)
         key_sum[:, : self.key_sum.shape[1]] = self.key_sum
         value_sum = self.value_sum
@@ -119,12 +117,12 @@ def _get_value_sum_shape(layout: PackLayout, capacity: int) -> tuple[int, int, i
 
 
 class PackedCache:
-    """One layer's packed K and V, byte for byte as the engine would hold them after the same operations.
+    """One layer's packed K and V, byte for byte as the engine would store them after the same operations.
 
     Parameters
     ----------
     layout
-        The numbers of the layer and backend.
+        Parameters of the layer and backend.
     dialect
         ``"fork"`` checks plans and applies pairs to all of the window; ``"upstream"`` does as MNN 3.6.1: where `remove`
         equals the tokens there are, it drops the cache and ignores the pairs (kvmnn then warns).
@@ -132,9 +130,9 @@ class PackedCache:
         ``"raise"`` refuses a plan that the fork would not apply in full, and changes nothing; ``"engine"`` does what
         the dialect's engine does with it.
     expand_chunk
-        Tokens of room beyond the need at each allocation; 64 in the engine.
+        Tokens of capacity beyond the need at each allocation; 64 in the engine.
     fill_byte
-        What memory holds that the engine allocates and does not clear. 0 for caches in files.
+        Content of memory that the engine allocates and does not clear. 0 for caches in files.
     threads
         Threads to share the heads among; None for one per processor.
 
@@ -187,7 +185,7 @@ class PackedCache:
         copy: bool = True,
         **options: Any,
     ) -> PackedCache:
-        """A cache that goes on where these buffers stand.
+        """Create a cache that continues from these buffers.
 
         Parameters
         ----------
@@ -196,8 +194,8 @@ class PackedCache:
         past_length
             Live tokens in them.
         capacity
-            Tokens they were allocated for. By default the most that gives their sizes, which can be a little more than
-            the engine thinks it has: say it where growth has to happen at the engine's token.
+            Tokens they were allocated for. By default the largest capacity of their sizes, which can be a little more
+            than the engine's own: specify it where growth has to happen at the engine's token.
         copy
             False to work in the buffers themselves until the cache grows; they must be writable then.
         options
@@ -219,41 +217,41 @@ class PackedCache:
         cache._capacity, cache._past_length = buffer_capacity, past_length
         return cache
 
-    # -- what it is ----------------------------------------------------------------------------------------------------
+    # -- state ---------------------------------------------------------------------------------------------------------
 
     @property
     def layout(self) -> PackLayout:
-        """The numbers of the layer and backend."""
+        """Return the parameters of the layer and backend."""
         return self._layout
 
     @property
     def dialect(self) -> str:
-        """Whose rules it follows."""
+        """Return whose rules it follows."""
         return self._dialect
 
     @property
     def past_length(self) -> int:
-        """Live tokens."""
+        """Return the number of live tokens."""
         return self._past_length
 
     @property
     def capacity(self) -> int:
-        """Tokens there is room for; 0 before the first allocation."""
+        """Return the capacity in tokens; 0 before the first allocation."""
         return self._capacity
 
     @property
     def key_buffer(self) -> Bytes:
-        """The K buffer itself; another one after growth."""
+        """Return the K buffer itself; another one after growth."""
         return self._buffers[0]
 
     @property
     def value_buffer(self) -> Bytes:
-        """The V buffer itself; another one after growth."""
+        """Return the V buffer itself; another one after growth."""
         return self._buffers[1]
 
     @property
     def int8_sums(self) -> Int8Sums | None:
-        """The engine's side arrays of an int8 cache; None for float layouts and for adopted buffers."""
+        """Return the engine's side arrays of an int8 cache; None for float layouts and for adopted buffers."""
         return self._int8_sums
 
     def __len__(self) -> int:
@@ -265,7 +263,9 @@ class PackedCache:
         )
 
     def __eq__(self, other: object) -> bool:
-        """Whether geometry and stored rows are equal, bit by bit; room, padding and dialect do not matter."""
+        """Return whether geometry and stored rows are equal, bit by bit; capacity, padding and dialect do not
+        matter.
+        """
         if not isinstance(other, PackedCache):
             return NotImplemented
         if (self._layout.placement_key, self._past_length) != (other._layout.placement_key, other._past_length):
@@ -278,16 +278,16 @@ class PackedCache:
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def to_arrays(self, out: KVPair | None = None) -> KVPair:
-        """All live tokens of K and V, each ``[kv_heads, past, head_dim]``, in `out` if that is given.
+        """Return all live tokens of K and V, each ``[kv_heads, past, head_dim]``, in `out` if that is given.
 
-        int8 comes back as float32; `PackLayout.unrecoverable_parts` says what is missing then.
+        Int8 is returned as float32; `PackLayout.unrecoverable_parts` describes what is lost.
         """
         if self._past_length == 0:
             return make_plain_arrays(self._layout, 0, out)
         return self.gather(0, self._past_length, out)
 
     def gather(self, start: int, count: int, out: KVPair | None = None) -> KVPair:
-        """The live tokens ``[start, start + count)``, as `PackLayout.gather`."""
+        """Return the live tokens ``[start, start + count)``, as `PackLayout.gather`."""
         if self._capacity == 0:
             raise KvmnnError(f"range of {count} tokens from {start}: the cache is empty")
         return self._layout.gather(
@@ -311,7 +311,10 @@ class PackedCache:
         reserve: Iterable[ReservePair] = (),
         previous: int | None = None,
     ) -> tuple[str, ...]:
-        """One step of the engine: make room after a plan, then add tokens.
+        """Run one step of the engine: compact by a plan, then add tokens.
+
+        Where everything is removed and no pair stays, the engine allocates again for just these tokens; upstream even
+        with pairs.
 
         Parameters
         ----------
@@ -320,17 +323,12 @@ class PackedCache:
         remove, reserve
             The plan, as for `realloc`.
         previous
-            What the engine's shared counts say there was, where that is not `past_length`; upstream goes by it.
+            Tokens by the engine's shared counts, where that is not `past_length`; upstream goes by it.
 
         Returns
         -------
         tuple of str
-            What the engine complains about; always empty with ``on_invalid="raise"``.
-
-        Notes
-        -----
-        Where everything is removed and no pair stays, the engine allocates anew for just these tokens; upstream even
-        with pairs.
+            Messages that the engine prints; always empty with ``on_invalid="raise"``.
         """
         rows = self._to_rows(keys, values)
         num_new = rows[0].shape[1]
@@ -345,14 +343,14 @@ class PackedCache:
         return messages
 
     def step(self, meta: KVMeta, keys: Any, values: Any) -> tuple[str, ...]:
-        """`append` after the plan in `meta`, with `meta.add` set; `meta.sync` is the caller's, after all layers."""
+        """Call `append` with the plan in `meta`, and set `meta.add`; the caller calls `meta.sync` after all layers."""
         meta.add = int(self._to_rows(keys, values)[0].shape[1])
         return self.append(keys, values, remove=meta.remove, reserve=meta.reserve, previous=meta.previous)
 
     def realloc(
         self, remove: int = 0, reserve: Iterable[ReservePair] = (), add: int = 0, *, previous: int | None = None
     ) -> tuple[str, ...]:
-        """Drop the last `remove` tokens but for the pairs of `reserve`, with room for `add` more.
+        """Drop the last `remove` tokens but for the pairs of `reserve`, with capacity for `add` more.
 
         Parameters
         ----------
@@ -368,7 +366,7 @@ class PackedCache:
         Returns
         -------
         tuple of str
-            What the engine complains about; always empty with ``on_invalid="raise"``.
+            Messages that the engine prints; always empty with ``on_invalid="raise"``.
 
         Raises
         ------
@@ -384,7 +382,7 @@ class PackedCache:
         return self._reallocate(remove, pairs, add, believed_past, num_pushed=0)
 
     def push(self, keys: Any, values: Any) -> None:
-        """Write tokens behind the live ones; there must be room for them (see `realloc`)."""
+        """Write tokens after the live ones; there must be capacity for them (see `realloc`)."""
         rows = self._to_rows(keys, values)
         self._require_int8_sums(rows[0].shape[1])
         if self._past_length + rows[0].shape[1] > self._capacity:
@@ -398,12 +396,12 @@ class PackedCache:
         self.realloc(*plan_erase(self._past_length, begin, end))
 
     def clear(self) -> None:
-        """Give everything back, as the engine does at a reset."""
+        """Release everything, as the engine does at a reset."""
         self._buffers = np.empty(0, np.uint8), np.empty(0, np.uint8)
         self._int8_sums = None
         self._capacity = self._past_length = 0
 
-    # -- how -----------------------------------------------------------------------------------------------------------
+    # -- internals -----------------------------------------------------------------------------------------------------
 
     def _to_rows(self, keys: Any, values: Any) -> BufferPair:
         if self._layout.is_quantised and self._layout.dtype != "fp32":
@@ -413,7 +411,7 @@ class PackedCache:
     def _check_plan(
         self, remove: int, reserve: Iterable[ReservePair], previous: int | None
     ) -> tuple[tuple[ReservePair, ...], int]:
-        """The pairs, and how many tokens the engine believes there are; numbers that it cannot be given are refused."""
+        """Return the pairs, and the tokens by the engine's counts; refuse numbers that the engine cannot be given."""
         pairs = parse_pairs(reserve)
         if (validate_int(remove, "remove", 0) or pairs) and self._capacity == 0:
             raise KvmnnError(f"remove is {remove} with {len(pairs)} pairs: nothing was allocated yet")
@@ -451,10 +449,13 @@ class PackedCache:
     ) -> tuple[str, ...]:
         if self._on_invalid == "raise":
             check_reserve(self._past_length, remove, pairs, self._layout.is_quantised)
-        outcome = self._simulate(remove, pairs, add, believed_past)
-        capacity = (
-            self._compute_capacity(outcome.min_capacity) if outcome.min_capacity > self._capacity else self._capacity
-        )
+        past_length, capacity, is_quantised = self._past_length, self._capacity, self._layout.is_quantised
+        if self._dialect == "fork":
+            outcome = simulate_fork(past_length, remove, pairs, add, is_quantised)
+        else:
+            outcome = simulate_upstream(past_length, remove, pairs, add, is_quantised, believed_past, capacity)
+        if outcome.min_capacity > capacity:
+            capacity = self._compute_capacity(outcome.min_capacity)
         if outcome.past_length + num_pushed > capacity:
             raise KvmnnError(
                 f"remove is {remove} with {self._past_length} tokens and {num_pushed} to come: the engine would make "
@@ -466,14 +467,8 @@ class PackedCache:
         self._past_length = outcome.past_length
         return outcome.messages
 
-    def _simulate(self, remove: int, pairs: tuple[ReservePair, ...], add: int, believed_past: int) -> CompactionOutcome:
-        is_quantised = self._layout.is_quantised
-        if self._dialect == "fork":
-            return simulate_fork(self._past_length, remove, pairs, add, is_quantised)
-        return simulate_upstream(self._past_length, remove, pairs, add, is_quantised, believed_past, self._capacity)
-
     def _grow(self, capacity: int) -> None:
-        """Larger buffers with every old row where it belongs, live or not."""
+        """Allocate larger buffers with every old row in its place, live or not."""
         self._buffers = resize_buffers(self._layout, self._buffers, self._capacity, capacity, self._fill_byte)
         if self._int8_sums is not None:
             self._int8_sums = self._int8_sums.resize(self._layout, capacity, self._fill_byte)

@@ -30,8 +30,8 @@ CACHE_KINDS: Final = ("prefix", "live")
 MAX_CACHE_INFO_BYTES = 64 << 20
 
 _MAX_TOKENS = 2**31 - 1
+#: Vocabularies have fewer; some engines replace placeholders of pictures by hashes of 30 to 32 bits.
 MAX_TOKEN_ID: Final = 2**32 - 1
-"""Vocabularies have fewer; some engines replace placeholders of pictures by hashes of 30 to 32 bits."""
 PositionRuns = tuple[tuple[int, int], ...]
 
 
@@ -60,24 +60,23 @@ class LayerInfo:
                 f"layer {self.layer}: {self.tokens} tokens: expected at least 1 and at most the capacity of "
                 f"{self.capacity}"
             )
-        if sum(size for _, size in self.positions) != self.tokens:
-            raise KvmnnError(f"layer {self.layer}: the positions are not those of {self.tokens} tokens")
-        if self.text_positions is not None and sum(size for _, size in self.text_positions) != self.tokens:
-            raise KvmnnError(f"layer {self.layer}: the positions in the text are not those of {self.tokens} tokens")
+        for name, runs in (("positions", self.positions), ("positions in the text", self.text_positions)):
+            if runs is not None and sum(size for _, size in runs) != self.tokens:
+                raise KvmnnError(f"layer {self.layer}: the {name} are not those of {self.tokens} tokens")
 
     @property
     def text_position_runs(self) -> PositionRuns:
-        """True positions of the live tokens in the text, as ``(begin, size)`` runs."""
+        """Return true positions of the live tokens in the text, as ``(begin, size)`` runs."""
         return self.positions if self.text_positions is None else self.text_positions
 
 
+#: Kinds of state, as in `kvmnn.arrays.completeness`, of layers without K and V.
 STATE_KINDS: Final = ("linear", "recurrent", "unknown")
-"""Kinds of state, as `kvmnn.arrays.completeness` names them, that layers without K and V have."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateLayer:
-    """A layer of a prefix cache whose two files hold no K and V, but the state after the last token."""
+    """A layer of a prefix cache whose two files store the state after the last token instead of K and V."""
 
     #: From 0.
     layer: int
@@ -89,7 +88,7 @@ class StateLayer:
 
 
 def validate_token_ids(ids: Sequence[int] | npt.NDArray[Any], max_id: int = MAX_TOKEN_ID) -> npt.NDArray[Any]:
-    """Token ids as an array; `KvmnnError` unless they are at least one, and each is from 0 to `max_id`."""
+    """Return token ids as an array; `KvmnnError` unless there is at least one, each from 0 to `max_id`."""
     array = np.asarray(ids)
     if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":
         raise KvmnnError("token ids: expected a list of at least one whole number")
@@ -113,7 +112,7 @@ class TokenIdsFingerprint:
 
     @classmethod
     def from_ids(cls, ids: Sequence[int] | npt.NDArray[Any], where: str = "the list") -> TokenIdsFingerprint:
-        """The fingerprint of a list of ids; errors as `validate_token_ids`."""
+        """Return the fingerprint of a list of ids; errors as `validate_token_ids`."""
         array = validate_token_ids(ids)
         return cls(array.size, hashlib.sha256(array.astype("<u4").tobytes()).hexdigest(), where)
 
@@ -141,57 +140,54 @@ class CacheInfo:
 
     @property
     def next_token_position(self) -> int:
-        """Position of the next token, in the positions that K is rotated to."""
+        """Return the position of the next token, in the positions that K is rotated to."""
         end = max(begin + size for layer in self.layers for begin, size in layer.positions)
         return max(end, self.next_position or 0)
 
     @property
     def live_bytes(self) -> int:
-        """Bytes of the live elements of all layers, K and V; of what is int8 the codes, without scales and biases."""
+        """Return the bytes of the live elements of all layers, K and V; for int8 the codes, without scales and
+        biases.
+        """
         return sum(sum(self.count_live_bytes(layer)) for layer in self.layers)
 
     def get_layer_layout(self, layer: LayerInfo) -> PackLayout:
-        """Layout of a layer: that of the cache, with its own kv heads and head_dim where they differ."""
+        """Return the layout of a layer: that of the cache, with its own kv heads and head_dim where they differ."""
         if layer.heads is None:
             return self.layout
         return replace(self.layout, kv_heads=layer.heads[0], head_dim=layer.heads[1])
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all layers have the same kv heads and head_dim."""
+        """Return whether all layers have the same kv heads and head_dim."""
         return all(layer.heads is None for layer in self.layers)
 
     def count_live_bytes(self, layer: LayerInfo) -> tuple[int, int]:
-        """Bytes of the live elements of a layer's K and V."""
+        """Return the bytes of the live elements of a layer's K and V."""
         layout = self.get_layer_layout(layer)
         elements = layer.tokens * layout.kv_heads * layout.head_dim
-        return (
-            elements * (1 if layout.int8_keys else layout.itemsize),
-            elements * (1 if layout.int8_values else layout.itemsize),
-        )
+        key_size, value_size = (1 if is_int8 else layout.itemsize for is_int8 in (layout.int8_keys, layout.int8_values))
+        return elements * key_size, elements * value_size
 
     @property
     def file_bytes(self) -> int:
-        """Bytes of the packed files of all layers."""
-        return self.state_bytes + sum(
-            self.get_layer_layout(layer).key_bytes(layer.capacity)
-            + self.get_layer_layout(layer).value_bytes(layer.capacity)
-            for layer in self.layers
-        )
+        """Return the bytes of the packed files of all layers."""
+        layouts = [(self.get_layer_layout(layer), layer.capacity) for layer in self.layers]
+        return self.state_bytes + sum(layout.key_bytes(n) + layout.value_bytes(n) for layout, n in layouts)
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the files of layers without K and V."""
+        """Return the bytes of the files of layers without K and V."""
         return sum(state.key_bytes + state.value_bytes for state in self.states)
 
     @property
     def numbers(self) -> list[int]:
-        """Numbers of all layers, in order."""
+        """Return the numbers of all layers, in order."""
         return sorted([*(entry.layer for entry in self.layers), *(state.layer for state in self.states)])
 
 
 def merge_runs(runs: Iterable[tuple[int, int]]) -> PositionRuns:
-    """``(begin, size)`` runs with neighbours made one."""
+    """Merge neighbouring ``(begin, size)`` runs."""
     merged: list[tuple[int, int]] = []
     for begin, size in runs:
         if merged and begin == merged[-1][0] + merged[-1][1]:
@@ -202,7 +198,7 @@ def merge_runs(runs: Iterable[tuple[int, int]]) -> PositionRuns:
 
 
 def cache_info_to_dict(info: CacheInfo) -> dict[str, Any]:
-    """The document."""
+    """Return the document."""
     layout, ids = info.layout, info.token_ids
     return {
         "schema": CACHE_SCHEMA,
@@ -215,7 +211,9 @@ def cache_info_to_dict(info: CacheInfo) -> dict[str, Any]:
         "lP": layout.lP,
         "hP": layout.hP,
         "flash_block": layout.flash_block,
-        **_build_int8_fields(layout),
+        # For ``--json`` only: documents are written of float caches.
+        **({"int8": "both" if layout.int8_values else "keys"} if layout.is_quantised else {}),
+        **({"lP8": layout.lP8, "hP8": layout.hP8} if layout.is_quantised else {}),
         "token_ids": ids and {"count": ids.count, "sha256": ids.sha256},
         "model": info.model,
         **({} if info.next_position is None else {"next_position": info.next_position}),
@@ -234,20 +232,13 @@ def _layer_to_dict(layer: LayerInfo) -> dict[str, Any]:
     return fields
 
 
-def _build_int8_fields(layout: PackLayout) -> dict[str, Any]:
-    """For people and ``--json``; documents are written of float caches only."""
-    if not layout.is_quantised:
-        return {}
-    return {"int8": "both" if layout.int8_values else "keys", "lP8": layout.lP8, "hP8": layout.hP8}
-
-
 def dump_cache_info(info: CacheInfo) -> str:
-    """The document as JSON text on one line."""
+    """Return the document as JSON text on one line."""
     return json.dumps(cache_info_to_dict(info))
 
 
 def load_cache_info(text: str | bytes, where: str) -> CacheInfo:
-    """Check and take in a document; `where` begins the messages of errors."""
+    """Parse a document; `where` begins the messages of errors."""
     root = parse_document(text, where, MAX_CACHE_INFO_BYTES)
     root.check_schema(CACHE_SCHEMA, CACHE_SCHEMA_VERSION)
     if root.get("kind").read_str() not in CACHE_KINDS:
@@ -259,16 +250,22 @@ def load_cache_info(text: str | bytes, where: str) -> CacheInfo:
     if len({layer.layer for layer in layers} | {layer.layer for layer in states}) != len(layers) + len(states):
         raise ManifestError(f"{where}: states: a layer has two states")
     ids, model = root.get("token_ids"), root.get("model")
+    dtype, block = root.get("dtype"), root.get("flash_block")
+    if dtype.read_str() not in dtypes.DTYPES:
+        raise dtype.error(f"one of {', '.join(dtypes.DTYPES)}")
+    heads, head_dim, lP, hP = (_read_int32(root.get(key)) for key in ("kv_heads", "head_dim", "lP", "hP"))
+    flash_block = None if block.value is None else block.read_int(1)
+    layout = PackLayout(heads, head_dim, dtype.read_str(), lP, hP, flash_block)
     return CacheInfo(
         kind=root.get("kind").read_str(),
         name=root.get("name").read_str(),
-        layout=_parse_layout(root),
+        layout=layout,
         layers=layers,
         token_ids=None
         if ids.value is None
         else TokenIdsFingerprint(ids.get("count").read_int(1), ids.get("sha256").read_sha256()),
         model=None if model.value is None else model.read_sha256(),
-        next_position=_parse_next_position(root),
+        next_position=_read_int32(root.get("next_position")) if "next_position" in root.value else None,
         states=tuple(sorted(states, key=lambda layer: layer.layer)),
     )
 
@@ -281,32 +278,11 @@ def _state(node: JsonReader) -> StateLayer:
     return StateLayer(layer=node.get("layer").read_int(0), kind=kind, key_bytes=sizes[0], value_bytes=sizes[1])
 
 
-def _parse_next_position(root: JsonReader) -> int | None:
-    if "next_position" not in root.value:
-        return None
-    number = root.get("next_position").read_int(1)
+def _read_int32(node: JsonReader) -> int:
+    number = node.read_int(1)
     if number > _MAX_TOKENS:
-        raise root.get("next_position").error("a 32-bit integer")
+        raise node.error("a 32-bit integer")
     return number
-
-
-def _parse_layout(root: JsonReader) -> PackLayout:
-    dtype = root.get("dtype")
-    if dtype.read_str() not in dtypes.DTYPES:
-        raise dtype.error(f"one of {', '.join(dtypes.DTYPES)}")
-    numbers = {key: root.get(key).read_int(1) for key in ("kv_heads", "head_dim", "lP", "hP")}
-    for key, number in numbers.items():
-        if number > _MAX_TOKENS:
-            raise root.get(key).error("a 32-bit integer")
-    block = root.get("flash_block")
-    return PackLayout(
-        numbers["kv_heads"],
-        numbers["head_dim"],
-        dtype.read_str(),
-        numbers["lP"],
-        numbers["hP"],
-        None if block.value is None else block.read_int(1),
-    )
 
 
 def _parse_layer(node: JsonReader) -> LayerInfo:
@@ -339,10 +315,8 @@ def _parse_heads(node: JsonReader) -> tuple[int, int] | None:
 def _parse_runs(node: JsonReader) -> PositionRuns:
     runs = []
     for run in node.read_list(min_len=1):
-        begin, size = (
-            item.read_int(min_value)
-            for item, min_value in zip(run.read_list(min_len=2, max_len=2), (0, 1), strict=True)
-        )
+        begin_node, size_node = run.read_list(min_len=2, max_len=2)
+        begin, size = begin_node.read_int(0), size_node.read_int(1)
         if begin + size > _MAX_TOKENS:
             raise run.error(f"positions below {_MAX_TOKENS:,}")
         runs.append((begin, size))
@@ -353,12 +327,10 @@ _MAX_SHOWN_RUNS = 12
 
 
 def build_cache_document(info: CacheInfo | None) -> dict[str, Any] | None:
-    """The description of a cache with its sizes in bytes, for JSON."""
-    return (
-        None
-        if info is None
-        else {**cache_info_to_dict(info), "live_bytes": info.live_bytes, "file_bytes": info.file_bytes}
-    )
+    """Return the description of a cache with its sizes in bytes, for JSON."""
+    if info is None:
+        return None
+    return {**cache_info_to_dict(info), "live_bytes": info.live_bytes, "file_bytes": info.file_bytes}
 
 
 def describe_layouts(info: CacheInfo) -> str:
@@ -371,7 +343,7 @@ def describe_layouts(info: CacheInfo) -> str:
 
 
 def format_cache_summary(info: CacheInfo) -> str:
-    """Layers, layout, tokens and capacity on one line."""
+    """Format layers, layout, tokens and capacity on one line."""
     tokens = sorted({layer.tokens for layer in info.layers})
     capacities = sorted({layer.capacity for layer in info.layers})
     layers = pluralize(len(info.layers), "layer")
@@ -381,24 +353,24 @@ def format_cache_summary(info: CacheInfo) -> str:
 
 
 def format_utilisation(info: CacheInfo) -> str:
-    """Live and padded bytes on one line."""
+    """Format live and padded bytes on one line."""
     live, total = info.live_bytes, info.file_bytes - info.state_bytes
     return f"{live:,} live bytes of {total:,} ({100 * live / total:.1f} %), {total - live:,} padding and room"
 
 
 def has_evictions(layer: LayerInfo) -> bool:
-    """Whether a layer holds other tokens than the first ones."""
+    """Return whether a layer has other tokens than the first ones."""
     return layer.text_position_runs != ((0, layer.tokens),)
 
 
 def format_runs(runs: PositionRuns) -> str:
-    """The first runs as ``begin:size``."""
+    """Format the first runs as ``begin:size``."""
     ellipsis = ", ..." if len(runs) > _MAX_SHOWN_RUNS else ""
     return ", ".join(f"{begin}:{size}" for begin, size in runs[:_MAX_SHOWN_RUNS]) + ellipsis
 
 
 def describe_evicted_layers(info: CacheInfo) -> list[str]:
-    """One line for each layer that was cut: which tokens of the text it holds."""
+    """Return one line for each layer that was cut: its tokens of the text."""
     return [
         f"layer {layer.layer} holds the tokens {format_runs(layer.text_position_runs)}"
         + (f", K rotated to positions {format_runs(layer.positions)}" if layer.text_positions is not None else "")

@@ -3,7 +3,7 @@
 A plan is `remove`, the number of tokens at the tail that form the window, and pairs (begin, size) of what stays of
 them, begin counted from the window's start. Nothing here touches a buffer.
 
-The engine's bookkeeping of a step: how many tokens there were, go, stay and come (docs/layout.md).
+`KVMeta` is the engine's bookkeeping of a step: how many tokens there were, go, stay and come (docs/layout.md).
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ from ..errors import KvmnnError
 
 ReservePair = tuple[int, int]
 
-DIALECTS = ("fork", "upstream")
-"""The fork Livia-Tassel/MNN, and alibaba/MNN up to 3.6.1."""
-
+DIALECTS = ("fork", "upstream")  # Livia-Tassel/MNN, and alibaba/MNN up to 3.6.1
 INT32_MAX = (1 << 31) - 1
 
 
@@ -37,14 +35,14 @@ class CompactionOutcome:
 
 
 def validate_dialect(dialect: str) -> str:
-    """`dialect` if there is such a one."""
+    """Return `dialect` if it exists."""
     if dialect not in DIALECTS:
         raise KvmnnError(f"unknown dialect {dialect!r}: expected one of {', '.join(DIALECTS)}")
     return dialect
 
 
 def parse_pairs(reserve: Iterable[Iterable[int]]) -> tuple[ReservePair, ...]:
-    """`reserve` as pairs of ints."""
+    """Return `reserve` as pairs of ints."""
     pairs = []
     for number, entry in enumerate(reserve):
         pair = tuple(entry)
@@ -87,11 +85,9 @@ def _find_pair_problem(begin: int, size: int, end: int, remove: int) -> str | No
 def simulate_fork(
     past_length: int, remove: int, pairs: tuple[ReservePair, ...], add: int, is_quantised: bool
 ) -> CompactionOutcome:
-    """What the fork's ``onRealloc`` does with any plan.
-
-    It repairs what it dislikes, a message each time. That a pair does not fit is noticed while the pairs before it have
-    been copied already: the copies stay, and the cache ends where the window starts.
-    """
+    """Return what the fork's ``onRealloc`` does with any plan."""
+    # It repairs invalid plans, with a message each time. That a pair does not fit is noticed when the pairs before it
+    # have been copied already: the copies stay, and the cache ends where the window starts.
     messages = []
     if remove > past_length + add:
         messages.append(f"remove is {remove} with {past_length} tokens and {add} to come: cut, pairs dropped")
@@ -127,7 +123,7 @@ def simulate_upstream(
     previous: int,
     capacity: int,
 ) -> CompactionOutcome:
-    """What upstream's ``onRealloc`` does with any plan: it looks at nothing and copies what it is told."""
+    """Return what upstream's ``onRealloc`` does with any plan: it checks nothing and copies what it is told."""
     sizes = -1 if any(size <= 0 for _, size in pairs) else sum(size for _, size in pairs)
     min_capacity = previous + add - remove + sizes
     start = past_length - remove
@@ -154,7 +150,7 @@ _MAX_COUNT = (1 << 63) - 1
 
 @dataclass
 class KVMeta:
-    """Counts of one conversation, shared by all layers, as the engine's ``KVMeta`` holds them."""
+    """Counts of one conversation, shared by all layers, like the engine's ``KVMeta``."""
 
     #: Tokens in the cache before this step, as the engine believes: after a layer was compacted on its own, or upstream
     #: dropped the cache, it is not what a layer really holds.
@@ -175,28 +171,29 @@ class KVMeta:
         self.reserve = parse_pairs(self.reserve)
 
     def set_info(self, add: int, remove: int, reserve: Iterable[ReservePair] = ()) -> None:
-        """What ``setKVCacheInfo`` does: `remove` is cut to what there is, nothing else is looked at."""
+        """Do what ``setKVCacheInfo`` does: `remove` is cut to what there is, nothing else is checked."""
         pairs = parse_pairs(reserve)
         self.add = validate_int(add, "add", 0, _MAX_COUNT)
         self.remove = min(validate_int(remove, "remove", 0, _MAX_COUNT), self.previous)
         self.reserve = pairs
 
     def erase(self, begin: int, end: int = 0) -> None:
-        """What ``eraseHistory`` does: drop the tokens ``[begin, end)`` at the next step; end 0 means all from `begin`.
+        """Plan, as ``eraseHistory``, to drop the tokens ``[begin, end)`` at the next step; end 0 means all from
+        `begin`.
 
         Raises
         ------
         KvmnnError
-            For a range that is empty or ends behind the cache; the engine prints a message and ignores the call.
+            For a range that is empty or ends after the cache; the engine prints a message and ignores the call.
         """
         self.remove, self.reserve = plan_erase(self.previous, begin, end)
 
     def compute_reserve_size(self) -> int:
-        """Sum of the sizes of the pairs, -1 where one of them is not above 0 (``computeReserveSize``)."""
+        """Return the sum of the sizes of the pairs, -1 where one of them is not above 0 (``computeReserveSize``)."""
         return -1 if any(size <= 0 for _, size in self.reserve) else sum(size for _, size in self.reserve)
 
     def sync(self) -> int:
-        """End the step: the new `previous`, which is returned; everything else is cleared.
+        """End the step: return the new `previous`; everything else is cleared.
 
         The fork drops all pairs where one is not inside the window by itself, whatever their order, and cuts `remove`
         to what there was. Upstream computes with what it was given.
@@ -214,9 +211,7 @@ class KVMeta:
 
 
 def plan_erase(past_length: int, begin: int, end: int = 0) -> tuple[int, tuple[ReservePair, ...]]:
-    """`remove` and the pairs with which the engine erases the tokens ``[begin, end)`` of `past_length`; end 0 means
-    `past_length`.
-    """
+    """Return `remove` and the pairs by which the engine erases ``[begin, end)``; end 0 means `past_length`."""
     validate_int(begin, "begin", 0)
     stop = validate_int(end, "end", 0) or past_length
     if begin >= stop or stop > past_length:

@@ -1,21 +1,15 @@
-"""Which layout a packed file has: what the caller says, checked against the sizes, and inferred only where they leave
-one possibility.
+"""Infer the layout of packed files: by sizes, where these leave one possibility, else by evidence in the words.
 
-No file of MNN holds its geometry, its pack numbers or its number of tokens.
-
-What the words of packed files tell about their layout, whatever model computed them.
-
-Two things differ between the right layout and a wrong one. The engine writes rows of tokens into files of zeros, so in
-the right layout each row is either full or empty, and the empty ones come last, in K and V of every head alike; a wrong
-layout mixes both. And dimensions of K and V have means of their own: the variance between the means of the dimensions,
-over the variance of all words, is highest where a dimension is taken for one (`LayoutEvidence.contrast`).
-
-Which of several layouts the words of packed files speak for: trial by all, ranked, and how clear the answer is.
+No file of MNN records its geometry, its pack numbers or its number of tokens. Two things differ between the right
+layout and a wrong one. The engine writes rows of tokens into files of zeros, so in the right layout each row is either
+full or empty, and the empty ones come last, in K and V of every head alike; a wrong layout mixes both. And dimensions
+of K and V have means of their own: the variance between the means of the dimensions, over the variance of all words, is
+highest in the right layout (`LayoutEvidence.contrast`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final, Literal
 
@@ -65,10 +59,8 @@ class PackedGeometry:
             PackLayout.from_backend(self.backend, kv_heads=1, head_dim=1)
 
     def merge_defaults(self, defaults: PackedGeometry) -> PackedGeometry:
-        """This one, with what it does not say taken from `defaults`.
-
-        A backend says dtype and pack numbers; if one of the two names it, the other's are not mixed in.
-        """
+        """Return the geometry with unknown fields filled from `defaults`."""
+        # A backend implies dtype and pack numbers; where one of the two names it, the other's are not mixed in.
         skip = {"backend", "lP", "hP", "dtype"} if self.backend else {"backend"} if self.lP or self.hP else set()
         default_fields = {
             field.name: getattr(defaults, field.name)
@@ -79,12 +71,12 @@ class PackedGeometry:
 
     @property
     def missing_text(self) -> str:
-        """Which of kv_heads and head_dim is not known, and the options that say it; empty for neither."""
+        """Return which of kv_heads and head_dim is unknown, with its option; empty for neither."""
         options = {"kv_heads": "--kv-heads", "head_dim": "--head-dim"}
         return " and ".join(f"{name} ({option})" for name, option in options.items() if getattr(self, name) is None)
 
     def list_candidates(self) -> list[tuple[str, PackLayout]]:
-        """Every layout that agrees with what is known, named by the backends that have it."""
+        """Return every layout that agrees with the geometry, named by the backends that have it."""
         if self.missing_text:
             raise MissingOptionError(f"the files do not say {self.missing_text}; --model DIR may")
         if self.int8 and self.backend is None:
@@ -121,7 +113,7 @@ class PackedGeometry:
 
     @property
     def specifies_packing(self) -> bool:
-        """Whether dtype and pack numbers are known."""
+        """Return whether dtype and pack numbers are known."""
         return self.backend is not None or None not in self._make_packing_key()
 
     def _make_packing_key(self) -> tuple[str | None, int | None, int | None]:
@@ -134,7 +126,7 @@ class PackedGeometry:
 
 
 def _strip_to_placement(layout: PackLayout, flash_block: int | None, int8: str | None) -> PackLayout:
-    """Only what decides where elements lie, so that backends that agree in that are one."""
+    """Keep only what decides where elements are stored, so that backends with equal buffers are one."""
     plain = PackLayout(layout.kv_heads, layout.head_dim, layout.dtype, layout.lP, layout.hP, flash_block)
     if int8 is None:
         return plain
@@ -153,7 +145,7 @@ class LayoutMatch:
 
 
 def find_matches(geometry: PackedGeometry, sizes: Sequence[tuple[int, int]]) -> list[LayoutMatch]:
-    """All layouts that agree with `geometry` and with the sizes of the K and V files (bytes) of every layer."""
+    """Return all layouts that agree with `geometry` and with the sizes of the K and V files (bytes) of every layer."""
     matches = []
     for backends, layout in geometry.list_candidates():
         capacities = [try_infer_capacity(layout, *pair) for pair in sizes]
@@ -165,10 +157,7 @@ def find_matches(geometry: PackedGeometry, sizes: Sequence[tuple[int, int]]) -> 
 def infer_layout(
     where: str, geometry: PackedGeometry, sizes: Sequence[tuple[int, int]], files: Sequence[tuple[str, str]] = ()
 ) -> LayoutMatch:
-    """The only layout that fits; where the pack numbers are known, the usual flash block before none at all.
-
-    `files` are the names of the K and V file of every layer, for messages.
-    """
+    """Return the only layout that fits; with known pack numbers, the usual flash block precedes none at all."""
     try:
         matches = find_matches(geometry, sizes)
     except SourceError as exc:
@@ -201,12 +190,12 @@ def infer_layout(
 
 
 def format_candidates(matches: Sequence[LayoutMatch]) -> str:
-    """Layouts, to be put behind a message."""
+    """Format layouts at the end of a message."""
     return ": " + "; ".join(f"{match.backends}: {describe_layout(match.layout)}" for match in matches)
 
 
 def _find_first_mismatch(layouts: Sequence[PackLayout], sizes: Sequence[tuple[int, int]]) -> int:
-    """The first layer whose files fit none of the layouts; else the first that does not fit the first of them."""
+    """Return the first layer whose files fit none of the layouts; else the first that does not fit the first layout."""
     for candidate_layouts in (layouts, layouts[:1]):
         for layer_index, pair in enumerate(sizes):
             if not any(try_infer_capacity(layout, *pair) for layout in candidate_layouts):
@@ -215,7 +204,7 @@ def _find_first_mismatch(layouts: Sequence[PackLayout], sizes: Sequence[tuple[in
 
 
 def describe_inference(geometry: PackedGeometry, match: LayoutMatch, sizes: Sequence[tuple[int, int]]) -> list[str]:
-    """What `infer_layout` found that `geometry` does not say, in words."""
+    """Describe what `infer_layout` inferred beyond `geometry`."""
     notes = []
     if not geometry.specifies_packing:
         notes.append(f"layout inferred: of those known only that of {match.backends} fits the sizes of the files")
@@ -232,7 +221,7 @@ def describe_inference(geometry: PackedGeometry, match: LayoutMatch, sizes: Sequ
 
 
 def try_infer_capacity(layout: PackLayout, key_bytes: int, value_bytes: int) -> int | None:
-    """`PackLayout.capacity_of`, or None where these sizes do not fit."""
+    """Return `PackLayout.infer_capacity`, or None where these sizes do not fit."""
     try:
         return layout.infer_capacity(key_bytes, value_bytes)
     except KvmnnError:
@@ -240,7 +229,7 @@ def try_infer_capacity(layout: PackLayout, key_bytes: int, value_bytes: int) -> 
 
 
 def explain_mismatch(layout: PackLayout, key_bytes: int, value_bytes: int, names: tuple[str, str] | None = None) -> str:
-    """Why files of these sizes, with these `names`, do not have this layout."""
+    """Explain why files of these sizes, with these `names`, do not have this layout."""
     tile = layout.flash_block or layout.lP
     blocked_layout = replace(layout, flash_block=tile)
     for part, file_bytes, unit_bytes, unit_tokens in (
@@ -253,10 +242,8 @@ def explain_mismatch(layout: PackLayout, key_bytes: int, value_bytes: int, names
                 f"{file}a {part} file of {file_bytes} bytes is not a whole number of the {unit_bytes} bytes that "
                 f"{unit_tokens} tokens take in {describe_layout(layout)}"
             )
-    key_capacity, value_capacity = (
-        key_bytes // blocked_layout.key_bytes(1) * layout.hP,
-        value_bytes // blocked_layout.value_bytes(1) * tile,
-    )
+    key_capacity = key_bytes // blocked_layout.key_bytes(1) * layout.hP
+    value_capacity = value_bytes // blocked_layout.value_bytes(1) * tile
     file_text = f"{' and '.join(names)}: " if names else ""
     return (
         f"{file_text}K file and V file do not belong together: {key_bytes} bytes give K room for {key_capacity} "
@@ -265,7 +252,7 @@ def explain_mismatch(layout: PackLayout, key_bytes: int, value_bytes: int, names
 
 
 def make_geometry(layout: PackLayout) -> PackedGeometry:
-    """What a layout says, as something known."""
+    """Return a layout as a known geometry."""
     return PackedGeometry(
         kv_heads=layout.kv_heads,
         head_dim=layout.head_dim,
@@ -277,7 +264,7 @@ def make_geometry(layout: PackLayout) -> PackedGeometry:
 
 
 def describe_layout(layout: PackLayout) -> str:
-    """A layout in words."""
+    """Describe a layout in words."""
     packs = f"lP {layout.lP}, hP {layout.hP}"
     if layout.is_quantised:
         packs += f", int8 {'K and V' if layout.int8_values else 'K'} (lP8 {layout.lP8}, hP8 {layout.hP8})"
@@ -285,8 +272,7 @@ def describe_layout(layout: PackLayout) -> str:
     return f"{pluralize(layout.kv_heads, 'kv head')} x {layout.head_dim} dims, {layout.dtype}, {packs}, {block}"
 
 
-ReadBytes = Callable[[int, int], Bytes]
-"""Gives bytes of a packed file: ``view(offset, nbytes)``."""
+ReadBytes = Callable[[int, int], Bytes]  # returns bytes of a packed file, given offset and number
 
 MAX_SAMPLED_HEADS = 8
 MAX_SAMPLED_LAYERS = 4
@@ -303,7 +289,7 @@ _MAX_EMPTY_FRACTION = 0.2
 
 @dataclass(frozen=True)
 class LayerEvidence:
-    """What one layer tells about a layout."""
+    """Evidence of one layer for a layout."""
 
     #: Rows up to the last one that is not empty, of any head, in K or V.
     num_rows: int
@@ -317,50 +303,50 @@ class LayerEvidence:
 
     @property
     def contrast(self) -> float:
-        """Geometric mean of both."""
+        """Return the geometric mean of both."""
         return float(np.sqrt(self.key_contrast * self.value_contrast))
 
 
 @dataclass(frozen=True)
 class LayoutEvidence:
-    """What some layers tell about a layout."""
+    """Evidence of some layers for a layout."""
 
     layers: tuple[LayerEvidence, ...]
 
     @property
     def num_rows(self) -> int:
-        """Rows up to the last one that is not empty, in any layer."""
+        """Return the rows up to the last one that is not empty, in any layer."""
         return max(layer.num_rows for layer in self.layers)
 
     @property
     def num_misplaced_rows(self) -> int:
-        """Rows that are empty, or partly so, before one that is not."""
+        """Return the rows that are empty, or partly so, before one that is not."""
         return sum(layer.num_misplaced_rows for layer in self.layers)
 
     @property
     def has_equal_ends(self) -> bool:
-        """Whether K and V of all heads of a layer end with the same row."""
+        """Return whether K and V of all heads of a layer end with the same row."""
         return all(layer.has_equal_ends for layer in self.layers)
 
     @property
     def is_consistent(self) -> bool:
-        """Whether rows are full or empty, and the empty ones last, in all heads alike."""
+        """Return whether rows are full or empty, and the empty ones last, in all heads alike."""
         return self.has_equal_ends and not self.num_misplaced_rows
 
     @property
     def contrast(self) -> float:
-        """Geometric mean over the layers."""
+        """Return the geometric mean over the layers."""
         values = [layer.contrast for layer in self.layers]
         return float(np.exp(np.mean(np.log(values)))) if min(values) > 0 else 0.0
 
 
 def choose_sampled_layers(count: int) -> list[int]:
-    """Indices of the layers that are looked at, of so many."""
+    """Return the indices of the layers to sample, of `count`."""
     return sorted({int(index) for index in np.linspace(0, count - 1, min(count, MAX_SAMPLED_LAYERS))})
 
 
 def measure_layer(views: dict[Part, ReadBytes], layout: PackLayout, capacity: int) -> LayerEvidence:
-    """Measure what K and V of a layer tell about a float layout."""
+    """Measure the evidence of a layer for a float layout."""
     ends: set[int] = set()
     num_misplaced = 0
     contrasts: dict[Part, float] = {}
@@ -374,17 +360,14 @@ def measure_layer(views: dict[Part, ReadBytes], layout: PackLayout, capacity: in
 
 
 def is_consistent_layer(views: dict[Part, ReadBytes], layout: PackLayout, capacity: int) -> bool:
-    """Whether rows are full or empty, and the empty ones last, in all heads alike: `measure_layer` without means."""
+    """Return whether rows are full or empty, and the empty ones last, in all heads: `measure_layer` without means."""
     samplers = [_HeadSampler(views[part], layout, part, capacity) for part in PARTS]
     ends = {row for sampler in samplers for row in sampler.find_last_rows()}
     return len(ends) == 1 and not any(sampler.count_misplaced_rows(max(ends)) for sampler in samplers)
 
 
 def find_last_row(view: ReadBytes, layout: PackLayout, part: Part, capacity: int) -> int:
-    """Return the number of rows up to the last one that is not empty, in any head; 0 where all are.
-
-    Empty rows have one byte over and over: zero, or what memory was filled with.
-    """
+    """Return the rows up to the last one that is not empty (one byte over and over), in any head; 0 where all are."""
     return max(_HeadSampler(view, layout, part, capacity, sample=False).find_last_rows())
 
 
@@ -397,23 +380,22 @@ class _HeadSampler:
         self._head_dim = layout.head_dim
         padded_layout = replace(layout, head_dim=_round_up(layout.head_dim, layout.pack_numbers(part)[part == "value"]))
         self._accessor = HeadRowAccessor(padded_layout, part, capacity)  # rows with the padding behind their dimensions
-        self._row_bytes, self._head_bytes = (
-            get_row_bytes(padded_layout, part),
-            get_head_bytes(padded_layout, part, capacity),
-        )
+        self._row_bytes = get_row_bytes(padded_layout, part)
+        self._head_bytes = get_head_bytes(padded_layout, part, capacity)
         self._dtype = layout.dtype
+        self._unpadded_row_bytes = layout.head_dim * parse_dtype(layout.dtype).itemsize
         num_heads = min(layout.kv_heads, MAX_SAMPLED_HEADS) if sample else layout.kv_heads
         self._head_indices = sorted({int(head) for head in np.linspace(0, layout.kv_heads - 1, num_heads)})
         self._fill_byte = _read_fill_byte(view, self._head_bytes * layout.kv_heads)
 
     def _read_rows(self, head: int, begin: int, end: int) -> Bytes:
-        """Rows of a head, ``[row, byte]``."""
+        """Read rows of a head, ``[row, byte]``."""
         rows = np.empty((end - begin, self._row_bytes), np.uint8)
         self._accessor.read_rows(self._view(head * self._head_bytes, self._head_bytes), begin, rows.reshape(-1))
         return rows
 
     def find_last_rows(self) -> list[int]:
-        """For each head the number of rows up to the last one that is not empty."""
+        """Return for each head the number of rows up to the last one that is not empty."""
         return [self._find_last_row(head) for head in self._head_indices]
 
     def _find_last_row(self, head: int) -> int:
@@ -429,13 +411,8 @@ class _HeadSampler:
             end, step = begin, max(step, _SCAN_BYTES // self._row_bytes)
         return 0
 
-    @property
-    def _unpadded_row_bytes(self) -> int:
-        """Bytes of a row without padding."""
-        return self._head_dim * parse_dtype(self._dtype).itemsize
-
     def _iter_sampled_ranges(self, rows: int) -> Iterator[tuple[int, int]]:
-        """Runs of the first `rows` rows that are looked at."""
+        """Iterate over runs of the first `rows` rows to sample."""
         first_end = min(rows, _MAX_FIRST_ROWS)
         if first_end:
             yield 0, first_end
@@ -468,21 +445,15 @@ class _HeadSampler:
         if end < 2:
             return 0.0
         heads = [self._read_rows(head, 0, end)[:, : self._unpadded_row_bytes] for head in self._head_indices]
-        elements = _to_float64(heads, self._dtype)
+        rows_by_head: npt.NDArray[Any] = np.stack(heads).view(parse_dtype(self._dtype).numpy_dtype)
+        if self._dtype == "bf16":
+            rows_by_head = (rows_by_head.astype(np.uint32) << np.uint32(16)).view(np.float32)
         with np.errstate(all="ignore"):
+            elements = rows_by_head.astype(np.float64)  # [head, row, dim]
             total_variance = float(elements.var())
             variance_of_means = float(elements.mean(axis=1).var())
             contrast = variance_of_means / total_variance if total_variance > 0 else 0.0
         return contrast if np.isfinite(contrast) else 0.0
-
-
-def _to_float64(heads: Iterable[Bytes], dtype: str) -> npt.NDArray[np.float64]:
-    """Rows of heads as numbers, ``[head, row, dim]``."""
-    rows: npt.NDArray[Any] = np.ascontiguousarray(np.stack(list(heads))).view(parse_dtype(dtype).numpy_dtype)
-    if dtype == "bf16":
-        rows = (rows.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    with np.errstate(all="ignore"):
-        return rows.astype(np.float64)
 
 
 def _round_up(number: int, unit: int) -> int:
@@ -490,7 +461,7 @@ def _round_up(number: int, unit: int) -> int:
 
 
 def _read_fill_byte(view: ReadBytes, size: int) -> int:
-    """What never-written bytes of a file are: the byte that it ends with over and over, else zero."""
+    """Return the content of never-written bytes of a file: the byte that it ends with over and over, else zero."""
     tail = view(size - min(size, _FILL_SAMPLE_BYTES), min(size, _FILL_SAMPLE_BYTES))
     return int(tail[-1]) if (tail == tail[-1]).all() else 0
 
@@ -498,13 +469,12 @@ def _read_fill_byte(view: ReadBytes, size: int) -> int:
 def measure_layers(
     views: Sequence[dict[Part, ReadBytes]], layout: PackLayout, capacities: Sequence[int]
 ) -> LayoutEvidence:
-    """Measure what layers tell about a layout; `measure_layer` of each."""
+    """Measure the evidence of layers for a layout."""
     pairs = zip(views, capacities, strict=True)
     return LayoutEvidence(tuple(measure_layer(layer_views, layout, capacity) for layer_views, capacity in pairs))
 
 
-Clarity = Literal["clear", "weak", "none"]
-"""How far one layout stands out before another."""
+Clarity = Literal["clear", "weak", "none"]  # how far one layout exceeds another
 
 # In full files of two real models, packed for each backend, 64 to 512 tokens, the contrast of the right layout is at
 # least 1.78 times that of any wrong one. Words without structure have about 1 / tokens, whatever the layout: of the
@@ -521,20 +491,20 @@ MAX_TRIED_HEADS: Final = 64
 
 @dataclass(frozen=True)
 class LayoutCandidate:
-    """A layout that the sizes allow, and what the words tell about it."""
+    """A layout that the sizes allow, and the evidence for it."""
 
     match: LayoutMatch
     evidence: LayoutEvidence
 
     @property
     def has_default_capacity(self) -> bool:
-        """Whether the files have the room that the engine makes for just the rows that are not empty."""
+        """Return whether the files have the capacity that the engine allocates for just the rows that are not empty."""
         min_tokens, max_tokens = infer_token_range(self.match)
         return min_tokens <= self.evidence.num_rows <= max_tokens
 
     @property
     def sort_key(self) -> tuple[bool, int, float, bool]:
-        """What readings are sorted by, the likeliest first."""
+        """Return the sort key, the likeliest candidate first."""
         evidence, is_default_block = self.evidence, self.match.layout.flash_block == FLASH_BLOCK
         num_misplaced = 0 if evidence.is_consistent else evidence.num_misplaced_rows
         return not evidence.is_consistent, num_misplaced, -evidence.contrast, not is_default_block
@@ -544,21 +514,17 @@ MeasureEvidence = Callable[[LayoutMatch], LayoutEvidence]
 
 
 def rank_candidates(matches: Sequence[LayoutMatch], measure: MeasureEvidence) -> list[LayoutCandidate]:
-    """Try layouts, and sort them by what the words tell about them, the likeliest first.
-
-    Of several that put each token in the same place, as blocks of 64 and none may, the first stays.
-    """
+    """Measure layouts and sort them, the likeliest first; of several with the same placement the first stays."""
     ranking: list[LayoutCandidate] = []
-    for candidate in sorted(
-        (LayoutCandidate(match, measure(match)) for match in matches), key=lambda candidate: candidate.sort_key
-    ):
+    candidates = [LayoutCandidate(match, measure(match)) for match in matches]
+    for candidate in sorted(candidates, key=lambda candidate: candidate.sort_key):
         if not any(has_same_placement(candidate.match, better.match) for better in ranking):
             ranking.append(candidate)
     return ranking
 
 
 def has_same_placement(first: LayoutMatch, second: LayoutMatch) -> bool:
-    """Whether two layouts of the same files put each token in the same place."""
+    """Return whether two layouts of the same files put each token in the same place."""
     a, b = first.layout, second.layout
     if (a.kv_heads, a.head_dim, a.dtype) != (b.kv_heads, b.head_dim, b.dtype):
         return False
@@ -573,7 +539,7 @@ def has_same_placement(first: LayoutMatch, second: LayoutMatch) -> bool:
 
 
 def compare_candidates(first: LayoutCandidate, second: LayoutCandidate) -> Clarity:
-    """How far `first` stands out before `second`."""
+    """Return how far `first` exceeds `second`."""
     a, b = first.evidence, second.evidence
     if b.is_consistent and not a.is_consistent:
         return "none"
@@ -589,18 +555,15 @@ def compare_candidates(first: LayoutCandidate, second: LayoutCandidate) -> Clari
 
 
 def compute_clarity(ranking: Sequence[LayoutCandidate]) -> Clarity:
-    """How far the first of a ranking stands out before all others."""
+    """Return how far the first of a ranking exceeds all others."""
     levels: tuple[Clarity, ...] = ("none", "weak", "clear")
-    return min(
-        (compare_candidates(ranking[0], candidate) for candidate in ranking[1:]), key=levels.index, default="clear"
-    )
+    results = (compare_candidates(ranking[0], candidate) for candidate in ranking[1:])
+    return min(results, key=levels.index, default="clear")
 
 
 def infer_token_range(match: LayoutMatch) -> tuple[int, int]:
-    """Return the range of tokens for which the engine makes files of these sizes; zeros where there is none.
-
-    It makes room for 64 more than there are; K comes in tiles and V in blocks, so that several numbers may be meant.
-    """
+    """Return the range of tokens for which the engine makes files of these sizes; zeros where there is none."""
+    # It adds a capacity of 64; K comes in tiles and V in blocks, so that several numbers are possible.
     layout, capacity = match.layout, max(match.capacities)
     min_capacity = capacity
     sizes = layout.key_bytes(capacity), layout.value_bytes(capacity)
@@ -610,7 +573,7 @@ def infer_token_range(match: LayoutMatch) -> tuple[int, int]:
 
 
 def iter_matches(geometry: PackedGeometry, sizes: Sequence[tuple[int, int]]) -> Iterator[LayoutMatch]:
-    """Every layout that sizes allow where kv heads, head_dim or both are not known."""
+    """Iterate over the layouts that sizes allow where kv heads, head_dim or both are unknown."""
     dims = _HEAD_DIMS if geometry.head_dim is None else (geometry.head_dim,)
     heads = range(1, MAX_TRIED_HEADS + 1) if geometry.kv_heads is None else (geometry.kv_heads,)
     distinct_sizes = sorted(set(sizes))
@@ -626,12 +589,12 @@ def iter_matches(geometry: PackedGeometry, sizes: Sequence[tuple[int, int]]) -> 
                     yield LayoutMatch(candidate_layout, backends, tuple(capacities[pair] or 0 for pair in sizes))
 
 
+# Those of models, and tiny ones of tests.
 _HEAD_DIMS = tuple(sorted({*range(2, 65, 2), *range(64, 257, 8), *range(256, 577, 32)}))
-"""What models have, and tiny ones for tests."""
 
 
 def find_regrouped_matches(geometry: PackedGeometry, sizes: Sequence[tuple[int, int]]) -> list[LayoutMatch]:
-    """Layouts with as many words a token as `geometry` has, in another number of heads."""
+    """Return layouts with as many words a token as `geometry` has, in another number of heads."""
     assert geometry.kv_heads is not None and geometry.head_dim is not None
     elements, matches = geometry.kv_heads * geometry.head_dim, []
     for heads in range(1, MAX_TRIED_HEADS + 1):

@@ -21,41 +21,39 @@ from ..errors import KvmnnError
 from . import _layout
 from .params import EXPAND_CHUNK, FLASH_BLOCK, LayoutParams
 
-BufferPair = tuple[Bytes, Bytes]
-"""The packed K and V of a layer."""
+BufferPair = tuple[Bytes, Bytes]  # the packed K and V of a layer
 
 T = TypeVar("T")
 
 
 def split_kv(pair: tuple[T, T]) -> dict[Part, T]:
-    """What belongs to K and what belongs to V."""
+    """Return what belongs to K and what belongs to V."""
     return dict(zip(PARTS, pair, strict=True))
 
 
 def to_byte_buffers(
     layout: LayoutParams, key_buffer: Any, value_buffer: Any, capacity: int, writable: bool = False
 ) -> BufferPair:
-    """Two packed buffers as bytes over the same memory; `KvmnnError` unless they have the sizes for `capacity`."""
-    return (
-        to_byte_buffer(key_buffer, "key_buffer", layout.key_bytes(capacity), capacity, writable),
-        to_byte_buffer(value_buffer, "value_buffer", layout.value_bytes(capacity), capacity, writable),
-    )
+    """Return two packed buffers as bytes over the same memory; `KvmnnError` unless their sizes are those of
+    `capacity`.
+    """
 
+    def to_bytes(buffer: Any, name: str, size: int) -> Bytes:
+        if isinstance(buffer, np.ndarray) and not buffer.flags.c_contiguous:
+            raise KvmnnError(f"{name}: expected a C-contiguous array")
+        data = _to_flat_bytes(buffer, name)
+        if data.size != size:
+            raise KvmnnError(f"{name} has {data.size} bytes: expected {size} for a capacity of {capacity} tokens")
+        if writable and not data.flags.writeable:
+            raise KvmnnError(f"{name}: expected a writable buffer")
+        return data
 
-def to_byte_buffer(buffer: Any, name: str, size: int, capacity: int, writable: bool) -> Bytes:
-    """A packed buffer as bytes over the same memory."""
-    if isinstance(buffer, np.ndarray) and not buffer.flags.c_contiguous:
-        raise KvmnnError(f"{name}: expected a C-contiguous array")
-    data = _to_flat_bytes(buffer, name)
-    if data.size != size:
-        raise KvmnnError(f"{name} has {data.size} bytes: expected {size} for a capacity of {capacity} tokens")
-    if writable and not data.flags.writeable:
-        raise KvmnnError(f"{name}: expected a writable buffer")
-    return data
+    keys = to_bytes(key_buffer, "key_buffer", layout.key_bytes(capacity))
+    return keys, to_bytes(value_buffer, "value_buffer", layout.value_bytes(capacity))
 
 
 def to_byte_rows(part: Any, name: str, layout: LayoutParams) -> Bytes:
-    """Plain rows to read, as bytes ``[kv_heads, tokens, head_dim * itemsize]``; copied only where strides demand it."""
+    """Return plain rows as bytes ``[kv_heads, tokens, head_dim * itemsize]``; copied only where strides demand it."""
     heads, dims, size = layout.kv_heads, layout.head_dim, layout.itemsize
     if isinstance(part, np.ndarray) and part.dtype.itemsize != 1:
         if part.dtype.kind not in "fiuV" or part.dtype.itemsize != size:
@@ -75,7 +73,7 @@ def to_byte_rows(part: Any, name: str, layout: LayoutParams) -> Bytes:
 
 
 def to_row_pair(keys: Any, values: Any, layout: LayoutParams) -> BufferPair:
-    """`to_byte_rows` of K and of V, which must have the same number of tokens."""
+    """Convert K and V, of equally many tokens, by `to_byte_rows`."""
     rows = to_byte_rows(keys, "keys", layout), to_byte_rows(values, "values", layout)
     if rows[0].shape != rows[1].shape:
         raise KvmnnError(f"keys of {rows[0].shape[1]} tokens and values of {rows[1].shape[1]}: expected as many")
@@ -83,10 +81,7 @@ def to_row_pair(keys: Any, values: Any, layout: LayoutParams) -> BufferPair:
 
 
 def make_plain_arrays(layout: LayoutParams, count: int, out: KVPair | None = None) -> KVPair:
-    """Two arrays ``[kv_heads, count, head_dim]`` for plain tokens: new ones, or `out`, checked.
-
-    What is int8 is read as float32.
-    """
+    """Return two arrays ``[kv_heads, count, head_dim]``, float32 for int8: new ones, or `out`, checked."""
     shape = (layout.kv_heads, count, layout.head_dim)
     elements = parse_dtype(layout.dtype).numpy_dtype
     types = tuple(np.dtype("<f4") if layout.is_int8(part) else elements for part in PARTS)
@@ -102,7 +97,7 @@ def make_plain_arrays(layout: LayoutParams, count: int, out: KVPair | None = Non
 
 
 def to_writable_rows(array: npt.NDArray[Any], name: str) -> Bytes:
-    """Plain rows to write, as bytes over the same memory."""
+    """Return plain rows to write, as bytes over the same memory."""
     if array.size and (array.strides[2] != array.itemsize or min(array.strides) < 0):
         raise KvmnnError(f"{name}: expected a contiguous last axis and no negative strides")
     if not array.flags.writeable:
@@ -111,14 +106,14 @@ def to_writable_rows(array: npt.NDArray[Any], name: str) -> Bytes:
 
 
 def make_filled_bytes(size: int, fill: int | None) -> Bytes:
-    """New bytes, each `fill`; anything for None."""
+    """Return new bytes, each `fill`; uninitialised for None."""
     if fill is None:
         return np.empty(size, np.uint8)
     return np.full(size, fill, np.uint8) if fill else np.zeros(size, np.uint8)
 
 
 def get_nbytes(buffer: Any) -> int:
-    """Bytes of an array or a bytes-like object."""
+    """Return the bytes of an array or a bytes-like object."""
     return int(buffer.nbytes) if isinstance(buffer, np.ndarray) else memoryview(buffer).nbytes
 
 
@@ -131,27 +126,21 @@ def _to_flat_bytes(data: Any, name: str) -> Bytes:
         raise TypeError(f"{name}: expected an array or a bytes-like object, not {type(data).__name__}") from None
 
 
-HeadRangeWork = Callable[[Part, int, int], None]
-"""Called as ``work(part, first head, last head)``, the last one excluded."""
+HeadRangeWork = Callable[[Part, int, int], None]  # of part, first head, and last head (excluded)
 
 
 def make_native_params(layout: LayoutParams, part: Part, capacity: int) -> _layout.NativeLayout:
-    """What the compiled code needs to know of a K or V buffer with room for `capacity` tokens."""
-    int8 = layout.is_int8(part)
-    lP, hP = layout.pack_numbers(part)
-    if part == "key":
-        size, tile = layout.key_head_bytes(capacity), layout.key_strides()[0]
-    else:
-        size, tile = layout.value_head_bytes(capacity), layout.value_strides(capacity)[0]
+    """Return the parameters of a K or V buffer of `capacity` tokens for the compiled code."""
+    is_key = part == "key"
+    tile = layout.key_strides()[0] if is_key else layout.value_strides(capacity)[0]
     return _layout.NativeLayout(
-        part == "key",
+        is_key,
         layout.itemsize,
         layout.head_dim,
-        lP,
-        hP,
+        *layout.pack_numbers(part),
         layout.value_block(capacity),
-        size,
-        tile * (1 if int8 else layout.itemsize),
+        get_head_bytes(layout, part, capacity),
+        tile * (1 if layout.is_int8(part) else layout.itemsize),
     )
 
 
@@ -188,7 +177,7 @@ class TokenRange:
         capacity: int,
         writable: bool = False,
     ) -> TokenRange:
-        """The range, if it lies inside the `past_length` live tokens and the buffers have the sizes of `capacity`."""
+        """Check that the range is inside the live tokens and that the buffers have the sizes of `capacity`."""
         layout.check_capacity(capacity)
         if to_int(count, "count") < 1 or to_int(start, "start") < 0:
             raise KvmnnError(f"range of {count} tokens from {start}: expected at least 1 token from 0 on")
@@ -205,10 +194,10 @@ __all__ = ["EXPAND_CHUNK", "FLASH_BLOCK", "PackLayout"]
 
 
 class PackLayout(LayoutParams):
-    """Where each element of a packed cache lies, and the copying that follows from it.
+    """Where each element of a packed cache is stored, and copying of tokens.
 
     Parameters as for `LayoutParams`: kv_heads, head_dim, dtype, lP, hP, flash_block, and lP8, hP8, int8_keys,
-    int8_values for what is int8. Most callers want `PackLayout.from_backend`.
+    int8_values for int8. Most callers want `PackLayout.from_backend`.
 
     Examples
     --------
@@ -234,15 +223,14 @@ class PackLayout(LayoutParams):
         padding: str = "zero",
         threads: int | None = 1,
     ) -> BufferPair:
-        """Plain arrays ``[kv_heads, tokens, head_dim]`` as a K and a V buffer.
+        """Pack plain arrays ``[kv_heads, tokens, head_dim]`` into a K and a V buffer.
 
         Parameters
         ----------
         keys, values
-            Words of the layout's size in any order of the first two axes (``[token, head, dim]`` transposed will do),
-            or bytes in the order above.
+            Words of the layout's size in any order of the first two axes, or bytes in the order above.
         capacity
-            Tokens to have room for; by default 64 more than there are, as the engine allocates.
+            Capacity in tokens; by default 64 more than there are, as the engine allocates.
         out
             Two writable buffers of `key_bytes` and `value_bytes` to write to.
         padding
@@ -253,8 +241,8 @@ class PackLayout(LayoutParams):
         Raises
         ------
         KvmnnError
-            For shapes, sizes and capacities that do not fit, and for int8 layouts: those codes depend on what the
-            engine saw before, see `kvmnn.PackedCache`.
+            For shapes, sizes and capacities that do not fit, and for int8 layouts, whose codes depend on what the
+            engine saw before (see `kvmnn.PackedCache`).
         """
         self._require_float("pack")
         if padding not in ("zero", "keep"):
@@ -295,10 +283,9 @@ class PackLayout(LayoutParams):
         out: KVPair | None = None,
         threads: int | None = 1,
     ) -> KVPair:
-        """The first `tokens` tokens as plain arrays ``[kv_heads, tokens, head_dim]``; the inverse of `pack`.
+        """Unpack the first `tokens` tokens into plain arrays ``[kv_heads, tokens, head_dim]``; the inverse of `pack`.
 
-        `capacity` is derived from the sizes of the buffers by default. Otherwise as `gather`, but no tokens at all are
-        fine.
+        `capacity` defaults to the one of the buffers' sizes. Otherwise as `gather`, but `tokens` may be 0.
         """
         if capacity is None:
             capacity = self.infer_capacity(get_nbytes(key_buffer), get_nbytes(value_buffer))
@@ -321,22 +308,21 @@ class PackLayout(LayoutParams):
         out: KVPair | None = None,
         threads: int | None = 1,
     ) -> KVPair:
-        """Tokens ``[start, start + count)`` of both buffers, each as ``[kv_heads, count, head_dim]``.
+        """Return tokens ``[start, start + count)`` of both buffers, each as ``[kv_heads, count, head_dim]``.
 
-        Of an int8 layout what comes back is float32, code times scale plus bias; `unrecoverable_parts` says what that
-        is not.
+        Int8 is returned as float32, code times scale plus bias; `unrecoverable_parts` describes what is lost.
 
         Parameters
         ----------
         key_buffer, value_buffer
-            Bytes-like or arrays; exactly `key_bytes(capacity)` and `value_bytes(capacity)` bytes. Only the elements
-            of the range are read: padding may hold anything.
+            Bytes-like or arrays; exactly `key_bytes(capacity)` and `value_bytes(capacity)` bytes. Only the elements of
+            the range are read: padding may contain anything.
         start, count
             The range in tokens; ``count >= 1``.
         past_length
             Live tokens in the buffers.
         capacity
-            Tokens that the buffers have room for.
+            Capacity of the buffers in tokens.
         out
             Two arrays of that shape and word size to write to, each with a contiguous last axis.
         threads
@@ -374,8 +360,8 @@ class PackLayout(LayoutParams):
     ) -> None:
         """Write ``[kv_heads, count, head_dim]`` arrays over the tokens from `start` on; the inverse of `gather`.
 
-        `keys` and `values` are as for `pack`; padding in the buffers stays as it is. Errors as for `gather`; nothing
-        is written then.
+        `keys` and `values` are as for `pack`; padding in the buffers stays as it is. Errors as for `gather`; nothing is
+        written then.
         """
         self._require_float("scatter")
         row_pair = to_row_pair(keys, values, self)
@@ -409,33 +395,27 @@ class PackLayout(LayoutParams):
 
 
 def get_head_bytes(layout: LayoutParams, part: Part, capacity: int) -> int:
-    """Bytes of one head's buffer with room for `capacity` tokens."""
+    """Return the bytes of one head's buffer of `capacity` tokens."""
     return layout.key_head_bytes(capacity) if part == "key" else layout.value_head_bytes(capacity)
 
 
 def get_tile_tokens(layout: LayoutParams, part: Part, capacity: int) -> int:
-    """Tokens of a tile: the tokens whose bytes lie together in a head's buffer."""
+    """Return the tokens of a tile: those whose bytes are stored together in a head's buffer."""
     return layout.key_shape(capacity)[2] if part == "key" else layout.value_block(capacity)
 
 
 def get_row_dtype(layout: LayoutParams, part: Part) -> str:
-    """Name of the dtype that rows are read as: the layout's, or fp32 for what is int8."""
+    """Return the dtype that rows are read as: the layout's, or fp32 for int8."""
     return "fp32" if layout.is_int8(part) else layout.dtype
 
 
 def get_row_bytes(layout: LayoutParams, part: Part) -> int:
-    """Bytes of a row as it is read."""
+    """Return the bytes of a row as it is read."""
     return layout.head_dim * parse_dtype(get_row_dtype(layout, part)).itemsize
 
 
 class HeadRowAccessor:
-    """Access to the rows of one head after the other.
-
-    Parameters
-    ----------
-    layout, part, capacity
-        What the buffers are. What is int8 is read as fp32, code times scale plus bias, and cannot be written.
-    """
+    """Reads and writes rows of one head; int8 is read as fp32, code times scale plus bias, and cannot be written."""
 
     def __init__(self, layout: LayoutParams, part: Part, capacity: int) -> None:
         self._params = make_native_params(layout, part, capacity)

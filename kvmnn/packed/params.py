@@ -12,18 +12,14 @@ from ..dtypes import PARTS, Indices, Part, parse_dtype
 from ..errors import KvmnnError, LimitError
 from .backends import get_backend
 
-FLASH_BLOCK = 64
-"""Tokens in a block of V where the engine uses flash attention."""
-
-EXPAND_CHUNK = 64
-"""Tokens of room that the engine adds to what it needs when it allocates."""
-
+FLASH_BLOCK = 64  # tokens in a block of V where the engine uses flash attention
+EXPAND_CHUNK = 64  # tokens of capacity that the engine adds to what it needs when it allocates
 MAX_BUFFER_BYTES = 1 << 48  # far beyond any memory, far below any overflow
 
 
 @dataclass(frozen=True)
 class LayoutParams:
-    """The numbers that fix where an element lies."""
+    """The numbers that define where an element is stored."""
 
     #: Geometry of the attention layer.
     kv_heads: int
@@ -42,7 +38,7 @@ class LayoutParams:
     #: What the engine quantises: nothing, keys, or both. Values are quantised only with flash attention.
     int8_keys: bool = False
     int8_values: bool = False
-    #: Carried for completeness: packing of query tiles, which enters no index and no size here.
+    #: Packing of query tiles, for completeness: it affects no index and no size here.
     eP: int | None = None
     eP8: int | None = None
 
@@ -70,52 +66,48 @@ class LayoutParams:
         int8_keys: bool = False,
         int8_values: bool = False,
     ) -> Self:
-        """The layout that the backend `name` uses (the table is `kvmnn.backends.BACKENDS`)."""
-        row = get_backend(name)
+        """Return the layout of the backend `name` (the table is `kvmnn.packed.BACKENDS`)."""
+        numbers = {key: value for key, value in vars(get_backend(name)).items() if key != "source"}
         return cls(
             kv_heads=kv_heads,
             head_dim=head_dim,
-            dtype=row.dtype,
-            lP=row.lP,
-            hP=row.hP,
             flash_block=FLASH_BLOCK if flash else None,
-            lP8=row.lP8,
-            hP8=row.hP8,
             int8_keys=int8_keys,
             int8_values=int8_values,
-            eP=row.eP,
-            eP8=row.eP8,
+            **numbers,
         )
 
     # -- sizes and strides ---------------------------------------------------------------------------------------------
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element that is not int8."""
+        """Return the bytes of an element that is not int8."""
         return parse_dtype(self.dtype).itemsize
 
     @property
     def is_quantised(self) -> bool:
-        """Whether keys, or keys and values, are int8."""
+        """Return whether keys, or keys and values, are int8."""
         return self.int8_keys
 
     def is_int8(self, part: Part) -> bool:
-        """Whether K (``"key"``) or V (``"value"``) is int8."""
+        """Return whether K (``"key"``) or V (``"value"``) is int8."""
         return self.int8_keys if part == "key" else self.int8_values
 
     def pack_numbers(self, part: Part) -> tuple[int, int]:
-        """lP and hP of K or V; lP8 and hP8 for what is int8."""
+        """Return lP and hP of K or V; lP8 and hP8 for int8."""
         return (self.lP8 or 1, self.hP8 or 1) if self.is_int8(part) else (self.lP, self.hP)
 
     @property
     def placement_key(self) -> tuple[Any, ...]:
-        """All that decides where elements lie and what they are; equal for backends whose buffers are alike."""
+        """Return all that decides where elements are stored and what they are; equal for backends with equal
+        buffers.
+        """
         parts = [(self.is_int8(part), self.pack_numbers(part)) for part in PARTS]
         return self.kv_heads, self.head_dim, self.dtype, self.flash_block, *parts
 
     @property
     def unrecoverable_parts(self) -> tuple[str, ...]:
-        """What the buffers alone do not hold, in sentences; empty for float layouts."""
+        """Return sentences about what the buffers alone do not contain; empty for float layouts."""
         sentences = []
         if self.int8_keys:
             sentences.append(
@@ -127,62 +119,61 @@ class LayoutParams:
         return tuple(sentences)
 
     def value_block(self, capacity: int) -> int:
-        """Tokens in a block of V."""
+        """Return the tokens in a block of V."""
         return self.flash_block if self.flash_block is not None else max(capacity, 1)
 
     def key_shape(self, capacity: int) -> tuple[int, int, int, int]:
-        """One head of K: ``[tile, dims / lP, hP, lP]``; for int8 without the scales and biases after each tile."""
+        """Return the shape of one head of K: ``[tile, dims / lP, hP, lP]``, without int8 scales and biases."""
         lP, hP = self.pack_numbers("key")
         return _ceil_div(capacity, hP), _ceil_div(self.head_dim, lP), hP, lP
 
     def value_shape(self, capacity: int) -> tuple[int, int, int, int, int]:
-        """One head of V: ``[block, dims / hP, block / lP, hP, lP]``; for int8 without scales and biases."""
+        """Return the shape of one head of V: ``[block, dims / hP, block / lP, hP, lP]``, without int8 scales and
+        biases.
+        """
         lP, hP = self.pack_numbers("value")
         block = self.value_block(capacity)
         return _ceil_div(capacity, block), _ceil_div(self.head_dim, hP), _ceil_div(block, lP), hP, lP
 
     def key_strides(self) -> tuple[int, int, int, int]:
-        """Distances along the axes of `key_shape`, in elements (bytes for int8)."""
+        """Return the strides of `key_shape` in elements (bytes for int8)."""
         lP, hP = self.pack_numbers("key")
         return _ceil_div(self.head_dim, lP) * lP * hP + (8 * hP if self.int8_keys else 0), lP * hP, lP, 1
 
     def value_strides(self, capacity: int) -> tuple[int, int, int, int, int]:
-        """Distances along the axes of `value_shape`, in elements (bytes for int8)."""
+        """Return the strides of `value_shape` in elements (bytes for int8)."""
         lP, hP = self.pack_numbers("value")
         column = _ceil_div(self.value_block(capacity), lP) * lP * hP + (8 * hP if self.int8_values else 0)
         return column * _ceil_div(self.head_dim, hP), column, lP * hP, lP, 1
 
     def key_head_bytes(self, capacity: int) -> int:
-        """Bytes of one head's part of the K buffer, for room for `capacity` tokens."""
+        """Return the bytes of one head in the K buffer, for a capacity in tokens."""
         return self.key_shape(capacity)[0] * self.key_strides()[0] * (1 if self.int8_keys else self.itemsize)
 
     def value_head_bytes(self, capacity: int) -> int:
-        """Bytes of one head's part of the V buffer, for room for `capacity` tokens."""
+        """Return the bytes of one head in the V buffer, for a capacity in tokens."""
         blocks = self.value_shape(capacity)[0]
         return blocks * self.value_strides(capacity)[0] * (1 if self.int8_values else self.itemsize)
 
     def key_bytes(self, capacity: int) -> int:
-        """Bytes of the K buffer."""
+        """Return the bytes of the K buffer."""
         return self.kv_heads * self.key_head_bytes(capacity)
 
     def value_bytes(self, capacity: int) -> int:
-        """Bytes of the V buffer."""
+        """Return the bytes of the V buffer."""
         return self.kv_heads * self.value_head_bytes(capacity)
 
     def key_head_offset(self, head: int, capacity: int) -> int:
-        """Byte at which `head` starts in the K buffer."""
+        """Return the byte at which `head` starts in the K buffer."""
         return validate_int(head, "head", 0, self.kv_heads - 1) * self.key_head_bytes(capacity)
 
     def value_head_offset(self, head: int, capacity: int) -> int:
-        """Byte at which `head` starts in the V buffer."""
+        """Return the byte at which `head` starts in the V buffer."""
         return validate_int(head, "head", 0, self.kv_heads - 1) * self.value_head_bytes(capacity)
 
     def infer_capacity(self, key_bytes: int, value_bytes: int) -> int:
-        """Tokens for which buffers of these sizes have room, as the engine derives it from a file.
-
-        The capacity they were allocated for may have been smaller: K comes in tiles and V in blocks. Both
-        lead to the same places for every token.
-        """
+        """Return the capacity in tokens of buffers of these sizes, as the engine derives it from a file."""
+        # The allocated capacity may have been smaller, as K comes in tiles and V in blocks; places are the same.
         capacity = key_bytes // self.key_bytes(1) * self.key_shape(1)[2]
         if self.flash_block is not None:
             capacity = min(capacity, value_bytes // self.value_bytes(1) * self.flash_block)
@@ -196,20 +187,14 @@ class LayoutParams:
     # -- indexes -------------------------------------------------------------------------------------------------------
 
     def key_index(self, tokens: Any, dims: Any) -> Indices:
-        """Where K(token, dim) lies inside its head, in elements (bytes for int8).
-
-        `tokens` and `dims` are integers or arrays of them and broadcast against each other; dims below `head_dim`.
-        """
+        """Return the index of K(token, dim) inside its head, in elements (bytes for int8); arguments are broadcast."""
         t, d = self._validate_indices(tokens, dims)
         lP, hP = self.pack_numbers("key")
         tile, unit, _, _ = self.key_strides()
         return np.asarray(t // hP * tile + d // lP * unit + t % hP * lP + d % lP)
 
     def value_index(self, tokens: Any, dims: Any, capacity: int | None = None) -> Indices:
-        """Where V(token, dim) lies inside its head, in elements (bytes for int8).
-
-        `capacity` is needed only without a flash block. Otherwise as `key_index`.
-        """
+        """Return the index of V(token, dim) inside its head; `capacity` is needed without a flash block only."""
         if self.flash_block is None and capacity is None:
             raise KvmnnError("without a flash block the place of a value depends on the capacity: say which")
         t, d = self._validate_indices(tokens, dims)
@@ -223,7 +208,7 @@ class LayoutParams:
     # -- checks --------------------------------------------------------------------------------------------------------
 
     def check_capacity(self, capacity: int) -> int:
-        """`capacity`, in tokens."""
+        """Return `capacity`, in tokens, if buffers of that size are possible."""
         validate_int(capacity, "capacity", 1)
         if max(self.key_bytes(capacity), self.value_bytes(capacity)) > MAX_BUFFER_BYTES:
             raise LimitError(f"capacity {capacity} gives buffers beyond any memory")

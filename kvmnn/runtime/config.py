@@ -214,9 +214,8 @@ class RuntimeConfig:
         values: dict[str, Any] = {"h2o": H2OConfig.from_engine(document, lenient=lenient)}
         values |= _read_options(document, _SWITCH_OPTIONS, bool) | _read_options(document, _TEXT_OPTIONS, str)
         for name, number in _read_options(document, tuple(_MIN_VALUES), int).items():
-            values[name] = max(
-                _MIN_VALUES[name], validate_int(number, _ENGINE_KEY_PREFIX + name, -INT32_MAX - 1, _get_max_value(name))
-            )
+            validate_int(number, _ENGINE_KEY_PREFIX + name, -INT32_MAX - 1, _get_max_value(name))
+            values[name] = max(_MIN_VALUES[name], number)
         choices = _read_options(document, _CHOICE_OPTIONS, str)
         if not lenient:
             _check_names({**values, **choices})
@@ -257,15 +256,12 @@ class RuntimeConfig:
 
 
 def check_num_layers(config: RuntimeConfig, num_layers: int) -> int:
-    """`num_layers`, unless the model's configuration claims another number, with which blocks go to the wrong
-    layers.
-    """
+    """Return `num_layers`; raise `KvmnnError` if the model's configuration claims another number."""
     validate_int(num_layers, "layers", 1, INT32_MAX)
     if config.layer_nums not in (None, num_layers):
         raise KvmnnError(
             f"layer_nums is {config.layer_nums}, the model has {num_layers} layers: the engine would restore blocks "
-            f"into "
-            f"other layers; expected {num_layers}"
+            f"into other layers; expected {num_layers}"
         )
     return num_layers
 

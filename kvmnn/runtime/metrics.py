@@ -16,26 +16,23 @@ from ..files.schema import Record
 
 @dataclass(frozen=True)
 class CompressionRatios:
-    """Lossy, lossless and total ratio of one run: bytes of all rows over those that stay, and over those held."""
+    """Bytes of one run from which its ratios follow."""
 
+    #: Of all rows ever appended.
     appended_bytes: int
+    #: Of those that were not evicted.
     live_bytes: int
+    #: Of what holds them now: hot rows, frames, decoded copies and spare capacity.
     resident_bytes: int
 
-    @property
-    def lossy_ratio(self) -> float:
-        """All rows ever appended over those that were not evicted."""
-        return _compute_byte_ratio(self.appended_bytes, self.live_bytes)
-
-    @property
-    def lossless_ratio(self) -> float:
-        """Those rows over what holds them now, hot rows and room included."""
-        return _compute_byte_ratio(self.live_bytes, self.resident_bytes)
-
-    @property
-    def total_ratio(self) -> float:
-        """The product: all rows over what is held."""
-        return _compute_byte_ratio(self.appended_bytes, self.resident_bytes)
+    def to_metrics(self) -> dict[str, Any]:
+        """Return the fields of `RuntimeMetrics`."""
+        return {
+            "lossy_ratio": _compute_byte_ratio(self.appended_bytes, self.live_bytes),
+            "lossless_ratio": _compute_byte_ratio(self.live_bytes, self.resident_bytes),
+            "total_ratio": _compute_byte_ratio(self.appended_bytes, self.resident_bytes),
+            "held_bytes": self.resident_bytes,
+        }
 
 
 def compute_float32_ratio(raw_bytes: int, compressed_bytes: int) -> float:
@@ -64,20 +61,14 @@ class LatencySummary(Record):
 
 
 class LatencyHistogram:
-    """A histogram of durations with buckets that grow by an eighth of an octave.
-
-    Parameters
-    ----------
-    total
-        Where every duration is counted as well.
-    """
+    """A histogram of durations with buckets that grow by an eighth of an octave; `total` counts each as well."""
 
     def __init__(self, total: LatencyHistogram | None = None) -> None:
         self._total = total
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Forget all durations."""
         self._buckets: dict[int, int] = {}
         self.count = self.total_ns = self.max_ns = 0
 
@@ -146,19 +137,19 @@ class OperationLatencies:
     """Durations of the operations that cost time; those of a layer are counted in `total`, too."""
 
     def __init__(self, total: OperationLatencies | None = None) -> None:
-        self.compress, self.decompress, self.wait, self.verify = (
-            LatencyHistogram(None if total is None else getattr(total, name))
-            for name in ("compress", "decompress", "wait", "verify")
-        )
+        self.compress: LatencyHistogram = LatencyHistogram(total.compress if total else None)
+        self.decompress: LatencyHistogram = LatencyHistogram(total.decompress if total else None)
+        self.wait: LatencyHistogram = LatencyHistogram(total.wait if total else None)
+        self.verify: LatencyHistogram = LatencyHistogram(total.verify if total else None)
 
     def reset(self) -> None:
-        """Begin anew."""
-        for latencies in (self.compress, self.decompress, self.wait, self.verify):
-            latencies.reset()
+        """Forget all durations."""
+        for histogram in vars(self).values():
+            histogram.reset()
 
     def summarize(self) -> dict[str, Any]:
-        """By the names that they have in metrics."""
-        return {name: getattr(self, name).summarize() for name in ("compress", "decompress", "wait", "verify")}
+        """Return the summaries by their names in metrics."""
+        return {name: histogram.summarize() for name, histogram in vars(self).items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -355,13 +346,19 @@ class RuntimeMetrics(Record):
         rows = [f"{'layer':>5} {'tokens':>8} {'blocks':>6} {'raw bytes':>12} {'compressed':>12} {'ratio':>7} fallbacks"]
         rows += [str(layer) for layer in self.layers]
         rows.append(self._format_ratios())
+        waiting_text = f" ({self.waiting_blocks_peak:,} more waited)" if self.waiting_blocks_peak else ""
         rows.append(
             f"{pluralize(self.h2o_lossless_fallback_count, 'fallback')}, "
             f"{pluralize(self.h2o_lossless_backpressure_skip_count, 'skip')}, queue peak "
-            f"{self.h2o_lossless_queue_depth_peak:,}{self._format_waiting}, "
+            f"{self.h2o_lossless_queue_depth_peak:,}{waiting_text}, "
             f"cache {self.h2o_lossless_decode_cache_hit:,} hits and {self.h2o_lossless_decode_cache_miss:,} misses"
         )
-        return rows + [_format_latency(name, part) for name, part in self._latency_rows]
+        for name in ("compress", "verify", "decompress", "wait"):
+            latency: LatencySummary = getattr(self, name)
+            percentiles = (("p50", latency.p50_us), ("p95", latency.p95_us), ("p99", latency.p99_us))
+            texts = (f"{label} {f'{us:,.1f}' if latency.count else _NO_VALUE:>10} us" for label, us in percentiles)
+            rows.append(f"{name:<10} {latency.count:>8,} x, {', '.join(texts)}")
+        return rows
 
     def _format_ratios(self) -> str:
         if self.has_stored:
@@ -376,21 +373,6 @@ class RuntimeMetrics(Record):
             f"{prefix}: mode {self.mode} measures and stores nothing; of what it compressed "
             f"{compute_ratio(self.h2o_lossless_raw_bytes, self.h2o_lossless_compressed_bytes):.3f}"
         )
-
-    @property
-    def _format_waiting(self) -> str:
-        return f" ({self.waiting_blocks_peak:,} more waited)" if self.waiting_blocks_peak else ""
-
-    @property
-    def _latency_rows(self) -> tuple[tuple[str, LatencySummary], ...]:
-        names = ("compress", "verify", "decompress", "wait")
-        return tuple((name, getattr(self, name)) for name in names)
-
-
-def _format_latency(name: str, summary: LatencySummary) -> str:
-    percentiles = [("p50", summary.p50_us), ("p95", summary.p95_us), ("p99", summary.p99_us)]
-    percentile_texts = (f"{label} {f'{us:,.1f}' if summary.count else _NO_VALUE:>10} us" for label, us in percentiles)
-    return f"{name:<10} {summary.count:>8,} x, {', '.join(percentile_texts)}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -98,13 +98,11 @@ class ReplayResult(Record):
             )
         if self.is_idle:
             return f"NOT MEASURED: {_NOT_COMPRESSED_REASON}"
-        if not (self.is_idle or self.metrics.has_stored):
-            equal_text = (
-                f"equal in the {self.compared_calls:,} of {pluralize(self.num_calls, 'call')} that were compared"
-            )
+        equal_text = f"equal in the {self.compared_calls:,} of {pluralize(self.num_calls, 'call')} that were compared"
+        if not self.metrics.has_stored:
             return f"{equal_text}, as mode {self.metrics.mode} stores nothing: every row is held as it was appended"
         if self.compared_calls < self.num_calls:
-            return f"equal in the {self.compared_calls:,} of {pluralize(self.num_calls, 'call')} that were compared"
+            return equal_text
         return f"{LOSSLESS}: {pluralize(self.num_calls, 'call')} compared, every byte that attention reads is right"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,70 +17,61 @@ if TYPE_CHECKING:
 _BYTES_PER_MIB = float(1 << 20)
 
 Points = Sequence[ReplayPoint]
-LabelledValue = tuple[str, Callable[[ReplayPoint], float | None]]
+Value = Callable[[ReplayPoint], float | None]
 
-
-def plot_memory(points: Points) -> Figure:
-    """Bytes of all rows, of those that are left, and of what holds them."""
-    lines: list[LabelledValue] = [
-        ("appended", lambda point: point.appended_bytes / _BYTES_PER_MIB),
-        ("live", lambda point: point.live_bytes / _BYTES_PER_MIB),
-        ("held", lambda point: point.held_bytes / _BYTES_PER_MIB),
-    ]
-    return _draw_lines(points, "Memory over tokens", "K and V, all layers (MiB)", lines)
-
-
-def plot_ratio(points: Points) -> Figure:
-    """Ratio of what was encoded, and of the cache with its hot rows."""
-    lines: list[LabelledValue] = [
-        ("encoded blocks", lambda point: point.ratio),
-        ("all that is live", lambda point: point.live_bytes / max(1, point.held_bytes)),
-    ]
-    return _draw_lines(points, "Lossless ratio over tokens", "raw bytes over stored bytes", lines)
-
-
-def plot_queue(points: Points) -> Figure:
-    """The highest number of open encodings so far."""
-    lines: list[LabelledValue] = [("queue peak", lambda point: point.queue_depth_peak)]
-    return _draw_lines(points, "Queue over tokens", "most open encodings so far", lines)
-
-
-def plot_latency(points: Points) -> Figure:
-    """What each step took in the runtime."""
-    lines: list[LabelledValue] = [("runtime", lambda point: point.step_us / 1e3)]
-    return _draw_lines(points, "Latency over tokens", "time of a step in the runtime (ms)", lines)
-
-
-PLOTS: dict[str, Callable[[Points], Figure]] = {
-    "memory_over_steps": plot_memory,
-    "ratio_over_steps": plot_ratio,
-    "queue_over_steps": plot_queue,
-    "latency_over_steps": plot_latency,
+PLOTS: dict[str, tuple[str, str, dict[str, Value]]] = {
+    "memory_over_steps": (
+        "Memory over tokens",
+        "K and V, all layers (MiB)",
+        {
+            "appended": lambda point: point.appended_bytes / _BYTES_PER_MIB,
+            "live": lambda point: point.live_bytes / _BYTES_PER_MIB,
+            "held": lambda point: point.held_bytes / _BYTES_PER_MIB,
+        },
+    ),
+    "ratio_over_steps": (
+        "Lossless ratio over tokens",
+        "raw bytes over stored bytes",
+        {
+            "encoded blocks": lambda point: point.ratio,
+            "all that is live": lambda point: point.live_bytes / max(1, point.held_bytes),
+        },
+    ),
+    "queue_over_steps": (
+        "Queue over tokens",
+        "most open encodings so far",
+        {"queue peak": lambda point: point.queue_depth_peak},
+    ),
+    "latency_over_steps": (
+        "Latency over tokens",
+        "time of a step in the runtime (ms)",
+        {"runtime": lambda point: point.step_us / 1e3},
+    ),
 }
-"""Every plot by its name, which is its file's name."""
+"""Title, y label and lines of each plot, by the name of its file."""
 
 
 def check_can_write(directory: str | os.PathLike[str], overwrite: bool = False) -> None:
-    """Refuse to begin what could not end in plots; errors as `plot_files.require`."""
+    """Raise the errors of `write_plots` that can be found before drawing."""
     plots.check_can_write(PLOTS, directory, overwrite)
 
 
 def write_plots(points: Points, directory: str | os.PathLike[str], overwrite: bool = False) -> list[Path]:
-    """Draw all plots; returns the files. Errors as for `check_can_write`."""
+    """Draw all plots; return the files."""
     return plots.write_figures(_draw_plots(points), directory, overwrite)
 
 
 def _draw_plots(points: Points) -> Iterator[tuple[str, Figure]]:
-    for name, draw in PLOTS.items():
+    for file_name, (title, ylabel, lines) in PLOTS.items():
         with plot_style.use_style():
-            figure = draw(points)
-        yield name, figure
+            figure = _draw_lines(points, title, ylabel, lines)
+        yield file_name, figure
 
 
-def _draw_lines(points: Points, title: str, ylabel: str, lines: Sequence[LabelledValue]) -> Figure:
-    figure, axes = plot_style.make_figure(5.6, 4.0, [name for name, _ in lines])
+def _draw_lines(points: Points, title: str, ylabel: str, lines: Mapping[str, Value]) -> Figure:
+    figure, axes = plot_style.make_figure(5.6, 4.0, list(lines))
     ends = []
-    for number, (name, value) in enumerate(lines):
+    for number, (name, value) in enumerate(lines.items()):
         line_style = plot_style.make_line_style(number) | {"marker": None}
         series = [(point.tokens, height) for point in points if (height := value(point)) is not None]
         if series:

@@ -76,7 +76,9 @@ class CompressionScope:
         config = self.config
         step = max(1, token_step) - 1
         if config.mode == "probe":
-            return layer in self._list_probed_layers()
+            first_h2o_layer = self.h2o_layers.start
+            probed_layers = {"front_n": (0,), "h2o_kept": (first_h2o_layer,), "none": ()}
+            return layer in probed_layers.get(config.scope, (0, first_h2o_layer))
         if is_front and config.front_sample_token_interval > 1 and step % config.front_sample_token_interval:
             return False
         is_h2o_only = config.scope == "h2o_kept" or (config.scope == "front_n_and_h2o_kept" and not is_front)
@@ -86,11 +88,6 @@ class CompressionScope:
             return config.kept_sample_token_interval <= 1 or step % config.kept_sample_token_interval == 0
         return True
 
-    def _list_probed_layers(self) -> tuple[int, ...]:
-        return {"front_n": (0,), "h2o_kept": (self.h2o_layers.start,), "none": ()}.get(
-            self.config.scope, (0, self.h2o_layers.start)
-        )
-
 
 def compute_cold_range(config: RuntimeConfig, budget: int) -> ColdRange:
     """The tokens between the hot ones at the start and at the end of `budget` tokens."""
@@ -98,35 +95,36 @@ def compute_cold_range(config: RuntimeConfig, budget: int) -> ColdRange:
     return ColdRange(begin, max(begin, budget - config.hot_recent_tokens))
 
 
-class LayerProgress(NamedTuple):
-    """How far a layer has come: updates so far, the token step of the last one, and where it ended."""
-
-    updates: int
-    last_step: int
-    watermark: int
-
-
 def compute_due_range(
-    config: RuntimeConfig, cold_tokens: ColdRange, kv_len: int, token_step: int, progress: LayerProgress
+    config: RuntimeConfig,
+    cold_tokens: ColdRange,
+    kv_len: int,
+    token_step: int,
+    *,
+    updates: int,
+    last_step: int,
+    watermark: int,
 ) -> BlockRange | None:
-    """The block that the engine encodes now, if any."""
+    """Return the block that the engine encodes now, if any.
+
+    `updates` counts the blocks of the layer so far; the last one was encoded at `last_step`, and ended at `watermark`.
+    """
     if kv_len < config.h2o.effective_trigger_tokens or cold_tokens.end <= cold_tokens.begin:
         return None
     is_probe_mode, is_store_mode = config.mode == "probe", config.mode == "store"
-    growth = cold_tokens.end - progress.watermark
-    if progress.updates <= 0:
+    growth = cold_tokens.end - watermark
+    if updates <= 0:
         bootstrap = get_bootstrap_tokens(config)
         if growth < bootstrap:
             return None
         count = min(bootstrap, cold_tokens.end - cold_tokens.begin)
-        return BlockRange(
-            cold_tokens.begin if is_probe_mode else max(cold_tokens.begin, cold_tokens.end - bootstrap), count, True
-        )
+        start = cold_tokens.begin if is_probe_mode else max(cold_tokens.begin, cold_tokens.end - bootstrap)
+        return BlockRange(start, count, True)
     tokens_per_block = get_grouped_tokens(config)
     overlap = tokens_per_block // 8 if is_store_mode else 0
-    if token_step - progress.last_step < config.h2o.effective_interval or growth + overlap < tokens_per_block:
+    if token_step - last_step < config.h2o.effective_interval or growth + overlap < tokens_per_block:
         return None
-    start = max(progress.watermark, cold_tokens.begin)
+    start = max(watermark, cold_tokens.begin)
     if is_store_mode:
         start = max(start - overlap, cold_tokens.begin)
     count = min(tokens_per_block, max(0, cold_tokens.end - start))

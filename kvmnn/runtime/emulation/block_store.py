@@ -34,16 +34,8 @@ class RangeEncodeResult:
 class EmulatedTaskQueue:
     """Encodings between submission and application.
 
-    Parameters
-    ----------
-    timing
-        ``"eager"``: a task is finished before the call that submits it goes on. ``"lazy"``: no task is finished before
-        somebody waits.
-
-    Attributes
-    ----------
-    num_open
-        Tasks submitted and not finished.
+    With `timing` ``"eager"``, a task is finished before the call that submits it goes on; with ``"lazy"``, no task is
+    finished before somebody waits.
     """
 
     def __init__(self, timing: WorkerTiming) -> None:
@@ -83,26 +75,16 @@ _SKIPPED_BLOCK = Block(None, 0, 0, 0, False, None, None, 0, 0)
 
 
 class BlockApplier:
-    """Appends blocks, clears rows, decodes for probe and full, and counts.
-
-    Attributes
-    ----------
-    queue_peak
-        Most blocks of a layer and open tasks at one time.
-    last_compress_ns
-        How long the last encoding took.
-    """
+    """Appends blocks, clears rows, decodes for probe and full, and counts."""
 
     def __init__(self, config: RuntimeConfig, decoder: BlockDecoder, timings: OperationLatencies) -> None:
         self._config = config
         self._decoder = decoder
         self._timings = timings
+        self._is_store_mode = config.mode == "store"
         self.queue_peak = 0
+        """Maximum number of blocks of a layer and open tasks at one time."""
         self.last_compress_ns = 0
-
-    @property
-    def _is_store_mode(self) -> bool:
-        return self._config.mode == "store"
 
     def apply_result(
         self,
@@ -131,20 +113,17 @@ class BlockApplier:
             if state.rows is None or block_range.end > state.rows.capacity:
                 state.fallbacks += 1
                 return
-            stored_block = StoredBlock(
-                block_range.start,
-                block_range.count,
-                block,
-                is_decoded=self._is_store_mode,
-                is_from_dropped=from_dropped,
-            )
+            stored_block = StoredBlock(block_range.start, block_range.count, block, is_decoded=self._is_store_mode)
             state.blocks.append(stored_block)
             if self._is_store_mode:
                 is_seeded, is_dropped = self._drop_rows(state, stored_block)
-            else:
-                num_trimmed = self._trim_blocks(state)
+            elif self._config.decode_cache_blocks:  # the oldest blocks beyond the size of the cache go
+                num_trimmed = max(0, len(state.blocks) - self._config.decode_cache_blocks)
+                del state.blocks[:num_trimmed]
         if not self._is_store_mode:
-            self._decode_next(state, event)
+            next_block = next((block for block in state.blocks if not block.is_decoded), None)
+            if next_block is not None:
+                self.decode_once(state, next_block, event)
         if not from_dropped:
             state.raw_bytes += block.raw_bytes
             state.compressed_bytes += block.compressed_bytes
@@ -188,18 +167,6 @@ class BlockApplier:
         stored_block.is_dropped = state.rows.zero(stored_block.start, stored_block.count)
         state.fallbacks += not stored_block.is_dropped
         return is_seeded, stored_block.is_dropped
-
-    def _trim_blocks(self, state: EmulatedLayerState) -> int:
-        """Forget the oldest blocks beyond the size of the cache: how many went."""
-        capacity = self._config.decode_cache_blocks
-        excess = max(0, len(state.blocks) - capacity) if capacity else 0
-        del state.blocks[:excess]
-        return excess
-
-    def _decode_next(self, state: EmulatedLayerState, event: CallEvent) -> None:
-        stored_block = next((block for block in state.blocks if not block.is_decoded), None)
-        if stored_block is not None:
-            self.decode_once(state, stored_block, event)
 
     def decode_once(self, state: EmulatedLayerState, stored_block: StoredBlock, event: CallEvent) -> None:
         """Decode a block of probe or full, to count it; nothing is written back."""

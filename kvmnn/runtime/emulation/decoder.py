@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,7 +13,7 @@ from ...errors import KvmnnError
 from ...frames import fnv1a64
 from ..metrics import LatencyHistogram
 from .events import CallEvent, RestoreEvent, ScatterEvent
-from .layer_state import EmulatedLayerState, EngineRowBuffer, SharedDecodeCache, StoredBlock, build_decoded_block
+from .layer_state import DecodeCache, EmulatedLayerState, EngineRowBuffer, StoredBlock, build_decoded_block
 
 
 @dataclass(eq=False)
@@ -23,7 +24,7 @@ class BlockDecoder:
     capacity: int
     #: Compare the hash of what came out.
     is_strict: bool
-    shared_cache: SharedDecodeCache = field(default_factory=SharedDecodeCache)
+    shared_cache: DecodeCache = field(default_factory=lambda: DecodeCache(is_shared=True))
     #: Blocks found, and not found, in a cache.
     hits: int = 0
     misses: int = 0
@@ -39,7 +40,9 @@ class BlockDecoder:
         hit_kind, pair = self._find_cached(state, stored_block)
         if pair is None:
             self.misses += 1
-            hit_kind, pair = "miss", _decode_frames(stored_block)
+            hit_kind = "miss"
+            with suppress(KvmnnError):
+                pair = stored_block.block.decode()
         else:
             self.hits += 1
         if pair is None or not self._matches_source(stored_block, pair):
@@ -63,29 +66,19 @@ class BlockDecoder:
     def _find_cached(self, state: EmulatedLayerState, stored_block: StoredBlock) -> tuple[str, KVPair | None]:
         if self.capacity == 0:
             return "", None
-        local_hit = state.cache.find(stored_block)
-        if local_hit is not None:
-            return local_hit[0], (local_hit[1].keys, local_hit[1].values)
-        shared_hit = self.shared_cache.find(stored_block)
-        if shared_hit is None:
+        hit = state.cache.find(stored_block) or self.shared_cache.find(stored_block)
+        if hit is None:
             return "", None
-        state.cache.insert(shared_hit, stored_block, self.capacity)
-        return "global", (shared_hit.keys, shared_hit.values)
+        hit_kind, entry = hit
+        if hit_kind == "global":
+            state.cache.insert(entry, stored_block, self.capacity)
+        return hit_kind, (entry.keys, entry.values)
 
     def _matches_source(self, stored_block: StoredBlock, pair: KVPair) -> bool:
         block = stored_block.block
         if pair[0].nbytes + pair[1].nbytes != block.raw_bytes:
             return False
-        if not self.is_strict:
-            return True
-        return block.raw_hash != 0 and fnv1a64(pair[1], fnv1a64(pair[0])) == block.raw_hash
-
-
-def _decode_frames(stored_block: StoredBlock) -> KVPair | None:
-    try:
-        return stored_block.block.decode()
-    except KvmnnError:
-        return None
+        return not self.is_strict or (block.raw_hash != 0 and fnv1a64(pair[1], fnv1a64(pair[0])) == block.raw_hash)
 
 
 NS_PER_US = 1000

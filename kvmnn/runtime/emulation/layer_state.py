@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -12,7 +13,6 @@ from ...frames import Block
 from ...packed.compaction import ReservePair, simulate_fork
 from ..metrics import OperationLatencies
 from ..positions import PositionRuns
-from ..schedule import LayerProgress
 
 GROWTH_TOKENS = 64
 """Room beyond the need at each allocation."""
@@ -91,11 +91,7 @@ class EngineRowBuffer:
     def scatter(self, start: int, count: int, keys: Elements, values: Elements) -> bool:
         """Write a range from flat words in the order ``[kv_head, token, head_dim]``; False where it does not fit."""
         shape = (self._shape[1], count, self._shape[3])
-        if (
-            not self.contains_range(start, count)
-            or keys.size != values.size
-            or keys.size != shape[0] * shape[1] * shape[2]
-        ):
+        if not self.contains_range(start, count) or not keys.size == values.size == math.prod(shape):
             return False
         self._buffer[0, :, start : start + count] = keys.reshape(shape)
         self._buffer[1, :, start : start + count] = values.reshape(shape)
@@ -120,8 +116,6 @@ class StoredBlock:
     is_decoded: bool
     #: Whether its rows were cleared.
     is_dropped: bool = False
-    #: Whether it overlaps rows that had been cleared when it was made.
-    is_from_dropped: bool = False
 
     @property
     def end(self) -> int:
@@ -174,60 +168,35 @@ def build_decoded_block(stored_block: StoredBlock, keys: Elements, values: Eleme
 
 
 @dataclass(eq=False)
-class LayerDecodeCache:
-    """Entries of one layer, the oldest first."""
+class DecodeCache:
+    """Decoded blocks, the oldest first: of one layer, or those that all layers share."""
 
+    #: The shared cache finds blocks by their content only, and lives on when a request begins.
+    is_shared: bool = False
     entries: deque[DecodedBlock] = field(default_factory=deque)
 
     def __len__(self) -> int:
         return len(self.entries)
 
     def find(self, stored_block: StoredBlock) -> tuple[str, DecodedBlock] | None:
-        """How the block was found (``local_pos`` or ``local_hash``) and its entry, which is the newest then."""
+        """Return how a block was found, and its entry, which becomes the newest; None if it is not there."""
         matches = [entry for entry in self.entries if entry.matches_content(stored_block.block)]
-        for hit_kind, candidates in (
-            ("local_pos", [entry for entry in matches if entry.is_same_range(stored_block)]),
-            ("local_hash", matches),
-        ):
-            if candidates:
-                self.entries.remove(candidates[0])
-                self.entries.append(candidates[0])
-                return hit_kind, candidates[0]
-        return None
+        if not matches:
+            return None
+        same_range = () if self.is_shared else [entry for entry in matches if entry.is_same_range(stored_block)]
+        entry = next(iter(same_range), matches[0])
+        self.entries.remove(entry)
+        self.entries.append(entry)
+        return "global" if self.is_shared else "local_pos" if same_range else "local_hash", entry
 
     def insert(self, entry: DecodedBlock, stored_block: StoredBlock, capacity: int) -> None:
-        """Put `entry` in as the newest; what stands for the same goes, and the oldest where there are too many."""
-        block = stored_block.block
-        remaining = [
-            old
-            for old in self.entries
-            if not (old.matches_content(block) or (old.is_same_range(stored_block) and old.matches_sizes(block)))
-        ]
-        self.entries = deque([*remaining, entry], maxlen=capacity)
+        """Insert the newest entry; those that stand for the same block go, and the oldest beyond the capacity."""
 
+        def is_replaced(old: DecodedBlock) -> bool:
+            is_same_place = not self.is_shared and old.is_same_range(stored_block)
+            return old.matches_content(stored_block.block) or (is_same_place and old.matches_sizes(stored_block.block))
 
-@dataclass(eq=False)
-class SharedDecodeCache:
-    """Entries of all layers, the oldest first. Lives on when a request begins."""
-
-    entries: deque[DecodedBlock] = field(default_factory=deque)
-
-    def __len__(self) -> int:
-        return len(self.entries)
-
-    def find(self, stored_block: StoredBlock) -> DecodedBlock | None:
-        """An entry of the same content, which is the newest then."""
-        for entry in self.entries:
-            if entry.matches_content(stored_block.block):
-                self.entries.remove(entry)
-                self.entries.append(entry)
-                return entry
-        return None
-
-    def insert(self, entry: DecodedBlock, stored_block: StoredBlock, capacity: int) -> None:
-        """Put `entry` in as the newest; what has the same content goes, and the oldest where there are too many."""
-        remaining = [old for old in self.entries if not old.matches_content(stored_block.block)]
-        self.entries = deque([*remaining, entry], maxlen=capacity)
+        self.entries = deque([*(old for old in self.entries if not is_replaced(old)), entry], maxlen=capacity)
 
 
 @dataclass(eq=False)
@@ -245,15 +214,10 @@ class EmulatedLayerState:
     fallbacks: int = 0
     skips: int = 0
     blocks: list[StoredBlock] = field(default_factory=list)
-    cache: LayerDecodeCache = field(default_factory=LayerDecodeCache)
+    cache: DecodeCache = field(default_factory=DecodeCache)
     #: The rows of the layer that was last called under this index.
     rows: EngineRowBuffer | None = None
     timings: OperationLatencies = field(default_factory=OperationLatencies)
-
-    @property
-    def to_progress(self) -> LayerProgress:
-        """What the schedule looks at."""
-        return LayerProgress(self.updates, self.last_step, self.watermark)
 
     def list_pending(self, is_store_mode: bool) -> list[StoredBlock]:
         """Blocks that still have to be restored, or decoded once."""

@@ -28,28 +28,9 @@ from .layer_state import EmulatedLayerState, EngineRowBuffer
 
 
 class EmulatedRuntime:
-    """All layers of one conversation in the engine's hands.
+    """All layers of one conversation in the engine's hands; `LosslessRuntime` describes the parameters.
 
-    Parameters
-    ----------
-    config
-        Options; `layer_nums` is the number of layers that the engine believes in.
-    layers
-        Layers that really run.
-    kv_heads, head_dim, dtype
-        Of K and V.
-    timing
-        When a worker finishes: see `EmulatedTaskQueue`.
-    planner
-        Makes the eviction plans; None for one from `config.h2o`.
-    on_invalid
-        ``"raise"`` refuses a `layer_nums` that is not the number of layers; ``"engine"`` mixes layers up as the engine
-        does.
-
-    Raises
-    ------
-    KvmnnError
-        For options that do not exist, and as `on_invalid` says.
+    `config.layer_nums` is the number of layers that the engine believes in, `layers` the number that really run.
     """
 
     def __init__(
@@ -189,7 +170,7 @@ class EmulatedRuntime:
 
     def collect_metrics(self) -> RuntimeMetrics:
         """What the engine reports now."""
-        report, planner_metrics, compression_ratios = self.report, self.planner.metrics, self._compute_ratios()
+        report, planner_metrics = self.report, self.planner.metrics
         return RuntimeMetrics(
             h2o_lossless_raw_bytes=report.raw_bytes,
             h2o_lossless_compressed_bytes=report.compressed_bytes,
@@ -208,11 +189,8 @@ class EmulatedRuntime:
             h2o_keep_ratio=planner_metrics.h2o_keep_ratio,
             h2o_lossy_ratio=planner_metrics.h2o_lossy_ratio,
             h2o_total_evict_tokens=planner_metrics.h2o_total_evict_tokens,
-            lossy_ratio=compression_ratios.lossy_ratio,
-            lossless_ratio=compression_ratios.lossless_ratio,
-            total_ratio=compression_ratios.total_ratio,
             mode=self.config.mode,
-            held_bytes=compression_ratios.resident_bytes,
+            **self._compute_ratios().to_metrics(),
             **self._timings.summarize(),
             layers=tuple(self._collect_layer_metrics(index) for index in range(len(self._states))),
         )
@@ -279,7 +257,15 @@ class EmulatedRuntime:
         num_pending = len(state.list_pending(is_store_mode)) + self._tasks.num_open
         self._applier.queue_peak = max(self._applier.queue_peak, num_pending)
         self._async_peak = max(self._async_peak, self._tasks.num_open)
-        block_range = compute_due_range(self.config, cold_tokens, event.kv_len, event.token_step, state.to_progress)
+        block_range = compute_due_range(
+            self.config,
+            cold_tokens,
+            event.kv_len,
+            event.token_step,
+            updates=state.updates,
+            last_step=state.last_step,
+            watermark=state.watermark,
+        )
         if block_range is None:
             return
         watermark = cold_tokens.end if block_range.is_bootstrap and self.config.mode == "probe" else block_range.end

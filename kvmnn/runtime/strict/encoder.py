@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -62,45 +61,12 @@ def encode_and_verify(codec: RowCodec, rows: Elements) -> SegmentEncodeResult:
     return SegmentEncodeResult(block, frames, encoded_ns - start_ns, time.perf_counter_ns() - encoded_ns)
 
 
-def get_result(future: Future[object]) -> SegmentEncodeResult | None:
-    """What a job came to; None where it failed, was cancelled, or its worker ended."""
-    if future.cancelled() or future.exception() is not None:
-        return None
-    return cast(SegmentEncodeResult, future.result())
-
-
-def finalize_segment(segment: TokenSegment, result: SegmentEncodeResult | None, *, keep_rows: bool) -> None:
-    """Replace the rows of a piece by its frames; leave them where that gains nothing, or failed."""
-    if result is None:
-        segment.attempts += 1
-        segment.state = "due" if segment.attempts < MAX_ENCODE_ATTEMPTS else "settled"
-    elif result.frames is None or keep_rows:
-        segment.state = "settled"
-    else:
-        segment.frames, segment.rows, segment.state = result.frames, None, "stored"
-    if segment.state == "settled" and not keep_rows:
-        segment.own_rows()
-
-
 MAX_PLAN_WAIT_STEPS = 64
-"""Steps that a layer whose plan is about to be carried out waits for; one that plans at every step must not wait for
-ever."""
+"""Maximum number of steps that a layer with a pending plan is not encoded: its blocks would be cut."""
 
 
 class AsyncEncoder:
-    """Hands in the blocks of all layers that became cold, and takes in those that are done.
-
-    Attributes
-    ----------
-    jobs
-        Encodings that are open.
-    num_finished
-        Encodings that were taken in since the request began.
-    peak_waiting
-        Most blocks that were due and had no place in the queue at one time.
-    last_compress_ns
-        How long the last encoding took.
-    """
+    """Submits the blocks of all layers that became cold, and applies the results."""
 
     def __init__(
         self,
@@ -111,7 +77,9 @@ class AsyncEncoder:
         waits: LatencyHistogram,
     ) -> None:
         self.jobs: PendingJobs[EncodeJob] = PendingJobs(workers, config.max_queue, config.max_bytes_in_flight)
-        self.num_finished = self.peak_waiting = self.last_compress_ns = 0
+        self.num_finished = self.last_compress_ns = 0
+        self.peak_waiting = 0
+        """Maximum number of blocks that were due and did not fit into the queue at one time."""
         self._config, self._codec, self._workers, self._wait_latencies = config, codec, workers, waits
         self._layers = layers
         self._scope = CompressionScope(config)
@@ -163,7 +131,8 @@ class AsyncEncoder:
             finished_jobs = self.jobs.take_finished()
         for job, future in finished_jobs:
             if job.generation == self._generation and job.segment.is_alive:
-                self._apply_result(job, get_result(future))
+                has_failed = future.cancelled() or future.exception() is not None
+                self._apply_result(job, None if has_failed else cast(SegmentEncodeResult, future.result()))
         self.num_finished += len(finished_jobs)
 
     def _submit_due(self, number: int) -> int:
@@ -172,9 +141,8 @@ class AsyncEncoder:
             rows = segment.rows
             if not self.jobs.has_capacity(rows.nbytes):
                 layer.counters.skips += 1
-                self.peak_waiting = max(
-                    self.peak_waiting, sum(len(layer_state.waiting_segments) for layer_state in self._layers)
-                )
+                num_waiting = sum(len(other.waiting_segments) for other in self._layers)
+                self.peak_waiting = max(self.peak_waiting, num_waiting)
                 break
             job = EncodeJob(number, segment, self._generation)
             self.jobs.submit(job, rows.nbytes, partial(encode_and_verify, self._codec, rows))
@@ -188,9 +156,18 @@ class AsyncEncoder:
     def _apply_result(self, job: EncodeJob, result: SegmentEncodeResult | None) -> None:
         layer, segment = self._layers[job.layer], job.segment
         counters, raw_bytes = layer.counters, segment.resident_bytes
-        finalize_segment(segment, result, keep_rows=self._config.mode != "store")
-        counters.fallbacks += result is None
+        keeps_rows = self._config.mode != "store"
         if result is None:
+            segment.attempts += 1
+            segment.state = "due" if segment.attempts < MAX_ENCODE_ATTEMPTS else "settled"
+        elif result.frames is None or keeps_rows:
+            segment.state = "settled"
+        else:
+            segment.frames, segment.rows, segment.state = result.frames, None, "stored"
+        if segment.state == "settled" and not keeps_rows:
+            segment.own_rows()
+        if result is None:
+            counters.fallbacks += 1
             if segment.state == "due":
                 layer.waiting_segments.append(segment)
             return

@@ -34,23 +34,7 @@ def invalidate_plan(state: PlannerLayerState, ranges: Sequence[ReservePair], blo
 
 
 class StrictLayer:
-    """Rows of one layer and what is to be encoded of them.
-
-    Attributes
-    ----------
-    rows
-        `LayerStorage`.
-    counters
-        `RuntimeLayerCounters`.
-    waiting_segments
-        Pieces that are due and have no place in the queue yet.
-    last_step
-        Token step at which the layer was last looked at; None before the first time.
-    has_triggered
-        Whether the layer has ever had as many tokens as it takes to begin; evictions may bring it below again.
-    is_planned
-        Whether the eviction planner is asked at its calls.
-    """
+    """Rows of one layer, and what has to be encoded of them; `is_planned` if the eviction planner takes part."""
 
     def __init__(
         self,
@@ -67,8 +51,11 @@ class StrictLayer:
         self._total_latencies = total_latencies
         self.counters = RuntimeLayerCounters(timings=OperationLatencies(total_latencies))
         self.waiting_segments: deque[TokenSegment] = deque()
+        """Segments that are due and not in the queue yet."""
         self.last_step: int | None = None
+        """Token step at which `queue_due` was last called."""
         self.has_triggered = False
+        """Whether the layer ever had enough tokens to begin; evictions may leave fewer."""
         self._config = config
         self._number, self._scope = number, CompressionScope(config)
         self._applies_always = self._scope.is_always_compressed(number)
@@ -88,25 +75,24 @@ class StrictLayer:
         if tokens < self._next_due_tokens:
             return
         config = self._config
-        cold_tokens, block_tokens, hot_sink = (
-            compute_cold_range(config, tokens),
-            config.block_tokens,
-            config.hot_sink_tokens,
-        )
+        cold_tokens, block_tokens = compute_cold_range(config, tokens), config.block_tokens
         if config.mode == "store":
             self.waiting_segments += self.rows.split_cold(cold_tokens, block_tokens)
-            self._next_due_tokens = self.rows.find_next_due_end(hot_sink, block_tokens) + config.hot_recent_tokens
+            self._next_due_tokens = (
+                self.rows.find_next_due_end(config.hot_sink_tokens, block_tokens) + config.hot_recent_tokens
+            )
             return
         rows = self.rows.hot_buffer.rows
         self._measured_tokens = max(self._measured_tokens, cold_tokens.begin)
         while self._measured_tokens + block_tokens <= cold_tokens.end:
+            end_token = self._measured_tokens + block_tokens
             self.waiting_segments.append(
-                TokenSegment(
-                    block_tokens, rows[:, :, self._measured_tokens : self._measured_tokens + block_tokens], "due"
-                )
+                TokenSegment(block_tokens, rows[:, :, self._measured_tokens : end_token], "due")
             )
-            self._measured_tokens += block_tokens
-        self._next_due_tokens = max(self._measured_tokens, hot_sink) + block_tokens + config.hot_recent_tokens
+            self._measured_tokens = end_token
+        self._next_due_tokens = (
+            max(self._measured_tokens, config.hot_sink_tokens) + block_tokens + config.hot_recent_tokens
+        )
 
     def peek_due(self) -> TokenSegment | None:
         """The first piece in waiting that still stands for tokens; it stays there."""
@@ -134,7 +120,7 @@ class StrictLayer:
         self.rows.replace_contents(contents)
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Drop all tokens and counts."""
         self.rows.clear()
         self.counters = RuntimeLayerCounters(timings=OperationLatencies(self._total_latencies))
         self.waiting_segments.clear()

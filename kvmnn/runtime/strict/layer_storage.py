@@ -91,13 +91,7 @@ MIN_GROWTH_TOKENS = 64
 
 
 class HotBuffer:
-    """Rows ``[2, kv_head, token, head_dim]`` that are appended to and never changed.
-
-    Attributes
-    ----------
-    count
-        Tokens.
-    """
+    """Rows ``[2, kv_head, token, head_dim]`` of `count` tokens that are appended to and never changed."""
 
     def __init__(self, rows: Elements) -> None:
         self.count = int(rows.shape[2])
@@ -127,10 +121,9 @@ class HotBuffer:
         """Make room for `num_new` more tokens."""
         required_tokens = self.count + num_new
         if required_tokens > self._capacity:
-            heads, head_dim = self._rows.shape[1], self._rows.shape[3]
-            grown_buffer = allocate(
-                (2, heads, required_tokens + max(MIN_GROWTH_TOKENS, required_tokens // 8), head_dim), self._rows.dtype
-            )
+            capacity = required_tokens + max(MIN_GROWTH_TOKENS, required_tokens // 8)
+            _, heads, _, head_dim = self._rows.shape
+            grown_buffer = allocate((2, heads, capacity, head_dim), self._rows.dtype)
             grown_buffer[:, :, : self.count] = self.rows
             self._set_buffer(grown_buffer)
 
@@ -152,17 +145,7 @@ WriteRows = Callable[[TokenSegment, Elements], None]
 
 
 class LayerStorage:
-    """The rows of one layer and what they stand for.
-
-    Attributes
-    ----------
-    segments
-        The older tokens, in their order.
-    hot_buffer
-        The others.
-    positions
-        True positions of all of them.
-    """
+    """The tokens of one layer: the older ones in `segments`, the others in `hot_buffer`, and the positions of all."""
 
     def __init__(self, kv_heads: int, head_dim: int, dtype: DType) -> None:
         self.segments: list[TokenSegment] = []
@@ -226,9 +209,8 @@ class LayerStorage:
         due_segments: list[TokenSegment] = []
         segments: list[TokenSegment] = []
         for offset, segment in self.iter_segments():
-            segments += self._split_segment(
-                segment, ColdRange(cold_tokens.begin - offset, cold_tokens.end - offset), block_tokens, due_segments
-            )
+            cold_part = ColdRange(cold_tokens.begin - offset, cold_tokens.end - offset)
+            segments += self._split_segment(segment, cold_part, block_tokens, due_segments)
         offset = sum(segment.count for segment in segments)
         first = max(0, cold_tokens.begin - offset)
         blocks = max(0, cold_tokens.end - offset - first) // block_tokens

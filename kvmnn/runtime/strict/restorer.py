@@ -12,7 +12,7 @@ from functools import partial
 
 from ...dtypes import Elements
 from ...errors import KvmnnError
-from ..metrics import CompressionRatios, OperationLatencies, RuntimeLayerMetrics
+from ..metrics import OperationLatencies, RuntimeLayerMetrics
 from .codec import KVFrames, RowCodec
 from .layer_storage import LayerStorage, TokenSegment
 from .workers import WorkerPool
@@ -36,9 +36,7 @@ class RuntimeLayerCounters:
 
     def to_metrics(self, layer: int, rows: LayerStorage) -> RuntimeLayerMetrics:
         """The public form, with what the layer holds now."""
-        stored_segments = [
-            segment for segment in rows.segments if segment.state == "stored" and segment.frames is not None
-        ]
+        stored_segments = [segment for segment in rows.segments if segment.state == "stored"]
         token_bytes = rows.raw_bytes // rows.tokens if rows.tokens else 0
         return RuntimeLayerMetrics(
             layer=layer,
@@ -59,29 +57,11 @@ class RuntimeLayerCounters:
         )
 
 
-def compute_ratios(
-    layers: Sequence[LayerStorage], counters: Sequence[RuntimeLayerCounters], cached_bytes: int
-) -> CompressionRatios:
-    """The ratios of all layers together; decoded copies are held, too."""
-    return CompressionRatios(
-        sum(layer_counters.appended_bytes for layer_counters in counters),
-        sum(rows.raw_bytes for rows in layers),
-        sum(rows.resident_bytes for rows in layers) + cached_bytes,
-    )
-
-
 class DecodedRowCache:
     """Rows of stored pieces that need not be decoded again.
 
     Every call of a layer reads all of its pieces in turn. A cache that drops the entry that was not used for longest
     would drop each one just before it is read; this one keeps what it has and takes new pieces where there is room.
-
-    Attributes
-    ----------
-    hits, misses
-        Pieces found, and not found.
-    nbytes
-        Bytes of all rows.
     """
 
     def __init__(self, max_entries: int, max_bytes: int) -> None:
@@ -144,12 +124,10 @@ class RestoreRequest:
 
 
 class Restorer:
-    """Decodes pieces, once each as long as the cache has room.
+    """Decodes segments, once each as long as the cache has capacity.
 
-    Attributes
-    ----------
-    prefetch_hits, prefetch_misses
-        Restores that a thread had finished before they were needed, and those that had to be waited for.
+    `prefetch_hits` counts the restores that a thread had finished before they were needed, `prefetch_misses` those that
+    had to be waited for.
     """
 
     def __init__(
@@ -180,13 +158,17 @@ class Restorer:
 
         Nothing is kept that would only be copied.
         """
-        if self.cache.contains(segment) or id(segment) in self._prefetches or self.cache.has_capacity(out.nbytes):
+        if self._can_cache(segment, out):
             out[...] = self.read_rows(segment, counters)
             return
         self.cache.misses += 1
         start_ns = time.perf_counter_ns()
         self.codec.decode_into(_require_frames(segment), out)
         self._count_decode(time.perf_counter_ns() - start_ns, out.nbytes, counters)
+
+    def _can_cache(self, segment: TokenSegment, out: Elements) -> bool:
+        """Return whether the rows are in the cache, will be soon, or fit into it."""
+        return self.cache.contains(segment) or id(segment) in self._prefetches or self.cache.has_capacity(out.nbytes)
 
     def write_parallel(self, requests: Sequence[RestoreRequest]) -> list[RestoreRequest]:
         """Write rows to their places, this call and the threads side by side; returns those left for `write_rows`.
@@ -196,12 +178,8 @@ class Restorer:
         remaining: list[RestoreRequest] = []
         direct: deque[RestoreRequest] = deque()
         for request in requests:
-            is_available = (
-                self.cache.contains(request.segment)
-                or id(request.segment) in self._prefetches
-                or self.cache.has_capacity(request.out.nbytes)
-            )
-            (remaining if is_available or not self._workers.threads else direct).append(request)
+            is_direct = self._workers.threads and not self._can_cache(request.segment, request.out)
+            (direct if is_direct else remaining).append(request)
         direct_requests = list(direct)
         helpers = [self._workers.submit(partial(self._write_queued, direct)) for _ in range(self._workers.threads)]
         elapsed_by_id = self._write_queued(direct)
@@ -235,17 +213,12 @@ class Restorer:
         if not self._workers.threads:
             return
         self._prefetches = {key: entry for key, entry in self._prefetches.items() if entry[0].is_alive}
-        remaining_bytes = (
-            self._max_bytes - sum(segment.count for segment, _ in self._prefetches.values()) * self._token_bytes
-        )
+        num_open = sum(segment.count for segment, _ in self._prefetches.values())
+        remaining_bytes = self._max_bytes - num_open * self._token_bytes
         batch_segments = []
         for segment in segments:
-            if (
-                segment.frames is None
-                or segment.rows is not None
-                or id(segment) in self._prefetches
-                or self.cache.contains(segment)
-            ):
+            is_available = segment.rows is not None or id(segment) in self._prefetches or self.cache.contains(segment)
+            if segment.frames is None or is_available:
                 continue
             remaining_bytes -= segment.count * self._token_bytes
             if remaining_bytes < 0:

@@ -15,12 +15,12 @@ from ...errors import KvmnnError
 from ...packed.compaction import INT32_MAX, ReservePair
 from ...policies.h2o import H2OPlanner
 from ..config import RuntimeConfig, check_num_layers
-from ..metrics import OperationLatencies, RuntimeMetrics, compute_float32_ratio
+from ..metrics import CompressionRatios, OperationLatencies, RuntimeMetrics, compute_float32_ratio
 from .codec import RowCodec
 from .encoder import AsyncEncoder
 from .layer import StrictLayer, invalidate_plan, validate_ranges
 from .layer_storage import ReadRows, TokenSegment, WriteRows, allocate, to_read_only
-from .restorer import NS_PER_US, DecodedRowCache, Restorer, RestoreRequest, compute_ratios
+from .restorer import NS_PER_US, DecodedRowCache, Restorer, RestoreRequest
 from .step_guard import StepGuard, StrictCallResult
 from .workers import WorkerPool
 
@@ -98,18 +98,14 @@ class StrictRuntime:
         selections = []
         for number, layer in enumerate(self._layers):
             ranges = layer.rows.positions.exclude_positions(begin, erase_end)
-            selections.append(
-                (
-                    ranges,
-                    layer.select(ranges, self._decode_all_rows(number)) if ranges != layer.rows.all_ranges else None,
-                )
-            )
-        for number, (layer, (ranges, contents)) in enumerate(zip(self._layers, selections, strict=True)):
-            if contents is not None:
-                bytes_before = layer.rows.raw_bytes
-                layer.replace_contents(contents, ranges)
-                layer.counters.appended_bytes -= bytes_before - layer.rows.raw_bytes
-                invalidate_plan(self.planner.layers[number], ranges, self.config.h2o.effective_block_tokens)
+            if ranges != layer.rows.all_ranges:
+                selections.append((number, ranges, layer.select(ranges, self._decode_all_rows(number))))
+        for number, ranges, contents in selections:  # from here on nothing can fail
+            layer = self._layers[number]
+            bytes_before = layer.rows.raw_bytes
+            layer.replace_contents(contents, ranges)
+            layer.counters.appended_bytes -= bytes_before - layer.rows.raw_bytes
+            invalidate_plan(self.planner.layers[number], ranges, self.config.h2o.effective_block_tokens)
         self._restorer.cache.remove_dead()
         if erase_end == num_seen:
             self._step_guard.position = begin
@@ -144,11 +140,9 @@ class StrictRuntime:
             workspace = self._get_workspace(tokens_before + num_new)
             rows.copy_to(workspace, self._create_row_writer(layer))
         rows.hot_buffer.reserve(num_new)
-        edit = (
-            self.planner.begin_call(tokens_before, num_new, decode=guard.is_decoding, layer=layer)
-            if state.is_planned
-            else None
-        )
+        edit = None
+        if state.is_planned:
+            edit = self.planner.begin_call(tokens_before, num_new, decode=guard.is_decoding, layer=layer)
         num_evicted = edit.kv_before - edit.kv_after if edit is not None else 0
         try:
             guard.record_begin(layer, num_new, num_evicted)
@@ -167,12 +161,15 @@ class StrictRuntime:
                 workspace[1, :, tokens_before : tokens_before + num_new] = values
             elif rows.segments:
                 workspace = self._get_workspace(rows.tokens)
-                rows.copy_to(workspace, _create_copying_writer(read_rows or self._create_row_reader(layer)))
+                read_rows = read_rows or self._create_row_reader(layer)
+                rows.copy_to(workspace, partial(_copy_rows, read_rows))
         except BaseException as error:  # what fails there leaves the layer half done
             guard.poison(error)
             raise
+        num_layers = len(self._layers)
         if self._workers.threads:
-            self._prefetch_next_layers(layer)
+            for step in range(1, min(self.config.prefetch_layers, num_layers - 1) + 1):
+                self._restorer.prefetch(self._layers[(layer + step) % num_layers].rows.segments)
         return rows.hot_buffer.to_read_only() if workspace is None else to_read_only(workspace[:, :, : rows.tokens])
 
     def end_call(self, *, sums: Any = None, rows: Any = None) -> StrictCallResult:
@@ -189,18 +186,12 @@ class StrictRuntime:
         num_before = encoder.num_finished
         if encoder.jobs.jobs:
             encoder.collect_finished()
-        num_submitted = (
-            encoder.schedule(number, guard.token_step, has_pending_plan=has_pending_plan) if guard.is_decoding else 0
-        )
-        num_finished = encoder.num_finished - num_before
+        num_submitted = 0
+        if guard.is_decoding:
+            num_submitted = encoder.schedule(number, guard.token_step, has_pending_plan=has_pending_plan)
+        num_finished, num_waiting = encoder.num_finished - num_before, len(layer.waiting_segments)
         return StrictCallResult(
-            number,
-            layer.rows.tokens,
-            num_evicted,
-            num_planned,
-            num_submitted,
-            num_finished,
-            len(layer.waiting_segments),
+            number, layer.rows.tokens, num_evicted, num_planned, num_submitted, num_finished, num_waiting
         )
 
     def sync(self) -> None:
@@ -273,15 +264,13 @@ class StrictRuntime:
     def collect_metrics(self) -> RuntimeMetrics:
         """Figures of the request so far."""
         layers = tuple(layer.counters.to_metrics(number, layer.rows) for number, layer in enumerate(self._layers))
-        raw_bytes, compressed_bytes = (
-            sum(layer_metrics.raw_bytes for layer_metrics in layers),
-            sum(layer_metrics.compressed_bytes for layer_metrics in layers),
-        )
+        raw_bytes = sum(layer_metrics.raw_bytes for layer_metrics in layers)
+        compressed_bytes = sum(layer_metrics.compressed_bytes for layer_metrics in layers)
         cache, planner_metrics = self._restorer.cache, self.planner.metrics
-        compression_ratios = compute_ratios(
-            [layer_metrics.rows for layer_metrics in self._layers],
-            [layer_metrics.counters for layer_metrics in self._layers],
-            cache.nbytes,
+        ratios = CompressionRatios(
+            sum(layer.counters.appended_bytes for layer in self._layers),
+            sum(layer.rows.raw_bytes for layer in self._layers),
+            self.resident_bytes,
         )
         return RuntimeMetrics(
             h2o_lossless_raw_bytes=raw_bytes,
@@ -300,12 +289,9 @@ class StrictRuntime:
             h2o_codec_us=self._encoder.last_compress_ns // NS_PER_US,
             h2o_keep_ratio=planner_metrics.h2o_keep_ratio,
             h2o_lossy_ratio=planner_metrics.h2o_lossy_ratio,
-            h2o_total_evict_tokens=sum(layer_metrics.counters.evicted_tokens for layer_metrics in self._layers),
-            lossy_ratio=compression_ratios.lossy_ratio,
-            lossless_ratio=compression_ratios.lossless_ratio,
-            total_ratio=compression_ratios.total_ratio,
+            h2o_total_evict_tokens=sum(layer.counters.evicted_tokens for layer in self._layers),
             mode=self.config.mode,
-            held_bytes=compression_ratios.resident_bytes,
+            **ratios.to_metrics(),
             **self._timings.summarize(),
             restores_ahead=self._restorer.prefetch_hits,
             restores_late=self._restorer.prefetch_misses,
@@ -350,11 +336,6 @@ class StrictRuntime:
         rows = {id(segment): read_rows(segment) for segment in self._layers[number].rows.segments}
         return lambda segment: segment.rows if segment.rows is not None else rows[id(segment)]
 
-    def _prefetch_next_layers(self, number: int) -> None:
-        count = len(self._layers)
-        for step in range(1, min(self.config.prefetch_layers, count - 1) + 1):
-            self._restorer.prefetch(self._layers[(number + step) % count].rows.segments)
-
     def _get_workspace(self, tokens: int) -> Elements:
         """The array that rows are assembled in: one for all layers."""
         if self._workspace.shape[2] < tokens:
@@ -363,6 +344,5 @@ class StrictRuntime:
         return self._workspace
 
 
-def _create_copying_writer(read_rows: ReadRows) -> WriteRows:
-    """Copies the rows of pieces to an array."""
-    return lambda piece, out: np.copyto(out, read_rows(piece))
+def _copy_rows(read_rows: ReadRows, segment: TokenSegment, out: Elements) -> None:
+    out[...] = read_rows(segment)

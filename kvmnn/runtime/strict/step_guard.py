@@ -48,22 +48,15 @@ class StrictCallResult(NamedTuple):
 
 
 class StepGuard:
-    """Where the caller stands.
-
-    Attributes
-    ----------
-    is_decoding
-        False while a prompt is processed.
-    position
-        True position of the next token.
-    token_step
-        Decode steps so far, the current one included.
-    """
+    """State of the sequence of calls."""
 
     def __init__(self, layers: int) -> None:
         self.is_decoding = False
+        """False while a prompt is processed."""
         self.position = 0
+        """True position of the next token."""
         self.token_step = 0
+        """Decode steps so far, with the current one."""
         self._layers = layers
         self._called_layers: set[int] = set()
         self._num_new: int

@@ -25,7 +25,12 @@ class WorkerPool:
                 return self._executor.submit(task)
             except RuntimeError:  # no new thread to be had, or the pool was shut down from elsewhere
                 self._executor = None
-        return run_inline(task)
+        future: Future[ResultT] = Future()
+        try:
+            future.set_result(task())
+        except Exception as error:
+            future.set_exception(error)
+        return future
 
     def close(self) -> None:
         """Wait for the threads and end them."""
@@ -34,34 +39,16 @@ class WorkerPool:
             self._executor = None
 
 
-def run_inline(task: Callable[[], ResultT]) -> Future[ResultT]:
-    """A future that is done: of `task` run in this call."""
-    future: Future[ResultT] = Future()
-    try:
-        future.set_result(task())
-    except Exception as error:
-        future.set_exception(error)
-    return future
-
-
 class PendingJobs(Generic[ResultT]):
-    """Jobs that were handed in, in their order, with the raw bytes that they hold.
-
-    Attributes
-    ----------
-    jobs
-        What was handed in with each, its bytes, and its result to come.
-    nbytes, peak_jobs
-        Bytes of those that are open, and most that were open at one time.
-    peak_async_jobs
-        Likewise on threads: without any, a job is open in its own call only.
-    """
+    """Open jobs in the order of their submission, each with its raw bytes; `nbytes` is their sum."""
 
     def __init__(self, workers: WorkerPool, max_jobs: int, max_bytes: int) -> None:
         self._workers = workers
         self._max_open, self._max_bytes = max_jobs, max_bytes
         self.jobs: list[tuple[ResultT, int, Future[object]]] = []
-        self.nbytes = self.peak_jobs = self.peak_async_jobs = 0
+        self.nbytes = 0
+        self.peak_jobs = self.peak_async_jobs = 0
+        """Maximum number of open jobs at one time, and of those on threads."""
 
     def has_capacity(self, nbytes: int) -> bool:
         """Whether one more job of `nbytes` may be handed in; the only one always may."""

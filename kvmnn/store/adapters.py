@@ -68,11 +68,9 @@ def encode_states_metadata(states: Sequence[OpaqueState]) -> dict[str, str]:
         for state in states
         if state.nbytes
     ]
-    return (
-        {STATES_KEY: json.dumps({"version": _STATES_VERSION, "states": entries}, separators=(",", ":"))}
-        if entries
-        else {}
-    )
+    if not entries:
+        return {}
+    return {STATES_KEY: json.dumps({"version": _STATES_VERSION, "states": entries}, separators=(",", ":"))}
 
 
 def extract_states(source: Source) -> Source:

@@ -71,20 +71,19 @@ def encode_frame_units(
     parts = list_parts(layers)
     open_units: dict[int, list[UnitFrame | None]] = {}
     lock = threading.Lock()
-    scratch, cores = _FrameScratch(), resolve_threads(threads)
+    scratch, cores = ThreadScratch(), resolve_threads(threads)
 
     def select_lanes(elements: Elements) -> LaneOptions:
         begin_token, end_token = spans[len(spans) // 2]
-        return with_selected_predictors(
-            scratch.copy_with_checksum(elements[:, begin_token:end_token])[0].reshape(-1), lanes
-        )
+        rows, _ = _to_head_rows(elements[:, begin_token:end_token], scratch)
+        return with_selected_predictors(rows.reshape(-1), lanes)
 
     lanes_of_parts = parallel_map(select_lanes, parts, cores) if options.effort == "balanced" else [lanes] * len(parts)
 
     def encode_part(job: tuple[int, int]) -> None:
         unit_index, part = job
         begin_token, end_token = spans[unit_index]
-        rows, rows_sum = scratch.copy_with_checksum(parts[part][:, begin_token:end_token])
+        rows, rows_sum = _to_head_rows(parts[part][:, begin_token:end_token], scratch)
         data = encode_elements(rows.reshape(-1), lanes_of_parts[part], 1)
         frame = UnitFrame(data, integrity_checksum(data), rows_sum)
         with lock:
@@ -119,17 +118,14 @@ class ThreadScratch(threading.local):
         return self._buffer[:nbytes]
 
 
-class _FrameScratch(ThreadScratch):
-    """Buffer for the rows of a frame."""
-
-    def copy_with_checksum(self, elements: Elements) -> tuple[Bytes, int]:
-        """Return contiguous little-endian ``[kv_head, byte]``, valid until the next call, and the checksum."""
-        token_rows = view_token_bytes(elements)
-        if token_rows.flags.c_contiguous:
-            rows = token_rows.reshape(len(token_rows), -1)
-            return rows, checksum_rows(rows)
-        buffer_rows = self.get_buffer(elements.nbytes).reshape(len(elements), -1)
-        return buffer_rows, copy_with_checksum(token_rows, buffer_rows)
+def _to_head_rows(elements: Elements, scratch: ThreadScratch) -> tuple[Bytes, int]:
+    """Return contiguous little-endian ``[kv_head, byte]``, valid until `scratch` is used again, and the checksum."""
+    token_rows = view_token_bytes(elements)
+    if token_rows.flags.c_contiguous:
+        rows = token_rows.reshape(len(token_rows), -1)
+        return rows, checksum_rows(rows)
+    buffer_rows = scratch.get_buffer(elements.nbytes).reshape(len(elements), -1)
+    return buffer_rows, copy_with_checksum(token_rows, buffer_rows)
 
 
 def view_token_bytes(elements: Elements) -> Bytes:

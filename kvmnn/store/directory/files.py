@@ -41,13 +41,7 @@ _MAX_PIECES_PER_WRITE = 1024
 
 
 class UnitFiles:
-    """Files of the units of a store.
-
-    Parameters
-    ----------
-    folder
-        Folder of the store.
-    """
+    """Files of the units of a store in `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -237,13 +231,7 @@ class SavedSequence(NamedTuple):
 
 
 class RecoveryFiles:
-    """Recovery files of a store.
-
-    Parameters
-    ----------
-    folder
-        Folder of the store.
-    """
+    """Recovery files of a store in `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -312,9 +300,9 @@ class RecoveryFiles:
                 self._delete(Path(_TABLES_FOLDER, name))
         return nbytes
 
-    def save_pin(self, namespace: Namespace, ids: Ids) -> None:
-        """Write a pinned sequence."""
-        self._write(*_encode_recovery_file(SavedSequence("", namespace.key, ids)))
+    def save_sequence(self, sequence: SavedSequence) -> None:
+        """Write a pinned sequence, or that of a session."""
+        self._write(*_encode_recovery_file(sequence))
 
     def delete_pin(self, key: bytes) -> None:
         """Delete the file of a pin; `key` is its `compute_sequence_key`."""
@@ -327,21 +315,18 @@ class RecoveryFiles:
             if name not in pin_names:
                 self._delete(Path(_SEQUENCES_FOLDER, name))
 
-    def save_session(self, name: str, namespace: Namespace, ids: Ids) -> None:
-        """Write the sequence of a session."""
-        self._write(*_encode_recovery_file(SavedSequence(name, namespace.key, ids)))
-
     def delete_session(self, name: str) -> None:
         """Delete the file of a session."""
         self._delete(make_session_path(name))
 
-    def iter_pins(self) -> Iterator[SavedSequence]:
-        """Yield the pinned sequences; damaged files are skipped."""
-        return self._iter_sequences(PIN_SUFFIX)
-
-    def iter_sessions(self) -> Iterator[SavedSequence]:
-        """Yield the sequences of sessions; damaged files are skipped."""
-        return self._iter_sequences(SESSION_SUFFIX)
+    def iter_sequences(self, suffix: str) -> Iterator[SavedSequence]:
+        """Yield the pinned sequences (`PIN_SUFFIX`), or those of sessions (`SESSION_SUFFIX`); skip damaged files."""
+        max_bytes = _SEQUENCE_STRUCT.size + _MAX_NAME_BYTES + 4 * MAX_TOKENS + _CHECKSUM_STRUCT.size
+        for path in sorted((self._folder / _SEQUENCES_FOLDER).glob(f"*{suffix}")):
+            with suppress(KvmnnError, OSError):
+                saved_sequence = _decode_sequence(read_bounded(path, max_bytes))
+                if saved_sequence is not None:
+                    yield saved_sequence
 
     def repair(self, expected: Iterable[Namespace | SavedSequence], *, write: bool) -> list[Path]:
         """Return the files that are missing or differ from `expected`; rewrite them if `write` is set."""
@@ -369,15 +354,6 @@ class RecoveryFiles:
                 return [entry.name for entry in entries if pattern.fullmatch(entry.name) and entry.is_file()]
         except OSError:
             return []
-
-    def _iter_sequences(self, suffix: str) -> Iterator[SavedSequence]:
-        for path in sorted((self._folder / _SEQUENCES_FOLDER).glob(f"*{suffix}")):
-            with suppress(KvmnnError, OSError):
-                saved_sequence = _decode_sequence(
-                    read_bounded(path, _SEQUENCE_STRUCT.size + _MAX_NAME_BYTES + 4 * MAX_TOKENS + 8)
-                )
-                if saved_sequence is not None:
-                    yield saved_sequence
 
     def _write(self, path: Path, data: bytes) -> None:
         """Write a file atomically; like units it is not synchronised to the disk."""
@@ -409,22 +385,13 @@ def _encode_recovery_file(value: Namespace | SavedSequence) -> tuple[Path, bytes
     """Return relative path and bytes of the file for a namespace, a pin or a session."""
     if isinstance(value, Namespace):
         return Path(_NAMESPACES_FOLDER, f"{value.key.hex()}.json"), value.to_json().encode()
-    path = (
-        make_session_path(value.name)
-        if value.name
-        else make_pin_path(compute_sequence_key(value.namespace_key, value.ids))
-    )
-    return path, _encode_sequence(value)
-
-
-def _encode_sequence(saved_sequence: SavedSequence) -> bytes:
-    name = saved_sequence.name.encode()
-    data = (
-        _SEQUENCE_STRUCT.pack(_SEQUENCE_MAGIC, len(name), saved_sequence.ids.size, saved_sequence.namespace_key)
-        + name
-        + saved_sequence.ids.astype("<u4").tobytes()
-    )
-    return data + _CHECKSUM_STRUCT.pack(integrity_checksum(data))
+    path = make_pin_path(compute_sequence_key(value.namespace_key, value.ids))
+    if value.name:
+        path = make_session_path(value.name)
+    name = value.name.encode()
+    head = _SEQUENCE_STRUCT.pack(_SEQUENCE_MAGIC, len(name), value.ids.size, value.namespace_key)
+    data = head + name + value.ids.astype("<u4").tobytes()
+    return path, data + _CHECKSUM_STRUCT.pack(integrity_checksum(data))
 
 
 def _decode_sequence(data: bytes) -> SavedSequence | None:
@@ -437,6 +404,7 @@ def _decode_sequence(data: bytes) -> SavedSequence | None:
         return None
     if integrity_checksum(data[:end]) != _CHECKSUM_STRUCT.unpack_from(data, end)[0]:
         return None
-    ids = np.frombuffer(data, "<u4", tokens, _SEQUENCE_STRUCT.size + name_bytes)
-    name = data[_SEQUENCE_STRUCT.size : _SEQUENCE_STRUCT.size + name_bytes].decode("utf-8", "replace")
+    ids_begin = _SEQUENCE_STRUCT.size + name_bytes
+    ids = np.frombuffer(data, "<u4", tokens, ids_begin)
+    name = data[_SEQUENCE_STRUCT.size : ids_begin].decode("utf-8", "replace")
     return SavedSequence(name, namespace, ids) if int(ids.max()) <= MAX_ID else None

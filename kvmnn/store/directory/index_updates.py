@@ -16,7 +16,7 @@ from ..backend import ConcurrentUpdateError, NewUnit, explain_settings
 from ..namespace import Ids, Namespace, TokenSequence, compute_block_keys, compute_sequence_key, to_sort_key
 from ..unit import DamagedUnitError, parse_header, parse_unit
 from ..unit_codec import PrefixState, is_prefix_state, parse_state
-from .files import SETTINGS_FILE, RecoveryFiles, UnitFiles
+from .files import PIN_SUFFIX, SESSION_SUFFIX, SETTINGS_FILE, RecoveryFiles, UnitFiles
 from .index import Key, ValidatingCursor, create_tables, find_newest_index, make_index_name
 from .lookup import Lookup, find_stored_blocks
 
@@ -328,11 +328,11 @@ class _Rebuild:
         cursor.execute("DELETE FROM sqlite_sequence WHERE name = 'unit'")
         cursor.execute("INSERT INTO sqlite_sequence VALUES ('unit', ?)", (last_unit + _UNIT_NUMBER_GAP,))
         num_pins = num_sessions = 0
-        for saved_sequence in self._recovery_files.iter_pins():
+        for saved_sequence in self._recovery_files.iter_sequences(PIN_SUFFIX):
             if (pin_namespace := self._namespaces.get(saved_sequence.namespace_key)) is not None:
                 pin_sequence(cursor, self._lookup, pin_namespace.make_sequence(saved_sequence.ids, block_tokens))
                 num_pins += 1
-        for saved_sequence in self._recovery_files.iter_sessions():
+        for saved_sequence in self._recovery_files.iter_sequences(SESSION_SUFFIX):
             if (session_namespace := self._namespaces.get(saved_sequence.namespace_key)) is not None:
                 save_session(cursor, saved_sequence.name, session_namespace, saved_sequence.ids)
                 num_sessions += 1

@@ -39,7 +39,7 @@ from ..results import (
     explain_pinned_bytes,
 )
 from ..unit import DamagedUnitError, Unit, parse_header
-from ..unit_codec import decode_state, is_prefix_state, parse_state
+from ..unit_codec import PrefixState, is_prefix_state, parse_state
 from . import index_updates
 from .backend import DirectoryBackendBase, RemovedUnits
 from .files import SavedSequence, is_unit_name
@@ -211,8 +211,10 @@ class DirectoryBackend(DirectoryBackendBase):
                     continue
                 try:
                     if not unit_tokens:
-                        nbytes += self._verify_state(unit_id, namespaces[document])
+                        state, state_bytes = verifier.verify_state(unit_id, namespaces[document])
+                        self._check_state_rows(unit_id, state, state_bytes)
                         num_states += 1
+                        nbytes += state_bytes
                         continue
                     unit = verifier.verify(unit_id, namespaces[document])
                     self._check_unit_rows(unit_id, skip, start, unit)
@@ -236,13 +238,8 @@ class DirectoryBackend(DirectoryBackendBase):
             anew=tuple(self.rebuilt_notes),
         )
 
-    def _verify_state(self, unit_id: int, namespace: Namespace) -> int:
-        """Decode a state unit and compare it with its rows; return its size in bytes."""
-        data = self.files.read_unit(unit_id)
-        if data is None:
-            raise DamagedUnitError("its file is gone or cannot be read")
-        state = parse_state(data)
-        decode_state(state, namespace)
+    def _check_state_rows(self, unit_id: int, state: PrefixState, nbytes: int) -> None:
+        """Raise the errors of `_check_unit_rows` for a state unit."""
         with self.index.begin_reading() as cursor:
             query = "SELECT start, bytes, skip FROM unit WHERE id = ?"
             row = cursor.fetch_row(tuple[int, int, int], query, (unit_id,))
@@ -250,9 +247,8 @@ class DirectoryBackend(DirectoryBackendBase):
         if row is not None:  # else another process has removed it
             if branch != (state.key,) or row[0] != state.tokens:
                 raise DamagedUnitError("is of another prefix than the index says")
-            if row != (state.tokens, data.size, state.raw_bytes):
+            if row != (state.tokens, nbytes, state.raw_bytes):
                 raise self.index.mark_damaged("it says other things of a state than its file")
-        return int(data.size)
 
     def _check_unit_rows(self, unit_id: int, skip: int, start: int, unit: Unit) -> None:
         """Raise `DamagedUnitError` if a unit has other blocks than its rows, or `DamagedIndexError`."""
@@ -402,7 +398,7 @@ class DirectoryBackend(DirectoryBackendBase):
                 raise KvmnnError(f"{self.label}: holds only {stored_tokens:,} tokens of this text of {ids.size:,}")
             is_new = index_updates.insert_pin(cursor, sequence_key, unit, ids.size)
             if is_new:
-                self.recovery_files.save_pin(namespace, ids)
+                self.recovery_files.save_sequence(SavedSequence("", namespace.key, ids))
         return is_new
 
     def unpin(self, namespace: Namespace, ids: Ids) -> bool:
@@ -420,7 +416,7 @@ class DirectoryBackend(DirectoryBackendBase):
         with self.index.begin_writing() as cursor:
             index_updates.save_session(cursor, name, namespace, ids)
             self.recovery_files.save_namespace(namespace)
-            self.recovery_files.save_session(name, namespace, ids)
+            self.recovery_files.save_sequence(SavedSequence(name, namespace.key, ids))
 
     def get_session(self, name: str) -> tuple[Namespace, Ids]:
         validate_session_name(name)

@@ -37,7 +37,6 @@ from ..results import (
     explain_pinned_bytes,
 )
 from ..unit import DamagedUnitError
-from ..unit_codec import decode_state, parse_state
 from .backend import NAMES_PER_REQUEST, TABLES_FOLDER, RemoteBackendBase
 from .eviction import Pin, list_end_units, read_pins, read_ticks, save_pin
 from .key_values import BackendUnavailableError
@@ -177,7 +176,9 @@ class RemoteBackend(RemoteBackendBase):
                     if namespace is None:
                         raise DamagedUnitError("is of no known model")
                     if isinstance(record, StateRecord):
-                        _verify_state_record(self._read_unit(record.unit, cached_units), record, namespace)
+                        state, state_bytes = verifier.verify_state(record.unit, namespace)
+                        if (state.key, state.tokens, state_bytes) != (record.key, record.tokens, record.nbytes):
+                            raise DamagedUnitError("is of another prefix than its record says")
                         num_states += 1
                         nbytes += record.nbytes
                         continue
@@ -360,16 +361,6 @@ def _compute_session_checksum(name: str, namespace: Namespace, ids: Ids) -> str:
 def _make_session_key(name: str) -> str:
     validate_session_name(name)
     return f"{_SESSIONS_FOLDER}/{name.encode().hex()}"
-
-
-def _verify_state_record(data: Bytes | None, record: StateRecord, namespace: Namespace) -> None:
-    """Decode a state unit and compare it with its record; raise `MissingUnitError` if it was evicted."""
-    if data is None:
-        raise MissingUnitError("its file is gone or cannot be read")
-    state = parse_state(data)
-    decode_state(state, namespace)
-    if (state.key, state.tokens, data.size) != (record.key, record.tokens, record.nbytes):
-        raise DamagedUnitError("is of another prefix than its record says")
 
 
 def _has_end_unit(records: Iterable[UnitRecord], state: StateRecord, block_tokens: int) -> bool:

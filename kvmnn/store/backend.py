@@ -1,6 +1,6 @@
 """The protocol of a store backend, and the types that backends exchange with the rest of the store.
 
-A backend finds, reads, adds and maintains units. `directory.maintenance.DirectoryBackend` keeps them as files with an
+A backend finds, reads, adds and maintains units. `directory.backend.DirectoryBackend` keeps them as files with an
 SQLite index, `remote.maintenance.RemoteBackend` as values of Redis, Valkey or an object store.
 """
 

@@ -21,8 +21,8 @@ from ..files.urls import URL_SCHEME_PATTERN, redact_url
 from ..frames import CodecOptions
 from . import export
 from .backend import MAX_BLOCK_TOKENS, STORE_CODECS, StoreBackend, StoreSettings, check_settings_match
+from .directory.backend import DirectoryBackend
 from .directory.index import DamagedIndexError
-from .directory.maintenance import DirectoryBackend
 from .namespace import (
     Ids,
     Namespace,

@@ -25,7 +25,7 @@ from ...errors import KvmnnError, SourceError
 from ...files.atomic import wrap_os_errors
 from ...files.mapped_file import MappedFile
 from ...files.schema import read_bounded
-from ...files.temporary import TemporaryPath, remove_stale
+from ...files.temporary import TEMPORARY_NAME_PATTERN, TemporaryPath, remove_stale
 from ...frames.buffers import integrity_checksum
 from ..backend import StoreSettings, encode_settings, parse_settings
 from ..namespace import KEY_BYTES, MAX_ID, MAX_TOKENS, Ids, Namespace, compute_sequence_key, parse_namespace
@@ -131,14 +131,6 @@ def _make_unit_names(unit: int) -> tuple[str, str]:
     return f"{unit >> _FOLDER_BITS:03x}", f"{unit:08x}{UNIT_SUFFIX}"
 
 
-def is_unit_name(path: Path) -> bool:
-    """Return whether a path, relative to the folder of a store, is that of a unit."""
-    try:
-        return path == Path(_UNITS_FOLDER, *_make_unit_names(int(path.stem, 16)))
-    except ValueError:
-        return False
-
-
 class _StagingFolder:
     """Folder of this process for staged files, created on first use.
 
@@ -217,8 +209,18 @@ _MAX_DOCUMENT_BYTES = 1 << 20
 _MAX_NAME_BYTES = 4096
 _SEQUENCE_MAGIC = b"KVMNNPT1"
 _SEQUENCE_STRUCT = struct.Struct(f"<8sII{KEY_BYTES}s")
-_TABLES_NAME_REGEX = re.compile(f"[0-9a-f]{{{2 * KEY_BYTES}}}-[0-9a-f]{{{2 * KEY_BYTES}}}")
-_PIN_NAME_REGEX = re.compile(f"[0-9a-f]{{{2 * KEY_BYTES}}}{re.escape(PIN_SUFFIX)}")
+_KEY_PATTERN = f"[0-9a-f]{{{2 * KEY_BYTES}}}"
+_TABLES_NAME_REGEX = re.compile(f"{_KEY_PATTERN}-{_KEY_PATTERN}")
+_PIN_NAME_REGEX = re.compile(_KEY_PATTERN + re.escape(PIN_SUFFIX))
+_OWN_FOLDER_REGEX = re.compile("spaces|texts|tables|staging|units(/[0-9a-f]{3,})?")
+_OWN_NAME_PATTERNS = {
+    "": r"store\.json|rebuild\.lock|index(-\d{1,9})?\.sqlite(-wal|-shm|-journal|\.new(-journal)?)?",
+    "spaces": rf"{_KEY_PATTERN}\.json",
+    "texts": rf"{_KEY_PATTERN}\.(pin|session)",
+    "tables": f"{_KEY_PATTERN}-{_KEY_PATTERN}",
+    "staging": "(?!)",
+}
+"""Patterns of the names that kvmnn writes into each folder of a store."""
 _CHECKSUM_STRUCT = struct.Struct("<Q")
 
 
@@ -408,3 +410,29 @@ def _decode_sequence(data: bytes) -> SavedSequence | None:
     ids = np.frombuffer(data, "<u4", tokens, ids_begin)
     name = data[_SEQUENCE_STRUCT.size : ids_begin].decode("utf-8", "replace")
     return SavedSequence(name, namespace, ids) if int(ids.max()) <= MAX_ID else None
+
+
+def iter_foreign_files(folder: Path) -> Iterator[str]:
+    """Yield the names of files and folders in a store that kvmnn did not write; they are reported and never removed."""
+    for walked_folder, folders, files in os.walk(folder):
+        relative_folder = Path(walked_folder).relative_to(folder)
+        folders[:] = [name for name in folders if not TEMPORARY_NAME_PATTERN.fullmatch(name)]
+        for name in [name for name in folders if not _OWN_FOLDER_REGEX.fullmatch((relative_folder / name).as_posix())]:
+            folders.remove(name)
+            yield f"{relative_folder / name}/"
+        for name in files:
+            path = relative_folder / name
+            pattern = _OWN_NAME_PATTERNS.get("" if path.parent == Path() else str(path.parent))
+            if pattern:
+                is_own = re.fullmatch(pattern, name) is not None
+            else:
+                is_own = _is_unit_path(path)
+            if not is_own and not TEMPORARY_NAME_PATTERN.fullmatch(name):
+                yield str(path)
+
+
+def _is_unit_path(path: Path) -> bool:
+    try:
+        return path == Path(_UNITS_FOLDER, *_make_unit_names(int(path.stem, 16)))
+    except ValueError:
+        return False

@@ -15,11 +15,8 @@ from ..policies.h2o import H2OConfig
 from ..policies.h2o.config import QUANTISED_MODES, check_choice
 
 Behaviour = Literal["sound", "engine"]
-
-
 Mode = Literal["probe", "full", "store"]
 LayerScope = Literal["none", "front_n", "h2o_kept", "front_n_and_h2o_kept"]
-
 Verify = Literal["compare", "hash"]
 
 MODES: tuple[Mode, ...] = ("probe", "full", "store")
@@ -27,8 +24,9 @@ SCOPES: tuple[LayerScope, ...] = ("none", "front_n", "h2o_kept", "front_n_and_h2
 ENGINE_CODEC = "gear_delta"
 """The only codec that the engine's runtime knows."""
 
+_SCOPE_ALIASES = {"front_n+h2o_kept": "front_n_and_h2o_kept"}
 _ENGINE_VALUES: dict[str, tuple[str, ...]] = {
-    "scope": (*SCOPES, "front_n+h2o_kept"),
+    "scope": (*SCOPES, *_SCOPE_ALIASES),
     "runtime_mode": MODES,
     "codec": ("none", ENGINE_CODEC),
 }
@@ -208,9 +206,10 @@ class RuntimeConfig:
             key for key in document if key.startswith("kv_") and not key.startswith("kv_h2o_") and key not in known_keys
         )
         if unknown_keys:
-            raise KvmnnError(
-                f"{', '.join(unknown_keys)}: no option of the runtime{_suggest_option(unknown_keys, known_keys)}"
-            )
+            names = sorted(known_keys)
+            suggestion = suggest(unknown_keys[0], names) if len(unknown_keys) == 1 else ""
+            advice = suggestion or f"; expected names out of {', '.join(names)}"
+            raise KvmnnError(f"{', '.join(unknown_keys)}: no option of the runtime{advice}")
         values: dict[str, Any] = {"h2o": H2OConfig.from_engine(document, lenient=lenient)}
         values |= _read_options(document, _SWITCH_OPTIONS, bool) | _read_options(document, _TEXT_OPTIONS, str)
         for name, number in _read_options(document, tuple(_MIN_VALUES), int).items():
@@ -219,8 +218,9 @@ class RuntimeConfig:
         choices = _read_options(document, _CHOICE_OPTIONS, str)
         if not lenient:
             _check_names({**values, **choices})
-        if "scope" in choices:
-            values["scope"] = _parse_scope(choices["scope"])
+        if "scope" in choices:  # the engine takes an unknown name for the default
+            scope = _SCOPE_ALIASES.get(choices["scope"], choices["scope"])
+            values["scope"] = scope if scope in SCOPES else "front_n"
         if "runtime_mode" in choices:
             values["mode"] = choices["runtime_mode"] if choices["runtime_mode"] in MODES else "probe"
         values["flash_attention"] = _parse_flash_attention(document)
@@ -275,12 +275,6 @@ def _check_names(values: Mapping[str, Any]) -> None:
             check_choice(_ENGINE_KEY_PREFIX + name, predictor.strip(" \t"), ACCEPTED_PREDICTORS)
 
 
-def _parse_scope(text: str) -> LayerScope:
-    if text in ("front_n_and_h2o_kept", "front_n+h2o_kept"):
-        return "front_n_and_h2o_kept"
-    return "none" if text == "none" else "h2o_kept" if text == "h2o_kept" else "front_n"
-
-
 def _parse_flash_attention(document: Mapping[str, Any]) -> bool:
     mode = document.get("attention_mode", FLASH_ATTENTION_MODE)
     if isinstance(mode, bool) or not isinstance(mode, int):
@@ -312,10 +306,3 @@ _KIND_NAMES = {bool: "true or false", int: "an integer", str: "a string"}
 
 def _get_max_value(name: str) -> int:
     return MAX_ASYNC_THREADS if name == "async_threads" else INT32_MAX
-
-
-def _suggest_option(unknown_keys: list[str], known_keys: set[str]) -> str:
-    """The name nearest to an unknown one; where none is near, all there are."""
-    names = sorted(known_keys)
-    suggestion = suggest(unknown_keys[0], names) if len(unknown_keys) == 1 else ""
-    return suggestion or f"; expected names out of {', '.join(names)}"

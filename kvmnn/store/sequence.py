@@ -45,14 +45,6 @@ class StoredPart(NamedTuple):
         return (*filter(None, [self.state_unit]), *self.prefix_match.list_units())
 
 
-class LongestMatch(NamedTuple):
-    """The namespace with the longest stored prefix, that prefix, and the tokens that other precisions have."""
-
-    namespace: Namespace | None
-    stored_part: StoredPart
-    other_precisions: dict[str, int]
-
-
 class StateToPut(NamedTuple):
     """Windows and state of a sequence that is put."""
 
@@ -215,10 +207,12 @@ class SequenceStore:
                 completeness=completeness,
             )
 
-    def find_longest(self, ids: Ids, model: str, dtype: str | None, *, partial: bool = False) -> LongestMatch:
-        """Find the namespace with the longest stored prefix; of equal ones the first that was put.
+    def find_longest(
+        self, ids: Ids, model: str, dtype: str | None, *, partial: bool = False
+    ) -> tuple[Namespace | None, StoredPart, dict[str, int]]:
+        """Find the namespace with the longest stored prefix, that prefix, and the tokens that other precisions have.
 
-        With `partial`, only layers with full attention count.
+        Of equally long ones, it is the first that was put. With `partial`, only layers with full attention count.
         """
         best_namespace, best_part, tokens_by_dtype = None, StoredPart(), dict[str, int]()
         for namespace in self.list_namespaces(model, dtype):
@@ -231,7 +225,7 @@ class SequenceStore:
             for name, num_tokens in tokens_by_dtype.items()
             if num_tokens and best_namespace is not None and name != best_namespace.dtype
         }
-        return LongestMatch(best_namespace, best_part, other_precisions)
+        return best_namespace, best_part, other_precisions
 
     def find_complete(self, ids: Ids, model: str, dtype: str | None) -> list[tuple[Namespace, StoredPart]]:
         """Return the namespaces that contain a whole sequence, in the order of their first puts."""

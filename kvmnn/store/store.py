@@ -57,65 +57,25 @@ DEFAULT_TIMEOUT_SECONDS = 5.0
 _REDIS_SCHEMES = ("redis", "rediss", "unix", "valkey", "valkeys")
 
 
-def open_backend(
-    url: str | os.PathLike[str],
-    *,
-    max_bytes: int | None,
-    ram_bytes: int | None,
-    block_tokens: int | None,
-    codec: str | None,
-    timeout: float | None,
-    read_only: bool,
-    create: bool,
-) -> StoreBackend:
-    """Open the backend for a URL; parameters and errors as `PrefixStore`."""
-    if block_tokens is not None:
-        block_tokens = validate_int(block_tokens, "block_tokens", 1, MAX_BLOCK_TOKENS)
-    if max_bytes is not None:
-        max_bytes = validate_int(max_bytes, "max_bytes", 1)
-    if codec not in (None, *STORE_CODECS):
-        raise OptionError(f"codec is {repr_short(codec)}: expected one of {', '.join(STORE_CODECS)}")
-    new_settings = StoreSettings(block_tokens or DEFAULT_BLOCK_TOKENS, codec or DEFAULT_CODEC) if create else None
-    name = os.fspath(url)
-    if not name:
-        raise OptionError("the store has no name: expected a directory, or a URL")
-    scheme_match = URL_SCHEME_PATTERN.match(name)
-    if scheme_match is None:
-        if ram_bytes is not None or timeout is not None:
-            raise OptionError(f"{name}: ram_bytes and timeout are for stores past this machine, not for a directory")
-        units = DirectoryBackend(Path(name), settings=new_settings, max_bytes=max_bytes, read_only=read_only)
-        try:
-            check_settings_match(name, StoreSettings(units.block_tokens, units.codec), block_tokens, codec)
-        except OptionError:
-            units.close()
-            raise
-        return units
+def _open_key_values(scheme: str, url: str, timeout: float | None) -> CircuitBreaker:
     if timeout is None:
         timeout = DEFAULT_TIMEOUT_SECONDS
     elif isinstance(timeout, bool) or not isinstance(timeout, int | float):
         raise TypeError(f"timeout must be a number of seconds, not {type(timeout).__name__}")
     if not 0 < timeout <= 3600:
         raise KvmnnError(f"timeout is {timeout!r}: expected seconds above 0, at most 3,600")
-    label = redact_url(name)
-    key_values_type = RedisStoreValues if scheme_match[1] in _REDIS_SCHEMES else ObjectStoreValues
+    label = redact_url(url)
+    key_values_type = RedisStoreValues if scheme in _REDIS_SCHEMES else ObjectStoreValues
     try:
-        key_values: KeyValueStore = key_values_type(name, float(timeout))
+        key_values: KeyValueStore = key_values_type(url, float(timeout))
     except KvmnnError:
         raise
     except ImportError as error:  # each protocol of fsspec needs its own package
         raise MissingDependencyError(f"{label}: {error}") from error
     except ValueError as error:  # the clients of Redis and fsspec raise it for an invalid URL
-        is_public = "@" not in name and label == name  # else the reason may contain a password
+        is_public = "@" not in url and label == url  # else the reason may contain a password
         raise OptionError(f"{label}: is no URL of a store{f': {error}' if is_public else ''}") from error
-    return RemoteBackend(
-        CircuitBreaker(key_values, label),
-        block_tokens=block_tokens,
-        codec=codec,
-        new_settings=new_settings,
-        ram_bytes=DEFAULT_CACHE_BYTES if ram_bytes is None else validate_int(ram_bytes, "ram_bytes", 0),
-        read_only=read_only,
-        max_bytes=max_bytes,
-    )
+    return CircuitBreaker(key_values, label)
 
 
 T = TypeVar("T")
@@ -202,16 +162,37 @@ class PrefixStore:
         options = CodecOptions(effort=effort)
         options.check()
         self._threads = None if threads is None else validate_int(threads, "threads", 1)
-        self._backend = open_backend(
-            url,
-            max_bytes=max_bytes,
-            ram_bytes=ram_bytes,
-            block_tokens=block_tokens,
-            codec=codec,
-            timeout=timeout,
-            read_only=read_only,
-            create=create,
-        )
+        if block_tokens is not None:
+            block_tokens = validate_int(block_tokens, "block_tokens", 1, MAX_BLOCK_TOKENS)
+        if max_bytes is not None:
+            max_bytes = validate_int(max_bytes, "max_bytes", 1)
+        if codec not in (None, *STORE_CODECS):
+            raise OptionError(f"codec is {repr_short(codec)}: expected one of {', '.join(STORE_CODECS)}")
+        settings = StoreSettings(block_tokens or DEFAULT_BLOCK_TOKENS, codec or DEFAULT_CODEC) if create else None
+        name = os.fspath(url)
+        if not name:
+            raise OptionError("the store has no name: expected a directory, or a URL")
+        self._backend: StoreBackend
+        if (scheme_match := URL_SCHEME_PATTERN.match(name)) is not None:
+            self._backend = RemoteBackend(
+                _open_key_values(scheme_match[1], name, timeout),
+                block_tokens=block_tokens,
+                codec=codec,
+                new_settings=settings,
+                ram_bytes=DEFAULT_CACHE_BYTES if ram_bytes is None else validate_int(ram_bytes, "ram_bytes", 0),
+                read_only=read_only,
+                max_bytes=max_bytes,
+            )
+        elif ram_bytes is not None or timeout is not None:
+            raise OptionError(f"{name}: ram_bytes and timeout are for stores past this machine, not for a directory")
+        else:
+            directory = DirectoryBackend(Path(name), settings=settings, max_bytes=max_bytes, read_only=read_only)
+            self._backend = directory
+            try:
+                check_settings_match(name, StoreSettings(directory.block_tokens, directory.codec), block_tokens, codec)
+            except OptionError:
+                directory.close()
+                raise
         self._sequences = SequenceStore(
             self._backend, WriteOptions(options, RopeState(rotary), CodecChooser(), self._threads)
         )

@@ -17,8 +17,7 @@ from ...policies.h2o import H2OPlanner
 from ..config import RuntimeConfig, check_num_layers
 from ..metrics import CompressionRatios, OperationLatencies, RuntimeMetrics, compute_float32_ratio
 from .codec import RowCodec
-from .encoder import AsyncEncoder
-from .layer import StrictLayer, invalidate_plan, validate_ranges
+from .encoder import AsyncEncoder, StrictLayer, invalidate_plan, validate_ranges
 from .layer_storage import ReadRows, TokenSegment, WriteRows, allocate, to_read_only
 from .restorer import NS_PER_US, DecodedRowCache, Restorer, RestoreRequest
 from .step_guard import StepGuard, StrictCallResult

@@ -50,7 +50,6 @@ from .records import (
     STATES_FOLDER_PREFIX,
     StateRecord,
     UnitRecord,
-    compute_state_number,
     compute_unit_number,
     count_ids_in_name,
     decode_tick,
@@ -351,7 +350,7 @@ class RemoteBackendBase:
         if namespace.layers and self.find_prefix(sequence).tokens < sequence.ids.size:
             raise ConcurrentUpdateError("the blocks before a state are gone")
         data = b"".join(bytes(piece) for piece in state.to_pieces())
-        unit_id, start = compute_state_number(state.key), state.tokens - int(state.ids.size)
+        unit_id, start = int.from_bytes(state.key, "big"), state.tokens - int(state.ids.size)
         record = StateRecord(namespace.key, state.parent, unit_id, len(data), start, state.ids, state.raw_bytes)
         name = record.make_name(sequence.block_tokens)
         dependencies = {

@@ -58,11 +58,12 @@ class UnitRecord:
 
     def to_bytes(self) -> bytes:
         """Encode the record."""
+        return self._encode(RECORD_MAGIC)
+
+    def _encode(self, magic: bytes, raw_bytes: bytes = b"") -> bytes:
         unit = self.unit.to_bytes(KEY_BYTES, "big")
-        fields = _RECORD_STRUCT.pack(
-            RECORD_MAGIC, self.namespace_key, self.parent, unit, self.nbytes, self.start, self.ids.size
-        )
-        data = fields + self.ids.astype("<u4").tobytes()
+        fields = (magic, self.namespace_key, self.parent, unit, self.nbytes, self.start, self.ids.size)
+        data = _RECORD_STRUCT.pack(*fields) + self.ids.astype("<u4").tobytes() + raw_bytes
         return data + _CHECKSUM_STRUCT.pack(integrity_checksum(data))
 
 
@@ -93,12 +94,7 @@ class StateRecord(UnitRecord):
 
     def to_bytes(self) -> bytes:
         """Encode the record."""
-        unit = self.unit.to_bytes(KEY_BYTES, "big")
-        fields = _RECORD_STRUCT.pack(
-            STATE_RECORD_MAGIC, self.namespace_key, self.parent, unit, self.nbytes, self.start, self.ids.size
-        )
-        data = fields + self.ids.astype("<u4").tobytes() + _CHECKSUM_STRUCT.pack(self.raw_bytes)
-        return data + _CHECKSUM_STRUCT.pack(integrity_checksum(data))
+        return self._encode(STATE_RECORD_MAGIC, _CHECKSUM_STRUCT.pack(self.raw_bytes))
 
     def is_end_in(self, record: UnitRecord, block_tokens: int) -> bool:
         """Return whether a unit contains the end of the prefix."""
@@ -107,11 +103,6 @@ class StateRecord(UnitRecord):
             return False
         begin_token = keys.index(self.parent) * block_tokens
         return np.array_equal(record.ids[begin_token : begin_token + self.ids.size], self.ids)
-
-
-def compute_state_number(key: bytes) -> int:
-    """Return the number of the unit of a state with this key."""
-    return int.from_bytes(key, "big")
 
 
 def parse_state_name(name: str) -> tuple[int, str] | None:
@@ -142,9 +133,8 @@ def parse_record(data: bytes | None) -> UnitRecord | None:
     ids = np.frombuffer(data, "<u4", tokens, _RECORD_STRUCT.size)
     unit_number = int.from_bytes(unit, "big")
     if magic == STATE_RECORD_MAGIC:
-        return StateRecord(
-            namespace, parent, unit_number, nbytes, start, ids, _CHECKSUM_STRUCT.unpack_from(data, ids_end)[0]
-        )
+        (raw_bytes,) = _CHECKSUM_STRUCT.unpack_from(data, ids_end)
+        return StateRecord(namespace, parent, unit_number, nbytes, start, ids, raw_bytes)
     return UnitRecord(namespace, parent, unit_number, nbytes, start, ids)
 
 

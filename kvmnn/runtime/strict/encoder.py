@@ -256,7 +256,7 @@ class AsyncEncoder:
             rows = segment.rows
             if not self.jobs.has_capacity(rows.nbytes):
                 layer.counters.skips += 1
-                num_waiting = sum(len(other.waiting_segments) for other in self._layers)
+                num_waiting = sum(len(waiting_layer.waiting_segments) for waiting_layer in self._layers)
                 self.peak_waiting = max(self.peak_waiting, num_waiting)
                 break
             job = EncodeJob(number, segment, self._generation)

@@ -22,7 +22,7 @@ from .index import Key, ValidatingCursor
 _KEYS_PER_QUERY = 256
 
 
-class StoredBlock(NamedTuple):
+class BlockLocation(NamedTuple):
     """The unit that contains a block, and the index of the block in it."""
 
     unit: int
@@ -108,7 +108,7 @@ class Lookup:
         candidates = [*self._iter_continuation(slices, last_ids), *self._iter_branches(parent, last_ids, block_tokens)]
         return next((unit_slice.unit for unit_slice in candidates if unit_slice.take == last_ids.size), None)
 
-    def _iter_blocks(self, keys: Sequence[bytes]) -> Iterator[StoredBlock]:
+    def _iter_blocks(self, keys: Sequence[bytes]) -> Iterator[BlockLocation]:
         """Yield the places of blocks, up to the first one that is not stored."""
         for begin_key in range(0, len(keys), _KEYS_PER_QUERY):
             batch = keys[begin_key : begin_key + _KEYS_PER_QUERY]
@@ -144,13 +144,13 @@ class Lookup:
                     break
 
 
-def find_stored_blocks(cursor: ValidatingCursor, keys: Sequence[bytes]) -> dict[bytes, StoredBlock]:
+def find_stored_blocks(cursor: ValidatingCursor, keys: Sequence[bytes]) -> dict[bytes, BlockLocation]:
     """Return the places of those blocks that are stored, by key."""
-    block_by_key: dict[bytes, StoredBlock] = {}
+    block_by_key: dict[bytes, BlockLocation] = {}
     for begin_key in range(0, len(keys), _KEYS_PER_QUERY):
         batch = keys[begin_key : begin_key + _KEYS_PER_QUERY]
         placeholders = ",".join("?" * len(batch))
         query = f"SELECT key, unit, number FROM block WHERE key IN ({placeholders})"
         for key, unit, block_index in cursor.iter_rows(tuple[Key, int, int], query, batch):
-            block_by_key[key] = StoredBlock(unit, block_index)
+            block_by_key[key] = BlockLocation(unit, block_index)
     return block_by_key

@@ -73,10 +73,11 @@ class RemoteBackend(RemoteBackendBase):
                 if record is None or record.unit in pinned_units:
                     break
                 keys = set(record.compute_block_keys(size))
-                others = [other for other in remaining.values() if other is not record]
-                is_needed = any(other.parent in keys for other in remaining.values()) or any(
-                    other.is_end_in(record, size) and not _has_end_unit(others, other, size)
-                    for other in _select_states(others)
+                is_followed = any(candidate.parent in keys for candidate in remaining.values())
+                remaining_after = [candidate for candidate in remaining.values() if candidate is not record]
+                is_needed = is_followed or any(
+                    state_record.is_end_in(record, size) and not _has_end_unit(remaining_after, state_record, size)
+                    for state_record in _select_states(remaining_after)
                 )
                 if is_needed or record.ids.size > unit_slice.skip + unit_slice.take:
                     break

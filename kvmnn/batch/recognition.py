@@ -14,8 +14,8 @@ from ..errors import KvmnnError
 from ..files.mapped_file import FileHead
 from ..formats import ARRAY_FORMATS, ZARR
 from ..formats.hf import saved
-from ..formats.lmcache import parse_page_name
-from ..formats.mnn import dump, mmap_cache, prefix
+from ..formats.mnn import dump, mmap_cache, packed_files
+from ..formats.raw import parse_page_name
 from ..formats.registry import find_engine_format
 from ..formats.vllm import VLLM
 from ..formats.zarr import ORPHANED_ARRAYS
@@ -72,7 +72,7 @@ def _is_bundle_without_manifest(path: str, names: set[str]) -> bool:
 
 
 def _is_cache_folder(path: str, names: set[str]) -> bool:
-    if _has_dump_metadata(names) or mmap_cache.has_mmap_files(names) or prefix.list_prefix_names(names):
+    if _has_dump_metadata(names) or mmap_cache.has_mmap_files(names) or packed_files.list_prefix_names(names):
         return True
     if any(name.endswith(".safetensors") for name in names) and VLLM.detect(FileHead.from_path(path)):
         return True

@@ -20,7 +20,7 @@ from ..dtypes import BF16, FP16, FP32, DType, Elements
 from ..errors import CheckpointError, LimitError
 from ..files.mapped_file import STDIN, FileHead, MappedFile
 from ..formats.hf.saved import TORCH_CACHE
-from ..formats.lmcache import parse_page_name
+from ..formats.raw import parse_page_name
 from ..formats.safetensors import read_header
 from ..formats.torch.allowed_globals import AllowedGlobals
 from ..formats.torch.tensors import ELEMENT_TYPES, ElementType, TorchStorage, TorchTensor

@@ -27,11 +27,11 @@ from .base import FileFormat, Format, PathFormat
 from .detection_errors import explain_unknown_file, explain_unknown_folder
 from .frames import make_frame_source
 from .hf import in_memory, saved
-from .lmcache import parse_page_name
 from .mnn import dump
 from .mnn.packed_reader import PACKED
 from .options import PackedOptions, ReadOptions
 from .passthrough import apply_recorded_options, reopen_original
+from .raw import parse_page_name
 from .tensor_selection import drop_whole_file_metadata, select_from_source
 from .writer import ARRAY_FORMATS, find_array_format
 

@@ -25,9 +25,8 @@ from ..files.file_names import describe_renamed_files
 from ..files.schema import Record, json_key
 from .frames import make_frame_source
 from .raw import write_raw
-from .readback import ReadBackError
 from .sidecars import collect_folder_sidecars
-from .writer import build_output_metadata, list_lost_information, list_stale_files, write_arrays
+from .writer import ReadBackError, build_output_metadata, list_lost_information, list_stale_files, write_arrays
 
 
 @dataclass(frozen=True, kw_only=True)

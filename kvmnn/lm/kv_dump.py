@@ -26,7 +26,7 @@ from ..errors import KvmnnError
 from ..files.atomic import DirectoryOutput
 from ..files.schema import Record
 from ..formats import npy
-from ..formats.mnn.dump_writer import write_dump
+from ..formats.mnn.dump import write_dump
 from ..policies.policy import FullCache, Policy
 from ..policies.registry import LabelledPolicy
 from ..reports.records import RuntimeStats

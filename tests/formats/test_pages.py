@@ -11,7 +11,7 @@ from vllm_files import folder
 
 import kvmnn
 from kvmnn.errors import KvmnnError, SourceError
-from kvmnn.formats.lmcache import parse_page_name
+from kvmnn.formats.raw import parse_page_name
 
 SHAPE = (2, 3, 8, 2, 4)
 

@@ -31,9 +31,16 @@ from ..tensor_selection import (
     validate_array,
 )
 from ..torch.tensors import ELEMENT_TYPES
-from .batch_texts import BatchTexts, find_batch_texts
-from .objects import AnyTensor, KVLayer, TransformersCache
-from .token_rows import CacheRows, TokenRows, describe_states, find_token_rows, mark_evicted
+from .cache_finder import AnyTensor, KVLayer, TransformersCache
+from .token_rows import (
+    BatchTexts,
+    CacheRows,
+    TokenRows,
+    describe_states,
+    find_batch_texts,
+    find_token_rows,
+    mark_evicted,
+)
 
 CACHE_AXES = "bhtd"
 """Of K and V in every cache of transformers: batch, kv_head, token, head_dim."""

@@ -22,8 +22,7 @@ from ...errors import LimitError, SourceError
 from ..options import ReadOptions
 from ..tensor_selection import select_from_source, select_tensors
 from .arrays import make_cache_source, make_tensor_array
-from .cache_finder import find_cache
-from .objects import KVLayer, StubObject, TransformersCache
+from .cache_finder import KVLayer, StubObject, TransformersCache, find_cache
 
 _MAX_LAYERS = 4096
 _LAYER_ATTRIBUTES = ("keys", "values", "cumulative_length", "max_cache_len")

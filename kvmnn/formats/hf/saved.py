@@ -20,8 +20,7 @@ from ..torch.allowed_globals import AllowedGlobals, PickleArguments
 from ..torch.tensors import TorchTensor
 from ..torch.torch_file import PICKLE_SIGNATURE, ZIP_SIGNATURE, detect_torch_kind, read_torch
 from .arrays import make_cache_source, make_tensor_array
-from .cache_finder import find_cache
-from .objects import StubObject
+from .cache_finder import StubObject, find_cache
 
 _OUTPUT_CLASS_PREFIXES = ("transformers.modeling_outputs.", "transformers.generation.utils.Generate")
 _STUBBED_CLASS_SUFFIXES = ("Cache", "Layer")

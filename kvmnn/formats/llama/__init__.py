@@ -1,9 +1,8 @@
 """State files of llama.cpp: sessions and sequences (docs/other-engines.md)."""
 
-from .description import ENGINE
 from .gguf import is_gguf, read_rotations
 from .gguf import read_gguf_rotary as read_gguf_rotary
-from .reader import FORMAT_NAME, LLAMA_STATE
+from .reader import ENGINE, FORMAT_NAME, LLAMA_STATE
 from .state import NO_TOKEN
 
 __all__ = [

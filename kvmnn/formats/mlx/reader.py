@@ -26,8 +26,16 @@ from ..options import ReadOptions
 from ..passthrough import Region
 from ..safetensors import TensorEntry
 from ..tensor_selection import check_declared_dtype, format_dequantised_note
-from .cache_classes import PromptCacheLayer, dequantize, describe_states, has_keys_and_values, read_layers
-from .states import PromptCacheStates, get_numpy_type, has_cache_entries
+from .states import (
+    PromptCacheLayer,
+    PromptCacheStates,
+    dequantize,
+    describe_states,
+    get_numpy_type,
+    has_cache_entries,
+    has_keys_and_values,
+    read_layers,
+)
 
 ENGINE = "MLX"
 _TYPE_NAME_BY_KIND = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}

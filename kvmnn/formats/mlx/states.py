@@ -1,18 +1,27 @@
-"""The header of a prompt cache: which class each layer's cache is, and where its states lie."""
+"""The states of a prompt cache: the class of each layer's cache, which rows hold tokens, quantised groups as numbers.
+
+Newer files have every attribute of a cache as a state of its own; older ones have tensors as states, and numbers as
+settings in the metadata.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from ..._util.text import pluralize
+from ...arrays.completeness import Completeness, LayerStateInfo, StateKind
+from ...dtypes import Bytes, Elements, Positions
 from ...errors import SourceError
 from ...files.mapped_file import FileHead
 from ..base import FileBytes
 from ..safetensors import SafetensorsHeader, TensorEntry, read_header
+from . import _groups
 
 _MAX_DETECT_HEADER_BYTES = 4 << 20
 _CACHE_CLASS_REGEX = re.compile(rb'"[12]\.0"\s*:\s*"\w*Cache"|"[12]\.0"\s*:\s*"CacheList"')
@@ -130,3 +139,379 @@ def _iter_numbered_values(metadata: dict[str, str], prefix: str) -> Iterator[str
         if text is None:
             return
         yield text
+
+
+SUPPORTED_BITS = (2, 3, 4, 5, 6, 8)
+_KERNEL_DTYPE_NAMES = ("float16", "uint16", "float32")
+"""In the order of the compiled loops."""
+
+
+def dequantize(packed_codes: Bytes, scales: Elements, biases: Elements, bits: int) -> Elements:
+    """``[row, value]`` in the type of the scales: float16, float32, or uint16 words of bf16.
+
+    Parameters
+    ----------
+    packed_codes
+        ``[row, byte]``; codes lie one after the other from the lowest bit on.
+    scales, biases
+        ``[row, group]``.
+    """
+    values = np.empty((len(packed_codes), packed_codes.shape[1] * 8 // bits), scales.dtype)
+    code_bytes, scale_bytes, bias_bytes = (
+        np.ascontiguousarray(array).view(np.uint8) for array in (packed_codes, scales, biases)
+    )
+    _groups.dequantize(
+        _KERNEL_DTYPE_NAMES.index(scales.dtype.name), bits, code_bytes, scale_bytes, bias_bytes, values.view(np.uint8)
+    )
+    return values
+
+
+_MAX_POSITION: Final = 1 << 31
+
+RowSpans = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class PromptCacheLayer:
+    """The cache of one layer."""
+
+    #: From 0.
+    number: int
+    #: The tensors of K and of V: one, or codes, scales and biases.
+    keys: tuple[TensorEntry, ...]
+    values: tuple[TensorEntry, ...]
+    #: Valid ones of each head.
+    num_tokens: int
+    #: Where they lie among the rows of a head, ``(begin, end)`` in the order of the text.
+    spans: RowSpans
+    #: Where they stand in it.
+    positions: Positions
+    #: Of quantised groups; 0 without.
+    bits: int = 0
+    group_size: int = 0
+    #: Tokens that the layer attends to; None for all.
+    window: int | None = None
+    #: Tokens of each text of a batch, whose last ones are the last of the rows; empty where nothing tells them.
+    text_lengths: tuple[int, ...] = ()
+    #: Whether the file does not say how many of the rows hold tokens, and all are taken.
+    is_end_unknown: bool = False
+
+    @property
+    def end_position(self) -> int:
+        """The position after that of the last token."""
+        return int(self.positions[-1]) + 1
+
+
+def read_layers(states: PromptCacheStates) -> list[PromptCacheLayer]:
+    """Return the layers that have K and V, checked."""
+    label = states.file.label
+    if not states.class_names:
+        raise SourceError(f"{label}: names no class of a cache")
+    layers = [
+        _READER_BY_CLASS[class_name](states, layer_number)
+        for layer_number, class_name in enumerate(states.class_names)
+        if class_name in _READER_BY_CLASS
+    ]
+    if not layers:
+        names = ", ".join(f"{name:.40}" for name in dict.fromkeys(states.class_names[:8]))
+        raise SourceError(
+            f"{label}: the cache of every layer is a {names}: K and V are read of {', '.join(_READER_BY_CLASS)} "
+            f"(encode keeps "
+            "any of them whole)"
+        )
+    layers = _truncate_at_known_end(layers)
+    end_positions = {layer.end_position for layer in layers}
+    if len(end_positions) > 1:
+        raise SourceError(
+            f"{label}: its layers have seen {min(end_positions):,} to {pluralize(max(end_positions), 'token')}"
+        )
+    if len({layer.text_lengths for layer in layers}) > 1:
+        raise SourceError(f"{label}: its layers have seen texts of different lengths")
+    return layers
+
+
+def has_keys_and_values(states: PromptCacheStates, layer_number: int) -> bool:
+    """Return whether the states of a layer are K and V by its class."""
+    return layer_number < len(states.class_names) and states.class_names[layer_number] in _READER_BY_CLASS
+
+
+def describe_states(states: PromptCacheStates, layers: Sequence[PromptCacheLayer]) -> Completeness:
+    """Return what the model keeps for each layer, and which of it `layers` have."""
+    state_by_layer: dict[int, LayerStateInfo] = {
+        layer.number: LayerStateInfo(
+            layer=layer.number, kind="full" if layer.window is None else "window", window=layer.window
+        )
+        for layer in layers
+    }
+    for layer_number, class_name in enumerate(states.class_names):
+        if layer_number not in state_by_layer:
+            state_by_layer[layer_number] = LayerStateInfo(
+                layer=layer_number,
+                kind=_STATE_KIND_BY_CLASS.get(class_name, "unknown"),
+                included=False,
+                location=f"in the file as {class_name:.40}",
+            )
+    return Completeness(layers=tuple(state_by_layer[layer_number] for layer_number in sorted(state_by_layer)))
+
+
+def _truncate_at_known_end(layers: list[PromptCacheLayer]) -> list[PromptCacheLayer]:
+    """Leave out rows after the last token where only other layers tell how many tokens were seen."""
+    end_positions = {layer.end_position for layer in layers if not layer.is_end_unknown}
+    if len(end_positions) != 1:
+        return layers
+    end_position = end_positions.pop()
+    return [
+        _truncate_layer(layer, end_position) if layer.is_end_unknown and layer.end_position > end_position else layer
+        for layer in layers
+    ]
+
+
+def _truncate_layer(layer: PromptCacheLayer, end_position: int) -> PromptCacheLayer:
+    """Return a layer of consecutive rows without those from position `end_position` on."""
+    num_tokens = end_position - int(layer.positions[0])
+    if num_tokens < 1:
+        return layer
+    return replace(layer, num_tokens=num_tokens, spans=((0, num_tokens),), positions=layer.positions[:num_tokens])
+
+
+def _read_plain(states: PromptCacheStates, layer_number: int) -> PromptCacheLayer:
+    keys, values = _find_kv_pair(states, layer_number)
+    num_rows = keys.shape[2]
+    num_tokens = (
+        states.read_scalar(f"{layer_number}.2") if states.is_new else num_rows
+    )  # older files have no row without a token
+    _check_token_count(states, layer_number, num_tokens, num_rows)
+    return _make_first_tokens_layer(layer_number, (keys,), (values,), num_tokens)
+
+
+def _read_concatenated(states: PromptCacheStates, layer_number: int) -> PromptCacheLayer:
+    keys, values = _find_kv_pair(states, layer_number)
+    return _make_first_tokens_layer(layer_number, (keys,), (values,), keys.shape[2])
+
+
+def _read_quantised(states: PromptCacheStates, layer_number: int) -> PromptCacheLayer:
+    if states.is_new:
+        num_tokens, group_size, bits = (states.read_scalar(f"{layer_number}.{state}") for state in (2, 3, 4))
+    else:
+        num_tokens, group_size, bits = states.read_int_settings(layer_number, (3, 4))[
+            -3:
+        ]  # four: the rows that a buffer grows by first
+    if bits not in SUPPORTED_BITS or group_size < 1:
+        raise SourceError(
+            f"{states.file.label}: layer {layer_number}: groups of {group_size:,} codes of {bits:,} bits: expected "
+            f"groups of at "
+            f"least 1 of {', '.join(map(str, SUPPORTED_BITS))} bits"
+        )
+    keys, values = (_read_group_tensors(states, layer_number, part_index, group_size, bits) for part_index in (0, 1))
+    if keys[0].shape[:3] != values[0].shape[:3]:
+        raise SourceError(f"{states.file.label}: layer {layer_number}: K and V differ in shape")
+    _check_token_count(states, layer_number, num_tokens, keys[0].shape[2])
+    return replace(_make_first_tokens_layer(layer_number, keys, values, num_tokens), bits=bits, group_size=group_size)
+
+
+def _read_group_tensors(
+    states: PromptCacheStates, layer_number: int, part_index: int, group_size: int, bits: int
+) -> tuple[TensorEntry, ...]:
+    """Return codes, scales and biases of K or V."""
+    codes, scales, biases = (
+        states.find_tensor(f"{layer_number}.{part_index}.{field_index}") for field_index in range(3)
+    )
+    states.check_tensor(codes, ("U32",), 4)
+    for tensor in (scales, biases):
+        states.check_tensor(tensor, FLOAT_KINDS, 4)
+    expected_shape = (*codes.shape[:3], codes.shape[3] * 32 // bits // group_size)
+    is_divisible = codes.shape[3] * 32 == expected_shape[3] * group_size * bits
+    if (scales.shape, biases.shape) != (expected_shape, expected_shape) or not is_divisible:
+        raise SourceError(
+            f"{states.file.label}: layer {layer_number}: codes {list(codes.shape)} of {bits} bits in groups of "
+            f"{group_size:,} "
+            f"do not fit scales {list(scales.shape)}"
+        )
+    if scales.kind != biases.kind:
+        raise SourceError(f"{states.file.label}: layer {layer_number}: scales are {scales.kind}, biases {biases.kind}")
+    return codes, scales, biases
+
+
+def _read_rotating(states: PromptCacheStates, layer_number: int) -> PromptCacheLayer:
+    """The first `num_sinks` tokens stay, the others are overwritten in turns: `next_row` is where the oldest is."""
+    keys, values = _find_kv_pair(states, layer_number)
+    num_rows = keys.shape[2]
+    if states.is_new:
+        num_seen, num_sinks, window, next_row = (
+            states.read_scalar(f"{layer_number}.{state}") for state in (2, 3, 4, 5)
+        )
+    else:
+        settings = states.read_int_settings(layer_number, (4, 5))  # five: the rows that a buffer grows by are the third
+        (num_sinks, window), (num_seen, next_row) = settings[:2], settings[-2:]
+    is_wrapped = next_row < min(num_rows, num_seen)
+    if not (
+        0 <= num_sinks <= window
+        and 0 <= next_row <= num_rows
+        and num_seen >= 1
+        and (not is_wrapped or num_sinks <= num_rows)
+    ):
+        raise SourceError(
+            f"{states.file.label}: layer {layer_number}: {num_seen:,} tokens, the first {num_sinks:,} kept, in a "
+            f"window of {window:,}, "
+            f"the next at {next_row:,}: do not fit {num_rows:,} rows"
+        )
+    if next_row == num_rows:
+        spans = [(0, num_rows)]
+    elif is_wrapped:
+        spans = [(0, num_sinks), (max(next_row, num_sinks), num_rows), (num_sinks, next_row)]
+    else:
+        spans = [(0, num_seen)]
+    spans = [(begin, end) for begin, end in spans if begin < end]
+    num_tokens = sum(end - begin for begin, end in spans)
+    if not 1 <= num_tokens <= num_seen:
+        raise SourceError(
+            f"{states.file.label}: layer {layer_number}: {num_tokens:,} rows hold tokens, and {num_seen:,} were seen"
+        )
+    num_sink_rows = min(num_sinks, num_tokens) if num_seen > num_tokens else 0
+    positions = np.concatenate([np.arange(num_sink_rows), np.arange(num_seen - num_tokens + num_sink_rows, num_seen)])
+    return PromptCacheLayer(layer_number, (keys,), (values,), num_tokens, tuple(spans), positions, window=window)
+
+
+def _read_chunked(states: PromptCacheStates, layer_number: int) -> PromptCacheLayer:
+    """The tokens from `start_position` on; what is before them was left behind."""
+    keys, values = _find_kv_pair(states, layer_number)
+    num_rows = keys.shape[2]
+    if states.is_new:
+        end_position, chunk_tokens, start_position = (
+            states.read_scalar(f"{layer_number}.{state}") for state in (2, 3, 4)
+        )
+    else:
+        chunk_tokens, start_position = states.read_int_settings(layer_number, (2,))
+        end_position = start_position + num_rows
+    if (
+        not 0 <= start_position < end_position < _MAX_POSITION
+        or end_position - start_position > num_rows
+        or chunk_tokens < 1
+    ):
+        raise SourceError(
+            f"{states.file.label}: layer {layer_number}: tokens {start_position:,} to {end_position:,} in chunks of "
+            f"{chunk_tokens:,} do not fit "
+            f"{num_rows:,} rows"
+        )
+    num_tokens = end_position - start_position
+    spans, positions = ((0, num_tokens),), np.arange(start_position, end_position)
+    is_end_unknown = not states.is_new and start_position > 0  # such files may have empty rows after the tokens
+    return PromptCacheLayer(
+        layer_number,
+        (keys,),
+        (values,),
+        num_tokens,
+        spans,
+        positions,
+        window=chunk_tokens,
+        is_end_unknown=is_end_unknown,
+    )
+
+
+def _read_batch(states: PromptCacheStates, layer_number: int) -> PromptCacheLayer:
+    keys, values = _find_kv_pair(states, layer_number)
+    num_rows = keys.shape[2]
+    num_filled = states.read_scalar(f"{layer_number}.4") if states.is_new else num_rows
+    _check_token_count(states, layer_number, num_filled, num_rows)
+    return _make_right_aligned_layer(states, layer_number, (keys, values), ((0, num_filled),))
+
+
+def _read_rotating_batch(states: PromptCacheStates, layer_number: int) -> PromptCacheLayer:
+    """A window of a batch: once it has turned, the oldest token is at `next_row`."""
+    keys, values = _find_kv_pair(states, layer_number)
+    num_rows = keys.shape[2]
+    if states.is_new:
+        window, next_row = (states.read_scalar(f"{layer_number}.{state}") for state in (4, 6))
+        is_wrapped = states.read_flag(f"{layer_number}.7")
+    else:
+        setting_texts = states.list_settings(layer_number, (4,))
+        window, next_row = (
+            states.parse_int_setting(layer_number, text) for text in (setting_texts[0], setting_texts[2])
+        )
+        is_wrapped = setting_texts[3] == "True"
+    if not 1 <= next_row <= num_rows or window < 1:
+        raise SourceError(
+            f"{states.file.label}: layer {layer_number}: the next token at {next_row:,} in a window of {window:,} does "
+            f"not fit "
+            f"{num_rows:,} rows"
+        )
+    spans = ((next_row, num_rows), (0, next_row)) if is_wrapped and next_row < num_rows else ((0, next_row),)
+    return replace(_make_right_aligned_layer(states, layer_number, (keys, values), spans), window=window)
+
+
+def _make_right_aligned_layer(
+    states: PromptCacheStates, layer_number: int, tensor_pair: tuple[TensorEntry, TensorEntry], spans: RowSpans
+) -> PromptCacheLayer:
+    """A batch of texts of different lengths that end together: padding is before them.
+
+    Rows that are padding in every text are left out.
+    """
+    text_lengths = states.read_int_list(f"{layer_number}.2", tensor_pair[0].shape[0])
+    num_filled = sum(end - begin for begin, end in spans)
+    max_text_length = max(text_lengths)
+    if min(text_lengths) < 1:
+        raise SourceError(
+            f"{states.file.label}: layer {layer_number}: texts of {min(text_lengths):,} to "
+            f"{pluralize(max_text_length, 'token')}: expected at "
+            "least 1 in each"
+        )
+    num_tokens = min(num_filled, max_text_length)
+    return PromptCacheLayer(
+        layer_number,
+        (tensor_pair[0],),
+        (tensor_pair[1],),
+        num_tokens,
+        _drop_first_rows(spans, num_filled - num_tokens),
+        np.arange(max_text_length - num_tokens, max_text_length),
+        text_lengths=tuple(text_lengths) if len(text_lengths) > 1 else (),
+    )
+
+
+def _drop_first_rows(spans: RowSpans, num_rows: int) -> RowSpans:
+    """Return spans without their first `num_rows` rows."""
+    remaining_spans: list[tuple[int, int]] = []
+    for begin, end in spans:
+        num_skipped = min(num_rows, end - begin)
+        num_rows -= num_skipped
+        if begin + num_skipped < end:
+            remaining_spans.append((begin + num_skipped, end))
+    return tuple(remaining_spans)
+
+
+def _make_first_tokens_layer(
+    layer_number: int, keys: tuple[TensorEntry, ...], values: tuple[TensorEntry, ...], num_tokens: int
+) -> PromptCacheLayer:
+    return PromptCacheLayer(layer_number, keys, values, num_tokens, ((0, num_tokens),), np.arange(num_tokens))
+
+
+def _find_kv_pair(states: PromptCacheStates, layer_number: int) -> tuple[TensorEntry, TensorEntry]:
+    """Return K and V of a layer without groups."""
+    keys, values = states.find_tensor(f"{layer_number}.0"), states.find_tensor(f"{layer_number}.1")
+    for tensor in (keys, values):
+        states.check_tensor(tensor, FLOAT_KINDS, 4)
+    if keys.shape[:3] != values.shape[:3] or keys.kind != values.kind:
+        raise SourceError(
+            f"{states.file.label}: layer {layer_number}: K is {list(keys.shape)}, V is {list(values.shape)}"
+        )
+    return keys, values
+
+
+def _check_token_count(states: PromptCacheStates, layer_number: int, num_tokens: int, capacity: int) -> None:
+    if not 1 <= num_tokens <= capacity:
+        raise SourceError(
+            f"{states.file.label}: layer {layer_number}: {num_tokens:,} tokens: expected at least 1 and at most "
+            f"{capacity:,}, "
+            "for which there is room"
+        )
+
+
+_READER_BY_CLASS: Final[dict[str, Callable[[PromptCacheStates, int], PromptCacheLayer]]] = {
+    "KVCache": _read_plain,
+    "QuantizedKVCache": _read_quantised,
+    "RotatingKVCache": _read_rotating,
+    "ChunkedKVCache": _read_chunked,
+    "ConcatenateKVCache": _read_concatenated,
+    "BatchKVCache": _read_batch,
+    "BatchRotatingKVCache": _read_rotating_batch,
+}
+_STATE_KIND_BY_CLASS: Final[dict[str, StateKind]] = {"ArraysCache": "recurrent", "MambaCache": "recurrent"}

@@ -1,8 +1,7 @@
 """Files of the MNN engine: dumps, prefix caches, live cache files, model directories."""
 
 from .compaction import CompactionPlan, CompactResult, compact, read_compaction_plans
-from .dump import has_packed_dump
-from .dump_writer import restore_dump
+from .dump import has_packed_dump, restore_dump
 from .inspection import PackedInspectionReport, inspect_packed
 from .model import compute_fingerprint
 from .packed_files import PackedFiles

@@ -43,9 +43,7 @@ from ...packed.cache_info import (
 )
 from ...packed.compaction import ReservePair, check_reserve, parse_pairs
 from ..key_rotation import RerotationResult, expand_position_runs
-from .packed_reader import PackedCacheReader
-from .packer import resolve_prefix_name
-from .prefix import (
+from .packed_files import (
     check_leftover_layers,
     format_warning_lines,
     has_gaps,
@@ -54,7 +52,8 @@ from .prefix import (
     list_prefix_files,
     validate_prefix_name,
 )
-from .rerotation import RerotationPlan, plan_rerotation
+from .packed_reader import PackedCacheReader
+from .packer import RerotationPlan, plan_rerotation, resolve_prefix_name
 from .token_ids import parse_token_ids
 
 _MAX_PLAN_BYTES: Final = 256 << 20

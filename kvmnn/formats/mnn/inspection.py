@@ -21,9 +21,8 @@ from ...packed.cache_info import (
 )
 from ...packed.inference import LayoutMatch, describe_layout, find_matches
 from ..options import PackedOptions
-from . import prefix
 from .layer_kinds import separate_state_layers
-from .packed_files import PackedFiles, PackedLayer
+from .packed_files import PackedFiles, PackedLayer, list_prefix_names
 from .packed_reader import PackedCacheReader, find_packed, open_packed_files, resolve_geometry
 
 _STATE_DESCRIPTIONS = {
@@ -208,7 +207,7 @@ def inspect_packed(path: str, options: PackedOptions | None = None) -> PackedIns
         When files of a cache are missing.
     """
     options = options or PackedOptions()
-    names = prefix.list_prefix_names(os.listdir(path)) if os.path.isdir(path) and options.prefix_name is None else []
+    names = list_prefix_names(os.listdir(path)) if os.path.isdir(path) and options.prefix_name is None else []
     options_by_prefix = [replace(options, prefix_name=name) for name in names] if len(names) > 1 else [options]
     caches = tuple(
         cache for cache in (_inspect_cache(path, prefix_options) for prefix_options in options_by_prefix) if cache

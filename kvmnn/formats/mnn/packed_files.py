@@ -1,17 +1,28 @@
-"""The files of a packed cache, layer by layer."""
+"""The files of a packed cache, layer by layer, and how those of a prefix cache are named.
+
+MNN prefix caches have ``<name>_<layer>.k`` and ``.v``, and the empty markers ``<name>_<layer>_sync.k`` and ``.v``. A
+data file holds the packed buffer of all heads and nothing else; the engine loads a prefix only if every marker is
+there. It counts positions from 0 by the number of ids, and reads no positions from any file.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
+from ..._util.text import format_range
 from ...arrays.completeness import LayerStateInfo, StateKind
-from ...dtypes import Part
-from ...errors import SourceError
+from ...dtypes import PART_LETTERS, PARTS, Part
+from ...errors import MissingOptionError, OutputError, SourceError
+from ...files.schema import read_bounded
+from ...packed import cache_info
+from ...packed.cache_info import CACHE_SIDECAR_SUFFIX, MAX_CACHE_INFO_BYTES, CacheInfo
 
 _STATE_KINDS: Final[tuple[StateKind, ...]] = ("linear", "recurrent", "unknown")
 
@@ -168,3 +179,176 @@ def get_file_size(path: str) -> int:
     if not stat.S_ISREG(status.st_mode):
         raise SourceError(f"{path}: is not a regular file")
     return status.st_size
+
+
+_DATA_NAME_REGEX = re.compile(r"(?P<name>.+)_(?P<layer>0|[1-9]\d{0,5})\.(?P<part>[kv])", re.DOTALL)
+
+_MARKER_NAME_REGEX = re.compile(r"(?P<name>.+)_(?P<layer>0|[1-9]\d{0,5})_sync\.[kv]", re.DOTALL)
+
+
+def format_data_name(name: str, layer: int, part: str) -> str:
+    """Name of a data file; `part` is ``k`` or ``v``."""
+    return f"{name}_{layer}.{part}"
+
+
+def format_marker_name(name: str, layer: int, part: str) -> str:
+    """Name of the marker of a data file."""
+    return f"{name}_{layer}_sync.{part}"
+
+
+def list_prefix_names(listing: Iterable[str]) -> list[str]:
+    """The prefixes that a directory listing has files of."""
+    return sorted({name_match["name"] for name_match in map(_DATA_NAME_REGEX.fullmatch, listing) if name_match})
+
+
+def find_prefix(path: str, name: str | None = None) -> PackedFiles:
+    """The prefix cache in a directory, or the one layer whose ``.k`` or ``.v`` file `path` is."""
+    if os.path.isdir(path):
+        folder, layer_numbers = Path(path), None
+    else:
+        folder = Path(path).parent
+        name_match = _DATA_NAME_REGEX.fullmatch(Path(path).name)
+        if not name_match:
+            raise SourceError(f"{path}: is not named as prefix-cache files are, <name>_<layer>.k or .v")
+        name, layer_numbers = name_match["name"], [int(name_match["layer"])]
+    listing = _list_folder(folder)
+    name = _resolve_name(path, list_prefix_names(listing), name)
+    selected_layers = layer_numbers or _list_layer_numbers(path, name, listing)
+    return PackedFiles(
+        kind="prefix",
+        name=name,
+        path=path,
+        layers=tuple(_make_packed_layer(folder, name, layer_number) for layer_number in selected_layers),
+        sidecar_document=_read_sidecar_document(folder / (name + CACHE_SIDECAR_SUFFIX)),
+        problems=tuple(_iter_problems(folder, name, selected_layers, listing)),
+    )
+
+
+def _list_folder(folder: Path) -> set[str]:
+    try:
+        return set(os.listdir(folder))
+    except OSError as exc:
+        raise SourceError(f"{folder}: cannot be read: {exc.strerror or exc}") from exc
+
+
+def _resolve_name(path: str, names: list[str], requested_name: str | None) -> str:
+    if not names:
+        raise SourceError(f"{path}: has no file named as prefix-cache files are, <name>_<layer>.k or .v")
+    if requested_name is None and len(names) == 1:
+        return names[0]
+    names_text = ", ".join(repr(name) for name in names[:8])
+    if requested_name is None:
+        raise MissingOptionError(f"{path}: has {len(names)} prefixes, say which with --name: {names_text}")
+    if requested_name not in names:
+        raise SourceError(f"{path}: has no prefix {requested_name!r}; it has {names_text}")
+    return requested_name
+
+
+def _list_layer_numbers(path: str, name: str, listing: set[str]) -> list[int]:
+    data_layers = {
+        int(name_match["layer"])
+        for name_match in map(_DATA_NAME_REGEX.fullmatch, listing)
+        if name_match and name_match["name"] == name
+    }
+    marker_layers = {
+        int(name_match["layer"])
+        for name_match in map(_MARKER_NAME_REGEX.fullmatch, listing)
+        if name_match and name_match["name"] == name
+    }
+    last_layer = max(data_layers | marker_layers)
+    missing_layers = sorted(set(range(last_layer + 1)) - data_layers)
+    if missing_layers:
+        marker_text = "" if last_layer in data_layers else "a marker "
+        raise SourceError(
+            f"{path}: prefix {name!r} has no files of layer {missing_layers[0]}, but {marker_text}of layer {last_layer}"
+        )
+    return sorted(data_layers)
+
+
+def _make_packed_layer(folder: Path, name: str, layer: int) -> PackedLayer:
+    key, value = (str(folder / format_data_name(name, layer, part)) for part in PART_LETTERS.values())
+    sizes = [get_file_size(path) if os.path.lexists(path) else 0 for path in (key, value)]
+    return PackedLayer(layer=layer, key=key, value=value, key_bytes=sizes[0], value_bytes=sizes[1])
+
+
+def _iter_problems(folder: Path, name: str, layers: list[int], listing: set[str]) -> Iterable[str]:
+    markers = [format_marker_name(name, layer, part) for layer in layers for part in PART_LETTERS.values()]
+    missing_markers = [marker for marker in markers if marker not in listing]
+    if missing_markers:
+        yield (
+            f"{len(missing_markers)} of {len(markers)} markers are missing, {missing_markers[0]} first, so the engine "
+            f"takes the prefix "
+            "for unfinished"
+        )
+
+
+def _read_sidecar_document(path: Path) -> tuple[bytes, str] | None:
+    if not path.exists():
+        return None
+    get_file_size(str(path))  # a regular file: opening a pipe would wait
+    return read_bounded(path, MAX_CACHE_INFO_BYTES), str(path)
+
+
+def validate_prefix_name(name: str) -> str:
+    """A name that prefix files may have: one plain part of a path; `OutputError` for others."""
+    if not name or name in (".", "..") or re.search(r"[/\\\0]", name) or len(name.encode()) > 200:
+        raise OutputError(f"{name!r:.220}: is not a name for a prefix: expected a plain file name")
+    return name
+
+
+def list_prefix_files(info: CacheInfo) -> list[str]:
+    """Every file of a prefix cache, in the order in which they are written: the engine's markers after the data."""
+    pairs = [(layer_number, PART_LETTERS[part]) for layer_number in info.numbers for part in PARTS]
+    data_names = [format_data_name(info.name, *pair) for pair in pairs]
+    marker_names = [format_marker_name(info.name, *pair) for pair in pairs]
+    return [*data_names, *marker_names, info.name + cache_info.CACHE_SIDECAR_SUFFIX]
+
+
+def check_leftover_layers(target: Path, info: CacheInfo, names: Sequence[str]) -> None:
+    """Refuse a directory in which files of more layers of the same name would stay beside the new ones."""
+    if not target.is_dir():
+        return
+    for path in sorted(target.iterdir()):
+        if list_prefix_names([path.name]) == [info.name] and path.name not in names:
+            raise OutputError(f"{path}: belongs to a prefix of the same name with more layers; remove that one first")
+
+
+SET_LENGTH_STATEMENT: Final = "const_cast<MNN::Transformer::LlmContext*>(llm->getContext())->all_seq_len = {};"
+"""The line of C++ that sets the position of MNN's next token."""
+
+
+def has_gaps(info: CacheInfo) -> bool:
+    """Return whether K of any layer has other positions than the first ones."""
+    return any(layer.positions != ((0, layer.tokens),) for layer in info.layers)
+
+
+def list_position_warnings(info: CacheInfo) -> list[str]:
+    """Return what goes wrong when MNN loads such a prefix: lines of at most 80 characters, none where nothing does."""
+    token_counts = sorted({layer.tokens for layer in info.layers})
+    lines = []
+    if len(token_counts) > 1:
+        lines += [
+            f"layers hold {format_range(token_counts)} tokens, and MNN reads the same number of rows",
+            "of every layer.",
+        ]
+    if has_gaps(info):
+        last_position = (
+            max(start_position + size for layer in info.layers for start_position, size in layer.positions) - 1
+        )
+        lines += [
+            f"K has positions up to {last_position}, and after loading MNN continues at {token_counts[-1]}:",
+            "what it generates is wrong. Rotate K (--rerotate), or set the position of",
+            "the next token in C++, after generate(ids, 0):",
+            f"  {SET_LENGTH_STATEMENT.format(info.next_token_position)}",
+        ]
+    return lines
+
+
+def format_warning_lines(warnings: Sequence[str]) -> list[str]:
+    """Return the lines as a result prints them."""
+    return [f"  {'warning: ' if index == 0 else '  '}{line}" for index, line in enumerate(warnings)]
+
+
+def join_warnings(warnings: Sequence[str]) -> list[str]:
+    """Return the lines as JSON has them: one text."""
+    return [" ".join(line.strip() for line in warnings)] if warnings else []

@@ -29,7 +29,7 @@ from ...packed.layout import PackLayout, get_row_dtype
 from .. import raw
 from ..base import PathFormat
 from ..options import PackedOptions, ReadOptions
-from . import mmap_cache, prefix
+from . import mmap_cache
 from .layer_kinds import (
     build_completeness,
     build_state_layers,
@@ -50,9 +50,8 @@ from .layout_inference import (
     list_token_doubts,
 )
 from .model import check_model_agrees, compute_fingerprint, has_weights, read_model_geometry
-from .packed_files import PackedFiles
-from .packed_io import iter_packed_chunks
-from .unused_bytes import account_for_files, find_difference, make_unused_arrays
+from .packed_files import PackedFiles, find_prefix, list_prefix_names
+from .packed_io import account_for_files, find_difference, iter_packed_chunks, make_unused_arrays
 
 PACKED_SUFFIXES = (".k", ".v")
 
@@ -496,7 +495,7 @@ def find_packed(path: str, options: PackedOptions | None = None) -> PackedFiles 
         return None
     if mmap_cache.has_mmap_files(listing):
         return mmap_cache.find_mmap_files(path, options.layer_order, options.pid)
-    return prefix.find_prefix(path, options.prefix_name) if prefix.list_prefix_names(listing) else None
+    return find_prefix(path, options.prefix_name) if list_prefix_names(listing) else None
 
 
 def _is_named_as_packed(head: FileHead) -> bool:
@@ -507,7 +506,7 @@ def _is_named_as_packed(head: FileHead) -> bool:
         names = set(os.listdir(head.path))
     except OSError:
         return False
-    return mmap_cache.has_mmap_files(names) or bool(prefix.list_prefix_names(names))
+    return mmap_cache.has_mmap_files(names) or bool(list_prefix_names(names))
 
 
 def read(path: str, options: ReadOptions) -> Source:

@@ -22,9 +22,8 @@ from ...packed.cache_info import CacheInfo, LayerInfo, TokenIdsFingerprint
 from ...packed.inference import PackedGeometry, describe_layout
 from ...packed.layout import PackLayout
 from ..frames import make_frame_source
-from ..readback import ReadBackError
 from ..restorer import build_array_document
-from ..writer import find_array_format
+from ..writer import ReadBackError, find_array_format
 from .model import compute_fingerprint
 from .packer import choose_target_layout, resolve_prefix_name
 from .prefix_writer import PackResult, PrefixWriteOptions, build_prefix_info, write_prefix

@@ -34,9 +34,8 @@ from ...packed.cache_info import (
 )
 from ...packed.layout import PackLayout
 from ..key_rotation import RerotationResult
-from ..readback import ReadBackError
-from .packed_io import PackedPartWriter
-from .prefix import (
+from ..writer import ReadBackError
+from .packed_files import (
     check_leftover_layers,
     format_data_name,
     format_warning_lines,
@@ -45,6 +44,7 @@ from .prefix import (
     list_prefix_files,
     validate_prefix_name,
 )
+from .packed_io import PackedPartWriter
 
 _READ_CHUNK_BYTES = 8 << 20
 _COMPARE_CHUNK_BYTES = 1 << 20

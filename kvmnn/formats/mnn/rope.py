@@ -32,8 +32,16 @@ from ...files.mapped_file import MappedFile
 from ...files.schema import read_object
 from ..llama.gguf import is_gguf, read_gguf_layer_ropes
 from ..rope_config import LayerRopes, read_config_layer_ropes
-from .graph import NotFlatBufferError, find_field, find_vector, follow_offset, iter_tables, read_ints
-from .model import SETTINGS_FILES, find_graph
+from .model import (
+    SETTINGS_FILES,
+    NotFlatBufferError,
+    find_field,
+    find_graph,
+    find_vector,
+    follow_offset,
+    iter_tables,
+    read_ints,
+)
 
 _OP_TYPE_BINARY, _OP_TYPE_CONST, _OP_TYPE_GATHER, _OP_TYPE_INPUT, _OP_TYPE_RESHAPE = 7, 11, 31, 34, 73
 _OP_TYPE_SLICE, _OP_TYPE_UNARY, _OP_TYPE_ATTENTION, _OP_TYPE_ROPE = 91, 101, 299, 306

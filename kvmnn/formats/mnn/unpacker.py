@@ -26,7 +26,7 @@ from ..npz import build_comment
 from ..sidecars import write_sidecars
 from ..tensor_selection import build_packed_positions_sidecar
 from ..writer import build_output_metadata, list_lost_information, list_stale_files, write_arrays
-from .dump_writer import write_dump
+from .dump import write_dump
 
 OutputForm = Literal["arrays", "dump", "packed-dump"]
 OUTPUT_FORMS: tuple[OutputForm, ...] = ("arrays", "dump", "packed-dump")

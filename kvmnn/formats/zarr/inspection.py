@@ -15,7 +15,7 @@ from ...files.schema import Record, json_key
 from ...packed.cache_info import PositionRuns
 from ..inspection import MAX_LISTED_ARRAYS
 from ..options import ReadOptions
-from .grid import ChunkIndex, count_chunks
+from .metadata import ChunkIndex, count_chunks
 from .reader import list_zarr_arrays, read
 
 

@@ -30,8 +30,18 @@ from ..npy import make_name_sort_key
 from ..options import ReadOptions
 from ..tensor_selection import check_declared_dtype, resolve_dtype_name, select_tensors, validate_array
 from . import metadata as attributes
-from .grid import ArrayRegion, ChunkIndex, count_chunks, count_elements, iter_overlapping_chunks, iter_slabs
-from .metadata import ATTRIBUTES_KEY, ArrayMetadata, parse_v2_metadata, parse_v3_metadata
+from .metadata import (
+    ATTRIBUTES_KEY,
+    ArrayMetadata,
+    ArrayRegion,
+    ChunkIndex,
+    count_chunks,
+    count_elements,
+    iter_overlapping_chunks,
+    iter_slabs,
+    parse_v2_metadata,
+    parse_v3_metadata,
+)
 from .stores import DOCUMENT_NAME, MAX_ENTRIES, ZarrStore, bound_frame_bytes, open_zarr_store, read_document_at
 
 V2_ARRAY_NAME, _V2_GROUP_NAME, _V2_ATTRIBUTES_NAME = ".zarray", ".zgroup", ".zattrs"

@@ -31,7 +31,7 @@ from ...frames.options import PREDICTORS, resolve_predictors
 from ...integrations.chunk_codec import CODEC_NAME, MAX_CHUNK_BYTES
 from ..options import ReadOptions
 from . import metadata
-from .grid import MAX_CHUNKS, ChunkIndex, choose_chunk_shape, count_chunks, find_split_axis
+from .metadata import MAX_CHUNKS, ChunkIndex, choose_chunk_shape, count_chunks, find_split_axis
 from .reader import ZARR, read
 from .stores import DOCUMENT_NAME, MAX_DOCUMENT_BYTES, Upload, ZarrStore
 

@@ -14,7 +14,7 @@ import kvmnn
 from kvmnn import _simd
 from kvmnn.formats import PackedOptions, ReadOptions
 from kvmnn.formats.llama import _blocks
-from kvmnn.formats.llama.ggml_types import GGML_TYPES, dequantize
+from kvmnn.formats.llama.state import GGML_TYPES, dequantize
 from kvmnn.packed.inference import PackedGeometry
 
 KINDS = {kind.name: kind for kind in GGML_TYPES.values() if kind.is_block}
@@ -52,7 +52,7 @@ def test_every_scale(level: str) -> None:
 @pytest.mark.parametrize(("heads", "dims"), [(2, 16), (4, 8), (2, 48), (4, 24), (8, 4), (2, 80)])
 @pytest.mark.parametrize("name", ["q4_0", "q8_0"])
 def test_heads_lie_across_blocks(tmp_path: Path, heads: int, dims: int, name: str, monkeypatch) -> None:
-    monkeypatch.setattr("kvmnn.formats.llama.row_reader._VALUES_PER_BATCH", 200)
+    monkeypatch.setattr("kvmnn.formats.llama.cache_selection._VALUES_PER_BATCH", 200)
     shape = Shape(layers=1, heads=heads, dims=dims, value_dims=dims, k_type=name, v_type=name)
     data, ((made,),) = llama_files.state(Random(dims), shape, [13])
     (tmp_path / "x.session").write_bytes(data)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvmnn.formats.mlx import _groups
-from kvmnn.formats.mlx.cache_classes import SUPPORTED_BITS, dequantize
+from kvmnn.formats.mlx.states import SUPPORTED_BITS, dequantize
 
 TYPES = ("float16", "uint16", "float32")
 

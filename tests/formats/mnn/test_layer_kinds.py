@@ -15,8 +15,7 @@ from slow_cases import mark_most_slow
 
 from kvmnn.formats import find_packed
 from kvmnn.formats.mnn import open_packed_files
-from kvmnn.formats.mnn.graph import read_graph_geometry
-from kvmnn.formats.mnn.model import read_model_geometry
+from kvmnn.formats.mnn.model import read_graph_geometry, read_model_geometry
 from kvmnn.formats.options import PackedOptions
 
 QWEN = "LLLFLLLF"

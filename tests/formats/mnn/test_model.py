@@ -10,15 +10,15 @@ from conformance import unpack
 from repository import FIXTURES
 
 from kvmnn.errors import SourceError
-from kvmnn.formats.mnn.graph import (
+from kvmnn.formats.mnn.model import (
     _OP_TYPE_CONST,
     _OP_TYPE_RESHAPE,
     GraphGeometry,
     _find_reshape_axes,
     _GraphOp,
     read_graph_geometry,
+    read_model_geometry,
 )
-from kvmnn.formats.mnn.model import read_model_geometry
 
 
 @pytest.fixture(scope="module")

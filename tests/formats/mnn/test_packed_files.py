@@ -17,8 +17,8 @@ from kvmnn.dtypes import PARTS
 from kvmnn.formats import find_packed
 from kvmnn.formats import open as open_any
 from kvmnn.formats.mnn import mmap_cache as mnn_live
+from kvmnn.formats.mnn import packed_files as mnn_prefix
 from kvmnn.formats.mnn import packed_io
-from kvmnn.formats.mnn import prefix as mnn_prefix
 from kvmnn.formats.mnn.model import compute_fingerprint, read_model_geometry
 from kvmnn.formats.mnn.packed_io import PackedPartWriter
 from kvmnn.formats.options import PackedOptions, ReadOptions

@@ -17,7 +17,7 @@ import kvmnn
 from kvmnn import formats
 from kvmnn.bundle import EncodeOptions
 from kvmnn.errors import LimitError, OptionError, OutputError, SourceError
-from kvmnn.formats.zarr import grid
+from kvmnn.formats.zarr import metadata
 
 RNG = np.random.default_rng(8)
 ARRAYS = {
@@ -309,12 +309,12 @@ def test_lies_cost_nothing(tmp_path: Path) -> None:
 )
 def test_regions_are_of_every_element_once(shape: tuple, chunks: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     for slab in (2, 8, 40, 1 << 20):
-        monkeypatch.setattr(grid, "MAX_SLAB_BYTES", slab)
+        monkeypatch.setattr(metadata, "MAX_SLAB_BYTES", slab)
         places = np.arange(np.prod(shape)).reshape(shape)
         seen = []
-        for region in grid.iter_slabs(shape, chunks, 2):
+        for region in metadata.iter_slabs(shape, chunks, 2):
             part = np.full([end - begin for begin, end in region], -1)
-            for index, ours, theirs in grid.iter_overlapping_chunks(region, chunks):
+            for index, ours, theirs in metadata.iter_overlapping_chunks(region, chunks):
                 begin = [i * size for i, size in zip(index, chunks, strict=True)]
                 part[ours] = places[tuple(slice(b + s.start, b + s.stop) for b, s in zip(begin, theirs, strict=True))]
             seen.append(part.reshape(-1))
@@ -324,12 +324,12 @@ def test_regions_are_of_every_element_once(shape: tuple, chunks: tuple, monkeypa
 @pytest.mark.parametrize("shape", [(3, 100, 8), (1, 1, 1), (7,), (2, 3, 5, 7), (1, 1000)], ids=str)
 def test_chunks_fit_their_limit(shape: tuple) -> None:
     for limit in (2, 7, 16, 100, 1000, 1 << 20):
-        chunks = grid.choose_chunk_shape(shape, 2, limit)
+        chunks = metadata.choose_chunk_shape(shape, 2, limit)
         assert np.prod(chunks) * 2 <= max(limit, 2)
-        cut = grid.find_split_axis(chunks)
+        cut = metadata.find_split_axis(chunks)
         assert set(chunks[:cut]) <= {1}
         assert chunks[cut + 1 :] == shape[cut + 1 :]
-    assert grid.choose_chunk_shape(shape, 2, 0) == shape
+    assert metadata.choose_chunk_shape(shape, 2, 0) == shape
 
 
 @pytest.mark.slow

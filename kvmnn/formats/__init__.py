@@ -16,9 +16,11 @@ from .registry import (
     detect_engine_name,
     explain_not_frames,
     find_readable_entry,
+    find_restored_form,
     open,
+    restore,
 )
-from .restorer import RestoreResult, restore
+from .restorer import RestoreResult, restore_arrays
 from .rope_config import read_config_rotary
 from .tensor_selection import select_from_source
 from .writer import ARRAY_FORMATS, find_array_format, write_arrays
@@ -49,6 +51,7 @@ __all__ = [
     "find_array_format",
     "find_packed",
     "find_readable_entry",
+    "find_restored_form",
     "has_format",
     "has_zarr_suffix",
     "inspect",
@@ -57,6 +60,7 @@ __all__ = [
     "open_packed_files",
     "read_config_rotary",
     "restore",
+    "restore_arrays",
     "restore_file",
     "restore_store",
     "select_from_source",

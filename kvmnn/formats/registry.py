@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import PurePath
 from typing import Any, Literal
 
+from .._util.parallel import Progress
 from .._util.text import pluralize
 from ..arrays import engine_metadata, engine_transforms
 from ..arrays.axes import AXES_AS_STORED, AxisSpec, apply_axis_spec, declared_axes, list_padding
@@ -21,17 +22,20 @@ from ..bundle.frame_set import DecodeOptions, FrameSet, open_frames
 from ..bundle.passthrough import parse_passthrough
 from ..dtypes import FLOAT8_NAMES
 from ..errors import KvmnnError, LimitError, ManifestError, OptionError, SourceError
+from ..files.atomic import BinaryStream
 from ..files.mapped_file import FileHead, MappedFile
 from . import llama, mlx, npy, raw, vllm, zarr
 from .base import FileFormat, Format, PathFormat
 from .detection_errors import explain_unknown_file, explain_unknown_folder
 from .frames import make_frame_source
 from .hf import in_memory, saved
-from .mnn import dump
+from .mnn import dump, restore_dump
 from .mnn.packed_reader import PACKED
+from .mnn.prefix_restorer import RestorePrefixResult, can_restore_prefix, restore_prefix
 from .options import PackedOptions, ReadOptions
-from .passthrough import apply_recorded_options, reopen_original
+from .passthrough import apply_recorded_options, can_restore_file, reopen_original, restore_file
 from .raw import parse_page_name
+from .restorer import RestoreResult, restore_arrays
 from .tensor_selection import drop_whole_file_metadata, select_from_source
 from .writer import ARRAY_FORMATS, find_array_format
 
@@ -430,3 +434,53 @@ def _read(head: FileHead, options: ReadOptions) -> Source:
         elif reason := saved.describe_damage(head):
             raise SourceError(f"{head.path}: {reason}")
     return select_from_source(found_format.read(head, options), head.path, options)
+
+
+RestoredForm = Literal["arrays", "file", "dump", "prefix"]
+
+
+def find_restored_form(frames: FrameSet, output: str | None) -> RestoredForm:
+    """What frames become at a place (None: a stream): what they were made from, or plain arrays."""
+    if can_restore_file(frames, output):
+        return "file"
+    return "prefix" if output is not None and can_restore_prefix(frames, output) else "arrays"
+
+
+def restore(
+    frames: FrameSet,
+    output: str | os.PathLike[str] | BinaryStream,
+    options: DecodeOptions | None = None,
+    *,
+    form: RestoredForm = "arrays",
+    expected: PackedOptions | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> RestoreResult | RestorePrefixResult:
+    """Decode frames, and write what they were made from, in one of its forms.
+
+    Parameters
+    ----------
+    frames, output, options, force, progress
+        As for the functions of the forms.
+    form
+        Plain ``"arrays"`` (`restore_arrays`), the whole ``"file"`` of another engine (`restore_file`), a KV ``"dump"``
+        (`restore_dump`), or the files of a ``"prefix"`` cache (`restore_prefix`). `find_restored_form` chooses one.
+    expected
+        What is expected of a prefix cache.
+
+    Raises
+    ------
+    OptionError
+        When a stream would have to carry several files or arrays.
+    KvmnnError
+        As the functions of the forms. Nothing is left behind then.
+    """
+    if form in ("dump", "prefix"):
+        if not isinstance(output, str | os.PathLike):
+            raise OptionError(f"a stream carries one file, not a {form}: use -o DIR/")
+        folder = os.fspath(output)
+        if form == "dump":
+            return restore_dump(frames, folder, options, force=force, progress=progress)
+        return restore_prefix(frames, folder, options, expected=expected, force=force, progress=progress)
+    restore_form = restore_file if form == "file" else restore_arrays
+    return restore_form(frames, output, options, force=force, progress=progress)

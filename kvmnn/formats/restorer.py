@@ -144,7 +144,7 @@ class RestoreResult(Record):
         )
 
 
-def restore(
+def restore_arrays(
     frames: FrameSet,
     output: str | os.PathLike[str] | BinaryStream,
     options: DecodeOptions | None = None,

@@ -127,6 +127,10 @@ def _decode_zarr(arguments: argparse.Namespace) -> int:
     return 0
 
 
+_WRITTEN_TEXTS = {"arrays": "plain arrays are", "file": "another file is", "dump": "a dump is"}
+_WHOLE_TEXTS = {"file": "a whole file", "dump": "a dump", "prefix": "a prefix cache"}
+
+
 def _restore_output(
     frames: FrameSet,
     output: str | console.Stdout,
@@ -134,44 +138,34 @@ def _restore_output(
     arguments: argparse.Namespace,
     progress: Progress | None,
 ) -> console.CommandResult:
-    """A KV dump if asked for, the files of a prefix cache, where the frames were made from one, or plain arrays."""
-    from ...formats import can_restore_file, restore, restore_file
-    from ...formats.mnn import can_restore_prefix, restore_dump, restore_prefix
+    """A KV dump if asked for, the file or prefix cache that the frames were made from, or plain arrays."""
+    from ...formats import PackedOptions, find_restored_form, restore
+    from ...formats.mnn import RestorePrefixResult
 
-    if arguments.form and isinstance(output, str):
-        shared_options.refuse_given(
-            arguments, _EXPECTED_OPTIONS, "is about the files of a prefix cache, and a dump is written"
+    path = output if isinstance(output, str) else None
+    form = arguments.form or ("arrays" if arguments.arrays else find_restored_form(frames, path))
+    if form in _WRITTEN_TEXTS:
+        reason = f"is about the files of a prefix cache, and {_WRITTEN_TEXTS[form]} written"
+        shared_options.refuse_given(arguments, _EXPECTED_OPTIONS, reason)
+    if form in _WHOLE_TEXTS:
+        shared_options.refuse_given(arguments, ["raw"], f"is about one array, and {_WHOLE_TEXTS[form]} is written")
+    elif path is not None:
+        console.check_output_suffix(arguments, path, frames.arrays)
+    expected = PackedOptions()
+    if form == "prefix":
+        expected = PackedOptions(
+            geometry=packed_options.build_geometry(arguments),
+            prefix_name=arguments.name,
+            model=arguments.model,
+            token_ids=packed_options.hash_token_ids(arguments),
         )
-        shared_options.refuse_given(arguments, ["raw"], "is about one array, and a dump is written")
-        return restore_dump(frames, output, options, force=arguments.force, progress=progress)
-    if not arguments.arrays and can_restore_file(frames, output if isinstance(output, str) else None):
-        shared_options.refuse_given(
-            arguments, _EXPECTED_OPTIONS, "is about the files of a prefix cache, and another file is written"
-        )
-        shared_options.refuse_given(arguments, ["raw"], "is about one array, and a whole file is written")
-        return restore_file(frames, output, options, force=arguments.force, progress=progress)
-    if arguments.arrays or not isinstance(output, str) or not can_restore_prefix(frames, output):
-        shared_options.refuse_given(
-            arguments, _EXPECTED_OPTIONS, "is about the files of a prefix cache, and plain arrays are written"
-        )
-        if isinstance(output, str):
-            console.check_output_suffix(arguments, output, frames.arrays)
-        arrays = restore(frames, output, options, force=arguments.force, progress=progress)
-        input_sources.report_notes(arrays.notes, arguments)
-        return arrays
-    shared_options.refuse_given(arguments, ["raw"], "is about one array, and a prefix cache is written")
-    restore_result = restore_prefix(
-        frames,
-        output,
-        packed_options.build_geometry(arguments),
-        name=arguments.name,
-        model=arguments.model,
-        token_ids=packed_options.hash_token_ids(arguments),
-        options=options,
-        force=arguments.force,
-        progress=progress,
+    restore_result = restore(
+        frames, output, options, form=form, expected=expected, force=arguments.force, progress=progress
     )
-    input_sources.report_notes(restore_result.warnings, arguments, "warning")
+    if isinstance(restore_result, RestorePrefixResult):
+        input_sources.report_notes(restore_result.warnings, arguments, "warning")
+    else:
+        input_sources.report_notes(restore_result.notes, arguments)
     return restore_result
 
 

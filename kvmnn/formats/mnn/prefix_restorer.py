@@ -22,6 +22,7 @@ from ...packed.cache_info import CacheInfo, LayerInfo, TokenIdsFingerprint
 from ...packed.inference import PackedGeometry, describe_layout
 from ...packed.layout import PackLayout
 from ..frames import make_frame_source
+from ..options import PackedOptions
 from ..restorer import build_array_document
 from ..writer import ReadBackError, find_array_format
 from .model import compute_fingerprint
@@ -82,12 +83,9 @@ def can_restore_prefix(frames: FrameSet, output: str) -> bool:
 def restore_prefix(
     frames: FrameSet,
     output: str,
-    geometry: PackedGeometry | None = None,
-    *,
-    name: str | None = None,
-    model: str | None = None,
-    token_ids: TokenIdsFingerprint | None = None,
     options: DecodeOptions | None = None,
+    *,
+    expected: PackedOptions | None = None,
     force: bool = False,
     progress: Progress | None = None,
 ) -> RestorePrefixResult:
@@ -99,12 +97,11 @@ def restore_prefix(
         `kvmnn.bundle.open_frames`, of a prefix cache.
     output
         The directory.
-    geometry, model, token_ids
-        The layout, the directory of the model and the ids of the text that are expected, where they are.
-    name
-        Of the prefix; by default as before.
     options
         Limits, codecs, threads.
+    expected
+        The layout, the directory of the model and the ids of the text that are expected, where they are, and the name
+        of the prefix, which is by default as before.
     force
         Replace files that exist, and write the files although something expected differs.
     progress
@@ -119,8 +116,10 @@ def restore_prefix(
     LimitError
         When the files would be larger than the options allow.
     KvmnnError
-        As `restore` and `write_prefix`.
+        As `restore_arrays` and `write_prefix`.
     """
+    expected = expected or PackedOptions()
+    geometry = expected.geometry
     info, options = frames.cache, options or DecodeOptions()
     if info is None:
         raise OptionError(f"{frames.path}: does not describe a packed cache")
@@ -132,7 +131,7 @@ def restore_prefix(
     array_frames = frames.without_unused_arrays()
     arrays = collect_layer_arrays(make_frame_source(array_frames, options).arrays)
     if not info.is_uniform:
-        if geometry not in (None, PackedGeometry()):
+        if geometry != PackedGeometry():
             raise OptionError(f"{frames.path}: heads differ by layer: its files are restored as they were alone")
         layout = info.layout
         geometry_by_layer = {entry.layer: (entry.geometry[0], entry.geometry[2]) for entry in arrays}
@@ -145,11 +144,13 @@ def restore_prefix(
                     f"found {geometry_by_layer.get(layer.layer)}"
                 )
     else:
-        layout = choose_target_layout(geometry or PackedGeometry(), arrays, info.layout, info.layout.dtype)
-    provenance_warnings = _list_mismatches(info, layout, model, token_ids)
+        layout = choose_target_layout(geometry, arrays, info.layout, info.layout.dtype)
+    provenance_warnings = _list_mismatches(info, layout, expected.model, expected.token_ids)
     if provenance_warnings and not force:
         raise SourceError(f"{frames.path}: {provenance_warnings[0]} (--force restores it anyway)")
-    target_info = build_prefix_info(arrays, layout, resolve_prefix_name(name, info), reference_info=info)
+    target_info = build_prefix_info(
+        arrays, layout, resolve_prefix_name(expected.prefix_name, info), reference_info=info
+    )
     if options.max_bytes is not None and target_info.file_bytes > options.max_bytes:
         raise LimitError(
             f"{frames.path}: its files have {target_info.file_bytes} bytes, above the limit of {options.max_bytes}"

@@ -110,9 +110,10 @@ def test_restore(arrays: list[np.ndarray], run: Callable[..., SimpleNamespace]) 
     assert (restored.pack_result.label, restored.raw_bytes, restored.warnings) == ("LOSSLESS", 4 * arrays[0].nbytes, ())
     removed("q")
     same_as_command(restored, run, "decode", "b", "-o", "q")
+    expected = PackedOptions(token_ids=TokenIdsFingerprint.from_ids(range(TOKENS)))
     with pytest.raises(kvmnn.SourceError, match=r"b: the manifest does not say which token ids .*\(--force"):
-        restore_prefix(frames, "r", token_ids=TokenIdsFingerprint.from_ids(range(TOKENS)))
-    forced = restore_prefix(frames, "r", token_ids=TokenIdsFingerprint.from_ids(range(TOKENS)), force=True)
+        restore_prefix(frames, "r", expected=expected)
+    forced = restore_prefix(frames, "r", expected=expected, force=True)
     assert len(forced.warnings) == 1
 
 

@@ -19,6 +19,7 @@ import numpy as np
 from ..dtypes import BF16, FP16, FP32, DType, Elements
 from ..errors import CheckpointError, LimitError
 from ..files.mapped_file import STDIN, FileHead, MappedFile
+from ..files.zip_archive import read_first_member_name
 from ..formats.hf.saved import TORCH_CACHE
 from ..formats.raw import parse_page_name
 from ..formats.safetensors import read_header
@@ -111,7 +112,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, max_bytes: int | None = Non
 def _open_file(file: MappedFile) -> Checkpoint:
     head = file.read_head(512)
     match detect_kind(head):
-        case "torch zip" if has_npy_first_member(head):
+        case "torch zip" if read_first_member_name(head).endswith(b".npy"):
             raise CheckpointError(
                 "is a .npz file of arrays, which is not read as a checkpoint: "
                 "kvmnn compressor export -o NAME.safetensors writes what convert reads"
@@ -146,7 +147,7 @@ def is_checkpoint(path: str) -> bool:
     if path.lower().endswith((".pth", ".pt")) and parse_page_name(path) is None:
         return True
     kind = torch_kind_of(head.data)
-    return kind == "torch legacy" or (kind == "torch zip" and not has_npy_first_member(head.data))
+    return kind == "torch legacy" or (kind == "torch zip" and not read_first_member_name(head.data).endswith(b".npy"))
 
 
 @contextmanager

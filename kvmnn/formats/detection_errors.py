@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from pathlib import PurePath
 
 from ..files.mapped_file import HEAD_BYTES
@@ -18,6 +17,7 @@ _UNPACK_ADVICE = "unpack it first"
 _MODEL_ADVICE = "eval, generate and dump-kv take it"
 _MNN_MODEL_ADVICE = "--model takes its folder, beside a cache"
 _GGUF_MODEL_ADVICE = "--model takes it, beside a cache of llama.cpp"
+_READABLE_SUFFIXES = (".frame", ".npz", ".safetensors")
 _RENAME_ADVICE = "name it with the suffix {}"
 _CHECKPOINT_DESCRIPTION = ("a torch checkpoint", "kvmnn compressor convert makes a weight file of a KV compressor's")
 _SAFETENSORS_ADVICE = "kvmnn encode takes one of arrays, kvmnn compressor convert a checkpoint"
@@ -68,7 +68,7 @@ def explain_unknown_folder(path: str) -> str:
         explanation = "it looks like the folder of an MNN model (--model takes it, beside a cache)"
     elif ".onnx" in suffixes:
         explanation = f"it looks like the folder of a model ({_MODEL_ADVICE})"
-    elif readable_name := _find_name_with_suffix(names, (".frame", ".npz", ".safetensors")):
+    elif readable_name := next((name for name in names if name.lower().endswith(_READABLE_SUFFIXES)), None):
         explanation = f"it is a folder with {readable_name}: name the file itself"
     else:
         explanation = (
@@ -76,10 +76,6 @@ def explain_unknown_folder(path: str) -> str:
             "<name>_<layer>.k of a prefix cache and no .npy file"
         )
     return f"{UNKNOWN_FILE}: {explanation}"
-
-
-def _find_name_with_suffix(names: Iterable[str], suffixes: tuple[str, ...]) -> str | None:
-    return next((name for name in names if name.lower().endswith(suffixes)), None)
 
 
 def _describe_content(suffix: str, head: bytes) -> tuple[str, str] | None:

@@ -54,16 +54,12 @@ def detect_engine_name(path: str) -> str | None:
     if engine_format is not None:
         return engine_format.name
     try:
-        document = open_frames(path).document if _has_manifest(path) else None
+        manifests = (os.path.join(path, manifest.MANIFEST_NAME), path + manifest.SIDECAR_SUFFIX)
+        document = open_frames(path).document if any(map(os.path.isfile, manifests)) else None
         passthrough = document and parse_passthrough(document.metadata, path)
         return passthrough.format if passthrough else None
     except (KvmnnError, OSError):
         return None  # and what is wrong with it is said when it is read
-
-
-def _has_manifest(path: str) -> bool:
-    """Whether there is a manifest at a path."""
-    return any(os.path.isfile(path + suffix) for suffix in (f"/{manifest.MANIFEST_NAME}", manifest.SIDECAR_SUFFIX))
 
 
 def recover_original_options(frames: FrameSet, options: ReadOptions) -> ReadOptions:

@@ -167,7 +167,7 @@ def build_output_metadata(source: Source, output: str) -> dict[str, str]:
 def _fit_output_metadata(source: Source, output: str) -> tuple[dict[str, str], bool]:
     """Return the metadata, and whether more than the completeness fits."""
     full_metadata = dump_metadata(source)
-    if _is_folder_output(source, output):
+    if _is_folder_output(output, len(source)):
         return full_metadata | build_engine_positions_sidecar(source), True
     if PurePath(output).suffix.lower() != ".npz" or build_comment(full_metadata) is not None:
         return full_metadata, True
@@ -209,9 +209,9 @@ def list_lost_information(source: Source, output: str) -> Iterator[str]:
         yield f"{output} does not record which state of the model it lacks: .safetensors, .npz and folders do"
 
 
-def _is_folder_output(source: Source, output: str) -> bool:
-    """Return whether the arrays are written to a folder, as `write_arrays` does."""
-    return is_directory_output(output) or (len(source) != 1 and not PurePath(output).suffix)
+def _is_folder_output(output: str, num_arrays: int) -> bool:
+    """Return whether as many arrays are written to a folder."""
+    return is_directory_output(output) or (num_arrays != 1 and not PurePath(output).suffix)
 
 
 def list_stale_files(folder: str, files: Sequence[str], metadata: Mapping[str, str] | None) -> Iterator[str]:
@@ -282,7 +282,7 @@ def write_arrays(
         When the format cannot hold the arrays, a file exists, it cannot be written, or does not read back
         (`ReadBackError`).
     """
-    if is_directory_output(output) or (len(arrays) != 1 and not PurePath(output).suffix):
+    if _is_folder_output(output, len(arrays)):
         hashing_chunks = HashingIterator(chunks, len(arrays))
         with DirectoryOutput(output, force=force, exclude=exclude) as directory:
             files = write_npy_folder(directory, arrays, hashing_chunks if hashes is None else chunks)

@@ -284,7 +284,7 @@ def _describe_cache(resolved: _ResolvedCache) -> EngineCacheInfo:
         layer_kv_heads=kv_heads if len({*kv_heads}) > 1 else (),
         head_dim=int(head_dim) if head_dims == {head_dim} else None,
         tokens=max(item.row_indices.size for item in rows.layer_rows),
-        types=tuple(part.type_name for name in ("keys", "values") for part in _list_part_tensors(cache, name)),
+        types=tuple(getattr(layer, name).type_name for name in ("keys", "values") for layer in cache.layers),
         batch=int(batch),
         positions=positions[0] if positions is not None and is_uniform else None,
         layer_positions=tuple(positions) if positions is not None and not is_uniform else None,
@@ -293,10 +293,6 @@ def _describe_cache(resolved: _ResolvedCache) -> EngineCacheInfo:
         texts=text_entries if batch > 1 else (),
         details={"class": cache.class_name},
     )
-
-
-def _list_part_tensors(cache: TransformersCache, part_name: str) -> list[AnyTensor]:
-    return [getattr(layer, part_name) for layer in cache.layers]
 
 
 def _check_shape(label: str, layer: KVLayer) -> None:

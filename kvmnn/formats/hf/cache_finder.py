@@ -536,11 +536,10 @@ class _CacheFinder:
     def _is_unused_layer(self, value: Any) -> bool:
         """What stands for a layer that was never used."""
         if isinstance(value, list | tuple):
-            return len(value) in (2, 3) and all(item is None or self._is_empty_list(item) for item in value[:2])
+            return len(value) in (2, 3) and all(
+                item is None or (isinstance(item, list | tuple) and not item) for item in value[:2]
+            )
         return value is None
-
-    def _is_empty_list(self, value: Any) -> bool:
-        return isinstance(value, list | tuple) and not value
 
     def _is_empty_tensor(self, value: Any) -> bool:
         return self.is_tensor(value) and 0 in value.shape

@@ -304,7 +304,7 @@ def find_batch_texts(
     elif ids is not None and ids.shape[1] > num_tokens:
         num_extra = ids.shape[1] - num_tokens
         batch_texts.notes.append(
-            f"the last {pluralize(num_extra, 'token id')} of {ids.shape[1]:,} {_choose_have_form(num_extra)} no K and "
+            f"the last {pluralize(num_extra, 'token id')} of {ids.shape[1]:,} {'has' if num_extra == 1 else 'have'} no K and "
             f"V yet"
         )
         ids = ids[:, :num_tokens]
@@ -315,10 +315,6 @@ def find_batch_texts(
         for text in range(batch)
     ]
     return BatchTexts(tuple(entries), batch_texts.notes)
-
-
-def _choose_have_form(count: int) -> str:
-    return "has" if count == 1 else "have"
 
 
 def _read_batch_matrix(

@@ -344,7 +344,11 @@ def find_completeness(state: LlamaState, layer_numbers: LayerNumbers | None, cac
             layer_number for cache in caches if counts[cache] for layer_number in layer_numbers.by_cache[cache]
         }
         states = tuple(
-            layer_state if layer_state.kind == "shared" else _mark_included(state, layer_state, counts, included_layers)
+            layer_state
+            if layer_state.kind == "shared"
+            else replace(layer_state, included=True, location="")
+            if layer_state.layer in included_layers
+            else _mark_left_out(state, layer_state, counts)
             for layer_state in layer_numbers.states
         )
         return Completeness(layers=states, other=other_state)
@@ -357,14 +361,6 @@ def find_completeness(state: LlamaState, layer_numbers: LayerNumbers | None, cac
             layer_state if cache in caches else _mark_left_out(state, layer_state, counts, is_numbered=False)
         )
     return Completeness(layers=tuple(layer_states), other=other_state)
-
-
-def _mark_included(
-    state: LlamaState, layer: LayerStateInfo, counts: Sequence[int], included_layers: set[int]
-) -> LayerStateInfo:
-    if layer.layer in included_layers:
-        return replace(layer, included=True, location="")
-    return _mark_left_out(state, layer, counts)
 
 
 def _mark_left_out(

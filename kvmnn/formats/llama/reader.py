@@ -256,7 +256,7 @@ def iter_notes(
         yield f"{layer_numbers.rule} (--model FILE.gguf has those of this model)"
     elif len(state.caches) > len(parts) and layer_numbers is None:
         yield "layers are counted by cache: --model FILE.gguf tells which they are"
-    if not all(part.heads.is_known or _has_only_blocks(part, options) for part in parts):
+    if not all(part.heads.is_known or _stores_only_blocks(part.stream, options) for part in parts):
         yield "kv heads are not in the file: each row is taken as one head (--kv-heads N or --model FILE.gguf)"
     yield from _iter_block_notes(parts, options)
 
@@ -308,11 +308,6 @@ def _list_dequantised_types(parts: Sequence[CachePart], options: EngineOptions) 
     return tuple(sorted({tensor.type.name for part in parts for tensor in part.stream.tensors if tensor.type.is_block}))
 
 
-def _has_only_blocks(part: CachePart, options: EngineOptions) -> bool:
-    """Whether all arrays are blocks of cells, which are of no head."""
-    return options.raw_blocks and all(tensor.type.is_block for tensor in part.stream.tensors)
-
-
 def read(file: FileBytes, options: ReadOptions) -> Source:
     """K and V of the used cells of a stream, in the order of the cells; what the file says besides is described.
 
@@ -349,7 +344,7 @@ def read(file: FileBytes, options: ReadOptions) -> Source:
     arrays = [
         (layer_number, _make_cache_array(file, tensor, layer_number, part, options))
         for part in parts
-        for tensor in _sort_tensors(part.stream)
+        for tensor in sorted(part.stream.tensors, key=lambda tensor: (tensor.layer, tensor.part))
         for layer_number in [part.layer_numbers[tensor.layer]]
     ]
     arrays.sort(key=lambda entry: entry[0])
@@ -449,10 +444,6 @@ def find_stream_heads(
 def _stores_only_blocks(stream: CacheStream, options: EngineOptions) -> bool:
     """Whether all arrays are blocks of cells, which are of no head."""
     return options.raw_blocks and all(tensor.type.is_block for tensor in stream.tensors)
-
-
-def _sort_tensors(stream: CacheStream) -> Sequence[CacheTensor]:
-    return sorted(stream.tensors, key=lambda tensor: (tensor.layer, tensor.part))
 
 
 def _make_cache_array(

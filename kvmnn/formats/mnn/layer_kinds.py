@@ -42,14 +42,17 @@ def separate_state_layers(files: PackedFiles, options: PackedOptions, sidecar_in
     if files.kind != "prefix":
         return files
     model = read_model_geometry(options.model) if options.model else ModelGeometry()
-    files = replace(files, model_states=model.states, is_mixed=_read_is_mixed(model))
+    is_mixed = None if model.attention_type is None else model.attention_type == "mix"
+    files = replace(files, model_states=model.states, is_mixed=is_mixed)
     recorded_states = sidecar_info.states if sidecar_info else options.recorded_states
     if recorded_states is not None:
         files = _split_states(files, {state.layer: state.kind for state in recorded_states}, "")
     elif model.states:
-        files = _split_by_model(files, model.file_states)
+        # where the model has another number of layers, `check_layer_count` refuses
+        kinds = {number: state.kind for number, state in enumerate(model.file_states) if state.kind in STATE_KINDS}
+        files = _split_states(files, {**kinds}, "")
     else:
-        files = _split_by_content(files, is_mixed=model.attention_type == "mix")
+        files = _split_by_content(files, is_mixed=bool(is_mixed))
     if sidecar_info:
         return _group_by_heads(files, [info.heads for info in sidecar_info.layers])
     if options.heads:
@@ -83,32 +86,20 @@ def _group_by_sizes(files: PackedFiles) -> PackedFiles:
     return _group_by_heads(files, files.sizes)
 
 
-def _read_is_mixed(model: ModelGeometry) -> bool | None:
-    return None if model.attention_type is None else model.attention_type == "mix"
-
-
 def _split_states(files: PackedFiles, kinds: dict[int, str], note: str) -> PackedFiles:
     """Put the layers of other kinds apart."""
     layers = tuple(layer for layer in files.layers if layer.layer not in kinds)
-    states = tuple(_set_kind(layer, kinds[layer.layer]) for layer in files.layers if layer.layer in kinds)
+    states = tuple(
+        replace(layer, kind=_to_state_kind(kinds[layer.layer])) for layer in files.layers if layer.layer in kinds
+    )
     if not layers:
         raise SourceError(f"{files.path}: {format_layers([state.layer for state in states])}: no K and V, but state")
     return replace(files, layers=layers, states=states, notes=(*files.notes, note) if note and states else files.notes)
 
 
-def _set_kind(layer: PackedLayer, kind: str) -> PackedLayer:
-    return replace(layer, kind=_to_state_kind(kind))
-
-
 def _to_state_kind(kind: str) -> StateKind:
     kinds: tuple[StateKind, ...] = ("linear", "recurrent")
     return next((state_kind for state_kind in kinds if state_kind == kind), "unknown")
-
-
-def _split_by_model(files: PackedFiles, states: Sequence[LayerStateInfo]) -> PackedFiles:
-    """Take the kinds of layers from the model; where it has another number of layers, `check_layer_count` refuses."""
-    kinds = {layer_number: state.kind for layer_number, state in enumerate(states) if state.kind in STATE_KINDS}
-    return _split_states(files, {**kinds}, "")
 
 
 def _split_by_content(files: PackedFiles, *, is_mixed: bool) -> PackedFiles:

@@ -25,7 +25,7 @@ from ...files.mapped_file import FileHead, MappedFile
 from ...packed import cache_info
 from ...packed.cache_info import CacheInfo, LayerInfo, TokenIdsFingerprint
 from ...packed.inference import LayoutMatch, PackedGeometry, describe_layout, make_geometry
-from ...packed.layout import PackLayout, get_row_dtype
+from ...packed.layout import get_row_dtype
 from .. import raw
 from ..base import PathFormat
 from ..options import PackedOptions, ReadOptions
@@ -246,8 +246,7 @@ def _check_and_sort_files(files: PackedFiles, options: PackedOptions) -> tuple[P
     sidecar_info = read_sidecar_info(files)
     files = separate_state_layers(files, options, sidecar_info)
     if sidecar_info and (
-        files.sizes
-        != [_compute_file_sizes(sidecar_info.get_layer_layout(layer), layer) for layer in sidecar_info.layers]
+        files.sizes != [compute_file_sizes(sidecar_info, layer) for layer in sidecar_info.layers]
         or build_state_layers(files) != sidecar_info.states
     ):
         raise SourceError(
@@ -332,15 +331,14 @@ def resolve_geometry(options: PackedOptions, files: PackedFiles | None = None) -
     )
 
 
-def _compute_file_sizes(layout: PackLayout, layer: LayerInfo) -> tuple[int, int]:
+def compute_file_sizes(info: CacheInfo, layer: LayerInfo) -> tuple[int, int]:
+    """Bytes of the files of K and V of a layer."""
+    layout = info.get_layer_layout(layer)
     return layout.key_bytes(layer.capacity), layout.value_bytes(layer.capacity)
 
 
 def _describe_drift(files: PackedFiles, sidecar_info: CacheInfo) -> str:
-    pairs = [
-        (layer.layer, *_compute_file_sizes(sidecar_info.get_layer_layout(layer), layer))
-        for layer in sidecar_info.layers
-    ]
+    pairs = [(layer.layer, *compute_file_sizes(sidecar_info, layer)) for layer in sidecar_info.layers]
     pairs += [(state.layer, state.key_bytes, state.value_bytes) for state in sidecar_info.states]
     for file_pair, (layer_number, *sizes) in zip((*files.layers, *files.states), pairs, strict=True):
         expected_sizes = sizes[0], sizes[1]

@@ -18,7 +18,7 @@ from ...dtypes import PARTS, Part
 from ...errors import FrameError, LimitError, ManifestError, OptionError, SourceError
 from ...files.file_names import is_directory_output
 from ...files.schema import Record, json_key
-from ...packed.cache_info import CacheInfo, LayerInfo, TokenIdsFingerprint
+from ...packed.cache_info import CacheInfo, TokenIdsFingerprint
 from ...packed.inference import PackedGeometry, describe_layout
 from ...packed.layout import PackLayout
 from ..frames import make_frame_source
@@ -26,6 +26,7 @@ from ..options import PackedOptions
 from ..restorer import build_array_document
 from ..writer import ReadBackError, find_array_format
 from .model import compute_fingerprint
+from .packed_reader import compute_file_sizes
 from .packer import choose_target_layout, resolve_prefix_name
 from .prefix_writer import PackResult, PrefixWriteOptions, build_prefix_info, write_prefix
 
@@ -217,7 +218,9 @@ def _check_packed_record(frames: FrameSet, record: PackedRecord, info: CacheInfo
     """`ManifestError` where the record is not of the files that the manifest describes."""
     label = f"{frames.path}: metadata {PACKED_FILES_KEY!r}"
     expected_sizes = {
-        (layer.layer, part): _compute_file_size(info, layer, part) for layer in info.layers for part in PARTS
+        (layer.layer, part): size
+        for layer in info.layers
+        for part, size in zip(PARTS, compute_file_sizes(info, layer), strict=True)
     }
     state_sizes = {state.layer: (state.key_bytes, state.value_bytes) for state in info.states}
     expected_sizes |= {(layer, part): sizes[part == "value"] for layer, sizes in state_sizes.items() for part in PARTS}
@@ -235,11 +238,6 @@ def _check_packed_record(frames: FrameSet, record: PackedRecord, info: CacheInfo
                 f"{label}: layer {entry.layer}: expected {expected_size} bytes of its {entry.part}s, found "
                 f"{actual_size}"
             )
-
-
-def _compute_file_size(info: CacheInfo, layer: LayerInfo, part: Part) -> int:
-    layout = info.get_layer_layout(layer)
-    return layout.key_bytes(layer.capacity) if part == "key" else layout.value_bytes(layer.capacity)
 
 
 def _collect_array_hashes(frames: FrameSet, arrays: Sequence[LayerArray], layout: PackLayout) -> dict[str, str]:

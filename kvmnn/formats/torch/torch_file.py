@@ -126,7 +126,7 @@ class LegacyReader:
         if not 0 <= nbytes <= self._file.size:
             raise CheckpointError(f"storage {key[:80]!r} of {nbytes} bytes in a file of {self._file.size}"[:200])
         registered_storage = self.storages.setdefault(
-            key, TorchStorage(key, element_type, nbytes, lambda: self._read_storage(key))
+            key, TorchStorage(key, element_type, nbytes, lambda: self._file.view(self._storage_offsets[key], nbytes))
         )
         if registered_storage.nbytes != nbytes or registered_storage.element_type != element_type:
             raise CheckpointError(f"storage {key[:80]!r} is given two sizes or types")
@@ -161,9 +161,6 @@ class LegacyReader:
         for key in self.storages:
             if key not in self._storage_offsets:
                 raise CheckpointError(f"storage {key[:80]!r} is not in the file")
-
-    def _read_storage(self, key: str) -> Bytes:
-        return self._file.view(self._storage_offsets[key], self.storages[key].nbytes)
 
 
 MAX_INFLATED_BYTES = 256 << 20
@@ -282,12 +279,6 @@ def detect_torch_kind(head: bytes) -> TorchFileKind | None:
     if head.startswith(PICKLE_SIGNATURE) and head[2:].startswith(LEGACY_MAGIC_PICKLE):
         return "torch legacy"
     return None
-
-
-def has_npy_first_member(head: bytes) -> bool:
-    """Whether the first member of a zip archive is called as numpy calls its arrays."""
-    name_bytes = int.from_bytes(head[26:28], "little")
-    return head[30 : 30 + name_bytes].endswith(b".npy")
 
 
 def read_torch(file: MappedFile, kind: TorchFileKind, allowed_globals: AllowedGlobals) -> TorchFile:

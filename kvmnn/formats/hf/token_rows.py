@@ -304,8 +304,8 @@ def find_batch_texts(
     elif ids is not None and ids.shape[1] > num_tokens:
         num_extra = ids.shape[1] - num_tokens
         batch_texts.notes.append(
-            f"the last {pluralize(num_extra, 'token id')} of {ids.shape[1]:,} {'has' if num_extra == 1 else 'have'} no K and "
-            f"V yet"
+            f"the last {pluralize(num_extra, 'token id')} of {ids.shape[1]:,} "
+            f"{'has' if num_extra == 1 else 'have'} no K and V yet"
         )
         ids = ids[:, :num_tokens]
     if ids is None and is_token.all():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import mmap
 import os
 import stat
@@ -27,6 +28,7 @@ HEAD_BYTES = 4096
 _PAGE_BYTES = mmap.PAGESIZE
 _MIN_DROP_BYTES = 1 << 20
 _SPOOL_CHUNK_BYTES = 1 << 20
+_HASH_CHUNK_BYTES = 8 << 20
 
 
 def is_stream(path: str) -> bool:
@@ -118,6 +120,13 @@ class MappedFile:
         if self._state is not None:
             self._state.verify()
 
+    def compute_sha256(self) -> str:
+        """The hash of all bytes, in hexadecimal digits."""
+        digest = hashlib.sha256()
+        for chunk in self.iter_chunks(0, self.size, _HASH_CHUNK_BYTES):
+            digest.update(chunk.data)
+        return digest.hexdigest()
+
     def release_pages(self, offset: int, nbytes: int) -> None:
         """Let go of the pages behind a large range; they come back from the page cache if touched again."""
         if nbytes >= _MIN_DROP_BYTES and self._mapping is not None:
@@ -182,6 +191,12 @@ class FileHead:
         if nbytes <= len(self.data) or len(self.data) < HEAD_BYTES:
             return self.data[:nbytes]
         return self.file.read_head(nbytes) if self.file else read_head(self.path, nbytes)
+
+
+def iter_file_chunks(path: str | os.PathLike[str], state: FileState | None, chunk_bytes: int) -> Iterator[Bytes]:
+    """The bytes of a file, mapped only while they are read: a folder may have more files than a process may map."""
+    file = MappedFile(path, expected_state=state)
+    yield from file.iter_chunks(0, file.size, chunk_bytes)
 
 
 def _map_file(file: BinaryIO) -> FileMapping | None:

@@ -108,7 +108,7 @@ def capture(
         format=format_name,
         name=name,
         nbytes=file.size,
-        sha256=_hash_file(file),
+        sha256=file.compute_sha256(),
         parts=tuple(parts),
         kv_heads=kv_heads,
         room_bytes=sum((unused_bytes_by_array or {}).values()),
@@ -188,13 +188,6 @@ def is_smaller_by_fields(blocks: Bytes, field_sizes: Sequence[int]) -> bool:
         for buffers in (field_buffers, [np.ascontiguousarray(sample).reshape(-1)])
     )
     return separate_bytes < joint_bytes
-
-
-def _hash_file(file: MappedFile) -> str:
-    digest = hashlib.sha256()
-    for chunk in file.iter_chunks(0, file.size, _READ_CHUNK_BYTES):
-        digest.update(chunk.data)
-    return digest.hexdigest()
 
 
 @dataclass
@@ -299,9 +292,6 @@ def apply_recorded_options(
         recorded_completeness=completeness,
     )
     return replace(options, engine=engine)
-
-
-_HASH_CHUNK_BYTES = 8 << 20
 
 
 def can_restore_file(frames: FrameSet, output: str | None = None) -> bool:
@@ -440,8 +430,5 @@ def _write_parts(file: PassthroughBytes, sink: Sink, progress: Progress | None) 
 
 
 def _verify_written_file(output_file: FileOutput, passthrough: PassthroughFile) -> None:
-    digest, written_file = hashlib.sha256(), MappedFile(output_file.file.path)
-    for chunk in written_file.iter_chunks(0, written_file.size, _HASH_CHUNK_BYTES):
-        digest.update(chunk.data)
-    if digest.hexdigest() != passthrough.sha256:
+    if MappedFile(output_file.file.path).compute_sha256() != passthrough.sha256:
         raise OutputError(f"{output_file.target}: does not read back as it was written")

@@ -20,7 +20,7 @@ from ..bundle.passthrough import SIDECAR_NAMES, TOKEN_IDS_NAME, remove_sidecar
 from ..errors import KvmnnError, OutputError
 from ..files.atomic import DirectoryOutput, FileOutput, StagedFile
 from ..files.file_names import COMPLETENESS_FILE, is_directory_output, make_file_names
-from ..files.mapped_file import MappedFile
+from ..files.mapped_file import MappedFile, iter_file_chunks
 from . import npy
 from .base import ArrayChunks, ArrayWriter, FileFormat, mark_first_chunks
 from .npy import NPY, NPY_SUFFIX
@@ -133,13 +133,7 @@ def _make_unreadable_error(file: WrittenFile, error: KvmnnError, index: int) -> 
 def _make_raw_array(file: WrittenFile) -> LazyArray:
     (info,) = file.arrays
     info_fields = {field.name: getattr(info, field.name) for field in fields(ArrayInfo)}
-    return LazyArray(**info_fields, reader=partial(_iter_file_chunks, file.path))
-
-
-def _iter_file_chunks(path: Path, chunk_bytes: int) -> Iterator[Chunk]:
-    """The file's bytes, mapped only while they are read: there may be more files than a process may map."""
-    mapped_file = MappedFile(path)
-    yield from mapped_file.iter_chunks(0, mapped_file.size, chunk_bytes)
+    return LazyArray(**info_fields, reader=partial(iter_file_chunks, file.path, None))
 
 
 def _hash_array(array: LazyArray) -> str:

@@ -33,7 +33,7 @@ from ...dtypes import PARTS, Part
 from ...errors import ManifestError, OutputError, SourceError
 from ...files.atomic import DirectoryOutput, StagedFile, wrap_os_errors
 from ...files.change_detection import FileState
-from ...files.mapped_file import MappedFile
+from ...files.mapped_file import iter_file_chunks
 from ...files.schema import JsonReader, parse_document, parse_object, read_bounded
 from ...packed.cache_info import LayerInfo
 from ...packed.layout import PackLayout, get_head_bytes
@@ -159,7 +159,7 @@ def _make_dump_array(tensor: KvDumpTensor, options: ReadOptions) -> LazyArray:
         dtype=dtype.name,
         shape=shape,
         array_dtype=dtype.numpy_dtype.str,
-        reader=partial(_iter_file_chunks, file, state),
+        reader=partial(iter_file_chunks, file, state),
     )
     if state.size != array.nbytes:
         raise SourceError(
@@ -167,12 +167,6 @@ def _make_dump_array(tensor: KvDumpTensor, options: ReadOptions) -> LazyArray:
             f"({' x '.join(map(str, shape))} x {native_dtype.itemsize})"
         )
     return validate_array(array, str(file), options)
-
-
-def _iter_file_chunks(file: Path, state: FileState, chunk_bytes: int) -> Iterator[Chunk]:
-    """The file's bytes, mapped only while they are read: a dump may have more files than a process may map."""
-    mapped_file = MappedFile(file, expected_state=state)
-    yield from mapped_file.iter_chunks(0, mapped_file.size, chunk_bytes)
 
 
 def read_meta(meta: Path) -> dict[str, Any]:

@@ -209,7 +209,6 @@ def _read_constant_ints(data: memoryview, op: int) -> tuple[int, ...]:
 
 
 SETTINGS_FILES = ("llm_config.json", "config.json")
-_HASH_CHUNK_BYTES = 16 << 20
 _WEIGHT_SUFFIXES = (".mnn", ".mnn.weight", ".bin", ".safetensors")
 _ATTENTION_MODES_PER_KIND = 8
 _MAX_LAYERS: Final = 1 << 16
@@ -411,7 +410,7 @@ def compute_fingerprint(path: str, settings: Mapping[str, object] | None = None)
     if settings:
         return " ".join([compute_fingerprint(path), *(f"{name}={settings[name]}" for name in sorted(settings))])
     if is_gguf(path):
-        return _hash_file_contents(MappedFile(path))
+        return MappedFile(path).compute_sha256()
     try:
         names = sorted(entry.name for entry in os.scandir(path) if entry.is_file())
     except OSError as exc:
@@ -422,20 +421,13 @@ def compute_fingerprint(path: str, settings: Mapping[str, object] | None = None)
     for name in names:
         if name == "llm_config.json" or name.endswith(_WEIGHT_SUFFIXES):
             file = MappedFile(Path(path, name))
-            hasher.update(f"{name} {file.size} {_hash_file_contents(file)}\n".encode())
+            hasher.update(f"{name} {file.size} {file.compute_sha256()}\n".encode())
     return hasher.hexdigest()
 
 
 def has_weights(path: str) -> bool:
     """Whether there is anything at `path` that `compute_fingerprint` is taken of."""
     return is_gguf(path) or any(name.endswith(".mnn") for name in os.listdir(path))
-
-
-def _hash_file_contents(file: MappedFile) -> str:
-    hasher = hashlib.sha256()
-    for chunk in file.iter_chunks(0, file.size, _HASH_CHUNK_BYTES):
-        hasher.update(chunk.data)
-    return hasher.hexdigest()
 
 
 def _parse_natural(value: Any) -> int | None:

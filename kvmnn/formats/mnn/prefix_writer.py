@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 from ..._util.parallel import Progress, parallel_map, resolve_threads
 from ..._util.text import LOSSLESS, LOSSY, format_rate, pluralize
@@ -308,15 +307,8 @@ def _write_state_file(array: LazyArray, file: StagedFile, expected_hash: str) ->
     with wrap_os_errors(file.target), open(file.path, "r+b") as handle:
         for chunk in array.iter_chunks(_READ_CHUNK_BYTES):
             handle.write(chunk.data)
-    if _hash_written_file(file.path) != expected_hash:
+    if MappedFile(file.path).compute_sha256() != expected_hash:
         raise ReadBackError(f"{file.target}: does not give back what was written to it", 0)
-
-
-def _hash_written_file(path: Path) -> str:
-    file, hasher = MappedFile(path), hashlib.sha256()
-    for chunk in file.iter_chunks(0, file.size, _READ_CHUNK_BYTES):
-        hasher.update(chunk.data)
-    return hasher.hexdigest()
 
 
 def _write_part(
@@ -361,7 +353,7 @@ def _write_part(
         del chunk, elements
     part_writer.rewind()
     if expected_file_hash:
-        is_verified = _hash_written_file(file.path) == expected_file_hash
+        is_verified = MappedFile(file.path).compute_sha256() == expected_file_hash
     elif is_compared:
         comparison_cast = CastStats(cast_stats.source, cast_stats.target)
         is_verified = all(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, Literal
@@ -23,6 +24,7 @@ from ..files.atomic import BinaryStream, is_device
 from ..files.change_detection import InputGuard
 from ..files.file_names import describe_renamed_files
 from ..files.schema import Record, json_key
+from .base import ArrayChunks
 from .frames import make_frame_source
 from .raw import write_raw
 from .sidecars import collect_folder_sidecars
@@ -186,11 +188,7 @@ def restore_arrays(
         files = _write_to_path(frames, path, metadata, options or DecodeOptions(), force, progress)
     else:
         path, is_read_back, files = None, False, []
-        if len(frames.arrays) > 1:
-            raise OptionError(f"a stream carries one array, not {len(frames.arrays)}: use -o DIR/ or -o X.npz")
-        with InputGuard():
-            write_raw(output, frames.arrays, decode_frames(frames, options, progress=progress), {})
-        output.flush()
+        write_to_stream(output, frames.arrays, decode_frames(frames, options, progress=progress))
     return RestoreResult(
         input=frames.path,
         output=path,
@@ -211,6 +209,15 @@ def restore_arrays(
         else (),
         completeness=parse_completeness(source.metadata, [array.name for array in frames.arrays], frames.path),
     )
+
+
+def write_to_stream(stream: BinaryStream, arrays: Sequence[ArrayInfo], chunks: ArrayChunks) -> None:
+    """Write the words of one array; `OptionError` for several."""
+    if len(arrays) > 1:
+        raise OptionError(f"a stream carries one array, not {len(arrays)}: use -o DIR/ or -o X.npz")
+    with InputGuard():
+        write_raw(stream, arrays, chunks, {})
+    stream.flush()
 
 
 def _list_lost_types(frames: FrameSet, path: str) -> list[str]:

@@ -15,6 +15,8 @@ import pytest
 import kvmnn
 from kvmnn import bundle, formats
 from kvmnn.errors import FrameError, OptionError, SourceError
+from kvmnn.files import mapped_file
+from kvmnn.files.mapped_file import FileHead
 from kvmnn.formats import EngineOptions, ReadOptions
 
 KEYS = np.random.default_rng(7).standard_normal((2, 3, 4)).astype(np.float16)
@@ -96,6 +98,28 @@ def test_each_format_is_detected_by_itself_alone(here):
     paths = ("keys.npy", "both.npz", "keys.frame", "both", "raw.bin", ".", "s3://bucket/x.zarr")
     detected = [formats.detect(path).name for path in paths]
     assert detected == ["npy", "npz", "frames", "frames", "raw", "npy", "zarr"]
+
+
+def test_the_head_of_a_file_is_read_once_for_all_formats(here, monkeypatch):
+    opened = []
+
+    def counted(path, *arguments):
+        opened.append(path)
+        return open(path, *arguments)
+
+    monkeypatch.setattr(mapped_file, "open", counted, raising=False)
+    kvmnn.open("keys.npy")
+    assert opened == ["keys.npy"] * 2  # for its head, and to map it
+
+
+@pytest.mark.parametrize("data", [b"", b"P", b"PK\3\4", b"\x80\x02", b"nsgg", b"\xff" * 4096], ids=repr)
+def test_no_format_fails_to_say_what_a_file_is_not(tmp_path, data):
+    for suffix in ("", ".npy", ".npz", ".safetensors", ".k", ".frame", ".pt"):
+        path = tmp_path / f"x{suffix}"
+        path.write_bytes(data)
+        head = FileHead.from_path(str(path))
+        assert head.kind == "file" and head.data == data
+        assert all(isinstance(entry.detect(head), bool) for entry in formats.FORMATS)
 
 
 def test_formats_by_name():

@@ -13,12 +13,11 @@ from ..._util.validation import repr_short
 from ...arrays.array import Chunk
 from ...arrays.source import Source
 from ...bundle.verification import VerifyResult
-from ...errors import OptionError, SourceError
+from ...errors import SourceError
 from ...files.atomic import BinaryStream, is_device
 from ...files.change_detection import InputGuard
 from ..options import ReadOptions
-from ..raw import write_raw
-from ..restorer import RestoreResult
+from ..restorer import RestoreResult, write_to_stream
 from ..sidecars import collect_folder_sidecars
 from ..writer import build_output_metadata, list_lost_information, list_stale_files, write_arrays
 from .reader import ZarrArray, list_zarr_arrays, read
@@ -101,11 +100,7 @@ def restore_store(
             threads=options.threads if options else None,
         )
     else:
-        if len(source) > 1:
-            raise OptionError(f"a stream carries one array, not {len(source)}: use -o DIR/ or -o X.npz")
-        with InputGuard():
-            write_raw(output, source.arrays, _iter_source_chunks(source, progress), {})
-        output.flush()
+        write_to_stream(output, source.arrays, _iter_source_chunks(source, progress))
     return RestoreResult(
         input=source.inputs[0],
         output=output_path,

@@ -84,11 +84,6 @@ class RerotationResult(Record):
         )
 
 
-def build_rerotation_document(result: RerotationResult | None) -> dict[str, Any]:
-    """Return the entry ``result`` of a JSON document; empty where nothing was to be rotated."""
-    return {} if result is None else {"rerotated": result.to_dict()}
-
-
 def expand_position_runs(runs: PositionRuns) -> Positions:
     """Return ``(begin, size)`` runs as int64 positions."""
     return np.concatenate([np.arange(begin, begin + size, dtype=np.int64) for begin, size in runs])

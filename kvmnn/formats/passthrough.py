@@ -356,8 +356,8 @@ def restore_file(
         with FileOutput(path, force=force, exclude=frames.files) as output_file:
             _write_parts(file, output_file.file, progress)
             output_file.file.close()
-            if is_read_back:
-                _verify_written_file(output_file, passthrough)
+            if is_read_back and MappedFile(output_file.file.path).compute_sha256() != passthrough.sha256:
+                raise OutputError(f"{output_file.target}: does not read back as it was written")
             output_file.commit()
     else:
         path, is_read_back = None, False
@@ -427,8 +427,3 @@ def _write_parts(file: PassthroughBytes, sink: Sink, progress: Progress | None) 
             del chunk
     if digest.hexdigest() != file.passthrough.sha256:
         raise OutputError(f"{file.label}: what its parts make up does not match the sha256 of the file")
-
-
-def _verify_written_file(output_file: FileOutput, passthrough: PassthroughFile) -> None:
-    if MappedFile(output_file.file.path).compute_sha256() != passthrough.sha256:
-        raise OutputError(f"{output_file.target}: does not read back as it was written")

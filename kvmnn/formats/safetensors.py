@@ -240,7 +240,10 @@ def read(file: MappedFile, options: ReadOptions) -> Source:
     nbytes = int(
         (header.tensors.ends[selected_ids] - header.tensors.begins[selected_ids] + 3 * code_counts[selected_ids]).sum()
     )
-    code_types = _list_decoded_types(header.tensors, selected_ids[code_counts[selected_ids] > 0], options)
+    decoded_codes = np.unique(header.tensors.kind_codes[selected_ids[code_counts[selected_ids] > 0]])
+    code_types = tuple(
+        _FLOAT8_NAME_BY_KIND.get(header.tensors.kinds[code], options.dtype or "") for code in decoded_codes
+    )
     arrays = LazyArrayList(
         selected_ids, make_array, header.tensors.get_names, header.tensors.find_id, nbytes, code_types
     )
@@ -257,14 +260,6 @@ def _count_decoded_codes(tensors: TensorIndex, options: ReadOptions) -> npt.NDAr
             is_of_kind = tensors.kind_codes == code
             counts[is_of_kind] = (tensors.ends - tensors.begins)[is_of_kind]
     return counts
-
-
-def _list_decoded_types(
-    tensors: TensorIndex, decoded_ids: npt.NDArray[np.int64], options: ReadOptions
-) -> tuple[str, ...]:
-    """Types of the codes that become numbers."""
-    kinds = [tensors.kinds[code] for code in np.unique(tensors.kind_codes[decoded_ids])]
-    return tuple(_FLOAT8_NAME_BY_KIND.get(kind, options.dtype or "") for kind in kinds)
 
 
 def _select_tensor_ids(path: str, tensors: TensorIndex, options: ReadOptions) -> npt.NDArray[np.int64]:

@@ -538,13 +538,6 @@ def list_unshared_layers(layers: tuple[ModelLayer, ...], *, is_window: bool) -> 
     return [layer for layer in layers if layer.state.kind == kind and layer.kv_heads]
 
 
-def require_model_layers(path: str, layers: tuple[ModelLayer, ...] | None) -> tuple[ModelLayer, ...]:
-    """Return the layers; `SourceError` where the header does not tell them."""
-    if layers is None:
-        raise SourceError(f"{path}: does not say which layers have a sliding window")
-    return layers
-
-
 _FACTOR_TENSORS: Final = ("rope_freqs.weight", "blk.0.rope_freqs.weight")
 _SHORT_TEXT_FACTOR_TENSORS: Final = ("rope_factors_short.weight", "blk.0.rope_factors_short.weight")
 _GGML_FLOAT32: Final = 0

@@ -408,8 +408,11 @@ def compact(
         after = replace(info, kind="prefix", name=validate_prefix_name(name), layers=layers, next_position=None)
         if info.next_token_position > after.next_token_position and has_gaps(after):
             after = replace(after, next_position=info.next_token_position)
-        rerotation = _plan_reader_rerotation(reader, after, rope, model) if rerotate else None
-        after = rerotation.info if rerotation else after
+        rerotation = None
+        if rerotate:
+            keys = [entry for entry in collect_layer_arrays(reader.to_source().arrays) if entry.part == "key"]
+            rerotation = plan_rerotation(after, keys, rope, model, label=reader.files.path, evidence_info=info)
+            after = rerotation.info
         _write_compacted_files(reader, layer_plans, after, directory, dialect, rerotation, progress)
         directory.commit()
     return CompactResult(
@@ -421,13 +424,6 @@ def compact(
         notes=(*reader.notes, *(rerotation.rope.notes if rerotation else ())),
         rerotated=rerotation.result if rerotation else None,
     )
-
-
-def _plan_reader_rerotation(
-    reader: PackedCacheReader, after: CacheInfo, rope: RopeConfig | str | None, model: str | None
-) -> RerotationPlan:
-    keys = [entry for entry in collect_layer_arrays(reader.to_source().arrays) if entry.part == "key"]
-    return plan_rerotation(after, keys, rope, model, label=reader.files.path, evidence_info=reader.info)
 
 
 def _expand_plans(reader: PackedCacheReader, plans: Sequence[CompactionPlan], dialect: str) -> list[CompactionPlan]:

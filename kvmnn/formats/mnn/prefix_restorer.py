@@ -146,7 +146,10 @@ def restore_prefix(
                 )
     else:
         layout = choose_target_layout(geometry, arrays, info.layout, info.layout.dtype)
-    provenance_warnings = _list_mismatches(info, layout, expected.model, expected.token_ids)
+    provenance_warnings = list_provenance_mismatches(info, expected.model, expected.token_ids)
+    if layout != info.layout:
+        mismatch = f"the cache has {describe_layout(info.layout)}; asked for was {describe_layout(layout)}"
+        provenance_warnings.insert(0, mismatch)
     if provenance_warnings and not force:
         raise SourceError(f"{frames.path}: {provenance_warnings[0]} (--force restores it anyway)")
     target_info = build_prefix_info(
@@ -157,7 +160,9 @@ def restore_prefix(
             f"{frames.path}: its files have {target_info.file_bytes} bytes, above the limit of {options.max_bytes}"
         )
     hashes = _collect_array_hashes(array_frames, arrays, layout)
-    is_parallel = _can_write_in_parallel(arrays, options)
+    # as many arrays as there are threads are in memory at once
+    max_bytes_in_flight = max(entry.array.nbytes for entry in arrays) * resolve_threads(options.threads)
+    is_parallel = max_bytes_in_flight <= MAX_IN_FLIGHT_BYTES
     if hashes:
         single_thread_options = replace(options, threads=1) if is_parallel else options
         arrays = collect_layer_arrays(make_frame_source(array_frames, single_thread_options, check=False).arrays)
@@ -253,21 +258,6 @@ def _collect_array_hashes(frames: FrameSet, arrays: Sequence[LayerArray], layout
         if array and array.sha256 and (array.shape, array.order) == shape_and_order and not entry.token_major:
             hash_by_name[array.name] = array.sha256
     return hash_by_name if len(hash_by_name) == len(arrays) and layout.dtype == arrays[0].array.dtype else {}
-
-
-def _can_write_in_parallel(arrays: Sequence[LayerArray], options: DecodeOptions) -> bool:
-    """Whether arrays are small enough to be worked on at once, as many as there are threads."""
-    return max(entry.array.nbytes for entry in arrays) * resolve_threads(options.threads) <= MAX_IN_FLIGHT_BYTES
-
-
-def _list_mismatches(
-    info: CacheInfo, layout: PackLayout, model: str | None, token_ids: TokenIdsFingerprint | None
-) -> list[str]:
-    """How the layout, model or text that is expected differs from what the cache was made with."""
-    mismatches = []
-    if layout != info.layout:
-        mismatches.append(f"the cache has {describe_layout(info.layout)}; asked for was {describe_layout(layout)}")
-    return mismatches + list_provenance_mismatches(info, model, token_ids)
 
 
 def list_provenance_mismatches(info: CacheInfo, model: str | None, token_ids: TokenIdsFingerprint | None) -> list[str]:

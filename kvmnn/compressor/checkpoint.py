@@ -26,7 +26,7 @@ from ..formats.safetensors import read_header
 from ..formats.torch.allowed_globals import AllowedGlobals
 from ..formats.torch.tensors import ELEMENT_TYPES, ElementType, TorchStorage, TorchTensor
 from ..formats.torch.torch_file import detect_torch_kind as torch_kind_of
-from ..formats.torch.torch_file import has_npy_first_member, read_torch
+from ..formats.torch.torch_file import read_torch
 from .kvcm import MAGIC_BYTES, round_float32
 
 MAX_SAFETENSORS_HEADER_BYTES = 16 << 20  # every tensor becomes an object, and a compressor has hundreds

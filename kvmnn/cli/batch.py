@@ -69,11 +69,11 @@ def _format_sizes(document: Mapping[str, Any]) -> str:
 
 
 _BATCH_DESCRIPTION = """\
-Each file below the inputs by itself, in processes of one thread each: a JSON object for each on standard
-output, a line, in the order of their names, as they come: {"path", "ok", "seconds"}, and "document" (what --json prints
-of this file alone), "error", "notes". A terminal gets a line of text for each, unless --json is given. A file that
-fails is a line, the others go on, and the exit code is 1. Below a folder count files of arrays and caches, for verify
-frames, for measure and inspect both; nothing hidden, and nothing behind links to folders (docs/many.md)."""
+Process each file below the inputs by itself, in processes of one thread each. Standard output gets one JSON object a
+line, in the order of names: {"path", "ok", "seconds"}, and "document" (what --json prints of this file alone), "error",
+"notes". A terminal gets a line of text for each, unless --json is given. If a file fails, the others continue, and the
+exit code is 1. Folders are searched for files of arrays and caches, by verify for frames, by measure and inspect for
+both; hidden files and links to folders are skipped (docs/many.md)."""
 
 BATCH_OPTION_NAMES = ("jobs", "dask", "resume", "match")
 
@@ -83,17 +83,15 @@ def add_batch_options(parser: Any) -> None:
     group = parser.add_argument_group("many files", _BATCH_DESCRIPTION)
     mode_group = group.add_mutually_exclusive_group()
     mode_group.add_argument(
-        "--jobs", type=shared_options.parse_positive, metavar="N", help="each file by itself, in N processes"
+        "--jobs", type=shared_options.parse_positive, metavar="N", help="process each file by itself, in N processes"
     )
     mode_group.add_argument(
-        "--dask", metavar="ADDRESS", help="each file by itself, on the Dask cluster with this scheduler"
+        "--dask", metavar="ADDRESS", help="process each file by itself, on the Dask cluster with this scheduler"
     )
     group.add_argument(
-        "--resume", metavar="FILE", help="note in FILE what is done; what is there already, and unchanged, is not done"
+        "--resume", metavar="FILE", help="record finished files in FILE; skip those that it has, if they are unchanged"
     )
-    group.add_argument(
-        "--glob", dest="match", metavar="PATTERN", help="files of these names count, e.g. '*.bin', and no others"
-    )
+    group.add_argument("--glob", dest="match", metavar="PATTERN", help="take only files with such names, e.g. '*.bin'")
 
 
 def is_batch(arguments: argparse.Namespace) -> bool:

@@ -360,8 +360,8 @@ _TOP_DESCRIPTION = """The KV cache of LLMs on MNN, outside the engine: lossless 
 Use kvmnn VERB --help to see the options of a verb."""
 
 _TOP_EPILOG = """\
-exit codes: 0 ok, 1 bad data or a failed check, 2 usage, 3 an optional package is missing, 70 a defect of
-kvmnn; 129, 130, 141, 143 ended by a signal
+exit codes: 0 ok, 1 bad data or a failed check, 2 usage, 3 an optional package is missing, 70 internal error;
+129, 130, 141, 143 ended by a signal
 
   kvmnn encode keys.npy -o keys.frame     writes keys.frame and keys.frame.json
   kvmnn inspect keys.frame

@@ -43,7 +43,7 @@ def add_compared_options(parser: Any) -> None:
         metavar="N",
         help="N of all texts, drawn by --seed (default: all)",
     )
-    parser.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json (default: beside the model)")
+    parser.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json (default: alongside the model)")
     parser.add_argument(
         "--policy", action="append", default=[], metavar="SPEC", help="NAME[:OPTION=VALUE,...] (repeatable)"
     )
@@ -92,11 +92,20 @@ def add_setting_options(parser: Any) -> None:
         "--max-tokens)",
     )
     add(
-        "--seed", type=parse_whole, default=0, metavar="N", help="of random policies, bootstrap, --samples (default: 0)"
+        "--seed",
+        type=parse_whole,
+        default=0,
+        metavar="N",
+        help="random seed of policies, bootstrap and --samples (default: 0)",
     )
     add("--threads", type=parse_positive, metavar="N", help="onnxruntime's, in each process (default: all over --jobs)")
     add("--jobs", type=parse_positive, default=1, metavar="N", help="processes at a time (default: 1)")
-    add("--layout", dest="packed", metavar="BACKEND", help="hold the cache in this packed layout, such as x86-avx2")
+    add(
+        "--layout",
+        dest="packed",
+        metavar="BACKEND",
+        help="store the cache in the packed layout of this MNN backend, such as x86-avx2",
+    )
     add(
         "--max-masked",
         dest="slack",
@@ -109,9 +118,9 @@ def add_setting_options(parser: Any) -> None:
         "--frame-dtype",
         choices=("fp16", "fp32"),
         default="fp16",
-        help="words in the frames: rounded to fp16 as engines hold them, or an fp32 cache as it is (default: fp16)",
+        help="element type of the frames: rounded to fp16 as in engines, or an fp32 cache unchanged (default: fp16)",
     )
-    add("--store", metavar="STORE", help="take beginnings of texts that were scored before from this prefix store")
+    add("--store", metavar="STORE", help="read prefixes of texts that were scored before from this prefix store")
     add("--repeats", type=parse_positive, metavar="N", help="runs of the timed generation (default: 3)")
     add("--no-timing", action="store_true", help="do not measure TTFT, TPOT and attention time")
     add(
@@ -213,7 +222,7 @@ _EXCLUDED_OPTIONS = (
 
 def add_start_options(parser: Any) -> None:
     """``--initial-cache`` and what goes with it."""
-    group = parser.add_argument_group("going on from a cache that some engine saved")
+    group = parser.add_argument_group("initial cache that an engine saved")
     group.add_argument(
         "--initial-cache",
         dest="start",
@@ -235,9 +244,9 @@ def add_start_options(parser: Any) -> None:
         help="what llama.cpp did to K and V: k-rotation, v-rotation (of what it quantised), k-order (Llama models); "
         "auto tries all, and takes what is nearest to the model's own K and V; none takes them as they lie",
     )
-    shared_options.add_dtype(group, "what its raw words are")
+    shared_options.add_dtype(group, "element type of raw input")
     group.add_argument("--tensor", action="append", default=[], metavar="NAME", help="take this array (repeatable)")
-    group.add_argument("--skip-unsupported", action="store_true", help="leave out its arrays that are no K and V")
+    group.add_argument("--skip-unsupported", action="store_true", help="skip its arrays that are not K and V")
     group.add_argument("--token-major", action="store_true", help="its arrays are [token, kv_head, head_dim]")
     shared_options.add_axes(parser)
     packed_group = parser.add_argument_group(

@@ -168,7 +168,7 @@ their true positions."""
 def add_model_options(parser: Any) -> None:
     """MODEL and how it runs."""
     parser.add_argument("model", metavar="MODEL", help="an ONNX decoder with its KV cache outside: file or folder")
-    parser.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json (default: the one beside the model)")
+    parser.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json (default: the one alongside the model)")
     parser.add_argument("--policy", metavar="SPEC", default="full", help="which tokens stay (default: full)")
     parser.add_argument(
         "--budget", type=shared_options.parse_whole, metavar="N", help="tokens that the policy keeps in each layer"
@@ -178,16 +178,16 @@ def add_model_options(parser: Any) -> None:
     )
     add_config_options(parser)
     parser.add_argument(
-        "--layout", dest="packed", metavar="BACKEND", help="hold the cache in the packed layout of this MNN backend"
+        "--layout", dest="packed", metavar="BACKEND", help="store the cache in the packed layout of this MNN backend"
     )
     parser.add_argument(
         "--chunk",
         type=shared_options.parse_positive,
         metavar="N",
-        help="read the text N tokens at a time (default: at once)",
+        help="prefill chunk size in tokens (default: all at once)",
     )
     parser.add_argument(
-        "--seed", type=shared_options.parse_whole, default=0, metavar="N", help="of all that is drawn (default: 0)"
+        "--seed", type=shared_options.parse_whole, default=0, metavar="N", help="random seed (default: 0)"
     )
     parser.add_argument(
         "--threads",

@@ -38,7 +38,7 @@ _PART_OPTIONS = ("tensor", "kv_axes", "kv_batch", "kv_half", *SELECTION_OPTIONS)
 """Those that choose arrays out of a file, or change them: frames of these are not the file."""
 
 
-_HEADS_HINT = "Of a llama.cpp file --kv-heads N or --model FILE.gguf says how many heads a row is of."
+_HEADS_HINT = "For a llama.cpp file, --kv-heads N or --model FILE.gguf specifies the number of heads of a row."
 
 
 def add_engine_options(
@@ -240,7 +240,7 @@ def add_packed_options(
         "packed-variant", "packed", "of a KV dump with both the packed one", constant=True, default=False
     )
     shared_options.add_part(parser, [packed_variant])
-    option_help = "read packed files as specified, also where their words contradict it"
+    option_help = "read packed files as specified, even where their contents contradict it"
     if not shared_options.has_option(parser, "--force"):
         group.add_argument("--force", dest="trust", action="store_true", help=option_help)
     else:  # one option for both: who replaces a file must learn that it silences the refusal as well
@@ -251,8 +251,8 @@ def add_packed_options(
 
 
 _PACKED_DESCRIPTION = (
-    "What prefix caches and live cache files do not say themselves. Where sizes and words of the files leave one "
-    "answer, it is inferred; what they contradict is refused, unless --force is given."
+    "For prefix caches and live cache files. Where sizes and contents of the files leave one answer, it is inferred; "
+    "what they contradict is refused, unless --force is given."
 )
 
 
@@ -305,7 +305,7 @@ def add_discovery_options(parser: Any) -> None:
     parser.add_argument("--ignore-markers", action="store_true", help="read a prefix whose markers are missing")
 
 
-def add_origin_options(parser: Any, model_use: str = "their geometry") -> None:
+def add_origin_options(parser: Any, model_use: str = "geometry and heads") -> None:
     """``--model``, of which `model_use` is taken, and ``--token-ids``: what the cache was computed with and from."""
     parser.add_argument(
         "--model", metavar="DIR", help=f"the MNN model's directory, a llama.cpp cache's .gguf file: {model_use}"
@@ -317,12 +317,12 @@ def add_origin_options(parser: Any, model_use: str = "their geometry") -> None:
 
 def add_target_options(parser: Any) -> None:
     """``-o``, ``-f`` and ``--capacity`` of a prefix cache that is written."""
-    shared_options.add_output(parser, "directory to write the files to (default: beside IN)")
+    shared_options.add_output(parser, "directory for the files (default: alongside IN)")
     parser.add_argument(
         "--capacity",
         type=shared_options.parse_positive,
         metavar="N",
-        help="tokens to leave room for (default: as before, else no more than there are: the engine makes room itself)",
+        help="capacity in tokens (default: as before, else the valid tokens: the engine grows it)",
     )
 
 

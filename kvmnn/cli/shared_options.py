@@ -39,10 +39,9 @@ def get_option_name(arguments: argparse.Namespace, name: str) -> str:
 
 
 _AXES_DESCRIPTION = """\
-What plain arrays, raw pages and batches do not say themselves. LETTERS has one for each axis, in the order
-in which they lie: l layer, b batch, h kv_head, t token, d dimension, 2 K and V; without h they are the one tensor of
-latent attention (MLA), which becomes K. Arrays become layer_<n>.key and .value,
-[kv_head, token, dimension]; which is K or V of which layer is in their names where no axis says it."""
+For plain arrays, raw pages and batches. LETTERS has one letter for each axis, in order: l layer, b batch, h kv_head, t
+token, d dimension, 2 K and V; without h the array is the one tensor of latent attention (MLA), which becomes K. Arrays
+become layer_<n>.key and .value, [kv_head, token, dimension]. Where no axis is K and V or layer, names specify it."""
 
 AXES_OPTION_NAMES = ("kv_axes", "kv_shape", "kv_batch", "kv_pages", "kv_half")
 
@@ -64,21 +63,21 @@ def add_axes(parser: Any) -> None:
     """``--axes``, ``--shape`` and ``--pages``, and of ``--part`` what arrays of several texts need."""
     group = parser.add_argument_group("axes of arrays", _AXES_DESCRIPTION)
     group.add_argument(
-        "--axes", dest="kv_axes", metavar="LETTERS", help="how arrays lie, e.g. lhtd, thd, 2lthd; td: MLA"
+        "--axes", dest="kv_axes", metavar="LETTERS", help="axis order of arrays, e.g. lhtd, thd, 2lthd; td: MLA"
     )
     group.add_argument(
         "--shape",
         dest="kv_shape",
         type=parse_shape,
         metavar="N,N,...",
-        help="take arrays as this shape; -1: what is left",
+        help="read arrays with this shape; -1: inferred length",
     )
     group.add_argument(
         "--pages",
         dest="kv_pages",
         action="store_true",
         default=None,
-        help="the inputs are pages of one text, in this order",
+        help="the inputs are pages of one text, in order",
     )
     add_part(parser, _ARRAY_PARTS)
 
@@ -169,7 +168,9 @@ def add_command(
     parser.set_defaults(run=run, parser=parser)
     parser.add_help_options()
     parser.add_argument("--json", action="store_true", help="print one JSON document on standard output")
-    parser.add_argument("-q", "--quiet", action="store_true", help="print results and errors, no notes and no bars")
+    parser.add_argument(
+        "-q", "--quiet", action="store_true", help="print results and errors, no notes and no progress bars"
+    )
     if has_details:
         parser.add_argument("-v", "--verbose", action="store_true", help="print every detail")
     return parser
@@ -188,7 +189,7 @@ def add_max_bytes(parser: Any) -> None:
         dest="max_bytes",
         type=parse_byte_count,
         metavar="SIZE",
-        help="refuse an input of more raw bytes (default: what its files can hold)",
+        help="refuse an input of more raw bytes (default: what its files can contain)",
     )
 
 
@@ -201,7 +202,7 @@ def add_output(parser: Any, text: str) -> None:
 def add_raw(parser: Any) -> None:
     """``--raw``."""
     parser.add_argument(
-        "--raw", action="store_true", help="write the raw words of one array to OUT, whose suffix is no format's"
+        "--raw", action="store_true", help="write the raw elements of one array to OUT, whatever its suffix"
     )
 
 
@@ -242,7 +243,7 @@ def add_source(parser: Any, dtype_help: str, *, axes: bool = True) -> None:
     parser.add_argument(
         "--skip-unsupported",
         action="store_true",
-        help="leave out arrays that no frame holds (float64, int64, empty ...) instead of refusing the file",
+        help="skip arrays that frames do not support (float64, int64, empty ...) instead of refusing the file",
     )
     if axes:
         add_axes(parser)

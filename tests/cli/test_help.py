@@ -166,3 +166,9 @@ def test_did_you_mean(run, argv, meant) -> None:
 def test_did_you_mean_a_backend() -> None:
     with pytest.raises(KvmnnError, match="did you mean 'arm64-fp16'"):
         get_backend("arm64_fp16")
+
+
+def test_options_do_not_become_more() -> None:
+    """Options of all verbs, each counted once for each verb that has it, hidden ones and those of help included."""
+    slots = {verb: [action for action in PARSERS[verb]._actions if action.option_strings] for verb in COMMANDS}
+    assert sum(map(len, slots.values())) <= 650

@@ -367,7 +367,7 @@ def add_run_parser(subparsers: Any) -> None:
     parser.add_argument("weights", metavar="WEIGHTS", help="weight file of a compressor (.bin)")
     parser.add_argument("cache", metavar="CACHE", help=".npz, .safetensors, or the directory of a dump")
     shared_options.add_output(parser, ".npz or .safetensors file (default: CACHE.compressed.npz)")
-    shared_options.add_source(parser, "what the words are (default: each array's own type)", axes=False)
+    shared_options.add_source(parser, "element type (default: each array's own)", axes=False)
     parser.add_argument("--axes", metavar="LETTERS", help="the axes of each array, such as lthd")
     parser.add_argument(
         "--image-tokens",

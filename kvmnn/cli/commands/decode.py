@@ -62,17 +62,19 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("input", metavar="IN", help="a frame, a manifest, a bundle; - for standard input")
     shared_options.add_output(parser, "file, directory, or - (standard output)")
     shared_options.add_raw(parser)
-    shared_options.add_dtype(parser, "what a frame without a manifest holds (default: fp16 or fp32, by its streams)")
+    shared_options.add_dtype(
+        parser, "element type of a frame without a manifest (default: fp16 or fp32, by its streams)"
+    )
     shared_options.add_max_bytes(parser)
     parser.add_argument(
         "--output-kind",
         dest="form",
         choices=("dump",),
-        help="give back the KV dump that was encoded: its files of K and V, and its metadata files",
+        help="restore the KV dump that was encoded, with its metadata files",
     )
-    parser.add_argument("--no-manifest", action="store_true", help="take frames alone, whatever lies beside them")
+    parser.add_argument("--no-manifest", action="store_true", help="read frames alone, without a manifest alongside")
     shared_options.add_threads(parser)
-    group = parser.add_argument_group("prefix caches", "what is expected of the files that are restored")
+    group = parser.add_argument_group("prefix caches", "what the restored files must match")
     group.add_argument("--arrays", action="store_true", help="write plain arrays, not the files they came from")
     group.add_argument("--name", metavar="NAME", help="what the engine calls the prefix (default: as before)")
     packed_options.add_layout_options(group)

@@ -65,7 +65,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("inputs", nargs="+", metavar="IN", help="arrays, a dump, a prefix cache; - for standard input")
     shared_options.add_output(parser, "file, directory, or - (standard output)")
-    shared_options.add_source(parser, "what the words are (default: the array's own type; raw words need it)")
+    shared_options.add_source(parser, "element type (default: the array's own; raw input needs it)")
     parser.add_argument(
         "--predictors",
         type=_check_predictors,
@@ -103,10 +103,10 @@ def add_parser(subparsers: Any) -> None:
         "--joint-kv",
         dest="block",
         action="store_true",
-        help="MNN's rule: K and V of a layer stay raw where their frames together do not shrink",
+        help="MNN's rule: store K and V of a layer raw where their frames together do not shrink",
     )
-    raw.add_argument("--allow-raw", action="store_true", help="any array stays raw where its frames do not shrink")
-    parser.add_argument("--no-manifest", action="store_true", help="of frames: take them alone, without their manifest")
+    raw.add_argument("--allow-raw", action="store_true", help="store any array raw where its frames do not shrink")
+    parser.add_argument("--no-manifest", action="store_true", help="of frames: read them alone, without their manifest")
     parser.add_argument("--no-verify", action="store_true", help="do not decode and compare each frame")
     shared_options.add_max_bytes(parser)
     shared_options.add_threads(parser)

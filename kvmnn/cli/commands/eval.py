@@ -70,7 +70,9 @@ def add_parser(subparsers: Any) -> None:
     group.add_argument("--csv", action="store_true", help="print CSV: a line for each row and document")
     group.add_argument("--plot", metavar="DIR", help="draw plots into DIR (needs matplotlib)")
     eval_options.add_plot_options(group)
-    group.add_argument("--resume", metavar="FILE", help="keep finished cells in FILE and go on from those that it has")
+    group.add_argument(
+        "--resume", metavar="FILE", help="store finished cells in FILE and continue from those that it has"
+    )
     shared_options.add_output(group, "also write the results to OUT: .json, .csv, .md, .tex")
 
 

@@ -119,7 +119,7 @@ def add_run_options(parser: Any) -> None:
     group.add_argument(
         "--jobs", type=shared_options.parse_positive, metavar="N", help="processes for what is not timed (default: 1)"
     )
-    group.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json (default: the one beside the model)")
+    group.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json (default: the one alongside the model)")
 
 
 def run_suite(arguments: argparse.Namespace) -> int:

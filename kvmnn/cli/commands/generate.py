@@ -52,9 +52,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--top-k", type=shared_options.parse_positive, metavar="K", help="draw from the K most probable only"
     )
-    parser.add_argument(
-        "--store", metavar="STORE", help="begin with what this prefix store has, and put what is computed"
-    )
+    parser.add_argument("--store", metavar="STORE", help="start from this prefix store, and add what is computed")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -52,9 +52,9 @@ def add_parser(subparsers: Any) -> None:
         "inputs", nargs="+", metavar="IN", help="a frame, a bundle, any file or folder that kvmnn reads"
     )
     shared_options.add_dtype(
-        parser, "what a frame without a manifest holds (default: fp16 or fp32, by its streams)", with_float8=True
+        parser, "element type of a frame without a manifest (default: fp16 or fp32, by its streams)", with_float8=True
     )
-    parser.add_argument("--no-manifest", action="store_true", help="take frames alone, whatever lies beside them")
+    parser.add_argument("--no-manifest", action="store_true", help="read frames alone, without a manifest alongside")
     shared_options.add_max_bytes(parser)
     parser.add_argument("--no-zstd", action="store_true", help="judge as an engine without libzstd")
     shared_options.add_axes(parser)

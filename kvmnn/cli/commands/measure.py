@@ -81,7 +81,7 @@ def add_input_output_options(parser: argparse.ArgumentParser) -> None:
     shared_options.add_force(parser)
     parser.add_argument("--overwrite", dest="force", action="store_true", help=argparse.SUPPRESS)  # the evaluation's
     parser.add_argument(
-        "--encode", dest="real", action="store_true", help="also encode frames, decode them and compare"
+        "--encode", dest="real", action="store_true", help="also encode frames, decode and compare them"
     )
     parser.add_argument(
         "--fp32", action="store_true", help="with --to-fp16: also simulate the fp32 words, in four byte lanes"
@@ -279,7 +279,7 @@ def add_parser(subparsers: Any) -> None:
     add_measure_options(parser)
     add_alternative_options(parser)
     shared_options.add_max_bytes(parser)
-    shared_options.add_source(parser, "what the words are, where the input does not say")
+    shared_options.add_source(parser, "element type, where the input does not have it")
     batch.add_batch_options(parser)
     packed_options.add_packed_options(parser)
 

@@ -62,10 +62,10 @@ def add_parser(subparsers: Any) -> None:
         "--policy", action="append", default=[], metavar="SPEC", help="NAME[:OPTION=VALUE,...], which plans a cache"
     )
     parser.add_argument(
-        "--seed", type=shared_options.parse_whole, default=0, metavar="N", help="of a random policy (default: 0)"
+        "--seed", type=shared_options.parse_whole, default=0, metavar="N", help="random seed of the policy (default: 0)"
     )
     parser.add_argument("--no-map", action="store_true", help="leave the picture out")
-    shared_options.add_source(parser, "what raw words are")
+    shared_options.add_source(parser, "element type of raw input")
     parser.add_argument("--token-major", action="store_true", help="arrays of K and V are [token, kv_head, head_dim]")
     parser.add_argument(
         "--valid-tokens",

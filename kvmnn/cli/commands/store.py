@@ -406,7 +406,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--fingerprint",
         metavar="TEXT",
-        help="which model computed it, where no --model tells; beside --model the engine's settings",
+        help="name of the model that computed it, without --model; with --model the engine's settings",
     )
     parser.add_argument(
         "--size-limit",
@@ -416,12 +416,15 @@ def add_parser(subparsers: Any) -> None:
         help="put, import, gc: most bytes of all units (default: no bound)",
     )
     parser.add_argument(
-        "--block-tokens", type=shared_options.parse_positive, metavar="N", help="of a store that is made (default: 64)"
+        "--block-tokens",
+        type=shared_options.parse_positive,
+        metavar="N",
+        help="tokens in a block of a new store (default: 64)",
     )
     parser.add_argument(
         "--codec",
         choices=dense_options.CODEC_CHOICES,
-        help="of a store that is made: dense: streams where they are smaller (default); mnn: frames",
+        help="of a new store: dense: streams where they are smaller (default); mnn: frames",
     )
     dense_options.add_rope(parser)
     parser.add_argument(
@@ -438,7 +441,7 @@ def add_parser(subparsers: Any) -> None:
         "--capacity",
         type=shared_options.parse_positive,
         metavar="N",
-        help="get: tokens that a prefix cache has room for",
+        help="get: capacity of the prefix cache in tokens",
     )
     parser.add_argument(
         "--cast", action="store_true", help="get: convert to the backend's dtype; LOSSY if it is narrower"
@@ -453,7 +456,7 @@ def add_parser(subparsers: Any) -> None:
         action="store_true",
         help="get: layers with full attention alone, where windows or state are not stored at this length",
     )
-    shared_options.add_source(parser, "put: what raw words are; else which precision is meant")
+    shared_options.add_source(parser, "put: element type of raw input; else the precision to look up")
     parser.add_argument("--token-major", action="store_true", help="put: arrays are [token, kv_head, head_dim]")
     packed_options.add_packed_options(parser, with_text=False, with_undo=True)
 

@@ -14,8 +14,7 @@ from ..dtypes import PARTS, Part
 from ..errors import KvmnnError
 from ..frames import encode, verify_roundtrip
 from . import _stream_meter
-from .options import FP32_LANES, LANE_HALVES, LANES, LaneHalf, MeasureOptions, format_lane
-from .predictors import PREDICTOR_NAMES
+from .options import FP32_LANES, LANE_HALVES, LANES, PREDICTOR_NAMES, LaneHalf, MeasureOptions, format_lane
 from .selection import CompressionUnit
 from .tensor_reader import TokenReader
 

@@ -11,7 +11,7 @@ from ..policies.registry import get_policy_class
 from ..policies.specs import build_policy
 from ..reports.records import ResultRow
 from ..reports.tables import NO_EVICTION_MARK
-from .bootstrap import MIN_DOCUMENTS_FOR_INTERVAL
+from .scoring import MIN_DOCUMENTS_FOR_INTERVAL
 from .settings import FULL_POLICY, EvaluationSettings
 
 

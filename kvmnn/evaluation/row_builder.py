@@ -10,9 +10,8 @@ from .._util.text import LOSSLESS, LOSSY
 from ..lm.documents import Document
 from ..policies.h2o.planner import merge_stats
 from ..reports.records import DocumentRow, FullCacheDifference, ProjectStats, ResultRow, merge_runtime_stats
-from .bootstrap import CONFIDENCE_LEVEL, compute_paired_interval
 from .records import LossSums, ProjectCell, RefusedCell, ScoreCell, TimingCell
-from .scoring import compute_perplexity, summarize
+from .scoring import CONFIDENCE_LEVEL, compute_paired_interval, compute_perplexity, summarize
 from .settings import FULL_POLICY, Configuration, EvaluationSettings, ProjectDefinition
 
 

@@ -20,6 +20,7 @@ from .._util.packages import get_version
 from .._util.text import pluralize
 from ..arrays.source import Source
 from ..errors import KvmnnError, OptionError
+from ..files.journal import JournalFormat, KeyedJournal
 from ..files.urls import redact_url
 from ..lm.documents import Document, Ids, TextOptions, read_documents
 from ..lm.onnx.model_files import CACHED_GRAPH_MARK, find_model
@@ -27,8 +28,6 @@ from ..lm.tokenizer import Tokenizer
 from ..lm.warm_start import InitialCache, read_initial_cache, read_model_interface
 from ..reports.records import DocumentInfo, DocumentTrace, Refusal
 from ..store import PrefixStore
-from .bootstrap import CONFIDENCE_LEVEL, NUM_RESAMPLES
-from .cell_store import NUMBERS_VERSION, CellStore, compute_cell_key
 from .initial_cache import (
     build_start_configurations,
     build_start_info,
@@ -39,12 +38,59 @@ from .initial_cache import (
 )
 from .measure import PEAK_DESCRIPTION
 from .notes import build_notes, group_by_reason
-from .records import ModelInfo, RefusedCell, TimingCell, read_cell
+from .records import CellKind, ModelInfo, RefusedCell, TimingCell, read_cell
 from .result import BootstrapInfo, EvaluatedModelInfo, EvaluationResult, EvaluationSettingsInfo
 from .row_builder import ConfigurationCells, build_row
+from .scoring import CONFIDENCE_LEVEL, NUM_RESAMPLES
 from .settings import FULL_POLICY, Configuration, EvaluationSettings, PolicyLike, resolve_configurations
 from .timing import MAX_DECODED_TOKENS, PROMPT_CHUNK_TOKENS
 from .workers import EvaluationTask, MissingCell, run_tasks
+
+NUMBERS_VERSION = 2
+"""Raised whenever kvmnn computes any number of a cell differently, so that cells of before are not reused."""
+
+_JOURNAL_FORMAT = JournalFormat(
+    tag="kvmnn_cell",
+    version=3,
+    process_name="evaluation",
+    entry_description="a cell of an evaluation",
+    remedy="its cell is measured anew",
+)
+
+
+def compute_cell_key(
+    kind: CellKind,
+    model_sha256: str,
+    configuration: Configuration,
+    document: Document,
+    settings: EvaluationSettings,
+    extra: Mapping[str, object],
+) -> str:
+    """The digest under which a cell is stored."""
+    description = {
+        "numbers": NUMBERS_VERSION,
+        "kind": kind,
+        "model": model_sha256,
+        "configuration": configuration.to_identity,
+        "document": document.sha256,
+        "ids": hashlib.sha256(document.ids.astype("<i8").tobytes()).hexdigest(),
+        "settings": settings.select_relevant(kind),
+        "extra": dict(extra),
+    }
+    return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()
+
+
+class CellStore(KeyedJournal):
+    """Cells as JSON objects by their keys, in memory and, where there is a path, in a file.
+
+    Parameters
+    ----------
+    path
+        File of cells; made where it is not there, continued where it is. None: memory only.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+        super().__init__(path, _JOURNAL_FORMAT)
 
 
 @dataclass

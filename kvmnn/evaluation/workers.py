@@ -55,7 +55,7 @@ class MissingCell(Record):
 
     #: Of the cell.
     kind: CellKind
-    #: Where it goes (`kvmnn.evaluation.cell_store`).
+    #: Where it goes (`kvmnn.evaluation.runner`).
     key: str
     #: Which of the task's documents, by index.
     document: int

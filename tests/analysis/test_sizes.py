@@ -26,10 +26,10 @@ from kvmnn.analysis import (
     build_reference_document,
     count_work_bytes,
     measure_dumps,
-    predictors,
     select_dumps,
 )
 from kvmnn.analysis.measurement import MemoryBudget
+from kvmnn.analysis.options import PREDICTOR_NAMES, apply_predictor, bitshuffle, invert_predictor
 from kvmnn.formats import open as open_source
 
 SHAPES = st.tuples(st.integers(1, 9), st.integers(1, 5), st.integers(1, 70))
@@ -47,32 +47,32 @@ def lane_of(shape: tuple[int, ...], seed: int, spread: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, spread, shape).astype(np.uint8)
 
 
-@given(SHAPES, st.integers(0, 99), st.sampled_from(predictors.PREDICTOR_NAMES))
+@given(SHAPES, st.integers(0, 99), st.sampled_from(PREDICTOR_NAMES))
 @settings(max_examples=150, deadline=None)
 def test_predictors_are_those_of_plain_python_and_can_be_undone(shape, seed, name):
     lane = lane_of(shape, seed, 256)
-    made = predictors.apply_predictor(lane, name)
+    made = apply_predictor(lane, name)
     assert made.tobytes() == offline_model.predict(lane, name).tobytes()
-    assert predictors.invert_predictor(made, name).tobytes() == lane.tobytes()
+    assert invert_predictor(made, name).tobytes() == lane.tobytes()
 
 
 @given(st.binary(max_size=100))
 @settings(max_examples=150, deadline=None)
 def test_bitshuffle_is_that_of_plain_python(data):
-    assert predictors.bitshuffle(data) == offline_model.bitshuffle(data)
+    assert bitshuffle(data) == offline_model.bitshuffle(data)
 
 
 def test_predictors_refuse_what_is_no_lane():
     with pytest.raises(TypeError, match=r"expected uint8 \[token, kv_head, head_dim\]"):
-        predictors.apply_predictor(np.zeros((2, 3), np.uint8), "raw")
+        apply_predictor(np.zeros((2, 3), np.uint8), "raw")
     with pytest.raises(KvmnnError, match="unknown predictor 'sub'"):
-        predictors.invert_predictor(np.zeros((2, 3, 4), np.uint8), "sub")
-    assert predictors.apply_predictor(np.zeros((0, 3, 4), np.uint8), "pair_delta").shape == (0, 3, 4)
+        invert_predictor(np.zeros((2, 3, 4), np.uint8), "sub")
+    assert apply_predictor(np.zeros((0, 3, 4), np.uint8), "pair_delta").shape == (0, 3, 4)
     for arguments in (
         (b"abc", 1, 2, 0),
         (b"ab", 0, 1, 0),
         (b"ab", 1, 0, 0),
-        (b"ab", 1, 1, len(predictors.PREDICTOR_NAMES)),
+        (b"ab", 1, 1, len(PREDICTOR_NAMES)),
         (b"ab", 1, 1, -1),
     ):
         with pytest.raises(ValueError, match=r"no whole tokens|no predictor"):
@@ -84,7 +84,7 @@ def test_predictors_refuse_what_is_no_lane():
     SHAPES,
     st.integers(0, 99),
     st.sampled_from([1, 3, 256]),
-    st.lists(st.sampled_from(predictors.PREDICTOR_NAMES), min_size=1, max_size=5, unique=True),
+    st.lists(st.sampled_from(PREDICTOR_NAMES), min_size=1, max_size=5, unique=True),
     st.integers(1, 6),
     st.sampled_from([1, 3, 9, -3]),
     st.booleans(),
@@ -96,9 +96,7 @@ def test_a_meter_gives_the_size_of_plain_python(shape, seed, spread, names, bloc
     meter = _stream_meter.StreamMeter()
     for lane in (0, 1):  # the second time with what the first left behind
         data = lane_of((*shape, 2), seed + lane, spread)
-        meter.configure(
-            lane, heads, dims, block, [predictors.PREDICTOR_NAMES.index(n) for n in names], level, shuffled, True
-        )
+        meter.configure(lane, heads, dims, block, [PREDICTOR_NAMES.index(n) for n in names], level, shuffled, True)
         meter.start(tokens)
         for start in range(0, tokens, step):
             meter.feed(data[start : start + step].reshape(-1))
@@ -114,7 +112,7 @@ def test_a_meter_gives_the_size_of_plain_python(shape, seed, spread, names, bloc
 
 def test_a_meter_that_grows_and_shrinks_stays_right():
     meter = _stream_meter.StreamMeter()
-    names = list(predictors.PREDICTOR_NAMES)
+    names = list(PREDICTOR_NAMES)
     for tokens, block in ((9, 2), (300, 400), (40, 3), (500, 499), (1, 1)):
         data = words(tokens, tokens)
         meter.configure(1, 2, 8, block, range(len(names)), 3, True, False)
@@ -139,7 +137,7 @@ def test_a_meter_refuses_what_does_not_fit():
         (0, 1, 0, 1, [0]),
         (0, 1, 1, 0, [0]),
         (0, 1, 1, 1, []),
-        (0, 1, 1, 1, [len(predictors.PREDICTOR_NAMES)]),
+        (0, 1, 1, 1, [len(PREDICTOR_NAMES)]),
     ):
         with pytest.raises(ValueError, match="expected"):
             meter.configure(*bad, 3, False, True)
@@ -258,7 +256,7 @@ def test_large_files_are_mapped_and_give_the_same(tmp_path):
         found.totals.lanes["k_hi"].simulated_bytes
         == offline_model.stream_size(
             np.ascontiguousarray(keys.view(np.uint8).reshape(3000, 2, 64, 2)[..., 1]),
-            list(predictors.PREDICTOR_NAMES),
+            list(PREDICTOR_NAMES),
             64,
             3,
             False,

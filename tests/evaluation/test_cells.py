@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvmnn.errors import OutputError, SourceError
-from kvmnn.evaluation.cell_store import CellStore, compute_cell_key
+from kvmnn.evaluation.runner import CellStore, compute_cell_key
 from kvmnn.evaluation.settings import Configuration, EvaluationSettings
 from kvmnn.lm.documents import Document
 

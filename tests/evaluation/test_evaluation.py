@@ -12,9 +12,8 @@ from repository import FIXTURES
 
 from kvmnn.errors import KvmnnError, MissingDependencyError, OptionError, SourceError
 from kvmnn.evaluation import EvaluationResult, evaluate, workers
-from kvmnn.evaluation.cell_store import CellStore
 from kvmnn.evaluation.presets import expand_preset
-from kvmnn.evaluation.runner import hash_model
+from kvmnn.evaluation.runner import CellStore, hash_model
 from kvmnn.evaluation.settings import Configuration, EvaluationSettings, expand_configurations
 from kvmnn.lm.documents import read_documents
 from kvmnn.lm.tokenizer import Tokenizer

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvmnn.evaluation import bootstrap
-from kvmnn.evaluation.bootstrap import compute_paired_interval
+from kvmnn.evaluation import scoring
+from kvmnn.evaluation.scoring import MIN_DOCUMENTS_FOR_INTERVAL, compute_paired_interval
 
 
 def test_two_documents_are_drawn_both_ways():
@@ -45,7 +45,7 @@ def test_the_seed_decides():
 
 
 def test_draws_in_blocks(monkeypatch):
-    monkeypatch.setattr(bootstrap, "_MAX_DRAWS_PER_BATCH", 10)
+    monkeypatch.setattr(scoring, "_MAX_DRAWS_PER_BATCH", 10)
     mean, low, high = compute_paired_interval([0.1, 0.5, 0.2], [1, 1, 1], seed=1, resamples=100)
     assert low < mean < high
 
@@ -66,7 +66,7 @@ def test_intervals_of_a_handful_of_documents_are_too_narrow_to_be_cited():
         ]
         return sum(low <= 0 <= high for low, high in found) / tries
 
-    few, enough = holds(2), holds(bootstrap.MIN_DOCUMENTS_FOR_INTERVAL)
+    few, enough = holds(2), holds(MIN_DOCUMENTS_FOR_INTERVAL)
     assert few < 0.65  # one half, but for chance
     assert 0.84 < enough < 0.97
     assert holds(40) > enough - 0.04

@@ -10,7 +10,7 @@ import pytest
 
 from kvmnn.errors import OutputError
 from kvmnn.gates.suite.history import HISTORY_FILE, append_round, describe_changes, has_finished_rerun, read_history
-from kvmnn.gates.suite.run_store import RunStore
+from kvmnn.gates.suite.suite import RunStore
 
 
 def entry(*cases: str, take: int = 1, model: str = "a", **settings: Any) -> dict[str, Any]:

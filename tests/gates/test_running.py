@@ -172,7 +172,7 @@ def test_progress_counts_the_steps_that_are_left(made: SimpleNamespace, tmp_path
 
 
 def test_a_damaged_line_of_runs_is_run_again(made: SimpleNamespace, tmp_path: Path) -> None:
-    from kvmnn.gates.suite.run_store import RunStore
+    from kvmnn.gates.suite.suite import RunStore
 
     lines = (made.out / "runs.jsonl").read_text().splitlines()
     damaged = [lines[0][:-9], lines[1].replace("0", "1", 1), "[]", *lines[2:]]

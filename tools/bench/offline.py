@@ -27,7 +27,7 @@ from common import synthetic, table, write_results
 
 from kvmnn._util.parallel import parallel_map
 from kvmnn.analysis import MeasureOptions, Scope, _stream_meter, measure_dumps, select_dumps
-from kvmnn.analysis.predictors import PREDICTOR_NAMES
+from kvmnn.analysis.options import PREDICTOR_NAMES
 from kvmnn.frames import _zstdlib
 
 HEADS, DIMS, TOKENS, BLOCK = 8, 128, 8192, 64

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 
-from ...evaluation.bootstrap import MIN_DOCUMENTS_FOR_INTERVAL
+from ...evaluation.scoring import MIN_DOCUMENTS_FOR_INTERVAL
 from ..analysis import DecodeStats, build_limit_lines, format_flag, format_four_digits
 from ..case_inputs import MetricRow, MetricRows
 from ..demo import DemoRun

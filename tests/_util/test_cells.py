@@ -15,19 +15,19 @@ from kvmnn._util.text import escape_csv, escape_markdown, escape_markdown_cell, 
     "text",
     ["=1+1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "\t=1", "\r=1", "-", "+", "--", "-x", "=", "-1.5.2", "+-1"],
 )
-def test_what_may_be_a_formula_gets_an_apostrophe(text: str) -> None:
+def test_escape_csv_formula_gets_an_apostrophe(text: str) -> None:
     assert escape_csv(text) == (f"'{text}" if len(text) > 1 else text)
 
 
 @pytest.mark.parametrize(
     "text", ["-1", "+0.25", "-.5", "-1e-07", "-1,234", "-inf", "nan", "-5%", "", "0", "a-b", "x=1", "-"]
 )
-def test_numbers_stay_numbers(text: str) -> None:
+def test_escape_csv_number_is_unchanged(text: str) -> None:
     assert escape_csv(text) == text
 
 
 @given(st.text(alphabet="=+-@'\t\r1.eé|<", max_size=8))
-def test_escaped_cells_come_back(text: str) -> None:
+def test_unescape_csv_inverts_escape_csv(text: str) -> None:
     assert unescape_csv(escape_csv(text)) == text
     assert re.match(r"[=@\t\r]", escape_csv(text)) is None or len(text) == 1
 
@@ -47,7 +47,7 @@ def test_escaped_cells_come_back(text: str) -> None:
         ("model@world@0@abc", "model@world@0@abc"),
     ],
 )
-def test_markdown_has_no_foreign_markup(text: str, escaped: str) -> None:
+def test_escape_markdown_escapes_markup_once(text: str, escaped: str) -> None:
     assert escape_markdown(text) == escaped
     assert escape_markdown(escaped) == escaped, "once is enough"
 
@@ -55,12 +55,12 @@ def test_markdown_has_no_foreign_markup(text: str, escaped: str) -> None:
 @pytest.mark.parametrize(
     ("text", "escaped"), [("a|b", r"a\|b"), (r"a\|b", r"a\|b"), (r"a\\|b", r"a\\\|b"), ("<b>|", r"\<b>\|")]
 )
-def test_a_pipe_ends_no_cell(text: str, escaped: str) -> None:
+def test_escape_markdown_cell_escapes_pipes(text: str, escaped: str) -> None:
     assert escape_markdown_cell(text) == escaped
 
 
 @given(st.text(alphabet="\\<a|@[]( )", max_size=12))
-def test_no_tag_no_pipe_and_no_mention_is_left(text: str) -> None:
+def test_escape_markdown_cell_any_text_leaves_no_tag_pipe_or_mention(text: str) -> None:
     escaped = escape_markdown_cell(text)
     for found in re.finditer(r"(\\*)(?:<a|\|)", escaped):
         assert len(found[1]) % 2 == 1

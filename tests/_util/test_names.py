@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvmnn._util.text import shorten_names
 
 
-def test_names_are_told_apart() -> None:
+def test_shorten_names_keeps_names_distinct() -> None:
     one, other, third = "ab" * 32, "ab" * 8 + "cd" * 24, "ab" * 31 + "cd"
     assert shorten_names([one]) == {one: "ab" * 8}
     assert shorten_names([one, one, "a model of mine"]) == {one: "ab" * 8, "a model of mine": "a model of mine"}

@@ -11,10 +11,10 @@ from kvmnn._util.text import format_rate, pluralize
     ("nbytes", "seconds", "text"),
     [(1 << 20, 0.5, ", 2 MB/s"), ((1 << 20) - 1, 0.5, ""), (0, 0, ""), (10**9, 0, ", 1000000000000 MB/s")],
 )
-def test_rates_of_small_inputs_say_nothing(nbytes, seconds, text):
+def test_format_rate_small_input_has_no_rate(nbytes, seconds, text):
     assert format_rate(nbytes, seconds) == text
 
 
-def test_counts_have_the_plural_where_they_are_not_one() -> None:
+def test_pluralize_counts_other_than_one_are_plural() -> None:
     found = [pluralize(number, "byte") for number in (0, 1, 2, 1001)]
     assert found == ["0 bytes", "1 byte", "2 bytes", "1,001 bytes"]

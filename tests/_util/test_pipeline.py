@@ -17,7 +17,7 @@ from kvmnn.errors import KvmnnError
 
 @given(sizes=st.lists(st.integers(0, 40), max_size=30), threads=st.integers(1, 4))
 @settings(deadline=None)
-def test_order_and_bound(sizes, threads):
+def test_ordered_map_keeps_order_and_memory_bound(sizes, threads):
     scale = parallel.MAX_IN_FLIGHT_BYTES // 20
     running, peak, lock = 0, 0, threading.Lock()
 
@@ -37,7 +37,7 @@ def test_order_and_bound(sizes, threads):
 
 
 @pytest.mark.parametrize("share", [0.3, 0.4, 0.5])
-def test_ordered_counts_the_next_item_against_the_bound(share):
+def test_ordered_map_next_item_counts_against_the_bound(share):
     """Items are submitted only while they fit with those that are running or wait for their turn."""
     nbytes = int(share * parallel.MAX_IN_FLIGHT_BYTES)
     most = parallel.MAX_IN_FLIGHT_BYTES // nbytes
@@ -60,7 +60,7 @@ def test_ordered_counts_the_next_item_against_the_bound(share):
 
 @pytest.mark.parametrize("nbytes", [0, 1, 30])
 @pytest.mark.parametrize("threads", [2, 40])
-def test_tiny_items_are_bounded_by_their_number(nbytes, threads):
+def test_ordered_map_tiny_items_are_bounded_by_number(nbytes, threads):
     """Where the reader of results is slow, or the first item is, no more than so many are pulled and done."""
     most = parallel.compute_max_in_flight_jobs(threads)
     pulled, held, turns = 0, 0, 3 * most
@@ -77,7 +77,7 @@ def test_tiny_items_are_bounded_by_their_number(nbytes, threads):
     assert pulled == turns and most <= held <= most + 2  # the next item, and the look at whether it is the last
 
 
-def test_the_first_failure_comes_through():
+def test_ordered_map_first_failure_is_raised():
     def work(item: int, threads: int | None) -> int:
         if item >= 5:
             raise KvmnnError(f"item {item}")
@@ -89,7 +89,7 @@ def test_the_first_failure_comes_through():
     assert threading.active_count() < 40
 
 
-def test_items_share_the_threads():
+def test_ordered_map_items_share_the_threads():
     """As many threads for each as leave none idle while `MAX_IN_FLIGHT_BYTES` is full."""
     for size, threads, shares in (
         (parallel.MAX_IN_FLIGHT_BYTES // 2, 2, 1),
@@ -102,7 +102,7 @@ def test_items_share_the_threads():
         assert [allowed for _, allowed in made] == [shares] * 3
 
 
-def test_a_lone_item_has_all_threads():
+def test_ordered_map_single_item_gets_all_threads():
     assert [r for _, r in parallel.ordered_map(lambda _, threads: threads, [1], lambda _: 1, 3)] == [3]
     assert [r for _, r in parallel.ordered_map(lambda _, threads: threads, [1, 2], lambda _: 1, 3)] == [1, 1]
     assert [
@@ -116,7 +116,7 @@ def test_a_lone_item_has_all_threads():
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("count", [1, 5])
-def test_nobody_waits_for_work_that_was_left_by_an_interrupt(threads, count):
+def test_ordered_map_interrupt_does_not_wait_for_running_work(threads, count):
     """The caller's thread is free while items are worked on; what has begun hears of it, the rest does not begin."""
     begun, go_on, heard, before = threading.Event(), threading.Event(), threading.Event(), parallel.any_alive()
     seen: list[int] = []
@@ -148,7 +148,7 @@ def test_nobody_waits_for_work_that_was_left_by_an_interrupt(threads, count):
     assert len(seen) == len(set(seen)) <= threads  # neither the second half of an item nor another one
 
 
-def test_a_wait_looks_up(monkeypatch):
+def test_wait_for_result_polls_for_interrupts(monkeypatch):
     """An interrupt that comes right before a wait begins would not end it; the next look does."""
     future: Future[int] = Future()
     looks: list[float] = []

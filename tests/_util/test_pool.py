@@ -20,7 +20,7 @@ LARGE = {dtype: kv_like((3 << 20) // STRIDE[dtype] + 5, dtype) for dtype in ("fp
 
 @pytest.mark.parametrize("dtype", sorted(LARGE))
 @pytest.mark.parametrize("effort", ["exact", "balanced", "fast"])
-def test_one_frame_on_threads(dtype: str, effort: str) -> None:
+def test_encode_any_thread_count_gives_the_same_frame(dtype: str, effort: str) -> None:
     data = LARGE[dtype]
     options = {"dtype": dtype, "effort": effort}
     one = kvmnn.encode(data, threads=1, **options)
@@ -31,7 +31,7 @@ def test_one_frame_on_threads(dtype: str, effort: str) -> None:
 
 
 @pytest.mark.parametrize(("processors", "threads"), [(5, 5), (None, 1)])
-def test_processors_where_the_system_does_not_say_which(
+def test_cpu_count_without_affinity_uses_all_processors(
     monkeypatch: pytest.MonkeyPatch, processors: int | None, threads: int
 ) -> None:
     monkeypatch.delattr("os.sched_getaffinity")
@@ -39,19 +39,19 @@ def test_processors_where_the_system_does_not_say_which(
     assert parallel.cpu_count() == parallel.resolve_threads(None) == threads
 
 
-def test_fewer_candidates_than_threads() -> None:
+def test_encode_fewer_candidates_than_threads_gives_the_same_frame() -> None:
     for options in ({"predictors": "raw"}, {"predictors": "raw", "hi_predictors": "xor_seq"}, {"codecs": ("rle",)}):
         one = kvmnn.encode(LARGE["fp16"], dtype="fp16", threads=1, **options)
         assert kvmnn.encode(LARGE["fp16"], dtype="fp16", threads=6, **options) == one
 
 
-def test_max_on_threads() -> None:
+def test_encode_max_any_thread_count_gives_the_same_frame() -> None:
     data = LARGE["fp16"][:40_000]
     frames = {kvmnn.encode(data, dtype="fp16", effort="max", threads=n) for n in (1, 2, 5)}
     assert len(frames) == 1
 
 
-def test_ties_are_settled_alike() -> None:
+def test_encode_tied_predictors_do_not_depend_on_threads() -> None:
     """Constant lanes: all predictors but raw, and raw itself, come out equally small."""
     for data in (bytes(3 << 20), b"\xff\x00" * (3 << 19), b"\x01\x01" * (3 << 19)):
         one = kvmnn.encode(data, dtype="fp16", threads=1)
@@ -59,7 +59,7 @@ def test_ties_are_settled_alike() -> None:
 
 
 @pytest.mark.parametrize("words", [64, 20_000, 1 << 20])
-def test_one_buffer_from_eight_threads(words: int) -> None:
+def test_decode_one_buffer_from_eight_threads_is_right(words: int) -> None:
     data = kv_like(words)
     frame = bytearray(kvmnn.encode(data, dtype="fp16"))
     bad = bytes(frame[:-1])
@@ -79,14 +79,14 @@ def test_one_buffer_from_eight_threads(words: int) -> None:
         assert all(executor.map(work, range(8)))
 
 
-def test_encoding_one_array_from_eight_threads() -> None:
+def test_encode_one_array_from_eight_threads_gives_the_same_frame() -> None:
     array = np.frombuffer(kv_like(30_000), np.float16)
     frame = kvmnn.encode(array)
     with ThreadPoolExecutor(8) as executor:
         assert set(executor.map(lambda _: kvmnn.encode(array), range(32))) == {frame}
 
 
-def test_many_calls_inside_each_other() -> None:
+def test_encode_many_nested_calls_do_not_deadlock() -> None:
     """Every worker of the pool needs workers of the pool: nobody may wait for ever."""
     arrays = [np.frombuffer(LARGE["fp16"], np.float16)] * 6
 
@@ -98,7 +98,7 @@ def test_many_calls_inside_each_other() -> None:
 
 
 @pytest.mark.parametrize("name", ["encode", "decode", "fnv1a64"])
-def test_other_threads_run_meanwhile(name: str) -> None:
+def test_encode_and_decode_release_the_gil(name: str) -> None:
     data = kv_like(4 << 20)
     frame = kvmnn.encode(data, dtype="fp16", effort="fast")
     calls: dict[str, Callable[[], object]] = {
@@ -131,7 +131,7 @@ def test_other_threads_run_meanwhile(name: str) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 7, 100])
-def test_results_keep_their_order(threads: int) -> None:
+def test_parallel_map_keeps_order(threads: int) -> None:
     def slow(item: int) -> int:
         time.sleep(0.002 * (item % 3))
         return item * item
@@ -141,7 +141,7 @@ def test_results_keep_their_order(threads: int) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 7])
-def test_the_first_failure_is_raised_and_the_rest_left_alone(threads: int) -> None:
+def test_parallel_map_first_failure_stops_the_rest(threads: int) -> None:
     done = []
 
     def work(item: int) -> None:
@@ -156,7 +156,7 @@ def test_the_first_failure_is_raised_and_the_rest_left_alone(threads: int) -> No
     assert parallel.parallel_map(str, range(3), threads) == ["0", "1", "2"]
 
 
-def test_thread_counts() -> None:
+def test_resolve_threads_defaults_to_processors() -> None:
     assert parallel.resolve_threads(None) == parallel.cpu_count() >= 1
     assert parallel.resolve_threads(5) == 5
 
@@ -193,6 +193,6 @@ sys.exit(failed)
 
 
 @pytest.mark.skipif(not hasattr(__import__("os"), "fork"), reason="no fork on this system")
-def test_a_forked_child_has_a_pool_of_its_own() -> None:
+def test_pool_forked_child_gets_its_own_pool() -> None:
     done = subprocess.run([sys.executable, "-P", "-c", FORK], check=False, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

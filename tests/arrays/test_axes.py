@@ -48,7 +48,7 @@ def assert_same(source: Any, wanted: dict[str, np.ndarray]) -> None:
 
 
 @pytest.mark.parametrize("axes", [*["".join(letters) for letters in permutations("2lhtd")][::7], "lb2thd", "td2bhl"])
-def test_one_array_of_everything(tmp_path: Path, axes: str) -> None:
+def test_open_single_array_with_any_axes_gives_layers(tmp_path: Path, axes: str) -> None:
     array = words(len(axes), axes)
     np.save(tmp_path / "a.npy", array)
     source = kvmnn.open(tmp_path / "a.npy", axes=axes.upper() if axes[0] == "t" else axes)
@@ -58,7 +58,7 @@ def test_one_array_of_everything(tmp_path: Path, axes: str) -> None:
 
 @pytest.mark.parametrize("form", ["npz", "deflated", "fortran", "big", "safetensors", "frames"])
 @pytest.mark.parametrize("axes", ["thd", "htd", "dth", "lthd", "tlhd", "bthd"])
-def test_arrays_in_any_container(tmp_path: Path, run: Any, axes: str, form: str) -> None:
+def test_open_axes_apply_in_every_container(tmp_path: Path, run: Any, axes: str, form: str) -> None:
     keys, values = words(1, axes, "<f4"), words(2, axes, "<f4")
     names = ("k", "v") if "l" in axes else ("layers.0.key", "layers.0.value")
     path = tmp_path / "a.npz"
@@ -98,7 +98,7 @@ def test_arrays_in_any_container(tmp_path: Path, run: Any, axes: str, form: str)
         (["l{n}_k", "l{n}_v"], [0, 1]),
     ],
 )
-def test_names_of_layers(tmp_path: Path, names: list[str], layers: list[int]) -> None:
+def test_open_layer_names_are_recognized(tmp_path: Path, names: list[str], layers: list[int]) -> None:
     arrays = {name.format(n=n): words(n + len(name), "thd") for n in layers for name in names}
     np.savez(tmp_path / "a.npz", **arrays)
     source = kvmnn.open(tmp_path / "a.npz", axes="thd")
@@ -110,7 +110,7 @@ def test_names_of_layers(tmp_path: Path, names: list[str], layers: list[int]) ->
     assert list(source) == sorted(wanted, key=lambda name: (int(name[6:].split(".")[0]), name))
 
 
-def test_shapes_and_batches(tmp_path: Path, run: Any) -> None:
+def test_open_raw_file_takes_shape_and_batch(tmp_path: Path, run: Any) -> None:
     array = words(5, "2lbhtd")
     array.tofile(tmp_path / "page.bin")
     shape = ",".join(map(str, array.shape[:4])) + ",-1,6"
@@ -129,7 +129,7 @@ def refused(tmp_path: Path, message: str, error: type[Exception] = SourceError, 
         kvmnn.open(tmp_path / "a.npz", **said)
 
 
-def test_what_is_refused(tmp_path: Path, run: Any) -> None:
+def test_open_axes_that_do_not_fit_are_refused(tmp_path: Path, run: Any) -> None:
     np.savez(tmp_path / "a.npz", k_0=words(1, "thd"), v_0=words(2, "thd"))
     refused(tmp_path, r"'k_0' has 3 axes \[5, 4, 6\], expected 4 \(lthd\)", axes="lthd")
     for wrong in ("th", "thdd", "thdx", ""):
@@ -157,7 +157,7 @@ def test_what_is_refused(tmp_path: Path, run: Any) -> None:
     assert "is not a shape" in run("encode", tmp_path / "a.npz", "--shape", "2,x", "-o", tmp_path / "f/", code=2).err
 
 
-def test_a_batch_is_asked_about(tmp_path: Path, run: Any) -> None:
+def test_verb_batch_without_selection_is_refused(tmp_path: Path, run: Any) -> None:
     np.savez(tmp_path / "a.npz", **{f"layer_0.{part}": words(1, "bhtd") for part in ("key", "value")})
     for verb in (("measure",), ("mnn pack", "--name", "x", "--backend", "arm64-fp16")):
         said = run(verb[0], tmp_path / "a.npz", *verb[1:], code=2).err
@@ -170,7 +170,7 @@ def test_a_batch_is_asked_about(tmp_path: Path, run: Any) -> None:
     run("diff", tmp_path / "a.npz", tmp_path / "a.npz")
 
 
-def test_k_and_v_in_files_of_their_own(tmp_path: Path, run: Any) -> None:
+def test_encode_keys_and_values_in_separate_files(tmp_path: Path, run: Any) -> None:
     keys, values = words(1, "lthd"), words(2, "lthd")
     np.save(tmp_path / "keys.npy", keys)
     np.save(tmp_path / "values.npy", values)
@@ -180,7 +180,7 @@ def test_k_and_v_in_files_of_their_own(tmp_path: Path, run: Any) -> None:
     assert "layer 0 has no array of its values" in said
 
 
-def test_axes_where_two_readings_are_possible(tmp_path: Path, run: Any) -> None:
+def test_verb_ambiguous_axes_are_refused(tmp_path: Path, run: Any) -> None:
     np.savez(tmp_path / "a.npz", **{"0.0": words(1, "thd"), "0.1": words(2, "thd")})
     said = run("measure", tmp_path / "a.npz", code=2).err
     assert "nothing says whether 5 or 4 is the number of tokens: say --axes htd (4 tokens) or --axes thd (5" in said
@@ -190,7 +190,7 @@ def test_axes_where_two_readings_are_possible(tmp_path: Path, run: Any) -> None:
     run("measure", tmp_path / "b.npz")
 
 
-def test_a_batch_that_nothing_says_is_named_with_what_says_it(tmp_path: Path, run: Any) -> None:
+def test_verb_undeclared_batch_error_names_the_option(tmp_path: Path, run: Any) -> None:
     """Four axes under a name that says K and V of a layer, as inputs of decoders in ONNX have."""
     path = tmp_path / "a.npz"
     rows = np.random.default_rng(1).normal(size=(2, 4, 128, 64)).astype(np.float16)
@@ -208,7 +208,7 @@ def test_a_batch_that_nothing_says_is_named_with_what_says_it(tmp_path: Path, ru
     assert "have no axis for a batch: leave --part batch out" in " ".join(none.split())
 
 
-def test_axes_that_an_input_has_by_itself_may_be_said(tmp_path: Path, run: Any) -> None:
+def test_open_axes_equal_to_those_of_the_format_are_accepted(tmp_path: Path, run: Any) -> None:
     rng = Random(3)
     (tmp_path / "x.session").write_bytes(llama_files.state(rng, llama_files.Shape(), [12])[0])
     (tmp_path / "c.safetensors").write_bytes(mlx_files.cache(rng, mlx_files.Shape(dims=32, value_dims=32))[0])

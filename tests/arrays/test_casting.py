@@ -15,7 +15,7 @@ EVERY_WORD = np.arange(1 << 16, dtype="<u2").view(np.uint8)
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_widening_every_word_loses_nothing(dtype):
+def test_cast_stats_widening_is_lossless_for_every_value(dtype):
     up, down = CastStats(dtype, "fp32"), CastStats("fp32", dtype)
     wide = up.cast(EVERY_WORD)
     assert (up.label, up.words, up.changed, up.largest_error) == ("LOSSLESS", 1 << 16, 0, 0.0)
@@ -25,7 +25,7 @@ def test_widening_every_word_loses_nothing(dtype):
 
 @pytest.mark.parametrize(("dtype", "bits", "smallest"), [("fp16", 11, -24), ("bf16", 8, -133)])
 @given(value=st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-60000, max_value=60000))
-def test_narrowing_rounds_to_nearest_even(dtype, bits, smallest, value):
+def test_cast_stats_narrowing_rounds_to_nearest_even(dtype, bits, smallest, value):
     down = CastStats("fp32", dtype)
     made = down.cast(np.array([value], "<f4").view(np.uint8))
     back = float(CastStats(dtype, "fp32").cast(made).view("<f4")[0])
@@ -37,7 +37,7 @@ def test_narrowing_rounds_to_nearest_even(dtype, bits, smallest, value):
     assert down.largest_error == abs(back - value)
 
 
-def test_what_does_not_fit():
+def test_cast_stats_values_beyond_fp16_are_counted():
     down = CastStats("fp32", "fp16")
     words = np.array([1e6, -1e6, np.inf, np.nan, 1e-9], "<f4")
     made = down.cast(words.view(np.uint8)).view("<f2")
@@ -57,7 +57,7 @@ def test_what_does_not_fit():
     assert CastStats("fp16", "bf16").cast(np.array([1.5], "<f2").view(np.uint8)).view("<u2")[0] == 0x3FC0
 
 
-def test_the_same_dtype_is_left_alone():
+def test_cast_stats_same_dtype_returns_input():
     cast = CastStats("bf16", "bf16")
     assert cast.cast(EVERY_WORD) is EVERY_WORD
     assert (cast.label, cast.words) == ("LOSSLESS", 1 << 16)

@@ -22,7 +22,7 @@ def numbers(layers: int = 2, shape: tuple[int, ...] = (2, 5, 4)) -> dict[str, np
     return {name: rng.standard_normal(shape).astype(np.float16) for name in names}
 
 
-def test_the_distance_of_each_layer_and_where_it_is_largest() -> None:
+def test_compare_allclose_reports_largest_error_of_each_layer() -> None:
     one = numbers()
     two = {name: words.astype(np.float32) for name, words in one.items()}
     two["layer_1.value"][1, 3, 2] += 0.25
@@ -40,13 +40,13 @@ def test_the_distance_of_each_layer_and_where_it_is_largest() -> None:
     assert found.to_dict()["layers"][3]["above"] == 1
 
 
-def test_the_order_of_axes_does_not_matter() -> None:
+def test_compare_allclose_ignores_axis_order() -> None:
     one = numbers()
     two = {name: np.ascontiguousarray(words.transpose(1, 0, 2)) for name, words in one.items()}
     assert compare_allclose(source(one), source(two, token_major=True), 0).equal
 
 
-def test_what_is_no_number_is_apart_unless_it_is_the_same() -> None:
+def test_compare_allclose_nan_and_infinity_differ_unless_equal() -> None:
     one, two = numbers(1), numbers(1)
     one["layer_0.key"][0, 0] = [np.nan, np.inf, np.nan, np.inf]
     two["layer_0.key"][0, 0] = [np.nan, np.inf, 1, -np.inf]
@@ -73,7 +73,7 @@ def test_what_is_no_number_is_apart_unless_it_is_the_same() -> None:
     ],
 )
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e4])
-def test_compare_close_relative_error_tells_rounding_from_another_order(change, least, most, scale) -> None:
+def test_compare_allclose_relative_error_separates_rounding_from_reordering(change, least, most, scale) -> None:
     words = np.random.default_rng(3).standard_normal((4, 64, 64), np.float32) * np.float32(scale)
     changed = {
         "fp16": (words / np.float32(scale)).astype(np.float16).astype(np.float32) * np.float32(scale),
@@ -91,7 +91,7 @@ def test_compare_close_relative_error_tells_rounding_from_another_order(change, 
     assert max(map(len, str(found).splitlines()[:2])) <= 80
 
 
-def test_compare_close_relative_error_is_of_finite_numbers() -> None:
+def test_compare_allclose_relative_error_ignores_non_finite_values() -> None:
     one, two = numbers(1), numbers(1)
     one["layer_0.key"][0, 0] = two["layer_0.key"][0, 0] = [np.nan, np.inf, 1, -np.inf]
     two["layer_0.key"][0, 0, 2] = np.nan
@@ -100,7 +100,7 @@ def test_compare_close_relative_error_is_of_finite_numbers() -> None:
     assert compare_allclose(source(zeros), source(zeros), 0).errors[0].relative is None
 
 
-def test_layers_and_tokens_that_are_missing_are_said() -> None:
+def test_compare_allclose_missing_layers_and_tokens_are_reported() -> None:
     one, two = numbers(2), numbers(1, (2, 4, 4))
     for name in two:
         two[name][:] = one[name][:, :4]
@@ -112,7 +112,7 @@ def test_layers_and_tokens_that_are_missing_are_said() -> None:
         compare_allclose(source(one), source({"weights": one["layer_0.key"]}), 0)
 
 
-def test_other_positions_are_said() -> None:
+def test_compare_allclose_different_positions_are_reported() -> None:
     cache = EngineCacheInfo(engine="a", kind="b", layers=1, kv_heads=2, head_dim=4, tokens=5, types=("f16", "f16"))
     one, two = (replace(cache, positions=np.arange(5) + shift) for shift in (0, 2))
     found = compare_allclose(source(numbers(1), engine_cache=one), source(numbers(1), engine_cache=two), 0)
@@ -125,7 +125,7 @@ def test_other_positions_are_said() -> None:
     assert compare_bitwise(source(numbers(1), engine_cache=one), source(numbers(1), engine_cache=cache)).equal
 
 
-def test_rows_of_other_tokens_are_not_compared() -> None:
+def test_compare_allclose_rows_of_different_tokens_are_not_compared() -> None:
     whole = EngineCacheInfo(engine="a", kind="b", layers=2, kv_heads=2, head_dim=4, tokens=5, types=("f16",) * 4)
     whole = replace(whole, positions=np.arange(5))
     cut = replace(whole, positions=None, layer_positions=(np.arange(5), np.arange(3, 5)))
@@ -135,7 +135,7 @@ def test_rows_of_other_tokens_are_not_compared() -> None:
     assert [(each.layer, each.above) for each in found.errors] == [(0, 0), (0, 0)] and not found.equal
 
 
-def test_the_command(tmp_path, run) -> None:
+def test_diff_close_reports_distance(tmp_path, run) -> None:
     one, two = numbers(), {name: words.astype(np.float32) for name, words in numbers().items()}
     np.savez(tmp_path / "a.npz", **one)
     np.savez(tmp_path / "b.npz", **two)

@@ -31,12 +31,12 @@ def windowed(included: bool) -> Completeness:
     )
 
 
-def test_complete_state_passes() -> None:
+def test_require_complete_complete_state_passes() -> None:
     require_complete(windowed(included=True), "a.session", "a prefix cache")
     require_complete(None, "a.session", "a prefix cache")
 
 
-def test_missing_window_layers_are_counted_and_located() -> None:
+def test_require_complete_missing_window_layers_are_counted_and_located() -> None:
     with pytest.raises(IncompleteCacheError) as caught:
         require_complete(windowed(included=False), "a.session", "a prefix cache")
     assert str(caught.value) == (
@@ -45,24 +45,24 @@ def test_missing_window_layers_are_counted_and_located() -> None:
     )
 
 
-def test_shared_layer_without_arrays_is_complete() -> None:
+def test_completeness_shared_layer_without_arrays_is_complete() -> None:
     assert Completeness(
         layers=(LayerStateInfo(layer=0), LayerStateInfo(layer=1, kind="shared", included=False))
     ).is_complete
 
 
-def test_selected_layers_are_a_part() -> None:
+def test_completeness_selected_layers_are_incomplete() -> None:
     part = windowed(included=True).with_selected_layers({5, 11}, "not selected (--tensor)")
     assert part.missing == ["10 of 12 layers have a window of 16 tokens and are not selected (--tensor)"]
 
 
-def test_evicted_tokens_and_other_state_are_missing() -> None:
+def test_completeness_evicted_tokens_and_scales_are_missing() -> None:
     found = Completeness(layers=(LayerStateInfo(layer=0),), evicted="8 of 20 tokens are stored", other=("no scales",))
     assert found.missing == ["8 of 20 tokens are stored", "no scales"]
 
 
 @pytest.mark.parametrize("included", [True, False])
-def test_document_round_trips(included: bool) -> None:
+def test_completeness_document_round_trips(included: bool) -> None:
     written = windowed(included).to_dict()
     assert written["complete"] is included
     assert parse_completeness_node(parse_document(json.dumps(written), "x")) == windowed(included)
@@ -72,7 +72,7 @@ def test_document_round_trips(included: bool) -> None:
 @pytest.mark.parametrize(
     ("key", "value"), [("layers", [1, 5]), ("layers", [0, 1 << 40]), ("kind", "half"), ("included", 1), ("window", -1)]
 )
-def test_malformed_document_is_refused(key: str, value: object) -> None:
+def test_completeness_malformed_document_is_refused(key: str, value: object) -> None:
     written = windowed(included=True).to_dict()
     written["layers"][0][key] = value
     with pytest.raises(ManifestError):

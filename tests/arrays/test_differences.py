@@ -27,7 +27,7 @@ def in_pieces(array: LazyArray, size: int) -> LazyArray:
 
 @pytest.mark.parametrize("name", ["x", "layer_3.key"])
 @pytest.mark.parametrize(("one", "two"), [(160, 160), (8, 160), (12, 20), (160, 4)])
-def test_every_word_is_counted_whatever_the_pieces(name: str, one: int, two: int) -> None:
+def test_compare_bitwise_counts_every_element_for_any_chunks(name: str, one: int, two: int) -> None:
     other = WORDS.copy()
     other[0, 3, 2], other[1, 1, 0], other[1, 4, 3] = -1, -2, -3
     first, second = (in_pieces(from_numpy(name, words), size) for words, size in ((WORDS, one), (other, two)))
@@ -45,13 +45,13 @@ def test_every_word_is_counted_whatever_the_pieces(name: str, one: int, two: int
         assert (place.layer, place.part, place.head, place.token, place.dim) == (3, "key", 0, 3, 2)
 
 
-def test_equal_words_are_equal() -> None:
+def test_compare_bitwise_equal_elements_are_equal() -> None:
     found = compare_bitwise(Source([in_pieces(from_numpy("x", WORDS), 12)]), Source([from_numpy("y", WORDS)]))
     assert found.equal and (found.words, found.differing, found.first) == (40, 0, None)
     assert str(found) == "equal: 40 words, bit by bit"
 
 
-def test_what_to_say_of_axes_that_nothing_says() -> None:
+def test_compare_bitwise_undeclared_axes_are_reported() -> None:
     """``0.0`` is K of layer 0, of which heads and tokens cannot be told apart; said only where names do not match."""
     short = WORDS.astype(np.float16)
     numbered, named = (

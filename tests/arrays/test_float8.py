@@ -59,7 +59,7 @@ def float32_value(bits: int) -> Fraction | str:
 
 
 @pytest.mark.parametrize("name", FLOAT8_NAMES)
-def test_table_of_every_code_is_exact(name: str) -> None:
+def test_build_exact_table_every_code_is_exact(name: str) -> None:
     table = build_exact_table(name)
     assert table.dtype == np.float32
     bits = [int(each) for each in np.frombuffer(table.tobytes(), "<u4")]
@@ -76,7 +76,9 @@ def test_table_of_every_code_is_exact(name: str) -> None:
         ("float8_e5m2fnuz", 57344.0, 2.0**-17, 1, 0),
     ],
 )
-def test_table_has_the_published_limits(name: str, largest: float, smallest: float, nans: int, infinities: int) -> None:
+def test_build_exact_table_has_published_limits(
+    name: str, largest: float, smallest: float, nans: int, infinities: int
+) -> None:
     table = build_exact_table(name)
     finite = table[np.isfinite(table)]
     assert (finite.max(), finite[finite > 0].min()) == (largest, smallest)
@@ -85,7 +87,7 @@ def test_table_has_the_published_limits(name: str, largest: float, smallest: flo
 
 @pytest.mark.parametrize("name", FLOAT8_NAMES)
 @pytest.mark.parametrize("limit", [0, 4, 5, 7, 12, 1000])
-def test_decode_array_in_pieces_of_any_size_is_the_same(name: str, limit: int) -> None:
+def test_decode_float8_array_does_not_depend_on_chunks(name: str, limit: int) -> None:
     codes = np.random.default_rng(1).integers(0, 256, (3, 7, 11), dtype=np.uint8)
     array = LazyArray(
         name="x",
@@ -102,6 +104,6 @@ def test_decode_array_in_pieces_of_any_size_is_the_same(name: str, limit: int) -
     assert found.to_numpy().tobytes() == expected.tobytes()
 
 
-def test_encode_of_a_float8_dtype_names_what_frames_take() -> None:
+def test_encode_float8_dtype_is_refused() -> None:
     with pytest.raises(kvmnn.KvmnnError, match="float8_e4m3fn is for bytes of files and arrays"):
         kvmnn.encode(b"1234", dtype="float8_e4m3fn")

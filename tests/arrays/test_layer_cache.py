@@ -20,7 +20,7 @@ def cache(**more: Any) -> LayerCache:
     return LayerCache(**{"layer": 0, "keys": words(), "values": words(), **more})
 
 
-def test_what_is_left_out_is_a_text_from_its_beginning() -> None:
+def test_layer_cache_defaults_describe_a_whole_prefix() -> None:
     found = cache(layer=7)
     assert (found.layer, found.kv_heads, found.tokens, found.head_dim, found.dtype) == (7, 2, 3, 4, "fp16")
     assert (found.positions.tolist(), found.ends.tolist(), found.tokens_seen) == ([0, 1, 2], [1, 2, 3], 3)
@@ -28,7 +28,7 @@ def test_what_is_left_out_is_a_text_from_its_beginning() -> None:
     assert cache(keys=words(tokens=0), values=words(tokens=0)).tokens_seen == 0
 
 
-def test_positions_of_tokens_or_of_heads_and_tokens() -> None:
+def test_layer_cache_positions_may_differ_by_head() -> None:
     assert cache(positions=[0, 4, 9]).ends.tolist() == [1, 5, 10]
     apart = cache(positions=[[0, 4, 9], [0, 1, 2]], ends=[[4, 9, 12], [1, 2, 12]], tokens_seen=12)
     assert apart.tokens_seen == 12 and apart.positions.shape == (2, 3)
@@ -46,13 +46,13 @@ def test_positions_of_tokens_or_of_heads_and_tokens() -> None:
         {"tokens_seen": 0},
     ],
 )
-def test_positions_and_ends_that_cannot_be(wrong: dict[str, Any]) -> None:
+def test_layer_cache_impossible_positions_are_refused(wrong: dict[str, Any]) -> None:
     """Each rule by itself: not below 0, ends behind their positions, nothing behind the tokens seen."""
     with pytest.raises(KvmnnError, match="positions must not be below 0, ends must lie behind them"):
         cache(**wrong)
 
 
-def test_values_may_have_another_head_dim() -> None:
+def test_layer_cache_values_may_have_another_head_dim() -> None:
     found = cache(values=words(head_dim=6))
     assert (found.head_dim, found.value_dim, found.nbytes) == (4, 6, 2 * 3 * (4 + 6) * 2)
     assert cache(values=words(head_dim=0)).nbytes == 2 * 3 * 4 * 2
@@ -74,12 +74,12 @@ def test_values_may_have_another_head_dim() -> None:
         ({"keys": words(head_dim=0)}, r"shape \[2, 3, 0\] has no heads or no head_dim"),
     ],
 )
-def test_arrays_that_do_not_fit(wrong: dict[str, Any], said: str) -> None:
+def test_layer_cache_mismatched_arrays_are_refused(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(KvmnnError, match=said):
         cache(**wrong)
 
 
-def test_heads_are_the_third_axis_from_the_end() -> None:
+def test_check_kv_pair_heads_are_third_axis_from_end() -> None:
     batch = np.zeros((0, 2, 3, 4), np.float16)
     check_kv_pair("x", batch, batch, num_axes=4)
     with pytest.raises(KvmnnError, match="has no heads"):
@@ -89,7 +89,7 @@ def test_heads_are_the_third_axis_from_the_end() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["f8", "i4", "u1", "c8"])
-def test_numbers_of_another_type(dtype: str) -> None:
+def test_layer_cache_unsupported_dtype_is_refused(dtype: str) -> None:
     """Bad input as any other, and a wrong type."""
     words = np.zeros((2, 3, 4), dtype)
     for error in (KvmnnError, TypeError):

@@ -18,7 +18,7 @@ from kvmnn.errors import SourceError
     order=st.sampled_from(["C", "F"]),
     limit=st.integers(4, 400),
 )
-def test_pieces_are_whole_rows_of_the_leading_axes(shape, kind, order, limit):
+def test_compute_chunk_bytes_gives_whole_leading_rows(shape, kind, order, limit):
     info = ArrayInfo(name="a", dtype={"<f2": "fp16", "<f4": "fp32", "<u2": "bf16"}[kind], shape=shape,
                      array_dtype=kind, order=order)  # fmt: skip
     step = info.compute_chunk_bytes(limit)
@@ -34,18 +34,18 @@ def test_pieces_are_whole_rows_of_the_leading_axes(shape, kind, order, limit):
     assert step + largest > limit or step == info.nbytes
 
 
-def test_zero_never_cuts():
+def test_count_chunks_zero_bytes_gives_one_chunk():
     info = ArrayInfo(name="a", dtype="fp32", shape=(1 << 20, 1 << 10), array_dtype="<f4")
     assert info.count_chunks(0) == 1
 
 
-def test_raw_bytes_are_cut_between_words():
+def test_compute_chunk_bytes_cuts_raw_bytes_between_elements():
     info = ArrayInfo(name="a", dtype="fp32", shape=(3, 20), array_dtype="|u1")
     assert info.compute_chunk_bytes(23) == 20
 
 
 @pytest.mark.parametrize("order", ["C", "F"])
-def test_index_of_a_byte(order):
+def test_array_info_index_of_byte_follows_order(order):
     info = ArrayInfo(name="a", dtype="fp32", shape=(2, 3, 4), array_dtype="<f4", order=order)
     flat = np.arange(24).reshape(2, 3, 4).ravel(order=order)
     for position in range(24):
@@ -54,7 +54,7 @@ def test_index_of_a_byte(order):
 
 @pytest.mark.parametrize("kind", ["<f2", ">f2", "<f4", ">f4", "<u2", "<i4"])
 @pytest.mark.parametrize("order", ["C", "F"])
-def test_to_numpy(tmp_path, kind, order):
+def test_lazy_array_to_numpy_gives_stored_values(tmp_path, kind, order):
     values = np.asarray((WORDS * 3).astype(kind), order=order)
     np.save(tmp_path / "a.npy", values)
     found = only(tmp_path / "a.npy", dtype="fp16" if kind[2] == "2" else "fp32").to_numpy()
@@ -65,7 +65,7 @@ def test_to_numpy(tmp_path, kind, order):
 
 
 @pytest.mark.parametrize("found", [0, 2, 46, 48, 96])
-def test_to_numpy_of_another_size_than_was_announced(found):
+def test_lazy_array_to_numpy_unexpected_size_is_refused(found):
     array = LazyArray(
         name="a",
         dtype="fp16",
@@ -78,7 +78,7 @@ def test_to_numpy_of_another_size_than_was_announced(found):
 
 
 @pytest.mark.parametrize(("step", "total"), [(4, 8), (3, 8), (8, 8), (100, 8)])
-def test_what_is_compared_behind_the_last_byte_is_compared(step, total):
+def test_lazy_array_checks_after_last_byte_run(step, total):
     def blocks():
         yield np.zeros(5, np.uint8)
         yield np.zeros(3, np.uint8)

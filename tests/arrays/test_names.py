@@ -20,13 +20,13 @@ from kvmnn.arrays.naming import parse_conventional_name, parse_layer, parse_part
         ("value_of_k", "key", "value_of_*", None),
     ],
 )
-def test_names_that_say_it(name, part, rest, layer):
+def test_parse_part_conventional_name_gives_part_and_layer(name, part, rest, layer):
     assert parse_part("a file", name) == (part, rest)
     assert parse_layer(name) == layer
 
 
 @pytest.mark.parametrize("name", ["", "weights", "kv", "monkey", "valued"])
-def test_names_that_do_not(name):
+def test_parse_part_unknown_name_is_refused(name):
     with pytest.raises(SourceError, match=r"a file: array .* is neither K nor V"):
         parse_part("a file", name)
 
@@ -43,12 +43,12 @@ def test_names_that_do_not(name):
         ("run/layer_7/packed_k_packed_t0_9", ("key", 7, "htd", 0, 9)),
     ],
 )
-def test_names_in_the_table(name, said):
+def test_parse_conventional_name_table_entries_are_recognized(name, said):
     assert parse_conventional_name(name) == said
 
 
 @pytest.mark.parametrize(
     "name", ["k", "k_0", "layers.0.key", "layer_0.keys", "xlayer_0.key", "layer_0.key~2", "present.0"]
 )
-def test_names_that_are_not(name):
+def test_parse_conventional_name_other_name_gives_none(name):
     assert parse_conventional_name(name) is None

@@ -11,14 +11,14 @@ from kvmnn.arrays.opaque_state import include_states, make_state
 from kvmnn.errors import SourceError
 
 
-def test_read_state_with_other_bytes_than_announced_is_refused() -> None:
+def test_opaque_state_unexpected_size_is_refused() -> None:
     state = make_state(3, "conv_states", bytes(24), dtype="float32", shape=(1, 2, 3))
     assert state.read() == bytes(24)
     with pytest.raises(SourceError, match=r"layer 3: state 'conv_states' has 24 bytes where 25 were announced"):
         replace(state, nbytes=25).read()
 
 
-def test_include_states_of_some_layers_leaves_the_others_missing() -> None:
+def test_include_states_of_some_layers_leaves_remaining_layers_missing() -> None:
     layers = (
         LayerStateInfo(layer=0),
         LayerStateInfo(layer=1, kind="linear", included=False),

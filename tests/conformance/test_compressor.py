@@ -16,7 +16,7 @@ def vectors(unpacked: Callable[[str], Path]) -> Path:
 
 
 @pytest.mark.parametrize(("index", "cases"), [("conv_index.json", 93), ("bad_index.json", 82)])
-def test_every_vector_passes(vectors: Path, index: str, cases: int) -> None:
+def test_compressor_every_vector_passes(vectors: Path, index: str, cases: int) -> None:
     results = list(run_index(vectors / index, vectors))
     assert [(result.name, result.problems) for result in results if result.problems] == []
     assert len(results) == cases
@@ -36,7 +36,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize(("index", "old", "new"), CHANGES)
-def test_a_changed_expectation_fails(
+def test_compressor_changed_expectation_fails(
     vectors: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], index: str, old: str, new: str
 ) -> None:
     for entry in vectors.iterdir():

@@ -23,13 +23,13 @@ def run(folder: Path, index: Path) -> dict[str, list[str]]:
     return {result.name: result.problems for result in run_index(index, folder)}
 
 
-def test_every_vector_passes(vectors: Path) -> None:
+def test_compressor_forward_every_vector_passes(vectors: Path) -> None:
     results = run(vectors, vectors / "fwd_index.json")
     assert {name: problems for name, problems in results.items() if problems} == {}
     assert len(results) == CASES
 
 
-def test_every_engine_that_is_installed_takes_part() -> None:
+def test_compressor_forward_every_installed_engine_runs() -> None:
     there = all(importlib.util.find_spec(name) for name in ("onnx", "onnxruntime"))
     assert compressor_forward.engines() == (["numpy", "onnx"] if there else ["numpy"])
 
@@ -54,7 +54,9 @@ def test_every_engine_that_is_installed_takes_part() -> None:
         (25, {"new_len": 12}),
     ],
 )
-def test_a_changed_expectation_fails(vectors: Path, tmp_path: Path, case: int, change: dict[str, object]) -> None:
+def test_compressor_forward_changed_expectation_fails(
+    vectors: Path, tmp_path: Path, case: int, change: dict[str, object]
+) -> None:
     index = json.loads((vectors / "fwd_index.json").read_text())
     index["cases"] = [index["cases"][case] | change]
     for entry in vectors.glob("fwd_*"):

@@ -10,7 +10,7 @@ from conformance import run_index
 
 
 @pytest.mark.slow
-def test_every_recorded_type_converts_or_is_refused_as_by_torch(unpacked: Callable[[str], Path]) -> None:
+def test_compressor_types_convert_or_are_refused_like_torch(unpacked: Callable[[str], Path]) -> None:
     folder = unpacked("compressor_types")
     results = list(run_index(folder / "index.json", folder))
     assert [(result.name, result.problems) for result in results if result.problems] == []

@@ -17,7 +17,7 @@ CHANGED = [
 ]
 
 
-def test_every_stream_gives_its_words_or_is_refused(unpacked: Callable[[str], Path]) -> None:
+def test_dense_every_vector_decodes_or_is_refused(unpacked: Callable[[str], Path]) -> None:
     folder = unpacked("dense")
     results = list(run_index(folder / "index.json", folder))
     assert [(result.name, result.problems) for result in results if result.problems] == []
@@ -33,7 +33,7 @@ def one_case(folder: Path, name: str, **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize(("field", "value"), CHANGED, ids=[field for field, _ in CHANGED])
-def test_a_changed_expectation_fails(
+def test_dense_changed_expectation_fails(
     unpacked: Callable[[str], Path], tmp_path: Path, field: str, value: object
 ) -> None:
     folder = shutil.copytree(unpacked("dense"), tmp_path / "dense")
@@ -41,7 +41,7 @@ def test_a_changed_expectation_fails(
     assert one_case(folder, "v_fp16", **{field: value})
 
 
-def test_other_history_tables_and_verdicts_fail(unpacked: Callable[[str], Path], tmp_path: Path) -> None:
+def test_dense_changed_history_tables_or_verdict_fails(unpacked: Callable[[str], Path], tmp_path: Path) -> None:
     folder = shutil.copytree(unpacked("dense"), tmp_path / "dense")
     name = "history_and_tables_fp16"
     assert not one_case(folder, name)

@@ -23,7 +23,7 @@ MLX = [
 
 
 @pytest.mark.parametrize(("name", "count"), [("llama", 14), ("mlx", 4)])
-def test_every_cache_is_read_word_for_word_and_written_again(
+def test_engines_every_cache_reads_exactly_and_is_rewritten(
     unpacked: Callable[[str], Path], name: str, count: int
 ) -> None:
     results = list(run_tree(unpacked(name)))
@@ -36,7 +36,7 @@ def test_every_cache_is_read_word_for_word_and_written_again(
     [("llama/a", 0, *change) for change in LLAMA] + [("mlx", 3, *change) for change in MLX],
     ids=[f"llama-{field}" for field, _ in LLAMA] + [f"mlx-{field}" for field, _ in MLX],
 )
-def test_a_changed_expectation_fails(
+def test_engines_changed_expectation_fails(
     unpacked: Callable[[str], Path], tmp_path: Path, name: str, case: int, field: str, value: object
 ) -> None:
     folder = shutil.copytree(
@@ -50,7 +50,7 @@ def test_a_changed_expectation_fails(
 
 
 @pytest.mark.parametrize(("name", "file"), [("llama", "f16.session.bin.expected0.npz"), ("mlx", "fp32.expected.npz")])
-def test_a_changed_word_fails(unpacked: Callable[[str], Path], tmp_path: Path, name: str, file: str) -> None:
+def test_engines_changed_element_fails(unpacked: Callable[[str], Path], tmp_path: Path, name: str, file: str) -> None:
     folder = shutil.copytree(unpacked(name) / ("a" if name == "llama" else ""), tmp_path / "set")
     with np.load(folder / file) as found:
         arrays = dict(found)

@@ -14,19 +14,19 @@ def vectors(unpacked: Callable[[str], Path]) -> Path:
     return unpacked("frames")
 
 
-def test_every_vector_passes(vectors: Path) -> None:
+def test_frames_every_vector_passes(vectors: Path) -> None:
     results = list(run_tree(vectors))
     assert [(result.name, result.problems) for result in results if result.problems] == []
     assert len(results) == 175 + 169 + 7 + 52
 
 
-def test_every_vector_of_short_zstd_payloads_passes(unpacked: Callable[[str], Path]) -> None:
+def test_frames_every_short_zstd_vector_passes(unpacked: Callable[[str], Path]) -> None:
     results = list(run_tree(unpacked("frames_short")))
     assert [(result.name, result.problems) for result in results if result.problems] == []
     assert len(results) == (2 + 4) * 4
 
 
-def test_a_changed_expectation_fails(vectors: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_frames_changed_expectation_fails(vectors: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     copy = tmp_path / "set"
     copy.mkdir()
     for entry in vectors.iterdir():

@@ -16,7 +16,7 @@ def index(unpacked: Callable[[str], Path]) -> dict[str, Any]:
     return json.loads((unpacked("gates") / "cases.json").read_text())
 
 
-def test_every_vector_passes(unpacked: Callable[[str], Path]) -> None:
+def test_gates_every_vector_passes(unpacked: Callable[[str], Path]) -> None:
     folder = unpacked("gates")
     results = list(run_index(folder / "cases.json", folder))
     assert [(result.name, result.problems) for result in results if result.problems] == []
@@ -28,7 +28,7 @@ def failing(folder: Path, index: dict[str, Any]) -> list[str]:
     return [result.name for result in run_index(folder / "cases.json", folder) if result.problems]
 
 
-def test_every_line_of_every_verdict_is_compared(tmp_path: Path, index: dict[str, Any]) -> None:
+def test_gates_every_line_of_every_verdict_is_compared(tmp_path: Path, index: dict[str, Any]) -> None:
     seen: set[str] = set()
     altered = []
     for case in index["analyze"]:
@@ -55,7 +55,7 @@ def test_every_line_of_every_verdict_is_compared(tmp_path: Path, index: dict[str
         ("analyze", {"args": ["--unknown", "9"]}),
     ],
 )
-def test_a_changed_case_fails(
+def test_gates_changed_case_fails(
     tmp_path: Path, index: dict[str, Any], capsys: pytest.CaptureFixture[str], name: str, changed: dict[str, Any]
 ) -> None:
     made = {"format": index["format"], name: [{**index[name][0], **changed}, index[name][1]]}

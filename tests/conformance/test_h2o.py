@@ -21,7 +21,7 @@ def live(unpacked: Callable[[str], Path]) -> Path:
     return unpacked("real_kv") / "mnn_h2o_live"
 
 
-def test_every_vector_passes(vectors: Path) -> None:
+def test_h2o_every_vector_passes(vectors: Path) -> None:
     results = list(run_tree(vectors))
     assert [(result.name, result.problems) for result in results if result.problems] == []
     assert len(results) == 94
@@ -40,7 +40,7 @@ def changed(vectors: Path, tmp_path: Path, name: str, change: Callable[[dict[str
     return problems
 
 
-def test_every_field_of_a_call_is_compared(vectors: Path, tmp_path: Path) -> None:
+def test_h2o_every_field_of_a_call_is_compared(vectors: Path, tmp_path: Path) -> None:
     index = json.loads((vectors / "cases.json").read_text())
     case = next(case for case in index["cases"] if case["name"] == "lossy_meta_bytes")
     (event,) = case["expected"]
@@ -77,11 +77,11 @@ def test_every_field_of_a_call_is_compared(vectors: Path, tmp_path: Path) -> Non
         ("acc_h4_t1", lambda case: case["params"].update(surprise=0)),
     ],
 )
-def test_a_changed_expectation_fails(vectors: Path, tmp_path: Path, name: str, change: Any) -> None:
+def test_h2o_changed_expectation_fails(vectors: Path, tmp_path: Path, name: str, change: Any) -> None:
     assert changed(vectors, tmp_path, name, change)
 
 
-def test_the_live_eviction_is_explained(live: Path) -> None:
+def test_h2o_live_eviction_is_reproduced(live: Path) -> None:
     results = list(run_tree(live))
     assert [(result.name, result.problems) for result in results if result.problems] == []
     assert len(results) == 9
@@ -99,7 +99,7 @@ def test_the_live_eviction_is_explained(live: Path) -> None:
         ("layer_start", 1),
     ],
 )
-def test_another_configuration_does_not_explain_it(live: Path, tmp_path: Path, key: str, value: float) -> None:
+def test_h2o_live_eviction_with_other_configuration_fails(live: Path, tmp_path: Path, key: str, value: float) -> None:
     index_path = live / "index.json"
     for entry in index_path.parent.iterdir():
         if entry != index_path:

@@ -17,7 +17,7 @@ CHANGED = [
 ]
 
 
-def test_every_cache_is_read_word_for_word(unpacked: Callable[[str], Path]) -> None:
+def test_hf_cache_every_cache_reads_exactly(unpacked: Callable[[str], Path]) -> None:
     folder = unpacked("hf")
     results = list(run_index(folder / "index.json", folder))
     assert [(result.name, result.problems) for result in results if result.problems] == []
@@ -25,7 +25,7 @@ def test_every_cache_is_read_word_for_word(unpacked: Callable[[str], Path]) -> N
 
 
 @pytest.mark.parametrize(("field", "value"), CHANGED, ids=[field for field, _ in CHANGED])
-def test_a_changed_expectation_fails(
+def test_hf_cache_changed_expectation_fails(
     unpacked: Callable[[str], Path], tmp_path: Path, field: str, value: object
 ) -> None:
     folder = shutil.copytree(unpacked("hf"), tmp_path / "hf")
@@ -36,7 +36,7 @@ def test_a_changed_expectation_fails(
     assert result.problems
 
 
-def test_a_changed_word_fails(unpacked: Callable[[str], Path], tmp_path: Path) -> None:
+def test_hf_cache_changed_element_fails(unpacked: Callable[[str], Path], tmp_path: Path) -> None:
     folder = shutil.copytree(unpacked("hf"), tmp_path / "hf")
     with np.load(folder / "fp32.expected.npz") as found:
         arrays = dict(found)

@@ -21,13 +21,13 @@ def real(unpacked: Callable[[str], Path]) -> Path:
     return unpacked("real_kv")
 
 
-def test_every_layout_vector_passes(layout: Path) -> None:
+def test_layout_every_vector_passes(layout: Path) -> None:
     results = list(run_tree(layout))
     assert [(result.name, result.problems) for result in results if result.problems] == []
     assert len(results) == 101
 
 
-def test_every_live_cache_passes(real: Path) -> None:
+def test_layout_every_live_cache_passes(real: Path) -> None:
     results = list(run_tree(real))
     assert [(result.name, result.problems) for result in results if result.problems] == []
     assert len(results) == 58 + 7 + 2 + 3
@@ -52,7 +52,7 @@ def test_every_live_cache_passes(real: Path) -> None:
         (53, lambda case: case["ops"].append(["shuffle", 3])),
     ],
 )
-def test_a_changed_expectation_fails(layout: Path, tmp_path: Path, case: int, change: object) -> None:
+def test_layout_changed_expectation_fails(layout: Path, tmp_path: Path, case: int, change: object) -> None:
     index = json.loads((layout / "index.json").read_text())
     chosen = index["cases"][case]
     change(chosen)
@@ -73,7 +73,7 @@ def test_a_changed_expectation_fails(layout: Path, tmp_path: Path, case: int, ch
         ('"bytes": 14848', '"bytes": 14849'),
     ],
 )
-def test_a_changed_history_fails(real: Path, tmp_path: Path, old: str, new: str) -> None:
+def test_layout_changed_history_fails(real: Path, tmp_path: Path, old: str, new: str) -> None:
     copy = tmp_path / "real"
     shutil.copytree(real, copy)
     found = 0

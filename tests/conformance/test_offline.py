@@ -16,7 +16,7 @@ def vectors(unpacked: Callable[[str], Path]) -> Path:
 
 
 @pytest.mark.slow
-def test_every_vector_passes(vectors: Path) -> None:
+def test_offline_every_vector_passes(vectors: Path) -> None:
     results = list(run_index(vectors / "index.json", vectors))
     assert [(result.name, result.problems) for result in results if result.problems] == []
     assert len(results) == 39
@@ -37,7 +37,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize(("file", "old", "new"), CHANGES)
-def test_a_changed_expectation_fails(
+def test_offline_changed_expectation_fails(
     vectors: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, old: str, new: str
 ) -> None:
     (tmp_path / "expected").mkdir()

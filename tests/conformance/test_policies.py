@@ -23,7 +23,7 @@ def cases(vectors: Path) -> dict[str, Case]:
     return {case["name"]: case for case in json.loads((vectors / "cases.json").read_text())["cases"]}
 
 
-def test_every_vector_passes(vectors: Path) -> None:
+def test_policies_every_vector_passes(vectors: Path) -> None:
     results = list(run_index(vectors / "cases.json", vectors))
     assert [(result.name, result.problems) for result in results if result.problems] == []
     assert len(results) == 54
@@ -90,7 +90,7 @@ CHANGES: list[tuple[str, Callable[[Case], object]]] = [
 
 
 @pytest.mark.parametrize(("name", "change"), CHANGES)
-def test_a_changed_case_fails(
+def test_policies_changed_case_fails(
     cases: dict[str, Case],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

@@ -54,7 +54,7 @@ def put_archive(folder: Path, *members: tarfile.TarInfo, **files: str) -> Path:
     return folder
 
 
-def test_all_that_ships_has_a_set_or_is_data_for_tests() -> None:
+def test_runner_every_shipped_archive_is_a_set_or_test_data() -> None:
     """Every archive of vectors is one that `conformance.py fixtures` finds; the other folders hold no index."""
     with_vectors = {path.parent.name for path in FIXTURES.glob("*/vectors.tar.xz")}
     data = {path.name for path in FIXTURES.iterdir() if path.is_dir()} - with_vectors
@@ -62,14 +62,14 @@ def test_all_that_ships_has_a_set_or_is_data_for_tests() -> None:
     assert not [path for name in ("index.json", "cases.json") for path in FIXTURES.rglob(name)]
 
 
-def test_a_good_set_passes(tmp_path: Path, told: Told) -> None:
+def test_runner_good_set_passes(tmp_path: Path, told: Told) -> None:
     assert told(put(tmp_path / "plain", GOOD)) == (0, "1 passed, 0 failed")
     put_archive(tmp_path / "packed", index__json=json.dumps(GOOD))
     assert told(tmp_path / "packed") == (0, "1 passed, 0 failed")
     assert told(tmp_path) == (0, "2 passed, 0 failed")
 
 
-def test_what_is_not_known_fails(tmp_path: Path, told: Told) -> None:
+def test_runner_unknown_format_fails(tmp_path: Path, told: Told) -> None:
     put(tmp_path / "a", {"format": "somebody-elses-1", "cases": [{}, {}]})
     put(tmp_path / "b", {"format": "mnn-frame-vectors-1", "surprises": [{"x": 1}]})
     put(tmp_path / "c", "not json", "cases.json")
@@ -95,11 +95,11 @@ def test_what_is_not_known_fails(tmp_path: Path, told: Told) -> None:
         "[" * 100_000,
     ],
 )
-def test_an_index_that_checks_nothing_fails(tmp_path: Path, told: Told, index: object) -> None:
+def test_runner_index_without_checks_fails(tmp_path: Path, told: Told, index: object) -> None:
     assert told(put(tmp_path, index)) == (1, "0 passed, 1 failed")
 
 
-def test_an_emptied_list_or_a_wrong_count_fails(tmp_path: Path, told: Told) -> None:
+def test_runner_empty_list_or_wrong_count_fails(tmp_path: Path, told: Told) -> None:
     assert told(put(tmp_path, {**GOOD, "cases": []})) == (1, "1 passed, 1 failed")
     assert told(put(tmp_path, {**GOOD, "count": 2})) == (1, "1 passed, 1 failed")
     assert told(put(tmp_path, {**GOOD, "count": 1})) == (0, "1 passed, 0 failed")
@@ -119,13 +119,13 @@ def huge(name: str) -> tarfile.TarInfo:
 
 
 @pytest.mark.parametrize("member", [tarfile.TarInfo("../evil"), link("evil", "/etc/passwd"), huge("evil")])
-def test_an_archive_that_reaches_out_fails(tmp_path: Path, told: Told, member: tarfile.TarInfo) -> None:
+def test_runner_archive_member_outside_its_folder_fails(tmp_path: Path, told: Told, member: tarfile.TarInfo) -> None:
     put_archive(tmp_path / "set", member, index__json=json.dumps(GOOD))
     assert told(tmp_path / "set") == (1, "0 passed, 1 failed")
     assert not (tmp_path / "evil").exists()
 
 
-def test_a_broken_or_empty_archive_fails(tmp_path: Path, told: Told) -> None:
+def test_runner_broken_or_empty_archive_fails(tmp_path: Path, told: Told) -> None:
     whole = (put_archive(tmp_path, index__json=json.dumps(GOOD)) / "vectors.tar.xz").read_bytes()
     for data in (b"", whole[: len(whole) // 2], bytes(1000)):
         (tmp_path / "vectors.tar.xz").write_bytes(data)
@@ -135,7 +135,7 @@ def test_a_broken_or_empty_archive_fails(tmp_path: Path, told: Told) -> None:
 
 
 @pytest.mark.slow
-def test_from_any_directory(tmp_path: Path) -> None:
+def test_runner_works_from_any_directory(tmp_path: Path) -> None:
     put(tmp_path / "set", GOOD)
     script = str(ROOT / "tools" / "conformance.py")
     done = subprocess.run([sys.executable, script, "set"], cwd=tmp_path, capture_output=True, text=True, env=plain())

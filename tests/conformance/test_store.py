@@ -21,7 +21,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_every_trace_is_reproduced(traces: Path) -> None:
+def test_store_every_trace_is_reproduced(traces: Path) -> None:
     results = list(run_index(traces / "index.json", traces))
     assert [(result.name, result.problems) for result in results if result.problems] == []
     assert len(results) == 140
@@ -41,7 +41,7 @@ def altered(value: Any) -> Any:
 
 
 @pytest.mark.slow
-def test_every_field_of_an_event_is_compared(traces: Path, tmp_path: Path) -> None:
+def test_store_every_field_of_an_event_is_compared(traces: Path, tmp_path: Path) -> None:
     seen: set[tuple[str, ...]] = set()
     for name in ("h2o_store_k_all_layers", "layer_nums_2_store", "cache1_full", "queue1_full_lazy"):
         check_fields(traces, tmp_path, name, seen)

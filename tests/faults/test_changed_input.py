@@ -39,19 +39,23 @@ def outcome() -> Iterator[Callable[[str, Path], str]]:
 
 @pytest.mark.parametrize("how", sorted(changing_inputs.CHANGES))
 @pytest.mark.parametrize("verb", VERBS)
-def test_verbs(verb: str, how: str, tmp_path: Path, outcome: Callable[[str, Path], str]) -> None:
+def test_verb_input_changed_while_read_is_refused(
+    verb: str, how: str, tmp_path: Path, outcome: Callable[[str, Path], str]
+) -> None:
     assert outcome(f"{verb}-{how}", tmp_path) == f"SourceError: {tmp_path / VERBS[verb]}: changed while it was read"
     assert not [path for path in tmp_path.iterdir() if path.name.startswith((".", "out"))]
 
 
 @pytest.mark.parametrize("reader", [reader.__name__ for reader in changing_inputs.READERS])
-def test_readers(reader: str, tmp_path: Path, outcome: Callable[[str, Path], str]) -> None:
+def test_reader_input_changed_while_read_is_refused(
+    reader: str, tmp_path: Path, outcome: Callable[[str, Path], str]
+) -> None:
     found = outcome(reader, tmp_path)
     assert found.startswith("SourceError: ") and ": changed while it was read" in found
     assert not [path for path in tmp_path.iterdir() if path.name.startswith((".", "out"))]
 
 
-def test_a_file_that_is_replaced_or_removed_is_read_as_it_was(tmp_path: Path) -> None:
+def test_input_guard_replaced_or_removed_file_reads_old_bytes(tmp_path: Path) -> None:
     path, other = tmp_path / "a", tmp_path / "b"
     path.write_bytes(b"a" * 8192)
     other.write_bytes(b"b")
@@ -63,7 +67,7 @@ def test_a_file_that_is_replaced_or_removed_is_read_as_it_was(tmp_path: Path) ->
         assert file.view(0, file.size).tobytes() == b"a" * 8192
 
 
-def test_only_what_a_block_reads_is_its_concern(tmp_path: Path) -> None:
+def test_input_guard_ignores_files_not_read_in_its_block(tmp_path: Path) -> None:
     for name in "ab":
         np.save(tmp_path / f"{name}.npy", np.zeros(4096))
     one, other = MappedFile(tmp_path / "a.npy"), MappedFile(tmp_path / "b.npy")
@@ -76,7 +80,7 @@ def test_only_what_a_block_reads_is_its_concern(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_other_faults_go_where_they_went() -> None:
+def test_sigbus_of_other_code_reaches_its_handler() -> None:
     """A SIGBUS that is none of ours still ends the process; one that the process handles still gets there."""
     script = """
 import os, signal, sys, tempfile

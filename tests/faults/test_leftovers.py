@@ -49,7 +49,7 @@ def write(folder: Path) -> None:
         directory.commit()
 
 
-def test_leftovers_of_a_killed_process_are_removed(tmp_path: Path, writer: subprocess.Popen[str]) -> None:
+def test_temporary_files_of_a_killed_process_are_removed(tmp_path: Path, writer: subprocess.Popen[str]) -> None:
     assert [f"kvmnn-{writer.pid}-" in path.name for path in temporaries(tmp_path)] == [True, True]
     write(tmp_path)
     assert len(temporaries(tmp_path)) == 2, "those of a living process stay"
@@ -62,7 +62,7 @@ def test_leftovers_of_a_killed_process_are_removed(tmp_path: Path, writer: subpr
     assert temporaries(tmp_path) == []
 
 
-def test_the_lock_decides_and_not_the_pid(tmp_path: Path, writer: subprocess.Popen[str]) -> None:
+def test_temporary_files_lock_decides_not_pid(tmp_path: Path, writer: subprocess.Popen[str]) -> None:
     """A name may carry the pid of another namespace, where nobody has it; or one that somebody else has by now."""
     (path, folder) = sorted(temporaries(tmp_path), key=os.path.isdir)
     path.rename(tmp_path / ".a.kvmnn-999999999-00000000.tmp")
@@ -72,7 +72,7 @@ def test_the_lock_decides_and_not_the_pid(tmp_path: Path, writer: subprocess.Pop
     assert [path.name[:3] for path in temporaries(tmp_path)] == [".a.", ".b."]
 
 
-def test_nothing_else_is_removed(tmp_path: Path) -> None:
+def test_temporary_files_sweep_removes_nothing_else(tmp_path: Path) -> None:
     names = (".a.123.tmp", "a.kvmnn-1-00000000.tmp", ".a.kvmnn-1-0000.tmp", ".a.kvmnn-1-00000000.tmp~")
     for name in names:
         (tmp_path / name).write_bytes(b"mine")
@@ -84,9 +84,7 @@ def test_nothing_else_is_removed(tmp_path: Path) -> None:
     assert (tmp_path / ".l.kvmnn-1-00000000.tmp").is_symlink()
 
 
-def test_a_folder_that_is_swept_before_it_is_opened_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_directory_output_swept_before_open_is_created_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process may find it between its making and its lock."""
     real, swept = os.open, []
 

@@ -148,7 +148,9 @@ def running(folder: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     ],
     ids=["ctrl-c", "sigint", "sigterm", "hang-up", "sigkill"],
 )
-def test_interrupted_and_resumed(running: Any, folder: Path, number: int, to: Any, code: int, said: str | None) -> None:
+def test_many_files_interrupted_run_can_be_resumed(
+    running: Any, folder: Path, number: int, to: Any, code: int, said: str | None
+) -> None:
     process = running()
     fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, 4096)  # a few lines: it waits for its reader, and is interrupted
     first = read(process, 4)
@@ -171,7 +173,7 @@ def test_interrupted_and_resumed(running: Any, folder: Path, number: int, to: An
     assert kept >= len(first), "what was finished was not done again"
 
 
-def test_interrupted_before_anything_is_done(running: Any, folder: Path) -> None:
+def test_many_files_interrupted_at_start_gives_one_line(running: Any, folder: Path) -> None:
     """Ctrl-C at any moment of the start is one line, of processes that are just starting as well."""
     for delay in (0.0, 0.2):
         process = running()
@@ -185,7 +187,7 @@ def test_interrupted_before_anything_is_done(running: Any, folder: Path) -> None
         assert leftovers(folder) == []
 
 
-def test_a_worker_that_is_killed_is_not_noticed_in_the_results(running: Any, folder: Path) -> None:
+def test_many_files_killed_worker_changes_no_result(running: Any, folder: Path) -> None:
     process = running()
     first = read(process, 3)
     os.kill(workers(process)[0], signal.SIGKILL)
@@ -194,7 +196,7 @@ def test_a_worker_that_is_killed_is_not_noticed_in_the_results(running: Any, fol
     check_whole(folder, [*first, *rest.splitlines()])
 
 
-def test_a_reader_that_goes_away(running: Any, folder: Path) -> None:
+def test_many_files_closed_pipe_ends_the_run(running: Any, folder: Path) -> None:
     process = running()
     read(process, 2)
     assert process.stdout is not None and process.stderr is not None

@@ -46,7 +46,7 @@ def fed(pipe: Path, data: bytes) -> threading.Thread:
 
 
 @pytest.mark.parametrize("name", ["a.npy", "a.npz", "a.safetensors"])
-def test_arrays_from_a_pipe_are_read_once(tmp_path: Path, name: str, run: Run) -> None:
+def test_verb_array_file_from_pipe_is_read_once(tmp_path: Path, name: str, run: Run) -> None:
     np.savez(tmp_path / "whole.npz", k=WORDS)
     np.save(tmp_path / "k.npy", WORDS)
     run("encode", tmp_path / "k.npy", "-o", tmp_path / "k.frame", "-q")
@@ -77,7 +77,7 @@ def unnamed(request: pytest.FixtureRequest, tmp_path: Path) -> bytes:
     return hf_files.save(tmp_path / "c.pt", hf_files.dynamic_cache(hf_files.pairs(1))).read_bytes()
 
 
-def test_a_pipe_whose_name_says_nothing_is_read_once(tmp_path: Path, unnamed: bytes, run: Run) -> None:
+def test_verb_unnamed_pipe_is_read_once(tmp_path: Path, unnamed: bytes, run: Run) -> None:
     """As in ``<(...)``: what tells formats apart and what is read come out of one reading."""
     frames, pipe = tmp_path / "frames", tmp_path / "p"
     calls: list[list[object]] = [
@@ -94,7 +94,7 @@ def test_a_pipe_whose_name_says_nothing_is_read_once(tmp_path: Path, unnamed: by
         pipe.unlink()
 
 
-def test_a_prompt_cache_in_a_pipe_of_its_suffix_is_one(tmp_path: Path, run: Run) -> None:
+def test_open_prompt_cache_from_named_pipe_is_recognized(tmp_path: Path, run: Run) -> None:
     """Its tensors as they lie there have room behind the tokens."""
     data, expected = mlx_files.cache(Random(2), mlx_files.Shape())
     fed(tmp_path / "c.safetensors", data)
@@ -109,25 +109,23 @@ def test_a_prompt_cache_in_a_pipe_of_its_suffix_is_one(tmp_path: Path, run: Run)
         kvmnn.open(tmp_path / "e.safetensors", dtype="fp16")
 
 
-def test_inspect_knows_standard_input_as_the_other_verbs_do(
-    unnamed: bytes, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inspect_standard_input_is_recognized(unnamed: bytes, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(unnamed)))
     assert "to encode" in run("inspect", "-").out
 
 
-def test_frames_in_a_pipe_are_inspected(tmp_path: Path, run: Run) -> None:
+def test_inspect_frame_from_pipe_is_recognized(tmp_path: Path, run: Run) -> None:
     fed(tmp_path / "p", kvmnn.encode(WORDS))
     assert "fp16 frame: 12 words" in run("inspect", tmp_path / "p").out
 
 
-def test_options_of_an_engine_are_about_a_pipe_with_its_file(tmp_path: Path, run: Run) -> None:
+def test_inspect_engine_options_apply_to_pipe(tmp_path: Path, run: Run) -> None:
     shape = llama_files.Shape(k_type="q8_0", v_type="q8_0")
     fed(tmp_path / "p", llama_files.state(Random(2), shape, [9])[0])
     assert "layer_1.value: bytes [9, 2, 34]" in run("inspect", tmp_path / "p", "--raw-blocks").out
 
 
-def test_a_pipe_is_spooled_up_to_the_limit(tmp_path: Path) -> None:
+def test_open_pipe_above_limit_is_refused(tmp_path: Path) -> None:
     fed(tmp_path / "a.npy", bytes(1 << 22))
     with pytest.raises(LimitError, match=r"a\.npy: holds more than the limit of 1000000 bytes"):
         kvmnn.open(tmp_path / "a.npy", kvmnn.formats.ReadOptions(max_bytes=1_000_000))
@@ -137,12 +135,12 @@ def test_a_pipe_is_spooled_up_to_the_limit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("device", ["/dev/zero", "/dev/urandom"])
-def test_devices_have_no_end(device: str) -> None:
+def test_mapped_file_device_is_refused(device: str) -> None:
     with pytest.raises(SourceError, match="is a device"):
         MappedFile(device)
 
 
-def test_a_socket_is_no_file(tmp_path: Path) -> None:
+def test_mapped_file_socket_is_refused(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(tmp_path / "s.npy"))
         with pytest.raises(SourceError, match="cannot be read"):
@@ -150,7 +148,7 @@ def test_a_socket_is_no_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["meta_t0_3.json", "k_t0_3.bin"])
-def test_a_pipe_in_a_dump_is_not_waited_for(tmp_path: Path, name: str, run: Run) -> None:
+def test_verb_dump_with_pipe_inside_does_not_block(tmp_path: Path, name: str, run: Run) -> None:
     write_dump(tmp_path / "dump", WORDS)
     (tmp_path / "dump" / name).unlink()
     os.mkfifo(tmp_path / "dump" / name)
@@ -159,13 +157,13 @@ def test_a_pipe_in_a_dump_is_not_waited_for(tmp_path: Path, name: str, run: Run)
         assert name in run(verb, tmp_path / "dump", *output, code=1).err or verb == "measure"
 
 
-def test_inspect_of_a_pipe_reads_it_once(tmp_path: Path, run: Run) -> None:
+def test_inspect_named_pipe_is_read_once(tmp_path: Path, run: Run) -> None:
     np.save(tmp_path / "k.npy", WORDS)
     fed(tmp_path / "p.npy", (tmp_path / "k.npy").read_bytes())
     assert "fp16" in run("inspect", tmp_path / "p.npy").out
 
 
-def test_token_ids_from_a_pipe_are_read_once(tmp_path: Path, run: Run) -> None:
+def test_verb_token_ids_from_pipe_are_read_once(tmp_path: Path, run: Run) -> None:
     """As in ``--token-ids <(...)``: what a verb needs twice comes once."""
     words = WORDS.transpose(1, 0, 2)
     np.savez(tmp_path / "kv.npz", **{"layer_0.key": words, "layer_0.value": words})
@@ -194,7 +192,7 @@ def test_token_ids_from_a_pipe_are_read_once(tmp_path: Path, run: Run) -> None:
         thread.join(10)
 
 
-def test_a_pipe_in_a_store_is_not_waited_for(tmp_path: Path, run: Run) -> None:
+def test_store_with_pipe_inside_does_not_block(tmp_path: Path, run: Run) -> None:
     words = WORDS.transpose(1, 0, 2)
     np.savez(tmp_path / "kv.npz", **{"layer_0.key": words, "layer_0.value": words})
     (tmp_path / "ids.json").write_text("[1, 2, 3]")
@@ -211,7 +209,7 @@ def test_a_pipe_in_a_store_is_not_waited_for(tmp_path: Path, run: Run) -> None:
             shutil.rmtree(store)
 
 
-def test_weights_from_a_pipe_are_read_once(tmp_path: Path, run: Run) -> None:
+def test_compressor_weights_from_pipe_are_read_once(tmp_path: Path, run: Run) -> None:
     data = compressor_files.weight_file(count=6, head_dim=2, factor=2)
     keys, values = np.random.default_rng(1).normal(size=(2, 1, 1, 6, 2)).astype(np.float32)
     np.savez(tmp_path / "kv.npz", k=keys, v=values)

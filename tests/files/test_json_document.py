@@ -9,7 +9,7 @@ from kvmnn.files import schema
 from kvmnn.files.schema import loads_strict, parse_document, parse_object, read_object, read_object_or_empty
 
 
-def test_an_object_and_none(tmp_path):
+def test_read_object_missing_file_is_empty_or_error(tmp_path):
     path = tmp_path / "config.json"
     assert read_object_or_empty(path) == {}
     with pytest.raises(FileNotFoundError):
@@ -24,14 +24,14 @@ def test_an_object_and_none(tmp_path):
     [("{", "is not JSON"), ("[" * 200_000, "is not JSON"), ("\xff", "is not JSON"), ("[1]", "no JSON object")],
     ids=["cut", "deep", "no UTF-8", "list"],
 )
-def test_what_is_none(tmp_path, text, message):
+def test_read_object_malformed_document_is_refused(tmp_path, text, message):
     path = tmp_path / "config.json"
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(SourceError, match=message):
         read_object_or_empty(path)
 
 
-def test_size_is_bounded(tmp_path, monkeypatch):
+def test_read_object_above_size_limit_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(schema, "MAX_DOCUMENT_BYTES", 20)
     path = tmp_path / "config.json"
     path.write_text('{"a": 1}' + " " * 12)
@@ -44,7 +44,7 @@ def test_size_is_bounded(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("constant", ["NaN", "Infinity", "-Infinity"])
-def test_constants_of_python_are_no_json_but_for_settings_of_models(tmp_path, constant):
+def test_parse_document_nan_is_refused_except_in_model_settings(tmp_path, constant):
     text = f'{{"a": [{constant}]}}'
     with pytest.raises(ManifestError, match=f"^x: is not valid JSON: {constant} is no number of JSON$"):
         parse_document(text, "x")
@@ -60,7 +60,7 @@ def test_constants_of_python_are_no_json_but_for_settings_of_models(tmp_path, co
         assert str(found["a"][0]) == str(float(constant)) and found["a"][1] == "NaN"
 
 
-def test_versions_of_documents():
+def test_check_schema_other_name_or_version_is_refused():
     document = parse_document('{"schema": "a", "schema_version": 2}', "x")
     document.check_schema("a", 2)
     document.get("schema_version").check_version(2)

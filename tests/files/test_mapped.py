@@ -10,9 +10,7 @@ from kvmnn.errors import SourceError
 from kvmnn.files.mapped_file import MappedFile
 
 
-def test_only_large_ranges_are_given_back_from_the_page_they_begin_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_release_pages_only_large_ranges_are_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "x").write_bytes(bytes(4096))
     file, dropped = MappedFile(tmp_path / "x"), []
 
@@ -27,7 +25,7 @@ def test_only_large_ranges_are_given_back_from_the_page_they_begin_in(
     assert dropped == [(0, (1 << 20) + 5)]
 
 
-def test_an_empty_file_is_said_to_be_empty(tmp_path: Path) -> None:
+def test_mapped_file_empty_file_is_reported_as_empty(tmp_path: Path) -> None:
     """Its archive reader asked for 0 bytes at offset 0, "but the file has 0 bytes"."""
     (tmp_path / "x.npz").touch()
     file = MappedFile(tmp_path / "x.npz")

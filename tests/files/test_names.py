@@ -9,7 +9,7 @@ from kvmnn.files.file_names import make_file_names
 
 
 @given(st.lists(st.text(max_size=200), max_size=6))
-def test_file_names_are_plain_and_distinct(names):
+def test_make_file_names_are_plain_and_distinct(names):
     found = make_file_names(names, ".frame")
     assert len({name.lower() for name in found}) == len(names)
     for name in found:
@@ -19,7 +19,7 @@ def test_file_names_are_plain_and_distinct(names):
         assert len(name) < 140
 
 
-def test_file_names_keep_what_they_can():
+def test_make_file_names_keep_valid_characters():
     assert make_file_names(["run/layer_0/k_t0_16", "K", "k", "..", ""], ".npy") == [
         "run_layer_0_k_t0_16.npy", "K.npy", "k~2.npy", "array.npy", "array~2.npy",
     ]  # fmt: skip

@@ -16,7 +16,7 @@ def names(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
-def test_a_file_appears_at_commit(tmp_path):
+def test_file_output_appears_at_commit(tmp_path):
     with FileOutput(tmp_path / "a") as output:
         output.file.write(b"one")
         output.open_sidecar(".json").write(b"{}")
@@ -26,7 +26,7 @@ def test_a_file_appears_at_commit(tmp_path):
     assert (tmp_path / "a").read_bytes() == b"one"
 
 
-def test_permissions_are_those_of_any_new_file(tmp_path):
+def test_file_output_has_permissions_of_a_new_file(tmp_path):
     (tmp_path / "plain").touch()
     with FileOutput(tmp_path / "a") as output:
         output.commit()
@@ -35,7 +35,7 @@ def test_permissions_are_those_of_any_new_file(tmp_path):
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, None])
 @pytest.mark.parametrize("existing", [False, True])
-def test_nothing_is_left_without_commit(tmp_path, error, existing):
+def test_file_output_without_commit_leaves_nothing(tmp_path, error, existing):
     if existing:
         (tmp_path / "a").write_bytes(b"old")
     before = names(tmp_path)
@@ -56,7 +56,7 @@ def test_nothing_is_left_without_commit(tmp_path, error, existing):
     assert not existing or (tmp_path / "a").read_bytes() == b"old"
 
 
-def test_existing_files_need_force(tmp_path):
+def test_file_output_existing_file_needs_force(tmp_path):
     (tmp_path / "a").write_bytes(b"old")
     with pytest.raises(OutputError, match="exists already"):
         FileOutput(tmp_path / "a")
@@ -67,7 +67,7 @@ def test_existing_files_need_force(tmp_path):
     assert names(tmp_path) == ["a"]
 
 
-def test_a_file_that_comes_into_being_meanwhile_is_kept(tmp_path):
+def test_file_output_file_created_meanwhile_is_not_replaced(tmp_path):
     with pytest.raises(OutputError, match="exists already"), FileOutput(tmp_path / "a") as output:
         (tmp_path / "a").write_bytes(b"theirs")
         output.commit()
@@ -75,7 +75,7 @@ def test_a_file_that_comes_into_being_meanwhile_is_kept(tmp_path):
     assert names(tmp_path) == ["a"]
 
 
-def test_the_input_is_never_replaced(tmp_path):
+def test_file_output_never_replaces_its_input(tmp_path):
     (tmp_path / "a").write_bytes(b"input")
     (tmp_path / "link").symlink_to("a")
     os.link(tmp_path / "a", tmp_path / "hard")
@@ -85,7 +85,7 @@ def test_the_input_is_never_replaced(tmp_path):
     assert (tmp_path / "a").read_bytes() == b"input"
 
 
-def test_a_symbolic_link_is_followed(tmp_path):
+def test_file_output_follows_symbolic_links(tmp_path):
     (tmp_path / "real").write_bytes(b"old")
     (tmp_path / "link").symlink_to("real")
     with FileOutput(tmp_path / "link", force=True) as output:
@@ -95,14 +95,14 @@ def test_a_symbolic_link_is_followed(tmp_path):
     assert (tmp_path / "real").read_bytes() == b"new"
 
 
-def test_a_directory_is_no_file(tmp_path):
+def test_file_output_directory_is_refused(tmp_path):
     with pytest.raises(OutputError, match="is a directory"):
         FileOutput(tmp_path, force=True)
     with pytest.raises(OutputError, match="No such file or directory"):
         FileOutput(tmp_path / "missing" / "a")
 
 
-def test_devices_are_written_to_and_stay(tmp_path):
+def test_file_output_device_is_written_and_stays(tmp_path):
     with FileOutput(os.devnull) as output:
         assert output.is_device
         output.file.write(b"gone")
@@ -124,12 +124,12 @@ def write_directory(target: Path, **options: object) -> None:
         output.commit()
 
 
-def test_a_directory_appears_whole(tmp_path):
+def test_directory_output_appears_at_commit(tmp_path):
     write_directory(tmp_path / "out")
     assert names(tmp_path) == ["out", "out/a", "out/b", "out/index"]
 
 
-def test_a_directory_that_exists_keeps_its_other_files(tmp_path):
+def test_directory_output_existing_directory_keeps_other_files(tmp_path):
     (tmp_path / "mine").write_bytes(b"mine")
     write_directory(tmp_path)
     assert names(tmp_path) == ["a", "b", "index", "mine"]
@@ -142,7 +142,7 @@ def test_a_directory_that_exists_keeps_its_other_files(tmp_path):
     assert names(tmp_path) == ["a", "b", "index", "mine"]
 
 
-def test_an_index_that_comes_into_being_meanwhile_is_kept(tmp_path):
+def test_directory_output_index_created_meanwhile_is_not_replaced(tmp_path):
     with pytest.raises(OutputError, match="exists already"), DirectoryOutput(tmp_path, index="index") as output:
         output.open_file("a").write(b"a")
         output.open_file("index").write(b"a")
@@ -151,7 +151,7 @@ def test_an_index_that_comes_into_being_meanwhile_is_kept(tmp_path):
     assert (tmp_path / "index").read_bytes() == b"theirs"
 
 
-def test_a_directory_without_an_index_is_replaced_file_by_file(tmp_path):
+def test_directory_output_without_index_replaces_each_file(tmp_path):
     (tmp_path / "a").write_bytes(b"old")
     with DirectoryOutput(tmp_path, force=True) as output:
         output.open_file("a").write(b"new")
@@ -161,7 +161,7 @@ def test_a_directory_without_an_index_is_replaced_file_by_file(tmp_path):
 
 
 @pytest.mark.parametrize("existing", [False, True])
-def test_no_directory_without_commit(tmp_path, existing):
+def test_directory_output_without_commit_leaves_nothing(tmp_path, existing):
     if existing:
         (tmp_path / "out").mkdir()
     with pytest.raises(KeyboardInterrupt), DirectoryOutput(tmp_path / "out") as output:
@@ -170,13 +170,13 @@ def test_no_directory_without_commit(tmp_path, existing):
     assert names(tmp_path) == (["out"] if existing else [])
 
 
-def test_a_file_is_no_directory(tmp_path):
+def test_directory_output_file_is_refused(tmp_path):
     (tmp_path / "out").write_bytes(b"file")
     with pytest.raises(OutputError, match="is not a directory"):
         DirectoryOutput(tmp_path / "out", force=True)
 
 
-def test_an_index_never_describes_files_that_are_not_there(tmp_path, monkeypatch):
+def test_directory_output_failed_move_leaves_no_index(tmp_path, monkeypatch):
     write_directory(tmp_path)
     real, moved = os.replace, []
 
@@ -194,7 +194,7 @@ def test_an_index_never_describes_files_that_are_not_there(tmp_path, monkeypatch
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc")
-def test_all_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
+def test_directory_output_syncs_before_rename(tmp_path, monkeypatch):
     real, synced = os.fsync, []
 
     def noted(handle: int) -> None:
@@ -216,7 +216,7 @@ def test_all_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
     assert synced[-1] == tmp_path.name
 
 
-def test_a_disk_that_fails_is_an_error_of_the_file(tmp_path, monkeypatch):
+def test_directory_output_failing_disk_names_the_file(tmp_path, monkeypatch):
     def failing(handle: int) -> None:
         raise OSError(5, "Input/output error")
 

@@ -37,7 +37,7 @@ FULL = Outer(
 PLAIN: dict[str, Any] = {"name": "x", "share": 0.5, "sizes": [], "inner": None}
 
 
-def test_there_and_back() -> None:
+def test_record_round_trips_through_dict() -> None:
     document = FULL.to_dict()
     assert document == {
         "name": "x",
@@ -53,11 +53,11 @@ def test_there_and_back() -> None:
     assert Outer.from_dict(json.loads(json.dumps(document))) == FULL
 
 
-def test_defaults_and_unknown_keys() -> None:
+def test_record_from_dict_ignores_unknown_keys_and_fills_defaults() -> None:
     assert Outer.from_dict({**PLAIN, "later": 1}) == Outer(name="x", share=0.5, sizes=(), inner=None)
 
 
-def test_a_whole_number_may_stand_for_a_number() -> None:
+def test_record_from_dict_integer_is_accepted_as_float() -> None:
     assert Outer.from_dict({**PLAIN, "share": 2}).share == 2
 
 
@@ -81,7 +81,7 @@ def test_a_whole_number_may_stand_for_a_number() -> None:
         ({**PLAIN, "yes": 1}, "document.yes: found 1, expected true or false"),
     ],
 )
-def test_what_is_wrong_is_said_with_its_place(document: object, message: str) -> None:
+def test_record_from_dict_error_names_the_place(document: object, message: str) -> None:
     with pytest.raises(SourceError) as caught:
         Outer.from_dict(document)
     assert str(caught.value) == message

@@ -37,7 +37,7 @@ def test_zip64_record_right_before_its_locator_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shift", [1, 8, RECORD_BYTES - 1, RECORD_BYTES, RECORD_BYTES + 42, 1 << 20, 1 << 62])
-def test_zip64_record_that_reaches_into_its_locator_is_refused(tmp_path: Path, shift: int) -> None:
+def test_zip64_record_overlapping_its_locator_is_refused(tmp_path: Path, shift: int) -> None:
     (tmp_path / "a.npz").write_bytes(zip64_archive(shift))
     with pytest.raises(SourceError, match=r"a\.npz.*: the zip64 record of the archive lies outside the file"):
         kvmnn.open(tmp_path / "a.npz")

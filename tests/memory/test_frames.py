@@ -26,7 +26,7 @@ def large(request, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_encode_verify_decode(large):
+def test_encode_verify_decode_memory_is_bounded_by_frames(large):
     frame, idle = str(large.with_suffix(".frame")), anonymous_peak("--version")
     # Encoding holds about 2.2 times a piece and its frame, decoding a piece and scratch; below 32 MiB malloc's heap,
     # which gives memory back late, may double that. What counts is that it is far less than the file.
@@ -42,7 +42,7 @@ def test_encode_verify_decode(large):
 
 
 @pytest.mark.slow
-def test_deflated_members_are_inflated_piece_by_piece(tmp_path):
+def test_encode_deflated_member_memory_is_bounded(tmp_path):
     np.savez_compressed(tmp_path / "a.npz", k=np.zeros((1920, 65536), np.float16))
     argv = ["encode", str(tmp_path / "a.npz"), "-o", str(tmp_path / "a.frame"), "--chunk-bytes", str(FRAME_BYTES)]
     assert anonymous_peak(*argv) - anonymous_peak("--version") < 9 * FRAME_BYTES

@@ -47,7 +47,7 @@ def large(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_half_a_gibibyte_is_read_in_bounded_memory(large):
+def test_encode_and_diff_of_packed_files_memory_is_bounded(large):
     bundle = large.with_name("frames")
     assert sum(path.stat().st_size for path in large.iterdir()) == 1 << 29
     assert anonymous_peak("encode", str(large), *GEOMETRY, "--effort", "fast", "-o", f"{bundle}/") < MAX_ANONYMOUS_BYTES
@@ -55,7 +55,7 @@ def test_half_a_gibibyte_is_read_in_bounded_memory(large):
 
 
 @pytest.mark.slow
-def test_files_are_written_in_bounded_memory(large):
+def test_unpack_and_pack_memory_is_bounded_by_one_layer(large):
     one = large / "sys_0.k"
     arrays, back = large.with_name("a.safetensors"), large.with_name("back")
     assert (

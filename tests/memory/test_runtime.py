@@ -23,7 +23,7 @@ def measured(mode: str, threads: int) -> dict[str, float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("threads", [0, 2])
-def test_rows_of_stored_tokens_leave_the_process(threads: int) -> None:
+def test_runtime_stored_rows_release_their_memory(threads: int) -> None:
     off, store = measured("off", threads), measured("store", threads)
     layer = off["raw"] / 8
     assert off["after"] > off["raw"] * 0.95

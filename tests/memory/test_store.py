@@ -31,7 +31,7 @@ def measured(*argv: str) -> dict[str, int]:
 
 
 @pytest.mark.slow
-def test_a_directory_holds_what_is_in_flight(tmp_path: Path) -> None:
+def test_directory_store_memory_is_bounded_by_data_in_flight(tmp_path: Path) -> None:
     """`put` takes far less than the text, `get` what it returns, and nothing but workspaces stays."""
     found = measured(str(tmp_path / "store"))
     assert 0 < found["put"] < SLACK < found["raw"] // 2
@@ -42,7 +42,7 @@ def test_a_directory_holds_what_is_in_flight(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ram_bytes", [0, 4 << 20])
-def test_past_this_machine_ram_bytes_more_are_held(tmp_path: Path, ram_bytes: int) -> None:
+def test_remote_store_memory_is_bounded_by_ram_bytes(tmp_path: Path, ram_bytes: int) -> None:
     """Of four texts only what `ram_bytes` allow stays in memory; a text on its way is there as it is stored, too."""
     pytest.importorskip("fsspec")
     found = measured(f"file://{tmp_path}/store", str(ram_bytes))

@@ -114,11 +114,11 @@ def circle(root: Path) -> list[str]:
     return []
 
 
-def test_arrows_point_down() -> None:
+def test_imports_point_down() -> None:
     assert wrong_arrows(ROOT / "kvmnn") == []
 
 
-def test_there_is_no_circle() -> None:
+def test_imports_have_no_circle() -> None:
     assert circle(ROOT / "kvmnn") == []
 
 
@@ -132,7 +132,7 @@ def test_there_is_no_circle() -> None:
         ("new.py", "from .errors import KvmnnError", "kvmnn.new -> kvmnn.errors: no floor for one of them"),
     ],
 )
-def test_a_planted_arrow_is_found(tmp_path: Path, file: str, line: str, arrow: str) -> None:
+def test_imports_planted_upward_import_is_reported(tmp_path: Path, file: str, line: str, arrow: str) -> None:
     for name, path in modules(ROOT / "kvmnn").items():
         copy = tmp_path / "kvmnn" / path.relative_to(ROOT / "kvmnn")
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -143,7 +143,7 @@ def test_a_planted_arrow_is_found(tmp_path: Path, file: str, line: str, arrow: s
     assert arrow in wrong_arrows(tmp_path / "kvmnn")
 
 
-def test_a_planted_circle_is_found(tmp_path: Path) -> None:
+def test_imports_planted_circle_is_reported(tmp_path: Path) -> None:
     (tmp_path / "kvmnn").mkdir()
     (tmp_path / "kvmnn" / "__init__.py").write_text("")
     (tmp_path / "kvmnn" / "a.py").write_text("from . import b\n")

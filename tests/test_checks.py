@@ -9,7 +9,7 @@ from kvmnn._util.validation import repr_short, validate_count, validate_fraction
 from kvmnn.errors import KvmnnError
 
 
-def test_bounds_belong_to_the_range() -> None:
+def test_validate_int_bounds_are_inclusive() -> None:
     assert [validate_int(number, "n", 3, 5) for number in (3, 4, np.int8(5))] == [3, 4, 5]
     for number, message in ((2, "n is 2: expected at least 3"), (6, "n is 6: expected at most 5")):
         with pytest.raises(KvmnnError, match=message):
@@ -18,13 +18,13 @@ def test_bounds_belong_to_the_range() -> None:
 
 
 @pytest.mark.parametrize("value", [True, 1.0, "1", None, np.float32(1)])
-def test_what_is_no_integer(value: object) -> None:
+def test_validate_int_other_types_are_refused(value: object) -> None:
     for check in (lambda: validate_int(value, "n", 0), lambda: validate_count("n", value)):
         with pytest.raises(TypeError, match="n must be an integer"):
             check()
 
 
-def test_counts_and_shares() -> None:
+def test_validate_count_and_share_out_of_range_are_refused() -> None:
     validate_count("n", 0)
     with pytest.raises(KvmnnError, match="n is -1: expected at least 0"):
         validate_count("n", -1)
@@ -38,7 +38,7 @@ def test_counts_and_shares() -> None:
             validate_fraction("s", value)
 
 
-def test_messages_stay_short() -> None:
+def test_validate_int_message_is_short() -> None:
     """Python writes no integer of more than 4300 digits; a message of fewer would still fill a screen."""
     for check in (lambda: validate_int(10**5000, "n", 0, 5), lambda: validate_count("n", -(10**400))):
         with pytest.raises(KvmnnError, match=r"n is an integer of [0-9,]+ bits: expected"):

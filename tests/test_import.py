@@ -19,7 +19,7 @@ def loaded_by(code: str) -> set[str]:
     return set(done.stdout.split())
 
 
-def test_import_is_light() -> None:
+def test_import_frames_loads_no_heavy_modules() -> None:
     loaded = loaded_by("import kvmnn.frames")
     assert "kvmnn.frames._decoder" in loaded
     heavy = {"torch", "onnxruntime", "tqdm", "pandas", "scipy", "matplotlib", "asyncio", "multiprocessing", "unittest"}
@@ -27,7 +27,7 @@ def test_import_is_light() -> None:
     assert len(loaded) < 120
 
 
-def test_import_of_the_face_loads_nothing() -> None:
+def test_import_kvmnn_loads_no_numpy() -> None:
     """An interrupt in the first tenths of a second of the command finds `main` there, not half of numpy."""
     assert {name for name in loaded_by("import kvmnn") if name.startswith("kvmnn.")} == {"kvmnn.errors"}
     assert loaded_by("import kvmnn; kvmnn.encode") >= {"kvmnn.frames._decoder"}
@@ -37,7 +37,7 @@ def test_import_of_the_face_loads_nothing() -> None:
     "code",
     ["import kvmnn", "import kvmnn.frames.zstd", "from kvmnn.packed import PackLayout", "import kvmnn.lm.cache"],
 )
-def test_a_checkout_that_is_not_built_says_what_to_do(code: str, tmp_path: Path) -> None:
+def test_import_unbuilt_checkout_error_names_the_command(code: str, tmp_path: Path) -> None:
     package = Path(kvmnn.__file__).parent
     shutil.copytree(package, tmp_path / "kvmnn", ignore=shutil.ignore_patterns("*.so", "*.pyd", "__pycache__"))
     command = [sys.executable, "-P", "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {code}"]
@@ -49,7 +49,7 @@ def test_a_checkout_that_is_not_built_says_what_to_do(code: str, tmp_path: Path)
     assert (done.stderr.count("Traceback"), "circular" in done.stderr) == (1, False)
 
 
-def test_public_names() -> None:
+def test_import_public_names_exist() -> None:
     assert all(hasattr(kvmnn, name) for name in kvmnn.__all__)
     assert {"encode", "decode", "inspect", "fnv1a64", "encode_many", "decode_many", "encode_block"} <= set(
         kvmnn.__all__
@@ -57,7 +57,7 @@ def test_public_names() -> None:
 
 
 @pytest.mark.skipif(bool(sysconfig.get_config_var("Py_GIL_DISABLED")), reason="has no stable API")
-def test_one_build_of_each_compiled_module_for_every_python() -> None:
+def test_import_compiled_modules_are_abi3() -> None:
     suffixes = tuple(EXTENSION_SUFFIXES)
     names = [path.name for path in Path(kvmnn.__file__).parent.rglob("*") if path.name.endswith(suffixes)]
     assert len(names) > 10
@@ -66,7 +66,7 @@ def test_one_build_of_each_compiled_module_for_every_python() -> None:
 
 
 @pytest.mark.parametrize(("old", "new"), [("Rotary", "RopeConfig"), ("Planner", "H2OPlanner"), ("plan", "plan_blocks")])
-def test_old_public_names_name_the_new_ones(old: str, new: str) -> None:
+def test_import_old_public_name_error_names_the_new_one(old: str, new: str) -> None:
     with pytest.raises(AttributeError, match=f"has no attribute '{old}': it is {new} now"):
         getattr(kvmnn, old)
     assert hasattr(kvmnn, new)

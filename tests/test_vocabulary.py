@@ -12,6 +12,7 @@ import pytest
 from repository import ROOT
 
 PACKAGE = ROOT / "kvmnn"
+TESTS = ROOT / "tests"
 
 _EMPTY_WORDS_TEXT = """
 found made said told asked held kept known given tried taken noted placed laid meant wanted gone
@@ -20,6 +21,20 @@ behind beside afar
 """
 EMPTY_WORDS = frozenset(_EMPTY_WORDS_TEXT.split())
 """Bare participles, pronouns and prepositions: none tells a reader what the value is."""
+
+TEST_FOLDERS = frozenset(
+    {"_util", "arrays", "bench", "conformance", "dense", "faults", "files", "integrations", "memory", "packed"}
+)
+"""Folders of tests whose names are ``test_<unit>_<condition>_<result>``, as are those directly below ``tests/``."""
+
+_SENTENCE_WORDS_TEXT = """
+said told asked tells speaks lies lie laid meanwhile anew afar beside behind room nobody somebody
+"""
+SENTENCE_STARTS = re.compile(
+    r"test_(a|an|the|what|which|whatever|who|whoever|where|it|its|there|nothing|every|all|no|some)(_|$)"
+)
+SENTENCE_WORDS = frozenset(_SENTENCE_WORDS_TEXT.split())
+"""A test's name begins with the unit under test, and has none of the words that the package does not use either."""
 
 LIMIT_WORDS = re.compile(r"_?(MOST|LEAST|FEW|FEWEST|LONGEST|SMALLEST|LARGEST)(_|$)")
 
@@ -64,6 +79,15 @@ def iter_own_names(path: str, tree: ast.Module) -> Iterator[str]:
     yield from iter_bad_names(path, tree)
 
 
+def iter_bad_test_names(path: str, tree: ast.Module) -> Iterator[str]:
+    """Yield ``path: name`` of tests whose name is a sentence that does not begin with the unit under test."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef) or not node.name.startswith("test_"):
+            continue
+        if SENTENCE_STARTS.match(node.name) or SENTENCE_WORDS & set(node.name.split("_")):
+            yield f"{path}: {node.name}"
+
+
 @cache
 def read_modules() -> dict[str, ast.Module]:
     """The syntax trees of all modules of the package by their paths."""
@@ -81,13 +105,13 @@ def find_duplicate_classes(modules: dict[str, ast.Module]) -> dict[str, list[str
     return {name: paths for name, paths in paths_by_name.items() if len(paths) > 1}
 
 
-def test_names_of_the_package_say_what_things_are() -> None:
+def test_package_names_follow_the_vocabulary() -> None:
     bad_names = {name for path, tree in read_modules().items() for name in iter_own_names(path, tree)}
     assert sorted(bad_names - JSON_KEYS) == []
     assert sorted(JSON_KEYS - bad_names) == []
 
 
-def test_public_class_names_are_unique() -> None:
+def test_package_public_class_names_are_unique() -> None:
     assert find_duplicate_classes(read_modules()) == {}
 
 
@@ -104,21 +128,42 @@ def test_public_class_names_are_unique() -> None:
         ("class Settings:\n    LONGEST: int = 3", "LONGEST"),
     ],
 )
-def test_planted_names_are_noticed(code: str, name: str) -> None:
+def test_package_planted_name_is_reported(code: str, name: str) -> None:
     assert f"planted.py: {name}" in set(iter_own_names("planted.py", ast.parse(code)))
 
 
 @pytest.mark.parametrize(
     "code", ["MAX_BYTES = 1", "def __eq__(self, other): ...", "def read_header(path): ...", "min_tokens = 1"]
 )
-def test_good_names_are_not(code: str) -> None:
+def test_package_good_name_is_accepted(code: str) -> None:
     assert list(iter_own_names("good.py", ast.parse(code))) == []
 
 
-def test_planted_duplicate_class_is_noticed() -> None:
+def test_package_planted_duplicate_class_is_reported() -> None:
     modules = {
         "a.py": ast.parse("class Row: ..."),
         "b.py": ast.parse("class Row: ..."),
         "c.py": ast.parse("class _Row: ..."),
     }
     assert find_duplicate_classes(modules) == {"Row": ["a.py", "b.py"]}
+
+
+def test_test_names_begin_with_the_unit() -> None:
+    paths = [path for folder in sorted(TEST_FOLDERS) for path in sorted((TESTS / folder).rglob("test_*.py"))]
+    bad_names = [
+        name
+        for path in (*sorted(TESTS.glob("test_*.py")), *paths)
+        for name in iter_bad_test_names(str(path.relative_to(TESTS)), ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    assert bad_names == []
+
+
+@pytest.mark.parametrize(
+    "name", ["test_what_is_refused", "test_a_file_appears", "test_encode_text_is_said", "test_the"]
+)
+def test_test_names_planted_sentence_is_reported(name: str) -> None:
+    assert list(iter_bad_test_names("x.py", ast.parse(f"def {name}(): ..."))) == [f"x.py: {name}"]
+
+
+def test_test_names_good_name_is_accepted() -> None:
+    assert list(iter_bad_test_names("x.py", ast.parse("def test_encode_empty_array_is_refused(): ..."))) == []

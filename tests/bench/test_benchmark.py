@@ -18,7 +18,7 @@ KEYS = np.random.default_rng(4).standard_normal((64, 64)).astype(np.float16)
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
-def test_every_rival_that_is_installed_gives_the_data_back(dtype):
+def test_bench_codec_every_installed_codec_round_trips(dtype):
     data = KEYS.view(np.uint8).ravel()
     found, missing = codecs.find_installed_codecs(dtype, 1)
     for codec in found + codecs.make_kvmnn_codecs(dtype, 1, with_max=True):
@@ -28,7 +28,7 @@ def test_every_rival_that_is_installed_gives_the_data_back(dtype):
     assert set(missing) <= {"lz4", "blosc2", "bitshuffle", "pcodec", "zipnn"}
 
 
-def test_break_even():
+def test_bench_result_break_even_rate_follows_from_times():
     second = Timing(wall=1.0, cpu=1.0)
     result = CodecBenchResult("x", "1", 100, 50, encode=second, decode=second)
     assert result.ratio == 2
@@ -39,7 +39,7 @@ def test_break_even():
     assert CodecBenchResult("x", "1", 100, 101, encode=second, decode=second).break_even is None
 
 
-def test_a_codec_that_fails_or_lies_is_a_line_of_the_table(tmp_path, capsys, monkeypatch):
+def test_bench_failing_codec_is_a_row_of_the_table(tmp_path, capsys, monkeypatch):
     def broken(data):
         raise RuntimeError("no luck")
 
@@ -54,7 +54,7 @@ def test_a_codec_that_fails_or_lies_is_a_line_of_the_table(tmp_path, capsys, mon
     assert {"kvmnn exact", "kvmnn balanced", "kvmnn fast", "kvmnn max"} <= set(lines)
 
 
-def test_json(tmp_path, capsys):
+def test_bench_json_has_every_codec(tmp_path, capsys):
     np.save(tmp_path / "k.npy", KEYS)
     assert main(["bench", str(tmp_path / "k.npy"), "--repeats", "1", "--sample-bytes", "4K", "--json"]) == 0
     (report,) = json.loads(capsys.readouterr().out)["arrays"]
@@ -65,7 +65,7 @@ def test_json(tmp_path, capsys):
     assert exact["encode_bytes_per_s_wall"] == pytest.approx(4096 / exact["encode"]["wall"])
 
 
-def test_the_library_compares_as_the_command_does(tmp_path, capsys):
+def test_bench_compare_equals_the_command(tmp_path, capsys):
     np.save(tmp_path / "k.npy", KEYS)
     source = kvmnn.open(tmp_path / "k.npy")
     calls: list[int] = []
@@ -80,7 +80,7 @@ def test_the_library_compares_as_the_command_does(tmp_path, capsys):
     assert all(result.version != "unknown" for result in found.arrays[0].results)
 
 
-def test_rates_of_small_arrays_are_not_printed():
+def test_bench_result_small_array_has_no_rate():
     second = Timing(cpu=1.0, wall=1.0)
     small, large = (
         str(CodecBenchResult("x", "1", size, size // 2, encode=second, decode=second)) for size in (1000, 1 << 20)
@@ -90,7 +90,7 @@ def test_rates_of_small_arrays_are_not_printed():
     assert len(small) == len(large)
 
 
-def test_the_front():
+def test_bench_pareto_front_has_undominated_codecs():
     def result(codec: str, stored: int, encode: float, decode: float, raw: int = 1 << 20) -> CodecBenchResult:
         return CodecBenchResult(codec, "1", raw, stored, encode=Timing(9.0, encode), decode=Timing(9.0, decode))
 
@@ -119,7 +119,7 @@ def test_the_front():
     assert "dominated" not in str(replace(report, sample_bytes=1000))
 
 
-def test_a_damaged_array_is_refused(tmp_path, capsys):
+def test_bench_damaged_array_is_refused(tmp_path, capsys):
     words = np.arange(3000, dtype=np.uint16).view(np.float16)
     np.savez(tmp_path / "x.npz", words)
     data = bytearray((tmp_path / "x.npz").read_bytes())
@@ -129,7 +129,7 @@ def test_a_damaged_array_is_refused(tmp_path, capsys):
     assert "the data does not match its checksum" in " ".join(capsys.readouterr().err.split())
 
 
-def test_max_on_a_part_has_exact_on_the_same_part_beside_it(tmp_path, capsys, monkeypatch):
+def test_bench_max_on_sample_also_measures_exact_on_it(tmp_path, capsys, monkeypatch):
     """So that no ratio stands beside one of other bytes."""
     monkeypatch.setattr(benchmark, "MAX_EFFORT_SAMPLE_BYTES", 1024)
     monkeypatch.setattr(codecs, "find_installed_codecs", lambda dtype, threads: ([], []))
@@ -145,7 +145,7 @@ def test_max_on_a_part_has_exact_on_the_same_part_beside_it(tmp_path, capsys, mo
     assert {result.raw_bytes for result in report.results} == {report.sample_bytes}
 
 
-def test_slow_is_not_nought():
+def test_bench_result_slow_rate_is_not_zero():
     second = Timing(wall=10.0, cpu=40.0)
     line = str(CodecBenchResult("x", "1", 1 << 22, 1 << 21, encode=second, decode=second))
     assert line.split()[2:6] == ["0.1", "0.4", "0.1", "0.4"]

@@ -33,7 +33,7 @@ def files(tmp_path: Path) -> list[str]:
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("axes", ["thd", "htd"])
 @pytest.mark.parametrize("layers", [1, 2, 3])
-def test_streams_give_the_bytes_back(axes: Any, layers: int, threads: int) -> None:
+def test_dense_bench_codec_round_trips(axes: Any, layers: int, threads: int) -> None:
     lying = WORDS if axes == "thd" else np.ascontiguousarray(WORDS.transpose(0, 2, 1, 3))
     plan = replace(make_plan(WORDS, dtype="fp16", part="key"), axes=axes, shape=lying.shape[1:])
     data: npt.NDArray[np.uint8] = lying[:layers].reshape(-1).view(np.uint8)
@@ -44,7 +44,7 @@ def test_streams_give_the_bytes_back(axes: Any, layers: int, threads: int) -> No
     assert benchmark._is_same(codec.decode(streams), data)
 
 
-def test_how_much_is_measured() -> None:
+def test_count_dense_bytes_gives_whole_layers() -> None:
     plan = make_plan(WORDS, dtype="fp16", part="value")
     assert plan.nbytes == LAYER
     assert count_dense_bytes(plan, 2 * LAYER + 100) == 2 * LAYER
@@ -57,7 +57,7 @@ def test_how_much_is_measured() -> None:
     assert benchmark._is_same(codec.decode(codec.encode(part)), part)
 
 
-def test_layers_are_measured_and_counted(files: list[str]) -> None:
+def test_dense_bench_measures_every_layer(files: list[str]) -> None:
     source = kvmnn.open(Path(files[0]).parent, axes="lthd")
     calls: list[int] = []
     compared = bench.compare(source, repeats=1, progress=calls.append)
@@ -70,7 +70,9 @@ def test_layers_are_measured_and_counted(files: list[str]) -> None:
         assert result.stored_bytes == codec.count_bytes(codec.encode(next(source[report.name].iter_chunks(0))))
 
 
-def test_why_there_are_none(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dense_bench_unsuitable_input_reports_why(
+    files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     np.save(tmp_path / "any.npy", WORDS.reshape(-1))
     assert main(["bench", str(tmp_path / "any.npy"), "--repeats", "1"]) == 0
     assert f"{DENSE_CODEC_NAME}: not measured, these are not K or V of layers" in capsys.readouterr().out
@@ -80,7 +82,7 @@ def test_why_there_are_none(files: list[str], tmp_path: Path, capsys: pytest.Cap
     )
 
 
-def test_streams_do_not_depend_on_the_threads() -> None:
+def test_dense_bench_streams_do_not_depend_on_threads() -> None:
     words = np.concatenate([WORDS] * 3)
     plan = make_plan(words, dtype="fp16", part="value")
     data = words.reshape(-1).view(np.uint8)

@@ -22,7 +22,7 @@ Words = np.ndarray[Any, Any]
 STREAMS = streams()
 
 
-def test_all_methods_are_among_them() -> None:
+def test_damage_streams_cover_every_method() -> None:
     infos = [dense.inspect(stream) for stream, _, _ in STREAMS]
     for dtype in DTYPES:
         of_dtype = [info for info in infos if info.dtype == dtype]
@@ -37,7 +37,7 @@ def test_all_methods_are_among_them() -> None:
 
 
 @pytest.mark.parametrize("number", range(len(STREAMS)))
-def test_bytes_are_decoded_in_the_quick_way_as_others_in_the_long_one(number: int) -> None:
+def test_decode_short_block_equals_long_decoder(number: int) -> None:
     stream, array, given = STREAMS[number]
     info, tables = dense.inspect(stream), given.get("tables")
     quick = _rows.decode_short_block(stream, tables and tables.table_set, array.nbytes, np.empty, _NUMPY_TYPES)
@@ -55,7 +55,7 @@ def test_bytes_are_decoded_in_the_quick_way_as_others_in_the_long_one(number: in
 
 
 @pytest.mark.parametrize("number", range(len(STREAMS)))
-def test_every_truncation_is_detected(number: int) -> None:
+def test_decode_truncated_stream_is_refused(number: int) -> None:
     stream, _, given = STREAMS[number]
     for length in range(len(stream)):
         with pytest.raises(FrameError):
@@ -66,7 +66,7 @@ def test_every_truncation_is_detected(number: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(STREAMS)))
-def test_every_changed_byte_is_detected(number: int) -> None:
+def test_decode_changed_byte_is_refused(number: int) -> None:
     stream, _, given = STREAMS[number]
     rng = np.random.default_rng(number)
     for i in range(len(stream)):
@@ -79,7 +79,7 @@ def test_every_changed_byte_is_detected(number: int) -> None:
 
 @settings(max_examples=400, deadline=None)
 @given(number=st.integers(0, len(STREAMS) - 1), data=st.data())
-def test_damage_behind_a_valid_checksum_of_the_control_bytes(number: int, data: st.DataObject) -> None:
+def test_decode_several_changed_bytes_give_same_elements_or_error(number: int, data: st.DataObject) -> None:
     """Several bytes at once: what decodes at all decodes to the words."""
     stream, array, given = STREAMS[number]
     broken = bytearray(stream)
@@ -96,7 +96,7 @@ def header(method: int, tokens: int, payload: bytes, heads: int = 1, dim: int = 
     return struct.pack("<4sBBBBHHIIQ", b"KVMD", 1, method, 0, flags, heads, dim, tokens, len(payload), 0) + payload
 
 
-def test_headers_that_promise_much_take_no_memory() -> None:
+def test_decode_huge_header_takes_no_memory() -> None:
     tracked = pytest.importorskip("tracemalloc")
     tracked.start()
     try:
@@ -116,7 +116,7 @@ def test_headers_that_promise_much_take_no_memory() -> None:
 
 @pytest.mark.parametrize("method", [0, 1, 2])
 @pytest.mark.parametrize("tokens", [1, 299, 301, 5000])
-def test_a_payload_of_other_words_than_the_header_says_is_a_frame_error(method: int, tokens: int) -> None:
+def test_decode_payload_of_unexpected_size_is_a_frame_error(method: int, tokens: int) -> None:
     """`LimitError` is about the caller's limit alone, whatever the method."""
     stream = dense.encode(sample({0: "words", 1: "zeros", 2: "cache"}[method], "fp16", 2, 300, 8, 4))
     assert stream[5] == method
@@ -126,7 +126,7 @@ def test_a_payload_of_other_words_than_the_header_says_is_a_frame_error(method: 
         dense.decode(stream, max_bytes=100)
 
 
-def test_max_bytes() -> None:
+def test_decode_above_max_bytes_is_refused() -> None:
     stream, array, given = STREAMS[0]
     with pytest.raises(LimitError, match=f"holds {array.nbytes} bytes: max_bytes is {array.nbytes - 1}"):
         dense.decode(stream, max_bytes=array.nbytes - 1, **given)
@@ -146,7 +146,7 @@ def test_max_bytes() -> None:
         (16, 0, "bytes behind its header: expected"),
     ],
 )
-def test_messages_name_what_is_wrong(at: int, value: int, message: str) -> None:
+def test_decode_error_names_the_header_field(at: int, value: int, message: str) -> None:
     broken = bytearray(STREAMS[0][0])
     if at in (8, 12):
         broken[at : at + 2] = bytes(2)
@@ -170,7 +170,7 @@ def test_read_header_flags_of_methods_without_rows_are_refused(method: str, flag
         dense.inspect(bytes(broken))
 
 
-def test_a_stream_that_says_it_has_other_words_than_its_history() -> None:
+def test_decode_history_of_other_itemsize_is_refused() -> None:
     """The word size may be what was damaged."""
     stream, _, given = next(one for one in STREAMS if "history" in one[2] and one[0][6] == 0)
     with pytest.raises(FrameError, match="history has words of 2 bytes: expected 4"):
@@ -179,7 +179,7 @@ def test_a_stream_that_says_it_has_other_words_than_its_history() -> None:
         dense.decode(stream, **{**given, "history": b"1234"})
 
 
-def test_what_is_no_stream() -> None:
+def test_inspect_data_without_magic_is_refused() -> None:
     for data in (b"", b"KVMD", bytes(28), np.zeros(100, np.uint8)):
         with pytest.raises(FrameError, match="no dense stream"):
             dense.inspect(data)
@@ -187,7 +187,7 @@ def test_what_is_no_stream() -> None:
         dense.decode(7)
 
 
-def test_xxh64_is_the_published_one() -> None:
+def test_xxh64_equals_published_values() -> None:
     """Values of the xxHash specification's reference program."""
     assert _stream.xxh64(b"") == 0xEF46DB3751D8E999
     assert _stream.xxh64(b"a") == 0xD24EC4F1A98C6E5B

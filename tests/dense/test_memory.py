@@ -49,7 +49,7 @@ print(encoding, decoding)
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="only Linux says what a process held at most")
 @pytest.mark.parametrize("part", ["key", "value"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_memory_is_bounded_by_a_few_arrays(dtype: str, part: str) -> None:
+def test_dense_codec_memory_is_bounded_by_a_few_arrays(dtype: str, part: str) -> None:
     paths = os.pathsep.join([str(Path(__file__).parents[1] / "support"), *sys.path])
     argv = [sys.executable, "-c", _WORK, dtype, part]
     found = subprocess.run(argv, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, check=True)

@@ -32,7 +32,7 @@ def placed(stream: bytes, like: Words, given: dict[str, Any], **said: Any) -> tu
 
 
 @pytest.mark.parametrize("number", range(len(STREAMS)))
-def test_words_are_those_of_decode(number: int) -> None:
+def test_row_decoder_equals_decode(number: int) -> None:
     stream, array, given = STREAMS[number]
     done, rows = placed(stream, array, given)
     assert done == (dense.inspect(stream).method == "rows")
@@ -48,7 +48,7 @@ def needing() -> list[tuple[bytes, Words, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("number", range(len(DTYPES)))
-def test_what_is_not_said_of_it_is_refused(number: int) -> None:
+def test_row_decoder_contradicted_properties_are_refused(number: int) -> None:
     stream, array, given = needing()[number]
     needed = dense.inspect(stream).history
     assert needed and placed(stream, array, given)[0]
@@ -69,7 +69,7 @@ def test_what_is_not_said_of_it_is_refused(number: int) -> None:
 
 
 @pytest.mark.parametrize("number", range(len(DTYPES)))
-def test_a_stream_that_was_changed_gives_no_other_words(number: int) -> None:
+def test_row_decoder_changed_stream_gives_no_other_elements(number: int) -> None:
     stream, array, given = needing()[number]
     rng = np.random.default_rng(number)
     for at in rng.integers(0, len(stream), 300).tolist():
@@ -90,7 +90,7 @@ def placed_as(changed: bytes, stream: bytes, array: Words, given: dict[str, Any]
     return places.decode(np.frombuffer(changed, np.uint8), checksum, history.shape[1], array.shape[1], **said)
 
 
-def test_rows_that_no_stream_has() -> None:
+def test_row_decoder_unsupported_rows_are_refused() -> None:
     with pytest.raises(KvmnnError, match="token by token"):
         RowDecoder(np.zeros((2, 5, 8), np.float32), "fp32")
     with pytest.raises(KvmnnError, match="no stream"):
@@ -98,7 +98,7 @@ def test_rows_that_no_stream_has() -> None:
 
 
 @pytest.mark.parametrize("number", range(len(DTYPES)))
-def test_decode_with_more_history_than_rows_before_is_refused(number: int) -> None:
+def test_row_decoder_more_history_than_preceding_rows_is_refused(number: int) -> None:
     """Also where the stream needs none of it, and would decode."""
     (stream, array, given) = next(
         each

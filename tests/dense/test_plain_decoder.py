@@ -37,7 +37,7 @@ def agree(array: Words, *, history: Words | None = None, **options: Any) -> dens
     return info
 
 
-def test_the_hash_is_xxh64() -> None:
+def test_plain_decoder_hash_is_xxh64() -> None:
     """Values of xxHash's own documentation and test suites."""
     known = {b"": 0xEF46DB3751D8E999, b"a": 0xD24EC4F1A98C6E5B, b"abc": 0x44BC2CF5AD770999}
     known[b"Nobody inspects the spammish repetition"] = 0xFBCEA83C8A378BF1
@@ -46,14 +46,14 @@ def test_the_hash_is_xxh64() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_all_kinds_of_words(kind: str, dtype: str) -> None:
+def test_plain_decoder_agrees_on_every_kind_of_array(kind: str, dtype: str) -> None:
     for shape in ((2, 60, 16), (1, 7, 5), (3, 1, 2), (1, 1, 1), (4, 130, 8)):
         agree(sample(kind, dtype, *shape, seed=3))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rotary", [HALF, NEIGHBOURS, PART], ids=["half", "interleaved", "partial"])
-def test_rotated_rows(rotary: dense.RopeConfig, dtype: str) -> None:
+def test_plain_decoder_agrees_on_rotated_rows(rotary: dense.RopeConfig, dtype: str) -> None:
     rng = np.random.default_rng(5)
     positions = np.sort(rng.choice(2000, 120, replace=False))
     values = near_rows(rng, 3, 120, 20)
@@ -72,7 +72,7 @@ def test_rotated_rows(rotary: dense.RopeConfig, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 30, 300])
-def test_history(rows: int, dtype: str) -> None:
+def test_plain_decoder_agrees_with_history(rows: int, dtype: str) -> None:
     rng = np.random.default_rng(6)
     values = rotated(near_rows(rng, 2, rows + 50, 16), 16, 10000.0, np.arange(rows + 50), "half")
     array = to_dtype(values, dtype)
@@ -82,7 +82,7 @@ def test_history(rows: int, dtype: str) -> None:
     agree(before[:, -5:], history=before)
 
 
-def test_all_methods_were_seen() -> None:
+def test_plain_decoder_cases_cover_every_method() -> None:
     noise = sample("words", "fp32", 2, 40, 8, 1)
     found = {
         agree(array).method for array in (noise, sample("cache", "fp16", 2, 60, 16, 3), np.zeros((1, 900, 2), "f4"))
@@ -125,7 +125,7 @@ def refused(stream: bytes) -> tuple[bool, bool]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DAMAGED)
-def test_damage_is_refused_by_both(name: str) -> None:
+def test_plain_decoder_damage_is_refused_by_both(name: str) -> None:
     stream = DAMAGED[name]
     assert refused(stream) == (False, False)
     assert dense.inspect(stream).method == name.split()[0]
@@ -143,9 +143,7 @@ def test_damage_is_refused_by_both(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_damage_whose_checksum_was_made_right_means_the_same_to_both(
-    dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plain_decoder_damage_with_valid_checksum_agrees(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same is refused, and what is not has the same words: all else that a decoder checks."""
     hashes: list[int] = []
 
@@ -172,7 +170,7 @@ def test_damage_whose_checksum_was_made_right_means_the_same_to_both(
     assert accepted > 3
 
 
-def test_wrong_history_is_refused_by_both() -> None:
+def test_plain_decoder_wrong_history_is_refused_by_both() -> None:
     array = sample("cache", "fp16", 2, 60, 16, 4)
     before, own = array[:, :20], array[:, 20:]
     stream = dense.encode(own, history=before)
@@ -188,7 +186,7 @@ def test_wrong_history_is_refused_by_both() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rotary", [None, HALF, PART], ids=["none", "half", "partial"])
-def test_shared_tables(rotary: dense.RopeConfig | None, dtype: str) -> None:
+def test_plain_decoder_agrees_with_shared_tables(rotary: dense.RopeConfig | None, dtype: str) -> None:
     rng = np.random.default_rng(9)
     values = near_rows(rng, 2, 300, 16)
     if rotary:
@@ -212,7 +210,7 @@ def test_shared_tables(rotary: dense.RopeConfig | None, dtype: str) -> None:
 
 
 @pytest.mark.slow
-def test_damaged_tables_are_refused_by_both() -> None:
+def test_plain_decoder_damaged_tables_are_refused_by_both() -> None:
     array = sample("rotated", "bf16", 1, 200, 16, 2)
     data = dense.SharedTables.from_arrays([array], rotary=HALF).data
     stream = dense.encode(array[:, :40], tables=dense.SharedTables(data))
@@ -227,7 +225,7 @@ def test_damaged_tables_are_refused_by_both() -> None:
                 dense.decode(stream, tables=dense.SharedTables(given))
 
 
-def test_vectors(unpacked) -> None:
+def test_plain_decoder_agrees_on_golden_streams(unpacked) -> None:
     """The golden streams of fixtures/dense, those that must be refused included."""
     folder = unpacked("dense")
     cases = json.loads((folder / "index.json").read_text(encoding="utf-8"))["cases"]

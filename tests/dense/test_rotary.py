@@ -18,13 +18,13 @@ def radians(rotary: RopeConfig) -> Any:
     return rotary.frequencies.astype(np.float64) / 2.0**64 * 2 * math.pi
 
 
-def test_plain_frequencies() -> None:
+def test_rope_config_default_frequencies_are_exact() -> None:
     expected = 10000.0 ** (-2 * np.arange(32) / 64)
     assert np.allclose(radians(RopeConfig()), expected, rtol=1e-12)
     assert int(RopeConfig().frequencies[0]) == 2935890503282001226  # 2^64 / (2 pi), rounded
 
 
-def test_linear_and_ntk() -> None:
+def test_rope_config_linear_and_ntk_scaling() -> None:
     plain = 10000.0 ** (-2 * np.arange(32) / 64)
     assert np.allclose(radians(RopeConfig(scaling={"type": "linear", "factor": 4})), plain / 4, rtol=1e-12)
     theta = 10000.0 * 8 ** (64 / 62)
@@ -33,7 +33,7 @@ def test_linear_and_ntk() -> None:
     )
 
 
-def test_yarn() -> None:
+def test_rope_config_yarn_scaling() -> None:
     """Qwen's parameters, by the formulas of modeling_rope_utils.py in plain numpy."""
     dims, theta, factor, length = 128, 1e6, 4.0, 32768
 
@@ -48,7 +48,7 @@ def test_yarn() -> None:
     assert np.allclose(radians(RopeConfig(theta, dims, scaling=scaling)), expected, rtol=1e-12)
 
 
-def test_llama3() -> None:
+def test_rope_config_llama3_scaling() -> None:
     theta, factor, low, high, length = 500000.0, 8.0, 1.0, 4.0, 8192
     expected = []
     for f in theta ** (-2 * np.arange(64) / 128):
@@ -86,7 +86,7 @@ def test_llama3() -> None:
         ({"model_type": "gpt2", "n_embd": 768}, None),
     ],
 )
-def test_from_config(config: dict[str, Any], expected: RopeConfig | None) -> None:
+def test_rope_config_from_model_config(config: dict[str, Any], expected: RopeConfig | None) -> None:
     found = RopeConfig.from_config(config)
     assert (found is None) == (expected is None)
     if found and expected:
@@ -109,12 +109,12 @@ def test_from_config(config: dict[str, Any], expected: RopeConfig | None) -> Non
         ({"scaling": {"type": "yarn", "factor": 2}}, "has no original_max_position_embeddings"),
     ],
 )
-def test_wrong_parameters(options: dict[str, Any], message: str) -> None:
+def test_rope_config_wrong_parameters_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(KvmnnError, match=message):
         RopeConfig(**options)
 
 
-def test_what_inspect_says() -> None:
+def test_inspect_rotated_stream_reports_rope() -> None:
     array = np.random.default_rng(1).standard_normal((2, 100, 32)).astype(np.float16)
     info = dense.inspect(dense.encode(np.concatenate([array, array], 1), rotary=RopeConfig(dims=32)))
     assert info.rotary and info.method == "rows" and info.table_set is None
@@ -138,7 +138,7 @@ def test_what_inspect_says() -> None:
     ],
     ids=str,
 )
-def test_a_stream_says_how_it_was_rotated(rotary: RopeConfig, said: str) -> None:
+def test_encode_stream_stores_its_rope_config(rotary: RopeConfig, said: str) -> None:
     array = np.random.default_rng(1).standard_normal((1, 100, 128)).astype(np.float16)
     stream = dense.encode(np.concatenate([array, array], 1), rotary=rotary)
     assert dense.inspect(stream).rope == said and f"rotary {said}" in str(dense.inspect(stream))
@@ -149,7 +149,7 @@ def test_a_stream_says_how_it_was_rotated(rotary: RopeConfig, said: str) -> None
                 assert dense.inspect(damaged).rope != ""
 
 
-def test_a_stream_of_a_table_set_leaves_it_to_the_set() -> None:
+def test_encode_with_tables_takes_rope_from_the_tables() -> None:
     array = np.random.default_rng(1).standard_normal((1, 200, 32)).astype(np.float16)
     array[:, 100:] = array[:, :100]
     tables = dense.SharedTables.from_arrays([array], rotary=RopeConfig(dims=32))

@@ -81,7 +81,7 @@ def chosen(group: list[Words]) -> list[bytes]:
 
 
 @pytest.mark.parametrize("tokens", [40, TOKENS])
-def test_measure_dense_says_how_many_streams_turn_their_rows(layers: list[Words], tokens: int, run, tmp_path) -> None:
+def test_measure_dense_counts_rotated_streams(layers: list[Words], tokens: int, run, tmp_path) -> None:
     for number, keys in enumerate(layers):
         np.save(tmp_path / f"layer_{number}.key.npy", to_dtype(np.ascontiguousarray(keys[:, :tokens]), "fp32"))
     said = run("measure", "--dense", tmp_path, "--rope", "theta=10000,dims=16").out

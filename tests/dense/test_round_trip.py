@@ -43,7 +43,7 @@ def check(array: Words, **options: Any) -> bytes:
     pairing=st.sampled_from(["half", "interleaved"]),
     seed=st.integers(0, 1 << 20),
 )
-def test_words_come_back(
+def test_dense_round_trip_any_array(
     kind: str, dtype: str, heads: int, tokens: int, dim: int, dims: int, pairing: str, seed: int
 ) -> None:
     array = sample(kind, dtype, heads, tokens, dim, seed)
@@ -53,7 +53,7 @@ def test_words_come_back(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0), (1, 2, 0)])
-def test_strides_do_not_matter(dtype: str, order: tuple[int, int, int]) -> None:
+def test_encode_any_strides_give_the_same_stream(dtype: str, order: tuple[int, int, int]) -> None:
     array = sample("cache", dtype, 3, 50, 16, 1)
     stored = np.ascontiguousarray(array.transpose(order))
     view = stored.transpose(np.argsort(order))
@@ -63,13 +63,13 @@ def test_strides_do_not_matter(dtype: str, order: tuple[int, int, int]) -> None:
     assert dense.encode(backwards) == dense.encode(array)
 
 
-def test_unaligned_and_big_endian_words() -> None:
+def test_encode_unaligned_and_big_endian_arrays() -> None:
     array = sample("cache", "fp32", 2, 30, 8, 2)
     shifted = np.frombuffer(b"x" + array.tobytes(), np.uint8)[1:].view(np.float32).reshape(array.shape)
     assert dense.encode(shifted) == dense.encode(array) == dense.encode(array.astype(">f4"))
 
 
-def test_every_half_word_comes_back() -> None:
+def test_dense_round_trip_every_16_bit_value() -> None:
     words = np.arange(65536, dtype=np.uint16).reshape(1, 256, 256)
     for dtype in ("fp16", "bf16"):
         array = words.view(np.float16) if dtype == "fp16" else words
@@ -80,7 +80,7 @@ def test_every_half_word_comes_back() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rotation_pays_and_wrong_parameters_cost_size_only(dtype: str) -> None:
+def test_encode_wrong_rotation_costs_only_size(dtype: str) -> None:
     rng = np.random.default_rng(3)
     plain = near_rows(rng, 4, 400, 32)
     positions = np.cumsum(rng.integers(1, 4, 400))
@@ -95,7 +95,7 @@ def test_rotation_pays_and_wrong_parameters_cost_size_only(dtype: str) -> None:
         )
 
 
-def test_positions_of_all_kinds() -> None:
+def test_encode_any_positions_round_trip() -> None:
     rng = np.random.default_rng(5)
     array = to_dtype(near_rows(rng, 2, 100, 32, 10), "fp16")
     rotary = dense.RopeConfig(dims=2)
@@ -111,12 +111,12 @@ def test_positions_of_all_kinds() -> None:
         assert dense.inspect(stream).method == "rows"
 
 
-def test_equal_rows_are_copied() -> None:
+def test_encode_equal_rows_are_copied() -> None:
     row = np.random.default_rng(6).standard_normal((2, 1, 64)).astype(np.float16)
     assert len(check(np.repeat(row, 1000, 1))) < 1200
 
 
-def test_tokens_find_rows_that_lie_far_back() -> None:
+def test_encode_token_ids_find_distant_rows() -> None:
     rng = np.random.default_rng(7)
     kinds = rng.standard_normal((2, 1500, 32)).astype(np.float32)
     ids = np.concatenate([np.arange(1500), rng.permutation(1500)])
@@ -124,7 +124,7 @@ def test_tokens_find_rows_that_lie_far_back() -> None:
     assert len(check(array, token_ids=ids)) < 0.98 * len(check(array))
 
 
-def test_several_layers_share_what_they_find() -> None:
+def test_encode_layers_share_reference_rows() -> None:
     rng = np.random.default_rng(12)
     ids = rng.integers(0, 40, 500)
     keys = [near_rows(rng, 2, 40, 32)[:, ids] + 0.05 * rng.standard_normal((2, 500, 32)) for _ in range(3)]
@@ -148,7 +148,7 @@ def test_several_layers_share_what_they_find() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_history_pays(dtype: str) -> None:
+def test_encode_history_reduces_size(dtype: str) -> None:
     array = sample("cache", dtype, 4, 300, 32, 8)
     before, own = array[:, :240], array[:, 240:]
     alone = len(check(own))
@@ -167,7 +167,7 @@ def test_history_pays(dtype: str) -> None:
         dense.decode(stream, history=keys[:, 1:371])
 
 
-def test_every_level_gives_the_same_bytes() -> None:
+def test_encode_every_simd_level_gives_the_same_bytes() -> None:
     arrays = [(sample(kind, dtype, 3, 150, 48, 10), dtype) for kind in KINDS for dtype in DTYPES]
     rotary = dense.RopeConfig(dims=32)
     made = []
@@ -182,7 +182,7 @@ def test_every_level_gives_the_same_bytes() -> None:
     assert all(streams == made[0] for streams in made)
 
 
-def test_threads_share_nothing() -> None:
+def test_encode_from_threads_gives_the_same_bytes() -> None:
     arrays = [sample(kind, dtype, 2, 120, 32, seed) for seed in range(3) for kind in KINDS for dtype in DTYPES]
     expected = [dense.encode(array) for array in arrays]
     with ThreadPoolExecutor(4) as pool:
@@ -190,7 +190,7 @@ def test_threads_share_nothing() -> None:
         assert all(map(same, pool.map(dense.decode, expected), arrays))
 
 
-def test_out_takes_any_strides_and_is_untouched_by_refusals() -> None:
+def test_decode_out_takes_any_strides_and_survives_errors() -> None:
     array = sample("cache", "fp16", 3, 40, 16, 11)
     stream = dense.encode(array)
     cache = np.zeros((3, 64, 16), np.float16)
@@ -210,7 +210,7 @@ def test_out_takes_any_strides_and_is_untouched_by_refusals() -> None:
         dense.decode(stream, out=out)
 
 
-def test_limits() -> None:
+def test_encode_unsupported_shapes_are_refused() -> None:
     with pytest.raises(KvmnnError, match="axes"):
         dense.encode(np.zeros((2, 2), np.float16))
     with pytest.raises(KvmnnError, match="empty"):
@@ -236,7 +236,7 @@ def test_limits() -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 16, 40])
-def test_few_rows_that_are_nearly_those_before_them(tokens: int) -> None:
+def test_encode_few_rows_near_their_history_round_trip(tokens: int) -> None:
     """All low parts are coded then, and the room for what is coded is the smallest that there is."""
     before = np.random.default_rng(5).standard_normal((4, 64, 64)).astype(np.float16)
     array = before[:, :tokens].copy()

@@ -38,7 +38,7 @@ def blocks(array: Any, rotary: dense.RopeConfig | None, history: bool, **options
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_shared_tables_and_history_pay(dtype: str) -> None:
+def test_shared_tables_with_history_reduce_size(dtype: str) -> None:
     array, rotary = keys(dtype, 1), dense.RopeConfig(dims=32)
     tables = dense.SharedTables.from_arrays([keys(dtype, 2), keys(dtype, 3)], rotary=rotary)
     assert (tables.dtype, tables.rotary_dims) == (dtype, 32)
@@ -47,7 +47,7 @@ def test_shared_tables_and_history_pay(dtype: str) -> None:
     assert blocks(array, None, True, tables=tables) < blocks(array, rotary, True) < alone
 
 
-def test_the_bytes_are_the_set() -> None:
+def test_shared_tables_bytes_define_the_set() -> None:
     array = keys("bf16", 4)
     tables = dense.SharedTables.from_arrays([array], rotary=dense.RopeConfig(dims=32))
     again = dense.SharedTables(tables.data)
@@ -60,7 +60,7 @@ def test_the_bytes_are_the_set() -> None:
 
 @pytest.mark.parametrize("kind", ["noise", "words", "spikes", "zeros", "few"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_arrays_that_are_not_like_those_of_the_set(kind: str, dtype: str) -> None:
+def test_shared_tables_dissimilar_arrays_round_trip(kind: str, dtype: str) -> None:
     tables = dense.SharedTables.from_arrays([sample("cache", dtype, 2, 300, 16, 5)])
     array = sample(kind, dtype, 2, 50, 16, 6)
     stream = dense.encode(array, tables=tables)
@@ -68,7 +68,7 @@ def test_arrays_that_are_not_like_those_of_the_set(kind: str, dtype: str) -> Non
     assert len(stream) <= array.nbytes + 28
 
 
-def test_wrong_or_missing_tables() -> None:
+def test_decode_wrong_or_missing_tables_are_refused() -> None:
     array = keys("fp16", 7)
     rotary = dense.RopeConfig(dims=32)
     right, wrong = (dense.SharedTables.from_arrays([keys("fp16", seed)], rotary=rotary) for seed in (8, 9))
@@ -88,7 +88,7 @@ def test_wrong_or_missing_tables() -> None:
     assert dense.encode(array[:, :64], tables=right, rotary=rotary) == stream
 
 
-def test_damaged_sets_are_refused() -> None:
+def test_shared_tables_damaged_data_is_refused() -> None:
     data = dense.SharedTables.from_arrays([keys("fp32", 10)], rotary=dense.RopeConfig(dims=8)).data
     array = keys("fp32", 11)[:, :64]
     stream = dense.encode(array, tables=dense.SharedTables(data))
@@ -102,7 +102,7 @@ def test_damaged_sets_are_refused() -> None:
             dense.decode(stream, tables=dense.SharedTables(broken))
 
 
-def test_what_is_wrong_with_a_set_is_said() -> None:
+def test_shared_tables_error_names_the_field() -> None:
     data = dense.SharedTables.from_arrays([keys("bf16", 10)]).data
     for at, value, said in (
         (5, 3, "table set has dtype 3: expected 0 to 2"),
@@ -130,7 +130,7 @@ ONE_TABLE = ((0, 6), *[(63, 6)] * 10)
 """Of all 640 contexts, 64 at a time."""
 
 
-def test_a_set_without_escapes() -> None:
+def test_shared_tables_without_escapes_round_trip() -> None:
     """One that no kvmnn makes: rows with symbols that it has no frequency for are stored as words."""
     used, table = ((1, 32), (0b11, 8)), ((0b001, 3), (0b0001, 4))  # frequencies of symbols 0 and 1: 1, what is left
     tables = dense.SharedTables(table_set(0, *ONE_TABLE, *used, *table, (0, 5)))
@@ -139,7 +139,7 @@ def test_a_set_without_escapes() -> None:
     assert dense.inspect(stream).method == "words" and dense.decode(stream).tobytes() == words.tobytes()
 
 
-def test_sets_that_the_page_of_the_format_allows() -> None:
+def test_shared_tables_every_form_of_the_format_is_read() -> None:
     """An empty group, two runs for one table, a table of no context, other codes for an *e*, low parts above 31."""
     used, table = ((0b11, 32), (0b11, 8), (0, 8)), ((0b001, 3), (0b0001, 4))
     longer = ((0b111, 3), (1, 4), (0b111, 3), (2, 4), (0, 1))  # the same: each *e* is said as a number
@@ -156,7 +156,7 @@ def test_sets_that_the_page_of_the_format_allows() -> None:
             read_table_set(broken)
 
 
-def test_numbers_of_surplus_bytes() -> None:
+def test_decode_surplus_number_bytes_are_refused() -> None:
     array = keys("fp16", 3)[:, :64]
     stream = dense.encode(array)
     assert stream[5] == 2 and stream[30] == 0  # rows without history
@@ -172,7 +172,7 @@ def test_numbers_of_surplus_bytes() -> None:
     assert np.ascontiguousarray(dense_decoder.decode(made)).tobytes() == array.tobytes()
 
 
-def test_sets_are_made_of_arrays_of_one_kind() -> None:
+def test_shared_tables_mixed_arrays_are_refused() -> None:
     with pytest.raises(KvmnnError, match="no arrays"):
         dense.SharedTables.from_arrays([])
     with pytest.raises(KvmnnError, match="several dtypes"):
@@ -182,7 +182,7 @@ def test_sets_are_made_of_arrays_of_one_kind() -> None:
 
 
 @pytest.mark.parametrize("history", [100, 128])
-def test_rows_that_repeat_in_their_high_bytes_alone_are_not_longer_than_a_frame(history: int) -> None:
+def test_encode_rows_repeating_in_high_bytes_are_no_larger_than_a_frame(history: int) -> None:
     """Tables of few rows fit badly, and no words repeat: only a frame that is tried shows what lanes gain."""
     words = layers_of(text(history + 230))[1].keys
     tables = dense.SharedTables.from_arrays([words], rotary=ROTARY)

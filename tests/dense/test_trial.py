@@ -30,14 +30,14 @@ def keys(theta: float, dims: int, dim: int, pairing: str, positions: Any = None,
 
 
 @pytest.mark.parametrize("name", ["k_fp16", "k_fp32"])
-def test_keys_of_a_trained_model(name: str) -> None:
+def test_search_rope_keys_of_trained_model(name: str) -> None:
     for layer in gpt(name):
         assert dense.search_rope(layer) == dense.RopeConfig(theta=10000.0, dims=64)
         rounded = to_dtype(np.ascontiguousarray(layer, np.float32), "bf16")
         assert dense.search_rope(rounded[:, 100:300], np.arange(100, 300)) == dense.RopeConfig(theta=10000.0, dims=64)
 
 
-def test_keys_of_a_model_that_rotates_a_quarter() -> None:
+def test_search_rope_keys_with_partial_rotation() -> None:
     """GPT-NeoX: 16 of 64 words."""
     tokenizer, session = Tokenizer.open_for_model(FIXTURES / "lm"), DecoderSession.open(FIXTURES / "lm")
     ids = tokenizer.encode((FIXTURES / "lm" / "texts" / "trace.py.txt").read_text(encoding="utf-8"))[:300]
@@ -48,7 +48,7 @@ def test_keys_of_a_model_that_rotates_a_quarter() -> None:
     assert all(keys in (told, None) and values is None for keys, values in found)
 
 
-def test_values_and_noise_are_not_rotated() -> None:
+def test_search_rope_values_and_noise_give_none() -> None:
     for layer in gpt("v_fp16"):
         assert dense.search_rope(layer) is None
     for dtype in DTYPES:
@@ -68,11 +68,11 @@ def test_values_and_noise_are_not_rotated() -> None:
         (1e6, 256, 256, "half"),
     ],
 )
-def test_usual_parameters(theta: float, dims: int, dim: int, pairing: str) -> None:
+def test_search_rope_usual_parameters(theta: float, dims: int, dim: int, pairing: str) -> None:
     assert dense.search_rope(keys(theta, dims, dim, pairing)) == dense.RopeConfig(theta, dims, pairing)
 
 
-def test_positions_with_gaps() -> None:
+def test_search_rope_positions_with_gaps() -> None:
     positions = np.cumsum(np.random.default_rng(2).integers(1, 40, 500))
     for dtype in DTYPES:
         array = keys(1e4, 32, 64, "half", positions, dtype)
@@ -80,7 +80,7 @@ def test_positions_with_gaps() -> None:
         assert dense.search_rope(array, list(range(500))) is None
 
 
-def test_scaled_frequencies() -> None:
+def test_search_rope_scaled_frequencies() -> None:
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     told = dense.RopeConfig(5e5, 128, scaling={**scaling, "original_max_position_embeddings": 8192})
     plain = near_rows(np.random.default_rng(3), 1, 900, 128, 50).astype(np.float64)
@@ -93,7 +93,7 @@ def test_scaled_frequencies() -> None:
     assert str(found) == "theta=500000,dims=128,scaling=llama3 with factor 8"
 
 
-def test_next_to_nothing() -> None:
+def test_search_rope_tiny_arrays_give_none() -> None:
     for shape in ((1, 1, 64), (2, 5, 1), (1, 2, 2), (3, 40, 7)):
         assert dense.search_rope(np.ones(shape, np.float16)) is None
     for array in (np.zeros((2, 0, 8), np.float16), np.zeros((0, 5, 8), np.float16)):
@@ -106,7 +106,7 @@ def test_next_to_nothing() -> None:
         dense.encode(np.zeros((1, 2, 4), np.float16), rotary="guess")  # type: ignore[arg-type]
 
 
-def test_encode_takes_what_is_found() -> None:
+def test_encode_auto_rotary_uses_search_result() -> None:
     layers, values = gpt("k_fp16"), gpt("v_fp16")
     told = dense.RopeConfig(dims=64)
     assert dense.encode(layers[1], rotary="auto") == dense.encode(layers[1], rotary=told)

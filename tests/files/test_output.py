@@ -67,7 +67,7 @@ def test_file_output_existing_file_needs_force(tmp_path):
     assert names(tmp_path) == ["a"]
 
 
-def test_file_output_file_created_meanwhile_is_not_replaced(tmp_path):
+def test_file_output_file_created_concurrently_is_not_replaced(tmp_path):
     with pytest.raises(OutputError, match="exists already"), FileOutput(tmp_path / "a") as output:
         (tmp_path / "a").write_bytes(b"theirs")
         output.commit()
@@ -142,7 +142,7 @@ def test_directory_output_existing_directory_keeps_other_files(tmp_path):
     assert names(tmp_path) == ["a", "b", "index", "mine"]
 
 
-def test_directory_output_index_created_meanwhile_is_not_replaced(tmp_path):
+def test_directory_output_index_created_concurrently_is_not_replaced(tmp_path):
     with pytest.raises(OutputError, match="exists already"), DirectoryOutput(tmp_path, index="index") as output:
         output.open_file("a").write(b"a")
         output.open_file("index").write(b"a")

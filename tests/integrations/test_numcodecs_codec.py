@@ -28,7 +28,7 @@ def arrays(dtype: type) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize(("dtype", "effort"), list(product(TYPES, ("exact", "fast"))))
-def test_the_checks_of_numcodecs(dtype: str, effort: str) -> None:
+def test_frame_compressor_passes_checks_of_numcodecs(dtype: str, effort: str) -> None:
     common = pytest.importorskip("numcodecs.tests.common", reason="this numcodecs has no tests in it")
     codec = FrameCompressor(dtype=dtype, effort=effort)
     common.check_config(codec)
@@ -37,7 +37,7 @@ def test_the_checks_of_numcodecs(dtype: str, effort: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_any_buffer(dtype: str) -> None:
+def test_frame_compressor_any_buffer_round_trips(dtype: str) -> None:
     """What `check_encode_decode` of numcodecs does, where it is not installed."""
     codec = numcodecs.get_codec(FrameCompressor(dtype=dtype).get_config())
     assert isinstance(codec, Codec)
@@ -55,13 +55,13 @@ def test_any_buffer(dtype: str) -> None:
             assert room == whole
 
 
-def test_the_frame_is_the_engines() -> None:
+def test_frame_compressor_frame_equals_encode() -> None:
     words = RNG.normal(size=(4, 9)).astype(np.float16)
     assert FrameCompressor().encode(words) == kvmnn.encode(words)
     assert FrameCompressor(effort="fast").encode(words) == kvmnn.encode(words, effort="fast")
 
 
-def test_a_type_of_its_own() -> None:
+def test_frame_compressor_infers_dtype_of_array() -> None:
     for dtype in (np.float16, np.float32, np.uint16, ml_dtypes.bfloat16):
         array = RNG.normal(size=50).astype(dtype)
         assert bytes(FrameCompressor().decode(FrameCompressor().encode(array))) == array.tobytes()
@@ -73,7 +73,7 @@ def test_a_type_of_its_own() -> None:
             FrameCompressor().encode(buffer)
 
 
-def test_byte_orders() -> None:
+def test_frame_compressor_big_endian_round_trips() -> None:
     words = RNG.normal(size=50).astype(">f4")
     codec = FrameCompressor(endian="big")
     assert codec.encode(words) == kvmnn.encode(words.astype("<f4"))
@@ -84,13 +84,13 @@ def test_byte_orders() -> None:
         codec.encode(words.astype("<f4"))
 
 
-def test_options_that_do_not_exist() -> None:
+def test_frame_compressor_unknown_options_are_refused() -> None:
     for options in ({"dtype": "fp8"}, {"effort": "some"}, {"effort": 1}, {"endian": "middle"}):
         with pytest.raises(KvmnnError, match=r"fp8|some|1|middle"):
             FrameCompressor(**options)
 
 
-def test_what_is_no_frame() -> None:
+def test_frame_compressor_damaged_frame_is_refused() -> None:
     frame = FrameCompressor().encode(RNG.normal(size=64).astype(np.float16))
     for data in (b"", frame[:-1], frame + b"x", frame[:20], bytes(100)):
         with pytest.raises(FrameError, match=f"codec {CODEC_NAME}: not the frame of a chunk"):
@@ -109,7 +109,7 @@ def test_what_is_no_frame() -> None:
         FrameCompressor(dtype="fp16").encode(np.array([None]))
 
 
-def test_chunks_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frame_compressor_chunk_above_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     frame = FrameCompressor().encode(np.zeros(64, np.float16))
     monkeypatch.setattr("kvmnn.integrations.chunk_codec.MAX_CHUNK_BYTES", 100)
     with pytest.raises(LimitError, match="max_bytes is 100"):

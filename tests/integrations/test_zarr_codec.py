@@ -24,7 +24,7 @@ SHAPE, CHUNKS = (3, 50, 8), (2, 16, 8)
 
 @pytest.fixture(autouse=True)
 def _registered() -> None:
-    """As the entry points of an installed kvmnn do it; `test_by_entry_points` is about those."""
+    """As the entry points of an installed kvmnn do it; `test_zarr_codec_is_found_by_entry_points` is about those."""
     zarr.registry.register_codec(CODEC_NAME, ZarrFrameCodec)
 
 
@@ -34,7 +34,7 @@ def create(path: Path, dtype: object, **options: object) -> zarr.Array:
 
 
 @pytest.mark.parametrize("dtype", ["<f2", ">f2", "<f4", ">f4", "<u2", ml_dtypes.bfloat16], ids=str)
-def test_words_come_back(tmp_path: Path, dtype: object) -> None:
+def test_zarr_codec_round_trips(tmp_path: Path, dtype: object) -> None:
     words = RNG.normal(size=SHAPE).astype(dtype)
     array = create(tmp_path / "a", words.dtype)
     array[:] = words
@@ -46,7 +46,7 @@ def test_words_come_back(tmp_path: Path, dtype: object) -> None:
 
 
 @pytest.mark.parametrize("effort", ["exact", "balanced", "fast"])
-def test_effort_of_the_codec_makes_the_bytes_of_its_chunks(tmp_path: Path, effort: str) -> None:
+def test_zarr_codec_effort_reaches_the_encoder(tmp_path: Path, effort: str) -> None:
     words = RNG.normal(size=(1, 1024, 64)).astype(np.float32)
     array = create(
         tmp_path / "a", "f4", shape=words.shape, chunks=words.shape, serializer=ZarrFrameCodec(effort=effort)
@@ -57,7 +57,7 @@ def test_effort_of_the_codec_makes_the_bytes_of_its_chunks(tmp_path: Path, effor
     assert (chunk == kvmnn.encode(words, effort="exact")) == (effort != "fast")
 
 
-def test_effort_is_a_setting(tmp_path: Path) -> None:
+def test_zarr_codec_effort_is_stored_in_metadata(tmp_path: Path) -> None:
     words = RNG.normal(size=SHAPE).astype(np.float32)
     array = create(tmp_path / "a", "f4", serializer=ZarrFrameCodec(effort="fast"))
     array[:] = words
@@ -71,12 +71,12 @@ def test_effort_is_a_setting(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["f8", "i1", "i2", "u1", "i4", "u4", "bool", "c8", "S2"])
-def test_other_types_are_refused(tmp_path: Path, dtype: str) -> None:
+def test_zarr_codec_unsupported_type_is_refused(tmp_path: Path, dtype: str) -> None:
     with pytest.raises(KvmnnError, match=f"codec {CODEC_NAME}: type .* is none that frames hold: expected float16"):
         create(tmp_path / "a", dtype)
 
 
-def test_shards_and_transposition(tmp_path: Path) -> None:
+def test_zarr_codec_shards_and_transposition_round_trip(tmp_path: Path) -> None:
     words = RNG.normal(size=(4, 64, 8)).astype(np.float16)
     array = create(tmp_path / "a", "f2", shape=words.shape, chunks=(2, 16, 8), shards=(4, 32, 8))
     array[:] = words
@@ -86,14 +86,14 @@ def test_shards_and_transposition(tmp_path: Path) -> None:
     assert (zarr.open_array(tmp_path / "b", mode="r")[:, 3:7] == words[:3, 3:7]).all()
 
 
-def test_parts_and_chunks_that_are_not_there(tmp_path: Path) -> None:
+def test_zarr_codec_missing_chunks_have_fill_value(tmp_path: Path) -> None:
     array = create(tmp_path / "a", "f2", fill_value=2.5)
     array[1, 10:20] = 1
     assert len(list((tmp_path / "a").rglob("c/*/*/*"))) == 2
     assert array[:].sum() == 2.5 * (SHAPE[0] * 50 - 10) * 8 + 80
 
 
-def test_hostile_chunks(tmp_path: Path) -> None:
+def test_zarr_codec_hostile_chunk_is_refused(tmp_path: Path) -> None:
     array = create(tmp_path / "a", "f2", chunks=SHAPE)
     array[:] = RNG.normal(size=SHAPE)
     chunk = tmp_path / "a/c/0/0/0"
@@ -108,13 +108,13 @@ def test_hostile_chunks(tmp_path: Path) -> None:
         array[:]
 
 
-def test_chunks_have_a_bound(tmp_path: Path) -> None:
+def test_zarr_codec_chunk_above_limit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(KvmnnError, match="at most 1,073,741,824"):
         create(tmp_path / "a", "f4", shape=(1 << 16, 1 << 16), chunks=(1 << 15, 1 << 14))
 
 
 @pytest.mark.parametrize(("dtype", "order"), [("<f2", "C"), ("<f4", "F"), (">f4", "C"), (">f2", "F"), ("<u2", "C")])
-def test_version_2(tmp_path: Path, dtype: str, order: str) -> None:
+def test_zarr_codec_format_2_round_trips(tmp_path: Path, dtype: str, order: str) -> None:
     words = (RNG.normal(size=SHAPE) * 100).astype(np.float32).astype(dtype, casting="unsafe")
     codec = FrameCompressor(endian="big" if dtype[0] == ">" else "little")
     array = zarr.create_array(
@@ -127,7 +127,7 @@ def test_version_2(tmp_path: Path, dtype: str, order: str) -> None:
     assert (source[name].to_numpy() == words).all()
 
 
-def test_bfloat16_is_a_data_type(tmp_path: Path) -> None:
+def test_zarr_codec_bfloat16_is_a_data_type(tmp_path: Path) -> None:
     array = create(tmp_path / "a", ml_dtypes.bfloat16, fill_value=float("nan"))
     assert (array.dtype, array.metadata.to_dict()["data_type"]) == (ml_dtypes.bfloat16, "bfloat16")
     assert np.isnan(array[:].astype(np.float32)).all()
@@ -160,6 +160,6 @@ if tuple(map(int, zarr.__version__.split(".")[:2])) >= (3, 2):  # 3.1 collects e
 """
 
 
-def test_by_entry_points(tmp_path: Path) -> None:
+def test_zarr_codec_is_found_by_entry_points(tmp_path: Path) -> None:
     assert {name for names in declared().values() for name in names} == {CODEC_NAME, "bfloat16"}
     assert run_elsewhere(BY_NAME, tmp_path, tmp_path / "a") == "ZarrFrameCodec [4. 5.]\n"

@@ -14,7 +14,7 @@ from kvmnn.packed.layout import to_byte_rows
 LAYOUT: Any = SimpleNamespace(kv_heads=2, head_dim=4, itemsize=2)
 
 
-def test_rows_are_bytes_of_each_token() -> None:
+def test_head_rows_are_bytes_of_each_token() -> None:
     rows = np.arange(24, dtype=np.float16).reshape(2, 3, 4)
     np.testing.assert_array_equal(to_byte_rows(rows, "keys", LAYOUT), rows.view(np.uint8))
     np.testing.assert_array_equal(
@@ -23,12 +23,12 @@ def test_rows_are_bytes_of_each_token() -> None:
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 5), (3, 3, 4), (2, 12), (2, 3, 1, 4)])
-def test_rows_of_other_shapes(shape: tuple[int, ...]) -> None:
+def test_head_rows_other_shape_is_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(KvmnnError, match=r"keys have the shape .* expected \(2, tokens, 4\)"):
         to_byte_rows(np.zeros(shape, np.float16), "keys", LAYOUT)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.complex64, np.bool_])
-def test_rows_of_other_types(dtype: type[np.generic]) -> None:
+def test_head_rows_other_dtype_is_refused(dtype: type[np.generic]) -> None:
     with pytest.raises(KvmnnError, match="keys "):
         to_byte_rows(np.zeros((2, 3, 4), dtype), "keys", LAYOUT)

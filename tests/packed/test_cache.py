@@ -115,21 +115,21 @@ def room_after(cache: PackedCache, remove: int, pairs: list[tuple[int, int]], ad
 @pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(histories("fork"))
-def test_the_fork(history: tuple[Any, ...]) -> None:
+def test_packed_cache_fork_dialect_equals_the_model(history: tuple[Any, ...]) -> None:
     replay(*history, "fork")
 
 
 @pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(histories("upstream"))
-def test_upstream_mixes_rows_as_told(history: tuple[Any, ...]) -> None:
+def test_packed_cache_upstream_dialect_equals_the_model(history: tuple[Any, ...]) -> None:
     """Pairs in any order, overlapping ones too: upstream copies them one after the other, in place."""
     replay(*history, "upstream")
 
 
 @settings(max_examples=60, deadline=None)
 @given(histories("fork"), st.integers(1, 3))
-def test_what_is_accepted_is_what_the_fork_applies_in_full(history: tuple[Any, ...], threads: int) -> None:
+def test_packed_cache_accepts_exactly_the_plans_the_fork_applies_fully(history: tuple[Any, ...], threads: int) -> None:
     layout, options, steps = history
     strict = PackedCache(layout, threads=threads, **options)
     loose = PackedCache(layout, on_invalid="engine", **options)
@@ -174,7 +174,7 @@ def test_what_is_accepted_is_what_the_fork_applies_in_full(history: tuple[Any, .
         (20, [(1, 2, 3)], "has 3 numbers"),
     ],
 )
-def test_plans_that_do_not_fit_change_nothing(remove: int, reserve: list[Any], message: str) -> None:
+def test_packed_cache_refused_plan_changes_nothing(remove: int, reserve: list[Any], message: str) -> None:
     cache = filled(40)
     before = state(cache)
     with pytest.raises(KvmnnError, match=message):
@@ -184,7 +184,7 @@ def test_plans_that_do_not_fit_change_nothing(remove: int, reserve: list[Any], m
     assert state(cache) == before
 
 
-def test_numbers_that_are_none() -> None:
+def test_packed_cache_non_integer_arguments_are_refused() -> None:
     cache = filled(10)
     for remove, reserve in ((1.0, []), (True, []), ("1", []), (5, [(0.0, 1)]), (5, [(0, None)])):
         with pytest.raises(TypeError, match="must be an integer"):
@@ -204,13 +204,15 @@ def test_numbers_that_are_none() -> None:
         (2**63, [], 0, 1, 0),
     ],
 )
-def test_the_forks_outcome(remove: int, reserve: list[Any], add: int, errors: int, past: int) -> None:
+def test_packed_cache_invalid_plan_gives_the_outcome_of_the_fork(
+    remove: int, reserve: list[Any], add: int, errors: int, past: int
+) -> None:
     cache = filled(40, on_invalid="engine")
     assert len(cache.realloc(remove, reserve, add)) == errors
     assert cache.past_length == past
 
 
-def test_pairs_before_a_bad_one_have_been_copied() -> None:
+def test_packed_cache_pairs_before_invalid_pair_are_copied() -> None:
     cache = filled(40, on_invalid="engine")
     rows = cache.to_arrays()
     cache.realloc(40, [(10, 5), (12, 3)])
@@ -219,7 +221,7 @@ def test_pairs_before_a_bad_one_have_been_copied() -> None:
     assert all(np.array_equal(a, b[:, 10:15], equal_nan=True) for a, b in zip(moved, rows, strict=True))
 
 
-def test_room_beyond_32_bits_is_refused() -> None:
+def test_packed_cache_capacity_above_32_bits_is_refused() -> None:
     cache = filled(10)
     before = state(cache)
     with pytest.raises(LimitError, match="counts in 32 bits"):
@@ -230,7 +232,7 @@ def test_room_beyond_32_bits_is_refused() -> None:
     assert state(cache) == state(engine) == before
 
 
-def test_no_room_for_a_push() -> None:
+def test_packed_cache_push_beyond_capacity_is_refused() -> None:
     cache = filled(10)
     with pytest.raises(KvmnnError, match="no room for 65 tokens behind 10"):
         cache.push(*plain(cache.layout, 65))
@@ -239,14 +241,14 @@ def test_no_room_for_a_push() -> None:
 
 
 @pytest.mark.parametrize(("begin", "end"), [(-1, 3), (3, 3), (5, 3), (0, 41), (40, 0), (41, 0)])
-def test_erasing_what_is_not_there(begin: int, end: int) -> None:
+def test_packed_cache_erase_outside_range_is_refused(begin: int, end: int) -> None:
     cache = filled(40)
     with pytest.raises(KvmnnError):
         cache.erase(begin, end)
     assert cache.past_length == 40
 
 
-def test_erasing() -> None:
+def test_packed_cache_erase_removes_tokens() -> None:
     for begin, end, kept in ((5, 9, [*range(5), *range(9, 40)]), (30, 0, range(30)), (30, 40, range(30)), (0, 0, [])):
         cache = filled(40)
         rows = cache.to_arrays()
@@ -256,7 +258,7 @@ def test_erasing() -> None:
             assert part.tobytes() == whole[:, list(kept)].tobytes()
 
 
-def test_an_emptied_cache_is_allocated_anew() -> None:
+def test_packed_cache_emptied_cache_is_reallocated() -> None:
     cache = filled(200)
     cache.erase(0)
     assert (cache.past_length, cache.capacity) == (0, 264)
@@ -264,7 +266,7 @@ def test_an_emptied_cache_is_allocated_anew() -> None:
     assert (cache.past_length, cache.capacity) == (3, 67)
 
 
-def test_upstream_drops_what_the_fork_compacts() -> None:
+def test_packed_cache_upstream_drops_where_fork_compacts() -> None:
     fork, upstream = filled(80), filled(80, dialect="upstream")
     row = plain(fork.layout, 1)
     fork.append(*row, remove=80, reserve=[(0, 32), (64, 16)])
@@ -277,7 +279,7 @@ def test_upstream_drops_what_the_fork_compacts() -> None:
     assert meta.sync() == 49
 
 
-def test_upstream_goes_by_the_shared_count() -> None:
+def test_packed_cache_upstream_uses_the_shared_count() -> None:
     """After the drop the counts say 49 where there is one token; 100 more are room for 149."""
     cache = filled(1, dialect="upstream")
     meta = KVMeta(49, dialect="upstream")
@@ -295,7 +297,7 @@ def test_upstream_goes_by_the_shared_count() -> None:
         (39, [(0, -5)], "below zero"),
     ],
 )
-def test_upstream_never_leaves_its_buffers(remove: int, reserve: list[Any], message: str | None) -> None:
+def test_packed_cache_upstream_stays_within_its_buffers(remove: int, reserve: list[Any], message: str | None) -> None:
     cache = filled(40, dialect="upstream", on_invalid="engine")
     before = state(cache)
     if message is None:
@@ -312,7 +314,7 @@ def test_upstream_never_leaves_its_buffers(remove: int, reserve: list[Any], mess
     ("begin", "size", "fits"),
     [(-10, 4, True), (-11, 4, False), (90, 4, True), (91, 4, False), (0, 94, True)],
 )
-def test_upstream_copies_up_to_the_edge_of_its_buffers(begin: int, size: int, fits: bool) -> None:
+def test_packed_cache_upstream_copies_up_to_buffer_edge(begin: int, size: int, fits: bool) -> None:
     """40 tokens, the last 30 of which are the window, in room for 104: a pair may reach from 10 before to 94 behind."""
     cache = filled(40, dialect="upstream", on_invalid="engine")
     if not fits:
@@ -326,14 +328,14 @@ def test_upstream_copies_up_to_the_edge_of_its_buffers(begin: int, size: int, fi
         assert part[:, 10:].tobytes() == expected.tobytes()
 
 
-def test_upstream_checks_plans_unless_told_not_to() -> None:
+def test_packed_cache_upstream_checks_plans_by_default() -> None:
     cache = filled(40, dialect="upstream")
     with pytest.raises(KvmnnError, match="where the pair before it ends"):
         cache.realloc(30, [(10, 5), (0, 5)])
     check_reserve(40, 30, ((0, 5), (5, 25)), is_quantised=False)
 
 
-def test_adopted_buffers() -> None:
+def test_packed_cache_from_buffers_equals_original() -> None:
     cache = filled(40)
     again = PackedCache.from_buffers(cache.layout, cache.key_buffer, cache.value_buffer, 40, capacity=104)
     assert state(again) == state(cache)
@@ -353,7 +355,7 @@ def test_adopted_buffers() -> None:
         PackedCache.from_buffers(cache.layout, keys, values, 30, capacity=108)
 
 
-def test_reading_into_arrays() -> None:
+def test_packed_cache_to_arrays_fills_given_outputs() -> None:
     cache = filled(40)
     out = np.empty((2, 40, 6), np.float32), np.empty((2, 40, 6), np.float32)
     assert cache.to_arrays(out) is out
@@ -362,14 +364,14 @@ def test_reading_into_arrays() -> None:
     assert all(a[:, :10].tobytes() == b[:, 30:].tobytes() for a, b in zip(out, plain(cache.layout, 40), strict=True))
 
 
-def test_options_that_are_none() -> None:
+def test_packed_cache_unknown_options_are_refused() -> None:
     layout = PackLayout.from_backend("x86-avx2", kv_heads=2, head_dim=6)
     for options in ({"dialect": "other"}, {"on_invalid": "ignore"}, {"expand_chunk": -1}, {"fill_byte": 256}):
         with pytest.raises(KvmnnError):
             PackedCache(layout, **options)
 
 
-def test_an_empty_cache() -> None:
+def test_packed_cache_empty_cache_has_no_capacity() -> None:
     cache = PackedCache(PackLayout.from_backend("arm64-fp16", kv_heads=2, head_dim=6))
     assert (len(cache), cache.capacity) == (0, 0)
     assert [part.shape for part in cache.to_arrays()] == [(2, 0, 6)] * 2
@@ -390,7 +392,7 @@ def test_an_empty_cache() -> None:
 # -- as an object -----------------------------------------------------------------------------------------------------
 
 
-def test_caches_are_equal_by_geometry_and_stored_rows():
+def test_packed_cache_equality_compares_geometry_and_rows():
     one, same = filled(70), filled(70, dialect="upstream", expand_chunk=8, fill_byte=7)
     assert one == same and one.capacity != same.capacity
     assert one != filled(69) and one != "a cache"
@@ -405,12 +407,12 @@ def test_caches_are_equal_by_geometry_and_stored_rows():
 @pytest.mark.parametrize(
     ("backend", "equal"), [("x86-sse", True), ("x86-avx512", False), ("arm64-fp32", False), ("arm32-fp32", True)]
 )
-def test_backends_whose_buffers_are_alike_are_one_geometry(backend, equal):
+def test_packed_cache_backends_of_equal_geometry_are_equal(backend, equal):
     one = filled(20)
     other = PackedCache(PackLayout.from_backend(backend, kv_heads=2, head_dim=6))
     other.append(*one.to_arrays())
     assert (one == other) is equal
 
 
-def test_a_cache_prints_on_one_line():
+def test_packed_cache_repr_is_one_line():
     assert repr(filled(3)).startswith("<PackedCache of 3 tokens, room for 67, fork, ") and "\n" not in repr(filled(3))

@@ -32,7 +32,7 @@ INFO = CacheInfo(
 )
 
 
-def test_there_and_back():
+def test_cache_info_round_trips():
     assert load_cache_info(dump_cache_info(INFO), "x") == INFO
     assert INFO.live_bytes == 75 * 2 * 2 * 16 * 2
 
@@ -66,7 +66,7 @@ def test_there_and_back():
         (["layers", 0, "layer"], 1, "x: layers: are not in order, each once"),
     ],
 )
-def test_what_is_wrong_is_said(path, value, message):
+def test_load_cache_info_error_names_the_field(path, value, message):
     document = json.loads(dump_cache_info(INFO))
     inner = document
     for key in path[:-1]:
@@ -87,7 +87,7 @@ ROTATED = replace(
 )
 
 
-def test_rotated_k_has_both_positions() -> None:
+def test_cache_info_rotated_keys_have_text_positions() -> None:
     assert load_cache_info(dump_cache_info(ROTATED), "x") == ROTATED
     assert ROTATED.layers[1].text_position_runs == ((0, 20), (30, 5)) and ROTATED.layers[0].text_position_runs == (
         (0, 50),
@@ -111,7 +111,7 @@ def test_rotated_k_has_both_positions() -> None:
         (["next_position"], 2**40, "next_position: found 1099511627776, expected a 32-bit integer"),
     ],
 )
-def test_wrong_positions_in_the_text_are_refused(path, value, message) -> None:
+def test_load_cache_info_wrong_text_positions_are_refused(path, value, message) -> None:
     document = json.loads(dump_cache_info(ROTATED))
     inner = document
     for key in path[:-1]:
@@ -122,26 +122,26 @@ def test_wrong_positions_in_the_text_are_refused(path, value, message) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[", "[1]", '{"a": 1, "a": 2}', "[" * 100_000, b"\xff"])
-def test_what_is_no_document(text):
+def test_load_cache_info_malformed_document_is_refused(text):
     with pytest.raises(ManifestError, match=r"x: (is not valid JSON|document: found)"):
         load_cache_info(text, "x")
 
 
-def test_keys_that_are_not_known_are_passed_over():
+def test_load_cache_info_ignores_unknown_keys():
     assert load_cache_info(json.dumps(cache_info_to_dict(INFO) | {"later": 1}), "x") == INFO
 
 
 @pytest.mark.parametrize("ids", [[], [[1]], [1.5], [-1], [2**32], ["1"], [True]])
-def test_token_ids_are_a_list_of_words(ids):
+def test_token_ids_fingerprint_invalid_ids_are_refused(ids):
     with pytest.raises(KvmnnError, match=r"token ids: (number 1: )?expected"):
         TokenIdsFingerprint.from_ids(ids)
 
 
-def test_runs_are_joined():
+def test_merge_runs_joins_adjacent_runs():
     assert merge_runs([(0, 2), (2, 3), (9, 1), (10, 1), (4, 1)]) == ((0, 5), (9, 2), (4, 1))
 
 
-def test_token_ids_of_32_bits_are_hashed_as_little_endian_words() -> None:
+def test_token_ids_fingerprint_hashes_little_endian_32_bits() -> None:
     ids = [5, 2**31, 2**32 - 1]
     assert (
         TokenIdsFingerprint.from_ids(ids).sha256

@@ -10,7 +10,7 @@ from kvmnn.packed.inference import PackedGeometry, _find_first_mismatch, infer_l
 from kvmnn.packed.layout import PackLayout
 
 
-def test_what_is_said_stays_and_what_is_not_is_taken() -> None:
+def test_merge_defaults_fills_only_missing_fields() -> None:
     said = PackedGeometry(kv_heads=2, dtype="fp16", lP=2, hP=8)
     other = PackedGeometry(kv_heads=4, head_dim=64, dtype="fp32", backend="x86-avx2", flash_block="none", lP=1, hP=4)
     assert said.merge_defaults(other) == PackedGeometry(
@@ -20,7 +20,7 @@ def test_what_is_said_stays_and_what_is_not_is_taken() -> None:
     assert PackedGeometry().merge_defaults(other) == other
 
 
-def test_pack_numbers_of_another_are_not_mixed_with_a_backend() -> None:
+def test_merge_defaults_does_not_mix_backend_with_pack_numbers() -> None:
     backend, numbers = PackedGeometry(backend="arm64-fp16"), PackedGeometry(dtype="fp32", lP=1, hP=4)
     assert backend.merge_defaults(numbers) == backend
     assert numbers.merge_defaults(backend) == numbers
@@ -28,7 +28,7 @@ def test_pack_numbers_of_another_are_not_mixed_with_a_backend() -> None:
     assert PackedGeometry(lP=1).merge_defaults(numbers) == numbers
 
 
-def test_either_pack_number_alone_chooses() -> None:
+def test_list_candidates_one_pack_number_restricts_layouts() -> None:
     both = {(layout.lP, layout.hP) for _, layout in PackedGeometry(kv_heads=1, head_dim=4).list_candidates()}
     assert len(both) > 2 and len(BACKENDS) > 2
     for lP, hP in both:
@@ -38,7 +38,7 @@ def test_either_pack_number_alone_chooses() -> None:
             assert all(getattr(layout, name) == value for layout in found for name, value in known.items())
 
 
-def test_three_layouts_are_counted_and_one_says_what_does_not_fit() -> None:
+def test_infer_layout_error_counts_candidates_or_explains_one() -> None:
     three = PackedGeometry(kv_heads=2, head_dim=6, dtype="fp16", flash_block=64)
     with pytest.raises(
         SourceError, match=r"^x: K and V files of 7 and 7 bytes fit none of the 3 layouts known for 2 kv"
@@ -48,7 +48,7 @@ def test_three_layouts_are_counted_and_one_says_what_does_not_fit() -> None:
         infer_layout("x", PackedGeometry(kv_heads=2, head_dim=6, backend="arm64-fp16"), [(7, 7)])
 
 
-def test_the_layer_that_is_named_is_the_first_that_does_not_fit() -> None:
+def test_infer_layout_error_names_first_mismatched_layer() -> None:
     """Where each fits by itself it is the first."""
     layout = PackLayout.from_backend("x86-sse", kv_heads=1, head_dim=4)
     good = packed_sizes(layout)

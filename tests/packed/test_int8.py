@@ -19,7 +19,7 @@ def state(cache: PackedCache) -> tuple[Any, ...]:
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_int8_is_the_model(data: st.DataObject) -> None:
+def test_int8_cache_equals_the_model(data: st.DataObject) -> None:
     both = data.draw(st.booleans())
     layout = PackLayout(
         data.draw(st.integers(1, 2)),
@@ -59,7 +59,7 @@ def test_int8_is_the_model(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("name", ["x86-avx2", "x86-avx512", "arm64-fp32", "generic", "arm64-sme2-fp32", "arm32-fp32"])
-def test_int8_comes_back_less_the_channel_maximum(name: str) -> None:
+def test_int8_cache_reads_back_without_channel_maximum(name: str) -> None:
     layout = PackLayout.from_backend(name, kv_heads=2, head_dim=24, int8_keys=True, int8_values=True)
     cache = PackedCache(layout)
     rng = np.random.default_rng(3)
@@ -78,7 +78,7 @@ def test_int8_comes_back_less_the_channel_maximum(name: str) -> None:
     assert PackLayout.from_backend(name, kv_heads=2, head_dim=24).unrecoverable_parts == ()
 
 
-def test_int8_keys_beside_float_values() -> None:
+def test_int8_keys_with_float_values() -> None:
     layout = PackLayout.from_backend("x86-avx2", kv_heads=2, head_dim=10, int8_keys=True)
     cache = PackedCache(layout)
     rows = [np.random.default_rng(1).standard_normal((2, 20, 10)).astype(np.float32) for _ in "kv"]
@@ -88,7 +88,7 @@ def test_int8_keys_beside_float_values() -> None:
     assert layout.infer_capacity(cache.key_buffer.size, cache.value_buffer.size) >= cache.capacity
 
 
-def test_a_first_step_of_one_token_leaves_nothing_of_its_key() -> None:
+def test_int8_first_step_of_one_token_loses_its_key() -> None:
     """The maxima rise in steps of several tokens only; before, keys are taken against the least float."""
     layout = PackLayout.from_backend("x86-avx2", kv_heads=1, head_dim=8, int8_keys=True, int8_values=True)
     cache = PackedCache(layout)
@@ -98,7 +98,7 @@ def test_a_first_step_of_one_token_leaves_nothing_of_its_key() -> None:
     assert (values == 1).all()
 
 
-def test_int8_and_plans() -> None:
+def test_int8_cache_applies_plans() -> None:
     layout = PackLayout.from_backend("x86-avx2", kv_heads=1, head_dim=8, int8_keys=True)
     rows = [np.random.default_rng(1).standard_normal((1, 20, 8)).astype(np.float32) for _ in "kv"]
     cache, engine = PackedCache(layout), PackedCache(layout, on_invalid="engine")
@@ -112,7 +112,7 @@ def test_int8_and_plans() -> None:
     assert cache.past_length == 15
 
 
-def test_adopted_int8_stays_adopted_when_it_grows() -> None:
+def test_int8_cache_from_buffers_keeps_missing_maxima_when_resized() -> None:
     """Room for more does not bring back maxima that are in no file; a fresh cache has them from its first room on."""
     layout = PackLayout.from_backend("x86-avx2", kv_heads=1, head_dim=8, int8_keys=True)
     rows = [np.random.default_rng(1).standard_normal((1, 5, 8)).astype(np.float32) for _ in "kv"]
@@ -132,7 +132,7 @@ def test_adopted_int8_stays_adopted_when_it_grows() -> None:
     assert plain.int8_sums is None
 
 
-def test_int8_that_cannot_be_made() -> None:
+def test_int8_unsupported_operations_are_refused() -> None:
     layout = PackLayout.from_backend("x86-avx2", kv_heads=1, head_dim=8, int8_keys=True)
     cache = PackedCache(layout)
     rows = [np.ones((1, 5, 8), np.float32) for _ in "kv"]

@@ -7,7 +7,7 @@ import pytest
 from kvmnn import KVMeta, KvmnnError
 
 
-def test_counts_of_a_step() -> None:
+def test_kv_meta_set_info_counts_a_step() -> None:
     meta = KVMeta(100)
     meta.set_info(3, 500, [(0, 10), (20, 5)])
     assert (meta.add, meta.remove, meta.compute_reserve_size()) == (3, 100, 15)
@@ -30,11 +30,13 @@ def test_counts_of_a_step() -> None:
         ("upstream", 24, [(0, 0), (5, 3)], 2),
     ],
 )
-def test_sync(dialect: str, remove: int, pairs: list[tuple[int, int]], expected: int) -> None:
+def test_kv_meta_sync_gives_expected_length(
+    dialect: str, remove: int, pairs: list[tuple[int, int]], expected: int
+) -> None:
     assert KVMeta(26, 1, remove, tuple(pairs), dialect).sync() == expected
 
 
-def test_counts_erase_as_the_engine_plans_it() -> None:
+def test_kv_meta_erase_plans_like_the_engine() -> None:
     meta = KVMeta(100)
     meta.erase(21, 70)
     assert (meta.remove, meta.reserve) == (79, ((49, 30),))

@@ -77,7 +77,7 @@ def same(a: np.ndarray, b: np.ndarray) -> bool:
         ("riscv-rvv", ("fp32", 16, 1, 4, 8, 16, 4)),
     ],
 )
-def test_backends(name: str, expected: tuple[Any, ...]) -> None:
+def test_pack_layout_backend_parameters(name: str, expected: tuple[Any, ...]) -> None:
     layout = PackLayout.from_backend(name, kv_heads=8, head_dim=128)
     found = layout.dtype, layout.eP, layout.lP, layout.hP, layout.eP8, layout.lP8, layout.hP8
     assert found == expected
@@ -86,21 +86,21 @@ def test_backends(name: str, expected: tuple[Any, ...]) -> None:
     assert BACKENDS[name].source
 
 
-def test_backends_are_all_tested_and_others_refused() -> None:
-    marks = test_backends.pytestmark[0].args[1]
+def test_pack_layout_every_backend_is_tested_and_unknown_refused() -> None:
+    marks = test_pack_layout_backend_parameters.pytestmark[0].args[1]
     assert {name for name, _ in marks} == set(BACKENDS)
     with pytest.raises(KvmnnError, match="unknown backend 'x86'"):
         PackLayout.from_backend("x86", kv_heads=1, head_dim=1)
 
 
-def test_eP_enters_nothing() -> None:
+def test_pack_layout_eP_changes_nothing() -> None:
     one = PackLayout(2, 6, "fp32", 1, 4, eP=24)
     other = PackLayout(2, 6, "fp32", 1, 4, eP=48)
     assert one.key_bytes(70) == other.key_bytes(70)
     assert same(one.pack(*rows(one, 5))[1], other.pack(*rows(one, 5))[1])
 
 
-def test_repr_evaluates_to_the_layout() -> None:
+def test_pack_layout_repr_evaluates_to_the_layout() -> None:
     layout = PackLayout.from_backend("arm64-fp16", kv_heads=8, head_dim=128, int8_keys=True)
     assert eval(repr(layout)) == layout
 
@@ -118,7 +118,7 @@ def test_repr_evaluates_to_the_layout() -> None:
         ({"int8_keys": True, "int8_values": True, "lP8": 4, "hP8": 8, "flash_block": None}, "without a flash block"),
     ],
 )
-def test_numbers_that_make_no_layout(change: dict[str, Any], message: str) -> None:
+def test_pack_layout_invalid_parameters_are_refused(change: dict[str, Any], message: str) -> None:
     numbers: dict[str, Any] = {"kv_heads": 2, "head_dim": 6, "dtype": "fp32", "lP": 1, "hP": 4}
     with pytest.raises(KvmnnError, match=message):
         PackLayout(**(numbers | change))
@@ -127,7 +127,7 @@ def test_numbers_that_make_no_layout(change: dict[str, Any], message: str) -> No
 
 
 @given(layouts(), st.integers(1, 300))
-def test_sizes_strides_and_indexes(layout: PackLayout, capacity: int) -> None:
+def test_pack_layout_sizes_strides_and_indexes_equal_the_model(layout: PackLayout, capacity: int) -> None:
     n = model(layout, capacity, 0).n
     assert layout.key_head_bytes(capacity) == n.key_words(capacity) * layout.itemsize
     assert layout.value_head_bytes(capacity) == n.value_words(capacity) * layout.itemsize
@@ -152,7 +152,7 @@ def test_sizes_strides_and_indexes(layout: PackLayout, capacity: int) -> None:
 
 
 @given(layouts(), st.integers(1, 300))
-def test_capacity_from_sizes_places_tokens_alike(layout: PackLayout, capacity: int) -> None:
+def test_infer_capacity_places_tokens_alike(layout: PackLayout, capacity: int) -> None:
     found = layout.infer_capacity(layout.key_bytes(capacity), layout.value_bytes(capacity))
     assert found >= capacity
     tokens, dims = np.arange(capacity)[:, None], np.arange(layout.head_dim)
@@ -163,7 +163,7 @@ def test_capacity_from_sizes_places_tokens_alike(layout: PackLayout, capacity: i
             layout.infer_capacity(*sizes)
 
 
-def test_the_engine_reads_114_back_as_116() -> None:
+def test_infer_capacity_reads_114_as_116() -> None:
     layout = PackLayout.from_backend("x86-avx2", kv_heads=2, head_dim=16)
     assert layout.infer_capacity(layout.key_bytes(114), layout.value_bytes(114)) == 116
 
@@ -172,7 +172,7 @@ def test_the_engine_reads_114_back_as_116() -> None:
     ("tokens", "dims", "error"),
     [(-1, 0, KvmnnError), (0, 6, KvmnnError), (0, -1, KvmnnError), (0.5, 0, TypeError), ("a", 0, TypeError)],
 )
-def test_indexes_outside(tokens: Any, dims: Any, error: type[Exception]) -> None:
+def test_pack_layout_index_out_of_range_is_refused(tokens: Any, dims: Any, error: type[Exception]) -> None:
     layout = PackLayout(2, 6, "fp32", 1, 4)
     with pytest.raises(error):
         layout.key_index(tokens, dims)
@@ -180,7 +180,7 @@ def test_indexes_outside(tokens: Any, dims: Any, error: type[Exception]) -> None
         layout.value_index(tokens, dims)
 
 
-def test_values_without_flash_need_the_capacity() -> None:
+def test_value_index_without_flash_block_needs_capacity() -> None:
     with pytest.raises(KvmnnError, match="say which"):
         PackLayout(2, 6, "fp32", 1, 4, flash_block=None).value_index(0, 0)
 
@@ -190,7 +190,7 @@ def test_values_without_flash_need_the_capacity() -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(layouts(), st.integers(0, 90), st.integers(0, 30), st.booleans(), st.integers(1, 3))
-def test_packing_is_the_model(layout: PackLayout, tokens: int, room: int, clear: bool, threads: int) -> None:
+def test_pack_equals_the_model(layout: PackLayout, tokens: int, room: int, clear: bool, threads: int) -> None:
     capacity = max(1, tokens + room)
     plain = rows(layout, tokens)
     expected = model(layout, capacity, 0 if clear else 0x5A)
@@ -209,7 +209,7 @@ def test_packing_is_the_model(layout: PackLayout, tokens: int, room: int, clear:
 
 @settings(max_examples=150, deadline=None)
 @given(layouts(), st.data())
-def test_ranges_are_the_model(layout: PackLayout, data: st.DataObject) -> None:
+def test_gather_and_scatter_ranges_equal_the_model(layout: PackLayout, data: st.DataObject) -> None:
     capacity = data.draw(st.integers(1, 100))
     past = data.draw(st.integers(1, capacity))
     start = data.draw(st.integers(0, past - 1))
@@ -236,7 +236,7 @@ def test_ranges_are_the_model(layout: PackLayout, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("name", ["x86-avx2", "x86-avx512", "arm64-fp16", "arm64-sme2-fp32", "arm64-sme2-fp16"])
 @pytest.mark.parametrize("misaligned", [0, 4, 16])
-def test_large_outputs_are_written_alike(name: str, misaligned: int) -> None:
+def test_pack_nontemporal_output_equals_small_output(name: str, misaligned: int) -> None:
     """Above eight MiB another way of writing takes over; a head at a time is below."""
     layout = PackLayout.from_backend(name, kv_heads=6, head_dim=128)
     tokens = (9 << 20) // (6 * 128 * layout.itemsize) + 13
@@ -259,7 +259,7 @@ def test_large_outputs_are_written_alike(name: str, misaligned: int) -> None:
     assert all(same(a, b) for a, b in zip(back, plain, strict=True))
 
 
-def test_the_order_of_the_engine_is_read_without_a_copy() -> None:
+def test_pack_transposed_view_is_read_without_copy() -> None:
     """K and V come from the model as [token, head, dim]; a transposed view is enough."""
     layout = PackLayout.from_backend("x86-avx512", kv_heads=3, head_dim=10)
     plain = rows(layout, 33)
@@ -274,13 +274,13 @@ def test_the_order_of_the_engine_is_read_without_a_copy() -> None:
     assert all(same(np.ascontiguousarray(a), b) for a, b in zip(out, plain, strict=True))
 
 
-def test_default_capacity_is_the_engines() -> None:
+def test_pack_default_capacity_is_that_of_the_engine() -> None:
     layout = PackLayout.from_backend("x86-avx2", kv_heads=2, head_dim=16)
     made = layout.pack(*rows(layout, 50))
     assert (made[0].size, made[1].size) == (layout.key_bytes(114), layout.value_bytes(114))
 
 
-def test_no_tokens() -> None:
+def test_pack_empty_cache() -> None:
     layout = PackLayout.from_backend("arm64-fp16", kv_heads=2, head_dim=16)
     made = layout.pack(*rows(layout, 0))
     assert not made[0].any()
@@ -310,7 +310,9 @@ def packed() -> tuple[PackLayout, np.ndarray, np.ndarray]:
         (0, 1, 10, 2**60, "beyond any memory"),
     ],
 )
-def test_ranges_outside(packed: Any, start: int, count: int, past: int, capacity: int, message: str) -> None:
+def test_gather_range_out_of_bounds_is_refused(
+    packed: Any, start: int, count: int, past: int, capacity: int, message: str
+) -> None:
     layout, keys, values = packed
     before = keys.tobytes(), values.tobytes()
     with pytest.raises(KvmnnError, match=message):
@@ -320,7 +322,7 @@ def test_ranges_outside(packed: Any, start: int, count: int, past: int, capacity
     assert (keys.tobytes(), values.tobytes()) == before
 
 
-def test_hostile_numbers_are_integers(packed: Any) -> None:
+def test_gather_non_integer_range_is_refused(packed: Any) -> None:
     layout, keys, values = packed
     for start, count in ((0.0, 1), (0, 1.0), (True, 1), ("0", 1), (0, None)):
         with pytest.raises(TypeError, match="must be an integer"):
@@ -329,7 +331,7 @@ def test_hostile_numbers_are_integers(packed: Any) -> None:
         layout.pack(*rows(layout, 1), capacity=2**50)
 
 
-def test_buffers_that_do_not_fit(packed: Any) -> None:
+def test_gather_buffers_of_wrong_size_are_refused(packed: Any) -> None:
     layout, keys, values = packed
     where: dict[str, int] = {"past_length": 10, "capacity": 20}
     with pytest.raises(KvmnnError, match="key_buffer has"):
@@ -346,7 +348,7 @@ def test_buffers_that_do_not_fit(packed: Any) -> None:
         layout.unpack(keys[:-4], values, 1)
 
 
-def test_rows_that_do_not_fit(packed: Any) -> None:
+def test_scatter_rows_of_wrong_shape_are_refused(packed: Any) -> None:
     layout, keys, values = packed
     good = rows(layout, 3)
     for bad, message in (
@@ -367,7 +369,7 @@ def test_rows_that_do_not_fit(packed: Any) -> None:
         layout.pack(*good, padding="no")
 
 
-def test_outputs_that_do_not_fit(packed: Any) -> None:
+def test_gather_outputs_of_wrong_shape_are_refused(packed: Any) -> None:
     layout, keys, values = packed
     good = np.empty((2, 10, 6), np.float32)
     locked = good.copy()
@@ -387,7 +389,7 @@ def test_outputs_that_do_not_fit(packed: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not (shutil.which("cc") and SELFTEST.exists()), reason="no C compiler or no sources")
-def test_native_selftest(tmp_path: Path) -> None:
+def test_layout_kernels_native_selftest_passes(tmp_path: Path) -> None:
     program = tmp_path / "selftest"
     sources = ["-I", str(ROOT / "pyx"), str(NATIVE / "packed" / "layout_kernels.c"), str(SELFTEST / "layout_kernels.c")]
     subprocess.run(["cc", "-O3", "-std=c11", "-Wall", "-Wextra", "-Werror", *sources, "-o", str(program)], check=True)

@@ -17,7 +17,7 @@ def of(start: int, count: int, past: int = 10) -> TokenRange:
     return TokenRange.from_buffers(LAYOUT, *buffers, start, count, past_length=past, capacity=CAPACITY)
 
 
-def test_ranges_inside() -> None:
+def test_token_range_inside_is_accepted() -> None:
     for start, count in ((0, 1), (0, 10), (9, 1)):
         assert (of(start, count).start, of(start, count).count) == (start, count)
     assert of(15, 1, past=20).capacity == CAPACITY
@@ -26,6 +26,6 @@ def test_ranges_inside() -> None:
 @pytest.mark.parametrize(
     ("start", "count", "past"), [(-1, 1, 10), (0, 0, 10), (-1, 0, 10), (9, 2, 10), (10, 1, 10), (15, 2, 20)]
 )
-def test_ranges_outside(start: int, count: int, past: int) -> None:
+def test_token_range_outside_is_refused(start: int, count: int, past: int) -> None:
     with pytest.raises(KvmnnError, match=f"range of {count} tokens from {start}"):
         of(start, count, past)

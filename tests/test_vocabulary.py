@@ -23,7 +23,19 @@ EMPTY_WORDS = frozenset(_EMPTY_WORDS_TEXT.split())
 """Bare participles, pronouns and prepositions: none tells a reader what the value is."""
 
 TEST_FOLDERS = frozenset(
-    {"_util", "arrays", "bench", "conformance", "dense", "faults", "files", "integrations", "memory", "packed"}
+    {
+        "_util",
+        "arrays",
+        "bench",
+        "conformance",
+        "dense",
+        "faults",
+        "files",
+        "integrations",
+        "memory",
+        "packed",
+        "runtime",
+    }
 )
 """Folders of tests whose names are ``test_<unit>_<condition>_<result>``, as are those directly below ``tests/``."""
 

@@ -17,7 +17,7 @@ GOOD = np.frombuffer(kv_like(2048), np.float16).reshape(2, 16, 64)
 NOISE = RNG.integers(0, 1 << 16, 200).astype(np.uint16).view(np.float16)
 
 
-def test_both_gain() -> None:
+def test_encode_block_both_gain_is_stored() -> None:
     values = GOOD[:, :10]
     block = encode_block(GOOD, values)
     key_frame, value_frame = kvmnn.encode(GOOD), kvmnn.encode(values)
@@ -32,13 +32,13 @@ def test_both_gain() -> None:
     assert keys_back.tobytes() == GOOD.tobytes() and values_back.tobytes() == values.tobytes()
 
 
-def test_the_ratio_is_a_float32() -> None:
+def test_block_ratio_is_a_float32() -> None:
     block = encode_block(GOOD, GOOD)
     assert block.ratio != block.raw_bytes / block.compressed_bytes
     assert float(np.float32(block.ratio)) == block.ratio
 
 
-def test_the_repr_is_one_line() -> None:
+def test_block_repr_is_one_line() -> None:
     block = encode_block(GOOD, NOISE)
     assert repr(block).startswith(f"<Block fp16, {block.raw_bytes:,} -> {block.compressed_bytes:,} bytes, ratio ")
     assert repr(encode_block(NOISE, NOISE)) == "<Block fp16, 800 -> 800 bytes, ratio 1.0000, kept raw>"
@@ -47,13 +47,13 @@ def test_the_repr_is_one_line() -> None:
     assert all(len(repr(each)) < 120 and "\n" not in repr(each) for each in (block, odd))
 
 
-def test_one_may_grow_if_both_together_gain() -> None:
+def test_encode_block_one_may_grow_if_sum_gains() -> None:
     block = encode_block(GOOD, NOISE)
     assert block.is_stored and len(block.value_frame) > NOISE.nbytes
     assert block.decode()[1].tobytes() == NOISE.tobytes()
 
 
-def test_no_gain_is_no_fallback() -> None:
+def test_encode_block_without_gain_is_not_stored() -> None:
     block = encode_block(NOISE, NOISE)
     attempted = 2 * len(kvmnn.encode(NOISE))
     assert not block.is_stored and not block.fallback
@@ -65,12 +65,12 @@ def test_no_gain_is_no_fallback() -> None:
 
 
 @pytest.mark.parametrize("name", ["key_frame", "value_frame"])
-def test_a_block_decodes_both_frames_or_none(name: str) -> None:
+def test_block_without_one_frame_is_refused(name: str) -> None:
     with pytest.raises(KvmnnError, match="keeps no frames"):
         replace(encode_block(GOOD, GOOD), **{name: None}).decode()
 
 
-def test_equal_size_is_no_gain() -> None:
+def test_encode_block_equal_size_is_no_gain() -> None:
     """24 bytes of headers against runs: k words of one value with a few of noise come out even somewhere."""
     even = []
     for constant in range(4, 60):
@@ -100,7 +100,7 @@ def test_equal_size_is_no_gain() -> None:
         (np.zeros(5, np.float64), np.zeros(5, np.float64), "fp16"),
     ],
 )
-def test_what_cannot_be_encoded_falls_back(keys: object, values: object, dtype: str | None) -> None:
+def test_encode_block_unencodable_input_falls_back(keys: object, values: object, dtype: str | None) -> None:
     block = encode_block(keys, values, dtype=dtype)
     raw = b"".join(part.tobytes() if isinstance(part, np.ndarray) else part for part in (keys, values))
     assert block.fallback and not block.is_stored
@@ -109,17 +109,17 @@ def test_what_cannot_be_encoded_falls_back(keys: object, values: object, dtype: 
     assert block.blob_hash == 0 and block.raw_hash == codec_model.fnv1a64(raw)
 
 
-def test_no_raw_hash_unless_asked_for() -> None:
+def test_encode_block_raw_hash_is_optional() -> None:
     block = encode_block(GOOD, GOOD, strict_roundtrip_check=False)
     assert block.raw_hash == 0 and block.blob_hash != 0
 
 
-def test_big_endian_words_are_hashed_as_the_engine_has_them() -> None:
+def test_encode_block_big_endian_equals_little_endian() -> None:
     swapped = GOOD.astype(">f2")
     assert encode_block(swapped, swapped) == encode_block(GOOD, GOOD)
 
 
-def test_predictors_for_keys_and_values() -> None:
+def test_encode_block_predictors_for_keys_and_values() -> None:
     block = encode_block(GOOD, GOOD, predictors_k="delta_seq", predictors_v=("xor_seq",))
     assert block.key_frame == kvmnn.encode(GOOD, predictors="delta_seq")
     assert block.value_frame == kvmnn.encode(GOOD, predictors="xor_seq")
@@ -133,18 +133,18 @@ def test_predictors_for_keys_and_values() -> None:
         (GOOD, np.zeros(4, np.float64), None),
     ],
 )
-def test_keys_and_values_of_different_types(keys: object, values: object, dtype: str | None) -> None:
+def test_encode_block_different_dtypes_are_refused(keys: object, values: object, dtype: str | None) -> None:
     with pytest.raises(KvmnnError, match=r"keys are .*values are"):
         encode_block(keys, values, dtype=dtype)
 
 
 @pytest.mark.parametrize(("keys", "values"), [("text", GOOD), (GOOD, None), (b"ab", b"ab"), (GOOD, b"abcd")])
-def test_wrong_types(keys: object, values: object) -> None:
+def test_encode_block_wrong_types_are_refused(keys: object, values: object) -> None:
     with pytest.raises(TypeError):
         encode_block(keys, values)
 
 
-def test_bad_options() -> None:
+def test_encode_block_invalid_options_are_refused() -> None:
     with pytest.raises(KvmnnError, match="effort"):
         encode_block(GOOD, GOOD, effort="none")
     with pytest.raises(KvmnnError, match="unknown dtype"):
@@ -153,7 +153,7 @@ def test_bad_options() -> None:
 
 @EXAMPLES
 @given(st.data())
-def test_blocks_of_anything(data: st.DataObject) -> None:
+def test_encode_block_any_input_equals_the_model(data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from(sorted(STRIDE)))
     keys, values = (data.draw(word_bytes(STRIDE[dtype])) for _ in range(2))
     zstd = data.draw(st.booleans())

@@ -19,7 +19,7 @@ REAL = sorted((FIXTURES / "kv_real").glob("*.npy"))
 
 @pytest.mark.parametrize("stride", [2, 4])
 @pytest.mark.parametrize("words", SIZES)
-def test_exact_frames_of_structured_inputs(words: int, stride: int) -> None:
+def test_encode_exact_structured_inputs_equal_the_model(words: int, stride: int) -> None:
     dtype = "fp16" if stride == 2 else "fp32"
     for name, data in structured(words, stride):
         assert len(data) == words * stride, name
@@ -33,7 +33,7 @@ def test_exact_frames_of_structured_inputs(words: int, stride: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("words", "stride"), [(150_000, 2), (75_000, 4)])
-def test_exact_frames_of_300_kilobytes(words: int, stride: int) -> None:
+def test_encode_exact_300_kilobytes_equal_the_model(words: int, stride: int) -> None:
     dtype = "fp16" if stride == 2 else "fp32"
     for name, data in structured(words, stride):
         if name in ("runs", "quantised", "kv"):
@@ -44,7 +44,7 @@ def test_exact_frames_of_300_kilobytes(words: int, stride: int) -> None:
 
 @EXAMPLES
 @given(st.data())
-def test_exact_frames_of_anything(data: st.DataObject) -> None:
+def test_encode_exact_any_input_equals_the_model(data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from(sorted(STRIDE)))
     raw = data.draw(word_bytes(STRIDE[dtype]))
     names = data.draw(st.sampled_from(PREDICTOR_SETS))
@@ -57,7 +57,7 @@ def test_exact_frames_of_anything(data: st.DataObject) -> None:
 
 @EXAMPLES
 @given(st.data())
-def test_every_effort_is_lossless_for_any_decoder(data: st.DataObject) -> None:
+def test_encode_every_effort_decodes_with_the_model(data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from(sorted(STRIDE)))
     raw = data.draw(word_bytes(STRIDE[dtype]))
     names = data.draw(st.sampled_from(PREDICTOR_SETS))
@@ -76,7 +76,7 @@ def test_every_effort_is_lossless_for_any_decoder(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("file", REAL, ids=lambda path: path.stem)
-def test_a_models_cache(file: Path) -> None:
+def test_encode_real_cache_sizes_of_efforts(file: Path) -> None:
     values = np.load(file)
     stride = values.itemsize
     dtype = "fp16" if stride == 2 else "fp32"
@@ -92,12 +92,12 @@ def test_a_models_cache(file: Path) -> None:
     assert kvmnn.encode_block(part, part).decode()[1].tobytes() == part.tobytes()
 
 
-def test_there_is_a_models_cache() -> None:
+def test_real_caches_are_present() -> None:
     assert len(REAL) >= 3
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "fp32", "bf16"])
-def test_efforts_on_data_like_a_cache(dtype: str) -> None:
+def test_encode_efforts_order_sizes_on_cache_like_data(dtype: str) -> None:
     data = kv_like(1 << 16, dtype)
     sizes = {}
     for effort in options.EFFORTS:
@@ -108,18 +108,18 @@ def test_efforts_on_data_like_a_cache(dtype: str) -> None:
     assert sizes["max"] <= sizes["fast"] <= 1.05 * sizes["exact"]
 
 
-def test_max_is_smaller_where_levels_and_the_content_size_matter() -> None:
+def test_encode_max_gains_from_levels_and_content_size() -> None:
     text = b"".join(b"%d squared is %d; " % (i, i * i) for i in range(3000))
     text += bytes(len(text) % 2)
     assert len(kvmnn.encode(text, dtype="fp16", effort="max")) < len(kvmnn.encode(text, dtype="fp16"))
 
 
-def test_empty_predictor_set_falls_back_to_raw() -> None:
+def test_to_mode_bits_empty_set_is_raw() -> None:
     # Only reachable below the API: a spec parsed with default_raw=False.
     assert options.to_mode_bits(frozenset()) == options.to_mode_bits(frozenset({"raw"}))
 
 
-def test_contexts_leave_nothing_behind() -> None:
+def test_encode_reused_workspaces_change_nothing() -> None:
     """The same input gives the same frame whatever the workspaces saw before, larger or smaller."""
     inputs = [kv_like(words, seed=words) for words in (70_000, 3, 9_000, 70_001, 1, 400, 33_000)]
     first = [codec_model.encode(data, 2) for data in inputs]
@@ -130,7 +130,7 @@ def test_contexts_leave_nothing_behind() -> None:
             assert verdict(first[i]) == ("fp16", inputs[i])
 
 
-def test_max_in_between_does_not_change_exact() -> None:
+def test_encode_exact_after_max_is_unchanged() -> None:
     data = kv_like(5000)
     exact = kvmnn.encode(data, dtype="fp16")
     for _ in range(3):
@@ -138,7 +138,7 @@ def test_max_in_between_does_not_change_exact() -> None:
         assert kvmnn.encode(data, dtype="fp16", threads=1) == exact == codec_model.encode(data, 2)
 
 
-def test_matches() -> None:
+def test_verify_roundtrip_compares_every_byte() -> None:
     data = kv_like(3000)
     frame = kvmnn.encode(data, dtype="fp16")
     array = np.frombuffer(data, NUMPY["fp16"])
@@ -157,7 +157,7 @@ def test_matches() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
-def test_matches_in_larger_pieces(dtype: str) -> None:
+def test_verify_roundtrip_large_frame(dtype: str) -> None:
     data = kv_like(600_000, dtype)
     frame = kvmnn.encode(data, dtype=dtype)
     assert decoder.verify_roundtrip(frame, data, dtype=dtype)

@@ -20,18 +20,18 @@ RNG = np.random.default_rng(11)
     ("data", "value"),
     [(b"", 0x14650FB0739D0383), (b"a", 0x44BD8AD473CD9906), (b"foobar", 0x88FAD7C0A8FF07F2)],
 )
-def test_known_values(data: bytes, value: int) -> None:
+def test_fnv1a64_equals_published_values(data: bytes, value: int) -> None:
     assert fnv1a64(data) == value == codec_model.fnv1a64(data)
 
 
 @EXAMPLES
 @given(st.binary(max_size=300), st.binary(max_size=300))
-def test_chaining_is_the_hash_of_the_concatenation(first: bytes, second: bytes) -> None:
+def test_fnv1a64_chaining_equals_concatenation(first: bytes, second: bytes) -> None:
     whole = codec_model.fnv1a64(first + second)
     assert fnv1a64(second, fnv1a64(first)) == fnv1a64(first + second) == whole
 
 
-def test_arrays_are_hashed_in_c_order() -> None:
+def test_fnv1a64_array_is_hashed_in_c_order() -> None:
     array = np.arange(24, dtype="<f4").reshape(2, 3, 4)
     assert fnv1a64(array) == fnv1a64(array.tobytes())
     assert fnv1a64(array.T) == fnv1a64(array.T.tobytes()) != fnv1a64(array)
@@ -39,7 +39,7 @@ def test_arrays_are_hashed_in_c_order() -> None:
     assert fnv1a64(memoryview(array.tobytes())[::2]) == fnv1a64(array.tobytes()[::2])
 
 
-def test_seed_range() -> None:
+def test_fnv1a64_seed_out_of_range_is_refused() -> None:
     assert fnv1a64(b"", 0) == 0
     assert fnv1a64(b"x", (1 << 64) - 1) == codec_model.fnv1a64(b"x", (1 << 64) - 1)
     for seed in (-1, 1 << 64):
@@ -48,7 +48,7 @@ def test_seed_range() -> None:
 
 
 @pytest.mark.parametrize("data", ["text", 5, None, [1, 2]])
-def test_what_has_no_bytes(data: object) -> None:
+def test_fnv1a64_non_buffer_is_refused(data: object) -> None:
     with pytest.raises(TypeError, match="bytes-like"):
         kvmnn.fnv1a64(data)
     with pytest.raises(TypeError, match="no bytes"):
@@ -57,7 +57,7 @@ def test_what_has_no_bytes(data: object) -> None:
 
 @EXAMPLES
 @given(st.binary(min_size=1, max_size=300), st.data())
-def test_a_change_within_a_word_shows_in_the_checksum(data: bytes, draw: st.DataObject) -> None:
+def test_integrity_checksum_detects_change_within_a_word(data: bytes, draw: st.DataObject) -> None:
     at = draw.draw(st.integers(0, len(data) - 1))
     changed = bytearray(data)
     for offset in range(at, min(len(data), at // 8 * 8 + 8)):
@@ -65,7 +65,7 @@ def test_a_change_within_a_word_shows_in_the_checksum(data: bytes, draw: st.Data
     assert integrity_checksum(changed) != integrity_checksum(data) == integrity_checksum(bytearray(data))
 
 
-def test_checksums_tell_order_length_and_seed() -> None:
+def test_integrity_checksum_depends_on_order_length_and_seed() -> None:
     data = RNG.integers(0, 256, 4096, np.uint8)
     words = data.reshape(-1, 8)
     seen = {
@@ -79,7 +79,7 @@ def test_checksums_tell_order_length_and_seed() -> None:
 
 
 @pytest.mark.parametrize("flips", [1, 2, 3])
-def test_flipped_bits_show_in_the_checksum(flips: int) -> None:
+def test_integrity_checksum_detects_flipped_bits(flips: int) -> None:
     data = RNG.integers(0, 256, 2000, np.uint8)
     whole = integrity_checksum(data)
     for _ in range(2000):
@@ -92,7 +92,7 @@ def test_flipped_bits_show_in_the_checksum(flips: int) -> None:
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("words", [1, 7, 4096, 4100, 9000])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_frames_are_decoded_and_both_checksums_compared(rows: int, words: int, dtype: str) -> None:
+def test_decoder_compares_both_checksums(rows: int, words: int, dtype: str) -> None:
     """Tiles of 4,096 words and what is left of them give the checksum of the whole row."""
     array = RNG.standard_normal((rows, words)).astype(dtype)
     frame = kvmnn.encode(array)
@@ -122,7 +122,7 @@ def test_frames_are_decoded_and_both_checksums_compared(rows: int, words: int, d
 @pytest.mark.parametrize("axes", [(0, 1, 2), (1, 0, 2)])
 @pytest.mark.parametrize("size", [1, 8, 60, 64, 100, 256])
 @pytest.mark.parametrize("tokens", [1, 5, 12])
-def test_rows_are_summed_and_copied_wherever_they_lie(axes: tuple[int, int, int], size: int, tokens: int) -> None:
+def test_copy_rows_checksum_does_not_depend_on_strides(axes: tuple[int, int, int], size: int, tokens: int) -> None:
     together = RNG.integers(0, 256, (3, tokens, size), np.uint8)
     room = np.zeros(tuple(together.shape[axis] + 1 for axis in axes), np.uint8).transpose(axes)
     rows = room[:3, :tokens, :size]
@@ -134,7 +134,7 @@ def test_rows_are_summed_and_copied_wherever_they_lie(axes: tuple[int, int, int]
     assert checksum_blocks(rows, 5) == [checksum_rows(block) for block in blocks]
 
 
-def test_rows_that_cannot_be_copied_are_refused() -> None:
+def test_copy_rows_mismatched_output_is_refused() -> None:
     rows = np.zeros((2, 3, 8), np.uint8)
     with pytest.raises(KvmnnError, match="out has 2 rows of 23 bytes: expected 2 of 24"):
         copy_with_checksum(rows, np.zeros((2, 23), np.uint8))

@@ -26,7 +26,7 @@ def smallest(lane: bytes, modes: tuple[int, ...]) -> tuple[int, bytes]:
     ("words", "stride"),
     [(MIB // 4, 2), (MIB // 4 + 1, 2), (MIB // 4, 4), (MIB + 9, 4), (8 * MIB + 5, 2), (16 * MIB + 3, 2)],
 )
-def test_every_way_of_making_streams_gives_the_smallest(words: int, stride: int) -> None:
+def test_encode_exact_large_lane_keeps_smallest_stream(words: int, stride: int) -> None:
     rng = np.random.default_rng(words)
     values = rng.standard_normal(words, dtype=np.float32)
     values += np.repeat(rng.standard_normal(words // 64 + 1, dtype=np.float32) * 20, 64)[:words]
@@ -39,7 +39,7 @@ def test_every_way_of_making_streams_gives_the_smallest(words: int, stride: int)
 
 
 @pytest.mark.parametrize("modes", [("raw", "xor_seq"), ("delta_seq", "xor_seq"), ("delta_seq",)])
-def test_some_predictors(modes: tuple[str, ...]) -> None:
+def test_encode_exact_large_lane_with_some_predictors(modes: tuple[str, ...]) -> None:
     words = 3 * 4096 + 1
     raw = np.random.default_rng(1).normal(0, 3, words).cumsum().astype(np.float16).view(np.uint8)
     frame = kvmnn.encode(raw, dtype="fp16", predictors=modes, hi_predictors=("xor_seq", "delta_seq"), threads=1)
@@ -52,7 +52,7 @@ def test_some_predictors(modes: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("share", [0.3, 0.45, 0.48, 0.5, 0.52, 0.55, 0.7])
 @pytest.mark.parametrize("steps_last", [False, True])
-def test_what_is_given_up_would_not_have_been_smaller(share: float, steps_last: bool) -> None:
+def test_early_abort_never_drops_smaller_candidate(share: float, steps_last: bool) -> None:
     """One part is best as it is, the other as steps: libzstd is stopped where a stream is too long already."""
     words = 600_000
     rng = np.random.default_rng(int(1000 * share))
@@ -71,7 +71,7 @@ def test_what_is_given_up_would_not_have_been_smaller(share: float, steps_last: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("level", [1, 3, 9, 19])
-def test_libzstd_needs_little_more_room_than_it_fills(level: int) -> None:
+def test_early_abort_bound_leaves_enough_capacity(level: int) -> None:
     """A stream is given up where it has passed the best so far by a KiB; what is shorter must be as with all room."""
     rng = np.random.default_rng(level)
     context = _zstdlib.ZstdContext()
@@ -96,7 +96,7 @@ def mixed(rng: np.random.Generator, count: int) -> Iterator[npt.NDArray[np.uint8
         yield np.concatenate(parts)
 
 
-def test_a_stream_that_was_given_up_does_not_spoil_the_next() -> None:
+def test_early_abort_does_not_change_the_next_stream() -> None:
     """As effort "max" tries them: without the content size, and no longer than the best so far."""
     data = np.random.default_rng(1).integers(0, 256, 1_200_000, np.uint8)
     for level in (1, 3, 9):

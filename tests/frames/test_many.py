@@ -13,7 +13,7 @@ LARGE = [np.frombuffer(kv_like(1 << 19, seed=words), np.float16) for words in (1
 
 @pytest.mark.parametrize("threads", [None, 1, 2, 5, 16])
 @pytest.mark.parametrize("arrays", [ARRAYS, LARGE, ARRAYS[:1], []], ids=["many", "large", "one", "none"])
-def test_equal_to_one_by_one(arrays: list[np.ndarray], threads: int | None) -> None:
+def test_encode_many_equals_encode_of_each(arrays: list[np.ndarray], threads: int | None) -> None:
     frames = kvmnn.encode_many(arrays, threads=threads)
     assert frames == [kvmnn.encode(a, threads=1) for a in arrays]
     back = kvmnn.decode_many(frames, threads=threads)
@@ -22,7 +22,7 @@ def test_equal_to_one_by_one(arrays: list[np.ndarray], threads: int | None) -> N
 
 
 @pytest.mark.parametrize("effort", ["exact", "balanced", "fast", "max"])
-def test_options_reach_every_item(effort: str) -> None:
+def test_encode_many_options_reach_every_item(effort: str) -> None:
     options = {"predictors": ["delta_seq"], "hi_predictors": "raw,xor_seq", "codecs": ["rle"], "effort": effort}
     frames = kvmnn.encode_many(ARRAYS, **options)
     assert frames == [kvmnn.encode(a, **options) for a in ARRAYS]
@@ -32,21 +32,21 @@ def test_options_reach_every_item(effort: str) -> None:
         kvmnn.decode_many(kvmnn.encode_many(ARRAYS[4:]), codecs=("rle",))
 
 
-def test_iterables_and_generators_are_used_once() -> None:
+def test_encode_many_generators_are_consumed_once() -> None:
     frames = kvmnn.encode_many((a for a in ARRAYS), predictors=iter(["raw", "xor_seq"]), codecs=iter(["rle", "zstd"]))
     assert frames == [kvmnn.encode(a, predictors=("raw", "xor_seq")) for a in ARRAYS]
     back = kvmnn.decode_many(iter(frames), codecs=iter(["rle", "zstd"]))
     assert [b.tobytes() for b in back] == [a.tobytes() for a in ARRAYS]
 
 
-def test_arrays_of_different_types() -> None:
+def test_encode_many_arrays_of_different_dtypes() -> None:
     arrays = [ARRAYS[2], np.arange(50, dtype=np.float32), np.arange(7, dtype=np.uint16)]
     back = kvmnn.decode_many(kvmnn.encode_many(arrays))
     assert [b.dtype.str for b in back] == ["<f2", "<f4", "<u2"]
     assert [b.tobytes() for b in back] == [a.tobytes() for a in arrays]
 
 
-def test_out() -> None:
+def test_decode_many_fills_given_outputs() -> None:
     frames = kvmnn.encode_many(ARRAYS)
     outs = [np.zeros(a.shape, np.float16) for a in ARRAYS]
     back = kvmnn.decode_many(frames, out=outs)
@@ -60,7 +60,7 @@ def test_out() -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 16])
-def test_encode_errors_name_the_item(threads: int) -> None:
+def test_encode_many_error_names_the_item(threads: int) -> None:
     for bad, error, message in (
         (np.zeros(0, np.float16), KvmnnError, "item 2: nothing to encode"),
         ("text", TypeError, "item 2: values: expected"),
@@ -71,7 +71,7 @@ def test_encode_errors_name_the_item(threads: int) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 16])
-def test_decode_errors_name_the_item(threads: int) -> None:
+def test_decode_many_error_names_the_item(threads: int) -> None:
     frames = kvmnn.encode_many(ARRAYS)
     for bad, error, message in (
         (frames[2][:-1], FrameError, "item 4: "),
@@ -84,13 +84,13 @@ def test_decode_errors_name_the_item(threads: int) -> None:
         kvmnn.decode_many(frames, max_bytes=2000, threads=threads)
 
 
-def test_the_first_bad_item_is_named() -> None:
+def test_decode_many_names_first_bad_item() -> None:
     frames = kvmnn.encode_many(ARRAYS)
     with pytest.raises(FrameError, match="item 1: "):
         kvmnn.decode_many([frames[0], b"abc", b"", frames[3]], threads=1)
 
 
 @pytest.mark.parametrize("options", [{"threads": 0}, {"effort": "none"}, {"codecs": ()}, {"dtype": "fp64"}])
-def test_bad_options(options: dict) -> None:
+def test_encode_many_invalid_options_are_refused(options: dict) -> None:
     with pytest.raises(KvmnnError):
         kvmnn.encode_many(ARRAYS, **options)

@@ -30,7 +30,7 @@ class Counted:
 @pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("codecs", [("rle",), ("rle", "zstd")])
 @pytest.mark.parametrize("values", [KEYS, KEYS.astype(np.float32)], ids=["fp16", "fp32"])
-def test_effort_max_moves_with_every_candidate(values: np.ndarray, codecs: tuple[str, ...], threads: int) -> None:
+def test_progress_max_advances_with_every_candidate(values: np.ndarray, codecs: tuple[str, ...], threads: int) -> None:
     told = Counted()
     frame = kvmnn.encode(values, effort="max", codecs=codecs, threads=threads, progress=told)
     assert frame == kvmnn.encode(values, effort="max", codecs=codecs)
@@ -43,19 +43,19 @@ def test_effort_max_moves_with_every_candidate(values: np.ndarray, codecs: tuple
 
 
 @pytest.mark.parametrize("effort", ["exact", "balanced", "fast"])
-def test_the_other_efforts_tell_of_all_bytes(effort: str) -> None:
+def test_progress_other_efforts_report_all_bytes(effort: str) -> None:
     told = Counted()
     assert kvmnn.encode(KEYS, effort=effort, progress=told) == kvmnn.encode(KEYS, effort=effort)
     assert sum(told.steps) == KEYS.nbytes
 
 
-def test_three_words_are_told_as_well() -> None:
+def test_progress_three_elements_are_reported() -> None:
     told = Counted()
     kvmnn.encode(KEYS[0, 0, :3], effort="max", progress=told)
     assert sum(told.steps) == 6
 
 
-def test_an_error_in_the_callback_ends_the_work() -> None:
+def test_progress_error_in_callback_ends_the_work() -> None:
     def stop(done: int) -> None:
         raise KeyboardInterrupt
 
@@ -64,7 +64,7 @@ def test_an_error_in_the_callback_ends_the_work() -> None:
             kvmnn.encode(KEYS, effort="max", threads=threads, progress=stop)
 
 
-def test_pieces_side_by_side_in_a_bundle(tmp_path: Path) -> None:
+def test_progress_parallel_chunks_of_a_bundle(tmp_path: Path) -> None:
     np.savez(tmp_path / "kv.npz", k=KEYS, v=-KEYS)
     told = Counted()
     options = EncodeOptions(effort="max", threads=4, frame_bytes=8 << 10)

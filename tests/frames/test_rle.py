@@ -28,13 +28,13 @@ LENGTHS = sorted({*range(1, 12), *range(124, 140), *(131 * k + r for k in (1, 2,
         (b"abababab", b"\x07abababab"),
     ],
 )
-def test_tokens_written_by_hand(data: bytes, payload: bytes) -> None:
+def test_encode_rle_hand_written_tokens(data: bytes, payload: bytes) -> None:
     assert codec_model.rle_encode(data) == payload
     assert _streams.encode_rle(data) == payload
     assert _streams.decode_rle(payload, len(data)) == data
 
 
-def test_runs_of_every_critical_length_between_literals() -> None:
+def test_encode_rle_runs_of_critical_lengths() -> None:
     for length in LENGTHS:
         for before in (0, 1, 3, 126, 127, 128, 129):
             for after in (0, 2):
@@ -44,13 +44,13 @@ def test_runs_of_every_critical_length_between_literals() -> None:
                 assert _streams.decode_rle(payload, len(data)) == data
 
 
-def test_a_literal_block_may_end_inside_a_short_run() -> None:
+def test_encode_rle_literal_block_may_end_inside_short_run() -> None:
     for at in range(120, 132):
         data = bytes(range(at)) + b"\xff\xff\xff" + bytes(range(40))
         assert _streams.encode_rle(data) == codec_model.rle_encode(data)
 
 
-def test_worst_case_needs_a_control_byte_for_128_bytes() -> None:
+def test_encode_rle_worst_case_size() -> None:
     for n in (1, 127, 128, 129, 256, 257, 1000):
         data = bytes(i % 251 for i in range(n))
         assert len(_streams.encode_rle(data)) == n + -(-n // 128)
@@ -58,7 +58,7 @@ def test_worst_case_needs_a_control_byte_for_128_bytes() -> None:
 
 @EXAMPLES
 @given(run_bytes() | st.binary(min_size=1, max_size=600))
-def test_encodes_as_the_reference_and_back(data: bytes) -> None:
+def test_encode_rle_equals_the_reference(data: bytes) -> None:
     payload = _streams.encode_rle(data)
     assert payload == codec_model.rle_encode(data)
     assert _streams.decode_rle(payload, len(data)) == data
@@ -78,7 +78,7 @@ def token_streams(draw: st.DrawFn) -> tuple[bytes, int]:
 
 @EXAMPLES
 @given(token_streams())
-def test_decodes_any_tokens_as_the_reference(case: tuple[bytes, int]) -> None:
+def test_decode_rle_any_tokens_like_the_reference(case: tuple[bytes, int]) -> None:
     payload, expected = case
     try:
         wanted = codec_model.rle_decode(payload, expected)
@@ -106,7 +106,7 @@ def test_decodes_any_tokens_as_the_reference(case: tuple[bytes, int]) -> None:
         (b"\xffa", 1 << 32),
     ],
 )
-def test_refuses(payload: bytes, expected: int) -> None:
+def test_decode_rle_damaged_payload_is_refused(payload: bytes, expected: int) -> None:
     with pytest.raises(KvmnnError, match="RLE"):
         _streams.decode_rle(payload, expected)
 
@@ -115,10 +115,10 @@ def test_refuses(payload: bytes, expected: int) -> None:
     ("payload", "data"),
     [(b"\x03aaaa", b"aaaa"), (b"\x00a\x00a\x00a", b"aaa"), (b"\x80a\x80a", b"a" * 8), (b"\x00a\x80a", b"a" * 5)],
 )
-def test_accepts_what_no_encoder_writes(payload: bytes, data: bytes) -> None:
+def test_decode_rle_uncanonical_payload_is_accepted(payload: bytes, data: bytes) -> None:
     assert _streams.decode_rle(payload, len(data)) == data
 
 
-def test_nothing_is_no_rle() -> None:
+def test_encode_rle_empty_input_is_refused() -> None:
     with pytest.raises(KvmnnError, match="at least 1 byte"):
         _streams.encode_rle(b"")

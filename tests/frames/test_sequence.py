@@ -14,13 +14,13 @@ SINGLES = [np.frombuffer(kv_like(2 * words, seed=words), np.float32) for words i
 
 @pytest.mark.parametrize("arrays", [HALVES, SINGLES, HALVES[:1], SINGLES[:1]], ids=["fp16", "fp32", "one", "one fp32"])
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview, lambda data: np.frombuffer(data, np.uint8)])
-def test_every_frame_comes_back(arrays, kind):
+def test_decode_all_every_frame_round_trips(arrays, kind):
     back = kvmnn.decode_all(kind(b"".join(kvmnn.encode_many(arrays))))
     assert [words.dtype for words in back] == [words.dtype for words in arrays]
     assert [words.tobytes() for words in back] == [words.tobytes() for words in arrays]
 
 
-def test_options():
+def test_decode_all_passes_options():
     data = b"".join(kvmnn.encode_many(HALVES, codecs=("rle",)))
     assert {words.dtype for words in kvmnn.decode_all(data, dtype="bf16", codecs=iter(["rle"]))} == {
         np.dtype(np.uint16)
@@ -35,7 +35,7 @@ def test_options():
         kvmnn.decode_all(data, dtype="fp32")
 
 
-def test_what_is_wrong_is_said_with_its_place():
+def test_decode_all_error_names_the_offset():
     frames = kvmnn.encode_many(HALVES)
     data, end = b"".join(frames), len(frames[0]) + len(frames[1]) + len(frames[2])
     with pytest.raises(FrameError, match=rf"after 3 whole fp16 frames, at offset {end}: .*truncated"):
@@ -54,7 +54,7 @@ def test_what_is_wrong_is_said_with_its_place():
         assert str(found.value) == str(expected.value)
 
 
-def test_a_bound_on_their_number(monkeypatch):
+def test_decode_all_above_max_frames_is_refused(monkeypatch):
     monkeypatch.setattr(api, "MAX_FRAMES", 3)
     frames = kvmnn.encode_many(HALVES)
     assert len(kvmnn.decode_all(b"".join(frames[:3]))) == 3

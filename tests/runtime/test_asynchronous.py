@@ -62,7 +62,7 @@ class Run:
             release.set()
 
 
-def test_no_call_waits_for_an_encoding_and_results_are_taken_when_they_are_there() -> None:
+def test_async_encoder_calls_do_not_wait_for_results() -> None:
     run = Run()
     with run.runtime:
         with run.held_worker():
@@ -81,7 +81,7 @@ def test_no_call_waits_for_an_encoding_and_results_are_taken_when_they_are_there
 @pytest.mark.parametrize(
     ("options", "most"), [({"max_queue": 3}, 3), ({"max_bytes_in_flight": 5 * BLOCK_BYTES}, 5), ({"max_queue": 1}, 1)]
 )
-def test_what_is_open_is_bounded_and_the_rest_is_taken_later(options: dict[str, int], most: int) -> None:
+def test_async_encoder_open_jobs_are_bounded(options: dict[str, int], most: int) -> None:
     run = Run(**options)
     with run.runtime:
         with run.held_worker():
@@ -99,7 +99,7 @@ def test_what_is_open_is_bounded_and_the_rest_is_taken_later(options: dict[str, 
         run.step()
 
 
-def test_the_next_layers_blocks_are_restored_while_one_computes() -> None:
+def test_prefetch_restores_blocks_of_the_next_layer() -> None:
     run = Run()
     with run.runtime:
         run.step(PROMPT)
@@ -120,7 +120,7 @@ def test_the_next_layers_blocks_are_restored_while_one_computes() -> None:
         assert (before.restores_ahead, after.restores_ahead, after.restores_late) == (0, 6, 0)
 
 
-def test_prefetch_of_no_layers_restores_nothing_ahead() -> None:
+def test_prefetch_zero_layers_restores_nothing() -> None:
     run = Run(prefetch_layers=0)
     with run.runtime:
         run.step(PROMPT)
@@ -131,7 +131,7 @@ def test_prefetch_of_no_layers_restores_nothing_ahead() -> None:
         assert not run.inner._restorer._prefetches
 
 
-def test_as_many_rows_are_restored_ahead_as_the_bound_allows() -> None:
+def test_prefetch_rows_are_bounded_by_max_bytes_in_flight() -> None:
     run = Run(max_bytes_in_flight=3 * BLOCK_BYTES, async_threads=1)
     with run.runtime:
         run.step(PROMPT)
@@ -145,7 +145,7 @@ def test_as_many_rows_are_restored_ahead_as_the_bound_allows() -> None:
 
 
 @pytest.mark.parametrize("mode", ["probe", "full"])
-def test_blocks_that_only_measure_are_not_kept(mode: Any) -> None:
+def test_measuring_modes_store_no_blocks(mode: Any) -> None:
     run = Run(mode=mode, async_threads=0)
     run.step(PROMPT)
     for _ in range(40):

@@ -37,7 +37,7 @@ DEFAULTS = {
 
 
 @pytest.mark.parametrize(("key", "name", "default"), [(key, *value) for key, value in DEFAULTS.items()])
-def test_each_key_has_its_default_and_reaches_its_field(key: str, name: str, default: Any) -> None:
+def test_from_engine_each_key_reaches_its_field(key: str, name: str, default: Any) -> None:
     assert getattr(RuntimeConfig.from_engine({}), name) == default
     given: Any = {bool: True, int: 7}.get(type(default), default)
     if name in ("scope", "mode", "codec"):
@@ -45,7 +45,7 @@ def test_each_key_has_its_default_and_reaches_its_field(key: str, name: str, def
     assert getattr(RuntimeConfig.from_engine({key: given}), name) == given
 
 
-def test_h2o_has_the_engines_defaults() -> None:
+def test_from_engine_h2o_defaults_are_those_of_the_engine() -> None:
     h2o = RuntimeConfig.from_engine({}).h2o
     found = (h2o.enable, h2o.layer_start, h2o.layer_end, h2o.block_tokens, h2o.sink_tokens, h2o.recent_tokens)
     assert found == (False, 2, -1, 64, 32, 256)
@@ -71,7 +71,7 @@ def test_h2o_has_the_engines_defaults() -> None:
         ("layer_nums", 24, "layer_nums", 24),
     ],
 )
-def test_values_are_cut_as_the_engine_does(key: str, value: Any, name: str, used: Any) -> None:
+def test_from_engine_values_are_clamped_like_the_engine(key: str, value: Any, name: str, used: Any) -> None:
     assert getattr(RuntimeConfig.from_engine({key: value}), name) == used
 
 
@@ -97,7 +97,7 @@ def test_values_are_cut_as_the_engine_does(key: str, value: Any, name: str, used
         ({"kv_h2o_blok_tokens": 8}, r"no option of the planner \(did you mean 'kv_h2o_block_tokens'\?\)$"),
     ],
 )
-def test_what_would_be_misread_is_refused(document: dict[str, Any], message: str) -> None:
+def test_from_engine_ambiguous_values_are_refused(document: dict[str, Any], message: str) -> None:
     with pytest.raises(KvmnnError, match=message):
         RuntimeConfig.from_engine(document)
 
@@ -139,7 +139,7 @@ def test_what_would_be_misread_is_refused(document: dict[str, Any], message: str
         ),
     ],
 )
-def test_unknown_names_are_refused_unless_read_as_the_engine_does(
+def test_from_engine_unknown_names_are_refused_by_default(
     key: str, value: str, message: str, name: str, read: str
 ) -> None:
     with pytest.raises(KvmnnError, match=rf"^{key} is .*{message}"):
@@ -147,7 +147,7 @@ def test_unknown_names_are_refused_unless_read_as_the_engine_does(
     assert getattr(RuntimeConfig.from_engine({key: value}, lenient=True), name) == read
 
 
-def test_unknown_target_mode_is_refused_unless_read_as_the_engine_does() -> None:
+def test_from_engine_unknown_target_mode_is_refused_by_default() -> None:
     for value in ("ststic", "Static", "", 3, None):
         with pytest.raises(KvmnnError, match=r"^kv_h2o_target_mode is .*: expected one of adaptive, static"):
             RuntimeConfig.from_engine({"kv_h2o_target_mode": value})
@@ -155,21 +155,21 @@ def test_unknown_target_mode_is_refused_unless_read_as_the_engine_does() -> None
 
 
 @pytest.mark.parametrize("spec", ["", "raw", "xor_seq ,\traw", "raw,delta_seq,xor_seq,pair_delta"])
-def test_lists_of_known_predictors_are_taken(spec: str) -> None:
+def test_from_engine_predictor_lists_are_accepted(spec: str) -> None:
     assert RuntimeConfig.from_engine({"kv_lossless_predictors_k": spec}).predictors_k == spec
 
 
 @pytest.mark.parametrize("document", [None, "x", ["kv_lossless_enable"], {1: 2}])
-def test_a_document_is_a_mapping_of_names(document: Any) -> None:
+def test_from_engine_document_must_be_a_mapping(document: Any) -> None:
     with pytest.raises(TypeError, match="document must be a mapping of names, not "):
         RuntimeConfig.from_engine(document)
 
 
-def test_keys_of_others_are_passed_over() -> None:
+def test_from_engine_ignores_unrelated_keys() -> None:
     assert RuntimeConfig.from_engine({"reuse_kv": True, "llm_model": "x", "kvcache_mmap": True}) == RuntimeConfig()
 
 
-def test_a_wrong_number_of_layers_is_refused() -> None:
+def test_check_num_layers_mismatch_is_refused() -> None:
     with pytest.raises(KvmnnError, match="layer_nums is 32, the model has 24 layers"):
         check_num_layers(RuntimeConfig.from_engine({"layer_nums": 32}), 24)
     assert check_num_layers(RuntimeConfig.from_engine({}), 24) == 24
@@ -178,14 +178,14 @@ def test_a_wrong_number_of_layers_is_refused() -> None:
 @pytest.mark.parametrize(
     "changes", [{"mode": "off"}, {"scope": "all"}, {"front_n": -1}, {"max_queue": 0}, {"effort": "slow"}]
 )
-def test_the_constructor_does_not_cut(changes: dict[str, Any]) -> None:
+def test_runtime_config_invalid_values_are_refused_not_clamped(changes: dict[str, Any]) -> None:
     with pytest.raises(KvmnnError):
         RuntimeConfig(**changes)
     with pytest.raises(TypeError):
         RuntimeConfig(enable=1)  # type: ignore[arg-type]
 
 
-def test_tokens_before_the_first_block() -> None:
+def test_bootstrap_tokens_are_sink_recent_and_one_block() -> None:
     """Sink, recent and one block, unless eviction begins later."""
     keys = {"kv_lossless_hot_sink_tokens": 4, "kv_lossless_hot_recent_tokens": 8, "kv_lossless_block_tokens": 16}
     for trigger, tokens in ((1, 28), (28, 28), (29, 29)):

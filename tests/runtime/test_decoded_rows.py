@@ -8,7 +8,7 @@ from kvmnn.runtime.strict.layer_storage import TokenSegment
 from kvmnn.runtime.strict.restorer import DecodedRowCache
 
 
-def test_rows_of_dead_pieces_make_room() -> None:
+def test_decoded_row_cache_dead_segments_free_capacity() -> None:
     rows = np.zeros((2, 1, 4, 8), np.float16)
     pieces = [TokenSegment(4, None, "stored") for _ in range(3)]
     cache = DecodedRowCache(2, 1 << 20)
@@ -20,7 +20,7 @@ def test_rows_of_dead_pieces_make_room() -> None:
     assert [cache.contains(piece) for piece in pieces] == [False, True, True] and cache.nbytes == 2 * rows.nbytes
 
 
-def test_insert_beyond_max_bytes_is_not_kept() -> None:
+def test_decoded_row_cache_insert_beyond_max_bytes_is_dropped() -> None:
     """The bytes of the new rows count before they are there."""
     rows = np.zeros((2, 1, 4, 8), np.float16)
     first, second = TokenSegment(4, None, "stored"), TokenSegment(4, None, "stored")

@@ -50,7 +50,7 @@ class Pair:
         return [[runtime.get_live_rows(layer)[0].shape[1] for layer in range(LAYERS)] for runtime in self.runtimes]
 
 
-def test_a_request_without_surprises_reads_the_same() -> None:
+def test_strict_and_emulation_plain_request_agree() -> None:
     pair = Pair()
     assert pair.step(120)
     assert all(pair.step(1) for _ in range(60))
@@ -59,7 +59,7 @@ def test_a_request_without_surprises_reads_the_same() -> None:
 
 
 @pytest.mark.parametrize("effort", ["exact", "fast"])
-def test_blocks_are_frames_of_the_effort(effort: str) -> None:
+def test_blocks_are_frames_of_the_configured_effort(effort: str) -> None:
     config = replace(STORE, effort=effort)
     runtime = LosslessRuntime(config, layers=1, kv_heads=2, head_dim=64, dtype="fp16")
     keys, values = (np.cumsum(rows, 1).astype("<f2") for rows in np.random.default_rng(0).normal(size=(2, 2, 400, 64)))
@@ -75,7 +75,7 @@ def test_blocks_are_frames_of_the_effort(effort: str) -> None:
     assert made != [kvmnn.encode(cut, effort="exact" if effort == "fast" else "fast") for cut in cuts]
 
 
-def test_a_follow_up_prefill_reads_zeros_in_the_engine() -> None:
+def test_emulation_second_prefill_reads_zeros() -> None:
     pair = Pair()
     pair.step(120)
     pair.step(1)
@@ -85,7 +85,7 @@ def test_a_follow_up_prefill_reads_zeros_in_the_engine() -> None:
     assert pair.step(1)
 
 
-def test_an_erasure_leaves_stale_blocks_in_the_engine() -> None:
+def test_emulation_erase_leaves_stale_blocks() -> None:
     pair = Pair()
     pair.step(120)
     pair.step(1)
@@ -96,7 +96,7 @@ def test_an_erasure_leaves_stale_blocks_in_the_engine() -> None:
     assert pair.lengths()[0] == [131] * LAYERS
 
 
-def test_a_reset_keeps_old_rows_in_the_engine() -> None:
+def test_emulation_reset_keeps_old_rows() -> None:
     pair = Pair()
     pair.step(120)
     pair.step(1)
@@ -106,13 +106,13 @@ def test_a_reset_keeps_old_rows_in_the_engine() -> None:
 
 
 @pytest.mark.parametrize("behaviour", ["sound", "engine"])
-def test_a_wrong_number_of_layers_is_refused(behaviour: Any) -> None:
+def test_runtime_wrong_number_of_layers_is_refused(behaviour: Any) -> None:
     config = RuntimeConfig.from_engine({"layer_nums": 32})
     with pytest.raises(KvmnnError, match="layer_nums is 32, the model has 3 layers"):
         LosslessRuntime(config, layers=3, kv_heads=1, head_dim=8, dtype="fp16", behaviour=behaviour)
 
 
-def test_options_that_do_not_exist() -> None:
+def test_runtime_unknown_options_are_refused() -> None:
     def made(**options: Any) -> LosslessRuntime:
         return LosslessRuntime(STORE, **{"layers": 1, "kv_heads": 1, "head_dim": 8, "dtype": "fp16", **options})
 
@@ -133,7 +133,7 @@ def test_options_that_do_not_exist() -> None:
     engine.close()
 
 
-def test_a_call_says_what_it_did() -> None:
+def test_append_call_reports_its_events() -> None:
     pair = Pair()
     pair.step(120)
     new = new_rows(pair.rng, HEADS, 1, HEAD_DIM, "<f2", "smooth")
@@ -149,7 +149,7 @@ def test_a_call_says_what_it_did() -> None:
 
 
 @pytest.mark.parametrize("behaviour", ["sound", "engine"])
-def test_new_tokens_of_another_shape_are_refused(behaviour: Any) -> None:
+def test_append_call_other_shape_is_refused(behaviour: Any) -> None:
     runtime = LosslessRuntime(STORE, layers=2, kv_heads=2, head_dim=8, dtype="fp16", behaviour=behaviour)
     rows = np.ones((2, 3, 8), np.float16)
     for layer, keys, values in ((2, rows, rows), (0, rows[:1], rows[:1]), (0, rows, rows[:, :2]), (0, rows[0], rows)):

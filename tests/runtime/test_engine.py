@@ -14,7 +14,7 @@ from kvmnn.runtime.emulation.layer_state import EmulatedLayerState, EngineRowBuf
 from kvmnn.runtime.metrics import LatencyHistogram
 
 
-def test_blocks_are_restored_in_their_order_and_neighbours_at_once() -> None:
+def test_emulation_restores_blocks_in_order_and_merges_neighbours() -> None:
     rows, state, event = EngineRowBuffer(1, 64, FP16), EmulatedLayerState(), CallEvent(call=0, layer=0)
     new = np.arange(2 * 30 * 64).reshape(2, 1, 30, 64).astype(np.float16)
     rows.clear(30)
@@ -28,7 +28,7 @@ def test_blocks_are_restored_in_their_order_and_neighbours_at_once() -> None:
     assert rows.live_rows[0].tobytes() == new[0].tobytes() and rows.live_rows[1].tobytes() == new[1].tobytes()
 
 
-def test_calls_are_numbered_and_decode_steps_counted() -> None:
+def test_emulation_numbers_calls_and_counts_decode_steps() -> None:
     runtime = LosslessRuntime(store_options(), layers=2, kv_heads=1, head_dim=8, dtype="fp16", behaviour="engine")
     events = []
     for tokens in (5, 1, 1):

@@ -146,7 +146,7 @@ class _Both:
 
 
 @pytest.mark.slow
-def test_every_event_is_that_of_the_model() -> None:
+def test_emulation_every_event_equals_the_model() -> None:
     seen: Counter[str] = Counter()
     for seed in range(80):
         both = _Both(seed)

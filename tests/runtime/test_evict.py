@@ -23,7 +23,7 @@ def runtime(threads: int = 0) -> LosslessRuntime:
 
 @pytest.mark.parametrize("threads", [0, 2])
 @pytest.mark.parametrize("seed", range(4))
-def test_what_is_left_equals_a_plain_cache(seed: int, threads: int) -> None:
+def test_evict_remaining_rows_equal_a_plain_cache(seed: int, threads: int) -> None:
     rng = np.random.default_rng(seed)
     store = runtime(threads)
     plain = [np.zeros((2, HEADS, 0, DIM), np.float16) for _ in range(LAYERS)]
@@ -60,7 +60,7 @@ def test_what_is_left_equals_a_plain_cache(seed: int, threads: int) -> None:
     store.close()
 
 
-def test_what_is_refused() -> None:
+def test_evict_invalid_ranges_are_refused() -> None:
     store = runtime()
     rows = np.ones((HEADS, 20, DIM), np.float16)
     store.append_call(0, rows, rows)

@@ -69,7 +69,7 @@ histories = st.lists(
 
 @given(histories)
 @settings(deadline=None)
-def test_rows_stay_what_they_are_and_blocks_stay_few(history: list[tuple[str, int]]) -> None:
+def test_layer_storage_any_history_keeps_rows_and_few_segments(history: list[tuple[str, int]]) -> None:
     store = Store()
     for what, number in history:
         if what == "append":
@@ -91,7 +91,7 @@ def test_rows_stay_what_they_are_and_blocks_stay_few(history: list[tuple[str, in
     assert store.rows.split_cold(ColdRange(SINK, due_from), BLOCK)
 
 
-def test_a_cut_block_becomes_raw_and_joins_its_neighbours() -> None:
+def test_layer_storage_cut_block_becomes_raw_and_merges() -> None:
     store = Store()
     store.append(SINK + 4 * BLOCK + RECENT)
     store.store()
@@ -109,7 +109,7 @@ def test_a_cut_block_becomes_raw_and_joins_its_neighbours() -> None:
     store.check()
 
 
-def test_what_stays_of_a_block_does_not_keep_the_rest_alive() -> None:
+def test_layer_storage_remaining_rows_do_not_keep_the_block_alive() -> None:
     store = Store()
     store.append(SINK + 3 * BLOCK + RECENT)
     store.store()
@@ -123,7 +123,7 @@ def test_what_stays_of_a_block_does_not_keep_the_rest_alive() -> None:
     store.check()
 
 
-def test_short_blocks_that_fit_together_are_joined() -> None:
+def test_layer_storage_short_blocks_are_merged() -> None:
     store = Store()
     store.append(SINK + 4 * BLOCK + RECENT)
     store.store()
@@ -139,7 +139,7 @@ def test_short_blocks_that_fit_together_are_joined() -> None:
     assert [(piece.count, piece.state) for piece in store.rows.segments][1:] == [(7, "stored")] + [(8, "stored")] * 2
 
 
-def test_positions_as_runs() -> None:
+def test_position_runs_merge_adjacent_ranges() -> None:
     runs = PositionRuns()
     runs.append(0, 10)
     runs.append(10, 5)

@@ -54,7 +54,7 @@ def run(config: RuntimeConfig, behaviour: str = "sound", steps: int = 40) -> Los
 
 
 @given(st.lists(st.integers(0, 10**12), min_size=1, max_size=60))
-def test_percentiles_are_never_below_and_hardly_above(durations: list[int]) -> None:
+def test_latency_histogram_percentiles_are_upper_bounds(durations: list[int]) -> None:
     latencies = LatencyHistogram()
     for duration in durations:
         latencies.add(duration)
@@ -66,12 +66,12 @@ def test_percentiles_are_never_below_and_hardly_above(durations: list[int]) -> N
     assert summary.total_us == sum(durations) / 1e3
 
 
-def test_nothing_measured_is_zero() -> None:
+def test_latency_histogram_empty_summary_is_zero() -> None:
     assert set(LatencyHistogram().summarize().to_dict().values()) == {0}
 
 
 @pytest.mark.parametrize("behaviour", ["sound", "engine"])
-def test_names_and_sums(behaviour: str) -> None:
+def test_metrics_names_and_sums(behaviour: str) -> None:
     metrics = run(CONFIG, behaviour).collect_metrics()
     document = json.loads(json.dumps(metrics.to_dict()))
     names = ("raw_bytes", "compressed_bytes", "decompressed_bytes", "compress_us", "decompress_us", "ratio")
@@ -91,7 +91,7 @@ def test_names_and_sums(behaviour: str) -> None:
     assert len(str(metrics).splitlines()) == 1 + LAYERS + 6
 
 
-def test_lossy_lossless_and_total_ratio_are_of_the_same_run() -> None:
+def test_metrics_lossy_lossless_and_total_ratio_are_of_one_run() -> None:
     metrics = run(CONFIG).collect_metrics()
     token_bytes = 2 * HEADS * HEAD_DIM * 2
     live = sum(layer.tokens for layer in metrics.layers) * token_bytes
@@ -105,14 +105,14 @@ def test_lossy_lossless_and_total_ratio_are_of_the_same_run() -> None:
     assert stored.stored_raw_bytes == stored.blocks * 16 * token_bytes > stored.stored_bytes
 
 
-def test_the_engine_frees_nothing() -> None:
+def test_metrics_emulation_frees_no_rows() -> None:
     config = replace(CONFIG, h2o=replace(CONFIG.h2o, enable=False), decode_cache_blocks=64, front_n=3)
     metrics = run(config, "engine").collect_metrics()
     assert metrics.h2o_lossless_ratio > 1.1
     assert metrics.lossless_ratio < 1
 
 
-def test_frames_that_are_held_are_what_was_compressed() -> None:
+def test_metrics_stored_frames_equal_compressed_bytes() -> None:
     metrics = run(replace(CONFIG, scope="front_n", front_n=3, h2o=replace(CONFIG.h2o, enable=False))).collect_metrics()
     for layer in metrics.layers:
         assert 0 < layer.stored_bytes == layer.compressed_bytes < layer.held_bytes
@@ -120,7 +120,7 @@ def test_frames_that_are_held_are_what_was_compressed() -> None:
     assert metrics.h2o_lossless_compressed_bytes == sum(layer.compressed_bytes for layer in metrics.layers)
 
 
-def test_the_engine_holds_rows_frames_and_decoded_copies() -> None:
+def test_metrics_emulation_counts_rows_frames_and_copies() -> None:
     config = replace(CONFIG, h2o=replace(CONFIG.h2o, enable=False), decode_cache_blocks=64, front_n=3)
     runtime = run(config, "engine", steps=1)
     metrics = runtime.collect_metrics()
@@ -135,14 +135,14 @@ def test_the_engine_holds_rows_frames_and_decoded_copies() -> None:
     assert metrics.held_bytes == sum(layer.held_bytes for layer in metrics.layers) + frames + copies
 
 
-def test_a_reset_begins_all_figures_anew() -> None:
+def test_metrics_reset_clears_all_figures() -> None:
     runtime = run(CONFIG)
     runtime.reset()
     fresh = LosslessRuntime(CONFIG, layers=LAYERS, kv_heads=HEADS, head_dim=HEAD_DIM, dtype="fp16")
     assert runtime.collect_metrics() == fresh.collect_metrics()
 
 
-def test_the_names_by_which_reports_judge_a_run() -> None:
+def test_metrics_to_gate_values_has_names_of_reports() -> None:
     metrics = run(CONFIG).collect_metrics()
     found = metrics.to_gate_values(
         tokens_per_second=9.0, baseline_tokens_per_second=12.0, wait_limit_us=40_000, consistent=True
@@ -168,7 +168,7 @@ def test_the_names_by_which_reports_judge_a_run() -> None:
 
 
 @pytest.mark.parametrize("behaviour", ["sound", "engine"])
-def test_percentiles_of_layers_add_up_to_those_of_all(behaviour: str) -> None:
+def test_metrics_layer_latencies_sum_to_totals(behaviour: str) -> None:
     runtime = run(CONFIG, behaviour)
     for _ in range(2):
         metrics = runtime.collect_metrics()
@@ -184,7 +184,7 @@ def test_percentiles_of_layers_add_up_to_those_of_all(behaviour: str) -> None:
     assert (metrics.compress.count == 0) is (behaviour == "sound")  # the engine forgets when the next prompt comes
 
 
-def test_a_wait_for_a_restore_counts_in_its_layer() -> None:
+def test_metrics_restore_wait_counts_in_its_layer() -> None:
     with run(replace(CONFIG, async_threads=1, h2o=replace(CONFIG.h2o, enable=False))) as runtime:
         runtime.flush()
         inner: Any = runtime._runtime

@@ -36,7 +36,7 @@ def calls_of(function: Any, *arguments: Any, **options: Any) -> int:
     [({}, False, 2), ({"mode": "probe"}, False, 0), ({"scope": "none"}, True, 0), ({"async_threads": 2}, False, 2)],
     ids=["stored", "probe", "out of scope", "threads"],
 )
-def test_few_functions_are_called(options: dict[str, Any], read: bool, blocks: int) -> None:
+def test_append_call_without_work_calls_few_functions(options: dict[str, Any], read: bool, blocks: int) -> None:
     rows = np.ones((2, 200, 8), np.float16)
     with LosslessRuntime(replace(STORE, **options), layers=1, kv_heads=2, head_dim=8, dtype="fp16") as runtime:
         call = runtime.begin_call if read else runtime.append_call

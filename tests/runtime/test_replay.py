@@ -66,7 +66,7 @@ def causal_attention(layers: int, heads: int) -> np.ndarray[Any, np.dtype[np.flo
 
 @pytest.mark.parametrize("behaviour", ["sound", "engine"])
 @pytest.mark.parametrize("mode", ["probe", "full", "store"])
-def test_what_attention_reads_is_compared(history: KVTrace, behaviour: Any, mode: str) -> None:
+def test_replay_compares_rows_read_by_attention(history: KVTrace, behaviour: Any, mode: str) -> None:
     config = RuntimeConfig.from_engine(KEYS | {"kv_lossless_runtime_mode": mode})
     result = replay_trace(history, config, prompt=100, behaviour=behaviour, compare="all")
     assert (result.wrong_calls, result.compared_calls) == (0, 4 * 61)
@@ -76,7 +76,7 @@ def test_what_attention_reads_is_compared(history: KVTrace, behaviour: Any, mode
     assert result.metrics.h2o_lossless_ratio > 1
 
 
-def test_lossless_is_said_of_all_calls_only(history: KVTrace) -> None:
+def test_replay_lossless_requires_all_calls(history: KVTrace) -> None:
     result = replay_trace(history, RuntimeConfig.from_engine(KEYS), prompt=100)
     assert (result.compared_calls, result.num_calls) == (12, 244)
     assert "LOSSLESS" not in str(result)
@@ -84,7 +84,7 @@ def test_lossless_is_said_of_all_calls_only(history: KVTrace) -> None:
     assert str(replace(result, wrong_calls=3)).splitlines()[-1].startswith("WRONG: ")
 
 
-def test_all_cold_tokens_are_stored(history: KVTrace) -> None:
+def test_replay_stores_all_cold_tokens(history: KVTrace) -> None:
     result = replay_trace(history, RuntimeConfig.from_engine(KEYS))
     assert result.prompt == TOKENS // 2
     assert [layer.blocks for layer in result.metrics.layers] == [(TOKENS - 16 - 32) // 32] * 4
@@ -92,7 +92,7 @@ def test_all_cold_tokens_are_stored(history: KVTrace) -> None:
     assert result.points[-1].appended_bytes == result.points[-1].live_bytes == 4 * TOKENS * 4 * 64 * 2 * 2
 
 
-def test_evictions_first_then_what_is_kept_is_stored(history: KVTrace) -> None:
+def test_replay_evicts_before_storing(history: KVTrace) -> None:
     config = RuntimeConfig.from_engine(EVICTING)
     attention = tuple(causal_attention(4, 2))
     result = replay_trace(history, config, prompt=100, attention=attention, compare="all")
@@ -107,7 +107,7 @@ def test_evictions_first_then_what_is_kept_is_stored(history: KVTrace) -> None:
         replay_trace(history, config)
 
 
-def test_the_engine_runs_with_evictions_too(history: KVTrace) -> None:
+def test_replay_emulation_with_evictions(history: KVTrace) -> None:
     result = replay_trace(
         history,
         RuntimeConfig.from_engine(EVICTING),
@@ -123,7 +123,7 @@ def test_the_engine_runs_with_evictions_too(history: KVTrace) -> None:
     ("tokens", "noted", "shown"),
     [(24, 1, [*range(0, 24, 2), 23]), (25, 1, [*range(0, 25, 2)]), (402, 3, [*range(0, 400, 39), 401])],
 )
-def test_some_steps_are_noted_fewer_are_shown_and_the_last_always(tokens: int, noted: int, shown: list[int]) -> None:
+def test_replay_records_a_sample_of_steps_and_the_last(tokens: int, noted: int, shown: list[int]) -> None:
     rows = np.zeros((1, tokens, 4), np.float16)
     result = replay_trace(KVTrace(((rows, rows),), "fp16"), RuntimeConfig(), prompt=1)
     lines = {point.step: str(point) for point in result.points}
@@ -131,7 +131,7 @@ def test_some_steps_are_noted_fewer_are_shown_and_the_last_always(tokens: int, n
     assert result.format_lines()[2 : 2 + len(shown)] == [lines[step] for step in shown]
 
 
-def test_rows_of_a_token_major_source_are_turned(tmp_path: Path) -> None:
+def test_read_trace_transposes_token_major_source(tmp_path: Path) -> None:
     rows = np.arange(2 * 3 * 5 * 4).reshape(2, 3, 5, 4).astype(np.float16)  # K and V, [kv_head, token, head_dim]
     np.savez(tmp_path / "cache.npz", **{part: rows[at].transpose(1, 0, 2)[None] for at, part in enumerate("kv")})
     source = open_source(str(tmp_path / "cache.npz"))
@@ -141,7 +141,7 @@ def test_rows_of_a_token_major_source_are_turned(tmp_path: Path) -> None:
     assert [part.view(np.float16).tolist() for part in found.layers[0]] == rows.tolist()
 
 
-def test_histories_that_are_none() -> None:
+def test_replay_invalid_trace_is_refused() -> None:
     rows = np.zeros((2, 3, 4), np.float16)
     for layers, message in (
         (((rows, rows), (rows[:1], rows[:1])), "expected .kv_head, token, head_dim., the same for all"),
@@ -163,7 +163,7 @@ def test_histories_that_are_none() -> None:
             replay_trace(history, RuntimeConfig(), attention=attention)
 
 
-def test_the_command(
+def test_replay_command_writes_result(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -206,7 +206,7 @@ def test_the_command(
         (KEYS | {"layer_nums": "4"}, [], 1, "error: config.json: layer_nums must be an integer, not str"),
     ],
 )
-def test_what_the_command_refuses(
+def test_replay_command_invalid_input_is_refused(
     cache: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -229,7 +229,7 @@ def test_what_the_command_refuses(
 
 
 @pytest.mark.slow
-def test_plots(
+def test_replay_command_draws_plots(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")
@@ -244,9 +244,7 @@ def test_plots(
     assert main([*command, "--force", "-q"]) == 0
 
 
-def test_what_threads_still_encode_behind_the_last_token_is_in_the_figures(
-    history: KVTrace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replay_encodings_after_last_token_are_counted(history: KVTrace, monkeypatch: pytest.MonkeyPatch) -> None:
     encode = RowCodec.encode
 
     def slow(self: RowCodec, rows: Any) -> Any:
@@ -260,7 +258,7 @@ def test_what_threads_still_encode_behind_the_last_token_is_in_the_figures(
     assert result.points[-1].held_bytes == result.metrics.held_bytes
 
 
-def test_layers_of_which_nothing_was_encoded_have_no_ratio(history: KVTrace) -> None:
+def test_replay_layer_without_blocks_has_no_ratio(history: KVTrace) -> None:
     lines = str(replay_trace(history, RuntimeConfig.from_engine(KEYS | {"kv_lossless_front_n": 1}))).splitlines()
     table = lines[lines.index(next(line for line in lines if line.startswith("layer "))) + 1 :]
     assert float(table[0].split()[5]) > 1 and table[1].split()[5] == "-"
@@ -268,7 +266,7 @@ def test_layers_of_which_nothing_was_encoded_have_no_ratio(history: KVTrace) -> 
     assert wait.split() == ["wait", "0", "x,", "p50", "-", "us,", "p95", "-", "us,", "p99", "-", "us"]
 
 
-def test_scores_that_plan_nothing_are_noted(
+def test_replay_scores_without_plan_give_a_note(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -279,7 +277,7 @@ def test_scores_that_plan_nothing_are_noted(
     assert capsys.readouterr().err == "kvmnn: note: a.npy plans no eviction: config.json has no kv_h2o_enable\n"
 
 
-def test_run_that_compresses_nothing_has_no_ratio_and_does_not_pass(history: KVTrace) -> None:
+def test_replay_without_compression_does_not_pass(history: KVTrace) -> None:
     idle = replay_trace(history, RuntimeConfig.from_engine({}), prompt=100)
     assert "lossless -, lossy 1.000, total -: nothing was compressed" in str(idle)
     assert str(idle).splitlines()[-1].startswith("NOT MEASURED: nothing was compressed: the configuration does not")
@@ -337,7 +335,7 @@ def test_replay_that_only_evicts_passes(history: KVTrace) -> None:
     assert result.is_idle and result.metrics.lossy_ratio > 1 and result.has_passed
 
 
-def test_tokens_first_are_asked_about_and_taken_when_said(tmp_path, run) -> None:
+def test_replay_ambiguous_token_axis_needs_axes(tmp_path, run) -> None:
     parts = {part: np.load(FIXTURES / "kv_real" / f"{part}_fp16.npy")[:1, :300] for part in "kv"}
     np.savez(tmp_path / "thd.npz", **parts)  # [layer, token, kv_head, head_dim]
     np.savez(tmp_path / "htd.npz", **{part: array.transpose(0, 2, 1, 3) for part, array in parts.items()})

@@ -24,14 +24,14 @@ def steps_of(layer: int, **options: Any) -> list[int]:
     return [step for step in range(1, 9) if scope.compute_budget(layer, step, 100, 60) is not None]
 
 
-def test_samples_begin_with_the_first_step() -> None:
+def test_schedule_samples_begin_with_the_first_step() -> None:
     assert steps_of(0, front_sample_token_interval=3) == [1, 4, 7]
     assert steps_of(2, **KEPT, kept_sample_token_interval=3) == [1, 4, 7]
     assert steps_of(0, front_sample_token_interval=1) == [*range(1, 9)]
 
 
 @pytest.mark.parametrize(("scope", "layers"), [("h2o_kept", [2, 3]), ("front_n_and_h2o_kept", [0, 1, 2, 3])])
-def test_full_mode_samples_the_first_layers_of_the_range(scope: Any, layers: list[int]) -> None:
+def test_schedule_full_mode_samples_first_layers(scope: Any, layers: list[int]) -> None:
     options = KEPT | {"scope": scope, "kept_sample_layers": 2}
     assert [layer for layer in range(6) if steps_of(layer, **options)] == layers
 
@@ -40,5 +40,5 @@ def test_full_mode_samples_the_first_layers_of_the_range(scope: Any, layers: lis
     ("mode", "given", "tokens"),
     [("probe", 24, 32), ("full", 24, 80), ("store", 24, 24), ("store", 0, 40)],
 )
-def test_tokens_of_the_first_block(mode: Any, given: int, tokens: int) -> None:
+def test_get_bootstrap_tokens_covers_first_block(mode: Any, given: int, tokens: int) -> None:
     assert get_bootstrap_tokens(store_options(mode=mode, block_tokens=80, store_bootstrap_tokens=given)) == tokens

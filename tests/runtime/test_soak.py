@@ -14,7 +14,7 @@ from repository import ROOT
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
-def test_memory_is_flat_and_no_block_is_lost() -> None:
+def test_runtime_soak_memory_is_flat() -> None:
     support = ROOT / "tests" / "support"
     paths = os.pathsep.join(filter(None, [str(support), os.environ.get("PYTHONPATH")]))  # an empty one is the checkout
     command = [sys.executable, str(support / "runtime_soak.py"), "400"]

@@ -81,7 +81,7 @@ def failing(codec: Any, name: str, error: BaseException, times: int = 1 << 30) -
 @pytest.mark.parametrize("threads", [0, 2])
 @pytest.mark.parametrize("name", ["encode", "to_verified_frames"])
 @pytest.mark.parametrize("error", [KvmnnError("no"), MemoryError(), RuntimeError("worker")])
-def test_a_failed_encoding_keeps_the_rows_and_is_tried_again(threads: int, name: str, error: Exception) -> None:
+def test_strict_failed_encoding_is_retried(threads: int, name: str, error: Exception) -> None:
     run = Run(replace(CONFIG, async_threads=threads))
     with run.runtime:
         run.step(PROMPT)
@@ -97,7 +97,7 @@ def test_a_failed_encoding_keeps_the_rows_and_is_tried_again(threads: int, name:
 
 
 @pytest.mark.parametrize("threads", [0, 2])
-def test_what_never_encodes_stays_raw(threads: int) -> None:
+def test_strict_always_failing_encoding_stays_raw(threads: int) -> None:
     run = Run(replace(CONFIG, async_threads=threads))
     with run.runtime:
         run.step(PROMPT)
@@ -111,7 +111,7 @@ def test_what_never_encodes_stays_raw(threads: int) -> None:
 
 
 @pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt()])
-def test_a_worker_that_ends_is_counted(error: BaseException) -> None:
+def test_strict_ended_worker_is_counted(error: BaseException) -> None:
     run = Run(replace(CONFIG, async_threads=2))
     with run.runtime:
         run.step(PROMPT)
@@ -125,7 +125,7 @@ def test_a_worker_that_ends_is_counted(error: BaseException) -> None:
         run.check()
 
 
-def test_a_pool_that_was_shut_down_is_replaced_by_the_call_itself() -> None:
+def test_strict_shut_down_pool_is_replaced_by_calling_thread() -> None:
     run = Run(replace(CONFIG, async_threads=1))
     with run.runtime:
         run.step(PROMPT)
@@ -138,7 +138,7 @@ def test_a_pool_that_was_shut_down_is_replaced_by_the_call_itself() -> None:
         run.check()
 
 
-def test_frames_that_decode_to_other_bytes_never_replace_rows() -> None:
+def test_strict_wrong_frame_never_replaces_rows() -> None:
     run = Run()
     run.step(PROMPT)
     codec = run.inner._codec
@@ -152,7 +152,7 @@ def test_frames_that_decode_to_other_bytes_never_replace_rows() -> None:
 
 @pytest.mark.parametrize("part", ["key_frame", "value_frame", "checksum"])
 @pytest.mark.parametrize("threads", [0, 2])
-def test_a_frame_damaged_in_memory_is_an_error_that_names_its_place(part: str, threads: int) -> None:
+def test_strict_damaged_frame_error_names_its_place(part: str, threads: int) -> None:
     run = Run(replace(CONFIG, async_threads=threads))
     with run.runtime:
         run.step(PROMPT)
@@ -179,7 +179,7 @@ def test_a_frame_damaged_in_memory_is_an_error_that_names_its_place(part: str, t
         run.check()
 
 
-def test_with_hashes_rows_that_do_not_come_back_are_an_error() -> None:
+def test_strict_hash_mismatch_is_an_error() -> None:
     run = Run(replace(CONFIG, verify="hash"))
     run.step(PROMPT)
     codec = run.inner._codec
@@ -192,7 +192,7 @@ def test_with_hashes_rows_that_do_not_come_back_are_an_error() -> None:
 
 @pytest.mark.parametrize("threads", [0, 2])
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("x")])
-def test_a_failed_restore_changes_nothing(threads: int, error: Exception) -> None:
+def test_strict_failed_restore_changes_nothing(threads: int, error: Exception) -> None:
     run = Run(replace(CONFIG, async_threads=threads))
     with run.runtime:
         run.step(PROMPT)
@@ -203,7 +203,7 @@ def test_a_failed_restore_changes_nothing(threads: int, error: Exception) -> Non
         run.check()
 
 
-def test_a_failed_prefetch_is_tried_again() -> None:
+def test_strict_failed_prefetch_is_retried() -> None:
     run = Run(replace(CONFIG, async_threads=1))
     with run.runtime:
         run.step(PROMPT)
@@ -217,7 +217,7 @@ def test_a_failed_prefetch_is_tried_again() -> None:
         run.check()
 
 
-def test_no_memory_for_new_rows_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strict_memory_error_in_append_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run()
     run.step(PROMPT)
 
@@ -233,7 +233,7 @@ def test_no_memory_for_new_rows_changes_nothing(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("place", ["layer_storage.copy_rows", "encoder.partial"])
-def test_no_memory_for_cutting_or_handing_in_blocks_is_tried_again(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+def test_strict_memory_error_in_submit_is_retried(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     run = Run()
     run.step(PROMPT)
 
@@ -254,7 +254,7 @@ def test_no_memory_for_cutting_or_handing_in_blocks_is_tried_again(monkeypatch: 
 
 
 @pytest.mark.parametrize("drop", ["erase", "evict"])
-def test_no_memory_for_what_is_left_changes_nothing(monkeypatch: pytest.MonkeyPatch, drop: str) -> None:
+def test_strict_memory_error_in_erase_changes_nothing(monkeypatch: pytest.MonkeyPatch, drop: str) -> None:
     run = Run()
     run.step(PROMPT)
     run.step()
@@ -271,7 +271,7 @@ def test_no_memory_for_what_is_left_changes_nothing(monkeypatch: pytest.MonkeyPa
     run.check()
 
 
-def test_a_call_that_failed_half_way_is_final(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strict_half_failed_call_poisons_the_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run()
     run.step(PROMPT)
 
@@ -292,7 +292,7 @@ def test_a_call_that_failed_half_way_is_final(monkeypatch: pytest.MonkeyPatch) -
     run.check()
 
 
-def test_calls_out_of_order_are_refused_and_change_nothing() -> None:
+def test_strict_calls_out_of_order_are_refused() -> None:
     run = Run()
     run.step(PROMPT)
     new = new_rows(run.rng, HEADS, 1, HEAD_DIM, "<f2", "smooth")
@@ -328,7 +328,7 @@ def test_calls_out_of_order_are_refused_and_change_nothing() -> None:
     run.check()
 
 
-def test_results_of_an_earlier_request_are_not_taken() -> None:
+def test_strict_results_of_earlier_request_are_dropped() -> None:
     run = Run(replace(CONFIG, async_threads=2))
     with run.runtime:
         for _ in range(20):
@@ -344,7 +344,7 @@ def test_results_of_an_earlier_request_are_not_taken() -> None:
 
 @pytest.mark.parametrize("threads", [0, 1, 3])
 @pytest.mark.parametrize("cache_bytes", [0, 1 << 12])
-def test_several_layers_are_read_together(threads: int, cache_bytes: int) -> None:
+def test_strict_copy_layers_reads_several_layers(threads: int, cache_bytes: int) -> None:
     run = Run(replace(CONFIG, async_threads=threads, decode_cache_bytes=cache_bytes))
     with run.runtime:
         run.step(PROMPT)
@@ -364,7 +364,7 @@ def test_several_layers_are_read_together(threads: int, cache_bytes: int) -> Non
 
 @pytest.mark.parametrize("threads", [0, 2])
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("x")])
-def test_layers_that_cannot_be_read_together(threads: int, error: Exception) -> None:
+def test_strict_copy_layers_of_different_lengths_is_refused(threads: int, error: Exception) -> None:
     run = Run(replace(CONFIG, async_threads=threads))
     with run.runtime:
         run.step(PROMPT)
@@ -378,7 +378,7 @@ def test_layers_that_cannot_be_read_together(threads: int, error: Exception) -> 
 
 
 @pytest.mark.parametrize("error", [MemoryError(), SystemExit(1)])
-def test_what_threads_fail_to_read_is_read_here(error: BaseException) -> None:
+def test_strict_failed_thread_reads_are_repeated_by_the_caller(error: BaseException) -> None:
     run = Run(replace(CONFIG, async_threads=2))
     with run.runtime:
         run.step(PROMPT)

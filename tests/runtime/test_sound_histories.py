@@ -141,7 +141,7 @@ class Both:
     history=st.lists(operations, min_size=1, max_size=12),
     seed=st.integers(0, 1 << 30),
 )
-def test_what_attention_reads_is_a_plain_cache(
+def test_strict_any_history_reads_like_a_plain_cache(
     config: RuntimeConfig,
     layers: int,
     heads: int,
@@ -169,7 +169,7 @@ def pieces_of(runtime: Any, layer: int) -> list[tuple[int, int, str]]:
     return [(start, piece.count, piece.state) for start, piece in rows.iter_segments()]
 
 
-def test_every_cold_token_is_stored_once_in_aligned_blocks() -> None:
+def test_strict_cold_tokens_are_stored_once_in_aligned_blocks() -> None:
     both = Both(STORE, 2, 2, 8, "fp16", 1)
     both.rng = FixedKind(both.rng)
     both.step(100)
@@ -196,7 +196,7 @@ class FixedKind:
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-def test_what_backpressure_refused_is_taken_later(threads: int) -> None:
+def test_strict_refused_jobs_are_submitted_later(threads: int) -> None:
     config = replace(STORE, async_threads=threads, max_queue=1)
     both = Both(config, 3, 2, 8, "fp32", 2)
     both.rng = FixedKind(both.rng)
@@ -213,7 +213,7 @@ def test_what_backpressure_refused_is_taken_later(threads: int) -> None:
         both.check()
 
 
-def test_no_thread_means_the_same_run_twice() -> None:
+def test_strict_without_threads_is_deterministic() -> None:
     figures = []
     for _ in range(2):
         both = Both(STORE, 2, 2, 8, "fp16", 3)
@@ -227,7 +227,7 @@ def test_no_thread_means_the_same_run_twice() -> None:
     assert figures[0] == figures[1]
 
 
-def test_a_layer_that_plans_at_every_step_is_stored_all_the_same() -> None:
+def test_strict_layer_planning_at_every_step_is_stored() -> None:
     class AlwaysPlanning(H2OPlanner):
         def end_call(self, *arguments: Any, **options: Any) -> Any:
             call = super().end_call(*arguments, **options)

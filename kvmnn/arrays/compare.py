@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -139,28 +140,29 @@ def _iter_axis_hints(first: Source, second: Source) -> Iterator[str]:
 
 
 def _compare_layers(first: _LayerIndex, second: _LayerIndex) -> DiffReport:
-    report = DiffReport()
-    incompatible: list[str] = []
+    diff = _BitwiseDiff()
     for layer, part in sorted(first.keys() | second.keys()):  # "key" comes before "value"
         name = f"layer {layer}, {part[0].upper()}"
         first_entry, second_entry = first.get((layer, part)), second.get((layer, part))
         if first_entry is None or second_entry is None:
-            incompatible.append(f"{name}: only in the {'second' if first_entry is None else 'first'}")
-        elif first_entry.array.dtype != second_entry.array.dtype:
-            incompatible.append(f"{name}: {first_entry.array.dtype} and {second_entry.array.dtype}")
-        elif first_entry.geometry[::2] == second_entry.geometry[::2] and first_entry.geometry != second_entry.geometry:
-            tokens = min(first_entry.geometry[1], second_entry.geometry[1])
-            incompatible.append(_describe_token_counts(name, first_entry, second_entry))
+            diff.unlike.append(f"{name}: only in the {'second' if first_entry is None else 'first'}")
+            continue
+        geometries = [entry.geometry for entry in (first_entry, second_entry)]
+        token_major = first_entry.token_major and second_entry.token_major
+        if first_entry.array.dtype != second_entry.array.dtype:
+            diff.unlike.append(f"{name}: {first_entry.array.dtype} and {second_entry.array.dtype}")
+            continue
+        if geometries[0][::2] != geometries[1][::2]:
+            shapes_text = " and ".join(str(list(geometry)) for geometry in geometries)
+            diff.unlike.append(f"{name}: [kv_head, token, head_dim] is {shapes_text}")
+            continue
+        if geometries[0] != geometries[1]:
+            diff.unlike.append(_describe_token_counts(name, first_entry, second_entry))
+            tokens, token_major = min(geometry[1] for geometry in geometries), False
             first_entry, second_entry = take_first_tokens(first_entry, tokens), take_first_tokens(second_entry, tokens)
-            report = _accumulate(report, first_entry, second_entry, token_major=False)
-        elif first_entry.geometry != second_entry.geometry:
-            incompatible.append(
-                f"{name}: [kv_head, token, head_dim] is {list(first_entry.geometry)} and {list(second_entry.geometry)}"
-            )
-        else:
-            token_major = first_entry.token_major and second_entry.token_major
-            report = _accumulate(report, first_entry, second_entry, token_major=token_major)
-    return DiffReport(words=report.words, differing=report.differing, first=report.first, unlike=tuple(incompatible))
+        streams = [read_ordered_elements(entry, token_major) for entry in (first_entry, second_entry)]
+        diff.compare(streams[0], streams[1], partial(_locate_in_layer, first_entry, token_major))
+    return diff.to_report()
 
 
 def _describe_token_counts(name: str, first: LayerArray, second: LayerArray) -> str:
@@ -181,61 +183,48 @@ def take_first_tokens(entry: LayerArray, tokens: int) -> LayerArray:
     return replace(entry, array=array)
 
 
-def _accumulate(report: DiffReport, entry: LayerArray, second: LayerArray, *, token_major: bool) -> DiffReport:
-    diff_count = _compare_elements(
-        read_ordered_elements(entry, token_major), read_ordered_elements(second, token_major)
+def _locate_in_layer(entry: LayerArray, token_major: bool, position: int, first: float, second: float) -> Mismatch:
+    heads, tokens, dims = entry.geometry
+    shape = (tokens, heads, dims) if token_major else (heads, tokens, dims)
+    index = tuple(int(i) for i in np.unravel_index(position, shape))
+    token, head = index[:2] if token_major else index[1::-1]
+    return Mismatch(
+        array=entry.array.name,
+        index=(token, head, index[2]) if entry.token_major else (head, token, index[2]),
+        first=first,
+        second=second,
+        layer=entry.layer,
+        part=entry.part,
+        head=head,
+        token=token,
+        dim=index[2],
     )
-    mismatch = report.first
-    if diff_count.num_differing and mismatch is None:
-        heads, tokens, dims = entry.geometry
-        shape = (tokens, heads, dims) if token_major else (heads, tokens, dims)
-        index = tuple(int(i) for i in np.unravel_index(diff_count.position, shape))
-        token, head = index[:2] if token_major else index[1::-1]
-        mismatch = Mismatch(
-            array=entry.array.name,
-            index=(token, head, index[2]) if entry.token_major else (head, token, index[2]),
-            first=diff_count.first,
-            second=diff_count.second,
-            layer=entry.layer,
-            part=entry.part,
-            head=head,
-            token=token,
-            dim=index[2],
-        )
-    return DiffReport(
-        words=report.words + diff_count.num_elements,
-        differing=report.differing + diff_count.num_differing,
-        first=mismatch,
-    )
+
+
+def _locate_in_array(name: str, array: LazyArray, position: int, first: float, second: float) -> Mismatch:
+    index = array.index_at_offset(position * array.coded_itemsize)
+    return Mismatch(array=name, index=index, first=first, second=second)
 
 
 def _compare_arrays(first: Sequence[LazyArray], second: Sequence[LazyArray]) -> DiffReport:
-    num_elements = num_differing = 0
-    mismatch: Mismatch | None = None
-    incompatible: list[str] = []
+    diff = _BitwiseDiff()
     for name, first_array, second_array in _pair_by_name(first, second):
         if first_array is None or second_array is None:
-            incompatible.append(f"array {name!r}: only in the {'second' if first_array is None else 'first'}")
-        elif first_array.dtype != second_array.dtype:
-            incompatible.append(f"array {name!r}: {first_array.dtype} and {second_array.dtype}")
-        elif (first_array.shape, first_array.order) != (second_array.shape, second_array.order) and not (
-            len(first_array.shape) == 1 or len(second_array.shape) == 1
-        ):
-            layouts = [f"{list(array.shape)} {array.order}" for array in (first_array, second_array)]
-            incompatible.append(f"array {name!r}: {' and '.join(layouts)}")
+            diff.unlike.append(f"array {name!r}: only in the {'second' if first_array is None else 'first'}")
+            continue
+        arrays = first_array, second_array
+        is_flat = any(len(array.shape) == 1 for array in arrays)
+        layouts = [f"{list(array.shape)} {array.order}" for array in arrays]
+        if first_array.dtype != second_array.dtype:
+            diff.unlike.append(f"array {name!r}: {first_array.dtype} and {second_array.dtype}")
+        elif layouts[0] != layouts[1] and not is_flat:
+            diff.unlike.append(f"array {name!r}: {' and '.join(layouts)}")
         elif first_array.nbytes != second_array.nbytes:
-            incompatible.append(f"array {name!r}: {first_array.nbytes} and {second_array.nbytes} bytes")
+            diff.unlike.append(f"array {name!r}: {first_array.nbytes} and {second_array.nbytes} bytes")
         else:
-            diff_count = _compare_elements(
-                (first_array.dtype, first_array.iter_chunks(_COMPARE_CHUNK_BYTES)),
-                (second_array.dtype, second_array.iter_chunks(_COMPARE_CHUNK_BYTES)),
-            )
-            num_elements += diff_count.num_elements
-            num_differing += diff_count.num_differing
-            if diff_count.num_differing and mismatch is None:
-                index = first_array.index_at_offset(diff_count.position * first_array.coded_itemsize)
-                mismatch = Mismatch(array=name, index=index, first=diff_count.first, second=diff_count.second)
-    return DiffReport(words=num_elements, differing=num_differing, first=mismatch, unlike=tuple(incompatible))
+            streams = [(array.dtype, array.iter_chunks(_COMPARE_CHUNK_BYTES)) for array in arrays]
+            diff.compare(streams[0], streams[1], partial(_locate_in_array, name, first_array))
+    return diff.to_report()
 
 
 def _pair_by_name(
@@ -256,12 +245,32 @@ _ElementStream = tuple[str, Iterator[Chunk]]
 
 
 @dataclass
-class _DiffCount:
-    num_elements: int = 0
-    num_differing: int = 0
-    position: int = 0
-    first: float = 0.0
-    second: float = 0.0
+class _BitwiseDiff:
+    """Accumulates a bitwise comparison; the first mismatch is that of the first pair of streams with one."""
+
+    words: int = 0
+    differing: int = 0
+    first: Mismatch | None = None
+    unlike: list[str] = field(default_factory=list)
+
+    def compare(
+        self, first: _ElementStream, second: _ElementStream, locate: Callable[[int, float, float], Mismatch]
+    ) -> None:
+        """Compare two streams of words; `locate` returns the mismatch at a position, given both values."""
+        dtype, begin = dtypes.parse_dtype(first[0]), self.words
+        for chunks in _align_chunks(first[1], second[1], dtype.itemsize):
+            elements = [chunk.view(f"<u{dtype.itemsize}") for chunk in chunks]
+            differs = np.flatnonzero(elements[0] != elements[1])
+            if differs.size and self.first is None:
+                index = int(differs[0])
+                values = [to_float32(part[index : index + 1].view(np.uint8), dtype.name)[0] for part in elements]
+                self.first = locate(self.words - begin + index, float(values[0]), float(values[1]))
+            self.words += elements[0].size
+            self.differing += differs.size
+
+    def to_report(self) -> DiffReport:
+        """Return the report, without what was compared."""
+        return DiffReport(words=self.words, differing=self.differing, first=self.first, unlike=tuple(self.unlike))
 
 
 def read_ordered_elements(entry: LayerArray, token_major: bool) -> _ElementStream:
@@ -274,23 +283,6 @@ def read_ordered_elements(entry: LayerArray, token_major: bool) -> _ElementStrea
     return entry.array.dtype, (
         np.ascontiguousarray(elements[:, head]).reshape(-1).view(np.uint8) for head in range(heads)
     )
-
-
-def _compare_elements(first: _ElementStream, second: _ElementStream) -> _DiffCount:
-    dtype = dtypes.parse_dtype(first[0])
-    diff_count = _DiffCount()
-    for pair in _align_chunks(first[1], second[1], dtype.itemsize):
-        element_pair = [chunk.view(f"<u{dtype.itemsize}") for chunk in pair]
-        differs = np.flatnonzero(element_pair[0] != element_pair[1])
-        if differs.size and not diff_count.num_differing:
-            index = int(differs[0])
-            diff_count.position = diff_count.num_elements + index
-            diff_count.first, diff_count.second = (
-                _element_to_float(elements[index:], dtype.name) for elements in element_pair
-            )
-        diff_count.num_elements += element_pair[0].size
-        diff_count.num_differing += differs.size
-    return diff_count
 
 
 def _align_chunks(
@@ -308,10 +300,6 @@ def _align_chunks(
             return
         yield [remainder[:size] for remainder in remainders]
         remainders = [remainder[size:] for remainder in remainders]
-
-
-def _element_to_float(elements: npt.NDArray[Any], dtype: str) -> float:
-    return float(to_float32(elements[:1].view(np.uint8), dtype)[0])
 
 
 #: Four bits leave a relative error below 0.15, and unrelated numbers one of 1.4.

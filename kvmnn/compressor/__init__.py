@@ -23,42 +23,24 @@ if TYPE_CHECKING:
     from .select import ConvertOptions
     from .verify import RejectionReport, WeightsVerifyResult, verify_weights
 
-#: The module of each name, imported on first access (PEP 562).
-_MODULE_BY_NAME = {
-    "CheckpointInfo": "inspect",
-    "CompressFileResult": "forward.cache_file",
-    "CompressResult": "forward.compress",
-    "CompressionPlan": "forward.plan",
-    "ConvertResult": "convert",
-    "ConvertOptions": "select",
-    "WeightsExportResult": "export",
-    "ForwardOptions": "forward.plan",
-    "RejectionReport": "verify",
-    "WeightsVerifyResult": "verify",
-    "WeightFile": "kvcm",
-    "WeightFileInfo": "inspect",
-    "to_source": "export",
-    "check_output_path": "forward.cache_file",
-    "compress_cache": "forward.compress",
-    "compress_file": "forward.cache_file",
-    "compress_layers": "forward.compress",
-    "compress_source": "forward.cache_file",
-    "convert_checkpoint": "convert",
-    "export_weights": "export",
-    "export_onnx": "forward.onnx_graph",
-    "describe_header_differences": "export",
-    "inspect_weights": "inspect",
-    "is_checkpoint": "checkpoint",
-    "is_weight_file": "kvcm",
-    "has_weight_file_magic": "kvcm",
-    "kvcm": "kvcm",
-    "open_checkpoint": "checkpoint",
-    "prepare_conversion": "convert",
-    "read_weight_file": "kvcm",
-    "verify_weights": "verify",
+_NAMES_BY_MODULE = {
+    "checkpoint": ("is_checkpoint", "open_checkpoint"),
+    "convert": ("ConvertResult", "convert_checkpoint", "prepare_conversion"),
+    "export": ("WeightsExportResult", "describe_header_differences", "export_weights", "to_source"),
+    "forward.cache_file": ("CompressFileResult", "check_output_path", "compress_file", "compress_source"),
+    "forward.compress": ("CompressResult", "compress_cache", "compress_layers"),
+    "forward.onnx_graph": ("export_onnx",),
+    "forward.plan": ("CompressionPlan", "ForwardOptions"),
+    "inspect": ("CheckpointInfo", "WeightFileInfo", "inspect_weights"),
+    "kvcm": ("WeightFile", "has_weight_file_magic", "is_weight_file", "kvcm", "read_weight_file"),
+    "select": ("ConvertOptions",),
+    "verify": ("RejectionReport", "WeightsVerifyResult", "verify_weights"),
 }
 
-__getattr__ = make_lazy_getattr(__name__, _MODULE_BY_NAME)
+# A module is imported when one of its names is first accessed (PEP 562).
+__getattr__ = make_lazy_getattr(
+    __name__, {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
+)
 
 
 def __dir__() -> list[str]:

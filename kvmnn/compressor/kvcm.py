@@ -322,6 +322,7 @@ class WeightFile:
         names = (field.name for field in fields(WeightFileHeader))
         header = WeightFileHeader(**dict(zip(names, HEADER_STRUCT.unpack_from(self._data.data), strict=True)))
         max_metadata = self.size - HEADER_BYTES
+        metadata_text = f"at most {max_metadata}, the bytes after the header"
         dtypes_text = ", ".join(f"{code} ({dtype.name})" for code, dtype in enumerate(DTYPES))
         checks = (
             ("magic", "bad_magic", MAGIC, MAGIC, f"{MAGIC:#010x}{self._describe_magic()}"),
@@ -329,13 +330,7 @@ class WeightFile:
             ("dtype_code", "bad_dtype", 0, len(DTYPES) - 1, dtypes_text),
             ("num_layers", "bad_num_layers", 1, MAX_LAYERS, f"1 to {MAX_LAYERS}"),
             ("weight_count_per_layer", "bad_weight_count", 1, MAX_WEIGHTS_PER_LAYER, f"1 to {MAX_WEIGHTS_PER_LAYER}"),
-            (
-                "metadata_size_bytes",
-                "bad_metadata_size",
-                0,
-                max_metadata,
-                f"at most {max_metadata}, the bytes after the header",
-            ),
+            ("metadata_size_bytes", "bad_metadata_size", 0, max_metadata, metadata_text),
         )
         for name, reason, minimum, maximum, expected in checks:
             value = getattr(header, name)

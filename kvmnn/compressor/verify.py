@@ -288,8 +288,5 @@ def _compare_tensor(elements: Elements | None, tensor: TorchTensor | None, file:
         return "", elements.size
     index = tuple(int(i) for i in np.unravel_index(int(np.argmax(is_different)), elements.shape))
     file_value, checkpoint_value = float(to_float32(elements[index]).item()), float(to_float32(expected[index]).item())
-    return (
-        f"{list(index)} is {file_value!r}, the checkpoint gives {checkpoint_value!r} ({num_different} of "
-        f"{elements.size} elements differ)",
-        elements.size,
-    )
+    count_text = f"{num_different} of {elements.size} elements differ"
+    return f"{list(index)} is {file_value!r}, the checkpoint gives {checkpoint_value!r} ({count_text})", elements.size

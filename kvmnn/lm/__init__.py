@@ -3,13 +3,12 @@
 from typing import TYPE_CHECKING, Any
 
 from .cache import ModelCache
-from .generation import GenerateResult, SamplingOptions, generate
+from .generation import GenerateResult, SamplingOptions, StoredPrefixes, StoreUseStats, generate
 from .kv_dump import KVDumpResult, dump_kv
 from .onnx.decoder import StepResult
 from .onnx.model_files import compute_fingerprint
 from .runner import Runner, RunOptions
 from .session import DecoderSession
-from .stored_prefixes import StoredPrefixes, StoreUseStats
 from .tokenizer import Tokenizer
 from .warm_start import InitialCache, read_initial_cache
 

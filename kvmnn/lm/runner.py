@@ -298,11 +298,9 @@ class Runner:
         steps: list[StepResult] = []
         for i in range(len(ids)):
             num_later = len(ids) - 1 - i
-            masks = (
-                None
-                if bias is None
-                else [np.ascontiguousarray(mask[..., : mask.shape[3] - num_later]) for mask in bias]
-            )
+            masks = None
+            if bias is not None:
+                masks = [np.ascontiguousarray(mask[..., : mask.shape[3] - num_later]) for mask in bias]
             steps.append(self.session.run_step(ids[i : i + 1], positions[i : i + 1], past, masks))
             past = steps[-1].present_pairs
         attentions = None

@@ -107,11 +107,8 @@ def _try_lengths(
     return "chunks" if are_close(chunk.logits, np.concatenate(rows), dtype) else "single"
 
 
-_CHECK_PAST_TOKENS, _CHECK_NEW_TOKENS, _MASKED_SLOTS = (
-    6,
-    3,
-    (1, 4),
-)  # tokens in the past, in the chunk; slots that are masked
+# Tokens in the past and in the chunk; slots that are masked.
+_CHECK_PAST_TOKENS, _CHECK_NEW_TOKENS, _MASKED_SLOTS = 6, 3, (1, 4)
 
 
 @dataclass(frozen=True)

@@ -64,8 +64,11 @@ class MissingCell(Record):
 
 
 def _list_documents(documents: tuple[Document, ...]) -> list[dict[str, Any]]:
-    """All fields with their ids, where the document of a result has the number of tokens."""
-    return [{**vars(document), "ids": document.ids.tolist()} for document in documents]
+    """What measuring needs of them, with their ids, where the document of a result has the number of tokens."""
+    names = ("name", "ids", "nbytes", "sha256", "begins_with_bos", "requested_tokens", "scored_from")
+    return [
+        {name: getattr(document, name) for name in names} | {"ids": document.ids.tolist()} for document in documents
+    ]
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import pytest
 
 from kvmnn.errors import SourceError
-from kvmnn.files.schema import Record
+from kvmnn.files.schema import Record, finite_or_none, json_key
 
 
 @dataclass(frozen=True)
@@ -85,3 +86,28 @@ def test_record_from_dict_error_names_the_place(document: object, message: str) 
     with pytest.raises(SourceError) as caught:
         Outer.from_dict(document)
     assert str(caught.value) == message
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placed(Record):
+    """A record whose document has other keys, in another order, than its fields."""
+
+    json_keys = "kind where=inner.begin label **inner ratio missing"
+
+    kind: ClassVar = "placed"
+
+    label: str
+    inner: Inner
+    missing: int | None = field(default=None, metadata={"omit": True})
+
+    @property
+    @json_key(convert=finite_or_none)
+    def ratio(self) -> float:
+        return math.inf
+
+
+def test_keys_in_another_order() -> None:
+    document = Placed(label="a", inner=Inner(3, "n")).to_dict()
+    expected = {"kind": "placed", "where": 3, "label": "a", "from": 3, "note": "n", "ratio": None}
+    assert list(document.items()) == list(expected.items())
+    assert Placed(label="a", inner=Inner(3), missing=1).to_dict()["missing"] == 1

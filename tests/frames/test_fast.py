@@ -68,7 +68,7 @@ def as_words(values: npt.NDArray[np.generic], dtype: str) -> npt.NDArray[np.gene
     again=st.sampled_from([0.0, 0.02, 0.4, 0.95, 1.0]),
     head=st.sampled_from([8, 16, 64, 80]),
 )
-def test_rows_that_come_again(seed: int, rows: int, dtype: str, again: float, head: int) -> None:
+def test_encode_fast_repeated_rows_round_trip(seed: int, rows: int, dtype: str, again: float, head: int) -> None:
     words = cache(np.random.default_rng(seed), rows, dtype, again, head)
     frame = check(words, dtype)
     assert kvmnn.decode(frame, dtype=dtype).tobytes() == words.tobytes()
@@ -76,13 +76,13 @@ def test_rows_that_come_again(seed: int, rows: int, dtype: str, again: float, he
 
 @pytest.mark.parametrize("stride", [2, 4])
 @pytest.mark.parametrize("words", [1, 2, 15, 16, 17, 63, 64, 65, 255, 256, 1024, 5000])
-def test_lanes_of_every_kind(words: int, stride: int) -> None:
+def test_encode_fast_structured_lanes_round_trip(words: int, stride: int) -> None:
     for _, raw in structured(words, stride):
         check(np.frombuffer(raw, f"<u{stride}"), "bf16" if stride == 2 else "fp32")
 
 
 @pytest.mark.parametrize("size", [65535, 65536, 65537, 65791, 65792, 131072, 131073, 200_000])
-def test_at_the_ends_of_blocks_and_of_sizes(size: int) -> None:
+def test_encode_fast_block_boundary_sizes_round_trip(size: int) -> None:
     rng = np.random.default_rng(size)
     skewed = (rng.geometric(0.1, size) % 256).astype(np.uint16) << 8 | rng.integers(0, 256, size, np.uint16)
     check(skewed, "bf16")
@@ -90,7 +90,7 @@ def test_at_the_ends_of_blocks_and_of_sizes(size: int) -> None:
     check(np.full(size, 0x3C00, np.uint16), "bf16")
 
 
-def test_what_repeats_costs_little() -> None:
+def test_encode_fast_repeated_array_costs_little() -> None:
     words = cache(np.random.default_rng(1), 4000, "fp16", 0.0)
     words[2000:] = words[:2000]
     once, twice = check(words[:2000]), check(words)
@@ -127,7 +127,7 @@ def following(n: int) -> Iterator[tuple[str, npt.NDArray[np.floating]]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
 @pytest.mark.parametrize(("nbytes", "most"), [(64 << 10, 1.14), (1 << 20, 1.06)])
-def test_what_follows_from_what_was_before(nbytes: int, most: float, dtype: str) -> None:
+def test_encode_fast_predictable_arrays_are_near_exact_size(nbytes: int, most: float, dtype: str) -> None:
     """Hardly larger than exact frames, most of them not at all."""
     shares = []
     for name, values in following(nbytes // (4 if dtype == "fp32" else 2)):
@@ -140,7 +140,7 @@ def test_what_follows_from_what_was_before(nbytes: int, most: float, dtype: str)
 
 
 @pytest.mark.parametrize("nbytes", [16 << 10, 64 << 10, 1 << 20, pytest.param(9 << 20, marks=pytest.mark.slow)])
-def test_words_that_were_converted_from_shorter_ones(nbytes: int) -> None:
+def test_encode_fast_widened_elements_are_no_larger_than_exact(nbytes: int) -> None:
     """Lanes of zeros ask for no predictor; exact frames are larger, whose matches cost more than literals."""
     values = np.random.default_rng(nbytes).standard_normal(nbytes // 4).astype(np.float32)
     for words in (values.astype(np.float16).astype(np.float32), (values.view(np.uint32) & 0xFFFF0000).view(np.float32)):
@@ -155,7 +155,7 @@ def test_words_that_were_converted_from_shorter_ones(nbytes: int) -> None:
 
 
 @pytest.mark.parametrize("words", [70_001, 120_003, 262_150])
-def test_what_lies_behind_the_words_is_not_looked_at(words: int) -> None:
+def test_encode_fast_trials_do_not_read_past_the_lane(words: int) -> None:
     """Trials take text from places that do not divide a lane evenly."""
     rng = np.random.default_rng(words)
     for high in (rng.choice(2, words), np.arange(words) // 7 % 100):
@@ -165,7 +165,7 @@ def test_what_lies_behind_the_words_is_not_looked_at(words: int) -> None:
         assert len({kvmnn.encode(view, dtype="bf16", effort="fast") for view in views}) == 1
 
 
-def test_a_predictor_goes_on_from_piece_to_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_encode_fast_predictor_continues_across_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     words = as_words(np.repeat(np.random.default_rng(0).standard_normal(50_000), 2), "fp16")
     whole = check(words)
     monkeypatch.setattr(tuning, "FAST_SEGMENT_BYTES", 1 << 15)
@@ -176,7 +176,7 @@ def test_a_predictor_goes_on_from_piece_to_piece(monkeypatch: pytest.MonkeyPatch
         assert kvmnn.encode(words, effort="fast", threads=threads) == cut
 
 
-def test_what_comes_again_from_afar_is_in_no_sample() -> None:
+def test_encode_fast_distant_repeats_are_found_without_sample() -> None:
     """Predicted by the look of it, and much smaller if not."""
     words = as_words(np.sin(np.arange(1 << 22) / 1000), "fp16")
     made = kvmnn.encode(words, effort="fast")
@@ -186,7 +186,7 @@ def test_what_comes_again_from_afar_is_in_no_sample() -> None:
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
 @pytest.mark.parametrize("used", [0.05, 0.3, 0.5, 0.8])
-def test_a_cache_that_is_partly_empty_is_written_as_a_full_one(dtype: str, used: float) -> None:
+def test_encode_fast_partly_empty_cache_is_compressed_like_full_one(dtype: str, used: float) -> None:
     """Zeros behind the tokens of every head, as where room for all of a context was made at once."""
     heads = cache(np.random.default_rng(3), 8_192, dtype, 0.02).reshape(4, 2_048, DIM).copy()
     heads[:, round(2_048 * used) :] = 0
@@ -212,7 +212,7 @@ def copies(n: int, seed: int, longest: int) -> npt.NDArray[np.floating]:
 
 @pytest.mark.parametrize("words", [1, 2, 7, 8, 79, 300, 500])
 @pytest.mark.parametrize("effort", ["balanced", "fast"])
-def test_few_words_are_no_larger_than_by_exact(words: int, effort: str) -> None:
+def test_encode_fast_small_array_is_no_larger_than_exact(words: int, effort: str) -> None:
     for dtype in ("fp16", "bf16", "fp32"):
         for array in (cache(np.random.default_rng(words), words, dtype, 0.0, 1), as_words(np.zeros(words), dtype)):
             exact = kvmnn.encode(array, dtype=dtype)
@@ -221,7 +221,7 @@ def test_few_words_are_no_larger_than_by_exact(words: int, effort: str) -> None:
 
 @pytest.mark.parametrize("zeros", [0.1, 0.2, 0.4])
 @pytest.mark.parametrize("longest", [50, 500, 5000])
-def test_zeros_hide_no_repeats(zeros: float, longest: int) -> None:
+def test_encode_fast_zeros_hide_no_repeats(zeros: float, longest: int) -> None:
     """They were counted as places that the search had found, so that what it missed seemed little."""
     words = copies(400_000, 3, longest)
     words[int(words.size * (1 - zeros)) :] = 0
@@ -231,7 +231,7 @@ def test_zeros_hide_no_repeats(zeros: float, longest: int) -> None:
 
 @pytest.mark.parametrize(("kinds", "channels"), [(8, 80), (500, 64)])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_rows_of_few_kinds_with_channels_of_zeros(kinds: int, channels: int, dtype: str) -> None:
+def test_encode_fast_few_row_kinds_with_zero_channels(kinds: int, channels: int, dtype: str) -> None:
     """Rows of other kinds have much in common, so that one was followed for another."""
     rng = np.random.default_rng(2)
     rows = rng.standard_normal((kinds, channels))[rng.integers(0, kinds, 15_000)]
@@ -242,7 +242,7 @@ def test_rows_of_few_kinds_with_channels_of_zeros(kinds: int, channels: int, dty
 
 @pytest.mark.parametrize("longest", [300, 1500, 5000])
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
-def test_what_becomes_much_smaller_is_no_larger_than_by_exact(dtype: str, longest: int) -> None:
+def test_encode_fast_highly_compressible_array_is_no_larger_than_exact(dtype: str, longest: int) -> None:
     """Some of these were 3 times as large, as libzstd makes more of them under a predictor."""
     for n, seed in ((300_000, 0), (300_000, 1), (1_000_000, 2)):
         words = as_words(copies(n, seed, longest), dtype)
@@ -279,7 +279,7 @@ def repeating(n: int, seed: int) -> Iterator[tuple[str, npt.NDArray[np.floating]
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
 @pytest.mark.parametrize(("words", "seed"), mark_most_slow([(40_000, 1), (1 << 18, 2), ((1 << 21) + 1000, 3)], 3))
-def test_repeats_cost_hardly_more_than_in_exact_frames(words: int, seed: int, dtype: str) -> None:
+def test_encode_fast_repeats_are_within_5_percent_of_exact(words: int, seed: int, dtype: str) -> None:
     """At most 5 %; of larger arrays only some kinds."""
     for number, (name, values) in enumerate(repeating(words, seed)):
         if number % (13 if words > 1 << 20 else 3 if words > 1 << 17 else 1):
@@ -297,7 +297,7 @@ def test_repeats_cost_hardly_more_than_in_exact_frames(words: int, seed: int, dt
     ("words", "share", "period"),
     [(10_000, 0.8, 251), (40_000, 0.8, 501), (40_000, 0.5, 63), (200_000, 0.5, 5001), (2_000_000, 0.5, 50_001)],
 )
-def test_a_part_that_repeats_itself_at_an_odd_distance(words: int, share: float, period: int, dtype: str) -> None:
+def test_encode_fast_unaligned_repeats_are_found(words: int, share: float, period: int, dtype: str) -> None:
     """Behind noise, of which the search looks at fewer and fewer places."""
     for seed in range(8 if words < 100_000 else 2):
         values = np.random.default_rng(seed).standard_normal(words)
@@ -311,7 +311,7 @@ def test_a_part_that_repeats_itself_at_an_odd_distance(words: int, share: float,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
-def test_channels_that_never_change(dtype: str) -> None:
+def test_encode_fast_constant_channels_are_compressed(dtype: str) -> None:
     """Half of them, so that what is equal in a row has few bytes: the search misses most, and libzstd is tried."""
     worst = 0.0
     for seed in range(12):
@@ -326,7 +326,7 @@ def test_channels_that_never_change(dtype: str) -> None:
 
 
 @pytest.mark.parametrize(("effort", "far"), [("fast", 1_940_000), ("balanced", 3_940_000)])
-def test_one_copy_from_afar(effort: str, far: int) -> None:
+def test_encode_fast_single_distant_copy_is_found(effort: str, far: int) -> None:
     """Farther than a piece sees, and near enough for libzstd."""
     for seed in range(4):
         words = np.random.default_rng(seed).standard_normal(2 * far, dtype=np.float32).astype(np.float16)
@@ -338,7 +338,7 @@ def test_one_copy_from_afar(effort: str, far: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("effort", ["fast", "balanced"])
-def test_runs_are_rle_where_the_engine_has_it(effort: str) -> None:
+def test_encode_fast_runs_use_rle_where_allowed(effort: str) -> None:
     """Of whole lanes, also of those that are several pieces; not where RLE is not allowed."""
     rng = np.random.default_rng(6)
     for words in (60_000, 18 << 20 if effort == "balanced" else 5 << 20):
@@ -354,7 +354,7 @@ def test_runs_are_rle_where_the_engine_has_it(effort: str) -> None:
             assert kvmnn.encode(array, effort=effort, threads=threads) == made
 
 
-def test_only_predictors_that_are_allowed() -> None:
+def test_encode_fast_uses_only_allowed_predictors() -> None:
     words = as_words(np.repeat(np.random.default_rng(0).standard_normal(50_000), 2), "fp16")
     for names in ("raw", "raw,xor_seq", "raw,delta_seq"):
         made = kvmnn.encode(words, effort="fast", predictors=names)
@@ -363,7 +363,7 @@ def test_only_predictors_that_are_allowed() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
-def test_a_cache_is_not_predicted(dtype: str) -> None:
+def test_encode_fast_cache_is_not_predicted(dtype: str) -> None:
     """Not even one that is half empty, or all of whose lanes are searched."""
     words = cache(np.random.default_rng(8), 4000, dtype, 0.3)
     words[2000:] = 0
@@ -372,7 +372,7 @@ def test_a_cache_is_not_predicted(dtype: str) -> None:
         assert {stream.predictor for stream in streams} == {"raw"}
 
 
-def test_few_values_to_many() -> None:
+def test_encode_fast_huffman_codes_of_every_length() -> None:
     """Codes of every length, trees that are told as they are and in short."""
     rng = np.random.default_rng(2)
     for values in (2, 3, 5, 30, 127, 128, 129, 130, 200, 256):
@@ -383,7 +383,7 @@ def test_few_values_to_many() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
-def test_pieces(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_encode_fast_segments_round_trip(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     words = cache(np.random.default_rng(3), 3000, dtype, 0.05)
     whole = check(words, dtype)
     monkeypatch.setattr(tuning, "FAST_SEGMENT_BYTES", 100_000)
@@ -396,7 +396,7 @@ def test_pieces(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("count", [1, 3, 4, 7, 8, 9, 16, 100])
 @pytest.mark.parametrize("left_out", [0, 1, 500, 999])
-def test_pieces_are_shorter_at_the_end(count: int, left_out: int) -> None:
+def test_split_for_threads_last_segments_are_shorter(count: int, left_out: int) -> None:
     words = 1000 * count - left_out
     spans = segments._split_for_threads(words, 1000)
     assert [begin for begin, _ in spans] == [0, *(end for _, end in spans[:-1])]
@@ -409,7 +409,9 @@ def test_pieces_are_shorter_at_the_end(count: int, left_out: int) -> None:
 
 
 @pytest.mark.parametrize(("kinds", "pieces"), [(1, 1), (150, 1), (800, 3), (20_000, 3), (200_000, 18 + 6 + 10)])
-def test_an_array_of_repeats_has_longer_pieces(kinds: int, pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_encode_fast_repetitive_array_has_longer_segments(
+    kinds: int, pieces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """8 or 64 times as long, as each begins with what the others have as well; or where it repeats itself from afar."""
     rng = np.random.default_rng(5)
     words = rng.standard_normal((kinds, 64)).astype("<f4")[rng.integers(0, kinds, 6000)]
@@ -421,7 +423,7 @@ def test_an_array_of_repeats_has_longer_pieces(kinds: int, pieces: int, monkeypa
         assert kvmnn.encode(words, effort="fast", threads=threads) == made
 
 
-def test_options_that_it_has_no_form_for_are_those_of_balanced() -> None:
+def test_encode_fast_unsupported_options_use_balanced() -> None:
     words = cache(np.random.default_rng(4), 500, "fp16", 0.3)
     for options in ({"predictors": "delta_seq"}, {"hi_predictors": "xor_seq"}, {"codecs": ("rle",)}):
         assert kvmnn.encode(words, effort="fast", **options) == kvmnn.encode(words, effort="balanced", **options)
@@ -432,20 +434,20 @@ def test_options_that_it_has_no_form_for_are_those_of_balanced() -> None:
 
 @pytest.mark.parametrize("effort", ["fast", "balanced"])
 @pytest.mark.parametrize("data", [b"", b"abc"])
-def test_what_is_no_words(effort: str, data: bytes) -> None:
+def test_encode_fast_invalid_size_is_refused(effort: str, data: bytes) -> None:
     with pytest.raises(kvmnn.KvmnnError, match=r"nothing to encode|not a whole number"):
         kvmnn.encode(data, dtype="fp16", effort=effort)
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
-def test_never_much_larger_than_the_input(dtype: str) -> None:
+def test_encode_fast_noise_is_hardly_larger_than_input(dtype: str) -> None:
     for size in (4, 400, 4000, 400_000):
         noise = np.random.default_rng(size).bytes(size)
         assert len(kvmnn.encode(noise, dtype=dtype, effort="fast")) <= size + 4 * (10 + 16) + 3 * (size // 65536 + 4)
 
 
 @pytest.mark.skipif(shutil.which("zstd") is None, reason="needs the zstd command")
-def test_the_zstd_command_reads_it(tmp_path: Path) -> None:
+def test_encode_fast_payload_is_read_by_zstd_command(tmp_path: Path) -> None:
     for dtype, again in (("fp16", 0.4), ("bf16", 0.0), ("fp32", 0.9)):
         words = cache(np.random.default_rng(6), 3000, dtype, again)
         for lane, payload in enumerate(streams_of(kvmnn.encode(words, dtype=dtype, effort="fast"))):
@@ -454,7 +456,7 @@ def test_the_zstd_command_reads_it(tmp_path: Path) -> None:
             assert done.stdout == words.tobytes()[lane :: words.itemsize]
 
 
-def test_a_cache_without_repeats_still_has_its_matches() -> None:
+def test_encode_fast_cache_without_row_repeats_has_matches() -> None:
     """What drifts slowly has matches that are no rows."""
     for dtype in ("fp16", "bf16", "fp32"):
         data = kv_like(1 << 17, dtype)

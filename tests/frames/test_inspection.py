@@ -46,7 +46,7 @@ def check(frame: bytes, dtype: str, raw: bytes) -> None:
 
 @pytest.mark.parametrize("stride", [2, 4])
 @pytest.mark.parametrize("words", [1, 7, 500])
-def test_structured(words: int, stride: int) -> None:
+def test_inspect_structured_inputs_account_for_every_byte(words: int, stride: int) -> None:
     dtype = "fp16" if stride == 2 else "fp32"
     for _, raw in structured(words, stride):
         check(kvmnn.encode(raw, dtype=dtype), dtype, raw)
@@ -54,13 +54,13 @@ def test_structured(words: int, stride: int) -> None:
 
 @EXAMPLES
 @given(st.data())
-def test_anything(data: st.DataObject) -> None:
+def test_inspect_any_input_accounts_for_every_byte(data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from(sorted(STRIDE)))
     raw = data.draw(word_bytes(STRIDE[dtype]))
     check(kvmnn.encode(raw, dtype=dtype, effort="fast"), dtype, raw)
 
 
-def test_container_found_or_checked() -> None:
+def test_inspect_container_is_detected_or_checked() -> None:
     two, four = kvmnn.encode(kv_like(50), dtype="fp16"), kvmnn.encode(kv_like(50, "fp32"), dtype="fp32")
     assert kvmnn.inspect(two).dtype == "fp16" and kvmnn.inspect(four).dtype == "fp32"
     assert kvmnn.inspect(two, dtype="bf16").dtype == "bf16"
@@ -68,7 +68,7 @@ def test_container_found_or_checked() -> None:
         kvmnn.inspect(two, dtype="fp32")
 
 
-def test_json_and_text() -> None:
+def test_inspect_json_and_text() -> None:
     for dtype in ("fp16", "fp32"):
         info = kvmnn.inspect(kvmnn.encode(kv_like(500, dtype), dtype=dtype))
         record = json.loads(json.dumps(info.to_dict(), allow_nan=False))
@@ -81,14 +81,14 @@ def test_json_and_text() -> None:
         assert text.splitlines()[-1].split() == [f"{info.frame_bytes:,}", "end"]
 
 
-def test_zero_entropy_is_no_json_number() -> None:
+def test_inspect_zero_entropy_is_null_in_json() -> None:
     info = kvmnn.inspect(kvmnn.encode(bytes(100), dtype="fp16"))
     assert info.entropy_ratio == math.inf
     assert info.to_dict()["entropy_ratio"] is None
     assert json.dumps(info.to_dict(), allow_nan=False)
 
 
-def test_headers_alone() -> None:
+def test_inspect_headers_only_skips_payloads() -> None:
     raw = kv_like(900)
     frame = bytearray(kvmnn.encode(raw, dtype="fp16"))
     full, quick = kvmnn.inspect(frame), kvmnn.inspect(frame, entropy=False)
@@ -103,7 +103,7 @@ def test_headers_alone() -> None:
         kvmnn.inspect(frame)
 
 
-def test_refuses_what_decode_refuses() -> None:
+def test_inspect_refuses_what_decode_refuses() -> None:
     frame = kvmnn.encode(kv_like(40), dtype="fp16")
     for bad in (b"", frame[:-1], frame + b"\0", bytes(14), frame[:4], frame[:20]):
         with pytest.raises(FrameError):
@@ -116,7 +116,7 @@ def test_refuses_what_decode_refuses() -> None:
         kvmnn.inspect(frame, codecs=())
 
 
-def test_entropy_helper() -> None:
+def test_compute_order0_entropy_of_known_inputs() -> None:
     from kvmnn.frames import _streams
 
     assert _streams.compute_order0_entropy(b"") == 0

@@ -64,7 +64,7 @@ def check(frame: bytes, stride: int, dtype: str) -> bytes | None:
 
 
 @pytest.mark.parametrize("stride", [2, 4])
-def test_blocks_of_every_size(stride: int) -> None:
+def test_lane_reader_raw_blocks_of_every_size(stride: int) -> None:
     rng, dtype = np.random.default_rng(stride), {2: "fp16", 4: "fp32"}[stride]
     for words in (1, 2, 3, 300, 5000):
         lanes = [rng.bytes(words) for _ in range(stride)]
@@ -83,7 +83,7 @@ def test_blocks_of_every_size(stride: int) -> None:
                 check(frame_of(words, payloads, modes), stride, dtype)
 
 
-def test_what_is_no_frame_of_raw_blocks_has_the_verdict_of_libzstd() -> None:
+def test_lane_reader_other_frames_have_the_verdict_of_libzstd() -> None:
     lane, good = bytes(range(200)), zstd_frame(bytes(range(200)), [200], 1)
     others = [
         zstd_frame(lane, [200], 1, content=199),
@@ -118,14 +118,14 @@ def test_what_is_no_frame_of_raw_blocks_has_the_verdict_of_libzstd() -> None:
     assert 4 < sum(one is not None for one in found) < len(found) - 8
 
 
-def test_the_largest_block_and_one_above() -> None:
+def test_lane_reader_largest_block_and_one_above() -> None:
     lane = np.random.default_rng(1).bytes((128 << 10) + 1)
     for sizes in ([128 << 10, 1], [1, 128 << 10], [(128 << 10) + 1]):
         check(frame_of(len(lane), [zstd_frame(lane, sizes)] * 2), 2, "fp16")
 
 
 @pytest.mark.parametrize("window", range(0, 256, 3))
-def test_windows(window: int) -> None:
+def test_lane_reader_windows_of_every_size(window: int) -> None:
     """Blocks may be as large as the window, and windows as large as a release takes."""
     lane = np.random.default_rng(window).bytes(128 << 10)
     for size in (300, 1 << 10, (1 << 10) + 1, 1 << 16, (1 << 16) + 1, 128 << 10):
@@ -134,7 +134,7 @@ def test_windows(window: int) -> None:
     check(frame_of(600, [zstd_frame(lane, [600], 2, window=window)] * 2), 2, "fp16")
 
 
-def test_long_lanes_of_noise() -> None:
+def test_lane_reader_long_noise_lane() -> None:
     """Longer than libzstd's window: a lane of raw blocks as it writes them."""
     raw = np.random.default_rng(5).bytes(6 << 20)
     frame = kvmnn.encode(raw, dtype="fp16")
@@ -142,7 +142,7 @@ def test_long_lanes_of_noise() -> None:
     assert check(frame, 2, "fp16") == raw
 
 
-def test_a_frame_that_lies_where_its_words_go() -> None:
+def test_decode_frame_overlapping_its_output() -> None:
     raw = np.random.default_rng(2).bytes(6000)
     frame = np.frombuffer(kvmnn.encode(raw, dtype="fp16", codecs=("zstd",)), np.uint8)
     for at in (0, 1, 2999, 5999):
@@ -156,7 +156,7 @@ def test_a_frame_that_lies_where_its_words_go() -> None:
         assert rows.tobytes() == raw
 
 
-def test_a_frame_that_someone_writes_to_meanwhile() -> None:
+def test_decode_frame_changed_concurrently_stays_in_bounds() -> None:
     """What was checked when the frame was opened is checked again: nothing outside of it is read, and it ends."""
     from kvmnn.frames import _decoder
 

@@ -40,7 +40,7 @@ def words_of(dtype: str, count: int) -> npt.NDArray[np.uint8]:
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
 @pytest.mark.parametrize("predictors", [None, "raw", "delta_seq", "xor_seq"])
 @pytest.mark.parametrize(("count", "number"), [(LANE, 1), (LANE + 1, 2), (2 * LANE, 2), (2 * LANE + 1, 4), (33_333, 8)])
-def test_pieces(dtype: str, predictors: str | None, count: int, number: int) -> None:
+def test_segments_any_size_round_trip(dtype: str, predictors: str | None, count: int, number: int) -> None:
     data = words_of(dtype, count)
     options = {"dtype": dtype, "predictors": predictors, "effort": "balanced"}
     frame = kvmnn.encode(data, threads=1, **options)
@@ -57,7 +57,7 @@ def test_pieces(dtype: str, predictors: str | None, count: int, number: int) -> 
         assert kvmnn.encode(data, threads=threads, **options) == frame
 
 
-def test_predictors_of_their_own_for_the_high_lane() -> None:
+def test_segments_high_lane_has_its_own_predictors() -> None:
     data = words_of("bf16", 20_000)
     options = {"dtype": "bf16", "predictors": "raw", "hi_predictors": "delta_seq", "effort": "balanced"}
     frame = kvmnn.encode(data, **options)
@@ -65,7 +65,7 @@ def test_predictors_of_their_own_for_the_high_lane() -> None:
     assert [stream.predictor for stream in kvmnn.inspect(frame, dtype="bf16").streams] == ["raw", "delta_seq"]
 
 
-def test_large_frames_are_put_together_by_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_segments_large_frame_is_assembled_by_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "SEGMENT_LANE_BYTES", 200_000)
     data = np.random.default_rng(1).integers(0, 256, 3 << 20, np.uint8)
     for dtype, effort in (("fp16", "balanced"), ("fp32", "balanced"), ("fp32", "fast")):
@@ -74,7 +74,7 @@ def test_large_frames_are_put_together_by_several_threads(monkeypatch: pytest.Mo
         assert kvmnn.encode(data, dtype=dtype, effort=effort, threads=3) == frame
 
 
-def test_exact_and_rle_are_never_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_segments_exact_and_rle_are_never_split(monkeypatch: pytest.MonkeyPatch) -> None:
     data = words_of("fp16", 30_000)
     every = ({}, {"codecs": ("rle",)}, {"codecs": ("rle",), "effort": "balanced"})
     cut = [kvmnn.encode(data, dtype="fp16", **options) for options in every]
@@ -82,7 +82,7 @@ def test_exact_and_rle_are_never_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [kvmnn.encode(data, dtype="fp16", **options) for options in every] == cut
 
 
-def test_words_and_places_that_are_not_there() -> None:
+def test_fast_encoder_out_of_range_arguments_are_refused() -> None:
     data, most, short = (
         words_of("fp16", 100),
         _fast_encoder.max_payload_bytes(100),
@@ -108,7 +108,7 @@ def test_words_and_places_that_are_not_there() -> None:
             _fast_encoder.write_payloads(tracks, 0, (200, least), data, 2, 0, 100, modes)
 
 
-def test_noise_that_does_not_fit_as_libzstd_writes_it_becomes_raw_blocks() -> None:
+def test_segments_noise_beyond_capacity_becomes_raw_blocks() -> None:
     """As with a release that cuts it into more blocks, or that asks for more room than it needs."""
     noise = np.random.default_rng(1).integers(0, 256, 600_000, np.uint8)
     least = _fast_encoder.raw_payload_bytes(300_000)
@@ -119,7 +119,7 @@ def test_noise_that_does_not_fit_as_libzstd_writes_it_becomes_raw_blocks() -> No
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (1, 0, 3, 2), (2, 0, 3, 1)])
-def test_pieces_of_a_track_lie_one_behind_the_other_in_whatever_order_they_are_made(order: tuple[int, ...]) -> None:
+def test_ordered_writer_segments_are_in_order(order: tuple[int, ...]) -> None:
     data = words_of("bf16", 4_000)
     most = _encoder.max_zstd_bytes(1_000)
     track = OrderedWriter(OutputBuffer(4 * most + 7), [7 + piece * most for piece in range(4)])
@@ -137,7 +137,7 @@ def test_pieces_of_a_track_lie_one_behind_the_other_in_whatever_order_they_are_m
 
 
 @pytest.mark.parametrize("effort", ["balanced", "fast"])
-def test_many_threads_make_the_same(effort: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_segments_do_not_depend_on_threads(effort: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of pieces that are ready in no order."""
     monkeypatch.setattr(tuning, "FAST_SEGMENT_BYTES", 4 * LANE)
     for dtype in ("bf16", "fp32"):
@@ -150,7 +150,7 @@ def test_many_threads_make_the_same(effort: str, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("effort", ["balanced", "fast"])
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
 @pytest.mark.parametrize("period", [151, 300, 450])
-def test_an_array_that_repeats_itself_from_afar(
+def test_segments_distant_repeats_are_found(
     dtype: str, effort: str, period: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In rows of 64 words: farther than pieces see, and about as far as libzstd does."""
@@ -177,7 +177,7 @@ def test_an_array_that_repeats_itself_from_afar(
         (False, False, 900, [100_000, 800_000, 6_400_000]),
     ],
 )
-def test_pieces_become_longer(
+def test_segments_become_longer_for_repeats(
     across: bool, far: bool, nbytes: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At once where they do not see what repeats itself; where they repeat each other; or where hardly any is left."""
@@ -200,7 +200,7 @@ def test_pieces_become_longer(
     assert planned == [100_000] * far + sizes
 
 
-def test_pieces_end_at_repeats_that_the_encoder_does_not_find(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_segments_end_at_undetected_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "detect_long_range_repeats", lambda *_: RepeatInfo(False, False, True))
     encoded = []
 
@@ -216,7 +216,7 @@ def test_pieces_end_at_repeats_that_the_encoder_does_not_find(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("stride", [2, 4])
-def test_what_repeats_itself_from_afar(stride: int) -> None:
+def test_detect_long_range_repeats_finds_distant_copies(stride: int) -> None:
     once = np.random.default_rng(2).integers(0, 256, 1_280_000, np.uint8)
     odd = once[: (1 << 19) + 5 * stride]
     for data, size, across, far, is_odd in (
@@ -238,7 +238,7 @@ def test_what_repeats_itself_from_afar(stride: int) -> None:
         assert detect_long_range_repeats(data, stride, size) == (across, far, is_odd)
 
 
-def test_what_repeats_itself_where_the_search_of_fast_does_not_look(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_segments_repeats_missed_by_fast_search_use_libzstd(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "FAST_SEGMENT_BYTES", 1 << 18)
     monkeypatch.setattr(tuning, "SEGMENT_LANE_BYTES", 1 << 17)
     for distance in (60_001, 60_002, 60_004):
@@ -248,7 +248,7 @@ def test_what_repeats_itself_where_the_search_of_fast_does_not_look(monkeypatch:
         assert len(frame) < 1.02 * len(kvmnn.encode(words))
 
 
-def test_a_room_has_what_was_written_and_is_gone_when_it_is_finished() -> None:
+def test_output_buffer_has_written_bytes_until_finished() -> None:
     room = OutputBuffer(10)
     for at, part in ((11, b""), (10, b"x"), (8, b"abc")):
         with pytest.raises(kvmnn.KvmnnError, match="not there"):
@@ -268,7 +268,7 @@ def test_a_room_has_what_was_written_and_is_gone_when_it_is_finished() -> None:
 
 
 @pytest.mark.parametrize("first, second, in_place", [(20, 30, True), (4, 12, True), (5, 13, True), (3, 30, False)])
-def test_parts_of_several_rooms_are_put_together(first: int, second: int, in_place: bool) -> None:
+def test_concat_buffers_of_several_owners(first: int, second: int, in_place: bool) -> None:
     """In the room of the first one, but where one of its parts lies before where it stays."""
     room, other = OutputBuffer(40), OutputBuffer(8)
     room.write(first, b"first")
@@ -289,7 +289,7 @@ def test_parts_of_several_rooms_are_put_together(first: int, second: int, in_pla
     )
 
 
-def test_numbers_that_are_there_again() -> None:
+def test_count_duplicates_equals_set_count() -> None:
     rng = np.random.default_rng(1)
     for n, most in ((0, 9), (1, 9), (2, 2), (3, 9), (1_000, 300), (9_000, 1 << 63)):
         numbers = rng.integers(1, most, n, np.uint64)
@@ -297,7 +297,7 @@ def test_numbers_that_are_there_again() -> None:
     assert count_duplicates(np.zeros(5, np.uint64)) == 4
 
 
-def test_numbers_that_somebody_has_chosen() -> None:
+def test_count_duplicates_colliding_hashes_take_no_longer() -> None:
     """So that all fall together in a table: they count as if there were more, and take no longer."""
     spread, whole = 0x9E3779B97F4A7C15, (1 << 64) - 1
     mixed = [pow(spread, -1, 1 << 64) * slot & whole for slot in range(1, 30_001)]
@@ -306,7 +306,7 @@ def test_numbers_that_somebody_has_chosen() -> None:
     assert count_duplicates(numbers) > 20_000
 
 
-def test_anchors() -> None:
+def test_sample_hashes_do_not_depend_on_position() -> None:
     """Chosen are the same words wherever they are; outputs that are full end it."""
     data = np.tile(np.random.default_rng(1).integers(0, 256, 2_000, np.uint8), 2)
     for stride in (2, 4):

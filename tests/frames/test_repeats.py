@@ -62,7 +62,7 @@ def lanes() -> Iterator[Bytes]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dear", [False, True])
-def test_repeats_are_there_and_do_not_depend_on_vectors(builds: list[ctypes.CDLL], dear: bool) -> None:
+def test_match_finder_matches_exist_on_every_simd_level(builds: list[ctypes.CDLL], dear: bool) -> None:
     covered = 0
     for lane in lanes():
         found = repeats(builds[1], 0, lane, dear)

@@ -41,7 +41,7 @@ def follows(samples: ctypes.CDLL, values: npt.NDArray[np.integer], every: int = 
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 255, 256, 4096, 4352])
-def test_bits_are_the_entropy(samples: ctypes.CDLL, n: int) -> None:
+def test_sample_bits_equal_the_entropy(samples: ctypes.CDLL, n: int) -> None:
     rng = np.random.default_rng(n)
     for sample in (rng.integers(0, 256, n, np.uint8), rng.geometric(0.2, n).astype(np.uint8), np.full(n, 7, np.uint8)):
         counts = np.bincount(sample)
@@ -52,7 +52,7 @@ def test_bits_are_the_entropy(samples: ctypes.CDLL, n: int) -> None:
 
 
 @pytest.mark.parametrize(("n", "every"), [(1000, 1), (4096, 1), (4096, 4), (4352, 1)])
-def test_what_follows_from_what_was_before(samples: ctypes.CDLL, n: int, every: int) -> None:
+def test_sample_predictable_lane_is_detected(samples: ctypes.CDLL, n: int, every: int) -> None:
     rng = np.random.default_rng(n)
     noise = rng.integers(0, 256, n)
     assert follows(samples, noise, every) == NO
@@ -64,14 +64,14 @@ def test_what_follows_from_what_was_before(samples: ctypes.CDLL, n: int, every: 
     assert follows(samples, np.repeat(noise[: n // 4 * 4].reshape(-1, 4), 2, 0).reshape(-1)[:n], every) == SHORT
 
 
-def test_a_byte_has_no_steps(samples: ctypes.CDLL) -> None:
+def test_sample_single_byte_is_not_predictable(samples: ctypes.CDLL) -> None:
     assert follows(samples, np.array([5])) == NO
     assert follows(samples, np.concatenate([np.random.default_rng(0).integers(0, 256, LOOK), [5]])) == NO
 
 
 @pytest.mark.parametrize("used", [(), (0,), (2,), (0, 1, 2, 3), (1, 3), (3,)])
 @pytest.mark.parametrize("size", [1, 100, LOOK, 3 * LOOK + 1, 3 * LOOK + 100, 4 * LOOK])
-def test_looks_of_zeros_are_left_out(samples: ctypes.CDLL, used: tuple[int, ...], size: int) -> None:
+def test_sample_zero_probes_are_ignored(samples: ctypes.CDLL, used: tuple[int, ...], size: int) -> None:
     """But for one, if there are no others; and a look with a single byte that is no 0 stays."""
     looks = np.zeros((4, LOOK), np.uint8)
     for look in used:

@@ -21,7 +21,7 @@ from kvmnn.frames import _streams, verify_roundtrip
 SIZES = [*range(301), 4093, 4095, 4096, 4097, 4111, 8191, 8192, 8195]
 
 
-def test_levels() -> None:
+def test_simd_levels_begin_with_baseline() -> None:
     levels = _simd.simd_levels()
     assert levels[0] == "baseline" and _simd.simd_level() in levels
     with pytest.raises(KvmnnError, match=r"'avx1024' is not available.*baseline"):
@@ -30,7 +30,7 @@ def test_levels() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/cpuinfo").exists() or platform.machine() != "x86_64", reason="Linux on x86-64")
-def test_the_levels_are_those_of_the_processor() -> None:
+def test_simd_levels_match_the_processor() -> None:
     flags = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     assert flags is not None
     known = {*flags[1].split()}
@@ -45,7 +45,7 @@ CLANG = next(filter(shutil.which, ("clang", *(f"clang-{version}" for version in 
 
 @pytest.mark.skipif(CLANG is None, reason="no clang")
 @pytest.mark.parametrize("source", sorted(NATIVE.rglob("*.c")), ids=lambda path: path.name)
-def test_clang_takes_the_loops(source: Path) -> None:
+def test_simd_kernels_compile_with_clang(source: Path) -> None:
     """Older ones too, which know fewer names of builtin functions than GCC."""
     warnings = ["-Wall", "-Wextra", "-Werror", "-Wno-unused-function"]
     subprocess.run([CLANG, "-fsyntax-only", "-std=c11", *warnings, "-I", str(ROOT / "pyx"), str(source)], check=True)
@@ -57,7 +57,7 @@ def pool(seed: int) -> memoryview:
     return memoryview(runs(rng, 2500, 2) + rng.bytes(5000))
 
 
-def test_streams_of_every_size(level: str) -> None:
+def test_simd_streams_of_every_size_equal_the_model(level: str) -> None:
     assert _simd.simd_level() == level
     data = pool(1)
     for n in SIZES:
@@ -73,7 +73,7 @@ def test_streams_of_every_size(level: str) -> None:
 
 
 @pytest.mark.parametrize("stride", [2, 4])
-def test_lanes_of_every_size(level: str, stride: int) -> None:
+def test_simd_lanes_of_every_size_equal_the_model(level: str, stride: int) -> None:
     data = pool(2)
     for words in [*range(1, 140), 1023, 1024, 1025, 2047, 2049]:
         for offset in (0, 1, 3):
@@ -82,7 +82,7 @@ def test_lanes_of_every_size(level: str, stride: int) -> None:
 
 
 @pytest.mark.parametrize("stride", [2, 4])
-def test_frames_do_not_depend_on_the_level(level: str, stride: int) -> None:
+def test_simd_level_does_not_change_frames(level: str, stride: int) -> None:
     dtype = "fp16" if stride == 2 else "fp32"
     for words in (1, 17, 300, 4099):
         for name, raw in structured(words, stride, seed=9):
@@ -106,7 +106,7 @@ def fast_sources() -> list[tuple[str, bytes]]:
     return found
 
 
-def test_fast_and_entropy_do_not_depend_on_the_level(level: str) -> None:
+def test_simd_level_does_not_change_fast_frames(level: str) -> None:
     assert [kvmnn.fnv1a64(kvmnn.encode(raw, dtype=dtype, effort="fast")) for dtype, raw in SOURCES] == HASHES
     assert [_streams.compute_order0_entropy(RAW[:n]) for n in range(1, 300)] == ENTROPIES
 
@@ -117,7 +117,7 @@ HASHES = [kvmnn.fnv1a64(kvmnn.encode(raw, dtype=dtype, effort="fast")) for dtype
 ENTROPIES = [_streams.compute_order0_entropy(RAW[:n]) for n in range(1, 300)]
 
 
-def test_the_environment_chooses_a_level() -> None:
+def test_simd_level_is_set_by_environment() -> None:
     code = "from kvmnn import _simd; print(_simd.simd_level())"
     for name in _simd.simd_levels():
         done = subprocess.run(
@@ -140,7 +140,7 @@ def test_the_environment_chooses_a_level() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not (shutil.which("cc") and SELFTEST.exists()), reason="no C compiler or no sources")
-def test_native_selftest(tmp_path: Path) -> None:
+def test_simd_native_selftest_passes(tmp_path: Path) -> None:
     """The table of every level, from C, with guard bytes around every buffer; `make test-aarch64` runs the same."""
     program = tmp_path / "selftest"
     sources = ["-I", str(ROOT / "pyx"), str(NATIVE / "frames" / "lanes.c"), str(SELFTEST / "lanes.c")]

@@ -22,7 +22,7 @@ EXAMPLE_OF = {"fp16": FP16, "fp32": FP32, "bf16": BF16}
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "fp32", "bf16"])
-def test_the_array_says_its_dtype(dtype: str) -> None:
+def test_encode_infers_dtype_of_array(dtype: str) -> None:
     values = EXAMPLE_OF[dtype]
     frame = kvmnn.encode(values)
     assert isinstance(frame, bytes)
@@ -32,7 +32,7 @@ def test_the_array_says_its_dtype(dtype: str) -> None:
     assert back.tobytes() == values.tobytes()
 
 
-def test_bf16_and_fp16_share_a_container() -> None:
+def test_encode_bf16_and_fp16_share_a_container() -> None:
     frame = kvmnn.encode(BF16)
     assert frame == kvmnn.encode(BF16.view(np.float16)) == kvmnn.encode(BF16, dtype="fp16")
     assert kvmnn.decode(bytes(frame)).dtype == np.float16
@@ -60,7 +60,7 @@ def test_decode_frame_of_bf16_array_is_uint16_without_dtype(size: int, effort: s
     [("<i2", "fp16"), ("<u2", "fp16"), ("V2", "fp16"), ("<i2", "bf16"), ("<f2", "bf16"), ("<i4", "fp32"),
      ("<u4", "fp32"), ("V4", "fp32"), ([("lo", "u1"), ("hi", "u1")], "fp16"), ("(2,)u1", "fp16")],
 )  # fmt: skip
-def test_any_words_of_the_right_size(kind: object, dtype: str) -> None:
+def test_encode_any_elements_of_right_size(kind: object, dtype: str) -> None:
     raw = kv_like(40, dtype)
     if kind == "(2,)u1":
         values = np.frombuffer(raw, np.uint8).reshape(-1, 2)
@@ -69,13 +69,13 @@ def test_any_words_of_the_right_size(kind: object, dtype: str) -> None:
     assert kvmnn.encode(values, dtype=dtype) == kvmnn.encode(raw, dtype=dtype)
 
 
-def test_float_meaning_does_not_matter() -> None:
+def test_encode_nan_payloads_round_trip() -> None:
     words = np.array([0x7C01, 0xFE00, 0x8000, 0x0001, 0xFFFF, 0x7C00], np.uint16)  # NaNs, -0, a subnormal, infinity
     assert (kvmnn.decode(kvmnn.encode(words.view(np.float16))).view(np.uint16) == words).all()
 
 
 @pytest.mark.parametrize("values", [FP16, FP32, BF16])
-def test_layouts_in_memory(values: np.ndarray) -> None:
+def test_encode_any_memory_layout(values: np.ndarray) -> None:
     expected = kvmnn.encode(np.ascontiguousarray(values))
     wide = np.zeros((*values.shape[:-1], values.shape[-1] * 2), values.dtype)
     wide[..., ::2] = values
@@ -93,14 +93,14 @@ def test_layouts_in_memory(values: np.ndarray) -> None:
     assert kvmnn.encode(values.T) == kvmnn.encode(np.ascontiguousarray(values.T))
 
 
-def test_zero_dimensions_and_one_word() -> None:
+def test_encode_scalar_and_single_element() -> None:
     for values in (np.array(1.5, np.float16), np.array([[[1.5]]], np.float16), np.float16(1.5)):
         frame = kvmnn.encode(values, dtype="fp16")
         assert kvmnn.decode(frame).tolist() == [1.5]
     assert len(kvmnn.encode(np.float32(1.5), dtype="fp32")) == 4 + 4 * 12
 
 
-def test_bytes_like_objects(tmp_path: Path) -> None:
+def test_encode_bytes_like_objects(tmp_path: Path) -> None:
     raw = FP16.tobytes()
     expected = kvmnn.encode(FP16)
     file = tmp_path / "raw"
@@ -128,7 +128,7 @@ def test_bytes_like_objects(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("values", [b"ab", bytearray(4), memoryview(bytes(4)), np.zeros(4, np.uint8)])
-def test_raw_bytes_need_a_dtype(values: object) -> None:
+def test_encode_raw_bytes_without_dtype_are_refused(values: object) -> None:
     with pytest.raises(TypeError, match="raw bytes need a dtype"):
         kvmnn.encode(values)
 
@@ -138,7 +138,7 @@ def test_raw_bytes_need_a_dtype(values: object) -> None:
     [np.zeros(4, t) for t in ("f8", "i2", "i4", "u4", "i8", "V4", "c8", "bool", "i1", "S2", "M8[s]")]
     + [np.array(["a"])],
 )
-def test_types_that_say_nothing(values: np.ndarray) -> None:
+def test_encode_ambiguous_array_type_is_refused(values: np.ndarray) -> None:
     with pytest.raises(TypeError, match="cannot infer"):
         kvmnn.encode(values)
 
@@ -162,7 +162,7 @@ def test_types_that_say_nothing(values: np.ndarray) -> None:
         (np.zeros(4, "f2"), np.float16, "dtype must be a string"),
     ],
 )
-def test_wrong_types(values: object, dtype: object, message: str) -> None:
+def test_encode_wrong_types_are_refused(values: object, dtype: object, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         kvmnn.encode(values, dtype=dtype)
 
@@ -184,20 +184,22 @@ def test_wrong_types(values: object, dtype: object, message: str) -> None:
     ],
 )
 @pytest.mark.parametrize("effort", ["exact", "balanced", "fast", "max"])
-def test_refused_values_and_options(values: object, options: dict, message: str, effort: str) -> None:
+def test_encode_invalid_values_and_options_are_refused(
+    values: object, options: dict, message: str, effort: str
+) -> None:
     with pytest.raises(KvmnnError, match=message):
         kvmnn.encode(values, **{"effort": effort, **options})
 
 
 @pytest.mark.parametrize("options", [{"threads": 1.0}, {"threads": True}, {"threads": "2"}, {"codecs": "rle"}])
-def test_options_of_wrong_types(options: dict) -> None:
+def test_encode_options_of_wrong_type_are_refused(options: dict) -> None:
     with pytest.raises(TypeError):
         kvmnn.encode(FP16, **options)
     with pytest.raises(TypeError):
         kvmnn.decode(kvmnn.encode(FP16), **options)
 
 
-def test_large_odd_sizes_are_refused_on_threads_too() -> None:
+def test_encode_large_odd_size_is_refused_on_threads() -> None:
     with pytest.raises(KvmnnError, match="whole number"):
         kvmnn.encode(bytes((1 << 20) + 1), dtype="fp16", threads=2)
 
@@ -219,13 +221,13 @@ def test_decode_checks_the_dtype() -> None:
 
 
 @pytest.mark.parametrize("frame", ["text", None, 3, [1]])
-def test_decode_wants_bytes(frame: object) -> None:
+def test_decode_non_buffer_is_refused(frame: object) -> None:
     with pytest.raises(TypeError, match="frame: expected"):
         kvmnn.decode(frame)
 
 
 @pytest.mark.parametrize("out_dtype", ["<f2", "<u2", "u1", "<f4", "<i8", "V16"])
-def test_out_arrays(out_dtype: str) -> None:
+def test_decode_out_arrays(out_dtype: str) -> None:
     out = np.zeros(FP16.nbytes // np.dtype(out_dtype).itemsize, out_dtype)
     assert kvmnn.decode(kvmnn.encode(FP16), out=out) is out
     assert out.tobytes() == FP16.tobytes()
@@ -234,7 +236,7 @@ def test_out_arrays(out_dtype: str) -> None:
     assert (shaped == FP16).all()
 
 
-def test_out_buffers() -> None:
+def test_decode_out_buffers() -> None:
     frame = kvmnn.encode(FP32)
     for out in (bytearray(FP32.nbytes), memoryview(bytearray(FP32.nbytes)), array.array("f", bytes(FP32.nbytes))):
         back = kvmnn.decode(frame, out=out)
@@ -243,14 +245,14 @@ def test_out_buffers() -> None:
         assert np.frombuffer(out, np.float32)[0] == 7
 
 
-def test_out_inside_a_larger_array() -> None:
+def test_decode_out_inside_larger_array() -> None:
     cache = np.full((4, 96), 9, np.float16)
     kvmnn.decode(kvmnn.encode(FP16), out=cache[2])
     assert (cache[2] == FP16.reshape(-1)).all() and (cache[[0, 1, 3]] == 9).all()
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
-def test_out_with_a_stride_in_its_first_axis(dtype: type) -> None:
+def test_decode_out_strided_in_first_axis(dtype: type) -> None:
     values = RNG.standard_normal((3, 5, 8)).astype(dtype)
     cache = np.full((3, 40, 8), 9, dtype)
     out = cache[:, 20:25]
@@ -263,7 +265,7 @@ def test_out_with_a_stride_in_its_first_axis(dtype: type) -> None:
         kvmnn.decode(kvmnn.encode(values[:1]), out=cache[:1, 20:30:2])
 
 
-def test_a_decoder_of_several_frames_at_once() -> None:
+def test_frame_decoder_decodes_several_frames() -> None:
     values = RNG.standard_normal((2, 3, 5, 8)).astype(np.float16)
     decoder, frames = FrameDecoder("fp16"), tuple(kvmnn.encode(part) for part in values)
     cache = np.full((2, 3, 40, 8), 9, np.float16)
@@ -282,7 +284,7 @@ def test_a_decoder_of_several_frames_at_once() -> None:
     assert (cache == 9).all()
 
 
-def test_a_decoder_compares_the_checksum_of_several_frames() -> None:
+def test_frame_decoder_compares_checksum_of_several_frames() -> None:
     values = RNG.standard_normal((2, 3, 5, 8)).astype(np.float16)
     first, second = (kvmnn.encode(part) for part in values)
     other = kvmnn.encode(values[1] + np.float16(1))
@@ -295,7 +297,7 @@ def test_a_decoder_compares_the_checksum_of_several_frames() -> None:
             FrameDecoder("fp16").decode_into(frames, out, number)
 
 
-def test_out_may_be_the_input() -> None:
+def test_decode_out_may_be_the_input() -> None:
     frame = bytearray(kvmnn.encode(RNG.integers(0, 1 << 16, 500).astype(np.uint16)))
     expected = kvmnn.decode(bytes(frame)).tobytes()
     kvmnn.decode(frame, out=memoryview(frame)[:1000])
@@ -317,12 +319,12 @@ def test_out_may_be_the_input() -> None:
         (memoryview(bytes(192)), "writable"),
     ],
 )
-def test_outs_that_do_not_fit(out: object, message: str) -> None:
+def test_decode_out_of_wrong_size_is_refused(out: object, message: str) -> None:
     with pytest.raises(KvmnnError, match=message):
         kvmnn.decode(kvmnn.encode(FP16), out=out)
 
 
-def test_out_must_be_writable_and_a_buffer() -> None:
+def test_decode_out_must_be_writable_buffer() -> None:
     out = np.zeros(96, np.float16)
     out.flags.writeable = False
     with pytest.raises(KvmnnError, match="writable"):
@@ -334,7 +336,7 @@ def test_out_must_be_writable_and_a_buffer() -> None:
 
 
 @pytest.mark.parametrize("words", [96, 1 << 19])
-def test_out_is_untouched_on_refusal(words: int) -> None:
+def test_decode_out_is_unchanged_on_error(words: int) -> None:
     frame = bytearray(kvmnn.encode(kv_like(words - 12) + bytes(24), dtype="fp16", codecs=("rle",)))
     frame[-2] ^= 0x80  # the last token, a run, becomes literals that are not there
     out = np.full(words * 2, 0x77, np.uint8)
@@ -348,7 +350,7 @@ def test_out_is_untouched_on_refusal(words: int) -> None:
     assert (out == 0x77).all()
 
 
-def test_max_bytes() -> None:
+def test_decode_above_max_bytes_is_refused() -> None:
     frame = kvmnn.encode(FP16)
     assert kvmnn.decode(frame, max_bytes=192).size == 96
     for limit in (191, 1, 0):
@@ -356,6 +358,6 @@ def test_max_bytes() -> None:
             kvmnn.decode(frame, max_bytes=limit)
 
 
-def test_every_refusal_is_one_family() -> None:
+def test_errors_are_kvmnn_and_value_errors() -> None:
     for error in (FrameError, LimitError):
         assert issubclass(error, KvmnnError) and issubclass(error, ValueError)

@@ -24,7 +24,7 @@ def faults(job: Callable[[], None]) -> int:
 
 
 @counts_faults
-def test_the_memory_used_last_is_kept() -> None:
+def test_workspace_last_used_memory_is_reused() -> None:
     raw = np.zeros(24 << 20, np.uint8)
     frame = kvmnn.encode(raw, dtype="fp16", threads=1)
     clear_workspaces()
@@ -40,7 +40,7 @@ def test_the_memory_used_last_is_kept() -> None:
 
 
 @counts_faults
-def test_what_one_large_call_left_does_not_drive_out_what_small_ones_use() -> None:
+def test_workspace_large_call_does_not_evict_small_ones() -> None:
     raw = np.zeros(12 << 20, np.uint8)
     frame = kvmnn.encode(raw, dtype="fp16", threads=1)
     clear_workspaces()
@@ -56,7 +56,7 @@ def test_what_one_large_call_left_does_not_drive_out_what_small_ones_use() -> No
     clear_workspaces()
 
 
-def test_bytes_are_shortened_by_a_copy_where_python_does_not_do_it() -> None:
+def test_workspace_result_is_shortened_by_copy() -> None:
     raw = np.arange(1 << 16, dtype=np.uint16)
     frame = kvmnn.encode(raw, dtype="bf16")
     address = ctypes.cast(ctypes.pythonapi._PyBytes_Resize, ctypes.c_void_p).value or 0

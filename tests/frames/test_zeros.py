@@ -8,7 +8,7 @@ from kvmnn.frames.sampling import estimate_zero_fraction
 
 @pytest.mark.parametrize("stride", [2, 4])
 @pytest.mark.parametrize("words", [64, 10_000, 1_000_000])
-def test_share_of_zeros(words: int, stride: int) -> None:
+def test_estimate_zero_fraction_is_close(words: int, stride: int) -> None:
     data = np.zeros(words * stride + 1, np.uint8)
     assert estimate_zero_fraction(data, stride) == 1
     for used in (0.25, 0.75, 1):
@@ -19,7 +19,7 @@ def test_share_of_zeros(words: int, stride: int) -> None:
 
 
 @pytest.mark.parametrize("stride", [2, 4])
-def test_few_words_are_all_looked_at(stride: int) -> None:
+def test_estimate_zero_fraction_small_input_is_exact(stride: int) -> None:
     for words in (0, 1, 63):
         data = np.zeros(words * stride + 1, np.uint8)
         assert estimate_zero_fraction(data, stride) == 1

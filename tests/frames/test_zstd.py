@@ -39,7 +39,7 @@ def reports() -> dict[str, dict]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("binding", BINDINGS)
-def test_a_binding_gives_the_verdicts_of_zstd_decompress(reports: dict[str, dict], binding: str) -> None:
+def test_zstd_binding_has_the_verdicts_of_zstd_decompress(reports: dict[str, dict], binding: str) -> None:
     report = reports[binding]
     if binding != "python" and not report:
         assert not _present(binding)
@@ -51,7 +51,7 @@ def test_a_binding_gives_the_verdicts_of_zstd_decompress(reports: dict[str, dict
 
 
 @pytest.mark.slow
-def test_bindings_make_the_same_frames(reports: dict[str, dict]) -> None:
+def test_zstd_bindings_make_the_same_frames(reports: dict[str, dict]) -> None:
     exact = {binding: report["frames"] for binding, report in reports.items() if report.get("byte_exact")}
     assert "python" in exact, f"zstandard {zstandard.__version__} is not byte-exact"
     same_version = [r["frames"] for r in reports.values() if r and r["version"] == reports["python"]["version"]]
@@ -74,7 +74,7 @@ def _present(binding: str) -> bool:
     return any(codec_model.library(str(path)) for path in folder.glob("_cffi.*"))
 
 
-def test_an_unknown_binding() -> None:
+def test_zstd_unknown_binding_is_refused() -> None:
     done = subprocess.run(
         [sys.executable, "-P", "-c", "import kvmnn.frames"],
         env={**os.environ, "KVMNN_ZSTD": "front"},
@@ -87,7 +87,7 @@ def test_an_unknown_binding() -> None:
 
 @pytest.mark.parametrize("payload", PAYLOADS, ids=lambda payload: payload.name)
 @pytest.mark.parametrize("mode", [0, 1, 2])
-def test_verdicts_in_a_frame(payload: Payload, mode: int) -> None:
+def test_zstd_payload_verdict_in_a_frame(payload: Payload, mode: int) -> None:
     frame = frame_around(payload.payload, len(payload.raw), codec=1, mode=mode)
     got = verdict(frame)
     assert (got is not None) == payload.accepted
@@ -97,7 +97,7 @@ def test_verdicts_in_a_frame(payload: Payload, mode: int) -> None:
 
 
 @pytest.mark.parametrize("payload", PAYLOADS, ids=lambda payload: payload.name)
-def test_the_references_own_verdicts(payload: Payload) -> None:
+def test_zstd_payload_verdict_of_the_reference(payload: Payload) -> None:
     for decompress in (codec_model.zstd_decompress_by_frames, codec_model.library("libzstd.so.1")):
         if decompress is None:
             continue
@@ -111,7 +111,7 @@ def test_the_references_own_verdicts(payload: Payload) -> None:
 
 @EXAMPLES
 @given(st.data())
-def test_any_concatenation(data: st.DataObject) -> None:
+def test_zstd_any_concatenation_has_the_verdict_of_libzstd(data: st.DataObject) -> None:
     """Frames of any kind in any order, with an expected length that may be wrong."""
     payload, size = b"", 0
     for _ in range(data.draw(st.integers(1, 4))):
@@ -134,7 +134,7 @@ def test_any_concatenation(data: st.DataObject) -> None:
     assert verdict(frame) == expected_verdict(frame)
 
 
-def test_one_shot_functions() -> None:
+def test_zstd_one_shot_functions_round_trip() -> None:
     for data in (b"", b"x", bytes(1000), bytes(range(256)) * 500):
         packed = _zstdlib.compress(data)
         assert packed == zstandard.ZstdCompressor(level=3).compress(data) == codec_model.zstd_compress(data)
@@ -145,14 +145,14 @@ def test_one_shot_functions() -> None:
             _zstdlib.decompress(packed[:-1], len(data))
 
 
-def test_library_tables_are_checked() -> None:
+def test_zstd_use_library_invalid_table_is_refused() -> None:
     with pytest.raises(ValueError, match="non-zero addresses"):
         _zstdlib.use_library([1, 2, 3])
     with pytest.raises(ValueError, match="non-zero addresses"):
         _zstdlib.use_library([0] * len(_zstdlib.FUNCTION_NAMES))
 
 
-def test_what_is_in_use() -> None:
+def test_zstd_reports_binding_and_version() -> None:
     assert zstd.get_binding() in BINDINGS
     version = tuple(map(int, zstd.get_version().split(".")))
     assert zstd.is_byte_exact() == ((1, 5, 2) <= version <= (1, 5, 6))
@@ -160,7 +160,7 @@ def test_what_is_in_use() -> None:
         zstd._bind("window")
 
 
-def test_a_frame_that_claims_to_be_empty_is_looked_into() -> None:
+def test_zstd_frame_claiming_to_be_empty_is_checked() -> None:
     """With bytes still to come, where zstandard would take its word for it."""
     good = zstandard.ZstdCompressor().compress(b"abc")
     empty = b"\x28\xb5\x2f\xfd\x20\x00"

@@ -51,7 +51,7 @@ def written(writer: ctypes.CDLL, level: int, lane: bytes, repeats: list[tuple[in
 
 @pytest.mark.parametrize("length", [3, 4, 5, 40, 2000])
 @pytest.mark.parametrize("gap", [0, 1, 7, 40])
-def test_repeats_of_every_length_and_distance(writer: ctypes.CDLL, length: int, gap: int) -> None:
+def test_zstd_writer_repeats_of_every_length_and_distance(writer: ctypes.CDLL, length: int, gap: int) -> None:
     """Up to more of them in a block than two bytes can say (32,512)."""
     lane = np.tile(np.random.default_rng(0).integers(0, 30, PERIOD, np.uint8), 5000)[:300_001].tobytes()
     begins = range(PERIOD, len(lane) - length - gap - PERIOD, length + gap)
@@ -62,7 +62,7 @@ def test_repeats_of_every_length_and_distance(writer: ctypes.CDLL, length: int, 
 
 
 @pytest.mark.parametrize("symbols", [2, 3, 20, 40, 41, 200])
-def test_literals_of_few_and_many_symbols(writer: ctypes.CDLL, symbols: int) -> None:
+def test_zstd_writer_literals_of_few_and_many_symbols(writer: ctypes.CDLL, symbols: int) -> None:
     """One and two at a time; the rarest take the most bits that a code may have."""
     rng = np.random.default_rng(symbols)
     kinds = rng.permutation(256)[:symbols]
@@ -75,7 +75,7 @@ def test_literals_of_few_and_many_symbols(writer: ctypes.CDLL, symbols: int) -> 
 
 @pytest.mark.parametrize("rows", [1, 11, 12, 13, 16])
 @pytest.mark.parametrize("few", [False, True])
-def test_literals_of_few_and_many_rows(writer: ctypes.CDLL, rows: int, few: bool) -> None:
+def test_zstd_writer_literals_of_few_and_many_rows(writer: ctypes.CDLL, rows: int, few: bool) -> None:
     """Rows of 16 neighbours: AVX2 looks at 12 of them at most; `few` literals are in any of the others."""
     rng = np.random.default_rng(rows)
     kinds = rng.permutation(16)[:rows] * 16
@@ -89,7 +89,7 @@ def test_literals_of_few_and_many_rows(writer: ctypes.CDLL, rows: int, few: bool
 
 
 @pytest.mark.parametrize("places", [1, 30, 255])
-def test_literals_that_a_sample_of_them_does_not_show(writer: ctypes.CDLL, places: int) -> None:
+def test_zstd_writer_literals_missed_by_sample_have_codes(writer: ctypes.CDLL, places: int) -> None:
     """Some are anywhere in a lane, once each; one has to have a code wherever it stands."""
     rng = np.random.default_rng(places)
     for n in (16 << 10, (16 << 10) + 1, 100_003, 131_072, 400_000):
@@ -104,7 +104,7 @@ def test_literals_that_a_sample_of_them_does_not_show(writer: ctypes.CDLL, place
             assert len(frame) < 0.29 * n + 400
 
 
-def test_a_sample_that_is_like_nothing_else(writer: ctypes.CDLL) -> None:
+def test_zstd_writer_unrepresentative_sample_has_short_codes(writer: ctypes.CDLL) -> None:
     """The few looks see one byte; all others have as many bits as a byte can, and must not need more."""
     rng = np.random.default_rng(0)
     lane = rng.integers(0, 256, 131_072).astype(np.uint8)
@@ -117,7 +117,7 @@ def test_a_sample_that_is_like_nothing_else(writer: ctypes.CDLL) -> None:
 
 
 @pytest.mark.parametrize("kept", [249, 256])
-def test_codes_that_save_next_to_nothing_are_not_written(writer: ctypes.CDLL, kept: int) -> None:
+def test_zstd_writer_negligible_huffman_gain_is_skipped(writer: ctypes.CDLL, kept: int) -> None:
     """249 of 256 kinds of bytes take 7.96 bits."""
     lane = np.random.default_rng(0).integers(0, kept, 131_072).astype(np.uint8).tobytes()
     frame = written(writer, 0, lane, [])

@@ -65,7 +65,7 @@ class EngineCacheInfo(Record):
     types: tuple[str, ...]
     #: Names of types whose blocks the arrays hold as the numbers that these stand for.
     dequantised: tuple[str, ...] = ()
-    #: What the engine surely did to K and V, and other engines do not: names of `TRANSFORMS` (`kvmnn.arrays.undo`).
+    #: What the engine surely did to K and V, and other engines do not: names of `llama_transforms.TRANSFORMS`.
     altered: tuple[Transform, ...] = ()
     #: What it may have done, and nothing says.
     perhaps_altered: tuple[Transform, ...] = ()

@@ -331,6 +331,7 @@ def test_leaving_early_ends_the_processes(log: Path) -> None:
 # -- outputs -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_output_that_an_attempt_has_left_is_replaced(tmp_path: Path, log: Path) -> None:
     tasks = [Task(name, str(tmp_path / name), (".out",)) for name in ("a", "once", "c")]
     assert [done.ok for done in run_tasks(tasks, Writing(str(log)), two)] == [True, True, True]

@@ -135,6 +135,7 @@ def test_chunks_change_the_cut_but_not_the_size(run: Callable[..., Any]) -> None
     assert at_once["tokens_kept"] == by_token["tokens_kept"] == [20] * LAYERS
 
 
+@pytest.mark.slow
 def test_a_text_that_is_shorter(run: Callable[..., Any], folder: Path) -> None:
     (folder / "short.txt").write_text("def f(): pass\n")
     argv = ["dump-kv", FIXTURE, "--text", "short.txt", "-o", "kv"]
@@ -145,6 +146,7 @@ def test_a_text_that_is_shorter(run: Callable[..., Any], folder: Path) -> None:
     assert one["tokens_kept"] == [1] * LAYERS
 
 
+@pytest.mark.slow
 def test_what_exists_is_replaced_only_if_forced(run: Callable[..., Any]) -> None:
     dump(run)
     before = {path.name: path.stat().st_mtime_ns for path in Path("kv").iterdir()}

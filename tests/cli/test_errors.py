@@ -268,6 +268,7 @@ def test_interrupted_twice_in_calls_that_take_long(here, threads):
     assert set(tree(here)) == before
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away(here):
     np.save("big.npy", np.random.default_rng(0).standard_normal(1 << 20).astype(np.float16))
     with start("encode", "big.npy", "-o", "-", "-q") as process:

@@ -150,6 +150,7 @@ def test_a_missing_package_is_named(generate: Callable[..., Any], name: str, mon
     )
 
 
+@pytest.mark.slow
 def test_a_store(generate: Callable[..., Any], tmp_path: Path) -> None:
     asked = [FIXTURE, "--prompt", PROMPT * 3, "--max-new-tokens", 3, "--store", tmp_path / "store"]
     first, again = document(generate(*asked, "--json")), document(generate(*asked, "--json"))

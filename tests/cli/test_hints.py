@@ -10,6 +10,7 @@ import llama_files
 import numpy as np
 import pytest
 from llama_files import Shape
+from slow_cases import mark_most_slow
 
 import kvmnn
 
@@ -99,7 +100,9 @@ def test_arrays_in_fortran_order_are_taken_as_others_are(run, form: list[str]) -
         assert "equal: 2,560 words" in run("diff", "kv.npz", other).out
 
 
-@pytest.mark.parametrize("name", ["m@1@0@12ab@float16.pt", "m@1@0@12ab@half@3.pt", "m@1@0@12ab@bfloat16.data"])
+@pytest.mark.parametrize(
+    "name", mark_most_slow(["m@1@0@12ab@float16.pt", "m@1@0@12ab@half@3.pt", "m@1@0@12ab@bfloat16.data"], 3)
+)
 def test_a_page_is_inspected_without_its_shape(run, name: str) -> None:
     np.arange(512, dtype=np.uint16).tofile(name)
     assert "1 array to encode" in run("inspect", name).out

@@ -116,6 +116,7 @@ def test_columns_of_the_runtime_are_explained(run: Run) -> None:
         assert "lossless: those over held, the bytes that hold them" in " ".join(out.split())
 
 
+@pytest.mark.slow
 def test_nothing_stored_is_said_and_why(run: Run) -> None:
     asked = ["generate", FIXTURE, "--prompt", "def", "--max-new-tokens", 2, "--lossless", "store"]
     out = run(*asked).out

@@ -296,6 +296,7 @@ def test_several_inputs_and_other_sources(here, run):
     assert bundle["breakdown"]["overall"] == alone["breakdown"]["overall"]
 
 
+@pytest.mark.slow
 def test_it_runs_as_a_program_with_a_bar(here):
     done = subprocess.run(
         [sys.executable, "-m", "kvmnn", "measure", "dump", "-q", "--threads", "2"], capture_output=True, text=True

@@ -61,6 +61,7 @@ def test_closed_and_full_streams(here, line, code, out, err):
     assert bool(list(here.glob("*.frame"))) == ("-o - " not in line and ".frame >&-" in line.replace(" -q", ""))
 
 
+@pytest.mark.slow
 def test_into_head(here):
     done = shell("{ $K inspect keys.npy; echo $? >code; } | head -c 0")
     assert (Path("code").read_text(), done.stderr) == ("141\n", b"")
@@ -94,6 +95,7 @@ sys.argv = ["kvmnn", "encode", "keys.npy", "-o", "k.frame"]
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", sorted(STARTS))
 @pytest.mark.parametrize(
     "module", ["kvmnn.cli.streams", "kvmnn.cli.signals", "numpy", "kvmnn.cli.commands.encode", "kvmnn.frames._encoder"]

@@ -105,6 +105,7 @@ def test_markdown_goes_to_standard_output_or_a_file(run: Run, round_: Path) -> N
     assert Path("r.md").read_text() == text == run("report", round_, "--markdown", "-o", "-").out
 
 
+@pytest.mark.slow
 def test_a_page_on_standard_output(round_: Path) -> None:
     pytest.importorskip("matplotlib")
     words = [sys.executable, "-m", "kvmnn", "report", str(round_), "-o", "-"]

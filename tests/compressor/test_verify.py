@@ -449,6 +449,7 @@ def test_a_frame_may_be_called_bin(tmp_path: Path, capsys: pytest.CaptureFixture
     assert (code, "(bad_magic)" in err) == (1, True)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_on_standard_input(pair: tuple[Path, Path], tmp_path: Path) -> None:
     file, source = pair
     entry_point = [sys.executable, "-m", "kvmnn", "compressor", "convert", "-", "-"]

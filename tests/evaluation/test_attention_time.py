@@ -107,6 +107,7 @@ def test_a_graph_that_hides_it(tmp_path: Path, folder: Path) -> None:
     assert not list(folder.iterdir())
 
 
+@pytest.mark.slow
 def test_a_written_graph_in_the_table(tmp_path: Path) -> None:
     path = Tiny().save(tmp_path / "model.onnx")
     results = evaluate(

@@ -26,6 +26,7 @@ def result() -> EvaluationResult:
     return kvmnn.lm.evaluate(MODEL, TEXTS, policies, [16, "50%"], settings=SETTINGS, jobs=0)
 
 
+@pytest.mark.slow
 def test_policies_and_budgets(result: EvaluationResult) -> None:
     assert kvmnn.lm.evaluate is evaluate and "evaluate" in kvmnn.lm.__all__
     assert [(row.label, row.tokens_kept) for row in result.rows] == [
@@ -38,6 +39,7 @@ def test_policies_and_budgets(result: EvaluationResult) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_what_a_result_gives(result: EvaluationResult, tmp_path: Path) -> None:
     assert result.format_table().startswith("| policy |") and "| streaming 16 sink=2 |" in result.format_table()
     assert max(map(len, result.format_table(80).splitlines())) <= 80

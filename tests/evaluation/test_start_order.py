@@ -122,6 +122,7 @@ def test_quantised_cache_in_order_goes_on_with_and_without_auto(
     assert not any(note.startswith("Undone in") for note in auto.notes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
 def test_rotated_blocks_are_found_by_auto(kind: str, layers: Layers, ids: list[int], tmp_path: Path) -> None:
     names = ("k-rotation", "v-rotation", "k-order")
@@ -129,6 +130,7 @@ def test_rotated_blocks_are_found_by_auto(kind: str, layers: Layers, ids: list[i
     assert max(each.relative_distance for each in auto.start.distances) < 0.2 and auto.rows[1].kind == "LOSSY"
 
 
+@pytest.mark.slow
 def test_what_was_asked_for_is_refused_where_it_does_not_help(layers: Layers, ids: list[int], tmp_path: Path) -> None:
     path = session(tmp_path / "a.session", layers, ids)
     with pytest.raises(

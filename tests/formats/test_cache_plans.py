@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from odd_caches import ENGINES
 from policy_models import floats, norm, ranked
+from slow_cases import mark_most_slow
 
 import kvmnn
 from kvmnn import dtypes
@@ -19,7 +20,7 @@ from kvmnn.formats.plan_files import plan_cache
 from kvmnn.policies import create_policy
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", mark_most_slow(range(12), 3))
 @pytest.mark.parametrize("engine", ENGINES)
 def test_caches_of_any_shape(tmp_path: Path, engine: str, seed: int) -> None:
     odd = ENGINES[engine](Random(77 * seed), tmp_path)

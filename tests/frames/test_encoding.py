@@ -9,6 +9,7 @@ from codec_samples import EXAMPLES, NUMPY, PREDICTOR_SETS, STRIDE, kv_like, stru
 from hypothesis import given
 from hypothesis import strategies as st
 from repository import FIXTURES
+from slow_cases import mark_most_slow
 
 import kvmnn
 from kvmnn.frames import decoder, options
@@ -18,7 +19,7 @@ REAL = sorted((FIXTURES / "kv_real").glob("*.npy"))
 
 
 @pytest.mark.parametrize("stride", [2, 4])
-@pytest.mark.parametrize("words", SIZES)
+@pytest.mark.parametrize("words", mark_most_slow(SIZES, 3))
 def test_encode_exact_structured_inputs_equal_the_model(words: int, stride: int) -> None:
     dtype = "fp16" if stride == 2 else "fp32"
     for name, data in structured(words, stride):

@@ -25,6 +25,7 @@ def python(code: str) -> str:
     return found.stdout
 
 
+@pytest.mark.slow
 def test_after_a_plain_import() -> None:
     shown = python(
         "import kvmnn, sys\n"
@@ -68,6 +69,7 @@ def test_generating_with_a_policy_and_without() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_dumping_a_cache(tmp_path: Path) -> None:
     dump = dump_kv(MODEL, TEXT, tmp_path / "kv", create_policy("recent_only", budget=9), tokens=20, dtype="fp16")
     assert (dump.label, dump.tokens_seen, dump.tokens_kept) == ("LOSSY", 20, (20, 20, 9, 9, 9, 9))

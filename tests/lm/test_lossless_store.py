@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from slow_cases import mark_most_slow
 from tiny_decoders import Tiny
 
 from kvmnn.errors import KvmnnError
@@ -64,7 +65,7 @@ CASES = [("store", policy) for policy in policies()]
 CASES += [(mode, create_policy("streaming", budget=50)) for mode in ("full", "probe")]  # which leave the rows alone
 
 
-@pytest.mark.parametrize(("mode", "policy"), CASES, ids=lambda value: getattr(value, "name", value))
+@pytest.mark.parametrize(("mode", "policy"), mark_most_slow(CASES, 3), ids=lambda value: getattr(value, "name", value))
 def test_the_same_logits_with_every_policy(session: DecoderSession, policy: Policy, mode: str) -> None:
     plain, stored = Runner(session, policy), Runner(session, policy, lossless=config(mode))
     expected, found = fed(plain), fed(stored)
@@ -121,7 +122,7 @@ SCOPES = [
 ]
 
 
-@pytest.mark.parametrize("mode", ["probe", "full", "store"])
+@pytest.mark.parametrize("mode", mark_most_slow(["store", "probe", "full"], 3))
 @pytest.mark.parametrize("evicting", RANGES, ids=str)
 def test_the_layers_of_the_scope_are_those_of_a_runtime_of_all_layers(mode: str, evicting: dict[str, int]) -> None:
     """Layers out of the scope are kept beside the runtime: their buffers are the model's own, not copied."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from slow_cases import mark_most_slow
 from tiny_decoders import Tiny
 
 from kvmnn.lm import DecoderSession, Runner
@@ -47,7 +48,7 @@ def prompt(tokens: int) -> list[int]:
 
 @pytest.mark.parametrize("policy", [None, H2OEngine(**H2O), H2OEngine(**H2O, cadence="tokens")])
 @pytest.mark.parametrize("lossless", [None, RuntimeConfig.from_engine(LOSSLESS)])
-@pytest.mark.parametrize("tokens", [1, 7, 30, 45])
+@pytest.mark.parametrize("tokens", mark_most_slow([30, 1, 7, 45], 4))
 def test_prompt_in_steps_gives_what_one_step_gives(
     session: DecoderSession, step_tokens: int, policy: Any, lossless: Any, tokens: int
 ) -> None:

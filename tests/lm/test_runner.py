@@ -82,7 +82,7 @@ class Reference:
         return logits
 
 
-@pytest.mark.parametrize("slack", [None, 0, 4, 100])
+@pytest.mark.parametrize("slack", mark_most_slow([4, None, 0, 100], 4))
 @pytest.mark.parametrize(("form", "name", "options"), CASES, ids=lambda value: str(value)[:40])
 def test_logits_under_a_policy(sessions: Any, form: str, name: str, options: dict[str, Any], slack: int | None) -> None:
     tolerance = 3e-2 if FORMS[form].half else 2e-4
@@ -278,6 +278,7 @@ def _perplexity(logits: np.ndarray, ids: np.ndarray, first: int = 256) -> float:
     return float(np.exp(nll[first:].mean()))
 
 
+@pytest.mark.slow
 def test_scores_are_the_softmax_of_queries_and_keys(shipped: DecoderSession, text: np.ndarray, tmp_path: Path) -> None:
     """Of a plain graph the rotated queries are taken out; the softmax with the keys is numpy's, in float64."""
     ids = text[:160]

@@ -160,6 +160,7 @@ class Table(ctypes.Structure):
     _fields_ = (("name", ctypes.c_char_p), ("fp16", Norms), ("bf16", Norms), ("fp32", Norms), ("rank", Rank))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (shutil.which("cc") and SELFTEST.exists()), reason="no C compiler or no sources")
 @pytest.mark.parametrize("plain", [[], ["-DKVMNN_PLAIN"]])
 def test_native_selftest_of_norms(tmp_path: Path, plain: list[str]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import lm_results
 import pytest
 from lm_results import results, row
+from slow_cases import mark_most_slow
 
 from kvmnn.cli.entry_point import main
 from kvmnn.errors import OptionError
@@ -84,8 +85,8 @@ def test_unknown_suffix_is_refused_before_anything_is_measured(
 
 @pytest.mark.parametrize(
     ("arguments", "code"),
-    [(["x.tex"], 2), (["x.pdf"], 2), (["x.txt"], 2), (["x.json"], 2), (["x.md"], 0), (["x.html"], 0), (["x"], 0),
-     (["x.txt", "--markdown"], 0), (["x.pdf", "--markdown"], 2), (["x", "--markdown"], 0)],
+    mark_most_slow([(["x.tex"], 2), (["x.pdf"], 2), (["x.txt"], 2), (["x.html"], 0), (["x.json"], 2), (["x.md"], 0),
+     (["x"], 0), (["x.txt", "--markdown"], 0), (["x.pdf", "--markdown"], 2), (["x", "--markdown"], 0)], 3),
 )  # fmt: skip
 def test_report_is_written_as_its_name_says(
     arguments: list[str], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

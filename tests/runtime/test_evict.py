@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from slow_cases import mark_most_slow
 
 from kvmnn.errors import KvmnnError
 from kvmnn.runtime import LosslessRuntime, RuntimeConfig
@@ -22,7 +23,7 @@ def runtime(threads: int = 0) -> LosslessRuntime:
 
 
 @pytest.mark.parametrize("threads", [0, 2])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", mark_most_slow(range(4), 4))
 def test_evict_remaining_rows_equal_a_plain_cache(seed: int, threads: int) -> None:
     rng = np.random.default_rng(seed)
     store = runtime(threads)

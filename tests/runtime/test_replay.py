@@ -322,6 +322,7 @@ def test_replay_of_a_mode_that_measures_only_has_no_ratio_of_stored_bytes(
     )
 
 
+@pytest.mark.slow
 def test_steps_before_the_first_block_have_no_ratio(history: KVTrace, tmp_path: Path) -> None:
     idle = replay_trace(history, RuntimeConfig.from_engine({}), prompt=100)
     assert {point.ratio for point in idle.points} == {None} and " 1.000 " not in str(idle.points[0])

@@ -50,6 +50,7 @@ def store(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "copied"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_tokens_are_the_engines_own(model: Path, store: Path, tmp_path: Path, prompt: str) -> None:
     ids = PROMPTS[prompt]
@@ -65,6 +66,7 @@ def test_tokens_are_the_engines_own(model: Path, store: Path, tmp_path: Path, pr
     assert answer(model, tmp_path / "scratch", tmp_path / "ready", ids, tokens) == wanted
 
 
+@pytest.mark.slow
 def test_texts_that_share_blocks(model: Path, tmp_path: Path) -> None:
     """Of two texts that begin alike the second put adds what is new and nothing else; both are answered from the store,
     and from a copy of it.

@@ -82,6 +82,7 @@ def test_everything_is_found_again(folder: Path, damage: str) -> None:
         assert store.match([7], model=MODEL) == 0
 
 
+@pytest.mark.slow
 def test_any_damage_of_the_index(folder: Path, tmp_path: Path) -> None:
     """Bytes changed at random: what is found is what was put, and verify mends the rest."""
     chance = random.Random(5)

@@ -111,6 +111,7 @@ def test_a_second_cache_of_a_sliding_window(tmp_path: Path) -> None:
     check(kvmnn.open(path, heads(2, window_cache=True)), window)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("second", [None, [4]])
 def test_state_of_recurrent_layers_behind_k_and_v(tmp_path: Path, second: list[int] | None) -> None:
     data, caches = llama_files.state(Random(4), Shape(), [9], second=second, recurrent=3)

@@ -92,6 +92,7 @@ def plain_arrays(folder: Path, pairs: Pairs) -> list[object]:
 WAYS = [saved_by_torch, saved_by_mlx, saved_by_llama_cpp, plain_arrays]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS, ids=[way.__name__ for way in WAYS])
 def test_the_engine_goes_on_from_it(
     model: Path, pairs: Pairs, tmp_path: Path, way: Callable[[Path, Pairs], list[object]]

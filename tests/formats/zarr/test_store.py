@@ -370,6 +370,7 @@ def test_a_group_of_version_2_without_its_document(tmp_path: Path) -> None:
         kvmnn.open(tmp_path / "x")
 
 
+@pytest.mark.slow
 def test_stores_side_by_side_are_no_group(arrays: Path, tmp_path: Path, run) -> None:
     run("encode", arrays, "-o", tmp_path / "all.zarr")
     (tmp_path / "two").mkdir()

@@ -312,7 +312,7 @@ def _get_weight(keys: TensorsByKey, name: str, options: ConvertOptions) -> Torch
     key = f"{name}.weight"
     if key not in keys:
         hint, image_prefixes = "", DEFAULT_PREFIXES[2:]
-        if name.startswith(image_prefixes) and not any(other.startswith(image_prefixes) for other in keys):
+        if name.startswith(image_prefixes) and not any(key.startswith(image_prefixes) for key in keys):
             hint = f"; for a text-only compressor say --prefix-order {','.join(TEXT_PREFIXES)}"
         raise CheckpointError(f"weight {key!r} is missing{hint}")
     value = keys[key]

@@ -108,7 +108,7 @@ def test_a_mistake_in_the_file_is_told_of_the_file(run: Run, tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_columns_of_the_runtime_are_explained(run: Run) -> None:
-    asked = ["--lossless", "probe", "--valid-tokens", 3]
+    asked = ["--lossless", "probe", "--max-tokens", 3]
     for out in (
         run("generate", FIXTURE, "--prompt", "def", "--max-new-tokens", 2, "--lossless", "probe").out,
         run("eval", FIXTURE, "--text", TEXT, *asked).out,

@@ -106,7 +106,7 @@ else:
         return sorted({*globals(), *_FOLDERS, *__all__})
 
 
-# Not here: `open`, which would hide the built-in one behind a star, and the folders.
+# Not here: `open`, which would hide the built-in one from a star import, and the folders.
 __all__ = [
     "Block",
     "BlockPlan",

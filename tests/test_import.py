@@ -13,7 +13,7 @@ import kvmnn
 
 
 def loaded_by(code: str) -> set[str]:
-    """The modules that some code loads, beside those of numpy."""
+    """The modules that some code loads, next to those of numpy."""
     code = f"import sys, numpy; a = set(sys.modules); {code}; print(*sorted(set(sys.modules) - a))"
     done = subprocess.run([sys.executable, "-P", "-W", "error", "-c", code], capture_output=True, text=True, check=True)
     return set(done.stdout.split())

@@ -6,7 +6,7 @@ folder. An archive `vectors.tar.xz` is unpacked to a temporary folder and search
 `python tools/conformance.py fixtures` runs all sets that ship with kvmnn.
 
 The last line for each DIR is `<DIR>: <passed> passed, <failed> failed`; the two numbers add up to the entries in all
-its case lists. Beside these, each of the following adds a failure of its own: an index that cannot be read, a case list
+its case lists. Besides, each of the following adds a failure of its own: an index that cannot be read, a case list
 without entries, an index without any case, an index whose `count` is not its number of cases. A format or a kind of
 case that is not known fails. Exit status 1 if anything failed or a DIR holds no set.
 

@@ -227,7 +227,7 @@ def compute_max_in_flight_jobs(cores: int) -> int:
 
 
 def _iter_with_last(items: Iterable[T], can_look_ahead: Callable[[T], bool]) -> Iterator[tuple[T, bool]]:
-    """Items, and whether each is known to be the last; looks ahead only behind an item that `can_look_ahead`
+    """Items, and whether each is known to be the last; looks ahead only after an item that `can_look_ahead`
     accepts.
     """
     source = iter(items)

@@ -127,7 +127,7 @@ def _wrap_line(line: str, width: int) -> str:
 
 
 def _split_words(line: str, width: int) -> Iterator[str]:
-    """Words with the blanks before them; lists that are too long for a line are cut behind their commas."""
+    """Words with the blanks before them; lists that are too long for a line are cut after their commas."""
     for word in re.findall(r" *[^ ]+", line):
         yield from [word] if count_columns(word.lstrip(" ")) <= width else re.findall(r" *[^ ,]*,?", word)[:-1]
 
@@ -168,7 +168,7 @@ MIN_RATE_BYTES = 1 << 20
 
 
 def format_rate(nbytes: int, seconds: float) -> str:
-    """A rate behind other facts, such as ``, 187 MB/s`` (10^6 bytes a second); empty for few bytes."""
+    """A rate after other facts, such as ``, 187 MB/s`` (10^6 bytes a second); empty for few bytes."""
     return f", {format_mb_per_second(nbytes, seconds)} MB/s" if nbytes >= MIN_RATE_BYTES else ""
 
 

@@ -1,4 +1,4 @@
-"""What dense streams take of a cache, layer by layer, beside MNN's frames: all made, decoded and compared."""
+"""What dense streams take of a cache, layer by layer, next to MNN's frames: all made, decoded and compared."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class CodedInputInfo(Record):
     types: tuple[str, ...] = ()
     #: Bytes of the files that hold codes; None where an input is no file (standard input, a URL).
     nbytes: int | None = 0
-    #: Bytes of these that are room behind the valid tokens.
+    #: Bytes of these that are room after the valid tokens.
     room_bytes: int = 0
 
     def add_source(self, source: Source) -> None:

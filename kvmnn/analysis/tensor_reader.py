@@ -211,7 +211,7 @@ class TokenReader:
             yield chunk
             del chunk
         if not self._remaining_bytes:
-            for _ in self._chunks:  # checksums and hashes are compared behind the last byte, when more is asked for
+            for _ in self._chunks:  # checksums and hashes are compared after the last byte, when more is asked for
                 pass
 
     def read_tokens(self, tokens: int) -> Chunk:

@@ -316,9 +316,9 @@ class ErrorStats(Record):
     part: Part
     #: Numbers compared.
     words: int
-    #: How many of them are further apart than the tolerance; numbers beside what is no number always are.
+    #: How many of them are further apart than the tolerance; numbers next to what is no number always are.
     above: int
-    #: The largest absolute difference: infinite beside an infinity that the other has not; NaN where one of two is NaN,
+    #: The largest absolute difference: infinite for an infinity that the other has not; NaN where one of two is NaN,
     #: which comes before all else.
     largest: float
     #: How many differences are infinite or NaN.

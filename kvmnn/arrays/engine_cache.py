@@ -76,13 +76,13 @@ class EngineCacheInfo(Record):
     layer_positions: tuple[Positions, ...] | None = field(default=None, metadata={"json": False})
     #: Whether tokens of the text are missing, and nothing tells which.
     positions_unknown: bool = field(default=False, metadata={"omit": True})
-    #: Those that are stored beside K and V; None where there are none.
+    #: Those that are stored next to K and V; None where there are none.
     token_ids: Indices | None = field(default=None, metadata={"convert": _list_ids})
     #: Of a batch with padding, or with token ids: its texts. Empty where all arrays are tokens, and no ids are there.
     texts: tuple[BatchText, ...] = field(default=(), metadata={"omit": True})
     #: What only this engine has, as JSON values.
     details: Mapping[str, Any] = field(default_factory=dict, metadata={"inline": True})
-    #: Bytes of K and V in the file that are room behind the valid tokens.
+    #: Bytes of K and V in the file that are room after the valid tokens.
     unused_bytes: int = field(default=0, metadata={"json": False})
 
     @property

@@ -65,7 +65,7 @@ class LayerCache:
         num_seen = end if self.tokens_seen == -1 else self.tokens_seen
         if end > num_seen or (not is_sequential and ((positions < 0).any() or (ends <= positions).any())):
             raise KvmnnError(
-                f"{where}: positions must not be below 0, ends must lie behind them and within the {num_seen} tokens "
+                f"{where}: positions must not be below 0, ends must lie after them and within the {num_seen} tokens "
                 f"seen"
             )
         object.__setattr__(self, "positions", positions)

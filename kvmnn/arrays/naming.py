@@ -71,7 +71,7 @@ class ConventionalName(NamedTuple):
     order: AxisOrder
     #: The first token; 0 where the name does not say.
     start: int = 0
-    #: Behind the last token; None where the name does not say: all but those of KV dumps, where an array may be a run
+    #: After the last token; None where the name does not say: all but those of KV dumps, where an array may be a run
     #: of tokens of several.
     end: int | None = None
 

@@ -27,7 +27,7 @@ from .tasks import Task, TaskResult
 
 def compute_stamp(path: str) -> str | None:
     """Sizes and times of what lies at a path: of a file, and of what belongs to it by its name (``x.json`` of ``x``,
-    ``x.v`` of ``x.k``) or is read beside it (``positions.json`` of ``x.npy``); of all files below a folder. None where
+    ``x.v`` of ``x.k``) or is read next to it (``positions.json`` of ``x.npy``); of all files below a folder. None where
     nothing can be seen there.
     """
     try:

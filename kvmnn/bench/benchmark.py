@@ -314,7 +314,7 @@ def measure(
     chunks = array.iter_chunks(max_bytes)
     sample = next(chunks)
     if sample.size == array.nbytes:
-        deque(chunks, maxlen=0)  # checksums and hashes are compared behind the last byte
+        deque(chunks, maxlen=0)  # checksums and hashes are compared after the last byte
     own_codecs = codecs.make_kvmnn_codecs(array.dtype, threads)
     max_codec = codecs.make_kvmnn_codecs(array.dtype, threads, with_max=True)[-1]
     third_party_codecs, not_installed = codecs.find_installed_codecs(array.dtype, threads)
@@ -324,7 +324,7 @@ def measure(
         sample if with_max else sample[: MAX_EFFORT_SAMPLE_BYTES // array.coded_itemsize * array.coded_itemsize]
     )
     runs = [_CodecRun(codec, sample) for codec in own_codecs]
-    if short_sample.size < sample.size:  # exact beside it, so that the two can be compared
+    if short_sample.size < sample.size:  # exact next to it, so that the two can be compared
         runs += [
             _CodecRun(replace(codec, name=f"{codec.name}{SHORT_SAMPLE_SUFFIX}"), short_sample)
             for codec in (own_codecs[0], max_codec)

@@ -234,7 +234,7 @@ class LayerGroups(NamedTuple):
 
 
 def plan_groups(arrays: Iterable[tuple[LazyArray, DensePlan | None]]) -> LayerGroups:
-    """Pieces of the same tokens that lie one behind the other share groups, where there are four or more.
+    """Pieces of the same tokens that lie one after the other share groups, where there are four or more.
 
     The bytes of streams depend on the groups, and so they depend on nothing but the arrays.
     """

@@ -332,7 +332,7 @@ def encode_to_file(
     plans: Mapping[str, DensePlan] = NO_PLANS,
     progress: Progress | None = None,
 ) -> Manifest:
-    """Write one array's frames, back to back, into a file, and its manifest beside it (not beside a device).
+    """Write one array's frames, back to back, into a file, and its manifest next to it (not next to a device).
 
     The caller commits `output`.
     """
@@ -605,7 +605,7 @@ class EncodeResult(SizeStats, Record):
 
     @property
     def valid_bytes(self) -> int:
-        """Bytes of all arrays without room behind the valid tokens."""
+        """Bytes of all arrays without room after the valid tokens."""
         return count_valid_bytes(self.manifest)
 
     @property
@@ -778,7 +778,7 @@ def encode_source(
     source
         What to encode: `kvmnn.open`.
     output
-        For one array a file, which gets the frames, back to back, and its manifest beside it (``<output>.json``); a
+        For one array a file, which gets the frames, back to back, and its manifest next to it (``<output>.json``); a
         directory (several arrays, a name that ends in a slash, or a directory that exists), which gets one frame file
         for each array and ``manifest.json``; or a binary stream, which gets the one frame of one array and no manifest.
     options
@@ -796,7 +796,7 @@ def encode_source(
         no partner; when no array can be a dense stream, and `options.dense` asks for such.
     KvmnnError
         When an input is damaged, the output exists or cannot be written, or a frame does not decode to its input.
-        Nothing is left behind then.
+        Nothing remains then.
     """
     options = options or EncodeOptions()
     start_time = time.perf_counter()

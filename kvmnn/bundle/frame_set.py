@@ -189,7 +189,7 @@ class FrameSet:
             )
         if (num_extra_bytes := file.size - self._file_ends.get(entry.file, file.size)) > 0:
             raise ManifestError(
-                f"{file.label}: {pluralize(num_extra_bytes, 'byte')} behind the last frame that the manifest lists"
+                f"{file.label}: {pluralize(num_extra_bytes, 'byte')} after the last frame that the manifest lists"
             )
         return file.view(entry.offset, entry.bytes)
 
@@ -229,7 +229,7 @@ def open_frames(path: str | MappedFile, *, use_manifest: bool = True, options: D
         after another: an array of their words, whose name and shape are unknown. A file that was opened already is
         taken alone.
     use_manifest
-        False takes a frame file alone even if a manifest lies beside it.
+        False takes a frame file alone even if a manifest lies next to it.
     options
         What frames without a manifest hold and which codecs are allowed.
 

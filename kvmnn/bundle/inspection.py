@@ -270,7 +270,7 @@ class BundleInfo(SizeStats, Record):
 
     @property
     def valid_bytes(self) -> int:
-        """Bytes of all arrays without room behind the valid tokens."""
+        """Bytes of all arrays without room after the valid tokens."""
         return count_valid_bytes(self.manifest)
 
     @property

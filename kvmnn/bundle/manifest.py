@@ -342,12 +342,12 @@ class SizeStats(Record):
 
     @property
     def valid_bytes(self) -> int:
-        """Bytes of all arrays without room behind the valid tokens."""
+        """Bytes of all arrays without room after the valid tokens."""
         return self.raw_bytes
 
     @property
     def ratio(self) -> float:
-        """Valid over stored bytes: room behind the valid tokens takes next to nothing and does not count."""
+        """Valid over stored bytes: room after the valid tokens takes next to nothing and does not count."""
         return compute_ratio(self.valid_bytes, self.stored_bytes)
 
     @property

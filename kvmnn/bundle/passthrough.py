@@ -2,7 +2,7 @@
 
 It is the text under the key ``kvmnn.file`` of the manifest's metadata (docs/other-engines.md).
 
-What is noted down of files that lie beside the arrays of a folder and say what these do not.
+What is noted down of files that lie next to the arrays of a folder and say what these do not.
 
 It is a JSON document under `SIDECAR_KEY` of the metadata of manifests and files of arrays (docs/manifest.md).
 """
@@ -65,7 +65,7 @@ class PassthroughFile:
     parts: tuple[FilePart, ...]
     #: Of each layer, where the file does not say them and somebody did.
     kv_heads: tuple[int, ...] | None = None
-    #: Bytes of its arrays that are room behind the valid tokens, which frames hardly count.
+    #: Bytes of its arrays that are room after the valid tokens, which frames hardly count.
     room_bytes: int = 0
     #: The layer of the model that each of its layers is, where the file does not say it and somebody did.
     layer_numbers: tuple[int, ...] | None = None
@@ -113,19 +113,19 @@ def describe_passthrough(bundle_manifest: Manifest, where: str) -> list[str]:
 
 def describe_unused_bytes(passthrough: PassthroughFile, bundle_manifest: Manifest) -> list[str]:
     """How much of the arrays is room, where any is."""
-    sentence = f"{passthrough.room_bytes:,} of the {bundle_manifest.raw_bytes:,} bytes are room behind the valid tokens"
+    sentence = f"{passthrough.room_bytes:,} of the {bundle_manifest.raw_bytes:,} bytes are room after the valid tokens"
     return [sentence] if passthrough.room_bytes else []
 
 
 def count_valid_bytes(bundle_manifest: Manifest) -> int:
-    """Return the raw bytes of all arrays without room behind the valid tokens."""
+    """Return the raw bytes of all arrays without room after the valid tokens."""
     passthrough = parse_passthrough(bundle_manifest.metadata, "frames")
     num_token_bytes = sum(array.nbytes for array in bundle_manifest.token_arrays)
     return max(num_token_bytes - (passthrough.room_bytes if passthrough else 0), 0)
 
 
 def count_valid_bytes_by_array(bundle_manifest: Manifest) -> dict[str, int]:
-    """Return the raw bytes of each array without room behind the valid tokens."""
+    """Return the raw bytes of each array without room after the valid tokens."""
     passthrough = parse_passthrough(bundle_manifest.metadata, "frames")
     unused_bytes_by_array = passthrough.array_room if passthrough else {}
     unused_fraction = (
@@ -324,7 +324,7 @@ def remove_sidecar(metadata: Mapping[str, str], name: str) -> dict[str, str]:
 def find_sidecar_difference(
     metadata: Mapping[str, str], where: str, other_metadata: Mapping[str, str], other_where: str
 ) -> str | None:
-    """Where the files beside some arrays differ from those beside others, in words; None where they do not."""
+    """Where the files next to some arrays differ from those next to others, in words; None where they do not."""
     own_files, other_files = parse_sidecars(metadata, where), parse_sidecars(other_metadata, other_where)
     name = next((name for name in SIDECAR_NAMES if own_files.get(name) != other_files.get(name)), None)
     if name is None:

@@ -51,7 +51,7 @@ def compare_frame_set(
     ------
     KvmnnError
         As `decode_frames`; when the frames themselves are damaged; and when what the others were read from is, by a
-        checksum that lies behind their last byte as well.
+        checksum that lies after their last byte as well.
     """
     pairs = _match_originals(frames, originals)
     if isinstance(pairs, BundleDifference):
@@ -100,7 +100,7 @@ class _ComparingReader:
         return None
 
     def read_to_end(self) -> None:
-        """Ask for what comes behind the last byte: only then do readers compare checksums, and count."""
+        """Ask for what comes after the last byte: only then do readers compare checksums, and count."""
         for _ in self._chunks:
             pass
 
@@ -174,7 +174,7 @@ class VerifyResult(Record):
     restored_file_name: str = field(default="", metadata={"json": False})
     #: What of packed files the frames do not keep, as a sentence; empty for nothing.
     left_out: str = field(default="", metadata={"json": False})
-    #: Of all arrays, behind the valid tokens.
+    #: Of all arrays, after the valid tokens.
     room_bytes: int = field(default=0, metadata={"json": False})
 
     @property
@@ -305,7 +305,7 @@ def verify_frame_set(
 
 
 def _find_metadata_difference(frames: FrameSet, against: Source) -> BundleDifference | None:
-    """Where what the manifest has besides arrays is not what the original has: in a file kept whole, or beside them."""
+    """Where what the manifest has besides arrays is not what the original has: in a whole file, or in a sidecar."""
     if frames.document is None:
         return None
     metadata, original_name = frames.document.metadata, " ".join(against.inputs)

@@ -138,7 +138,7 @@ def _wrap_words(text: str, width: int) -> list[str]:
 
 
 class SortedWords:  # no dataclass, which takes longer to make than a line takes to sort
-    """The words behind a verb, sorted."""
+    """The words after a verb, sorted."""
 
     def __init__(self) -> None:
         self.positional: list[str] = []
@@ -159,7 +159,7 @@ class SortedWords:  # no dataclass, which takes longer to make than a line takes
 
 
 def sort_words(parser: argparse.ArgumentParser, words: Sequence[str]) -> SortedWords:
-    """Sort the words behind a verb by what its parser makes of each; values stay behind their options."""
+    """Sort the words after a verb by what its parser makes of each; values stay after their options."""
     sorted_words = SortedWords()
     next_index = 0
     while next_index < len(words):

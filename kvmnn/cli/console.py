@@ -169,7 +169,7 @@ def is_data_to_stdout(arguments: argparse.Namespace, source: str) -> bool:
 
 
 def choose_output(arguments: argparse.Namespace, source: str, suffix: str) -> str:
-    """The output: as given, or beside the input under its name with another suffix; one with a slash is a directory.
+    """The output: as given, or next to the input under its name with another suffix; one with a slash is a directory.
 
     `UsageError` for standard output, which carries no such data, and where the input gives no name.
     """

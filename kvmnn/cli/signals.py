@@ -17,7 +17,7 @@ EXIT_HUNG_UP, EXIT_INTERRUPTED, EXIT_TERMINATED = 129, 130, 143
 
 _RETRY_SECONDS = 0.01
 _CLEANUP_SECONDS = 2.0
-"""Behind the first signal what was begun is removed, and further interrupts are not heard for so long."""
+"""After the first signal what was begun is removed, and further interrupts are not heard for so long."""
 
 
 class TerminationSignal(BaseException):
@@ -34,7 +34,7 @@ def unwind_on_signals(*, is_last: bool = False) -> Iterator[None]:
 
     A signal that is ignored (``nohup``) or has a handler stays as it is. None is raised while a compiled module is
     being loaded, but as soon as it is: an exception in the midst of that can end the process in a crash. Nor is one
-    in a callback of imports, where it would be lost. With `is_last` the process ends behind this, and signals behind
+    in a callback of imports, where it would be lost. With `is_last` the process ends after this, and signals after
     the first are ignored until it has.
     """
     handling_by_name: dict[str, tuple[object, Callable[[], BaseException]]] = {

@@ -46,7 +46,7 @@ _escaped_name_parts: dict[str, str] = {}
 
 
 def reset_names() -> None:
-    """Begin anew, with the names of the working directory."""
+    """Start again, with the names of the working directory."""
     _escaped_name_parts.clear()
     with suppress(OSError):
         register_names([os.getcwd()])

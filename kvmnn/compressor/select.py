@@ -101,7 +101,7 @@ class TensorSelection:
     warnings: list[str] = field(default_factory=list)
     #: Extensions that were needed.
     notices: list[str] = field(default_factory=list)
-    #: Keys beside those that are used.
+    #: Keys next to those that are used.
     unused_keys: list[str] = field(default_factory=list)
     #: Biases of another length than their weight has rows, which are left out: by the name of the Linear layer, the
     #: length and the number of rows.

@@ -107,7 +107,7 @@ class WeightsVerifyResult(Record):
         verdict_text = "VALID (no --against: nothing to compare with)"
         if self.against is not None:
             omitted_text = (
-                f"; {pluralize(self.file.trailing_bytes, 'byte')} behind them not" if self.file.trailing_bytes else ""
+                f"; {pluralize(self.file.trailing_bytes, 'byte')} after them not" if self.file.trailing_bytes else ""
             )
             if self.omitted_biases:
                 omitted_text += (

@@ -83,7 +83,7 @@ def read_header(stream: Any, max_bytes: int | None = None) -> DenseHeader:
         )
     if payload_bytes != data.size - HEADER_BYTES:
         raise FrameError(
-            f"dense stream has {data.size - HEADER_BYTES} bytes behind its header: expected {payload_bytes}"
+            f"dense stream has {data.size - HEADER_BYTES} bytes after its header: expected {payload_bytes}"
         )
     header = DenseHeader(method, DTYPES[dtype_code], flags, heads, dim, tokens, checksum, data)
     if header.raw_bytes > MAX_RAW_BYTES:

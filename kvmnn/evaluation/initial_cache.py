@@ -163,7 +163,7 @@ _UNVERIFIED_NOTE_TEXT = "rotated by a Hadamard matrix"
 
 
 def check_start_settings(settings: EvaluationSettings, configurations: Sequence[Configuration]) -> None:
-    """Refuse, with `OptionError`, what cannot be measured behind a start."""
+    """Refuse, with `OptionError`, what cannot be measured after a start."""
     if settings.prefix_store is not None:
         raise OptionError("a start and a prefix store both say what texts begin with: expected one of the two")
     for entry in configurations:

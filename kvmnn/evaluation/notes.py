@@ -39,7 +39,7 @@ def build_notes(
 
 def _describe_short_texts(documents: Sequence[Document], settings: EvaluationSettings) -> Iterator[str]:
     short_documents = [document for document in documents if document.num_fed < settings.tokens]
-    start_note = " behind the start" if any(document.scored_from for document in documents) else ""
+    start_note = " after the start" if any(document.scored_from for document in documents) else ""
     if len(short_documents) > _MAX_NAMED_TEXTS:
         shortest_document, longest_document = (
             min(short_documents, key=lambda document: document.num_fed),

@@ -54,7 +54,7 @@ _JOURNAL_FORMAT = JournalFormat(
     version=3,
     process_name="evaluation",
     entry_description="a cell of an evaluation",
-    remedy="its cell is measured anew",
+    remedy="its cell is measured again",
 )
 
 
@@ -418,7 +418,7 @@ def evaluate(
     """Run a model over texts under every policy and budget, and compare with the full cache, always the first row.
 
     With a `initial_source` every other row goes on from K and V that were computed elsewhere, and only the tokens
-    behind them are scored, of the first row as well.
+    after them are scored, of the first row as well.
 
     Parameters
     ----------
@@ -437,7 +437,7 @@ def evaluate(
     settings
         How it is measured.
     tokenizer
-        ``tokenizer.json`` for texts that are files; by default the one beside the model.
+        ``tokenizer.json`` for texts that are files; by default the one next to the model.
     text_options
         Which texts are taken of files and folders; all by default.
     jobs
@@ -536,7 +536,7 @@ def _check_model_limits(path: PathLike, configurations: Sequence[Configuration],
 
 
 def hash_model(model: PathLike) -> str:
-    """SHA-256 of the model's graph, and of the files of weights beside it that belong to it."""
+    """SHA-256 of the model's graph, and of the files of weights next to it that belong to it."""
     graph = find_model(model).graph
     digest = hashlib.sha256()
     weight_files = [

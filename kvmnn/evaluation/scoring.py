@@ -57,7 +57,7 @@ class CachedScores:
     tokens: int
     #: K and V of them.
     layers: Sequence[LayerCache]
-    #: ``[token]``: what `compute_nll` gives for the token behind each.
+    #: ``[token]``: what `compute_nll` gives for the token after each.
     nll: npt.NDArray[np.float64]
     hits: npt.NDArray[np.bool_]
 
@@ -106,7 +106,7 @@ def compute_nll(logits: npt.NDArray[Any], targets: Ids) -> tuple[npt.NDArray[np.
 
 
 def list_steps(tokens: int, chunk: int, prompt: int = 0, num_initial: int = 0) -> list[tuple[int, int]]:
-    """How tokens are fed, but for the first `num_initial`: first token of each step, and the token behind its last."""
+    """How tokens are fed, but for the first `num_initial`: first token of each step, and the token after its last."""
     ends = [num_initial or min(prompt or chunk, tokens)]
     while ends[-1] < tokens:
         ends.append(min(ends[-1] + chunk, tokens))
@@ -143,7 +143,7 @@ def score_document(
     cached_scores: CachedScores | None = None,
     on_scores: Callable[[npt.NDArray[Any], npt.NDArray[np.float64], npt.NDArray[np.bool_]], object] | None = None,
 ) -> ScoreResult:
-    """Feed all ids but the last in chunks and score each against the one behind it.
+    """Feed all ids but the last in chunks and score each against the one after it.
 
     Parameters
     ----------

@@ -128,7 +128,7 @@ def measure_attention_time(runner: Runner, ids: Ids, open_profiled: OpenProfiled
     with TemporaryDirectory(prefix="kvmnn-profile-", ignore_cleanup_errors=True) as folder:
         session = open_profiled(Path(folder))
         with closing(session.open_profile()) as profile:
-            shutil.rmtree(folder, ignore_errors=True)  # nothing is left behind, even if this process is killed
+            shutil.rmtree(folder, ignore_errors=True)  # nothing remains, even if this process is killed
             _warm_up(session, runner, decoded_ids)
             runner.session = session
             for index in range(len(decoded_ids)):

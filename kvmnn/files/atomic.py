@@ -1,8 +1,8 @@
 """Output that is complete or not there at all.
 
-Everything is written under a temporary name beside its target, synced (unless it can be made again; all files at once,
+Everything is written under a temporary name next to its target, synced (unless it can be made again; all files at once,
 as a disk writes those that wait in one go) and then renamed.
-Whatever goes wrong before that, an interrupt included, leaves nothing behind; and nothing that exists is replaced
+Whatever goes wrong before that, an interrupt included, leaves nothing; and nothing that exists is replaced
 unless the caller forces it.
 What a process leaves that is killed outright, the next one that writes to the same folder removes.
 Devices and pipes (``/dev/null``, a FIFO) cannot be renamed onto and are written directly.
@@ -75,7 +75,7 @@ class StagedFile:
             return self._file.tell()
 
     def rewrite(self) -> None:
-        """Begin anew, empty, even where the file was closed."""
+        """Start again, empty, even where the file was closed."""
         with self._wrap_errors():
             self._file.close()
             self._file = open(self.path, "wb")  # noqa: SIM115
@@ -189,7 +189,7 @@ class _StagedOutput:
 
 
 class FileOutput(_StagedOutput):
-    """A file, and files beside it, that appear together.
+    """A file, and files next to it, that appear together.
 
     Use as a context manager: write to `file` (and to `open_sidecar`), then `commit`.
 

@@ -16,7 +16,7 @@ SIDECAR_SUFFIX: Final = ".json"
 POSITIONS_FILE: Final = "positions.json"
 TOKEN_IDS_FILE: Final = "token_ids.json"
 SIDECAR_FILES: Final = (POSITIONS_FILE, TOKEN_IDS_FILE)
-"""What `kvmnn dump-kv` writes beside K and V, and what is read beside arrays."""
+"""What `kvmnn dump-kv` writes next to K and V, and what is read next to arrays."""
 COMPLETENESS_FILE: Final = "completeness.json"
 """File of a folder of arrays that records which state of the model they contain."""
 

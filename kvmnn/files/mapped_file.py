@@ -128,7 +128,7 @@ class MappedFile:
         return digest.hexdigest()
 
     def release_pages(self, offset: int, nbytes: int) -> None:
-        """Let go of the pages behind a large range; they come back from the page cache if touched again."""
+        """Let go of the pages after a large range; they come back from the page cache if touched again."""
         if nbytes >= _MIN_DROP_BYTES and self._mapping is not None:
             first = offset // _PAGE_BYTES * _PAGE_BYTES
             self._mapping.release_pages(first, offset + nbytes - first)

@@ -1,4 +1,4 @@
-"""Temporary files and folders beside what they will become, and the removal of those that dead processes left.
+"""Temporary files and folders next to what they will become, and the removal of those that dead processes left.
 
 A name is ``.<target>.kvmnn-<pid>-<random>.tmp``. The process that writes there holds a lock (``flock``), which ends
 with it however it ends, in whatever pid namespace or container it ran. Whoever writes to the same folder next removes
@@ -39,7 +39,7 @@ class TemporaryPath:
     target
         What it will become.
     parent
-        Where it lies; None for beside its target.
+        Where it lies; None for the folder of its target.
     is_folder
         Make a folder instead of a file.
     """

@@ -1,4 +1,4 @@
-"""URLs, and the file systems behind them, which fsspec opens."""
+"""URLs, and the file systems that they name, which fsspec opens."""
 
 from __future__ import annotations
 

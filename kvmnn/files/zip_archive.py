@@ -5,7 +5,7 @@ training checkpoint and believes what it reads. Here an archive can claim no mor
 stored ones lie within the file, and deflated ones are at most `MAX_DEFLATE_RATIO` times as large as what they are made
 of. What two programs could read differently is refused: a local header that is not what the directory says, several
 parts,
-bytes behind the archive, names with NUL.
+bytes after the archive, names with NUL.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class ZipArchive:
         return entries, begin
 
     def _read_end_record(self) -> tuple[int, int, int, int]:
-        """Number of entries, size and offset of the directory, and where the records behind it begin."""
+        """Number of entries, size and offset of the directory, and where the records after it begin."""
         size = self.file.size
         start = max(0, size - _END_RECORD.size - MAX_COMMENT_BYTES)
         tail = self.file.view(start, size - start).tobytes()
@@ -164,7 +164,7 @@ class ZipArchive:
         _, disk, first_disk, disk_count, count, nbytes, begin, comment = _END_RECORD.unpack_from(tail, record_start)
         if record_start + _END_RECORD.size + comment != len(tail):
             trailing_bytes = len(tail) - record_start - _END_RECORD.size
-            raise ZipError(f"{trailing_bytes} bytes lie behind the end of the archive, which says {comment}")
+            raise ZipError(f"{trailing_bytes} bytes lie after the end of the archive, which says {comment}")
         self.comment = tail[record_start + _END_RECORD.size :]
         end = start + record_start
         locator = record_start - _END64_LOCATOR.size

@@ -122,7 +122,7 @@ class FileFormat:
     read_file
         The arrays of a file.
     has_sidecars
-        Whether files beside a file say more of its arrays (`kvmnn.formats.sidecars`).
+        Whether files next to a file say more of its arrays (`kvmnn.formats.sidecars`).
     write
         Writes arrays as such a file; None where kvmnn does not.
     is_multi_array

@@ -15,8 +15,8 @@ _READABLE_FORMATS_ADVICE = (
 )
 _UNPACK_ADVICE = "unpack it first"
 _MODEL_ADVICE = "eval, generate and dump-kv take it"
-_MNN_MODEL_ADVICE = "--model takes its folder, beside a cache"
-_GGUF_MODEL_ADVICE = "--model takes it, beside a cache of llama.cpp"
+_MNN_MODEL_ADVICE = "--model takes its folder, next to a cache"
+_GGUF_MODEL_ADVICE = "--model takes it, next to a cache of llama.cpp"
 _READABLE_SUFFIXES = (".frame", ".npz", ".safetensors")
 _RENAME_ADVICE = "name it with the suffix {}"
 _CHECKPOINT_DESCRIPTION = ("a torch checkpoint", "kvmnn compressor convert makes a weight file of a KV compressor's")
@@ -65,7 +65,7 @@ def explain_unknown_folder(path: str) -> str:
     elif "manifest.json" in names:
         explanation = "it is a kvmnn bundle: decode it, or encode it with --codec dense or mnn"
     elif "llm_config.json" in names or ".mnn" in suffixes:
-        explanation = "it looks like the folder of an MNN model (--model takes it, beside a cache)"
+        explanation = "it looks like the folder of an MNN model (--model takes it, next to a cache)"
     elif ".onnx" in suffixes:
         explanation = f"it looks like the folder of a model ({_MODEL_ADVICE})"
     elif readable_name := next((name for name in names if name.lower().endswith(_READABLE_SUFFIXES)), None):

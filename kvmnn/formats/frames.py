@@ -112,7 +112,7 @@ def transcode(
     ------
     KvmnnError
         When a frame does not decode, a hash differs from the manifest's, and as `kvmnn.bundle.encode`. Nothing is left
-        behind then.
+        after then.
     """
     decode_options = decode_options or DecodeOptions()
     frames.check_size(decode_options)

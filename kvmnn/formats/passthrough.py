@@ -82,7 +82,7 @@ def capture(
     kv_heads
         Of each layer, where they were said.
     unused_bytes_by_array
-        Bytes of arrays that are room behind the valid tokens, by the names of those that have any.
+        Bytes of arrays that are room after the valid tokens, by the names of those that have any.
     layer_numbers
         The layer of the model that each layer of the file is, where the file does not say it.
     """
@@ -338,7 +338,7 @@ def restore_file(
     ManifestError
         When the manifest's account of it does not fit the arrays.
     KvmnnError
-        As `kvmnn.formats.restore`. Nothing is left behind then.
+        As `kvmnn.formats.restore`. Nothing remains then.
     """
     start_time = time.perf_counter()
     options = options or DecodeOptions()

@@ -1,6 +1,6 @@
 """Raw little-endian words: a file of any name, or standard input; the caller, or the name of a page, says the dtype.
 
-LMCache keeps pages on disk under the name ``model@world@worker@hash@dtype``, with a layer behind another ``@`` where
+LMCache keeps pages on disk under the name ``model@world@worker@hash@dtype``, with a layer after another ``@`` where
 layers lie apart, and a suffix: ``.pt`` of its local disk, which is no file of torch's, or ``.data`` of its file system.
 SGLang's pages (``.bin``) say neither type nor shape. The shapes are those of memory: ``2,layer,token,hidden``, and
 ``2,layer,page,head,dim`` of SGLang, which `kvmnn.arrays.Laid` takes.

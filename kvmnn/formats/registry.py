@@ -290,7 +290,7 @@ def _check_array_names(source: Source, path: str) -> None:
 
 
 def classify_path(path: str) -> Literal["frames", "arrays"] | None:
-    """What lies at a path, by its name and by what lies beside it or in it; None for a name that does not say.
+    """What lies at a path, by its name and by what lies next to it or in it; None for a name that does not say.
 
     Of a folder without a manifest nothing is looked at: `detect` does.
     """
@@ -351,7 +351,7 @@ def _read_frames(path: str, options: ReadOptions) -> Source:
 
 
 def contains_frames(path: str | MappedFile) -> bool:
-    """Whether the content of a file is frames, whatever its name and whatever lies beside it."""
+    """Whether the content of a file is frames, whatever its name and whatever lies next to it."""
     try:
         open_frames(path, use_manifest=False)
     except KvmnnError:
@@ -360,7 +360,7 @@ def contains_frames(path: str | MappedFile) -> bool:
 
 
 def _is_named_as_frames(head: FileHead) -> bool:
-    """Return whether a folder has a manifest, or a file is named as a frame or a manifest, or has one beside it."""
+    """Return whether a folder has a manifest, or a file is named as a frame or a manifest, or has one next to it."""
     if head.kind == "folder":
         return os.path.exists(os.path.join(head.path, manifest.MANIFEST_NAME))
     return head.suffix in _FRAME_SUFFIXES or os.path.exists(head.path + manifest.SIDECAR_SUFFIX)
@@ -469,7 +469,7 @@ def restore(
     OptionError
         When a stream would have to carry several files or arrays.
     KvmnnError
-        As the functions of the forms. Nothing is left behind then.
+        As the functions of the forms. Nothing remains then.
     """
     if form in ("dump", "prefix"):
         if not isinstance(output, str | os.PathLike):

@@ -57,8 +57,8 @@ class RestoreResult(Record):
         Time that it took.
     unknown_properties
         What nothing says of several frames without a manifest, for people; else empty.
-    beside
-        Names of further files in a directory, which lay beside the arrays.
+    next to
+        Names of further files in a directory, which lay next to the arrays.
     notes
         One line for each thing about another engine's cache that the output has no place for.
     completeness
@@ -176,7 +176,7 @@ def restore_arrays(
         When a stream would have to carry more than one array.
     KvmnnError
         When a frame does not decode, a hash differs, or the output cannot hold the arrays, exists or cannot be written.
-        No file is left behind then.
+        No file is left after then.
     """
     start_time = time.perf_counter()
     frames = frames.without_unused_arrays()

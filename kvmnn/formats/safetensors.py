@@ -47,7 +47,7 @@ _ITEMSIZE_BY_KIND = {
 
 
 class TensorEntry(NamedTuple):
-    """An entry of the header: type and shape, and where its bytes lie behind the header."""
+    """An entry of the header: type and shape, and where its bytes lie after the header."""
 
     name: str
     kind: str
@@ -69,7 +69,7 @@ class TensorIndex(Sequence[TensorEntry]):
     Attributes
     ----------
     begins, ends
-        int64: where the bytes of each lie behind the header.
+        int64: where the bytes of each lie after the header.
     kind_codes, kinds
         uint8: the type of each, by its place in the list of types.
     metadata

@@ -22,7 +22,7 @@ from ..files.schema import JsonReader, parse_document, read_bounded
 
 
 def add_sidecars(source: Source, folder: str) -> None:
-    """Add what lies beside its arrays to the metadata of a source of arrays of `folder`.
+    """Add what lies next to its arrays to the metadata of a source of arrays of `folder`.
 
     What cannot be read, or is larger than `MAX_SIDECAR_BYTES`, is left out with a note; but not the completeness of the
     arrays.

@@ -205,7 +205,7 @@ def build_subset_metadata(metadata: dict[str, str], cache: CacheInfo | None) -> 
 
 
 def build_packed_positions_sidecar(cache: CacheInfo | None) -> dict[str, str]:
-    """Return the positions of a packed cache that was cut, as files beside its arrays have them; else nothing."""
+    """Return the positions of a packed cache that was cut, as files next to its arrays have them; else nothing."""
     if cache is None or all(layer.text_position_runs == ((0, layer.tokens),) for layer in cache.layers):
         return {}
     layers = [
@@ -225,7 +225,7 @@ _MAX_SIDECAR_POSITIONS = 1 << 20  # of a folder: the document must stay below wh
 
 
 def build_engine_positions_sidecar(source: Source) -> dict[str, str]:
-    """Return the positions of another engine's cache that lacks tokens, as files beside its arrays have them.
+    """Return the positions of another engine's cache that lacks tokens, as files next to its arrays have them.
 
     Empty where nothing is missing, where tokens are not in the order of their text, and above 2^20 positions.
     """

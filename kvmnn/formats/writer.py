@@ -256,7 +256,7 @@ def write_arrays(
     chunks
         Their bytes, array after array: ``(array index, little-endian bytes in memory order)``.
     metadata
-        For the formats that have a place for it; what lies beside arrays (`beside`) for a directory.
+        For the formats that have a place for it; what lies next to arrays (`beside`) for a directory.
     hashes
         The SHA-256 that the bytes of each array must have; None for whatever `chunks` gives.
     force

@@ -58,7 +58,7 @@ def as_writable_rows(out: Any, nbytes: int) -> Bytes:
         is_contiguous = out.flags.c_contiguous
         rows = 1 if is_contiguous else len(out)
         if out.dtype.hasobject or not (is_contiguous or (out.ndim > 1 and out[0].flags.c_contiguous)):
-            raise KvmnnError("out: expected plain numbers, C-contiguous behind the first axis")
+            raise KvmnnError("out: expected plain numbers, C-contiguous after the first axis")
         target = out.reshape(rows, -1).view(np.uint8)
     else:
         view = memoryview(out)

@@ -270,7 +270,7 @@ def build_limit_lines(name: str, limit: float, unit: str = "") -> dict[str, str]
 
 
 def format_four_digits(value: float) -> str:
-    """Four digits behind the point."""
+    """Four digits after the decimal point."""
     return f"{value:.4f}"
 
 

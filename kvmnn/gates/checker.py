@@ -205,7 +205,7 @@ def _diagnose_slow_store(analysis: CaseAnalysis) -> Iterator[str]:
 
 
 def _diagnose_offline_difference(analysis: CaseAnalysis) -> Iterator[str]:
-    """The offline ratio that was judged, beside that of the run."""
+    """The offline ratio that was judged, next to that of the run."""
     if analysis.ratio_source == "runtime":
         return
     raw_mb, compressed_mb = (analysis.rows.mean_value(f"h2o_lossless_{name}_mb") for name in ("raw", "comp"))
@@ -262,7 +262,7 @@ class CaseResult(Record):
     strict: bool = False
     #: What the verdict rests on, in a sentence, where it is not the fork's.
     basis: str = ""
-    #: What is behind figures that look wrong, in sentences.
+    #: What explains figures that look wrong, in sentences.
     diagnoses: tuple[str, ...] = ()
     #: Where the prompts come from, of runs on a model; empty for logs, which do not tell.
     prompts: str = field(default="", metadata={"omit": True})
@@ -309,7 +309,7 @@ class CaseResult(Record):
         return "\n".join(self.format_lines(min(shutil.get_terminal_size((80, 24)).columns, 100)))
 
     def format_lines(self, width: int) -> list[str]:
-        """The verdict, the gates, and what is behind them, in `width` columns."""
+        """The verdict, the gates, and what explains them, in `width` columns."""
         rows = self.analysis.rows
         active_gates = [gate for gate in (*self.gates, *self.checks) if gate.verdict != "off"]
         unused_names = [gate.name for gate in (*self.gates, *self.checks) if gate.verdict == "off"]

@@ -104,7 +104,7 @@ def read_demo_runs(path: str | os.PathLike[str]) -> list[DemoRun]:
     path
         A file of JSON lines: what the fork's runner notes of its runs (``*_runs.jsonl``), or what ``llm_demo`` writes
         itself. Or a folder: one file ``*_runs.jsonl`` in it, else each ``*.jsonl`` in it or in its ``metrics/`` is a
-        prompt, with ``<name>.stdout.log`` and ``<name>.stderr.log`` beside it or in ``logs/``.
+        prompt, with ``<name>.stdout.log`` and ``<name>.stderr.log`` next to it or in ``logs/``.
 
     Raises
     ------
@@ -167,7 +167,7 @@ def _read_run_folder(folder: Path) -> list[DemoRun]:
 
 
 def _read_printed_text(path: Path) -> str:
-    """What a run printed, where its logs lie beside its JSON lines."""
+    """What a run printed, where its logs lie next to its JSON lines."""
     folders = (path.parent, path.parent.parent / "logs")
     logs = [folder / f"{path.stem}.{stream}.log" for folder in folders for stream in ("stdout", "stderr")]
     return "\n".join(read_log(log) for log in logs if log.is_file())

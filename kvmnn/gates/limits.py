@@ -35,7 +35,7 @@ class GateLimits(Record):
     lossless_target: float = field(default=1.3, metadata=option("least lossless ratio (default: 1.3)"))
     decode_baseline: float = field(default=0.0, metadata=option("tokens/s without compression (default: 0, no gate)"))
     decode_baseline_source: str = field(default="", metadata=option("what the report calls the baseline"))
-    decode_baseline_samples: int = field(default=0, metadata=option("values behind the baseline, for the report"))
+    decode_baseline_samples: int = field(default=0, metadata=option("values after the baseline, for the report"))
     decode_gate_aggregation: Aggregation = field(
         default="avg", metadata=option("which speed of the rows counts (default: avg)")
     )

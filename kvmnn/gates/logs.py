@@ -87,13 +87,13 @@ def parse_first_number(cell: object) -> float:
 
 
 def parse_decode_speed(cell: str | None) -> float:
-    """Tokens a second of decoding: what stands behind ``<br>``; 0 where nothing does."""
+    """Tokens a second of decoding: what stands after ``<br>``; 0 where nothing does."""
     match = _DECODE_REGEX.search(cell or "")
     return float(match[1]) if match else 0.0
 
 
 def parse_deviation(cell: str | None) -> float | None:
-    """What stands behind ``±`` of the last part of a cell; None where nothing does."""
+    """What stands after ``±`` of the last part of a cell; None where nothing does."""
     _, sign, text = (cell or "").rpartition("\N{PLUS-MINUS SIGN}")
     match = _NUMBER_REGEX.search(text) if sign else None
     return _to_float(match[0]) if match else None

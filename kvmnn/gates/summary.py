@@ -462,7 +462,7 @@ def save_case_result(
     extra_files: Mapping[str, str] | None = None,
     stamp: str = "",
 ) -> RoundSummary:
-    """Write the files of a case of ``llm_bench`` into a round, and the round's own anew."""
+    """Write the files of a case of ``llm_bench`` into a round, and the round's own again."""
     texts = {
         **(extra_files or {}),
         "summary.md": case_result.to_markdown(),

@@ -40,7 +40,7 @@ def verdict_from(is_passed: bool, *, is_active: bool = True) -> Verdict:
 
 
 def format_distinct(value: float, limit: float, digits: int) -> tuple[str, str]:
-    """Both as text, with as many more `digits` behind the point as it takes to see which is larger."""
+    """Both as text, with as many more `digits` after the decimal point as it takes to see which is larger."""
     formatted = ("", "")
     for number in range(digits, 16):
         formatted = f"{value:,.{number}f}", f"{limit:,.{number}f}"
@@ -68,7 +68,7 @@ def summarize_verdicts(gates: Iterable[GateResult]) -> str:
 
 
 def format_gate_table(gates: Iterable[GateResult], width: int) -> list[str]:
-    """A table of gates in `width` columns; what a gate means is folded behind it."""
+    """A table of gates in `width` columns; what a gate means is folded below it."""
     rows = [(gate.verdict.upper(), gate.name, gate.value, gate.limit, gate.why) for gate in gates]
     widths = [max([len(row[i]) for row in rows], default=0) for i in range(4)]
     lines = []

@@ -263,7 +263,7 @@ def generate_tokens(
 
 
 def find_end_tokens(files: ModelFiles) -> frozenset[int]:
-    """Return the tokens that end a text, by the settings beside a model; empty where none are set."""
+    """Return the tokens that end a text, by the settings next to a model; empty where none are set."""
     setting = files.config.get("eos_token_id", get_section(files.genai, "model").get("eos_token_id"))
     values = setting if isinstance(setting, list) else [setting]
     return frozenset(value for value in values if isinstance(value, int) and not isinstance(value, bool))
@@ -367,7 +367,7 @@ def generate(
     Parameters
     ----------
     model
-        An ONNX decoder: file or folder, its ``tokenizer.json`` beside it.
+        An ONNX decoder: file or folder, its ``tokenizer.json`` next to it.
     prompt
         At least one token, the one that begins every text included.
     policy

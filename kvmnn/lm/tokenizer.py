@@ -160,7 +160,7 @@ class Tokenizer:
         if not model_path.exists():
             raise SourceError(f"{model_path}: does not exist")
         raise SourceError(
-            f"{model_path}: no {_TOKENIZER_FILE} beside the model or one folder up; save the model's tokenizer there "
+            f"{model_path}: no {_TOKENIZER_FILE} next to the model or one folder up; save the model's tokenizer there "
             "(AutoTokenizer.save_pretrained) or name it with --tokenizer"
         )
 

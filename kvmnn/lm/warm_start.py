@@ -258,7 +258,7 @@ class InitialCache:
             raise OptionError(
                 f"{document.name}: {'--max-tokens takes' if is_limited else 'has'} {pluralize(len(ids), 'token')}, "
                 f"{self.name} stands for {self.tokens_seen:,}: expected at least {self.tokens_seen + 2:,}, as the "
-                "first token behind a cache is not scored"
+                "first token after a cache is not scored"
             )
         scored_ids = ids[self.tokens_seen + 1 :]
         return replace(
@@ -506,7 +506,7 @@ def _check_positions(location: str, stored_tokens: StoredTokensInfo, num_seen: i
     if not model.has_positions and not stored_tokens.is_whole_text:
         raise OptionError(
             f"{location}: lacks tokens of its text ({stored_tokens}), and {model.label} takes no positions, so that "
-            "those behind would be shifted: expected a whole cache, or a model that is exported with position_ids"
+            "those after would be shifted: expected a whole cache, or a model that is exported with position_ids"
         )
 
 

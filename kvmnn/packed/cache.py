@@ -387,7 +387,7 @@ class PackedCache:
         self._require_int8_sums(rows[0].shape[1])
         if self._past_length + rows[0].shape[1] > self._capacity:
             raise KvmnnError(
-                f"no room for {rows[0].shape[1]} tokens behind {self._past_length}: capacity {self._capacity}"
+                f"no room for {rows[0].shape[1]} tokens after {self._past_length}: capacity {self._capacity}"
             )
         self._push(rows)
 
@@ -459,7 +459,7 @@ class PackedCache:
         if outcome.past_length + num_pushed > capacity:
             raise KvmnnError(
                 f"remove is {remove} with {self._past_length} tokens and {num_pushed} to come: the engine would make "
-                f"room for {capacity} and write {num_pushed} behind {outcome.past_length}"
+                f"room for {capacity} and write {num_pushed} after {outcome.past_length}"
             )
         if capacity > self._capacity:
             self._grow(capacity)

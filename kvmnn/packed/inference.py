@@ -379,7 +379,7 @@ class _HeadSampler:
         self._capacity = capacity
         self._head_dim = layout.head_dim
         padded_layout = replace(layout, head_dim=_round_up(layout.head_dim, layout.pack_numbers(part)[part == "value"]))
-        self._accessor = HeadRowAccessor(padded_layout, part, capacity)  # rows with the padding behind their dimensions
+        self._accessor = HeadRowAccessor(padded_layout, part, capacity)  # rows with the padding after their dimensions
         self._row_bytes = get_row_bytes(padded_layout, part)
         self._head_bytes = get_head_bytes(padded_layout, part, capacity)
         self._dtype = layout.dtype
@@ -399,7 +399,7 @@ class _HeadSampler:
         return [self._find_last_row(head) for head in self._head_indices]
 
     def _find_last_row(self, head: int) -> int:
-        step = 2 * _MAX_LAST_ROWS  # most files end soon behind their last token
+        step = 2 * _MAX_LAST_ROWS  # most files end soon after their last token
         end = self._capacity
         while end:
             begin = max(0, end - step)

@@ -96,9 +96,9 @@ class Streaming(BudgetedPolicy):
         validate_count(f"{self.name}: sink", self.sink)
         validate_count(f"{self.name}: buffer", self.buffer)
         if self.budget is not None and self.budget <= self.sink:
-            raise KvmnnError(f"{self.name}: a budget of {self.budget} tokens leaves no window behind {self.sink} sinks")
+            raise KvmnnError(f"{self.name}: a budget of {self.budget} tokens leaves no window after {self.sink} sinks")
         if self.keep_ratio == 0:
-            raise KvmnnError(f"{self.name}: a keep_ratio of 0 leaves no window behind {pluralize(self.sink, 'sink')}")
+            raise KvmnnError(f"{self.name}: a keep_ratio of 0 leaves no window after {pluralize(self.sink, 'sink')}")
 
     def select_tokens(self, state: PolicyInput) -> Indices | None:
         size = self.resolve_budget(state.tokens)
@@ -107,7 +107,7 @@ class Streaming(BudgetedPolicy):
         if size <= self.sink:
             raise OptionError(
                 f"{self.name}: a keep_ratio of {self.keep_ratio:g} is {size} of {pluralize(state.tokens, 'token')} and "
-                f"leaves no window behind {pluralize(self.sink, 'sink')}: expected a larger share, a budget, or fewer "
+                f"leaves no window after {pluralize(self.sink, 'sink')}: expected a larger share, a budget, or fewer "
                 f"sinks"
             )
         return concat_sink_recent(state.tokens, self.sink, size - self.sink)

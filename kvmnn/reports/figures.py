@@ -392,7 +392,7 @@ _MAX_PANELS = 4
 _BAR_LABEL_SIZE = 7.5
 """Points of the letters at the ends of bars."""
 _BAR_LABEL_GAP_INCHES = 8 / 72
-"""Inches between a bar and the edge of its panel that are left beside the letters."""
+"""Inches between a bar and the edge of its panel that are left next to the letters."""
 _MAX_LAYOUT_ROUNDS = 30
 _LINEAR_PERCENT = 10
 """Per cent of change up to which an axis is linear where it is not linear as a whole."""
@@ -470,7 +470,7 @@ def _draw_comparison(
 
 
 def _has_outlier(changes: Sequence[float]) -> bool:
-    """Whether one change is so large that the others could not be seen beside it."""
+    """Whether one change is so large that the others could not be seen next to it."""
     sizes = sorted(100 * abs(change) for change in changes)
     return sizes[-1] > max(8 * sizes[len(sizes) // 2], 30)
 
@@ -603,8 +603,8 @@ def improvement_summary(results: EvaluationResultsProtocol) -> Figure:
 def find_improvements(rows: Sequence[ResultRow]) -> list[ImprovementStep]:
     """All pairs of rows that differ in one improvement.
 
-    The paper's code that cuts from ``n + 1`` tokens on has the project's threshold of ``n``: beside the project's row
-    it shows the order alone, and beside the paper's from ``n`` on the threshold alone.
+    The paper's code that cuts from ``n + 1`` tokens on has the project's threshold of ``n``: next to the project's row
+    it shows the order alone, and next to the paper's from ``n`` on the threshold alone.
     """
     policy_rows = select_policy_rows(rows)
     steps = []

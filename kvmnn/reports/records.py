@@ -249,7 +249,7 @@ class ResultRow(Record):
     positions: Literal["true", "stored"] = "true"
     #: ``"LOSSLESS"`` where nothing was evicted, else ``"LOSSY"``.
     kind: str | None = None
-    #: See `QualityStats`; `deep` is over the tokens behind ``settings.deep_from``.
+    #: See `QualityStats`; `deep` is over the tokens after ``settings.deep_from``.
     tokens: int | None = None
     nll: float | None = None
     perplexity: float | None = None

@@ -30,7 +30,7 @@ from .records import (
 from .series import RowSeries, group_into_series, is_number, select_policy_rows
 
 CellFormatter = Callable[[ResultRow, ResultRow | None], str | None]
-"""The text of a row beside that of the full cache; None where nothing was measured."""
+"""The text of a row next to that of the full cache; None where nothing was measured."""
 
 ABSENT_TEXT = "-"
 NO_EVICTION_MARK = "*"
@@ -770,7 +770,7 @@ def _join_parts(*parts: str | None) -> str:
 
 
 _MAX_LATEX_COLUMNS = 9
-"""Columns of a table beside its first one: more are wider than a page, and are in further tables."""
+"""Columns of a table next to its first one: more are wider than a page, and are in further tables."""
 
 _LATEX_ESCAPES = {
     "\\": r"\textbackslash{}",

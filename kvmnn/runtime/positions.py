@@ -56,7 +56,7 @@ class PositionRuns:
 
     @property
     def end(self) -> int:
-        """The position behind the last token."""
+        """The position after the last token."""
         return sum(self._runs[-1]) if self._runs else 0
 
     def to_array(self) -> Positions:

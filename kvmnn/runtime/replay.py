@@ -139,7 +139,7 @@ def replay_trace(
 ) -> ReplayResult:
     """Append a history to a runtime, the first tokens at once and the others one by one.
 
-    What threads still encode behind the last token is waited for, so that the figures have all that was handed to them.
+    What threads still encode after the last token is waited for, so that the figures have all that was handed to them.
 
     Parameters
     ----------

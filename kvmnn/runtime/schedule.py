@@ -25,7 +25,7 @@ class BlockRange:
 
     @property
     def end(self) -> int:
-        """The token behind the last one."""
+        """The token after the last one."""
         return self.start + self.count
 
 

@@ -176,7 +176,7 @@ def read_exported(path: str | os.PathLike[str], threads: int | None = None) -> t
         tables_by_name[name] = file.view(begin_byte, nbytes).tobytes()
         begin_byte += nbytes
     if begin_byte != file.size:
-        raise SourceError(f"{file.label}: has {file.size - begin_byte:,} bytes behind its units")
+        raise SourceError(f"{file.label}: has {file.size - begin_byte:,} bytes after its units")
     try:
         layers = decode_slices(namespace, slices, threads, tables=TableSetCache(tables_by_name.get, tuple))
     except DamagedSliceError as error:

@@ -295,7 +295,7 @@ def validate_layers(layers: Sequence[LayerCache], tokens: int, windows: Sequence
     for cache in windows:
         if cache.tokens_seen != tokens:
             raise KvmnnError(
-                f"layer {cache.layer} has a window that ends behind {cache.tokens_seen:,} tokens, there are {tokens:,} "
+                f"layer {cache.layer} has a window that ends after {cache.tokens_seen:,} tokens, there are {tokens:,} "
                 "token ids"
             )
     expected_positions = np.arange(tokens)

@@ -215,7 +215,7 @@ class StoreVerifyResult(Record):
             noun = "more unit" if self.units else "unit"
             lines += [f"{pluralize(len(self.damaged), noun)} damaged{lost_text}:", *self.damaged]
         if self.beside:
-            lines += [f"{pluralize(len(self.beside), 'file')} beside the index damaged:", *self.beside]
+            lines += [f"{pluralize(len(self.beside), 'file')} next to the index damaged:", *self.beside]
         return "\n".join(lines)
 
 

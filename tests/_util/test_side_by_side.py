@@ -1,4 +1,4 @@
-"""Two texts beside each other: where lines break, what is marked, what never reaches the terminal."""
+"""Two texts side by side: where lines break, what is marked, what never reaches the terminal."""
 
 from __future__ import annotations
 

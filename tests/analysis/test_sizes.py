@@ -94,7 +94,7 @@ def test_predictors_refuse_what_is_no_lane():
 def test_a_meter_gives_the_size_of_plain_python(shape, seed, spread, names, block, level, shuffled, step):
     tokens, heads, dims = shape
     meter = _stream_meter.StreamMeter()
-    for lane in (0, 1):  # the second time with what the first left behind
+    for lane in (0, 1):  # the second time with what the first left over
         data = lane_of((*shape, 2), seed + lane, spread)
         meter.configure(lane, heads, dims, block, [PREDICTOR_NAMES.index(n) for n in names], level, shuffled, True)
         meter.start(tokens)

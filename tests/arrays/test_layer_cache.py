@@ -47,8 +47,8 @@ def test_layer_cache_positions_may_differ_by_head() -> None:
     ],
 )
 def test_layer_cache_impossible_positions_are_refused(wrong: dict[str, Any]) -> None:
-    """Each rule by itself: not below 0, ends behind their positions, nothing behind the tokens seen."""
-    with pytest.raises(KvmnnError, match="positions must not be below 0, ends must lie behind them"):
+    """Each rule by itself: not below 0, ends after their positions, nothing after the tokens seen."""
+    with pytest.raises(KvmnnError, match="positions must not be below 0, ends must lie after them"):
         cache(**wrong)
 
 

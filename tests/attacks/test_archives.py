@@ -57,8 +57,8 @@ LIES: dict[str, tuple[bytes, str]] = {
     "another disk": (archive(Entry(b"k.npy", DATA, central={"disk": 1})), "several parts"),
     "two disks": (archive(Entry(b"k.npy", DATA), end={"disk": 1}), "several parts"),
     "half of it here": (archive(Entry(b"k.npy", DATA), end={"here": 0}), "several parts"),
-    "bytes behind it": (archive(Entry(b"k.npy", DATA), behind=b"more"), "4 bytes lie behind the end"),
-    "a second archive behind it": (archive(Entry(b"k.npy", DATA)) + archive(Entry(b"v.npy", DATA)), "must end at"),
+    "bytes after it": (archive(Entry(b"k.npy", DATA), behind=b"more"), "4 bytes lie after the end"),
+    "a second archive after it": (archive(Entry(b"k.npy", DATA)) + archive(Entry(b"v.npy", DATA)), "must end at"),
     "bytes before it": (b"#!" + archive(Entry(b"k.npy", DATA)), "must end at"),
     "a gap before the end": (archive(Entry(b"k.npy", DATA), end={"bytes": 10}), "must end at"),
     "fewer members than entries": (

@@ -54,7 +54,7 @@ def attacks(canary: str) -> dict[str, bytes]:
         "eval": pickle.dumps(Evil(eval, code), 3),
         "getattr": pickle.dumps(Evil(getattr, pickle.Unpickler, "load"), 2),
         "nested": pickle.dumps({"model_state_dict": {"compressor": Evil(os.system, command)}}, 2),
-        "beside the weights": pickle.dumps({"loss": Evil(subprocess.call, ["touch", canary])}, 2),
+        "next to the weights": pickle.dumps({"loss": Evil(subprocess.call, ["touch", canary])}, 2),
         "inst": b"(S'" + command.encode() + b"'\nios\nsystem\n.",
         "obj": b"\x80\x02(" + system + text + b"o.",
         "newobj": b"\x80\x02" + system + text + b"\x85\x81.",

@@ -197,7 +197,7 @@ def test_a_full_disk(verb: str, server: Server, inputs: dict[str, bytes], tmp_pa
 
 
 def check_refused(answer: dict[str, object], place: Place) -> None:
-    """One line of error, behind a warning of a store that can still be read, and everything as it was."""
+    """One line of error, after a warning of a store that can still be read, and everything as it was."""
     *warnings, error = str(answer["errors"]).splitlines()
     assert answer["code"] == 1, answer
     assert error.startswith("kvmnn: error: "), answer

@@ -1,7 +1,7 @@
 """An index of a store that is damaged or forged: kvmnn's own errors, no other rows, no memory beyond the file.
 
 SQLite keeps any type in any column. Every column gets values of every type, single bits flip anywhere in the file, and
-each operation meets the result first, as the one before would have made the index anew.
+each operation meets the result first, as the one before would have made the index again.
 """
 
 from __future__ import annotations
@@ -161,5 +161,5 @@ def test_an_index_that_was_damaged_is_made_anew_by_the_same_call(store: Path, tm
     forge(folder / "index.sqlite", "unit", "skip", None)
     with PrefixStore(folder) as opened:
         assert same(opened.get(TEXTS[1], model=MODEL).layers, TEXTS[1], 10)
-        assert "made anew" in opened.notes[0]
+        assert "made again" in opened.notes[0]
         assert opened.sessions() == ["chat"]

@@ -132,11 +132,11 @@ class Reader:
         assert self.names() == inside, "the input's folder was changed"
         left = [path.name for path in out.parent.iterdir() if code != 0 and path.name.startswith(out.name)]
         left += [path.name for path in out.parent.iterdir() if path.name.startswith(".") or ".tmp" in path.name]
-        assert not left, f"left behind: {left}"
+        assert not left, f"left over: {left}"
         return code, errors
 
     def names(self) -> set[Path]:
-        """Files of the input, but for the graphs that kvmnn.lm keeps beside a model."""
+        """Files of the input, but for the graphs that kvmnn.lm keeps next to a model."""
         return set(self.inside.rglob("*")) - set(self.inside.glob("*.kvmnn-*.onnx"))
 
     def commands(self, name: str) -> list[str]:

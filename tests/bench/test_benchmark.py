@@ -130,7 +130,7 @@ def test_bench_damaged_array_is_refused(tmp_path, capsys):
 
 
 def test_bench_max_on_sample_also_measures_exact_on_it(tmp_path, capsys, monkeypatch):
-    """So that no ratio stands beside one of other bytes."""
+    """So that no ratio stands next to one of other bytes."""
     monkeypatch.setattr(benchmark, "MAX_EFFORT_SAMPLE_BYTES", 1024)
     monkeypatch.setattr(codecs, "find_installed_codecs", lambda dtype, threads: ([], []))
     np.save(tmp_path / "k.npy", KEYS)

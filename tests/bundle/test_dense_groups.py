@@ -128,7 +128,7 @@ def test_large_ones_are_together_up_to_a_bound():
 def test_what_is_of_other_tokens_is_not_together():
     assert sizes([*both(range(2)), *both(range(2, 4), tokens=65)]) == [2, 2, 2, 2]
     assert sizes([*both(range(2)), None, *both(range(2, 4))]) == [2, 2, 2, 2]
-    assert sizes([*both(range(2)), *both(range(2))]) == [2, 2, 2, 2]  # another text: its layers begin anew
+    assert sizes([*both(range(2)), *both(range(2))]) == [2, 2, 2, 2]  # another text: its layers begin again
     one, other = np.arange(64), np.arange(64) + 1
     ids = [*both(range(2), token_ids=one), *both(range(2, 4), token_ids=other)]
     assert sizes(ids) == [2, 2, 2, 2]

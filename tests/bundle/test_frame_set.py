@@ -1,4 +1,4 @@
-"""Frames opened: with a manifest beside them or above them, or alone."""
+"""Frames opened: with a manifest next to them or above them, or alone."""
 
 from __future__ import annotations
 
@@ -101,5 +101,5 @@ def test_bytes_behind_the_last_frame_are_refused(tmp_path, monkeypatch, run):
     (path,) = [path for path in (tmp_path / "kv").iterdir() if path.name.startswith("a")]
     path.write_bytes(path.read_bytes() + b"more")
     for argv in (["verify", "kv/"], ["decode", "kv/", "-o", "x.npz"], ["verify", "kv/", "--against", "kv.npz"]):
-        assert f"{path.name}: 4 bytes behind the last frame that the manifest lists" in run(*argv, code=1).err
+        assert f"{path.name}: 4 bytes after the last frame that the manifest lists" in run(*argv, code=1).err
     assert not (tmp_path / "x.npz").exists()

@@ -56,7 +56,7 @@ def test_files_that_say_where_tokens_stood(cut, run, name):
     layout = ("--name", "p", "--backend", "x86-avx2") if name == "x/" else ()  # arrays alone know no layout
     said = run("mnn", "pack", name, *layout, "-o", "r/").err
     assert said == (
-        "kvmnn: note: true positions are as positions.json beside the arrays has them\n" if name == "x/" else ""
+        "kvmnn: note: true positions are as positions.json next to the arrays has them\n" if name == "x/" else ""
     )
     assert cut in run("inspect", "r/").out
 

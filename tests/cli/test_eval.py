@@ -220,7 +220,7 @@ def test_what_the_model_refuses_is_named_and_the_rest_is_there(capsys):
         (["--preset", "streaming-h2o", "--skip-layers", "0"], "--skip-layers has no effect here"),
         (["--policy", "nothing"], "unknown policy 'nothing'"),
         (["--policy", "streaming:sink"], "is not option=value"),
-        (["--policy", "streaming", "--budget", "4"], "leaves no window behind 4 sinks"),
+        (["--policy", "streaming", "--budget", "4"], "leaves no window after 4 sinks"),
         (["--policy", "knorm"], "expected a budget (tokens) or a keep_ratio"),
         (["--policy", "h2o_heads", "--budget", "64"], "less than the 512 recent ones"),
         (["--preset", "nothing"], "unknown preset 'nothing'"),

@@ -258,12 +258,12 @@ def test_a_terminal_gets_lines_of_text(here, capsys, monkeypatch, verb):
 
 
 def test_a_line_has_what_changes_the_meaning_of_its_sizes(tmp_path):
-    """Room behind the tokens, frames larger than the file, numbers that blocks stand for; JSON has it, too."""
+    """Room after the tokens, frames larger than the file, numbers that blocks stand for; JSON has it, too."""
     mlx, llama, frames = (str(tmp_path / name) for name in ("c.safetensors", "q.session", "c.frames"))
     Path(mlx).write_bytes(mlx_files.cache(Random(3), mlx_files.Shape(dims=32, value_dims=32))[0])
     shape = llama_files.Shape(k_type="q8_0", v_type="q8_0")
     Path(llama).write_bytes(llama_files.state(Random(3), shape, [12])[0])
-    room, less, made = "bytes are room behind the valid tokens", ", which is less", "words dequantised from q8_0"
+    room, less, made = "bytes are room after the valid tokens", ", which is less", "words dequantised from q8_0"
     for verb, task, notes in (
         ("encode", Task(mlx, str(tmp_path / "c"), (".frames",)), [room, less]),
         ("encode", Task(llama, str(tmp_path / "q"), (".frames",)), [less]),

@@ -1,4 +1,4 @@
-"""Where things go without -o: beside the input, under its name, and never over what is there."""
+"""Where things go without -o: next to the input, under its name, and never over what is there."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def test_a_cache_becomes_a_dump(prefix, run):
     assert list(meta)[12:] == ["flash_attention", "stage", "run_id", "k_file", "v_file"]
     run("mnn", "unpack", "d", "--output-kind", "dump", "--run-id", "r1", "-o", "e/")
     assert Path("e/r1/layer_0/k_t0_70.bin").read_bytes() == Path("d/r1/layer_0/k_t0_70.bin").read_bytes()
-    run("mnn", "unpack", *prefix.argv, "--output-kind", "packed-dump", "-o", "d/")  # beside the other one
+    run("mnn", "unpack", *prefix.argv, "--output-kind", "packed-dump", "-o", "d/")  # next to the other one
     assert "equal: 3,360 words" in run("diff", "d", *prefix.argv, "--part", "packed-variant").out
     assert Path("d/kvmnn/layer_0/packed_k_packed_t0_70.bin").stat().st_size == 2 * 72 * 6 * 4
     assert (
@@ -145,7 +145,7 @@ def test_encode_and_decode(prefix, run, model):
     assert said.err == ""
     assert layer_files("q") == layer_files("p")
     assert "made from 70 token ids" in run("inspect", "q").out
-    run("encode", "q", "-o", "c/")  # the document beside the files says all there is to say
+    run("encode", "q", "-o", "c/")  # the document next to the files says all there is to say
     assert Path("c/layer_1.key.frame").read_bytes() == Path("b/layer_1.key.frame").read_bytes()
     run("decode", "b", "-o", "arrays/", "--arrays")
     np.testing.assert_array_equal(np.load("arrays/layer_0.value.npy"), prefix.arrays[1])
@@ -199,7 +199,7 @@ def test_a_document_that_is_stale_or_contradicted(prefix, run):
     assert "hP 4, flash block 64, which is not what was asked for" in said
     with open("q/sys_1.k", "ab") as file:
         file.write(bytes(192))
-    assert "does not describe the files beside it any more" in run("mnn", "unpack", "q", "-o", "x.npz", code=1).err
+    assert "does not describe the files next to it any more" in run("mnn", "unpack", "q", "-o", "x.npz", code=1).err
     Path("q/sys.kvmnn.json").write_text('{"schema": "kvmnn-cache", "schema_version": 2}')
     assert "schema_version: found 2" in run("mnn", "unpack", "q", "-o", "x.npz", code=1).err
 

@@ -174,4 +174,4 @@ def test_small_share_of_short_cache_keeps_one_token_or_is_refused(here, run, tok
         assert json.loads(run("plan", "short.npz", "--policy", asked, "--json").out)["layers"][0]["tokens_after"] == 1
     if tokens > 1:
         said = run("plan", "short.npz", "--policy", "streaming:keep_ratio=0.05", code=2).err
-        assert f"a keep_ratio of 0.05 is 1 of {tokens} tokens and leaves no window behind 4 sinks" in said
+        assert f"a keep_ratio of 0.05 is 1 of {tokens} tokens and leaves no window after 4 sinks" in said

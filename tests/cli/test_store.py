@@ -148,7 +148,7 @@ def test_fewer_ids_than_a_prefix_cache_has_rows_are_refused(here: Path, run) -> 
         document.unlink()  # as an engine writes it
     put = ["store", "put", "T", "sys/", "--fingerprint", "m", *layout, "--kv-heads", "2", "--head-dim", "4"]
     error = run(*put, "--token-ids", "100,101,102", code=1).err
-    assert "sys/: 3 token ids, but in 2 of 2 layers rows behind the 3 tokens are not zero, up to row 50" in error
+    assert "sys/: 3 token ids, but in 2 of 2 layers rows after the 3 tokens are not zero, up to row 50" in error
     assert "say --valid-tokens 3 as well if only these tokens are meant" in error and not Path("T").exists()
     found = run(*put, "--token-ids", "100,101,102", "--valid-tokens", "3")
     assert (
@@ -376,12 +376,12 @@ def test_a_lost_index_is_made_anew_and_said(here: Path, run) -> None:
     assert "is damaged (index.sqlite is gone); open the store for writing (kvmnn store verify)" in error
     found = run("store", "gc", "S")
     assert (
-        "kvmnn: warning: S: the index was lost or damaged (index.sqlite is gone): made anew, with 1 unit" in found.err
+        "kvmnn: warning: S: the index was lost or damaged (index.sqlite is gone): made again, with 1 unit" in found.err
     )
     assert run("store", "match", "S", "--token-ids", "long.json").out == "50\n"
     Path("S/index-1.sqlite").write_bytes(b"noise")
     error = run("store", "match", "S", "--token-ids", "long.json", code=1).err
-    assert "open the store for writing (kvmnn store verify), and it is made anew" in error
+    assert "open the store for writing (kvmnn store verify), and it is made again" in error
 
 
 def test_the_document_has_every_note(here: Path, run) -> None:
@@ -394,13 +394,13 @@ def test_the_document_has_every_note(here: Path, run) -> None:
             path.unlink()
         found = run(*argv, *quiet, "--json")
         (note,) = json.loads(found.out)["notes"]
-        assert "made anew, with 1 unit" in note and (note in found.err) == (not quiet)
+        assert "made again, with 1 unit" in note and (note in found.err) == (not quiet)
     for path in Path("S").glob("index*"):
         path.unlink()
     (unit,) = Path("S/units").glob("*/*.unit")
     unit.write_bytes(unit.read_bytes()[:-1] + b"?")
     notes = json.loads(run(*get, "--json", code=1).out)["notes"]
-    assert len(notes) == 2 and "damaged, was removed" in notes[0] + notes[1] and "made anew" in notes[0] + notes[1]
+    assert len(notes) == 2 and "damaged, was removed" in notes[0] + notes[1] and "made again" in notes[0] + notes[1]
 
 
 @pytest.mark.parametrize("positions", [[*range(20, 50)], [[*range(30)], [*range(29), 49]]], ids=["window", "heads"])

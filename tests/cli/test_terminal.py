@@ -178,7 +178,7 @@ def test_texts_of_a_store(tmp_path, capfd) -> None:
         unit.write_bytes(unit.read_bytes()[:-1])
     assert said(capfd, ["store", "verify", store])[0] == 1
     for document in ({"model": NAME, "dtype": "fp16", "layers": [[0, 2, 8]]}, {NAME: NAME}, NAME):
-        (index,) = Path(f"{store}2").glob("index*.sqlite")  # one that is made anew has another name
+        (index,) = Path(f"{store}2").glob("index*.sqlite")  # one that is made again has another name
         with sqlite3.connect(index) as connection:
             connection.execute("UPDATE space SET document = ?", (json.dumps(document),))
         connection.close()

@@ -185,7 +185,7 @@ def test_values_of_another_head_size_than_keys(here: Path, run) -> None:
 
 @pytest.mark.parametrize("codec", ["dense", "mnn"])
 def test_a_store_takes_values_of_another_head_size(here: Path, run, codec: str) -> None:
-    """Grown by another put, cut, through export and import, and beside layers where both have one size."""
+    """Grown by another put, cut, through export and import, and next to layers where both have one size."""
     rng = np.random.default_rng(4)
     dims = {(0, "key"): 96, (0, "value"): 64, (1, "key"): 32, (1, "value"): 32, (2, "key"): 8, (2, "value"): 24}
     words = {

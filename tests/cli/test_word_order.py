@@ -1,4 +1,4 @@
-"""Options may stand anywhere behind the verb; what is misspelt is said before what is missing."""
+"""Options may stand anywhere after the verb; what is misspelt is said before what is missing."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_numbers_and_single_dashes_are_values() -> None:
 
 
 def test_every_verb_takes_its_options_before_its_arguments() -> None:
-    """Of each verb each option, once before and once behind: what argparse makes of the words is the same."""
+    """Of each verb each option, once before and once after: what argparse makes of the words is the same."""
     verbs = list_command_parsers(build_parser())
     for verb in COMMANDS:
         parser = verbs[verb]

@@ -1,4 +1,4 @@
-"""Conversion: the reference's rules in their order, the extensions behind them, rounding, and what is left behind."""
+"""Conversion: the reference's rules in their order, the extensions after them, rounding, and what is left over."""
 
 from __future__ import annotations
 

@@ -229,7 +229,7 @@ def test_a_layer_cache_fills_in_what_is_not_said():
         ({"positions": np.zeros((3, 5), int)}, "do not fit"),
         ({"ends": np.arange(1, 5)}, "do not fit"),
         ({"positions": np.arange(5) - 1}, "must not be below 0"),
-        ({"ends": np.arange(5)}, "ends must lie behind them"),
+        ({"ends": np.arange(5)}, "ends must lie after them"),
         ({"tokens_seen": 4}, "within the 4 tokens seen"),
         ({"positions": np.arange(5.0)}, "positions are float64: expected integers"),
         ({"keys": np.zeros((2, 5), np.float32)}, r"layer 0: keys have shape \[2, 5\]: expected 3 axes"),

@@ -291,7 +291,7 @@ def test_trailing_bytes_may_be_allowed(pair: tuple[Path, Path], capsys: pytest.C
     assert err.endswith("4 more bytes follow: expected the end of the file (trailing_bytes)\n")
     code, out, err = run(capsys, "compressor", "verify", longer, "--against", source, "--allow-trailing")
     size = weights.stat().st_size
-    assert (code, "EXACT" in out, "rounded to fp16; 4 bytes behind them not)" in out) == (0, True, True)
+    assert (code, "EXACT" in out, "rounded to fp16; 4 bytes after them not)" in out) == (0, True, True)
     assert (
         err
         == f"kvmnn: warning: offset {size}: 4 bytes follow the last block, which loaders pass over (trailing_bytes)\n"

@@ -143,7 +143,7 @@ def test_decode_above_max_bytes_is_refused() -> None:
         (7, 4, "flags 4"),
         (8, 0, "0 heads"),
         (12, 0, "0 tokens"),
-        (16, 0, "bytes behind its header: expected"),
+        (16, 0, "bytes after its header: expected"),
     ],
 )
 def test_decode_error_names_the_header_field(at: int, value: int, message: str) -> None:

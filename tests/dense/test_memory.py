@@ -1,4 +1,4 @@
-"""What encoding and decoding take beside the array, by resident memory of a process of their own."""
+"""What encoding and decoding take next to the array, by resident memory of a process of their own."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ STREAMS = streams()
 
 
 def placed(stream: bytes, like: Words, given: dict[str, Any], **said: Any) -> tuple[bool, Words]:
-    """Whether the stream is decoded behind its history, and all rows: some lie behind it."""
+    """Whether the stream is decoded after its history, and all rows: some lie after it."""
     history = given.get("history", like[:, :0])
     before = history.shape[1]
     rows = np.zeros((before + like.shape[1] + AFTER, like.shape[0], like.shape[2]), like.dtype).transpose(1, 0, 2)

@@ -1,4 +1,4 @@
-"""The time of attention: of the steps that are timed, found in the graph that runs, and nothing left behind."""
+"""The time of attention: of the steps that are timed, found in the graph that runs, and nothing left over."""
 
 from __future__ import annotations
 

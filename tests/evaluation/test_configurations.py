@@ -84,7 +84,7 @@ def test_a_random_policy_draws_from_its_seed():
         ("streaming:sink=3,sink=4", "says sink twice"),
         ("streaming:sink=x", "streaming: sink is 'x': expected a whole number"),
         ("streaming:sink=-1", "streaming: sink is '-1': expected a whole number"),
-        ("streaming:sink=64", "leaves no window behind 64 sinks"),
+        ("streaming:sink=64", "leaves no window after 64 sinks"),
         ("l2_fixed:recent_ratio=much", "recent_ratio is 'much': expected a number"),
         ("l2_fixed:strategy=best", "strategy is 'best'"),
         ("l2_fixed:skip_layers=a", "'a': expected whole numbers such as 0[+]1, or none"),

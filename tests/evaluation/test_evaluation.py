@@ -176,7 +176,7 @@ def test_a_row_adds_its_documents_up(documents):
 @pytest.mark.slow
 def test_the_same_text_twice_counts_once(documents, tmp_path):
     again = tmp_path / "again.txt"
-    again.write_bytes((FIXTURE / "texts" / NAMES[0]).read_bytes() + b"# and more behind what is scored\n")
+    again.write_bytes((FIXTURE / "texts" / NAMES[0]).read_bytes() + b"# and more after what is scored\n")
     paths = [FIXTURE / "texts" / NAMES[0], again, FIXTURE / "texts" / NAMES[1], again]
     settings = EvaluationSettings(tokens=30, **QUICK)
     found = evaluate(FIXTURE, paths, "streaming", 16, settings=settings, jobs=0)

@@ -1,4 +1,4 @@
-"""What readers of an evaluation are told, beside its tables."""
+"""What readers of an evaluation are told, next to its tables."""
 
 from __future__ import annotations
 

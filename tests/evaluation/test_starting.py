@@ -319,7 +319,7 @@ def test_what_is_refused(layers: list[tuple[np.ndarray, np.ndarray]], ids: list[
         assert message == (
             f"trace.py.txt: --max-tokens takes {found}, a.session stands for 40: expected at least 42, as the "
             "first token "
-            "behind a cache is not scored"
+            "after a cache is not scored"
         )
     fewer = saved_starts.npz(tmp_path / "fewer.npz", layers[:5])
     assert "has K and V of 5 layers (0 to 4), " in refusal(fewer, token_ids=ids) and "has 6" in refusal(fewer)

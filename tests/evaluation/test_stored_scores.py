@@ -145,7 +145,7 @@ def test_other_settings_and_damage_are_misses(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_logits_of_another_text_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Were two first steps to have one hash, as here, the mark behind the logits would still be of one of them."""
+    """Were two first steps to have one hash, as here, the mark after the logits would still be of one of them."""
     Tiny().save(tmp_path / "model.onnx")
     with PrefixStore(tmp_path / "s", block_tokens=4):
         pass

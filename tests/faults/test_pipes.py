@@ -95,7 +95,7 @@ def test_verb_unnamed_pipe_is_read_once(tmp_path: Path, unnamed: bytes, run: Run
 
 
 def test_open_prompt_cache_from_named_pipe_is_recognized(tmp_path: Path, run: Run) -> None:
-    """Its tensors as they lie there have room behind the tokens."""
+    """Its tensors as they lie there have room after the tokens."""
     data, expected = mlx_files.cache(Random(2), mlx_files.Shape())
     fed(tmp_path / "c.safetensors", data)
     source = kvmnn.open(tmp_path / "c.safetensors")

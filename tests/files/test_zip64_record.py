@@ -17,7 +17,7 @@ RECORD_BYTES = 56
 
 
 def zip64_archive(shift: int) -> bytes:
-    """An archive of one array, whose locator points `shift` bytes behind its zip64 record."""
+    """An archive of one array, whose locator points `shift` bytes after its zip64 record."""
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive, archive.open("k.npy", "w") as member:
         np.save(member, np.arange(24, dtype=np.float32))

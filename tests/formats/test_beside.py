@@ -1,4 +1,4 @@
-"""Files beside the arrays of a folder: bundles and stores of it keep them, and write them again byte for byte."""
+"""Files next to the arrays of a folder: bundles and stores of it keep them, and write them again byte for byte."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ CASES = {
         {"rope_theta": 5e5, "head_dim": 64, "rope_scaling": LLAMA3 | LENGTH},
         RopeConfig(theta=5e5, dims=64, scaling=LLAMA3 | LENGTH),
     ),
-    "length beside it": (
+    "length next to it": (
         {"rope_theta": 5e5, "head_dim": 64, "rope_scaling": LLAMA3, "max_position_embeddings": 8192},
         RopeConfig(theta=5e5, dims=64, scaling=LLAMA3 | LENGTH),
     ),

@@ -22,7 +22,7 @@ def npy() -> bytes:
 FILES = [
     ("model.onnx", b"\x08\x07\x12\x07pytorch", "an ONNX model (eval, generate and dump-kv take it)"),
     ("model", b"\x08\x07\x12\x07pytorch", "an ONNX model"),
-    ("x.gguf", b"GGUF\3\0\0\0", "a GGUF model (--model takes it, beside a cache of llama.cpp"),
+    ("x.gguf", b"GGUF\3\0\0\0", "a GGUF model (--model takes it, next to a cache of llama.cpp"),
     ("a.txt", "Grüße\n".encode() * 900, "text (eval, generate and dump-kv read it with --text)"),
     ("a.dat", b'{"a": 1}', "JSON"),
     ("llm.mnn", b"\x14\0\0\0", "the graph of an MNN model (--model takes its folder"),

@@ -187,7 +187,7 @@ def test_encode_fast_distant_repeats_are_found_without_sample() -> None:
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
 @pytest.mark.parametrize("used", [0.05, 0.3, 0.5, 0.8])
 def test_encode_fast_partly_empty_cache_is_compressed_like_full_one(dtype: str, used: float) -> None:
-    """Zeros behind the tokens of every head, as where room for all of a context was made at once."""
+    """Zeros after the tokens of every head, as where room for all of a context was made at once."""
     heads = cache(np.random.default_rng(3), 8_192, dtype, 0.02).reshape(4, 2_048, DIM).copy()
     heads[:, round(2_048 * used) :] = 0
     frame = check(heads.reshape(-1), dtype)
@@ -198,7 +198,7 @@ def test_encode_fast_partly_empty_cache_is_compressed_like_full_one(dtype: str, 
 
 
 def copies(n: int, seed: int, longest: int) -> npt.NDArray[np.floating]:
-    """500 words, and behind them copies of what is there by then, from anywhere and of any length."""
+    """500 words, and after them copies of what is there by then, from anywhere and of any length."""
     rng = np.random.default_rng(seed)
     values, end = np.empty(n), 500
     values[:end] = rng.standard_normal(end)
@@ -298,7 +298,7 @@ def test_encode_fast_repeats_are_within_5_percent_of_exact(words: int, seed: int
     [(10_000, 0.8, 251), (40_000, 0.8, 501), (40_000, 0.5, 63), (200_000, 0.5, 5001), (2_000_000, 0.5, 50_001)],
 )
 def test_encode_fast_unaligned_repeats_are_found(words: int, share: float, period: int, dtype: str) -> None:
-    """Behind noise, of which the search looks at fewer and fewer places."""
+    """After noise, of which the search looks at fewer and fewer places."""
     for seed in range(8 if words < 100_000 else 2):
         values = np.random.default_rng(seed).standard_normal(words)
         begin = int(words * (1 - share))

@@ -69,7 +69,7 @@ def test_lane_reader_raw_blocks_of_every_size(stride: int) -> None:
     for words in (1, 2, 3, 300, 5000):
         lanes = [rng.bytes(words) for _ in range(stride)]
         payloads = []
-        for lane in lanes:  # cut at other places in each lane, and into frames one behind the other
+        for lane in lanes:  # cut at other places in each lane, and into frames one after the other
             cuts = sorted({0, words, *rng.integers(0, words + 1, 4).tolist()})
             sizes, ends = np.diff(cuts).tolist(), int(rng.integers(1, len(cuts)))
             first = zstd_frame(lane, sizes[:ends], window=None if ends % 2 else 7 + ends << 3)

@@ -52,7 +52,7 @@ def test_simd_kernels_compile_with_clang(source: Path) -> None:
 
 
 def pool(seed: int) -> memoryview:
-    """Bytes with runs of every length, and noise behind them."""
+    """Bytes with runs of every length, and noise after them."""
     rng = np.random.default_rng(seed)
     return memoryview(runs(rng, 2500, 2) + rng.bytes(5000))
 

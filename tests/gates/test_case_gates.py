@@ -143,7 +143,7 @@ def test_work_of_which_nothing_was_encoded_is_said() -> None:
 
 
 def test_lines_have_the_figures_of_the_gates() -> None:
-    """The fork's section says what stands beside it, and no line that nothing measured."""
+    """The fork's section says what stands next to it, and no line that nothing measured."""
     slow = replace(GOOD, decode_seconds=2, counters=COUNTERS | {"h2o_lossless_queue_depth_peak": 9.0})
     pairs = [PairedRuns(workload=WORK, without=PLAIN, candidate=record) for record in (GOOD, slow)]
     limits = RUNTIME_CASES["runtime_store"]

@@ -98,7 +98,7 @@ def test_model_without_a_tokenizer_gets_synthetic_prompts_and_says_so(tmp_path: 
     assert notes[0] == f"{tmp_path}/model has no tokenizer.json (--tokenizer), so no text can be a prompt."
     assert "no tokenizer.json" in " ".join(found.out.split())
     refused = run(*words, "--text", tmp_path / "texts", "-o", tmp_path / "other", code=1)
-    assert "no tokenizer.json beside the model" in refused.err and not (tmp_path / "other").exists()
+    assert "no tokenizer.json next to the model" in refused.err and not (tmp_path / "other").exists()
 
 
 def test_texts_that_are_short_are_joined() -> None:

@@ -1,4 +1,4 @@
-"""The cases on a model: one suite on a tiny decoder, and what it leaves behind."""
+"""The cases on a model: one suite on a tiny decoder, and what it leaves after."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ SCOPES = [
 @pytest.mark.parametrize("mode", mark_most_slow(["store", "probe", "full"], 3))
 @pytest.mark.parametrize("evicting", RANGES, ids=str)
 def test_the_layers_of_the_scope_are_those_of_a_runtime_of_all_layers(mode: str, evicting: dict[str, int]) -> None:
-    """Layers out of the scope are kept beside the runtime: their buffers are the model's own, not copied."""
+    """Layers out of the scope are kept next to the runtime: their buffers are the model's own, not copied."""
     layers, kinds = 5, np.random.default_rng(3).integers(0, 9, (150, 16)).astype(np.float16)
     keys_of = {f"kv_{name}": value for name, value in evicting.items()}
     shared = {"kv_h2o_trigger_min_tokens": 16, "kv_h2o_update_interval": 1, "kv_lossless_runtime_mode": mode}

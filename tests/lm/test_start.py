@@ -92,7 +92,7 @@ def test_an_evicted_cache_goes_on_as_it_would_have_here(session: DecoderSession,
 
 
 def test_layers_that_hold_different_tokens(session: DecoderSession) -> None:
-    """As after a policy that skips layer 0, alone and under another policy behind it."""
+    """As after a policy that skips layer 0, alone and under another policy after it."""
     cut = Runner(session, create_policy("streaming_press", budget=12, skip_layers=(0,)), max_masked=0)
     cut.step(IDS[:PROMPT])
     rows = cut.cache.copy_layers()

@@ -78,7 +78,7 @@ def test_missing(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"model\.onnx: does not exist"):
         Tokenizer.open_for_model(inner / "model.onnx")
     (inner / "model.onnx").touch()
-    with pytest.raises(SourceError, match=r"model\.onnx: no tokenizer\.json beside the model or one folder up; save"):
+    with pytest.raises(SourceError, match=r"model\.onnx: no tokenizer\.json next to the model or one folder up; save"):
         Tokenizer.open_for_model(inner / "model.onnx")
 
 

@@ -234,7 +234,7 @@ def test_packed_cache_capacity_above_32_bits_is_refused() -> None:
 
 def test_packed_cache_push_beyond_capacity_is_refused() -> None:
     cache = filled(10)
-    with pytest.raises(KvmnnError, match="no room for 65 tokens behind 10"):
+    with pytest.raises(KvmnnError, match="no room for 65 tokens after 10"):
         cache.push(*plain(cache.layout, 65))
     cache.push(*plain(cache.layout, 64))
     assert (cache.past_length, cache.capacity) == (74, 74)
@@ -315,7 +315,7 @@ def test_packed_cache_upstream_stays_within_its_buffers(remove: int, reserve: li
     [(-10, 4, True), (-11, 4, False), (90, 4, True), (91, 4, False), (0, 94, True)],
 )
 def test_packed_cache_upstream_copies_up_to_buffer_edge(begin: int, size: int, fits: bool) -> None:
-    """40 tokens, the last 30 of which are the window, in room for 104: a pair may reach from 10 before to 94 behind."""
+    """40 tokens, the last 30 of which are the window, in room for 104: a pair may reach from 10 before to 94 after."""
     cache = filled(40, dialect="upstream", on_invalid="engine")
     if not fits:
         with pytest.raises(KvmnnError, match="outside its buffers"):

@@ -1,4 +1,4 @@
-"""The document beside packed files: strict about everything in it."""
+"""The document next to packed files: strict about everything in it."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def test_a_generator(folder: Path) -> None:
         generator.generate_next_token()
     source = kvmnn.open(generator)
     layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
-    assert len(source) == 2 * layers and source["layer_0.key"].shape[:3] == (1, heads, 12)  # one token behind
+    assert len(source) == 2 * layers and source["layer_0.key"].shape[:3] == (1, heads, 12)  # one token after
 
     session = onnxruntime.InferenceSession(str(folder / "model.onnx"))
     ids = np.array(generator.get_sequence(0))[:12].astype(np.int64)[None]

@@ -206,7 +206,7 @@ def test_blocks_wait_for_their_interval() -> None:
             assert cache.state.scores is not None and cache.state.scores[4] == 0.5  # the mean over heads and queries
         lengths.append(cache.state.tokens)
         grow(cache, 1)
-    # 15 tokens end in half a block, which stays beside the 8 of the budget; 12 and more are needed for the next cut
+    # 15 tokens end in half a block, which stays next to the 8 of the budget; 12 and more are needed for the next cut
     assert lengths == [12, 13, 14, 9, 10, 11, 8, 9, 10, 11, 8, 9]
     assert 4 in cache.snapshot.positions.tolist()
 

@@ -63,7 +63,7 @@ def test_what_is_kept(name: str, options: dict[str, Any], tied: bool) -> None:
 
 @matrix()
 def test_ties_go_to_the_older_token(name: str, options: dict[str, Any]) -> None:
-    """Where everything is equal, what is kept beside the protected tokens is the oldest."""
+    """Where everything is equal, what is kept next to the protected tokens is the oldest."""
     policy = make(name, options)
     if getattr(policy, "strategy", "") == "random" or name == "h2o_blocks":
         return
@@ -126,7 +126,7 @@ def test_budgets_of_zero(name: str, options: dict[str, Any]) -> None:
             make(name, base, budget=0)
         expected = []
         if name == "streaming":
-            with pytest.raises(KvmnnError, match="a keep_ratio of 0 leaves no window behind"):
+            with pytest.raises(KvmnnError, match="a keep_ratio of 0 leaves no window after"):
                 make(name, base, keep_ratio=0)
             return
     elif name != "h2o_blocks":
@@ -252,7 +252,7 @@ def test_in_a_cache(name: str, options: dict[str, Any]) -> None:
         ("l2_fixed", {"strategy": "random"}, "needs generator"),
         ("l2_fixed", {"generator": np.random.default_rng(0)}, "needs generator"),
         ("l2_fixed", {"recent_ratio": -1}, "recent_ratio is -1"),
-        ("streaming", {"sink": 512}, "a budget of 512 tokens leaves no window behind 512 sinks"),
+        ("streaming", {"sink": 512}, "a budget of 512 tokens leaves no window after 512 sinks"),
         ("streaming", {"sink": -1}, "sink is -1"),
         ("h2o_tokens", {"recent": -1}, "recent is -1"),
         ("h2o_heads", {"budget": 511}, "a budget of 511 tokens is less than the 512 recent ones"),
@@ -293,7 +293,7 @@ def test_missing_inputs(name: str) -> None:
 @matrix()
 def test_stacked_layers_are_as_each_alone(name: str, options: dict[str, Any]) -> None:
     if options.get("strategy") == "random":
-        return  # draws anew for each head
+        return  # draws again for each head
     policy = make(name, options)
     layers = [view(60, seed=seed) for seed in (1, 2, 3)]
     alone = [policy.select_or_all(fit(policy, fields), acting(policy)) for fields in layers]

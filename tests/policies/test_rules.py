@@ -224,7 +224,7 @@ def test_any_policy_with_small_share_of_eight_tokens_keeps_at_least_one(name: st
         tokens=8, keys=np.ones((2, 8, 4), np.float16), scores=np.tile(scores, (2, 1)) if policy.is_per_head else scores
     )
     if name == "streaming":
-        with pytest.raises(OptionError, match=r"keep_ratio of 0\.05 is 1 of 8 tokens and leaves no window behind 4 "):
+        with pytest.raises(OptionError, match=r"keep_ratio of 0\.05 is 1 of 8 tokens and leaves no window after 4 "):
             policy.select_or_all(view)
         return
     for moment in policy.triggers:

@@ -264,7 +264,7 @@ def test_a_long_document_is_drawn_in_bounded_size() -> None:
 
 
 def colours_of(made: Any) -> dict[str, str]:
-    """The colour of the sample beside each name right of a plot."""
+    """The colour of the sample next to each name right of a plot."""
     found = {}
     for axes in made.axes:
         height = {round(line.get_ydata()[0], 9): line for line in axes.lines if line.get_transform() == axes.transAxes}

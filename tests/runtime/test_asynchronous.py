@@ -1,4 +1,4 @@
-"""Threads work beside the calls: nothing waits for them, and what is open is bounded. Workers are held, not timed."""
+"""Threads work next to the calls: nothing waits for them, and what is open is bounded. Workers are held, not timed."""
 
 from __future__ import annotations
 

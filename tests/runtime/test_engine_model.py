@@ -1,4 +1,4 @@
-"""The engine's behaviour beside an independent model of its specification, on settings that no trace has."""
+"""The engine's behaviour next to an independent model of its specification, on settings that no trace has."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ operations = st.one_of(
 
 
 class Both:
-    """A runtime and the plain cache beside it."""
+    """A runtime and the plain cache next to it."""
 
     def __init__(self, config: RuntimeConfig, layers: int, heads: int, head_dim: int, dtype: str, seed: int) -> None:
         self.shape, self.dtype = (layers, heads, head_dim), DTYPES[dtype]

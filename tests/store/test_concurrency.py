@@ -1,4 +1,4 @@
-"""Threads, processes, forks and kills: a store is what it should be behind all of them."""
+"""Threads, processes, forks and kills: a store is what it should be after all of them."""
 
 from __future__ import annotations
 

@@ -299,7 +299,7 @@ def test_a_read_only_store_serves(tmp_path: Path) -> None:
     made(tmp_path / "s", range(8))
 
     def files() -> list[tuple[Path, int]]:
-        """All but what SQLite leaves beside its file."""
+        """All but what SQLite leaves next to its file."""
         names = (path for path in (tmp_path / "s").rglob("*.*") if path.suffix not in (".sqlite-shm", ".sqlite-wal"))
         return sorted((path, path.stat().st_mtime_ns) for path in names)
 
@@ -340,7 +340,7 @@ def test_a_full_disk_leaves_the_store_as_it_was(tmp_path: Path, monkeypatch: pyt
 
 
 def test_the_folder_for_new_units_is_kept_until_the_store_is_closed(tmp_path: Path) -> None:
-    """And made anew where somebody removes it."""
+    """And made again where somebody removes it."""
     staging = tmp_path / "s" / "staging"
     with PrefixStore(tmp_path / "s") as store:
         for ids in (range(8), range(10, 18)):

@@ -107,7 +107,7 @@ def test_each_byte_of_a_dense_unit_counts(tmp_path: Path) -> None:
 
 
 def test_rows_that_were_computed_otherwise_are_not_referred_to(tmp_path: Path) -> None:
-    """Another machine rounds otherwise: what it puts behind stored blocks does not depend on its own beginning."""
+    """Another machine rounds otherwise: what it puts after stored blocks does not depend on its own beginning."""
     ids = text(300)
     with PrefixStore(tmp_path / "s", block_tokens=16, codec="dense") as store:
         store.put(ids[:160], layers_of(ids[:160]), model=MODEL)
@@ -142,7 +142,7 @@ def test_another_process_that_is_faster(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_frames_where_streams_gain_little(tmp_path: Path) -> None:
-    """A store of dense streams has frames of what does not repeat, and behind it; short units are tried as streams."""
+    """A store of dense streams has frames of what does not repeat, and after it; short units are tried as streams."""
     rng = np.random.default_rng(3)
     noise = [LayerCache(layer=0, keys=words, values=words) for words in [rng.standard_normal((2, 400, 16), np.float32)]]
     cut = [LayerCache(layer=0, keys=each.keys[:, :300], values=each.values[:, :300]) for each in noise]
@@ -243,7 +243,7 @@ def test_short_units_share_tables(tmp_path: Path) -> None:
 
 def test_units_share_tables_unless_they_lose_by_it(tmp_path: Path) -> None:
     """Tables of a first text whose rows are all but equal fit no other: units have their own then, but the shortest; a
-    store that is opened anew finds it out by its first short text, or by a long one.
+    store that is opened again finds it out by its first short text, or by a long one.
     """
     ids, other, short = text(600), text(600, 1), text(240, 2)
     near = [LayerCache(layer=at, keys=words, values=words) for at, words in enumerate(np.ones((2, 2, 600, 16), "<f2"))]
@@ -279,7 +279,7 @@ def test_units_share_tables_unless_they_lose_by_it(tmp_path: Path) -> None:
 
 
 def test_one_unit_in_sixteen_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of texts of two units the one behind that of which tables were made, every eighth, each behind one of frames."""
+    """Of texts of two units the one after that of which tables were made, every eighth, each after one of frames."""
     tried = []
     frames_of_layer = DenseStreamEncoder.measure_layer_frames
 
@@ -419,7 +419,7 @@ def test_settings_are_made_anew_by_the_index_and_the_units(tmp_path: Path, codec
         assert path.read_bytes() == damaged, "a reader changes nothing"
         with PrefixStore(tmp_path / "s") as store:
             assert store.codec == codec and same(store.get(ids, model=MODEL).layers, layers_of(ids), 400)
-            assert "store.json: " in store.notes[0] and "is made anew by what the index" in store.notes[0]
+            assert "store.json: " in store.notes[0] and "is made again by what the index" in store.notes[0]
         assert path.read_bytes() == settings
 
 

@@ -103,7 +103,7 @@ def test_texts_that_share_blocks(model: Path, tmp_path: Path) -> None:
 
 
 def answer(model: Path, scratch: Path, ready: Path, prompt: list[int], stored: int) -> list[int]:
-    """What the engine generates behind a prompt of which it loads the first `stored` tokens."""
+    """What the engine generates after a prompt of which it loads the first `stored` tokens."""
     with Engine(model, scratch, ready) as engine:
         assert engine.call("prefix", "p") == 1, "the engine did not find the prefix"
         assert engine.call("generate", prompt[:stored], 0) == []

@@ -180,9 +180,7 @@ def test_get_says_what_goes_with_a_damaged_unit(url: str) -> None:
         damage(url, store, files_of(url, store)[0])
         (note,) = store.get(texts[0], model=MODEL).notes
         said = (
-            "(tokens 0 to 7 of a text, with 2 units behind them)"
-            if "://" not in url
-            else ", with what goes on from it:"
+            "(tokens 0 to 7 of a text, with 2 units after them)" if "://" not in url else ", with what goes on from it:"
         )
         assert said in note
         store.gc()

@@ -105,7 +105,7 @@ def test_a_redis_key_of_another_type_stops_nothing(new_url: Callable[[str], str]
             any(line.startswith(f"kvmnn:{name} is of another type") for line in named) for name in store.gc().foreign
         )
         if begin == "order:after":
-            assert found.tokens == len(OTHER)  # the order is made anew from the records
+            assert found.tokens == len(OTHER)  # the order is made again from the records
         else:
             assert left or begin == "units/"
 

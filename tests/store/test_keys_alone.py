@@ -43,7 +43,7 @@ def assert_same(found: list[LayerCache], put: list[LayerCache], tokens: int) -> 
 def test_keys_alone_are_put_and_found(tmp_path: Path, values: tuple[int, ...], options: dict[str, str]) -> None:
     layers, ids = caches(values), [*range(TOKENS)]
     with PrefixStore(tmp_path / "s", **options) as store:
-        for tokens in (20, 300, TOKENS):  # behind rows that are stored, too
+        for tokens in (20, 300, TOKENS):  # after rows that are stored, too
             put = store.put(ids[:tokens], first(layers, tokens), model=MODEL)
             assert put.stored_bytes < put.raw_bytes
         assert store.stats().raw_bytes >= sum(each.nbytes for each in layers)

@@ -246,7 +246,7 @@ def test_put_of_other_shapes_or_windows_is_refused(tmp_path: Path) -> None:
         put(store, SYSTEM)
         with pytest.raises(KvmnnError, match="under the model a hybrid model it holds"):
             store.put(CHAT, layers_of(CHAT), model=MODEL, windows=(1, 2), states=states_of(CHAT)[:-1])
-        with pytest.raises(KvmnnError, match="layer 1 has a window that ends behind 250 tokens, there are 249"):
+        with pytest.raises(KvmnnError, match="layer 1 has a window that ends after 250 tokens, there are 249"):
             layers = [*layers_of(CHAT[:-1])[:1], *layers_of(CHAT)[1:3], *layers_of(CHAT[:-1])[3:]]
             store.put(CHAT[:-1], layers, model=MODEL, windows=(1, 2))
         with pytest.raises(KvmnnError, match="layer 1 holds 8 tokens, there are 250"):

@@ -1,4 +1,4 @@
-"""An index that is lost or damaged is made anew from the units: everything is found again."""
+"""An index that is lost or damaged is made again from the units: everything is found again."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_everything_is_found_again(folder: Path, damage: str) -> None:
     with PrefixStore(folder, create=False) as store:
         check(store)
         (note,) = store.notes
-        assert "made anew, with" in note and "1 pin and 2 sessions" in note
+        assert "made again, with" in note and "1 pin and 2 sessions" in note
         put(store, range(200, 230))
         assert store.verify().damaged == ()
     assert indexes(folder) == ["index-1.sqlite"]
@@ -155,7 +155,7 @@ def test_verify_writes_the_files_beside_the_index_again(folder: Path, damage: st
     broken = beside(folder)
     with PrefixStore(folder, read_only=True) as store:
         found = store.verify()
-        assert len(found.beside) == 6 and "6 files beside the index damaged:" in str(found)
+        assert len(found.beside) == 6 and "6 files next to the index damaged:" in str(found)
         assert all("is lost or damaged: open the store for writing" in line for line in found.beside)
         assert beside(folder) == broken
     with PrefixStore(folder) as store:
@@ -216,7 +216,7 @@ def test_an_index_that_is_empty_or_anothers_is_a_lost_one(folder: Path, what: st
     with PrefixStore(folder, create=create) as store:
         (note,) = store.notes
         said = "index.sqlite is another's" if what == "another's" else "index.sqlite is empty"
-        assert f"({said}): made anew, with" in note and "1 pin and 2 sessions" in note
+        assert f"({said}): made again, with" in note and "1 pin and 2 sessions" in note
         check(store)
 
 
@@ -241,7 +241,7 @@ def test_what_is_anothers_stays_anothers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("what", ["noise", "empty", "no tables", "another's"])
 def test_a_reader_cannot_mend(folder: Path, what: str) -> None:
     replaced(folder, what)
-    with pytest.raises(SourceError, match=r"open the store for writing \(kvmnn store verify\), and it is made anew"):
+    with pytest.raises(SourceError, match=r"open the store for writing \(kvmnn store verify\), and it is made again"):
         PrefixStore(folder, read_only=True)
 
 

@@ -417,7 +417,7 @@ def test_damaged_settings_are_told_by_units(url: str, codec: str) -> None:
             values.put_many({SETTINGS_NAME: good[:-9]})
             with PrefixStore(url, read_only=read_only) as other:
                 assert (other.block_tokens, other.codec) == (7, codec)
-                assert "is made anew" in other.notes[0] and len(other.verify().anew) == 1
+                assert "is made again" in other.notes[0] and len(other.verify().anew) == 1
                 assert same(other.get(ids, model=MODEL).layers, ids, 30)
         assert values.get_many([SETTINGS_NAME]) == [good]
         store.delete(ids, model=MODEL)

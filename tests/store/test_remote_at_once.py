@@ -40,7 +40,7 @@ def test_a_pin_that_comes_while_others_evict(url: str, monkeypatch: pytest.Monke
 
 
 def test_two_first_puts_at_once_hide_nothing(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both find nothing; the second is told, and puts what is left behind the first one's."""
+    """Both find nothing; the second is told, and puts what is left after the first one's."""
     one, two = [*range(20)], [*range(10), 99, 98, 97, 96]
     with PrefixStore(url, block_tokens=4) as first, PrefixStore(url) as second:
         add, done = second._backend.add_units, []

@@ -49,7 +49,7 @@ def test_the_longest_history_that_chains_allow() -> None:
 
 @pytest.mark.parametrize("where", ["directory", "file"])
 def test_sessions_that_grow_at_once(tmp_path: Path, where: str) -> None:
-    """Units of several texts between each other, from stores that are opened anew: what is got, and verified."""
+    """Units of several texts between each other, from stores that are opened again: what is got, and verified."""
     url = str(tmp_path / "s")
     if where == "file":
         pytest.importorskip("fsspec")

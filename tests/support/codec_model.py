@@ -289,7 +289,7 @@ def encode_stream(stream: bytes, predictors: Iterable[str], zstd: bool = True) -
 def decode_stream(
     data: bytes, at: int = 0, zstd: bool = True, decompress: Decompress = zstd_decompress_by_frames
 ) -> tuple[bytes, int]:
-    """The stream at `at` and the offset behind it."""
+    """The stream at `at` and the offset after it."""
     if len(data) - at < HEADER:
         raise Reject("truncated header")
     mode, codec = data[at], data[at + 1]

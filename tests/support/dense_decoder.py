@@ -221,7 +221,7 @@ def decode_rows(payload: bytes, header: Header, history: Array | None, table_set
     check(plain >= 0, "more low parts than words")
     low_bytes = reader.take(plain if dtype == FP16 else -(-5 * plain // 8))
     tails = np.frombuffer(reader.take(2 * count if dtype == FP32 else 0), "<u2").tolist()
-    check(reader.at == len(payload), "bytes are left behind the last section")
+    check(reader.at == len(payload), "bytes are left after the last section")
 
     next_exponent, next_escape, next_tail = iter(exponents), iter(escapes), iter(tails)
     lows = Bits(low_bytes)

@@ -64,8 +64,8 @@ class Bits:
 
     def end(self) -> None:
         left = 8 * len(self.data) - self.at
-        check(left < 8, "bytes behind a bit string")
-        check(self.bits(left) == 0, "bits behind a bit string are not 0")
+        check(left < 8, "bytes after a bit string")
+        check(self.bits(left) == 0, "bits after a bit string are not 0")
 
 
 class Table(NamedTuple):

@@ -163,7 +163,7 @@ def _dense(folder: Path) -> dict[str, Sample]:
 
 
 def _prefix(folder: Path) -> Sample:
-    """A prefix cache of 5 tokens, with a document of kvmnn, a model's settings and token ids beside it."""
+    """A prefix cache of 5 tokens, with a document of kvmnn, a model's settings and token ids next to it."""
     folder.mkdir()
     layers = packed_samples.arrays(1, 1, 5, 4)
     np.savez(folder / "kv.npz", **{"layer_0.key": layers[0], "layer_0.value": layers[1]})
@@ -346,7 +346,7 @@ def _checkpoint_tensors(folder: Path) -> Sample:
 
 
 def _gate_file(folder: Path, damaged: str) -> Sample:
-    """What a run of the engine leaves behind: a log, its table, an offline evaluation, limits, what was printed."""
+    """What a run of the engine leaves after: a log, its table, an offline evaluation, limits, what was printed."""
     log = gate_logs.write_logs(folder, gate_logs.row())
     made(["gate", "parse", log, "-o", folder / "m.csv"])
     (folder / "gates.json").write_text('{"lossy_target": 2, "cases": {"a": {"async_threads": 1}}}')
@@ -375,7 +375,7 @@ def _gate_records(folder: Path) -> Sample:
 
 
 def _gate_round(folder: Path) -> Sample:
-    """Cases that were judged; `gate summary` writes beside them, so a copy is judged."""
+    """Cases that were judged; `gate summary` writes next to them, so a copy is judged."""
     log = gate_logs.write_logs(folder.with_name("gate logs"), gate_logs.row())
     made(["gate", "check", log, "-o", folder, "--limit", "runtime_mode=store"])
     names = ("runtime_store/summary.md", "runtime_store/gate.json")

@@ -48,7 +48,7 @@ class Engine:
         llama.llama_model_free(self.model)
 
     def feed(self, ids: list[int], first: int = 0, seq: int = 0) -> np.ndarray:
-        """The logits behind the last of the ids."""
+        """The logits after the last of the ids."""
         batch = llama.llama_batch_init(len(ids), 0, 1)
         batch.n_tokens = len(ids)
         for number, token in enumerate(ids):

@@ -75,7 +75,7 @@ def state(
 ) -> tuple[bytes, list[list[Cells]]]:
     """A file whose streams have so many cells each, and its caches: lists of streams.
 
-    recurrent: layers whose state lies behind the caches. outputs: their number, of logits and of embeddings, as
+    recurrent: layers whose state lies after the caches. outputs: their number, of logits and of embeddings, as
     version 9 has them. second: cells of a second cache, which is of another shape, or has cells of these positions.
     """
     newest = 10 if kind == SESSION else 3

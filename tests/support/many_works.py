@@ -57,7 +57,7 @@ class Behaving:
 
 @dataclass(frozen=True)
 class Writing:
-    """Writes its output; the first time for ``once`` it dies behind that, before anybody knows."""
+    """Writes its output; the first time for ``once`` it dies after that, before anybody knows."""
 
     log: str
 

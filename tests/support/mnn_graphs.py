@@ -1,7 +1,7 @@
 """Graphs of MNN models as FlatBuffers, written from its schema without kvmnn: what a test needs of K's rotation.
 
 Operators are objects with a type, inputs, outputs and, of constants, numbers. Tensor 0 is the positions, 1 the hidden
-state. The writer puts every table behind the one that refers to it, each with a vtable of its own.
+state. The writer puts every table after the one that refers to it, each with a vtable of its own.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _place(roots: list[tuple[int, _Part]]) -> bytes:
         place, (content, references) = waiting.pop(0)
         begin = len(data)
         data += content + bytes(-len(content) % 4)
-        shift = next((number for at, number in references if at == -1), 0)  # tables begin behind their vtable
+        shift = next((number for at, number in references if at == -1), 0)  # tables begin after their vtable
         struct.pack_into("<I", data, place, begin + shift - place)
         waiting += [(begin + at, part) for at, part in references if at != -1]
     return bytes(data)

@@ -1,7 +1,7 @@
 """Caches of other engines in shapes that are hardly ever met, drawn from a seed, and what readers must find in them.
 
 One token, one head, one layer; heads that are no whole blocks, layers that are unlike each other, batches, gaps,
-several streams and sequences, buffers with room behind the tokens.
+several streams and sequences, buffers with room after the tokens.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Odd:
 
 
 def llama(rng: Random, folder: Path) -> Odd:
-    """A state file; the model beside it where layers have different heads."""
+    """A state file; the model next to it where layers have different heads."""
     transposed, layers, dims = rng.random() < 0.4, rng.randint(1, 4), rng.choice((32, 64, 96))
     kinds, of_v = sorted(NUMBERS), PLAIN if transposed else sorted(NUMBERS)
     types = tuple((rng.choice(kinds), rng.choice(of_v)) for _ in range(layers))

@@ -1,6 +1,6 @@
 """Memory that a prefix store takes: `python store_memory.py URL [RAM_BYTES]` puts and gets texts, and prints one line.
 
-Every text has its own K and V, of which little is hard to compress, made anew for each call.
+Every text has its own K and V, of which little is hard to compress, made again for each call.
 """
 
 from __future__ import annotations

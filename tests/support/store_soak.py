@@ -79,7 +79,7 @@ def together(folder: Path, processes: int, seconds: float) -> list[int]:
 
 
 def killed(folder: Path, times: int, seed: int = 1) -> None:
-    """Processes that are killed at random moments; behind each everything that is found decodes to what was put."""
+    """Processes that are killed at random moments; after each everything that is found decodes to what was put."""
     chance = random.Random(seed)
     for number in range(times):
         processes = [start(folder, seed * 1000 + number * 2 + each, 30, 60_000) for each in range(2)]

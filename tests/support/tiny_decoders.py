@@ -1,7 +1,7 @@
 """Small generated decoders in the forms that exporters write, and the same decoder in numpy.
 
 Two layers by default, random weights, learned positions, no normalisation; every form computes the same function, so
-one reference serves all. A router with a Softmax of its own stands behind each layer, because a Softmax is not always
+one reference serves all. A router with a Softmax of its own stands after each layer, because a Softmax is not always
 attention.
 """
 

@@ -201,7 +201,7 @@ def single_section(results: list[dict[str, Any]]) -> str:
         "fast: size",
     ]
     header += ["decode MB/s", "decode / (zstd + copy)"]
-    notes = "The limit that was set stands behind each ratio. Decoded into memory that is there, as the copy is."
+    notes = "The limit that was set stands after each ratio. Decoded into memory that is there, as the copy is."
     return f"## One thread, CPU time\n\n{notes}\n\n{table(header, rows)}\n"
 
 

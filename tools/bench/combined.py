@@ -2,7 +2,7 @@
 
 On the shipped model and texts that it has not seen: the first two layers keep every token, the others are cut by the
 engine's planner (``h2o_engine``), and the lossless runtime stores what is left of both. Ratios, perplexity and times
-are of the same runs. Beside them stand the figures that the documents of the MNN fork give, and what those were.
+are of the same runs. Next to them stand the figures that the documents of the MNN fork give, and what those were.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Dense streams beside frames and blosc2: `python tools/bench/dense.py` writes benchmarks/dense.md and .json.
+"""Dense streams next to frames and blosc2: `python tools/bench/dense.py` writes benchmarks/dense.md and .json.
 
 K and V of a trained model (fixtures/kv_real; fp32 and bf16 from its two layers of fp32), layer by layer: ratio
 over all layers, and CPU time of encoding and decoding on one thread, all codecs in turn. `dense, together` is
@@ -60,7 +60,7 @@ def main() -> None:
         print(name, whole[name], blocks[name], threads[name], flush=True)
     text = [
         f"MB of raw data a second of CPU time, one thread, medians of {options.rounds} rounds (blocks: of a third), "
-        "all codecs in turn.\nOther work beside slows all of them: compare, do not add up.\n",
+        "all codecs in turn.\nOther work next to slows all of them: compare, do not add up.\n",
         section("Whole layers", whole),
         section(f"Blocks of {BLOCK} tokens", blocks),
         "## Two threads\n\nMany blocks of so many tokens, with tables of their own: times one thread by the clock; "

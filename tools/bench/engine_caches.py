@@ -229,7 +229,7 @@ _KINDS = {"fp16": "F16", "bf16": "BF16", "fp32": "F32"}
 
 
 def prompt_cache(pairs: Sequence[Pair], dtype: str) -> bytes:
-    """A prompt cache without room behind its tokens."""
+    """A prompt cache without room after its tokens."""
     tensors: dict[str, tuple[str, Words]] = {}
     for layer, pair in enumerate(pairs):
         for side, part in enumerate(pair):

@@ -2,7 +2,7 @@
 
 Ratios: K and V of the shipped model in every form that an engine gives them, and every file of fixtures/llama and
 fixtures/mlx, which the engines wrote. Speed: files of the same formats and of a usual size, made here, read piece by
-piece as every verb reads them, beside a copy of as many bytes. CPU time, ways that take turns, medians.
+piece as every verb reads them, next to a copy of as many bytes. CPU time, ways that take turns, medians.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 One core, everything warm, CPU time, medians over rounds in which all jobs take turns. A plan includes its pairs as
 Python tuples, ready for `PackedCache.realloc`. Bandwidth counts the attention rows read, 10^9 bytes a second; numpy's
-`add.reduceat`, which adds in an order of its own, and a plain loop over one chain of additions stand beside it.
+`add.reduceat`, which adds in an order of its own, and a plain loop over one chain of additions stand next to it.
 """
 
 from __future__ import annotations

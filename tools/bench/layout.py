@@ -1,8 +1,8 @@
 """Speed of packed layouts: `python tools/bench/layout.py [--rounds N] [--backends NAME ...]`.
 
-Packing and unpacking of K and of V, and compaction, of 32 heads x 4096 tokens x 128 dims, on one core, each beside a
-memcpy of the same bytes in the same rounds, and beside the engine's own way (tools/bench/layout_engine.c, compiled
-here); and what a second thread gains, beside what it gains for memcpy. Results go to benchmarks/layout.{md,json}.
+Packing and unpacking of K and of V, and compaction, of 32 heads x 4096 tokens x 128 dims, on one core, each next to a
+memcpy of the same bytes in the same rounds, and next to the engine's own way (tools/bench/layout_engine.c, compiled
+here); and what a second thread gains, next to what it gains for memcpy. Results go to benchmarks/layout.{md,json}.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def engine_rates(engine: Engine, layout: PackLayout, plain: Any, back: Any, buff
 
 
 def compaction(engine: Engine, layout: PackLayout, buffers: Any, rounds: int) -> dict[str, Any]:
-    """Keep a third of the blocks; K and V together, beside a memcpy of what moves."""
+    """Keep a third of the blocks; K and V together, next to a memcpy of what moves."""
     result: dict[str, Any] = {}
     for name, plan in (("tiles", ALIGNED), ("off tiles", SHIFTED)):
         moved = sum(size for begin, size in plan if begin) * HEADS * DIMS * layout.itemsize * 2

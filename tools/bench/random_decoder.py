@@ -1,7 +1,7 @@
 """A decoder of a real small LLM's geometry with random weights: `python tools/bench/random_decoder.py OUT.onnx`.
 
 That of Qwen2-0.5B: 24 layers, 14 query and 2 KV heads of 64, hidden size 896, a gated MLP of 4864, biases on Q, K and
-V, rotary positions; only its vocabulary is cut to 256. All float32; the weights (1.4 GB) lie beside the file.
+V, rotary positions; only its vocabulary is cut to 256. All float32; the weights (1.4 GB) lie next to the file.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def main() -> None:
 
 def load_section(loads: list[float]) -> str:
     busy = max(loads) > 1.5 * (os.cpu_count() or 1)
-    more = ": other work ran beside it, ratios hold better than times, and times are too long" if busy else ""
+    more = ": other work ran next to it, ratios hold better than times, and times are too long" if busy else ""
     return f"Load average {loads[0]:.1f} when it began and {loads[-1]:.1f} at the end, its own work included{more}.\n"
 
 

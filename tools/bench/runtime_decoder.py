@@ -248,7 +248,7 @@ def section(found: list[dict[str, Any]], steps: int) -> str:
     return (
         f"## A decoder of {form.LAYERS} layers\n\n"
         f"Qwen2-0.5B's geometry ({form.LAYERS} layers, {form.HEADS} query and {form.KV_HEADS} KV heads of "
-        f"{form.HEAD_DIM}, MLP {form.INNER}, float32, random weights, a vocabulary of {form.VOCAB}) behind "
+        f"{form.HEAD_DIM}, MLP {form.INNER}, float32, random weights, a vocabulary of {form.VOCAB}) after "
         f"{PROMPT:,} tokens, the engine's default options in mode store; {steps} tokens, the store off and on in turn "
         f"at each; {THREADS} threads for the graph, one for the layers (numpy), one for the runtime. Time of a token, "
         f"medians (*on / off* of the ratios at each token; *CPU* of CPU time, in which a thread that spins while it "

@@ -53,7 +53,7 @@ class Engine:
         return bool(call(ctypes.c_void_p.from_address(id(self._llm._c_obj) + 16), ctypes.byref(string), 0))
 
     def compute(self, ids: list[int]) -> None:
-        """Until the logits behind the last id are there."""
+        """Until the logits after the last id are there."""
         self._llm._c_obj.generate(ids, 0)
 
 

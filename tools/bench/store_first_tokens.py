@@ -30,7 +30,7 @@ def computed(session: DecoderSession, ids: Sequence[int]) -> list[LayerCache]:
 
 
 def with_onnxruntime(folder: Path, session: DecoderSession, ids: Sequence[int], rounds: int) -> dict[str, Any]:
-    """Seconds to the logits behind a prompt: all of it computed, or all but its last token from the store."""
+    """Seconds to the logits after a prompt: all of it computed, or all but its last token from the store."""
     rows = []
     for tokens in SIZES:
         prompt = ids[:tokens]

@@ -5,7 +5,7 @@
 
 Arrays of four axes are read as [layer, token, head, dim], of three as one layer. A float32 array is measured as it is
 and as bf16, cut to its upper 16 bits. Two files whose names differ only in `_k` and `_v` are measured together as well.
-Output is Markdown on stdout. Every frame behind a printed ratio of efforts is decoded and compared first.
+Output is Markdown on stdout. Every frame after a printed ratio of efforts is decoded and compared first.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ def zstd_blocks(rng: Random) -> tuple[bytes, int]:
 
 
 def zstd_payload(rng: Random) -> tuple[bytes, int]:
-    """Frames of all kinds behind each other, sometimes damaged, and the length of their content."""
+    """Frames of all kinds after each other, sometimes damaged, and the length of their content."""
     payload, size = b"", 0
     for _ in range(rng.randrange(1, 4)):
         kind = rng.randrange(5)

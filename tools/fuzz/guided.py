@@ -72,7 +72,7 @@ def writer(data: memoryview) -> tuple[bytes, bytes] | None:
 
 
 def expanded(data: memoryview) -> npt.NDArray[np.uint8]:
-    """Words: behind the first byte, which has options, lie they themselves or steps that make them.
+    """Words: after the first byte, which has options, lie they themselves or steps that make them.
 
     A step has 5 bytes: what and where noise begins, which lanes (others are noise), a parameter, and how many words: up
     to 2,047, times 16 where the last bits are set.

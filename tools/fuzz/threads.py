@@ -56,7 +56,7 @@ def many_frames() -> None:
 
 
 def runtime_with_workers() -> None:
-    """Encoding, checking and reading ahead by 4 threads, while calls read, drop tokens, and begin anew."""
+    """Encoding, checking and reading ahead by 4 threads, while calls read, drop tokens, and begin again."""
     keys = {"enable": True, "runtime_enable": True, "codec": "gear_delta", "runtime_mode": "store", "front_n": 4}
     keys |= {"block_tokens": 16, "hot_recent_tokens": 8, "hot_sink_tokens": 4, "async_threads": 4, "max_queue": 6}
     document = {f"kv_lossless_{name}": value for name, value in keys.items()}

@@ -81,7 +81,7 @@ class Corpus:
 
 
 def prepare(stdlib: Path, output: Path, vocabulary: int) -> Corpus:
-    """Read and split the library, learn the tokenizer, and write what belongs beside a model.
+    """Read and split the library, learn the tokenizer, and write what belongs next to a model.
 
     Parameters
     ----------

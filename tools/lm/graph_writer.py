@@ -46,7 +46,7 @@ class GraphWriter:
         return self.constant(name, np.array(values, np.int64))
 
     def weight(self, name: str, value: npt.NDArray[Any]) -> str:
-        """A float32 tensor, stored as fp16 with a Cast behind it where no bit is lost by that."""
+        """A float32 tensor, stored as fp16 with a Cast after it where no bit is lost by that."""
         exact = value.astype(np.float32)
         with np.errstate(over="ignore"):
             half = exact.astype(np.float16)

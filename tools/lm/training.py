@@ -314,7 +314,7 @@ def round_to_half(model: GPTNeoXForCausalLM) -> None:
 
 
 def save_checkpoint(model: GPTNeoXForCausalLM, folder: Path) -> None:
-    """Write the model beside `folder`'s files, then put each new file in the place of the old one."""
+    """Write the model next to `folder`'s files, then put each new file in the place of the old one."""
     temporary = folder / "checkpoint.tmp"
     model.save_pretrained(temporary)
     for path in temporary.iterdir():

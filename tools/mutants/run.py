@@ -7,8 +7,8 @@
 
 Works on a copy of the tree in build/mutants, and adds what it finds to results.jsonl there: runs with other seeds add
 up, what was tested already is not tested again, and a run that was ended goes on when it is started again. One change
-of ten is one of Cython or C (--compiled), for which its module is built anew. Exit code 0 if at least 95 % were noticed
-and every survivor stands in explained.json with its reason; else 1.
+of ten is one of Cython or C (--compiled), for which its module is built again. Exit code 0 if at least 95 % were
+noticed and every survivor stands in explained.json with its reason; else 1.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(Path(__file__).parent))
 
-import rooms  # noqa: E402  (beside this file)
+import rooms  # noqa: E402  (next to this file)
 from changes import Change  # noqa: E402
 from copied import Copy  # noqa: E402
 
@@ -73,7 +73,7 @@ def noticed(copy: Copy, change: Change, results: Results, reach: str) -> bool:
 
 
 def chosen(every: list[Change], results: Results, arguments: argparse.Namespace) -> list[Change]:
-    """A random sample, without what is tested already; changes of one compiled module beside each other.
+    """A random sample, without what is tested already; changes of one compiled module side by side.
 
     A seed puts changes in an order by their keys, so that it draws the same ones when other code has come or gone.
     """

@@ -87,7 +87,7 @@ def _convert_case(folder: Path, case: dict[str, Any], check: Checker) -> None:
             check.equal("exit code of bad usage", done.code == EXIT_USAGE, expect["category"] == "bad_option")
             check.equal("one line of error", done.stderr.count("\n"), 1)
         if expect["status"] == "error" and lenient is None:
-            check.equal("files left behind", os.listdir(scratch), [])
+            check.equal("files left over", os.listdir(scratch), [])
         else:
             told = command("compressor", "convert", *arguments, "--json", "--force")
             check.equal("header", json.loads(told.stdout)["header"], (lenient or expect)["header"])

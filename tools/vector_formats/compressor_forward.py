@@ -1,6 +1,6 @@
 """`kvcm-forward-vectors/1`: caches before and after a KV compressor, by every engine that is installed.
 
-Where a case has no new length, the reference leaves a broken cache behind and kvmnn must refuse.
+Where a case has no new length, the reference leaves a broken cache after and kvmnn must refuse.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TOLERANCE: dict[Precision, tuple[float, float]] = {"fp32": (1e-4, 1e-5), "fp16"
 _FIELDS = {
     *("id", "bin", "npz", "layers", "batch", "heads", "head_dim", "seq_len", "cache_len", "config", "effective"),
     *("prefixes", "bin_dtype", "new_len", "unchanged"),
-    # what the reference itself did, beside what it should have done
+    # what the reference itself did, next to what it should have done
     *("ref_csrc_new_len", "ref_cache_unchanged"),
     *("max_abs_diff_torch_f32_vs_cpp_f32", "max_abs_diff_f16_emul_vs_cpp_f16"),
 }
@@ -75,7 +75,7 @@ def _run(
     precision: Precision,
 ) -> None:
     options = _options(case, engine, precision)
-    # Behind the live tokens lies what must never be read.
+    # After the live tokens lies what must never be read.
     spare = max(case.get("cache_len", 0) - case["seq_len"], 0)
     keys, values = (_padded(arrays[name], spare) for name in ("k_in", "v_in"))
     before = keys.tobytes(), values.tobytes()

@@ -210,4 +210,4 @@ def check_repacked(layout: PackLayout, cache: PackedCache, arrays: Any, check: C
                        capacity=cache.capacity)  # fmt: skip
     buffers = cache.key_buffer, cache.value_buffer
     for letter, made, buffer, mask in zip("KV", fresh, buffers, live, strict=True):
-        check.equal(f"{name} packed anew, {letter}", sha256(made), sha256(buffer & mask))
+        check.equal(f"{name} packed again, {letter}", sha256(made), sha256(buffer & mask))

@@ -22,7 +22,7 @@ def add_parser(subparsers: Any) -> None:
         subparsers,
         "bench",
         run,
-        "speed and ratio beside the rivals",
+        "speed and ratio next to the rivals",
         _DESCRIPTION,
         examples=(
             "kvmnn bench dump/",

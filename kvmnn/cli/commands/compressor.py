@@ -123,7 +123,7 @@ def add_verify_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--allow-trailing",
         action="store_true",
-        help="only warn of bytes behind the last weight, as loaders take them",
+        help="only warn of bytes after the last weight, as loaders take them",
     )
     parser.add_argument(
         "--as-reference",
@@ -283,7 +283,7 @@ def add_export_parser(subparsers: Any) -> None:
         shown="--output --force --onnx --precision --prefix-order --slot-order",
     )
     parser.add_argument("weights", metavar="WEIGHTS", help="weight file (- for standard input)")
-    shared_options.add_output(parser, ".safetensors or .npz file, a directory with --onnx (default: beside WEIGHTS)")
+    shared_options.add_output(parser, ".safetensors or .npz file, a directory with --onnx (default: next to WEIGHTS)")
     weights_options.add_order_options(parser)
     parser.add_argument("--onnx", action="store_true", help="write ONNX graphs that compute, not tensors")
     parser.add_argument(

@@ -294,7 +294,7 @@ _FRAMES_FOLDER_SUFFIX = ".frames/"
 
 
 def _make_task_factory(arguments: argparse.Namespace) -> Callable[[InputPath], Task]:
-    """The task of each of many files: its output lies beside it, or below -o as the file does below what was named."""
+    """The task of each of many files: its output lies next to it, or below -o as the file does below what was named."""
     from ...batch import Task
     from ...files.file_names import FRAME_SUFFIX, SIDECAR_SUFFIX, has_zarr_suffix
 

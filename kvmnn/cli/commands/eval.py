@@ -115,7 +115,7 @@ def _check_options(arguments: argparse.Namespace) -> None:
     eval_options.build_plot_options(arguments)
     if arguments.deep is not None and arguments.deep < arguments.prefill_tokens:
         console.print_note(
-            arguments, f"deep begins behind the prompt, at {arguments.prefill_tokens:,}, and not at {arguments.deep:,}"
+            arguments, f"deep begins after the prompt, at {arguments.prefill_tokens:,}, and not at {arguments.deep:,}"
         )
     ineffective_options = [
         ("--plot-format", arguments.plot_format is not None and arguments.plot is None, "expected --plot DIR with it"),

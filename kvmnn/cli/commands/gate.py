@@ -42,7 +42,7 @@ def add_limit_options(parser: Any) -> None:
 
 
 def add_document_options(parser: Any) -> None:
-    """Files beside the rows."""
+    """Files next to the rows."""
     parser.add_argument(
         "--offline-lossless-online-json", metavar="FILE", help="check: an offline evaluation, chunked as online"
     )

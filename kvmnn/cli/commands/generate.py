@@ -1,4 +1,4 @@
-"""``kvmnn generate``: text from a model under a policy beside that of the full cache."""
+"""``kvmnn generate``: text from a model under a policy next to that of the full cache."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def add_parser(subparsers: Any) -> None:
         subparsers,
         "generate",
         run,
-        "text under a policy beside that of the full cache",
+        "text under a policy next to that of the full cache",
         _DESCRIPTION,
         examples=(
             "kvmnn generate model/ --prompt 'Once upon a time' --policy streaming --budget 64",

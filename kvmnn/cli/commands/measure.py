@@ -99,7 +99,7 @@ def add_alternative_options(parser: argparse.ArgumentParser) -> None:
     """Declare what can be done with dumps instead of measuring them."""
     group = parser.add_argument_group("instead of measuring")
     group.add_argument("--analysis", metavar="DIR", help="entropies and split ratios of every dump and head")
-    group.add_argument("--dense", action="store_true", help="bytes of dense streams beside those of MNN's frames")
+    group.add_argument("--dense", action="store_true", help="bytes of dense streams next to those of MNN's frames")
     dense_options.add_rope(group)
     group.add_argument("--skip-head-metrics", action="store_true", help="with --analysis: no head_metrics.csv")
     group.add_argument("--run-log", metavar="FILE", help="with --analysis: prompt tokens of each run")

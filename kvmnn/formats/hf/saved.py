@@ -137,7 +137,7 @@ def _is_tensor(value: object) -> bool:
 def _list_named_tensors(root: object, options: ReadOptions) -> list[tuple[str, TorchTensor]]:
     """A tensor alone, tensors of a list, or those of a dict: what is asked for, or all where their names say K or V.
 
-    Beside K and V a dict may have token ids, masks and lengths: whole numbers of fewer than three axes.
+    Next to K and V a dict may have token ids, masks and lengths: whole numbers of fewer than three axes.
     """
     if isinstance(root, TorchTensor):
         return [("tensor", root)]

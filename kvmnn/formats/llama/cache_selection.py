@@ -147,7 +147,7 @@ def _make_block_filler(data: Bytes, tensor: CacheTensor, heads: int, num_cells: 
 def iter_cell_chunks(
     file: FileBytes, tensor: CacheTensor, selection: CellSelection, chunk_bytes: int
 ) -> Iterator[Chunk]:
-    """The bytes of cells as they lie in the file, one cell behind the other; not of transposed tensors."""
+    """The bytes of cells as they lie in the file, one cell after the other; not of transposed tensors."""
     if selection.spans == ((0, selection.num_stream_cells),):
         yield from iter_tensor_chunks(file, tensor, chunk_bytes)
         return

@@ -335,7 +335,7 @@ class GgufHeader:
     def __init__(self, path: str) -> None:
         self._file, self._position, self._num_tensors = MappedFile(path), 0, 0
         if self._file.read_head(4) != GGUF_MAGIC:
-            raise SourceError(f"{self._file.label}: is no GGUF model: --model takes one beside a llama.cpp cache")
+            raise SourceError(f"{self._file.label}: is no GGUF model: --model takes one next to a llama.cpp cache")
 
     @property
     def label(self) -> str:

@@ -232,7 +232,7 @@ def iter_notes(
     first_part = parts[0]
     if state.recurrent_bytes:
         yield (
-            f"state of recurrent layers ({pluralize(state.recurrent_bytes, 'byte')}) lies behind K and V, and is not "
+            f"state of recurrent layers ({pluralize(state.recurrent_bytes, 'byte')}) lies after K and V, and is not "
             f"read; "
             "layers are counted without these"
         )
@@ -429,7 +429,7 @@ def find_stream_heads(
     model = None if layer_numbers is None or layer_numbers.model is None else layer_numbers.model
     layer_ids = list_layer_numbers(stream, cache, layer_numbers)
     recorded_heads, counts = options.engine.recorded_kv_heads, count_layers(state)
-    if recorded_heads is not None and len(recorded_heads) == sum(counts):  # of all caches, one behind the other
+    if recorded_heads is not None and len(recorded_heads) == sum(counts):  # of all caches, one after the other
         recorded_heads = recorded_heads[sum(counts[:cache]) : sum(counts[: cache + 1])]
     return find_heads(
         label if len(state.caches) == 1 else f"{label}: {CACHE_NAMES[cache]} cache",

@@ -235,7 +235,7 @@ MLA_ARCHITECTURES = ("deepseek2", "deepseek32", "glm-dsa", "kimi-linear", "minic
 NO_TOKEN = -1
 """LLAMA_TOKEN_NULL, which stands for pictures and embeddings."""
 _EXTRA_CELL_BYTES = (0, 12, 8)
-"""Behind the position of a cell: nothing; x, y and a token (M-RoPE, embeddings by layer); x and y."""
+"""After the position of a cell: nothing; x, y and a token (M-RoPE, embeddings by layer); x and y."""
 
 
 class CacheTensor(NamedTuple):
@@ -287,7 +287,7 @@ class CacheStream:
 class LlamaState:
     """A state file."""
 
-    #: ``"session"`` or ``"sequence"``, and the number behind its magic.
+    #: ``"session"`` or ``"sequence"``, and the number after its magic.
     kind: str
     version: int
     #: int64: the ids that the caller of llama.cpp gave, from 0 to 2^32 - 2; `NO_TOKEN` for what has none.
@@ -296,12 +296,12 @@ class LlamaState:
     architecture: str | None
     #: One; two for models with sliding-window layers, whose own is the second. Each is a list of streams.
     caches: tuple[tuple[CacheStream, ...], ...]
-    #: Of the state of recurrent layers, which hybrid models have behind K and V.
+    #: Of the state of recurrent layers, which hybrid models have after K and V.
     recurrent_bytes: int = 0
 
 
 class _TrailingBytesError(ParseError):
-    """It is, up to bytes behind all that was tried."""
+    """It is, up to bytes after all that was tried."""
 
 
 class _UnsupportedTypeError(ParseError):
@@ -390,7 +390,7 @@ def _parse_caches(
                 _skip_recurrent(reader)
             if reader.remaining_bytes:
                 raise _TrailingBytesError(
-                    f"{pluralize(reader.remaining_bytes, 'byte')} are left behind K and V at offset "
+                    f"{pluralize(reader.remaining_bytes, 'byte')} are left after K and V at offset "
                     f"{reader.position:,}: another kind "
                     "of cache, or written by a build of llama.cpp that is not known"
                 )
@@ -406,7 +406,7 @@ def _parse_caches(
 
 
 class _CacheParser:
-    """Caches by where they begin and how they are read: variants that differ in what comes behind read each once."""
+    """Caches by where they begin and how they are read: variants that differ in what comes after read each once."""
 
     def __init__(self) -> None:
         self._results: dict[tuple[object, ...], tuple[tuple[CacheStream, ...], int] | ParseError] = {}

@@ -45,7 +45,7 @@ _DTYPE_BY_KIND = {"F16": "fp16", "BF16": "bf16", "F32": "fp32"}
 def read(file: FileBytes, options: ReadOptions) -> Source:
     """``layer_<n>.key`` and ``.value``, ``[kv_head, token, head_dim]``, with a batch of several texts in front of it.
 
-    The padding behind the valid tokens is left out.
+    The padding after the valid tokens is left out.
 
     Raises
     ------
@@ -319,7 +319,7 @@ def capture(file: MappedFile, options: ReadOptions) -> Source:
 
 
 def _count_unused_bytes(states: PromptCacheStates, layers: Sequence[PromptCacheLayer]) -> dict[str, int]:
-    """Bytes of K and V behind the valid tokens, by array; none where nothing says how many tokens are valid."""
+    """Bytes of K and V after the valid tokens, by array; none where nothing says how many tokens are valid."""
     unused_bytes_by_array = {
         _make_array_name(states, tensor.name): (tensor.end - tensor.begin)
         // tensor.shape[2]

@@ -373,7 +373,7 @@ def _read_rotating(states: PromptCacheStates, layer_number: int) -> PromptCacheL
 
 
 def _read_chunked(states: PromptCacheStates, layer_number: int) -> PromptCacheLayer:
-    """The tokens from `start_position` on; what is before them was left behind."""
+    """The tokens from `start_position` on; what is before them was left over."""
     keys, values = _find_kv_pair(states, layer_number)
     num_rows = keys.shape[2]
     if states.is_new:

@@ -206,7 +206,7 @@ def _plan_from_positions(layer: LayerInfo, node: JsonReader, tokens_seen: int | 
 
 
 def _plan_from_indices(indices: Positions, num_tokens: int) -> CompactionPlan:
-    """The plan that keeps these of so many tokens: the window begins behind the first tokens that stay."""
+    """The plan that keeps these of so many tokens: the window begins after the first tokens that stay."""
     runs = positions_to_runs(indices)
     window_start = runs[0][1] if runs and runs[0][0] == 0 else 0
     pairs = tuple((begin - window_start, size) for begin, size in runs if begin >= window_start and size)

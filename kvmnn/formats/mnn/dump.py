@@ -503,7 +503,7 @@ def restore_dump(
     ManifestError
         When the metadata files do not fit the arrays, or name files outside the directory.
     KvmnnError
-        As `kvmnn.formats.restore`. Nothing is left behind then.
+        As `kvmnn.formats.restore`. Nothing remains then.
     """
     start_time = time.perf_counter()
     options = options or DecodeOptions()

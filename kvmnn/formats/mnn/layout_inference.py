@@ -431,7 +431,7 @@ def _list_choice_notes(
 
 
 def _describe_weakness(candidate: LayoutCandidate, best: LayoutCandidate) -> str:
-    """What speaks against a reading beside a better one."""
+    """What speaks against a reading next to a better one."""
     evidence = candidate.evidence
     if not evidence.is_consistent and best.evidence.is_consistent:
         if evidence.num_misplaced_rows:
@@ -556,7 +556,7 @@ def format_layout_options(match: LayoutMatch, geometry: PackedGeometry, *, int8:
 
 
 def _format_ranking(ranking: Sequence[LayoutCandidate]) -> str:
-    """Layouts in words, to be put behind a message."""
+    """Layouts in words, to be put after a message."""
     layout_texts = [
         f"{candidate.match.backends}: {describe_layout(candidate.match.layout)}"
         for candidate in ranking[:_MAX_LAYOUTS_IN_MESSAGE]
@@ -667,7 +667,7 @@ def list_token_doubts(
     for keys, values, num_tokens in zip(row_counts.keys, row_counts.values, token_counts, strict=True):
         num_nonempty = max(keys, values)
         if num_nonempty > num_tokens:
-            more_sentences.append(f"rows behind the {num_tokens} tokens are not zero, up to row {num_nonempty}")
+            more_sentences.append(f"rows after the {num_tokens} tokens are not zero, up to row {num_nonempty}")
         elif num_nonempty < num_tokens:
             fewer_sentences.append(f"the last {num_tokens - num_nonempty} of {num_tokens} tokens are all zero")
     layers_text = pluralize(len(token_counts), "layer")

@@ -1,4 +1,4 @@
-"""The files behind a running engine's caches (``kvcache_mmap``): pairs ``<16 hex digits>.k`` and ``.v``.
+"""The files after a running engine's caches (``kvcache_mmap``): pairs ``<16 hex digits>.k`` and ``.v``.
 
 The name is an address and does not tell which layer a pair belongs to. The order in which the engine opened the files
 does, and that can be asked of the system while the engine runs; without it the order in which they were made is taken,

@@ -61,7 +61,7 @@ class PackedFiles:
     layers
         In order, numbered from 0 unless the user named the files of one.
     sidecar_document
-        The contents of the JSON file that kvmnn left beside them, and its path.
+        The contents of the JSON file that kvmnn left next to them, and its path.
     problems
         Which markers are missing, without which the engine takes a prefix for unfinished.
     notes
@@ -166,7 +166,7 @@ class PackedFiles:
 
     @property
     def opened_files(self) -> tuple[str, ...]:
-        """Every file that is read: data, and the document beside them."""
+        """Every file that is read: data, and the document next to them."""
         return (*self.paths, *([self.sidecar_document[1]] if self.sidecar_document else []))
 
 
@@ -305,7 +305,7 @@ def list_prefix_files(info: CacheInfo) -> list[str]:
 
 
 def check_leftover_layers(target: Path, info: CacheInfo, names: Sequence[str]) -> None:
-    """Refuse a directory in which files of more layers of the same name would stay beside the new ones."""
+    """Refuse a directory in which files of more layers of the same name would stay next to the new ones."""
     if not target.is_dir():
         return
     for path in sorted(target.iterdir()):

@@ -1,6 +1,6 @@
 """Plain rows read from packed files, and written into them, in chunks; and every byte of the files accounted for.
 
-Besides the rows of live tokens there is room behind the last token and padding inside tiles, without which no file is
+Besides the rows of live tokens there is room after the last token and padding inside tiles, without which no file is
 the same again. In a prefix that was just computed all of it is zero; where a session went on, or tokens were dropped,
 it has rows that nobody needs and that make the file what it is.
 """
@@ -174,7 +174,7 @@ class PackedPartWriter:
         return True
 
     def iter_chunks(self) -> Iterator[Chunk]:
-        """The rows in the file, head after head, behind `rewind`; each run is good until the next."""
+        """The rows in the file, head after head, after `rewind`; each run is good until the next."""
         buffer = np.empty(max(1, _READ_CHUNK_BYTES // self._row_bytes) * self._row_bytes, np.uint8)
         for head_buffer in self._buffer:
             for first_token in range(0, self._num_tokens, buffer.size // self._row_bytes):
@@ -369,7 +369,7 @@ def _describe_byte(
     )[0]
     value_text = f"the word {int(element_value):#06x}" if layout.dtype == "bf16" else f"{float(element_value):.6g}"
     location_text = f"head {chunk.head}, row {chunk.first_row + row}, " + (
-        f"dim {dim}" if dim < layout.head_dim else f"padding behind the {layout.head_dim} dims"
+        f"dim {dim}" if dim < layout.head_dim else f"padding after the {layout.head_dim} dims"
     )
     return (
         f"{os.path.basename(path)}, byte {chunk.offset + element * itemsize:,} ({location_text}) is {value_text}, and "

@@ -147,7 +147,7 @@ class PackedCacheReader:
 
 
 def open_packed_files(files: PackedFiles, options: PackedOptions) -> PackedCacheReader:
-    """Put together what the caller, the model directory and the document beside the files say, and what words tell.
+    """Put together what the caller, the model directory and the document next to the files say, and what words tell.
 
     Raises
     ------
@@ -233,7 +233,7 @@ def _compute_fingerprint(model_path: str | None, notes: list[str]) -> str | None
 
 
 def _check_and_sort_files(files: PackedFiles, options: PackedOptions) -> tuple[PackedFiles, CacheInfo | None]:
-    """The files by kinds of layers, and what the document beside them says.
+    """The files by kinds of layers, and what the document next to them says.
 
     `SourceError` for files that are damaged or that it does not fit.
     """
@@ -251,7 +251,7 @@ def _check_and_sort_files(files: PackedFiles, options: PackedOptions) -> tuple[P
     ):
         raise SourceError(
             f"{files.sidecar_document[1] if files.sidecar_document else files.path}: does not describe the files "
-            f"beside it any more: "
+            f"next to it any more: "
             f"{_describe_drift(files, sidecar_info)}; move it away and say what they hold"
         )
     if files.size_mismatch and not sidecar_info and not options.trust_options:
@@ -300,7 +300,7 @@ def _make_conflict_error(files: PackedFiles, info: CacheInfo, conflict: str) -> 
 
 
 def read_sidecar_info(files: PackedFiles) -> CacheInfo | None:
-    """What kvmnn left beside the files, for just the layers that were found."""
+    """What kvmnn left next to the files, for just the layers that were found."""
     if files.sidecar_document is None:
         return None
     text, label = files.sidecar_document

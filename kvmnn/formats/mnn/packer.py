@@ -358,7 +358,7 @@ def _add_source_positions(source: Source, info: CacheInfo, notes: list[str], *, 
             None if sidecar is None else _add_sidecar_positions(source, info, sidecar, notes, rerotate=rerotate)
         )
     if positioned_info is not None:
-        origin_text = source.engine_cache.engine if source.engine_cache else f"{POSITIONS_NAME} beside the arrays"
+        origin_text = source.engine_cache.engine if source.engine_cache else f"{POSITIONS_NAME} next to the arrays"
         notes.append(f"true positions are as {origin_text} has them")
         return positioned_info
     require_complete(source.completeness, " ".join(source.inputs), "a prefix cache")  # nor does it give positions
@@ -366,7 +366,7 @@ def _add_source_positions(source: Source, info: CacheInfo, notes: list[str], *, 
         raise OptionError(
             f"{format_input_prefix(source)}nothing gives the positions of the tokens in the text, from which K is to "
             f"be rotated "
-            f"({POSITIONS_NAME} beside the arrays does)"
+            f"({POSITIONS_NAME} next to the arrays does)"
         )
     tokens_text = format_range(sorted({layer.tokens for layer in info.layers}))
     notes.append(f"nothing says which tokens of the text the arrays hold: noted as the first {tokens_text}")

@@ -1,4 +1,4 @@
-"""Arrays into prefix-cache files that the engine loads: data, markers, and the document kvmnn leaves beside them."""
+"""Arrays into prefix-cache files that the engine loads: data, markers, and the document kvmnn leaves next to them."""
 
 from __future__ import annotations
 
@@ -234,14 +234,14 @@ def write_prefix(
     progress
         Called with bytes of arrays.
     write_options
-        How; None for files on the disk, one after another, hashed before and behind.
+        How; None for files on the disk, one after another, hashed before and after.
 
     Raises
     ------
     ReadBackError
         When a file does not give back what was put into it.
     OutputError
-        When files exist, or files of more layers of the same name would stay beside the new ones.
+        When files exist, or files of more layers of the same name would stay next to the new ones.
     """
     start_time = time.perf_counter()
     write_options = write_options or PrefixWriteOptions()

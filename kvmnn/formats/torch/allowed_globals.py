@@ -1,7 +1,7 @@
 """The names that a checkpoint's pickle may use, and the inert function that stands for each.
 
 The list is what ``torch.load(weights_only=True)`` of torch 2.13 allows, plus numpy scalars, which training scripts like
-to save beside the weights. torch itself is never imported. What is listed as opaque may be called and
+to save next to the weights. torch itself is never imported. What is listed as opaque may be called and
 gives `OpaqueValue`.
 """
 

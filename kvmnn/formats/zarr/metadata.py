@@ -32,11 +32,11 @@ ChunkIndex = tuple[int, ...]
 
 MAX_CHUNKS = 1 << 24
 MAX_SLAB_BYTES = 128 << 20
-"""Of a part of an array that is put together from chunks which do not lie one behind the other."""
+"""Of a part of an array that is put together from chunks which do not lie one after the other."""
 
 
 def choose_chunk_shape(shape: ChunkIndex, itemsize: int, max_bytes: int) -> ChunkIndex:
-    """Chunks of at most `max_bytes` bytes (0: any number) that lie one behind the other in memory: one element along
+    """Chunks of at most `max_bytes` bytes (0: any number) that lie one after the other in memory: one element along
     the first axes, part of the next, all of the others. The chunks along that axis are as equal as can be."""
     if max_bytes == 0:
         return shape
@@ -57,7 +57,7 @@ def count_chunks(shape: ChunkIndex, chunk_shape: ChunkIndex) -> ChunkIndex:
 
 
 def iter_slabs(shape: ChunkIndex, chunk_shape: ChunkIndex, itemsize: int) -> Iterator[ArrayRegion]:
-    """Parts of the array that lie one behind the other in memory, each at most `MAX_SLAB_BYTES` or one row of a
+    """Parts of the array that lie one after the other in memory, each at most `MAX_SLAB_BYTES` or one row of a
     chunk.
     """
     axis = find_split_axis(chunk_shape)
@@ -302,7 +302,7 @@ def _parse_codecs(node: JsonReader, num_axes: int) -> tuple[Order, ArrayCodec, s
         )
         raise SourceError(
             f"{node.label}: codec {unsupported_codec!r:.80}: kvmnn reads {CODEC_NAME}, and bytes, with zstd, gzip or "
-            f"nothing behind it"
+            f"nothing after it"
         )
     bytes_codec = names[1] if len(names) > 1 else None
     if names[0] == CODEC_NAME:

@@ -230,7 +230,7 @@ def _make_chunked_array(path: str, name: str, make_array: Any, options: ReadOpti
 
 
 def _iter_array_chunks(array: ZarrArray, label: str, threads: int | None, chunk_bytes: int) -> Iterator[Chunk]:
-    """All words in memory order; behind the last of them the hash is compared."""
+    """All words in memory order; after the last of them the hash is compared."""
     metadata = array.metadata
     total_bytes = int(np.prod(metadata.shape, dtype=object)) * metadata.array_dtype.itemsize
     digest = hashlib.sha256() if array.sha256 else None

@@ -78,7 +78,7 @@ def restore_store(
     Raises
     ------
     KvmnnError
-        As `kvmnn.formats.restore`. No file is left behind then.
+        As `kvmnn.formats.restore`. No file is left after then.
     """
     start_time = time.perf_counter()
     source = read(path, options or ReadOptions(decode_frames=False))

@@ -87,7 +87,7 @@ def encode_store(
     OptionError
         For options that a store cannot have.
     KvmnnError
-        When an input is damaged, the output exists or cannot be written, or does not read back. Nothing is left behind.
+        When an input is damaged, the output exists or cannot be written, or does not read back. Nothing remains.
     """
     options = options or EncodeOptions()
     if options.block or options.allow_raw or options.dense:
@@ -316,7 +316,7 @@ class _ByteStream:
 
 
 def _pad_chunk(chunk: Chunk, nbytes: int) -> Chunk:
-    """The bytes of a chunk at the edge of its array, zeros behind them: all chunks have one shape."""
+    """The bytes of a chunk at the edge of its array, zeros after them: all chunks have one shape."""
     if chunk.size == nbytes:
         return chunk
     padded_chunk = np.zeros(nbytes, np.uint8)

@@ -199,7 +199,7 @@ def _select_numbers(plan_values: Mapping[str, Any]) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class ContentComparison(Record):
-    """What attention reads out of the runtime beside a plain cache under the same policy, step by step."""
+    """What attention reads out of the runtime next to a plain cache under the same policy, step by step."""
 
     #: Steps in all, and those after which all of K and V were compared; logits were at every step.
     steps: int

@@ -141,21 +141,21 @@ class Suite:
     Parameters
     ----------
     model
-        An ONNX decoder: file or folder, its ``tokenizer.json`` beside it.
+        An ONNX decoder: file or folder, its ``tokenizer.json`` next to it.
     directory
         Where runs are kept; made if it is not there.
     texts
         Files and folders of texts, as `kvmnn.lm.documents.read_documents` takes them.
     tokenizer
-        Its ``tokenizer.json``; by default the one beside the model.
+        Its ``tokenizer.json``; by default the one next to the model.
     jobs
         Processes for the perplexity, which is not timed; 0: this one.
     force
         Take a folder that holds something else.
     rerun
-        Measure anew what is timed, where the runs that are there came to their end.
+        Measure again what is timed, where the runs that are there came to their end.
     command
-        Noted down beside model, machine and settings; empty: not known.
+        Noted down next to model, machine and settings; empty: not known.
     """
 
     def __init__(
@@ -247,7 +247,7 @@ class Suite:
             self._sessions.release(kept_kind=case.policy.requires_attention)
         comparisons = tuple(self._compare_contents(case, work) for work in (workloads if case.mode else ()))
         if case.mode:
-            self._sessions.release()  # its memory grew with two caches, and the next case opens another beside it
+            self._sessions.release()  # its memory grew with two caches, and the next case opens another next to it
         return CaseMeasurement(
             case=case,
             rounds=rounds_of_pairs,
@@ -406,7 +406,7 @@ class Suite:
 
 
 def _choose_rerun_number(directory: Path, rerun: bool) -> int:
-    """How often everything was measured anew: one more than noted down, if that came to its end."""
+    """How often everything was measured again: one more than noted down, if that came to its end."""
     rerun_number = int(get_number(_read_run_info(directory), "take")) or 1
     return rerun_number + 1 if rerun and has_finished_rerun(directory, rerun_number) else rerun_number
 

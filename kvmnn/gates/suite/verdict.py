@@ -23,7 +23,7 @@ from .workloads import Workload
 
 @dataclass(frozen=True, kw_only=True)
 class PairedRuns:
-    """Runs of one piece of work beside each other: without and with compression."""
+    """Runs of one piece of work side by side: without and with compression."""
 
     workload: Workload
     without: RunRecord
@@ -451,7 +451,7 @@ _METRIC_BY_COLUMN: dict[str, tuple[RunMetric, int]] = {
     "h2o_lossless_decode_cache_hit": (_make_counter_metric("decode_cache_hit"), 2),
     "h2o_lossless_decode_cache_miss": (_make_counter_metric("decode_cache_miss"), 2),
 }
-"""Columns of ``llm_bench``, what of a run stands in them, and digits behind the point."""
+"""Columns of ``llm_bench``, what of a run stands in them, and digits after the decimal point."""
 
 _PLAN_KEY_BY_COLUMN = {
     "h2o_target_keep_effective": ("h2o_target_keep_effective", 4),

@@ -20,7 +20,7 @@ AttentionForm = Literal["softmax", "standard", "GroupQueryAttention", "MultiHead
 
 _PRODUCT_OPERATORS = {"MatMul", "Einsum", "FusedMatMul", "TransposeMatMul", "Gemm"}
 # Between the Softmax and the product with the values: operators that hand the probabilities on as they are, and
-# operators that only lay them out anew.
+# operators that only lay them out again.
 _VALUE_OPERATORS = {"Cast", "CastLike", "Dropout", "Identity", "Where", "Mul", "Slice"}
 _LAYOUT_OPERATORS = {"Reshape", "Transpose", "Squeeze", "Unsqueeze"}
 # Between the product with the keys and the Softmax.

@@ -4,7 +4,7 @@ Exporters build one mask for all layers. Some cut it to the first columns that a
 but of several queries each then sees later tokens of its own chunk, without any error. Others fail. Nothing in the
 names of a graph tells, so it is tried.
 
-A graph that was operated on is tried beside the one that it was made from, before anything relies on it.
+A graph that was operated on is tried next to the one that it was made from, before anything relies on it.
 """
 
 from __future__ import annotations

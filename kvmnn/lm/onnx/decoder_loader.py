@@ -50,7 +50,7 @@ def create_decoder(
         path, rewritten = cached
         try:
             return OnnxDecoder(create_session(path, path.parent, settings, files.label), interface, rewritten)
-        except ModelError:  # it was damaged, or onnxruntime was built otherwise; made anew
+        except ModelError:  # it was damaged, or onnxruntime was built otherwise; made again
             cached = None
     reference: ReferenceOutputs | None = None
     reason = ""

@@ -1,8 +1,8 @@
 """Graphs that were operated on, kept for the next time.
 
-They lie beside the model, because the weights in other files are found from there, or in the user's cache directory
+They lie next to the model, because the weights in other files are found from there, or in the user's cache directory
 where the model's folder cannot be written to. A graph is found by a digest of the model file and of what was done to
-it, so a model that changed is operated on anew.
+it, so a model that changed is operated on again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class GraphCache:
         for path in self._list_candidate_paths():
             if not path.is_file():
                 continue
-            with suppress(Exception):  # whatever is wrong with it, it is made anew
+            with suppress(Exception):  # whatever is wrong with it, it is made again
                 model = onnx.load(str(path), load_external_data=False)
                 metadata = next(json.loads(entry.value) for entry in model.metadata_props if entry.key == _METADATA_KEY)
                 if metadata["key"] == self._key:

@@ -113,7 +113,7 @@ def _rename_tensors(node: Any, names: dict[str, str]) -> None:
                 value.name = names.get(value.name, value.name)
 
 
-REWRITE_VERSION = 2  # of what this module and attention.py do to a graph; graphs kept by another version are made anew
+REWRITE_VERSION = 2  # of what this module and attention.py do to a graph; graphs kept by another version are made again
 # Input of an operator that is added to its scores.
 _MASK_INPUT_INDEX: dict[AttentionForm, int] = {"standard": 3, "GroupQueryAttention": 10, "MultiHeadAttention": 5}
 

@@ -265,7 +265,7 @@ class _InterfaceReader:
         head_dim = graph_head_dim if isinstance(graph_head_dim, int) else head_dim
         if not heads or not head_dim:
             raise self._build_error(
-                f"{past[0][0]} does not say its heads and head_dim, and no config.json beside it does"
+                f"{past[0][0]} does not say its heads and head_dim, and no config.json next to it does"
             )
         if dtype not in (np.float16, np.float32):
             raise self._build_error(f"the cache is {np.dtype(dtype).name}; export with fp16 or fp32 keys and values")
@@ -278,7 +278,7 @@ class _InterfaceReader:
         vocab = self._read_setting("vocab_size", "vocab_size")
         if not vocab:
             raise self._build_error(
-                f"{logits} does not say how large the vocabulary is, and no config.json beside it does"
+                f"{logits} does not say how large the vocabulary is, and no config.json next to it does"
             )
         return vocab
 

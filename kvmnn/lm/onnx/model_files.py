@@ -115,7 +115,7 @@ def relocate_weights(model: Any, path: Path) -> None:
                 entry.value = location_by_name[entry.value]
 
 
-CACHED_GRAPH_MARK = ".kvmnn-"  # part of the names of the graphs that kvmnn keeps beside a model
+CACHED_GRAPH_MARK = ".kvmnn-"  # part of the names of the graphs that kvmnn keeps next to a model
 _PREFERRED_NAMES = ("model.onnx", "decoder_model_merged.onnx", "model_merged.onnx", "decoder_with_past_model.onnx")
 _NO_CACHE_NAME = "decoder_model.onnx"
 

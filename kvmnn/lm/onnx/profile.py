@@ -95,7 +95,7 @@ class SessionProfile:
                 and name in self.nodes
             ):
                 if event["args"]["provider"] not in CPU_PROVIDERS:
-                    raise self._build_error(f"{event['args']['provider']} runs it beside the clock")
+                    raise self._build_error(f"{event['args']['provider']} runs it next to the clock")
                 total_us += event["dur"]
                 event_counts[name] += 1
         if set(event_counts) != self.nodes or set(event_counts.values()) != {num_steps}:

@@ -54,8 +54,8 @@ _CASE_COLUMNS = (
 
 
 def build_cases_section(inputs: ReportInputs) -> Section:
-    """The table of cases, as the fork's report has it, beside its figures."""
-    title = "Cases beside the fork's report"
+    """The table of cases, as the fork's report has it, next to its figures."""
+    title = "Cases next to the fork's report"
     if inputs.round is None:
         return Section(
             "cases", title, [make_missing_note("Cases: not measured. No round of gates was given (kvmnn gate run).")]
@@ -81,7 +81,7 @@ def build_cases_section(inputs: ReportInputs) -> Section:
     if len(inputs.round.rows) > _MAX_CASE_ROWS:
         note = f"{len(inputs.round.rows) - _MAX_CASE_ROWS:,} more cases are in summary.json. {note}"
     table = TableBlock(
-        "Cases of this round beside those of the document", _CASE_COLUMNS, rows, frozenset({0, 1}), True, note
+        "Cases of this round next to those of the document", _CASE_COLUMNS, rows, frozenset({0, 1}), True, note
     )
     return Section("cases", title, [table, *_build_case_charts(inputs.round.rows)])
 
@@ -170,7 +170,7 @@ def _build_case_charts(rows: Sequence[RoundRow]) -> list[Block]:
         series = [ChartSeries("this round", round_points, 0, has_line=False)]
         if reference_points:
             series.append(ChartSeries("document", reference_points, 1, has_line=False))
-        summary = f"{title} of each case of this round, beside the document's, with the document's target {limit}."
+        summary = f"{title} of each case of this round, next to the document's, with the document's target {limit}."
         charts.append(
             ChartBlock(f"{title} by case", summary, "ratio", "case", series, names, [(limit, f"target {limit}")])
         )  # fmt: skip
@@ -221,7 +221,7 @@ def build_speed_section(inputs: ReportInputs) -> Section:
         series.append(ChartSeries(name, points, look, has_line=False))
     chart = ChartBlock(
         "Decode speed of every run",
-        "Each dot is a run: those without compression beside those with it, case by case.",
+        "Each dot is a run: those without compression next to those with it, case by case.",
         "tokens a second", "case", series, [runs.case for runs in ordered_runs[:12]], digits=2,
     )  # fmt: skip
     return Section("speed", title, [chart, table])
@@ -307,7 +307,7 @@ def _build_trend_charts(rounds: Sequence[HistoryRound], first_number: int) -> li
 _MAX_EVALUATION_ROWS = 120
 _MAX_QUALITY_SERIES = 9
 _FIRST_TABLE_COLUMNS = 9
-"""Columns beside the policy in the first table of an evaluation; the others are in a second one."""
+"""Columns next to the policy in the first table of an evaluation; the others are in a second one."""
 
 
 def build_quality_section(inputs: ReportInputs) -> Section:

@@ -19,7 +19,7 @@ MAX_PAGE_BYTES = 1_000_000
 """Of a page."""
 
 _DETAIL_LEVELS = ((100, 150), (40, 60), (20, 25), (8, 10), (2, 5))
-"""Points of a series that can be pointed at, and rows of the table behind a plot: less, until the page is small."""
+"""Points of a series that can be pointed at, and rows of the table after a plot: less, until the page is small."""
 
 
 @dataclass(frozen=True)

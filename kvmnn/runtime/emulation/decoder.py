@@ -60,7 +60,7 @@ class BlockDecoder:
         state.cache.insert(build_decoded_block(stored_block, *flat_pair), stored_block, self.capacity)
 
     def reset_counts(self) -> None:
-        """Begin to count anew; the shared cache stays."""
+        """Begin to count again; the shared cache stays."""
         self.hits = self.misses = 0
 
     def _find_cached(self, state: EmulatedLayerState, stored_block: StoredBlock) -> tuple[str, KVPair | None]:

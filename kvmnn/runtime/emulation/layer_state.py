@@ -63,7 +63,7 @@ class EngineRowBuffer:
         self.tokens = outcome.past_length
 
     def append(self, keys: Elements, values: Elements, position: int) -> None:
-        """Put new tokens, of which the first stands at `position`, behind the others; there must be room."""
+        """Put new tokens, of which the first stands at `position`, after the others; there must be room."""
         end = self.tokens + keys.shape[1]
         self._buffer[0, :, self.tokens : end] = keys
         self._buffer[1, :, self.tokens : end] = values
@@ -119,7 +119,7 @@ class StoredBlock:
 
     @property
     def end(self) -> int:
-        """The token behind the last one."""
+        """The token after the last one."""
         return self.start + self.count
 
 

@@ -66,7 +66,7 @@ class RowCodec:
         return KVFrames(key, value, compute_checksum(key, value), block.raw_hash)
 
     def decode_into(self, frames: KVFrames, out: Elements) -> None:
-        """Write the rows to `out`, ``[2, kv_head, token, head_dim]``, contiguous behind the first two axes."""
+        """Write the rows to `out`, ``[2, kv_head, token, head_dim]``, contiguous after the first two axes."""
         try:
             self._decoder.decode_into((frames.key_frame, frames.value_frame), out, frames.checksum)
         except FrameError:

@@ -128,7 +128,7 @@ class HotBuffer:
             self._set_buffer(grown_buffer)
 
     def append(self, keys: Elements, values: Elements) -> None:
-        """Put tokens behind the others."""
+        """Put tokens after the others."""
         begin, end = self.count, self.count + keys.shape[1]
         if end > self._capacity:
             self.reserve(end - begin)
@@ -186,7 +186,7 @@ class LayerStorage:
         return next((start for start, segment in self.iter_segments() if segment is target), 0)
 
     def append(self, keys: Elements, values: Elements, position: int) -> None:
-        """Put new tokens, of which the first stands at `position`, behind the others."""
+        """Put new tokens, of which the first stands at `position`, after the others."""
         self.hot_buffer.append(keys, values)
         self.positions.append(position, keys.shape[1])
 

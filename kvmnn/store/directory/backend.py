@@ -336,10 +336,10 @@ class DirectoryBackend:
             return followers
         path = self.files.make_path(unit)
         action_text = "is passed over" if self.read_only else "was removed"
-        tokens_text = f"windows and state behind {start:,} tokens of a text"
+        tokens_text = f"windows and state after {start:,} tokens of a text"
         if tokens:
             tokens_text = f"tokens {start:,} to {start + tokens - 1:,} of a text"
-        tokens_text += f", with {pluralize(len(followers), 'unit')} behind them" if followers else ""
+        tokens_text += f", with {pluralize(len(followers), 'unit')} after them" if followers else ""
         notes.append(f"{path}: damaged, {action_text} ({tokens_text}): {reason}")
         if not self.read_only:
             with suppress(OutputError):  # the disk is full: the unit is only ignored
@@ -445,7 +445,7 @@ class DirectoryBackend:
             if not self.read_only:
                 self.recovery_files.save_settings(StoreSettings(self.block_tokens, codec), overwrite=True)
                 self._add_rebuilt_note(
-                    f"{error}: the file was damaged, and is made anew by what the index and units say"
+                    f"{error}: the file was damaged, and is made again by what the index and units say"
                 )
             return codec
 
@@ -467,7 +467,7 @@ class DirectoryBackend:
                 else ""
             )
             self._add_rebuilt_note(
-                f"{self.folder}: the index was lost or damaged ({reason}): made anew, with {kept_text}{left_text}"
+                f"{self.folder}: the index was lost or damaged ({reason}): made again, with {kept_text}{left_text}"
             )
         return True
 

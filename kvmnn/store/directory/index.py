@@ -270,7 +270,7 @@ class StoreIndex:
         """Return the error to raise for a damaged index, which the next use rebuilds."""
         self._damage_reason = reason
         advice = (
-            "open the store for writing (kvmnn store verify), and it is made anew"
+            "open the store for writing (kvmnn store verify), and it is made again"
             if self.read_only
             else "remove the store: it is a cache"
         )

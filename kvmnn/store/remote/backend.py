@@ -571,7 +571,7 @@ class RemoteBackendBase:
                 inferred = StoreSettings(block_tokens, "dense" if unit.startswith(DENSE_MAGIC) else "frames")
                 if not self.read_only:
                     self.key_values.put_many({SETTINGS_NAME: encode_settings(inferred)})
-                self.notes.append(f"{error}: it was damaged, and is made anew by what a unit says")
+                self.notes.append(f"{error}: it was damaged, and is made again by what a unit says")
                 return inferred
         example = encode_settings(StoreSettings(64, "dense")).decode().strip()
         raise ManifestError(f"{error}; write what the store was made with there, such as {example}") from None

@@ -123,7 +123,7 @@ def bitshuffle(const uint8_t[::1] data not None) -> bytes:
 # -- sizes of streams -------------------------------------------------------------------------------------------------
 
 cdef enum:
-    CHOSEN_BUFFER = 0  # the payloads of all blocks, for the joint frame, and behind them the lane of the block being
+    CHOSEN_BUFFER = 0  # the payloads of all blocks, for the joint frame, and after them the lane of the block being
                        # filled
     WORK_BUFFER = 1    # a predicted stream before bitshuffle
     FIRST_BUFFER = 2   # payloads: the best so far, and the one being tried

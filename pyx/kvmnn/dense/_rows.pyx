@@ -162,7 +162,7 @@ def decode_short_block(stream, TableSet tables, size_t max_bytes, allocate, tupl
 
 
 cdef class RowDestination:
-    """Rows of words, token by token in memory, to which streams of method 2 are decoded one behind the other."""
+    """Rows of words, token by token in memory, to which streams of method 2 are decoded one after the other."""
 
     cdef dense_shape shape
     cdef size_t row_bytes, rows

@@ -76,7 +76,7 @@ def build_verbatim_stream(
     int method, int dtype, uint32_t heads, uint32_t dim, const uint8_t[::1] words not None,
     const uint8_t[::1] payload not None
 ) -> bytes:
-    """A stream of method 0 or 1 of rows of words, one behind the other; `payload`: the frame, or the words again."""
+    """A stream of method 0 or 1 of rows of words, one after the other; `payload`: the frame, or the words again."""
     cdef dense_shape shape = make_shape(dtype, heads, dim)
     cdef size_t row_bytes = shape.words * shape.word_bytes, n = payload.shape[0]
     cdef uint8_t[HEADER_BYTES] header

@@ -57,7 +57,7 @@ size_t dense_encode_scratch_bytes(const dense_input *input);
 int dense_choose_base(const dense_input *input);
 /* How many words of the own rows have the symbol that is predicted for them: the more, the better the rotation. */
 size_t dense_count_predicted(const dense_input *input, uint8_t *scratch);
-/* Bytes at `out`, PAD_BYTES not counted: what is coded lies behind what is still to be coded there. */
+/* Bytes at `out`, PAD_BYTES not counted: what is coded lies after what is still to be coded there. */
 size_t dense_encode_capacity(const dense_input *input);
 /* The stream at `out`; its size, or 0 where that would not be below `limit`, or below the raw bytes + HEADER_BYTES. */
 size_t dense_encode(const dense_input *input, uint8_t *scratch, uint8_t *out, size_t limit, uint32_t *references);
@@ -76,7 +76,7 @@ void dense_count_symbols(const dense_input *input, uint8_t *scratch, dense_count
  * pair); its size. */
 size_t dense_write_table_set(const dense_kernels *kernels, dense_counts *counts, int dtype, int base,
                              const dense_rotary *rotary, void *cluster_scratch, uint8_t *out);
-/* The bytes behind a set's magic and version, which the caller has checked. */
+/* The bytes after a set's magic and version, which the caller has checked. */
 dense_error dense_read_table_set(const uint8_t *data, size_t n, dense_table_set *table_set);
 
 /* -- stream.c ------------------------------------------------------------------------------------------------------ */

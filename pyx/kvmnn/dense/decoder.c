@@ -24,7 +24,7 @@ typedef struct {
     const uint32_t *tables[SIMILARITY_CLASSES][256]; /* entries of a context's table, by the predicted symbol */
     dense_low_decoder low_decoders[SIMILARITY_CLASSES];
     dense_interleaved_work interleaved;
-    size_t rotated_row; /* the own row whose reference is rotated meanwhile, behind the last one for none */
+    size_t rotated_row; /* the own row whose reference is rotated meanwhile, after the last one for none */
     /* what is left of the sections */
     uint32_t states[NUM_STATES];
     const uint8_t *units, *units_end, *escape, *escapes_end, *exponent, *exponents_end;
@@ -124,7 +124,7 @@ static dense_error open_sections(decoder *d) {
     d->tails = in->uncoded_low + packed_bytes;
     if (in->shape.dtype != KVMNN_FP16) {
         if (5 * low % 8 && in->uncoded_low[packed_bytes - 1] >> 5 * low % 8) return DENSE_LOW;
-        /* the last bytes are unpacked from a copy: what is behind them may not be read */
+        /* the last bytes are unpacked from a copy: what explains them may not be read */
         size_t num_bulk = packed_bytes > 16 ? (packed_bytes - 16) / 5 * 8 : 0;
         uint8_t tail[64] = {0};
         d->kernels->unpack5(in->uncoded_low, num_bulk, d->unpacked);
@@ -246,7 +246,7 @@ static const uint8_t *read_low(decoder *d, int similarity_class) {
         return NULL;
     if (!decode_low_parts(d, similarity_class, num_equal)) return NULL;
     const uint8_t mask = d->in->shape.dtype == KVMNN_FP16 ? 255 : 31;
-    if (num_remaining - (words - num_equal) < PAD_BYTES) { /* there may be no bytes behind the last ones */
+    if (num_remaining - (words - num_equal) < PAD_BYTES) { /* there may be no bytes after the last ones */
         memcpy(d->low_scratch, low, num_remaining);
         low = d->low_scratch;
     }

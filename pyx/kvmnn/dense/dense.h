@@ -27,7 +27,7 @@ enum {
     MAX_HISTORY_ROWS = 256,
     MAX_ROWS = 1 << 24,
     MAX_POSITION = 0x7fffffff,
-    PAD_BYTES = 64, /* bytes that loops may read or write behind a part */
+    PAD_BYTES = 64, /* bytes that loops may read or write after a part */
 };
 
 /* What went wrong with a stream; the texts are in _stream.pyx, in this order. */
@@ -114,7 +114,7 @@ typedef struct {
     unsigned num_pending;
 } bitwriter;
 
-/* At most 32; 8 bytes behind are touched. */
+/* At most 32; 8 bytes after are touched. */
 static inline void bitwriter_put(bitwriter *w, uint32_t value, unsigned bits) {
     w->pending |= (uint64_t)value << w->num_pending;
     w->num_pending += bits;
@@ -152,7 +152,7 @@ static inline void bitreader_fill(bitreader *r, unsigned bits) { /* at most 32 *
         r->pending |= (uint64_t)*r->cursor++ << r->num_pending;
 }
 
-/* The next bits, which stay; behind the end there are zeros. */
+/* The next bits, which stay; after the end there are zeros. */
 static inline uint32_t bitreader_peek(bitreader *r, unsigned bits) {
     bitreader_fill(r, bits);
     return (uint32_t)(r->pending & (((uint64_t)1 << bits) - 1));
@@ -221,7 +221,7 @@ static inline uint32_t dense_load32(const uint8_t *p) {
 
 uint64_t kvmnn_xxh64(const uint8_t *p, size_t n, uint64_t seed);
 
-/* header_fields.c: what the head's bit string holds beside the model. */
+/* header_fields.c: what the head's bit string holds next to the model. */
 void dense_write_rotary(bitwriter *w, const dense_rotary *rotary);
 dense_error dense_read_rotary(bitreader *r, uint32_t dim, uint64_t *frequencies, dense_rotary *rotary);
 void dense_write_positions(bitwriter *w, const uint32_t *positions, size_t n);

@@ -3,7 +3,7 @@
 
 #ifdef ISA_F16C
 
-/* Bytes that a mask picks of four, one behind the other. */
+/* Bytes that a mask picks of four, one after the other. */
 static const uint32_t ISA_FN(SELECT_SHUFFLE)[16] = {
     0x00000000, 0x00000000, 0x00000001, 0x00000100, 0x00000002, 0x00000200, 0x00000201, 0x00020100,
     0x00000003, 0x00000300, 0x00000301, 0x00030100, 0x00000302, 0x00030200, 0x00030201, 0x03020100,

@@ -26,7 +26,7 @@
         (state) = v_ + (code_.start & START_MASK) + q_ * (SCALE - f_);                           \
     } while (0)
 
-/* A state that has become too low takes a unit in, the next behind `cursor` and the `num_taken` ones. Not by a branch,
+/* A state that has become too low takes a unit in, the next after `cursor` and the `num_taken` ones. Not by a branch,
  * which would be mispredicted: where compilers like one better, it is said in the processor's words. */
 #if defined(__x86_64__) && defined(__GNUC__)
 #define RENORMALIZE(v, cursor, num_taken)                                      \

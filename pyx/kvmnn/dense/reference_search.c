@@ -13,7 +13,7 @@ enum {
     BLOCK_BYTES = VOTE_BLOCK_ROWS / 8,
     BLOCK_WORDS = VOTE_BLOCK_ROWS / 64,
     NUM_SYMBOL_KINDS = 64,       /* of symbols; two of a kind are hardly found in one column */
-    IMPLIED_REFERENCE_BONUS = 2, /* equal symbols worth what the row behind the last reference is shorter to write */
+    IMPLIED_REFERENCE_BONUS = 2, /* equal symbols worth what the row after the last reference is shorter to write */
 };
 
 typedef struct {

@@ -81,11 +81,11 @@ typedef struct {
      * rows has a vote. */
     uint64_t (*select_top)(const dense_votes *votes, size_t blocks, uint64_t *candidates, uint64_t *top);
 
-    /* src[i] for each i where (a[i] == b[i]) == `equal`; how many. Up to PAD_BYTES behind them are
+    /* src[i] for each i where (a[i] == b[i]) == `equal`; how many. Up to PAD_BYTES after them are
      * touched. */
     size_t (*select_equal)(const uint8_t *src, const uint8_t *a, const uint8_t *b, size_t n, int equal, uint8_t *out);
 
-    /* The other way: the next of `equal` where a[i] == b[i], else the next of `unequal`. PAD_BYTES behind the last
+    /* The other way: the next of `equal` where a[i] == b[i], else the next of `unequal`. PAD_BYTES after the last
      * one of either are read. */
     void (*merge)(const uint8_t *equal, const uint8_t *unequal, const uint8_t *a, const uint8_t *b, size_t n,
                   uint8_t *out);
@@ -114,7 +114,7 @@ typedef struct {
     /* The next n low parts, a multiple of 4, or as many as there are units for in any case. */
     void (*decode_low)(dense_low_decoder *f, size_t n);
 
-    /* n low parts of 5 bits to ceil(5n / 8) bytes, and back; PAD_BYTES behind both are touched. */
+    /* n low parts of 5 bits to ceil(5n / 8) bytes, and back; PAD_BYTES after both are touched. */
     void (*pack5)(const uint8_t *low, size_t n, uint8_t *packed);
     void (*unpack5)(const uint8_t *packed, size_t n, uint8_t *low);
 } dense_kernels;

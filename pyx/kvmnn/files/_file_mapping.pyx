@@ -25,7 +25,7 @@ cdef class DamageMonitor:
 
     @property
     def is_damaged(self) -> bool:
-        """Whether a page could not be read: zeros stand in its place and in that of all behind it."""
+        """Whether a page could not be read: zeros stand in its place and in that of all after it."""
         return self._region != NULL and kv_is_damaged(self._region)
 
     def __dealloc__(self):

@@ -34,7 +34,7 @@ cdef enum:
 
 
 cdef class HeaderScanner:
-    """The header, a place in it, and the string that was passed last: where it begins behind its quote, its bytes."""
+    """The header, a place in it, and the string that was passed last: where it begins after its quote, its bytes."""
 
     cdef bytes header
     cdef str label

@@ -247,7 +247,7 @@ cdef bint should_split_lanes(size_t num_elements, int itemsize, int *modes) noex
 cdef bytes encode_lanes(
     const uint8_t *src, size_t num_elements, int itemsize, int *modes, int allowed_codecs, int level, size_t begin
 ):
-    """`begin` bytes for the caller to fill, and behind them header and smallest payload of every lane.
+    """`begin` bytes for the caller to fill, and after them header and smallest payload of every lane.
 
     Payloads are made where they stay, in bytes that are shortened when it is known how long all are.
     """

@@ -68,7 +68,7 @@ cdef bint encode_lanes(
     """The lanes of a segment, each by a predictor of its bit set in `modes`; of none, nothing. False: no memory.
 
     `has_previous`: the word before is there as well, and predictors go on from it. `streams`: where they are to stay,
-    one behind the other, with stream_capacity(num_elements) bytes each, or NULL; what has raw blocks, or predictors, is
+    one after the other, with stream_capacity(num_elements) bytes each, or NULL; what has raw blocks, or predictors, is
     not brought there.
     """
     cdef size_t capacity = max_payload_size(num_elements), total = 0

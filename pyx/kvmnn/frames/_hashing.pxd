@@ -12,7 +12,7 @@ cdef struct ChecksumSums:
 
 
 cdef inline size_t add_to_sums(ChecksumSums *sums, const uint8_t *p, size_t n) noexcept nogil:
-    """Add whole steps; how many bytes they are. For the fewer behind them there is `add_tail`."""
+    """Add whole steps; how many bytes they are. For the fewer after them there is `add_tail`."""
     cdef uint64_t plain[NUM_COLUMNS]
     cdef uint64_t weighted[NUM_COLUMNS]
     cdef uint64_t word

@@ -59,7 +59,7 @@ cdef uint64_t sum_rows(
     uint8_t *copy, RunningSums *running
 ) noexcept nogil:
     """The checksum of each row's tokens of `size` bytes, continued from that of the row before; `copy`, if not NULL,
-    gets the rows one behind the other. In the order in which tokens lie in memory, with a sum for each row.
+    gets the rows one after the other. In the order in which tokens lie in memory, with a sum for each row.
     """
     cdef uint64_t h = 0
     cdef size_t row, token

@@ -175,7 +175,7 @@ cdef inline size_t load_le(const unsigned char *p, int n) noexcept nogil:
 
 
 cdef size_t find_frame_end(const unsigned char *p, size_t n, size_t pos, size_t *max_output) noexcept nogil:
-    """Offset behind the zstd or skippable frame at `pos`, or MALFORMED_FRAME where ZSTD_decompress would fail too.
+    """Offset after the zstd or skippable frame at `pos`, or MALFORMED_FRAME where ZSTD_decompress would fail too.
 
     `max_output` grows by the most bytes that the frame can decode to. libzstd holds no block to 128 KiB here. Raw and
     RLE blocks have the size they claim. A compressed block has at most 128 KiB of literals and 98047 sequences, each of
@@ -231,7 +231,7 @@ cdef size_t max_output_size(const unsigned char *p, size_t n) noexcept nogil:
 
 
 def find_frame_extent(const unsigned char[::1] payload not None, size_t offset) -> int:
-    """Offset behind the zstd or skippable frame at `offset`; `ValueError` where there is none."""
+    """Offset after the zstd or skippable frame at `offset`; `ValueError` where there is none."""
     cdef size_t max_output = 0, end = MALFORMED_FRAME
     if offset < <size_t>payload.shape[0]:
         end = find_frame_end(&payload[0], payload.shape[0], offset, &max_output)

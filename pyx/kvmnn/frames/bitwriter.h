@@ -23,7 +23,7 @@ static inline void kvmnn_bitwriter_flush(kvmnn_bitwriter *writer) {
     writer->num_pending &= 7;
 }
 
-/* The end mark; what is behind the last byte. */
+/* The end mark; what is after the last byte. */
 static inline uint8_t *kvmnn_bitwriter_finish(kvmnn_bitwriter *writer) {
     kvmnn_bitwriter_put(writer, 1, 1);
     kvmnn_bitwriter_flush(writer);

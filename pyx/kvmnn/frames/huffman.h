@@ -17,7 +17,7 @@ typedef struct {
 
 /* Codes of two literals at a time, of a code with few symbols; those of others hold anything. */
 typedef struct {
-    const kvmnn_huffman_code *source; /* to be set to NULL when that code is made anew */
+    const kvmnn_huffman_code *source; /* to be set to NULL when that code is made again */
     uint64_t entries[1 << 16];
 } kvmnn_huffman_pairs;
 

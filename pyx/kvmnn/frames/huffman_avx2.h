@@ -61,7 +61,7 @@ static inline void ISA_FN(join32)(__m256i *codes, __m256i *lengths) {
     *lengths = _mm256_add_epi64(_mm256_and_si256(*lengths, low), low_lengths);
 }
 
-/* One stream, from its last literal to its first; what is behind it. */
+/* One stream, from its last literal to its first; what is after it. */
 static uint8_t *ISA_FN(write_by_rows)(const uint64_t *codes, const ISA_FN(code_rows) * shared_rows,
                                       const uint8_t *literals, size_t n, uint8_t *dst) {
     enum { GROUP_LITERALS = 32, MAX_FLUSH_BITS = 56 };

@@ -43,7 +43,7 @@ static inline void ISA_FN(join32)(__m512i *codes, __m512i *lengths) {
     *lengths = _mm512_add_epi64(_mm512_and_si512(*lengths, low), low_lengths);
 }
 
-/* One stream, from its last literal to its first; what is behind it. */
+/* One stream, from its last literal to its first; what is after it. */
 static uint8_t *ISA_FN(write_stream)(const uint64_t *codes, const ISA_FN(tables) * tables, const uint8_t *literals,
                                      size_t n, uint8_t *dst) {
     enum { GROUP_LITERALS = 64, MAX_FLUSH_BITS = 56 };
@@ -84,7 +84,7 @@ static uint8_t *ISA_FN(write_stream)(const uint64_t *codes, const ISA_FN(tables)
 
 #else
 
-/* An entry behind those of a group, whose newest bits stand at the top. Groups are put together before they are appended,
+/* An entry after those of a group, whose newest bits stand at the top. Groups are put together before they are appended,
  * so that one does not wait for the other. */
 static inline void ISA_FN(join)(uint64_t *group, uint64_t *count, uint64_t entry) {
     *group = *group >> (entry & 63) | entry;
@@ -103,7 +103,7 @@ static inline void ISA_FN(append_group)(kvmnn_bitwriter *out, uint64_t group, ui
     while (n--) append_code(out, codes[literals[n]]);
 }
 
-/* One stream, from its last literal to its first; what is behind it. */
+/* One stream, from its last literal to its first; what is after it. */
 static uint8_t *ISA_FN(write_singles)(const uint64_t *codes, const uint8_t *literals, size_t n, uint8_t *dst) {
     enum { GROUP = 7 };
     kvmnn_bitwriter out = {0, 0, dst};

@@ -37,7 +37,7 @@ static void ISA_FN(gather)(const uint8_t *src, size_t num_elements, int itemsize
     else ISA_FN(gather4)(src, num_elements, dst);
 }
 
-/* Where the tile behind the one of `step` words at `start` ends, in bytes. It is asked for while that one is worked on:
+/* Where the tile after the one of `step` words at `start` ends, in bytes. It is asked for while that one is worked on:
  * what processors fetch on their own ends with a page. Nothing is where all words may lie in a cache. */
 static size_t ISA_FN(prefetch_end)(size_t start, size_t step, size_t num_elements, int itemsize) {
     enum { CACHE_BYTES = 2 << 20 };

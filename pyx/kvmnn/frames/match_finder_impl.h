@@ -60,7 +60,7 @@ static inline uint64_t ISA_FN(select_closer_row)(const match_search *s, size_t p
     return probe_mask;
 }
 
-/* The repeats from `pos` on in the row that goes on `distance` behind another one; where it ends. */
+/* The repeats from `pos` on in the row that goes on `distance` after another one; where it ends. */
 static size_t ISA_FN(follow_row)(match_search *s, const match_params *params, size_t pos, size_t distance,
                                  kvmnn_repeat *out, size_t *count) {
     enum { MIN_CLOSE_BYTES = 48 }; /* of 64 bytes: where fewer are equal, another row may be closer */

@@ -23,7 +23,7 @@ size_t kvmnn_zstd_bound(size_t n);
 /* Bytes of scratch that a frame needs. */
 size_t kvmnn_zstd_scratch_bytes(void);
 
-/* A frame's header: one segment of `n` bytes, no checksum. What is behind it. n is not 0. */
+/* A frame's header: one segment of `n` bytes, no checksum. What is after it. n is not 0. */
 uint8_t *kvmnn_zstd_write_header(uint8_t *dst, size_t n);
 
 /* The header of a block of `size` bytes as they are, which the caller puts where this points. */

@@ -2,7 +2,7 @@
  *
  * kvmnn_merge_rows(): row by row of `width` bytes, to = the last width - skip bytes of `first`, then the first `skip`
  * bytes of `second`. Rows follow each other without gaps. `dst` may be `first` or lie before it. Up to width bytes
- * behind the rows of `first` and before those of `second` may be read.
+ * after the rows of `first` and before those of `second` may be read.
  */
 #ifndef KVMNN_ROW_MERGE_H
 #define KVMNN_ROW_MERGE_H

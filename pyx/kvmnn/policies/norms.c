@@ -25,7 +25,7 @@ typedef int32_t kvmnn_ints8 __attribute__((vector_size(32)));
 typedef uint32_t kvmnn_bits8 __attribute__((vector_size(32)));
 #endif
 
-/* Lanes that put four words, from lane i on, beside four zeros: words widened to 32 bits. */
+/* Lanes that put four words, from lane i on, next to four zeros: words widened to 32 bits. */
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
 #define KVMNN_WIDEN(i) i + 8, i, i + 9, i + 1, i + 10, i + 2, i + 11, i + 3
 #else

@@ -81,7 +81,7 @@ def test_a_dict_of_named_tensors_keeps_their_names(tmp_path: Path) -> None:
 
 
 def test_tensors_that_the_table_of_names_pairs(tmp_path: Path, run: Any) -> None:
-    """Dicts by any name of K and V, tensors in a list; beside them whole numbers that are no cache."""
+    """Dicts by any name of K and V, tensors in a list; next to them whole numbers that are no cache."""
     made = pairs(1, layers=3, dtype="fp16", shape=(1, 2, 5, 4))
     both = np.array(made)
     keys, values = map(np.ascontiguousarray, both.swapaxes(0, 1))

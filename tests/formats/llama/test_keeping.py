@@ -252,7 +252,7 @@ def test_a_note_says_where_arrays_are_encoded_rather_than_the_file(tmp_path: Pat
 
 @pytest.mark.slow
 def test_what_lies_around_k_and_v_is_compared_with_the_original(tmp_path: Path, run) -> None:
-    """Every byte of a file of a hybrid model: token ids, positions, and the state behind K and V."""
+    """Every byte of a file of a hybrid model: token ids, positions, and the state after K and V."""
     shape = Shape(layers=1, dims=32, k_type="q8_0")
     data, _ = llama_files.state(Random(2), shape, [3], recurrent=1)
     path, other = tmp_path / "x.session", tmp_path / "other.session"
@@ -287,7 +287,7 @@ def test_verify_puts_the_file_together(tmp_path: Path, run) -> None:
 
 @pytest.mark.parametrize("kinds", [("q8_0", "q4_0"), ("q8_0", "f16")])
 def test_blocks_are_of_no_head(tmp_path: Path, run, kinds: tuple[str, str]) -> None:
-    """Where all arrays are blocks, nobody is asked for heads; beside other types they are needed."""
+    """Where all arrays are blocks, nobody is asked for heads; next to other types they are needed."""
     path = tmp_path / "x.session"
     path.write_bytes(llama_files.state(Random(2), Shape(k_type=kinds[0], v_type=kinds[1]), [9])[0])
     asked = "f16" in kinds

@@ -139,7 +139,7 @@ def test_layers_of_a_model_that_have_no_k_of_their_own(tmp_path: Path) -> None:
 
 
 def test_files_without_v_have_keys(tmp_path: Path) -> None:
-    """Where the model has latent K alone; a file of any other is cut behind K."""
+    """Where the model has latent K alone; a file of any other is cut after K."""
     latent = Shape(has_v=False)
     data, ((cells,),) = llama_files.state(Random(4), latent, [9], architecture="deepseek2")
     source = kvmnn.open(put(tmp_path / "x", data), heads(2))
@@ -290,7 +290,7 @@ def test_cut_anywhere_it_is_refused(tmp_path: Path, transposed: bool) -> None:
 
 def test_bytes_behind_are_refused_by_name(tmp_path: Path) -> None:
     data, _ = llama_files.state(Random(8), Shape(), [3])
-    with pytest.raises(SourceError, match=r"7 bytes are left behind K and V.*not known"):
+    with pytest.raises(SourceError, match=r"7 bytes are left after K and V.*not known"):
         kvmnn.open(put(tmp_path / "x", data + bytes(7)), heads(2))
 
 

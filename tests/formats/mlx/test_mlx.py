@@ -74,7 +74,7 @@ def test_what_is_said(tmp_path: Path, run) -> None:
     assert str(source.engine_cache) == (
         "MLX prompt cache: 2 layers, 2 kv heads of 64, 5 tokens, 4 bits in groups of 32"
     )
-    room = "960 of the 2,560 bytes are room behind the valid tokens"
+    room = "960 of the 2,560 bytes are room after the valid tokens"
     said = run("encode", path, "-o", tmp_path / "frames/").out
     assert room in said
     stored = sum(file.stat().st_size for file in (tmp_path / "frames").glob("*.frame"))

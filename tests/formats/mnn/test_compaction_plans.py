@@ -65,7 +65,7 @@ def test_positions_of_a_dump_are_a_plan(prefix, run, by_head) -> None:
 
 
 def test_positions_that_keep_the_first_tokens_suit_both_dialects(prefix, run) -> None:
-    """MNN 3.6.1 drops a cache of which all is the window: it begins behind the first tokens that stay."""
+    """MNN 3.6.1 drops a cache of which all is the window: it begins after the first tokens that stay."""
     write("kv/positions.json", dumped([KEPT[0], KEPT[0]]))
     for dialect in ("fork", "upstream"):
         run("mnn", "compact", *prefix, "--plan", "kv", "-o", "c", "-f", "--dialect", dialect)

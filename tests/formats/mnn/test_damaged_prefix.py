@@ -104,7 +104,7 @@ def test_unlike_sizes_layers_with_other_state_may_have_any(tmp_path):
 
 
 def test_describe_files_documented_layers_may_differ_in_size(tmp_path):
-    """Layers of other numbers of tokens, as kvmnn packs them: what is beside the files says so."""
+    """Layers of other numbers of tokens, as kvmnn packs them: what is next to the files says so."""
     from kvmnn.packed import cache_info
 
     layers = packed_samples.arrays(2, 2, 50, 16)

@@ -97,7 +97,7 @@ WAYS = [saved_by_torch, saved_by_mlx, saved_by_llama_cpp, plain_arrays]
 def test_the_engine_goes_on_from_it(
     model: Path, pairs: Pairs, tmp_path: Path, way: Callable[[Path, Pairs], list[object]]
 ) -> None:
-    """Packed, and by way of a store: the tokens are those behind the engine's own prefix."""
+    """Packed, and by way of a store: the tokens are those after the engine's own prefix."""
     cache = way(tmp_path, pairs)
     kvmnn("mnn", "pack", *cache, "--backend", "x86-avx2", "--name", NAME, "-o", tmp_path / "packed")
     assert continuation(model, tmp_path / "packed", tmp_path / "scratch") == CONTINUATION
@@ -129,7 +129,7 @@ def test_a_wrong_order_of_k_would_show(model: Path, pairs: Pairs, tmp_path: Path
 
 
 def test_an_evicted_session_is_rotated_with_the_theta_of_its_gguf(model: Path, pairs: Pairs, tmp_path: Path) -> None:
-    """K as it would be behind 26 tokens that were erased: rotated, it is the engine's own, and so are the tokens."""
+    """K as it would be after 26 tokens that were erased: rotated, it is the engine's own, and so are the tokens."""
     frequencies = plain_frequencies(10000.0, DIMS)
     later = [(rotate(keys, [26] * TOKENS, frequencies).astype(np.float32), values) for keys, values in pairs]
     session = saved_by_llama_cpp(tmp_path, later, erased=26)

@@ -1,4 +1,4 @@
-"""``positions.json`` beside plain arrays: pack notes the true positions that it says."""
+"""``positions.json`` next to plain arrays: pack notes the true positions that it says."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_runs_are_noted(folder: Path) -> None:
     found = packed(folder, layers([0, 1, 2, 90, 91, 95], [4, 6, 8, 10, 12, 14]))
     assert found.info.layers[0].positions == ((0, 3), (90, 2), (95, 1))
     assert found.info.layers[1].positions == tuple((place, 1) for place in (4, 6, 8, 10, 12, 14))
-    assert found.notes == ("true positions are as positions.json beside the arrays has them",)
+    assert found.notes == ("true positions are as positions.json next to the arrays has them",)
     assert found.warnings[0] == "K has positions up to 95, and after loading MNN continues at 6:"
     again = kvmnn.open(str(folder.parent / "p"))
     assert again.cache is not None and again.cache.layers == found.info.layers
@@ -56,7 +56,7 @@ def test_heads_with_different_tokens_are_noted_as_cut(folder: Path) -> None:
         "heads of layer 1 hold different tokens of the text, and a prefix cache says those of a layer: noted are those "
         "of the head that goes furthest"
     )
-    assert found.notes[:2] == (differ, "true positions are as positions.json beside the arrays has them")
+    assert found.notes[:2] == (differ, "true positions are as positions.json next to the arrays has them")
     with pytest.raises(KvmnnError, match="layer 0 was cut"):
         read_layer_caches(kvmnn.open(str(folder.parent / "p")))
 

@@ -231,7 +231,7 @@ def test_a_file_that_shrinks_after_it_was_opened(prefix):
         (
             (40,),
             [
-                "in 2 of 2 layers rows behind the 40 tokens are not zero, up to row 50: more tokens may be live than "
+                "in 2 of 2 layers rows after the 40 tokens are not zero, up to row 50: more tokens may be live than "
                 "--valid-tokens says"
             ],
         ),

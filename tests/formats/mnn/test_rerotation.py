@@ -92,7 +92,7 @@ def test_compact_without_rerotate_warns_with_the_line_of_code(cache: Cache, run)
 
 
 def test_compact_of_the_tail_notes_where_the_text_continues(cache: Cache, run) -> None:
-    """The last tokens were evicted: the next one stands behind them all the same, also after `repack`."""
+    """The last tokens were evicted: the next one stands after them all the same, also after `repack`."""
     assert "all_seq_len = 40;" in run("mnn", "compact", *cache.arguments, "--reserve", "0:4,12:6", "-o", "c").out
     assert open_packed("c").info.next_position == 40
     assert "all_seq_len = 40;" in run("mnn", "repack", "c", "--target-backend", "x86-avx512", "-o", "r").out

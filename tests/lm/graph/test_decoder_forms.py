@@ -139,14 +139,14 @@ def test_operators_that_hide_attention_are_named(tmp_path: Path) -> None:
 
 
 def test_a_softmax_that_mixes_no_values_is_not_attention(tmp_path: Path) -> None:
-    """Every tiny decoder has a router behind each layer; its sums over three experts never reach the caller."""
+    """Every tiny decoder has a router after each layer; its sums over three experts never reach the caller."""
     session = DecoderSession.open(Tiny().save(tmp_path / "model.onnx"), attentions=True, cache=False)
     step = session.run_step(IDS, POSITIONS, session.create_empty_past())
     assert [array.shape for array in step.attentions or []] == [(4, 9, 9)] * 2
 
 
 def test_positions_that_nothing_uses_are_none(tmp_path: Path) -> None:
-    """A cut cache would be counted anew by such a graph, whatever positions it is given."""
+    """A cut cache would be counted again by such a graph, whatever positions it is given."""
     path = Tiny(positions=False, extra=("position_ids",)).save(tmp_path / "model.onnx")
     session = DecoderSession.open(path, cache=False)
     assert not session.interface.has_positions and not session.has_bias

@@ -1,4 +1,4 @@
-"""Operated graphs: kept beside the model, found again, made anew when the model changes, never half there."""
+"""Operated graphs: kept next to the model, found again, made again when the model changes, never half there."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@
 enum { KVMNN_BLOCK_VALUES = 32 };
 enum { KVMNN_Q4_0, KVMNN_Q4_1, KVMNN_Q5_0, KVMNN_Q5_1, KVMNN_Q8_0, KVMNN_IQ4_NL, KVMNN_BLOCK_KINDS };
 
-/* Rows of blocks that lie one behind the other: block b of row r is at from + r * stride + b * its size. */
+/* Rows of blocks that lie one after the other: block b of row r is at from + r * stride + b * its size. */
 typedef struct {
     const uint8_t *source;
     size_t rows, count, stride;

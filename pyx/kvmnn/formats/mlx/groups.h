@@ -12,7 +12,7 @@
 enum { KVMNN_GROUPS_F16, KVMNN_GROUPS_BF16, KVMNN_GROUPS_F32, KVMNN_GROUPS_TYPES };
 
 /* Rows of codes of `bits` bits, from the lowest bit of the first byte on: 8, or a whole number of 8 codes a row. Scales
- * and biases: a word for each group of a row; to: a word for each code. All rows lie one behind the other. */
+ * and biases: a word for each group of a row; to: a word for each code. All rows lie one after the other. */
 typedef struct {
     const uint8_t *codes, *scales, *biases;
     uint8_t *out;

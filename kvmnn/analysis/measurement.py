@@ -51,7 +51,7 @@ LIMIT_MEANING = (
 
 @dataclass(frozen=True, kw_only=True)
 class SizeEntry:
-    """The sizes of a layer, a part or a lane; None where limits were not computed or no frames were made."""
+    """Sizes of a layer, a part or a lane; None for limits that were not computed and frames that were not encoded."""
 
     raw_bytes: int
     simulated_bytes: int
@@ -64,7 +64,7 @@ class SizeEntry:
         return self.raw_bytes / self.limit_bytes if self.limit_bytes else None
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the sizes as JSON values."""
         # computed: a limit has four keys and stored frames four, or none; a ratio of theirs may be null
         document: dict[str, Any] = {
             "raw_bytes": self.raw_bytes,
@@ -84,7 +84,7 @@ class SizeEntry:
         return document
 
     def format_line(self, label: str) -> str:
-        """A line of the table."""
+        """Format the sizes as a line of the table."""
         simulated_ratio = compute_ratio(self.raw_bytes, self.simulated_bytes)
         text = f"{label:<9} {self.raw_bytes:>13,} {self.simulated_bytes:>13,} {simulated_ratio:>6.4f}"
         if self.limit_bytes is not None:
@@ -96,20 +96,20 @@ class SizeEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class SizeReport:
-    """All sizes."""
+    """Measured sizes: in total and by layer."""
 
-    #: Of everything that was measured, and by layer number.
+    #: Sizes of everything that was measured; then the sizes by layer number.
     totals: AggregateSizeStats
     totals_by_layer: dict[int, AggregateSizeStats]
     #: How many layers the inputs have, measured or not.
     num_layers: int
     #: Whether the entropy of bytes was computed.
     has_limits: bool
-    #: Whether frames were made too.
+    #: Whether frames were encoded as well.
     is_stored: bool
 
     def build_entry(self, totals: AggregateSizeStats, parts: Sequence[Part] = PARTS) -> SizeEntry:
-        """The sizes of a layer, or of one part of it."""
+        """Build the sizes of a layer, or of one part of it."""
         return SizeEntry(
             raw_bytes=totals.raw_bytes(parts),
             simulated_bytes=totals.simulated_bytes(parts),
@@ -118,12 +118,12 @@ class SizeReport:
         )
 
     def build_lane_entry(self, lane: LaneSizeStats) -> SizeEntry:
-        """The sizes of a lane, for which no frames exist."""
+        """Build the sizes of a lane, for which no frames exist."""
         limit = lane.limit_bytes if self.has_limits else None
         return SizeEntry(raw_bytes=lane.raw_bytes, simulated_bytes=lane.simulated_bytes, limit_bytes=limit)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the sizes as JSON values."""
         # computed: a tree of layers, parts and lanes out of sums
         meaning = {"simulated": SIMULATED_MEANING}
         if self.has_limits:
@@ -170,7 +170,7 @@ class SizeReport:
         return {**sizes, "framing_bytes": totals.extra_bytes[part], "lanes": lane_documents}
 
     def _fp32_document(self) -> dict[str, Any]:
-        """The same of fp32 words: overall, and of each layer that has such."""
+        """Return the sizes of fp32 words as JSON values: overall, and of each layer that has fp32 words."""
         layers = {
             str(layer): self._fp32_totals_document(totals.fp32)
             for layer, totals in self.totals_by_layer.items()
@@ -196,7 +196,7 @@ class SizeReport:
         return document
 
     def _format_fp32_lines(self) -> list[str]:
-        """Lines of fp32 words of which others are the measured ones, rounded to fp16."""
+        """Format the sizes of fp32 words that the other figures count after rounding to fp16."""
         lines: list[str] = []
         if self.totals.is_fp32_counted:
             return lines
@@ -242,7 +242,7 @@ class SizeReport:
         return "\n".join([*lines, STORED_MEANING] if self.is_stored else lines)
 
     def _describe_scope(self) -> str:
-        """Of how many layers and tokens the total is."""
+        """Describe how many layers and tokens the total covers."""
         layers = pluralize(self.num_layers, "layer")
         if len(self.totals_by_layer) < self.num_layers:
             layers = f"{len(self.totals_by_layer):,} of {layers}"
@@ -289,9 +289,9 @@ class MeasureResult(Record):
         "skipped_files=selection.skip_examples **selection.coded_input completeness"
     )
 
-    #: The directories or files, as the documents call them.
+    #: The directories or files, under the names that the documents use.
     inputs: list[str]
-    #: What was asked for and what was found; `selection.skipped` includes what could not be compressed.
+    #: What was requested and what was found; `selection.skipped` includes inputs that could not be compressed.
     options: MeasureOptions
     selection: DumpSelection
     #: Groups of dumps, where dumps are grouped; pieces of K and of V, where they are cut.
@@ -316,7 +316,7 @@ class MeasureResult(Record):
 
     @property
     def notes(self) -> list[str]:
-        """What changes the meaning of the sizes, in lines."""
+        """Lines that qualify the sizes."""
         coded_bytes = self.totals.stored_bytes() if self.is_stored else self.totals.simulated_bytes()
         lines = self.selection.coded_input.describe(
             self.totals.raw_bytes(), coded_bytes, "STORED" if self.is_stored else "simulated"
@@ -341,7 +341,7 @@ class MeasureResult(Record):
     @property
     @json_key(omit=True)
     def completeness(self) -> Completeness | None:
-        """The state of the model that the arrays contain, where that is known."""
+        """The part of the model's state that the arrays contain; None if unknown."""
         return self.selection.completeness
 
     def __str__(self) -> str:
@@ -359,13 +359,13 @@ class MeasureResult(Record):
         return "\n".join(lines)
 
     def _format_example(self, reason: str) -> str:
-        """The first file that was left out for a reason."""
+        """Format the first file that was skipped for a reason."""
         example, skip_count = self.selection.skip_examples.get(reason), self.selection.skip_counts[reason]
         return "" if example is None else f" ({example}{', ...' if skip_count > 1 else ''})"
 
 
 def build_reference_document(result: MeasureResult) -> dict[str, Any]:
-    """The JSON document of the reference's tool (`SCHEMA_VERSION`); with several inputs ``dump_dir`` is a list."""
+    """Build the JSON document of the reference's tool (`SCHEMA_VERSION`); ``dump_dir`` may be a list."""
     options, selection, totals = result.options, result.selection, result.totals
     scope = options.scope
     raw_bytes_by_part = {PART_LETTERS[part]: totals.raw_bytes([part]) for part in PARTS}
@@ -421,7 +421,7 @@ def format_reference_json(result: MeasureResult) -> str:
 
 
 def format_reference_markdown(result: MeasureResult) -> str:
-    """The Markdown summary of the reference's tool."""
+    """Format the Markdown summary of the reference's tool."""
     document = build_reference_document(result)
     inputs = "`, `".join(result.inputs)
     lines = [
@@ -563,7 +563,7 @@ def measure_dumps(
 
 
 def count_work_bytes(selection: DumpSelection, options: MeasureOptions, real: bool) -> int:
-    """The bytes that `progress` will have heard of in the end."""
+    """Count the bytes that `progress` will have been called with at the end."""
     units = [unit for unit in build_units(selection, options) if unit.is_complete()]
     sizes = [(sum(map(unit.count_raw_bytes, PARTS)), options.fp32 and unit.is_rounded) for unit in units]
     return sum((1 + real + 2 * has_fp32_lanes) * nbytes for nbytes, has_fp32_lanes in sizes)
@@ -572,7 +572,7 @@ def count_work_bytes(selection: DumpSelection, options: MeasureOptions, real: bo
 def _open_documents(
     stack: ExitStack, out_json: str | None, out_md: str | None, force: bool, protect: list[str]
 ) -> list[tuple[FileOutput, Callable[[MeasureResult], str]]]:
-    """The outputs, opened before anything is measured, each with what makes its text."""
+    """Open the output documents before anything is measured, each with the function that formats its text."""
     requested = [
         (Path(path), format_document)
         for path, format_document in ((out_json, format_reference_json), (out_md, format_reference_markdown))
@@ -592,7 +592,7 @@ def _open_documents(
 
 
 def _plan_jobs(units: list[CompressionUnit], options: MeasureOptions, real: bool) -> list[_MeasureJob]:
-    """The largest first, so that no thread is left with one at the end."""
+    """Plan the jobs, the largest first, so that no thread ends with a large one."""
     jobs = []
     for index, unit in enumerate(units):
         if not unit.is_complete():
@@ -619,7 +619,7 @@ def _run_jobs(
     threads: int,
     progress: Progress | None,
 ) -> _SizeResults:
-    """The results by unit, part and lane."""
+    """Run the jobs, and return their results by unit, part and lane."""
     compressor_pool, budget = CompressorPool(MAX_MEMORY_BYTES // threads), MemoryBudget(MAX_MEMORY_BYTES)
     report_progress = _serialize_progress(progress)
 

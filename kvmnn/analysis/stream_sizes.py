@@ -34,9 +34,9 @@ class StreamSizeEstimate:
     raw_bytes: int
     #: Simulated: the zstd frames of its pieces, mode bytes and headers.
     bytes: int
-    #: How many blocks took which predictor.
+    #: Number of blocks by predictor.
     modes: dict[str, int]
-    #: What the order-0 entropy of the lane as it is amounts to, each piece with statistics of its own.
+    #: Bytes by the order-0 entropy of the lane without a predictor, with separate statistics for each piece.
     limit_bytes: float
 
 
@@ -54,7 +54,7 @@ class CompressorPool:
         self._idle: list[_stream_meter.StreamMeter] = []
 
     def acquire(self) -> _stream_meter.StreamMeter:
-        """One for the calling thread."""
+        """Return a compressor for the calling thread."""
         try:
             return self._idle.pop()
         except IndexError:
@@ -75,7 +75,7 @@ def estimate_stream_size(
     compressor_pool: CompressorPool,
     progress: Progress | None = None,
 ) -> StreamSizeEstimate:
-    """The simulated size of one byte lane of 16-bit words of K or V."""
+    """Estimate the size of one byte lane of 16-bit words of K or V in the simulated format."""
     return _estimate_size(
         unit, part, half, half, TokenReader(unit.list_tensors(part)).iter_tokens, options, compressor_pool, progress
     )
@@ -89,7 +89,7 @@ def estimate_fp32_stream_size(
     compressor_pool: CompressorPool,
     progress: Progress | None = None,
 ) -> StreamSizeEstimate:
-    """The simulated size of one of the four byte lanes of fp32 words, the lowest byte first.
+    """Estimate the size of one of the four byte lanes of fp32 words, numbered from the lowest byte.
 
     The upper two lanes are tried under the predictors of the high bytes, the lower two under those of the low ones.
     Errors as for `estimate_stream_size`.
@@ -122,9 +122,7 @@ def _estimate_size(
     compressor_pool: CompressorPool,
     progress: Progress | None,
 ) -> StreamSizeEstimate:
-    """The size of the `half` of 16-bit words that `read_tokens` gives for a number of tokens, by the predictors of
-    `predictor_half`.
-    """
+    """Estimate the size of a `half` of the 16-bit words of `read_tokens`, with the predictors of `predictor_half`."""
     heads, dims = unit.get_geometry(part)
     is_adaptive = options.codec_mode == "adaptive_v22"
     names = (
@@ -161,7 +159,7 @@ def _estimate_size(
 
 
 def estimate_memory_bytes(unit: CompressionUnit, part: Part, options: MeasureOptions) -> int:
-    """Bytes of anonymous memory that a stream of `unit` may take (zstd's output counts as long as its input)."""
+    """Estimate the anonymous memory in bytes for a stream of `unit`, with zstd's output as long as its input."""
     chunk_elements = unit.count_chunk_bytes(part) // unit.get_itemsize(part)
     block_elements = chunk_elements
     if options.codec_mode == "adaptive_v22":
@@ -237,7 +235,7 @@ class Fp32SizeStats:
     extra_bytes: Counter[Part] = field(default_factory=Counter)
 
     def sum_lanes(self, parts: Sequence[Part] = PARTS) -> LaneSizeStats:
-        """The lanes of `parts` together, framing and tables included."""
+        """Sum the lanes of `parts`, framing and tables included."""
         lanes = [lane for (part, _), lane in self.lanes.items() if part in parts]
         return LaneSizeStats(
             raw_bytes=sum(lane.raw_bytes for lane in lanes),
@@ -248,55 +246,55 @@ class Fp32SizeStats:
 
 @dataclass
 class AggregateSizeStats:
-    """A layer, or all of them."""
+    """Sizes of a layer, or of all layers."""
 
-    #: Of all that was measured of the layer; of all layers, their sum.
+    #: Number of measured tokens of the layer; for all layers, their sum.
     tokens: int = 0
-    #: Of 16-bit words, by name: ``"k_hi"``, ``"k_lo"``, ``"v_hi"``, ``"v_lo"``.
+    #: Sizes of the lanes of 16-bit words, by name: ``"k_hi"``, ``"k_lo"``, ``"v_hi"``, ``"v_lo"``.
     lanes: dict[str, LaneSizeStats] = field(default_factory=lambda: {lane: LaneSizeStats() for lane in LANES})
-    #: By part: framing and tables, which belong to the simulated size.
+    #: Bytes of framing and tables by part, which belong to the simulated size.
     extra_bytes: Counter[Part] = field(default_factory=Counter)
-    #: By part: frames that were made and decoded, where that was asked for.
+    #: Sizes of encoded and decoded frames by part; empty unless requested.
     stored_sizes: dict[Part, StoredSize] = field(default_factory=dict)
-    #: fp32 words in four byte lanes; None for no such words.
+    #: Sizes of fp32 words in four byte lanes; None without fp32 words.
     fp32: Fp32SizeStats | None = None
-    #: Whether these belong to the sums. They do not where fp32 was rounded and the 16-bit words are measured.
+    #: Whether `fp32` counts in the sums. It does not if fp32 was rounded and the 16-bit words are measured.
     is_fp32_counted: bool = False
 
     def raw_bytes(self, parts: Sequence[Part] = PARTS) -> int:
-        """Bytes of what could be compressed, as it was measured."""
+        """Return the uncompressed bytes of the lanes that count in the sums."""
         return sum(lane.raw_bytes for lane in self.list_counted_lanes(parts))
 
     def simulated_bytes(self, parts: Sequence[Part] = PARTS) -> int:
-        """Bytes that the simulated format would take."""
+        """Return the bytes that the simulated format would take."""
         return sum(lane.simulated_bytes for lane in self.list_counted_lanes(parts)) + sum(
             self.extra_bytes[part] for part in parts
         )
 
     def limit_bytes(self, parts: Sequence[Part] = PARTS) -> float:
-        """What the order-0 entropy of the byte lanes amounts to."""
+        """Return the bytes that the order-0 entropy of the byte lanes amounts to."""
         return sum(lane.limit_bytes for lane in self.list_counted_lanes(parts))
 
     def stored_bytes(self, parts: Sequence[Part] = PARTS) -> int:
-        """Bytes of frames that were made and decoded."""
+        """Return the bytes of the frames that were encoded and decoded."""
         return sum(self.stored_sizes[part].bytes for part in parts if part in self.stored_sizes)
 
     def stored_frames(self, parts: Sequence[Part] = PARTS) -> int:
-        """How many these frames are."""
+        """Return the number of frames that were encoded and decoded."""
         return sum(self.stored_sizes[part].frames for part in parts if part in self.stored_sizes)
 
     def list_counted_lanes(self, parts: Sequence[Part]) -> list[LaneSizeStats]:
-        """The lanes of `parts` that belong to the sums."""
+        """List the lanes of `parts` that count in the sums."""
         lanes = [self.lanes[format_lane(part, half)] for part in parts for half in LANE_HALVES]
         return lanes + [self.fp32_lanes[part, lane] for part in parts for lane in FP32_LANES if self.fp32_lanes]
 
     @property
     def fp32_lanes(self) -> dict[tuple[Part, int], LaneSizeStats]:
-        """The lanes of fp32 words that belong to the sums, by part and number; none where there are no such words."""
+        """The lanes of fp32 words that count in the sums, by part and number; empty without such words."""
         return self.fp32.lanes if self.fp32 is not None and self.is_fp32_counted else {}
 
     def count_modes(self, part: Part, half: LaneHalf) -> dict[str, int]:
-        """How many blocks of the upper or lower bytes took which predictor; of fp32 the two upper or lower lanes."""
+        """Count which predictor the blocks of the upper or lower bytes use; of fp32, the two upper or lower lanes."""
         mode_counts = Counter(self.lanes[format_lane(part, half)].modes)
         for lane in FP32_LANES[2:] if half == "hi" else FP32_LANES[:2]:
             if self.fp32_lanes:

@@ -1,4 +1,4 @@
-"""Words of one dtype as words of another, and an honest count of what that changed."""
+"""Cast words of one dtype to another, and count how many values the cast changed."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ class CastStats(Record):
 
     def __init__(self, source: str, target: str) -> None:
         self.source, self.target = source, target
-        #: Words so far; those that do not give the same bits when cast back; of those, finite ones that became
-        # infinite.
+        #: Words so far; words whose bits change when cast there and back; finite ones of these that became infinite.
         self.words = self.changed = self.overflowed = 0
-        #: The largest absolute difference of finite words that changed: infinite where some overflowed.
+        #: The largest absolute difference of finite words that changed; infinite if one overflowed.
         self.largest_error = 0.0
 
     @property
@@ -46,7 +45,7 @@ class CastStats(Record):
         return f"{self.source} -> {self.target}: {change_text}, largest error {error_text}"
 
     def cast(self, elements: Chunk) -> Chunk:
-        """Cast a chunk of whole words."""
+        """Cast a chunk, which contains only whole elements, and update the counts."""
         if self.source == self.target:
             self.words += elements.size // dtypes.parse_dtype(self.source).itemsize
             return elements

@@ -70,7 +70,7 @@ class DiffReport(Record):
     first: Mismatch | None = None
     #: Why arrays could not be compared: missing ones, other shapes or types.
     unlike: tuple[str, ...] = ()
-    #: What would have to be said of the axes of an input, where arrays were compared by their names for want of it.
+    #: Advice on how to specify the axes of an input, if arrays were compared by name because the axes are unknown.
     hints: tuple[str, ...] = ()
     #: The state of the model that the arrays of each input contain, where that is known.
     completeness: tuple[Completeness | None, Completeness | None] = field(
@@ -230,7 +230,7 @@ def _compare_arrays(first: Sequence[LazyArray], second: Sequence[LazyArray]) -> 
 def _pair_by_name(
     first: Sequence[LazyArray], second: Sequence[LazyArray]
 ) -> Iterator[tuple[str, LazyArray | None, LazyArray | None]]:
-    """Pair arrays of the same name; the only arrays of both inputs are a pair whatever their names."""
+    """Pair arrays of the same name; if each input has one array, pair these even if their names differ."""
     if len(first) == len(second) == 1:
         yield first[0].name, first[0], second[0]
         return
@@ -314,22 +314,22 @@ class ErrorStats(Record):
 
     layer: int
     part: Part
-    #: Numbers compared.
+    #: Number of compared elements.
     words: int
-    #: How many of them are further apart than the tolerance; numbers next to what is no number always are.
+    #: How many of them differ by more than the tolerance; a number and a NaN always do.
     above: int
-    #: The largest absolute difference: infinite for an infinity that the other has not; NaN where one of two is NaN,
-    #: which comes before all else.
+    #: The largest absolute difference: infinite if only one of two elements is infinite. NaN takes precedence, if only
+    #: one of two is NaN.
     largest: float
-    #: How many differences are infinite or NaN.
+    #: Number of differences that are infinite or NaN.
     not_finite: int
-    #: Where the first of the largest is.
+    #: Location of the first of the largest differences.
     head: int
     token: int
     dim: int
-    #: The root mean square of the differences over that of the numbers of both inputs: what rounding leaves is 0.0002
-    #: of fp16 and 0.002 of bf16, what another order leaves is about 1.4. Of finite numbers; None where there are none,
-    #: or all are zero and differ from nothing.
+    #: Root mean square of the differences, relative to that of the elements of both inputs. Rounding gives about 0.0002
+    #: for fp16 and 0.002 for bf16; a different order of elements gives about 1.4. Only finite elements count; None if
+    #: there are none, or all are zero.
     relative: float | None = None
 
     @property
@@ -358,25 +358,25 @@ class ToleranceReport(Record):
     @property
     @json_key(before="errors")
     def words(self) -> int:
-        """Return the numbers compared."""
+        """Return how many elements were compared."""
         return sum(entry.words for entry in self.errors)
 
     @property
     @json_key(before="errors")
     def above(self) -> int:
-        """Return how many are further apart than the tolerance."""
+        """Return how many elements differ by more than the tolerance."""
         return sum(entry.above for entry in self.errors)
 
     @property
     @json_key(before="errors")
     def relative(self) -> float | None:
-        """Return the largest relative error of a layer's K or V; None where none is known."""
+        """Return the largest relative error of K or V of any layer; None if no layer has one."""
         return max((entry.relative for entry in self.errors if entry.relative is not None), default=None)
 
     @property
     @json_key(before="words")
     def equal(self) -> bool:
-        """Return whether all is there and within the tolerance."""
+        """Return whether all layers are present in both inputs and agree within the tolerance."""
         return not self.above and not self.unlike and bool(self.errors)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""What a cache of another engine says of itself, as found: geometry, types, positions, token ids."""
+"""The description that another engine's cache gives of itself: geometry, types, positions, token ids."""
 
 from __future__ import annotations
 
@@ -34,55 +34,55 @@ def _list_ids(token_ids: Indices | None) -> list[int] | None:
 class BatchText(Record):
     """One text of a batch whose arrays have padding."""
 
-    #: int64, ascending: where in the padded text its tokens stand, as `EngineCacheInfo.positions` counts; the others
-    #: are padding.
+    #: int64, ascending: positions of its tokens in the padded text, counted as in `EngineCacheInfo.positions`; all
+    #: other positions are padding.
     positions: Positions = field(metadata={"convert": positions_to_runs})
-    #: Those of its tokens; None where there are none.
+    #: Token ids of the text; None without ids.
     token_ids: Indices | None = field(default=None, metadata={"convert": _list_ids})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EngineCacheInfo(Record):
-    """A cache that another engine wrote, or that lives in it."""
+    """Description of a cache that another engine wrote to a file, or keeps in memory."""
 
-    #: What people call it: ``"llama.cpp"``, ``"MLX"`` ...
+    #: Its usual name: ``"llama.cpp"``, ``"MLX"`` ...
     engine: str
-    #: What the engine calls such a cache: ``"session"``, ``"prompt_cache"`` ...
+    #: The engine's name for this kind of cache: ``"session"``, ``"prompt_cache"`` ...
     kind: str
-    #: How many the arrays are of.
+    #: Number of layers in the arrays.
     layers: int
-    #: Of a layer; None where nothing says them, and where layers differ.
+    #: kv heads of each layer; None if unknown, or if layers differ.
     kv_heads: int | None
-    #: Of each layer, where they differ.
+    #: kv heads of each layer, if layers differ.
     layer_kv_heads: tuple[int, ...] = field(default=(), metadata={"omit": True})
     head_dim: int | None
     layer_head_dims: tuple[int, ...] = field(default=(), metadata={"omit": True})
-    #: Stored in each layer; the most, where layers hold different ones.
+    #: Number of tokens in each layer; the maximum, if layers differ.
     tokens: int
-    #: Texts side by side; 1 where arrays have no such axis.
+    #: Number of texts in the batch; 1 if arrays have no batch axis.
     batch: int = 1
-    #: Of the elements as they are stored, by the engine's own names: K of all layers, then V of all layers.
+    #: Stored element types under the engine's own names: K of all layers, then V of all layers.
     types: tuple[str, ...]
-    #: Names of types whose blocks the arrays hold as the numbers that these stand for.
+    #: Names of the quantised types from which the arrays were dequantised.
     dequantised: tuple[str, ...] = ()
-    #: What the engine surely did to K and V, and other engines do not: names of `llama_transforms.TRANSFORMS`.
+    #: Transforms that only this engine applied to K and V: names in `llama_transforms.TRANSFORMS`.
     altered: tuple[Transform, ...] = ()
-    #: What it may have done, and nothing says.
+    #: Transforms that the engine may have applied; the file does not record them.
     perhaps_altered: tuple[Transform, ...] = ()
-    #: int64: where each stored token stands in its text, in the order of the arrays; None where nothing says it, and
-    #: where layers hold different tokens.
+    #: int64: position of each stored token in its text, in the order of the arrays; None if unknown, or if layers
+    #: contain different tokens.
     positions: Positions | None = field(default=None, metadata={"json": False})
-    #: The same for each layer, where they hold different tokens: some of them all, others those in a sliding window.
+    #: Positions of each layer, if layers contain different tokens: some all of them, others those in a sliding window.
     layer_positions: tuple[Positions, ...] | None = field(default=None, metadata={"json": False})
-    #: Whether tokens of the text are missing, and nothing tells which.
+    #: Whether tokens of the text are missing but unknown.
     positions_unknown: bool = field(default=False, metadata={"omit": True})
-    #: Those that are stored next to K and V; None where there are none.
+    #: Token ids that are stored next to K and V; None without ids.
     token_ids: Indices | None = field(default=None, metadata={"convert": _list_ids})
     #: Of a batch with padding, or with token ids: its texts. Empty where all arrays are tokens, and no ids are there.
     texts: tuple[BatchText, ...] = field(default=(), metadata={"omit": True})
-    #: What only this engine has, as JSON values.
+    #: Properties that only this engine has, as JSON values.
     details: Mapping[str, Any] = field(default_factory=dict, metadata={"inline": True})
-    #: Bytes of K and V in the file that are room after the valid tokens.
+    #: Bytes of unused capacity for K and V in the file, after the valid tokens.
     unused_bytes: int = field(default=0, metadata={"json": False})
 
     @property
@@ -112,14 +112,12 @@ class EngineCacheInfo(Record):
 
     @property
     def has_padding(self) -> bool:
-        """Return whether texts of the batch have rows that are no tokens."""
+        """Return whether any text of the batch is shorter than the arrays, so that some of its rows are padding."""
         return any(text.positions.size < self.tokens for text in self.texts)
 
     @property
     def is_ascending(self) -> bool:
-        """Return whether every token is later in the text than the one before it, so that the arrays may be of one
-        text.
-        """
+        """Return whether positions increase from token to token, so that the arrays may belong to one text."""
         all_positions = (self.positions,) if self.layer_positions is None else self.layer_positions
         return all(positions is None or bool((np.diff(positions) > 0).all()) for positions in all_positions)
 

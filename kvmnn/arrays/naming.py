@@ -67,12 +67,12 @@ class ConventionalName(NamedTuple):
     #: K or V of which layer.
     part: Part
     layer: int
-    #: Of the axes.
+    #: Order of the axes.
     order: AxisOrder
-    #: The first token; 0 where the name does not say.
+    #: The first token; 0 unless the name states it.
     start: int = 0
-    #: After the last token; None where the name does not say: all but those of KV dumps, where an array may be a run
-    #: of tokens of several.
+    #: The end of the token range; None unless the name states it, as only names of KV dumps do, where several arrays
+    #: may form a layer.
     end: int | None = None
 
     @property
@@ -114,7 +114,7 @@ def parse_part(where: str, name: str) -> tuple[Part, str]:
 
 
 def parse_layer(name: str) -> int | None:
-    """Return the first number that stands alone or after a word for layer, K or V."""
+    """Return the first number that stands alone or follows a word for layer, K or V."""
     for word in re.findall(r"[A-Za-z0-9]+", name):
         match = _LAYER_WORD_REGEX.fullmatch(word)
         if match and len(match[1]) < 10:
@@ -141,7 +141,7 @@ def find_name_error(name: str) -> str | None:
 
 
 def check_name(name: str, where: str) -> None:
-    """Raise `SourceError`, which begins with `where`, for a name that an array may not have."""
+    """Raise `SourceError` if an array may not have this name; the message begins with `where`."""
     if name_error := find_name_error(name):
         raise SourceError(f"{where}: the array name {shorten_name(name)} {name_error}")
 

@@ -34,10 +34,10 @@ WHOLE_FILE_KEYS: Final = (DUMP_KEY, FILE_KEY, PACKED_FILES_KEY)
 
 @dataclass
 class Source:
-    """Named arrays and what their input says about them.
+    """Named arrays and the metadata of their input.
 
     A source maps names to arrays, in the input's order: ``source["k"].to_numpy()`` reads one, ``list(source)`` gives
-    the names. Nothing is read before it is asked for.
+    the names. Elements are read only on demand.
 
     Parameters
     ----------
@@ -48,14 +48,13 @@ class Source:
     skipped_arrays
         One line for each array that was left out.
     notes
-        One line for each thing that was inferred rather than read or said.
+        One line for each property that was inferred, and neither read nor specified.
     cache
-        What packed files hold, where the input is such files.
+        Description of the packed files, if the input is packed files.
     engine_cache
-        What the cache of another engine says of itself, where the input is one.
+        Description of the cache of another engine, if the input is one.
     completeness
-        Which state the model keeps for each layer, and what of it the arrays contain; None where the input tells
-        nothing.
+        Which state the model has for each layer, and how much of it the arrays contain; None if unknown.
     states
         State of layers that is not K and V. The arrays do not contain it: `completeness` says that it is not included,
         and verbs that keep it alongside the arrays call `kvmnn.arrays.opaque_state.include_states`.
@@ -98,18 +97,18 @@ class Source:
 
     @property
     def dequantised_types(self) -> tuple[str, ...]:
-        """Names of types whose codes the words were made from; none where the words are the input's own."""
+        """Names of the quantised types that the words were decoded from; empty if the words are those of the input."""
         return self.code_types or (("int8",) if self.lossy else ())
 
     @property
     def code_types(self) -> tuple[str, ...]:
-        """The same without MNN's int8."""
+        """Names of the quantised types that the words were decoded from, except MNN's int8."""
         engine = self.engine_cache.dequantised if self.engine_cache is not None else ()
         return tuple(dict.fromkeys((*engine, *self.elements)))
 
     @property
     def elements(self) -> tuple[str, ...]:
-        """Names of the float8 types whose codes some of the arrays were made from."""
+        """Names of the float8 types from whose codes some of the arrays were decoded."""
         if isinstance(self.arrays, LazyArrayList):
             return self.arrays.elements
         return tuple(dict.fromkeys(array.element for array in self.arrays if array.element and array.itemsize > 1))
@@ -220,12 +219,12 @@ def strip_internal_metadata(metadata: dict[str, str]) -> dict[str, str]:
 
 
 def select_subset_metadata(metadata: dict[str, str]) -> dict[str, str]:
-    """Metadata without what holds of all arrays of an input alone; which tokens they are holds of some as well."""
+    """Select the metadata that stays true of a subset of the arrays, such as the engine cache's description."""
     subset_keys = (SIDECAR_KEY, ENGINE_KEY, COMPLETENESS_KEY)
     return strip_internal_metadata(metadata) | {key: metadata[key] for key in subset_keys if key in metadata}
 
 
 def parse_cache_info(metadata: dict[str, str], where: str) -> CacheInfo | None:
-    """The description of a packed cache that travels in metadata; None if there is none."""
+    """Parse the description of a packed cache in metadata; None if there is none."""
     text = metadata.get(cache_info.METADATA_KEY)
     return None if text is None else cache_info.load_cache_info(text, f"{where}: metadata {cache_info.METADATA_KEY!r}")

@@ -30,18 +30,18 @@ MAX_STREAM_BYTES = (1 << 32) - 1
 
 @dataclass(frozen=True, kw_only=True)
 class DenseOptions:
-    """What dense streams are made with."""
+    """Options of dense streams."""
 
-    #: How K was rotated; None encodes K as V is. Wrong parameters cost size only.
+    #: RoPE parameters of K; None encodes K like V. Wrong parameters only make streams larger.
     rotary: dense.RopeConfig | None = None
-    #: The same by layer, where layers differ; `rotary` holds for layers that it does not have.
+    #: RoPE parameters by layer, if layers differ; `rotary` applies to all other layers.
     layer_rotary: Mapping[int, dense.RopeConfig | None] = field(default_factory=dict)
-    #: Of the text, from its first token on: where equal tokens come again, equal rows are looked for. None takes those
-    #: that the cache itself holds, if it does.
+    #: Token ids of the text from its first token on: rows of repeated tokens are tried as references. None uses the ids
+    #: in the cache, if it has any.
     token_ids: Sequence[int] | Indices | None = None
 
     def get_rotary(self, layer: int | None) -> dense.RopeConfig | None:
-        """Return how K of a layer was rotated; None asks for arrays with an axis of layers."""
+        """Return how K of a layer was rotated; `layer` None is for arrays with an axis of layers."""
         return self.rotary if layer is None else self.layer_rotary.get(layer, self.rotary)
 
 
@@ -54,20 +54,20 @@ class DensePlan:
     shape: tuple[int, ...]
     #: Of the words.
     dtype: str
-    #: What they are K or V of; None for an array with an axis of layers.
+    #: Part and layer of the array; `layer` is None for an array with an axis of layers.
     part: Part
     layer: int | None
-    #: Of K: how it was rotated, and where its tokens stand in their text; None for tokens that follow each other.
+    #: RoPE parameters of K, and the positions of its tokens in their text; None for consecutive positions.
     rotary: dense.RopeConfig | None = None
     positions: Positions | None = None
-    #: Of the tokens, where they are known.
+    #: Token ids, if known.
     token_ids: Indices | None = None
     #: Whether the streams are of several texts by turns.
     is_batch: bool = False
 
     @property
     def tokens(self) -> int:
-        """Tokens of a stream."""
+        """Number of tokens in each stream."""
         return self.shape[self.axes.index("t")]
 
     @property
@@ -77,7 +77,7 @@ class DensePlan:
 
 
 def plan_arrays(source: Source, options: DenseOptions) -> dict[str, DensePlan]:
-    """How arrays become dense streams, by name; those that are missing stay frames."""
+    """Plan which arrays become dense streams, by name; arrays without a plan stay frames."""
     plans: dict[str, DensePlan] = {}
     reason = ""
     for array in source.arrays:
@@ -102,7 +102,7 @@ def plan_arrays(source: Source, options: DenseOptions) -> dict[str, DensePlan]:
 
 
 def _plan_array(source: Source, array: LazyArray, options: DenseOptions) -> DensePlan:
-    """`SourceError` where the array is no K or V of layers, or none that a dense stream can hold."""
+    """Plan the dense stream of an array; raise `SourceError` if it is not K or V, or dense cannot encode it."""
     part, layer, start, token_major = locate_array(array, source.token_major)
     if FILE_KEY in source.metadata and array.name.rpartition(".")[2] in ("scales", "bits", "codes"):
         raise SourceError(f"array {array.name!r}: a field of quantised blocks is smaller as a frame")
@@ -144,7 +144,7 @@ def _plan_array(source: Source, array: LazyArray, options: DenseOptions) -> Dens
 
 
 def _find_positions(source: Source, layer: int | None, tokens: int) -> Positions | None:
-    """Where the tokens of a layer stand in their text, as far as the source says it."""
+    """Return the text positions of the tokens of a layer; None if the source does not record them."""
     for layer_info in source.cache.layers if source.cache else ():
         if layer_info.layer == layer and layer_info.tokens == tokens:
             return np.concatenate([np.arange(begin, begin + size) for begin, size in layer_info.positions])
@@ -163,7 +163,7 @@ def _find_token_ids(source: Source, options: DenseOptions) -> Indices | None:
 
 
 def inspect_stream(data: Chunk, array: ArrayEntry, entry: FrameEntry) -> dense.DenseInfo:
-    """What a dense stream says of itself."""
+    """Inspect a dense stream, and check that it matches the manifest."""
     info = dense.inspect(data)
     if info.raw_bytes != entry.raw_bytes:
         raise FrameError(f"holds {info.raw_bytes} bytes, the manifest says {entry.raw_bytes}")
@@ -185,14 +185,14 @@ def inspect_stream(data: Chunk, array: ArrayEntry, entry: FrameEntry) -> dense.D
 
 
 def decode_stream(data: Chunk, array: ArrayEntry, entry: FrameEntry) -> Chunk:
-    """The raw bytes of a dense stream, in the array's memory order; errors as `inspect_stream`, and of its words."""
+    """Decode a dense stream to raw bytes in the array's memory order; also raise the errors of `inspect_stream`."""
     inspect_stream(data, array, entry)
     assert entry.axes is not None
     return decode_elements(data, entry.axes)
 
 
 def decode_elements(stream: Any, axes: Axes) -> Chunk:
-    """The raw bytes of a stream as `axes` lie; errors as `kvmnn.dense.decode`."""
+    """Decode a stream to raw bytes in the order of `axes`; errors as `kvmnn.dense.decode`."""
     rows = dense.decode(stream)
     ordered_rows = rows if axes == "htd" else rows.transpose(1, 0, 2)
     return np.ascontiguousarray(ordered_rows).reshape(-1).view(np.uint8)
@@ -220,7 +220,7 @@ class LayerGroups(NamedTuple):
     max_group_bytes: int
 
     def collect(self, items: Iterable[T], is_dense: Callable[[T], bool]) -> Iterator[list[T]]:
-        """Items of pieces in order, those of a group together, those that become frames alone."""
+        """Collect the items of pieces in order into lists: one for each group, one for each piece of frames."""
         sizes = iter(self.sizes)
         group: list[T] = []
         size = 0
@@ -234,7 +234,7 @@ class LayerGroups(NamedTuple):
 
 
 def plan_groups(arrays: Iterable[tuple[LazyArray, DensePlan | None]]) -> LayerGroups:
-    """Pieces of the same tokens that lie one after the other share groups, where there are four or more.
+    """Plan groups: four or more consecutive pieces of the same tokens share groups.
 
     The bytes of streams depend on the groups, and so they depend on nothing but the arrays.
     """
@@ -262,7 +262,7 @@ def plan_groups(arrays: Iterable[tuple[LazyArray, DensePlan | None]]) -> LayerGr
 
 
 def _has_same_tokens(pending: Sequence[DensePlan], plan: DensePlan) -> bool:
-    """Whether rows of a piece are those of the same text as the pieces before it: what is not known is taken so."""
+    """Return whether a piece has the same tokens as the pieces before it; unknown positions and ids count as equal."""
     first_plan, rotary_plan = pending[0], next((pending_plan for pending_plan in pending if pending_plan.rotary), plan)
     return (
         (first_plan.dtype, first_plan.tokens, first_plan.is_batch, plan.is_batch)
@@ -281,7 +281,7 @@ def _is_equal_or_none(left: Indices | None, right: Indices | None) -> bool:
 
 
 def split_into_groups(nbytes: Sequence[int]) -> list[list[int]]:
-    """Pieces of a run, by their bytes, in groups of nearly equal bytes."""
+    """Split the sizes of consecutive pieces into groups of nearly equal total bytes."""
     total, num_chunks = sum(nbytes), len(nbytes)
     if num_chunks < _MIN_GROUPED_CHUNKS:
         return [[num_bytes] for num_bytes in nbytes]
@@ -296,7 +296,7 @@ def split_into_groups(nbytes: Sequence[int]) -> list[list[int]]:
 
 
 def encode_group(chunks: Sequence[tuple[DensePlan, Chunk]], *, verify: bool) -> list[bytes]:
-    """The streams of a group, each of which decodes alone."""
+    """Encode the pieces of a group to streams, each of which decodes alone."""
     first_plan = chunks[0][0]
     streams = dense.encode_many(
         [_to_head_major(plan, chunk) for plan, chunk in chunks],
@@ -318,14 +318,14 @@ def _to_head_major(plan: DensePlan, chunk: Chunk) -> Elements:
 
 
 def compute_num_workers(max_group_bytes: int, threads: int | None) -> int:
-    """How many groups are in work at a time, where the largest has so many raw bytes; one thread does each."""
+    """Compute how many groups of at most `max_group_bytes` raw bytes are encoded at a time, with one thread each."""
     return max(1, min(resolve_threads(threads), _MAX_ACTIVE_BYTES // max(1, max_group_bytes)))
 
 
 def map_in_order(work: Callable[[T], R], items: Iterable[T], workers: int) -> Iterator[tuple[T, R]]:
-    """``(item, work(item))`` in the order of `items`; `workers` and one more of them are held.
+    """Yield ``(item, work(item))`` in the order of `items`; at most `workers` + 1 items are in memory.
 
-    None runs on the caller's thread, so that an interrupt ends this at once.
+    No item is processed on the caller's thread, so that an interrupt ends the iteration at once.
     """
     pending: deque[tuple[T, Future[R]]] = deque()
     max_pending = workers if workers > 1 else 0
@@ -384,7 +384,7 @@ def _locate_layer(source: Source, name: str) -> int | None:
 
 
 def search_rope(source: Source, options: DenseOptions | None = None) -> dense.RopeConfig | None:
-    """What `kvmnn.dense.find_rotary` finds of K of the first layers, at the positions that the source says.
+    """Run `kvmnn.dense.search_rope` on K of the first layers, at the positions that the source records.
 
     Raises
     ------

@@ -48,7 +48,7 @@ class FrameFile(NamedTuple):
 
 
 class FrameSet:
-    """Frames that can be read: those of a file by themselves, or all that a manifest lists. `open_frames` makes it.
+    """Frames that can be read: those of a single file, or all that a manifest lists. `open_frames` creates it.
 
     Parameters
     ----------
@@ -105,7 +105,7 @@ class FrameSet:
 
     @property
     def unknown_properties(self) -> str:
-        """What frames without a manifest do not tell, for people; empty for all others."""
+        """Text that lists what frames without a manifest do not record; empty for all others."""
         if self.document is not None:
             return ""
         lines = []
@@ -118,7 +118,7 @@ class FrameSet:
 
     @property
     def cache(self) -> CacheInfo | None:
-        """The packed cache that the manifest says the arrays were read from; None if it says nothing of one.
+        """The packed cache that the arrays were read from, as the manifest describes it; None if it does not.
 
         Raises
         ------
@@ -129,7 +129,7 @@ class FrameSet:
 
     @property
     def files(self) -> list[str]:
-        """Every file that is read, that of the manifest as well."""
+        """Every file that is read, the manifest included."""
         names = {entry.file for array in self.arrays for entry in array.frames}
         open_file = self._open_file
         frame_paths = [
@@ -139,7 +139,7 @@ class FrameSet:
 
     @property
     def packed_record(self) -> PackedRecord | None:
-        """The packed files that the manifest says the frames were made from; None if it says nothing of any.
+        """The packed files that the frames were made from, as the manifest describes them; None if it does not.
 
         Raises
         ------
@@ -157,7 +157,7 @@ class FrameSet:
         return record
 
     def without_unused_arrays(self) -> FrameSet:
-        """The same without arrays that hold no tokens, but what else packed files have."""
+        """This frame set without the arrays that contain no tokens, only the remaining bytes of packed files."""
         record = self.packed_record
         if record is None or not record.unused_names:
             return self
@@ -170,11 +170,11 @@ class FrameSet:
             raise LimitError(f"{self.path}: holds {self.raw_bytes} raw bytes, above the limit of {options.max_bytes}")
 
     def select_array(self, array: ArrayEntry) -> FrameSet:
-        """The frames of one of the arrays."""
+        """Return a frame set with the frames of one of the arrays."""
         return FrameSet(self.path, [array], self.document, self._open_file, self._manifest_path, self._file_ends)
 
     def read_frame(self, entry: FrameEntry) -> Chunk:
-        """The bytes of a frame.
+        """Read the bytes of a frame.
 
         Raises
         ------
@@ -194,7 +194,7 @@ class FrameSet:
         return file.view(entry.offset, entry.bytes)
 
     def _get_file(self, name: str) -> MappedFile:
-        """A file of frames; only the last one asked for stays mapped, as a bundle may have more than a process may."""
+        """Return a file of frames; only the latest stays mapped, as a bundle may have more files than can be mapped."""
         if self._open_file is None or self._open_file.name != name:
             self._open_file = None
             self._open_file = FrameFile(name, self._open_frame_file(name))
@@ -211,7 +211,7 @@ class FrameSet:
 
 
 def _find_file_ends(document: Manifest | None) -> dict[str, int]:
-    """Where the last frame of each file ends (bytes)."""
+    """Return the byte offset at which the last frame of each file ends."""
     ends: dict[str, int] = {}
     for entry in (entry for array in (document.arrays if document else ()) for entry in array.frames):
         ends[entry.file] = max(ends.get(entry.file, 0), entry.offset + entry.bytes)
@@ -265,7 +265,7 @@ def open_frames(path: str | MappedFile, *, use_manifest: bool = True, options: D
 
 
 def _open_manifest(path: str, manifest_path: Path) -> FrameSet:
-    """The frames that a manifest lists, each in a file of its own right."""
+    """Open the frames that a manifest lists, each in a file of its own."""
     document = manifest.load_manifest(manifest_path)
     name_by_id: dict[tuple[int, int], str] = {}
     for name in sorted({entry.file for array in document.arrays for entry in array.frames}):
@@ -276,7 +276,7 @@ def _open_manifest(path: str, manifest_path: Path) -> FrameSet:
 
 
 def _open_bare_file(file: MappedFile, options: DecodeOptions) -> FrameSet:
-    """Frames without a manifest, one or several one after another: a 1-D array of their words."""
+    """Open a file of one or more concatenated frames without a manifest, as a 1-D array of their words."""
     if file.size == 0:
         raise FrameError(f"{file.label}: is empty, not a frame")
     name = "stdin" if file.path == STDIN else array_name_from_path(file.path.removesuffix(FRAME_SUFFIX) + FRAME_SUFFIX)
@@ -309,7 +309,7 @@ def _open_bare_file(file: MappedFile, options: DecodeOptions) -> FrameSet:
 
 
 def _open_bare_dense_stream(file: MappedFile, name: str, options: DecodeOptions) -> FrameSet:
-    """A dense stream without a manifest: it says type and shape itself."""
+    """Open a dense stream without a manifest; the stream itself records its type and shape."""
     try:
         info = inspect(file.view(0, file.size))
     except FrameError as exc:

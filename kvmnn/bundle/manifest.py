@@ -1,14 +1,11 @@
-"""What a manifest notes down of packed files: their hashes, and which arrays hold their bytes besides live rows.
+"""The manifest: a list of the arrays that a set of frames contains, so that they can be restored and verified.
 
-It is the text under the key ``kvmnn.packed_files`` of the manifest's metadata (docs/prefix-cache.md).
+Schema version 1; version 2 if arrays are stored raw, version 3 if some are dense streams, which an older reader would
+take for frames. Readers refuse other versions and ignore unknown keys, so that later releases may add keys within a
+version but never change the meaning of one. A manifest is accepted only if all its entries are consistent.
 
-The manifest: what a set of frames holds, so that the same arrays can be restored and proved.
-
-Version 1; version 2 where arrays are stored raw, version 3 where some are dense streams: an older reader would take
-those for frames. Readers refuse other versions and ignore keys they do not know, so that later releases may add keys
-within a version but never change the meaning of one.
-
-A manifest read: believed only where everything in it agrees.
+The metadata key ``kvmnn.packed_files`` (docs/prefix-cache.md) describes the packed files that frames were made from:
+their hashes, and which arrays contain their bytes outside live rows.
 """
 
 from __future__ import annotations
@@ -42,15 +39,15 @@ MAX_PACKED_FILES_BYTES = 64 << 20
 class PackedFileEntry:
     """A packed file."""
 
-    #: What it is K or V of.
+    #: Layer and part of the file.
     layer: int
     part: Part
-    #: Of the file.
+    #: Size and hash of the file.
     nbytes: int
     sha256: str
-    #: Name of the array that has all bytes of the file, those of live rows zero; None where they are all zero.
+    #: Name of the array with all bytes of the file, those of live rows zeroed; None if nothing else is nonzero.
     room: str | None
-    #: Whether the file holds no K or V, but state of another kind, all of it in `room`.
+    #: Whether the file contains state of another kind instead of K or V; the array `room` contains all of it.
     is_state: bool = False
 
 
@@ -70,7 +67,7 @@ class PackedRecord:
 
     @property
     def states(self) -> frozenset[str]:
-        """Names of the arrays with files that hold state of another kind than K and V."""
+        """Names of the arrays that contain the state of layers without K and V."""
         return frozenset(entry.room for entry in self.files if entry.is_state and entry.room is not None)
 
     @property
@@ -79,7 +76,7 @@ class PackedRecord:
         return sum(entry.nbytes for entry in self.files)
 
     def find_difference(self, other_record: PackedRecord) -> str | None:
-        """Where other files differ from these, in words; None where they do not."""
+        """Describe the first difference from other files, as text; None if there is none."""
         for entry, other_entry in zip(self.files, other_record.files, strict=False):
             if (entry.layer, entry.part, entry.nbytes, entry.sha256) != (
                 other_entry.layer,
@@ -92,7 +89,7 @@ class PackedRecord:
 
 
 def describe_unused_regions(unused_bytes: int, stored_bytes: int, num_files: int) -> str:
-    """How much is kept of packed files besides tokens, as a sentence."""
+    """Describe in one sentence how many bytes of packed files are stored besides the live tokens."""
     return (
         f"{pluralize(num_files, 'packed file')} with rows or padding that belong to no live token: {unused_bytes:,} "
         f"bytes are "
@@ -101,7 +98,7 @@ def describe_unused_regions(unused_bytes: int, stored_bytes: int, num_files: int
 
 
 def describe_states(state_bytes: int, stored_bytes: int, files: int) -> str:
-    """How much is kept of the files of layers without K and V, as a sentence."""
+    """Describe in one sentence how many bytes of the files of layers without K and V are stored."""
     return (
         f"{pluralize(files, 'file')} of layers without K and V: {state_bytes:,} bytes of state are kept apart in "
         f"{stored_bytes:,}, so that decode writes the same files"
@@ -109,17 +106,17 @@ def describe_states(state_bytes: int, stored_bytes: int, files: int) -> str:
 
 
 def name_state(layer: int, part: Part) -> str:
-    """Name of the array with the state that a file holds in the place of K or V; no name of K or V."""
+    """Return the name of the array with the state that a file has in place of K or V; it is never a name of K or V."""
     return f"layer_{layer}.{part}state"
 
 
 def format_unused_name(layer: int, part: Part) -> str:
-    """Name of the array with what a packed file holds besides live rows; no name of K or V."""
+    """Return the name of the array with the bytes of a packed file outside live rows; it is never a name of K or V."""
     return f"layer_{layer}.{part}room"
 
 
 def dump_packed_record(record: PackedRecord) -> str:
-    """The record as JSON text."""
+    """Return the record as JSON text."""
     files = [{**vars(entry), "bytes": entry.nbytes} for entry in record.files]
     for entry in files:
         del entry["nbytes"]
@@ -135,7 +132,7 @@ def dump_packed_record(record: PackedRecord) -> str:
 
 
 def parse_packed_record(metadata: dict[str, str], where: str) -> PackedRecord | None:
-    """The record in metadata; None where there is none."""
+    """Parse the record in metadata; None if there is none."""
     text = metadata.get(PACKED_FILES_KEY)
     if text is None:
         return None
@@ -188,38 +185,38 @@ SCHEMA_VERSION_BY_KIND: Final[dict[StorageKind, int]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class FrameEntry(Record):
-    """Where a frame, or what stands for one, lies and what it must be."""
+    """Location, size and hash of a stored piece: a frame, a dense stream or raw words."""
 
     #: Name relative to the manifest's directory.
     file: str
-    #: Its range in the file, in bytes.
+    #: Start of the piece in the file, in bytes.
     offset: int
     bytes: int
     #: Bytes it decodes to.
     raw_bytes: int
-    #: Of the frame; None when there is no manifest.
+    #: SHA-256 of the piece as stored; None if there is no manifest.
     sha256: str | None
-    #: ``"raw"`` where the words themselves lie there, little-endian, because no frame of them was smaller; ``"dense"``
-    #: where it is a dense stream (docs/format-v2.md).
+    #: ``"raw"`` for little-endian words, stored because no frame of them was smaller; ``"dense"`` for a dense stream
+    #: (docs/format-v2.md).
     stored: StorageKind = field(default="frame", metadata={"omit": True})
-    #: Of a dense stream: how the last three axes of its array lie in memory; None for all others.
+    #: Order of the last three axes of the array of a dense stream in memory; None for frames and raw words.
     axes: Axes | None = field(default=None, metadata={"omit": True})
-    #: Of a dense stream of K: how it was said to be rotated, as ``--rope`` takes it; None where nobody said.
+    #: RoPE parameters that were specified for a dense stream of K, in the form of ``--rope``; None if unspecified.
     rope: str | None = field(default=None, metadata={"omit": True})
 
     @property
     def is_raw(self) -> bool:
-        """Whether the words themselves are stored, not a frame of them."""
+        """Whether the piece is stored as raw words and not as a frame."""
         return self.stored == "raw"
 
     @property
     def is_dense(self) -> bool:
-        """Whether it is a dense stream, not a frame."""
+        """Whether the piece is a dense stream and not a frame."""
         return self.stored == "dense"
 
     @property
     def description(self) -> str:
-        """What lies there, for messages."""
+        """The kind of the piece, for messages."""
         return {"frame": "the frame", "raw": "what is stored raw", "dense": "the dense stream"}[self.stored]
 
 
@@ -238,7 +235,7 @@ class ArrayEntry(ArrayInfo, Record):
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all its frames."""
+        """Bytes of all frames of the array."""
         return sum(frame.bytes for frame in self.frames)
 
     @property
@@ -249,17 +246,17 @@ class ArrayEntry(ArrayInfo, Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What made the frames, and what they hold."""
+    """The arrays that a set of frames contains, and what produced the frames."""
 
     kvmnn_version: str
     zstd_version: str
     zstd_byte_exact: bool
-    #: Of frames, and what they are made with where dense streams become such again; None and none where there are dense
-    #: streams alone, of which nothing of that was said.
+    #: Options of frames, used again where dense streams are encoded back to frames; None and empty if there are only
+    #: dense streams and no options were specified.
     effort: str | None
     codecs: tuple[str, ...]
     predictors: tuple[str, ...]
-    #: None where they are those of `predictors`.
+    #: Predictors of the high bytes; None if equal to `predictors`.
     hi_predictors: tuple[str, ...] | None
     arrays: tuple[ArrayEntry, ...]
     #: Text that came with the arrays (``__metadata__`` of a ``.safetensors`` file).
@@ -267,7 +264,7 @@ class Manifest:
 
     @property
     def schema_version(self) -> int:
-        """The lowest version of the schema that can say all this."""
+        """The lowest version of the schema that can express this manifest."""
         return max(SCHEMA_VERSION_BY_KIND[frame.stored] for array in self.arrays for frame in array.frames)
 
     @property
@@ -282,18 +279,18 @@ class Manifest:
 
     @property
     def packed_record(self) -> PackedRecord | None:
-        """The packed files that the frames were made from; None where they were not."""
+        """The packed files that the frames were made from; None if they were made from other inputs."""
         return parse_packed_record(self.metadata, "manifest")
 
     @property
     def token_arrays(self) -> tuple[ArrayEntry, ...]:
-        """The arrays without those that hold no tokens, but the other bytes of packed files."""
+        """The arrays of tokens, without those that contain only the remaining bytes of packed files."""
         record = self.packed_record
         return tuple(array for array in self.arrays if record is None or array.name not in record.unused_names)
 
     @property
     def unused_arrays(self) -> tuple[ArrayEntry, ...]:
-        """The arrays that hold no tokens, but the other bytes of packed files."""
+        """The arrays that contain no tokens, only the remaining bytes of packed files."""
         record = self.packed_record
         return tuple(array for array in self.arrays if record is not None and array.name in record.unused_names)
 
@@ -308,7 +305,7 @@ class Manifest:
 
 
 def describe_unused_arrays(manifest: Manifest) -> list[str]:
-    """What is kept of packed files besides tokens, and what is not, as sentences."""
+    """Return sentences about the bytes of packed files outside live tokens: which are stored and which are not."""
     unused_arrays, record = manifest.unused_arrays, manifest.packed_record
     notes = []
     states = record.states if record else frozenset()
@@ -332,7 +329,7 @@ class SizeStats(Record):
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes of all arrays, but of those with the room of packed files."""
+        """Bytes of all arrays, except those with the unused regions of packed files."""
         return sum(array.nbytes for array in self.manifest.token_arrays)
 
     @property
@@ -342,28 +339,28 @@ class SizeStats(Record):
 
     @property
     def valid_bytes(self) -> int:
-        """Bytes of all arrays without room after the valid tokens."""
+        """Bytes of all arrays without unused capacity after the valid tokens."""
         return self.raw_bytes
 
     @property
     def ratio(self) -> float:
-        """Valid over stored bytes: room after the valid tokens takes next to nothing and does not count."""
+        """Valid bytes over stored bytes; unused capacity after the valid tokens is excluded."""
         return compute_ratio(self.valid_bytes, self.stored_bytes)
 
     @property
     def ratio_text(self) -> str:
-        """The ratio for people, and of what it is where that is not all bytes."""
+        """The ratio as text, with its reference bytes if these are not all bytes."""
         return format_ratio(self.raw_bytes, self.valid_bytes, self.stored_bytes)
 
 
 def format_ratio(raw_bytes: int, valid_bytes: int, stored_bytes: int) -> str:
-    """Return a ratio for people, and of what it is where that is not all bytes."""
+    """Return a ratio as text, with its reference bytes if these are not all bytes."""
     basis_text = f" of {valid_bytes:,} valid bytes" if valid_bytes != raw_bytes else ""
     return f"ratio {compute_ratio(valid_bytes, stored_bytes):.4f}{basis_text}"
 
 
 def dump_manifest(manifest: Manifest) -> bytes:
-    """The manifest as a JSON document."""
+    """Return the manifest as a JSON document."""
     document = {
         "schema": SCHEMA,
         "schema_version": manifest.schema_version,
@@ -382,7 +379,7 @@ def dump_manifest(manifest: Manifest) -> bytes:
 
 
 class ChunkCounts(NamedTuple):
-    """How many pieces of each kind arrays are stored in."""
+    """Numbers of frames, dense streams and raw pieces that arrays are stored in."""
 
     frames: int
     dense_streams: int
@@ -390,14 +387,14 @@ class ChunkCounts(NamedTuple):
 
 
 def count_chunks(arrays: Sequence[ArrayEntry]) -> ChunkCounts:
-    """How many pieces of each kind there are."""
+    """Count the frames, dense streams and raw pieces of the arrays."""
     entries = [frame for array in arrays for frame in array.frames]
     num_dense, num_raw = sum(frame.is_dense for frame in entries), sum(frame.is_raw for frame in entries)
     return ChunkCounts(len(entries) - num_dense - num_raw, num_dense, num_raw)
 
 
 def describe_storage(arrays: Sequence[ArrayEntry]) -> str:
-    """How arrays are stored, for people: ``"3 frames"``, ``"2 dense streams, 1 frame"``, ``"stored: raw"``."""
+    """Describe how arrays are stored: ``"3 frames"``, ``"2 dense streams, 1 frame"``, ``"stored: raw"``."""
     num_frames, num_dense, num_raw = count_chunks(arrays)
     if not num_frames + num_dense:
         return "stored: raw"
@@ -466,7 +463,7 @@ def _check_unique_names(root: JsonReader, arrays: Sequence[ArrayEntry]) -> None:
 
 
 def _check_disjoint_ranges(root: JsonReader, arrays: Sequence[ArrayEntry]) -> None:
-    """No byte of a file belongs to two frames, lest a small file stand for many arrays, but frames that are shared."""
+    """Refuse overlapping frames unless they are declared as shared: a small file could stand for many arrays."""
     ranges = sorted(
         (frame.file, frame.offset, frame.offset + frame.bytes, index, array.shared)
         for index, array in enumerate(arrays)
@@ -567,7 +564,7 @@ def _parse_axes(node: JsonReader) -> Axes:
 
 
 def _parse_storage_kind(node: JsonReader, version: int) -> StorageKind:
-    """What a range holds; refused where readers of an older version would take it for a frame."""
+    """Return the storage kind of a byte range; refuse kinds that readers of an older version would take for a frame."""
     if "stored" not in node.value:
         return "frame"
     kind_node = node.get("stored")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def format_task_line(task: Mapping[str, Any]) -> str:
-    """A line about a file, out of the object that `kvmnn.batch.Done.line` has."""
+    """Format a line about a file from the object of `kvmnn.batch.Done.line`."""
     if not task["ok"]:
         return f"failed  {task['error']}"
     details = ", ".join(filter(None, _list_details(task.get("document") or {})))
@@ -30,7 +30,7 @@ def format_task_line(task: Mapping[str, Any]) -> str:
 
 
 def _list_details(document: Mapping[str, Any]) -> list[str]:
-    """What of a document comes first: the label, the cache, the sizes."""
+    """List the details of a document that come first: the label, the cache, the sizes."""
     if document["verb"] == "inspect":
         return _list_inspected_details(document["inputs"][0])
     return [document.get("label", ""), _format_sizes(document)]
@@ -52,7 +52,7 @@ _SIZE_KEYS = (("stored_bytes", ""), ("simulated_bytes", " simulated"), ("dense_b
 
 
 def _format_sizes(document: Mapping[str, Any]) -> str:
-    """Bytes before and after, their ratio, and what changes its meaning."""
+    """Format the bytes before and after, their ratio, and the notes that qualify it."""
     sizes = document.get("breakdown", document).get("overall", document)
     for name, suffix in _SIZE_KEYS:
         if name in sizes:
@@ -79,7 +79,7 @@ BATCH_OPTION_NAMES = ("jobs", "dask", "resume", "match")
 
 
 def add_batch_options(parser: Any) -> None:
-    """Declare them."""
+    """Add the options to the parser."""
     group = parser.add_argument_group("many files", _BATCH_DESCRIPTION)
     mode_group = group.add_mutually_exclusive_group()
     mode_group.add_argument(
@@ -95,7 +95,7 @@ def add_batch_options(parser: Any) -> None:
 
 
 def is_batch(arguments: argparse.Namespace) -> bool:
-    """Whether each file is done by itself; `UsageError` for options that need that."""
+    """Return whether each file is a task of its own; raise `UsageError` for options that require this."""
     if arguments.jobs is not None or arguments.dask is not None:
         return True
     shared_options.refuse_given(arguments, ("resume", "match"), "needs --jobs N or --dask ADDRESS")
@@ -111,10 +111,10 @@ def run_batch(
     not_for_many: Mapping[str, str] | None = None,
     output: Callable[[argparse.Namespace], Callable[[InputPath], Task]] | None = None,
 ) -> int:
-    """Do a verb for each file below `paths`; returns the exit code.
+    """Run a command for each file below `paths`, and return the exit code.
 
-    `accepted_kinds` is which of `InputKinds` count. Options in `not_for_many` are refused, with the reason that stands
-    there. `output` gives what makes the task of a file.
+    `accepted_kinds` are the `InputKinds` to include. Options in `not_for_many` are refused with the reason that it maps
+    them to. `output` returns the function that makes the task of a file.
     """
     from ..batch import InputKinds, Task, find_inputs
     from .batch_work import CommandWork
@@ -152,7 +152,7 @@ def run_batch(
 def _warn_merged_folders(
     arguments: argparse.Namespace, roots: Sequence[str], named_inputs: Sequence[InputPath]
 ) -> list[str]:
-    """Return a line where files of several folders are written into one, whose names say no more whence they came."""
+    """Return a warning if files of several folders go to one, where names no longer show their origin."""
     output = getattr(arguments, "output", None)
     folders = [
         root
@@ -169,7 +169,7 @@ def _warn_merged_folders(
 
 
 def _make_paths_absolute(arguments: argparse.Namespace, paths: Sequence[str]) -> list[str]:
-    """Workers of a cluster have another working folder: names that say where something is, from the root on."""
+    """Make the paths of inputs and options absolute: workers of a cluster have another working directory."""
     for name in ("output", "model", "token_ids"):
         value = getattr(arguments, name, None)
         if value is not None and (name == "output" or os.path.exists(value)):
@@ -212,7 +212,7 @@ def _run_tasks(
 
 
 def _print_task(arguments: argparse.Namespace, task_result: TaskResult) -> None:
-    """A file's line: for programs JSON, for people who watch a terminal a text."""
+    """Print the line of a file: JSON for programs, text for a terminal."""
     # MOVED
 
     if arguments.json or not streams.is_terminal():
@@ -239,7 +239,7 @@ def _open_journal(arguments: argparse.Namespace, work: CommandWork) -> Iterator[
 def _open_executor(
     arguments: argparse.Namespace, command_name: str
 ) -> Iterator[tuple[Any, Callable[[], int] | None, Any]]:
-    """What `kvmnn.batch.run` takes for it, how many tasks ahead, and what calls a function where all is imported."""
+    """Yield the executor for `kvmnn.batch.run`, how many tasks to submit ahead, and a function that calls another."""
     from .. import batch
 
     if arguments.dask is None:
@@ -253,8 +253,9 @@ def _open_executor(
 
 @contextmanager
 def _open_processes(jobs: int, command_name: str) -> Iterator[tuple[Callable[[], ProcessExecutor], Callable[..., Any]]]:
-    """What makes the processes, and calls a function in one. The first of them begin at once: they import all formats,
-    and this process, which would take as long, never does.
+    """Yield the process factory, and a function that calls another one in a process.
+
+    The first processes start at once: they import all formats, which this process never does.
     """
     from concurrent.futures import BrokenExecutor, wait
 

@@ -50,7 +50,7 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 def format_usage(parser: argparse.ArgumentParser) -> str:
-    """One line of what must be given; the options stand below anyhow."""
+    """Format one usage line with the required arguments; the options are listed below it."""
     formatter = HelpFormatter(parser.prog)
 
     def format_action(action: argparse.Action) -> str:
@@ -71,14 +71,14 @@ def format_usage(parser: argparse.ArgumentParser) -> str:
 
 
 def collect_help(parser: argparse.ArgumentParser) -> dict[argparse.Action, str]:
-    """All options with their help, and none that are hidden."""
+    """Return all visible options with their help."""
     return {
         action: (action.help or "").replace("%%", "%") for action in parser._actions if action.help != argparse.SUPPRESS
     }
 
 
 def _shorten_help(action: argparse.Action) -> argparse.Action:
-    """An option of many keys without what is said of each."""
+    """Return an option with its short help, which does not describe each key."""
     short_help = getattr(action, "short_help", None)
     if short_help is None:
         return action
@@ -88,7 +88,7 @@ def _shorten_help(action: argparse.Action) -> argparse.Action:
 
 
 def format_example(text: str) -> str:
-    """A command line, indented, broken where a shell takes it."""
+    """Format an indented command line, broken where a shell accepts it."""
     lines = textwrap.wrap(
         text, _EXAMPLE_COLUMNS - 4, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
     )
@@ -96,7 +96,7 @@ def format_example(text: str) -> str:
 
 
 class ActionHelp(NamedTuple):
-    """Of a verb with actions (``store put``, ``gate check``): what the help of one action shows."""
+    """Help of single actions of a command that has actions (``store put``, ``gate check``)."""
 
     dest: str
     options: Mapping[str, Collection[str]]
@@ -121,7 +121,7 @@ class _ShowHelpAction(argparse.Action):
 
 
 def _fill_paragraphs(text: str, width: int) -> Iterator[str]:
-    """The lines of a text of paragraphs and indented lines."""
+    """Fill the paragraphs of a text, and leave indented lines unchanged."""
     paragraph: list[str] = []
     for line in [*text.strip("\n").split("\n"), ""]:
         if line.strip() and not line.startswith(" "):
@@ -151,7 +151,7 @@ class SortedWords:  # no dataclass, which takes longer to make than a line takes
         """Whether ``--`` ends the options."""
 
     def to_words(self) -> list[str]:
-        """Return all words, such that each positional argument stands next to the others."""
+        """Return all words, with all positional arguments together."""
         if self.has_end_marker:
             return [*self.options, "--", *self.positional]
         # before the options, as the help of `store put` depends on the action
@@ -184,13 +184,13 @@ def sort_words(parser: argparse.ArgumentParser, words: Sequence[str]) -> SortedW
 
 
 def is_option_word(parser: argparse.ArgumentParser, word: str) -> bool:
-    """Whether argparse takes a word for an option: no number, no text with blanks, no single dash."""
+    """Return whether argparse takes a word for an option: not a number, no blanks, not a single dash."""
     is_number = parser._negative_number_matcher.match(word) is not None
     return len(word) > 1 and word[0] == "-" and not is_number and " " not in word.partition("=")[0]
 
 
 def find_option_action(parser: argparse.ArgumentParser, word: str) -> tuple[argparse.Action | None, bool]:
-    """The action of a word, and whether the word itself has its value: ``--out=x``, ``-ox``."""
+    """Return the action that an option word selects, and whether the word contains its value: ``--out=x``, ``-ox``."""
     action_by_option = parser._option_string_actions
     name, sign, _ = word.partition("=")
     if word in action_by_option or name in action_by_option:
@@ -210,7 +210,7 @@ def find_option_action(parser: argparse.ArgumentParser, word: str) -> tuple[argp
 def count_values(
     parser: argparse.ArgumentParser, action: argparse.Action, words: Sequence[str], begin_index: int
 ) -> int:
-    """How many of the words from `begin_index` on are values of an option."""
+    """Count the words from `begin_index` on that are values of an option."""
     max_count = 1
     if isinstance(action.nargs, int):
         max_count = action.nargs
@@ -245,7 +245,7 @@ GROUP_SUMMARIES = {
 
 
 def expand_group(top: str) -> list[str]:
-    """The verbs whose first word is `top`: itself, or those of a group."""
+    """Return the commands whose first word is `top`: itself, or those of a group."""
     return [f"{top} {name}" for name in SUBCOMMANDS[top]] if top in SUBCOMMANDS else [top]
 
 
@@ -370,7 +370,7 @@ exit codes: 0 ok, 1 bad data or a failed check, 2 usage, 3 an optional package i
 
 
 def build_parser(commands: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
-    """The parser of the command with `commands`: all of them, for completions and manuals."""
+    """Build the parser of `commands`; with all of them, for completions and manuals."""
     parser = _TopParser(
         prog="kvmnn",
         description=_TOP_DESCRIPTION,
@@ -400,7 +400,7 @@ def _add_group(subparsers: Any, group: str) -> Any:
 
 
 def list_command_parsers(parser: argparse.ArgumentParser) -> dict[str, CommandParser]:
-    """The parsers of all verbs that a parser has, by their names: ``encode``, ``mnn unpack``."""
+    """Return the parsers of all commands of a parser, by their names: ``encode``, ``mnn unpack``."""
     command_parsers: dict[str, CommandParser] = {}
     for top, subparser in get_subparsers(parser).choices.items():
         if top not in SUBCOMMANDS:
@@ -412,7 +412,7 @@ def list_command_parsers(parser: argparse.ArgumentParser) -> dict[str, CommandPa
 
 
 def parse_command_line(words: list[str]) -> argparse.Namespace:
-    """The arguments in `words`; only the verb that is named is imported."""
+    """Parse the arguments in `words`; only the module of the named command is imported."""
     top = words[0] if words else ""
     if top in REPLACED_COMMANDS:
         _refuse_replaced(top, REPLACED_COMMANDS[top])
@@ -436,7 +436,7 @@ def parse_command_line(words: list[str]) -> argparse.Namespace:
 
 
 def _parse_without_command(words: list[str]) -> argparse.Namespace:
-    """What the words mean that name no verb: the help of all verbs or of a group, the version, or an error."""
+    """Parse words that name no command: the help of all commands or of a group, the version, or an error."""
     top = words[0] if words else ""
     if top in SUBCOMMANDS:
         parser = build_parser(expand_group(top))
@@ -493,16 +493,16 @@ _EXAMPLE_COLUMNS = 76
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Says what it has to say as the whole command does.
+    """Parser of one command, with help and errors in the style of the whole program.
 
     Parameters
     ----------
     examples
         Command lines. ``--help`` shows the first three, ``--help-all`` all of them.
     shown
-        The options that ``--help`` shows; the others are folded. None: all.
+        The options that ``--help`` shows; the others only appear in ``--help-all``. None shows all.
     action_help
-        What the help of one action of the verb shows.
+        Help of single actions, for a command with actions such as ``store put``; None for all others.
     """
 
     def __init__(
@@ -527,7 +527,7 @@ class CommandParser(argparse.ArgumentParser):
         self.add_argument("--help-all", action=_ShowHelpAction, with_all=True, help="show all options and exit")
 
     def is_folded(self, action: argparse.Action) -> bool:
-        """Whether ``--help`` leaves an option out."""
+        """Return whether ``--help`` omits an option."""
         return self.shown is not None and not {*action.option_strings} & {*self.shown, *_COMMON_OPTIONS}
 
     def format_usage(self) -> str:
@@ -563,7 +563,7 @@ class CommandParser(argparse.ArgumentParser):
         return formatter.format_help()
 
     def narrow_help(self, namespace: argparse.Namespace) -> None:
-        """Let the help show what concerns the action in a namespace only, if there is one."""
+        """Restrict the help to the action in a namespace, if there is one."""
         if self._action_help is None:
             return
         dest, options, describe = self._action_help
@@ -601,7 +601,7 @@ class CommandParser(argparse.ArgumentParser):
 
 class _TopParser(CommandParser):
     def format_help(self, *, with_all: bool = False) -> str:
-        """As argparse has it, with the verbs in their groups."""
+        """Format the help as argparse does, with the commands in their groups."""
         action_by_command = {action.dest: action for action in get_subparsers(self)._get_subactions()}
         formatter = self._get_formatter()
         formatter.add_usage(format_usage(self), [], [])
@@ -618,7 +618,7 @@ class _TopParser(CommandParser):
 
 
 def get_subparsers(parser: argparse.ArgumentParser) -> argparse._SubParsersAction[Any]:
-    """The verbs that a parser has."""
+    """Return the parsers of the commands of a parser."""
     return next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
 
 
@@ -630,7 +630,7 @@ class _VersionAction(argparse.Action):
 
 
 def format_version() -> str:
-    """What ``kvmnn --version`` prints."""
+    """Return the text that ``kvmnn --version`` prints."""
     import platform
 
     import numpy as np

@@ -28,11 +28,11 @@ _SHORTENED_BEGIN_LETTERS, _SHORTENED_END_LETTERS = 700, 200
 
 
 class OutputClosedError(BaseException):
-    """Nobody reads standard output any more. No mistake of anybody, so no handler of errors sees it."""
+    """The reader of standard output is gone; a `BaseException`, so that no error handler catches it."""
 
 
 def claim_standard_descriptors() -> None:
-    """Open what was handed over closed of 0, 1 and 2 on nothing, so that no file gets the number of a stream."""
+    """Open closed descriptors 0, 1 and 2 on the null device, so that no other file gets one of these numbers."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
@@ -53,7 +53,7 @@ def reset_names() -> None:
 
 
 def register_names(words: Iterable[str]) -> None:
-    """Names, of files or of what is in them, that a result will repeat.
+    """Register names, of files or inside files, that a result will repeat.
 
     A result is lines, so that `write_out` cannot tell the end of one from a line end in a name. It can where it knows
     the name.
@@ -65,7 +65,7 @@ def register_names(words: Iterable[str]) -> None:
 
 
 def write_out(text: str, end: str = "\n", *, fold: bool = False) -> None:
-    """Text on standard output; with `fold` its lines are broken between words where a terminal is narrower.
+    """Write text to standard output; with `fold`, wrap its lines between words to the width of a terminal.
 
     Raises
     ------
@@ -78,7 +78,7 @@ def write_out(text: str, end: str = "\n", *, fold: bool = False) -> None:
 
 
 def flush_out() -> None:
-    """Hand to the system what `write_out` still holds; errors as there."""
+    """Flush what `write_out` has buffered; errors as there."""
     with _translate_write_errors():
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -86,7 +86,7 @@ def flush_out() -> None:
 
 @dataclass
 class CapturedOutput:
-    """What a verb says that runs for one of many files: its document, its errors, and everything else in lines."""
+    """Output of a command that runs for one of many files: its document, its errors, and all other lines."""
 
     document: Any = None
     errors: list[str] = field(default_factory=list)
@@ -99,7 +99,7 @@ _captured_output: ContextVar[CapturedOutput | None] = ContextVar("kvmnn_said", d
 
 @contextmanager
 def capture_output() -> Iterator[CapturedOutput]:
-    """What is said meanwhile is kept instead of written."""
+    """Capture all output in the context instead of writing it."""
     captured = CapturedOutput()
     token = _captured_output.set(captured)
     try:
@@ -109,12 +109,12 @@ def capture_output() -> Iterator[CapturedOutput]:
 
 
 def is_captured() -> bool:
-    """Whether what is said is kept, as for one of many files: nothing of it is for the terminal."""
+    """Return whether output is captured, as it is for one of many files, and so never reaches a terminal."""
     return _captured_output.get() is not None
 
 
 def write_document(value: Any) -> None:
-    """A verb's result as a JSON document on standard output."""
+    """Write a command's result to standard output as a JSON document."""
     captured = _captured_output.get()
     if captured is not None:
         captured.document = value
@@ -145,14 +145,12 @@ def shorten_line(line: str) -> str:
 
 
 def format_message_line(lines: object) -> str:
-    """Lines of a result, or of another program's message, as one for `write_error_line`; line ends in names that are
-    known stay.
-    """
+    """Join the lines of a result or a message for `write_error_line`; registered names keep their line ends."""
     return join_lines(_escape_names(str(lines)))
 
 
 def write_error_lines(text: str) -> None:
-    """Lines on standard error; nothing where nobody can read them."""
+    """Write lines to standard error; do nothing if it is closed."""
     stream = sys.stderr
     if stream is not None:
         with suppress(OSError, ValueError):
@@ -161,7 +159,7 @@ def write_error_lines(text: str) -> None:
 
 
 def is_terminal() -> bool:
-    """Whether standard output is a terminal."""
+    """Return whether standard output is a terminal."""
     return sys.stdout is not None and sys.stdout.isatty()
 
 
@@ -185,7 +183,7 @@ class Stdout:
 
 
 def drop_buffered(stream: TextIO | None) -> None:
-    """Give up what a stream still holds; without this the interpreter would complain about it on exit."""
+    """Discard the buffer of a stream; otherwise the interpreter reports an error on exit."""
     if stream is not None:
         with suppress(OSError, ValueError, AttributeError):
             stream.flush()
@@ -198,7 +196,7 @@ def drop_buffered(stream: TextIO | None) -> None:
 
 @contextmanager
 def _translate_write_errors() -> Iterator[None]:
-    """Name standard output in errors of writing to it; `OutputClosedError` where nobody reads it."""
+    """Add the name of standard output to write errors; raise `OutputClosedError` if its reader is gone."""
     try:
         yield
     except BrokenPipeError:
@@ -216,14 +214,14 @@ def _get_stdout() -> TextIO:
 
 
 def _escape_names(text: str) -> str:
-    """With line ends escaped in the names that are known."""
+    """Escape line ends in registered names."""
     for part, escaped_part in _escaped_name_parts.items():
         text = text.replace(part, escaped_part)
     return text
 
 
 def _make_printable(text: str, stream: TextIO, with_fold: bool) -> str:
-    """With escapes for what a terminal would act on, and for letters that the stream's encoding lacks."""
+    """Escape control sequences that a terminal would execute, and characters that the stream's encoding lacks."""
     text = escape_control(_escape_names(text))
     if with_fold and stream.isatty():
         import shutil  # which imports compression libraries: a start that is interrupted should not wait for them

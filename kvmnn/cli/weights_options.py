@@ -26,12 +26,12 @@ CONVERSION_OPTION_NAMES = (
 
 
 def split_names(text: str) -> tuple[str, ...]:
-    """A comma-separated list; blanks around the names and empty names do not count."""
+    """Split a comma-separated list; strip blanks around the names and skip empty names."""
     return tuple(name for item in text.split(",") if (name := item.strip()))
 
 
 def parse_slots(text: str) -> tuple[int, ...]:
-    """Three numbers, comma-separated."""
+    """Parse three comma-separated numbers."""
     try:
         slot_numbers = tuple(int(name) for name in split_names(text))
     except ValueError:
@@ -42,7 +42,7 @@ def parse_slots(text: str) -> tuple[int, ...]:
 
 
 def parse_entry(text: str) -> tuple[str, str]:
-    """``KEY=VALUE``."""
+    """Parse ``KEY=VALUE``."""
     key, separator, value = text.partition("=")
     if not (key and separator):
         raise argparse.ArgumentTypeError(f"{text!r} is no entry: expected KEY=VALUE")
@@ -63,7 +63,7 @@ def add_order_options(parser: Any) -> None:
 
 
 def add_header_options(parser: Any) -> None:
-    """The options that set header fields and metadata."""
+    """Add the options that set header fields and metadata."""
     for name, text in (
         ("compression-factor", "tokens that become one (default: columns / head_dim of the first weight)"),
         ("min-seq-len", "least number of groups that is compressed (default: 2)"),
@@ -81,7 +81,7 @@ def add_header_options(parser: Any) -> None:
 
 
 def build_convert_options(arguments: argparse.Namespace, **overrides: Any) -> ConvertOptions:
-    """The conversion options that were given; `overrides` overrides."""
+    """Build the conversion options from the command line; `overrides` take precedence."""
     from ..compressor import ConvertOptions
 
     values = {field: getattr(arguments, dest, None) for field, dest in _DEST_BY_FIELD.items()}
@@ -90,7 +90,7 @@ def build_convert_options(arguments: argparse.Namespace, **overrides: Any) -> Co
 
 
 def list_given_options(arguments: argparse.Namespace) -> list[str]:
-    """The conversion options that were given, as `ConvertOptions` calls them."""
+    """Return the specified conversion options, under the names of `ConvertOptions`."""
     return [field for field, dest in _DEST_BY_FIELD.items() if getattr(arguments, dest, None) is not None]
 
 
@@ -111,7 +111,7 @@ def _parse_metadata(arguments: argparse.Namespace) -> dict[str, str] | None:
 
 
 def check_is_weight_file(path: str) -> None:
-    """`SourceError` for a file that is no weight file and does not pretend to be one."""
+    """Raise `SourceError` for a file that neither is a weight file nor begins like one."""
     from ..compressor import is_weight_file
     from ..errors import SourceError
     from ..files.mapped_file import HEAD_BYTES, read_head
@@ -127,7 +127,7 @@ def check_is_weight_file(path: str) -> None:
 
 
 def report_notices(arguments: argparse.Namespace, warnings: Sequence[str], notices: Sequence[str]) -> None:
-    """One line on standard error for each."""
+    """Write one line to standard error for each notice."""
     for kind, lines in (("note", notices), ("warning", warnings)):
         for line in lines:
             console.print_note(arguments, line, kind)

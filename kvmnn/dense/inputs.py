@@ -30,7 +30,7 @@ class EncoderInput:
         history: Any,
         reference_hints: npt.NDArray[np.int32] | None = None,
     ) -> None:
-        """`rotary` may also be the result of `get_rotation`; `reference_hints` has a row to try for each own row."""
+        """Validate the arguments; `reference_hints` has a candidate reference for each row, -1 for none."""
         check_byte_order()
         self.dtype = validate_array(array, dtype, "array")
         self.heads, self.tokens, self.dim = array.shape

@@ -151,7 +151,7 @@ def list_similar_ropes(rotary: RopeConfig) -> list[RopeConfig]:
 
 
 class RopeSearch:
-    """Resolves ``"auto"`` for several arrays of a model, of which all K share one rotation."""
+    """Resolver of ``"auto"`` for several arrays of a model whose K share one rotation."""
 
     def __init__(self) -> None:
         self._rope: RopeConfig | None = None
@@ -177,7 +177,7 @@ class RopeSearch:
 
 
 def is_rotation_clearly_smaller(rotary: RopeConfig, array: Elements, positions: Any, dtype: str | None) -> bool:
-    """Return whether rows become so similar without this rotation that a stream with it is surely smaller."""
+    """Return whether unrotated rows are so much more similar that a stream with this rotation is surely smaller."""
     if positions is not None:
         positions = np.asarray(positions)[-array.shape[1] :]
     element_type, row_positions, span = _prepare_sampling(array, positions, dtype)
@@ -198,7 +198,7 @@ def _is_improved_by(rotary: RopeConfig, array: Elements, positions: Any, dtype: 
 def _prepare_sampling(
     array: Elements, positions: Any, dtype: str | None
 ) -> tuple[DType, npt.NDArray[np.uint32], Indices]:
-    """Return the element type, positions, and the rows to sample from: none if there is nothing to find."""
+    """Return the element type, positions and rows to sample from; no rows if the array is too small to search."""
     element_type = validate_array(array, dtype, "array")
     heads, tokens, dim = array.shape
     row_positions = complete_positions(positions, tokens, 0)

@@ -97,12 +97,12 @@ class SharedTables:
 
     @property
     def dtype(self) -> str:
-        """Name of the element type that it is for."""
+        """Name of the element type that the tables are for."""
         return DTYPES[self.table_set.dtype].name
 
     @property
     def rotary_dims(self) -> int:
-        """Rotated elements of each head, 0 for none."""
+        """Rotated elements of each head; 0 if K is not rotated."""
         return self.table_set.rotary[0] if self.table_set.rotary else 0
 
     def __repr__(self) -> str:

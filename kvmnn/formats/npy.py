@@ -67,7 +67,7 @@ class NpyHeader:
 
 
 def _parse_header_fields(head: bytes) -> tuple[dict[str, Any], int]:
-    """The three fields of a header, types of Python checked, and its length in bytes; `ValueError` for a bad one.
+    """Parse the three fields of a header and its length in bytes; raise `ValueError` for a malformed one.
 
     numpy's own reader hands the text of the type to ``numpy.dtype``, which some texts crash.
     """
@@ -97,7 +97,7 @@ def _parse_header_fields(head: bytes) -> tuple[dict[str, Any], int]:
 
 
 def read(file: MappedFile, options: ReadOptions) -> Source:
-    """One array named after the file."""
+    """Read one array, named after the file."""
     label = file.label
     header = NpyHeader(file.read_head(MAX_NPY_HEADER_BYTES), label)
     name = "stdin" if file.path == STDIN else array_name_from_path(file.path)
@@ -121,7 +121,7 @@ def read(file: MappedFile, options: ReadOptions) -> Source:
 
 
 def write_header(sink: Sink, array: ArrayInfo) -> None:
-    """Write the header that ``numpy.save`` writes for such an array."""
+    """Write the header that ``numpy.save`` writes for this array."""
     buffer = io.BytesIO()
     npy_format.write_array_header_1_0(
         buffer,
@@ -135,7 +135,7 @@ def write_header(sink: Sink, array: ArrayInfo) -> None:
 
 
 def write_npy(sink: Sink, arrays: Sequence[ArrayInfo], chunks: ArrayChunks, metadata: dict[str, str]) -> None:
-    """One array as ``numpy.save`` writes it."""
+    """Write one array as ``numpy.save`` does."""
     write_header(sink, arrays[0])
     write_raw(sink, arrays, chunks, metadata)
 
@@ -152,7 +152,7 @@ NPY = FileFormat(
 
 
 def list_npy_files(path: str) -> list[str]:
-    """The ``.npy`` files directly in a directory, K and V of the layers in order, and numbers as such."""
+    """List the ``.npy`` files directly in a directory, ordered by layer and part, with numbers in numeric order."""
     try:
         with os.scandir(path) as entries:
             paths = [entry.path for entry in entries if entry.name.lower().endswith(NPY_SUFFIX) and entry.is_file()]
@@ -162,7 +162,7 @@ def list_npy_files(path: str) -> list[str]:
 
 
 def read_folder(path: str, options: ReadOptions) -> Source:
-    """The arrays of all ``.npy`` files in a directory, each named after its file; mapped only while they are read."""
+    """Read all ``.npy`` files in a directory, each as an array named after its file; mapped only while it is read."""
     files = list_npy_files(path)
     arrays, skipped = select_tensors(
         path, [(array_name_from_path(file), partial(_read_file_array, file, options)) for file in files], options
@@ -176,7 +176,7 @@ NPY_FOLDER = PathFormat(name="npy", check=lambda head: bool(list_npy_files(head.
 
 
 def make_name_sort_key(name: str) -> tuple[bool, list[int | str]]:
-    """Names of layers by layer, first token and part, before all others, which are in the order that people expect."""
+    """Return a key that sorts names of layers first, by layer, first token and part; others follow in natural order."""
     parsed_name = parse_conventional_name(name)
     if parsed_name is not None:
         return False, [parsed_name.layer, parsed_name.start, parsed_name.part]
@@ -189,7 +189,7 @@ def _read_file_array(path: str, options: ReadOptions) -> LazyArray:
 
 
 def _iter_file_chunks(path: str, nbytes: int, chunk_bytes: int) -> Iterator[Chunk]:
-    """The data at the end of the file: a directory may have more files than a process may map."""
+    """Iterate over the data of the file, mapped only meanwhile: a directory may have more files than can be mapped."""
     mapped_file = MappedFile(path)
     if mapped_file.size < nbytes:
         raise SourceError(

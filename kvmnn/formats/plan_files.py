@@ -45,7 +45,7 @@ def plan_cache(
     force: bool = False,
     progress: Progress | None = None,
 ) -> CachePlan:
-    """What a policy would keep of every layer, seen as a prompt that was attended once. Nothing is changed.
+    """Select which tokens a policy would keep in every layer, as after one attention pass over the prompt.
 
     Of K one layer at a time is in memory, and none where the policy looks at lengths only; V is never read.
 
@@ -106,7 +106,7 @@ def _collect_layer_arrays(source: Source, token_major: bool) -> list[LayerArray]
 
 
 def _read_key_positions(source: Source, key_arrays: Sequence[LayerArray]) -> list[Positions | None]:
-    """True positions of these layers; None where nothing says them."""
+    """Return the true positions of these layers; None if they are unknown."""
     tokens = [key.geometry[1] for key in key_arrays]
     sidecar = read_positions_sidecar(source, tokens, [key.layer for key in key_arrays])
     if sidecar is not None:
@@ -215,7 +215,7 @@ def read_scores(
 def _select_batch_text(
     path: str, arrays: list[tuple[str, Floats]], input_kind: str | None, batch: int | None
 ) -> list[tuple[str, Floats]]:
-    """The arrays of one text: where each is of one layer, the first of four axes is a batch."""
+    """Select the arrays of one text: in arrays of one layer with four axes, the first axis is the batch."""
     if [name for name, _ in arrays] == list(PARTS):  # of a list of two tensors, which K and V often are
         arrays = [(f"layer_{layer}", array) for layer, (_, array) in enumerate(arrays)]
     is_by_layer = len(arrays) > 1 or parse_layer(arrays[0][0]) is not None
@@ -250,7 +250,7 @@ _EXPECTED_SHAPES = {
 
 
 def _split_array_layers(path: str, name: str, array: Floats, array_kind: str) -> list[tuple[str, Floats]]:
-    """The layers in an array, each with its name."""
+    """Split an array into its layers, each with its name."""
     layer_ndim = 1 if array_kind == "scores" else (2, 3)[array.ndim in (3, 4)]
     if array.ndim not in (layer_ndim, layer_ndim + 1) or not array.size:
         raise SourceError(f"{path}: {name} has the shape {array.shape}: expected {_EXPECTED_SHAPES[array_kind]}")
@@ -262,7 +262,7 @@ def _split_array_layers(path: str, name: str, array: Floats, array_kind: str) ->
 
 
 def _compute_block_scores(attention: Floats, config: H2OConfig, threads: int, tile: int | None) -> Floats:
-    """Block scores after one step from zeros."""
+    """Compute the score of each block after one update, starting from scores of zero."""
     sums = sum_by_block(attention, config.effective_block_tokens, threads=threads, tile=tile)
     num_rows = attention.shape[0] * (attention.shape[1] if attention.ndim == 3 else 1)
     return update_ema_scores(np.empty(0), sums, count=num_rows, alpha=float(config.effective_alpha))

@@ -1,4 +1,4 @@
-"""Raw little-endian words: a file of any name, or standard input; the caller, or the name of a page, says the dtype.
+"""Raw little-endian words of a file or standard input; the dtype comes from the caller or a page's name.
 
 LMCache keeps pages on disk under the name ``model@world@worker@hash@dtype``, with a layer after another ``@`` where
 layers lie apart, and a suffix: ``.pt`` of its local disk, which is no file of torch's, or ``.data`` of its file system.
@@ -47,24 +47,24 @@ _MIN_SEPARATORS = 4
 
 
 class PageInfo(NamedTuple):
-    """What a name says."""
+    """What the name of a page file states about its contents."""
 
-    #: Of the words, or a float8 type of codes; empty for bytes, of which the name tells no more.
+    #: Dtype of the words, or float8 type of codes; empty for bytes of unknown type.
     dtype: str
-    #: None where the page holds all layers.
+    #: Layer number; None if the page contains all layers.
     layer: int | None
-    #: False where the name is an engine's own word (``fp8_e4m3``), which is another variant on AMD's processors.
+    #: False for an engine's own type name (``fp8_e4m3``), which means another variant on AMD GPUs.
     is_exact: bool = True
 
     def can_be(self, dtype: str | None) -> bool:
-        """Whether a page of this name may hold `dtype`."""
+        """Return whether a page of this name may contain words of `dtype`."""
         if dtype is None or self.dtype in ("", dtype):
             return True
         return not self.is_exact and dtype[:_FAMILY] == self.dtype[:_FAMILY]
 
 
 def parse_page_name(path: str) -> PageInfo | None:
-    """What the name of a page says; None for all other names, and for types that no frame holds."""
+    """Parse the name of a page file; None for all other names, and for types that frames do not support."""
     name = PurePath(path).name
     for suffix in (".pt", ".data"):
         name = name.removesuffix(suffix)
@@ -82,7 +82,7 @@ def parse_page_name(path: str) -> PageInfo | None:
 
 
 def read(file: MappedFile, options: ReadOptions) -> Source:
-    """One 1-D array: all words of the file."""
+    """Read all words of the file as one 1-D array."""
     page = parse_page_name(file.path)
     if page is not None and not page.can_be(options.dtype):
         check_declared_dtype(page.dtype, options, file.label)
@@ -118,12 +118,12 @@ def _choose_array_name(path: str, page: PageInfo | None) -> str:
 
 
 def write_raw(sink: Sink, arrays: Sequence[ArrayInfo], chunks: ArrayChunks, metadata: dict[str, str]) -> None:
-    """The words alone, in memory order, in the array's own byte order."""
+    """Write the bytes of the arrays without any header, in memory order and in each array's own byte order."""
     for index, data in chunks:
         sink.write(convert_to_declared_byte_order(arrays[index], data).data)
         del data  # or it would live on while the next run is decoded
 
 
 def convert_to_declared_byte_order(array: ArrayInfo, data: Chunk) -> Chunk:
-    """Little-endian words of an array in the array's own byte order."""
+    """Convert little-endian words of an array to the byte order that the array declares."""
     return byteswap(data, array.itemsize) if array.is_big_endian else data

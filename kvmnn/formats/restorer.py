@@ -1,4 +1,4 @@
-"""Restore: frames into the arrays they were made from, as files of any format or as raw words on a stream."""
+"""Restore the original arrays from frames, as files of any format or as raw words on a stream."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .writer import ReadBackError, build_output_metadata, list_lost_information,
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreResult(Record):
-    """Arrays that were decoded, or read from a store, and written: as such, as the file or the dump they were.
+    """Arrays that were decoded, or read from a Zarr store, and written as arrays or as their original file or dump.
 
     Parameters
     ----------
@@ -114,7 +114,7 @@ class RestoreResult(Record):
     @property
     @json_key(omit=True)
     def sha256(self) -> str | None:
-        """Of the whole file."""
+        """SHA-256 of the whole file."""
         return None if self.passthrough is None else self.passthrough.sha256
 
     def __str__(self) -> str:
@@ -134,7 +134,7 @@ class RestoreResult(Record):
         return "\n  ".join([line, *lines])
 
     def _format_summary(self, contents_text: str, decoded_text: str = "") -> str:
-        """One line: where `contents_text` was written, sizes (`decoded_text`: of what was decoded), what is proved."""
+        """Format where `contents_text` was written, the sizes (`decoded_text`: before decoding), and what is proved."""
         check_text = f"{'read back, ' if self.is_read_back else ''}sha256 of the {self.hash_source}"
         missing_text = (
             f"no manifest to check it against{'; ' if self.unknown_properties else ''}{self.unknown_properties}"
@@ -221,7 +221,7 @@ def write_to_stream(stream: BinaryStream, arrays: Sequence[ArrayInfo], chunks: A
 
 
 def _list_lost_types(frames: FrameSet, path: str) -> list[str]:
-    """Say where codes become bytes without a type: only one of the formats has types of one byte."""
+    """Return notes on codes that become untyped bytes, as only one of the output formats has one-byte types."""
     element_types = dict.fromkeys(array.element for array in frames.arrays if array.element)
     if not element_types or path.lower().endswith(".safetensors"):
         return []
@@ -231,7 +231,7 @@ def _list_lost_types(frames: FrameSet, path: str) -> list[str]:
 
 
 def _read_description(frames: FrameSet) -> Source:
-    """What is known of frames beyond their arrays, there only where an engine's cache is described."""
+    """Read what frames record beyond their arrays; only the metadata if no engine cache is described."""
     metadata = dict(frames.document.metadata) if frames.document else {}
     if ENGINE_KEY not in metadata:
         return Source([], metadata)
@@ -269,7 +269,7 @@ def _write_to_path(
 
 
 def build_array_document(array: ArrayInfo) -> dict[str, Any]:
-    """What an array is, for JSON."""
+    """Describe an array as JSON values."""
     return {
         "name": array.name,
         "dtype": array.dtype,

@@ -27,7 +27,7 @@ from .options import ReadOptions
 
 
 def format_dequantised_note(types: Iterable[str], dtype: str, block_bytes: int, value_bytes: int) -> str:
-    """What is said of numbers that were made of quantised blocks: of which types, and the bytes of both."""
+    """Format a note on values decoded from quantised blocks: their types, and the bytes before and after."""
     return (
         f"dequantised from {', '.join(types)} to {dtype}: {block_bytes:,} bytes in the file became {value_bytes:,}, "
         f"and sizes "
@@ -63,20 +63,20 @@ def select_tensors(
 
 
 def make_no_tensor_error(label: str, skipped: Sequence[str]) -> SourceError:
-    """The error for an input without arrays that can be taken; `skipped` says why, of each."""
+    """Build the error for an input without usable arrays; `skipped` has the reason for each array."""
     reason = f": {skipped[0].removeprefix(f'{label}: ')}" if skipped else ""
     return SourceError(f"{label}: holds no array that can be encoded{reason}")
 
 
 def format_names(names: Iterable[str], max_listed: int = 8) -> str:
-    """The first of an input's names for a message, and how many more there are."""
+    """Format the first names of an input for a message, and how many more there are."""
     names = list(names)
     names_text = ", ".join(repr(name) for name in names[:max_listed])
     return (names_text or "none") + (f" and {len(names) - max_listed} more" if len(names) > max_listed else "")
 
 
 def resolve_dtype_name(array_dtype: np.dtype[np.generic], options: ReadOptions, label: str) -> str:
-    """The dtype name under which an array of numpy type `array_dtype` is encoded."""
+    """Return the dtype name under which an array of numpy type `array_dtype` is encoded."""
     if array_dtype.hasobject:
         raise UnsupportedArrayError(f"{label}: holds Python objects (pickles), which are never loaded")
     if array_dtype.fields is not None or array_dtype.subdtype is not None:
@@ -95,7 +95,7 @@ def resolve_dtype_name(array_dtype: np.dtype[np.generic], options: ReadOptions, 
 
 
 def _make_missing_dtype_error(array_dtype: np.dtype[np.generic], label: str) -> UnsupportedArrayError:
-    """Why a numpy type says no dtype, and what to do."""
+    """Build the error that explains why a numpy type does not determine the dtype, and what to do."""
     names = [dtype.name for dtype in dtypes.DTYPES.values() if dtype.itemsize == array_dtype.itemsize]
     if array_dtype == np.uint8:
         return UntypedArrayError(
@@ -128,20 +128,20 @@ def _validate_reinterpretation(
 
 
 def check_declared_dtype(declared_dtype: str | None, options: ReadOptions, label: str) -> None:
-    """`UnsupportedArrayError` for another dtype than the one that a format with names for all dtypes says."""
+    """Raise `UnsupportedArrayError` if the options specify another dtype than the one that the file declares."""
     if declared_dtype is not None and options.dtype not in (None, declared_dtype):
         raise UnsupportedArrayError(f"{label}: {make_reinterpretation_error(declared_dtype, options.dtype)}")
 
 
 def make_reinterpretation_error(declared_dtype: str, requested_dtype: str | None) -> KvmnnError:
-    """The error for numbers of the type `declared_dtype` that are said to be of another type."""
+    """Build the error for values of type `declared_dtype` for which the caller specifies another type."""
     return KvmnnError(
         f"holds {declared_dtype} numbers, and {requested_dtype} (--dtype) would make others of them: leave --dtype out"
     )
 
 
 def add_byte_fallback(options: ReadOptions, metadata: Mapping[str, str]) -> ReadOptions:
-    """The options for bytes in a file: of an engine's cache these are blocks that stayed blocks (``--raw-blocks``)."""
+    """Return options that read untyped bytes of an engine's cache, its raw blocks (``--raw-blocks``), as fp16 words."""
     if options.dtype is None and ENGINE_KEY in metadata:
         return replace(options, fallback_dtypes=(*options.fallback_dtypes, "fp16"))
     return options
@@ -152,7 +152,7 @@ FLOAT8_FRAME_DTYPE: Final = "fp16"
 
 
 def validate_array(array: LazyArray, label: str, options: ReadOptions) -> LazyArray:
-    """`array` as it is wanted, unless it is one that no frame holds: empty, or no multiple of the word size.
+    """Return `array` in the requested form; refuse an empty array, or one that is no whole number of words.
 
     Bytes are codes where the options say a float8 type; codes become numbers unless they are wanted themselves.
     """
@@ -170,7 +170,7 @@ def validate_array(array: LazyArray, label: str, options: ReadOptions) -> LazyAr
 
 
 def select_from_source(source: Source, path: str, options: ReadOptions) -> Source:
-    """The source with just the arrays that `options` name, and what is said of these.
+    """Return the source with only the arrays that `options` name, and the metadata that applies to these.
 
     Raises
     ------
@@ -191,7 +191,7 @@ def select_from_source(source: Source, path: str, options: ReadOptions) -> Sourc
 
 
 def drop_whole_file_metadata(source: Source, path: str) -> None:
-    """Keep of what is said of a packed cache what holds of its arrays, where not all of them were chosen."""
+    """Reduce the description of a packed cache to the selected arrays, if not all of them were selected."""
     cache = parse_cache_info(source.metadata, path)
     if cache is not None and any(
         format_array_name(layer.layer, part) not in source for layer in cache.layers for part in PARTS
@@ -200,7 +200,7 @@ def drop_whole_file_metadata(source: Source, path: str) -> None:
 
 
 def build_subset_metadata(metadata: dict[str, str], cache: CacheInfo | None) -> dict[str, str]:
-    """The metadata of some arrays of an input; of packed files that were cut with the positions of their tokens."""
+    """Build the metadata of some arrays of an input; for packed files, with the positions of their tokens."""
     return select_subset_metadata(metadata) | build_packed_positions_sidecar(cache)
 
 

@@ -1,4 +1,4 @@
-"""Arrays into files of the format that their names say, streamed, and read again before anything is said of them."""
+"""Write arrays to files in the format of their names, streamed, and read them back before they get their names."""
 
 from __future__ import annotations
 
@@ -68,19 +68,19 @@ class HashingIterator:
 
     @property
     def hashes(self) -> list[str]:
-        """In hexadecimal digits."""
+        """The hashes in hexadecimal digits."""
         return [digest.hexdigest() for digest in self._digests]
 
 
 class WrittenFile(NamedTuple):
     """A file that was written, and is not yet where it belongs."""
 
-    #: Where it is, and what it will be.
+    #: Current path, and path after the commit.
     path: Path
     target: Path
-    #: None for raw words.
+    #: File format; None for raw words.
     format: FileFormat | None
-    #: What it must hold; of a format that holds one array, that one.
+    #: The expected arrays; only one for a format that stores a single array.
     arrays: Sequence[ArrayInfo]
 
 
@@ -101,7 +101,7 @@ def verify_written(written_files: Sequence[WrittenFile], hashes: Sequence[str], 
 
 
 def _iter_array_pairs(file: WrittenFile) -> Iterator[tuple[ArrayInfo, LazyArray]]:
-    """The arrays that a file should hold, and those that it holds."""
+    """Iterate over pairs of the expected array and the array that the file contains."""
     try:
         arrays = (
             [_make_raw_array(file)]
@@ -149,12 +149,12 @@ ARRAY_FORMATS = {extension: entry for entry in (NPY, NPZ, SAFETENSORS) for exten
 
 
 def find_array_format(name: str) -> FileFormat | None:
-    """The format that a file of this name has; None for all other names."""
+    """Return the format of a file with this name; None for all other names."""
     return ARRAY_FORMATS.get(PurePath(name).suffix.lower())
 
 
 def build_output_metadata(source: Source, output: str) -> dict[str, str]:
-    """What a file of this name can say of a source: all, or without token ids, or its completeness alone."""
+    """Return the metadata that a file of this name can store: all, all but token ids, or the completeness alone."""
     return _fit_output_metadata(source, output)[0]
 
 
@@ -184,7 +184,7 @@ def _fit_output_metadata(source: Source, output: str) -> tuple[dict[str, str], b
 
 
 def list_lost_information(source: Source, output: str) -> Iterator[str]:
-    """What a file or folder of this name has no place for of what is known of a cache: its engine, tokens, ids."""
+    """List what is known about a cache but cannot be stored under this name: its engine, tokens, ids."""
     cache, suffix = source.engine_cache, PurePath(output).suffix.lower()
     is_folder = is_directory_output(output) or not suffix
     if suffix == ".safetensors" and not is_folder:
@@ -209,7 +209,7 @@ def _is_folder_output(output: str, num_arrays: int) -> bool:
 
 
 def list_stale_files(folder: str, files: Sequence[str], metadata: Mapping[str, str] | None) -> Iterator[str]:
-    """A line where a folder had other arrays, or said which tokens they are: all is read with the `files` written."""
+    """Yield a warning if the folder has other arrays, or their token sidecars, that would be read with `files`."""
     written_names = {*files, *collect_folder_sidecars(metadata or {}, folder)}
     sidecar_names = (*SIDECAR_NAMES, COMPLETENESS_FILE)
     existing_names = (
@@ -227,7 +227,7 @@ def list_stale_files(folder: str, files: Sequence[str], metadata: Mapping[str, s
 
 
 def _has_engine_details(cache: EngineCacheInfo) -> bool:
-    """Whether there is something to know of a cache that arrays do not say."""
+    """Return whether a cache has properties that its arrays do not record."""
     return bool(cache.altered or cache.perhaps_altered or cache.token_ids is not None or not cache.is_contiguous_prefix)
 
 
@@ -244,7 +244,7 @@ def write_arrays(
 ) -> list[str]:
     """Write arrays into one file, or into a directory as one ``.npy`` file each; complete or not at all.
 
-    What was written is read again and compared before it gets its name; a device (``/dev/null``) cannot be.
+    Each file is read back and compared before it gets its final name; a device (``/dev/null``) cannot be read back.
 
     Parameters
     ----------
@@ -252,19 +252,19 @@ def write_arrays(
         A directory (ends in a slash, or is one, or has no suffix where there are several arrays), or a file in the
         format that its suffix says: ``.npy``, ``.npz``, ``.safetensors``, else the raw words of one array.
     arrays
-        What they are.
+        Names, shapes and dtypes of the arrays.
     chunks
         Their bytes, array after array: ``(array index, little-endian bytes in memory order)``.
     metadata
-        For the formats that have a place for it; what lies next to arrays (`beside`) for a directory.
+        Metadata, for formats that can store it; a directory stores it in sidecar files.
     hashes
-        The SHA-256 that the bytes of each array must have; None for whatever `chunks` gives.
+        The expected SHA-256 of the bytes of each array; None accepts any bytes from `chunks`.
     force
         Replace files that exist.
     exclude
         Inputs, which are never replaced.
     threads
-        For reading again; None for all processors.
+        Number of threads for reading back; None for all processors.
 
     Returns
     -------
@@ -273,7 +273,7 @@ def write_arrays(
     Raises
     ------
     OutputError
-        When the format cannot hold the arrays, a file exists, it cannot be written, or does not read back
+        When the format cannot store the arrays, a file exists, a file cannot be written, or it does not read back
         (`ReadBackError`).
     """
     if _is_folder_output(output, len(arrays)):
@@ -304,7 +304,7 @@ def write_file(
     hashes: Sequence[str] | None = None,
     threads: int | None = None,
 ) -> None:
-    """Write arrays into `output_file.file`, in the format that `name` says, and read them back; not from a device.
+    """Write arrays into `output_file.file`, in the format of `name`, and read them back; not from a device.
 
     The file is closed then; the caller commits `output_file`. Parameters and errors as for `write_arrays`.
     """
@@ -320,7 +320,7 @@ def write_file(
 
 
 def select_writer(name: str, arrays: Sequence[ArrayInfo]) -> ArrayWriter:
-    """The writer for a file called `name`: by its suffix, raw words for all that are not known."""
+    """Select the writer for a file called `name` by its suffix; raw words for unknown suffixes."""
     array_format = find_array_format(name)
     if len(arrays) != 1 and not (array_format and array_format.is_multi_array):
         raise OutputError(

@@ -37,7 +37,7 @@ _U32_MAX = (1 << 32) - 1
 
 
 class SegmentPlan(NamedTuple):
-    """Jobs that encode the segments of an array, and what their writers contain when all are done."""
+    """Jobs that encode the segments of an array, their writers, and the lane and mode of each writer."""
 
     jobs: Sequence[Job]
     writers: Sequence[OrderedWriter]
@@ -152,7 +152,7 @@ def encode_balanced_segments(data: Bytes, options: LaneOptions, threads: int) ->
 
 
 def _compute_max_payload_bytes(nbytes: int, mode: int) -> int:
-    """Return a bound of a zstd frame; without a predictor only what noise needs, so that it rarely has to be moved."""
+    """Return an upper bound of the size of a zstd frame; without a predictor, what incompressible data needs."""
     if mode != _RAW_MODE:
         return _encoder.max_zstd_bytes(nbytes)
     return max(

@@ -124,7 +124,7 @@ class CaseConditions:
         self.is_consistent = not limits.require_kv_content_consistency or all(all_passed)
 
     def warn_low_headroom(self) -> list[str]:
-        """A line where little of the waiting allowed is left."""
+        """Return a warning if the asynchronous waiting time is close to its limit."""
         if not self.is_headroom_low:
             return []
         return [
@@ -205,7 +205,7 @@ def _build_headroom_lines(conditions: CaseConditions) -> dict[str, str]:
 
 
 def build_consistency_lines(conditions: CaseConditions) -> dict[str, str]:
-    """The parts of what the fork calls consistency."""
+    """Format the checks that the fork calls consistency."""
     limits = conditions.limits
     return {
         "require_kv_content_consistency": format_flag(limits.require_kv_content_consistency),
@@ -253,7 +253,7 @@ def build_decode_lines(conditions: CaseConditions) -> dict[str, str]:
 
 
 def build_offline_lines(kind: str, offline: OfflineRatio | None) -> dict[str, str]:
-    """What an offline evaluation says of itself; nothing where there was none."""
+    """Format the entries, layers and path of an offline evaluation; empty if there was none."""
     if offline is None:
         return {}
     return {
@@ -264,7 +264,7 @@ def build_offline_lines(kind: str, offline: OfflineRatio | None) -> dict[str, st
 
 
 def build_limit_lines(name: str, limit: float, unit: str = "") -> dict[str, str]:
-    """Whether a limit is on, and where it is what it is."""
+    """Format whether a limit is enabled, and its value if it is."""
     enabled_line = {f"{name}_gate_enabled": format_flag(limit >= 0.0)}
     return enabled_line | {f"{name}_target{unit}": format_four_digits(limit)} if limit >= 0.0 else enabled_line
 
@@ -275,7 +275,7 @@ def format_four_digits(value: float) -> str:
 
 
 def format_flag(value: bool) -> str:
-    """As the fork writes it."""
+    """Format a flag as the fork does."""
     return "true" if value else "false"
 
 
@@ -320,7 +320,7 @@ class CaseAnalysis:
 
     @property
     def has_passed(self) -> bool:
-        """Whether all gates that are on passed."""
+        """Whether all enabled gates passed."""
         return self.section_lines["overall_pass"] == "true"
 
 
@@ -365,7 +365,7 @@ def analyse(
 def _select_lossless_ratio(
     rows: MetricRows, online_ratio: OfflineRatio | None, upper_bound: OfflineRatio | None
 ) -> tuple[float, str, list[str]]:
-    """The lossless ratio that counts, its source, and what is said of it."""
+    """Select the lossless ratio that counts, and return it with its source and a remark."""
     if online_ratio is not None:
         return online_ratio.ratio, "offline_online_sim", []
     if upper_bound is not None:
@@ -374,7 +374,7 @@ def _select_lossless_ratio(
 
 
 def warn_missing_columns(columns: Sequence[str]) -> list[str]:
-    """What is said of a table that lacks columns of the runtime."""
+    """Return warnings about a table that lacks columns of the runtime."""
     missing = find_missing_columns(columns)
     return (
         [f"[WARN] runtime metric columns missing in CSV: {', '.join(missing)}", _OLD_BENCH_WARNING] if missing else []
@@ -382,7 +382,7 @@ def warn_missing_columns(columns: Sequence[str]) -> list[str]:
 
 
 def _build_gates(conditions: CaseConditions) -> list[GateResult]:
-    """The parts of the verdict."""
+    """Build the gates of the verdict."""
     limits = conditions.limits
     is_decompress_gated = limits.require_runtime_decomp or limits.max_lossless_decomp_us >= 0.0
     decompress_text, limit_text = format_distinct(conditions.decompress_us, limits.max_lossless_decomp_us, 0)
@@ -456,7 +456,7 @@ def _describe_ratio_basis(conditions: CaseConditions) -> str:
 
 
 def _explain_consistency(conditions: CaseConditions) -> str:
-    """Which part failed; where none did, what was looked at, which is not K and V."""
+    """Explain which check failed; if none did, explain what was checked, which is not K and V themselves."""
     failed = [
         explanation
         for passed, explanation in (
@@ -535,12 +535,12 @@ def format_case_markdown(analysis: CaseAnalysis) -> str:
 
 
 def _has_no_encoding(analysis: CaseAnalysis) -> bool:
-    """Whether own runs encoded nothing: neither their ratio nor what the runtime did was measured then."""
+    """Return whether kvmnn's own runs encoded nothing, so that neither their ratio nor the runtime was measured."""
     return analysis.is_own_run and "lossless_selected_value" not in analysis.section_lines
 
 
 def _format_if_encoded(analysis: CaseAnalysis, value: float) -> str:
-    """The selected ratio, or a multiple of it; a dash where it was not measured."""
+    """Format the selected ratio, or a multiple of it; a dash if it was not measured."""
     return "-" if _has_no_encoding(analysis) else f"{value:.4f}"
 
 
@@ -569,7 +569,7 @@ def _build_average_lines(analysis: CaseAnalysis) -> list[str]:
 def _build_best_row_lines(
     analysis: CaseAnalysis, get_measure: Callable[[MetricRow], float], first_name: str
 ) -> list[str]:
-    """The row in which `get_measure` is largest, the figure called `first_name` before the others."""
+    """Format the row with the largest `get_measure` as a list, with the figure `first_name` first."""
     row = max(analysis.rows.rows, key=get_measure)
     text_by_name = {
         "decode tps": f"{row.decode_speed:.2f}",
@@ -597,7 +597,7 @@ def _build_pareto_lines(analysis: CaseAnalysis) -> list[str]:
 
 
 def read_gate_section(text: str) -> dict[str, str]:
-    """The lines of the last section of a report; empty where there is none."""
+    """Return the lines of the last section of a report; empty if there is none."""
     section_lines: dict[str, str] = {}
     is_in_section = False
     for line in map(str.strip, text.split("\n")):

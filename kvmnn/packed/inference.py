@@ -30,16 +30,16 @@ FlashBlock = int | Literal["none"]
 
 @dataclass(frozen=True, kw_only=True)
 class PackedGeometry:
-    """What is known of packed files; None for what is not."""
+    """The known geometry of packed files; None for each unknown value."""
 
-    #: Of every layer.
+    #: kv heads and head_dim of every layer.
     kv_heads: int | None = None
     head_dim: int | None = None
     #: ``fp16``, ``bf16`` or ``fp32``.
     dtype: str | None = None
-    #: A name that `PackLayout.from_backend` knows; stands for dtype, lP and hP.
+    #: A name that `PackLayout.from_backend` accepts; it determines dtype, lP and hP.
     backend: str | None = None
-    #: Pack numbers, where no backend is named.
+    #: Pack numbers, if no backend is named.
     lP: int | None = None
     hP: int | None = None
     #: Tokens in a block of V, or ``"none"`` without flash attention.
@@ -126,7 +126,7 @@ class PackedGeometry:
 
 
 def _strip_to_placement(layout: PackLayout, flash_block: int | None, int8: str | None) -> PackLayout:
-    """Keep only what decides where elements are stored, so that backends with equal buffers are one."""
+    """Keep only what decides where elements are stored, so that backends with equal buffers become equal."""
     plain = PackLayout(layout.kv_heads, layout.head_dim, layout.dtype, layout.lP, layout.hP, flash_block)
     if int8 is None:
         return plain
@@ -140,7 +140,7 @@ class LayoutMatch:
     #: The layout, and the names of the backends that have it.
     layout: PackLayout
     backends: str
-    #: Tokens that each pair of files has room for.
+    #: Capacity of each pair of files in tokens.
     capacities: tuple[int, ...]
 
 
@@ -291,19 +291,19 @@ _MAX_EMPTY_FRACTION = 0.2
 class LayerEvidence:
     """Evidence of one layer for a layout."""
 
-    #: Rows up to the last one that is not empty, of any head, in K or V.
+    #: Number of rows up to the last non-empty one of any head, in K or V.
     num_rows: int
-    #: Whether that row is the same in all heads, of K and of V.
+    #: Whether K and V of all heads end with the same row.
     has_equal_ends: bool
-    #: Rows before it that are empty, or partly so, or that have words where padding is.
+    #: Number of earlier rows that are empty, partly empty, or have data in the padding.
     num_misplaced_rows: int
-    #: Variance between the means of the dimensions over the variance of all words; 0 where words are no numbers.
+    #: Variance between the means of the dimensions over the variance of all words; 0 if not finite.
     key_contrast: float
     value_contrast: float
 
     @property
     def contrast(self) -> float:
-        """Return the geometric mean of both."""
+        """Return the geometric mean of the contrasts of K and of V."""
         return float(np.sqrt(self.key_contrast * self.value_contrast))
 
 
@@ -315,12 +315,12 @@ class LayoutEvidence:
 
     @property
     def num_rows(self) -> int:
-        """Return the rows up to the last one that is not empty, in any layer."""
+        """Return the number of rows up to the last non-empty one of any layer."""
         return max(layer.num_rows for layer in self.layers)
 
     @property
     def num_misplaced_rows(self) -> int:
-        """Return the rows that are empty, or partly so, before one that is not."""
+        """Return the number of empty or partly empty rows that precede a non-empty one."""
         return sum(layer.num_misplaced_rows for layer in self.layers)
 
     @property
@@ -424,7 +424,7 @@ class _HeadSampler:
             yield last_begin, rows
 
     def count_misplaced_rows(self, rows: int) -> int:
-        """Count the rows before `rows` that are empty, or partly so, or have words where padding is."""
+        """Count the sampled rows below `rows` that are empty, partly empty, or have data in the padding."""
         num_misplaced, bits_dtype = 0, np.dtype(f"<u{parse_dtype(self._dtype).itemsize}")
         fill_element = np.frombuffer(bytes([self._fill_byte]) * bits_dtype.itemsize, bits_dtype)[0]
         for head in self._head_indices:
@@ -514,7 +514,7 @@ MeasureEvidence = Callable[[LayoutMatch], LayoutEvidence]
 
 
 def rank_candidates(matches: Sequence[LayoutMatch], measure: MeasureEvidence) -> list[LayoutCandidate]:
-    """Measure layouts and sort them, the likeliest first; of several with the same placement the first stays."""
+    """Measure layouts and sort them, the likeliest first; of several with the same placement only the first remains."""
     ranking: list[LayoutCandidate] = []
     candidates = [LayoutCandidate(match, measure(match)) for match in matches]
     for candidate in sorted(candidates, key=lambda candidate: candidate.sort_key):
@@ -562,7 +562,7 @@ def compute_clarity(ranking: Sequence[LayoutCandidate]) -> Clarity:
 
 
 def infer_token_range(match: LayoutMatch) -> tuple[int, int]:
-    """Return the range of tokens for which the engine makes files of these sizes; zeros where there is none."""
+    """Return the range of token counts for which MNN makes files of these sizes; zeros if there is none."""
     # It adds a capacity of 64; K comes in tiles and V in blocks, so that several numbers are possible.
     layout, capacity = match.layout, max(match.capacities)
     min_capacity = capacity

@@ -25,9 +25,9 @@ PLOT_FORMATS = ("png", "svg", "pdf")
 class PlotOptions:
     """How plots are written."""
 
-    #: Of files, some of `PLOT_FORMATS`, each once.
+    #: File types, from `PLOT_FORMATS`, without duplicates.
     kinds: tuple[str, ...] = ("png", "svg")
-    #: Whether figures have titles; without, for a text that says them itself.
+    #: Whether figures have titles; False suits documents with their own captions.
     titles: bool = True
 
     def __post_init__(self) -> None:
@@ -61,7 +61,7 @@ def write_figures(
     force: bool = False,
     options: PlotOptions = DEFAULT_PLOT_OPTIONS,
 ) -> list[Path]:
-    """Write named figures; returns the files, and makes no directory where there is no figure.
+    """Write named figures and return the files; no directory is created if there is no figure.
 
     Errors as `check_can_write`.
     """
@@ -98,7 +98,7 @@ DRAW_FUNCTIONS: dict[str, Callable[[EvaluationResultsProtocol], Figure]] = {
 def check_can_plot(
     directory: str | os.PathLike[str], force: bool = False, options: PlotOptions = DEFAULT_PLOT_OPTIONS
 ) -> None:
-    """Refuse to begin what could not end in plots."""
+    """Check before the work starts that its plots can be drawn and written; raise the error otherwise."""
     check_can_write(DRAW_FUNCTIONS, directory, force, options)
 
 

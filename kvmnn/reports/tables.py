@@ -101,7 +101,7 @@ def _format_policy_share(row: ResultRow, full: ResultRow | None) -> str | None:
 
 
 def _format_attention(row: ResultRow, full: ResultRow | None) -> str | None:
-    """Absent in so many words where steps were timed: a note says why."""
+    """Format the attention time; a dash if steps were timed without it (a note explains why), None if neither was."""
     if row.attention_seconds is None:
         return None if row.tpot_seconds is None else ABSENT_TEXT
     return f"{row.attention_seconds * 1e3:.3f}"
@@ -198,7 +198,7 @@ _FIRST_COLUMN_KEYS = ("label", "nll")
 
 
 def build_project_table(rows: Sequence[ResultRow]) -> tuple[list[Column], list[list[str]]] | None:
-    """What was measured by projects' own definitions: known quantities with their units first, others by their keys."""
+    """Build the table of measurements by the projects' own definitions: known quantities first, with their units."""
     project_rows = [(row, row.project) for row in rows if row.project is not None]
     if not project_rows:
         return None
@@ -224,7 +224,7 @@ def build_project_table(rows: Sequence[ResultRow]) -> tuple[list[Column], list[l
 def _compute_project_changes(
     row: ResultRow, numbers: ProjectStats, project_rows: Sequence[tuple[ResultRow, ProjectStats]]
 ) -> dict[str, float]:
-    """Against the full cache of the same preset, by the same definition."""
+    """Compute the change from the full cache of the same preset, by the same definition."""
     base = next(
         (other_stats for entry, other_stats in project_rows if entry.is_full and entry.preset == row.preset), None
     )
@@ -261,7 +261,7 @@ def iter_scalars(value: Mapping[str, object], prefix: str = "") -> Iterator[tupl
 
 
 def format_min_max(numbers: Sequence[int]) -> str:
-    """The least and the greatest of numbers."""
+    """Format the smallest and the largest of the numbers."""
     low, high = min(numbers), max(numbers)
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
@@ -271,7 +271,7 @@ def _text_or_absent(text: str | None) -> str:
 
 
 def to_single_line(text: object) -> str:
-    """One line of text."""
+    """Return the text with all whitespace runs as one blank, so that it is one line."""
     return " ".join(str(text).split()) or ABSENT_TEXT
 
 
@@ -291,7 +291,7 @@ def format_table(
     width: int,
     elsewhere_text: str = "a wider terminal, --json",
 ) -> str:
-    """The table in `width` columns of a terminal; what does not fit is named, with `elsewhere_text`, where it is shown.
+    """Format the table in `width` columns of a terminal, and name the columns that do not fit and where they are shown.
 
     Columns of rank 0 are always there. Those of rank 1 are, where they leave room for a short label; others follow by
     their ranks. The first column holds the labels.
@@ -330,7 +330,7 @@ def wrap_sentences(sentences: Sequence[str], width: int) -> str:
 
 
 def _choose_columns(columns: Sequence[Column], widths: Sequence[int], width: int) -> tuple[list[int], int]:
-    """The columns that are shown, and how wide labels may be."""
+    """Choose the columns that fit, and the width of labels."""
     order = sorted(range(1, len(columns)), key=lambda i: columns[i].drop_rank)
     shown_indices = {0, *(i for i in order if columns[i].drop_rank == 0)}
 
@@ -355,7 +355,7 @@ def _choose_columns(columns: Sequence[Column], widths: Sequence[int], width: int
 
 
 def _shorten_names(names: Sequence[str], width: int) -> list[str]:
-    """Names of at most `width` columns, as different from each other as they were; unchanged where all fit.
+    """Shorten names to at most `width` columns so that they stay distinct; unchanged if all fit.
 
     The mark at the end of a name stays.
     """
@@ -410,10 +410,11 @@ def format_pivot_title(rows: Sequence[ResultRow]) -> str:
 
 
 def build_pivot_table(rows: Sequence[ResultRow]) -> tuple[list[Column], list[list[str]]] | None:
-    """A line for each size, and for each protected share where it differs; a column for each policy; None for less.
+    """Build a table with a line for each size and a column for each policy; None if it would have fewer than two lines.
 
-    The sizes are budgets, or shares where there are no budgets. A policy without a protected share has the same number
-    in all lines of its size. Sizes at which a single policy ran have no line.
+    Sizes are budgets, or keep ratios if there are no budgets. If the share of recent tokens varies, there is a line for
+    each size and share, and a policy without a share has the same number in all lines of its size. Sizes with a single
+    policy have no line.
     """
     rows = [row for row in select_policy_rows(rows) if _get_row_size(row) is not None]
     shares = {_get_recent_share(row) for row in rows} - {None}
@@ -445,7 +446,7 @@ def _build_pivot_line(key: _PivotKey, series: Sequence[RowSeries], with_share: b
 
 
 def _find_best(series_rows: Sequence[ResultRow | None], texts: Sequence[str], series: Sequence[RowSeries]) -> str:
-    """The policy of the lowest number of those that evicted; none where the table shows another one as low."""
+    """Return the policy with the lowest perplexity of those that evicted; a dash if another cell has the same text."""
     candidates = [
         (row.perplexity, series_index)
         for series_index, row in enumerate(series_rows)
@@ -500,7 +501,7 @@ _H2O_COLUMNS: tuple[tuple[str, Callable[[PlannerLayerStats], str], int], ...] = 
 
 
 def build_h2o_table(stats_by_label: Sequence[tuple[str, H2OStats]]) -> tuple[list[Column], list[list[str]]] | None:
-    """Columns and lines for runs with their labels; None without runs. `lossy` is of the run, tokens seen over kept."""
+    """Build the columns and lines for labelled runs; None without runs. `lossy` is tokens seen over kept in the run."""
     if not stats_by_label:
         return None
     lines = [
@@ -516,7 +517,7 @@ def build_h2o_table(stats_by_label: Sequence[tuple[str, H2OStats]]) -> tuple[lis
 
 
 def collect_h2o_stats(rows: Sequence[ResultRow]) -> list[tuple[str, H2OStats]]:
-    """The rows in which the engine's planner evicted."""
+    """Collect the rows in which the engine's planner evicted."""
     return [(row.label, row.h2o) for row in rows if row.h2o is not None]
 
 
@@ -548,7 +549,7 @@ RUNTIME_COLUMNS_NOTE = (
 
 
 def format_runtime_title(texts: int = 1) -> str:
-    """What stands above the table of runs over so many texts."""
+    """Return the title above the table of the runtime, with the number of texts."""
     scope_text = "of the same runs" if texts < 2 else f"sums over {texts:,} texts"
     return f"The lossless runtime around the cache, {scope_text} (docs/runtime.md):"
 
@@ -570,7 +571,7 @@ def build_runtime_table(
 
 
 def collect_runtime_stats(rows: Sequence[ResultRow]) -> list[tuple[str, RuntimeStats]]:
-    """The rows whose model ran with the runtime around its cache."""
+    """Collect the rows whose model ran with the runtime around its cache."""
     return [(row.label, row.runtime) for row in rows if row.runtime is not None]
 
 
@@ -609,7 +610,7 @@ def format_markdown(results: EvaluationResultsProtocol) -> str:
 
 
 def format_terminal(results: EvaluationResultsProtocol, width: int) -> str:
-    """The tables for a terminal of `width` columns: labels are shortened, what does not fit is named below them."""
+    """Format the tables for a terminal of `width` columns: labels are shortened, omitted columns are named below."""
     parts = [format_table(*build_table(results, COLUMNS), width, _ELSEWHERE_TEXT)]
     project = build_project_table(results.rows)
     if project:
@@ -636,13 +637,13 @@ def format_terminal(results: EvaluationResultsProtocol, width: int) -> str:
 
 
 def format_h2o_text(stats: H2OStats, width: int) -> str:
-    """What the engine's planner did in one run, for a terminal of `width` columns."""
+    """Format the statistics of the engine's planner in one run, for a terminal of `width` columns."""
     table = build_h2o_table([("", stats)])
     return wrap_sentences([H2O_TITLE], width) + "\n\n" + format_table(*table, width) if table else ""
 
 
 def format_runtime_text(stats_by_label: Sequence[tuple[str, RuntimeStats]], width: int) -> str:
-    """What the lossless runtime did in runs with their labels, for a terminal of `width` columns."""
+    """Format the statistics of the lossless runtime in labelled runs, for a terminal of `width` columns."""
     table = build_runtime_table(stats_by_label)
     if not table:
         return ""
@@ -656,7 +657,7 @@ def format_runtime_text(stats_by_label: Sequence[tuple[str, RuntimeStats]], widt
 
 
 def build_notes(results: EvaluationResultsProtocol) -> list[str]:
-    """What was measured on what, one sentence or two a line."""
+    """Return lines that state what was measured: documents, tokens, model, hardware and settings."""
     settings, rows = results.settings, results.rows
     scored_tokens = [row.tokens for row in rows if row.tokens is not None]
     deep_tokens = [row.deep.tokens for row in rows if row.deep is not None]
@@ -694,7 +695,7 @@ def describe_refusals(refusals: Sequence[Refusal]) -> list[str]:
 
 
 def _iter_explanations(rows: Sequence[ResultRow]) -> Iterator[str]:
-    """What columns mean, of those that are there."""
+    """Return explanations of the columns that are present."""
     num_documents = [
         row.versus_full.documents for row in rows if row.versus_full is not None and row.versus_full.low is not None
     ]
@@ -724,7 +725,7 @@ def format_project_title(rows: Sequence[ResultRow]) -> str:
 
 
 def format_csv(results: EvaluationResultsProtocol) -> str:
-    """CSV with every scalar: a line for each row, and below it one for each document of that row.
+    """Return CSV with every scalar: a line for each row, followed by one for each document of that row.
 
     Columns of nested values are joined by dots (``versus_full.low``, ``tokens_kept.0``). `document` is empty in the
     line that stands for all documents. Not measured is empty.
@@ -835,7 +836,7 @@ def _iter_latex_tables(title: str, table: tuple[Sequence[Column], Sequence[Seque
 
 
 def _format_latex_row(cells: Iterable[str]) -> str:
-    """One line; the braces keep ``\\\\`` of the line before from reading ``*`` or ``[`` as its own."""
+    """Format one line; the leading braces prevent that ``\\\\`` of the line before takes ``*`` or ``[`` as its own."""
     return "{}" + " & ".join(escape_latex(cell) for cell in cells) + r" \\"
 
 

@@ -179,14 +179,14 @@ class RuntimeConfig:
 
     @classmethod
     def from_engine(cls, document: Mapping[str, Any], *, lenient: bool = False) -> RuntimeConfig:
-        """The options in an engine's JSON configuration, its defaults and clamps applied.
+        """Return the options in an engine's JSON configuration, with its defaults and clamps applied.
 
         Parameters
         ----------
         document
-            The object in the engine's ``config.json``. Keys that are not about the cache are passed over.
+            The object in the engine's ``config.json``. Keys that do not concern the cache are ignored.
         lenient
-            Read unknown names of modes, scopes, codecs and predictors as the engine does, which silently takes another.
+            Accept unknown names of modes, scopes, codecs and predictors, and silently use the engine's fallback.
 
         Raises
         ------

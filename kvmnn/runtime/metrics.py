@@ -18,11 +18,11 @@ from ..files.schema import Record
 class CompressionRatios:
     """Bytes of one run from which its ratios follow."""
 
-    #: Of all rows ever appended.
+    #: Bytes of all rows ever appended.
     appended_bytes: int
-    #: Of those that were not evicted.
+    #: Bytes of the rows that were not evicted.
     live_bytes: int
-    #: Of what holds them now: hot rows, frames, decoded copies and spare capacity.
+    #: Bytes that store these rows now: hot rows, frames, decoded copies and spare capacity.
     resident_bytes: int
 
     def to_metrics(self) -> dict[str, Any]:
@@ -92,7 +92,7 @@ class LatencyHistogram:
             self.add(time.perf_counter_ns() - start_ns)
 
     def compute_percentile_us(self, fraction: float) -> float:
-        """The duration that `fraction` of all do not exceed, in microseconds; 0 where there is none."""
+        """Return the duration in microseconds that `fraction` of all do not exceed; 0 if there are none."""
         target_count, cumulative_count = fraction * self.count, 0
         for bucket in sorted(self._buckets):
             cumulative_count += self._buckets[bucket]
@@ -101,7 +101,7 @@ class LatencyHistogram:
         return 0.0
 
     def summarize(self) -> LatencySummary:
-        """The figures so far."""
+        """Return the figures so far."""
         return LatencySummary(
             count=self.count,
             total_us=self.total_ns / 1e3,
@@ -113,7 +113,7 @@ class LatencyHistogram:
 
 
 def _find_bucket(nanoseconds: int) -> int:
-    """The number of the bucket that a duration falls into: its leading bits."""
+    """Return the number of the bucket of a duration: its leading bits."""
     if nanoseconds < _BUCKETS_PER_OCTAVE:
         return max(0, nanoseconds)
     shift = nanoseconds.bit_length() - _BUCKETS_PER_OCTAVE.bit_length()

@@ -52,14 +52,14 @@ class ReplayResult(Record):
     points: tuple[ReplayPoint, ...]
 
     def plot(self, directory: str | os.PathLike[str], overwrite: bool = False) -> list[Path]:
-        """Draw memory, ratio, queue and latency over the steps; `replay_plots.write_all` says how."""
+        """Draw memory, ratio, queue and latency over the steps, and return the files."""
         return replay_plots.write_plots(self.points, directory, overwrite)
 
     def __str__(self) -> str:
         return "\n".join(self.format_lines())
 
     def format_lines(self) -> list[str]:
-        """Tables over steps and layers, and the verdict."""
+        """Format tables over steps and layers, and the verdict."""
         steps = self.tokens - self.prompt
         head = f"{self.layers} layers, {pluralize(self.tokens, 'token')}: {self.prompt:,} as prompt, {steps:,} as steps"
         table = [f"{'step':>6} {'tokens':>8} {'live bytes':>13} {'held bytes':>13} {'ratio':>7} {'queue':>6} {'us':>9}"]
@@ -72,7 +72,7 @@ class ReplayResult(Record):
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing was compressed, so that no lossless ratio was measured and equal bytes show nothing."""
+        """Whether nothing was compressed; then there is no lossless ratio, and equal bytes prove nothing."""
         return not self.metrics.h2o_lossless_raw_bytes
 
     @property

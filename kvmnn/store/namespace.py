@@ -378,7 +378,7 @@ def compute_state_key(parent: bytes, ids: Ids) -> bytes:
 
 
 def to_sort_key(ids: Ids) -> bytes:
-    """Return ids as bytes that sort in the same order: three for an id of a vocabulary, five for a larger one."""
+    """Return ids as bytes that sort in the order of the ids: 3 bytes for a usual id, 5 for one too large for these."""
     id_bytes = np.ascontiguousarray(ids.astype(">u4").view(np.uint8).reshape(-1, 4))
     if not ids.size or int(ids.max()) < _MIN_LONG_ID:
         return id_bytes[:, 4 - _SHORT_ID_BYTES :].tobytes()

@@ -17,7 +17,7 @@ is dominated where another one is nowhere worse in ratio and in CPU time of both
 
 
 def add_parser(subparsers: Any) -> None:
-    """Declare the verb."""
+    """Add the parser of the command."""
     parser = shared_options.add_command(
         subparsers,
         "bench",

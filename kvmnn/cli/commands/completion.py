@@ -20,7 +20,7 @@ COMPLETION_FORMS = ("bash", "zsh", "fish", "man")
 
 
 def add_parser(subparsers: Any) -> None:
-    """Declare the verb, which prints a text and nothing else: no --json, nothing to be quiet about."""
+    """Add the parser of the command, which only prints a script: it has no --json and no --quiet."""
     parser = subparsers.add_parser(
         "completion",
         help="completions for shells, the manual page",

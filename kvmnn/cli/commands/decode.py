@@ -45,7 +45,7 @@ _EXPECTED_OPTIONS = ("name", "backend", "lp", "hp", "flash_block", "model", "tok
 
 
 def add_parser(subparsers: Any) -> None:
-    """Declare the verb."""
+    """Add the parser of the command."""
     parser = shared_options.add_command(
         subparsers,
         "decode",

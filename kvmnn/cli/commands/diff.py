@@ -129,7 +129,7 @@ def _select_from_batches(sources: Sequence[Source], arguments: argparse.Namespac
 
 
 def add_parser(subparsers: Any) -> None:
-    """Declare the verb."""
+    """Add the parser of the command."""
     parser = shared_options.add_command(
         subparsers,
         "diff",

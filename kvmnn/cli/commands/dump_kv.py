@@ -25,7 +25,7 @@ DEFAULT_TOKENS = 2048
 
 
 def add_parser(subparsers: Any) -> None:
-    """Declare the verb."""
+    """Add the parser of the command."""
     parser = shared_options.add_command(
         subparsers,
         "dump-kv",

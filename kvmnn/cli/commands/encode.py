@@ -48,7 +48,7 @@ store such arrays raw, and the manifest has "stored": "raw"."""
 
 
 def add_parser(subparsers: Any) -> None:
-    """Declare the verb."""
+    """Add the parser of the command."""
     parser = shared_options.add_command(
         subparsers,
         "encode",

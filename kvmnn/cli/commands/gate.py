@@ -52,7 +52,7 @@ def add_document_options(parser: Any) -> None:
 
 
 def override_limits(arguments: argparse.Namespace, base: GateLimits) -> GateLimits:
-    """Those of `base` with what was given in their place; `UsageError` for one that makes no sense."""
+    """Return `base` with the limits that were specified; raise `UsageError` for one that makes no sense."""
     from ...errors import OptionError
 
     try:
@@ -188,7 +188,7 @@ def _run_cases(
 
 
 class SuiteProgressDisplay:
-    """How far a suite is: the bar of all verbs on a terminal, else lines on standard error.
+    """Progress of a suite: the common progress bar on a terminal, else lines on standard error.
 
     The lines are written by a thread, so that they come while a model of gigabytes is opened as well.
     """
@@ -204,14 +204,14 @@ class SuiteProgressDisplay:
         self._writer = threading.Thread(target=self._write_lines, daemon=True)
 
     def start(self, runs: int, steps: int) -> None:
-        """Begin: this many runs, and decode steps of those that are not there already."""
+        """Start with the number of runs, and of the decode steps that are not saved yet."""
         self._total_runs, self._total_steps = runs, steps
         self._bar = self._stack.enter_context(
             console.progress_bar(self._arguments, steps, "gates", unit="step", delay=0)
         )
 
     def begin_run(self, work_text: str) -> None:
-        """Name what runs now."""
+        """Set the name of the current run."""
         self._current_work = work_text
         self.advance(0)
 
@@ -222,7 +222,7 @@ class SuiteProgressDisplay:
             self._bar(steps, f"{self._runs} of {self._total_runs} runs: {self._current_work}")
 
     def end_run(self) -> None:
-        """Count a run."""
+        """Count a run as finished, and show it."""
         self._runs += 1
         self.advance(0)
 
@@ -305,7 +305,7 @@ _ALL_OPTIONS = tuple(dict.fromkeys(name for names in _OPTIONS_BY_ACTION.values()
 
 
 def add_parser(subparsers: Any) -> None:
-    """Declare the verb."""
+    """Add the parser of the command."""
     parser = shared_options.add_command(
         subparsers,
         "gate",
@@ -335,7 +335,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _describe_action(action: str) -> str:
-    """What the help of all says of one action."""
+    """Describe one action for the complete help."""
     title, actions, limits = _DESCRIPTION.split("\n\n")
     line = re.search(rf"^  {action} .*(?:\n {{10,}}.*)*", actions, re.MULTILINE)
     return "\n\n".join([title, line[0] if line else "", *([limits] if action == "check" else [])])
@@ -493,7 +493,7 @@ def _read_limits(arguments: argparse.Namespace) -> GateLimits:
 def _choose_baseline(
     arguments: argparse.Namespace, limits: GateLimits, rows: MetricRows, baseline: MetricRows | None
 ) -> tuple[Any, str | None]:
-    """Where the baseline comes from, unless a number was said without more; and the key of the history."""
+    """Choose the decode baseline by its mode, None for a plain limit; return it with the key of the history."""
     from ...gates import slowdown
     from ...gates.limits import FIXED_BASELINE_TOKENS_PER_SECOND
 

@@ -20,7 +20,7 @@ how many tokens remained, and the time of a token. Greedy by default, so that ev
 
 
 def add_parser(subparsers: Any) -> None:
-    """Declare the verb."""
+    """Add the parser of the command."""
     parser = shared_options.add_command(
         subparsers,
         "generate",

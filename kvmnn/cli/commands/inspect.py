@@ -33,7 +33,7 @@ compressor inspect has the options of a conversion).
 
 
 def add_parser(subparsers: Any) -> None:
-    """Declare the verb."""
+    """Add the parser of the command."""
     parser = shared_options.add_command(
         subparsers,
         "inspect",

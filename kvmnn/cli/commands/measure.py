@@ -260,7 +260,7 @@ and of MNN's frames: all are made, decoded and compared (docs/dense.md)."""
 
 
 def add_parser(subparsers: Any) -> None:
-    """Declare the verb."""
+    """Add the parser of the command."""
     parser = shared_options.add_command(
         subparsers,
         "measure",

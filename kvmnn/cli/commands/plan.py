@@ -40,7 +40,7 @@ _CACHE_OPTIONS = (
 
 
 def add_parser(subparsers: Any) -> None:
-    """Declare the verb."""
+    """Add the parser of the command."""
     parser = shared_options.add_command(
         subparsers,
         "plan",

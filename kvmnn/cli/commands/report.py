@@ -28,7 +28,7 @@ With -o DIR/ (a slash, or a folder that exists) or an option about plots, report
 
 
 def add_parser(subparsers: Any) -> None:
-    """Declare the verb."""
+    """Add the parser of the command."""
     parser = shared_options.add_command(
         subparsers,
         "report",

@@ -383,7 +383,7 @@ _READ_IF_POSSIBLE_ACTIONS = ("get", "verify")
 
 
 def add_parser(subparsers: Any) -> None:
-    """Declare the verb."""
+    """Add the parser of the command."""
     options = {
         name: (*action.options, *(["inputs"] if action.inputs else [])) for name, action in _SPEC_BY_ACTION.items()
     }

@@ -31,7 +31,7 @@ weight, every bias, every header field and the metadata are compared with what k
 
 
 def add_parser(subparsers: Any) -> None:
-    """Declare the verb."""
+    """Add the parser of the command."""
     parser = shared_options.add_command(
         subparsers,
         "verify",

@@ -21,7 +21,7 @@ from .plan import EngineName, Precision
 
 
 class ForwardEngine(Protocol):
-    """Applies one compressor after another, by layer and prefix (0 text K, 1 text V, 2 image K, 3 image V)."""
+    """Interface of an engine: it loads one compressor at a time, given its layer and prefix, and applies it to rows."""
 
     def load_compressor(self, layer: int, prefix: int) -> None:
         """Prepare the compressor that the following calls of `apply_compressor` apply."""

@@ -1,4 +1,4 @@
-"""Caches that ``torch.save`` stored: the pickle is read as data, so no class of transformers is made."""
+"""Read caches that ``torch.save`` stored: the pickle is parsed as data, so no class of transformers is instantiated."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _IGNORED_GLOBALS = ("functools.partial",)
 
 
 class AllowedCacheGlobals(AllowedGlobals):
-    """The names that a saved cache may use: those of tensors, and classes of transformers that are never made."""
+    """The names that a saved cache may use: those of tensors, and classes that are never instantiated."""
 
     def resolve(self, module: str, name: str) -> AllowedGlobal:
-        """As `AllowedGlobals.resolve`; caches, their layers and outputs of models become `StubObject`."""
+        """Resolve as `AllowedGlobals.resolve`; caches, their layers and outputs of models become `StubObject`."""
         full_name = f"{module}.{name}"
         if module.partition(".")[0] == "transformers" and name.endswith(_STUBBED_CLASS_SUFFIXES):
             return AllowedGlobal(full_name, partial(_build_stub, full_name))
@@ -42,7 +42,7 @@ class AllowedCacheGlobals(AllowedGlobals):
         return super().resolve(module, name)
 
     def set_state(self, value: object, state: object) -> bool:
-        """As `AllowedGlobals.set_state`; the attributes of what is `StubObject` besides."""
+        """Apply a pickled state as `AllowedGlobals.set_state` does, and set the attributes of a `StubObject`."""
         if isinstance(value, StubObject):
             attributes = state[0] if isinstance(state, tuple) and len(state) == 2 else state
             if isinstance(attributes, dict):
@@ -56,12 +56,12 @@ def _build_stub(full_name: str, _: PickleArguments) -> StubObject:
 
 
 def _build_output_dict(arguments: PickleArguments) -> dict[object, object]:
-    """An output of a model: a dict whose values are the arguments of its class as well."""
+    """Build the stand-in for a model's output: a dict of the arguments of its class, by index."""
     return {index: value for index, value in enumerate(arguments) if index < MAX_INT_KEY}
 
 
 def is_torch_head(head: bytes) -> bool:
-    """Whether torch wrote a file that begins with `head` (`HEAD_BYTES`), whatever its name and whatever it holds."""
+    """Return whether torch wrote a file that begins with `head` (`HEAD_BYTES`), whatever its name and contents."""
     kind = detect_torch_kind(head)
     return kind == "torch legacy" or (kind == "torch zip" and read_first_member_name(head).endswith(b"/data.pkl"))
 
@@ -77,7 +77,7 @@ def _contains_cache(head: FileHead) -> bool:
 
 
 def describe_damage(head: FileHead) -> str | None:
-    """What a file of torch's that cannot be read at all may be, and what is wrong with it; None for all others."""
+    """Describe what an unreadable torch file may be and what is wrong with it; None for all other files."""
     path = head.path
     if not is_torch_head(head.data):
         return None
@@ -97,12 +97,12 @@ def _contains_known_cache(path: str, root: object) -> bool:
 
 
 def read(file: MappedFile, options: ReadOptions) -> Source:
-    """K and V of every layer, ``[batch, kv_head, token, head_dim]``; or one tensor, or a dict of named K and V.
+    """Read K and V of every layer, ``[batch, kv_head, token, head_dim]``; or one tensor, or a dict of named K and V.
 
     Raises
     ------
     SourceError
-        For a file that is damaged, asks for what no cache needs, or holds none, and for a cache that is not understood.
+        For a file that is damaged, contains no cache, or uses names that no cache needs, and for an unsupported cache.
     """
     root = _load_root(file)
     cache = find_cache(file.label, root, _is_tensor)
@@ -120,7 +120,7 @@ def read(file: MappedFile, options: ReadOptions) -> Source:
 
 
 def _load_root(file: MappedFile) -> object:
-    """The object that was saved."""
+    """Load the object that was saved."""
     kind = detect_torch_kind(file.read_head(512))
     if kind is None:
         raise SourceError(f"{file.label}: is no file that torch.save wrote")
@@ -135,7 +135,7 @@ def _is_tensor(value: object) -> bool:
 
 
 def _list_named_tensors(root: object, options: ReadOptions) -> list[tuple[str, TorchTensor]]:
-    """A tensor alone, tensors of a list, or those of a dict: what is asked for, or all where their names say K or V.
+    """List one tensor, or the tensors of a list or dict: the requested ones, or all that are named K or V.
 
     Next to K and V a dict may have token ids, masks and lengths: whole numbers of fewer than three axes.
     """
@@ -159,7 +159,7 @@ def _list_named_tensors(root: object, options: ReadOptions) -> list[tuple[str, T
 
 
 def _is_kv_tensor(name: str, tensor: TorchTensor) -> bool:
-    """Whether a name says K or V; weights may be called so, too, and have one or two axes."""
+    """Return whether a tensor is K or V by its name; a name that weights may have needs more than two axes."""
     if parse_conventional_name(name):
         return True
     try:

@@ -77,14 +77,14 @@ _UNROTATED_ARCHITECTURES: Final = frozenset(
 
 
 def is_key_order_permuted(architecture: str | None, head_dim: int, rotary_dim: int | None) -> bool | None:
-    """Whether K lies in another order than other engines have it; None where nothing says it."""
+    """Return whether dimensions of K are in another order than in other engines; None if unknown."""
     if head_dim % 2 or architecture in _HALF_PAIRED_ARCHITECTURES or architecture in _UNROTATED_ARCHITECTURES:
         return False
     return True if architecture in _PERMUTED_ARCHITECTURES and rotary_dim in (None, head_dim) else None
 
 
 def list_possible_rotations(tensors: Sequence[CacheTensor], heads: Sequence[int]) -> tuple[Transform, ...]:
-    """What newer builds rotate: quantised K or V, in heads of a multiple of 64 dimensions."""
+    """List what newer builds may have done to quantised K or V, in heads of a multiple of 64 dimensions."""
     transforms = {
         transform
         for tensor in tensors
@@ -126,7 +126,7 @@ def _list_layers(parts: Sequence[CachePart]) -> list[_PartLayer]:
 
 
 def describe_state(state: LlamaState, parts: Sequence[CachePart], options: ReadOptions) -> EngineCacheInfo:
-    """Return what a file says of the cells that are read."""
+    """Describe the cells of the file that are read."""
     layers, are_heads_known = _list_layers(parts), all(part.heads.is_known for part in parts)
     heads = tuple(layer.kv_heads for layer in layers)
     head_dims = tuple(layer.tensors[0].row_values // layer.kv_heads for layer in layers)
@@ -160,7 +160,7 @@ def describe_state(state: LlamaState, parts: Sequence[CachePart], options: ReadO
 
 
 def read_model_architecture(options: ReadOptions) -> str | None:
-    """The architecture of the model that the options name."""
+    """Return the architecture of the model that the options name."""
     model_path = options.packed.model if options.packed else None
     return None if model_path is None else gguf.read_architecture(model_path)
 
@@ -180,7 +180,7 @@ _Transforms = tuple[Transform, ...]
 def _find_transforms(
     layers: Sequence[_PartLayer], architecture: str | None, options: ReadOptions, *, are_heads_known: bool
 ) -> tuple[_Transforms, _Transforms]:
-    """What surely was done to K and V, and what may have been; nothing of blocks, or where heads are not known."""
+    """Return the transforms that were certainly applied to K and V, and those that may have been."""
     if not are_heads_known or options.engine.raw_blocks:
         return (), ()
     model = options.packed.model if options.packed else None
@@ -228,7 +228,7 @@ def _build_details(state: LlamaState, parts: Sequence[CachePart], options: Engin
 def iter_notes(
     state: LlamaState, parts: Sequence[CachePart], layer_numbers: LayerNumbers | None, options: EngineOptions
 ) -> Iterator[str]:
-    """Return a line for each thing that was inferred, or that the arrays do not say."""
+    """Return a note for each inferred property, and for each part of the file that the arrays do not contain."""
     first_part = parts[0]
     if state.recurrent_bytes:
         yield (
@@ -273,7 +273,7 @@ def _iter_token_id_notes(num_ids: int, parts: Sequence[CachePart]) -> Iterator[s
 
 
 def _iter_block_notes(parts: Sequence[CachePart], options: EngineOptions) -> Iterator[str]:
-    """What numbers that stand for blocks were made from, and what nothing says of them."""
+    """Return notes on the block types that values were decoded from, and on what is unknown about them."""
     quantised_tensors = [(tensor, part) for part in parts for tensor in part.stream.tensors if tensor.type.is_block]
     if options.raw_blocks or not quantised_tensors:
         return
@@ -309,7 +309,7 @@ def _list_dequantised_types(parts: Sequence[CachePart], options: EngineOptions) 
 
 
 def read(file: FileBytes, options: ReadOptions) -> Source:
-    """K and V of the used cells of a stream, in the order of the cells; what the file says besides is described.
+    """Read K and V of the used cells of a stream, in cell order, with a description of the rest of the file.
 
     Of a file with two caches both are read, where the model, or what llama.cpp assumes of its architecture, tells which
     layers they are; cells of layers with a sliding window are in the order of their positions.
@@ -358,7 +358,7 @@ def read(file: FileBytes, options: ReadOptions) -> Source:
 
 
 def parse_state(file: FileBytes, options: ReadOptions) -> tuple[LlamaState, LayerNumbers | None]:
-    """Return the structure of a file, and the numbers of its layers where anything tells them; errors as `read`."""
+    """Return the structure of a file, and its layer numbers if they are known; errors as `read`."""
     model = read_model_architecture(options)
     state = parse_structure(file, model)
     if None not in (state.architecture, model) and state.architecture != model:
@@ -409,7 +409,7 @@ def _select_part(
 
 
 def list_layer_numbers(stream: CacheStream, cache: int, layer_numbers: LayerNumbers | None) -> tuple[int, ...]:
-    """Return the layer of the model that each layer of a stream is; its place where nothing tells."""
+    """Return the model's layer number of each layer of a stream; its index if the number is unknown."""
     num_layers = sum(tensor.part == "key" for tensor in stream.tensors)
     cache_numbers = () if layer_numbers is None else layer_numbers.by_cache[cache]
     return cache_numbers if len(cache_numbers) == num_layers else tuple(range(num_layers))
@@ -442,7 +442,7 @@ def find_stream_heads(
 
 
 def _stores_only_blocks(stream: CacheStream, options: EngineOptions) -> bool:
-    """Whether all arrays are blocks of cells, which are of no head."""
+    """Return whether all arrays are quantised blocks of whole cells, which cannot be split by heads."""
     return options.raw_blocks and all(tensor.type.is_block for tensor in stream.tensors)
 
 
@@ -467,7 +467,7 @@ def _make_cache_array(
 
 
 def make_block_array(file: FileBytes, tensor: CacheTensor, selection: CellSelection, name: str) -> LazyArray:
-    """The blocks of a tensor as bytes, ``[cell, block, byte]``."""
+    """Make an array of the blocks of a tensor as bytes, ``[cell, block, byte]``."""
     ggml_type = tensor.type
     return LazyArray(
         name=name,
@@ -482,7 +482,7 @@ FORMAT_NAME = "llama-state"
 
 
 def capture(file: MappedFile, options: ReadOptions) -> Source:
-    """All K and V of a file, each ``[cell, value]``, V that is transposed ``[value, cell]``, blocks as their fields.
+    """Capture all K and V of a file: each ``[cell, value]``, transposed V ``[value, cell]``, blocks as their fields.
 
     With `EngineOptions.split_heads`, where kv heads are known and one stream of each cache holds cells, ``[cell,
     kv_head, head_dim]``.

@@ -61,7 +61,7 @@ def read(file: FileBytes, options: ReadOptions) -> Source:
 
 
 def _list_padding_notes(states: PromptCacheStates, layers: Sequence[PromptCacheLayer]) -> list[str]:
-    """Say which rows of a batch are padding in all of its texts, and left out."""
+    """Return a note about rows that are padding in all texts of a batch and were left out."""
     num_padding_rows = max(layer.spans[0][0] for layer in layers)
     if not layers[0].text_lengths or not num_padding_rows:
         return []
@@ -73,7 +73,7 @@ def _list_padding_notes(states: PromptCacheStates, layers: Sequence[PromptCacheL
 def _list_dequantised_notes(
     layers: Sequence[PromptCacheLayer], arrays: Sequence[LazyArray], engine_cache: EngineCacheInfo
 ) -> list[str]:
-    """What numbers that stand for groups were made from."""
+    """Return a note on the types that dequantised values were decoded from."""
     if not engine_cache.dequantised:
         return []
     quantised_layers = [layer for layer in layers if layer.bits]
@@ -123,7 +123,7 @@ def _make_part_array(states: PromptCacheStates, layer: PromptCacheLayer, part: P
 
 
 def _make_code_array(states: PromptCacheStates, layer: PromptCacheLayer, codes: TensorEntry, name: str) -> LazyArray:
-    """The packed codes as bytes, ``[kv_head, token, byte]``."""
+    """Make an array of the packed codes as bytes, ``[kv_head, token, byte]``."""
     batch, heads, _, num_words = codes.shape
     shape = (heads, layer.num_tokens, 4 * num_words)
     return LazyArray(
@@ -138,7 +138,7 @@ def _make_code_array(states: PromptCacheStates, layer: PromptCacheLayer, codes: 
 def _iter_valid_chunks(
     states: PromptCacheStates, layer: PromptCacheLayer, tensor: TensorEntry, chunk_bytes: int
 ) -> Iterator[Chunk]:
-    """The words of the valid tokens, head after head."""
+    """Iterate over the words of the valid tokens, head after head."""
     num_heads, capacity = tensor.shape[0] * tensor.shape[1], tensor.shape[2]
     begin, head_bytes = states.header.data_start + tensor.begin, (tensor.end - tensor.begin) // num_heads
     valid_bytes = head_bytes // capacity * layer.num_tokens
@@ -177,7 +177,7 @@ def _iter_valid_chunks(
 def _iter_dequantised_chunks(
     states: PromptCacheStates, layer: PromptCacheLayer, tensors: tuple[TensorEntry, ...], chunk_bytes: int
 ) -> Iterator[Chunk]:
-    """The numbers of the valid tokens."""
+    """Iterate over the dequantised values of the valid tokens."""
     codes, scales, _ = tensors
     dtype = np.dtype(get_numpy_type(scales))
     row_sizes = 4 * codes.shape[3], scales.shape[3] * dtype.itemsize
@@ -233,7 +233,7 @@ def _describe_cache(states: PromptCacheStates, layers: list[PromptCacheLayer], o
 
 
 def _sum_unused_bytes(layers: Sequence[PromptCacheLayer]) -> int:
-    """Return the bytes of K and V in the file that are no valid tokens."""
+    """Count the bytes of K and V in the file that belong to rows without a valid token."""
     return sum(
         (tensor.end - tensor.begin) // tensor.shape[2] * (tensor.shape[2] - layer.num_tokens)
         for layer in layers
@@ -242,14 +242,14 @@ def _sum_unused_bytes(layers: Sequence[PromptCacheLayer]) -> int:
 
 
 def _list_batch_texts(layer: PromptCacheLayer) -> tuple[BatchText, ...]:
-    """The texts of a batch that has padding before them."""
+    """Return the texts of a left-padded batch; empty if no text is padded."""
     if not layer.text_lengths or set(layer.text_lengths) == {layer.end_position}:
         return ()
     return tuple(BatchText(np.arange(layer.end_position - length, layer.end_position)) for length in layer.text_lengths)
 
 
 def _get_key_shape(layer: PromptCacheLayer) -> tuple[int, int, int]:
-    """Batch, kv heads and head_dim of K."""
+    """Return batch, kv heads and head_dim of K."""
     batch, heads, _, last_axis = layer.keys[0].shape
     return batch, heads, last_axis * 32 // layer.bits if layer.bits else last_axis
 
@@ -285,7 +285,7 @@ _FIELD_NAMES = ("codes", "scales", "biases")
 
 
 def capture(file: MappedFile, options: ReadOptions) -> Source:
-    """All tensors of fp16, bf16, fp32 and packed codes, of any class of cache.
+    """Capture all tensors of fp16, bf16, fp32 and packed codes, whatever the class of the cache.
 
     Names are ``layer_<n>.key`` and ``.value``, of quantised groups with ``.codes``, ``.scales`` and ``.biases``; what
     is neither K nor V is called ``state_`` and its own name.
@@ -319,7 +319,7 @@ def capture(file: MappedFile, options: ReadOptions) -> Source:
 
 
 def _count_unused_bytes(states: PromptCacheStates, layers: Sequence[PromptCacheLayer]) -> dict[str, int]:
-    """Bytes of K and V after the valid tokens, by array; none where nothing says how many tokens are valid."""
+    """Count the bytes of K and V after the valid tokens, by array; empty if the number of valid tokens is unknown."""
     unused_bytes_by_array = {
         _make_array_name(states, tensor.name): (tensor.end - tensor.begin)
         // tensor.shape[2]

@@ -42,7 +42,7 @@ def has_cache_entries(head: FileHead) -> bool:
 
 
 class PromptCacheStates:
-    """All that the header says.
+    """The tensors and settings in the header of a prompt cache file.
 
     Parameters
     ----------
@@ -60,7 +60,7 @@ class PromptCacheStates:
         self.class_names = tuple(_iter_numbered_values(metadata, prefix))
 
     def find_tensor(self, name: str) -> TensorEntry:
-        """Return a state by its name in the file; `SourceError` where there is none."""
+        """Return a state by its name in the file; raise `SourceError` if there is none."""
         tensor_id = self.header.tensors.find_id(name)
         if tensor_id is None:
             raise SourceError(f"{self.file.label}: has no state {name!r:.40}")
@@ -113,7 +113,7 @@ class PromptCacheStates:
         return settings
 
     def read_int_settings(self, layer_number: int, setting_counts: tuple[int, ...]) -> list[int]:
-        """Return the same as whole numbers; `SourceError` for what is none of up to nine digits."""
+        """Return settings as integers; raise `SourceError` for anything but up to nine digits."""
         return [self.parse_int_setting(layer_number, text) for text in self.list_settings(layer_number, setting_counts)]
 
     def parse_int_setting(self, layer_number: int, text: str) -> int:
@@ -128,12 +128,12 @@ class PromptCacheStates:
 
 
 def get_numpy_type(tensor: TensorEntry) -> str:
-    """The numpy type of the words of a tensor of numbers."""
+    """Return the numpy type of the words of a numeric tensor."""
     return _NUMPY_TYPE_BY_KIND[tensor.kind]
 
 
 def _iter_numbered_values(metadata: dict[str, str], prefix: str) -> Iterator[str]:
-    """The texts under ``<prefix>.0``, ``<prefix>.1`` and so on."""
+    """Iterate over the texts under ``<prefix>.0``, ``<prefix>.1`` and so on."""
     for index in range(_MAX_LAYERS):
         text = metadata.get(f"{prefix}.{index}")
         if text is None:
@@ -147,7 +147,7 @@ _KERNEL_DTYPE_NAMES = ("float16", "uint16", "float32")
 
 
 def dequantize(packed_codes: Bytes, scales: Elements, biases: Elements, bits: int) -> Elements:
-    """``[row, value]`` in the type of the scales: float16, float32, or uint16 words of bf16.
+    """Dequantise to ``[row, value]`` in the type of the scales: float16, float32, or uint16 words of bf16.
 
     Parameters
     ----------
@@ -175,30 +175,30 @@ RowSpans = tuple[tuple[int, int], ...]
 class PromptCacheLayer:
     """The cache of one layer."""
 
-    #: From 0.
+    #: Layer number, from 0.
     number: int
-    #: The tensors of K and of V: one, or codes, scales and biases.
+    #: The tensors of K and of V: one each, or codes, scales and biases.
     keys: tuple[TensorEntry, ...]
     values: tuple[TensorEntry, ...]
-    #: Valid ones of each head.
+    #: Number of valid tokens of each head.
     num_tokens: int
-    #: Where they lie among the rows of a head, ``(begin, end)`` in the order of the text.
+    #: Row ranges ``(begin, end)`` of the valid tokens in each head, in the order of the text.
     spans: RowSpans
-    #: Where they stand in it.
+    #: Positions of the valid tokens in the text.
     positions: Positions
-    #: Of quantised groups; 0 without.
+    #: Bits and size of quantised groups; 0 without quantisation.
     bits: int = 0
     group_size: int = 0
     #: Tokens that the layer attends to; None for all.
     window: int | None = None
-    #: Tokens of each text of a batch, whose last ones are the last of the rows; empty where nothing tells them.
+    #: Number of tokens of each text of a right-aligned batch; empty if unknown.
     text_lengths: tuple[int, ...] = ()
-    #: Whether the file does not say how many of the rows hold tokens, and all are taken.
+    #: Whether the file does not record how many rows are valid, so that all of them are used.
     is_end_unknown: bool = False
 
     @property
     def end_position(self) -> int:
-        """The position after that of the last token."""
+        """The position after the last token."""
         return int(self.positions[-1]) + 1
 
 
@@ -255,7 +255,7 @@ def describe_states(states: PromptCacheStates, layers: Sequence[PromptCacheLayer
 
 
 def _truncate_at_known_end(layers: list[PromptCacheLayer]) -> list[PromptCacheLayer]:
-    """Leave out rows after the last token where only other layers tell how many tokens were seen."""
+    """Leave out rows after the last token if only other layers record how many tokens were seen."""
     end_positions = {layer.end_position for layer in layers if not layer.is_end_unknown}
     if len(end_positions) != 1:
         return layers
@@ -333,7 +333,7 @@ def _read_group_tensors(
 
 
 def _read_rotating(states: PromptCacheStates, layer_number: int) -> PromptCacheLayer:
-    """The first `num_sinks` tokens stay, the others are overwritten in turns: `next_row` is where the oldest is."""
+    """Read a window with sinks: the first `num_sinks` tokens stay; `next_row` is the oldest row of the others."""
     keys, values = _find_kv_pair(states, layer_number)
     num_rows = keys.shape[2]
     if states.is_new:
@@ -373,7 +373,7 @@ def _read_rotating(states: PromptCacheStates, layer_number: int) -> PromptCacheL
 
 
 def _read_chunked(states: PromptCacheStates, layer_number: int) -> PromptCacheLayer:
-    """The tokens from `start_position` on; what is before them was left over."""
+    """Read a chunked cache: only tokens from `start_position` on are valid; earlier tokens were trimmed."""
     keys, values = _find_kv_pair(states, layer_number)
     num_rows = keys.shape[2]
     if states.is_new:
@@ -417,7 +417,7 @@ def _read_batch(states: PromptCacheStates, layer_number: int) -> PromptCacheLaye
 
 
 def _read_rotating_batch(states: PromptCacheStates, layer_number: int) -> PromptCacheLayer:
-    """A window of a batch: once it has turned, the oldest token is at `next_row`."""
+    """Read the window of a batch: once the ring is full, its oldest token is at `next_row`."""
     keys, values = _find_kv_pair(states, layer_number)
     num_rows = keys.shape[2]
     if states.is_new:
@@ -442,7 +442,7 @@ def _read_rotating_batch(states: PromptCacheStates, layer_number: int) -> Prompt
 def _make_right_aligned_layer(
     states: PromptCacheStates, layer_number: int, tensor_pair: tuple[TensorEntry, TensorEntry], spans: RowSpans
 ) -> PromptCacheLayer:
-    """A batch of texts of different lengths that end together: padding is before them.
+    """Make a layer of a batch whose texts of different lengths end together, with padding on the left.
 
     Rows that are padding in every text are left out.
     """

@@ -66,7 +66,7 @@ def separate_state_layers(files: PackedFiles, options: PackedOptions, sidecar_in
 
 
 def _group_by_heads(files: PackedFiles, heads: Sequence[object]) -> PackedFiles:
-    """Put layers of the same kv heads and head_dim together; where there are others than files, they are no help."""
+    """Group layers of equal kv heads and head_dim; ignore `heads` if there are not as many as files."""
     if len(heads) != len(files.layers):
         return files
     group_by_heads = {layer_heads: group for group, layer_heads in enumerate(dict.fromkeys(heads))}
@@ -77,7 +77,7 @@ def _group_by_heads(files: PackedFiles, heads: Sequence[object]) -> PackedFiles:
 
 
 def _group_by_sizes(files: PackedFiles) -> PackedFiles:
-    """Take layers of unlike sizes for layers of unlike heads, where none of them looks as if it were cut."""
+    """Group layers by file size, as different sizes mean different heads, unless a file looks truncated."""
     sizes = Counter(files.sizes)
     if len(sizes) == 1 or min(sizes.values()) < _MIN_GROUP_LAYERS or files.missing_files:
         return files
@@ -103,7 +103,7 @@ def _to_state_kind(kind: str) -> StateKind:
 
 
 def _split_by_content(files: PackedFiles, *, is_mixed: bool) -> PackedFiles:
-    """Tell the kinds of layers by sizes and ends of their files."""
+    """Determine the kinds of layers from the sizes and the ends of their files."""
     has_empty_ends = {
         layer.layer: _find_empty_ends(layer) for layer in files.layers if layer.key_bytes and layer.value_bytes
     }
@@ -137,7 +137,7 @@ def _describe_reason(kv_layers: Sequence[PackedLayer], state_layers: Sequence[Pa
 
 
 def _find_empty_ends(layer: PackedLayer) -> tuple[bool, bool]:
-    """Whether the files of K and of V end with empty rows."""
+    """Determine whether the files of K and of V end with empty rows."""
     return _ends_with_equal_bytes(layer.key), _ends_with_equal_bytes(layer.value)
 
 
@@ -149,7 +149,7 @@ def _ends_with_equal_bytes(path: str) -> bool:
 
 
 def check_layer_count(files: PackedFiles, model: ModelGeometry, model_label: str | None) -> None:
-    """Raise `SourceError` where the model in `model_label` has another number of layers than there are files of."""
+    """Raise `SourceError` if the model in `model_label` has a different number of layers than there are files."""
     num_layers = len(model.file_states) or model.num_layers
     if files.is_whole_prefix and num_layers is not None and num_layers != len(files.all_layers):
         num_shared = len(model.states) - len(model.file_states)
@@ -164,7 +164,7 @@ def check_layer_count(files: PackedFiles, model: ModelGeometry, model_label: str
 
 
 def build_state_layers(files: PackedFiles) -> tuple[StateLayer, ...]:
-    """Return what a description of the cache has of the layers without K and V."""
+    """Return the entries for layers without K and V in the description of a cache."""
     return tuple(
         StateLayer(layer=state.layer, kind=state.kind, key_bytes=state.key_bytes, value_bytes=state.value_bytes)
         for state in files.states

@@ -110,7 +110,7 @@ def describe_int8(match: LayoutMatch) -> str:
 
 
 def _measure_match(files: PackedFiles, match: LayoutMatch) -> float:
-    """How far the first rows of some layers speak for a layout, by the means of dimensions of K, and of V of floats.
+    """Measure how well the first rows of some layers fit a layout, by per-dimension means of K and float V.
 
     V of int8 has a scale and a bias for each dimension, and so means of its own in any layout.
     """
@@ -136,7 +136,7 @@ def _measure_contrast(rows: np.ndarray[Any, np.dtype[Any]]) -> float:
 
 
 def _count_scaled_rows(files: PackedFiles, match: LayoutMatch) -> int:
-    """Rows of the first head of K up to the last that has a scale; 0 where some scale is no positive number."""
+    """Count the rows of the first head of K up to the last one with a scale; 0 if a scale is not a positive number."""
     keys = MappedFile(files.layers[0].key)
     head_bytes = match.layout.key_head_bytes(match.capacities[0])
     row_counts = {
@@ -210,14 +210,14 @@ _LIKELY_BACKENDS: Final = ("x86-avx2", "x86-avx512", "arm64-fp16", "arm64-fp32",
 
 
 class AmbiguousLayoutError(MissingOptionError):
-    """Several layouts are as likely, or some option is missing that nothing tells.
+    """Several layouts are equally likely, or a required option is missing and cannot be inferred.
 
     Parameters
     ----------
     message
-        What is not known.
+        What is unknown.
     choices
-        Options that would say it, the likeliest first.
+        Options that would specify it, the likeliest first.
     """
 
     def __init__(self, message: str, choices: Sequence[str] = ()) -> None:
@@ -227,19 +227,19 @@ class AmbiguousLayoutError(MissingOptionError):
 
 @dataclass(frozen=True)
 class LayoutChoice:
-    """A layout of packed files, and how it was found."""
+    """The layout chosen for packed files, and the evidence for it."""
 
-    #: The layout, and for how many tokens each pair of files has room.
+    #: The layout, and the capacity of each pair of files in tokens.
     match: LayoutMatch
-    #: What was inferred, and from what.
+    #: Notes on inferred properties and their evidence.
     notes: tuple[str, ...] = ()
-    #: How the words contradict a layout that was specified; empty where they do not.
+    #: How the words contradict a specified layout; empty if they do not.
     conflict: str = ""
-    #: The layout that they speak for then, as options.
+    #: The layout that fits the words better in this case, as options.
     better_options: str = ""
-    #: What the words tell about the chosen layout; None where nobody looked.
+    #: Evidence of the words for the chosen layout; None if it was not measured.
     evidence: LayoutEvidence | None = None
-    #: Kv heads and head_dim of each layer, where they differ from those of `match`; None for those that do not.
+    #: kv heads and head_dim of each layer; None for a layer that has those of `match`.
     layer_heads: tuple[tuple[int, int] | None, ...] = ()
 
     @property
@@ -291,7 +291,7 @@ def choose_group_layouts(
 
 
 def choose_layout(files: PackedFiles, geometry: PackedGeometry, *, num_tokens: int | None = None) -> LayoutChoice:
-    """Return the layout that agrees with what is known, with the sizes, and best with the words."""
+    """Choose the layout that agrees with all known options and the file sizes, and fits the words best."""
     if geometry.int8:
         match = infer_layout(files.path, geometry, files.sizes, _list_file_names(files))
         return LayoutChoice(match, tuple(describe_inference(geometry, match, files.sizes)))
@@ -335,7 +335,7 @@ def choose_layout(files: PackedFiles, geometry: PackedGeometry, *, num_tokens: i
 
 
 def _infer_int8(files: PackedFiles, geometry: PackedGeometry) -> LayoutChoice | None:
-    """The int8 layout of files that fit none of floats; `SourceError` for rows that kvmnn does not read."""
+    """Infer the int8 layout of files that fit no float layout; raise `SourceError` for unsupported rows."""
     matches = find_int8_matches(files, geometry, _LIKELY_BACKENDS)
     if not matches:
         refuse_rotated_codes(files, geometry)
@@ -353,7 +353,7 @@ def _infer_int8(files: PackedFiles, geometry: PackedGeometry) -> LayoutChoice | 
 
 
 def _make_mismatch_error(files: PackedFiles, geometry: PackedGeometry, measurer: _LayoutMeasurer) -> SourceError:
-    """Why no layout that was specified fits the sizes, and which does."""
+    """Build the error that explains why no specified layout fits the sizes, and which layout does."""
     try:
         infer_layout(files.path, geometry, files.sizes, _list_file_names(files))
     except SourceError as error:
@@ -382,14 +382,14 @@ class _LayoutMeasurer:
         self._evidence_by_layout: dict[object, LayoutEvidence] = {}
 
     def measure(self, match: LayoutMatch) -> LayoutEvidence:
-        """What the words tell about a layout."""
+        """Measure the evidence of the words for a layout."""
         if match.layout not in self._evidence_by_layout:
             capacities = [match.capacities[layer_index] for layer_index in self.layer_indices]
             self._evidence_by_layout[match.layout] = measure_layers(self._views, match.layout, capacities)
         return self._evidence_by_layout[match.layout]
 
     def is_plausible(self, match: LayoutMatch, num_tokens: int | None) -> bool:
-        """Whether the first layer's rows are those of a prefix of `num_tokens`, or of a fresh one."""
+        """Return whether the first layer's rows look like a prefix of `num_tokens`, or like a freshly written one."""
         single_head_layout = replace(match.layout, kv_heads=1)
         capacity = match.capacities[self.layer_indices[0]]
         num_rows = find_last_row(
@@ -404,7 +404,7 @@ class _LayoutMeasurer:
 
 
 def _find_default_candidate(geometry: PackedGeometry, ranking: Sequence[LayoutCandidate]) -> LayoutCandidate | None:
-    """The only layout, or of pack numbers that are known the one with the usual flash block."""
+    """Return the only layout; or, if the pack numbers are known, the one with the usual flash block."""
     if len(ranking) == 1:
         return ranking[0]
     default_candidates = (
@@ -418,7 +418,7 @@ def _find_default_candidate(geometry: PackedGeometry, ranking: Sequence[LayoutCa
 def _list_choice_notes(
     geometry: PackedGeometry, ranking: Sequence[LayoutCandidate], sizes: Sequence[tuple[int, int]]
 ) -> list[str]:
-    """What was inferred, and from what."""
+    """List which properties were inferred, and from which evidence."""
     best_candidate = ranking[0]
     if len(ranking) == 1 or (geometry.specifies_packing and geometry.flash_block is not None):
         return describe_inference(geometry, best_candidate.match, sizes)
@@ -431,7 +431,7 @@ def _list_choice_notes(
 
 
 def _describe_weakness(candidate: LayoutCandidate, best: LayoutCandidate) -> str:
-    """What speaks against a reading next to a better one."""
+    """Describe the evidence against a reading relative to a better one."""
     evidence = candidate.evidence
     if not evidence.is_consistent and best.evidence.is_consistent:
         if evidence.num_misplaced_rows:
@@ -444,7 +444,7 @@ def _describe_weakness(candidate: LayoutCandidate, best: LayoutCandidate) -> str
 def _find_better_candidate(
     chosen_candidate: LayoutCandidate, geometry: PackedGeometry, files: PackedFiles, measurer: _LayoutMeasurer
 ) -> tuple[LayoutCandidate | None, Clarity]:
-    """A layout that the words speak for more than for the chosen one, of those that were ruled out by the caller."""
+    """Find a layout that the caller's options exclude but that fits the words better than the chosen one."""
     unconstrained_matches = find_matches(
         PackedGeometry(kv_heads=geometry.kv_heads, head_dim=geometry.head_dim), files.sizes
     )
@@ -525,7 +525,7 @@ def _rank_plausible_layouts(
 
 
 def format_missing_options(geometry: PackedGeometry, *, include_tokens: bool = False) -> str:
-    """Which numbers nothing tells, and the options for them, in one sentence."""
+    """List in one sentence the values that cannot be inferred, and the options for them."""
     missing_texts = [geometry.missing_text] if geometry.missing_text else []
     sentence = f"the files do not say {missing_texts[0]}; --model DIR may" if missing_texts else ""
     if include_tokens:
@@ -536,7 +536,7 @@ def format_missing_options(geometry: PackedGeometry, *, include_tokens: bool = F
 
 
 def format_layout_options(match: LayoutMatch, geometry: PackedGeometry, *, int8: str | None = None) -> str:
-    """Return the options that say of a layout what `geometry` leaves open."""
+    """Return the options that specify the properties of a layout that `geometry` leaves open."""
     layout, options, backend_items = match.layout, [], []
     if geometry.kv_heads is None:
         options.append(f"--kv-heads {layout.kv_heads}")
@@ -582,7 +582,7 @@ class RowCounts:
 
     @property
     def common_count(self) -> int | None:
-        """The number of all layers, K and V; None where they differ or all rows are empty."""
+        """The row count that K and V of all layers share; None if they differ or all rows are empty."""
         counts = {*self.keys, *self.values}
         return counts.pop() if len(counts) == 1 and 0 not in counts else None
 
@@ -602,21 +602,21 @@ def count_nonempty_rows(files: PackedFiles, match: LayoutMatch, layouts: Sequenc
 
 @dataclass(frozen=True)
 class TokenCountGuess:
-    """Live tokens as the files tell."""
+    """Number of live tokens, inferred from the files."""
 
-    #: The number that stands out; None where none does.
+    #: The number of live tokens; None if it is ambiguous.
     num_tokens: int | None
-    #: Numbers that are possible, the likeliest first.
+    #: Possible numbers, the likeliest first.
     choices: tuple[int, ...]
-    #: From what it was inferred, or why it was not.
+    #: Evidence for the number, or why there is none.
     reason: str
 
 
 def infer_token_count(files: PackedFiles, match: LayoutMatch, row_counts: RowCounts) -> TokenCountGuess:
-    """Infer the number of live tokens from rows that are not empty and from the room of the files.
+    """Infer the number of live tokens from non-empty rows and from the capacity of the files.
 
-    The engine makes room for 64 tokens more than a prefix has. Rows beyond that are of a session that went on in the
-    same files; in the files of a running engine any row may be left over from tokens that are gone.
+    The engine allocates capacity for 64 tokens more than a prefix has. Rows beyond that belong to a session that
+    continued in the same files; in the files of a running engine, any row may be left over from evicted tokens.
     """
     common_count = row_counts.common_count
     if common_count is None:
@@ -640,7 +640,7 @@ def infer_token_count(files: PackedFiles, match: LayoutMatch, row_counts: RowCou
 
 
 def describe_omitted_rows(files: PackedFiles, match: LayoutMatch, row_counts: RowCounts, tokens: Sequence[int]) -> str:
-    """Which rows of a fresh prefix, whose number the files tell, a specified number leaves out; empty for none."""
+    """Describe the rows of a fresh prefix that a specified number of tokens leaves out; empty if none."""
     common_count, specified_counts = row_counts.common_count, set(tokens)
     min_tokens, max_tokens = infer_token_range(match)
     if (
@@ -662,7 +662,7 @@ def describe_omitted_rows(files: PackedFiles, match: LayoutMatch, row_counts: Ro
 def list_token_doubts(
     row_counts: RowCounts, token_counts: Sequence[int], option_name: str
 ) -> tuple[list[str], list[str]]:
-    """Where rows speak for more tokens than specified, and where for fewer, as sentences: old rows may be left."""
+    """List doubts, as sentences, where rows suggest more or fewer tokens than specified: old rows may remain."""
     more_sentences, fewer_sentences = [], []
     for keys, values, num_tokens in zip(row_counts.keys, row_counts.values, token_counts, strict=True):
         num_nonempty = max(keys, values)

@@ -40,11 +40,11 @@ class PackedLayer:
     group: int = 0  # of the layers that have the same kv heads and head_dim
 
     def get_path(self, part: Part) -> str:
-        """The file of K or of V."""
+        """Return the path of the file of K or of V."""
         return self.key if part == "key" else self.value
 
     def get_size(self, part: Part) -> int:
-        """Bytes of the file of K or of V; 0 for one that is missing."""
+        """Return the number of bytes of the file of K or of V; 0 if the file is missing."""
         return self.key_bytes if part == "key" else self.value_bytes
 
 
@@ -92,7 +92,7 @@ class PackedFiles:
 
     @property
     def is_whole_prefix(self) -> bool:
-        """Whether they are all layers of a prefix."""
+        """Whether these are the files of all layers of a prefix cache."""
         return self.kind == "prefix" and self.all_layers[0].layer == 0
 
     @property
@@ -107,7 +107,7 @@ class PackedFiles:
 
     @property
     def missing_files(self) -> list[str]:
-        """Which files are missing or empty, as sentences."""
+        """Sentences that name the files that are missing or empty."""
         sentences = []
         for layer in self.all_layers:
             for path, size in ((layer.key, layer.key_bytes), (layer.value, layer.value_bytes)):
@@ -126,7 +126,7 @@ class PackedFiles:
 
     @property
     def groups(self) -> list[tuple[PackedLayer, ...]]:
-        """Layers with K and V, those of the same kv heads and head_dim together."""
+        """Layers with K and V, grouped by kv heads and head_dim."""
         group_numbers = dict.fromkeys(layer.group for layer in self.layers)
         return [tuple(layer for layer in self.layers if layer.group == group_number) for group_number in group_numbers]
 
@@ -146,12 +146,12 @@ class PackedFiles:
 
     @property
     def refusals(self) -> list[str]:
-        """Why the engine would not load them, as sentences; empty if it would."""
+        """Return the reasons why MNN would refuse to load these files, as sentences; empty if it would load them."""
         return [*self.missing_files, *filter(None, [self.size_mismatch or self._mixed_layers_refusal]), *self.problems]
 
     @property
     def _mixed_layers_refusal(self) -> str:
-        """Why the engine would not load layers of different kinds, as a sentence; empty where it would."""
+        """Return why MNN would refuse layers of different sizes, as a sentence; empty if it would load them."""
         if self.is_mixed is not False or len({(layer.key_bytes, layer.value_bytes) for layer in self.all_layers}) < 2:
             return ""
         return (
@@ -161,17 +161,17 @@ class PackedFiles:
 
     @property
     def paths(self) -> list[str]:
-        """Every data file."""
+        """The path of every data file."""
         return [path for layer in self.all_layers for path in (layer.key, layer.value)]
 
     @property
     def opened_files(self) -> tuple[str, ...]:
-        """Every file that is read: data, and the document next to them."""
+        """Every file that kvmnn reads: the data files and the JSON document next to them."""
         return (*self.paths, *([self.sidecar_document[1]] if self.sidecar_document else []))
 
 
 def get_file_size(path: str) -> int:
-    """Bytes of a regular file; `SourceError` for anything else."""
+    """Return the number of bytes of a regular file; raise `SourceError` for anything else."""
     try:
         status = os.stat(path)
     except OSError as exc:
@@ -187,22 +187,22 @@ _MARKER_NAME_REGEX = re.compile(r"(?P<name>.+)_(?P<layer>0|[1-9]\d{0,5})_sync\.[
 
 
 def format_data_name(name: str, layer: int, part: str) -> str:
-    """Name of a data file; `part` is ``k`` or ``v``."""
+    """Return the name of a data file; `part` is ``k`` or ``v``."""
     return f"{name}_{layer}.{part}"
 
 
 def format_marker_name(name: str, layer: int, part: str) -> str:
-    """Name of the marker of a data file."""
+    """Return the name of the sync marker of a data file."""
     return f"{name}_{layer}_sync.{part}"
 
 
 def list_prefix_names(listing: Iterable[str]) -> list[str]:
-    """The prefixes that a directory listing has files of."""
+    """Return the names of the prefix caches that have files in a directory listing."""
     return sorted({name_match["name"] for name_match in map(_DATA_NAME_REGEX.fullmatch, listing) if name_match})
 
 
 def find_prefix(path: str, name: str | None = None) -> PackedFiles:
-    """The prefix cache in a directory, or the one layer whose ``.k`` or ``.v`` file `path` is."""
+    """Find the prefix cache in a directory, or the one layer whose ``.k`` or ``.v`` file `path` is."""
     if os.path.isdir(path):
         folder, layer_numbers = Path(path), None
     else:
@@ -290,14 +290,14 @@ def _read_sidecar_document(path: Path) -> tuple[bytes, str] | None:
 
 
 def validate_prefix_name(name: str) -> str:
-    """A name that prefix files may have: one plain part of a path; `OutputError` for others."""
+    """Return `name` if prefix files may have it: one plain part of a path; raise `OutputError` for others."""
     if not name or name in (".", "..") or re.search(r"[/\\\0]", name) or len(name.encode()) > 200:
         raise OutputError(f"{name!r:.220}: is not a name for a prefix: expected a plain file name")
     return name
 
 
 def list_prefix_files(info: CacheInfo) -> list[str]:
-    """Every file of a prefix cache, in the order in which they are written: the engine's markers after the data."""
+    """List every file of a prefix cache in the order in which they are written: MNN's markers after the data."""
     pairs = [(layer_number, PART_LETTERS[part]) for layer_number in info.numbers for part in PARTS]
     data_names = [format_data_name(info.name, *pair) for pair in pairs]
     marker_names = [format_marker_name(info.name, *pair) for pair in pairs]
@@ -305,7 +305,7 @@ def list_prefix_files(info: CacheInfo) -> list[str]:
 
 
 def check_leftover_layers(target: Path, info: CacheInfo, names: Sequence[str]) -> None:
-    """Refuse a directory in which files of more layers of the same name would stay next to the new ones."""
+    """Refuse a directory with files of more layers under the same name, which would remain among the new ones."""
     if not target.is_dir():
         return
     for path in sorted(target.iterdir()):

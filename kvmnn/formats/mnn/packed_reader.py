@@ -85,7 +85,7 @@ class PackedCacheReader:
 
     @property
     def completeness(self) -> Completeness | None:
-        """The state of every layer, where some have no K and V of their own."""
+        """Which state the model has for each layer, if some layers have no K and V of their own; else None."""
         return build_completeness(self.info, self.files.model_states)
 
     def to_source(self, dtype: str | None = None, *, include_unused: bool = False) -> Source:
@@ -147,17 +147,17 @@ class PackedCacheReader:
 
 
 def open_packed_files(files: PackedFiles, options: PackedOptions) -> PackedCacheReader:
-    """Put together what the caller, the model directory and the document next to the files say, and what words tell.
+    """Combine options, model directory, sidecar and the evidence of the words into a reader of packed files.
 
     Raises
     ------
     SourceError
-        When what is said differs in different places, or does not fit the sizes or the words; when the engine would
-        not load the files, unless `options` say to read them anyway.
+        When the descriptions contradict each other, the sizes or the words; when the engine would not load the files,
+        unless `options` force reading.
     MissingOptionError
-        When neither files nor options say something that is needed; `AmbiguousLayoutError` lists what it may be.
+        When a required value is neither specified nor inferred; `AmbiguousLayoutError` lists the possible values.
     OptionError
-        When `options` say another geometry than their model has.
+        When the geometry in `options` differs from that of the model.
     """
     files, sidecar_info = _check_and_sort_files(files, options)
     notes = [
@@ -233,7 +233,7 @@ def _compute_fingerprint(model_path: str | None, notes: list[str]) -> str | None
 
 
 def _check_and_sort_files(files: PackedFiles, options: PackedOptions) -> tuple[PackedFiles, CacheInfo | None]:
-    """The files by kinds of layers, and what the document next to them says.
+    """Group the files by kinds of layers, and return them with the contents of the JSON sidecar.
 
     `SourceError` for files that are damaged or that it does not fit.
     """
@@ -270,7 +270,7 @@ def _check_contents(
     row_counts: RowCounts,
     notes: list[str],
 ) -> str:
-    """Refuse what the words contradict, or say it where the caller is to be believed; returns what was believed."""
+    """Refuse options that the words contradict; with `trust_options`, return the contradiction instead."""
     tokens = _list_token_counts(info)
     conflict = f"{choice.conflict}; the words speak for {choice.better_options}" if choice.conflict else ""
     if conflict and not options.trust_options:
@@ -293,14 +293,14 @@ def _check_contents(
 
 
 def _make_conflict_error(files: PackedFiles, info: CacheInfo, conflict: str) -> SourceError:
-    """What the words contradict, and the first of them."""
+    """Build the error that names the option that the words contradict, and the first contradiction."""
     difference_text = find_difference(files, info)
     detail_text = f" (the first word in the way: {difference_text})" if difference_text else ""
     return SourceError(f"{files.path}: {conflict}{detail_text}; --force reads the files as specified")
 
 
 def read_sidecar_info(files: PackedFiles) -> CacheInfo | None:
-    """What kvmnn left next to the files, for just the layers that were found."""
+    """Read the description that kvmnn wrote next to the files, restricted to the layers that were found."""
     if files.sidecar_document is None:
         return None
     text, label = files.sidecar_document
@@ -319,7 +319,7 @@ def read_sidecar_info(files: PackedFiles) -> CacheInfo | None:
 
 
 def resolve_geometry(options: PackedOptions, files: PackedFiles | None = None) -> PackedGeometry:
-    """The caller's geometry, completed from the model directory, whose layers are those of `files`."""
+    """Return the caller's geometry, completed from the model directory, whose layers are those of `files`."""
     if options.model is None:
         return options.geometry
     model = read_model_geometry(options.model)
@@ -332,7 +332,7 @@ def resolve_geometry(options: PackedOptions, files: PackedFiles | None = None) -
 
 
 def compute_file_sizes(info: CacheInfo, layer: LayerInfo) -> tuple[int, int]:
-    """Bytes of the files of K and V of a layer."""
+    """Return the sizes in bytes of the files of K and of V of a layer."""
     layout = info.get_layer_layout(layer)
     return layout.key_bytes(layer.capacity), layout.value_bytes(layer.capacity)
 
@@ -387,7 +387,7 @@ def _resolve_layout(files: PackedFiles, options: PackedOptions, sidecar_info: Ca
 
 
 def _resolve_group_heads(files: PackedFiles, options: PackedOptions) -> list[tuple[int | None, int | None]]:
-    """What is known of the kv heads and head_dim of each group of layers."""
+    """Return the known kv heads and head_dim of each group of layers."""
     layer_heads: tuple[tuple[int | None, int | None], ...] = options.heads
     if not layer_heads and options.model:
         model = read_model_geometry(options.model)
@@ -443,7 +443,7 @@ def _resolve_tokens(
 def _list_positions(
     tokens: tuple[int, ...], sidecar_info: CacheInfo | None
 ) -> list[tuple[cache_info.PositionRuns, cache_info.PositionRuns | None]]:
-    """The positions in the document if it has the same number of tokens, else 0, 1, 2 and so on."""
+    """Return the positions of each layer: from the JSON sidecar if its token counts match, else 0, 1, 2 and so on."""
     if sidecar_info and tuple(layer.tokens for layer in sidecar_info.layers) == tokens:
         return [(layer.positions, layer.text_positions) for layer in sidecar_info.layers]
     return [(((0, num_tokens),), None) for num_tokens in tokens]
@@ -475,7 +475,7 @@ def _format_value(value: tuple[int, ...] | TokenIdsFingerprint | str | None) -> 
 
 
 def find_packed(path: str, options: PackedOptions | None = None) -> PackedFiles | None:
-    """The packed files that a directory, or one of its ``.k`` and ``.v`` files, belongs to; None if there are none.
+    """Find the packed files in a directory, or those of the ``.k`` or ``.v`` file at `path`; None if there are none.
 
     Raises
     ------
@@ -508,7 +508,7 @@ def _is_named_as_packed(head: FileHead) -> bool:
 
 
 def read(path: str, options: ReadOptions) -> Source:
-    """K and V of the packed files at a path; raw words of a file that is only named as such files are."""
+    """Read K and V of the packed files at a path; a file that only has such a name is read as raw words."""
     files = find_packed(path, options.packed)
     if files is None:
         return raw.read(MappedFile(path, max_bytes=options.max_bytes), options)
@@ -520,7 +520,7 @@ PACKED = PathFormat(name="packed", kinds=("folder", "file", "stream"), check=_is
 
 
 def open_packed(path: str, options: PackedOptions | None = None) -> PackedCacheReader:
-    """The packed files at `path` and all that is known of them, for `compact`; `kvmnn.open` reads their arrays.
+    """Open the packed files at `path` with all that is known of them, for `compact`; `kvmnn.open` reads the arrays.
 
     Raises
     ------

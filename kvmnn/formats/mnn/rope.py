@@ -1,4 +1,4 @@
-"""How the graph of an MNN model (``llm.mnn``) rotates K of each layer: the frequencies that the engine computes with.
+"""Read from the graph of an MNN model (``llm.mnn``) how K of each layer is rotated.
 
 K of an attention operator is followed upwards to the projection that made it. What else it depends on are the
 positions: multiplied by a constant of frequencies whose sine and cosine are taken, or split in two numbers that choose
@@ -80,7 +80,7 @@ class _KeyDependencies:
 
 
 def read_graph_rope(path: str | Path) -> LayerRopes | None:
-    """Read how each layer rotates K; None for a file that is no graph, and where a layer does it in an unknown way."""
+    """Read how each layer rotates K; None if the file is not a graph, or if a layer rotates K in an unknown way."""
     file = MappedFile(path)
     try:
         return _RopeGraph(file.view(0, file.size).data).read_layer_ropes() if file.size else None
@@ -111,7 +111,7 @@ class _RopeGraph:
                 self._consumers_by_tensor.setdefault(tensor, []).append(op)
 
     def read_layer_ropes(self) -> LayerRopes | None:
-        """How each attention operator's K is rotated; None where one is unclear, or there are none."""
+        """Return the rotation of K of each attention operator; None if one is unclear, or there are none."""
         ropes: list[RopeFrequencies | None] = []
         rope_by_key: dict[Any, RopeFrequencies | None] = {}
         for op in self._ops:
@@ -151,7 +151,7 @@ class _RopeGraph:
         return dependencies
 
     def _record_op(self, op: _RopeOp, dependencies: _KeyDependencies) -> None:
-        """Take in what one operator above K tells."""
+        """Record what one operator above K contributes to the rotation."""
         if op.type == _OP_TYPE_INPUT:
             dependencies.reaches_input = True
         elif op.type == _OP_TYPE_SLICE and len(op.inputs) > _SLICE_STEPS_INPUT:
@@ -165,7 +165,7 @@ class _RopeGraph:
             )
 
     def _is_angle(self, tensor: int) -> bool:
-        """Whether all that takes a tensor are functions of one argument, of which two are: sine and cosine."""
+        """Return whether exactly two operators read a tensor and both are unary: sine and cosine of an angle."""
         consumers = self._consumers_by_tensor.get(tensor, [])
         return len(consumers) == 2 and all(op.type == _OP_TYPE_UNARY for op in consumers)
 
@@ -198,7 +198,7 @@ class _RopeGraph:
         return () if blob is None else read_ints(self._data, blob, _BLOB_INTS)
 
     def _is_constant(self, tensor: int) -> bool:
-        """Whether a tensor is a constant of several float32 numbers."""
+        """Return whether a tensor is a constant of several float32 numbers."""
         blob = self._find_blob(tensor)
         return blob is not None and find_vector(self._data, blob, _BLOB_FLOATS, _MAX_FLOATS)[1] > 1
 
@@ -211,7 +211,7 @@ class _RopeGraph:
 
 
 def _compute_table_angles(tables: list[npt.NDArray[np.float32]]) -> npt.NDArray[np.float64] | None:
-    """The frequencies in two tables of sines and two of cosines; None where they are others."""
+    """Compute the frequencies from two tables of sines and two of cosines; None for tables of another form."""
     if any(table.ndim != 2 or len(table) < 2 or table.shape[1] != tables[0].shape[1] for table in tables):
         return None
     sines = [table for table in tables if not table[0].any()]
@@ -228,7 +228,7 @@ def _compute_table_angles(tables: list[npt.NDArray[np.float32]]) -> npt.NDArray[
 
 
 def _compute_row_angles(sine: npt.NDArray[np.float32], cosine: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
-    """The angle of row 1, made more exact by the last row, which is as many times as far around the circle."""
+    """Compute the angles of row 1, refined with the last row, whose angles are a known multiple of them."""
     first_angle, last_angle = (np.arctan2(sine[row].astype(np.float64), cosine[row]) for row in (1, -1))
     num_steps = len(sine) - 1
     turns = np.round((num_steps * first_angle - last_angle) / (2 * np.pi))
@@ -248,13 +248,13 @@ _OWN_POSITION_MASKS: Final = ("glm", "glm2")
 
 @dataclass(frozen=True)
 class ModelRope:
-    """How K of each layer is rotated."""
+    """RoPE parameters of each layer of a model."""
 
     #: None for a layer that is not rotated.
     layers: LayerRopes
-    #: Where this comes from, as the end of a sentence.
+    #: Source of the parameters, as the end of a sentence.
     origin: str
-    #: A line for each doubt.
+    #: One line for each uncertainty.
     notes: tuple[str, ...] = ()
 
     @property
@@ -356,7 +356,7 @@ def _list_contradictions(
 
 
 def _list_other_pairings(rope: RopeFrequencies | None) -> list[RopeFrequencies]:
-    """The same frequencies with the other pairs."""
+    """Return the same frequencies with the other pairings of dimensions."""
     if rope is None:
         return []
     pairing = "half" if rope.pairing == "interleaved" else "interleaved"
@@ -387,7 +387,7 @@ def _search_layer_ropes(key_arrays: Sequence[LayerArray], positions: Sequence[Po
 
 
 def _select_best_rope(key: LayerArray, positions: Positions, clear_ropes: Sequence[RopeConfig]) -> RopeConfig | None:
-    """The one of `clear_ropes` that fits a layer best, unless another theta, or no rotation at all, fits it better."""
+    """Return the one of `clear_ropes` that fits a layer best; None if another theta, or no rotation, fits better."""
     if not clear_ropes:
         return None
     similar_ropes = [similar_rope for rotary in clear_ropes for similar_rope in list_similar_ropes(rotary)]

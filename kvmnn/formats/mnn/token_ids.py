@@ -20,12 +20,12 @@ MAX_TOKEN_ID_FILE_BYTES = 1 << 30
 
 
 def fingerprint_token_ids(path: str) -> TokenIdsFingerprint:
-    """Count and hash of the ids in a file; errors as `load_token_ids`."""
+    """Return the count and hash of the ids in a file; errors as `load_token_ids`."""
     return TokenIdsFingerprint.from_ids(load_token_ids(path), where="standard input" if path == STDIN else path)
 
 
 def load_token_ids(path: str, max_id: int = MAX_TOKEN_ID) -> Indices:
-    """The ids in a file: a JSON list, numbers between spaces or commas, or a ``.npy`` array; ``"-"`` is standard input.
+    """Load ids from a file (``"-"``: standard input): JSON list, blank- or comma-separated numbers, or ``.npy``.
 
     Parameters
     ----------
@@ -44,7 +44,7 @@ def load_token_ids(path: str, max_id: int = MAX_TOKEN_ID) -> Indices:
 
 
 def parse_token_ids(data: bytes, label: str, max_id: int = MAX_TOKEN_ID) -> Indices:
-    """The ids in the bytes of such a file, and its errors; `label` begins their messages."""
+    """Parse the ids in the bytes of a file; `label` begins the messages of errors, as in `load_token_ids`."""
     try:
         return validate_token_ids(_parse_ids(data), max_id).astype(np.int64)
     except KvmnnError as exc:

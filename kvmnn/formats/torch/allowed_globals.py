@@ -1,8 +1,8 @@
 """The names that a checkpoint's pickle may use, and the inert function that stands for each.
 
 The list is what ``torch.load(weights_only=True)`` of torch 2.13 allows, plus numpy scalars, which training scripts like
-to save next to the weights. torch itself is never imported. What is listed as opaque may be called and
-gives `OpaqueValue`.
+to save next to the weights. torch itself is never imported. Names that are listed as opaque may be
+called and return an `OpaqueValue`.
 """
 
 from __future__ import annotations
@@ -95,13 +95,13 @@ _NUMPY_GLOBALS = ("numpy.dtype", "numpy.core.multiarray.scalar", "numpy._core.mu
 
 
 class AllowedGlobals:
-    """Resolves the names of one checkpoint; `used_numpy` says afterwards whether it holds numpy scalars."""
+    """Resolver of the names in one checkpoint; `used_numpy` is true afterwards if it contains numpy scalars."""
 
     def __init__(self) -> None:
         self.used_numpy = False
 
     def resolve(self, module: str, name: str) -> AllowedGlobal:
-        """The `AllowedGlobal` for a name."""
+        """Return the `AllowedGlobal` for a name."""
         full_name = f"{module}.{name}"
         try:
             allowed_global = _ALLOWED_GLOBALS[full_name]
@@ -115,7 +115,7 @@ class AllowedGlobals:
         return allowed_global
 
     def set_state(self, value: object, state: object) -> bool:
-        """Give a value that a pickle made what the pickle says it is; False if nothing known has a state like that."""
+        """Apply a pickled state to a value that a pickle made; False if no known class has such a state."""
         return set_tensor_state(value, state)
 
 
@@ -184,7 +184,7 @@ _UNNEGATABLE_TYPES = ("bool", "uint16", "uint32", "uint64")
 
 
 def _apply_flags(tensor: TorchTensor, flags: PickleArguments) -> TorchTensor:
-    """A tensor with torch's conjugation or negation bit, which are set by the names in `flags` whatever their values.
+    """Return a tensor with the conjugation or negation bit of torch set for each name in `flags`.
 
     Conjugating leaves the real part as it is. What torch has no operation for is made a type without values.
     """
@@ -255,9 +255,10 @@ def _refuse_cuda_tensor(arguments: PickleArguments) -> TorchTensor:
 
 
 def set_tensor_state(value: object, state: object) -> bool:
-    """Give a tensor what a pickle says it is; False if nothing known has a state like that.
+    """Apply a pickled state to a tensor; False if the state has an unknown form.
 
-    Old tensors are put together so, from four values; parameters are told of gradients in three, which say nothing.
+    Old tensors have a state of four values: storage, offset, shape and strides. Parameters have three, about gradients
+    only, which are ignored.
     """
     if not isinstance(value, TorchTensor) or not isinstance(state, tuple):
         return False

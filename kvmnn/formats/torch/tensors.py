@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint: a place in a storage, checked when made, read only when asked for."""
+"""Tensors of a checkpoint: views of a storage, validated when they are created and read only on demand."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ AnyArray = npt.NDArray[Any]
 class ElementType:
     """How a storage's elements are coded."""
 
-    #: As torch calls it, without ``torch.``.
+    #: Name of the torch dtype without ``torch.``.
     name: str
     #: numpy type without byte order; ``u2`` for bfloat16, ``u1`` for float8, that of the real part for complex types.
-    #: Empty where torch has no conversion to floats, so that nothing can be read.
+    #: Empty if torch cannot convert the type to floats; then it cannot be read.
     numpy_code: str
     #: Bytes from one element to the next.
     itemsize: int
-    #: What is said where nothing can be read, if there is more to say than the name.
+    #: Error message for a type that cannot be read; empty for a general one.
     refusal_text: str = ""
 
     @property
@@ -42,11 +42,11 @@ class ElementType:
 
     @property
     def is_complex(self) -> bool:
-        """Whether there are imaginary parts, which no conversion keeps."""
+        """Whether elements have imaginary parts, which no conversion keeps."""
         return self.name.startswith("complex")
 
     def to_numpy_dtype(self, *, is_big_endian: bool) -> np.dtype[Any]:
-        """The numpy type of the words in a file."""
+        """Return the numpy type of the words in a file."""
         return np.dtype((">" if is_big_endian else "<") + self.numpy_code)
 
 
@@ -111,11 +111,11 @@ class TorchStorage:
 class TorchTensor:
     """A strided view of a storage. Use `make_tensor` to make one of numbers that are not trusted."""
 
-    #: Where the elements lie.
+    #: The storage with the elements.
     storage: TorchStorage
-    #: Their type; the storage's own unless that is untyped.
+    #: Element type; that of the storage unless the storage is untyped.
     element_type: ElementType
-    #: In elements.
+    #: Offset into the storage, and strides, in elements.
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -124,7 +124,7 @@ class TorchTensor:
 
     @property
     def type_name(self) -> str:
-        """Of the elements, as torch calls it, and what else must be known to read them."""
+        """The element type under torch's name, with "(negated)" if the negation bit is set."""
         return f"{self.element_type.name} (negated)" if self.is_negated else self.element_type.name
 
     @property
@@ -143,7 +143,7 @@ class TorchTensor:
         return True
 
     def read_elements(self) -> AnyArray:
-        """The elements as stored, with the tensor's shape; a view of the storage, possibly unaligned.
+        """Return the elements as stored, in the tensor's shape; a view of the storage, possibly unaligned.
 
         Of complex elements these are the real parts.
         """
@@ -154,7 +154,7 @@ class TorchTensor:
         return self.read_elements_unbounded()
 
     def read_elements_unbounded(self) -> AnyArray:
-        """As `numpy_dtype`, whatever the size: for what reads a view bit by bit."""
+        """Return the elements as `read_elements` does, without its limit on their number."""
         if not self.element_type.numpy_code:
             no_conversion_text = (
                 f"elements of type {self.element_type.name} have no conversion to floats, in torch neither"
@@ -172,7 +172,7 @@ class TorchTensor:
         return np.ndarray(self.shape, numpy_dtype, data.data, begin, strides)
 
     def to_float32(self) -> Floats:
-        """The elements as float32: every type becomes that first; the real part of complex ones."""
+        """Return the elements as float32, to which every type is converted first; of complex ones the real part."""
         elements = self.read_elements()
         name = self.element_type.name
         if name in float8.DECODABLE_NAMES:
@@ -190,7 +190,7 @@ class TorchTensor:
 def make_tensor(
     storage: object, offset: object, shape: object, strides: object, element_type: ElementType | None
 ) -> TorchTensor:
-    """A `TorchTensor` from numbers of unknown origin, none of which is used before all are checked."""
+    """Make a `TorchTensor` from untrusted values, all of which are checked before any is used."""
     if not isinstance(storage, TorchStorage):
         raise CheckpointError(f"a tensor over {type(storage).__name__}: expected a storage")
     if not (
@@ -215,13 +215,13 @@ def make_tensor(
 
 
 def make_valueless_tensor(kind: str, refusal_text: str, shape: object) -> TorchTensor:
-    """What stands for a tensor whose values are not read: its shape is all that is known."""
+    """Make a placeholder for a tensor whose values are not read; only its shape is known."""
     storage = TorchStorage(kind, ElementType(kind, "", 1, refusal_text), 0, read_empty_storage)
     return make_tensor(storage, 0, shape, (0,) * len(shape) if isinstance(shape, tuple) else None, None)
 
 
 def read_empty_storage() -> Bytes:
-    """For storages that have no bytes."""
+    """Return the bytes of an empty storage: none."""
     return np.empty(0, np.uint8)
 
 

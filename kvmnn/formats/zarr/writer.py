@@ -161,14 +161,14 @@ def _dump_json(document: dict[str, Any], directory: DirectoryOutput | Upload, fo
 
 
 def _choose_folder_names(names: Sequence[str]) -> list[str]:
-    """Names of directories for arrays: such as Zarr takes for nodes."""
+    """Choose directory names for arrays that Zarr accepts as node names."""
     return make_file_names(
         [f"array_{name}" if name.startswith("__") or name == DOCUMENT_NAME else name for name in names], ""
     )
 
 
 def _to_element_array(array: LazyArray) -> LazyArray:
-    """The array as words of its type: raw bytes, and integers that stand for them, are numbers in a store."""
+    """Return the array as numbers of its type, as a store needs them; raw bytes and integers are reinterpreted."""
     if array.itemsize == array.coded_itemsize:
         return array
     if array.element:
@@ -267,7 +267,7 @@ def _write_array(
 
 
 def _iter_jobs(array: LazyArray, chunk_shape: ChunkIndex, digest: hashlib._Hash) -> Iterator[_ChunkJob]:
-    """The chunks in memory order, each with the bytes of the array in it, hashed while they are encoded."""
+    """Iterate over the chunks in memory order, each with its bytes, which are hashed while they are encoded."""
     shape = array.shape if array.order == "C" else array.shape[::-1]
     split_axis = find_split_axis(chunk_shape)
     row_bytes = array.itemsize * math.prod(shape[split_axis + 1 :])
@@ -310,13 +310,13 @@ class _ByteStream:
         return data
 
     def finish(self) -> None:
-        """`SourceError` where the array turns out to have other bytes than it said."""
+        """Read to the end of the array; raise `SourceError` if its bytes differ from what it declared."""
         for _ in self._chunks:
             pass
 
 
 def _pad_chunk(chunk: Chunk, nbytes: int) -> Chunk:
-    """The bytes of a chunk at the edge of its array, zeros after them: all chunks have one shape."""
+    """Pad a chunk at the edge of its array with zeros, as all chunks of an array have one shape."""
     if chunk.size == nbytes:
         return chunk
     padded_chunk = np.zeros(nbytes, np.uint8)
@@ -325,7 +325,7 @@ def _pad_chunk(chunk: Chunk, nbytes: int) -> Chunk:
 
 
 def _verify_written(target: str, store: ZarrStore, entries: Sequence[ArrayEntry], threads: int | None) -> None:
-    """Compare what the files hold with what was to be written: documents, and every word by its hash."""
+    """Compare the written files with the intended contents: documents exactly, words by their hashes."""
     try:
         source = read(store.label, ReadOptions(fallback_dtypes=("fp16", "fp32"), threads=threads), store)
         if [array.name for array in source.arrays] != [entry.name for entry in entries]:
@@ -342,7 +342,7 @@ def _verify_written(target: str, store: ZarrStore, entries: Sequence[ArrayEntry]
 
 
 def _build_manifest(entries: Sequence[ArrayEntry], options: EncodeOptions, source: Source) -> Manifest:
-    """What was written, for its account; no file of a store is a manifest."""
+    """Build the list of written chunks for the result; no file of a store is a manifest."""
     from ..._util.packages import get_version
 
     predictor_names = frozenset[str]().union(

@@ -1,4 +1,4 @@
-"""What a decoder's inputs and outputs are, read from its graph.
+"""Read a decoder's inputs and outputs from its graph.
 
 The names are those that optimum and transformers.js exports share: ``past_key_values.{i}.key`` and ``.value`` come in,
 ``present.{i}.key`` and ``.value`` go out. A ``genai_config.json`` may name others.
@@ -53,9 +53,9 @@ class DecoderInterface:
     has_positions: bool
     #: Whether attention takes the length of every layer's past from the mask, so that layers must be equally long.
     derives_positions_from_length: bool
-    #: Whether one graph holds a branch with a past and one without.
+    #: Whether the graph contains one branch with a past and one without.
     is_merged: bool
-    #: How many positions the model was made for, where ``config.json`` says so.
+    #: Maximum number of positions of the model according to ``config.json``; None if not specified.
     max_positions: int | None
     #: Names of the token input and of the logits.
     ids_input: str
@@ -69,7 +69,7 @@ class DecoderInterface:
     #: Names of (key, value) for each layer.
     past_inputs: tuple[tuple[str, str], ...]
     present_outputs: tuple[tuple[str, str], ...]
-    #: Names of the outputs that hold attention probabilities, if the graph has them for every layer.
+    #: Names of the outputs with attention probabilities, if the graph has one for every layer.
     attention_outputs: tuple[str, ...] | None
     #: Numpy dtype of each input.
     types: dict[str, type[np.generic]] = field(repr=False)
@@ -78,7 +78,7 @@ class DecoderInterface:
 
 
 def read_interface(model: Any, files: ModelFiles) -> DecoderInterface:
-    """The interface of a decoder."""
+    """Read the interface of a decoder."""
     return _InterfaceReader(model, files).read_interface()
 
 
@@ -193,7 +193,7 @@ class _InterfaceReader:
     def _list_layer_tensors(
         self, values: dict[str, Any], group: str, role: str, pattern: re.Pattern[str]
     ) -> tuple[tuple[str, str], ...]:
-        """Names of (key, value) of layers 0, 1, ...; by the settings' templates, else by what exporters write."""
+        """List the (key, value) names of layers 0, 1, ...: by the settings' templates or exporters' names."""
         templates = [get_section(self.decoder, group).get(f"{role}_{kind}_names") for kind in ("key", "value")]
         if all(isinstance(template, str) and template.count("%d") == 1 for template in templates):
             key, value = (str(template) for template in templates)

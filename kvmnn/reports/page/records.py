@@ -14,7 +14,7 @@ from ...gates.verdict import GateResult, Verdict
 
 @dataclass(frozen=True, kw_only=True)
 class CommandRecord(Record):
-    """The command that made a document, where the document has it besides its result."""
+    """The command that made a document, if the document records it."""
 
     command: str = ""
 
@@ -42,7 +42,7 @@ class CaseVerdict(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class RoundRow(Record):
-    """A case in ``summary.json``, under the fork's names; those that its suite lacks are None."""
+    """A case in ``summary.json``, under the fork's names; fields that the fork's suite lacks are None."""
 
     suite: str
     case: str
@@ -115,7 +115,7 @@ class RunInfo(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class PartSizeStats(Record):
-    """K or V of a layer, or all; frames are there with ``--encode`` only, limits not with ``--no-limits``."""
+    """Sizes of K or V, or of both; `stored_*` are None without ``--encode``, `limit_ratio` with ``--no-limits``."""
 
     raw_bytes: int
     simulated_bytes: int
@@ -127,7 +127,7 @@ class PartSizeStats(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSizeStats(PartSizeStats):
-    """A layer."""
+    """Sizes of a layer, together and for K and V."""
 
     tokens: int
     k: PartSizeStats

@@ -10,22 +10,22 @@ from ...errors import KvmnnError
 
 
 class StrictCallResult(NamedTuple):
-    """One call of one layer; a tuple, as a frozen dataclass takes longer to make than the call.
+    """Result of one call of one layer; a NamedTuple, as a frozen dataclass would take longer to create than the call.
 
     Attributes
     ----------
     layer
-        Which.
+        Number of the layer.
     tokens
-        Tokens that it holds, the new ones included.
+        Tokens in the layer, the new ones included.
     evicted
-        Tokens that went before the new ones came.
+        Tokens that were evicted before the new ones were added.
     planned
         Tokens that the planner means to evict at the layer's next call.
     submitted, finished
-        Encodings handed in by this call, and taken in by it (of any layer).
+        Encoding jobs that this call submitted, and results of any layer that it collected.
     waiting
-        Blocks of this layer that found no place in the queue; they are tried again at its next call.
+        Blocks of this layer that did not fit into the queue; the next call of the layer submits them again.
     """
 
     layer: int
@@ -37,7 +37,7 @@ class StrictCallResult(NamedTuple):
     waiting: int
 
     def to_dict(self) -> dict[str, int]:
-        """Name to figure."""
+        """Return the figures by name."""
         return self._asdict()  # no record, as it is a tuple
 
     def __str__(self) -> str:
@@ -48,7 +48,7 @@ class StrictCallResult(NamedTuple):
 
 
 class StepGuard:
-    """State of the sequence of calls."""
+    """Check of the sequence of calls, and its state."""
 
     def __init__(self, layers: int) -> None:
         self.is_decoding = False

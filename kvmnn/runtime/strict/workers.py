@@ -55,7 +55,7 @@ class PendingJobs(Generic[ResultT]):
         return not self.jobs or (len(self.jobs) < self._max_open and self.nbytes + nbytes <= self._max_bytes)
 
     def submit(self, job: ResultT, nbytes: int, task: Callable[[], object]) -> None:
-        """Hand in a job; `job` comes back with its result."""
+        """Submit `task`; `take_finished` returns `job` together with the future of its result."""
         self.jobs.append((job, nbytes, self._workers.submit(task)))
         self.nbytes += nbytes
         self.peak_jobs = max(self.peak_jobs, len(self.jobs))
@@ -63,7 +63,7 @@ class PendingJobs(Generic[ResultT]):
             self.peak_async_jobs = self.peak_jobs
 
     def take_finished(self, *, wait: bool = False) -> list[tuple[ResultT, Future[object]]]:
-        """What is done, each once; with `wait`, everything."""
+        """Return and remove the finished jobs; with `wait`, wait for all jobs."""
         finished_jobs = []
         open_jobs = []
         for job, nbytes, future in self.jobs:
@@ -78,7 +78,7 @@ class PendingJobs(Generic[ResultT]):
         return finished_jobs
 
     def cancel_all(self) -> None:
-        """Cancel what has not started and take no results of the rest."""
+        """Cancel the jobs that have not started, and discard the results of all others."""
         for _, _, future in self.jobs:
             future.cancel()
         self.jobs, self.nbytes = [], 0

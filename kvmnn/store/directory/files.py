@@ -240,16 +240,16 @@ class RecoveryFiles:
 
     @property
     def exists(self) -> bool:
-        """Whether the folder has settings, and so is a store."""
+        """Whether the folder contains store settings, which make it a store."""
         return (self._folder / SETTINGS_FILE).is_file()
 
     @property
     def has_only_units(self) -> bool:
-        """Whether the folder has units and no settings: a store that has lost them."""
+        """Whether the folder contains units but no settings: a store that has lost them."""
         return not self.exists and any((self._folder / "units").glob("*/*.unit"))
 
     def save_settings(self, settings: StoreSettings, *, overwrite: bool = False) -> None:
-        """Write the settings, if there are none or to `overwrite` them."""
+        """Write the settings if there are none; with `overwrite`, always."""
         if overwrite or not self.exists:
             self._write(Path(SETTINGS_FILE), encode_settings(settings))
 
@@ -259,7 +259,7 @@ class RecoveryFiles:
         return parse_settings(read_bounded(path, _MAX_DOCUMENT_BYTES), str(path))
 
     def save_namespace(self, namespace: Namespace) -> None:
-        """Write a namespace, if it was not written yet."""
+        """Write a namespace, unless it is written already."""
         path, data = _encode_recovery_file(namespace)
         try:
             is_saved = (self._folder / path).stat().st_size == len(data)
@@ -277,7 +277,7 @@ class RecoveryFiles:
                     yield namespace
 
     def save_tables(self, namespace: Namespace, tables: TableSets) -> None:
-        """Write table sets, if they were not written yet."""
+        """Write shared tables, unless they are written already."""
         name = make_object_name(namespace.key, tables.key)
         if self.read_tables(name) != tables.data:
             self._write(Path(_TABLES_FOLDER, name), tables.data)

@@ -28,7 +28,7 @@ from .options import SpecAction
 
 @dataclass(frozen=True, kw_only=True)
 class OptionSpec:
-    """An option of a verb: its names, the choices of its value (none: any), its help; `value` is what it is called."""
+    """An option of a verb: its names, the name of its value, the value's choices (none: any), its help."""
 
     names: tuple[str, ...]
     value: str
@@ -47,7 +47,7 @@ class CommandSpec:
 
 
 def describe_commands(parser: argparse.ArgumentParser) -> list[CommandSpec]:
-    """What completions need to know of every verb."""
+    """Return the data about every verb that completion scripts need."""
     summaries = _collect_summaries(parser)
     return [
         CommandSpec(
@@ -66,7 +66,7 @@ def describe_commands(parser: argparse.ArgumentParser) -> list[CommandSpec]:
 
 
 def _collect_summaries(parser: argparse.ArgumentParser) -> dict[str, str]:
-    """What the help says of every verb and of every group of verbs."""
+    """Return the help summary of every verb, and of every action of a group of verbs."""
     subparsers = get_subparsers(parser)
     summaries = {action.dest: action.help or "" for action in subparsers._get_subactions()}
     for group in SUBCOMMANDS:
@@ -87,7 +87,7 @@ def _iter_option_specs(subparser: argparse.ArgumentParser) -> Iterator[OptionSpe
 
 
 def _list_value_prefixes(action: argparse.Action) -> Iterable[str]:
-    """What a value that goes on (``NAME:option=value``, ``KEY=VALUE,...``) can begin with."""
+    """List how a value with keys (``NAME:option=value``, ``KEY=VALUE,...``) can begin."""
     if isinstance(action, SpecAction):
         return action.value_prefixes
     if action.dest == "policy":
@@ -102,7 +102,7 @@ def _list_value_prefixes(action: argparse.Action) -> Iterable[str]:
 
 
 def format_bash(commands: list[CommandSpec]) -> str:
-    """For ``~/.local/share/bash-completion/completions/kvmnn``."""
+    """Format the script for ``~/.local/share/bash-completion/completions/kvmnn``."""
     lines = [
         "# bash completion of kvmnn",
         "_kvmnn() {",
@@ -149,7 +149,7 @@ def format_bash(commands: list[CommandSpec]) -> str:
 
 
 def format_zsh(commands: list[CommandSpec]) -> str:
-    """For a file ``_kvmnn`` in a folder of ``$fpath``."""
+    """Format the script for a file ``_kvmnn`` in a folder of ``$fpath``."""
 
     def quote(text: str) -> str:
         return "'" + text.replace("'", "'\\''") + "'"
@@ -201,7 +201,7 @@ def format_zsh(commands: list[CommandSpec]) -> str:
 
 
 def format_fish(commands: list[CommandSpec]) -> str:
-    """For ``~/.config/fish/completions/kvmnn.fish``."""
+    """Format the script for ``~/.config/fish/completions/kvmnn.fish``."""
 
     def quote(text: str) -> str:
         return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
@@ -244,7 +244,7 @@ _VERBATIM_BEGIN, _VERBATIM_END = (".RS -6n", ".nf"), (".fi", ".RE")
 
 
 def format_manual(parser: argparse.ArgumentParser) -> str:
-    """The page ``kvmnn.1`` in the man macros of roff."""
+    """Format the manual page ``kvmnn.1`` with the man macros of roff."""
     summaries = _collect_summaries(parser)
     summary = (parser.description or "").partition("\n")[0]
     lines = [f'.TH KVMNN 1 "" "kvmnn {get_version()}"', ".SH NAME", f"kvmnn \\- {_escape_roff(summary)}"]
@@ -275,7 +275,7 @@ def _iter_option_lines(subparser: argparse.ArgumentParser) -> Iterator[str]:
 
 
 def _iter_paragraph_lines(text: str) -> Iterator[str]:
-    """Filled paragraphs; indented lines as they are."""
+    """Yield roff lines: text as filled paragraphs, indented lines verbatim."""
     is_verbatim = False
     for line in text.split("\n"):
         if not line:
@@ -290,6 +290,6 @@ def _iter_paragraph_lines(text: str) -> Iterator[str]:
 
 
 def _escape_roff(text: str) -> str:
-    """A text without anything that roff would act on."""
+    """Escape everything in a text that roff would interpret."""
     escaped = text.replace("\\", "\\e").replace("-", "\\-")
     return f"\\&{escaped}" if escaped.startswith((".", "'")) else escaped

@@ -23,7 +23,7 @@ _ROPE_EXAMPLE = "theta=10000,dims=64"
 
 
 def add_codec(parser: Any) -> None:
-    """``--codec`` and ``--rope``."""
+    """Add ``--codec`` and ``--rope``."""
     parser.add_argument(
         "--codec",
         choices=CODEC_CHOICES,
@@ -33,7 +33,7 @@ def add_codec(parser: Any) -> None:
 
 
 def add_rope(parser: Any) -> None:
-    """``--rope``."""
+    """Add ``--rope``."""
     parser.add_argument(
         "--rope",
         type=_parse_rope_or_none,
@@ -44,7 +44,7 @@ def add_rope(parser: Any) -> None:
 
 
 def check_codec_options(arguments: argparse.Namespace) -> None:
-    """`UsageError` for options that do not go together."""
+    """Raise `UsageError` for options that contradict each other."""
     if arguments.codec != "dense":
         shared_options.refuse_given(arguments, ["rope"], "needs --codec dense")
     elif arguments.no_zstd:
@@ -58,7 +58,7 @@ _FRAME_OPTIONS = (
 
 
 def note_idle_frame_options(arguments: argparse.Namespace, result: EncodeResult) -> None:
-    """A note for options about frames, where none was made."""
+    """Print a note for each frame option that had no effect because no frame was made."""
     if any(not frame.is_dense for array in result.manifest.arrays for frame in array.frames):
         return
     if given_options := [
@@ -72,7 +72,10 @@ def note_idle_frame_options(arguments: argparse.Namespace, result: EncodeResult)
 
 
 def build_dense_options(arguments: argparse.Namespace, source: Source, *, with_search: bool = True) -> DenseOptions:
-    """What the arguments say, or a trial finds; notes for what a configuration or the trial says."""
+    """Build the dense options from the arguments, or find the rotation by trial.
+
+    Notes report what a model's configuration or the trial contributed.
+    """
     from ..bundle import DenseOptions, search_layer_rope, search_rope
     from ..bundle.dense import plan_arrays
 
@@ -125,7 +128,7 @@ def _format_layer_ropes(rope_by_layer: Mapping[int, RopeConfig | None]) -> str:
 
 
 def read_rope(arguments: argparse.Namespace, source: Source) -> RopeConfig | None:
-    """``--rope``, or what the configuration of ``--model`` says; notes for what it does not."""
+    """Return ``--rope``, or the rotation in the configuration of ``--model``; print notes about the latter."""
     if arguments.rope is not None or arguments.model is None:
         specified: RopeConfig | str | None = arguments.rope
         return None if isinstance(specified, str) else specified
@@ -138,7 +141,7 @@ def read_rope(arguments: argparse.Namespace, source: Source) -> RopeConfig | Non
 
 
 def read_model_rope(model: str, source: Source) -> tuple[RopeConfig | None, list[str]]:
-    """What a folder's configuration or the header of a .gguf says; lines for what it does not."""
+    """Return the rotation in a folder's configuration or a .gguf header, and notes for missing parameters."""
     from ..formats import read_config_rotary
     from ..formats.llama import read_gguf_rotary
 
@@ -180,7 +183,7 @@ def parse_rope(text: str) -> RopeConfig:
 
 
 def add_rerotate_options(parser: Any) -> None:
-    """``--rerotate`` and ``--rope``."""
+    """Add ``--rerotate`` and ``--rope``."""
     parser.add_argument(
         "--rerotate",
         action="store_true",
@@ -196,7 +199,7 @@ def add_rerotate_options(parser: Any) -> None:
 
 
 def check_rerotate_options(arguments: argparse.Namespace) -> None:
-    """`UsageError` for ``--rope`` without ``--rerotate``."""
+    """Raise `UsageError` for ``--rope`` without ``--rerotate``."""
     if not arguments.rerotate:
         shared_options.refuse_given(arguments, ["rope"], "needs --rerotate")
 

@@ -1,4 +1,4 @@
-"""The way into the ``kvmnn`` command, and every way out of it: one line and an exit code.
+"""The entry point of the ``kvmnn`` command, and its exits: each failure is one line and an exit code.
 
 Nothing but what every start needs is imported before `main` guards against interrupts and errors; until then
 `kvmnn.cli.main` does.
@@ -63,7 +63,7 @@ def _has_live_threads() -> bool:
 
 
 def _report_failure(exc: BaseException, arguments: Namespace | None) -> int:
-    """Say in one line what happened; returns the exit code."""
+    """Report an error in one line; return the exit code."""
     if isinstance(exc, SystemExit):
         return exc.code if isinstance(exc.code, int) else EXIT_USAGE
     if isinstance(exc, streams.OutputClosedError):  # as `| head` leaves every other command: silently
@@ -80,7 +80,7 @@ def _report_failure(exc: BaseException, arguments: Namespace | None) -> int:
 
 
 def _list_possible_commands(exc: BaseException, arguments: Namespace | None) -> list[str]:
-    """The command lines that an error leaves to choose from, the likeliest first."""
+    """List command lines that would resolve the error, the most likely one first."""
     choices: tuple[str, ...] = getattr(exc, "choices", ())
     if arguments is None or not choices:
         return []
@@ -95,7 +95,7 @@ def _list_possible_commands(exc: BaseException, arguments: Namespace | None) -> 
 
 
 def describe_error(exc: BaseException, arguments: Namespace | None) -> tuple[str, int]:
-    """What is said of an exception, and the exit code."""
+    """Return the message for an exception, and the exit code."""
     for cause in _iter_causes(exc):
         if isinstance(cause, TerminationSignal):
             return cause.message, cause.code
@@ -123,7 +123,7 @@ def describe_error(exc: BaseException, arguments: Namespace | None) -> tuple[str
 
 
 def _iter_causes(exc: BaseException | None) -> Iterator[BaseException]:
-    """An exception and those it came from: imports turn an interrupt into an error of their own."""
+    """Yield an exception and its causes: imports turn an interrupt into an error of their own."""
     visited: list[BaseException] = []
     while exc is not None and exc not in visited:
         visited.append(exc)
@@ -132,7 +132,7 @@ def _iter_causes(exc: BaseException | None) -> Iterator[BaseException]:
 
 
 def _describe_internal_error(exc: BaseException, arguments: Namespace | None) -> str:
-    """An error that nobody foresaw: where it was raised, and what was being read."""
+    """Describe an unexpected error: where it was raised, and which file was being read."""
     trace, location = exc.__traceback__, ""
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
@@ -151,12 +151,12 @@ def _describe_internal_error(exc: BaseException, arguments: Namespace | None) ->
 
 
 def _list_files(arguments: Namespace | None) -> list[str]:
-    """The files among the arguments."""
+    """List the arguments that are files."""
     return [word for word in _list_words(arguments) if "\0" not in word and os.path.exists(word)]
 
 
 def _list_words(arguments: Namespace | None) -> list[str]:
-    """The arguments that are words, but for texts."""
+    """List the arguments that are strings, without texts."""
     words: list[str] = []
     for name, value in vars(arguments).items() if arguments is not None else ():
         values = value if isinstance(value, list | tuple) else [value]
@@ -166,7 +166,7 @@ def _list_words(arguments: Namespace | None) -> list[str]:
 
 @contextmanager
 def _show_warnings_as_lines() -> Iterator[None]:
-    """Warnings of libraries are one line each, as everything else that is said."""
+    """Print warnings of libraries as one line each, like all other messages."""
     import warnings
 
     with warnings.catch_warnings():

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 def add_plot_options(parser: Any) -> None:
-    """``--plot-format`` and ``--no-titles``."""
+    """Add ``--plot-format`` and ``--no-titles``."""
     parser.add_argument("--plot-format", metavar="KIND,...", help="of png, svg and pdf (default: png,svg)")
     parser.add_argument("--no-titles", action="store_true", help="plots without titles, for papers that have captions")
 
 
 def build_plot_options(arguments: argparse.Namespace) -> PlotOptions:
-    """The options; `OptionError` for kinds that there are not."""
+    """Build the plot options; raise `OptionError` for unknown kinds of plots."""
     from ..reports.plots import PlotOptions
 
     formats = PlotOptions.kinds if arguments.plot_format is None else tuple(arguments.plot_format.split(","))
@@ -32,7 +32,7 @@ def build_plot_options(arguments: argparse.Namespace) -> PlotOptions:
 
 
 def add_compared_options(parser: Any) -> None:
-    """The model, the texts and the configurations."""
+    """Add the options for the model, the texts and the configurations to compare."""
     parser.add_argument("model", metavar="MODEL", help="an ONNX decoder with its KV cache outside: file or folder")
     text_help = "texts: .txt, .jsonl, .parquet, folders of them"
     parser.add_argument("--text", nargs="+", required=True, metavar="FILE", help=text_help)
@@ -64,7 +64,7 @@ def add_compared_options(parser: Any) -> None:
 
 
 def add_setting_options(parser: Any) -> None:
-    """How it is measured."""
+    """Add the options that set how to measure."""
     parse_positive, parse_whole = shared_options.parse_positive, shared_options.parse_whole
     group = parser.add_argument_group("how it is measured")
     add = group.add_argument
@@ -131,7 +131,7 @@ def add_setting_options(parser: Any) -> None:
 
 
 def build_configurations(arguments: argparse.Namespace) -> list[Configuration]:
-    """Every policy with every budget, and those of presets; `UsageError` for what cannot be."""
+    """Combine every policy with every budget, and add those of presets; raise `UsageError` for invalid ones."""
     from ..errors import KvmnnError
     from ..evaluation.presets import expand_preset
     from ..evaluation.settings import expand_configurations
@@ -162,7 +162,7 @@ def _has_skip_layers(arguments: argparse.Namespace) -> bool:
 
 
 def build_text_options(arguments: argparse.Namespace) -> TextOptions:
-    """Which texts are taken; `UsageError` for what cannot be."""
+    """Build the options that select texts; raise `UsageError` for invalid ones."""
     from ..errors import KvmnnError
     from ..evaluation import TextOptions
 
@@ -173,7 +173,7 @@ def build_text_options(arguments: argparse.Namespace) -> TextOptions:
 
 
 def build_settings(arguments: argparse.Namespace) -> EvaluationSettings:
-    """How it is measured."""
+    """Build the evaluation settings from the arguments."""
     from .._util.parallel import cpu_count
     from ..evaluation import EvaluationSettings
 
@@ -221,7 +221,7 @@ _EXCLUDED_OPTIONS = (
 
 
 def add_start_options(parser: Any) -> None:
-    """``--initial-cache`` and what goes with it."""
+    """Add ``--initial-cache`` and the options that describe this cache."""
     group = parser.add_argument_group("initial cache that an engine saved")
     group.add_argument(
         "--initial-cache",
@@ -259,8 +259,10 @@ def add_start_options(parser: Any) -> None:
 
 @contextmanager
 def open_initial_cache(arguments: argparse.Namespace) -> Iterator[InitialCache | None]:
-    """The cache of ``--initial-cache``, ready to go on from; None without one. `UsageError` for options that do "
-    "nothing."""
+    """Open the cache of ``--initial-cache`` as the start of the texts; return None without one.
+
+    Raises `UsageError` for options that have no effect.
+    """
     if arguments.start is None:
         names = (*_CACHE_OPTIONS, *shared_options.AXES_OPTION_NAMES, *_PACKED_NAMES, *packed_options.SELECTION_OPTIONS)
         shared_options.refuse_given(arguments, names, "is about the cache of --initial-cache, which is missing")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def add_config_options(parser: Any) -> None:
-    """``--engine-config FILE`` and ``--lossless MODE``."""
+    """Add ``--engine-config FILE`` and ``--lossless MODE``."""
     parser.add_argument(
         "--engine-config",
         dest="config",
@@ -37,7 +37,7 @@ def add_config_options(parser: Any) -> None:
 
 
 def read_config(path: str) -> dict[str, Any]:
-    """The object in an engine's configuration file.
+    """Return the object in an engine's configuration file.
 
     Raises
     ------
@@ -54,7 +54,7 @@ def read_config(path: str) -> dict[str, Any]:
 
 
 def read_policy_defaults(arguments: argparse.Namespace, specs: list[str]) -> dict[str, dict[str, Any]]:
-    """Options that the file of ``--engine-config`` gives to policies that do not say them, by the policy's name.
+    """Return, by policy name, the option defaults that the file of ``--engine-config`` sets.
 
     Raises
     ------
@@ -84,7 +84,7 @@ def read_policy_defaults(arguments: argparse.Namespace, specs: list[str]) -> dic
 
 
 def build_lossless_document(arguments: argparse.Namespace) -> dict[str, Any] | None:
-    """What ``--lossless`` and ``--engine-config`` ask of the runtime around the cache, as the engine's JSON, or None.
+    """Return the runtime options of ``--lossless`` and ``--engine-config`` as the engine's JSON, or None.
 
     Raises
     ------
@@ -126,7 +126,7 @@ def build_lossless_document(arguments: argparse.Namespace) -> dict[str, Any] | N
 
 
 def read_runtime_config(path: str) -> RuntimeConfig:
-    """The runtime's options in an engine's configuration file.
+    """Return the runtime options in an engine's configuration file.
 
     Raises
     ------
@@ -139,7 +139,7 @@ def read_runtime_config(path: str) -> RuntimeConfig:
 
 
 def _parse_runtime_config(path: str, document: dict[str, Any], error_type: type[KvmnnError]) -> RuntimeConfig:
-    """The options in what was read from a file, whose name errors begin with."""
+    """Parse the runtime options in a configuration; error messages begin with the file's name."""
     from ..errors import KvmnnError
     from ..runtime import RuntimeConfig
 
@@ -153,7 +153,7 @@ _MODEL_KEYS = ("layer_nums", "attention_mode")
 
 
 def _parse_value(text: str) -> object:
-    """A value of the engine's JSON as a spec writes it; lists are joined by ``+``."""
+    """Parse a value of the engine's JSON as written in a spec, where ``+`` joins lists."""
     if text in ("true", "false"):
         return text == "true"
     return int(text) if re.fullmatch(r"-?\d{1,12}", text) else text.replace("+", ",")
@@ -200,7 +200,7 @@ def add_model_options(parser: Any) -> None:
 
 
 def build_run_options(arguments: argparse.Namespace) -> RunOptions:
-    """How the model runs, as the arguments of `add_model_options` say."""
+    """Build the options for running the model from the arguments of `add_model_options`."""
     from ..lm.onnx.onnx_session import CPU_PROVIDERS
     from ..lm.runner import RunOptions
 
@@ -224,7 +224,7 @@ def _build_runtime_config(arguments: argparse.Namespace) -> RuntimeConfig | None
 
 
 def build_policy(arguments: argparse.Namespace) -> LabelledPolicy:
-    """The one policy that was asked for; `UsageError` where it makes no sense."""
+    """Build the one policy that was specified; raise `UsageError` for an invalid one."""
     from ..errors import KvmnnError
     from ..policies.registry import LabelledPolicy, format_label
     from ..policies.specs import accepts_option, build_policy, expand_spec, parse_ints
@@ -259,7 +259,7 @@ H2O_OPTION_NAMES = (
 
 
 def add_h2o_options(parser: Any) -> None:
-    """All of them."""
+    """Add all options of the H2O planner."""
     group = parser.add_argument_group("H2O", "How scores or attention are planned, without --policy.")
     group.add_argument(
         "--input-kind", dest="kind", choices=("scores", "attention"), help="what IN has, where its axes leave it open"
@@ -312,7 +312,7 @@ _H2O_FIELDS = (
 
 
 def build_h2o_config(arguments: argparse.Namespace) -> H2OConfig:
-    """The engine's defaults, what ``--engine-config`` says, and what the other options say."""
+    """Build the planner's configuration: the engine's defaults, then ``--engine-config``, then other options."""
     if arguments.target_ratio is not None and arguments.keep_ratio is not None:
         raise UsageError("--h2o target_ratio and keep_ratio: specify one of them")
     if arguments.target_ratio is not None and arguments.target_ratio < 1:
@@ -338,7 +338,7 @@ def build_h2o_config(arguments: argparse.Namespace) -> H2OConfig:
 
 
 def _read_engine_config(arguments: argparse.Namespace) -> H2OConfig:
-    """What ``--engine-config`` says, or the engine's defaults."""
+    """Return the configuration of ``--engine-config``, or the engine's defaults."""
     from ..errors import KvmnnError
     from ..policies.h2o import H2OConfig
 
@@ -355,7 +355,7 @@ def _read_engine_config(arguments: argparse.Namespace) -> H2OConfig:
 
 
 def _iter_config_notes(config: H2OConfig, document: dict[str, Any]) -> Iterator[str]:
-    """What the engine would make of its file that a plan does not show."""
+    """Yield notes about entries of the engine's file whose effect a plan does not show."""
     from ..policies.h2o.config import ENGINE_KEY_BY_FIELD, QUANTISED_MODES
 
     reason = "" if config.enable else "kv_h2o_enable is not true"

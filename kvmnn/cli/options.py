@@ -46,7 +46,7 @@ class SpecField:
     default: Any = None
 
     def format_label(self) -> str:
-        """The item as the help shows it."""
+        """Format the item for the help."""
         return self.key if self.parse is None else f"{self.key}={self.metavar}"
 
 
@@ -69,19 +69,19 @@ class SpecAction(argparse.Action):
 
     @property
     def value_prefixes(self) -> tuple[str, ...]:
-        """What an item can begin with, for completions."""
+        """The beginnings of an item, for completions."""
         keys = (key if field.parse is None else f"{key}=" for key, field in self._fields.items())
         return (*self._words, *keys)
 
     @property
     def short_help(self) -> str | None:
-        """What ``--help`` says where the keys are many."""
+        """The help text for ``--help`` when there are many keys."""
         if len(self._fields) <= _MAX_KEYS_IN_SHORT_HELP:
             return None
         return f"{self._title}: {', '.join(list(self._fields)[:_MAX_KEYS_IN_SHORT_HELP])} ... (--help-all lists them)"
 
     def get_key(self, dest: str) -> str:
-        """The key that sets a name."""
+        """Return the key that sets a name in the namespace, after a space; empty for none."""
         return next((f" {field.key}" for field in self._fields.values() if field.dest == dest), "")
 
     def add_fields(self, fields: Iterable[SpecField]) -> None:
@@ -118,7 +118,7 @@ class SpecAction(argparse.Action):
 def add_spec_option(
     parser: Any, flag: str, title: str, fields: Sequence[SpecField], *, metavar: str, **options: Any
 ) -> None:
-    """Declare a spec option, or further keys of one that the parser has."""
+    """Declare a spec option, or add keys to one that the parser already has."""
     action = parser._option_string_actions.get(flag)
     if action is None:
         options = {"default": argparse.SUPPRESS} | options
@@ -128,12 +128,15 @@ def add_spec_option(
 
 
 def list_option_fields(cls: type[Any]) -> list[Field[Any]]:
-    """The fields of a dataclass that are options."""
+    """List the fields of a dataclass that are options."""
     return [field for field in fields(cls) if OPTION_KEY in field.metadata]
 
 
 def make_spec_fields(cls: type[Any]) -> list[SpecField]:
-    """The options of a dataclass as keys of one spec option, None where they are missing; texts may contain commas."""
+    """Turn the options of a dataclass into keys of one spec option.
+
+    A missing key gives None; texts may contain commas.
+    """
     hints = get_type_hints(cls)
     return [
         SpecField(
@@ -150,7 +153,7 @@ def make_spec_fields(cls: type[Any]) -> list[SpecField]:
 
 
 def add_dataclass_options(parser: Any, cls: type[Any]) -> None:
-    """Declare ``--name-of-the-field`` for each option of a dataclass, None where it is missing."""
+    """Declare ``--name-of-the-field`` for each option of a dataclass; a missing option gives None."""
     hints = get_type_hints(cls)
     for field in list_option_fields(cls):
         settings: dict[str, Any] = {"help": field.metadata[OPTION_KEY].help}
@@ -163,7 +166,7 @@ def add_dataclass_options(parser: Any, cls: type[Any]) -> None:
 
 
 def collect_values(cls: type[Any], arguments: argparse.Namespace) -> dict[str, Any]:
-    """The options of a dataclass that were given, by the names of the fields."""
+    """Return the options of a dataclass that were specified, by field name."""
     values = {field.name: getattr(arguments, field.name, None) for field in list_option_fields(cls)}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -175,7 +178,7 @@ def _get_metavar(field: Field[Any], hint: Any) -> str:
 
 
 def _get_parser(field: Field[Any], hint: Any) -> Callable[[str], Any]:
-    """What makes a field's value of its text."""
+    """Return the function that parses the text of a field's value."""
     parse: Callable[[str], Any] | None = field.metadata[OPTION_KEY].parse
     if parse is not None:
         return parse
@@ -197,7 +200,7 @@ def _parse_bool(text: str) -> bool:
 
 
 def parse_number(text: str) -> float:
-    """A finite number."""
+    """Parse a finite number."""
     try:
         value = float(text)
     except ValueError:
@@ -208,7 +211,7 @@ def parse_number(text: str) -> float:
 
 
 def parse_integer(text: str) -> int:
-    """A whole number, negative ones included."""
+    """Parse an integer, which may be negative."""
     try:
         value = int(text)
     except ValueError:

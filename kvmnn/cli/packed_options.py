@@ -1,4 +1,4 @@
-"""Options for packed files and caches of other engines: what no file tells."""
+"""Options for packed files and caches of other engines: properties that the files do not record."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ _LLAMA_PARTS = (
 
 
 def add_undo(parser: Any) -> None:
-    """``--invert``."""
+    """Add ``--invert``."""
     parser.add_argument(
         "--invert",
         dest="undo",
@@ -86,7 +86,7 @@ def add_undo(parser: Any) -> None:
 def build_engine_options(
     arguments: argparse.Namespace, *, is_whole_file: bool = False, any_heads: bool = False, any_stream: bool = False
 ) -> EngineOptions:
-    """What the arguments say."""
+    """Build the options for caches of other engines from the arguments."""
     from ..formats.options import EngineOptions
 
     option_values = {
@@ -105,7 +105,7 @@ def build_engine_options(
 
 
 def refuse_idle_engine_options(arguments: argparse.Namespace, paths: Sequence[str]) -> None:
-    """`UsageError` for an option where no input is a cache that it is about."""
+    """Raise `UsageError` for an option that applies to none of the inputs."""
     given_names = [name for name in SELECTION_OPTIONS if shared_options.was_given(arguments, name)]
     if given_names and not any(map(is_llama, paths)):
         reason = f"is about caches of llama.cpp, and {' '.join(paths)} holds none"
@@ -116,27 +116,27 @@ def refuse_idle_engine_options(arguments: argparse.Namespace, paths: Sequence[st
 
 
 def refuse_blocks_without_quantized(arguments: argparse.Namespace, source: Source) -> None:
-    """`UsageError` for ``--raw-blocks`` where nothing is quantised."""
+    """Raise `UsageError` for ``--raw-blocks`` when nothing is quantised."""
     if getattr(arguments, "blocks", False) and not any(array.array_dtype == "|u1" for array in source.arrays):
         raise UsageError(f"--raw-blocks is about quantised K and V, and {' '.join(source.inputs)} holds none")
 
 
 def list_used_options(path: str) -> tuple[str, ...]:
-    """Which of the options, and of those in `HEAD_OPTIONS`, have something to say of a path."""
+    """List the engine options, and those of `HEAD_OPTIONS`, that apply to a path."""
     if is_llama(path):
         return (*HEAD_OPTIONS, *SELECTION_OPTIONS)
     return ("blocks",) if is_engine_file(path) else ()
 
 
 def select_input_arguments(arguments: argparse.Namespace, path: str) -> argparse.Namespace:
-    """The arguments without those of the options that say nothing of this input, but of another."""
+    """Return the arguments with the engine options that do not apply to this input reset."""
     used_names = list_used_options(path)
     reset_values = {name: arguments.parser.get_default(name) for name in SELECTION_OPTIONS if name not in used_names}
     return argparse.Namespace(**vars(arguments) | reset_values)
 
 
 def is_engine_file(path: str) -> bool:
-    """Whether a path is a file of another engine that these options are about, frames of one, or a stream."""
+    """Return whether these options apply to a path: another engine's file, frames of one, or a stream."""
     from ..files.mapped_file import is_stream
     from ..formats import detect_engine_name
 
@@ -144,7 +144,7 @@ def is_engine_file(path: str) -> bool:
 
 
 def is_llama(path: str) -> bool:
-    """Whether a path is a llama.cpp file, frames of one, or a stream, which may be one."""
+    """Return whether a path is a llama.cpp file, frames of one, or a stream, which may be one."""
     from ..files.mapped_file import is_stream
     from ..formats import detect_engine_name
     from ..formats.llama import FORMAT_NAME
@@ -153,7 +153,7 @@ def is_llama(path: str) -> bool:
 
 
 def has_engine_file(path: str) -> bool:
-    """Whether a path is a folder with such a file in it: only with ``--jobs`` is it read."""
+    """Return whether a path is a folder that contains such a file, which only ``--jobs`` reads."""
     if not os.path.isdir(path):
         return False
     with suppress(OSError):
@@ -167,12 +167,12 @@ _MAX_FILES_CHECKED = 1000
 
 
 def keeps_whole_file(arguments: argparse.Namespace, paths: Sequence[str]) -> bool:
-    """Whether frames keep all of the only input, rather than arrays that were chosen out of it."""
+    """Return whether frames store the whole of the only input rather than selected arrays of it."""
     return len(paths) == 1 and not any(shared_options.was_given(arguments, name) for name in _PART_OPTIONS)
 
 
 def note_arrays_only(arguments: argparse.Namespace, paths: Sequence[str]) -> None:
-    """A note where a file could be kept whole, and what was asked for leaves its arrays only."""
+    """Print a note when a file could be stored whole but the options select only its arrays."""
     from . import console
 
     files = [path for path in paths if os.path.isfile(path) and is_engine_file(path)]
@@ -189,7 +189,7 @@ def note_arrays_only(arguments: argparse.Namespace, paths: Sequence[str]) -> Non
 
 
 def is_gguf(path: str | None) -> bool:
-    """Whether a model is one of llama.cpp."""
+    """Return whether a model is a llama.cpp model."""
     from ..formats.llama import is_gguf
 
     return path is not None and is_gguf(path)
@@ -204,7 +204,7 @@ def add_packed_options(
     with_engines: bool = True,
     with_undo: bool = False,
 ) -> None:
-    """Everything that can be said about packed files, and `with_engines` about caches of other engines.
+    """Add all options about packed files, and `with_engines` those about caches of other engines.
 
     Without `with_tokens` and `with_text` the verb has its own ``--valid-tokens`` and `add_origin_options`; with
     `with_second_tokens` it compares two inputs; with `with_undo` K and V are for other engines than that which
@@ -279,7 +279,7 @@ INT8 = SpecField(
 
 
 def add_layout_options(parser: Any, extra_fields: Sequence[SpecField] = ()) -> None:
-    """``--backend``: its name, or the pack numbers instead; and the flash block."""
+    """Add ``--backend``, a name or pack numbers, and the flash block."""
     add_spec_option(
         parser,
         "--backend",
@@ -292,7 +292,7 @@ def add_layout_options(parser: Any, extra_fields: Sequence[SpecField] = ()) -> N
 
 
 def add_discovery_options(parser: Any) -> None:
-    """Which files are meant, and in which order they lie."""
+    """Add the options that select the files and the order of their layers."""
     parser.add_argument("--name", metavar="NAME", help="which prefix, where a directory holds several")
     parser.add_argument(
         "--layer-order",
@@ -306,7 +306,7 @@ def add_discovery_options(parser: Any) -> None:
 
 
 def add_origin_options(parser: Any, model_use: str = "geometry and heads") -> None:
-    """``--model``, of which `model_use` is taken, and ``--token-ids``: what the cache was computed with and from."""
+    """Add ``--model``, whose help ends with `model_use`, and ``--token-ids``: the cache's model and text."""
     parser.add_argument(
         "--model", metavar="DIR", help=f"the MNN model's directory, a llama.cpp cache's .gguf file: {model_use}"
     )
@@ -316,7 +316,7 @@ def add_origin_options(parser: Any, model_use: str = "geometry and heads") -> No
 
 
 def add_target_options(parser: Any) -> None:
-    """``-o``, ``-f`` and ``--capacity`` of a prefix cache that is written."""
+    """Add ``-o``, ``-f`` and ``--capacity`` for a prefix cache to write."""
     shared_options.add_output(parser, "directory for the files (default: alongside IN)")
     parser.add_argument(
         "--capacity",
@@ -327,7 +327,7 @@ def add_target_options(parser: Any) -> None:
 
 
 def build_geometry(arguments: argparse.Namespace, dtype: str | None = None) -> PackedGeometry:
-    """What the arguments say about the layout."""
+    """Build the specified part of the layout from the arguments."""
     from ..packed.inference import PackedGeometry
 
     return PackedGeometry(
@@ -342,8 +342,9 @@ def build_geometry(arguments: argparse.Namespace, dtype: str | None = None) -> P
 
 
 def build_packed_options(arguments: argparse.Namespace, cache_info: CacheInfo | None = None) -> PackedOptions | None:
-    """What the arguments say about packed files, and for the rest what is `cache_info`; None for verbs that read
-    none.
+    """Build the options for packed files from the arguments, completed from `cache_info`.
+
+    Returns None for verbs that read no packed files.
     """
     from ..formats.options import PackedOptions
     from ..packed.inference import make_geometry
@@ -387,8 +388,9 @@ PACKED_OPTION_NAMES = (
 def refuse_idle_packed_options(
     arguments: argparse.Namespace, paths: Sequence[str], used_options: Sequence[str] = ()
 ) -> None:
-    """`UsageError` for an option about packed files where no input is any, but for those that are `used_options`
-    otherwise.
+    """Raise `UsageError` for an option about packed files when no input is one.
+
+    Options in `used_options`, which have another use, are not refused.
     """
     refuse_idle_engine_options(arguments, paths)
     given_names = [
@@ -403,7 +405,7 @@ def refuse_idle_packed_options(
 
 
 def check_provenance(arguments: argparse.Namespace, info: CacheInfo | None, where: str) -> None:
-    """`SourceError` where ``--model`` or ``--token-ids`` are others than those that a cache was made with."""
+    """Raise `SourceError` when ``--model`` or ``--token-ids`` differ from those that a cache was made with."""
     from ..errors import SourceError
     from ..formats.mnn import list_provenance_mismatches
 
@@ -414,7 +416,7 @@ def check_provenance(arguments: argparse.Namespace, info: CacheInfo | None, wher
 
 
 def may_be_packed(path: str) -> bool:
-    """Whether the options about packed files have something to say of a path."""
+    """Return whether the options about packed files apply to a path."""
     from ..errors import KvmnnError
     from ..formats.mnn import find_packed, has_packed_dump
 
@@ -425,7 +427,7 @@ def may_be_packed(path: str) -> bool:
 
 
 def adapt_message(arguments: argparse.Namespace, message: str) -> str:
-    """A message about packed files, with the names that the verb's options have."""
+    """Adapt a message about packed files to a verb that lacks options named in it."""
     if any(
         not hasattr(arguments, name[2:].replace("-", "_")) for name in re.findall(_OPTION_IN_MESSAGE_REGEX, message)
     ):
@@ -436,7 +438,7 @@ def adapt_message(arguments: argparse.Namespace, message: str) -> str:
 
 
 def add_jobs_hint(arguments: argparse.Namespace, message: str) -> str:
-    """A message about a folder of files, with the option that takes it."""
+    """Add the ``--jobs`` option to a message that rejects a folder of files."""
     is_of_one = getattr(arguments, "against", None)
     if getattr(arguments, "jobs", 0) is None and not is_of_one and _FOLDER_MESSAGE_REGEX.search(message):
         message += "; --jobs N takes each file below it by itself"
@@ -450,7 +452,7 @@ _OPTION_IN_MESSAGE_REGEX = re.compile(r"--(?:kv-heads|head-dim|backend)\b")
 
 
 def _get_tokens(arguments: argparse.Namespace) -> tuple[int, ...]:
-    """The live tokens that were said: of each layer, or one number for all."""
+    """Return the specified numbers of valid tokens: one of each layer, or one for all."""
     specified: tuple[int, ...] | int | None = arguments.tokens
     return specified if isinstance(specified, tuple) else (specified,) if specified else ()
 
@@ -465,7 +467,7 @@ def hash_token_ids(arguments: argparse.Namespace) -> TokenIdsFingerprint | None:
 
 
 def load_ids(arguments: argparse.Namespace) -> Any:
-    """The ids that ``--token-ids`` says, or that are in the file it names; read once, as that may be a pipe."""
+    """Return the ids of ``--token-ids`` or of the file it names; read once, as that may be a pipe."""
     from ..formats.mnn import load_token_ids
     from ..packed.cache_info import MAX_TOKEN_ID
 
@@ -476,13 +478,13 @@ def load_ids(arguments: argparse.Namespace) -> Any:
 
 
 def get_ids_label(arguments: argparse.Namespace) -> str:
-    """What messages call the ids: the option, or the file that it names."""
+    """Return the name of the ids in messages: the option, or the file that it names."""
     text: str = arguments.token_ids
     return "--token-ids" if _looks_like_ids(text) else "standard input" if text == console.STDIO else text
 
 
 def _looks_like_ids(ids: str) -> bool:
-    """Whether these are ids themselves, or meant as such, and not the name of a file."""
+    """Return whether a text is a list of ids, perhaps a malformed one, and not a file name."""
     return ids != console.STDIO and _IDS_REGEX.match(ids) is not None and not os.path.exists(ids)
 
 
@@ -491,7 +493,7 @@ _IDS_REGEX = re.compile(r"[-+.,\[\]\s\d]*$|\s*\[|[^/]*,")
 
 
 def _parse_ids(ids_text: str, max_id: int) -> list[int]:
-    """Numbers up to `max_id` between spaces or commas, or a JSON list; `OptionError` for what is none."""
+    """Parse numbers up to `max_id`, separated by spaces or commas, or a JSON list; raise `OptionError` for others."""
     from .._util.text import escape_control
     from ..errors import OptionError
 
@@ -515,7 +517,7 @@ def _parse_ids(ids_text: str, max_id: int) -> list[int]:
 
 
 def parse_counts(text: str) -> tuple[int, ...]:
-    """``32`` or ``32,48``: numbers above zero."""
+    """Parse ``32`` or ``32,48``: numbers above zero."""
     return tuple(shared_options.parse_positive(part) for part in text.split(","))
 
 

@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
 
 def was_given(arguments: argparse.Namespace, name: str) -> bool:
-    """Whether an option has another value than without it."""
+    """Return whether an option has another value than its default."""
     return bool(hasattr(arguments, name) and getattr(arguments, name) != arguments.parser.get_default(name))
 
 
 def refuse_given(arguments: argparse.Namespace, names: Iterable[str], reason: str) -> None:
-    """`UsageError` for the first of the options that was given; `names` are those of the namespace."""
+    """Raise `UsageError` for the first of the options that was specified; `names` are those of the namespace."""
     for name in names:
         if was_given(arguments, name):
             raise UsageError(f"{get_option_name(arguments, name)} {reason}")
 
 
 def get_option_name(arguments: argparse.Namespace, name: str) -> str:
-    """What the verb calls an option."""
+    """Return the verb's own name of an option."""
     actions: list[argparse.Action] = arguments.parser._actions
     for action in actions:
         if action.dest == name:
@@ -54,13 +54,13 @@ _ARRAY_PARTS = (
 
 
 def add_part(parser: Any, fields: Sequence[SpecField]) -> None:
-    """``--part``, or further items of it."""
+    """Add ``--part``, or further items of it."""
     title = "which part of an input that has several"
     add_spec_option(parser, "--part", title, fields, metavar="WHAT[,WHAT]")
 
 
 def add_axes(parser: Any) -> None:
-    """``--axes``, ``--shape`` and ``--pages``, and of ``--part`` what arrays of several texts need."""
+    """Add ``--axes``, ``--shape`` and ``--pages``, and the items of ``--part`` that select one of several texts."""
     group = parser.add_argument_group("axes of arrays", _AXES_DESCRIPTION)
     group.add_argument(
         "--axes", dest="kv_axes", metavar="LETTERS", help="axis order of arrays, e.g. lhtd, thd, 2lthd; td: MLA"
@@ -83,7 +83,7 @@ def add_axes(parser: Any) -> None:
 
 
 def build_axis_spec(arguments: argparse.Namespace, *, is_one_of_several: bool = False) -> AxisSpec:
-    """What the arguments say."""
+    """Build the axis specification from the arguments."""
     from ..arrays.axes import AxisSpec
 
     axes, shape, batch, pages, half = (getattr(arguments, name, None) for name in AXES_OPTION_NAMES)
@@ -110,7 +110,7 @@ EFFORT_CHOICES = ("exact", "balanced", "fast", "max")
 
 
 def parse_byte_count(text: str) -> int:
-    """A size such as ``4096``, ``64M`` or ``1G`` (powers of 1024), in bytes."""
+    """Parse a size in bytes such as ``4096``, ``64M`` or ``1G`` (powers of 1024)."""
     match = re.fullmatch(r"(\d{1,15})\s*([KMGT]?)(i?B)?", text.strip(), re.IGNORECASE)
     if not match:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size: expected a number of bytes, K, M or G")
@@ -118,14 +118,14 @@ def parse_byte_count(text: str) -> int:
 
 
 def parse_positive(text: str) -> int:
-    """A whole number above zero."""
+    """Parse an integer above zero."""
     if not re.fullmatch(r"\d{1,9}", text) or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above zero")
     return int(text)
 
 
 def parse_whole(text: str) -> int:
-    """A whole number, zero included."""
+    """Parse an integer of zero or more."""
     if not re.fullmatch(r"\d{1,9}", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
     return int(text)
@@ -143,7 +143,7 @@ def add_command(
     action_help: ActionHelp | None = None,
     has_details: bool = False,
 ) -> Any:
-    """A sub-parser with the options that every verb has.
+    """Add a sub-parser with the options that every verb has.
 
     Parameters
     ----------
@@ -177,13 +177,13 @@ def add_command(
 
 
 def add_threads(parser: Any) -> None:
-    """``--threads`` and ``--no-zstd``."""
+    """Add ``--threads`` and ``--no-zstd``."""
     parser.add_argument("--threads", type=parse_positive, metavar="N", help="threads to use (default: all processors)")
     parser.add_argument("--no-zstd", action="store_true", help="behave as an engine without libzstd: RLE only")
 
 
 def add_max_bytes(parser: Any) -> None:
-    """``--max-input-bytes``."""
+    """Add ``--max-input-bytes``."""
     parser.add_argument(
         "--max-input-bytes",
         dest="max_bytes",
@@ -194,30 +194,30 @@ def add_max_bytes(parser: Any) -> None:
 
 
 def add_output(parser: Any, text: str) -> None:
-    """``-o`` and ``-f``."""
+    """Add ``-o`` and ``-f``."""
     parser.add_argument("-o", "--output", metavar="OUT", help=text)
     add_force(parser)
 
 
 def add_raw(parser: Any) -> None:
-    """``--raw``."""
+    """Add ``--raw``."""
     parser.add_argument(
         "--raw", action="store_true", help="write the raw elements of one array to OUT, whatever its suffix"
     )
 
 
 def has_option(parser: Any, option: str) -> bool:
-    """Whether a parser knows an option already."""
+    """Return whether a parser already has an option."""
     return any(option in action.option_strings for action in parser._actions)
 
 
 def add_force(parser: Any) -> None:
-    """``-f``."""
+    """Add ``-f``."""
     parser.add_argument("-f", "--force", action="store_true", help="replace files that exist")
 
 
 def add_provider(parser: Any) -> None:
-    """``--provider``."""
+    """Add ``--provider``."""
     parser.add_argument(
         "--provider",
         action="append",
@@ -237,7 +237,7 @@ _FLOAT8_CODE_TYPES = (
 
 
 def add_source(parser: Any, dtype_help: str, *, axes: bool = True) -> None:
-    """``--dtype``, ``--tensor`` and ``--skip-unsupported``; with `axes` what says how arrays lie."""
+    """Add ``--dtype``, ``--tensor`` and ``--skip-unsupported``; with `axes` also the options for the axis order."""
     add_dtype(parser, dtype_help, with_float8=True)
     parser.add_argument("--tensor", action="append", default=[], metavar="NAME", help="take this array (repeatable)")
     parser.add_argument(
@@ -250,11 +250,11 @@ def add_source(parser: Any, dtype_help: str, *, axes: bool = True) -> None:
 
 
 def add_dtype(parser: Any, text: str, *, with_float8: bool = False) -> None:
-    """``--dtype``, with `with_float8` also what codes of one byte are."""
+    """Add ``--dtype``; `with_float8` also accepts the float8 types of one-byte codes."""
     names = (*ELEMENT_TYPES, *(_FLOAT8_CODE_TYPES if with_float8 else ()))
     parser.add_argument("--dtype", choices=names, metavar="TYPE", help=f"{text}: {', '.join(names)}")
 
 
 def select_codecs(arguments: argparse.Namespace) -> tuple[str, ...]:
-    """What ``--no-zstd`` leaves."""
+    """Return the codecs that ``--no-zstd`` permits."""
     return ("rle",) if arguments.no_zstd else ("rle", "zstd")

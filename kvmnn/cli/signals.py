@@ -30,12 +30,12 @@ class TerminationSignal(BaseException):
 
 @contextmanager
 def unwind_on_signals(*, is_last: bool = False) -> Iterator[None]:
-    """While active, SIGTERM and SIGHUP unwind the stack as SIGINT does, instead of killing the process where it stands.
+    """Make SIGTERM and SIGHUP unwind the stack, as SIGINT does, instead of killing the process.
 
-    A signal that is ignored (``nohup``) or has a handler stays as it is. None is raised while a compiled module is
-    being loaded, but as soon as it is: an exception in the midst of that can end the process in a crash. Nor is one
-    in a callback of imports, where it would be lost. With `is_last` the process ends after this, and signals after
-    the first are ignored until it has.
+    A signal that is ignored (``nohup``) or has a handler is not changed. No exception is raised while a compiled module
+    is being loaded, but right after: raised in the middle of that, it can crash the process. Nor is one raised in a
+    callback of imports, where it would be lost. With `is_last` the process ends after this block, and later signals are
+    ignored until then.
     """
     handling_by_name: dict[str, tuple[object, Callable[[], BaseException]]] = {
         "SIGINT": (signal.default_int_handler, KeyboardInterrupt),
@@ -84,7 +84,7 @@ def _raise_again(signal_number: int) -> None:
 
 
 def _must_delay(frame: FrameType | None) -> bool:
-    """Whether a compiled module is being loaded somewhere below this frame, or an exception would be lost in it."""
+    """Return whether a compiled module is being loaded below this frame, or an exception in it would be lost."""
     while frame is not None:
         code = frame.f_code
         if code.co_name == "cb" and code.co_filename == "<frozen importlib._bootstrap>":  # of a weak reference

@@ -1,4 +1,4 @@
-"""The standard streams, which may be closed, full, left by their reader, or of an encoding that lacks letters.
+"""The standard streams, which may be closed, full, abandoned by the reader, or unable to encode some letters.
 
 Whatever the command says goes through here, so that no name and no text of a file reaches a terminal as a command.
 """
@@ -28,7 +28,7 @@ _SHORTENED_BEGIN_LETTERS, _SHORTENED_END_LETTERS = 700, 200
 
 
 class OutputClosedError(BaseException):
-    """The reader of standard output is gone; a `BaseException`, so that no error handler catches it."""
+    """The reader of standard output is gone; not an error, so no error handler catches it."""
 
 
 def claim_standard_descriptors() -> None:
@@ -53,7 +53,7 @@ def reset_names() -> None:
 
 
 def register_names(words: Iterable[str]) -> None:
-    """Register names, of files or inside files, that a result will repeat.
+    """Register names, of files or of their contents, that a result will repeat.
 
     A result is lines, so that `write_out` cannot tell the end of one from a line end in a name. It can where it knows
     the name.
@@ -86,7 +86,7 @@ def flush_out() -> None:
 
 @dataclass
 class CapturedOutput:
-    """Output of a command that runs for one of many files: its document, its errors, and all other lines."""
+    """The output of a verb that runs for one of many files: its document, its errors, and all other lines."""
 
     document: Any = None
     errors: list[str] = field(default_factory=list)
@@ -99,7 +99,7 @@ _captured_output: ContextVar[CapturedOutput | None] = ContextVar("kvmnn_said", d
 
 @contextmanager
 def capture_output() -> Iterator[CapturedOutput]:
-    """Capture all output in the context instead of writing it."""
+    """Capture the output of the ``with`` block instead of writing it."""
     captured = CapturedOutput()
     token = _captured_output.set(captured)
     try:
@@ -109,12 +109,12 @@ def capture_output() -> Iterator[CapturedOutput]:
 
 
 def is_captured() -> bool:
-    """Return whether output is captured, as it is for one of many files, and so never reaches a terminal."""
+    """Return whether output is captured, as for one of many files: nothing of it goes to the terminal."""
     return _captured_output.get() is not None
 
 
 def write_document(value: Any) -> None:
-    """Write a command's result to standard output as a JSON document."""
+    """Write a verb's result as a JSON document to standard output."""
     captured = _captured_output.get()
     if captured is not None:
         captured.document = value
@@ -145,12 +145,15 @@ def shorten_line(line: str) -> str:
 
 
 def format_message_line(lines: object) -> str:
-    """Join the lines of a result or a message for `write_error_line`; registered names keep their line ends."""
+    """Join the lines of a result, or of another program's message, to one for `write_error_line`.
+
+    Line ends in registered names are not changed.
+    """
     return join_lines(_escape_names(str(lines)))
 
 
 def write_error_lines(text: str) -> None:
-    """Write lines to standard error; do nothing if it is closed."""
+    """Write lines to standard error; do nothing when it is closed."""
     stream = sys.stderr
     if stream is not None:
         with suppress(OSError, ValueError):
@@ -164,7 +167,7 @@ def is_terminal() -> bool:
 
 
 class Stdout:
-    """Standard output as a stream of bytes: writes all of them, even where PYTHONUNBUFFERED makes writes partial."""
+    """Standard output as a stream of bytes: writes all of them, even when PYTHONUNBUFFERED makes writes partial."""
 
     def write(self, data: bytes | memoryview, /) -> int:
         """Write all of `data`."""
@@ -183,7 +186,7 @@ class Stdout:
 
 
 def drop_buffered(stream: TextIO | None) -> None:
-    """Discard the buffer of a stream; otherwise the interpreter reports an error on exit."""
+    """Discard what a stream still buffers; otherwise the interpreter would report an error on exit."""
     if stream is not None:
         with suppress(OSError, ValueError, AttributeError):
             stream.flush()

@@ -1,4 +1,4 @@
-"""What the verbs share that work on compressor weights."""
+"""Options that the commands for compressor weights share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CONVERSION_OPTION_NAMES = (
 
 
 def split_names(text: str) -> tuple[str, ...]:
-    """Split a comma-separated list; strip blanks around the names and skip empty names."""
+    """Split a comma-separated list; ignore blanks around names and empty names."""
     return tuple(name for item in text.split(",") if (name := item.strip()))
 
 
@@ -50,7 +50,7 @@ def parse_entry(text: str) -> tuple[str, str]:
 
 
 def add_order_options(parser: Any) -> None:
-    """``--prefix-order`` and ``--slot-order``."""
+    """Add ``--prefix-order`` and ``--slot-order``."""
     parser.add_argument(
         "--prefix-order",
         type=split_names,
@@ -81,7 +81,7 @@ def add_header_options(parser: Any) -> None:
 
 
 def build_convert_options(arguments: argparse.Namespace, **overrides: Any) -> ConvertOptions:
-    """Build the conversion options from the command line; `overrides` take precedence."""
+    """Build the conversion options from the specified ones; `overrides` take precedence."""
     from ..compressor import ConvertOptions
 
     values = {field: getattr(arguments, dest, None) for field, dest in _DEST_BY_FIELD.items()}
@@ -90,7 +90,7 @@ def build_convert_options(arguments: argparse.Namespace, **overrides: Any) -> Co
 
 
 def list_given_options(arguments: argparse.Namespace) -> list[str]:
-    """Return the specified conversion options, under the names of `ConvertOptions`."""
+    """List the specified conversion options by their names in `ConvertOptions`."""
     return [field for field, dest in _DEST_BY_FIELD.items() if getattr(arguments, dest, None) is not None]
 
 
@@ -111,7 +111,7 @@ def _parse_metadata(arguments: argparse.Namespace) -> dict[str, str] | None:
 
 
 def check_is_weight_file(path: str) -> None:
-    """Raise `SourceError` for a file that neither is a weight file nor begins like one."""
+    """Raise `SourceError` for a file that is not a weight file and does not look like one."""
     from ..compressor import is_weight_file
     from ..errors import SourceError
     from ..files.mapped_file import HEAD_BYTES, read_head
@@ -127,7 +127,7 @@ def check_is_weight_file(path: str) -> None:
 
 
 def report_notices(arguments: argparse.Namespace, warnings: Sequence[str], notices: Sequence[str]) -> None:
-    """Write one line to standard error for each notice."""
+    """Print one line to standard error for each notice."""
     for kind, lines in (("note", notices), ("warning", warnings)):
         for line in lines:
             console.print_note(arguments, line, kind)

@@ -1,9 +1,10 @@
-"""K turned from the positions of its tokens in the text to others (RoPE): what an evicted cache needs in an engine that
-counts positions from 0.
+"""Rotate K from the positions of its tokens in the text to other positions (RoPE).
+
+An evicted cache needs this for an engine that counts positions from 0.
 
 RoPE rotates each pair of elements by position times frequency. A rotation by the distance between two positions leads
-from one to the other, whatever scaled the frequencies or K, and the distances between the tokens are then those of the
-new positions. Products are of float32, as where dense streams rotate rows; the angles come from integers of 64 bits.
+from one to the other, however frequencies or K were scaled. Distances between tokens are then those of the new
+positions. Products are computed in float32, as when dense streams rotate rows; angles come from 64-bit integers.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _RADIANS_PER_PHASE_UNIT = 2 * np.pi / 2.0**64
 
 @dataclass
 class RotationErrorStats(Record):
-    """How far the written K is from the exact rotation of the K that was read."""
+    """The error of the written K relative to the exact rotation of the K that was read."""
 
     #: The largest absolute difference of an element.
     max_abs_error: float = field(default=0.0, metadata={"key": "largest_error"})
@@ -51,7 +52,7 @@ class RotationErrorStats(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class RerotationResult(Record):
-    """What rotating K to other positions did."""
+    """The result of rotating K to other positions."""
 
     #: How K is rotated, for people: one text for each different kind of layer.
     rotation: str
@@ -69,7 +70,7 @@ class RerotationResult(Record):
     @property
     @json_key(before="rotation")
     def label(self) -> str:
-        """``LOSSY`` where any K was rotated, as its elements are rounded; ``LOSSLESS`` where all stayed as it was."""
+        """``LOSSY`` if any K was rotated, because its elements were rounded; otherwise ``LOSSLESS``."""
         return LOSSY if self.tokens else LOSSLESS
 
     def __str__(self) -> str:
@@ -162,7 +163,10 @@ def rotate_array(
     rope: RopeFrequencies,
     error_stats: RotationErrorStats,
 ) -> LazyArray:
-    """Return K ``[kv_head, token, head_dim]``, or token-major, rotated as it is read; parameters as `rotate_rows`."""
+    """Return K ``[kv_head, token, head_dim]``, or token-major, rotated when it is read.
+
+    The parameters are those of `rotate_rows`.
+    """
     if not distances.any():
         return array
     num_heads = array.shape[1] if token_major else array.shape[0]

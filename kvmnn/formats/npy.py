@@ -62,12 +62,12 @@ class NpyHeader:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of data that must follow the header."""
+        """Number of data bytes that must follow the header."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def _parse_header_fields(head: bytes) -> tuple[dict[str, Any], int]:
-    """Parse the three fields of a header and its length in bytes; raise `ValueError` for a malformed one.
+    """Return the three checked fields of a header and its length in bytes; raise `ValueError` for a bad one.
 
     numpy's own reader hands the text of the type to ``numpy.dtype``, which some texts crash.
     """
@@ -97,7 +97,7 @@ def _parse_header_fields(head: bytes) -> tuple[dict[str, Any], int]:
 
 
 def read(file: MappedFile, options: ReadOptions) -> Source:
-    """Read one array, named after the file."""
+    """Return one array, named after the file."""
     label = file.label
     header = NpyHeader(file.read_head(MAX_NPY_HEADER_BYTES), label)
     name = "stdin" if file.path == STDIN else array_name_from_path(file.path)
@@ -152,7 +152,7 @@ NPY = FileFormat(
 
 
 def list_npy_files(path: str) -> list[str]:
-    """List the ``.npy`` files directly in a directory, ordered by layer and part, with numbers in numeric order."""
+    """List the ``.npy`` files directly in a directory: K and V in layer order, then others in natural order."""
     try:
         with os.scandir(path) as entries:
             paths = [entry.path for entry in entries if entry.name.lower().endswith(NPY_SUFFIX) and entry.is_file()]
@@ -162,7 +162,7 @@ def list_npy_files(path: str) -> list[str]:
 
 
 def read_folder(path: str, options: ReadOptions) -> Source:
-    """Read all ``.npy`` files in a directory, each as an array named after its file; mapped only while it is read."""
+    """Return the arrays of all ``.npy`` files in a directory, named after their files; mapped only while read."""
     files = list_npy_files(path)
     arrays, skipped = select_tensors(
         path, [(array_name_from_path(file), partial(_read_file_array, file, options)) for file in files], options
@@ -176,7 +176,7 @@ NPY_FOLDER = PathFormat(name="npy", check=lambda head: bool(list_npy_files(head.
 
 
 def make_name_sort_key(name: str) -> tuple[bool, list[int | str]]:
-    """Return a key that sorts names of layers first, by layer, first token and part; others follow in natural order."""
+    """Make a key that sorts names of layers first, by layer, first token and part; others in natural order."""
     parsed_name = parse_conventional_name(name)
     if parsed_name is not None:
         return False, [parsed_name.layer, parsed_name.start, parsed_name.part]
@@ -189,7 +189,7 @@ def _read_file_array(path: str, options: ReadOptions) -> LazyArray:
 
 
 def _iter_file_chunks(path: str, nbytes: int, chunk_bytes: int) -> Iterator[Chunk]:
-    """Iterate over the data of the file, mapped only meanwhile: a directory may have more files than can be mapped."""
+    """Yield the data at the end of the file: a directory may contain more files than a process may map."""
     mapped_file = MappedFile(path)
     if mapped_file.size < nbytes:
         raise SourceError(

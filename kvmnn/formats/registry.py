@@ -44,12 +44,12 @@ ENGINE_FORMATS = (llama.LLAMA_STATE, mlx.MLX_PROMPT_CACHE, saved.TORCH_CACHE)
 
 
 def find_engine_format(head: FileHead) -> FileFormat | None:
-    """The format of a file of another engine, or of a stream with one; None for all others."""
+    """Return the format of another engine's file, or of a stream with one; None for all others."""
     return next((engine_format for engine_format in ENGINE_FORMATS if engine_format.detect(head)), None)
 
 
 def detect_engine_name(path: str) -> str | None:
-    """The name of the kind of a file, or of the file that frames were made from."""
+    """Return the name of a file's format, or of the file that frames were made from."""
     engine_format = find_engine_format(FileHead.from_path(path))
     if engine_format is not None:
         return engine_format.name
@@ -63,7 +63,7 @@ def detect_engine_name(path: str) -> str | None:
 
 
 def recover_original_options(frames: FrameSet, options: ReadOptions) -> ReadOptions:
-    """Return the options that read a file as it was read for frames of it: their manifest has what was specified."""
+    """Return the options that were used to read a file for its frames, from their manifest."""
     metadata = dict(frames.document.metadata) if frames.document else {}
     passthrough = parse_passthrough(metadata, frames.path)
     if passthrough is None or passthrough.layer_numbers is None:
@@ -75,7 +75,7 @@ def recover_original_options(frames: FrameSet, options: ReadOptions) -> ReadOpti
 
 
 def read_original_arrays(frames: Source, path: str, options: ReadOptions) -> Source:
-    """K and V of such a file again, where frames are of one that was kept whole; else what the frames decode to."""
+    """Return K and V of the whole file that frames store; for other frames, the arrays that they decode to."""
     file = None if options.engine.passthrough else reopen_original(frames, path)
     if file is None:
         return frames
@@ -231,7 +231,7 @@ def _note_other_numbers(source: Source, options: ReadOptions) -> None:
 def _apply_model_options(
     options: ReadOptions, kv_heads: int | None, model: str | os.PathLike[str] | None
 ) -> ReadOptions:
-    """The options, with what was said of heads and model."""
+    """Return the options with the specified number of kv heads and model."""
     if kv_heads is None and model is None:
         return options
     packed_options = options.packed or PackedOptions()
@@ -243,7 +243,7 @@ def _apply_model_options(
 
 
 def _add_code_note(source: Source) -> Source:
-    """The source, with a note where its numbers were made of codes."""
+    """Add a note to a source whose numbers were converted from one-byte codes."""
     if source.elements:
         source.notes.append(
             f"{' and '.join(source.elements)} codes read as the fp32 numbers that they stand for, without scales: "
@@ -253,7 +253,7 @@ def _add_code_note(source: Source) -> Source:
 
 
 def _validate_kv_heads(source: Source, kv_heads: int | None) -> Source:
-    """The source; `OptionError` where its K and V have another number of heads than the caller says, or say none."""
+    """Return the source; raise `OptionError` if the number of kv heads differs from `kv_heads` or is unknown."""
     has_row_heads = (
         source.engine_cache is not None and source.engine_cache.engine == llama.ENGINE
     )  # which were told already
@@ -272,7 +272,7 @@ def _validate_kv_heads(source: Source, kv_heads: int | None) -> Source:
 
 
 def _invert_requested(source: Source, options: ReadOptions) -> Source:
-    """The source, with what is to be undone of it."""
+    """Invert the transforms of the source that the options name."""
     engine_options = options.engine
     if engine_options.invert is None:
         return source
@@ -282,7 +282,7 @@ def _invert_requested(source: Source, options: ReadOptions) -> Source:
 
 
 def _check_array_names(source: Source, path: str) -> None:
-    """`SourceError` for a name that arrays may not have; a note for one that the file's was changed to."""
+    """Raise `SourceError` for an invalid array name; add a note for a name that was changed."""
     for name in source:
         check_name(name, path)
     if len(source) == 1 and source.names == (array_name_from_path(path),) and PurePath(path).stem != source.names[0]:
@@ -290,7 +290,7 @@ def _check_array_names(source: Source, path: str) -> None:
 
 
 def classify_path(path: str) -> Literal["frames", "arrays"] | None:
-    """What lies at a path, by its name and by what lies next to it or in it; None for a name that does not say.
+    """Classify a path by its name and by the files next to it or in it; None if its name is ambiguous.
 
     Of a folder without a manifest nothing is looked at: `detect` does.
     """
@@ -304,7 +304,7 @@ def classify_path(path: str) -> Literal["frames", "arrays"] | None:
 
 
 def find_readable_entry(path: str) -> str | None:
-    """The first name in a directory that `open` would read; None where there is none among the first thousand."""
+    """Return the first name in a directory that `open` can read; None if the first thousand contain none."""
     try:
         names = sorted(os.listdir(path))[:_MAX_SCANNED_NAMES]
     except OSError:
@@ -323,7 +323,7 @@ def find_readable_entry(path: str) -> str | None:
 
 
 def explain_not_frames(path: str, error: KvmnnError) -> KvmnnError:
-    """What to raise for an input that was read as a frame and is none: `error`, unless its name says nothing."""
+    """Return the error for an input that is not a frame: `error`, or a better explanation of the content."""
     if os.path.isdir(path) and (orphans_text := zarr.find_orphaned_arrays(path)):
         return SourceError(orphans_text)
     head = FileHead.from_path(path)
@@ -351,7 +351,7 @@ def _read_frames(path: str, options: ReadOptions) -> Source:
 
 
 def contains_frames(path: str | MappedFile) -> bool:
-    """Whether the content of a file is frames, whatever its name and whatever lies next to it."""
+    """Return whether a file contains frames, whatever its name and the files next to it."""
     try:
         open_frames(path, use_manifest=False)
     except KvmnnError:
@@ -400,7 +400,7 @@ _FORMATS_WITHOUT_FRAMES = tuple(entry for entry in FORMATS if entry is not FRAME
 
 
 def detect(path: str | FileHead, formats: Sequence[Format] = FORMATS) -> Format:
-    """The format of what lies at a path; `RAW` and `UNKNOWN_FOLDER` where neither name nor content tells.
+    """Return the format of a path; `RAW` or `UNKNOWN_FOLDER` if neither name nor content identifies it.
 
     Raises
     ------
@@ -412,7 +412,7 @@ def detect(path: str | FileHead, formats: Sequence[Format] = FORMATS) -> Format:
 
 
 def _read(head: FileHead, options: ReadOptions) -> Source:
-    """The arrays of an input of any format, those of them that `options` name."""
+    """Return the arrays of an input of any format, restricted to those that `options` name."""
     formats = FORMATS if options.decode_frames else _FORMATS_WITHOUT_FRAMES
     found_format = detect(head, formats)
     if head.kind == "stream" and head.file is None and (found_format is RAW or head.suffix == ".safetensors"):
@@ -436,7 +436,7 @@ RestoredForm = Literal["arrays", "file", "dump", "prefix"]
 
 
 def find_restored_form(frames: FrameSet, output: str | None) -> RestoredForm:
-    """What frames become at a place (None: a stream): what they were made from, or plain arrays."""
+    """Return the form to decode frames to at a path (None: a stream): their original form, or plain arrays."""
     if can_restore_file(frames, output):
         return "file"
     return "prefix" if output is not None and can_restore_prefix(frames, output) else "arrays"

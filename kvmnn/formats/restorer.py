@@ -1,4 +1,4 @@
-"""Restore the original arrays from frames, as files of any format or as raw words on a stream."""
+"""Decode frames to the original arrays, written as files of any format or as raw elements on a stream."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .writer import ReadBackError, build_output_metadata, list_lost_information,
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreResult(Record):
-    """Arrays that were decoded, or read from a Zarr store, and written as arrays or as their original file or dump.
+    """Arrays that were decoded or read from a store, and written as arrays, a whole file or a dump.
 
     Parameters
     ----------
@@ -42,33 +42,33 @@ class RestoreResult(Record):
     output
         File or directory; None for a stream.
     arrays
-        What was written.
+        The arrays that were written.
     is_verified
-        Whether there were hashes, which were compared.
+        Whether hashes were available and compared.
     hash_source
-        What has the hashes: ``"manifest"``, ``"store"`` of Zarr, or the whole ``"file"``.
+        Where the hashes come from: ``"manifest"``, ``"store"`` of Zarr, or the whole ``"file"``.
     is_read_back
-        Whether that was done with what the output reads back as; else with what went to a stream or device.
+        Whether the compared data was read back from the output, not only sent to a stream or device.
     files
         Names of the files in a directory, one for each array; else none.
     stored_bytes
-        Of all frames.
+        Size of all frames.
     seconds
-        Time that it took.
+        Elapsed time.
     unknown_properties
-        What nothing says of several frames without a manifest, for people; else empty.
-    next to
-        Names of further files in a directory, which lay next to the arrays.
+        Human-readable list of properties that frames without a manifest do not record; else empty.
+    beside
+        Names of the sidecar files written to a directory.
     notes
         One line for each thing about another engine's cache that the output has no place for.
     completeness
-        The state of the model that the arrays contain, where that is known.
+        Which part of the model's state the arrays contain; None if unknown.
     metadata_files
         Names of the other files of a KV dump; `files` has those of the arrays.
     passthrough
         The whole file that was written; None for arrays.
     bundle_bytes
-        Of frames and manifest, which such a file is made of.
+        Size of the frames and the manifest of such a file.
     """
 
     input: str
@@ -91,7 +91,7 @@ class RestoreResult(Record):
     @property
     @json_key(after="output")
     def raw_bytes(self) -> int:
-        """Bytes of the file, or of all arrays."""
+        """Size of the file, or of all arrays, in bytes."""
         return sum(array.nbytes for array in self.arrays) if self.passthrough is None else self.passthrough.nbytes
 
     @property
@@ -134,7 +134,10 @@ class RestoreResult(Record):
         return "\n  ".join([line, *lines])
 
     def _format_summary(self, contents_text: str, decoded_text: str = "") -> str:
-        """Format where `contents_text` was written, the sizes (`decoded_text`: before decoding), and what is proved."""
+        """Format one line: where `contents_text` was written, its size, and whether it was verified.
+
+        `decoded_text` names the data that was decoded.
+        """
         check_text = f"{'read back, ' if self.is_read_back else ''}sha256 of the {self.hash_source}"
         missing_text = (
             f"no manifest to check it against{'; ' if self.unknown_properties else ''}{self.unknown_properties}"
@@ -221,7 +224,7 @@ def write_to_stream(stream: BinaryStream, arrays: Sequence[ArrayInfo], chunks: A
 
 
 def _list_lost_types(frames: FrameSet, path: str) -> list[str]:
-    """Return notes on codes that become untyped bytes, as only one of the output formats has one-byte types."""
+    """List a note about codes written as bytes without a type: only one format has one-byte types."""
     element_types = dict.fromkeys(array.element for array in frames.arrays if array.element)
     if not element_types or path.lower().endswith(".safetensors"):
         return []
@@ -231,7 +234,7 @@ def _list_lost_types(frames: FrameSet, path: str) -> list[str]:
 
 
 def _read_description(frames: FrameSet) -> Source:
-    """Read what frames record beyond their arrays; only the metadata if no engine cache is described."""
+    """Return a source without arrays that describes an engine's cache; an empty one for other frames."""
     metadata = dict(frames.document.metadata) if frames.document else {}
     if ENGINE_KEY not in metadata:
         return Source([], metadata)
@@ -248,7 +251,7 @@ def _write_to_path(
     force: bool,
     progress: Progress | None,
 ) -> list[str]:
-    """Files of the arrays; what reads back is compared with the hashes of the manifest. Names of files in a folder."""
+    """Write the files of the arrays, and compare their hashes with the manifest; return file names in a folder."""
     hashes = [array.sha256 for array in frames.arrays if array.sha256]
     has_hashes = bool(hashes) and not is_device(path)
     try:

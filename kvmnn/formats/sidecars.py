@@ -1,4 +1,4 @@
-"""Files next to the arrays of a folder, which travel with them: positions, ids, completeness."""
+"""Sidecar files of a folder of arrays, which frames contain as well: positions, ids, completeness."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def _add_completeness(source: Source, folder: str) -> None:
 
 @lru_cache(maxsize=1)
 def _dump_sidecars_cached(files: tuple[tuple[str, bytes], ...]) -> str:
-    """Compressed once for all arrays of a folder."""
+    """Compress the sidecar files once for all arrays of a folder."""
     return dump_sidecars(dict(files))
 
 
 def read_sidecar(source: Source, name: str) -> tuple[bytes, str] | None:
-    """The bytes of such a file, and what messages call it, where an input has it or was made of what had it."""
+    """Return the content and label of a sidecar file that is next to the input or embedded in its frames."""
     if not source.inputs:
         return None
     path = source.inputs[0]
@@ -102,11 +102,11 @@ _MAX_TOKENS = 2**31 - 1
 
 @dataclass(frozen=True, eq=False)
 class PositionsSidecar:
-    """What the document says."""
+    """The content of a positions document."""
 
     #: Of each layer, ascending: int64 ``[token]``, or ``[kv_head, token]`` where heads hold different tokens.
     positions: tuple[Positions, ...]
-    #: Tokens of the text; None where it does not say them.
+    #: Number of tokens of the text; None if the document lacks it.
     tokens_seen: int | None
     #: Of each layer whose K was rotated to `positions` since: true positions of its tokens in the text, of the same
     #: shape; None where they are `positions`.
@@ -119,7 +119,7 @@ class PositionsSidecar:
 
     @property
     def positions_in_text(self) -> tuple[Positions, ...]:
-        """True positions in the text of every layer's tokens."""
+        """The true positions of every layer's tokens in the text."""
         text_positions = self.text_positions or (None,) * len(self.positions)
         return tuple(
             layer_positions if text_layer_positions is None else text_layer_positions
@@ -130,7 +130,7 @@ class PositionsSidecar:
 def read_positions_sidecar(
     source: Source, tokens: Sequence[int], layer_numbers: Sequence[int] | None = None
 ) -> PositionsSidecar | None:
-    """The true positions of every layer's tokens, where the input is a directory that says them or was made of one."""
+    """Return the true positions of every layer's tokens, if a directory or its frames record them."""
     sidecar = read_sidecar(source, POSITIONS_NAME)
     if sidecar is None:
         return None
@@ -169,7 +169,10 @@ def is_dump_kv_folder(source: Source) -> bool:
 
 
 def read_positions_by_layer(source: Source) -> PositionMap:
-    """Which tokens of the text each layer holds, wherever the source says it; raises as `read_positions_sidecar`."""
+    """Return which tokens of the text each layer holds, from any record in the source.
+
+    Raises the errors of `read_positions_sidecar`.
+    """
     try:
         key_arrays = {entry.layer: entry for entry in collect_layers(source, allow_keys_only=True)}
     except SourceError:
@@ -183,7 +186,7 @@ def read_positions_by_layer(source: Source) -> PositionMap:
 
 
 def _parse_layer_number(layer: JsonReader, index: int) -> int:
-    """Which layer it is of: its place among them, where it does not say."""
+    """Return the layer's number; `index`, its place in the list, if the entry has none."""
     return layer.get("layer").read_int(0) if isinstance(layer.value, dict) and "layer" in layer.value else index
 
 

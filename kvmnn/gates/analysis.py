@@ -25,7 +25,7 @@ class DecodeStats:
 
     @classmethod
     def from_rows(cls, rows: Sequence[MetricRow], aggregation: str) -> DecodeStats:
-        """Over rows; `judged_speed` is the one that `aggregation` names."""
+        """Compute the speeds over rows; `aggregation` selects the `judged_speed`."""
         speeds = sorted(row.decode_speed for row in rows)
         num_speeds = len(speeds)
         middle_index = num_speeds // 2
@@ -124,7 +124,7 @@ class CaseConditions:
         self.is_consistent = not limits.require_kv_content_consistency or all(all_passed)
 
     def warn_low_headroom(self) -> list[str]:
-        """Return a warning if the asynchronous waiting time is close to its limit."""
+        """Return a warning if little of the permitted waiting time is left."""
         if not self.is_headroom_low:
             return []
         return [
@@ -139,7 +139,7 @@ def _is_within(value: float, limit: float) -> bool:
 
 
 def build_ratio_lines(conditions: CaseConditions, ratio_source: str) -> dict[str, str]:
-    """Ratios."""
+    """Build the report lines about ratios."""
     return {
         "lossy_target": format_four_digits(conditions.limits.lossy_target),
         "lossy_best": format_four_digits(conditions.lossy_ratio),
@@ -154,7 +154,7 @@ def build_ratio_lines(conditions: CaseConditions, ratio_source: str) -> dict[str
 
 
 def build_runtime_lines(conditions: CaseConditions) -> dict[str, str]:
-    """Figures of the runtime and their gates."""
+    """Build the report lines about the runtime and its gates."""
     limits = conditions.limits
     return {
         "runtime_decomp_required": format_flag(limits.require_runtime_decomp),
@@ -205,7 +205,7 @@ def _build_headroom_lines(conditions: CaseConditions) -> dict[str, str]:
 
 
 def build_consistency_lines(conditions: CaseConditions) -> dict[str, str]:
-    """Format the checks that the fork calls consistency."""
+    """Build the report lines about the checks that the fork calls consistency."""
     limits = conditions.limits
     return {
         "require_kv_content_consistency": format_flag(limits.require_kv_content_consistency),
@@ -227,7 +227,7 @@ def build_consistency_lines(conditions: CaseConditions) -> dict[str, str]:
 
 
 def build_decode_lines(conditions: CaseConditions) -> dict[str, str]:
-    """Speeds, and the gate where there is a baseline."""
+    """Build the report lines about speeds, and about the gate if there is a baseline."""
     limits, decode = conditions.limits, conditions.decode
     lines = {
         "decode_gate_enabled": format_flag(conditions.is_decode_gated),
@@ -253,7 +253,7 @@ def build_decode_lines(conditions: CaseConditions) -> dict[str, str]:
 
 
 def build_offline_lines(kind: str, offline: OfflineRatio | None) -> dict[str, str]:
-    """Format the entries, layers and path of an offline evaluation; empty if there was none."""
+    """Build the report lines about an offline evaluation; empty if there was none."""
     if offline is None:
         return {}
     return {
@@ -264,18 +264,18 @@ def build_offline_lines(kind: str, offline: OfflineRatio | None) -> dict[str, st
 
 
 def build_limit_lines(name: str, limit: float, unit: str = "") -> dict[str, str]:
-    """Format whether a limit is enabled, and its value if it is."""
+    """Build the report lines about a limit: whether it is enabled, and its value."""
     enabled_line = {f"{name}_gate_enabled": format_flag(limit >= 0.0)}
     return enabled_line | {f"{name}_target{unit}": format_four_digits(limit)} if limit >= 0.0 else enabled_line
 
 
 def format_four_digits(value: float) -> str:
-    """Four digits after the decimal point."""
+    """Format a number with four digits after the decimal point."""
     return f"{value:.4f}"
 
 
 def format_flag(value: bool) -> str:
-    """Format a flag as the fork does."""
+    """Format a boolean as the fork writes it."""
     return "true" if value else "false"
 
 
@@ -365,7 +365,7 @@ def analyse(
 def _select_lossless_ratio(
     rows: MetricRows, online_ratio: OfflineRatio | None, upper_bound: OfflineRatio | None
 ) -> tuple[float, str, list[str]]:
-    """Select the lossless ratio that counts, and return it with its source and a remark."""
+    """Return the lossless ratio to judge, its source, and warnings about it."""
     if online_ratio is not None:
         return online_ratio.ratio, "offline_online_sim", []
     if upper_bound is not None:
@@ -374,7 +374,7 @@ def _select_lossless_ratio(
 
 
 def warn_missing_columns(columns: Sequence[str]) -> list[str]:
-    """Return warnings about a table that lacks columns of the runtime."""
+    """Return the warnings about a table without all columns of the runtime."""
     missing = find_missing_columns(columns)
     return (
         [f"[WARN] runtime metric columns missing in CSV: {', '.join(missing)}", _OLD_BENCH_WARNING] if missing else []
@@ -382,7 +382,7 @@ def warn_missing_columns(columns: Sequence[str]) -> list[str]:
 
 
 def _build_gates(conditions: CaseConditions) -> list[GateResult]:
-    """Build the gates of the verdict."""
+    """Build the gates that make up the verdict."""
     limits = conditions.limits
     is_decompress_gated = limits.require_runtime_decomp or limits.max_lossless_decomp_us >= 0.0
     decompress_text, limit_text = format_distinct(conditions.decompress_us, limits.max_lossless_decomp_us, 0)
@@ -456,7 +456,7 @@ def _describe_ratio_basis(conditions: CaseConditions) -> str:
 
 
 def _explain_consistency(conditions: CaseConditions) -> str:
-    """Explain which check failed; if none did, explain what was checked, which is not K and V themselves."""
+    """Name the consistency checks that failed, or the data that passed; it does not include K and V."""
     failed = [
         explanation
         for passed, explanation in (
@@ -516,7 +516,10 @@ _AVERAGE_COLUMNS = (
 
 
 def format_case_markdown(analysis: CaseAnalysis) -> str:
-    """The report; ends with a newline. A missing column is 0, as the fork has it; that of own runs is left out."""
+    """Format the report as Markdown, ending with a newline.
+
+    A missing column is 0, as in the fork; own runs leave it out.
+    """
     parts = [
         ["# H2O final Summary"],
         _build_average_lines(analysis),
@@ -535,7 +538,7 @@ def format_case_markdown(analysis: CaseAnalysis) -> str:
 
 
 def _has_no_encoding(analysis: CaseAnalysis) -> bool:
-    """Return whether kvmnn's own runs encoded nothing, so that neither their ratio nor the runtime was measured."""
+    """Return whether kvmnn's own runs encoded nothing, so that neither ratio nor runtime was measured."""
     return analysis.is_own_run and "lossless_selected_value" not in analysis.section_lines
 
 
@@ -569,7 +572,7 @@ def _build_average_lines(analysis: CaseAnalysis) -> list[str]:
 def _build_best_row_lines(
     analysis: CaseAnalysis, get_measure: Callable[[MetricRow], float], first_name: str
 ) -> list[str]:
-    """Format the row with the largest `get_measure` as a list, with the figure `first_name` first."""
+    """Build the report lines of the row with the largest `get_measure`, its value `first_name` first."""
     row = max(analysis.rows.rows, key=get_measure)
     text_by_name = {
         "decode tps": f"{row.decode_speed:.2f}",
@@ -597,7 +600,7 @@ def _build_pareto_lines(analysis: CaseAnalysis) -> list[str]:
 
 
 def read_gate_section(text: str) -> dict[str, str]:
-    """Return the lines of the last section of a report; empty if there is none."""
+    """Return the lines of the last gate section of a report; empty if it has none."""
     section_lines: dict[str, str] = {}
     is_in_section = False
     for line in map(str.strip, text.split("\n")):

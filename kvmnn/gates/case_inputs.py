@@ -32,7 +32,7 @@ from .logs import (
 
 @dataclass(frozen=True, kw_only=True)
 class MetricRow:
-    """One row: its cells, their first numbers by column (0 for a cell that is missing), tokens a second of decoding."""
+    """One row: its cells, the first number of each (0 for a missing one), and the decode speed in tokens per second."""
 
     cells: Mapping[str, str]
     numbers: Mapping[str, float]
@@ -40,14 +40,14 @@ class MetricRow:
 
     @classmethod
     def from_cells(cls, cells: Mapping[str, str]) -> MetricRow:
-        """The numbers in the cells of a row."""
+        """Make a row from the numbers in its cells."""
         names = (*METRIC_COLUMNS, DECOMPRESSED_COLUMN)
         numbers = {name: parse_first_number(cells.get(name, "0")) for name in names}
         return cls(cells=cells, numbers=numbers, decode_speed=parse_decode_speed(cells.get(SPEED_COLUMN)))
 
     @property
     def decode_deviation(self) -> float | None:
-        """Of the decode speed; None where the row has none."""
+        """Deviation of the decode speed; None if the row has none."""
         return parse_deviation(self.cells.get(SPEED_COLUMN))
 
     @property
@@ -75,21 +75,21 @@ class MetricRows:
     notes: tuple[str, ...] = field(default=())
 
     def max_value(self, column: str) -> float:
-        """Of a column, over the rows."""
+        """Return the largest value of a column."""
         return max(row.numbers[column] for row in self.rows)
 
     def mean_value(self, column: str) -> float:
-        """Of a column, over the rows."""
+        """Return the mean value of a column."""
         return sum(row.numbers[column] for row in self.rows) / len(self.rows)
 
     @property
     def missing_columns(self) -> list[str]:
-        """Figures that the table has no column of."""
+        """Metrics whose column the table lacks."""
         return [name for name in METRIC_COLUMNS if name not in self.columns]
 
 
 def read_metric_rows(paths: Sequence[str | os.PathLike[str]]) -> MetricRows:
-    """Rows of CSV files (of `kvmnn gate parse` or the fork's parser), or of logs.
+    """Read rows from CSV files (of `kvmnn gate parse` or the fork's parser) or from logs.
 
     Raises
     ------
@@ -121,7 +121,7 @@ def read_metric_rows(paths: Sequence[str | os.PathLike[str]]) -> MetricRows:
 
 
 def read_csv(path: str | os.PathLike[str]) -> MetricRows:
-    """The rows of one CSV file."""
+    """Read the rows of one CSV file."""
     text = read_log(Path(path)).removeprefix("\N{ZERO WIDTH NO-BREAK SPACE}")
     try:
         reader = csv.reader(io.StringIO(text, newline=None))
@@ -141,7 +141,7 @@ def _build_rows(header: tuple[str, ...], lines: Iterable[list[str]]) -> tuple[Me
 
 @dataclass(frozen=True, kw_only=True)
 class OfflineRatio:
-    """The document of an offline evaluation: the path as it was given, its ratio, and what lines of a report repeat."""
+    """The ratio of an offline evaluation, the specified path, and values to repeat in the report."""
 
     path: str
     ratio: float
@@ -152,7 +152,7 @@ class OfflineRatio:
 
 
 def read_offline_ratio(path: str | os.PathLike[str]) -> OfflineRatio:
-    """The ratio in a document: ``weighted_lossless_ratio``, or ``lossless_ratio`` where that is missing."""
+    """Read the ratio in a document: ``weighted_lossless_ratio``, or ``lossless_ratio`` if that is missing."""
     where = os.fspath(path)
     try:
         document = read_object(Path(path))
@@ -195,7 +195,7 @@ _MAX_EXAMPLES, _MAX_EXAMPLE_LETTERS, _MAX_LINE_LETTERS = 5, 220, 400
 
 @dataclass(frozen=True, kw_only=True)
 class LogScan:
-    """What the lines of logs say."""
+    """The damage and the encodings that log lines report."""
 
     #: How many were read.
     num_files: int = 0

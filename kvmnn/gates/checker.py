@@ -28,7 +28,7 @@ _MAX_RATIO_DIFFERENCE = 0.01
 def run_hard_checks(
     rows: MetricRows, limits: GateLimits, logs: LogScan | None, online_ratio: OfflineRatio | None
 ) -> tuple[GateResult, ...]:
-    """The checks of steps 4 to 6, as gates."""
+    """Run the checks of steps 4 to 6 and return them as gates."""
     return (*_check_rows(rows.rows, limits), *_check_logs(logs, limits), _check_offline_bytes(online_ratio))
 
 
@@ -109,7 +109,7 @@ _MAX_OFFLINE_DIFFERENCE_FRACTION = 0.02
 
 
 def diagnose(analysis: CaseAnalysis, logs: LogScan | None) -> tuple[str, ...]:
-    """Sentences about a case, each from what its rows and logs show."""
+    """Return sentences that explain a case from its rows and logs."""
     sentences = [
         *_diagnose_lost_figures(analysis, logs),
         *_diagnose_unreachable_target(analysis),
@@ -132,12 +132,12 @@ def _diagnose_lost_figures(analysis: CaseAnalysis, logs: LogScan | None) -> Iter
 
 
 def _has_lost_figures(analysis: CaseAnalysis, logs: LogScan | None) -> bool:
-    """Whether the log tells of encodings, and the table of none."""
+    """Return whether the log reports encodings that are missing from the table."""
     return logs is not None and bool(logs.encoding_lines) and not analysis.rows.max_value("h2o_lossless_raw_mb") > 0
 
 
 def _diagnose_unreachable_target(analysis: CaseAnalysis) -> Iterator[str]:
-    """Rows in which sinks and recent tokens, or whole blocks, keep more than the target allows."""
+    """Explain rows whose sinks and recent tokens, or whole blocks, exceed the tokens the target permits."""
     target, rows = analysis.limits.lossy_target, analysis.rows.rows
     floor_fractions, block_fractions = list[float](), list[tuple[float, float]]()
     for row in rows:
@@ -167,7 +167,7 @@ def _diagnose_unreachable_target(analysis: CaseAnalysis) -> Iterator[str]:
 
 
 def _rules_out_target(keep_fraction: float, target: float) -> bool:
-    """Return whether a share that is kept rules the target out; 0 is a row without plans."""
+    """Return whether keeping this fraction of tokens makes the target unreachable; 0 is a row without plans."""
     return keep_fraction > 0 and 1.0 / keep_fraction + 1e-6 < target
 
 
@@ -205,7 +205,7 @@ def _diagnose_slow_store(analysis: CaseAnalysis) -> Iterator[str]:
 
 
 def _diagnose_offline_difference(analysis: CaseAnalysis) -> Iterator[str]:
-    """The offline ratio that was judged, next to that of the run."""
+    """Compare the offline ratio that was judged with that of the run."""
     if analysis.ratio_source == "runtime":
         return
     raw_mb, compressed_mb = (analysis.rows.mean_value(f"h2o_lossless_{name}_mb") for name in ("raw", "comp"))
@@ -269,17 +269,17 @@ class CaseResult(Record):
 
     @property
     def verdict(self) -> Verdict:
-        """Of all gates and checks together."""
+        """The combined verdict of all gates and checks."""
         return aggregate_verdict([*self.gates, *self.checks])
 
     @property
     def has_passed(self) -> bool:
-        """Whether none failed, and everything that was asked for was measured."""
+        """Whether no check failed and every requested quantity was measured."""
         return self.verdict == "pass"
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """The fork's, but for what `strict` does otherwise: it takes the lossless ratio from the run itself."""
+        """The fork's warnings; `strict` leaves out those about a ratio that it takes from the run itself."""
         all_warnings = self.analysis.warnings
         return (
             tuple(line for line in all_warnings if line not in SELECTED_RATIO_WARNINGS) if self.strict else all_warnings
@@ -287,7 +287,7 @@ class CaseResult(Record):
 
     @property
     def failure_text(self) -> str:
-        """What did not pass, in a line; empty where everything did."""
+        """One line with the gates and checks that did not pass; empty if all did."""
         problems = [
             f"{gate.name} {gate.verdict}" for gate in (*self.checks, *self.gates) if gate.verdict not in ("pass", "off")
         ]
@@ -302,14 +302,14 @@ class CaseResult(Record):
         return dict(self.analysis.section_lines)  # the fork's section, its values as text
 
     def to_markdown(self) -> str:
-        """The report of the case, `format_case_markdown`."""
+        """Return the report of the case, see `format_case_markdown`."""
         return format_case_markdown(self.analysis)
 
     def __str__(self) -> str:
         return "\n".join(self.format_lines(min(shutil.get_terminal_size((80, 24)).columns, 100)))
 
     def format_lines(self, width: int) -> list[str]:
-        """The verdict, the gates, and what explains them, in `width` columns."""
+        """Return the verdict, the gates and their explanations, in `width` columns."""
         rows = self.analysis.rows
         active_gates = [gate for gate in (*self.gates, *self.checks) if gate.verdict != "off"]
         unused_names = [gate.name for gate in (*self.gates, *self.checks) if gate.verdict == "off"]

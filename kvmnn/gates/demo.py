@@ -36,40 +36,40 @@ _NO_MODEL_MESSAGE = "LLM init error"
 
 @dataclass(frozen=True, kw_only=True)
 class DemoRun:
-    """One prompt."""
+    """One run of ``llm_demo`` on one prompt."""
 
-    #: Of the prompt: its file without the suffix, and the digits of ``prompt_<bucket>_<i>``, else ``"other"``.
+    #: The prompt's file name without suffix, and the digits of ``prompt_<bucket>_<i>``, else ``"other"``.
     name: str
     bucket: str
-    #: 0 and ``"ok"`` where the run counts: it ended well and told tokens and times.
+    #: 0 and ``"ok"`` for a valid run: it ended without error and reported tokens and times.
     return_code: int
     reason: str
-    #: From the JSON line, where it has them, else as printed.
+    #: From the JSON line if it has them, else from the printed output.
     prompt_tokens: float
     decode_tokens: float
     prefill_s: float
     decode_s: float
-    #: The JSON line; empty where there was none.
+    #: The JSON line; empty if there was none.
     metrics: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def decode_speed(self) -> float:
-        """Tokens a second; 0 where no time was told."""
+        """Tokens per second; 0 if no time was reported."""
         return self.decode_tokens / self.decode_s if self.decode_s > 0 else 0.0
 
     def get_metric(self, key: str) -> float:
-        """A number of the JSON line; 0 where it has none."""
+        """Return a number of the JSON line; 0 if it is missing."""
         return get_number(self.metrics, key)
 
 
 def parse_bucket(name: str) -> str:
-    """The bucket in the name of a prompt's file."""
+    """Return the bucket in the name of a prompt's file."""
     match = _BUCKET_REGEX.search(name)
     return match[1] if match else "other"
 
 
 def build_demo_run(name: str, metrics: Mapping[str, Any], printed_text: str, return_code: int = 0) -> DemoRun:
-    """A run from its JSON line and from what it printed."""
+    """Build a run from its JSON line and its printed output."""
     printed_values = parse_printed_values(printed_text)
     has_metrics = get_number(metrics, "prompt_tokens") > 0 and get_number(metrics, "prefill_us") > 0
     has_metrics = has_metrics or (printed_values.get("prompt_tokens", 0) > 0 and printed_values.get("prefill_s", 0) > 0)
@@ -140,7 +140,7 @@ def _read_run_file(path: Path) -> list[DemoRun]:
 
 
 def _parse_run_line(row: Mapping[str, Any]) -> DemoRun:
-    """A run as the fork's runner notes it."""
+    """Parse a run as the fork's runner records it."""
     metrics = row.get("h2o_metrics")
     name = Path(str(row.get("prompt_file", ""))[:400]).stem
     return_code = get_number(row, "effective_returncode") if "effective_returncode" in row else 1.0
@@ -167,7 +167,7 @@ def _read_run_folder(folder: Path) -> list[DemoRun]:
 
 
 def _read_printed_text(path: Path) -> str:
-    """What a run printed, where its logs lie next to its JSON lines."""
+    """Read the printed output of a run if its logs are next to its JSON lines."""
     folders = (path.parent, path.parent.parent / "logs")
     logs = [folder / f"{path.stem}.{stream}.log" for folder in folders for stream in ("stdout", "stderr")]
     return "\n".join(read_log(log) for log in logs if log.is_file())
@@ -175,7 +175,7 @@ def _read_printed_text(path: Path) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class DemoStats:
-    """What runs come to; means are over runs, that of the speed over those that have one."""
+    """Statistics over runs; the mean speed is over runs that have one."""
 
     num_runs: int
     num_passed: int
@@ -189,12 +189,12 @@ class DemoStats:
 
     @property
     def has_passed(self) -> bool:
-        """Whether there were runs, and all ended well."""
+        """Whether there were runs and all ended without error."""
         return 0 < self.num_runs == self.num_passed
 
     @classmethod
     def from_runs(cls, runs: Sequence[DemoRun]) -> DemoStats:
-        """Over runs."""
+        """Compute the statistics over runs."""
 
         def compute_mean(get_value: Callable[[DemoRun], float]) -> float:
             return sum(map(get_value, runs)) / len(runs) if runs else 0.0
@@ -227,12 +227,12 @@ class DemoBucket:
 
     @property
     def has_passed(self) -> bool:
-        """Whether its speed is within the limit."""
+        """Whether the slowdown of this length is within the limit."""
         return self.verdict == "pass"
 
 
 def pair_by_prompt(baseline: Iterable[DemoRun], candidate: Iterable[DemoRun]) -> Iterator[tuple[float, float]]:
-    """Speeds (without, with) of the same prompts on both sides, of those that ran several times in their order."""
+    """Pair the speeds (without, with) of the same prompt on both sides; repeated runs pair in order."""
     baseline_speeds: dict[str, list[float]] = defaultdict(list)
     for run in baseline:
         baseline_speeds[run.name].append(run.decode_speed)
@@ -249,7 +249,7 @@ def build_buckets(
     first_names: Sequence[str],
     strict: bool,
 ) -> Iterator[DemoBucket]:
-    """The lengths of both sides, those of `first_names` first; `strict` judges by intervals."""
+    """Build the prompt length buckets of both sides, those of `first_names` first; `strict` judges by intervals."""
     for name in order_buckets({run.bucket for run in (*baseline, *candidate)}, first_names):
         runs_of_sides = [[run for run in runs if run.bucket == name] for runs in (baseline, candidate)]
         baseline_stats, candidate_stats = map(DemoStats.from_runs, runs_of_sides)
@@ -273,7 +273,7 @@ def build_buckets(
 
 
 def order_buckets(names: Iterable[str], first_names: Sequence[str] = ()) -> list[str]:
-    """Buckets in order: those of `first_names` that are there, then numbers ascending, then names."""
+    """Order buckets: those of `first_names` that exist, then numbers ascending, then names."""
     other_names = sorted(
         set(names) - set(first_names), key=lambda name: (0, int(name), "") if name.isdecimal() else (1, 0, name)
     )
@@ -283,7 +283,7 @@ def order_buckets(names: Iterable[str], first_names: Sequence[str] = ()) -> list
 
 @dataclass(frozen=True, kw_only=True)
 class DemoLimits:
-    """What the prompts must reach."""
+    """The limits for the gates of real prompts."""
 
     #: Largest share of the speed that may be lost, over all prompts and in each bucket.
     decode_drop_target: float = 0.08
@@ -328,21 +328,21 @@ class DemoResult:
 
     @property
     def verdict(self) -> Verdict:
-        """Of all gates together."""
+        """The combined verdict of all gates."""
         return aggregate_verdict(self.gates)
 
     @property
     def has_passed(self) -> bool:
-        """Whether none failed, and everything that was asked for was measured."""
+        """Whether no gate failed and every requested quantity was measured."""
         return self.verdict == "pass"
 
     @property
     def failure_text(self) -> str:
-        """What did not pass, in a line."""
+        """One line with the gates that did not pass."""
         return ", ".join(f"{gate.name} {gate.verdict}" for gate in self.gates if gate.verdict not in ("pass", "off"))
 
     def to_dict(self) -> dict[str, Any]:
-        """The fork's ``llm_demo_report.json`` with the verdict here, and the gates."""
+        """Return the fork's ``llm_demo_report.json`` with kvmnn's verdict and the gates."""
         # computed: the keys are those of the fork's file, most of them of three records under names of its own
         limits, baseline, candidate = self.limits, self.baseline, self.candidate
         failed_buckets = [bucket.name for bucket in self.buckets if not bucket.has_passed]
@@ -381,7 +381,7 @@ class DemoResult:
         return {name: None if name in self.unmeasured_keys else value for name, value in document.items()}
 
     def to_markdown(self) -> str:
-        """The report of the case; ends with a newline."""
+        """Return the report of the case as Markdown, ending with a newline."""
         lines = ["# H2O final llm_demo Real Prompt Report", ""]
         document = self.to_dict()
         for name, value in document.items():
@@ -401,7 +401,7 @@ class DemoResult:
         return "\n".join(self.format_lines(min(shutil.get_terminal_size((80, 24)).columns, 100)))
 
     def format_lines(self, width: int) -> list[str]:
-        """The verdict, the gates and the buckets, in `width` columns."""
+        """Return the verdict, the gates and the buckets, in `width` columns."""
         runs = f"{pluralize(self.baseline.num_runs, 'run')} without, {self.candidate.num_runs:,} with compression"
         active_gates = [gate for gate in self.gates if gate.verdict != "off"]
         heading = f"{self.verdict.upper()}: {self.case}, {summarize_verdicts(active_gates)}; {runs}"

@@ -62,7 +62,7 @@ DEMO_COLUMNS = (
 
 
 def order_columns(preferred_order: tuple[str, ...], rows: list[dict[str, str]]) -> list[str]:
-    """The columns that any row has: known ones in their order, then the others sorted."""
+    """Order the columns that any row has: known ones first in their order, then the others sorted."""
     present_columns = {name for row in rows for name in row}
     return [name for name in preferred_order if name in present_columns] + sorted(
         present_columns - set(preferred_order)
@@ -74,7 +74,7 @@ _DECODE_REGEX = re.compile(r"<br>\s*([0-9]+(?:\.[0-9]+)?)")
 
 
 def parse_first_number(cell: object) -> float:
-    """The first number in a cell such as ``3.114 ± 0.009``; 0 where there is none.
+    """Parse the first number in a cell such as ``3.114 ± 0.009``; 0 if there is none.
 
     An exponent is not read: ``1e-05`` is 1. A cell that is ``nan`` or ``inf`` and nothing else is that.
     """
@@ -93,7 +93,7 @@ def parse_decode_speed(cell: str | None) -> float:
 
 
 def parse_deviation(cell: str | None) -> float | None:
-    """What stands after ``±`` of the last part of a cell; None where nothing does."""
+    """Parse the number after ``±`` in the last part of a cell; None if there is none."""
     _, sign, text = (cell or "").rpartition("\N{PLUS-MINUS SIGN}")
     match = _NUMBER_REGEX.search(text) if sign else None
     return _to_float(match[0]) if match else None
@@ -111,20 +111,20 @@ _RULE_REGEX = re.compile(r"[-:]+")
 
 @dataclass(frozen=True, kw_only=True)
 class BenchTable:
-    """What the lines of one log that begin with a bar hold."""
+    """The table in one log of ``llm_bench``: the lines that begin with a bar."""
 
     #: Names of the columns; empty where there is no table.
     header: tuple[str, ...] = ()
-    #: Cells by column, in order; a header line that comes again is one of them, as the fork's parser has it.
+    #: Cells by column, in order. As in the fork's parser, a repeated header line is a row.
     rows: list[dict[str, str]] = field(default_factory=list)
-    #: Places among `rows` of such header lines.
+    #: Indices in `rows` of repeated header lines.
     repeated_headers: list[int] = field(default_factory=list)
     #: Lines with another number of cells than the header.
     num_dropped: int = 0
 
 
 def read_table(text: str) -> BenchTable:
-    """The table in a log: the first line with a bar is its header, the second is left out whatever it says."""
+    """Read the table in a log: the first line with a bar is its header, the second is always skipped."""
     lines = [line.strip() for line in text.splitlines()]
     lines = [line for line in lines if line.startswith("|")]
     if len(lines) < 3:
@@ -154,7 +154,7 @@ MAX_LOG_BYTES = 64 << 20
 
 
 def find_log_files(paths: Iterable[str | os.PathLike[str]], suffixes: tuple[str, ...] = (".log",)) -> list[Path]:
-    """Files, and the logs of folders in the order of their names; each once, whatever it is called."""
+    """List files, and the logs in folders by name; each file once, even if it is named twice."""
     path_by_real_path: dict[Path, Path] = {}
     for path in map(Path, paths):
         if not path.exists():
@@ -172,7 +172,7 @@ def _list_folder_logs(folder: Path, suffixes: tuple[str, ...]) -> Iterator[Path]
 
 
 def read_log(path: Path) -> str:
-    """The text of a log; bytes that are not UTF-8 are left out, as logs hold what a model says."""
+    """Read the text of a log; bytes that are not UTF-8 are dropped, as logs contain model output."""
     try:
         return read_bounded(path, MAX_LOG_BYTES).decode("utf-8", "ignore")
     except (FileNotFoundError, NotADirectoryError):
@@ -198,13 +198,13 @@ def parse_printed_values(text: str) -> dict[str, float]:
 
 
 def has_records(name: str, text: str) -> bool:
-    """Whether a log is lines of JSON objects: by its name, or because its first line is one."""
+    """Return whether a log consists of JSON lines, by its name or its first line."""
     first_line = text.lstrip().partition("\n")[0].rstrip()
     return name.endswith(".jsonl") or (first_line.startswith("{") and first_line.endswith("}"))
 
 
 def read_json_records(text: str, where: str) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines; of those with one ``prompt_index`` the last."""
+    """Read the objects of a file of JSON lines; the last one for each ``prompt_index``."""
     record_by_index: dict[object, dict[str, Any]] = {}
     for line_number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
@@ -216,7 +216,7 @@ def read_json_records(text: str, where: str) -> list[dict[str, Any]]:
 
 
 def parse_json_line(line: str, where: str) -> dict[str, Any]:
-    """The object in a line; `SourceError`, which begins with `where`, where it is none."""
+    """Parse the object in a line; raise `SourceError`, prefixed with `where`, for anything else."""
     try:
         value = loads_strict(line)
     except json.JSONDecodeError as error:
@@ -232,7 +232,7 @@ def parse_json_line(line: str, where: str) -> dict[str, Any]:
 
 
 def get_number(record: Mapping[str, Any], key: str) -> float:
-    """A number of a record; 0 where it is missing or is none."""
+    """Return a number of a record; 0 if it is missing or not a number."""
     try:
         number = float(record.get(key, 0.0))
     except (TypeError, ValueError, OverflowError):
@@ -247,7 +247,7 @@ LogKind = Literal["llm_bench", "llm_demo"]
 
 @dataclass(frozen=True, kw_only=True)
 class ParsedLogs(Record):
-    """Rows of logs."""
+    """The rows parsed from logs."""
 
     json_keys = "kind files columns rows=_filled_rows notes"
 
@@ -263,7 +263,7 @@ class ParsedLogs(Record):
     notes: tuple[str, ...] = ()
 
     def to_csv(self) -> str:
-        """A header line and a line for each row, which end in CR and LF."""
+        """Return a header line and a line for each row, which end in CR and LF."""
         sink = io.StringIO()
         writer = csv.writer(sink, lineterminator="\r\n")
         writer.writerow(map(escape_csv, self.columns))
@@ -279,7 +279,7 @@ class ParsedLogs(Record):
 
 
 def parse_logs(paths: Iterable[str | os.PathLike[str]], *, strict: bool = False) -> ParsedLogs:
-    """The rows of logs: tables of ``llm_bench``, or JSON lines (and printed sums) of ``llm_demo``.
+    """Parse the rows of logs: tables of ``llm_bench``, or JSON lines (and printed sums) of ``llm_demo``.
 
     Parameters
     ----------
@@ -358,7 +358,7 @@ def _parse_tables(texts: dict[Path, str]) -> ParsedLogs:
 
 
 def check_bench_columns(names: Iterable[str], where: str) -> None:
-    """`SourceError` for a table that has no column of ``llm_bench``; `where` begins its message."""
+    """Raise `SourceError`, prefixed with `where`, for a table without any column of ``llm_bench``."""
     distinct_names = list(dict.fromkeys(names))
     if not {SPEED_COLUMN, *METRIC_COLUMNS}.intersection(distinct_names):
         raise SourceError(
@@ -369,7 +369,7 @@ def check_bench_columns(names: Iterable[str], where: str) -> None:
 
 
 def _parse_printed_logs(texts: dict[Path, str]) -> ParsedLogs | None:
-    """What ``llm_demo`` printed, of logs that hold no table: times in microseconds, as its records have them."""
+    """Parse the printed output of ``llm_demo`` in logs without a table; times in microseconds, as in records."""
     rows = []
     for file, text in texts.items():
         printed_values = parse_printed_values(text)
@@ -418,7 +418,7 @@ def _iter_notes(tables: dict[Path, BenchTable]) -> Iterator[str]:
 
 
 def _find_impossible_values(file: str | Path, rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Iterator[str]:
-    """The first figure of a log that nothing can have: below 0, or no number at all."""
+    """Find the first impossible value of a log: negative, or not a number."""
     cells = [
         (row_number, name, str(row.get(name, ""))) for row_number, row in enumerate(rows, start=1) for name in names
     ]
@@ -430,7 +430,7 @@ def _find_impossible_values(file: str | Path, rows: Sequence[Mapping[str, Any]],
 
 
 def _find_version_differences(tables: dict[Path, BenchTable]) -> Iterator[str]:
-    """Logs whose columns differ from those of most."""
+    """Yield a note about each log whose columns differ from those of most."""
     if len({table.header for table in tables.values()}) < 2:
         return
     usual_columns = set(Counter(table.header for table in tables.values()).most_common(1)[0][0])

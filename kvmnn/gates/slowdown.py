@@ -27,7 +27,7 @@ _STUDENT_T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262,
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeSlowdown:
-    """Speeds side by side, tokens a second."""
+    """Decode speeds without and with compression, in tokens per second."""
 
     #: How many.
     num_pairs: int
@@ -42,12 +42,12 @@ class DecodeSlowdown:
 
     @property
     def drop_ratio(self) -> float:
-        """1 - after / before: at most 1, negative where compression is faster."""
+        """1 - after / before: at most 1, negative if compression is faster."""
         return 1.0 - self.candidate_speed / self.baseline_speed
 
     @classmethod
     def from_pairs(cls, pairs: Sequence[tuple[float, float]]) -> DecodeSlowdown | None:
-        """Of speeds (without, with); None where there are none above 0 without compression."""
+        """Compute the slowdown of speeds (without, with); None without positive speeds without compression."""
         if not pairs or not sum(baseline_speed for baseline_speed, _ in pairs) > 0:
             return None
         baseline_speed, candidate_speed = (fmean(pair[side] for pair in pairs) for side in (0, 1))
@@ -72,7 +72,7 @@ class DecodeSlowdown:
         )
 
     def judge(self, limit: float) -> Verdict:
-        """Pass or fail where the whole interval says so, else unclear, which is no pass."""
+        """Return pass or fail if the whole interval agrees, otherwise unclear, which is not a pass."""
         if limit >= 1.0:  # no speed is below 0
             return PASS
         if self.interval_low is None or self.interval_high is None:
@@ -88,7 +88,7 @@ class DecodeSlowdown:
 def build_slowdown_gate(
     slowdown: DecodeSlowdown | None, limit: float, pairs_text: str, missing_reason: str = "no run has a speed"
 ) -> GateResult:
-    """The gate of a drop."""
+    """Build the gate of a slowdown."""
     name, limit_text = "decode drop", f"<= {limit:.2%}"
     if slowdown is None and limit >= 1.0:
         return GateResult(name=name, verdict=PASS, limit=limit_text, why=f"no speed is below 0; {missing_reason}")
@@ -121,7 +121,7 @@ MAX_HISTORY_BYTES = 16 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeBaseline:
-    """Tokens a second, where from, and the median or largest of how many values."""
+    """A speed in tokens per second, its source, and how many values it is the median or maximum of."""
 
     speed: float
     source: str
@@ -130,12 +130,12 @@ class DecodeBaseline:
 
 
 def make_fixed_baseline(speed: float) -> DecodeBaseline:
-    """A constant."""
+    """Make a baseline of a constant speed."""
     return DecodeBaseline(speed=speed, source="fixed", num_samples=1)
 
 
 def find_same_batch_baseline(rows: MetricRows, fallback_speed: float) -> DecodeBaseline:
-    """The fastest row of a run without compression; `fallback_speed` where no row has a speed.
+    """Return the fastest row of a run without compression; `fallback_speed` if no row has a speed.
 
     The fork takes the fastest row here and the mean of the candidate's, so its gate is stricter than its limit says.
     """
@@ -154,7 +154,7 @@ def compute_rolling_baseline(
     window: int = ROLLING_WINDOW_RUNS,
     min_samples: int = MIN_ROLLING_SAMPLES,
 ) -> DecodeBaseline:
-    """The median of the newest runs with one key; `fallback_speed` where there are too few."""
+    """Return the median of the newest runs with one key; `fallback_speed` if there are too few."""
     values, num_damaged = _read_speeds(Path(history), key)
     warnings = (f"{os.fspath(history)}: {num_damaged} lines are no JSON objects",) if num_damaged else ()
     values = values[-max(1, window) :]
@@ -164,7 +164,7 @@ def compute_rolling_baseline(
 
 
 def _read_speeds(path: Path, key: str) -> tuple[list[float], int]:
-    """Speeds above 0 of lines with a key, and how many lines are damaged."""
+    """Return the positive speeds of lines with a key, and the number of damaged lines."""
     try:
         text = read_bounded(path, MAX_HISTORY_BYTES).decode("utf-8", "ignore")
     except (FileNotFoundError, NotADirectoryError):
@@ -187,7 +187,7 @@ def _read_speeds(path: Path, key: str) -> tuple[list[float], int]:
 def append_to_history(
     history: str | os.PathLike[str], key: str, decode_best: float, has_passed: bool, summary: str
 ) -> bool:
-    """Add a run to a history, whether it passed or not; False where it has no speed."""
+    """Append a run, passed or not, to a history; return False if it has no speed."""
     if not decode_best > 0:
         return False
     now = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
@@ -201,7 +201,7 @@ def append_to_history(
 
 
 def build_baseline_key(rows: MetricRows, repeats: int) -> str:
-    """``host_backend_tT_pP,P_gG_repR`` of a table, as the fork's script calls its machine and its work."""
+    """Build ``host_backend_tT_pP,P_gG_repR``, the fork's key of machine and workload, from a table."""
     backends, threads = (_list_distinct_cells(rows, name) for name in ("backend", "threads"))
     matches = [re.search(r"prompt=(\d+)<br>decode=(\d+)", text) for text in _list_distinct_cells(rows, "llm_demo")]
     if not backends or not threads or not matches or not all(matches):

@@ -1,4 +1,4 @@
-"""Figures of an evaluation (matplotlib): each function takes results and returns a figure, or the reason for none."""
+"""Figures of an evaluation (matplotlib): each function takes results and returns a figure, or raises the reason."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ Measure = Callable[[ResultRow, float], MeasuredPoint]
 
 
 def format_interval_note(rows: Sequence[ResultRow], mark: str = "Bars") -> str:
-    """What `mark` in a figure of these rows is: intervals, and over how many documents; empty where there are none."""
+    """Describe the intervals that `mark` stands for in a figure of these rows, with the number of documents.
+
+    Empty if there are no intervals.
+    """
     num_documents = [
         row.versus_full.documents for row in rows if row.versus_full is not None and row.versus_full.low is not None
     ]
@@ -64,11 +67,11 @@ _TICK_STEPS = (
 
 
 class NothingToShowError(Exception):
-    """The results hold nothing for a plot; the text is the reason."""
+    """The results contain no data for a plot; the message is the reason."""
 
 
 def scale_axis(axes: Axes, name: str, values: Sequence[float]) -> None:
-    """An axis (``"x"`` or ``"y"``) of plain numbers, logarithmic where the values are far apart."""
+    """Set an axis (``"x"`` or ``"y"``) to plain numbers, logarithmic if the values are far apart."""
     if max(values) <= 3 * min(values):
         return
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
@@ -94,7 +97,7 @@ def compute_log_ticks(low: float, high: float) -> list[float]:
 
 
 def thin_ticks(ticks: Sequence[int], factor: float) -> list[int]:
-    """Ascending ticks without those that would touch the one before."""
+    """Drop ascending ticks that would touch the previous one."""
     kept_ticks: list[int] = []
     for tick in ticks:
         if not kept_ticks or tick > factor * kept_ticks[-1]:
@@ -103,7 +106,7 @@ def thin_ticks(ticks: Sequence[int], factor: float) -> list[int]:
 
 
 def compute_dodge(index: int, count: int) -> float:
-    """How far (in octaves) to the side a line is drawn, so that error bars do not cover each other."""
+    """Return the shift of a line (in octaves) that prevents error bars from overlapping."""
     step = min(0.045, 0.3 / count)
     return step * (index - (count - 1) / 2)
 
@@ -151,7 +154,7 @@ def perplexity_accuracy_tradeoff(results: EvaluationResultsProtocol) -> Figure:
 
 
 def keep_ratio_analysis(results: EvaluationResultsProtocol) -> Figure:
-    """Perplexity and accuracy over the protected share of a fixed size, or over the share that is kept."""
+    """Plot perplexity and accuracy over the protected share of a fixed budget, or over the kept share."""
     rows = select_policy_rows(results.rows)
     lines: list[tuple[str, str, list[tuple[float, ResultRow]]]] = []
     for option, quantity in (("recent_ratio", "share of the budget that is recent"), ("keep_ratio", "share kept")):
@@ -182,14 +185,14 @@ def keep_ratio_analysis(results: EvaluationResultsProtocol) -> Figure:
 
 
 def _find_near_limit(values: Sequence[float]) -> float | None:
-    """The perplexity up to which points lie close together, where others lie so far away that they cannot be told."""
+    """Return the perplexity that bounds most points, if outliers would hide their differences; else None."""
     best, middle = min(values), sorted(values)[len(values) // 2]
     near_limit = best + 3 * (middle - best)
     return near_limit if max(values) - best > 2 * (near_limit - best) > 0 else None
 
 
 def _add_panel_above(figure: Figure, axes: Axes) -> Axes:
-    """Another panel of the same size."""
+    """Add a panel of the same size above `axes`."""
     height = float(figure.get_size_inches()[1])
     left_position, bottom, wide, tall = axes.get_position().bounds
     extra_height = tall * height + 0.8
@@ -211,7 +214,7 @@ def _draw_tradeoff_lines(
     full: ResultRow | None,
     labelled_range: tuple[float, float],
 ) -> list[LineEnd]:
-    """Every line, and the numbers of its points above one perplexity and up to another, finite to show no others."""
+    """Draw every line; label the points with a perplexity in `labelled_range`, and only these if it is finite."""
     ends, sizes, lines = [], [], []
     full_points = [] if full is None else [(to_float_or_nan(full.perplexity), 100 * to_float_or_nan(full.accuracy))]
     for entry in series:
@@ -300,7 +303,7 @@ def _draw_hollow_points(axes: Axes, xs: Sequence[float], ys: Sequence[float], st
 
 
 def _draw_line(axes: Axes, name: str, style: dict[str, Any], points: Sequence[MeasuredPoint]) -> LineEnd:
-    """A line with its error bars; returns what its label needs."""
+    """Draw a line with its error bars; return the data for its label."""
     xs, ys = [point.x for point in points], [point.y for point in points]
     if all(point.low is not None and point.high is not None for point in points):
         lower_errors = [max(point.y - (point.low or 0.0), 0.0) for point in points]
@@ -364,7 +367,7 @@ def _draw_ratio_panels(
 def _number_variants(
     styles: LineStyles, lines: Sequence[tuple[str, str, list[tuple[float, ResultRow]]]]
 ) -> dict[str, int]:
-    """Lines of one colour, told apart by a number."""
+    """Number the lines of one colour, to give them different dashes."""
     variants: dict[str, int] = {}
     counts: dict[int, int] = {}
     for _, name, members in lines:
@@ -375,7 +378,7 @@ def _number_variants(
 
 
 def _format_size(row: ResultRow) -> str:
-    """The budget, or else the share."""
+    """Format the budget of a row, or its keep ratio if it has no budget."""
     if row.budget is not None:
         return f"{row.budget}"
     return "" if row.keep_ratio is None else f"{row.keep_ratio:g}"
@@ -400,7 +403,7 @@ _LOGARITHMIC_NOTE = f"\nlogarithmic beyond {_LINEAR_PERCENT} %"
 
 
 def strategy_comparison(results: EvaluationResultsProtocol) -> Figure:
-    """What each policy costs against the full cache, side by side for every budget."""
+    """Plot the loss of each policy against the full cache, side by side for every budget."""
     full = find_full_row(results.rows)
     if full is None or not is_number(full.perplexity):
         raise NothingToShowError("the full cache was not measured")
@@ -470,7 +473,7 @@ def _draw_comparison(
 
 
 def _has_outlier(changes: Sequence[float]) -> bool:
-    """Whether one change is so large that the others could not be seen next to it."""
+    """Return whether one change is so large that the others would be invisible next to it."""
     sizes = sorted(100 * abs(change) for change in changes)
     return sizes[-1] > max(8 * sizes[len(sizes) // 2], 30)
 
@@ -499,7 +502,7 @@ def _fit_labels(axes: Axes, labels: Sequence[_BarLabel], width: float) -> None:
 
 
 def _set_logarithmic_ticks(axes: Axes) -> None:
-    """Ticks of an axis that is logarithmic beyond `_LINEAR_PERCENT` per cent."""
+    """Set the ticks of an axis that is logarithmic beyond `_LINEAR_PERCENT` per cent."""
     ends = axes.get_xlim()
     ticks = [tick for tick in (-100, -10, 0, 10, 100, 1000, 10000) if ends[0] <= tick <= ends[1]]
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
@@ -507,7 +510,7 @@ def _set_logarithmic_ticks(axes: Axes) -> None:
 
 
 def _group_similar_budgets(series: Sequence[RowSeries]) -> list[BudgetGroup]:
-    """Budgets in ascending groups: those that hardly differ (256, and 8 + 256) are compared with each other."""
+    """Group budgets in ascending order: similar ones (256, and 8 + 256) are compared with each other."""
     groups: list[BudgetGroup] = []
     for budget in sorted({row.budget or 0 for entry in series for row in entry.rows}):
         is_in_both = any(
@@ -522,8 +525,7 @@ def _group_similar_budgets(series: Sequence[RowSeries]) -> list[BudgetGroup]:
 
 
 class _BarLabel(NamedTuple):
-    """The text at the end of a bar: what it says, where the bar ends, on which side it lies, and where the bar's
-    interval ends."""
+    """The label at the end of a bar: its text, the bar's end, the label's side, and the bar's interval."""
 
     text: str
     bar_end: float
@@ -555,7 +557,7 @@ def _draw_change_bar(axes: Axes, row_index: int, colour: str, point: MeasuredPoi
 
 
 class ImprovementStep(NamedTuple):
-    """Two rows that differ in one thing."""
+    """Two rows that differ in one improvement."""
 
     name: str
     baseline: ResultRow
@@ -563,7 +565,7 @@ class ImprovementStep(NamedTuple):
 
 
 def improvement_summary(results: EvaluationResultsProtocol) -> Figure:
-    """The threshold, the order and the hybrid, each against the row that lacks nothing else."""
+    """Plot the threshold, the order and the hybrid, each against the row that lacks only this one."""
     from matplotlib.figure import Figure
 
     steps = find_improvements(results.rows)
@@ -601,7 +603,7 @@ def improvement_summary(results: EvaluationResultsProtocol) -> Figure:
 
 
 def find_improvements(rows: Sequence[ResultRow]) -> list[ImprovementStep]:
-    """All pairs of rows that differ in one improvement.
+    """Find all pairs of rows that differ in one improvement.
 
     The paper's code that cuts from ``n + 1`` tokens on has the project's threshold of ``n``: next to the project's row
     it shows the order alone, and next to the paper's from ``n`` on the threshold alone.
@@ -650,7 +652,7 @@ def _describe_hybrid_step(row: ResultRow, variant: ResultRow) -> str | None:
 
 
 def _differ_only_in(row: ResultRow, variant: ResultRow, *option_names: str) -> bool:
-    """Whether rows are of one policy and agree in all other options."""
+    """Return whether rows are of one policy and agree in all other options."""
     if (row.policy, row.positions) != (variant.policy, variant.positions):
         return False
     names = {*row.options, *variant.options} - {*option_names}
@@ -692,7 +694,7 @@ def _draw_improvement_bar(
 
 
 def _compute_percent_change(baseline: float | None, variant: float | None) -> float | None:
-    """In per cent."""
+    """Compute the change in per cent."""
     if not is_number(baseline) or not is_number(variant) or baseline == 0:
         return None
     return 100 * (variant / baseline - 1)
@@ -706,7 +708,7 @@ _LIVE, _EVICTED, _NOT_SEEN = 0, 1, 2
 
 
 def memory_over_time(results: EvaluationResultsProtocol) -> Figure:
-    """Bytes that the cache holds over the tokens seen."""
+    """Plot the bytes in the cache over the tokens seen."""
     traces = _select_first_document([trace for trace in results.traces if trace.cache_bytes])
     if not traces:
         raise NothingToShowError("no run recorded the bytes of its cache")
@@ -738,7 +740,7 @@ def memory_over_time(results: EvaluationResultsProtocol) -> Figure:
 
 
 def keep_map(results: EvaluationResultsProtocol) -> Figure:
-    """Which tokens of one document live, over the tokens seen: a panel for each policy."""
+    """Plot which tokens of one document are live, over the tokens seen: a panel for each policy."""
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
 
@@ -786,7 +788,7 @@ def keep_map(results: EvaluationResultsProtocol) -> Figure:
 
 
 def _make_line_styles(results: EvaluationResultsProtocol) -> dict[str, dict[str, Any]]:
-    """How each row's course is drawn: in its policy's colour; sizes are told apart by how high they lie."""
+    """Return the line style of each row's trace, in its policy's colour; sizes differ by their height."""
     styles, style_by_label = LineStyles(results.rows), {FullCache.name: FULL_CACHE_STYLE}
     for trace in results.traces:
         row = next((row for row in results.rows if row.label == trace.label), None)
@@ -799,7 +801,10 @@ def _make_line_styles(results: EvaluationResultsProtocol) -> dict[str, dict[str,
 
 
 def _make_keep_image(recorded_map: KeepMap) -> tuple[npt.NDArray[np.uint8], int]:
-    """``[position, step]`` of `_LIVE`, `_EVICTED` and `_NOT_SEEN`, both axes linear in tokens; and how many tokens."""
+    """Return an image ``[position, step]`` of `_LIVE`, `_EVICTED` and `_NOT_SEEN`, and its number of tokens.
+
+    Both axes are linear in tokens.
+    """
     steps = np.asarray(recorded_map.steps, np.int64)
     tokens = int(steps[-1])
     cells = min(tokens, _MAX_MAP_CELLS)

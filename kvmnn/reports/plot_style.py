@@ -66,7 +66,7 @@ _RC_SETTINGS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class LineEnd:
-    """What a line's label needs: its name, where it ends (data coordinates), and how it is drawn (`style`)."""
+    """The data for a line's label: its name, its end in data coordinates, and its `style`."""
 
     name: str
     x: float
@@ -76,7 +76,7 @@ class LineEnd:
 
 @contextmanager
 def use_style() -> Iterator[None]:
-    """matplotlib with its own defaults and these settings; what the user had comes back."""
+    """Use matplotlib's defaults with these settings in a ``with`` block; restore the user's afterwards."""
     import matplotlib
 
     with matplotlib.rc_context():
@@ -86,7 +86,7 @@ def use_style() -> Iterator[None]:
 
 
 def make_line_style(index: int, variant: int = 0) -> dict[str, Any]:
-    """Colour, marker and dashes of the line number `index`; different for the first 24.
+    """Return colour, marker and dashes of line number `index`; different for the first 24.
 
     A `variant` of a line has its colour, and other dashes and another marker.
     """
@@ -103,7 +103,7 @@ FULL_CACHE_STYLE: dict[str, Any] = {"color": INK_COLOUR, "linestyle": (0, (5, 2)
 
 
 def make_figure(axes_width: float, axes_height: float, labels: Sequence[str] = ()) -> tuple[Figure, Axes]:
-    """A figure of one plot whose least inner size (inches) is given, with room on its right for `labels`."""
+    """Make a figure of one plot with a minimum inner size (inches) and space on its right for `labels`."""
     from matplotlib.figure import Figure
 
     left_margin, bottom, top = 0.75, 0.85, 0.45
@@ -116,13 +116,13 @@ def make_figure(axes_width: float, axes_height: float, labels: Sequence[str] = (
 
 
 def compute_label_inches(labels: Sequence[str]) -> float:
-    """Inches that `add_line_labels` needs right of a plot."""
+    """Compute the width that `add_line_labels` needs right of a plot, in inches."""
     return _SAMPLE_INCHES + 0.1 + max([measure_text_inches(label) for label in labels] or [0.0])
 
 
 @lru_cache(maxsize=4096)
 def measure_text_inches(text: str, size: float = _LABEL_SIZE) -> float:
-    """Width of a label in inches, as the control points of its outlines have it."""
+    """Measure the width of a label in inches, from the control points of its outlines."""
     from matplotlib.textpath import TextPath
 
     if not text.strip():  # some versions of matplotlib fail for nothing but blanks
@@ -132,7 +132,7 @@ def measure_text_inches(text: str, size: float = _LABEL_SIZE) -> float:
 
 
 def add_line_labels(axes: Axes, ends: Sequence[LineEnd]) -> None:
-    """Names right of the plot with a sample of each line, near the height of its end, never touching."""
+    """Add labels right of the plot, with a sample of each line, near its end and without overlap."""
     limits = *axes.get_xlim(), *axes.get_ylim()  # asking brings them up to date
     axes.axis(limits)
     if not ends:
@@ -167,7 +167,7 @@ def add_line_labels(axes: Axes, ends: Sequence[LineEnd]) -> None:
 
 
 def spread_positions(target_positions: Sequence[float], gap: float) -> list[float]:
-    """Ascending places from 0 to 1, as near to those wanted as a distance of `gap` allows (least squares)."""
+    """Spread ascending positions from 0 to 1 by at least `gap`, moving them as little as possible (least squares)."""
     groups: list[tuple[float, int]] = []  # where the first of a group would be, and how many are in it
     for index, position in enumerate(target_positions):
         start, count = position - gap * index, 1
@@ -182,12 +182,12 @@ def spread_positions(target_positions: Sequence[float], gap: float) -> list[floa
 
 
 def set_title(axes: Axes, text: str) -> None:
-    """What a figure shows, above it; `remove_titles` takes it away again. Names of panels are none."""
+    """Set the title above a figure; `remove_titles` removes it again, but not the names of panels."""
     axes.set_title(text).set_gid(_TITLE_ID)
 
 
 def remove_titles(target_figure: Figure) -> None:
-    """Leave titles to the text that the figure will stand in."""
+    """Remove the titles of a figure that is embedded in a text with its own."""
     from matplotlib.text import Text
 
     for text in target_figure.findobj(Text):
@@ -196,7 +196,7 @@ def remove_titles(target_figure: Figure) -> None:
 
 
 def add_caption(target_figure: Figure, text: str) -> None:
-    """What is shown, at the foot; the figure grows downwards where one line does not hold it."""
+    """Add a caption at the foot; the figure grows downwards if one line is too short."""
     width, height = target_figure.get_size_inches()
     margin = 0.15
     lines = _wrap_caption(text, width - 2 * margin)
@@ -208,7 +208,7 @@ def add_caption(target_figure: Figure, text: str) -> None:
 
 
 def grow_figure(target_figure: Figure, *, extra_below: float = 0.0, extra_above: float = 0.0) -> None:
-    """Make a figure higher by inches, without moving or stretching what is in it."""
+    """Increase a figure's height by inches without moving or stretching its content."""
     width, height = target_figure.get_size_inches()
     new_height = height + extra_below + extra_above
     target_figure.set_size_inches(width, new_height)
@@ -220,7 +220,7 @@ def grow_figure(target_figure: Figure, *, extra_below: float = 0.0, extra_above:
 
 
 def _wrap_caption(text: str, width: float) -> list[str]:
-    """The words in lines of at most `width` inches, as far as words allow."""
+    """Wrap the words to lines of at most `width` inches; a longer word has a line of its own."""
     space = measure_text_inches("a a", _CAPTION_SIZE) - measure_text_inches("aa", _CAPTION_SIZE)
     lines: list[list[str]] = []
     used_inches = width
@@ -235,7 +235,7 @@ def _wrap_caption(text: str, width: float) -> list[str]:
 
 
 def render_figure(target_figure: Figure, kind: str) -> bytes:
-    """The figure as ``"png"``, ``"svg"`` or ``"pdf"``, without a date, so that equal figures are equal bytes."""
+    """Render the figure as ``"png"``, ``"svg"`` or ``"pdf"``, without a date: equal figures give equal bytes."""
     sink = io.BytesIO()
     with use_style():
         target_figure.savefig(sink, format=kind, dpi=150, metadata=_FILE_METADATA[kind])
@@ -254,7 +254,7 @@ of another text or marker costs 1."""
 
 
 class PointLabel(NamedTuple):
-    """A text and its point in data coordinates, in the colour of what it belongs to."""
+    """A label, its point in data coordinates, and the colour of its series."""
 
     x: float
     y: float
@@ -331,7 +331,7 @@ def _make_box(centre: Sequence[float], half_width: float, half_height: float) ->
 
 
 def _sample_lines(lines: Sequence[npt.NDArray[np.float64]]) -> npt.NDArray[np.float64]:
-    """Points along lines, ``[point, 2]``."""
+    """Sample points along lines, ``[point, 2]``."""
     samples = [np.empty((0, 2))]
     for line in lines:
         for begin, end in pairwise(line):
@@ -346,7 +346,7 @@ def _count_inside(points: npt.NDArray[np.float64], box: Box) -> int:
 
 
 def _compute_overlap_area(first: Box, second: Box) -> float:
-    """The area that two boxes share."""
+    """Compute the area that two boxes share."""
     width = min(first[2], second[2]) - max(first[0], second[0])
     height = min(first[3], second[3]) - max(first[1], second[1])
     return max(width, 0.0) * max(height, 0.0)

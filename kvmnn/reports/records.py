@@ -1,4 +1,4 @@
-"""Rows of an evaluation and what reports read of its results. None: not measured."""
+"""Rows of an evaluation, and the parts of its results that reports read. None: not measured."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..policies.policy import FullCache
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeLayerStats(Record):
-    """One layer of the model, under the names of `kvmnn.runtime.LayerMetrics`."""
+    """Figures of one layer of the model, with the names of `kvmnn.runtime.RuntimeLayerMetrics`."""
 
     layer: int
     tokens: int = 0
@@ -31,23 +31,23 @@ class RuntimeLayerStats(Record):
 
     @property
     def ratio(self) -> float | None:
-        """Raw over compressed bytes of all that was encoded; None where nothing was."""
+        """Raw over compressed bytes of everything that was encoded; None if nothing was."""
         return self.raw_bytes / self.compressed_bytes if self.compressed_bytes else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeStats(Record):
-    """All layers, of one run; what the engine has, under its names.
+    """Figures of one run over all layers, with the engine's names where it has the same figure.
 
     Attributes
     ----------
     mode
         ``"probe"``, ``"full"`` or ``"store"``.
     appended_bytes, live_bytes, held_bytes
-        K and V of all tokens that were seen; of those that the policy left; and what holds these between two steps:
-        rows, frames, and room to grow.
+        Bytes of K and V: of all tokens that were seen; of those that the policy retained; and the memory for these
+        between two steps, which is rows, frames and spare capacity.
     lossy_ratio, lossless_ratio, total_ratio
-        The first over the second, the second over the third, the first over the third (JSON only; they follow).
+        Ratios of these sizes: first to second, second to third, first to third (JSON only).
     """
 
     mode: Literal["probe", "full", "store"]
@@ -66,25 +66,25 @@ class RuntimeStats(Record):
     @property
     @json_key(before="layers")
     def lossy_ratio(self) -> float | None:
-        """Bytes of all tokens over bytes of those that are left."""
+        """Bytes of all tokens over bytes of the retained ones."""
         return self.appended_bytes / self.live_bytes if self.live_bytes else None
 
     @property
     @json_key(before="layers")
     def lossless_ratio(self) -> float | None:
-        """Bytes of the tokens that are left over the bytes that hold them."""
+        """Bytes of the retained tokens over the bytes that store them."""
         return self.live_bytes / self.held_bytes if self.held_bytes else None
 
     @property
     @json_key(before="layers")
     def total_ratio(self) -> float | None:
-        """Bytes of all tokens over the bytes that are held."""
+        """Bytes of all tokens over the resident bytes."""
         return self.appended_bytes / self.held_bytes if self.held_bytes else None
 
     @property
     @json_key("h2o_lossless_ratio", before="layers")
     def encoded_ratio(self) -> float | None:
-        """Raw over compressed bytes of all that was encoded (the engine's h2o_lossless_ratio)."""
+        """Raw over compressed bytes of everything that was encoded (the engine's h2o_lossless_ratio)."""
         compressed_bytes = self.h2o_lossless_compressed_bytes
         return self.h2o_lossless_raw_bytes / compressed_bytes if compressed_bytes else None
 
@@ -93,7 +93,7 @@ T = TypeVar("T", RuntimeLayerStats, RuntimeStats)
 
 
 def merge_runtime_stats(all_stats: Iterable[RuntimeStats]) -> RuntimeStats | None:
-    """The figures of several texts, added up; None without any."""
+    """Add up the figures of several texts; return None without any."""
     merged: RuntimeStats | None = None
     for stats in all_stats:
         layers = stats.layers
@@ -111,7 +111,7 @@ def _add_int_fields(first: T, second: T) -> T:
 
 @dataclass(frozen=True, kw_only=True)
 class QualityStats(Record):
-    """Means over scored tokens."""
+    """Means over the scored tokens."""
 
     #: The position from which on tokens are scored, where that is not the first one (JSON: ``from``).
     begin: int | None = field(default=None, metadata={"key": "from", "omit": True})
@@ -127,7 +127,7 @@ class QualityStats(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class FullCacheDifference(Record):
-    """Differences to the full cache on the same tokens, with the ends of their paired bootstrap intervals.
+    """Differences to the full cache on the same tokens, with their paired bootstrap intervals.
 
     `nll` in nats a token, `accuracy` as a share; ``deep_``: over the deep tokens only. No interval: None.
     """
@@ -151,7 +151,7 @@ class FullCacheDifference(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class FrameSizeStats(Record):
-    """Bytes of one cache."""
+    """Sizes of one cache, raw and as frames."""
 
     #: Of the words in the frames.
     dtype: str
@@ -168,7 +168,7 @@ class FrameSizeStats(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentRow(Record):
-    """One document under one configuration; the quantities are those of `ResultRow`.
+    """The figures of one document under one configuration; its quantities are those of `ResultRow`.
 
     `stored_tokens` is how many tokens came from a prefix store, where there was one.
     """
@@ -194,7 +194,7 @@ class DocumentRow(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class ProjectStats(Record):
-    """A preset's configuration by the definitions of the preset's project (`kvmnn.evaluation.presets`)."""
+    """Figures of a preset by the definitions of its project (`kvmnn.evaluation.presets`)."""
 
     #: ``"E1"``: l2_compress / KnormPress; ``"E2"``: StreamingLLM + H2O.
     evaluation: Literal["E1", "E2"]
@@ -223,7 +223,7 @@ class ProjectStats(Record):
     refused: str | None = field(default=None, metadata={"omit": True})
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it, without what the project does not measure."""
+        """Return JSON values, without those that the project does not measure."""
         # computed: which keys there are depends on what the project measures
         document = super().to_dict()
         if self.refused is not None:
@@ -236,7 +236,7 @@ class ProjectStats(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class ResultRow(Record):
-    """One configuration over all documents."""
+    """The figures of one configuration over all documents."""
 
     #: Those of the `Configuration`; options with the policy's defaults.
     label: str
@@ -302,20 +302,22 @@ class ResultRow(Record):
 
     @property
     def is_full(self) -> bool:
-        """Whether this is a full cache, all of it the model's own."""
+        """Whether this is the full cache and all of it was computed by the model."""
         return self.policy == FullCache.name and self.start is None
 
     @property
     def has_no_eviction(self) -> bool:
-        """Whether this is a policy that evicted nothing before the last token was scored, so that it is no rival of
-        those that did."""
+        """Whether a policy evicted nothing before the last scored token.
+
+        Such a row is not comparable with rows of policies that did evict.
+        """
         if self.policy == FullCache.name:
             return False
         return self.kind == LOSSLESS if self.evicted is None else not self.evicted
 
 
 def find_full_row(rows: Sequence[ResultRow]) -> ResultRow | None:
-    """The row of the full cache."""
+    """Find the row of the full cache."""
     return next((row for row in rows if row.is_full), None)
 
 
@@ -331,7 +333,7 @@ class DocumentInfo(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class KeepMap(Record):
-    """Which tokens of one KV head live."""
+    """The live tokens of one KV head over the steps of a document."""
 
     layer: int
     kv_head: int
@@ -343,7 +345,7 @@ class KeepMap(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class KeptPositions(Record):
-    """The tokens that a layer holds at the end of a text."""
+    """The positions of the tokens in a layer at the end of a text."""
 
     layer: int
     #: In the text: one list for all KV heads, or one for each where they hold different tokens.
@@ -352,7 +354,7 @@ class KeptPositions(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentTrace(Record):
-    """A document's course under one configuration: at each step the tokens seen, and the bytes that the cache holds."""
+    """The trace of a document under one configuration: at each step the tokens seen and the bytes in the cache."""
 
     label: str
     document: str
@@ -372,15 +374,15 @@ class Refusal(Record):
 
 
 class ModelProtocol(Protocol):
-    """The model that was evaluated."""
+    """The evaluated model."""
 
     @property
     def name(self) -> str:
-        """File or folder."""
+        """Path of the model, a file or folder."""
 
 
 class SettingsProtocol(Protocol):
-    """How it was evaluated (`kvmnn.evaluation.Settings`)."""
+    """The settings of an evaluation (`kvmnn.evaluation.EvaluationSettings`)."""
 
     @property
     def chunk(self) -> int: ...
@@ -397,7 +399,7 @@ class SettingsProtocol(Protocol):
 
 
 class EvaluationResultsProtocol(Protocol):
-    """What tables and plots are made of."""
+    """The results that tables and plots are made from."""
 
     @property
     def kvmnn(self) -> str: ...
@@ -426,7 +428,7 @@ Of 4-bit blocks it is about 0.1.
 
 @dataclass(frozen=True, kw_only=True)
 class LayerDistanceStats(Record):
-    """How far K or V of a layer are from those that the model computes of the same tokens."""
+    """The distance of a layer's K or V from those that the model computes for the same tokens."""
 
     #: Which.
     layer: int
@@ -443,14 +445,16 @@ class LayerDistanceStats(Record):
 
     @property
     def relative_distance(self) -> float:
-        """Root of the mean squared difference over that of the model's own numbers; 1.4 for numbers that have nothing
-        to do with each other."""
+        """Root mean square of the difference over that of the model's own values.
+
+        It is 1.4 for unrelated values.
+        """
         return compute_relative_distance([self])
 
 
 @dataclass(frozen=True, kw_only=True)
 class InitialCacheInfo(Record):
-    """The start."""
+    """The saved cache that the texts start from."""
 
     #: The file's name, and what it holds.
     name: str
@@ -468,7 +472,7 @@ class InitialCacheInfo(Record):
 
 
 def compute_relative_distance(distances: Sequence[LayerDistanceStats]) -> float:
-    """`LayerDistanceStats.relative_distance` of several together."""
+    """Compute `LayerDistanceStats.relative_distance` over several layers."""
     squares, own_squares = (
         sum(distance.squares for distance in distances),
         sum(distance.own_squares for distance in distances),

@@ -1,4 +1,4 @@
-"""Series of rows in the plots of an evaluation, and the quantities on their axes."""
+"""The data of an evaluation's plots: rows grouped into series, and the quantities on their axes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SIZE_OPTIONS = ("budget", "keep_ratio")
 
 @dataclass(frozen=True)
 class MeasuredPoint:
-    """A measured value: where, what, and the ends of its interval, None where there is none.
+    """A measured value: its place, its value, and the bounds of its interval, None without one.
 
     `has_no_eviction`: it is of a row whose policy evicted nothing (`ResultRow.has_no_eviction`).
     """
@@ -31,19 +31,19 @@ class MeasuredPoint:
 
 @dataclass
 class RowSeries:
-    """Rows of one policy that differ in the size of the cache and in options that follow from it."""
+    """Rows of one policy that differ in the cache size and in options that depend on it."""
 
     name: str
     rows: list[ResultRow] = field(default_factory=list)
 
 
 def select_policy_rows(rows: Sequence[ResultRow]) -> list[ResultRow]:
-    """Select the rows that have a finite perplexity, without those of the full cache."""
+    """Return all rows except the full cache's and those without a finite perplexity."""
     return [row for row in rows if not row.is_full and is_number(row.perplexity)]
 
 
 def group_into_series(rows: Sequence[ResultRow], ignored_options: Sequence[str] = ()) -> list[RowSeries]:
-    """Group rows into series by policy, and by options that differ between rows of equal policy and size.
+    """Group rows by policy, and by options that differ between rows of equal policy and size.
 
     An option that only changes with the budget (such as half of it for recent tokens) does not split a series; nor do
     options in `ignored_options`, which are an axis of the plot.
@@ -69,14 +69,14 @@ def group_into_series(rows: Sequence[ResultRow], ignored_options: Sequence[str] 
 
 
 def _build_name_parts(row: ResultRow, options: Sequence[str]) -> list[str]:
-    """Build the name of a series: policy, distinguishing options, and the initial cache."""
+    """Build the name of a row's series: policy, distinguishing options, and initial cache."""
     start = [] if row.start is None else [f"from {row.start}"]
     policy = [] if start and row.policy == FullCache.name else [row.policy]
     return [*policy, *(text for text in options if text), *start]
 
 
 class LineStyles:
-    """Styles of the policies of a run: each policy has one colour in all figures.
+    """The line styles of a run's policies: each has one colour in all figures.
 
     Policies that run with several values of an option that is a word (``strategy``, ``form``) are told apart by it;
     what differs in numbers only has the same colour, and dashes and markers of its own.
@@ -105,17 +105,17 @@ class LineStyles:
             self._style_by_label[row.label] = style_by_series[members[row.label]]
 
     def get_style(self, label: str, variant: int | None = None) -> dict[str, Any]:
-        """Return the style of the row called `label`; with `variant`, that of its figure instead of the run's."""
+        """Return the style of the row `label`; with `variant`, that variant instead of the row's own."""
         family, own_variant = self._style_by_label.get(label, (len(self._family_numbers), 0))
         return make_line_style(family, own_variant if variant is None else variant)
 
     def get_family(self, label: str) -> int:
-        """Return the number of the colour of the row called `label`."""
+        """Return the number of the colour of the row `label`."""
         return self._style_by_label.get(label, (len(self._family_numbers), 0))[0]
 
 
 def perplexity(row: ResultRow, x: float) -> MeasuredPoint:
-    """Return the perplexity of a row at `x`, with the interval of its difference to the full cache."""
+    """Return the perplexity of a row at `x`; the interval is that of the difference to the full cache."""
     value, versus = to_float_or_nan(row.perplexity), row.versus_full
     if versus is None or versus.nll is None or versus.low is None or versus.high is None:
         return MeasuredPoint(x, value, has_no_eviction=row.has_no_eviction)
@@ -124,7 +124,7 @@ def perplexity(row: ResultRow, x: float) -> MeasuredPoint:
 
 
 def accuracy(row: ResultRow, x: float) -> MeasuredPoint:
-    """Return the accuracy of a row in per cent at `x`, with the interval of its difference to the full cache."""
+    """Return the accuracy of a row in per cent at `x`, with the interval of the difference to the full cache."""
     value, versus = 100 * to_float_or_nan(row.accuracy), row.versus_full
     if versus is None or versus.accuracy is None or versus.accuracy_low is None or versus.accuracy_high is None:
         return MeasuredPoint(x, value, has_no_eviction=row.has_no_eviction)
@@ -133,12 +133,12 @@ def accuracy(row: ResultRow, x: float) -> MeasuredPoint:
 
 
 def to_float_or_nan(value: float | None) -> float:
-    """Return a value as a float; NaN if nothing was measured."""
+    """Return a value, or NaN if nothing was measured."""
     return math.nan if value is None else float(value)
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Return whether something was measured and is finite."""
+    """Return whether a value was measured and is finite."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -150,7 +150,7 @@ def _find_distinguishing_options(rows: Sequence[ResultRow], ignored_options: Seq
 
 
 def _make_family_key(row: ResultRow, rows: Sequence[ResultRow]) -> tuple[object, ...]:
-    """Return the policy and those of its options that are words and differ between rows."""
+    """Return the policy and those of its text options that differ between its rows."""
     same_policy_rows = [candidate for candidate in rows if candidate.policy == row.policy]
     values = [_resolve_options(row).get(name) for name in _find_distinguishing_options(same_policy_rows, ())]
     return (row.policy, *(value for value in values if isinstance(value, str)))
@@ -165,7 +165,7 @@ def _has_differing_option(rows: Sequence[ResultRow], name: str) -> bool:
 
 
 def _resolve_options(row: ResultRow) -> dict[str, object]:
-    """Return the policy's options, with the defaults that a row omits."""
+    """Return the policy's options, with the defaults that a row leaves out."""
     policy = (POLICIES | MODEL_POLICIES).get(row.policy)
     defaults: dict[str, object] = (
         {} if policy is None else {entry.name: entry.default for entry in fields(policy) if entry.repr}
@@ -182,7 +182,7 @@ def _make_size_key(row: ResultRow, axes: Sequence[str] = ()) -> tuple[object, ..
 
 
 def _format_option(name: str, row: ResultRow, same_policy_rows: Sequence[ResultRow]) -> str:
-    """Format an option for names; recent tokens become a share of the budget if more rows agree on the share."""
+    """Format an option for names; recent tokens as a share of the budget if more rows agree on the share."""
     value = _resolve_options(row).get(name)
     if value is None:
         return ""
@@ -199,6 +199,6 @@ def _format_option(name: str, row: ResultRow, same_policy_rows: Sequence[ResultR
 
 
 def _get_recent_share(name: str, row: ResultRow) -> float | None:
-    """Return the recent tokens as a share of the row's budget; other numbers of tokens do not scale with it."""
+    """Return the recent tokens as a share of the row's budget; None for options that do not grow with it."""
     value, budget = _resolve_options(row).get(name), row.budget
     return value / budget if name == "recent" and type(value) is int and budget else None

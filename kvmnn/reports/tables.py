@@ -1,4 +1,4 @@
-"""Results of an evaluation as text: a table that fits a terminal, Markdown, CSV, and LaTeX without any package.
+"""Results of an evaluation as text: a table that fits a terminal, Markdown, CSV, and LaTeX without extra packages.
 
 A value that was not measured is ``-``; a column without any value is left out.
 """
@@ -41,7 +41,7 @@ _BYTES_PER_MIB = float(1 << 20)
 
 @dataclass(frozen=True)
 class Column:
-    """A column: its heading, unit included, and the text of a row, None where nothing was measured.
+    """A table column: its heading with the unit, and a function for a row's text, None if not measured.
 
     `drop_rank` says what a narrow terminal goes without: the highest first, 0 never. With 1 labels are shortened for
     it.
@@ -101,7 +101,7 @@ def _format_policy_share(row: ResultRow, full: ResultRow | None) -> str | None:
 
 
 def _format_attention(row: ResultRow, full: ResultRow | None) -> str | None:
-    """Format the attention time; a dash if steps were timed without it (a note explains why), None if neither was."""
+    """Format the attention time; the absent mark if only steps were timed, which a note explains."""
     if row.attention_seconds is None:
         return None if row.tpot_seconds is None else ABSENT_TEXT
     return f"{row.attention_seconds * 1e3:.3f}"
@@ -162,7 +162,7 @@ COLUMNS = (
 
 
 def build_table(results: EvaluationResultsProtocol, columns: Sequence[Column]) -> tuple[list[Column], list[list[str]]]:
-    """Columns in which something was measured, and the text of every row."""
+    """Return the columns in which something was measured, and the text of every row."""
     full = find_full_row(results.rows)
     if any(row.unequal_layers for row in results.rows):  # then the budget does not say what is held
         columns = [
@@ -198,7 +198,7 @@ _FIRST_COLUMN_KEYS = ("label", "nll")
 
 
 def build_project_table(rows: Sequence[ResultRow]) -> tuple[list[Column], list[list[str]]] | None:
-    """Build the table of measurements by the projects' own definitions: known quantities first, with their units."""
+    """Build the table of measurements by projects' own definitions: known quantities first, others by key."""
     project_rows = [(row, row.project) for row in rows if row.project is not None]
     if not project_rows:
         return None
@@ -224,7 +224,7 @@ def build_project_table(rows: Sequence[ResultRow]) -> tuple[list[Column], list[l
 def _compute_project_changes(
     row: ResultRow, numbers: ProjectStats, project_rows: Sequence[tuple[ResultRow, ProjectStats]]
 ) -> dict[str, float]:
-    """Compute the change from the full cache of the same preset, by the same definition."""
+    """Compute the changes from the full cache of the same preset, by the same definition."""
     base = next(
         (other_stats for entry, other_stats in project_rows if entry.is_full and entry.preset == row.preset), None
     )
@@ -249,7 +249,7 @@ def _format_project_value(key: str, value: object) -> str:
 
 
 def iter_scalars(value: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Leaves of nested mappings and lists, their names joined by dots."""
+    """Yield the leaves of nested mappings and lists, with their names joined by dots."""
     for key, entry in value.items():
         name = f"{prefix}{key}"
         if isinstance(entry, (list, tuple)):
@@ -261,7 +261,7 @@ def iter_scalars(value: Mapping[str, object], prefix: str = "") -> Iterator[tupl
 
 
 def format_min_max(numbers: Sequence[int]) -> str:
-    """Format the smallest and the largest of the numbers."""
+    """Format the minimum and the maximum of numbers."""
     low, high = min(numbers), max(numbers)
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
@@ -271,7 +271,7 @@ def _text_or_absent(text: str | None) -> str:
 
 
 def to_single_line(text: object) -> str:
-    """Return the text with all whitespace runs as one blank, so that it is one line."""
+    """Join the words of a text to one line; return the absent mark for an empty text."""
     return " ".join(str(text).split()) or ABSENT_TEXT
 
 
@@ -291,7 +291,9 @@ def format_table(
     width: int,
     elsewhere_text: str = "a wider terminal, --json",
 ) -> str:
-    """Format the table in `width` columns of a terminal, and name the columns that do not fit and where they are shown.
+    """Format the table in `width` terminal columns.
+
+    Columns that do not fit are named in a line, with `elsewhere_text` for where to find them.
 
     Columns of rank 0 are always there. Those of rank 1 are, where they leave room for a short label; others follow by
     their ranks. The first column holds the labels.
@@ -321,7 +323,7 @@ def format_table(
 
 
 def wrap_sentences(sentences: Sequence[str], width: int) -> str:
-    """Sentences, each beginning a line, broken between words only."""
+    """Wrap sentences, each at the start of a line, between words only."""
     return "\n".join(
         line
         for sentence in sentences
@@ -330,7 +332,7 @@ def wrap_sentences(sentences: Sequence[str], width: int) -> str:
 
 
 def _choose_columns(columns: Sequence[Column], widths: Sequence[int], width: int) -> tuple[list[int], int]:
-    """Choose the columns that fit, and the width of labels."""
+    """Choose the columns to show and the width of labels."""
     order = sorted(range(1, len(columns)), key=lambda i: columns[i].drop_rank)
     shown_indices = {0, *(i for i in order if columns[i].drop_rank == 0)}
 
@@ -355,7 +357,7 @@ def _choose_columns(columns: Sequence[Column], widths: Sequence[int], width: int
 
 
 def _shorten_names(names: Sequence[str], width: int) -> list[str]:
-    """Shorten names to at most `width` columns so that they stay distinct; unchanged if all fit.
+    """Shorten names to `width` columns but leave them distinct; return them unchanged if all fit.
 
     The mark at the end of a name stays.
     """
@@ -410,11 +412,11 @@ def format_pivot_title(rows: Sequence[ResultRow]) -> str:
 
 
 def build_pivot_table(rows: Sequence[ResultRow]) -> tuple[list[Column], list[list[str]]] | None:
-    """Build a table with a line for each size and a column for each policy; None if it would have fewer than two lines.
+    """Build a table with a line for each size and protected share, and a column for each policy.
 
-    Sizes are budgets, or keep ratios if there are no budgets. If the share of recent tokens varies, there is a line for
-    each size and share, and a policy without a share has the same number in all lines of its size. Sizes with a single
-    policy have no line.
+    Returns None when there are too few rows for a comparison. The sizes are budgets, or keep ratios if there are no
+    budgets. Lines distinguish protected shares only where these differ; a policy without one has the same number in all
+    lines of its size. Sizes at which a single policy ran have no line.
     """
     rows = [row for row in select_policy_rows(rows) if _get_row_size(row) is not None]
     shares = {_get_recent_share(row) for row in rows} - {None}
@@ -446,7 +448,10 @@ def _build_pivot_line(key: _PivotKey, series: Sequence[RowSeries], with_share: b
 
 
 def _find_best(series_rows: Sequence[ResultRow | None], texts: Sequence[str], series: Sequence[RowSeries]) -> str:
-    """Return the policy with the lowest perplexity of those that evicted; a dash if another cell has the same text."""
+    """Return the policy with the lowest perplexity among those that evicted tokens.
+
+    Returns the absent mark if the table shows another one with the same number.
+    """
     candidates = [
         (row.perplexity, series_index)
         for series_index, row in enumerate(series_rows)
@@ -480,7 +485,7 @@ def _make_sort_key(key: _PivotKey) -> tuple[bool, float, float]:
 
 
 def _no_pivot_text(row: ResultRow, full: ResultRow | None) -> None:
-    """Pivots have texts of their own."""
+    """Return no text: pivot tables have texts of their own."""
 
 
 H2O_TITLE = "The H2O planner by layer, under the engine's names (docs/h2o.md):"
@@ -501,7 +506,10 @@ _H2O_COLUMNS: tuple[tuple[str, Callable[[PlannerLayerStats], str], int], ...] = 
 
 
 def build_h2o_table(stats_by_label: Sequence[tuple[str, H2OStats]]) -> tuple[list[Column], list[list[str]]] | None:
-    """Build the columns and lines for labelled runs; None without runs. `lossy` is tokens seen over kept in the run."""
+    """Return columns and lines for labelled runs; None without runs.
+
+    The column `lossy` is that of the run: tokens seen over tokens kept.
+    """
     if not stats_by_label:
         return None
     lines = [
@@ -517,7 +525,7 @@ def build_h2o_table(stats_by_label: Sequence[tuple[str, H2OStats]]) -> tuple[lis
 
 
 def collect_h2o_stats(rows: Sequence[ResultRow]) -> list[tuple[str, H2OStats]]:
-    """Collect the rows in which the engine's planner evicted."""
+    """Return the statistics of rows in which the engine's planner evicted tokens, with their labels."""
     return [(row.label, row.h2o) for row in rows if row.h2o is not None]
 
 
@@ -549,7 +557,7 @@ RUNTIME_COLUMNS_NOTE = (
 
 
 def format_runtime_title(texts: int = 1) -> str:
-    """Return the title above the table of the runtime, with the number of texts."""
+    """Format the title above the table of runs over this many texts."""
     scope_text = "of the same runs" if texts < 2 else f"sums over {texts:,} texts"
     return f"The lossless runtime around the cache, {scope_text} (docs/runtime.md):"
 
@@ -557,7 +565,7 @@ def format_runtime_title(texts: int = 1) -> str:
 def build_runtime_table(
     stats_by_label: Sequence[tuple[str, RuntimeStats]],
 ) -> tuple[list[Column], list[list[str]]] | None:
-    """Columns and lines for runs with their labels; None without runs."""
+    """Return columns and lines for labelled runs; None without runs."""
     if not stats_by_label:
         return None
     columns = [Column("policy", _no_runtime_text, 0, is_left_aligned=True)]
@@ -571,7 +579,7 @@ def build_runtime_table(
 
 
 def collect_runtime_stats(rows: Sequence[ResultRow]) -> list[tuple[str, RuntimeStats]]:
-    """Collect the rows whose model ran with the runtime around its cache."""
+    """Return the statistics of rows whose model ran with the lossless runtime, with their labels."""
     return [(row.label, row.runtime) for row in rows if row.runtime is not None]
 
 
@@ -591,7 +599,7 @@ PROJECT_NAMES = {"E1": "l2_compress / KnormPress", "E2": "StreamingLLM + H2O"}
 
 
 def format_markdown(results: EvaluationResultsProtocol) -> str:
-    """Markdown: the table, that of presets by their projects' definitions if any, and what was measured on what."""
+    """Format Markdown: the table, the table by projects' definitions if any, and notes on the measurement."""
     parts = [_format_markdown_table(*build_table(results, COLUMNS))]
     project = build_project_table(results.rows)
     if project:
@@ -610,7 +618,7 @@ def format_markdown(results: EvaluationResultsProtocol) -> str:
 
 
 def format_terminal(results: EvaluationResultsProtocol, width: int) -> str:
-    """Format the tables for a terminal of `width` columns: labels are shortened, omitted columns are named below."""
+    """Format the tables for a terminal of `width` columns: labels are shortened, omitted columns named below."""
     parts = [format_table(*build_table(results, COLUMNS), width, _ELSEWHERE_TEXT)]
     project = build_project_table(results.rows)
     if project:
@@ -637,13 +645,13 @@ def format_terminal(results: EvaluationResultsProtocol, width: int) -> str:
 
 
 def format_h2o_text(stats: H2OStats, width: int) -> str:
-    """Format the statistics of the engine's planner in one run, for a terminal of `width` columns."""
+    """Format the figures of the engine's planner in one run for a terminal of `width` columns."""
     table = build_h2o_table([("", stats)])
     return wrap_sentences([H2O_TITLE], width) + "\n\n" + format_table(*table, width) if table else ""
 
 
 def format_runtime_text(stats_by_label: Sequence[tuple[str, RuntimeStats]], width: int) -> str:
-    """Format the statistics of the lossless runtime in labelled runs, for a terminal of `width` columns."""
+    """Format the figures of the lossless runtime in labelled runs for a terminal of `width` columns."""
     table = build_runtime_table(stats_by_label)
     if not table:
         return ""
@@ -657,7 +665,7 @@ def format_runtime_text(stats_by_label: Sequence[tuple[str, RuntimeStats]], widt
 
 
 def build_notes(results: EvaluationResultsProtocol) -> list[str]:
-    """Return lines that state what was measured: documents, tokens, model, hardware and settings."""
+    """Build notes on the data and the setup of the measurement, one or two sentences a line."""
     settings, rows = results.settings, results.rows
     scored_tokens = [row.tokens for row in rows if row.tokens is not None]
     deep_tokens = [row.deep.tokens for row in rows if row.deep is not None]
@@ -695,7 +703,7 @@ def describe_refusals(refusals: Sequence[Refusal]) -> list[str]:
 
 
 def _iter_explanations(rows: Sequence[ResultRow]) -> Iterator[str]:
-    """Return explanations of the columns that are present."""
+    """Yield explanations of the columns that the table has."""
     num_documents = [
         row.versus_full.documents for row in rows if row.versus_full is not None and row.versus_full.low is not None
     ]
@@ -725,7 +733,7 @@ def format_project_title(rows: Sequence[ResultRow]) -> str:
 
 
 def format_csv(results: EvaluationResultsProtocol) -> str:
-    """Return CSV with every scalar: a line for each row, followed by one for each document of that row.
+    """Format CSV with every scalar: a line for each row, followed by one for each of its documents.
 
     Columns of nested values are joined by dots (``versus_full.low``, ``tokens_kept.0``). `document` is empty in the
     line that stands for all documents. Not measured is empty.
@@ -836,7 +844,7 @@ def _iter_latex_tables(title: str, table: tuple[Sequence[Column], Sequence[Seque
 
 
 def _format_latex_row(cells: Iterable[str]) -> str:
-    """Format one line; the leading braces prevent that ``\\\\`` of the line before takes ``*`` or ``[`` as its own."""
+    """Format one line; braces prevent ``\\\\`` of the previous line from reading ``*`` or ``[`` as its argument."""
     return "{}" + " & ".join(escape_latex(cell) for cell in cells) + r" \\"
 
 

@@ -179,7 +179,7 @@ class RuntimeConfig:
 
     @classmethod
     def from_engine(cls, document: Mapping[str, Any], *, lenient: bool = False) -> RuntimeConfig:
-        """Return the options in an engine's JSON configuration, with its defaults and clamps applied.
+        """Read the options in an engine's JSON configuration, with its defaults and clamps.
 
         Parameters
         ----------
@@ -228,7 +228,7 @@ class RuntimeConfig:
         return cls(**values)
 
     def with_num_layers(self, num_layers: int, bytes_per_token: int) -> RuntimeConfig:
-        """These options for `num_layers` layers whose K and V have `bytes_per_token` bytes a token."""
+        """Return these options for `num_layers` layers whose K and V have `bytes_per_token` bytes a token."""
         h2o = replace(self.h2o, layers=num_layers, bytes_per_token=bytes_per_token)
         return replace(self, h2o=h2o, layer_nums=num_layers)
 
@@ -241,7 +241,7 @@ class RuntimeConfig:
 
     @property
     def replaces_rows(self) -> bool:
-        """Whether rows are replaced by frames, so that they must be restored before each call."""
+        """Whether frames replace the rows, which must then be restored before each call."""
         return self.enable and self.runtime_enable and self.mode == "store"
 
     @property
@@ -288,7 +288,7 @@ def _parse_flash_attention(document: Mapping[str, Any]) -> bool:
 
 
 def _read_options(document: Mapping[str, Any], names: tuple[str, ...], kind: type) -> dict[str, Any]:
-    """The values of the keys that are there; each must be of `kind`."""
+    """Return the values of the keys that are present; each must be of `kind`."""
     options = {}
     for name in names:
         key = _ENGINE_KEY_PREFIX + name

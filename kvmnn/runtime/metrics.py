@@ -16,7 +16,7 @@ from ..files.schema import Record
 
 @dataclass(frozen=True)
 class CompressionRatios:
-    """Bytes of one run from which its ratios follow."""
+    """The bytes of one run, and the ratios computed from them."""
 
     #: Bytes of all rows ever appended.
     appended_bytes: int
@@ -36,7 +36,7 @@ class CompressionRatios:
 
 
 def compute_float32_ratio(raw_bytes: int, compressed_bytes: int) -> float:
-    """As the engine keeps a ratio; 1 where nothing was encoded."""
+    """Compute a ratio in float32, as the engine stores it; 1 if nothing was encoded."""
     return float(np.float32(raw_bytes / compressed_bytes)) if compressed_bytes else 1.0
 
 
@@ -61,14 +61,14 @@ class LatencySummary(Record):
 
 
 class LatencyHistogram:
-    """A histogram of durations with buckets that grow by an eighth of an octave; `total` counts each as well."""
+    """A histogram of durations whose buckets grow by an eighth of an octave; `total` counts them as well."""
 
     def __init__(self, total: LatencyHistogram | None = None) -> None:
         self._total = total
         self.reset()
 
     def reset(self) -> None:
-        """Forget all durations."""
+        """Clear all durations."""
         self._buckets: dict[int, int] = {}
         self.count = self.total_ns = self.max_ns = 0
 
@@ -92,7 +92,7 @@ class LatencyHistogram:
             self.add(time.perf_counter_ns() - start_ns)
 
     def compute_percentile_us(self, fraction: float) -> float:
-        """Return the duration in microseconds that `fraction` of all do not exceed; 0 if there are none."""
+        """Return the duration in microseconds that a `fraction` of all do not exceed; 0 if there is none."""
         target_count, cumulative_count = fraction * self.count, 0
         for bucket in sorted(self._buckets):
             cumulative_count += self._buckets[bucket]
@@ -101,7 +101,7 @@ class LatencyHistogram:
         return 0.0
 
     def summarize(self) -> LatencySummary:
-        """Return the figures so far."""
+        """Return the current figures."""
         return LatencySummary(
             count=self.count,
             total_us=self.total_ns / 1e3,
@@ -113,7 +113,7 @@ class LatencyHistogram:
 
 
 def _find_bucket(nanoseconds: int) -> int:
-    """Return the number of the bucket of a duration: its leading bits."""
+    """Return the number of a duration's bucket: its leading bits."""
     if nanoseconds < _BUCKETS_PER_OCTAVE:
         return max(0, nanoseconds)
     shift = nanoseconds.bit_length() - _BUCKETS_PER_OCTAVE.bit_length()
@@ -121,7 +121,7 @@ def _find_bucket(nanoseconds: int) -> int:
 
 
 def _get_bucket_max_ns(bucket: int) -> int:
-    """The longest duration of a bucket."""
+    """Return the longest duration of a bucket."""
     if bucket < _BUCKETS_PER_OCTAVE:
         return bucket
     shift, mantissa = divmod(bucket, _BUCKETS_PER_OCTAVE)
@@ -134,7 +134,7 @@ _NO_VALUE = "-"
 
 
 class OperationLatencies:
-    """Durations of the operations that cost time; those of a layer are counted in `total`, too."""
+    """The durations of the measured operations; those of a layer are also counted in `total`."""
 
     def __init__(self, total: OperationLatencies | None = None) -> None:
         self.compress: LatencyHistogram = LatencyHistogram(total.compress if total else None)
@@ -196,7 +196,7 @@ class RuntimeLayerMetrics(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeMetrics(Record):
-    """Figures of all layers; the fields of the engine have its names, times are those of kvmnn.
+    """Figures of all layers; the engine's fields have its names, times are kvmnn's.
 
     Attributes
     ----------
@@ -263,18 +263,18 @@ class RuntimeMetrics(Record):
     layers: tuple[RuntimeLayerMetrics, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Name to figure; percentiles and layers as objects, None for a ratio of stored bytes where there are none."""
+        """Return names and figures; percentiles and layers as objects, None for a ratio without stored bytes."""
         # computed: the engine's columns have 1.0 where nothing was stored, and JSON has null
         document = super().to_dict()
         return document if self.has_stored else document | {"lossless_ratio": None, "total_ratio": None}
 
     @property
     def has_stored(self) -> bool:
-        """Whether anything was compressed and stood for its rows."""
+        """Whether any frames replaced their rows."""
         return self.mode == "store" and bool(self.h2o_lossless_raw_bytes)
 
     def to_bench_columns(self) -> dict[str, float | int]:
-        """The columns that the engine's ``llm_bench`` prints."""
+        """Return the columns that the engine's ``llm_bench`` prints."""
         return {
             "h2o_keep": self.h2o_keep_ratio,
             "h2o_lossy": self.h2o_lossy_ratio,
@@ -301,7 +301,7 @@ class RuntimeMetrics(Record):
         wait_limit_us: float | None = None,
         consistent: bool | None = None,
     ) -> dict[str, float | int | bool | None]:
-        """This run under the names of the figures by which the MNN fork's reports judge one.
+        """Return the figures of this run by the names that the MNN fork's reports judge.
 
         Those reports take ``lossless_selected_value`` from a simulation over dumps and never compare K and V; here both
         are of this run.
@@ -342,7 +342,7 @@ class RuntimeMetrics(Record):
         return "\n".join(self.format_lines())
 
     def format_lines(self) -> list[str]:
-        """A table of the layers, then sums and percentiles."""
+        """Format a table of the layers, followed by sums and percentiles."""
         rows = [f"{'layer':>5} {'tokens':>8} {'blocks':>6} {'raw bytes':>12} {'compressed':>12} {'ratio':>7} fallbacks"]
         rows += [str(layer) for layer in self.layers]
         rows.append(self._format_ratios())

@@ -1,4 +1,4 @@
-"""One object for all layers of a running cache."""
+"""The lossless runtime: one object for all layers of a running cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .strict import StrictCallResult, StrictRuntime
 
 
 class LosslessRuntime:
-    """Keeps K and V of a running model, the cold tokens as frames.
+    """A cache of K and V for a running model that stores cold tokens as frames.
 
     Every call of a layer has two halves, between which the caller computes attention; `sync` ends a step of all
     layers. The first step is a prefill::
@@ -106,7 +106,7 @@ class LosslessRuntime:
     # -- one call of one layer -----------------------------------------------------------------------------------------
 
     def begin_call(self, layer: int, keys: Elements, values: Elements) -> KVPair:
-        """First half of a call: carry out the layer's eviction plan, append its new tokens, restore what is stored.
+        """Begin a call: evict by the layer's plan, append its new tokens, restore stored blocks.
 
         Parameters
         ----------
@@ -137,13 +137,13 @@ class LosslessRuntime:
         return pair
 
     def append_call(self, layer: int, keys: Elements, values: Elements) -> None:
-        """As `begin_call`, for a caller that needs no rows now (behaviour "sound"): nothing is restored."""
+        """Begin a call that needs no rows (behaviour "sound"): like `begin_call`, but restore nothing."""
         if not self._is_valid_call(layer, keys, values):
             self._check_rows(layer, keys, values)
         self._require_strict("append").begin_call(layer, keys, values, return_rows=False)
 
     def end_call(self, *, sums: Any = None, rows: Any = None) -> StrictCallResult | CallEvent:
-        """Second half of a call: score, plan, hand in the blocks that became cold, take in those that are done.
+        """End a call: score, plan, submit blocks that became cold, collect those that are done.
 
         Parameters
         ----------
@@ -164,7 +164,7 @@ class LosslessRuntime:
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def start_request(self, *, keep_cache: bool) -> None:
-        """A new request: the next step is a prefill, over the tokens there are (`keep_cache`) or over none."""
+        """Start a request: the next step is a prefill, after the present tokens (`keep_cache`) or none."""
         self._runtime.start_request(keep_cache=keep_cache)
 
     def reset(self) -> None:
@@ -206,19 +206,19 @@ class LosslessRuntime:
     # -- what there is -------------------------------------------------------------------------------------------------
 
     def get_live_rows(self, layer: int) -> KVPair:
-        """K and V of a layer. Sound: restored copies. Engine: views of the rows as they are, zeros included."""
+        """Return K and V of a layer: restored copies ("sound"), or views of the rows with their zeros ("engine")."""
         return self._runtime.get_live_rows(self._check_layer(layer))
 
     def get_positions(self, layer: int) -> Positions:
-        """Where the tokens of a layer stand in the text, ``[token]``; the engine takes no account of resets."""
+        """Return the text positions of a layer's tokens, ``[token]``; the engine ignores resets."""
         return self._runtime.get_positions(self._check_layer(layer))
 
     def read_layer(self, layer: int) -> LayerCache:
-        """Copies of K and V of a layer and where its tokens stand (behaviour "sound")."""
+        """Return copies of K and V of a layer and the text positions of its tokens (behaviour "sound")."""
         return self._require_strict("read").read_layers([layer])[0]
 
     def read_layers(self, layers: Sequence[int]) -> list[LayerCache]:
-        """As `read_layer`, of several layers at once, which the caller and the threads decode side by side."""
+        """Read several layers at once as `read_layer` does; the caller and the threads decode in parallel."""
         return self._require_strict("read_layers").read_layers(layers)
 
     def flush(self) -> None:
@@ -236,11 +236,11 @@ class LosslessRuntime:
 
     @property
     def resident_bytes(self) -> int:
-        """Of all rows, frames and decoded copies that are there now (behaviour "sound")."""
+        """Bytes of all current rows, frames and decoded copies (behaviour "sound")."""
         return self._require_strict("held_bytes").resident_bytes
 
     def collect_metrics(self) -> RuntimeMetrics:
-        """Figures so far."""
+        """Return the current figures."""
         return self._runtime.collect_metrics()
 
     def _check_layer(self, layer: int) -> int:
@@ -266,7 +266,7 @@ class LosslessRuntime:
                 )
 
     def _is_valid_call(self, layer: int, keys: Elements, values: Elements) -> bool:
-        """Whether a call is as it should be, found with little work; where it is not, `_check_rows` finds out why."""
+        """Check a call quickly; for an invalid one `_check_rows` finds the reason."""
         if type(keys) is not np.ndarray or type(values) is not np.ndarray or type(layer) is not int:
             return False
         layers, heads, head_dim = self._geometry

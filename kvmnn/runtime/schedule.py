@@ -1,4 +1,4 @@
-"""When the engine compresses which tokens of a layer: scope, cold range, bootstrap and grouped steps. Numbers only."""
+"""The engine's schedule of compression: scope, cold range, bootstrap and grouped steps, as numbers only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ColdRange(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockRange:
-    """Tokens that are due, and whether they are the first of their layer."""
+    """A range of tokens to encode, and whether it is the first of its layer."""
 
     start: int
     count: int
@@ -31,7 +31,7 @@ class BlockRange:
 
 @dataclass(frozen=True)
 class CompressionScope:
-    """Which layers are compressed; their number is the configuration's (``layer_nums``)."""
+    """The layers to compress; their number is the configuration's (``layer_nums``)."""
 
     config: RuntimeConfig
 
@@ -41,16 +41,16 @@ class CompressionScope:
         return self.config.h2o.evicting_layers
 
     def is_front_layer(self, layer: int) -> bool:
-        """Whether `layer` is one of the first `front_n`."""
+        """Return whether `layer` is one of the first `front_n`."""
         return layer < self.config.front_n
 
     def covers(self, layer: int) -> bool:
-        """Whether figures of `layer` are reported: it lies in a range that the scope names."""
+        """Return whether `layer` is in a range that the scope names, so that its figures are reported."""
         front = self.config.scope in ("front_n", "front_n_and_h2o_kept") and self.is_front_layer(layer)
         return front or (self.config.scope in ("h2o_kept", "front_n_and_h2o_kept") and layer in self.h2o_layers)
 
     def compute_budget(self, layer: int, token_step: int, kv_len: int, keep_tokens: int) -> int | None:
-        """Tokens of `layer` that count at this step; None where it is not compressed."""
+        """Return how many tokens of `layer` count at this step; None if it is not compressed."""
         config = self.config
         if not config.is_active:
             return None
@@ -66,7 +66,7 @@ class CompressionScope:
         return kv_len if uses_all_tokens else keep_tokens
 
     def is_always_compressed(self, layer: int) -> bool | None:
-        """Whether `layer` is compressed at all decode steps (True) or at none (False); None where it depends."""
+        """Return whether `layer` is compressed at all decode steps (True) or at none; None if it depends."""
         if self.compute_budget(layer, 1, 1, 1) is None:
             return False
         sampling = (self.config.front_sample_token_interval, self.config.kept_sample_token_interval)
@@ -90,7 +90,7 @@ class CompressionScope:
 
 
 def compute_cold_range(config: RuntimeConfig, budget: int) -> ColdRange:
-    """The tokens between the hot ones at the start and at the end of `budget` tokens."""
+    """Return the tokens between the hot ones at the start and the end of `budget` tokens."""
     begin = min(budget, config.hot_sink_tokens)
     return ColdRange(begin, max(begin, budget - config.hot_recent_tokens))
 

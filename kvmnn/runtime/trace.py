@@ -1,4 +1,4 @@
-"""K and V of all layers as they were computed once, to be run through a runtime again."""
+"""K and V of all layers as once computed, for replay through a runtime."""
 
 from __future__ import annotations
 
@@ -41,22 +41,22 @@ class KVTrace:
 
     @property
     def kv_heads(self) -> int:
-        """Heads of each layer."""
+        """Number of heads of each layer."""
         return int(self.layers[0][0].shape[0])
 
     @property
     def tokens(self) -> int:
-        """Tokens of each layer."""
+        """Number of tokens of each layer."""
         return int(self.layers[0][0].shape[1])
 
     @property
     def head_dim(self) -> int:
-        """Words of a token in one head."""
+        """Number of elements of a token in one head."""
         return int(self.layers[0][0].shape[2])
 
 
 def read_trace(source: Source) -> KVTrace:
-    """The K and V of a source.
+    """Read the K and V of a source.
 
     Raises
     ------
@@ -80,7 +80,7 @@ def read_trace(source: Source) -> KVTrace:
 
 @contextmanager
 def _prefix_errors(source: Source) -> Iterator[None]:
-    """Errors about what `source` holds begin with its name."""
+    """Prefix error messages about the content of `source` with its name."""
     try:
         yield
     except KvmnnError as error:
@@ -88,7 +88,7 @@ def _prefix_errors(source: Source) -> Iterator[None]:
 
 
 def read_attention(source: Source, num_layers: int, tokens: int) -> tuple[Floats, ...]:
-    """Attention probabilities of every layer, ``[head, query, key]``, in the order of the arrays.
+    """Read the attention probabilities of every layer, ``[head, query, key]``, in the order of the arrays.
 
     Raises
     ------

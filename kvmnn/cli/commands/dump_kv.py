@@ -55,7 +55,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Carry the verb out."""
+    """Run ``kvmnn dump-kv``."""
     from ...lm import dump_kv
 
     if arguments.output is None or arguments.output == console.STDIO:

@@ -1,4 +1,4 @@
-"""``kvmnn mnn``: the engine's packed files, written, read and changed, and a cache run through its lossless runtime."""
+"""``kvmnn mnn``: read, write and change the engine's packed files, and replay a cache through its runtime."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def add_unpack_parser(subparsers: Any) -> None:
 
 
 def run_unpack(arguments: argparse.Namespace) -> int:
-    """Carry ``kvmnn mnn unpack`` out."""
+    """Run ``kvmnn mnn unpack``."""
     from ...formats.mnn import unpack
 
     suffix = ".safetensors" if arguments.form == "arrays" else f".{arguments.form}/"
@@ -145,7 +145,7 @@ def add_pack_parser(subparsers: Any) -> None:
 
 
 def run_pack(arguments: argparse.Namespace) -> int:
-    """Carry ``kvmnn mnn pack`` out."""
+    """Run ``kvmnn mnn pack``."""
     from ...formats.mnn import pack
 
     dense_options.check_rerotate_options(arguments)
@@ -219,7 +219,7 @@ def add_repack_parser(subparsers: Any) -> None:
 
 
 def run_repack(arguments: argparse.Namespace) -> int:
-    """Carry ``kvmnn mnn repack`` out."""
+    """Run ``kvmnn mnn repack``."""
     from ...formats.mnn import repack
 
     dense_options.check_rerotate_options(arguments)
@@ -293,7 +293,7 @@ def add_compact_parser(subparsers: Any) -> None:
 
 
 def run_compact(arguments: argparse.Namespace) -> int:
-    """Carry ``kvmnn mnn compact`` out."""
+    """Run ``kvmnn mnn compact``."""
     from ...formats.mnn import compact, open_packed
 
     dense_options.check_rerotate_options(arguments)
@@ -403,7 +403,7 @@ def add_replay_parser(subparsers: Any) -> None:
 
 
 def run_replay(arguments: argparse.Namespace) -> int:
-    """Carry ``kvmnn mnn replay`` out."""
+    """Run ``kvmnn mnn replay``."""
     from ..._util.text import pluralize
     from ...formats import registry
     from ...runtime import read_attention, read_trace, replay_plots, replay_trace

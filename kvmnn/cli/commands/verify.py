@@ -1,4 +1,4 @@
-"""``kvmnn verify``: decode frames and compare them with what they were made from; check weight files."""
+"""``kvmnn verify``: decode frames and compare them with the original input; check weight files."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Carry the verb out; 1 for any difference."""
+    """Run ``kvmnn verify``; return 1 for any difference."""
     if batch.is_batch(arguments):
         takes = ["frames", "weights"]
         refused_reasons = {"against": "it is the original of one input; the hashes of each file are checked"}
@@ -101,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _verify_weight_file(arguments: argparse.Namespace) -> int:
-    """A compressor's weight file, and its checkpoint if there is one."""
+    """Verify a compressor's weight file, against its checkpoint if one is given."""
     from .compressor import verify_weight_file
 
     idle_names = [*packed_options.PACKED_OPTION_NAMES, "tensor", "skip_unsupported", "no_zstd", "max_bytes", "threads"]
@@ -110,7 +110,7 @@ def _verify_weight_file(arguments: argparse.Namespace) -> int:
 
 
 def _verify_zarr(arguments: argparse.Namespace) -> int:
-    """The hashes that kvmnn noted down in a Zarr store."""
+    """Verify a Zarr store against the hashes that kvmnn recorded in it."""
     from ...formats import ReadOptions, verify_store
 
     idle_names = (
@@ -137,7 +137,7 @@ def _verify_zarr(arguments: argparse.Namespace) -> int:
 
 
 def _load_original(frames: FrameSet, arguments: argparse.Namespace) -> Source:
-    """What the frames were made from; what it does not say of itself is as the frames have it."""
+    """Load the input that the frames were made from; take missing properties from the frames."""
     from ...compressor import has_weight_file_magic
     from ...formats import can_restore_file
 
@@ -162,7 +162,7 @@ def _load_original(frames: FrameSet, arguments: argparse.Namespace) -> Source:
 
 
 def _format_geometry(cache: CacheInfo) -> str:
-    """What a description says that packed files do not."""
+    """Format the properties of a packed cache that its files do not record: tokens, layers, heads."""
     tokens = format_range(sorted({layer.tokens for layer in cache.layers}))
     layouts = dict.fromkeys(map(cache.get_layer_layout, cache.layers))
     heads = " or ".join(f"{pluralize(layout.kv_heads, 'kv head')} of {layout.head_dim}" for layout in layouts)

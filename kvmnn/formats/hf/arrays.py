@@ -1,4 +1,4 @@
-"""Tensors of a cache of transformers as named arrays: their own words, in bounded memory."""
+"""Tensors of a transformers cache as named arrays: the stored elements, in bounded memory."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ _DTYPE_BY_TYPE_NAME = {
 def make_tensor_array(
     label: str, name: str, tensor: AnyTensor, options: ReadOptions, row_indices: Indices | None = None
 ) -> LazyArray:
-    """A tensor as an array in C order; with `row_indices` only those of the last axis but one."""
+    """Wrap a tensor as an array in C order; with `row_indices` only those rows of the last axis but one."""
     label = f"{label}: {name}"
     type_name = tensor.type_name
     if type_name not in _NUMPY_TYPE_BY_NAME:
@@ -100,7 +100,7 @@ def _read_token_elements(label: str, tensor: AnyTensor, row_indices: Indices | N
 
 @dataclass(frozen=True, eq=False)
 class _ResolvedCache:
-    """A cache with the rows that are tokens, and the texts of its batch."""
+    """A cache, which of its rows are tokens, and the texts of its batch."""
 
     cache: TransformersCache
     rows: CacheRows
@@ -108,7 +108,7 @@ class _ResolvedCache:
 
 
 def make_cache_source(label: str, cache: TransformersCache, options: ReadOptions) -> Source:
-    """K and V of every layer of a cache; pairs as they are where the caller says how they lie.
+    """Return K and V of every layer of a cache; pairs are not changed when the caller specifies their axes.
 
     Rows that hold no token are left out: the unused ones of buffers, and padding that all texts of a batch have.
     """
@@ -247,7 +247,7 @@ def _select_row_indices(layer: KVLayer, rows: TokenRows) -> Indices | None:
 
 
 def _build_positions_metadata(rows: CacheRows) -> dict[str, str]:
-    """What frames need to know of layers whose window has slid (docs/manifest.md)."""
+    """Build the metadata that frames need of layers whose window has slid (docs/manifest.md)."""
     layer_positions = _collect_layer_positions(rows)
     if layer_positions is None:
         return {}
@@ -259,7 +259,10 @@ def _build_positions_metadata(rows: CacheRows) -> dict[str, str]:
 
 
 def _collect_layer_positions(rows: CacheRows) -> list[Positions] | None:
-    """Positions of the tokens of every layer; None where all layers hold the first tokens, and where one is unknown."""
+    """Return the positions of the tokens of every layer.
+
+    Returns None when all layers hold the first tokens, or when the positions of one are unknown.
+    """
     layer_positions = [positions.positions for positions in rows.layer_rows if positions.positions is not None]
     if len(layer_positions) < len(rows.layer_rows) or all(
         positions[-1] + 1 == positions.size for positions in layer_positions
@@ -269,7 +272,7 @@ def _collect_layer_positions(rows: CacheRows) -> list[Positions] | None:
 
 
 def _describe_cache(resolved: _ResolvedCache) -> EngineCacheInfo:
-    """What the cache says of itself."""
+    """Describe the cache: class, layers and states."""
     cache, rows, text_entries = resolved.cache, resolved.rows, resolved.batch_texts.entries
     batch, _, _, head_dim = cache.layers[0].keys.shape
     head_dims = {item.shape[3] for layer in cache.layers for item in (layer.keys, layer.values)}

@@ -1,4 +1,4 @@
-"""Which tensors of a cache of transformers are K and V of which layer, and what other state its layers have.
+"""Find the tensors of a transformers cache that are K and V of each layer, and the other state of layers.
 
 Objects are looked at by what they have, not by their class: transformers 5 and late 4 have ``layers`` with ``keys`` and
 ``values``, earlier ones ``key_cache`` and ``value_cache``; before that a cache was a tuple of (K, V). What is not
@@ -27,11 +27,11 @@ class AnyTensor(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its axes."""
+        """The lengths of its axes."""
 
     @property
     def type_name(self) -> str:
-        """Of its elements, as torch calls it, without ``torch.``."""
+        """The torch name of the element type, without ``torch.``."""
 
     def read_elements_unbounded(self) -> npt.NDArray[Any]:
         """Its words; bfloat16 as uint16."""
@@ -41,7 +41,7 @@ TensorPredicate = Callable[[object], bool]
 
 
 class StubObject:
-    """An object of transformers: its class by name, and its attributes.
+    """A stand-in for a transformers object: its class by name, and its attributes.
 
     Parameters
     ----------
@@ -90,7 +90,7 @@ class KVLayer:
 
 @dataclass(frozen=True)
 class StateOnlyLayer:
-    """A layer without K and V."""
+    """A layer with other state in place of K and V, or with none."""
 
     #: From 0.
     number: int
@@ -104,7 +104,7 @@ class StateOnlyLayer:
 
 @dataclass
 class TransformersCache:
-    """A cache as it was found."""
+    """A transformers cache, as an object or as plain lists, tuples and dicts."""
 
     #: The class of the cache, or ``"list"``, ``"tuple"``, ``"dict"`` of pairs.
     class_name: str
@@ -272,7 +272,7 @@ class _CacheFinder:
                     yield name, cache
 
     def _parse_cache(self, value: object) -> TransformersCache | None:
-        """A value as a cache; None if it is none."""
+        """Parse a value as a cache; return None if it is not one."""
         if isinstance(value, StubObject):
             return self._parse_object(value)
         if isinstance(value, Mapping):
@@ -406,7 +406,7 @@ class _CacheFinder:
         return value if type(value) is int and value >= 0 else None
 
     def _parse_list_pair(self, class_name: str, state: Mapping[str, Any]) -> TransformersCache | None:
-        """Two lists, of K and of V."""
+        """Parse an object with two lists, one of K and one of V; return None for others."""
         for names in _LIST_NAME_PAIRS:
             keys, values = (state.get(name) for name in names)
             if isinstance(keys, list | tuple) and isinstance(values, list | tuple) and keys:
@@ -425,7 +425,7 @@ class _CacheFinder:
         return None
 
     def _parse_buffers(self, cache: StubObject) -> TransformersCache | None:
-        """``key_cache_<n>`` and ``value_cache_<n>``: the static caches of a few versions were modules."""
+        """Parse the buffers ``key_cache_<n>`` and ``value_cache_<n>``: some versions made static caches modules."""
         buffers = cache.state.get("_buffers")
         if not isinstance(buffers, Mapping) or "key_cache_0" not in buffers:
             return None
@@ -442,7 +442,7 @@ class _CacheFinder:
         return self._add_static_lengths(self._parse_pairs(cache.class_name, enumerate(pairs)), cache.state)
 
     def _add_static_lengths(self, cache: TransformersCache, state: Mapping[str, Any]) -> TransformersCache:
-        """The same with buffers and windows, where a cache of transformers 4 has them."""
+        """Add the lengths of buffers and windows to a cache of transformers 4, if it has any."""
         if not ("max_cache_len" in state or "Static" in cache.class_name or _has_window_class_name(cache.class_name)):
             return cache
         num_counted = self._parse_natural(state.get("_seen_tokens")) or None
@@ -472,7 +472,7 @@ class _CacheFinder:
         return cache
 
     def _is_sliding(self, class_name: str, state: Mapping[str, Any], layer_number: int) -> bool:
-        """Whether a layer of a static cache of transformers 4 has a window."""
+        """Return whether a layer of a static cache of transformers 4 has a window."""
         sliding_flags = state.get("is_sliding_list", state.get("is_sliding"))
         if self.is_tensor(sliding_flags):
             sliding_flags = np.asarray(sliding_flags.read_elements_unbounded()).reshape(-1).tolist()
@@ -502,7 +502,7 @@ class _CacheFinder:
         return cache
 
     def _make_pair_layer(self, layer_number: int, pair: Any) -> KVLayer:
-        """K and V, and the size of a window where iterating over a cache of transformers 5 has added it."""
+        """Make a layer of K and V, and of the window size that iterating over a cache of transformers 5 adds."""
         window = self._parse_natural(pair[2]) if len(pair) == 3 else None
         return KVLayer(layer_number, pair[0], pair[1], is_window=window is not None, window=window)
 
@@ -512,14 +512,14 @@ class _CacheFinder:
         )
 
     def _is_both_halves_pair(self, value: Any) -> bool:
-        """K and V of the decoder, then of the encoder."""
+        """Return whether a value holds K and V of the decoder, then of the encoder."""
         if not isinstance(value, list | tuple) or len(value) not in _BOTH_HALVES_LENGTHS:
             return False
         middle = len(value) // 2
         return self._is_kv_pair(value[:middle]) and self._is_kv_pair(value[middle:])
 
     def _to_pair(self, value: Any) -> Any:
-        """A dict of K and V as a pair; everything else as it is."""
+        """Convert a dict of K and V to a pair; return anything else unchanged."""
         if isinstance(value, Mapping):
             for names in _LIST_NAME_PAIRS:
                 if value.keys() == set(names):
@@ -527,14 +527,17 @@ class _CacheFinder:
         return value
 
     def _is_kv_pair(self, value: Any) -> bool:
-        """K and V; iterating over a cache of transformers 5 adds a sliding window or None."""
+        """Return whether a value is a pair of K and V, with or without the third item of transformers 5.
+
+        Iterating over a cache of transformers 5 adds a sliding window or None.
+        """
         if not isinstance(value, list | tuple) or not 2 <= len(value) <= 3:
             return False
         third = value[2] if len(value) == 3 else None
         return all(map(self.is_tensor, value[:2])) and (third is None or (self.is_tensor(third) and not third.shape))
 
     def _is_unused_layer(self, value: Any) -> bool:
-        """What stands for a layer that was never used."""
+        """Return whether a value is the placeholder of a layer that was never used."""
         if isinstance(value, list | tuple):
             return len(value) in (2, 3) and all(
                 item is None or (isinstance(item, list | tuple) and not item) for item in value[:2]
@@ -549,7 +552,7 @@ class _CacheFinder:
 
 
 def _has_window_class_name(class_name: str) -> bool:
-    """Whether a class of layers or caches, by its name, keeps the last tokens alone."""
+    """Return whether a class of layers or caches holds only the last tokens, judged by its name."""
     return any(word in class_name for word in _WINDOW_CLASS_WORDS)
 
 
@@ -558,7 +561,7 @@ def _is_quantised(class_name: str, state: Mapping[Any, Any]) -> bool:
 
 
 def _iter_containers(value: object) -> Iterator[tuple[str, object]]:
-    """The containers in a container, by name."""
+    """Yield the name and value of each container in a container."""
     if isinstance(value, StubObject):
         value = value.state
     if isinstance(value, Mapping):

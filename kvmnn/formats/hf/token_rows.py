@@ -1,4 +1,4 @@
-"""Which rows of a transformers cache hold tokens, at which positions, and what state its layers keep.
+"""Find the rows of a transformers cache that hold tokens, their positions, and other state of layers.
 
 Static caches have rows for later tokens; a window holds the last tokens. A cache that counts more tokens than it holds
 was cut, and does not tell which are left. Which tokens of a batch are padding, ``attention_mask`` and token ids tell
@@ -42,7 +42,7 @@ class TokenRows:
 
 @dataclass(frozen=True, eq=False)
 class CacheRows:
-    """Rows of all layers."""
+    """The rows of all layers that hold tokens."""
 
     #: In the order of `TransformersCache.layers`.
     layer_rows: tuple[TokenRows, ...]
@@ -79,7 +79,10 @@ def find_token_rows(cache: TransformersCache) -> CacheRows:
 
 
 def _count_used_rows(layer: KVLayer) -> int:
-    """Rows that surely hold tokens: of a buffer that says no length up to the last that is not all zeros."""
+    """Count the rows that certainly hold tokens.
+
+    In a buffer that does not record its length these end with the last row that is not all zeros.
+    """
     num_rows = int(layer.keys.shape[2])
     if not layer.is_buffer:
         return num_rows
@@ -87,7 +90,7 @@ def _count_used_rows(layer: KVLayer) -> int:
 
 
 def _select_token_rows(layer: KVLayer, num_used: int, num_tokens: int, empty_row: int | None) -> Indices:
-    """The rows of a layer that hold tokens, where the model has seen this many."""
+    """Select the rows of a layer that hold tokens after the model has seen this many."""
     if not layer.is_buffer or layer.num_seen is not None or num_used == 0 or num_tokens == 0:
         return np.arange(num_used)
     # K of a token may be all zeros in some layers, as padding's embedding is: what other layers hold counts here too.
@@ -96,7 +99,7 @@ def _select_token_rows(layer: KVLayer, num_used: int, num_tokens: int, empty_row
 
 
 def _find_empty_row(cache: TransformersCache, num_tokens: int) -> int | None:
-    """The row of zeros that transformers before 4.52 leaves in windows that became full token by token.
+    """Find the row of zeros that transformers before 4.52 leaves in windows that became full token by token.
 
     A window of W rows is turned round one token too early, so an empty row goes through it from W - 2 to 0.
     """
@@ -121,7 +124,7 @@ def _find_empty_row(cache: TransformersCache, num_tokens: int) -> int | None:
 
 
 def _place_rows(layer: KVLayer, row_indices: Indices, num_tokens: int) -> TokenRows:
-    """The rows of a layer where `num_tokens` were seen."""
+    """Return the rows of a layer and their positions after `num_tokens` were seen."""
     if not layer.is_window:
         return TokenRows(row_indices, None if row_indices.size < num_tokens else np.arange(row_indices.size))
     num_seen = layer.num_seen if layer.num_seen is not None else num_tokens
@@ -140,7 +143,10 @@ def _is_full_window(layer: KVLayer, row_indices: Indices) -> bool:
 
 
 def _place_sink_rows(row_indices: Indices, num_sinks: int, num_tokens: int, *, is_rerotated: bool) -> TokenRows:
-    """The rows of a ``SinkCache``: the first tokens, and the last; without positions where K has others."""
+    """Return the rows of a ``SinkCache`` and their positions: the first tokens and the last ones.
+
+    Positions are left out when K was rotated to others, as after an eviction.
+    """
     if is_rerotated and row_indices.size < num_tokens:
         return TokenRows(row_indices, None)
     num_sinks = min(num_sinks, row_indices.size)
@@ -232,7 +238,7 @@ def describe_states(cache: TransformersCache, rows: CacheRows) -> Completeness:
 
 
 def _list_further_states(cache: TransformersCache, num_layers: int) -> list[str]:
-    """A sentence for each kind of state that layers with K and V have besides."""
+    """Return a sentence for each kind of state that layers hold in addition to K and V."""
     layer_count_by_names: dict[tuple[str, ...], int] = {}
     for layer in cache.layers:
         if layer.state_names:
@@ -320,7 +326,7 @@ def find_batch_texts(
 def _read_batch_matrix(
     cache: TransformersCache, names: Sequence[str], batch: int, notes: list[str]
 ) -> npt.NDArray[np.int64] | None:
-    """Whole numbers of every text of the batch, by the first of these names."""
+    """Read a tensor of integers for every text of the batch, stored by one of these names."""
     for name in names:
         tensor = cache.sidecar_tensors.get(name)
         if tensor is None:

@@ -26,7 +26,7 @@ WINDOW_SIZE_KEY: Final = "attention.sliding_window"
 
 @dataclass(frozen=True, kw_only=True)
 class WindowRule:
-    """What llama.cpp assumes of an architecture."""
+    """The sliding window that llama.cpp assumes for an architecture."""
 
     #: One of so many layers has full attention; None where the header must have the pattern.
     period: int | None
@@ -104,7 +104,7 @@ def find_windows(
 
 
 def read_window_size(architecture: str, fields: Mapping[str, Any]) -> int | None:
-    """Return how many tokens a window has by the header; 0 for no window, None where nothing tells."""
+    """Return how many tokens the window in the header has; 0 for no window, None when it is unknown."""
     size = fields.get(f"{architecture}.{WINDOW_SIZE_KEY}")
     if type(size) is int and size >= 0:
         return size
@@ -152,7 +152,7 @@ MAX_LAYERS = 1 << 16
 
 
 class GgufGeometry(NamedTuple):
-    """Of a model: kv heads of each layer, and values of a head in K."""
+    """The geometry of a model: kv heads of each layer, and the head_dim of K."""
 
     architecture: str
     kv_heads: tuple[int, ...]
@@ -160,7 +160,7 @@ class GgufGeometry(NamedTuple):
 
 
 def is_gguf(path: str) -> bool:
-    """Whether a file is a model of llama.cpp."""
+    """Return whether a file is a llama.cpp model."""
     return read_head(path, len(GGUF_MAGIC)) == GGUF_MAGIC
 
 
@@ -171,12 +171,15 @@ def read_gguf_fields(path: str) -> tuple[str, dict[str, Any]]:
 
 
 def read_architecture(path: str) -> str:
-    """The architecture of a model; errors as `read_gguf_geometry`."""
+    """Return the architecture of a model; raises the errors of `read_gguf_geometry`."""
     return _get_architecture(path, GgufHeader(path).read_fields())
 
 
 def read_rotary_dim(path: str) -> int | None:
-    """Dimensions of a head that RoPE turns; None where the model does not say it. Errors as `read_gguf_geometry`."""
+    """Return how many dimensions of a head RoPE rotates; None when the header does not contain it.
+
+    Raises the errors of `read_gguf_geometry`.
+    """
     fields = GgufHeader(path).read_fields()
     return parse_positive_int(fields.get(f"{_get_architecture(path, fields)}.rope.dimension_count"))
 
@@ -189,7 +192,7 @@ def _get_architecture(path: str, fields: dict[str, Any]) -> str:
 
 
 def read_gguf_geometry(path: str, num_layers: int) -> GgufGeometry:
-    """What a model says of the `num_layers` layers of its cache."""
+    """Return the heads and head_dim that a model's header gives for the `num_layers` layers of its cache."""
     fields = GgufHeader(path).read_fields()
     name = _get_architecture(path, fields)
     num_blocks = parse_positive_int(fields.get(f"{name}.block_count"))
@@ -211,7 +214,9 @@ def read_gguf_geometry(path: str, num_layers: int) -> GgufGeometry:
 
 
 def list_cache_layer_counts(path: str) -> set[int]:
-    """How many layers a cache of a model may have; empty where that is not known. Errors as `read_gguf_geometry`.
+    """List how many layers a cache of a model may have; empty when unknown.
+
+    Raises the errors of `read_gguf_geometry`.
 
     Layers that predict further tokens are in the caches of some builds, and those without K of their own in none.
     """
@@ -238,16 +243,16 @@ def list_cache_layer_counts(path: str) -> set[int]:
 
 
 def read_gguf_rotary(path: str) -> tuple[RopeConfig | None, list[str]]:
-    """How llama.cpp rotates K of a model, and one line for each thing that was passed over; None where nothing says it.
+    """Return how llama.cpp rotates K of a model, and one line for each parameter that was ignored.
 
-    Which words are pairs is the architecture's, by `llama_model_rope_type` of llama.cpp: side by side in
-    `_INTERLEAVED_ARCHITECTURES`, half of the dimensions apart in others. Factors of single frequencies, which are a
-    tensor, are not read.
+    The rotation is None when the header contains no rotary parameters. Which elements form a pair depends on the
+    architecture, by `llama_model_rope_type` of llama.cpp: neighbours in `_INTERLEAVED_ARCHITECTURES`, elements half of
+    the dimensions apart in others. Factors of single frequencies, which are a tensor, are not read.
 
     Raises
     ------
     SourceError
-        As `read_gguf_geometry`, and for values that are no rotary parameters.
+        The errors of `read_gguf_geometry`, and for invalid rotary parameters.
     """
     fields = GgufHeader(path).read_fields()
     name = _get_architecture(path, fields)
@@ -330,7 +335,7 @@ def parse_positive_int(value: Any) -> int | None:
 
 
 class GgufHeader:
-    """Keys and values at the beginning of the file."""
+    """The keys and values at the beginning of a .gguf file."""
 
     def __init__(self, path: str) -> None:
         self._file, self._position, self._num_tensors = MappedFile(path), 0, 0
@@ -339,11 +344,11 @@ class GgufHeader:
 
     @property
     def label(self) -> str:
-        """What messages call the file."""
+        """The name of the file in messages."""
         return self._file.label
 
     def read_fields(self, *, include_all: bool = False) -> dict[str, Any]:
-        """Integers, float32, truth values, strings and lists of the first and the third; others are passed over.
+        """Read integers, float32, booleans, strings, and lists of integers or booleans; skip all others.
 
         Vocabularies end the list unless `include_all` are read, which `find_tensor` needs.
         """
@@ -437,7 +442,7 @@ class ModelLayer:
 
 
 def read_model_layers(path: str) -> tuple[ModelLayer, ...] | None:
-    """Return the layers of a model; None where its header does not tell which have a window, heads or sizes.
+    """Return the layers of a model; None if its header lacks which layers have a window, heads or sizes.
 
     Layers that only predict further tokens are left out.
     """
@@ -473,7 +478,7 @@ def read_model_layers(path: str) -> tuple[ModelLayer, ...] | None:
 
 
 def read_rotations(path: str) -> tuple[dict[int, RopeConfig | None], list[str]]:
-    """Return how K of each layer is rotated, None for not at all; and one line for each thing that is left out.
+    """Return how K of each layer is rotated (None: not at all), and one line for each ignored parameter.
 
     Empty where all layers are rotated as `gguf.read_rotary` says, or nothing tells.
 

@@ -77,14 +77,14 @@ _UNROTATED_ARCHITECTURES: Final = frozenset(
 
 
 def is_key_order_permuted(architecture: str | None, head_dim: int, rotary_dim: int | None) -> bool | None:
-    """Return whether dimensions of K are in another order than in other engines; None if unknown."""
+    """Return whether llama.cpp stores K in another element order than other engines; None if unknown."""
     if head_dim % 2 or architecture in _HALF_PAIRED_ARCHITECTURES or architecture in _UNROTATED_ARCHITECTURES:
         return False
     return True if architecture in _PERMUTED_ARCHITECTURES and rotary_dim in (None, head_dim) else None
 
 
 def list_possible_rotations(tensors: Sequence[CacheTensor], heads: Sequence[int]) -> tuple[Transform, ...]:
-    """List what newer builds may have done to quantised K or V, in heads of a multiple of 64 dimensions."""
+    """List the rotations of newer builds: of quantised K or V, in heads of a multiple of 64 dimensions."""
     transforms = {
         transform
         for tensor in tensors
@@ -99,7 +99,7 @@ ENGINE = "llama.cpp"
 
 
 class _PartLayer(NamedTuple):
-    """A layer of the model in the part of the file that has it."""
+    """A layer of the model, and the part of the file that contains it."""
 
     layer_number: int
     part: CachePart
@@ -107,12 +107,12 @@ class _PartLayer(NamedTuple):
 
     @property
     def kv_heads(self) -> int:
-        """Heads of K and V."""
+        """Number of heads of K and V."""
         return self.part.heads.by_layer[self.layer_index]
 
     @property
     def tensors(self) -> list[CacheTensor]:
-        """K, and V where there is any."""
+        """K, and V if the layer has any."""
         return [tensor for tensor in self.part.stream.tensors if tensor.layer == self.layer_index]
 
 
@@ -126,7 +126,7 @@ def _list_layers(parts: Sequence[CachePart]) -> list[_PartLayer]:
 
 
 def describe_state(state: LlamaState, parts: Sequence[CachePart], options: ReadOptions) -> EngineCacheInfo:
-    """Describe the cells of the file that are read."""
+    """Return the description of the used cells in a file."""
     layers, are_heads_known = _list_layers(parts), all(part.heads.is_known for part in parts)
     heads = tuple(layer.kv_heads for layer in layers)
     head_dims = tuple(layer.tensors[0].row_values // layer.kv_heads for layer in layers)
@@ -180,7 +180,10 @@ _Transforms = tuple[Transform, ...]
 def _find_transforms(
     layers: Sequence[_PartLayer], architecture: str | None, options: ReadOptions, *, are_heads_known: bool
 ) -> tuple[_Transforms, _Transforms]:
-    """Return the transforms that were certainly applied to K and V, and those that may have been."""
+    """Return the transforms that K and V certainly underwent, and those they may have undergone.
+
+    Both are empty for raw blocks, and when the heads are unknown.
+    """
     if not are_heads_known or options.engine.raw_blocks:
         return (), ()
     model = options.packed.model if options.packed else None
@@ -273,7 +276,7 @@ def _iter_token_id_notes(num_ids: int, parts: Sequence[CachePart]) -> Iterator[s
 
 
 def _iter_block_notes(parts: Sequence[CachePart], options: EngineOptions) -> Iterator[str]:
-    """Return notes on the block types that values were decoded from, and on what is unknown about them."""
+    """Yield notes about dequantised numbers: the blocks they were made from, and what remains unknown."""
     quantised_tensors = [(tensor, part) for part in parts for tensor in part.stream.tensors if tensor.type.is_block]
     if options.raw_blocks or not quantised_tensors:
         return
@@ -309,7 +312,7 @@ def _list_dequantised_types(parts: Sequence[CachePart], options: EngineOptions) 
 
 
 def read(file: FileBytes, options: ReadOptions) -> Source:
-    """Read K and V of the used cells of a stream, in cell order, with a description of the rest of the file.
+    """Return K and V of the used cells of a stream, in cell order, with a description of all other contents.
 
     Of a file with two caches both are read, where the model, or what llama.cpp assumes of its architecture, tells which
     layers they are; cells of layers with a sliding window are in the order of their positions.
@@ -368,7 +371,7 @@ def parse_state(file: FileBytes, options: ReadOptions) -> tuple[LlamaState, Laye
 
 
 def check_layer_count(label: str, state: LlamaState, options: ReadOptions) -> None:
-    """`OptionError` where the model that the options name has another number of layers than the file."""
+    """Raise `OptionError` when the model that the options name has another number of layers than the file."""
     model = options.packed.model if options.packed else None
     layer_counts = count_layers(state)
     if model is None or state.recurrent_bytes or not all(layer_counts):
@@ -442,7 +445,7 @@ def find_stream_heads(
 
 
 def _stores_only_blocks(stream: CacheStream, options: EngineOptions) -> bool:
-    """Return whether all arrays are quantised blocks of whole cells, which cannot be split by heads."""
+    """Return whether all arrays are raw blocks of cells, which have no head axis."""
     return options.raw_blocks and all(tensor.type.is_block for tensor in stream.tensors)
 
 
@@ -467,7 +470,7 @@ def _make_cache_array(
 
 
 def make_block_array(file: FileBytes, tensor: CacheTensor, selection: CellSelection, name: str) -> LazyArray:
-    """Make an array of the blocks of a tensor as bytes, ``[cell, block, byte]``."""
+    """Return the blocks of a tensor as bytes, ``[cell, block, byte]``."""
     ggml_type = tensor.type
     return LazyArray(
         name=name,
@@ -482,7 +485,9 @@ FORMAT_NAME = "llama-state"
 
 
 def capture(file: MappedFile, options: ReadOptions) -> Source:
-    """Capture all K and V of a file: each ``[cell, value]``, transposed V ``[value, cell]``, blocks as their fields.
+    """Return all K and V of a file as ``[cell, value]``; transposed V as ``[value, cell]``.
+
+    Blocks are split into their fields.
 
     With `EngineOptions.split_heads`, where kv heads are known and one stream of each cache holds cells, ``[cell,
     kv_head, head_dim]``.

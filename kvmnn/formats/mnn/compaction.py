@@ -63,7 +63,7 @@ _MAX_SHOWN_LABELS: Final = 8
 
 @dataclass(frozen=True)
 class CompactionPlan:
-    """What stays of one layer.
+    """The tokens of one layer to retain.
 
     Parameters
     ----------
@@ -140,7 +140,7 @@ def _parse_pair_plans(document: JsonReader, entries: Sequence[JsonReader], info:
 
 
 def _parse_evaluation_plans(document: JsonReader, info: CacheInfo, label: str | None) -> list[CompactionPlan]:
-    """The plans that an evaluation recorded of one of its policies, at the end of its first text."""
+    """Parse the plans that an evaluation recorded for a policy at the end of its first text."""
     trace_by_label = {trace.get("label").read_str(): trace for trace in document.get("traces").read_list()}
     labels = [name for name in trace_by_label if name != _FULL_CACHE_LABEL]
     if not labels:
@@ -206,7 +206,7 @@ def _plan_from_positions(layer: LayerInfo, node: JsonReader, tokens_seen: int | 
 
 
 def _plan_from_indices(indices: Positions, num_tokens: int) -> CompactionPlan:
-    """The plan that keeps these of so many tokens: the window begins after the first tokens that stay."""
+    """Make the plan that keeps these tokens of `num_tokens`; the window starts after the first run if it is at 0."""
     runs = positions_to_runs(indices)
     window_start = runs[0][1] if runs and runs[0][0] == 0 else 0
     pairs = tuple((begin - window_start, size) for begin, size in runs if begin >= window_start and size)
@@ -241,7 +241,7 @@ def _make_heads_differ_error(label: str, layer: int) -> KvmnnError:
 
 
 def _check_token_ids(file: Path, info: CacheInfo) -> None:
-    """`SourceError` where the text of a dump, of which its folder has the ids, is not that of the cache."""
+    """Raise `SourceError` when the ids in a dump's folder are not those of the cache."""
     ids_path = file.with_name(TOKEN_IDS_NAME)
     if info.token_ids is None or not ids_path.is_file():
         return
@@ -282,7 +282,7 @@ class CompactResult(Record):
 
     @property
     def warnings(self) -> list[str]:
-        """Lines about what goes wrong when MNN loads the files; none where nothing does."""
+        """Lines about problems when MNN loads the files; empty for none."""
         return list_position_warnings(self.after)
 
     @property
@@ -293,19 +293,19 @@ class CompactResult(Record):
     @property
     @json_key(before="seconds")
     def tokens_before(self) -> int:
-        """Tokens of all layers before."""
+        """Number of tokens of all layers before."""
         return sum(layer.tokens for layer in self.before.layers)
 
     @property
     @json_key(before="seconds")
     def tokens_after(self) -> int:
-        """Tokens of all layers that stay."""
+        """Number of tokens of all layers afterwards."""
         return sum(layer.tokens for layer in self.after.layers)
 
     @property
     @json_key(after="output")
     def label(self) -> str:
-        """``LOSSY`` if any token went or any K was rotated, else ``UNCHANGED``."""
+        """``LOSSY`` if any token was dropped or any K was rotated, else ``UNCHANGED``."""
         is_rounded = self.rerotated is not None and self.rerotated.label == LOSSY
         return LOSSY if self.tokens_after < self.tokens_before or is_rounded else UNCHANGED
 
@@ -321,7 +321,7 @@ class CompactResult(Record):
 
 
 def apply_plan(layer: LayerInfo, plan: CompactionPlan) -> LayerInfo:
-    """What a layer holds after a plan."""
+    """Return the layer that a plan leaves."""
     remove = layer.tokens if plan.remove is None else plan.remove
     label = f"layer {layer.layer}"
     try:
@@ -345,7 +345,7 @@ def _select_runs(positions: PositionRuns, kept_ranges: Sequence[tuple[int, int]]
 
 
 def _iter_run_slices(positions: PositionRuns, begin: int, size: int) -> Iterator[tuple[int, int]]:
-    """The runs of the tokens ``[begin, begin + size)``, counted in stored tokens."""
+    """Yield the runs that contain the stored tokens ``[begin, begin + size)``."""
     num_passed = 0
     for first, length in positions:
         slice_start, slice_end = max(begin - num_passed, 0), min(begin + size - num_passed, length)
@@ -427,7 +427,7 @@ def compact(
 
 
 def _expand_plans(reader: PackedCacheReader, plans: Sequence[CompactionPlan], dialect: str) -> list[CompactionPlan]:
-    """A plan for each layer, checked as far as it can be without applying it."""
+    """Return a plan for each layer, validated as far as possible without applying it."""
     info = reader.info
     require_complete(reader.completeness, reader.files.path, "a compacted cache")
     if info.layout.is_quantised:

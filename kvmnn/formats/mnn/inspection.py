@@ -1,4 +1,4 @@
-"""What packed files are and hold, whether or not everything is known that they do not say themselves."""
+"""Inspect packed files, even if properties that they do not record are unknown."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _KIND_DESCRIPTIONS = {"prefix": "MNN prefix cache", "live": "live files of an MN
 
 @dataclass(frozen=True)
 class ResolvedCacheInfo(Record):
-    """Packed files of which everything is known."""
+    """Packed files with a known layout."""
 
     json_keys = "**_files_document notes=reader.notes cache padded_bytes completeness layers states"
 
@@ -45,7 +45,7 @@ class ResolvedCacheInfo(Record):
 
     @property
     def files(self) -> PackedFiles:
-        """What was found."""
+        """The files."""
         return self.reader.files
 
     @property
@@ -55,19 +55,19 @@ class ResolvedCacheInfo(Record):
     @property
     @json_key(convert=build_cache_document)
     def cache(self) -> CacheInfo:
-        """What they hold."""
+        """The layout and the layers of the cache."""
         return self.reader.info
 
     @property
     def padded_bytes(self) -> int:
-        """Bytes of all files that belong to no token."""
+        """Number of bytes in all files that belong to no token."""
         info = self.reader.info
         return info.file_bytes - info.state_bytes - info.live_bytes
 
     @property
     @json_key(omit=True)
     def completeness(self) -> Completeness | None:
-        """The state of the model that they contain, where that is known."""
+        """Which part of the model's state the files contain; None if unknown."""
         return self.reader.completeness
 
     @property
@@ -118,7 +118,7 @@ class ResolvedCacheInfo(Record):
 
 @dataclass(frozen=True)
 class UnresolvedCacheInfo(Record):
-    """Packed files of which something is not known that they do not say themselves."""
+    """Packed files that lack a property needed to read them."""
 
     json_keys = "**_files_document cache not_known=reason possible=_match_documents choices layers=_file_documents"
 
@@ -164,7 +164,7 @@ class UnresolvedCacheInfo(Record):
 
 @dataclass(frozen=True)
 class PackedInspectionReport(Record):
-    """What the packed files at a path are: one cache, or the prefix caches of a directory.
+    """The packed files at a path: one cache, or the prefix caches of a directory.
 
     Parameters
     ----------
@@ -181,7 +181,7 @@ class PackedInspectionReport(Record):
     kind: ClassVar = "prefix caches"
 
     def to_dict(self) -> dict[str, Any]:
-        """The result as JSON values: of the one cache, or of all prefixes."""
+        """Return the result as JSON values: of the one cache, or of all prefixes."""
         return self.caches[0].to_dict() if len(self.caches) == 1 else super().to_dict()
 
     @property
@@ -194,7 +194,7 @@ class PackedInspectionReport(Record):
 
 
 def inspect_packed(path: str, options: PackedOptions | None = None) -> PackedInspectionReport | None:
-    """Account for the packed files at `path`, every prefix of them; None if there are none.
+    """Inspect the packed files at `path`, every prefix of them; return None if there are none.
 
     Parameters
     ----------
@@ -266,7 +266,7 @@ def _format_file(path: str, size: int, live_bytes: int) -> str:
 
 
 def _list_origin_lines(info: CacheInfo) -> list[str]:
-    """Where the tokens come from, as far as that was noted down."""
+    """List the recorded origin of the tokens."""
     lines = []
     if info.token_ids:
         lines.append(f"  made from {info.token_ids.count:,} token ids, sha256 {info.token_ids.sha256}")

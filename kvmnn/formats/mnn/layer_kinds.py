@@ -1,4 +1,4 @@
-"""Which layers of a prefix cache hold K and V, and which hold state of another kind in their two files.
+"""Distinguish the layers of a prefix cache: those with K and V, and those with other state in their two files.
 
 MNN keeps one prefix file for K and one for V of each layer. A layer with linear attention writes its convolution state
 in the place of K and its recurrent state in the place of V: as many bytes whatever the number of tokens, and valid
@@ -77,7 +77,7 @@ def _group_by_heads(files: PackedFiles, heads: Sequence[object]) -> PackedFiles:
 
 
 def _group_by_sizes(files: PackedFiles) -> PackedFiles:
-    """Group layers by file size, as different sizes mean different heads, unless a file looks truncated."""
+    """Assign layers with different file sizes to groups with different heads, unless files seem truncated."""
     sizes = Counter(files.sizes)
     if len(sizes) == 1 or min(sizes.values()) < _MIN_GROUP_LAYERS or files.missing_files:
         return files
@@ -103,7 +103,7 @@ def _to_state_kind(kind: str) -> StateKind:
 
 
 def _split_by_content(files: PackedFiles, *, is_mixed: bool) -> PackedFiles:
-    """Determine the kinds of layers from the sizes and the ends of their files."""
+    """Separate K and V from linear attention state by the sizes and ends of the files."""
     has_empty_ends = {
         layer.layer: _find_empty_ends(layer) for layer in files.layers if layer.key_bytes and layer.value_bytes
     }
@@ -137,7 +137,7 @@ def _describe_reason(kv_layers: Sequence[PackedLayer], state_layers: Sequence[Pa
 
 
 def _find_empty_ends(layer: PackedLayer) -> tuple[bool, bool]:
-    """Determine whether the files of K and of V end with empty rows."""
+    """Return whether the files of K and of V end with empty rows."""
     return _ends_with_equal_bytes(layer.key), _ends_with_equal_bytes(layer.value)
 
 
@@ -226,7 +226,7 @@ def _read_file(path: str) -> bytes:
 
 
 def build_completeness(info: CacheInfo, model_states: Sequence[LayerStateInfo] = ()) -> Completeness | None:
-    """Return the state of every layer of a packed cache; None where all have K and V."""
+    """Return the state of every layer of a packed cache; None if all layers have K and V."""
     shared_states = [state for state in model_states if state.kind == "shared"]
     if not info.states and not shared_states:
         return None

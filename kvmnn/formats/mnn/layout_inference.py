@@ -1,4 +1,4 @@
-"""Infer the layout of packed files: specified values are checked against sizes and words, the rest is inferred.
+"""Infer the layout of packed files: specified values are checked against sizes and elements, others inferred.
 
 ``attention_mode`` 9 and 10 keep K, or K and V, in int8, which is tried by its scales; 11 to 14 keep 3 or 4 bits for a
 number and a scale for 32 of them (28 or 36 bytes for 64 dimensions), which is refused by name.
@@ -110,7 +110,9 @@ def describe_int8(match: LayoutMatch) -> str:
 
 
 def _measure_match(files: PackedFiles, match: LayoutMatch) -> float:
-    """Measure how well the first rows of some layers fit a layout, by per-dimension means of K and float V.
+    """Measure the evidence for a layout in the first rows of some layers: how far means of dimensions differ.
+
+    K is measured, and V if it is stored as floats.
 
     V of int8 has a scale and a bias for each dimension, and so means of its own in any layout.
     """
@@ -136,7 +138,7 @@ def _measure_contrast(rows: np.ndarray[Any, np.dtype[Any]]) -> float:
 
 
 def _count_scaled_rows(files: PackedFiles, match: LayoutMatch) -> int:
-    """Count the rows of the first head of K up to the last one with a scale; 0 if a scale is not a positive number."""
+    """Count the rows of K up to the last one with a scale; 0 if a scale is not a positive number."""
     keys = MappedFile(files.layers[0].key)
     head_bytes = match.layout.key_head_bytes(match.capacities[0])
     row_counts = {
@@ -227,7 +229,7 @@ class AmbiguousLayoutError(MissingOptionError):
 
 @dataclass(frozen=True)
 class LayoutChoice:
-    """The layout chosen for packed files, and the evidence for it."""
+    """The chosen layout of packed files, and the evidence for it."""
 
     #: The layout, and the capacity of each pair of files in tokens.
     match: LayoutMatch
@@ -244,7 +246,7 @@ class LayoutChoice:
 
     @property
     def layouts(self) -> tuple[PackLayout, ...]:
-        """Layout of each layer."""
+        """The layout of each layer."""
         layer_heads = self.layer_heads or (None,) * len(self.match.capacities)
         return tuple(
             replace(self.match.layout, kv_heads=heads_and_dim[0], head_dim=heads_and_dim[1])
@@ -291,7 +293,7 @@ def choose_group_layouts(
 
 
 def choose_layout(files: PackedFiles, geometry: PackedGeometry, *, num_tokens: int | None = None) -> LayoutChoice:
-    """Choose the layout that agrees with all known options and the file sizes, and fits the words best."""
+    """Return the layout that agrees with the known geometry and the sizes, and fits the elements best."""
     if geometry.int8:
         match = infer_layout(files.path, geometry, files.sizes, _list_file_names(files))
         return LayoutChoice(match, tuple(describe_inference(geometry, match, files.sizes)))
@@ -335,7 +337,7 @@ def choose_layout(files: PackedFiles, geometry: PackedGeometry, *, num_tokens: i
 
 
 def _infer_int8(files: PackedFiles, geometry: PackedGeometry) -> LayoutChoice | None:
-    """Infer the int8 layout of files that fit no float layout; raise `SourceError` for unsupported rows."""
+    """Return the int8 layout of files that fit no float layout; raise `SourceError` for unsupported rows."""
     matches = find_int8_matches(files, geometry, _LIKELY_BACKENDS)
     if not matches:
         refuse_rotated_codes(files, geometry)
@@ -353,7 +355,7 @@ def _infer_int8(files: PackedFiles, geometry: PackedGeometry) -> LayoutChoice | 
 
 
 def _make_mismatch_error(files: PackedFiles, geometry: PackedGeometry, measurer: _LayoutMeasurer) -> SourceError:
-    """Build the error that explains why no specified layout fits the sizes, and which layout does."""
+    """Make the error for a specified layout that does not fit the sizes; it names one that does, if clear."""
     try:
         infer_layout(files.path, geometry, files.sizes, _list_file_names(files))
     except SourceError as error:
@@ -371,7 +373,7 @@ def _make_mismatch_error(files: PackedFiles, geometry: PackedGeometry, measurer:
 
 
 class _LayoutMeasurer:
-    """Layouts tried on the words of some layers."""
+    """Measures how well layouts fit the elements of some layers; results are cached by layout."""
 
     def __init__(self, files: PackedFiles) -> None:
         self.layer_indices = choose_sampled_layers(len(files.layers))
@@ -382,14 +384,14 @@ class _LayoutMeasurer:
         self._evidence_by_layout: dict[object, LayoutEvidence] = {}
 
     def measure(self, match: LayoutMatch) -> LayoutEvidence:
-        """Measure the evidence of the words for a layout."""
+        """Return the evidence of the elements for a layout."""
         if match.layout not in self._evidence_by_layout:
             capacities = [match.capacities[layer_index] for layer_index in self.layer_indices]
             self._evidence_by_layout[match.layout] = measure_layers(self._views, match.layout, capacities)
         return self._evidence_by_layout[match.layout]
 
     def is_plausible(self, match: LayoutMatch, num_tokens: int | None) -> bool:
-        """Return whether the first layer's rows look like a prefix of `num_tokens`, or like a freshly written one."""
+        """Return whether the first layer's rows can be those of a prefix of `num_tokens`, or of a fresh one."""
         single_head_layout = replace(match.layout, kv_heads=1)
         capacity = match.capacities[self.layer_indices[0]]
         num_rows = find_last_row(
@@ -404,7 +406,7 @@ class _LayoutMeasurer:
 
 
 def _find_default_candidate(geometry: PackedGeometry, ranking: Sequence[LayoutCandidate]) -> LayoutCandidate | None:
-    """Return the only layout; or, if the pack numbers are known, the one with the usual flash block."""
+    """Return the only candidate, or for known pack numbers the one with the default flash block."""
     if len(ranking) == 1:
         return ranking[0]
     default_candidates = (
@@ -418,7 +420,7 @@ def _find_default_candidate(geometry: PackedGeometry, ranking: Sequence[LayoutCa
 def _list_choice_notes(
     geometry: PackedGeometry, ranking: Sequence[LayoutCandidate], sizes: Sequence[tuple[int, int]]
 ) -> list[str]:
-    """List which properties were inferred, and from which evidence."""
+    """List notes about the inferred values and their evidence."""
     best_candidate = ranking[0]
     if len(ranking) == 1 or (geometry.specifies_packing and geometry.flash_block is not None):
         return describe_inference(geometry, best_candidate.match, sizes)
@@ -431,7 +433,7 @@ def _list_choice_notes(
 
 
 def _describe_weakness(candidate: LayoutCandidate, best: LayoutCandidate) -> str:
-    """Describe the evidence against a reading relative to a better one."""
+    """Describe why a layout fits worse than the best one."""
     evidence = candidate.evidence
     if not evidence.is_consistent and best.evidence.is_consistent:
         if evidence.num_misplaced_rows:
@@ -444,7 +446,7 @@ def _describe_weakness(candidate: LayoutCandidate, best: LayoutCandidate) -> str
 def _find_better_candidate(
     chosen_candidate: LayoutCandidate, geometry: PackedGeometry, files: PackedFiles, measurer: _LayoutMeasurer
 ) -> tuple[LayoutCandidate | None, Clarity]:
-    """Find a layout that the caller's options exclude but that fits the words better than the chosen one."""
+    """Return a layout, excluded by the caller's options, that fits the elements better than the chosen one."""
     unconstrained_matches = find_matches(
         PackedGeometry(kv_heads=geometry.kv_heads, head_dim=geometry.head_dim), files.sizes
     )
@@ -525,7 +527,7 @@ def _rank_plausible_layouts(
 
 
 def format_missing_options(geometry: PackedGeometry, *, include_tokens: bool = False) -> str:
-    """List in one sentence the values that cannot be inferred, and the options for them."""
+    """Name the numbers that cannot be inferred, and their options, in one sentence."""
     missing_texts = [geometry.missing_text] if geometry.missing_text else []
     sentence = f"the files do not say {missing_texts[0]}; --model DIR may" if missing_texts else ""
     if include_tokens:
@@ -582,13 +584,13 @@ class RowCounts:
 
     @property
     def common_count(self) -> int | None:
-        """The row count that K and V of all layers share; None if they differ or all rows are empty."""
+        """The number of rows of all layers, K and V; None if they differ or all rows are empty."""
         counts = {*self.keys, *self.values}
         return counts.pop() if len(counts) == 1 and 0 not in counts else None
 
 
 def count_nonempty_rows(files: PackedFiles, match: LayoutMatch, layouts: Sequence[PackLayout]) -> RowCounts:
-    """Look for the last row of K and of V in every layer that is not empty."""
+    """Find the last row of K and of V in every layer that is not empty."""
 
     def count_part_rows(part: Part) -> tuple[int, ...]:
         return tuple(
@@ -602,7 +604,7 @@ def count_nonempty_rows(files: PackedFiles, match: LayoutMatch, layouts: Sequenc
 
 @dataclass(frozen=True)
 class TokenCountGuess:
-    """Number of live tokens, inferred from the files."""
+    """The number of live tokens that the files suggest."""
 
     #: The number of live tokens; None if it is ambiguous.
     num_tokens: int | None
@@ -640,7 +642,7 @@ def infer_token_count(files: PackedFiles, match: LayoutMatch, row_counts: RowCou
 
 
 def describe_omitted_rows(files: PackedFiles, match: LayoutMatch, row_counts: RowCounts, tokens: Sequence[int]) -> str:
-    """Describe the rows of a fresh prefix that a specified number of tokens leaves out; empty if none."""
+    """Describe which rows of a fresh prefix a specified number of tokens leaves out; empty for none."""
     common_count, specified_counts = row_counts.common_count, set(tokens)
     min_tokens, max_tokens = infer_token_range(match)
     if (
@@ -662,7 +664,7 @@ def describe_omitted_rows(files: PackedFiles, match: LayoutMatch, row_counts: Ro
 def list_token_doubts(
     row_counts: RowCounts, token_counts: Sequence[int], option_name: str
 ) -> tuple[list[str], list[str]]:
-    """List doubts, as sentences, where rows suggest more or fewer tokens than specified: old rows may remain."""
+    """Return sentences about rows that suggest more, and about rows that suggest fewer, tokens than specified."""
     more_sentences, fewer_sentences = [], []
     for keys, values, num_tokens in zip(row_counts.keys, row_counts.values, token_counts, strict=True):
         num_nonempty = max(keys, values)

@@ -44,13 +44,13 @@ class PackedLayer:
         return self.key if part == "key" else self.value
 
     def get_size(self, part: Part) -> int:
-        """Return the number of bytes of the file of K or of V; 0 if the file is missing."""
+        """Return the size of the file of K or of V in bytes; 0 for a missing one."""
         return self.key_bytes if part == "key" else self.value_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedFiles:
-    """Packed files that were found, before anything is known of what they hold.
+    """The files of a packed cache, before their layout is known.
 
     Parameters
     ----------
@@ -92,22 +92,22 @@ class PackedFiles:
 
     @property
     def is_whole_prefix(self) -> bool:
-        """Whether these are the files of all layers of a prefix cache."""
+        """Whether the files are all layers of a prefix."""
         return self.kind == "prefix" and self.all_layers[0].layer == 0
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
-        """Bytes of the K and V file of every layer with K and V."""
+        """Sizes in bytes of the K and V file of every layer with K and V."""
         return [(layer.key_bytes, layer.value_bytes) for layer in self.layers]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files."""
+        """Size of all files in bytes."""
         return sum(layer.key_bytes + layer.value_bytes for layer in self.all_layers)
 
     @property
     def missing_files(self) -> list[str]:
-        """Sentences that name the files that are missing or empty."""
+        """Sentences about missing or empty files."""
         sentences = []
         for layer in self.all_layers:
             for path, size in ((layer.key, layer.key_bytes), (layer.value, layer.value_bytes)):
@@ -117,7 +117,7 @@ class PackedFiles:
 
     @property
     def size_mismatch(self) -> str:
-        """Which layer of full attention has files of another size than most, as a sentence; empty for none.
+        """A sentence about the full-attention layer whose files differ in size from most; empty for none.
 
         The engine makes the files of a prefix all alike, so one of another size was cut.
         """
@@ -146,12 +146,12 @@ class PackedFiles:
 
     @property
     def refusals(self) -> list[str]:
-        """Return the reasons why MNN would refuse to load these files, as sentences; empty if it would load them."""
+        """Sentences about why the engine would not load the files; empty if it would."""
         return [*self.missing_files, *filter(None, [self.size_mismatch or self._mixed_layers_refusal]), *self.problems]
 
     @property
     def _mixed_layers_refusal(self) -> str:
-        """Return why MNN would refuse layers of different sizes, as a sentence; empty if it would load them."""
+        """A sentence about why the engine would not load these kinds of layers; empty if it would."""
         if self.is_mixed is not False or len({(layer.key_bytes, layer.value_bytes) for layer in self.all_layers}) < 2:
             return ""
         return (
@@ -166,12 +166,12 @@ class PackedFiles:
 
     @property
     def opened_files(self) -> tuple[str, ...]:
-        """Every file that kvmnn reads: the data files and the JSON document next to them."""
+        """Every file that is read: the data, and the description next to it."""
         return (*self.paths, *([self.sidecar_document[1]] if self.sidecar_document else []))
 
 
 def get_file_size(path: str) -> int:
-    """Return the number of bytes of a regular file; raise `SourceError` for anything else."""
+    """Return the size of a regular file in bytes; raise `SourceError` for anything else."""
     try:
         status = os.stat(path)
     except OSError as exc:
@@ -197,7 +197,7 @@ def format_marker_name(name: str, layer: int, part: str) -> str:
 
 
 def list_prefix_names(listing: Iterable[str]) -> list[str]:
-    """Return the names of the prefix caches that have files in a directory listing."""
+    """List the prefixes whose files are in a directory listing."""
     return sorted({name_match["name"] for name_match in map(_DATA_NAME_REGEX.fullmatch, listing) if name_match})
 
 
@@ -290,14 +290,14 @@ def _read_sidecar_document(path: Path) -> tuple[bytes, str] | None:
 
 
 def validate_prefix_name(name: str) -> str:
-    """Return `name` if prefix files may have it: one plain part of a path; raise `OutputError` for others."""
+    """Return a valid prefix name, one plain part of a path; raise `OutputError` for others."""
     if not name or name in (".", "..") or re.search(r"[/\\\0]", name) or len(name.encode()) > 200:
         raise OutputError(f"{name!r:.220}: is not a name for a prefix: expected a plain file name")
     return name
 
 
 def list_prefix_files(info: CacheInfo) -> list[str]:
-    """List every file of a prefix cache in the order in which they are written: MNN's markers after the data."""
+    """List every file of a prefix cache in write order: the engine's markers after the data."""
     pairs = [(layer_number, PART_LETTERS[part]) for layer_number in info.numbers for part in PARTS]
     data_names = [format_data_name(info.name, *pair) for pair in pairs]
     marker_names = [format_marker_name(info.name, *pair) for pair in pairs]
@@ -305,7 +305,7 @@ def list_prefix_files(info: CacheInfo) -> list[str]:
 
 
 def check_leftover_layers(target: Path, info: CacheInfo, names: Sequence[str]) -> None:
-    """Refuse a directory with files of more layers under the same name, which would remain among the new ones."""
+    """Refuse a directory that contains files of the same prefix for layers that the new cache lacks."""
     if not target.is_dir():
         return
     for path in sorted(target.iterdir()):
@@ -323,7 +323,7 @@ def has_gaps(info: CacheInfo) -> bool:
 
 
 def list_position_warnings(info: CacheInfo) -> list[str]:
-    """Return what goes wrong when MNN loads such a prefix: lines of at most 80 characters, none where nothing does."""
+    """Return warnings about loading such a prefix in MNN: lines of at most 80 characters; empty for none."""
     token_counts = sorted({layer.tokens for layer in info.layers})
     lines = []
     if len(token_counts) > 1:

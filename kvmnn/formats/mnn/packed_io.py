@@ -1,4 +1,4 @@
-"""Plain rows read from packed files, and written into them, in chunks; and every byte of the files accounted for.
+"""Read plain rows from packed files and write them in chunks, and account for every byte of the files.
 
 Besides the rows of live tokens there is room after the last token and padding inside tiles, without which no file is
 the same again. In a prefix that was just computed all of it is zero; where a session went on, or tokens were dropped,
@@ -39,7 +39,7 @@ _READ_RELEASE_BYTES = 16 << 20
 def iter_packed_chunks(
     path: str, layout: PackLayout, part: Part, layer: LayerInfo, chunk_bytes: int
 ) -> Iterator[Chunk]:
-    """The live elements of a file in logical order, in runs of `chunk_bytes` bytes; mapped only while they are read."""
+    """Yield the live elements of a file in logical order, `chunk_bytes` at a time; mapped only while read."""
     file = MappedFile(path)
     head_bytes = get_head_bytes(layout, part, layer.capacity)
     if file.size != head_bytes * layout.kv_heads:
@@ -83,7 +83,7 @@ _MAX_IN_MEMORY_BYTES = 16 << 20
 
 
 class PackedPartWriter:
-    """One layer's K or V file being filled; padding is zero, as in the files that the engine makes.
+    """A writer of one layer's K or V file; padding is zero, as in the engine's files.
 
     Parameters
     ----------
@@ -137,7 +137,7 @@ class PackedPartWriter:
         self._num_filled += chunk.size
 
     def write_rows(self, chunk: Chunk) -> None:
-        """The next bytes of the array, little-endian words."""
+        """Write the next bytes of the array, as little-endian elements."""
         for head, token, rows in self._iter_placed_rows(chunk):
             self._accessor.write_rows(self._buffer[head], token, rows)
         self._unreleased_bytes += chunk.size
@@ -146,7 +146,7 @@ class PackedPartWriter:
             self._unreleased_bytes = 0
 
     def rewind(self) -> None:
-        """Check that every row has come, and go back to the first one; from now on the file is what is looked at."""
+        """Check that every row was written, and return to the first one; from now on the file itself is read."""
         expected_rows = self._num_tokens * self._num_heads
         if self._num_rows != expected_rows or self._partial_row.size:
             raise KvmnnError(f"{self._target}: {self._num_rows} rows came, {expected_rows} were announced")
@@ -155,7 +155,7 @@ class PackedPartWriter:
             self._write_buffer()
 
     def _write_buffer(self) -> None:
-        """What was filled in memory into the file, which takes its place."""
+        """Write the memory buffer to the file, and map the file in its place."""
         with wrap_os_errors(self._target):
             with open(self._path, "r+b", buffering=0) as file:
                 remaining = self._buffer.reshape(-1).data
@@ -165,7 +165,7 @@ class PackedPartWriter:
         self._buffer = mapped_file.view(0, mapped_file.size).reshape(self._buffer.shape)
 
     def matches_next(self, chunk: Chunk) -> bool:
-        """Whether the next bytes of the array are in the file."""
+        """Return whether the file contains the next bytes of the array."""
         for head, token, rows in self._iter_placed_rows(chunk):
             stored_rows = np.empty_like(rows)
             self._accessor.read_rows(self._buffer[head], token, stored_rows)
@@ -174,7 +174,7 @@ class PackedPartWriter:
         return True
 
     def iter_chunks(self) -> Iterator[Chunk]:
-        """The rows in the file, head after head, after `rewind`; each run is good until the next."""
+        """Yield the rows in the file, head after head, after `rewind`; each chunk is valid until the next."""
         buffer = np.empty(max(1, _READ_CHUNK_BYTES // self._row_bytes) * self._row_bytes, np.uint8)
         for head_buffer in self._buffer:
             for first_token in range(0, self._num_tokens, buffer.size // self._row_bytes):
@@ -184,7 +184,7 @@ class PackedPartWriter:
             self._release_pages()
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         del self._buffer
         if self._mapping:
             self._mapping.close()
@@ -194,7 +194,7 @@ class PackedPartWriter:
             self._mapping.madvise(mmap.MADV_DONTNEED)  # shared pages: what was written stays in the file
 
     def _iter_placed_rows(self, chunk: Chunk) -> Iterator[tuple[int, int, Chunk]]:
-        """The complete rows that have come, as runs of one head: ``(head, first token, rows)``."""
+        """Yield the complete rows so far as runs of one head: ``(head, first token, rows)``."""
         if self._partial_row.size:
             chunk = np.concatenate([self._partial_row, chunk])
         num_rows = chunk.size // self._row_bytes
@@ -223,7 +223,7 @@ class PackedPartWriter:
 
 
 def reserve_file_size(handle: int, nbytes: int) -> None:
-    """Give the file its size; where the system can, reserve it too: a full disk under a mapping would kill us."""
+    """Set the file's size and, if the system can, reserve the space: a full disk kills a process with a mapping."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(handle, 0, nbytes)
     else:
@@ -235,7 +235,7 @@ _TILE_CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class _TileChunk:
-    """Some whole tiles of one head."""
+    """A chunk of whole tiles of one head."""
 
     #: Which head, and where in the file the chunk lies.
     head: int
@@ -249,7 +249,7 @@ class _TileChunk:
     accessor: HeadRowAccessor
 
     def read_unused(self) -> Bytes:
-        """Its bytes with those of live rows zero."""
+        """Return the chunk's bytes with those of live rows set to zero."""
         unused_bytes = self.packed_bytes.copy()
         if self.num_live:
             self.accessor.clear_rows(unused_bytes, 0, self.num_live)
@@ -297,7 +297,7 @@ def account_for_files(files: PackedFiles, info: CacheInfo, *, left_out: str = ""
 
 
 def _account_for_state(state: PackedLayer, part: Part) -> PackedFileEntry:
-    """A file without K and V, of which every byte is kept."""
+    """Describe a file of state other than K and V, all of whose bytes are stored."""
     file, hasher = MappedFile(state.get_path(part)), hashlib.sha256()
     for chunk in file.iter_chunks(0, file.size, _TILE_CHUNK_BYTES):
         hasher.update(chunk.data)
@@ -316,7 +316,7 @@ def _account_for_state(state: PackedLayer, part: Part) -> PackedFileEntry:
 def _account_for_file(
     path: str, layout: PackLayout, part: Part, layer: LayerInfo, *, include_unused: bool
 ) -> tuple[PackedFileEntry, str]:
-    """One file, and where its rest is not zero first."""
+    """Describe a file of K or V, and the first nonzero byte of its unused part."""
     file, hasher, first_difference = MappedFile(path), hashlib.sha256(), ""
     for chunk in _iter_tile_chunks(file, layout, part, layer):
         hasher.update(chunk.packed_bytes.data)
@@ -344,7 +344,7 @@ def _check_roundtrip(path: str, chunk: _TileChunk, unused_bytes: Bytes, row_byte
 
 
 def find_difference(files: PackedFiles, info: CacheInfo) -> str:
-    """Where files of nothing but live rows would first differ from those there are, in words; empty for nowhere."""
+    """Describe the first nonzero byte that belongs to no live row; empty for none."""
     for packed_layer, layer in zip(files.layers, info.layers, strict=True):
         for part in PARTS:
             path = packed_layer.get_path(part)
@@ -360,7 +360,7 @@ def find_difference(files: PackedFiles, info: CacheInfo) -> str:
 def _describe_byte(
     path: str, layout: PackLayout, part: Part, layer: LayerInfo, chunk: _TileChunk, chunk_offset: int
 ) -> str:
-    """A byte of a chunk that belongs to no live token: file, byte, head, row, dimension, and the word there."""
+    """Describe a byte of a chunk that belongs to no live token: file, byte, head, row, dimension, element."""
     itemsize = layout.itemsize
     element = chunk_offset // itemsize
     row, dim = locate_element(layout, part, element, layer.capacity)
@@ -379,7 +379,10 @@ def _describe_byte(
 
 
 def make_unused_arrays(files: PackedFiles, info: CacheInfo, record: PackedRecord) -> list[LazyArray]:
-    """For each file that has a rest, its bytes with those of live rows zero, as words; files of state whole."""
+    """Make an array of the unused bytes of each file that has some, live rows set to zero.
+
+    Files of state are stored whole.
+    """
     packed_layer_by_number = {layer.layer: layer for layer in files.all_layers}
     layer_info_by_number = {layer.layer: layer for layer in info.layers}
     arrays = []

@@ -58,7 +58,7 @@ PACKED_SUFFIXES = (".k", ".v")
 
 @dataclass(frozen=True)
 class PackedCacheReader:
-    """Packed files and all there is to know about them.
+    """A reader of packed files with a known layout.
 
     Parameters
     ----------
@@ -85,14 +85,14 @@ class PackedCacheReader:
 
     @property
     def completeness(self) -> Completeness | None:
-        """Which state the model has for each layer, if some layers have no K and V of their own; else None."""
+        """The state of every layer, if some have no K and V of their own."""
         return build_completeness(self.info, self.files.model_states)
 
     def to_source(self, dtype: str | None = None, *, include_unused: bool = False) -> Source:
         """Return ``layer_<n>.key`` and ``layer_<n>.value``, each ``[kv_head, token, head_dim]``, of every layer.
 
-        With `include_unused`, of a prefix whose files can be written again, arrays with the other bytes of its files as
-        well, and in the metadata the hashes of the files, for frames.
+        `include_unused` adds what frames need to write the files of a prefix again: arrays with their unused bytes, and
+        their hashes in the metadata.
         """
         layout = self.info.layout
         completeness = self.completeness
@@ -221,7 +221,7 @@ def open_packed_files(files: PackedFiles, options: PackedOptions) -> PackedCache
 
 
 def _compute_fingerprint(model_path: str | None, notes: list[str]) -> str | None:
-    """That of the model, where its directory has more than settings."""
+    """Return the model's fingerprint; None, with a note, if its directory contains only settings."""
     if model_path is None:
         return None
     if not has_weights(model_path):
@@ -233,9 +233,9 @@ def _compute_fingerprint(model_path: str | None, notes: list[str]) -> str | None
 
 
 def _check_and_sort_files(files: PackedFiles, options: PackedOptions) -> tuple[PackedFiles, CacheInfo | None]:
-    """Group the files by kinds of layers, and return them with the contents of the JSON sidecar.
+    """Group the files by kind of layer, and return their sidecar's description, if any.
 
-    `SourceError` for files that are damaged or that it does not fit.
+    Raises `SourceError` for damaged files, and for a sidecar that does not match them.
     """
     if files.missing_files:
         raise SourceError(
@@ -293,14 +293,14 @@ def _check_contents(
 
 
 def _make_conflict_error(files: PackedFiles, info: CacheInfo, conflict: str) -> SourceError:
-    """Build the error that names the option that the words contradict, and the first contradiction."""
+    """Make the error for elements that contradict the specified layout; it names the first one."""
     difference_text = find_difference(files, info)
     detail_text = f" (the first word in the way: {difference_text})" if difference_text else ""
     return SourceError(f"{files.path}: {conflict}{detail_text}; --force reads the files as specified")
 
 
 def read_sidecar_info(files: PackedFiles) -> CacheInfo | None:
-    """Read the description that kvmnn wrote next to the files, restricted to the layers that were found."""
+    """Read kvmnn's description next to the files, restricted to the layers that were found."""
     if files.sidecar_document is None:
         return None
     text, label = files.sidecar_document
@@ -319,7 +319,7 @@ def read_sidecar_info(files: PackedFiles) -> CacheInfo | None:
 
 
 def resolve_geometry(options: PackedOptions, files: PackedFiles | None = None) -> PackedGeometry:
-    """Return the caller's geometry, completed from the model directory, whose layers are those of `files`."""
+    """Complete the caller's geometry from the model directory, whose layers are those of `files`."""
     if options.model is None:
         return options.geometry
     model = read_model_geometry(options.model)
@@ -332,7 +332,7 @@ def resolve_geometry(options: PackedOptions, files: PackedFiles | None = None) -
 
 
 def compute_file_sizes(info: CacheInfo, layer: LayerInfo) -> tuple[int, int]:
-    """Return the sizes in bytes of the files of K and of V of a layer."""
+    """Return the sizes of the files of K and V of a layer in bytes."""
     layout = info.get_layer_layout(layer)
     return layout.key_bytes(layer.capacity), layout.value_bytes(layer.capacity)
 
@@ -443,7 +443,7 @@ def _resolve_tokens(
 def _list_positions(
     tokens: tuple[int, ...], sidecar_info: CacheInfo | None
 ) -> list[tuple[cache_info.PositionRuns, cache_info.PositionRuns | None]]:
-    """Return the positions of each layer: from the JSON sidecar if its token counts match, else 0, 1, 2 and so on."""
+    """Return the positions in the document if it has as many as there are tokens; else 0, 1, 2 ..."""
     if sidecar_info and tuple(layer.tokens for layer in sidecar_info.layers) == tokens:
         return [(layer.positions, layer.text_positions) for layer in sidecar_info.layers]
     return [(((0, num_tokens),), None) for num_tokens in tokens]
@@ -475,7 +475,7 @@ def _format_value(value: tuple[int, ...] | TokenIdsFingerprint | str | None) -> 
 
 
 def find_packed(path: str, options: PackedOptions | None = None) -> PackedFiles | None:
-    """Find the packed files in a directory, or those of the ``.k`` or ``.v`` file at `path`; None if there are none.
+    """Find the packed files of a directory, or of one of its ``.k`` and ``.v`` files; None if there are none.
 
     Raises
     ------
@@ -508,7 +508,7 @@ def _is_named_as_packed(head: FileHead) -> bool:
 
 
 def read(path: str, options: ReadOptions) -> Source:
-    """Read K and V of the packed files at a path; a file that only has such a name is read as raw words."""
+    """Return K and V of the packed files at a path, or the raw elements of a file that only has such a name."""
     files = find_packed(path, options.packed)
     if files is None:
         return raw.read(MappedFile(path, max_bytes=options.max_bytes), options)
@@ -520,7 +520,7 @@ PACKED = PathFormat(name="packed", kinds=("folder", "file", "stream"), check=_is
 
 
 def open_packed(path: str, options: PackedOptions | None = None) -> PackedCacheReader:
-    """Open the packed files at `path` with all that is known of them, for `compact`; `kvmnn.open` reads the arrays.
+    """Open the packed files at `path` for `compact`; `kvmnn.open` reads their arrays.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint: views of a storage, validated when they are created and read only on demand."""
+"""Tensors of a checkpoint: a location in a storage, validated when made, read on demand."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ AnyArray = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class ElementType:
-    """How a storage's elements are coded."""
+    """The encoding of a storage's elements."""
 
     #: Name of the torch dtype without ``torch.``.
     name: str
@@ -37,16 +37,16 @@ class ElementType:
 
     @property
     def is_bfloat16(self) -> bool:
-        """Whether the words are the upper halves of float32."""
+        """Whether the elements are bfloat16, the upper halves of float32."""
         return self.name == "bfloat16"
 
     @property
     def is_complex(self) -> bool:
-        """Whether elements have imaginary parts, which no conversion keeps."""
+        """Whether the elements have imaginary parts, which no conversion retains."""
         return self.name.startswith("complex")
 
     def to_numpy_dtype(self, *, is_big_endian: bool) -> np.dtype[Any]:
-        """Return the numpy type of the words in a file."""
+        """Return the numpy type of the stored elements."""
         return np.dtype((">" if is_big_endian else "<") + self.numpy_code)
 
 
@@ -109,7 +109,7 @@ class TorchStorage:
 
 @dataclass(eq=False, slots=True)
 class TorchTensor:
-    """A strided view of a storage. Use `make_tensor` to make one of numbers that are not trusted."""
+    """A strided view of a storage. Use `make_tensor` to make one from untrusted numbers."""
 
     #: The storage with the elements.
     storage: TorchStorage
@@ -124,7 +124,7 @@ class TorchTensor:
 
     @property
     def type_name(self) -> str:
-        """The element type under torch's name, with "(negated)" if the negation bit is set."""
+        """The torch name of the element type, marked ``(negated)`` if the values must be negated."""
         return f"{self.element_type.name} (negated)" if self.is_negated else self.element_type.name
 
     @property
@@ -143,7 +143,7 @@ class TorchTensor:
         return True
 
     def read_elements(self) -> AnyArray:
-        """Return the elements as stored, in the tensor's shape; a view of the storage, possibly unaligned.
+        """Return the elements as stored, with the tensor's shape; a view of the storage, possibly unaligned.
 
         Of complex elements these are the real parts.
         """
@@ -154,7 +154,7 @@ class TorchTensor:
         return self.read_elements_unbounded()
 
     def read_elements_unbounded(self) -> AnyArray:
-        """Return the elements as `read_elements` does, without its limit on their number."""
+        """Return the stored elements without a size limit, for callers that read a view piece by piece."""
         if not self.element_type.numpy_code:
             no_conversion_text = (
                 f"elements of type {self.element_type.name} have no conversion to floats, in torch neither"
@@ -172,7 +172,7 @@ class TorchTensor:
         return np.ndarray(self.shape, numpy_dtype, data.data, begin, strides)
 
     def to_float32(self) -> Floats:
-        """Return the elements as float32, to which every type is converted first; of complex ones the real part."""
+        """Convert the elements of any type to float32; of complex ones, the real part."""
         elements = self.read_elements()
         name = self.element_type.name
         if name in float8.DECODABLE_NAMES:
@@ -190,7 +190,7 @@ class TorchTensor:
 def make_tensor(
     storage: object, offset: object, shape: object, strides: object, element_type: ElementType | None
 ) -> TorchTensor:
-    """Make a `TorchTensor` from untrusted values, all of which are checked before any is used."""
+    """Make a `TorchTensor` from untrusted numbers, all of which are validated before use."""
     if not isinstance(storage, TorchStorage):
         raise CheckpointError(f"a tensor over {type(storage).__name__}: expected a storage")
     if not (
@@ -215,13 +215,13 @@ def make_tensor(
 
 
 def make_valueless_tensor(kind: str, refusal_text: str, shape: object) -> TorchTensor:
-    """Make a placeholder for a tensor whose values are not read; only its shape is known."""
+    """Make a placeholder, with a shape only, for a tensor whose values are not read."""
     storage = TorchStorage(kind, ElementType(kind, "", 1, refusal_text), 0, read_empty_storage)
     return make_tensor(storage, 0, shape, (0,) * len(shape) if isinstance(shape, tuple) else None, None)
 
 
 def read_empty_storage() -> Bytes:
-    """Return the bytes of an empty storage: none."""
+    """Read a storage without bytes."""
     return np.empty(0, np.uint8)
 
 

@@ -1,8 +1,9 @@
-"""Checkpoints from before torch 1.6, and ``_use_new_zipfile_serialization=False``: five pickles, then raw storages.
+"""Read files of ``torch.save``: the legacy format and zip archives.
 
-The pickles are a magic number, a protocol version, facts about the machine, the object, and the keys of the storages
-in the order in which these follow, each as its number of elements (int64) and its little-endian words. Before torch 0.4
-a storage could be a part of another, its root; only roots have words of their own.
+Legacy files come from torch before 1.6, or from ``_use_new_zipfile_serialization=False``: five pickles, then the raw
+storages. The pickles are a magic number, a protocol version, facts about the machine, the object, and the keys of the
+storages in the order of the storages. Each storage is its number of elements (int64) and its little-endian elements.
+Before torch 0.4 a storage could be a part of another, its root; only roots have elements of their own.
 
 The zip archives that ``torch.save`` writes.
 
@@ -95,7 +96,7 @@ class LegacyReader:
         raise CheckpointError("a persistent id that does not name a storage")
 
     def _get_part(self, root: TorchStorage, view: object) -> TorchStorage:
-        """A storage within another, as ``(key, offset, number of elements)``."""
+        """Return the part of a storage that ``(key, offset, number of elements)`` describes."""
         match view:
             case (str(key), int(offset), int(count)):
                 pass
@@ -181,7 +182,7 @@ class TorchArchive:
         self._index_members(self._zip_archive.members)
 
     def read_member(self, name: str, max_bytes: int = MAX_INFLATED_BYTES) -> Bytes:
-        """All bytes of a member, compared with its checksum; a view of the file where it is stored as it is."""
+        """Return all bytes of a member after checking its CRC; a view of the file if it is stored uncompressed."""
         if name in self._inflated_members:
             return self._inflated_members[name]
         member = self.members[name]
@@ -238,7 +239,7 @@ def _inflate_member(member: ZipMember, compressed_data: Bytes, max_bytes: int) -
 
 @contextmanager
 def _wrap_archive_errors() -> Iterator[None]:
-    """What is wrong with an archive is wrong with the checkpoint."""
+    """Convert errors of the zip archive to errors of the checkpoint."""
     try:
         yield
     except ZipError as exc:
@@ -254,7 +255,7 @@ TorchFileKind = Literal["torch zip", "torch legacy"]
 
 @dataclass(frozen=True)
 class TorchFile:
-    """What a file of torch's holds."""
+    """The content of a file that torch saved."""
 
     #: How it is stored.
     kind: TorchFileKind
@@ -273,7 +274,10 @@ PICKLE_SIGNATURE = b"\x80"
 
 
 def detect_torch_kind(head: bytes) -> TorchFileKind | None:
-    """How a file of torch's with these first bytes is stored, if it is one; a ``.npz`` file is a zip as well."""
+    """Return how torch stored the file with these first bytes; None for other files.
+
+    A ``.npz`` file is a zip as well.
+    """
     if head.startswith(ZIP_SIGNATURE):
         return "torch zip"
     if head.startswith(PICKLE_SIGNATURE) and head[2:].startswith(LEGACY_MAGIC_PICKLE):
@@ -282,7 +286,7 @@ def detect_torch_kind(head: bytes) -> TorchFileKind | None:
 
 
 def read_torch(file: MappedFile, kind: TorchFileKind, allowed_globals: AllowedGlobals) -> TorchFile:
-    """The object in a file of this kind; nothing that its pickle names is run."""
+    """Return the object in a torch file of this kind; nothing that its pickle names is executed."""
     return _read_zip(file, allowed_globals) if kind == "torch zip" else _read_legacy(file, allowed_globals)
 
 
@@ -320,7 +324,7 @@ def _get_zip_storage(
     count: object,
     is_big_endian: bool,
 ) -> TorchStorage:
-    """The storage of a key; its member must be there and have the size that the pickle says."""
+    """Return the storage of a key; its member must exist and have the size given in the pickle."""
     storage = storages.get(key)
     if storage is None:
         member = archive.members.get(f"data/{key}")
@@ -348,7 +352,10 @@ def _get_zip_storage(
 
 
 def _is_same_type(first_type: ElementType, second_type: ElementType) -> bool:
-    """Whether a storage may be called both; torch saves float8 views of uint8 tensors as bytes and as untyped."""
+    """Return whether both types can describe one storage.
+
+    torch saves float8 views of uint8 tensors as bytes and as untyped.
+    """
     byte_types = (UNTYPED, ELEMENT_TYPES["uint8"])
     return first_type is second_type or (first_type in byte_types and second_type in byte_types)
 

@@ -36,8 +36,11 @@ MAX_SLAB_BYTES = 128 << 20
 
 
 def choose_chunk_shape(shape: ChunkIndex, itemsize: int, max_bytes: int) -> ChunkIndex:
-    """Chunks of at most `max_bytes` bytes (0: any number) that lie one after the other in memory: one element along
-    the first axes, part of the next, all of the others. The chunks along that axis are as equal as can be."""
+    """Choose the shape of chunks that are contiguous in memory, at most `max_bytes` bytes each (0: no limit).
+
+    A chunk has one element along the first axes, part of the next axis, and all of the others. Chunks along that axis
+    are as equal as possible.
+    """
     if max_bytes == 0:
         return shape
     inner_bytes = itemsize * math.prod(shape)
@@ -52,13 +55,14 @@ def choose_chunk_shape(shape: ChunkIndex, itemsize: int, max_bytes: int) -> Chun
 
 
 def count_chunks(shape: ChunkIndex, chunk_shape: ChunkIndex) -> ChunkIndex:
-    """Chunks along each axis."""
+    """Count the chunks along each axis."""
     return tuple(-(-length // size) for length, size in zip(shape, chunk_shape, strict=True))
 
 
 def iter_slabs(shape: ChunkIndex, chunk_shape: ChunkIndex, itemsize: int) -> Iterator[ArrayRegion]:
-    """Parts of the array that lie one after the other in memory, each at most `MAX_SLAB_BYTES` or one row of a
-    chunk.
+    """Yield parts of the array that are contiguous in memory.
+
+    Each has at most `MAX_SLAB_BYTES`, or is one row of a chunk.
     """
     axis = find_split_axis(chunk_shape)
     if chunk_shape[axis + 1 :] == shape[axis + 1 :]:  # every chunk is such a part
@@ -80,14 +84,14 @@ def iter_slabs(shape: ChunkIndex, chunk_shape: ChunkIndex, itemsize: int) -> Ite
 
 
 def find_split_axis(chunk_shape: ChunkIndex) -> int:
-    """The first axis along which chunks have more than one element."""
+    """Find the first axis along which chunks have more than one element."""
     return next((axis for axis, size in enumerate(chunk_shape) if size > 1), max(len(chunk_shape) - 1, 0))
 
 
 def iter_overlapping_chunks(
     region: ArrayRegion, chunk_shape: ChunkIndex
 ) -> Iterator[tuple[ChunkIndex, tuple[slice, ...], tuple[slice, ...]]]:
-    """The chunks that a region is of: index, what of the region and what of the chunk."""
+    """Yield the chunks that overlap a region: index, part of the region, part of the chunk."""
     first_index = [begin // size for (begin, _), size in zip(region, chunk_shape, strict=True)]
     last_index = [(end - 1) // size for (_, end), size in zip(region, chunk_shape, strict=True)]
     for index in product(*(range(a, b + 1) for a, b in zip(first_index, last_index, strict=True))):
@@ -100,7 +104,7 @@ def iter_overlapping_chunks(
 
 
 def count_elements(region: ArrayRegion) -> int:
-    """Elements in a region."""
+    """Count the elements in a region."""
     return math.prod(end - begin for begin, end in region)
 
 
@@ -121,7 +125,7 @@ _INDEX_REGEX = re.compile(r"0|[1-9][0-9]{0,17}")
 
 @dataclass(frozen=True, kw_only=True)
 class ArrayMetadata:
-    """What a document says of an array."""
+    """The metadata document of an array."""
 
     #: In elements; axes as the array has them.
     shape: ChunkIndex
@@ -145,24 +149,24 @@ class ArrayMetadata:
 
     @property
     def chunk_bytes(self) -> int:
-        """Of a chunk once it is decoded."""
+        """Size of a decoded chunk in bytes."""
         return math.prod(self.chunk_shape) * self.array_dtype.itemsize
 
     @property
     def codec_name(self) -> str:
-        """What the chunks are, for people."""
+        """Human-readable name of the chunk encoding."""
         return ", ".join(
             [CODEC_NAME if self.array_codec == "frame" else "bytes", *([self.bytes_codec] if self.bytes_codec else [])]
         )
 
     def format_chunk_key(self, index: ChunkIndex) -> str:
-        """The name of a chunk's file below the array's directory; the index is of memory order."""
+        """Return the file name of a chunk below the array's directory; the index is in memory order."""
         index = index if self.order == "C" else index[::-1]
         key_parts = [self.key_prefix] if self.key_prefix else []
         return self.key_separator.join([*key_parts, *map(str, index)]) or "0"
 
     def parse_chunk_key(self, key: str) -> ChunkIndex | None:
-        """The index, in memory order, of the chunk whose file has a name below the array's directory; None for none."""
+        """Return the index, in memory order, of the chunk with this file name; None for other names."""
         key_parts = key.split(self.key_separator)
         if self.key_prefix and key_parts.pop(0) != self.key_prefix:
             return None
@@ -174,7 +178,7 @@ class ArrayMetadata:
         return index if self.order == "C" else index[::-1]
 
     def validate(self, label: str) -> ArrayMetadata:
-        """`LimitError` for chunks that are too large or too many."""
+        """Raise `LimitError` for chunks that are too large or too many."""
         if self.chunk_bytes > MAX_CHUNK_BYTES:
             raise LimitError(f"{label}: a chunk has {self.chunk_bytes:,} bytes: expected at most {MAX_CHUNK_BYTES:,}")
         if (num_chunks := math.prod(count_chunks(self.shape, self.chunk_shape))) > MAX_CHUNKS:
@@ -183,7 +187,7 @@ class ArrayMetadata:
 
 
 def parse_v3_metadata(node: JsonReader) -> ArrayMetadata:
-    """What the ``zarr.json`` of an array says."""
+    """Parse the ``zarr.json`` of an array."""
     shape, label = _parse_shape(node.get("shape"), 0), node.label
     native_dtype, is_bf16 = _parse_data_type(node.get("data_type"))
     grid = node.get("chunk_grid")
@@ -212,7 +216,7 @@ def parse_v3_metadata(node: JsonReader) -> ArrayMetadata:
 
 
 def parse_v2_metadata(node: JsonReader, attributes: Mapping[str, Any]) -> ArrayMetadata:
-    """What the ``.zarray`` of an array of version 2 says; errors as `parse_v3_metadata`."""
+    """Parse the ``.zarray`` of an array of version 2; raises the errors of `parse_v3_metadata`."""
     shape, label = _parse_shape(node.get("shape"), 0), node.label
     chunk_shape = _parse_shape(node.get("chunks"), 1)
     if len(chunk_shape) != len(shape):
@@ -314,7 +318,7 @@ def _parse_codecs(node: JsonReader, num_axes: int) -> tuple[Order, ArrayCodec, s
 
 
 def _parse_compressor(node: JsonReader) -> tuple[ArrayCodec, str | None, bool]:
-    """Packing, compressor, and whether the words of a frame are turned round."""
+    """Return the array codec, the bytes codec, and whether frames contain byte-swapped elements."""
     if node.value is None:
         return "bytes", None, False
     name = node.get("id").read_str()
@@ -350,7 +354,7 @@ _DIMENSION_NAME_BY_AXIS = {"2": "key_value", "l": "layer", "b": "batch", "h": "k
 
 
 def build_group_attributes(source: Source) -> dict[str, Any]:
-    """Attributes of the group."""
+    """Build the attributes of the group."""
     cache = source.engine_cache
     document: dict[str, Any] = {
         "version": ATTRIBUTES_VERSION,
@@ -370,7 +374,7 @@ def build_group_attributes(source: Source) -> dict[str, Any]:
 
 
 def build_array_attributes(array: ArrayInfo, sha256: str) -> dict[str, Any]:
-    """Attributes of an array."""
+    """Build the attributes of an array."""
     document: dict[str, Any] = {"name": array.name, "dtype": array.dtype, "sha256": sha256}
     parsed_name = parse_conventional_name(array.name)
     if parsed_name is not None:
@@ -379,7 +383,7 @@ def build_array_attributes(array: ArrayInfo, sha256: str) -> dict[str, Any]:
 
 
 def choose_dimension_names(source: Source) -> list[list[str]]:
-    """Names for the axes of every array: those that differ in length from array to array end in it.
+    """Choose names for the axes of every array; an axis whose length varies gets the array's name as a suffix.
 
     xarray takes all arrays of a store as one data set, where a name has one length.
     """
@@ -401,7 +405,7 @@ def choose_dimension_names(source: Source) -> list[list[str]]:
 
 
 def _list_axis_names(source: Source, array: ArrayInfo) -> Sequence[str]:
-    """A letter for each axis, or what stands for one where nothing says what the axes are."""
+    """List a letter for each axis, or placeholders if the axes are unknown."""
     num_axes = len(array.shape)
     if source.axes is not None and len(source.axes) == num_axes:
         return source.axes
@@ -414,7 +418,7 @@ def _list_axis_names(source: Source, array: ArrayInfo) -> Sequence[str]:
 
 
 def restore_attributes(source: Source, attributes: Mapping[str, Any], label: str, *, is_subset: bool = False) -> None:
-    """Give a source what `build_group_attributes` noted down of it; nothing where that is from somebody else."""
+    """Restore the properties of a source that `build_group_attributes` recorded; ignore foreign attributes."""
     node = JsonReader(attributes, label, "attributes")
     if ATTRIBUTES_KEY not in attributes:
         return
@@ -433,7 +437,7 @@ def restore_attributes(source: Source, attributes: Mapping[str, Any], label: str
 
 
 def list_array_names(attributes: Mapping[str, Any]) -> list[str]:
-    """The names of the arrays in their order, as far as they are noted down."""
+    """List the recorded names of the arrays in their order."""
     document = attributes.get(ATTRIBUTES_KEY)
     names = document.get("arrays") if isinstance(document, dict) else None
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []

@@ -1,4 +1,4 @@
-"""Arrays into a Zarr store: each chunk a frame, in a directory that appears whole or not at all."""
+"""Write arrays to a Zarr store: each chunk is a frame, and the directory appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _MAX_LISTED_NAMES = 4
 
 
 class EncodeStoreResult(EncodeResult):
-    """Arrays that were written as a store; `EncodeResult.manifest` lists their chunks."""
+    """The arrays written to a store; `EncodeResult.manifest` lists their chunks."""
 
     def _describe_renames(self) -> str:
         folders = ((array.name, array.frames[0].file.partition("/")[0]) for array in self.manifest.arrays)
@@ -168,7 +168,7 @@ def _choose_folder_names(names: Sequence[str]) -> list[str]:
 
 
 def _to_element_array(array: LazyArray) -> LazyArray:
-    """Return the array as numbers of its type, as a store needs them; raw bytes and integers are reinterpreted."""
+    """Convert raw bytes, and integers that represent floats, to elements of the type that the store records."""
     if array.itemsize == array.coded_itemsize:
         return array
     if array.element:
@@ -182,7 +182,7 @@ def _to_element_array(array: LazyArray) -> LazyArray:
 
 
 def _choose_array_chunk_shape(array: LazyArray, max_bytes: int) -> ChunkIndex:
-    """Chunks in memory order."""
+    """Choose the shape of chunks in memory order."""
     shape = array.shape if array.order == "C" else array.shape[::-1]
     chunk_shape = choose_chunk_shape(shape, array.itemsize, max_bytes)
     if (chunk_bytes := math.prod(chunk_shape) * array.itemsize) > MAX_CHUNK_BYTES:
@@ -267,7 +267,7 @@ def _write_array(
 
 
 def _iter_jobs(array: LazyArray, chunk_shape: ChunkIndex, digest: hashlib._Hash) -> Iterator[_ChunkJob]:
-    """Iterate over the chunks in memory order, each with its bytes, which are hashed while they are encoded."""
+    """Yield the chunks in memory order, each with its bytes of the array, hashed while they are encoded."""
     shape = array.shape if array.order == "C" else array.shape[::-1]
     split_axis = find_split_axis(chunk_shape)
     row_bytes = array.itemsize * math.prod(shape[split_axis + 1 :])
@@ -288,7 +288,7 @@ def _iter_jobs(array: LazyArray, chunk_shape: ChunkIndex, digest: hashlib._Hash)
 
 
 class _ByteStream:
-    """The bytes of an array in memory order, taken in any portions."""
+    """The bytes of an array in memory order, read in portions of any size."""
 
     def __init__(self, array: LazyArray) -> None:
         self._chunks = array.iter_chunks(_READ_CHUNK_BYTES)
@@ -310,13 +310,13 @@ class _ByteStream:
         return data
 
     def finish(self) -> None:
-        """Read to the end of the array; raise `SourceError` if its bytes differ from what it declared."""
+        """Read to the end; raise `SourceError` if the array contains other bytes than it declared."""
         for _ in self._chunks:
             pass
 
 
 def _pad_chunk(chunk: Chunk, nbytes: int) -> Chunk:
-    """Pad a chunk at the edge of its array with zeros, as all chunks of an array have one shape."""
+    """Return the bytes of a chunk at the array's edge, padded with zeros: all chunks have one shape."""
     if chunk.size == nbytes:
         return chunk
     padded_chunk = np.zeros(nbytes, np.uint8)
@@ -325,7 +325,7 @@ def _pad_chunk(chunk: Chunk, nbytes: int) -> Chunk:
 
 
 def _verify_written(target: str, store: ZarrStore, entries: Sequence[ArrayEntry], threads: int | None) -> None:
-    """Compare the written files with the intended contents: documents exactly, words by their hashes."""
+    """Read the store again and compare documents and elements, by their hashes, with the originals."""
     try:
         source = read(store.label, ReadOptions(fallback_dtypes=("fp16", "fp32"), threads=threads), store)
         if [array.name for array in source.arrays] != [entry.name for entry in entries]:
@@ -342,7 +342,7 @@ def _verify_written(target: str, store: ZarrStore, entries: Sequence[ArrayEntry]
 
 
 def _build_manifest(entries: Sequence[ArrayEntry], options: EncodeOptions, source: Source) -> Manifest:
-    """Build the list of written chunks for the result; no file of a store is a manifest."""
+    """Build a manifest of the written arrays for the report; the store itself contains none."""
     from ..._util.packages import get_version
 
     predictor_names = frozenset[str]().union(

@@ -1,4 +1,4 @@
-"""Measure one case on a model: runs with and without compression, perplexity, and equality of what attention reads."""
+"""Measure one case on a model: runs with and without compression, perplexity, and equality of K and V in attention."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from .workloads import Workload
 
 
 class ModelSessions:
-    """Sessions with and without attention probabilities, whose price is part of a candidate's speed.
+    """Sessions with and without attention probabilities, whose cost is part of a candidate's speed.
 
     Parameters
     ----------
@@ -79,7 +79,7 @@ _COMPARISON_INTERVAL_STEPS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord(Record):
-    """One run."""
+    """The measurements of one run."""
 
     #: Fed at once at the beginning of turns, and one by one.
     prompt_tokens: int
@@ -106,18 +106,18 @@ class RunRecord(Record):
 
     @property
     def decode_speed(self) -> float:
-        """Tokens a second."""
+        """Decode speed in tokens per second."""
         return self.decode_tokens / self.decode_seconds if self.decode_seconds > 0 else 0.0
 
     @property
     def decompress_us(self) -> float:
-        """Restoring; in modes that restore nothing, decoding what is compared with the rows before they go."""
+        """Time to restore blocks, or, in modes without restoring, to decode blocks for comparison."""
         return self.get_counter("decompress_us") or (
             self.latencies["verify"].total_us if "verify" in self.latencies else 0.0
         )
 
     def get_counter(self, name: str) -> float:
-        """Of the runtime; 0 where nothing was counted."""
+        """Return a counter of the runtime; 0 if nothing was counted."""
         return self.counters.get(f"h2o_lossless_{name}", 0.0)
 
 
@@ -193,13 +193,13 @@ def _build_run_record(
 
 
 def _select_numbers(plan_values: Mapping[str, Any]) -> dict[str, float]:
-    """What the planner says of its last plan, numbers only."""
+    """Select the numbers among the planner's metrics of its last plan."""
     return {name: float(value) for name, value in plan_values.items() if type(value) in (int, float)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ContentComparison(Record):
-    """What attention reads out of the runtime next to a plain cache under the same policy, step by step."""
+    """A comparison of the K and V that attention reads with those of a plain cache, step by step."""
 
     #: Steps in all, and those after which all of K and V were compared; logits were at every step.
     steps: int
@@ -215,7 +215,7 @@ class ContentComparison(Record):
 
     @property
     def is_equal(self) -> bool:
-        """Whether nothing differs, and something that was encoded was compared."""
+        """Whether nothing differs, and the comparison covered encoded tokens."""
         return min(self.compared_bytes, self.encoded_bytes) > 0 and self.different_bytes == self.different_steps == 0
 
 
@@ -270,7 +270,10 @@ def _feed_both(runners: tuple[Runner, Runner], ids: list[int], *, prompt: bool) 
 
 
 def _count_different_bytes(plain_runner: Runner, runtime_runner: Runner) -> tuple[int, int]:
-    """Bytes of K and V that both hold, and how many of them differ; all, where they hold different tokens."""
+    """Count the bytes of K and V, and how many of them differ between the two runners.
+
+    All bytes of a layer count as different if the layers hold different tokens.
+    """
     total_bytes = different_bytes = 0
     for plain_layer, runtime_layer in zip(
         plain_runner.cache.copy_layers(), runtime_runner.cache.copy_layers(), strict=True
@@ -291,7 +294,7 @@ _MAX_FURTHER_TOKENS = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class PerplexityChange(Record):
-    """The change of perplexity against the full cache, as shares; no interval over fewer than two texts.
+    """The relative change of perplexity against the full cache; without interval for fewer than two texts.
 
     lossy_ratio: bytes of all tokens over those kept at the end of the texts, 1 where nothing was evicted; why_all_stay
     is then the planner's reason, where it has one.
@@ -307,7 +310,7 @@ class PerplexityChange(Record):
 
 
 class PerplexityProgress:
-    """Progress of an evaluation in units of another work.
+    """The progress of an evaluation, converted to units of the suite.
 
     Parameters
     ----------
@@ -381,7 +384,7 @@ def measure_perplexity_change(
 
 
 def explain_no_eviction(policy: Policy, settings: RunSettings) -> str:
-    """Why nothing was evicted in the texts, and from how many tokens on it would be."""
+    """Explain why no token of the texts was evicted, and the length from which eviction would begin."""
     prompt_tokens, tokens = settings.quality_prompt, settings.quality_tokens
     reason = policy.explain_no_eviction(
         prompt_tokens, max(1, tokens - 1)
@@ -397,7 +400,7 @@ def explain_no_eviction(policy: Policy, settings: RunSettings) -> str:
 
 
 def _truncate(document: Document, tokens: int) -> Document:
-    """The beginning of a text; bytes are then those of all of it, which perplexity does not use."""
+    """Truncate a text to `tokens`; its byte count, which perplexity does not use, is not changed."""
     if document.num_scored <= tokens:
         return document
     return Document(

@@ -1,4 +1,4 @@
-"""How a suite runs: work, repeats, and the options of the engine in each case."""
+"""Settings of a suite: workload, repeats, and the engine's options in each case."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ STORE_ENGINE_OPTIONS: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings(Record):
-    """How a suite runs."""
+    """The settings of a suite's runs."""
 
     #: Of the runtime cases: tokens of the prompts, and tokens that are generated.
     prompts: tuple[int, ...] = (512, 1024)
@@ -117,7 +117,7 @@ class RunSettings(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """What a configuration file says: settings, keys of the engine, limits, and both again for single cases."""
+    """The content of a configuration file: settings, engine keys and limits, also for single cases."""
 
     settings: RunSettings = field(default_factory=RunSettings)
     engine: Mapping[str, Any] = field(default_factory=dict)
@@ -125,19 +125,21 @@ class RunConfig:
     cases: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def select_engine_options(self, case: str) -> dict[str, Any]:
-        """Keys of the engine for a case, over those that it has by itself."""
+        """Return the engine keys for a case; the case's own take precedence."""
         case_options = {key: value for key, value in self.cases.get(case, {}).items() if key.startswith("kv_")}
         return {**self.engine, **case_options}
 
     def select_limits(self, case: str, *, with_shared: bool = True) -> dict[str, Any]:
-        """Limits for a case; those that are not `with_shared` are its own only."""
+        """Return the limits for a case; only its own if not `with_shared`."""
         case_limits = {key: value for key, value in self.cases.get(case, {}).items() if not key.startswith("kv_")}
         return {**self.limits, **case_limits} if with_shared else case_limits
 
 
 def read_run_config(path: str | os.PathLike[str], case_names: tuple[str, ...]) -> RunConfig:
-    """A configuration file: an object with settings by their names (`RunSettings`), the engine's ``kv_`` keys,
-    ``limits`` (an object), and ``cases`` (objects of ``kv_`` keys and limits, by the names of cases).
+    """Read a configuration file: a JSON object.
+
+    It contains settings by name (`RunSettings`), the engine's ``kv_`` keys, ``limits`` (an object), and ``cases``
+    (objects of ``kv_`` keys and limits, by case name).
     """
     where = os.fspath(path)
     try:

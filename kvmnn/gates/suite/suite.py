@@ -1,4 +1,4 @@
-"""A suite on a model: runs side by side, contents compared, perplexity measured, and the verdicts in a folder."""
+"""Run a suite on a model: paired runs, compared contents, perplexity, and the verdicts in a folder."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ class RunStore(KeyedJournal):
         self.num_reused = 0
 
     def get(self, key: str) -> Any | None:
-        """What is stored under a key; None where nothing is."""
+        """Return the entry of a key; None if there is none."""
         value = super().get(key)
         self.num_reused += value is not None
         return value
 
 
 def compute_key(**about: Any) -> str:
-    """The digest of what a run depends on."""
+    """Compute the digest of everything a run depends on."""
     return hashlib.sha256(json.dumps({"version": RUN_STORE_VERSION, **about}, sort_keys=True).encode()).hexdigest()
 
 
@@ -88,7 +88,7 @@ _WARM_UP_TOKENS = 4
 
 
 class SuiteProgress(Protocol):
-    """Who is told how far a suite is."""
+    """Receiver of a suite's progress."""
 
     def start(self, runs: int, steps: int) -> None:
         """Begin: this many runs, and decode steps of those that are not there already."""
@@ -104,7 +104,7 @@ class SuiteProgress(Protocol):
 
 
 class _SilentProgress:
-    """Progress that nobody wants to see."""
+    """A progress receiver that does nothing."""
 
     def start(self, runs: int, steps: int) -> None: ...
     def begin_run(self, run_text: str) -> None: ...
@@ -114,7 +114,7 @@ class _SilentProgress:
 
 @dataclass(frozen=True, kw_only=True)
 class CaseMeasurement:
-    """What a case measured."""
+    """The measurements of a case."""
 
     #: Which.
     case: RunCase
@@ -131,31 +131,31 @@ class CaseMeasurement:
 
     @property
     def pairs(self) -> list[PairedRuns]:
-        """Those of all rounds."""
+        """The paired runs of all rounds."""
         return [pair for part in self.rounds for pair in part]
 
 
 class Suite:
-    """Cases on one model, with what is done kept in a folder, which is this suite's while it is open.
+    """The gate cases on one model, with a folder that stores completed runs and is locked while open.
 
     Parameters
     ----------
     model
         An ONNX decoder: file or folder, its ``tokenizer.json`` next to it.
     directory
-        Where runs are kept; made if it is not there.
+        The folder of the stored runs; created if missing.
     texts
         Files and folders of texts, as `kvmnn.lm.documents.read_documents` takes them.
     tokenizer
         Its ``tokenizer.json``; by default the one next to the model.
     jobs
-        Processes for the perplexity, which is not timed; 0: this one.
+        Number of processes for the perplexity, which is not timed; 0: the current process.
     force
-        Take a folder that holds something else.
+        Use a folder that contains other files.
     rerun
-        Measure again what is timed, where the runs that are there came to their end.
+        Repeat the timed runs, if the stored ones are complete.
     command
-        Noted down next to model, machine and settings; empty: not known.
+        The command line, recorded with model, machine and settings; empty if unknown.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class Suite:
 
     @property
     def run_info(self) -> dict[str, Any]:
-        """Of which version, model and machine runs are."""
+        """The version, model and machine of the runs."""
         return {
             "kvmnn": get_version(),
             "model_sha256": self._sha256,
@@ -202,7 +202,7 @@ class Suite:
     def measure_cases(
         self, cases: Sequence[RunCase], rounds: int, progress: SuiteProgress | None = None
     ) -> Iterator[CaseMeasurement]:
-        """The cases one after another; what is there already is not run again.
+        """Measure the cases one after another; stored runs are not repeated.
 
         The folder is made when all cases are known to have work that the model can do.
         """
@@ -224,7 +224,7 @@ class Suite:
             yield self._measure_case(case, workloads, notes, rounds)
 
     def _iter_steps(self, case: RunCase, workloads: list[Workload], rounds: int) -> Iterator[int]:
-        """Of each run of a case the decode steps that it takes, which is most of the time; 0 where it is there."""
+        """Yield the number of decode steps of each run of a case, which take most of the time; 0 for a stored run."""
         for work in workloads:
             if case.mode:
                 yield 0 if self._compute_key(case, work, side="comparison") in self.store else 2 * work.num_steps
@@ -258,7 +258,7 @@ class Suite:
         )
 
     def _measure_round(self, case: RunCase, workloads: list[Workload], round_index: int) -> Iterator[PairedRuns]:
-        """Both sides of each piece of work one after the other, the first of them in turns."""
+        """Measure both sides of each workload one after the other; which side is first alternates."""
         is_warm = False
         for work in workloads:
             for repeat in range(case.settings.repeats):
@@ -317,7 +317,7 @@ class Suite:
         return comparison
 
     def _measure_quality(self, case: RunCase) -> PerplexityChange:
-        """The change of perplexity; cases that evict alike share it."""
+        """Measure the change of perplexity; cases with the same eviction share it."""
         settings_key = json.dumps([case.policy_keys, case.settings.to_dict()], sort_keys=True)
         steps = self._count_quality_steps(case)
         self._progress.begin_run(f"{case.name}, perplexity")
@@ -406,7 +406,7 @@ class Suite:
 
 
 def _choose_rerun_number(directory: Path, rerun: bool) -> int:
-    """How often everything was measured again: one more than noted down, if that came to its end."""
+    """Return the number of this repetition: one more than recorded if that one was completed."""
     rerun_number = int(get_number(_read_run_info(directory), "take")) or 1
     return rerun_number + 1 if rerun and has_finished_rerun(directory, rerun_number) else rerun_number
 

@@ -1,4 +1,4 @@
-"""Judge a case that ran on a model, and write it in the forms of the fork: gates, report, rows of ``llm_bench``."""
+"""Judge a measured case, and write it in the fork's forms: gates, report, rows of ``llm_bench``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .workloads import Workload
 
 @dataclass(frozen=True, kw_only=True)
 class PairedRuns:
-    """Runs of one piece of work side by side: without and with compression."""
+    """A run without compression and a run with it, of the same workload."""
 
     workload: Workload
     without: RunRecord
@@ -31,13 +31,13 @@ class PairedRuns:
 
 
 def compute_slowdown(pairs: Sequence[PairedRuns]) -> DecodeSlowdown | None:
-    """Of the speeds of both sides."""
+    """Compute the slowdown from the speeds of both sides."""
     return DecodeSlowdown.from_pairs([(pair.without.decode_speed, pair.candidate.decode_speed) for pair in pairs])
 
 
 @dataclass(frozen=True, kw_only=True)
 class CaseFigures:
-    """What the runs of a case came to."""
+    """The figures of a case, computed from its runs."""
 
     #: Least of the runs: bytes of all tokens over those that are kept.
     lossy_ratio: float
@@ -67,7 +67,7 @@ class CaseFigures:
 
     @classmethod
     def from_pairs(cls, pairs: Sequence[PairedRuns]) -> CaseFigures:
-        """Over the runs of all rounds."""
+        """Compute the figures over the runs of all rounds."""
         records = [pair.candidate for pair in pairs]
 
         def max_counter(name: str) -> float:
@@ -111,7 +111,7 @@ def build_case_gates(
     *,
     evicts: bool = True,
 ) -> list[GateResult]:
-    """The gates of a case, whatever its work is."""
+    """Build the gates of a case with any workload."""
     figures, records = CaseFigures.from_pairs(pairs), [pair.candidate for pair in pairs]
     return [
         build_lossy_gate(figures, limits.lossy_target),
@@ -123,7 +123,7 @@ def build_case_gates(
 
 
 def build_lossy_gate(figures: CaseFigures, target: float) -> GateResult:
-    """Of whole caches: the work for which least was let go."""
+    """Build the gate of the lossy ratio of whole caches, judged by the workload with the lowest ratio."""
     value, limit = format_distinct(figures.lossy_ratio, target, 3)
     return GateResult(
         name="lossy ratio",
@@ -153,7 +153,10 @@ def build_lossless_gate(figures: CaseFigures, target: float, mode: str) -> GateR
 
 
 def build_runtime_gates(figures: CaseFigures, records: Sequence[RunRecord], limits: GateLimits) -> list[GateResult]:
-    """What the runtime did: the largest of the runs. A limit that is kept because it did nothing says nothing."""
+    """Build the gates of the runtime from the largest value of the runs.
+
+    A limit that was met because the runtime did nothing proves nothing.
+    """
     is_idle = figures.encoded_ratio is None
 
     def build_max_gate(name: str, value: float, limit: float, unit: str = "") -> GateResult:
@@ -200,7 +203,7 @@ def build_runtime_gates(figures: CaseFigures, records: Sequence[RunRecord], limi
 
 
 def _format_percentiles(records: Sequence[RunRecord], key: str) -> str:
-    """Of single operations, the slowest run."""
+    """Format the latency percentiles of single operations in the slowest run."""
     latencies = [record.latencies[key] for record in records if key in record.latencies and record.latencies[key].count]
     if not latencies:
         return ""
@@ -218,7 +221,7 @@ def build_content_gates(
     *,
     evicts: bool,
 ) -> list[GateResult]:
-    """Bytes that attention reads, and what eviction costs."""
+    """Build the gates of the bytes that attention reads, and of the loss of quality by eviction."""
     perplexity_off = GateResult(name="perplexity", verdict=OFF, why="nothing is evicted")
     if not mode:
         return [GateResult(name="consistency", verdict=OFF), perplexity_off]
@@ -277,7 +280,7 @@ def _build_perplexity_gate(quality: PerplexityChange | None, target: float) -> G
 
 
 def build_answer_gate(pairs: Sequence[PairedRuns]) -> GateResult | None:
-    """Exact answers of both sides; None where nothing was asked."""
+    """Build the gate of exact answers on both sides; None if no question was asked."""
     pairs_with_answer = [pair for pair in pairs if pair.workload.answer]
     if not pairs_with_answer:
         return None
@@ -331,8 +334,9 @@ _LINES_BY_GATE = {
 def build_gate_section(
     figures: CaseFigures, decode: DecodeStats, gates: Sequence[GateResult], limits: GateLimits, mode: str
 ) -> dict[str, str]:
-    """Names to texts. Lines that only logs, or only an offline simulation, could fill are left out, and what was not
-    measured.
+    """Build the gate section, names to texts.
+
+    It leaves out quantities that were not measured, and lines that only logs or an offline simulation could fill.
     """
     passed_by_gate = {gate.name: format_flag(gate.verdict in ("pass", "off")) for gate in gates}
     verdict = aggregate_verdict(gates)
@@ -463,7 +467,7 @@ _PLAN_KEY_BY_COLUMN = {
 
 
 def build_bench_rows(case: RunCase, pairs: Sequence[PairedRuns], model: str, side: str = "candidate") -> MetricRows:
-    """A row for each piece of work, means and deviations over its repeats; ratios are those of whole caches."""
+    """Build a row for each workload: means and deviations over its repeats; ratios are of whole caches."""
     pairs_by_workload: dict[str, list[PairedRuns]] = defaultdict(list)
     for pair in pairs:
         pairs_by_workload[pair.workload.name].append(pair)
@@ -476,7 +480,7 @@ def build_bench_rows(case: RunCase, pairs: Sequence[PairedRuns], model: str, sid
 
 
 def _build_bench_row(case: RunCase, pairs: Sequence[PairedRuns], records: Sequence[RunRecord], model: str) -> MetricRow:
-    """Its numbers are the means themselves, not as they are rounded in its cells."""
+    """Build a row whose numbers are the exact means, not the rounded ones in its cells."""
     workload, metrics = pairs[0].workload, dict(_METRIC_BY_COLUMN)
     for column, (key, digits) in _PLAN_KEY_BY_COLUMN.items():
         if all(key in record.keep for record in records):
@@ -516,7 +520,7 @@ def _format_mean(records: Sequence[RunRecord], metric: RunMetric, digits: int) -
 
 
 def build_demo_runs(pairs: Sequence[PairedRuns], side: str) -> list[DemoRun]:
-    """A run of ``llm_demo`` for each run of one side."""
+    """Build a run of ``llm_demo`` from each run of one side."""
     return [_build_demo_run(pair, getattr(pair, side)) for pair in pairs]
 
 

@@ -1,4 +1,4 @@
-"""What a page consists of, before it is HTML or Markdown. Texts are plain: whoever writes them out escapes them."""
+"""The blocks of a page before it is HTML or Markdown. Their texts are plain: the writer escapes them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NOT_MEASURED = "not measured"
 
 @dataclass(frozen=True)
 class Cell:
-    """A text in a table, the number by which it is sorted (None: by its text), and what stands below it, smaller."""
+    """A table cell: its text, the number to sort by (None: by the text), and smaller text below."""
 
     text: str
     number: float | None = None
@@ -38,7 +38,7 @@ class TableBlock:
 
 @dataclass(frozen=True)
 class ChartPoint:
-    """A point of a plot, with the ends of its interval and what it is called; whether its marker is empty."""
+    """A point of a plot, its interval and its name; whether its marker is hollow."""
 
     x: float
     y: float
@@ -50,7 +50,7 @@ class ChartPoint:
 
 @dataclass(frozen=True)
 class ChartSeries:
-    """Points of one name; `style_number` is the number of its colour and marker."""
+    """The points of one series; `style_number` selects its colour and marker."""
 
     name: str
     points: Sequence[ChartPoint]
@@ -98,7 +98,7 @@ class BulletList:
 
 @dataclass(frozen=True)
 class FactList:
-    """Names and values."""
+    """A list of names and values."""
 
     pairs: Sequence[tuple[str, str]]
 
@@ -112,7 +112,7 @@ class CommandList:
 
 @dataclass(frozen=True)
 class CaseCard:
-    """A case: its verdict, and what it did not reach."""
+    """A case: its verdict, and the limits it missed."""
 
     name: str
     verdict: str
@@ -145,19 +145,19 @@ class Section:
 
 
 def make_missing_note(text: str) -> Paragraph:
-    """Said where a part is not there."""
+    """Make the note that replaces a missing part."""
     return Paragraph(text, "unknown")
 
 
 def make_number_cell(value: float | None, digits: int = 3, *, scale: float = 1.0, has_sign: bool = False) -> Cell:
-    """A number in a table."""
+    """Make a table cell of a number."""
     if value is None:
         return Cell("-", None, "muted")
     return Cell(format(value * scale, f"{'+' if has_sign else ''},.{digits}f"), value)
 
 
 def thin_points(points: Sequence[ChartPoint], max_points: int) -> list[ChartPoint]:
-    """At most so many points, the first and the last among them."""
+    """Select at most this many points, always with the first and the last."""
     if len(points) <= max_points:
         return list(points)
     step = (len(points) - 1) / (max_points - 1)

@@ -45,7 +45,7 @@ _MAX_NAME_CHARS = 42
 
 
 def render_svg(chart: ChartBlock, prefix: str, points: int) -> str:
-    """A plot as SVG with the values of at most `points` points of a series on hover."""
+    """Render a plot as SVG; at most `points` points of a series show their values on hover."""
     import_optional("matplotlib.figure")
     with plot_style.use_style():
         figure, axes = _make_figure(chart)
@@ -60,7 +60,7 @@ def render_svg(chart: ChartBlock, prefix: str, points: int) -> str:
 
 
 def make_series_style(series: ChartSeries) -> dict[str, Any]:
-    """How a series is drawn; the same in the key of the plot."""
+    """Return the style of a series, in the plot and in its key."""
     number = series.style_number
     return {
         "color": _SERIES_COLOURS[number % NUM_COLOURS],
@@ -72,7 +72,7 @@ def make_series_style(series: ChartSeries) -> dict[str, Any]:
 
 
 def format_value(value: float, digits: int) -> str:
-    """A number as plots and their tables have it; no more digits than it needs."""
+    """Format a number as in plots and their tables, with as many digits as it needs."""
     if value == round(value) and abs(value) < 1e15:
         return f"{value:,.0f}"
     return f"{value:,.{digits}f}"
@@ -144,7 +144,7 @@ def _draw_lines(axes: Axes, chart: ChartBlock) -> None:
 
 
 def _draw_rows(axes: Axes, chart: ChartBlock) -> None:
-    """Dots on lines of their own; names stand above the lines, where any length finds room."""
+    """Draw dots on one line for each row; names are above the lines, where long ones fit."""
     rows = len(chart.row_names)
     sides = len(chart.series)
     for index, chart_series in enumerate(chart.series):
@@ -176,7 +176,7 @@ def _draw_rows(axes: Axes, chart: ChartBlock) -> None:
 
 
 def _compute_row_offset(index: int, sides: int) -> float:
-    """How far below its line a series lies, so that equal values are both seen."""
+    """Return the vertical offset of a series within its row, so that equal values remain visible."""
     return 0.13 * (index - (sides - 1) / 2) + 0.1
 
 
@@ -216,7 +216,7 @@ def _format_tick(value: float, _: object = None) -> str:
 
 
 def _make_hover_circles(axes: Axes, chart: ChartBlock, points: int) -> Sequence[str]:
-    """Rings around points, each with what it stands for."""
+    """Make a circle around each point that shows its description on hover."""
     height = float(axes.figure.get_size_inches()[1]) * 72
     circles = []
     for index, chart_series in enumerate(chart.series):
@@ -229,7 +229,7 @@ def _make_hover_circles(axes: Axes, chart: ChartBlock, points: int) -> Sequence[
 
 
 def describe_point(chart: ChartBlock, series: ChartSeries, point: ChartPoint) -> str:
-    """A point in words."""
+    """Describe a point in words."""
     name = series.name if point.name in ("", series.name) else f"{series.name}, {point.name}"
     if chart.row_names:
         return f"{name}: {format_value(point.x, chart.digits)} {chart.x}"
@@ -245,7 +245,7 @@ def _clip_text(text: str, max_chars: int = 60) -> str:
 
 
 def _apply_theme(text: str, prefix: str, label: str, hits: str) -> str:
-    """The SVG as a part of a page: its own ids, the page's colours and letters, and a name for those who do not see."""
+    """Adapt an SVG to a page: unique ids, the page's colours and fonts, and a label for screen readers."""
     ElementTree.register_namespace("", _SVG_NAMESPACE)
     ElementTree.register_namespace("xlink", "http://www.w3.org/1999/xlink")
     root = ElementTree.fromstring(text)

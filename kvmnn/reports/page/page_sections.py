@@ -1,4 +1,4 @@
-"""Sections of the report page: the six cases, what eviction costs, sizes and memory, and the origin of the figures."""
+"""Sections of the report page: the six cases, the loss by eviction, sizes and memory, and the origin of the figures."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _CASE_COLUMNS = (
 
 
 def build_cases_section(inputs: ReportInputs) -> Section:
-    """The table of cases, as the fork's report has it, next to its figures."""
+    """Build the table of cases: measured figures next to those of the fork's report."""
     title = "Cases next to the fork's report"
     if inputs.round is None:
         return Section(
@@ -105,7 +105,7 @@ def _make_case_cells(row: RoundRow, runs: CaseRuns | None, inputs: ReportInputs)
 
 
 def _make_consistency_cell(row: RoundRow, inputs: ReportInputs) -> Cell:
-    """Whether bytes were compared and equal, as the gate has it; else what the row says."""
+    """Make the cell of the consistency gate's verdict; without the gate, of the value in the row."""
     case = inputs.verdicts.get(row.case)
     gate = (
         next((candidate_gate for candidate_gate in case[1].gates if candidate_gate.name == "consistency"), None)
@@ -119,7 +119,7 @@ def _make_consistency_cell(row: RoundRow, inputs: ReportInputs) -> Cell:
 
 
 def _format_reference_cells(row: RoundRow) -> list[str]:
-    """The document's figures of a case, column by column; nothing where it has none."""
+    """Format the document's figures of a case by column; empty cells if it has none."""
     reference = REFERENCE_CASES.get(row.case)
     if reference is None:
         return [""] * 8
@@ -178,7 +178,7 @@ def _build_case_charts(rows: Sequence[RoundRow]) -> list[Block]:
 
 
 def build_speed_section(inputs: ReportInputs) -> Section:
-    """Both sides of the runs of each case."""
+    """Build the section about the runs of each case, without and with compression."""
     title = "Speed, side by side"
     if not inputs.runs:
         text = "Runs in pairs: not measured. They are in CASE/runs.json of a folder of kvmnn gate run."
@@ -244,7 +244,7 @@ def _make_speed_cells(runs: CaseRuns, work: str) -> list[Cell]:
 
 
 def build_trend_section(inputs: ReportInputs) -> Section:
-    """Rounds, one after another."""
+    """Build the section about successive rounds."""
     title = "Trend over rounds"
     rounds = inputs.history[-200:]
     if not rounds:
@@ -358,7 +358,7 @@ def _build_evaluation_blocks(name: str, evaluation: EvaluationResult) -> list[Bl
 
 
 def _parse_evaluation_cell(text: str) -> Cell:
-    """A cell of the evaluation's own table, with the number that it begins with."""
+    """Make a cell from one of the evaluation's own table, with the number at its beginning."""
     words = text.replace(",", "").split()
     try:
         return Cell(text, float(words[0]))
@@ -405,7 +405,7 @@ def _build_budget_chart(name: str, evaluation: EvaluationResult, rows: list[Resu
 
 
 def _build_quality_table(inputs: ReportInputs) -> TableBlock | None:
-    """The change of perplexity that cases measured."""
+    """Build the table of perplexity changes that the cases measured."""
     rows = []
     for runs in inputs.list_runs_in_order()[:_MAX_EVALUATION_ROWS]:
         quality = runs.quality
@@ -438,7 +438,7 @@ _PERCENTILES = (("p50_us", "p50"), ("p95_us", "p95"), ("p99_us", "p99"))
 
 
 def build_latency_section(inputs: ReportInputs) -> Section:
-    """Percentiles of single operations."""
+    """Build the section of latency percentiles of single operations."""
     title, blocks = "Latency percentiles", list[Block]()
     for name, replay in inputs.replays:
         metrics = replay.metrics
@@ -464,7 +464,7 @@ def build_latency_section(inputs: ReportInputs) -> Section:
 
 
 def _find_slowest(runs: Iterable[Mapping[str, LatencySummary]]) -> dict[str, LatencySummary]:
-    """Of each operation the run with the highest p99."""
+    """Return, for each operation, the latencies of the run with the highest p99."""
     slowest: dict[str, LatencySummary] = {}
     for latencies in runs:
         for key, latency in latencies.items():
@@ -571,7 +571,7 @@ def _build_measurement_blocks(name: str, measurement: MeasurementRecord) -> list
 
 
 def _parse_layer_number(key: str, fallback: int) -> int:
-    """The number of a layer, which is a key in JSON."""
+    """Parse the number of a layer, which is a key in JSON."""
     return int(key) if key.isdecimal() and len(key) < 10 else fallback
 
 
@@ -642,7 +642,7 @@ def _build_replay_layer_blocks(name: str, replay: ReplayResult) -> list[Block]:
 
 
 def build_memory_section(inputs: ReportInputs) -> Section:
-    """Bytes held, step by step."""
+    """Build the section about the resident bytes, step by step."""
     blocks: list[Block] = []
     for name, replay in inputs.replays:
         blocks += _build_replay_memory_blocks(name, replay)
@@ -714,7 +714,7 @@ def _build_evaluation_memory_blocks(name: str, evaluation: EvaluationResult) -> 
 
 
 def build_codecs_section(inputs: ReportInputs) -> Section:
-    """Ratios and speeds of codecs."""
+    """Build the section about ratios and speeds of codecs."""
     blocks: list[Block] = []
     for name, codecs in inputs.codecs:
         blocks += _build_codec_blocks(name, codecs)
@@ -780,12 +780,12 @@ _SPEED_KEYS = ("encode_bytes_per_s_cpu", "decode_bytes_per_s_cpu")
 
 
 def _make_rate_cell(speed: float | None) -> Cell:
-    """Bytes a second as MB/s."""
+    """Make a cell of a rate in MB/s."""
     return make_number_cell(speed, 0 if (speed or 0) >= 100e6 else 1, scale=1e-6)
 
 
 def _compute_total_speed(pairs: Sequence[tuple[int, float | None]]) -> float | None:
-    """Bytes a second over all arrays; None where one has no speed."""
+    """Compute the speed over all arrays in bytes per second; None if one has no speed."""
     seconds = [nbytes / speed for nbytes, speed in pairs if speed]
     return sum(nbytes for nbytes, _ in pairs) / sum(seconds) if seconds and len(seconds) == len(pairs) else None
 
@@ -880,7 +880,7 @@ def _iter_engine_tables(cases: object) -> Iterator[Block]:
 
 
 def build_commands_section(inputs: ReportInputs) -> Section:
-    """The command that made each file, where the file says it."""
+    """Build the section of the commands that made the files, as far as the files record them."""
     all_commands = [entry for commands in inputs.commands.values() for entry in commands]
     lines = [(name, command) for name, command in all_commands if command]
     names_without_command = [name for name, command in all_commands if not command]
@@ -893,7 +893,7 @@ def build_commands_section(inputs: ReportInputs) -> Section:
 
 
 def build_sources_section(inputs: ReportInputs) -> Section:
-    """What was read, and what was left out."""
+    """Build the section of the files that were read and those that were skipped."""
     rows = [
         [Cell(source.name), Cell(source.kind), Cell(f"{source.nbytes:,}", source.nbytes), Cell(source.sha256)]
         for source in inputs.sources[:200]

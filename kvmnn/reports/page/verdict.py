@@ -1,4 +1,4 @@
-"""The head of the page: which cases pass and what failed; for evaluations, what eviction costs at each budget."""
+"""The head of the page: passed and failed cases; for evaluations, the loss by eviction at each budget."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _describe_evaluation(name: str, evaluation: EvaluationResult) -> str:
 
 
 def _iter_budget_costs(name: str, evaluation: EvaluationResult) -> Iterator[str]:
-    """Of each budget the policy that costs least, of those that evicted something."""
+    """Yield, for each budget, the policy with the smallest loss among those that evicted tokens."""
     full_cache_row, policy_rows = find_full_row(evaluation.rows), select_policy_rows(evaluation.rows)
     name_prefix = f"{name}: " if name else ""
     if full_cache_row is not None and is_number(full_cache_row.perplexity):
@@ -90,7 +90,7 @@ _LIMIT_REGEX = re.compile(r"(<=|>=|<|>)\s*([-+]?\d[\d,]*(?:\.\d+)?)\s*(%|us)?")
 
 
 def build_verdict_head(inputs: ReportInputs) -> VerdictBlock:
-    """The verdict over all cases; without gates what else was measured, which is no verdict."""
+    """Build the verdict over all cases; without gates, a summary of the measurements."""
     cards = [_make_case_card(name, case) for name, case in list_case_verdicts(inputs)]
     if not cards and inputs.evaluations:
         return build_evaluation_head(inputs.evaluations, tuple(_iter_replay_notes(inputs)))
@@ -142,12 +142,12 @@ def list_case_verdicts(inputs: ReportInputs) -> list[tuple[str, CaseVerdict]]:
 
 
 def get_verdict_text(case: CaseVerdict) -> str:
-    """In a word."""
+    """Return the verdict as one word."""
     return case.verdict or ("pass" if case.overall_pass else "fail")
 
 
 def build_gates_section(inputs: ReportInputs) -> Section:
-    """Every gate of every case."""
+    """Build the section with every gate of every case."""
     tables = []
     sorted_cases = sorted(list_case_verdicts(inputs), key=lambda pair: pair[1].overall_pass)
     for name, case in (
@@ -195,7 +195,7 @@ def _make_gate_cells(gate: GateResult) -> list[Cell]:
 
 
 def describe_miss(gate: GateResult) -> str:
-    """How far a gate that failed is from its limit, in the unit of both; empty where texts do not tell."""
+    """Describe by how much a failed gate missed its limit; empty if its texts contain no comparable numbers."""
     value = _NUMBER_REGEX.match(gate.value)
     if gate.verdict != "fail" or value is None:
         return ""

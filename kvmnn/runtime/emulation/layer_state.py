@@ -1,4 +1,4 @@
-"""State of one layer as the engine keeps it: rows in one buffer, stored blocks, and caches of decoded blocks."""
+"""The state of one layer in the engine: rows in one buffer, stored blocks, and caches of decoded blocks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GROWTH_TOKENS = 64
 
 
 class EngineRowBuffer:
-    """Live rows ``[kv_head, token, head_dim]`` of a layer and the room that is allocated for them."""
+    """The buffer for rows ``[kv_head, token, head_dim]`` of a layer, of which the first tokens are live."""
 
     def __init__(self, kv_heads: int, head_dim: int, dtype: DType) -> None:
         self._shape = (2, kv_heads, 0, head_dim)
@@ -30,12 +30,12 @@ class EngineRowBuffer:
 
     @property
     def capacity(self) -> int:
-        """Tokens that there is room for."""
+        """The number of tokens that fit in the buffer."""
         return int(self._buffer.shape[2])
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of the buffer, which clearing a range does not make smaller."""
+        """Size of the buffer in bytes; clearing a range does not reduce it."""
         return int(self._buffer.nbytes)
 
     @property
@@ -71,18 +71,18 @@ class EngineRowBuffer:
         self.positions.append(position, keys.shape[1])
 
     def contains_range(self, start: int, count: int) -> bool:
-        """Whether the range lies inside the live tokens."""
+        """Return whether the range is inside the live tokens."""
         return count > 0 and start >= 0 and start + count <= self.tokens
 
     def gather(self, start: int, count: int) -> KVPair | None:
-        """Copies of a range; None where it does not lie inside the live tokens."""
+        """Return copies of a range; None if it is not inside the live tokens."""
         if not self.contains_range(start, count):
             return None
         rows = np.ascontiguousarray(self._buffer[:, :, start : start + count])
         return rows[0], rows[1]
 
     def zero(self, start: int, count: int) -> bool:
-        """Clear a range; False, and nothing done, where it does not lie inside the live tokens."""
+        """Clear a range; return False and do nothing if it is not inside the live tokens."""
         if not self.contains_range(start, count):
             return False
         self._buffer[:, :, start : start + count] = 0
@@ -125,7 +125,7 @@ class StoredBlock:
 
 @dataclass(frozen=True, eq=False)
 class DecodedBlock:
-    """K and V of a block, flat, and what it is recognised by."""
+    """The decoded K and V of a block, flat, with the sizes and hashes that identify it."""
 
     start: int
     count: int
@@ -137,23 +137,23 @@ class DecodedBlock:
     values: Elements
 
     def matches_sizes(self, block: Block) -> bool:
-        """Whether raw and compressed bytes agree."""
+        """Return whether raw and compressed sizes are equal."""
         return self.raw_bytes == block.raw_bytes and self.compressed_bytes == block.compressed_bytes
 
     def matches_content(self, block: Block) -> bool:
-        """Whether the sizes and one of the two hashes agree."""
+        """Return whether the sizes and at least one of the two hashes are equal."""
         if not self.matches_sizes(block):
             return False
         matches_raw = block.raw_hash != 0 and block.raw_hash == self.raw_hash
         return matches_raw or (block.blob_hash != 0 and block.blob_hash == self.blob_hash)
 
     def is_same_range(self, stored_block: StoredBlock) -> bool:
-        """Whether it was decoded from the same place."""
+        """Return whether the stored block has the same tokens."""
         return self.start == stored_block.start and self.count == stored_block.count
 
 
 def build_decoded_block(stored_block: StoredBlock, keys: Elements, values: Elements) -> DecodedBlock:
-    """The entry for a block and what it decodes to."""
+    """Build the cache entry of a block and its decoded rows."""
     block = stored_block.block
     return DecodedBlock(
         stored_block.start,
@@ -169,7 +169,7 @@ def build_decoded_block(stored_block: StoredBlock, keys: Elements, values: Eleme
 
 @dataclass(eq=False)
 class DecodeCache:
-    """Decoded blocks, the oldest first: of one layer, or those that all layers share."""
+    """A cache of decoded blocks, oldest first: of one layer, or shared by all layers."""
 
     #: The shared cache finds blocks by their content only, and lives on when a request begins.
     is_shared: bool = False
@@ -179,7 +179,7 @@ class DecodeCache:
         return len(self.entries)
 
     def find(self, stored_block: StoredBlock) -> tuple[str, DecodedBlock] | None:
-        """Return how a block was found, and its entry, which becomes the newest; None if it is not there."""
+        """Return how a block was found, and its entry, which becomes the newest; None if it is not in the cache."""
         matches = [entry for entry in self.entries if entry.matches_content(stored_block.block)]
         if not matches:
             return None
@@ -201,7 +201,7 @@ class DecodeCache:
 
 @dataclass(eq=False)
 class EmulatedLayerState:
-    """Schedule, figures, blocks and decoded blocks of one layer index."""
+    """The schedule, counters, blocks and decoded blocks of one layer index."""
 
     last_step: int = 0
     watermark: int = 0
@@ -220,7 +220,7 @@ class EmulatedLayerState:
     timings: OperationLatencies = field(default_factory=OperationLatencies)
 
     def list_pending(self, is_store_mode: bool) -> list[StoredBlock]:
-        """Blocks that still have to be restored, or decoded once."""
+        """List the blocks that remain to be restored, or to be decoded once."""
         return [block for block in self.blocks if (block.is_dropped if is_store_mode else not block.is_decoded)]
 
     def record_scheduled(self, watermark: int, token_step: int) -> None:

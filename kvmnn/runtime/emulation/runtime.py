@@ -28,7 +28,7 @@ from .layer_state import EmulatedLayerState, EngineRowBuffer
 
 
 class EmulatedRuntime:
-    """All layers of one conversation in the engine's hands; `LosslessRuntime` describes the parameters.
+    """An emulation of the engine for all layers of a conversation; `LosslessRuntime` describes the parameters.
 
     `config.layer_nums` is the number of layers that the engine believes in, `layers` the number that really run.
     """
@@ -70,7 +70,7 @@ class EmulatedRuntime:
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def start_request(self, *, keep_cache: bool) -> None:
-        """The next step is a prefill; without `keep_cache` the cache is to be dropped then."""
+        """Make the next step a prefill; without `keep_cache` also mark the cache to be dropped then."""
         self._is_decoding = False
         if not keep_cache:
             self.reset()
@@ -144,15 +144,15 @@ class EmulatedRuntime:
     # -- what there is -------------------------------------------------------------------------------------------------
 
     def get_live_rows(self, layer: int) -> KVPair:
-        """K and V of a layer as they are now, cleared ranges included."""
+        """Return the current K and V of a layer, with cleared ranges."""
         return self._rows[layer].live_rows
 
     def get_positions(self, layer: int) -> Positions:
-        """Where the tokens of a layer stand in the text, resets and erasures left out of account."""
+        """Return the text positions of a layer's tokens; resets and erasures are not taken into account."""
         return self._rows[layer].positions.to_array()
 
     def list_state_values(self, index: int) -> tuple[int, ...]:
-        """The figures of a trace about one layer index, in its order."""
+        """List the trace values of one layer index, in the order of the trace."""
         state = self._states[index]
         return (
             state.last_step,
@@ -169,7 +169,7 @@ class EmulatedRuntime:
         )
 
     def collect_metrics(self) -> RuntimeMetrics:
-        """What the engine reports now."""
+        """Return the metrics that the engine reports now."""
         report, planner_metrics = self.report, self.planner.metrics
         return RuntimeMetrics(
             h2o_lossless_raw_bytes=report.raw_bytes,
@@ -196,7 +196,7 @@ class EmulatedRuntime:
         )
 
     def _compute_ratios(self) -> CompressionRatios:
-        """Of this run: the buffers stay as large as they are, and frames and copies come on top."""
+        """Compute the ratios of this run: full-size buffers, plus frames and decoded copies, are resident."""
         live_bytes = sum(keys.nbytes + values.nbytes for keys, values in (rows.live_rows for rows in self._rows))
         frame_bytes = sum(entry.block.compressed_bytes for state in self._states for entry in state.blocks)
         cached_blocks = [
@@ -208,7 +208,7 @@ class EmulatedRuntime:
         return CompressionRatios(self._appended_bytes, live_bytes, resident_bytes)
 
     def _collect_layer_metrics(self, index: int) -> RuntimeLayerMetrics:
-        """Figures of one index; rows are those of the layer of this number, whatever the engine takes it for."""
+        """Return the metrics of one index; the rows are always those of the layer with this number."""
         state, rows = self._states[index], self._rows[index] if index < len(self._rows) else None
         stored_blocks = [block for block in state.blocks if block.is_dropped]
         return RuntimeLayerMetrics(
@@ -334,7 +334,7 @@ class EmulatedRuntime:
         )
 
     def _shrink(self, index: int, cold_tokens: ColdRange, event: CallEvent) -> None:
-        """The cold range became shorter: forget the blocks, and the eviction plan along with them."""
+        """Drop the blocks and the eviction plan after the cold range became shorter."""
         state, planner_state = self._states[index], self.planner.layers[index]
         is_store_mode = self.config.mode == "store"
         pending_blocks = state.list_pending(is_store_mode)
@@ -354,7 +354,7 @@ class EmulatedRuntime:
         )
 
     def _start_conversation(self) -> None:
-        """A new request, as the engine notices it: everything but the shared cache and the rows of other layers."""
+        """Reset for a new request as the engine does: keep only the shared cache and other layers' rows."""
         self._tasks.clear()
         self._states = self._create_states()
         self._decoder.reset_counts()

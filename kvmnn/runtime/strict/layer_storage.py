@@ -23,7 +23,7 @@ MIN_MMAP_BYTES = 256 << 10
 
 
 def allocate(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Elements:
-    """An array as `numpy.empty` makes it; a large one is zero, and unmapped with its last view."""
+    """Allocate an array like `numpy.empty`; a large one is zero, and is unmapped with its last view."""
     kind = np.dtype(dtype)
     nbytes = math.prod(shape) * kind.itemsize
     if nbytes < MIN_MMAP_BYTES:
@@ -36,14 +36,14 @@ def allocate(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Elements:
 
 
 def copy_rows(rows: Elements) -> Elements:
-    """A copy of `rows` in an array of its own."""
+    """Copy `rows` to a new array."""
     copy = allocate(rows.shape, rows.dtype)
     copy[...] = rows
     return copy
 
 
 def to_read_only(rows: Elements) -> KVPair:
-    """K and V of ``[2, ...]`` as views that cannot be written to."""
+    """Return K and V of ``[2, ...]`` as read-only views."""
     keys, values = rows[0], rows[1]
     keys.flags.writeable = values.flags.writeable = False
     return keys, values
@@ -55,7 +55,7 @@ SegmentState = Literal["raw", "due", "queued", "stored", "settled"]
 
 @dataclass(eq=False)
 class TokenSegment:
-    """Tokens that are kept, dropped, encoded and restored together."""
+    """Tokens that are stored, dropped, encoded and restored together."""
 
     #: Tokens.
     count: int
@@ -70,14 +70,14 @@ class TokenSegment:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of the rows or of the frames, whichever is there."""
+        """Bytes of the rows or the frames, whichever exist."""
         if self.rows is not None:
             return self.rows.nbytes
         return self.frames.nbytes if self.frames is not None else 0
 
     @property
     def owns_rows(self) -> bool:
-        """Whether the rows are no part of a larger array, which they would keep alive."""
+        """Whether the rows are not a view of a larger array, whose memory they would retain."""
         return self.rows is None or self.rows.base is None or self.rows.flags.c_contiguous
 
     def own_rows(self) -> None:
@@ -91,7 +91,7 @@ MIN_GROWTH_TOKENS = 64
 
 
 class HotBuffer:
-    """Rows ``[2, kv_head, token, head_dim]`` of `count` tokens that are appended to and never changed."""
+    """A buffer of rows ``[2, kv_head, token, head_dim]`` with `count` tokens; append only."""
 
     def __init__(self, rows: Elements) -> None:
         self.count = int(rows.shape[2])
@@ -108,13 +108,13 @@ class HotBuffer:
         return self._rows[:, :, : self.count]
 
     def to_read_only(self) -> KVPair:
-        """K and V, not to be written to."""
+        """Return K and V as read-only views."""
         keys, values = self._read_only
         return keys[:, : self.count], values[:, : self.count]
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of the array, its room included."""
+        """Size of the array in bytes, spare capacity included."""
         return int(self._rows.nbytes)
 
     def reserve(self, num_new: int) -> None:
@@ -128,7 +128,7 @@ class HotBuffer:
             self._set_buffer(grown_buffer)
 
     def append(self, keys: Elements, values: Elements) -> None:
-        """Put tokens after the others."""
+        """Append tokens."""
         begin, end = self.count, self.count + keys.shape[1]
         if end > self._capacity:
             self.reserve(end - begin)
@@ -166,7 +166,7 @@ class LayerStorage:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of the rows and frames that are there."""
+        """Bytes of the current rows and frames."""
         return sum(segment.resident_bytes for segment in self.segments) + self.hot_buffer.resident_bytes
 
     @property
@@ -175,14 +175,14 @@ class LayerStorage:
         return [(0, self.tokens)] if self.tokens else []
 
     def iter_segments(self) -> Iterator[tuple[int, TokenSegment]]:
-        """Every piece with the index of its first token."""
+        """Yield every segment with the index of its first token."""
         offset = 0
         for segment in self.segments:
             yield offset, segment
             offset += segment.count
 
     def find_start(self, target: TokenSegment) -> int:
-        """The index of the first token of a piece; 0 for one that is not there."""
+        """Return the index of the first token of a segment; 0 for an unknown one."""
         return next((start for start, segment in self.iter_segments() if segment is target), 0)
 
     def append(self, keys: Elements, values: Elements, position: int) -> None:
@@ -230,7 +230,7 @@ class LayerStorage:
         return due_segments
 
     def find_next_due_end(self, begin: int, block_tokens: int) -> int:
-        """Where a cold range that begins at `begin` must end for `split_cold` to find a block."""
+        """Return the end from which a cold range starting at `begin` contains a block for `split_cold`."""
         due_end = max(self._segment_tokens, begin) + block_tokens
         for offset, segment in self.iter_segments():
             first = max(0, begin - offset)
@@ -241,7 +241,7 @@ class LayerStorage:
     def _split_segment(
         self, segment: TokenSegment, cold_tokens: ColdRange, block_tokens: int, due_segments: list[TokenSegment]
     ) -> list[TokenSegment]:
-        """A piece between others, cut where it is raw and cold; `cold_tokens` counts from its first token."""
+        """Split a segment where it is raw and cold; `cold_tokens` counts from its first token."""
         first, cold_end = max(0, cold_tokens.begin), min(segment.count, cold_tokens.end)
         if cold_end < segment.count:
             cold_end = first + max(0, cold_end - first) // block_tokens * block_tokens
@@ -264,7 +264,7 @@ class LayerStorage:
     def select(
         self, ranges: list[ReservePair], read_rows: ReadRows, *, block_tokens: int, hot_sink: int
     ) -> LayerContents:
-        """What the layer holds when only the tokens in `ranges` (index and count, ascending) stay.
+        """Return the content of the layer after keeping only `ranges` (index and count, ascending).
 
         Pieces of which every token stays are left as they are. Those that are cut become raw, and so do neighbours that
         fit into one block together. Nothing is changed before `replace_contents`.
@@ -293,7 +293,7 @@ class LayerStorage:
         self.replace_contents(LayerContents([], HotBuffer(self.hot_buffer.rows[:, :, :0].copy()), PositionRuns()))
 
     def _iter_selected(self, ranges: list[ReservePair], read_rows: ReadRows) -> Iterator[TokenSegment]:
-        """The pieces that stay, and raw ones for the parts of others."""
+        """Yield the selected segments unchanged, and raw segments of the partly selected ones."""
         range_iterator = iter(ranges)
         begin, end = _get_bounds(next(range_iterator, None))
         hot_segment = TokenSegment(self.hot_buffer.count, self.hot_buffer.rows)
@@ -314,7 +314,7 @@ class LayerStorage:
 
 @dataclass(frozen=True, eq=False)
 class LayerContents:
-    """What a layer holds after tokens went."""
+    """The content of a layer after an eviction."""
 
     segments: list[TokenSegment]
     hot_buffer: HotBuffer
@@ -323,18 +323,18 @@ class LayerContents:
 
 @dataclass(eq=False)
 class _SegmentGroup:
-    """Neighbouring pieces that become one."""
+    """Adjacent segments to merge."""
 
     start: int
     segments: list[TokenSegment] = field(default_factory=list)
 
     @property
     def is_raw(self) -> bool:
-        """Whether the group has to be raw: it is, or it joins several pieces."""
+        """Whether the merged segment is raw: it is already, or it joins several."""
         return len(self.segments) > 1 or self.segments[0].state == "raw"
 
     def accepts(self, segment: TokenSegment, *, block_tokens: int, hot_sink: int) -> bool:
-        """Whether `segment` belongs to the group."""
+        """Return whether `segment` belongs to the group."""
         if self.is_raw and segment.state == "raw":
             return True
         if self.start < hot_sink or any(member.state == "queued" for member in (*self.segments, segment)):
@@ -342,7 +342,7 @@ class _SegmentGroup:
         return sum(member.count for member in self.segments) + segment.count <= block_tokens
 
     def concat_rows(self, read_rows: ReadRows) -> Elements:
-        """The rows of all pieces, in an array of their own."""
+        """Concatenate the rows of all segments in a new array."""
         parts = [read_rows(segment) for segment in self.segments]
         heads, head_dim = parts[0].shape[1], parts[0].shape[3]
         count = sum(segment.count for segment in self.segments)
@@ -350,7 +350,7 @@ class _SegmentGroup:
         return np.concatenate(parts, axis=2, out=out)
 
     def merge(self, read_rows: ReadRows) -> TokenSegment:
-        """The one piece."""
+        """Merge the group to one segment."""
         first_segment = self.segments[0]
         if len(self.segments) == 1 and (first_segment.state != "raw" or first_segment.owns_rows):
             return first_segment
@@ -359,5 +359,5 @@ class _SegmentGroup:
 
 
 def _get_bounds(token_range: ReservePair | None) -> ReservePair:
-    """Begin and end of a pair; beyond everything where there is none."""
+    """Return begin and end of a range; for None, bounds after all tokens."""
     return (token_range[0], sum(token_range)) if token_range is not None else (1 << 62, 1 << 62)

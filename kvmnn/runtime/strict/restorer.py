@@ -35,7 +35,7 @@ class RuntimeLayerCounters:
     timings: OperationLatencies = field(default_factory=OperationLatencies)
 
     def to_metrics(self, layer: int, rows: LayerStorage) -> RuntimeLayerMetrics:
-        """The public form, with what the layer holds now."""
+        """Combine these counters with the current content of the layer to its public metrics."""
         stored_segments = [segment for segment in rows.segments if segment.state == "stored"]
         token_bytes = rows.raw_bytes // rows.tokens if rows.tokens else 0
         return RuntimeLayerMetrics(
@@ -58,7 +58,7 @@ class RuntimeLayerCounters:
 
 
 class DecodedRowCache:
-    """Rows of stored pieces that need not be decoded again.
+    """A cache of decoded rows of stored segments.
 
     Every call of a layer reads all of its pieces in turn. A cache that drops the entry that was not used for longest
     would drop each one just before it is read; this one keeps what it has and takes new pieces where there is room.
@@ -73,7 +73,7 @@ class DecodedRowCache:
         return len(self._entries)
 
     def find(self, segment: TokenSegment) -> Elements | None:
-        """The rows of a piece, if they are there."""
+        """Return the cached rows of a segment, or None."""
         entry = self._entries.get(id(segment))
         if entry is None:
             self.misses += 1
@@ -82,7 +82,7 @@ class DecodedRowCache:
         return entry[1]
 
     def contains(self, segment: TokenSegment) -> bool:
-        """Whether the rows of a piece are there."""
+        """Return whether the rows of a segment are cached."""
         return id(segment) in self._entries
 
     def insert(self, segment: TokenSegment, rows: Elements) -> None:
@@ -98,7 +98,7 @@ class DecodedRowCache:
         self.nbytes = sum(rows.nbytes for _, rows in self._entries.values())
 
     def has_capacity(self, nbytes: int) -> bool:
-        """Whether rows of `nbytes` would be kept."""
+        """Return whether rows of `nbytes` would fit in the cache."""
         if nbytes > self._max_bytes or not self._max_entries:
             return False
         if self._is_full(nbytes):
@@ -115,7 +115,7 @@ PREFETCH_BATCH_SEGMENTS = 8
 
 @dataclass(frozen=True, eq=False)
 class RestoreRequest:
-    """The rows of a stored piece of a layer, wanted at a place."""
+    """A request to write the rows of a layer's stored segment to a destination."""
 
     layer: int
     segment: TokenSegment
@@ -141,7 +141,7 @@ class Restorer:
         self._prefetches: dict[int, tuple[TokenSegment, Future[dict[int, Elements]]]] = {}
 
     def read_rows(self, segment: TokenSegment, counters: RuntimeLayerCounters) -> Elements:
-        """The rows of a stored piece; whatever a decoder raises for frames that do not give them back."""
+        """Return the rows of a stored segment; errors of the decoder are passed on."""
         cached_rows = self.cache.find(segment)
         if cached_rows is not None:
             return cached_rows
@@ -195,7 +195,7 @@ class Restorer:
         return remaining
 
     def _write_queued(self, queue: deque[RestoreRequest]) -> dict[int, int]:
-        """Nanoseconds of each that was written; one that fails is left out."""
+        """Decode the queued segments; return the nanoseconds by request, without failed ones."""
         elapsed_by_id = {}
         while queue:
             try:
@@ -243,7 +243,7 @@ class Restorer:
         return {id(segment): self.codec.decode(frames, segment.count) for segment, frames in segment_frames}
 
     def _take_prefetched(self, segment: TokenSegment, counters: RuntimeLayerCounters) -> Elements | None:
-        """What a thread decoded; None where it has not begun, or failed (it is then tried again here)."""
+        """Return the rows that a thread decoded; None if it has not begun or failed, and the caller must decode."""
         entry = self._prefetches.pop(id(segment), None)
         if entry is None or entry[1].cancel():
             return None
@@ -270,5 +270,5 @@ def _require_frames(segment: TokenSegment) -> KVFrames:
 
 
 def describe_error(error: Exception) -> str:
-    """What went wrong, in a word for errors that have no message of kvmnn's."""
+    """Describe an error by its message, preceded by its type unless it is one of kvmnn's."""
     return str(error) if isinstance(error, KvmnnError) else f"{type(error).__name__}: {error}"

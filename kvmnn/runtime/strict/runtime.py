@@ -1,4 +1,4 @@
-"""The lossless runtime as it should be (docs/runtime.md)."""
+"""The strict lossless runtime, without the engine's errors (docs/runtime.md)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .workers import WorkerPool
 
 
 class StrictRuntime:
-    """All layers of one conversation; the public face is `LosslessRuntime`, where the arguments are described."""
+    """All layers of one conversation; its public interface is `LosslessRuntime`, which describes the arguments."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class StrictRuntime:
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def start_request(self, *, keep_cache: bool) -> None:
-        """The next step is a prefill; without `keep_cache` the cache is dropped now."""
+        """Make the next step a prefill; without `keep_cache` drop the cache now."""
         self._step_guard.check_between_steps("start_request")
         if keep_cache:
             self._step_guard.is_decoding = False
@@ -75,7 +75,7 @@ class StrictRuntime:
             self.reset()
 
     def reset(self) -> None:
-        """Drop every layer, every block and all figures, whatever state the runtime is in."""
+        """Drop every layer, every block and all figures, in any state of the runtime."""
         self._encoder.reset()
         for layer in self._layers:
             layer.clear()
@@ -125,7 +125,7 @@ class StrictRuntime:
     # -- one call of one layer -----------------------------------------------------------------------------------------
 
     def begin_call(self, layer: int, keys: Elements, values: Elements, *, return_rows: bool = True) -> KVPair | None:
-        """Evict, append, and give out what attention reads; None without `return_rows`."""
+        """Evict, append, and return the rows that attention reads; None without `return_rows`."""
         guard, num_new = self._step_guard, keys.shape[1]
         guard.check_begin(layer, num_new)
         if self._encoder.jobs.jobs:
@@ -202,12 +202,12 @@ class StrictRuntime:
     # -- what there is -------------------------------------------------------------------------------------------------
 
     def get_live_rows(self, layer: int) -> KVPair:
-        """Copies of K and V of a layer."""
+        """Return copies of K and V of a layer."""
         (cache,) = self.read_layers([layer])
         return cache.keys, cache.values
 
     def read_layers(self, layers: Sequence[int]) -> list[LayerCache]:
-        """Copies of K and V of layers and where their tokens stand; this call and the threads decode side by side."""
+        """Return copies of K and V of layers and text positions; this thread and the workers decode in parallel."""
         for layer in layers:
             validate_int(layer, "layer", 0, len(self._layers) - 1)
         self._step_guard.check_healthy()
@@ -237,7 +237,7 @@ class StrictRuntime:
         )
 
     def get_positions(self, layer: int) -> Positions:
-        """Where the tokens of a layer stand in the text."""
+        """Return the text positions of a layer's tokens."""
         validate_int(layer, "layer", 0, len(self._layers) - 1)
         return self._layers[layer].rows.positions.to_array()
 
@@ -257,11 +257,11 @@ class StrictRuntime:
 
     @property
     def resident_bytes(self) -> int:
-        """Of all rows, frames and decoded copies that are there now."""
+        """Bytes of all current rows, frames and decoded copies."""
         return sum(layer.rows.resident_bytes for layer in self._layers) + self._restorer.cache.nbytes
 
     def collect_metrics(self) -> RuntimeMetrics:
-        """Figures of the request so far."""
+        """Return the figures of the request so far."""
         layers = tuple(layer.counters.to_metrics(number, layer.rows) for number, layer in enumerate(self._layers))
         raw_bytes = sum(layer_metrics.raw_bytes for layer_metrics in layers)
         compressed_bytes = sum(layer_metrics.compressed_bytes for layer_metrics in layers)
@@ -301,7 +301,7 @@ class StrictRuntime:
     # -- restoring -----------------------------------------------------------------------------------------------------
 
     def _create_row_reader(self, number: int) -> ReadRows:
-        """Rows of the pieces of a layer, decoded when they are asked for."""
+        """Create a function that returns the rows of a layer's segment, decoding them on each call."""
         layer = self._layers[number]
 
         def read_rows(segment: TokenSegment) -> Elements:
@@ -315,7 +315,7 @@ class StrictRuntime:
         return read_rows
 
     def _create_row_writer(self, number: int) -> WriteRows:
-        """As `_create_row_reader`, into an array."""
+        """Create a function that decodes the rows of a layer's segment into an array."""
         layer = self._layers[number]
 
         def write_rows(segment: TokenSegment, out: Elements) -> None:
@@ -330,13 +330,13 @@ class StrictRuntime:
         return write_rows
 
     def _decode_all_rows(self, number: int) -> ReadRows:
-        """As `_create_row_reader`, with everything decoded now, so that nothing can fail later."""
+        """Decode all segments of a layer now; return a reader of their rows that cannot fail."""
         read_rows = self._create_row_reader(number)
         rows = {id(segment): read_rows(segment) for segment in self._layers[number].rows.segments}
         return lambda segment: segment.rows if segment.rows is not None else rows[id(segment)]
 
     def _get_workspace(self, tokens: int) -> Elements:
-        """The array that rows are assembled in: one for all layers."""
+        """Return the array in which rows are assembled, one for all layers."""
         if self._workspace.shape[2] < tokens:
             heads, head_dim = self._shape
             self._workspace = allocate((2, heads, tokens + tokens // 8 + 64, head_dim), self._dtype.numpy_dtype)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def format_task_line(task: Mapping[str, Any]) -> str:
-    """Format a line about a file from the object of `kvmnn.batch.Done.line`."""
+    """Format a line about a file from the object `kvmnn.batch.TaskResult.line`."""
     if not task["ok"]:
         return f"failed  {task['error']}"
     details = ", ".join(filter(None, _list_details(task.get("document") or {})))
@@ -239,7 +239,7 @@ def _open_journal(arguments: argparse.Namespace, work: CommandWork) -> Iterator[
 def _open_executor(
     arguments: argparse.Namespace, command_name: str
 ) -> Iterator[tuple[Any, Callable[[], int] | None, Any]]:
-    """Yield the executor for `kvmnn.batch.run`, how many tasks to submit ahead, and a function that calls another."""
+    """Return the executor for `kvmnn.batch.run_tasks`, its number of tasks ahead, and how to call a function there."""
     from .. import batch
 
     if arguments.dask is None:
@@ -253,9 +253,9 @@ def _open_executor(
 
 @contextmanager
 def _open_processes(jobs: int, command_name: str) -> Iterator[tuple[Callable[[], ProcessExecutor], Callable[..., Any]]]:
-    """Yield the process factory, and a function that calls another one in a process.
+    """Return a function that makes the processes, and one that calls a function in a process.
 
-    The first processes start at once: they import all formats, which this process never does.
+    The first processes start at once: they import all formats, which this process never does as that takes long.
     """
     from concurrent.futures import BrokenExecutor, wait
 

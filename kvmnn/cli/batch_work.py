@@ -42,8 +42,8 @@ class CommandWork:
         Raises
         ------
         OptionError
-            For another verb, for words that are none of its options, and for those that say how a run of many goes
-            (``--jobs``, ``--threads`` ...): `kvmnn.batch.run` is told that.
+            For another verb, for words that are not options of it, and for options of the whole run (``--jobs``,
+            ``--threads`` ...), which belong to `kvmnn.batch.run_tasks`.
         """
         if command_name not in BATCH_COMMANDS:
             raise OptionError(

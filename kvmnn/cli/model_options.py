@@ -62,7 +62,7 @@ def read_policy_defaults(arguments: argparse.Namespace, specs: list[str]) -> dic
         Where no policy takes any, so that the file would be passed over in silence, and for a file that asks for what
         cannot be.
     SourceError
-        As `read_config`.
+        The errors of `read_config`.
     """
     from ..errors import KvmnnError
     from ..policies.h2o_blocks import H2OEngine
@@ -91,7 +91,7 @@ def build_lossless_document(arguments: argparse.Namespace) -> dict[str, Any] | N
     UsageError
         For modes, keys and values that do not exist.
     SourceError
-        As `read_config`.
+        The errors of `read_config`.
     """
     from ..errors import KvmnnError
     from ..policies.specs import split_spec
@@ -131,7 +131,7 @@ def read_runtime_config(path: str) -> RuntimeConfig:
     Raises
     ------
     SourceError
-        As `read_config`, and for keys and values that do not exist.
+        The errors of `read_config`, and for unknown keys and values.
     """
     from ..errors import SourceError
 

@@ -24,17 +24,17 @@ class SpecField:
     Parameters
     ----------
     key
-        What is typed: ``batch`` of ``batch=0``; the whole item of a field that takes no value.
+        The key as typed: ``batch`` of ``batch=0``; the whole item of a field that takes no value.
     dest
         The name in the namespace.
     parse
         Makes the value of the text after ``=``. None: nothing follows the key.
     metavar
-        What the help calls the value.
+        Name of the value in the help.
     constant
         The value of the key alone; None: a value must follow.
     default
-        Where the option or the key is missing.
+        The value if the option or the key is missing.
     """
 
     key: str

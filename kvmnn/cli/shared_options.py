@@ -148,7 +148,7 @@ def add_command(
     Parameters
     ----------
     text
-        What ``--help-all`` says of the verb; ``--help`` shows the first paragraph.
+        The text of ``--help-all``; ``--help`` shows its first paragraph.
     examples
         Command lines: three or more, of which ``--help`` shows the first three.
     shown

@@ -70,7 +70,7 @@ def write_out(text: str, end: str = "\n", *, fold: bool = False) -> None:
     Raises
     ------
     OSError
-        Where it cannot be written, or standard output is closed.
+        If it cannot be written, or standard output is closed.
     """
     stream = _get_stdout()
     with _translate_write_errors():

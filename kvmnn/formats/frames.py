@@ -97,9 +97,9 @@ def transcode(
     frames
         `kvmnn.bundle.open_frames`.
     output
-        As for `kvmnn.bundle.encode`.
+        As for `kvmnn.bundle.encode_source`.
     options
-        As for `kvmnn.bundle.encode`; None takes effort, predictors and codecs from the manifest
+        As for `kvmnn.bundle.encode_source`; None takes effort, predictors and codecs from the manifest
         (`read_encode_options`).
     decode_options
         Limits and threads.
@@ -111,8 +111,8 @@ def transcode(
     Raises
     ------
     KvmnnError
-        When a frame does not decode, a hash differs from the manifest's, and as `kvmnn.bundle.encode`. Nothing is left
-        after then.
+        When a frame does not decode or a hash differs from the manifest's, and for the errors of `encode_source`. No
+        output remains then.
     """
     decode_options = decode_options or DecodeOptions()
     frames.check_size(decode_options)

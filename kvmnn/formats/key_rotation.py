@@ -54,17 +54,17 @@ class RotationErrorStats(Record):
 class RerotationResult(Record):
     """The result of rotating K to other positions."""
 
-    #: How K is rotated, for people: one text for each different kind of layer.
+    #: Human-readable rotation of K: one text for each different kind of layer.
     rotation: str
-    #: Where that comes from, as the end of a sentence: ``"as model/llm.mnn has it"``, ``"found by trial"``.
+    #: Source of the rotation, as the end of a sentence: ``"as model/llm.mnn has it"``, ``"found by trial"``.
     origin: str
     #: Tokens whose K was rotated, of all layers.
     tokens: int
     #: Layers that have such tokens.
     layers: int
-    #: Of the words that were rounded.
+    #: Type of the rounded elements.
     dtype: str
-    #: How far the words are from the exact rotation; complete when all were written.
+    #: Error relative to the exact rotation; complete after all elements were written.
     error_stats: RotationErrorStats = field(metadata={"inline": True})
 
     @property

@@ -94,8 +94,8 @@ class EngineOptions:
     raw_blocks
         Quantised blocks as the bytes that they are, ``[token, block, byte]``, not as the numbers that they stand for.
     invert
-        What llama.cpp did to K and V that is to be undone (`kvmnn.arrays.undo`), ``("none",)`` to keep all of it; None
-        where nothing is said: words are as they lie in the file then.
+        llama.cpp's transforms of K and V to invert (`kvmnn.arrays.invert_source_transforms`). Both ``("none",)`` and
+        None, which means unspecified, return the elements as stored in the file.
     """
 
     passthrough: bool = False

@@ -3,7 +3,7 @@
 LMCache keeps pages on disk under the name ``model@world@worker@hash@dtype``, with a layer after another ``@`` where
 layers lie apart, and a suffix: ``.pt`` of its local disk, which is no file of torch's, or ``.data`` of its file system.
 SGLang's pages (``.bin``) say neither type nor shape. The shapes are those of memory: ``2,layer,token,hidden``, and
-``2,layer,page,head,dim`` of SGLang, which `kvmnn.arrays.Laid` takes.
+``2,layer,page,head,dim`` of SGLang, see `kvmnn.arrays.AxisSpec`.
 """
 
 from __future__ import annotations

@@ -138,15 +138,15 @@ def open(
     dtype, tensors, skip_unsupported, packed, decode_frames, threads, codes
         As in `ReadOptions`, with the same defaults.
     axes, shape, batch, half
-        As in `kvmnn.arrays.Laid`: of plain arrays a letter for each axis (l layer, b batch, h kv_head, t token, d
+        As in `kvmnn.arrays.AxisSpec`: of plain arrays a letter for each axis (l layer, b batch, h kv_head, t token, d
         dimension, 2 K and V), what they are taken as first, which text of a batch is wanted, and of an encoder-decoder
         cache which K and V (``"decoder"``, ``"encoder"``).
     kv_heads, model
         Of a llama.cpp file: how many heads a row of K is of, or the ``.gguf`` file that says it. The same as
         `PackedOptions.model` and ``PackedOptions.geometry.kv_heads``. Other K and V must have as many as `kv_heads`.
     invert
-        What llama.cpp did to K and V that is to be undone: ``"k-order"``, ``"k-rotation"``, ``"v-rotation"``
-        (`kvmnn.arrays.undo`), or ``["none"]``. By default words are as they lie in the file.
+        llama.cpp's transforms of K and V to invert: ``"k-order"``, ``"k-rotation"``, ``"v-rotation"``
+        (`kvmnn.arrays.invert_source_transforms`), or ``["none"]``. By default elements are as stored in the file.
     stream, sequence, window_cache
         Of a llama.cpp file: which of several streams, the cells of which sequence, and of two caches that of the
         sliding-window layers, as in `EngineOptions`.
@@ -457,19 +457,19 @@ def restore(
     Parameters
     ----------
     frames, output, options, force, progress
-        As for the functions of the forms.
+        See the functions of the forms.
     form
         Plain ``"arrays"`` (`restore_arrays`), the whole ``"file"`` of another engine (`restore_file`), a KV ``"dump"``
         (`restore_dump`), or the files of a ``"prefix"`` cache (`restore_prefix`). `find_restored_form` chooses one.
     expected
-        What is expected of a prefix cache.
+        Expected properties of a prefix cache.
 
     Raises
     ------
     OptionError
         When a stream would have to carry several files or arrays.
     KvmnnError
-        As the functions of the forms. Nothing remains then.
+        The errors of the functions of the forms; nothing remains of the output then.
     """
     if form in ("dump", "prefix"):
         if not isinstance(output, str | os.PathLike):

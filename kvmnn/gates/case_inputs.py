@@ -197,7 +197,7 @@ _MAX_EXAMPLES, _MAX_EXAMPLE_LETTERS, _MAX_LINE_LETTERS = 5, 220, 400
 class LogScan:
     """The damage and the encodings that log lines report."""
 
-    #: How many were read.
+    #: Number of logs that were read.
     num_files: int = 0
     #: Lines of damage.
     num_invalid: int = 0

@@ -274,7 +274,7 @@ class ResultRow(Record):
     #: Resident memory of the configuration's process at most, and once the model was open.
     process_peak_bytes: int | None = None
     process_opened_bytes: int | None = None
-    #: Of each layer, the highest of all documents.
+    #: The maximum over all documents, for each layer.
     tokens_kept: tuple[int, ...] | None = None
     #: Whether layers hold different numbers of tokens, so that the budget is not what every layer holds.
     unequal_layers: bool | None = None
@@ -361,7 +361,7 @@ class DocumentTrace(Record):
     step_tokens: tuple[int, ...]
     cache_bytes: tuple[int, ...]
     keep_map: KeepMap | None = None
-    #: What each layer holds at the end: `kvmnn mnn compact --plan` takes it.
+    #: The tokens in each layer at the end, as `kvmnn mnn compact --plan` reads them.
     kept: tuple[KeptPositions, ...] = ()
 
 
@@ -459,7 +459,7 @@ class InitialCacheInfo(Record):
     #: The file's name, and what it holds.
     name: str
     about: str
-    #: Of the words as they were found.
+    #: Type of the elements in the file.
     dtype: str
     #: Stored in each layer.
     tokens: tuple[int, ...]

@@ -797,7 +797,7 @@ _LATEX_ESCAPES = {
 
 
 def format_latex(results: EvaluationResultsProtocol) -> str:
-    """Return the tables of `kvmnn.reports.tables.markdown` in LaTeX, and what was measured on what.
+    """Format the tables of `kvmnn.reports.tables.format_markdown` in LaTeX, with notes on the measurement.
 
     It ends with a newline. A table of many columns becomes several, each with the policies in its first column.
     """

@@ -22,7 +22,7 @@ class CompressionRatios:
     appended_bytes: int
     #: Bytes of the rows that were not evicted.
     live_bytes: int
-    #: Bytes that store these rows now: hot rows, frames, decoded copies and spare capacity.
+    #: Bytes that store them now: hot rows, frames, decoded copies and spare capacity.
     resident_bytes: int
 
     def to_metrics(self) -> dict[str, Any]:
@@ -161,9 +161,9 @@ class RuntimeLayerMetrics(Record):
     raw_bytes, compressed_bytes
         Encoded so far; a block that does not gain counts with its raw size in both.
     stored_raw_bytes, stored_bytes
-        Of the blocks that stand for rows now: their raw size, and that of their frames.
+        Of the blocks stored as frames now: raw size, and size of the frames.
     held_bytes
-        Of all rows and frames that are there now, room to grow included.
+        Bytes of all current rows and frames, spare capacity included.
     compress, decompress, wait, verify
         Percentiles of single operations on this layer's blocks; the last is the check before rows are dropped, and wait
         the one for a restore that was still under way.
@@ -218,7 +218,7 @@ class RuntimeMetrics(Record):
         hot rows and room to grow included; and the product. Where nothing is stored, the last two tell of room alone:
         the tables have no such figure then, and JSON has null.
     held_bytes
-        Of all rows, frames and decoded copies that are there now, room to grow included.
+        Bytes of all current rows, frames and decoded copies, spare capacity included.
     compress, decompress, wait, verify
         Percentiles of single operations; verify is the check before rows are dropped.
     restores_ahead, restores_late

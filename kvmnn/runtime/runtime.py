@@ -38,7 +38,7 @@ class LosslessRuntime:
     config
         Options.
     layers, kv_heads, head_dim
-        Of the model.
+        Geometry of the model.
     dtype
         ``"fp16"``, ``"bf16"`` or ``"fp32"``.
     behaviour
@@ -153,7 +153,7 @@ class LosslessRuntime:
         Returns
         -------
         SoundCall or CallEvent
-            What the call did, by the behaviour.
+            The event of the call; its class depends on the behaviour.
         """
         return self._runtime.end_call(sums=sums, rows=rows)
 

@@ -93,7 +93,7 @@ def read_attention(source: Source, num_layers: int, tokens: int) -> tuple[Floats
     Raises
     ------
     SourceError
-        As `check_attention`.
+        The errors of `check_attention`.
     """
     probabilities: list[Floats] = []
     for array in source.arrays:

@@ -46,7 +46,7 @@ class StubObject:
     Parameters
     ----------
     full_name
-        Of the class.
+        Full name of the class.
     state
         Attributes; empty until they are set.
     """
@@ -94,11 +94,11 @@ class StateOnlyLayer:
 
     #: From 0.
     number: int
-    #: What its state is; ``"shared"`` for a layer that was never written to, as it has none of its own.
+    #: Kind of its state; ``"shared"`` for a layer that was never written to, which has no state of its own.
     kind: StateKind = "shared"
     #: Names of its tensors.
     state_names: tuple[str, ...] = ()
-    #: These by name; of a list or dict of them each by a name of its own.
+    #: The tensors by name; each item of a list or dict of tensors has a name of its own.
     tensors: tuple[tuple[str, AnyTensor], ...] = ()
 
 
@@ -111,9 +111,9 @@ class TransformersCache:
     #: What it was found as: an object, one with buffers longer than the text, a list of pairs, a tuple of pairs, or
     #: something in a dict.
     form: CacheForm = "cache"
-    #: Those with K and V.
+    #: Layers with K and V.
     layers: list[KVLayer] = field(default_factory=list)
-    #: Those without.
+    #: Layers without K and V.
     other_layers: list[StateOnlyLayer] = field(default_factory=list)
     #: Whose it is.
     engine: str = "transformers"

@@ -27,9 +27,9 @@ _SCAN_ROWS = 256  # rows that are looked at together: of a buffer that is nearly
 class TokenRows:
     """Rows of one layer that hold tokens."""
 
-    #: Which rows of the tensors, int64, ascending.
+    #: Indices of the rows in the tensors, int64, ascending.
     row_indices: Indices
-    #: Where each token stands, int64; None where nothing tells.
+    #: Position of each token, int64; None if unknown.
     positions: Positions | None
 
     def select_columns(self, columns: Positions) -> TokenRows:
@@ -46,9 +46,9 @@ class CacheRows:
 
     #: In the order of `TransformersCache.layers`.
     layer_rows: tuple[TokenRows, ...]
-    #: That the cache has seen, as far as it says so.
+    #: Number of tokens that the cache has seen, if it records it.
     num_tokens: int
-    #: Why nothing tells which tokens some layers hold, as a sentence; empty where it is known.
+    #: A sentence about why the tokens of some layers are unknown; empty if they are known.
     eviction_text: str = ""
 
 
@@ -269,7 +269,7 @@ class BatchTexts:
 
     #: One for each; empty where the file has neither mask nor ids for them.
     entries: tuple[BatchText, ...] = ()
-    #: What is left out, as sentences.
+    #: Sentences about the omitted parts.
     notes: list[str] = field(default_factory=list)
     #: Why tokens are missing in the cache, as a sentence; empty where none are.
     eviction_text: str = ""

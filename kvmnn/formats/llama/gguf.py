@@ -432,7 +432,7 @@ class GgufHeader:
 class ModelLayer:
     """A layer of a model."""
 
-    #: What the model keeps for it.
+    #: The state that the model stores for it.
     state: LayerStateInfo
     #: Heads of K and V; 0 for layers without attention.
     kv_heads: int
@@ -485,7 +485,7 @@ def read_rotations(path: str) -> tuple[dict[int, RopeConfig | None], list[str]]:
     Raises
     ------
     SourceError
-        As `gguf.read_rotary`.
+        The errors of `gguf.read_gguf_rotary`.
     """
     name, fields = read_gguf_fields(path)
     model_layers, (rotary, notes) = read_model_layers(path), read_gguf_rotary(path)

@@ -501,7 +501,7 @@ def capture(file: MappedFile, options: ReadOptions) -> Source:
     MissingOptionError
         By heads, where nothing tells which layers the second cache has.
     SourceError
-        As `read`; kv heads need not be known.
+        The errors of `read`; kv heads need not be known.
     """
     state, layer_numbers = parse_state(file, options)
     parts = list(_iter_parts(file.label, state, layer_numbers, options))

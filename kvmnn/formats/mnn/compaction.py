@@ -263,9 +263,9 @@ class CompactResult(Record):
     input, output
         Paths.
     before, after
-        What the files held, and what they hold.
+        The layout and layers before, and afterwards.
     seconds
-        Time that it took.
+        Elapsed time.
     notes
         One line for each thing about the input that was inferred.
     rerotated
@@ -378,7 +378,7 @@ def compact(
     output
         The directory; it is made if it is not there.
     name
-        Of the prefix that is written; None keeps the name there is.
+        Name of the prefix to write; None keeps the existing name.
     dialect
         Whose rules decide (`kvmnn.PackedCache`).
     rerotate

@@ -122,9 +122,9 @@ class UnresolvedCacheInfo(Record):
 
     json_keys = "**_files_document cache not_known=reason possible=_match_documents choices layers=_file_documents"
 
-    #: What was found.
+    #: The files.
     files: PackedFiles
-    #: What is not known.
+    #: The unknown properties.
     reason: str
     #: The layouts that the sizes of the files leave, where the heads are known.
     possible_matches: Sequence[LayoutMatch]
@@ -169,7 +169,7 @@ class PackedInspectionReport(Record):
     Parameters
     ----------
     path
-        What was inspected.
+        The inspected path.
     caches
         In the order of their names.
     """
@@ -199,7 +199,7 @@ def inspect_packed(path: str, options: PackedOptions | None = None) -> PackedIns
     Parameters
     ----------
     options
-        What is known of the files; with a name, that prefix alone.
+        Known properties of the files; a name selects that prefix alone.
 
     Raises
     ------

@@ -217,9 +217,9 @@ class AmbiguousLayoutError(MissingOptionError):
     Parameters
     ----------
     message
-        What is unknown.
+        A description of the unknown properties.
     choices
-        Options that would specify it, the likeliest first.
+        Options that would specify them, the likeliest first.
     """
 
     def __init__(self, message: str, choices: Sequence[str] = ()) -> None:
@@ -233,13 +233,13 @@ class LayoutChoice:
 
     #: The layout, and the capacity of each pair of files in tokens.
     match: LayoutMatch
-    #: Notes on inferred properties and their evidence.
+    #: Notes about the inferred values and their evidence.
     notes: tuple[str, ...] = ()
-    #: How the words contradict a specified layout; empty if they do not.
+    #: How the elements contradict a specified layout; empty if they do not.
     conflict: str = ""
-    #: The layout that fits the words better in this case, as options.
+    #: The layout that they fit instead, as options.
     better_options: str = ""
-    #: Evidence of the words for the chosen layout; None if it was not measured.
+    #: The evidence of the elements for the chosen layout; None if it was not measured.
     evidence: LayoutEvidence | None = None
     #: kv heads and head_dim of each layer; None for a layer that has those of `match`.
     layer_heads: tuple[tuple[int, int] | None, ...] = ()
@@ -578,7 +578,7 @@ def _list_file_names(files: PackedFiles) -> list[tuple[str, str]]:
 class RowCounts:
     """Rows of each layer up to the last one that is not empty."""
 
-    #: Of K and of V, in any head.
+    #: Rows of K and of V, the maximum over heads.
     keys: tuple[int, ...]
     values: tuple[int, ...]
 

@@ -55,21 +55,21 @@ class PackedFiles:
     Parameters
     ----------
     kind, name
-        As `CacheInfo` has them.
+        Kind and name of the cache, as in `CacheInfo`.
     path
-        What the user named.
+        The path as specified.
     layers
         In order, numbered from 0 unless the user named the files of one.
     sidecar_document
         The contents of the JSON file that kvmnn left next to them, and its path.
     problems
-        Which markers are missing, without which the engine takes a prefix for unfinished.
+        Missing markers, without which the engine considers a prefix unfinished.
     notes
-        What was inferred to find them.
+        Notes about how the files were inferred.
     states
         Layers of a prefix whose files hold no K and V, but state of another kind; `layers` has the others.
     model_states
-        What the model keeps for each of its layers, where that is known.
+        The state that the model stores for each of its layers, if known.
     is_mixed
         Whether the model says that its layers differ (``attention_type``); None where that is not known.
     """

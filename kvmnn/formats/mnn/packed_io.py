@@ -88,15 +88,15 @@ class PackedPartWriter:
     Parameters
     ----------
     target
-        The name that the caller knows the file by.
+        The file's name in messages.
     path
-        Where the bytes go; an existing empty file.
+        The temporary file to write; it must exist and be empty.
     layout, part, capacity
-        What it holds, and for how many tokens it has room.
+        Its layout, and its capacity in tokens.
     num_tokens
-        How many come.
+        Number of tokens to write.
     order
-        Of the axes of what comes.
+        Order of the axes of the input.
     """
 
     def __init__(
@@ -237,7 +237,7 @@ _TILE_CHUNK_BYTES = 1 << 20
 class _TileChunk:
     """A chunk of whole tiles of one head."""
 
-    #: Which head, and where in the file the chunk lies.
+    #: The head, and the offset of the chunk in the file.
     head: int
     offset: int
     #: The first row, and how many rows from there are of live tokens.

@@ -63,17 +63,17 @@ class PackedCacheReader:
     Parameters
     ----------
     files
-        What was found.
+        The files.
     info
-        What they hold.
+        The layout and layers of the cache.
     notes
-        What was inferred, and from what, in words.
+        Notes about the inferred values and their evidence.
     ignored_conflict
-        What the words, or the sizes of the files, speak against, where the caller insisted on it; else empty.
+        Evidence of the elements or the file sizes against a layout that the caller insisted on; else empty.
     omitted_rows_text
-        Which rows the specified tokens leave out of a fresh prefix, as a sentence; empty for none.
+        A sentence about rows of a fresh prefix beyond the specified tokens; empty for none.
     is_trusted
-        Whether the caller insists on what was specified.
+        Whether the caller's values override contradicting evidence.
     """
 
     files: PackedFiles
@@ -527,7 +527,7 @@ def open_packed(path: str, options: PackedOptions | None = None) -> PackedCacheR
     OptionError
         When there are no packed files.
     SourceError
-        As `find_packed` and `open_packed_files`.
+        The errors of `find_packed` and `open_packed_files`.
     """
     options = options or PackedOptions()
     files = find_packed(path, options)

@@ -485,7 +485,7 @@ def repack(
     source
         A packed cache, or what was made from one and still describes it (`Source.cache`).
     backend
-        A name of `kvmnn.backends.BACKENDS`. Where its dtype differs, words are converted to nearest even.
+        A name of `kvmnn.packed.backends.BACKENDS`. If its dtype differs, elements are rounded to nearest even.
     output, name, capacity, rerotate, rope, force, progress
         As for `pack`.
     model

@@ -222,7 +222,7 @@ def write_prefix(
     Parameters
     ----------
     arrays
-        K and V of every layer by turns, as `kvmnn.arrays.layers.sort` gives them.
+        K and V of every layer, interleaved, in the order of the layers.
     info
         What the files will hold: `build_prefix_info`.
     force

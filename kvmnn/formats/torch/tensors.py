@@ -25,14 +25,14 @@ AnyArray = npt.NDArray[Any]
 class ElementType:
     """The encoding of a storage's elements."""
 
-    #: Name of the torch dtype without ``torch.``.
+    #: The torch name, without ``torch.``.
     name: str
     #: numpy type without byte order; ``u2`` for bfloat16, ``u1`` for float8, that of the real part for complex types.
     #: Empty if torch cannot convert the type to floats; then it cannot be read.
     numpy_code: str
     #: Bytes from one element to the next.
     itemsize: int
-    #: Error message for a type that cannot be read; empty for a general one.
+    #: Why elements of the type cannot be read, if the name does not explain it.
     refusal_text: str = ""
 
     @property
@@ -92,7 +92,7 @@ UNTYPED = ElementType("untyped", "", 1)
 class TorchStorage:
     """A run of elements somewhere in a checkpoint."""
 
-    #: What the checkpoint calls it.
+    #: Its key in the checkpoint.
     key: str
     #: Type of its elements.
     element_type: ElementType
@@ -145,7 +145,7 @@ class TorchTensor:
     def read_elements(self) -> AnyArray:
         """Return the elements as stored, with the tensor's shape; a view of the storage, possibly unaligned.
 
-        Of complex elements these are the real parts.
+        For complex elements these are the real parts.
         """
         if self.numel > MAX_ELEMENTS:
             raise LimitError(

@@ -5,12 +5,8 @@ storages. The pickles are a magic number, a protocol version, facts about the ma
 storages in the order of the storages. Each storage is its number of elements (int64) and its little-endian elements.
 Before torch 0.4 a storage could be a part of another, its root; only roots have elements of their own.
 
-The zip archives that ``torch.save`` writes.
-
-What ``torch.save`` writes, zip and legacy, opened by content.
-
-Only the directory and the pickle are read here; the bytes of a storage are touched when a tensor that lies in it is
-asked for. A training checkpoint is mostly optimizer state, and none of that is ever read.
+The format is detected by content. Only the directory and the pickle are read at first; the bytes of a storage are read
+with the first tensor in it. A training checkpoint is mostly optimizer state, and none of that is ever read.
 """
 
 from __future__ import annotations
@@ -257,7 +253,7 @@ TorchFileKind = Literal["torch zip", "torch legacy"]
 class TorchFile:
     """The content of a file that torch saved."""
 
-    #: How it is stored.
+    #: How the file is stored.
     kind: TorchFileKind
     #: The saved object: dicts, lists, `TorchTensor`s and plain values; what is not looked at is `OpaqueValue`.
     root: object
@@ -265,7 +261,7 @@ class TorchFile:
     pickle_bytes: int
     #: All storages, by key.
     storages: dict[str, TorchStorage]
-    #: What is unusual about the file.
+    #: Notes about unusual properties of the file.
     notices: list[str]
 
 

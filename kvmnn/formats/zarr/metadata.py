@@ -130,21 +130,21 @@ class ArrayMetadata:
     #: In elements; axes as the array has them.
     shape: ChunkIndex
     chunk_shape: ChunkIndex
-    #: Of the words in a chunk once it is decoded; uint16 for bfloat16.
+    #: Type of the elements in a decoded chunk; uint16 for bfloat16.
     array_dtype: np.dtype[Any]
     #: Whether the words are bfloat16.
     is_bf16: bool = False
-    #: Of the elements in a chunk.
+    #: Byte order of the elements in a chunk.
     order: Order = "C"
     #: A frame or the words themselves; what compressed that.
     array_codec: ArrayCodec = "bytes"
     bytes_codec: str | None = None
     #: The bytes of an element of a chunk that is not there.
     fill_bytes: bytes = b""
-    #: Of the names of chunks.
+    #: Prefix and separator of chunk names.
     key_prefix: str = "c"
     key_separator: str = "/"
-    #: Those of the array.
+    #: Attributes of the array.
     attributes: Mapping[str, Any] = field(default_factory=dict)
 
     @property

@@ -69,7 +69,7 @@ def encode_store(
     Parameters
     ----------
     source
-        What to encode: `kvmnn.open`.
+        The source to encode: `kvmnn.open`.
     output
         The directory, which appears when all is written and, with `EncodeOptions.verify`, was read again and compared.
         Or a URL that fsspec opens (``s3://bucket/x.zarr``): the group's document is written there last, so that there

@@ -41,7 +41,7 @@ class ModelSessions:
     model
         An ONNX decoder: file or folder.
     threads
-        Of onnxruntime.
+        Number of onnxruntime's threads.
 
     Attributes
     ----------
@@ -315,7 +315,7 @@ class PerplexityProgress:
     Parameters
     ----------
     units
-        That all of it is.
+        Total of these units.
     advance
         Called with the units done since its last call.
 

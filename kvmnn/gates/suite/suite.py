@@ -116,17 +116,17 @@ class _SilentProgress:
 class CaseMeasurement:
     """The measurements of a case."""
 
-    #: Which.
+    #: The measured case.
     case: RunCase
     #: Pairs of runs, of each round.
     rounds: tuple[tuple[PairedRuns, ...], ...]
-    #: Of contents, a piece of work each.
+    #: Comparisons of contents, one for each workload.
     comparisons: tuple[ContentComparison, ...]
     #: Change of perplexity; None without texts.
     quality: PerplexityChange | None
-    #: What a reader must know.
+    #: Notes that a reader of the result needs.
     notes: tuple[str, ...] = ()
-    #: Of its round: of everything that it was measured and judged by.
+    #: Stamp of its round: a digest of everything that it was measured and judged by.
     stamp: str = ""
 
     @property

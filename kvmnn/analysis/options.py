@@ -178,7 +178,7 @@ class Scope:
 
 @dataclass(frozen=True, kw_only=True)
 class LanePredictors:
-    """What is tried on each byte lane of K and V, by name (`kvmnn.analysis.options.NAMES`), in order."""
+    """What is tried on each byte lane of K and V, by name (`PREDICTOR_NAMES`), in order."""
 
     k_hi: tuple[str, ...] = DEFAULT_K_PREDICTORS
     k_lo: tuple[str, ...] = DEFAULT_K_PREDICTORS

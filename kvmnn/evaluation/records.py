@@ -118,7 +118,7 @@ class TimingCell(Record):
     prompt_tokens: int
     decoded_tokens: int
     repeats: int
-    #: Of each of those steps, the attention of all layers (`kvmnn.lm.onnx.profile.AttentionTime`).
+    #: Of each of those steps, the attention of all layers (`kvmnn.lm.onnx.profile.AttentionTimeStats`).
     attention_seconds: float | None = field(default=None, metadata={"omit": True})
     #: Why it is not known, where there were such steps.
     no_attention: str | None = field(default=None, metadata={"omit": True})

@@ -136,7 +136,7 @@ class EvaluationResult(Record):
         options: PlotOptions = DEFAULT_PLOT_OPTIONS,
         left_out: dict[str, str] | None = None,
     ) -> list[Path]:
-        """Draw everything, as PNG and SVG by default; `kvmnn.reports.plots.write_all` says how."""
+        """Draw everything, as PNG and SVG by default; `kvmnn.reports.plots.write_plots` says how."""
         return plots.write_plots(self, directory, overwrite, options=options, skip_reasons=left_out)
 
 
@@ -200,7 +200,7 @@ def plot_results(
     SourceError
         For files that hold no such results, or numbers that cannot be drawn.
     MissingDependencyError, OutputError, KvmnnError
-        As `kvmnn.reports.plots.write_all`.
+        As `kvmnn.reports.plots.write_plots`.
     """
     result = read_results(results)
     left_out: dict[str, str] = {}

@@ -430,7 +430,7 @@ def evaluate(
     policies
         What is compared: specs as the command takes them (``"streaming"``, ``"l2_fixed:recent_ratio=0.5"``), with every
         budget, which holds in every layer unless ``skip_layers`` is said; policies, as they are; configurations
-        (`kvmnn.evaluation.preset` makes those of the projects). The same one twice is measured once; none: the full
+        (`presets.expand_preset` makes those of the projects). The same one twice is measured once; none: the full
         cache alone.
     budgets
         Tokens kept in each layer, or shares of the tokens scored such as ``"25%"``, for specs.
@@ -447,7 +447,7 @@ def evaluate(
     progress
         Told of tokens and cells.
     initial_source
-        A cache that texts begin with: anything that `kvmnn.open` takes or gives, or what `kvmnn.lm.read_start` made of
+        A cache that texts begin with: anything that `kvmnn.open` takes or gives, or an initial cache that was read from
         it. Nothing is timed then.
     token_ids
         Of the text that the start stands for, where it does not say them.

@@ -117,7 +117,7 @@ def measure_attention_time(runner: Runner, ids: Ids, open_profiled: OpenProfiled
     Parameters
     ----------
     ids
-        int64 ``[1 + tokens]``, as for `kvmnn.evaluation.timing.generation_times`.
+        int64 ``[1 + tokens]``, as for `measure_generation_times`.
     """
     prompt, decoded_ids = split_prompt(ids)
     if not len(decoded_ids):

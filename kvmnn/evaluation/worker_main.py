@@ -1,7 +1,7 @@
 """A process of its own for one task: ``python -m`` this module, a task on standard input, JSON lines back.
 
 Its peak memory is that of one configuration alone, and several of them use several processors. Lines are
-`kvmnn.evaluation.workers.Message`.
+`kvmnn.evaluation.workers.WorkerMessage`.
 """
 
 from __future__ import annotations

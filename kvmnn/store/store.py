@@ -240,8 +240,8 @@ class PrefixStore:
             K and V of all of these tokens, for every layer of the model, ``[kv_head, token, head_dim]``. Layers in
             `windows` may have only the last tokens, with their positions and `tokens_seen`.
         model
-            Fingerprint of the model that computed them: `kvmnn.formats.mnn.fingerprint`, or any text that is unique to
-            it.
+            Fingerprint of the model that computed them: `kvmnn.formats.mnn.compute_fingerprint`, or any text that is
+            unique to it.
         windows
             Numbers of the layers with a sliding window.
         states

@@ -42,7 +42,7 @@ class ArrayInfo:
     name: str
     #: ``"fp16"``, ``"bf16"`` or ``"fp32"``: how the words are coded and what people call them.
     dtype: str
-    #: Axes as numpy has them, whatever the order.
+    #: Axis lengths in the order of numpy, also for Fortran-ordered files.
     shape: tuple[int, ...]
     #: The numpy type string of the array itself, e.g. ``"<f2"``, ``">f2"``, ``"<i2"`` or ``"|u1"`` (raw bytes).
     array_dtype: str

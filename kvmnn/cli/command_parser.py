@@ -100,7 +100,7 @@ class ActionHelp(NamedTuple):
 
     dest: str
     options: Mapping[str, Collection[str]]
-    """Of each action, its options; those that no action names are of all."""
+    """The options of each action; options that no action lists belong to all actions."""
     describe: Callable[[str], str]
 
 

@@ -152,7 +152,7 @@ def add_command(
     examples
         Command lines: three or more, of which ``--help`` shows the first three.
     shown
-        The options that ``--help`` shows besides those that every verb has, between blanks; the others are folded.
+        Options that ``--help`` shows in addition to the common ones, separated by blanks; others are in ``--help-all``.
     has_details
         Whether the verb has more to print with ``-v``.
     """

@@ -103,9 +103,9 @@ _DEST_BY_FIELD = {
 
 
 def _parse_metadata(arguments: argparse.Namespace) -> dict[str, str] | None:
-    given_entries = getattr(arguments, "metadata", None) or ()
-    entries = dict(given_entries)
-    if len(entries) < len(given_entries):
+    metadata_entries = getattr(arguments, "metadata", None) or ()
+    entries = dict(metadata_entries)
+    if len(entries) < len(metadata_entries):
         raise console.UsageError("--metadata has a key twice")
     return entries or None
 

@@ -297,10 +297,10 @@ def classify_path(path: str) -> Literal["frames", "arrays"] | None:
     head = FileHead.from_path(path)
     if head.kind == "folder":
         return "frames" if FRAMES.detect(head) else "arrays"
-    found_format = detect(head)
-    if found_format is FRAMES:
+    file_format = detect(head)
+    if file_format is FRAMES:
         return "frames"
-    return None if found_format is RAW or head.kind == "url" else "arrays"
+    return None if file_format is RAW or head.kind == "url" else "arrays"
 
 
 def find_readable_entry(path: str) -> str | None:
@@ -414,22 +414,22 @@ def detect(path: str | FileHead, formats: Sequence[Format] = FORMATS) -> Format:
 def _read(head: FileHead, options: ReadOptions) -> Source:
     """Return the arrays of an input of any format, restricted to those that `options` name."""
     formats = FORMATS if options.decode_frames else _FORMATS_WITHOUT_FRAMES
-    found_format = detect(head, formats)
-    if head.kind == "stream" and head.file is None and (found_format is RAW or head.suffix == ".safetensors"):
+    file_format = detect(head, formats)
+    if head.kind == "stream" and head.file is None and (file_format is RAW or head.suffix == ".safetensors"):
         head = FileHead.from_stream(MappedFile(head.path, max_bytes=options.max_bytes))
-        found_format = detect(head, formats)
-    if found_format in (RAW, PAGE) and head.kind == "file" and not (options.dtype or options.fallback_dtypes):
+        file_format = detect(head, formats)
+    if file_format in (RAW, PAGE) and head.kind == "file" and not (options.dtype or options.fallback_dtypes):
         if contains_frames(head.path):
-            if found_format is PAGE or not options.decode_frames:
+            if file_format is PAGE or not options.decode_frames:
                 raise SourceError(
                     f"{head.path}: is a frame already: kvmnn decode gives its array back, kvmnn inspect shows it, "
                     "--codec dense or mnn encodes it again; --dtype fp16, bf16 or fp32 would take its bytes as raw "
                     "words"
                 )
-            found_format = FRAMES
+            file_format = FRAMES
         elif reason := saved.describe_damage(head):
             raise SourceError(f"{head.path}: {reason}")
-    return select_from_source(found_format.read(head, options), head.path, options)
+    return select_from_source(file_format.read(head, options), head.path, options)
 
 
 RestoredForm = Literal["arrays", "file", "dump", "prefix"]

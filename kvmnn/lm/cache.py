@@ -155,15 +155,15 @@ class PlannedEviction:
     def begin_step(self, lengths: Sequence[int]) -> list[Indices | None]:
         """Return what each layer keeps of its tokens, int64 ``[kept]``; None where all stay."""
         self._lengths = list(lengths)
-        kept_by_layer: list[Indices | None] = []
+        tokens_by_layer: list[Indices | None] = []
         for state, length in zip(self._planner.layers, lengths, strict=True):
             plan = state.pending_plan
             if plan is None or not plan.is_applicable(length):
-                kept_by_layer.append(None)
+                tokens_by_layer.append(None)
             else:
                 runs = [np.arange(begin, begin + size, dtype=np.int64) for begin, size in plan.pairs]
-                kept_by_layer.append(np.concatenate(runs))
-        return kept_by_layer
+                tokens_by_layer.append(np.concatenate(runs))
+        return tokens_by_layer
 
     def end_step(
         self, lengths: Sequence[int], num_new: int, *, decode: bool, read_attention: Callable[[int], Floats]
@@ -373,9 +373,9 @@ class ModelCache:
             Where the policy evicts some of the new tokens before they are attended and the model takes no bias.
         """
         if self._planned_eviction is not None:
-            kept_by_layer = self._planned_eviction.begin_step(self.tokens)
+            tokens_by_layer = self._planned_eviction.begin_step(self.tokens)
             for group in self._groups:
-                tokens = kept_by_layer[group.layers[0]]
+                tokens = tokens_by_layer[group.layers[0]]
                 if tokens is not None:
                     group.keep(tokens)
                     self._compact_if_full(group)

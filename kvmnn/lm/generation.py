@@ -483,11 +483,11 @@ def _format_stats(generations: dict[str, GenerationStats]) -> list[str]:
     has_store = any(generation.store for generation in generations.values())
 
     def format_column(label: str, generation: GenerationStats) -> list[tuple[str, str]]:
-        kept_text = format_range(sorted(set(generation.tokens_kept)))
+        tokens_text = format_range(sorted(set(generation.tokens_kept)))
         column = [
             ("", label),
             ("new tokens", f"{len(generation.ids):,} ({generation.stopped})"),
-            ("tokens kept of seen", f"{kept_text} of {generation.tokens_seen:,}"),
+            ("tokens kept of seen", f"{tokens_text} of {generation.tokens_seen:,}"),
             ("K and V held", f"{generation.cache_bytes / (1 << 20):.2f} MiB"),
         ]
         if has_store:

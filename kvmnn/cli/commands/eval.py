@@ -227,11 +227,11 @@ class EvaluationProgressDisplay:
         self._stack.close()
         is_interrupted = error_type is not None and not issubclass(error_type, Exception)
         if is_interrupted and self._num_cells and self._arguments.resume is not None:
-            kept_text = (
+            progress_text = (
                 f"{self._count_stored_cells() - self._num_other_cells} of {pluralize(self._num_cells, 'cell')} kept in "
                 f"{self._arguments.resume}"
             )
-            console.print_note(self._arguments, f"{kept_text}: the same command goes on from there")
+            console.print_note(self._arguments, f"{progress_text}: the same command goes on from there")
 
     def _count_stored_cells(self) -> int:
         """Cells in the file, those of other runs too; the last may have come when nobody could count it any more."""

@@ -257,8 +257,8 @@ class SuiteProgressDisplay:
             self._writer.join()
         self._stack.close()
         if error_type is not None and not issubclass(error_type, Exception) and self._total_runs:
-            kept_text = f"{self._runs} of {self._total_runs} runs kept in {self._arguments.output}"
-            console.print_note(self._arguments, f"{kept_text}: the same command goes on from there")
+            progress_text = f"{self._runs} of {self._total_runs} runs kept in {self._arguments.output}"
+            console.print_note(self._arguments, f"{progress_text}: the same command goes on from there")
 
 
 _DESCRIPTION = """\

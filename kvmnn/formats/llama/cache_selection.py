@@ -41,7 +41,7 @@ class CellSelection:
     num_cells
         In the stream.
     spans
-        ``(begin, end)`` of those that are taken; None for all.
+        ``(begin, end)`` of each range of cells to read; None for all cells.
     """
 
     def __init__(self, num_stream_cells: int, spans: Sequence[tuple[int, int]] | None = None) -> None:

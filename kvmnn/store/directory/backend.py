@@ -457,7 +457,7 @@ class DirectoryBackend:
         self._cached_namespaces = None, []
         self._damaged_units.clear()
         if rebuilt_index is not None:
-            kept_text = (
+            contents_text = (
                 f"{pluralize(rebuilt_index.num_units, 'unit')}, {pluralize(rebuilt_index.num_pins, 'pin')} and "
                 f"{pluralize(rebuilt_index.num_sessions, 'session')}"
             )
@@ -467,7 +467,7 @@ class DirectoryBackend:
                 else ""
             )
             self._add_rebuilt_note(
-                f"{self.folder}: the index was lost or damaged ({reason}): made again, with {kept_text}{left_text}"
+                f"{self.folder}: the index was lost or damaged ({reason}): made again, with {contents_text}{left_text}"
             )
         return True
 

@@ -25,8 +25,10 @@ EMPTY_WORDS = frozenset(_EMPTY_WORDS_TEXT.split())
 TEST_FOLDERS = frozenset(
     {
         "_util",
+        "analysis",
         "arrays",
         "bench",
+        "bundle",
         "conformance",
         "dense",
         "faults",

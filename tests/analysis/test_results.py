@@ -1,4 +1,4 @@
-"""What a notebook gets from `kvmnn.analysis` is what the shell prints."""
+"""Results of `kvmnn.analysis` equal the command's output."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def here(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("to_fp16", [False, True])
-def test_a_measurement(here, run, to_fp16):
+def test_measure_dumps_result_equals_command_output(here, run, to_fp16):
     options = MeasureOptions(scope=Scope(to_fp16=to_fp16))
     found = measure_dumps([os.path.abspath("dump")], None, options, real=True, out_json="a/b.json", out_md="a/b.md")
     argv = ["measure", "dump", "--encode", *(["--to-fp16"] if to_fp16 else [])]
@@ -46,7 +46,7 @@ def test_a_measurement(here, run, to_fp16):
     assert found.label == ("LOSSY" if to_fp16 else "LOSSLESS")
 
 
-def test_documents_that_cannot_be_written(here):
+def test_measure_dumps_output_conflicts_are_refused(here):
     with pytest.raises(OptionError, match="name the same file"):
         measure_dumps(["dump"], out_json="x", out_md="./x")
     Path("taken").write_text("mine")
@@ -55,7 +55,7 @@ def test_documents_that_cannot_be_written(here):
     assert sorted(path.name for path in here.iterdir()) == ["dump", "taken"]
 
 
-def test_an_analysis(here, run):
+def test_entropy_report_equals_command_output(here, run):
     report = write_entropy_report(select_dumps(["dump"], ALL_LAYERS_SCOPE), "an")
     assert run("measure", "dump", "--analysis", "an", "-f").out == f"{report}\n"
     told = json.loads(run("measure", "dump", "--analysis", "an", "-f", "--json").out)
@@ -63,7 +63,7 @@ def test_an_analysis(here, run):
     assert told == {"verb": "measure", **report.to_dict()}
 
 
-def test_a_conversion(here, run):
+def test_convert_to_fp16_result_equals_command_output(here, run):
     found = convert_to_fp16("dump", "half", allow_fp16=True)
     assert run("measure", "dump", "--to-fp16", "other", "--allow-fp16").out == f"{found}\n"
     assert found.to_dict() | {"errors": []} == {

@@ -1,4 +1,4 @@
-"""Which dumps are taken, and what becomes of damaged ones."""
+"""Which dumps are selected, and how damaged ones are skipped."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ FIELDS = [
 
 
 @pytest.mark.parametrize(("fields", "reason"), FIELDS)
-def test_every_fault_has_its_reason(tmp_path, fields, reason):
+def test_select_dumps_invalid_metadata_has_skip_reason(tmp_path, fields, reason):
     write_dump(tmp_path, 0, 0, K, V, **fields)
     assert skipped(tmp_path) == {reason: 1}
 
 
 @pytest.mark.parametrize("fields", [{"seq_len": "4"}, {"kv_heads": 2.9}, {"layer_id": True}, {"head_dim": " 8 "}])
-def test_numbers_are_whatever_int_takes(tmp_path, fields):
+def test_select_dumps_numbers_are_converted_by_int(tmp_path, fields):
     write_dump(tmp_path, 0, 0, K, V, **fields)
     found = select_dumps([tmp_path], Scope())
     assert [(entry.tokens, entry.kv_heads, entry.head_dim, entry.is_complete()) for entry in found.entries] == [
@@ -72,12 +72,12 @@ def test_numbers_are_whatever_int_takes(tmp_path, fields):
 @pytest.mark.parametrize(
     "content", [b"{", b"", b"\xff\xfe{}", b"\xef\xbb\xbf{}", b"[" * 100_000, b'{"layer_id": ' + b"9" * 5000 + b"}"]
 )
-def test_metadata_that_is_no_json(tmp_path, content):
+def test_select_dumps_malformed_json_is_skipped(tmp_path, content):
     (tmp_path / "meta_x.json").write_bytes(content)
     assert skipped(tmp_path) == {"meta_parse_error": 1}
 
 
-def test_metadata_that_cannot_be_read(tmp_path):
+def test_select_dumps_unreadable_metadata_is_skipped(tmp_path):
     (tmp_path / "meta_x.json").mkdir()
     os.mkfifo(tmp_path / "meta_y.json")
     (tmp_path / "meta_z.json").symlink_to("nowhere")
@@ -85,13 +85,13 @@ def test_metadata_that_cannot_be_read(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["[]", "3", "null", '"text"'])
-def test_json_that_is_no_object_is_refused(tmp_path, content):
+def test_select_dumps_json_that_is_no_object_is_refused(tmp_path, content):
     (tmp_path / "meta_x.json").write_text(content)
     with pytest.raises(SourceError, match=r"meta_x\.json: holds JSON that is not an object"):
         select_dumps([tmp_path], Scope())
 
 
-def test_what_there_is_not(tmp_path):
+def test_select_dumps_without_dumps_is_refused(tmp_path):
     with pytest.raises(SourceError, match="is not a directory"):
         select_dumps([tmp_path / "gone"], Scope())
     with pytest.raises(NothingSelectedError, match=r"has no meta_\*\.json file below it"):
@@ -111,7 +111,7 @@ def test_what_there_is_not(tmp_path):
         ({"bytes_per_elem": 4}, 126),
     ],
 )
-def test_files_that_are_short_or_long_fail_when_they_are_compressed(tmp_path, change, size):
+def test_measure_dumps_wrong_file_size_is_compression_failure(tmp_path, change, size):
     meta = write_dump(tmp_path, 0, 0, K, V, **change)
     write_dump(tmp_path, 1, 0, K, V)
     if size is not None:
@@ -125,7 +125,7 @@ def test_files_that_are_short_or_long_fail_when_they_are_compressed(tmp_path, ch
 
 
 @pytest.mark.parametrize("large", [False, True])
-def test_files_that_change_meanwhile_fail(tmp_path, large):
+def test_measure_dumps_file_changed_while_read_is_refused(tmp_path, large):
     k, v = (words(seed, 3000, dims=64) for seed in (1, 2)) if large else (K, V)
     meta = write_dump(tmp_path, 0, 0, k, v)
     write_dump(tmp_path, 1, 0, K, V)
@@ -137,7 +137,7 @@ def test_files_that_change_meanwhile_fail(tmp_path, large):
 
 
 @pytest.mark.parametrize("real", [False, True])
-def test_files_that_are_gone_meanwhile_fail(tmp_path, real):
+def test_measure_dumps_file_removed_after_selection_is_refused(tmp_path, real):
     meta = write_dump(tmp_path, 0, 0, K, V)
     write_dump(tmp_path, 1, 0, K, V)
     selection = select_dumps([tmp_path], Scope())
@@ -147,7 +147,7 @@ def test_files_that_are_gone_meanwhile_fail(tmp_path, real):
     assert not selection.skip_counts
 
 
-def test_one_bad_dump_fails_its_whole_group_once(tmp_path):
+def test_measure_dumps_bad_dump_fails_its_group_once(tmp_path):
     write_dump(tmp_path, 0, 0, K, V)
     write_dump(tmp_path, 0, 4, K, V, seq_len=5)
     write_dump(tmp_path, 0, 8, K, V, run="other")
@@ -157,7 +157,7 @@ def test_one_bad_dump_fails_its_whole_group_once(tmp_path):
     assert found.totals.raw_bytes() == K.nbytes + V.nbytes
 
 
-def test_filters_are_silent(tmp_path):
+def test_select_dumps_filters_count_no_skips(tmp_path):
     for layer in range(4):
         write_dump(tmp_path, layer, 0, K, V)
         write_dump(tmp_path, layer, 4, K[:1], V[:1])
@@ -179,27 +179,27 @@ def test_filters_are_silent(tmp_path):
     assert taken(min_seq_len=5) == []
 
 
-def test_options_of_two_scopes_are_asked_about(tmp_path):
+def test_scope_options_of_two_scopes_are_refused(tmp_path):
     with pytest.raises(OptionError, match="options of front_n and layer_ids: say which with --scope"):
         Scope(front_n=1, layer_ids=(2,))
     assert Scope(scope="layer_ids", front_n=1, layer_ids=(2,)).includes_layer(2)
 
 
-def test_layers_that_are_found_are_counted(tmp_path):
+def test_measure_dumps_counts_all_scanned_layers(tmp_path):
     for layer in range(4):
         write_dump(tmp_path, layer, 0, K, V)
     found = measure_dumps(["x"], options=MeasureOptions(), selection=select_dumps([tmp_path], Scope(front_n=2)))
     assert (sorted(found.totals_by_layer), found.selection.layers) == ([0, 1], {0, 1, 2, 3})
 
 
-def test_a_negative_layer_is_in_no_front_but_may_be_in_a_range(tmp_path):
+def test_select_dumps_negative_layer_is_only_in_ranges(tmp_path):
     write_dump(tmp_path, -1, 0, K, V)
     assert not select_dumps([tmp_path], Scope(front_n=2)).entries
     assert len(select_dumps([tmp_path], Scope()).entries) == 1
     assert len(select_dumps([tmp_path], Scope(scope="layer_range", layer_start=-1)).entries) == 1
 
 
-def test_dumps_are_told_apart_by_run_or_directory(tmp_path):
+def test_select_dumps_distinguishes_runs_and_directories(tmp_path):
     write_dump(tmp_path, 0, 0, K, V, run="a")
     write_dump(tmp_path, 1, 0, K, V, run="a")
     write_dump(tmp_path, 0, 0, K, V, run=None)
@@ -209,7 +209,7 @@ def test_dumps_are_told_apart_by_run_or_directory(tmp_path):
     assert [entry.run_id for entry in found.entries] == ["a", "a", "", ""]
 
 
-def test_fp32_is_rounded_or_left_out(tmp_path):
+def test_select_dumps_fp32_is_rounded_or_skipped(tmp_path):
     wide = words(1, 4, dtype="<f4")
     wide[0, 0, :3] = [1e6, np.nan, -np.inf]
     write_dump(tmp_path, 0, 0, wide, wide)
@@ -222,7 +222,7 @@ def test_fp32_is_rounded_or_left_out(tmp_path):
     assert skipped(tmp_path, strict_fp16=True) == {"skip_fp32_strict": 1}
 
 
-def test_any_source_is_measured_as_its_dump_would_be(tmp_path):
+def test_add_source_is_measured_like_its_dump(tmp_path):
     write_dump(tmp_path / "dump", 0, 0, K, V)
     np.savez(tmp_path / "kv.npz", **{"layer_0.key": K.transpose(1, 0, 2), "layer_0.value": V.transpose(1, 0, 2)})
     dumped = measure_dumps(["x"], select_dumps([tmp_path / "dump"], Scope()), MeasureOptions())
@@ -240,7 +240,7 @@ def test_any_source_is_measured_as_its_dump_would_be(tmp_path):
     assert not is_dump_folder(str(tmp_path / "kv.npz")) and is_dump_folder(str(tmp_path / "dump"))
 
 
-def test_a_source_is_filtered_too(tmp_path):
+def test_add_source_applies_filters(tmp_path):
     arrays = {f"layers.{n}.{part}": K.transpose(1, 0, 2) for n in range(3) for part in ("key", "value")}
     np.savez(tmp_path / "kv.npz", **arrays)
     source = open_source(str(tmp_path / "kv.npz"))
@@ -256,13 +256,13 @@ def test_a_source_is_filtered_too(tmp_path):
         assert ([entry.layer for entry in found.entries], found.num_scanned) == (layers, 3)
 
 
-def test_a_source_whose_k_and_v_differ_is_refused(tmp_path):
+def test_add_source_different_k_and_v_shapes_are_refused(tmp_path):
     np.savez(tmp_path / "kv.npz", k=K.transpose(1, 0, 2), v=V.transpose(1, 0, 2)[:1])
     with pytest.raises(SourceError, match=r"layer 0: keys are \[2, 4, 8\] and values \[1, 4, 8\]"):
         add_source(DumpSelection(), open_source(str(tmp_path / "kv.npz")), Scope(), "kv.npz")
 
 
-def test_fp32_of_either_is_rounded(tmp_path):
+def test_add_source_fp32_keys_or_values_are_rounded(tmp_path):
     for name, types in (("k", ("<f4", "<f2")), ("v", ("<f2", "<f4")), ("none", ("<f2", "<f2"))):
         k, v = (part.transpose(1, 0, 2).astype(kind) for part, kind in zip((K, V), types, strict=True))
         np.savez(tmp_path / f"{name}.npz", k=k, v=v)

@@ -1,4 +1,4 @@
-"""K and V of several layers that are encoded together: which are, that all comes back, that threads change nothing."""
+"""K and V of several layers that are encoded together: how groups are planned, the round trip, and threads."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def both(layers: range, **others: Any) -> list[DensePlan | None]:
     return [plan(layer, part, **others) for layer in layers for part in ("key", "value")]
 
 
-def test_layers_share_a_search_and_come_back(cache):
+def test_encode_source_layer_groups_share_rope_search(cache):
     np.savez("kv.npz", **cache)
     made = bundle.encode_source(kvmnn.open("kv.npz"), "d/", EncodeOptions(dense=DenseOptions(rotary=ROTARY)))
     assert made.label == "LOSSLESS"
@@ -82,7 +82,7 @@ def test_layers_share_a_search_and_come_back(cache):
     assert document and not any(array.shared for array in document.arrays)
 
 
-def test_threads_change_no_byte(cache):
+def test_encode_source_layer_groups_do_not_depend_on_threads(cache):
     np.savez("kv.npz", **cache, mask=np.ones(7, np.float16))
     made = {}
     for threads in (1, 2, 5):
@@ -92,7 +92,7 @@ def test_threads_change_no_byte(cache):
     assert made[1] == made[2] == made[5]
 
 
-def test_token_ids_are_looked_at_once_a_group(cache, monkeypatch):
+def test_encode_source_layer_group_gets_token_ids_once(cache, monkeypatch):
     np.savez("kv.npz", **cache)
     given: list[Any] = []
     real = dense.encode_many
@@ -110,7 +110,7 @@ def test_token_ids_are_looked_at_once_a_group(cache, monkeypatch):
 # -- which are together ------------------------------------------------------------------------------------------------
 
 
-def test_few_are_alone_and_many_are_shared_out():
+def test_plan_groups_sizes_by_number_of_arrays():
     assert [sizes(both(range(count))) for count in (1, 2, 3, 6, 12)] == [[1, 1], [2, 2], [3, 3], [3] * 4, [4] * 6]
     assert sizes(both(range(1))[:1]) == [1]
     assert sizes([]) == []
@@ -118,14 +118,14 @@ def test_few_are_alone_and_many_are_shared_out():
     assert len(many) == 16 and sum(many) == 160 and max(many) == 10
 
 
-def test_large_ones_are_together_up_to_a_bound():
+def test_plan_groups_large_arrays_are_bounded_by_group_bytes():
     tokens = (8 << 20) // 32
     found = plan_groups(arrays_of(both(range(8), tokens=tokens)))
     assert (list(found.sizes), found.max_group_bytes) == ([4] * 4, bundle_dense.GROUP_BYTES)
     assert sizes(both(range(8), tokens=5 * tokens)) == [1] * 16
 
 
-def test_what_is_of_other_tokens_is_not_together():
+def test_plan_groups_different_token_ids_are_separate():
     assert sizes([*both(range(2)), *both(range(2, 4), tokens=65)]) == [2, 2, 2, 2]
     assert sizes([*both(range(2)), None, *both(range(2, 4))]) == [2, 2, 2, 2]
     assert sizes([*both(range(2)), *both(range(2))]) == [2, 2, 2, 2]  # another text: its layers begin again
@@ -138,7 +138,7 @@ def test_what_is_of_other_tokens_is_not_together():
     assert sizes([each and plan(each.layer, each.part, positions=None) for each in both(range(4))]) == [4, 4]
 
 
-def test_texts_by_turns_are_alone_and_layers_of_an_array_are_not():
+def test_plan_groups_batches_are_single_and_layers_are_grouped():
     assert sizes([plan(None)], layers=8) == [4, 4]
     assert sizes([plan(0, is_batch=True)], layers=8) == [1] * 8
     keys = np.random.default_rng(1).standard_normal((4, 2, 50, 8)).astype(np.float16)
@@ -150,7 +150,7 @@ def test_texts_by_turns_are_alone_and_layers_of_an_array_are_not():
 # -- threads -----------------------------------------------------------------------------------------------------------
 
 
-def test_two_large_groups_are_in_work_at_once():
+def test_compute_num_workers_runs_two_large_groups():
     assert compute_num_workers(200 << 20, 2) == 1
     assert [
         compute_num_workers(128 << 20, 8),
@@ -164,7 +164,7 @@ def test_two_large_groups_are_in_work_at_once():
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_items_are_taken_as_they_are_needed(workers):
+def test_map_in_order_takes_items_lazily(workers):
     taken: list[int] = []
 
     def items() -> Any:
@@ -177,7 +177,7 @@ def test_items_are_taken_as_they_are_needed(workers):
     assert len(taken) == 50
 
 
-def test_an_error_ends_it():
+def test_map_in_order_error_ends_iteration():
     def work(item: int) -> int:
         if item == 3:
             raise ValueError("three")

@@ -14,14 +14,14 @@ from kvmnn.bundle import DecodeOptions, EncodeOptions, open_frames
 from kvmnn.errors import FrameError, ManifestError
 
 
-def test_a_renamed_pair_still_belongs_together(tmp_path):
+def test_open_frames_renamed_frame_and_manifest_are_a_pair(tmp_path):
     frame_file(tmp_path / "k.frame", named(KEYS))
     (tmp_path / "k.frame").rename(tmp_path / "x.frame")
     (tmp_path / "k.frame.json").rename(tmp_path / "x.frame.json")
     assert joined(open_frames(str(tmp_path / "x.frame"))) == [KEYS.tobytes()]
 
 
-def test_a_frame_alone(tmp_path):
+def test_open_frames_without_manifest_is_flat(tmp_path):
     (tmp_path / "k.frame").write_bytes(kvmnn.encode(KEYS))
     frames = open_frames(str(tmp_path / "k.frame"))
     assert frames.document is None
@@ -33,7 +33,7 @@ def test_a_frame_alone(tmp_path):
 
 
 @pytest.mark.parametrize("values", [KEYS, KEYS.astype(np.float32)], ids=["fp16", "fp32"])
-def test_frames_one_after_another(tmp_path, values, run, monkeypatch):
+def test_open_frames_concatenated_frames_without_manifest(tmp_path, values, run, monkeypatch):
     """A frame file of an array that was cut, without its manifest: its words, in order."""
     monkeypatch.chdir(tmp_path)
     np.save("k.npy", values)
@@ -67,7 +67,7 @@ def test_frames_one_after_another(tmp_path, values, run, monkeypatch):
     assert not Path("x.npy").exists()
 
 
-def test_the_side_manifest_can_be_ignored(tmp_path):
+def test_open_frames_manifest_can_be_ignored(tmp_path):
     frame_file(tmp_path / "k.frame", named(KEYS), EncodeOptions())
     assert open_frames(str(tmp_path / "k.frame"), use_manifest=False).arrays[0].shape == (KEYS.size,)
 
@@ -82,19 +82,19 @@ def test_the_side_manifest_can_be_ignored(tmp_path):
         (kvmnn.encode(KEYS)[:-1], "k.frame: "),
     ],
 )
-def test_not_a_frame(tmp_path, data, message):
+def test_open_frames_other_file_is_refused(tmp_path, data, message):
     (tmp_path / "k.frame").write_bytes(data)
     with pytest.raises(FrameError, match=message):
         open_frames(str(tmp_path / "k.frame"))
 
 
-def test_a_directory_without_manifest(tmp_path):
+def test_open_frames_directory_without_manifest_is_refused(tmp_path):
     with pytest.raises(ManifestError, match="not a kvmnn bundle"):
         open_frames(str(tmp_path))
 
 
-def test_bytes_behind_the_last_frame_are_refused(tmp_path, monkeypatch, run):
-    """What a manifest does not list is not part of what it vouches for."""
+def test_open_frames_trailing_bytes_are_refused(tmp_path, monkeypatch, run):
+    """A manifest covers only the bytes that it lists."""
     monkeypatch.chdir(tmp_path)
     np.savez("kv.npz", a=np.arange(8, dtype=np.float32), b=np.arange(4, dtype=np.float32))
     run("encode", "kv.npz", "-o", "kv/")

@@ -49,7 +49,7 @@ def read(value: Any) -> manifest.Manifest:
     return manifest.parse_manifest(value if isinstance(value, bytes) else json.dumps(value).encode())
 
 
-def test_round_trip():
+def test_manifest_round_trips():
     found = read(document())
     assert json.loads(manifest.dump_manifest(found)) == document()
     assert read(manifest.dump_manifest(found)) == found
@@ -57,7 +57,7 @@ def test_round_trip():
     assert (array.nbytes, array.stored_bytes, array.order, array.is_big_endian) == (24, 50, "F", True)
 
 
-def test_unknown_keys_are_ignored():
+def test_manifest_unknown_keys_are_ignored():
     value = document()
     value["later"] = value["arrays"][0]["later"] = value["arrays"][0]["frames"][0]["later"] = {"x": [1]}
     assert read(value) == read(document())
@@ -112,7 +112,7 @@ MISSING = object()
         ("zstd.byte_exact", 1, "zstd.byte_exact: found 1, expected true or false"),
     ],
 )  # fmt: skip
-def test_lies(path, value, message):
+def test_manifest_inconsistent_value_is_refused(path, value, message):
     whole = document()
     *folders, last = [int(key) if key.isdigit() else key for key in path.split(".")]
     node: Any = whole
@@ -132,19 +132,19 @@ def test_lies(path, value, message):
 @pytest.mark.parametrize(
     "text", [b"", b"{", b"\xff\xfe", b"[" * 100_000, b'{"a": 1, "a": 2}', b"9" * 5000, b"null", b"[]"]
 )
-def test_not_even_a_document(text):
+def test_manifest_malformed_json_is_refused(text):
     with pytest.raises(ManifestError):
         read(text)
 
 
-def test_two_arrays_of_one_name():
+def test_manifest_duplicate_array_name_is_refused():
     value = document()
     value["arrays"] *= 2
     with pytest.raises(ManifestError, match=r"arrays\[1\].name: 'k' is already taken"):
         read(value)
 
 
-def test_load_names_the_file(tmp_path):
+def test_load_manifest_error_names_the_file(tmp_path):
     with pytest.raises(ManifestError, match=r"m.json: cannot be read"):
         manifest.load_manifest(tmp_path / "m.json")
     (tmp_path / "m.json").write_bytes(b"{}")
@@ -152,7 +152,7 @@ def test_load_names_the_file(tmp_path):
         manifest.load_manifest(tmp_path / "m.json")
 
 
-def test_dense_streams_say_their_rotation_and_nothing_of_frames():
+def test_manifest_dense_streams_record_rope_without_frames():
     value = document() | {"schema_version": 3, "effort": None, "codecs": [], "predictors": []}
     value["arrays"][0] |= {"order": "C", "array_dtype": "<f2"}
     for frame in value["arrays"][0]["frames"]:

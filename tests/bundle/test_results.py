@@ -31,7 +31,7 @@ def timeless(result: object) -> dict[str, object]:
     return {key: value for key, value in document.items() if key not in ("seconds", "verb", "output")}
 
 
-def test_encode(here, run):
+def test_encode_source_result_equals_command_json(here, run):
     made = bundle.encode_source(kvmnn.open("both.npz"), "one/", EncodeOptions(frame_bytes=4096))
     said = json.loads(run("encode", "both.npz", "-o", "two/", "--chunk-bytes", "4K", "--json").out)
     assert timeless(made) == timeless(said)
@@ -45,7 +45,7 @@ def test_encode(here, run):
         bundle.encode_source(kvmnn.open("keys.npy"), "keys.npy", force=True)
 
 
-def test_encode_to_a_stream(here):
+def test_encode_source_to_stream_is_one_frame(here):
     stream = io.BytesIO()
     made = bundle.encode_source(kvmnn.open("keys.npy"), stream)
     assert stream.getvalue() == kvmnn.encode(KEYS)
@@ -57,7 +57,7 @@ def test_encode_to_a_stream(here):
         bundle.encode_source(kvmnn.open("keys.npy"), stream, EncodeOptions(frame_bytes=4096))
 
 
-def test_arrays_are_cut_above_16_mib_and_streams_carry_one_frame_of_64(here, run, monkeypatch):
+def test_encode_source_splits_above_16_mib_and_streams_hold_64(here, run, monkeypatch):
     keys, values = packed_samples.arrays(1, 1, 64, 4)
     np.savez("kv.npz", **{"layer_0.key": keys, "layer_0.value": values})
     run(
@@ -82,7 +82,7 @@ def test_arrays_are_cut_above_16_mib_and_streams_carry_one_frame_of_64(here, run
         bundle.encode_source(kvmnn.open("large.npy"), stream)
 
 
-def test_restore(here, run):
+def test_restore_result_equals_command_json(here, run):
     bundle.encode_source(kvmnn.open("both.npz"), "frames/")
     frames = bundle.open_frames("frames")
     made = formats.restore(frames, "one.npz")
@@ -95,7 +95,7 @@ def test_restore(here, run):
         formats.restore(frames.select_array(frames.arrays[0]), "frames/k.frame", force=True)
 
 
-def test_restore_to_a_stream(here):
+def test_restore_to_stream_without_manifest_is_unverified(here):
     bundle.encode_source(kvmnn.open("keys.npy"), "keys.frame")
     stream = io.BytesIO()
     made = formats.restore(bundle.open_frames("keys.frame"), stream)
@@ -118,7 +118,7 @@ def test_restore_frame_without_manifest_says_that_fp16_is_assumed(here, dtype, s
         assert np.load("x.npy").dtype == ("<u2" if dtype == "bf16" else "<f2")
 
 
-def test_verify(here, run):
+def test_verify_frame_set_result_labels_and_evidence(here, run):
     bundle.encode_source(kvmnn.open("keys.npy"), "keys.frame")
     np.save("other.npy", KEYS + 1)
     for against, label, proof in (
@@ -134,7 +134,7 @@ def test_verify(here, run):
     assert (alone.label, alone.proof) == ("DECODES", None)
 
 
-def test_inspect(here, run):
+def test_inspect_results_equal_command_json(here, run):
     bundle.encode_source(kvmnn.open("both.npz"), "frames/")
     Path("lone.frame").write_bytes(kvmnn.encode(KEYS))
     said = json.loads(run("inspect", "frames", "lone.frame", "both.npz", "--json").out)["inputs"]

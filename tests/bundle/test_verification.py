@@ -13,7 +13,7 @@ from kvmnn import formats
 from kvmnn.bundle import compare_frame_set, open_frames
 
 
-def test_the_first_difference_is_named(tmp_path):
+def test_compare_frame_set_reports_first_difference(tmp_path):
     frames = open_frames(str(bundle(tmp_path / "out", named(KEYS), named(-KEYS, "v"))))
     other = (-KEYS).copy()
     other[3, 7, 9] += 1
@@ -24,7 +24,7 @@ def test_the_first_difference_is_named(tmp_path):
     assert found.what.startswith("first differs at element [3, 7, 9]")
 
 
-def test_sets_of_arrays_must_be_the_same(tmp_path):
+def test_compare_frame_set_different_arrays_are_reported(tmp_path):
     frames = open_frames(str(bundle(tmp_path / "out", named(KEYS), named(KEYS, "v"))))
     assert compare_frame_set(frames, [named(KEYS, "v"), named(KEYS)]) is None
     assert "frames only" in compare_frame_set(frames, [named(KEYS)]).what
@@ -40,15 +40,15 @@ def test_sets_of_arrays_must_be_the_same(tmp_path):
     assert compare_frame_set(frames, [named(KEYS.ravel()), named(KEYS, "v")]) is None
 
 
-def test_memory_order_counts(tmp_path):
+def test_compare_frame_set_different_memory_order_is_reported(tmp_path):
     np.save(tmp_path / "f.npy", np.asfortranarray(KEYS))
     frames = open_frames(str(bundle(tmp_path / "out", named(KEYS))))
     assert "order F became C" in compare_frame_set(frames, formats.open(str(tmp_path / "f.npy")).arrays).what
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
-def test_a_checksum_behind_the_last_byte_of_the_original_is_compared(tmp_path, run, save):
-    """Of every array, also of the first of two and of one of several layers."""
+def test_verify_npz_changed_crc_is_reported(tmp_path, run, save):
+    """The checksum of every array is compared, not only that of the last one."""
     whole = np.stack([KEYS, -KEYS])
     save(tmp_path / "kv.npz", k=whole, v=whole)
     run("encode", tmp_path / "kv.npz", "-o", tmp_path / "f/")

@@ -1,4 +1,4 @@
-"""Arrays to frames and a manifest: cut, listed, proved."""
+"""Arrays to frames and a manifest: split, listed and verified."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvmnn.bundle import EncodeOptions, manifest
 from kvmnn.errors import KvmnnError
 
 
-def test_frames_are_cut_along_the_leading_axes_and_listed_in_order(tmp_path):
+def test_encode_source_splits_leading_axes_in_order(tmp_path):
     path = frame_file(tmp_path / "k.frame", named(KEYS))
     document = manifest.load_manifest(tmp_path / "k.frame.json")
     (array,) = document.arrays
@@ -35,7 +35,7 @@ def test_frames_are_cut_along_the_leading_axes_and_listed_in_order(tmp_path):
     assert document.predictors == ("raw", "delta_seq", "xor_seq")
 
 
-def test_options_reach_the_encoder(tmp_path):
+def test_encode_source_options_reach_the_encoder(tmp_path):
     options = EncodeOptions(predictors="raw", hi_predictors="xor_seq", codecs=("rle",), effort="fast")
     expected = kvmnn.encode(KEYS, predictors="raw", hi_predictors="xor_seq", codecs=("rle",), effort="fast")
     path = frame_file(tmp_path / "k.frame", named(KEYS), options)
@@ -50,7 +50,7 @@ def test_options_reach_the_encoder(tmp_path):
     }  # fmt: skip
 
 
-def test_stream_headers_are_counted_over_all_frames(tmp_path):
+def test_encode_source_stream_headers_are_counted_per_frame(tmp_path):
     path = frame_file(tmp_path / "k.frame", named(KEYS))
     count = len(manifest.load_manifest(tmp_path / "k.frame.json").arrays[0].frames)
     streams = bundle.inspect_frame_set(bundle.open_frames(str(path))).streams
@@ -62,12 +62,12 @@ def test_stream_headers_are_counted_over_all_frames(tmp_path):
     "options",
     [{"frame_bytes": 3}, {"effort": "slow"}, {"codecs": ()}, {"predictors": ("none",)}, {"frame_bytes": -1}],
 )
-def test_bad_options_are_refused_at_once(options):
+def test_encode_options_invalid_are_refused(options):
     with pytest.raises(KvmnnError):
         EncodeOptions(**options)
 
 
-def test_a_frame_that_does_not_decode_to_its_input_is_never_kept(tmp_path, monkeypatch):
+def test_encode_source_failed_verification_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("kvmnn.bundle.encoder.verify_roundtrip", lambda *_, **__: False)
     with pytest.raises(KvmnnError, match="did not decode to its own input"):
         frame_file(tmp_path / "k.frame", named(KEYS))

@@ -76,7 +76,7 @@ def check(metrics: EntropyMetrics, array: np.ndarray) -> None:
     assert vars(metrics) == pytest.approx(dict.fromkeys(vars(metrics), 0.0) | expected(array))
 
 
-def test_metrics_of_dumps_and_heads(dumps):
+def test_analyze_entropy_metrics_equal_zstandard_and_counts(dumps):
     found = analyze_entropy(select_dumps([dumps], ALL_LAYERS_SCOPE))
     arrays = {("run", "key"): K, ("run", "value"): V, ("wide", "key"): WIDE, ("wide", "value"): WIDE}
     assert [(row.entry.run_id, row.part) for row in found.layer_rows] == list(arrays)
@@ -87,7 +87,7 @@ def test_metrics_of_dumps_and_heads(dumps):
         check(row.metrics, np.ascontiguousarray(arrays[row.entry.run_id, row.part][:, row.head]))
 
 
-def test_what_changed_counts_as_failed(dumps):
+def test_analyze_entropy_changed_dumps_count_as_failed(dumps):
     selection = select_dumps([dumps], ALL_LAYERS_SCOPE)
     next(dumps.rglob("layer_5/v_*.bin")).unlink()
     next(dumps.rglob("layer_0/v_*.bin")).write_bytes(b"")
@@ -95,7 +95,7 @@ def test_what_changed_counts_as_failed(dumps):
     assert (found.layer_rows, found.num_failed) == ([], 2)
 
 
-def test_averages_leave_zeros_out_except_of_plain_zstd(dumps):
+def test_compute_averages_skip_zeros_except_zstd_ratio(dumps):
     entry = select_dumps([dumps], ALL_LAYERS_SCOPE).entries[0]
     rows = [
         MetricsRow(entry, "key", None, raw, EntropyMetrics(zstd_ratio=r, gear_ratio=r))
@@ -106,7 +106,7 @@ def test_averages_leave_zeros_out_except_of_plain_zstd(dumps):
     assert compute_averages([], "gear_ratio") == (0.0, 0.0)
 
 
-def test_reports_have_every_row(dumps):
+def test_entropy_reports_have_every_row(dumps):
     found = analyze_entropy(select_dumps([dumps], ALL_LAYERS_SCOPE))
     rows = list(csv.DictReader(io.StringIO(format_csv(found.head_rows))))
     assert [row["head"] for row in rows] == ["0", "1"] * 4
@@ -122,14 +122,14 @@ def test_reports_have_every_row(dumps):
     ("tokens", "label"),
     [(0, "0-256"), (257, "257-512"), (1024, "513-1024"), (2048, "1025-2048"), (2049, "2049+"), (10**9, "2049+")],
 )
-def test_bins_of_prompt_tokens(dumps, tokens, label):
+def test_format_grouped_summary_bins_prompt_tokens(dumps, tokens, label):
     text = format_grouped_summary(
         analyze_entropy(select_dumps([dumps], ALL_LAYERS_SCOPE), with_heads=False), {"run": tokens, "wide": tokens}
     )
     assert [line for line in text.splitlines() if line.startswith("## ")] == [f"## {label}"]
 
 
-def test_run_logs(tmp_path):
+def test_read_run_log_json_and_csv_are_accepted(tmp_path):
     file = tmp_path / "log"
     for good in (
         '{"run_id": "a", "prompt_tokens": 3}\n\n{"run_id": "b", "prompt_tokens": "4"}',
@@ -151,7 +151,7 @@ def test_run_logs(tmp_path):
             read_run_log(str(file))
 
 
-def test_conversion_rounds_and_says_so(dumps, tmp_path):
+def test_convert_to_fp16_rounds_and_reports_it(dumps, tmp_path):
     found = convert_to_fp16(dumps, tmp_path / "out", allow_fp16=True)
     assert (found.converted, found.copied, found.skipped, found.exit_code) == (1, 1, 0, 0)
     folder = tmp_path / "out" / "wide" / "layer_5"
@@ -168,7 +168,7 @@ def test_conversion_rounds_and_says_so(dumps, tmp_path):
     assert convert_to_fp16(dumps, tmp_path / "out", overwrite=True).converted == 1
 
 
-def test_conversion_counts_words_beyond_fp16(tmp_path):
+def test_convert_to_fp16_counts_overflowed_words(tmp_path):
     large = WIDE.copy()
     large.reshape(-1)[:5] = [1e5, -7e4, np.inf, np.nan, 1.0]
     write_dump(tmp_path / "dump", 5, 0, large, WIDE)
@@ -178,7 +178,7 @@ def test_conversion_counts_words_beyond_fp16(tmp_path):
     assert str(found).endswith("words changed, largest error infinite: 2 overflowed, beyond what fp16 can say")
 
 
-def test_conversion_reports_what_it_cannot_do(dumps, tmp_path):
+def test_convert_to_fp16_reports_failed_dumps(dumps, tmp_path):
     write_dump(dumps, 7, 0, WIDE, WIDE, run="long", seq_len=31)
     write_dump(dumps, 8, 0, WIDE, WIDE, run="odd", bytes_per_elem=3)
     write_dump(dumps, 9, 0, WIDE, WIDE, run="out", k_file="../../../x.bin")
@@ -192,7 +192,7 @@ def test_conversion_reports_what_it_cannot_do(dumps, tmp_path):
             convert_to_fp16(dumps, bad)
 
 
-def test_a_full_disk_ends_the_conversion(dumps, tmp_path, monkeypatch):
+def test_convert_to_fp16_full_disk_ends_conversion(dumps, tmp_path, monkeypatch):
     write_dump(dumps, 7, 0, WIDE, WIDE, run="zzz")
 
     def full(self: object, *_: object) -> None:

@@ -1,4 +1,4 @@
-"""Arrays whose frames do not gain are stored raw: as the engine decides, or each by itself; and nobody is fooled."""
+"""Arrays whose frames do not gain are stored raw: as the engine decides, or each by itself."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def raw_of(folder: str) -> list[str]:
     return [array.name for array in arrays if array.frames[0].is_raw]
 
 
-def test_k_and_v_of_a_layer_are_judged_together_as_the_engine_does():
+def test_raw_fallback_block_decision_equals_encode_block():
     made = bundle.encode_source(kvmnn.open("kv.npz"), "frames/", BLOCK)
     blocks = [kvmnn.encode_block(LAYERS[f"layer_{i}.key"], LAYERS[f"layer_{i}.value"]) for i in range(3)]
     assert [block.is_stored for block in blocks] == [False, True, True]
@@ -74,7 +74,7 @@ def test_k_and_v_of_a_layer_are_judged_together_as_the_engine_does():
 
 @pytest.mark.parametrize(("options", "kept"), [(BLOCK, 2), (ALLOW, 3), (EncodeOptions(), 0)])
 @pytest.mark.parametrize("frame_bytes", [0, 512])
-def test_everything_comes_back_and_is_proved(options, kept, frame_bytes):
+def test_raw_fallback_arrays_round_trip_and_are_verified(options, kept, frame_bytes):
     cut = EncodeOptions(frame_bytes=frame_bytes, block=options.block, allow_raw=options.allow_raw)
     bundle.encode_source(kvmnn.open("kv.npz"), "frames/", cut)
     assert len(raw_of("frames")) == kept
@@ -93,7 +93,7 @@ def test_everything_comes_back_and_is_proved(options, kept, frame_bytes):
 
 
 @pytest.mark.parametrize("values", [noise(">f2"), noise("<f4"), noise("u2"), np.array([1.5], np.float16)])
-def test_a_single_array_in_a_file(values):
+def test_raw_fallback_single_array_file_round_trips(values):
     np.save("a.npy", values)
     made = bundle.encode_source(kvmnn.open("a.npy"), "a.frame", ALLOW)
     assert (made.ratio, made.label) == (1.0, "LOSSLESS") and ", stored: raw, LOSSLESS" in str(made)
@@ -106,7 +106,7 @@ def test_a_single_array_in_a_file(values):
         bundle.open_frames("b.frame", use_manifest=False)
 
 
-def test_what_gains_is_encoded_as_ever():
+def test_raw_fallback_compressible_array_is_encoded_as_usual():
     np.save("n.npy", normal())
     bundle.encode_source(kvmnn.open("n.npy"), "a.frame", ALLOW)
     bundle.encode_source(kvmnn.open("n.npy"), "b.frame")
@@ -114,7 +114,7 @@ def test_what_gains_is_encoded_as_ever():
     assert json.loads(Path("a.frame.json").read_text())["schema_version"] == 1
 
 
-def test_inspect_says_what_is_stored_raw(run):
+def test_inspect_raw_fallback_arrays_are_marked(run):
     run("encode", "kv.npz", "-o", "frames/", "--joint-kv")
     found = bundle.inspect_frame_set(bundle.open_frames("frames"))
     assert isinstance(found, bundle.BundleInfo)
@@ -139,7 +139,7 @@ def test_inspect_says_what_is_stored_raw(run):
     assert (verified["frames"], verified["dense_streams"]) == (stored.count(None), 0)
 
 
-def test_the_command(run):
+def test_encode_command_allow_raw_and_joint_kv(run):
     assert "has no partner: expected an array with its values" in run("encode", "k.npy", "--joint-kv", code=2).err
     said = run("encode", "k.npy", "--allow-raw").out
     assert said.startswith("k.npy.frame: 2,560 -> 2,560 bytes, ratio 1.0000, stored: raw, LOSSLESS")
@@ -150,7 +150,7 @@ def test_the_command(run):
     assert "need a manifest" in run("encode", "k.npy", "--allow-raw", "-o", os.devnull, code=2).err
 
 
-def test_pieces_of_a_dump_are_blocks_of_their_own():
+def test_raw_fallback_dump_pieces_are_separate_blocks():
     ones = np.ones((32, 2, 16), np.float16)
     pieces = {f"dump/layer_0/{part}_t0_8": noise(shape=(8, 2, 16)) for part in "kv"}
     np.savez("dump.npz", **pieces, **{f"dump/layer_0/{part}_t8_40": ones for part in "kv"})
@@ -158,7 +158,7 @@ def test_pieces_of_a_dump_are_blocks_of_their_own():
     assert raw_of("frames") == list(pieces)
 
 
-def test_a_dump_that_is_stored_raw_is_given_back(run):
+def test_decode_dump_stored_raw_is_restored(run):
     dump(Path("dump/run/layer_0"))
     run("encode", "dump", "-o", "frames/", "--joint-kv")
     assert raw_of("frames") == ["run/layer_0/k_t0_3", "run/layer_0/v_t0_3"]
@@ -178,21 +178,21 @@ def test_a_dump_that_is_stored_raw_is_given_back(run):
         ({"k": noise(shape=(3, 2, 4, 8)), "v": noise()}, OptionError, "'k' of shape [3, 2, 4, 8] holds 3 layers"),
     ],
 )  # fmt: skip
-def test_arrays_that_are_no_blocks(arrays, error, message):
+def test_raw_fallback_joint_kv_without_pairs_is_refused(arrays, error, message):
     np.savez("x.npz", **arrays)
     with pytest.raises(error) as caught:
         bundle.encode_source(kvmnn.open("x.npz"), "frames/", BLOCK)
     assert message in str(caught.value) and not Path("frames").exists()
 
 
-def test_without_a_manifest_nothing_is_stored_raw():
+def test_raw_fallback_without_manifest_is_refused():
     with pytest.raises(OptionError, match="need a manifest"):
         bundle.encode_source(kvmnn.open("k.npy"), io.BytesIO(), ALLOW)
     with pytest.raises(OptionError, match="judged with its partner or by itself"):
         EncodeOptions(block=True, allow_raw=True)
 
 
-def test_an_array_that_reads_differently_the_second_time_is_refused(tmp_path):
+def test_raw_fallback_array_changed_between_reads_is_refused(tmp_path):
     reads = iter([noise(), noise()])
     array = replace(named(noise()), reader=lambda step: iter([next(reads).reshape(-1).view(np.uint8)]))
     with pytest.raises(SourceError, match="'k': changed while it was read"):
@@ -215,7 +215,7 @@ def test_an_array_that_reads_differently_the_second_time_is_refused(tmp_path):
         (0, {"sha256": "0" * 64}, "what is stored raw does not match the manifest's sha256"),
     ],
 )  # fmt: skip
-def test_lies(array, change, message):
+def test_raw_fallback_inconsistent_manifest_is_refused(array, change, message):
     bundle.encode_source(kvmnn.open("kv.npz"), "frames/", BLOCK)
     edit(Path("frames/manifest.json"), lambda document: document["arrays"][array]["frames"][0].update(change))
     with pytest.raises(KvmnnError) as caught:
@@ -223,7 +223,7 @@ def test_lies(array, change, message):
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_words_may_lie_anywhere_in_a_file():
+def test_raw_fallback_unaligned_words_round_trip():
     np.save("a.npy", noise(">f2"))
     bundle.encode_source(kvmnn.open("a.npy"), "a.frame", ALLOW)
     Path("a.frame").write_bytes(b"\0" + Path("a.frame").read_bytes())
@@ -234,14 +234,14 @@ def test_words_may_lie_anywhere_in_a_file():
     assert Path("back.npy").read_bytes() == Path("a.npy").read_bytes()
 
 
-def test_a_manifest_of_version_1_has_nothing_stored_raw():
+def test_manifest_version_1_with_raw_array_is_refused():
     bundle.encode_source(kvmnn.open("k.npy"), "k.frame", ALLOW)
     edit(Path("k.frame.json"), lambda document: document.update(schema_version=1))
     with pytest.raises(ManifestError, match="found \"raw\", expected 'frame': only version 2 of the schema"):
         bundle.open_frames("k.frame")
 
 
-def test_words_that_changed_on_the_disk_are_found(run):
+def test_raw_fallback_changed_words_fail_sha256(run):
     run("encode", "kv.npz", "-o", "frames/", "--joint-kv")
     path = Path("frames/layer_0.value.frame")
     path.write_bytes(path.read_bytes()[:-1] + b"\0")
@@ -252,7 +252,7 @@ def test_words_that_changed_on_the_disk_are_found(run):
     assert not Path("x.npz").exists()
 
 
-def test_a_prefix_cache_comes_back_file_by_file(run):
+def test_decode_prefix_cache_stored_raw_restores_files(run):
     np.savez("one.npz", **{name: noise("f4") for name in ("layer_0.key", "layer_0.value")})
     run(
         "mnn",

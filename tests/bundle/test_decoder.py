@@ -32,7 +32,7 @@ from kvmnn.errors import FrameError, KvmnnError, LimitError, ManifestError
     threads=st.sampled_from([1, 2, None]),
     effort=st.sampled_from(["exact", "balanced", "fast"]),
 )
-def test_every_array_comes_back(tmp_path_factory, arrays, threads, effort):
+def test_decode_frames_any_arrays_round_trip(tmp_path_factory, arrays, threads, effort):
     folder = tmp_path_factory.mktemp("bundle")
     random = np.random.default_rng(len(arrays))
     made, expected = [], []
@@ -55,7 +55,7 @@ def test_every_array_comes_back(tmp_path_factory, arrays, threads, effort):
         )  # fmt: skip
 
 
-def test_limit(tmp_path):
+def test_decode_frames_max_bytes_is_enforced(tmp_path):
     frames = open_frames(str(bundle(tmp_path / "out", named(KEYS))))
     assert joined(frames, max_bytes=KEYS.nbytes) == [KEYS.tobytes()]
     with pytest.raises(LimitError, match=f"above the limit of {KEYS.nbytes - 1}"):
@@ -71,7 +71,7 @@ def damaged(tmp_path: Path, change, file: str = "manifest.json") -> FrameSet:
     return open_frames(str(folder))
 
 
-def test_a_changed_frame_is_found(tmp_path):
+def test_decode_frames_changed_frame_is_refused(tmp_path):
     frames = damaged(tmp_path, lambda data: data[:-1] + bytes([data[-1] ^ 1]), "v.frame")
     with pytest.raises(ManifestError, match=r"array 'v': frame 12 \(offset \d+\) the frame does not match"):
         joined(frames)
@@ -79,7 +79,7 @@ def test_a_changed_frame_is_found(tmp_path):
         list(decode_frames(frames))
 
 
-def test_the_only_frame_has_no_number(tmp_path):
+def test_decode_frames_error_of_single_frame_has_no_number(tmp_path):
     folder = bundle(tmp_path / "out", named(KEYS), options=EncodeOptions(frame_bytes=0))
     frame = (folder / "k.frame").read_bytes()
     (folder / "k.frame").write_bytes(frame[:-1] + bytes([frame[-1] ^ 1]))
@@ -87,7 +87,7 @@ def test_the_only_frame_has_no_number(tmp_path):
         joined(open_frames(str(folder)))
 
 
-def test_one_of_two_frames_has_its_number(tmp_path):
+def test_decode_frames_error_names_frame_number_and_offset(tmp_path):
     folder = bundle(tmp_path / "out", named(KEYS), options=EncodeOptions(frame_bytes=KEYS.nbytes // 2))
     data = (folder / "k.frame").read_bytes()
     (folder / "k.frame").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
@@ -97,7 +97,7 @@ def test_one_of_two_frames_has_its_number(tmp_path):
         joined(frames)
 
 
-def test_swapped_frames_are_found_even_if_their_own_hashes_are_not_checked(tmp_path):
+def test_decode_frames_swapped_frames_fail_manifest_sha256(tmp_path):
     def change(document):
         parts = document["arrays"][1]["frames"]
         parts[0], parts[1] = parts[1], parts[0]
@@ -107,12 +107,12 @@ def test_swapped_frames_are_found_even_if_their_own_hashes_are_not_checked(tmp_p
 
 
 @pytest.mark.parametrize("cut", [0, 100])
-def test_a_short_frame_file_is_found(tmp_path, cut):
+def test_decode_frames_truncated_file_is_refused(tmp_path, cut):
     with pytest.raises(ManifestError, match=f"has {cut} bytes, but the manifest puts a frame"):
         joined(damaged(tmp_path, lambda data: data[:cut], "v.frame"))
 
 
-def test_a_frame_of_another_size_than_the_manifest_says(tmp_path):
+def test_decode_frames_size_mismatch_with_manifest_is_refused(tmp_path):
     def change(document):
         parts = document["arrays"][0]["frames"]
         parts[0]["raw_bytes"] += 2
@@ -122,7 +122,7 @@ def test_a_frame_of_another_size_than_the_manifest_says(tmp_path):
         joined(damaged(tmp_path, change))
 
 
-def test_missing_and_escaping_files(tmp_path):
+def test_decode_frames_missing_or_escaping_file_is_refused(tmp_path):
     def rename(name: str):
         def change(document):
             for part in document["arrays"][0]["frames"]:

@@ -1,4 +1,4 @@
-"""Dense streams in bundles: which arrays become such, what the manifest says of them, and that all comes back."""
+"""Dense streams in bundles: which arrays become dense streams, their manifest entries, and the round trip."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def stored(folder: str) -> dict[str, list[tuple[str, str | None]]]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_cache_comes_back_and_is_proved(dtype):
+def test_dense_bundle_round_trips_and_is_verified(dtype):
     arrays = cache(dtype)
     np.savez("kv.npz", **arrays)
     made = bundle.encode_source(kvmnn.open("kv.npz"), "d/", DENSE)
@@ -77,7 +77,7 @@ def test_a_cache_comes_back_and_is_proved(dtype):
     assert np.array_equal(dense_decoder.decode(stream), arrays["layer_1.key"].view(words))
 
 
-def test_k_is_rotated_and_v_is_not():
+def test_dense_bundle_rotates_keys_only():
     np.savez("kv.npz", **cache())
     turned = bundle.encode_source(kvmnn.open("kv.npz"), "d/", DENSE).manifest.arrays
     plain = bundle.encode_source(kvmnn.open("kv.npz"), "p/", EncodeOptions(dense=DenseOptions())).manifest.arrays
@@ -88,7 +88,7 @@ def test_k_is_rotated_and_v_is_not():
         assert kvmnn.dense.inspect(stream).rotary == is_key
 
 
-def test_axes_layers_batches_and_others():
+def test_dense_bundle_axes_of_layers_and_batches():
     keys, values = layer()
     np.savez(
         "kv.npz",
@@ -121,7 +121,7 @@ def test_axes_layers_batches_and_others():
             assert (back[name].dtype, back[name].tobytes("A")) == (before[name].dtype, before[name].tobytes("A"))
 
 
-def test_a_dump_has_tokens_first():
+def test_dense_bundle_of_dump_is_token_major():
     dump(Path("dumps/layer_0"), tokens=40)
     source = kvmnn.open("dumps")
     bundle.encode_source(source, "d/", EncodeOptions(dense=DenseOptions(rotary=RopeConfig(dims=4))))
@@ -131,7 +131,7 @@ def test_a_dump_has_tokens_first():
     assert contents(Path("again")) == contents(Path("dumps"))
 
 
-def test_nothing_that_could_be_dense():
+def test_dense_bundle_without_suitable_array_is_refused():
     np.savez("m.npz", mask=np.ones((3, 40), np.float16))
     with pytest.raises(OptionError, match="no array can be a dense stream: array 'mask': its name does not say"):
         bundle.encode_source(kvmnn.open("m.npz"), "d/", DENSE)
@@ -147,7 +147,7 @@ def test_nothing_that_could_be_dense():
     assert not Path("d").exists()
 
 
-def test_token_ids_help_and_must_fit():
+def test_dense_bundle_token_ids_reduce_size_and_must_fit():
     ids = RANDOM.integers(0, 50, 200)
     rows = RANDOM.standard_normal((2, 50, 16))[:, ids] + 0.1 * RANDOM.standard_normal((2, 200, 16))
     np.savez("kv.npz", **{"layer_0.key": to_dtype(rows.astype(np.float32), "fp16")})
@@ -158,7 +158,7 @@ def test_token_ids_help_and_must_fit():
         bundle.encode_source(kvmnn.open("kv.npz"), "e/", EncodeOptions(dense=DenseOptions(token_ids=[1, 2, 3])))
 
 
-def test_a_single_array_a_stream_and_no_manifest():
+def test_dense_bundle_single_array_is_one_stream():
     keys, _ = layer("bf16")
     np.save("k.npy", keys)
     bundle.encode_source(kvmnn.open("k.npy"), "k.frame", DENSE)
@@ -179,7 +179,7 @@ def test_a_single_array_a_stream_and_no_manifest():
         bundle.encode_source(kvmnn.open("k.npy"), io.BytesIO(), DENSE)
 
 
-def test_inspect_accounts_for_every_byte():
+def test_inspect_dense_bundle_accounts_for_every_byte():
     np.savez("kv.npz", **cache(), mask=np.ones((3, 40), np.float16))
     bundle.encode_source(kvmnn.open("kv.npz"), "d/", DENSE)
     found = bundle.inspect_frame_set(bundle.open_frames("d"))
@@ -196,7 +196,7 @@ def test_inspect_accounts_for_every_byte():
     assert (verified.frames, verified.dense_streams, verified.raw_pieces) == (1, 4, 0)
 
 
-def test_what_does_not_shrink_may_stay_raw():
+def test_dense_bundle_incompressible_array_may_be_raw():
     noise = RANDOM.integers(0, 1 << 16, (2, 40, 16), np.uint16)
     np.savez("kv.npz", **{"layer_0.key": noise, "layer_0.value": layer()[1]})
     options = EncodeOptions(allow_raw=True, dense=DenseOptions())
@@ -205,8 +205,8 @@ def test_what_does_not_shrink_may_stay_raw():
     assert bundle.verify_frame_set(bundle.open_frames("d"), kvmnn.open("kv.npz")).ok
 
 
-def test_what_the_bundle_does_not_say_is_a_defect_of_nobody(monkeypatch):
-    """A stream that decoded to something else would be found before it is kept."""
+def test_dense_bundle_wrong_decoding_writes_nothing(monkeypatch):
+    """A stream that does not decode to its input is refused before anything is written."""
     from kvmnn.bundle import dense
 
     np.savez("kv.npz", **cache())
@@ -243,7 +243,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_a_manifest_that_lies(lie):
+def test_dense_bundle_inconsistent_manifest_is_refused(lie):
     change, error, message = LIES[lie]
     np.savez("kv.npz", **cache())
     bundle.encode_source(kvmnn.open("kv.npz"), "d/", DENSE)
@@ -254,7 +254,7 @@ def test_a_manifest_that_lies(lie):
     assert str(caught.value).startswith("d")
 
 
-def test_a_frame_is_no_dense_stream():
+def test_dense_bundle_frame_as_dense_stream_is_refused():
     np.savez("kv.npz", **cache())
     bundle.encode_source(kvmnn.open("kv.npz"), "f/")
     edit(Path("f/manifest.json"), lambda d: (d.update(schema_version=3), entry(d).update(stored="dense", axes="htd")))

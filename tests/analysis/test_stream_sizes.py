@@ -49,7 +49,7 @@ def lane_of(shape: tuple[int, ...], seed: int, spread: int) -> np.ndarray:
 
 @given(SHAPES, st.integers(0, 99), st.sampled_from(PREDICTOR_NAMES))
 @settings(max_examples=150, deadline=None)
-def test_predictors_are_those_of_plain_python_and_can_be_undone(shape, seed, name):
+def test_apply_predictor_equals_the_model_and_inverts(shape, seed, name):
     lane = lane_of(shape, seed, 256)
     made = apply_predictor(lane, name)
     assert made.tobytes() == offline_model.predict(lane, name).tobytes()
@@ -58,11 +58,11 @@ def test_predictors_are_those_of_plain_python_and_can_be_undone(shape, seed, nam
 
 @given(st.binary(max_size=100))
 @settings(max_examples=150, deadline=None)
-def test_bitshuffle_is_that_of_plain_python(data):
+def test_bitshuffle_equals_the_model(data):
     assert bitshuffle(data) == offline_model.bitshuffle(data)
 
 
-def test_predictors_refuse_what_is_no_lane():
+def test_apply_predictor_invalid_lane_is_refused():
     with pytest.raises(TypeError, match=r"expected uint8 \[token, kv_head, head_dim\]"):
         apply_predictor(np.zeros((2, 3), np.uint8), "raw")
     with pytest.raises(KvmnnError, match="unknown predictor 'sub'"):
@@ -91,7 +91,7 @@ def test_predictors_refuse_what_is_no_lane():
     st.integers(1, 9),
 )
 @settings(max_examples=200, deadline=None)
-def test_a_meter_gives_the_size_of_plain_python(shape, seed, spread, names, block, level, shuffled, step):
+def test_stream_meter_size_equals_the_model(shape, seed, spread, names, block, level, shuffled, step):
     tokens, heads, dims = shape
     meter = _stream_meter.StreamMeter()
     for lane in (0, 1):  # the second time with what the first left over
@@ -110,7 +110,7 @@ def test_a_meter_gives_the_size_of_plain_python(shape, seed, spread, names, bloc
         assert limit == pytest.approx(-(share * np.log2(share)).sum() * mine.size / 8, abs=1e-6)
 
 
-def test_a_meter_that_grows_and_shrinks_stays_right():
+def test_stream_meter_reconfigured_sizes_stay_correct():
     meter = _stream_meter.StreamMeter()
     names = list(PREDICTOR_NAMES)
     for tokens, block in ((9, 2), (300, 400), (40, 3), (500, 499), (1, 1)):
@@ -127,7 +127,7 @@ def test_a_meter_that_grows_and_shrinks_stays_right():
     assert meter.count_buffer_bytes() == 0
 
 
-def test_a_meter_refuses_what_does_not_fit():
+def test_stream_meter_invalid_arguments_are_refused():
     meter = _stream_meter.StreamMeter()
     with pytest.raises(ValueError, match=r"setup\(\) first"):
         meter.start(1)
@@ -184,7 +184,7 @@ def dumps(tmp_path_factory) -> Path:
 @pytest.mark.slow
 @given(OPTIONS)
 @settings(max_examples=60, deadline=None)
-def test_sums_are_those_of_plain_python(dumps, options):
+def test_measure_dumps_sums_equal_the_model(dumps, options):
     found = build_reference_document(measure_dumps(["x"], select_dumps([dumps], options.scope), options, threads=2))
     groups: dict = {}
     for number, (layer, start, k, v, run, stage) in enumerate(DUMPS):
@@ -234,7 +234,7 @@ def piece_size(piece: np.ndarray, part: str, options: MeasureOptions) -> int:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_threads_and_memory_do_not_change_anything(dumps, threads, monkeypatch):
+def test_measure_dumps_does_not_depend_on_threads_or_memory(dumps, threads, monkeypatch):
     options = MeasureOptions(entry_mode="chunked_grouped", online_chunk_seq=5)
     monkeypatch.setattr("kvmnn.analysis.measurement.MAX_MEMORY_BYTES", 1)
     monkeypatch.setattr("kvmnn.analysis.tensor_reader.CHUNK_BYTES", 40)
@@ -247,7 +247,7 @@ def test_threads_and_memory_do_not_change_anything(dumps, threads, monkeypatch):
     assert sum(seen) == 2 * measured.totals.raw_bytes()
 
 
-def test_large_files_are_mapped_and_give_the_same(tmp_path):
+def test_measure_dumps_large_mapped_files_equal_the_model(tmp_path):
     keys, values = words(1, 3000, dims=64), words(2, 3000, dims=64, dtype="<f2")
     write_dump(tmp_path / "a", 0, 0, keys, values)
     options = MeasureOptions()
@@ -264,7 +264,7 @@ def test_large_files_are_mapped_and_give_the_same(tmp_path):
     )
 
 
-def test_frames_that_exist_are_counted(dumps):
+def test_measure_dumps_real_frames_are_counted(dumps):
     import kvmnn
 
     options = MeasureOptions(scope=Scope(front_n=1))
@@ -275,14 +275,14 @@ def test_frames_that_exist_are_counted(dumps):
     assert found.totals.stored_bytes() > found.totals.stored_sizes["key"].bytes
 
 
-def test_a_frame_that_does_not_decode_is_never_counted(dumps, monkeypatch):
+def test_measure_dumps_failed_roundtrip_is_an_error(dumps, monkeypatch):
     monkeypatch.setattr("kvmnn.analysis.stream_sizes.verify_roundtrip", lambda *_, **__: False)
     options = MeasureOptions()
     with pytest.raises(KvmnnError, match="did not decode to its own input"):
         measure_dumps(["x"], select_dumps([dumps], options.scope), options, real=True)
 
 
-def test_a_budget_lets_one_through_that_is_too_large_and_no_other_beside_it():
+def test_memory_budget_oversized_item_runs_alone():
     import threading
 
     budget, order = MemoryBudget(10), []
@@ -333,13 +333,13 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("make", "message"), REFUSED)
-def test_options_are_refused_with_the_tools_words(make, message):
+def test_measure_options_invalid_are_refused(make, message):
     with pytest.raises(OptionError) as caught:
         make()
     assert str(caught.value).startswith(message)
 
 
-def test_values_beyond_what_c_holds_are_fine(dumps):
+def test_measure_dumps_values_beyond_int64_are_exact(dumps):
     options = MeasureOptions(
         scope=Scope(scope="layer_range", layer_start=-(10**30), max_seq_len=10**30),
         entry_mode="chunked",
@@ -390,7 +390,7 @@ def test_measure_fp32_stored_is_frames_of_fp32_words(tmp_path, heads_first):
 
 
 @pytest.mark.parametrize("mode", ["aggregate", "chunked_grouped"])
-def test_measure_fp32_and_fp16_of_one_run_never_share_a_stream(tmp_path, mode):
+def test_measure_fp32_and_fp16_never_share_a_stream(tmp_path, mode):
     halves = [words(seed, 30) for seed in (1, 2)]
     wides = [words(seed, 30, dtype="<f4") for seed in (3, 4)]
     write_dump(tmp_path, 0, 0, *halves)
@@ -406,7 +406,7 @@ def test_measure_fp32_and_fp16_of_one_run_never_share_a_stream(tmp_path, mode):
 
 @pytest.mark.parametrize("mode", ["adaptive_v22", "legacy"])
 @pytest.mark.parametrize("heads_first", [False, True])
-def test_fp32_in_four_lanes_is_that_of_plain_python(tmp_path, mode, heads_first):
+def test_measure_fp32_four_lanes_equal_the_model(tmp_path, mode, heads_first):
     k, v = (words(seed, 90, dtype="<f4") for seed in (1, 2))
     if heads_first:
         np.savez(tmp_path / "kv.npz", k=k.transpose(1, 0, 2), v=v.transpose(1, 0, 2))
@@ -443,8 +443,8 @@ def test_fp32_in_four_lanes_is_that_of_plain_python(tmp_path, mode, heads_first)
     assert exact.totals.limit_bytes() == beside.sum_lanes().limit_bytes
 
 
-def test_frames_are_cut_at_their_size(dumps, monkeypatch):
-    """At so many words of two bytes as fit: of 2 heads of their dims, three tokens."""
+def test_measure_dumps_frames_are_split_at_max_frame_bytes(dumps, monkeypatch):
+    """A frame has as many whole tokens as fit: three here."""
     mine = [k for layer, _, k, _, _, _ in DUMPS if layer == 0]
     heads, dims = mine[0].shape[1:]
     monkeypatch.setattr("kvmnn.analysis.stream_sizes.MAX_FRAME_BYTES", 3 * 2 * heads * dims + 1)

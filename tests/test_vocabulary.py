@@ -27,16 +27,20 @@ TEST_FOLDERS = frozenset(
         "_util",
         "analysis",
         "arrays",
+        "attacks",
         "bench",
         "bundle",
         "conformance",
         "dense",
+        "docs",
         "faults",
         "files",
         "integrations",
         "memory",
         "packed",
+        "peers",
         "runtime",
+        "tools",
     }
 )
 """Folders of tests whose names are ``test_<unit>_<condition>_<result>``, as are those directly below ``tests/``."""

@@ -1,4 +1,4 @@
-"""Zip archives that claim more than they hold, or that two programs would read differently: refused by every reader."""
+"""Zip archives with inconsistent headers, overlapping members or false sizes are refused by every reader."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def read(path: Path) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("method", [STORED, DEFLATED])
-def test_the_archive_that_says_the_truth_is_read(tmp_path: Path, method: int) -> None:
+def test_archive_with_consistent_headers_is_read(tmp_path: Path, method: int) -> None:
     (tmp_path / "a.npz").write_bytes(archive(Entry(b"k.npy", DATA, method), Entry(b"v.npy", ZEROS, method)))
     with np.load(tmp_path / "a.npz") as theirs:
         assert {name: array.tobytes() for name, array in read(tmp_path / "a.npz").items()} == {
@@ -91,7 +91,7 @@ LIES: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("lie", sorted(LIES))
-def test_archives_of_two_readings(tmp_path: Path, lie: str, run: Run) -> None:
+def test_archive_with_ambiguous_headers_is_refused(tmp_path: Path, lie: str, run: Run) -> None:
     data, message = LIES[lie]
     path = tmp_path / "a.npz"
     path.write_bytes(data)
@@ -101,7 +101,7 @@ def test_archives_of_two_readings(tmp_path: Path, lie: str, run: Run) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_checkpoint_whose_headers_differ(tmp_path: Path) -> None:
+def test_checkpoint_with_differing_headers_is_refused(tmp_path: Path) -> None:
     path = checkpoint(tmp_path / "c.pth", {"model": WORDS})
     data = bytearray(path.read_bytes())
     with zipfile.ZipFile(path) as file:
@@ -121,8 +121,8 @@ def shared(members: int, nbytes: int) -> bytes:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", ["encode", "inspect", "measure"])
-def test_bombs_of_shared_members(tmp_path: Path, verb: str, run: Run) -> None:
-    """33,000 times the size of the file: refused before anything is inflated."""
+def test_archive_bomb_of_overlapping_members_is_refused(tmp_path: Path, verb: str, run: Run) -> None:
+    """The members have 33,000 times the size of the file and are refused before anything is inflated."""
     path = tmp_path / "bomb.npz"
     path.write_bytes(shared(32, 4 << 20))
     before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
@@ -131,8 +131,8 @@ def test_bombs_of_shared_members(tmp_path: Path, verb: str, run: Run) -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
 
 
-def test_a_member_that_claims_more_than_deflate_can_hold(tmp_path: Path) -> None:
-    """A terabyte of two hundred bytes."""
+def test_archive_member_beyond_deflate_ratio_is_refused(tmp_path: Path) -> None:
+    """The header claims a terabyte in two hundred bytes."""
     head = npy(np.zeros(0, np.float32)).replace(b"(0,)", b"(274877906912,)")
     head = head[: len(npy(np.zeros(1, np.float32))) - 4]
     size = {"size": 0xFFFF_FF00}
@@ -143,8 +143,8 @@ def test_a_member_that_claims_more_than_deflate_can_hold(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("verb", ["encode", "inspect", "verify", "measure", "compressor convert"])
-def test_max_bytes(tmp_path: Path, verb: str, run: Run) -> None:
-    """Zeros that are honestly there, but more than the caller wants."""
+def test_archive_beyond_max_bytes_is_refused(tmp_path: Path, verb: str, run: Run) -> None:
+    """The zeros exist, but exceed the caller's limit."""
     array = np.zeros((64, 4, 128), np.float16)
     np.savez_compressed(tmp_path / "a.npz", **{"layer_0.key": array, "layer_0.value": array})
     run("encode", tmp_path / "a.npz", "-o", tmp_path / "frames/", "-q")
@@ -163,8 +163,8 @@ def test_max_bytes(tmp_path: Path, verb: str, run: Run) -> None:
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(("out", "."))]
 
 
-def test_no_member_is_read_that_was_not_compared(tmp_path: Path) -> None:
-    """What was damaged once is damaged when it is asked for again."""
+def test_archive_damaged_member_is_refused_every_time(tmp_path: Path) -> None:
+    """A member with a wrong checksum is refused at the second reading as well."""
     path = tmp_path / "a.npz"
     path.write_bytes(archive(Entry(b"k.npy", DATA, local={"crc": 5}, central={"crc": 5})))
     for _ in range(2):

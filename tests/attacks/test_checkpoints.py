@@ -1,4 +1,4 @@
-"""Checkpoints made to harm: nothing in them runs, nothing they claim is believed, memory stays bounded."""
+"""Hostile checkpoints: nothing in them is executed, their claims are checked, memory stays bounded."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ NAMES = sorted(attacks(""))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_no_pickle_has_any_effect(tmp_path: Path, name: str) -> None:
+def test_hostile_pickle_has_no_effect(tmp_path: Path, name: str) -> None:
     canary = tmp_path / CANARY
     data = attacks(str(canary))[name]
     before = set(sys.modules)
@@ -102,8 +102,8 @@ def test_no_pickle_has_any_effect(tmp_path: Path, name: str) -> None:
     assert not {"this", "torch", "torch.hub"} & (set(sys.modules) - before)
 
 
-def test_the_canary_would_sing(tmp_path: Path) -> None:
-    """The attacks are real: Python's own unpickler falls for one in a child process."""
+def test_hostile_pickle_harms_python_unpickler(tmp_path: Path) -> None:
+    """The control: Python's own unpickler executes such a pickle in a child process."""
     data = attacks(str(tmp_path / CANARY))["reduce"]
     subprocess.run([sys.executable, "-c", f"import pickle; pickle.loads({data!r})"], check=True)
     assert (tmp_path / CANARY).exists()
@@ -133,7 +133,7 @@ def attempt(path: Path, data: bytes) -> None:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(flips=st.lists(st.tuples(st.integers(0), st.integers(1, 255)), min_size=1, max_size=5), in_pickle=st.booleans())
-def test_flipped_bytes_give_weights_or_a_refusal(
+def test_checkpoint_with_flipped_bytes_is_read_or_refused(
     tmp_path: Path, whole: bytes, flips: list[tuple[int, int]], in_pickle: bool
 ) -> None:
     with zipfile.ZipFile(_file(tmp_path, whole)) as file:
@@ -161,7 +161,7 @@ def _mend_checksum(data: bytearray, begin: int, size: int) -> None:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(end=st.floats(0, 1), cut=st.integers(0, 400))
-def test_missing_bytes_give_weights_or_a_refusal(tmp_path: Path, whole: bytes, end: float, cut: int) -> None:
+def test_checkpoint_with_missing_bytes_is_read_or_refused(tmp_path: Path, whole: bytes, end: float, cut: int) -> None:
     at = int(end * len(whole))
     attempt(tmp_path / "c.pth", whole[:at] + whole[at + cut :])
 
@@ -172,7 +172,7 @@ OPCODES = b"(.0123abdehjlqrstuKMNQRXUTGJC}])\x80\x81\x85\x86\x87\x88\x89\x8a\x8c
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from([bytes([code]) for code in OPCODES]), st.binary(max_size=6)), max_size=30))
 @example([(b"}", b""), (b"h", b"\0"), (b".", b"")])
-def test_any_opcodes_give_a_value_or_a_refusal(parts: list[tuple[bytes, bytes]]) -> None:
+def test_pickle_any_opcodes_are_loaded_or_refused(parts: list[tuple[bytes, bytes]]) -> None:
     data = b"\x80\x02" + b"".join(code + argument for code, argument in parts) + b"."
 
     def refuse(*_: object) -> Any:
@@ -202,7 +202,7 @@ def test_any_opcodes_give_a_value_or_a_refusal(parts: list[tuple[bytes, bytes]])
         (b"N" * 1001 + b".", "more than 1000 opcodes"),
     ],
 )
-def test_the_scan_stops_what_is_out_of_bounds(data: bytes, match: str) -> None:
+def test_pickle_scan_out_of_bounds_is_refused(data: bytes, match: str) -> None:
     with pytest.raises(CheckpointError, match=match):
         _pickles.scan(data, 0, 1000)
 
@@ -225,7 +225,7 @@ def test_the_scan_stops_what_is_out_of_bounds(data: bytes, match: str) -> None:
         (b"N)R.", "calls NoneType"),
     ],
 )
-def test_the_machine_refuses_what_makes_no_sense(data: bytes, match: str) -> None:
+def test_pickle_load_invalid_stack_is_refused(data: bytes, match: str) -> None:
     end, _ = _pickles.scan(data, 0, 1000)
     with pytest.raises(CheckpointError, match=match):
         _pickles.load(data, 0, end, lambda *_: _pickles.AllowedGlobal("x"), lambda _: None)
@@ -290,7 +290,7 @@ def bomb_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path
         "a storage of 320 MiB of zeros",
     ],
 )
-def test_memory_is_bounded(bomb_files: dict[str, tuple[Path, int]], name: str) -> None:
+def test_checkpoint_bomb_memory_is_bounded(bomb_files: dict[str, tuple[Path, int]], name: str) -> None:
     path, mebibytes = bomb_files[name]
     done = subprocess.run(
         [sys.executable, "-c", _LIMITED, str(path), str(mebibytes)], capture_output=True, text=True, check=False
@@ -300,8 +300,8 @@ def test_memory_is_bounded(bomb_files: dict[str, tuple[Path, int]], name: str) -
     assert done.stdout.endswith("True\n")
 
 
-def test_a_small_checkpoint_cannot_ask_for_a_huge_weight_file(tmp_path: Path) -> None:
-    """Stride 0 repeats one element for nothing; 200 weights of 10^8 elements would be 40 GB."""
+def test_checkpoint_huge_expanded_tensors_are_refused(tmp_path: Path) -> None:
+    """Stride 0 repeats one element at no cost; 200 weights of 10^8 elements would take 40 GB."""
     head = b"\x80\x02}(" + _text("start") + b"ctorch._utils\n_rebuild_tensor_v2\n((" + _text("storage")
     head += (
         b"ctorch\nFloatStorage\n" + _text("0") + _text("cpu") + b"K\1tQK\0M\x10\x27M\x10\x27\x86K\0K\0\x86\x89NtRq\0"
@@ -315,7 +315,7 @@ def test_a_small_checkpoint_cannot_ask_for_a_huge_weight_file(tmp_path: Path) ->
 
 @pytest.mark.parametrize("digits", [5, 40, 4_299, 4_300, 5_000])
 @pytest.mark.parametrize("as_reference", [False, True])
-def test_layer_numbers_of_any_length(tmp_path: Path, digits: int, as_reference: bool) -> None:
+def test_checkpoint_layer_numbers_of_any_length(tmp_path: Path, digits: int, as_reference: bool) -> None:
     state = {**weights(1), f"compress_tk.{'9' * digits}.0.x": 1}
     options = ConvertOptions(as_reference=as_reference)
     _, selection = prepare_conversion(checkpoint(tmp_path / "c.pth", state), options)
@@ -328,7 +328,7 @@ def test_layer_numbers_of_any_length(tmp_path: Path, digits: int, as_reference: 
         assert len(str(refused.value)) < 1_000
 
 
-def test_messages_stay_short(tmp_path: Path) -> None:
+def test_checkpoint_error_messages_stay_short(tmp_path: Path) -> None:
     huge = b"\x8a\xff" + b"\x7f" * 255
     head = b"\x80\x02}(" + _text("a") + b"ctorch._utils\n_rebuild_tensor_v2\n((" + _text("storage")
     head += b"ctorch\nFloatStorage\n" + _text("0") + _text("cpu") + b"K\1tQK\0(" + huge * 64 + b"t(" + huge * 64

@@ -1,4 +1,4 @@
-"""Hostile dense streams, with a manifest that vouches for them: one line, no output, no more memory than is there."""
+"""Hostile dense streams with a matching manifest: one line of error, no output, bounded memory."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def refused(run, message: str = "k.frame") -> None:
 
 
 @pytest.mark.slow
-def test_flipped_streams_are_refused_whatever_vouches_for_them(here, run):
+def test_dense_stream_damaged_is_refused_despite_manifest(here, run):
     stream = Path("k.frame").read_bytes()
     for at in [*range(0, 200, 9), *range(200, len(stream), 401)]:
         damaged = bytearray(stream)
@@ -68,8 +68,8 @@ def test_flipped_streams_are_refused_whatever_vouches_for_them(here, run):
 
 
 @pytest.mark.parametrize("tokens", [(1 << 24) - 1, 0x03FFFFFF, 0x07FFFFFF, 0xFFFFFFFF])
-def test_claims_of_gigabytes_take_no_memory(here, run, tokens):
-    """Up to 4 GiB and beyond, in a stream of some kilobytes, with a manifest of the same opinion."""
+def test_dense_stream_claiming_gigabytes_takes_no_memory(here, run, tokens):
+    """Streams and manifests of some kilobytes claim 4 GiB and more."""
     stream = Path("k.frame").read_bytes()
     for method in (0, 1, 2):
         fields = {"tokens": tokens, "method": method, **({} if method == 2 else {"flags": 0})}
@@ -77,7 +77,7 @@ def test_claims_of_gigabytes_take_no_memory(here, run, tokens):
         refused(run)
 
 
-def test_streams_that_need_what_no_bundle_has(here, run):
+def test_dense_stream_with_history_is_refused_in_bundle(here, run):
     from kvmnn import dense
 
     keys = np.load("k.npy")
@@ -85,7 +85,7 @@ def test_streams_that_need_what_no_bundle_has(here, run):
     refused(run, "refers to rows or tables outside of it, which no bundle has")
 
 
-def test_two_streams_are_not_one(here, run):
+def test_dense_stream_doubled_is_refused(here, run):
     stream = Path("k.frame").read_bytes()
     vouched(stream + stream)
     refused(run)

@@ -1,4 +1,4 @@
-"""Small files of other engines and Zarr stores that claim much: refused, or read, in time that their bytes explain."""
+"""Small files of other engines and Zarr stores with huge claims: refused or read in time linear in their bytes."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def written(path: Path, *parts: bytes) -> Path:
 
 
 @pytest.mark.parametrize("head", [HEAD, OLD], ids=["10", "9"])
-def test_a_million_streams_without_a_cell(tmp_path: Path, run: Any, head: bytes) -> None:
+def test_llama_state_million_empty_streams(tmp_path: Path, run: Any, head: bytes) -> None:
     path = written(tmp_path / "a.session", head, struct.pack("<I", 1 << 20), bytes(4 << 20))
     said = one_line(run, "inspect", path)
     assert "1,048,576 streams" in said or head == OLD
 
 
 @pytest.mark.parametrize("head", [HEAD, OLD], ids=["10", "9"])
-def test_a_hundred_thousand_layers_of_a_value(tmp_path: Path, run: Any, head: bytes) -> None:
+def test_llama_state_hundred_thousand_small_layers(tmp_path: Path, run: Any, head: bytes) -> None:
     layers = 100_000
     path = written(
         tmp_path / "a.session", head, struct.pack("<II", 1, 1), CELL, struct.pack("<II", 0, layers), ONE * 2 * layers
@@ -69,8 +69,8 @@ def test_a_hundred_thousand_layers_of_a_value(tmp_path: Path, run: Any, head: by
     assert "100,000 layers" in said or head == OLD
 
 
-def test_streams_of_which_one_lies(tmp_path: Path, run: Any) -> None:
-    """Three streams that say each other's numbers: cells, layers, types, row bytes, order of V."""
+def test_llama_state_stream_with_wrong_field(tmp_path: Path, run: Any) -> None:
+    """One of three streams has another number of cells or layers, another type, row size or order of V."""
     good = struct.pack("<I", 1) + CELL + struct.pack("<II", 0, 1) + ONE * 2
     for place in range(0, len(good), 4):
         for number in (0, 2, 3, 31, 1 << 16, (1 << 31) - 1, 1 << 31, (1 << 32) - 1):
@@ -86,7 +86,7 @@ def test_streams_of_which_one_lies(tmp_path: Path, run: Any) -> None:
                 assert source.nbytes <= path.stat().st_size
 
 
-def test_cells_that_all_differ_cost_no_more_than_they_are(tmp_path: Path) -> None:
+def test_llama_state_distinct_cells_take_linear_memory(tmp_path: Path) -> None:
     cells = 100_000
     parts = [struct.pack("<iIi", n, 1, 0) if n % 2 else struct.pack("<iIii", n, 2, 0, 1) for n in range(cells)]
     tensor = struct.pack("<iQ", 1, 2) + b"ab" * cells
@@ -102,8 +102,8 @@ def test_cells_that_all_differ_cost_no_more_than_they_are(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("sequences", [1 << 10, 1 << 19, (1 << 32) - 1])
-def test_a_cell_of_many_sequences_among_others(tmp_path: Path, run: Any, sequences: int) -> None:
-    """As many as a window holds, and more; and more than there are bytes."""
+def test_llama_state_cell_of_many_sequences(tmp_path: Path, run: Any, sequences: int) -> None:
+    """As many sequences as a window holds, more than that, and more than the file has bytes."""
     there = min(sequences, 1 << 19)
     cells = CELL * 3 + struct.pack("<iI", 1, sequences) + bytes(4 * there) + CELL * 3
     tensor = struct.pack("<iQ", 1, 2) + b"ab" * 7
@@ -127,7 +127,7 @@ def test_a_cell_of_many_sequences_among_others(tmp_path: Path, run: Any, sequenc
 
 
 @pytest.mark.parametrize("classes", [1 << 16, 1 << 17])
-def test_metadata_that_name_more_layers_than_there_are(tmp_path: Path, run: Any, classes: int) -> None:
+def test_mlx_metadata_of_missing_layers_is_refused(tmp_path: Path, run: Any, classes: int) -> None:
     words = np.zeros(64, np.float16).tobytes()
     tensors = {f"0.{side}": ("F16", [1, 1, 1, 64], words) for side in range(2)}
     tensors["0.2"] = ("I32", [], struct.pack("<i", 1))
@@ -144,7 +144,7 @@ def test_metadata_that_name_more_layers_than_there_are(tmp_path: Path, run: Any,
         (0, "tokens: expected at least 1 and at most 8"),
     ],
 )
-def test_numbers_of_tokens_that_lie(tmp_path: Path, run: Any, states: int, said: str) -> None:
+def test_mlx_wrong_token_count_is_refused(tmp_path: Path, run: Any, states: int, said: str) -> None:
     data, _ = mlx_files.cache(Random(1), mlx_files.Shape(tokens=5))
     assert data.count(struct.pack("<i", 5)) >= 2
     lie = data.replace(struct.pack("<i", 5), struct.pack("<i", states))
@@ -177,7 +177,7 @@ class _Empty(hf_files.CachePickler):
 
 @pytest.mark.parametrize("shape", [(1 << 70, 0, 2, 2), (1 << 62, 0, 2, 2), (2, 0, 1 << 70, 4), (0,) + (1 << 9,) * 20])
 @pytest.mark.parametrize("place", ["keys", "length", "pair", "beside"])
-def test_empty_tensors_of_shapes_that_nothing_has(
+def test_torch_empty_tensor_of_huge_shape(
     tmp_path: Path, run: Any, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], place: str
 ) -> None:
     monkeypatch.setattr(_Empty, "shape", shape)
@@ -215,7 +215,7 @@ def array_document(shape: list[int], chunks: list[int], **changes: Any) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("separator", ["/", "."])
-def test_sixteen_million_chunks_that_are_not_there(tmp_path: Path, run: Any, separator: str) -> None:
+def test_zarr_sixteen_million_missing_chunks(tmp_path: Path, run: Any, separator: str) -> None:
     path = tmp_path / "a.zarr"
     path.mkdir()
     keys = {"name": "default", "configuration": {"separator": separator}}
@@ -233,8 +233,8 @@ def test_sixteen_million_chunks_that_are_not_there(tmp_path: Path, run: Any, sep
     assert not (tmp_path / "a.frame").exists()
 
 
-def test_folders_that_are_links_to_each_other(tmp_path: Path, run: Any) -> None:
-    """Eight links to the folder before, at each of ten floors: a billion groups; and a link to the folder itself."""
+def test_zarr_groups_linked_to_each_other(tmp_path: Path, run: Any) -> None:
+    """Eight links to the previous folder at each of ten levels (a billion groups), and a link to the folder itself."""
     for floor in range(10):
         folder = tmp_path / f"d{floor}"
         folder.mkdir()
@@ -266,7 +266,7 @@ def test_folders_that_are_links_to_each_other(tmp_path: Path, run: Any) -> None:
         ("2,-1,-1,8", 2),
     ],
 )
-def test_shapes_that_no_page_has(tmp_path: Path, run: Any, shape: str, code: int) -> None:
+def test_page_shape_out_of_range_is_refused(tmp_path: Path, run: Any, shape: str, code: int) -> None:
     path = written(tmp_path / "m@1@0@1a@half.pt", np.ones(64, np.float16).tobytes())
     said = run("measure", path, f"--shape={shape}", "--axes", "2thd", code=code).err
     assert said.startswith("kvmnn: error: ") and said.count("\n") == 1
@@ -275,7 +275,7 @@ def test_shapes_that_no_page_has(tmp_path: Path, run: Any, shape: str, code: int
 @pytest.mark.parametrize(
     "name", ["m@1@0@1a@half@99999999999999999999.pt", "m@1@0@1a@float7.pt", "@@@@.pt", "a@1@0@1a@half@-1.pt"]
 )
-def test_names_of_pages_that_lie(tmp_path: Path, run: Any, name: str) -> None:
+def test_page_with_misleading_name_is_read(tmp_path: Path, run: Any, name: str) -> None:
     path = written(tmp_path / name, np.ones(64, np.float16).tobytes())
     found = run("measure", path, "--shape", "2,-1,2,4", "--axes", "2thd", "--dtype", "fp16")
     assert "LOSSLESS" in found.out or "layer" in found.out

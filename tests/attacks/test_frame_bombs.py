@@ -1,4 +1,4 @@
-"""Frames that claim much cost nothing: refused before memory is taken, and no refusal leaks."""
+"""Frames with huge claims are refused before memory is allocated, and no refusal leaks."""
 
 import subprocess
 import sys
@@ -52,7 +52,7 @@ if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before > 8 << 10:
 
 
 @pytest.mark.parametrize("name", sorted(BOMBS))
-def test_bombs_are_no_frames(name: str) -> None:
+def test_frame_bomb_is_refused(name: str) -> None:
     for options in ({}, {"dtype": "fp16"}, {"dtype": "fp32"}):
         with pytest.raises(FrameError):
             kvmnn.decode(BOMBS[name], **options)
@@ -61,8 +61,8 @@ def test_bombs_are_no_frames(name: str) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc and RLIMIT_AS")
-def test_bombs_cost_nothing() -> None:
-    """In a child that may take 24 MiB more address space than it has, so that even asking for memory would fail."""
+def test_frame_bombs_take_no_memory() -> None:
+    """In a child whose address space may grow by 24 MiB, so that even reserving memory would fail."""
     command = [sys.executable, "-P", "-c", CHILD, str(SUPPORT)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -95,6 +95,6 @@ assert grown < 2 << 10, f"{grown} KiB more after 700 rounds"
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="ru_maxrss is in KiB on Linux only")
-def test_nothing_leaks() -> None:
+def test_frame_refusals_leak_no_memory() -> None:
     done = subprocess.run([sys.executable, "-P", "-c", LEAK], capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Small frames cut at every byte and damaged at every byte: verdict and output are the reference's."""
+"""Small frames, cut and damaged at every byte, decode or are refused as in the reference."""
 
 from collections.abc import Iterator
 
@@ -48,7 +48,7 @@ def headers(frame: bytes) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("name", mark_most_slow(FRAMES, 5))
-def test_cut_at_every_byte(name: str) -> None:
+def test_frame_cut_at_every_byte_equals_reference(name: str) -> None:
     frame = FRAMES[name]
     assert same(frame)
     streams = kvmnn.inspect(frame).streams
@@ -63,7 +63,7 @@ def test_cut_at_every_byte(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", mark_most_slow(FRAMES, 5))
-def test_one_flip_in_every_byte(name: str) -> None:
+def test_frame_flipped_bytes_equal_reference(name: str) -> None:
     frame = FRAMES[name]
     head = {at + i for at in headers(frame) for i in range(10)} | set(range(4))
     for at in range(len(frame)):
@@ -73,7 +73,7 @@ def test_one_flip_in_every_byte(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in FRAMES if "mixed" in name or "word" in name or "hand" in name])
-def test_every_mode_and_codec(name: str) -> None:
+def test_frame_any_mode_and_codec_equals_reference(name: str) -> None:
     frame = FRAMES[name]
     accepted = 0
     for at in headers(frame):
@@ -85,7 +85,7 @@ def test_every_mode_and_codec(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in FRAMES if "ramp" in name])
-def test_every_value_of_small_length_fields(name: str) -> None:
+def test_frame_any_length_field_equals_reference(name: str) -> None:
     frame = FRAMES[name]
     for at in [0, *(at + field for at in headers(frame) for field in (2, 6))]:
         for value in [*range(260), 1 << 16, 1 << 24, (1 << 31) - 1, 1 << 31, (1 << 32) - 1]:
@@ -93,7 +93,7 @@ def test_every_value_of_small_length_fields(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in FRAMES if "kv" in name])
-def test_swapped_dropped_and_doubled_streams(name: str) -> None:
+def test_frame_reordered_streams_equal_reference(name: str) -> None:
     frame = FRAMES[name]
     info = kvmnn.inspect(frame)
     parts = [frame[s.offset : s.payload_offset + s.payload_bytes] for s in info.streams]
@@ -111,7 +111,7 @@ def test_swapped_dropped_and_doubled_streams(name: str) -> None:
     assert not same(bytes(4) + empty * len(parts))
 
 
-def test_empty_streams_ignore_mode_and_codec() -> None:
+def test_stream_empty_ignores_mode_and_codec() -> None:
     from kvmnn.frames import _decoder
 
     for mode, codec in ((0, 0), (2, 1), (9, 9), (255, 7)):
@@ -123,7 +123,7 @@ def test_empty_streams_ignore_mode_and_codec() -> None:
             _decoder.decode_stream(data, 3)
 
 
-def test_lone_streams() -> None:
+def test_stream_damaged_equals_reference() -> None:
     from kvmnn.frames import _decoder, _encoder
 
     for data in (b"", b"a", b"aaaaaaaa", bytes(range(200)), kv_like(300)):

@@ -1,4 +1,4 @@
-"""What guided fuzzing kept (tools/fuzz/corpus), once more in every run: each input reached code that no other did."""
+"""The inputs that guided fuzzing kept (tools/fuzz/corpus): each reaches code that no other input reaches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 
 @pytest.mark.parametrize("target", fuzz_inputs.TARGETS)
-def test_inputs_decode_or_are_refused(target: str) -> None:
+def test_fuzz_inputs_decode_or_are_refused(target: str) -> None:
     kept, made = fuzz_inputs.kept(target), [*fuzz_inputs.made(target)]
     assert len(kept) > 20 and max(map(len, kept)) <= fuzz_inputs.MOST
     results = [getattr(guided, target)(memoryview(data)) for data in (*kept, *made)]
@@ -17,7 +17,7 @@ def test_inputs_decode_or_are_refused(target: str) -> None:
         assert sum(result is not None for result in results) > len(made) > 10
 
 
-def test_frames_are_what_the_reference_makes_of_them() -> None:
+def test_fuzz_frames_equal_reference() -> None:
     for data in fuzz_inputs.kept("frames"):
         found = guided.frames(memoryview(data))
         assert found == reference(data), data.hex()

@@ -1,5 +1,4 @@
-"""JSON that is none, and JSON that readers differ about, in every document that is read: settings of models and
-tokenizers, manifests, plans, token ids, descriptions of dumps and weights.
+"""Invalid and ambiguous JSON in every document that kvmnn reads, settings of models and tokenizers included.
 
 What is valid and what is not is said by RFC 8259; the cases are made by tests/support/json_cases.py.
 """
@@ -25,7 +24,7 @@ EVERY = 3 if os.environ.get("KVMNN_ATTACKS") else 7
 SLOW = {"settings of a model": 3 * EVERY, "tokenizer": 3 * EVERY}
 
 
-def test_documents_are_json_or_refused(tmp_path: Path) -> None:
+def test_parse_document_invalid_json_is_refused(tmp_path: Path) -> None:
     for verdict, atom, text in places():
         found = refusal(lambda text=text: parse_document(text, "x"))
         if verdict != "either" and not (text == b"[" + atom + b"]" and atom in (b"", b" ", b"1,000")):
@@ -50,15 +49,15 @@ DOCUMENTS = [
 ]
 
 
-def test_documents_of_all_kinds_are_attacked() -> None:
+def test_document_samples_cover_all_kinds() -> None:
     found = {name for _, name in DOCUMENTS}
     assert found >= {"manifest.json", "plan.json", "ids.json", "meta_t0_3.json", "runtime.json", "sys.kvmnn.json"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "name"), DOCUMENTS, ids=lambda value: str(value))
-def test_every_reader_of_json(kind: str, name: str, tmp_path: Path) -> None:
-    """The case instead of the document, and instead of each of its values by turns."""
+def test_json_readers_refuse_invalid_values(kind: str, name: str, tmp_path: Path) -> None:
+    """The case replaces the whole document, then each of its values."""
     sample = samples()[kind]
     for file, data in sample.files.items():
         (tmp_path / "in" / file).parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Verbs that are killed, or find the disk full: what has its final name is whole, and is what it would have been.
+"""Verbs that are killed or meet a full disk: files under final names are complete and correct.
 
 Killed with SIGKILL before every operation by which files come into being and get their names, and at random moments.
 """
@@ -118,7 +118,9 @@ class Place:
 
 
 @pytest.mark.parametrize("verb", COMMANDS)
-def test_killed(verb: str, server: Server, inputs: dict[str, bytes], tmp_path: Path) -> None:
+def test_killed_verb_leaves_complete_outputs(
+    verb: str, server: Server, inputs: dict[str, bytes], tmp_path: Path
+) -> None:
     whole = Place(tmp_path / "whole", inputs)
     answer = server(whole.command(verb))
     assert answer["code"] == 0, answer["errors"]
@@ -152,7 +154,9 @@ DISK = [verb for verb in COMMANDS if verb not in ("encode", "decode")]
 
 
 @pytest.mark.parametrize("verb", DISK)
-def test_files_that_cannot_grow(verb: str, server: Server, inputs: dict[str, bytes], tmp_path: Path) -> None:
+def test_file_size_limit_leaves_complete_outputs(
+    verb: str, server: Server, inputs: dict[str, bytes], tmp_path: Path
+) -> None:
     for limit in LIMITS:
         place = Place(tmp_path / str(limit), inputs)
         answer = server(place.command(verb), bytes=limit)
@@ -163,8 +167,8 @@ def test_files_that_cannot_grow(verb: str, server: Server, inputs: dict[str, byt
 
 
 @pytest.mark.parametrize("verb", DISK)
-def test_a_full_disk(verb: str, server: Server, inputs: dict[str, bytes], tmp_path: Path) -> None:
-    """A file system of one page beyond the inputs, or of no file beyond them."""
+def test_full_disk_leaves_complete_outputs(verb: str, server: Server, inputs: dict[str, bytes], tmp_path: Path) -> None:
+    """The file system has one page, or no inode, in addition to the inputs."""
     pages = sum(-(-len(data) // 4096) for data in inputs.values())
     for options in (f"size={4096 * (pages + 4)},nr_inodes=1000", f"size=1M,nr_inodes={len(inputs) + 12}"):
         disk = tmp_path / "disk"
@@ -206,7 +210,9 @@ def check_refused(answer: dict[str, object], place: Place) -> None:
 
 
 @pytest.mark.parametrize("verb", [PUT, IMPORT], ids=["put", "import"])
-def test_a_store_whose_writer_is_killed(verb: str, server: Server, inputs: dict[str, bytes], tmp_path: Path) -> None:
+def test_killed_store_writer_leaves_readable_store(
+    verb: str, server: Server, inputs: dict[str, bytes], tmp_path: Path
+) -> None:
     whole = Place(tmp_path / "whole", inputs)
     answer = server(whole.command(verb))
     assert answer["code"] == 0, answer["errors"]
@@ -221,14 +227,14 @@ def test_a_store_whose_writer_is_killed(verb: str, server: Server, inputs: dict[
 
 
 @pytest.mark.parametrize("verb", [PUT, IMPORT], ids=["put", "import"])
-def test_a_store_that_cannot_grow(verb: str, server: Server, inputs: dict[str, bytes], tmp_path: Path) -> None:
+def test_store_file_size_limit_is_reported(verb: str, server: Server, inputs: dict[str, bytes], tmp_path: Path) -> None:
     for limit in (0, 64, 300, 4096):
         place = Place(tmp_path / str(limit), inputs)
         check_refused(server(place.command(verb), bytes=limit), place)
         place.check_store(tokens=0)
 
 
-def test_a_device_that_is_full(server: Server, inputs: dict[str, bytes], tmp_path: Path) -> None:
+def test_full_device_is_reported(server: Server, inputs: dict[str, bytes], tmp_path: Path) -> None:
     place = Place(tmp_path, inputs)
     for command in (
         "compressor convert in/c.pth /dev/full",

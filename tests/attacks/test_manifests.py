@@ -1,4 +1,4 @@
-"""Manifests that lie, repeat frames, name what is no file, or would be replaced by what they describe."""
+"""Manifests with false sizes, repeated frames, invalid file names, or outputs that would replace inputs."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def another_hash(found: Any) -> None:
         (another_hash, "does not match the manifest's sha256"),
     ],
 )
-def test_every_verb_compares_frames_with_their_manifest(here, run, change, message):
+def test_manifest_mismatch_is_refused_by_every_verb(here, run, change, message):
     edit(Path("k.frame.json"), change)
     for argv in (["inspect", "k.frame"], ["verify", "k.frame"], ["decode", "k.frame", "-o", "x.npy"]):
         said = run(*argv, code=1)
@@ -71,7 +71,7 @@ def test_every_verb_compares_frames_with_their_manifest(here, run, change, messa
         ("hi_predictors", ["xor_seq"], "stream hi has predictor raw, the manifest says xor_seq"),
     ],
 )
-def test_inspect_compares_streams_with_the_manifest(here, run, key, value, message):
+def test_inspect_stream_mismatch_with_manifest_is_refused(here, run, key, value, message):
     edit(Path("k.frame.json"), lambda found: found.update({key: value}))
     assert message in run("inspect", "k.frame", code=1).err
 
@@ -86,7 +86,7 @@ def doubled(found: Any, count: int, **more: object) -> None:
     found["raw_bytes"], found["stored_bytes"] = array["raw_bytes"] * count, array["stored_bytes"] * count
 
 
-def test_a_frame_cannot_stand_for_many_arrays(here, run):
+def test_manifest_repeated_frame_is_refused(here, run):
     edit(Path("k.frame.json"), lambda found: doubled(found, 1000))
     for argv in (["inspect", "k.frame"], ["decode", "k.frame", "-o", "x/"]):
         error = run(*argv, code=1).err
@@ -94,7 +94,7 @@ def test_a_frame_cannot_stand_for_many_arrays(here, run):
         assert "of 'k.frame' belong to arrays[0] as well, and are not declared as shared" in error
 
 
-def test_frames_that_are_declared_as_shared(here, run):
+def test_manifest_declared_shared_frame_is_read(here, run):
     edit(Path("k.frame.json"), lambda found: doubled(found, 3, shared=True))
     assert "LOSSLESS" in run("verify", "k.frame").out
     run("decode", "k.frame", "-o", "x/")
@@ -123,7 +123,7 @@ def shared_by_one(found: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [overlapping, twice_in_one, shared_by_one])
-def test_what_is_shared_is_a_whole_frame_of_arrays_that_both_say_so(here, run, change):
+def test_manifest_partly_declared_sharing_is_refused(here, run, change):
     path = "both/manifest.json"
     edit(Path(path), change)
     found = document(path)
@@ -136,7 +136,7 @@ def test_what_is_shared_is_a_whole_frame_of_arrays_that_both_say_so(here, run, c
 
 
 @pytest.mark.parametrize("link", [os.symlink, os.link])
-def test_one_file_under_two_names(here, run, link):
+def test_manifest_one_file_under_two_names_is_refused(here, run, link):
     def change(found: Any) -> None:
         first = found["arrays"][0]
         frames = [{**frame, "file": "v.frame"} for frame in first["frames"]]
@@ -153,14 +153,14 @@ def test_one_file_under_two_names(here, run, link):
 
 
 @pytest.mark.parametrize("name", ["k.frame/", "./k.frame", "a//k.frame", "a/./k.frame"])
-def test_names_of_files_have_one_spelling(here, run, name):
+def test_manifest_non_normalized_file_name_is_refused(here, run, name):
     edit(Path("k.frame.json"), lambda found: found["arrays"][0]["frames"][0].update(file=name))
     for verb in ("inspect", "verify"):
         assert "frames[0].file: found" in run(verb, "k.frame.json", code=1).err
 
 
-def test_a_manifest_is_a_regular_file(here, run):
-    """A FIFO was waited for, for ever."""
+def test_manifest_fifo_or_directory_is_refused(here, run):
+    """Opening a FIFO would wait forever."""
     Path("k.frame.json").unlink()
     os.mkfifo("k.frame.json")
     Path("both/manifest.json").unlink()
@@ -180,7 +180,7 @@ def tree() -> dict[str, str]:
     return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in Path().rglob("*") if path.is_file()}
 
 
-def test_no_output_replaces_an_input(here, run):
+def test_output_that_is_an_input_is_refused(here, run):
     write_dump(here / "dump", KEYS)
     os.link("k.frame.json", "hard.bin")
     os.symlink("k.frame.json", "soft.bin")
@@ -209,14 +209,14 @@ def test_no_output_replaces_an_input(here, run):
         assert tree() == before, argv
 
 
-def test_a_side_manifest_does_not_replace_an_input_either(here, run):
+def test_side_manifest_that_is_an_input_is_refused(here, run):
     os.link("k.npy", "new.frame.json")
     before = tree()
     assert "new.frame.json: is the input itself" in run("encode", "k.npy", "-o", "new.frame", "-f", code=1).err
     assert tree() == before
 
 
-def test_what_is_no_input_is_replaced(here, run):
+def test_output_that_is_no_input_is_replaced(here, run):
     run("decode", "both", "-o", "both/")
     run("decode", "both", "-o", "both/", "--force")
     run("encode", "both.npz", "-o", "both/", "--force")

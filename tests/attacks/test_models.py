@@ -1,4 +1,4 @@
-"""Models that cannot be run with their cache in kvmnn's hands, and files that are no models: one clear line each."""
+"""Models whose cache kvmnn cannot manage, and files that are no models: one clear line of error each."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def dims(model: onnx.ModelProto, name: str) -> list[onnx.TensorShapeProto.Dimens
     return next(value for value in model.graph.input if value.name == name).type.tensor_type.shape.dim
 
 
-def test_no_cache(tmp_path: Path) -> None:
+def test_model_without_cache_is_refused(tmp_path: Path) -> None:
     path = changed(tmp_path, lambda model: drop(model.graph.input, "past"))
     refused(path, r"no inputs past_key_values\.\{i\}\.key and \.value.*text-generation-with-past")
     path = changed(tmp_path, lambda model: drop(model.graph.output, "present"))
     refused(path, r"no outputs present\.\{i\}\.key.*export with a cache.*outputs: logits")
 
 
-def test_names_that_do_not_match(tmp_path: Path) -> None:
+def test_model_unmatched_cache_names_are_refused(tmp_path: Path) -> None:
     refused(changed(tmp_path, lambda model: drop(model.graph.input, "0.value")), "past value of layer 0 is missing")
     refused(changed(tmp_path, lambda model: drop(model.graph.output, "1.")), "2 layers of past inputs but 1 of present")
     refused(changed(tmp_path, lambda model: drop(model.graph.output, "logits")), "no output logits; outputs: present")
@@ -60,7 +60,7 @@ def test_names_that_do_not_match(tmp_path: Path) -> None:
     refused(foreign, "no inputs past_key_values.*inputs: input_ids, attention_mask, position_ids, cache_key_0")
 
 
-def test_inputs_that_are_not_known(tmp_path: Path) -> None:
+def test_model_unknown_inputs_are_refused(tmp_path: Path) -> None:
     refused(Tiny(extra=("conv_state",)).save(tmp_path / "model.onnx"), "inputs that kvmnn does not know: conv_state")
     refused(Tiny(extra=("inputs_embeds",)).save(tmp_path / "model.onnx"), "takes inputs_embeds instead of tokens")
     refused(Tiny(extra=("encoder_hidden_states",)).save(tmp_path / "model.onnx"), "an encoder-decoder model")
@@ -68,7 +68,7 @@ def test_inputs_that_are_not_known(tmp_path: Path) -> None:
     refused(names.save(tmp_path / "model.onnx"), "an encoder-decoder model; kvmnn runs decoders only")
 
 
-def test_caches_of_other_shapes(tmp_path: Path) -> None:
+def test_model_unsupported_cache_shape_is_refused(tmp_path: Path) -> None:
     def unequal(model: onnx.ModelProto) -> None:
         dims(model, "past_key_values.1.value")[3].dim_value = 16
 
@@ -104,7 +104,7 @@ def test_caches_of_other_shapes(tmp_path: Path) -> None:
         (TensorProto.STRING, "the cache is object; export with fp16 or fp32"),
     ],
 )
-def test_caches_of_other_types(kind: int, message: str, tmp_path: Path) -> None:
+def test_model_unsupported_cache_type_is_refused(kind: int, message: str, tmp_path: Path) -> None:
     def change(model: onnx.ModelProto) -> None:
         for value in model.graph.input:
             if "past" in value.name:
@@ -113,12 +113,12 @@ def test_caches_of_other_types(kind: int, message: str, tmp_path: Path) -> None:
     refused(changed(tmp_path, change), message)
 
 
-def test_group_query_attention_that_counts_positions_itself(tmp_path: Path) -> None:
+def test_model_gqa_deriving_positions_is_refused(tmp_path: Path) -> None:
     path = Tiny(form="gqa", rotary="counted").save(tmp_path / "model.onnx")
     refused(path, r"GroupQueryAttention .*do_rotary=1\) derives positions from the length.*export with position_ids")
 
 
-def test_a_shared_buffer(tmp_path: Path) -> None:
+def test_model_shared_past_present_buffer_is_refused(tmp_path: Path) -> None:
     Tiny().save(tmp_path / "model.onnx")
     settings = {"model": {"decoder": {"filename": "model.onnx"}}, "search": {"past_present_share_buffer": True}}
     (tmp_path / "genai_config.json").write_text(json.dumps(settings))
@@ -128,7 +128,7 @@ def test_a_shared_buffer(tmp_path: Path) -> None:
     assert DecoderSession.open(tmp_path, cache=False).interface.layers == 2
 
 
-def test_logits_of_the_last_token_only(tmp_path: Path) -> None:
+def test_model_last_token_logits_are_refused(tmp_path: Path) -> None:
     def change(model: onnx.ModelProto) -> None:
         head = model.graph.node[-1]
         index = helper.make_tensor("last", TensorProto.INT64, [1], [-1])
@@ -141,8 +141,8 @@ def test_logits_of_the_last_token_only(tmp_path: Path) -> None:
     refused(changed(tmp_path, change), r"logits has shape \[1, 1, 48\] for 6 tokens; export with the logits of every")
 
 
-def test_no_prompt_without_a_past(tmp_path: Path) -> None:
-    """The half of an export in two graphs that needs a past."""
+def test_model_requiring_past_is_refused(tmp_path: Path) -> None:
+    """One half of an export in two graphs needs a past."""
 
     def change(model: onnx.ModelProto) -> None:
         shape = helper.make_tensor("shape", TensorProto.INT64, [4], [1, 2, 5, 8])
@@ -156,7 +156,7 @@ def test_no_prompt_without_a_past(tmp_path: Path) -> None:
 # Damaged and foreign files
 
 
-def test_files_that_are_no_models(tmp_path: Path) -> None:
+def test_model_non_onnx_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     refused(path, "does not exist", SourceError)
     path.write_bytes(b"")
@@ -172,7 +172,7 @@ def test_files_that_are_no_models(tmp_path: Path) -> None:
         refused(path, "is not an ONNX model", SourceError)
 
 
-def test_a_file_cut_short_anywhere(tmp_path: Path) -> None:
+def test_model_truncated_file_is_refused(tmp_path: Path) -> None:
     whole = Tiny().model().SerializeToString()
     path = tmp_path / "model.onnx"
     for length in [*range(1, len(whole), len(whole) // 40), len(whole) - 1, len(whole) - 30]:
@@ -180,7 +180,7 @@ def test_a_file_cut_short_anywhere(tmp_path: Path) -> None:
         refused(path, None, KvmnnError)
 
 
-def test_flipped_bytes_never_raise_anything_else(tmp_path: Path) -> None:
+def test_model_flipped_bytes_raise_only_kvmnn_errors(tmp_path: Path) -> None:
     rng = np.random.default_rng(3)
     whole = np.frombuffer(Tiny(layers=1, head_dim=2, vocab=8).model().SerializeToString(), np.uint8)
     path, refusals = tmp_path / "model.onnx", 0
@@ -196,7 +196,7 @@ def test_flipped_bytes_never_raise_anything_else(tmp_path: Path) -> None:
     assert refusals > 10
 
 
-def test_a_graph_newer_than_onnxruntime(tmp_path: Path) -> None:
+def test_model_newer_than_onnxruntime_is_refused(tmp_path: Path) -> None:
     refused(replace(Tiny(), opset=99).save(tmp_path / "model.onnx"), r"made with opset 99; .* takes up to \d+; export")
 
     def newer(model: onnx.ModelProto) -> None:
@@ -205,14 +205,14 @@ def test_a_graph_newer_than_onnxruntime(tmp_path: Path) -> None:
     refused(changed(tmp_path, newer), r"written in ONNX IR version 99; the installed onnxruntime takes up to \d+")
 
 
-def test_an_operator_that_onnxruntime_does_not_have(tmp_path: Path) -> None:
+def test_model_unknown_operator_is_refused(tmp_path: Path) -> None:
     def change(model: onnx.ModelProto) -> None:
         model.graph.node[0].op_type = "Unheard"
 
     refused(changed(tmp_path, change), "onnxruntime does not take this graph: .*Unheard")
 
 
-def test_folders(tmp_path: Path) -> None:
+def test_model_folder_without_one_graph_is_refused(tmp_path: Path) -> None:
     refused(tmp_path, "no .onnx file in this folder or in its subfolder onnx/", SourceError)
     refused(tmp_path / "absent", "does not exist", SourceError)
     (tmp_path / "decoder_model.onnx").touch()
@@ -241,7 +241,9 @@ def test_folders(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_settings_that_lead_nowhere(settings: str, message: str, kind: type[KvmnnError], tmp_path: Path) -> None:
+def test_model_invalid_genai_config_is_refused(
+    settings: str, message: str, kind: type[KvmnnError], tmp_path: Path
+) -> None:
     folder = tmp_path / "inner"
     folder.mkdir()
     Tiny().save(folder / "model.onnx")
@@ -252,14 +254,14 @@ def test_settings_that_lead_nowhere(settings: str, message: str, kind: type[Kvmn
 # Weights in other files
 
 
-def test_missing_weights(tmp_path: Path) -> None:
+def test_model_missing_weights_are_refused(tmp_path: Path) -> None:
     path = Tiny().save(tmp_path / "model.onnx", location="weights.bin")
     assert DecoderSession.open(path, attentions=True, cache=False).has_bias
     (tmp_path / "weights.bin").unlink()
     refused(path, "its weights are missing: no file .*weights.bin", SourceError)
 
 
-def test_weights_cut_short(tmp_path: Path) -> None:
+def test_model_truncated_weights_are_refused(tmp_path: Path) -> None:
     path = Tiny().save(tmp_path / "model.onnx", location="weights.bin")
     os.truncate(tmp_path / "weights.bin", 100)
     refused(path, "onnxruntime does not take this graph")
@@ -268,7 +270,7 @@ def test_weights_cut_short(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "location", ["../weights.bin", "{folder}/weights.bin", "sub/../../weights.bin", "link.bin", ""]
 )
-def test_weights_are_never_followed_out_of_the_folder(location: str, tmp_path: Path) -> None:
+def test_model_weights_outside_folder_are_refused(location: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     path = Tiny().save(folder / "model.onnx", location="weights.bin")
@@ -286,7 +288,7 @@ def test_weights_are_never_followed_out_of_the_folder(location: str, tmp_path: P
 # Settings of onnxruntime
 
 
-def test_settings_that_cannot_be_met(tmp_path: Path) -> None:
+def test_session_unsatisfiable_options_are_refused(tmp_path: Path) -> None:
     path = Tiny().save(tmp_path / "model.onnx")
     for options, message in (
         ({"providers": ["NoProvider"]}, "has no provider NoProvider; installed here: .*CPUExecutionProvider"),
@@ -299,7 +301,7 @@ def test_settings_that_cannot_be_met(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("missing", ["onnx", "onnxruntime"])
-def test_packages_that_are_missing(missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_session_missing_package_is_named(missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = Tiny().save(tmp_path / "model.onnx")
     monkeypatch.setitem(__import__("sys").modules, missing, None)
     with pytest.raises(MissingDependencyError, match=f"package {missing}: pip install onnxruntime onnx tokenizers"):

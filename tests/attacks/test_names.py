@@ -1,4 +1,4 @@
-"""Names of arrays that formats, file systems and terminals cut, alter or misunderstand."""
+"""Names of arrays that formats, file systems and terminals cut, alter or misinterpret."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def here(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", BAD, ids=[str(number) for number in range(len(BAD))])
-def test_a_bad_name_does_not_enter(here, run, name):
+def test_array_name_invalid_is_refused(here, run, name):
     tensors(Path("a.safetensors"), "good", name)
     tensors(Path("b.safetensors"), "good", "other")
     run("encode", "b.safetensors", "-o", "b.frames/")
@@ -68,8 +68,8 @@ def test_a_bad_name_does_not_enter(here, run, name):
     assert not Path("out.npz").exists()
 
 
-def test_a_zip_archive_that_cuts_names(here, run):
-    """Two names that are one up to a NUL were written as one member, and LOSSLESS was said."""
+def test_array_names_with_nul_are_refused(here, run):
+    """Zip cuts names at NUL: both arrays would become one member."""
     tensors(Path("a.safetensors"), "x\0one", "x\0two")
     run("encode", "a.safetensors", "-o", "a.frames/", code=1)
     assert not Path("a.frames").exists()
@@ -79,7 +79,7 @@ PATHS = ["../../evil", "/evil", "a//b", "a/./b", "a/", "..", ".", "a\\b", "C:/ev
 
 
 @pytest.mark.parametrize("name", PATHS)
-def test_names_that_are_paths(here, run, name):
+def test_array_name_that_is_a_path_gets_a_safe_file(here, run, name):
     tensors(Path("a.safetensors"), name, "plain")
     said = run("encode", "a.safetensors", "-o", "a.frames/").out
     (file,) = {path.name for path in Path("a.frames").iterdir()} - {"manifest.json", "plain.frame"}
@@ -96,7 +96,7 @@ def test_names_that_are_paths(here, run, name):
     assert kvmnn.open("back.safetensors").names == (name, "plain")
 
 
-def test_members_in_folders(here, run):
+def test_array_names_in_folders_round_trip_npz(here, run):
     tensors(Path("a.safetensors"), "run/layer_0/k", "run.v", "", "\u043a\u043b\u044e\u0447")
     run("encode", "a.safetensors", "-o", "a.frames/")
     run("decode", "a.frames", "-o", "back.npz")
@@ -104,14 +104,14 @@ def test_members_in_folders(here, run):
         assert back.files == ["run/layer_0/k", "run.v", "", "\u043a\u043b\u044e\u0447"]
 
 
-def test_a_member_that_would_be_taken_for_another(here, run):
+def test_array_name_ambiguous_in_npz_is_refused(here, run):
     tensors(Path("a.safetensors"), "x", "x.npy")
     run("encode", "a.safetensors", "-o", "a.frames/")
     error = run("decode", "a.frames", "-o", "out.npz", code=1).err
     assert "the array name 'x.npy' would be taken for 'x', which is there, too" in error
 
 
-def test_names_that_are_one_as_file_names(here, run):
+def test_file_names_colliding_are_made_unique(here, run):
     names = ["a/b", "a_b", "A_B", "a b", "a_b~2", "...a_b"]
     tensors(Path("a.safetensors"), *names)
     run("encode", "a.safetensors", "-o", "a.frames/")
@@ -123,14 +123,13 @@ def test_names_that_are_one_as_file_names(here, run):
     run("verify", "a.frames", "--against", "a.safetensors")
 
 
-def test_many_names_that_are_one_as_file_names():
-    """In linear time."""
+def test_file_names_many_collisions_take_linear_time():
     found = make_file_names([chr(0x4E00 + number) for number in range(20_000)] + ["_~7"], ".npy")
     assert len(set(found)) == len(found)
 
 
 @pytest.mark.parametrize(("file", "name"), [(b"k\x1b[31m\n.npy", r"k\x1b[31m\x0a"), (b"k\xff.npy", r"k\xff")])
-def test_names_of_files_are_escaped(here, run, file, name):
+def test_array_name_from_file_name_is_escaped(here, run, file, name):
     path = os.fsdecode(file)
     try:
         with open(path, "wb") as stream:
@@ -144,7 +143,7 @@ def test_names_of_files_are_escaped(here, run, file, name):
     assert json.loads(Path("k.frame.json").read_text())["arrays"][0]["name"] == name
 
 
-def test_a_name_that_grows_too_long_when_inputs_are_joined(here):
+def test_merge_sources_too_long_name_is_refused(here):
     tensors(Path("a.safetensors"), "x" * 254)
     with pytest.raises(SourceError, match=r"a.safetensors: the array name 'x+...x+~2' has 256 bytes"):
         merge_sources([kvmnn.open("a.safetensors"), kvmnn.open("a.safetensors")])

@@ -1,4 +1,4 @@
-"""Type strings of foreign files never reach numpy's parser: some end the process by a signal, others raise anything."""
+"""Type strings of foreign files never reach numpy's parser, which crashes or raises anything for some of them."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def read(paths: list[Path]) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
-def test_foreign_types_never_end_the_process(tmp_path: Path, seed: int) -> None:
+def test_npy_hostile_types_never_end_the_process(tmp_path: Path, seed: int) -> None:
     paths = []
     for number, descr in enumerate([*FATAL, *ODD, *damaged(seed)]):
         path = tmp_path / f"{number}.npy"
@@ -109,14 +109,14 @@ LITERALS = [
 ]  # fmt: skip
 
 
-def test_headers_with_other_literals_are_refused(tmp_path: Path) -> None:
+def test_npy_header_other_literals_are_refused(tmp_path: Path) -> None:
     for number, literal in enumerate(LITERALS):
         (tmp_path / f"{number}.npy").write_bytes(npy(None, literal))
     assert read([tmp_path / f"{number}.npy" for number in range(len(LITERALS))]) == []
 
 
 @pytest.mark.slow
-def test_shapes_beyond_all_files_are_refused(tmp_path: Path) -> None:
+def test_npy_header_invalid_shapes_are_refused(tmp_path: Path) -> None:
     for number, shape in enumerate(
         ["(0x" + "f" * 9000 + ",)", "(True,)", "((0x" + "f" * 9000 + ",),)", "(2.0,)", "(-1,)"]
     ):
@@ -125,7 +125,7 @@ def test_shapes_beyond_all_files_are_refused(tmp_path: Path) -> None:
     assert read(sorted(tmp_path.iterdir())) == []
 
 
-def test_types_of_arrays_are_read_as_numpy_writes_them() -> None:
+def test_parse_numpy_type_equals_numpy() -> None:
     for kind in ("f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "c8", "c16", "b1", "V2", "V7"):
         for order in "<>|=":
             dtype = np.dtype(order + kind)
@@ -139,8 +139,8 @@ def test_types_of_arrays_are_read_as_numpy_writes_them() -> None:
             parse_numpy_type(np.dtype(dtype).str)
 
 
-def test_headers_are_read_as_numpy_reads_them(tmp_path: Path) -> None:
-    """Every type, order and shape that both take."""
+def test_npy_header_equals_numpy(tmp_path: Path) -> None:
+    """Every type, order and shape that both accept."""
     from kvmnn.formats.npy import NpyHeader
 
     rng = Random(3)
@@ -157,8 +157,8 @@ def test_headers_are_read_as_numpy_reads_them(tmp_path: Path) -> None:
     assert NpyHeader(b"\x93NUMPY\x01\x00" + len(old).to_bytes(2, "little") + old, "a").shape == (3, 4)
 
 
-def test_no_other_module_hands_headers_to_numpy() -> None:
-    """``np.load`` and numpy's readers of headers parse the text of types themselves."""
+def test_npy_header_is_parsed_by_no_other_module() -> None:
+    """``np.load`` and numpy's header readers parse type strings themselves."""
     own_files = {"kvmnn/lm/warm_start.py"}  # maps the temporary files that this run has written
     for path in (ROOT / "kvmnn").rglob("*.py"):
         text = path.read_text(encoding="utf-8")

@@ -31,7 +31,7 @@ def refused(run, *argv: str) -> None:
 
 @pytest.mark.parametrize("depth", [2, 33, 65, 900, 990, 1100, 100_000])
 @pytest.mark.parametrize("form", ["[", '{"a":', '[{"a":'])
-def test_token_ids_that_are_deep(here, run, depth, form) -> None:
+def test_token_ids_deeply_nested_are_one_line_error(here, run, depth, form) -> None:
     closing = "".join({"[": "]", "{": "}"}[letter] for letter in reversed(form) if letter in "[{")
     for number, text in enumerate((form * depth, form * depth + "1" + closing * depth)):
         Path("ids.json").write_text(text)
@@ -44,7 +44,7 @@ def test_token_ids_that_are_deep(here, run, depth, form) -> None:
     "name", ["\ud800x", "x\udcff", "n" * 100_000, "n" * 300, "a\0b", "a\nb\x1b[31m", "../../x", ""]
 )
 @pytest.mark.parametrize("output", ["o.npz", "o.safetensors", "o/", "o.npy"])
-def test_names_in_manifests(here, run, capsys, name, output) -> None:
+def test_manifest_array_names_are_one_line_error(here, run, capsys, name, output) -> None:
     from kvmnn.cli import main
 
     beside = Path("k.frame.json")
@@ -64,7 +64,7 @@ def test_names_in_manifests(here, run, capsys, name, output) -> None:
 
 @pytest.mark.parametrize("verb", ["encode", "decode", "inspect", "verify", "mnn unpack", "measure", "bench"])
 @pytest.mark.parametrize("suffix", [".frame", ".npy", ".npz", ".safetensors", ".bin", ".pth", ".onnx", ""])
-def test_a_link_to_itself(here, run, verb, suffix) -> None:
+def test_input_symlink_loop_is_one_line_error(here, run, verb, suffix) -> None:
     name = f"loop{suffix}"
     os.symlink(name, name)
     refused(run, verb, name, *(["-o", "x/"] if verb in ("encode", "decode", "mnn unpack") else []))

@@ -1,4 +1,4 @@
-"""An index of a store that is damaged or forged: kvmnn's own errors, no other rows, no memory beyond the file.
+"""A damaged or forged store index: kvmnn's own errors, no wrong rows, no memory beyond the file.
 
 SQLite keeps any type in any column. Every column gets values of every type, single bits flip anywhere in the file, and
 each operation meets the result first, as the one before would have made the index again.
@@ -113,7 +113,7 @@ def columns(path: Path) -> list[tuple[str, str]]:
 
 
 @pytest.mark.slow
-def test_values_of_other_types_are_errors_of_kvmnn(store: Path, tmp_path: Path) -> None:
+def test_store_index_forged_values_raise_kvmnn_errors(store: Path, tmp_path: Path) -> None:
     rng = Random(5)
     forged = [(*column, value) for column in columns(store / "index.sqlite") for value in VALUES]
     assert len(forged) > 200
@@ -132,7 +132,7 @@ def test_values_of_other_types_are_errors_of_kvmnn(store: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("table", "column", "value"), [("space", "key", 5_800_000_000), ("unit", "skip", None), ("unit", "bytes", "x")]
 )
-def test_each_operation_meets_a_forged_index(
+def test_store_index_forged_value_in_each_operation(
     store: Path, tmp_path: Path, table: str, column: str, value: object, name: str
 ) -> None:
     for read_only in (True, False):
@@ -142,7 +142,7 @@ def test_each_operation_meets_a_forged_index(
 
 
 @pytest.mark.slow
-def test_flipped_bits_are_errors_of_kvmnn(store: Path, tmp_path: Path) -> None:
+def test_store_index_flipped_bits_raise_kvmnn_errors(store: Path, tmp_path: Path) -> None:
     data = (store / "index.sqlite").read_bytes()
     written = [at for at, byte in enumerate(data) if byte]
     rng = Random(6)
@@ -156,7 +156,7 @@ def test_flipped_bits_are_errors_of_kvmnn(store: Path, tmp_path: Path) -> None:
         shutil.rmtree(folder)
 
 
-def test_an_index_that_was_damaged_is_made_anew_by_the_same_call(store: Path, tmp_path: Path) -> None:
+def test_store_index_damaged_is_rebuilt_by_the_same_call(store: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(store, tmp_path / "s")
     forge(folder / "index.sqlite", "unit", "skip", None)
     with PrefixStore(folder) as opened:

@@ -1,4 +1,4 @@
-"""Every reader meets cut, flipped and lying files, and JSON that no encoder writes, through the command itself.
+"""Every reader meets truncated, flipped and inconsistent files, and JSON that no encoder writes, via the command.
 
 Whatever the damage: exit status 0, 1 or 2, one line of error, no exception, nothing half-written, an end in time.
 """
@@ -153,8 +153,8 @@ def reader(request: pytest.FixtureRequest, tmp_path: Path) -> Reader:
 READERS = sorted(samples())
 
 
-def test_all_kinds_of_files_are_here() -> None:
-    """The list of what is read; a new reader is added here and in tests/support/hostile_files.py."""
+def test_samples_cover_every_file_kind() -> None:
+    """A new reader is added here and in tests/support/hostile_files.py."""
     assert {name.split(",")[0] for name in READERS} >= {
         *("npy", "npz", "safetensors", "raw", "dump", "prefix", "live", "document of a prefix cache"),
         *("dense stream", "manifest of a dense stream", "configuration of a model"),
@@ -170,7 +170,7 @@ def test_all_kinds_of_files_are_here() -> None:
 
 
 @pytest.mark.parametrize("reader", READERS, indirect=True)
-def test_the_sample_is_good(reader: Reader) -> None:
+def test_undamaged_sample_is_read(reader: Reader) -> None:
     for command in reader.sample.commands:
         assert reader.run(command)[0] == 0
 
@@ -194,7 +194,7 @@ def collect_problems(reader: Reader, attacks: Iterable[tuple[str, str, bytes, li
 # attacks.
 @pytest.mark.slow
 @pytest.mark.parametrize("reader", READERS, indirect=True)
-def test_damaged_files(reader: Reader) -> None:
+def test_damaged_files_are_read_or_refused(reader: Reader) -> None:
     problems = []
     for name in reader.sample.damaged:
         commands, whole = reader.commands(name), reader.sample.files[name]
@@ -214,7 +214,7 @@ def test_damaged_files(reader: Reader) -> None:
     [kind for kind in READERS if any(name.endswith(".json") for name in samples()[kind].damaged)],
     indirect=True,
 )
-def test_json_that_no_encoder_writes(reader: Reader) -> None:
+def test_json_from_no_encoder_is_read_or_refused(reader: Reader) -> None:
     problems = []
     for name in reader.sample.damaged:
         if name.endswith(".json"):

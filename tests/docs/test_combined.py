@@ -1,4 +1,4 @@
-"""The table of eviction and storage on docs/runtime.md is the one that was measured, and the shipped model gives it."""
+"""docs/runtime.md and README show the measured table of eviction and storage."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def measured_table() -> str:
     return measured.split("restores all blocks.\n\n")[1].split("\n\n")[0]
 
 
-def test_tables_of_docs_and_readme_have_the_benchmarks_figures() -> None:
+def test_combined_table_in_docs_and_readme_equals_benchmark() -> None:
     table = measured_table()
     assert table.count("\n") == 5 and table in (DOCS / "runtime.md").read_text(encoding="utf-8")
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
@@ -31,7 +31,7 @@ def test_tables_of_docs_and_readme_have_the_benchmarks_figures() -> None:
         assert f"| {' | '.join(cells)} |" in readme
 
 
-def test_table_of_combined_follows_from_its_json() -> None:
+def test_combined_table_follows_from_its_json() -> None:
     lines = [line.split("|")[1:-1] for line in measured_table().splitlines()[2:]]
     rows = [row for result in RESULTS for row in result["rows"]]
     for cells, row in zip(lines, rows, strict=True):
@@ -46,7 +46,7 @@ def test_table_of_combined_follows_from_its_json() -> None:
 
 
 @pytest.mark.slow
-def test_perplexity_of_the_full_cache_is_what_the_shipped_model_gives() -> None:
+def test_full_cache_perplexity_equals_the_shipped_model() -> None:
     (plain, stored) = RESULTS
     assert [row["nll"] for row in plain["rows"]] == [row["nll"] for row in stored["rows"]]
     documents = plain["documents"]

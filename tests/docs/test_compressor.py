@@ -1,4 +1,4 @@
-"""docs/compressor-weights.md says what kvmnn does: its dump and its tables are read out of the page and tried."""
+"""The dump and the tables of docs/compressor-weights.md agree with kvmnn."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def half(*values: float) -> np.ndarray:
     return np.array(values, "<f2")
 
 
-def test_the_dump_is_what_kvmnn_writes() -> None:
+def test_weights_dump_equals_written_file() -> None:
     header = kvcm.WeightFileHeader(
         dtype_code=0, num_layers=1, head_dim=1, hidden_size=2, compression_factor=2, weight_count_per_layer=6
     )
@@ -64,7 +64,7 @@ def test_the_dump_is_what_kvmnn_writes() -> None:
     assert list(check_weight_file(file)) == []
 
 
-def test_the_walk_through_covers_every_byte_and_names_what_kvmnn_reads() -> None:
+def test_walk_through_covers_every_byte_and_field() -> None:
     (rows,) = tables("A file of one layer")
     data, position, told = dump(), 0, []
     for offset, spelled, field, value in rows:
@@ -86,7 +86,7 @@ def test_the_walk_through_covers_every_byte_and_names_what_kvmnn_reads() -> None
     assert told[12:] == expected
 
 
-def test_the_table_of_the_header() -> None:
+def test_header_table_equals_field_offsets() -> None:
     (rows,) = tables("Header")
     assert {row[2].strip("`"): int(row[0]) for row in rows} == kvcm.FIELD_OFFSETS
     assert [{"u32": 4, "u16": 2}[row[1]] for row in rows] == [
@@ -127,7 +127,7 @@ WARNED = {
 }
 
 
-def test_the_tables_of_codes_are_complete() -> None:
+def test_code_tables_are_complete() -> None:
     refused_by_reader, refused_by_verify, warned = tables("What a reader refuses")
     assert [row[0].strip("`") for row in refused_by_reader] == list(FORMAT)
     assert [row[0].strip("`") for row in refused_by_verify] == list(SEMANTIC)
@@ -135,27 +135,27 @@ def test_the_tables_of_codes_are_complete() -> None:
 
 
 @pytest.mark.parametrize("code", WARNED)
-def test_verify_code_of_a_warning_is_the_only_finding(code: str) -> None:
+def test_warning_code_is_the_only_finding(code: str) -> None:
     assert [(found.reason, found.is_error) for found in check_weight_file(kvcm.parse_weight_file(WARNED[code]))] == [
         (code, False)
     ]
 
 
 @pytest.mark.parametrize("code", FORMAT)
-def test_a_code_of_the_reader(code: str) -> None:
+def test_reader_code_is_the_error_reason(code: str) -> None:
     with pytest.raises(WeightsError) as refused:
         kvcm.parse_weight_file(FORMAT[code])
     assert refused.value.reason == code
 
 
 @pytest.mark.parametrize("code", SEMANTIC)
-def test_a_code_of_the_verifier(code: str) -> None:
+def test_verifier_code_is_among_the_errors(code: str) -> None:
     assert code in [
         finding.reason for finding in check_weight_file(kvcm.parse_weight_file(SEMANTIC[code])) if finding.is_error
     ]
 
 
-def test_limits_are_those_of_the_code() -> None:
+def test_limits_equal_the_code() -> None:
     said = section("From a checkpoint").replace("\n", " ")
     assert f"{torch_file.MAX_PICKLE_BYTES >> 20} MiB of pickle, {torch_file.MAX_OPCODES:,} opcodes" in said
     assert (

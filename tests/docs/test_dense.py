@@ -1,4 +1,4 @@
-"""The commands of docs/dense.md do what the page says: a prefix cache as dense streams, as frames of them, and back."""
+"""The commands of docs/dense.md print what the page shows; frames of dense streams decode to the original files."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from repository import DOCS
 import kvmnn
 
 
-def test_the_walk_through():
+def test_walk_through_prints_what_the_page_shows():
     page = (DOCS / "dense.md").read_text(encoding="utf-8")
     assert page.count("$ kvmnn ") == 6
     assert comparable(retold(page)) == comparable(page)
 
 
-def test_what_it_leaves_behind(run):
-    """Frames of dense streams are the frames of the cache, and its files come back."""
+def test_walk_through_restores_frames_and_files(run):
     page = (DOCS / "dense.md").read_text(encoding="utf-8")
     with fresh_directory():
         for line in page.splitlines():
@@ -38,7 +37,7 @@ def test_what_it_leaves_behind(run):
         run("diff", "restored", "f")
 
 
-def test_the_python_examples(
+def test_python_examples_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""docs/format.md says what kvmnn does: its dumps, tables and verdicts are read out of the page and tried."""
+"""The dumps, tables and verdicts of docs/format.md agree with kvmnn."""
 
 from __future__ import annotations
 
@@ -94,11 +94,11 @@ def is_accepted(frame: bytes, **options: Any) -> bool:
 
 
 @pytest.mark.parametrize("title", ["Streams", "Bounds", "Predictor specs"])
-def test_sections_that_the_code_refers_to(title: str) -> None:
+def test_sections_referenced_by_code_exist(title: str) -> None:
     assert section(title).strip()
 
 
-def test_links_within_the_page() -> None:
+def test_links_within_the_page_resolve() -> None:
     anchors = {
         re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-")
         for title in re.findall(r"^#+ (.*)", TEXT, re.MULTILINE)
@@ -109,13 +109,13 @@ def test_links_within_the_page() -> None:
 # -- predictors, RLE, choice ----------------------------------------------------------------------------------------
 
 
-def test_predictor_numbers() -> None:
+def test_predictor_table_lists_all_in_order() -> None:
     names = [row[1] for row in tables("Predictors")[0]]
     assert names == list(PREDICTORS)
 
 
 @pytest.mark.parametrize("row", tables("Predictors")[1], ids=lambda row: row[0])
-def test_predictor_examples(row: list[str]) -> None:
+def test_predictor_examples_round_trip(row: list[str]) -> None:
     lane = spelled(row[0])
     for mode, cell in enumerate(row[1:], start=1):
         assert _streams.predict(lane, mode) == spelled(cell)
@@ -123,14 +123,14 @@ def test_predictor_examples(row: list[str]) -> None:
 
 
 @pytest.mark.parametrize("row", tables("RLE payload")[1], ids=lambda row: row[0])
-def test_rle_examples(row: list[str]) -> None:
+def test_rle_examples_round_trip(row: list[str]) -> None:
     lane, payload = spelled(row[0]), spelled(row[1])
     assert _streams.encode_rle(lane) == payload
     assert _streams.decode_rle(payload, len(lane)) == lane
 
 
 @pytest.mark.parametrize("row", tables("RLE payload")[2], ids=lambda row: f"{row[0]} as {row[1]}")
-def test_rle_verdicts(row: list[str]) -> None:
+def test_rle_verdicts_match_the_decoder(row: list[str]) -> None:
     payload, raw_len = spelled(row[0]), int(row[1])
     frame = u32(raw_len) + stream(payload, raw_len) * 2
     assert is_accepted(frame) == row[2].startswith("accepted")
@@ -138,7 +138,7 @@ def test_rle_verdicts(row: list[str]) -> None:
 
 @needs_exact_zstd
 @pytest.mark.parametrize("row", tables("Choice of predictor and codec")[1], ids=lambda row: row[0])
-def test_choice_examples(row: list[str]) -> None:
+def test_stream_choice_examples_match_the_encoder(row: list[str]) -> None:
     lane, payload = np.frombuffer(spelled(row[0]), np.uint8), spelled(row[1])
     mode, codec = re.match(r"(\w+), (RLE|ZSTD)", row[2]).groups()  # type: ignore[union-attr]
     assert _encoder.encode_stream(lane, ANY_MODE, ANY_CODEC) == stream(
@@ -147,7 +147,7 @@ def test_choice_examples(row: list[str]) -> None:
 
 
 @needs_exact_zstd
-def test_choice_example_that_is_a_tie() -> None:
+def test_stream_choice_tie_has_equal_sizes() -> None:
     (row,) = (row for row in tables("Choice of predictor and codec")[1] if "ZSTD takes" in row[2])
     lane = np.frombuffer(spelled(row[0]), np.uint8)
     rle, by_zstd = (_encoder.encode_stream(lane, 1, codec) for codec in (RLE, ZSTD))
@@ -155,7 +155,7 @@ def test_choice_example_that_is_a_tie() -> None:
 
 
 @pytest.mark.parametrize("row", tables("Predictor specs")[0], ids=lambda row: row[0])
-def test_predictor_specs(row: list[str]) -> None:
+def test_predictor_specs_parse_as_shown(row: list[str]) -> None:
     spec = ast.literal_eval(code(row[0]))
     assert parse_spec(spec) == set(row[1].split(", "))
     assert parse_spec(spec, default_raw=False) == (set(row[1].split(", ")) if spec else set())
@@ -198,7 +198,7 @@ def zstd_payloads() -> dict[str, list[bytes]]:
     }
 
 
-def test_zstd_verdicts() -> None:
+def test_zstd_verdicts_match_the_decoder() -> None:
     payloads, rows = zstd_payloads(), tables("ZSTD payload")[0]
     assert {row[0] for row in rows} == set(payloads)
     for case, verdict in rows:
@@ -238,7 +238,7 @@ def rejected_frames() -> dict[str, list[tuple[bytes, dict[str, Any]]]]:
     }
 
 
-def test_rejected_frames() -> None:
+def test_rejected_frames_table_matches_the_decoder() -> None:
     cases = rejected_frames()
     assert [row[0] for row in tables("Decoder")[0]] == list(cases)
     assert is_accepted(GOOD) and is_accepted(u32(1) + ONE * 4)
@@ -249,7 +249,7 @@ def test_rejected_frames() -> None:
                 assert not is_accepted(frame, dtype=dtype, **options), case
 
 
-def test_single_empty_streams() -> None:
+def test_single_empty_stream_is_ten_bytes() -> None:
     assert _encoder.encode_stream(np.empty(0, np.uint8), ANY_MODE, ANY_CODEC) == bytes(10)
     assert _decoder.decode_stream(b"\x09\x09" + bytes(8), ANY_CODEC) == (b"", 10)
 
@@ -266,7 +266,7 @@ def two_lanes(payload: bytes, raw_len: int, codec: int) -> bytes:
     return u32(raw_len) + stream(payload, raw_len, codec) * 2
 
 
-def test_bounds() -> None:
+def test_bounds_table_matches_the_decoder() -> None:
     factors = {row[0]: float(row[1]) for row in tables("Bounds")[0]}
     tokens = b"\xff\x00" * 2
     most = int(factors["RLE"] * len(tokens))
@@ -284,14 +284,14 @@ def test_bounds() -> None:
 # -- the rest of the page -------------------------------------------------------------------------------------------
 
 
-def test_hash_values() -> None:
+def test_hash_values_equal_fnv1a64() -> None:
     assert f"{kvmnn.fnv1a64(b''):016x}" in section("Hash") and str(kvmnn.fnv1a64(b"")) in section("Hash")
     for text, value in tables("Hash")[0]:
         assert f"{kvmnn.fnv1a64(ast.literal_eval(code(text)).encode()):016x}" == code(value)
     assert kvmnn.fnv1a64(b"bar", kvmnn.fnv1a64(b"foo")) == kvmnn.fnv1a64(b"foobar")
 
 
-def test_block_rule() -> None:
+def test_block_rule_matches_encode_block() -> None:
     constant, noise = np.zeros(600, np.float16), np.random.default_rng(1).bytes(1200)
     keys, values = constant, np.frombuffer(noise, np.float16)
     kept = kvmnn.encode_block(keys, values)
@@ -307,7 +307,7 @@ def test_block_rule() -> None:
     assert kept.blob_hash == kvmnn.fnv1a64(kept.key_frame + kept.value_frame)
 
 
-def test_sizes_in_the_containers_table() -> None:
+def test_container_sizes_equal_inspect() -> None:
     last = tables("Containers")[0][-1]
     assert last[0] == "bytes that are not payload"
     for cell, dtype in zip(last[1:], (np.float16, np.float32), strict=True):
@@ -329,12 +329,12 @@ def test_bf16_is_the_fp16_container() -> None:
 WALKS = re.findall(r"^### (Frame .*)", TEXT, re.MULTILINE)
 
 
-def test_there_are_walk_throughs() -> None:
+def test_walk_throughs_are_present() -> None:
     assert len(WALKS) >= 3
 
 
 @pytest.mark.parametrize("title", WALKS)
-def test_walk_through(title: str) -> None:
+def test_walk_through_dump_equals_the_frame(title: str) -> None:
     text = section(title)
     scope: dict[str, Any] = {"np": np}
     exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], scope)  # type: ignore[index]  # noqa: RUF100, S102
@@ -357,15 +357,14 @@ def test_walk_through(title: str) -> None:
         assert not is_accepted(bytes(dump[:n]), dtype=dtype)
 
 
-def test_fp32_frame_cut_behind_its_second_stream() -> None:
+def test_fp32_frame_cut_after_second_stream_is_fp16() -> None:
     frame = kvmnn.encode(np.ones(3, np.float32))
     cut = frame[: kvmnn.inspect(frame).streams[2].offset]
     assert is_accepted(cut) and not is_accepted(cut, dtype="fp32")
 
 
 @pytest.mark.parametrize("title", WALKS)
-def test_walk_through_fields(title: str) -> None:
-    """Each header field of the table is where inspect finds it."""
+def test_walk_through_fields_match_inspect(title: str) -> None:
     frame = b"".join(bytes.fromhex(code(row[1])) for row in tables(title)[0])
     info = kvmnn.inspect(frame)
     offsets = {int(row[0]) for row in tables(title)[0]}

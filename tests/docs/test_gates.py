@@ -1,4 +1,4 @@
-"""What docs/gates.md shows is what happens."""
+"""The commands and examples of docs/gates.md run as shown."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvmnn.gates.suite.settings import RunSettings, read_run_config
 PAGE = (DOCS / "gates.md").read_text()
 
 
-def test_the_commands_and_the_python_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run) -> None:
+def test_commands_and_python_example_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run) -> None:
     monkeypatch.chdir(tmp_path)
     gate_logs.write_logs(Path("out/logs"), gate_logs.row())
     for side in ("baseline", "candidate"):
@@ -32,14 +32,14 @@ def test_the_commands_and_the_python_example(tmp_path: Path, monkeypatch: pytest
     exec(code, {})
 
 
-def test_the_gate_file_is_one(tmp_path: Path) -> None:
+def test_gate_file_example_is_valid(tmp_path: Path) -> None:
     (text,) = re.findall(r'^    (\{"lossy_target".*\n.*)$', PAGE, re.M)
     (tmp_path / "g.json").write_text(text)
     limits, notes = read_gate_file(tmp_path / "g.json", "runtime_store", GateLimits())
     assert (limits.max_lossless_decomp_us, notes) == (70000, [])
 
 
-def test_the_settings_of_runs_are_some(tmp_path: Path) -> None:
+def test_run_config_example_is_valid(tmp_path: Path) -> None:
     (text,) = re.findall(r'^    (\{"prompts".*\n.*)$', PAGE, re.M)
     (tmp_path / "run.json").write_text(text)
     config = read_run_config(tmp_path / "run.json", CASE_NAMES)
@@ -51,7 +51,7 @@ def test_the_settings_of_runs_are_some(tmp_path: Path) -> None:
     assert len(build_cases("runtime", read_run_config(ROOT / "tools" / "gates.json", CASE_NAMES))) == 4
 
 
-def test_cases_and_gates_are_in_the_tables() -> None:
+def test_case_table_equals_runtime_cases() -> None:
     assert re.findall(r"^\| `(runtime_\w+)` \| (\w+)", PAGE, re.M) == [
         (name, limits.runtime_mode) for name, limits in RUNTIME_CASES.items()
     ]

@@ -1,4 +1,4 @@
-"""What docs/h2o.md shows is what happens."""
+"""The examples and the command of docs/h2o.md run as shown."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ PAGE = DOCS / "h2o.md"
 SCORES = [9, 1, 2, 8, 1, 0, 3, 7, 1, 2, 2, 5, 5]
 
 
-def test_the_python_examples():
+def test_python_examples_run():
     failed, tried = doctest.testfile(str(PAGE), module_relative=False)
     assert (failed, tried) == (0, 12)
 
 
-def test_the_command(tmp_path, monkeypatch, capsys):
+def test_command_prints_what_the_page_shows(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("scores.json").write_text(json.dumps(SCORES))
     command, *shown = PAGE.read_text().split("    $ kvmnn ")[1].split("\n\n")[0].splitlines()
@@ -28,8 +28,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.splitlines() == [line.removeprefix("    ") for line in shown]
 
 
-def test_what_is_said_of_the_defaults():
-    """Nothing goes below 1,024 tokens."""
+def test_default_config_evicts_from_1024_tokens():
     assert H2OConfig(target_mode="adaptive").target_lossy_ratio == 3.0
     lengths = [kv for kv in range(512, 2000) if plan_blocks([0.0] * -(-kv // 64), kv, H2OConfig()).num_evicted]
     assert lengths[0] == 1024

@@ -1,4 +1,4 @@
-"""The examples of docs/layout.md give what the page says, and its table is the code's."""
+"""The examples of docs/layout.md run as shown, and its table lists all backends."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from kvmnn.packed.backends import BACKENDS
 PAGE = DOCS / "layout.md"
 
 
-def test_examples() -> None:
+def test_examples_run() -> None:
     found = doctest.testfile(str(PAGE), module_relative=False)
     assert found.attempted >= 20
     assert found.failed == 0
 
 
-def test_docstrings() -> None:
+def test_docstring_examples_run() -> None:
     for module in (kvmnn.packed.layout, kvmnn.packed.cache):
         found = doctest.testmod(module, extraglobs={"np": np})
         assert found.attempted > 3
         assert found.failed == 0
 
 
-def test_table_of_backends() -> None:
+def test_backend_table_equals_backends() -> None:
     rows = [line.strip("|").split(" | ") for line in PAGE.read_text(encoding="utf-8").splitlines()]
     written = {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows if row[0].strip() in BACKENDS}
     for name, row in BACKENDS.items():

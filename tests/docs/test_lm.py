@@ -1,4 +1,4 @@
-"""docs/lm.md: its commands are commands, its tables name what there is, its figures are those of the fixture."""
+"""docs/lm.md: its commands parse, its tables are complete, its figures equal those of the fixture."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ PAGE = (ROOT / "docs" / "lm.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^    (kvmnn .*)$", PAGE.replace("\\\n", " "), re.MULTILINE)
 
 
-def test_there_are_commands_of_every_verb_that_runs_a_model() -> None:
+def test_commands_cover_every_model_verb() -> None:
     assert {command.split()[1] for command in COMMANDS} >= {"eval", "generate", "dump-kv", "encode", "measure"}
     assert any(command.startswith("kvmnn mnn pack ") for command in COMMANDS)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_commands_are_understood(command: str) -> None:
+def test_commands_parse(command: str) -> None:
     assert parse_command_line(shlex.split(command)[1:]) is not None
 
 
-def test_every_plot_is_described() -> None:
+def test_plot_table_names_every_plot() -> None:
     table = PAGE.split("## Plots")[1].split("\n## ")[0]
     assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(plots.DRAW_FUNCTIONS)
 
 
-def test_every_preset_is_named() -> None:
+def test_presets_are_all_named() -> None:
     assert all(f"`{name}`" in PAGE or f"--preset {name}" in PAGE for name in presets.PRESETS)
 
 
-def test_policies_without_a_default_budget_are_named() -> None:
+def test_policies_without_default_budget_are_named() -> None:
     without = []
     for name in POLICIES:
         try:
@@ -55,7 +55,7 @@ def test_policies_without_a_default_budget_are_named() -> None:
     assert re.findall(r"`(\w+)`", said) == without
 
 
-def test_the_price_of_stored_positions_is_the_one_measured() -> None:
+def test_stored_position_perplexities_equal_measurement() -> None:
     rows = json.loads((ROOT / "fixtures" / "lm" / "expected.json").read_text(encoding="utf-8"))["chunks_of_4"]["rows"]
     found = {row["name"]: row["ppl"] for row in rows}
     right, wrong = found["streaming 4+252"], found["streaming 4+252 WRONG positions"]
@@ -72,14 +72,14 @@ def test_benchmark_marks_and_counts_shares_above_the_goal(monkeypatch: pytest.Mo
     assert section in (ROOT / "benchmarks" / "lm.md").read_text(encoding="utf-8")
 
 
-def test_links_lead_somewhere() -> None:
+def test_links_resolve() -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", PAGE):
         assert (ROOT / "docs" / target).exists(), target
 
 
 @pytest.mark.slow
-def test_what_caches_are_worth_is_as_measured(tmp_path: Path) -> None:
-    """The table of caches that texts go on from, but for its first row, which is the full cache of all others."""
+def test_initial_cache_table_equals_measurement(tmp_path: Path) -> None:
+    """The table's first row, the full cache of all texts, is not measured here."""
     model, text = ROOT / "fixtures" / "lm", ROOT / "fixtures" / "lm" / "texts" / "calendar.py.txt"
     lines = re.search(r"\| cache of 512 tokens \|.*\n\|[-|]*\n((?:\|.*\n)+)", PAGE)
     assert lines is not None

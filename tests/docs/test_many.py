@@ -1,4 +1,4 @@
-"""The example of docs/many.md, as a program: a file that fails is a line of it."""
+"""The Python example of docs/many.md runs as a program and reports a file that fails."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from repository import DOCS
 
 
 @pytest.mark.slow
-def test_the_python_example(tmp_path: Path) -> None:
+def test_python_example_reports_failed_file(tmp_path: Path) -> None:
     text = (DOCS / "many.md").read_text(encoding="utf-8").split("## From Python")[1]
     (program,) = [part for part in text.split("\n\nThe work")[0].split("\n\n    import") if "CommandWork" in part]
     (tmp_path / "program.py").write_text(dedent("    import" + program))

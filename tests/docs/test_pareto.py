@@ -1,4 +1,4 @@
-"""README's table of speeds is that of benchmarks/pareto.json, and its demo has the ratios that there are."""
+"""README's table of speeds and the ratios of its demo equal the measurements."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ARRAYS = ("K fp16", "V fp16", "K bf16", "K fp32")
 WHOLE = {"K bf16": "512 KiB"}
 
 
-def test_readme_has_the_figures_that_were_measured() -> None:
+def test_readme_codec_table_equals_benchmark() -> None:
     measured = json.loads((ROOT / "benchmarks" / "pareto.json").read_text(encoding="utf-8"))
     reports = [measured[f"{array} {WHOLE.get(array, '1,024 KiB')}"][0] for array in ARRAYS]
     lines = [f"| codec | {' | '.join(ARRAYS)} |", "|---|" + len(ARRAYS) * "---|"]
@@ -41,19 +41,19 @@ def cell(report: dict[str, Any], codec: str) -> str:
     return f"{result['ratio']:.3f}, {encode:,.0f} / {decode:,.0f}"
 
 
-def test_readme_speed_of_exact_is_the_range_that_was_measured() -> None:
+def test_readme_exact_speed_range_equals_benchmark() -> None:
     rows = json.loads((ROOT / "benchmarks" / "codec.json").read_text(encoding="utf-8"))["one_thread"]
     times = [row["encode_over_zstd"] for row in rows]
     assert f"`exact` takes {min(times):.2f} to {max(times):.2f} times" in (ROOT / "README.md").read_text("utf-8")
 
 
-def test_readme_size_of_the_wheel_is_its_enforced_limit() -> None:
+def test_readme_wheel_size_equals_enforced_limit() -> None:
     (limit,) = re.findall(r"^MAX_BYTES=(\d+)$", (ROOT / "tools" / "wheel.sh").read_text("utf-8"), re.MULTILINE)
     assert f"at most {int(limit) / 1e6:.1f} MB" in (ROOT / "README.md").read_text("utf-8")
 
 
 @pytest.mark.parametrize("effort", ["exact", "fast"])
-def test_ratios_of_the_demo_are_those_of_today(effort: str) -> None:
+def test_readme_demo_ratios_equal_current_encoder(effort: str) -> None:
     words = np.load(ROOT / "fixtures" / "kv_real" / "k_fp16.npy")
     ratio = words.nbytes / len(kvmnn.encode(words, effort=effort))
     assert f"    kvmnn {effort:<18}{ratio:.4f} " in (ROOT / "README.md").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""docs/policies.md: its example runs, its tables name every policy, its figures are those of the benchmark."""
+"""docs/policies.md: its examples run, its tables name every policy, its figures equal the benchmark."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def tables() -> list[list[list[str]]]:
     return [[[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()] for table in found]
 
 
-def test_examples() -> None:
+def test_examples_run() -> None:
     assert doctest.testfile(str(PAGE), module_relative=False).failed == 0
     assert doctest.testmod(policies).failed == 0
 
 
-def test_a_policy_is_short() -> None:
-    """Its examples run above; each is a complete policy of fewer than 40 lines with one method."""
+def test_example_policies_are_short() -> None:
+    """Each example is a complete policy of fewer than 40 lines with one method."""
     section = PAGE.read_text(encoding="utf-8").partition("## How to write a policy")[2].partition("\n## ")[0]
     examples = re.findall(r">>> @dataclass.*?\n(?:\.\.\. ?.*\n)+", section)
     assert len(examples) == 2
@@ -47,7 +47,7 @@ def test_tables_name_every_policy() -> None:
         assert row[3] == looks[policy.requires]
 
 
-def test_figures_are_the_benchmarks() -> None:
+def test_figures_equal_benchmark() -> None:
     path = ROOT / "benchmarks" / "policies.json"
     measured = json.loads(path.read_text(encoding="utf-8"))
     costs = {
@@ -76,7 +76,7 @@ def options_table() -> dict[str, list[list[str]]]:
 EVERY = {**POLICIES, "h2o_engine": policies.H2OEngine}
 
 
-def test_every_option_of_every_policy_is_in_the_table_with_its_default() -> None:
+def test_option_table_has_every_option_and_default() -> None:
     table = options_table()
     assert list(table) == list(EVERY)
     for name, policy in EVERY.items():
@@ -99,7 +99,7 @@ def test_every_option_of_every_policy_is_in_the_table_with_its_default() -> None
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_values_of_options_are_those_that_the_policy_takes(name: str) -> None:
+def test_option_table_values_are_accepted_by_policy(name: str) -> None:
     unsized = EVERY[name] in (policies.L2Ratio, policies.StreamingPress, policies.KNorm, policies.ObservedAttention)
     sized = {"budget": 600} if unsized else {}
     declared = get_type_hints(EVERY[name])

@@ -1,4 +1,4 @@
-"""What docs/prefix-store.md shows is what happens, and its tables are those of the code."""
+"""The examples and commands of docs/prefix-store.md run as shown, and its tables agree with the code."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from kvmnn.store import PrefixStore, unit, unit_codec, write_path
 PAGE = DOCS / "prefix-store.md"
 
 
-def test_the_python_examples() -> None:
+def test_python_examples_run() -> None:
     failed, tried = doctest.testfile(str(PAGE), module_relative=False)
     assert (failed, tried) == (0, 27)
 
 
-def test_every_call_is_in_the_table() -> None:
+def test_call_table_lists_every_method() -> None:
     table = PAGE.read_text().split("| call | what |\n")[1].split("\n\n")[0]
     told = {name for line in table.splitlines() for name in re.findall(r"`(\w+)`", line.split("|")[1])}
     public = {name: what for name, what in vars(PrefixStore).items() if not name.startswith("_")}
@@ -37,7 +37,7 @@ def test_every_call_is_in_the_table() -> None:
     assert attributes <= set(re.findall(r"`(\w+)`", said))
 
 
-def test_the_sizes_of_a_unit() -> None:
+def test_unit_sizes_equal_the_code() -> None:
     text = PAGE.read_text()
     assert f"`{unit.FRAME_MAGIC.decode()}`" in text
     assert f"({unit_codec.MAX_UNIT_TOKENS} tokens, {unit_codec.MAX_UNIT_RAW_BYTES >> 20} MiB of raw bytes)" in text
@@ -56,7 +56,7 @@ def test_the_sizes_of_a_unit() -> None:
 SHARES = ("put_share", "get_share")
 
 
-def test_figures_are_those_of_the_benchmark() -> None:
+def test_figures_equal_benchmark() -> None:
     measured = json.loads((ROOT / "benchmarks" / "store.json").read_text())
     text = PAGE.read_text()
     for dtype, effort in itertools.product(("32", "16"), ("fast", "exact", "dense")):
@@ -88,7 +88,7 @@ def test_figures_are_those_of_the_benchmark() -> None:
 
 
 @pytest.mark.skipif(not zstd.is_byte_exact(), reason="sizes of frames hold for libzstd 1.5.2 to 1.5.6")
-def test_the_commands() -> None:
+def test_commands_print_what_the_page_shows() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert page.count("$ kvmnn store") > 5
     assert comparable(retold(page)) == comparable(page)
@@ -96,8 +96,8 @@ def test_the_commands() -> None:
 
 @pytest.mark.slow
 @needs_engine
-def test_the_whole_way_with_the_engine(tmp_path: Path) -> None:
-    """A prompt, then one that shares 40 tokens with it; this one against an empty store as well."""
+def test_engine_example_runs_with_the_fork(tmp_path: Path) -> None:
+    """The second prompt shares 40 tokens with the first; it also runs against an empty store."""
     (script,) = re.findall(r"^```python\n(import .*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     assert len(script.splitlines()) < 40
     (tmp_path / "way.py").write_text(script)

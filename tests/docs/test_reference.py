@@ -1,4 +1,4 @@
-"""docs/reference.md is what the command's parser says today."""
+"""docs/reference.md is generated from the command's parser."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 TOOLS = Path(__file__).resolve().parents[2] / "tools" / "docs"
 
 
-def test_the_reference_is_generated_from_the_options(monkeypatch) -> None:
+def test_reference_equals_generated_page(monkeypatch) -> None:
     monkeypatch.syspath_prepend(str(TOOLS))
     reference = __import__("reference")
     assert reference.PAGE.read_text(encoding="utf-8") == reference.format_reference(), (

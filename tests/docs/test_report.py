@@ -1,4 +1,4 @@
-"""What docs/report.md shows is what happens."""
+"""The commands and the Python example of docs/report.md run as shown."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAGE = (DOCS / "report.md").read_text()
 
 
 @pytest.mark.slow
-def test_the_commands_and_the_python_example(
+def test_commands_and_python_example_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")

@@ -1,4 +1,4 @@
-"""What docs/runtime.md shows is what happens, and the traces that it names are there."""
+"""The examples of docs/runtime.md run as shown, and the traces that it names exist."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from kvmnn.runtime.config import _CHOICE_OPTIONS, _MIN_VALUES, _SWITCH_OPTIONS, 
 PAGE = DOCS / "runtime.md"
 
 
-def test_the_python_examples() -> None:
+def test_python_examples_run() -> None:
     failed, tried = doctest.testfile(str(PAGE), module_relative=False)
     assert (failed, tried) == (0, 10)
 
 
-def test_every_trace_that_is_named_ships() -> None:
+def test_named_traces_ship() -> None:
     table = PAGE.read_text().split("| engine | sound | why | trace |\n")[1].split("\n\n")[0]
     named = {name for line in table.splitlines()[1:] for name in re.findall(r"`(\w+)`", line.rsplit("|", 2)[-2])}
     with tarfile.open(FIXTURES / "store" / "vectors.tar.xz") as archive:
@@ -28,7 +28,7 @@ def test_every_trace_that_is_named_ships() -> None:
     assert named <= {case["name"] for case in index["cases"]}
 
 
-def test_every_option_is_in_the_table() -> None:
+def test_option_table_lists_every_option() -> None:
     table = PAGE.read_text().split("| key `kv_lossless_...` |")[1].split("\n\n")[0]
     told = {name for line in table.splitlines() for name in re.findall(r"`(\w+)`", line.split("|")[1])}
     assert told == {*_MIN_VALUES, *_CHOICE_OPTIONS, *_SWITCH_OPTIONS, *_TEXT_OPTIONS}

@@ -1,4 +1,4 @@
-"""`eval --initial-cache` with caches that other engines really made of the model that runs, through the command."""
+"""`eval --initial-cache` through the command, with caches that llama.cpp computed with the same model."""
 
 from __future__ import annotations
 
@@ -75,7 +75,9 @@ LIMITS = {
 
 
 @pytest.mark.parametrize("kind", LIMITS)
-def test_llama_cpp_with_the_shipped_model(tmp_path: Path, run: Any, shipped: Path, ids: list[int], kind: str) -> None:
+def test_eval_initial_cache_of_llama_cpp_with_shipped_model(
+    tmp_path: Path, run: Any, shipped: Path, ids: list[int], kind: str
+) -> None:
     nats, apart = LIMITS[kind]
     path = session(shipped, tmp_path / "x.session", ids, kind)
     found = measured(run, LM, TEXT, path)
@@ -88,8 +90,10 @@ def test_llama_cpp_with_the_shipped_model(tmp_path: Path, run: Any, shipped: Pat
 
 
 @pytest.mark.parametrize("flash", [True, False])
-def test_an_erased_middle(tmp_path: Path, run: Any, shipped: Path, ids: list[int], flash: bool) -> None:
-    """What is left was computed while all was there: far better than cutting the text, worse than the whole cache."""
+def test_eval_initial_cache_with_erased_middle(
+    tmp_path: Path, run: Any, shipped: Path, ids: list[int], flash: bool
+) -> None:
+    """The remaining tokens attended to the erased ones: better than cutting the text, worse than the whole cache."""
     with Engine(shipped, "f32", flash=flash) as engine:
         engine.feed(ids[:64])
         engine.feed(ids[64:], 64)
@@ -104,8 +108,10 @@ CASES = [(2, 64, "f32"), (1, 80, "f32"), (2, 64, "q8_0"), (1, 64, "q8_0"), (4, 1
 
 
 @pytest.mark.parametrize(("kv_heads", "dims", "kind"), CASES)
-def test_llama_cpp_with_a_llama(tmp_path: Path, run: Any, kv_heads: int, dims: int, kind: str) -> None:
-    """K lies in another order in GGUF files of Llama models, and is rotated besides where it is quantised."""
+def test_eval_initial_cache_of_llama_cpp_with_llama(
+    tmp_path: Path, run: Any, kv_heads: int, dims: int, kind: str
+) -> None:
+    """GGUF files of Llama models permute K, and rotate it where it is quantised."""
     twin = Llama(kv_heads=kv_heads, dims=dims)
     model, text = twin.onnx(tmp_path / "model"), tmp_path / "text.txt"
     ids = np.random.default_rng(3).integers(0, twin.words, HELD + SCORED + 1).tolist()

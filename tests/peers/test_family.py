@@ -1,4 +1,4 @@
-"""Other GPT-NeoX models than the shipped one, made up by transformers: their ONNX exports compute what torch does."""
+"""GPT-NeoX models with random weights: kvmnn's ONNX exports compute what torch computes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def models(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("size", [TOKENS, 1, 9])
-def test_steps_agree(models, size):
+def test_gpt_neox_steps_equal_torch(models, size):
     decoder, session, _ = models
     ids = np.random.default_rng(1).integers(0, SIZES["vocab_size"], TOKENS)
     past = decoder.empty()
@@ -72,7 +72,7 @@ def test_steps_agree(models, size):
     assert largest > 0.1
 
 
-def test_both_spellings_of_the_config_give_the_same_model(models, tmp_path):
+def test_gpt_neox_old_and_new_config_give_the_same_model(models, tmp_path):
     _, _, folder = models
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     rope = config.pop("rope_parameters")

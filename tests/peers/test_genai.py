@@ -1,4 +1,4 @@
-"""A generator of ONNX Runtime GenAI that runs the shipped model: its cache, compared with plain onnxruntime's."""
+"""The cache of an ONNX Runtime GenAI generator of the shipped model, compared with plain onnxruntime's."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def generator_behind(folder: Path, ids: np.ndarray) -> Any:
     return generator
 
 
-def test_a_generator(folder: Path) -> None:
+def test_genai_generator_cache_equals_onnxruntime(folder: Path) -> None:
     import onnxruntime
 
     config = json.loads((folder / "config.json").read_text())
@@ -88,8 +88,8 @@ def test_a_generator(folder: Path) -> None:
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
 
 
-def test_eval_goes_on_from_a_generator(folder: Path) -> None:
-    """Of the text's first 40 tokens K and V are the model's own, up to the last bits: steps were of other sizes."""
+def test_eval_continues_from_genai_generator(folder: Path) -> None:
+    """K and V of the first 40 tokens differ in the last bits only, because step sizes differ."""
     text = FIXTURES / "lm" / "texts" / "trace.py.txt"
     ids = read_document(text, Tokenizer.open_for_model(FIXTURES / "lm"), 40).ids
     generator = generator_behind(folder, ids)

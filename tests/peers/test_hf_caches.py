@@ -1,4 +1,4 @@
-"""Caches of transformers: in memory, saved by torch, and back; a model goes on from one as if it were its own."""
+"""Caches of transformers: in memory, saved by torch, and restored; a model continues from a restored cache."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def static(pairs: list[tuple[Any, Any]], rows: int) -> Any:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_in_memory_and_back(dtype: str, shape: tuple[int, ...]) -> None:
+def test_open_cache_in_memory_round_trips(dtype: str, shape: tuple[int, ...]) -> None:
     pairs = drawn(len(dtype) + sum(shape), dtype, shape)
     cache = dynamic(pairs)
     for held in (cache, pairs, tuple(pairs), {"past_key_values": cache, "n": 3}, dict(enumerate(pairs))):
@@ -90,7 +90,7 @@ def test_in_memory_and_back(dtype: str, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
 @pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_saved(tmp_path: Path, dtype: str, shape: tuple[int, ...], zipped: bool) -> None:
+def test_open_saved_cache_equals_pairs(tmp_path: Path, dtype: str, shape: tuple[int, ...], zipped: bool) -> None:
     pairs = drawn(7 + sum(shape), dtype, shape)
     cache = dynamic(pairs)
     strided = [(k.transpose(1, 2).contiguous().transpose(1, 2), v[:, :, :, :]) for k, v in pairs]
@@ -120,7 +120,7 @@ def test_saved(tmp_path: Path, dtype: str, shape: tuple[int, ...], zipped: bool)
             assert_same(found, pairs, dtype)
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
+def test_open_unsupported_cache_is_refused(tmp_path: Path) -> None:
     pairs = drawn(1, "fp32", (1, 2, 4, 4))
     refused = [
         ({"a": dynamic(pairs), "b": dynamic(pairs)}, "holds 2 caches"),
@@ -138,7 +138,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
                 kvmnn.open(value)
 
 
-def test_sliding_windows_say_what_they_hold(tmp_path: Path) -> None:
+def test_open_sliding_window_reports_its_tokens(tmp_path: Path) -> None:
     config = transformers.MistralConfig(sliding_window=8, num_hidden_layers=2)
     pairs = drawn(3, "fp32", (1, 2, 20, 4), layers=2)
     cache = transformers.DynamicCache(config=config)
@@ -151,7 +151,7 @@ def test_sliding_windows_say_what_they_hold(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_model_goes_on_from_a_restored_cache(tmp_path: Path, run: Any, dtype: str) -> None:
+def test_model_continues_from_restored_cache(tmp_path: Path, run: Any, dtype: str) -> None:
     torch.manual_seed(5)
     config = transformers.LlamaConfig(
         vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
@@ -174,7 +174,7 @@ def test_a_model_goes_on_from_a_restored_cache(tmp_path: Path, run: Any, dtype: 
 
 
 @pytest.mark.parametrize("tokens", [5, 7, 8, 24])
-def test_a_model_with_sliding_windows_goes_on(tmp_path: Path, run: Any, tokens: int) -> None:
+def test_sliding_window_model_continues_from_restored_cache(tmp_path: Path, run: Any, tokens: int) -> None:
     """Before and after the windows have slid; from the cache, its file, frames and a Zarr store."""
     torch.manual_seed(5)
     config = transformers.Gemma2Config(
@@ -200,8 +200,8 @@ def test_a_model_with_sliding_windows_goes_on(tmp_path: Path, run: Any, tokens: 
 
 
 @pytest.mark.parametrize("tokens", [5, 8, 24])
-def test_a_model_goes_on_from_static_windows(tmp_path: Path, tokens: int) -> None:
-    """Windows of static caches have a row more than those of dynamic ones, which `to_cache` makes."""
+def test_model_continues_from_static_window_cache(tmp_path: Path, tokens: int) -> None:
+    """Windows of static caches have one row more than those of dynamic caches, which `to_cache` makes."""
     torch.manual_seed(6)
     config = transformers.Gemma2Config(
         vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
@@ -220,7 +220,7 @@ def test_a_model_goes_on_from_static_windows(tmp_path: Path, tokens: int) -> Non
             assert torch.allclose(torch.cat(steps, 1), expected, atol=1e-5)
 
 
-def test_an_encoder_and_decoder_go_on(tmp_path: Path, run: Any) -> None:
+def test_encoder_decoder_model_continues_from_restored_cache(tmp_path: Path, run: Any) -> None:
     torch.manual_seed(7)
     config = transformers.T5Config(
         vocab_size=97, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0
@@ -241,7 +241,7 @@ def test_an_encoder_and_decoder_go_on(tmp_path: Path, run: Any) -> None:
             assert torch.allclose(found, expected, atol=1e-5)
 
 
-def test_a_model_with_convolutions_does_not_go_on(tmp_path: Path) -> None:
+def test_convolution_cache_is_refused(tmp_path: Path) -> None:
     config = transformers.Lfm2Config(
         vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, layer_types=["conv", "full_attention"],
@@ -254,8 +254,8 @@ def test_a_model_with_convolutions_does_not_go_on(tmp_path: Path) -> None:
             kvmnn.to_cache(source)
 
 
-def test_bytes_of_a_file_are_as_torch_saves_them() -> None:
-    """The samples of the other tests are made without torch: here is what torch makes of one of them."""
+def test_torch_saves_tensors_as_the_samples_assume() -> None:
+    """The samples of the other tests are written without torch; torch writes this one."""
     made = io.BytesIO()
     torch.save(tuple(drawn(1, "fp16", (1, 1, 2, 2), layers=1)), made)
     assert b"_rebuild_tensor_v2" in made.getvalue()

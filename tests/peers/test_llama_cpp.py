@@ -1,4 +1,4 @@
-"""llama.cpp itself: what it stores is read as its types say, and it goes on from a restored file as from its own.
+"""llama.cpp: its sessions are read according to their types, and it continues from a restored file.
 
 The models are made here, with random weights. Without llama-cpp-python these tests are skipped: it is compiled when it
 is installed, which takes half an hour, so it is no part of the extra `peers` (make test-peers LLAMA=llama-cpp-python).
@@ -88,7 +88,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("seq", [None, 0])
-def test_a_restored_file_goes_on_with_equal_logits(
+def test_restored_session_continues_with_equal_logits(
     tmp_path: Path, run: Any, model: Path, kind: str, seq: int | None
 ) -> None:
     ids = drawn(60)
@@ -103,7 +103,9 @@ def test_a_restored_file_goes_on_with_equal_logits(
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
 @pytest.mark.parametrize("flash", [False, True])
-def test_gaps_and_sliding_windows_are_restored(tmp_path: Path, run: Any, architecture: str, flash: bool) -> None:
+def test_restored_session_keeps_gaps_and_sliding_windows(
+    tmp_path: Path, run: Any, architecture: str, flash: bool
+) -> None:
     ids, model = drawn(60), made_model(tmp_path / "m.gguf", architecture)
     with Engine(model, flash=flash) as engine:
         engine.feed(ids[:50])
@@ -127,8 +129,8 @@ def test_gaps_and_sliding_windows_are_restored(tmp_path: Path, run: Any, archite
     assert np.allclose(found[0], expected, atol=0.02)
 
 
-def test_what_is_read_of_every_type_is_close_to_f32(tmp_path: Path, model: Path) -> None:
-    """The same text in f32 and in each type; a block holds 32 values of one token."""
+def test_open_every_type_is_close_to_f32(tmp_path: Path, model: Path) -> None:
+    """The same text in f32 and in each type; a block contains 32 values of one token."""
     ids, options = drawn(40), ReadOptions(packed=PackedOptions(model=str(model)))
     found = {}
     for kind in TYPES:
@@ -143,7 +145,7 @@ def test_what_is_read_of_every_type_is_close_to_f32(tmp_path: Path, model: Path)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in TYPES if kind.startswith(("q", "iq"))])
-def test_blocks_are_the_numbers_that_gguf_makes_of_them(tmp_path: Path, model: Path, kind: str) -> None:
+def test_raw_blocks_dequantize_as_gguf(tmp_path: Path, model: Path, kind: str) -> None:
     with Engine(model, kind) as engine:
         engine.feed(drawn(30))
         path = engine.save(tmp_path / "x.session", drawn(30))
@@ -156,7 +158,7 @@ def test_blocks_are_the_numbers_that_gguf_makes_of_them(tmp_path: Path, model: P
 
 
 @pytest.mark.parametrize("unified", [False, True])
-def test_several_sequences(tmp_path: Path, run: Any, model: Path, unified: bool) -> None:
+def test_restored_session_keeps_several_sequences(tmp_path: Path, run: Any, model: Path, unified: bool) -> None:
     one, two = drawn(20), drawn(12, 2)
     with Engine(model, seqs=2, unified=unified) as engine:
         engine.feed(one[:15], seq=0)
@@ -172,8 +174,8 @@ def test_several_sequences(tmp_path: Path, run: Any, model: Path, unified: bool)
     assert said["tokens"] == (25 if unified else 15)
 
 
-def test_a_word_that_is_changed_is_heard(tmp_path: Path, run: Any, model: Path) -> None:
-    """The check itself: other K, other logits."""
+def test_changed_keys_change_logits(tmp_path: Path, run: Any, model: Path) -> None:
+    """The control: other K give other logits."""
     ids = drawn(60)
     with Engine(model) as engine:
         engine.feed(ids[:50])

@@ -54,7 +54,7 @@ def google(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("engine", [amazon, google])
-def test_a_store(engine: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_prefix_store_on_object_store(engine: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ids, model = text(1000), "m"
     with engine(monkeypatch) as url:
         with PrefixStore(url, block_tokens=16, timeout=60) as store:
@@ -79,7 +79,7 @@ def test_a_store(engine: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("engine", [amazon, google])
-def test_a_zarr_store(engine: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_zarr_store_on_object_store(engine: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     arrays = {f"layer_{n}.key": rng.standard_normal((2, 300, 16)).astype(np.float16) for n in range(3)}
     with engine(monkeypatch) as begin:

@@ -19,7 +19,7 @@ def made(dtype: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16", "float32"])
-def test_tensors(name: str) -> None:
+def test_l2_compress_torch_tensors_equal_numpy(name: str) -> None:
     pairs = made(getattr(torch, name))
     ours = l2_compress(pairs, keep_ratio=0.3, prune_after=20, skip_layers=[1])
     for layer, ((keys, values), (old_keys, old_values)) in enumerate(zip(ours, pairs, strict=True)):
@@ -41,7 +41,7 @@ def as_numpy(pairs: list[Any]) -> list[Any]:
     return [tuple(part.float().numpy() for part in pair) for pair in pairs]
 
 
-def test_a_cache_of_transformers() -> None:
+def test_l2_compress_transformers_cache_equals_pairs() -> None:
     transformers = pytest.importorskip("transformers")
     pairs = made(torch.float32)
     cache = transformers.DynamicCache()

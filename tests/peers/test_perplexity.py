@@ -1,4 +1,4 @@
-"""transformers' own decoding loop with policies written in torch on its DynamicCache: the same loss as ours.
+"""transformers' decoding loop, with policies written in torch on its DynamicCache, has the same loss as kvmnn.
 
 Token by token, 500 tokens, 128 of them kept, true positions; the recorded figures of fixtures/lm/expected.json are of
 the same run with other versions. Losses agree to 2e-6 nats, 1e-4 where norms of layer 0 decide: equal tokens have equal
@@ -148,7 +148,7 @@ def loss_in_kvmnn(session, ids, policy):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_losses_agree(session, decoder, ids, name):
+def test_policy_losses_equal_torch(session, decoder, ids, name):
     choose, count, skipped, policy = CASES[name]
     # With "sdpa" a single query is given no mask; eager attention has one of layer 0's length and fails on others.
     decoder.model.set_attn_implementation("eager" if count else "sdpa")

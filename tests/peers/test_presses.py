@@ -1,4 +1,4 @@
-"""What kvpress' own presses keep of a prompt on the shipped model, and what our policies keep of it.
+"""kvmnn's policies keep the tokens that kvpress' presses keep of a prompt on the shipped model.
 
 A press is hooked to each attention module as kvpress hooks it to the models that it knows by name. Which tokens it kept
 is read off the compressed cache: keys carry their position, so no two tokens of a head have equal keys.
@@ -101,7 +101,7 @@ def assert_same_tokens(ours, theirs, scores, layer):
 
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize(("name", "kind"), [("knorm", KnormPress), ("observed_attention", ObservedAttentionPress)])
-def test_ranking_presses(decoder, ids, full, name, kind, ratio):
+def test_ranking_policies_keep_what_kvpress_keeps(decoder, ids, full, name, kind, ratio):
     policy = create_policy(name, keep_ratio=1 - ratio)
     theirs = kept_by(decoder, ids, full, kind(compression_ratio=ratio))
     for layer, (keys, attention) in enumerate(zip(*full, strict=True)):
@@ -113,7 +113,7 @@ def test_ranking_presses(decoder, ids, full, name, kind, ratio):
 
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize("sink", [1, 4, 16])
-def test_streaming_press(decoder, ids, full, ratio, sink):
+def test_streaming_press_keeps_what_kvpress_keeps(decoder, ids, full, ratio, sink):
     policy = create_policy("streaming_press", keep_ratio=1 - ratio, sink=sink)
     theirs = kept_by(decoder, ids, full, StreamingLLMPress(compression_ratio=ratio, n_sink=sink))
     for layer, keys in enumerate(full[0]):
@@ -130,7 +130,7 @@ def test_streaming_press(decoder, ids, full, ratio, sink):
         ("streaming_press", StreamingLLMPress, {"sink": 4}),
     ],
 )
-def test_the_runner_keeps_what_the_press_keeps(session, decoder, ids, full, name, kind, options):
+def test_runner_keeps_what_kvpress_keeps(session, decoder, ids, full, name, kind, options):
     """End to end: onnxruntime's keys and attention, kvmnn's cache."""
     theirs = kept_by(decoder, ids, full, kind(compression_ratio=0.5))
     policy = create_policy(name, keep_ratio=0.5, **options)

@@ -1,4 +1,4 @@
-"""Scores that a cache sums up while the model runs equal sums of torch's attention probabilities, cuts and all."""
+"""Scores that a cache accumulates while the model runs equal sums of torch's attention probabilities."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Track:
 
 @pytest.mark.parametrize("size", [1, 4])
 @pytest.mark.parametrize("name", POLICIES)
-def test_sums_of_attention(session, decoder, ids, name, size):
+def test_attention_sums_equal_torch(session, decoder, ids, name, size):
     policy = POLICIES[name]
     shared = policy.requires == "scores"
     runner = Runner(session, policy)

@@ -38,7 +38,7 @@ def both(session, decoder, ids, first, past):
 
 
 @pytest.mark.parametrize("size", [TOKENS, 1, 7, 37])
-def test_full_cache(session, decoder, ids, size):
+def test_steps_with_full_cache_equal_torch(session, decoder, ids, size):
     past = decoder.empty()
     for first in range(0, TOKENS, size):
         past = both(session, decoder, ids[first : first + size], first, past).present_pairs
@@ -46,7 +46,7 @@ def test_full_cache(session, decoder, ids, size):
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("size", [1, 24])
-def test_same_tokens_cut_everywhere(session, decoder, ids, present, seed, size):
+def test_steps_with_tokens_cut_everywhere_equal_torch(session, decoder, ids, present, seed, size):
     random = np.random.default_rng(seed)
     kept = np.sort(random.choice(PREFIX, int(random.integers(1, PREFIX)), replace=False))
     past = [tuple(np.ascontiguousarray(array[:, :, kept]) for array in pair) for pair in present]
@@ -55,7 +55,7 @@ def test_same_tokens_cut_everywhere(session, decoder, ids, present, seed, size):
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("size", [1, 24])
-def test_other_lengths_in_each_layer_and_other_tokens_in_each_head(session, decoder, ids, present, seed, size):
+def test_steps_with_unequal_layers_and_heads_equal_torch(session, decoder, ids, present, seed, size):
     random = np.random.default_rng(seed)
     past = []
     for pair in present:
@@ -65,7 +65,7 @@ def test_other_lengths_in_each_layer_and_other_tokens_in_each_head(session, deco
     both(session, decoder, ids[PREFIX : PREFIX + size], PREFIX, past)
 
 
-def test_restarted_positions_are_far_off(session, decoder, ids, present):
+def test_steps_with_restarted_positions_differ(session, decoder, ids, present):
     """The control: torch is compared at true positions, and others do not pass."""
     kept = np.arange(0, PREFIX, 3)
     past = [tuple(np.ascontiguousarray(array[:, :, kept]) for array in pair) for pair in present]

@@ -1,4 +1,4 @@
-"""The training runs, goes on where it stopped, and gives a model that exports; windows and schedule are as they say."""
+"""Training runs, resumes, and gives a model that exports; windows and schedule follow the recipe."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def trained(library, tmp_path_factory):
     return folder
 
 
-def test_it_learns_and_says_what_it_did(trained):
+def test_train_reduces_loss_and_logs_it(trained):
     log = json.loads((trained / "train_log.json").read_text(encoding="utf-8"))
     assert (log["steps"], log["tokens_seen"]) == (12, 12 * 256)
     assert [entry["step"] for entry in log["log"]] == [6, 12]
@@ -60,7 +60,7 @@ def test_it_learns_and_says_what_it_did(trained):
     assert len(list((trained / "texts").iterdir())) == 20
 
 
-def test_what_it_wrote_exports_and_runs(trained):
+def test_train_output_exports_and_runs(trained):
     line = export_onnx.export(trained, trained / "model.onnx")
     assert "368 nodes" in line
     assert (trained / "model.onnx").stat().st_size < 11_000_000  # every weight is one that fp16 holds
@@ -72,7 +72,7 @@ def test_what_it_wrote_exports_and_runs(trained):
     assert np.isfinite(logits).all()
 
 
-def test_it_goes_on_from_an_earlier_run(library, trained, tmp_path):
+def test_train_resumes_from_an_earlier_run(library, trained, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes((trained / "tokenizer.json").read_bytes())
     arguments = ["--out", str(tmp_path), "--stdlib", str(library), "--init", str(trained), "--start-frac", "0.5"]
     assert train.main([*arguments, "--steps", "4", "--save-every", "4", *TINY]) == 0
@@ -85,7 +85,7 @@ def test_it_goes_on_from_an_earlier_run(library, trained, tmp_path):
     assert GPTNeoXForCausalLM.from_pretrained(tmp_path).config.vocab_size == vocabulary
 
 
-def test_wrong_options_are_one_line(library, tmp_path, capsys):
+def test_train_wrong_option_is_one_line_error(library, tmp_path, capsys):
     arguments = ["--out", str(tmp_path / "out"), "--stdlib", str(library), *TINY]
     assert train.main([*arguments, "--steps", "1", "--curriculum", "0.5:64"]) == 1
     assert train.main([*arguments, "--steps", "1", "--init", str(tmp_path)]) == 1
@@ -115,7 +115,7 @@ def test_windows_cover_the_stream_once_an_epoch():
         Windows(documents, 700, seed=3).batch(1)
 
 
-def test_the_schedule():
+def test_recipe_schedule_of_rate_and_window():
     recipe = Recipe(
         curriculum=parse_curriculum("0:256,0.5:512+1024"),
         steps=100,

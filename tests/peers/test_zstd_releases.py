@@ -1,4 +1,4 @@
-"""Payloads of our frames, made by all efforts, under releases of libzstd from 1.3.8 on and the zstd command.
+"""libzstd from 1.3.8 on and the zstd command decode the payloads of frames of all efforts.
 
 Releases come from the source archives of `zstandard`, which have libzstd's C files: built once, in build/zstd-releases.
 KVMNN_ZSTD_LIBRARIES names shared libraries to take instead, with colons between them.
@@ -142,7 +142,7 @@ def parts_of_block(block: bytes) -> set[str]:
     return found
 
 
-def test_the_samples_have_all_that_the_writer_writes(samples: list[tuple[str, bytes, bytes]]) -> None:
+def test_samples_cover_every_part_of_the_writer(samples: list[tuple[str, bytes, bytes]]) -> None:
     found = set[str]()
     for effort, payload, _ in samples:
         if effort == "fast":
@@ -178,7 +178,7 @@ def built(release: str) -> Path:
 
 
 @pytest.mark.parametrize("which", GIVEN or RELEASES)
-def test_a_release_reads_them(which: str, samples: list[tuple[str, bytes, bytes]]) -> None:
+def test_zstd_release_reads_payloads(which: str, samples: list[tuple[str, bytes, bytes]]) -> None:
     library = ctypes.CDLL(str(which if GIVEN else built(which)))
     library.ZSTD_decompress.restype = ctypes.c_size_t
     library.ZSTD_decompress.argtypes = [ctypes.c_char_p, ctypes.c_size_t, ctypes.c_char_p, ctypes.c_size_t]
@@ -191,8 +191,8 @@ def test_a_release_reads_them(which: str, samples: list[tuple[str, bytes, bytes]
 
 
 @pytest.mark.parametrize("which", GIVEN or RELEASES)
-def test_a_release_needs_little_more_room_than_it_fills(which: str) -> None:
-    """A KiB, as the encoder believes where it gives up streams that are too long already."""
+def test_zstd_release_needs_at_most_one_extra_kib(which: str) -> None:
+    """The encoder relies on this limit where it gives up streams that are already too long."""
     library = ctypes.CDLL(str(which if GIVEN else built(which)))
     library.ZSTD_compress.restype = ctypes.c_size_t
     library.ZSTD_compress.argtypes = [ctypes.c_char_p, ctypes.c_size_t, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int]
@@ -209,7 +209,7 @@ def test_a_release_needs_little_more_room_than_it_fills(which: str) -> None:
             assert compressed(raw, level, len(whole) + 1024) == whole
 
 
-def test_the_command_reads_them(samples: list[tuple[str, bytes, bytes]]) -> None:
+def test_zstd_command_reads_payloads(samples: list[tuple[str, bytes, bytes]]) -> None:
     command = shutil.which("zstd")
     assert command, "the zstd command is needed"
     every = [sample for sample in samples if sample[0] == "fast"]

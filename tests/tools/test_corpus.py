@@ -23,7 +23,7 @@ def documents():
         yield Document(f"{folder}m{number}.py", "x" * size)
 
 
-def test_the_split_follows_the_hash_of_the_path():
+def test_split_documents_follows_the_path_hash():
     split = corpus.split_documents(documents())
     parts = [*split.held_out, *split.validation, *split.training]
     assert sorted(document.path for document in parts) == sorted(document.path for document in documents())
@@ -42,14 +42,14 @@ def test_the_split_follows_the_hash_of_the_path():
     assert all(key(document) > key(split.held_out[-1]) for document in rest)
 
 
-def test_the_shipped_names_are_in_the_order_of_the_split():
+def test_shipped_split_is_sorted_by_path_hash():
     entries = json.loads((FIXTURE / "split.json").read_text(encoding="utf-8"))
     assert entries["rule"] == corpus.RULE
     for names in ([entry["file"] for entry in entries["heldout"]], entries["validation"]["files"]):
         assert names == sorted(names, key=lambda name: hashlib.sha256(name.encode()).hexdigest())
 
 
-def test_the_shipped_texts_would_be_held_out_again():
+def test_shipped_texts_are_held_out_by_split_documents():
     texts = {path.name: path.read_text(encoding="utf-8") for path in (FIXTURE / "texts").iterdir()}
     again = [Document(name.removesuffix(".txt").replace("__", "/"), text) for name, text in texts.items()]
     assert len(corpus.split_documents(again).held_out) == len(texts) == 20
@@ -66,25 +66,25 @@ def test_the_shipped_texts_would_be_held_out_again():
         (("a" * 94 + "\u00e9" * 6).encode() * 3, None),
     ],
 )
-def test_usable_text(raw, text):
+def test_usable_text_needs_length_and_normalizes_newlines(raw, text):
     assert corpus.usable_text(raw) == text
 
 
-def test_files_are_walked_in_order_and_some_are_left_out(tmp_path):
+def test_stdlib_documents_are_sorted_and_filtered(tmp_path):
     for name in ("b.py", "a/z.py", "a/_sysconfigdata_x.py", "a.txt", "encodings/x.py", "a/site-packages/y.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("pass\n" * 50)
     assert [document.path for document in corpus.stdlib_documents(tmp_path)] == ["b.py", "a/z.py"]
 
 
-def test_topics_are_unpacked():
+def test_with_topics_unpacks_pydoc_topics():
     text = f"# generated\ntopics = {{'b': 'short', 'c': {'line' * 60!r}, 'a': {'text' * 60!r}}}\n"
     found = list(corpus.with_topics([Document("x.py", "x"), Document("pydoc_data/topics.py", text)]))
     assert [document.path for document in found] == ["x.py", "pydoc_data/topics.py#a", "pydoc_data/topics.py#c"]
     assert found[1].text == "text" * 60
 
 
-def test_the_tokenizer_gives_every_text_back():
+def test_tokenizer_round_trips_any_text():
     tokenizer = corpus.learn_tokenizer(["def f(x):\n    return x\n"] * 20, 270)
     assert tokenizer.token_to_id(corpus.END_OF_TEXT) == 0
     assert tokenizer.get_vocab_size() == 270
@@ -94,7 +94,7 @@ def test_the_tokenizer_gives_every_text_back():
     assert tokenizer.decode(ids[1:].tolist()) == text
 
 
-def test_a_folder_that_is_no_library_is_refused(tmp_path):
+def test_prepare_incomplete_library_is_refused(tmp_path):
     (tmp_path / "x.py").write_text("pass\n" * 50)
     with pytest.raises(SourceError, match="is not a complete standard library: 1 files"):
         corpus.prepare(tmp_path, tmp_path / "out", 300)

@@ -1,4 +1,4 @@
-"""The model's weights leave the ONNX file as .safetensors and come back as the same graph."""
+"""The model's weights are exported from ONNX to .safetensors and back to the same graph."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run(model, tokens=40, outputs=None):
     return dict(zip(names, session.run(names, feed), strict=True))
 
 
-def test_the_way_back_gives_the_same_graph(checkpoint, tmp_path):
+def test_export_of_unexported_weights_gives_the_same_graph(checkpoint, tmp_path):
     assert export_onnx.main([str(checkpoint), str(tmp_path / "model.onnx")]) == 0
     again, shipped = onnx.load(tmp_path / "model.onnx"), onnx.load(FIXTURE / "model.onnx")
     assert again == shipped
@@ -54,7 +54,7 @@ def test_the_way_back_gives_the_same_graph(checkpoint, tmp_path):
         np.testing.assert_array_equal(found[name].view(np.uint32), expected[name].view(np.uint32))
 
 
-def test_what_transformers_needs_lies_beside_the_weights(checkpoint):
+def test_unexport_writes_what_transformers_needs(checkpoint):
     assert {path.name for path in checkpoint.iterdir()} == {"model.safetensors", *unexport.BESIDE}
     tensors = read_weights(checkpoint / "model.safetensors")
     assert sum(tensor.size for tensor in tensors.values()) == 5_787_648
@@ -63,7 +63,7 @@ def test_what_transformers_needs_lies_beside_the_weights(checkpoint):
     assert list(tensors) == sorted(tensors)
 
 
-def test_attentions_are_outputs_and_change_no_more_than_rounding(checkpoint, tmp_path):
+def test_export_attentions_are_outputs_within_rounding(checkpoint, tmp_path):
     assert export_onnx.main([str(checkpoint), str(tmp_path / "model.onnx"), "--attentions"]) == 0
     found, expected = run(tmp_path / "model.onnx"), run(FIXTURE / "model.onnx")
     for layer in range(6):
@@ -110,7 +110,7 @@ def random_weights(config, *, half, bias=True):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("parallel", [True, False])
 @pytest.mark.parametrize("activation", ["gelu", "gelu_fast"])
-def test_other_models_of_the_family_come_back(tmp_path, half, bias, parallel, activation):
+def test_export_gpt_neox_variants_round_trip(tmp_path, half, bias, parallel, activation):
     config = small(use_parallel_residual=parallel, hidden_act=activation)
     weights = random_weights(config, half=half, bias=bias)
     write_weights(tmp_path / "model.safetensors", weights)
@@ -126,13 +126,13 @@ def test_other_models_of_the_family_come_back(tmp_path, half, bias, parallel, ac
         np.testing.assert_array_equal(value, weights[name])
 
 
-def test_both_spellings_of_a_config():
+def test_neox_config_old_and_new_keys_are_equal():
     old = small(rotary_pct=0.25, rotary_emb_base=500)
     new = small(rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.25, "rope_theta": 500.0})
     assert NeoxConfig.of(old) == NeoxConfig.of(new)
 
 
-def test_tied_embeddings_serve_as_the_head(tmp_path):
+def test_build_tied_embeddings_serve_as_the_head(tmp_path):
     config = NeoxConfig.of(small())
     weights = random_weights(small(), half=False)
     weights["embed_out.weight"] = weights["gpt_neox.embed_in.weight"]
@@ -149,12 +149,12 @@ def test_tied_embeddings_serve_as_the_head(tmp_path):
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type is 'yarn': expected 'default'"),
     ],
 )
-def test_other_families_are_refused(changes, message):
+def test_neox_config_other_family_is_refused(changes, message):
     with pytest.raises(KvmnnError, match=message):
         NeoxConfig.of(small(**changes))
 
 
-def test_what_is_missing_is_named(tmp_path):
+def test_build_missing_key_or_tensor_is_named(tmp_path):
     config = small()
     del config["vocab_size"]
     with pytest.raises(KvmnnError, match="vocab_size is missing"):
@@ -166,7 +166,7 @@ def test_what_is_missing_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["nothing there", "no json", "a list"])
-def test_bad_configs_are_one_line(tmp_path, capsys, damage):
+def test_export_bad_config_is_one_line_error(tmp_path, capsys, damage):
     if damage != "nothing there":
         (tmp_path / "config.json").write_text("{" if damage == "no json" else "[]")
     assert export_onnx.main([str(tmp_path), str(tmp_path / "model.onnx")]) == 1
@@ -176,7 +176,7 @@ def test_bad_configs_are_one_line(tmp_path, capsys, damage):
     assert not (tmp_path / "model.onnx").exists()
 
 
-def test_bad_weights_are_refused(tmp_path):
+def test_read_weights_malformed_file_is_refused(tmp_path):
     (tmp_path / "x").write_bytes((8).to_bytes(8, "little") + b"{}      ")
     assert read_weights(tmp_path / "x") == {}
     (tmp_path / "x").write_bytes(b"\xff" * 20)
@@ -188,7 +188,7 @@ def test_bad_weights_are_refused(tmp_path):
         read_weights(tmp_path / "x")
 
 
-def test_bad_models_are_refused(tmp_path):
+def test_unexport_malformed_model_is_refused(tmp_path):
     (tmp_path / "config.json").write_bytes((FIXTURE / "config.json").read_bytes())
     with pytest.raises(SourceError, match="cannot be read"):
         unexport.unexport(tmp_path, tmp_path / "out")
@@ -202,7 +202,7 @@ def test_bad_models_are_refused(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_files_are_replaced_only_by_force(checkpoint, tmp_path):
+def test_export_existing_output_needs_force(checkpoint, tmp_path):
     (tmp_path / "model.onnx").write_bytes(b"mine")
     with pytest.raises(OutputError, match="exists already"):
         export_onnx.export(checkpoint, tmp_path / "model.onnx")

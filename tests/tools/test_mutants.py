@@ -1,4 +1,4 @@
-"""tools/mutants: which changes are found, where they are made, and that the list of survivors is current."""
+"""tools/mutants: which changes are made, where, and that the list of survivors is current."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def changed(tmp_path: Path, name: str, source: str) -> list[str]:
         ("a = f'{b + 1}', True, 1.5, '1 + 1'\n", []),
     ],
 )
-def test_changes_of_python(tmp_path: Path, source: str, results: list[str]) -> None:
+def test_changes_of_python_source(tmp_path: Path, source: str, results: list[str]) -> None:
     assert changed(tmp_path, "a.py", source) == results
 
 
@@ -57,19 +57,19 @@ def test_changes_of_python(tmp_path: Path, source: str, results: list[str]) -> N
         ),
     ],
 )
-def test_changes_of_compiled_code(tmp_path: Path, name: str, source: str, results: list[str]) -> None:
+def test_changes_of_cython_and_c_source(tmp_path: Path, name: str, source: str, results: list[str]) -> None:
     assert [change.new for change in found(tmp_path, name, source)] == results
 
 
-def test_equal_places_have_keys_of_their_own(tmp_path: Path) -> None:
-    """Those of one line, and those of equal lines."""
+def test_changes_of_equal_lines_have_distinct_keys(tmp_path: Path) -> None:
+    """Changes within one line and changes of equal lines have different keys."""
     keys = [change.key for change in found(tmp_path, "a.py", "x = 1\na = 1 + 1\nif x:\n    a = 1 + 1\n")]
     assert keys[0] == "a.py: x = 1: '1' -> '2'"
     assert len(set(keys)) == len(keys) == 7
     assert keys[-1].endswith("'1' -> '2' (3)")
 
 
-def test_tests_of_a_module_begin_with_its_own() -> None:
+def test_tests_of_module_begin_with_its_own() -> None:
     tests = rooms.tests_of(ROOT, "kvmnn/compressor/verify.py", Counter())
     assert tests[0] == "tests/compressor/test_verify.py" and len(tests) > 5
     assert (
@@ -80,7 +80,7 @@ def test_tests_of_a_module_begin_with_its_own() -> None:
 
 
 @pytest.mark.slow
-def test_every_module_with_changes_has_tests_and_explanations_are_of_the_code_as_it_is() -> None:
+def test_mutants_have_tests_and_current_explanations() -> None:
     every = [
         c
         for pattern in rooms.SOURCES
@@ -95,8 +95,8 @@ def test_every_module_with_changes_has_tests_and_explanations_are_of_the_code_as
     assert all({"line", "change"} <= entry.keys() for entry in entries["survivors"])
 
 
-def test_all_code_is_drawn_from() -> None:
-    """A new room, or a new kind of file, is not left out."""
+def test_sources_cover_all_code() -> None:
+    """A new package or a new kind of file is included."""
     found = {path for pattern in rooms.SOURCES for path in ROOT.glob(pattern)}
     code = {path for top in ("kvmnn", "pyx/kvmnn") for path in (ROOT / top).rglob("*.*")}
     assert found == {path for path in code if path.suffix in (".py", ".pyx", ".pxd", ".c", ".h")}
@@ -125,12 +125,12 @@ class A:
 """
 
 
-def test_the_function_of_a_change(tmp_path: Path) -> None:
+def test_function_of_change_is_the_innermost(tmp_path: Path) -> None:
     names = {c.old: function_of(c, NESTED.encode()) for c in found(tmp_path, "a.py", NESTED)}
     assert names == {"1": None, "2": None, "3": "A.f.<locals>.g", "4": "A.f", "5": "A.f"}
 
 
-def test_which_tests_are_run_and_when(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_choose_tests_and_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches, "QUICK", 10)
     monkeypatch.setattr(batches, "MOST", 60)
     first, second, third = found(tmp_path, "a.py", "def f(): return 1\ndef g(): return 2\nX = 3\n")

@@ -27,7 +27,7 @@ OF_OTHERS = {"docs/KVCacheCompressionWeightFormat.md"}  # InfiniLM's
 PATHS = re.compile(r"(?<![\w/.-])((?:tools|tests|pyx|fixtures|docs|benchmarks)/[\w./-]*\w)")
 
 
-def test_scripts_are_found() -> None:
+def test_script_list_is_complete() -> None:
     assert {"conformance.py", "fuzz/run.py", "bench/codec.py", "docs/ratios.py"} <= set(SCRIPTS)
     assert SHELL == [
         "demo.sh",
@@ -43,7 +43,7 @@ def test_scripts_are_found() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_help_from_any_directory(script: str, tmp_path: Path) -> None:
+def test_script_help_works_from_any_directory(script: str, tmp_path: Path) -> None:
     if script in NEEDED:
         pytest.importorskip(NEEDED[script])
     # The script's own folder has to be on the path, as it is for whoever types the command.
@@ -55,7 +55,7 @@ def test_help_from_any_directory(script: str, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_the_dense_benchmark_is_told_of_the_order_of_axes(tmp_path: Path) -> None:
+def test_dense_benchmark_reports_axis_order(tmp_path: Path) -> None:
     np.save(tmp_path / "k.npy", np.zeros((1, 4, 70, 8), np.float16))
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
     command = [sys.executable, str(TOOLS / "bench/dense.py"), "--keys", str(tmp_path / "k.npy")]
@@ -77,6 +77,6 @@ NAMING = [
 
 
 @pytest.mark.parametrize("path", NAMING, ids=lambda path: str(path.relative_to(ROOT)))
-def test_files_that_are_named_exist(path: Path) -> None:
+def test_scripts_name_existing_files(path: Path) -> None:
     named = {name for name in PATHS.findall(path.read_text(encoding="utf-8")) if "NAME" not in name} - OF_OTHERS
     assert [name for name in named if not (ROOT / name).exists() and not list(ROOT.glob(f"{name}.*"))] == []

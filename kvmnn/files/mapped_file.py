@@ -142,23 +142,15 @@ class MappedFile:
 
 @dataclass(frozen=True)
 class FileHead:
-    """What lies at a path, looked at once, before anything is read.
+    """What lies at a path, looked at once, before anything is read."""
 
-    Parameters
-    ----------
-    path
-        Where it lies.
-    kind
-        What it is; a file where nothing is there. A stream is standard input, or a pipe.
-    data
-        The first `HEAD_BYTES` bytes of a file, or of a stream that was opened.
-    file
-        The stream, where it was opened: nothing of it can be read before.
-    """
-
+    #: Where it lies.
     path: str
+    #: What it is; a file where nothing is there. A stream is standard input, or a pipe.
     kind: Literal["file", "folder", "stream", "url"]
+    #: The first `HEAD_BYTES` bytes of a file, or of a stream that was opened.
     data: bytes = b""
+    #: The stream, where it was opened: nothing of it can be read before.
     file: MappedFile | None = None
 
     @classmethod

@@ -76,23 +76,15 @@ class Format(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class PathFormat:
-    """A format whose inputs are read by their path: folders of several files, and what belongs to other files.
+    """A format whose inputs are read by their path: folders of several files, and what belongs to other files."""
 
-    Parameters
-    ----------
-    name
-        As for `Format`.
-    kinds
-        Which of `FileHead.kind` its inputs are.
-    check
-        Whether one of these is of this format.
-    read_path
-        Its arrays.
-    """
-
+    #: As for `Format`.
     name: str
+    #: Which of `FileHead.kind` its inputs are.
     kinds: tuple[str, ...] = ("folder",)
+    #: Whether one of these is of this format.
     check: Callable[[FileHead], bool]
+    #: Its arrays.
     read_path: Callable[[str, ReadOptions], Source]
 
     def detect(self, head: FileHead) -> bool:
@@ -106,43 +98,29 @@ class PathFormat:
 
 @dataclass(frozen=True, kw_only=True)
 class FileFormat:
-    """A format whose inputs are one file, or a stream with what such a file holds.
+    """A format whose inputs are one file, or a stream with what such a file holds."""
 
-    Parameters
-    ----------
-    name
-        As for `Format`.
-    extensions
-        Suffixes, in lower case, one of which a file must have; none where the content alone tells. A stream that was
-        opened may have any name.
-    signatures
-        What the content must begin with, one of them; none where `check` tells.
-    check
-        Whether a file that has the suffix and the signature, or a stream, is of this format; None where it is.
-    read_file
-        The arrays of a file.
-    has_sidecars
-        Whether files next to a file say more of its arrays (`kvmnn.formats.sidecars`).
-    write
-        Writes arrays as such a file; None where kvmnn does not.
-    is_multi_array
-        Whether a file holds any number of arrays, or one.
-    capture
-        Takes all that a file holds, for frames of which the same file is written again (`EngineOptions.passthrough`);
-        None where none is.
-    read_original
-        As `read_file`, of a file that is put together from such frames.
-    """
-
+    #: As for `Format`.
     name: str
+    #: Suffixes, in lower case, one of which a file must have; none where the content alone tells. A stream that was
+    #: opened may have any name.
     extensions: tuple[str, ...] = ()
+    #: What the content must begin with, one of them; none where `check` tells.
     signatures: tuple[bytes, ...] = ()
+    #: Whether a file that has the suffix and the signature, or a stream, is of this format; None where it is.
     check: Callable[[FileHead], bool] | None = None
+    #: The arrays of a file.
     read_file: Callable[[MappedFile, ReadOptions], Source]
+    #: Whether files next to a file say more of its arrays (`kvmnn.formats.sidecars`).
     has_sidecars: bool = False
+    #: Writes arrays as such a file; None where kvmnn does not.
     write: ArrayWriter | None = None
+    #: Whether a file holds any number of arrays, or one.
     is_multi_array: bool = False
+    #: Takes all that a file holds, for frames of which the same file is written again
+    #: (`EngineOptions.passthrough`); None where none is.
     capture: Callable[[MappedFile, ReadOptions], Source] | None = None
+    #: As `read_file`, of a file that is put together from such frames.
     read_original: Callable[[FileBytes, ReadOptions], Source] | None = None
 
     def detect(self, head: FileHead) -> bool:

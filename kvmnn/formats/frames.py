@@ -51,20 +51,13 @@ def _iter_decoded_chunks(frames: FrameSet, options: DecodeOptions, check: bool, 
 
 @dataclass(frozen=True, kw_only=True)
 class TranscodeResult(Record):
-    """Frames that were made from others.
+    """Frames that were made from others."""
 
-    Parameters
-    ----------
-    input
-        The others.
-    input_bytes
-        Bytes of all of them.
-    encode_result
-        What was written.
-    """
-
+    #: The others.
     input: str
+    #: Bytes of all of them.
     input_bytes: int = field(metadata={"key": "input_stored_bytes"})
+    #: What was written.
     encode_result: EncodeResult = field(metadata={"inline": True})
 
     def __str__(self) -> str:

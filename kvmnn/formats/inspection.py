@@ -37,37 +37,25 @@ def _build_array_documents(arrays: Sequence[ArrayInfo]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, kw_only=True)
 class ArraysInfo(Record):
-    """The arrays of an input.
+    """The arrays of an input."""
 
-    Parameters
-    ----------
-    path
-        What was opened.
-    arrays
-        Those that frames can hold.
-    skipped
-        One line for each other one.
-    arrays_left_out, skipped_left_out
-        How many more there are of each (`truncate`).
-    engine_cache
-        What the cache of another engine says of itself, where it is one.
-    notes
-        One line for each thing that was inferred.
-    completeness
-        The state of the model that the arrays contain, where that is known.
-    positions
-        Runs of the positions that each layer has, ``(begin, size)``, where they are known.
-    """
-
+    #: What was opened.
     path: str = field(metadata={"key": "input"})
     kind: Literal["arrays"] = field(default="arrays", init=False)
+    #: Those that frames can hold.
     arrays: Sequence[ArrayInfo] = field(metadata={"convert": _build_array_documents})
+    #: How many more there are of each (`truncate`).
     arrays_left_out: int = 0
+    #: One line for each other one.
     skipped: Sequence[str] = ()
     skipped_left_out: int = 0
+    #: What the cache of another engine says of itself, where it is one.
     engine_cache: EngineCacheInfo | None = field(default=None, metadata={"omit": True})
+    #: The state of the model that the arrays contain, where that is known.
     completeness: Completeness | None = field(default=None, metadata={"omit": True})
+    #: One line for each thing that was inferred.
     notes: Sequence[str] = ()
+    #: Runs of the positions that each layer has, ``(begin, size)``, where they are known.
     positions: Mapping[int, PositionRuns] = field(default_factory=dict, metadata={"json": False})
 
     def truncate(self, max_listed: int = MAX_LISTED_ARRAYS) -> ArraysInfo:

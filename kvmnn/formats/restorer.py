@@ -33,59 +33,39 @@ from .writer import ReadBackError, build_output_metadata, list_lost_information,
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreResult(Record):
-    """Arrays that were decoded or read from a store, and written as arrays, a whole file or a dump.
+    """Arrays that were decoded or read from a store, and written as arrays, a whole file or a dump."""
 
-    Parameters
-    ----------
-    input
-        The frames.
-    output
-        File or directory; None for a stream.
-    arrays
-        The arrays that were written.
-    is_verified
-        Whether hashes were available and compared.
-    hash_source
-        Where the hashes come from: ``"manifest"``, ``"store"`` of Zarr, or the whole ``"file"``.
-    is_read_back
-        Whether the compared data was read back from the output, not only sent to a stream or device.
-    files
-        Names of the files in a directory, one for each array; else none.
-    stored_bytes
-        Size of all frames.
-    seconds
-        Elapsed time.
-    unknown_properties
-        Human-readable list of properties that frames without a manifest do not record; else empty.
-    beside
-        Names of the sidecar files written to a directory.
-    notes
-        One line for each thing about another engine's cache that the output has no place for.
-    completeness
-        Which part of the model's state the arrays contain; None if unknown.
-    metadata_files
-        Names of the other files of a KV dump; `files` has those of the arrays.
-    passthrough
-        The whole file that was written; None for arrays.
-    bundle_bytes
-        Size of the frames and the manifest of such a file.
-    """
-
+    #: The frames.
     input: str
+    #: File or directory; None for a stream.
     output: str | None
+    #: Size of all frames.
     stored_bytes: int
+    #: Elapsed time.
     seconds: float
+    #: Names of the sidecar files written to a directory.
     beside: tuple[str, ...] = field(default=(), metadata={"omit": True})
+    #: One line for each thing about another engine's cache that the output has no place for.
     notes: tuple[str, ...] = ()
+    #: Which part of the model's state the arrays contain; None if unknown.
     completeness: Completeness | None = field(default=None, metadata={"omit": True})
+    #: Names of the other files of a KV dump; `files` has those of the arrays.
     metadata_files: tuple[str, ...] = field(default=(), metadata={"omit": True})
+    #: The arrays that were written.
     arrays: tuple[ArrayInfo, ...] = field(metadata={"json": False})
+    #: Whether hashes were available and compared.
     is_verified: bool = field(metadata={"json": False})
+    #: Whether the compared data was read back from the output, not only sent to a stream or device.
     is_read_back: bool = field(metadata={"json": False})
+    #: Names of the files in a directory, one for each array; else none.
     files: tuple[str, ...] = field(metadata={"json": False})
+    #: Human-readable list of properties that frames without a manifest do not record; else empty.
     unknown_properties: str = field(default="", metadata={"json": False})
+    #: Where the hashes come from: ``"manifest"``, ``"store"`` of Zarr, or the whole ``"file"``.
     hash_source: Literal["manifest", "store", "file"] = field(default="manifest", metadata={"json": False})
+    #: The whole file that was written; None for arrays.
     passthrough: PassthroughFile | None = field(default=None, metadata={"json": False})
+    #: Size of the frames and the manifest of such a file.
     bundle_bytes: int = field(default=0, metadata={"json": False})
 
     @property

@@ -63,17 +63,11 @@ _MAX_SHOWN_LABELS: Final = 8
 
 @dataclass(frozen=True)
 class CompactionPlan:
-    """The tokens of one layer to retain.
+    """The tokens of one layer to retain."""
 
-    Parameters
-    ----------
-    remove
-        Tokens at the tail that form the window; None for all there are.
-    reserve
-        Pairs ``(begin, size)`` of the window that stay, ascending; begin counts from the window's start.
-    """
-
+    #: Tokens at the tail that form the window; None for all there are.
     remove: int | None
+    #: Pairs ``(begin, size)`` of the window that stay, ascending; begin counts from the window's start.
     reserve: tuple[ReservePair, ...]
 
 
@@ -256,27 +250,18 @@ def _parse_layer_number(layer: JsonReader, index: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class CompactResult(Record):
-    """A prefix cache that was compacted into a directory.
+    """A prefix cache that was compacted into a directory."""
 
-    Parameters
-    ----------
-    input, output
-        Paths.
-    before, after
-        The layout and layers before, and afterwards.
-    seconds
-        Elapsed time.
-    notes
-        One line for each thing about the input that was inferred.
-    rerotated
-        How K was rotated to the first positions; None where that was not asked for.
-    """
-
+    #: Paths.
     input: str
     output: str
+    #: Elapsed time.
     seconds: float
+    #: One line for each thing about the input that was inferred.
     notes: tuple[str, ...] = ()
+    #: How K was rotated to the first positions; None where that was not asked for.
     rerotated: RerotationResult | None = field(default=None, metadata={"omit": True})
+    #: The layout and layers before, and afterwards.
     after: CacheInfo = field(metadata={"key": "cache", "convert": build_cache_document})
     before: CacheInfo = field(metadata={"json": False})
 

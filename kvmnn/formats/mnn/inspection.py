@@ -164,19 +164,13 @@ class UnresolvedCacheInfo(Record):
 
 @dataclass(frozen=True)
 class PackedInspectionReport(Record):
-    """The packed files at a path: one cache, or the prefix caches of a directory.
-
-    Parameters
-    ----------
-    path
-        The inspected path.
-    caches
-        In the order of their names.
-    """
+    """The packed files at a path: one cache, or the prefix caches of a directory."""
 
     json_keys = "input=path kind prefixes=caches"
 
+    #: The inspected path.
     path: str
+    #: In the order of their names.
     caches: tuple[ResolvedCacheInfo | UnresolvedCacheInfo, ...]
     kind: ClassVar = "prefix caches"
 

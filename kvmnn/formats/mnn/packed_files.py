@@ -50,39 +50,26 @@ class PackedLayer:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedFiles:
-    """The files of a packed cache, before their layout is known.
+    """The files of a packed cache, before their layout is known."""
 
-    Parameters
-    ----------
-    kind, name
-        Kind and name of the cache, as in `CacheInfo`.
-    path
-        The path as specified.
-    layers
-        In order, numbered from 0 unless the user named the files of one.
-    sidecar_document
-        The contents of the JSON file that kvmnn left next to them, and its path.
-    problems
-        Missing markers, without which the engine considers a prefix unfinished.
-    notes
-        Notes about how the files were inferred.
-    states
-        Layers of a prefix whose files hold no K and V, but state of another kind; `layers` has the others.
-    model_states
-        The state that the model stores for each of its layers, if known.
-    is_mixed
-        Whether the model says that its layers differ (``attention_type``); None where that is not known.
-    """
-
+    #: Kind and name of the cache, as in `CacheInfo`.
     kind: str
     name: str
+    #: The path as specified.
     path: str
+    #: In order, numbered from 0 unless the user named the files of one.
     layers: tuple[PackedLayer, ...]
+    #: The contents of the JSON file that kvmnn left next to them, and its path.
     sidecar_document: tuple[bytes, str] | None = None
+    #: Missing markers, without which the engine considers a prefix unfinished.
     problems: tuple[str, ...] = ()
+    #: Notes about how the files were inferred.
     notes: tuple[str, ...] = ()
+    #: Layers of a prefix whose files hold no K and V, but state of another kind; `layers` has the others.
     states: tuple[PackedLayer, ...] = ()
+    #: The state that the model stores for each of its layers, if known.
     model_states: tuple[LayerStateInfo, ...] = ()
+    #: Whether the model says that its layers differ (``attention_type``); None where that is not known.
     is_mixed: bool | None = None
 
     @property

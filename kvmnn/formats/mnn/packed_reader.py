@@ -58,29 +58,19 @@ PACKED_SUFFIXES = (".k", ".v")
 
 @dataclass(frozen=True)
 class PackedCacheReader:
-    """A reader of packed files with a known layout.
+    """A reader of packed files with a known layout."""
 
-    Parameters
-    ----------
-    files
-        The files.
-    info
-        The layout and layers of the cache.
-    notes
-        Notes about the inferred values and their evidence.
-    ignored_conflict
-        Evidence of the elements or the file sizes against a layout that the caller insisted on; else empty.
-    omitted_rows_text
-        A sentence about rows of a fresh prefix beyond the specified tokens; empty for none.
-    is_trusted
-        Whether the caller's values override contradicting evidence.
-    """
-
+    #: The files.
     files: PackedFiles
+    #: The layout and layers of the cache.
     info: CacheInfo
+    #: Notes about the inferred values and their evidence.
     notes: tuple[str, ...] = field(default=())
+    #: Evidence of the elements or the file sizes against a layout that the caller insisted on; else empty.
     ignored_conflict: str = ""
+    #: A sentence about rows of a fresh prefix beyond the specified tokens; empty for none.
     omitted_rows_text: str = ""
+    #: Whether the caller's values override contradicting evidence.
     is_trusted: bool = False
 
     @property

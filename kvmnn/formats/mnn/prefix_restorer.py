@@ -42,26 +42,17 @@ def _build_array_documents(arrays: tuple[ArrayInfo, ...]) -> list[dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class RestorePrefixResult(Record):
-    """A prefix cache that was written from frames.
+    """A prefix cache that was written from frames."""
 
-    Parameters
-    ----------
-    input
-        The frames.
-    pack_result
-        What was written.
-    arrays
-        What the frames hold.
-    stored_bytes
-        Of all frames.
-    warnings
-        How what was asked for differs from what the manifest says; empty unless that was forced.
-    """
-
+    #: What was written.
     pack_result: PackResult = field(metadata={"inline": True})
+    #: The frames.
     input: str
+    #: Of all frames.
     stored_bytes: int
+    #: What the frames hold.
     arrays: tuple[ArrayInfo, ...] = field(metadata={"convert": _build_array_documents})
+    #: How what was asked for differs from what the manifest says; empty unless that was forced.
     warnings: tuple[str, ...] = field(default=(), metadata={"json": False})
 
     @property

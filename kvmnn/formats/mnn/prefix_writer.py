@@ -52,41 +52,27 @@ _COMPARE_CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class PackResult(Record):
-    """A prefix cache that was written.
+    """A prefix cache that was written."""
 
-    Parameters
-    ----------
-    output
-        The directory.
-    info
-        What its files hold.
-    cast
-        What converting the words changed; nothing where they kept their dtype.
-    seconds
-        Time that writing and reading back took.
-    notes
-        One line for each thing about the input that was inferred.
-    dequantised
-        Types of another engine whose blocks the words were made from.
-    undone
-        What llama.cpp had done to K and V and was undone first.
-    rerotated
-        How K was rotated to the first positions; None where that was not asked for.
-    proof
-        What was compared, for people.
-    left_out
-        What of the files that are restored was not kept, as a sentence; empty where nothing is known to lack.
-    """
-
+    #: The directory.
     output: str
+    #: Time that writing and reading back took.
     seconds: float
+    #: One line for each thing about the input that was inferred.
     notes: tuple[str, ...] = ()
+    #: What converting the words changed; nothing where they kept their dtype.
     cast: CastStats
+    #: Types of another engine whose blocks the words were made from.
     dequantised: tuple[str, ...] = ()
+    #: What llama.cpp had done to K and V and was undone first.
     undone: tuple[Transform, ...] = ()
+    #: How K was rotated to the first positions; None where that was not asked for.
     rerotated: RerotationResult | None = field(default=None, metadata={"omit": True})
+    #: What was compared, for people.
     proof: str = "every file read back and compared"
+    #: What of the files that are restored was not kept, as a sentence; empty where nothing is known to lack.
     left_out: str = ""
+    #: What its files hold.
     info: CacheInfo = field(metadata={"key": "cache", "convert": build_cache_document})
 
     @property

@@ -41,48 +41,32 @@ def _build_array_documents(arrays: tuple[ArrayInfo, ...]) -> list[dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class UnpackResult(Record):
-    """Plain arrays that were written.
+    """Plain arrays that were written."""
 
-    Parameters
-    ----------
-    input, output
-        Paths.
-    arrays
-        What was written.
-    is_lossy
-        Whether the words were made from int8 codes.
-    seconds
-        Time that it took.
-    notes
-        One line for each thing about the input that was inferred, then for what the output has no place for.
-    cache
-        The packed cache that the arrays come from, where that is known.
-    dequantised
-        Types of another engine whose blocks the numbers were made from.
-    undone
-        What llama.cpp had done to K and V and was undone.
-    is_read_back
-        Whether what was written was read again and compared; dumps and devices are not.
-    completeness
-        The state of the model that the arrays contain, where that is known.
-    doubt
-        Why the arrays may not be what the engine stored; empty unless the caller insisted on reading them.
-    has_padding
-        Whether texts of a batch have rows that are no tokens.
-    """
-
+    #: Paths.
     input: str
     output: str
+    #: Time that it took.
     seconds: float
+    #: One line for each thing about the input that was inferred, then for what the output has no place for.
     notes: tuple[str, ...] = ()
+    #: Types of another engine whose blocks the numbers were made from.
     dequantised: tuple[str, ...] = ()
+    #: What llama.cpp had done to K and V and was undone.
     undone: tuple[Transform, ...] = ()
+    #: The packed cache that the arrays come from, where that is known.
     cache: CacheInfo | None = field(default=None, metadata={"convert": build_cache_document})
+    #: The state of the model that the arrays contain, where that is known.
     completeness: Completeness | None = field(default=None, metadata={"omit": True})
+    #: What was written.
     arrays: tuple[ArrayInfo, ...] = field(metadata={"convert": _build_array_documents})
+    #: Whether the words were made from int8 codes.
     is_lossy: bool = field(metadata={"json": False})
+    #: Whether what was written was read again and compared; dumps and devices are not.
     is_read_back: bool = field(default=False, metadata={"json": False})
+    #: Why the arrays may not be what the engine stored; empty unless the caller insisted on reading them.
     doubt: str = field(default="", metadata={"json": False})
+    #: Whether texts of a batch have rows that are no tokens.
     has_padding: bool = field(default=False, metadata={"json": False})
 
     @property

@@ -180,8 +180,10 @@ def build_start_configurations(start: InitialCache, configurations: Sequence[Con
     """The full cache, the start alone, and the start under every policy."""
     suffix = f"from {start.name}"
     evicting = [entry for entry in configurations if entry.policy != FULL_POLICY]
-    policy_configurations = [replace(entry, label=f"{entry.label} {suffix}", begun=True) for entry in evicting]
-    return [Configuration(FULL_POLICY), Configuration(suffix, begun=True), *policy_configurations]
+    policy_configurations = [
+        replace(entry, label=f"{entry.label} {suffix}", uses_initial_cache=True) for entry in evicting
+    ]
+    return [Configuration(FULL_POLICY), Configuration(suffix, uses_initial_cache=True), *policy_configurations]
 
 
 def trim_documents(

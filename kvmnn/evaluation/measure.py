@@ -367,7 +367,7 @@ class CellMeasurer:
         if self.start is None:
             return None
         layers = load_layers(Path(self.start))
-        if configuration.begun:
+        if configuration.uses_initial_cache:
             runner.load_initial(layers)
             return None
         feed_unscored(runner, document.ids, document.scored_from, self.settings.chunk, self.settings.prompt, advance)

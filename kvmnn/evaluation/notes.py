@@ -144,13 +144,13 @@ def _describe_no_eviction(
     max_tokens = max(document.num_fed for document in documents)
     first_step_tokens = documents[0].scored_from or min(settings.prompt or settings.chunk, max_tokens)
     start_tokens_kept = next(
-        (row.tokens_kept for row in rows if row.start is not None and row.policy == FULL_POLICY), None
+        (row.tokens_kept for row in rows if row.initial_cache is not None and row.policy == FULL_POLICY), None
     )
     yield from group_by_reason(
         (row.label, f"nothing was evicted: {_explain_no_eviction(row, first_step_tokens, max_tokens)}.")
         for row in rows
         if row.policy != FULL_POLICY
-        and (row.kind == LOSSLESS if row.start is None else row.tokens_kept == start_tokens_kept)
+        and (row.kind == LOSSLESS if row.initial_cache is None else row.tokens_kept == start_tokens_kept)
     )
 
 

@@ -88,7 +88,7 @@ def build_row(
         frame_bytes=frame_bytes,
         h2o=merge_stats(cell.h2o for cell in cells if cell.h2o is not None),
         runtime=merge_runtime_stats(cell.runtime for cell in cells if cell.runtime is not None),
-        start=start,
+        initial_cache=start,
         evicted=_has_scored_after_eviction(cells),
         project=_build_project_numbers(
             configuration.definition,

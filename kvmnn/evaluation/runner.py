@@ -71,7 +71,7 @@ def compute_cell_key(
         "numbers": NUMBERS_VERSION,
         "kind": kind,
         "model": model_sha256,
-        "configuration": configuration.to_identity,
+        "configuration": configuration.identity,
         "document": document.sha256,
         "ids": hashlib.sha256(document.ids.astype("<i8").tobytes()).hexdigest(),
         "settings": settings.select_relevant(kind),
@@ -129,7 +129,7 @@ def drop_duplicates(configurations: Sequence[Configuration]) -> list[Configurati
 
 
 def get_identity_key(configuration: Configuration) -> str:
-    return json.dumps(configuration.to_identity, sort_keys=True)
+    return json.dumps(configuration.identity, sort_keys=True)
 
 
 def plan_evaluation(
@@ -290,7 +290,7 @@ class EvaluationRun:
         )
 
     def _get_start_name(self, number: int) -> str | None:
-        return self.start.name if self.start is not None and self.configurations[number].begun else None
+        return self.start.name if self.start is not None and self.configurations[number].uses_initial_cache else None
 
     def _build_model_info(self, model_info: ModelInfo) -> EvaluatedModelInfo:
         return EvaluatedModelInfo(

@@ -51,8 +51,8 @@ class Configuration(Record):
     definition: ProjectDefinition | None = field(default=None, metadata={"key": "seed_method"})
     #: ``"stored"`` is the classic mistake, for contrast: positions from the stored length.
     positions: Literal["true", "stored"] = "true"
-    #: Whether it goes on from the start of the evaluation, K and V that were computed elsewhere.
-    begun: bool = False
+    #: Whether it continues from the initial cache of the evaluation: K and V that were computed elsewhere.
+    uses_initial_cache: bool = field(default=False, metadata={"key": "begun"})
 
     def create_policy(self, seed: Sequence[int] = (0,)) -> Policy:
         """The policy, with a generator of this seed where it draws."""
@@ -63,10 +63,10 @@ class Configuration(Record):
         return convert_options_to_json(self.create_policy().to_options())
 
     @property
-    def to_identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, Any]:
         """What its numbers depend on, as JSON has it: all options, defaults included, and no label."""
         identity = {"policy": self.policy, "options": self.list_options(), "positions": self.positions}
-        return identity | ({"begun": True} if self.begun else {})
+        return identity | ({"begun": True} if self.uses_initial_cache else {})
 
     @classmethod
     def from_dict(cls, document: object, label: str = "configuration", *, complete: bool = False) -> Self:

@@ -83,7 +83,9 @@ class EvaluationTask(Record):
     def num_tokens(self) -> int:
         """Tokens of the cells that are counted for progress."""
         documents = [self.documents[cell.document] for cell in self.cells if cell.kind != "timing"]
-        return sum(document.num_scored if self.configuration.begun else document.num_fed for document in documents)
+        return sum(
+            document.num_scored if self.configuration.uses_initial_cache else document.num_fed for document in documents
+        )
 
     def get_kind(self, key: str) -> CellKind:
         """The kind of one of its cells."""

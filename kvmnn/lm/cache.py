@@ -181,7 +181,7 @@ class PlannedEviction:
             self._stats.record(
                 planner.end_call(rows=read_attention(layer) if decode and layer in evicting_layers else None)
             )
-        planner.sync()
+        planner.end_step()
 
     def to_stats(self, num_seen: int, lengths: Sequence[int]) -> H2OStats:
         """Return what was done so far, to layers that hold `lengths` of `num_seen` tokens."""

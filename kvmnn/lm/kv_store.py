@@ -190,7 +190,7 @@ class LosslessStore:
                     index * self._parts_per_layer + part, keys[0, heads, -num_new:], values[0, heads, -num_new:]
                 )
                 self._runtime.end_call()
-        self._runtime.sync()
+        self._runtime.end_step()
         self._raw_store.set_present(
             [self._empty_pair if layer in self._runtime_index else pair for layer, pair in enumerate(present)], num_new
         )

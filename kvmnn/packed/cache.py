@@ -22,8 +22,8 @@ from .compaction import (
     check_reserve,
     parse_pairs,
     plan_erase,
-    simulate_fork,
-    simulate_upstream,
+    simulate_fork_realloc,
+    simulate_upstream_realloc,
     validate_dialect,
 )
 from .layout import (
@@ -451,9 +451,9 @@ class PackedCache:
             check_reserve(self._past_length, remove, pairs, self._layout.is_quantised)
         past_length, capacity, is_quantised = self._past_length, self._capacity, self._layout.is_quantised
         if self._dialect == "fork":
-            outcome = simulate_fork(past_length, remove, pairs, add, is_quantised)
+            outcome = simulate_fork_realloc(past_length, remove, pairs, add, is_quantised)
         else:
-            outcome = simulate_upstream(past_length, remove, pairs, add, is_quantised, believed_past, capacity)
+            outcome = simulate_upstream_realloc(past_length, remove, pairs, add, is_quantised, believed_past, capacity)
         if outcome.min_capacity > capacity:
             capacity = self._compute_capacity(outcome.min_capacity)
         if outcome.past_length + num_pushed > capacity:

@@ -82,7 +82,7 @@ def _find_pair_problem(begin: int, size: int, end: int, remove: int) -> str | No
     return None
 
 
-def simulate_fork(
+def simulate_fork_realloc(
     past_length: int, remove: int, pairs: tuple[ReservePair, ...], add: int, is_quantised: bool
 ) -> CompactionOutcome:
     """Return what the fork's ``onRealloc`` does with any plan."""
@@ -114,7 +114,7 @@ def simulate_fork(
     return CompactionOutcome(min_capacity, tuple(moves), destination, tuple(messages))
 
 
-def simulate_upstream(
+def simulate_upstream_realloc(
     past_length: int,
     remove: int,
     pairs: tuple[ReservePair, ...],

@@ -28,7 +28,7 @@ _DASHES = ("-", "--", ":", "-.")
 
 _LABEL_SIZE = 8.5
 _LABEL_LINE_INCHES = 1.3 * _LABEL_SIZE / 72  # inches between two names
-_MAX_LEADERS = 12  # more lines to names would hide the plot
+_MAX_LEADER_LINES = 12  # more lines to names would hide the plot
 _SAMPLE_INCHES = 0.62  # inches between a plot and its names
 _CAPTION_SIZE = 7.5
 _CAPTION_LINE_INCHES = 1.35 * _CAPTION_SIZE / 72
@@ -143,7 +143,7 @@ def add_line_labels(axes: Axes, ends: Sequence[LineEnd]) -> None:
     target_positions = [float(to_axes.transform((end.x, end.y))[1]) for end in order]
     begin, stop = 1 + 0.22 / width, 1 + (_SAMPLE_INCHES - 0.08) / width
     for end, position in zip(order, spread_positions(target_positions, _LABEL_LINE_INCHES / height), strict=True):
-        if len(ends) <= _MAX_LEADERS:
+        if len(ends) <= _MAX_LEADER_LINES:
             axes.annotate(
                 "",
                 xy=(end.x, end.y),

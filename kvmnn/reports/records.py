@@ -293,8 +293,8 @@ class ResultRow(Record):
     h2o: H2OStats | None = field(default=None, metadata={"omit": True})
     #: What the lossless runtime did, where the cache lay in one: all documents added up.
     runtime: RuntimeStats | None = field(default=None, metadata={"omit": True})
-    #: What it goes on from, where that is K and V that were computed elsewhere (`kvmnn.reports.records`).
-    start: str | None = field(default=None, metadata={"omit": True})
+    #: Name of the initial cache that it continues from, if there is one (JSON: ``start``).
+    initial_cache: str | None = field(default=None, metadata={"key": "start", "omit": True})
     #: Whether any scored token was attended over a cache that the policy had cut. Where none was, quality is that of
     #: the full cache and says nothing of the policy. None in results of older versions.
     evicted: bool | None = field(default=None, metadata={"omit": True})
@@ -303,7 +303,7 @@ class ResultRow(Record):
     @property
     def is_full(self) -> bool:
         """Whether this is the full cache and all of it was computed by the model."""
-        return self.policy == FullCache.name and self.start is None
+        return self.policy == FullCache.name and self.initial_cache is None
 
     @property
     def has_no_eviction(self) -> bool:

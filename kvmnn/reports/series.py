@@ -70,7 +70,7 @@ def group_into_series(rows: Sequence[ResultRow], ignored_options: Sequence[str] 
 
 def _build_name_parts(row: ResultRow, options: Sequence[str]) -> list[str]:
     """Build the name of a row's series: policy, distinguishing options, and initial cache."""
-    start = [] if row.start is None else [f"from {row.start}"]
+    start = [] if row.initial_cache is None else [f"from {row.initial_cache}"]
     policy = [] if start and row.policy == FullCache.name else [row.policy]
     return [*policy, *(text for text in options if text), *start]
 

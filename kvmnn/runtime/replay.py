@@ -232,7 +232,7 @@ class _Replayer:
             start_ns = time.perf_counter_ns()
             self.runtime.end_call(rows=rows)
             elapsed += time.perf_counter_ns() - start_ns
-        self.runtime.sync()
+        self.runtime.end_step()
         self.nanoseconds += elapsed
         return elapsed
 

@@ -24,14 +24,14 @@ from .strict import StrictCallResult, StrictRuntime
 class LosslessRuntime:
     """A cache of K and V for a running model that stores cold tokens as frames.
 
-    Every call of a layer has two halves, between which the caller computes attention; `sync` ends a step of all
+    Every call of a layer has two halves, between which the caller computes attention; `end_step` ends a step of all
     layers. The first step is a prefill::
 
         for layer in range(layers):
             keys, values = runtime.begin(layer, new_keys, new_values)
             ...  # attention over keys and values
             runtime.end(rows=attention)
-        runtime.sync()
+        runtime.end_step()
 
     Parameters
     ----------
@@ -157,9 +157,9 @@ class LosslessRuntime:
         """
         return self._runtime.end_call(sums=sums, rows=rows)
 
-    def sync(self) -> None:
+    def end_step(self) -> None:
         """End a step of all layers."""
-        self._runtime.sync()
+        self._runtime.end_step()
 
     # -- requests ------------------------------------------------------------------------------------------------------
 

@@ -253,18 +253,18 @@ class GetResult(Record):
     ----------
     tokens, asked
         Tokens in the files, and tokens of the requested sequence.
-    dtype, others, missing
+    dtype, other_precisions, missing
         As in `StoredPrefix`.
     written
         The files.
     """
 
-    json_keys = "tokens asked dtype others missing **written"
+    json_keys = "tokens asked dtype others=other_precisions missing **written"
 
     tokens: int
     asked: int
     dtype: str | None
-    others: Mapping[str, int]
+    other_precisions: Mapping[str, int]
     written: PackResult | UnpackResult
     missing: tuple[str, ...] = ()
 
@@ -376,7 +376,7 @@ def write_prefix(
         tokens=prefix.tokens,
         asked=prefix.requested_tokens,
         dtype=prefix.dtype,
-        others=prefix.others,
+        other_precisions=prefix.other_precisions,
         written=written,
         missing=prefix.missing,
     )

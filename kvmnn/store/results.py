@@ -26,7 +26,7 @@ class StoredPrefix:
     #: Their precision, ``"fp16"``, ``"bf16"`` or ``"fp32"``; None for a miss.
     dtype: str | None = None
     #: Tokens of the sequence that are stored in each other precision.
-    others: Mapping[str, int] = field(default_factory=dict)
+    other_precisions: Mapping[str, int] = field(default_factory=dict, metadata={"key": "others"})
     #: One line for each damaged unit, which is a miss now, and for a remote store that did not answer.
     notes: tuple[str, ...] = ()
     #: Whether it is a miss because a remote store did not answer.
@@ -122,7 +122,7 @@ class StoreExportResult(Record):
     bytes: int
     #: As in `StoredPrefix`.
     dtype: str
-    others: Mapping[str, int] = field(default_factory=dict)
+    other_precisions: Mapping[str, int] = field(default_factory=dict, metadata={"key": "others"})
 
     def __str__(self) -> str:
         return f"{self.output}: {pluralize(self.tokens, 'token')}, {self.bytes:,} bytes, LOSSLESS (checksums compared)"
@@ -281,7 +281,7 @@ class MatchResult(Record):
     asked: int
     #: As in `StoredPrefix`.
     dtype: str | None = None
-    others: Mapping[str, int] = field(default_factory=dict)
+    other_precisions: Mapping[str, int] = field(default_factory=dict, metadata={"key": "others"})
     notes: tuple[str, ...] = ()
     outage: bool = False
 

@@ -200,7 +200,7 @@ class SequenceStore:
                 requested_tokens=ids.size,
                 layers=sorted([*layers, *windows], key=lambda cache: cache.layer),
                 dtype=namespace.dtype,
-                others=other_precisions,
+                other_precisions=other_precisions,
                 notes=tuple(notes),
                 token_ids=ids[:tokens],
                 states=tuple(states),
@@ -276,7 +276,11 @@ class SequenceStore:
         nbytes = export.write_exported(path, namespace, unit_slices, list(tables.values()), force=force)
         other_precisions = {other_namespace.dtype: ids.size for other_namespace, _ in other_matches}
         return StoreExportResult(
-            output=os.fspath(path), tokens=ids.size, bytes=nbytes, dtype=namespace.dtype, others=other_precisions
+            output=os.fspath(path),
+            tokens=ids.size,
+            bytes=nbytes,
+            dtype=namespace.dtype,
+            other_precisions=other_precisions,
         )
 
 

@@ -315,7 +315,10 @@ class PrefixStore:
         except BackendUnavailableError as error:
             return MatchResult(tokens=0, asked=ids.size, notes=(str(error),), outage=True)
         return MatchResult(
-            tokens=stored.tokens, asked=ids.size, dtype=namespace.dtype if namespace else None, others=other_precisions
+            tokens=stored.tokens,
+            asked=ids.size,
+            dtype=namespace.dtype if namespace else None,
+            other_precisions=other_precisions,
         )
 
     def get(self, token_ids: TokenIds, *, model: str, dtype: str | None = None, partial: bool = False) -> StoredPrefix:

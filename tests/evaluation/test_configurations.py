@@ -54,7 +54,7 @@ def test_every_policy_of_the_registry_can_be_asked_for(name):
     assert policy.name == name
     assert policy.budget == 700
     assert Configuration.from_dict(json.loads(json.dumps(found.to_dict()))) == found
-    assert json.dumps(found.to_identity)
+    assert json.dumps(found.identity)
 
 
 def test_values_have_the_types_that_the_policy_declares():
@@ -72,7 +72,7 @@ def test_a_random_policy_draws_from_its_seed():
     first, again, other = (found.create_policy(seed).select_or_all(view).tolist() for seed in ((1, 2), (1, 2), (1, 3)))
     assert first == again
     assert first != other
-    assert "generator" not in found.to_identity["options"]
+    assert "generator" not in found.identity["options"]
 
 
 @pytest.mark.parametrize(
@@ -114,5 +114,5 @@ def test_lists():
 def test_identity_has_no_label_and_all_defaults():
     one = Configuration("a", "streaming", {"budget": 512}, "p", ProjectDefinition("E1", "x"))
     two = Configuration("b", "streaming", {"budget": 512, "sink": 4, "skip_layers": ()})
-    assert one.to_identity == two.to_identity
-    assert one.to_identity != Configuration("a", "streaming", {"budget": 512}, positions="stored").to_identity
+    assert one.identity == two.identity
+    assert one.identity != Configuration("a", "streaming", {"budget": 512}, positions="stored").identity

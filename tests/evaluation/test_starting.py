@@ -57,7 +57,7 @@ def test_the_models_own_cache_gives_the_numbers_of_the_full_run(dump: Path) -> N
     result = measured(dump, "streaming:budget=16")
     full, alone, cut = result.rows
     assert (full.label, alone.label, cut.label) == ("full", "from kv", "streaming 16 from kv")
-    assert (full.start, alone.start, cut.start) == (None, "kv", "kv")
+    assert (full.initial_cache, alone.initial_cache, cut.initial_cache) == (None, "kv", "kv")
     assert [row.is_full for row in result.rows] == [True, False, False]
     assert (full.tokens, full.nll, full.accuracy) == (alone.tokens, alone.nll, alone.accuracy)
     assert alone.tokens == 72 - TOKENS and alone.kind == "LOSSLESS" and alone.versus_full.nll == 0

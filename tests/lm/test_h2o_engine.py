@@ -70,7 +70,7 @@ class Reference:
             )
             blank = np.zeros((FORM.heads, new, found[-1].kv_after + new), np.float32)
             planner.end_call(rows=blank if rows is None else rows[layer])
-        planner.sync()
+        planner.end_step()
         return found
 
 

@@ -145,7 +145,7 @@ def test_the_layers_of_the_scope_are_those_of_a_runtime_of_all_layers(mode: str,
             for layer in range(layers):
                 whole.append_call(layer, both[0, :, end - count :], both[0, :, end - count :])
                 whole.end_call()
-            whole.sync()
+            whole.end_step()
         figures, metrics = store.to_stats(), whole.collect_metrics()
         names = ("tokens", "raw_bytes", "compressed_bytes", "blocks", "stored_bytes")
         for one, other in zip(figures.layers, metrics.layers, strict=True):

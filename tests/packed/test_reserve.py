@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from kvmnn import KvmnnError
-from kvmnn.packed.compaction import CompactionOutcome, simulate_upstream
+from kvmnn.packed.compaction import CompactionOutcome, simulate_upstream_realloc
 
 
 def outcome(pairs: tuple[tuple[int, int], ...], past: int = 10, remove: int = 4) -> CompactionOutcome:
-    return simulate_upstream(past, remove, pairs, 0, False, 10, 16)
+    return simulate_upstream_realloc(past, remove, pairs, 0, False, 10, 16)
 
 
 def test_plan_compaction_empty_pair_copies_nothing() -> None:

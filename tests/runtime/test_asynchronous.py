@@ -38,7 +38,7 @@ class Run:
     def step(self, tokens: int = 1) -> None:
         for layer in range(LAYERS):
             self.call(layer, tokens)
-        self.runtime.sync()
+        self.runtime.end_step()
         self.end += tokens
 
     @property

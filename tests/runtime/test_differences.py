@@ -39,7 +39,7 @@ class Pair:
             for runtime in self.runtimes:
                 runtime.end_call()
         for runtime in self.runtimes:
-            runtime.sync()
+            runtime.end_step()
         return equal
 
     def both(self, name: str, *arguments: Any, **options: Any) -> None:
@@ -65,7 +65,7 @@ def test_blocks_are_frames_of_the_configured_effort(effort: str) -> None:
     keys, values = (np.cumsum(rows, 1).astype("<f2") for rows in np.random.default_rng(0).normal(size=(2, 2, 400, 64)))
     runtime.begin_call(0, keys, values)
     runtime.end_call()
-    runtime.sync()
+    runtime.end_step()
     runtime.flush()
     inner: Any = runtime._runtime
     stored = [(start, piece) for start, piece in inner._layers[0].rows.iter_segments() if piece.frames is not None]

@@ -36,7 +36,7 @@ def test_emulation_numbers_calls_and_counts_decode_steps() -> None:
             new = np.ones((1, tokens, 8), np.float16)
             runtime.begin_call(layer, new, new)
             events.append(runtime.end_call())
-        runtime.sync()
+        runtime.end_step()
     assert [(one.call, one.layer, one.token_step) for one in events if isinstance(one, CallEvent)] == [
         (0, 0, 0), (1, 1, 0), (2, 0, 1), (3, 1, 1), (4, 0, 2), (5, 1, 2)
     ]  # fmt: skip

@@ -123,7 +123,7 @@ class _Both:
             self.seen["skip"] += any(one["skip"] for one in event.get("applied", ()))
             after = self.runtime.get_live_rows(layer)
             assert [part.tobytes() for part in after] == [part.tobytes() for part in self.model.rows[layer]]
-        self.runtime.sync()
+        self.runtime.end_step()
         self.model.sync()
 
     def run(self) -> None:

@@ -38,7 +38,7 @@ def test_evict_remaining_rows_equal_a_plain_cache(seed: int, threads: int) -> No
             places[layer] = np.concatenate([places[layer], np.arange(seen, seen + new)])
             store.append_call(layer, rows[0], rows[1])
             store.end_call()
-        store.sync()
+        store.end_step()
         seen += new
         layer = int(rng.integers(LAYERS))
         count = plain[layer].shape[2]
@@ -71,7 +71,7 @@ def test_evict_invalid_ranges_are_refused() -> None:
     for layer in (1, 2):
         store.append_call(layer, rows, rows)
         store.end_call()
-    store.sync()
+    store.end_step()
     for wrong in ([(0, 21)], [(5, 3), (4, 2)], [(-1, 3)], [(3, 0)]):
         with pytest.raises(KvmnnError, match="are no ascending ranges of its 20 tokens"):
             store.evict(1, wrong)

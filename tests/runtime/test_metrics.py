@@ -49,7 +49,7 @@ def run(config: RuntimeConfig, behaviour: str = "sound", steps: int = 40) -> Los
             new = new_rows(rng, HEADS, tokens, HEAD_DIM, "<f2", "smooth")
             keys, _ = runtime.begin_call(layer, new[0], new[1])
             runtime.end_call(rows=rng.random((4, tokens, keys.shape[1]), np.float32))
-        runtime.sync()
+        runtime.end_step()
     return runtime
 
 

@@ -43,7 +43,7 @@ def test_append_call_without_work_calls_few_functions(options: dict[str, Any], r
 
         def step(tokens: int) -> int:
             made = calls_of(call, 0, rows[:, :tokens], rows[:, :tokens])
-            return made + calls_of(runtime.end_call) + calls_of(runtime.sync)
+            return made + calls_of(runtime.end_call) + calls_of(runtime.end_step)
 
         step(180)
         step(1)

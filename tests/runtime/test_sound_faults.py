@@ -33,7 +33,7 @@ class Run:
     def step(self, tokens: int = 1) -> None:
         for layer in range(2):
             self.call(layer, tokens)
-        self.runtime.sync()
+        self.runtime.end_step()
 
     def call(self, layer: int, tokens: int = 1) -> None:
         new = new_rows(self.rng, HEADS, tokens, HEAD_DIM, "<f2", "smooth")
@@ -245,7 +245,7 @@ def test_strict_memory_error_in_submit_is_retried(monkeypatch: pytest.MonkeyPatc
         for layer in range(2):
             with pytest.raises(MemoryError):
                 run.call(layer)
-    run.runtime.sync()
+    run.runtime.end_step()
     run.check()
     run.step()
     run.step()
@@ -282,7 +282,7 @@ def test_strict_half_failed_call_poisons_the_runtime(monkeypatch: pytest.MonkeyP
         patch.setattr(type(run.inner._layers[0].rows), "append", broken)
         with pytest.raises(MemoryError):
             run.call(0)
-    for call in (lambda: run.call(0), lambda: run.runtime.read_layer(0), run.runtime.sync, run.runtime.end_call):
+    for call in (lambda: run.call(0), lambda: run.runtime.read_layer(0), run.runtime.end_step, run.runtime.end_call):
         with pytest.raises(KvmnnError, match=r"failed half-way \(MemoryError: here\): expected reset"):
             call()
     run.runtime.reset()
@@ -309,7 +309,7 @@ def test_strict_calls_out_of_order_are_refused() -> None:
         begin(0, new[0].astype("<f4"), new[1])
     for call, message in (
         (run.runtime.end_call, "no call was begun"),
-        (run.runtime.sync, "layers 0, 1 were not called"),
+        (run.runtime.end_step, "layers 0, 1 were not called"),
         (lambda: run.runtime.erase(5, 5), "cannot erase"),
         (lambda: run.runtime.erase(0, 1000), "cannot erase"),
     ):
@@ -323,7 +323,7 @@ def test_strict_calls_out_of_order_are_refused() -> None:
     with pytest.raises(KvmnnError, match="gets 2 tokens, the layers before it 1"):
         begin(1, *new_rows(run.rng, HEADS, 2, HEAD_DIM, "<f2", "smooth"))
     run.call(1)
-    run.runtime.sync()
+    run.runtime.end_step()
     run.step()
     run.check()
 

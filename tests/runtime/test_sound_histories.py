@@ -93,7 +93,7 @@ class Both:
             else:
                 self.runtime.append_call(layer, rows[0], rows[1])
             self.runtime.end_call(rows=self.rng.random((2, tokens, plain.rows.shape[2]), np.float32))
-        self.runtime.sync()
+        self.runtime.end_step()
         self.position += tokens
 
     def run(self, operation: Any) -> None:
@@ -240,5 +240,5 @@ def test_strict_layer_planning_at_every_step_is_stored() -> None:
         rows = np.ones((1, tokens, 4), np.float16)
         runtime.begin_call(0, rows, rows)
         runtime.end_call()
-        runtime.sync()
+        runtime.end_step()
     assert runtime.collect_metrics().layers[0].blocks > 5

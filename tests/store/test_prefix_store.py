@@ -47,7 +47,7 @@ def test_dtypes_are_kept_apart(store: PrefixStore, dtype: str) -> None:
     assert same(found.layers, [*ids, 1], 5 if name == "fp16" else 6, dtype=dtype)
     assert store.match([*ids, 1, 2], model=MODEL) == 6
     assert store.match(ids, model=MODEL, dtype="bf16") == 0
-    assert (found.dtype, dict(found.others)) == (name, {})
+    assert (found.dtype, dict(found.other_precisions)) == (name, {})
 
 
 def test_which_precision_is_taken_is_said(store: PrefixStore) -> None:
@@ -57,7 +57,11 @@ def test_which_precision_is_taken_is_said(store: PrefixStore) -> None:
     put(store, [*ids, 1], dtype="<f4")
     for asked, taken, others in (([*ids, 1], "fp32", {"fp16": 5}), (ids, "fp16", {"fp32": 5}), ([4], None, {})):
         found, matched = store.get(asked, model=MODEL), store.find(asked, model=MODEL)
-        assert (found.dtype, dict(found.others)) == (matched.dtype, dict(matched.others)) == (taken, others)
+        assert (
+            (found.dtype, dict(found.other_precisions))
+            == (matched.dtype, dict(matched.other_precisions))
+            == (taken, others)
+        )
         assert found.tokens == matched.tokens == store.match(asked, model=MODEL)
         assert {cache.dtype for cache in found.layers} == ({taken} if taken else set())
 
@@ -69,7 +73,7 @@ def test_a_text_in_several_precisions_is_one_text(store: PrefixStore, tmp_path: 
     put(store, ids, dtype="<f4")
     put(store, [*ids, 1], dtype="<f4")
     exported = store.export(ids, tmp_path / "f", model=MODEL)
-    assert (exported.dtype, dict(exported.others)) == ("fp16", {"fp32": 5})
+    assert (exported.dtype, dict(exported.other_precisions)) == ("fp16", {"fp32": 5})
     assert store.export([*ids, 1], tmp_path / "g", model=MODEL).dtype == "fp32"
     assert store.pin(ids, model=MODEL, dtype="fp32").dtypes == ("fp32",)
     pinned = store.pin(ids, model=MODEL)

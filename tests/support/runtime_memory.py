@@ -42,7 +42,7 @@ def main(mode: str, threads: int) -> None:
                 rows = (line + rng.integers(0, 2, (HEADS, tokens, HEAD_DIM)) / 64).astype(np.float16)
                 runtime.begin_call(layer, rows, rows)
                 runtime.end_call()
-            runtime.sync()
+            runtime.end_step()
 
         step(TOKENS)
         peak = 0

@@ -69,7 +69,7 @@ def run(steps: int, threads: int) -> dict[str, Any]:
                 different += keys.tobytes() != plain[layer].rows[0].tobytes()
                 different += values.tobytes() != plain[layer].rows[1].tobytes()
                 runtime.end_call(rows=attention[position % 64, :, : keys.shape[1]])
-            runtime.sync()
+            runtime.end_step()
             if (position + 1) % (steps // 10) == 0:
                 memory.append(anonymous())
                 print(f"{position + 1} steps, {different} different, {memory[-1]} bytes", file=sys.stderr, flush=True)

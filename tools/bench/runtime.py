@@ -156,7 +156,7 @@ def step(runtime: LosslessRuntime, history: KVTrace, begin: int, end: int) -> No
     for number, (keys, values) in enumerate(history.layers):
         runtime.begin_call(number, keys[:, begin:end], values[:, begin:end])
         runtime.end_call()
-    runtime.sync()
+    runtime.end_step()
 
 
 def recorded(run: Job) -> list[Job]:
@@ -251,7 +251,7 @@ def layer_call_us(history: KVTrace, rounds: int) -> dict[str, float]:
         for at in range(first + 1, first + 1 + steps):
             call(0, keys[:, at : at + 1], values[:, at : at + 1])
             runtime.end_call()
-            runtime.sync()
+            runtime.end_step()
         elapsed = time.process_time() - began
         assert runtime.collect_metrics().layers[0].updates == before, "a block was due"
         return 1e6 * elapsed / steps

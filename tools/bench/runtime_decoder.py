@@ -118,7 +118,7 @@ def layer_rows(path: Path, prompt: Any, steps: int) -> list[dict[str, Any]]:
             for layer, (keys, values) in enumerate(prompt):
                 cache.begin_call(layer, keys[0], values[0])
                 cache.end_call()
-            cache.sync()
+            cache.end_step()
         models = [Layered(weights, cache) for cache in (off, on)]
         with on:
             feeds = {"off": models[0].feed, "on": models[1].feed}
@@ -152,7 +152,7 @@ class PlainCache:
     def end_call(self) -> None:
         pass
 
-    def sync(self) -> None:
+    def end_step(self) -> None:
         pass
 
 
@@ -189,7 +189,7 @@ class Layered:
             inner = gate / (1 + np.exp(-gate)) * (normed @ weights[tag + "up.w"])
             x = x + inner @ weights[tag + "down.w"]
             self._timed(self._cache.end_call)
-        self._timed(self._cache.sync)
+        self._timed(self._cache.end_step)
         self._position += 1
         logits: Floats = norm(x) @ weights["head"]
         return logits

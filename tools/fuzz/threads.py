@@ -71,7 +71,7 @@ def runtime_with_workers() -> None:
                     found, _ = runtime.begin_call(layer, rows[:, end - count : end], rows[:, end - count : end])
                     assert found.tobytes() == rows[:, :end].tobytes()
                     runtime.end_call()
-                runtime.sync()
+                runtime.end_step()
             runtime.evict(0, [(0, 40), (70, end - 70)])
             assert runtime.read_layer(0).keys[:, 40:].tobytes() == rows[:, 70:end].tobytes()
             metrics = runtime.collect_metrics()

@@ -146,7 +146,7 @@ class Replay:
                 self._call(
                     forward, manager, lambda blocks, f=forward, s=step, m=manager, n=number: _acc(f, s, m, n, blocks)
                 )
-            previous = self.planner.sync()
+            previous = self.planner.end_step()
         return self.events, previous
 
     def _call(self, forward: dict[str, Any], manager: int, acc: Callable[[int], npt.NDArray[np.float32]]) -> None:

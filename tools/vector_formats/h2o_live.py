@@ -53,7 +53,7 @@ def check_length(index: dict[str, Any], snapshot: dict[str, Any], check: Checker
             planned = _case_of(index, layer, entry["step"] + 1)
             pairs = planned["reserve"] if planned else []
             planner.end_call(_attention(config, pairs, lengths[layer]))
-        planner.sync()
+        planner.end_step()
     check.equal("tokens of every layer", lengths, [snapshot["past"]] * config.layers)
 
 

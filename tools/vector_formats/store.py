@@ -131,7 +131,7 @@ class _Replay:
             if expected is not None:
                 self.compare(found, expected)
             self.call += 1
-        self.runtime.sync()
+        self.runtime.end_step()
         self.decode = True
 
     def compare(self, found: dict[str, Any], expected: dict[str, Any]) -> None:

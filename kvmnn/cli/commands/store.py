@@ -112,8 +112,8 @@ def _report_other_precisions(
     result: MatchResult | StoredPrefix | StoreExportResult, arguments: argparse.Namespace
 ) -> None:
     """Which precision was taken, of several that have some of the text."""
-    if result.others:
-        other_precisions = " and ".join(f"{tokens:,} in {dtype}" for dtype, tokens in result.others.items())
+    if result.other_precisions:
+        other_precisions = " and ".join(f"{tokens:,} in {dtype}" for dtype, tokens in result.other_precisions.items())
         text = (
             f"taken in {result.dtype}, which has {result.tokens:,} tokens; stored as well: {other_precisions} (--dtype)"
         )
@@ -154,7 +154,7 @@ def _run_get(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Command
         raise UsageError("--cast is about the prefix cache of an engine: name its layout (--backend) and --name")
     if geometry.backend is not None and dtype is None:
         match_result, backend_dtype = store.find(ids, model=model), BACKENDS[geometry.backend].dtype
-        if backend_dtype in match_result.others:  # and no engine takes the other
+        if backend_dtype in match_result.other_precisions:  # and no engine takes the other
             dtype = backend_dtype
             text = (
                 f"taken in {backend_dtype}, which {geometry.backend} holds; {match_result.tokens:,} tokens are in "

@@ -226,7 +226,7 @@ class H2OPlanner:
         cache.append(keys, values, remove=edit.remove, reserve=edit.reserve)
         planner.end_call(rows=attention)
 
-    and calls `sync` when all layers of a step are done.
+    and calls `end_step` when all layers of a step are done.
 
     Parameters
     ----------
@@ -240,7 +240,7 @@ class H2OPlanner:
         applied to their own layer, and scores are cut when that happens.
     on_invalid
         ``"raise"`` refuses a call at which the engine would drop all tokens of the layer because the shared count of
-        tokens is 0: the planner began with a cache that it has not seen (set ``meta.previous``), or `sync` was not
+        tokens is 0: the planner began with a cache that it has not seen (set ``meta.previous``), or `end_step` was not
         called. ``"engine"`` drops them.
 
     Attributes
@@ -319,7 +319,7 @@ class H2OPlanner:
         if self._is_strict and is_untracked and kv_length and state.pending_plan is None:
             raise KvmnnError(
                 f"meta.previous is 0 while the layer holds {kv_length} tokens: the engine would drop them; expected "
-                "sync() after each step, or meta.previous set to the tokens of a cache that was there before"
+                "end_step() after each step, or meta.previous set to the tokens of a cache that was there before"
             )
         pending_plan, state.pending_plan = state.pending_plan, None
         valid_plan = pending_plan if pending_plan is not None and pending_plan.is_applicable(kv_length) else None
@@ -394,7 +394,7 @@ class H2OPlanner:
         """Plan a layer that triggers; override it for other rules than `plan_blocks`."""
         return plan_blocks(scores, kv_len, self.config)
 
-    def sync(self) -> int:
+    def end_step(self) -> int:
         """End a step of all layers; return the engine's shared length, which follows the last layer alone (0 for
         "tokens").
         """

@@ -74,7 +74,7 @@ _SKIPPED_BLOCK = Block(None, 0, 0, 0, False, None, None, 0, 0)
 """The block of a range that was skipped."""
 
 
-class BlockApplier:
+class LayerStateUpdater:
     """Appends blocks, clears rows, decodes for probe and full, and counts."""
 
     def __init__(self, config: RuntimeConfig, decoder: BlockDecoder, timings: OperationLatencies) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from ...dtypes import DType, Elements, KVPair
 from ...frames import Block
-from ...packed.compaction import ReservePair, simulate_fork
+from ...packed.compaction import ReservePair, simulate_fork_realloc
 from ..metrics import OperationLatencies
 from ..positions import PositionRuns
 
@@ -52,7 +52,7 @@ class EngineRowBuffer:
 
     def apply_edit(self, remove: int, pairs: tuple[ReservePair, ...], num_new: int) -> None:
         """Drop the last `remove` tokens but for `pairs` of them, and make room for `num_new` more."""
-        outcome = simulate_fork(self.tokens, remove, pairs, num_new, False)
+        outcome = simulate_fork_realloc(self.tokens, remove, pairs, num_new, False)
         if outcome.min_capacity > self.capacity:
             self._grow(outcome.min_capacity + GROWTH_TOKENS)
         for source, target, count in outcome.moves:

@@ -16,9 +16,9 @@ from ..schedule import BlockRange, ColdRange, CompressionScope, compute_cold_ran
 from .block_store import (
     NS_PER_US,
     WORKER_TIMINGS,
-    BlockApplier,
     EmulatedTaskQueue,
     EmulationReport,
+    LayerStateUpdater,
     RangeEncodeResult,
     WorkerTiming,
 )
@@ -58,7 +58,7 @@ class EmulatedRuntime:
         self._tasks = EmulatedTaskQueue(timing)
         self._decoder = BlockDecoder(config.decode_cache_blocks, config.strict_roundtrip_check)
         self._timings = OperationLatencies()
-        self._applier = BlockApplier(config, self._decoder, self._timings)
+        self._state_updater = LayerStateUpdater(config, self._decoder, self._timings)
         self._rows = [EngineRowBuffer(kv_heads, head_dim, element_type) for _ in range(layers)]
         self._states = self._create_states()
         self._async_peak = self._appended_bytes = 0
@@ -135,9 +135,9 @@ class EmulatedRuntime:
         event.ratio = self.report.ratio
         return event
 
-    def sync(self) -> None:
+    def end_step(self) -> None:
         """End a step of all layers."""
-        self.planner.sync()
+        self.planner.end_step()
         self._position += self._num_new
         self._is_decoding = True
 
@@ -244,10 +244,10 @@ class EmulatedRuntime:
             self._schedule(index, cold_tokens, event)
         self._apply_finished(event, wait=event.is_token_end)
         self.report.refresh(self._states, self._scope)
-        self.report.queue_depth_peak = self._applier.queue_peak
+        self.report.queue_depth_peak = self._state_updater.queue_peak
         self.report.async_queue_peak = self._async_peak
         self.report.hits, self.report.misses = self._decoder.hits, self._decoder.misses
-        self.report.codec_us = self._applier.last_compress_ns // NS_PER_US
+        self.report.codec_us = self._state_updater.last_compress_ns // NS_PER_US
 
     def _schedule(self, index: int, cold_tokens: ColdRange, event: CallEvent) -> None:
         state = self._states[index]
@@ -255,7 +255,7 @@ class EmulatedRuntime:
             self._shrink(index, cold_tokens, event)
         is_store_mode = self.config.mode == "store"
         num_pending = len(state.list_pending(is_store_mode)) + self._tasks.num_open
-        self._applier.queue_peak = max(self._applier.queue_peak, num_pending)
+        self._state_updater.queue_peak = max(self._state_updater.queue_peak, num_pending)
         self._async_peak = max(self._async_peak, self._tasks.num_open)
         block_range = compute_due_range(
             self.config,
@@ -329,7 +329,7 @@ class EmulatedRuntime:
                 self._apply(result, event, None)
 
     def _apply(self, result: RangeEncodeResult, event: CallEvent, watermark: int | None) -> None:
-        self._applier.apply_result(
+        self._state_updater.apply_result(
             self._states[result.index], result, event, watermark=watermark, num_open=self._tasks.num_open
         )
 
@@ -341,7 +341,7 @@ class EmulatedRuntime:
         old_watermark, num_blocks, num_discarded = state.watermark, len(state.blocks), 0
         if not is_store_mode:
             for stored_block in pending_blocks:
-                self._applier.decode_once(state, stored_block, event)
+                self._state_updater.decode_once(state, stored_block, event)
             num_discarded = len(state.list_pending(is_store_mode))
             state.fallbacks += num_discarded
         is_plan_cleared = planner_state.pending_plan is not None
@@ -358,7 +358,7 @@ class EmulatedRuntime:
         self._tasks.clear()
         self._states = self._create_states()
         self._decoder.reset_counts()
-        self._applier.queue_peak = self._applier.last_compress_ns = self._async_peak = 0
+        self._state_updater.queue_peak = self._state_updater.last_compress_ns = self._async_peak = 0
         self._timings.reset()
 
     def _create_states(self) -> list[EmulatedLayerState]:

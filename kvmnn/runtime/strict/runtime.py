@@ -193,11 +193,11 @@ class StrictRuntime:
             number, layer.rows.tokens, num_evicted, num_planned, num_submitted, num_finished, num_waiting
         )
 
-    def sync(self) -> None:
+    def end_step(self) -> None:
         """End a step of all layers."""
-        self._step_guard.sync()
+        self._step_guard.end_step()
         if self._has_planned_layers:
-            self.planner.sync()
+            self.planner.end_step()
 
     # -- what there is -------------------------------------------------------------------------------------------------
 

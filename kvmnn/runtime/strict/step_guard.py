@@ -72,7 +72,7 @@ class StepGuard:
         """Refuse `operation` inside a step."""
         self.check_healthy()
         if self._open_call is not None or self._called_layers:
-            raise KvmnnError(f"{operation}: expected between two steps, after sync()")
+            raise KvmnnError(f"{operation}: expected between two steps, after end_step()")
 
     def check_begin(self, layer: int, num_new: int) -> None:
         """Refuse a call out of order."""
@@ -87,7 +87,7 @@ class StepGuard:
         if self._open_call is not None:
             raise KvmnnError(f"begin: the call of layer {self._open_call[0]} was not ended")
         if layer in self._called_layers:
-            raise KvmnnError(f"layer {layer} was called twice in a step: expected sync() between")
+            raise KvmnnError(f"layer {layer} was called twice in a step: expected end_step() between")
         raise KvmnnError(f"layer {layer} gets {num_new} tokens, the layers before it {self._num_new}")
 
     def record_begin(self, layer: int, num_new: int, num_evicted: int) -> None:
@@ -109,20 +109,20 @@ class StepGuard:
         """Note the end of a call."""
         self._open_call = None
 
-    def sync(self) -> None:
+    def end_step(self) -> None:
         """End the step."""
         if self._failure is not None or self._open_call is not None or len(self._called_layers) < self._layers:
-            self._raise_sync_error()
+            self._raise_step_error()
         self._called_layers.clear()
         self.position += self._num_new
         self.is_decoding = True
 
-    def _raise_sync_error(self) -> None:
+    def _raise_step_error(self) -> None:
         self.check_healthy()
         if self._open_call is not None:
-            raise KvmnnError(f"sync: the call of layer {self._open_call[0]} was not ended")
+            raise KvmnnError(f"end_step: the call of layer {self._open_call[0]} was not ended")
         missing_layers = sorted(set(range(self._layers)) - self._called_layers)
-        raise KvmnnError(f"sync: layers {', '.join(map(str, missing_layers))} were not called in this step")
+        raise KvmnnError(f"end_step: layers {', '.join(map(str, missing_layers))} were not called in this step")
 
     def poison(self, error: BaseException) -> None:
         """Note what left a layer half done: only a reset helps then."""

@@ -43,7 +43,7 @@ def test_seven_steps_byte_for_byte(live):
             assert [cache.key_buffer.tobytes(), cache.value_buffer.tobytes()] == files, (step, layer)
             if todo.remove:
                 evictions.append((step, layer, todo.remove, [list(pair) for pair in todo.reserve]))
-        assert planner.sync() == past
+        assert planner.end_step() == past
     assert evictions == [
         (case["after_step"], case["layer"], case["remove"], case["reserve"]) for case in index["cases"]
     ]

@@ -40,7 +40,7 @@ def test_a_conversation_is_that_of_the_slow_model(config, cadence, prompt, steps
     for layer in range(config.layers):
         assert planner.begin_call(0, prompt, decode=False, layer=number(layer)).remove == 0
         assert planner.end_call().kv_len == prompt
-    planner.sync()
+    planner.end_step()
     model.prompt(prompt)
     for add in steps:
         for layer in range(config.layers):
@@ -59,7 +59,7 @@ def test_a_conversation_is_that_of_the_slow_model(config, cadence, prompt, steps
             assert call.scores.tolist() == (scores if call.is_enabled else call.scores.tolist())
             pending = planner.layers[layer].pending_plan
             assert (list(pending.pairs) if pending else None) == model.layers[layer].pending
-        planner.sync()
+        planner.end_step()
     assert planner.metrics.h2o_total_evict_tokens == model.total
 
 
@@ -79,7 +79,7 @@ def talk(planner: H2OPlanner, lengths: list[int], add: int = 1, *, decode: bool 
         sums = np.arange(planner.config.count_blocks(lengths[layer]), dtype=np.float32)
         planner.end_call(sums)
         applied.append(todo.reserve)
-    planner.sync()
+    planner.end_step()
     return applied
 
 
@@ -149,7 +149,7 @@ def test_rows_do_the_same_as_their_sums():
         planner = H2OPlanner(config(heads=None if given_rows else 3, layers=1, update_interval=1))
         planner.begin_call(0, 100, decode=False)
         planner.end_call()
-        planner.sync()
+        planner.end_step()
         planner.begin_call(100)
         call = planner.end_call(rows=rows) if given_rows else planner.end_call(sum_by_block(rows, 8))
         results.append((call.scores.tolist(), call.plan.reserve_pairs))
@@ -165,9 +165,9 @@ def test_a_refused_half_changes_nothing():
     with pytest.raises(KvmnnError, match="not ended"):
         planner.begin_call(0)
     planner.end_call()
-    with pytest.raises(KvmnnError, match=r"previous is 0 while the layer holds 100 tokens.*sync\(\)"):
+    with pytest.raises(KvmnnError, match=r"previous is 0 while the layer holds 100 tokens.*end_step\(\)"):
         planner.begin_call(100)
-    planner.sync()
+    planner.end_step()
     planner.begin_call(100)
     for options, message in [
         ({}, "either"),
@@ -253,7 +253,7 @@ def test_turns_and_leftovers_are_those_of_the_engine_model(config, forwards, pro
             )
             assert call.layer == step.layer
             assert (call.scores.tolist() if call.is_enabled else []) == step.scores
-        assert planner.sync() == model.previous
+        assert planner.end_step() == model.previous
         assert [layer.scores.tolist() for layer in planner.layers] == model.scores
 
 
@@ -267,7 +267,7 @@ def test_a_leftover_plan_of_a_disabled_planner_spreads():
         found.append(planner.begin_call(20).reserve)
         planner.end_call()
     assert found == [((0, 4), (8, 4))] * 2
-    assert planner.sync() == 20 - 20 + 8 + 1
+    assert planner.end_step() == 20 - 20 + 8 + 1
 
 
 def test_by_tokens_scores_are_cut_when_the_plan_is_applied():

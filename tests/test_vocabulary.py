@@ -65,9 +65,7 @@ JSON_KEYS = frozenset(
         "kvmnn/store/results.py: asked",
         "kvmnn/store/results.py: beside",
         "kvmnn/store/results.py: kept",
-        "kvmnn/store/results.py: others",
         "kvmnn/store/adapters.py: asked",
-        "kvmnn/store/adapters.py: others",
     }
 )
 """Fields whose names are keys of published JSON, which stay."""

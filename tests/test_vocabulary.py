@@ -28,6 +28,7 @@ TEST_FOLDERS = frozenset(
         "analysis",
         "arrays",
         "attacks",
+        "batch",
         "bench",
         "bundle",
         "conformance",
@@ -39,6 +40,7 @@ TEST_FOLDERS = frozenset(
         "memory",
         "packed",
         "peers",
+        "reports",
         "runtime",
         "tools",
     }

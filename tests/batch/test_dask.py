@@ -1,4 +1,4 @@
-"""`kvmnn.batch` on a Dask cluster of this machine: workers killed, memory that runs out, a scheduler that goes."""
+"""`kvmnn.batch` on a local Dask cluster: killed workers, memory limits, a scheduler that disappears."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def done(address: str, names: list[str], work: Any, **options: Any) -> list[batc
         return list(batch.run_tasks(names, work, executor, **{"max_running": ahead, **options}))
 
 
-def test_results_in_order_each_once(address: str, log: Path) -> None:
+def test_dask_results_are_in_order_and_unique(address: str, log: Path) -> None:
     names = [f"{number:03}" for number in range(60)] + ["bad"]
     found = done(address, names, many_works.Behaving(str(log)))
     assert [each.path for each in found] == names
@@ -87,7 +87,7 @@ def test_results_in_order_each_once(address: str, log: Path) -> None:
 
 
 @pytest.mark.slow
-def test_names_that_are_not_utf_8(address: str, tmp_path: Path) -> None:
+def test_dask_non_utf8_path_is_processed(address: str, tmp_path: Path) -> None:
     path = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
     Path(path).write_bytes(b"123")
     (each,) = done(address, [path], many_works.size)
@@ -95,8 +95,8 @@ def test_names_that_are_not_utf_8(address: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_results_are_released_as_they_come(address: str, log: Path) -> None:
-    """The cluster holds no result that was taken."""
+def test_dask_results_are_released_as_they_arrive(address: str, log: Path) -> None:
+    """The cluster keeps no result that was delivered."""
     most = 0
     with batch.connect_dask(address) as (executor, _), distributed.Client(address, set_as_default=False) as client:
         results = batch.run_tasks([str(n) for n in range(80)], many_works.Behaving(str(log)), executor, max_running=4)
@@ -112,8 +112,8 @@ def test_results_are_released_as_they_come(address: str, log: Path) -> None:
 
 
 @pytest.mark.slow
-def test_workers_that_are_killed_in_mid_run(harmed: Any, log: Path, tmp_path: Path) -> None:
-    """Both, one after the other: every file is a result once, and every output is there and whole."""
+def test_dask_killed_workers_lose_no_task(harmed: Any, log: Path, tmp_path: Path) -> None:
+    """Both workers are killed in turn: each file has one result and one complete output."""
     names = [f"{number:02}" for number in range(40)]
     tasks = [batch.Task(name, str(tmp_path / name), (".out",)) for name in names]
     found = harmed()
@@ -131,8 +131,8 @@ def test_workers_that_are_killed_in_mid_run(harmed: Any, log: Path, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_memory_limit_that_is_hit(harmed: Any, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file that needs too much is one failed line; the others are each done."""
+def test_dask_memory_limit_fails_one_task_only(harmed: Any, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file that needs too much memory is one failed line; each other file succeeds."""
     names = [f"{number:02}" for number in range(10)] + ["big"] + [f"{number:02}" for number in range(10, 20)]
     found = harmed()
     monkeypatch.setattr(found.scheduler, "allowed_failures", 0)
@@ -151,7 +151,7 @@ def test_a_memory_limit_that_is_hit(harmed: Any, log: Path, monkeypatch: pytest.
 
 
 @pytest.mark.slow
-def test_a_scheduler_that_goes_away(harmed: Any, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dask_scheduler_loss_ends_the_run(harmed: Any, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvmnn.batch.executors.CONNECT_TIMEOUT_SECONDS", 2)
     found = harmed()
     with batch.connect_dask(found.scheduler_address) as (executor, ahead):
@@ -165,8 +165,10 @@ def test_a_scheduler_that_goes_away(harmed: Any, log: Path, monkeypatch: pytest.
 
 
 @pytest.mark.slow
-def test_the_verbs(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """Encoded, interrupted nowhere, resumed: the same lines as by processes of this machine, times aside."""
+def test_dask_verbs_equal_local_processes(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Encoded, then resumed: the same lines as from local processes, except for times."""
     monkeypatch.chdir(tmp_path)
     for number in range(12):
         path = Path("in", str(number % 2), f"{number}.npy")
@@ -194,7 +196,9 @@ def timeless(line: str) -> Any:
 
 
 @pytest.mark.slow
-def test_nobody_answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
+def test_dask_unreachable_address_is_one_line_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+) -> None:
     monkeypatch.setattr("kvmnn.batch.executors.CONNECT_TIMEOUT_SECONDS", 0.5)
     left: list[str] = []
     monkeypatch.setattr(distributed.Client, "close", lambda client: left.append(client.status))

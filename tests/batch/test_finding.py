@@ -1,4 +1,4 @@
-"""Which files count below folders, and in which order."""
+"""Which files below folders are inputs, and in which order."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ def names(root: Path, kinds: InputKinds = ALL) -> list[str]:
     return [named.name for named in find_inputs([str(root)], kinds).inputs]
 
 
-def test_names_are_in_the_order_of_their_bytes_whatever_the_disk_says(tmp_path: Path) -> None:
+def test_find_inputs_sorts_by_bytes_of_the_path(tmp_path: Path) -> None:
     put(tmp_path, "b/z.npy", "b/a.npy", "a.npy", "c.npz", "B.npy", "b.npy", "b/ä.npy")
     assert names(tmp_path) == ["B.npy", "a.npy", "b/a.npy", "b/z.npy", "b/ä.npy", "b.npy", "c.npz"]
 
 
-def test_a_name_that_is_not_utf_8(tmp_path: Path) -> None:
+def test_find_inputs_non_utf8_name(tmp_path: Path) -> None:
     name = os.fsdecode(b"\xff\n\x1b.npy")
     put(tmp_path, name)
     assert names(tmp_path) == [name]
 
 
-def test_files_that_count_by_their_names_or_by_what_they_hold(tmp_path: Path) -> None:
+def test_find_inputs_recognizes_names_and_contents(tmp_path: Path) -> None:
     put(tmp_path, "a.npy", "b.NPZ", "c.safetensors", "d.session", "e.frame", "f.txt", "g.bin", "h.pth", "i.json")
     put(tmp_path, "state", data=b"nsgg" + bytes(60))
     put(tmp_path, "x", "x.json")  # a frame of another name, and its manifest
@@ -55,8 +55,8 @@ def test_files_that_count_by_their_names_or_by_what_they_hold(tmp_path: Path) ->
     assert names(tmp_path, InputKinds(match="[fg].*")) == ["f.txt", "g.bin"]
 
 
-def test_files_of_torch(tmp_path: Path) -> None:
-    """A cache counts whatever it is called, and what may have been one; whole files of something else do not."""
+def test_find_inputs_torch_files_by_content(tmp_path: Path) -> None:
+    """Caches under any name and truncated files that may have been caches are inputs; other complete files are not."""
     cache = save(tmp_path / "a", pairs(1)).read_bytes()
     other = save(tmp_path / "other.pt", {"weight": pairs(1)[0][0]}).read_bytes()
     put(tmp_path, "a.pt", "a.bin", data=cache)
@@ -72,7 +72,7 @@ def test_files_of_torch(tmp_path: Path) -> None:
     assert names(tmp_path, InputKinds(frames=True)) == []
 
 
-def test_what_is_left_out_is_said(tmp_path: Path) -> None:
+def test_find_inputs_reports_ignored_files(tmp_path: Path) -> None:
     put(tmp_path, "a.npy", "b.txt", "c.txt", "a.npy.json", "sub/a.npy")
     (tmp_path / "link").symlink_to("sub")
     found = find_inputs([str(tmp_path)], ARRAYS)
@@ -82,7 +82,7 @@ def test_what_is_left_out_is_said(tmp_path: Path) -> None:
     ]
 
 
-def test_hidden_names_do_not_count(tmp_path: Path) -> None:
+def test_find_inputs_skips_hidden_names_unless_named(tmp_path: Path) -> None:
     put(tmp_path, ".a.npy", ".git/a.npy", ".x.kvmnn-1-00000000.tmp/a.npy", "b.npy")
     assert names(tmp_path) == ["b.npy"]
     assert [named.name for named in find_inputs([str(tmp_path / ".a.npy")], ALL).inputs] == [".a.npy"], (
@@ -90,8 +90,8 @@ def test_hidden_names_do_not_count(tmp_path: Path) -> None:
     )
 
 
-def test_links(tmp_path: Path) -> None:
-    """Links to files are files; links to folders are not followed, so that none leads round; one to nothing counts."""
+def test_find_inputs_follows_links_to_files_only(tmp_path: Path) -> None:
+    """Links to folders are not followed, so there is no cycle; a dangling link is an input."""
     put(tmp_path, "a/x.npy")
     (tmp_path / "a/up").symlink_to("..")
     (tmp_path / "a/y.npy").symlink_to("x.npy")
@@ -104,14 +104,14 @@ def test_links(tmp_path: Path) -> None:
     assert len(find_inputs([str(tmp_path / "b")], ALL).inputs) == 4, "a link that is named is followed"
 
 
-def test_pipes_and_sockets_are_not_opened(tmp_path: Path) -> None:
+def test_find_inputs_does_not_open_pipes(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "p.npy")
     (tmp_path / "q.npy").symlink_to("p.npy")
     found = find_inputs([str(tmp_path)], ALL)
     assert (found.inputs, found.num_ignored) == ([], 2)
 
 
-def test_folders_that_are_one_cache(tmp_path: Path) -> None:
+def test_find_inputs_cache_folders_are_one_input(tmp_path: Path) -> None:
     put(tmp_path, "dump/meta_t0_3.json", "dump/k.bin", "run/layer_0/meta_t0_3.json", "run/layer_1/meta_t0_3.json")
     put(tmp_path, "prefix/sys_0.k", "prefix/sys_0.v", "live/0123456789ABCDEF.k", "packed/packed_meta_t0_3.json")
     put(tmp_path, "bundle/manifest.json", "bundle/a.frame", "arrays/a.npy", "arrays/b.npy")
@@ -122,21 +122,21 @@ def test_folders_that_are_one_cache(tmp_path: Path) -> None:
     assert names(tmp_path / "dump") == ["dump"], "of what is named itself, its own name"
 
 
-def test_a_bundle_that_lost_its_manifest_counts_as_one(tmp_path: Path) -> None:
-    """Its frames decode, each by itself, but nothing says that all of them are there. Others have their manifests."""
+def test_find_inputs_bundle_without_manifest_is_one_input(tmp_path: Path) -> None:
+    """Its frames decode one by one, but only a manifest shows that all of them are present."""
     put(tmp_path, "x.frames/a.frame", "x.frames/b.frame", "all.frames/a.frame", "all.frames/a.frame.json")
     put(tmp_path, "plain/a.frame", "all.frames/sub/b.frame")
     assert names(tmp_path) == ["all.frames/a.frame", "all.frames/sub/b.frame", "plain/a.frame", "x.frames"]
 
 
-def test_a_folder_of_vllm(tmp_path: Path) -> None:
+def test_find_inputs_vllm_folder_is_one_input(tmp_path: Path) -> None:
     header = json.dumps({"kv_cache": {"dtype": "F16", "shape": [2], "data_offsets": [0, 4]}}).encode()
     put(tmp_path, "h/layers.0.safetensors", data=len(header).to_bytes(8, "little") + header + bytes(4))
     put(tmp_path, "other/layers.0.safetensors", data=b"damaged")
     assert names(tmp_path) == ["h", "other/layers.0.safetensors"]
 
 
-def test_a_folder_that_cannot_be_listed_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_inputs_unreadable_folder_is_an_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(tmp_path, "a/x.npy", "b/x.npy")
     listed = os.scandir
 
@@ -150,7 +150,7 @@ def test_a_folder_that_cannot_be_listed_counts(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.slow
-def test_folders_that_are_nested_deeper_than_python_recurses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_inputs_nesting_beyond_recursion_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     try:
         for _ in range(1200):
@@ -164,7 +164,7 @@ def test_folders_that_are_nested_deeper_than_python_recurses(tmp_path: Path, mon
         subprocess.run(["rm", "-rf", "d"], check=True)  # pytest recurses
 
 
-def test_roots_that_overlap_are_refused(tmp_path: Path) -> None:
+def test_find_inputs_overlapping_roots_are_refused(tmp_path: Path) -> None:
     put(tmp_path, "a/b/x.npy")
     (tmp_path / "l").symlink_to("a/b")
     a = str(tmp_path / "a")
@@ -181,13 +181,13 @@ def test_roots_that_overlap_are_refused(tmp_path: Path) -> None:
         find_inputs([str(tmp_path / "gone")], ALL)
 
 
-def test_outputs_do_not_count(tmp_path: Path) -> None:
+def test_find_inputs_skips_outputs(tmp_path: Path) -> None:
     put(tmp_path, "a.npy", "out/b.npy")
     assert [n.name for n in find_inputs([str(tmp_path)], ALL, [str(tmp_path / "out")]).inputs] == ["a.npy"]
 
 
-def test_what_counts_is_what_the_verbs_read(tmp_path: Path) -> None:
-    """Each thing that was made by kvmnn counts once for inspect, and inspect reads it."""
+def test_find_inputs_finds_what_inspect_reads(tmp_path: Path) -> None:
+    """Each output of kvmnn is found once for inspect, and inspect reads it."""
     half = np.ones((2, 3, 4), np.float16)
     np.save(tmp_path / "k.npy", half)
     np.savez(tmp_path / "kv.npz", **{"layer_0.key": half, "layer_0.value": half})

@@ -1,4 +1,4 @@
-"""The file of finished tasks: torn, edited, of other work, of another kind."""
+"""The journal of finished tasks: torn, edited, of other work, or a foreign file."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def there(tasks: list[Task], path: str = "kept") -> str:
         return "".join(task.path for task in tasks if kept.is_finished(task))
 
 
-def test_what_was_put_is_there(tasks: list[Task]) -> None:
+def test_journal_records_are_loaded_unchanged(tasks: list[Task]) -> None:
     data = fill(tasks)
     with TaskJournal("kept", WORK) as kept:
         assert kept.num_loaded == 3
@@ -61,15 +61,15 @@ def test_what_was_put_is_there(tasks: list[Task]) -> None:
         assert set(json.loads(line)) == {"kvmnn_many", "sha256", "record"}
 
 
-def test_paths_are_told_apart_wherever_they_are_used_from(tasks: list[Task], tmp_path: Path) -> None:
+def test_journal_identifies_absolute_and_relative_paths(tasks: list[Task], tmp_path: Path) -> None:
     fill(tasks)
     assert there([Task(str(tmp_path / "a")), Task("./b"), Task("x/a")], str(tmp_path / "kept")) == f"{tmp_path}/a./b"
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_disk")
-def test_a_file_torn_at_every_byte(tasks: list[Task]) -> None:
-    """All lines before the cut stay, the torn one goes, and what is written next is read again."""
+def test_journal_torn_at_every_byte_keeps_complete_lines(tasks: list[Task]) -> None:
+    """Lines before the cut stay, the torn line is dropped, and lines written later are read again."""
     data = fill(tasks)
     ends = [match.end() for match in re.finditer(b"\n", data)]
     for cut in range(len(data)):
@@ -85,7 +85,7 @@ def test_a_file_torn_at_every_byte(tasks: list[Task]) -> None:
 
 
 @pytest.mark.usefixtures("quick_disk")
-def test_every_byte_that_is_changed_is_found(tasks: list[Task]) -> None:
+def test_journal_changed_byte_is_refused(tasks: list[Task]) -> None:
     data = fill(tasks[:1])
     first = data.index(b"\n") + 1
     for at in range(first, len(data) - 1):
@@ -97,7 +97,7 @@ def test_every_byte_that_is_changed_is_found(tasks: list[Task]) -> None:
     assert there(tasks) == "a"
 
 
-def test_a_deleted_line_is_done_again(tasks: list[Task]) -> None:
+def test_journal_deleted_line_is_not_finished(tasks: list[Task]) -> None:
     lines = fill(tasks).splitlines(keepends=True)
     Path("kept").write_bytes(b"".join([*lines[:2], *lines[3:]]))
     assert there(tasks) == "ac"
@@ -107,14 +107,14 @@ def test_a_deleted_line_is_done_again(tasks: list[Task]) -> None:
     "content",
     [b"hello\n", b"hello", b"{}\n", b'{"kvmnn_cell": 2, "key": "x"}\n', b"\0" * 10, b"\n", b"\x93NUMPY" + bytes(90)],
 )
-def test_another_file_is_not_overwritten(tasks: list[Task], content: bytes) -> None:
+def test_journal_foreign_file_is_not_overwritten(tasks: list[Task], content: bytes) -> None:
     Path("kept").write_bytes(content)
     with pytest.raises(SourceError, match=r"^kept: line 1 is not of a run over many files"):
         TaskJournal("kept", WORK)
     assert Path("kept").read_bytes() == content
 
 
-def test_other_work_is_refused(tasks: list[Task]) -> None:
+def test_journal_of_other_work_is_refused(tasks: list[Task]) -> None:
     fill(tasks)
     for work, message in (
         ({**WORK, "verb": "encode"}, 'verb was "measure" there and is "encode" here'),
@@ -127,13 +127,13 @@ def test_other_work_is_refused(tasks: list[Task]) -> None:
 
 
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo], ids=["folder", "pipe"])
-def test_what_is_no_file(tasks: list[Task], make: Callable[[str], None]) -> None:
+def test_journal_path_that_is_no_file_is_refused(tasks: list[Task], make: Callable[[str], None]) -> None:
     make("kept")
     with pytest.raises(OutputError, match=r"^kept: "):
         TaskJournal("kept", WORK)
 
 
-def test_two_runs_at_once(tasks: list[Task]) -> None:
+def test_journal_second_writer_is_refused(tasks: list[Task]) -> None:
     with (
         TaskJournal("kept", WORK),
         pytest.raises(OutputError, match=r"^kept: another run is writing it$"),
@@ -141,7 +141,7 @@ def test_two_runs_at_once(tasks: list[Task]) -> None:
         TaskJournal("kept", WORK)
 
 
-def test_an_input_that_is_written_to_while_it_is_worked_on_is_done_again(tasks: list[Task]) -> None:
+def test_journal_input_changed_during_work_is_not_finished(tasks: list[Task]) -> None:
     def work(task: Task) -> TaskOutcome:
         Path(task.path).write_text("longer than before")
         return TaskOutcome()
@@ -153,12 +153,12 @@ def test_an_input_that_is_written_to_while_it_is_worked_on_is_done_again(tasks: 
     assert there(tasks) == ""
 
 
-def test_a_full_disk(tasks: list[Task]) -> None:
+def test_journal_on_device_is_refused(tasks: list[Task]) -> None:
     with pytest.raises(KvmnnError, match=r"^/dev/full: is no regular file"):
         TaskJournal("/dev/full", WORK)
 
 
-def test_a_folder_is_what_it_was_as_long_as_all_below_it_is(tasks: list[Task]) -> None:
+def test_journal_folder_changes_with_any_file_below_it(tasks: list[Task]) -> None:
     Path("d/e").mkdir(parents=True)
     Path("d/e/x").write_text("1")
     Path("d/gone").symlink_to("nothing")
@@ -177,8 +177,8 @@ def test_a_folder_is_what_it_was_as_long_as_all_below_it_is(tasks: list[Task]) -
     assert inspect() == 1
 
 
-def test_an_output_of_before_is_replaced_though_a_run_was_ended_meanwhile(tasks: list[Task]) -> None:
-    """Ended where the new output is there and the file does not know yet."""
+def test_journal_unrecorded_output_is_replaced_after_a_kill(tasks: list[Task]) -> None:
+    """Killed after the new output exists and before the journal records it."""
     from concurrent.futures import ThreadPoolExecutor
 
     made: list[bool] = []
@@ -206,7 +206,7 @@ def test_an_output_of_before_is_replaced_though_a_run_was_ended_meanwhile(tasks:
     assert made[3:] == [False]
 
 
-def test_what_cannot_be_seen_is_not_taken_for_an_output_of_before(tasks: list[Task]) -> None:
+def test_journal_unreadable_output_is_not_replaced(tasks: list[Task]) -> None:
     task = Task("a", "out", ("", ".more"))
     Path("out").write_text("1")
     with TaskJournal("kept", WORK) as kept:

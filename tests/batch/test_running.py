@@ -1,4 +1,4 @@
-"""`kvmnn.batch.run_tasks`: every task once, in order, whatever becomes of the processes."""
+"""`kvmnn.batch.run_tasks`: every task once, in order, whatever happens to the processes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Here(Executor):
 
 
 @pytest.mark.parametrize("kind", ["here", "threads", "processes", "own processes", "made"])
-def test_any_executor(kind: str, tmp_path: Path) -> None:
+def test_run_tasks_with_any_executor(kind: str, tmp_path: Path) -> None:
     for number in range(20):
         (tmp_path / f"{number:02}").write_bytes(bytes(number))
     paths = [str(path) for path in sorted(tmp_path.iterdir())]
@@ -73,8 +73,8 @@ def test_any_executor(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, -3, 1, lambda: 0, lambda: -1])
-def test_run_ahead_below_one_hands_over_one_task_at_a_time(ahead: Any, tmp_path: Path) -> None:
-    """A cluster without workers at this moment has no room for any task; the run goes on all the same."""
+def test_run_tasks_max_running_below_one_submits_one_task(ahead: Any, tmp_path: Path) -> None:
+    """A cluster without workers accepts no task at the moment; the run continues anyway."""
     paths = []
     for number in range(4):
         (tmp_path / str(number)).write_bytes(bytes(number))
@@ -88,11 +88,11 @@ def test_run_ahead_below_one_hands_over_one_task_at_a_time(ahead: Any, tmp_path:
     assert [each.path for each in found] == paths and all(each.ok for each in found)
 
 
-def test_nothing_to_do() -> None:
+def test_run_tasks_without_tasks() -> None:
     assert list(run_tasks([], size, Here())) == []
 
 
-def test_a_failure_is_a_line_and_the_others_go_on(tmp_path: Path, log: Path) -> None:
+def test_run_tasks_failure_is_a_line_and_others_continue(tmp_path: Path, log: Path) -> None:
     names = ["a", "bad", "c", "raise", "e", "strange", "note"]
     found = [done.to_dict() for done in run_tasks(names, Behaving(str(log)), Here())]
     assert [line["ok"] for line in found] == [True, False, True, False, True, False, True]
@@ -103,7 +103,7 @@ def test_a_failure_is_a_line_and_the_others_go_on(tmp_path: Path, log: Path) -> 
     assert "notes" not in found[0]
 
 
-def test_errors_of_the_system_and_of_memory_are_lines() -> None:
+def test_run_tasks_system_and_memory_errors_are_lines() -> None:
     def work(task: Task) -> TaskOutcome:
         raise {"m": MemoryError(), "o": FileNotFoundError(2, "No such file or directory", "o")}[task.path]
 
@@ -111,7 +111,7 @@ def test_errors_of_the_system_and_of_memory_are_lines() -> None:
     assert errors == ["m: out of memory", "o: No such file or directory"]
 
 
-def test_the_order_is_that_of_the_tasks_and_results_come_while_others_run() -> None:
+def test_run_tasks_yields_in_order_while_others_run() -> None:
     gate = threading.Event()
 
     def work(task: Task) -> TaskOutcome:
@@ -127,8 +127,8 @@ def test_the_order_is_that_of_the_tasks_and_results_come_while_others_run() -> N
         assert [done.path for done in results] == [str(number) for number in range(7, 20)]
 
 
-def test_what_waits_for_its_turn_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the first task runs only so many others are begun: by their number, and by the bytes of their lines."""
+def test_run_tasks_pending_results_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the first task runs, the number of others and the bytes of their lines are bounded."""
     gate = threading.Event()
     begun: list[str] = []
 
@@ -161,7 +161,7 @@ def test_what_waits_for_its_turn_is_bounded(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.undo()
 
 
-def test_how_many_the_executor_has_at_a_time() -> None:
+def test_run_tasks_limits_tasks_in_the_executor() -> None:
     most = 0
     waiting: list[Future[Any]] = []
 
@@ -195,7 +195,7 @@ def test_how_many_the_executor_has_at_a_time() -> None:
     ],
     ids=["one", "once", "all but one"],
 )
-def test_a_process_that_is_killed(names: list[str], failing: list[str], log: Path) -> None:
+def test_run_tasks_killed_process_retries_once(names: list[str], failing: list[str], log: Path) -> None:
     found = list(run_tasks(names, Behaving(str(log)), two))
     assert [done.path for done in found] == names
     assert [done.path for done in found if not done.ok] == failing
@@ -207,7 +207,7 @@ def test_a_process_that_is_killed(names: list[str], failing: list[str], log: Pat
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_in_the_middle_of_its_result(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_tasks_process_killed_while_sending_retries(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "STALL_CHECK_SECONDS", 0.3)
     names = ["a", "half", "c", "d", "e", "f"]
     assert [(done.path, done.ok) for done in run_tasks(names, Behaving(str(log)), two)] == [
@@ -216,7 +216,7 @@ def test_a_process_that_is_killed_in_the_middle_of_its_result(log: Path, monkeyp
     assert calls(log)["half"] == 2
 
 
-def test_an_executor_that_was_given_cannot_be_replaced(log: Path) -> None:
+def test_run_tasks_broken_executor_instance_is_an_error(log: Path) -> None:
     with (
         ProcessPoolExecutor(1, mp_context=get_context("spawn")) as executor,
         pytest.raises(KvmnnError, match="the executor is broken and cannot be replaced: BrokenProcessPool"),
@@ -224,7 +224,7 @@ def test_an_executor_that_was_given_cannot_be_replaced(log: Path) -> None:
         list(run_tasks(["kill", "b"], Behaving(str(log)), executor))
 
 
-def test_an_executor_that_is_shut_down() -> None:
+def test_run_tasks_shut_down_executor_is_an_error() -> None:
     executor = ThreadPoolExecutor(1)
     executor.shutdown()
     with pytest.raises(KvmnnError, match="the executor does nothing any more: RuntimeError: cannot schedule"):
@@ -247,7 +247,7 @@ class Giving(Here):
 
 
 @pytest.mark.parametrize(("times", "ok"), [(1, True), (2, False)])
-def test_what_an_executor_gives_up_is_done_once_more(times: int, ok: bool, log: Path) -> None:
+def test_run_tasks_retries_cancelled_task_once(times: int, ok: bool, log: Path) -> None:
     found = list(run_tasks(["a", "x", "c"], Behaving(str(log)), Giving(times)))
     assert [done.path for done in found] == ["a", "x", "c"]
     assert [done.ok for done in found] == [True, ok, True]
@@ -255,13 +255,13 @@ def test_what_an_executor_gives_up_is_done_once_more(times: int, ok: bool, log: 
         assert found[1].error == "x: the process gave this up twice: RuntimeError: 4 workers died"
 
 
-def test_an_executor_that_gives_everything_up() -> None:
+def test_run_tasks_executor_cancelling_everything_is_an_error() -> None:
     with pytest.raises(KvmnnError, match="the executor does nothing any more: RuntimeError: 4 workers died"):
         list(run_tasks(["a", "b"], size, Giving(0, nothing=True)))
 
 
 @pytest.mark.parametrize(("dying", "lost"), [(2, False), (3, True)])
-def test_a_probe_that_dies_with_its_worker_is_sent_again(dying: int, lost: bool) -> None:
+def test_run_tasks_probe_lost_with_its_worker_is_resent(dying: int, lost: bool) -> None:
     class Dying(Giving):
         def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
             nonlocal dying
@@ -278,8 +278,8 @@ def test_a_probe_that_dies_with_its_worker_is_sent_again(dying: int, lost: bool)
         assert [done.path for done in results] == ["a", "x", "c"]
 
 
-def test_a_cluster_that_goes_away_with_all_that_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is left to be handed over, and no result ever comes: the run asks whether the cluster is there."""
+def test_run_tasks_lost_cluster_without_results_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No task is left to submit and no result arrives: the run probes the cluster."""
 
     class Client:
         status = "running"
@@ -298,7 +298,7 @@ def test_a_cluster_that_goes_away_with_all_that_it_was_given(monkeypatch: pytest
         list(run_tasks(["a"], size, Gone(client)))
 
 
-def test_a_cluster_that_goes_away_while_it_is_asked_whether_it_does_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_tasks_cluster_lost_during_probe_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     class Client:
         status = "running"
 
@@ -319,7 +319,7 @@ def test_a_cluster_that_goes_away_while_it_is_asked_whether_it_does_anything(mon
 
 
 @pytest.mark.slow
-def test_leaving_early_ends_the_processes(log: Path) -> None:
+def test_run_tasks_closing_early_ends_processes(log: Path) -> None:
     results = run_tasks([f"slow{n}" for n in range(10)], Behaving(str(log), seconds=0.05), two)
     assert next(results).path == "slow0"
     started = time.monotonic()
@@ -332,13 +332,13 @@ def test_leaving_early_ends_the_processes(log: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_output_that_an_attempt_has_left_is_replaced(tmp_path: Path, log: Path) -> None:
+def test_run_tasks_output_of_failed_attempt_is_replaced(tmp_path: Path, log: Path) -> None:
     tasks = [Task(name, str(tmp_path / name), (".out",)) for name in ("a", "once", "c")]
     assert [done.ok for done in run_tasks(tasks, Writing(str(log)), two)] == [True, True, True]
     assert (tmp_path / "once.out").read_text() == "once"
 
 
-def test_an_output_that_was_there_is_not(tmp_path: Path, log: Path) -> None:
+def test_run_tasks_existing_output_is_not_replaced(tmp_path: Path, log: Path) -> None:
     (tmp_path / "a.out").write_text("mine")
     tasks = [Task(name, str(tmp_path / name), (".out",)) for name in ("a", "b")]
     found = list(run_tasks(tasks, Writing(str(log)), Here()))
@@ -360,7 +360,7 @@ def test_an_output_that_was_there_is_not(tmp_path: Path, log: Path) -> None:
         ([Task("a", "o", ("", "/p/q")), Task("b", "o/p/r")], "b would be written into {}/o, which a is written to"),
     ],
 )
-def test_tasks_that_clash_are_refused_before_anything_is_begun(
+def test_run_tasks_clashing_tasks_are_refused_first(
     tasks: list[Any], message: str, tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -373,7 +373,7 @@ def test_tasks_that_clash_are_refused_before_anything_is_begun(
 # -- resumed -----------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_finished_is_not_done_again(tmp_path: Path, log: Path) -> None:
+def test_run_tasks_finished_tasks_are_skipped(tmp_path: Path, log: Path) -> None:
     names = [str(tmp_path / name) for name in ("a", "b", "bad", "d", "e")]
     for name in names:
         Path(name).write_text("1")
@@ -390,7 +390,7 @@ def test_what_is_finished_is_not_done_again(tmp_path: Path, log: Path) -> None:
     assert calls(log) == {name: 1 + (name == "bad" and name in done_before) for name in ("a", "b", "bad", "d", "e")}
 
 
-def test_what_changed_since_is_done_again(tmp_path: Path, log: Path) -> None:
+def test_run_tasks_changed_tasks_run_again(tmp_path: Path, log: Path) -> None:
     names = [str(tmp_path / name) for name in "abc"]
     tasks = [Task(name, name, (".out",)) for name in names]
     for name in names:
@@ -409,7 +409,7 @@ def test_what_changed_since_is_done_again(tmp_path: Path, log: Path) -> None:
     assert Path(names[2] + ".out").read_text() == "somebody else's"
 
 
-def test_what_was_begun_by_a_run_that_was_killed_is_replaced(tmp_path: Path, log: Path) -> None:
+def test_run_tasks_output_begun_by_killed_run_is_replaced(tmp_path: Path, log: Path) -> None:
     task = Task(str(tmp_path / "a"), str(tmp_path / "a"), (".out",))
     with TaskJournal(tmp_path / "kept", {}) as finished:
         finished.record_start(task)
@@ -419,16 +419,16 @@ def test_what_was_begun_by_a_run_that_was_killed_is_replaced(tmp_path: Path, log
     assert done.ok
 
 
-def test_a_process_loads_what_its_work_needs() -> None:
-    """So that many start quickly: neither numpy nor any format for a work that needs none."""
+def test_batch_import_loads_neither_numpy_nor_formats() -> None:
+    """Many processes start quickly if the work needs neither."""
     probe = "import sys, kvmnn.batch; print(sorted({'numpy', 'kvmnn.formats', 'kvmnn.bundle'} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_shutdown_ends_where_a_process_was_killed_that_waited(which: int) -> None:
-    """One of the two waits for the next task with the lock that the other needs to hear that there is none."""
+def test_shutdown_ends_if_a_waiting_process_was_killed(which: int) -> None:
+    """One process waits for a task with the lock that the other needs to be told to end."""
     executor = two()
     assert [each.result() for each in [executor.submit(int, str(n)) for n in range(6)]] == list(range(6))
     processes = list((executor._processes or {}).values())

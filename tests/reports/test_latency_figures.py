@@ -1,4 +1,4 @@
-"""Which run's latencies a report has."""
+"""Which run's latencies a report shows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def latency(p95: float, p99: float, count: int = 10) -> LatencySummary:
     return LatencySummary(count=count, total_us=1.0, p50_us=1.0, p95_us=p95, p99_us=p99, max_us=p99)
 
 
-def test_slowest_run_of_an_operation_is_the_one_with_the_highest_p99() -> None:
+def test_find_slowest_run_has_the_highest_p99() -> None:
     first, second = list(_OPERATION_NAMES)[:2]
     steady, spiky = latency(p95=90.0, p99=100.0), latency(p95=10.0, p99=400.0)
     for runs in ([steady, spiky], [spiky, steady]):

@@ -1,4 +1,4 @@
-"""Tables in LaTeX, and which suffix is which form."""
+"""Tables in LaTeX, and the format that a suffix selects."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def tables_of(text: str) -> list[tuple[str, list[list[str]]]]:
     return found
 
 
-def test_every_number_of_the_markdown_is_in_a_table_that_fits_a_page() -> None:
+def test_latex_tables_have_every_column_and_fit_a_page() -> None:
     text = SAMPLE.to_text("latex")
     columns, lines = build_table(SAMPLE, COLUMNS)
     main_tables = tables_of(text)[: -(-(len(columns) - 1) // 9)]
@@ -45,7 +45,7 @@ def test_every_number_of_the_markdown_is_in_a_table_that_fits_a_page() -> None:
     assert text.endswith("\\par\n") and "By the definitions of" in text
 
 
-def test_nothing_in_it_is_a_command_that_it_does_not_need() -> None:
+def test_latex_escapes_foreign_text() -> None:
     evil = r"\input{/etc/passwd} a_b & 50% $x$ #1 ~ ^ {x} <b> | ` ' \\ [3] * é"
     rows = [row(label, "streaming", perplexity=9.5, budget=3) for label in (evil, "[2] x")]
     found = results(rows, notes=(evil, "two\nlines\x1b[31m"))
@@ -68,12 +68,12 @@ def test_nothing_in_it_is_a_command_that_it_does_not_need() -> None:
     [("a.tex", "latex"), ("A.TEX", "latex"), ("a.md", "markdown"), ("a.markdown", "markdown"), ("a.txt", "markdown"),
      ("a", "markdown"), ("d.x/a", "markdown"), ("a.json", "json"), ("a.csv", "csv"), ("-", "markdown")],
 )  # fmt: skip
-def test_form_of_a_name(name: str, form: str) -> None:
+def test_infer_format_by_suffix(name: str, form: str) -> None:
     assert infer_format(name) == form
 
 
 @pytest.mark.parametrize("name", ["a.html", "a.xlsx", "a.tex.bak", "a.pdf", "a.jsonl", "a.tsv"])
-def test_unknown_suffix_is_refused_before_anything_is_measured(
+def test_eval_unknown_suffix_is_refused_before_measuring(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     suffix = Path(name).suffix
@@ -88,7 +88,7 @@ def test_unknown_suffix_is_refused_before_anything_is_measured(
     mark_most_slow([(["x.tex"], 2), (["x.pdf"], 2), (["x.txt"], 2), (["x.html"], 0), (["x.json"], 2), (["x.md"], 0),
      (["x"], 0), (["x.txt", "--markdown"], 0), (["x.pdf", "--markdown"], 2), (["x", "--markdown"], 0)], 3),
 )  # fmt: skip
-def test_report_is_written_as_its_name_says(
+def test_report_format_follows_its_name(
     arguments: list[str], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib")

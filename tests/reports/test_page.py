@@ -1,4 +1,4 @@
-"""The page of ``kvmnn report``: what it says, of what it was given."""
+"""The page of ``kvmnn report``: its contents for complete, partial, damaged and hostile inputs."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Tree(HTMLParser):
         self.texts.append((self.open[-1] if self.open else "", data))
 
 
-def test_verdict_first_and_by_how_much(report: Report) -> None:
+def test_report_verdict_names_misses_and_distances(report: Report) -> None:
     head = report.verdict
     assert (head.word, head.summary) == ("FAIL", "1 of 6 cases passes; 5 fail.")
     store = dict(next(card for card in head.cases if card.name == "runtime_store").misses)
@@ -86,13 +86,13 @@ def test_verdict_first_and_by_how_much(report: Report) -> None:
         ("no baseline", "<= 5.00%", "", ""),
     ],
 )
-def test_distances(value: str, limit: str, why: str, said: str) -> None:
+def test_describe_miss_names_the_distance(value: str, limit: str, why: str, said: str) -> None:
     assert describe_miss(GateResult(name="perplexity", verdict="fail", value=value, limit=limit, why=why)) == said
     assert describe_miss(GateResult(name="perplexity", verdict="pass", value=value, limit=limit, why=why)) == ""
 
 
 @pytest.mark.slow
-def test_cases_stand_beside_the_document(page: str) -> None:
+def test_page_compares_cases_with_the_reference(page: str) -> None:
     assert list(REFERENCE_CASES) == list(files.CASES)
     rows = re.findall(r'<tr role="row"><th scope="row" role="rowheader" class="left">(\w+)<.*?</tr>', page)
     assert rows[: len(files.CASES)] == list(files.CASES)
@@ -102,21 +102,21 @@ def test_cases_stand_beside_the_document(page: str) -> None:
         assert f">{text}<" in row[0], text
 
 
-def test_the_documents_figures() -> None:
-    """As the report prints them: a total is the product of its ratios, but for the last digit."""
+def test_reference_totals_are_products_of_ratios() -> None:
+    """Totals equal the product of the printed ratios up to rounding."""
     for name, case in REFERENCE_CASES.items():
         if case.total is not None and name.startswith("runtime"):
             assert case.total == pytest.approx(case.lossy * case.lossless, abs=1.1e-3)
         assert case.change == pytest.approx((case.decode - case.baseline) / case.baseline, abs=1e-3), name
 
 
-def test_figures_are_those_of_the_files(page: str) -> None:
+def test_page_figures_equal_the_files(page: str) -> None:
     texts = ["1.3003", "1.1654", "LOSSLESS: 1,542 calls compared", "1.231", "2026-11-23T10:00:00", "1.3200", "687"]
     texts += ["+0.46%", "kvmnn measure dump --encode --json", "kvmnn eval model/ --text texts/", "ab" * 32]
     assert [text for text in texts if text not in page] == []
 
 
-def test_it_is_one_page_without_anything_else(page: str) -> None:
+def test_page_is_self_contained(page: str) -> None:
     assert len(page.encode()) < 1_000_000
     tree = Tree(page)
     assert not tree.open
@@ -129,7 +129,7 @@ def test_it_is_one_page_without_anything_else(page: str) -> None:
     assert policy.startswith("default-src 'none'") and SCRIPT_HASH in policy and "script-src 'unsafe" not in policy
 
 
-def test_it_can_be_read_without_eyes(page: str) -> None:
+def test_page_is_accessible(page: str) -> None:
     tree = Tree(page)
     names = [tag for tag, _ in tree.tags]
     assert ("html", {"lang": "en"}) in tree.tags
@@ -155,7 +155,7 @@ def _luminance(colour: str) -> float:
 
 
 @pytest.mark.parametrize("colours", [LIGHT_COLOURS, DARK_COLOURS], ids=["light", "dark"])
-def test_contrast(colours: dict[str, str]) -> None:
+def test_colours_have_enough_contrast(colours: dict[str, str]) -> None:
     def contrast(one: str, other: str) -> float:
         high, low = sorted((_luminance(colours[one]), _luminance(colours[other])), reverse=True)
         return (high + 0.05) / (low + 0.05)
@@ -166,19 +166,19 @@ def test_contrast(colours: dict[str, str]) -> None:
         assert contrast(series, paper) >= 3, (series, paper)
 
 
-def test_plots_take_the_colours_of_the_page(page: str) -> None:
+def test_page_plots_use_the_colours_of_the_page(page: str) -> None:
     for plot in re.findall(r'<svg[^>]*class="plot".*?</svg>', page, re.DOTALL):
         assert not re.search(r"#[0-9a-fA-F]{6}", plot)
         assert "var(--ink)" in plot and "DejaVu" not in plot
 
 
 @pytest.mark.slow
-def test_equal_input_gives_equal_pages(report: Report, page: str, tmp_path: Path) -> None:
+def test_report_equal_input_gives_equal_pages(report: Report, page: str, tmp_path: Path) -> None:
     again = make_report([files.write_everything(tmp_path / "round")])
     assert again.to_html() == page and again.to_markdown() == report.to_markdown()
 
 
-def test_texts_of_files_stay_texts(tmp_path: Path) -> None:
+def test_page_escapes_texts_of_files(tmp_path: Path) -> None:
     passed = {"runtime_full": False, EVIL: False}
     root = tmp_path / "round"
     files.write_json(root / "summary.json", files.round_document(passed))
@@ -212,7 +212,7 @@ def test_texts_of_files_stay_texts(tmp_path: Path) -> None:
     assert not re.search(r"(?<!\\)<", fenced)
 
 
-def test_what_is_not_there_is_said(tmp_path: Path) -> None:
+def test_report_missing_parts_are_not_measured(tmp_path: Path) -> None:
     report = make_report([files.write_json(tmp_path / "measure.json", files.measured_document())])
     assert report.verdict.word == "No gates"
     page = report.to_html()
@@ -223,14 +223,14 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     assert "not measured" in report.to_markdown()
 
 
-def test_a_suite_of_four_names_what_was_not_run(tmp_path: Path) -> None:
+def test_report_partial_suite_names_missing_cases(tmp_path: Path) -> None:
     passed = dict.fromkeys(files.CASES[:4], True)
     report = make_report([files.write_round(tmp_path / "round", passed)])
     assert (report.verdict.word, report.verdict.summary) == ("PASS", "4 of 4 cases pass.")
     assert "these were not run, so not measured: llm_demo_full, llm_demo_store" in report.verdict.notes[0]
 
 
-def test_what_is_unclear_is_no_pass_and_no_fail(tmp_path: Path) -> None:
+def test_report_unclear_gate_is_neither_pass_nor_fail(tmp_path: Path) -> None:
     root = files.write_round(tmp_path / "round", {"runtime_probe": False})
     why = "58.0 of 60.0 tok/s, 3 pairs side by side; 95 % -4.8% to +11.4%; the limit lies in it: more runs are needed"
     document = files.case_document("runtime_probe", passed=False) | {
@@ -246,7 +246,7 @@ def test_what_is_unclear_is_no_pass_and_no_fail(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_round_under_other_settings_is_marked(tmp_path: Path) -> None:
+def test_report_round_with_changed_settings_is_marked(tmp_path: Path) -> None:
     root = files.write_round(tmp_path / "round")
     rounds = [files.past_round(1), files.past_round(2) | {"changed": ["kv_h2o_block_tokens 32 -> 16"]}]
     (root / "history.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rounds), encoding="utf-8")
@@ -255,7 +255,7 @@ def test_a_round_under_other_settings_is_marked(tmp_path: Path) -> None:
     assert "kv_h2o_block_tokens 32 -&gt; 16" in report.to_html()
 
 
-def test_what_gate_run_prints_is_the_round_that_it_leaves(tmp_path: Path) -> None:
+def test_report_of_gate_run_output_equals_its_folder(tmp_path: Path) -> None:
     passed = {case: case == "runtime_full" for case in files.CASES}
     root = files.write_round(tmp_path / "round", passed)
     printed = {"verb": "gate run", "command": "kvmnn gate run m", **files.round_document(passed), "notes": []}
@@ -266,21 +266,21 @@ def test_what_gate_run_prints_is_the_round_that_it_leaves(tmp_path: Path) -> Non
     assert alone.verdict.summary == "1 of 6 cases passes; 5 fail." and "kvmnn gate run m" in alone.to_markdown()
 
 
-def test_the_reference_tools_own_document(tmp_path: Path) -> None:
+def test_report_reads_the_reference_tool_document(tmp_path: Path) -> None:
     document = files.measured_document()["evaluation"]
     report = make_report([files.write_json(tmp_path / "upper.json", document)])
     assert "lossless ratio 1.2896" in report.to_html() and "Its layers are not measured" in report.to_markdown()
     assert "Command not recorded in: upper.json." in report.to_html()
 
 
-def test_a_wrong_replay_is_said_first(tmp_path: Path) -> None:
+def test_report_wrong_replay_is_the_first_note(tmp_path: Path) -> None:
     document = files.replay_document() | {"wrong_calls": 3}
     report = make_report([files.write_json(tmp_path / "replay.json", document)])
     assert report.verdict.notes[0].startswith("replay.json: WRONG: attention reads other bytes")
 
 
 @pytest.mark.slow
-def test_a_large_suite_is_a_small_page(tmp_path: Path) -> None:
+def test_report_large_suite_is_below_one_megabyte(tmp_path: Path) -> None:
     passed = {f"runtime_full+block={place}": False for place in range(300)}
     root = files.write_round(tmp_path / "round", passed)
     files.write_json(root / "replay.json", files.replay_document(20000))
@@ -321,7 +321,7 @@ def _broken() -> dict[str, tuple[str, object, str]]:
 
 
 @pytest.mark.parametrize("name", sorted(_broken()))
-def test_what_is_damaged_is_one_line(tmp_path: Path, name: str) -> None:
+def test_report_damaged_file_is_one_line_error(tmp_path: Path, name: str) -> None:
     file, content, said = _broken()[name]
     path = tmp_path / file
     path.write_text(content if isinstance(content, str) else json.dumps(content))
@@ -331,7 +331,7 @@ def test_what_is_damaged_is_one_line(tmp_path: Path, name: str) -> None:
         assert said in str(error.value) and "\n" not in str(error.value) and file in str(error.value)
 
 
-def test_what_does_not_fit_together(tmp_path: Path) -> None:
+def test_report_inconsistent_inputs_are_refused(tmp_path: Path) -> None:
     root = files.write_round(tmp_path / "round")
     other = files.write_json(tmp_path / "other.json", files.round_document({"runtime_full": True}))
     with pytest.raises(SourceError, match=r"is another round of gates than summary\.json"):
@@ -341,7 +341,7 @@ def test_what_does_not_fit_together(tmp_path: Path) -> None:
         make_report([root])
 
 
-def test_other_json_is_left_out_of_a_folder(tmp_path: Path) -> None:
+def test_report_ignores_other_json_of_a_folder(tmp_path: Path) -> None:
     root = files.write_round(tmp_path / "round")
     files.write_json(root / "config.json", {"prompts": [1]})
     files.write_json(root / "old_case" / "gate.json", files.case_document("old_case", passed=True))
@@ -359,7 +359,7 @@ def test_other_json_is_left_out_of_a_folder(tmp_path: Path) -> None:
         make_report([tmp_path / "nothing.json"])
 
 
-def test_columns_sort_by_their_numbers(page: str) -> None:
+def test_page_columns_sort_by_their_numbers(page: str) -> None:
     row = re.search(r'rowheader" class="left">runtime_store<.*?</tr>', page)
     assert row is not None and 'data-v="3.114"' in row[0] and 'data-v="-0.319738"' in row[0]
 
@@ -376,8 +376,8 @@ def _set(value: object, number: float) -> object:
 
 
 @pytest.mark.parametrize("number", [0.0, -1.0, 1e18, 5e-324])
-def test_numbers_that_nobody_measured(tmp_path: Path, number: float) -> None:
-    """The page is made, or refused in a line: never a traceback, never a warning of a plot."""
+def test_report_extreme_numbers_are_drawn_or_refused(tmp_path: Path, number: float) -> None:
+    """The page is written or refused in one line: no traceback, no warning of a plot."""
     made = 0
     for name in ("measured", "replay", "codecs", "runs"):
         document = files.runs_document("x") if name == "runs" else getattr(files, f"{name}_document")()
@@ -391,8 +391,8 @@ def test_numbers_that_nobody_measured(tmp_path: Path, number: float) -> None:
     assert made >= 2
 
 
-def test_what_was_not_measured_is_no_point(tmp_path: Path) -> None:
-    """A history in which nothing was encoded: no lossless ratio of 0."""
+def test_read_inputs_missing_ratio_is_no_point(tmp_path: Path) -> None:
+    """A round without encoding has no lossless ratio, not one of 0."""
     past = []
     for place, lossless in enumerate((1.2, None, 0.0)):
         case = {"case": "a", "pass": False, "reason": "x", "lossy": 2.0, "lossless": lossless, "decode_tps": None}
@@ -409,7 +409,7 @@ def test_what_was_not_measured_is_no_point(tmp_path: Path) -> None:
     assert make_report([tmp_path]).to_html()
 
 
-def test_without_gates_there_is_no_verdict_to_speak_of(tmp_path: Path) -> None:
+def test_report_without_gates_has_no_verdict(tmp_path: Path) -> None:
     root = files.write_everything(tmp_path / "round")
     text = make_report([root / "measure.json"]).to_markdown()
     assert "No gates were judged." in text and "There is a verdict" not in text

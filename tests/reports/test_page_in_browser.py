@@ -1,4 +1,4 @@
-"""The page in Chromium, at the widths of a phone, a tablet and a screen, on paper, and in the dark."""
+"""The page in Chromium: at widths of phone, tablet and screen, printed, and in dark mode."""
 
 from __future__ import annotations
 
@@ -110,21 +110,21 @@ def listed(browser: Browser, script: str) -> Any:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_nothing_overflows_or_overlaps(browser: Browser, page: Path, width: int) -> None:
+def test_page_neither_overflows_nor_overlaps(browser: Browser, page: Path, width: int) -> None:
     browser.show(page, width=width)
     assert listed(browser, WATCH) == []
     browser.value("document.querySelectorAll('details').forEach(one => one.open = true)")
     assert listed(browser, WATCH) == []
 
 
-def test_nothing_is_cut_on_paper(browser: Browser, page: Path) -> None:
+def test_page_is_complete_on_paper(browser: Browser, page: Path) -> None:
     browser.show(page, width=720, media="print")  # A4 without its margins
     assert listed(browser, WATCH) == []
     assert browser.value("getComputedStyle(document.querySelector('nav')).display") == "none"
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_contrast_of_all_that_is_written(browser: Browser, page: Path, dark: bool) -> None:
+def test_page_texts_have_enough_contrast(browser: Browser, page: Path, dark: bool) -> None:
     browser.show(page, width=1280, dark=dark)
     browser.value("document.querySelectorAll('details').forEach(one => one.open = true)")
     seen, poor = listed(browser, CONTRAST)
@@ -133,8 +133,8 @@ def test_contrast_of_all_that_is_written(browser: Browser, page: Path, dark: boo
     assert (paper == "rgb(255, 255, 255)") is not dark
 
 
-def test_what_watches_sees(browser: Browser, page: Path) -> None:
-    """A plot, a table and a part that are wrong are found."""
+def test_watch_script_finds_planted_defects(browser: Browser, page: Path) -> None:
+    """A wrong plot, a wrong table and a wrong section are found."""
     browser.show(page, width=360)
     browser.value("document.querySelector('h2').style.width = '900px'")
     assert any("beyond the window" in one for one in listed(browser, WATCH))
@@ -150,7 +150,7 @@ def test_what_watches_sees(browser: Browser, page: Path) -> None:
     assert listed(browser, CONTRAST)[1] != []
 
 
-def test_tables_sort(browser: Browser, page: Path) -> None:
+def test_page_tables_sort(browser: Browser, page: Path) -> None:
     browser.show(page, width=1280)
     script = """(() => {
       const table = document.querySelector("#speed > .scroll table"), place = 3;
@@ -165,8 +165,8 @@ def test_tables_sort(browser: Browser, page: Path) -> None:
     assert up == sorted(up) and down == sorted(up, reverse=True) and len(set(up)) > 1 and said == "ascending"
 
 
-def test_no_other_script_runs(browser: Browser, page: Path, tmp_path: Path) -> None:
-    """The page's policy stops a script that somebody puts in, and what a plot loads from elsewhere."""
+def test_page_policy_blocks_foreign_scripts(browser: Browser, page: Path, tmp_path: Path) -> None:
+    """The page's policy blocks an inserted script and external resources of a plot."""
     hacked = tmp_path / "hacked.html"
     text = page.read_text(encoding="utf-8").replace("<main", "<script>document.title = 'hacked'</script><main", 1)
     hacked.write_text(text, encoding="utf-8")

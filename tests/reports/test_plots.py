@@ -1,4 +1,4 @@
-"""Plots of an evaluation: what is drawn, what is left out, and that equal results make equal files."""
+"""Plots of an evaluation: what is drawn, what is omitted, and that equal results give equal files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.mark.slow
-def test_all_plots_as_png_and_svg(written: list[Path]) -> None:
+def test_write_plots_writes_all_as_png_and_svg(written: list[Path]) -> None:
     drawn = [name for name in plots.DRAW_FUNCTIONS if name != "improvement_summary"]  # the sample has no ablation
     assert [path.name for path in written] == [f"{name}.{kind}" for name in drawn for kind in ("png", "svg")]
     assert len(plots.DRAW_FUNCTIONS) == 8
@@ -42,7 +42,7 @@ def test_all_plots_as_png_and_svg(written: list[Path]) -> None:
 
 
 @pytest.mark.slow
-def test_equal_results_make_equal_bytes_in_another_process(written: list[Path], tmp_path: Path) -> None:
+def test_write_plots_equal_results_give_equal_bytes(written: list[Path], tmp_path: Path) -> None:
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); from lm_results import document; "
         "from kvmnn.reports import plots; plots.write_plots(document(), sys.argv[2]); "
@@ -58,7 +58,7 @@ def test_equal_results_make_equal_bytes_in_another_process(written: list[Path], 
 
 
 @pytest.mark.slow
-def test_the_users_matplotlib_settings_neither_matter_nor_change(written: list[Path], tmp_path: Path) -> None:
+def test_write_plots_ignores_and_keeps_matplotlib_settings(written: list[Path], tmp_path: Path) -> None:
     import matplotlib
 
     with matplotlib.rc_context({"figure.facecolor": "red", "font.size": 30, "svg.hashsalt": "other"}):
@@ -67,7 +67,7 @@ def test_the_users_matplotlib_settings_neither_matter_nor_change(written: list[P
     assert [p.read_bytes() for p in again] == [p.read_bytes() for p in written]
 
 
-def test_existing_files_are_replaced_only_if_forced(tmp_path: Path) -> None:
+def test_write_plots_existing_file_needs_force(tmp_path: Path) -> None:
     whole = [entry for entry in document().rows if entry.budget is None]
     made = results([*whole, row("streaming 4", "streaming", budget=4, perplexity=20.0, nll=3.0)])
     (tmp_path / "perplexity_over_budget.svg").write_text("mine")
@@ -78,7 +78,7 @@ def test_existing_files_are_replaced_only_if_forced(tmp_path: Path) -> None:
     assert (tmp_path / "perplexity_over_budget.svg").read_text() != "mine"
 
 
-def test_plots_without_data_are_left_out_with_the_reason(tmp_path: Path) -> None:
+def test_write_plots_without_data_reports_skip_reasons(tmp_path: Path) -> None:
     rows = [
         row("full", "full", perplexity=8.0, nll=2.0),
         row("streaming 4", "streaming", budget=4, perplexity=9.0, nll=2.2),
@@ -96,13 +96,13 @@ def test_plots_without_data_are_left_out_with_the_reason(tmp_path: Path) -> None
     }
 
 
-def test_nothing_at_all_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+def test_write_plots_without_any_plot_is_refused(tmp_path: Path) -> None:
     with pytest.raises(KvmnnError, match="nothing to plot: perplexity_over_budget: no policy"):
         plots.write_plots(results([row("full", "full", perplexity=8.0)]), tmp_path / "new")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_matplotlib_the_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_write_plots_without_matplotlib_names_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MissingDependencyError, match="package matplotlib: pip install matplotlib"):
         plots.write_plots(document(), tmp_path / "new")
@@ -118,7 +118,7 @@ def test_without_matplotlib_the_package_is_named(monkeypatch: pytest.MonkeyPatch
     ],
     ids=["no number", "far off"],
 )
-def test_odd_values_draw_without_a_warning(changes: tuple[dict[str, Any], ...], tmp_path: Path) -> None:
+def test_write_plots_odd_values_draw_without_warning(changes: tuple[dict[str, Any], ...], tmp_path: Path) -> None:
     rows = list(document().rows)
     for place, change in enumerate(changes, 2):
         rows[place] = replace(rows[place], **change)
@@ -127,7 +127,7 @@ def test_odd_values_draw_without_a_warning(changes: tuple[dict[str, Any], ...], 
         assert plots.write_plots(replace(document(), rows=tuple(rows)), tmp_path / "new")
 
 
-def test_many_policies_still_have_looks_of_their_own() -> None:
+def test_line_styles_of_24_policies_are_distinct() -> None:
     looks = [tuple(sorted(plot_style.make_line_style(index).items())) for index in range(24)]
     assert len(set(looks)) == 24
 
@@ -135,13 +135,13 @@ def test_many_policies_still_have_looks_of_their_own() -> None:
 # -- series -----------------------------------------------------------------------------------------------------------
 
 
-def test_options_that_follow_from_the_budget_do_not_part_a_series() -> None:
+def test_series_ignore_options_derived_from_the_budget() -> None:
     rows = [row(f"h2o {b}", "h2o_decayed", budget=b, options={"sink": 4, "recent": b // 2}) for b in BUDGETS]
     (only,) = series.group_into_series(rows)
     assert (only.name, only.rows) == ("h2o_decayed", rows)
 
 
-def test_options_that_differ_at_one_budget_do_and_defaults_count() -> None:
+def test_series_split_by_options_differing_at_one_budget() -> None:
     rows = [
         row("a", "l2_fixed", budget=64, options={"strategy": "keep_high"}),
         row("b", "l2_fixed", budget=64),  # keep_low by default
@@ -156,25 +156,25 @@ def test_options_that_differ_at_one_budget_do_and_defaults_count() -> None:
     }
 
 
-def test_numbers_that_are_the_same_share_of_every_budget_are_one_series() -> None:
+def test_series_join_options_with_equal_budget_fraction() -> None:
     rows = [row(f"{b}", "h2o_decayed", budget=b, options={"recent": b // 2}) for b in BUDGETS]
     rows += [row(f"{b} fixed", "h2o_decayed", budget=b, options={"recent": 32}) for b in BUDGETS]
     found = {entry.name: len(entry.rows) for entry in series.group_into_series(rows)}
     assert found == {"h2o_decayed recent=50%": 3, "h2o_decayed recent=32": 3}
 
 
-def test_rows_that_nothing_tells_apart_are_named_by_their_labels() -> None:
+def test_series_of_indistinguishable_rows_use_their_labels() -> None:
     rows = [row("one", "streaming", budget=8), row("two", "streaming", budget=8, preset="p")]
     assert [entry.name for entry in series.group_into_series(rows)] == ["streaming", "two"]
 
 
-def test_an_axis_parts_no_series() -> None:
+def test_series_do_not_split_by_ignored_options() -> None:
     rows = [row(str(x), "l2_fixed", budget=8, options={"recent_ratio": x}) for x in (0.1, 0.2)]
     assert len(series.group_into_series(rows)) == 2
     assert len(series.group_into_series(rows, ignored_options=("recent_ratio",))) == 1
 
 
-def test_intervals_are_those_of_the_difference_around_the_value() -> None:
+def test_series_intervals_are_differences_around_the_value() -> None:
     versus = FullCacheDifference(
         documents=2, level=0.95, nll=0.1, low=0.05, high=0.2, accuracy=-0.02, accuracy_low=-0.03, accuracy_high=0.0
     )
@@ -187,8 +187,8 @@ def test_intervals_are_those_of_the_difference_around_the_value() -> None:
     assert series.perplexity(alone, 1).low is None
 
 
-def test_sinks_are_a_number_and_no_share() -> None:
-    """streaming-h2o has 4 of 256, 8 of 256 and 8 of 512: the first and the last are equal shares by accident."""
+def test_series_treat_sinks_as_counts_not_fractions() -> None:
+    """streaming-h2o has 4 of 256, 8 of 256 and 8 of 512; the first and the last are equal fractions by accident."""
     made = expand_preset("streaming-h2o")[1:]
     rows = [row(c.label, c.policy, budget=c.options["budget"], options=dict(c.options)) for c in made]
     found = {entry.name: [r.label for r in entry.rows] for entry in series.group_into_series(rows)}
@@ -201,12 +201,12 @@ def test_sinks_are_a_number_and_no_share() -> None:
     assert figures._group_similar_budgets(series.group_into_series(rows)) == [(256, 264), (512, 520)]
 
 
-def test_budgets_of_one_series_are_never_one_panel() -> None:
+def test_group_similar_budgets_splits_budgets_of_one_series() -> None:
     rows = [row(str(b), "streaming", budget=b) for b in (0, 100, 103, 200)]
     assert figures._group_similar_budgets(series.group_into_series(rows)) == [(0,), (100,), (103,), (200,)]
 
 
-def test_ticks_do_not_touch() -> None:
+def test_thin_ticks_do_not_touch() -> None:
     assert figures.thin_ticks([128, 256, 264, 512, 520], 1.2) == [128, 256, 512]
 
 
@@ -214,7 +214,7 @@ def test_ticks_do_not_touch() -> None:
 
 
 @given(st.lists(st.floats(-1, 2), max_size=12), st.floats(0.001, 0.08))
-def test_labels_keep_their_distance_their_order_and_the_plots_height(places: list[float], gap: float) -> None:
+def test_spread_positions_keeps_gap_and_bounds(places: list[float], gap: float) -> None:
     found = plot_style.spread_positions(sorted(places), gap)
     assert len(found) == len(places)
     assert all(b - a >= gap - 1e-9 for a, b in itertools.pairwise(found))
@@ -222,7 +222,7 @@ def test_labels_keep_their_distance_their_order_and_the_plots_height(places: lis
 
 
 @pytest.mark.parametrize("place", [(0, 0.5), (1, 0.5), (0.5, 0), (0.5, 1), (0, 0), (1, 1)])
-def test_the_text_of_a_point_at_the_edge_stays_in_the_plot(place: tuple[float, float]) -> None:
+def test_label_points_at_the_edge_stay_in_the_plot(place: tuple[float, float]) -> None:
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
 
@@ -234,12 +234,12 @@ def test_the_text_of_a_point_at_the_edge_stays_in_the_plot(place: tuple[float, f
     assert box.x0 <= text.x0 and text.x1 <= box.x1 and box.y0 <= text.y0 and text.y1 <= box.y1
 
 
-def test_labels_that_have_room_stay_where_they_are() -> None:
+def test_spread_positions_moves_only_crowded_labels() -> None:
     assert plot_style.spread_positions([0.1, 0.4, 0.9], 0.1) == pytest.approx([0.1, 0.4, 0.9])
     assert plot_style.spread_positions([0.5, 0.5], 0.1) == pytest.approx([0.45, 0.55])
 
 
-def test_the_keep_map_shows_each_cell_as_it_was() -> None:
+def test_keep_map_image_shows_live_and_evicted_cells() -> None:
     recorded = KeepMap(layer=0, kv_head=0, steps=(1, 2, 3, 4), kept=((0,), (0, 1), (0, 2), (0, 3)))
     image, tokens = figures._make_keep_image(recorded)
     live, gone, unseen = 0, 1, 2
@@ -252,7 +252,7 @@ def test_the_keep_map_shows_each_cell_as_it_was() -> None:
     ]
 
 
-def test_a_long_document_is_drawn_in_bounded_size() -> None:
+def test_keep_map_image_of_long_document_is_bounded() -> None:
     steps = tuple(range(1000, 100_001, 1000))
     kept = tuple(tuple(range(seen - 500, seen)) for seen in steps)
     image, tokens = figures._make_keep_image(KeepMap(layer=0, kv_head=0, steps=steps, kept=kept))
@@ -276,7 +276,7 @@ def colours_of(made: Any) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_a_policy_has_one_colour_in_every_figure_of_a_run() -> None:
+def test_policy_has_one_colour_in_all_figures() -> None:
     sample = document()
     looks = series.LineStyles(sample.rows)
     expected = {
@@ -313,7 +313,7 @@ def plot_style_rgb(colour: str) -> tuple[float, ...]:
     return to_rgb(colour)
 
 
-def test_a_colour_does_not_depend_on_what_else_a_figure_shows() -> None:
+def test_policy_colour_is_independent_of_other_rows() -> None:
     rows = [row(f"l2_ratio {x}", "l2_ratio", keep_ratio=x, perplexity=9.0) for x in (0.5, 0.8)]  # in some figures only
     sample = replace(document(), rows=(document().rows[0], *rows, *document().rows[1:]))
     lines = colours_of(figures.perplexity_over_budget(sample))
@@ -324,7 +324,7 @@ def test_a_colour_does_not_depend_on_what_else_a_figure_shows() -> None:
     )
 
 
-def test_variants_of_one_colour_are_told_apart() -> None:
+def test_line_styles_of_variants_share_colour_and_differ() -> None:
     found = [plot_style.make_line_style(index, variant) for index in range(9) for variant in range(4)]
     assert len({tuple(sorted(entry.items())) for entry in found}) == 36
     assert len({plot_style.make_line_style(3, variant)["color"] for variant in range(4)}) == 1
@@ -334,13 +334,13 @@ def test_variants_of_one_colour_are_told_apart() -> None:
 
 
 @given(st.floats(0.5, 1e5), st.floats(3, 1e4))
-def test_a_logarithmic_axis_has_enough_ticks_and_not_too_many(low: float, factor: float) -> None:
+def test_log_ticks_are_4_to_12_within_the_range(low: float, factor: float) -> None:
     ticks = figures.compute_log_ticks(low, low * factor)
     assert 4 <= len(ticks) <= 12
     assert all(low <= tick <= low * factor for tick in ticks)
 
 
-def test_perplexities_far_apart_have_ticks_that_can_be_read() -> None:
+def test_perplexities_far_apart_get_log_axis_with_ticks() -> None:
     rows = [row("full", "full", perplexity=9.0)]
     rows += [row(f"s {b}", "streaming", budget=b, perplexity=9.5 + 2000 / b) for b in (16, 64, 256)]
     (axes,) = figures.perplexity_over_budget(results(rows)).axes
@@ -349,7 +349,7 @@ def test_perplexities_far_apart_have_ticks_that_can_be_read() -> None:
     assert sum(low <= tick <= high for tick in axes.get_yticks()) >= 5
 
 
-def test_strategies_keep_their_order_and_a_logarithmic_axis_says_so() -> None:
+def test_strategy_comparison_keeps_order_and_names_log_axis() -> None:
     rows = [row("full", "full", perplexity=9.0)]
     costs = {"streaming": 9.3, "recent_only": 60.0, "knorm": 9.1, "h2o_decayed": 9.2}
     rows += [row(f"{name} 64", name, budget=64, perplexity=cost) for name, cost in costs.items()]
@@ -361,7 +361,7 @@ def test_strategies_keep_their_order_and_a_logarithmic_axis_says_so() -> None:
     assert axes.get_xlabel() == "relative perplexity change (%)"
 
 
-def test_every_point_of_the_tradeoff_has_its_number() -> None:
+def test_tradeoff_points_are_all_labelled() -> None:
     sample = document()
     (axes,) = figures.perplexity_accuracy_tradeoff(sample).axes
     numbers = [text for text in axes.texts if text.get_text().isdigit()]
@@ -383,7 +383,7 @@ def one_policy() -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", ["one policy", "all"])
-def test_captions_stay_inside_their_figures_and_off_the_axes(rows: str) -> None:
+def test_captions_stay_inside_figures_and_off_the_axes(rows: str) -> None:
     sample = document() if rows == "all" else one_policy()
     for draw in plots.DRAW_FUNCTIONS.values():
         try:
@@ -398,7 +398,7 @@ def test_captions_stay_inside_their_figures_and_off_the_axes(rows: str) -> None:
 
 
 @pytest.mark.parametrize("draw", [figures.strategy_comparison, figures.keep_ratio_analysis, figures.keep_map])
-def test_panels_lie_inside_their_figure_and_apart(draw: Any) -> None:
+def test_panels_are_inside_their_figure_and_disjoint(draw: Any) -> None:
     boxes = [axes.get_position() for axes in draw(document()).axes]
     assert len(boxes) > 1
     for box in boxes:
@@ -406,7 +406,7 @@ def test_panels_lie_inside_their_figure_and_apart(draw: Any) -> None:
     assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
 
 
-def test_shares_of_no_fixed_size_are_one_line() -> None:
+def test_keep_ratios_without_budget_are_one_line() -> None:
     rows = [
         row(f"l2_ratio {x}", "l2_ratio", options={"keep_ratio": x}, keep_ratio=x, perplexity=9.0) for x in (0.5, 0.8)
     ]
@@ -414,7 +414,7 @@ def test_shares_of_no_fixed_size_are_one_line() -> None:
     assert axes.get_xlabel() == "share kept" and list(axes.get_xticks()) == [0.5, 0.8]
 
 
-def test_names_of_lines_stand_right_of_their_samples() -> None:
+def test_line_names_are_right_of_their_samples() -> None:
     made = figures.perplexity_over_budget(document())
     (axes,) = made.axes
     samples = [line.get_xdata()[-1] for line in axes.lines if line.get_transform() == axes.transAxes]
@@ -422,7 +422,7 @@ def test_names_of_lines_stand_right_of_their_samples() -> None:
     assert len(names) == len(samples) / 2 > 1 and min(names) > max(samples) > 1
 
 
-def test_numbers_of_the_tradeoff_do_not_lie_under_the_star() -> None:
+def test_tradeoff_labels_avoid_the_star() -> None:
     rows = [row("full", "full", perplexity=9.0, accuracy=0.5)]
     costs = ((256, 9.002, 0.4999), (128, 9.01, 0.4995), (64, 9.05, 0.495), (32, 9.4, 0.48))
     rows += [row(f"s {b}", "streaming", budget=b, perplexity=p, accuracy=a) for b, p, a in costs]
@@ -435,7 +435,7 @@ def test_numbers_of_the_tradeoff_do_not_lie_under_the_star() -> None:
             assert max(near) > 5, text.get_text()
 
 
-def test_points_that_crowd_beside_a_far_one_have_a_panel_of_their_own() -> None:
+def test_tradeoff_crowded_points_get_a_second_panel() -> None:
     rows = [row("full", "full", perplexity=9.0, accuracy=0.5)]
     costs = ((512, 9.1), (256, 9.2), (128, 9.3), (64, 9.5), (32, 30.0))
     rows += [row(f"s {b}", "streaming", budget=b, perplexity=p, accuracy=4.5 / p) for b, p in costs]
@@ -447,7 +447,7 @@ def test_points_that_crowd_beside_a_far_one_have_a_panel_of_their_own() -> None:
     assert len(figures.perplexity_accuracy_tradeoff(results(rows[:-1])).axes) == 1
 
 
-def test_policies_that_hold_the_same_share_a_line_which_the_caption_explains() -> None:
+def test_memory_over_time_identical_policies_share_a_line() -> None:
     sample = document()
     traces = (sample.traces[0], sample.traces[1], replace(sample.traces[1], label="h2o_decayed_heads 256"))
     made = figures.memory_over_time(replace(sample, traces=traces))
@@ -460,7 +460,7 @@ def test_policies_that_hold_the_same_share_a_line_which_the_caption_explains() -
     assert "take turns" not in alone.texts[0].get_text()
 
 
-def test_each_improvement_is_measured_by_itself() -> None:
+def test_find_improvements_measures_each_step_alone() -> None:
     found = [
         row(entry.label, entry.policy, options=entry.list_options(), budget=entry.options.get("budget"),
             keep_ratio=entry.options.get("keep_ratio"), perplexity=ppl, accuracy=ppl / 100)
@@ -482,7 +482,7 @@ def test_each_improvement_is_measured_by_itself() -> None:
 
 
 @pytest.mark.slow
-def test_kinds_of_files_and_no_titles(tmp_path: Path) -> None:
+def test_write_plots_as_pdf_is_reproducible_and_untitled(tmp_path: Path) -> None:
     with_pdf = plots.PlotOptions(kinds=("pdf",))
     first = plots.write_plots(document(), tmp_path / "a", options=with_pdf)
     again = plots.write_plots(document(), tmp_path / "b", options=with_pdf)

@@ -23,7 +23,7 @@ def cells(table: str) -> list[dict[str, str]]:
     return [dict(zip(split[0], line, strict=True)) for line in split[2:]]
 
 
-def test_every_row_has_its_numbers_in_the_units_of_the_headings() -> None:
+def test_markdown_rows_use_the_units_of_the_headings() -> None:
     sample = document()
     table = cells(tables.format_markdown(sample))
     assert [line["policy"] for line in table] == [entry.label for entry in sample.rows]
@@ -44,7 +44,7 @@ def test_every_row_has_its_numbers_in_the_units_of_the_headings() -> None:
     assert (cut["LOSSY ratio"], cut["LOSSLESS ratio"], cut["product"]) == ("16.000", "1.3219", "21.150")
 
 
-def test_columns_that_nobody_measured_are_left_out() -> None:
+def test_markdown_omits_columns_without_values() -> None:
     text = tables.format_markdown(document())
     assert "process peak" not in text  # the document has none
     table = cells(
@@ -56,19 +56,19 @@ def test_columns_that_nobody_measured_are_left_out() -> None:
     ]
 
 
-def test_layers_of_unequal_lengths_and_shares_are_shown() -> None:
+def test_markdown_shows_unequal_layers_and_percentages() -> None:
     entry = row("l2_ratio 0.25", "l2_ratio", keep_ratio=0.25, tokens_kept=(2048, 2048, 512))
     (line,) = cells(tables.format_markdown(results([entry])))
     assert line["budget (tokens)"] == "25 %"
     assert line["tokens kept"] == "512 to 2,048"
 
 
-def test_a_label_cannot_break_the_table() -> None:
+def test_markdown_label_cannot_break_the_table() -> None:
     text = tables.format_markdown(results([row("a|b\nc", "streaming", perplexity=1.5)]))
     assert "| a\\|b c | LOSSY | 1.5000 |" in text
 
 
-def test_foreign_labels_are_text_in_markdown_and_in_spreadsheets() -> None:
+def test_foreign_labels_are_escaped_in_markdown_and_csv() -> None:
     found = results([row("<img src=x>@team|=1", "streaming"), row("=cmd()", "streaming", perplexity=-0.5)])
     text = tables.format_markdown(found)
     assert r"| \<img src=x>@&#8203;team\|=1 |" in text
@@ -79,7 +79,7 @@ def test_foreign_labels_are_text_in_markdown_and_in_spreadsheets() -> None:
     assert all(not cell.startswith(("=", "@", "+")) for line in lines for cell in line)
 
 
-def test_presets_have_a_table_of_their_own() -> None:
+def test_presets_have_a_separate_table() -> None:
     sample = document()
     whole = ProjectStats(evaluation="E2", label="baseline", perplexity=10.0, accuracy=0.5, chunk=1024)
     numbers = sample.rows[-1].project
@@ -102,7 +102,7 @@ def test_presets_have_a_table_of_their_own() -> None:
     assert "by the definition" not in tables.format_markdown(results([row("full", "full")])).lower()
 
 
-def test_the_lines_below_say_what_was_measured() -> None:
+def test_notes_describe_the_measurement() -> None:
     sample = document()
     full, cut, *rest = sample.rows
     rows = (full, replace(cut, rounded_first=True), *rest)
@@ -118,14 +118,14 @@ def test_the_lines_below_say_what_was_measured() -> None:
     assert lines[-2:] == ["b.txt is short.", "Not run: h2o 8: no attention"]
 
 
-def test_notes_say_nothing_of_what_is_not_there() -> None:
+def test_notes_omit_what_was_not_measured() -> None:
     text = "\n".join(tables.build_notes(results([row("full", "full")])))
     assert "LOSS" not in text and "bootstrap" not in text and "Change" not in text
     assert tables.format_markdown(results([])).startswith("| policy |\n| --- |\n")
 
 
 @pytest.mark.parametrize("width", [20, 60, 100, 150, 400])
-def test_terminal_table_fits_and_names_what_it_leaves_out(width: int) -> None:
+def test_terminal_table_fits_and_names_omitted_columns(width: int) -> None:
     sample = document()
     text = tables.format_terminal(sample, width)
     lines = text.split("\n\n")[0].splitlines()
@@ -161,17 +161,17 @@ def test_csv_has_every_scalar_once_and_reads_back() -> None:
     assert len(lines) == 3 * len(sample.rows)
 
 
-def test_csv_quotes_what_needs_it() -> None:
+def test_csv_quotes_special_characters() -> None:
     text = tables.format_csv(results([row('a,"b"\nc', "x", rounded_first=True, nll=0.1)]))
     (line,) = csv.DictReader(io.StringIO(text))
     assert (line["label"], line["rounded_first"], line["nll"]) == ('a,"b"\nc', "true", "0.1")
 
 
-def test_budgets_of_the_sample_are_what_the_tests_think() -> None:
+def test_sample_budgets_are_as_expected() -> None:
     assert {entry.budget for entry in document().rows} == {None, *BUDGETS}
 
 
-def test_80_columns_keep_what_matters_and_shorten_labels() -> None:
+def test_terminal_80_columns_shorten_labels_first() -> None:
     sample = document()
     long = [
         replace(entry, label=f"{entry.label} strategy=keep_high recent_ratio=0.5 skip_layers={number}")
@@ -190,14 +190,14 @@ def test_80_columns_keep_what_matters_and_shorten_labels() -> None:
     assert " is streaming 128 strategy=keep_high" in " ".join(text.split())
 
 
-def test_layers_of_unequal_lengths_are_shown_in_80_columns() -> None:
+def test_terminal_80_columns_show_unequal_layers() -> None:
     rows = [*document().rows, row("l2_ratio 0.25", "l2_ratio", tokens_kept=(2048, 512), unequal_layers=True)]
     table = tables.format_terminal(results(rows), 80).split("\n\n")[0].splitlines()
     assert table[-1].endswith("512 to 2,048") or " 512 to 2,048 " in table[-1]
     assert "dNLL (nats) [95 %]" in table[0] and max(map(len, table)) <= 80
 
 
-def test_a_pivot_by_protected_share_names_the_best() -> None:
+def test_pivot_by_protected_fraction_names_the_best() -> None:
     rows = [row("full", "full", perplexity=9.0)]
     for share, low, drawn in ((0.3, 49.87, 50.94), (0.4, 49.59, 50.76), (0.5, 52.24, 51.90)):
         for strategy, value in (("keep_low", low), ("random", drawn)):
@@ -219,7 +219,7 @@ def test_a_pivot_by_protected_share_names_the_best() -> None:
     assert build_pivot_table(alone) is None  # nothing to compare with at any size
 
 
-def test_a_pivot_by_budget() -> None:
+def test_pivot_by_budget_names_the_best() -> None:
     rows = [row(f"{p} {b}", p, budget=b, perplexity=10.0 + b / c) for p, c in (("a", 8), ("b", 9)) for b in (64, 128)]
     rows.append(row("c 64", "c", budget=64, perplexity=11.0))
     _, lines = build_pivot_table(rows) or ([], [])
@@ -228,7 +228,7 @@ def test_a_pivot_by_budget() -> None:
     assert max(map(len, text.splitlines())) <= 80 and "best" in text
 
 
-def test_only_names_stand_at_the_left_and_peaks_are_in_mib() -> None:
+def test_project_table_aligns_numbers_and_shows_mib() -> None:
     numbers = ProjectStats(evaluation="E2", label="a", perplexity=2.0, process_peak_bytes=3 << 20)
     columns, lines = build_project_table([row("a", "streaming", preset="streaming-h2o", project=numbers)]) or ([], [])
     by_heading = dict(zip([column.heading for column in columns], lines[0], strict=True))
@@ -236,14 +236,14 @@ def test_only_names_stand_at_the_left_and_peaks_are_in_mib() -> None:
     assert [column.heading for column in columns if column.is_left_aligned] == ["policy", "preset"]
 
 
-def test_the_planners_table_names_policies_where_there_are_several() -> None:
+def test_h2o_table_names_policies_if_several() -> None:
     figures = H2OStats(layers=(PlannerLayerStats(layer=7, tokens_seen=8, tokens_kept=4, triggers=1),))
     for runs, heading, cell in (([("a", figures)], "layer", "7"), ([("a", figures), ("b", figures)], "policy", "a")):
         columns, lines = build_h2o_table(runs) or ([], [])
         assert (columns[0].heading, lines[0][0], len(lines)) == (heading, cell, len(runs))
 
 
-def test_figures_of_the_runtime_say_that_texts_are_added_up() -> None:
+def test_runtime_table_title_names_sums_over_texts() -> None:
     figures = RuntimeStats(mode="store", appended_bytes=8, live_bytes=4, held_bytes=2)
     sample = document()
     for texts, said in ((1, "of the same runs"), (2, "sums over 2 texts")):
@@ -253,7 +253,7 @@ def test_figures_of_the_runtime_say_that_texts_are_added_up() -> None:
     assert len(title) <= 80
 
 
-def test_ratios_of_the_runtime_stay_in_the_narrowest_terminal() -> None:
+def test_runtime_table_ratios_are_never_dropped() -> None:
     figures = RuntimeStats(mode="store", appended_bytes=8, live_bytes=4, held_bytes=2)
     columns, _ = build_runtime_table([("full", figures)]) or ([], [])
     assert [column.heading for column in columns if column.drop_rank == 0] == [
@@ -261,7 +261,7 @@ def test_ratios_of_the_runtime_stay_in_the_narrowest_terminal() -> None:
     ]  # fmt: skip
 
 
-def test_a_tie_has_no_best() -> None:
+def test_pivot_tie_has_no_best() -> None:
     sizes = {64: (11.0, 11.0, 12.0), 128: (11.001, 11.002, 12.0), 256: (11.0, 12.0, 12.0)}
     rows = [
         row(f"{policy} {budget}", policy, budget=budget, perplexity=value)

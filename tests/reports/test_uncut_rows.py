@@ -1,4 +1,4 @@
-"""Rows of policies that evicted nothing: marked wherever results are shown, and never the best."""
+"""Rows of policies that evicted nothing are marked wherever results are shown, and are never the best."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def rows() -> list[ResultRow]:
     ]
 
 
-def test_pivot_marks_what_evicted_nothing_and_gives_it_no_best(rows: list[ResultRow]) -> None:
+def test_pivot_marks_rows_without_eviction_and_never_as_best(rows: list[ResultRow]) -> None:
     columns, lines = build_pivot_table(rows) or ([], [])
     assert [column.heading for column in columns] == ["budget", "streaming", "recent_only", "l2_ratio", "best"]
     assert lines == [
@@ -61,7 +61,7 @@ def test_pivot_marks_what_evicted_nothing_and_gives_it_no_best(rows: list[Result
     assert "Numbers marked *" not in tables.format_markdown(results([*rows[:2], rows[3]]))
 
 
-def test_results_of_older_versions_are_marked_by_their_kind() -> None:
+def test_pivot_marks_older_results_by_their_kind() -> None:
     old = [row("full", "full", perplexity=10.0, kind="LOSSLESS")]
     for policy, kind in (("streaming", "LOSSY"), ("l2_ratio", "LOSSLESS")):
         old += [scored(f"{policy} {size}", policy, size, 9.0, evicted=None, kind=kind) for size in (64, 128)]
@@ -81,7 +81,7 @@ def test_table_marks_rows_at_any_width(rows: list[ResultRow], width: int) -> Non
     assert "| streaming 512 * |" in results(rows).format_table() and "| streaming 64 |" in results(rows).format_table()
 
 
-def test_csv_and_json_have_a_key(rows: list[ResultRow]) -> None:
+def test_csv_and_json_have_evicted_key(rows: list[ResultRow]) -> None:
     found = results(rows)
     lines = list(csv.DictReader(io.StringIO(found.to_csv())))
     assert [line["evicted"] for line in lines] == ["false", "true", "false", "true", "false", "false", "false"]
@@ -89,7 +89,7 @@ def test_csv_and_json_have_a_key(rows: list[ResultRow]) -> None:
     assert [each.has_no_eviction for each in rows] == [False, False, True, False, True, True, True]
 
 
-def test_configurations_of_one_reason_are_refused_in_one_line() -> None:
+def test_describe_refusals_joins_equal_reasons() -> None:
     refused = tuple(Refusal(label=f"h2o {size}", reason="no attention") for size in (1, 2, 3))
     found = results([], refused=(*refused, Refusal(label="x", reason="other")))
     assert tables.describe_refusals(found.refused) == ["h2o 1; h2o 2; h2o 3: no attention", "x: other"]
@@ -97,7 +97,7 @@ def test_configurations_of_one_reason_are_refused_in_one_line() -> None:
 
 
 @pytest.mark.parametrize("draw", [perplexity_over_budget, accuracy_over_budget, perplexity_accuracy_tradeoff])
-def test_plots_of_lines_have_hollow_points_and_say_so(draw: object, rows: list[ResultRow]) -> None:
+def test_line_plots_have_hollow_points_and_a_caption(draw: object, rows: list[ResultRow]) -> None:
     pytest.importorskip("matplotlib")
     with plot_style.use_style():
         made = draw(results(rows))  # type: ignore[operator]
@@ -117,8 +117,8 @@ def inside(axes: object, text: object) -> bool:
 
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("size", [1e-4, 0.02, 3.0])
-def test_labels_of_bars_lie_inside_their_panel(sign: int, size: float) -> None:
-    """Also that of 0, on the side of the axis on which no bar lies."""
+def test_strategy_comparison_bar_labels_are_inside_the_panel(sign: int, size: float) -> None:
+    """Includes the label of 0, on the side of the axis without a bar."""
     pytest.importorskip("matplotlib")
     found = [row("full", "full", perplexity=10.0, accuracy=0.5, **FULL)]
     for budget in (64, 256, 512):
@@ -141,7 +141,7 @@ def saved(found: EvaluationResult, path: Path) -> Path:
     return path
 
 
-def test_report_of_evaluation_opens_with_what_it_cost(rows: list[ResultRow], tmp_path: Path) -> None:
+def test_report_of_evaluation_opens_with_its_cost(rows: list[ResultRow], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     report = make_report([saved(results(rows), tmp_path / "e.json")])
     text, page = report.to_markdown(), report.to_html()
@@ -163,12 +163,12 @@ def test_report_with_gates_keeps_their_verdict_first(tmp_path: Path) -> None:
     assert make_report([root]).verdict.word in ("PASS", "FAIL", "NOT MEASURED", "UNCLEAR")
 
 
-def test_saved_results_keep_the_key(tmp_path: Path) -> None:
+def test_read_results_keeps_evicted_key(tmp_path: Path) -> None:
     found = lm_results.document()
     assert read_results(saved(found, tmp_path / "r.json")).to_dict() == json.loads(found.to_text("json"))
 
 
-def test_deep_of_older_results_is_said_as_it_was_measured(tmp_path: Path) -> None:
+def test_read_results_older_deep_range_is_kept(tmp_path: Path) -> None:
     document = lm_results.document().to_dict()
     document["settings"] |= {"prompt": 1500, "deep_from": 1024}
     (tmp_path / "r.json").write_text(json.dumps(document))

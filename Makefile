@@ -38,7 +38,7 @@ test-peers: $(STAMPS)/peers $(STAMPS)/newest $(if $(LLAMA),$(STAMPS)/llama)
 	$(BIN)/pytest -rs $(WORKERS) tests/peers
 	PYTHONPATH=$(NEWEST) $(BIN)/python -P -c 'import transformers; print("again, with transformers", transformers.__version__)'
 	PYTHONPATH=$(NEWEST) $(BIN)/pytest -rs $(WORKERS) tests/peers/test_hf_caches.py tests/peers/test_past_key_values.py \
-	    tests/peers/test_family.py
+	    tests/peers/test_gpt_neox_models.py
 
 $(STAMPS)/newest: $(STAMPS)/peers
 	@rm -rf $(NEWEST)

@@ -78,7 +78,7 @@ class Completeness(Record):
     #: Why the stored tokens are not all that the model has seen, as a sentence; empty where they are.
     evicted: str = ""
     #: Sentences about further state that the arrays do not contain.
-    other: tuple[str, ...] = ()
+    other_missing: tuple[str, ...] = field(default=(), metadata={"key": "other"})
 
     @property
     @json_key("complete", before="layers")
@@ -105,7 +105,7 @@ class Completeness(Record):
             if not state.included and state.kind != "shared":
                 groups.setdefault((state.kind, state.window, state.location), []).append(state.layer)
         sentences = [self._describe_group(*group, layers) for group, layers in groups.items()]
-        return [*sentences, *filter(None, [self.evicted]), *self.other]
+        return [*sentences, *filter(None, [self.evicted]), *self.other_missing]
 
     def _describe_group(self, kind: StateKind, window: int | None, location: str, layers: list[int]) -> str:
         location_text = (
@@ -183,7 +183,7 @@ def parse_completeness_node(node: JsonReader) -> Completeness:
         )
         layers.extend(replace(state, layer=number) for number in range(first_layer, first_layer + size))
     return Completeness(
-        layers=tuple(layers), evicted=node.get("evicted").read_str(), other=node.get("other").read_str_list()
+        layers=tuple(layers), evicted=node.get("evicted").read_str(), other_missing=node.get("other").read_str_list()
     )
 
 
@@ -249,4 +249,4 @@ def merge_completeness(inputs: Sequence[tuple[str, Completeness | None]]) -> Com
         if input_completeness is not None
         for line in input_completeness.missing
     ]
-    return Completeness(other=tuple(lines))
+    return Completeness(other_missing=tuple(lines))

@@ -54,10 +54,10 @@ def select_half(source: Source, half: ModelHalf, where: str) -> Source:
     missing_text = f"K and V of the {opposite_half}, which the model needs too, are left out"
     cache, completeness = source.engine_cache, source.completeness or Completeness()
     if half == "decoder":
-        completeness = replace(completeness, other=(*completeness.other, missing_text))
+        completeness = replace(completeness, other_missing=(*completeness.other_missing, missing_text))
     else:  # what an engine states of its cache is about the decoder
         layers = tuple(LayerStateInfo(layer=state.layer, kind="cross") for state in completeness.layers)
-        completeness = Completeness(layers=layers, other=(missing_text,))
+        completeness = Completeness(layers=layers, other_missing=(missing_text,))
         cache = cache and replace(
             cache,
             tokens=int(arrays[0].shape[-2]),

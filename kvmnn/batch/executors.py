@@ -26,7 +26,7 @@ MAX_EXIT_SECONDS = 30.0
 """Time for a process to finish a write and remove temporary files before it is killed."""
 
 _PROCESS_NAME = "kvmnn-many"
-_UNGUARDED_EXIT_CODE = 76
+_NO_MAIN_GUARD_EXIT_CODE = 76
 """Exit code of a process that would start others while it imports the main script."""
 
 
@@ -75,7 +75,7 @@ class ProcessExecutor(ProcessPoolExecutor):
 
     def is_unguarded(self) -> bool:
         """Return whether a process ended because the main script starts processes when it is imported."""
-        return any(process.exitcode == _UNGUARDED_EXIT_CODE for process in self._all_processes)
+        return any(process.exitcode == _NO_MAIN_GUARD_EXIT_CODE for process in self._all_processes)
 
     def break_if_stuck(self) -> None:
         """Kill all processes if one died while it sent a result: the pool would wait for the rest of it forever.
@@ -109,7 +109,7 @@ def _exit_if_unguarded() -> None:
     """End a new process that is still importing the main script; its parent reports it once."""
     process = multiprocessing.current_process()
     if process.name.startswith(_PROCESS_NAME) and getattr(process, "_inheriting", False):
-        os._exit(_UNGUARDED_EXIT_CODE)
+        os._exit(_NO_MAIN_GUARD_EXIT_CODE)
 
 
 def _start_resource_tracker() -> None:

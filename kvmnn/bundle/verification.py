@@ -138,7 +138,7 @@ def _match_originals(frames: FrameSet, originals: Sequence[LazyArray]) -> list[L
     return [by_name[entry.name] for entry in frames.arrays]
 
 
-DECODES = "DECODES"
+DECODED_ONLY = "DECODES"
 DIFFERS = "DIFFERS"
 
 
@@ -206,7 +206,7 @@ class VerifyResult(Record):
             return DIFFERS
         if self.left_out:
             return LOSSY
-        return LOSSLESS if self.proof else DECODES
+        return LOSSLESS if self.proof else DECODED_ONLY
 
     @property
     def _unproved_reason(self) -> str:

@@ -66,22 +66,22 @@ def show_result(
         print_json({"verb": command_name, **command_entry, **result.to_dict()})
         return
     if command_name != "generate":  # whose result has texts with lines of their own
-        expect_names(result.to_dict())
+        register_document_names(result.to_dict())
     if line := str(result) if text is None else text:
         print_line(arguments, line, data_on_stdout=data_on_stdout)
 
 
-def expect_names(document: Any) -> None:
+def register_document_names(document: Any) -> None:
     """The texts in a document are names, which stay in their line where the result is printed as text."""
     if isinstance(document, str):
         streams.register_names([document])
     elif isinstance(document, dict):
         for key, value in document.items():
-            expect_names(key)
-            expect_names(value)
+            register_document_names(key)
+            register_document_names(value)
     elif isinstance(document, list | tuple):
         for value in document:
-            expect_names(value)
+            register_document_names(value)
 
 
 def show_failed_result(arguments: argparse.Namespace, command_name: str, result: CommandResult) -> int:
@@ -89,7 +89,7 @@ def show_failed_result(arguments: argparse.Namespace, command_name: str, result:
     change_detection.verify_inputs()
     if arguments.json:
         print_json({"verb": command_name, **result.to_dict()})
-    expect_names(result.to_dict())
+    register_document_names(result.to_dict())
     streams.write_error_line("error", streams.format_message_line(result))
     return 1
 

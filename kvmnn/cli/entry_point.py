@@ -88,7 +88,7 @@ def _list_possible_commands(exc: BaseException, arguments: Namespace | None) -> 
 
     command_line = console.format_command_line(arguments)
     return (
-        [f"  {command_line} {packed_options.adapt_message(arguments, choice)}" for choice in choices]
+        [f"  {command_line} {packed_options.add_unpack_hint(arguments, choice)}" for choice in choices]
         if command_line
         else []
     )
@@ -105,7 +105,7 @@ def describe_error(exc: BaseException, arguments: Namespace | None) -> tuple[str
     if isinstance(exc, KvmnnError) and arguments is not None:
         from . import packed_options
 
-        message = packed_options.add_jobs_hint(arguments, packed_options.adapt_message(arguments, message))
+        message = packed_options.add_jobs_hint(arguments, packed_options.add_unpack_hint(arguments, message))
     if isinstance(exc, OptionError):
         return message, EXIT_USAGE
     if isinstance(exc, MissingDependencyError):

@@ -426,7 +426,7 @@ def may_be_packed(path: str) -> bool:
         return True  # and what is wrong with it is said when it is read
 
 
-def adapt_message(arguments: argparse.Namespace, message: str) -> str:
+def add_unpack_hint(arguments: argparse.Namespace, message: str) -> str:
     """Adapt a message about packed files to a verb that lacks options named in it."""
     if any(
         not hasattr(arguments, name[2:].replace("-", "_")) for name in re.findall(_OPTION_IN_MESSAGE_REGEX, message)

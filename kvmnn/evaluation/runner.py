@@ -74,7 +74,7 @@ def compute_cell_key(
         "configuration": configuration.identity,
         "document": document.sha256,
         "ids": hashlib.sha256(document.ids.astype("<i8").tobytes()).hexdigest(),
-        "settings": settings.select_relevant(kind),
+        "settings": settings.select_cell_settings(kind),
         "extra": dict(extra),
     }
     return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()

@@ -234,7 +234,7 @@ class EvaluationSettings(Record):
         """The options of the lossless runtime around the cache."""
         return None if self.lossless is None else RuntimeConfig.from_engine(self.lossless)
 
-    def select_relevant(self, kind: CellKind) -> dict[str, Any]:
+    def select_cell_settings(self, kind: CellKind) -> dict[str, Any]:
         """The settings that a cell of this kind depends on (`kvmnn.evaluation.runner`)."""
         relevant = EvaluationSettings.from_dict(self.to_dict()).to_dict()  # without what a subclass adds
         for name in ("as_seed", "timing", "traces", "prefix_store"):

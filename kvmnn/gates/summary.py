@@ -341,7 +341,7 @@ def collect_cases(directory: str | os.PathLike[str], run_info: Mapping[str, Any]
     if not root.is_dir():
         raise SourceError(f"{directory}: is no folder" if root.exists() else f"{directory}: does not exist")
     cases_of_run = _read_cases_of_run(root, run_info)
-    has_stamp_by_case = match_stamps(root, cases_of_run)
+    has_stamp_by_case = compare_case_stamps(root, cases_of_run)
     case_names = dict.fromkeys([*cases_of_run, *_list_cases(root)])
     rows = [
         _build_row(root, case) if has_stamp_by_case.get(case, True) else _build_unfinished_row(case, cases_of_run[case])
@@ -352,7 +352,7 @@ def collect_cases(directory: str | os.PathLike[str], run_info: Mapping[str, Any]
     return RoundSummary.from_rows(os.fspath(directory), rows)
 
 
-def match_stamps(root: Path, cases: Mapping[str, Any]) -> dict[str, bool]:
+def compare_case_stamps(root: Path, cases: Mapping[str, Any]) -> dict[str, bool]:
     """Whether the files of each case that has a stamp have it as well."""
     stamps = {name: entry.get("stamp") for name, entry in cases.items() if isinstance(entry, Mapping)}
     return {name: _has_stamp(root / name, stamp) for name, stamp in stamps.items() if stamp is not None}

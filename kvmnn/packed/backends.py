@@ -13,7 +13,7 @@ from .._util.text import suggest
 from ..errors import KvmnnError
 
 _SOURCE_RUNNING = "the bytes of a running engine were decoded with them"
-_SOURCE_COMPILED = "the fork's own C++, compiled with them, wrote the test vectors"
+_COMPILED_CPP_NOTE = "the fork's own C++, compiled with them, wrote the test vectors"
 _SOURCE_READ = "read in the sources only"
 
 
@@ -38,21 +38,21 @@ class Backend:
 
 
 BACKENDS: dict[str, Backend] = {
-    "generic": Backend("fp32", 16, 1, 4, 4, 16, 4, f"portable C, eP8 is 2 on ARM32; {_SOURCE_COMPILED}"),
-    "x86-sse": Backend("fp32", 12, 1, 4, 4, 16, 4, f"SSSE3 without AVX2; {_SOURCE_COMPILED}"),
+    "generic": Backend("fp32", 16, 1, 4, 4, 16, 4, f"portable C, eP8 is 2 on ARM32; {_COMPILED_CPP_NOTE}"),
+    "x86-sse": Backend("fp32", 12, 1, 4, 4, 16, 4, f"SSSE3 without AVX2; {_COMPILED_CPP_NOTE}"),
     "x86-avx2": Backend("fp32", 24, 1, 4, 4, 4, 8, f"AVX2, and the PyPI wheels on every processor; {_SOURCE_RUNNING}"),
     "x86-avx512": Backend(
         "fp32", 48, 1, 8, 4, 4, 64, f"built with MNN_AVX512, and VNNI, VL, BW and VBMI; {_SOURCE_RUNNING}"
     ),
-    "arm32-fp32": Backend("fp32", 12, 1, 4, 2, 16, 4, f"ARM32 NEON; {_SOURCE_COMPILED}"),
-    "arm64-fp32": Backend("fp32", 12, 1, 8, 4, 16, 4, f"ARM64 NEON without dot products; {_SOURCE_COMPILED}"),
+    "arm32-fp32": Backend("fp32", 12, 1, 4, 2, 16, 4, f"ARM32 NEON; {_COMPILED_CPP_NOTE}"),
+    "arm64-fp32": Backend("fp32", 12, 1, 8, 4, 16, 4, f"ARM64 NEON without dot products; {_COMPILED_CPP_NOTE}"),
     "arm64-fp32-sdot": Backend("fp32", 12, 1, 8, 12, 4, 8, f"ARM64 NEON with sdot; {_SOURCE_READ}"),
     "arm64-fp32-i8mm": Backend("fp32", 12, 1, 8, 10, 8, 8, f"ARM64 NEON with i8mm; {_SOURCE_READ}"),
-    "arm64-fp16": Backend("fp16", 12, 1, 16, 12, 4, 8, f"ARMv8.2 with sdot, precision low; {_SOURCE_COMPILED}"),
-    "arm64-fp16-i8mm": Backend("fp16", 12, 1, 16, 10, 8, 8, f"ARMv8.2 with i8mm, precision low; {_SOURCE_COMPILED}"),
-    "arm32-fp16": Backend("fp16", 12, 1, 8, None, None, None, f"ARMv8.2 in 32 bits; {_SOURCE_COMPILED}"),
-    "arm64-sme2-fp32": Backend("fp32", 16, 1, 64, 16, 4, 32, f"SME2; {_SOURCE_COMPILED}"),
-    "arm64-sme2-fp16": Backend("fp16", 16, 2, 64, 16, 4, 32, f"SME2, precision low; {_SOURCE_COMPILED}"),
+    "arm64-fp16": Backend("fp16", 12, 1, 16, 12, 4, 8, f"ARMv8.2 with sdot, precision low; {_COMPILED_CPP_NOTE}"),
+    "arm64-fp16-i8mm": Backend("fp16", 12, 1, 16, 10, 8, 8, f"ARMv8.2 with i8mm, precision low; {_COMPILED_CPP_NOTE}"),
+    "arm32-fp16": Backend("fp16", 12, 1, 8, None, None, None, f"ARMv8.2 in 32 bits; {_COMPILED_CPP_NOTE}"),
+    "arm64-sme2-fp32": Backend("fp32", 16, 1, 64, 16, 4, 32, f"SME2; {_COMPILED_CPP_NOTE}"),
+    "arm64-sme2-fp16": Backend("fp16", 16, 2, 64, 16, 4, 32, f"SME2, precision low; {_COMPILED_CPP_NOTE}"),
     "arm64-bf16": Backend(
         "fp32", 12, 1, 8, 4, 16, 4, f"NEON, Precision_Low_BF16 (elements stay 4 bytes); {_SOURCE_READ}"
     ),

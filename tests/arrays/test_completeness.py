@@ -57,7 +57,9 @@ def test_completeness_selected_layers_are_incomplete() -> None:
 
 
 def test_completeness_evicted_tokens_and_scales_are_missing() -> None:
-    found = Completeness(layers=(LayerStateInfo(layer=0),), evicted="8 of 20 tokens are stored", other=("no scales",))
+    found = Completeness(
+        layers=(LayerStateInfo(layer=0),), evicted="8 of 20 tokens are stored", other_missing=("no scales",)
+    )
     assert found.missing == ["8 of 20 tokens are stored", "no scales"]
 
 

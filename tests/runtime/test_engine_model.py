@@ -68,7 +68,7 @@ class _TellingPlanner(H2OPlanner):
 
     def select_blocks(self, scores: Any, kv_len: int) -> BlockPlan:
         made = super().select_blocks(scores, kv_len)
-        floor, pairs = int(made.floor_dominates), made.kept_runs.tolist()
+        floor, pairs = int(made.floor_dominates), made.retained_runs.tolist()
         self.last = {"floor": floor, "keep": made.num_final_tokens, "evict": made.num_evicted, "pairs": pairs}
         return made
 

@@ -244,7 +244,7 @@ def _plan_event(made: BlockPlan | None) -> dict[str, Any] | None:
         "final_keep_tokens": made.num_final_tokens,
         "evicted": made.num_evicted,
         "reserve_meta_bytes": made.reserve_bytes,
-        "candidate_pairs": made.kept_runs.reshape(-1).tolist(),
+        "candidate_pairs": made.retained_runs.reshape(-1).tolist(),
         "raw_before": made.kv_len * size,
         "raw_after": made.num_final_tokens * size,
     }

@@ -185,7 +185,7 @@ class _RecordedPlans(H2OPlanner):
                 "floor": int(made.floor_dominates),
                 "keep": made.num_final_tokens,
                 "evict": made.num_evicted,
-                "pairs": made.kept_runs.tolist(),
+                "pairs": made.retained_runs.tolist(),
             }
         )
         return made

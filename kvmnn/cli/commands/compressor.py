@@ -236,7 +236,7 @@ def run_inspect(arguments: argparse.Namespace) -> int:
         shared_options.refuse_given(arguments, conversion_options, "is about checkpoints, and weight files are shown")
     for path in arguments.inputs:
         info, text = inspect_weight_file(path, arguments)
-        console.expect_names(info.to_dict())
+        console.register_document_names(info.to_dict())
         console.print_line(arguments, ("\n" if documents else "") + text)
         documents.append(info.to_dict())
     if arguments.json:

@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
         info, text = _inspect_input(path, arguments)
         document = info.to_dict()
         documents.append(document)
-        console.expect_names(document)
+        console.register_document_names(document)
         console.print_line(arguments, ("\n" if input_index else "") + text)
         code = max(code, 0 if getattr(info, "is_loadable", True) else 1)
     if arguments.json:

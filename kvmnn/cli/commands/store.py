@@ -479,7 +479,7 @@ def run(arguments: argparse.Namespace) -> int:
     except KvmnnError as error:
         if arguments.json:
             partial_document = _add_notes(getattr(arguments, "found", {}), arguments.noted)
-            message = packed_options.adapt_message(arguments, str(error))
+            message = packed_options.add_unpack_hint(arguments, str(error))
             console.print_json({"verb": f"store {arguments.action}", **partial_document, "error": message})
         raise
     console.show_result(arguments, f"store {arguments.action}", _ResultWithNotes(result, arguments.noted))

@@ -233,7 +233,7 @@ def describe_states(cache: TransformersCache, rows: CacheRows) -> Completeness:
     return Completeness(
         layers=tuple(states[layer_number] for layer_number in sorted(states)),
         evicted=rows.eviction_text,
-        other=tuple(_list_further_states(cache, len(states))),
+        other_missing=tuple(_list_further_states(cache, len(states))),
     )
 
 

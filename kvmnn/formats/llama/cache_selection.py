@@ -351,7 +351,7 @@ def find_completeness(state: LlamaState, layer_numbers: LayerNumbers | None, cac
             else _mark_left_out(state, layer_state, counts)
             for layer_state in layer_numbers.states
         )
-        return Completeness(layers=states, other=other_state)
+        return Completeness(layers=states, other_missing=other_state)
     order = [*caches, *(cache for cache in range(len(counts)) if cache not in caches)]
     cache_layers = [(cache, index) for cache in order for index in range(counts[cache])]
     layer_states = []
@@ -360,7 +360,7 @@ def find_completeness(state: LlamaState, layer_numbers: LayerNumbers | None, cac
         layer_states.append(
             layer_state if cache in caches else _mark_left_out(state, layer_state, counts, is_numbered=False)
         )
-    return Completeness(layers=tuple(layer_states), other=other_state)
+    return Completeness(layers=tuple(layer_states), other_missing=other_state)
 
 
 def _mark_left_out(

@@ -542,7 +542,7 @@ def capture(file: MappedFile, options: ReadOptions) -> Source:
     )
     nonempty_caches = [cache for cache, num_layers in enumerate(count_layers(state)) if num_layers]
     source.completeness = replace(
-        find_completeness(state, layer_numbers, nonempty_caches), other=()
+        find_completeness(state, layer_numbers, nonempty_caches), other_missing=()
     )  # what K and V lack is in the file
     if by_heads:
         source.token_major = True

@@ -24,7 +24,7 @@ from ...packed.params import FLASH_BLOCK
 from ..llama.gguf import is_gguf, read_model_layers
 
 MAX_TABLES = 100_000
-MAX_INTS = 1_000
+MAX_VECTOR_ENTRIES = 1_000
 
 
 class NotFlatBufferError(Exception):
@@ -58,8 +58,8 @@ def find_vector(data: memoryview, table: int, field_index: int, max_entries: int
 
 
 def read_ints(data: memoryview, table: int, field_index: int) -> tuple[int, ...]:
-    """Return a vector of 32-bit integers of at most `MAX_INTS` entries."""
-    start, num_entries = find_vector(data, table, field_index, MAX_INTS)
+    """Return a vector of 32-bit integers of at most `MAX_VECTOR_ENTRIES` entries."""
+    start, num_entries = find_vector(data, table, field_index, MAX_VECTOR_ENTRIES)
     return struct.unpack_from(f"<{num_entries}i", data, start)
 
 

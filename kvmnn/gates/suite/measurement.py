@@ -100,7 +100,8 @@ class RunRecord(Record):
     latencies: dict[str, LatencySummary] = field(default_factory=dict)
     #: Of the runtime, under the engine's names.
     counters: dict[str, float] = field(default_factory=dict)
-    keep: dict[str, float] = field(default_factory=dict)
+    #: Numbers of the H2O statistics.
+    plan_stats: dict[str, float] = field(default_factory=dict, metadata={"key": "keep"})
     #: Generated after the last turn.
     new_ids: tuple[int, ...] = field(default=(), metadata={"omit": True})
 
@@ -187,7 +188,7 @@ def _build_run_record(
         total_ratio=appended_bytes / resident_bytes if resident_bytes else 1.0,
         latencies=latencies,
         counters=counters,
-        keep=_select_numbers(h2o_stats.to_dict() if h2o_stats is not None else {}),
+        plan_stats=_select_numbers(h2o_stats.to_dict() if h2o_stats is not None else {}),
         new_ids=tuple(new_ids),
     )
 

@@ -22,7 +22,7 @@ from ...lm.runner import Runner
 from ...lm.session import DecoderSession
 from ...policies.policy import FullCache
 from ..logs import get_number
-from ..summary import RUN_INFO_FILE, collect_cases, match_stamps, write_round_files
+from ..summary import RUN_INFO_FILE, collect_cases, compare_case_stamps, write_round_files
 from .cases import RunCase
 from .history import has_finished_rerun
 from .measurement import (
@@ -384,7 +384,7 @@ class Suite:
         cases = previous_info.get("cases")
         if previous_info.get("round") != round_digest or not isinstance(cases, dict):
             return {}
-        has_stamp_by_case = match_stamps(self._directory, cases)
+        has_stamp_by_case = compare_case_stamps(self._directory, cases)
         return {name: cases[name] for name, has_stamp in has_stamp_by_case.items() if has_stamp and name not in entries}
 
     def _write_initial_round(self, run_info: dict[str, Any]) -> None:

@@ -483,7 +483,7 @@ def _build_bench_row(case: RunCase, pairs: Sequence[PairedRuns], records: Sequen
     """Build a row whose numbers are the exact means, not the rounded ones in its cells."""
     workload, metrics = pairs[0].workload, dict(_METRIC_BY_COLUMN)
     for column, (key, digits) in _PLAN_KEY_BY_COLUMN.items():
-        if all(key in record.keep for record in records):
+        if all(key in record.plan_stats for record in records):
             metrics[column] = (_make_plan_metric(key), digits)
     cells = {
         "model": model,
@@ -503,7 +503,7 @@ def _build_bench_row(case: RunCase, pairs: Sequence[PairedRuns], records: Sequen
 
 
 def _make_plan_metric(key: str) -> RunMetric:
-    return lambda record: record.keep[key]
+    return lambda record: record.plan_stats[key]
 
 
 def _get_decode_speed(record: RunRecord) -> float:

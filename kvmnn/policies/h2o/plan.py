@@ -41,7 +41,7 @@ class BlockPlan:
     #: (sink, recent): blocks at the start and at the end that stay whatever their scores; they may overlap.
     num_floor_blocks: tuple[int, int]
     #: int64 ``[n, 2]``: (begin, size) of neighbouring kept blocks in tokens, listed also where the floor dominates.
-    kept_runs: npt.NDArray[np.int64]
+    retained_runs: npt.NDArray[np.int64]
     #: Tokens to keep by the ratio alone.
     target_before_floor: int
     #: Tokens in the blocks of sink and recent.
@@ -61,7 +61,7 @@ class BlockPlan:
     @cached_property
     def num_kept_tokens(self) -> int:
         """Return the tokens in the blocks of `keep`."""
-        return int(self.kept_runs[:, 1].sum())
+        return int(self.retained_runs[:, 1].sum())
 
     @property
     def num_final_tokens(self) -> int:
@@ -83,12 +83,12 @@ class BlockPlan:
         """Return pairs (begin, size) of what stays of the window, for `PackedCache.realloc`; empty where nothing
         goes.
         """
-        return tuple((begin, size) for begin, size in self.kept_runs.tolist()) if self.num_evicted else ()
+        return tuple((begin, size) for begin, size in self.retained_runs.tolist()) if self.num_evicted else ()
 
     @property
     def reserve_bytes(self) -> int:
         """Return the bytes of the pairs as the engine stores them."""
-        return 0 if self.floor_dominates else 8 * len(self.kept_runs)
+        return 0 if self.floor_dominates else 8 * len(self.retained_runs)
 
     def list_kept_tokens(self) -> npt.NDArray[np.int64]:
         """Return the indices of the tokens that stay, ascending."""
@@ -195,13 +195,13 @@ def plan_blocks(scores: Any, kv_len: int, config: H2OConfig | None = None, **opt
     keep[candidates] = _select_highest(block_scores[candidates], num_missing_blocks)
     # (begin, size) of neighbouring kept blocks in tokens; the last block may be incomplete.
     edges = np.flatnonzero(np.diff(keep, prepend=False, append=False)).reshape(-1, 2) * block_tokens
-    kept_runs = np.stack([edges[:, 0], np.minimum(edges[:, 1], kv_len) - edges[:, 0]], axis=1)
+    retained_runs = np.stack([edges[:, 0], np.minimum(edges[:, 1], kv_len) - edges[:, 0]], axis=1)
     return BlockPlan(
         kv_len=kv_len,
         block_tokens=block_tokens,
         keep=keep,
         num_floor_blocks=(num_sink_blocks, num_blocks - min(first_recent, num_blocks)),
-        kept_runs=kept_runs,
+        retained_runs=retained_runs,
         target_before_floor=clamped_target,
         floor_tokens=floor_tokens,
         floor_dominates=floor_tokens >= clamped_target,

@@ -463,7 +463,7 @@ class H2OPlanner:
         self.metrics.record(layer_plan, (time.perf_counter_ns() - start_ns) // 1000)
         state.pending_plan = None
         if layer_plan.num_evicted:
-            flat_pairs = tuple(layer_plan.kept_runs.reshape(-1).tolist())
+            flat_pairs = tuple(layer_plan.retained_runs.reshape(-1).tolist())
             if self.cadence == "tokens":
                 state.pending_plan = PendingPlan(layer_plan.window_tokens, flat_pairs, layer_plan.keep)
             else:

@@ -58,8 +58,8 @@ class EngineRowBuffer:
         for source, target, count in outcome.moves:
             self._buffer[:, :, target : target + count] = self._buffer[:, :, source : source + count].copy()
         start = self.tokens - remove
-        kept_runs = [(source, count) for source, _, count in outcome.moves]
-        self.positions = self.positions.select([(0, start), *kept_runs] if start > 0 else kept_runs)
+        retained_runs = [(source, count) for source, _, count in outcome.moves]
+        self.positions = self.positions.select([(0, start), *retained_runs] if start > 0 else retained_runs)
         self.tokens = outcome.past_length
 
     def append(self, keys: Elements, values: Elements, position: int) -> None:

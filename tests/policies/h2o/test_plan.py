@@ -37,7 +37,7 @@ def test_plans_are_those_of_the_slow_model(data, kv_len, config):
     scores = random.Random(seed).choices(some, k=count)
     made, expected = plan_blocks(scores, kv_len, config), h2o_model.plan(scores, kv_len, config)
     assert made.keep.tolist() == expected.keep
-    assert [tuple(run) for run in made.kept_runs.tolist()] == expected.pairs
+    assert [tuple(run) for run in made.retained_runs.tolist()] == expected.pairs
     assert made.floor_tokens == expected.floor
     assert made.target_before_floor == expected.target
     assert made.quantized_keep == made.num_kept_tokens == expected.quantized == expected.kept

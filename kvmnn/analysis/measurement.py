@@ -580,7 +580,7 @@ def _open_documents(
     ]
     for path, _ in requested:
         if os.path.lexists(path) and not force:
-            raise OutputError(f"{path}: exists already (--overwrite replaces it)")
+            raise OutputError(f"{path}: exists already (--force replaces it)")
     if len({os.path.realpath(path) for path, _ in requested}) < len(requested):
         raise OptionError(f"{out_json} and {out_md} name the same file")
     outputs: list[tuple[FileOutput, Callable[[MeasureResult], str]]] = []

@@ -117,7 +117,7 @@ _EXCLUDED_ARGUMENTS = {*("run", "parser", "inputs", "dump_dir", "json", "quiet")
 
 @cache
 def _make_parser(command_name: str) -> argparse.ArgumentParser:
-    return command_parser.list_command_parsers(command_parser.build_parser((command_name,)))[command_name]
+    return command_parser.build_command_parser(command_name)[1]
 
 
 @cache

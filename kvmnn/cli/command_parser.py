@@ -313,6 +313,7 @@ _REPLACED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("--match", "--glob", ("encode", "inspect", "verify", "measure", "compressor verify")),
     ("--as", "--output-kind", ("decode", "mnn unpack")),
     ("--real", "--encode", ("measure",)),
+    ("--overwrite", "--force", ("measure",)),
     ("--prompt", "--prefill-tokens", ("eval", "mnn replay")),
     ("--deep", "--tail-start", ("eval",)),
     ("--slack", "--max-masked", ("eval",)),
@@ -352,9 +353,6 @@ REPLACED_OPTIONS = {
 """Of each verb, options (and values) of earlier versions, and what they are called now."""
 
 _VERSION_OPTIONS = ("-V", "--version")
-_COMMON_OPTIONS = ("--help", "--json", "--quiet", "--verbose")
-"""Those that ``--help`` shows of every verb."""
-
 _TOP_DESCRIPTION = """The KV cache of LLMs on MNN, outside the engine: lossless frames, packed layouts, eviction.
 
 Use kvmnn VERB --help to see the options of a verb."""
@@ -375,7 +373,9 @@ def build_parser(commands: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
         prog="kvmnn",
         description=_TOP_DESCRIPTION,
         epilog=_TOP_EPILOG,
+        add_help=False,
     )
+    program_options = add_program_options(parser)
     parser.add_argument(*_VERSION_OPTIONS, action=_VersionAction, nargs=0, help="print versions and exit")
     subparsers = parser.add_subparsers(title="verbs", metavar="VERB", parser_class=CommandParser)
     group_subparsers: dict[str, Any] = {}
@@ -388,7 +388,65 @@ def build_parser(commands: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
         if top not in group_subparsers:
             group_subparsers[top] = _add_group(subparsers, top)
         getattr(module, f"add_{name}_parser")(group_subparsers[top])
+    for command_parser in list_command_parsers(parser).values():
+        command_parser.take_program_options(program_options)
+    for action in program_options:
+        action.default = argparse.SUPPRESS  # the namespace has those that the command accepts
     return parser
+
+
+def add_program_options(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    """Declare the options of the whole program, which stand before the verb or after it."""
+    add = parser.add_argument
+    return [
+        add("-h", "--help", action=_ShowHelpAction, with_all=False, help="show the usual options and exit"),
+        add("--help-all", action=_ShowHelpAction, with_all=True, help="show all options and exit"),
+        add("--json", action="store_true", help="print one JSON document on standard output"),
+        add("-q", "--quiet", action="store_true", help="print results and errors, no notes and no progress bars"),
+        add("-v", "--verbose", action="store_true", help="print every detail"),
+        add(  # one option for both: who replaces a file must learn that it silences the refusal as well
+            "-f",
+            "--force",
+            action="store_true",
+            help="replace files that exist; read packed files as specified, even where their contents contradict it",
+        ),
+        add(
+            "--threads",
+            type=parse_positive,
+            metavar="N",
+            help="threads to use (default: all processors, of eval shared by --jobs; of bench, generate and dump-kv 1)",
+        ),
+        add(
+            "--max-input-bytes",
+            dest="max_bytes",
+            type=parse_byte_count,
+            metavar="SIZE",
+            help="refuse an input of more raw bytes (default: what its files can contain)",
+        ),
+    ]
+
+
+def parse_byte_count(text: str) -> int:
+    """Parse a size in bytes such as ``4096``, ``64M`` or ``1G`` (powers of 1024)."""
+    match = re.fullmatch(r"(\d{1,15})\s*([KMGT]?)(i?B)?", text.strip(), re.IGNORECASE)
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size: expected a number of bytes, K, M or G")
+    return int(match[1]) << {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}[match[2].upper()]
+
+
+def parse_positive(text: str) -> int:
+    """Parse an integer above zero."""
+    if not re.fullmatch(r"\d{1,9}", text) or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above zero")
+    return int(text)
+
+
+def build_command_parser(command_name: str) -> tuple[argparse.ArgumentParser, CommandParser]:
+    """Build the parser of one command: the whole program's, and the command's own with the program's options."""
+    parser = build_parser([command_name])
+    command_parser = list_command_parsers(parser)[command_name]
+    command_parser.attach_program_options()
+    return parser, command_parser
 
 
 def _add_group(subparsers: Any, group: str) -> Any:
@@ -413,6 +471,7 @@ def list_command_parsers(parser: argparse.ArgumentParser) -> dict[str, CommandPa
 
 def parse_command_line(words: list[str]) -> argparse.Namespace:
     """Parse the arguments in `words`; only the module of the named command is imported."""
+    typed_words, words = words, _move_program_options(words)
     top = words[0] if words else ""
     if top in REPLACED_COMMANDS:
         _refuse_replaced(top, REPLACED_COMMANDS[top])
@@ -420,8 +479,7 @@ def parse_command_line(words: list[str]) -> argparse.Namespace:
     if command_name not in COMMANDS:
         arguments = _parse_without_command(words)
     else:
-        parser = build_parser([command_name])
-        subparser = list_command_parsers(parser)[command_name]
+        parser, subparser = build_command_parser(command_name)
         command_words = command_name.split(" ")
         own_words = words[len(command_words) :]
         _check_replaced_options(command_name, own_words)
@@ -431,8 +489,35 @@ def parse_command_line(words: list[str]) -> argparse.Namespace:
         arguments, extra_words = parser.parse_known_args([*command_words, *order.to_words()])
         if extra_words:
             _refuse_words(subparser, extra_words)
-    arguments.typed = {"words": words}
+    arguments.typed = {"words": typed_words}
     return arguments
+
+
+def _move_program_options(words: list[str]) -> list[str]:
+    """Return the words with the options of the whole program after the verb, as argparse finds them there."""
+    if not any(word.startswith("-") for word in words[: 2 if words[0:1] and words[0] in SUBCOMMANDS else 1]):
+        return words
+    program_parser = argparse.ArgumentParser(add_help=False)
+    add_program_options(program_parser)
+    command_words: list[str] = []
+    options: list[str] = []
+    next_index = 0
+    while next_index < len(words):
+        word = words[next_index]
+        next_index += 1
+        if not is_option_word(program_parser, word):
+            command_words.append(word)
+            if len(command_words) == 2 or word not in SUBCOMMANDS:
+                return [*command_words, *options, *words[next_index:]]
+            continue
+        action, has_value = find_option_action(program_parser, word)
+        if action is None or isinstance(action, _ShowHelpAction):
+            break
+        options.append(word)
+        if action.nargs != 0 and not has_value:
+            options += words[next_index : next_index + 1]
+            next_index += 1
+    return words
 
 
 def _parse_without_command(words: list[str]) -> argparse.Namespace:
@@ -456,6 +541,8 @@ def _parse_without_command(words: list[str]) -> argparse.Namespace:
         _refuse_words(group_parser, unknown_words)
     arguments = parser.parse_args(words)
     if not hasattr(arguments, "run"):
+        if words and top not in SUBCOMMANDS:
+            group_parser.error("the verb is missing")
         group_parser.print_help()
         raise SystemExit(0)
     return arguments
@@ -518,17 +605,35 @@ class CommandParser(argparse.ArgumentParser):
         self.color = False  # Python 3.14 would have it
         self.examples, self.shown = tuple(examples), shown
         self._action_help = action_help
+        self._accepted: dict[str, dict[str, Any]] = {"--help": {}, "--help-all": {}}
+        self.program_actions: list[argparse.Action] = []
+        self._has_program_options = False
 
-    def add_help_options(self) -> None:
-        """Declare ``--help`` and ``--help-all``."""
-        self.add_argument(
-            "-h", "--help", action=_ShowHelpAction, with_all=False, help="show the usual options and exit"
-        )
-        self.add_argument("--help-all", action=_ShowHelpAction, with_all=True, help="show all options and exit")
+    def accept(self, option: str, **changes: Any) -> None:
+        """Accept an option of the whole program, by its long name, with changes such as another default."""
+        self._accepted.setdefault(option, {}).update(changes)
+
+    def accepts(self, option: str) -> bool:
+        """Return whether the command accepts an option of the whole program."""
+        return option in self._accepted
+
+    def take_program_options(self, actions: Sequence[argparse.Action]) -> None:
+        """Copy the options that this command accepts from those of the whole program."""
+        for action in actions:
+            if self.accepts(action.option_strings[-1]):
+                self.program_actions.append(copy(action))
+                vars(self.program_actions[-1]).update(self._accepted[action.option_strings[-1]])
+
+    def attach_program_options(self) -> None:
+        """Parse the accepted options of the whole program after the command, too."""
+        if not self._has_program_options:
+            self._has_program_options = True
+            for action in self.program_actions:
+                self._add_action(action)
 
     def is_folded(self, action: argparse.Action) -> bool:
         """Return whether ``--help`` omits an option."""
-        return self.shown is not None and not {*action.option_strings} & {*self.shown, *_COMMON_OPTIONS}
+        return self.shown is not None and not {*action.option_strings} & {*self.shown}
 
     def format_usage(self) -> str:
         self.usage = format_usage(self)
@@ -544,7 +649,11 @@ class CommandParser(argparse.ArgumentParser):
         formatter.add_text(description)
         folded_titles = []
         for group in self._action_groups:
-            actions = [action for action in group._group_actions if action.help != argparse.SUPPRESS]
+            actions = [
+                action
+                for action in group._group_actions
+                if action.help != argparse.SUPPRESS and action not in self.program_actions
+            ]
             shown_actions = [
                 action for action in actions if with_all or not action.option_strings or not self.is_folded(action)
             ]
@@ -555,6 +664,14 @@ class CommandParser(argparse.ArgumentParser):
             formatter.end_section()
             if len(shown_actions) < len(actions):
                 folded_titles.append("more of these" if group is self._optionals else str(group.title))
+        if with_all and self.program_actions:
+            formatter.start_section("options of the whole program, before the verb or after it")
+            formatter.add_arguments(self.program_actions)
+            formatter.end_section()
+        elif self.program_actions:
+            visible_actions = [action for action in self.program_actions if action.help != argparse.SUPPRESS]
+            names = ", ".join(action.option_strings[0] for action in visible_actions)
+            formatter.add_text(f"Options of the whole program (kvmnn --help): {names}.")
         if folded_titles:
             formatter.add_text(f"More options (--help-all): {', '.join(folded_titles)}.")
         if self.examples:
@@ -580,6 +697,11 @@ class CommandParser(argparse.ArgumentParser):
                 action.help = argparse.SUPPRESS
                 if not action.option_strings:
                     self._actions.remove(action)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse the words; for programs that call the parser of `build_parser` themselves."""
+        self.attach_program_options()
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         streams.write_error_line("error", f"{message} (see {self.prog} --help)")

@@ -16,6 +16,7 @@ from .command_parser import (
     SUBCOMMANDS,
     TOP_COMMANDS,
     TOP_COMMANDS_BY_TITLE,
+    CommandParser,
     HelpFormatter,
     collect_help,
     expand_group,
@@ -75,8 +76,9 @@ def _collect_summaries(parser: argparse.ArgumentParser) -> dict[str, str]:
     return summaries
 
 
-def _iter_option_specs(subparser: argparse.ArgumentParser) -> Iterator[OptionSpec]:
-    for action, text in command_parser.collect_help(subparser).items():
+def _iter_option_specs(subparser: CommandParser) -> Iterator[OptionSpec]:
+    own_help = command_parser.collect_help(subparser)
+    for action, text in {**{action: action.help or "" for action in subparser.program_actions}, **own_help}.items():
         if action.option_strings:
             yield OptionSpec(
                 names=tuple(action.option_strings),
@@ -254,6 +256,8 @@ def format_manual(parser: argparse.ArgumentParser) -> str:
         lines += [f".SS {_escape_roff(title)}"]
         for name in (command for top in names for command in expand_group(top)):
             lines += [".TP", f".B {_escape_roff(name)}", _escape_roff(summaries[name])]
+    lines += [".SH OPTIONS", "Before the verb or after it, where the verb accepts them."]
+    lines += _iter_option_lines(parser)
     for name, subparser in list_command_parsers(parser).items():
         lines += [
             f".SH {_escape_roff('kvmnn ' + name)}",

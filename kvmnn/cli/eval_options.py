@@ -98,7 +98,7 @@ def add_setting_options(parser: Any) -> None:
         metavar="N",
         help="random seed of policies, bootstrap and --samples (default: 0)",
     )
-    add("--threads", type=parse_positive, metavar="N", help="onnxruntime's, in each process (default: all over --jobs)")
+    parser.accept("--threads")
     add("--jobs", type=parse_positive, default=1, metavar="N", help="processes at a time (default: 1)")
     add(
         "--layout",

@@ -189,13 +189,7 @@ def add_model_options(parser: Any) -> None:
     parser.add_argument(
         "--seed", type=shared_options.parse_whole, default=0, metavar="N", help="random seed (default: 0)"
     )
-    parser.add_argument(
-        "--threads",
-        type=shared_options.parse_positive,
-        default=1,
-        metavar="N",
-        help="threads of onnxruntime (default: 1)",
-    )
+    parser.accept("--threads", default=1)
     shared_options.add_provider(parser)
 
 

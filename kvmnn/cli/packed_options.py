@@ -240,12 +240,7 @@ def add_packed_options(
         "packed-variant", "packed", "of a KV dump with both the packed one", constant=True, default=False
     )
     shared_options.add_part(parser, [packed_variant])
-    option_help = "read packed files as specified, even where their contents contradict it"
-    if not shared_options.has_option(parser, "--force"):
-        group.add_argument("--force", dest="trust", action="store_true", help=option_help)
-    else:  # one option for both: who replaces a file must learn that it silences the refusal as well
-        force = next(action for action in parser._actions if "--force" in action.option_strings)
-        force.help = f"{force.help}; {option_help}"
+    parser.accept("--force", **({} if parser.accepts("--force") else {"dest": "trust"}))
     if with_engines:
         add_engine_options(parser, with_undo=with_undo)
 

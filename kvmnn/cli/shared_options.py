@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from .command_parser import parse_byte_count as parse_byte_count
+from .command_parser import parse_positive as parse_positive
 from .console import UsageError
 from .options import SpecAction, SpecField, add_spec_option
 
@@ -109,21 +111,6 @@ def parse_index(text: str) -> int:
 EFFORT_CHOICES = ("exact", "balanced", "fast", "max")
 
 
-def parse_byte_count(text: str) -> int:
-    """Parse a size in bytes such as ``4096``, ``64M`` or ``1G`` (powers of 1024)."""
-    match = re.fullmatch(r"(\d{1,15})\s*([KMGT]?)(i?B)?", text.strip(), re.IGNORECASE)
-    if not match:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size: expected a number of bytes, K, M or G")
-    return int(match[1]) << {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}[match[2].upper()]
-
-
-def parse_positive(text: str) -> int:
-    """Parse an integer above zero."""
-    if not re.fullmatch(r"\d{1,9}", text) or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above zero")
-    return int(text)
-
-
 def parse_whole(text: str) -> int:
     """Parse an integer of zero or more."""
     if not re.fullmatch(r"\d{1,9}", text):
@@ -154,7 +141,7 @@ def add_command(
     shown
         Options that ``--help`` shows in addition to the common ones, separated by blanks; others are in ``--help-all``.
     has_details
-        Whether the verb has more to print with ``-v``.
+        Whether the verb has more to print with ``--verbose``.
     """
     parser = subparsers.add_parser(
         name,
@@ -166,37 +153,21 @@ def add_command(
         add_help=False,
     )
     parser.set_defaults(run=run, parser=parser)
-    parser.add_help_options()
-    parser.add_argument("--json", action="store_true", help="print one JSON document on standard output")
-    parser.add_argument(
-        "-q", "--quiet", action="store_true", help="print results and errors, no notes and no progress bars"
-    )
-    if has_details:
-        parser.add_argument("-v", "--verbose", action="store_true", help="print every detail")
+    for option in ("--json", "--quiet", *(["--verbose"] if has_details else [])):
+        parser.accept(option)
     return parser
 
 
 def add_threads(parser: Any) -> None:
-    """Add ``--threads`` and ``--no-zstd``."""
-    parser.add_argument("--threads", type=parse_positive, metavar="N", help="threads to use (default: all processors)")
+    """Accept ``--threads``, and add ``--no-zstd``."""
+    parser.accept("--threads")
     parser.add_argument("--no-zstd", action="store_true", help="behave as an engine without libzstd: RLE only")
 
 
-def add_max_bytes(parser: Any) -> None:
-    """Add ``--max-input-bytes``."""
-    parser.add_argument(
-        "--max-input-bytes",
-        dest="max_bytes",
-        type=parse_byte_count,
-        metavar="SIZE",
-        help="refuse an input of more raw bytes (default: what its files can contain)",
-    )
-
-
 def add_output(parser: Any, text: str) -> None:
-    """Add ``-o`` and ``-f``."""
+    """Add ``-o``, and accept ``-f``."""
     parser.add_argument("-o", "--output", metavar="OUT", help=text)
-    add_force(parser)
+    parser.accept("--force")
 
 
 def add_raw(parser: Any) -> None:
@@ -204,16 +175,6 @@ def add_raw(parser: Any) -> None:
     parser.add_argument(
         "--raw", action="store_true", help="write the raw elements of one array to OUT, whatever its suffix"
     )
-
-
-def has_option(parser: Any, option: str) -> bool:
-    """Return whether a parser already has an option."""
-    return any(option in action.option_strings for action in parser._actions)
-
-
-def add_force(parser: Any) -> None:
-    """Add ``-f``."""
-    parser.add_argument("-f", "--force", action="store_true", help="replace files that exist")
 
 
 def add_provider(parser: Any) -> None:

@@ -52,7 +52,6 @@ def test_bash_completes(script) -> None:
     assert completed(script, "kvmnn", "eval", "--preset", "knorm-a") == ["knorm-ablation"]
     for files in (["encode", ""], ["encode", "-o", ""], ["encode", "x"], ["generate", "--tokenizer", ""]):
         assert completed(script, "kvmnn", *files) == []  # bash itself completes names of files then
-    assert "--overwrite" not in completed(script, "kvmnn", "measure", "--")
 
 
 @pytest.mark.skipif(shutil.which("fish") is None, reason="needs fish")

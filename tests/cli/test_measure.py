@@ -127,16 +127,16 @@ def test_all_layers_are_measured_whatever_they_hold(here, run):
 def test_an_output_that_exists_stays(here, run):
     Path("a.json").write_text("mine")
     arguments = ("measure", "dump", "--out-json", "a.json", "--out-md", "a.md")
-    assert "a.json: exists already (--overwrite replaces it)" in run(*arguments, code=1).err
+    assert "a.json: exists already (--force replaces it)" in run(*arguments, code=1).err
     assert (Path("a.json").read_text(), Path("a.md").exists()) == ("mine", False)
-    run(*arguments, "--overwrite", "-q")
+    run(*arguments, "--force", "-q")
     assert json.loads(Path("a.json").read_text())["schema_version"] == 3
 
 
 def test_an_input_is_never_overwritten(here, run):
     target = next(Path("dump").rglob("k_*.bin"))
     before = target.read_bytes()
-    assert "is the input itself" in run("measure", "dump", "--out-json", target, "--overwrite", code=1).err
+    assert "is the input itself" in run("measure", "dump", "--out-json", target, "--force", code=1).err
     assert target.read_bytes() == before
 
 

@@ -54,7 +54,7 @@ def test_results_stay_and_notes_go(tmp_path: Path, name: str, command: str) -> N
 
 def test_every_verb_can_be_quiet() -> None:
     verbs = list_command_parsers(build_parser())
-    assert {verb for verb in VERB_COMMANDS if "-q" not in verbs[verb]._option_string_actions} == {"completion"}
+    assert {verb for verb in VERB_COMMANDS if not verbs[verb].accepts("--quiet")} == {"completion"}
     assert len(SEEN) > 10
 
 

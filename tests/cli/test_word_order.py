@@ -16,7 +16,7 @@ from kvmnn.cli.command_parser import (
     COMMANDS,
     REPLACED_COMMANDS,
     REPLACED_OPTIONS,
-    get_subparsers,
+    build_command_parser,
     list_command_parsers,
     parse_command_line,
     sort_words,
@@ -72,7 +72,7 @@ def test_numbers_and_single_dashes_are_values() -> None:
     assert namespace(["encode", "-", "-o", "-"])["inputs"] == ["-"]
     found = namespace(["generate", "m", "--prompt", "-x is a flag", "--policy", "full"])
     assert found["prompt"] == "-x is a flag"
-    order = sort_words(get_subparsers(build_parser()).choices["encode"], ["--threads", "-1", "a"])
+    order = sort_words(build_command_parser("encode")[1], ["--threads", "-1", "a"])
     assert (order.options, order.positional) == (["--threads", "-1"], ["a"])
 
 
@@ -104,9 +104,11 @@ def test_every_verb_takes_its_options_before_its_arguments() -> None:
         ("encode --t 3 a", "ambiguous option: --t"),
         ("decode a b", "unrecognized arguments: b"),
         ("--verison", "did you mean '--version'"),
-        ("-q encode a", "options follow the verb: kvmnn encode -q"),
+        ("-o x encode a", "options follow the verb: kvmnn encode -o"),
+        ("--json", "the verb is missing"),
         ("mnn unpakc x", "there is no verb 'unpakc' (did you mean 'unpack'?) (see kvmnn mnn --help)"),
-        ("mnn -q unpack x", "options follow the verb: kvmnn mnn unpack -q"),
+        ("mnn -o y unpack x", "options follow the verb: kvmnn mnn unpack -o"),
+        ("--max-input-bytes 9 diff a b", "unrecognized arguments: --max-input-bytes"),
         ("encdoe --json", "there is no verb 'encdoe' (did you mean 'encode'?)"),
         ("encode", "the following arguments are required: IN"),
         ("encode a --tensor", "argument --tensor: expected one argument"),
@@ -114,6 +116,27 @@ def test_every_verb_takes_its_options_before_its_arguments() -> None:
 )
 def test_what_is_misspelt_is_said_first(run, line: str, said: str) -> None:
     assert said in run(*line.split(), code=2).err
+
+
+@pytest.mark.parametrize(
+    ("before", "behind"),
+    [
+        ("-q --threads 2 encode a", "encode a -q --threads=2"),
+        ("--threads=2 --quiet encode a --json", "encode -q --json --thre 2 a"),
+        ("-fq mnn -v --json compact a", "mnn compact a --force --quiet -v --json"),
+        ("mnn --json unpack a", "mnn unpack --json a"),
+    ],
+)
+def test_options_of_the_whole_program_stand_before_the_verb_or_after_it(before: str, behind: str) -> None:
+    if " -v " in before:
+        with pytest.raises(SystemExit):  # mnn compact has no more to print
+            parse_command_line(before.split())
+        before, behind = before.replace("-v ", ""), behind.replace("-v ", "")
+    assert namespace(before.split()) == namespace(behind.split())
+
+
+def test_the_parser_of_all_verbs_parses_the_options_of_the_whole_program() -> None:
+    assert build_parser().parse_args(["encode", "a", "-q"]).quiet
 
 
 def test_help_comes_before_complaints(run) -> None:
@@ -134,7 +157,7 @@ def test_a_mixed_line_does_its_work(run) -> None:
 
 def test_argparse_reads_the_words_as_it_read_them_before() -> None:
     """Lines whose positional arguments stand together mean what they meant to argparse alone."""
-    parser = get_subparsers(build_parser()).choices["encode"]
+    parser = build_command_parser("encode")[1]
     for line in ("x y -o z", "-o z x y", "--tensor a --tensor b x", "x -qvo z", "-oz --effo fast x"):
         words = line.split()
         known = [argparse.Namespace(), argparse.Namespace()]

@@ -29,14 +29,16 @@ def main() -> None:
 
 def format_reference() -> str:
     """The page: a section for each verb, a table for each group of options; groups of several verbs stand once."""
-    parsers = list_command_parsers(build_parser())
+    program_parser = build_parser()
+    parsers = list_command_parsers(program_parser)
     texts_by_title: dict[str, Counter[str]] = defaultdict(Counter)
     for parser in parsers.values():
         for group in parser._action_groups[2:]:
             texts_by_title[str(group.title)][_format_group(parser, group)] += 1
     most_common = {title: texts.most_common(1)[0] for title, texts in texts_by_title.items()}
     shared_texts = {title: text for title, (text, count) in most_common.items() if count > 1}
-    lines = [_HEAD]
+    lines = [_HEAD, "## Options of the whole program", "", "They stand before the verb or after it.", ""]
+    lines += [_format_group(program_parser, program_parser._optionals)]
     for name, parser in parsers.items():
         lines += [f"## kvmnn {name}", "", *_iter_section_lines(parser, shared_texts)]
     lines += ["# Options of several verbs", ""]
@@ -48,6 +50,8 @@ def format_reference() -> str:
 def _iter_section_lines(parser: CommandParser, shared_texts: dict[str, str]) -> Iterator[str]:
     yield from ("```", format_usage(parser).replace("%%", "%"), "```", "")
     yield from _iter_text_lines(parser.description or "")
+    names = ", ".join(f"`{action.option_strings[-1]}`" for action in parser.program_actions)
+    yield from (f"[Options of the whole program](#options-of-the-whole-program) here: {names}.", "")
     links = []
     for group in parser._action_groups:
         title, text = str(group.title), _format_group(parser, group)

@@ -29,7 +29,7 @@ def add_parser(subparsers: Any) -> None:
             "kvmnn bench kv.npz --repeats 9 --threads 4",
             "kvmnn bench words.bin --dtype fp16 --json",
         ),
-        shown="--dtype --tensor --repeats --sample-bytes --max --threads",
+        shown="--dtype --tensor --repeats --sample-bytes --max",
     )
     parser.add_argument(
         "inputs",
@@ -49,9 +49,7 @@ def add_parser(subparsers: Any) -> None:
         help="measure the beginning of larger arrays (default: 64M; 0: all)",
     )
     parser.add_argument("--max", action="store_true", help="measure effort max on all the data, not on its first MiB")
-    parser.add_argument(
-        "--threads", type=shared_options.parse_positive, default=1, metavar="N", help="threads to use (default: 1)"
-    )
+    parser.accept("--threads", default=1)
 
 
 def run(arguments: argparse.Namespace) -> int:

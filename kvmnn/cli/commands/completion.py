@@ -26,6 +26,7 @@ def add_parser(subparsers: Any) -> None:
         help="completions for shells, the manual page",
         description=_DESCRIPTION,
         examples=("kvmnn completion bash", "kvmnn completion zsh", "kvmnn completion man"),
+        add_help=False,
     )
     parser.add_argument(
         "form", choices=COMPLETION_FORMS, metavar="SHELL", help="bash, zsh or fish; man: the manual page"

@@ -32,7 +32,7 @@ def add_convert_parser(subparsers: Any) -> None:
             "kvmnn compressor convert model.pth model.bin --dtype bf16",
             "kvmnn compressor convert export.safetensors -o model.bin -f",
         ),
-        shown="--output --force --dtype --compression-factor --min-seq-len --num-heads --head-dim --metadata",
+        shown="--output --dtype --compression-factor --min-seq-len --num-heads --head-dim --metadata",
     )
     parser.add_argument("source", nargs="?", metavar="IN", help="checkpoint (- for standard input)")
     parser.add_argument(
@@ -41,7 +41,7 @@ def add_convert_parser(subparsers: Any) -> None:
     parser.add_argument("--input", metavar="IN", help="the same as the first argument")
     shared_options.add_output(parser, "the same as the second argument")
     parser.add_argument("--dtype", choices=("fp16", "bf16", "fp32"), help="type of the weights (default: fp16)")
-    shared_options.add_max_bytes(parser)
+    parser.accept("--max-input-bytes")
     weights_options.add_header_options(parser)
     weights_options.add_order_options(parser)
     parser.add_argument(
@@ -280,7 +280,7 @@ def add_export_parser(subparsers: Any) -> None:
             "kvmnn compressor export model.bin --onnx -o graphs/",
             "kvmnn compressor export model.bin --onnx --precision fp16 -o graphs/",
         ),
-        shown="--output --force --onnx --precision --prefix-order --slot-order",
+        shown="--output --onnx --precision --prefix-order --slot-order",
     )
     parser.add_argument("weights", metavar="WEIGHTS", help="weight file (- for standard input)")
     shared_options.add_output(parser, ".safetensors or .npz file, a directory with --onnx (default: next to WEIGHTS)")
@@ -361,7 +361,7 @@ def add_run_parser(subparsers: Any) -> None:
             "kvmnn compressor run model.bin dump/ -o small.safetensors --image-tokens 256",
             "kvmnn compressor run model.bin kv.npz --axes lthd --precision fp16",
         ),
-        shown="--output --force --axes --image-tokens --valid-tokens --group-tokens --min-seq-len --precision "
+        shown="--output --axes --image-tokens --valid-tokens --group-tokens --min-seq-len --precision "
         "--engine --tensor --dtype",
     )
     parser.add_argument("weights", metavar="WEIGHTS", help="weight file of a compressor (.bin)")

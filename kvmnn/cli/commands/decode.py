@@ -57,7 +57,7 @@ def add_parser(subparsers: Any) -> None:
             "kvmnn decode dump.frames/ -o dump/ --output-kind dump",
             "kvmnn decode sys.frames/ -o sys/",
         ),
-        shown="--output --force --raw --dtype --output-kind --arrays --no-manifest --threads",
+        shown="--output --raw --dtype --output-kind --arrays --no-manifest",
     )
     parser.add_argument("input", metavar="IN", help="a frame, a manifest, a bundle; - for standard input")
     shared_options.add_output(parser, "file, directory, or - (standard output)")
@@ -65,7 +65,7 @@ def add_parser(subparsers: Any) -> None:
     shared_options.add_dtype(
         parser, "element type of a frame without a manifest (default: fp16 or fp32, by its streams)"
     )
-    shared_options.add_max_bytes(parser)
+    parser.accept("--max-input-bytes")
     parser.add_argument(
         "--output-kind",
         dest="form",

@@ -37,7 +37,7 @@ def add_parser(subparsers: Any) -> None:
             "kvmnn dump-kv model/ --text a.txt -o dump/ --format mnn --dtype fp16",
             "kvmnn dump-kv model/ --text a.txt -o kv/ --policy streaming --budget 256",
         ),
-        shown="--text --output --force --format --dtype --max-tokens --policy --budget --tokenizer --threads",
+        shown="--text --output --format --dtype --max-tokens --policy --budget --tokenizer",
     )
     model_options.add_model_options(parser)
     parser.add_argument("--text", required=True, metavar="FILE", help="what the model reads, UTF-8")

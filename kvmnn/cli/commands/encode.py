@@ -61,7 +61,7 @@ def add_parser(subparsers: Any) -> None:
             "kvmnn encode dump/ -o dump.frames/ --effort fast",
             "kvmnn encode chat.session -o chat.frames/ --codec dense --kv-heads 8",
         ),
-        shown="--output --force --dtype --tensor --effort --codec --model --threads --no-verify --axes --jobs --resume",
+        shown="--output --dtype --tensor --effort --codec --model --no-verify --axes --jobs --resume",
     )
     parser.add_argument("inputs", nargs="+", metavar="IN", help="arrays, a dump, a prefix cache; - for standard input")
     shared_options.add_output(parser, "file, directory, or - (standard output)")
@@ -108,7 +108,7 @@ def add_parser(subparsers: Any) -> None:
     raw.add_argument("--allow-raw", action="store_true", help="store any array raw where its frames do not shrink")
     parser.add_argument("--no-manifest", action="store_true", help="of frames: read them alone, without their manifest")
     parser.add_argument("--no-verify", action="store_true", help="do not decode and compare each frame")
-    shared_options.add_max_bytes(parser)
+    parser.accept("--max-input-bytes")
     shared_options.add_threads(parser)
     batch.add_batch_options(parser)
     packed_options.add_packed_options(parser)

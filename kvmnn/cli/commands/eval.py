@@ -61,7 +61,7 @@ def add_parser(subparsers: Any) -> None:
             "kvmnn eval model/ --text a.txt b.txt --budget 512 --policy l2_fixed:recent_ratio=0.5,strategy=keep_high",
         ),
         shown="--text --samples --policy --budget --preset --skip-layers --lossless --max-tokens --chunk "
-        "--prefill-tokens --jobs --threads --initial-cache --resume --output --force --plot",
+        "--prefill-tokens --jobs --initial-cache --resume --output --plot",
     )
     eval_options.add_compared_options(parser)
     eval_options.add_setting_options(parser)
@@ -73,7 +73,8 @@ def add_parser(subparsers: Any) -> None:
     group.add_argument(
         "--resume", metavar="FILE", help="store finished cells in FILE and continue from those that it has"
     )
-    shared_options.add_output(group, "also write the results to OUT: .json, .csv, .md, .tex")
+    parser.accept("--force")
+    group.add_argument("-o", "--output", metavar="OUT", help="also write the results to OUT: .json, .csv, .md, .tex")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -313,7 +313,7 @@ def add_parser(subparsers: Any) -> None:
         "whether runs reach their limits",
         _DESCRIPTION,
         examples=_EXAMPLES,
-        shown="--output --force --case --gates --strict --baseline --limit --logs-dir --suite "
+        shown="--output --case --gates --strict --baseline --limit --logs-dir --suite "
         "--suite-config --text --repeats --rerun",
         action_help=ActionHelp("action", _OPTIONS_BY_ACTION, _describe_action),
     )

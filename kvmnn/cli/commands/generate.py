@@ -33,7 +33,7 @@ def add_parser(subparsers: Any) -> None:
             "kvmnn generate model/ --prompt-file - --store prefixes/",
         ),
         shown="--prompt --prompt-file --policy --budget --max-new-tokens --temperature --top-k --seed --store "
-        "--tokenizer --threads --lossless",
+        "--tokenizer --lossless",
     )
     model_options.add_model_options(parser)
     prompt = parser.add_mutually_exclusive_group(required=True)

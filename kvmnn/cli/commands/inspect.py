@@ -55,7 +55,7 @@ def add_parser(subparsers: Any) -> None:
         parser, "element type of a frame without a manifest (default: fp16 or fp32, by its streams)", with_float8=True
     )
     parser.add_argument("--no-manifest", action="store_true", help="read frames alone, without a manifest alongside")
-    shared_options.add_max_bytes(parser)
+    parser.accept("--max-input-bytes")
     parser.add_argument("--no-zstd", action="store_true", help="judge as an engine without libzstd")
     shared_options.add_axes(parser)
     batch.add_batch_options(parser)

@@ -26,6 +26,7 @@ from ..console import UsageError
 
 if TYPE_CHECKING:
     from ...analysis import DumpSelection, MeasureOptions
+    from ..command_parser import CommandParser
 
 
 def add_measure_options(parser: argparse.ArgumentParser) -> None:
@@ -72,14 +73,13 @@ def add_measure_options(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def add_input_output_options(parser: argparse.ArgumentParser) -> None:
+def add_input_output_options(parser: CommandParser) -> None:
     """Declare what is read and written, and how fast."""
     parser.add_argument("inputs", nargs="*", metavar="INPUT", help="a dump, or K and V of layers")
     parser.add_argument("--dump-dir", action="append", default=[], metavar="DIR", help="an input")
     parser.add_argument("--out-json", default="", metavar="FILE", help="write the evaluation's JSON document")
     parser.add_argument("--out-md", default="", metavar="FILE", help="write the evaluation's Markdown summary")
-    shared_options.add_force(parser)
-    parser.add_argument("--overwrite", dest="force", action="store_true", help=argparse.SUPPRESS)  # the evaluation's
+    parser.accept("--force")
     parser.add_argument(
         "--encode", dest="real", action="store_true", help="also encode frames, decode and compare them"
     )
@@ -87,9 +87,7 @@ def add_input_output_options(parser: argparse.ArgumentParser) -> None:
         "--fp32", action="store_true", help="with --to-fp16: also simulate the fp32 words, in four byte lanes"
     )
     parser.add_argument("--no-limits", action="store_true", help="do not compute the entropy of bytes (faster)")
-    parser.add_argument(
-        "--threads", type=shared_options.parse_positive, metavar="N", help="threads to use (default: all processors)"
-    )
+    parser.accept("--threads")
     parser.add_argument(
         "--token-major", action="store_true", help="arrays of other inputs are [token, kv_head, head_dim]"
     )
@@ -272,13 +270,13 @@ def add_parser(subparsers: Any) -> None:
             "kvmnn measure dump/ --encode --json",
             "kvmnn measure kv.npz --dense --rope none",
         ),
-        shown="--encode --dense --analysis --to-fp16 --front-n --stage --out-json --out-md --force --dtype "
-        "--token-major --threads --jobs",
+        shown="--encode --dense --analysis --to-fp16 --front-n --stage --out-json --out-md --dtype "
+        "--token-major --jobs",
     )
     add_input_output_options(parser)
     add_measure_options(parser)
     add_alternative_options(parser)
-    shared_options.add_max_bytes(parser)
+    parser.accept("--max-input-bytes")
     shared_options.add_source(parser, "element type, where the input does not have it")
     batch.add_batch_options(parser)
     packed_options.add_packed_options(parser)

@@ -46,7 +46,7 @@ def add_unpack_parser(subparsers: Any) -> None:
             "kvmnn mnn unpack sys/ -o dump/ --output-kind dump",
             "kvmnn mnn unpack chat.session --kv-heads 8 -o chat.safetensors",
         ),
-        shown="--output --force --raw --tensor --output-kind --dtype --backend --kv-heads --head-dim --valid-tokens "
+        shown="--output --raw --tensor --output-kind --dtype --backend --kv-heads --head-dim --valid-tokens "
         "--model --name",
     )
     parser.add_argument("input", metavar="IN", help="the directory of a cache, one of its files, arrays")
@@ -132,7 +132,7 @@ def add_pack_parser(subparsers: Any) -> None:
             "kvmnn mnn pack dump.frames/ -o sys/ --backend x86-avx2 --capacity 4096",
             "kvmnn mnn pack chat.session -o phone/ --backend arm64-fp16 --kv-heads 8 --cast",
         ),
-        shown="--output --force --backend --name --capacity --cast --rerotate --dtype --token-major --tensor "
+        shown="--output --backend --name --capacity --cast --rerotate --dtype --token-major --tensor "
         "--model --kv-heads",
     )
     parser.add_argument("inputs", nargs="+", metavar="IN", help="arrays, a dump, a bundle")
@@ -200,7 +200,7 @@ def add_repack_parser(subparsers: Any) -> None:
             "kvmnn mnn repack sys/ --target-backend arm64-fp16",
             "kvmnn mnn repack sys/ -o phone/ --target-backend arm64-fp16 --capacity 4096 --json",
         ),
-        shown="--output --force --backend --target-backend --kv-heads --head-dim --valid-tokens --name --capacity "
+        shown="--output --backend --target-backend --kv-heads --head-dim --valid-tokens --name --capacity "
         "--model --rerotate",
     )
     parser.add_argument("input", metavar="IN", help="the directory of a prefix cache, or one of its files")
@@ -268,8 +268,7 @@ def add_compact_parser(subparsers: Any) -> None:
             "kvmnn mnn compact sys/ -o small/ --plan plan.json",
             "kvmnn mnn compact sys/ -o small/ --plan plan.json --rerotate --model MODEL/",
         ),
-        shown="--output --force --remove --reserve --plan --rerotate --model --backend "
-        "--kv-heads --head-dim --valid-tokens",
+        shown="--output --remove --reserve --plan --rerotate --model --backend --kv-heads --head-dim --valid-tokens",
     )
     parser.add_argument("input", metavar="IN", help="the directory of a prefix cache or of live files")
     shared_options.add_output(parser, "directory to write the files to (default: IN.compact/)")
@@ -370,7 +369,7 @@ def add_replay_parser(subparsers: Any) -> None:
             "kvmnn mnn replay dump/ --engine-config config.json --compare all --plot plots/",
             "kvmnn mnn replay dump/ --engine-config config.json --scores attention.npz --json",
         ),
-        shown="--engine-config --prefill-tokens --behaviour --scores --compare --plot --force --token-major --dtype",
+        shown="--engine-config --prefill-tokens --behaviour --scores --compare --plot --token-major --dtype",
     )
     parser.add_argument("inputs", nargs="+", metavar="CACHE", help="K and V of layers")
     parser.add_argument(
@@ -396,7 +395,7 @@ def add_replay_parser(subparsers: Any) -> None:
         help="which calls to compare: ends, those of the first two steps and the last, or all (default: ends)",
     )
     parser.add_argument("--plot", metavar="DIR", help="draw memory, ratio, queue, latency into DIR (matplotlib)")
-    shared_options.add_force(parser)
+    parser.accept("--force")
     shared_options.add_source(parser, "element type, where the input does not have it")
     parser.add_argument("--token-major", action="store_true", help="arrays are [token, kv_head, head_dim]")
     packed_options.add_packed_options(parser)

@@ -54,7 +54,7 @@ def add_parser(subparsers: Any) -> None:
             "kvmnn plan scores.npz -o plan.json",
             "kvmnn plan chat.session --kv-heads 8 --policy knorm:keep_ratio=0.5",
         ),
-        shown="--output --force --policy --seed --no-map --engine-config --h2o --valid-tokens --kv-heads --part",
+        shown="--output --policy --seed --no-map --engine-config --h2o --valid-tokens --kv-heads --part",
     )
     parser.add_argument("inputs", nargs="+", metavar="IN", help="scores of blocks, or attention; with --policy a cache")
     shared_options.add_output(parser, "JSON file for `kvmnn mnn compact --plan`; - for standard output")

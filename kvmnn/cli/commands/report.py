@@ -40,7 +40,7 @@ def add_parser(subparsers: Any) -> None:
             "kvmnn report round/ --markdown",
             "kvmnn report round/eval.json -o plots/ --plot-format pdf --no-titles",
         ),
-        shown="--output --force --markdown --plot-format --no-titles",
+        shown="--output --markdown --plot-format --no-titles",
     )
     parser.add_argument("inputs", nargs="+", metavar="IN", help="a folder of results, or a JSON file")
     shared_options.add_output(parser, "the page: .html, or .md; - is standard output. DIR/: folder for plots")

@@ -394,7 +394,7 @@ def add_parser(subparsers: Any) -> None:
         "prefixes of texts, stored and found by their tokens",
         _DESCRIPTION,
         examples=_EXAMPLES,
-        shown="--token-ids --model --fingerprint --output --force --size-limit --capacity --codec --partial",
+        shown="--token-ids --model --fingerprint --output --size-limit --capacity --codec --partial",
         action_help=ActionHelp("action", options, _describe_action),
     )
     parser.add_argument("action", choices=tuple(_SPEC_BY_ACTION), metavar="ACTION", help=", ".join(_SPEC_BY_ACTION))
@@ -433,9 +433,7 @@ def add_parser(subparsers: Any) -> None:
         default="fast",
         help="of frames: how hard to compress (default: fast, within 1%% of exact)",
     )
-    parser.add_argument(
-        "--threads", type=shared_options.parse_positive, metavar="N", help="threads (default: all processors)"
-    )
+    parser.accept("--threads")
     shared_options.add_output(parser, "get: file or directory; export: a file")
     parser.add_argument(
         "--capacity",

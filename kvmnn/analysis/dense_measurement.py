@@ -46,16 +46,16 @@ class DenseSizeStats(Record):
 
     @property
     def exact_ratio(self) -> float:
-        """Raw over exact bytes."""
+        """Raw bytes over the bytes of exact frames."""
         return compute_ratio(self.raw_bytes, self.exact_bytes)
 
     @property
     def dense_ratio(self) -> float:
-        """Raw over dense bytes."""
+        """Raw bytes over the bytes of dense streams."""
         return compute_ratio(self.raw_bytes, self.dense_bytes)
 
     def format_line(self, label: str) -> str:
-        """A line of the table."""
+        """Format the sizes as a line of the table."""
         size_texts = (
             f"{num_bytes:>13,} {compute_ratio(self.raw_bytes, num_bytes):>7.4f}"
             for num_bytes in (self.exact_bytes, self.dense_bytes)
@@ -65,7 +65,7 @@ class DenseSizeStats(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class DenseMeasureResult(Record):
-    """What `measure_dense` gives."""
+    """Sizes of the dense codec and of exact frames, by layer."""
 
     json_keys = (
         "label notes inputs meaning dtypes rotary rope rotated_streams key_streams left_out **coded_input "
@@ -95,12 +95,12 @@ class DenseMeasureResult(Record):
 
     @property
     def notes(self) -> list[str]:
-        """What changes the meaning of the sizes, in lines."""
+        """Lines that qualify the sizes."""
         sizes = self.sum_layers(list(self.sizes_by_layer))
         return self.coded_input.describe(sizes.raw_bytes, sizes.dense_bytes, "dense")
 
     def sum_layers(self, layers: Sequence[int], parts: Sequence[Part] = PARTS) -> DenseSizeStats:
-        """Sizes of several layers together."""
+        """Return the sizes of several layers together."""
         total = DenseSizeStats()
         for layer in layers:
             for part in parts:
@@ -109,7 +109,7 @@ class DenseMeasureResult(Record):
 
     @property
     def rotary(self) -> bool:
-        """Whether K was taken as rotated."""
+        """Whether K was encoded as rotated (RoPE)."""
         return self.rope is not None
 
     @property
@@ -256,7 +256,7 @@ def _iter_dense_jobs(source: Source, plans: dict[str, DensePlan]) -> Iterator[_D
 
 
 def _count_exact_bytes(job: _DenseJob, threads: int) -> int:
-    """Bytes of the frames of a piece, proved."""
+    """Return the size of the exact frames of a chunk, each of which was decoded and compared."""
     exact_bytes = 0
     for start in range(0, job.chunk.size, MAX_FRAME_BYTES):
         block = job.chunk[start : start + MAX_FRAME_BYTES]

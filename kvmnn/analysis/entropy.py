@@ -34,13 +34,13 @@ ALL_LAYERS_SCOPE = Scope(scope="all")
 
 
 def with_all_layers(scope: Scope) -> Scope:
-    """A scope that takes the dumps of all layers with the stages and lengths of `scope`."""
+    """Return a scope of all layers with the stages and lengths of `scope`."""
     return replace(ALL_LAYERS_SCOPE, stage=scope.stage, min_seq_len=scope.min_seq_len, max_seq_len=scope.max_seq_len)
 
 
 @dataclass(frozen=True)
 class EntropyMetrics:
-    """One tensor, or one head of it; 0 stands for what its word size has not."""
+    """Metrics of one tensor, or of one head of it; 0 where a metric does not apply to its element size."""
 
     #: Bits per byte, order 0.
     entropy: float = 0.0
@@ -93,7 +93,7 @@ class EntropyAnalysis:
 
     @property
     def num_tensors(self) -> int:
-        """Tensors that were analysed."""
+        """Number of analysed tensors."""
         return len(self.layer_rows)
 
 
@@ -104,7 +104,7 @@ def analyze_entropy(
     with_heads: bool = True,
     progress: Progress | None = None,
 ) -> EntropyAnalysis:
-    """Metrics of every selected dump whose files are complete; others count as failed.
+    """Compute the metrics of every selected dump whose files are complete; others count as failed.
 
     Parameters
     ----------
@@ -131,7 +131,9 @@ def analyze_entropy(
 
 
 def compute_metrics(elements: Elements, zstd: Callable[[Elements], int]) -> EntropyMetrics:
-    """The metrics of ``[token, ...]`` words: uint16 for fp16, uint32 for fp32; `zstd` gives the size of a frame."""
+    """Compute metrics of ``[token, ...]`` elements: uint16 for fp16, uint32 for fp32; `zstd` returns the size of a
+    frame.
+    """
     nbytes = elements.nbytes
     shared_metrics = {"entropy": _compute_entropy(elements), "zstd_ratio": _compute_ratio(nbytes, zstd(elements))}
     element_type, bits = (np.uint8, 8) if elements.itemsize == 2 else (np.uint16, 16)
@@ -160,7 +162,7 @@ _WIDE_RATIO_NAMES = {"gear_ratio": "split16_ratio", "gear_delta_ratio": "split16
 
 
 def compute_averages(rows: Sequence[MetricsRow], name: str) -> tuple[float, float]:
-    """The mean of a ratio over dumps, and the ratio of the sums of bytes.
+    """Return the mean of a ratio over dumps, and the ratio of the sums of bytes.
 
     Rows with a ratio of 0 have no such ratio: they count only in the mean of ``zstd_ratio``.
     """
@@ -181,7 +183,7 @@ def _iter_head_rows(
 
 
 def _load_elements(tensor: object) -> Elements:
-    """``[token, kv_head, head_dim]`` words of a dump's file, not rounded."""
+    """Load the elements of a dump's file, ``[token, kv_head, head_dim]``, not rounded."""
     if not isinstance(tensor, FileTensor):
         raise SourceError("only KV dumps are analysed")
     if not tensor.is_complete():
@@ -245,7 +247,7 @@ def write_entropy_report(
     force: bool = False,
     progress: Progress | None = None,
 ) -> EntropyReport:
-    """Analyse the selected dumps and write the files into a directory, all of them or none.
+    """Write the analysis of the selected dumps into a directory: all of its files, or none.
 
     Parameters
     ----------
@@ -287,7 +289,7 @@ def _write_files(
 
 
 def format_csv(rows: Iterable[MetricsRow]) -> str:
-    """One line for each row; the column ``head`` is there where rows are of heads."""
+    """Format one line for each row; there is a column ``head`` if the rows are of heads."""
     rows = list(rows)
     head_column = ("head",) if rows and rows[0].head is not None else ()
     text = io.StringIO()
@@ -320,7 +322,7 @@ def format_csv(rows: Iterable[MetricsRow]) -> str:
 
 
 def format_summary(analysis: EntropyAnalysis) -> str:
-    """Averages and weighted ratios of all dumps."""
+    """Format the averages and weighted ratios of all dumps as Markdown."""
     lines = [
         "# KV dumps: entropies and split ratios",
         "",
@@ -336,7 +338,7 @@ def format_summary(analysis: EntropyAnalysis) -> str:
 
 
 def format_grouped_summary(analysis: EntropyAnalysis, prompts: Mapping[str, int]) -> str:
-    """The same by prompt length; runs that `prompts` does not know come last."""
+    """Format the summary by prompt length as Markdown; runs that are not in `prompts` come last."""
     lines = ["# KV dumps by prompt tokens", ""]
     for label, rows in _group_by_prompt_length(analysis.layer_rows, prompts).items():
         lines += [f"## {label}", "", f"- Tensors: {len(rows)}", "", *_format_ratio_table(rows), ""]
@@ -367,7 +369,7 @@ def _format_ratio_table(rows: Sequence[MetricsRow]) -> list[str]:
 
 
 def read_run_log(path: str) -> dict[str, int]:
-    """Prompt tokens by run id: lines of JSON objects, or a CSV file with a header; ``run_id`` and ``prompt_tokens``."""
+    """Read the prompt tokens of each run: JSON lines, or CSV with a header, with ``run_id`` and ``prompt_tokens``."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as exc:

@@ -45,7 +45,7 @@ class Fp16ConvertResult(Record):
     @property
     @json_key(after="target")
     def label(self) -> str:
-        """``LOSSY``: words are rounded."""
+        """``"LOSSY"``, because elements are rounded."""
         return LOSSY
 
     @property
@@ -148,7 +148,7 @@ def _convert_dump(
 
 
 def convert_fields(fields: dict[str, Any], itemsize: int) -> dict[str, Any]:
-    """The metadata of the fp16 dump made of one of `itemsize`-byte words."""
+    """Return the metadata of the fp16 dump for that of a dump of `itemsize`-byte elements."""
     new_fields = {**fields, "source_bytes_per_elem": itemsize, "bytes_per_elem": 2, "dtype": "fp16"}
     return {**new_fields, "converted_from": "fp32"} if itemsize == 4 else new_fields
 

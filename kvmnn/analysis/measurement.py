@@ -60,7 +60,7 @@ class SizeEntry:
 
     @property
     def limit_ratio(self) -> float | None:
-        """Raw bytes over the limit; None without a limit above 0."""
+        """Raw bytes over the entropy bound; None if it is unknown or 0."""
         return self.raw_bytes / self.limit_bytes if self.limit_bytes else None
 
     def to_dict(self) -> dict[str, Any]:
@@ -305,7 +305,7 @@ class MeasureResult(Record):
 
     @property
     def label(self) -> str:
-        """What the sizes are worth.
+        """How the sizes were obtained.
 
         ``"LOSSY"`` if fp32 words were rounded before anything was measured, ``"LOSSLESS"`` if frames of all that was
         measured were decoded and compared, and ``"SIMULATED"`` where nothing was made that could be.
@@ -416,7 +416,7 @@ def build_reference_document(result: MeasureResult) -> dict[str, Any]:
 
 
 def format_reference_json(result: MeasureResult) -> str:
-    """`build_reference_document` as text: ASCII, indented by two, no newline at the end."""
+    """Format `build_reference_document` as JSON: ASCII, indented by two, without a newline at the end."""
     return json.dumps(build_reference_document(result), indent=2)
 
 

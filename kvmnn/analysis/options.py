@@ -23,7 +23,7 @@ of a head minus their left neighbours; ``pair_delta_delta_seq``: the two in that
 
 
 def parse_predictor_list(flag: str, text: str) -> tuple[str, ...]:
-    """The predictors that an option's value names, each once, in order."""
+    """Parse a comma-separated list of predictors; each is returned once, in order."""
     names: list[str] = []
     for item in text.split(","):
         name = item.strip()
@@ -39,7 +39,7 @@ def parse_predictor_list(flag: str, text: str) -> tuple[str, ...]:
 
 
 def apply_predictor(lane: npt.NDArray[Any], name: str) -> Bytes:
-    """The stream of the predictor called `name`.
+    """Apply the predictor called `name` to a lane.
 
     Parameters
     ----------
@@ -54,7 +54,7 @@ def apply_predictor(lane: npt.NDArray[Any], name: str) -> Bytes:
 
 
 def invert_predictor(stream: npt.NDArray[Any], name: str) -> Bytes:
-    """The lane that `apply_predictor` made `stream` of."""
+    """Recover the lane from a stream of `apply_predictor`."""
     tokens, heads, dims, predictor_id = _check_lane(stream, name)
     if stream.size == 0:
         return stream.copy()
@@ -63,7 +63,7 @@ def invert_predictor(stream: npt.NDArray[Any], name: str) -> Bytes:
 
 
 def bitshuffle(data: bytes | bytearray | memoryview | Bytes) -> bytes:
-    """The bits of `data` (n bytes) by plane: all lowest bits first, ``n * 8`` bits packed from the lowest bit up."""
+    """Transpose `data` (n bytes) to bit planes: all lowest bits first, ``n * 8`` bits packed from the lowest bit up."""
     return _stream_meter.bitshuffle(data)
 
 
@@ -148,7 +148,7 @@ class Scope:
             raise OptionError("--front-n must be > 0 when scope=front_n.")
 
     def _infer_scope(self) -> str:
-        """The scope that the options given belong to."""
+        """Infer the scope from the options that are set."""
         scopes = {scope for name, scope in _SCOPE_OF_OPTION.items() if getattr(self, name) not in (None, ())}
         if len(scopes) > 1:
             raise OptionError(f"options of {' and '.join(sorted(scopes))}: say which with --scope")
@@ -160,7 +160,7 @@ class Scope:
             raise OptionError("--layer-ids must be non-empty when scope=layer_ids.")
 
     def includes_layer(self, layer: int) -> bool:
-        """Whether a layer is in the scope."""
+        """Return whether a layer is in the scope."""
         if self.scope == "all":
             return True
         if self.scope == "front_n":
@@ -170,7 +170,7 @@ class Scope:
         return layer in self.layer_ids
 
     def includes_length(self, tokens: int) -> bool:
-        """Whether a dump of `tokens` tokens is neither too short nor too long."""
+        """Return whether a dump of `tokens` tokens is within the length limits."""
         if self.min_seq_len > 0 and tokens < self.min_seq_len:
             return False
         return not (self.max_seq_len > 0 and tokens > self.max_seq_len)
@@ -186,12 +186,12 @@ class LanePredictors:
     v_lo: tuple[str, ...] = DEFAULT_V_PREDICTORS
 
     def get_lane(self, lane: str) -> tuple[str, ...]:
-        """The list of a lane, one of `LANES`."""
+        """Return the predictors of a lane, one of `LANES`."""
         names: tuple[str, ...] = getattr(self, lane)
         return names
 
     def normalize(self) -> LanePredictors:
-        """The same without repetitions; `OptionError` for unknown names and empty lists."""
+        """Return a copy without repetitions; raise `OptionError` for unknown names and empty lists."""
         return LanePredictors(
             **{lane: _parse_predictors(f"--{lane.replace('_', '-')}-predictors", self.get_lane(lane)) for lane in LANES}
         )
@@ -267,22 +267,22 @@ class MeasureOptions:
 
     @property
     def is_grouped(self) -> bool:
-        """Whether dumps are put together."""
+        """Whether dumps are grouped."""
         return self.entry_mode in ("aggregate", "chunked_grouped")
 
     @property
     def is_chunked(self) -> bool:
-        """Whether dumps are cut into pieces."""
+        """Whether dumps are split into chunks."""
         return self.entry_mode in ("chunked", "chunked_grouped")
 
 
 def format_lane(part: Part, half: LaneHalf) -> str:
-    """The name of a byte lane, one of `LANES`."""
+    """Return the name of a byte lane, one of `LANES`."""
     return f"{PART_LETTERS[part]}_{half}"
 
 
 def parse_lane(lane: str) -> tuple[Part, LaneHalf]:
-    """The part and the half of a byte lane, one of `LANES`."""
+    """Return the part and the half of a byte lane, one of `LANES`."""
     return next((part, half) for part in PARTS for half in LANE_HALVES if format_lane(part, half) == lane)
 
 
@@ -294,7 +294,7 @@ def _parse_predictors(flag: str, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def parse_layer_ids(text: str) -> tuple[int, ...]:
-    """The numbers in a list such as ``"0, 2"``."""
+    """Parse a list of layers such as ``"0, 2"``."""
     try:
         return tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError:

@@ -45,7 +45,9 @@ class CodedInputInfo(Record):
             self.room_bytes += source.engine_cache.unused_bytes if source.engine_cache is not None else 0
 
     def describe(self, element_bytes: int, coded_bytes: int, label: str) -> list[str]:
-        """Say of what the words were made, and how the `coded_bytes` of `label` compare with the input; or nothing."""
+        """Describe what the elements were dequantised from, and the ratio of `coded_bytes` to the input; empty if
+        nothing was.
+        """
         if not self.types:
             return []
         line = f"words dequantised from {', '.join(self.types)}"
@@ -61,7 +63,7 @@ class CodedInputInfo(Record):
     @property
     @json_key(omit=True)
     def dequantised(self) -> dict[str, Any] | None:
-        """The inputs as JSON values; None where all words are their own."""
+        """The inputs as JSON values; None if nothing was dequantised."""
         room = {"room_bytes": self.room_bytes} if self.room_bytes else {}
         return {"types": self.types, "input_bytes": self.nbytes, **room} if self.types else None
 
@@ -96,16 +98,16 @@ class DumpEntry:
     values: DumpTensor
 
     def get_tensor(self, part: Part) -> DumpTensor:
-        """K or V."""
+        """Return K or V."""
         return self.keys if part == "key" else self.values
 
     def is_complete(self) -> bool:
-        """Whether both tensors have the bytes that the metadata says."""
+        """Return whether both tensors have the size that the metadata states."""
         return self.keys.is_complete() and self.values.is_complete()
 
     @property
     def location(self) -> str:
-        """Its file, that of a tensor without the bytes that the metadata says where there is one; or its layer."""
+        """Path of its tensor of a wrong size, if there is one; else its file or its layer."""
         tensors = sorted((self.keys, self.values), key=lambda tensor: tensor.is_complete())
         files = [str(tensor.path) for tensor in tensors if isinstance(tensor, FileTensor)]
         return files[0] if files else f"{self.run_id}: layer {self.layer}"
@@ -113,7 +115,7 @@ class DumpEntry:
 
 @dataclass
 class DumpSelection:
-    """What a walk found."""
+    """Dumps selected from the inputs, and what was excluded."""
 
     #: In the order of the walk.
     entries: list[DumpEntry] = field(default_factory=list)
@@ -144,7 +146,7 @@ class DumpSelection:
             raise NothingSelectedError("No entries selected after filtering. Check --dump-dir/--stage/--scope options.")
 
     def describe_exclusions(self) -> str:
-        """Say which options and which faults left entries out, the most frequent first."""
+        """List the options and faults that excluded entries, the most frequent first."""
         counts = self.filter_counts + Counter(
             {_SKIP_REASON_TEXTS.get(name, name): n for name, n in self.skip_counts.items()}
         )
@@ -157,7 +159,7 @@ class DumpSelection:
             raise LimitError(f"the entries hold {nbytes} raw bytes, above the limit of {max_bytes}")
 
     def list_files(self) -> list[str]:
-        """The binary files of all entries that are dumps."""
+        """List the binary files of all entries that are dumps."""
         tensors = (tensor for entry in self.entries for tensor in (entry.keys, entry.values))
         return [str(tensor.path) for tensor in tensors if isinstance(tensor, FileTensor)]
 
@@ -209,7 +211,7 @@ def select_dumps(roots: Iterable[str | os.PathLike[str]], scope: Scope) -> DumpS
 
 
 def is_dump_folder(path: str) -> bool:
-    """Whether a path is to be walked: a directory that no other source or bundle of frames makes anything of."""
+    """Return whether a path is a directory to be searched for dumps: no other format recognises it."""
     return os.path.isdir(path) and detect(path).name in ("dump", "folder")
 
 
@@ -231,7 +233,7 @@ def add_dumps(selection: DumpSelection, root: Path, scope: Scope) -> None:
 
 
 def _suggest_readable(root: str) -> str:
-    """What to do with a folder that is no dump, if that is known."""
+    """Suggest an entry of a folder without dumps that kvmnn can read; empty if there is none."""
     readable_name = find_readable_entry(root)
     return (
         ""
@@ -281,7 +283,9 @@ def add_source(selection: DumpSelection, source: Source, scope: Scope, label: st
 
 
 def _add_dump(selection: DumpSelection, meta_path: Path, scope: Scope) -> None:
-    """One metadata file, checked in the reference's order; filters are silent, `_SkipError` carries reasons."""
+    """Add the dump of a metadata file, checked in the reference's order; raise `_SkipError` with the reason for a
+    fault.
+    """
     fields = _load_meta(meta_path)
     stage = str(fields.get("stage", "unknown"))
     if scope.stage not in ("both", stage):
@@ -322,7 +326,7 @@ def _load_meta(meta_path: Path) -> dict[str, Any]:
 
 
 def _parse_int_fields(fields: dict[str, Any]) -> tuple[int, int, int, int, int, int]:
-    """layer_id, seq_start, seq_len, kv_heads, head_dim, bytes_per_elem: whatever `int` takes, as in the reference."""
+    """Parse layer_id, seq_start, seq_len, kv_heads, head_dim and bytes_per_elem with `int`, as the reference does."""
     try:
         return (
             int(fields.get("layer_id", -1)),
@@ -337,7 +341,7 @@ def _parse_int_fields(fields: dict[str, Any]) -> tuple[int, int, int, int, int, 
 
 
 def _find_binaries(meta_path: Path, fields: dict[str, Any]) -> list[FileState]:
-    """The two binary files."""
+    """Find the two binary files."""
     names = [fields.get("k_file"), fields.get("v_file")]
     if not all(isinstance(name, str) and name for name in names):
         raise _SkipError("missing_k_or_v_file")
@@ -355,7 +359,7 @@ def _path_exists(path: Path) -> bool:
 
 
 def _check_regular_file(path: Path) -> FileState:
-    """A regular file that can be opened; devices and pipes, which may never end, cannot."""
+    """Return the state of a readable regular file; refuse devices and pipes, which may never end."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise _SkipError("binary_read_error")
@@ -381,68 +385,68 @@ class CompressionUnit:
 
     @property
     def layer(self) -> int:
-        """The layer of all its dumps."""
+        """The common layer of all its dumps."""
         return self.entries[0].layer
 
     def get_geometry(self, part: Part) -> tuple[int, int]:
-        """``(kv_heads, head_dim)`` of K or V; latent attention has another head_dim for V."""
+        """Return ``(kv_heads, head_dim)`` of K or V; latent attention has another head_dim for V."""
         _, heads, dims = self.entries[0].get_tensor(part).shape
         return heads, dims
 
     @property
     def tokens(self) -> int:
-        """Tokens of all its dumps."""
+        """Total tokens of its dumps."""
         return sum(entry.tokens for entry in self.entries)
 
     @property
     def parts(self) -> list[Part]:
-        """K and V; K alone where nothing is stored as V."""
+        """K and V; K alone if nothing is stored as V."""
         return [part for part in PARTS if self.count_raw_bytes(part)]
 
     def get_itemsize(self, part: Part) -> int:
-        """Bytes of a word of K or V as it is measured: 2 or 4."""
+        """Return the bytes of an element of K or V as it is measured: 2 or 4."""
         return self.entries[0].get_tensor(part).measured_itemsize
 
     def count_elements(self, part: Part) -> int:
-        """Words of K or V, which are the bytes of each byte lane."""
+        """Return the number of elements of K or V, which is the size of each byte lane."""
         heads, dims = self.get_geometry(part)
         return self.tokens * heads * dims
 
     def count_raw_bytes(self, part: Part) -> int:
-        """Bytes of K or V as they are measured."""
+        """Return the bytes of K or V as they are measured."""
         return self.tokens * self.entries[0].get_tensor(part).token_bytes
 
     def count_chunk_bytes(self, part: Part) -> int:
-        """Bytes of the largest piece of K or V as they are measured."""
+        """Return the bytes of the largest chunk of K or V as they are measured."""
         return min(self.chunk_tokens, self.tokens) * self.entries[0].get_tensor(part).token_bytes
 
     def iter_chunk_tokens(self) -> Iterator[int]:
-        """Tokens of each piece."""
+        """Iterate over the tokens of each chunk."""
         tokens = self.tokens
         for start in range(0, tokens, self.chunk_tokens):
             yield min(self.chunk_tokens, tokens - start)
 
     def count_chunks(self) -> int:
-        """How many pieces there are of K; V has as many."""
+        """Return the number of chunks of K, which is that of V."""
         return -(-self.tokens // self.chunk_tokens)
 
     def list_tensors(self, part: Part) -> list[DumpTensor]:
-        """K or V of its dumps."""
+        """List K or V of all its dumps."""
         return [entry.get_tensor(part) for entry in self.entries]
 
     @property
     def is_rounded(self) -> bool:
-        """Whether all its words are stored in 32 bits and measured in 16."""
+        """Whether all its elements are stored in 32 bits and measured in 16."""
         tensors = [tensor for entry in self.entries for tensor in (entry.keys, entry.values)]
         return all(tensor.stored_itemsize == 4 and tensor.measured_itemsize == 2 for tensor in tensors)
 
     def is_complete(self) -> bool:
-        """Whether every binary file has the bytes that its metadata says."""
+        """Return whether every binary file has the size that its metadata states."""
         return all(entry.is_complete() for entry in self.entries)
 
 
 def build_units(selection: DumpSelection, options: MeasureOptions) -> list[CompressionUnit]:
-    """The selected dumps as the entry mode puts them together, in order of first appearance."""
+    """Group the selected dumps by the entry mode, in order of first appearance."""
     if options.is_grouped:
         groups = _group_entries(selection.entries, options.aggregate_by_stage)
     else:

@@ -290,7 +290,7 @@ class AggregateSizeStats:
 
     @property
     def fp32_lanes(self) -> dict[tuple[Part, int], LaneSizeStats]:
-        """The lanes of fp32 words that count in the sums, by part and number; empty without such words."""
+        """Sizes of the fp32 byte lanes that count in the sums, by part and lane number; empty without fp32 elements."""
         return self.fp32.lanes if self.fp32 is not None and self.is_fp32_counted else {}
 
     def count_modes(self, part: Part, half: LaneHalf) -> dict[str, int]:

@@ -32,28 +32,28 @@ class DumpTensor(Protocol):
 
     @property
     def tokens(self) -> int:
-        """Tokens by its metadata."""
+        """Number of tokens in the metadata."""
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token's words as they are measured."""
+        """Bytes of one token as measured."""
 
     @property
     def measured_itemsize(self) -> int:
-        """Bytes of a word as it is measured: 2 or 4."""
+        """Bytes of an element as measured: 2 or 4."""
 
     @property
     def stored_itemsize(self) -> int:
-        """Bytes of a word as it is stored: 2 or 4."""
+        """Bytes of an element as stored: 2 or 4."""
 
     def is_complete(self) -> bool:
-        """Whether there are as many bytes as the tokens take."""
+        """Return whether the data has the size of the tokens."""
 
     def iter_stored_chunks(self, tokens: int) -> Iterator[Chunk]:
-        """All tokens as the words that are stored, `tokens` at a time, the last run shorter."""
+        """Iterate over all elements as stored, `tokens` tokens at a time; the last chunk may be shorter."""
 
     def iter_chunks(self, tokens: int) -> Iterator[Chunk]:
-        """The same as little-endian words of `measured_itemsize` bytes."""
+        """Iterate over all elements, little-endian and of `measured_itemsize` bytes, `tokens` tokens at a time."""
 
 
 class FileTensor:
@@ -94,7 +94,7 @@ class FileTensor:
             yield chunk if self.stored_itemsize == self.measured_itemsize else round_to_fp16(chunk)
 
     def iter_raw_chunks(self, chunk_bytes: int) -> Iterator[Chunk]:
-        """The file's own bytes, `chunk_bytes` at a time."""
+        """Iterate over the file's bytes, `chunk_bytes` at a time."""
         if self.file_bytes > _MAX_READ_BYTES:
             file = MappedFile(self.path, expected_state=self._file)
             yield from file.iter_chunks(0, file.size, chunk_bytes)
@@ -172,7 +172,7 @@ def get_stored_token_bytes(tensor: DumpTensor) -> int:
 
 
 def round_to_fp16(chunk: Chunk) -> Chunk:
-    """fp32 words as fp16 words: to nearest, ties to even, too large to infinity."""
+    """Round fp32 elements to fp16: to nearest, ties to even, overflow to infinity."""
     with np.errstate(over="ignore", invalid="ignore"):
         return chunk.view("<f4").astype("<f2").view(np.uint8)
 
@@ -200,7 +200,7 @@ class TokenReader:
         self._remaining_bytes = sum(tensor.tokens for tensor in tensors) * self._token_bytes
 
     def iter_tokens(self, tokens: int) -> Iterator[Chunk]:
-        """The next `tokens` tokens, in runs as they come."""
+        """Iterate over the data of the next `tokens` tokens, in chunks of any size."""
         remaining_bytes = tokens * self._token_bytes
         self._remaining_bytes -= remaining_bytes
         while remaining_bytes:
@@ -215,6 +215,6 @@ class TokenReader:
                 pass
 
     def read_tokens(self, tokens: int) -> Chunk:
-        """The next `tokens` tokens in one run, copied where they lie in several."""
+        """Read the next `tokens` tokens as one chunk, copied only if they span several."""
         chunks = list(self.iter_tokens(tokens))
         return chunks[0] if len(chunks) == 1 else np.concatenate(chunks)

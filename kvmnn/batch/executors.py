@@ -271,7 +271,7 @@ class DaskExecutor(Executor):
 
 @contextmanager
 def _silence_logs() -> Iterator[None]:
-    """Silence the log of Dask: the run reports errors itself."""
+    """Turn off the log of Dask, because the run reports errors itself."""
     names = [name for name in logging.root.manager.loggerDict if name.partition(".")[0] in ("distributed", "tornado")]
     levels = {name: logging.getLogger(name).level for name in ("distributed", *names)}
     try:

@@ -1,11 +1,9 @@
-"""Whether files are what they were: sizes and times of the last change.
+"""Journal of finished tasks, with which an interrupted run resumes.
 
-Tasks that are finished, kept in a file, so that an interrupted run goes on where it was.
-
-The file is a journal (`kvmnn.files.journal`). Its first record is the work: its name, options, kvmnn's version. Then
-come tasks in the order in which things happened to them: begun (where their output was not there yet, or was that of an
-earlier run), finished with their line and with what input and output were (`stamps`), or failed, which are done again
-(`output_stamps`: what an earlier run wrote, and is still there).
+The file is a `kvmnn.files.journal`. Its first record is the work: its name, options, and kvmnn's version. Each further
+record is an event of a task: ``begun`` (its output did not exist, or was that of an earlier run), ``done`` with its
+line of output and the stamps of input and output (sizes and modification times), or ``failed``, which the next run
+repeats (``made``: stamps of the output that an earlier run wrote and that still exists).
 """
 
 from __future__ import annotations
@@ -26,9 +24,10 @@ from .tasks import Task, TaskResult
 
 
 def compute_stamp(path: str) -> str | None:
-    """Sizes and times of what lies at a path: of a file, and of what belongs to it by its name (``x.json`` of ``x``,
-    ``x.v`` of ``x.k``) or is read next to it (``positions.json`` of ``x.npy``); of all files below a folder. None where
-    nothing can be seen there.
+    """Return sizes and times of last change of a file and its related files, or a hash over the files of a folder.
+
+    Related are ``x.json`` of ``x``, ``x.v`` of ``x.k``, and sidecars such as ``positions.json`` of ``x.npy``. The
+    result is None where nothing can be read.
     """
     try:
         if os.path.isdir(path):
@@ -80,7 +79,7 @@ _JOURNAL_FORMAT = JournalFormat(
 
 
 class _FinishedTask(NamedTuple):
-    """Where a line is in the file, and what input and output were."""
+    """Position of a task's record in the file, and the stamps of its input and output."""
 
     offset: int
     length: int
@@ -130,7 +129,9 @@ class TaskJournal:
         self.num_loaded = len(self._finished)
 
     def is_finished(self, task: Task) -> bool:
-        """Whether a task is finished, its input and output what they were; if it is, `read_result` gives it."""
+        """Return whether a task is finished and its input and output are unchanged; `read_result` then returns its
+        result.
+        """
         key = _make_key(task.path)
         entry = self._finished.get(key)
         if entry is None:
@@ -143,17 +144,17 @@ class TaskJournal:
         return False
 
     def read_result(self, task: Task) -> TaskResult:
-        """The task as it was finished."""
+        """Return the recorded result of a finished task."""
         entry = self._finished[_make_key(task.path)]
         record = self._journal.read_record(entry.offset, entry.length)
         return TaskResult(task.path, None, str(record["line"]))
 
     def was_started(self, task: Task) -> bool:
-        """Whether a run began it that did not come to its end."""
+        """Return whether an earlier run started a task and did not end it."""
         return _make_key(task.path) in self._started
 
     def is_own_output(self, task: Task) -> bool:
-        """Whether all that is there of its output is what an earlier run wrote, unchanged."""
+        """Return whether all existing output of a task was written by an earlier run and is unchanged."""
         output_stamps = self._output_stamps.get(_make_key(task.path))
         if output_stamps is None or task.output is None:
             return False
@@ -165,13 +166,13 @@ class TaskJournal:
         )
 
     def record_start(self, task: Task) -> None:
-        """Note that a task is begun whose output is not there, or is that of an earlier run."""
+        """Record the start of a task whose output does not exist, or is that of an earlier run."""
         if not self.was_started(task):
             self._started.add(_make_key(task.path))
             self._journal.append({"begun": _make_key(task.path)})
 
     def record_end(self, task: Task, result: TaskResult, input_stamp: str | None) -> None:
-        """Note what became of a task; `input_stamp` is the stamp of its input from before."""
+        """Record the result of a task; `input_stamp` is the stamp of its input before it ran."""
         key = _make_key(task.path)
         self._started.discard(key)
         if result.ok:
@@ -188,16 +189,16 @@ class TaskJournal:
 
     @property
     def path(self) -> Path:
-        """The file."""
+        """Path of the file."""
         return self._journal.path
 
     @property
     def has_torn_line(self) -> bool:
-        """Whether a torn line was dropped at its end."""
+        """Whether an incomplete last line was dropped."""
         return self._journal.has_torn_line
 
     def close(self) -> None:
-        """Bring it to the disk and let go of it."""
+        """Flush the file to disk and close it."""
         self._journal.close()
 
     def __enter__(self) -> Self:
@@ -245,7 +246,7 @@ class TaskJournal:
 
 
 def _describe_difference(recorded: object, current: Mapping[str, Any]) -> str:
-    """The first thing in which two works differ."""
+    """Describe the first difference between two works."""
     if not isinstance(recorded, dict):
         return "it does not say of which"
     key = next(key for key in {**current, **recorded} if current.get(key) != recorded.get(key))
@@ -263,19 +264,17 @@ def _make_key(path: str) -> str:
 
 
 def _stamp_outputs(task: Task) -> dict[str, str | None]:
-    """What output is, by its endings."""
+    """Return the stamp of each output of a task by its suffix."""
     return (
         {} if task.output is None else {suffix: compute_stamp(task.output + suffix) for suffix in task.output_suffixes}
     )
 
 
 def _dump_stamps(task: Task, input_stamp: str | None) -> str:
-    """What input and output are."""
     return json.dumps([input_stamp, _stamp_outputs(task)])
 
 
 def _parse_output_stamps(stamps: str) -> Mapping[str, str | None]:
-    """What output was."""
     try:
         output_stamps = json.loads(stamps)[1]
     except (ValueError, LookupError, TypeError):

@@ -72,8 +72,10 @@ def run_tasks(
     KvmnnError
         If the executor does not run tasks any more.
 
-    Notes ----- If the iterator is closed early, or an exception such as `KeyboardInterrupt` leaves it, waiting tasks
-    are cancelled, and an executor that was created here is shut down with ``cancel_futures``.
+    Notes
+    -----
+    If the iterator is closed early, or an exception such as `KeyboardInterrupt` leaves it, waiting tasks are cancelled,
+    and an executor that was created here is shut down with ``cancel_futures``.
     """
     from .._util.parallel import cpu_count
 
@@ -128,7 +130,7 @@ class _TaskRunner:
                 self._collect_ended(ended_futures)
 
     def _check_stall(self) -> None:
-        """Nothing ended for a while: unblock a pool with a dead process, or check the connection of a cluster."""
+        """Unblock a pool with a dead process, or check the connection of a cluster, after a time without results."""
         if isinstance(self.executor, ProcessExecutor):
             self.executor.break_if_stuck()
         elif isinstance(self.executor, DaskExecutor):

@@ -61,7 +61,7 @@ class TaskResult:
 
     @property
     def ok(self) -> bool:
-        """Whether it did not fail."""
+        """Whether the task succeeded."""
         return self.error is None
 
     def to_dict(self) -> dict[str, Any]:

@@ -110,7 +110,7 @@ class ConvertResult(Record):
     @property
     @json_key(after="sha256")
     def label(self) -> str:
-        """``"LOSSLESS"``, or ``"LOSSY"`` where elements were rounded."""
+        """``"LOSSLESS"``, or ``"LOSSY"`` if elements were rounded."""
         return LOSSY if self.rounded_types else LOSSLESS
 
     @property

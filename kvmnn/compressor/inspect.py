@@ -72,7 +72,7 @@ class _ContentsInfo(Record):
 
     @property
     def _metadata_document(self) -> dict[str, Any]:
-        """The number of bytes, and the entries, or else the first bytes as hexadecimal digits."""
+        """The number of bytes, and the entries, or the first bytes as hexadecimal digits if they are no entries."""
         entries = unpack_metadata(self.metadata)
         content = {"head": self.metadata[:_NUM_HEAD_BYTES].hex()} if entries is None else {"entries": entries}
         return {"bytes": len(self.metadata), **(content if self.metadata else {})}

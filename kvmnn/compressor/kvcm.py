@@ -137,12 +137,12 @@ class WeightBlock:
 
     @property
     def rows(self) -> int:
-        """Outputs of the layer."""
+        """Number of outputs of the layer."""
         return int(self.weight.shape[0])
 
     @property
     def cols(self) -> int:
-        """Inputs of the layer."""
+        """Number of inputs of the layer."""
         return int(self.weight.shape[1])
 
     @property

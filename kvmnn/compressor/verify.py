@@ -82,7 +82,7 @@ class WeightsVerifyResult(Record):
 
     @property
     def reasons(self) -> list[str]:
-        """Of all findings."""
+        """Reason codes of all findings."""
         return [finding.reason for finding in self.findings]
 
     @property
@@ -140,12 +140,12 @@ class RejectionReport(Record):
 
     @property
     def reasons(self) -> list[str]:
-        """The one of `error`."""
+        """The reason code of `error`."""
         return [self.error.reason]
 
     @property
     def findings(self) -> list[dict[str, Any]]:
-        """The one finding as JSON values."""
+        """The error as a finding, in JSON values."""
         error = self.error
         return [{"reason": error.reason, "level": "format", "offset": error.offset, "text": str(error)}]
 

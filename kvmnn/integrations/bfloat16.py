@@ -42,7 +42,7 @@ class BFloat16(ZDType[np.dtype[Any], Any], HasItemSize):
 
     @property
     def item_size(self) -> int:
-        """Bytes of a number."""
+        """Number of bytes per element."""
         return 2
 
     @classmethod
@@ -51,13 +51,13 @@ class BFloat16(ZDType[np.dtype[Any], Any], HasItemSize):
 
     @classmethod
     def from_native_dtype(cls, dtype: np.dtype[Any]) -> Self:
-        """`DataTypeValidationError` for all types but bfloat16 of ml_dtypes."""
+        """Create the type from bfloat16 of ml_dtypes; raise `DataTypeValidationError` for every other type."""
         if cls._check_native_dtype(dtype):
             return cls()
         raise DataTypeValidationError(f"invalid data type {dtype}: expected {DTYPE_NAME}")
 
     def to_native_dtype(self) -> np.dtype[Any]:
-        """The type of ml_dtypes."""
+        """Return the numpy type of ml_dtypes."""
         return _get_native_dtype()
 
     @classmethod
@@ -72,7 +72,7 @@ class BFloat16(ZDType[np.dtype[Any], Any], HasItemSize):
         return cls()
 
     def to_json(self, zarr_format: int) -> Any:
-        """Its name."""
+        """Return the name of the type; raise `ValueError` for Zarr version 2."""
         if zarr_format != 3:
             raise ValueError(f"{DTYPE_NAME} is no data type of Zarr version {zarr_format}: use version 3")
         return DTYPE_NAME
@@ -85,7 +85,7 @@ class BFloat16(ZDType[np.dtype[Any], Any], HasItemSize):
         return True
 
     def cast_scalar(self, data: object) -> Any:
-        """`TypeError` for what is no number."""
+        """Convert a number, or a text as in `from_json_scalar`, to bfloat16; raise `TypeError` for anything else."""
         if isinstance(data, str):
             return self.from_json_scalar(data, zarr_format=3)
         try:
@@ -97,11 +97,11 @@ class BFloat16(ZDType[np.dtype[Any], Any], HasItemSize):
         return self.cast_scalar(data)
 
     def default_scalar(self) -> Any:
-        """Zero."""
+        """Return 0."""
         return self.cast_scalar(0.0)
 
     def from_json_scalar(self, data: Any, *, zarr_format: int) -> Any:
-        """A fill value: a number, ``"NaN"``, ``"Infinity"``, ``"-Infinity"``, or bits such as ``"0x7fc0"``."""
+        """Parse a fill value: a number, ``"NaN"``, ``"Infinity"``, ``"-Infinity"``, or bits such as ``"0x7fc0"``."""
         native_dtype = self.to_native_dtype()
         if isinstance(data, str) and data in _SPECIAL_VALUES:
             return native_dtype.type(_SPECIAL_VALUES[data])
@@ -112,7 +112,7 @@ class BFloat16(ZDType[np.dtype[Any], Any], HasItemSize):
         raise TypeError(f"{data!r} is no {DTYPE_NAME}")
 
     def to_json_scalar(self, data: object, *, zarr_format: int) -> float | str:
-        """The same for a document."""
+        """Convert a fill value to JSON."""
         number = float(self.cast_scalar(data))
         if math.isnan(number):
             return "NaN"

@@ -1,4 +1,4 @@
-"""What the codecs for Zarr share: a chunk of an array as one frame."""
+"""Encode and decode a chunk of an array as one frame, for both Zarr codecs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ _ELEMENT_TYPES: dict[str, DType] = {"float16": FP16, "float32": FP32, "bfloat16"
 
 
 def get_element_type(array_dtype: np.dtype[Any]) -> DType:
-    """What the words of a chunk are, by its numpy type: float16, float32, bfloat16 of ml_dtypes, or uint16 for it."""
+    """Return the element type of a chunk of numpy type float16, float32, bfloat16 (of ml_dtypes) or uint16 (bfloat16
+    bits).
+    """
     element_type = _ELEMENT_TYPES.get(array_dtype.name)
     if element_type is None:
         raise KvmnnError(
@@ -36,7 +38,7 @@ def get_element_type(array_dtype: np.dtype[Any]) -> DType:
 
 
 def check_effort(effort: object) -> str:
-    """`KvmnnError` for an effort that does not exist."""
+    """Return the effort; raise `KvmnnError` if it does not exist."""
     if not isinstance(effort, str):
         raise KvmnnError(f"codec {CODEC_NAME}: effort is {effort!r}: expected a string")
     CodecOptions(effort=effort).check()
@@ -44,13 +46,13 @@ def check_effort(effort: object) -> str:
 
 
 def check_size(nbytes: int) -> None:
-    """`LimitError` for a chunk that is too large."""
+    """Raise `LimitError` for a chunk of more than `MAX_CHUNK_BYTES` bytes."""
     if nbytes > MAX_CHUNK_BYTES:
         raise LimitError(f"codec {CODEC_NAME}: a chunk has {nbytes:,} bytes: expected at most {MAX_CHUNK_BYTES:,}")
 
 
 def encode_chunk(elements: Bytes, element_type: DType, effort: str) -> bytes:
-    """The frame of a chunk's little-endian words, 1-D."""
+    """Encode a chunk's little-endian elements, 1-D, as a frame."""
     check_size(elements.size)
     if not elements.size:
         raise KvmnnError(f"codec {CODEC_NAME}: a chunk is empty, there is nothing to encode")
@@ -58,9 +60,9 @@ def encode_chunk(elements: Bytes, element_type: DType, effort: str) -> bytes:
 
 
 def decode_chunk(frame: Any, element_type: DType | None, nbytes: int | None) -> Elements:
-    """A chunk's little-endian words, 1-D: of `nbytes` bytes, or as many as its frame says (None).
+    """Decode a chunk to its little-endian elements, 1-D: `nbytes` bytes, or as many as its frame states (None).
 
-    Of the type that holds words of `element_type`; of float16 or float32 where that is None.
+    The array has the numpy type of `element_type`; float16 or float32 where that is None.
     """
     if nbytes is not None:
         check_size(nbytes)

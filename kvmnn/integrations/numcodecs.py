@@ -1,4 +1,4 @@
-"""The codec of numcodecs, which Zarr version 2 and others use: a buffer of words becomes a frame."""
+"""The codec for numcodecs and Zarr version 2: it encodes a buffer of elements as a frame."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class FrameCompressor(Codec):
         self.endian = endian
 
     def encode(self, buf: Any) -> bytes:
-        """The frame of a buffer; of an array in memory order."""
+        """Encode a buffer, or an array in memory order, as a frame."""
         element_type, data = self._to_elements(buf)
         if data.size % element_type.itemsize:
             raise KvmnnError(
@@ -49,7 +49,7 @@ class FrameCompressor(Codec):
         return encode_chunk(self._swap_big_endian(data, element_type.itemsize), element_type, self.effort)
 
     def decode(self, buf: Any, out: Any = None) -> Any:
-        """The bytes of a frame: a uint8 array, or `out` itself, which must have as many."""
+        """Decode a frame to a uint8 array, or into `out`, which must have the same size."""
         element_type = None if self.dtype is None else parse_dtype(self.dtype)
         target = None if out is None else _as_bytes(out)
         frame = _as_bytes(buf)
@@ -78,7 +78,7 @@ class FrameCompressor(Codec):
 
 
 def _as_bytes(buf: Any) -> Bytes:
-    """The bytes of a buffer in memory order, 1-D; a view where they are contiguous."""
+    """Return the bytes of a buffer in memory order, 1-D; a view where they are contiguous."""
     array = buf if isinstance(buf, np.ndarray) else np.frombuffer(buf, np.uint8)
     if array.dtype.hasobject:
         raise KvmnnError(f"codec {CODEC_NAME}: type {array.dtype} has no bytes of its own")

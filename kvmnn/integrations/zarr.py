@@ -36,7 +36,7 @@ class ZarrFrameCodec(ArrayBytesCodec):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """The codec that a document of an array names."""
+        """Create the codec from the metadata of an array."""
         configuration = data.get("configuration") or {}
         if (
             data.get("name") != CODEC_NAME
@@ -47,11 +47,11 @@ class ZarrFrameCodec(ArrayBytesCodec):
         return cls(**configuration)
 
     def to_dict(self) -> dict[str, Any]:
-        """What a document of an array says of the codec."""
+        """Return the codec as in the metadata of an array."""
         return {"name": CODEC_NAME, "configuration": {"effort": self.effort}}
 
     def validate(self, *, shape: tuple[int, ...], dtype: Any, chunk_grid: Any) -> None:
-        """`KvmnnError` for an array of a type that frames do not hold, or with chunks that are too large."""
+        """Raise `KvmnnError` for an array of an unsupported type, or with chunks that are too large."""
         native_dtype = dtype.to_native_dtype()
         get_element_type(native_dtype)
         chunk_shape = getattr(chunk_grid, "chunk_shape", None)
@@ -59,7 +59,7 @@ class ZarrFrameCodec(ArrayBytesCodec):
             check_size(int(np.prod(chunk_shape, dtype=object)) * native_dtype.itemsize)
 
     def compute_encoded_size(self, input_byte_length: int, chunk_spec: ArraySpec) -> int:
-        """Nobody knows before it is done."""
+        """Raise `NotImplementedError`: the size of a frame is unknown before it is encoded."""
         raise NotImplementedError
 
     def _decode_sync(self, chunk_bytes: Buffer, chunk_spec: ArraySpec) -> NDBuffer:
@@ -85,5 +85,5 @@ class ZarrFrameCodec(ArrayBytesCodec):
 
 
 def _to_little_endian(native_dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The same type in the byte order of frames; bfloat16 of ml_dtypes has the machine's."""
+    """Return the type in little-endian order, as in frames; bfloat16 of ml_dtypes only has the machine's order."""
     return native_dtype if native_dtype.kind == "V" else native_dtype.newbyteorder("<")

@@ -542,7 +542,7 @@ class ModelCache:
 
 
 def _select_live_columns(weights: Floats, slots: Indices) -> Floats:
-    """Attention ``[query_head, query, slot]`` of the live slots only, ``[query_head, query, token]``."""
+    """Select the live slots of attention ``[query_head, query, slot]``: ``[query_head, query, token]``."""
     if len(slots) == 1:
         return weights[:, :, slots[0]]
     per_query_head = np.repeat(slots, weights.shape[0] // len(slots), axis=0)

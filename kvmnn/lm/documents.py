@@ -33,7 +33,7 @@ class TextRecord(NamedTuple):
 
 
 def has_records(path: Path) -> bool:
-    """Whether a file holds many texts, by its suffix."""
+    """Return whether a file contains several texts, by its suffix."""
     return path.suffix.lower() in (*LINE_SUFFIXES, *ROW_SUFFIXES)
 
 
@@ -246,7 +246,7 @@ def read_documents(
     *,
     notes: list[str] | None = None,
 ) -> list[Document]:
-    """The documents of files and folders, each under a name of its own, in the order in which they lie there.
+    """Read the documents of files and folders in order, each under a unique name.
 
     Parameters
     ----------

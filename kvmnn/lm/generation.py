@@ -62,7 +62,7 @@ class SamplingOptions(Record):
             raise KvmnnError(f"seed is {self.seed}: expected at least 0")
 
     def create_selector(self) -> Callable[[Floats], int]:
-        """A function from logits ``[vocabulary]`` to a token; it remembers what it has drawn."""
+        """Create a function that selects a token from logits ``[vocabulary]``; it has its own random generator."""
         generator = np.random.default_rng(self.seed)
 
         def select_token(logits: Floats) -> int:
@@ -280,7 +280,7 @@ class Continuation(Record):
 
     @property
     def label(self) -> str:
-        """Whether the cache lost anything."""
+        """``"LOSSY"`` if the cache lost anything, else ``"LOSSLESS"``."""
         return LOSSY if min(self.generation.tokens_kept) < self.generation.tokens_seen else LOSSLESS
 
 

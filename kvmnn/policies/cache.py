@@ -69,8 +69,8 @@ class CacheState:
         self.num_seen += count
 
     def add_scores(self, sums: npt.NDArray[Any], fold: ScoreFold = np.add) -> None:
-        """Fold what one step's attention gave to each stored token into the scores (`ScoreAccumulator.fold`), in
-        float32.
+        """Add the attention that one step gave to each stored token to the scores, in float32
+        (`ScoreAccumulator.fold`).
 
         Where there are fewer or more sums than tokens, those that have both are folded and the rest is left: so does
         the StreamingLLM + H2O project.

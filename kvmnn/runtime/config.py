@@ -236,12 +236,12 @@ class RuntimeConfig:
 
     @property
     def is_active(self) -> bool:
-        """Whether anything is compressed at all."""
+        """Whether the runtime compresses anything."""
         return self.enable and self.runtime_enable and self.codec == ENGINE_CODEC
 
     @property
     def replaces_rows(self) -> bool:
-        """Whether frames replace the rows, which must then be restored before each call."""
+        """Whether rows are freed once they are encoded, so that each call must first restore them from frames."""
         return self.enable and self.runtime_enable and self.mode == "store"
 
     @property

@@ -15,7 +15,7 @@ class PositionRuns:
         self._runs: list[ReservePair] = runs or []
 
     def append(self, begin: int, count: int) -> None:
-        """Tokens that stand at `begin` and after it."""
+        """Append `count` tokens at position `begin` and after it."""
         if self._runs:
             first, previous_count = self._runs[-1]
             if first + previous_count == begin:
@@ -25,7 +25,7 @@ class PositionRuns:
             self._runs.append((begin, count))
 
     def select(self, pairs: list[ReservePair]) -> PositionRuns:
-        """Those of the tokens in `pairs` (index and count, ascending)."""
+        """Return the positions of the tokens in `pairs` (index and count, ascending)."""
         result = PositionRuns()
         offset, pending = 0, list(reversed(pairs))
         for begin, count in self._runs:
@@ -60,6 +60,6 @@ class PositionRuns:
         return sum(self._runs[-1]) if self._runs else 0
 
     def to_array(self) -> Positions:
-        """All positions, one for each token."""
+        """Return the position of each token."""
         runs = [np.arange(begin, begin + count, dtype=np.int64) for begin, count in self._runs]
         return np.concatenate(runs) if runs else np.empty(0, np.int64)

@@ -244,7 +244,7 @@ class _Replayer:
             self.nanoseconds += time.perf_counter_ns() - start_ns
 
     def to_point(self, step: int, tokens: int, elapsed: int) -> ReplayPoint:
-        """The figures now."""
+        """Return the current figures."""
         metrics = self.runtime.collect_metrics()
         layer_bytes = sum(part.nbytes for part in self._trace.layers[0]) // self._trace.tokens
         num_live = sum(self.runtime.get_positions(number).size for number in range(len(self._trace.layers)))

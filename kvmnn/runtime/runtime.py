@@ -210,7 +210,9 @@ class LosslessRuntime:
         return self._runtime.get_live_rows(self._check_layer(layer))
 
     def get_positions(self, layer: int) -> Positions:
-        """Return the text positions of a layer's tokens, ``[token]``; the engine ignores resets."""
+        """Return the text positions of a layer's tokens, ``[token]``; the emulation counts on after a reset, as the
+        engine does.
+        """
         return self._runtime.get_positions(self._check_layer(layer))
 
     def read_layer(self, layer: int) -> LayerCache:

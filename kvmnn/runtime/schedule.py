@@ -132,7 +132,7 @@ def compute_due_range(
 
 
 def get_bootstrap_tokens(config: RuntimeConfig) -> int:
-    """Tokens of a layer's first block."""
+    """Return the number of tokens in a layer's first block."""
     if config.mode == "probe":
         return min(config.block_tokens, 32)
     if config.mode == "full":
@@ -141,7 +141,7 @@ def get_bootstrap_tokens(config: RuntimeConfig) -> int:
 
 
 def get_grouped_tokens(config: RuntimeConfig) -> int:
-    """Tokens of every later block."""
+    """Return the number of tokens in every later block."""
     if config.mode == "store":
         return config.store_grouped_step_tokens or 3 * config.block_tokens
     return config.block_tokens

@@ -175,7 +175,7 @@ class CompressFileResult(Record):
 
     @property
     def document(self) -> dict[str, Any]:
-        """What stands in the document next to the output, but for the positions."""
+        """The JSON document that is written next to the output, without the positions."""
         return {
             "label": self.label,
             "kvmnn_version": get_version(),

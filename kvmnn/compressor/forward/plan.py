@@ -230,7 +230,7 @@ def _check_weights(weights: WeightFile, layers: list[int], head_dim: int, plan: 
 
 
 def _check_chain(weights: WeightFile, layer: int, prefix: int, head_dim: int, factor: int) -> None:
-    """Each Linear must take what the one before it makes; the first takes a group, the last makes a token."""
+    """Check that each Linear takes what the one before it returns, from a group of tokens to one token."""
     location = f"{weights.label}: layer {layer}, {DEFAULT_PREFIXES[prefix]}"
     width, source = factor * head_dim, f"factor {factor} x head_dim {head_dim}"
     for slot in range(SLOTS_PER_PREFIX):

@@ -143,7 +143,9 @@ class _AttentionFinder:
         return tuple(spans) if len(spans) == len(self.layer_of_input) else ()
 
     def _trace_to_keys(self, name: str, nodes_by_tensor: dict[str, list[Any]], depth: int = 0) -> list[Any]:
-        """The product of two computed tensors that becomes this one, and what lies between; empty where none does."""
+        """Trace scores back to the product of queries and keys; return the nodes up to it, or none if there is no
+        product.
+        """
         node = self.producer.get(name)
         if node is None or depth > 12:
             return []
@@ -160,7 +162,7 @@ class _AttentionFinder:
         return nodes_by_tensor[name]
 
     def _trace_to_values(self, name: str, visited: set[str], depth: int = 0) -> list[Any]:
-        """What lies between probabilities and their product with computed values, the product included."""
+        """Trace probabilities forward to their product with values; return the nodes up to it, the product included."""
         nodes: list[Any] = []
         if name in visited or depth > 8:
             return nodes
@@ -210,7 +212,7 @@ class _AttentionFinder:
         return "", ""
 
     def _is_weight(self, name: str) -> bool:
-        """Whether a tensor is a stored weight, maybe after casts: what a router or a head multiplies."""
+        """Return whether a tensor is a stored weight, possibly after casts, as for the product of a router or head."""
         while name in self.producer and self.producer[name].op_type in {"Cast", "Identity", "Transpose"}:
             name = self.producer[name].input[0]
         if name in self.producer:
@@ -218,7 +220,7 @@ class _AttentionFinder:
         return name not in {value.name for value in self.graph.input}
 
     def _is_scored(self, name: str) -> bool:
-        """Whether a product of two computed tensors reaches this one through nothing but scaling and masking."""
+        """Return whether only scaling and masking lie between this tensor and a product of two computed tensors."""
         queue, visited = deque([(name, 0)]), set()
         while queue:
             name, depth = queue.popleft()
@@ -234,7 +236,7 @@ class _AttentionFinder:
         return False
 
     def _find_layer(self, values: str) -> int | None:
-        """The layer whose past values flow into `values`, projections not crossed."""
+        """Return the layer whose past values flow into `values` without a projection between."""
         queue, visited = deque([(values, 0)]), set()
         while queue:
             name, depth = queue.popleft()
@@ -257,14 +259,14 @@ def _get_operand(node: Any, position: int) -> str:
 
 
 def _can_report(node: Any) -> bool:
-    """Whether the fourth output of a standard Attention is free, or holds probabilities already."""
+    """Return whether the fourth output of a standard Attention is unused, or contains probabilities already."""
     if len(node.output) < 4 or not node.output[3]:
         return True
     return any(attribute.name == "qk_matmul_output_mode" and attribute.i == 3 for attribute in node.attribute)
 
 
 def _list_reporting_operators() -> set[str]:
-    """Fused operators whose schema, in the onnxruntime that is installed, has an output for scores."""
+    """List the fused operators that have an output for scores in the installed onnxruntime."""
     try:
         state = import_optional("onnxruntime.capi.onnxruntime_pybind11_state")
         schemas = state.get_all_operator_schema()

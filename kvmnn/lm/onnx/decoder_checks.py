@@ -30,7 +30,7 @@ _PROBE_LONG_TOKENS, _PROBE_SHORT_TOKENS, _PROBE_NEW_TOKENS = 8, 3, 4
 
 
 def try_unequal_lengths(decoder: OnnxDecoder) -> UnequalLengthSupport:
-    """How tokens may be fed while layers hold different numbers of tokens."""
+    """Test how tokens may be fed while layers store different numbers of tokens."""
     interface = decoder.interface
     if not interface.has_positions or interface.derives_positions_from_length:
         return "none"
@@ -54,12 +54,12 @@ def try_unequal_lengths(decoder: OnnxDecoder) -> UnequalLengthSupport:
 
 
 def probe_tokens(count: int, vocab: int) -> NDArray[np.int64]:
-    """Tokens spread over the vocabulary, all different where it is large enough."""
+    """Return tokens spread over the vocabulary, all distinct if it is large enough."""
     return (np.arange(count, dtype=np.int64) * 37 + 11) % vocab
 
 
 def are_close(actual: NDArray[np.float32], expected: NDArray[np.float32], dtype: type[np.generic]) -> bool:
-    """Whether two computations of the same logits agree as far as the arithmetic allows."""
+    """Return whether two computations of the same logits agree within the precision of `dtype`."""
     tolerance = 2e-2 if dtype == np.float16 else 1e-3
     scale = float(np.abs(expected).max(initial=0.0))
     return bool(
@@ -68,7 +68,7 @@ def are_close(actual: NDArray[np.float32], expected: NDArray[np.float32], dtype:
 
 
 def select_slots(past: Sequence[KVPair], slots_by_layer: Sequence[NDArray[np.int64]]) -> list[KVPair]:
-    """The slots `slots_by_layer` of each layer."""
+    """Select the slots `slots_by_layer` of each layer."""
     return [
         (np.ascontiguousarray(keys[:, :, slots]), np.ascontiguousarray(values[:, :, slots]))
         for (keys, values), slots in zip(past, slots_by_layer, strict=True)
@@ -183,7 +183,7 @@ def _probe_inputs(decoder: OnnxDecoder) -> tuple[NDArray[np.int64], NDArray[np.i
 
 
 def mask_slots(total: int, masked_slots: tuple[int, ...]) -> NDArray[np.float32]:
-    """The bias ``[1, 1, 1, total]`` that masks the slots `masked_slots`."""
+    """Return the bias ``[1, 1, 1, total]`` that masks the slots `masked_slots`."""
     bias = np.zeros((1, 1, 1, total), np.float32)
     bias[..., list(masked_slots)] = np.finfo(np.float32).min
     return bias

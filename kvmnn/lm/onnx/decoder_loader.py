@@ -37,7 +37,7 @@ def create_decoder(
     bias: bool,
     cache: bool,
 ) -> OnnxDecoder:
-    """A running decoder that gives attention probabilities and takes biases, as far as asked for and possible."""
+    """Create a decoder with attention probabilities and a bias input, as far as requested and possible."""
     plain_rewrite = RewrittenGraph(attentions=interface.attention_outputs if attentions else None)
     exposes_attention = attentions and interface.attention_outputs is None
     bias = bias and interface.has_positions
@@ -103,7 +103,7 @@ def _create_plain_decoder(
 
 
 def _rewrite_graph(model: Any, interface: DecoderInterface, *, attentions: bool, bias: bool) -> RewrittenGraph:
-    """Change `model` in place."""
+    """Rewrite `model` in place."""
     is_unmerged = interface.branch_input is not None and split_merged_decoder(model, interface.branch_input)
     names = interface.attention_outputs if attentions else None
     bias_inputs = None

@@ -151,7 +151,7 @@ def expose_attention(model: Any, attention_info: AttentionInfo, types: TensorTyp
 
 
 def build_not_exposed_error(attention_info: AttentionInfo, label: str) -> AttentionNotExposedError:
-    """The refusal of a graph whose attention stays inside its operators."""
+    """Build the error for a graph whose operators hide attention probabilities."""
     operators = ", ".join(f"{name} ({count})" for name, count in sorted(attention_info.hidden_operators.items()))
     return AttentionNotExposedError(
         f"{label}: attention probabilities of some layers are in no tensor of this graph; operators that hide them: "
@@ -191,7 +191,7 @@ def _add_bias_to_scores(model: Any, site: AttentionSite, types: TensorTypes) -> 
 
 
 def _find_score_consumer(model: Any, softmax: Any) -> tuple[Any, str]:
-    """The node that takes the scores of the tokens: the Softmax, or what joins learned sinks to them before it."""
+    """Return the node that takes the scores: the Softmax, or a Concat before it that adds learned sinks."""
     producer = {name: node for node in model.graph.node for name in node.output}
     node = producer.get(softmax.input[0])
     for _ in range(4):
@@ -250,7 +250,7 @@ def _open_probabilities(model: Any, site: AttentionSite, types: TensorTypes) -> 
 
 
 def _infer_cache_type(model: Any, types: TensorTypes) -> int:
-    """The type of the cache, which stands in where inference did not reach a tensor."""
+    """Return the type of the cache, the default for tensors whose type could not be inferred."""
     past = next((value for value in model.graph.input if "past" in value.name), None)
     return int(past.type.tensor_type.elem_type) if past is not None else int(import_optional("onnx").TensorProto.FLOAT)
 

@@ -310,7 +310,7 @@ class _InterfaceReader:
 
 
 def _read_dims(value: Any) -> list[int | str | None]:
-    """Sizes of the axes: a number, a name, or nothing known."""
+    """Return the size of each axis: a number, a symbolic name, or None."""
     shape = value.type.tensor_type.shape.dim
     return [dim.dim_value if dim.HasField("dim_value") else dim.dim_param or None for dim in shape]
 

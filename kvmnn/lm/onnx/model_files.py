@@ -38,7 +38,7 @@ def read_onnx_graph(path: Path) -> Any:
 
 
 def serialize_model(model: Any, label: str) -> bytes:
-    """A model as the bytes of its file."""
+    """Serialize a model to the bytes of its file."""
     try:
         return bytes(model.SerializeToString())
     except Exception as error:  # protobuf's own class, by version
@@ -49,12 +49,12 @@ def serialize_model(model: Any, label: str) -> bytes:
 
 
 def get_opset(model: Any) -> int:
-    """The version of the standard operators that a model uses; 0 where it uses none."""
+    """Return the version of the standard operators that a model uses; 0 if it uses none."""
     return max((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), default=0)
 
 
 def iter_subgraphs(graph: Any) -> Iterator[Any]:
-    """All graphs inside the nodes of `graph`, at any depth."""
+    """Iterate over all graphs inside the nodes of `graph`, at any depth."""
     for node in graph.node:
         for attribute in node.attribute:
             nested_graphs = [attribute.g] if attribute.HasField("g") else []
@@ -64,7 +64,7 @@ def iter_subgraphs(graph: Any) -> Iterator[Any]:
 
 
 def iter_external_tensors(model: Any) -> Iterator[Any]:
-    """All tensors of a model whose bytes lie in other files."""
+    """Iterate over all tensors of a model whose data is in other files."""
     external = import_optional("onnx").TensorProto.EXTERNAL
     for graph in [model.graph, *iter_subgraphs(model.graph)]:
         attributes = [attribute for node in graph.node for attribute in node.attribute]
@@ -74,18 +74,18 @@ def iter_external_tensors(model: Any) -> Iterator[Any]:
 
 
 def format_error(error: object, max_characters: int = 200) -> str:
-    """The text of an exception of another package, on one line."""
+    """Format an exception of another package on one line."""
     text = _ERROR_NOISE.sub("", " ".join(str(error).split()))
     return text if len(text) <= max_characters else text[: max_characters - 3] + "..."
 
 
 def resolve_dir(path: Path) -> Path:
-    """The folder that a graph really lies in: hubs keep links to files that lie side by side elsewhere."""
+    """Return the folder of the real file of a graph; model hubs store links to files elsewhere."""
     return Path(os.path.realpath(path)).parent
 
 
 def locate_weights(model: Any, path: Path) -> dict[str, str]:
-    """Where the weights of a model lie: locations as the graph says them, and as seen from `resolve_dir`."""
+    """Map the location of each weight file in the graph to its location relative to `resolve_dir`."""
     folder, base = Path(os.path.realpath(path.parent)), resolve_dir(path)
     location_by_name: dict[str, str] = {}
     for tensor in iter_external_tensors(model):
@@ -137,7 +137,7 @@ class ModelFiles:
 
 
 def find_model(path: str | os.PathLike[str]) -> ModelFiles:
-    """The decoder at `path`."""
+    """Find the decoder at `path`."""
     model_path = Path(path)
     if not model_path.exists():
         raise SourceError(f"{model_path}: does not exist")
@@ -195,7 +195,7 @@ def _read_settings(graph: Path, genai: dict[str, Any] | None = None) -> ModelFil
 
 
 def get_section(settings: dict[str, Any], *names: str) -> dict[str, Any]:
-    """A nested object of settings; empty where it is absent or something else."""
+    """Return a nested object of settings; empty if it is absent or no object."""
     for name in names:
         nested = settings.get(name)
         if not isinstance(nested, dict):
@@ -208,7 +208,7 @@ _READ_BYTES = 4 << 20
 
 
 def compute_fingerprint(model: str | os.PathLike[str]) -> str:
-    """SHA-256 over a decoder's graph and its weights in other files.
+    """Compute the SHA-256 over a decoder's graph and its external weights.
 
     Neither the names of the files nor the tokenizer count: prefixes are found by token ids. The hash is taken over one
     line for each file, the graph first: ``<bytes> <SHA-256 of the contents>``.

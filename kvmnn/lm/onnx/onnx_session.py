@@ -46,7 +46,7 @@ class SessionSettings:
 
 
 def create_session(source: Path | bytes, folder: Path, settings: SessionSettings, label: str) -> Any:
-    """An ``onnxruntime.InferenceSession``."""
+    """Create an ``onnxruntime.InferenceSession``."""
     runtime = import_optional("onnxruntime")
     options = runtime.SessionOptions()
     options.log_severity_level = _SILENT_LOG_LEVEL
@@ -76,7 +76,7 @@ def trim_heap() -> None:
 
 
 def _explain_failure(error: Exception, label: str) -> str:
-    """Why a graph was not taken; a graph that is too new is said to be that."""
+    """Explain why onnxruntime refused a graph, for instance because it is too new."""
     text = format_error(error, 2000)
     opset = re.search(r"Opset (\d+) is under development.*till opset (\d+)", text)
     if opset:

@@ -33,7 +33,7 @@ class AttentionTimeStats:
 
 
 class SessionProfile:
-    """The growing profile of a session that was started with one."""
+    """The profile that onnxruntime writes while a session runs."""
 
     def __init__(self, runtime: Any, interface: DecoderInterface) -> None:
         self._runtime, self._label = runtime, interface.label
@@ -53,7 +53,7 @@ class SessionProfile:
         self._file.close()
 
     def read_attention_time(self, num_steps: int) -> AttentionTimeStats:
-        """The time of attention in the last `num_steps` runs; the profile ends."""
+        """Return the time of attention in the last `num_steps` runs, and end profiling."""
         self._runtime.end_profiling()
         data = self._file.read(_MAX_PROFILE_BYTES + 1)
         if len(data) > _MAX_PROFILE_BYTES:

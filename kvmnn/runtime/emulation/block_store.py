@@ -60,7 +60,7 @@ class EmulatedTaskQueue:
         self.num_open = 0
 
     def take_results(self) -> list[RangeEncodeResult]:
-        """The finished results, in the order of their submission; they are given out once."""
+        """Return and remove the finished results, in the order of their submission."""
         results, self._results = self._results, []
         return results
 
@@ -75,7 +75,7 @@ _SKIPPED_BLOCK = Block(None, 0, 0, 0, False, None, None, 0, 0)
 
 
 class LayerStateUpdater:
-    """Appends blocks, clears rows, decodes for probe and full, and counts."""
+    """Updates a layer's state with encoded blocks: stores them, clears their rows (mode store), decodes, and counts."""
 
     def __init__(self, config: RuntimeConfig, decoder: BlockDecoder, timings: OperationLatencies) -> None:
         self._config = config
@@ -95,7 +95,7 @@ class LayerStateUpdater:
         watermark: int | None,
         num_open: int,
     ) -> None:
-        """Take in one result."""
+        """Add the result of one encoding to the state of its layer."""
         block_range, block = result.block_range, result.block or _SKIPPED_BLOCK
         is_skipped = result.block is None
         from_dropped = self._is_store_mode and any(
@@ -224,7 +224,7 @@ class EmulationReport:
 
     @property
     def trace_values(self) -> tuple[int, ...]:
-        """The figures of a trace, in its order."""
+        """The figures of a trace, in the trace's order."""
         return (
             self.raw_bytes,
             self.compressed_bytes,

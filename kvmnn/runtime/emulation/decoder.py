@@ -36,7 +36,9 @@ class BlockDecoder:
             self.shared_cache.entries.clear()
 
     def decode(self, state: EmulatedLayerState, stored_block: StoredBlock) -> tuple[str, KVPair | None]:
-        """How the block was found and its K and V, flat; None where it does not decode to what it should."""
+        """Return how the block was found (hit kind or ``"miss"``), and its flat K and V; None if it decodes to other
+        bytes.
+        """
         hit_kind, pair = self._find_cached(state, stored_block)
         if pair is None:
             self.misses += 1

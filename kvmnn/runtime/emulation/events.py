@@ -13,7 +13,7 @@ _OMIT = {"omit": True}
 
 
 def format_hash(number: int) -> str:
-    """A hash as 16 digits."""
+    """Format a hash as 16 hexadecimal digits."""
     return f"{number:016x}"
 
 

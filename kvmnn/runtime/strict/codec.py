@@ -41,7 +41,7 @@ class RowCodec:
         self._decoder = FrameDecoder(dtype.name)
 
     def encode(self, rows: Elements) -> Block:
-        """K and V under the engine's joint rule."""
+        """Encode K and V under the engine's joint rule."""
         return encode_block(
             rows[0],
             rows[1],
@@ -55,7 +55,7 @@ class RowCodec:
         )
 
     def to_verified_frames(self, block: Block, rows: Elements) -> KVFrames | None:
-        """The frames of a block that gains; None for one that does not."""
+        """Return the verified frames of a block; None if they do not save space."""
         key, value = block.key_frame, block.value_frame
         if key is None or value is None:
             return None
@@ -77,7 +77,7 @@ class RowCodec:
             raise KvmnnError("its frames decode to other rows than they were made of")
 
     def decode(self, frames: KVFrames, count: int) -> Elements:
-        """The rows of `count` tokens, in an array of their own; errors as `decode_into`."""
+        """Decode the rows of `count` tokens into a new array; raise the errors of `decode_into`."""
         heads, head_dim = self._shape
         rows = np.empty((2, heads, count, head_dim), self._dtype.numpy_dtype)
         self.decode_into(frames, rows)
@@ -85,5 +85,5 @@ class RowCodec:
 
 
 def compute_checksum(key: bytes, value: bytes) -> int:
-    """The checksum over two frames."""
+    """Compute one checksum over two frames."""
     return integrity_checksum(value, integrity_checksum(key))

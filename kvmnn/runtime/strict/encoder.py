@@ -26,14 +26,14 @@ from .workers import PendingJobs, WorkerPool
 
 
 def validate_ranges(layer: int, ranges: Sequence[ReservePair], tokens: int) -> list[ReservePair]:
-    """`ranges` as a list; refused unless they are ascending ranges of a layer's tokens."""
+    """Return `ranges` as a list; raise `KvmnnError` unless they are ascending ranges of a layer's tokens."""
     if not are_valid_pairs(tuple(ranges), tokens):
         raise KvmnnError(f"layer {layer}: {list(ranges)[:4]} are no ascending ranges of its {tokens} tokens")
     return list(ranges)
 
 
 def invalidate_plan(state: PlannerLayerState, ranges: Sequence[ReservePair], block_tokens: int) -> None:
-    """The planner's view of a layer that lost tokens: no plan in waiting, scores of the blocks that are left."""
+    """Drop the pending plan of a layer that lost tokens, and keep the scores of the remaining blocks."""
     state.pending_plan = None
     kept_blocks = [np.arange(first, first + size) // block_tokens for first, size in ranges]
     blocks = np.unique(np.concatenate(kept_blocks)) if kept_blocks else np.empty(0, np.int64)
@@ -70,7 +70,7 @@ class StrictLayer:
         self._next_due_tokens = 0
 
     def is_compressed(self, step: int) -> bool:
-        """Whether the layer is compressed at this decode step."""
+        """Return whether the layer is compressed at this decode step."""
         if self._applies_always is not None:
             return self._applies_always
         tokens = self.rows.tokens
@@ -102,7 +102,7 @@ class StrictLayer:
         )
 
     def peek_due(self) -> TokenSegment | None:
-        """The first piece in waiting that still stands for tokens; it stays there."""
+        """Return the first waiting segment that still contains tokens, without removing it."""
         while self.waiting_segments:
             segment = self.waiting_segments[0]
             if segment.is_alive and segment.state == "due":
@@ -111,11 +111,11 @@ class StrictLayer:
         return None
 
     def build_restore_error(self, number: int, segment: TokenSegment, error: Exception) -> RestoreError:
-        """What is raised where a piece of this layer, which is the one of that number, cannot be brought back."""
+        """Build the error for a segment of this layer, whose number is `number`, that cannot be restored."""
         return RestoreError(number, self.rows.find_start(segment), segment.count, describe_error(error))
 
     def select(self, ranges: list[ReservePair], read_rows: ReadRows) -> LayerContents:
-        """As `LayerStorage.select`, with the blocks and the hot tokens of the options."""
+        """Call `LayerStorage.select` with the block size and hot tokens of the options."""
         return self.rows.select(
             ranges, read_rows, block_tokens=self._config.block_tokens, hot_sink=self._config.hot_sink_tokens
         )

@@ -77,7 +77,7 @@ class TokenSegment:
 
     @property
     def owns_rows(self) -> bool:
-        """Whether the rows are not a view of a larger array, whose memory they would retain."""
+        """Whether the rows have their own memory, instead of being a view that retains a larger array."""
         return self.rows is None or self.rows.base is None or self.rows.flags.c_contiguous
 
     def own_rows(self) -> None:
@@ -330,7 +330,7 @@ class _SegmentGroup:
 
     @property
     def is_raw(self) -> bool:
-        """Whether the merged segment is raw: it is already, or it joins several."""
+        """Whether the merged segment has rows instead of frames: its segment has, or there are several."""
         return len(self.segments) > 1 or self.segments[0].state == "raw"
 
     def accepts(self, segment: TokenSegment, *, block_tokens: int, hot_sink: int) -> bool:

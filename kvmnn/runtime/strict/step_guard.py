@@ -99,14 +99,14 @@ class StepGuard:
         self._open_call = layer, num_evicted
 
     def check_end(self) -> tuple[int, int]:
-        """The layer whose call is open, and the tokens that it lost."""
+        """Return the layer of the open call, and the number of tokens that it lost."""
         if self._failure is not None or self._open_call is None:
             self.check_healthy()
             raise KvmnnError("end: no call was begun")
         return self._open_call
 
     def record_end(self) -> None:
-        """Note the end of a call."""
+        """Record the end of a call."""
         self._open_call = None
 
     def end_step(self) -> None:

@@ -51,7 +51,7 @@ class PendingJobs(Generic[ResultT]):
         """Maximum number of open jobs at one time, and of those on threads."""
 
     def has_capacity(self, nbytes: int) -> bool:
-        """Whether one more job of `nbytes` may be handed in; the only one always may."""
+        """Return whether one more job of `nbytes` bytes may be submitted; a single job always may."""
         return not self.jobs or (len(self.jobs) < self._max_open and self.nbytes + nbytes <= self._max_bytes)
 
     def submit(self, job: ResultT, nbytes: int, task: Callable[[], object]) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints: what torch and others write is read, without torch and without running anything."""
+"""Checkpoints of torch and others are read without torch and without running code."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def value(checkpoint: Checkpoint, key: str = "a") -> TorchTensor:
 # -- what is read -----------------------------------------------------------------------------------------------------
 
 
-def test_a_training_checkpoint_gives_its_tensors_and_reads_no_other(tmp_path: Path) -> None:
+def test_open_checkpoint_reads_only_requested_storages(tmp_path: Path) -> None:
     state = weights()
     path = checkpoint(tmp_path / "c.pth", training_state(state))
     found = members(path)
@@ -110,7 +110,9 @@ def test_a_training_checkpoint_gives_its_tensors_and_reads_no_other(tmp_path: Pa
     ],
 )
 @pytest.mark.parametrize("order", ["little", "big"])
-def test_element_types_and_byte_orders(tmp_path: Path, kind: str, code: str, values: list[float], order: str) -> None:
+def test_read_elements_types_and_byte_orders(
+    tmp_path: Path, kind: str, code: str, values: list[float], order: str
+) -> None:
     with np.errstate(over="ignore"):
         array = np.array(values).astype(code)
         expected = array.astype(np.float32)
@@ -121,7 +123,7 @@ def test_element_types_and_byte_orders(tmp_path: Path, kind: str, code: str, val
     assert np.array_equal(found.to_float32(), expected, equal_nan=True)
 
 
-def test_bfloat16_bool_and_complex(tmp_path: Path) -> None:
+def test_read_elements_bfloat16_bool_and_complex(tmp_path: Path) -> None:
     kinds = {"b": ("BFloat16Storage", "1"), "t": ("BoolStorage", "2"), "c": ("ComplexFloatStorage", "3")}
     data = dictionary(**{name: tensor(kind, key) for name, (kind, key) in kinds.items()})
     storages = {
@@ -135,7 +137,7 @@ def test_bfloat16_bool_and_complex(tmp_path: Path) -> None:
     assert value(found, "c").to_float32().tolist() == [1, 3, 0, -5]
 
 
-def test_views_share_a_storage_whatever_their_strides(tmp_path: Path) -> None:
+def test_read_elements_views_share_a_storage(tmp_path: Path) -> None:
     data = dictionary(
         a=tensor(count=12, shape=numbers(3, 4), strides=numbers(4, 1)),
         transposed=tensor(count=12, shape=numbers(4, 3), strides=numbers(1, 4)),
@@ -155,7 +157,7 @@ def test_views_share_a_storage_whatever_their_strides(tmp_path: Path) -> None:
     assert not value(found, "transposed").read_elements().flags.writeable
 
 
-def test_parameters_tensor_classes_and_untyped_storages(tmp_path: Path) -> None:
+def test_open_checkpoint_parameters_subclasses_and_untyped_storages(tmp_path: Path) -> None:
     parameter = b"ctorch._utils\n_rebuild_parameter\n" + MARK + tensor() + b"\x88ccollections\nOrderedDict\n)RtR"
     inner = MARK + tensor()[len(b"ctorch._utils\n_rebuild_tensor_v2\n") + 1 : -1]
     subclass = (
@@ -175,8 +177,8 @@ def test_parameters_tensor_classes_and_untyped_storages(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("maker", ["collections OrderedDict", "torch device"])
-def test_a_class_of_its_own_is_made_by_what_rebuilds_tensors_only(tmp_path: Path, maker: str) -> None:
-    """Not by any other call that is known."""
+def test_open_checkpoint_other_subclass_makers_are_refused(tmp_path: Path, maker: str) -> None:
+    """Other allowed calls do not rebuild tensors."""
     name = b"c" + maker.replace(" ", "\n").encode() + b"\n"
     data = dictionary(a=b"ctorch._tensor\n_rebuild_from_type_v2\n(" + name + b"ctorch\nTensor\n)}tR")
     with pytest.raises(CheckpointError, match=f"made by {maker.replace(' ', '.')}"):
@@ -184,7 +186,7 @@ def test_a_class_of_its_own_is_made_by_what_rebuilds_tensors_only(tmp_path: Path
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_every_binary_protocol(tmp_path: Path, protocol: int) -> None:
+def test_open_checkpoint_reads_every_binary_protocol(tmp_path: Path, protocol: int) -> None:
     root = {"epoch": 3, "lr": 0.5, "none": None, "flags": (True, False), "words": ["a", b"bytes", {1, 2}, 2**70]}
     found = opened(tmp_path, pickle.dumps(root, protocol)).root
     assert isinstance(found, dict)
@@ -196,7 +198,7 @@ def test_every_binary_protocol(tmp_path: Path, protocol: int) -> None:
     assert [f"protocol {protocol}" in notice for notice in notices] == [True] * (protocol > 2)
 
 
-def test_numpy_scalars_are_passed_over_with_a_notice(tmp_path: Path) -> None:
+def test_open_checkpoint_numpy_scalars_are_skipped_with_notice(tmp_path: Path) -> None:
     found = opened(tmp_path, pickle.dumps({"loss": np.float64(0.5), "a": 1}, 2))
     assert isinstance(found.root, dict)
     assert isinstance(found.root["loss"], OpaqueValue)
@@ -204,24 +206,24 @@ def test_numpy_scalars_are_passed_over_with_a_notice(tmp_path: Path) -> None:
     assert "numpy scalars" in found.notices[0]
 
 
-def test_keys_that_are_no_strings_are_kept_apart(tmp_path: Path) -> None:
+def test_open_checkpoint_non_string_keys_stay_distinct(tmp_path: Path) -> None:
     found = opened(tmp_path, pickle.dumps({1: "a", (2, 3): "b", "c": "d", None: "e"}, 2)).root
     assert isinstance(found, dict)
     assert sorted(str(item) for item in found.values()) == ["a", "b", "d", "e"]
     assert [key for key in found if isinstance(key, str)] == ["c"]
 
 
-def test_an_ordered_dict_of_python_2_pairs(tmp_path: Path) -> None:
+def test_open_checkpoint_ordered_dict_of_python_2(tmp_path: Path) -> None:
     pairs = b"\x80\x02ccollections\nOrderedDict\n(](](U\x01aK\x01e](U\x01bK\x02eetR."
     assert opened(tmp_path, pairs).root == {"a": 1, "b": 2}
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
-def test_stored_and_deflated_archives(tmp_path: Path, method: int) -> None:
+def test_open_checkpoint_stored_and_deflated_archives(tmp_path: Path, method: int) -> None:
     assert value(opened(tmp_path, dictionary(a=tensor()), method=method)).read_elements().tolist() == [0, 1, 2, 3]
 
 
-def test_an_archive_with_zip64_records(tmp_path: Path) -> None:
+def test_open_checkpoint_zip64_records_are_read(tmp_path: Path) -> None:
     path = tmp_path / "c.pth"
     with zipfile.ZipFile(path, "w") as file:
         for name, data in (("data.pkl", dictionary(a=tensor())), ("data/0", FOUR)):
@@ -237,7 +239,7 @@ def test_an_archive_with_zip64_records(tmp_path: Path) -> None:
     assert value(open_checkpoint(path)).read_elements().tolist() == [0, 1, 2, 3]
 
 
-def test_legacy_files(tmp_path: Path) -> None:
+def test_open_checkpoint_reads_legacy_file(tmp_path: Path) -> None:
     count = (4).to_bytes(8, "little")
     path = legacy(tmp_path / "c.pth", dictionary(a=tensor(key="k", legacy=True)), ["k"], [count + FOUR])
     found = open_checkpoint(path)
@@ -245,7 +247,7 @@ def test_legacy_files(tmp_path: Path) -> None:
     assert value(found).read_elements().tolist() == [0, 1, 2, 3]
 
 
-def test_safetensors(tmp_path: Path) -> None:
+def test_open_checkpoint_reads_safetensors(tmp_path: Path) -> None:
     header = {
         "model_state_dict.compressor.x": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]},
         "compressor.y": {"dtype": "BF16", "shape": [2], "data_offsets": [16, 20]},
@@ -281,7 +283,7 @@ def test_safetensors(tmp_path: Path) -> None:
         (b"PK\3\4" + bytes(100) + b"PK\5\6" + bytes(12) + b"\x68" + bytes(5), "0 data.pkl: expected one"),
     ],
 )
-def test_files_that_are_no_checkpoints_are_told_apart(tmp_path: Path, data: bytes, match: str) -> None:
+def test_open_checkpoint_other_file_kinds_are_named(tmp_path: Path, data: bytes, match: str) -> None:
     path = tmp_path / "c.pth"
     path.write_bytes(data)
     with pytest.raises(CheckpointError, match=match) as refused:
@@ -290,7 +292,7 @@ def test_files_that_are_no_checkpoints_are_told_apart(tmp_path: Path, data: byte
     assert str(refused.value).startswith(f"{path}: ")
 
 
-def test_a_directory_and_nothing(tmp_path: Path) -> None:
+def test_open_checkpoint_directory_or_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is a directory"):
         open_checkpoint(tmp_path)
     with pytest.raises(SourceError, match="No such file"):
@@ -335,7 +337,9 @@ def test_a_directory_and_nothing(tmp_path: Path) -> None:
         (b"K\1Q", "does not name a storage"),
     ],
 )
-def test_a_tensor_that_does_not_fit_its_storage(tmp_path: Path, tensors: bytes, match: str | None) -> None:
+def test_open_checkpoint_tensor_beyond_its_storage_is_refused(
+    tmp_path: Path, tensors: bytes, match: str | None
+) -> None:
     if match is None:
         assert value(opened(tmp_path, dictionary(a=tensors))).read_elements().tolist() == [0, 1, 2, 3]
         return
@@ -343,19 +347,19 @@ def test_a_tensor_that_does_not_fit_its_storage(tmp_path: Path, tensors: bytes, 
         opened(tmp_path, dictionary(a=tensors))
 
 
-def test_a_large_view_of_a_small_storage_is_not_made(tmp_path: Path) -> None:
+def test_read_elements_large_view_of_small_storage_is_refused(tmp_path: Path) -> None:
     found = value(opened(tmp_path, dictionary(a=tensor(shape=numbers(10_000, 10_001), strides=numbers(0, 0)))))
     with pytest.raises(LimitError, match="more than 100000000 elements"):
         found.read_elements()
 
 
-def test_types_whose_values_are_not_read(tmp_path: Path) -> None:
+def test_read_elements_quantised_type_is_refused(tmp_path: Path) -> None:
     found = value(opened(tmp_path, dictionary(a=tensor("QInt8Storage")), {"0": bytes(4)}))
     with pytest.raises(CheckpointError, match=r"quantised elements \(qint8\) cannot be cast"):
         found.read_elements()
 
 
-def test_a_quantised_tensor_is_made_of_seven_values(tmp_path: Path) -> None:
+def test_open_checkpoint_quantised_tensor_needs_seven_values(tmp_path: Path) -> None:
     rebuild = b"ctorch._utils\n_rebuild_qtensor\n"
     good = tensor("QInt8Storage", rebuild=rebuild, tail=b"N\x89N")
     assert value(opened(tmp_path, dictionary(a=good), {"0": bytes(4)})).shape == (4,)
@@ -364,13 +368,13 @@ def test_a_quantised_tensor_is_made_of_seven_values(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [b")", b"(}t", b"(K\1t"])
-def test_a_counter_is_a_dict_whatever_it_is_made_of(tmp_path: Path, arguments: bytes) -> None:
+def test_open_checkpoint_counter_is_an_empty_dict(tmp_path: Path, arguments: bytes) -> None:
     data = dictionary(a=b"ccollections\nCounter\n" + arguments + b"R", b=tensor())
     root = opened(tmp_path, data).root
     assert isinstance(root, dict) and root["a"] == {}
 
 
-def test_archives_that_are_damaged_or_strange(tmp_path: Path) -> None:
+def test_open_checkpoint_damaged_archives_are_refused(tmp_path: Path) -> None:
     good = archive(tmp_path / "good.pth", dictionary(a=tensor()), {"0": FOUR}).read_bytes()
     path = tmp_path / "c.pth"
 
@@ -428,14 +432,14 @@ def test_archives_that_are_damaged_or_strange(tmp_path: Path) -> None:
         ({"system": b"\x80\x02cposix\nsystem\n."}, "posix.system"),
     ],
 )
-def test_legacy_files_that_are_damaged(tmp_path: Path, parts: dict[str, bytes], match: str) -> None:
+def test_open_checkpoint_damaged_legacy_file_is_refused(tmp_path: Path, parts: dict[str, bytes], match: str) -> None:
     count = (4).to_bytes(8, "little")
     path = legacy(tmp_path / "c.pth", dictionary(a=tensor(key="k", legacy=True)), ["k"], [count + FOUR], **parts)
     with pytest.raises(CheckpointError, match=match):
         open_checkpoint(path)
 
 
-def test_a_legacy_file_cut_at_any_byte(tmp_path: Path) -> None:
+def test_open_checkpoint_truncated_legacy_file_is_refused(tmp_path: Path) -> None:
     count = (4).to_bytes(8, "little")
     path = legacy(tmp_path / "c.pth", dictionary(a=tensor(key="k", legacy=True)), ["k"], [count + FOUR])
     data = path.read_bytes()
@@ -448,7 +452,7 @@ def test_a_legacy_file_cut_at_any_byte(tmp_path: Path) -> None:
             open_checkpoint(path)
 
 
-def test_the_tool_writes_what_pickle_would_write(tmp_path: Path) -> None:
+def test_write_checkpoint_of_benchmark_equals_pickle(tmp_path: Path) -> None:
     """The benchmark's checkpoint is worth nothing unless its pickle is an honest one."""
     path = tmp_path / "c.pth"
     write_checkpoint(path, {"a": np.arange(4, dtype=np.float32)})

@@ -91,13 +91,13 @@ def holds(file: kvcm.WeightFile, state: dict[str, npt.NDArray[np.float32]], pref
         ({**STATE, "compress_ik.7.0.extra": 1}, "counted from the weights alone"),
     ],
 )
-def test_where_the_weights_are_looked_for(tmp_path: Path, root: Any, notice: str | None) -> None:
+def test_convert_finds_weights_by_reference_order(tmp_path: Path, root: Any, notice: str | None) -> None:
     file, done = converted(tmp_path, root)
     assert holds(file, STATE, kvcm.DEFAULT_PREFIXES)
     assert [notice is not None and notice in text for text in done.notices] == [True] * (notice is not None)
 
 
-def test_text_only_is_found_out_only_where_nothing_speaks_against_it(tmp_path: Path) -> None:
+def test_convert_infers_text_only_without_contradiction(tmp_path: Path) -> None:
     file, done = converted(tmp_path, TEXT)
     assert holds(file, TEXT, kvcm.TEXT_PREFIXES)
     assert file.header.weight_count_per_layer == 6
@@ -127,7 +127,7 @@ def test_text_only_is_found_out_only_where_nothing_speaks_against_it(tmp_path: P
         ({"compress_tk.0.0.weight": np.zeros((5, 12), np.float32)}, "no multiple of head_dim 5"),
     ],
 )
-def test_a_broken_compressor_leaves_nothing_behind(tmp_path: Path, change: dict[str, Any], match: str) -> None:
+def test_convert_invalid_compressor_writes_nothing(tmp_path: Path, change: dict[str, Any], match: str) -> None:
     state = {key: value for key, value in {**STATE, **change}.items() if value is not None}
     text = refusal(tmp_path, {"model_state_dict": {"compressor": state}, "state_dict": OTHER})
     assert re.search(match, text), text
@@ -145,7 +145,7 @@ def test_a_broken_compressor_leaves_nothing_behind(tmp_path: Path, change: dict[
         ({"a": 1, "module.compress_tk.0.0.weight": 1, "compressor.compress_tk.0.0.weight": 1}, "is there twice"),
     ],
 )
-def test_a_checkpoint_without_a_compressor(tmp_path: Path, root: Any, match: str) -> None:
+def test_convert_checkpoint_without_compressor_is_refused(tmp_path: Path, root: Any, match: str) -> None:
     assert re.search(match, refusal(tmp_path, root))
 
 
@@ -163,11 +163,11 @@ def test_a_checkpoint_without_a_compressor(tmp_path: Path, root: Any, match: str
         (ConvertOptions(prefixes=("compress_tk",) * 1366), "2 layers of 4098 weights: loaders take 10000 of 4096"),
     ],
 )
-def test_options_that_give_no_file(tmp_path: Path, options: ConvertOptions, match: str) -> None:
+def test_convert_invalid_options_are_refused(tmp_path: Path, options: ConvertOptions, match: str) -> None:
     assert match in refusal(tmp_path, STATE, options)
 
 
-def test_header_fields(tmp_path: Path) -> None:
+def test_convert_header_fields_from_weights_or_options(tmp_path: Path) -> None:
     file, _ = converted(tmp_path, STATE)
     assert file.header == kvcm.WeightFileHeader(
         dtype_code=0,
@@ -228,7 +228,7 @@ def test_header_fields(tmp_path: Path) -> None:
         ({"compress_tk.0.9.weight": 1, "attention.0.weight": 2}, ConvertOptions(), "not used: 2 keys"),
     ],
 )
-def test_warnings(tmp_path: Path, change: dict[str, Any], options: ConvertOptions, match: str) -> None:
+def test_convert_reports_warnings(tmp_path: Path, change: dict[str, Any], options: ConvertOptions, match: str) -> None:
     _, done = converted(tmp_path, {**STATE, **change}, options)
     assert any(re.search(match, warning) for warning in done.warnings), done.warnings
 
@@ -244,7 +244,7 @@ def test_warnings(tmp_path: Path, change: dict[str, Any], options: ConvertOption
         ({}, ConvertOptions(prefixes=kvcm.DEFAULT_PREFIXES[:3]), "odd_prefix_count"),
     ],
 )
-def test_what_verify_refuses_is_written_only_as_the_reference_does(
+def test_convert_file_that_verify_refuses_needs_as_reference(
     tmp_path: Path, change: dict[str, Any], options: ConvertOptions, reason: str
 ) -> None:
     said = refusal(tmp_path, {**STATE, **change}, options)
@@ -270,7 +270,7 @@ def test_convert_bias_of_other_length_refused_unless_as_reference(tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["w.safetensors", "w.pth"])
-def test_convert_file_of_a_cache_error_names_no_other_format(
+def test_convert_cache_file_error_names_no_other_format(
     tmp_path: Path, name: str, run: Callable[..., SimpleNamespace]
 ) -> None:
     source = tmp_path / name
@@ -286,18 +286,18 @@ def test_convert_file_of_a_cache_error_names_no_other_format(
     assert "torch.save" not in told
 
 
-def test_no_warnings_where_there_is_nothing_to_warn_of(tmp_path: Path) -> None:
+def test_convert_clean_checkpoint_has_no_warnings(tmp_path: Path) -> None:
     _, done = converted(tmp_path, STATE)
     assert (done.warnings, done.notices, done.unused, done.rounded_types) == ([], [], [], ["float32"])
     assert converted(tmp_path, STATE, ConvertOptions(dtype="fp32"))[1].rounded_types == []
 
 
-def test_a_bias_of_any_shape_with_one_element_a_row(tmp_path: Path) -> None:
+def test_convert_bias_of_any_shape_with_one_element_per_row(tmp_path: Path) -> None:
     state = {**STATE, "compress_tk.0.0.bias": STATE["compress_tk.0.0.bias"].reshape(2, 2)}
     assert holds(converted(tmp_path, state)[0], STATE, kvcm.DEFAULT_PREFIXES)
 
 
-def test_weights_without_rows_only_as_the_reference_writes_them(tmp_path: Path) -> None:
+def test_convert_weights_without_rows_need_as_reference(tmp_path: Path) -> None:
     state = {**STATE, "compress_ik.1.3.weight": np.zeros((0, 4), np.float32)}
     assert "loaders take 1 to" in refusal(tmp_path, state)
     convert_checkpoint(tmp_path / "c.pth", tmp_path / "w.bin", ConvertOptions(as_reference=True))
@@ -337,7 +337,7 @@ EDGES = [
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=50))
-def test_rounding_is_to_the_nearest_and_ties_go_to_even(bits: list[int]) -> None:
+def test_round_float32_is_to_nearest_even(bits: list[int]) -> None:
     bits = [b for b in bits if b & 0x7FFF_FFFF <= 0x7F80_0000] + EDGES
     floats = np.array(bits, np.uint32).view(np.float32)
     assert round_float32(floats, FP16).view(np.uint16).tolist() == [nearest(b, 5, 10) for b in bits]
@@ -351,7 +351,7 @@ def of(values: npt.NDArray[Any], name: str) -> TorchTensor:
     return TorchTensor(storage, storage.element_type, 0, values.shape, (1,))
 
 
-def test_float64_is_rounded_by_way_of_float32() -> None:
+def test_convert_elements_rounds_float64_through_float32() -> None:
     value = np.array([1 + 2**-11 + 2**-40])  # to fp16 at once this is 1 + 2^-10; by way of float32 a tie, hence 1
     assert convert_elements(of(value, "float64"), FP16).tolist() == [1.0]
     assert value.astype(np.float16).tolist() == [1 + 2**-10]
@@ -359,7 +359,7 @@ def test_float64_is_rounded_by_way_of_float32() -> None:
     assert convert_elements(of(np.array([1e300, -1e300]), "float64"), BF16).tolist() == [0x7F80, 0xFF80]
 
 
-def test_words_of_the_same_type_keep_their_bits() -> None:
+def test_convert_elements_same_type_keeps_bits() -> None:
     for name, dtype, patterns in (
         ("float16", FP16, [0x7C01, 0xFE01, 1, 0x8000]),
         ("bfloat16", BF16, [0x7F81, 0xFFC1, 1, 0x8000]),
@@ -369,7 +369,7 @@ def test_words_of_the_same_type_keep_their_bits() -> None:
 
 
 @pytest.mark.parametrize("dtype", [FP16, BF16, FP32])
-def test_non_finite_elements_are_counted(dtype: Any) -> None:
+def test_count_non_finite_counts_nan_and_infinity(dtype: Any) -> None:
     words = round_float32(np.array([1, np.nan, np.inf, -np.inf, 0, -0.0, 3e38], np.float32), dtype)
     assert count_non_finite(words, dtype) == {"fp16": 4, "bf16": 3, "fp32": 3}[dtype.name]
     assert np.isnan(kvcm.to_float32(words)).tolist() == [False, True] + [False] * 5
@@ -378,7 +378,7 @@ def test_non_finite_elements_are_counted(dtype: Any) -> None:
 # -- output -----------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_replaced_unless_forced(tmp_path: Path) -> None:
+def test_convert_existing_output_needs_overwrite(tmp_path: Path) -> None:
     source = checkpoint(tmp_path / "c.pth", STATE)
     target = tmp_path / "w.bin"
     target.write_bytes(b"mine")
@@ -391,7 +391,7 @@ def test_nothing_is_replaced_unless_forced(tmp_path: Path) -> None:
         convert_checkpoint(source, source, overwrite=True)
 
 
-def test_a_failure_while_writing_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_convert_write_failure_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = checkpoint(tmp_path / "c.pth", STATE)
     calls = 0
 
@@ -409,7 +409,7 @@ def test_a_failure_while_writing_leaves_nothing(tmp_path: Path, monkeypatch: pyt
     assert os.listdir(tmp_path) == ["c.pth"]
 
 
-def test_a_damaged_storage_is_found_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_convert_damaged_storage_is_detected_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = checkpoint(tmp_path / "c.pth", STATE)
     data = bytearray(source.read_bytes())
     data[data.index(STATE["compress_iv.1.6.bias"].tobytes())] ^= 1
@@ -419,14 +419,14 @@ def test_a_damaged_storage_is_found_before_anything_is_written(tmp_path: Path, m
         convert_checkpoint(source, tmp_path / "w.bin")
 
 
-def test_progress_counts_every_byte_but_the_header(tmp_path: Path) -> None:
+def test_convert_progress_counts_all_bytes_but_the_header(tmp_path: Path) -> None:
     done: list[int] = []
     source = checkpoint(tmp_path / "c.pth", STATE)
     result = convert_checkpoint(source, tmp_path / "w.bin", progress=done.append)
     assert sum(done) + kvcm.HEADER_BYTES == result.nbytes == (tmp_path / "w.bin").stat().st_size
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_convert_command_equals_library(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, target = checkpoint(tmp_path / "c.pth", {**STATE, "x": 1}), tmp_path / "new" / "folder" / "w.bin"
     options = ["--dtype", "bf16", "--prefix-order", " compress_tk,, compress_tv", "--slot-order", "0, 3 ,6,"]
     assert entry_point.main(["compressor", "convert", "--input", str(source), "--output", str(target), *options]) == 0
@@ -458,12 +458,14 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         ["in.pth", "-", "--json"],
     ],
 )
-def test_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_convert_command_invalid_arguments_are_refused(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert entry_point.main(["compressor", "convert", *arguments]) == 2
     assert capsys.readouterr().err.startswith("kvmnn: error: ")
 
 
-def test_selection_without_a_file() -> None:
+def test_select_tensors_counts_bytes_without_a_file() -> None:
     selection = select_tensors(_tensors(), ConvertOptions())
     assert isinstance(selection, TensorSelection)
     assert selection.nbytes == 44 + 24 * 12 + 2 * sum(value.size for value in STATE.values())

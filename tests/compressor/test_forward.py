@@ -59,7 +59,7 @@ def situations(draw):
 @pytest.mark.slow
 @given(situations(), st.sampled_from(ENGINES), st.sampled_from(["fp32", "fp16"]), st.integers(0, 20) | st.none())
 @settings(max_examples=150, deadline=None)
-def test_equals_the_plain_model(situation, engine, precision, seq_len):
+def test_compress_cache_equals_the_model(situation, engine, precision, seq_len):
     weights, (keys, values), options = situation
     if keys.dtype == np.uint16:
         precision = "fp32"
@@ -82,7 +82,7 @@ def test_equals_the_plain_model(situation, engine, precision, seq_len):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_fp16_parity_is_the_rounding_of_every_linear(engine):
+def test_compress_cache_fp16_precision_rounds_every_linear(engine):
     random = np.random.default_rng(5)
     weights = weight_file(random, factor=5, head_dim=16, dtype="fp16")
     keys, values = cache(random, 1, 1, 2, 40, 16, dtype="fp16")
@@ -103,7 +103,7 @@ def test_fp16_parity_is_the_rounding_of_every_linear(engine):
 @pytest.mark.skipif(not ONNX, reason="onnx and onnxruntime (extra lm) are not installed")
 @given(situations(), st.sampled_from(["fp32", "fp16"]))
 @settings(max_examples=40, deadline=None)
-def test_engines_agree(situation, precision):
+def test_compress_cache_numpy_and_onnx_agree(situation, precision):
     weights, (keys, values), options = situation
     if keys.dtype == np.uint16:
         precision = "fp32"
@@ -117,7 +117,7 @@ def test_engines_agree(situation, precision):
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
-def test_kept_tokens_are_kept_bit_for_bit(dtype):
+def test_compress_cache_uncompressed_tokens_keep_their_bits(dtype):
     random = np.random.default_rng(1)
     weights = weight_file(random, prefixes=2)
     keys, values = cache(random, 1, 1, 2, 20, 4, dtype=dtype)
@@ -130,7 +130,7 @@ def test_kept_tokens_are_kept_bit_for_bit(dtype):
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_results_are_rounded_once_to_the_nearest_and_ties_to_even(dtype):
+def test_compress_cache_rounds_once_to_nearest_even(dtype):
     step = {"fp16": 2.0**-10, "bf16": 2.0**-7}[dtype]  # between numbers of the type from 1 to 2
     inputs = np.array([1, 1 + step, 1 + step, 1 + 2 * step], np.float32)
     shifts = np.array([0.5, 0.5, 0.49, 0.51], np.float32) * np.float32(step)
@@ -153,7 +153,7 @@ def test_results_are_rounded_once_to_the_nearest_and_ties_to_even(dtype):
     np.testing.assert_array_equal(to_floats(made.keys).ravel(), expected)
 
 
-def test_results_are_arrays_of_their_own_even_where_nothing_is_done():
+def test_compress_cache_unchanged_result_is_a_copy():
     random = np.random.default_rng(1)
     keys, values = cache(random, 1, 1, 2, 5, 4)
     made = compress_cache(weight_file(random), keys, values)
@@ -162,7 +162,7 @@ def test_results_are_arrays_of_their_own_even_where_nothing_is_done():
     assert not np.shares_memory(made.values, values)
 
 
-def test_any_strides_and_byte_order():
+def test_compress_cache_any_strides_and_byte_order():
     random = np.random.default_rng(1)
     weights = weight_file(random)
     keys, values = cache(random, 2, 1, 3, 9, 4)[0:2]
@@ -181,7 +181,7 @@ def test_any_strides_and_byte_order():
         np.testing.assert_allclose(made.values, expected.values, rtol=0, atol=1e-6)
 
 
-def test_a_long_cache_goes_in_chunks(monkeypatch):
+def test_compress_cache_chunked_equals_whole(monkeypatch):
     random = np.random.default_rng(3)
     weights = weight_file(random)
     keys, values = cache(random, 1, 2, 5, 61, 4)
@@ -208,7 +208,7 @@ def test_a_long_cache_goes_in_chunks(monkeypatch):
         ({}, {"factor": 4}, 12, "factor_not_trained"),
     ],
 )
-def test_why_nothing_is_done(file, options, tokens, reason):
+def test_compress_cache_explains_why_nothing_is_done(file, options, tokens, reason):
     random = np.random.default_rng(0)
     keys, values = cache(random, 1, 1, 2, tokens, 4)
     made = compress_cache(weight_file(random, **file), keys, values, ForwardOptions(**options))
@@ -220,13 +220,13 @@ def test_why_nothing_is_done(file, options, tokens, reason):
     assert made.positions.tolist() == list(range(made.num_tokens))
 
 
-def test_an_empty_batch_is_left_alone():
+def test_compress_cache_empty_batch_is_unchanged():
     random = np.random.default_rng(0)
     made = compress_cache(weight_file(random), *cache(random, 1, 0, 2, 12, 4))
     assert (made.plan.reason, made.num_tokens, made.keys.shape) == ("empty", 12, (1, 0, 2, 12, 4))
 
 
-def test_the_published_example_of_lengths():
+def test_compress_cache_lengths_of_the_published_example():
     random = np.random.default_rng(0)
     weights = weight_file(random, factor=5, head_dim=2)
     made = compress_cache(weights, *cache(random, 1, 1, 1, 21, 2), ForwardOptions(image_len=11))
@@ -241,7 +241,7 @@ def test_the_published_example_of_lengths():
 # -- LayerCache --------------------------------------------------------------------------------------------------------
 
 
-def test_layers_of_any_number_use_the_weights_of_that_number():
+def test_compress_layers_use_weights_of_their_number():
     random = np.random.default_rng(8)
     weights = weight_file(random, layers=4)
     keys, values = cache(random, 4, 1, 2, 13, 4)
@@ -258,7 +258,7 @@ def test_layers_of_any_number_use_the_weights_of_that_number():
         assert layer.tokens_seen == 13
 
 
-def test_true_positions_survive_eviction_and_compression_twice():
+def test_compress_layers_positions_survive_eviction_and_two_passes():
     random = np.random.default_rng(8)
     weights = weight_file(random)
     keys, values = cache(random, 2, 12, 4)
@@ -274,13 +274,13 @@ def test_true_positions_survive_eviction_and_compression_twice():
     assert (twice.tokens, twice.tokens_seen) == (2, 25)
 
 
-def test_a_plain_cache_has_every_token_at_its_place():
+def test_position_spans_from_token_count_are_consecutive():
     spans = PositionSpans.from_token_count(3)
     assert (spans.to_list(), spans.next_position) == ([[0, 1], [1, 2], [2, 3]], 3)
     assert (spans.take_first(2).to_list(), spans.take_first(2).next_position) == ([[0, 1], [1, 2]], 2)
 
 
-def test_layers_that_do_not_belong_together_are_refused():
+def test_compress_layers_mismatched_layers_are_refused():
     random = np.random.default_rng(8)
     weights = weight_file(random, layers=2)
     keys, values = cache(random, 2, 12, 4)

@@ -50,11 +50,11 @@ def weights():
         ((2, 1, 2, 12, 5), r"layer 0, compress_tk: linear 0 takes 12 inputs, expected 15 \(factor 3 x head_dim 5\)"),
     ],
 )
-def test_shapes_of_the_cache(weights, shape, match):
+def test_compress_cache_invalid_shapes_are_refused(weights, shape, match):
     refused(match, weights, *arrays(*shape))
 
 
-def test_k_and_v_belong_together(weights):
+def test_compress_cache_mismatched_k_and_v_are_refused(weights):
     keys, values = arrays(2, 1, 2, 12, 4)
     refused("expected the same for both", weights, keys, values[..., :9, :])
     refused("keys are float32, values float16", weights, keys, values.astype(np.float16))
@@ -82,19 +82,19 @@ def grown(layer, block):
         (0, 2, r"layer 0, compress_tk: linear 2 takes 5 inputs, expected 4 \(the outputs of linear 1\)"),
     ],
 )
-def test_one_compressor_that_does_not_fit_refuses_the_whole_cache(engine, layer, block, match):
+def test_compress_cache_one_mismatched_compressor_is_refused(engine, layer, block, match):
     broken = weight_file(np.random.default_rng(0), layers=2, change=grown(layer, block))
     refused(match, broken, *arrays(2, 1, 2, 18, 4), image_len=9, engine=engine)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_compressor_that_is_not_needed_may_be_broken(engine):
+def test_compress_cache_unused_compressor_may_be_broken(engine):
     broken = weight_file(np.random.default_rng(0), change=grown(0, 7), extra=2)
     made = compress_cache(broken, *arrays(1, 1, 2, 18, 4), ForwardOptions(image_len=5, engine=engine))
     assert made.num_tokens == 5 + 4 + 1
 
 
-def test_outputs_must_be_head_dim():
+def test_compress_cache_outputs_must_be_head_dim():
     def change(layer, index, weight):
         return np.pad(weight, [(0, 1), (0, 0)]) if index == 5 else weight
 
@@ -102,7 +102,7 @@ def test_outputs_must_be_head_dim():
     refused(r"compress_tv: makes 5 outputs, expected 4 \(head_dim\)", weights, *arrays(1, 1, 2, 12, 4))
 
 
-def test_the_onnx_engine_is_given_nothing_when_shapes_are_wrong(weights, monkeypatch):
+def test_compress_cache_wrong_shapes_open_no_engine(weights, monkeypatch):
     monkeypatch.setattr("kvmnn.compressor.forward.compress.open_engine", lambda *_: pytest.fail("an engine was opened"))
     refused("expected at least 3", weights, *arrays(3, 1, 2, 12, 4))
 
@@ -113,7 +113,7 @@ def test_the_onnx_engine_is_given_nothing_when_shapes_are_wrong(weights, monkeyp
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_tokens_in_groups_must_be_finite(weights, value, dtype, engine):
+def test_compress_cache_non_finite_tokens_are_refused(weights, value, dtype, engine):
     keys, values = arrays(2, 2, 3, 13, 4, dtype=dtype)
     values[1, 1, 2, 10, 3] = to_words(value, dtype)
     where = "values of layer 1: batch 1, kv_head 2, token 10, dimension 3 is -?(nan|inf)"
@@ -122,7 +122,7 @@ def test_tokens_in_groups_must_be_finite(weights, value, dtype, engine):
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_weights_must_be_finite(value, engine):
+def test_compress_cache_non_finite_weights_are_refused(value, engine):
     def change(layer, index, weight):
         if (layer, index) == (1, 4):
             weight[2, 1] = value
@@ -134,7 +134,7 @@ def test_weights_must_be_finite(value, engine):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_what_fp16_cannot_hold_is_refused(weights, engine):
+def test_compress_cache_values_beyond_fp16_are_refused(weights, engine):
     keys, values = arrays(2, 1, 2, 13, 4)
     keys[0, 0, 1, 2, 3] = 70000
     refused("token 2, dimension 3 is 70000: is beyond fp16", weights, keys, values, precision="fp16", engine=engine)
@@ -157,7 +157,7 @@ def test_what_fp16_cannot_hold_is_refused(weights, engine):
     refused(match, growing, *arrays(1, 1, 2, 12, 4), precision="fp16", engine=engine)
 
 
-def test_what_float32_and_bf16_cannot_hold_is_refused():
+def test_compress_cache_results_beyond_output_type_are_refused():
     weights = weight_file(np.random.default_rng(0), change=lambda layer, index, weight: weight * 1e15)
     refused("results are not finite", weights, *arrays(1, 1, 2, 12, 4))
     top = weight_file(TopBiases())
@@ -171,7 +171,7 @@ class TopBiases:
         return np.full(shape, np.finfo(np.float32).max if isinstance(shape, int) else 0)
 
 
-def test_bf16_has_no_fp16_parity(weights):
+def test_compress_cache_bf16_with_fp16_precision_is_refused(weights):
     refused("precision fp16 is for", weights, *arrays(2, 1, 2, 12, 4, dtype="bf16"), precision="fp16")
 
 
@@ -179,7 +179,7 @@ def test_bf16_has_no_fp16_parity(weights):
 
 
 @pytest.mark.parametrize("name", ["image_len", "factor", "min_seq_len", "seq_len"])
-def test_numbers_in_options(name):
+def test_forward_options_invalid_numbers_are_refused(name):
     with pytest.raises(KvmnnError, match=f"{name} is -1: expected at least 0"):
         ForwardOptions(**{name: -1})
     for wrong in (1.5, "2", True):
@@ -188,14 +188,14 @@ def test_numbers_in_options(name):
     assert getattr(ForwardOptions(**{name: np.int32(7)}), name) == 7
 
 
-def test_numbers_beyond_all_bounds(weights):
+def test_forward_options_huge_numbers_are_accepted(weights):
     keys, values = arrays(2, 1, 2, 12, 4)
     for options in ({"image_len": 2**70}, {"min_seq_len": 2**70}, {"seq_len": 2**70}):
         assert compress_cache(weights, keys, values, ForwardOptions(**options)).num_tokens in (4, 12)
     assert compress_cache(weights, keys, values, ForwardOptions(factor=2**70)).plan.reason == "too_short"
 
 
-def test_unknown_names():
+def test_forward_options_unknown_names_are_refused():
     with pytest.raises(KvmnnError, match="unknown precision 'fp8': expected one of fp32, fp16"):
         ForwardOptions(precision="fp8")
     with pytest.raises(KvmnnError, match="unknown engine 'torch': expected one of numpy, onnx"):
@@ -203,7 +203,7 @@ def test_unknown_names():
 
 
 @pytest.mark.parametrize("missing", ["onnx", "onnxruntime"])
-def test_the_onnx_engine_names_what_is_missing(weights, missing, monkeypatch):
+def test_compress_cache_missing_onnx_package_is_named(weights, missing, monkeypatch):
     if missing == "onnxruntime":
         monkeypatch.setitem(sys.modules, "onnx", sys)
     monkeypatch.setitem(sys.modules, missing, None)
@@ -214,7 +214,7 @@ def test_the_onnx_engine_names_what_is_missing(weights, missing, monkeypatch):
 # -- LayerCache --------------------------------------------------------------------------------------------------------
 
 
-def test_a_layer_cache_fills_in_what_is_not_said():
+def test_layer_cache_defaults_are_filled_in():
     keys, values = (array[0, 0] for array in arrays(1, 1, 2, 5, 4, dtype="bf16"))
     layer = LayerCache(layer=7, keys=keys, values=values)
     assert (layer.dtype, layer.kv_heads, layer.tokens, layer.head_dim, layer.nbytes) == ("bf16", 2, 5, 4, 160)
@@ -235,7 +235,7 @@ def test_a_layer_cache_fills_in_what_is_not_said():
         ({"keys": np.zeros((2, 5), np.float32)}, r"layer 0: keys have shape \[2, 5\]: expected 3 axes"),
     ],
 )
-def test_what_is_no_layer_cache(fields, match):
+def test_layer_cache_invalid_fields_are_refused(fields, match):
     keys, values = (array[0, 0] for array in arrays(1, 1, 2, 5, 4))
     with pytest.raises(KvmnnError, match=match):
         LayerCache(**{"layer": 0, "keys": keys, "values": values, **fields})

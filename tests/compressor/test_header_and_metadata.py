@@ -58,7 +58,7 @@ def changed(path: Path, **fields: int) -> Path:
         ("min_seq_len", 9, 2),
     ],
 )
-def test_no_header_field_is_left_out(source: Path, shell: Any, field: str, value: int, expected: int) -> None:
+def test_verify_compares_every_header_field(source: Path, shell: Any, field: str, value: int, expected: int) -> None:
     convert_checkpoint(source, source.with_name("w.bin"))
     path = changed(source.with_name("w.bin"), **{field: value})
     verdict = verify_weights(path, against=source)
@@ -72,7 +72,7 @@ def test_no_header_field_is_left_out(source: Path, shell: Any, field: str, value
     assert (code, document["verdict"], document["differences"]) == (1, "reject", [told])
 
 
-def test_fields_are_compared_with_what_was_told(source: Path, shell: Any) -> None:
+def test_verify_compares_fields_with_conversion_options(source: Path, shell: Any) -> None:
     told = ["--min-seq-len", "9", "--num-heads", "32", "--head-dim", "6", "--compression-factor", "7", "--as-reference"]
     path = source.with_name("w.bin")
     assert shell("compressor", "convert", source, path, *told)[0] == 0
@@ -84,7 +84,7 @@ def test_fields_are_compared_with_what_was_told(source: Path, shell: Any) -> Non
     assert not verify_weights(path, against=source, options=options).differences
 
 
-def test_the_type_and_the_prefixes_are_the_file_s_own_unless_given(source: Path, shell: Any) -> None:
+def test_verify_uses_dtype_and_prefixes_of_the_file_by_default(source: Path, shell: Any) -> None:
     path = source.with_name("w.bin")
     assert (
         shell("compressor", "convert", source, path, "--dtype", "bf16", "--prefix-order", "compress_tk,compress_tv")[0]
@@ -107,7 +107,7 @@ def test_the_type_and_the_prefixes_are_the_file_s_own_unless_given(source: Path,
 # -- metadata ---------------------------------------------------------------------------------------------------------
 
 
-def test_metadata_is_written_shown_and_compared(source: Path, shell: Any) -> None:
+def test_convert_metadata_is_written_shown_and_compared(source: Path, shell: Any) -> None:
     path = source.with_name("w.bin")
     told = [argument for key, text in ENTRIES.items() for argument in ("--metadata", f"{key}={text}")]
     assert shell("compressor", "convert", source, path, *told)[0] == 0
@@ -136,7 +136,9 @@ def test_metadata_is_written_shown_and_compared(source: Path, shell: Any) -> Non
         (["--metadata", "a=z", "--metadata", "b=y"], ["metadata 'a' is 'x': expected 'z'"]),
     ],
 )
-def test_other_metadata_is_a_difference(source: Path, shell: Any, options: list[str], expected: list[str]) -> None:
+def test_verify_different_metadata_is_a_difference(
+    source: Path, shell: Any, options: list[str], expected: list[str]
+) -> None:
     path = source.with_name("w.bin")
     convert_checkpoint(source, path, ConvertOptions(metadata={"a": "x", "b": "y"}))
     code, out, _ = shell("compressor", "verify", path, "--against", source, *options, "--json")
@@ -147,7 +149,7 @@ def test_other_metadata_is_a_difference(source: Path, shell: Any, options: list[
     )
 
 
-def test_the_order_of_metadata_is_no_difference(source: Path, shell: Any) -> None:
+def test_verify_metadata_order_is_no_difference(source: Path, shell: Any) -> None:
     path = source.with_name("w.bin")
     convert_checkpoint(source, path, ConvertOptions(metadata={"a": "x", "b": "y"}))
     code, out, _ = shell("compressor", "verify", path, "--against", source, "--metadata", "b=y", "--metadata", "a=x")
@@ -160,7 +162,7 @@ def test_the_order_of_metadata_is_no_difference(source: Path, shell: Any) -> Non
 
 
 @pytest.mark.parametrize("metadata", [b"\xff\x00note", b"{", b'{"a": 1}', b'{"a": "b", "a": "c"}', b"[" * 4000])
-def test_metadata_of_others_is_shown_as_bytes(tmp_path: Path, shell: Any, metadata: bytes) -> None:
+def test_inspect_foreign_metadata_is_shown_as_bytes(tmp_path: Path, shell: Any, metadata: bytes) -> None:
     path = tmp_path / "w.bin"
     path.write_bytes(weight_file(metadata=metadata))
     assert kvcm.read_weight_file(path).metadata == metadata
@@ -170,7 +172,7 @@ def test_metadata_of_others_is_shown_as_bytes(tmp_path: Path, shell: Any, metada
     assert document["metadata"] == {"bytes": len(metadata), "head": metadata[:64].hex()}
 
 
-def test_control_characters_of_metadata_do_not_reach_the_terminal(tmp_path: Path, shell: Any) -> None:
+def test_inspect_metadata_control_characters_are_escaped(tmp_path: Path, shell: Any) -> None:
     path = tmp_path / "w.bin"
     path.write_bytes(weight_file(metadata=pack_metadata({"na\x1b[2Jme": "line\nline\x9b"})))
     _, out, _ = shell("compressor", "inspect", path)
@@ -178,7 +180,7 @@ def test_control_characters_of_metadata_do_not_reach_the_terminal(tmp_path: Path
     assert r"'line\nline\x9b'" in out
 
 
-def test_metadata_that_cannot_be_written(source: Path, shell: Any) -> None:
+def test_convert_invalid_metadata_is_refused(source: Path, shell: Any) -> None:
     path = source.with_name("w.bin")
     for text in ("novalue", "=value"):
         code, _, err = shell("compressor", "convert", source, path, "--metadata", text)
@@ -201,6 +203,6 @@ def test_export_keeps_metadata(tmp_path: Path) -> None:
         assert expected in header["__metadata__"].items()
 
 
-def test_a_checkpoint_s_account_tells_the_metadata_that_would_be_written(source: Path) -> None:
+def test_inspect_checkpoint_includes_metadata_to_be_written(source: Path) -> None:
     account = inspect_weights(source, ConvertOptions(metadata={"a": "b"}))
     assert account.header.metadata_size_bytes == len(account.metadata) == 12

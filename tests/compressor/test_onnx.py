@@ -28,7 +28,7 @@ def wider(layer, index, weight):
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_exported_files_run_by_themselves(tmp_path, dtype, precision):
+def test_export_onnx_graphs_equal_the_numpy_engine(tmp_path, dtype, precision):
     random = np.random.default_rng(6)
     weights = weight_file(random, layers=3, dtype=dtype, bias=lambda: random.random() < 0.5)
     names = export_onnx(weights, tmp_path / "graphs", precision=precision).files
@@ -54,7 +54,7 @@ def test_exported_files_run_by_themselves(tmp_path, dtype, precision):
     assert checked == {(layer, prefix) for layer in range(3) for prefix in range(4)}
 
 
-def test_one_graph_for_each_kind():
+def test_list_compressor_kinds_one_graph_per_kind():
     random = np.random.default_rng(0)
     assert [kind.name for kind in list_compressor_kinds(weight_file(random, layers=3, prefixes=2))] == [
         "compress_tk",
@@ -71,7 +71,7 @@ def test_one_graph_for_each_kind():
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
-def test_weights_are_stored_as_the_file_has_them(dtype):
+def test_build_graph_stores_weights_unchanged(dtype):
     weights = weight_file(np.random.default_rng(0), layers=2, prefixes=2, dtype=dtype, change=wider)
     for kind in list_compressor_kinds(weights):
         graph = onnx.load_from_string(build_graph(weights, kind)).graph
@@ -93,7 +93,7 @@ def test_weights_are_stored_as_the_file_has_them(dtype):
         assert build_graph(weights, kind) == build_graph(weights, kind)
 
 
-def test_nothing_is_written_when_something_is_wrong(tmp_path):
+def test_export_onnx_invalid_weights_write_nothing(tmp_path):
     def change(layer, index, weight):
         return np.pad(weight, [(0, 0), (0, 1)]) if index == 10 else weight
 
@@ -111,7 +111,7 @@ def test_nothing_is_written_when_something_is_wrong(tmp_path):
     assert onnx.load(tmp_path / "graphs" / "compress_ik.onnx").graph.name == "compress_ik"
 
 
-def test_more_than_a_model_holds_is_said_before_it_is_made(monkeypatch):
+def test_build_graph_too_large_model_is_refused_early(monkeypatch):
     monkeypatch.setattr("kvmnn.compressor.forward.onnx_graph._MAX_PROTOBUF_BYTES", 300)
     weights = weight_file(np.random.default_rng(0), layers=2)
     with pytest.raises(KvmnnError, match="compress_tk has 736 bytes of weights, an ONNX model holds less than 2 GiB"):
@@ -119,7 +119,7 @@ def test_more_than_a_model_holds_is_said_before_it_is_made(monkeypatch):
     assert to_floats(weights.get_block(0, 0).weight).shape == (4, 12)
 
 
-def test_the_verb(tmp_path, monkeypatch, capsys):
+def test_export_command_writes_onnx_graphs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     weights = weight_file(np.random.default_rng(0), prefixes=2)
     with open("w.bin", "wb") as file:

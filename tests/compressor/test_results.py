@@ -1,4 +1,4 @@
-"""What a notebook gets from `kvmnn.compressor` is what the shell prints."""
+"""Results of `kvmnn.compressor` equal the command's output."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def as_json(verb: str, result: Any) -> dict[str, Any]:
     return told(json.dumps({"verb": verb, **result.to_dict()}))
 
 
-def test_every_name_of_the_face_is_there() -> None:
+def test_compressor_package_exports_all_names() -> None:
     for name in kvmnn.compressor.__all__:
         assert getattr(kvmnn.compressor, name) is not None
         assert name in dir(kvmnn.compressor)
@@ -61,14 +61,14 @@ def test_every_name_of_the_face_is_there() -> None:
         kvmnn.compressor.decompress  # type: ignore[attr-defined]  # noqa: B018
 
 
-def test_the_face_imports_nothing_until_it_is_asked() -> None:
+def test_compressor_package_import_is_lazy() -> None:
     code = (
         "import sys, kvmnn; kvmnn.compressor; print(sum(name.startswith('kvmnn.compressor') for name in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "1\n"
 
 
-def test_conversion_and_export(here: Path, shell: Any) -> None:
+def test_convert_and_export_results_equal_command_output(here: Path, shell: Any) -> None:
     made = convert_checkpoint("c.pth", "w.bin")
     assert shell("compressor", "convert", "c.pth", "w.bin", "-f")[0] == f"{made}\n"
     assert told(shell("compressor", "convert", "c.pth", "w.bin", "-f", "--json")[0]) == as_json("convert", made)
@@ -79,7 +79,7 @@ def test_conversion_and_export(here: Path, shell: Any) -> None:
     assert export_weights(kvcm.read_weight_file("w.bin"), "v.npz").num_tensors == exported.num_tensors
 
 
-def test_accounts_and_verdicts(here: Path, shell: Any) -> None:
+def test_inspect_and_verify_results_equal_command_output(here: Path, shell: Any) -> None:
     convert_checkpoint("c.pth", "w.bin")
     for path in ("w.bin", "c.pth"):
         account = inspect_weights(path)
@@ -97,7 +97,7 @@ def test_accounts_and_verdicts(here: Path, shell: Any) -> None:
     assert f"in {len(verdict.differences) - 5} more places" in str(verdict)
 
 
-def test_a_compressed_cache_file(here: Path, shell: Any) -> None:
+def test_compress_file_result_equals_command_output(here: Path, shell: Any) -> None:
     random = np.random.default_rng(2)
     made = weight_file(random, layers=2, factor=5, dtype="fp16")
     with open("w.bin", "wb") as file:

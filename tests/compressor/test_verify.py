@@ -72,7 +72,7 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
         ),
     ],
 )
-def test_reasons(data: bytes, reasons: list[str]) -> None:
+def test_check_weight_file_reports_reasons(data: bytes, reasons: list[str]) -> None:
     assert [finding.reason for finding in check_weight_file(kvcm.parse_weight_file(data))] == reasons
 
 
@@ -98,14 +98,14 @@ def with_shape(block: int, rows: int, cols: int) -> bytes:
         (10, (3, 2), "layer 1, block 4: the weight has 3 x 2: expected 2 x 2 as in layer 0"),
     ],
 )
-def test_shapes_that_do_not_chain(block: int, shape: tuple[int, int], text: str) -> None:
+def test_check_weight_file_mismatched_shapes_are_errors(block: int, shape: tuple[int, int], text: str) -> None:
     (finding,) = check_weight_file(kvcm.parse_weight_file(with_shape(block, *shape)))
     assert finding.reason == "shape_chain"
     assert text in finding.text
     assert finding.is_error
 
 
-def test_elements_that_are_no_numbers_are_warned_of() -> None:
+def test_check_weight_file_non_finite_elements_are_warnings() -> None:
     data = bytearray(weight_file())
     struct.pack_into("<2H", data, 56, 0x7C00, 0xFE00)
     (finding,) = check_weight_file(kvcm.parse_weight_file(bytes(data)))
@@ -116,14 +116,14 @@ def test_elements_that_are_no_numbers_are_warned_of() -> None:
 # -- against the checkpoint -------------------------------------------------------------------------------------------
 
 
-def test_a_converted_file_is_exact(pair: tuple[Path, Path]) -> None:
+def test_verify_converted_file_is_exact(pair: tuple[Path, Path]) -> None:
     verdict = verify_weights(pair[0], against=pair[1])
     assert verdict.is_ok
     assert verdict.num_compared == sum(value.size for value in STATE.values())
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
-def test_every_flipped_element_is_found_with_its_place(tmp_path: Path, dtype: str) -> None:
+def test_verify_names_every_flipped_element(tmp_path: Path, dtype: str) -> None:
     source = checkpoint(tmp_path / "c.pth", STATE)
     convert_checkpoint(source, tmp_path / "w.bin", ConvertOptions(dtype=dtype))
     whole = (tmp_path / "w.bin").read_bytes()
@@ -143,7 +143,7 @@ def test_every_flipped_element_is_found_with_its_place(tmp_path: Path, dtype: st
         assert [text.startswith(expected) for text in verdict.differences] == [True], verdict.differences
 
 
-def test_the_payload_of_nan_does_not_matter_but_nan_does(tmp_path: Path) -> None:
+def test_verify_ignores_nan_payload_but_not_nan(tmp_path: Path) -> None:
     name = "compress_tk.0.0.weight"
     source = checkpoint(tmp_path / "c.pth", {**STATE, name: np.full((4, 12), np.nan, np.float32)})
     convert_checkpoint(source, tmp_path / "w.bin")
@@ -169,7 +169,7 @@ def test_the_payload_of_nan_does_not_matter_but_nan_does(tmp_path: Path) -> None
         (weights(3), "header field num_layers is 2: expected 3"),
     ],
 )
-def test_a_file_of_another_checkpoint(
+def test_verify_other_checkpoint_is_different(
     pair: tuple[Path, Path], tmp_path: Path, change: dict[str, Any], match: str
 ) -> None:
     state = {key: value for key, value in {**STATE, **change}.items() if value is not None}
@@ -178,7 +178,7 @@ def test_a_file_of_another_checkpoint(
     assert any(re.search(match, text) for text in differences), differences
 
 
-def test_weights_beyond_the_checkpoints_prefixes_are_named_by_number(tmp_path: Path) -> None:
+def test_verify_extra_weights_are_named_by_number(tmp_path: Path) -> None:
     """As many weights, in a layer of four prefixes there and in two layers of two here."""
     convert_checkpoint(checkpoint(tmp_path / "one.pth", weights(1)), tmp_path / "w.bin")
     two = checkpoint(tmp_path / "two.pth", weights(2, prefixes=kvcm.TEXT_PREFIXES))
@@ -189,7 +189,7 @@ def test_weights_beyond_the_checkpoints_prefixes_are_named_by_number(tmp_path: P
     assert "prefix 2" in named <= {*kvcm.TEXT_PREFIXES, "prefix 2", "prefix 3"}
 
 
-def test_a_missing_bias_is_found(tmp_path: Path) -> None:
+def test_verify_missing_bias_is_a_difference(tmp_path: Path) -> None:
     state = {key: value for key, value in STATE.items() if not key.endswith("bias")}
     convert_checkpoint(checkpoint(tmp_path / "c.pth", state), tmp_path / "w.bin")
     differences = verify_weights(tmp_path / "w.bin", against=checkpoint(tmp_path / "d.pth", STATE)).differences
@@ -197,9 +197,7 @@ def test_a_missing_bias_is_found(tmp_path: Path) -> None:
     assert differences[0].endswith("bias is missing, the checkpoint has one")
 
 
-def test_verify_bias_left_out_by_conversion_is_a_difference_unless_as_reference(
-    tmp_path: Path, run: Callable[..., SimpleNamespace]
-) -> None:
+def test_verify_omitted_bias_needs_as_reference(tmp_path: Path, run: Callable[..., SimpleNamespace]) -> None:
     source = checkpoint(tmp_path / "c.pth", {**STATE, "compress_ik.0.3.bias": np.zeros(7, np.float32)})
     made = tmp_path / "w.bin"
     convert_checkpoint(source, made, ConvertOptions(as_reference=True))
@@ -213,7 +211,7 @@ def test_verify_bias_left_out_by_conversion_is_a_difference_unless_as_reference(
     assert json.loads(document)["left_out"] == ["compress_ik.0.3.bias"]
 
 
-def test_text_only_and_other_orders(tmp_path: Path) -> None:
+def test_verify_text_only_and_other_orders(tmp_path: Path) -> None:
     source = checkpoint(tmp_path / "c.pth", STATE)
     convert_checkpoint(source, tmp_path / "t.bin", ConvertOptions(prefixes=kvcm.TEXT_PREFIXES))
     assert verify_weights(tmp_path / "t.bin", against=source).is_ok
@@ -232,7 +230,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
     return code, shown.out, shown.err
 
 
-def test_verify_on_the_command_line(
+def test_verify_command_output_and_exit_code(
     pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, source = pair
@@ -261,7 +259,7 @@ def _size() -> int:
     return sum(value.size for value in STATE.values())
 
 
-def test_a_refused_file_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_command_refused_file_is_json_reject(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "w.bin"
     path.write_bytes(weight_file(header={"dtype_code": 9}))
     code, out, err = run(capsys, "compressor", "verify", path, "--json")
@@ -282,7 +280,9 @@ def test_a_refused_file_on_the_command_line(tmp_path: Path, capsys: pytest.Captu
     assert (code, err.startswith("kvmnn: warning: ")) == (0, True)
 
 
-def test_trailing_bytes_may_be_allowed(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_command_allows_trailing_bytes_on_request(
+    pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     weights, source = pair
     longer = weights.with_name("longer.bin")
     longer.write_bytes(weights.read_bytes() + b"tail")
@@ -303,7 +303,7 @@ def test_trailing_bytes_may_be_allowed(pair: tuple[Path, Path], capsys: pytest.C
 # -- inspect ----------------------------------------------------------------------------------------------------------
 
 
-def test_every_byte_of_a_weight_file_is_accounted_for() -> None:
+def test_inspect_weight_file_accounts_for_every_byte() -> None:
     file = kvcm.parse_weight_file(weight_file(2, metadata=b"note") + b"tail", allow_trailing=True)
     account = inspect_weight_file(file)
     assert sum(account.parts.values()) == account.size == file.size
@@ -312,7 +312,7 @@ def test_every_byte_of_a_weight_file_is_accounted_for() -> None:
     assert account.parts["block heads"] == 24 * 12
 
 
-def test_statistics_are_of_the_finite_elements(tmp_path: Path) -> None:
+def test_inspect_statistics_use_finite_elements(tmp_path: Path) -> None:
     weight = np.array([[1, 2], [np.inf, np.nan]], "<f4")
     header = kvcm.WeightFileHeader(dtype_code=2, num_layers=1, compression_factor=1, weight_count_per_layer=2)
     path = tmp_path / "w.bin"
@@ -324,7 +324,7 @@ def test_statistics_are_of_the_finite_elements(tmp_path: Path) -> None:
     assert (second.minimum, second.std, second.non_finite, second.bias) == (None, None, 2, False)
 
 
-def test_every_byte_of_a_checkpoint_is_accounted_for(pair: tuple[Path, Path]) -> None:
+def test_inspect_checkpoint_accounts_for_every_byte(pair: tuple[Path, Path]) -> None:
     account = inspect_checkpoint(open_checkpoint(pair[1]), ConvertOptions())
     assert sum(account.parts.values()) == account.size == pair[1].stat().st_size
     assert account.parts["storages of the compressor"] == 4 * _size()
@@ -333,7 +333,7 @@ def test_every_byte_of_a_checkpoint_is_accounted_for(pair: tuple[Path, Path]) ->
     assert account.rows[0].maximum == max(STATE["compress_tk.0.0.weight"].max(), STATE["compress_tk.0.0.bias"].max())
 
 
-def test_inspect_on_the_command_line(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_command_output_and_exit_code(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     for path, kind in zip(pair, ("weights", "checkpoint"), strict=True):
         code, out, err = run(capsys, "compressor", "inspect", path)
         assert (code, err) == (0, "")
@@ -353,7 +353,7 @@ def test_inspect_on_the_command_line(pair: tuple[Path, Path], capsys: pytest.Cap
     [{"b": "\u00e9", "a": "x"}, b"\xff\0", b"not JSON", b'{ "a": "b" }'],
     ids=["own", "bytes", "text", "JSON"],
 )
-def test_what_an_export_noted_comes_back(tmp_path: Path, metadata: Any) -> None:
+def test_convert_restores_options_recorded_by_export(tmp_path: Path, metadata: Any) -> None:
     source, first, last = checkpoint(tmp_path / "c.pth", STATE), tmp_path / "w.bin", tmp_path / "again.bin"
     convert_checkpoint(source, first, ConvertOptions(dtype="bf16", min_seq_len=5, num_heads=8, metadata=metadata))
     export_weights(first, tmp_path / "w.safetensors")
@@ -364,7 +364,7 @@ def test_what_an_export_noted_comes_back(tmp_path: Path, metadata: Any) -> None:
     assert verify_weights(first, against=tmp_path / "w.safetensors").is_ok
 
 
-def test_what_is_said_goes_before_what_an_export_noted(tmp_path: Path) -> None:
+def test_convert_options_override_recorded_ones(tmp_path: Path) -> None:
     source, first, last = checkpoint(tmp_path / "c.pth", STATE), tmp_path / "w.bin", tmp_path / "again.bin"
     convert_checkpoint(source, first, ConvertOptions(dtype="bf16", min_seq_len=5, num_heads=8, metadata={"a": "x"}))
     export_weights(first, tmp_path / "w.safetensors")
@@ -409,7 +409,7 @@ def test_export_and_convert_are_inverse(tmp_path: Path, dtype: str) -> None:
         assert np.array_equal(arrays["compress_ik.1.3.weight"], file.get_block(1, 7).weight)
 
 
-def test_export_needs_names_that_fit(tmp_path: Path) -> None:
+def test_export_invalid_prefixes_or_slots_are_refused(tmp_path: Path) -> None:
     file = kvcm.parse_weight_file(weight_file(count=9))
     export_weights(file, tmp_path / "nine.npz")
     export_weights(file, tmp_path / "named.npz", prefixes=("a", "b", "c"), slots=(1, 2, 3))
@@ -422,7 +422,7 @@ def test_export_needs_names_that_fit(tmp_path: Path) -> None:
         export_weights(file, tmp_path / "x.bin")
 
 
-def test_export_on_the_command_line(
+def test_export_command_writes_archives(
     pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = tmp_path / "w.safetensors"
@@ -438,7 +438,7 @@ def test_export_on_the_command_line(
     assert run(capsys, "compressor", "export", pair[0], "-o", "-")[0] == 2
 
 
-def test_a_frame_may_be_called_bin(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_command_frame_named_bin_is_a_frame(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "frame.bin"
     path.write_bytes(kvmnn.encode(np.arange(64, dtype=np.float16)))
     assert run(capsys, "inspect", path)[0] == 0
@@ -450,7 +450,7 @@ def test_a_frame_may_be_called_bin(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.slow
-def test_a_checkpoint_on_standard_input(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_convert_command_reads_standard_input(pair: tuple[Path, Path], tmp_path: Path) -> None:
     file, source = pair
     entry_point = [sys.executable, "-m", "kvmnn", "compressor", "convert", "-", "-"]
     with source.open("rb") as stdin:

@@ -1,4 +1,4 @@
-"""What a policy would keep of a stored layer, and how that is written down."""
+"""Plans of a policy for a stored layer, and how they are written."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def planned(name, *, tokens=12, layer=0, norms=NORMS, positions=None, **options)
     return plan_layer(create_policy(name, **options), layer, tokens, 64 * tokens, lambda: norms, positions)
 
 
-def test_lengths_are_all_that_is_asked_for():
+def test_plan_layer_of_length_policy_reads_no_keys():
     def never():
         raise AssertionError("keys were read")
 
@@ -28,7 +28,7 @@ def test_lengths_are_all_that_is_asked_for():
     assert skipped.skipped and skipped.plan_entry == {"layer": 1, "remove": 0, "pairs": []}
 
 
-def test_heads_that_keep_their_own():
+def test_plan_layer_per_head_rows_have_own_pairs():
     kept = planned("knorm", budget=5)
     rows = [sorted(np.argsort(row)[:5].tolist()) for row in NORMS]
     entry = kept.plan_entry
@@ -38,7 +38,7 @@ def test_heads_that_keep_their_own():
     assert kept.to_dict()["positions"] is None
 
 
-def test_heads_that_agree_are_one_set():
+def test_plan_layer_equal_heads_share_one_row():
     one = planned("knorm", budget=5, norms=NORMS[:1])
     same = planned("knorm", budget=5, norms=NORMS[[0, 0]])
     assert one.plan_entry == same.plan_entry and "pairs" in one.plan_entry
@@ -46,7 +46,7 @@ def test_heads_that_agree_are_one_set():
     assert latest.plan_entry["pairs"] == [[8, 4]]
 
 
-def test_tokens_that_do_not_lie_in_the_order_of_the_text():
+def test_plan_layer_unordered_tokens_use_positions():
     order = RNG.permutation(12)
     positions = np.arange(100, 112)[order]
     kept = planned("streaming", sink=2, budget=5, positions=positions)
@@ -57,7 +57,7 @@ def test_tokens_that_do_not_lie_in_the_order_of_the_text():
     assert sorted(positions[held.kept_indices] - 100) == in_text.kept_indices.tolist()
 
 
-def test_positions_of_what_stays():
+def test_plan_layer_positions_of_remaining_tokens():
     positions = np.array([0, 1, 2, 50, 51, 60])
     assert planned("recent_only", tokens=6, budget=4, skip_layers=(), positions=positions).to_dict()["positions"] == [
         [2, 1],
@@ -69,7 +69,7 @@ def test_positions_of_what_stays():
 
 
 @pytest.mark.parametrize("name", [*POLICIES, "h2o_engine"])
-def test_policies_that_need_attention_are_refused_by_name(name):
+def test_plan_layer_attention_policies_are_refused_by_name(name):
     options = {} if name == "h2o_engine" else {"budget": 600}
     policy = create_policy(name, **options)
     if policy.requires_attention:
@@ -82,7 +82,7 @@ def test_policies_that_need_attention_are_refused_by_name(name):
         assert kept.tokens_after == policy.select_or_all(view).shape[-1] == 600
 
 
-def test_a_row_for_layers_that_keep_the_same():
+def test_cache_plan_equal_layers_share_a_table_row():
     policy = create_policy("streaming", sink=2, budget=5, skip_layers=(2,))
     sizes = [12, 8, 12, 8, 12, 12, 5]
     layers = tuple(plan_layer(policy, n, size, 64 * size, lambda: NORMS) for n, size in enumerate(sizes))
@@ -103,7 +103,7 @@ def test_a_row_for_layers_that_keep_the_same():
     assert all(len(line) <= 60 for line in plan.format_lines(width=60)[1:])
 
 
-def test_letters_are_shares_of_all_heads():
+def test_render_map_letters_are_shares_of_all_heads():
     kept = PolicyLayerPlan(layer=0, tokens=5, nbytes=640, kept_indices=np.array([[0, 1, 2], [0, 2, 3]]))
     assert kept.render_map(1) == "#5#5." and kept.render_map(2) == "88."
 
@@ -122,13 +122,13 @@ def test_letters_are_shares_of_all_heads():
         ("full", {}, "it keeps everything"),
     ],
 )
-def test_why_nothing_goes(name, options, why):
+def test_cache_plan_explains_why_nothing_is_evicted(name, options, why):
     plan = CachePlan(policy=create_policy(name, **options), layers=(planned(name, **options),))
     assert plan.label == "UNCHANGED" and "UNCHANGED, all tokens stay, 768 bytes of K and V: " in plan.format_lines()[0]
     assert why in plan.format_lines()[0]
 
 
-def test_nothing_stays():
+def test_cache_plan_of_budget_zero_keeps_no_token():
     plan = CachePlan(
         policy=create_policy("recent_only", budget=0, skip_layers=()), layers=(planned("knorm", budget=0),)
     )

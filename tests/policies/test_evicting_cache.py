@@ -26,7 +26,7 @@ def grow(cache: EvictingCache, count: int, heads: int = 1) -> list[int]:
 # -- state ------------------------------------------------------------------------------------------------------------
 
 
-def test_state_for_all_heads() -> None:
+def test_cache_state_keep_for_all_heads() -> None:
     state = CacheState("scores")
     state.append(4)
     state.add_scores(np.array([1.0, 2.0, 3.0, 4.0]))
@@ -39,7 +39,7 @@ def test_state_for_all_heads() -> None:
     assert state.scores.tolist() == [12, 14, 0, 1]
 
 
-def test_state_by_head() -> None:
+def test_cache_state_keep_by_head() -> None:
     state = CacheState("head scores", kv_heads=2)
     state.append(3)
     state.add_scores(np.array([[1, 2, 3], [4, 5, 6]], np.float16))
@@ -51,7 +51,7 @@ def test_state_by_head() -> None:
     assert state.positions.tolist() == [[3, 2], [3, 1]] and state.scores.tolist() == [[0, 3], [0, 5]]
 
 
-def test_one_vector_of_scores_cut_by_head() -> None:
+def test_cache_state_shared_scores_are_split_by_head() -> None:
     state = CacheState("scores")
     state.append(3)
     state.add_scores(np.array([1, 2, 3]))
@@ -59,7 +59,7 @@ def test_one_vector_of_scores_cut_by_head() -> None:
     assert state.scores is not None and state.scores.tolist() == [[1, 2], [2, 3]]
 
 
-def test_broken_sums_are_kept_quietly() -> None:
+def test_cache_state_non_finite_sums_emit_no_warning() -> None:
     state = CacheState("scores")
     state.append(3)
     state.add_scores(np.array([np.inf, np.nan, 3e38], np.float32))
@@ -78,7 +78,7 @@ def test_broken_sums_are_kept_quietly() -> None:
         ([[0], [1], [2]], "a cut for 3 heads of a state with 2"),
     ],
 )
-def test_cuts_that_are_refused(kept: list[int], message: str) -> None:
+def test_cache_state_keep_invalid_indices_are_refused(kept: list[int], message: str) -> None:
     state = CacheState("head scores", kv_heads=2)
     state.append(4)
     with pytest.raises(KvmnnError, match=message):
@@ -88,7 +88,7 @@ def test_cuts_that_are_refused(kept: list[int], message: str) -> None:
         state.keep(np.array([0.0]))
 
 
-def test_scores_that_are_refused() -> None:
+def test_cache_state_invalid_scores_are_refused() -> None:
     with pytest.raises(KvmnnError, match="keeps no scores"):
         CacheState().add_scores(np.zeros(0))
     state = CacheState("head scores", kv_heads=2)
@@ -103,7 +103,7 @@ def test_scores_that_are_refused() -> None:
 
 @given(st.data())
 @settings(deadline=None, max_examples=50)
-def test_state_remembers_what_a_list_would(data: st.DataObject) -> None:
+def test_cache_state_equals_list_model(data: st.DataObject) -> None:
     heads = data.draw(st.integers(1, 3))
     state = CacheState("head scores", heads)
     stored: list[list[tuple[int, float]]] = [[] for _ in range(heads)]
@@ -131,7 +131,7 @@ def test_state_remembers_what_a_list_would(data: st.DataObject) -> None:
 # -- caches -----------------------------------------------------------------------------------------------------------
 
 
-def test_streaming_cuts_after_it_was_attended() -> None:
+def test_evicting_cache_streaming_evicts_after_attention() -> None:
     cache = EvictingCache(Streaming.from_window(2, 6))
     assert len(grow(cache, 72)) == 72 and cache.finish_attention().tokens == 72  # limit 8, buffer 64
     assert len(grow(cache, 1)) == 73
@@ -142,7 +142,7 @@ def test_streaming_cuts_after_it_was_attended() -> None:
     assert stored.keys[0, :, 0].tolist() == stored.positions.tolist()
 
 
-def test_h2o_cuts_before_it_is_attended() -> None:
+def test_evicting_cache_h2o_evicts_before_attention() -> None:
     cache = EvictingCache(H2OTokens(sink=1, recent=2, budget=5, buffer=4))
     assert len(grow(cache, 9)) == 9
     cache.finish_attention(np.array([0, 0, 0, 7, 0, 0, 8, 0, 0], np.float32))
@@ -153,19 +153,19 @@ def test_h2o_cuts_before_it_is_attended() -> None:
     assert cache.end_chunk().positions.tolist() == [0, 3, 6, 10, 11]
 
 
-def test_a_prompt_beyond_the_buffer_is_cut_before_anything_attends() -> None:
+def test_evicting_cache_long_prompt_is_cut_before_attention() -> None:
     cache = EvictingCache(H2OTokens(sink=1, recent=2, budget=5, buffer=4))
     assert grow(cache, 20) == [0, 1, 2, 18, 19]
 
 
-def test_heads_drift_apart() -> None:
+def test_evicting_cache_heads_keep_different_tokens() -> None:
     cache = EvictingCache(H2OHeads(recent=1, budget=2))
     grow(cache, 3, heads=2)
     stored = cache.finish_attention(np.array([[9, 0, 0], [0, 9, 0]], np.float32))
     assert stored.positions.tolist() == [[0, 2], [1, 2]] and stored.values[:, 0, 0].tolist() == [0, 1]
 
 
-def test_fixed_size_stays_fixed() -> None:
+def test_evicting_cache_fixed_size_stays_constant() -> None:
     cache = EvictingCache(L2Fixed(budget=8, recent_ratio=0.25, skip_layers=()))
     rng = np.random.default_rng(0)
     for step in range(30):
@@ -175,7 +175,7 @@ def test_fixed_size_stays_fixed() -> None:
         assert stored.tokens == min(step + 1, 8) and stored.positions[..., -1].max() == step
 
 
-def test_ratio_hovers_at_its_threshold() -> None:
+def test_evicting_cache_ratio_stays_near_threshold() -> None:
     cache = EvictingCache(L2Ratio(keep_ratio=0.9, prune_after=20, skip_layers=()))
     lengths = []
     for _ in range(60):
@@ -184,7 +184,7 @@ def test_ratio_hovers_at_its_threshold() -> None:
     assert lengths[19:23] == [20, 19, 20, 19] and set(lengths[20:]) == {19, 20}
 
 
-def test_blocks_wait_for_their_interval() -> None:
+def test_evicting_cache_blocks_wait_for_update_interval() -> None:
     policy = H2OBlocks(
         block_tokens=2,
         sink=2,
@@ -211,14 +211,14 @@ def test_blocks_wait_for_their_interval() -> None:
     assert 4 in cache.snapshot.positions.tolist()
 
 
-def test_skipped_layers_are_never_cut() -> None:
+def test_evicting_cache_skip_layers_are_never_cut() -> None:
     for layer, expected in ((1, 9), (2, 3)):
         cache = EvictingCache(Streaming(sink=1, budget=3, skip_layers=(0, 1)), layer)
         grow(cache, 9)
         assert cache.finish_attention().tokens == expected and cache.snapshot.layer == layer
 
 
-def test_every_type_goes_through() -> None:
+def test_evicting_cache_accepts_every_dtype() -> None:
     for dtype in (np.float16, np.float32, np.uint16):
         cache = EvictingCache(L2Fixed(budget=3, skip_layers=()))
         part = np.arange(24).reshape(2, 6, 2).astype(dtype)
@@ -226,7 +226,7 @@ def test_every_type_goes_through() -> None:
         assert cache.finish_attention().keys.tolist() == part[:, :3].tolist() and cache.snapshot.keys.dtype == dtype
 
 
-def test_caches_refuse() -> None:
+def test_evicting_cache_invalid_calls_are_refused() -> None:
     cache = EvictingCache(Streaming(), 4)
     with pytest.raises(KvmnnError, match="layer 4: nothing has been appended"):
         cache.finish_attention()
@@ -246,7 +246,7 @@ def test_caches_refuse() -> None:
     assert cache.snapshot.tokens == 2
 
 
-def test_a_cache_says_in_one_line_what_it_is() -> None:
+def test_evicting_cache_repr_is_one_line() -> None:
     cache = EvictingCache(Streaming(budget=5, sink=1), 3)
     assert repr(cache) == f"EvictingCache({cache.policy!r}, layer=3, empty)"
     cache.append(np.zeros((2, 9, 4), np.float16), np.zeros((2, 9, 4), np.float16))

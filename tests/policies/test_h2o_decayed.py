@@ -1,4 +1,4 @@
-"""H2O whose scores fade."""
+"""H2O with scores that decay."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from kvmnn import KvmnnError
 from kvmnn.policies import EvictingCache, LayerState, create_policy
 
 
-def test_fading_scores() -> None:
-    """Every token of the text fades what was there before it, whatever the steps in which it came."""
+def test_h2o_decayed_scores_decay_once_per_token() -> None:
+    """Every token decays the scores before it by the same factor, whatever the size of the steps."""
     rng = np.random.default_rng(7)
     policy = create_policy("h2o_decayed_heads", budget=8, sink=1, recent=3, decay=0.75)
     cache = EvictingCache(policy)
@@ -41,7 +41,7 @@ def test_fading_scores() -> None:
             assert np.allclose(found, [after[head, p] for p in sorted(order)], rtol=1e-5)
 
 
-def test_without_fading_and_sinks_it_is_h2o_by_head() -> None:
+def test_h2o_decayed_without_decay_and_sinks_equals_h2o_heads() -> None:
     fields = view(60, seed=5)
     plain = create_policy("h2o_decayed_heads", budget=12, sink=0, recent=5, decay=1)
     assert np.array_equal(

@@ -1,4 +1,4 @@
-"""The engine's planner as a policy: what its configuration asks for, and what it cannot be."""
+"""The engine's planner as a policy: options from its configuration, and those that are refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CONFIG = {
 }
 
 
-def test_the_engines_keys() -> None:
+def test_h2o_engine_options_come_from_engine_keys() -> None:
     expected = {"block_tokens": 16, "target_mode": "static", "target_keep_ratio": 0.3, "layer_nums": 6}
     assert H2OEngine.parse_engine_options(CONFIG) == expected
     assert H2OEngine.from_engine(CONFIG, cadence="tokens") == H2OEngine(cadence="tokens", **expected)  # type: ignore[arg-type]
@@ -32,7 +32,7 @@ def test_the_engines_keys() -> None:
     assert (planner.config.block_tokens, planner.config.enable) == (16, True)
 
 
-def test_a_spec_says_more_than_the_configuration() -> None:
+def test_h2o_engine_spec_overrides_configuration() -> None:
     defaults = {"h2o_engine": H2OEngine.parse_engine_options(CONFIG)}
     ((name, options),) = expand_spec("h2o_engine:block_tokens=8,cadence=tokens", (64, 128), (0,), defaults)
     made = build_policy(name, options)
@@ -40,7 +40,7 @@ def test_a_spec_says_more_than_the_configuration() -> None:
     assert list(expand_spec("streaming", (64,), None, defaults)) == [("streaming", {"budget": 64})]
 
 
-def test_layers_that_are_never_cut() -> None:
+def test_resolve_skip_layers_of_layer_ranges() -> None:
     assert H2OEngine().resolve_skip_layers(4) == {0, 1}
     assert H2OEngine(layer_start=9).resolve_skip_layers(4) == {0, 1, 2}  # the engine cuts the start to the last layer
     assert H2OEngine(layer_start=0, layer_end=1).resolve_skip_layers(4) == {2, 3}
@@ -56,12 +56,12 @@ def test_layers_that_are_never_cut() -> None:
         ({"kv_h2o_block_tokens": "3"}, "kv_h2o_block_tokens must be an integer, not str"),
     ],
 )
-def test_configurations_that_evict_nothing_or_cannot_be(document: dict[str, Any], message: str) -> None:
+def test_h2o_engine_unusable_configuration_is_refused(document: dict[str, Any], message: str) -> None:
     with pytest.raises(KvmnnError, match=message):
         H2OEngine.from_engine(document)
 
 
-def test_options_that_cannot_be() -> None:
+def test_h2o_engine_invalid_options_are_refused() -> None:
     for wrong in ({"cadence": "steps"}, {"target_mode": "half"}, {"target_lossy_ratio": float("nan")}):
         with pytest.raises(KvmnnError):
             create_policy("h2o_engine", **wrong)

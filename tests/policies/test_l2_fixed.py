@@ -7,7 +7,7 @@ import numpy as np
 from kvmnn.policies import L2Fixed, LayerState
 
 
-def test_random_is_uniform_and_its_own_for_each_head() -> None:
+def test_l2_fixed_random_is_uniform_and_independent_per_head() -> None:
     policy = L2Fixed(budget=10, recent_ratio=0.2, strategy="random", generator=np.random.default_rng(0), skip_layers=())
     counts = np.zeros(20, int)
     different = 0

@@ -81,7 +81,7 @@ def equal(ours: list[Any], theirs: list[Any]) -> bool:
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 @pytest.mark.parametrize("keep_ratio", [0.8, 0.31, 0.0, 1.0, 2])
-def test_a_share(dtype: Any, keep_ratio: float) -> None:
+def test_l2_compress_equals_the_rule(dtype: Any, keep_ratio: float) -> None:
     pairs = made(dtype)
     size = min(50, math.ceil(min(keep_ratio, 1) * 50))
     expected = by_rule(pairs, lambda norms: np.sort(np.argsort(norms, kind="stable")[:size]), (0, 1))
@@ -92,7 +92,7 @@ def test_a_share(dtype: Any, keep_ratio: float) -> None:
 
 @pytest.mark.parametrize(("strategy", "sign"), [("keep_low", 1), ("keep_high", -1)])
 @pytest.mark.parametrize("keep_ratio", [0.0, 0.29, 0.5, 1.0])
-def test_a_fixed_size(strategy: Any, sign: int, keep_ratio: float) -> None:
+def test_fix_size_l2_compress_equals_the_rule(strategy: Any, sign: int, keep_ratio: float) -> None:
     pairs = made()
     protected = int(20 * keep_ratio)
 
@@ -105,7 +105,7 @@ def test_a_fixed_size(strategy: Any, sign: int, keep_ratio: float) -> None:
     assert equal(fix_size_l2_compress(pairs, 50, keep_ratio, strategy), pairs)
 
 
-def test_random_tokens() -> None:
+def test_fix_size_l2_compress_random_is_reproducible() -> None:
     pairs = made()
     first, again, other = (
         fix_size_l2_compress(pairs, 20, 0.25, "random", generator=np.random.default_rng(seed)) for seed in (1, 1, 2)
@@ -117,7 +117,7 @@ def test_random_tokens() -> None:
 
 
 @pytest.mark.parametrize("kind", [Tensor, Exposed])
-def test_tensors_stay_tensors(kind: Any) -> None:
+def test_l2_compress_tensors_stay_tensors(kind: Any) -> None:
     pairs = made(np.float16)
     tensors = [(kind(keys), kind(values)) for keys, values in pairs]
     for cut in (
@@ -130,7 +130,7 @@ def test_tensors_stay_tensors(kind: Any) -> None:
                 assert isinstance(a, kind) and array.dtype == b.dtype and np.array_equal(array, b)
 
 
-def test_only_keys_of_layers_that_are_cut_leave_their_device() -> None:
+def test_l2_compress_reads_only_keys_of_cut_layers() -> None:
     looked_at: list[str] = []
     tensors = [(Tensor(keys, looked_at), Tensor(values)) for keys, values in made()]
     l2_compress(tensors, keep_ratio=0.5, prune_after=50)
@@ -141,7 +141,7 @@ def test_only_keys_of_layers_that_are_cut_leave_their_device() -> None:
     assert len(looked_at) == 2 * 2  # two layers of two sequences
 
 
-def test_caches_of_transformers() -> None:
+def test_l2_compress_accepts_transformers_caches() -> None:
     pairs = made()
     cache = SimpleNamespace(layers=[SimpleNamespace(keys=keys, values=values) for keys, values in pairs])
     assert equal(l2_compress(cache, 0.5, 10), l2_compress(pairs, 0.5, 10))
@@ -163,13 +163,13 @@ def test_caches_of_transformers() -> None:
         ([5], "layer 0: found a int"),
     ],
 )
-def test_what_is_no_cache(given: Any, message: str) -> None:
+def test_l2_compress_other_objects_are_refused(given: Any, message: str) -> None:
     for cut in (l2_compress, fix_size_l2_compress):
         with pytest.raises(KvmnnError, match=message):
             cut(given)
 
 
-def test_options_that_cannot_be() -> None:
+def test_l2_compress_invalid_options_are_refused() -> None:
     pairs = made()
     for call in (
         lambda: l2_compress(pairs, keep_ratio=-0.1),

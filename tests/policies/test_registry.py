@@ -1,4 +1,4 @@
-"""One matrix over the registry: what every policy must do, whatever it keeps."""
+"""One matrix over the registry: what every policy must do."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def matrix(**axes: Sequence[Any]) -> Callable[[Callable[..., None]], Callable[[s
     return decorate
 
 
-def test_every_policy_is_in_the_matrix() -> None:
+def test_policies_matrix_covers_registry() -> None:
     assert sorted(OPTIONS) == sorted(POLICIES)
     assert all(policy.name == name for name, policy in POLICIES.items())
 
 
 @matrix(tied=[False, True])
-def test_what_is_kept(name: str, options: dict[str, Any], tied: bool) -> None:
+def test_policy_kept_indices_are_valid_and_inputs_unchanged(name: str, options: dict[str, Any], tied: bool) -> None:
     policy = make(name, options)
     fields = view(60, tied=tied)
     before = fields["keys"].tobytes(), fields["scores"].tobytes()
@@ -62,8 +62,8 @@ def test_what_is_kept(name: str, options: dict[str, Any], tied: bool) -> None:
 
 
 @matrix()
-def test_ties_go_to_the_older_token(name: str, options: dict[str, Any]) -> None:
-    """Where everything is equal, what is kept next to the protected tokens is the oldest."""
+def test_policy_ties_keep_older_tokens(name: str, options: dict[str, Any]) -> None:
+    """Among equal scores the oldest tokens are kept next to the protected ones."""
     policy = make(name, options)
     if getattr(policy, "strategy", "") == "random" or name == "h2o_blocks":
         return
@@ -78,7 +78,7 @@ def test_ties_go_to_the_older_token(name: str, options: dict[str, Any]) -> None:
 
 
 @matrix()
-def test_repeatable(name: str, options: dict[str, Any]) -> None:
+def test_policy_selection_is_repeatable(name: str, options: dict[str, Any]) -> None:
     answers = []
     for _ in range(2):
         policy = make(name, options)
@@ -87,7 +87,7 @@ def test_repeatable(name: str, options: dict[str, Any]) -> None:
 
 
 @matrix(tokens=[0, 1, 3, 4, 12])
-def test_few_tokens_stay(name: str, options: dict[str, Any], tokens: int) -> None:
+def test_policy_few_tokens_are_all_kept(name: str, options: dict[str, Any], tokens: int) -> None:
     policy = make(name, {key: value for key, value in options.items() if key != "keep_ratio"}, budget=12)
     if options.get("form") == "original" and tokens >= 4:
         assert sorted(policy.select_or_all(fit(policy, view(tokens)))[0].tolist()) == list(range(tokens))
@@ -98,7 +98,7 @@ def test_few_tokens_stay(name: str, options: dict[str, Any], tokens: int) -> Non
 
 
 @matrix()
-def test_budgets_beyond_the_length(name: str, options: dict[str, Any]) -> None:
+def test_policy_budget_beyond_length_keeps_everything(name: str, options: dict[str, Any]) -> None:
     base = {key: value for key, value in options.items() if key not in ("budget", "keep_ratio")}
     for budget in ({"budget": 60}, {"budget": 10**12}, {"keep_ratio": 1.0}, {"keep_ratio": 7.5}):
         policy = make(name, base, **budget)
@@ -117,8 +117,8 @@ ZERO = {  # what stays of 60 tokens, first and last, where the budget is 0
 
 
 @matrix()
-def test_budgets_of_zero(name: str, options: dict[str, Any]) -> None:
-    """Nothing stays, but what is protected; or the policy says why it cannot be."""
+def test_policy_budget_of_zero_keeps_only_protected_tokens(name: str, options: dict[str, Any]) -> None:
+    """Only protected tokens stay, or the policy explains why a budget of 0 is impossible."""
     base = {key: value for key, value in options.items() if key not in ("budget", "keep_ratio")}
     expected = ZERO.get(name, [])
     if expected is None:
@@ -143,7 +143,7 @@ def test_budgets_of_zero(name: str, options: dict[str, Any]) -> None:
 
 
 @matrix()
-def test_skipped_layers_and_other_moments(name: str, options: dict[str, Any]) -> None:
+def test_policy_skip_layers_and_other_triggers_select_nothing(name: str, options: dict[str, Any]) -> None:
     policy = make(name, options, skip_layers=[1, 5])
     assert policy.skip_layers == (1, 5)
     for layer in range(7):
@@ -154,7 +154,7 @@ def test_skipped_layers_and_other_moments(name: str, options: dict[str, Any]) ->
 
 
 @matrix()
-def test_broken_values_have_their_place(name: str, options: dict[str, Any]) -> None:
+def test_policy_non_finite_values_are_ranked_without_warning(name: str, options: dict[str, Any]) -> None:
     """NaN goes first, infinities last or first by their size: nothing raises, nothing warns."""
     policy = make(name, options)
     fields = view(60)
@@ -175,7 +175,7 @@ def test_broken_values_have_their_place(name: str, options: dict[str, Any]) -> N
 
 
 @matrix(dtype=[np.float32, np.uint16])
-def test_other_types(name: str, options: dict[str, Any], dtype: Any) -> None:
+def test_policy_other_dtypes_select_the_same(name: str, options: dict[str, Any], dtype: Any) -> None:
     policy = make(name, options)
     fields = view(60)
     exact = np.round(fields["keys"].astype(np.float32) * 4) / 4  # the same values in every type
@@ -188,7 +188,7 @@ def test_other_types(name: str, options: dict[str, Any], dtype: Any) -> None:
 
 
 @matrix()
-def test_repr_and_options_make_it_again(name: str, options: dict[str, Any]) -> None:
+def test_policy_repr_and_options_recreate_it(name: str, options: dict[str, Any]) -> None:
     policy = make(name, options)
     more = {"generator": policy.generator} if "generator" in options else {}
     assert create_policy(name, **policy.to_options(), **more) == policy
@@ -199,7 +199,7 @@ def test_repr_and_options_make_it_again(name: str, options: dict[str, Any]) -> N
 
 
 @matrix()
-def test_docstrings_name_their_sources(name: str, options: dict[str, Any]) -> None:
+def test_policy_docstring_names_its_sources(name: str, options: dict[str, Any]) -> None:
     text = POLICIES[name].__doc__ or ""
     for word in ("Paper:", "arXiv", "Where it differs", "Parameters", "Notes"):
         assert word in text, word
@@ -207,7 +207,7 @@ def test_docstrings_name_their_sources(name: str, options: dict[str, Any]) -> No
 
 
 @matrix()
-def test_in_a_cache(name: str, options: dict[str, Any]) -> None:
+def test_policy_in_evicting_cache_keeps_rows_together(name: str, options: dict[str, Any]) -> None:
     """K, V, positions and scores stay together through prompt, decoding and chunk ends."""
     if name == "streaming" and "keep_ratio" in options:
         options = options | {"keep_ratio": 0.8}  # 0.4 of what each step of one token leaves soon leaves no window
@@ -260,7 +260,7 @@ def test_in_a_cache(name: str, options: dict[str, Any]) -> None:
         ("h2o_blocks", {"ema_alpha": math.nan}, "ema_alpha is nan"),
     ],
 )
-def test_refused_options(name: str, options: dict[str, Any], message: str) -> None:
+def test_create_policy_invalid_options_are_refused(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(KvmnnError, match=message):
         create_policy(name, **options)
 
@@ -274,13 +274,13 @@ def test_refused_options(name: str, options: dict[str, Any], message: str) -> No
         ("l2_fixed", {"skip_layers": ("0",)}),
     ],
 )
-def test_wrong_types(name: str, options: dict[str, Any]) -> None:
+def test_create_policy_wrong_types_are_refused(name: str, options: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match="must be a"):
         create_policy(name, **options)
 
 
 @pytest.mark.parametrize("name", [name for name in POLICIES if POLICIES[name].requires != "lengths"])
-def test_missing_inputs(name: str) -> None:
+def test_policy_missing_inputs_are_refused(name: str) -> None:
     policy = make(name, {**OPTIONS[name][0], "budget": 12})
     with pytest.raises(KvmnnError, match=f"layer 3: {name} needs (the keys|scores)"):
         policy.select(LayerState(tokens=60, layer=3), acting(policy))
@@ -291,7 +291,7 @@ def test_missing_inputs(name: str) -> None:
 
 
 @matrix()
-def test_stacked_layers_are_as_each_alone(name: str, options: dict[str, Any]) -> None:
+def test_policy_stacked_layers_equal_single_layers(name: str, options: dict[str, Any]) -> None:
     if options.get("strategy") == "random":
         return  # draws again for each head
     policy = make(name, options)

@@ -53,7 +53,7 @@ def share_of_prompt(tokens: int, compression: float) -> int:
 
 @given(model.keys(), RATIOS, st.integers(0, 30), st.sampled_from(["seed", "original"]))
 @quick
-def test_l2_ratio(keys: model.Array, ratio: float, prune_after: int, form: str) -> None:
+def test_l2_ratio_equals_the_rule(keys: model.Array, ratio: float, prune_after: int, form: str) -> None:
     policy = L2Ratio(keep_ratio=ratio, prune_after=prune_after, form=form, skip_layers=())
     heads, tokens = keys.shape[:2]
     keep = math.ceil(ratio * tokens)
@@ -63,7 +63,7 @@ def test_l2_ratio(keys: model.Array, ratio: float, prune_after: int, form: str) 
 
 @given(model.keys(), st.integers(0, 30), RATIOS, st.booleans())
 @quick
-def test_l2_fixed(keys: model.Array, budget: int, recent_ratio: float, high: bool) -> None:
+def test_l2_fixed_equals_the_rule(keys: model.Array, budget: int, recent_ratio: float, high: bool) -> None:
     strategy = "keep_high" if high else "keep_low"
     policy = L2Fixed(budget=budget, recent_ratio=recent_ratio, strategy=strategy, skip_layers=())
     heads, tokens = keys.shape[:2]
@@ -76,7 +76,7 @@ def test_l2_fixed(keys: model.Array, budget: int, recent_ratio: float, high: boo
 
 @given(model.keys(), st.floats(0, 1, exclude_max=True))
 @quick
-def test_knorm(keys: model.Array, compression: float) -> None:
+def test_knorm_equals_the_rule(keys: model.Array, compression: float) -> None:
     heads, tokens = keys.shape[:2]
     size = share_of_prompt(tokens, compression)
     found = by_head(KNorm(keep_ratio=1 - compression), LayerState(tokens=tokens, keys=keys), heads)
@@ -88,7 +88,7 @@ def test_knorm(keys: model.Array, compression: float) -> None:
 
 @given(st.integers(0, 40), st.integers(0, 6), st.integers(1, 12), SMALL, MOMENTS)
 @quick
-def test_streaming(tokens: int, sink: int, window: int, buffer: int, moment: Trigger) -> None:
+def test_streaming_equals_the_rule(tokens: int, sink: int, window: int, buffer: int, moment: Trigger) -> None:
     policy = Streaming.from_window(sink, window, buffer)
     expected = model.streaming(tokens, sink, sink + window, buffer if moment is Trigger.AFTER_ATTENTION else 0)
     if moment is Trigger.AFTER_APPEND:
@@ -98,7 +98,7 @@ def test_streaming(tokens: int, sink: int, window: int, buffer: int, moment: Tri
 
 @given(st.integers(1, 40), st.integers(0, 12), st.floats(0, 1, exclude_max=True))
 @quick
-def test_streaming_press(tokens: int, sink: int, compression: float) -> None:
+def test_streaming_press_equals_the_rule(tokens: int, sink: int, compression: float) -> None:
     """The best by (score, age): 0 for what is to be pruned, 1 for the rest."""
     size = share_of_prompt(tokens, compression)
     if tokens <= sink:
@@ -111,7 +111,9 @@ def test_streaming_press(tokens: int, sink: int, compression: float) -> None:
 
 @given(model.rows(), SMALL, SMALL, st.integers(0, 30), SMALL, MOMENTS)
 @quick
-def test_h2o_tokens(rows: model.Array, sink: int, recent: int, budget: int, buffer: int, moment: Trigger) -> None:
+def test_h2o_tokens_equals_the_rule(
+    rows: model.Array, sink: int, recent: int, budget: int, buffer: int, moment: Trigger
+) -> None:
     policy = H2OTokens(sink=sink, recent=recent, budget=budget, buffer=buffer)
     for row in rows:
         expected = model.h2o_tokens(row.tolist(), budget, sink, recent, buffer if moment is Trigger.AFTER_APPEND else 0)
@@ -122,7 +124,7 @@ def test_h2o_tokens(rows: model.Array, sink: int, recent: int, budget: int, buff
 
 @given(model.rows(), SMALL, SMALL)
 @quick
-def test_h2o_heads(rows: model.Array, heavy: int, recent: int) -> None:
+def test_h2o_heads_equals_the_rule(rows: model.Array, heavy: int, recent: int) -> None:
     policy = H2OHeads(recent=recent, budget=recent + heavy)
     expected = [model.h2o_heads(row.tolist(), recent + heavy, recent) for row in rows]
     assert by_head(policy, LayerState(tokens=rows.shape[1], scores=rows), rows.shape[0]) == expected
@@ -130,7 +132,7 @@ def test_h2o_heads(rows: model.Array, heavy: int, recent: int) -> None:
 
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(0, 14), st.floats(0, 1, exclude_max=True), st.integers(0, 99))
 @quick
-def test_observed_attention(heads: int, group: int, tokens: int, compression: float, seed: int) -> None:
+def test_observed_attention_equals_the_rule(heads: int, group: int, tokens: int, compression: float, seed: int) -> None:
     """Weights are multiples of 1/64 and groups powers of 2, so that every sum is exact in any order."""
     group = 1 << (group - 1)
     rng = np.random.default_rng(seed)
@@ -150,7 +152,9 @@ def test_observed_attention(heads: int, group: int, tokens: int, compression: fl
 
 @given(model.rows(70), st.integers(1, 9), SMALL, SMALL, st.integers(0, 60))
 @quick
-def test_h2o_blocks(rows: model.Array, block: int, sink: int, recent: int, budget: int) -> None:
+def test_h2o_blocks_equals_the_planner_and_keeps_its_budget(
+    rows: model.Array, block: int, sink: int, recent: int, budget: int
+) -> None:
     """What the planner keeps of the blocks' sums; never more than complete blocks above the budget."""
     policy = H2OBlocks(
         block_tokens=block, sink=sink, recent=recent, budget=budget, trigger_min_tokens=1, skip_layers=()
@@ -172,7 +176,7 @@ def test_h2o_blocks(rows: model.Array, block: int, sink: int, recent: int, budge
     assert kept is not None and kept.tolist() == made.list_kept_tokens().tolist()
 
 
-def test_h2o_blocks_takes_the_engines_ratio() -> None:
+def test_h2o_blocks_from_lossy_ratio_equals_the_engine() -> None:
     for lossy in (1.0, 2.5, 3.0, 3.5, 7.0):
         policy = H2OBlocks.from_lossy_ratio(lossy, block_tokens=1, sink=0, recent=0)
         for tokens in range(1, 400):
@@ -188,7 +192,7 @@ def test_h2o_blocks_takes_the_engines_ratio() -> None:
 
 @given(st.lists(st.integers(1, 90), max_size=6), st.integers(0, 4), st.integers(1, 20))
 @quick
-def test_a_budget_and_a_ratio_agree(lengths: list[int], sink: int, budget: int) -> None:
+def test_policy_budget_and_equal_ratio_agree(lengths: list[int], sink: int, budget: int) -> None:
     for tokens in lengths:
         ratio = budget / tokens
         if math.ceil(ratio * tokens) != budget:
@@ -207,7 +211,7 @@ def test_a_budget_and_a_ratio_agree(lengths: list[int], sink: int, budget: int) 
 
 @given(st.integers(1, 300), st.floats(0, 1, exclude_min=True), st.sampled_from(["knorm", "streaming_press"]))
 @quick
-def test_small_share_of_prompt_keeps_at_least_one_token(tokens: int, share: float, name: str) -> None:
+def test_prompt_policy_small_share_keeps_at_least_one_token(tokens: int, share: float, name: str) -> None:
     keys = np.arange(tokens, dtype=np.float32).reshape(1, tokens, 1)
     options = {"sink": 0} if name == "streaming_press" else {}
     kept = np.atleast_2d(
@@ -217,7 +221,7 @@ def test_small_share_of_prompt_keeps_at_least_one_token(tokens: int, share: floa
 
 
 @pytest.mark.parametrize("name", sorted(name for name, kind in POLICIES.items() if issubclass(kind, BudgetedPolicy)))
-def test_any_policy_with_small_share_of_eight_tokens_keeps_at_least_one(name: str) -> None:
+def test_policy_small_share_of_eight_tokens_keeps_at_least_one(name: str) -> None:
     scores = np.arange(8, dtype=np.float32)
     policy = create_policy(name, keep_ratio=0.05, skip_layers=())
     view = LayerState(
@@ -233,7 +237,7 @@ def test_any_policy_with_small_share_of_eight_tokens_keeps_at_least_one(name: st
 
 @given(st.integers(1, 200), st.floats(0, 1.5, exclude_min=True), st.integers(0, 12))
 @quick
-def test_streaming_share_is_refused_where_that_budget_is(tokens: int, share: float, sink: int) -> None:
+def test_streaming_share_is_refused_like_its_budget(tokens: int, share: float, sink: int) -> None:
     size = math.ceil(share * tokens)
     view = LayerState(tokens=tokens)
     policy = Streaming(keep_ratio=share, sink=sink)

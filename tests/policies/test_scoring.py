@@ -10,7 +10,7 @@ from kvmnn import KvmnnError
 from kvmnn.policies import POLICIES, LayerState, create_policy
 
 
-def test_attention_that_does_not_fit() -> None:
+def test_sum_columns_invalid_attention_is_refused() -> None:
     policy = create_policy("h2o_tokens")
     for weights, heads, message in (
         (np.zeros((3, 4)), 1, "expected floats"),
@@ -30,7 +30,7 @@ def test_attention_that_does_not_fit() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in POLICIES if "scores" in POLICIES[name].requires])
-def test_broken_attention_gives_broken_scores_quietly(name: str) -> None:
+def test_sum_columns_non_finite_attention_emits_no_warning(name: str) -> None:
     weights = np.ones((4, 3, 3), np.float32)
     weights[0, :, 0] = [np.inf, -np.inf, 1]
     weights[1, 0, 1] = np.nan

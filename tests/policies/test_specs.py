@@ -1,4 +1,4 @@
-"""Policies as people write them."""
+"""Policy specs: names, options and budgets as users write them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvmnn.policies import POLICIES, FullCache, LayerState, Streaming
 from kvmnn.policies.specs import build_policy, expand_spec, parse_ints, split_spec
 
 
-def test_a_name_with_options() -> None:
+def test_split_spec_parses_name_and_options() -> None:
     assert split_spec("streaming") == ("streaming", {})
     assert split_spec("l2_fixed:strategy=random,skip_layers=0+1") == (
         "l2_fixed",
@@ -21,7 +21,7 @@ def test_a_name_with_options() -> None:
             split_spec(wrong)
 
 
-def test_a_policy_for_each_budget() -> None:
+def test_expand_spec_makes_a_policy_per_budget() -> None:
     assert list(expand_spec("streaming:sink=25%", (8, 16), (1,))) == [
         ("streaming", {"budget": 8, "sink": 2, "skip_layers": (1,)}),
         ("streaming", {"budget": 16, "sink": 4, "skip_layers": (1,)}),
@@ -30,7 +30,7 @@ def test_a_policy_for_each_budget() -> None:
     assert list(expand_spec("streaming")) == [("streaming", {})]
 
 
-def test_a_budget_holds_in_every_layer_unless_somebody_says_otherwise() -> None:
+def test_expand_spec_budget_applies_to_every_layer_by_default() -> None:
     ((_, options),) = expand_spec("recent_only", (96,))
     assert build_policy("recent_only", options).skip_layers == ()
     for name in POLICIES:
@@ -42,14 +42,14 @@ def test_a_budget_holds_in_every_layer_unless_somebody_says_otherwise() -> None:
     assert options["skip_layers"] == (5,)
 
 
-def test_the_full_cache_takes_nothing() -> None:
+def test_expand_spec_full_cache_has_no_options() -> None:
     assert list(expand_spec("full", (8, 16), (0,))) == [("full", {})]
     assert build_policy("full", {}) == FullCache()
     with pytest.raises(KvmnnError, match="full has no option 'budget': expected none"):
         list(expand_spec("full:budget=3"))
 
 
-def test_made() -> None:
+def test_build_policy_seeds_random_policies() -> None:
     assert build_policy("streaming", {"budget": 8}) == Streaming(budget=8)
     view = LayerState(tokens=40, keys=np.zeros((2, 40, 4), np.float32))
     options = {"budget": 5, "strategy": "random", "skip_layers": ()}
@@ -59,13 +59,13 @@ def test_made() -> None:
     assert first == again != other
 
 
-def test_every_policy_can_be_asked_for() -> None:
+def test_expand_spec_accepts_every_policy() -> None:
     for name in POLICIES:
         ((found, options),) = expand_spec(name, (700,))
         assert build_policy(found, options).name == name
 
 
-def test_numbers() -> None:
+def test_parse_ints_accepts_plus_and_comma() -> None:
     assert parse_ints("0+1,2") == (0, 1, 2) and parse_ints("none") == parse_ints("") == ()
     with pytest.raises(KvmnnError, match=r"'a': expected whole numbers such as 0\+1, or none"):
         parse_ints("a")

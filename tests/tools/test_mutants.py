@@ -75,7 +75,7 @@ def test_tests_of_module_begin_with_its_own() -> None:
     assert (
         rooms.tests_of(ROOT, "pyx/kvmnn/policies/h2o/_scores.pyx", Counter())[0] == "tests/policies/h2o/test_scores.py"
     )
-    killer = "tests/compressor/test_types.py"
+    killer = "tests/compressor/test_element_types.py"
     assert rooms.tests_of(ROOT, "kvmnn/compressor/verify.py", Counter([killer]))[0] == killer
 
 

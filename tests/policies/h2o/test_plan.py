@@ -30,7 +30,7 @@ CONFIGS = st.builds(
 @pytest.mark.slow
 @settings(deadline=None, max_examples=400)
 @given(st.data(), st.integers(1, 300), CONFIGS)
-def test_plans_are_those_of_the_slow_model(data, kv_len, config):
+def test_plan_blocks_equals_the_model(data, kv_len, config):
     count = config.count_blocks(kv_len)
     seed = data.draw(st.integers(0, 2**32))
     some = data.draw(st.lists(SCORES, min_size=1, max_size=8))
@@ -50,7 +50,7 @@ def test_plans_are_those_of_the_slow_model(data, kv_len, config):
 
 
 @pytest.mark.parametrize("kv_len", [77, 84, 91, 98, 3500, 16777217])
-def test_the_target_is_rounded_in_float32(kv_len):
+def test_plan_blocks_target_is_rounded_in_float32(kv_len):
     made = plan_blocks(np.zeros(-(-kv_len // 64)), kv_len, sink_tokens=0, recent_tokens=0, target_lossy_ratio=3.5)
     ratio = h2o_model.f32(1 / 3.5)
     assert made.target_before_floor == math.ceil(h2o_model.f32(ratio * h2o_model.f32(kv_len)))
@@ -65,7 +65,7 @@ def kept(scores, count, **options) -> list[int]:
     return np.flatnonzero(made.keep).tolist()
 
 
-def test_ties_and_what_is_no_number():
+def test_plan_blocks_ties_and_non_finite_scores():
     nan, inf = math.nan, math.inf
     assert kept([1.0] * 40, 20) == list(range(20))
     assert kept([2, 1, 2, 1, 2, 1, 1, 1], 4) == [0, 1, 2, 4]
@@ -76,14 +76,14 @@ def test_ties_and_what_is_no_number():
     assert kept([1e-45, 0.0, -1e-45, 0.0], 2) == [0, 1]
 
 
-def test_figures_at_sizes_where_floats_run_out():
+def test_plan_blocks_ratios_at_float32_limits():
     made = plan_blocks(np.zeros(1 << 15), 1 << 30, block_tokens=1 << 15, bytes_per_token=1 << 30)
     before, after = (1 << 30) << 30, made.num_final_tokens << 30
     assert made.lossy_ratio == np.float32(np.float32(before) / np.float32(after + made.reserve_bytes))
     assert made.keep_ratio == np.float32(made.num_final_tokens) / np.float32(1 << 30)
 
 
-def test_bytes_of_the_pairs_count_only_beside_bytes():
+def test_plan_blocks_pair_bytes_count_only_with_bytes_per_token():
     scores = np.arange(20.0)
     tokens = plan_blocks(scores, 160, block_tokens=8, sink_tokens=8, recent_tokens=8)
     data = plan_blocks(scores, 160, block_tokens=8, sink_tokens=8, recent_tokens=8, bytes_per_token=100)
@@ -108,20 +108,20 @@ def test_bytes_of_the_pairs_count_only_beside_bytes():
         ([1.0], 1, {"bytes_per_token": 0}, "bytes_per_token"),
     ],
 )
-def test_what_cannot_be_planned_is_refused(scores, kv_len, options, message):
+def test_plan_blocks_invalid_arguments_are_refused(scores, kv_len, options, message):
     with pytest.raises(KvmnnError, match=message):
         plan_blocks(scores, kv_len, **options)
 
 
 @pytest.mark.parametrize("options", [{"sink_tokens": 1.5}, {"enable": 1}, {"ema_alpha": "x"}, {"layers": True}])
-def test_types_are_checked(options):
+def test_h2o_config_wrong_types_are_refused(options):
     with pytest.raises(TypeError, match=next(iter(options))):
         H2OConfig(**options)
     with pytest.raises(TypeError, match="one or the other"):
         plan_blocks([1.0], 1, H2OConfig(), block_tokens=3)
 
 
-def test_the_engine_s_configuration_is_read():
+def test_h2o_config_from_engine_reads_its_keys():
     found = H2OConfig.from_engine(
         {
             "kv_h2o_enable": True,
@@ -140,14 +140,14 @@ def test_the_engine_s_configuration_is_read():
         H2OConfig.from_engine({"kv_h2o_blok": 1})
 
 
-def test_extreme_ratios_are_clamped():
+def test_h2o_config_extreme_ratios_are_clamped():
     assert H2OConfig(target_lossy_ratio=1e300).effective_keep_ratio == 0
     assert H2OConfig(target_lossy_ratio=-math.inf).effective_keep_ratio == 1
     assert H2OConfig(target_mode="static", target_keep_ratio=math.inf).effective_keep_ratio == 1
     assert H2OConfig(ema_alpha=-5).effective_alpha == 0
 
 
-def test_a_plan_goes_to_a_packed_cache_as_it_is():
+def test_plan_blocks_pairs_apply_to_packed_cache():
     layout = PackLayout.from_backend("x86-avx2", kv_heads=2, head_dim=8)
     rng = np.random.default_rng(3)
     rows = [rng.standard_normal((2, 150, 8)).astype(np.float32) for _ in range(2)]
@@ -166,7 +166,7 @@ def test_a_plan_goes_to_a_packed_cache_as_it_is():
     assert (nothing.num_evicted, len(cache), cache.key_buffer.tobytes()) == (0, made.num_final_tokens, before)
 
 
-def test_the_emulated_sort_sorts():
+def test_emulated_sort_orders_worst_cases():
     """Its ties are proved by the vectors; here that it is a sort, in the worst cases too."""
     rng = random.Random(5)
     for size in (0, 1, 2, 16, 17, 100, 1000):

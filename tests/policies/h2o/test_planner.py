@@ -33,7 +33,7 @@ CONFIGS = st.builds(
 @given(
     CONFIGS, st.sampled_from(["layer-calls", "tokens"]), st.integers(1, 60), st.lists(st.integers(1, 3), max_size=14)
 )
-def test_a_conversation_is_that_of_the_slow_model(config, cadence, prompt, steps):
+def test_planner_conversation_equals_the_model(config, cadence, prompt, steps):
     rng = np.random.default_rng(prompt)
     planner, model = H2OPlanner(config, cadence=cadence), h2o_model.Model(config, cadence)
     number = (lambda layer: layer) if cadence == "tokens" else (lambda layer: None)
@@ -83,7 +83,7 @@ def talk(planner: H2OPlanner, lengths: list[int], add: int = 1, *, decode: bool 
     return applied
 
 
-def test_the_cadences_count_differently():
+def test_planner_cadences_count_differently():
     """Interval 4 of two layers: in the engine layer 1 plans every second token and layer 0 never; by tokens both do."""
     when = {}
     for cadence in ("layer-calls", "tokens"):
@@ -96,7 +96,7 @@ def test_the_cadences_count_differently():
     assert when["tokens"][4] == [True, True]
 
 
-def test_a_kept_cache_at_a_second_turn():
+def test_planner_second_turn_plans_by_cadence():
     """The engine applies layer 0's plan to every layer and drops the others'; by tokens each layer gets its own."""
     engine, lengths = H2OPlanner(config(update_interval=1, layers=2)), [0, 0]
     talk(engine, lengths, 60, decode=False)
@@ -118,7 +118,7 @@ def test_a_kept_cache_at_a_second_turn():
     assert talk(mine, lengths, 5, decode=False) == plans
 
 
-def test_scores_follow_a_stale_plan_only_by_tokens():
+def test_planner_stale_plan_scores_are_cut_only_by_tokens():
     for cadence, blocks in (("tokens", 8), ("layer-calls", 5)):
         planner, lengths = H2OPlanner(config(update_interval=1, layers=1), cadence=cadence), [0]
         talk(planner, lengths, 60, decode=False)
@@ -128,7 +128,7 @@ def test_scores_follow_a_stale_plan_only_by_tokens():
         assert planner.layers[0].scores.size == blocks
 
 
-def test_a_new_prompt_forgets():
+def test_planner_new_prompt_resets_state():
     for cadence in ("tokens", "layer-calls"):
         planner, lengths = H2OPlanner(config(update_interval=1), cadence=cadence), [0, 0]
         talk(planner, lengths, 60, decode=False)
@@ -142,7 +142,7 @@ def test_a_new_prompt_forgets():
         assert planner.metrics.h2o_total_evict_tokens == 0
 
 
-def test_rows_do_the_same_as_their_sums():
+def test_planner_rows_equal_their_sums():
     rows = np.random.default_rng(1).random((3, 1, 101), dtype=np.float32)
     results = []
     for given_rows in (True, False):
@@ -157,7 +157,7 @@ def test_rows_do_the_same_as_their_sums():
     assert results[0][1] == plan_blocks(results[0][0], 101, config()).reserve_pairs
 
 
-def test_a_refused_half_changes_nothing():
+def test_planner_refused_half_step_changes_nothing():
     planner = H2OPlanner(config(heads=None, layers=1, update_interval=1))
     with pytest.raises(KvmnnError, match="end"):
         planner.end_call()
@@ -199,19 +199,19 @@ def test_a_refused_half_changes_nothing():
         ("layer-calls", {"kv_length": 2**31 - 1}, "add"),
     ],
 )
-def test_impossible_calls_are_refused(cadence, arguments, message):
+def test_planner_invalid_calls_are_refused(cadence, arguments, message):
     with pytest.raises(KvmnnError, match=message):
         H2OPlanner(config(), cadence=cadence).begin_call(**arguments)
 
 
-def test_unknown_modes_are_refused():
+def test_planner_unknown_modes_are_refused():
     with pytest.raises(KvmnnError, match="cadence"):
         H2OPlanner(cadence="steps")
     with pytest.raises(KvmnnError, match="on_invalid"):
         H2OPlanner(on_invalid="ignore")
 
 
-def test_disabled_and_quantised_layers_are_left_alone():
+def test_planner_disabled_or_quantised_layers_are_unchanged():
     for options in ({"enable": False}, {"quantised": True}, {"layer_start": 1, "layer_end": 0}):
         planner, lengths = H2OPlanner(config(update_interval=1, **options)), [0, 0]
         talk(planner, lengths, 60, decode=False)
@@ -228,7 +228,7 @@ FORWARDS = st.lists(
 
 @settings(deadline=None, max_examples=150)
 @given(CONFIGS, FORWARDS, st.integers(1, 60), st.booleans())
-def test_turns_and_leftovers_are_those_of_the_engine_model(config, forwards, prompt, enable):
+def test_planner_turns_and_leftover_plans_equal_engine_model(config, forwards, prompt, enable):
     """Second turns, new prompts over a cleared cache, and what one layer's plan does to the next layer's."""
     config = replace(config, enable=enable or prompt % 5 > 0)
     planner, model = H2OPlanner(config, on_invalid="engine"), h2o_model.EngineModel(config)
@@ -257,7 +257,7 @@ def test_turns_and_leftovers_are_those_of_the_engine_model(config, forwards, pro
         assert [layer.scores.tolist() for layer in planner.layers] == model.scores
 
 
-def test_a_leftover_plan_of_a_disabled_planner_spreads():
+def test_planner_disabled_leftover_plan_reaches_every_layer():
     """Without H2O nothing is cleared between layers, so what layer 0 applies layer 1 applies too."""
     planner = H2OPlanner(config(enable=False))
     planner.meta.previous = 20
@@ -270,7 +270,7 @@ def test_a_leftover_plan_of_a_disabled_planner_spreads():
     assert planner.end_step() == 20 - 20 + 8 + 1
 
 
-def test_by_tokens_scores_are_cut_when_the_plan_is_applied():
+def test_planner_by_tokens_cuts_scores_when_plan_is_applied():
     planner = H2OPlanner(config(layers=1, update_interval=1), cadence="tokens")
     planner.begin_call(60, layer=0)
     sums = np.array([1, 9, 2, 8, 3, 0, 0, 0], np.float32)
@@ -282,7 +282,7 @@ def test_by_tokens_scores_are_cut_when_the_plan_is_applied():
     assert planner.layers[0].scores.tolist() == before[made.keep].tolist()
 
 
-def test_the_budget_is_at_least_a_token():
+def test_planner_budget_is_at_least_one_token():
     planner = H2OPlanner(config(layers=1, trigger_min_tokens=100))
     planner.meta.previous, planner.metrics.h2o_keep_ratio = 9, 0.01
     planner.begin_call(9)

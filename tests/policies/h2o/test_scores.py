@@ -31,7 +31,7 @@ def same(a, b) -> bool:
     st.integers(1, 4),
     st.integers(1, 100),
 )
-def test_sums_are_those_of_the_slow_model(data, shape, block, threads, tile):
+def test_sum_by_block_equals_the_model(data, shape, block, threads, tile):
     numbers = st.floats(0, 1, width=32) if data.draw(st.booleans()) else NUMBERS
     rows = data.draw(hnp.arrays(np.float32, shape, elements=numbers))
     expected = h2o_model.sums(rows.astype(float).tolist(), block, threads, min(tile, shape[2]))
@@ -41,20 +41,20 @@ def test_sums_are_those_of_the_slow_model(data, shape, block, threads, tile):
 @pytest.mark.parametrize("block", [1, 7, 8, 16, 48, 64])
 @pytest.mark.parametrize("tile", [8, 16, 64, None])
 @pytest.mark.parametrize("queries", [1, 3])
-def test_every_way_through_the_kernel(block, tile, queries):
+def test_sum_by_block_every_kernel_path_equals_the_model(block, tile, queries):
     """Blocks in tiles, tiles in blocks, neither; eight blocks side by side and the rest."""
     rows = np.random.default_rng(block).random((3, queries, 1100), dtype=np.float32)
     expected = h2o_model.sums(rows.astype(float).tolist(), block, 2, tile or 1100)
     assert same(sum_by_block(rows, block, threads=2, tile=tile), expected)
 
 
-def test_the_order_of_additions_shows():
+def test_sum_by_block_result_depends_on_addition_order():
     rows = np.random.default_rng(1).random((6, 3, 200), dtype=np.float32)
     results = {sum_by_block(rows, 64, threads=t, tile=tile).tobytes() for t in (1, 2, 3, 6) for tile in (None, 32)}
     assert len(results) == 8
 
 
-def test_strided_and_other_floats_are_taken():
+def test_sum_by_block_strided_and_other_floats_are_accepted():
     whole = np.random.default_rng(2).random((4, 5, 100)).astype(np.float16)
     expected = sum_by_block(whole.astype(np.float32), 8)
     assert same(sum_by_block(whole, 8), expected)
@@ -71,13 +71,13 @@ def test_strided_and_other_floats_are_taken():
     assert same(sum_by_block(unaligned, 8), expected)
 
 
-def test_out_is_filled_and_returned():
+def test_sum_by_block_out_is_filled_and_returned():
     out = np.full(13, 7, np.float32)
     assert sum_by_block(np.ones((2, 100), np.float32), 8, out=out) is out
     assert out.tolist() == [16.0] * 12 + [8.0]
 
 
-def test_values_that_are_no_numbers_stay_in_their_block():
+def test_sum_by_block_non_finite_values_stay_in_their_block():
     rows = np.ones((1, 40), np.float32)
     rows[0, [1, 11, 21, 22]] = np.inf, -np.inf, np.inf, -np.inf
     rows[0, 33] = np.nan
@@ -87,7 +87,7 @@ def test_values_that_are_no_numbers_stay_in_their_block():
     assert sum_by_block(np.full((1, 3), -0.0, np.float32), 3).tobytes() == np.float32(0).tobytes()
 
 
-def test_a_block_of_any_size_is_clamped():
+def test_sum_by_block_block_size_is_clamped():
     rows = np.ones((2, 5), np.float32)
     assert sum_by_block(rows, 2**31 - 1).tolist() == [10.0]
     assert sum_by_block(rows, 0).tolist() == sum_by_block(rows, -4).tolist() == [2.0] * 5
@@ -110,7 +110,7 @@ def test_a_block_of_any_size_is_clamped():
         (np.ones((2, 5), np.float32), {"tile": 0}, "tile"),
     ],
 )
-def test_what_is_no_attention_is_refused(rows, options, message):
+def test_sum_by_block_invalid_attention_is_refused(rows, options, message):
     with pytest.raises(KvmnnError, match=message):
         sum_by_block(rows, 2, **options)
 
@@ -121,15 +121,15 @@ def test_what_is_no_attention_is_refused(rows, options, message):
     st.integers(-1, 1 << 30),
     st.floats(-0.5, 1.5),
 )
-def test_the_mean_is_that_of_the_slow_model(old, added, count, alpha):
+def test_update_ema_scores_equals_the_model(old, added, count, alpha):
     assert same(update_ema_scores(old, added, count=count, alpha=alpha), h2o_model.mean(old, added, count, alpha))
 
 
-def test_the_first_step_is_not_corrected():
+def test_update_ema_scores_first_step_has_no_bias_correction():
     assert update_ema_scores([], [8.0], count=8, alpha=0.9).tolist() == [np.float32(1) - np.float32(0.9)]
 
 
 @pytest.mark.parametrize("sums", [[["a"]], "abc", [[1.0]], [None], [1j]])
-def test_what_are_no_sums_is_refused(sums):
+def test_update_ema_scores_invalid_sums_are_refused(sums):
     with pytest.raises(KvmnnError, match="sums"):
         update_ema_scores([], sums, count=1, alpha=0.5)

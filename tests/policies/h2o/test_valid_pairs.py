@@ -26,10 +26,10 @@ INT32_MAX = 2**31 - 1
         (((1, INT32_MAX),), 2**40, False),
     ],
 )
-def test_valid_pairs_lie_in_the_removed_window(pairs: tuple[tuple[int, int], ...], remove: int, valid: bool) -> None:
+def test_are_valid_pairs_within_removed_window(pairs: tuple[tuple[int, int], ...], remove: int, valid: bool) -> None:
     assert are_valid_pairs(pairs, remove) is valid
 
 
-def test_fits_of_a_plan_with_a_pair_beyond_its_window_is_false() -> None:
+def test_pending_plan_pair_beyond_window_is_not_applicable() -> None:
     good, beyond = (PendingPlan(remove=8, flat_pairs=(0, 2, 6, size)) for size in (2, 3))
     assert good.is_applicable(8) and not beyond.is_applicable(8)

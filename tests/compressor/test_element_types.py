@@ -51,7 +51,7 @@ def recorded(unpacked: Callable[[str], Path]) -> Path:
         ("float8_e8m0fnu", {0: 2**-127, 1: 2**-126, 127: 1.0, 128: 2.0, 254: 2.0**127}),
     ],
 )
-def test_float8_codes(name: str, values: dict[int, float]) -> None:
+def test_float8_value_table_equals_known_codes(name: str, values: dict[int, float]) -> None:
     table = float8.build_value_table(name)
     assert {code: float(table[code]) for code in values} == values
     nan = {"fn": [0x7F, 0xFF], "m2": [*range(0x7D, 0x80), *range(0xFD, 0x100)], "nu": [255]}
@@ -66,8 +66,8 @@ def test_float8_codes(name: str, values: dict[int, float]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [FP16, BF16, FP32])
-def test_types_called_exact_lose_nothing(dtype: Any) -> None:
-    """LOSSLESS is said of them: every value must come back from the words of the file."""
+def test_convert_types_called_exact_lose_nothing(dtype: Any) -> None:
+    """Their label is LOSSLESS: every value must come back from the words of the file."""
     for name in ("int8", "uint8", "bool", *float8.DECODABLE_NAMES):
         codes = np.arange(2 if name == "bool" else 256, dtype=np.uint8)
         tensor = _of(codes, name)
@@ -91,7 +91,7 @@ def _of(data: np.ndarray[Any, Any], name: str, **fields: Any) -> TorchTensor:
 @given(
     st.lists(st.tuples(st.integers(0, 4), st.integers(0, 12)), max_size=4),
 )
-def test_contiguous_is_what_numpy_calls_so(axes: list[tuple[int, int]]) -> None:
+def test_is_contiguous_equals_numpy(axes: list[tuple[int, int]]) -> None:
     shape, strides = tuple(length for length, _ in axes), tuple(stride for _, stride in axes)
     array = np.lib.stride_tricks.as_strided(np.zeros(64, np.uint8), shape, strides)
     tensor = TorchTensor(
@@ -101,7 +101,7 @@ def test_contiguous_is_what_numpy_calls_so(axes: list[tuple[int, int]]) -> None:
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("float16", FP16), ("bfloat16", BF16), ("float32", FP32)])
-def test_negated_words_of_the_same_type(name: str, dtype: Any) -> None:
+def test_convert_elements_negation_bit_same_type(name: str, dtype: Any) -> None:
     patterns = np.array([[0, 1, 0x8000], [0x7C00, 0x3C00, 0xBC01]], "<u2")
     words = patterns.view(dtype.numpy_dtype) if dtype.itemsize == 2 else patterns.astype("<u4").view("<f4")
     with pytest.raises(CheckpointError, match=f"{name} tensor with torch's negation bit"):
@@ -112,7 +112,7 @@ def test_negated_words_of_the_same_type(name: str, dtype: Any) -> None:
     assert np.array_equal(convert_elements(turned, dtype).view(bits), words.T.view(bits) ^ sign)
 
 
-def test_negated_integers_wrap_and_have_no_negative_zero() -> None:
+def test_to_float32_negated_integers_wrap() -> None:
     found = _of(np.array([-128, 0, 127], np.int8), "int8", is_negated=True).to_float32()
     assert found.view(np.uint32).tolist() == np.array([-128, 0, -127], np.float32).view(np.uint32).tolist()
     assert _of(np.array([0, 1, 255], np.uint8), "uint8", is_negated=True).to_float32().tolist() == [0, 255, 1]
@@ -147,7 +147,7 @@ def _opened(path: Path, root: bytes) -> Any:
     return open_checkpoint(legacy(path / "c.pth", root, ["k"], [(4).to_bytes(8, "little") + FOUR])).root
 
 
-def test_parts_of_a_storage_share_its_bytes(tmp_path: Path) -> None:
+def test_open_checkpoint_storage_views_share_bytes(tmp_path: Path) -> None:
     parts = (_view(), _view("w", 0, 4), _view(), b"N")
     found = _opened(tmp_path, _root(*(_tensor(_storage(part)) for part in parts)))
     assert [found[key].read_elements().tolist() for key in found] == [[1], [0], [1], [0]]
@@ -174,7 +174,7 @@ def test_parts_of_a_storage_share_its_bytes(tmp_path: Path) -> None:
         ([_storage(_view(), kind=b"ctorch\nSize\n")], "does not name a storage"),
     ],
 )
-def test_parts_that_make_no_sense(tmp_path: Path, storages: list[bytes], match: str) -> None:
+def test_open_checkpoint_invalid_storage_views_are_refused(tmp_path: Path, storages: list[bytes], match: str) -> None:
     with pytest.raises(CheckpointError, match=match) as refused:
         _opened(tmp_path, _root(*(_tensor(storage) for storage in storages)))
     assert len(str(refused.value)) < 600
@@ -201,7 +201,7 @@ FLOAT_TENSOR = b"ctorch\nFloatTensor\n)\x81"
         (b"ctorch.sparse\nFloatTensor\n)\x81", "calls torch.sparse.FloatTensor"),
     ],
 )
-def test_tensors_made_by_their_class(tmp_path: Path, value: bytes, match: str | None) -> None:
+def test_open_checkpoint_legacy_tensor_constructors(tmp_path: Path, value: bytes, match: str | None) -> None:
     root = _root(value, _tensor(_storage(b"N")))
     if match in (None, "shape"):
         found = _opened(tmp_path, root)["0"]
@@ -211,7 +211,7 @@ def test_tensors_made_by_their_class(tmp_path: Path, value: bytes, match: str | 
         _opened(tmp_path, root)
 
 
-def test_only_tensors_have_states() -> None:
+def test_set_tensor_state_accepts_only_tensors() -> None:
     tensor = _of(np.zeros(2, np.float32), "float32")
     assert not set_tensor_state(object(), (True, False, None))
     assert not set_tensor_state(tensor, (1, 2, 3))
@@ -225,7 +225,7 @@ def test_only_tensors_have_states() -> None:
     name=st.sampled_from(["old_views.pth", "old_plain_tensors_as_parameters.pth", "legacy_sparse.pth"]),
     flips=st.lists(st.tuples(st.integers(0, 1500), st.integers(1, 255)), min_size=1, max_size=4),
 )
-def test_damaged_old_files_give_weights_or_a_refusal(
+def test_convert_damaged_old_files_are_read_or_refused(
     tmp_path: Path, recorded: Path, name: str, flips: list[tuple[int, int]]
 ) -> None:
     data = bytearray((recorded / name).read_bytes())
@@ -246,7 +246,7 @@ def test_damaged_old_files_give_weights_or_a_refusal(
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
-def test_what_was_converted_is_verified_and_its_label_is_true(recorded: Path, tmp_path: Path, dtype: str) -> None:
+def test_convert_verifies_and_labels_rare_types(recorded: Path, tmp_path: Path, dtype: str) -> None:
     names = ("float8_e5m2.pth", "complex64_neg.pth", "old_views.pth", "neg_int16.pth", "float8_e8m0fnu.safetensors")
     for name in names:
         source, target = recorded / name, tmp_path / f"{name}.bin"
@@ -263,7 +263,7 @@ def test_what_was_converted_is_verified_and_its_label_is_true(recorded: Path, tm
         assert any("imaginary parts" in warning for warning in done.warnings) == name.startswith("complex")
 
 
-def test_inspect_accounts_for_parts_of_storages(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_accounts_for_storage_views(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("old_views.pth", "old_views_beside_their_root.pth", "float8_e4m3fn.pth", "complex32.pth"):
         path = recorded / name
         assert entry_point.main(["compressor", "inspect", str(path), "--json", "--prefix-order", "compress_tk"]) == 0
@@ -273,20 +273,22 @@ def test_inspect_accounts_for_parts_of_storages(recorded: Path, capsys: pytest.C
         assert min(parts.values()) >= 0
 
 
-def test_a_safetensors_file_is_its_header_and_its_tensors(recorded: Path) -> None:
+def test_inspect_safetensors_is_header_and_tensors(recorded: Path) -> None:
     checkpoint = open_checkpoint(recorded / "float8_e8m0fnu.safetensors")
     parts = inspect_checkpoint(checkpoint, ConvertOptions(prefixes=("compress_tk",))).parts
     assert parts["directory, names, padding"] == 0
 
 
-def test_inspect_names_what_it_cannot_read(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_names_unreadable_tensors(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, part in (("sparse.pth", "weight"), ("quantised_channel_bias.pth", "bias")):
         path = recorded / name
         assert entry_point.main(["compressor", "inspect", str(path), "--prefix-order", "compress_tk"]) == 1
         assert capsys.readouterr().err.startswith(f"kvmnn: error: {path}: 'compress_tk.0.0.{part}': ")
 
 
-def test_complex_weights_are_told_of(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_convert_complex_weights_are_reported(
+    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source, target = str(recorded / "complex32.pth"), str(tmp_path / "w.bin")
     assert (
         entry_point.main(["compressor", "convert", source, target, "--prefix-order", "compress_tk", "--as-reference"])

@@ -29,7 +29,7 @@ from kvmnn.errors import SourceError, WeightsError
     metadata=st.binary(max_size=9),
     numbers=st.tuples(*[st.integers(0, 2**32 - 1)] * 5),
 )
-def test_every_file_comes_back_byte_for_byte(
+def test_weight_file_round_trips_byte_for_byte(
     dtype_code: int,
     layers: int,
     count: int,
@@ -62,7 +62,7 @@ def test_every_file_comes_back_byte_for_byte(
     assert csrc_accepts(data)
 
 
-def test_blocks_are_views_of_the_mapped_file(tmp_path: Path) -> None:
+def test_get_block_is_a_view_of_the_mapped_file(tmp_path: Path) -> None:
     path = tmp_path / "w.bin"
     path.write_bytes(weight_file(2, metadata=b"odd"))
     file = kvcm.read_weight_file(path)
@@ -78,7 +78,7 @@ def test_blocks_are_views_of_the_mapped_file(tmp_path: Path) -> None:
     assert path.read_bytes()[place.offset + 12 :].startswith(block.weight.tobytes())
 
 
-def test_bf16_words_and_their_values() -> None:
+def test_get_block_bf16_words_and_values() -> None:
     words = np.array([[0x3F80, 0xC000], [0x7F80, 0x0001]], "<u2")
     sink = io.BytesIO()
     header = kvcm.WeightFileHeader(dtype_code=1, num_layers=1, compression_factor=1, weight_count_per_layer=1)
@@ -91,7 +91,7 @@ def test_bf16_words_and_their_values() -> None:
     assert bias.tolist() == [1.0, -2.0]
 
 
-def test_fp32_values_are_the_words_themselves() -> None:
+def test_convert_weight_to_float32_of_fp32_is_a_view() -> None:
     block = kvcm.parse_weight_file(weight_file(dtype_code=2, bias=False)).get_block(0, 0)
     assert np.shares_memory(block.convert_weight_to_float32(), block.weight)
     assert block.convert_bias_to_float32() is None
@@ -114,7 +114,7 @@ FIELD = [
 
 
 @pytest.mark.parametrize(("field", "reason", "offset"), FIELD)
-def test_a_wrong_field_is_named_with_its_offset(field: dict[str, int], reason: str, offset: int) -> None:
+def test_parse_weight_file_error_names_field_offset(field: dict[str, int], reason: str, offset: int) -> None:
     data = weight_file(header=field)
     assert len(data) == 364
     with pytest.raises(WeightsError, match=rf"offset {offset}: .*\({reason}\)$") as refused:
@@ -134,7 +134,9 @@ def test_a_wrong_field_is_named_with_its_offset(field: dict[str, int], reason: s
         (100_000_000, 1, 1, "truncated_block", "needs 200000000 bytes"),
     ],
 )
-def test_a_wrong_block_is_named_with_its_offset(rows: int, cols: int, has_bias: int, reason: str, text: str) -> None:
+def test_parse_weight_file_error_names_block_offset(
+    rows: int, cols: int, has_bias: int, reason: str, text: str
+) -> None:
     data = bytearray(weight_file())
     struct.pack_into("<III", data, 44, rows, cols, has_bias)
     with pytest.raises(WeightsError, match="layer 0, block 0: ") as refused:
@@ -145,7 +147,7 @@ def test_a_wrong_block_is_named_with_its_offset(rows: int, cols: int, has_bias: 
 
 
 @pytest.mark.parametrize("dtype_code", [0, 2])
-def test_a_file_cut_at_any_byte_is_refused(dtype_code: int) -> None:
+def test_parse_weight_file_truncated_file_is_refused(dtype_code: int) -> None:
     data = weight_file(2, 3, dtype_code=dtype_code, metadata=b"meta")
     for length in range(len(data)):
         with pytest.raises(WeightsError) as refused:
@@ -156,7 +158,7 @@ def test_a_file_cut_at_any_byte_is_refused(dtype_code: int) -> None:
 
 
 @given(st.data())
-def test_whatever_is_flipped_gives_a_file_or_a_refusal(data: st.DataObject) -> None:
+def test_parse_weight_file_flipped_bits_parse_or_are_refused(data: st.DataObject) -> None:
     whole = bytearray(weight_file(2, 6, metadata=b"m"))
     for place in data.draw(st.lists(st.integers(0, len(whole) * 8 - 1), min_size=1, max_size=4)):
         whole[place // 8] ^= 1 << place % 8
@@ -168,14 +170,14 @@ def test_whatever_is_flipped_gives_a_file_or_a_refusal(data: st.DataObject) -> N
     assert src_accepts(bytes(whole))
 
 
-def test_trailing_bytes_only_where_they_are_allowed() -> None:
+def test_parse_weight_file_trailing_bytes_need_permission() -> None:
     data = weight_file() + b"\0\0\0\0"
     with pytest.raises(WeightsError, match="4 more bytes follow"):
         kvcm.parse_weight_file(data)
     assert kvcm.parse_weight_file(data, allow_trailing=True).trailing_bytes == 4
 
 
-def test_reserved_is_a_warning() -> None:
+def test_parse_weight_file_nonzero_reserved_is_a_warning() -> None:
     file = kvcm.parse_weight_file(weight_file(header={"reserved": 7}))
     assert [reason for reason, _ in file.warnings] == ["reserved_nonzero"]
     assert kvcm.parse_weight_file(weight_file()).warnings == []
@@ -189,19 +191,19 @@ def test_reserved_is_a_warning() -> None:
         (kvcm.MAGIC_BYTES[::-1], "big-endian"),
     ],
 )
-def test_what_a_file_with_another_magic_may_be(head: bytes, hint: str) -> None:
+def test_parse_weight_file_other_magic_has_a_hint(head: bytes, hint: str) -> None:
     with pytest.raises(WeightsError, match=hint):
         kvcm.parse_weight_file(head + bytes(100))
 
 
-def test_what_cannot_be_opened(tmp_path: Path) -> None:
+def test_read_weight_file_unreadable_path_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="No such file"):
         kvcm.read_weight_file(tmp_path / "nothing.bin")
     with pytest.raises(SourceError, match="directory"):
         kvcm.read_weight_file(tmp_path)
 
 
-def test_no_block_beyond_the_last() -> None:
+def test_get_block_out_of_range_is_refused() -> None:
     file = kvcm.parse_weight_file(weight_file(1, 6))
     with pytest.raises(KvmnnError, match="no block 6 in layer 0: it has 1 layers of 6 blocks"):
         file.get_block(0, 6)
@@ -224,13 +226,15 @@ HALF = np.zeros((2, 2), "<f2")
         ([(np.zeros((0, 2), "<f2"), None)], "the weight has 0 elements: loaders take 1 to"),
     ],
 )
-def test_the_writer_refuses_what_does_not_fit(blocks: list[tuple[np.ndarray, np.ndarray | None]], match: str) -> None:
+def test_write_weight_file_invalid_blocks_are_refused(
+    blocks: list[tuple[np.ndarray, np.ndarray | None]], match: str
+) -> None:
     header = kvcm.WeightFileHeader(dtype_code=0, num_layers=1, compression_factor=1, weight_count_per_layer=1)
     with pytest.raises(KvmnnError, match=match):
         kvcm.write_weight_file(io.BytesIO(), header, blocks)
 
 
-def test_the_writer_refuses_a_header_that_does_not_fit() -> None:
+def test_write_weight_file_invalid_header_is_refused() -> None:
     header = kvcm.WeightFileHeader(dtype_code=0, num_layers=1, compression_factor=-1, weight_count_per_layer=1)
     with pytest.raises(KvmnnError, match="compression_factor is -1: expected 0 to 4294967295"):
         kvcm.write_weight_file(io.BytesIO(), header, [])
@@ -240,7 +244,7 @@ def test_the_writer_refuses_a_header_that_does_not_fit() -> None:
         )
 
 
-def test_the_model_of_the_loaders_agrees_with_the_loaders(unpacked: Callable[[str], Path]) -> None:
+def test_loader_models_agree_with_recorded_loaders(unpacked: Callable[[str], Path]) -> None:
     folder = unpacked("compressor")
     cases = json.loads((folder / "bad_index.json").read_text())["cases"]
     for case in cases:

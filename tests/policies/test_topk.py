@@ -1,4 +1,4 @@
-"""Norms and choices against plain Python: every type, every SIMD level, every 16-bit word, and values that are none."""
+"""Key norms and top-k against plain Python: every type, SIMD level and 16-bit word, and values that are not finite."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def bits(values: model.Array) -> list[list[int]]:
 
 @given(model.keys())
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_norms(keys: model.Array) -> None:
+def test_key_norms_equal_plain_python_on_every_simd_level(keys: model.Array) -> None:
     before = keys.tobytes()
     expected = [[model.norm(row) for row in head] for head in model.floats(keys)]
     for name in _simd.simd_levels():
@@ -53,7 +53,7 @@ def test_norms(keys: model.Array) -> None:
 
 @pytest.mark.parametrize("kind", [np.float16, np.uint16])
 @pytest.mark.parametrize("dims", [1, 16, 48])
-def test_every_16_bit_word(level: str, kind: type, dims: int) -> None:
+def test_key_norms_of_every_16_bit_word(level: str, kind: type, dims: int) -> None:
     """Alone in its row, as one of a row of ones, and as a row of its own kind."""
     words = np.arange(1 << 16, dtype=np.uint16)
     one = np.float16(1).view(np.uint16) if kind is np.float16 else np.uint16(0x3F80)
@@ -72,13 +72,13 @@ def test_every_16_bit_word(level: str, kind: type, dims: int) -> None:
         assert np.array_equal(compute_key_norms(keys.view(kind))[0], expected, equal_nan=True), filling
 
 
-def test_norms_are_the_norms() -> None:
+def test_key_norms_are_close_to_float64_norms() -> None:
     keys = np.random.default_rng(3).standard_normal((4, 500, 128)).astype(np.float16)
     np.testing.assert_allclose(compute_key_norms(keys), np.linalg.norm(keys.astype(np.float64), axis=-1), rtol=3e-7)
     assert _norms.get_level() in _simd.simd_levels()
 
 
-def test_norms_of_odd_arrays() -> None:
+def test_key_norms_of_unaligned_strided_and_big_endian_arrays() -> None:
     plain = np.random.default_rng(4).standard_normal((2, 9, 20)).astype(np.float32)
     expected = compute_key_norms(plain)
     assert np.array_equal(compute_key_norms(plain.astype(">f4")), expected)
@@ -96,7 +96,7 @@ def test_norms_of_odd_arrays() -> None:
     assert compute_key_norms(np.empty((2, 0, 4), np.float32)).shape == (2, 0)
 
 
-def test_norms_refuse() -> None:
+def test_key_norms_invalid_arrays_are_refused() -> None:
     with pytest.raises(TypeError, match="must be a numpy array, not list"):
         compute_key_norms([[1.0]])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="float64"):
@@ -107,7 +107,7 @@ def test_norms_refuse() -> None:
 
 @given(model.rows())
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_choices(values: model.Array) -> None:
+def test_argtopk_equals_plain_python_on_every_simd_level(values: model.Array) -> None:
     n = values.shape[1]
     orders = {False: [model.ranked(row.tolist()) for row in values]}
     orders[True] = [model.ranked(row.tolist(), highest=True) for row in values]
@@ -121,7 +121,7 @@ def test_choices(values: model.Array) -> None:
 
 
 @pytest.mark.parametrize("distinct", [1, 2, 300, 1 << 30])
-def test_choices_of_long_rows(level: str, distinct: int) -> None:
+def test_argtopk_long_rows_equal_argsort(level: str, distinct: int) -> None:
     rng = np.random.default_rng(distinct)
     values = (rng.integers(-distinct, distinct, (2, 5001)) / 64).astype(np.float32)
     order = np.argsort(values, axis=1, kind="stable")
@@ -131,21 +131,21 @@ def test_choices_of_long_rows(level: str, distinct: int) -> None:
     assert np.array_equal(argtopk_highest(values, 1234), np.sort(down[:, :1234], axis=1))
 
 
-def test_nan_is_last_and_zeros_are_equal() -> None:
+def test_argtopk_nan_is_last_and_zeros_are_equal() -> None:
     values = np.array([[math.nan, -0.0, 0.0, math.inf, -math.inf]], np.float32)
     assert sort_by_value(values, argtopk_lowest(values, 5)).tolist() == [[4, 1, 2, 3, 0]]
     assert sort_by_value(values, argtopk_highest(values, 5), highest=True).tolist() == [[3, 1, 2, 4, 0]]
     assert argtopk_highest(values, 4).tolist() == [[1, 2, 3, 4]]
 
 
-def test_choices_of_views() -> None:
+def test_argtopk_views_equal_plain_python() -> None:
     values = np.random.default_rng(5).standard_normal((3, 40)).astype(np.float32)
     for view in (values[:, 5:30], values[:, ::2], values[::-1], values.T):
         assert argtopk_lowest(view, 3).tolist() == [sorted(model.ranked(row.tolist())[:3]) for row in view]
 
 
 @pytest.mark.parametrize("count", [-1, 4])
-def test_choices_refuse(count: int) -> None:
+def test_argtopk_invalid_count_is_refused(count: int) -> None:
     with pytest.raises(KvmnnError, match=rf"cannot choose {count} of each row of values of shape \[2, 3\]"):
         argtopk_lowest(np.zeros((2, 3), np.float32), count)
 
@@ -163,7 +163,7 @@ class Table(ctypes.Structure):
 @pytest.mark.slow
 @pytest.mark.skipif(not (shutil.which("cc") and SELFTEST.exists()), reason="no C compiler or no sources")
 @pytest.mark.parametrize("plain", [[], ["-DKVMNN_PLAIN"]])
-def test_native_selftest_of_norms(tmp_path: Path, plain: list[str]) -> None:
+def test_key_norms_native_selftest(tmp_path: Path, plain: list[str]) -> None:
     """All warnings as errors; and the plain loops give the bits of the others."""
     library = tmp_path / "norms.so"
     flags = ["-std=c11", "-O2", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-shared", "-fPIC", *plain]

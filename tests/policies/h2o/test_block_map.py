@@ -1,4 +1,4 @@
-"""The picture of a plan."""
+"""The map of a plan's blocks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvmnn.policies.h2o.plan import render_block_map
 RNG = np.random.default_rng(4)
 
 
-def test_pictures_of_many_blocks_fit():
+def test_render_block_map_many_blocks_fit_the_width():
     made = plan_blocks(RNG.random(1 << 14), 1 << 20)
     lines = render_block_map(made, 80)
     assert len(lines) <= 8 and all(len(line) <= 80 for line in lines)

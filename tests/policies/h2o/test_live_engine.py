@@ -17,7 +17,7 @@ def live(unpacked: Callable[[str], Path]) -> Path:
     return unpacked("real_kv") / "mnn_h2o_live"
 
 
-def test_seven_steps_byte_for_byte(live):
+def test_planner_and_packed_cache_repeat_engine_files_of_seven_steps(live):
     """From the configuration and the blocks that the attention favoured: every file of every step, stale rows too."""
     index = json.loads((live / "index.json").read_text())
     layout = PackLayout(

@@ -1,4 +1,4 @@
-"""What a `LayerState` refuses, and what it knows."""
+"""`LayerState`: fields that are refused, and values that it derives."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvmnn import KvmnnError
 from kvmnn.policies import LayerState, PolicyInput, Trigger, compute_key_norms
 
 
-def test_views_refuse() -> None:
+def test_layer_state_invalid_fields_are_refused() -> None:
     with pytest.raises(KvmnnError, match="tokens is -1"):
         LayerState(tokens=-1)
     with pytest.raises(KvmnnError, match=r"keys have shape \[1, 4, 2\]: expected \[kv_head, 5, head_dim\]"):
@@ -25,14 +25,14 @@ def test_views_refuse() -> None:
     assert LayerState(tokens=2, scores=np.array([1e300, 1])).scores.tolist() == [math.inf, 1]  # type: ignore[union-attr]
 
 
-def test_scores_come_in_rows() -> None:
+def test_get_row_scores_shape_is_rows_by_tokens() -> None:
     assert LayerState(tokens=2, scores=np.ones(2)).get_row_scores().shape == (1, 2)
     assert PolicyInput(tokens=2, scores=np.ones((3, 2), np.float32)).get_row_scores().shape == (3, 2)
     with pytest.raises(KvmnnError, match="layer 4: no scores are known"):
         PolicyInput(tokens=2, layer=4).get_row_scores()
 
 
-def test_norms_are_given_or_those_of_the_keys() -> None:
+def test_layer_state_norms_are_passed_or_computed_from_keys() -> None:
     keys = np.arange(12, dtype=np.float32).reshape(2, 3, 2)
     norms = compute_key_norms(keys)
     for view in (
@@ -48,7 +48,7 @@ def test_norms_are_given_or_those_of_the_keys() -> None:
             view.get_key_norms()
 
 
-def test_a_view_at_another_moment() -> None:
+def test_with_trigger_copies_only_on_change() -> None:
     view = LayerState(tokens=3, num_new=3)
     assert view.with_trigger(Trigger.AFTER_ATTENTION) is view
     other = view.with_trigger(Trigger.CHUNK_END)

@@ -12,7 +12,7 @@ from kvmnn.policies.h2o.plan import explain_no_eviction, plan_blocks
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_it_is_what_all_lengths_do(seed: int) -> None:
+def test_explain_no_eviction_equals_plans_of_all_lengths(seed: int) -> None:
     draw = random.Random(seed)
     config = H2OConfig(
         block_tokens=draw.choice([1, 8, 16, 32, 64]),

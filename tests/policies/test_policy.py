@@ -1,4 +1,4 @@
-"""What the base does for every policy, and how little a policy of one's own has to say."""
+"""What the base class does for every policy, and how small a policy of one's own can be."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvmnn.policies import (
 )
 
 
-def test_prompt_only() -> None:
+def test_prompt_policies_evict_only_at_the_prompt() -> None:
     for name in ("knorm", "observed_attention", "streaming_press"):
         policy = make(name, {"budget": 5})
         assert policy.select(fit(policy, view(60, num_new=60, num_seen=60))) is not None
@@ -31,7 +31,7 @@ def test_prompt_only() -> None:
         assert policy.select(fit(policy, view(60, num_new=20, num_seen=80))) is None
 
 
-def test_budgets_round_as_their_originals() -> None:
+def test_policy_budgets_round_like_their_originals() -> None:
     assert [
         create_policy("knorm", keep_ratio=1 - 0.9).resolve_budget(20),
         create_policy("l2_ratio", keep_ratio=0.5).resolve_budget(7),
@@ -69,7 +69,7 @@ class AboveMeanByHead(AboveMean):
     requires: ClassVar = "head scores"
 
 
-def test_the_least_that_a_policy_can_be() -> None:
+def test_minimal_policy_of_one_method_works() -> None:
     policy = EveryOther(skip_layers=(1,))
     assert policy.select_or_all(LayerState(tokens=5)).tolist() == [0, 2, 4]
     assert policy.select(LayerState(tokens=5, layer=1)) is None
@@ -84,7 +84,7 @@ def test_the_least_that_a_policy_can_be() -> None:
     assert cache.finish_attention().positions.tolist() == [0, 2, 4, 6]
 
 
-def test_rows_of_different_lengths() -> None:
+def test_policy_rows_of_different_lengths_when_stacked() -> None:
     scores = np.array([[1, 2, 3], [0, 0, 9]], np.float32)
     one = AboveMean()
     assert one.select_or_all(LayerState(tokens=3, scores=scores[0])).tolist() == [2]
@@ -98,7 +98,7 @@ def test_rows_of_different_lengths() -> None:
         AboveMeanByHead().select(LayerState(tokens=3, layer=2, scores=scores))
 
 
-def test_keeping_everything_is_a_policy() -> None:
+def test_full_cache_never_evicts() -> None:
     full = FullCache()
     assert (full.can_evict, full.skip_layers, full.to_options(), full.requires) == (False, (), {}, "lengths")
     assert all(policy.triggers for policy in POLICIES.values()) and full.name not in POLICIES

@@ -1,4 +1,4 @@
-"""The engine's figures of a planner."""
+"""The engine's statistics of a planner."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import asdict
 from kvmnn.policies.h2o.planner import PlannerStats
 
 
-def test_before_any_plan_everything_is_kept() -> None:
+def test_planner_stats_before_first_plan_keep_everything() -> None:
     figures = asdict(PlannerStats())
     ratios = {name for name in figures if not name.endswith(("_tokens", "_us"))}
     assert len(ratios) == 5 and len(figures) == 8

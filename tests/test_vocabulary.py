@@ -37,6 +37,7 @@ TEST_FOLDERS = frozenset(
         "docs",
         "faults",
         "files",
+        "gates",
         "integrations",
         "memory",
         "packed",

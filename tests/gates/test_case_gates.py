@@ -57,11 +57,11 @@ def counters(**changed: float) -> RunRecord:
     return replace(GOOD, counters=COUNTERS | {f"h2o_lossless_{name}": value for name, value in changed.items()})
 
 
-def test_a_run_that_passes() -> None:
+def test_case_gates_good_run_passes() -> None:
     assert set(verdicts().values()) == {"pass", "off"}
 
 
-def test_a_runtime_that_did_nothing_passes_nothing() -> None:
+def test_case_gates_idle_runtime_is_not_measured() -> None:
     """Its waits, queues and fallbacks are 0, and two plain caches are equal: none of it was measured."""
     idle = replace(GOOD, encoded_ratio=None, counters=dict.fromkeys(COUNTERS, 0.0))
     found = verdicts(idle, replace(EQUAL, encoded_bytes=0), require_decode_cache_hit=True)
@@ -70,7 +70,7 @@ def test_a_runtime_that_did_nothing_passes_nothing() -> None:
     assert verdicts(idle, replace(EQUAL, encoded_bytes=0, different_bytes=1))["consistency"] == "fail"
 
 
-def test_without_a_planner_perplexity_is_not_asked_for() -> None:
+def test_perplexity_gate_without_planner_is_off() -> None:
     pairs = [PairedRuns(workload=WORK, without=PLAIN, candidate=GOOD)] * 2
     store = RUNTIME_CASES["runtime_store"]
     found = {gate.name: gate for gate in build_case_gates(pairs, [EQUAL], None, store, "store", 0.05, evicts=False)}
@@ -95,7 +95,7 @@ def test_without_a_planner_perplexity_is_not_asked_for() -> None:
         ("perplexity", {"quality": replace(QUALITY, high=0.051)}),
     ],
 )
-def test_every_gate_can_fail(name: str, change: dict[str, Any]) -> None:
+def test_case_gates_each_gate_can_fail(name: str, change: dict[str, Any]) -> None:
     found = verdicts(**change)
     assert [gate for gate, verdict in found.items() if verdict not in ("pass", "off")] == [name]
     assert found[name] == "fail"
@@ -113,7 +113,7 @@ def test_every_gate_can_fail(name: str, change: dict[str, Any]) -> None:
         ("perplexity", {"quality": replace(QUALITY, texts=9)}),
     ],
 )
-def test_what_was_not_measured(name: str, change: dict[str, Any]) -> None:
+def test_case_gates_missing_measurement_is_not_measured(name: str, change: dict[str, Any]) -> None:
     assert verdicts(**change)[name] == "not measured"
 
 
@@ -121,7 +121,7 @@ def test_what_was_not_measured(name: str, change: dict[str, Any]) -> None:
     ("before", "after", "verdict"),
     [((7, 8), (7, 8, 1), "pass"), ((7, 8), (7, 9), "fail"), ((1, 8), (7, 8), "not measured")],
 )
-def test_exact_answers(before: tuple[int, ...], after: tuple[int, ...], verdict: str) -> None:
+def test_answer_gate_compares_exact_answers(before: tuple[int, ...], after: tuple[int, ...], verdict: str) -> None:
     pair = PairedRuns(workload=WORK, without=replace(PLAIN, new_ids=before), candidate=replace(GOOD, new_ids=after))
     gate = build_answer_gate([pair])
     assert gate is not None
@@ -129,7 +129,7 @@ def test_exact_answers(before: tuple[int, ...], after: tuple[int, ...], verdict:
     assert build_answer_gate([replace(pair, workload=replace(WORK, answer=()))]) is None
 
 
-def test_work_of_which_nothing_was_encoded_is_said() -> None:
+def test_case_gates_report_workloads_without_encoding() -> None:
     idle = PairedRuns(workload=replace(WORK, name="short"), without=PLAIN, candidate=replace(GOOD, counters={}))
     pairs = [PairedRuns(workload=WORK, without=PLAIN, candidate=GOOD), idle]
     comparisons = [EQUAL, replace(EQUAL, encoded_bytes=0)]
@@ -142,8 +142,8 @@ def test_work_of_which_nothing_was_encoded_is_said() -> None:
         assert found[name].why.endswith("nothing was encoded in 1 of 2 prompts")
 
 
-def test_lines_have_the_figures_of_the_gates() -> None:
-    """The fork's section says what stands next to it, and no line that nothing measured."""
+def test_case_summary_has_the_figures_of_the_gates() -> None:
+    """The fork's section has the figures of the gates, and no line for figures that were not measured."""
     slow = replace(GOOD, decode_seconds=2, counters=COUNTERS | {"h2o_lossless_queue_depth_peak": 9.0})
     pairs = [PairedRuns(workload=WORK, without=PLAIN, candidate=record) for record in (GOOD, slow)]
     limits = RUNTIME_CASES["runtime_store"]
@@ -177,7 +177,7 @@ def test_lines_have_the_figures_of_the_gates() -> None:
         (608, 609, "too few steps for a plan: 1 token after the prompt"),
     ],
 )
-def test_why_nothing_was_evicted(prompt: int, tokens: int, said: str) -> None:
+def test_explain_no_eviction_names_option_to_change(prompt: int, tokens: int, said: str) -> None:
     settings = RunSettings(quality_prompt=prompt, quality_tokens=tokens)
     reason = explain_no_eviction(H2OEngine.from_engine(DEFAULT_ENGINE_OPTIONS), settings)
     assert said in reason
@@ -195,7 +195,7 @@ def test_why_nothing_was_evicted(prompt: int, tokens: int, said: str) -> None:
     assert gate.why == f"nothing was evicted in the texts: {reason}"
 
 
-def test_what_was_not_measured_is_no_figure() -> None:
+def test_case_summary_omits_unmeasured_figures() -> None:
     """Not in the section, not in the row of the round, not in its line: 0 would be a figure."""
     idle = replace(GOOD, encoded_ratio=None, counters=dict.fromkeys(COUNTERS, 0.0))
     pairs = [PairedRuns(workload=WORK, without=PLAIN, candidate=idle)] * 2
@@ -230,7 +230,7 @@ def test_what_was_not_measured_is_no_figure() -> None:
 
 
 @pytest.mark.parametrize(("compressed", "shown"), [(4000 / 1.29999, "1.29999"), (4000 / 1.3, "1.300"), (3000, "1.333")])
-def test_a_figure_beside_its_limit_can_be_told_from_it(compressed: float, shown: str) -> None:
+def test_lossless_gate_value_near_limit_has_enough_digits(compressed: float, shown: str) -> None:
     pairs = [PairedRuns(workload=WORK, without=PLAIN, candidate=counters(compressed_bytes=compressed))]
     gate = build_lossless_gate(CaseFigures.from_pairs(pairs), 1.3, "store")
     assert gate.value == shown
@@ -238,7 +238,7 @@ def test_a_figure_beside_its_limit_can_be_told_from_it(compressed: float, shown:
 
 
 @pytest.mark.parametrize("wait", [40000.0, 40000.4, 39999.7, 50000.0])
-def test_a_wait_beside_its_limit_can_be_told_from_it(wait: float) -> None:
+def test_async_wait_gate_value_near_limit_has_enough_digits(wait: float) -> None:
     pairs = [PairedRuns(workload=WORK, without=PLAIN, candidate=counters(async_wait_us=wait))]
     gates = build_case_gates(pairs, [EQUAL], None, RUNTIME_CASES["runtime_store"], "store", 0.05)
     gate = next(gate for gate in gates if gate.name == "async wait")

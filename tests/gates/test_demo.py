@@ -37,7 +37,7 @@ def verdicts(made: DemoResult) -> dict[str, str]:
     return {gate.name: gate.verdict for gate in made.gates}
 
 
-def test_the_sixth_round_passes_without_its_ratios(tmp_path: Path) -> None:
+def test_check_demo_sixth_round_passes_without_ratios(tmp_path: Path) -> None:
     made = judged(tmp_path)
     assert made.verdict == "pass"
     assert made.candidate.decode_speed == pytest.approx(512 / 90)
@@ -46,7 +46,7 @@ def test_the_sixth_round_passes_without_its_ratios(tmp_path: Path) -> None:
     assert [bucket.name for bucket in made.buckets] == ["128", "512"]
 
 
-def test_strict_asks_for_the_ratios(tmp_path: Path) -> None:
+def test_check_demo_strict_requires_ratios(tmp_path: Path) -> None:
     made = judged(tmp_path, STRICT)
     assert verdicts(made)["lossy ratio"] == verdicts(made)["lossless ratio"] == "fail"
     passing = judged(tmp_path / "2", STRICT, h2o_lossy_ratio=3.1, h2o_lossless_ratio=1.4)
@@ -65,13 +65,15 @@ def test_strict_asks_for_the_ratios(tmp_path: Path) -> None:
         ("candidate runs", {}, {"prefill_us": 0}),
     ],
 )
-def test_every_gate_can_fail(tmp_path: Path, name: str, limits: dict[str, bool], candidate: dict[str, Any]) -> None:
+def test_check_demo_each_gate_can_fail(
+    tmp_path: Path, name: str, limits: dict[str, bool], candidate: dict[str, Any]
+) -> None:
     made = judged(tmp_path, DemoLimits(**limits), **candidate)
     assert verdicts(made)[name] == "fail"
     assert not made.has_passed
 
 
-def test_no_baseline(tmp_path: Path) -> None:
+def test_check_demo_missing_baseline_fails_unless_relaxed(tmp_path: Path) -> None:
     runs = read_demo_runs(sides(tmp_path)[1])
     silent = read_demo_runs(gate_logs.write_demo(tmp_path / "x", {"prompt_128_1": gate_logs.record(decode_us=0)}))
     assert verdicts(check_demo(silent, runs, DemoLimits()))["decode drop"] == "fail"
@@ -80,7 +82,7 @@ def test_no_baseline(tmp_path: Path) -> None:
     assert (made.verdict, made.drop_ratio) == ("pass", 1.0)
 
 
-def test_buckets_need_equal_numbers_of_runs(tmp_path: Path) -> None:
+def test_check_demo_buckets_need_equal_run_counts(tmp_path: Path) -> None:
     without, compressed = sides(tmp_path)
     fewer = read_demo_runs(compressed)[:1]
     made = check_demo(read_demo_runs(without), fewer, DemoLimits())
@@ -88,7 +90,7 @@ def test_buckets_need_equal_numbers_of_runs(tmp_path: Path) -> None:
     assert verdicts(made)["buckets"] == "fail"
 
 
-def test_buckets_are_named_by_the_files_and_ordered_by_length() -> None:
+def test_order_buckets_by_length_from_file_names() -> None:
     assert [parse_bucket(name) for name in ("prompt_128_1", "x_PROMPT_2048_12.txt", "prompt_a_1", "y")] == [
         *("128", "2048", "other", "other"),
     ]
@@ -106,14 +108,16 @@ def test_buckets_are_named_by_the_files_and_ordered_by_length() -> None:
         (gate_logs.record(prompt_tokens="x"), "", "missing_summary_metrics", 512 / 90),
     ],
 )
-def test_which_runs_count(tmp_path: Path, record: dict[str, Any], printed: str, reason: str, speed: float) -> None:
+def test_read_demo_runs_status_and_speed_of_runs(
+    tmp_path: Path, record: dict[str, Any], printed: str, reason: str, speed: float
+) -> None:
     folder = gate_logs.write_demo(tmp_path / "runs", {"prompt_128_1": record}, {"prompt_128_1": printed})
     (run,) = read_demo_runs(folder)
     assert (run.reason, run.return_code == 0) == (reason, reason == "ok")
     assert run.decode_speed == pytest.approx(speed)
 
 
-def test_runs_as_the_forks_runner_notes_them(tmp_path: Path) -> None:
+def test_read_demo_runs_accepts_fork_runner_records(tmp_path: Path) -> None:
     noted = {"prompt_file": "p/prompt_512_2.txt", "prompt_bucket": "512", "effective_returncode": 0}
     noted |= {"status_reason": "ok", "decode_tokens": 512, "decode_s": 90.0, "h2o_metrics": gate_logs.record()}
     failed = noted | {"effective_returncode": -11, "status_reason": "signal_11", "h2o_metrics": None}
@@ -130,7 +134,7 @@ def test_runs_as_the_forks_runner_notes_them(tmp_path: Path) -> None:
         read_demo_runs(tmp_path)
 
 
-def test_no_runs(tmp_path: Path) -> None:
+def test_read_demo_runs_without_runs_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="holds no runs of llm_demo"):
         read_demo_runs(tmp_path)
     with pytest.raises(SourceError, match="does not exist"):
@@ -155,7 +159,7 @@ decode_pass run_order
 """
 
 
-def test_a_round_grows_case_by_case(tmp_path: Path) -> None:
+def test_save_case_result_round_accumulates_cases(tmp_path: Path) -> None:
     folder = str(tmp_path / "round")
     log = gate_logs.write_logs(tmp_path / "logs", gate_logs.row())
     limits = RUNTIME_CASES["runtime_store"]
@@ -183,7 +187,7 @@ def test_a_round_grows_case_by_case(tmp_path: Path) -> None:
     save_case_result(folder, passing, force=True)
 
 
-def test_strict_verdicts_are_those_of_a_round(tmp_path: Path) -> None:
+def test_save_case_result_strict_verdict_fails_the_row(tmp_path: Path) -> None:
     log = gate_logs.write_logs(tmp_path / "logs", gate_logs.row())
     made = check(read_metric_rows([log]), RUNTIME_CASES["runtime_store"], case="runtime_store", strict=True)
     (row,) = save_case_result(str(tmp_path / "round"), made).rows
@@ -191,7 +195,7 @@ def test_strict_verdicts_are_those_of_a_round(tmp_path: Path) -> None:
     assert row["failure_reason"] == "decode drop not measured, consistency not measured"
 
 
-def test_a_folder_of_the_forks_scripts(tmp_path: Path) -> None:
+def test_collect_cases_reads_fork_folders(tmp_path: Path) -> None:
     for case, text in (
         (
             "runtime_full",
@@ -220,7 +224,7 @@ def test_a_folder_of_the_forks_scripts(tmp_path: Path) -> None:
     assert made.rows[4]["decode_drop_ratio"] == -0.2
 
 
-def test_failure_reasons(tmp_path: Path) -> None:
+def test_find_failure_reason_prefers_error_lines(tmp_path: Path) -> None:
     log = tmp_path / "a.log"
     for text, said in (("a\nerror: x\nb\n\n", "error: x"), ("a\n b \n\n", "b"), ("", "unknown failure")):
         log.write_text(text)
@@ -229,7 +233,7 @@ def test_failure_reasons(tmp_path: Path) -> None:
     assert find_failure_reason(str(log)) == "line"
 
 
-def test_folders_without_cases(tmp_path: Path) -> None:
+def test_collect_cases_without_cases_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="holds no case"):
         collect_cases(str(tmp_path))
     with pytest.raises(SourceError, match="does not exist"):

@@ -1,4 +1,4 @@
-"""Logs to tables: what counts as a row, which files are meant, what is said of damaged ones."""
+"""Logs to tables: rows, input files, and messages for damaged logs."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from kvmnn.gates.logs import BENCH_COLUMNS, parse_decode_speed, parse_deviation,
         ("9" * 400, float("inf")),
     ],
 )
-def test_numbers(cell: object, expected: float) -> None:
+def test_parse_first_number_of_cells(cell: object, expected: float) -> None:
     assert parse_first_number(cell) == expected
 
 
-def test_speeds() -> None:
+def test_parse_decode_speed_and_deviation() -> None:
     assert parse_decode_speed("80.10 ± 0.10<br>5.81 ± 0.05") == 5.81
     assert parse_decode_speed("80.10") == 0
     assert parse_decode_speed(None) == 0
@@ -42,7 +42,7 @@ def test_speeds() -> None:
     assert parse_deviation("5.81") is None
 
 
-def test_columns_have_the_parsers_order(tmp_path: Path) -> None:
+def test_parse_logs_columns_have_fork_parser_order(tmp_path: Path) -> None:
     log = gate_logs.write_logs(tmp_path / "logs", gate_logs.row() | {"zeta": "1", "alpha": "2"})
     parsed = parse_logs([log.parent])
     assert parsed.kind == "llm_bench"
@@ -54,7 +54,7 @@ def test_columns_have_the_parsers_order(tmp_path: Path) -> None:
     assert parsed.notes == (f"{log.parent / 'stdout.log'}: holds no table rows",)
 
 
-def test_cells_that_spreadsheets_would_compute_are_texts_and_come_back(tmp_path: Path) -> None:
+def test_parse_logs_csv_formula_cells_are_quoted_and_read_back(tmp_path: Path) -> None:
     cells = {"zeta": "=HYPERLINK(1)", "=alpha": "-1.5"}
     log = gate_logs.write_logs(tmp_path / "logs", gate_logs.row() | cells)
     parsed = parse_logs([log.parent])
@@ -67,7 +67,7 @@ def test_cells_that_spreadsheets_would_compute_are_texts_and_come_back(tmp_path:
 
 
 @pytest.mark.parametrize("indent", ["    ", "\t", "\N{NO-BREAK SPACE}", "  \t "])
-def test_indented_table_is_read_as_the_forks_parser_reads_it(tmp_path: Path, indent: str) -> None:
+def test_parse_logs_indented_table_equals_fork_parser(tmp_path: Path, indent: str) -> None:
     """That strips each line before it looks for a bar, and a table may begin with an empty cell."""
     table = gate_logs.table(gate_logs.row(), gate_logs.row(4.5))
     (tmp_path / "a.log").write_text(table)
@@ -77,7 +77,7 @@ def test_indented_table_is_read_as_the_forks_parser_reads_it(tmp_path: Path, ind
     assert len(indented.rows) == 2 and indented.rows[0]["speed(tok/s)"] == "80.10 ± 0.10<br>5.90 ± 0.05"
 
 
-def test_a_file_named_twice_counts_once(tmp_path: Path) -> None:
+def test_parse_logs_file_named_twice_counts_once(tmp_path: Path) -> None:
     log = gate_logs.write_logs(tmp_path / "logs", gate_logs.row())
     assert len(parse_logs([log, tmp_path / "logs", tmp_path / "logs" / ".." / "logs" / log.name]).rows) == 1
 
@@ -96,7 +96,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("kind", sorted(DAMAGED))
-def test_damaged_logs_are_one_clear_line(tmp_path: Path, kind: str) -> None:
+def test_parse_logs_damaged_log_is_one_clear_line(tmp_path: Path, kind: str) -> None:
     damage, said = DAMAGED[kind]
     log = tmp_path / "a.log"
     log.write_text(damage(gate_logs.table(gate_logs.row())))
@@ -111,7 +111,7 @@ def test_damaged_logs_are_one_clear_line(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.log", "a.jsonl"])
-def test_another_engines_output_is_refused(tmp_path: Path, name: str) -> None:
+def test_parse_logs_of_other_engine_are_refused(tmp_path: Path, name: str) -> None:
     log = tmp_path / name
     log.write_text(
         '{"build_commit": "1", "n_gen": 128, "avg_ts": 9.1}\n'
@@ -124,7 +124,7 @@ def test_another_engines_output_is_refused(tmp_path: Path, name: str) -> None:
         parse_logs([log])
 
 
-def test_versions_that_differ_are_said(tmp_path: Path) -> None:
+def test_parse_logs_different_versions_are_noted(tmp_path: Path) -> None:
     new, old = gate_logs.row(), gate_logs.row(h2o_lossless_decode_cache_hit=None)  # type: ignore[arg-type]
     for name, cells in (("a.log", new), ("b.log", new), ("c.log", old)):
         (tmp_path / name).write_text(gate_logs.table(cells))
@@ -136,7 +136,7 @@ def test_versions_that_differ_are_said(tmp_path: Path) -> None:
         parse_logs([tmp_path], strict=True)
 
 
-def test_records_of_llm_demo(tmp_path: Path) -> None:
+def test_parse_logs_records_of_llm_demo(tmp_path: Path) -> None:
     lines = [gate_logs.record(), gate_logs.record(decode_us=1), gate_logs.record(prompt_index=1, more=[1])]
     (tmp_path / "m.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     parsed = parse_logs([tmp_path])
@@ -146,7 +146,7 @@ def test_records_of_llm_demo(tmp_path: Path) -> None:
     assert parsed.columns[-2:] == ("log_file", "more")
 
 
-def test_sums_that_llm_demo_prints(tmp_path: Path) -> None:
+def test_parse_logs_printed_sums_of_llm_demo(tmp_path: Path) -> None:
     text = "prompt tokens num = 128\ndecode tokens num = 512\nprefill time = 2.00 s\n decode time = 90.25 s\n"
     (tmp_path / "a.log").write_text(text)
     (row,) = parse_logs([tmp_path]).rows
@@ -163,21 +163,21 @@ def test_sums_that_llm_demo_prints(tmp_path: Path) -> None:
         ("\n", "holds no records of llm_demo"),
     ],
 )
-def test_damaged_records(tmp_path: Path, text: str, said: str) -> None:
+def test_parse_logs_damaged_records_are_refused(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "m.jsonl").write_text(text)
     with pytest.raises(SourceError) as error:
         parse_logs([tmp_path / "m.jsonl"])
     assert said in str(error.value)
 
 
-def test_logs_of_both_programs_are_refused(tmp_path: Path) -> None:
+def test_parse_logs_of_both_programs_are_refused(tmp_path: Path) -> None:
     (tmp_path / "m.jsonl").write_text(json.dumps(gate_logs.record()))
     log = gate_logs.write_logs(tmp_path / "logs", gate_logs.row())
     with pytest.raises(SourceError, match="expected logs of one program"):
         parse_logs([log, tmp_path / "m.jsonl"])
 
 
-def test_no_files(tmp_path: Path) -> None:
+def test_parse_logs_without_files_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"^No log files found\.$"):
         parse_logs([tmp_path])
     with pytest.raises(SourceError, match="does not exist"):
@@ -185,7 +185,7 @@ def test_no_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cell", ["nan \N{PLUS-MINUS SIGN} 0.1", "inf", "-inf", "-5.00 \N{PLUS-MINUS SIGN} 0.10"])
-def test_figures_that_nothing_can_have_are_said(tmp_path: Path, cell: str) -> None:
+def test_parse_logs_impossible_figures_are_noted(tmp_path: Path, cell: str) -> None:
     log = gate_logs.write_logs(tmp_path, gate_logs.row(), gate_logs.row() | {"h2o_lossless_async_wait_us": cell})
     (note,) = parse_logs([log]).notes
     assert note == f"{log}: row 2: h2o_lossless_async_wait_us: found {cell}, expected a number of at least 0"
@@ -193,7 +193,7 @@ def test_figures_that_nothing_can_have_are_said(tmp_path: Path, cell: str) -> No
         parse_logs([log], strict=True)
 
 
-def test_speeds_and_records_that_nothing_can_have(tmp_path: Path) -> None:
+def test_parse_logs_negative_speeds_and_times_are_noted(tmp_path: Path) -> None:
     log = gate_logs.write_logs(tmp_path, gate_logs.row() | {"speed(tok/s)": "80.1<br>-3.0"})
     assert "speed(tok/s): found 80.1<br>-3.0" in parse_logs([log]).notes[0]
     (tmp_path / "a.jsonl").write_text('{"prompt_tokens": 5, "prefill_us": -3, "decode_us": -4}\n')
@@ -201,7 +201,7 @@ def test_speeds_and_records_that_nothing_can_have(tmp_path: Path) -> None:
     assert note.endswith("row 1: prefill_us: found -3, expected a number of at least 0 (and 1 more)")
 
 
-def test_a_log_without_rows_is_named_and_a_line_has_one_number(tmp_path: Path) -> None:
+def test_parse_logs_error_names_log_and_line(tmp_path: Path) -> None:
     for name in ("a.log", "b.log"):
         (tmp_path / name).write_text("nothing")
     with pytest.raises(SourceError, match=r"a\.log \(and 1 other log\): No markdown table rows found in logs\."):

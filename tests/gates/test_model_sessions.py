@@ -1,4 +1,4 @@
-"""Memory of closed sessions is given back: it was still taken when the next case opened its own."""
+"""Memory of closed sessions is freed before the next case opens its own."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ print(opened - before, one - before, resident() - before)
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").is_file(), reason="reads the memory of a process from /proc")
-def test_release_gives_the_memory_of_sessions_back(tmp_path: Path) -> None:
+def test_release_frees_memory_of_closed_sessions(tmp_path: Path) -> None:
     (tmp_path / "small.onnx").write_bytes(Tiny().model().SerializeToString())
     big = Tiny(layers=24, kv_heads=4, groups=4, head_dim=32).model().SerializeToString()
     (tmp_path / "big.onnx").write_bytes(big)

@@ -13,7 +13,7 @@ from kvmnn.lm.tokenizer import Tokenizer
 TOKENS = 400
 
 
-def test_needles_lie_at_three_depths_of_each_text() -> None:
+def test_needles_are_at_three_depths_of_each_text() -> None:
     tokenizer = Tokenizer.open_for_model(FIXTURES / "lm")
     settings = RunSettings(prompts_per_bucket=2, generate=16, quality_tokens=TOKENS, quality_prompt=TOKENS // 2)
     filler = tokenizer.encode("a")[0]

@@ -1,4 +1,4 @@
-"""Where prompts of gate run come from, what results call them, and that a refused run leaves nothing."""
+"""Sources of the prompts of gate run, their labels in results, and refused runs, which leave no files."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def write(folder: Path, **settings: Any) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_runtime_cases_read_the_built_in_text(tmp_path: Path, run: Any) -> None:
+def test_gate_run_runtime_cases_use_built_in_text(tmp_path: Path, run: Any) -> None:
     found = run(*write(tmp_path), "-o", tmp_path / "out", code=1)
     prompts, of_runs, works, of_round, _, notes = prompts_of(tmp_path / "out", "runtime_store")
     assert (prompts, of_runs, works, of_round) == ("built-in text", {"built-in text"}, ["built-in text:40"], prompts)
@@ -64,7 +64,7 @@ def test_runtime_cases_read_the_built_in_text(tmp_path: Path, run: Any) -> None:
 
 
 @pytest.mark.slow
-def test_synthetic_prompts_are_named_so_everywhere(tmp_path: Path, run: Any) -> None:
+def test_gate_run_synthetic_prompts_are_labelled(tmp_path: Path, run: Any) -> None:
     words = [*write(tmp_path, synthetic=True), "-o", tmp_path / "out"]
     found = run(*words, code=1)
     prompts, of_runs, works, of_round, gate, notes = prompts_of(tmp_path / "out", "runtime_store")
@@ -81,7 +81,7 @@ def test_synthetic_prompts_are_named_so_everywhere(tmp_path: Path, run: Any) -> 
 
 
 @pytest.mark.slow
-def test_texts_of_the_user_are_prompts_of_the_runtime_cases(tmp_path: Path, run: Any) -> None:
+def test_gate_run_user_texts_are_runtime_prompts(tmp_path: Path, run: Any) -> None:
     run(*write(tmp_path), "--text", tmp_path / "texts", "-o", tmp_path / "out", code=1)
     prompts, of_runs, works, of_round, _, notes = prompts_of(tmp_path / "out", "runtime_full")
     assert (prompts, of_runs, works, of_round) == ("text", {"text"}, ["a.txt:40"], "text")
@@ -89,7 +89,7 @@ def test_texts_of_the_user_are_prompts_of_the_runtime_cases(tmp_path: Path, run:
 
 
 @pytest.mark.slow
-def test_model_without_a_tokenizer_gets_synthetic_prompts_and_says_so(tmp_path: Path, run: Any) -> None:
+def test_gate_run_model_without_tokenizer_uses_synthetic_prompts(tmp_path: Path, run: Any) -> None:
     words = write(tmp_path)
     (tmp_path / "model" / "tokenizer.json").unlink()
     found = run(*words, "-o", tmp_path / "out", code=1)
@@ -101,7 +101,7 @@ def test_model_without_a_tokenizer_gets_synthetic_prompts_and_says_so(tmp_path: 
     assert "no tokenizer.json next to the model" in refused.err and not (tmp_path / "other").exists()
 
 
-def test_texts_that_are_short_are_joined() -> None:
+def test_build_prefix_workloads_short_texts_are_joined() -> None:
     documents = [document("a", 20), document("bb", 30)]
     work, long = build_prefix_workloads(documents, RunSettings(prompts=(21, 45)))
     assert (work.name, work.turns[0]) == ("a:21", (0, *range(101, 121)))
@@ -110,7 +110,7 @@ def test_texts_that_are_short_are_joined() -> None:
         build_prefix_workloads(documents, RunSettings(prompts=(52,)))
 
 
-def test_built_in_text_has_the_default_prompts_and_repeats_little() -> None:
+def test_sample_text_is_long_enough_and_rarely_repeats() -> None:
     words = SAMPLE_TEXT.split()
     assert len(words) > max(RunSettings().prompts) * 1.5
     triples = [" ".join(words[i : i + 3]) for i in range(len(words) - 2)]
@@ -118,7 +118,7 @@ def test_built_in_text_has_the_default_prompts_and_repeats_little() -> None:
 
 
 @pytest.mark.parametrize("limit", [8, 3])
-def test_queue_of_the_runtime_cases_is_the_limit_of_their_gate(limit: int) -> None:
+def test_build_cases_queue_size_equals_gate_limit(limit: int) -> None:
     limits = {} if limit == 8 else {"max_lossless_queue_peak": limit}
     for case in build_cases("runtime", RunConfig(limits=limits))[1:]:
         assert case.engine["kv_lossless_max_queue"] == limit
@@ -126,7 +126,7 @@ def test_queue_of_the_runtime_cases_is_the_limit_of_their_gate(limit: int) -> No
     assert given.engine["kv_lossless_max_queue"] == 99
 
 
-def test_queue_gate_counts_open_encodings(tmp_path: Path, run: Any) -> None:
+def test_gate_run_queue_gate_counts_open_encodings(tmp_path: Path, run: Any) -> None:
     """A prompt has many cold blocks; those that wait for a place are rows as before."""
     run(*write(tmp_path, kv_lossless_max_queue=1, kv_lossless_async_threads=1), "-o", tmp_path / "out", code=1)
     for case in ("runtime_full", "runtime_store"):
@@ -148,7 +148,7 @@ def test_queue_gate_counts_open_encodings(tmp_path: Path, run: Any) -> None:
         ({"prompt_manifest": "/none"}, ["--text", "TEXTS"], "/none: does not exist"),
     ],
 )
-def test_refused_run_leaves_no_folder(
+def test_gate_run_refused_run_leaves_no_folder(
     tmp_path: Path, run: Any, settings: dict[str, Any], words: list[str], said: str
 ) -> None:
     command = [*write(tmp_path, **settings), *(str(tmp_path / "texts") if word == "TEXTS" else word for word in words)]
@@ -157,7 +157,7 @@ def test_refused_run_leaves_no_folder(
     assert not (tmp_path / "out").exists()
 
 
-def test_run_that_needs_more_positions_is_refused_before_it_begins(tmp_path: Path, run: Any) -> None:
+def test_gate_run_too_many_positions_are_refused_early(tmp_path: Path, run: Any) -> None:
     words = write(tmp_path)
     sizes = {"num_key_value_heads": 2, "num_attention_heads": 4, "max_position_embeddings": 41}
     (tmp_path / "model" / "config.json").write_text(json.dumps(sizes))
@@ -165,7 +165,7 @@ def test_run_that_needs_more_positions_is_refused_before_it_begins(tmp_path: Pat
     assert "more than the 41 positions" in refused.err and not (tmp_path / "out").exists()
 
 
-def test_model_that_cannot_run_the_planner_is_refused_before_it_begins(tmp_path: Path, run: Any) -> None:
+def test_gate_run_model_without_positions_is_refused_early(tmp_path: Path, run: Any) -> None:
     words = write(tmp_path)
     (tmp_path / "model" / "model.onnx").write_bytes(Tiny(positions=False).model().SerializeToString())
     refused = run(*words, "-o", tmp_path / "out", code=1)
@@ -183,7 +183,7 @@ _LINES_AT_ONCE = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("quiet", [[], ["-q"]])
-def test_progress_is_lines_on_standard_error(tmp_path: Path, quiet: list[str]) -> None:
+def test_gate_run_progress_is_lines_on_standard_error(tmp_path: Path, quiet: list[str]) -> None:
     words = [*map(str, write(tmp_path)), "--text", str(tmp_path / "texts"), "-o", str(tmp_path / "out"), *quiet]
     environment = {**os.environ, "COLUMNS": "80"}
     command = [sys.executable, "-c", _LINES_AT_ONCE, *words]
@@ -197,7 +197,7 @@ def test_progress_is_lines_on_standard_error(tmp_path: Path, quiet: list[str]) -
 
 
 @pytest.mark.slow
-def test_progress_counts_all_runs_and_names_each(tmp_path: Path) -> None:
+def test_suite_progress_counts_and_names_all_runs(tmp_path: Path) -> None:
     """What the lines and the bar say comes from the suite itself."""
     calls: list[str] = []
     started: list[tuple[int, int]] = []
@@ -228,7 +228,7 @@ def test_progress_counts_all_runs_and_names_each(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_case_leaves_no_session_of_the_model_open(tmp_path: Path) -> None:
+def test_suite_case_closes_its_model_sessions(tmp_path: Path) -> None:
     write(tmp_path)
     config = read_run_config(tmp_path / "run.json", CASE_NAMES)
     with Suite(str(tmp_path / "model"), tmp_path / "out", settings=config.settings, texts=[], jobs=1) as suite:
@@ -237,7 +237,7 @@ def test_case_leaves_no_session_of_the_model_open(tmp_path: Path) -> None:
             assert not opened, f"{measured.case.name}: the next case opens its own"
 
 
-def test_line_of_progress_waits_while_standard_error_leads_nowhere(
+def test_suite_progress_line_waits_while_stderr_is_redirected(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The tokenizers package prints panics; a line that came while they were hidden was lost."""

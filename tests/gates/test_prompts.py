@@ -1,4 +1,4 @@
-"""Which prompts the cases with real prompts have: lists, order, and how many."""
+"""Prompts of the cases with real prompts: lists, order, and number."""
 
 from __future__ import annotations
 
@@ -31,30 +31,30 @@ def chosen(documents: list[Document], limit: int | None = None, **settings: obje
 FILES = ("prompt_512_1.txt", "prompt_128_1.txt", "prompt_512_2.txt", "prompt_128_2.txt", "prompt_512_3.txt")
 
 
-def test_stratified_goes_round_the_buckets() -> None:
+def test_select_prompts_stratified_alternates_buckets() -> None:
     assert chosen(named(*FILES)) == [FILES[1], FILES[0], FILES[3], FILES[2]]
 
 
-def test_sequential_keeps_the_order_of_the_texts() -> None:
+def test_select_prompts_sequential_keeps_text_order() -> None:
     assert chosen(named(*FILES), prompt_order="sequential") == list(FILES[:4])
     plain = [text("a", 40), text("b", 40), text("c", 40), text("d", 40)]
     assert chosen(plain, prompt_order="sequential") == ["a", "b", "c", "d"]
 
 
-def test_at_most_so_many() -> None:
+def test_select_prompts_max_prompts_is_enforced() -> None:
     assert chosen(named(*FILES), max_prompts=3) == [FILES[1], FILES[0], FILES[3]]
     assert chosen(named(*FILES), max_prompts=1, prompt_order="sequential") == [FILES[0]]
     with pytest.raises(OptionError, match="max_prompts: found -1"):
         RunSettings(max_prompts=-1)
 
 
-def test_what_does_not_fit_is_no_prompt() -> None:
+def test_select_prompts_too_long_texts_are_excluded() -> None:
     assert chosen(named(*FILES), limit=45, max_prompts=2) == [FILES[1], FILES[0]]
     with pytest.raises(KvmnnError, match="no prompt of 8, 32 tokens"):
         chosen(named(*FILES), limit=10)
 
 
-def test_a_list_names_each_file_once(tmp_path: Path) -> None:
+def test_read_prompt_manifest_names_each_file_once(tmp_path: Path) -> None:
     folder = tmp_path / "prompts"
     (folder / "more").mkdir(parents=True)
     for name in ("a.txt", "b.txt", "more/c.txt"):
@@ -79,7 +79,7 @@ def test_a_list_names_each_file_once(tmp_path: Path) -> None:
         (b"\xff\xfe", "is not UTF-8"),
     ],
 )
-def test_damaged_lists(tmp_path: Path, content: bytes, said: str) -> None:
+def test_read_prompt_manifest_damaged_list_is_refused(tmp_path: Path, content: bytes, said: str) -> None:
     (tmp_path / "a.txt").write_text("words")
     (tmp_path / "list").write_bytes(content)
     with pytest.raises(SourceError, match=said):

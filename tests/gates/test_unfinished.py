@@ -50,7 +50,7 @@ def begin_another(folder: Path, words: list[Any], monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.slow
 @pytest.mark.parametrize("measured", [0, 1, 3])
-def test_an_interrupted_round_is_no_pass(
+def test_interrupted_round_does_not_pass(
     tmp_path: Path, words: list[Any], monkeypatch: pytest.MonkeyPatch, run, measured: int
 ) -> None:
     begin_another(tmp_path, words, monkeypatch, run, measured)
@@ -69,7 +69,7 @@ def test_an_interrupted_round_is_no_pass(
 
 
 @pytest.mark.slow
-def test_a_crash_between_any_two_files_is_no_pass(
+def test_interrupted_round_between_any_two_files_does_not_pass(
     tmp_path: Path, words: list[Any], monkeypatch: pytest.MonkeyPatch, run
 ) -> None:
     """A case whose folder has been begun, and of which only some files are new."""
@@ -84,7 +84,7 @@ def test_a_crash_between_any_two_files_is_no_pass(
 
 
 @pytest.mark.slow
-def test_other_cases_of_the_same_round_stay(tmp_path: Path, words: list[Any], run) -> None:
+def test_interrupted_round_other_cases_remain(tmp_path: Path, words: list[Any], run) -> None:
     other = [word if word != "runtime" else "llm_demo" for word in words]
     run(*other)
     assert len(collect_cases(str(tmp_path / "out")).rows) == 6

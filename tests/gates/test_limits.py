@@ -19,7 +19,7 @@ def written(folder: Path, document: Any) -> Path:
     return path
 
 
-def test_a_file_stands_over_its_base_and_a_case_over_the_file(tmp_path: Path) -> None:
+def test_read_gate_file_case_overrides_file_overrides_base(tmp_path: Path) -> None:
     cases = {"runtime_store": {"max_lossless_decomp_us": 50000}, "other": {"lossy_target": 9}}
     path = written(tmp_path, {"lossy_target": 2, "decode_drop_target": 0.1, "cases": cases})
     limits, notes = read_gate_file(path, "runtime_store", RUNTIME_CASES["runtime_store"])
@@ -31,12 +31,12 @@ def test_a_file_stands_over_its_base_and_a_case_over_the_file(tmp_path: Path) ->
         read_gate_file(path, "runtime_full", GateLimits())
 
 
-def test_what_limits_write_is_read_back(tmp_path: Path) -> None:
+def test_read_gate_file_reads_written_limits(tmp_path: Path) -> None:
     for limits in RUNTIME_CASES.values():
         assert read_gate_file(written(tmp_path, limits.to_dict()), None, GateLimits()) == (limits, [])
 
 
-def test_a_file_of_the_fork(tmp_path: Path) -> None:
+def test_read_gate_file_accepts_fork_configuration(tmp_path: Path) -> None:
     settings = {"prompts": [512], "repeat": 3, "h2o_keep_ratios": [0.3], "kv_lossless_runtime_mode": "full"}
     path = written(tmp_path, settings | {"kv_lossless_async_threads": 1, "kv_lossless_block_tokens": 128})
     limits, (note,) = read_gate_file(path, None, GateLimits())
@@ -44,7 +44,7 @@ def test_a_file_of_the_fork(tmp_path: Path) -> None:
     assert note == f"{path}: prompts, repeat, h2o_keep_ratios say what ran, and limit nothing"
 
 
-def test_limits_that_limit_nothing_are_named(tmp_path: Path) -> None:
+def test_read_gate_file_ineffective_limits_are_noted(tmp_path: Path) -> None:
     path = written(tmp_path, {"lossless_target": -5, "decode_drop_target": 2})
     assert read_gate_file(path, None, GateLimits())[1] == [
         f"{path}: lossless_target -5 limits nothing: ratios are above 0",
@@ -53,7 +53,7 @@ def test_limits_that_limit_nothing_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ['{"lossy_target": NaN}', "{", "[]", "\0"])
-def test_what_is_no_gate_file_is_a_wrong_argument(tmp_path: Path, text: str) -> None:
+def test_read_gate_file_malformed_json_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "gates.json"
     path.write_text(text)
     with pytest.raises(OptionError, match="JSON"):
@@ -74,7 +74,7 @@ def test_what_is_no_gate_file_is_a_wrong_argument(tmp_path: Path, text: str) -> 
         ({"cases": {"a": {"x": 1}}}, "cases.a: 'x' is no limit"),
     ],
 )
-def test_damaged_files(tmp_path: Path, document: Any, said: str) -> None:
+def test_read_gate_file_invalid_values_are_refused(tmp_path: Path, document: Any, said: str) -> None:
     with pytest.raises(KvmnnError) as error:
         read_gate_file(written(tmp_path, document), None, GateLimits())
     assert said in str(error.value)
@@ -90,7 +90,7 @@ def history(folder: Path, speeds: list[float], key: str = "k") -> Path:
     return path
 
 
-def test_rolling_is_the_median_of_the_newest(tmp_path: Path) -> None:
+def test_rolling_baseline_is_median_of_newest(tmp_path: Path) -> None:
     path = history(tmp_path, [100, 100, *range(1, 9)])
     found = slowdown.compute_rolling_baseline(path, "k", 6.6)
     assert (found.speed, found.source, found.num_samples) == (4.5, "rolling_median", 8)
@@ -102,14 +102,14 @@ def test_rolling_is_the_median_of_the_newest(tmp_path: Path) -> None:
     assert slowdown.compute_rolling_baseline(tmp_path / "none", "k", 6.6).num_samples == 0
 
 
-def test_failed_runs_count_and_runs_without_a_speed_do_not(tmp_path: Path) -> None:
+def test_rolling_baseline_counts_failed_runs_with_a_speed(tmp_path: Path) -> None:
     path = history(tmp_path, [4, 0, 6])
     entries = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(entry["decode_best"], entry["overall_pass"]) for entry in entries] == [(4, False), (6, True)]
     assert list(entries[0]) == ["ts_utc", "key", "decode_best", "overall_pass", "summary"]
 
 
-def test_a_damaged_history_is_passed_over_and_counted(tmp_path: Path) -> None:
+def test_rolling_baseline_damaged_lines_are_skipped_and_counted(tmp_path: Path) -> None:
     path = history(tmp_path, [1, 2, 3])
     path.write_text('[1]\n{"key": "k"\n\n' + path.read_text() + '{"key": "k", "decode_best": "x"}\n')
     found = slowdown.compute_rolling_baseline(path, "k", 6.6)
@@ -119,7 +119,7 @@ def test_a_damaged_history_is_passed_over_and_counted(tmp_path: Path) -> None:
         slowdown.append_to_history(tmp_path, "k", 1.0, has_passed=True, summary="")
 
 
-def test_the_same_batch_gives_its_fastest_row(tmp_path: Path) -> None:
+def test_same_batch_baseline_is_fastest_row(tmp_path: Path) -> None:
     log = gate_logs.write_logs(tmp_path, gate_logs.row(4.34), gate_logs.row(4.81, prompt=1024))
     assert slowdown.find_same_batch_baseline(read_metric_rows([log]), 6.6).speed == 4.81
     log = gate_logs.write_logs(tmp_path, gate_logs.row() | {"speed(tok/s)": "80.1"})
@@ -128,7 +128,7 @@ def test_the_same_batch_gives_its_fastest_row(tmp_path: Path) -> None:
     assert "fallback to fixed 6.6" in found.warnings[0]
 
 
-def test_keys(tmp_path: Path) -> None:
+def test_build_baseline_key_names_work_and_repeats(tmp_path: Path) -> None:
     log = gate_logs.write_logs(tmp_path, gate_logs.row(), gate_logs.row(prompt=1024))
     assert slowdown.build_baseline_key(read_metric_rows([log]), 2).endswith("_CPU_t4_p512,1024_g128_rep2")
     log = gate_logs.write_logs(tmp_path, {key: text for key, text in gate_logs.row().items() if key != "llm_demo"})

@@ -1,4 +1,4 @@
-"""The cases on a model: one suite on a tiny decoder, and what it leaves after."""
+"""The suite's cases on a tiny decoder, and the files that they write."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def gates(made: SimpleNamespace, case: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_suite_leaves_a_round(made: SimpleNamespace) -> None:
+def test_suite_writes_a_round(made: SimpleNamespace) -> None:
     assert made.code == 1  # a random decoder cannot be compressed
     summary = json.loads((made.out / "summary.json").read_text())
     assert [row["case"] for row in summary["rows"]] == [
@@ -57,7 +57,7 @@ def test_a_suite_leaves_a_round(made: SimpleNamespace) -> None:
 
 
 @pytest.mark.slow
-def test_every_figure_is_of_the_run(made: SimpleNamespace) -> None:
+def test_suite_figures_equal_the_measured_runs(made: SimpleNamespace) -> None:
     with (made.out / "runtime_store" / "candidate.csv").open(newline="", encoding="utf-8") as stream:
         (row,) = csv.DictReader(stream)
     shown = gates(made, "runtime_store")
@@ -81,13 +81,13 @@ def test_every_figure_is_of_the_run(made: SimpleNamespace) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["runtime_probe", "runtime_store", "llm_demo_full", "multi_turn", "retrieval"])
-def test_contents_are_compared_byte_by_byte(made: SimpleNamespace, case: str) -> None:
+def test_suite_consistency_compares_every_byte(made: SimpleNamespace, case: str) -> None:
     gate = gates(made, case)["consistency"]
     assert (gate["verdict"], gate["value"]) == ("pass", "0 bytes differ")
 
 
 @pytest.mark.slow
-def test_perplexity_is_a_gate_with_an_interval(made: SimpleNamespace) -> None:
+def test_suite_perplexity_gate_has_an_interval(made: SimpleNamespace) -> None:
     gate = gates(made, "runtime_full")["perplexity"]
     assert gate["verdict"] == "pass"
     assert "over 10 texts" in gate["why"]
@@ -95,7 +95,7 @@ def test_perplexity_is_a_gate_with_an_interval(made: SimpleNamespace) -> None:
 
 
 @pytest.mark.slow
-def test_what_cannot_be_measured_is_said(made: SimpleNamespace) -> None:
+def test_suite_unmeasurable_answers_are_not_measured(made: SimpleNamespace) -> None:
     """A random decoder finds no needle, with or without its cache cut."""
     shown = gates(made, "retrieval")
     assert shown["exact answers"]["verdict"] == "not measured"
@@ -103,7 +103,7 @@ def test_what_cannot_be_measured_is_said(made: SimpleNamespace) -> None:
 
 
 @pytest.mark.slow
-def test_the_same_command_goes_on_and_is_the_same_round(made: SimpleNamespace, run) -> None:
+def test_suite_same_command_resumes_the_round(made: SimpleNamespace, run) -> None:
     before, past = ((made.out / name).read_bytes() for name in ("runs.jsonl", "history.jsonl"))
     again = run(*made.words, "-o", made.out, "--json", code=1)
     assert (made.out / "runs.jsonl").read_bytes() == before
@@ -118,7 +118,7 @@ def test_the_same_command_goes_on_and_is_the_same_round(made: SimpleNamespace, r
 
 
 @pytest.mark.slow
-def test_measured_again_or_otherwise_is_another_round(made: SimpleNamespace, tmp_path: Path, run) -> None:
+def test_suite_rerun_or_other_settings_are_another_round(made: SimpleNamespace, tmp_path: Path, run) -> None:
     folder = gate_models.write_model(tmp_path)
     words = ["gate", "run", folder / "model", "--suite-config", folder / "run.json", "-o", tmp_path / "out", "-q"]
     for suite in ("runtime", "runtime"):
@@ -144,7 +144,7 @@ def test_measured_again_or_otherwise_is_another_round(made: SimpleNamespace, tmp
 
 
 @pytest.mark.slow
-def test_progress_counts_the_steps_that_are_left(made: SimpleNamespace, tmp_path: Path) -> None:
+def test_suite_progress_counts_remaining_steps(made: SimpleNamespace, tmp_path: Path) -> None:
     """So that the time left is that of what has yet to run; runs that are there take none."""
     config = read_run_config(made.folder / "run.json", ())
     cases = build_cases("runtime", config)
@@ -171,7 +171,7 @@ def test_progress_counts_the_steps_that_are_left(made: SimpleNamespace, tmp_path
         assert (len(ended), sum(steps for (steps,) in told[1:])) == told[0]
 
 
-def test_a_damaged_line_of_runs_is_run_again(made: SimpleNamespace, tmp_path: Path) -> None:
+def test_run_store_damaged_line_is_run_again(made: SimpleNamespace, tmp_path: Path) -> None:
     from kvmnn.gates.suite.suite import RunStore
 
     lines = (made.out / "runs.jsonl").read_text().splitlines()
@@ -185,7 +185,7 @@ def test_a_damaged_line_of_runs_is_run_again(made: SimpleNamespace, tmp_path: Pa
 
 
 @pytest.mark.parametrize("bos", [None, 7])
-def test_a_synthetic_prompt_has_the_asked_length(made: SimpleNamespace, bos: int | None) -> None:
+def test_build_synthetic_workloads_have_the_requested_length(made: SimpleNamespace, bos: int | None) -> None:
     settings = read_run_config(made.folder / "run.json", ()).settings
     (work,) = build_synthetic_workloads(settings, 48, bos)
     assert (work.name, work.prompts) == ("synthetic_40", "synthetic")
@@ -194,14 +194,14 @@ def test_a_synthetic_prompt_has_the_asked_length(made: SimpleNamespace, bos: int
     assert (turn[0], set(turn[1:])) == (settings.token if bos is None else bos, {settings.token})
 
 
-def test_a_config_that_is_none_is_refused(made: SimpleNamespace, tmp_path: Path, capsys: Any) -> None:
+def test_gate_run_invalid_suite_config_is_refused(made: SimpleNamespace, tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "run.json").write_text('{"no_such_setting": 1}')
     words = [*made.words[: made.words.index("--suite-config")], "--suite-config", str(tmp_path / "run.json")]
     assert main([*words, "-o", str(tmp_path / "out")]) == 2
     assert "no_such_setting" in capsys.readouterr().err
 
 
-def test_a_changed_byte_is_found(made: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compare_contents_detects_changed_byte(made: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     config = read_run_config(made.folder / "run.json", ())
     case = next(case for case in build_cases("runtime", config) if case.mode == "store")
     session = DecoderSession.open(made.folder / "model", attentions=True)
@@ -221,7 +221,7 @@ def test_a_changed_byte_is_found(made: SimpleNamespace, monkeypatch: pytest.Monk
     assert found.different_bytes > 0
 
 
-def test_a_run_is_that_of_a_runner(made: SimpleNamespace) -> None:
+def test_measure_run_equals_a_plain_runner(made: SimpleNamespace) -> None:
     case = build_cases("runtime", read_run_config(made.folder / "run.json", ()))[0]
     session = DecoderSession.open(made.folder / "model")
     (work,) = build_synthetic_workloads(case.settings, 48, None)
@@ -237,7 +237,7 @@ def test_a_run_is_that_of_a_runner(made: SimpleNamespace) -> None:
 # -- options ----------------------------------------------------------------------------------------------------------
 
 
-def test_sweeps_are_a_product_in_the_forks_order(made: SimpleNamespace) -> None:
+def test_build_cases_sweeps_are_a_product_in_fork_order(made: SimpleNamespace) -> None:
     config = read_run_config(made.folder / "run.json", ())
     names = [case.name for case in build_cases("runtime", config, (), ["block=4,8", "keep=0.3,0.5"])]  # keep goes first
     assert names[:4] == [
@@ -270,7 +270,7 @@ def test_sweeps_are_a_product_in_the_forks_order(made: SimpleNamespace) -> None:
         ("-o x --suite some", "invalid choice"),
     ],
 )
-def test_usage(made: SimpleNamespace, run, words: str, said: str) -> None:
+def test_gate_run_invalid_arguments_are_refused(made: SimpleNamespace, run, words: str, said: str) -> None:
     assert said in run("gate", "run", made.folder / "model", *words.split(), code=2).err
 
 
@@ -299,7 +299,9 @@ def test_usage(made: SimpleNamespace, run, words: str, said: str) -> None:
         ),
     ],
 )
-def test_damaged_settings(made: SimpleNamespace, tmp_path: Path, run, document: dict[str, Any], said: str) -> None:
+def test_gate_run_damaged_settings_are_refused(
+    made: SimpleNamespace, tmp_path: Path, run, document: dict[str, Any], said: str
+) -> None:
     (tmp_path / "run.json").write_text(json.dumps(document))
     found = run(
         "gate", "run", made.folder / "model", "--suite-config", tmp_path / "run.json", "-o", tmp_path / "o", code=2
@@ -309,7 +311,7 @@ def test_damaged_settings(made: SimpleNamespace, tmp_path: Path, run, document: 
     assert not (tmp_path / "o").exists()
 
 
-def test_bad_data(made: SimpleNamespace, tmp_path: Path, run) -> None:
+def test_gate_run_unusable_inputs_are_refused(made: SimpleNamespace, tmp_path: Path, run) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "x").write_text("mine")
     model = made.folder / "model"
@@ -323,7 +325,7 @@ def test_bad_data(made: SimpleNamespace, tmp_path: Path, run) -> None:
         assert len(found.err.splitlines()) == 1
 
 
-def test_limits_of_all_cases_are_not_the_baselines() -> None:
+def test_build_cases_common_limits_skip_the_baseline() -> None:
     """Nothing is compressed in it, so a lossy ratio that is asked of the others is none of its business."""
     config = RunConfig(limits={"lossy_target": 2.0}, cases={"runtime_baseline": {"decode_drop_target": 0.5}})
     targets = {case.name: case.limits.lossy_target for case in build_cases("all", config)}
@@ -332,7 +334,7 @@ def test_limits_of_all_cases_are_not_the_baselines() -> None:
     assert build_cases("runtime", config)[0].limits.decode_drop_target == 0.5
 
 
-def test_cases_of_the_suites() -> None:
+def test_build_cases_of_each_suite() -> None:
     config = RunConfig()
     assert len(build_cases("all", config)) == 6
     store = next(case for case in build_cases("llm_demo", config) if case.name == "llm_demo_store")
@@ -353,7 +355,7 @@ def test_cases_of_the_suites() -> None:
         ("history", ["the rounds of a folder"], ["--suite", "--baseline", "--case"]),
     ],
 )
-def test_help_of_an_action(run, action: str, there: list[str], not_there: list[str]) -> None:
+def test_gate_help_lists_only_options_of_the_action(run, action: str, there: list[str], not_there: list[str]) -> None:
     shown = run("gate", action, "--help-all").out
     assert [text for text in there if text not in shown] == []
     assert [text for text in not_there if text in shown] == []

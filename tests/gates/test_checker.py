@@ -1,4 +1,4 @@
-"""Every gate of a case has a run that fails it; strict ones say what was not measured."""
+"""Gates of a case over logs: each has a run that fails it; strict ones report what was not measured."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def verdicts(made: CaseResult) -> dict[str, str]:
     return {gate.name: gate.verdict for gate in (*made.gates, *made.checks)}
 
 
-def test_a_run_that_passes(tmp_path: Path) -> None:
+def test_check_good_run_passes(tmp_path: Path) -> None:
     made = checked(tmp_path)
     assert made.verdict == "pass", made.failure_text
     assert set(verdicts(made).values()) == {"pass", "off"}
@@ -54,7 +54,7 @@ FAILURES = [
 
 
 @pytest.mark.parametrize(("name", "cells", "limits"), FAILURES)
-def test_every_gate_can_fail(tmp_path: Path, name: str, cells: dict[str, Any], limits: dict[str, Any]) -> None:
+def test_check_each_gate_can_fail(tmp_path: Path, name: str, cells: dict[str, Any], limits: dict[str, Any]) -> None:
     made = checked(tmp_path, gate_logs.row(**cells), limits=STORE.with_values(limits, "test"))
     assert verdicts(made)[name] == "fail"
     assert made.verdict == "fail"
@@ -70,21 +70,21 @@ def test_every_gate_can_fail(tmp_path: Path, name: str, cells: dict[str, Any], l
         ("step of encodings", "[H2O-LOSSLESS] tokens=256 updates=2\n"),
     ],
 )
-def test_every_gate_of_logs_can_fail(tmp_path: Path, name: str, printed: str) -> None:
+def test_check_each_log_gate_can_fail(tmp_path: Path, name: str, printed: str) -> None:
     gate_logs.write_logs(tmp_path / "logs", gate_logs.row(), printed=printed)
     made = check(read_metric_rows([tmp_path / "logs" / "run_0001.log"]), STORE, logs=[tmp_path / "logs"])
     assert [gate for gate, verdict in verdicts(made).items() if verdict == "fail"] == [name]
 
 
 @pytest.mark.parametrize(("raw", "verdict"), [(1300, "pass"), (1320, "fail"), (0, "fail")])
-def test_an_offline_ratio_must_be_that_of_its_bytes(tmp_path: Path, raw: int, verdict: str) -> None:
+def test_check_offline_ratio_must_match_its_bytes(tmp_path: Path, raw: int, verdict: str) -> None:
     path = tmp_path / "online.json"
     path.write_text(json.dumps({"lossless_ratio": 1.3, "raw_bytes": raw, "compressed_bytes": 1000}))
     assert verdicts(checked(tmp_path, online_json=path))["offline bytes"] == verdict
 
 
 @pytest.mark.parametrize(("raw", "compressed"), [(0, 1000), (1300, 0)])
-def test_an_offline_ratio_of_no_bytes(tmp_path: Path, raw: int, compressed: int) -> None:
+def test_check_offline_ratio_without_bytes_fails(tmp_path: Path, raw: int, compressed: int) -> None:
     path = tmp_path / "online.json"
     path.write_text(json.dumps({"lossless_ratio": 1.3, "raw_bytes": raw, "compressed_bytes": compressed}))
     (found,) = [gate for gate in checked(tmp_path, online_json=path).checks if gate.name == "offline bytes"]
@@ -101,7 +101,7 @@ def test_an_offline_ratio_of_no_bytes(tmp_path: Path, raw: int, compressed: int)
         ("{", "is not JSON"),
     ],
 )
-def test_damaged_offline_documents(tmp_path: Path, text: str, said: str) -> None:
+def test_check_damaged_offline_document_is_refused(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "online.json"
     path.write_text(text)
     with pytest.raises(SourceError, match=said):
@@ -110,7 +110,7 @@ def test_damaged_offline_documents(tmp_path: Path, text: str, said: str) -> None
         checked(tmp_path, online_json=tmp_path / "none.json")
 
 
-def test_rows_of_another_engine_are_refused(tmp_path: Path) -> None:
+def test_read_metric_rows_of_other_engine_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("model,test,t/s\nllama,tg128,9.1\n")
     with pytest.raises(SourceError, match=r"a\.csv: has no column of llm_bench: found model, test, t/s"):
         read_metric_rows([tmp_path / "a.csv"])
@@ -129,7 +129,7 @@ def strict(folder: Path, *cells: dict[str, str], baseline: list[dict[str, str]] 
     return checked(folder, *cells, limits=limits, strict=True, baseline=plain)
 
 
-def test_strict_passes_what_was_measured(tmp_path: Path) -> None:
+def test_check_strict_passes_measured_gates(tmp_path: Path) -> None:
     made = strict(tmp_path, gate_logs.row(), gate_logs.row(5.91))
     assert made.verdict == "pass", made.failure_text
     gates = {gate.name: gate for gate in made.gates}
@@ -138,14 +138,14 @@ def test_strict_passes_what_was_measured(tmp_path: Path) -> None:
     assert checked(tmp_path, gate_logs.row()).warnings
 
 
-def test_strict_takes_one_pair_for_unclear(tmp_path: Path) -> None:
+def test_check_strict_one_pair_is_unclear(tmp_path: Path) -> None:
     made = strict(tmp_path)
     assert (made.verdict, verdicts(made)["decode drop"]) == ("unclear", "unclear")
     assert not made.has_passed
     assert made.failure_text == "decode drop unclear"
 
 
-def test_strict_takes_every_row_and_the_bytes_of_the_run(tmp_path: Path) -> None:
+def test_check_strict_uses_every_row_and_its_bytes(tmp_path: Path) -> None:
     good, bad = gate_logs.row(), gate_logs.row(prompt=1024, h2o_lossy=2.5, h2o_lossless_comp_mb=7.9)
     fork = checked(tmp_path, good, bad)
     sound = strict(tmp_path, good, bad, baseline=[gate_logs.row(6.0), gate_logs.row(6.0, prompt=1024)])
@@ -153,7 +153,7 @@ def test_strict_takes_every_row_and_the_bytes_of_the_run(tmp_path: Path) -> None
     assert verdicts(sound)["lossy ratio"] == verdicts(sound)["lossless ratio"] == "fail"
 
 
-def test_strict_compares_means_of_the_same_work(tmp_path: Path) -> None:
+def test_check_strict_compares_means_of_equal_work(tmp_path: Path) -> None:
     """The fork takes the fastest baseline row, and rows of other work besides."""
     candidate = [gate_logs.row(6.0), gate_logs.row(4.0, prompt=1024)]
     before = [gate_logs.row(6.1), gate_logs.row(4.05, prompt=1024), gate_logs.row(9.0, prompt=64)]
@@ -165,7 +165,7 @@ def test_strict_compares_means_of_the_same_work(tmp_path: Path) -> None:
 NOTHING = {"h2o_lossless_raw_mb": 0, "h2o_lossless_comp_mb": 0, "h2o_lossless_decomp_us": 0}
 
 
-def test_strict_says_what_an_idle_runtime_does_not_tell(tmp_path: Path) -> None:
+def test_check_strict_idle_runtime_is_not_measured(tmp_path: Path) -> None:
     """Waits, queues and fallbacks are within their limits where nothing was encoded; the fork passes them."""
     idle = gate_logs.row(**NOTHING, h2o_lossless_async_wait_us=0, h2o_lossless_queue_peak=0)
     found = verdicts(strict(tmp_path, idle))
@@ -205,7 +205,7 @@ def test_strict_says_what_an_idle_runtime_does_not_tell(tmp_path: Path) -> None:
         ("decode drop", {"prompt": 77}, None),
     ],
 )
-def test_strict_says_what_was_not_measured(
+def test_check_strict_missing_measurement_is_not_measured(
     tmp_path: Path, name: str, cells: dict[str, Any], baseline: list[dict[str, str]] | None
 ) -> None:
     made = strict(tmp_path, gate_logs.row(**cells), baseline=baseline)
@@ -213,7 +213,7 @@ def test_strict_says_what_was_not_measured(
     assert not made.has_passed
 
 
-def test_strict_does_not_call_activity_consistency(tmp_path: Path) -> None:
+def test_check_strict_activity_is_not_consistency(tmp_path: Path) -> None:
     made = checked(tmp_path, strict=True, baseline=rows(tmp_path / "plain", gate_logs.row(6.0)))
     assert verdicts(made)["consistency"] == "not measured"
     assert made.verdict == "not measured"
@@ -221,7 +221,7 @@ def test_strict_does_not_call_activity_consistency(tmp_path: Path) -> None:
     assert verdicts(checked(tmp_path, broken, strict=True))["consistency"] == "fail"
 
 
-def test_strict_refuses_a_table_as_its_own_baseline(tmp_path: Path) -> None:
+def test_check_strict_table_as_own_baseline_is_refused(tmp_path: Path) -> None:
     mine = rows(tmp_path, gate_logs.row(), gate_logs.row(5.9))
     (tmp_path / "copy.csv").write_text(parse_logs([tmp_path / "logs"]).to_csv(), newline="")
     for other in (mine, read_metric_rows([tmp_path / "copy.csv"])):
@@ -230,7 +230,7 @@ def test_strict_refuses_a_table_as_its_own_baseline(tmp_path: Path) -> None:
         check(mine, STORE, baseline=other)  # as the fork does
 
 
-def test_a_figure_beside_its_limit_can_be_told_from_it(tmp_path: Path) -> None:
+def test_check_value_near_limit_has_enough_digits(tmp_path: Path) -> None:
     gate = next(
         gate
         for gate in checked(tmp_path, gate_logs.row() | {"h2o_lossless": "1.29999"}).gates
@@ -242,19 +242,19 @@ def test_a_figure_beside_its_limit_can_be_told_from_it(tmp_path: Path) -> None:
     assert (gate.verdict, gate.value, gate.limit) == ("fail", "1.29999", ">= 1.30000")
 
 
-def test_a_slow_store_is_said_of_what_was_judged(tmp_path: Path) -> None:
+def test_check_slow_store_diagnosis_needs_a_judged_drop(tmp_path: Path) -> None:
     """Without a baseline of the same work strict has no drop, whatever a constant says."""
     slow = gate_logs.row(4.0)
     assert any("Mode store is slow (decode drop)" in line for line in checked(tmp_path, slow).diagnoses)
     assert not any("Mode store is slow" in line for line in checked(tmp_path, slow, strict=True).diagnoses)
 
 
-def test_a_limit_of_all_is_kept_without_a_baseline(tmp_path: Path) -> None:
+def test_check_strict_decode_drop_limit_of_one_passes(tmp_path: Path) -> None:
     made = checked(tmp_path, limits=STORE.with_values({"decode_drop_target": 1.0}, "test"), strict=True)
     assert verdicts(made)["decode drop"] == "pass"
 
 
-def test_strict_refuses_headers_among_rows(tmp_path: Path) -> None:
+def test_check_strict_repeated_header_is_refused(tmp_path: Path) -> None:
     text = gate_logs.table(gate_logs.row())
     (tmp_path / "a.log").write_text(text + text)
     found = read_metric_rows([tmp_path / "a.log"])
@@ -278,13 +278,13 @@ DIAGNOSES = [
 
 
 @pytest.mark.parametrize(("said", "cells", "mode"), DIAGNOSES)
-def test_diagnoses(tmp_path: Path, said: str, cells: dict[str, Any], mode: str) -> None:
+def test_check_diagnoses_name_their_cause(tmp_path: Path, said: str, cells: dict[str, Any], mode: str) -> None:
     limits = STORE.with_values({"runtime_mode": mode}, "test")
     assert not [line for line in checked(tmp_path, limits=limits).diagnoses if said in line]
     assert [line for line in checked(tmp_path, gate_logs.row(**cells), limits=limits).diagnoses if said in line]
 
 
-def test_floor_above_the_target_is_not_blamed_on_blocks(tmp_path: Path) -> None:
+def test_check_diagnoses_floor_above_target_names_remedy(tmp_path: Path) -> None:
     """Smaller blocks or another target leave the floor where it is; each kind of row gets its own sentence."""
     wide = gate_logs.row(h2o_floor_keep=0.62, h2o_quantized_keep=0.64)
     (line,) = (line for line in checked(tmp_path, wide).diagnoses if "cannot reach" in line)
@@ -295,7 +295,7 @@ def test_floor_above_the_target_is_not_blamed_on_blocks(tmp_path: Path) -> None:
     assert "keep 62.0%" in both[0] and "keeps 50.0% (blocks of sinks and recent tokens 20.0%)" in both[1]
 
 
-def test_one_cause_for_one_log(tmp_path: Path) -> None:
+def test_check_diagnoses_lost_and_idle_logs_differ(tmp_path: Path) -> None:
     """A log that tells of encodings lost its figures; one that tells of none had nothing to encode."""
     said = {}
     for name, printed in (("lost", gate_logs.ENCODED), ("idle", "nothing")):
@@ -305,7 +305,7 @@ def test_one_cause_for_one_log(tmp_path: Path) -> None:
     assert "because nothing was encoded" in said["idle"] and "lost on" not in said["idle"]
 
 
-def test_offline_and_online_apart(tmp_path: Path) -> None:
+def test_check_diagnoses_offline_online_difference(tmp_path: Path) -> None:
     path = tmp_path / "online.json"
     path.write_text('{"lossless_ratio": 1.401, "selected_layers": [0, 1]}')
     (line,) = checked(tmp_path, online_json=path).diagnoses

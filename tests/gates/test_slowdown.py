@@ -1,4 +1,4 @@
-"""The drop of the decode speed: the ratio of means, its interval, and verdicts that only the whole interval gives."""
+"""The drop of the decode speed: the ratio of means, its interval, and verdicts over the whole interval."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from kvmnn.gates.slowdown import DecodeSlowdown, build_slowdown_gate
 
 
-def test_it_is_the_ratio_of_the_means_shown() -> None:
+def test_decode_slowdown_is_ratio_of_means() -> None:
     """The mean of the pairs' own drops is something else, and has no lower bound."""
     drop = DecodeSlowdown.from_pairs([(10.0, 10.0), (1.0, 3.0)])
     assert drop is not None
@@ -17,7 +17,7 @@ def test_it_is_the_ratio_of_the_means_shown() -> None:
     assert drop.interval_high is not None and drop.interval_high <= 1
 
 
-def test_no_speed_is_no_drop() -> None:
+def test_decode_slowdown_without_speed_is_not_measured() -> None:
     assert DecodeSlowdown.from_pairs([]) is None
     assert DecodeSlowdown.from_pairs([(0.0, 3.0)]) is None
     assert build_slowdown_gate(None, 0.05, "pairs", "why").verdict == "not measured"
@@ -35,7 +35,9 @@ def test_no_speed_is_no_drop() -> None:
         ([(10.0, 10.0), (10.0, 10.0)], 0.0, "pass"),
     ],
 )
-def test_verdicts(pairs: list[tuple[float, float]], limit: float, verdict: str) -> None:
+def test_decode_slowdown_verdict_uses_whole_interval(
+    pairs: list[tuple[float, float]], limit: float, verdict: str
+) -> None:
     drop = DecodeSlowdown.from_pairs(pairs)
     assert drop is not None
     assert drop.judge(limit) == verdict
@@ -44,7 +46,7 @@ def test_verdicts(pairs: list[tuple[float, float]], limit: float, verdict: str) 
     assert ("more runs" in gate.why) == (verdict == "unclear")
 
 
-def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
+def test_decode_slowdown_interval_has_nominal_coverage() -> None:
     """Speeds of a machine that wanders, both sides together, under a drop of 10 %."""
     rng = np.random.default_rng(5)
     inside = 0

@@ -1,4 +1,4 @@
-"""Lines of a history, and runs that are kept: what is one round, what had changed, and files that are damaged."""
+"""Rounds in the history and stored runs: which runs are one round, what changed, and damaged files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / HISTORY_FILE).read_text().splitlines()]
 
 
-def test_a_round_that_goes_on_keeps_its_line_and_its_cases(tmp_path: Path) -> None:
+def test_append_round_resumed_round_keeps_line_and_cases(tmp_path: Path) -> None:
     for cases in (("full",), ("store",), ("store",)):
         append_round(tmp_path, entry(*cases))
     (line,) = lines(tmp_path)
@@ -48,7 +48,9 @@ def test_a_round_that_goes_on_keeps_its_line_and_its_cases(tmp_path: Path) -> No
         (entry("full", lossy_target=2.0), ["lossy_target default -> 2.0"]),
     ],
 )
-def test_what_differs_is_another_round(tmp_path: Path, other: dict[str, Any], said: list[str]) -> None:
+def test_append_round_changed_settings_start_a_new_round(
+    tmp_path: Path, other: dict[str, Any], said: list[str]
+) -> None:
     append_round(tmp_path, entry("full"))
     append_round(tmp_path, other)
     assert [line["changed"] for line in lines(tmp_path)] == [[], said]
@@ -56,7 +58,7 @@ def test_what_differs_is_another_round(tmp_path: Path, other: dict[str, Any], sa
     assert not has_finished_rerun(tmp_path, 3)
 
 
-def test_changes_of_some_cases_name_them() -> None:
+def test_describe_changes_names_affected_cases() -> None:
     before, after = entry("full", "store"), entry("full", "store")
     after["cases"][1]["settings"] = {"kv_h2o_block_tokens": 16}
     assert describe_changes(before, after) == ["kv_h2o_block_tokens default -> 16 (store)"]
@@ -65,7 +67,7 @@ def test_changes_of_some_cases_name_them() -> None:
     assert describe_changes({"cases": []}, after) == []  # a line of before settings were noted down
 
 
-def test_lines_that_are_damaged_or_older_stay_as_they_are(tmp_path: Path) -> None:
+def test_append_round_damaged_or_older_lines_are_unchanged(tmp_path: Path) -> None:
     older = json.dumps({"generated_at": "2026-11-01T10:00:00", "overall_pass": True, "cases": []})
     (tmp_path / HISTORY_FILE).write_text(f'{older}\n{{"torn\n')
     append_round(tmp_path, entry("full"))
@@ -74,14 +76,14 @@ def test_lines_that_are_damaged_or_older_stay_as_they_are(tmp_path: Path) -> Non
     assert json.loads(kept[2])["changed"] == []
 
 
-def test_a_trend_is_over_rounds_of_the_same_settings(tmp_path: Path) -> None:
+def test_read_history_trend_compares_equal_settings(tmp_path: Path) -> None:
     for place, settings in enumerate(({}, {"lossy_target": 2.0}, {"lossy_target": 2.0}), start=1):
         append_round(tmp_path, entry("full", take=place, **settings))
     shown = str(read_history(str(tmp_path)))
     assert "  lossy        3.000 | 3.000 3.000  (+0.0% to the mean before)" in shown
 
 
-def test_runs_behind_a_torn_line_are_read_again(tmp_path: Path) -> None:
+def test_run_store_reads_runs_after_a_torn_line(tmp_path: Path) -> None:
     store = RunStore(tmp_path / "runs.jsonl")
     store.put("a", {"x": 1})
     store.close()
@@ -96,7 +98,7 @@ def test_runs_behind_a_torn_line_are_read_again(tmp_path: Path) -> None:
         assert ["a" in found, "b" in found, "c" in found] == [True, False, True]
 
 
-def test_what_was_not_measured_is_a_dash(tmp_path: Path) -> None:
+def test_read_history_missing_measurement_is_a_dash(tmp_path: Path) -> None:
     for take, lossless in enumerate((1.3, None, 0.0, None), start=1):
         made = entry("full", take=take, lossy_target=float(take))
         made["cases"][0]["lossless"] = lossless

@@ -39,6 +39,7 @@ TEST_FOLDERS = frozenset(
         "files",
         "gates",
         "integrations",
+        "lm",
         "memory",
         "packed",
         "peers",

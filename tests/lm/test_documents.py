@@ -1,4 +1,4 @@
-"""Texts to token ids: what is scored, how many bytes that is, and what is refused."""
+"""Texts to token ids: scored tokens, byte counts, and refused texts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Letters:
         return "".join(chr(token) for token in ids)
 
 
-def test_bos_first_then_the_text(tokenizer):
+def test_read_document_begins_with_bos(tokenizer):
     found = read_document(TEXT, tokenizer, 100)
     own = tokenizer.encode(TEXT.read_text(encoding="utf-8"))
     assert found.ids.tolist() == [0, *own[:100].tolist()]
@@ -51,7 +51,7 @@ def test_bos_first_then_the_text(tokenizer):
     assert found.to_dict() == {"name": found.name, "tokens": 100, "bytes": found.nbytes, "sha256": found.sha256}
 
 
-def test_a_text_shorter_than_asked_is_scored_whole(tokenizer, tmp_path):
+def test_read_document_short_text_is_scored_whole(tokenizer, tmp_path):
     path = tmp_path / "short.txt"
     path.write_text("naïve — ünïcödé\n", encoding="utf-8")
     found = read_document(path, tokenizer, 5000)
@@ -60,7 +60,7 @@ def test_a_text_shorter_than_asked_is_scored_whole(tokenizer, tmp_path):
     assert found.requested_tokens == 5000
 
 
-def test_without_bos_the_first_token_is_fed_but_not_scored(tmp_path):
+def test_read_document_without_bos_does_not_score_first_token(tmp_path):
     path = tmp_path / "text"
     path.write_text("abcdé", encoding="utf-8")
     found = read_document(path, Letters(), 10)
@@ -74,7 +74,7 @@ def test_without_bos_the_first_token_is_fed_but_not_scored(tmp_path):
 
 
 @pytest.mark.parametrize("block", [1, 2, 3, 7])
-def test_blocks_may_cut_characters(monkeypatch, tmp_path, block):
+def test_read_document_blocks_may_split_characters(monkeypatch, tmp_path, block):
     monkeypatch.setattr(documents, "_READ_BLOCK_BYTES", block)
     path = tmp_path / "text"
     path.write_text("aé€😀z" * 3, encoding="utf-8")
@@ -84,7 +84,7 @@ def test_blocks_may_cut_characters(monkeypatch, tmp_path, block):
 
 
 @given(st.binary(min_size=1, max_size=40))
-def test_what_is_not_utf8_is_refused_where_it_begins(data):
+def test_read_document_invalid_utf8_names_the_byte(data):
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
         data.decode("utf-8")
@@ -105,7 +105,7 @@ def test_what_is_not_utf8_is_refused_where_it_begins(data):
         assert where is None
 
 
-def test_only_the_beginning_of_a_long_file_is_tokenized(monkeypatch, tokenizer, tmp_path):
+def test_read_document_tokenizes_only_the_beginning(monkeypatch, tokenizer, tmp_path):
     whole = read_document(TEXT, tokenizer, 50)
     monkeypatch.setattr(documents, "_MIN_PREFIX_CHARACTERS", 10)
     part = read_document(TEXT, tokenizer, 50)
@@ -122,7 +122,7 @@ def test_only_the_beginning_of_a_long_file_is_tokenized(monkeypatch, tokenizer, 
         ("text".encode("utf-16"), "is not UTF-8: byte 0 is 0xff"),
     ],
 )
-def test_no_text(tokenizer, tmp_path, data, message):
+def test_read_document_without_text_is_refused(tokenizer, tmp_path, data, message):
     path = tmp_path / "x.txt"
     path.write_bytes(data)
     with pytest.raises(SourceError) as caught:
@@ -130,14 +130,14 @@ def test_no_text(tokenizer, tmp_path, data, message):
     assert str(caught.value) == f"{path}: {message}"
 
 
-def test_not_there(tokenizer, tmp_path):
+def test_read_document_missing_file_is_refused(tokenizer, tmp_path):
     with pytest.raises(SourceError, match="nowhere: cannot be read: No such file"):
         read_document(tmp_path / "nowhere", tokenizer, 10)
     with pytest.raises(KvmnnError, match="tokens is 0"):
         read_document(TEXT, tokenizer, 0)
 
 
-def test_folders_and_names_that_are_taken(tmp_path):
+def test_read_documents_folders_and_duplicate_names(tmp_path):
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         for name in ("two.txt", "one.txt", "other.md"):

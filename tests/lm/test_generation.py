@@ -1,4 +1,4 @@
-"""Generated text: greedy and drawn, with the full cache and under policies; positions; where two texts part."""
+"""Generated text: greedy and sampled, with the full cache and under policies; positions; first differences."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def greedy_without_a_cache(session: DecoderSession, prompt: list[int], new: int)
     return ids[len(prompt) :]
 
 
-def test_the_full_cache_generates_what_the_model_says_without_one(session: DecoderSession, prompt: list[int]) -> None:
+def test_generate_tokens_full_cache_equals_no_cache(session: DecoderSession, prompt: list[int]) -> None:
     made = generate_tokens(Runner(session), prompt, 12)
     assert list(made.ids) == greedy_without_a_cache(session, prompt, 12)
     assert made.stopped == "length"
@@ -65,14 +65,14 @@ def test_the_full_cache_generates_what_the_model_says_without_one(session: Decod
 
 
 @pytest.mark.parametrize("name", ["streaming", "h2o_decayed_heads", "l2_fixed", "h2o_tokens"])
-def test_a_budget_that_holds_everything_changes_nothing(session: DecoderSession, prompt: list[int], name: str) -> None:
+def test_generate_tokens_large_budget_changes_nothing(session: DecoderSession, prompt: list[int], name: str) -> None:
     full = generate_tokens(Runner(session), prompt, 10)
     cut = generate_tokens(Runner(session, create_policy(name, budget=500)), prompt, 10)
     assert cut.ids == full.ids
     assert cut.tokens_kept == full.tokens_kept
 
 
-def test_a_small_budget_is_kept_and_positions_stay_true(session: DecoderSession, prompt: list[int]) -> None:
+def test_generate_tokens_small_budget_has_true_positions(session: DecoderSession, prompt: list[int]) -> None:
     fed: list[list[int]] = []
     recorder = _recording(session, fed)
     made = generate_tokens(Runner(recorder, create_policy("streaming", budget=8, sink=2)), prompt, 20)
@@ -81,38 +81,36 @@ def test_a_small_budget_is_kept_and_positions_stay_true(session: DecoderSession,
     assert made.ids != generate_tokens(Runner(session), prompt, 20).ids
 
 
-def test_reading_the_prompt_in_chunks_changes_nothing_for_the_full_cache(
-    session: DecoderSession, prompt: list[int]
-) -> None:
+def test_generate_tokens_prompt_chunks_change_nothing(session: DecoderSession, prompt: list[int]) -> None:
     whole, parts = prefill(Runner(session), prompt), prefill(Runner(session), prompt, 7)
     assert np.abs(whole - parts).max() < 1e-4
 
 
-def test_a_runner_begins_a_new_text_each_time(session: DecoderSession, prompt: list[int]) -> None:
+def test_generate_tokens_resets_the_runner(session: DecoderSession, prompt: list[int]) -> None:
     runner = Runner(session, create_policy("h2o_decayed", budget=12))
     assert generate_tokens(runner, prompt, 6).ids == generate_tokens(runner, prompt, 6).ids
 
 
-def test_the_end_of_a_text_ends_it(session: DecoderSession, prompt: list[int]) -> None:
+def test_generate_tokens_stops_at_end_token(session: DecoderSession, prompt: list[int]) -> None:
     free = generate_tokens(Runner(session), prompt, 8).ids
     made = generate_tokens(Runner(session), prompt, 8, end_tokens={free[3]})
     assert made.stopped == "end of text"
     assert made.ids == free[: free.index(free[3]) + 1]
 
 
-def test_progress_counts_every_token(session: DecoderSession, prompt: list[int]) -> None:
+def test_generate_tokens_progress_counts_tokens(session: DecoderSession, prompt: list[int]) -> None:
     told: list[int] = []
     generate_tokens(Runner(session), prompt, 5, progress=told.append)
     assert sum(told) == 5
 
 
-def test_one_token_has_no_time_for_each(session: DecoderSession, prompt: list[int]) -> None:
+def test_generate_tokens_one_token_has_no_token_time(session: DecoderSession, prompt: list[int]) -> None:
     made = generate_tokens(Runner(session), prompt, 1)
     assert (len(made.ids), made.token_seconds, made.model_seconds, made.policy_seconds) == (1, None, None, None)
     assert made.tokens_seen == len(prompt)
 
 
-def test_what_cannot_be_generated_is_refused(session: DecoderSession, prompt: list[int]) -> None:
+def test_generate_tokens_invalid_arguments_are_refused(session: DecoderSession, prompt: list[int]) -> None:
     with pytest.raises(KvmnnError, match="max_tokens is 0"):
         generate_tokens(Runner(session), prompt, 0)
     with pytest.raises(KvmnnError, match="no tokens to begin with"):
@@ -121,7 +119,7 @@ def test_what_cannot_be_generated_is_refused(session: DecoderSession, prompt: li
         generate_tokens(Runner(session, create_policy("streaming", budget=64)), prompt, 5000)
 
 
-def test_positions_are_counted_to_the_last() -> None:
+def test_check_positions_enforces_the_limit() -> None:
     check_positions("m", None, 10**6, 10**6)
     check_positions("m", 10, 8, 3)  # the third new token is never fed
     with pytest.raises(KvmnnError, match="at most 3 new ones"):
@@ -134,11 +132,11 @@ def test_positions_are_counted_to_the_last() -> None:
 # -- choosing ---------------------------------------------------------------------------------------------------------
 
 
-def test_greedy_takes_the_first_of_equal_ones() -> None:
+def test_sampling_greedy_prefers_first_of_equal_logits() -> None:
     assert SamplingOptions().create_selector()(np.array([0, 2, 1, 2], np.float32)) == 1
 
 
-def test_draws_follow_the_probabilities() -> None:
+def test_sampling_draws_follow_probabilities() -> None:
     logits = np.log(np.array([0.5, 0.3, 0.15, 0.05], np.float32))
     choose = SamplingOptions(temperature=1.0, seed=5).create_selector()
     counts = Counter(choose(logits) for _ in range(4000))
@@ -149,7 +147,7 @@ def test_draws_follow_the_probabilities() -> None:
     assert [counts[token] / 4000 for token in range(4)] == pytest.approx(squares.tolist(), abs=0.03)
 
 
-def test_only_the_most_probable_are_drawn() -> None:
+def test_sampling_top_k_draws_most_probable() -> None:
     logits = np.arange(50, dtype=np.float32) / 10
     choose = SamplingOptions(temperature=2.0, top_k=3).create_selector()
     assert {choose(logits) for _ in range(300)} == {47, 48, 49}
@@ -157,11 +155,11 @@ def test_only_the_most_probable_are_drawn() -> None:
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-6])
-def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
+def test_sampling_tiny_temperature_is_greedy(temperature: float) -> None:
     assert SamplingOptions(temperature=temperature).create_selector()(np.array([1, 3, 2, -np.inf], np.float32)) == 1
 
 
-def test_equal_seeds_draw_equal_texts(session: DecoderSession, prompt: list[int]) -> None:
+def test_sampling_equal_seeds_generate_equal_texts(session: DecoderSession, prompt: list[int]) -> None:
     texts = [
         generate_tokens(Runner(session), prompt, 12, sampling=SamplingOptions(temperature=1.5, seed=seed)).ids
         for seed in (3, 3, 4)
@@ -169,7 +167,7 @@ def test_equal_seeds_draw_equal_texts(session: DecoderSession, prompt: list[int]
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_logits_that_are_no_numbers_are_refused() -> None:
+def test_sampling_non_finite_logits_are_refused() -> None:
     for temperature in (0.0, 1.0):
         for wrong in (np.nan, np.inf):
             with pytest.raises(KvmnnError, match="NaN or infinite"):
@@ -180,7 +178,7 @@ def test_logits_that_are_no_numbers_are_refused() -> None:
     "options",
     [{"temperature": -1.0}, {"temperature": float("nan")}, {"temperature": float("inf")}, {"top_k": 0}, {"seed": -1}],
 )
-def test_impossible_settings_are_refused(options: dict[str, Any]) -> None:
+def test_sampling_invalid_options_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(KvmnnError, match=next(iter(options))):
         SamplingOptions(**options)
 
@@ -192,11 +190,11 @@ def test_impossible_settings_are_refused(options: dict[str, Any]) -> None:
     ("one", "other", "place"),
     [([1, 2], [1, 2], None), ([1, 2], [1, 3], 1), ([1], [1, 3], 1), ([], [1], 0), ([], [], None), ([4, 2], [1, 2], 0)],
 )
-def test_where_two_texts_part(one: list[int], other: list[int], place: int | None) -> None:
+def test_find_first_difference_is_symmetric(one: list[int], other: list[int], place: int | None) -> None:
     assert find_first_difference(one, other) == find_first_difference(other, one) == place
 
 
-def test_new_text_is_what_comes_behind_the_prompt(tokenizer: Tokenizer) -> None:
+def test_decode_continuation_is_text_after_the_prompt(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("def f(x):\n    return x\n").tolist()
     for cut in range(len(ids)):
         before = tokenizer.decode(ids[:cut])
@@ -216,7 +214,7 @@ def test_new_text_is_what_comes_behind_the_prompt(tokenizer: Tokenizer) -> None:
         ({}, {"model": "odd"}, set()),
     ],
 )
-def test_which_tokens_end_a_text(config: dict[str, Any], genai: dict[str, Any], ends: set[int]) -> None:
+def test_find_end_tokens_of_configurations(config: dict[str, Any], genai: dict[str, Any], ends: set[int]) -> None:
     assert find_end_tokens(ModelFiles(Path("m"), config, genai)) == ends
 
 

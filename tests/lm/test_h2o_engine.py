@@ -82,7 +82,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> DecoderSession:
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda value: str(value)[:50])
 @pytest.mark.parametrize(("slack", "packed"), mark_most_slow([(0, "x86-avx2"), (None, None), (0, None)], 3))
-def test_layers_are_cut_as_by_a_planner_that_is_called_layer_by_layer(
+def test_h2o_engine_equals_planner_called_layer_by_layer(
     session: DecoderSession, options: dict[str, Any], slack: int | None, packed: str | None
 ) -> None:
     policy = H2OEngine(**SMALL, **options)  # type: ignore[arg-type]
@@ -108,7 +108,7 @@ def test_layers_are_cut_as_by_a_planner_that_is_called_layer_by_layer(
     assert H2OStats.from_dict(figures.to_dict()) == figures
 
 
-def test_texts_together_add_counts_and_keep_the_last_ratios(session: DecoderSession) -> None:
+def test_merge_stats_adds_counts_and_keeps_last_ratios(session: DecoderSession) -> None:
     runner = Runner(session, H2OEngine(**SMALL, update_interval=2))  # type: ignore[arg-type]
     found = []
     for seed in (1, 2):
@@ -127,7 +127,7 @@ def test_texts_together_add_counts_and_keep_the_last_ratios(session: DecoderSess
     assert both.layers[3].tokens_kept == sum(one.layers[3].tokens_kept for one in found)
 
 
-def test_what_cannot_be_planned_is_refused(session: DecoderSession, tmp_path: Path) -> None:
+def test_h2o_engine_unsupported_models_are_refused(session: DecoderSession, tmp_path: Path) -> None:
     with pytest.raises(KvmnnError, match="layer_nums is 32, the model has 5 layers"):
         Runner(session, H2OEngine(layer_nums=32))
     with pytest.raises(KvmnnError, match="decides for all layers of a model together"):

@@ -1,4 +1,4 @@
-"""Models with the lossless runtime around their cache: the same logits bit for bit, and what the runtime says of it."""
+"""Models with the lossless runtime around their cache: equal logits bit for bit, and the runtime's statistics."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ CASES += [(mode, create_policy("streaming", budget=50)) for mode in ("full", "pr
 
 
 @pytest.mark.parametrize(("mode", "policy"), mark_most_slow(CASES, 3), ids=lambda value: getattr(value, "name", value))
-def test_the_same_logits_with_every_policy(session: DecoderSession, policy: Policy, mode: str) -> None:
+def test_lossless_store_logits_equal_plain(session: DecoderSession, policy: Policy, mode: str) -> None:
     plain, stored = Runner(session, policy), Runner(session, policy, lossless=config(mode))
     expected, found = fed(plain), fed(stored)
     assert found.tobytes() == expected.tobytes()
@@ -85,7 +85,7 @@ def test_the_same_logits_with_every_policy(session: DecoderSession, policy: Poli
     assert RuntimeStats.from_dict(figures.to_dict()) == figures
 
 
-def test_store_frees_rows() -> None:
+def test_lossless_store_frees_rows() -> None:
     """On keys that compress well the cache takes less between the steps than its rows."""
     for by_head in (False, True):
         store = LosslessStore(interface_of(2), config(front_n=1, block_tokens=64), per_head=by_head)
@@ -124,7 +124,7 @@ SCOPES = [
 
 @pytest.mark.parametrize("mode", mark_most_slow(["store", "probe", "full"], 3))
 @pytest.mark.parametrize("evicting", RANGES, ids=str)
-def test_the_layers_of_the_scope_are_those_of_a_runtime_of_all_layers(mode: str, evicting: dict[str, int]) -> None:
+def test_lossless_store_scope_equals_full_runtime(mode: str, evicting: dict[str, int]) -> None:
     """Layers out of the scope are kept next to the runtime: their buffers are the model's own, not copied."""
     layers, kinds = 5, np.random.default_rng(3).integers(0, 9, (150, 16)).astype(np.float16)
     keys_of = {f"kv_{name}": value for name, value in evicting.items()}
@@ -156,7 +156,7 @@ def test_the_layers_of_the_scope_are_those_of_a_runtime_of_all_layers(mode: str,
         assert sum(kept) >= layers - max(1, sum(layer.updates > 0 for layer in metrics.layers))
 
 
-def test_what_is_refused(session: DecoderSession) -> None:
+def test_lossless_store_invalid_configuration_is_refused(session: DecoderSession) -> None:
     with pytest.raises(KvmnnError, match="layer_nums is 9, the model has 3 layers"):
         Runner(session, lossless=RuntimeConfig.from_engine({"layer_nums": 9}))
     with pytest.raises(KvmnnError, match="packed or in the lossless runtime"):

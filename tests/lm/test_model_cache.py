@@ -134,7 +134,7 @@ class Both:
 
 @pytest.mark.parametrize(("name", "options"), POLICIES, ids=lambda value: str(value)[:50])
 @pytest.mark.parametrize("slack", mark_most_slow([3, None, 0, 1000], 4))
-def test_every_policy_keeps_what_its_layers_would_keep_alone(
+def test_model_cache_equals_evicting_caches_for_every_policy(
     name: str, options: dict[str, Any], slack: int | None
 ) -> None:
     for seed, (kv_heads, group, dtype) in enumerate([(2, 1, np.float32), (1, 3, np.float16), (4, 2, np.float16)]):
@@ -159,7 +159,9 @@ def test_every_policy_keeps_what_its_layers_would_keep_alone(
     packed=st.booleans(),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_any_text(case: Any, slack: int | None, kv_heads: int, steps: Any, packed: bool, seed: int) -> None:
+def test_model_cache_any_text_equals_evicting_caches(
+    case: Any, slack: int | None, kv_heads: int, steps: Any, packed: bool, seed: int
+) -> None:
     name, options = case
     both = Both(create_policy(name, **{"skip_layers": (), **options}), seed, slack=slack, kv_heads=kv_heads, group=2,
                 dtype=np.float32, packed=packed)  # fmt: skip
@@ -172,7 +174,7 @@ def test_any_text(case: Any, slack: int | None, kv_heads: int, steps: Any, packe
     both.compare()
 
 
-def test_slack_bounds_the_dead_slots_and_holds_no_more_than_it_says() -> None:
+def test_model_cache_slack_bounds_masked_slots() -> None:
     for slack, allowed in ((0, 0), (5, 5), (32, 32), (None, 1)):
         both = Both(create_policy("streaming", budget=10, sink=2), 1, slack=slack, kv_heads=2, group=1,
         dtype=np.float32,
@@ -185,7 +187,7 @@ def test_slack_bounds_the_dead_slots_and_holds_no_more_than_it_says() -> None:
         assert both.ours.peak_nbytes == most + 2 * DIMS * 4 * 2 * LAYERS  # with the new token, before the cut
 
 
-def test_without_a_bias_new_tokens_cannot_be_evicted_before_they_are_attended() -> None:
+def test_model_cache_without_bias_evicting_new_tokens_is_refused() -> None:
     cache = ModelCache(
         PlainStore(empty(2, np.float32)), num_layers=LAYERS, kv_heads=2, query_heads=2, max_masked=0, takes_bias=False,
         policy=create_policy("h2o_tokens", budget=8, sink=1, recent=3, buffer=0),
@@ -194,7 +196,7 @@ def test_without_a_bias_new_tokens_cannot_be_evicted_before_they_are_attended() 
         cache.begin_step(20)
 
 
-def test_rows_refuse_what_cannot_be_kept() -> None:
+def test_token_group_keep_invalid_rows_are_refused() -> None:
     rows = TokenGroup((0, 1), 2)
     rows.append(5, 0)
     for kept in ([0, 0], [5], [-1], [[0], [1]]):
@@ -205,7 +207,7 @@ def test_rows_refuse_what_cannot_be_kept() -> None:
     assert (rows.bias[:, :5] == 0).tolist() == [[False, True, False, False, True]] * 4
 
 
-def test_packed_layout_of_another_type_is_refused() -> None:
+def test_packed_store_of_other_dtype_is_refused() -> None:
     with pytest.raises(KvmnnError, match="holds fp16, the cache of this model is fp32"):
         PackedStore(interface(2), "arm64-fp16", per_head=False)
 
@@ -227,7 +229,7 @@ class AboveMeanByHead(AboveMean):
     requires: ClassVar = "head scores"
 
 
-def test_layers_part_where_a_policy_keeps_different_numbers_of_them() -> None:
+def test_model_cache_layers_may_keep_different_counts() -> None:
     both = Both(AboveMean(), 5, slack=3, kv_heads=2, group=1, dtype=np.float32, packed=False)
     for new in (9, 1, 4, 2, 7):
         both.step(new)
@@ -235,7 +237,7 @@ def test_layers_part_where_a_policy_keeps_different_numbers_of_them() -> None:
     assert len(set(both.ours.tokens)) > 1
 
 
-def test_heads_of_one_layer_cannot_part() -> None:
+def test_model_cache_heads_must_keep_equal_counts() -> None:
     cache = ModelCache(PlainStore(empty(2, np.float32)), num_layers=LAYERS, kv_heads=2, query_heads=2, max_masked=0,
     takes_bias=True,
                        policy=AboveMeanByHead())  # fmt: skip

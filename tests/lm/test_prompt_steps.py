@@ -49,7 +49,7 @@ def prompt(tokens: int) -> list[int]:
 @pytest.mark.parametrize("policy", [None, H2OEngine(**H2O), H2OEngine(**H2O, cadence="tokens")])
 @pytest.mark.parametrize("lossless", [None, RuntimeConfig.from_engine(LOSSLESS)])
 @pytest.mark.parametrize("tokens", mark_most_slow([30, 1, 7, 45], 4))
-def test_prompt_in_steps_gives_what_one_step_gives(
+def test_prompt_steps_equal_one_step(
     session: DecoderSession, step_tokens: int, policy: Any, lossless: Any, tokens: int
 ) -> None:
     whole, parts = (Runner(session, policy, lossless=lossless) for _ in range(2))
@@ -71,12 +71,12 @@ def test_prompt_in_steps_gives_what_one_step_gives(
         assert min(parts.cache.tokens) < parts.cache.num_seen
 
 
-def test_policy_that_cuts_at_prompts_gets_them_whole(session: DecoderSession, step_tokens: int) -> None:
+def test_prompt_steps_prompt_policy_gets_whole_prompt(session: DecoderSession, step_tokens: int) -> None:
     runner = Runner(session, create_policy("streaming", budget=16))
     assert [len(piece) for piece in feed_prompt_steps(runner, prompt(30))] == [30]
 
 
-def test_tokens_after_an_answer_are_one_step_under_the_planner(session: DecoderSession, step_tokens: int) -> None:
+def test_prompt_steps_later_turn_is_one_step_with_planner(session: DecoderSession, step_tokens: int) -> None:
     runner = Runner(session, H2OEngine(**H2O))
     list(feed_prompt_steps(runner, prompt(30)))
     assert [len(piece) for piece in feed_prompt_steps(runner, prompt(16))] == [16]
@@ -85,7 +85,7 @@ def test_tokens_after_an_answer_are_one_step_under_the_planner(session: DecoderS
     assert [len(piece) for piece in feed_prompt_steps(plain, prompt(16))] == [7, 7, 2]
 
 
-def test_step_of_a_large_model_stays_within_its_bytes(tmp_path: Path) -> None:
+def test_prompt_steps_of_large_model_are_bounded(tmp_path: Path) -> None:
     """Whole prompts of 8,192 tokens would take 7 GB."""
     form = Tiny(layers=3, kv_heads=3, groups=3)
     for attentions in (False, True):

@@ -84,7 +84,9 @@ class Reference:
 
 @pytest.mark.parametrize("slack", mark_most_slow([4, None, 0, 100], 4))
 @pytest.mark.parametrize(("form", "name", "options"), CASES, ids=lambda value: str(value)[:40])
-def test_logits_under_a_policy(sessions: Any, form: str, name: str, options: dict[str, Any], slack: int | None) -> None:
+def test_runner_logits_equal_numpy_with_evicting_cache(
+    sessions: Any, form: str, name: str, options: dict[str, Any], slack: int | None
+) -> None:
     tolerance = 3e-2 if FORMS[form].half else 2e-4
     policy = create_policy(name, **options)
     reference, runner = Reference(FORMS[form], policy), Runner(sessions[form], policy, max_masked=slack)
@@ -103,8 +105,8 @@ def test_logits_under_a_policy(sessions: Any, form: str, name: str, options: dic
     assert runner.timings.num_tokens == sum(STEPS) and runner.timings.model_seconds > 0 < runner.timings.policy_seconds
 
 
-def test_h2o_tokens_masks_what_it_evicts_before_attention(sessions: Any) -> None:
-    """It cuts when tokens come: what it drops of a long chunk is never attended, with slack or without."""
+def test_runner_h2o_tokens_masks_evicted_before_attention(sessions: Any) -> None:
+    """It evicts when tokens arrive: the evicted part of a long chunk is never attended, with slack or without."""
     policy = create_policy("h2o_tokens", budget=8, sink=1, recent=3, buffer=0)
     ids = np.random.default_rng(1).integers(0, 48, 40)
     found = []
@@ -121,7 +123,7 @@ def test_h2o_tokens_masks_what_it_evicts_before_attention(sessions: Any) -> None
     assert chunks.cache.tokens == singles.cache.tokens == [3, 3]
 
 
-def test_a_graph_with_a_bias_keeps_dead_slots_whatever_the_heads_evict(sessions: Any) -> None:
+def test_runner_graph_with_bias_masks_per_head(sessions: Any) -> None:
     """Its heads are known, so that each can have a mask of its own."""
     for name, options in (("h2o_decayed_heads", {"budget": 8, "decay": 1.0}), ("streaming", {"budget": 8})):
         peaks = []
@@ -134,7 +136,7 @@ def test_a_graph_with_a_bias_keeps_dead_slots_whatever_the_heads_evict(sessions:
         assert peaks[0] < peaks[1], name
 
 
-def test_defaults_of_a_class_may_name_layers_that_a_small_model_lacks(tmp_path: Path) -> None:
+def test_runner_default_skip_layers_may_exceed_small_model(tmp_path: Path) -> None:
     small = DecoderSession.open(Tiny(layers=1).save(tmp_path / "small.onnx"), cache=False)
     runner = Runner(small, create_policy("recent_only", budget=3))  # which never cuts layers 0 and 1
     runner.step([1, 2, 3, 4, 5])
@@ -143,7 +145,7 @@ def test_defaults_of_a_class_may_name_layers_that_a_small_model_lacks(tmp_path: 
         Runner(small, create_policy("streaming", budget=5, skip_layers=(1,)))
 
 
-def test_what_a_runner_refuses(sessions: Any, tmp_path: Path) -> None:
+def test_runner_unsupported_models_are_refused(sessions: Any, tmp_path: Path) -> None:
     blind = DecoderSession.open(Tiny(positions=False).save(tmp_path / "blind.onnx"), cache=False)
     with pytest.raises(KvmnnError, match="no input for positions"):
         Runner(blind, create_policy("streaming"))
@@ -209,7 +211,7 @@ ROOMY = {"l2_ratio": {"prune_after": 5000, "keep_ratio": 0.5}, "h2o_heads": {"re
     "name", mark_most_slow(["l2_ratio", "l2_fixed", "recent_only", "streaming", "streaming_press", "h2o_tokens",
              "h2o_blocks", "h2o_heads", "h2o_decayed", "h2o_decayed_heads", "knorm", "observed_attention"], 5),
 )  # fmt: skip
-def test_a_roomy_budget_gives_the_full_caches_numbers(shipped: DecoderSession, text: np.ndarray, name: str) -> None:
+def test_runner_large_budget_equals_full_cache(shipped: DecoderSession, text: np.ndarray, name: str) -> None:
     budget = {} if name == "l2_ratio" else {"budget": 5000}
     policy = create_policy(name, **budget, **ROOMY.get(name, {}))
     full, cut = Runner(shipped), Runner(shipped, policy)
@@ -219,7 +221,7 @@ def test_a_roomy_budget_gives_the_full_caches_numbers(shipped: DecoderSession, t
 
 
 @pytest.mark.slow
-def test_sizes_are_exactly_the_budget(shipped: DecoderSession, text: np.ndarray) -> None:
+def test_runner_cache_sizes_equal_the_budget(shipped: DecoderSession, text: np.ndarray) -> None:
     """And for the lazy caches the budget and at most the surplus that is documented."""
     for name, more in (("recent_only", {"skip_layers": ()}), ("streaming", {}), ("h2o_decayed", {}),
                        ("h2o_decayed_heads", {}), ("h2o_heads", {"recent": 50})):  # fmt: skip
@@ -245,7 +247,7 @@ def test_sizes_are_exactly_the_budget(shipped: DecoderSession, text: np.ndarray)
      create_policy("h2o_decayed_heads", budget=96), create_policy("h2o_tokens", budget=96)],
     ids=lambda policy: policy.name,
 )  # fmt: skip
-def test_packed_buffers_hold_the_same(shipped: DecoderSession, text: np.ndarray, policy: Policy) -> None:
+def test_runner_packed_cache_equals_plain(shipped: DecoderSession, text: np.ndarray, policy: Policy) -> None:
     plain, packed = Runner(shipped, policy), Runner(shipped, policy, packed="x86-avx2")
     assert np.array_equal(read(plain, text[:400]), read(packed, text[:400]))
     for ours, theirs in zip(packed.cache.copy_layers(), plain.cache.copy_layers(), strict=True):
@@ -254,7 +256,7 @@ def test_packed_buffers_hold_the_same(shipped: DecoderSession, text: np.ndarray,
 
 
 @pytest.mark.slow
-def test_slack_changes_what_is_held_not_what_is_attended(shipped: DecoderSession, text: np.ndarray) -> None:
+def test_runner_slack_does_not_change_logits(shipped: DecoderSession, text: np.ndarray) -> None:
     policy = create_policy("h2o_decayed_heads", budget=96)
     at_once, later = Runner(shipped, policy, max_masked=0), Runner(shipped, policy, max_masked=64)
     assert np.abs(read(at_once, text) - read(later, text)).max() < 1e-4
@@ -264,7 +266,7 @@ def test_slack_changes_what_is_held_not_what_is_attended(shipped: DecoderSession
 
 
 @pytest.mark.slow
-def test_restarted_positions_are_a_catastrophe(shipped: DecoderSession, text: np.ndarray) -> None:
+def test_runner_stored_positions_raise_perplexity(shipped: DecoderSession, text: np.ndarray) -> None:
     """The classic mistake: places in the cut cache instead of places in the text."""
     policy = create_policy("streaming", budget=128)
     right, wrong = (_perplexity(read(Runner(shipped, policy, positions=p), text), text) for p in ("true", "stored"))  # type: ignore[arg-type]
@@ -279,7 +281,9 @@ def _perplexity(logits: np.ndarray, ids: np.ndarray, first: int = 256) -> float:
 
 
 @pytest.mark.slow
-def test_scores_are_the_softmax_of_queries_and_keys(shipped: DecoderSession, text: np.ndarray, tmp_path: Path) -> None:
+def test_runner_scores_equal_softmax_of_queries_and_keys(
+    shipped: DecoderSession, text: np.ndarray, tmp_path: Path
+) -> None:
     """Of a plain graph the rotated queries are taken out; the softmax with the keys is numpy's, in float64."""
     ids = text[:160]
     runner = Runner(shipped, create_policy("h2o_decayed_heads", budget=1000, sink=0, decay=1.0))

@@ -1,4 +1,4 @@
-"""The shipped model step by step: bit-equal to the graph as it lies, quiet, with arguments checked."""
+"""The shipped model step by step: bit-equal to the original graph, quiet, with arguments checked."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def session() -> DecoderSession:
     return DecoderSession.open(LM, attentions=True, cache=False)
 
 
-def test_what_the_model_is(session: DecoderSession, plain: DecoderSession) -> None:
+def test_session_interface_of_the_shipped_model(session: DecoderSession, plain: DecoderSession) -> None:
     interface = session.interface
     assert (interface.layers, interface.kv_heads, interface.head_dim, interface.vocab_size) == (6, 4, 64, 2048)
     assert (interface.dtype, interface.max_positions, interface.has_positions) == (np.float32, 4096, True)
@@ -44,7 +44,9 @@ def test_what_the_model_is(session: DecoderSession, plain: DecoderSession) -> No
     assert (plain.has_attentions, plain.has_bias) == (False, False)
 
 
-def test_bias_and_attentions_change_no_bit(session: DecoderSession, plain: DecoderSession, ids: np.ndarray) -> None:
+def test_session_bias_and_attentions_change_no_bit(
+    session: DecoderSession, plain: DecoderSession, ids: np.ndarray
+) -> None:
     past, plain_past = session.create_empty_past(), plain.create_empty_past()
     for start, stop in ((0, 100), (100, 101), (101, 108), (108, 109)):
         at = np.arange(start, stop)
@@ -56,7 +58,7 @@ def test_bias_and_attentions_change_no_bit(session: DecoderSession, plain: Decod
     assert step.logits.dtype == np.float32 and step.logits.shape == (1, 2048) and step.seconds > 0
 
 
-def test_attentions_are_probabilities(session: DecoderSession, ids: np.ndarray) -> None:
+def test_session_attentions_are_probabilities(session: DecoderSession, ids: np.ndarray) -> None:
     past = session.run_step(ids[:50], np.arange(50), session.create_empty_past()).present_pairs
     step = session.run_step(ids[50:60], np.arange(50, 60), past)
     assert step.attentions is not None and len(step.attentions) == 6
@@ -68,7 +70,9 @@ def test_attentions_are_probabilities(session: DecoderSession, ids: np.ndarray) 
 
 @pytest.mark.parametrize("factor", [1.0, 1e6])
 @pytest.mark.parametrize("tokens", [1, 8])
-def test_a_masked_slot_is_a_removed_slot(session: DecoderSession, ids: np.ndarray, tokens: int, factor: float) -> None:
+def test_session_masked_slot_equals_removed_slot(
+    session: DecoderSession, ids: np.ndarray, tokens: int, factor: float
+) -> None:
     past = session.run_step(ids[:120], np.arange(120), session.create_empty_past()).present_pairs
     dead = np.r_[0, 5:40, 119]
     alive = np.setdiff1d(np.arange(120), dead)
@@ -86,7 +90,7 @@ def test_a_masked_slot_is_a_removed_slot(session: DecoderSession, ids: np.ndarra
         np.testing.assert_allclose(np.delete(got, dead, -1), wanted, atol=5e-6)
 
 
-def test_masks_may_differ_between_layers_and_heads(session: DecoderSession, ids: np.ndarray) -> None:
+def test_session_masks_may_differ_between_layers_and_heads(session: DecoderSession, ids: np.ndarray) -> None:
     """Heads with sets of their own: what is dead in one head is alive in another."""
     past = session.run_step(ids[:60], np.arange(60), session.create_empty_past()).present_pairs
     sets = [[np.sort((np.arange(30) * 7 + 3 * head + layer) % 60) for head in range(4)] for layer in range(6)]
@@ -105,7 +109,7 @@ def test_masks_may_differ_between_layers_and_heads(session: DecoderSession, ids:
     np.testing.assert_allclose(step.logits, expected.logits, atol=3e-5)
 
 
-def test_present_can_be_written_and_is_read_only_once(session: DecoderSession, ids: np.ndarray) -> None:
+def test_session_present_is_writable_and_read_once(session: DecoderSession, ids: np.ndarray) -> None:
     step = session.run_step(ids[:20], np.arange(20), session.create_empty_past())
     before = session.run_step(ids[20:21], np.array([20]), step.present_pairs)
     copies = [(keys.copy(), values.copy()) for keys, values in step.present_pairs]
@@ -115,7 +119,7 @@ def test_present_can_be_written_and_is_read_only_once(session: DecoderSession, i
     np.testing.assert_array_equal(before.logits, after.logits)
 
 
-def test_threads_change_no_bit(plain: DecoderSession, ids: np.ndarray) -> None:
+def test_session_threads_change_no_bit(plain: DecoderSession, ids: np.ndarray) -> None:
     two = DecoderSession.open(LM, bias=False, threads=2)
     runs = [two.run_step(ids, np.arange(160), two.create_empty_past()).logits for _ in range(2)]
     np.testing.assert_array_equal(runs[0], runs[1])
@@ -124,7 +128,7 @@ def test_threads_change_no_bit(plain: DecoderSession, ids: np.ndarray) -> None:
     )
 
 
-def test_arguments_that_do_not_fit(session: DecoderSession, plain: DecoderSession, ids: np.ndarray) -> None:
+def test_session_invalid_arguments_are_refused(session: DecoderSession, plain: DecoderSession, ids: np.ndarray) -> None:
     empty, none = session.create_empty_past(), np.zeros(0, np.int64)
     for tokens, positions in ((none, none), (ids[:2], np.arange(3)), (ids[None, :2], np.arange(2)[None])):
         with pytest.raises(KvmnnError, match="expected tokens and their positions, one row each, not empty"):
@@ -135,7 +139,7 @@ def test_arguments_that_do_not_fit(session: DecoderSession, plain: DecoderSessio
         plain.run_step(ids[:2], np.arange(2), empty, [np.zeros((1, 1, 1, 2), np.float32)] * 6)
 
 
-def test_failures_of_onnxruntime_are_one_line_and_quiet(
+def test_session_onnxruntime_error_is_one_line(
     session: DecoderSession, ids: np.ndarray, capfd: pytest.CaptureFixture[str]
 ) -> None:
     wrong = [(keys.astype(np.float16), values) for keys, values in session.create_empty_past()]
@@ -153,7 +157,7 @@ def test_failures_of_onnxruntime_are_one_line_and_quiet(
 @pytest.mark.parametrize(
     "name", ["model.onnx", "decoder_model_merged.onnx", "decoder_with_past_model.onnx", "onnx/model.onnx", "own.onnx"]
 )
-def test_folders(name: str, tmp_path: Path) -> None:
+def test_session_open_finds_model_in_folder(name: str, tmp_path: Path) -> None:
     (tmp_path / name).parent.mkdir(exist_ok=True)
     tiny = Tiny(merged="merged" in name)
     path = tiny.save(tmp_path / name)
@@ -165,7 +169,7 @@ def test_folders(name: str, tmp_path: Path) -> None:
     assert (session.query_heads, session.interface.max_positions) == (4, 256)
 
 
-def test_names_from_genai_config(tmp_path: Path) -> None:
+def test_session_input_names_from_genai_config(tmp_path: Path) -> None:
     tiny = Tiny(past="kv_in_{i}_{kind}", present="kv_out_{i}_{kind}")
     tiny.save(tmp_path / "decoder.onnx")
     inputs = {"past_key_names": "kv_in_%d_key", "past_value_names": "kv_in_%d_value"}
@@ -180,12 +184,12 @@ def test_names_from_genai_config(tmp_path: Path) -> None:
         assert len(session.run_step(np.arange(3), np.arange(3), session.create_empty_past()).present_pairs) == 2
 
 
-def test_settings_of_models_with_a_text_part(tmp_path: Path) -> None:
+def test_session_max_positions_of_text_config(tmp_path: Path) -> None:
     Tiny().save(tmp_path / "model.onnx")
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"max_position_embeddings": 99}}))
     assert DecoderSession.open(tmp_path, cache=False).interface.max_positions == 99
 
 
-def test_a_session_is_opened_by_its_path() -> None:
+def test_session_constructor_names_open() -> None:
     with pytest.raises(TypeError, match=r"DecoderSession\.open\(path\), found a str"):
         DecoderSession("model/")  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""fixtures/lm is what its README says: unchanged texts, a tokenizer that fits, numbers that are there."""
+"""fixtures/lm has what its README documents: unchanged texts, a matching tokenizer, expected numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXPECTED = json.loads((FIXTURE / "expected.json").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("entry", SPLIT["heldout"], ids=lambda entry: entry["file"])
-def test_held_out_texts_are_whole(entry):
+def test_shipped_model_held_out_texts_are_unchanged(entry):
     raw = (FIXTURE / "texts" / (entry["file"].replace("/", "__") + ".txt")).read_bytes()
     assert (len(raw), hashlib.sha256(raw).hexdigest()) == (entry["bytes"], entry["sha256"])
     tokenizer = Tokenizer.from_file(str(FIXTURE / "tokenizer.json"))
@@ -27,7 +27,7 @@ def test_held_out_texts_are_whole(entry):
     assert tokenizer.decode(ids) == raw.decode("utf-8")
 
 
-def test_every_file_that_the_readme_names_is_there():
+def test_shipped_model_files_of_readme_exist():
     readme = (FIXTURE / "README.md").read_text(encoding="utf-8")
     table = [line for line in readme.splitlines() if line.startswith("| `")]
     named = re.findall(r"`([^`]+)`", " ".join(line.split("|")[1] for line in table))
@@ -37,14 +37,14 @@ def test_every_file_that_the_readme_names_is_there():
 
 
 @pytest.mark.parametrize(("table", "rows"), [("chunks_of_4", 58), ("token_by_token", 14), ("peer_check", 8)])
-def test_expected_numbers(table, rows):
+def test_shipped_model_expected_tables_are_complete(table, rows):
     found = EXPECTED[table]["rows"]
     assert len(found) == rows
     assert len({row.get("name", row.get("policy")) for row in found}) == rows
 
 
 @pytest.mark.parametrize("table", ["chunks_of_4", "token_by_token"])
-def test_expected_rows_sum_to_their_texts(table):
+def test_shipped_model_expected_rows_sum_to_their_texts(table):
     """Every row scores the same tokens of the same texts, and its parts add up."""
     files, tokens = EXPECTED[table]["files"], EXPECTED[table]["tokens_per_file"]
     assert {row["tokens"] for row in EXPECTED[table]["rows"]} == {len(files) * tokens}
@@ -54,7 +54,7 @@ def test_expected_rows_sum_to_their_texts(table):
 
 
 @pytest.mark.slow
-def test_expected_nll_of_first_text_is_what_onnxruntime_gives():
+def test_shipped_model_expected_nll_equals_onnxruntime():
     """One pass of the shipped graph over the shipped text with the shipped tokenizer, without kvmnn."""
     table = EXPECTED["chunks_of_4"]
     name, tokens = table["files"][0], table["tokens_per_file"]

@@ -1,4 +1,4 @@
-"""Texts that begin with K and V from a store: bit for bit what the model would have computed from the same rows."""
+"""Texts that begin with K and V from a store equal those after the same rows, bit for bit."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def prefixes(model: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize("shared", [1, 15, 16, 37, 48, 89])
-def test_logits_are_those_of_the_same_rows(session, prefixes, shared: int) -> None:
+def test_begin_text_logits_equal_the_same_rows(session, prefixes, shared: int) -> None:
     runner = Runner(session)
     runner.step(IDS[:shared])
     assert prefixes.put_text(runner, IDS[:shared]).tokens == shared
@@ -60,7 +60,7 @@ def test_logits_are_those_of_the_same_rows(session, prefixes, shared: int) -> No
 
 
 @pytest.mark.parametrize("held", ["packed", "lossless"])
-def test_wherever_the_cache_is_held(session, prefixes, held: str) -> None:
+def test_begin_text_packed_and_lossless_caches(session, prefixes, held: str) -> None:
     runner = Runner(session)
     runner.step(IDS[:70])
     prefixes.put_text(runner, IDS[:70])
@@ -74,7 +74,7 @@ def test_wherever_the_cache_is_held(session, prefixes, held: str) -> None:
     assert other.step(IDS[70:]).tobytes() == expected.tobytes()
 
 
-def test_the_last_token_is_always_computed(session, prefixes) -> None:
+def test_begin_text_always_computes_the_last_token(session, prefixes) -> None:
     runner = Runner(session)
     runner.step(IDS)
     prefixes.put_text(runner, IDS)
@@ -82,7 +82,7 @@ def test_the_last_token_is_always_computed(session, prefixes) -> None:
     assert prefixes.begin_text(runner, IDS[:1]).tokens == 0 and runner.cache.num_seen == 0
 
 
-def test_generation_begins_there_and_puts_what_it_made(session, prefixes) -> None:
+def test_generate_tokens_begins_with_stored_prefix_and_stores(session, prefixes) -> None:
     runner = Runner(session)
     plain = generate_tokens(runner, IDS, 6)
     first = generate_tokens(runner, IDS, 6, prefixes=prefixes)
@@ -95,7 +95,7 @@ def test_generation_begins_there_and_puts_what_it_made(session, prefixes) -> Non
     assert second.ids == generate_tokens(runner, [*IDS, *first.ids], 4).ids
 
 
-def test_a_store_that_cannot_be_written_costs_no_text(session, prefixes, tmp_path: Path) -> None:
+def test_generate_tokens_unwritable_store_costs_no_text(session, prefixes, tmp_path: Path) -> None:
     (tmp_path / "store" / "staging").write_text("in the way")
     runner = Runner(session)
     made = generate_tokens(runner, IDS, 6, prefixes=prefixes)
@@ -105,7 +105,7 @@ def test_a_store_that_cannot_be_written_costs_no_text(session, prefixes, tmp_pat
     assert "95 tokens: nothing was stored: " in str(made.store.put)
 
 
-def test_what_does_not_fit_is_refused(session, model) -> None:
+def test_load_initial_mismatched_layers_are_refused(session, model) -> None:
     runner = Runner(session)
     runner.step(IDS[:8])
     rows = runner.cache.copy_layers()
@@ -136,7 +136,7 @@ def test_what_does_not_fit_is_refused(session, model) -> None:
     assert runner.cache.num_seen == 8
 
 
-def test_a_fingerprint_is_of_graph_and_weights(tmp_path: Path) -> None:
+def test_compute_fingerprint_covers_graph_and_weights(tmp_path: Path) -> None:
     inside = Tiny().save(tmp_path / "model.onnx")
     folder = tmp_path / "parts"
     folder.mkdir()
@@ -152,7 +152,7 @@ def test_a_fingerprint_is_of_graph_and_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_shipped_model_answers_from_the_store(tmp_path: Path) -> None:
+def test_generate_with_store_equals_without(tmp_path: Path) -> None:
     prompt = (SHIPPED / "texts" / "calendar.py.txt").read_text()[:600]
     expected = generate(SHIPPED, prompt, max_tokens=4)
     with PrefixStore(tmp_path / "store") as store:
@@ -170,8 +170,8 @@ def test_the_shipped_model_answers_from_the_store(tmp_path: Path) -> None:
     assert again.to_dict()["full"]["store"]["tokens"] == tokens and "store" not in expected.to_dict()["full"]
 
 
-def test_an_outage_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither what is looked for nor what is put gets an answer."""
+def test_generate_backend_outage_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the lookup nor the put gets an answer."""
 
     def away(*_: object) -> None:
         raise BackendUnavailableError("the engine is away")

@@ -64,7 +64,7 @@ def test_generate_opens_no_internet_socket(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("said", "expected"), [(None, "1"), ("0", "0"), ("", ""), ("1", "1")])
-def test_package_sets_the_variable_unless_the_user_has(
+def test_import_optional_disables_telemetry_unless_set(
     monkeypatch: pytest.MonkeyPatch, said: str | None, expected: str
 ) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
@@ -74,7 +74,7 @@ def test_package_sets_the_variable_unless_the_user_has(
     assert os.environ[VARIABLE] == expected
 
 
-def test_package_of_another_name_sets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_import_optional_of_other_package_sets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     import_optional("json")
     assert VARIABLE not in os.environ

@@ -23,7 +23,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_there_and_back() -> None:
+def test_tokenizer_encode_and_decode_round_trip() -> None:
     tokenizer = Tokenizer.open_for_model(LM)
     text = 'def f(x):\n    return "Zażółć 🙂"  # \t\r\n'
     ids = tokenizer.encode(text)
@@ -33,7 +33,7 @@ def test_there_and_back() -> None:
     assert (tokenizer.vocab_size, tokenizer.bos) == (2048, 0)
 
 
-def test_no_token_is_put_around_a_text_and_none_is_cut_off(folder: Path) -> None:
+def test_tokenizer_ignores_truncation_and_padding(folder: Path) -> None:
     document = json.loads((folder / "tokenizer.json").read_text())
     document["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
     document["padding"] = {
@@ -60,19 +60,19 @@ def test_no_token_is_put_around_a_text_and_none_is_cut_off(folder: Path) -> None
         ({"config.json": {"bos_token_id": True}}, None),
     ],
 )
-def test_which_token_begins_a_text(files: dict[str, object], expected: int | None, folder: Path) -> None:
+def test_tokenizer_bos_of_configurations(files: dict[str, object], expected: int | None, folder: Path) -> None:
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content))
     assert Tokenizer.open_for_model(folder / "tokenizer.json").bos == expected
 
 
 @pytest.mark.parametrize("model", ["model.onnx", "onnx/model.onnx", ".", "onnx"])
-def test_found_beside_the_model_or_one_folder_up(model: str, folder: Path) -> None:
+def test_open_for_model_finds_file_near_model(model: str, folder: Path) -> None:
     (folder / "onnx").mkdir()
     assert Tokenizer.open_for_model(folder / model).vocab_size == 2048
 
 
-def test_missing(tmp_path: Path) -> None:
+def test_open_for_model_missing_tokenizer_is_refused(tmp_path: Path) -> None:
     inner = tmp_path / "a" / "b"
     inner.mkdir(parents=True)
     with pytest.raises(SourceError, match=r"model\.onnx: does not exist"):
@@ -83,26 +83,26 @@ def test_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"\xff\xfe", b'{"version": "1.0", "model": {"type": "X"}}'])
-def test_files_that_are_no_tokenizer(content: bytes, tmp_path: Path) -> None:
+def test_open_for_model_invalid_file_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(SourceError, match=r"tokenizer\.json: is not a tokenizer\.json: ") as caught:
         Tokenizer.open_for_model(tmp_path)
     assert "\n" not in str(caught.value)
 
 
-def test_settings_that_are_no_json(folder: Path) -> None:
+def test_open_for_model_invalid_config_is_refused(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text("{")
     with pytest.raises(SourceError, match=r"tokenizer_config\.json: is not "):
         Tokenizer.open_for_model(folder)
 
 
-def test_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_for_model_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(MissingDependencyError, match="package tokenizers: pip install onnxruntime onnx tokenizers"):
         Tokenizer.open_for_model(LM)
 
 
-def test_a_pattern_that_makes_the_tokenizer_panic(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_tokenizer_panic_is_an_error(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     document = json.loads((folder / "tokenizer.json").read_text())
     pattern = {"Regex": "(?:a|a|a|aa)+$b"}  # exponential: the search is given up
     document["pre_tokenizer"] = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}

@@ -50,7 +50,7 @@ def cut(present, kept):
 
 
 @pytest.mark.parametrize("way", mark_most_slow(["chunks", "prefill", "decode"], 3))
-def test_with_the_full_cache(model, torch, way):
+def test_session_full_cache_equals_torch(model, torch, way):
     tokens, chunk = len(torch["ids"]), int(torch["chunks.size"])
     sizes = {
         "prefill": [tokens],
@@ -65,7 +65,7 @@ def test_with_the_full_cache(model, torch, way):
 
 @pytest.mark.parametrize("way", ["one token at a time", "one chunk"])
 @pytest.mark.parametrize("what", ["cut", "layers"])
-def test_after_cuts_with_true_positions(model, torch, what, way):
+def test_session_cut_cache_with_true_positions_equals_torch(model, torch, what, way):
     """`cut`: the same tokens stay everywhere; `layers`: other numbers in every layer, other tokens in every head."""
     heads, layers = model.session.interface.kv_heads, model.session.interface.layers
     if what == "cut":
@@ -80,7 +80,7 @@ def test_after_cuts_with_true_positions(model, torch, what, way):
     np.testing.assert_allclose(logits[:, torch["vocabulary"]], expected, rtol=0, atol=TOLERANCE)
 
 
-def test_positions_of_the_cut_cache_would_not_do(model, torch):
+def test_session_cut_cache_with_restarted_positions_differs(model, torch):
     """The control: restarted at the stored length, as the classic mistake has it, logits are far off."""
     kept = np.stack([torch["cut.kept"]] * model.session.interface.kv_heads)
     past = cut(model.present_pairs, [kept] * model.session.interface.layers)

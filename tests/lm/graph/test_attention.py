@@ -1,4 +1,4 @@
-"""Attention that is found in a graph, and attention that stays hidden."""
+"""Attention operators in a graph: those that are found, and those that hide their probabilities."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvmnn.lm.onnx.attention import find_attention
 from kvmnn.lm.onnx.graph_rewrite import TensorTypes, expose_attention
 
 
-def test_attention_in_branches_and_functions_is_counted() -> None:
+def test_find_attention_counts_branches_and_functions() -> None:
     softmax = helper.make_node("Softmax", ["x"], ["y"])
     fused = helper.make_node("GroupQueryAttention", ["x"], ["z"], domain="com.microsoft")
     copied = helper.make_node("Identity", ["x"], ["y"])
@@ -29,7 +29,7 @@ def test_attention_in_branches_and_functions_is_counted() -> None:
 
 
 @pytest.mark.parametrize(("output", "mode", "found"), [("", 0, 1), ("scores", 3, 1), ("scores", 0, 0)])
-def test_an_output_of_scores_that_is_taken_cannot_report_probabilities(output: str, mode: int, found: int) -> None:
+def test_find_attention_used_scores_output_is_not_exposed(output: str, mode: int, found: int) -> None:
     names = ["q", "k", "v", "", "past_keys", "past_values"], ["y", "keys", "values", output]
     node = helper.make_node("Attention", *names, qk_matmul_output_mode=mode)
     attention = find_attention(helper.make_model(helper.make_graph([node], "g", [], [])), 23, ["past_values"])
@@ -38,7 +38,7 @@ def test_an_output_of_scores_that_is_taken_cannot_report_probabilities(output: s
 
 
 @pytest.mark.parametrize("half", [False, True])
-def test_where_types_are_not_known_the_caches_type_stands_in(half: bool) -> None:
+def test_expose_attention_unknown_types_use_cache_type(half: bool) -> None:
     model = Tiny(half=half).model()
     values = [f"past_key_values.{layer}.value" for layer in range(2)]
     names = expose_attention(model, find_attention(model, 21, values), TensorTypes({}, {}), "model.onnx")

@@ -47,7 +47,7 @@ def close(got: np.ndarray, expected: np.ndarray, tiny: Tiny) -> None:
     np.testing.assert_allclose(got, expected, atol=tolerance * max(1.0, np.abs(expected).max()), rtol=0)
 
 
-def test_equals_numpy_and_masking_is_removing(tiny: Tiny, tmp_path: Path) -> None:
+def test_decoder_form_equals_numpy_and_masking_equals_removal(tiny: Tiny, tmp_path: Path) -> None:
     session = DecoderSession.open(tiny.save(tmp_path / "model.onnx"), attentions=True, cache=False)
     assert session.has_attentions and session.has_bias
     assert session.query_heads == tiny.heads
@@ -84,7 +84,7 @@ def test_equals_numpy_and_masking_is_removing(tiny: Tiny, tmp_path: Path) -> Non
             close(got[..., [*alive, 9, 10]], expected, tiny)
 
 
-def test_without_attentions_or_bias_the_graph_stays_as_it_is(tiny: Tiny, tmp_path: Path) -> None:
+def test_decoder_without_attentions_or_bias_keeps_its_graph(tiny: Tiny, tmp_path: Path) -> None:
     path = tiny.save(tmp_path / "model.onnx")
     session = DecoderSession.open(path, bias=False)
     assert not session.has_attentions and not session.has_bias
@@ -97,7 +97,7 @@ def test_without_attentions_or_bias_the_graph_stays_as_it_is(tiny: Tiny, tmp_pat
     assert [file.name for file in tmp_path.iterdir()] == ["model.onnx"]
 
 
-def test_a_bias_can_differ_between_heads(tmp_path: Path) -> None:
+def test_decoder_bias_may_differ_between_heads(tmp_path: Path) -> None:
     tiny = Tiny(layers=1)
     session = DecoderSession.open(tiny.save(tmp_path / "model.onnx"), attentions=True, cache=False)
     past = session.run_step(IDS, POSITIONS, session.create_empty_past()).present_pairs
@@ -114,7 +114,7 @@ def test_a_bias_can_differ_between_heads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("huge", [1e4, 1e30])
-def test_a_dead_slot_may_hold_anything_finite(huge: float, tmp_path: Path) -> None:
+def test_decoder_masked_slot_may_hold_any_finite_value(huge: float, tmp_path: Path) -> None:
     session = DecoderSession.open(Tiny().save(tmp_path / "model.onnx"), cache=False)
     past = session.run_step(IDS, POSITIONS, session.create_empty_past()).present_pairs
     bias = np.zeros((1, 1, 1, 10), np.float32)
@@ -126,33 +126,33 @@ def test_a_dead_slot_may_hold_anything_finite(huge: float, tmp_path: Path) -> No
     np.testing.assert_array_equal(step.logits, expected.logits)
 
 
-def test_without_positions_nothing_is_cut_or_masked(tmp_path: Path) -> None:
+def test_decoder_without_positions_has_no_bias(tmp_path: Path) -> None:
     session = DecoderSession.open(Tiny(positions=False).save(tmp_path / "model.onnx"), attentions=True, cache=False)
     assert session.has_attentions and not session.has_bias and not session.interface.has_positions
     assert session.probe_unequal_lengths() == "none"
 
 
-def test_operators_that_hide_attention_are_named(tmp_path: Path) -> None:
+def test_decoder_hidden_attention_is_named(tmp_path: Path) -> None:
     path = Tiny(form="closed").save(tmp_path / "model.onnx")
     with pytest.raises(AttentionNotExposedError, match=r"com\.microsoft::SparseAttention \(2\); export with eager"):
         DecoderSession.open(path, attentions=True)
 
 
-def test_a_softmax_that_mixes_no_values_is_not_attention(tmp_path: Path) -> None:
+def test_decoder_router_softmax_is_not_attention(tmp_path: Path) -> None:
     """Every tiny decoder has a router after each layer; its sums over three experts never reach the caller."""
     session = DecoderSession.open(Tiny().save(tmp_path / "model.onnx"), attentions=True, cache=False)
     step = session.run_step(IDS, POSITIONS, session.create_empty_past())
     assert [array.shape for array in step.attentions or []] == [(4, 9, 9)] * 2
 
 
-def test_positions_that_nothing_uses_are_none(tmp_path: Path) -> None:
-    """A cut cache would be counted again by such a graph, whatever positions it is given."""
+def test_decoder_unused_positions_are_ignored(tmp_path: Path) -> None:
+    """Such a graph would count the tokens of a cut cache again, whatever positions it gets."""
     path = Tiny(positions=False, extra=("position_ids",)).save(tmp_path / "model.onnx")
     session = DecoderSession.open(path, cache=False)
     assert not session.interface.has_positions and not session.has_bias
 
 
-def test_group_query_attention_that_rotates_by_given_positions(tmp_path: Path) -> None:
+def test_decoder_group_query_attention_with_given_positions(tmp_path: Path) -> None:
     """Refused without positions; with them, cutting and masking agree, and steps agree with one step of all tokens."""
     session = DecoderSession.open(
         Tiny(form="gqa", rotary="given", head_dim=16).save(tmp_path / "model.onnx"), attentions=True, cache=False

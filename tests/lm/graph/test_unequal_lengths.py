@@ -1,4 +1,4 @@
-"""Layers that hold different numbers of tokens: tried on every graph, refused where results would be wrong."""
+"""Layers of different lengths: probed on every graph, refused where results would be wrong."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def opened(tiny: Tiny, folder: Path) -> DecoderSession:
     return DecoderSession.open(tiny.save(folder / "model.onnx"), bias=False)
 
 
-def test_the_shipped_model_takes_chunks() -> None:
+def test_unequal_lengths_shipped_model_supports_chunks() -> None:
     session = DecoderSession.open(SHIPPED, bias=False)
     assert session.probe_unequal_lengths() == "chunks" and session.can_chunk_unequal_lengths()
 
@@ -42,14 +42,14 @@ def test_the_shipped_model_takes_chunks() -> None:
         (Tiny(positions=False), "none"),
     ],
 )
-def test_every_graph_is_known_for_what_it_is(tiny: Tiny, expected: str, tmp_path: Path) -> None:
+def test_probe_unequal_lengths_classifies_graphs(tiny: Tiny, expected: str, tmp_path: Path) -> None:
     session = opened(tiny, tmp_path)
     assert session.probe_unequal_lengths() == expected
     assert session.can_chunk_unequal_lengths() == (expected == "chunks")
 
 
 @pytest.mark.parametrize("longer", [0, 1])
-def test_chunks_on_unequal_layers_equal_numpy(longer: int, tmp_path: Path) -> None:
+def test_unequal_lengths_chunks_equal_numpy(longer: int, tmp_path: Path) -> None:
     tiny = Tiny()
     session, reference = opened(tiny, tmp_path), Numpy(tiny)
     past = session.run_step(IDS[:8], POSITIONS[:8], session.create_empty_past()).present_pairs
@@ -61,7 +61,7 @@ def test_chunks_on_unequal_layers_equal_numpy(longer: int, tmp_path: Path) -> No
     np.testing.assert_allclose(step.logits, logits, atol=5e-6)
 
 
-def test_optimums_mask_shows_the_future_to_chunks_and_is_refused(tmp_path: Path) -> None:
+def test_unequal_lengths_optimum_mask_is_refused(tmp_path: Path) -> None:
     """What is refused is really wrong, without an error of onnxruntime; one token at a time is right."""
     tiny = Tiny(mask="first")
     session, reference = opened(tiny, tmp_path), Numpy(tiny)
@@ -82,7 +82,7 @@ def test_optimums_mask_shows_the_future_to_chunks_and_is_refused(tmp_path: Path)
 
 
 @pytest.mark.parametrize("tiny", [Tiny(mask="whole"), Tiny(form="gqa")])
-def test_graphs_that_need_equal_layers_say_so(tiny: Tiny, tmp_path: Path) -> None:
+def test_unequal_lengths_unsupported_graph_is_refused(tiny: Tiny, tmp_path: Path) -> None:
     session = opened(tiny, tmp_path)
     past = session.run_step(IDS[:8], POSITIONS[:8], session.create_empty_past()).present_pairs
     past[1] = tuple(array[:, :, 2:].copy() for array in past[1])
@@ -90,7 +90,7 @@ def test_graphs_that_need_equal_layers_say_so(tiny: Tiny, tmp_path: Path) -> Non
         session.run_step(IDS[8:9], POSITIONS[8:9], past)
 
 
-def test_nothing_is_tried_while_layers_are_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unequal_lengths_are_not_probed_while_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     session = opened(Tiny(mask="whole"), tmp_path)
     monkeypatch.setattr("kvmnn.lm.session.try_unequal_lengths", lambda decoder: pytest.fail("tried"))
     past = session.run_step(IDS[:8], POSITIONS[:8], session.create_empty_past()).present_pairs

@@ -11,7 +11,7 @@ from kvmnn.lm import tokenizer
 from kvmnn.lm.tokenizer import read_prompt_file
 
 
-def test_the_limit_is_the_largest_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_prompt_file_limit_is_inclusive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer, "MAX_PROMPT_BYTES", 6)
     path = tmp_path / "prompt.txt"
     path.write_text("äöü")

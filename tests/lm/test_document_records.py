@@ -1,4 +1,4 @@
-"""Texts out of JSON lines, Parquet files and folders, all of them or drawn."""
+"""Texts from JSON lines, Parquet files and folders, all of them or sampled."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def said(documents: list[documents.Document]) -> dict[str, str]:
     return {found.name: Letters().decode(found.own_ids) for found in documents}
 
 
-def test_json_lines(tmp_path: Path) -> None:
+def test_read_documents_json_lines(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(
         b'\xef\xbb\xbf{"text": "first"}\r\n\n  \n{"x": 1, "text": "se\\u00e7ond\\nline"}\n{"text": "last"}'
@@ -53,7 +53,7 @@ def test_json_lines(tmp_path: Path) -> None:
     assert said(read_documents([body], Letters(), 9, TextOptions(field="body"))) == {"b.ndjson:1": "x y"}
 
 
-def test_records_without_text_are_left_out_and_said(tmp_path: Path) -> None:
+def test_read_documents_records_without_text_are_noted(tmp_path: Path) -> None:
     path = lines(tmp_path / "a.jsonl", "one", "", None, " \n ", "two")
     notes: list[str] = []
     assert list(said(read_documents([path], Letters(), 9, notes=notes))) == ["a.jsonl:1", "a.jsonl:5"]
@@ -79,7 +79,9 @@ def test_records_without_text_are_left_out_and_said(tmp_path: Path) -> None:
         (b'{"text": "%s"}' % (b"x" * 100), "has more than 64 bytes"),
     ],
 )
-def test_a_bad_line_is_named(tmp_path: Path, line: bytes, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_documents_bad_line_is_named(
+    tmp_path: Path, line: bytes, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if "more than" in message:
         monkeypatch.setattr("kvmnn.lm.documents.MAX_RECORD_BYTES", 64)
     path = tmp_path / "a.jsonl"
@@ -89,7 +91,7 @@ def test_a_bad_line_is_named(tmp_path: Path, line: bytes, message: str, monkeypa
             read_documents([path], Letters(), 9, options)
 
 
-def test_samples_are_drawn_from_all_texts(tmp_path: Path) -> None:
+def test_read_documents_samples_are_drawn_from_all_texts(tmp_path: Path) -> None:
     folder = tmp_path / "texts"
     folder.mkdir()
     for name in ("x.txt", "y.txt"):
@@ -115,7 +117,7 @@ def test_samples_are_drawn_from_all_texts(tmp_path: Path) -> None:
     assert len(few) == 1 and notes == ["3 texts were asked for, there are 1: all of them were taken."]
 
 
-def test_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_documents_too_many_texts_need_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = lines(tmp_path / "a.jsonl", *map(str, range(30)))
     monkeypatch.setattr(documents, "MAX_DOCUMENTS", 20)
     with pytest.raises(SourceError, match="more than 20 texts: expected --samples N"):
@@ -133,7 +135,7 @@ def test_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         read_documents([tmp_path / "empty"], Letters(), 9)
 
 
-def test_only_what_is_asked_for_is_held(tmp_path: Path) -> None:
+def test_iter_records_reads_lazily(tmp_path: Path) -> None:
     """A file is read a line at a time: of a large one the first lines come at once."""
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "x"}\n' * 3 + "broken\n")
@@ -143,7 +145,9 @@ def test_only_what_is_asked_for_is_held(tmp_path: Path) -> None:
         next(found)
 
 
-def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Any) -> None:
+def test_read_documents_parquet_without_pyarrow_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Any
+) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
@@ -155,7 +159,7 @@ def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-def test_eval_draws(run: Any, tmp_path: Path) -> None:
+def test_eval_command_draws_samples(run: Any, tmp_path: Path) -> None:
     texts = [(FIXTURES / "lm" / "texts" / f"{name}.py.txt").read_text()[:400] for name in ("enum", "trace", "pprint")]
     path = lines(tmp_path / "a.jsonl", *texts, "", field="code")
     asked = [
@@ -194,7 +198,7 @@ def parquet(tmp_path: Path) -> SimpleNamespace:
     return SimpleNamespace(write=write, arrow=arrow)
 
 
-def test_parquet(parquet: SimpleNamespace) -> None:
+def test_read_documents_parquet_columns(parquet: SimpleNamespace) -> None:
     texts = [f"text {i}" if i % 7 else None for i in range(1, 300)]
     kinds = {"plain": texts, "large": parquet.arrow.array(texts, parquet.arrow.large_string())}
     kinds["coded"] = parquet.arrow.array(texts).dictionary_encode()
@@ -212,7 +216,7 @@ def test_parquet(parquet: SimpleNamespace) -> None:
         read_documents([path], Letters(), 50, TextOptions(field="id"))
 
 
-def test_damaged_parquet(parquet: SimpleNamespace, tmp_path: Path) -> None:
+def test_read_documents_damaged_parquet_is_refused(parquet: SimpleNamespace, tmp_path: Path) -> None:
     whole = parquet.write("a.parquet", {"text": [f"some text {i}" for i in range(500)]}).read_bytes()
     path = tmp_path / "b.parquet"
     rng = np.random.default_rng(1)

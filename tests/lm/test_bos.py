@@ -1,4 +1,4 @@
-"""Which token begins a text: never two of them, none where the files say so, and a note of what was added."""
+"""The token that begins a text: at most one, none if the files say so, and a note of what was added."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def model(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_text_of_each_kind_of_tokenizer_begins_with_at_most_one_bos(name: str, tmp_path: Path) -> None:
+def test_tokenizer_adds_at_most_one_bos(name: str, tmp_path: Path) -> None:
     processor, files, expected, reason = CASES[name]
     tokenizer = Tokenizer.open_for_model(folder_of(tmp_path, processor, files))
     assert tokenizer.bos == expected == tokenizer.bos_info.token
@@ -101,7 +101,7 @@ def test_text_of_each_kind_of_tokenizer_begins_with_at_most_one_bos(name: str, t
     assert read_document(text, tokenizer, 50).ids.tolist() == encode_prompt(tokenizer, TEXT)
 
 
-def test_document_that_spells_its_bos_out_is_the_one_to_which_it_was_added(tmp_path: Path) -> None:
+def test_read_documents_explicit_bos_equals_added_bos(tmp_path: Path) -> None:
     tokenizer = Tokenizer.open_for_model(LM)
     (tmp_path / "a.txt").write_text(TEXT)
     (tmp_path / "b.txt").write_text(BOS + TEXT)
@@ -113,7 +113,7 @@ def test_document_that_spells_its_bos_out_is_the_one_to_which_it_was_added(tmp_p
     assert first[0] == first[1] and len(first[0]) == 3
 
 
-def test_note_says_what_was_added_and_to_how_many(tmp_path: Path) -> None:
+def test_format_note_names_added_token_and_number_of_texts(tmp_path: Path) -> None:
     start = Tokenizer.open_for_model(LM).bos_info
     named = "token 0 ('<|endoftext|>')"
     assert (start.format_note(1) or "").startswith(
@@ -136,7 +136,7 @@ def test_note_says_what_was_added_and_to_how_many(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Llama 2", "Llama 3", "Gemma", "Qwen", "null over a template"])
-def test_verbs_feed_at_most_one_bos_and_say_so(
+def test_commands_add_at_most_one_bos_and_note_it(
     name: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     processor, files, expected, _ = CASES[name]
@@ -156,13 +156,13 @@ def test_verbs_feed_at_most_one_bos_and_say_so(
     assert said in capsys.readouterr().err
 
 
-def test_generate_with_a_prompt_that_has_its_bos_gives_the_text_without_it() -> None:
+def test_generate_prompt_with_bos_equals_prompt_without() -> None:
     plain, spelt = (generate(LM, text, max_tokens=4, options=RunOptions()) for text in (TEXT, BOS + TEXT))
     assert plain.full.generation.ids == spelt.full.generation.ids and plain.prompt_tokens == spelt.prompt_tokens
     assert spelt.notes == ("The prompt begins with token 0 ('<|endoftext|>') already: none was added.",)
 
 
-def test_tokenizer_that_fails_on_a_letter_is_one_line(tmp_path: Path) -> None:
+def test_open_for_model_damaged_special_tokens_is_refused(tmp_path: Path) -> None:
     shutil.copy(LM / "tokenizer.json", tmp_path)
     (tmp_path / "special_tokens_map.json").write_text("[")
     with pytest.raises(Exception, match=r"special_tokens_map\.json: is not "):

@@ -1,4 +1,4 @@
-"""A text that goes on from K and V of elsewhere: bit for bit as after a prompt that was read here."""
+"""Texts that continue from loaded K and V equal those after a prompt step, bit for bit."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def rest(runner: Runner, begin: int = PROMPT) -> np.ndarray:
 
 @pytest.mark.parametrize("holding", HOLDING)
 @pytest.mark.parametrize(("name", "options"), POLICIES, ids=IDENTIFIERS)
-def test_a_start_is_a_prompt_that_was_read_at_once(
+def test_load_initial_equals_a_prompt_step(
     session: DecoderSession, name: str, options: dict[str, Any], holding: str
 ) -> None:
     if holding == "packed" and session.interface.dtype == np.float16:
@@ -77,7 +77,7 @@ def test_a_start_is_a_prompt_that_was_read_at_once(
 
 
 @pytest.mark.parametrize("name", ["knorm", "streaming_press"])
-def test_an_evicted_cache_goes_on_as_it_would_have_here(session: DecoderSession, name: str) -> None:
+def test_load_initial_evicted_cache_continues(session: DecoderSession, name: str) -> None:
     """These two cut a prompt and nothing after it; `knorm` keeps other tokens in each head."""
     cut = Runner(session, create_policy(name, budget=12), max_masked=0)
     cut.step(IDS[:PROMPT])
@@ -91,7 +91,7 @@ def test_an_evicted_cache_goes_on_as_it_would_have_here(session: DecoderSession,
         assert np.array_equal(begun.cache.get_positions(layer), cut.cache.get_positions(layer))
 
 
-def test_layers_that_hold_different_tokens(session: DecoderSession) -> None:
+def test_load_initial_layers_of_different_lengths(session: DecoderSession) -> None:
     """As after a policy that skips layer 0, alone and under another policy after it."""
     cut = Runner(session, create_policy("streaming_press", budget=12, skip_layers=(0,)), max_masked=0)
     cut.step(IDS[:PROMPT])
@@ -109,7 +109,7 @@ def test_layers_that_hold_different_tokens(session: DecoderSession) -> None:
     assert behind.cache.get_positions(1).tolist() == behind.cache.get_positions(0).tolist()
 
 
-def test_a_start_may_be_mapped_and_is_not_written_to(session: DecoderSession, tmp_path: Path) -> None:
+def test_load_initial_mapped_rows_are_not_modified(session: DecoderSession, tmp_path: Path) -> None:
     whole = Runner(session)
     whole.step(IDS[:PROMPT])
     rows = []
@@ -139,7 +139,7 @@ def test_a_start_may_be_mapped_and_is_not_written_to(session: DecoderSession, tm
     ],
     ids=["without positions", "gqa", "standard", "one head", "merged", "first"],
 )
-def test_graphs_of_all_kinds_begin(form: Tiny, tmp_path: Path) -> None:
+def test_load_initial_every_kind_of_graph(form: Tiny, tmp_path: Path) -> None:
     """Rows may be computed at once or one by one, which these models may round otherwise."""
     session = DecoderSession.open(form.save(tmp_path / "model.onnx"), cache=False)
     whole, begun = Runner(session), Runner(session)
@@ -148,7 +148,7 @@ def test_graphs_of_all_kinds_begin(form: Tiny, tmp_path: Path) -> None:
     assert np.array_equal(rest(whole), rest(begun))
 
 
-def test_what_cannot_be_begun_with(tmp_path: Path) -> None:
+def test_load_initial_invalid_rows_are_refused(tmp_path: Path) -> None:
     blind = DecoderSession.open(Tiny(positions=False).save(tmp_path / "blind.onnx"), cache=False)
     session = DecoderSession.open(Tiny().save(tmp_path / "tiny.onnx"), attentions=True, cache=False)
     whole = Runner(session)
@@ -172,7 +172,7 @@ def test_what_cannot_be_begun_with(tmp_path: Path) -> None:
         Runner(session).load_initial([rows[0], further])
 
 
-def test_rows_of_a_text_that_went_on_are_not_its_beginning(tmp_path: Path) -> None:
+def test_load_initial_rows_of_a_longer_text_are_refused(tmp_path: Path) -> None:
     """Positions 0 to 7 are there, but the text had more tokens, which were evicted: all layers agree on that."""
     blind = DecoderSession.open(Tiny(positions=False).save(tmp_path / "blind.onnx"), cache=False)
     session = DecoderSession.open(Tiny().save(tmp_path / "tiny.onnx"), cache=False)

@@ -26,7 +26,7 @@ def python(code: str) -> str:
 
 
 @pytest.mark.slow
-def test_after_a_plain_import() -> None:
+def test_lm_package_import_is_lazy() -> None:
     shown = python(
         "import kvmnn, sys\n"
         "assert 'kvmnn.lm' not in sys.modules\n"
@@ -42,7 +42,7 @@ def test_after_a_plain_import() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("package", ["onnxruntime", "onnx", "tokenizers"])
-def test_a_missing_package_is_said_when_it_is_needed(package: str) -> None:
+def test_lm_package_missing_dependency_is_named_on_use(package: str) -> None:
     shown = python(
         f"import sys; sys.modules[{package!r}] = None\n"
         "import kvmnn\n"
@@ -52,7 +52,7 @@ def test_a_missing_package_is_said_when_it_is_needed(package: str) -> None:
     assert shown == f"this needs the package {package}: pip install onnxruntime onnx tokenizers\n"
 
 
-def test_generating_with_a_policy_and_without() -> None:
+def test_generate_with_and_without_policy() -> None:
     told: list[int] = []
     made = generate(
         MODEL, "def f(x):", create_policy("streaming", budget=6, sink=2), max_tokens=5, progress=told.append,
@@ -70,7 +70,7 @@ def test_generating_with_a_policy_and_without() -> None:
 
 
 @pytest.mark.slow
-def test_dumping_a_cache(tmp_path: Path) -> None:
+def test_dump_kv_with_policy_and_dtype(tmp_path: Path) -> None:
     dump = dump_kv(MODEL, TEXT, tmp_path / "kv", create_policy("recent_only", budget=9), tokens=20, dtype="fp16")
     assert (dump.label, dump.tokens_seen, dump.tokens_kept) == ("LOSSY", 20, (20, 20, 9, 9, 9, 9))
     assert (
@@ -84,7 +84,7 @@ def test_dumping_a_cache(tmp_path: Path) -> None:
     assert full.label == "UNCHANGED" and str(full).endswith("UNCHANGED (the words that the model computed)")
 
 
-def test_prompts_that_are_not_there(tmp_path: Path) -> None:
+def test_generate_without_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"no tokenizer\.json"):
         generate(tmp_path, "x")
     assert kvmnn.lm.Runner is not None

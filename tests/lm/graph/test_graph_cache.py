@@ -1,4 +1,4 @@
-"""Operated graphs: kept next to the model, found again, made again when the model changes, never half there."""
+"""Rewritten graphs: cached next to the model, reused, replaced when the model changes, never partly written."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def logits(session: DecoderSession) -> np.ndarray:
     return session.run_step(IDS, POSITIONS, session.create_empty_past()).logits
 
 
-def test_kept_beside_the_model_and_found_again(tmp_path: Path, made: list[Path]) -> None:
+def test_graph_cache_is_next_to_model_and_reused(tmp_path: Path, made: list[Path]) -> None:
     path = Tiny().save(tmp_path / "model.onnx")
     first = DecoderSession.open(path, attentions=True)
     assert len(made) == 1 and len(kept(tmp_path)) == 1
@@ -60,14 +60,14 @@ def test_kept_beside_the_model_and_found_again(tmp_path: Path, made: list[Path])
     assert DecoderSession.open(tmp_path).interface.label == str(path)
 
 
-def test_merged_graphs_are_found_again(tmp_path: Path, made: list[Path]) -> None:
+def test_graph_cache_reuses_merged_graphs(tmp_path: Path, made: list[Path]) -> None:
     path = Tiny(merged=True).save(tmp_path / "decoder_model_merged.onnx")
     first, again = (DecoderSession.open(path, attentions=True) for _ in range(2))
     assert len(made) == 1
     np.testing.assert_array_equal(logits(first), logits(again))
 
 
-def test_a_changed_model_is_operated_on_anew(tmp_path: Path, made: list[Path]) -> None:
+def test_graph_cache_changed_model_is_rewritten_again(tmp_path: Path, made: list[Path]) -> None:
     path = Tiny().save(tmp_path / "model.onnx")
     DecoderSession.open(path)
     before = kept(tmp_path)
@@ -77,7 +77,7 @@ def test_a_changed_model_is_operated_on_anew(tmp_path: Path, made: list[Path]) -
 
 
 @pytest.mark.parametrize("damage", ["empty", "cut", "foreign", "other model"])
-def test_damage_to_a_kept_graph_does_not_matter(damage: str, tmp_path: Path, made: list[Path]) -> None:
+def test_graph_cache_damaged_file_is_replaced(damage: str, tmp_path: Path, made: list[Path]) -> None:
     path = Tiny().save(tmp_path / "model.onnx")
     expected = logits(DecoderSession.open(path))
     (graph,) = kept(tmp_path)
@@ -95,7 +95,7 @@ def test_damage_to_a_kept_graph_does_not_matter(damage: str, tmp_path: Path, mad
     assert len(made) == 2
 
 
-def test_a_folder_marked_read_only_is_left_alone(tmp_path: Path, made: list[Path]) -> None:
+def test_graph_cache_read_only_folder_uses_user_cache(tmp_path: Path, made: list[Path]) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     path = Tiny().save(folder / "model.onnx")
@@ -109,7 +109,7 @@ def test_a_folder_marked_read_only_is_left_alone(tmp_path: Path, made: list[Path
     assert len(made) == 1
 
 
-def test_where_nothing_can_be_written_it_still_runs(
+def test_graph_cache_unwritable_folders_still_run(
     tmp_path: Path, made: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "model"
@@ -126,12 +126,12 @@ def test_where_nothing_can_be_written_it_still_runs(
     assert len(made) == 2 and not kept(folder)
 
 
-def test_cache_false_writes_nothing(tmp_path: Path) -> None:
+def test_graph_cache_disabled_writes_nothing(tmp_path: Path) -> None:
     DecoderSession.open(Tiny().save(tmp_path / "model.onnx"), attentions=True, cache=False)
     assert [file.name for file in tmp_path.iterdir()] == ["model.onnx"]
 
 
-def test_weights_in_other_files_stay_there(tmp_path: Path, made: list[Path]) -> None:
+def test_graph_cache_external_weights_are_not_copied(tmp_path: Path, made: list[Path]) -> None:
     tiny = Tiny(vocab=5000)
     path = tiny.save(tmp_path / "model.onnx", location="weights.bin")
     first, again = (DecoderSession.open(path, attentions=True) for _ in range(2))
@@ -141,7 +141,7 @@ def test_weights_in_other_files_stay_there(tmp_path: Path, made: list[Path]) -> 
     assert len(made) == 1
 
 
-def test_a_hubs_snapshot_of_links(tmp_path: Path, made: list[Path]) -> None:
+def test_graph_cache_follows_hub_snapshot_links(tmp_path: Path, made: list[Path]) -> None:
     """Names in one folder are links to files side by side in another, under names of their own."""
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "1"
     blobs.mkdir()
@@ -157,7 +157,7 @@ def test_a_hubs_snapshot_of_links(tmp_path: Path, made: list[Path]) -> None:
     assert len(made) == 1
 
 
-def test_a_name_full_of_patterns(tmp_path: Path, made: list[Path]) -> None:
+def test_graph_cache_name_with_glob_characters(tmp_path: Path, made: list[Path]) -> None:
     other = Tiny().save(tmp_path / "model.onnx")
     path = Tiny(layers=3).save(tmp_path / "m*[o].onnx")
     DecoderSession.open(other)
@@ -166,7 +166,7 @@ def test_a_name_full_of_patterns(tmp_path: Path, made: list[Path]) -> None:
     assert made == [other, path] and len(kept(tmp_path)) == 2
 
 
-def test_weights_of_some_gigabytes_are_never_read(tmp_path: Path) -> None:
+def test_graph_cache_never_reads_gigabytes_of_weights(tmp_path: Path) -> None:
     """More than protobuf can hold, in a file of zeros that takes no room."""
     tiny = Tiny()
     model = tiny.model()

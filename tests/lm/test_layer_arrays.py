@@ -10,7 +10,7 @@ from kvmnn.errors import KvmnnError
 from kvmnn.lm.kv_dump import build_layer_arrays
 
 
-def test_what_fp16_cannot_hold_is_refused() -> None:
+def test_build_layer_arrays_beyond_fp16_is_refused() -> None:
     keys = np.full((1, 2, 4), 7e4, np.float32)
     cache = LayerCache(layer=3, keys=keys, values=np.zeros_like(keys))
     with pytest.raises(KvmnnError, match=r"layer 3: 8 of its keys are beyond fp16 \(65504\): dump them as fp32"):
@@ -21,7 +21,7 @@ def test_what_fp16_cannot_hold_is_refused() -> None:
     assert len(arrays) == 2 and cast.changed == 0
 
 
-def test_an_fp16_cache_as_fp32_loses_nothing() -> None:
+def test_build_layer_arrays_fp16_as_fp32_is_lossless() -> None:
     words = np.arange(24, dtype=np.float16).reshape(2, 3, 4) / 7
     arrays, cast = build_layer_arrays([LayerCache(layer=0, keys=words, values=-words)], "fp32")
     assert (cast.changed, cast.label) == (0, "LOSSLESS")

@@ -46,6 +46,7 @@ TEST_FOLDERS = frozenset(
         "policies",
         "reports",
         "runtime",
+        "store",
         "tools",
     }
 )

@@ -1,4 +1,4 @@
-"""The largest and the smallest that a store takes, and the first that it refuses."""
+"""Limits of a store: the largest and smallest accepted values, and the first refused ones."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def caches(count: int, heads: int = 1, dims: int = 1) -> list[LayerCache]:
     return [LayerCache(layer=layer, keys=words, values=words) for layer in range(count)]
 
 
-def test_layers() -> None:
+def test_build_namespace_number_of_layers_is_bounded() -> None:
     assert len(build_namespace(caches(MAX_LAYERS), MODEL).layers) == MAX_LAYERS
     for count in (0, MAX_LAYERS + 1):
         with pytest.raises(KvmnnError, match=f"there are {count:,} layers: expected 1 to {MAX_LAYERS:,}"):
@@ -42,7 +42,7 @@ def test_layers() -> None:
 
 
 @pytest.mark.parametrize(("heads", "dims"), [(1 << 16, 1), (1, 1 << 20)])
-def test_shapes(heads: int, dims: int) -> None:
+def test_parse_namespace_shapes_are_bounded(heads: int, dims: int) -> None:
     space = build_namespace(caches(1, heads, dims), MODEL)
     assert parse_namespace(space.to_json(), "x") == space
     most = max(heads, dims)
@@ -51,12 +51,12 @@ def test_shapes(heads: int, dims: int) -> None:
 
 
 @pytest.mark.parametrize("layers", [[[0, 0, 1]], [[0, 1, 0]], [[0, 1]], [], [[1, 1, 1], [0, 1, 1]], [[-1, 1, 1]]])
-def test_documents_of_no_space(layers: list[list[int]]) -> None:
+def test_parse_namespace_invalid_layers_are_refused(layers: list[list[int]]) -> None:
     with pytest.raises(KvmnnError, match=r"^x"):
         parse_namespace(json.dumps({"model": MODEL, "dtype": "fp16", "layers": layers}), "x")
 
 
-def test_token_ids() -> None:
+def test_to_token_ids_count_and_values_are_bounded() -> None:
     assert MAX_TOKENS == 1 << 24 and MAX_ID == (1 << 32) - 1
     assert to_token_ids(np.zeros(MAX_TOKENS, np.uint8)).size == MAX_TOKENS
     with pytest.raises(KvmnnError, match="there are 16,777,217, expected at most 16,777,216"):
@@ -70,7 +70,7 @@ def test_token_ids() -> None:
             to_token_ids(ids)  # type: ignore[arg-type]
 
 
-def test_a_record_and_a_unit_of_one_token(tmp_path: Path) -> None:
+def test_unit_record_of_one_token_round_trips(tmp_path: Path) -> None:
     record = UnitRecord(b"s" * 16, b"p" * 16, 77, 1000, MAX_TOKENS, np.arange(1, dtype="<u4"))
     found = parse_record(record.to_bytes())
     assert found is not None and (found.ids.tolist(), found.start) == ([0], MAX_TOKENS)
@@ -85,14 +85,14 @@ def test_a_record_and_a_unit_of_one_token(tmp_path: Path) -> None:
         parse_header(data[: head - 1])
 
 
-def test_a_record_of_the_longest_text() -> None:
+def test_unit_record_length_is_bounded() -> None:
     ids = np.zeros(MAX_TOKENS + 1, "<u4")
     for tokens, is_one in ((MAX_TOKENS, True), (MAX_TOKENS + 1, False)):
         data = UnitRecord(b"s" * 16, b"p" * 16, 77, 1000, 0, ids[:tokens]).to_bytes()
         assert (parse_record(data) is not None) == is_one
 
 
-def test_what_is_in_memory_has_no_index() -> None:
+def test_stats_memory_store_has_no_index() -> None:
     pytest.importorskip("fsspec")
     with PrefixStore("memory://test_bounds", block_tokens=4) as store:
         store.put(range(9), layers_of(range(9)), model=MODEL)
@@ -100,8 +100,8 @@ def test_what_is_in_memory_has_no_index() -> None:
     assert (found.index_bytes, found.units, found.blocks, found.tokens) == (0, 1, 2, 9)
 
 
-def test_anothers_database_is_left_as_it_is(tmp_path: Path) -> None:
-    """It is in the way of an index: not a byte of it changes."""
+def test_open_foreign_database_is_unchanged(tmp_path: Path) -> None:
+    """A foreign database at the path of the index is not changed."""
     (tmp_path / "s").mkdir()
     path = tmp_path / "s" / "index.sqlite"
     with sqlite3.connect(path) as connection:
@@ -115,7 +115,7 @@ def test_anothers_database_is_left_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("most", [1 << 16, (0xFF << 16) + 3, 1 << 31, 1 << 32])
-def test_as_text_of_any_ids_sorts_and_agrees_as_ids_do(most: int) -> None:
+def test_order_key_of_ids_sorts_like_the_ids(most: int) -> None:
     rng = np.random.default_rng(most)
     for _ in range(300):
         shared = rng.integers(max(0, most - 4), most, rng.integers(0, 6)).tolist()

@@ -1,4 +1,4 @@
-"""Threads, processes, forks and kills: a store is what it should be after all of them."""
+"""Threads, processes, forks and kills leave a consistent store."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from kvmnn.store import PrefixStore
 
 
 @pytest.mark.slow
-def test_processes_at_once(tmp_path: Path) -> None:
+def test_store_parallel_processes_share_it(tmp_path: Path) -> None:
     assert min(together(tmp_path / "s", processes=8, seconds=1)) > 0
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment(tmp_path: Path) -> None:
+def test_store_survives_kill_at_any_moment(tmp_path: Path) -> None:
     killed(tmp_path / "s", times=4)
 
 
-def test_threads_share_a_store(tmp_path: Path) -> None:
+def test_store_is_shared_by_threads(tmp_path: Path) -> None:
     """All put the same texts and get each other's."""
     texts = [[*range(6), *[number] * number] for number in range(1, 12)]
     with PrefixStore(tmp_path / "s", block_tokens=4) as store, ThreadPoolExecutor(8) as pool:
@@ -40,8 +40,8 @@ def test_threads_share_a_store(tmp_path: Path) -> None:
         assert len(list(tmp_path.glob("s/units/*/*.unit"))) == store.stats().units
 
 
-def test_two_stores_put_the_same_text_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each finds nothing and encodes; what the second brings is dropped, but for what the first had not."""
+def test_put_same_text_from_two_stores_is_stored_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both find nothing and encode; of the second put only the new part is stored."""
     one, two = range(10), [*range(8), 60, 61, 62, 63]
     with PrefixStore(tmp_path / "s", block_tokens=4) as first, PrefixStore(tmp_path / "s") as second:
         add = second._backend.add_units
@@ -61,7 +61,7 @@ def test_two_stores_put_the_same_text_at_once(tmp_path: Path, monkeypatch: pytes
         assert first.gc(max_bytes=0).units == 2
 
 
-def test_what_a_put_follows_may_go_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_put_prefix_deleted_during_put_is_stored_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begin, ids = range(8), range(12)
     with PrefixStore(tmp_path / "s", block_tokens=4) as store:
         store.put(begin, layers_of(begin), model=MODEL)
@@ -78,8 +78,8 @@ def test_what_a_put_follows_may_go_meanwhile(tmp_path: Path, monkeypatch: pytest
         assert same(store.get(ids, model=MODEL).layers, ids, 12)
 
 
-def test_a_unit_that_is_evicted_while_it_is_got(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is a miss, and nothing is said to be damaged."""
+def test_get_unit_evicted_during_get_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a miss, and no note calls it damaged."""
     with PrefixStore(tmp_path / "s", block_tokens=4) as store, PrefixStore(tmp_path / "s") as other:
         store.put(range(8), layers_of(range(8)), model=MODEL)
         read = store._backend.read_units
@@ -95,7 +95,7 @@ def test_a_unit_that_is_evicted_while_it_is_got(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.filterwarnings("ignore:This process")
-def test_a_forked_child_has_its_own_connection_and_folder(tmp_path: Path) -> None:
+def test_store_forked_child_has_own_connection_and_folder(tmp_path: Path) -> None:
     with PrefixStore(tmp_path / "s", block_tokens=4) as store:
         store.put(range(6), layers_of(range(6)), model=MODEL)
         (mine,) = (tmp_path / "s" / "staging").iterdir()

@@ -1,4 +1,4 @@
-"""What is not as it was put is a miss that says so; a store that is none is one clear line."""
+"""Damaged units are misses with a note; a directory that is no store is one clear error."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def made(folder: Path, *texts, codec: str = "dense") -> list[Path]:
 
 
 @pytest.mark.parametrize("codec", ["dense", "frames"])
-def test_each_byte_of_a_unit_counts(tmp_path: Path, codec: str) -> None:
+def test_get_flipped_byte_of_unit_is_detected(tmp_path: Path, codec: str) -> None:
     """One flip anywhere is found."""
     ids = to_token_ids(range(11))
     (file,) = made(tmp_path / "s", ids, codec=codec)
@@ -47,7 +47,7 @@ def test_each_byte_of_a_unit_counts(tmp_path: Path, codec: str) -> None:
             read(flipped)
 
 
-def test_a_damaged_unit_is_a_miss_that_says_so(tmp_path: Path) -> None:
+def test_get_damaged_unit_is_a_noted_miss(tmp_path: Path) -> None:
     """What comes before it is still returned."""
     texts = range(8), [*range(8), 50, 51, 52]
     (_, file) = made(tmp_path / "s", *texts)
@@ -64,8 +64,8 @@ def test_a_damaged_unit_is_a_miss_that_says_so(tmp_path: Path) -> None:
             assert store.get(texts[1], model=MODEL).notes == ()
 
 
-def test_a_frame_that_is_not_the_one_that_was_put_is_a_miss(tmp_path: Path) -> None:
-    """Even where the words in it are those that were."""
+def test_get_exchanged_frame_is_a_miss(tmp_path: Path) -> None:
+    """Even if it decodes to the same words."""
     (file,) = made(tmp_path / "s", range(8), codec="frames")
     unit = parse_unit(np.frombuffer(file.read_bytes(), np.uint8))
     frames = (unit.frames[0]._replace(checksum=unit.frames[0].checksum ^ 1), *unit.frames[1:])
@@ -85,7 +85,7 @@ def test_a_frame_that_is_not_the_one_that_was_put_is_a_miss(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("cut", [0, 1, 40, 60, 100, -1])
-def test_a_cut_unit_is_removed(tmp_path: Path, cut: int) -> None:
+def test_get_truncated_unit_is_removed(tmp_path: Path, cut: int) -> None:
     (file,) = made(tmp_path / "s", range(8))
     file.write_bytes(file.read_bytes()[:cut])
     with PrefixStore(tmp_path / "s") as store:
@@ -98,7 +98,7 @@ def test_a_cut_unit_is_removed(tmp_path: Path, cut: int) -> None:
         assert store.get(range(8), model=MODEL).tokens == 8
 
 
-def test_a_lost_file_takes_what_follows_it(tmp_path: Path) -> None:
+def test_get_missing_file_loses_units_after_it(tmp_path: Path) -> None:
     first, _ = made(tmp_path / "s", range(8), range(16))
     first.unlink()
     with PrefixStore(tmp_path / "s") as store:
@@ -109,8 +109,8 @@ def test_a_lost_file_takes_what_follows_it(tmp_path: Path) -> None:
         assert list((tmp_path / "s").glob("units/*/*")) == []
 
 
-def test_files_that_changed_places_are_found_out(tmp_path: Path) -> None:
-    """Each is a good unit; the ids tell that it is another's."""
+def test_get_exchanged_unit_files_are_detected(tmp_path: Path) -> None:
+    """Each is a valid unit; its ids show that it is in the wrong place."""
     one, two = made(tmp_path / "s", range(8), range(20, 28))
     first, second = one.read_bytes(), two.read_bytes()
     one.write_bytes(second)
@@ -121,7 +121,7 @@ def test_files_that_changed_places_are_found_out(tmp_path: Path) -> None:
         assert "holds other tokens than the index says" in found.notes[0]
 
 
-def test_another_models_unit_is_found_out(tmp_path: Path) -> None:
+def test_get_unit_of_other_model_is_detected(tmp_path: Path) -> None:
     (one,) = made(tmp_path / "s", range(8))
     with PrefixStore(tmp_path / "t", block_tokens=4) as store:
         store.put(range(8), layers_of(range(8), seed=b"x"), model="another")
@@ -131,7 +131,7 @@ def test_another_models_unit_is_found_out(tmp_path: Path) -> None:
         assert "holds layers of another model" in store.get(range(8), model=MODEL).notes[0]
 
 
-def test_verify_finds_and_removes(tmp_path: Path) -> None:
+def test_verify_reports_and_removes_damaged_units(tmp_path: Path) -> None:
     files = made(tmp_path / "s", range(8), [*range(8), 1, 1, 1, 1, 1], range(30, 40))
     data = bytearray(files[1].read_bytes())
     data[-3] ^= 1
@@ -144,7 +144,7 @@ def test_verify_finds_and_removes(tmp_path: Path) -> None:
         assert store.match([*range(8), 1], model=MODEL) == 8
 
 
-def test_gc_removes_what_nobody_refers_to(tmp_path: Path) -> None:
+def test_gc_removes_unreferenced_files(tmp_path: Path) -> None:
     files = made(tmp_path / "s", range(8), range(30, 40))
     other = files[0].with_name(f"{99:08x}.unit")
     other.write_bytes(b"x" * 100)
@@ -166,7 +166,7 @@ def changed(folder: Path, change: str) -> None:
     connection.close()
 
 
-def test_an_index_of_another_version_is_refused(tmp_path: Path) -> None:
+def test_open_index_of_other_version_is_refused(tmp_path: Path) -> None:
     made(tmp_path / "s", range(8))
     changed(tmp_path / "s", "PRAGMA user_version = 2")
     for options in ({}, {"read_only": True}, {"create": False}):
@@ -184,7 +184,7 @@ def test_an_index_of_another_version_is_refused(tmp_path: Path) -> None:
         ("DELETE FROM state", "a row of it is gone"),
     ],
 )
-def test_another_index_is_made_anew(tmp_path: Path, change: str, said: str) -> None:
+def test_open_foreign_index_is_rebuilt(tmp_path: Path, change: str, said: str) -> None:
     made(tmp_path / "s", range(8))
     changed(tmp_path / "s", change)
     with pytest.raises(SourceError, match=said):
@@ -219,8 +219,8 @@ def test_another_index_is_made_anew(tmp_path: Path, change: str, said: str) -> N
         "DELETE FROM state",
     ],
 )
-def test_a_forged_index_gives_no_other_rows(tmp_path: Path, change: str) -> None:
-    """It may lose what is stored; it gives nothing that was not put, and fails in kvmnn's words."""
+def test_get_forged_index_never_yields_other_rows(tmp_path: Path, change: str) -> None:
+    """Stored rows may be lost; none appear that were not put, and errors are those of kvmnn."""
     ids = [*range(11)]
     made(tmp_path / "s", ids, [*range(8), 60, 61])
     changed(tmp_path / "s", change)
@@ -252,7 +252,7 @@ def test_a_forged_index_gives_no_other_rows(tmp_path: Path, change: str) -> None
         "UPDATE unit SET space = 7",
     ],
 )
-def test_verify_makes_an_index_anew_that_says_other_things_than_the_units(tmp_path: Path, change: str) -> None:
+def test_verify_rebuilds_index_that_differs_from_units(tmp_path: Path, change: str) -> None:
     texts = [*range(8)], [*range(8), 60, 61]
     made(tmp_path / "s", *texts)
     with PrefixStore(tmp_path / "s") as store:
@@ -268,7 +268,7 @@ def test_verify_makes_an_index_anew_that_says_other_things_than_the_units(tmp_pa
         assert store.verify().anew == ()
 
 
-def test_what_is_no_store_is_left_alone(tmp_path: Path) -> None:
+def test_open_other_directory_is_unchanged(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter").write_text("dear")
     with pytest.raises(SourceError, match=r"mine: is not a prefix store: it holds other things and no index\.sqlite"):
@@ -285,7 +285,7 @@ def test_what_is_no_store_is_left_alone(tmp_path: Path) -> None:
             PrefixStore(tmp_path / "noise", read_only=read_only)
 
 
-def test_what_is_no_dtype_or_no_layer_is_refused(tmp_path: Path) -> None:
+def test_store_calls_invalid_dtype_or_layer_is_refused(tmp_path: Path) -> None:
     made(tmp_path / "s", range(8))
     with PrefixStore(tmp_path / "s") as store:
         for call in (store.match, store.get, store.pin, store.unpin, store.delete):
@@ -295,7 +295,7 @@ def test_what_is_no_dtype_or_no_layer_is_refused(tmp_path: Path) -> None:
             store.put(range(8), [np.zeros((2, 8, 4), "<f2")], model=MODEL)
 
 
-def test_a_read_only_store_serves(tmp_path: Path) -> None:
+def test_store_read_only_writes_nothing(tmp_path: Path) -> None:
     made(tmp_path / "s", range(8))
 
     def files() -> list[tuple[Path, int]]:
@@ -319,7 +319,7 @@ def test_a_read_only_store_serves(tmp_path: Path) -> None:
     assert files() == before
 
 
-def test_a_full_disk_leaves_the_store_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_put_full_disk_leaves_store_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made(tmp_path / "s", range(8))
     ids = [*range(8), *range(100, 200)]
     with PrefixStore(tmp_path / "s") as store:
@@ -339,7 +339,7 @@ def test_a_full_disk_leaves_the_store_as_it_was(tmp_path: Path, monkeypatch: pyt
         assert store.match(ids, model=MODEL) == len(ids)
 
 
-def test_the_folder_for_new_units_is_kept_until_the_store_is_closed(tmp_path: Path) -> None:
+def test_put_staging_folder_is_kept_until_close(tmp_path: Path) -> None:
     """And made again where somebody removes it."""
     staging = tmp_path / "s" / "staging"
     with PrefixStore(tmp_path / "s") as store:
@@ -353,8 +353,8 @@ def test_the_folder_for_new_units_is_kept_until_the_store_is_closed(tmp_path: Pa
     assert list(staging.iterdir()) == []
 
 
-def test_where_uses_cannot_be_noted_down_texts_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was asked for has been found by then: a full disk is no reason to say otherwise."""
+def test_get_unwritable_usage_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text has been found by then, so a full disk is no failure."""
     made(tmp_path / "s", range(8))
     refused = []
 
@@ -369,14 +369,14 @@ def test_where_uses_cannot_be_noted_down_texts_are_found(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("tokens", [0, 1 << 25, 2**32 - 1])
-def test_sizes_of_a_header_are_bounded(tokens: int) -> None:
+def test_parse_unit_sizes_of_header_are_bounded(tokens: int) -> None:
     head = b"KVMNNPU1" + tokens.to_bytes(4, "little") + (4).to_bytes(4, "little") + bytes(4 + 32)
     with pytest.raises(DamagedUnitError, match=r"impossible sizes|its header alone"):
         parse_unit(np.frombuffer(head + bytes(100), np.uint8))
 
 
 @pytest.mark.parametrize("codec", ["dense", "frames"])
-def test_check_unit_with_more_tokens_than_a_unit_may_have_is_refused(tmp_path: Path, codec: str) -> None:
+def test_check_unit_too_many_tokens_is_refused(tmp_path: Path, codec: str) -> None:
     ids = to_token_ids(range(11))
     (file,) = made(tmp_path / "s", ids, codec=codec)
     unit, space = parse_unit(np.frombuffer(file.read_bytes(), np.uint8)), build_namespace(layers_of(ids), MODEL)
@@ -386,10 +386,10 @@ def test_check_unit_with_more_tokens_than_a_unit_may_have_is_refused(tmp_path: P
 
 
 @pytest.mark.parametrize("codec", ["dense", "frames"])
-def test_store_unit_of_more_tokens_than_blocks_allow_is_damaged(
+def test_get_unit_with_more_tokens_than_blocks_is_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: str
 ) -> None:
-    """Both ways of reading pass the bound on: one block more than a unit has."""
+    """Both read paths enforce the bound."""
     made(tmp_path / "s", range(11), codec=codec)
     for blocks, has_capacity in ((1, False), (2, True)):
         monkeypatch.setattr("kvmnn.store.read_path.count_blocks_per_unit", lambda *_, blocks=blocks: blocks)

@@ -1,4 +1,4 @@
-"""Stores of dense streams: rows before a unit, shared tables, and what must hold of frames holds of them as well."""
+"""Stores of dense streams: history rows, shared tables, and the guarantees of frames."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from kvmnn.store.write_path import DenseStreamEncoder
 
 
 @pytest.mark.parametrize("dtype", ["<f2", "<f4"])
-def test_what_is_put_comes_back(tmp_path: Path, dtype: str) -> None:
+def test_dense_store_texts_round_trip_in_fewer_bytes(tmp_path: Path, dtype: str) -> None:
     """Whole, cut anywhere, branched, grown by tails; and in fewer bytes than frames."""
     ids = text(1300)
     branch = [*ids[:333], *text(200, 1)]
@@ -54,7 +54,7 @@ def test_what_is_put_comes_back(tmp_path: Path, dtype: str) -> None:
     assert max(unit.dense.history_rows for unit in units(tmp_path / "dense") if unit.dense) == 256
 
 
-def test_the_bytes_of_a_dense_unit(tmp_path: Path) -> None:
+def test_dense_unit_bytes_of_hand_decoding(tmp_path: Path) -> None:
     """Taken apart by hand, for the second of two units of a text."""
     ids = text(40)
     layers = layers_of(ids)
@@ -87,7 +87,7 @@ def test_the_bytes_of_a_dense_unit(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_each_byte_of_a_dense_unit_counts(tmp_path: Path) -> None:
+def test_dense_unit_flipped_byte_is_detected(tmp_path: Path) -> None:
     ids = text(24)
     with PrefixStore(tmp_path / "s", block_tokens=16, codec="dense") as store:
         store.put(ids, layers_of(ids), model=MODEL)
@@ -106,8 +106,8 @@ def test_each_byte_of_a_dense_unit_counts(tmp_path: Path) -> None:
             read(good[:at] + bytes([good[at] ^ 0x10]) + good[at + 1 :])
 
 
-def test_rows_that_were_computed_otherwise_are_not_referred_to(tmp_path: Path) -> None:
-    """Another machine rounds otherwise: what it puts after stored blocks does not depend on its own beginning."""
+def test_dense_store_differently_rounded_rows_use_no_history(tmp_path: Path) -> None:
+    """Another machine rounds differently: units that it puts after stored blocks use no history rows."""
     ids = text(300)
     with PrefixStore(tmp_path / "s", block_tokens=16, codec="dense") as store:
         store.put(ids[:160], layers_of(ids[:160]), model=MODEL)
@@ -121,8 +121,8 @@ def test_rows_that_were_computed_otherwise_are_not_referred_to(tmp_path: Path) -
     assert [unit.dense and unit.dense.history_rows for unit in units(tmp_path / "s")] == [0, 0]
 
 
-def test_another_process_that_is_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The unit that rows refer to is put by another, with other rows, between encoding and noting down."""
+def test_dense_store_other_process_wins_race_for_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process puts the history unit, with other rows, between encoding and recording."""
     ids = text(1100)
     with PrefixStore(tmp_path / "s", block_tokens=16, codec="dense") as store:
         units_ = store._backend
@@ -141,7 +141,7 @@ def test_another_process_that_is_faster(tmp_path: Path, monkeypatch: pytest.Monk
         assert store.verify().damaged == ()
 
 
-def test_frames_where_streams_gain_little(tmp_path: Path) -> None:
+def test_dense_store_uses_frames_where_streams_gain_little(tmp_path: Path) -> None:
     """A store of dense streams has frames of what does not repeat, and after it; short units are tried as streams."""
     rng = np.random.default_rng(3)
     noise = [LayerCache(layer=0, keys=words, values=words) for words in [rng.standard_normal((2, 400, 16), np.float32)]]
@@ -155,7 +155,7 @@ def test_frames_where_streams_gain_little(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["<f2", "<f4"])
 @pytest.mark.parametrize("first", [64, 100, 255])
-def test_frames_behind_streams(tmp_path: Path, first: int, dtype: str) -> None:
+def test_dense_store_frames_after_streams_round_trip(tmp_path: Path, first: int, dtype: str) -> None:
     """Rows of streams lie token by token in what is returned, and those of frames come to their places in it."""
     rng = np.random.default_rng(first)
     keys, values = rng.standard_normal((2, 700, 64)).astype(dtype), rng.standard_normal((2, 700, 48)).astype(dtype)
@@ -175,7 +175,7 @@ def test_frames_behind_streams(tmp_path: Path, first: int, dtype: str) -> None:
 @pytest.mark.slow
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
-def test_whatever_units_are_made_of_the_rows_come_back(tmp_path: Path, data: st.DataObject) -> None:
+def test_dense_store_any_units_round_trip(tmp_path: Path, data: st.DataObject) -> None:
     """Texts that begin alike, of rows that repeat and rows that do not, in any order and of any length."""
     dtype = data.draw(st.sampled_from(["<f2", "<f4"]))
     parts = st.tuples(st.integers(0, 2), st.sampled_from([1, 15, 16, 60, 130, 256, 300]), st.booleans())
@@ -193,7 +193,7 @@ def test_whatever_units_are_made_of_the_rows_come_back(tmp_path: Path, data: st.
                 assert found.tokens == len(asked) and same(found.layers, mixed_layers_of(asked, dtype), len(asked))
 
 
-def test_chains_are_bounded(tmp_path: Path) -> None:
+def test_dense_store_chains_are_bounded(tmp_path: Path) -> None:
     ids = text(16 * 2 * (MAX_CHAIN_UNITS + 3))
     with PrefixStore(tmp_path / "s", block_tokens=16, codec="dense") as store:
         for end in range(32, len(ids) + 1, 32):
@@ -205,8 +205,8 @@ def test_chains_are_bounded(tmp_path: Path) -> None:
         assert same(store.get(ids, model=MODEL).layers, layers_of(ids), len(ids))
 
 
-def test_short_units_share_tables(tmp_path: Path) -> None:
-    """Made once, of the first text that is long enough; kept as long as there are units, checked, and exported."""
+def test_dense_store_short_units_share_tables(tmp_path: Path) -> None:
+    """The tables are built once from the first long text, kept as long as there are units, checked, and exported."""
     ids = text(400)
     with PrefixStore(tmp_path / "s", block_tokens=16, codec="dense", rotary=ROTARY) as store:
         store.put(ids[:100], layers_of(ids[:100]), model=MODEL)
@@ -241,7 +241,7 @@ def test_short_units_share_tables(tmp_path: Path) -> None:
     assert not tables.exists()
 
 
-def test_units_share_tables_unless_they_lose_by_it(tmp_path: Path) -> None:
+def test_dense_store_unsuitable_shared_tables_are_not_used(tmp_path: Path) -> None:
     """Tables of a first text whose rows are all but equal fit no other: units have their own then, but the shortest; a
     store that is opened again finds it out by its first short text, or by a long one.
     """
@@ -278,7 +278,7 @@ def test_units_share_tables_unless_they_lose_by_it(tmp_path: Path) -> None:
     assert shared["bad"] == {size: size < 64 for size in shared["good"]} and min(shared["bad"]) < 64
 
 
-def test_one_unit_in_sixteen_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dense_store_one_unit_in_sixteen_tries_frames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of texts of two units the one after that of which tables were made, every eighth, each after one of frames."""
     tried = []
     frames_of_layer = DenseStreamEncoder.measure_layer_frames
@@ -302,7 +302,7 @@ def test_one_unit_in_sixteen_is_tried(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("how", ["by token, read-only", "not aligned", "big-endian"])
-def test_rows_that_lie_otherwise(tmp_path: Path, how: str) -> None:
+def test_dense_store_strided_and_big_endian_rows(tmp_path: Path, how: str) -> None:
     ids = text(600)
     plain = layers_of(ids)
 
@@ -327,7 +327,7 @@ def test_rows_that_lie_otherwise(tmp_path: Path, how: str) -> None:
     assert [path.read_bytes() for path in files[0]] == [path.read_bytes() for path in files[1]] and len(files[0]) == 2
 
 
-def test_frames_that_were_larger_are_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dense_store_larger_frames_are_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until the next trial, but for streams that are larger themselves."""
     tried: list[int] = []
     encode_next = write_path.encode_next
@@ -351,7 +351,7 @@ def test_frames_that_were_larger_are_not_tried_again(tmp_path: Path, monkeypatch
     assert tried[1] >= 4 and tried[2:] == [0, 0, 1]
 
 
-def test_an_index_that_is_lost_and_tables_and_rows_before(tmp_path: Path) -> None:
+def test_dense_store_lost_index_is_rebuilt_with_tables(tmp_path: Path) -> None:
     ids = text(700)
     with PrefixStore(tmp_path / "s", block_tokens=16, codec="dense") as store:
         for end in (300, 330, 700):
@@ -364,7 +364,7 @@ def test_an_index_that_is_lost_and_tables_and_rows_before(tmp_path: Path) -> Non
         assert store.verify().damaged == ()
 
 
-def test_a_damaged_unit_takes_what_refers_to_it(tmp_path: Path) -> None:
+def test_dense_store_damaged_unit_loses_its_dependents(tmp_path: Path) -> None:
     ids = text(1200)
     with PrefixStore(tmp_path / "s", block_tokens=16, codec="dense") as store:
         store.put(ids, layers_of(ids), model=MODEL)
@@ -379,7 +379,7 @@ def test_a_damaged_unit_takes_what_refers_to_it(tmp_path: Path) -> None:
         assert store.stats().units == 1 and store.verify().damaged == ()
 
 
-def test_a_store_keeps_its_codec(tmp_path: Path) -> None:
+def test_dense_store_keeps_its_codec(tmp_path: Path) -> None:
     """One of frames, one that does not say it, and units of both kinds in one store."""
     ids = text(500)
     with PrefixStore(tmp_path / "s", block_tokens=16, codec="frames") as store:
@@ -406,7 +406,7 @@ def test_a_store_keeps_its_codec(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("codec", ["dense", "frames"])
-def test_settings_are_made_anew_by_the_index_and_the_units(tmp_path: Path, codec: str) -> None:
+def test_dense_store_settings_are_rebuilt(tmp_path: Path, codec: str) -> None:
     ids = text(400)
     with PrefixStore(tmp_path / "s", block_tokens=16, codec=codec) as store:
         store.put(ids, layers_of(ids), model=MODEL)
@@ -423,7 +423,7 @@ def test_settings_are_made_anew_by_the_index_and_the_units(tmp_path: Path, codec
         assert path.read_bytes() == settings
 
 
-def test_past_this_machine(tmp_path: Path) -> None:
+def test_dense_store_remote_round_trips(tmp_path: Path) -> None:
     pytest.importorskip("fsspec")
     ids, url = text(1000), f"file://{tmp_path}/r"
     with PrefixStore(url, block_tokens=16, codec="dense", rotary=ROTARY) as store:
@@ -445,7 +445,7 @@ def test_past_this_machine(tmp_path: Path) -> None:
         PrefixStore(url, codec="frames")
 
 
-def test_a_rotation_that_cannot_be(tmp_path: Path) -> None:
+def test_dense_store_rope_too_wide_for_heads_is_refused(tmp_path: Path) -> None:
     """More words than any head has are refused; a layer whose heads have fewer than others is coded without."""
     ids = text(300)
     with PrefixStore(tmp_path / "s", rotary=dense.RopeConfig(dims=2 * DIMS)) as store:
@@ -463,7 +463,7 @@ def test_a_rotation_that_cannot_be(tmp_path: Path) -> None:
         assert same(store.get(ids, model=MODEL).layers, [*layers_of(ids), *small], 300)
 
 
-def test_a_rotation_is_not_looked_for_where_there_is_said_to_be_none(tmp_path: Path) -> None:
+def test_dense_store_rope_none_disables_search(tmp_path: Path) -> None:
     ids = text(600)
     turns = np.arange(600)[:, None] * 10000.0 ** (-2 * np.arange(DIMS // 2) / DIMS)
     layers = []
@@ -482,7 +482,7 @@ def test_a_rotation_is_not_looked_for_where_there_is_said_to_be_none(tmp_path: P
         PrefixStore(tmp_path / "other", rotary="no")
 
 
-def test_layers_beyond_dense_streams_are_frames(tmp_path: Path) -> None:
+def test_dense_store_too_wide_layers_are_frames(tmp_path: Path) -> None:
     words = np.ones((1, 3, 1 << 17), np.float16)
     caches = [LayerCache(layer=0, keys=words, values=words)]
     with PrefixStore(tmp_path / "s", codec="dense") as store:

@@ -1,4 +1,4 @@
-"""Prompts answered from the store: the engine generates from what `get` wrote what it generates by itself."""
+"""Prompts answered from the store: the engine generates the same tokens as by itself."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def store(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_tokens_are_the_engines_own(model: Path, store: Path, tmp_path: Path, prompt: str) -> None:
+def test_engine_generates_same_tokens_from_store(model: Path, store: Path, tmp_path: Path, prompt: str) -> None:
     ids = PROMPTS[prompt]
     with Engine(model, tmp_path / "own") as engine:
         wanted = engine.call("generate", ids, 4)
@@ -67,7 +67,7 @@ def test_tokens_are_the_engines_own(model: Path, store: Path, tmp_path: Path, pr
 
 
 @pytest.mark.slow
-def test_texts_that_share_blocks(model: Path, tmp_path: Path) -> None:
+def test_engine_texts_with_shared_blocks_are_answered(model: Path, tmp_path: Path) -> None:
     """Of two texts that begin alike the second put adds what is new and nothing else; both are answered from the store,
     and from a copy of it.
     """

@@ -1,4 +1,4 @@
-"""On a full disk what is stored is found, `gc` and `delete` make room, and what cannot be made leaves nothing."""
+"""On a full disk stored texts are found, `gc` and `delete` free space, and failed puts leave nothing."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def full() -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", [SCRIPT, FEW_BLOCKS], ids=["units", "units of a few blocks"])
-def test_a_full_disk(tmp_path: Path, script: str) -> None:
+def test_store_on_full_disk_finds_texts_and_frees_space(tmp_path: Path, script: str) -> None:
     """A small one of its own, where the system lets this user have that."""
     tests = Path(__file__).parents[1]
     mount = ["unshare", "-rm", "sh", "-c", 'mount -t tmpfs -o size=4m none "$0" && exec "$@"', tmp_path]
@@ -135,7 +135,7 @@ def test_a_full_disk(tmp_path: Path, script: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_store_serves_that_cannot_write_its_index(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_open_unwritable_index_serves_texts(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     with PrefixStore(tmp_path / "s") as store:
         store.put(TEXTS[0], layers_of(TEXTS[0]), model=MODEL)
     request.getfixturevalue("full")
@@ -147,7 +147,7 @@ def test_a_store_serves_that_cannot_write_its_index(tmp_path: Path, request: pyt
                 call()
 
 
-def test_a_store_that_cannot_be_made_leaves_nothing(tmp_path: Path, full: None) -> None:
+def test_create_on_full_disk_leaves_nothing(tmp_path: Path, full: None) -> None:
     (tmp_path / "there").mkdir()
     for name in ("new", "there"):
         with pytest.raises(OutputError):

@@ -53,9 +53,7 @@ def test_get_returns_the_longest_prefix_with_state(
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("block_tokens", [16, 64])
-def test_ls_of_texts_with_windows_and_state_counts_all_of_their_bytes(
-    new_url: Callable[[str], str], engine: str, block_tokens: int
-) -> None:
+def test_ls_counts_bytes_of_windows_and_state(new_url: Callable[[str], str], engine: str, block_tokens: int) -> None:
     long = [*range(5000, 6300)]  # several units, and a second text that leaves the first half-way in one
     with PrefixStore(new_url(engine), block_tokens=block_tokens) as store:
         first, other = put(store, long), put(store, OTHER)
@@ -72,7 +70,7 @@ def test_ls_of_texts_with_windows_and_state_counts_all_of_their_bytes(
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_get_partial_returns_full_layers_and_says_what_is_missing(new_url: Callable[[str], str], engine: str) -> None:
+def test_get_partial_returns_full_layers_and_notes_missing(new_url: Callable[[str], str], engine: str) -> None:
     with PrefixStore(new_url(engine)) as store:
         put(store, SYSTEM)
         found = store.get(OTHER, model=MODEL, partial=True)
@@ -88,7 +86,7 @@ def test_get_partial_returns_full_layers_and_says_what_is_missing(new_url: Calla
 
 
 @pytest.mark.parametrize("engine", ["directory", "redis", "memory"])
-def test_delete_and_pins_take_state_with_the_text(new_url: Callable[[str], str], engine: str) -> None:
+def test_delete_and_gc_treat_state_like_its_text(new_url: Callable[[str], str], engine: str) -> None:
     with PrefixStore(new_url(engine)) as store:
         put(store, SYSTEM)
         put(store, CHAT)
@@ -110,7 +108,7 @@ def test_delete_and_pins_take_state_with_the_text(new_url: Callable[[str], str],
 
 
 @pytest.mark.parametrize("engine", ["directory", "redis", "memory"])
-def test_gc_to_fewer_bytes_leaves_whole_prefixes(new_url: Callable[[str], str], engine: str) -> None:
+def test_gc_max_bytes_keeps_whole_prefixes(new_url: Callable[[str], str], engine: str) -> None:
     with PrefixStore(new_url(engine)) as store:
         texts = [[*range(begin, begin + 100)] for begin in range(0, 3000, 300)]
         for ids in texts:
@@ -132,9 +130,7 @@ def test_gc_to_fewer_bytes_leaves_whole_prefixes(new_url: Callable[[str], str], 
 
 @pytest.mark.parametrize("engine", ["directory", "redis"])
 @pytest.mark.parametrize("place", [0.02, 0.3, 0.6, 0.99])
-def test_get_of_damaged_state_names_it_and_returns_a_shorter_prefix(
-    new_url: Callable[[str], str], engine: str, place: float
-) -> None:
+def test_get_damaged_state_returns_a_shorter_prefix(new_url: Callable[[str], str], engine: str, place: float) -> None:
     url = new_url(engine)
     with PrefixStore(url) as store:
         put(store, SYSTEM)
@@ -176,7 +172,7 @@ def _flipped(data: bytes, place: float) -> bytes:
 
 
 @pytest.mark.parametrize("block_tokens", [1, 16, 64])
-def test_index_made_anew_finds_state(tmp_path: Path, block_tokens: int) -> None:
+def test_rebuild_index_finds_state(tmp_path: Path, block_tokens: int) -> None:
     texts = ([1, 2, 3], SYSTEM[:64], SYSTEM, CHAT, OTHER)
     with PrefixStore(tmp_path / "s", block_tokens=block_tokens) as store:
         for ids in texts:
@@ -197,7 +193,7 @@ def test_index_made_anew_finds_state(tmp_path: Path, block_tokens: int) -> None:
 
 
 @pytest.mark.parametrize("engine", ["directory", "memory"])
-def test_windows_that_contain_every_token_are_stored_as_full_layers(new_url: Callable[[str], str], engine: str) -> None:
+def test_put_windows_with_every_token_are_full_layers(new_url: Callable[[str], str], engine: str) -> None:
     """What is stored of a text that is shorter than the window is complete for each of its beginnings."""
     short = SYSTEM[:WINDOW]
     with PrefixStore(new_url(engine)) as store:
@@ -225,7 +221,7 @@ def test_windows_that_contain_every_token_are_stored_as_full_layers(new_url: Cal
 
 
 @pytest.mark.parametrize("engine", ["directory", "redis"])
-def test_model_without_full_attention_is_found_at_its_lengths(new_url: Callable[[str], str], engine: str) -> None:
+def test_get_model_without_full_attention_needs_exact_length(new_url: Callable[[str], str], engine: str) -> None:
     with PrefixStore(new_url(engine)) as store:
         for ids in (SYSTEM, CHAT):
             store.put(ids, layers_of(ids, windows=range(4)), model=MODEL, windows=range(4))
@@ -241,7 +237,7 @@ def test_model_without_full_attention_is_found_at_its_lengths(new_url: Callable[
         assert store.get(CHAT, model="state alone").tokens == 200
 
 
-def test_put_of_other_shapes_or_windows_is_refused(tmp_path: Path) -> None:
+def test_put_other_shapes_or_windows_are_refused(tmp_path: Path) -> None:
     with PrefixStore(tmp_path / "s") as store:
         put(store, SYSTEM)
         with pytest.raises(KvmnnError, match="under the model a hybrid model it holds"):
@@ -262,7 +258,7 @@ def test_park_and_resume_keep_state(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("engine", ["directory", "redis"])
-def test_put_within_a_bound_evicts_whole_prefixes(new_url: Callable[[str], str], engine: str) -> None:
+def test_put_max_bytes_evicts_whole_prefixes(new_url: Callable[[str], str], engine: str) -> None:
     with PrefixStore(new_url(engine), max_bytes=40_000) as store:
         for begin in range(0, 6000, 300):
             ids = [*range(begin, begin + 120)]
@@ -291,8 +287,8 @@ def _states_of(folder: Path) -> list[Path]:
         ("raw_bytes", -1),
     ],
 )
-def test_forged_document_of_state_is_a_miss(tmp_path: Path, key: str, value: object) -> None:
-    """Its checksum fits, as that of somebody who forges it does."""
+def test_get_forged_state_document_is_a_miss(tmp_path: Path, key: str, value: object) -> None:
+    """Its checksum matches, as that of a forger would."""
     with PrefixStore(tmp_path / "s") as store:
         put(store, SYSTEM)
         put(store, CHAT)
@@ -312,7 +308,7 @@ def test_forged_document_of_state_is_a_miss(tmp_path: Path, key: str, value: obj
 
 
 @pytest.mark.parametrize("engine", ["directory", "redis"])
-def test_state_of_another_prefix_is_a_miss(new_url: Callable[[str], str], engine: str) -> None:
+def test_get_exchanged_state_is_a_miss(new_url: Callable[[str], str], engine: str) -> None:
     """Two states whose files were exchanged: each is whole, and of other tokens."""
     url = new_url(engine)
     with PrefixStore(url) as store:
@@ -337,7 +333,7 @@ def test_state_of_another_prefix_is_a_miss(new_url: Callable[[str], str], engine
         assert len(store.verify().damaged) == 1
 
 
-def test_stores_of_before_are_read(tmp_path: Path) -> None:
+def test_namespace_without_windows_has_the_older_form(tmp_path: Path) -> None:
     """A text of full attention alone leaves the same rows and documents as ever."""
     ids = SYSTEM
     with PrefixStore(tmp_path / "s") as store:

@@ -1,4 +1,4 @@
-"""What is put is found again, to the token and bit for bit, and nothing else is."""
+"""Stored texts are found to the token and bit for bit, and nothing else is."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def put(store: PrefixStore, ids, **options):
     return store.put(ids, layers_of(ids, **options), model=MODEL)
 
 
-def test_a_text_comes_back(store: PrefixStore) -> None:
+def test_put_and_get_round_trip(store: PrefixStore) -> None:
     ids = list(range(11))
     made = put(store, ids)
     assert (made.tokens, made.known_tokens, made.raw_bytes) == (11, 0, 11 * 2 * 2 * 2 * 4 * 2)
@@ -38,7 +38,7 @@ def test_a_text_comes_back(store: PrefixStore) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["<f2", "<f4"])
-def test_dtypes_are_kept_apart(store: PrefixStore, dtype: str) -> None:
+def test_get_dtypes_are_separate(store: PrefixStore, dtype: str) -> None:
     ids = [5, 6, 7, 8, 9]
     put(store, ids, dtype="<f2")
     put(store, [*ids, 1], dtype="<f4")
@@ -50,8 +50,8 @@ def test_dtypes_are_kept_apart(store: PrefixStore, dtype: str) -> None:
     assert (found.dtype, dict(found.other_precisions)) == (name, {})
 
 
-def test_which_precision_is_taken_is_said(store: PrefixStore) -> None:
-    """That which covers most; of two that cover as much the one that was put first."""
+def test_get_reports_the_chosen_precision(store: PrefixStore) -> None:
+    """The one that covers most; of two equal ones the one that was put first."""
     ids = [5, 6, 7, 8, 9]
     put(store, ids, dtype="<f2")
     put(store, [*ids, 1], dtype="<f4")
@@ -66,7 +66,7 @@ def test_which_precision_is_taken_is_said(store: PrefixStore) -> None:
         assert {cache.dtype for cache in found.layers} == ({taken} if taken else set())
 
 
-def test_a_text_in_several_precisions_is_one_text(store: PrefixStore, tmp_path: Path) -> None:
+def test_pin_and_delete_apply_to_all_precisions(store: PrefixStore, tmp_path: Path) -> None:
     """`pin`, `unpin` and `delete` mean it in all that have the whole of it, unless one is said; `export` says which."""
     ids = [5, 6, 7, 8, 9]
     put(store, ids, dtype="<f2")
@@ -93,7 +93,7 @@ def test_a_text_in_several_precisions_is_one_text(store: PrefixStore, tmp_path: 
         store.delete(ids, model=MODEL)
 
 
-def test_bf16_comes_back_as_words(store: PrefixStore) -> None:
+def test_get_bf16_is_uint16_words(store: PrefixStore) -> None:
     caches = [LayerCache(layer=0, keys=np.arange(24, dtype="<u2").reshape(2, 3, 4), values=np.ones((2, 3, 4), "<u2"))]
     store.put([1, 2, 3], caches, model=MODEL)
     (found,) = store.get([1, 2, 3, 4], model=MODEL).layers
@@ -101,7 +101,7 @@ def test_bf16_comes_back_as_words(store: PrefixStore) -> None:
     assert (found.keys == caches[0].keys).all() and (found.values == caches[0].values).all()
 
 
-def test_layers_may_differ_and_may_be_views(store: PrefixStore) -> None:
+def test_put_accepts_views_and_different_layers(store: PrefixStore) -> None:
     """Token-major views, big-endian words, another number of heads in each layer, layers in any order."""
     wide = np.arange(2 * 9 * 6, dtype=np.float32).reshape(9, 2, 6).transpose(1, 0, 2)
     narrow = np.arange(9 * 3, dtype=">f4").reshape(1, 9, 3)
@@ -113,7 +113,7 @@ def test_layers_may_differ_and_may_be_views(store: PrefixStore) -> None:
     assert (found[1].keys == narrow).all() and (found[1].values == narrow).all()
 
 
-def test_texts_that_begin_alike_share_blocks(store: PrefixStore) -> None:
+def test_put_texts_with_common_prefix_share_blocks(store: PrefixStore) -> None:
     one, two = [*range(20)], [*range(12), 99, 98, 97]
     put(store, one)
     made = put(store, two)
@@ -124,7 +124,7 @@ def test_texts_that_begin_alike_share_blocks(store: PrefixStore) -> None:
 
 
 @pytest.mark.parametrize("cut", range(21))
-def test_every_beginning_is_found_to_the_token(store: PrefixStore, cut: int) -> None:
+def test_get_finds_every_prefix_to_the_token(store: PrefixStore, cut: int) -> None:
     ids = list(range(100, 121))
     put(store, ids)
     asked = [*ids[:cut], 7, 7, 7]
@@ -134,7 +134,7 @@ def test_every_beginning_is_found_to_the_token(store: PrefixStore, cut: int) -> 
     assert same(found.layers, ids, cut) if cut else found.layers == []
 
 
-def test_the_longest_of_many_branches(store: PrefixStore) -> None:
+def test_get_finds_longest_of_many_branches(store: PrefixStore) -> None:
     begin = [1, 2, 3, 4]
     for last in range(40):
         put(store, [*begin, 50, last, last, last, last])
@@ -143,8 +143,8 @@ def test_the_longest_of_many_branches(store: PrefixStore) -> None:
     assert same(store.get(asked, model=MODEL).layers, [*begin, 50, 17, 17, 17], 7)
 
 
-def test_texts_are_listed(store: PrefixStore) -> None:
-    """Each that no longer one begins with, whichever units others share."""
+def test_ls_lists_texts_that_are_no_prefix(store: PrefixStore) -> None:
+    """Every text that is no prefix of a longer one, whatever units others share."""
     for ids in (range(8), range(20), [*range(12), 99, 98, 97], [*range(12), 50, 51, 52, 53], [7]):
         put(store, ids)
     listed = [(entry.tokens, entry.unused_for) for entry in store.ls().texts]
@@ -153,7 +153,7 @@ def test_texts_are_listed(store: PrefixStore) -> None:
     assert store.stats().texts == 4
 
 
-def test_a_text_that_grows_leaves_no_tails(store: PrefixStore) -> None:
+def test_put_growing_text_leaves_no_tails(store: PrefixStore) -> None:
     ids = list(range(8))
     put(store, ids)
     for more in range(9, 12):
@@ -162,7 +162,7 @@ def test_a_text_that_grows_leaves_no_tails(store: PrefixStore) -> None:
     assert same(store.get(range(11), model=MODEL).layers, range(11), 11)
 
 
-def test_a_beginning_of_what_is_stored_is_known(store: PrefixStore) -> None:
+def test_put_prefix_of_stored_text_stores_nothing(store: PrefixStore) -> None:
     put(store, range(11))
     for end in (1, 4, 6, 8, 10):
         assert put(store, range(end)).stored_bytes == 0
@@ -171,7 +171,7 @@ def test_a_beginning_of_what_is_stored_is_known(store: PrefixStore) -> None:
 @pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.data())
-def test_against_a_dictionary(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_store_equals_dictionary_model(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     """Texts of few ids, so that many begin alike: what covers most of a text is found, bit for bit."""
     block = data.draw(st.sampled_from([1, 2, 3, 8]))
     texts = st.lists(st.integers(0, 2), min_size=1, max_size=30)
@@ -193,7 +193,7 @@ def test_against_a_dictionary(tmp_path_factory: pytest.TempPathFactory, data: st
 @pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(st.data())
-def test_whatever_is_removed_no_other_rows_come(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_store_evictions_never_yield_other_rows(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     texts = st.lists(st.integers(0, 1), min_size=1, max_size=24)
     with PrefixStore(tmp_path_factory.mktemp("s"), max_bytes=1500, block_tokens=3) as store:
         stored: list[list[int]] = []
@@ -211,7 +211,7 @@ def test_whatever_is_removed_no_other_rows_come(tmp_path_factory: pytest.TempPat
         assert store.gc().other_files == 0
 
 
-def test_the_least_recently_used_goes_first(tmp_path: Path) -> None:
+def test_eviction_removes_least_recently_used(tmp_path: Path) -> None:
     with PrefixStore(tmp_path / "s", block_tokens=4) as store:
         size = put(store, range(8)).stored_bytes
     with PrefixStore(tmp_path / "t", max_bytes=3 * size, block_tokens=4) as store:
@@ -223,7 +223,7 @@ def test_the_least_recently_used_goes_first(tmp_path: Path) -> None:
         assert [store.match(ids, model=MODEL) for ids in texts] == [8, 0, 8, 8]
 
 
-def test_ends_go_before_beginnings(tmp_path: Path) -> None:
+def test_eviction_removes_ends_before_prefixes(tmp_path: Path) -> None:
     with PrefixStore(tmp_path / "s", block_tokens=4) as store:
         put(store, range(8))
         put(store, range(16))
@@ -232,7 +232,7 @@ def test_ends_go_before_beginnings(tmp_path: Path) -> None:
         assert store.match(range(16), model=MODEL) == 8
 
 
-def test_pinned_texts_stay(store: PrefixStore) -> None:
+def test_gc_keeps_pinned_texts(store: PrefixStore) -> None:
     put(store, range(8))
     put(store, range(16))
     put(store, [9, 9, 9])
@@ -252,7 +252,7 @@ def test_pinned_texts_stay(store: PrefixStore) -> None:
             call(range(8), model=MODEL)
 
 
-def test_delete_leaves_what_others_continue(store: PrefixStore) -> None:
+def test_delete_keeps_blocks_of_longer_texts(store: PrefixStore) -> None:
     put(store, range(8))
     put(store, [*range(8), 50, 51])
     put(store, [*range(8), 60, 61, 62, 63, 64])
@@ -268,7 +268,7 @@ def test_delete_leaves_what_others_continue(store: PrefixStore) -> None:
         store.delete(range(8), model=MODEL)
 
 
-def test_sessions(store: PrefixStore) -> None:
+def test_park_and_resume_sessions(store: PrefixStore) -> None:
     ids = list(range(10))
     store.park("chat 1", ids, layers_of(ids), model=MODEL)
     store.park("chat 1", [*ids, 11], layers_of([*ids, 11]), model=MODEL)
@@ -284,7 +284,7 @@ def test_sessions(store: PrefixStore) -> None:
             call("chat 1")
 
 
-def test_models_do_not_mix(store: PrefixStore) -> None:
+def test_get_models_are_separate(store: PrefixStore) -> None:
     put(store, range(6))
     store.put(range(6), layers_of(range(6), seed=b"x"), model="another")
     assert same(store.get(range(6), model="another").layers, range(6), 6, seed=b"x")
@@ -293,7 +293,7 @@ def test_models_do_not_mix(store: PrefixStore) -> None:
     assert store.models == (MODEL, "another")
 
 
-def test_what_is_no_text_or_no_prefix_is_refused(store: PrefixStore) -> None:
+def test_put_invalid_ids_or_layers_are_refused(store: PrefixStore) -> None:
     ids = list(range(6))
     caches = layers_of(ids)
     for wrong in ([], [[1]], [1.5], [-1], [1 << 32], ["a"], [[1], [2, 3]], [10**30]):
@@ -316,7 +316,7 @@ def test_what_is_no_text_or_no_prefix_is_refused(store: PrefixStore) -> None:
     assert store.stats().units == 0
 
 
-def test_a_store_has_its_own_blocks(tmp_path: Path) -> None:
+def test_open_other_block_size_is_refused(tmp_path: Path) -> None:
     with PrefixStore(tmp_path / "s", block_tokens=16) as store:
         put(store, range(40))
     with PrefixStore(tmp_path / "s") as store:
@@ -326,7 +326,7 @@ def test_a_store_has_its_own_blocks(tmp_path: Path) -> None:
         PrefixStore(tmp_path / "s", block_tokens=64)
 
 
-def test_a_long_text_is_several_units(tmp_path: Path) -> None:
+def test_put_long_text_is_several_units(tmp_path: Path) -> None:
     ids = np.random.default_rng(3).integers(0, 50_000, 1300)
     with PrefixStore(tmp_path / "s") as store:
         put(store, ids)
@@ -337,7 +337,7 @@ def test_a_long_text_is_several_units(tmp_path: Path) -> None:
             assert same(found.layers, ids, tokens)
 
 
-def test_closed_and_missing_stores(tmp_path: Path) -> None:
+def test_open_missing_store_is_refused(tmp_path: Path) -> None:
     with PrefixStore(tmp_path / "s") as store:
         put(store, [1, 2, 3])
     with pytest.raises(KvmnnError, match="the store is closed"):

@@ -1,4 +1,4 @@
-"""The same store over Redis and over the file systems of fsspec: found to the token, checked, and never in the way."""
+"""The store over Redis and fsspec: found to the token, checked, and never an obstacle when the server fails."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def put(store: PrefixStore, ids):
     return store.put(ids, layers_of(ids), model=MODEL)
 
 
-def test_it_is_a_store(url: str) -> None:
+def test_remote_store_round_trips(url: str) -> None:
     one, two = [*range(20)], [*range(12), 99, 98, 97]
     with PrefixStore(url, block_tokens=4) as store:
         assert put(store, one).stored_bytes > 0
@@ -61,7 +61,7 @@ def test_it_is_a_store(url: str) -> None:
 @pytest.mark.parametrize("engine", ["redis", "file", "memory"])
 @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
-def test_against_a_dictionary(engine: str, new_url: Callable[[str], str], data: st.DataObject) -> None:
+def test_remote_store_equals_dictionary_model(engine: str, new_url: Callable[[str], str], data: st.DataObject) -> None:
     texts = st.lists(st.integers(0, 2), min_size=1, max_size=30)
     stored: list[list[int]] = []
     with PrefixStore(new_url(engine), block_tokens=data.draw(st.sampled_from([1, 3, 8]))) as store:
@@ -81,7 +81,7 @@ def test_against_a_dictionary(engine: str, new_url: Callable[[str], str], data: 
 @pytest.mark.parametrize("engine", ["redis", "memory"])
 @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
-def test_whatever_is_removed_no_other_rows_come(engine: str, new_url: Callable[[str], str], data) -> None:
+def test_remote_evictions_never_yield_other_rows(engine: str, new_url: Callable[[str], str], data) -> None:
     texts = st.lists(st.integers(0, 1), min_size=1, max_size=24)
     with PrefixStore(new_url(engine), max_bytes=1500, block_tokens=3, ram_bytes=0) as store:
         stored: list[list[int]] = []
@@ -100,7 +100,7 @@ def test_whatever_is_removed_no_other_rows_come(engine: str, new_url: Callable[[
         assert (cleaned.units, cleaned.other_files) == (0, 0)
 
 
-def test_sessions(url: str) -> None:
+def test_remote_park_and_resume_sessions(url: str) -> None:
     ids = list(range(10))
     with PrefixStore(url) as store:
         store.park("chat äöü", ids, layers_of(ids), model=MODEL)
@@ -111,7 +111,7 @@ def test_sessions(url: str) -> None:
             store.resume("chat äöü")
 
 
-def test_a_damaged_session_can_be_forgotten(url: str) -> None:
+def test_remote_damaged_session_can_be_removed(url: str) -> None:
     with PrefixStore(url) as store:
         store.park("chat", [1, 2], layers_of([1, 2]), model=MODEL)
         (name,) = store._backend.key_values.list_tree("sessions")
@@ -121,7 +121,7 @@ def test_a_damaged_session_can_be_forgotten(url: str) -> None:
         assert (store.sessions(), store.verify().beside) == ([], ())
 
 
-def test_a_full_server_reads_and_makes_room(server: Server, new_url: Callable[[str], str]) -> None:
+def test_remote_full_server_reads_and_frees_space(server: Server, new_url: Callable[[str], str]) -> None:
     """It answers at once that it takes nothing, and then even refuses to remove in a transaction."""
     redis = pytest.importorskip("redis")
     ids, more = [*range(200)], [*range(900, 1900)]
@@ -139,7 +139,7 @@ def test_a_full_server_reads_and_makes_room(server: Server, new_url: Callable[[s
             client.config_set("maxmemory", 0)
 
 
-def test_the_least_recently_used_goes_first(url: str) -> None:
+def test_remote_eviction_removes_least_recently_used(url: str) -> None:
     texts = [[first, *range(7)] for first in (10, 20, 30, 40)]
     with PrefixStore(url, block_tokens=4) as store:
         size = put(store, texts[0]).stored_bytes
@@ -153,7 +153,7 @@ def test_the_least_recently_used_goes_first(url: str) -> None:
         assert [entry.unused_for is not None for entry in store.ls().texts] == [True] * 3
 
 
-def test_ends_go_before_beginnings_and_pinned_texts_stay(url: str) -> None:
+def test_remote_gc_keeps_prefixes_and_pinned_texts(url: str) -> None:
     with PrefixStore(url, block_tokens=4) as store:
         for ids in (range(8), range(16), [9, 9, 9]):
             put(store, ids)
@@ -174,7 +174,7 @@ def test_ends_go_before_beginnings_and_pinned_texts_stay(url: str) -> None:
             store.pin(range(8), model=MODEL)
 
 
-def test_a_text_that_grows_leaves_no_tails(url: str) -> None:
+def test_remote_growing_text_leaves_no_tails(url: str) -> None:
     with PrefixStore(url, block_tokens=4) as store:
         for tokens in range(8, 12):
             put(store, range(tokens))
@@ -183,7 +183,7 @@ def test_a_text_that_grows_leaves_no_tails(url: str) -> None:
         assert store.gc().other_files == 0
 
 
-def test_the_longest_of_very_many_branches(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remote_get_finds_longest_of_many_branches(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks longer than what names of records say of them, and more of them than are looked at."""
     monkeypatch.setattr("kvmnn.store.remote.backend._MAX_NEIGHBOURS", 3)
     begin = list(range(40))
@@ -197,8 +197,8 @@ def test_the_longest_of_very_many_branches(url: str, monkeypatch: pytest.MonkeyP
             assert same(found.layers, [*begin, *asked], found.tokens)
 
 
-def test_what_the_engine_has_evicted_is_put_again(server: Server) -> None:
-    """The record alone does not count, for `match` neither."""
+def test_remote_put_restores_units_evicted_by_server(server: Server) -> None:
+    """A record without its unit does not count, also for `match`."""
     with PrefixStore(server.url, ram_bytes=0) as store:
         put(store, [7, 7, 1])
         store._backend.key_values.delete(units_of(store))
@@ -207,7 +207,7 @@ def test_what_the_engine_has_evicted_is_put_again(server: Server) -> None:
         assert same(store.get([7, 7, 1], model=MODEL).layers, [7, 7, 1], 3)
 
 
-def test_options_that_say_nothing(url: str, tmp_path: Path) -> None:
+def test_remote_options_for_local_store_are_refused(url: str, tmp_path: Path) -> None:
     with PrefixStore(url):
         pass
     with pytest.raises(OptionError, match="ram_bytes and timeout are for stores past this machine"):
@@ -216,7 +216,7 @@ def test_options_that_say_nothing(url: str, tmp_path: Path) -> None:
         PrefixStore(url, block_tokens=32)
 
 
-def test_no_store_and_another_one(url: str) -> None:
+def test_remote_open_missing_or_other_store_is_refused(url: str) -> None:
     with pytest.raises(SourceError, match="holds no prefix store"):
         PrefixStore(url, create=False)
     with PrefixStore(url) as store:
@@ -226,7 +226,7 @@ def test_no_store_and_another_one(url: str) -> None:
         PrefixStore(url)
 
 
-def test_read_only(url: str) -> None:
+def test_remote_read_only_refuses_writes(url: str) -> None:
     with PrefixStore(url) as store:
         put(store, [1, 2, 3])
     with PrefixStore(url, read_only=True) as store:
@@ -240,7 +240,7 @@ def units_of(store: PrefixStore) -> list[str]:
     return [f"units/{name}" for name in store._backend.key_values.list_names("units")]
 
 
-def test_damage_is_a_miss_that_says_so(url: str) -> None:
+def test_remote_damaged_unit_is_a_noted_miss(url: str) -> None:
     one, two = [*range(8)], [*range(8), 50, 51, 52]
     with PrefixStore(url, block_tokens=4) as store:
         put(store, one)
@@ -264,7 +264,7 @@ def test_damage_is_a_miss_that_says_so(url: str) -> None:
         assert store.verify().damaged == ()
 
 
-def test_what_the_engine_evicts_is_a_plain_miss(url: str) -> None:
+def test_remote_unit_evicted_by_server_is_a_miss(url: str) -> None:
     ids = list(range(8))
     with PrefixStore(url, block_tokens=4) as store:
         put(store, ids)
@@ -279,8 +279,8 @@ def test_what_the_engine_evicts_is_a_plain_miss(url: str) -> None:
         assert (cleaned.other_files, cleaned.young_files) == ((1, 0) if url.startswith("redis") else (0, 1))
 
 
-def test_hostile_values(url: str) -> None:
-    """Records of other texts, of other spaces, cut ones: nothing comes that was not put."""
+def test_remote_hostile_values_are_misses(url: str) -> None:
+    """Records of other texts or namespaces and truncated ones yield no rows that were not put."""
     ids = list(range(8))
     with PrefixStore(url, block_tokens=4) as store:
         put(store, ids)
@@ -302,7 +302,7 @@ def test_hostile_values(url: str) -> None:
         assert put(store, ids).known_tokens == 8, "it is there, and its space is noted down again"
 
 
-def test_an_outage_costs_a_miss(server: Server) -> None:
+def test_remote_outage_is_a_miss(server: Server) -> None:
     ids = list(range(8))
     with PrefixStore(server.url, timeout=1) as store:
         put(store, ids)
@@ -363,7 +363,7 @@ class Slow:
         self.held |= items
 
 
-def test_a_failure_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_circuit_breaker_retries_failures(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvmnn.store.remote.key_values import BackendUnavailableError, CircuitBreaker
 
     monkeypatch.setattr("kvmnn.store.remote.key_values.RETRY_PAUSES_SECONDS", (0.0, 0.0))
@@ -378,8 +378,8 @@ def test_a_failure_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert slow.calls == 6, "while it rests nothing is tried"
 
 
-def test_after_time_outs_an_engine_is_left_alone_for_longer_and_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None is waited for twice; an answer ends it."""
+def test_circuit_breaker_pauses_longer_after_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no second wait for a dead server; an answer ends the pause."""
     from kvmnn.store.remote.key_values import CircuitBreaker
 
     now = 100.0
@@ -404,7 +404,7 @@ def test_after_time_outs_an_engine_is_left_alone_for_longer_and_longer(monkeypat
 
 
 @pytest.mark.parametrize("codec", ["dense", "frames"])
-def test_damaged_settings_are_told_by_units(url: str, codec: str) -> None:
+def test_remote_damaged_settings_are_rebuilt_from_units(url: str, codec: str) -> None:
     from kvmnn.store.remote.backend import SETTINGS_NAME
 
     ids = list(range(30))
@@ -427,7 +427,7 @@ def test_damaged_settings_are_told_by_units(url: str, codec: str) -> None:
 
 
 @pytest.mark.parametrize("error", [PermissionError("Access Denied"), FileNotFoundError("there is no such bucket")])
-def test_an_engine_that_refuses_has_answered(monkeypatch: pytest.MonkeyPatch, error: OSError) -> None:
+def test_circuit_breaker_refusal_is_no_outage(monkeypatch: pytest.MonkeyPatch, error: OSError) -> None:
     from kvmnn.store.remote.key_values import CircuitBreaker
 
     monkeypatch.setattr("kvmnn.store.remote.key_values.RETRY_PAUSES_SECONDS", ())
@@ -437,8 +437,8 @@ def test_an_engine_that_refuses_has_answered(monkeypatch: pytest.MonkeyPatch, er
         CircuitBreaker(slow, "s3").get_many(["a/b"])
 
 
-def test_round_trips(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long a text is, it takes as many."""
+def test_remote_round_trips_do_not_depend_on_length(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of round trips does not grow with the text."""
     with PrefixStore(url, block_tokens=4) as store:
         counts: dict[int, int] = {}
         put(store, range(1200))
@@ -458,7 +458,7 @@ def test_round_trips(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert counts[1200] <= counts[6] <= 5
 
 
-def test_units_in_memory_are_bounded() -> None:
+def test_memory_cache_is_bounded() -> None:
     ram = MemoryCache(100)
     for unit in range(10):
         ram.put(unit, bytes(30))
@@ -473,7 +473,7 @@ def test_units_in_memory_are_bounded() -> None:
     assert ram.nbytes == 70
 
 
-def test_units_are_taken_from_memory(server: Server) -> None:
+def test_remote_get_uses_memory_cache(server: Server) -> None:
     ids = list(range(100, 140))
     with PrefixStore(server.url) as store:
         put(store, ids)
@@ -483,7 +483,7 @@ def test_units_are_taken_from_memory(server: Server) -> None:
         assert store.get(ids, model=MODEL).tokens == 0
 
 
-def test_each_byte_of_a_record_counts() -> None:
+def test_parse_record_flipped_byte_is_refused() -> None:
     import numpy as np
 
     good = UnitRecord(b"s" * 16, b"p" * 16, 77, 1000, 4, np.arange(5, dtype="<u4")).to_bytes()

@@ -1,4 +1,4 @@
-"""The bytes of a unit are those that docs/prefix-store.md tells, read and written without kvmnn."""
+"""The bytes of a unit are those that docs/prefix-store.md documents, read and written without kvmnn."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from kvmnn.store import PrefixStore
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 63, 64, 65, 1000])
-def test_the_checksum_stays_what_it_is(size: int) -> None:
+def test_integrity_checksum_equals_the_model(size: int) -> None:
     data = np.random.default_rng(size).bytes(size)
     assert integrity_checksum(data) == checksum_model(data)
     assert integrity_checksum(data, 0x1234567890ABCDEF) == checksum_model(data, 0x1234567890ABCDEF)
 
 
-def test_the_bytes_of_a_unit(tmp_path: Path) -> None:
+def test_unit_bytes_equal_the_documented_format(tmp_path: Path) -> None:
     """Taken apart by hand, for the second of two units of a text."""
     import hashlib
 

@@ -1,4 +1,4 @@
-"""URLs of stores past one machine: what is none, what needs a package, what is not said of them."""
+"""URLs of remote stores: invalid ones, missing packages, and secrets in messages."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from kvmnn.store import PrefixStore
         ("redis://me:sec/ret@h/0", "is no URL of a store$"),
     ],
 )
-def test_what_is_no_url_is_refused(url: str, said: str) -> None:
+def test_open_invalid_url_is_refused(url: str, said: str) -> None:
     pytest.importorskip("redis")
     pytest.importorskip("fsspec")
     with pytest.raises(OptionError, match=said):
         PrefixStore(url)
 
 
-def test_a_protocol_whose_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_url_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     fsspec = pytest.importorskip("fsspec")
 
     def missing(url: str) -> None:
@@ -41,7 +41,7 @@ def test_a_protocol_whose_package_is_missing(monkeypatch: pytest.MonkeyPatch) ->
         PrefixStore("s3://bucket/x")
 
 
-def test_secrets_of_a_url_are_not_said() -> None:
+def test_open_url_secrets_are_redacted() -> None:
     pytest.importorskip("redis")
     with PrefixStore("redis://me:secret@127.0.0.1:1/0", timeout=0.2) as store:
         (note,) = store.get([1], model=MODEL).notes

@@ -1,4 +1,4 @@
-"""What is the same for a store in a directory, in Redis, and over the file systems of fsspec."""
+"""Behaviour that directory, Redis and fsspec stores share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def put(store: PrefixStore, ids, **options):
     return store.put(ids, layers_of(ids, **options), model=MODEL)
 
 
-def test_what_the_bound_has_no_room_for_is_said(url: str) -> None:
+def test_put_beyond_max_bytes_is_noted(url: str) -> None:
     """Of the same text put again with a smaller bound, too."""
     ids = list(range(40))
     said = "the bound (max_bytes) has no room for more"
@@ -45,13 +45,13 @@ def test_what_the_bound_has_no_room_for_is_said(url: str) -> None:
 
 
 @pytest.mark.parametrize(("bound", "said"), [(0, "max_bytes is 0: expected at least 1"), (-5, "max_bytes is -5")])
-def test_a_bound_is_a_number_above_zero(url: str, bound: int, said: str) -> None:
+def test_open_max_bytes_must_be_positive(url: str, bound: int, said: str) -> None:
     with pytest.raises(KvmnnError, match=said):
         PrefixStore(url, max_bytes=bound)
 
 
-def test_a_closed_store_says_so(url: str) -> None:
-    """Every call, and the same."""
+def test_closed_store_refuses_every_call(url: str) -> None:
+    """Every call raises the same error."""
     store = PrefixStore(url)
     ids = list(range(8))
     put(store, ids)
@@ -70,8 +70,8 @@ def test_a_closed_store_says_so(url: str) -> None:
     store.close()
 
 
-def test_a_model_has_one_shape(url: str) -> None:
-    """That of what is stored; where nothing is left of it another may come."""
+def test_put_other_shape_of_same_model_is_refused(url: str) -> None:
+    """The stored shape applies; once nothing of it is left, another may be put."""
     ids = list(range(8))
     with PrefixStore(url, block_tokens=4) as store:
         put(store, ids)
@@ -95,7 +95,7 @@ def test_a_model_has_one_shape(url: str) -> None:
         assert same(store.get(ids, model=MODEL).layers, ids, 8, layers=3)
 
 
-def test_of_precisions_that_cover_as_much_the_first_put_is_taken(url: str) -> None:
+def test_get_equal_precisions_prefer_the_first_put(url: str) -> None:
     ids = list(range(8))
     for model, types in (("one", ("<f4", "<f2")), ("two", ("<f2", "<f4"))):
         with PrefixStore(url) as store:
@@ -133,7 +133,7 @@ def made(url: str) -> list[list[int]]:
     return texts
 
 
-def test_verify_says_what_is_sound_and_what_is_lost(url: str) -> None:
+def test_verify_reports_sound_and_lost_units(url: str) -> None:
     texts = made(url)
     with PrefixStore(url) as store:
         whole = store.verify()
@@ -147,7 +147,7 @@ def test_verify_says_what_is_sound_and_what_is_lost(url: str) -> None:
 
 
 @pytest.mark.parametrize("codec", ["dense", "frames"])
-def test_the_same_tokens_behind_other_ones_are_not_taken(url: str, codec: str) -> None:
+def test_get_exchanged_units_of_same_ids_are_not_used(url: str, codec: str) -> None:
     """Two units of the same ids that changed places: each is sound, and its rows are those of another text."""
     one, two = [*range(4), 50, 51, 52, 53], [*range(10, 14), 50, 51, 52, 53]
     with PrefixStore(url, block_tokens=4, codec=codec) as store:
@@ -174,7 +174,7 @@ def swap(url: str, store: PrefixStore, one: str, two: str) -> None:
     store._backend.key_values.put_many({one: second, two: first})
 
 
-def test_get_says_what_goes_with_a_damaged_unit(url: str) -> None:
+def test_get_notes_what_a_damaged_unit_loses(url: str) -> None:
     texts = made(url)
     with PrefixStore(url, ram_bytes=0) if "://" in url else PrefixStore(url) as store:
         damage(url, store, files_of(url, store)[0])
@@ -187,7 +187,7 @@ def test_get_says_what_goes_with_a_damaged_unit(url: str) -> None:
         assert (store.stats().units, store.ls().texts[0].tokens) == (1, 2)
 
 
-def test_gc_names_what_is_not_ours(tmp_path: Path) -> None:
+def test_gc_directory_names_foreign_files(tmp_path: Path) -> None:
     """In every folder of a store; what processes that were killed have left is removed."""
     made(str(tmp_path / "s"))
     names = [
@@ -215,8 +215,8 @@ def test_gc_names_what_is_not_ours(tmp_path: Path) -> None:
         store.gc(max_bytes=0)
 
 
-def test_gc_over_a_file_system(tmp_path: Path) -> None:
-    """The same; what is on its way in has no lock, and stays for an hour."""
+def test_gc_file_system_keeps_recent_uploads(tmp_path: Path) -> None:
+    """As in a directory; unfinished uploads have no lock, and stay for an hour."""
     made(f"file://{tmp_path}/s")
     units = tmp_path / "s" / "units"
     names = ["letter", f"{5:032x}.0123abcd.tmp", f"{6:032x}.0123abcd.tmp", f"{7:032x}", f"{8:032x}"]
@@ -232,7 +232,7 @@ def test_gc_over_a_file_system(tmp_path: Path) -> None:
         assert [(units / name).exists() for name in names] == [True, False, True, False, True]
 
 
-def test_a_pin_outlives_the_loss_of_its_text(url: str) -> None:
+def test_pin_survives_loss_of_its_text(url: str) -> None:
     """Until `unpin`: once the text is put again it holds, whoever finds the damage."""
     text, other = [*range(11)], [*range(60, 75)]
     for look in (lambda store: store.verify(), lambda store: store.get(text, model=MODEL)):
@@ -257,7 +257,7 @@ def test_a_pin_outlives_the_loss_of_its_text(url: str) -> None:
             assert s.match(text, model=MODEL) == 0
 
 
-def test_a_pin_holds_again_in_a_longer_text(url: str) -> None:
+def test_pin_applies_again_in_a_longer_text(url: str) -> None:
     text = [*range(11)]
     longer = [*text, 7, 7, 7]
     with PrefixStore(url, block_tokens=4, ram_bytes=0) if "://" in url else PrefixStore(url, block_tokens=4) as store:
@@ -276,7 +276,7 @@ def test_a_pin_holds_again_in_a_longer_text(url: str) -> None:
         assert store.match(longer, model=MODEL) == 0
 
 
-def test_a_lost_text_is_unpinned(url: str) -> None:
+def test_unpin_lost_text(url: str) -> None:
     text = [*range(11)]
     with PrefixStore(url, ram_bytes=0) if "://" in url else PrefixStore(url) as store:
         put(store, text)
@@ -289,7 +289,7 @@ def test_a_lost_text_is_unpinned(url: str) -> None:
         assert store.stats().units == store.stats().pinned == 0
 
 
-def test_delete_says_why_a_text_stays(url: str) -> None:
+def test_delete_explains_why_a_text_stays(url: str) -> None:
     text, longer = [*range(8)], [*range(16)]
     with PrefixStore(url, block_tokens=4) as store:
         put(store, text)
@@ -300,7 +300,7 @@ def test_delete_says_why_a_text_stays(url: str) -> None:
         assert store.delete(text, model=MODEL).kept == "other texts go on from it"
 
 
-def test_a_prefix_is_written_with_its_own_ids(url: str, tmp_path: Path) -> None:
+def test_write_prefix_checks_token_ids(url: str, tmp_path: Path) -> None:
     with PrefixStore(url) as store:
         put(store, [*range(8)])
         found = store.get([*range(9)], model=MODEL)
@@ -310,7 +310,7 @@ def test_a_prefix_is_written_with_its_own_ids(url: str, tmp_path: Path) -> None:
     assert write_prefix(found, [*range(8), 77], str(tmp_path / "out.npz"), where="s").tokens == 8
 
 
-def test_texts_are_known_by_their_ends(url: str) -> None:
+def test_ls_texts_have_distinct_ends(url: str) -> None:
     with PrefixStore(url, block_tokens=4) as store:
         for ids in ([*range(20)], [*range(12), 99], [5, 6]):
             put(store, ids)
@@ -318,7 +318,7 @@ def test_texts_are_known_by_their_ends(url: str) -> None:
         assert ends == {tuple(range(12, 20)), (99,), (5, 6)}
 
 
-def test_ids_of_32_bits_are_found_to_the_token(url: str) -> None:
+def test_match_32_bit_ids_are_found_to_the_token(url: str) -> None:
     """Placeholders of pictures are hashes of 30 to 32 bits: two pictures share the text before them alone."""
     rng = np.random.default_rng(8)
     text = list(range(100, 140))

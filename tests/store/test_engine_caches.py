@@ -1,4 +1,4 @@
-"""Caches with windows and state that engines wrote, stored and got again, byte for byte."""
+"""Caches with windows and state that engines wrote round-trip through the store byte for byte."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def ids_of(source: Source, tokens: int) -> list[int]:
 
 
 @pytest.mark.parametrize("name", ["long.session", "long.sequence", "short.session"])
-def test_session_is_stored_whole_and_got_again(llama: Path, tmp_path: Path, run, name: str) -> None:
+def test_store_llama_session_round_trips(llama: Path, tmp_path: Path, run, name: str) -> None:
     model = llama / "model.gguf"
     source = kvmnn.open(llama / name, model=model)
     tokens = 12 if name.startswith("short") else 300
@@ -76,7 +76,7 @@ NAMES = ("gemma3_hybrid", "cohere2_dynamic", "mistral_static", "lfm2_dynamic", "
 
 
 @pytest.mark.parametrize("name", [*NAMES, "qwen3next_static", "llama_dynamic"])
-def test_cache_of_transformers_is_stored_with_windows_and_state(hf: Path, tmp_path: Path, name: str) -> None:
+def test_store_transformers_cache_with_windows_and_state_round_trips(hf: Path, tmp_path: Path, name: str) -> None:
     source = kvmnn.open(hf / f"{name}.pt")
     layers = read_layer_caches(source, with_windows=True, with_states=True)
     tokens = layers[0].tokens_seen
@@ -98,7 +98,7 @@ def test_cache_of_transformers_is_stored_with_windows_and_state(hf: Path, tmp_pa
         assert store.verify().damaged == ()
 
 
-def test_state_of_transformers_by_the_command(hf: Path, tmp_path: Path, run) -> None:
+def test_store_command_transformers_state_round_trips(hf: Path, tmp_path: Path, run) -> None:
     source = kvmnn.open(hf / "qwen3next_dynamic.pt")
     tokens = next(iter(source.arrays)).shape[2]
     ids = ",".join(map(str, range(3, 3 + tokens)))
@@ -133,7 +133,7 @@ def test_state_of_transformers_by_the_command(hf: Path, tmp_path: Path, run) -> 
     "text",
     ["[]", '{"version":1,"states":[{"layer":9,"name":"a","dtype":"f","shape":[]}]}', '{"version":1,"states":[7]}'],
 )
-def test_metadata_of_state_that_lies_is_refused(tmp_path: Path, run, text: str) -> None:
+def test_open_inconsistent_state_metadata_is_refused(tmp_path: Path, run, text: str) -> None:
     arrays = {f"layer_0.{part}": np.ones((2, 20, 16), np.float32) for part in ("key", "value")}
     data = {name: array.tobytes() for name, array in arrays.items()}
     about = {"__metadata__": {"kvmnn.states": text}}
@@ -157,9 +157,7 @@ TYPES = ["linear_attention"] * 3 + ["full_attention"]
     [("LLLFLLLF", (1152, 4096)), ("LLLFLLLF", None), ("FLFL", (600, 8)), ("LF", (64, 12))],
     ids=["differ", "fit", "short", "two"],
 )
-def test_prefix_cache_of_mnn_is_got_again_byte_for_byte(
-    tmp_path: Path, run, kinds: str, sizes: tuple[int, int] | None
-) -> None:
+def test_store_mnn_prefix_cache_round_trips(tmp_path: Path, run, kinds: str, sizes: tuple[int, int] | None) -> None:
     write_hybrid(tmp_path / "p", kinds, sizes=sizes)
     model = tmp_path / "model"
     model.mkdir()
@@ -180,7 +178,7 @@ def test_prefix_cache_of_mnn_is_got_again_byte_for_byte(
     assert "cannot make a prefix cache of a part of the state" in error
 
 
-def test_folder_of_settings_names_no_model_and_the_fingerprint_does(tmp_path: Path, run) -> None:
+def test_store_command_needs_fingerprint_without_model(tmp_path: Path, run) -> None:
     write_hybrid(tmp_path / "p", "LLLF", sizes=(1152, 4096))
     (tmp_path / "model").mkdir()
     shape = {"key_value_shape": [2, 1, 0, 2, 16], "layer_nums": 4, "attention_type": "mix", "layer_types": TYPES}
@@ -192,7 +190,7 @@ def test_folder_of_settings_names_no_model_and_the_fingerprint_does(tmp_path: Pa
     assert run("store", "match", tmp_path / "s", "--token-ids", ids, "--fingerprint", "m").out.strip() == "50"
 
 
-def test_state_of_another_engine_is_no_prefix_of_mnn(hf: Path, tmp_path: Path, run) -> None:
+def test_store_command_other_state_as_mnn_prefix_is_refused(hf: Path, tmp_path: Path, run) -> None:
     ids = ",".join(map(str, range(next(iter(kvmnn.open(hf / "lfm2_dynamic.pt").arrays)).shape[2])))
     run("store", "put", tmp_path / "s", hf / "lfm2_dynamic.pt", "--token-ids", ids, "--fingerprint", "m")
     words = ("--token-ids", ids, "--backend", "x86-avx2", "--name", "p", "-o", tmp_path / "p")

@@ -1,4 +1,4 @@
-"""Where a store lies: file systems that cannot be written to, and clocks that jump."""
+"""Read-only file systems, and clocks that jump."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ print("served")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_open", [False, True], ids=["closed", "in use"])
-def test_a_file_system_that_cannot_be_written_to(tmp_path: Path, is_open: bool) -> None:
+def test_open_read_only_file_system(tmp_path: Path, is_open: bool) -> None:
     """A read-only mount in a namespace of its own: for root as well nothing can be written there."""
     if shutil.which("unshare") is None:
         pytest.skip("there is no unshare")
@@ -61,7 +61,7 @@ def test_a_file_system_that_cannot_be_written_to(tmp_path: Path, is_open: bool) 
     assert done.stdout == "served\n", done.stderr
 
 
-def test_clocks_that_jump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eviction_order_does_not_depend_on_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was not used for longest goes, whatever the time of day and the times of files say."""
     texts = [[first, *range(7)] for first in range(10, 60, 10)]
     with PrefixStore(tmp_path / "s", block_tokens=4) as store:

@@ -1,4 +1,4 @@
-"""What another engine loses besides units, or has no room for: it comes back by a put, and nothing is left over."""
+"""Values that a server loses or has no space for: a put restores them, and nothing is left over."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def put(store: PrefixStore, ids):
 
 
 @pytest.mark.parametrize("how", ["gone", "damaged", "of another"])
-def test_what_is_noted_of_a_model(url: str, how: str) -> None:
+def test_remote_namespace_lost_is_written_again(url: str, how: str) -> None:
     with PrefixStore(url, block_tokens=4) as store:
         put(store, IDS)
         values = store._backend.key_values
@@ -49,7 +49,7 @@ def test_what_is_noted_of_a_model(url: str, how: str) -> None:
         assert store.stats().units == 1
 
 
-def test_the_order_of_records_in_redis(new_url: Callable[[str], str]) -> None:
+def test_remote_redis_record_order_lost_is_rebuilt(new_url: Callable[[str], str]) -> None:
     url, other = new_url("redis"), [7, *range(20)]
     with PrefixStore(url, block_tokens=4) as store:
         put(store, IDS)
@@ -63,7 +63,7 @@ def test_the_order_of_records_in_redis(new_url: Callable[[str], str]) -> None:
         assert store.match([50, 51], model=MODEL) == 0
 
 
-def test_a_session_is_the_text_that_was_parked(url: str) -> None:
+def test_remote_damaged_session_is_refused(url: str) -> None:
     with PrefixStore(url, block_tokens=4) as store:
         store.park("one", IDS, layers_of(IDS), model=MODEL)
         values = store._backend.key_values
@@ -91,8 +91,8 @@ def test_a_session_is_the_text_that_was_parked(url: str) -> None:
         assert store.verify().beside == ()
 
 
-def test_a_record_in_the_place_of_another(url: str) -> None:
-    """It is as if none were there: what belongs there is put again."""
+def test_remote_record_in_wrong_place_is_put_again(url: str) -> None:
+    """It counts as missing, and the right record is put again."""
     texts = [IDS, [*IDS[:8], 70, 71, 72, 73, 74], [80, 81, 82, 83, 84]]
     with PrefixStore(url, block_tokens=4) as store:
         for ids in texts:
@@ -111,7 +111,7 @@ def test_a_record_in_the_place_of_another(url: str) -> None:
                 assert store.verify().damaged == ()
 
 
-def test_a_full_disk_leaves_no_files(new_url: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remote_full_disk_leaves_no_files(new_url: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
     url = new_url("file")
     folder = Path(url.removeprefix("file://"))
     with PrefixStore(url, block_tokens=4) as store:
@@ -137,7 +137,7 @@ def test_a_full_disk_leaves_no_files(new_url: Callable[[str], str], monkeypatch:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_child_has_threads_of_its_own(new_url: Callable[[str], str]) -> None:
+def test_remote_forked_child_has_own_threads(new_url: Callable[[str], str]) -> None:
     url = new_url("file")
     with PrefixStore(url, block_tokens=4) as store:
         put(store, IDS)
@@ -154,7 +154,7 @@ def test_a_child_has_threads_of_its_own(new_url: Callable[[str], str]) -> None:
         assert store.match([8, *IDS], model=MODEL) == 31
 
 
-def test_put_says_what_its_bytes_are_of(url: str) -> None:
+def test_put_result_text_names_its_bytes(url: str) -> None:
     with PrefixStore(url, block_tokens=4) as store:
         assert str(put(store, IDS)).startswith("30 tokens, 30 of them new: ")
         made = put(store, [*IDS, 50, 51])

@@ -1,4 +1,4 @@
-"""An index that is lost or damaged is made again from the units: everything is found again."""
+"""A lost or damaged index is rebuilt from the units, and every text is found."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def indexes(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("damage", ["removed", "emptied", "noise", "cut", "all removed"])
-def test_everything_is_found_again(folder: Path, damage: str) -> None:
+def test_rebuild_index_finds_every_text(folder: Path, damage: str) -> None:
     index = folder / "index.sqlite"
     data = index.read_bytes()
     if damage.endswith("removed"):
@@ -83,8 +83,8 @@ def test_everything_is_found_again(folder: Path, damage: str) -> None:
 
 
 @pytest.mark.slow
-def test_any_damage_of_the_index(folder: Path, tmp_path: Path) -> None:
-    """Bytes changed at random: what is found is what was put, and verify mends the rest."""
+def test_rebuild_index_after_random_damage(folder: Path, tmp_path: Path) -> None:
+    """Random damage: found rows are those that were put, and verify repairs the rest."""
     chance = random.Random(5)
     good = (folder / "index.sqlite").read_bytes()
     for number in range(24):
@@ -110,7 +110,7 @@ def test_any_damage_of_the_index(folder: Path, tmp_path: Path) -> None:
         shutil.rmtree(copy)
 
 
-def test_damage_that_is_met_while_the_store_is_open(folder: Path) -> None:
+def test_rebuild_index_while_store_is_open(folder: Path) -> None:
     with PrefixStore(folder) as store, PrefixStore(folder) as other, PrefixStore(folder, read_only=True) as reader:
         assert store.match(TEXTS[0], model=MODEL) == 20
         for path in folder.glob("index*"):
@@ -123,8 +123,8 @@ def test_damage_that_is_met_while_the_store_is_open(folder: Path) -> None:
     assert indexes(folder) == ["index-1.sqlite"]
 
 
-def test_verify_reads_the_index_too(folder: Path) -> None:
-    """A page that no question touched."""
+def test_verify_reads_every_page_of_the_index(folder: Path) -> None:
+    """A page that no query has touched."""
     with PrefixStore(folder) as store:
         data = bytearray((folder / "index.sqlite").read_bytes())
         data[3 * 4096 : -4096] = bytes(len(data) - 4 * 4096)
@@ -139,7 +139,7 @@ def beside(folder: Path) -> dict[Path, bytes]:
 
 
 @pytest.mark.parametrize("damage", ["cut", "removed", "changed"])
-def test_verify_writes_the_files_beside_the_index_again(folder: Path, damage: str) -> None:
+def test_verify_repairs_recovery_files(folder: Path, damage: str) -> None:
     long = [*range(300, 380)]
     with PrefixStore(folder) as store:
         put(store, long[:30])
@@ -170,7 +170,7 @@ def test_verify_writes_the_files_beside_the_index_again(folder: Path, damage: st
         assert [store.match(ids, model=MODEL) for ids in (*TEXTS, long)] == [20, 15, 10, 1, 40, 80]
 
 
-def test_several_at_once_make_one(folder: Path) -> None:
+def test_rebuild_index_parallel_openers_make_one(folder: Path) -> None:
     (folder / "index.sqlite").unlink()
     with ThreadPoolExecutor(4) as pool:
 
@@ -182,7 +182,7 @@ def test_several_at_once_make_one(folder: Path) -> None:
     assert indexes(folder) == ["index-1.sqlite"]
 
 
-def test_what_is_of_no_use_is_left_to_gc(folder: Path) -> None:
+def test_rebuild_index_skips_unusable_units(folder: Path) -> None:
     files = sorted(folder.glob("units/*/*.unit"))
     for name in ("index.sqlite", "index.sqlite-wal", "index.sqlite-shm"):
         (folder / name).unlink(missing_ok=True)
@@ -211,7 +211,7 @@ def replaced(folder: Path, what: str) -> None:
 
 @pytest.mark.parametrize("what", ["empty", "no tables", "another's"])
 @pytest.mark.parametrize("create", [False, True])
-def test_an_index_that_is_empty_or_anothers_is_a_lost_one(folder: Path, what: str, create: bool) -> None:
+def test_rebuild_index_of_empty_or_foreign_file(folder: Path, what: str, create: bool) -> None:
     replaced(folder, what)
     with PrefixStore(folder, create=create) as store:
         (note,) = store.notes
@@ -220,14 +220,14 @@ def test_an_index_that_is_empty_or_anothers_is_a_lost_one(folder: Path, what: st
         check(store)
 
 
-def test_an_index_that_is_emptied_while_the_store_is_open(folder: Path) -> None:
+def test_rebuild_index_emptied_while_open(folder: Path) -> None:
     with PrefixStore(folder) as store:
         os.truncate(folder / "index.sqlite", 0)
         check(store)
         assert len(store.notes) == 1
 
 
-def test_what_is_anothers_stays_anothers(tmp_path: Path) -> None:
+def test_open_foreign_database_without_settings_is_refused(tmp_path: Path) -> None:
     """No store.json says that the folder is a store."""
     (tmp_path / "s").mkdir()
     replaced(tmp_path / "s", "another's")
@@ -239,13 +239,13 @@ def test_what_is_anothers_stays_anothers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["noise", "empty", "no tables", "another's"])
-def test_a_reader_cannot_mend(folder: Path, what: str) -> None:
+def test_open_read_only_damaged_index_is_refused(folder: Path, what: str) -> None:
     replaced(folder, what)
     with pytest.raises(SourceError, match=r"open the store for writing \(kvmnn store verify\), and it is made again"):
         PrefixStore(folder, read_only=True)
 
 
-def test_without_its_settings_nothing_can_be_made_anew(folder: Path) -> None:
+def test_open_damaged_settings_without_index_is_refused(folder: Path) -> None:
     (folder / "store.json").write_text('{"schema": "kvmnn-store", "schema_version": 2, "block_tokens": 4}')
     (folder / "index.sqlite").unlink()
     with pytest.raises(KvmnnError, match=r"store\.json: is of another version"):
@@ -259,7 +259,7 @@ def test_without_its_settings_nothing_can_be_made_anew(folder: Path) -> None:
         check(store)
 
 
-def test_damaged_files_beside_the_index_are_passed_over(folder: Path) -> None:
+def test_rebuild_index_skips_damaged_recovery_files(folder: Path) -> None:
     """Every byte of a pin counts; a space whose document differs has another key."""
     (pin,) = folder.glob("texts/*.pin")
     good = pin.read_bytes()
@@ -278,7 +278,7 @@ def test_damaged_files_beside_the_index_are_passed_over(folder: Path) -> None:
 
 @settings(max_examples=12, deadline=None)
 @given(st.data())
-def test_against_a_dictionary(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_rebuild_index_equals_dictionary_model(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     folder = tmp_path_factory.mktemp("s")
     texts = st.lists(st.integers(0, 2), min_size=1, max_size=24)
     stored = data.draw(st.lists(texts, min_size=1, max_size=9))
@@ -297,8 +297,8 @@ def test_against_a_dictionary(tmp_path_factory: pytest.TempPathFactory, data: st
         assert store.stats().units == 0
 
 
-def test_a_pin_whose_text_is_lost_is_in_the_new_index(tmp_path: Path) -> None:
-    """It holds again where a longer text is put."""
+def test_rebuild_index_keeps_pins_of_lost_texts(tmp_path: Path) -> None:
+    """It applies again once a longer text is put."""
     with PrefixStore(tmp_path, block_tokens=4) as store:
         store.put(range(11), layers_of(range(11)), model=MODEL)
         store.pin(range(11), model=MODEL)
@@ -312,7 +312,7 @@ def test_a_pin_whose_text_is_lost_is_in_the_new_index(tmp_path: Path) -> None:
         assert store.match(range(11), model=MODEL) == 11
 
 
-def test_units_alone_tell_what_to_write(folder: Path) -> None:
+def test_open_units_without_settings_are_refused_until_written(folder: Path) -> None:
     """A number of tokens that cannot be right makes no index; the right one finds everything."""
     (folder / "index.sqlite").unlink()
     (folder / "store.json").unlink()

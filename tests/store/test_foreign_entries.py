@@ -1,4 +1,4 @@
-"""What others put into the folder or the database of a store stops none of its verbs; `gc` names it and leaves it."""
+"""Foreign entries in a store's folder or database stop no verb; `gc` names them and leaves them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def fill(url: str) -> None:
         "mine",
     ],
 )
-def test_a_foreign_entry_in_the_folder_stops_nothing(tmp_path: Path, name: str, kind: str) -> None:
+def test_store_foreign_entry_in_folder_is_ignored(tmp_path: Path, name: str, kind: str) -> None:
     fill(str(tmp_path / "s"))
     path = tmp_path / "s" / name
     path.parent.mkdir(exist_ok=True)
@@ -66,7 +66,7 @@ def test_a_foreign_entry_in_the_folder_stops_nothing(tmp_path: Path, name: str, 
         assert cleaned.foreign == (f"{name}/",)
 
 
-def test_a_foreign_file_in_place_of_a_folder_is_said(tmp_path: Path) -> None:
+def test_put_foreign_file_in_place_of_folder_is_named(tmp_path: Path) -> None:
     fill(str(tmp_path / "s"))
     for path in (tmp_path / "s" / "spaces").iterdir():
         path.unlink()
@@ -80,8 +80,8 @@ KEYS = ["order:after", "after", "units/", "pins", "sessions", "spaces", "tables"
 
 
 @pytest.mark.parametrize("begin", KEYS)
-def test_a_redis_key_of_another_type_stops_nothing(new_url: Callable[[str], str], begin: str) -> None:
-    """It is a value that is not there; what lies in other keys is found."""
+def test_store_redis_key_of_other_type_is_ignored(new_url: Callable[[str], str], begin: str) -> None:
+    """Its value counts as missing; texts under other keys are found."""
     url = new_url("redis")
     fill(url)
     with PrefixStore(url) as store:
@@ -110,7 +110,7 @@ def test_a_redis_key_of_another_type_stops_nothing(new_url: Callable[[str], str]
             assert left or begin == "units/"
 
 
-def test_a_put_names_the_redis_key_that_is_in_its_way(new_url: Callable[[str], str]) -> None:
+def test_put_redis_key_of_other_type_is_named(new_url: Callable[[str], str]) -> None:
     url = new_url("redis")
     fill(url)
     with PrefixStore(url) as store:
@@ -121,7 +121,7 @@ def test_a_put_names_the_redis_key_that_is_in_its_way(new_url: Callable[[str], s
             store.pin(OTHER, model=MODEL)
 
 
-def test_open_with_a_settings_key_of_another_type_names_the_key(new_url: Callable[[str], str]) -> None:
+def test_open_redis_settings_of_other_type_are_named(new_url: Callable[[str], str]) -> None:
     url = new_url("redis")
     fill(url)
     with PrefixStore(url) as store:

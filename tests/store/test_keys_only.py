@@ -1,4 +1,4 @@
-"""Latent attention as llama.cpp stores it: K alone, in all layers or in some."""
+"""Latent attention as llama.cpp stores it: K without V, in all layers or in some."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def assert_same(found: list[LayerCache], put: list[LayerCache], tokens: int) -> 
 
 @pytest.mark.parametrize("values", [(0, 0, 0), (24, 0, 16), (0,)])
 @pytest.mark.parametrize("options", [{}, {"codec": "frames"}, {"codec": "frames", "effort": "balanced"}], ids=str)
-def test_keys_alone_are_put_and_found(tmp_path: Path, values: tuple[int, ...], options: dict[str, str]) -> None:
+def test_store_keys_only_layers_round_trip(tmp_path: Path, values: tuple[int, ...], options: dict[str, str]) -> None:
     layers, ids = caches(values), [*range(TOKENS)]
     with PrefixStore(tmp_path / "s", **options) as store:
         for tokens in (20, 300, TOKENS):  # after rows that are stored, too
@@ -61,7 +61,7 @@ def test_keys_alone_are_put_and_found(tmp_path: Path, values: tuple[int, ...], o
         assert_same(other.get(ids, model=MODEL).layers, layers, TOKENS)
 
 
-def test_keys_alone_are_no_prefix_of_mnn(tmp_path: Path) -> None:
+def test_write_prefix_keys_only_as_mnn_is_refused(tmp_path: Path) -> None:
     layers, ids = caches((0, 0)), [*range(TOKENS)]
     with PrefixStore(tmp_path / "s") as store:
         store.put(ids, layers, model=MODEL)

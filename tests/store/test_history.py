@@ -1,4 +1,4 @@
-"""Rows before a unit, of several units: a session that is put turn by turn."""
+"""History rows of a unit from several units: a session that is put turn by turn."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def put_in_turns(store: PrefixStore, ids: list[int], turn: int, begin: int = 0, 
         store.put(ids[:end], layers_of(ids[:end], shift=shift), model=MODEL)
 
 
-def test_short_units_refer_to_rows_of_several(tmp_path: Path) -> None:
+def test_history_short_units_use_rows_of_several(tmp_path: Path) -> None:
     """Up to 256 rows, as long as no chain grows too long; in fewer bytes than with those of one unit."""
     ids = text(64 * 12)
     with PrefixStore(tmp_path / "s", block_tokens=BLOCK, rotary=ROTARY) as store:
@@ -35,7 +35,7 @@ def test_short_units_refer_to_rows_of_several(tmp_path: Path) -> None:
     assert [each.chain_length for each in heads] == [*range(MAX_CHAIN_UNITS + 1), 0, 1, 2]
 
 
-def test_the_longest_history_that_chains_allow() -> None:
+def test_plan_history_is_bounded_by_chain_length() -> None:
     full = HistorySource(4, 0)
     assert plan_history([], 64) == HistoryRef()
     assert plan_history([full, full], 64) == HistoryRef(256, 4, 1)
@@ -48,7 +48,7 @@ def test_the_longest_history_that_chains_allow() -> None:
 
 
 @pytest.mark.parametrize("where", ["directory", "file"])
-def test_sessions_that_grow_at_once(tmp_path: Path, where: str) -> None:
+def test_history_parallel_growing_sessions_round_trip(tmp_path: Path, where: str) -> None:
     """Units of several texts between each other, from stores that are opened again: what is got, and verified."""
     url = str(tmp_path / "s")
     if where == "file":
@@ -76,7 +76,7 @@ def test_sessions_that_grow_at_once(tmp_path: Path, where: str) -> None:
     store.close()
 
 
-def test_rows_of_one_of_several_units_that_differ(tmp_path: Path) -> None:
+def test_history_stops_at_rows_that_differ(tmp_path: Path) -> None:
     """Row 40 differs: the block that holds it, and what lies before it, are not referred to."""
     ids = text(64 * 4)
     with PrefixStore(tmp_path / "s", block_tokens=BLOCK, codec="dense") as store:
@@ -93,7 +93,7 @@ def test_rows_of_one_of_several_units_that_differ(tmp_path: Path) -> None:
     assert [unit.dense and unit.dense.history_rows for unit in units(tmp_path / "s")][1:] == [0, 64, 80]
 
 
-def test_a_unit_in_the_middle_is_damaged(tmp_path: Path) -> None:
+def test_history_damaged_middle_unit_loses_its_dependents(tmp_path: Path) -> None:
     ids = text(64 * 6)
     with PrefixStore(tmp_path / "s", block_tokens=BLOCK, codec="dense") as store:
         store.put(text(300, 9), layers_of(text(300, 9)), model=MODEL)

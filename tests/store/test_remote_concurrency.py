@@ -1,4 +1,4 @@
-"""Several that use one store past this machine at once: what one does in the middle of what another does."""
+"""Several users of one remote store at once: one acts in the middle of another's call."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def put(store: PrefixStore, ids):
     return store.put(ids, layers_of(ids), model=MODEL)
 
 
-def test_a_pin_that_comes_while_others_evict(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is seen before anything goes."""
+def test_remote_pin_during_eviction_is_respected(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pin is seen before anything is removed."""
     with PrefixStore(url, block_tokens=4) as store, PrefixStore(url) as other:
         put(store, range(8))
         put(store, [5, 5, 5])
@@ -39,7 +39,7 @@ def test_a_pin_that_comes_while_others_evict(url: str, monkeypatch: pytest.Monke
         assert same(other.get(range(8), model=MODEL).layers, range(8), 8)
 
 
-def test_two_first_puts_at_once_hide_nothing(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remote_two_first_puts_lose_nothing(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both find nothing; the second is told, and puts what is left after the first one's."""
     one, two = [*range(20)], [*range(10), 99, 98, 97, 96]
     with PrefixStore(url, block_tokens=4) as first, PrefixStore(url) as second:
@@ -58,7 +58,7 @@ def test_two_first_puts_at_once_hide_nothing(url: str, monkeypatch: pytest.Monke
         assert store.gc().other_files == 0
 
 
-def test_threads_and_two_stores_at_once(url: str) -> None:
+def test_remote_threads_and_two_stores_share_it(url: str) -> None:
     texts = [[*range(6), *[number] * number] for number in range(1, 10)]
     with PrefixStore(url, block_tokens=4) as one, PrefixStore(url) as two, ThreadPoolExecutor(4) as pool:
 
@@ -72,7 +72,7 @@ def test_threads_and_two_stores_at_once(url: str) -> None:
         assert one.verify().damaged == ()
 
 
-def test_gc_in_the_middle_of_a_put_takes_nothing_of_it(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remote_gc_during_put_removes_nothing_of_it(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before each of the calls that a put of a new model makes of the engine; object stores know no transactions."""
     calls, ids = 0, list(range(300))
     with PrefixStore(url, block_tokens=4) as store, PrefixStore(url) as cleaner:
@@ -103,7 +103,7 @@ def test_gc_in_the_middle_of_a_put_takes_nothing_of_it(url: str, monkeypatch: py
     assert 3 < calls < 99
 
 
-def test_a_put_in_the_middle_of_gc_stays(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remote_put_during_gc_is_kept(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before each of the calls that gc makes of the engine."""
     calls = 0
     with PrefixStore(url, block_tokens=4) as cleaner, PrefixStore(url) as store:

@@ -1,4 +1,4 @@
-"""A text in one file: taken to another store bit for bit, and refused if a byte of it is wrong."""
+"""An exported text in one file: imported bit for bit, and refused if a byte of it is wrong."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def exported(tmp_path: Path) -> Path:
     return tmp_path / "text"
 
 
-def test_it_comes_to_another_store(exported: Path, tmp_path: Path) -> None:
+def test_import_file_round_trips_between_stores(exported: Path, tmp_path: Path) -> None:
     with PrefixStore(tmp_path / "t", block_tokens=16) as store:
         assert store.import_file(exported).known_tokens == 0
         assert store.import_file(exported).known_tokens == 17
@@ -43,7 +43,7 @@ def test_it_comes_to_another_store(exported: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_each_byte_counts(exported: Path) -> None:
+def test_read_exported_flipped_byte_is_refused(exported: Path) -> None:
     """Whatever is changed, it is refused in one line."""
     good = exported.read_bytes()
     for at in range(len(good)):
@@ -55,8 +55,8 @@ def test_each_byte_counts(exported: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["take", "order"])
-def test_units_are_one_text(exported: Path, wrong: str) -> None:
-    """Whoever wrote it: rows of later tokens do not come for earlier ones."""
+def test_read_exported_units_of_other_order_are_refused(exported: Path, wrong: str) -> None:
+    """Rows of later tokens are never returned for earlier ones."""
     good = exported.read_bytes()
     (size,) = struct.unpack_from("<I", good, 8)
     document, units = json.loads(good[20 : 20 + size]), good[20 + size :]
@@ -72,7 +72,7 @@ def test_units_are_one_text(exported: Path, wrong: str) -> None:
         read_exported(exported)
 
 
-def test_a_file_whose_document_has_no_checksum(exported: Path) -> None:
+def test_read_exported_first_version_is_accepted(exported: Path) -> None:
     """As kvmnn wrote them at first."""
     good = exported.read_bytes()
     exported.write_bytes(b"KVMNNPX1" + good[8:12] + good[20:])
@@ -81,7 +81,7 @@ def test_a_file_whose_document_has_no_checksum(exported: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [0, 5, 11, 12, 100, 400, -1])
-def test_a_cut_file_is_refused(exported: Path, cut: int) -> None:
+def test_read_exported_truncated_file_is_refused(exported: Path, cut: int) -> None:
     exported.write_bytes(exported.read_bytes()[:cut])
     with pytest.raises(SourceError):
         read_exported(exported)
@@ -90,7 +90,7 @@ def test_a_cut_file_is_refused(exported: Path, cut: int) -> None:
         read_exported(exported)
 
 
-def test_damage_in_the_store_is_not_exported(tmp_path: Path) -> None:
+def test_export_damaged_text_is_refused(tmp_path: Path) -> None:
     with PrefixStore(tmp_path / "s", block_tokens=4) as store:
         store.put(IDS, layers_of(IDS), model=MODEL)
         (file,) = tmp_path.glob("s/units/*/*.unit")
@@ -102,8 +102,8 @@ def test_damage_in_the_store_is_not_exported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("codec", ["dense", "frames"])
 @pytest.mark.parametrize("tokens", [1, 7, 128, 300, 512, 515, 1000])
-def test_it_holds_the_text_that_was_asked_for_and_no_more(tmp_path: Path, codec: str, tokens: int) -> None:
-    """Whoever else goes on from it, where a unit holds both, and whether a store or a file is asked."""
+def test_export_contains_exactly_the_requested_text(tmp_path: Path, codec: str, tokens: int) -> None:
+    """Also where another text continues it in the same unit, from stores and from files."""
     rng = np.random.default_rng(1)
     ids = rng.integers(1 << 16, 1 << 24, 1100).tolist()
     other = [*ids[:300], *rng.integers(1 << 16, 1 << 24, 400).tolist()]

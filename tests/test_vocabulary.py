@@ -37,6 +37,7 @@ TEST_FOLDERS = frozenset(
         "docs",
         "faults",
         "files",
+        "formats",
         "gates",
         "integrations",
         "lm",

@@ -1,4 +1,4 @@
-"""Plans of caches in files: what is read, and in what order tokens and layers are taken."""
+"""Plans for caches in files: which arrays are read, and the order of tokens and layers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvmnn.policies import create_policy
 
 @pytest.mark.parametrize("seed", mark_most_slow(range(12), 3))
 @pytest.mark.parametrize("engine", ENGINES)
-def test_caches_of_any_shape(tmp_path: Path, engine: str, seed: int) -> None:
+def test_plan_cache_of_any_shape_equals_policy(tmp_path: Path, engine: str, seed: int) -> None:
     odd = ENGINES[engine](Random(77 * seed), tmp_path)
     source = kvmnn.open(odd.path, odd.options)
     keys = {int(name[6:].partition(".")[0]): words for name, words in odd.arrays.items() if name.endswith("key")}
@@ -68,20 +68,20 @@ def unreadable(source: Source) -> Source:
     ("name", "options"),
     [("streaming", {"budget": 9}), ("l2_fixed", {"budget": 5, "strategy": "random", "skip_layers": ()})],
 )
-def test_words_are_read_only_where_they_decide(name: str, options: dict[str, object]) -> None:
+def test_plan_cache_reads_keys_only_if_needed(name: str, options: dict[str, object]) -> None:
     if "strategy" in options:
         options = {**options, "generator": np.random.default_rng(0)}
     plan = plan_cache(unreadable(source_of((2, 20, 4), (2, 20, 4))), create_policy(name, **options))
     assert plan.layers[0].tokens_after == options["budget"]
 
 
-def test_v_is_never_read() -> None:
+def test_plan_cache_never_reads_values() -> None:
     source = source_of((2, 20, 4), (2, 20, 8))
     source.arrays = [source.arrays[0], *unreadable(source).arrays[1:]]
     assert plan_cache(source, create_policy("knorm", budget=5)).bytes_after == 2 * 5 * (4 + 8) * 2
 
 
-def test_tokens_may_come_first() -> None:
+def test_plan_cache_accepts_token_major_arrays() -> None:
     source = source_of((2, 20, 4), (2, 20, 4))
     turned = [np.ascontiguousarray(array.to_numpy().transpose(1, 0, 2)) for array in source.arrays]
     other = Source(
@@ -95,12 +95,12 @@ def test_tokens_may_come_first() -> None:
     )
 
 
-def test_k_alone() -> None:
+def test_plan_cache_accepts_keys_only() -> None:
     source = source_of((1, 20, 4))
     assert plan_cache(source, create_policy("knorm", budget=5)).bytes_after == 5 * 4 * 2
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
+def test_plan_cache_invalid_inputs_are_refused(tmp_path: Path) -> None:
     policy = create_policy("streaming", budget=9)
     with pytest.raises(KvmnnError, match="expected the same heads and tokens"):
         plan_cache(source_of((2, 20, 4), (2, 19, 4)), policy)

@@ -1,4 +1,4 @@
-"""Arrays made of a part of a model's state stay a part, whatever file they go through, and verbs say so."""
+"""Incomplete caches stay marked as incomplete in every format, and verbs report it."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_open_after_writing_a_part_reads_it_as_a_part(way: str) -> None:
+def test_completeness_round_trips_through_every_format(way: str) -> None:
     source = part()
     found = kvmnn.open(WAYS[way](source))
     assert found.completeness == source.completeness
@@ -107,7 +107,7 @@ def test_open_after_writing_a_part_reads_it_as_a_part(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_open_after_writing_full_attention_has_no_note(way: str) -> None:
+def test_completeness_of_full_attention_is_not_written(way: str) -> None:
     source = part()
     source.arrays = source.arrays[:2]
     source.completeness = Completeness(layers=(LayerStateInfo(layer=0),))
@@ -117,7 +117,7 @@ def test_open_after_writing_full_attention_has_no_note(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_tensors_of_a_part_are_a_smaller_part(way: str) -> None:
+def test_completeness_of_selected_tensors(way: str) -> None:
     path = WAYS[way](part())
     names = [name for name in kvmnn.open(path) if "0" in name.partition("_t")[0]]
     found = kvmnn.open(path, tensors=tuple(names))
@@ -126,7 +126,7 @@ def test_tensors_of_a_part_are_a_smaller_part(way: str) -> None:
     assert sorted(found.completeness.missing) == [chosen, MISSING]
 
 
-def test_files_of_one_folder_make_up_the_cache_again() -> None:
+def test_completeness_of_files_of_one_folder() -> None:
     source = part()
     shared = [LayerStateInfo(layer=n, kind="shared", shared_with=0, included=False) for n in (1, 2)]
     states = (LayerStateInfo(layer=0), *shared, LayerStateInfo(layer=3, kind="window", window=8))
@@ -139,7 +139,7 @@ def test_files_of_one_folder_make_up_the_cache_again() -> None:
     assert every.completeness is not None and every.completeness.is_complete
 
 
-def test_inputs_of_several_caches_keep_what_each_lacks() -> None:
+def test_completeness_of_merged_inputs() -> None:
     unpack(part(), "a.safetensors")
     np.savez("b.npz", **{"layer_1.key": np.zeros((2, 20, 16), np.float16)})
     found = merge_sources([kvmnn.open("a.safetensors"), kvmnn.open("b.npz")])
@@ -149,14 +149,14 @@ def test_inputs_of_several_caches_keep_what_each_lacks() -> None:
 @pytest.mark.parametrize(
     "wrong", ["", "[]", "{}", '{"schema": "x"}', '{"schema":"kvmnn-completeness","schema_version":2}']
 )
-def test_open_of_malformed_note_raises_manifest_error(wrong: str) -> None:
+def test_completeness_malformed_document_is_refused(wrong: str) -> None:
     unpack(part(), "a/")
     Path("a/completeness.json").write_text(wrong)
     with pytest.raises(ManifestError, match="completeness"):
         kvmnn.open("a")
 
 
-def test_open_of_note_with_wrong_layers_raises_manifest_error() -> None:
+def test_completeness_invalid_layers_are_refused() -> None:
     unpack(part(), "a/")
     path = Path("a/completeness.json")
     for layers in ([[0, 1 << 40]], [[1, 1]], [[0, 0]], 5):
@@ -169,7 +169,7 @@ def test_open_of_note_with_wrong_layers_raises_manifest_error() -> None:
         unpack(part(), "a/", force=True)
 
 
-def test_npz_with_long_note_keeps_completeness() -> None:
+def test_completeness_in_npz_with_long_comment() -> None:
     source = part()
     others = [replace(source.arrays[0], name=f"{n:0240}") for n in range(300)]
     source.arrays = [*source.arrays, *others]
@@ -178,7 +178,7 @@ def test_npz_with_long_note_keeps_completeness() -> None:
     assert kvmnn.open("a.npz").completeness == source.completeness
 
 
-def test_single_file_without_place_for_the_note_says_so(run: Run) -> None:
+def test_completeness_without_place_is_noted(run: Run) -> None:
     unpack(part(), "a.safetensors")
     found = run("mnn", "unpack", "a.safetensors", "--tensor", "layer_0.key", "-o", "k.npy")
     assert "k.npy does not record which state of the model it lacks" in found.err
@@ -192,14 +192,14 @@ def test_single_file_without_place_for_the_note_says_so(run: Run) -> None:
     ],
     ids=["store put", "pack"],
 )
-def test_handing_on_a_part_is_refused(make: Callable[[Source], object]) -> None:
+def test_incomplete_cache_to_other_engine_is_refused(make: Callable[[Source], object]) -> None:
     with pytest.raises(IncompleteCacheError) as caught:
         make(part())
     assert MISSING in str(caught.value) and str(caught.value).startswith("x.session: ")
     assert not Path("p").exists()
 
 
-def test_verbs_that_hand_on_exit_1_and_name_the_state(run: Run) -> None:
+def test_incomplete_cache_commands_exit_1_and_name_state(run: Run) -> None:
     unpack(part(), "a.safetensors")
     for words in (
         ("mnn", "pack", "a.safetensors", "--backend", "x86-avx2", "--cast", "--name", "s", "-o", "p/"),
@@ -228,7 +228,7 @@ def test_verbs_that_hand_on_exit_1_and_name_the_state(run: Run) -> None:
         ("decode", "a.zarr", "-o", "z.npz"),
     ],
 )
-def test_verbs_that_look_report_what_is_left_out(run: Run, words: tuple[str, ...]) -> None:
+def test_incomplete_cache_is_reported_by_reading_commands(run: Run, words: tuple[str, ...]) -> None:
     unpack(part(), "a.safetensors")
     kvmnn.bundle.encode_source(kvmnn.open("a.safetensors"), "b/")
     encode_store(kvmnn.open("a.safetensors"), "a.zarr")
@@ -245,7 +245,7 @@ def test_verbs_that_look_report_what_is_left_out(run: Run, words: tuple[str, ...
     assert said["complete"] is False and said["missing"] == [MISSING]
 
 
-def test_inspect_lists_kinds_of_layers(run: Run) -> None:
+def test_inspect_lists_layer_kinds(run: Run) -> None:
     unpack(part(), "a.safetensors")
     lines = [line.strip() for line in run("inspect", "a.safetensors").out.splitlines()]
     assert "layers 0, 3: full attention" in lines

@@ -1,4 +1,4 @@
-"""Plain arrays that were unpacked of another engine's cache say of which, and are taken as the cache itself is."""
+"""Plain arrays unpacked from another engine's cache record their origin, and are treated as that cache."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def same(one: Any, other: Any) -> None:
 
 @FORMATS
 @pytest.mark.parametrize("name", ["whole", "gaps"])
-def test_packed_as_the_session_is(here: Path, run: Run, name: str, suffix: str) -> None:
+def test_engine_notes_pack_equals_pack_of_session(here: Path, run: Run, name: str, suffix: str) -> None:
     session, arrays = f"{name}.session", f"a{suffix}"
     run("mnn", "unpack", session, "--kv-heads", 2, "-o", arrays)
     source, own = kvmnn.open(arrays), kvmnn.open(session, kv_heads=2)
@@ -59,7 +59,7 @@ def test_packed_as_the_session_is(here: Path, run: Run, name: str, suffix: str) 
 
 
 @FORMATS
-def test_by_way_of_frames_and_stores(here: Path, run: Run, suffix: str) -> None:
+def test_engine_notes_round_trip_through_frames_and_stores(here: Path, run: Run, suffix: str) -> None:
     run("mnn", "unpack", "gaps.session", "--kv-heads", 2, "-o", f"a{suffix}")
     run("encode", f"a{suffix}", "-o", "f/")
     same(kvmnn.open("f").engine_cache, kvmnn.open(f"a{suffix}").engine_cache)
@@ -71,7 +71,7 @@ def test_by_way_of_frames_and_stores(here: Path, run: Run, suffix: str) -> None:
 
 
 @FORMATS
-def test_what_was_undone_is_not_done_again(here: Path, run: Run, suffix: str) -> None:
+def test_engine_notes_inverted_order_is_not_inverted_again(here: Path, run: Run, suffix: str) -> None:
     run("mnn", "unpack", "whole.session", "--kv-heads", 2, "--invert", "k-order", "-o", f"a{suffix}")
     run("mnn", "pack", "whole.session", "--kv-heads", 2, *PACK, "-o", "p1/")
     assert "order" not in run("mnn", "pack", f"a{suffix}", *PACK, "-o", "p2/").err
@@ -79,14 +79,14 @@ def test_what_was_undone_is_not_done_again(here: Path, run: Run, suffix: str) ->
 
 
 @FORMATS
-def test_token_ids_for_the_store(here: Path, run: Run, suffix: str) -> None:
+def test_engine_notes_token_ids_for_the_store(here: Path, run: Run, suffix: str) -> None:
     run("mnn", "unpack", "whole.session", "--kv-heads", 2, "-o", f"a{suffix}")
     run("store", "put", "s", "whole.session", "--kv-heads", 2, "--fingerprint", "m")
     assert "all of them were stored already" in run("store", "put", "s", f"a{suffix}", "--fingerprint", "m").out
 
 
 @FORMATS
-def test_layers_that_hold_different_tokens(tmp_path: Path, run: Run, suffix: str) -> None:
+def test_engine_notes_layers_with_different_tokens(tmp_path: Path, run: Run, suffix: str) -> None:
     whole, window = pairs(3, layers=2, shape=(1, 2, 20, 4), dtype="fp16"), pairs(4, layers=1, dtype="fp16")
     states: list[dict[str, Any]] = [{"keys": keys, "values": values} for keys, values in whole]
     keys, values = window[0]
@@ -107,8 +107,8 @@ def test_layers_that_hold_different_tokens(tmp_path: Path, run: Run, suffix: str
 
 
 @FORMATS
-def test_of_chosen_arrays_it_says_the_same(here: Path, run: Run, suffix: str) -> None:
-    """And of arrays whose axes are said to be what they are: their tokens and the order of K are as they were."""
+def test_engine_notes_of_selected_arrays_are_kept(here: Path, run: Run, suffix: str) -> None:
+    """Also with the arrays' own axes given: tokens and the order of K are unchanged."""
     run("mnn", "unpack", "gaps.session", "--kv-heads", 2, "-o", f"a{suffix}")
     run("encode", f"a{suffix}", "-o", "f/")
     run("encode", f"a{suffix}", "-o", "x.zarr")
@@ -130,7 +130,7 @@ def test_of_chosen_arrays_it_says_the_same(here: Path, run: Run, suffix: str) ->
 
 
 @FORMATS
-def test_of_other_arrays_it_says_nothing(here: Path, run: Run, suffix: str) -> None:
+def test_engine_notes_of_other_axes_are_dropped(here: Path, run: Run, suffix: str) -> None:
     run("mnn", "unpack", "whole.session", "--kv-heads", 2, "-o", f"a{suffix}")
     source = kvmnn.open(f"a{suffix}", axes="thd")
     assert source.engine_cache is None
@@ -140,7 +140,7 @@ def test_of_other_arrays_it_says_nothing(here: Path, run: Run, suffix: str) -> N
     assert f"what a{suffix} says of its tokens is left out: several inputs are taken together" in again
 
 
-def test_arrays_that_somebody_changed(here: Path, run: Run) -> None:
+def test_engine_notes_changed_arrays_are_detected(here: Path, run: Run) -> None:
     run("mnn", "unpack", "whole.session", "--kv-heads", 2, "-o", "a.npz")
     with np.load("a.npz") as found, zipfile.ZipFile("a.npz") as archive:
         arrays, comment = dict(found), archive.comment
@@ -152,19 +152,19 @@ def test_arrays_that_somebody_changed(here: Path, run: Run) -> None:
     assert source.notes == ["the arrays are not those, or not all, of which the file says what engine they come from"]
 
 
-def test_numpy_sees_the_arrays_alone(here: Path, run: Run) -> None:
+def test_engine_notes_are_invisible_to_numpy(here: Path, run: Run) -> None:
     run("mnn", "unpack", "whole.session", "--kv-heads", 2, "-o", "a.npz")
     with np.load("a.npz") as found:
         assert found.files == [f"layer_{layer}.{part}" for layer in (0, 1) for part in ("key", "value")]
 
 
-def test_folders_say_nothing_and_a_note_says_so(here: Path, run: Run) -> None:
+def test_engine_notes_missing_in_folders_are_noted(here: Path, run: Run) -> None:
     said = "a/ does not say of what engine it is, nor which tokens it holds: .safetensors and .npz do"
     assert said in run("mnn", "unpack", "whole.session", "--kv-heads", 2, "-o", "a/").err
     assert kvmnn.open("a").engine_cache is None
 
 
-def test_more_token_ids_than_an_archive_has_room_for(tmp_path: Path, run: Run) -> None:
+def test_engine_notes_too_many_token_ids_for_npz(tmp_path: Path, run: Run) -> None:
     data, _ = llama_files.state(Random(3), Shape(layers=1, heads=1), [3], tokens=20_000)
     (tmp_path / "x.session").write_bytes(data)
     out = tmp_path / "a.npz"
@@ -193,7 +193,7 @@ OF_OTHERS = '{"version": 1, "shapes": {"a": [2, 2]}, "axes": null, "cache": {"to
         ("no JSON", "JSON"),
     ],
 )
-def test_notes_that_are_none(tmp_path: Path, text: str, why: str) -> None:
+def test_engine_notes_malformed_are_refused(tmp_path: Path, text: str, why: str) -> None:
     np.savez(tmp_path / "a.npz", a=np.zeros((2, 2), np.float16))
     with zipfile.ZipFile(tmp_path / "a.npz", "a") as archive:
         archive.comment = build_comment({"kvmnn.engine_cache": text}) or b""
@@ -201,7 +201,7 @@ def test_notes_that_are_none(tmp_path: Path, text: str, why: str) -> None:
         kvmnn.open(tmp_path / "a.npz")
 
 
-def test_comments_of_others_are_passed_over(tmp_path: Path) -> None:
+def test_engine_notes_foreign_comments_are_ignored(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", a=np.zeros((2, 2), np.float16))
     with zipfile.ZipFile(tmp_path / "a.npz", "a") as archive:
         archive.comment = b'{"made": "by me"}'

@@ -69,7 +69,7 @@ def bits(array: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("name", FLOAT8_NAMES)
 @pytest.mark.parametrize("suffix", ["pt", "safetensors"])
-def test_files_of_torch_are_the_numbers_that_torch_has(tmp_path: Path, run: Any, name: str, suffix: str) -> None:
+def test_float8_values_equal_torch(tmp_path: Path, run: Any, name: str, suffix: str) -> None:
     path = tmp_path / f"c.{suffix}"
     path.write_bytes(files()[f"{name}.{suffix}"])
     expected = np.frombuffer(files()[f"{name}.f32"], "<f4")
@@ -91,7 +91,7 @@ def test_files_of_torch_are_the_numbers_that_torch_has(tmp_path: Path, run: Any,
 
 @pytest.mark.parametrize("name", FLOAT8_NAMES)
 @pytest.mark.parametrize("seed", range(3))
-def test_frames_keep_every_code_and_their_type(tmp_path: Path, run: Any, name: str, seed: int) -> None:
+def test_float8_frames_keep_codes_and_type(tmp_path: Path, run: Any, name: str, seed: int) -> None:
     path, codes = pair(tmp_path / "c.safetensors", name, seed)
     out = run("encode", path, "-o", tmp_path / "f/").out
     assert "LOSSLESS (decoded and compared)" in out
@@ -115,7 +115,7 @@ def test_frames_keep_every_code_and_their_type(tmp_path: Path, run: Any, name: s
     assert json.loads((tmp_path / "g/manifest.json").read_text())["arrays"][0]["element"] == name
 
 
-def test_manifests_without_element_are_bytes_as_before(tmp_path: Path, run: Any) -> None:
+def test_float8_manifest_without_element_is_bytes(tmp_path: Path, run: Any) -> None:
     """What older versions read, which do not know the key: bytes that come back as they were."""
     path, codes = pair(tmp_path / "c.safetensors", "float8_e5m2")
     run("encode", path, "-o", tmp_path / "f/")
@@ -131,7 +131,7 @@ def test_manifests_without_element_are_bytes_as_before(tmp_path: Path, run: Any)
 
 
 @pytest.mark.parametrize("wrong", ["float8_e8m0fnu", "float9", "", 3, None])
-def test_manifests_with_another_element_are_refused(tmp_path: Path, run: Any, wrong: object) -> None:
+def test_float8_manifest_with_other_element_is_refused(tmp_path: Path, run: Any, wrong: object) -> None:
     path, _ = pair(tmp_path / "c.safetensors", "float8_e5m2")
     run("encode", path, "-o", tmp_path / "f/")
     manifest = tmp_path / "f/manifest.json"
@@ -143,7 +143,7 @@ def test_manifests_with_another_element_are_refused(tmp_path: Path, run: Any, wr
 
 
 @pytest.mark.parametrize("name", FLOAT8_NAMES)
-def test_bytes_are_codes_where_the_caller_says_so(tmp_path: Path, run: Any, name: str) -> None:
+def test_float8_dtype_option_reads_bytes_as_codes(tmp_path: Path, run: Any, name: str) -> None:
     codes = drawn(5, (4, 6, 8))
     np.save(tmp_path / "k.npy", codes)
     np.savez(tmp_path / "a.npz", k=codes)
@@ -163,7 +163,7 @@ def test_bytes_are_codes_where_the_caller_says_so(tmp_path: Path, run: Any, name
     assert "float8_e4m3fn" in run("encode", tmp_path / "k.npy", "-o", tmp_path / "g/", code=2).err
 
 
-def test_types_that_the_file_says_otherwise_are_refused(tmp_path: Path, run: Any) -> None:
+def test_float8_conflicting_dtype_is_refused(tmp_path: Path, run: Any) -> None:
     path, codes = pair(tmp_path / "c.safetensors", "float8_e4m3fn")
     np.save(tmp_path / "half.npy", codes["layer_0.key"].view(np.float16))
     for dtype in ("fp16", "float8_e5m2", "float8_e4m3fnuz"):
@@ -189,7 +189,7 @@ def test_types_that_the_file_says_otherwise_are_refused(tmp_path: Path, run: Any
         ("uint8", "float8_e4m3fnuz"),
     ],
 )
-def test_pages_of_lmcache_have_the_type_of_their_name(tmp_path: Path, run: Any, written: str, name: str) -> None:
+def test_float8_lmcache_pages_have_type_of_name(tmp_path: Path, run: Any, written: str, name: str) -> None:
     codes = drawn(2, (2, 3, 5, 2, 4))  # [K and V, layer, token, head, dim]
     path = tmp_path / f"org-model@1@0@12ab@{written}.pt"
     path.write_bytes(codes.tobytes())
@@ -212,7 +212,7 @@ def test_pages_of_lmcache_have_the_type_of_their_name(tmp_path: Path, run: Any, 
     assert "codes are taken as they are" in run("measure", path, *lying, *said).err
 
 
-def test_folders_of_vllm(tmp_path: Path, run: Any) -> None:
+def test_float8_vllm_folders(tmp_path: Path, run: Any) -> None:
     codes = [drawn(layer, (2, 6, 8)) for layer in range(3)]
     (tmp_path / "v").mkdir()
     for layer, each in enumerate(codes):
@@ -224,7 +224,7 @@ def test_folders_of_vllm(tmp_path: Path, run: Any) -> None:
     assert "equal" in run("diff", tmp_path / "v", tmp_path / "f", "--shape", "2,-1,2,4", "--axes", "2thd").out
 
 
-def test_measure_of_codes_counts_their_bytes(tmp_path: Path, run: Any) -> None:
+def test_float8_measure_counts_bytes_of_codes(tmp_path: Path, run: Any) -> None:
     path, codes = pair(tmp_path / "c.safetensors", "float8_e4m3fn")
     total = sum(each.size for each in codes.values())
     out = run("measure", path).out
@@ -235,7 +235,7 @@ def test_measure_of_codes_counts_their_bytes(tmp_path: Path, run: Any) -> None:
     assert "expected an even head_dim" in run("measure", odd, code=1).err
 
 
-def test_odd_numbers_of_codes_are_numbers_and_no_frames(tmp_path: Path, run: Any) -> None:
+def test_float8_odd_number_of_codes_is_no_frame(tmp_path: Path, run: Any) -> None:
     path, codes = pair(tmp_path / "c.safetensors", "float8_e5m2", shape=(1, 1, 3, 5))
     source = kvmnn.open(path)
     assert np.array_equal(
@@ -244,7 +244,7 @@ def test_odd_numbers_of_codes_are_numbers_and_no_frames(tmp_path: Path, run: Any
     assert "not a whole number" in run("encode", path, "-o", tmp_path / "f/", code=1).err
 
 
-def test_verbs_that_compute_take_exact_numbers(tmp_path: Path, run: Any) -> None:
+def test_float8_commands_compute_with_exact_values(tmp_path: Path, run: Any) -> None:
     finite = np.flatnonzero(np.isfinite(build_exact_table("float8_e4m3fn"))).astype(np.uint8)
     codes = {f"layer_0.{part}": finite[drawn(n, SHAPE) % finite.size] for n, part in enumerate(("key", "value"))}
     path = write(tmp_path / "c.safetensors", {key: ("F8_E4M3", each) for key, each in codes.items()})

@@ -1,4 +1,4 @@
-"""Scores and attention in files, and plans of them: the same for a notebook as for the shell."""
+"""Scores and attention in files, and plans for them: the library equals the command."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_attention_is_divided_by_heads_and_queries(here: Path) -> None:
+def test_read_scores_divides_attention_by_heads_and_queries(here: Path) -> None:
     np.save("queries.npy", np.ones((2, 4, 3, 20), np.float32))
     found = read_scores("queries.npy", H2OConfig(block_tokens=10, ema_alpha=0.5))
     assert [(layer.name, layer.kv_len, layer.scores.tolist()) for layer in found] == [
@@ -33,7 +33,7 @@ def test_attention_is_divided_by_heads_and_queries(here: Path) -> None:
     ]
 
 
-def test_a_notebook_gets_what_the_shell_gets(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_from_file_equals_plan_command(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     np.save("scores.npy", np.arange(40, dtype=np.float32).reshape(2, 20))
     config = H2OConfig(block_tokens=8, sink_tokens=8, recent_tokens=8)
     plans = plan_from_file("scores.npy", config, "a.json", input_kind="scores")
@@ -58,7 +58,7 @@ def test_a_notebook_gets_what_the_shell_gets(here: Path, capsys: pytest.CaptureF
     assert {**told, "seconds": 0, "output": None} == {**expected, "seconds": 0, "output": None}
 
 
-def test_scores_in_memory_are_planned_alike() -> None:
+def test_plan_layers_of_scores_in_memory() -> None:
     scores = [LayerScores(name="a", kv_len=160, scores=np.arange(20, dtype=np.float32))]
     plans = plan_layers(scores, H2OConfig(block_tokens=8, sink_tokens=8, recent_tokens=8))
     assert 0 <= plans.seconds < 60
@@ -66,7 +66,7 @@ def test_scores_in_memory_are_planned_alike() -> None:
     assert plans.to_plan_entries() == [{"layer": 0, "remove": 160, "pairs": [[0, 8], [112, 48]]}]
 
 
-def test_caches_hold_no_scores(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_read_scores_cache_without_scores_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("chat.session").write_bytes(llama_files.state(Random(1), llama_files.Shape(), [5])[0])
     Path("prompt.safetensors").write_bytes(mlx_files.cache(Random(1), mlx_files.Shape())[0])
     hf_files.save(Path("cache.pt"), hf_files.dynamic_cache(hf_files.pairs(1)))
@@ -88,7 +88,7 @@ def test_caches_hold_no_scores(here: Path, capsys: pytest.CaptureFixture[str]) -
         assert "--kv-heads" not in said
 
 
-def test_attention_in_frames_is_planned(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_command_accepts_attention_in_frames(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     np.save("attention.npy", np.full((2, 4, 8, 8), 1 / 8, np.float32))
     assert main(["encode", "attention.npy", "-o", "attention.frame", "-q"]) == 0
     capsys.readouterr()
@@ -105,7 +105,7 @@ def attentions(layers: int, batch: int, heads: int = 3, tokens: int = 20) -> lis
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 5])
-def test_attention_of_a_list_of_layers_has_a_batch_inside(tmp_path: Path, run: Any, layers: int) -> None:
+def test_read_scores_attention_list_has_batch_axis(tmp_path: Path, run: Any, layers: int) -> None:
     """What torch.save(outputs.attentions) writes: the first axis of each tensor is the batch, whatever its length."""
     tensors = attentions(layers, 2)
     for value in (tensors, tuple(tensors)):
@@ -131,7 +131,7 @@ def test_attention_of_a_list_of_layers_has_a_batch_inside(tmp_path: Path, run: A
     assert "leave --part batch out" in run("plan", tmp_path / "layers.npy", "--part", "batch=0", code=2).err
 
 
-def test_attention_by_name_has_a_batch_inside(tmp_path: Path) -> None:
+def test_read_scores_attention_by_name_has_batch_axis(tmp_path: Path) -> None:
     tensors = attentions(3, 1)
     np.savez(tmp_path / "onnx.npz", **{f"attentions.{n}": tensor for n, tensor in enumerate(tensors)})
     np.savez(tmp_path / "plain.npz", **{f"attentions.{n}": tensor[0] for n, tensor in enumerate(tensors)})

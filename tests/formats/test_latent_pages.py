@@ -20,7 +20,7 @@ def drawn(*shape: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("said", [{"axes": "td"}, {"axes": "thd", "shape": (-1, 1, DIMS)}, {"axes": "TD"}], ids=str)
-def test_folder_of_vllm_is_keys_alone(tmp_path: Path, said: Any) -> None:
+def test_latent_vllm_folder_is_keys_only(tmp_path: Path, said: Any) -> None:
     arrays = folder(tmp_path / "mla", (TOKENS, DIMS), layers=LAYERS)
     source = kvmnn.open(tmp_path / "mla", **said)
     assert list(source) == [f"layer_{n}.key" for n in range(LAYERS)]
@@ -30,7 +30,7 @@ def test_folder_of_vllm_is_keys_alone(tmp_path: Path, said: Any) -> None:
     assert any("taken as K alone" in note for note in source.notes)
 
 
-def test_page_with_an_axis_of_layers(tmp_path: Path, run: Any) -> None:
+def test_latent_page_with_layer_axis(tmp_path: Path, run: Any) -> None:
     words = drawn(LAYERS, TOKENS, DIMS)
     path = tmp_path / "model@1@0@12ab@bfloat16.pt"
     path.write_bytes(words.tobytes())
@@ -42,7 +42,7 @@ def test_page_with_an_axis_of_layers(tmp_path: Path, run: Any) -> None:
             assert back["layer_0.key"].tobytes() == words[0].tobytes()
 
 
-def test_keys_alone_go_through_store_and_frames(tmp_path: Path, run: Any) -> None:
+def test_latent_keys_round_trip_through_store_and_frames(tmp_path: Path, run: Any) -> None:
     arrays = folder(tmp_path / "mla", (TOKENS, DIMS), layers=LAYERS)
     (tmp_path / "ids.json").write_text(str(list(range(TOKENS))))
     of_model = ("--fingerprint", "ab" * 32, "--token-ids", tmp_path / "ids.json")
@@ -58,7 +58,7 @@ def test_keys_alone_go_through_store_and_frames(tmp_path: Path, run: Any) -> Non
                                            "arm64-fp16", "-o", tmp_path / "out/", code=1).err  # fmt: skip
 
 
-def test_keys_of_several_heads_alone_are_no_prefix(tmp_path: Path, run: Any) -> None:
+def test_keys_only_of_several_heads_are_no_prefix(tmp_path: Path, run: Any) -> None:
     keys = np.random.default_rng(1).standard_normal((2, TOKENS, 8)).astype("<f2")
     np.savez(tmp_path / "keys.npz", **{f"layer_{n}.key": keys for n in range(2)})
     (tmp_path / "ids.json").write_text(str(list(range(TOKENS))))
@@ -68,7 +68,7 @@ def test_keys_of_several_heads_alone_are_no_prefix(tmp_path: Path, run: Any) -> 
     assert "layer 0 has no array of its values" in run("measure", tmp_path / "keys.npz", code=1).err
 
 
-def test_arrays_with_heads_are_still_asked_about(tmp_path: Path, run: Any) -> None:
+def test_latent_axes_with_heads_are_refused(tmp_path: Path, run: Any) -> None:
     np.save(tmp_path / "cache.npy", np.ones((TOKENS, 2, DIMS), "<f2"))
     with pytest.raises(MissingOptionError, match="or no h where one tensor is both"):
         kvmnn.open(tmp_path / "cache.npy", axes="thd")
@@ -79,7 +79,7 @@ def test_arrays_with_heads_are_still_asked_about(tmp_path: Path, run: Any) -> No
 
 
 @pytest.mark.parametrize("shape", ["-1,1,24", "70,-1,24", "-1,-1"])
-def test_lengths_that_begin_with_a_minus_parse(tmp_path: Path, run: Any, shape: str) -> None:
+def test_shape_option_accepts_leading_minus(tmp_path: Path, run: Any, shape: str) -> None:
     folder(tmp_path / "mla", (TOKENS, DIMS), layers=1)
     command = ("measure", tmp_path / "mla", "--shape", shape, "--axes", "thd")
     if shape == "-1,-1":

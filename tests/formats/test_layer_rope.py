@@ -1,4 +1,4 @@
-"""How configurations rotate each layer: what kvmnn can compute is read, and all else refused by name."""
+"""RoPE of each layer from configurations: supported scalings are read, others refused by name."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _of(rotary: RopeConfig | None) -> RopeFrequencies:
         ({"layer_types": KINDS, "model_type": "gpt_oss"}, PLAIN),
     ],
 )  # fmt: skip
-def test_layers_that_are_rotated_alike(tmp_path, fields, expected) -> None:
+def test_config_rope_equal_layers(tmp_path, fields, expected) -> None:
     assert same(read(tmp_path, fields), [expected] * 4)
 
 
@@ -80,11 +80,11 @@ def test_layers_that_are_rotated_alike(tmp_path, fields, expected) -> None:
         ({"model_type": "cohere2"}, [RopeConfig(theta=1e6, dims=64, pairing="interleaved")] * 3 + [None]),
     ],
 )  # fmt: skip
-def test_layers_that_are_rotated_in_different_ways(tmp_path, fields, expected) -> None:
+def test_config_rope_different_layers(tmp_path, fields, expected) -> None:
     assert same(read(tmp_path, fields), expected)
 
 
-def test_longrope_divides_frequencies_of_short_texts(tmp_path) -> None:
+def test_config_rope_longrope_uses_short_factors(tmp_path) -> None:
     factors = np.linspace(1, 4, 32).tolist()
     rope = {"type": "longrope", "short_factor": factors, "long_factor": [8.0] * 32, **LENGTH}
     found = read(tmp_path, {"rope_scaling": rope})
@@ -120,19 +120,19 @@ def test_longrope_divides_frequencies_of_short_texts(tmp_path) -> None:
         ({"rope_parameters": [1]}, "rope_parameters is no object but list"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_computed_is_refused(tmp_path, fields, message) -> None:
+def test_config_rope_unsupported_scaling_is_refused(tmp_path, fields, message) -> None:
     with pytest.raises(SourceError, match=f"config.json: .*{message}"):
         read(tmp_path, fields, length=10_000)
 
 
-def test_a_configuration_without_rotation_has_none(tmp_path) -> None:
+def test_config_rope_without_rotation_is_none(tmp_path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     assert read_config_layer_ropes(str(tmp_path / "config.json"), 2, 64, 10) == (None, [])
     with pytest.raises(SourceError, match=r"has neither config\.json nor llm_config\.json"):
         read_config_layer_ropes(str(tmp_path / "nowhere"), 2, 64, 10)
 
 
-def test_pictures_are_a_doubt(tmp_path) -> None:
+def test_config_rope_mrope_has_a_note(tmp_path) -> None:
     (tmp_path / "config.json").write_text(
         json.dumps({"rope_theta": 1e6, "rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]}})
     )

@@ -209,7 +209,7 @@ OUTPUTS = {
 
 
 @pytest.mark.parametrize(("case", "verb"), RUNS)
-def test_an_option_that_is_missing(
+def test_commands_missing_option_is_named(
     case: Case, verb: str, tmp_path: Path, run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "in").mkdir()
@@ -224,7 +224,7 @@ def test_an_option_that_is_missing(
     run(*words, *case.option)
 
 
-def test_it_is_a_source_error_and_an_option_error(tmp_path: Path) -> None:
+def test_missing_option_error_is_source_and_option_error(tmp_path: Path) -> None:
     """So that callers who catch either catch it."""
     assert issubclass(MissingOptionError, OptionError) and issubclass(MissingOptionError, SourceError)
     with pytest.raises(MissingOptionError):
@@ -235,6 +235,6 @@ def test_it_is_a_source_error_and_an_option_error(tmp_path: Path) -> None:
     ("name", "data"),
     [("a.onnx", WORDS.tobytes()), ("a.bin", b""), ("a.bin", b"a text\n"), ("a.bin", b"PK\x03\x04" * 9)],
 )
-def test_what_is_no_cache_at_all_is_bad_input(name: str, data: bytes, tmp_path: Path, run: Any) -> None:
+def test_commands_other_files_are_bad_input(name: str, data: bytes, tmp_path: Path, run: Any) -> None:
     said = run("encode", written(tmp_path / name, data), "-o", tmp_path / "f/", code=1).err
     assert "not a file kvmnn knows" in said and said.count("\n") == 1

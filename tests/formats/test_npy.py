@@ -44,7 +44,7 @@ def test_npy_shapes(tmp_path, shape):
     assert content(only(tmp_path / "a.npy")) == values.tobytes()
 
 
-def test_npy_in_fortran_order_is_read_in_memory_order(tmp_path):
+def test_npy_fortran_order_is_read_in_memory_order(tmp_path):
     np.save(tmp_path / "a.npy", np.asfortranarray(WORDS))
     array = only(tmp_path / "a.npy")
     assert (array.order, array.shape) == ("F", (2, 3, 4))
@@ -58,7 +58,7 @@ def test_npy_format_versions(tmp_path, version):
     assert content(only(tmp_path / "a.npy")) == WORDS.tobytes()
 
 
-def test_pieces_are_views_of_the_mapped_file(tmp_path):
+def test_npy_chunks_are_views_of_the_mapped_file(tmp_path):
     np.save(tmp_path / "a.npy", WORDS)
     for piece in only(tmp_path / "a.npy").iter_chunks(16):
         assert not piece.flags.owndata
@@ -97,7 +97,7 @@ def header(text: str, data: bytes = b"") -> bytes:
         (b"\x93NUMPY\x02\x00\xff\xff\xff\xff" + b" " * 16, "not a valid .npy header"),
     ],
 )
-def test_bad_npy(tmp_path, data, message):
+def test_npy_malformed_file_is_refused(tmp_path, data, message):
     (tmp_path / "a.npy").write_bytes(data)
     with pytest.raises(SourceError, match=r"a.npy") as caught:
         formats.open(str(tmp_path / "a.npy"))
@@ -107,7 +107,7 @@ def test_bad_npy(tmp_path, data, message):
 
 @settings(max_examples=200)
 @given(st.binary(max_size=300), st.integers(0, 223))
-def test_damaged_npy_is_refused_or_read(tmp_path_factory, noise, at):
+def test_npy_damaged_file_is_refused_or_read(tmp_path_factory, noise, at):
     path = tmp_path_factory.mktemp("npy") / "a.npy"
     whole = saved(WORDS)
     path.write_bytes(whole[:at] + noise + whole[at + len(noise) :])

@@ -26,7 +26,7 @@ def here(tmp_path, monkeypatch, run):
     return sample
 
 
-def test_arrays_come_in_the_order_of_layers(here):
+def test_npy_folder_arrays_are_in_layer_order(here):
     source = kvmnn.open("d")
     assert source.names == tuple(f"layer_{n}.{part}" for n in range(12) for part in ("key", "value"))
     for array, expected in zip(source.arrays, here.arrays, strict=True):
@@ -36,7 +36,7 @@ def test_arrays_come_in_the_order_of_layers(here):
         kvmnn.open("d", tensors=["x"])
 
 
-def test_other_names_come_last_and_other_files_not_at_all(here):
+def test_npy_folder_other_names_are_last(here):
     for name in ("b10", "b9", "a"):
         np.save(f"d/{name}.npy", np.ones((2, 2), np.float16))
     Path("d/positions.json").write_text("{}")
@@ -44,7 +44,7 @@ def test_other_names_come_last_and_other_files_not_at_all(here):
     assert kvmnn.open("d").names[-4:] == ("layer_11.value", "a", "b9", "b10")
 
 
-def test_every_verb_takes_one(here, run, tmp_path):
+def test_commands_accept_npy_folder(here, run, tmp_path):
     assert "d: 24 arrays to encode" in run("inspect", "d").out
     assert "LOSSLESS" in run("encode", "d", "-o", "d.frames/").out
     assert "every byte compared with d" in run("verify", "d.frames/", "--against", "d").out
@@ -69,7 +69,7 @@ def test_every_verb_takes_one(here, run, tmp_path):
     assert "12 layers, 20 tokens" in run("mnn", "replay", "d", "--engine-config", "c.json").out
 
 
-def test_a_dump_that_went_through_files_is_still_one(here, run):
+def test_npy_folder_of_dump_arrays_is_a_dump(here, run):
     run("mnn", "unpack", "d", "--output-kind", "dump", "-o", "dump/", "--run-id", "2026")
     run("encode", "dump", "-o", "dump.frames/")
     run("decode", "dump.frames", "--arrays", "-o", "back/")
@@ -78,7 +78,7 @@ def test_a_dump_that_went_through_files_is_still_one(here, run):
     assert "total: 12 layers, 20 tokens each" in run("measure", "back").out
 
 
-def test_a_file_that_is_cut_after_it_was_opened(here):
+def test_npy_folder_file_truncated_after_open_is_refused(here):
     source = kvmnn.open("d")
     file = Path("d/layer_0.key.npy")
     file.write_bytes(file.read_bytes()[:100])
@@ -86,7 +86,7 @@ def test_a_file_that_is_cut_after_it_was_opened(here):
         source["layer_0.key"].to_numpy()
 
 
-def test_what_a_folder_is(here, run):
+def test_detect_kinds_of_folders(here, run):
     run("mnn", "unpack", "d", "--output-kind", "dump", "-o", "dump/")
     Path("empty").mkdir()
     assert [detect(name).name for name in ("p", "d", "dump", "empty")] == ["packed", "npy", "dump", "folder"]

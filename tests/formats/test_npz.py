@@ -15,7 +15,7 @@ from kvmnn.formats import ReadOptions
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
-def test_npz(tmp_path, save):
+def test_npz_stored_and_deflated_arrays_are_read(tmp_path, save):
     big = np.asfortranarray(WORDS).astype(">f4")
     save(tmp_path / "a.npz", k=WORDS, v=WORDS.astype(np.float16), big=big)
     arrays = {array.name: array for array in formats.open(str(tmp_path / "a.npz")).arrays}
@@ -26,7 +26,7 @@ def test_npz(tmp_path, save):
     assert content(arrays["big"], 16) == WORDS.tobytes("F")
 
 
-def test_npz_choice(tmp_path):
+def test_npz_selected_arrays_are_read(tmp_path):
     np.savez(tmp_path / "a.npz", k=WORDS, v=WORDS, n=np.arange(3))
     path = str(tmp_path / "a.npz")
     with pytest.raises(SourceError, match=r"'n.npy'.*int64"):
@@ -41,7 +41,7 @@ def test_npz_choice(tmp_path):
         formats.open(path, ReadOptions(tensors=("n",), skip_unsupported=True))
 
 
-def test_npz_with_pickles_is_never_loaded(tmp_path):
+def test_npz_pickles_are_never_loaded(tmp_path):
     class Bomb:
         def __reduce__(self):
             return (Path.touch, (tmp_path / "ran",))
@@ -59,7 +59,7 @@ def archive(path: Path, members: dict[str, bytes], method: int = zipfile.ZIP_STO
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
-def test_bad_npz(tmp_path, method):
+def test_npz_malformed_archive_is_refused(tmp_path, method):
     path = tmp_path / "a.npz"
 
     def refused(message: str) -> None:
@@ -84,7 +84,7 @@ def test_bad_npz(tmp_path, method):
     refused("checksum|damaged|ends .* early|not a valid")
 
 
-def test_npz_with_more_data_than_it_says(tmp_path):
+def test_npz_member_longer_than_recorded_is_refused(tmp_path):
     archive(tmp_path / "a.npz", {"k.npy": saved(WORDS) + bytes(1000)}, zipfile.ZIP_DEFLATED)
     data = (tmp_path / "a.npz").read_bytes()
     size = (len(saved(WORDS)) + 1000).to_bytes(4, "little")
@@ -96,7 +96,7 @@ def test_npz_with_more_data_than_it_says(tmp_path):
 
 
 @pytest.mark.parametrize(("method", "flags"), [(zipfile.ZIP_BZIP2, 0), (zipfile.ZIP_STORED, 1)])
-def test_npz_methods_that_numpy_never_uses(tmp_path, method, flags):
+def test_npz_other_compression_methods_are_refused(tmp_path, method, flags):
     archive(tmp_path / "a.npz", {"k.npy": saved(WORDS)}, method)
     data = bytearray((tmp_path / "a.npz").read_bytes())
     data[6] |= flags
@@ -106,7 +106,7 @@ def test_npz_methods_that_numpy_never_uses(tmp_path, method, flags):
         formats.open(str(tmp_path / "a.npz"))
 
 
-def test_npz_with_a_member_twice(tmp_path):
+def test_npz_duplicate_member_is_refused(tmp_path):
     with pytest.warns(UserWarning, match="Duplicate"), zipfile.ZipFile(tmp_path / "a.npz", "w") as file:
         file.writestr("k.npy", saved(WORDS))
         file.writestr("k.npy", saved(WORDS))

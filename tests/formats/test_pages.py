@@ -38,7 +38,7 @@ def drawn(seed: int, shape: tuple[int, ...] = SHAPE) -> np.ndarray:
         ("m@1@0@12ab@half@x.pt", None),
     ],
 )
-def test_names(name: str, said: Any) -> None:
+def test_parse_page_name_of_lmcache(name: str, said: Any) -> None:
     page = parse_page_name(f"folder@1@2@3@half/{name}")
     assert (page and page[:2]) == said
 
@@ -59,9 +59,7 @@ def test_names(name: str, said: Any) -> None:
         ("uint8", "bf16", True),
     ],
 )
-def test_read_page_with_another_dtype_than_its_name_is_refused(
-    tmp_path: Path, type_in_name: str, dtype: str, is_read: bool
-) -> None:
+def test_open_page_conflicting_dtype_is_refused(tmp_path: Path, type_in_name: str, dtype: str, is_read: bool) -> None:
     path = tmp_path / f"org-model@1@0@12ab@{type_in_name}.data"
     path.write_bytes(drawn(5).tobytes())
     if is_read:
@@ -71,7 +69,7 @@ def test_read_page_with_another_dtype_than_its_name_is_refused(
         kvmnn.open(path, dtype=dtype)
 
 
-def test_a_page_of_lmcache(tmp_path: Path, run: Any) -> None:
+def test_open_lmcache_page(tmp_path: Path, run: Any) -> None:
     words = drawn(1)
     path = tmp_path / "org-model@1@0@12ab@bfloat16.pt"
     path.write_bytes(words.tobytes())
@@ -84,7 +82,7 @@ def test_a_page_of_lmcache(tmp_path: Path, run: Any) -> None:
     assert list(kvmnn.open(tmp_path / "f")) == list(source)
 
 
-def test_layers_that_lie_apart(tmp_path: Path) -> None:
+def test_open_lmcache_page_of_one_layer(tmp_path: Path) -> None:
     words = drawn(2, (2, 8, 8))
     path = tmp_path / "org-model@1@0@12ab@half@5.pt"
     path.write_bytes(words.tobytes())
@@ -93,7 +91,7 @@ def test_layers_that_lie_apart(tmp_path: Path) -> None:
     assert source["layer_5.key"].to_numpy().tobytes() == words[0].reshape(8, 2, 4).transpose(1, 0, 2).tobytes()
 
 
-def test_a_page_of_sglang_is_asked_for_its_type(tmp_path: Path, run: Any) -> None:
+def test_open_sglang_page_needs_dtype(tmp_path: Path, run: Any) -> None:
     words = drawn(3)
     path = tmp_path / "0123abcd_model_0_1.bin"
     path.write_bytes(words.tobytes())
@@ -112,7 +110,7 @@ def test_a_page_of_sglang_is_asked_for_its_type(tmp_path: Path, run: Any) -> Non
         ((2, 7, 2, 4), {"axes": "2thd"}),
     ],
 )
-def test_a_folder_of_vllm(tmp_path: Path, shape: tuple[int, ...], said: Any) -> None:
+def test_open_vllm_folder(tmp_path: Path, shape: tuple[int, ...], said: Any) -> None:
     arrays = folder(tmp_path / "0cc175b9", shape)
     plain = kvmnn.open(tmp_path / "0cc175b9")
     assert list(plain)[:3] == [f"model.layers.{n}.self_attn.attn" for n in range(3)]
@@ -123,7 +121,7 @@ def test_a_folder_of_vllm(tmp_path: Path, shape: tuple[int, ...], said: Any) -> 
     assert source["layer_10.value"].to_numpy().tobytes() == expected.tobytes()
 
 
-def test_a_folder_of_vllm_is_unpacked(tmp_path: Path, run: Any) -> None:
+def test_unpack_vllm_folder(tmp_path: Path, run: Any) -> None:
     arrays = folder(tmp_path / "0cc175b9", (7, 2, 2, 4))
     run("mnn", "unpack", tmp_path / "0cc175b9", "--axes", "t2hd", "-o", tmp_path / "kv.npz")
     assert np.load(tmp_path / "kv.npz")["layer_3.key"].tobytes() != arrays[3].tobytes()
@@ -131,7 +129,7 @@ def test_a_folder_of_vllm_is_unpacked(tmp_path: Path, run: Any) -> None:
     assert words.tobytes() == arrays[3].reshape(7, 2, 2, 4)[:, 0].transpose(1, 0, 2).tobytes()
 
 
-def test_a_folder_of_vllm_is_asked_about(tmp_path: Path, run: Any) -> None:
+def test_measure_vllm_folder_needs_axes(tmp_path: Path, run: Any) -> None:
     folder(tmp_path / "0cc175b9", (2, 7, 8), layers=2)
     assert "  model.layers.0.self_attn.attn: bf16 [2, 7, 8] C" in run("inspect", tmp_path / "0cc175b9").out
     said = run("measure", tmp_path / "0cc175b9", code=2).err
@@ -141,7 +139,7 @@ def test_a_folder_of_vllm_is_asked_about(tmp_path: Path, run: Any) -> None:
 
 
 @pytest.mark.parametrize("axes", ["2lthd", "lt2hd", "thd2l", "2lhtd"])
-def test_pages_of_one_text_are_joined(tmp_path: Path, run: Any, axes: str) -> None:
+def test_open_pages_of_one_text_are_joined(tmp_path: Path, run: Any, axes: str) -> None:
     lengths = {"2": 2, "l": 2, "h": 3, "d": 4}
     pages = []
     for number, tokens in enumerate((8, 8, 3)):
@@ -165,7 +163,7 @@ def test_pages_of_one_text_are_joined(tmp_path: Path, run: Any, axes: str) -> No
     assert "needs --axes" in run("encode", *paths, "-o", tmp_path / "g/", "--dtype", "bf16", "--pages", code=2).err
 
 
-def test_pages_of_layers_that_lie_apart(tmp_path: Path, run: Any) -> None:
+def test_open_pages_of_single_layers_are_joined(tmp_path: Path, run: Any) -> None:
     paths, expected = [], []
     for number in range(2):
         for layer in range(2):

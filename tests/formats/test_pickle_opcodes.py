@@ -11,7 +11,7 @@ PROTOCOL, NONE, POP, STOP = b"\x80\x02", b"N", b"0", b"."
 
 
 @pytest.mark.parametrize("pairs", [0, 1, 50])
-def test_scan_takes_as_many_opcodes_as_the_limit_and_not_one_more(pairs: int) -> None:
+def test_scan_opcode_limit_is_inclusive(pairs: int) -> None:
     data = PROTOCOL + (NONE + POP) * pairs + NONE + STOP
     opcodes = 2 * pairs + 3
     assert scan(data, 0, opcodes) == (len(data), 2)
@@ -21,7 +21,7 @@ def test_scan_takes_as_many_opcodes_as_the_limit_and_not_one_more(pairs: int) ->
 
 
 @pytest.mark.parametrize("code", [b"r", b"j"], ids=["LONG_BINPUT", "LONG_BINGET"])
-def test_scan_takes_memo_places_up_to_the_limit(code: bytes) -> None:
+def test_scan_memo_limit_is_inclusive(code: bytes) -> None:
     most = 9
     for place in (0, most):
         scan(PROTOCOL + NONE + code + place.to_bytes(4, "little") + STOP, 0, most)

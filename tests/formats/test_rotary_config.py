@@ -52,7 +52,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_configurations_say(tmp_path, name):
+def test_config_rotary_of_models(tmp_path, name):
     fields, expected = CASES[name]
     (tmp_path / "config.json").write_text(json.dumps(fields))
     for path in (tmp_path, tmp_path / "config.json"):
@@ -65,7 +65,7 @@ def test_what_configurations_say(tmp_path, name):
         assert found.frequencies.tolist() == expected.frequencies.tolist()
 
 
-def test_an_export_of_mnn(tmp_path):
+def test_config_rotary_of_mnn_export(tmp_path):
     (tmp_path / "config.json").write_text('{"llm_model": "llm.mnn", "precision": "low"}')
     (tmp_path / "llm_config.json").write_text('{"hidden_size": 64, "layer_nums": 2, "is_mrope": false}')
     found, notes = read_config_rotary(str(tmp_path), 16)
@@ -75,7 +75,7 @@ def test_an_export_of_mnn(tmp_path):
     assert found is not None and (found.theta, found.dims, notes) == (1e6, 16, [])
 
 
-def test_what_is_passed_over_is_said(tmp_path):
+def test_config_rotary_ignored_scaling_is_noted(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(
         '{"rope_theta": 1e4, "head_dim": 64, "rope_scaling": {"rope_type": "longrope", "long_factor": [1]}}'
@@ -109,7 +109,7 @@ def test_what_is_passed_over_is_said(tmp_path):
         ('{"rope_theta": 1e4, "head_dim": 64, "rope_scaling": {"type": ["x"]}}', "passed over"),
     ],
 )
-def test_what_is_wrong_is_an_error_of_one_line(tmp_path, text, message):
+def test_config_rotary_malformed_config_is_refused(tmp_path, text, message):
     path = tmp_path / "config.json"
     path.write_text(text)
     if message == "passed over":
@@ -121,6 +121,6 @@ def test_what_is_wrong_is_an_error_of_one_line(tmp_path, text, message):
     assert "\n" not in str(caught.value)
 
 
-def test_no_configuration(tmp_path):
+def test_config_rotary_without_config_is_refused(tmp_path):
     with pytest.raises(SourceError, match=r"has neither config\.json nor llm_config\.json"):
         read_config_rotary(str(tmp_path), 64)

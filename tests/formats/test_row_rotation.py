@@ -44,7 +44,7 @@ def test_rotate_rows_matches_complex_numbers(dtype: str, dims: int, pairing: str
     np.testing.assert_array_equal(rotated.reshape(200, -1)[::7], words.reshape(200, -1)[::7])
 
 
-def test_rotate_rows_without_a_distance_keeps_every_bit() -> None:
+def test_rotate_rows_by_zero_keeps_every_bit() -> None:
     words = np.frombuffer(np.random.default_rng(0).bytes(4 * 64), np.uint8)  # NaN of all kinds among them
     error = RotationErrorStats()
     assert rotate_rows(words, "fp32", np.zeros(4, np.int64), rope(1e4, 16), error) is words
@@ -53,7 +53,7 @@ def test_rotate_rows_without_a_distance_keeps_every_bit() -> None:
     np.testing.assert_array_equal(some.reshape(4, -1)[kept], words.reshape(4, -1)[kept])
 
 
-def test_rotate_rows_that_overflow_are_refused() -> None:
+def test_rotate_rows_overflow_is_refused() -> None:
     words = words_of(np.full((1, 2), 65000.0), "fp16")
     with pytest.raises(KvmnnError, match="become infinite by the rotation"):
         rotate_rows(
@@ -62,7 +62,7 @@ def test_rotate_rows_that_overflow_are_refused() -> None:
 
 
 @pytest.mark.parametrize("token_major", [False, True])
-def test_rotate_array_of_many_pieces_reads_the_same_again(token_major: bool) -> None:
+def test_rotate_array_read_twice_is_equal(token_major: bool) -> None:
     keys = np.random.default_rng(1).standard_normal((3, 40, 8)).astype(np.float16)
     distances = -np.arange(40) // 3
     array = from_numpy("layer_0.key", np.ascontiguousarray(keys.transpose(1, 0, 2)) if token_major else keys)
@@ -77,11 +77,11 @@ def test_rotate_array_of_many_pieces_reads_the_same_again(token_major: bool) -> 
     assert (error.max_abs_error, error.max_relative_error) == first
 
 
-def test_positions_of_runs() -> None:
+def test_expand_position_runs_of_two_runs() -> None:
     assert expand_position_runs(((0, 2), (7, 3))).tolist() == [0, 1, 7, 8, 9]
 
 
-def test_frequencies_from_radians_match_those_of_theta() -> None:
+def test_rope_frequencies_from_radians_equal_theta() -> None:
     radians = plain_frequencies(5e5, 64).astype(np.float32)
     found = RopeFrequencies.from_radians(radians.tolist(), "half")
     assert found.is_equivalent(rope(5e5, 64)) and found.label == "theta=500000,dims=64"

@@ -1,4 +1,4 @@
-"""Safetensors without the package: read what others write, refuse what the format forbids, write what others read."""
+"""Safetensors without the package: files of others are read, invalid ones refused, written ones readable by others."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tensor(kind: str, shape: list[int], begin: int, end: int) -> dict[str, objec
     return {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
 
 
-def test_read(tmp_path):
+def test_safetensors_arrays_and_metadata_are_read(tmp_path):
     data = np.arange(20, dtype=np.uint8).tobytes()
     header = {
         "__metadata__": {"format": "pt"},
@@ -47,7 +47,7 @@ def test_read(tmp_path):
     ]
 
 
-def test_other_types_are_refused_or_left_out(tmp_path):
+def test_safetensors_other_types_are_refused_or_skipped(tmp_path):
     header = {"k": tensor("F16", [4], 0, 8), "ids": tensor("I64", [1], 8, 16), "w": tensor("U16", [2], 16, 20)}
     path = pack(tmp_path / "x.safetensors", header, bytes(20))
     with pytest.raises(SourceError, match="tensor 'ids': type I64"):
@@ -59,7 +59,7 @@ def test_other_types_are_refused_or_left_out(tmp_path):
     assert (words.dtype, words.array_dtype) == ("fp16", "<u2")
 
 
-def test_numbers_are_not_taken_as_those_of_another_type(tmp_path):
+def test_safetensors_conflicting_dtype_is_refused(tmp_path):
     header = {"a": tensor("F16", [2], 0, 4), "b": tensor("BF16", [2], 4, 8)}
     path = pack(tmp_path / "x.safetensors", header, bytes(8))
 
@@ -104,7 +104,7 @@ EMPTY = b'"a": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}'
         ({}, b"", "holds no array"),
     ],
 )
-def test_bad_files(tmp_path, header, data, message):
+def test_safetensors_malformed_header_is_refused(tmp_path, header, data, message):
     with pytest.raises(SourceError) as caught:
         open_source(pack(tmp_path / "x.safetensors", header, data))
     assert message in str(caught.value)
@@ -113,7 +113,7 @@ def test_bad_files(tmp_path, header, data, message):
 @pytest.mark.parametrize(
     ("length", "message"), [(1 << 63, "above the limit of 100000000"), (100_000, "is truncated: the header needs")]
 )
-def test_lying_header_length(tmp_path, length, message):
+def test_safetensors_wrong_header_length_is_refused(tmp_path, length, message):
     with pytest.raises(SourceError, match=message):
         open_source(pack(tmp_path / "x.safetensors", {}, length=length))
     (tmp_path / "x.safetensors").write_bytes(b"1234567")
@@ -124,7 +124,7 @@ def test_lying_header_length(tmp_path, length, message):
 @pytest.mark.parametrize(
     ("length", "message"), [(100_000_001, "above the limit of 100000000"), (84 << 20, "not valid JSON: offset 1: ")]
 )
-def test_a_long_header_of_nothing_is_refused_at_once(tmp_path, length, message):
+def test_safetensors_long_empty_header_is_refused_at_once(tmp_path, length, message):
     """84 MiB took 16 seconds and 1.3 GB; a hole in a file costs who sends it nothing."""
     path = tmp_path / "x.safetensors"
     path.write_bytes(length.to_bytes(8, "little") + b"{")
@@ -136,7 +136,7 @@ def test_a_long_header_of_nothing_is_refused_at_once(tmp_path, length, message):
 
 
 @pytest.mark.slow
-def test_a_million_tensors_are_opened_in_seconds(tmp_path):
+def test_safetensors_million_tensors_open_in_seconds(tmp_path):
     """Under two on a machine that does nothing else; all are checked, and those that are asked for are made."""
     count = 1_000_000
     path = tmp_path / "x.safetensors"
@@ -157,7 +157,7 @@ def test_a_million_tensors_are_opened_in_seconds(tmp_path):
         source["layers.1000000.w"]
 
 
-def test_a_header_of_many_tensors_takes_little_memory(tmp_path):
+def test_safetensors_many_tensors_take_little_memory(tmp_path):
     count = 20_000
     header = {f"layers.{number}.w": tensor("F16", [2], 4 * number, 4 * number + 4) for number in range(count)}
     path = Path(pack(tmp_path / "x.safetensors", header))
@@ -174,7 +174,7 @@ def test_a_header_of_many_tensors_takes_little_memory(tmp_path):
     assert most < 2.5 * nbytes + 100_000  # 100 MB, the limit: a quarter of a gigabyte
 
 
-def test_arrays_are_found_by_name_whatever_is_left_out(tmp_path):
+def test_safetensors_arrays_are_found_after_skipping(tmp_path):
     header = {f"t{n}": tensor("F16" if n % 3 else "I64", [8 if n % 3 else 2], 16 * n, 16 * n + 16) for n in range(9)}
     path = pack(tmp_path / "x.safetensors", header, bytes(range(144)))
     source = open_source(path, ReadOptions(skip_unsupported=True))
@@ -194,7 +194,7 @@ def info(name: str, dtype: str, array_dtype: str, *shape: int, order: str = "C")
     return ArrayInfo(name=name, dtype=dtype, shape=shape, array_dtype=array_dtype, order=order)  # type: ignore[arg-type]
 
 
-def test_layout_is_aligned_and_read_back(tmp_path):
+def test_build_header_is_aligned_and_read_back(tmp_path):
     arrays = [
         info("a", "fp16", "<f2", 3),
         info("b", "bf16", "<u2", 1),
@@ -216,14 +216,14 @@ def test_layout_is_aligned_and_read_back(tmp_path):
     assert source.metadata == {"who": "me"}
 
 
-def test_what_the_format_cannot_hold():
+def test_build_header_unsupported_arrays_are_refused():
     with pytest.raises(OutputError, match="Fortran order"):
         build_header([info("a", "fp16", "<f2", 2, 2, order="F")], {})
     with pytest.raises(OutputError, match="__metadata__"):
         build_header([info("__metadata__", "fp16", "<f2", 2)], {})
 
 
-def test_inspect_lists_a_thousand_unless_told_otherwise(tmp_path, run):
+def test_inspect_safetensors_lists_a_thousand_by_default(tmp_path, run):
     header = {f"t{n}": tensor("F16", [1], 2 * n, 2 * n + 2) for n in range(1002)}
     header |= {f"w{n}": tensor("I64", [1], 2004 + 8 * n, 2012 + 8 * n) for n in range(1003)}
     path = pack(tmp_path / "x.safetensors", header, bytes(2004 + 8 * 1003))

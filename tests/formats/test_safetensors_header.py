@@ -64,7 +64,7 @@ def headers(draw: st.DrawFn) -> bytes:
 
 
 @given(headers())
-def test_valid_headers(text: bytes) -> None:
+def test_tensor_index_valid_headers_equal_json(text: bytes) -> None:
     assert check(text) is not None
 
 
@@ -87,12 +87,12 @@ PIECES += [
 
 
 @given(headers(), st.integers(0, 1 << 32), st.sampled_from(PIECES), st.integers(0, 12))
-def test_damaged_headers(text: bytes, place: int, piece: bytes, gone: int) -> None:
+def test_tensor_index_damaged_headers_equal_json(text: bytes, place: int, piece: bytes, gone: int) -> None:
     at = place % (len(text) + 1)
     check(text[:at] + piece + text[at + gone :])
 
 
-def test_every_cut_and_every_flip() -> None:
+def test_tensor_index_every_cut_and_flip_equals_json() -> None:
     header = {
         "__metadata__": {"format": "pt", "\u00e9\n": ""},
         "b": {"dtype": "F32", "shape": [2, 1], "data_offsets": [8, 16]},
@@ -151,7 +151,7 @@ ENTRY = b'{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
     ],
     ids=lambda value: str(value[:30]),
 )
-def test_what_is_refused_and_where(text: bytes, message: str) -> None:
+def test_tensor_index_error_names_cause(text: bytes, message: str) -> None:
     with pytest.raises(SourceError) as caught:
         TensorIndex(text, "x")
     assert message in str(caught.value)
@@ -165,7 +165,7 @@ class SameHashes(TensorIndex):
         super()._sort(hashes * 0)
 
 
-def test_names_of_one_hash_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensor_index_hash_collisions_are_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
     entries = [b'"%c":%b' % (name, ENTRY) for name in b"abcda"]
     monkeypatch.setattr(safetensors, "hash", lambda name: 0, raising=False)
     tensors = SameHashes(b"{%b}" % b",".join(entries[:4]), "x")

@@ -25,7 +25,7 @@ def missing(path: Path, value: Any) -> list[str]:
     return said[0].missing
 
 
-def test_linear_layers_are_named_with_their_states(tmp_path: Path) -> None:
+def test_completeness_names_linear_attention_layers(tmp_path: Path) -> None:
     ((keys, values),) = pairs(1, layers=1)
     full = layer("DynamicLayer", keys=keys, values=values)
     states = {"conv_states": {0: STATE}, "recurrent_states": {0: STATE}, "has_previous_state": {0: True}}
@@ -46,7 +46,7 @@ def test_linear_layers_are_named_with_their_states(tmp_path: Path) -> None:
         assert said == [f"{each}, not as K and V" for each in expected]
 
 
-def test_states_in_addition_to_keys_and_values_are_named(tmp_path: Path) -> None:
+def test_completeness_names_states_next_to_keys_and_values(tmp_path: Path) -> None:
     ((keys, values),) = pairs(1, layers=1)
     both = layer("LinearAttentionAndFullAttentionLayer", keys=keys, values=values, conv_states={0: STATE})
     index = layer("DynamicIndexedLayer", keys=keys, values=values, indexer_keys=STATE)
@@ -58,7 +58,7 @@ def test_states_in_addition_to_keys_and_values_are_named(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("as_dict", [False, True])
-def test_lists_of_states_of_the_cache_are_named(tmp_path: Path, as_dict: bool) -> None:
+def test_completeness_names_state_lists_of_hybrid_caches(tmp_path: Path, as_dict: bool) -> None:
     """Jamba, Zamba and MiniMax of transformers 4 and 5."""
     ((keys, values),) = pairs(1, layers=1)
     empty = np.empty((1, 0), "<f4")
@@ -84,7 +84,7 @@ def test_lists_of_states_of_the_cache_are_named(tmp_path: Path, as_dict: bool) -
     ]
 
 
-def test_a_cache_that_counts_more_than_it_holds_was_cut(tmp_path: Path) -> None:
+def test_completeness_of_truncated_cache_counts_missing_tokens(tmp_path: Path) -> None:
     made = pairs(2, shape=(1, 2, 8, 4))
     lists = [[pair[part] for pair in made] for part in (0, 1)]
     value = old_cache("DynamicCache", *lists, _seen_tokens=20)
@@ -98,7 +98,7 @@ def test_a_cache_that_counts_more_than_it_holds_was_cut(tmp_path: Path) -> None:
     assert missing(tmp_path / "cache.pt", whole) == []
 
 
-def test_layers_of_full_attention_that_differ_were_cut(tmp_path: Path) -> None:
+def test_completeness_full_layers_of_different_lengths_were_cut(tmp_path: Path) -> None:
     """As by L2 compression, which leaves the first layers alone: transformers 5 counts nothing."""
     made = [*pairs(1, shape=(1, 2, 20, 4)), *pairs(2, layers=3, shape=(1, 2, 8, 4))]
     assert missing(tmp_path / "cache.pt", dynamic_cache(made)) == [
@@ -106,7 +106,7 @@ def test_layers_of_full_attention_that_differ_were_cut(tmp_path: Path) -> None:
     ]
 
 
-def test_ids_and_masks_of_more_tokens_tell_that_a_cache_was_cut(tmp_path: Path) -> None:
+def test_completeness_ids_or_mask_longer_than_cache(tmp_path: Path) -> None:
     made = pairs(2, shape=(1, 2, 8, 4))
     for beside in ({"input_ids": np.arange(20)[None]}, {"attention_mask": np.ones((1, 20), "<i8")}):
         value = {"past_key_values": dynamic_cache(made), **beside}
@@ -116,7 +116,7 @@ def test_ids_and_masks_of_more_tokens_tell_that_a_cache_was_cut(tmp_path: Path) 
 
 @pytest.mark.parametrize("is_rerotated", [False, True])
 @pytest.mark.parametrize("seen", [8, 12, 13, 20, 1000])
-def test_sink_cache_holds_the_first_and_the_last(tmp_path: Path, seen: int, is_rerotated: bool) -> None:
+def test_completeness_sink_cache_holds_first_and_last_tokens(tmp_path: Path, seen: int, is_rerotated: bool) -> None:
     """Of models with RoPE it rotates K whenever it drops a token: K has no positions of the text then."""
     made = pairs(2, shape=(1, 2, min(seen, 12), 4))
     lists = [[pair[part] for pair in made] for part in (0, 1)]
@@ -132,7 +132,7 @@ def test_sink_cache_holds_the_first_and_the_last(tmp_path: Path, seen: int, is_r
         assert said == [kept + (", with K rotated to their places in the cache" if is_rerotated else "")]
 
 
-def test_what_is_missing_is_known_of_frames_as_well(tmp_path: Path, run: Any) -> None:
+def test_completeness_is_recorded_in_frames(tmp_path: Path, run: Any) -> None:
     made = pairs(2, shape=(1, 2, 8, 4))
     value = old_cache("DynamicCache", *([pair[part] for pair in made] for part in (0, 1)), _seen_tokens=20)
     run("encode", save(tmp_path / "cache.pt", value), "-o", tmp_path / "frames/")

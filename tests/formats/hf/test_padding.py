@@ -1,4 +1,4 @@
-"""Batches with padding: what attention_mask leaves out is no token, whatever side it is on."""
+"""Batches with padding: tokens that attention_mask excludes are dropped, on either side."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def batch(lengths: list[int], side: str, *, more: int = 0) -> dict[str, np.ndarr
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("kind", [dynamic_cache, lambda made: static_cache(made, 30)])
-def test_padding_of_one_text_is_left_out(tmp_path: Path, side: str, kind: Any) -> None:
+def test_open_padding_of_one_text_is_dropped(tmp_path: Path, side: str, kind: Any) -> None:
     made = pairs(2, shape=(1, 2, TOKENS, 4), dtype="fp16")
     beside = batch([7], side)
     path = save(tmp_path / "cache.pt", {"past_key_values": kind(made), **beside})
@@ -41,7 +41,7 @@ def test_padding_of_one_text_is_left_out(tmp_path: Path, side: str, kind: Any) -
         assert "5 rows of padding left out (attention_mask): 7 tokens of 12 rows" in source.notes
 
 
-def test_gaps_of_a_mask_are_left_out(tmp_path: Path) -> None:
+def test_open_gaps_of_mask_are_dropped(tmp_path: Path) -> None:
     made = pairs(2, shape=(1, 2, TOKENS, 4), dtype="bf16")
     mask = np.array([[0, 0, 1, 1, 0, 1, 1, 1, 0, 1, 1, 0]], "<i8")
     source = kvmnn.open(save(tmp_path / "cache.pt", {"cache": dynamic_cache(made), "attention_mask": mask}))
@@ -51,7 +51,7 @@ def test_gaps_of_a_mask_are_left_out(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("lengths", [[12, 7], [3, 9, 12], [5, 5]])
-def test_each_text_of_a_batch_has_its_own_tokens(tmp_path: Path, run: Any, side: str, lengths: list[int]) -> None:
+def test_open_batch_texts_have_their_own_tokens(tmp_path: Path, run: Any, side: str, lengths: list[int]) -> None:
     made = pairs(3, shape=(len(lengths), 2, TOKENS, 4), dtype="fp16")
     beside = batch(lengths, side)
     path = save(tmp_path / "cache.pt", {"past_key_values": dynamic_cache(made), **beside})
@@ -68,7 +68,7 @@ def test_each_text_of_a_batch_has_its_own_tokens(tmp_path: Path, run: Any, side:
             assert cache.token_ids.tolist() == beside["input_ids"][text, chosen].tolist()
 
 
-def test_a_batch_with_padding_is_no_whole_text(tmp_path: Path, run: Any) -> None:
+def test_open_padded_batch_is_no_whole_text(tmp_path: Path, run: Any) -> None:
     made = pairs(3, shape=(2, 2, TOKENS, 8), dtype="fp16")
     made = [tuple(np.where(np.isfinite(part), part, 0).astype("<f2") for part in pair) for pair in made]
     path = save(tmp_path / "cache.pt", {"past_key_values": dynamic_cache(made), **batch([12, 7], "left")})
@@ -82,7 +82,7 @@ def test_a_batch_with_padding_is_no_whole_text(tmp_path: Path, run: Any) -> None
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_unpack_of_a_batch_with_padding_names_its_rows(tmp_path: Path, run: Any, side: str) -> None:
+def test_unpack_padded_batch_names_its_rows(tmp_path: Path, run: Any, side: str) -> None:
     made = pairs(2, shape=(3, 2, TOKENS, 4), dtype="fp32")
     path = save(tmp_path / "cache.pt", {"past_key_values": dynamic_cache(made), **batch([7, 12, 9], side)})
     note = "the arrays contain rows of padding: 5 of text 0, 3 of text 2 (--part batch=N takes one text without them)"
@@ -98,7 +98,7 @@ def test_unpack_of_a_batch_with_padding_names_its_rows(tmp_path: Path, run: Any,
     assert "padding" not in shown.out + shown.err
 
 
-def test_windows_leave_their_padding_out(tmp_path: Path) -> None:
+def test_open_windows_drop_their_padding(tmp_path: Path) -> None:
     """Rows of a window are the last columns of the mask."""
     made = pairs(5, shape=(2, 2, TOKENS, 4), dtype="fp16")
     window = {"keys": made[0][0][:, :, -7:].copy(), "values": made[0][1][:, :, -7:].copy()}
@@ -112,7 +112,7 @@ def test_windows_leave_their_padding_out(tmp_path: Path) -> None:
     assert short["layer_0.key"].to_numpy().tobytes() == made[0][0][1, :, -5:].tobytes()
 
 
-def test_the_last_token_may_have_no_keys_and_values_yet(tmp_path: Path) -> None:
+def test_open_last_token_without_keys_is_dropped(tmp_path: Path) -> None:
     """As after generate, whose sequences end with a token that the model has not seen."""
     made = pairs(3, shape=(1, 2, TOKENS, 4), dtype="fp16")
     beside = batch([7], "left", more=1)
@@ -123,7 +123,7 @@ def test_the_last_token_may_have_no_keys_and_values_yet(tmp_path: Path) -> None:
     assert "the last 1 token id of 13 has no K and V yet" in source.notes
 
 
-def test_a_mask_of_the_prompt_alone_leaves_what_was_generated(tmp_path: Path) -> None:
+def test_open_mask_of_prompt_keeps_generated_tokens(tmp_path: Path) -> None:
     made = pairs(3, shape=(1, 2, TOKENS, 4), dtype="fp16")
     beside = {"attention_mask": np.array([[0, 0, 1, 1]], "<i8"), "input_ids": np.array([[0, 0, 5, 6]], "<i8")}
     source = kvmnn.open(save(tmp_path / "cache.pt", {"past_key_values": dynamic_cache(made), **beside}))
@@ -133,7 +133,7 @@ def test_a_mask_of_the_prompt_alone_leaves_what_was_generated(tmp_path: Path) ->
     assert "4 token ids for 12 tokens: they are left out" in source.notes
 
 
-def test_masks_that_are_none(tmp_path: Path) -> None:
+def test_open_invalid_masks_are_refused(tmp_path: Path) -> None:
     made = pairs(3, shape=(2, 2, TOKENS, 4), dtype="fp16")
     for mask, said in ((np.ones((2, 1, 12, 12), "<f4"), "expected"), (np.ones((3, 12), "<i8"), "expected")):
         source = kvmnn.open(save(tmp_path / "cache.pt", {"cache": dynamic_cache(made), "attention_mask": mask}))
@@ -143,7 +143,7 @@ def test_masks_that_are_none(tmp_path: Path) -> None:
         kvmnn.open(save(tmp_path / "cache.pt", nothing))
 
 
-def test_what_generate_returned_has_ids_of_all_but_its_last_token(tmp_path: Path) -> None:
+def test_open_generate_output_has_ids_of_all_but_last_token(tmp_path: Path) -> None:
     made = pairs(3, shape=(2, 2, TOKENS, 4), dtype="fp16")
     name = "transformers.generation.utils.GenerateDecoderOnlyOutput"
     ids = np.arange(2 * TOKENS + 2, dtype="<i8").reshape(2, TOKENS + 1)

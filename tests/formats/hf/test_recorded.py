@@ -23,7 +23,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
     return where, [case for each in sorted(where.glob("*.json")) for case in json.loads(each.read_text())["cases"]]
 
 
-def test_every_layer_holds_the_tokens_that_it_is_said_to_hold(cases: tuple[Path, list[Any]]) -> None:
+def test_open_recorded_caches_have_expected_tokens_per_layer(cases: tuple[Path, list[Any]]) -> None:
     where, entries = cases
     assert len(entries) == CASES
     for case in entries:

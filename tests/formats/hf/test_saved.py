@@ -29,7 +29,7 @@ def assert_same(source: Any, expected: list[hf_files.Pair], dtype: str = "bf16")
 
 @pytest.mark.parametrize("shape", [(1, 2, 5, 4), (3, 1, 1, 7), (2, 5, 70, 3)], ids=str)
 @pytest.mark.parametrize("dtype", hf_files.TYPES)
-def test_every_form_is_read(tmp_path: Path, dtype: str, shape: tuple[int, ...]) -> None:
+def test_open_saved_every_form_of_cache(tmp_path: Path, dtype: str, shape: tuple[int, ...]) -> None:
     made = pairs(sum(shape), layers=3, shape=shape, dtype=dtype)
     keys, values = ([pair[part] for pair in made] for part in (0, 1))
     four = {"key_cache": keys, "value_cache": values, "_seen_tokens": shape[2]}
@@ -71,7 +71,7 @@ def test_every_form_is_read(tmp_path: Path, dtype: str, shape: tuple[int, ...]) 
     assert source.axes == "bhtd"
 
 
-def test_a_dict_of_named_tensors_keeps_their_names(tmp_path: Path) -> None:
+def test_open_saved_dict_keeps_tensor_names(tmp_path: Path) -> None:
     ((keys, values),) = pairs(1, layers=1)
     path = save(tmp_path / "a.pt", {"past_key_values.0.key": keys, "past_key_values.0.value": values})
     assert list(kvmnn.open(path)) == ["past_key_values.0.key", "past_key_values.0.value"]
@@ -80,7 +80,7 @@ def test_a_dict_of_named_tensors_keeps_their_names(tmp_path: Path) -> None:
         kvmnn.open(other)
 
 
-def test_tensors_that_the_table_of_names_pairs(tmp_path: Path, run: Any) -> None:
+def test_open_saved_tensors_are_paired_by_name(tmp_path: Path, run: Any) -> None:
     """Dicts by any name of K and V, tensors in a list; next to them whole numbers that are no cache."""
     made = pairs(1, layers=3, dtype="fp16", shape=(1, 2, 5, 4))
     both = np.array(made)
@@ -113,12 +113,12 @@ def test_tensors_that_the_table_of_names_pairs(tmp_path: Path, run: Any) -> None
     ],
     ids=["weights", "norms", "list", "ids"],
 )
-def test_what_holds_more_than_keys_and_values_is_no_cache(tmp_path: Path, value: Any) -> None:
+def test_open_saved_other_tensors_are_refused(tmp_path: Path, value: Any) -> None:
     with pytest.raises(SourceError, match="not a file kvmnn knows: it looks like a torch checkpoint"):
         kvmnn.open(save(tmp_path / "a.pt", value))
 
 
-def test_token_ids_beside_a_cache(tmp_path: Path) -> None:
+def test_open_saved_cache_with_token_ids(tmp_path: Path) -> None:
     made = pairs(2)
     ids = np.arange(5, dtype="<i8")[None] + 7
     source = kvmnn.open(save(tmp_path / "a.pt", {"cache": dynamic_cache(made), "input_ids": ids}))
@@ -128,7 +128,7 @@ def test_token_ids_beside_a_cache(tmp_path: Path) -> None:
     assert longer.engine_cache is not None and longer.engine_cache.token_ids is None
 
 
-def test_layers_that_hold_nothing_and_windows(tmp_path: Path) -> None:
+def test_open_saved_empty_layers_and_windows(tmp_path: Path) -> None:
     made = pairs(3, layers=3)
     states: list[dict[str, Any]] = [{"keys": keys, "values": values} for keys, values in made]
     states[1] = {"keys": None, "values": None, "is_initialized": False}
@@ -141,7 +141,7 @@ def test_layers_that_hold_nothing_and_windows(tmp_path: Path) -> None:
     assert source.engine_cache is not None and source.engine_cache.position_runs == ((15, 5),)
 
 
-def test_windows_beside_layers_that_hold_all(tmp_path: Path, run: Any) -> None:
+def test_open_saved_windows_next_to_full_layers(tmp_path: Path, run: Any) -> None:
     """As in caches of models whose layers take turns; frames of them know their positions as well."""
     whole, window = pairs(3, layers=2, shape=(1, 2, 20, 4)), pairs(4, layers=1)
     states: list[dict[str, Any]] = [{"keys": keys, "values": values} for keys, values in whole]
@@ -199,7 +199,7 @@ def refusals() -> dict[str, tuple[Any, str]]:
 
 
 @pytest.mark.parametrize("name", refusals())
-def test_what_is_refused(tmp_path: Path, name: str, run: Any) -> None:
+def test_open_saved_invalid_cache_is_refused(tmp_path: Path, name: str, run: Any) -> None:
     value, message = refusals()[name]
     path = save(tmp_path / "c.pt", value)
     with pytest.raises(SourceError, match=message):
@@ -209,7 +209,7 @@ def test_what_is_refused(tmp_path: Path, name: str, run: Any) -> None:
     assert run("inspect", path, code=1).err.count("\n") == 1
 
 
-def test_attributes_without_names(tmp_path: Path) -> None:
+def test_open_saved_attributes_without_names(tmp_path: Path) -> None:
     made = pairs(1)
     layers = [Instance(KINDS + "DynamicLayer", {"keys": k, "values": v, 3: 4, None: 5}) for k, v in made]
     path = save(tmp_path / "c.pt", Instance(KINDS + "DynamicCache", {"layers": layers, (1,): 2}))
@@ -219,7 +219,7 @@ def test_attributes_without_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_damaged_pickles_behind_right_checksums(tmp_path: Path, seed: int) -> None:
+def test_open_saved_damaged_pickle_is_refused(tmp_path: Path, seed: int) -> None:
     rng = np.random.default_rng(seed)
     made = pairs(seed)
     path = save(tmp_path / "c.pt", static_cache(made, 8) if seed else {"cache": dynamic_cache(made), 1: "x"})
@@ -234,7 +234,7 @@ def test_damaged_pickles_behind_right_checksums(tmp_path: Path, seed: int) -> No
                 array.to_numpy()
 
 
-def test_references_cost_nothing(tmp_path: Path) -> None:
+def test_open_saved_repeated_references_are_cheap(tmp_path: Path) -> None:
     """A small pickle that refers to the same layer or list again and again."""
     cache, layer = (
         f"ctransformers.cache_utils\n{name}\n)\x81".encode("latin-1") for name in ("DynamicCache", "DynamicLayer")
@@ -249,28 +249,28 @@ def test_references_cost_nothing(tmp_path: Path) -> None:
             kvmnn.open(path)
 
 
-def test_a_checkpoint_is_still_one(tmp_path: Path, run: Any) -> None:
+def test_open_saved_checkpoint_is_named(tmp_path: Path, run: Any) -> None:
     path = compressor_files.checkpoint(tmp_path / "c.pth", compressor_files.weights(1, head_dim=8))
     assert "compress_tk" in run("inspect", path).out
     assert "it looks like a torch checkpoint (kvmnn compressor convert makes" in run("encode", path, code=1).err
 
 
-def test_options_and_verbs_that_are_about_something_else(tmp_path: Path, run: Any) -> None:
+def test_open_saved_unrelated_options_are_refused(tmp_path: Path, run: Any) -> None:
     path = save(tmp_path / "c.pt", dynamic_cache(pairs(1)))
     for verb in ("inspect", "measure"):
         assert "--part stream" in run(verb, path, "--part", "stream=1", code=2).err
     assert "holds a cache, no weights: encode" in run("compressor", "convert", path, tmp_path / "x.bin", code=1).err
 
 
-def test_a_pickle_that_asks_for_more_is_told_of(tmp_path: Path, run: Any) -> None:
+def test_open_saved_pickle_of_other_names_is_refused(tmp_path: Path, run: Any) -> None:
     path = save(tmp_path / "c.pt", Instance("posix.system", {"keys": 1}))
     said = run("encode", path, code=1).err
     assert "cannot be read: the pickle asks for 'posix.system', which is not among the names" in said
     assert said.count("\n") == 1
 
 
-def test_a_damaged_file_may_be_either(tmp_path: Path, run: Any) -> None:
-    """Nobody can know whether it was a cache or a checkpoint: every verb says so, in the same words."""
+def test_open_saved_damaged_file_error_is_the_same_everywhere(tmp_path: Path, run: Any) -> None:
+    """It may have been a cache or a checkpoint: every verb reports this in the same words."""
     whole = save(tmp_path / "c.pt", dynamic_cache(pairs(1, shape=(1, 2, 40, 32)))).read_bytes()
     flipped = bytearray(whole)
     flipped[whole.index(b"DynamicLayer")] ^= 1
@@ -286,7 +286,7 @@ def test_a_damaged_file_may_be_either(tmp_path: Path, run: Any) -> None:
             assert ("member 'data.pkl': the data does not match" if number == 3 else "a zip archive without") in line
 
 
-def test_every_verb_takes_one(tmp_path: Path, run: Any) -> None:
+def test_commands_accept_saved_cache(tmp_path: Path, run: Any) -> None:
     made = pairs(6, shape=(1, 2, 40, 8), dtype="fp16")
     finite = [tuple(np.where(np.isfinite(part), part, 0).astype("<f2") for part in pair) for pair in made]
     path = save(tmp_path / "c.pt", dynamic_cache(finite))
@@ -305,7 +305,7 @@ def test_every_verb_takes_one(tmp_path: Path, run: Any) -> None:
 
 
 @pytest.mark.parametrize(("own", "other"), [("fp16", "bf16"), ("bf16", "fp16"), ("fp32", "fp16")])
-def test_tensors_say_their_own_type(tmp_path: Path, own: str, other: str) -> None:
+def test_open_saved_conflicting_dtype_is_refused(tmp_path: Path, own: str, other: str) -> None:
     made = pairs(1, dtype=own)
     path = save(tmp_path / "cache.pt", tuple(made))
     assert_same(kvmnn.open(path, dtype=own), made, own)

@@ -21,7 +21,7 @@ def both(tmp_path: Path, value: Any) -> list[Any]:
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("is_sliding", [list, np.array, lambda said: [int(each) for each in said]])
-def test_hybrid_cache_has_positions_of_every_layer(tmp_path: Path, dtype: str, first: bool, is_sliding: Any) -> None:
+def test_hybrid_cache_has_positions_per_layer(tmp_path: Path, dtype: str, first: bool, is_sliding: Any) -> None:
     made = pairs(5, layers=4, shape=(2, 2, TOKENS, 4), dtype=dtype)
     sliding = [(number % 2 == 0) == first for number in range(4)]
     value = hybrid_cache(made, sliding, window=WINDOW, rows=ROWS, said=is_sliding(sliding))
@@ -40,7 +40,7 @@ def test_hybrid_cache_has_positions_of_every_layer(tmp_path: Path, dtype: str, f
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 8, 9, 31, 32])
-def test_hybrid_cache_of_any_length_holds_the_last_tokens(tmp_path: Path, tokens: int) -> None:
+def test_hybrid_cache_of_any_length_has_last_tokens(tmp_path: Path, tokens: int) -> None:
     made = pairs(tokens, layers=2, shape=(1, 2, tokens, 4), dtype="fp16")
     for source in both(tmp_path, hybrid_cache(made, [True, False], window=WINDOW, rows=ROWS)):
         stored = min(tokens, WINDOW)
@@ -52,7 +52,7 @@ def test_hybrid_cache_of_any_length_holds_the_last_tokens(tmp_path: Path, tokens
             assert cache.layer_position_runs == (((tokens - WINDOW, WINDOW),), ((0, tokens),))
 
 
-def test_row_of_zeros_within_a_window_is_no_token(tmp_path: Path) -> None:
+def test_hybrid_cache_zero_row_in_window_is_no_token(tmp_path: Path) -> None:
     """What transformers 4.42 to 4.51 leave where a window becomes full token by token."""
     made = pairs(3, layers=2, shape=(1, 2, 9, 4), dtype="fp16")
     value = hybrid_cache(made, [True, False], window=WINDOW, rows=ROWS)
@@ -66,7 +66,7 @@ def test_row_of_zeros_within_a_window_is_no_token(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["SlidingWindowCache", "HybridCache"])
 @pytest.mark.parametrize("tokens", [5, 8, 20])
-def test_windows_alone_do_not_tell_how_much_was_seen(tmp_path: Path, kind: str, tokens: int) -> None:
+def test_hybrid_cache_windows_alone_leave_length_unknown(tmp_path: Path, kind: str, tokens: int) -> None:
     made = pairs(4, layers=2, shape=(1, 2, tokens, 4), dtype="fp16")
     for source in both(tmp_path, hybrid_cache(made, [True, True], window=WINDOW, rows=ROWS, kind=kind)):
         cache, said = source.engine_cache, source.completeness
@@ -78,7 +78,7 @@ def test_windows_alone_do_not_tell_how_much_was_seen(tmp_path: Path, kind: str, 
             ]
 
 
-def test_chunked_cache_says_how_much_each_window_has_seen(tmp_path: Path) -> None:
+def test_chunked_cache_has_cumulative_length_per_window(tmp_path: Path) -> None:
     made = pairs(4, layers=3, shape=(1, 2, TOKENS, 4), dtype="fp16")
     value = hybrid_cache(made, [True, True, False], window=WINDOW, rows=ROWS, said=[1, 1, 0], kind="HybridChunkedCache")
     value.state["cumulative_length"] = [TOKENS, TOKENS, 0]
@@ -109,7 +109,7 @@ def test_static_windows_of_transformers_5(tmp_path: Path, says: str) -> None:
     assert source["layer_0.key"].to_numpy().tobytes() == window["keys"].tobytes()
 
 
-def test_pairs_with_a_window_between_layers_that_hold_all(tmp_path: Path) -> None:
+def test_pairs_with_a_window_between_full_layers(tmp_path: Path) -> None:
     """What iterating over a DynamicCache of transformers 5 gives."""
     made = pairs(7, layers=2, shape=(1, 2, TOKENS, 4), dtype="fp16")
     window = np.array(WINDOW, "<i8")
@@ -122,7 +122,7 @@ def test_pairs_with_a_window_between_layers_that_hold_all(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("tokens", [6, 14, 20])
-def test_tokens_whose_keys_are_zeros_are_tokens(tmp_path: Path, tokens: int) -> None:
+def test_hybrid_cache_tokens_with_zero_keys_are_tokens(tmp_path: Path, tokens: int) -> None:
     """K and V of a token with the embedding of padding are zeros in the first layer."""
     made = pairs(tokens, layers=4, shape=(1, 2, tokens, 4), dtype="fp16")
     for part in (*made[0], *made[1]):

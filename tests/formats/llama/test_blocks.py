@@ -26,7 +26,7 @@ def bits(values: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_numbers_are_ggmls(level: str, name: str) -> None:
+def test_dequantize_ggml_blocks_equal_the_model(level: str, name: str) -> None:
     assert _blocks.get_level() == min(level, "avx2", key=_simd.LEVEL_NAMES.index)  # the most it has loops of
     rng = Random(name)
     made = [[llama_files.block(rng, name) for _ in range(7)] for _ in range(5)]
@@ -36,7 +36,7 @@ def test_numbers_are_ggmls(level: str, name: str) -> None:
     assert np.array_equal(bits(found), bits(np.array([[v for _, each in row for v in each] for row in made])))
 
 
-def test_every_scale(level: str) -> None:
+def test_dequantize_every_fp16_scale(level: str) -> None:
     """All 65,536 halves: subnormal ones, infinities, no numbers."""
     blocks = np.zeros((1 << 16, 1, 34), np.uint8)
     blocks[:, 0, :2] = np.arange(1 << 16, dtype="<u2").view(np.uint8).reshape(-1, 2)
@@ -51,7 +51,7 @@ def test_every_scale(level: str) -> None:
 
 @pytest.mark.parametrize(("heads", "dims"), [(2, 16), (4, 8), (2, 48), (4, 24), (8, 4), (2, 80)])
 @pytest.mark.parametrize("name", ["q4_0", "q8_0"])
-def test_heads_lie_across_blocks(tmp_path: Path, heads: int, dims: int, name: str, monkeypatch) -> None:
+def test_dequantize_heads_across_blocks(tmp_path: Path, heads: int, dims: int, name: str, monkeypatch) -> None:
     monkeypatch.setattr("kvmnn.formats.llama.cache_selection._VALUES_PER_BATCH", 200)
     shape = Shape(layers=1, heads=heads, dims=dims, value_dims=dims, k_type=name, v_type=name)
     data, ((made,),) = llama_files.state(Random(dims), shape, [13])
@@ -64,7 +64,7 @@ def test_heads_lie_across_blocks(tmp_path: Path, heads: int, dims: int, name: st
             assert np.array_equal(words.reshape(expected.shape), expected)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_dequantize_mismatched_buffers_are_refused() -> None:
     out = np.empty((2, 64), np.float32)
     for kind, shape in ((0, (2, 2, 20)), (6, (2, 2, 18)), (-1, (2, 2, 18)), (0, (3, 2, 18)), (0, (2, 3, 18))):
         with pytest.raises(ValueError, match=r"are not of type|other numbers"):

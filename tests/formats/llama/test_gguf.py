@@ -1,4 +1,4 @@
-"""The header of a model: values of every type are passed over by their own length."""
+"""The header of a model: values of every type are skipped by their own length."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def text(value: str) -> bytes:
 
 @pytest.mark.parametrize("count", [None, 0, 3])
 @pytest.mark.parametrize("kind", NUMBERS)
-def test_what_follows_a_value_of_any_type(tmp_path: Path, kind: int, count: int | None) -> None:
+def test_read_gguf_skips_values_of_every_type(tmp_path: Path, kind: int, count: int | None) -> None:
     """One value, or an array of them, before the fields that are asked for."""
     letter = NUMBERS[kind]
     if count is None:
@@ -35,7 +35,7 @@ def test_what_follows_a_value_of_any_type(tmp_path: Path, kind: int, count: int 
     assert read_gguf_geometry(str(tmp_path / "m.gguf"), 3) == ("llama", (2, 2, 2), 32)
 
 
-def test_lists_of_texts_and_of_heads_for_each_layer(tmp_path: Path) -> None:
+def test_read_gguf_string_lists_and_heads_per_layer(tmp_path: Path) -> None:
     words = b"".join(text(word) for word in ("a", "", "bcd"))
     data = b"GGUF" + struct.pack("<IQQ", 3, 0, 4)
     data += text("general.architecture") + struct.pack("<I", 8) + text("llama")

@@ -1,4 +1,4 @@
-"""How ``.gguf`` models rotate each layer: fields, factors that are a tensor, and what is refused by name."""
+"""How ``.gguf`` models rotate each layer: fields, factor tensors, and unsupported scalings."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "m.gguf"
 
 
-def test_theta_dims_and_pairing(path: Path) -> None:
+def test_gguf_rope_theta_dims_and_pairing(path: Path) -> None:
     model = write(path, "llama", rope__freq_base=500000.0, rope__dimension_count=64)
     (rope,) = read_gguf_layer_ropes(model, 1, 64, 10) or [None]
     assert rope is not None and rope.label == "theta=500000,dims=64,pairing=interleaved"
@@ -67,7 +67,7 @@ def test_theta_dims_and_pairing(path: Path) -> None:
     assert read_gguf_layer_ropes(write(path, "gpt2", block_count=2), 1, 64, 10) is None
 
 
-def test_factors_of_a_tensor_divide_frequencies(path: Path) -> None:
+def test_gguf_rope_factor_tensor_divides_frequencies(path: Path) -> None:
     """Llama 3 has them, where transformers have a scaling."""
     factors = np.linspace(1, 8, 32).astype(np.float32)
     model = write(path, "llama", {"rope_freqs.weight": factors}, rope__freq_base=500000.0, rope__dimension_count=64)
@@ -80,7 +80,7 @@ def test_factors_of_a_tensor_divide_frequencies(path: Path) -> None:
         radians(model, length=4097)
 
 
-def test_gemma3_has_windows_with_another_theta(path: Path) -> None:
+def test_gguf_rope_gemma3_windows_have_other_theta(path: Path) -> None:
     sizes = {"block_count": 12, "embedding_length": 256, "attention__head_count": 4, "attention__head_count_kv": 1}
     model = write(path, "gemma3", rope__freq_base=1e6, attention__sliding_window=512, attention__key_length=64, **sizes)
     found = radians(model, 12)
@@ -89,7 +89,7 @@ def test_gemma3_has_windows_with_another_theta(path: Path) -> None:
         np.testing.assert_allclose(frequencies, plain_frequencies(theta, 64), rtol=1e-7)
 
 
-def test_linear_and_yarn_scaling(path: Path) -> None:
+def test_gguf_rope_linear_and_yarn_scaling(path: Path) -> None:
     fields = {
         "rope__freq_base": 10000.0,
         "rope__dimension_count": 64,
@@ -112,21 +112,21 @@ def test_linear_and_yarn_scaling(path: Path) -> None:
         ("llama", {"rope__freq_base": -1.0}, "theta is -1.0"),
     ],
 )
-def test_what_is_not_known_is_refused(path: Path, architecture, fields, message) -> None:
+def test_gguf_rope_unknown_scaling_is_refused(path: Path, architecture, fields, message) -> None:
     model = write(path, architecture, **{"rope__freq_base": 10000.0, "rope__dimension_count": 64} | fields)
     with pytest.raises(SourceError, match=message):
         read_gguf_layer_ropes(model, 1, 64, 10)
 
 
 @pytest.mark.parametrize("factors", [np.ones(31), np.zeros(32), np.full(32, np.nan)])
-def test_odd_factors_are_refused(path: Path, factors: np.ndarray) -> None:
+def test_gguf_rope_invalid_factors_are_refused(path: Path, factors: np.ndarray) -> None:
     model = write(path, "llama", {"rope_freqs.weight": factors}, rope__freq_base=10000.0, rope__dimension_count=64)
     with pytest.raises(SourceError, match=r"rope_freqs\.weight: expected"):
         read_gguf_layer_ropes(model, 1, 64, 10)
 
 
 @pytest.mark.slow
-def test_damaged_models_are_refused(path: Path) -> None:
+def test_gguf_rope_damaged_model_is_refused(path: Path) -> None:
     model = write(path, "llama", {"rope_freqs.weight": np.ones(32)}, rope__freq_base=10000.0, rope__dimension_count=64)
     data = path.read_bytes()
     for length in range(0, len(data), 7):

@@ -131,7 +131,7 @@ def test_open_of_quantised_windows_as_blocks_and_numbers() -> None:
     assert np.array_equal(blocks, one) and len({row.tobytes() for row in blocks}) == 4
 
 
-def test_open_without_model_numbers_layers_where_the_architecture_tells() -> None:
+def test_open_without_model_numbers_layers_by_architecture() -> None:
     """Gemma 3 has one layer of six with full attention; counts that do not fit leave the second cache out."""
     shapes = (Shape(layers=2), Shape(layers=10))
     full, window = write_session(architecture="gemma3", shapes=shapes)
@@ -147,13 +147,13 @@ def test_open_without_model_numbers_layers_where_the_architecture_tells() -> Non
     ]
 
 
-def test_open_without_model_of_heads_that_differ_asks_for_it() -> None:
+def test_open_without_model_of_different_heads_is_refused() -> None:
     write_session(architecture="gemma3")
     with pytest.raises(OptionError, match=r"256 values in the first cache and 512 in the second.*--model FILE\.gguf"):
         kvmnn.open("x.session", kv_heads=4)
 
 
-def test_open_of_window_reads_the_second_cache_alone() -> None:
+def test_open_window_cache_reads_second_cache_only() -> None:
     _, window = write_session()
     source = kvmnn.open("x.session", model=write_model(), window_cache=True)
     assert len(source) == 20
@@ -180,7 +180,7 @@ def test_open_with_another_model_names_the_difference(fields: dict[str, Any], wr
         kvmnn.open("x.session", model=write_model(**fields))
 
 
-def test_layers_that_share_k_and_v_are_no_missing_state() -> None:
+def test_open_layers_that_share_k_and_v_are_not_missing() -> None:
     """Gemma 3n and 4: the last layers use K and V of the last ones of their kind that have their own."""
     pattern = [(layer + 1) % 5 != 0 for layer in range(15)]
     full, window = write_session(shapes=(Shape(layers=2), Shape(layers=8)))
@@ -199,14 +199,14 @@ def test_layers_that_share_k_and_v_are_no_missing_state() -> None:
     assert shared == {10: 8, 11: 8, 12: 8, 13: 8, 14: 9}
 
 
-def test_short_text_within_the_window_is_a_whole_prefix() -> None:
+def test_open_short_text_within_window_is_whole_prefix() -> None:
     write_session(tokens=12, cells=list(range(12)))
     source = kvmnn.open("x.session", model=write_model())
     assert source.engine_cache is not None and source.engine_cache.is_contiguous_prefix
     assert [cache.tokens for cache in read_layer_caches(source)] == [12] * 12
 
 
-def test_layers_of_hands_over_windows_with_their_positions() -> None:
+def test_read_layer_caches_windows_have_positions() -> None:
     write_session()
     source = kvmnn.open("x.session", model=write_model())
     with pytest.raises(
@@ -228,14 +228,14 @@ def test_layers_of_hands_over_windows_with_their_positions() -> None:
         pytest.param(list(range(30, 40)), id="fewer than the window"),
     ],
 )
-def test_layers_of_a_window_that_was_cut_is_refused(cells: list[int]) -> None:
+def test_read_layer_caches_cut_window_is_refused(cells: list[int]) -> None:
     write_session(cells=cells)
     source = kvmnn.open("x.session", model=write_model())
     with pytest.raises(SourceError, match="holds no beginning of a text, whole and in order"):
         read_layer_caches(source, with_windows=True)
 
 
-def test_verbs_that_hand_on_name_the_windows_or_keep_them(run: Run) -> None:
+def test_commands_name_windows_or_keep_them(run: Run) -> None:
     write_session()
     write_model()
     sentence = "10 of 12 layers have a window of 16 tokens and contain the last 16 of 40 tokens"
@@ -246,7 +246,7 @@ def test_verbs_that_hand_on_name_the_windows_or_keep_them(run: Run) -> None:
 
 
 @pytest.mark.parametrize("codec", ["mnn", "dense"])
-def test_encode_keeps_the_file_and_what_the_model_says(run: Run, codec: str) -> None:
+def test_encode_keeps_session_and_model_layers(run: Run, codec: str) -> None:
     full, window = write_session(cells=[*range(32, 40), *range(24, 32)])
     write_model()
     out = run("encode", "x.session", "--model", "m.gguf", "--codec", codec, "-o", "b/").out
@@ -278,7 +278,7 @@ def test_dense_streams_have_the_rotation_of_their_layer(run: Run) -> None:
     )
 
 
-def test_dense_streams_of_two_caches_without_model_ask_for_it(run: Run) -> None:
+def test_dense_streams_of_two_caches_need_model(run: Run) -> None:
     write_session()
     said = run("encode", "x.session", "--kv-heads", "4", "--codec", "dense", "-o", "b/", code=2).err
     assert "dense streams of two caches need the layers of the model: say --model FILE.gguf" in said
@@ -301,7 +301,7 @@ def test_bundle_of_an_earlier_version_reads_the_first_cache(run: Run) -> None:
     assert source.completeness is not None and not source.completeness.is_complete
 
 
-def test_recurrent_state_makes_a_session_incomplete(run: Run) -> None:
+def test_recurrent_state_makes_session_incomplete(run: Run) -> None:
     data, _ = llama_files.state(Random(4), Shape(), [9], recurrent=3)
     Path("h.session").write_bytes(data)
     found = run("inspect", "h.session", "--kv-heads", "2").out
@@ -326,7 +326,7 @@ def test_recurrent_state_makes_a_session_incomplete(run: Run) -> None:
         ("gpt-oss", {"block_count": 5, "attention__sliding_window": 8, "nextn_predict_layers": 1}, [1, 3]),
     ],
 )
-def test_read_layers_follows_llama_cpp(architecture: str, fields: dict[str, Any], full: list[int]) -> None:
+def test_read_model_layers_follows_llama_cpp(architecture: str, fields: dict[str, Any], full: list[int]) -> None:
     usual = {"embedding_length": 64, "attention__head_count": 2, "attention__head_count_kv": 1}
     Path("m.gguf").write_bytes(llama_files.gguf(architecture, **(usual | fields)))
     layers = read_model_layers("m.gguf")
@@ -335,7 +335,7 @@ def test_read_layers_follows_llama_cpp(architecture: str, fields: dict[str, Any]
     assert {(layer.kv_heads, layer.head_dim) for layer in layers} == {(1, 32)}
 
 
-def test_read_layers_of_unknown_pattern_is_none() -> None:
+def test_read_model_layers_of_unknown_pattern_is_none() -> None:
     fields = {"block_count": 4, "embedding_length": 64, "attention__head_count": 2, "attention__sliding_window": 8}
     Path("m.gguf").write_bytes(llama_files.gguf("new", **fields))
     assert read_model_layers("m.gguf") is None
@@ -349,7 +349,7 @@ def test_read_rotations_of_layers_without_rotation() -> None:
     assert found[0] is not None and (found[0].theta, found[0].pairing) == (5e4, "interleaved")
 
 
-def test_folder_of_windows_keeps_their_positions(run: Run) -> None:
+def test_unpack_folder_of_windows_keeps_positions(run: Run) -> None:
     write_session()
     run("mnn", "unpack", "x.session", "--model", write_model(), "-o", "a/")
     assert "layers 0 to 4, 6 to 10: a window of 16 tokens, positions 24 to 39" in run("inspect", "a/").out
@@ -364,7 +364,7 @@ def test_folder_of_windows_keeps_their_positions(run: Run) -> None:
     assert "of windows and state at this length" in run(*words).out
 
 
-def test_streams_and_sequences_are_taken_of_both_caches() -> None:
+def test_open_stream_and_sequence_apply_to_both_caches() -> None:
     data, (full, window) = llama_files.state(
         Random(9), Shape(layers=1), [6, 9], second=[6, 9], architecture="gemma2", sequences=2
     )
@@ -379,7 +379,7 @@ def test_streams_and_sequences_are_taken_of_both_caches() -> None:
 
 
 @pytest.mark.slow
-def test_damaged_model_of_windows_is_one_line() -> None:
+def test_open_damaged_model_of_windows_is_one_line() -> None:
     write_session()
     whole = Path(write_model()).read_bytes()
     for end in range(0, len(whole), 7):

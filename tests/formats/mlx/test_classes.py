@@ -1,4 +1,4 @@
-"""Every class of cache of mlx-lm, as four versions saved them: K and V where the class puts them, others named."""
+"""Every cache class of mlx-lm, as four versions saved them: K and V are read, other classes are named."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ def check_layer(source: kvmnn.arrays.Source, layer: int, positions: list[int], t
 
 
 @pytest.mark.parametrize("name", cases("plain", "quantised", "arrays", "mamba", "list", "window", "chunked", "batch"))
-def test_files_of_real_versions_come_back(tmp_path: Path, run, name: str) -> None:
+def test_mlx_files_of_every_version_round_trip(tmp_path: Path, run, name: str) -> None:
     there_and_back(run, put(tmp_path / "x.safetensors", name))
 
 
 @pytest.mark.parametrize("name", cases("plain", "window"))
-def test_plain_layers_and_windows_of_any_version_have_their_tokens(tmp_path: Path, name: str) -> None:
+def test_mlx_plain_layers_and_windows_have_positions(tmp_path: Path, name: str) -> None:
     source = kvmnn.open(put(tmp_path / "x.safetensors", name))
     if name.endswith("plain"):
         expected = {0: list(range(9)), 1: list(range(9))}
@@ -82,7 +82,7 @@ def test_plain_layers_and_windows_of_any_version_have_their_tokens(tmp_path: Pat
         check_layer(source, layer, positions)
 
 
-def test_quantised_caches_of_all_versions_are_equal(tmp_path: Path) -> None:
+def test_mlx_quantised_caches_of_all_versions_are_equal(tmp_path: Path) -> None:
     found = [kvmnn.open(put(tmp_path / f"{name}.safetensors", name)) for name in cases("quantised")]
     assert len(found) == len(VERSIONS)
     for source in found:
@@ -98,7 +98,7 @@ def test_quantised_caches_of_all_versions_are_equal(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("bits", [2, 4, 8])
-def test_quantised_three_settings_equal_four(tmp_path: Path, seed: int, bits: int) -> None:
+def test_mlx_quantised_three_settings_equal_four(tmp_path: Path, seed: int, bits: int) -> None:
     rng = Random(seed)
     shape = Shape(bits=bits, new=False, tokens=rng.randint(1, 6), dims=rng.choice((64, 96)))
     sources = []
@@ -127,7 +127,7 @@ def test_quantised_three_settings_equal_four(tmp_path: Path, seed: int, bits: in
         ),
     ],
 )
-def test_other_classes_next_to_plain_layers_are_named(
+def test_mlx_other_classes_next_to_plain_layers_are_named(
     tmp_path: Path, run, name: str, layers: list[int], missing: str
 ) -> None:
     path = put(tmp_path / "x.safetensors", name)
@@ -155,7 +155,7 @@ def test_other_classes_next_to_plain_layers_are_named(
         assert len(result.err.splitlines()) == 1
 
 
-def test_frames_of_a_whole_file_lack_nothing_and_name_states(tmp_path: Path, run) -> None:
+def test_mlx_frames_of_whole_file_name_states(tmp_path: Path, run) -> None:
     path = put(tmp_path / "x.safetensors", "0.31.3-arrays")
     assert "incomplete" not in run("encode", path, "-o", tmp_path / "f/").out
     said = run("inspect", tmp_path / "f").out
@@ -169,7 +169,7 @@ def test_frames_of_a_whole_file_lack_nothing_and_name_states(tmp_path: Path, run
 
 
 @pytest.mark.parametrize("name", cases("chunked", "chunked_short"))
-def test_chunks_have_positions_from_their_start(tmp_path: Path, name: str) -> None:
+def test_mlx_chunked_caches_have_positions(tmp_path: Path, name: str) -> None:
     source = kvmnn.open(put(tmp_path / "x.safetensors", name))
     held = {layer: p.tolist() for layer, p in _positions(source).items()}
     chunked = [0] if name.endswith("chunked") else [0, 1]
@@ -195,7 +195,7 @@ def _positions(source: kvmnn.arrays.Source) -> dict[int, np.ndarray]:
 
 @pytest.mark.parametrize("name", cases("batch", "batch_window_short", "batch_window"))
 @pytest.mark.parametrize("text", range(3))
-def test_texts_of_a_batch_are_read_without_padding(tmp_path: Path, run, name: str, text: int) -> None:
+def test_mlx_batch_texts_are_read_without_padding(tmp_path: Path, run, name: str, text: int) -> None:
     path = put(tmp_path / "x.safetensors", name)
     seen = 35 if name.endswith("batch_window") else 9
     assert f"batch of 3 ({seen - 5} to {seen} tokens and padding)" in run("inspect", path).out
@@ -230,7 +230,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize(("name", "key", "value", "message"), SETTINGS)
-def test_settings_that_do_not_fit_are_refused(
+def test_mlx_inconsistent_settings_are_refused(
     tmp_path: Path, run, name: str, key: str, value: str, message: str
 ) -> None:
     path = put(tmp_path / "x.safetensors", name)

@@ -50,7 +50,7 @@ def same(found: np.ndarray, other: np.ndarray) -> bool:
 @pytest.mark.parametrize("bits", SUPPORTED_BITS)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("groups", "size"), [(1, 32), (4, 64), (3, 128), (96, 1), (8, 12), (2, 320)])
-def test_numbers_are_mlxs(level: str, dtype: str, bits: int, groups: int, size: int) -> None:
+def test_dequantize_mlx_groups_equal_the_model(level: str, dtype: str, bits: int, groups: int, size: int) -> None:
     assert _groups.get_level() == level
     draws = np.random.default_rng(groups * size + bits)
     codes = draws.integers(0, 1 << bits, (5, groups * size), np.uint8)
@@ -62,7 +62,7 @@ def test_numbers_are_mlxs(level: str, dtype: str, bits: int, groups: int, size: 
 
 
 @pytest.mark.parametrize("dtype", TYPES[:2])
-def test_every_scale(level: str, dtype: str) -> None:
+def test_dequantize_every_16_bit_scale(level: str, dtype: str) -> None:
     """All 65,536 words: subnormal ones, infinities, no numbers; products and sums that overflow and that vanish."""
     scales = np.arange(1 << 16, dtype=np.uint16).view(dtype).reshape(-1, 1)
     draws = np.random.default_rng(1)
@@ -71,7 +71,7 @@ def test_every_scale(level: str, dtype: str) -> None:
         assert same(dequantize(codes, scales, biases, 8), expected(codes, scales, biases))
 
 
-def test_what_does_not_go_together_is_refused() -> None:
+def test_dequantize_mismatched_buffers_are_refused() -> None:
     def made(*shape: int) -> np.ndarray:
         return np.zeros(shape, np.uint8)
 

@@ -1,4 +1,4 @@
-"""Prompt caches of mlx-lm that another writer made: read as written, kept whole, refused by name."""
+"""Prompt caches of mlx-lm of an independent writer: read, restored byte for byte, and refused by name."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def put(path: Path, data: bytes) -> Path:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_any_cache_reads_as_it_was_written_and_comes_back(tmp_path: Path, run, seed: int) -> None:
+def test_mlx_any_cache_reads_and_round_trips(tmp_path: Path, run, seed: int) -> None:
     rng = Random(seed)
     capacity = rng.randint(1, 12)
     shape = Shape(
@@ -64,7 +64,7 @@ def test_any_cache_reads_as_it_was_written_and_comes_back(tmp_path: Path, run, s
     check(kvmnn.open(frames), expected)
 
 
-def test_what_is_said(tmp_path: Path, run) -> None:
+def test_mlx_dequantised_cache_is_noted(tmp_path: Path, run) -> None:
     path = put(tmp_path / "x.safetensors", mlx_files.cache(Random(1), Shape(bits=4, group=32))[0])
     source = kvmnn.open(path)
     assert source.notes == [
@@ -95,7 +95,7 @@ def test_what_is_said(tmp_path: Path, run) -> None:
     assert (said["bits"], said["group_size"], said["capacity"]) == (4, 32, 8)
 
 
-def test_measure_of_quantised_cache_with_room_leaves_it_out_of_the_input(tmp_path: Path, run) -> None:
+def test_measure_quantised_mlx_cache_omits_unused_rows(tmp_path: Path, run) -> None:
     data = mlx_files.cache(Random(1), Shape(bits=4, group=32))[0]
     path = put(tmp_path / "x.safetensors", data)
     made = json.loads(run("measure", path, "--json").out)
@@ -109,7 +109,7 @@ def test_measure_of_quantised_cache_with_room_leaves_it_out_of_the_input(tmp_pat
     assert "of 1,600 valid bytes" in found and "order-0" not in found  # which would be that of the room
 
 
-def test_codes_on_request(tmp_path: Path) -> None:
+def test_mlx_raw_codes_on_request(tmp_path: Path) -> None:
     data, _ = mlx_files.cache(Random(1), Shape(bits=8, layers=1))
     source = kvmnn.open(put(tmp_path / "x.safetensors", data), ReadOptions(engine=EngineOptions(raw_blocks=True)))
     codes = source["layer_0.key"]
@@ -117,7 +117,7 @@ def test_codes_on_request(tmp_path: Path) -> None:
     assert codes.to_numpy()[0].tobytes() in data
 
 
-def test_a_file_of_tensors_stays_one(tmp_path: Path) -> None:
+def test_mlx_file_of_other_metadata_is_plain_tensors(tmp_path: Path) -> None:
     """Only metadata that name a cache make a prompt cache of it."""
     tensors = {"0.0": ("F16", [2], bytes(4)), "0.1": ("F16", [2], bytes(4))}
     path = put(tmp_path / "x.safetensors", mlx_files.safetensors(Random(1), tensors, {"1.0": "nothing"}))
@@ -126,7 +126,7 @@ def test_a_file_of_tensors_stays_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["MambaCache", "ArraysCache", "CacheList", "NewestCache"])
 @pytest.mark.parametrize("new", [False, True])
-def test_files_without_k_and_v_are_refused_by_class_and_kept_whole(tmp_path: Path, run, kind: str, new: bool) -> None:
+def test_mlx_classes_without_k_and_v_are_refused_and_kept(tmp_path: Path, run, kind: str, new: bool) -> None:
     path = put(tmp_path / "x.safetensors", mlx_files.cache(Random(1), Shape(kind=kind, new=new))[0])
     with pytest.raises(SourceError, match=f"the cache of every layer is a {kind}: K and V are read of KVCache, "):
         kvmnn.open(path)
@@ -154,7 +154,7 @@ def tampered(path: Path, change) -> None:
         (Shape(bits=4, group=32), lambda header: header["0.0.0"].update(dtype="F32"), "expected U32"),
     ],
 )
-def test_states_that_do_not_fit_are_refused(tmp_path: Path, shape: Shape, change, message: str) -> None:
+def test_mlx_inconsistent_states_are_refused(tmp_path: Path, shape: Shape, change, message: str) -> None:
     path = put(tmp_path / "x.safetensors", mlx_files.cache(Random(1), shape)[0])
     tampered(path, change)
     with pytest.raises(SourceError, match=message):
@@ -162,7 +162,7 @@ def test_states_that_do_not_fit_are_refused(tmp_path: Path, shape: Shape, change
 
 
 @pytest.mark.parametrize("bits", [0, 3])
-def test_cut_anywhere_it_is_refused(tmp_path: Path, bits: int) -> None:
+def test_mlx_truncated_file_is_refused(tmp_path: Path, bits: int) -> None:
     shape = Shape(layers=1, heads=1, dims=32, value_dims=32, tokens=2, capacity=2, bits=bits)
     data, _ = mlx_files.cache(Random(1), shape)
     for end in range(0, len(data), 3):
@@ -170,7 +170,7 @@ def test_cut_anywhere_it_is_refused(tmp_path: Path, bits: int) -> None:
             kvmnn.open(put(tmp_path / "x.safetensors", data[:end]))
 
 
-def test_pieces_of_any_size_are_the_same_bytes(tmp_path: Path) -> None:
+def test_mlx_chunk_size_changes_no_byte(tmp_path: Path) -> None:
     for bits in (0, 4):
         data, expected = mlx_files.cache(Random(3), Shape(bits=bits, dtype="fp32"))
         array = kvmnn.open(put(tmp_path / "x.safetensors", data))["layer_1.value"]

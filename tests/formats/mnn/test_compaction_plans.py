@@ -1,4 +1,4 @@
-"""Plans of ``compact``: what `plan`, `dump-kv` and `eval` write down, for every layer by itself."""
+"""Plans of ``compact`` that `plan`, `dump-kv` and `eval` write, for each layer."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def check(prefix: list[object], run, plan: str, *options: object, dialect: str =
 
 
 @pytest.mark.parametrize("by_head", [False, True])
-def test_positions_of_a_dump_are_a_plan(prefix, run, by_head) -> None:
+def test_plan_file_accepts_positions_of_a_dump(prefix, run, by_head) -> None:
     kept = [[row, row] for row in KEPT] if by_head else KEPT
     write("kv/positions.json", dumped(kept))
     for plan in ("kv", "kv/positions.json"):
         check(prefix, run, plan)
 
 
-def test_positions_that_keep_the_first_tokens_suit_both_dialects(prefix, run) -> None:
+def test_plan_file_with_first_tokens_suits_both_dialects(prefix, run) -> None:
     """MNN 3.6.1 drops a cache of which all is the window: it begins after the first tokens that stay."""
     write("kv/positions.json", dumped([KEPT[0], KEPT[0]]))
     for dialect in ("fork", "upstream"):
@@ -72,11 +72,11 @@ def test_positions_that_keep_the_first_tokens_suit_both_dialects(prefix, run) ->
         assert positions("c") == [KEPT[0]] * 2
 
 
-def test_an_evaluation_of_one_policy_is_a_plan(prefix, run) -> None:
+def test_plan_file_accepts_evaluation_of_one_policy(prefix, run) -> None:
     check(prefix, run, write("e.json", {"verb": "eval", "traces": [trace("full", [[0]] * 2), trace("streaming 8")]}))
 
 
-def test_of_several_policies_one_is_named(prefix, run) -> None:
+def test_plan_file_of_several_policies_needs_label(prefix, run) -> None:
     write("e.json", {"traces": [trace("full"), trace("streaming 8"), trace("recent_only 8", [[1], [2]])]})
     said = run("mnn", "compact", *prefix, "--plan", "e.json", "-o", "c", code=2).err
     assert "is of 2 policies: --plan-label names one: 'streaming 8', 'recent_only 8'" in said
@@ -85,7 +85,7 @@ def test_of_several_policies_one_is_named(prefix, run) -> None:
     assert "has no policy 'x': expected one of 'full', 'streaming 8', 'recent_only 8'" in said
 
 
-def test_what_plan_prints_as_json_is_a_plan(prefix, run) -> None:
+def test_plan_file_accepts_plan_command_json(prefix, run) -> None:
     policy = ("plan", *prefix, "--policy", "streaming:sink=4,budget=12")
     Path("1.json").write_text(run(*policy, "--json").out)
     run(*policy, "-o", "2.json")
@@ -95,7 +95,7 @@ def test_what_plan_prints_as_json_is_a_plan(prefix, run) -> None:
 
 
 @pytest.mark.slow
-def test_what_dump_kv_and_eval_write_is_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run) -> None:
+def test_plan_file_accepts_dump_kv_and_eval_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run) -> None:
     """From a model to a compacted cache: the tokens that its own evicted cache has."""
     pytest.importorskip("onnxruntime")
     pytest.importorskip("tokenizers")
@@ -155,13 +155,13 @@ def test_what_dump_kv_and_eval_write_is_a_plan(tmp_path: Path, monkeypatch: pyte
         (5, "found 5, expected a list"),
     ],
 )
-def test_plans_that_do_not_fit_are_refused(prefix, run, document, message) -> None:
+def test_plan_file_mismatched_plan_is_refused(prefix, run, document, message) -> None:
     said = run("mnn", "compact", *prefix, "--plan", write("plan.json", document), "-o", "c", code=1).err
     assert message in said and len(said.splitlines()) == 1
     assert not Path("c").exists()
 
 
-def test_plans_that_are_not_there_are_refused(prefix, run) -> None:
+def test_plan_file_missing_plan_is_refused(prefix, run) -> None:
     Path("empty").mkdir()
     for plan in ("nowhere.json", "empty"):
         said = run("mnn", "compact", *prefix, "--plan", plan, "-o", "c", code=1).err

@@ -1,4 +1,4 @@
-"""Prefix caches damaged on disk: what the engine would not load is refused, and inspect says why (exit code 1)."""
+"""Damaged prefix caches, which the engine would not load, are refused, and inspect explains why (exit code 1)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def prefix(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("case", DAMAGE)
-def test_verbs_damaged_prefix_is_refused(prefix, run, case):
+def test_commands_damaged_prefix_is_refused(prefix, run, case):
     damage, message = DAMAGE[case]
     damage(prefix)
     for verb in (
@@ -56,7 +56,7 @@ def test_verbs_damaged_prefix_is_refused(prefix, run, case):
 
 
 @pytest.mark.parametrize("case", DAMAGE)
-def test_inspect_damaged_prefix_says_why_it_would_not_load(prefix, run, case):
+def test_inspect_damaged_prefix_explains_why(prefix, run, case):
     damage, message = DAMAGE[case]
     damage(prefix)
     for options in ((), GEOMETRY, (*GEOMETRY, "--valid-tokens", 50)):
@@ -65,13 +65,13 @@ def test_inspect_damaged_prefix_says_why_it_would_not_load(prefix, run, case):
     assert document["problems"] == [message]
 
 
-def test_inspect_missing_markers_exits_with_one(prefix, run):
+def test_inspect_missing_markers_exit_1(prefix, run):
     run("inspect", prefix)
     (prefix / "sys_1_sync.v").unlink()
     assert "would not load: 1 of 4 markers are missing" in run("inspect", prefix, code=1).out
 
 
-def test_verbs_force_reads_what_is_left(prefix, run):
+def test_commands_force_reads_remaining_rows(prefix, run):
     DAMAGE["both"][0](prefix)
     options = [*GEOMETRY, "--valid-tokens", 50, "-o", "x.npz", "--force"]
     unpacked = run("mnn", "unpack", prefix, *options)
@@ -86,13 +86,13 @@ def test_verbs_force_reads_what_is_left(prefix, run):
     assert "sys_1.k is empty" in run("mnn", "unpack", prefix, *options, code=1).err
 
 
-def test_verbs_one_damaged_file_is_refused_by_its_own_name(prefix, run):
+def test_commands_damaged_file_is_named(prefix, run):
     os.truncate(prefix / "sys_1.k", 0)
     assert "sys_1.k is empty" in run("mnn", "unpack", prefix / "sys_1.k", *GEOMETRY, "-o", "x.npz", code=1).err
     run("mnn", "unpack", prefix / "sys_0.k", *GEOMETRY, "-o", "x.npz")
 
 
-def test_unlike_sizes_layers_with_other_state_may_have_any(tmp_path):
+def test_size_mismatch_layers_with_other_state_are_allowed(tmp_path):
     """Layers without full attention keep state of other sizes in such files."""
     packed_samples.write_prefix(tmp_path / "p", packed_samples.arrays(4, 2, 50, 16), capacity=114)
     os.truncate(tmp_path / "p" / "sys_2.k", 4096)
@@ -103,7 +103,7 @@ def test_unlike_sizes_layers_with_other_state_may_have_any(tmp_path):
     assert not exempt.size_mismatch and not exempt.refusals
 
 
-def test_describe_files_documented_layers_may_differ_in_size(tmp_path):
+def test_size_mismatch_documented_layers_are_allowed(tmp_path):
     """Layers of other numbers of tokens, as kvmnn packs them: what is next to the files says so."""
     from kvmnn.packed import cache_info
 

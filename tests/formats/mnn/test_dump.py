@@ -13,7 +13,7 @@ from kvmnn.bundle import encode_source
 from kvmnn.errors import SourceError
 
 
-def test_mnn_dump(tmp_path):
+def test_open_dump_arrays_are_named_by_path(tmp_path):
     first = dump(tmp_path / "run" / "layer_0")
     second = dump(tmp_path / "run" / "layer_1", start=16, width=4, dtype="unknown")
     arrays = formats.open(str(tmp_path)).arrays
@@ -28,7 +28,7 @@ def test_mnn_dump(tmp_path):
     assert content(arrays[3]) == (-second).tobytes()
 
 
-def test_a_dump_stays_one_in_a_bundle(tmp_path):
+def test_bundle_of_dump_stays_a_dump(tmp_path):
     for start in (0, 3):
         dump(tmp_path / "dump" / "run" / "layer_0", start=start)
     source = formats.open(tmp_path / "dump")
@@ -58,7 +58,7 @@ def test_a_dump_stays_one_in_a_bundle(tmp_path):
         ({"k_file": "v_t0_3.bin"}, "2 arrays named"),
     ],
 )
-def test_bad_mnn_dump(tmp_path, changes, message):
+def test_open_dump_inconsistent_metadata_is_refused(tmp_path, changes, message):
     dump(tmp_path / "dump" / "layer_0", **changes)
     (tmp_path / "outside.bin").write_bytes(bytes(48))
     (tmp_path / "dump" / "layer_0" / "link.bin").symlink_to(tmp_path / "outside.bin")
@@ -67,7 +67,7 @@ def test_bad_mnn_dump(tmp_path, changes, message):
     assert message in str(caught.value)
 
 
-def test_a_file_that_changes_after_it_was_listed(tmp_path):
+def test_read_dump_file_changed_after_open_is_refused(tmp_path):
     dump(tmp_path)
     array, _ = formats.open(str(tmp_path)).arrays
     (tmp_path / "k_t0_3.bin").write_bytes(bytes(46))
@@ -76,12 +76,12 @@ def test_a_file_that_changes_after_it_was_listed(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "[" * 100_000, '"x"'])
-def test_bad_metadata(tmp_path, text):
+def test_open_dump_malformed_metadata_is_refused(tmp_path, text):
     (tmp_path / "meta_t0_3.json").write_text(text)
     with pytest.raises(SourceError, match=r"meta_t0_3.json: (is not|holds no) JSON"):
         formats.open(str(tmp_path))
 
 
-def test_a_directory_without_metadata(tmp_path):
+def test_open_dump_directory_without_metadata_is_refused(tmp_path):
     with pytest.raises(SourceError, match=r"not a file kvmnn knows: it is an empty folder"):
         formats.open(str(tmp_path))

@@ -1,4 +1,4 @@
-"""Files that the real engine (the MNN 3.6.1 wheel) reads and writes, against what kvmnn makes of them."""
+"""Files that the real engine (the MNN 3.6.1 wheel) reads and writes, against those of kvmnn."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def described(prefix: Path) -> list[object]:
 
 
 @pytest.mark.parametrize("capacity", [None, 50, 114, 300])
-def test_the_engine_loads_what_kvmnn_packed(model, prefix, tmp_path, capacity):
+def test_engine_loads_packed_prefix(model, prefix, tmp_path, capacity):
     kvmnn("mnn", "unpack", *described(prefix), "-o", tmp_path / "arrays.npz")
     room = [] if capacity is None else ["--capacity", capacity]
     target = [*GEOMETRY, "--name", NAME, *room]
@@ -58,13 +58,13 @@ def test_the_engine_loads_what_kvmnn_packed(model, prefix, tmp_path, capacity):
     assert continuation(model, tmp_path / "packed", tmp_path / "scratch") == CONTINUATION
 
 
-def test_the_engine_loads_what_went_through_frames(model, prefix, tmp_path):
+def test_engine_loads_prefix_decoded_from_frames(model, prefix, tmp_path):
     kvmnn("encode", *described(prefix), "--model", model, "-o", f"{tmp_path}/frames/")
     kvmnn("decode", tmp_path / "frames", "--model", model, "-o", f"{tmp_path}/restored/")
     assert continuation(model, tmp_path / "restored", tmp_path / "scratch") == CONTINUATION
 
 
-def test_a_damaged_value_plane_gives_other_tokens(model, prefix, tmp_path):
+def test_engine_damaged_values_change_tokens(model, prefix, tmp_path):
     kvmnn("mnn", "unpack", *described(prefix), "-o", tmp_path / "arrays.npz")
     arrays = dict(np.load(tmp_path / "arrays.npz"))
     arrays["layer_0.value"][0] = -arrays["layer_0.value"][0]
@@ -75,7 +75,7 @@ def test_a_damaged_value_plane_gives_other_tokens(model, prefix, tmp_path):
     assert found != CONTINUATION
 
 
-def test_a_prefix_of_another_name_written_by_the_engine_now(model, tmp_path):
+def test_engine_loads_renamed_prefix(model, tmp_path):
     """The engine writes, kvmnn ships and renames, another engine loads."""
     (tmp_path / "written").mkdir()
     with Engine(model, tmp_path / "scratch", tmp_path / "written") as engine:
@@ -87,7 +87,7 @@ def test_a_prefix_of_another_name_written_by_the_engine_now(model, tmp_path):
     assert continuation(model, tmp_path / "restored", tmp_path / "again", "moved") == CONTINUATION
 
 
-def test_open_prefix_that_the_engine_wrote_needs_no_options(model, tmp_path):
+def test_open_engine_prefix_needs_no_options(model, tmp_path):
     """Layout, heads and tokens are in the words; the backend of another build is refused."""
     (tmp_path / "written").mkdir()
     with Engine(model, tmp_path / "scratch", tmp_path / "written") as engine:
@@ -101,7 +101,7 @@ def test_open_prefix_that_the_engine_wrote_needs_no_options(model, tmp_path):
         open_any(str(tmp_path / "written"), ReadOptions(packed=PackedOptions(geometry=other, valid_tokens=(49,))))
 
 
-def test_encode_prefix_whose_session_went_on_restores_it(model, tmp_path):
+def test_encode_engine_prefix_of_continued_session(model, tmp_path):
     """The prefix file is the live cache: rows of the question and the answer follow those of the prefix."""
     (tmp_path / "written").mkdir()
     with Engine(model, tmp_path / "scratch", tmp_path / "written") as engine:
@@ -121,7 +121,7 @@ def test_encode_prefix_whose_session_went_on_restores_it(model, tmp_path):
     assert continuation(model, tmp_path / "restored", tmp_path / "again") == CONTINUATION
 
 
-def test_order_by_birth_is_that_of_open_descriptors(model, tmp_path):
+def test_live_layer_order_by_birth_equals_descriptors(model, tmp_path):
     with Engine(model, tmp_path) as engine:
         engine.call("forward", PREFIX_IDS)
         addresses = sorted({path.stem for path in tmp_path.iterdir()})
@@ -130,7 +130,7 @@ def test_order_by_birth_is_that_of_open_descriptors(model, tmp_path):
 
 
 @pytest.mark.parametrize(("begin", "end"), [(10, 35), (25, 50)])
-def test_the_engine_goes_on_from_a_compacted_prefix_as_from_its_own(model, prefix, tmp_path, begin, end):
+def test_engine_continues_from_compacted_prefix(model, prefix, tmp_path, begin, end):
     """Compacted by kvmnn and loaded, or erased by the engine in a running session: the same tokens follow."""
     with Engine(model, tmp_path / "scratch") as engine:
         engine.call("forward", PREFIX_IDS)
@@ -184,7 +184,7 @@ class Replay:
             assert Path(files.layers[layer].value).read_bytes() == cache.value_buffer.tobytes()
 
 
-def test_live_files_follow_a_replay(model, tmp_path):
+def test_live_files_equal_replay(model, tmp_path):
     ids = [*PREFIX_IDS, *QUERY_IDS, *PREFIX_IDS]
     replay = Replay(2)
     with Engine(model, tmp_path, None) as engine:
@@ -217,7 +217,7 @@ def test_live_files_follow_a_replay(model, tmp_path):
 
 
 @pytest.mark.parametrize(("mode", "int8"), [(9, "keys"), (10, "both")])
-def test_int8_caches_come_back_within_a_step(model, tmp_path, mode, int8):
+def test_int8_engine_caches_are_within_one_step(model, tmp_path, mode, int8):
     ids = [*PREFIX_IDS, *QUERY_IDS, *PREFIX_IDS]
     found = {}
     for name, settings, kind in (("plain", {}, None), ("int8", {"attention_mode": mode, "reuse_kv": False}, int8)):

@@ -69,7 +69,7 @@ def compact(prefix: Path, which: str, output: Path, *options: object) -> int:
 
 
 @pytest.mark.slow
-def test_a_window_continues_alike_by_both_remedies(model, prefix, tmp_path, continued) -> None:
+def test_engine_window_continues_alike_by_both_remedies(model, prefix, tmp_path, continued) -> None:
     tokens = compact(prefix, "window", tmp_path / "plain")
     compact(prefix, "window", tmp_path / "rotated", "--rerotate", "--model", model)
     told, rotated, neither = (
@@ -79,7 +79,7 @@ def test_a_window_continues_alike_by_both_remedies(model, prefix, tmp_path, cont
     assert neither[:3] != told[:3]
 
 
-def test_a_cache_with_gaps_and_the_length_continues_as_the_engines_own_eviction(prefix, model, tmp_path, continued):
+def test_engine_gaps_with_length_equal_its_own_eviction(prefix, model, tmp_path, continued):
     with Engine(model, tmp_path / "live") as engine:
         engine.call("forward", PREFIX_IDS)
         engine.call("reserve", 49, [[0, 3], [25, 24]])
@@ -91,7 +91,7 @@ def test_a_cache_with_gaps_and_the_length_continues_as_the_engines_own_eviction(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["compact", "repack", "pack"])
-def test_rotated_gaps_continue_as_k_rotated_by_numpy(prefix, model, tmp_path, continued, how) -> None:
+def test_rerotated_gaps_equal_rotation_by_numpy(prefix, model, tmp_path, continued, how) -> None:
     """By an independent rotation of the engine's own K with the theta that the model was made with."""
     rerotate = ("--rerotate", "--model", model)
     tokens = compact(prefix, "gaps", tmp_path / "plain", *(rerotate if how == "compact" else ()))
@@ -116,7 +116,7 @@ def test_rotated_gaps_continue_as_k_rotated_by_numpy(prefix, model, tmp_path, co
     assert continued("plain" if how == "compact" else "rotated", tokens) == continued("numpy", tokens)
 
 
-def test_rotated_k_is_what_the_engine_computes_at_those_positions(prefix, model, tmp_path) -> None:
+def test_rerotated_k_equals_engine_at_those_positions(prefix, model, tmp_path) -> None:
     """K of the first layer depends on a token and its position alone."""
     compact(prefix, "gaps", tmp_path / "rotated", "--rerotate", "--model", model)
     (tmp_path / "written").mkdir()

@@ -1,4 +1,4 @@
-"""How graphs of MNN models rotate K: an exported model, and graphs of the other ways in which exporters write it."""
+"""RoPE of MNN graphs: of an exported model, and of graphs as other exporters write them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def radians(rope: RopeFrequencies | None) -> np.ndarray:
     return rope.turns.astype(np.float64) * 2 * np.pi / 2.0**64
 
 
-def test_an_exported_model_has_its_frequencies(exported: Path) -> None:
+def test_graph_rope_of_exported_model(exported: Path) -> None:
     found = read_model_rope(str(exported), 2, 16, 100)
     assert found is not None and found.label == "theta=10000,dims=16"
     assert found.origin == f"as {exported / 'llm.mnn'} has it"
@@ -55,7 +55,7 @@ def test_an_exported_model_has_its_frequencies(exported: Path) -> None:
 
 @pytest.mark.parametrize("frequencies", [PLAIN, LLAMA3], ids=["plain", "scaled"])
 @pytest.mark.parametrize(("step", "pairing"), [(1, "half"), (2, "interleaved")])
-def test_frequencies_multiplied_with_positions(tmp_path, frequencies, step, pairing) -> None:
+def test_graph_rope_frequencies_times_positions(tmp_path, frequencies, step, pairing) -> None:
     graph = Graph()
     angles = graph.angles(frequencies)
     for _ in range(3):
@@ -69,7 +69,7 @@ def test_frequencies_multiplied_with_positions(tmp_path, frequencies, step, pair
 
 @pytest.mark.parametrize("rows", [64, 2048])
 @pytest.mark.parametrize("upper", [3, 3000])
-def test_frequencies_in_tables_of_sines(tmp_path, rows, upper) -> None:
+def test_graph_rope_frequencies_in_sine_tables(tmp_path, rows, upper) -> None:
     """Whichever of the tables has more rows."""
     graph = Graph()
     graph.layer(graph.tables(LLAMA3, rows, upper))
@@ -77,7 +77,7 @@ def test_frequencies_in_tables_of_sines(tmp_path, rows, upper) -> None:
     np.testing.assert_allclose(radians(rope), LLAMA3, rtol=1e-6)
 
 
-def test_layers_have_frequencies_of_their_own_or_none(tmp_path) -> None:
+def test_graph_rope_layers_may_differ(tmp_path) -> None:
     """Windows with another theta, layers without rotation, and the operator that does all of it."""
     graph = Graph()
     window, full = graph.angles(WINDOW), graph.tables(PLAIN)
@@ -95,14 +95,14 @@ def test_layers_have_frequencies_of_their_own_or_none(tmp_path) -> None:
     )
 
 
-def test_part_of_a_head_is_rotated(tmp_path) -> None:
+def test_graph_rope_part_of_a_head(tmp_path) -> None:
     graph = Graph()
     graph.layer(graph.angles(plain_frequencies(1e4, 8)))
     (rope,) = read(tmp_path, graph) or [None]
     assert rope is not None and rope.is_equivalent(RopeFrequencies.from_config(RopeConfig(theta=1e4, dims=8)))
 
 
-def test_what_is_unclear_is_not_guessed(tmp_path) -> None:
+def test_graph_rope_unclear_graph_is_none(tmp_path) -> None:
     for odd in (np.stack([PLAIN, PLAIN]).reshape(2, 8), np.array([np.nan] * 8)):
         graph = Graph()
         graph.layer(graph.angles(odd) if odd.ndim == 1 else graph.tables(odd[0] + 1))  # a turn more each position
@@ -122,7 +122,7 @@ def test_what_is_unclear_is_not_guessed(tmp_path) -> None:
     assert read(tmp_path, two) is None
 
 
-def test_kinds_with_positions_of_their_own_are_refused(tmp_path, exported) -> None:
+def test_graph_rope_special_position_ids_are_refused(tmp_path, exported) -> None:
     for name in ("llm.mnn",):
         (tmp_path / name).write_bytes((exported / name).read_bytes())
     (tmp_path / "llm_config.json").write_text(json.dumps({"attention_mask": "glm"}))
@@ -133,7 +133,7 @@ def test_kinds_with_positions_of_their_own_are_refused(tmp_path, exported) -> No
     assert found is not None and found.notes == (f"{tmp_path}: right for tokens of text only (mrope)",)
 
 
-def test_damaged_graphs_have_nothing_or_the_same(exported, tmp_path) -> None:
+def test_graph_rope_damaged_graph_is_none_or_equal(exported, tmp_path) -> None:
     graph, file = (exported / "llm.mnn").read_bytes(), tmp_path / "llm.mnn"
     for length in (0, 1, 4, 60, *range(1000, len(graph), 1999)):
         file.write_bytes(graph[:length])
@@ -145,7 +145,7 @@ def test_damaged_graphs_have_nothing_or_the_same(exported, tmp_path) -> None:
     assert read_graph_rope(file) is None
 
 
-def test_a_graph_of_very_many_operators_ends_soon(tmp_path) -> None:
+def test_graph_rope_large_graph_ends_soon(tmp_path) -> None:
     graph = Graph()
     far = 0
     for _ in range(3000):

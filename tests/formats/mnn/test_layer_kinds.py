@@ -1,4 +1,4 @@
-"""Prefix caches whose layers are not all of full attention: state is kept as bytes, and never taken for K and V."""
+"""Prefix caches with layers of other kinds than full attention: their state is kept as bytes, never read as K and V."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_encode_hybrid_prefix_restores_every_file(run, case, told):
     assert read_files("q") == read_files("p")
 
 
-def test_verbs_hybrid_prefix_say_what_is_left_out_or_refuse(run):
+def test_commands_hybrid_prefix_note_or_refuse_missing_state(run):
     hybrid_prefix.write_hybrid(Path("p"), QWEN)
     for verb in (("mnn", "unpack", "p", "-o", "x.npz"), ("measure", "p"), ("inspect", "p")):
         assert f"incomplete: {LEFT_OUT}" in run(*verb).out
@@ -82,7 +82,7 @@ def test_verbs_hybrid_prefix_say_what_is_left_out_or_refuse(run):
     assert sorted(os.listdir()) == ["p", "x.npz"]
 
 
-def test_encode_hybrid_prefix_without_room_keeps_state(run):
+def test_encode_hybrid_prefix_without_unused_rows_keeps_state(run):
     """With --force and fewer tokens the files are not covered, but state, which no token count touches, is."""
     hybrid_prefix.write_hybrid(Path("p"), QWEN)
     said = run("encode", "p", "--valid-tokens", 40, "--kv-heads", 2, "--head-dim", 16, "--force", "-o", "b/").out
@@ -93,7 +93,7 @@ def test_encode_hybrid_prefix_without_room_keeps_state(run):
 
 
 @pytest.mark.parametrize("kinds", [LFM, "FCFC", "CCCCCCCF", "LF" * 12])
-def test_sort_layers_any_order_of_kinds_is_told_by_the_files(kinds):
+def test_sort_layers_any_order_of_kinds_is_inferred(kinds):
     hybrid_prefix.write_hybrid(Path("p"), kinds)
     found = _describe()
     expected = [layer for layer, kind in enumerate(kinds) if kind == "F"]
@@ -101,7 +101,7 @@ def test_sort_layers_any_order_of_kinds_is_told_by_the_files(kinds):
     assert [state.layer for state in found.info.states] == [n for n in range(len(kinds)) if n not in expected]
 
 
-def test_sort_layers_one_unlike_layer_is_damage_unless_the_model_is_mixed(run):
+def test_sort_layers_different_layer_needs_mixed_model(run):
     hybrid_prefix.write_hybrid(Path("p"), "FFLF")
     assert "its layers differ in size" in run("encode", "p", "-o", "b/", code=1).err
     Path("m").mkdir()
@@ -112,7 +112,7 @@ def test_sort_layers_one_unlike_layer_is_damage_unless_the_model_is_mixed(run):
     assert "files do not end with empty rows as those of the other" in run("encode", "q", "-o", "c/", code=1).err
 
 
-def test_inspect_hybrid_prefix_of_a_model_that_is_not_mixed_would_not_load(run):
+def test_inspect_hybrid_prefix_of_unmixed_model_would_not_load(run):
     """The exporter of MNN 3.6.1 calls Qwen3.5 full: its engine deletes such a prefix, as its layers differ in size."""
     hybrid_prefix.write_hybrid(Path("p"), QWEN)
     Path("m").mkdir()
@@ -132,7 +132,7 @@ def test_inspect_hybrid_prefix_of_a_model_that_is_not_mixed_would_not_load(run):
         (lambda: Path("p/sys_2.v").unlink(), "sys_2.v is missing"),
     ],
 )
-def test_verbs_damaged_state_is_refused(run, damage, message):
+def test_commands_damaged_state_is_refused(run, damage, message):
     hybrid_prefix.write_hybrid(Path("p"), QWEN)
     damage()
     assert message in run("encode", "p", "-o", "b/", code=1).err
@@ -140,7 +140,7 @@ def test_verbs_damaged_state_is_refused(run, damage, message):
     assert os.listdir() == ["p"]
 
 
-def test_decode_record_that_lies_about_state_is_refused(run):
+def test_decode_inconsistent_state_record_is_refused(run):
     hybrid_prefix.write_hybrid(Path("p"), QWEN)
     run("encode", "p", "-o", "b/")
     text = Path("b/manifest.json").read_text()
@@ -166,7 +166,7 @@ def test_decode_record_that_lies_about_state_is_refused(run):
     assert not Path("r").exists()
 
 
-def test_read_graph_tells_kinds_and_geometry_of_layers(tmp_path):
+def test_read_graph_geometry_has_layer_kinds(tmp_path):
     layers = [("L", 0, 0), ("F", 2, 16), ("F", 1, 32), ("1", 2, 16), ("2", 1, 32)]
     (tmp_path / "llm.mnn").write_bytes(hybrid_prefix.build_graph(layers))
     found = read_graph_geometry(tmp_path / "llm.mnn")
@@ -192,7 +192,7 @@ def test_read_graph_tells_kinds_and_geometry_of_layers(tmp_path):
         ({"layer_nums": 10**9, "full_attention_interval": 2}, ""),
     ],
 )
-def test_read_geometry_tells_kinds_of_layers(tmp_path, settings, expected):
+def test_read_model_geometry_has_layer_kinds(tmp_path, settings, expected):
     (tmp_path / "config.json").write_text(json.dumps(settings))
     assert " ".join(state.kind for state in read_model_geometry(str(tmp_path)).states) == expected
 
@@ -210,7 +210,7 @@ def test_inspect_layers_that_share_k_and_v_are_named(run):
     assert "has files of 3 layers, but the model in m has 2 of its own K and V or state, and 2 that read those" in said
 
 
-def test_source_states_are_the_bytes_of_the_files():
+def test_source_states_equal_bytes_of_files():
     hybrid_prefix.write_hybrid(Path("p"), "LLF")
     states = _describe().to_source().states
     assert [(state.layer, state.name) for state in states] == [

@@ -55,7 +55,7 @@ def write_model(kind: str) -> None:
 @pytest.mark.parametrize(
     "told", ["graph", pytest.param("settings", marks=pytest.mark.slow), pytest.param("words", marks=pytest.mark.slow)]
 )
-def test_verbs_mixed_heads_are_read_and_restored(run, backend, told):
+def test_commands_mixed_heads_are_read_and_restored(run, backend, told):
     expected = write_mixed("p", backend)
     write_model("mix")
     if told == "settings":
@@ -90,7 +90,7 @@ def test_verbs_mixed_heads_are_read_and_restored(run, backend, told):
 
 
 @pytest.mark.slow
-def test_verbs_mixed_heads_refuse_what_is_of_all_layers(run):
+def test_commands_mixed_heads_refuse_common_geometry(run):
     write_mixed("p")
     assert "are not those of all" in run("encode", "p", "--kv-heads", 3, "--head-dim", 64, "-o", "b/", code=1).err
     assert (
@@ -103,13 +103,13 @@ def test_verbs_mixed_heads_refuse_what_is_of_all_layers(run):
     assert sorted(os.listdir()) == ["b", "p", "x.npz"]
 
 
-def test_inspect_mixed_heads_of_a_model_that_is_not_mixed_would_not_load(run):
+def test_inspect_mixed_heads_of_unmixed_model_would_not_load(run):
     write_mixed("p")
     write_model("full")
     assert '"attention_type": "mix"' in run("inspect", "p", "--model", "m", code=1).out
 
 
-def test_decode_heads_that_arrays_contradict_are_refused(run):
+def test_decode_heads_that_differ_from_arrays_are_refused(run):
     write_mixed("p")
     run("encode", "p", "-o", "b/")
     document = json.loads(Path("b/manifest.json").read_text())
@@ -122,7 +122,7 @@ def test_decode_heads_that_arrays_contradict_are_refused(run):
     assert not Path("r").exists()
 
 
-def test_encode_layers_cut_alike_are_refused(run):
+def test_encode_equally_truncated_layers_are_refused(run):
     """Four of six layers cut to the room of 64 tokens are no layers of other heads."""
     layers = llm_kv.write_prefix(Path("p"), "x86-avx2", 80)
     assert layers

@@ -1,4 +1,4 @@
-"""What a model's directory tells: its settings, and its graph where these are silent."""
+"""Geometry from a model's directory: its settings, and its graph where the settings lack it."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def exported(tmp_path_factory):
     return next(folder.rglob("llm.mnn")).parent
 
 
-def test_the_graph_says_what_the_settings_do_not(exported):
+def test_read_model_geometry_completes_settings_by_graph(exported):
     settings = json.loads((exported / "llm_config.json").read_text())
     assert "key_value_shape" not in settings and "head_dim" not in settings
     found = read_model_geometry(str(exported))
     assert (found.num_layers, found.kv_heads, found.head_dim) == (2, 2, 16)
 
 
-def test_settings_come_before_the_graph_and_name_it(exported, tmp_path):
+def test_read_model_geometry_prefers_settings_and_their_graph(exported, tmp_path):
     (tmp_path / "other.mnn").write_bytes((exported / "llm.mnn").read_bytes())
     (tmp_path / "config.json").write_text(json.dumps({"llm_model": "other.mnn", "head_dim": 8}))
     found = read_model_geometry(str(tmp_path))
@@ -45,7 +45,7 @@ def test_settings_come_before_the_graph_and_name_it(exported, tmp_path):
     assert read_model_geometry(str(tmp_path)).kv_heads is None
 
 
-def test_a_graph_alone_will_do(exported, tmp_path):
+def test_read_model_geometry_of_graph_alone(exported, tmp_path):
     (tmp_path / "llm.mnn").write_bytes((exported / "llm.mnn").read_bytes())
     assert read_model_geometry(str(tmp_path)).head_dim == 16
     (tmp_path / "llm.mnn").unlink()
@@ -53,7 +53,7 @@ def test_a_graph_alone_will_do(exported, tmp_path):
         read_model_geometry(str(tmp_path))
 
 
-def test_a_model_says_all_that_a_prefix_does_not(exported, tmp_path, run):
+def test_encode_prefix_with_model_needs_no_heads(exported, tmp_path, run):
     sample = packed_samples.write_prefix(tmp_path / "p", packed_samples.arrays(2, 2, 64, 16), capacity=64)
     arguments = ("encode", sample.path, "--valid-tokens", 64, "--backend", "x86-avx2", "-o", tmp_path / "f/")
     run(*arguments, "--model", exported)
@@ -65,7 +65,7 @@ def test_a_model_says_all_that_a_prefix_does_not(exported, tmp_path, run):
 
 
 @pytest.mark.parametrize("verb", ["encode", "mnn unpack", "inspect", "mnn pack", "measure"])
-def test_geometry_that_the_model_contradicts_is_refused(exported, tmp_path, run, verb):
+def test_commands_geometry_that_differs_from_model_is_refused(exported, tmp_path, run, verb):
     sample = packed_samples.write_prefix(tmp_path / "p", packed_samples.arrays(2, 2, 20, 16), capacity=64)
     target = {"encode": "f/", "mnn unpack": "k.npz", "mnn pack": "q/"}.get(verb)
     more = ("-o", tmp_path / target) if target else ()
@@ -78,7 +78,7 @@ def test_geometry_that_the_model_contradicts_is_refused(exported, tmp_path, run,
     run(*arguments, "--kv-heads", 2, "--head-dim", 16)
 
 
-def test_arrays_that_are_packed_for_another_model_are_refused(exported, tmp_path, run):
+def test_pack_arrays_of_other_model_are_refused(exported, tmp_path, run):
     sample = packed_samples.write_prefix(tmp_path / "p", packed_samples.arrays(2, 4, 20, 8), capacity=64)
     run("mnn", "unpack", sample.path, *sample.options, "--backend", "x86-avx2", "-o", tmp_path / "k.npz")
     to_pack = ("mnn", "pack", tmp_path / "k.npz", "--backend", "x86-avx2", "--name", "sys", "-o", tmp_path / "q/")
@@ -86,7 +86,7 @@ def test_arrays_that_are_packed_for_another_model_are_refused(exported, tmp_path
     assert not (tmp_path / "q").exists()
 
 
-def test_every_layout_that_fits_is_listed(tmp_path, run):
+def test_encode_ambiguous_layout_lists_candidates(tmp_path, run):
     sample = packed_samples.write_prefix(tmp_path / "p", packed_samples.arrays(1, 2, 64, 8), capacity=64)
     said = run("encode", sample.path, *sample.options, "-o", tmp_path / "f/", code=2).err
     assert "say which (--backend" in said and "generic/x86-sse/x86-avx2/" in said and "x86-avx512/arm64-fp32" in said
@@ -95,7 +95,7 @@ def test_every_layout_that_fits_is_listed(tmp_path, run):
     assert "generic/x86-sse/x86-avx2/arm32-fp32/arm32-bf16/riscv-rvv: lP 1, hP 4, fp32; x86-avx512" in said
 
 
-def test_damaged_graphs_say_nothing_or_the_same(exported, tmp_path):
+def test_read_graph_geometry_damaged_is_none_or_equal(exported, tmp_path):
     graph = (exported / "llm.mnn").read_bytes()
     whole = GraphGeometry(2, 2, 16)
     file = tmp_path / "llm.mnn"
@@ -110,7 +110,7 @@ def test_damaged_graphs_say_nothing_or_the_same(exported, tmp_path):
     assert read_graph_geometry(file) is None
 
 
-def test_a_model_may_have_one_of_each(tmp_path):
+def test_read_model_geometry_accepts_one_of_each(tmp_path):
     for value, expected in ((1, 1), (0, None), (-1, None), (True, None)):
         settings = {"layer_nums": value, "num_key_value_heads": value, "head_dim": value}
         (tmp_path / "llm_config.json").write_text(json.dumps(settings))
@@ -121,6 +121,6 @@ def test_a_model_may_have_one_of_each(tmp_path):
 @pytest.mark.parametrize(
     ("shape", "expected"), [((-1, 4, 8), (4, 8)), ((4, 8), (None, None)), ((2, 0, 8), (None, None))]
 )
-def test_heads_and_dims_are_the_last_two_of_three_axes_or_more(shape, expected):
+def test_find_reshape_axes_are_last_two_of_three_or_more(shape, expected):
     makers = {5: _GraphOp(_OP_TYPE_RESHAPE, (1, 2), (5,), ()), 2: _GraphOp(_OP_TYPE_CONST, (), (2,), shape)}
     assert _find_reshape_axes(5, makers) == expected

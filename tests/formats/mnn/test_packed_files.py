@@ -1,4 +1,4 @@
-"""Finding and reading packed files: what is refused, what is inferred, and that only live elements are read."""
+"""Finding and reading packed files: refused files, inferred geometry, and that only live elements are read."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def prefix(tmp_path):
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_files_of_any_geometry_are_read_back(tmp_path_factory, data):
+def test_packed_files_of_any_geometry_round_trip(tmp_path_factory, data):
     heads, dims, tokens = (data.draw(st.integers(1, most)) for most in (3, 20, 90))
     lP, hP = data.draw(st.integers(1, 8)), data.draw(st.sampled_from([1, 3, 4, 8, 16, 64]))
     block = data.draw(st.sampled_from([64, 5, None]))
@@ -68,7 +68,7 @@ def test_files_of_any_geometry_are_read_back(tmp_path_factory, data):
         assert b"".join(piece.tobytes() for piece in array.reader(step)) == expected.tobytes()
 
 
-def test_read_filled_memory_without_unused_rows_believes_geometry(tmp_path):
+def test_read_full_files_of_filled_memory_uses_geometry(tmp_path):
     """The files end with words, so that their last bytes do not tell what memory was filled with (0xa5)."""
     sample = packed_samples.write_prefix(
         tmp_path / "p", packed_samples.arrays(1, 2, 9, 10, "fp16"), lP=1, hP=8, block=5, capacity=9
@@ -78,20 +78,20 @@ def test_read_filled_memory_without_unused_rows_believes_geometry(tmp_path):
     np.testing.assert_array_equal(words(source.arrays[0]), sample.arrays[0])
 
 
-def test_arrays_are_named_and_described(prefix):
+def test_read_arrays_are_named_by_layer(prefix):
     source = read(prefix.path, (70,))
     assert [array.name for array in source.arrays] == ["layer_0.key", "layer_0.value", "layer_1.key", "layer_1.value"]
     assert source.cache.layers[1].positions == ((0, 70),)
     assert source.notes == []
 
 
-def test_a_single_file_stands_for_its_layer(prefix):
+def test_read_single_file_reads_its_layer(prefix):
     source = read(prefix.path / "sys_1.v", (70,))
     assert [array.name for array in source.arrays] == ["layer_1.key", "layer_1.value"]
     np.testing.assert_array_equal(words(source.arrays[0]), prefix.arrays[2])
 
 
-def test_layers_may_hold_different_numbers_of_tokens(prefix):
+def test_read_layers_of_different_token_counts(prefix):
     source = read(prefix.path, (70, 9))
     assert [array.shape[1] for array in source.arrays] == [70, 70, 9, 9]
 
@@ -120,12 +120,12 @@ def test_layers_may_hold_different_numbers_of_tokens(prefix):
         ((70,), PackedGeometry(kv_heads=2, head_dim=6, lP=7, hP=9), r"no layout is known"),
     ],
 )
-def test_what_cannot_be_known_is_asked_for(prefix, tokens, geometry, message):
+def test_read_missing_geometry_is_refused(prefix, tokens, geometry, message):
     with pytest.raises(SourceError, match=message):
         read(prefix.path, tokens, geometry)
 
 
-def test_pack_numbers_are_inferred_only_where_one_layout_is_left(prefix):
+def test_infer_pack_parameters_only_if_unique(prefix):
     source = read(prefix.path, (70,), PackedGeometry(kv_heads=2, head_dim=6, dtype="fp32"))
     assert "of those known only that of generic/x86-sse/x86-avx2" in source.notes[0]
     assert source.notes[1:] == ["flash block 64 inferred from the sizes of the files"]
@@ -143,13 +143,13 @@ def test_pack_numbers_are_inferred_only_where_one_layout_is_left(prefix):
         (PackedGeometry(kv_heads=2, head_dim=8), r"4 layouts fit the sizes .* hP 8, .* hP 4"),
     ],
 )
-def test_noise_without_room_tells_no_layout(tmp_path, geometry, message):
+def test_infer_layout_noise_in_full_files_is_refused(tmp_path, geometry, message):
     sample = packed_samples.write_prefix(tmp_path / "p", packed_samples.arrays(2, 2, 64, 8), capacity=64)
     with pytest.raises(SourceError, match=message):
         read(sample.path, (64,), geometry)
 
 
-def test_a_flash_block_that_sizes_do_not_decide(tmp_path):
+def test_infer_flash_block_undecided_by_sizes(tmp_path):
     sample = packed_samples.write_prefix(tmp_path / "p", packed_samples.arrays(1, 2, 64, 8), capacity=64)
     named = PackedGeometry(kv_heads=2, head_dim=8, backend="x86-avx2")
     source = read(sample.path, (64,), named)
@@ -169,7 +169,7 @@ def test_a_flash_block_that_sizes_do_not_decide(tmp_path):
     st.sampled_from([64, 7, None]),
     st.integers(1, 400),
 )
-def test_capacity_is_the_highest_that_gives_the_same_files(heads, dims, packs, block, capacity):
+def test_infer_capacity_is_highest_with_equal_files(heads, dims, packs, block, capacity):
     layout = PackLayout(heads, dims, "fp32", *packs, block)
     sizes = layout.key_bytes(capacity), layout.value_bytes(capacity)
     found = try_infer_capacity(layout, *sizes)
@@ -181,7 +181,7 @@ def test_capacity_is_the_highest_that_gives_the_same_files(heads, dims, packs, b
     assert try_infer_capacity(layout, 0, sizes[1]) is None
 
 
-def test_the_real_layout_is_always_among_those_that_fit():
+def test_list_layouts_contains_the_real_layout():
     for name in ("x86-avx2", "x86-avx512", "arm64-fp16", "arm64-sme2-fp16", "arm64-bf16-v86"):
         layout = PackLayout.from_backend(name, kv_heads=3, head_dim=20)
         sizes = [(layout.key_bytes(177), layout.value_bytes(177))]
@@ -206,18 +206,18 @@ def test_the_real_layout_is_always_among_those_that_fit():
         (lambda p: (p / "other_0.k").touch(), "2 prefixes, say which with --name: 'other', 'sys'"),
     ],
 )
-def test_files_that_are_not_whole(prefix, change, message):
+def test_read_incomplete_files_are_refused(prefix, change, message):
     change(prefix.path)
     with pytest.raises(SourceError, match=message):
         read(prefix.path, (70,))
 
 
-def test_missing_markers_can_be_ignored(prefix):
+def test_read_missing_markers_can_be_ignored(prefix):
     (prefix.path / "sys_0_sync.k").unlink()
     assert len(read(prefix.path, (70,), ignore_markers=True).arrays) == 4
 
 
-def test_a_file_that_shrinks_after_it_was_opened(prefix):
+def test_read_file_truncated_after_open_is_refused(prefix):
     source = read(prefix.path, (70,))
     os.truncate(prefix.path / "sys_0.k", 100)
     with pytest.raises(SourceError, match="changed while it was read: has 100 bytes, had 5568"):
@@ -245,13 +245,13 @@ def test_a_file_that_shrinks_after_it_was_opened(prefix):
     ],
 )
 @pytest.mark.parametrize("padding", [b"\0", b"\xa5"])
-def test_rows_that_speak_for_another_number_of_tokens_are_noted(tmp_path, tokens, notes, padding):
+def test_read_rows_after_token_count_are_noted(tmp_path, tokens, notes, padding):
     made = packed_samples.arrays(2, 2, 50, 6)
     sample = packed_samples.write_prefix(tmp_path / "p", made, capacity=114, padding=padding)
     assert read(sample.path, tokens).notes == notes
 
 
-def test_a_document_beside_the_files_is_compared_in_numbers(prefix):
+def test_read_document_is_compared_by_value(prefix):
     source = read(prefix.path, (70,))
     (prefix.path / "sys.kvmnn.json").write_text(cache_info.dump_cache_info(source.cache))
     assert read(prefix.path).notes == []
@@ -264,14 +264,14 @@ def test_a_document_beside_the_files_is_compared_in_numbers(prefix):
     assert read(prefix.path / "sys_0.k").cache.layers[0].tokens == 70
 
 
-def test_layers_that_are_missing_are_told_by_their_markers(prefix):
+def test_read_missing_layer_is_detected_by_markers(prefix):
     for part in "kv":
         (prefix.path / f"sys_1.{part}").unlink()
     with pytest.raises(SourceError, match="prefix 'sys' has no files of layer 1, but a marker of layer 1"):
         read(prefix.path, (70,))
 
 
-def test_names_with_underscores_and_digits(tmp_path):
+def test_find_prefix_name_with_underscores_and_digits(tmp_path):
     sample = packed_samples.write_prefix(tmp_path / "p", packed_samples.arrays(2, 1, 3, 4), name="a_1_0", capacity=8)
     files = mnn_prefix.find_prefix(str(sample.path))
     assert (files.name, len(files.layers)) == ("a_1_0", 2)
@@ -282,7 +282,7 @@ def test_names_with_underscores_and_digits(tmp_path):
 
 
 @pytest.mark.parametrize("bad", [0, -3])
-def test_geometry_refuses_numbers_below_one(bad):
+def test_packed_geometry_numbers_below_one_are_refused(bad):
     for name in ("kv_heads", "head_dim", "lP", "hP", "flash_block"):
         with pytest.raises(KvmnnError, match=f"{name} is {bad}"):
             PackedGeometry(**{name: bad})
@@ -308,7 +308,7 @@ def write_dump(folder, dtype="fp16", *, used=21, room=85, block=64, **changes):
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
-def test_packed_dumps(tmp_path, dtype):
+def test_packed_dump_is_read(tmp_path, dtype):
     layers = write_dump(tmp_path, dtype)
     source = open_any(str(tmp_path))
     assert [array.name for array in source.arrays] == ["r/layer_0/packed_k", "r/layer_0/packed_v"]
@@ -329,7 +329,7 @@ def test_packed_dumps(tmp_path, dtype):
         ({"kv_heads": 3}, "has 576 bytes, its metadata says 864"),
     ],
 )
-def test_packed_dumps_that_lie(tmp_path, changes, message):
+def test_packed_dump_inconsistent_metadata_is_refused(tmp_path, changes, message):
     write_dump(tmp_path, **changes)
     with pytest.raises(SourceError, match=message):
         open_any(str(tmp_path))
@@ -338,7 +338,7 @@ def test_packed_dumps_that_lie(tmp_path, changes, message):
 # -- models -----------------------------------------------------------------------------------------------------------
 
 
-def test_geometry_of_a_model_directory(tmp_path):
+def test_read_model_geometry_of_directory(tmp_path):
     (tmp_path / "llm_config.json").write_text('{"layer_nums": 2, "key_value_shape": [2, 1, 0, 8, 256]}')
     (tmp_path / "config.json").write_text('{"attention_mode": 0, "layer_nums": 9}')
     found = read_model_geometry(str(tmp_path))
@@ -352,7 +352,7 @@ def test_geometry_of_a_model_directory(tmp_path):
         read_model_geometry(str(tmp_path))
 
 
-def test_a_model_of_another_number_of_layers(prefix, tmp_path):
+def test_read_model_of_other_layer_count_is_refused(prefix, tmp_path):
     model = tmp_path / "model"
     model.mkdir()
     (model / "llm.mnn").write_bytes(b"graph")
@@ -364,7 +364,7 @@ def test_a_model_of_another_number_of_layers(prefix, tmp_path):
     assert source.cache.model == compute_fingerprint(str(model))
 
 
-def test_a_fingerprint_is_of_what_decides_k_and_v(tmp_path):
+def test_compute_fingerprint_covers_graph_and_weights(tmp_path):
     (tmp_path / "llm.mnn").write_bytes(b"graph")
     (tmp_path / "llm.mnn.weight").write_bytes(b"weights")
     (tmp_path / "config.json").write_text("{}")
@@ -393,7 +393,7 @@ def at_once(request, monkeypatch):
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_rows_find_their_place_in_runs_of_any_size(at_once, tmp_path_factory, data):
+def test_packed_part_writer_accepts_runs_of_any_size(at_once, tmp_path_factory, data):
     heads, dims, tokens = (data.draw(st.integers(1, most)) for most in (3, 9, 70))
     lP, hP = data.draw(st.integers(1, 4)), data.draw(st.sampled_from([1, 4, 8]))
     block = data.draw(st.sampled_from([64, 5, None]))
@@ -422,7 +422,7 @@ def test_rows_find_their_place_in_runs_of_any_size(at_once, tmp_path_factory, da
         assert path.read_bytes() == buffer.tobytes()
 
 
-def test_rows_must_be_as_many_as_announced(tmp_path):
+def test_packed_part_writer_missing_rows_are_refused(tmp_path):
     (tmp_path / "x").touch()
     layout = PackLayout(1, 4, "fp32", 1, 4)
     file = PackedPartWriter(tmp_path / "x", tmp_path / "x", layout, "key", capacity=8, num_tokens=2)
@@ -434,12 +434,12 @@ def test_rows_must_be_as_many_as_announced(tmp_path):
     file.close()
 
 
-def test_a_directory_without_packed_files(tmp_path):
+def test_find_packed_other_directory_is_none(tmp_path):
     assert find_packed(str(tmp_path)) is None
     assert find_packed(str(tmp_path / "x.npy")) is None
 
 
-def test_live_files_are_written_and_found_again(tmp_path):
+def test_live_files_round_trip(tmp_path):
     rng = np.random.default_rng(4)
     layout = PackLayout(kv_heads=2, head_dim=6, dtype="fp32", lP=1, hP=4)
     plain = [rng.standard_normal((2, 2, 9, 6)).astype(np.float32) for _ in range(3)]

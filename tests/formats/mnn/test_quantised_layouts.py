@@ -54,7 +54,7 @@ def test_unpack_int8_keys_and_values_are_inferred(tmp_path, run):
 @pytest.mark.parametrize(("name", "row", "mode"), [("TQ3", 28, 11), ("TQ4", 36, 13)])
 @pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize("options", [(), ("--backend", "x86-avx2")])
-def test_verbs_rotated_codes_are_named_and_refused(tmp_path, run, name, row, mode, both, options):
+def test_commands_rotated_codes_are_named_and_refused(tmp_path, run, name, row, mode, both, options):
     """Sizes as MNN 3.6.1 made them with 40 tokens of 2 heads: 104 rows of 28 or 36 bytes, V of floats 65,536 bytes."""
     folder = tmp_path / "p"
     folder.mkdir()
@@ -68,7 +68,7 @@ def test_verbs_rotated_codes_are_named_and_refused(tmp_path, run, name, row, mod
     assert expected in run("inspect", *arguments).out
 
 
-def test_unpack_misfit_of_every_layout_says_so(tmp_path, run):
+def test_unpack_mismatch_of_every_layout_is_refused(tmp_path, run):
     folder = tmp_path / "p"
     folder.mkdir()
     for part in "kv":

@@ -1,4 +1,4 @@
-"""``--rerotate``: K of evicted caches at the first positions, against K that an independent rotation puts there."""
+"""``--rerotate``: K of evicted caches moved to the first positions, against an independent rotation."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_compact_without_rerotate_warns_with_the_line_of_code(cache: Cache, run)
         assert line in run(*verb).out
 
 
-def test_compact_of_the_tail_notes_where_the_text_continues(cache: Cache, run) -> None:
+def test_compact_evicted_tail_records_next_position(cache: Cache, run) -> None:
     """The last tokens were evicted: the next one stands after them all the same, also after `repack`."""
     assert "all_seq_len = 40;" in run("mnn", "compact", *cache.arguments, "--reserve", "0:4,12:6", "-o", "c").out
     assert open_packed("c").info.next_position == 40
@@ -133,7 +133,7 @@ def test_compact_rerotates_partial_dims_and_both_pairings(tmp_path, monkeypatch,
     check("c", cache)
 
 
-def test_a_second_rerotation_changes_nothing(cache: Cache, run) -> None:
+def test_rerotate_second_time_changes_nothing(cache: Cache, run) -> None:
     options = ("--rerotate", "--rope", ROPE)
     run("mnn", "compact", *cache.arguments, "--reserve", RESERVE, "-o", "c", *options)
     first = keys_of("c")
@@ -153,7 +153,7 @@ def test_a_second_rerotation_changes_nothing(cache: Cache, run) -> None:
             np.testing.assert_array_equal(one, other)
 
 
-def test_a_cache_compacted_twice_is_rotated_from_where_its_k_is(cache: Cache, run) -> None:
+def test_rerotate_twice_compacted_cache_from_current_positions(cache: Cache, run) -> None:
     run("mnn", "compact", *cache.arguments, "--reserve", RESERVE, "-o", "c", "--rerotate", "--rope", ROPE)
     assert "all_seq_len = 20;" in run("mnn", "compact", "c", "--reserve", "0:4,10:10", "-o", "d").out
     run("mnn", "compact", "c", "--reserve", "0:4,10:10", "-o", "e", "--rerotate", "--rope", ROPE)
@@ -163,7 +163,7 @@ def test_a_cache_compacted_twice_is_rotated_from_where_its_k_is(cache: Cache, ru
     assert open_packed("e").info.layers[0].text_positions == ((0, 4), (30, 10))
 
 
-def test_a_rerotated_cache_is_no_prefix_of_its_text(cache: Cache, run) -> None:
+def test_rerotated_cache_is_no_prefix_of_its_text(cache: Cache, run) -> None:
     run("mnn", "compact", *cache.arguments, "--reserve", RESERVE, "-o", "c", "--rerotate", "--rope", ROPE)
     run("mnn", "unpack", "c", "-o", "arrays/")
     ids = ",".join(map(str, range(20)))
@@ -173,7 +173,7 @@ def test_a_rerotated_cache_is_no_prefix_of_its_text(cache: Cache, run) -> None:
     assert "layer 0 holds the tokens 0:4, 12:6, 30:10, K rotated to positions 0:20" in run("inspect", "c").out
 
 
-def test_a_whole_prefix_stays_as_it_is(cache: Cache, run) -> None:
+def test_rerotate_whole_prefix_is_unchanged(cache: Cache, run) -> None:
     said = run("mnn", "compact", *cache.arguments, "--remove", 10, "-o", "c", "--rerotate").out
     assert "K was not rotated" in said and "LOSSY: 90 of 120" in said
     assert "UNCHANGED" in run("mnn", "compact", *cache.arguments, "--remove", 0, "-o", "d", "--rerotate").out
@@ -181,7 +181,7 @@ def test_a_whole_prefix_stays_as_it_is(cache: Cache, run) -> None:
         assert all(layer.text_positions is None for layer in open_packed(path).info.layers)
 
 
-def test_store_get_has_the_first_positions_already(cache: Cache, run) -> None:
+def test_rerotate_store_get_prefix_is_unchanged(cache: Cache, run) -> None:
     ids = ",".join(map(str, range(TOKENS)))
     run("store", "put", "S", *cache.arguments, "--token-ids", ids, "--fingerprint", "m")
     get = ("store", "get", "S", "--token-ids", ids, "--rerotate")
@@ -193,7 +193,7 @@ def test_store_get_has_the_first_positions_already(cache: Cache, run) -> None:
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
-def test_layers_of_different_lengths_are_warned_of_and_not_rotated(cache: Cache, run) -> None:
+def test_rerotate_layers_of_different_lengths_is_refused(cache: Cache, run) -> None:
     plans = [{"layer": n, "remove": TOKENS, "pairs": [[0, 4], [30 - n, 10 + n]]} for n in range(LAYERS)]
     Path("plan.json").write_text(json.dumps(plans))
     said = run("mnn", "compact", *cache.arguments, "--plan", "plan.json", "-o", "c").out
@@ -203,7 +203,7 @@ def test_layers_of_different_lengths_are_warned_of_and_not_rotated(cache: Cache,
     assert not Path("d").exists()
 
 
-def test_layers_with_different_tokens_are_rotated_each_by_its_own(cache: Cache, run) -> None:
+def test_rerotate_layers_with_different_tokens(cache: Cache, run) -> None:
     plans = [{"layer": n, "remove": TOKENS, "pairs": [[n, 4], [20 + n, 10]]} for n in range(LAYERS)]
     Path("plan.json").write_text(json.dumps(plans))
     run("mnn", "compact", *cache.arguments, "--plan", "plan.json", "-o", "c", "--rerotate", "--rope", ROPE)
@@ -212,7 +212,7 @@ def test_layers_with_different_tokens_are_rotated_each_by_its_own(cache: Cache, 
         np.testing.assert_allclose(found, cache.at(range(14), kept)[n], atol=2e-6)
 
 
-def test_heads_with_different_tokens_are_refused(tmp_path, monkeypatch, run) -> None:
+def test_rerotate_heads_with_different_tokens_is_refused(tmp_path, monkeypatch, run) -> None:
     monkeypatch.chdir(tmp_path)
     arrays = packed_samples.arrays(1, 2, 4, DIMS)
     Path("kv").mkdir()
@@ -226,7 +226,7 @@ def test_heads_with_different_tokens_are_refused(tmp_path, monkeypatch, run) -> 
     assert "heads of layer 0 hold different tokens of the text: K cannot be rotated" in said
 
 
-def test_arrays_without_positions_are_refused(cache: Cache, run) -> None:
+def test_rerotate_arrays_without_positions_is_refused(cache: Cache, run) -> None:
     run("mnn", "unpack", *cache.arguments, "-o", "a/")
     arrays = {path.stem: np.load(path) for path in Path("a").glob("*.npy")}
     np.savez("plain.npz", **arrays)
@@ -247,7 +247,7 @@ def test_arrays_without_positions_are_refused(cache: Cache, run) -> None:
         (["--plan-label", "x"], 2, "--plan-label needs --plan"),
     ],
 )
-def test_what_cannot_be_rotated_is_refused_and_nothing_is_written(cache: Cache, run, options, code, message) -> None:
+def test_rerotate_impossible_rotation_writes_nothing(cache: Cache, run, options, code, message) -> None:
     said = run("mnn", "compact", *cache.arguments, "--reserve", RESERVE, "-o", "c", *options, code=code).err
     assert message in said and len(said.splitlines()) == 1
     assert not Path("c").exists()
@@ -266,7 +266,7 @@ def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return [tmp_path / "p", *sample.options, "--backend", "arm64-fp16"]
 
 
-def test_the_rotation_of_trained_k_is_found_by_trial(trained, run) -> None:
+def test_rerotate_finds_rope_of_trained_k(trained, run) -> None:
     reserve = ("--reserve", "0:4,150:250")
     said = run("mnn", "compact", *trained, *reserve, "-o", "c", "--rerotate").out
     assert "theta=10000,dims=64, found by trial, clearly in 4 of 4 layers" in said
@@ -277,7 +277,7 @@ def test_the_rotation_of_trained_k_is_found_by_trial(trained, run) -> None:
     assert "theta=10000,dims=64, found by trial" in again
 
 
-def test_a_model_that_k_contradicts_is_refused(trained, run) -> None:
+def test_rerotate_model_that_differs_from_k_is_refused(trained, run) -> None:
     Path("model").mkdir()
     compact = ("mnn", "compact", *trained, "--reserve", "0:4,150:250", "-o", "c", "--rerotate")
     for fields in ({"rope_theta": 1e6}, {"rope_theta": 1e4, "model_type": "cohere"}):
@@ -290,7 +290,7 @@ def test_a_model_that_k_contradicts_is_refused(trained, run) -> None:
     assert "theta=10000,dims=64, as model has it" in run(*compact, "-f", "--rope", "model").out
 
 
-def test_eval_does_not_continue_from_rotated_k(cache: Cache, run) -> None:
+def test_eval_rerotated_initial_cache_is_refused(cache: Cache, run) -> None:
     """At the positions of the text."""
     from kvmnn.errors import SourceError
     from kvmnn.lm.warm_start import read_stored_tokens
@@ -302,14 +302,14 @@ def test_eval_does_not_continue_from_rotated_k(cache: Cache, run) -> None:
             read_stored_tokens(open_any(path), [20] * LAYERS)
 
 
-def test_decode_of_an_evicted_prefix_warns(cache: Cache, run) -> None:
+def test_decode_evicted_prefix_warns_of_positions(cache: Cache, run) -> None:
     run("mnn", "compact", *cache.arguments, "--reserve", RESERVE, "-o", "c")
     run("encode", "c", "-o", "frames/")
     assert "all_seq_len = 40;" in run("decode", "frames", "-o", "back/").out
     assert "warnings" in json.loads(run("decode", "frames", "-o", "again/", "--json").out)
 
 
-def test_layers_of_different_rotations_are_found_each_by_itself(tmp_path, monkeypatch, run) -> None:
+def test_rerotate_layers_with_different_rope(tmp_path, monkeypatch, run) -> None:
     """Trained K of theta 10000, of which every other layer is rotated as by theta 1000000 instead."""
     monkeypatch.chdir(tmp_path)
     keys, values = (np.load(FIXTURES / "kv_real" / f"{part}_fp16.npy").transpose(0, 2, 1, 3) for part in "kv")

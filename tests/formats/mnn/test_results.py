@@ -1,4 +1,4 @@
-"""What pack, unpack, repack, compact and inspect return: the same for a notebook and for the command."""
+"""Results of pack, unpack, repack, compact and inspect equal the commands' output."""
 
 from __future__ import annotations
 
@@ -73,7 +73,9 @@ def removed(folder: str) -> str:
     return folder
 
 
-def test_pack_and_unpack(arrays: list[np.ndarray], run: Callable[..., SimpleNamespace]) -> None:
+def test_pack_and_unpack_results_equal_command_json(
+    arrays: list[np.ndarray], run: Callable[..., SimpleNamespace]
+) -> None:
     unpacked = unpack(kvmnn.open("p", packed=OPTIONS), "a.safetensors")
     assert (unpacked.label, unpacked.raw_bytes) == ("LOSSLESS", sum(array.nbytes for array in arrays))
     assert [array.name for array in unpacked.arrays][:2] == ["layer_0.key", "layer_0.value"]
@@ -86,12 +88,12 @@ def test_pack_and_unpack(arrays: list[np.ndarray], run: Callable[..., SimpleName
     assert compare_bitwise(kvmnn.open("q"), kvmnn.open("p", packed=OPTIONS)).equal
 
 
-def test_the_inputs_are_protected(arrays: list[np.ndarray]) -> None:
+def test_pack_into_its_input_is_refused(arrays: list[np.ndarray]) -> None:
     with pytest.raises(kvmnn.OutputError, match="is the input itself"):
         pack(kvmnn.open("p", packed=OPTIONS), "p", name="sys", force=True)
 
 
-def test_repack_casts(arrays: list[np.ndarray], run: Callable[..., SimpleNamespace]) -> None:
+def test_repack_result_reports_cast(arrays: list[np.ndarray], run: Callable[..., SimpleNamespace]) -> None:
     source = kvmnn.open("p", packed=OPTIONS)
     made = repack(source, "q", "arm64-fp16", name="sys")
     assert made.label == "LOSSY"
@@ -102,7 +104,9 @@ def test_repack_casts(arrays: list[np.ndarray], run: Callable[..., SimpleNamespa
     same_as_command(made, run, "mnn repack", "p", *argv, "--target-backend", "arm64-fp16", "-o", "q")
 
 
-def test_restore(arrays: list[np.ndarray], run: Callable[..., SimpleNamespace]) -> None:
+def test_restore_prefix_result_equals_command_json(
+    arrays: list[np.ndarray], run: Callable[..., SimpleNamespace]
+) -> None:
     run("encode", "p", *ARGUMENTS, "-o", "b/")
     frames = open_frames("b")
     assert can_restore_prefix(frames, "q") and not can_restore_prefix(frames, "q.npz")
@@ -129,7 +133,7 @@ def made_again(arrays: list[np.ndarray], how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["frames", "store"])
-def test_what_can_be_made_again_is_not_forced_to_the_disk(
+def test_restored_files_are_not_synced(
     arrays: list[np.ndarray], run: Callable[..., SimpleNamespace], monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     run("encode", "p", *ARGUMENTS, "-o", "b/")
@@ -145,7 +149,7 @@ def test_what_can_be_made_again_is_not_forced_to_the_disk(
 
 
 @pytest.mark.parametrize("how", ["frames", "store"])
-def test_files_that_do_not_give_back_what_went_in(
+def test_restore_wrong_words_are_detected(
     arrays: list[np.ndarray], run: Callable[..., SimpleNamespace], monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     run("encode", "p", *ARGUMENTS, "-o", "b/")
@@ -160,8 +164,8 @@ def test_files_that_do_not_give_back_what_went_in(
     assert not Path("q").exists()
 
 
-def test_frames_that_are_not_what_they_were(arrays: list[np.ndarray], run: Callable[..., SimpleNamespace]) -> None:
-    """Nothing but what reads back is hashed; where that is wrong, the frame that is to blame is named."""
+def test_restore_damaged_frame_is_named(arrays: list[np.ndarray], run: Callable[..., SimpleNamespace]) -> None:
+    """Only what reads back is hashed; if that is wrong, the damaged frame is named."""
     run("encode", "p", *ARGUMENTS, "-o", "b/")
     file = sorted(Path("b").glob("*.frame"))[1]
     data = bytearray(file.read_bytes())
@@ -172,7 +176,7 @@ def test_frames_that_are_not_what_they_were(arrays: list[np.ndarray], run: Calla
     assert not Path("q").exists()
 
 
-def test_compact(arrays: list[np.ndarray], run: Callable[..., SimpleNamespace]) -> None:
+def test_compact_result_equals_command_json(arrays: list[np.ndarray], run: Callable[..., SimpleNamespace]) -> None:
     described = open_packed("p", OPTIONS)
     made = compact(described, [CompactionPlan(12, ((0, 4),))], "q")
     assert (made.label, made.tokens_before, made.tokens_after) == ("LOSSY", 40, 24)
@@ -181,7 +185,7 @@ def test_compact(arrays: list[np.ndarray], run: Callable[..., SimpleNamespace]) 
     same_as_command(made, run, "mnn compact", "p", *ARGUMENTS, "--remove", 12, "--reserve", "0:4", "-o", "q")
 
 
-def test_inspection(arrays: list[np.ndarray], run: Callable[..., SimpleNamespace]) -> None:
+def test_inspect_results_equal_command_json(arrays: list[np.ndarray], run: Callable[..., SimpleNamespace]) -> None:
     packed_samples.write_prefix(Path("two"), arrays[:2], capacity=TOKENS)
     packed_samples.write_prefix(Path("two"), arrays[:2], capacity=TOKENS, name="x")
     for path, options, argv in (("p", OPTIONS, ARGUMENTS), ("p", None, []), ("two", None, [])):
@@ -194,7 +198,9 @@ def test_inspection(arrays: list[np.ndarray], run: Callable[..., SimpleNamespace
     assert inspect_packed("a.npy") is None
 
 
-def test_compare(arrays: list[np.ndarray], run: Callable[..., SimpleNamespace]) -> None:
+def test_compare_bitwise_result_equals_command_json(
+    arrays: list[np.ndarray], run: Callable[..., SimpleNamespace]
+) -> None:
     np.save("k.npy", arrays[0])
     arrays[0][1, 2, 3] = 7
     np.save("l.npy", arrays[0])
@@ -205,7 +211,7 @@ def test_compare(arrays: list[np.ndarray], run: Callable[..., SimpleNamespace]) 
     assert str(Mismatch(array="k", index=(0,), first=1.0, second=2.0)) == "array 'k', index [0]: 1.0 and 2.0"
 
 
-def test_what_is_left_open_is_an_option_error(arrays: list[np.ndarray]) -> None:
+def test_pack_missing_option_is_refused(arrays: list[np.ndarray]) -> None:
     np.savez("a.npz", k=arrays[0], v=arrays[1])
     plain = kvmnn.open("a.npz")
     with pytest.raises(OptionError, match="layouts are known for what was said"):
@@ -239,7 +245,7 @@ def _one_layer() -> CacheInfo:
         ('[{"layer": 1, "remove": 3, "pairs": []}]', "has plans for 1 layers"),
     ],
 )
-def test_plans_that_are_none(tmp_path: Path, text: str, message: str) -> None:
+def test_read_compaction_plans_invalid_plan_is_refused(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "plan.json"
     path.write_text(text)
     with pytest.raises(kvmnn.KvmnnError, match=message):

@@ -1,4 +1,4 @@
-"""Files of token ids: what is refused before it is read."""
+"""Files of token ids that are refused before they are read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvmnn.errors import SourceError
 from kvmnn.formats.mnn.token_ids import load_token_ids
 
 
-def test_a_file_above_a_gibibyte_is_refused_unread(tmp_path: Path) -> None:
+def test_load_token_ids_too_large_file_is_refused_unread(tmp_path: Path) -> None:
     path = tmp_path / "ids.txt"
     path.touch()
     os.truncate(path, (1 << 30) + 1)
@@ -20,7 +20,7 @@ def test_a_file_above_a_gibibyte_is_refused_unread(tmp_path: Path) -> None:
         load_token_ids(str(path))
 
 
-def test_an_array_holds_one_text(tmp_path: Path) -> None:
+def test_load_token_ids_array_holds_one_text(tmp_path: Path) -> None:
     """``[1, token]`` is what tokenizers make of one."""
     path = tmp_path / "ids.npy"
     for shape in ((6,), (1, 6)):

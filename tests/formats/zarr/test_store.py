@@ -1,4 +1,4 @@
-"""`kvmnn encode -o X.zarr` and back: what is written, what others read of it, and what is not replaced or believed."""
+"""`kvmnn encode -o X.zarr` and back: interoperability, atomic replacement, and metadata that is refused."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def words(path: object, **options: object) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("size", ["60", "1K", "4M", "0"])
-def test_all_comes_back(arrays: Path, tmp_path: Path, run, size: str) -> None:
+def test_zarr_store_round_trips(arrays: Path, tmp_path: Path, run, size: str) -> None:
     said = run("encode", arrays, "-o", tmp_path / "x.zarr", "--chunk-bytes", size).out
     assert "LOSSLESS (decoded and compared)" in said
     found = words(tmp_path / "x.zarr")
@@ -73,7 +73,7 @@ for name, array in arrays.items():
 
 
 @pytest.mark.slow
-def test_others_read_it(arrays: Path, tmp_path: Path, run) -> None:
+def test_zarr_store_is_read_by_zarr_python(arrays: Path, tmp_path: Path, run) -> None:
     run("encode", arrays, "-o", tmp_path / "x.zarr", "--chunk-bytes", "200")
     assert run_elsewhere(READ, tmp_path, tmp_path / "x.zarr", arrays).splitlines() == [
         "layer_0.key ('kv_head', 'token', 'head_dim') ((1, 1), (10, 10, 10, 7), (8,)) float16",
@@ -105,7 +105,7 @@ group.create_group("deep/er").create_array("k", shape=(3,), dtype="f2")[:] = 1
 """
 
 
-def test_stores_of_others_are_read(tmp_path: Path) -> None:
+def test_zarr_store_of_zarr_python_is_read(tmp_path: Path) -> None:
     run_elsewhere(MADE, tmp_path, tmp_path / "x.zarr")
     found, expected = words(tmp_path / "x.zarr"), np.arange(6 * 50 * 4).reshape(6, 50, 4) % 1000
     assert list(found) == [*(f"layer_{n}.key" for n in (0, 1, 2, 3, 4, 5, 9)), "deep/er/k"]
@@ -117,7 +117,7 @@ def test_stores_of_others_are_read(tmp_path: Path) -> None:
         assert (array == expected).all(), name
 
 
-def test_the_cache_of_an_engine_keeps_what_it_says(tmp_path: Path, run) -> None:
+def test_zarr_store_keeps_engine_cache_info(tmp_path: Path, run) -> None:
     shape = llama_files.Shape(2, 2, 8, 8, "f16", "f16", False)
     state, _ = llama_files.state(Random(1), shape, [6], gaps=True)
     (tmp_path / "x.session").write_bytes(state)
@@ -139,7 +139,7 @@ def _geometry(heads: int):
     return PackedGeometry(kv_heads=heads)
 
 
-def test_what_is_there_is_replaced_as_a_whole_or_not_at_all(arrays: Path, tmp_path: Path, run) -> None:
+def test_zarr_store_replacement_is_atomic(arrays: Path, tmp_path: Path, run) -> None:
     store = tmp_path / "x.zarr"
     run("encode", arrays, "-o", store, "--chunk-bytes", "100")
     before = sorted(store.rglob("*"))
@@ -157,7 +157,7 @@ def test_what_is_there_is_replaced_as_a_whole_or_not_at_all(arrays: Path, tmp_pa
     assert sorted(p.name for p in tmp_path.iterdir()) == ["kv.npz", "mine.zarr", "x.zarr"]
 
 
-def test_a_failure_leaves_the_old_one(arrays: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zarr_store_failure_leaves_old_store(arrays: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = tmp_path / "x.zarr"
     formats.encode_store(kvmnn.open(arrays, tensors=("one",)), store)
 
@@ -171,14 +171,16 @@ def test_a_failure_leaves_the_old_one(arrays: Path, tmp_path: Path, monkeypatch:
     assert list(kvmnn.open(store)) == ["one"]
 
 
-def test_a_chunk_written_wrongly_is_found(arrays: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zarr_store_wrongly_written_chunk_is_detected(
+    arrays: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("kvmnn.formats.zarr.writer._pad_chunk", lambda piece, nbytes: np.zeros(nbytes, np.uint8))
     with pytest.raises(OutputError, match=r"array 'layer_0.key': its words do not match the sha256"):
         formats.encode_store(kvmnn.open(arrays), tmp_path / "x.zarr")
     assert not (tmp_path / "x.zarr").exists()
 
 
-def test_words_that_were_changed_are_refused(arrays: Path, tmp_path: Path, run) -> None:
+def test_zarr_store_changed_words_are_refused(arrays: Path, tmp_path: Path, run) -> None:
     run("encode", arrays, "-o", tmp_path / "x.zarr")
     chunk = tmp_path / "x.zarr/one/c/0"
     chunk.write_bytes(kvmnn.encode(np.float16([2.5])))
@@ -198,7 +200,7 @@ def test_words_that_were_changed_are_refused(arrays: Path, tmp_path: Path, run) 
 
 
 @pytest.mark.parametrize("name", ["zarr.json", "one/zarr.json"])
-def test_documents_that_say_different_things(arrays: Path, tmp_path: Path, run, name: str) -> None:
+def test_zarr_store_conflicting_metadata_is_refused(arrays: Path, tmp_path: Path, run, name: str) -> None:
     """Zarr's libraries read what the group has of its arrays, kvmnn in a directory their own documents."""
     run("encode", arrays, "-o", tmp_path / "x.zarr")
     assert "LOSSLESS" in run("verify", tmp_path / "x.zarr").out
@@ -208,8 +210,8 @@ def test_documents_that_say_different_things(arrays: Path, tmp_path: Path, run, 
     assert "its consolidated_metadata says other things of '" in said.err and "LOSSLESS" not in said.out
 
 
-def test_another_type_in_all_documents_is_refused(arrays: Path, tmp_path: Path, run) -> None:
-    """The hash is of words alone."""
+def test_zarr_store_other_dtype_in_metadata_is_refused(arrays: Path, tmp_path: Path, run) -> None:
+    """The hash covers only the words."""
     run("encode", arrays, "-o", tmp_path / "x.zarr")
     for document in (tmp_path / "x.zarr").rglob("zarr.json"):
         text = document.read_text()
@@ -218,7 +220,7 @@ def test_another_type_in_all_documents_is_refused(arrays: Path, tmp_path: Path, 
         assert "its data_type is bf16, kvmnn noted down fp16" in run(*argv, code=1).err
 
 
-def test_options(arrays: Path, tmp_path: Path, run) -> None:
+def test_zarr_store_unsupported_options_are_refused(arrays: Path, tmp_path: Path, run) -> None:
     source = kvmnn.open(arrays)
     for options in (EncodeOptions(block=True), EncodeOptions(allow_raw=True)):
         with pytest.raises(OptionError, match="every chunk of a Zarr store is a frame"):
@@ -233,7 +235,7 @@ def test_options(arrays: Path, tmp_path: Path, run) -> None:
     assert "kvmnn diff compares two" in run("verify", tmp_path / "x.zarr", "--against", arrays, code=2).err
 
 
-def test_one_array_by_itself(arrays: Path, tmp_path: Path, run) -> None:
+def test_zarr_store_single_array_is_opened(arrays: Path, tmp_path: Path, run) -> None:
     run("encode", arrays, "-o", tmp_path / "x.zarr")
     assert words(tmp_path / "x.zarr/words_of_bf16")["words of/bf16"].tobytes() == ARRAYS["words of/bf16"].tobytes()
     run("decode", tmp_path / "x.zarr/one", "-o", tmp_path / "one.npy")
@@ -259,7 +261,7 @@ def hostile(tmp_path: Path, **changes: object) -> Path:
     return path
 
 
-def test_documents_that_say_what_is_not_read(tmp_path: Path) -> None:
+def test_zarr_store_unsupported_metadata_is_refused(tmp_path: Path) -> None:
     grid_of = lambda *shape: {"name": "regular", "configuration": {"chunk_shape": shape}}  # noqa: E731
     for changes, said in (
         ({"zarr_format": 4}, "found 4, expected 3"),
@@ -288,7 +290,7 @@ def test_documents_that_say_what_is_not_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_lies_cost_nothing(tmp_path: Path) -> None:
+def test_zarr_store_huge_shapes_are_refused_cheaply(tmp_path: Path) -> None:
     grid_of = lambda *shape: {"name": "regular", "configuration": {"chunk_shape": shape}}  # noqa: E731
     with pytest.raises(LimitError, match="a chunk has"):
         kvmnn.open(hostile(tmp_path, shape=[1 << 40], chunk_grid=grid_of(1 << 40)))
@@ -307,7 +309,7 @@ def test_lies_cost_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("shape", "chunks"), [((5, 7, 3), (2, 3, 2)), ((4, 6), (1, 6)), ((9,), (4,)), ((2, 3, 4), (2, 3, 4))]
 )
-def test_regions_are_of_every_element_once(shape: tuple, chunks: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zarr_regions_cover_every_element_once(shape: tuple, chunks: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     for slab in (2, 8, 40, 1 << 20):
         monkeypatch.setattr(metadata, "MAX_SLAB_BYTES", slab)
         places = np.arange(np.prod(shape)).reshape(shape)
@@ -322,7 +324,7 @@ def test_regions_are_of_every_element_once(shape: tuple, chunks: tuple, monkeypa
 
 
 @pytest.mark.parametrize("shape", [(3, 100, 8), (1, 1, 1), (7,), (2, 3, 5, 7), (1, 1000)], ids=str)
-def test_chunks_fit_their_limit(shape: tuple) -> None:
+def test_choose_chunk_shape_fits_the_limit(shape: tuple) -> None:
     for limit in (2, 7, 16, 100, 1000, 1 << 20):
         chunks = metadata.choose_chunk_shape(shape, 2, limit)
         assert np.prod(chunks) * 2 <= max(limit, 2)
@@ -334,8 +336,8 @@ def test_chunks_fit_their_limit(shape: tuple) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["x.zarr", "x"])
-def test_arrays_whose_group_has_lost_its_document(arrays: Path, tmp_path: Path, run, name: str) -> None:
-    """Not read one by one, as if they were nothing together, and not as a whole that they are not any more."""
+def test_zarr_group_without_metadata_is_refused(arrays: Path, tmp_path: Path, run, name: str) -> None:
+    """They are read neither one by one nor as a group."""
     run("encode", arrays, "-o", tmp_path / "x.zarr")
     (tmp_path / "all").mkdir()
     store = tmp_path / "all" / name
@@ -360,7 +362,7 @@ def test_arrays_whose_group_has_lost_its_document(arrays: Path, tmp_path: Path, 
     assert words(store / "fortran")["fortran"].tobytes() == ARRAYS["fortran"].tobytes()
 
 
-def test_a_group_of_version_2_without_its_document(tmp_path: Path) -> None:
+def test_zarr_v2_group_without_metadata_is_refused(tmp_path: Path) -> None:
     zarr = pytest.importorskip("zarr")
     group = zarr.create_group(tmp_path / "x", zarr_format=2)
     group.create_array("k", data=ARRAYS["layer_0.key"], compressors=None)
@@ -371,7 +373,7 @@ def test_a_group_of_version_2_without_its_document(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_stores_side_by_side_are_no_group(arrays: Path, tmp_path: Path, run) -> None:
+def test_zarr_stores_in_a_folder_are_no_group(arrays: Path, tmp_path: Path, run) -> None:
     run("encode", arrays, "-o", tmp_path / "all.zarr")
     (tmp_path / "two").mkdir()
     for name in ("fortran", "one"):

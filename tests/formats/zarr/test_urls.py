@@ -42,7 +42,7 @@ def same(path: str) -> bool:
     return source.names == tuple(ARRAYS) and all((source[name].to_numpy() == ARRAYS[name]).all() for name in ARRAYS)
 
 
-def test_there_and_back(memory: Any, tmp_path: Path) -> None:
+def test_zarr_url_round_trips(memory: Any, tmp_path: Path) -> None:
     made()
     made(str(tmp_path / "x.zarr"))
     here = {path.relative_to(tmp_path).as_posix(): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
@@ -57,14 +57,14 @@ def test_there_and_back(memory: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*onsolidated metadata")
-def test_zarr_reads_it(memory: Any) -> None:
+def test_zarr_url_is_read_by_zarr_python(memory: Any) -> None:
     zarr = pytest.importorskip("zarr")
     made()
     group = zarr.open_group(URL, mode="r")
     assert (group["layer_2.value"][:] == ARRAYS["layer_2.value"]).all()
 
 
-def test_one_array_and_stores_without_all_documents_in_one(memory: Any) -> None:
+def test_zarr_url_single_array_and_no_consolidated_metadata(memory: Any) -> None:
     made()
     path = "/caches/x.zarr/zarr.json"
     document = json.loads(memory.cat_file(path))
@@ -74,7 +74,7 @@ def test_one_array_and_stores_without_all_documents_in_one(memory: Any) -> None:
     assert (kvmnn.open(f"{URL}/layer_1.key")["layer_1.key"].to_numpy() == ARRAYS["layer_1.key"]).all()
 
 
-def test_documents_that_say_different_things(memory: Any) -> None:
+def test_zarr_url_conflicting_metadata_is_refused(memory: Any) -> None:
     made()
     path = "/caches/x.zarr/layer_1.key/zarr.json"
     memory.pipe_file(path, memory.cat_file(path).replace(b"float16", b"uint16"))
@@ -86,7 +86,7 @@ def test_documents_that_say_different_things(memory: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["../layer_0.key", "a//b", "/".join("a" * 40)])
-def test_documents_of_odd_places_are_not_taken_from_the_group(memory: Any, name: str) -> None:
+def test_zarr_url_consolidated_metadata_with_odd_paths(memory: Any, name: str) -> None:
     made()
     path = "/caches/x.zarr/zarr.json"
     document = json.loads(memory.cat_file(path))
@@ -96,7 +96,7 @@ def test_documents_of_odd_places_are_not_taken_from_the_group(memory: Any, name:
     assert same(URL)
 
 
-def test_a_store_that_is_there(memory: Any) -> None:
+def test_zarr_url_existing_store_needs_force(memory: Any) -> None:
     made()
     with pytest.raises(OutputError, match="exists already"):
         made()
@@ -113,9 +113,7 @@ def test_a_store_that_is_there(memory: Any) -> None:
 
 
 @pytest.mark.parametrize("ending", ["layer_1.key/c/0/0/0", "layer_2.value/zarr.json", "x.zarr/zarr.json"])
-def test_what_was_written_is_removed_when_something_fails(
-    memory: Any, monkeypatch: pytest.MonkeyPatch, ending: str
-) -> None:
+def test_zarr_url_failed_write_is_removed(memory: Any, monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
     pipe_file = type(memory).pipe_file
 
     def failing(self: Any, path: str, value: bytes, **options: Any) -> Any:
@@ -129,7 +127,7 @@ def test_what_was_written_is_removed_when_something_fails(
     assert memory.find("/caches") == []
 
 
-def test_what_does_not_read_back(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zarr_url_verification_failure_is_reported(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pipe_file = type(memory).pipe_file
 
     def damaging(self: Any, path: str, value: bytes, **options: Any) -> Any:
@@ -141,7 +139,7 @@ def test_what_does_not_read_back(memory: Any, monkeypatch: pytest.MonkeyPatch) -
     assert memory.find("/caches") == []
 
 
-def test_damage(memory: Any) -> None:
+def test_zarr_url_damaged_chunk_is_named(memory: Any) -> None:
     made()
     path = "/caches/x.zarr/layer_1.key/c/0/0/0"
     memory.pipe_file(path, memory.cat_file(path)[:-1])
@@ -157,7 +155,7 @@ def test_damage(memory: Any) -> None:
         kvmnn.open(URL)
 
 
-def test_what_cannot_be_read(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zarr_url_unreadable_store_is_refused(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     made()
 
     def refused(*_: Any, **__: Any) -> Any:
@@ -168,7 +166,7 @@ def test_what_cannot_be_read(memory: Any, monkeypatch: pytest.MonkeyPatch) -> No
         kvmnn.open(URL)
 
 
-def test_urls_that_are_no_stores(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zarr_url_invalid_url_is_refused(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SourceError, match="is no Zarr store, and nothing else is read at a URL"):
         kvmnn.open("memory://caches/none.zarr")
     with pytest.raises(OptionError, match=r"^nowhere://x\.zarr: is no URL of files"):
@@ -185,7 +183,7 @@ def test_urls_that_are_no_stores(memory: Any, monkeypatch: pytest.MonkeyPatch) -
         kvmnn.open("s3://b/x.zarr")
 
 
-def test_the_verbs(memory: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_zarr_url_commands(memory: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cache, back = str(tmp_path / "kv.npz"), str(tmp_path / "back.npz")
     np.savez(cache, **ARRAYS)
     assert main(["encode", cache, "-o", URL]) == 0

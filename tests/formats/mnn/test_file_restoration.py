@@ -1,4 +1,4 @@
-"""LOSSLESS of packed files: where what decode writes is what was encoded, to the last byte."""
+"""LOSSLESS of packed files: decode restores the encoded files to the last byte."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def read_files(folder: str | Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.suffix in (".k", ".v")}
 
 
-def test_encode_fresh_prefix_is_proved_without_room(prefix, run):
+def test_encode_fresh_prefix_is_verified_without_unused_bytes(prefix, run):
     made = json.loads(run("encode", prefix, *FRESH, "-o", "b/", "--json").out)
     assert made["label"] == "LOSSLESS"
     assert made["packed_files"] == {
@@ -74,7 +74,7 @@ def test_encode_wrong_geometry_names_the_first_difference(prefix, run, options, 
 
 @pytest.mark.slow
 def test_encode_any_geometry_that_is_lossless_restores_the_files(prefix, run):
-    """Every way to read these files that sizes allow: refused, or the same files come back."""
+    """Every geometry that sizes allow is refused or restores the same files."""
     original, passed = read_files(prefix), 0
     sizes = [(1, 32), (2, 16), (4, 8), (8, 4), (16, 2)]
     backends = ("x86-avx2", "x86-avx512", "arm32-fp16", "arm64-fp16", "arm64-bf16-v86")
@@ -109,7 +109,7 @@ def test_encode_compacted_prefix_keeps_stale_rows(prefix, run):
     assert "4 packed files with rows or padding that belong to no live token" in run("inspect", "b").out
 
 
-def test_encode_prefix_of_a_session_that_went_on_keeps_later_rows(tmp_path, monkeypatch, run):
+def test_encode_prefix_of_continued_session_keeps_later_rows(tmp_path, monkeypatch, run):
     monkeypatch.chdir(tmp_path)
     layers = llm_kv.write_prefix(Path("p"), "x86-avx2", 80, room=34)  # a prefix of 50, and 30 tokens after it
     said = run("encode", "p", "--kv-heads", 3, "--head-dim", 64, "--valid-tokens", 50, "-o", "b/")
@@ -135,8 +135,8 @@ def test_encode_prefix_of_a_session_that_went_on_keeps_later_rows(tmp_path, monk
 
 @pytest.mark.parametrize("block", [64, None])
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
-def test_encode_files_of_memory_keep_what_lay_there(tmp_path, monkeypatch, run, dtype, block):
-    """The room of buffers in memory is whatever lay there: here it is noise."""
+def test_encode_files_of_filled_memory_keep_unused_bytes(tmp_path, monkeypatch, run, dtype, block):
+    """Unused bytes of buffers in memory are arbitrary: here noise."""
     monkeypatch.chdir(tmp_path)
     packed_samples.write_prefix(
         Path("p"), packed_samples.arrays(2, 2, 30, 10, dtype), lP=2, hP=8, block=block, capacity=70, padding=b"\xa5"
@@ -166,7 +166,7 @@ def test_encode_files_of_memory_keep_what_lay_there(tmp_path, monkeypatch, run, 
     assert renamed == read_files("p")
 
 
-def test_verify_against_notices_a_byte_of_the_room(prefix, run):
+def test_verify_detects_changed_byte_of_unused_capacity(prefix, run):
     run("mnn", "compact", prefix, *FRESH, "--remove", 40, "-o", "small/")
     run("encode", "small/", "-o", "b/")
     for name, place in (("sys_1.v", 8_000), ("sys_0.k", 14_847)):
@@ -179,7 +179,7 @@ def test_verify_against_notices_a_byte_of_the_room(prefix, run):
     run("verify", "b", "--against", "small/")
 
 
-def test_encode_fresh_prefix_verify_against_notices_a_byte_of_the_room(prefix, run):
+def test_verify_detects_changed_unused_byte_of_fresh_prefix(prefix, run):
     run("encode", prefix, *FRESH, "-o", "b/")
     data = bytearray((prefix / "sys_1.k").read_bytes())
     data[-1] = 1
@@ -214,7 +214,7 @@ def change_record(folder: Path, change) -> None:
         (lambda r: r.update(schema_version=2), "schema_version"),
     ],
 )
-def test_decode_record_that_does_not_fit_is_refused(prefix, run, change, message):
+def test_decode_mismatched_record_is_refused(prefix, run, change, message):
     run("mnn", "compact", prefix, *FRESH, "--remove", 40, "-o", "small/")
     run("encode", "small/", "-o", "b/")
     change_record(Path("b"), change)
@@ -222,8 +222,8 @@ def test_decode_record_that_does_not_fit_is_refused(prefix, run, change, message
     assert not os.path.exists("r")
 
 
-def test_decode_older_bundle_says_what_was_compared(prefix, run):
-    """Of earlier versions: nothing is known of the files but their live elements."""
+def test_decode_older_bundle_claims_live_elements_only(prefix, run):
+    """Bundles of earlier versions record only the live elements."""
     run("encode", prefix, *FRESH, "-o", "b/")
     path = Path("b/manifest.json")
     manifest = json.loads(path.read_text())
@@ -256,7 +256,7 @@ def test_encode_one_array_of_a_prefix_claims_that_array(prefix, run):
 @pytest.mark.parametrize("part", ["key", "value"])
 @pytest.mark.parametrize("block", [64, 5, None])
 @pytest.mark.parametrize(("lP", "hP"), [(1, 4), (2, 8), (3, 4), (4, 8)])
-def test_locate_element_is_the_inverse_of_the_index(part, block, lP, hP):
+def test_locate_element_inverts_the_index(part, block, lP, hP):
     layout = PackLayout(kv_heads=1, head_dim=10, dtype="fp16", lP=lP, hP=hP, flash_block=block)
     capacity = 70
     for token, dim in itertools.product((0, 1, 4, 5, 63, 64, 69), (0, 1, 3, 9)):

@@ -1,4 +1,4 @@
-"""Inputs that kvmnn does not know: said so, with the nearest thing that it does know."""
+"""Unknown inputs: the error names the nearest known kind of file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FILES = [
 
 
 @pytest.mark.parametrize(("name", "content", "what"), FILES)
-def test_files(tmp_path, run, monkeypatch, name, content, what):
+def test_unknown_file_error_names_nearest_kind(tmp_path, run, monkeypatch, name, content, what):
     monkeypatch.chdir(tmp_path)
     Path(name).write_bytes(content)
     said = run("inspect", name, code=1).err
@@ -44,7 +44,7 @@ def test_files(tmp_path, run, monkeypatch, name, content, what):
         kvmnn.open(name)
 
 
-def test_export_of_safetensors_is_not_asked_for_the_suffix_that_it_has(tmp_path, run, monkeypatch):
+def test_compressor_export_of_safetensors_suggests_encode(tmp_path, run, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("x.safetensors").write_bytes((20).to_bytes(8, "little") + b'{"k":{}}')
     error = run("compressor", "export", "x.safetensors", code=1).err
@@ -54,7 +54,7 @@ def test_export_of_safetensors_is_not_asked_for_the_suffix_that_it_has(tmp_path,
     )
 
 
-def test_files_of_which_nothing_can_be_said(tmp_path, run):
+def test_unknown_file_without_features_is_refused(tmp_path, run):
     (tmp_path / "x").write_bytes(bytes(range(128, 200)))
     assert "x: not a file kvmnn knows; as a frame: stream 0 at offset 4: " in run("inspect", tmp_path / "x", code=1).err
     (tmp_path / "x").write_bytes(b"")
@@ -75,7 +75,7 @@ def test_files_of_which_nothing_can_be_said(tmp_path, run):
         (["a.txt"], "the folder has no manifest.json of frames"),
     ],
 )
-def test_folders(tmp_path, run, names, what):
+def test_unknown_folder_error_names_nearest_kind(tmp_path, run, names, what):
     for name in names:
         (tmp_path / name).write_bytes(b"x")
     for verb in ("inspect", "encode"):
@@ -83,6 +83,6 @@ def test_folders(tmp_path, run, names, what):
 
 
 @pytest.mark.parametrize("length", [detection_errors.HEAD_BYTES - 1, detection_errors.HEAD_BYTES])
-def test_text_that_is_cut_inside_a_character(length):
+def test_unknown_text_cut_within_character_is_text(length):
     head = ("ü " * detection_errors.HEAD_BYTES).encode()[: length - 1] + "é".encode()[:1]
     assert ("text" in detection_errors.explain_unknown_file("x", head)) is (length == detection_errors.HEAD_BYTES)

@@ -1,4 +1,4 @@
-"""Sliding windows of mlx-lm: rows where the class puts them, read in the order of the text, with true positions."""
+"""Sliding windows of mlx-lm: rows in the order of the text, with true positions."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ STEPS = {
 @pytest.mark.parametrize("new", [True, False], ids=["new", "old"])
 @pytest.mark.parametrize("keep", [0, 3])
 @pytest.mark.parametrize("steps", STEPS)
-def test_windows(tmp_path: Path, run, steps: str, keep: int, new: bool) -> None:
+def test_mlx_windows_are_in_text_order(tmp_path: Path, run, steps: str, keep: int, new: bool) -> None:
     windows = [Window(8, keep), Window(8, keep)]
     for window in windows:
         for count in STEPS[steps]:
@@ -135,7 +135,7 @@ def test_windows(tmp_path: Path, run, steps: str, keep: int, new: bool) -> None:
     there_and_back(run, path)
 
 
-def test_layers_with_a_window_and_without(tmp_path: Path, run) -> None:
+def test_mlx_layers_with_and_without_window(tmp_path: Path, run) -> None:
     window = Window(8, 2)
     for _ in range(13):
         window.one()
@@ -158,7 +158,7 @@ def test_layers_with_a_window_and_without(tmp_path: Path, run) -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"keep": 9}, {"keep": -1}, {"index": 9}, {"index": -1}, {"seen": 0}, {"most": -1}])
-def test_windows_that_do_not_fit_are_refused(tmp_path: Path, wrong: dict[str, int]) -> None:
+def test_mlx_inconsistent_windows_are_refused(tmp_path: Path, wrong: dict[str, int]) -> None:
     window = Window(8, 2)
     window.several(8)
     vars(window).update(wrong)
@@ -167,7 +167,7 @@ def test_windows_that_do_not_fit_are_refused(tmp_path: Path, wrong: dict[str, in
         kvmnn.open(tmp_path / "x.safetensors")
 
 
-def test_layers_that_saw_different_texts_are_refused(tmp_path: Path) -> None:
+def test_mlx_layers_of_different_texts_are_refused(tmp_path: Path) -> None:
     first, second = Window(8, 2), Window(8, 2)
     first.several(8)
     second.several(7)

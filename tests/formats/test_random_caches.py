@@ -35,7 +35,7 @@ def assert_same(source: Source, odd: Odd, limit: int | None = None) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(SEEDS))
 @pytest.mark.parametrize("engine", ENGINES)
-def test_read_encoded_and_written_again(tmp_path: Path, engine: str, seed: int) -> None:
+def test_engine_caches_of_any_shape_round_trip(tmp_path: Path, engine: str, seed: int) -> None:
     rng = Random(1000 * seed + len(engine))
     odd = ENGINES[engine](rng, tmp_path)
     source = kvmnn.open(odd.path, odd.options)
@@ -61,8 +61,8 @@ def test_read_encoded_and_written_again(tmp_path: Path, engine: str, seed: int) 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("engine", ENGINES)
-def test_what_a_cache_says_of_itself_goes_along(tmp_path: Path, engine: str, seed: int) -> None:
-    """Into frames of its arrays, Zarr stores, and what is decoded from those: whoever packs K has to know its order."""
+def test_engine_cache_info_is_kept_in_frames_and_stores(tmp_path: Path, engine: str, seed: int) -> None:
+    """In frames, Zarr stores, and files decoded from them: packing K needs its order."""
     odd = ENGINES[engine](Random(seed), tmp_path)
     source = kvmnn.open(odd.path, odd.options)
     assert source.engine_cache is not None

@@ -1,4 +1,4 @@
-"""Nothing is said of a file, and none appears, before it reads back as what was written."""
+"""No file appears, and no message about it, before it reads back as it was written."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def flipped(data: bytes) -> bytes:
 
 @pytest.mark.parametrize("output", OUTPUTS)
 @pytest.mark.parametrize("change", [flipped, lambda data: data[:1000]], ids=["flipped", "cut"])
-def test_decode_reads_its_output_again(frame, run, monkeypatch, output, change):
+def test_decode_verifies_its_output(frame, run, monkeypatch, output, change):
     lossy(monkeypatch, change)
     error = run("decode", "k.frame", "-o", output, code=1).err
     assert re.match(r"kvmnn: error: \S*/out\S*: (array 'k': its bytes do not read back|does not read back: )", error)
@@ -52,7 +52,7 @@ def test_decode_reads_its_output_again(frame, run, monkeypatch, output, change):
 
 
 @pytest.mark.parametrize("suffix", ["npz", "safetensors"])
-def test_what_compressors_write_is_read_again(tmp_path, monkeypatch, run, suffix):
+def test_compressor_commands_verify_their_output(tmp_path, monkeypatch, run, suffix):
     monkeypatch.chdir(tmp_path)
     compressor_files.checkpoint(Path("c.pth"), compressor_files.weights(1, head_dim=8))
     np.savez("kv.npz", **{f"layer_0.{part}": KEYS[..., :8].astype(np.float32) for part in ("key", "value")})
@@ -69,7 +69,7 @@ def test_what_compressors_write_is_read_again(tmp_path, monkeypatch, run, suffix
 
 
 @pytest.mark.parametrize("output", OUTPUTS)
-def test_unpack_reads_its_output_again(frame, run, monkeypatch, output):
+def test_unpack_verifies_its_output(frame, run, monkeypatch, output):
     run("mnn", "unpack", "k.npy", "-o", f"good.{output}")
     lossy(monkeypatch, flipped)
     assert "read back" in run("mnn", "unpack", "k.npy", "-o", output, code=1).err
@@ -77,7 +77,7 @@ def test_unpack_reads_its_output_again(frame, run, monkeypatch, output):
 
 
 @pytest.mark.parametrize("output", OUTPUTS)
-def test_a_wrong_hash_in_the_manifest_is_the_manifests_fault(frame, run, output):
+def test_decode_wrong_manifest_hash_is_named(frame, run, output):
     document = json.loads(Path("k.frame.json").read_text())
     document["arrays"][0]["sha256"] = "0" * 64
     Path("k.frame.json").write_text(json.dumps(document))
@@ -88,20 +88,20 @@ def test_a_wrong_hash_in_the_manifest_is_the_manifests_fault(frame, run, output)
 
 @pytest.mark.parametrize("kind", ["<f2", ">f2", "<i2", "<u2", "<f4", ">f4", ">u4", "|u1"])
 @pytest.mark.parametrize("output", OUTPUTS)
-def test_every_type_reads_back(frame, run, kind, output):
+def test_decode_every_type_is_verified(frame, run, kind, output):
     np.save("a.npy", KEYS.view(f"u{kind[2]}").astype(kind))
     run("encode", "a.npy", "-o", "a.frame", "--dtype", "fp32" if kind[2] == "4" else "bf16")
     assert "LOSSLESS (read back" in run("decode", "a.frame", "-o", output).out
 
 
-def test_without_a_manifest(frame, run, monkeypatch):
+def test_decode_without_manifest_is_verified(frame, run, monkeypatch):
     Path("lone.frame").write_bytes(kvmnn.encode(KEYS))
     lossy(monkeypatch, flipped)
     assert "read back" in run("decode", "lone.frame", "-o", "out.npy", code=1).err
     assert "LOSSLESS" not in run("decode", "lone.frame", "-o", "/dev/null").out
 
 
-def test_encode_reads_its_output_again(frame, run, monkeypatch):
+def test_encode_verifies_its_output(frame, run, monkeypatch):
     lossy(monkeypatch, flipped)
     for output in ("new.frame", "new/"):
         assert "does not read back as it was written" in run("encode", "k.npy", "-o", output, code=1).err
@@ -109,7 +109,7 @@ def test_encode_reads_its_output_again(frame, run, monkeypatch):
     assert "not verified" in run("encode", "k.npy", "-o", "new.frame", "--no-verify").out
 
 
-def test_encode_reads_its_manifest_again(frame, run, monkeypatch):
+def test_encode_verifies_its_manifest(frame, run, monkeypatch):
     whole = manifest.dump_manifest
     monkeypatch.setattr(manifest, "dump_manifest", lambda document: whole(document).replace(b'"k"', b'"q"'))
     assert (

@@ -1,4 +1,4 @@
-"""Encoder-decoder caches: both halves under names, and one of them with --part."""
+"""Encoder-decoder caches: both halves by name, and one of them with --part."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def forms(decoder: list[Pair], encoder: list[Pair]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("form", ["cache", "legacy", "list", "iterated", "module", "dict"])
-def test_both_halves_have_names(tmp_path: Path, form: str) -> None:
+def test_open_encoder_decoder_cache_names_both_halves(tmp_path: Path, form: str) -> None:
     decoder, encoder = made()
     value = forms(decoder, encoder)[form]
     path = save(tmp_path / "cache.pt", value)
@@ -62,7 +62,7 @@ def test_both_halves_have_names(tmp_path: Path, form: str) -> None:
             assert one.completeness is not None and not one.completeness.is_complete
 
 
-def test_halves_of_arrays_by_name(tmp_path: Path, run: Any) -> None:
+def test_open_onnx_names_of_decoder_and_encoder(tmp_path: Path, run: Any) -> None:
     """As the inputs of Whisper in ONNX are called."""
     decoder, encoder = made()
     arrays = {
@@ -81,7 +81,7 @@ def test_halves_of_arrays_by_name(tmp_path: Path, run: Any) -> None:
     assert batch["layer_0.key"].shape == (2, 6, 16)
 
 
-def test_verbs_ask_for_the_half(tmp_path: Path, run: Any) -> None:
+def test_commands_need_part_of_encoder_decoder_cache(tmp_path: Path, run: Any) -> None:
     path = save(tmp_path / "cache.pt", encoder_decoder_cache(*made()))
     shown = run("inspect", path).out
     assert "layer_0.decoder.key: fp32 [1, 2, 6, 16]" in shown and "layer_1.encoder.value: fp32 [1, 2, 30, 16]" in shown
@@ -105,14 +105,14 @@ def test_verbs_ask_for_the_half(tmp_path: Path, run: Any) -> None:
     assert both in run("mnn", "pack", path, "--part", "decoder", *packed, code=1).err
 
 
-def test_part_of_a_cache_without_halves_is_refused(tmp_path: Path, run: Any) -> None:
+def test_open_half_of_decoder_only_cache_is_refused(tmp_path: Path, run: Any) -> None:
     path = save(tmp_path / "cache.pt", tuple(pairs(1)))
     assert "not of a decoder and an encoder: leave --part out" in run("inspect", path, "--part", "decoder", code=2).err
     with pytest.raises(OptionError, match="leave --part out"):
         kvmnn.open(path, half="encoder")
 
 
-def test_an_encoder_that_has_not_run_leaves_a_plain_cache(tmp_path: Path) -> None:
+def test_open_cache_with_empty_encoder_is_plain(tmp_path: Path) -> None:
     decoder, _ = made()
     cache = encoder_decoder_cache(decoder, [])
     cache.state["cross_attention_cache"] = Instance(KINDS + "DynamicCache", {"layers": []})
@@ -120,7 +120,7 @@ def test_an_encoder_that_has_not_run_leaves_a_plain_cache(tmp_path: Path) -> Non
     assert list(source)[:2] == ["layer_0.key", "layer_0.value"]
 
 
-def test_a_batch_of_both_halves_is_cut(tmp_path: Path) -> None:
+def test_open_half_and_batch_of_cache(tmp_path: Path) -> None:
     decoder, encoder = made(batch=3)
     path = save(tmp_path / "cache.pt", encoder_decoder_cache(decoder, encoder))
     source = kvmnn.open(path, half="encoder", batch=2)

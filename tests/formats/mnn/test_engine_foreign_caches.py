@@ -1,4 +1,4 @@
-"""The engine goes on from K and V that came to it as files of other engines: its own, written as these write them."""
+"""The engine continues from its own K and V after they went through files of other engines."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ WAYS = [saved_by_torch, saved_by_mlx, saved_by_llama_cpp, plain_arrays]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS, ids=[way.__name__ for way in WAYS])
-def test_the_engine_goes_on_from_it(
+def test_engine_continues_from_caches_of_other_formats(
     model: Path, pairs: Pairs, tmp_path: Path, way: Callable[[Path, Pairs], list[object]]
 ) -> None:
     """Packed, and by way of a store: the tokens are those after the engine's own prefix."""
@@ -108,8 +108,8 @@ def test_the_engine_goes_on_from_it(
     assert continuation(model, tmp_path / "got", tmp_path / "again") == CONTINUATION
 
 
-def test_a_wrong_order_of_k_would_show(model: Path, pairs: Pairs, tmp_path: Path) -> None:
-    """What the test above rests on: K as llama.cpp has it gives other tokens."""
+def test_engine_wrong_k_order_changes_tokens(model: Path, pairs: Pairs, tmp_path: Path) -> None:
+    """The premise of the test above: K in llama.cpp's order gives other tokens."""
     session, *more = saved_by_llama_cpp(tmp_path, pairs)
     kvmnn(
         "mnn",
@@ -128,7 +128,7 @@ def test_a_wrong_order_of_k_would_show(model: Path, pairs: Pairs, tmp_path: Path
     assert continuation(model, tmp_path / "packed", tmp_path / "scratch") != CONTINUATION
 
 
-def test_an_evicted_session_is_rotated_with_the_theta_of_its_gguf(model: Path, pairs: Pairs, tmp_path: Path) -> None:
+def test_rerotate_evicted_session_uses_theta_of_gguf(model: Path, pairs: Pairs, tmp_path: Path) -> None:
     """K as it would be after 26 tokens that were erased: rotated, it is the engine's own, and so are the tokens."""
     frequencies = plain_frequencies(10000.0, DIMS)
     later = [(rotate(keys, [26] * TOKENS, frequencies).astype(np.float32), values) for keys, values in pairs]

@@ -1,4 +1,4 @@
-"""A cache of transformers becomes a prefix that MNN loads: that of the engine itself, byte for byte where it counts."""
+"""A cache of transformers packed for MNN equals the prefix that the engine writes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def pairs_of(engine: Path) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
-def test_the_prefix_of_the_engine(engine: Path, run: Any, kind: str) -> None:
+def test_pack_transformers_cache_equals_engine_prefix(engine: Path, run: Any, kind: str) -> None:
     pairs = pairs_of(engine)
     path = save(engine / "c.pt", dynamic_cache(pairs) if kind == "dynamic" else static_cache(pairs, 64))
     said = ("--backend", "lp=1", "--backend", "hp=4", "--kv-heads", "2", "--head-dim", "16", "--valid-tokens", "50")
@@ -45,7 +45,7 @@ def test_the_prefix_of_the_engine(engine: Path, run: Any, kind: str) -> None:
     run("diff", path, engine / "ours", "--atol", "0")
 
 
-def test_another_geometry_is_refused(engine: Path, run: Any) -> None:
+def test_pack_transformers_cache_of_other_geometry_is_refused(engine: Path, run: Any) -> None:
     pairs = pairs_of(engine)
     heads = [tuple(np.concatenate([part, part], axis=1) for part in pair) for pair in pairs]
     path = save(engine / "c.pt", dynamic_cache(heads))

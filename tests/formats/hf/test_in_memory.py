@@ -1,4 +1,4 @@
-"""Caches in memory, by what they have: here numpy arrays in the places where transformers has tensors."""
+"""Caches in memory, recognised by their attributes: here with numpy arrays in the place of tensors."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def assert_same(source: Any, expected: list[hf_files.Pair], dtype: str) -> None:
 
 @pytest.mark.parametrize("shape", [(1, 2, 5, 4), (3, 1, 1, 7)], ids=str)
 @pytest.mark.parametrize("dtype", hf_files.TYPES)
-def test_every_form(dtype: str, shape: tuple[int, ...]) -> None:
+def test_open_in_memory_every_form_of_cache(dtype: str, shape: tuple[int, ...]) -> None:
     made = pairs(9, layers=3, shape=shape, dtype=dtype)
     longer = [[np.concatenate([part, np.zeros_like(part)], axis=2) for part in pair] for pair in made]
     forms = {
@@ -81,7 +81,7 @@ def test_every_form(dtype: str, shape: tuple[int, ...]) -> None:
     assert_same(one, [(keys[-1], values[-1]) for keys, values in made], dtype)
 
 
-def test_arrays_by_name_and_their_axes() -> None:
+def test_open_in_memory_arrays_by_name_and_axes() -> None:
     ((keys, values),) = pairs(3, layers=1, dtype="fp16")
     source = kvmnn.open({"layers.4.k": keys[0], "layers.4.v": values[0]}, axes="htd")
     assert source["layer_4.value"].to_numpy().tobytes() == values.tobytes()
@@ -91,7 +91,7 @@ def test_arrays_by_name_and_their_axes() -> None:
     assert kvmnn.open(keys).names == ("tensor",)
 
 
-def test_a_generator() -> None:
+def test_open_in_memory_onnx_outputs() -> None:
     made = pairs(5, layers=2, dtype="fp32")
     names = ("present.{}.key", "present.{}.value")
     outputs = {names[m].format(n): made[n][m] for n in range(2) for m in range(2)}
@@ -103,7 +103,7 @@ def test_a_generator() -> None:
         kvmnn.open(Generator({}))
 
 
-def test_what_is_refused() -> None:
+def test_open_in_memory_other_objects_are_refused() -> None:
     ((keys, values), *_) = pairs(1)
     with pytest.raises(TypeError, match=r"cannot open int: expected a path, a cache of transformers"):
         kvmnn.open(3)
@@ -124,7 +124,7 @@ def test_what_is_refused() -> None:
         kvmnn.open(cycle)
 
 
-def test_no_tensors_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_to_cache_without_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     with pytest.raises(MissingDependencyError, match="import torch first"):
         kvmnn.to_cache(pairs(1))

@@ -1,4 +1,4 @@
-"""Layouts inferred from words and sizes: what K and V of a real model tell, and what they contradict."""
+"""Layouts inferred from the values and sizes of K and V."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check(source, layers):
 
 
 @pytest.mark.parametrize(("backend", "tokens"), mark_most_slow(itertools.product(LAYOUTS, [50, 16, 17, 64, 96]), 6))
-def test_choose_layout_real_model_finds_all_numbers(tmp_path, backend, tokens):
+def test_choose_layout_real_model_infers_all_parameters(tmp_path, backend, tokens):
     layers = llm_kv.write_prefix(tmp_path / "p", backend, tokens)
     for geometry in (HEADS, PackedGeometry(head_dim=llm_kv.HEAD_DIM), PackedGeometry()):
         source = read(tmp_path / "p", geometry)
@@ -45,7 +45,7 @@ def test_choose_layout_real_model_finds_all_numbers(tmp_path, backend, tokens):
 
 
 @pytest.mark.parametrize(("backend", "number"), mark_most_slow(itertools.product(LAYOUTS, [20, 41, 70]), 7))
-def test_choose_layout_other_tokens_than_rows_still_finds_it(tmp_path, backend, number):
+def test_choose_layout_other_token_count_is_noted(tmp_path, backend, number):
     """A number that leaves rows out, or has empty ones, contradicts no layout: a note names it."""
     layers = llm_kv.write_prefix(tmp_path / "p", backend, 50)
     source = read(tmp_path / "p", PackedGeometry(), (number,))
@@ -58,8 +58,8 @@ def test_choose_layout_other_tokens_than_rows_still_finds_it(tmp_path, backend, 
 
 
 @pytest.mark.parametrize("backend", LAYOUTS)
-def test_choose_layout_full_files_uses_means_of_dimensions(tmp_path, backend):
-    """No room, so no empty row tells anything."""
+def test_choose_layout_full_files_use_dimension_means(tmp_path, backend):
+    """Full files have no empty rows to infer from."""
     layers = llm_kv.write_prefix(tmp_path / "p", backend, 64, room=0)
     check(read(tmp_path / "p", HEADS, (64,)), layers)
 
@@ -82,7 +82,7 @@ def _alike(one, other):
 
 
 @pytest.mark.parametrize("stale", [False, True])
-def test_choose_layout_after_eviction_still_finds_it(tmp_path, stale):
+def test_choose_layout_after_eviction_is_inferred(tmp_path, stale):
     """Rows of tokens that are gone stay in the files of a running engine, and nothing is empty that was not."""
     layers = llm_kv.write_prefix(tmp_path / "p", "x86-avx2", 96)
     layout = PackLayout.from_backend("x86-avx2", kv_heads=llm_kv.KV_HEADS, head_dim=llm_kv.HEAD_DIM)
@@ -110,7 +110,7 @@ def test_choose_layout_wrong_heads_are_refused(tmp_path, heads):
     assert "the words contradict what was specified" in " ".join(forced.notes)
 
 
-def test_choose_layout_noise_of_equal_likelihood_lists_choices(tmp_path):
+def test_choose_layout_ambiguous_noise_lists_choices(tmp_path):
     """K and V of noise in full files: nothing tells, and each choice reads the files."""
     packed_samples.write_prefix(tmp_path / "p", packed_samples.arrays(2, 2, 64, 8), capacity=64)
     with pytest.raises(AmbiguousLayoutError, match="4 layouts fit") as error:
@@ -121,7 +121,7 @@ def test_choose_layout_noise_of_equal_likelihood_lists_choices(tmp_path):
         read(tmp_path / "p", PackedGeometry())
 
 
-def test_choose_layout_noise_with_room_is_told_by_empty_rows(tmp_path):
+def test_choose_layout_noise_with_empty_rows_is_inferred(tmp_path):
     layers = packed_samples.arrays(2, 2, 50, 8)
     packed_samples.write_prefix(tmp_path / "p", layers, lP=1, hP=8, capacity=114, padding=b"\0")
     for geometry in (PackedGeometry(kv_heads=2, head_dim=8), PackedGeometry(head_dim=8), PackedGeometry()):
@@ -141,7 +141,7 @@ def test_choose_layout_smooth_arrays_are_never_refused(tmp_path):
 # -- tokens -----------------------------------------------------------------------------------------------------------
 
 
-def test_guess_tokens_session_that_went_on_is_asked_about(tmp_path):
+def test_infer_tokens_of_continued_session_is_ambiguous(tmp_path):
     """A prefix of 50 whose session went on to 80 tokens: the room is still that of 50."""
     llm_kv.write_prefix(tmp_path / "p", "x86-avx2", 80, room=34)
     with pytest.raises(
@@ -151,12 +151,12 @@ def test_guess_tokens_session_that_went_on_is_asked_about(tmp_path):
     assert error.value.choices[0] == "--valid-tokens 80" and "--valid-tokens 50" in error.value.choices
 
 
-def test_guess_tokens_tight_files_has_one_answer(tmp_path):
+def test_infer_tokens_of_full_files(tmp_path):
     layers = llm_kv.write_prefix(tmp_path / "p", "x86-avx2", 50, room=0)
     check(read(tmp_path / "p"), layers)
 
 
-def test_guess_tokens_more_room_than_fresh_has_one_answer(tmp_path):
+def test_infer_tokens_of_files_with_extra_capacity(tmp_path):
     layers = llm_kv.write_prefix(tmp_path / "p", "x86-avx2", 50, room=250)
     check(read(tmp_path / "p"), layers)
 
@@ -171,7 +171,7 @@ def prefix(tmp_path, monkeypatch):
     return "p"
 
 
-def test_verbs_wrong_backend_exit_with_one(prefix, run):
+def test_commands_wrong_backend_exit_1(prefix, run):
     said = ["--kv-heads", 3, "--head-dim", 64, "--valid-tokens", 64, "--backend", "x86-avx512"]
     Path("ids.json").write_text(json.dumps(list(range(64))))
     verbs = (
@@ -192,13 +192,13 @@ def test_verbs_wrong_backend_exit_with_one(prefix, run):
     assert sorted(os.listdir()) == ["ids.json", "p"]
 
 
-def test_verbs_force_goes_on_and_says_so(prefix, run):
+def test_commands_force_continues_with_warning(prefix, run):
     said = ["--kv-heads", 3, "--head-dim", 64, "--valid-tokens", 64, "--backend", "x86-avx512", "--force"]
     for verb in (("measure", "p"), ("diff", "p", "p"), ("mnn", "unpack", "p", "-o", "x.npz")):
         assert "the words contradict what was specified" in run(*verb, *said).err
 
 
-def test_verbs_without_options_read_a_fresh_prefix(prefix, run):
+def test_commands_without_options_read_fresh_prefix(prefix, run):
     said = run("mnn", "unpack", "p", "-o", "x.npz", "--json")
     assert "layout inferred from the words: 3 kv heads x 64 dims, fp32, lP 1, hP 4" in said.err
     notes = json.loads(said.out)["notes"]
@@ -208,7 +208,7 @@ def test_verbs_without_options_read_a_fresh_prefix(prefix, run):
     assert "read as 2 layers, 3 kv heads x 64 dims" in run("encode", "p", "-o", "b/").out
 
 
-def test_verbs_wrong_backend_without_heads_says_what_the_words_are(prefix, run):
+def test_commands_wrong_backend_error_names_inferred_layout(prefix, run):
     error = run("mnn", "unpack", "p", "--backend", "x86-avx512", "-o", "x.npz", code=1).err
     assert "the words speak for --kv-heads 3 --head-dim 64 --backend x86-avx2" in error
     llm_kv.write_prefix(Path("q"), "x86-avx2", 50)
@@ -216,7 +216,7 @@ def test_verbs_wrong_backend_without_heads_says_what_the_words_are(prefix, run):
     assert "they speak for --kv-heads 3 --head-dim 64 --backend x86-avx2" in error
 
 
-def test_error_of_several_choices_has_whole_commands(tmp_path, monkeypatch, run):
+def test_ambiguous_layout_error_lists_whole_commands(tmp_path, monkeypatch, run):
     monkeypatch.chdir(tmp_path)
     packed_samples.write_prefix(Path("p"), packed_samples.arrays(2, 2, 64, 8), capacity=64)
     error = run("mnn", "unpack", "p", "-o", "x.npz", "--kv-heads", 2, "--head-dim", 8, "--valid-tokens", 64, code=2).err
@@ -227,7 +227,7 @@ def test_error_of_several_choices_has_whole_commands(tmp_path, monkeypatch, run)
             run(*each.split()[1:], "-f")
 
 
-def test_encode_wrong_heads_without_tokens_says_what_the_words_speak_for(tmp_path, run):
+def test_encode_wrong_heads_error_names_inferred_layout(tmp_path, run):
     llm_kv.write_prefix(tmp_path / "p", "x86-avx2", 80)
     said = run("encode", tmp_path / "p", "--kv-heads", 6, "--head-dim", 32, "-o", tmp_path / "b/", code=1).err
     assert "the words speak for --kv-heads 3 --head-dim 64 --backend x86-avx2" in said and "--force" in said

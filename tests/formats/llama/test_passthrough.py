@@ -1,4 +1,4 @@
-"""llama.cpp files as frames, and the same files again."""
+"""llama.cpp files as frames that restore the files byte for byte."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HEADS = ReadOptions(packed=PackedOptions(geometry=PackedGeometry(kv_heads=2)))
 
 
 @pytest.mark.parametrize("seed", range(16))
-def test_any_file_comes_back_byte_for_byte(tmp_path: Path, run, seed: int) -> None:
+def test_llama_passthrough_any_file_round_trips(tmp_path: Path, run, seed: int) -> None:
     rng = Random(seed)
     transposed = rng.random() < 0.3
     shape = Shape(
@@ -52,7 +52,7 @@ def test_any_file_comes_back_byte_for_byte(tmp_path: Path, run, seed: int) -> No
 
 
 @pytest.mark.parametrize("name", ["f16", "q8_0"])
-def test_frames_are_read_as_the_file_is(tmp_path: Path, run, name: str) -> None:
+def test_llama_passthrough_frames_read_like_the_file(tmp_path: Path, run, name: str) -> None:
     data, _ = llama_files.state(Random(2), Shape(k_type=name, v_type=name), [9], gaps=True)
     path = tmp_path / "x.session"
     path.write_bytes(data)
@@ -65,7 +65,7 @@ def test_frames_are_read_as_the_file_is(tmp_path: Path, run, name: str) -> None:
     assert "equal" in run("diff", path, frames, "--kv-heads", 2).out
 
 
-def test_heads_that_were_said_are_noted_down(tmp_path: Path, run) -> None:
+def test_llama_passthrough_records_kv_heads(tmp_path: Path, run) -> None:
     path = tmp_path / "x.session"
     path.write_bytes(llama_files.state(Random(2), Shape(), [9])[0])
     frames = there_and_back(run, path, "--kv-heads", 2)
@@ -73,7 +73,7 @@ def test_heads_that_were_said_are_noted_down(tmp_path: Path, run) -> None:
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
-def test_fields_of_blocks_are_apart_where_that_is_smaller(tmp_path: Path, run, kind: str) -> None:
+def test_llama_passthrough_splits_block_fields_where_smaller(tmp_path: Path, run, kind: str) -> None:
     """Scales that are all the same are a lane without content; of random blocks nothing is gained."""
     shape, path = Shape(layers=1, k_type=kind, v_type="f16"), tmp_path / "x.session"
     data, _ = llama_files.state(Random(2), shape, [200])
@@ -88,7 +88,7 @@ def test_fields_of_blocks_are_apart_where_that_is_smaller(tmp_path: Path, run, k
     assert "layer_0.key.codes" in names
 
 
-def test_long_runs_between_arrays_are_arrays(tmp_path: Path, run) -> None:
+def test_llama_passthrough_long_regions_become_arrays(tmp_path: Path, run) -> None:
     """Logits in older sessions may be larger than K and V."""
     data, _ = llama_files.state(Random(2), Shape(), [9], version=9, outputs=(1, 300_001, 3))
     path = tmp_path / "x.session"
@@ -105,7 +105,7 @@ def test_long_runs_between_arrays_are_arrays(tmp_path: Path, run) -> None:
         (b"\xc3\xa9", "\u00e9"),
     ],
 )
-def test_a_name_that_no_manifest_has_is_escaped(tmp_path: Path, run, name: bytes, noted: str) -> None:
+def test_llama_passthrough_unprintable_name_is_escaped(tmp_path: Path, run, name: bytes, noted: str) -> None:
     path = tmp_path / os.fsdecode(name)
     path.write_bytes(llama_files.state(Random(2), Shape(), [9])[0])
     found = run("encode", path, "-o", tmp_path / "frames")
@@ -116,7 +116,7 @@ def test_a_name_that_no_manifest_has_is_escaped(tmp_path: Path, run, name: bytes
     assert (tmp_path / "again").read_bytes() == path.read_bytes()
 
 
-def test_what_is_said_of_it(tmp_path: Path, run) -> None:
+def test_llama_passthrough_message_has_all_sizes(tmp_path: Path, run) -> None:
     path = tmp_path / "x.session"
     path.write_bytes(llama_files.state(Random(2), Shape(), [9])[0])
     said = run("encode", path).out
@@ -139,7 +139,7 @@ def test_what_is_said_of_it(tmp_path: Path, run) -> None:
 
 
 @pytest.mark.parametrize("kind", llama_files.NUMBERS)
-def test_frames_are_never_larger_than_what_they_are_of(tmp_path: Path, run, kind: str) -> None:
+def test_llama_passthrough_is_never_larger_than_the_file(tmp_path: Path, run, kind: str) -> None:
     """Noise in small arrays, of which frames would be larger: stored as it is. What frames make smaller is not."""
     path = tmp_path / "x.session"
     shape = Shape(layers=1, k_type=kind, v_type=kind)
@@ -155,7 +155,7 @@ def test_frames_are_never_larger_than_what_they_are_of(tmp_path: Path, run, kind
     assert sum(file.stat().st_size for file in frames.iterdir()) < path.stat().st_size
 
 
-def test_arrays_instead(tmp_path: Path, run) -> None:
+def test_llama_passthrough_decodes_to_arrays_on_request(tmp_path: Path, run) -> None:
     path = tmp_path / "x.session"
     path.write_bytes(llama_files.state(Random(2), Shape(), [9])[0])
     frames = there_and_back(run, path)
@@ -192,7 +192,7 @@ def changed(frames: Path, change) -> None:
         (lambda kept: kept.update(kv_heads=[0]), "an integer of at least 1"),
     ],
 )
-def test_a_manifest_that_lies_is_refused(tmp_path: Path, run, change, message: str) -> None:
+def test_llama_passthrough_inconsistent_manifest_is_refused(tmp_path: Path, run, change, message: str) -> None:
     path, out = tmp_path / "x.session", tmp_path / "out"
     path.write_bytes(llama_files.state(Random(2), Shape(), [9])[0])
     frames = there_and_back(run, path)
@@ -204,7 +204,7 @@ def test_a_manifest_that_lies_is_refused(tmp_path: Path, run, change, message: s
     assert not out.exists()
 
 
-def test_a_file_on_standard_input(tmp_path: Path, run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_llama_passthrough_reads_standard_input(tmp_path: Path, run, monkeypatch: pytest.MonkeyPatch) -> None:
     data, _ = llama_files.state(Random(2), Shape(), [9])
     for argv in (
         ("encode", "-", "-o", f"{tmp_path}/f/"),
@@ -220,13 +220,13 @@ def test_a_file_on_standard_input(tmp_path: Path, run, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("size", [100, 1000])
 @pytest.mark.parametrize("kind", ["q8_0", "q5_1"])
-def test_arrays_that_are_cut_anywhere(tmp_path: Path, run, kind: str, size: int) -> None:
+def test_llama_passthrough_any_chunk_size_round_trips(tmp_path: Path, run, kind: str, size: int) -> None:
     path = tmp_path / "x.session"
     path.write_bytes(llama_files.state(Random(2), Shape(k_type=kind, v_type=kind), [30])[0])
     there_and_back(run, path, "--chunk-bytes", size, "--allow-raw")
 
 
-def test_several_inputs_and_chosen_arrays_are_no_whole_file(tmp_path: Path, run) -> None:
+def test_llama_passthrough_selected_arrays_are_no_whole_file(tmp_path: Path, run) -> None:
     path = tmp_path / "x.session"
     path.write_bytes(llama_files.state(Random(2), Shape(), [9])[0])
     (tmp_path / "y.session").write_bytes(path.read_bytes())
@@ -236,7 +236,7 @@ def test_several_inputs_and_chosen_arrays_are_no_whole_file(tmp_path: Path, run)
     assert "kvmnn.file" not in (tmp_path / "one.frame.json").read_text()
 
 
-def test_a_note_says_where_arrays_are_encoded_rather_than_the_file(tmp_path: Path, run) -> None:
+def test_llama_passthrough_note_when_arrays_are_encoded(tmp_path: Path, run) -> None:
     data, _ = llama_files.state(Random(1), llama_files.Shape(1, 2, 8, 8), [5])
     for name in ("a", "b"):
         (tmp_path / f"{name}.session").write_bytes(data)
@@ -251,7 +251,7 @@ def test_a_note_says_where_arrays_are_encoded_rather_than_the_file(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_what_lies_around_k_and_v_is_compared_with_the_original(tmp_path: Path, run) -> None:
+def test_llama_passthrough_verify_compares_every_byte(tmp_path: Path, run) -> None:
     """Every byte of a file of a hybrid model: token ids, positions, and the state after K and V."""
     shape = Shape(layers=1, dims=32, k_type="q8_0")
     data, _ = llama_files.state(Random(2), shape, [3], recurrent=1)
@@ -269,8 +269,8 @@ def test_what_lies_around_k_and_v_is_compared_with_the_original(tmp_path: Path, 
     assert json.loads(run("verify", frames, "--against", other, "--json", code=1).out)["difference"]["array"] is None
 
 
-def test_verify_puts_the_file_together(tmp_path: Path, run) -> None:
-    """What the manifest has of it besides arrays is proved by the hash of the file, as decode does it."""
+def test_llama_passthrough_verify_rebuilds_the_file(tmp_path: Path, run) -> None:
+    """The parts besides arrays are verified by the hash of the file, as in decode."""
     path = tmp_path / "x.session"
     path.write_bytes(llama_files.state(Random(2), Shape(k_type="q8_0"), [9])[0])
     frames = there_and_back(run, path)
@@ -286,8 +286,8 @@ def test_verify_puts_the_file_together(tmp_path: Path, run) -> None:
 
 
 @pytest.mark.parametrize("kinds", [("q8_0", "q4_0"), ("q8_0", "f16")])
-def test_blocks_are_of_no_head(tmp_path: Path, run, kinds: tuple[str, str]) -> None:
-    """Where all arrays are blocks, nobody is asked for heads; next to other types they are needed."""
+def test_llama_passthrough_raw_blocks_need_no_heads(tmp_path: Path, run, kinds: tuple[str, str]) -> None:
+    """If all arrays are blocks, no heads are needed; next to other types they are."""
     path = tmp_path / "x.session"
     path.write_bytes(llama_files.state(Random(2), Shape(k_type=kinds[0], v_type=kinds[1]), [9])[0])
     asked = "f16" in kinds

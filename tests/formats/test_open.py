@@ -34,13 +34,13 @@ def here(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("path", ["keys.npy", "keys.frame", "keys.frame.json"])
-def test_the_same_array_from_any_input(here, path):
+def test_open_any_input_gives_the_same_array(here, path):
     source = kvmnn.open(path)
     assert source.inputs == (path,)
     np.testing.assert_array_equal(source["keys"].to_numpy(), KEYS)
 
 
-def test_a_bundle_and_a_choice_of_it(here):
+def test_open_bundle_and_selected_tensors(here):
     assert kvmnn.open("both").names == kvmnn.open(here / "both" / "manifest.json").names == ("k", "v")
     source = kvmnn.open("both", tensors=["v"])
     assert source.names == ("v",)
@@ -49,40 +49,40 @@ def test_a_bundle_and_a_choice_of_it(here):
         kvmnn.open("both", tensors=("x",))
 
 
-def test_raw_words_need_a_dtype(here):
+def test_open_raw_words_need_dtype(here):
     with pytest.raises(SourceError, match="raw bytes need a dtype"):
         kvmnn.open("raw.bin")
     np.testing.assert_array_equal(kvmnn.open("raw.bin", dtype="fp16")["raw"].to_numpy(), KEYS.ravel())
 
 
-def test_frames_may_be_taken_as_files(here):
+def test_open_frames_as_raw_files(here):
     source = kvmnn.open("keys.frame", dtype="fp16", decode_frames=False)
     assert source["keys"].to_numpy().tobytes() == Path("keys.frame").read_bytes()
     with pytest.raises(SourceError, match="it is a kvmnn bundle: decode it"):
         kvmnn.open("both", decode_frames=False)
 
 
-def test_a_damaged_frame_is_refused(here):
+def test_open_damaged_frame_is_refused(here):
     Path("cut.frame").write_bytes(Path("keys.frame").read_bytes()[:-1])
     with pytest.raises(FrameError, match=r"cut\.frame"):
         kvmnn.open("cut.frame")
 
 
-def test_keywords_replace_options(here):
+def test_open_keywords_override_options(here):
     options = ReadOptions(dtype="bf16", tensors=("v",))
     assert [(array.name, array.dtype) for array in kvmnn.open("both.npz", options).arrays] == [("v", "bf16")]
     found = kvmnn.open("both.npz", options, dtype="fp16").arrays
     assert [(array.name, array.dtype) for array in found] == [("v", "fp16")]
 
 
-def test_standard_input(here):
+def test_open_standard_input(here):
     script = "import kvmnn; print(kvmnn.open('-')['stdin'].to_numpy().tobytes().hex())"
     with open("keys.npy", "rb") as file:
         done = subprocess.run([sys.executable, "-c", script], stdin=file, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == KEYS.tobytes().hex()
 
 
-def test_what_lies_at_a_path(here):
+def test_classify_path_of_inputs(here):
     kinds = {
         "keys.npy": "arrays", "x.SAFETENSORS": "arrays", "x.k": "arrays", ".": "arrays", "keys.frame": "frames",
         "both": "frames", "both/manifest.json": "frames", "x.frame": "frames", "raw.bin": None, "-": None,
@@ -92,7 +92,7 @@ def test_what_lies_at_a_path(here):
     assert formats.classify_path("raw.bin") == "frames"
 
 
-def test_each_format_is_detected_by_itself_alone(here):
+def test_detect_formats_are_mutually_exclusive(here):
     names = [entry.name for entry in formats.FORMATS]
     assert names[-2:] == ["raw", "folder"]
     paths = ("keys.npy", "both.npz", "keys.frame", "both", "raw.bin", ".", "s3://bucket/x.zarr")
@@ -100,7 +100,7 @@ def test_each_format_is_detected_by_itself_alone(here):
     assert detected == ["npy", "npz", "frames", "frames", "raw", "npy", "zarr"]
 
 
-def test_the_head_of_a_file_is_read_once_for_all_formats(here, monkeypatch):
+def test_detect_reads_head_of_file_once(here, monkeypatch):
     opened = []
 
     def counted(path, *arguments):
@@ -113,7 +113,7 @@ def test_the_head_of_a_file_is_read_once_for_all_formats(here, monkeypatch):
 
 
 @pytest.mark.parametrize("data", [b"", b"P", b"PK\3\4", b"\x80\x02", b"nsgg", b"\xff" * 4096], ids=repr)
-def test_no_format_fails_to_say_what_a_file_is_not(tmp_path, data):
+def test_detect_arbitrary_heads_raise_nothing(tmp_path, data):
     for suffix in ("", ".npy", ".npz", ".safetensors", ".k", ".frame", ".pt"):
         path = tmp_path / f"x{suffix}"
         path.write_bytes(data)
@@ -122,14 +122,14 @@ def test_no_format_fails_to_say_what_a_file_is_not(tmp_path, data):
         assert all(isinstance(entry.detect(head), bool) for entry in formats.FORMATS)
 
 
-def test_formats_by_name():
+def test_find_array_format_by_suffix():
     for suffix, many in ((".npy", False), (".npz", True), (".safetensors", True)):
         assert formats.ARRAY_FORMATS[suffix].is_multi_array is many
     assert formats.find_array_format("X.NPZ") is formats.ARRAY_FORMATS[".npz"]
     assert formats.find_array_format("x.frame") is None
 
 
-def test_heads_that_are_said_must_be_those_that_there_are(tmp_path):
+def test_open_conflicting_kv_heads_are_refused(tmp_path):
     rng = Random(3)
     prompt = tmp_path / "c.safetensors"
     prompt.write_bytes(mlx_files.cache(rng, mlx_files.Shape(dims=32, value_dims=32))[0])
@@ -153,7 +153,7 @@ def test_heads_that_are_said_must_be_those_that_there_are(tmp_path):
 @pytest.mark.parametrize(
     ("array_dtype", "dtype", "noted"), [("<f2", "bf16", True), ("<u2", "bf16", False), ("<f2", "fp16", False)]
 )
-def test_words_taken_as_another_type_are_noted(tmp_path, array_dtype, dtype, noted):
+def test_open_reinterpreted_dtype_is_noted(tmp_path, array_dtype, dtype, noted):
     np.savez(tmp_path / "a.npz", k=np.ones((2, 3, 4), array_dtype))
     notes = kvmnn.open(tmp_path / "a.npz", dtype=dtype).notes
     assert notes == (["k: its float16 words are taken as bf16, other numbers (--dtype)"] if noted else [])

@@ -1,4 +1,4 @@
-"""llama.cpp state files that another writer made: every type, order, gap, stream and sequence is found as written."""
+"""llama.cpp state files of an independent writer: every type, order, gap, stream and sequence."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def put(path: Path, data: bytes) -> Path:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_any_file_reads_as_it_was_written(tmp_path: Path, seed: int) -> None:
+def test_llama_reader_any_file_equals_what_was_written(tmp_path: Path, seed: int) -> None:
     rng = Random(seed)
     transposed = rng.random() < 0.4
     shape = Shape(
@@ -68,7 +68,7 @@ def test_any_file_reads_as_it_was_written(tmp_path: Path, seed: int) -> None:
 
 @pytest.mark.parametrize("kind", sorted(NUMBERS))
 @pytest.mark.parametrize("dims", [8, 48, 80])
-def test_heads_that_are_no_whole_blocks(tmp_path: Path, kind: str, dims: int) -> None:
+def test_llama_reader_heads_of_partial_blocks(tmp_path: Path, kind: str, dims: int) -> None:
     """Rows are whole blocks; heads need not be."""
     shape = Shape(heads=4, dims=dims, value_dims=dims, k_type=kind, v_type=kind)
     data, ((cells,),) = llama_files.state(Random(dims), shape, [7])
@@ -77,7 +77,7 @@ def test_heads_that_are_no_whole_blocks(tmp_path: Path, kind: str, dims: int) ->
 
 @pytest.mark.parametrize("limit", [4, 6, 64, 128, 1000, 4096])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_pieces_of_any_size_are_the_same_bytes(tmp_path: Path, limit: int, transposed: bool) -> None:
+def test_llama_reader_chunk_size_changes_no_byte(tmp_path: Path, limit: int, transposed: bool) -> None:
     data, ((cells,),) = llama_files.state(Random(1), Shape(transposed=transposed), [11])
     source = kvmnn.open(put(tmp_path / "x", data), heads(2))
     for name, expected in (("layer_1.key", cells.keys[1]), ("layer_1.value", cells.values[1])):
@@ -88,7 +88,7 @@ def test_pieces_of_any_size_are_the_same_bytes(tmp_path: Path, limit: int, trans
 
 @pytest.mark.parametrize("streams_said", [True, False])
 @pytest.mark.parametrize("outputs", [None, (0, 0, 0), (2, 10, 6)])
-def test_older_sessions(tmp_path: Path, streams_said: bool, outputs: tuple[int, int, int] | None) -> None:
+def test_llama_reader_older_sessions(tmp_path: Path, streams_said: bool, outputs: tuple[int, int, int] | None) -> None:
     data, ((cells,),) = llama_files.state(
         Random(3), Shape(), [5], version=9, streams_said=streams_said, outputs=outputs
     )
@@ -96,12 +96,12 @@ def test_older_sessions(tmp_path: Path, streams_said: bool, outputs: tuple[int, 
 
 
 @pytest.mark.parametrize("streams_said", [True, False])
-def test_older_sequences(tmp_path: Path, streams_said: bool) -> None:
+def test_llama_reader_older_sequences(tmp_path: Path, streams_said: bool) -> None:
     data, ((cells,),) = llama_files.state(Random(3), Shape(), [5], kind=SEQUENCE, version=2, streams_said=streams_said)
     check(kvmnn.open(put(tmp_path / "x", data), heads(2)), cells)
 
 
-def test_a_second_cache_of_a_sliding_window(tmp_path: Path) -> None:
+def test_llama_reader_second_cache_of_sliding_window(tmp_path: Path) -> None:
     data, ((base,), (window,)) = llama_files.state(Random(4), Shape(), [9], second=[4])
     path = put(tmp_path / "x", data)
     source = kvmnn.open(path, heads(2))
@@ -113,7 +113,7 @@ def test_a_second_cache_of_a_sliding_window(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("second", [None, [4]])
-def test_state_of_recurrent_layers_behind_k_and_v(tmp_path: Path, second: list[int] | None) -> None:
+def test_llama_reader_recurrent_state_after_k_and_v(tmp_path: Path, second: list[int] | None) -> None:
     data, caches = llama_files.state(Random(4), Shape(), [9], second=second, recurrent=3)
     path = put(tmp_path / "x", data)
     source = kvmnn.open(path, heads(2))
@@ -125,7 +125,7 @@ def test_state_of_recurrent_layers_behind_k_and_v(tmp_path: Path, second: list[i
             kvmnn.open(put(path, data[:end]), heads(2))
 
 
-def test_layers_of_a_model_that_have_no_k_of_their_own(tmp_path: Path) -> None:
+def test_llama_reader_layers_without_own_k(tmp_path: Path) -> None:
     """Hybrid models have layers without kv heads, others layers in the other cache."""
     data, ((cells,),) = llama_files.state(Random(7), Shape(), [6])
     path = put(tmp_path / "x", data)
@@ -138,7 +138,7 @@ def test_layers_of_a_model_that_have_no_k_of_their_own(tmp_path: Path) -> None:
         kvmnn.open(path, model(tmp_path / "m.gguf", attention__head_count_kv=[1, 2, 2, 2], **more))
 
 
-def test_files_without_v_have_keys(tmp_path: Path) -> None:
+def test_llama_reader_latent_k_without_v(tmp_path: Path) -> None:
     """Where the model has latent K alone; a file of any other is cut after K."""
     latent = Shape(has_v=False)
     data, ((cells,),) = llama_files.state(Random(4), latent, [9], architecture="deepseek2")
@@ -149,7 +149,7 @@ def test_files_without_v_have_keys(tmp_path: Path) -> None:
         kvmnn.open(put(tmp_path / "y", llama_files.state(Random(4), latent, [9])[0]), heads(2))
 
 
-def test_a_sequence_file_without_v_needs_its_model(tmp_path: Path) -> None:
+def test_llama_reader_sequence_without_v_needs_model(tmp_path: Path) -> None:
     data, _ = llama_files.state(Random(4), Shape(has_v=False), [9], kind=SEQUENCE)
     path = put(tmp_path / "x", data)
     with pytest.raises(SourceError, match="is truncated"):
@@ -159,7 +159,7 @@ def test_a_sequence_file_without_v_needs_its_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
-def test_blocks_on_request(tmp_path: Path, kind: str) -> None:
+def test_llama_reader_raw_blocks_on_request(tmp_path: Path, kind: str) -> None:
     data, _ = llama_files.state(Random(5), Shape(k_type=kind, v_type="f16"), [6])
     source = kvmnn.open(put(tmp_path / "x", data), heads(2, raw_blocks=True))
     blocks = source["layer_0.key"]
@@ -170,7 +170,7 @@ def test_blocks_on_request(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize(("v_type", "needed"), [("f16", True), ("q4_0", False)])
-def test_rows_of_blocks_are_not_taken_as_heads(tmp_path: Path, v_type: str, needed: bool) -> None:
+def test_llama_reader_raw_blocks_are_not_heads(tmp_path: Path, v_type: str, needed: bool) -> None:
     data, _ = llama_files.state(Random(5), Shape(k_type="q4_0", v_type=v_type), [6])
     options = ReadOptions(engine=EngineOptions(raw_blocks=True, allow_unknown_heads=True))
     said = " ".join(kvmnn.open(put(tmp_path / "x", data), options).notes)
@@ -188,7 +188,9 @@ def test_rows_of_blocks_are_not_taken_as_heads(tmp_path: Path, v_type: str, need
         ("f16", "bf16", 64, None),
     ],
 )
-def test_what_may_be_rotated_is_said(tmp_path: Path, k_type: str, v_type: str, dims: int, parts: str | None) -> None:
+def test_llama_reader_notes_possible_rotation(
+    tmp_path: Path, k_type: str, v_type: str, dims: int, parts: str | None
+) -> None:
     shape = Shape(k_type=k_type, v_type=v_type, dims=dims, value_dims=dims)
     path = put(tmp_path / "x", llama_files.state(Random(5), shape, [6])[0])
     said = [note for note in kvmnn.open(path, heads(2)).notes if "Hadamard" in note]
@@ -197,7 +199,7 @@ def test_what_may_be_rotated_is_said(tmp_path: Path, k_type: str, v_type: str, d
     assert not any("Hadamard" in note for note in kvmnn.open(path, heads(2, raw_blocks=True)).notes)
 
 
-def test_what_the_file_says(tmp_path: Path) -> None:
+def test_llama_reader_cache_info_of_file(tmp_path: Path) -> None:
     data, _ = llama_files.state(Random(6), Shape(k_type="q8_0", v_type="f16", transposed=True), [6], tokens=8)
     source = kvmnn.open(put(tmp_path / "x", data), heads(2))
     cache = source.engine_cache
@@ -226,7 +228,7 @@ def model(path: Path, architecture: str = "llama", **fields: int | str | list[in
     return ReadOptions(packed=PackedOptions(model=str(path)))
 
 
-def test_the_geometry_of_a_gguf_model(tmp_path: Path) -> None:
+def test_llama_reader_geometry_of_gguf_model(tmp_path: Path) -> None:
     data, ((cells,),) = llama_files.state(Random(7), Shape(), [6])
     path = put(tmp_path / "x", data)
     width = {"attention__head_count": 4, "embedding_length": 128, "block_count": 2}
@@ -245,13 +247,13 @@ def test_the_geometry_of_a_gguf_model(tmp_path: Path) -> None:
         ({"attention__head_count_kv": 2}, "does not say the kv heads and head_dim"),
     ],
 )
-def test_another_model_is_refused(tmp_path: Path, fields: dict[str, int], message: str) -> None:
+def test_llama_reader_other_model_is_refused(tmp_path: Path, fields: dict[str, int], message: str) -> None:
     path = put(tmp_path / "x", llama_files.state(Random(7), Shape(), [6])[0])
     with pytest.raises(KvmnnError, match=message):
         kvmnn.open(path, model(tmp_path / "m.gguf", **fields))
 
 
-def test_a_damaged_model_is_one_line(tmp_path: Path) -> None:
+def test_llama_reader_damaged_model_is_one_line(tmp_path: Path) -> None:
     path = put(tmp_path / "x", llama_files.state(Random(7), Shape(), [6])[0])
     whole = llama_files.gguf(attention__head_count_kv=[2, 2], attention__key_length=32)
     for end in range(len(whole)):
@@ -260,7 +262,7 @@ def test_a_damaged_model_is_one_line(tmp_path: Path) -> None:
             kvmnn.open(path, ReadOptions(packed=PackedOptions(model=str(tmp_path / "m.gguf"))))
 
 
-def test_heads_are_asked_for(tmp_path: Path) -> None:
+def test_llama_reader_requires_kv_heads(tmp_path: Path) -> None:
     path = put(tmp_path / "x", llama_files.state(Random(7), Shape(), [6])[0])
     with pytest.raises(OptionError, match=r"a row of K has 64 values.*--kv-heads N, or --model FILE\.gguf"):
         kvmnn.open(path)
@@ -270,7 +272,7 @@ def test_heads_are_asked_for(tmp_path: Path) -> None:
         kvmnn.open(path, heads(3))
 
 
-def test_streams_are_asked_for(tmp_path: Path) -> None:
+def test_llama_reader_requires_stream(tmp_path: Path) -> None:
     path = put(tmp_path / "x", llama_files.state(Random(7), Shape(), [3, 0, 2])[0])
     with pytest.raises(OptionError, match=r"2 streams hold cells: --part stream=N says which \(0, 2\)"):
         kvmnn.open(path, heads(2))
@@ -281,27 +283,27 @@ def test_streams_are_asked_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_cut_anywhere_it_is_refused(tmp_path: Path, transposed: bool) -> None:
+def test_llama_reader_truncated_file_is_refused(tmp_path: Path, transposed: bool) -> None:
     data, _ = llama_files.state(Random(8), Shape(1, 1, 8, 8, transposed=transposed), [2], sequences=2)
     for end in range(4, len(data)):
         with pytest.raises(SourceError):
             kvmnn.open(put(tmp_path / "x", data[:end]), heads(2))
 
 
-def test_bytes_behind_are_refused_by_name(tmp_path: Path) -> None:
+def test_llama_reader_trailing_bytes_are_refused(tmp_path: Path) -> None:
     data, _ = llama_files.state(Random(8), Shape(), [3])
     with pytest.raises(SourceError, match=r"7 bytes are left after K and V.*not known"):
         kvmnn.open(put(tmp_path / "x", data + bytes(7)), heads(2))
 
 
 @pytest.mark.parametrize("version", [0, 8, 11, 1 << 31])
-def test_other_versions_are_refused_by_name(tmp_path: Path, version: int) -> None:
+def test_llama_reader_other_version_is_refused(tmp_path: Path, version: int) -> None:
     data, _ = llama_files.state(Random(8), Shape(), [3], version=version)
     with pytest.raises(SourceError, match=f"session file of version {version}: read are 9 and 10"):
         kvmnn.open(put(tmp_path / "x", data), heads(2))
 
 
-def test_other_types_are_refused_by_name(tmp_path: Path) -> None:
+def test_llama_reader_other_ggml_type_is_refused(tmp_path: Path) -> None:
     data, _ = llama_files.state(Random(8), Shape(k_type="f16"), [3])
     at = data.index(b"\x01\0\0\0\x80\0\0\0\0\0\0\0")
     with pytest.raises(SourceError, match="ggml type 24 is none of a KV cache"):
@@ -312,7 +314,7 @@ def test_other_types_are_refused_by_name(tmp_path: Path) -> None:
         kvmnn.open(put(tmp_path / "x", data[:at] + b"\x0a" + data[at + 1 :]), heads(2))
 
 
-def test_an_order_of_values_that_is_none_is_named(tmp_path: Path) -> None:
+def test_llama_reader_invalid_transposition_is_refused(tmp_path: Path) -> None:
     data, _ = llama_files.state(Random(3), Shape(layers=1, heads=1, dims=32, transposed=True), [4], kind=SEQUENCE)
     said = []
     for at in range(len(data) - 4):
@@ -327,7 +329,7 @@ def test_an_order_of_values_that_is_none_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 3, 4, 5, 100])
-def test_runs_of_any_length_end_with_the_array(tmp_path: Path, rows: int) -> None:
+def test_llama_reader_batches_end_with_the_array(tmp_path: Path, rows: int) -> None:
     shape = Shape(layers=1, heads=2, dims=32)
     data, (made,) = llama_files.state(Random(4), shape, [7], kind=SEQUENCE)
     source = kvmnn.open(put(tmp_path / "x.state", data), heads(2))
@@ -341,7 +343,7 @@ def test_runs_of_any_length_end_with_the_array(tmp_path: Path, rows: int) -> Non
 
 @pytest.mark.parametrize("kind", ["f16", "q4_0"])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_one_sequence_of_several(tmp_path: Path, run, kind: str, transposed: bool) -> None:
+def test_llama_reader_selects_one_sequence(tmp_path: Path, run, kind: str, transposed: bool) -> None:
     shape = Shape(2, 2, 32, 32, kind, "f16" if transposed else kind, transposed)
     data, ((cells,),) = llama_files.state(Random(3), shape, [23], sequences=3, gaps=True)
     path = put(tmp_path / "x.session", data)

@@ -52,7 +52,7 @@ def test_session_and_sequence_agree_on_every_layer(files: Path) -> None:
         assert np.array_equal(one[:, -other.shape[1] :], other), name
 
 
-def test_first_layer_is_what_the_model_computes(files: Path) -> None:
+def test_first_layer_equals_the_model_computed_by_numpy(files: Path) -> None:
     """By numpy: embedding, norms, projection, and the rotation of layers with a window (theta 10,000)."""
     source, expected = read(files, "long.session"), np.load(files / "layer_0.key.npy")
     found = source["layer_0.key"].to_numpy().astype(np.float32)
@@ -60,7 +60,7 @@ def test_first_layer_is_what_the_model_computes(files: Path) -> None:
     assert np.abs(found - expected[:, :256]).max() > 1
 
 
-def test_encode_and_decode_write_the_session_again(files: Path, tmp_path: Path, run) -> None:
+def test_encode_and_decode_restore_the_session(files: Path, tmp_path: Path, run) -> None:
     for codec in ("mnn", "dense"):
         words = ("encode", files / "long.session", "--model", files / "model.gguf", "--codec", codec)
         assert "LOSSLESS" in run(*words, "-o", tmp_path / f"{codec}/").out

@@ -1,4 +1,4 @@
-"""A bundle of a KV dump becomes the dump again, byte for byte; and bundles that lie about one."""
+"""A bundle of a KV dump restores the dump byte for byte; bundles with hostile metadata are refused."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def bundled(source: Path, **options: Any) -> Path:
 
 
 @pytest.mark.parametrize("options", [{}, {"frame_bytes": 16}, {"verify": False, "threads": 1}])
-def test_a_bundle_becomes_the_dump_it_was_made_from(source: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+def test_restore_dump_round_trips(source: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     bundle = bundled(source, **options)
     made = restore_dump(open_frames(str(bundle)), str(tmp_path / "back"))
     assert contents(tmp_path / "back") == contents(source)
@@ -53,7 +53,7 @@ def test_a_bundle_becomes_the_dump_it_was_made_from(source: Path, tmp_path: Path
     assert "a KV dump of 8 arrays and 4 metadata files" in str(made)
 
 
-def test_words_taken_as_another_type_are_the_same_bytes(source: Path, tmp_path: Path) -> None:
+def test_restore_dump_with_other_dtype_keeps_bytes(source: Path, tmp_path: Path) -> None:
     for file in source.rglob("layer_1/*"):
         file.unlink()
     encode_source(formats.open(source, dtype="bf16"), tmp_path / "bundle")
@@ -61,7 +61,7 @@ def test_words_taken_as_another_type_are_the_same_bytes(source: Path, tmp_path: 
     assert contents(tmp_path / "back") == contents(source)
 
 
-def test_into_a_folder_that_has_files_already(source: Path, tmp_path: Path) -> None:
+def test_restore_dump_into_folder_with_other_files(source: Path, tmp_path: Path) -> None:
     frames, back = open_frames(str(bundled(source))), tmp_path / "back"
     (back / "run_1").mkdir(parents=True)
     (back / "run_1" / "mine.txt").write_text("mine")
@@ -75,7 +75,7 @@ def test_into_a_folder_that_has_files_already(source: Path, tmp_path: Path) -> N
     assert contents(back) == contents(source) | {"run_1/mine.txt": b"mine"}
 
 
-def test_only_a_whole_dump_comes_back(source: Path, tmp_path: Path) -> None:
+def test_restore_dump_needs_the_whole_dump(source: Path, tmp_path: Path) -> None:
     one = formats.open(source, tensors=("run_2/deep/k", "run_2/v.a.b"))
     kept = formats.open(bundled(source), tensors=("run_2/deep/k",))
     two = merge_sources([formats.open(source), formats.open(source)])
@@ -91,14 +91,14 @@ def test_only_a_whole_dump_comes_back(source: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "back").exists()
 
 
-def test_a_dump_that_is_noted_down_too_large(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restore_dump_too_large_metadata_is_noted(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mnn_dump, "MAX_DUMP_METADATA_BYTES", 600)
     found = formats.open(source)
     assert DUMP_KEY not in found.metadata
     assert "cannot become it again" in found.notes[0]
 
 
-def test_files_of_arrays_do_not_carry_the_metadata(source: Path, tmp_path: Path) -> None:
+def test_restore_arrays_drop_dump_metadata(source: Path, tmp_path: Path) -> None:
     formats.restore(open_frames(str(bundled(source))), str(tmp_path / "x.safetensors"))
     assert formats.open(tmp_path / "x.safetensors").metadata == {}
 
@@ -154,7 +154,9 @@ def _renamed(name: str) -> Callable[[dict[str, Any]], None]:
         (lambda document: document.update(schema="kvmnn-cache"), "expected 'kvmnn-dump'"),
     ],
 )
-def test_a_hostile_bundle(source: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None], message: str) -> None:
+def test_restore_dump_hostile_metadata_is_refused(
+    source: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None], message: str
+) -> None:
     index = bundled(source) / "manifest.json"
     manifest = json.loads(index.read_text())
     document = json.loads(manifest["metadata"][DUMP_KEY])
@@ -173,7 +175,9 @@ def test_a_hostile_bundle(source: Path, tmp_path: Path, change: Callable[[dict[s
     assert [path.name for path in back.iterdir()] == ["away"]
 
 
-def test_a_bundle_whose_text_is_none(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restore_dump_malformed_metadata_is_refused(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     index = bundled(source) / "manifest.json"
     manifest = json.loads(index.read_text())
     good = manifest["metadata"][DUMP_KEY]
@@ -185,7 +189,7 @@ def test_a_bundle_whose_text_is_none(source: Path, tmp_path: Path, monkeypatch: 
     assert not (tmp_path / "back").exists()
 
 
-def test_damage_and_limits_leave_nothing(source: Path, tmp_path: Path) -> None:
+def test_restore_dump_failure_leaves_no_files(source: Path, tmp_path: Path) -> None:
     bundle = bundled(source)
     with pytest.raises(LimitError, match="above the limit of 100"):
         restore_dump(open_frames(str(bundle)), str(tmp_path / "back"), DecodeOptions(max_bytes=100))

@@ -1,4 +1,4 @@
-"""Files next to the arrays of a folder: bundles and stores of it keep them, and write them again byte for byte."""
+"""Sidecar files next to the arrays of a folder are kept in bundles and stores, and restored byte for byte."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def with_texts(path: Path) -> Path:
     return path
 
 
-def test_a_folder_comes_back_byte_for_byte(tmp_path: Path) -> None:
+def test_sidecars_of_folder_round_trip(tmp_path: Path) -> None:
     original = folder(tmp_path / "kv")
     kvmnn.bundle.encode_source(kvmnn.open(original), tmp_path / "kv.frames")
     frames = kvmnn.bundle.open_frames(tmp_path / "kv.frames")
@@ -53,7 +53,7 @@ def test_a_folder_comes_back_byte_for_byte(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "npz"])
-def test_files_of_arrays_say_it_as_the_folder_does(tmp_path: Path, run: Any, suffix: str) -> None:
+def test_sidecars_in_array_files_keep_positions(tmp_path: Path, run: Any, suffix: str) -> None:
     """Without it, arrays of a cache that was cut would be taken for those of the first tokens."""
     original = folder(tmp_path / "kv")
     (original / "positions.json").write_text(json.dumps({"tokens_seen": 9, "layers": [{"positions": [0, 4, 8]}]}))
@@ -86,7 +86,7 @@ def test_files_of_arrays_say_it_as_the_folder_does(tmp_path: Path, run: Any, suf
         assert "kvmnn.beside" not in source.metadata and "says of its tokens is left out" in source.notes[0]
 
 
-def test_what_has_no_place_for_it_is_noted(tmp_path: Path, run: Any) -> None:
+def test_sidecars_without_place_are_noted(tmp_path: Path, run: Any) -> None:
     original = folder(tmp_path / "kv")
     ids = np.random.default_rng(3).integers(0, 50000, 40000)
     (original / "token_ids.json").write_text(json.dumps(ids.tolist()))
@@ -103,12 +103,12 @@ def test_what_has_no_place_for_it_is_noted(tmp_path: Path, run: Any) -> None:
     assert said in run("decode", tmp_path / "one.frames", "-o", tmp_path / "one.npy", "-f").err
 
 
-def test_a_dump_that_unpack_writes_has_them(tmp_path: Path, run: Any) -> None:
+def test_sidecars_of_unpacked_dump_are_written(tmp_path: Path, run: Any) -> None:
     run("mnn", "unpack", folder(tmp_path / "kv"), "--output-kind", "dump", "-o", f"{tmp_path / 'dump'}/")
     assert {name: (tmp_path / "dump" / name).read_bytes() for name in TEXTS} == TEXTS
 
 
-def test_a_dump_comes_back_byte_for_byte(tmp_path: Path) -> None:
+def test_sidecars_of_dump_round_trip(tmp_path: Path) -> None:
     dump(tmp_path / "dump" / "run" / "layer_0")
     original = with_texts(tmp_path / "dump")
     kvmnn.bundle.encode_source(kvmnn.open(original), tmp_path / "frames")
@@ -118,7 +118,7 @@ def test_a_dump_comes_back_byte_for_byte(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_verify_against_compares_them(tmp_path: Path, run: Any, name: str) -> None:
+def test_verify_compares_sidecars(tmp_path: Path, run: Any, name: str) -> None:
     original = folder(tmp_path / "kv")
     run("encode", original, "-o", tmp_path / "frames/")
     assert "LOSSLESS" in run("verify", tmp_path / "frames", "--against", original).out
@@ -129,7 +129,7 @@ def test_verify_against_compares_them(tmp_path: Path, run: Any, name: str) -> No
     assert f"{name} is missing in {original}" in run("verify", tmp_path / "frames", "--against", original, code=1).err
 
 
-def test_what_is_no_such_file_is_left_out(tmp_path: Path) -> None:
+def test_sidecars_too_large_or_irregular_are_skipped(tmp_path: Path) -> None:
     original = folder(tmp_path / "kv")
     (original / "positions.json").write_bytes(bytes(passthrough.MAX_SIDECAR_BYTES + 1))
     (original / "token_ids.json").unlink()
@@ -154,7 +154,7 @@ def test_what_is_no_such_file_is_left_out(tmp_path: Path) -> None:
         ({"positions.json": {"bytes": 9}}, "files.positions.json.base64: is missing"),
     ],
 )
-def test_a_manifest_that_lies_writes_nothing(tmp_path: Path, files: Any, said: str) -> None:
+def test_sidecars_hostile_manifest_writes_nothing(tmp_path: Path, files: Any, said: str) -> None:
     kvmnn.bundle.encode_source(kvmnn.open(folder(tmp_path / "kv")), tmp_path / "frames")
     path = tmp_path / "frames" / "manifest.json"
     document = json.loads(path.read_text())
@@ -184,7 +184,7 @@ def cut_folder(path: Path) -> Path:
     return path
 
 
-def test_chosen_arrays_are_of_the_tokens_that_they_were(tmp_path: Path, run: Any) -> None:
+def test_sidecars_selected_arrays_keep_their_positions(tmp_path: Path, run: Any) -> None:
     original = cut_folder(tmp_path / "kv")
     put = ("--token-ids", "0,1,2", "--fingerprint", "m")
     first, second = (
@@ -205,7 +205,7 @@ def test_chosen_arrays_are_of_the_tokens_that_they_were(tmp_path: Path, run: Any
         assert "true positions are as positions.json" in packed.err.replace("\n", " ")
 
 
-def test_chosen_arrays_of_packed_files_that_were_cut(tmp_path: Path, run: Any) -> None:
+def test_sidecars_selected_arrays_of_cut_packed_files(tmp_path: Path, run: Any) -> None:
     original = cut_folder(tmp_path / "kv")
     run("mnn", "pack", original, "--backend", "arm64-fp16", "--name", "p", "-o", tmp_path / "p")
     run("encode", tmp_path / "p", "-o", tmp_path / "p.frames/")
@@ -221,7 +221,7 @@ def test_chosen_arrays_of_packed_files_that_were_cut(tmp_path: Path, run: Any) -
 
 
 @pytest.mark.parametrize("suffix", ["npz", "safetensors"])
-def test_chosen_layers_of_a_file_of_packed_arrays_are_packed_again(tmp_path: Path, run: Any, suffix: str) -> None:
+def test_sidecars_selected_layers_are_packed_again(tmp_path: Path, run: Any, suffix: str) -> None:
     file, pack_as = tmp_path / f"p.{suffix}", ("--backend", "arm64-fp16", "--name", "q", "-o")
     run("mnn", "pack", cut_folder(tmp_path / "kv"), "--backend", "arm64-fp16", "--name", "p", "-o", tmp_path / "p")
     run("mnn", "unpack", tmp_path / "p", "-o", file)
@@ -235,7 +235,7 @@ def test_chosen_layers_of_a_file_of_packed_arrays_are_packed_again(tmp_path: Pat
     run("mnn", "pack", file, *every, "-o", tmp_path / "all")  # the layout is known
 
 
-def test_files_of_one_folder_are_of_the_tokens_of_the_folder(tmp_path: Path, run: Any) -> None:
+def test_sidecars_apply_to_all_files_of_their_folder(tmp_path: Path, run: Any) -> None:
     original = cut_folder(tmp_path / "kv")
     files = sorted(original.glob("*.npy"))
     put = ("--fingerprint", "m")
@@ -248,7 +248,7 @@ def test_files_of_one_folder_are_of_the_tokens_of_the_folder(tmp_path: Path, run
     assert "true positions are as positions.json" in packed.err.replace("\n", " ")
 
 
-def test_one_file_of_a_folder_is_of_the_tokens_of_the_folder(tmp_path: Path, run: Any) -> None:
+def test_sidecars_apply_to_single_file_of_their_folder(tmp_path: Path, run: Any) -> None:
     original = cut_folder(tmp_path / "kv")
     both = np.stack([np.load(original / f"layer_{layer}.{part}.npy") for part in ("key", "value") for layer in (0, 1)])
     for old in original.glob("*.npy"):
@@ -267,7 +267,7 @@ def test_one_file_of_a_folder_is_of_the_tokens_of_the_folder(tmp_path: Path, run
     assert run("verify", frame, "--against", tmp_path / "kv.npy").out
 
 
-def test_the_store_takes_the_token_ids_beside_the_arrays(tmp_path: Path, run: Any) -> None:
+def test_store_put_uses_token_ids_sidecar(tmp_path: Path, run: Any) -> None:
     original = cut_folder(tmp_path / "kv")
     layers = [{"positions": [0, 1, 2]}] * 2
     (original / "positions.json").write_text(json.dumps({"tokens_seen": 3, "layers": layers}))
@@ -283,8 +283,8 @@ def test_the_store_takes_the_token_ids_beside_the_arrays(tmp_path: Path, run: An
     )
 
 
-def test_a_bundle_of_an_evicted_cache_says_its_positions(tmp_path: Path) -> None:
-    """As the folder does: to whoever asks for them, here `pack` and `eval --initial-cache`."""
+def test_sidecars_of_evicted_cache_are_kept_in_bundle(tmp_path: Path) -> None:
+    """As the folder does, for `pack` and `eval --initial-cache`."""
     original = folder(tmp_path / "kv")
     places = [0, 4, 8]
     (original / "positions.json").write_text(json.dumps({"tokens_seen": 9, "layers": [{"positions": places}]}))
@@ -303,8 +303,8 @@ def test_a_bundle_of_an_evicted_cache_says_its_positions(tmp_path: Path) -> None
         read_stored_tokens(kvmnn.open(tmp_path / "wrong"), [3])
 
 
-def test_what_a_folder_had_before_is_told_of(tmp_path: Path, run: Any) -> None:
-    """It is read with what was written: arrays of another cache, and where the tokens of another one stood."""
+def test_sidecars_existing_in_output_folder_are_noted(tmp_path: Path, run: Any) -> None:
+    """Old files are read with the new ones: arrays and positions of another cache."""
     run("mnn", "unpack", cut_folder(tmp_path / "kv"), "-o", f"{tmp_path / 'out'}/")
     keys = np.ones((2, 3, 8), np.float16)
     np.savez(tmp_path / "one.npz", **{"layer_0.key": keys, "layer_0.value": keys})

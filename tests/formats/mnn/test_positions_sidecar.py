@@ -1,4 +1,4 @@
-"""``positions.json`` next to plain arrays: pack notes the true positions that it says."""
+"""``positions.json`` next to plain arrays: pack records its true positions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def layers(*positions: Any) -> dict[str, Any]:
     return {"layers": [{"layer": number, "positions": each} for number, each in enumerate(positions)]}
 
 
-def test_runs_are_noted(folder: Path) -> None:
+def test_pack_records_position_runs(folder: Path) -> None:
     found = packed(folder, layers([0, 1, 2, 90, 91, 95], [4, 6, 8, 10, 12, 14]))
     assert found.info.layers[0].positions == ((0, 3), (90, 2), (95, 1))
     assert found.info.layers[1].positions == tuple((place, 1) for place in (4, 6, 8, 10, 12, 14))
@@ -47,8 +47,8 @@ def test_runs_are_noted(folder: Path) -> None:
     assert again.cache is not None and again.cache.layers == found.info.layers
 
 
-def test_heads_with_different_tokens_are_noted_as_cut(folder: Path) -> None:
-    """Said to be the first six, they would be taken for the beginning of a text by a store."""
+def test_pack_heads_with_different_tokens_are_recorded_as_cut(folder: Path) -> None:
+    """As the first six tokens, a store would take them for the beginning of a text."""
     first, cut = [0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 9]
     found = packed(folder, layers([cut, cut], [first, cut]))
     assert [layer.positions for layer in found.info.layers] == [((0, 5), (9, 1))] * 2
@@ -76,7 +76,7 @@ def test_heads_with_different_tokens_are_noted_as_cut(folder: Path) -> None:
         ([], "found [], expected an object"),
     ],
 )
-def test_what_is_not_of_these_arrays_is_refused(folder: Path, said: Any, message: str) -> None:
+def test_pack_mismatched_positions_are_refused(folder: Path, said: Any, message: str) -> None:
     with pytest.raises(KvmnnError) as refused:
         packed(folder, said)
     assert "positions.json: " in str(refused.value) and message in str(refused.value)

@@ -1,4 +1,4 @@
-"""Files of a running engine: which layer each is of."""
+"""Files of a running engine: how they are assigned to layers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def live(tmp_path):
     return tmp_path, layers
 
 
-def test_live_files_need_an_order(live):
+def test_mmap_cache_copied_files_need_layer_order(live):
     path, layers = live
     for file in path.iterdir():
         os.utime(file, (1e9, 1e9))  # older than the file itself, as copies are
@@ -56,7 +56,7 @@ def test_live_files_need_an_order(live):
 
 
 @pytest.mark.skipif(not HAS_BIRTH_TIME, reason="needs a file system that keeps when files were made")
-def test_live_files_are_in_the_order_in_which_they_were_made(tmp_path):
+def test_mmap_cache_layers_are_ordered_by_birth(tmp_path):
     """Whatever their names: the second address is that of the first layer."""
     layers = packed_samples.arrays(3, 2, 20, 6)
     for layer, address in enumerate(("000055C4C7A96F40", "00005560831CAB70", "0000557000000000")):
@@ -77,7 +77,7 @@ def test_live_files_are_in_the_order_in_which_they_were_made(tmp_path):
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc")
-def test_open_descriptors_tell_the_order(live):
+def test_mmap_cache_layers_are_ordered_by_open_descriptors(live):
     path, layers = live
     handles = [os.open(path / f"{name}.{part}", os.O_RDONLY) for name in
                ("000055C4C7A96F40", "00005560831CAB70") for part in "kv"]  # fmt: skip

@@ -35,6 +35,7 @@ TEST_FOLDERS = frozenset(
         "conformance",
         "dense",
         "docs",
+        "evaluation",
         "faults",
         "files",
         "formats",

@@ -1,4 +1,4 @@
-"""The time of attention: of the steps that are timed, found in the graph that runs, and nothing left over."""
+"""The time of attention: measured in the timed steps, found in the executed graph, no temporary files left."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def timed(path: Path, policy: Policy | None = None, ids: np.ndarray = IDS) -> At
 
 
 @pytest.mark.parametrize(("tiny", "operators"), FORMS.values(), ids=FORMS.keys())
-def test_attention_is_a_part_of_the_step(tiny: Tiny, operators: int | None, tmp_path: Path, folder: Path) -> None:
+def test_attention_time_is_part_of_step_time(tiny: Tiny, operators: int | None, tmp_path: Path, folder: Path) -> None:
     path = tiny.save(tmp_path / "model.onnx")
     found = timed(path)
     assert found is not None
@@ -68,19 +68,19 @@ def test_attention_is_a_part_of_the_step(tiny: Tiny, operators: int | None, tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", [None, "streaming"])
-def test_the_shipped_model(policy: str | None, folder: Path) -> None:
+def test_attention_time_of_shipped_model(policy: str | None, folder: Path) -> None:
     found = timed(FIXTURES / "lm" / "model.onnx", policy and create_policy(policy, budget=16, skip_layers=(0,)))
     assert found is not None
     assert 0 < found.seconds < found.model_seconds
     assert not list(folder.iterdir())
 
 
-def test_no_steps_no_time(tmp_path: Path) -> None:
+def test_attention_time_without_decoding_is_none(tmp_path: Path) -> None:
     assert timed(Tiny().save(tmp_path / "model.onnx"), ids=IDS[:2]) is None
 
 
-def test_the_steps_are_those_of_tpot(tmp_path: Path, folder: Path) -> None:
-    """The last 32 tokens but one; the prompt is read without a profile, and the cache is none the wiser."""
+def test_attention_time_profiles_the_steps_of_tpot(tmp_path: Path, folder: Path) -> None:
+    """The last 32 tokens but one are profiled; the prompt is not, and the cache is unchanged."""
     path = Tiny().save(tmp_path / "model.onnx")
     runner = Runner(DecoderSession.open(path, bias=False))
     measure_attention_time(runner, IDS, lambda profile: DecoderSession.open(path, bias=False, profile=profile))
@@ -93,8 +93,8 @@ def test_the_steps_are_those_of_tpot(tmp_path: Path, folder: Path) -> None:
         np.testing.assert_allclose(layer.keys, expected.keys, atol=1e-5)
 
 
-def test_a_graph_that_hides_it(tmp_path: Path, folder: Path) -> None:
-    """onnxruntime takes a softmax of fp16 apart on the CPU, so no operator of the graph that runs is one."""
+def test_attention_time_hidden_softmax_is_unknown(tmp_path: Path, folder: Path) -> None:
+    """onnxruntime decomposes an fp16 softmax on the CPU, so the executed graph has no softmax operator."""
     path = Tiny(half=True).save(tmp_path / "model.onnx")
     with pytest.raises(ModelError, match="the time of attention is not known: it is not found in the graph"):
         timed(path)
@@ -108,7 +108,7 @@ def test_a_graph_that_hides_it(tmp_path: Path, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_written_graph_in_the_table(tmp_path: Path) -> None:
+def test_evaluate_attention_time_is_a_table_column(tmp_path: Path) -> None:
     path = Tiny().save(tmp_path / "model.onnx")
     results = evaluate(
         path, [document()], ["streaming"], [8], settings=EvaluationSettings(tokens=40, chunk=8, repeats=1), jobs=0
@@ -119,7 +119,7 @@ def test_a_written_graph_in_the_table(tmp_path: Path) -> None:
     assert not [note for note in results.notes if "attention" in note]
 
 
-def test_without_timing_nothing_is_profiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluate_without_timing_opens_no_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = []
     plain: Callable[..., DecoderSession] = DecoderSession.open
     monkeypatch.setattr(
@@ -133,8 +133,8 @@ def test_without_timing_nothing_is_profiled(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_ended_unwinds() -> None:
-    """So that the folder of a profile goes, whatever the worker was doing."""
+def test_worker_sigterm_removes_its_temporary_folder() -> None:
+    """The folder of a profile is removed, whatever the worker was doing."""
     code = (
         "import sys, json, tempfile\n"
         "from kvmnn.evaluation import worker_main\n"

@@ -19,7 +19,7 @@ CONFIGURATION = Configuration("streaming 64", "streaming", {"budget": 64})
 BASE = ("score", "model", CONFIGURATION, DOCUMENT, EvaluationSettings(), {"trace": False})
 
 
-def test_what_is_stored_is_found_again(tmp_path):
+def test_cell_store_round_trips_records(tmp_path):
     path = tmp_path / "cells.jsonl"
     with CellStore(path) as store:
         store.put("one", {"nll": 0.1 + 0.2, "tokens": [1, None]})
@@ -32,7 +32,7 @@ def test_what_is_stored_is_found_again(tmp_path):
     assert [json.loads(line)["record"]["key"] for line in path.read_text().splitlines()] == ["one", "two", "three"]
 
 
-def test_a_torn_last_line_is_dropped_wherever_it_was_torn(tmp_path):
+def test_cell_store_torn_last_line_is_dropped(tmp_path):
     path = tmp_path / "cells.jsonl"
     with CellStore(path) as store:
         store.put("one", {"a": 1})
@@ -83,7 +83,7 @@ def line(record: bytes) -> bytes:
         (b"\n", "line 1 is not a cell"),
     ],
 )
-def test_other_files_are_refused_and_left_alone(tmp_path, data, message):
+def test_cell_store_other_files_are_refused_and_unchanged(tmp_path, data, message):
     path = tmp_path / "file"
     path.write_bytes(data)
     with pytest.raises(SourceError, match=message):
@@ -91,7 +91,7 @@ def test_other_files_are_refused_and_left_alone(tmp_path, data, message):
     assert path.read_bytes() == data
 
 
-def test_edited_numbers_are_found(tmp_path):
+def test_cell_store_edited_numbers_are_detected(tmp_path):
     path = tmp_path / "cells.jsonl"
     with CellStore(path) as store:
         store.put("one", {"nll": 2.5, "tokens": [1, 2]})
@@ -106,7 +106,7 @@ def test_edited_numbers_are_found(tmp_path):
         assert (len(store), store.get("two")) == (1, {"nll": 2.5})
 
 
-def test_cells_of_the_format_before_are_left_alone_and_not_used(tmp_path):
+def test_cell_store_older_format_is_ignored(tmp_path):
     path = tmp_path / "cells.jsonl"
     path.write_bytes(b'{"kvmnn_cell": 2, "key": "a", "sha256": "0", "cell": {}}\n')
     with CellStore(path) as store:
@@ -117,21 +117,21 @@ def test_cells_of_the_format_before_are_left_alone_and_not_used(tmp_path):
         assert store.get("a") == {"b": 1}
 
 
-def test_two_runs_do_not_write_one_file(tmp_path):
+def test_cell_store_second_writer_is_refused(tmp_path):
     path = tmp_path / "cells.jsonl"
     with CellStore(path), pytest.raises(OutputError, match="another evaluation is writing it"):
         CellStore(path)
     CellStore(path).close()
 
 
-def test_where_nothing_can_be_written(tmp_path):
+def test_cell_store_unwritable_path_is_refused(tmp_path):
     with pytest.raises(OutputError, match="cannot be written"):
         CellStore(tmp_path / "nowhere" / "cells.jsonl")
     with pytest.raises(OutputError, match="cannot be written"):
         CellStore(tmp_path)
 
 
-def test_a_key_is_that_of_everything_that_matters():
+def test_compute_cell_key_depends_on_everything_but_labels():
     assert compute_cell_key(*BASE) == compute_cell_key(*BASE)
     renamed = Configuration("other label", "streaming", {"budget": 64, "sink": 4}, preset="p")
     assert compute_cell_key(
@@ -166,7 +166,7 @@ CHANGED = {
 
 
 @pytest.mark.parametrize("name", [entry.name for entry in dataclasses.fields(EvaluationSettings)])
-def test_settings_that_change_a_score_change_its_key(name):
+def test_compute_cell_key_depends_on_scoring_settings(name):
     current = EvaluationSettings()
     others = {"repeats": 9, "prefix_store": "prefixes"}
     value = CHANGED[name] if name in CHANGED else others.get(name, not getattr(current, name))

@@ -1,4 +1,4 @@
-"""Policies as they are asked for on the command line."""
+"""Policies from the command line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvmnn.policies import POLICIES, FullCache, LayerState
 from kvmnn.policies.specs import parse_ints
 
 
-def test_every_policy_with_every_budget():
+def test_expand_configurations_pairs_policies_with_budgets():
     found = expand_configurations(["streaming:sink=8", "recent_only"], [64, 128], (0,))
     assert [(entry.label, dict(entry.options)) for entry in found] == [
         ("streaming 64 skip_layers=0 sink=8", {"budget": 64, "sink": 8, "skip_layers": (0,)}),
@@ -29,7 +29,7 @@ def test_every_policy_with_every_budget():
     ]
 
 
-def test_a_spec_that_says_its_size_is_taken_once():
+def test_expand_configurations_spec_with_size_is_used_once():
     found = expand_configurations(["streaming:budget=99", "l2_ratio:keep_ratio=0.5", "full"], [64, 128])
     assert [entry.policy for entry in found] == ["streaming", "l2_ratio", "full"]
     assert found[0].options["budget"] == 99
@@ -37,7 +37,7 @@ def test_a_spec_that_says_its_size_is_taken_once():
     assert found[2].create_policy() == FullCache()
 
 
-def test_budgets_that_no_policy_takes_are_refused():
+def test_resolve_configurations_unused_budgets_are_refused():
     for specs in (["h2o_engine"], ["full", "h2o_engine:block_tokens=8"], ["full"]):
         with pytest.raises(OptionError, match="a budget of 64 and 128 tokens has no effect here"):
             expand_configurations(specs, [64, 128])
@@ -48,7 +48,7 @@ def test_budgets_that_no_policy_takes_are_refused():
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
-def test_every_policy_of_the_registry_can_be_asked_for(name):
+def test_expand_configurations_accepts_every_policy(name):
     (found,) = expand_configurations([name], [700])
     policy = found.create_policy()
     assert policy.name == name
@@ -57,7 +57,7 @@ def test_every_policy_of_the_registry_can_be_asked_for(name):
     assert json.dumps(found.identity)
 
 
-def test_values_have_the_types_that_the_policy_declares():
+def test_expand_configurations_values_have_declared_types():
     (found,) = expand_configurations(["l2_fixed:recent_ratio=1,strategy=keep_high,skip_layers=none"], [10])
     assert found.options == {"budget": 10, "recent_ratio": 1.0, "strategy": "keep_high", "skip_layers": ()}
     (found,) = expand_configurations(["h2o_tokens:recent=25%,sink=10%"], [130])
@@ -66,7 +66,7 @@ def test_values_have_the_types_that_the_policy_declares():
     assert found.options["recent"] == 20
 
 
-def test_a_random_policy_draws_from_its_seed():
+def test_configuration_random_policy_uses_its_seed():
     (found,) = expand_configurations(["l2_fixed:strategy=random,skip_layers=none"], [5])
     view = LayerState(tokens=40, keys=np.zeros((2, 40, 4), np.float32))
     first, again, other = (found.create_policy(seed).select_or_all(view).tolist() for seed in ((1, 2), (1, 2), (1, 3)))
@@ -92,17 +92,17 @@ def test_a_random_policy_draws_from_its_seed():
         ("l2_fixed:generator=1", "l2_fixed has no option 'generator': expected budget, keep_ratio"),
     ],
 )
-def test_what_cannot_be(spec, message):
+def test_expand_configurations_invalid_spec_is_refused(spec, message):
     with pytest.raises((KvmnnError, TypeError), match=message):
         expand_configurations([spec], [64])
 
 
-def test_a_share_needs_something_to_be_a_share_of():
+def test_expand_configurations_share_needs_a_length():
     with pytest.raises(KvmnnError, match="a share of what"):
         expand_configurations(["h2o_tokens:keep_ratio=0.5,recent=50%"], [])
 
 
-def test_lists():
+def test_parse_ints_and_parse_ratios_lists():
     assert parse_ints("0+1,2") == (0, 1, 2)
     assert parse_ints("none") == parse_ints("") == ()
     assert parse_ratios("0.2+1") == (0.2, 1.0)
@@ -111,7 +111,7 @@ def test_lists():
             parse_ratios(wrong)
 
 
-def test_identity_has_no_label_and_all_defaults():
+def test_configuration_identity_has_defaults_and_no_label():
     one = Configuration("a", "streaming", {"budget": 512}, "p", ProjectDefinition("E1", "x"))
     two = Configuration("b", "streaming", {"budget": 512, "sink": 4, "skip_layers": ()})
     assert one.identity == two.identity

@@ -1,4 +1,4 @@
-"""Evaluations of the shipped model: the same tokens for all, nothing lost on the way, nothing measured twice."""
+"""Evaluations of the shipped model: equal tokens for all configurations, resumed runs, nothing measured twice."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Counter:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, 5])
-def test_a_budget_beyond_the_text_gives_exactly_the_numbers_of_the_full_cache(documents, chunk):
+def test_evaluate_budget_beyond_text_equals_full_cache(documents, chunk):
     specs = [f"{name}:recent=50%" if name == "h2o_heads" else name for name in sorted(POLICIES)]
     wanted = expand_configurations([*specs, "l2_fixed:strategy=random"], [64])
     results = run(documents(48), wanted, tokens=48, chunk=chunk, **QUICK)
@@ -107,7 +107,7 @@ def test_a_budget_beyond_the_text_gives_exactly_the_numbers_of_the_full_cache(do
 
 
 @pytest.mark.slow
-def test_policies_of_the_same_size_keep_exactly_that_size(documents):
+def test_evaluate_policies_keep_exactly_their_budget(documents):
     specs = ["recent_only", "streaming", "h2o_decayed", "h2o_decayed_heads", "h2o_tokens:recent=8"]
     wanted = expand_configurations(specs, [32])
     for chunk in (1, 4):
@@ -124,7 +124,7 @@ def test_policies_of_the_same_size_keep_exactly_that_size(documents):
 
 
 @pytest.mark.slow
-def test_skipped_layers_are_never_cut(documents):
+def test_evaluate_skip_layers_are_never_cut(documents):
     results = run(documents(64), expand_configurations(["streaming"], [16], (0, 5)), tokens=64, **QUICK)
     full, cut = results.rows
     assert cut.tokens_kept == (64, 16, 16, 16, 16, 64)
@@ -136,7 +136,7 @@ def test_skipped_layers_are_never_cut(documents):
 
 
 @pytest.mark.slow
-def test_a_packed_cache_gives_the_same_numbers(documents):
+def test_evaluate_packed_cache_equals_plain(documents):
     wanted = expand_configurations(["l2_fixed:recent_ratio=0.5", "streaming"], [24])
     plain = numbers(run(documents(80, 1), wanted, tokens=80, chunk=2, **QUICK))
     packed = numbers(run(documents(80, 1), wanted, tokens=80, chunk=2, packed="x86-avx2", **QUICK))
@@ -145,7 +145,7 @@ def test_a_packed_cache_gives_the_same_numbers(documents):
 
 
 @pytest.mark.slow
-def test_positions_of_the_cut_cache_are_the_classic_mistake(documents):
+def test_evaluate_stored_positions_raise_perplexity(documents):
     wanted = [
         Configuration("true", "streaming", {"budget": 64}),
         Configuration("stored", "streaming", {"budget": 64}, positions="stored"),
@@ -158,7 +158,7 @@ def test_positions_of_the_cut_cache_are_the_classic_mistake(documents):
 # -- numbers ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_row_adds_its_documents_up(documents):
+def test_evaluate_row_sums_its_documents(documents):
     texts = documents(90)
     row = run(texts, expand_configurations(["streaming"], [30]), tokens=90, deep_from=70, **QUICK).rows[1]
     nll = sum(document.nll * document.tokens for document in row.documents)
@@ -174,7 +174,7 @@ def test_a_row_adds_its_documents_up(documents):
 
 
 @pytest.mark.slow
-def test_the_same_text_twice_counts_once(documents, tmp_path):
+def test_evaluate_duplicate_text_counts_once(documents, tmp_path):
     again = tmp_path / "again.txt"
     again.write_bytes((FIXTURE / "texts" / NAMES[0]).read_bytes() + b"# and more after what is scored\n")
     paths = [FIXTURE / "texts" / NAMES[0], again, FIXTURE / "texts" / NAMES[1], again]
@@ -189,7 +189,7 @@ def test_the_same_text_twice_counts_once(documents, tmp_path):
     )
 
 
-def test_one_document_has_no_interval(documents):
+def test_evaluate_one_document_has_no_interval(documents):
     results = run(documents(40, 1), expand_configurations(["recent_only"], [16]), tokens=40, **QUICK)
     versus = results.rows[1].versus_full
     assert versus.nll is not None
@@ -197,7 +197,7 @@ def test_one_document_has_no_interval(documents):
     assert "One document: there is no interval for the differences to the full cache." in results.notes
 
 
-def test_a_short_text_is_said_to_be_one(tmp_path):
+def test_evaluate_short_text_is_noted(tmp_path):
     (tmp_path / "short.txt").write_text("import os\n" * 5)
     texts = read_documents([tmp_path / "short.txt"], Tokenizer.open_for_model(MODEL), 500)
     results = run(texts, expand_configurations(["streaming"], [400]), tokens=500, **QUICK)
@@ -214,7 +214,7 @@ def test_a_short_text_is_said_to_be_one(tmp_path):
     assert any(f"a text of {count} tokens fits its budget" in note for note in results.notes)
 
 
-def test_frames_of_the_words_as_they_are_held(documents):
+def test_evaluate_frame_dtype_fp32_is_lossless(documents):
     full = run(documents(40, 1), [], tokens=40, frame_dtype="fp32", **QUICK).rows[0]
     assert (full.lossless_dtype, full.rounded_first, full.kind) == ("fp32", False, "LOSSLESS")
     assert full.full_bytes == full.kept_bytes == full.cache_bytes_peak
@@ -222,7 +222,7 @@ def test_frames_of_the_words_as_they_are_held(documents):
 
 
 @pytest.mark.slow
-def test_traces_of_the_first_document(documents):
+def test_evaluate_traces_follow_first_document(documents):
     wanted = expand_configurations(["streaming:skip_layers=0"], [16])
     results = run(documents(300), wanted, tokens=300, chunk=2, traces=True, **QUICK)
     full, cut = results.traces
@@ -240,7 +240,7 @@ def test_traces_of_the_first_document(documents):
 
 
 @pytest.mark.slow
-def test_generation_is_timed(documents):
+def test_evaluate_generation_times_are_positive(documents):
     wanted = expand_configurations(["streaming"], [24])
     for row in run(documents(70, 1), wanted, tokens=70, repeats=2, chunk=10).rows:
         assert row.ttft_seconds > 0
@@ -258,7 +258,7 @@ def read_like(texts):
 
 
 @pytest.mark.slow
-def test_policies_for_prompts_take_the_first_chunk_for_it(documents):
+def test_evaluate_prompt_policies_treat_first_chunk_as_prompt(documents):
     wanted = expand_configurations(["knorm", "streaming_press"], [16])
     results = run(documents(40, 1), wanted, tokens=40, **QUICK)
     assert [row.kind for row in results.rows] == ["LOSSLESS"] * 3
@@ -272,7 +272,7 @@ def test_policies_for_prompts_take_the_first_chunk_for_it(documents):
 
 
 @pytest.mark.slow
-def test_a_preset_by_its_projects_definition(documents):
+def test_evaluate_preset_has_project_definition(documents):
     texts = documents(100)
     wanted = expand_preset("knorm-fixed:fix_kv_sizes=32,strategies=keep_low")
     results = run(texts, wanted, tokens=100, timing=False)
@@ -299,7 +299,7 @@ def test_a_preset_by_its_projects_definition(documents):
 
 
 @pytest.mark.slow
-def test_the_lazy_caches_of_streaming_llm_and_h2o(documents):
+def test_evaluate_streaming_h2o_preset_has_lazy_cache_sizes(documents):
     wanted = [entry for entry in expand_preset("streaming-h2o") if entry.label in ("baseline", "h2o_4_32_256")]
     results = run(documents(600, 1), wanted, tokens=600, chunk=8, repeats=1)
     _, baseline, h2o = results.rows
@@ -317,7 +317,7 @@ def test_the_lazy_caches_of_streaming_llm_and_h2o(documents):
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_goes_on_where_it_was(documents, tmp_path):
+def test_evaluate_interrupted_run_resumes(documents, tmp_path):
     texts, wanted = documents(40), expand_configurations(["streaming", "l2_fixed:strategy=random"], [16])
     whole = numbers(run(texts, wanted, tokens=40, **QUICK))
     path = tmp_path / "cells.jsonl"
@@ -339,7 +339,7 @@ def test_an_interrupted_run_goes_on_where_it_was(documents, tmp_path):
         assert progress.cells == 6
 
 
-def test_a_cell_of_another_shape_is_refused(documents, tmp_path):
+def test_evaluate_malformed_stored_cell_is_refused(documents, tmp_path):
     path, texts = tmp_path / "cells.jsonl", documents(30, 1)
     run(texts, [], store=path, tokens=30, **QUICK)
     record = json.loads(path.read_text())["record"]
@@ -351,7 +351,7 @@ def test_a_cell_of_another_shape_is_refused(documents, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_is_asked_for_twice_is_measured_once(documents):
+def test_evaluate_equal_configurations_are_measured_once(documents):
     wanted = [Configuration("a", "streaming", {"budget": 9}), Configuration("b", "streaming", {"budget": 9})]
     progress = Counter()
     rows = run(documents(30, 1), [*wanted, wanted[0]], progress=progress, tokens=30, **QUICK).rows
@@ -363,7 +363,7 @@ def test_what_is_asked_for_twice_is_measured_once(documents):
 
 
 @pytest.mark.slow
-def test_processes_of_their_own_give_the_same_numbers_and_their_memory(documents):
+def test_evaluate_worker_processes_equal_one_process(documents):
     texts, wanted = documents(60), expand_configurations(["h2o_decayed"], [16])
     here = run(texts, wanted, tokens=60, **QUICK)
     progress = Counter()
@@ -379,7 +379,7 @@ def test_processes_of_their_own_give_the_same_numbers_and_their_memory(documents
 
 
 @pytest.mark.slow
-def test_memory_does_not_grow_with_the_text(documents):
+def test_evaluate_memory_does_not_grow_with_text(documents):
     wanted = expand_configurations(["streaming"], [64])
     peaks = []
     for tokens in (192, 768):
@@ -388,7 +388,7 @@ def test_memory_does_not_grow_with_the_text(documents):
     assert peaks[1] < peaks[0] + 4_000_000
 
 
-def test_what_a_process_raises_arrives_here(documents, tmp_path):
+def test_evaluate_worker_error_is_reraised(documents, tmp_path):
     bad = tmp_path / "model.onnx"
     bad.write_bytes(MODEL.read_bytes()[:1000])
     with pytest.raises(KvmnnError) as caught:
@@ -400,13 +400,13 @@ def test_what_a_process_raises_arrives_here(documents, tmp_path):
     assert type(workers._create_error("MemoryError", "x")) is MemoryError
 
 
-def test_a_process_that_dies_is_noticed(documents, monkeypatch):
+def test_evaluate_worker_exit_is_reported(documents, monkeypatch):
     monkeypatch.setattr(workers.sys, "executable", "/bin/false")
     with pytest.raises(KvmnnError, match="full: the process that measured it ended with code 1"):
         run(documents(30, 1), [], jobs=1, tokens=30, **QUICK)
 
 
-def test_what_the_model_refuses_does_not_stop_the_others(documents):
+def test_evaluate_refused_configuration_does_not_stop_others(documents):
     # Without a bias nothing can mask the tokens that go before they are attended.
     wanted = expand_configurations(["h2o_tokens:recent=4,buffer=0", "streaming"], [16])
     results = run(documents(64, 1), wanted, tokens=64, chunk=32, slack=0, **QUICK)
@@ -417,7 +417,7 @@ def test_what_the_model_refuses_does_not_stop_the_others(documents):
 
 
 @pytest.mark.slow
-def test_files_and_documents_give_the_same(documents):
+def test_evaluate_files_equal_documents(documents):
     paths = [FIXTURE / "texts" / name for name in NAMES]
     settings = EvaluationSettings(tokens=30, **QUICK)
     found = evaluate(FIXTURE, paths, expand_configurations(["streaming"], [16]), settings=settings, jobs=0)
@@ -428,7 +428,7 @@ def test_files_and_documents_give_the_same(documents):
     assert found.to_text("csv").startswith("label,document,policy")
 
 
-def test_what_the_size_of_the_model_makes_senseless_is_refused_before_anything_is_measured(documents, tmp_path):
+def test_evaluate_settings_beyond_model_are_refused_early(documents, tmp_path):
     wanted = expand_configurations(["recent_only", "streaming:skip_layers=0+9"], [16])
     with pytest.raises(OptionError, match="skip_layers names layer 9, the model has 6 layers: expected 0 to 5"):
         run(documents(30, 1), wanted, tokens=30, store=tmp_path / "cells", **QUICK)
@@ -441,14 +441,14 @@ def test_what_the_size_of_the_model_makes_senseless_is_refused_before_anything_i
     assert not (tmp_path / "cells").exists() or not (tmp_path / "cells").stat().st_size
 
 
-def test_nothing_to_do():
+def test_evaluate_without_texts_is_refused():
     with pytest.raises(KvmnnError, match="expected at least one text"):
         evaluate(MODEL, [], [])
     with pytest.raises(SourceError, match="nowhere: does not exist"):
         hash_model("nowhere")
 
 
-def test_the_digest_is_that_of_graph_and_weights(tmp_path):
+def test_hash_model_covers_graph_and_weights(tmp_path):
     graph = tmp_path / "model[1].onnx"
     graph.write_bytes(b"graph")
     one = hash_model(graph)
@@ -467,7 +467,7 @@ def test_the_digest_is_that_of_graph_and_weights(tmp_path):
         ({"frame_dtype": "fp64"}, "frame_dtype is 'fp64': expected 'fp16' or 'fp32'"),
     ],
 )
-def test_settings_that_cannot_be(settings, message):
+def test_evaluation_settings_invalid_are_refused(settings, message):
     with pytest.raises(KvmnnError, match=message):
         EvaluationSettings(**settings)
 
@@ -487,7 +487,7 @@ def test_settings_that_cannot_be(settings, message):
         ("l2_ratio", 16, {"chunk": 1}, False),  # cuts above 1,000 tokens
     ],
 )  # fmt: skip
-def test_rows_say_whether_a_scored_token_saw_a_cut_cache(documents, spec, budget, settings, evicted):
+def test_evaluate_rows_report_scored_evictions(documents, spec, budget, settings, evicted):
     wanted = expand_configurations([spec], [] if budget is None else [budget])
     result = run(documents(48, 1), wanted, tokens=48, **settings, **QUICK)
     full, row = result.rows
@@ -499,7 +499,7 @@ def test_rows_say_whether_a_scored_token_saw_a_cut_cache(documents, spec, budget
 @pytest.mark.parametrize(
     ("deep", "prompt", "expected"), [(-1, 0, 48), (-1, 60, 60), (10, 60, 60), (70, 60, 70), (10, 0, 10)]
 )
-def test_deep_begins_behind_the_prompt(documents, deep, prompt, expected):
+def test_evaluation_settings_deep_from_is_at_least_prompt(documents, deep, prompt, expected):
     settings = EvaluationSettings(tokens=96, prompt=prompt, deep_from=deep, chunk=12)
     assert settings.deep_from == expected
     text = documents(96, 1)

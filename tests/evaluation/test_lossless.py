@@ -1,4 +1,4 @@
-"""Frames of a kept cache: their sizes are those of real frames of the same bytes."""
+"""Sizes of frames of a cache equal those of real frames of the same bytes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def coded(cache, dtype):
     return sum(len(kvmnn.encode(part.astype(dtype))) for layer in cache for part in (layer.keys, layer.values))
 
 
-def test_rounded_to_fp16_as_an_engine_holds_it():
+def test_measure_frame_sizes_fp32_cache_rounded_to_fp16():
     cache = layers()
     found = measure_frame_sizes(cache)
     assert (found.dtype, found.rounded) == ("fp16", True)
@@ -39,7 +39,7 @@ def test_rounded_to_fp16_as_an_engine_holds_it():
     assert found.frame_bytes == coded(cache, np.float16)
 
 
-def test_fp32_exactly_as_held():
+def test_measure_frame_sizes_fp32_unrounded():
     cache = layers()
     found = measure_frame_sizes(cache, "fp32")
     assert (found.dtype, found.rounded) == ("fp32", False)
@@ -48,14 +48,14 @@ def test_fp32_exactly_as_held():
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
-def test_an_fp16_cache_stays_what_it_is(dtype):
+def test_measure_frame_sizes_fp16_cache_is_unchanged(dtype):
     cache = layers(np.float16)
     found = measure_frame_sizes(cache, dtype)
     assert (found.dtype, found.rounded) == ("fp16", False)
     assert found.frame_bytes == coded(cache, np.float16)
 
 
-def test_beyond_fp16_is_infinite_and_no_warning():
+def test_measure_frame_sizes_beyond_fp16_is_infinite():
     cache = layers()
     cache[0].keys[0, 0, 0] = 1e6
     assert measure_frame_sizes(cache).frame_bytes == coded_quietly(cache)
@@ -66,13 +66,13 @@ def coded_quietly(cache):
         return coded(cache, np.float16)
 
 
-def test_nothing_kept():
+def test_measure_frame_sizes_empty_cache_is_zero():
     found = measure_frame_sizes(layers(kept=(0, 0)))
     assert (found.kept_bytes, found.frame_bytes) == (0, 0)
     assert found.full_bytes > 0
 
 
-def test_a_frame_that_does_not_decode_to_its_words_is_noticed(monkeypatch):
+def test_measure_frame_sizes_failed_roundtrip_is_refused(monkeypatch):
     good = encoder.encode
     monkeypatch.setattr(frame, "encode", lambda words, **rest: good(np.zeros_like(words), **rest))
     with pytest.raises(FrameError, match="layer 0: the frame of its keys does not decode to them"):

@@ -1,4 +1,4 @@
-"""What readers of an evaluation are told, next to its tables."""
+"""Notes next to the tables of an evaluation."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def text(tokens: int, name: str) -> Document:
     return Document(name, np.arange(tokens + 1) % 9, tokens, "0" * 64)
 
 
-def test_policies_at_their_own_defaults_hold_unequal_budgets() -> None:
+def test_notes_unequal_default_budgets_are_listed() -> None:
     rows = [row("full", "full"), of("streaming"), of("recent_only"), of("h2o_engine"), of("h2o_blocks")]
     (note,) = (line for line in said(rows) if "unequal budgets" in line)
     assert note.startswith(
@@ -47,7 +47,7 @@ def test_policies_at_their_own_defaults_hold_unequal_budgets() -> None:
     )
 
 
-def test_the_same_budgets_for_all_need_no_note() -> None:
+def test_notes_equal_budgets_need_no_note() -> None:
     rows = [of("streaming:budget=64"), of("streaming:budget=32"), of("recent_only:budget=32"), of("knorm:budget=64")]
     assert any("unequal budgets: streaming 64 and 32; recent_only 32; knorm 64." in line for line in said(rows))
     rows[3] = of("recent_only:budget=64")
@@ -87,7 +87,7 @@ def test_the_same_budgets_for_all_need_no_note() -> None:
         ("h2o_tokens:budget=390", {}, "no step gave it reason to"),  # up to `buffer` more are held
     ],
 )
-def test_what_never_evicted_says_why(spec: str, settings: dict[str, Any], why: str) -> None:
+def test_notes_explain_why_nothing_was_evicted(spec: str, settings: dict[str, Any], why: str) -> None:
     rows = [of(spec, "LOSSLESS")]
     assert f"{spec}: nothing was evicted: {why}." in said(rows, **settings)
     assert not any("nothing was evicted" in line for line in said([of(spec)], **settings))
@@ -104,7 +104,7 @@ def test_what_never_evicted_says_why(spec: str, settings: dict[str, Any], why: s
         ({"chunk": 1}, None),
     ],
 )
-def test_a_cache_that_no_scored_token_saw_cut_is_named(settings: dict[str, Any], late: str | None) -> None:
+def test_notes_name_rows_scored_before_eviction(settings: dict[str, Any], late: str | None) -> None:
     rows = [row("full", "full", kind="LOSSLESS"), of("streaming:budget=32"), of("l2_fixed:budget=100")]
     found = [line for line in said(rows, 128, **settings) if line.startswith("No scored token")]
     assert len(found) == (late is not None)
@@ -113,7 +113,7 @@ def test_a_cache_that_no_scored_token_saw_cut_is_named(settings: dict[str, Any],
         assert "a smaller --chunk" in found[0]
 
 
-def test_one_text_that_was_cut_in_time_needs_no_note() -> None:
+def test_notes_long_enough_text_needs_no_note() -> None:
     texts = [text(100, "short"), text(200, "long")]
     for chunk, late in ((100, False), (200, True)):
         found = list(build_notes([of("streaming:budget=32")], texts, EvaluationSettings(tokens=200, chunk=chunk)))
@@ -121,7 +121,7 @@ def test_one_text_that_was_cut_in_time_needs_no_note() -> None:
 
 
 @pytest.mark.parametrize("documents", [1, 2, 9, 10])
-def test_few_documents_are_said_to_be_few(documents: int) -> None:
+def test_notes_few_documents_are_reported(documents: int) -> None:
     versus = FullCacheDifference(
         documents=documents, level=0.95, nll=0.1, low=None if documents == 1 else 0.0, high=0.2
     )
@@ -138,7 +138,7 @@ def test_few_documents_are_said_to_be_few(documents: int) -> None:
     assert not any("interval" in line for line in said([row("full", "full")], documents=documents))
 
 
-def test_presets_say_the_options_of_their_projects() -> None:
+def test_notes_presets_list_their_options() -> None:
     for name, expected in {
         "knorm-fixed": "l2_fixed with skip_layers=0+1, budget=256/512/1024, recent_ratio=0.2, strategy=keep_low/"
         "keep_high/random; recent_only with skip_layers=0+1, budget=256/512/1024.",
@@ -160,7 +160,7 @@ def test_presets_say_the_options_of_their_projects() -> None:
     assert not any(line.startswith("Preset") for line in said([of("streaming")]))
 
 
-def test_a_runtime_that_encoded_nothing_says_what_would_have_to_be_different() -> None:
+def test_notes_idle_runtime_names_option_to_change() -> None:
     def runtime(tokens: int, raw: int = 0) -> RuntimeStats:
         layers = tuple(RuntimeLayerStats(layer=n, tokens=tokens, raw_bytes=raw if n < 2 else 0) for n in range(6))
         sizes = {"appended_bytes": 9, "live_bytes": 9, "held_bytes": 9}
@@ -184,7 +184,7 @@ def test_a_runtime_that_encoded_nothing_says_what_would_have_to_be_different() -
     assert line == "Encoded: layers 0 to 1 of 6 (scope front_n, front_n 2); the others stay raw."
 
 
-def test_layers_that_a_full_queue_left_raw_are_not_called_out_of_scope() -> None:
+def test_notes_full_queue_is_not_out_of_scope() -> None:
     encoded = [RuntimeLayerStats(layer=n, tokens=900, raw_bytes=5) for n in range(4)]
     refused = [RuntimeLayerStats(layer=n, tokens=900, skips=1) for n in range(4, 6)]
     config = RuntimeConfig(mode="store", front_n=6, max_queue=2)
@@ -203,7 +203,7 @@ def test_layers_that_a_full_queue_left_raw_are_not_called_out_of_scope() -> None
     assert outside.endswith("the others stay raw.")
 
 
-def test_why_nothing_was_encoded_is_judged_text_by_text() -> None:
+def test_notes_idle_runtime_is_explained_per_text() -> None:
     def runtime(tokens: int, raw: int = 0) -> RuntimeStats:
         layers = (RuntimeLayerStats(layer=0, tokens=tokens, raw_bytes=raw),)
         sizes = {"appended_bytes": 9, "live_bytes": 9, "held_bytes": 9}
@@ -226,7 +226,7 @@ def test_why_nothing_was_encoded_is_judged_text_by_text() -> None:
     assert interval.startswith("full (1 of 3 texts): nothing was encoded: no block came in the 16 steps between two ")
 
 
-def test_many_short_texts_are_one_sentence() -> None:
+def test_notes_many_short_texts_are_one_sentence() -> None:
     texts = [text(tokens, f"t:{tokens}") for tokens in (20, 21, 22, 23, 400)]
     asked = EvaluationSettings(tokens=400)
     (line,) = build_notes([row("full", "full")], texts, asked)
@@ -234,7 +234,7 @@ def test_many_short_texts_are_one_sentence() -> None:
     assert len(list(build_notes([row("full", "full")], texts[1:], asked))) == 3
 
 
-def test_five_texts_that_repeat_another_are_named() -> None:
+def test_notes_duplicate_texts_are_named() -> None:
     said_of: list[str] = []
     assert [found.name for found in _drop_duplicates([text(4, name) for name in "abcdefg"], said_of)] == ["a"]
     assert said_of == [
@@ -243,7 +243,7 @@ def test_five_texts_that_repeat_another_are_named() -> None:
     ]
 
 
-def test_equal_reasons_of_many_rows_are_one_note() -> None:
+def test_notes_equal_reasons_are_merged() -> None:
     specs = [f"{policy}:budget={size}" for policy in ("streaming", "recent_only") for size in range(500, 506)]
     rows = [row("full", "full", kind="LOSSLESS"), *(of(spec, "LOSSLESS", evicted=False) for spec in specs)]
     found = said(rows)
@@ -253,7 +253,7 @@ def test_equal_reasons_of_many_rows_are_one_note() -> None:
     assert not any("Rows marked" in line for line in said([of("streaming", evicted=True)]))
 
 
-def test_rows_that_were_measured_as_cut_too_late_need_no_inference() -> None:
+def test_notes_measured_evictions_override_inference() -> None:
     late = [of("streaming:budget=32", evicted=False), of("recent_only:budget=32", evicted=True)]
     (note,) = (line for line in said(late, 128, chunk=1) if line.startswith("No scored token"))
     assert note.startswith("No scored token saw the cut cache: streaming:budget=32: ")

@@ -12,7 +12,7 @@ from kvmnn.evaluation.presets import PRESETS, expand_preset
 from kvmnn.policies import LayerState, Streaming
 
 
-def test_knorm_fixed():
+def test_expand_preset_knorm_fixed():
     found = expand_preset("knorm-fixed")
     assert [entry.policy for entry in found] == ["full", *(["l2_fixed"] * 3 + ["recent_only"]) * 3]
     assert [entry.options.get("budget") for entry in found] == [None, *[256] * 4, *[512] * 4, *[1024] * 4]
@@ -22,7 +22,7 @@ def test_knorm_fixed():
     assert all((entry.definition.evaluation, entry.definition.chunk) == ("E1", 1) for entry in found)
 
 
-def test_knorm_fixed_with_the_scripts_own_arguments():
+def test_expand_preset_knorm_fixed_with_script_arguments():
     found = expand_preset(
         "knorm-fixed:fix_kv_sizes=256+512,strategies=keep_low+random,keep_ratio=0.1+0.2+0.3,skip_layers=none"
     )
@@ -32,7 +32,7 @@ def test_knorm_fixed_with_the_scripts_own_arguments():
     assert len({entry.label for entry in found}) == len(found)
 
 
-def test_knorm_ratio():
+def test_expand_preset_knorm_ratio():
     found = expand_preset("knorm-ratio:keep_ratios=1.0+0.5,prune_after=100")
     assert [entry.policy for entry in found] == ["full", "l2_ratio", "l2_ratio"]
     assert found[2].options == {"keep_ratio": 0.5, "prune_after": 100, "skip_layers": (0, 1)}
@@ -40,7 +40,7 @@ def test_knorm_ratio():
     assert expand_preset("knorm-ratio", skip_layers=(3,))[1].options["skip_layers"] == (3,)
 
 
-def test_streaming_h2o():
+def test_expand_preset_streaming_h2o():
     found = expand_preset("streaming-h2o")
     assert [entry.label for entry in found] == [
         "baseline",
@@ -58,7 +58,7 @@ def test_streaming_h2o():
     assert all(entry.definition.evaluation == "E2" and entry.definition.speed for entry in found)
 
 
-def test_what_is_left_out():
+def test_expand_preset_can_omit_entries():
     labels = [
         entry.label for entry in expand_preset("knorm-fixed:fix_kv_sizes=512,strategies=keep_low,skip_layers=none")
     ]
@@ -71,7 +71,7 @@ def test_what_is_left_out():
         ]
 
 
-def test_the_ablation_changes_one_thing_at_a_time():
+def test_expand_preset_ablation_changes_one_thing_at_a_time():
     entries = expand_preset("knorm-ablation:keep_ratio=0.7,prune_after=20,fix_kv_size=16,recent=0.25")
     _, first, threshold, order, pure, hybrid = (entry.create_policy() for entry in entries)
     assert len({(entry.keep_ratio, entry.skip_layers) for entry in (first, threshold, order)}) == 1
@@ -85,7 +85,7 @@ def test_the_ablation_changes_one_thing_at_a_time():
     assert replace(hybrid, recent_ratio=0.0) == pure
 
 
-def test_sizes_of_the_lazy_caches():
+def test_expand_preset_streaming_h2o_sizes_follow_options():
     def labels(options):
         return [entry.label for entry in expand_preset(f"streaming-h2o:{options},no_baseline")]
 
@@ -100,7 +100,7 @@ def test_sizes_of_the_lazy_caches():
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
-def test_every_entry_names_its_preset_and_its_projects_label(name):
+def test_expand_preset_entries_name_preset_and_project_label(name):
     for entry in expand_preset(name):
         skipped = "+".join(map(str, entry.options.get("skip_layers", ())))
         ours = entry.definition.label + (f" skip_layers={skipped}" if skipped else "")  # what the project does not say
@@ -129,6 +129,6 @@ def test_every_entry_names_its_preset_and_its_projects_label(name):
         ("knorm-ratio:prune_after=1+2", "prune_after"),
     ],
 )
-def test_what_cannot_be(spec, message):
+def test_expand_preset_invalid_spec_is_refused(spec, message):
     with pytest.raises(KvmnnError, match=message):
         expand_preset(spec)

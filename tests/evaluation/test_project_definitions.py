@@ -37,7 +37,7 @@ class Model:
         return TABLE[self.seen - len(ids) : self.seen]
 
 
-def test_token_by_token():
+def test_measure_by_definition_token_by_token():
     model = Model()
     found = measure_by_definition(model, IDS, ProjectDefinition("E1", "x"), skipped_layers=(0,))
     assert model.chunks == [(1, False)] * 10  # n - 1 tokens are scored, the last one is not fed
@@ -48,12 +48,12 @@ def test_token_by_token():
     assert found.ttft_seconds + 9 * found.tpot_seconds == pytest.approx(found.seconds)
 
 
-def test_the_final_size_is_that_of_the_first_layer_not_skipped():
+def test_measure_by_definition_final_size_is_of_first_cut_layer():
     assert measure_by_definition(Model(), IDS, ProjectDefinition("E1", "x"), skipped_layers=()).final_cache_tokens == 10
 
 
 @pytest.mark.parametrize("chunk", [2, 3, 4, 5, 11, 1024])
-def test_in_chunks(chunk):
+def test_measure_by_definition_in_chunks(chunk):
     model = Model()
     found = measure_by_definition(model, IDS, ProjectDefinition("E2", "x", chunk), skipped_layers=())
     sizes = [min(chunk, 11 - begin) for begin in range(0, 11, chunk)]
@@ -72,11 +72,11 @@ def test_in_chunks(chunk):
     assert math.isfinite(found.weighted_nll)
 
 
-def test_one_token_is_no_text():
+def test_measure_by_definition_one_token_scores_nothing():
     assert measure_by_definition(Model(), IDS[:1], ProjectDefinition("E1", "x"), ()).scored_tokens == 0
 
 
-def test_a_text_whose_time_is_too_short_for_the_clock_has_no_speed():
+def test_project_numbers_too_short_times_have_no_speed():
     sizes = {"weight": 9, "weighted_nll": 9.0, "hits": 3, "scored_tokens": 9, "text_tokens": 10}
     cells = [ProjectCell(**sizes, seconds=seconds, final_cache_tokens=4) for seconds in (2.0, 0.0)]
     found = _build_project_numbers(ProjectDefinition("E1", "x"), cells, None, None, 2)

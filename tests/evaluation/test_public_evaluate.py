@@ -27,7 +27,7 @@ def result() -> EvaluationResult:
 
 
 @pytest.mark.slow
-def test_policies_and_budgets(result: EvaluationResult) -> None:
+def test_lm_evaluate_accepts_policies_and_budgets(result: EvaluationResult) -> None:
     assert kvmnn.lm.evaluate is evaluate and "evaluate" in kvmnn.lm.__all__
     assert [(row.label, row.tokens_kept) for row in result.rows] == [
         ("full", (40,) * 6),
@@ -40,7 +40,7 @@ def test_policies_and_budgets(result: EvaluationResult) -> None:
 
 
 @pytest.mark.slow
-def test_what_a_result_gives(result: EvaluationResult, tmp_path: Path) -> None:
+def test_lm_evaluate_result_formats_agree(result: EvaluationResult, tmp_path: Path) -> None:
     assert result.format_table().startswith("| policy |") and "| streaming 16 sink=2 |" in result.format_table()
     assert max(map(len, result.format_table(80).splitlines())) <= 80
     lines = list(csv.DictReader(io.StringIO(result.to_csv())))
@@ -48,12 +48,12 @@ def test_what_a_result_gives(result: EvaluationResult, tmp_path: Path) -> None:
     assert any(path.name == "perplexity_over_budget.png" for path in result.plot(tmp_path / "plots"))
 
 
-def test_one_text_and_no_policy_are_the_baseline() -> None:
+def test_lm_evaluate_without_policy_is_the_baseline() -> None:
     (row,) = evaluate(MODEL, TEXTS[0], settings=SETTINGS, jobs=0).rows
     assert (row.label, row.kind) == ("full", "LOSSLESS")
 
 
-def test_what_may_be_compared() -> None:
+def test_resolve_configurations_accepted_forms() -> None:
     assert [entry.label for entry in resolve_configurations("streaming", "25%", 400)] == ["streaming 100"]
     assert resolve_configurations(expand_preset("knorm-ratio"), (), 100) == expand_preset("knorm-ratio")
     with pytest.raises(OptionError, match="budgets are for policies that are named"):

@@ -23,7 +23,7 @@ TEXTS = 1
 
 
 @pytest.mark.slow
-def test_what_was_measured_without_kvmnn() -> None:
+def test_reproduce_equals_recorded_measurements() -> None:
     part = EXPECTED["chunks_of_4"]
     wanted = {row["name"]: row for row in part["rows"] if row["name"] in (*SAMPLE, "full")}
     assert len(wanted) == len(SAMPLE) + 1
@@ -38,7 +38,7 @@ def test_what_was_measured_without_kvmnn() -> None:
     assert deep["h2o 128 4+92+32"] > deep["streaming 4+124"]
 
 
-def test_spread():
+def test_reproduce_within_spread_limits():
     assert reproduce.within_spread([0.01, -0.012, 0.003])
     assert not reproduce.within_spread([0.01, 0.0101, 0.0099])
     assert reproduce.within_spread([0.01])

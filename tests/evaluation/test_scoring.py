@@ -29,7 +29,7 @@ class Table:
 
 
 @given(st.integers(0, 2**32), st.integers(1, 9), st.integers(1, 40), st.sampled_from([1e-3, 1.0, 300.0]))
-def test_against_a_plain_softmax(seed, tokens, vocab, scale):
+def test_compute_nll_equals_float64_softmax(seed, tokens, vocab, scale):
     random = np.random.default_rng(seed)
     logits = (random.standard_normal((tokens, vocab)) * scale).astype(np.float32)
     targets = random.integers(0, vocab, tokens)
@@ -42,7 +42,7 @@ def test_against_a_plain_softmax(seed, tokens, vocab, scale):
         assert found >= 0
 
 
-def test_logits_are_never_changed_and_blocks_make_no_difference(monkeypatch):
+def test_compute_nll_keeps_logits_and_ignores_block_size(monkeypatch):
     logits = np.random.default_rng(1).standard_normal((7, 11)).astype(np.float32)
     targets = np.arange(7)
     before = logits.copy()
@@ -54,7 +54,7 @@ def test_logits_are_never_changed_and_blocks_make_no_difference(monkeypatch):
     assert np.array_equal(logits, before)
 
 
-def test_masked_words_and_equal_logits():
+def test_compute_nll_masked_words_and_equal_logits():
     logits = np.array([[0.0, 0.0, -np.inf]], np.float32)
     nll, hits = compute_nll(logits, np.array([1]))
     assert nll[0] == math.log(2)
@@ -62,7 +62,7 @@ def test_masked_words_and_equal_logits():
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 5, 64])
-def test_the_same_tokens_whatever_the_chunk(chunk):
+def test_score_document_does_not_depend_on_chunk(chunk):
     random = np.random.default_rng(5)
     ids = random.integers(0, 8, 12)
     table = random.standard_normal((11, 8)).astype(np.float32)
@@ -79,21 +79,21 @@ def test_the_same_tokens_whatever_the_chunk(chunk):
     assert seen == [min(begin + chunk, 11) for begin in range(0, 11, chunk)]
 
 
-def test_text_shorter_than_deep_has_no_deep_tokens():
+def test_score_document_short_text_has_no_deep_tokens():
     found = score_document(Table(np.zeros((3, 4), np.float32)), np.zeros(4, np.int64), chunk=2, tail_start=3)
     assert found.deep.tokens == 0
     assert summarize(LossSums(0, 0.0, 0)).to_dict() == {"tokens": 0, "nll": None, "perplexity": None, "accuracy": None}
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_is_refused_by_position(value):
+def test_score_document_non_finite_logits_name_position(value):
     table = np.zeros((6, 4), np.float32)
     table[4, 2] = value
     with pytest.raises(KvmnnError, match="logits at position 4 give no finite log-probability"):
         score_document(Table(table), np.full(7, 2), chunk=3, tail_start=0)
 
 
-def test_summary():
+def test_summarize_loss_sums():
     assert summarize(LossSums(4, 2.0, 1)).to_dict() == {
         "tokens": 4,
         "nll": 0.5,
@@ -103,7 +103,7 @@ def test_summary():
     assert summarize(LossSums(1, 1000.0, 0)).perplexity is None
 
 
-def test_a_prompt_is_the_first_step():
+def test_score_document_prompt_is_the_first_step():
     class Fed:
         def __init__(self):
             self.steps = []

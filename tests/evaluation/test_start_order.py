@@ -1,4 +1,4 @@
-"""K and V of a start in an order that is not the model's: refused before anything is measured, or undone."""
+"""Initial caches whose K and V are in another order than the model's: refused before measuring, or inverted."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ DONE = [("k-order",), ("k-rotation",), ("v-rotation",), ("k-rotation", "v-rotati
 
 @pytest.mark.slow
 @pytest.mark.parametrize("names", DONE, ids="+".join)
-def test_order_of_llama_cpp_is_refused_and_found_by_auto(
+def test_initial_cache_llama_cpp_order_is_refused_or_inverted(
     names: tuple[str, ...], layers: Layers, ids: list[int], tmp_path: Path
 ) -> None:
     path = session(tmp_path / "a.session", layers, ids, *names)
@@ -95,9 +95,7 @@ def test_order_of_llama_cpp_is_refused_and_found_by_auto(
 
 
 @pytest.mark.slow
-def test_order_of_a_model_that_turns_neighbours_is_found_by_auto(
-    layers: Layers, ids: list[int], tmp_path: Path
-) -> None:
+def test_initial_cache_neighbour_order_is_inverted_by_auto(layers: Layers, ids: list[int], tmp_path: Path) -> None:
     words = layers[0][0]
     assert np.array_equal(
         invert_named_transforms(invert_named_transforms(words, "key", [REVERSED_K_ORDER]), "key", ["k-order"]), words
@@ -113,7 +111,7 @@ def test_order_of_a_model_that_turns_neighbours_is_found_by_auto(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["f32", "f16", "q8_0", "q4_0"])
-def test_quantised_cache_in_order_goes_on_with_and_without_auto(
+def test_initial_cache_quantised_in_order_needs_no_inversion(
     kind: str, layers: Layers, ids: list[int], tmp_path: Path
 ) -> None:
     path = session(tmp_path / "a.session", layers, ids, kind=kind)
@@ -124,14 +122,16 @@ def test_quantised_cache_in_order_goes_on_with_and_without_auto(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
-def test_rotated_blocks_are_found_by_auto(kind: str, layers: Layers, ids: list[int], tmp_path: Path) -> None:
+def test_initial_cache_rotated_blocks_are_inverted_by_auto(
+    kind: str, layers: Layers, ids: list[int], tmp_path: Path
+) -> None:
     names = ("k-rotation", "v-rotation", "k-order")
     auto = measured(session(tmp_path / "a.session", layers, ids, *names, kind=kind), ["auto"])
     assert max(each.relative_distance for each in auto.start.distances) < 0.2 and auto.rows[1].kind == "LOSSY"
 
 
 @pytest.mark.slow
-def test_what_was_asked_for_is_refused_where_it_does_not_help(layers: Layers, ids: list[int], tmp_path: Path) -> None:
+def test_initial_cache_wrong_inversion_is_refused(layers: Layers, ids: list[int], tmp_path: Path) -> None:
     path = session(tmp_path / "a.session", layers, ids)
     with pytest.raises(
         OptionError, match=r"lies otherwise than this model's after --invert k-order .*: expected --invert auto"
@@ -142,7 +142,9 @@ def test_what_was_asked_for_is_refused_where_it_does_not_help(layers: Layers, id
 
 @pytest.mark.slow
 @pytest.mark.parametrize("undo", [[], ["auto"], ["k-order"]])
-def test_another_models_cache_is_refused(undo: list[str], layers: Layers, ids: list[int], tmp_path: Path) -> None:
+def test_initial_cache_of_other_model_is_refused(
+    undo: list[str], layers: Layers, ids: list[int], tmp_path: Path
+) -> None:
     rng = np.random.default_rng(3)
     other = [tuple(rng.standard_normal(part.shape).astype(np.float32) for part in pair) for pair in layers]
     path = session(tmp_path / "a.session", other, ids)  # type: ignore[arg-type]
@@ -154,7 +156,7 @@ def test_another_models_cache_is_refused(undo: list[str], layers: Layers, ids: l
 
 
 @pytest.mark.slow
-def test_cut_cache_is_compared_on_what_it_holds(tmp_path: Path) -> None:
+def test_initial_cache_cut_cache_is_compared_on_its_tokens(tmp_path: Path) -> None:
     """The first tokens are gone, and in another one each head has its own."""
     for policy in (create_policy("recent_only", budget=20, skip_layers=()), create_policy("knorm", budget=30)):
         path = tmp_path / policy.name
@@ -163,7 +165,7 @@ def test_cut_cache_is_compared_on_what_it_holds(tmp_path: Path) -> None:
             assert measured(path, undo).start.tokens_seen == TOKENS
 
 
-def test_start_is_left_alone_and_its_files_go(layers: Layers, ids: list[int], tmp_path: Path) -> None:
+def test_initial_cache_inversion_copies_and_cleans_up(layers: Layers, ids: list[int], tmp_path: Path) -> None:
     path = session(tmp_path / "a.session", layers, ids, "k-order")
     with read_initial_cache(path, read_model_interface(MODEL), inverted_transforms=["auto"]) as start:
         before = [layer.keys.copy() for layer in start.load_layers()]
@@ -177,7 +179,7 @@ def test_start_is_left_alone_and_its_files_go(layers: Layers, ids: list[int], tm
 
 
 @pytest.mark.slow
-def test_command_refuses_and_undoes(
+def test_eval_command_refuses_or_inverts_initial_cache(
     layers: Layers, ids: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = session(tmp_path / "a.session", layers, ids, "k-order")

@@ -1,4 +1,4 @@
-"""Texts that go on from K and V of elsewhere: what they are worth, and what is said of them."""
+"""Texts that continue from an initial cache: their scores, and the notes about them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def measured(start: object, *policies: object, **more: object) -> EvaluationResu
     return evaluate(MODEL, TEXT, list(policies), **{"settings": SETTINGS, "jobs": 0, "initial_source": start} | more)
 
 
-def test_the_models_own_cache_gives_the_numbers_of_the_full_run(dump: Path) -> None:
+def test_initial_cache_of_same_model_equals_full_run(dump: Path) -> None:
     result = measured(dump, "streaming:budget=16")
     full, alone, cut = result.rows
     assert (full.label, alone.label, cut.label) == ("full", "from kv", "streaming 16 from kv")
@@ -68,7 +68,7 @@ def test_the_models_own_cache_gives_the_numbers_of_the_full_run(dump: Path) -> N
 
 
 @pytest.mark.slow
-def test_the_reference_is_the_full_cache_scored_behind_the_start(dump: Path, ids: list[int]) -> None:
+def test_initial_cache_reference_is_scored_after_the_start(dump: Path, ids: list[int]) -> None:
     """By a loop of its own over the session."""
     document_ids = np.array(json.loads((dump / "token_ids.json").read_text()), np.int64)
     session = DecoderSession.open(MODEL, cache=False)
@@ -81,7 +81,7 @@ def test_the_reference_is_the_full_cache_scored_behind_the_start(dump: Path, ids
 
 
 @pytest.mark.slow
-def test_rounded_quantised_and_cut_caches_cost_more_and_more(
+def test_initial_cache_coarser_types_cost_more(
     layers: list[tuple[np.ndarray, np.ndarray]], ids: list[int], tmp_path: Path
 ) -> None:
     found = []
@@ -104,7 +104,7 @@ def test_rounded_quantised_and_cut_caches_cost_more_and_more(
 
 
 @pytest.mark.slow
-def test_turned_keys_are_told_from_rounded_ones(
+def test_initial_cache_reversed_keys_are_not_rounding(
     layers: list[tuple[np.ndarray, np.ndarray]], ids: list[int], tmp_path: Path
 ) -> None:
     turned = [(keys[:, :, ::-1], values) for keys, values in layers]
@@ -133,7 +133,7 @@ def as_llama_stores(part: str, words: np.ndarray, *, rotated: bool, reordered: b
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("rotated", "reordered"), [(True, False), (False, True), (True, True)])
-def test_what_llama_cpp_does_is_found_and_undone(
+def test_initial_cache_llama_cpp_transforms_are_inverted(
     layers: list[tuple[np.ndarray, np.ndarray]], ids: list[int], tmp_path: Path, rotated: bool, reordered: bool
 ) -> None:
     how = {"rotated": rotated, "reordered": reordered}
@@ -156,7 +156,7 @@ def test_what_llama_cpp_does_is_found_and_undone(
 
 
 @pytest.mark.parametrize("dims", [64, 128, 256])
-def test_undoing_is_the_inverse(dims: int) -> None:
+def test_invert_transforms_is_the_inverse(dims: int) -> None:
     words = np.random.default_rng(2).standard_normal((2, 5, dims)).astype(np.float32)
     for part in ("key", "value"):
         stored = as_llama_stores(part, words, rotated=True, reordered=True)
@@ -165,7 +165,7 @@ def test_undoing_is_the_inverse(dims: int) -> None:
     assert validate_transforms(["v-rotation", "k-order", "k-order"], dims) == ("v-rotation", "k-order")
 
 
-def test_what_cannot_be_undone(dump: Path) -> None:
+def test_validate_transforms_invalid_names_are_refused(dump: Path) -> None:
     with pytest.raises(OptionError, match="undo 'turns': expected k-rotation, v-rotation or k-order"):
         validate_transforms(["turns"], 64)
     with pytest.raises(OptionError, match="undo v-rotation: heads have 80 dimensions: expected k-order"):
@@ -175,7 +175,7 @@ def test_what_cannot_be_undone(dump: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_evicted_dump_says_its_positions(dump: Path, tmp_path: Path) -> None:
+def test_initial_cache_evicted_dump_has_positions(dump: Path, tmp_path: Path) -> None:
     """knorm keeps other tokens in each head, and may drop the last ones: positions.json says what was seen."""
     chosen = create_policy("knorm", budget=20)
     dump_kv(MODEL, TEXT, tmp_path / "cut", chosen, tokens=TOKENS)
@@ -195,7 +195,9 @@ def test_an_evicted_dump_says_its_positions(dump: Path, tmp_path: Path) -> None:
         ([*range(19), 40], "cut: holds the token at position 40, of which no id is known"),
     ],
 )
-def test_positions_that_are_not_of_the_arrays(dump: Path, tmp_path: Path, said: list[object], message: str) -> None:
+def test_initial_cache_mismatched_positions_are_refused(
+    dump: Path, tmp_path: Path, said: list[object], message: str
+) -> None:
     dump_kv(MODEL, TEXT, tmp_path / "cut", create_policy("knorm", budget=20), tokens=TOKENS)
     file = tmp_path / "cut" / "positions.json"
     document = json.loads(file.read_text())
@@ -206,7 +208,7 @@ def test_positions_that_are_not_of_the_arrays(dump: Path, tmp_path: Path, said: 
 
 
 @pytest.mark.slow
-def test_every_reader_gives_the_same_start(
+def test_initial_cache_every_format_gives_the_same_start(
     layers: list[tuple[np.ndarray, np.ndarray]], ids: list[int], tmp_path: Path
 ) -> None:
     npz = saved_starts.npz(tmp_path / "kv.npz", layers)
@@ -236,7 +238,7 @@ def test_every_reader_gives_the_same_start(
 
 
 @pytest.mark.slow
-def test_wide_types_narrow_types_and_a_start_that_was_read(
+def test_initial_cache_wider_and_narrower_types(
     layers: list[tuple[np.ndarray, np.ndarray]], ids: list[int], tmp_path: Path
 ) -> None:
     model = read_model_interface(MODEL)
@@ -260,7 +262,7 @@ def test_wide_types_narrow_types_and_a_start_that_was_read(
 
 
 @pytest.mark.slow
-def test_results_are_saved_read_and_drawn(dump: Path, tmp_path: Path) -> None:
+def test_initial_cache_results_are_saved_read_and_drawn(dump: Path, tmp_path: Path) -> None:
     result = measured(dump, "streaming", settings=SETTINGS, budgets=[16, 24])
     path = tmp_path / "r.json"
     path.write_text(result.to_text("json"))
@@ -274,7 +276,7 @@ def test_results_are_saved_read_and_drawn(dump: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_processes_and_resumed_cells(dump: Path, tmp_path: Path) -> None:
+def test_initial_cache_with_workers_and_resumed_cells(dump: Path, tmp_path: Path) -> None:
     cells = tmp_path / "cells"
     one = measured(dump, jobs=2, store=cells)
     lines = len(cells.read_text().splitlines())
@@ -286,7 +288,7 @@ def test_processes_and_resumed_cells(dump: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_cache_without_the_first_token_is_that_of_a_text_without_it(tmp_path: Path) -> None:
+def test_initial_cache_without_bos_matches_text_without_it(tmp_path: Path) -> None:
     """Engines that put no bos before a text."""
     session = DecoderSession.open(MODEL, cache=False)
     ids = Tokenizer.open_for_model(MODEL).encode(TEXT.read_text())[:24]
@@ -305,7 +307,9 @@ def refusal(start: object, error: type[KvmnnError] = OptionError, **more: object
     return str(caught.value)
 
 
-def test_what_is_refused(layers: list[tuple[np.ndarray, np.ndarray]], ids: list[int], tmp_path: Path) -> None:
+def test_initial_cache_missing_or_wrong_ids_are_refused(
+    layers: list[tuple[np.ndarray, np.ndarray]], ids: list[int], tmp_path: Path
+) -> None:
     npz = saved_starts.npz(tmp_path / "kv.npz", layers)
     assert "kv.npz: does not say its token ids: expected --token-ids IDS" in refusal(npz)
     assert "holds 40 tokens, --token-ids says 41 ids" in refusal(npz, token_ids=[*ids, 5])
@@ -346,7 +350,7 @@ def test_what_is_refused(layers: list[tuple[np.ndarray, np.ndarray]], ids: list[
         evaluate(MODEL, [TEXT, OTHER], settings=SETTINGS, jobs=0, initial_source=session)
 
 
-def test_ids_that_a_cache_has_only_a_hash_of(
+def test_initial_cache_ids_known_by_hash_only(
     layers: list[tuple[np.ndarray, np.ndarray]], ids: list[int], tmp_path: Path
 ) -> None:
     source = kvmnn.open(saved_starts.npz(tmp_path / "kv.npz", layers))

@@ -9,7 +9,7 @@ from kvmnn.evaluation import scoring
 from kvmnn.evaluation.scoring import MIN_DOCUMENTS_FOR_INTERVAL, compute_paired_interval
 
 
-def test_two_documents_are_drawn_both_ways():
+def test_paired_interval_of_two_documents():
     # A quarter of the draws is one document twice, a quarter the other: the bounds are the documents themselves.
     assert compute_paired_interval([0.1, 0.3], [1, 1], seed=1) == (
         pytest.approx(0.2),
@@ -18,17 +18,17 @@ def test_two_documents_are_drawn_both_ways():
     )
 
 
-def test_one_document_has_no_interval():
+def test_paired_interval_of_one_document_is_none():
     assert compute_paired_interval([0.25], [7], seed=0) == (0.25, None, None)
 
 
-def test_documents_count_by_their_tokens():
+def test_paired_interval_weights_documents_by_tokens():
     mean, low, high = compute_paired_interval([0.0, 1.0], [1, 3], seed=0)
     assert mean == 0.75
     assert (low, high) == (0.0, 1.0)
 
 
-def test_the_interval_is_that_of_the_normal_law_for_many_documents():
+def test_paired_interval_of_many_documents_is_normal():
     values = np.random.default_rng(2).normal(0.5, 0.2, 400)
     mean, low, high = compute_paired_interval(values, np.ones(400), seed=3)
     error = values.std() / 20
@@ -37,24 +37,24 @@ def test_the_interval_is_that_of_the_normal_law_for_many_documents():
     assert high == pytest.approx(mean + 1.96 * error, abs=0.1 * error)
 
 
-def test_the_seed_decides():
+def test_paired_interval_depends_on_seed():
     values = [0.1, 0.5, 0.2, 0.9, 0.4]
     first = compute_paired_interval(values, [1] * 5, seed=1, resamples=50)
     assert first == compute_paired_interval(values, [1] * 5, seed=1, resamples=50)
     assert first != compute_paired_interval(values, [1] * 5, seed=2, resamples=50)
 
 
-def test_draws_in_blocks(monkeypatch):
+def test_paired_interval_draws_in_batches(monkeypatch):
     monkeypatch.setattr(scoring, "_MAX_DRAWS_PER_BATCH", 10)
     mean, low, high = compute_paired_interval([0.1, 0.5, 0.2], [1, 1, 1], seed=1, resamples=100)
     assert low < mean < high
 
 
-def test_no_difference_at_all():
+def test_paired_interval_without_difference_is_zero():
     assert compute_paired_interval([0.0] * 5, [1, 2, 3, 4, 5], seed=0) == (0.0, 0.0, 0.0)
 
 
-def test_intervals_of_a_handful_of_documents_are_too_narrow_to_be_cited():
+def test_paired_interval_of_few_documents_is_too_narrow():
     """Why `MIN_DOCUMENTS_FOR_INTERVAL` is what it is: how often an interval of 95 % holds the true mean, 0, of normal
     differences.
     """

@@ -68,7 +68,7 @@ def taken(result) -> list[list[int | None]]:
 
 
 @pytest.mark.slow
-def test_a_store_that_cannot_be_written_costs_no_score(model: Path, tmp_path: Path) -> None:
+def test_evaluate_unwritable_store_costs_no_score(model: Path, tmp_path: Path) -> None:
     with PrefixStore(tmp_path / "store"):
         (tmp_path / "store" / "staging").write_text("in the way")
     found = measured(model, tmp_path / "store")
@@ -87,7 +87,7 @@ def test_a_store_that_cannot_be_written_costs_no_score(model: Path, tmp_path: Pa
         ({"chunk": 1, "prompt": 80}, [[0, 0, 0], [0, 0, 0], [80, 80, 0]], [89, 89, 0]),
     ],
 )
-def test_the_numbers_are_those_without_a_store(model: Path, tmp_path: Path, steps, first, again) -> None:
+def test_evaluate_with_store_equals_without(model: Path, tmp_path: Path, steps, first, again) -> None:
     """Policies that begin with their first step's rows, one that cannot, and the full cache at any step."""
     wanted = measured(model, None, **steps)
     with PrefixStore(tmp_path / "s", block_tokens=16):
@@ -103,7 +103,9 @@ def test_the_numbers_are_those_without_a_store(model: Path, tmp_path: Path, step
 
 
 @pytest.mark.slow
-def test_a_shared_prompt_is_never_fed_again(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluate_with_store_never_repeats_shared_prompt(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     measured(model, tmp_path / "s", texts=TEXTS[:1], prompt=50)
     fed: list[int] = []
     step = DecoderSession.run_step
@@ -120,7 +122,7 @@ def test_a_shared_prompt_is_never_fed_again(model: Path, tmp_path: Path, monkeyp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("held", [{"packed": "x86-avx2"}, {"lossless": {"kv_lossless_enable": True}}])
-def test_wherever_the_cache_is_held(tmp_path: Path, held) -> None:
+def test_evaluate_with_store_packed_and_lossless_caches(tmp_path: Path, held) -> None:
     Tiny().save(tmp_path / "model.onnx")
     options = {"prompt": 40, "policies": POLICIES[:1], "slack": 0, "texts": TEXTS[:2]}
     wanted = measured(tmp_path, None, **options, **held)
@@ -128,7 +130,7 @@ def test_wherever_the_cache_is_held(tmp_path: Path, held) -> None:
         assert numbers(measured(tmp_path, tmp_path / "s", **options, **held)) == numbers(wanted)
 
 
-def test_other_settings_and_damage_are_misses(tmp_path: Path) -> None:
+def test_evaluate_with_store_other_settings_or_damage_miss(tmp_path: Path) -> None:
     Tiny().save(tmp_path / "model.onnx")
     store, one = tmp_path / "s", TEXTS[:1]
     measured(tmp_path, store, (), one, prompt=40)
@@ -144,7 +146,7 @@ def test_other_settings_and_damage_are_misses(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_logits_of_another_text_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluate_with_store_other_logits_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Were two first steps to have one hash, as here, the mark after the logits would still be of one of them."""
     Tiny().save(tmp_path / "model.onnx")
     with PrefixStore(tmp_path / "s", block_tokens=4):
@@ -159,7 +161,7 @@ def test_logits_of_another_text_are_not_taken(tmp_path: Path, monkeypatch: pytes
         assert numbers(measured(tmp_path, tmp_path / "s", texts=[other], **options)) == wanted
 
 
-def test_what_cannot_be_replayed(tmp_path: Path) -> None:
+def test_replay_step_invalid_rows_are_refused(tmp_path: Path) -> None:
     session = DecoderSession.open(Tiny().save(tmp_path / "model.onnx"), cache=False, attentions=True)
     runner = Runner(session)
     runner.step(SHARED[:20])

@@ -21,7 +21,7 @@ class Recorder:
         return np.zeros((len(ids), 4), np.float32)
 
 
-def test_times_are_those_of_warm_repeats() -> None:
+def test_generation_times_are_of_warm_repeats() -> None:
     runner = Recorder()
     cell = measure_generation_times(runner, np.arange(200), 3)
     warm, *timed = runner.runs

@@ -15,7 +15,7 @@ sys.exit(worker_main.main())
 
 
 @pytest.mark.slow
-def test_ended_while_it_ends_it_says_nothing(tmp_path):
+def test_worker_sigterm_at_exit_is_silent(tmp_path):
     order = {"model": str(tmp_path), "settings": {}, "task": {"kind": "none"}}
     found = subprocess.run(
         [sys.executable, "-P", "-c", END], input=json.dumps(order), capture_output=True, text=True, timeout=60

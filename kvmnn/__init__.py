@@ -1,4 +1,4 @@
-"""kvmnn: the KV cache of LLMs that run on MNN, outside the engine. See the README for a tour."""
+"""Store, compress and evict the KV caches of LLMs that run on MNN, outside the engine. See the README for a tour."""
 
 from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING, Any

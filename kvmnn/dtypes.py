@@ -1,7 +1,7 @@
-"""The three element types of a KV cache, how arrays map to them, and names for types of arrays.
+"""The three element types of a KV cache, their numpy types, and names of other array types.
 
-A frame stores words of two or four bytes and never looks at their meaning; the names below exist for people and
-manifests. bf16 has no numpy type of its own, so it travels as ``uint16`` words.
+A frame stores words of two or four bytes and does not interpret them; the names exist for users and manifests. bf16 has
+no numpy type, so its arrays are ``uint16`` words.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Elements = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]
 Indices = npt.NDArray[np.int64]
 Positions = npt.NDArray[np.int64]
-"""Where tokens stand in their text."""
+"""Positions of tokens in their text."""
 KVPair = tuple[Elements, Elements]
 """Keys and values of the same tokens."""
 
@@ -29,12 +29,12 @@ Part = Literal["key", "value"]
 """K or V."""
 PARTS: tuple[Part, Part] = ("key", "value")
 PART_LETTERS: dict[Part, str] = {"key": "k", "value": "v"}
-"""In names of files and columns."""
+"""Letters of K and V in names of files and columns."""
 
 
 @dataclass(frozen=True)
 class DType:
-    """An element type: its name, its word size in bytes and the numpy type that holds its words."""
+    """An element type: its name, its word size in bytes and its numpy type."""
 
     name: str
     itemsize: int
@@ -48,7 +48,7 @@ FP32 = DType("fp32", 4, np.dtype("<f4"))
 DTYPES: dict[str, DType] = {d.name: d for d in (FP16, BF16, FP32)}
 
 FLOAT8_NAMES = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
-"""Types of codes of one byte: frames hold the codes, arrays the float32 numbers (`kvmnn.arrays.float8`)."""
+"""Types of one-byte codes: frames contain the codes, arrays the float32 values (`kvmnn.arrays.float8`)."""
 
 _ARRAY_KINDS = "fiuV"
 
@@ -61,7 +61,7 @@ _TYPE_STRING_REGEX = re.compile(r"([<>=|]?)([bcfiuV])([1-9][0-9]{0,3})")
 
 
 def parse_numpy_type(descr: object) -> np.dtype[Any]:
-    """Return the numpy type that a file names: the only way from foreign text to ``numpy.dtype``.
+    """Return the numpy type for a type name in a file; the only way from foreign text to ``numpy.dtype``.
 
     numpy itself must never parse such text: ``M8[s/0]`` ends the process by SIGFPE, and other strings raise anything.
     """
@@ -78,7 +78,7 @@ def parse_numpy_type(descr: object) -> np.dtype[Any]:
 
 
 def parse_dtype(name: str) -> DType:
-    """The `DType` called `name`; `KvmnnError` for any other name, `TypeError` for anything but a string."""
+    """Return the `DType` called `name`; `KvmnnError` for any other name, `TypeError` for anything but a string."""
     if not isinstance(name, str):
         raise TypeError(f"dtype must be a string ({', '.join(DTYPES)}), not {type(name).__name__}")
     try:
@@ -92,7 +92,7 @@ def parse_dtype(name: str) -> DType:
 
 
 def infer_dtype(array: npt.NDArray[Any]) -> DType:
-    """The `DType` an array stands for when nobody says: float16, float32, or 16-bit words for bf16."""
+    """Return the `DType` of an array by its numpy type: float16, float32, or 16-bit words as bf16."""
     numpy_dtype = array.dtype
     if numpy_dtype.kind == "f" and numpy_dtype.itemsize == 2:
         return FP16

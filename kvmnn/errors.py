@@ -4,35 +4,35 @@ from __future__ import annotations
 
 
 class KvmnnError(ValueError):
-    """Something kvmnn was given is not what it must be.
+    """Base of kvmnn's errors: an invalid frame, file or value.
 
-    The message names what and where, what was found and what was expected. Every refusal of a frame, file or value is
-    this class or one of its children; wrong Python types raise `TypeError` instead.
+    The message names what and where, what was found and what was expected. Every rejection of a frame, file or value is
+    this class or a subclass; wrong Python types raise `TypeError` instead.
     """
 
 
 class OptionError(KvmnnError):
-    """Options that contradict each other or the input, or do not say enough. Exit code 2 of the command."""
+    """Options that conflict with each other or the input, or are incomplete. Exit code 2 of the command."""
 
 
 class FrameError(KvmnnError):
-    """Bytes that are not a frame MNN would decode."""
+    """Bytes that are not a frame which MNN would decode."""
 
 
 class ArrayTypeError(KvmnnError, TypeError):
-    """An array of numbers of another type than words of a cache have; a `TypeError`, too."""
+    """An array whose element type no cache has; also a `TypeError`."""
 
 
 class LimitError(KvmnnError):
-    """A size above a limit that the caller set or that the format has."""
+    """A size above a limit of the caller or of the format."""
 
 
 class SourceError(KvmnnError):
-    """A file or directory that cannot be read as what it should be."""
+    """A file or directory that cannot be read in the expected format."""
 
 
 class MissingOptionError(OptionError, SourceError):
-    """What an input does not say itself, and no option does: which axes, type, geometry, prefix or stream."""
+    """A property that neither the input nor an option specifies: axes, type, geometry, prefix or stream."""
 
 
 class ManifestError(KvmnnError):
@@ -40,11 +40,11 @@ class ManifestError(KvmnnError):
 
 
 class OutputError(KvmnnError):
-    """An output that exists already or cannot be written."""
+    """An output that already exists or cannot be written."""
 
 
 class MissingDependencyError(KvmnnError):
-    """An optional package that this operation needs is not installed."""
+    """An optional package that is required is not installed."""
 
 
 class WeightsError(KvmnnError):
@@ -67,23 +67,23 @@ class WeightsError(KvmnnError):
 
 
 class CheckpointError(SourceError):
-    """A checkpoint that is damaged, asks for what is never executed, or holds no compressor."""
+    """A checkpoint that is damaged, contains pickle code that is never executed, or has no compressor."""
 
 
 class ModelError(KvmnnError):
-    """An ONNX decoder that cannot be run with its cache in kvmnn's hands; the message says what to export instead."""
+    """An ONNX decoder without a cache that kvmnn can control; the message says what to export instead."""
 
 
 class AttentionNotExposedError(ModelError):
-    """Attention probabilities were asked for, and no tensor of the graph holds them."""
+    """Attention probabilities are required, but no tensor of the graph contains them."""
 
 
 class CacheDroppedWarning(UserWarning):
-    """The upstream dialect dropped a cache although reserve pairs asked for some of it to stay."""
+    """The upstream dialect dropped a cache although reserve pairs retain tokens of it."""
 
 
 class RestoreError(KvmnnError):
-    """Stored rows that do not decode to what they were: the cache must not be read.
+    """Stored rows that do not decode to the original: the cache must not be read.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""An option of the command line, declared on its dataclass field; ``cli/options.py`` binds it."""
+"""Declare an option of the command line on its dataclass field; ``cli/options.py`` adds it to a parser."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ OPTION_KEY = "option"
 
 @dataclass(frozen=True, kw_only=True)
 class OptionInfo:
-    """An option as it is declared on its field; name, type and default are the field's own."""
+    """Declaration of an option on a dataclass field; the field supplies name, type and default."""
 
     help: str
-    #: What the help calls the value; None: by the type, ``N`` or ``X``.
+    #: Placeholder of the value in the help; None: ``N`` or ``X``, by the type.
     metavar: str | None = None
-    #: Makes the value of its text; None: by the type.
+    #: Parses the value; None: by the type.
     parse: Callable[[str], Any] | None = None
 
 
 def option(text: str, **settings: Any) -> Mapping[str, OptionInfo]:
-    """Metadata of a field that is an option: ``field(default=64, metadata=option("tokens of a block"))``."""
+    """Return metadata that makes a field an option: ``field(default=64, metadata=option("tokens of a block"))``."""
     return {OPTION_KEY: OptionInfo(help=text, **settings)}

@@ -13,9 +13,7 @@ from ..errors import MissingDependencyError
 
 
 def make_lazy_getattr(package: str, module_by_name: Mapping[str, str]) -> Callable[[str], Any]:
-    """A ``__getattr__`` for a package: `module_by_name` has the module of each name; a module that is its own is
-    itself.
-    """
+    """Make a module-level ``__getattr__``; `module_by_name` maps each public name to its module."""
 
     def __getattr__(name: str) -> Any:
         if name not in module_by_name:
@@ -28,11 +26,11 @@ def make_lazy_getattr(package: str, module_by_name: Mapping[str, str]) -> Callab
 
 _LM_PACKAGES = "onnxruntime onnx tokenizers"
 _PACKAGES_BY_NEED = dict.fromkeys(_LM_PACKAGES.split(), _LM_PACKAGES)
-"""What is needed where one of them is, so that nobody installs one after the other."""
+"""All packages that a verb needs if it needs one of them, so that a user installs them together."""
 
 _FATAL_SEVERITY = 4
-"""Of onnxruntime's lines on standard error. Those below carry names out of the model as they are, and what is wrong is
-raised as well."""
+"""Severity from which onnxruntime prints lines. Lower ones contain unescaped names from the model, and the errors are
+raised anyway."""
 
 _TELEMETRY_VARIABLE = "ORT_DISABLE_TELEMETRY"
 """Read by onnxruntime 1.32 as it is imported. Without it onnxruntime writes a device id and a database to the user's
@@ -40,7 +38,7 @@ cache directory, opens ``$TMPDIR/.ses`` through symbolic links, and asks DNS for
 
 
 def import_optional(name: str) -> Any:
-    """The module `name`.
+    """Import an optional package; `MissingDependencyError` names what to install.
 
     onnxruntime is imported with its telemetry off, unless the environment has ``ORT_DISABLE_TELEMETRY`` already.
     """
@@ -60,7 +58,7 @@ def import_optional(name: str) -> Any:
 
 @cache
 def get_version() -> str:
-    """As in pyproject.toml; looked up when asked for, because importlib.metadata is a fifth of the import's time."""
+    """Return the version in pyproject.toml; read on demand, as importlib.metadata is slow to import."""
     from importlib import metadata
 
     return metadata.version("kvmnn")

@@ -1,7 +1,7 @@
 """Threads: one pool of Python threads over kernels that release the GIL, ordered pipelines, and hashing in parallel.
 
-The main thread only waits, so that an interrupt is handled at once. A pipeline bounds the bytes and
-the number of pieces in flight.
+The main thread only waits, so that an interrupt is handled at once. A pipeline bounds the bytes and the number of items
+in flight.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _POLL_SECONDS = 0.3
 
 
 class InterruptibleExecutor:
-    """Up to `threads` threads, made when they are needed.
+    """A thread pool of up to `threads` threads, which start on demand.
 
-    Use as a context manager. It is left when all work is done; by an error when what has begun is done; and by an
-    interrupt, or when a generator that is in it is closed, at once: what has begun then ends by itself, as soon as it
-    looks at `is_cancelled`, and nobody gets its results.
+    Use as a context manager. A normal exit waits for all work, and an error for the work that has started. An
+    interrupt, or closing a generator inside it, exits at once: work that has started ends at its next check of
+    `is_cancelled`, and its results are dropped.
     """
 
     def __init__(self, threads: int, name: str) -> None:
@@ -44,14 +44,14 @@ class InterruptibleExecutor:
         self._num_active = 0
 
     def submit(self, work: Callable[..., R], *arguments: Any) -> Future[R]:
-        """Begin `work` with the caller's context as soon as a thread is free."""
+        """Schedule `work` on the next free thread, in the caller's context."""
         context = contextvars.copy_context()
         context.run(_cancel_event.set, self._cancel)
         return self._pool.submit(context.run, self._run_counted, work, *arguments)
 
     @property
     def is_active(self) -> bool:
-        """Whether any work that has begun is not done."""
+        """Return whether any work has started and is not done."""
         return self._num_active > 0
 
     def _run_counted(self, work: Callable[..., R], *arguments: Any) -> R:
@@ -78,20 +78,20 @@ class InterruptibleExecutor:
 
 
 def wait_for_result(future: Future[R]) -> R:
-    """What it comes to; as `Future.result`, but an interrupt that came right before the wait began is heard, too."""
+    """Return a future's result as `Future.result` does, but notice an interrupt that came right before the wait."""
     while not future.done():
         wait([future], _POLL_SECONDS)
     return future.result()
 
 
 def is_cancelled() -> bool:
-    """Whether nobody waits any more for what this thread works on; long work asks by turns."""
+    """Return whether the result of the current thread's work is no longer needed; long work checks this regularly."""
     event = _cancel_event.get()
     return event is not None and event.is_set()
 
 
 def any_alive() -> bool:
-    """Whether threads are still at work that were left by an interrupt: the end of Python would wait for them."""
+    """Return whether threads still run after an interrupt; Python would wait for them at exit."""
     return any(executor.is_active for executor in _abandoned_executors)
 
 
@@ -103,7 +103,7 @@ _pool: ThreadPoolExecutor | None = None
 
 
 def cpu_count() -> int:
-    """Processors this process may run on."""
+    """Return the number of processors that this process may use."""
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:
@@ -111,16 +111,16 @@ def cpu_count() -> int:
 
 
 def resolve_threads(threads: int | None) -> int:
-    """The number of threads a caller means: None for every processor; errors as `checks.whole`, from 1 on."""
+    """Return a number of threads of at least 1; None means every processor. Errors as for `validate_int`."""
     return cpu_count() if threads is None else validate_int(threads, "threads", 1)
 
 
 def parallel_map(function: Callable[[T], R], items: Iterable[T], threads: int) -> list[R]:
-    """`[function(item) for item in items]` on up to `threads` threads, the caller's among them.
+    """Return `[function(item) for item in items]`, computed on up to `threads` threads including the caller's.
 
-    Workers pull the next item when they are free, so items of unequal size share out evenly. The first exception, in
-    the order of the items, is raised after all workers have stopped; items not yet started are then left alone. So are
-    they where nobody waits for this any more (`futures.is_given_up`).
+    Each worker takes the next item when it is free, so items of unequal size are balanced. The first exception, in the
+    order of the items, is raised after all workers have stopped; items that have not started are skipped. They are also
+    skipped once `is_cancelled` is true.
     """
     pending = deque(enumerate(items))
     num_workers = min(threads, len(pending))
@@ -173,7 +173,7 @@ def _get_executor() -> ThreadPoolExecutor:
 
 
 def _reset_pool() -> None:
-    """A forked child has no threads: it makes a pool of its own when it needs one."""
+    """Drop the pool in a forked child, which has no threads; it creates its own on demand."""
     global _pool, _lock
     _pool = None
     _lock = threading.Lock()
@@ -184,14 +184,14 @@ if hasattr(os, "register_at_fork"):
 
 
 Progress = Callable[[int], object]
-"""Called with the number of raw bytes that have been dealt with since the last call."""
+"""Callback that receives the number of raw bytes processed since the last call."""
 
 MAX_IN_FLIGHT_BYTES = 32 << 20
-"""Bytes of pieces that may be in work, or done and waiting for their turn, at one time."""
+"""Bytes of items that may be in progress, or done and waiting for their turn, at one time."""
 
 _MIN_IN_FLIGHT_JOBS = 256
 _JOBS_PER_CORE = 16
-"""Pieces that may be in flight, however small: results may be larger than what they are made from."""
+"""Items that may be in flight, however small: results may be larger than their inputs."""
 
 
 def ordered_map(
@@ -200,12 +200,11 @@ def ordered_map(
     get_size: Callable[[T], int],
     threads: int | None = None,
 ) -> Iterator[tuple[T, R]]:
-    """Yield ``(item, work(item, threads))`` in the order of `items`, which is pulled from no faster than needed.
+    """Yield ``(item, work(item, threads))`` in the order of `items`, which is consumed only as fast as needed.
 
-    Items run side by side, as many as `MAX_IN_FLIGHT_BYTES` has room for but at most `compute_max_in_flight_jobs`, and
-    share the threads. One that fills more than half of it, or is alone, has all threads to itself. None runs on the
-    caller's thread, so that
-    an interrupt ends this at once (`executor`).
+    Items run in parallel, limited by `MAX_IN_FLIGHT_BYTES` and `compute_max_in_flight_jobs`, and share the threads. An
+    item that exceeds half of these bytes, or is alone, gets all threads. None runs on the caller's thread, so that an
+    interrupt ends the iteration at once.
     """
     cores = resolve_threads(threads)
     large_bytes = MAX_IN_FLIGHT_BYTES // 2 if cores > 1 else -1
@@ -222,12 +221,12 @@ def ordered_map(
 
 
 def compute_max_in_flight_jobs(cores: int) -> int:
-    """Items that may be in work, or done and waiting for their turn, at one time, with so many threads."""
+    """Return how many items may be in progress, or done and waiting for their turn, on `cores` threads."""
     return max(_MIN_IN_FLIGHT_JOBS, _JOBS_PER_CORE * cores)
 
 
 def _iter_with_last(items: Iterable[T], can_look_ahead: Callable[[T], bool]) -> Iterator[tuple[T, bool]]:
-    """Items, and whether each is known to be the last; looks ahead only after an item that `can_look_ahead`
+    """Yield each item and whether it is known to be the last; look ahead only after items that `can_look_ahead`
     accepts.
     """
     source = iter(items)
@@ -252,7 +251,7 @@ def _iter_next(source: Iterator[T]) -> Iterator[T]:
 
 
 class _InFlightWindow(Generic[T, R]):
-    """Items on the pool, oldest first, and the bytes they amount to; both have bounds."""
+    """Items on the pool, oldest first, limited by their number and total bytes."""
 
     def __init__(
         self,
@@ -297,9 +296,9 @@ _MIN_THREAD_BYTES = 1 << 20
 
 
 class BackgroundHasher:
-    """Hashes pieces in the order in which they are given, holding on to one of them at most.
+    """Hash chunks on another thread in the order in which they are given, holding at most one of them.
 
-    Use as a context manager; leaving it waits for the last piece.
+    Use as a context manager; leaving it waits for the last chunk.
     """
 
     def __init__(self) -> None:
@@ -307,7 +306,7 @@ class BackgroundHasher:
         self._pending_update: Future[None] | None = None
 
     def update(self, digest: hashlib._Hash, chunk: Bytes) -> None:
-        """Feed `chunk`, which must not change any more, to `digest`; large ones return at once."""
+        """Feed `chunk`, which must not change any more, to `digest`; return at once if it is large."""
         self.wait()
         if chunk.size < _MIN_THREAD_BYTES:
             digest.update(chunk.data)
@@ -315,7 +314,7 @@ class BackgroundHasher:
             self._pending_update = self._pool.submit(digest.update, chunk.data)
 
     def wait(self) -> None:
-        """Return when everything given has been hashed."""
+        """Wait until all chunks are hashed."""
         if self._pending_update is not None:
             self._pending_update.result()
             self._pending_update = None

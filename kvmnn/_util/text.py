@@ -1,6 +1,7 @@
-"""Text for people: numbers, rates, tables, wrapped lines, and foreign text escaped for terminals, CSV and Markdown.
+"""Human-readable text: numbers, rates, tables, wrapped lines, and foreign text escaped for terminals, CSV and Markdown.
 
-Words that make a promise (LOSSLESS, EXACT) are defined here. They are used only for what was compared, all of it.
+The labels that promise something (LOSSLESS, ...) are defined here. They apply only to data that was compared
+completely.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def escape_control(text: str, *, keep_line_ends: bool = True) -> str:
 
 
 def join_lines(text: str) -> str:
-    """A message as one visible line: line ends and the blanks around them become one blank."""
+    """Return a message as one visible line: line ends and the blanks around them become one blank."""
     return escape_control(" ".join(filter(None, map(str.strip, text.split("\n")))), keep_line_ends=False)
 
 
@@ -65,7 +66,7 @@ def side_by_side_diff(left: tuple[str, str], right: tuple[str, str], width: int)
 
 
 def break_lines(text: str, width: int) -> list[str]:
-    """Lines of at most `width` columns; what was longer goes on in the next."""
+    """Break a text into lines of at most `width` columns."""
     return [
         piece
         for line in text.split("\n")
@@ -74,7 +75,7 @@ def break_lines(text: str, width: int) -> list[str]:
 
 
 def count_columns(text: str) -> int:
-    """Columns that a terminal gives to a text."""
+    """Return the number of terminal columns of a text."""
     return sum(_count_letter_columns(letter) for letter in text)
 
 
@@ -103,12 +104,12 @@ _CONTINUATION_INDENT = 4
 
 
 def wrap_text(text: str, width: int) -> str:
-    """Lines of at most `width` columns where their words allow it; what goes on is indented beneath its line."""
+    """Wrap a text at blanks to lines of at most `width` columns if possible, and indent the continuation lines."""
     return "\n".join(_wrap_line(line, width) for line in text.split("\n"))
 
 
 def wrap_lines(lines: Iterable[str], width: int) -> list[str]:
-    """`wrap_text` of each of them, as lines."""
+    """Wrap each of several texts as `wrap_text` does, and return the lines."""
     return [row for line in lines for row in wrap_text(line, width).split("\n")]
 
 
@@ -127,13 +128,13 @@ def _wrap_line(line: str, width: int) -> str:
 
 
 def _split_words(line: str, width: int) -> Iterator[str]:
-    """Words with the blanks before them; lists that are too long for a line are cut after their commas."""
+    """Yield words with the blanks before them; a list that is too long for a line is split after its commas."""
     for word in re.findall(r" *[^ ]+", line):
         yield from [word] if count_columns(word.lstrip(" ")) <= width else re.findall(r" *[^ ,]*,?", word)[:-1]
 
 
 def suggest(word: str, candidates: Iterable[str]) -> str:
-    """``" (did you mean 'streaming'?)"`` for the name nearest to a word; nothing where none is near."""
+    """Return ``" (did you mean 'streaming'?)"`` with the candidate nearest to a word; empty if none is near."""
     names_by_lower = {name.lower(): name for name in candidates}
     anagrams = [name for name in names_by_lower if sorted(name) == sorted(word.lower())]  # '.nyp' is '.npy', not '.npz'
     close_names = anagrams or get_close_matches(word.lower(), names_by_lower, n=1, cutoff=0.7)
@@ -141,45 +142,45 @@ def suggest(word: str, candidates: Iterable[str]) -> str:
 
 
 LOSSLESS = "LOSSLESS"
-"""What came back was compared with what went in, every byte."""
+"""Every byte of the decoded data was compared with the input."""
 
 LOSSY = "LOSSY"
-"""Tokens, or bits of them, are gone."""
+"""Tokens, or bits of their values, were dropped."""
 
 SIMULATED = "SIMULATED"
-"""A size was computed; nothing was made that could be decoded and compared."""
+"""A size was computed; there is no output to decode and compare."""
 
 UNCHANGED = "UNCHANGED"
-"""Nothing was changed at all."""
+"""Nothing was changed."""
 
 
 def compute_ratio(raw_bytes: int, stored_bytes: int) -> float:
-    """Raw over stored bytes; 0 where nothing is stored."""
+    """Return raw bytes divided by stored bytes; 0 if nothing is stored."""
     return raw_bytes / stored_bytes if stored_bytes else 0.0
 
 
 def pluralize(number: int, noun: str) -> str:
-    """``1 frame``, ``2 frames``."""
+    """Return a number with its noun: ``1 frame``, ``2 frames``."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 MIN_RATE_BYTES = 1 << 20
-"""Bytes below which no rate is printed: what it would say is how long things take to begin."""
+"""Bytes below which no rate is printed: it would measure the start-up time."""
 
 
 def format_rate(nbytes: int, seconds: float) -> str:
-    """A rate after other facts, such as ``, 187 MB/s`` (10^6 bytes a second); empty for few bytes."""
+    """Return ``, 187 MB/s`` (10^6 bytes per second) to append to other facts; empty below `MIN_RATE_BYTES`."""
     return f", {format_mb_per_second(nbytes, seconds)} MB/s" if nbytes >= MIN_RATE_BYTES else ""
 
 
 def format_mb_per_second(nbytes: int, seconds: float) -> str:
-    """10^6 bytes a second: whole from 1 on, below with one digit that is not 0."""
+    """Return a rate in 10^6 bytes per second: a whole number from 1 on, below that one significant digit."""
     mb_per_second = nbytes / 1e6 / max(seconds, 1e-9)
     return f"{mb_per_second:.0f}" if mb_per_second >= 0.95 else f"{mb_per_second:.1g}"
 
 
 def format_range(numbers: Sequence[int]) -> str:
-    """``7`` or ``7 to 12``: the least and the greatest of ascending numbers."""
+    """Return ``7`` or ``7 to 12``: the least and the greatest of ascending numbers."""
     return f"{numbers[0]:,}" if len(numbers) == 1 else f"{numbers[0]:,} to {numbers[-1]:,}"
 
 
@@ -188,7 +189,7 @@ _HASH_DIGIT_COUNTS = (16, 32)
 
 
 def shorten_names(names: Iterable[str]) -> dict[str, str]:
-    """Names for people: of hashes the first digits where these tell the names apart, of all else everything."""
+    """Map names to short forms: hashes to the first digits that keep them distinct, other names to themselves."""
     all_names = set(names)
     for digits in _HASH_DIGIT_COUNTS:
         short_forms = {name: _shorten_name(name, digits) for name in all_names}
@@ -204,12 +205,12 @@ def _shorten_name(name: str, digits: int) -> str:
 _NUMBER = re.compile(r"[+-]?(\d[\d,]*(\.\d*)?|\.\d+)([eE][+-]?\d+)?%?|[+-]?(inf|nan)", re.IGNORECASE)
 _FORMULA = re.compile(r"[=+\-@\t\r]")
 _UNESCAPED = re.compile(r"(?<!\\)((?:\\\\)*)(<(?=[A-Za-z/!?])|\[(?=[^\]]*\]\())")
-"""Raw HTML, links and images, unless a backslash escapes them."""
+"""Matches raw HTML, links and images that no backslash escapes."""
 _MENTION = re.compile(r"(?<![\w`])@(?=[A-Za-z0-9])")
 
 
 def escape_csv(text: str) -> str:
-    """Return a cell of CSV that no spreadsheet takes for a formula; numbers, negative ones too, stay as they are.
+    """Return a CSV cell that no spreadsheet interprets as a formula; numbers, also negative ones, are unchanged.
 
     A cell that begins with ``=``, ``+``, ``-``, ``@``, a tab or CR gets an apostrophe, as spreadsheets write texts.
     """
@@ -217,7 +218,7 @@ def escape_csv(text: str) -> str:
 
 
 def unescape_csv(text: str) -> str:
-    """Return the text of which `escape_csv` made a cell."""
+    """Return the text that `escape_csv` turned into a cell; the inverse of it."""
     return text[1:] if text.startswith("'") and _is_formula(text.lstrip("'")) else text
 
 
@@ -232,7 +233,7 @@ def escape_markdown(text: str) -> str:
 
 
 def escape_markdown_cell(text: str) -> str:
-    """Return text for a cell of a Markdown table: as `escape_markdown`, and ``|`` ends no cell."""
+    """Return text for a cell of a Markdown table: as `escape_markdown`, with ``|`` escaped too."""
     return escape_markdown(re.sub(r"(?<!\\)((?:\\\\)*)\|", r"\1\\|", text))
 
 

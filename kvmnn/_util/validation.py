@@ -1,4 +1,4 @@
-"""Checks of numbers that callers give."""
+"""Validation of numbers that callers pass."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..errors import KvmnnError
 
 
 def validate_int(value: Any, name: str, min_value: int, max_value: int | None = None) -> int:
-    """`value` as an int between `min_value` and `max_value`."""
+    """Return `value` as an int; raise `KvmnnError` unless it lies between `min_value` and `max_value`."""
     number = to_int(value, name)
     if number < min_value:
         raise KvmnnError(f"{name} is {repr_short(number)}: expected at least {min_value}")
@@ -19,7 +19,7 @@ def validate_int(value: Any, name: str, min_value: int, max_value: int | None = 
 
 
 def repr_short(value: object) -> str:
-    """A value as messages show it: cut where it is long, and no thousands of digits, which Python refuses to write."""
+    """Return the repr of a value for messages, truncated if it is long; ints that Python refuses to print included."""
     if isinstance(value, int) and value.bit_length() > 256:
         return f"an integer of {value.bit_length():,} bits"
     text = str(value) if type(value).__module__ == "numpy" else repr(value)
@@ -27,14 +27,14 @@ def repr_short(value: object) -> str:
 
 
 def to_int(value: Any, name: str) -> int:
-    """`value` as an int; `TypeError` for what is no integer, booleans included."""
+    """Return `value` as an int; `TypeError` for anything but an integer, booleans included."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be an integer, not {type(value).__name__}")
     return int(value)
 
 
 def validate_count(name: str, number: object) -> None:
-    """Refuse what is not an integer of at least 0."""
+    """Raise an error unless `number` is an integer of at least 0."""
     if isinstance(number, bool) or not isinstance(number, Integral):
         raise TypeError(f"{name} must be an integer, not {type(number).__name__}")
     if number < 0:
@@ -42,7 +42,7 @@ def validate_count(name: str, number: object) -> None:
 
 
 def validate_fraction(name: str, number: Any) -> None:
-    """Refuse what is not a finite number of at least 0 that can be multiplied with a number of tokens."""
+    """Raise an error unless `number` is finite, at least 0, and can be multiplied with a number of tokens."""
     if isinstance(number, bool) or not isinstance(number, Real):
         raise TypeError(f"{name} must be a number, not {type(number).__name__}")
     if number < 0 or not number <= 1e9:

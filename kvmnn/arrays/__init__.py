@@ -1,4 +1,4 @@
-"""What flows between files and codecs: named arrays, sources of them, and caches of K and V by layer."""
+"""Data that passes between files and codecs: named arrays, sources of arrays, and caches of K and V by layer."""
 
 from .array import ArrayInfo, LazyArray, UnsupportedArrayError
 from .axes import AxisSpec

@@ -36,11 +36,11 @@ class UntypedArrayError(UnsupportedArrayError, MissingOptionError):
 
 @dataclass(frozen=True, kw_only=True)
 class ArrayInfo:
-    """What is needed to restore an array from its bytes."""
+    """Name, type and shape of an array: all that is needed to restore it from its bytes."""
 
     #: Unique within its source or manifest.
     name: str
-    #: ``"fp16"``, ``"bf16"`` or ``"fp32"``: how the words are coded and what people call them.
+    #: ``"fp16"``, ``"bf16"`` or ``"fp32"``: the element type as which the words are encoded.
     dtype: str
     #: Axis lengths in the order of numpy, also for Fortran-ordered files.
     shape: tuple[int, ...]
@@ -48,8 +48,8 @@ class ArrayInfo:
     array_dtype: str
     #: ``"C"`` or ``"F"``: which axis runs fastest in memory.
     order: Order = "C"
-    #: One of `dtypes.FLOAT8_NAMES` where the array holds codes of that type, one byte each (`array_dtype` is
-    #: ``"|u1"``), or float32 numbers that were made of them; empty for all others.
+    #: One of `dtypes.FLOAT8_NAMES` for an array of these codes, one byte each (`array_dtype` is ``"|u1"``), or of
+    #: float32 numbers decoded from them; empty for all others.
     element: str = ""
 
     @property
@@ -106,7 +106,7 @@ class ArrayInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class LazyArray(ArrayInfo):
-    """An array on its way in: what it is, and a way to read its bytes in bounded memory."""
+    """A named array whose bytes are read on demand in bounded memory."""
 
     #: ``reader(step)`` iterates over the file's own bytes of the array in runs of `chunk_bytes` bytes, the last one
     #: shorter.
@@ -171,7 +171,7 @@ def from_numpy(name: str, elements: Elements) -> LazyArray:
 
 
 def bytes_array(name: str, data: bytes) -> LazyArray:
-    """Return bytes in memory, which are no numbers, as an array under a name."""
+    """Return bytes in memory, which are not numbers, as an array under a name."""
     words = np.frombuffer(data, np.uint8)
     return LazyArray(
         name=name, dtype="fp16", shape=words.shape, array_dtype="|u1", reader=partial(_iter_buffer_chunks, words)
@@ -237,7 +237,7 @@ def read_elements(array: LazyArray) -> npt.NDArray[Any]:
 
 
 def from_strided_pages(info: ArrayInfo, view_factories: Sequence[ViewFactory]) -> LazyArray:
-    """Return an array in C order over several views that follow each other along the last axis but one."""
+    """Return an array in C order over several views that are concatenated along the last axis but one."""
     return _array_in_c_order(info, partial(_iter_page_chunks, info, view_factories))
 
 
@@ -300,7 +300,7 @@ _NAMES_PER_BATCH = 4096
 
 
 class LazySequence(Sequence[T], Generic[T]):
-    """A sequence whose items are created from numbers on each access."""
+    """A sequence whose items are created on each access from an integer."""
 
     def __init__(self, item_ids: npt.NDArray[np.int64], make_item: Callable[[int], T]) -> None:
         self.item_ids = item_ids

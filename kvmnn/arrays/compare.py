@@ -32,14 +32,14 @@ _LayerIndex = dict[tuple[int, Part], LayerArray]
 class Mismatch(Record):
     """The first word that differs."""
 
-    #: What the array is called in the first input.
+    #: Name of the array in the first input.
     array: str
     #: Its index in that array.
     index: tuple[int, ...]
     #: Its values.
     first: float
     second: float
-    #: Where it is; None for arrays that are not known to be K or V of a layer.
+    #: Location in the layer; None for arrays that are not known to be K or V.
     layer: int | None = None
     part: Part | None = None
     head: int | None = None
@@ -59,20 +59,20 @@ class Mismatch(Record):
 class DiffReport(Record):
     """The result of a comparison."""
 
-    #: What was compared.
+    #: Paths of the inputs.
     first_input: str = ""
     second_input: str = ""
     #: Words compared.
     words: int = 0
     #: How many of them differ.
     differing: int = 0
-    #: The first that does.
+    #: The first difference, or None.
     first: Mismatch | None = None
     #: Why arrays could not be compared: missing ones, other shapes or types.
     unlike: tuple[str, ...] = ()
     #: Advice on how to specify the axes of an input, if arrays were compared by name because the axes are unknown.
     hints: tuple[str, ...] = ()
-    #: The state of the model that the arrays of each input contain, where that is known.
+    #: How much of the model's state the arrays of each input contain; None if unknown.
     completeness: tuple[Completeness | None, Completeness | None] = field(
         default=(None, None), metadata={"inline": True, "convert": build_pair_document}
     )
@@ -308,7 +308,7 @@ MIN_NON_ROUNDING_ERROR = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorStats(Record):
-    """How far K or V of a layer are apart."""
+    """Error statistics of K or V of one layer."""
 
     json_keys = "layer part words above largest=_finite_largest not_finite head token dim relative"
 
@@ -341,7 +341,7 @@ class ErrorStats(Record):
 class ToleranceReport(Record):
     """The result of a comparison with a tolerance."""
 
-    #: What was compared.
+    #: Paths of the inputs.
     first_input: str = ""
     second_input: str = ""
     #: The absolute tolerance.
@@ -350,7 +350,7 @@ class ToleranceReport(Record):
     errors: tuple[ErrorStats, ...] = field(metadata={"key": "layers"})
     #: Why layers could not be compared, or not all of them: missing ones, other shapes.
     unlike: tuple[str, ...] = ()
-    #: The state of the model that the arrays of each input contain, where that is known.
+    #: How much of the model's state the arrays of each input contain; None if unknown.
     completeness: tuple[Completeness | None, Completeness | None] = field(
         default=(None, None), metadata={"inline": True, "convert": build_pair_document}
     )

@@ -46,14 +46,14 @@ class LayerStateInfo:
     #: attention; ``"recurrent"``: convolution or recurrent state; ``"shared"``: none of its own, it reads that of layer
     #: `shared_with`; ``"cross"``: K and V of the encoder's output; ``"index"``: keys that select tokens.
     kind: StateKind = "full"
-    #: Tokens that a layer of kind ``"window"`` attends to; None where nothing tells.
+    #: Tokens that a layer of kind ``"window"`` attends to; None if unknown.
     window: int | None = None
-    #: The layer whose K and V one of kind ``"shared"`` reads.
+    #: The layer whose K and V a layer of kind ``"shared"`` reads.
     shared_with: int | None = None
     #: Whether the arrays of the source contain this state.
     included: bool = True
-    #: Where the state is that the arrays do not contain, as the end of a sentence: ``"in the second cache of the
-    #: session"``; empty where nothing tells.
+    #: Location of state that the arrays do not contain, as the end of a sentence: ``"in the second cache of the
+    #: session"``; empty if unknown.
     location: str = ""
 
 
@@ -75,7 +75,7 @@ class Completeness(Record):
 
     #: Every layer of the model, in order, also those without arrays.
     layers: tuple[LayerStateInfo, ...] = field(default=(), metadata={"convert": _list_runs})
-    #: Why the stored tokens are not all that the model has seen, as a sentence; empty where they are.
+    #: Sentence about tokens that the model has seen and that are not stored; empty if all are.
     evicted: str = ""
     #: Sentences about further state that the arrays do not contain.
     other_missing: tuple[str, ...] = field(default=(), metadata={"key": "other"})
@@ -116,7 +116,7 @@ class Completeness(Record):
         return f"{len(layers):,} of {pluralize(len(self.layers), 'layer')} {verb} {state}{location_text}"
 
     def with_selected_layers(self, layers: Collection[int], location: str) -> Completeness:
-        """Return the same where only the arrays of `layers` are taken; `location` tells where the others are."""
+        """Return the completeness of the arrays of `layers` alone; `location` states where the others are."""
         states = (
             state if state.layer in layers or not state.included else replace(state, included=False, location=location)
             for state in self.layers
@@ -133,7 +133,7 @@ def describe_state(state: LayerStateInfo) -> str:
 
 
 def format_missing(completeness: Completeness | None) -> list[str]:
-    """Return a line for each kind of state that the arrays do not contain; none where that is not known."""
+    """Return a line for each kind of state that the arrays do not contain; empty if unknown."""
     return [] if completeness is None else [f"incomplete: {sentence}" for sentence in completeness.missing]
 
 
@@ -144,7 +144,7 @@ def format_missing_of_pair(pair: tuple[Completeness | None, Completeness | None]
 
 
 def build_pair_document(pair: tuple[Completeness | None, Completeness | None]) -> dict[str, Any]:
-    """Return the entry ``completeness`` of a JSON document about two inputs; empty where nothing is known."""
+    """Return the entry ``completeness`` of a JSON document about two inputs; empty if nothing is known."""
     if pair == (None, None):
         return {}
     documents = [completeness and completeness.to_dict() for completeness in pair]
@@ -152,11 +152,11 @@ def build_pair_document(pair: tuple[Completeness | None, Completeness | None]) -
 
 
 class IncompleteCacheError(SourceError):
-    """A cache that contains a part of the model's state, where all of it is needed."""
+    """A cache that contains only a part of the model's state, where all of it is required."""
 
 
 def require_complete(completeness: Completeness | None, where: str, purpose: str) -> None:
-    """Raise `IncompleteCacheError` unless all that an engine needs to continue is there."""
+    """Raise `IncompleteCacheError` unless the arrays contain all that an engine needs to continue."""
     if completeness is None or completeness.is_complete:
         return
     missing_text = "; ".join(completeness.missing)

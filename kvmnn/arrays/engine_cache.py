@@ -1,4 +1,4 @@
-"""The description that another engine's cache gives of itself: geometry, types, positions, token ids."""
+"""The description of another engine's cache: geometry, types, positions, token ids."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class BatchText(Record):
 class EngineCacheInfo(Record):
     """Description of a cache that another engine wrote to a file, or keeps in memory."""
 
-    #: Its usual name: ``"llama.cpp"``, ``"MLX"`` ...
+    #: Name of the engine: ``"llama.cpp"``, ``"MLX"`` ...
     engine: str
     #: The engine's name for this kind of cache: ``"session"``, ``"prompt_cache"`` ...
     kind: str
@@ -78,7 +78,7 @@ class EngineCacheInfo(Record):
     positions_unknown: bool = field(default=False, metadata={"omit": True})
     #: Token ids that are stored next to K and V; None without ids.
     token_ids: Indices | None = field(default=None, metadata={"convert": _list_ids})
-    #: Of a batch with padding, or with token ids: its texts. Empty where all arrays are tokens, and no ids are there.
+    #: Texts of a batch with padding or with token ids; empty if there is neither.
     texts: tuple[BatchText, ...] = field(default=(), metadata={"omit": True})
     #: Properties that only this engine has, as JSON values.
     details: Mapping[str, Any] = field(default_factory=dict, metadata={"inline": True})
@@ -93,7 +93,7 @@ class EngineCacheInfo(Record):
 
     @property
     def layer_position_runs(self) -> tuple[PositionRuns, ...] | None:
-        """Return the runs of each layer; None where they are unknown."""
+        """Return the positions of each layer as ``(begin, size)`` runs; None if unknown."""
         if self.layer_positions is not None:
             return tuple(map(positions_to_runs, self.layer_positions))
         return None if self.position_runs is None else (self.position_runs,) * self.layers

@@ -51,7 +51,7 @@ def restore_completeness(source: Source, where: str) -> None:
 
 
 def restore_metadata(source: Source, where: str, *, is_subset: bool = False) -> None:
-    """Restore what `dump_metadata` wrote, if the arrays are those; else drop the engine's description with a note."""
+    """Restore what `dump_metadata` wrote; drop the engine's description with a note if the arrays do not match it."""
     restore_completeness(source, where)
     if source.engine_cache is not None or ENGINE_KEY not in source.metadata:
         return
@@ -134,7 +134,7 @@ def parse_engine_cache(node: JsonReader) -> EngineCacheInfo:
 
 
 def _parse_texts(node: JsonReader, tokens: int) -> tuple[BatchText, ...]:
-    """Parse the texts of a batch, where they have padding or token ids."""
+    """Parse the texts of a batch that has padding or token ids."""
     if "texts" not in node.value:
         return ()
     texts = node.get("texts").read_list()
@@ -153,13 +153,13 @@ def _parse_texts(node: JsonReader, tokens: int) -> tuple[BatchText, ...]:
 
 
 def _parse_layer_ints(node: JsonReader, key: str) -> tuple[int, ...]:
-    """Parse a number of each layer, where they differ."""
+    """Parse a number for each layer, if layers differ."""
     items = node.get(key).read_list() if key in node.value else []
     return tuple(item.read_int(1) for item in items)
 
 
 def _parse_transforms(node: JsonReader, key: str) -> tuple[Transform, ...]:
-    """Parse names of what was done to K and V; stores of earlier versions have none."""
+    """Parse names of transforms of K and V; files of earlier versions have none."""
     names = node.get(key).read_str_list() if key in node.value else ()
     return tuple(name for name in TRANSFORMS if name in names)
 
@@ -173,7 +173,7 @@ def _runs_to_lists(runs: PositionRuns) -> list[list[int]]:
 
 
 def _parse_layer_positions(node: JsonReader, tokens: int) -> Any:
-    """Parse positions of each layer, where they hold different tokens."""
+    """Parse positions of each layer, if layers contain different tokens."""
     if node.value.get("layer_positions") is None:
         return None
     layers = node.get("layer_positions").read_list()

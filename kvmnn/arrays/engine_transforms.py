@@ -1,4 +1,4 @@
-"""K and V of a source as other engines compute them: llama.cpp's transforms are inverted or named."""
+"""Transforms that other engines apply to K and V of a source: llama.cpp's are inverted or reported."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from .source import Source
 
 
 class _Float8Format(NamedTuple):
-    """Bits of exponent and fraction, the exponent's bias, and which codes are no numbers."""
+    """Bits of exponent and fraction, the exponent's bias, and the encoding of NaN."""
 
     exponent_bits: int
     fraction_bits: int

@@ -26,15 +26,15 @@ _AXIS_NAMES = {"l": "layer", "b": "batch", "h": "kv_head", "t": "token", "d": "d
 
 @dataclass(frozen=True)
 class KVArrays:
-    """K and V by layer, and how they lay in their source."""
+    """K and V by layer, and their arrangement in the source."""
 
     #: ``[batch, kv_heads, tokens, head_dim]`` views by layer number.
     layers: dict[int, KVPair]
-    #: The arrays that they are views of: K, V; one pair with all layers, or a pair for each layer.
+    #: The underlying arrays (K, V): one pair with all layers, or a pair for each layer.
     pairs: tuple[tuple[LazyArray, LazyArray], ...]
-    #: Letters for the axes of each of them: l layer, b batch, h kv_head, t token, d dimension.
+    #: Letters for the axes of each array: l layer, b batch, h kv_head, t token, d dimension.
     axes: str
-    #: What says so, for people.
+    #: What defines the axes, as text.
     axes_source: str
 
     @property
@@ -45,7 +45,7 @@ class KVArrays:
         return f"axes {self.axes} ({self.axes_source}): {', '.join(axis_lengths)}"
 
     def restore(self, new_layers: dict[int, KVPair]) -> tuple[list[ArrayInfo], list[Elements]]:
-        """Return other tokens for the same layers, with the names and axes of the source."""
+        """Return new K and V of the same layers in the names and axes of the source."""
         infos: list[ArrayInfo] = []
         arrays: list[Elements] = []
         layers = iter(new_layers.values())
@@ -63,15 +63,15 @@ class KVArrays:
 
 @dataclass(frozen=True)
 class AxisHints:
-    """What is known of the axes of arrays."""
+    """Known facts about the axes of arrays."""
 
-    #: Of all arrays, such as ``"lthd"``: h, t and d, and l or b for layers or batches; None where nothing says them.
+    #: Axes of all arrays, such as ``"lthd"``: h, t and d, and l or b for layers or batches; None if unspecified.
     axes: str | None = None
-    #: Who says so.
+    #: What defines `axes`, as text.
     axes_source: str = "said"
     #: `Source.token_major`: three axes are ``thd``.
     token_major: bool = False
-    #: Tokens that there are at least.
+    #: Minimum number of tokens.
     min_tokens: int = 0
 
 

@@ -13,7 +13,7 @@ from ..errors import ArrayTypeError, KvmnnError
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LayerCache:
-    """K and V of one layer, and which tokens of the text they stand for.
+    """K and V of one layer, and the text positions of their tokens.
 
     Parameters
     ----------
@@ -74,7 +74,7 @@ class LayerCache:
 
     @property
     def dtype(self) -> str:
-        """``"fp16"``, ``"bf16"`` or ``"fp32"``."""
+        """Return ``"fp16"``, ``"bf16"`` or ``"fp32"``."""
         return dtypes.infer_dtype(self.keys).name
 
     @property
@@ -106,9 +106,7 @@ class LayerCache:
 def check_kv_pair(
     where: str, keys: Elements, values: Elements, *, num_axes: int, require_same_head_dim: bool = True
 ) -> None:
-    """Refuse K and V of other types, axes or shapes; without `require_same_head_dim` V may have another head_dim, or
-    0.
-    """
+    """Raise an error if types, axes or shapes of K and V differ; `require_same_head_dim` includes the head_dim."""
     for name, array in (("keys", keys), ("values", values)):
         if not isinstance(array, np.ndarray):
             raise TypeError(f"{where}: {name} must be a numpy array, not {type(array).__name__}")

@@ -1,4 +1,4 @@
-"""Group arrays into layers: which array is K, which is V, and of which layer, whatever its source calls it.
+"""Group arrays into layers: find the layer and part (K or V) of each array, whatever names its source uses.
 
 Encoder-decoder models have two halves: the tokens of the decoder, and the output of the encoder.
 """
@@ -27,18 +27,18 @@ _HALF_COMPONENT_REGEX = re.compile(r"[._/](decoder|encoder)(?=[._/])")
 
 
 def parse_half(name: str) -> ModelHalf | None:
-    """Return which half an array is of, by the last word of its name that tells; None where none does."""
+    """Return the half that an array belongs to, by the last word of its name for either; None if there is none."""
     half_words = _HALF_REGEX.findall(name)
     return next((half for half in MODEL_HALVES if half_words and half == half_words[-1]), None)
 
 
 def has_halves(names: Iterable[str]) -> bool:
-    """Whether arrays of these names are of both halves."""
+    """Return whether the names include arrays of both halves."""
     return {parse_half(name) for name in names} >= set(MODEL_HALVES)
 
 
 def check_one_half(names: Iterable[str], where: str) -> None:
-    """Raise `MissingOptionError` for arrays of both halves; `where` begins the message."""
+    """Raise `MissingOptionError` for arrays of both halves; the message begins with `where`."""
     if has_halves(names):
         raise MissingOptionError(
             f"{where}holds K and V of a decoder and of an encoder: --part decoder or --part encoder takes one of them"
@@ -72,7 +72,7 @@ def select_half(source: Source, half: ModelHalf, where: str) -> Source:
 
 
 def _strip_half(name: str) -> str:
-    """Return the name without its half: ``layer_0.decoder.key`` is ``layer_0.key`` then."""
+    """Return the name without its half: ``layer_0.key`` for ``layer_0.decoder.key``."""
     matches = list(_HALF_COMPONENT_REGEX.finditer(name))
     return name[: matches[-1].start()] + name[matches[-1].end() :] if matches else name
 
@@ -90,7 +90,7 @@ class AmbiguousAxesError(MissingOptionError):
 class LayerArray:
     """K or V of one layer."""
 
-    #: Which.
+    #: Layer and part.
     layer: int
     part: Part
     #: ``[kv_head, token, head_dim]``, or ``[token, kv_head, head_dim]`` where `token_major`.
@@ -100,7 +100,7 @@ class LayerArray:
 
     @property
     def geometry(self) -> tuple[int, int, int]:
-        """``(kv_heads, tokens, head_dim)``."""
+        """Return ``(kv_heads, tokens, head_dim)``."""
         a, b, dims = self.array.shape
         return (b, a, dims) if self.token_major else (a, b, dims)
 
@@ -197,7 +197,7 @@ def locate_array(array: LazyArray, token_major: bool) -> tuple[Part, int | None,
 
 
 def _has_tokens_first(array: LazyArray) -> bool:
-    """Return whether tokens come before heads, where only the lengths of the axes can tell."""
+    """Return whether tokens come before heads, judged by the lengths of the axes alone."""
     if len(array.shape) not in (3, 4):
         return False
     first_length, second_length = array.shape[-3:-1]
@@ -212,7 +212,7 @@ def _has_tokens_first(array: LazyArray) -> bool:
 
 
 def suggest_token_major(source: Source, axes: str | None = None) -> str | None:
-    """Suggest an option where arrays are read as of many heads and few tokens; None where that is not unusual."""
+    """Suggest an option if arrays are read as having many heads and few tokens; None if that is not unusual."""
     if source.cache or source.engine_cache or source.token_major or FILE_KEY in source.metadata:
         return None
     if source.axes and axes is None:
@@ -244,7 +244,7 @@ def _select_row(array: LazyArray, index: int) -> LazyArray:
 
 
 def _iter_byte_range(array: LazyArray, begin: int, nbytes: int, chunk_bytes: int) -> Iterator[Chunk]:
-    """Iterate over bytes of an array from `begin` on; skipping those before costs nothing in a mapped file."""
+    """Iterate over bytes of an array from `begin` on; skipping the earlier ones costs nothing in a mapped file."""
     position = 0
     for chunk in array.reader(chunk_bytes):
         low, high = max(begin - position, 0), min(begin + nbytes - position, chunk.size)
@@ -284,7 +284,7 @@ def _iter_chained_chunks(arrays: list[LazyArray], chunk_bytes: int) -> Iterator[
 
 
 def merge_dump_segments(arrays: Sequence[LazyArray]) -> list[LazyArray]:
-    """Return the arrays with segments of KV dumps joined along the tokens, where all are of dumps."""
+    """Return the arrays with segments of KV dumps joined along the tokens, if all arrays are from dumps."""
     parsed_names = [parse_conventional_name(array.name) for array in arrays]
     dump_keys = [
         (parsed_name.layer, parsed_name.part) for parsed_name in parsed_names if parsed_name and parsed_name.is_dump
@@ -295,7 +295,7 @@ def merge_dump_segments(arrays: Sequence[LazyArray]) -> list[LazyArray]:
 
 
 def collect_layers(source: Source, *, token_major: bool = False, allow_keys_only: bool = False) -> list[LayerArray]:
-    """Collect the layers of a source (`collect_layer_arrays`), which errors name."""
+    """Collect the layers of a source (`collect_layer_arrays`); errors name the source."""
     try:
         return collect_layer_arrays(
             source.arrays, token_major=source.token_major or token_major, allow_keys_only=allow_keys_only
@@ -305,9 +305,7 @@ def collect_layers(source: Source, *, token_major: bool = False, allow_keys_only
 
 
 def collect_layers_or_latents(source: Source, *, token_major: bool = False) -> list[LayerArray]:
-    """Collect layers, of which K alone may be there: an engine says so, or each layer has one head (latent
-    attention).
-    """
+    """Collect layers that may lack V: if the engine says so, or if each layer has one head (latent attention)."""
     arrays = collect_layers(source, token_major=token_major, allow_keys_only=True)
     heads = arrays[0].geometry[0]
     has_values = any(entry.part == "value" for entry in arrays)
@@ -320,12 +318,12 @@ def collect_layers_or_latents(source: Source, *, token_major: bool = False) -> l
 
 
 def format_input_prefix(source: Source) -> str:
-    """Return the beginning of errors about the arrays of a source."""
+    """Return the prefix of error messages about the arrays of a source."""
     return f"{' '.join(source.inputs)}: " if source.inputs else ""
 
 
 def check_kv_shapes(layers: Sequence[LayerArray], where: str = "", *, require_same_head_dim: bool = True) -> None:
-    """Raise `KvmnnError` where K and V of a layer differ in heads, tokens or, by default, head_dim."""
+    """Raise `KvmnnError` if K and V of a layer differ in heads, tokens or, by default, head_dim."""
     for key, value in zip(layers[::2], layers[1::2], strict=True):
         is_consistent = key.geometry[:2] == value.geometry[:2] and (
             not require_same_head_dim or key.geometry[2] == value.geometry[2]
@@ -381,5 +379,5 @@ def group_consecutive(numbers: Sequence[int]) -> list[list[int]]:
 
 
 def format_array_name(layer: int, part: Part) -> str:
-    """Return the name that the array of a layer's K or V has everywhere."""
+    """Return kvmnn's name for the array of a layer's K or V."""
     return f"layer_{layer}.{part}"

@@ -65,7 +65,7 @@ def invert_transforms(elements: Elements, part: Part, transforms: Sequence[Trans
 
 
 def has_lossy_inverse(transforms: Sequence[Transform]) -> bool:
-    """Return whether inverting these rounds numbers."""
+    """Return whether inverting these transforms rounds numbers."""
     return any(name in ROTATIONS for name in transforms)
 
 

@@ -62,9 +62,9 @@ _LAYER_WORD_REGEX = re.compile(r"(?:layers?|l|keys?|values?|k|v)?(\d+)", re.IGNO
 
 
 class ConventionalName(NamedTuple):
-    """What a name of `NAME_TEMPLATES` states."""
+    """Contents of a name of `NAME_TEMPLATES`."""
 
-    #: K or V of which layer.
+    #: Part and layer.
     part: Part
     layer: int
     #: Order of the axes.

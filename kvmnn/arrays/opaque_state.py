@@ -15,15 +15,15 @@ MAX_STATE_NAME_CHARS = 256  # also of its dtype
 
 @dataclass(frozen=True, kw_only=True)
 class OpaqueState:
-    """One tensor of a layer's state. It is valid at the exact length of the text that it was computed from."""
+    """One tensor of a layer's state, valid only at the exact length of the text that it was computed from."""
 
     #: Number of the layer in the model, from 0.
     layer: int
-    #: What the engine calls it, unique within the layer: ``"conv_states"``, ``"recurrent_states"``.
+    #: Name in the engine, unique within the layer: ``"conv_states"``, ``"recurrent_states"``.
     name: str
-    #: Type of its elements as the engine calls it, such as ``"bfloat16"``; ``"bytes"`` where nothing tells.
+    #: Element type under the engine's name, such as ``"bfloat16"``; ``"bytes"`` if unknown.
     dtype: str
-    #: Lengths of its axes, which the engine gives a meaning; of ``"bytes"`` their number.
+    #: Axis lengths in the engine's order; for ``"bytes"`` their number.
     shape: tuple[int, ...]
     #: Bytes of all elements.
     nbytes: int
@@ -41,7 +41,7 @@ class OpaqueState:
 
 
 def make_state(layer: int, name: str, data: bytes, *, dtype: str = "bytes", shape: Iterable[int] = ()) -> OpaqueState:
-    """Return state whose bytes are in memory; without `shape` it is that of bytes."""
+    """Return state with bytes in memory; without `shape` a flat state of bytes."""
     axes = tuple(shape) if dtype != "bytes" else (len(data),)
     return OpaqueState(
         layer=layer, name=name, dtype=dtype, shape=axes, nbytes=len(data), reader=partial(_get_data, data)
@@ -49,7 +49,7 @@ def make_state(layer: int, name: str, data: bytes, *, dtype: str = "bytes", shap
 
 
 def include_states(completeness: Completeness, states: Iterable[OpaqueState]) -> Completeness:
-    """Return the completeness of arrays and these states taken together, for verbs that keep both."""
+    """Return the completeness of arrays and these states together, for verbs that store both."""
     layers = {state.layer for state in states}
     layer_states = (
         replace(state_info, included=True)

@@ -1,4 +1,4 @@
-"""Positions of each layer's tokens: agreement of caches, windows without their first tokens, summary lines."""
+"""Positions of each layer's tokens: conflicts between caches, windows without their first tokens, summary lines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PositionMap = Mapping[int, Positions]
 
 
 def read_token_positions(source: Source) -> PositionMap:
-    """Return the positions that a packed cache or another engine's states, for the layers of which it does."""
+    """Return the positions that a packed cache or another engine's cache records, for the layers that have them."""
     if source.cache is not None:
         runs = {layer.layer: layer.text_position_runs for layer in source.cache.layers}
         return {n: np.concatenate([np.arange(begin, begin + size) for begin, size in r]) for n, r in runs.items()}
@@ -33,7 +33,7 @@ def read_token_positions(source: Source) -> PositionMap:
 
 
 def find_position_conflicts(first: PositionMap, second: PositionMap) -> dict[int, str]:
-    """Describe by layer where both caches state which tokens of the text they hold, and differ."""
+    """Describe each layer for which both caches state token positions and these differ."""
     conflicts = {}
     for layer in sorted(first.keys() & second.keys()):
         first_positions, second_positions = first[layer], second[layer]
@@ -52,7 +52,7 @@ def find_position_conflicts(first: PositionMap, second: PositionMap) -> dict[int
 
 
 def describe_conflicts(conflicts: Mapping[int, str], layers: Collection[int], ending: str = "") -> list[str]:
-    """Format a line for each of those layers; one line where it is the same of all `layers`."""
+    """Format a line for each of these layers; one line if all `layers` have the same conflict."""
     if len(set(conflicts.values())) == 1 and conflicts.keys() >= set(layers):
         return [min(conflicts.values()) + ending]
     return [f"layer {layer}: {line}{ending}" for layer, line in conflicts.items()]
@@ -76,7 +76,7 @@ def describe_gaps(runs_by_layer: Mapping[int, Collection[PositionRuns]]) -> str:
 
 
 def find_window_layers(completeness: Completeness | None, position_map: PositionMap) -> dict[int, Positions]:
-    """Return the positions of layers with a window that contain the last tokens of a text alone."""
+    """Return the positions of sliding-window layers that contain only the last tokens of a text."""
     states = {} if completeness is None else {state.layer: state for state in completeness.layers}
     if not position_map or any(positions.ndim != 1 for positions in position_map.values()):
         return {}
@@ -114,7 +114,7 @@ _MAX_SHOWN_RUNS = 4  # positions of an evicted cache may be thousands of runs
 
 
 def position_runs_by_layer(position_map: PositionMap) -> dict[int, PositionRuns]:
-    """Return runs of the positions of each layer, ``(begin, size)``; of heads that differ those of the first."""
+    """Return the positions of each layer as ``(begin, size)`` runs; of the first head, if heads differ."""
     return {layer: positions_to_runs(np.atleast_2d(positions)[0]) for layer, positions in position_map.items()}
 
 

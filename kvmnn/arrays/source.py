@@ -1,4 +1,4 @@
-"""What was taken from one input, or from several joined into one."""
+"""The arrays and metadata of one input, or of several merged into one."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from .naming import check_name
 from .opaque_state import OpaqueState
 
 DUMP_KEY: Final = "kvmnn.dump"
-"""Key of `Source.metadata` for the metadata files of a KV dump: they stay in bundles, which become the dump again."""
+"""Key of `Source.metadata` for the metadata files of a KV dump; bundles keep it, so that the dump can be restored."""
 FILE_KEY: Final = "kvmnn.file"
-"""The same for all of another engine's file but K and V."""
+"""Metadata key for all bytes of another engine's file but K and V."""
 SIDECAR_KEY: Final = "kvmnn.beside"
-"""The same for files next to the arrays of a folder that say whose K and V they are."""
+"""Metadata key for sidecars: files next to arrays that record their tokens."""
 ENGINE_KEY: Final = "kvmnn.engine_cache"
-"""The same for what another engine's cache said of itself, where its K and V are plain arrays."""
+"""Metadata key for the description of another engine's cache whose K and V are stored as plain arrays."""
 COMPLETENESS_KEY: Final = "kvmnn.completeness"
 """Metadata key for the state that the arrays contain, and what they lack (`kvmnn.arrays.completeness`)."""
 PACKED_FILES_KEY: Final = "kvmnn.packed_files"
-"""The same for what packed files hold besides the rows of live tokens."""
+"""Metadata key for the bytes of packed files besides the rows of live tokens."""
 WHOLE_FILE_KEYS: Final = (DUMP_KEY, FILE_KEY, PACKED_FILES_KEY)
-"""Keys that only manifests carry: no other file of arrays becomes such a folder or file again."""
+"""Keys that only manifests contain: other files of arrays cannot be restored to the original folder or file."""
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Source:
     engine_cache
         Description of the cache of another engine, if the input is one.
     completeness
-        Which state the model has for each layer, and how much of it the arrays contain; None if unknown.
+        The state of each layer of the model, and how much of it the arrays contain; None if unknown.
     states
         State of layers that is not K and V. The arrays do not contain it: `completeness` says that it is not included,
         and verbs that keep it alongside the arrays call `kvmnn.arrays.opaque_state.include_states`.
@@ -63,15 +63,15 @@ class Source:
     axes
         Letters for the axes of each array, where the input says them: b batch, h kv_head, t token, d dimension.
     lossy
-        Whether the words are not the input's own but made from what an engine had rounded.
+        Whether the words differ from the input's, because they were computed from what an engine had rounded.
     inverted_transforms
-        What llama.cpp had done to K and V and was undone (`kvmnn.arrays.undo`); None where nobody said what is to be.
+        Transforms of llama.cpp that were inverted (`kvmnn.arrays.engine_transforms`); None if none were specified.
     doubt
-        Why the arrays may not be what the engine stored, where the caller insisted on reading them; else empty.
+        Why the arrays may differ from what the engine stored, if the caller forced the reading; else empty.
     inputs
-        What was opened: paths, and ``"-"`` for standard input.
+        Inputs that were opened: paths, and ``"-"`` for standard input.
     opened_files
-        Files that are read besides: those in directories, manifests, metadata.
+        Further files that are read: those in directories, manifests, metadata.
     """
 
     arrays: Sequence[LazyArray]
@@ -92,35 +92,35 @@ class Source:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Every file that is read, and directories that were opened. Outputs never replace them."""
+        """Return every file that is read, and directories that were opened. Outputs never replace them."""
         return self.inputs + self.opened_files
 
     @property
     def dequantised_types(self) -> tuple[str, ...]:
-        """Names of the quantised types that the words were decoded from; empty if the words are those of the input."""
+        """Return the quantised types that the words were decoded from; empty if the words are those of the input."""
         return self.code_types or (("int8",) if self.lossy else ())
 
     @property
     def code_types(self) -> tuple[str, ...]:
-        """Names of the quantised types that the words were decoded from, except MNN's int8."""
+        """Return the quantised types that the words were decoded from, except MNN's int8."""
         engine = self.engine_cache.dequantised if self.engine_cache is not None else ()
         return tuple(dict.fromkeys((*engine, *self.elements)))
 
     @property
     def elements(self) -> tuple[str, ...]:
-        """Names of the float8 types from whose codes some of the arrays were decoded."""
+        """Return the float8 types that some of the arrays were decoded from."""
         if isinstance(self.arrays, LazyArrayList):
             return self.arrays.elements
         return tuple(dict.fromkeys(array.element for array in self.arrays if array.element and array.itemsize > 1))
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the arrays, in order."""
+        """Return the names of the arrays, in order."""
         return tuple(self)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays."""
+        """Return the bytes of all arrays."""
         if isinstance(self.arrays, LazyArrayList):
             return self.arrays.nbytes
         return sum(array.nbytes for array in self.arrays)
@@ -152,12 +152,12 @@ class Source:
 
 
 def merge_sources(sources: Sequence[Source]) -> Source:
-    """All arrays of all sources as one, with distinct names: a taken name gets ``~2``, ``~3`` ... appended.
+    """Merge the arrays of all sources under distinct names: a duplicate name gets ``~2``, ``~3`` ... appended.
 
-    One source alone is returned as it is. Of several, the first wins where metadata has the same key, and what
-    describes one input only is dropped: a cache (`Source.cache`, `Source.engine_cache`), and kvmnn's own metadata
-    (`strip_internal_metadata`); but not what all say alike of their tokens, as ``.npy`` files of one folder do. State
-    that an input lacks stays missing.
+    A single source is returned as it is. Of several, the first wins if metadata has the same key. Descriptions of one
+    input are dropped: a cache (`Source.cache`, `Source.engine_cache`) and kvmnn's own metadata
+    (`strip_internal_metadata`), except facts about the tokens that all inputs share, as ``.npy`` files of one folder
+    do. State that an input lacks stays missing.
     """
     if len(sources) == 1:
         return sources[0]
@@ -198,7 +198,7 @@ def merge_sources(sources: Sequence[Source]) -> Source:
 
 
 def _merge_source_completeness(merged: Source, sources: Sequence[Source]) -> Completeness | None:
-    """Return that of all arrays together, which may be those of one cache in several files."""
+    """Return the completeness of all arrays together, which may be those of one cache in several files."""
     texts = {source.metadata.get(COMPLETENESS_KEY) for source in sources}
     text = texts.pop() if len(texts) == 1 else None
     if text is not None:
@@ -208,13 +208,13 @@ def _merge_source_completeness(merged: Source, sources: Sequence[Source]) -> Com
 
 
 def parse_completeness(metadata: dict[str, str], names: Iterable[str], where: str) -> Completeness | None:
-    """Return the completeness that metadata has for arrays of these names; None where it has none."""
+    """Parse the completeness of arrays of these names from metadata; None if there is none."""
     text = metadata.get(COMPLETENESS_KEY)
     return None if text is None else load_completeness_json(text, names, f"{where}: metadata {COMPLETENESS_KEY!r}")
 
 
 def strip_internal_metadata(metadata: dict[str, str]) -> dict[str, str]:
-    """Metadata without what kvmnn itself notes down of a whole input, which does not hold of a part or of several."""
+    """Return metadata without kvmnn's own entries about a whole input, which are wrong for a part or for several."""
     return {key: value for key, value in metadata.items() if not key.startswith("kvmnn.")}
 
 

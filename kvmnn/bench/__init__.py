@@ -1,4 +1,4 @@
-"""Codecs side by side on the same data: ratio, speed, and when compressing pays."""
+"""Benchmark codecs on the same data: ratio, speed, and from which link speed compressing is worth it."""
 
 from .benchmark import (
     ArrayBenchReport,

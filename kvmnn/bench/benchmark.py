@@ -1,4 +1,4 @@
-"""Benchmark codecs on the same arrays, in turns, and derive ratios, speeds and dominance."""
+"""Benchmark codecs on the same arrays, interleaved, and derive ratios, speeds and dominance."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .codecs import BenchCodec, count_dense_bytes, explain_no_dense, make_dense_
 
 @dataclass(frozen=True)
 class Timing(Record):
-    """Median seconds of one call: on the clock, and of processor time summed over threads."""
+    """Median seconds of one call: wall time, and CPU time summed over threads."""
 
     wall: float
     cpu: float
@@ -34,58 +34,58 @@ class Timing(Record):
 
 @dataclass(frozen=True)
 class CodecBenchResult(Record):
-    """One codec on one array."""
+    """Result of one codec on one array."""
 
-    #: What was measured.
+    #: Name of the codec.
     codec: str
     version: str
-    #: Before and after.
+    #: Bytes before and after encoding.
     raw_bytes: int
     stored_bytes: int
-    #: Timings; None where the codec failed.
+    #: Timings; None if the codec failed.
     encode: Timing | None
     decode: Timing | None
-    #: Why there is no result.
+    #: Reason of a failure.
     error: str | None = None
 
     @property
     @json_key()
     def ratio(self) -> float | None:
-        """Raw over stored bytes."""
+        """Return raw bytes divided by stored bytes; None if the codec failed."""
         return self.raw_bytes / self.stored_bytes if self.stored_bytes else None
 
     @property
     @json_key()
     def encode_bytes_per_s_cpu(self) -> float | None:
-        """Raw bytes encoded in a second of processor time."""
+        """Return the raw bytes encoded per second of CPU time."""
         return self._compute_speed(None if self.encode is None else self.encode.cpu)
 
     @property
     @json_key()
     def encode_bytes_per_s_wall(self) -> float | None:
-        """Raw bytes encoded in a second on the clock."""
+        """Return the raw bytes encoded per second of wall time."""
         return self._compute_speed(None if self.encode is None else self.encode.wall)
 
     @property
     @json_key()
     def decode_bytes_per_s_cpu(self) -> float | None:
-        """Raw bytes decoded in a second of processor time."""
+        """Return the raw bytes decoded per second of CPU time."""
         return self._compute_speed(None if self.decode is None else self.decode.cpu)
 
     @property
     @json_key()
     def decode_bytes_per_s_wall(self) -> float | None:
-        """Raw bytes decoded in a second on the clock."""
+        """Return the raw bytes decoded per second of wall time."""
         return self._compute_speed(None if self.decode is None else self.decode.wall)
 
     @property
     @json_key("break_even_bytes_per_s")
     def break_even(self) -> float | None:
-        """Link speed (bytes per second) below which compress + send + decompress beats sending raw; None if none does.
+        """Return the link speed (bytes per second) below which compressed transfer is faster than raw; None if none is.
 
-        With n raw bytes, ratio r, encode and decode speeds E and D (bytes per second, wall clock) and a link of B bytes
-        per second, one after the other: ``n/E + n/(r B) + n/D < n/B``, so ``B < (1 - 1/r) / (1/E + 1/D)``. Work that
-        overlaps the transfer pays up to higher speeds.
+        With n raw bytes, ratio r, encode and decode speeds E and D (bytes per second, wall time) and a link of B bytes
+        per second, without overlap: ``n/E + n/(r B) + n/D < n/B``, so ``B < (1 - 1/r) / (1/E + 1/D)``. If coding
+        overlaps the transfer, the limit is higher.
         """
         if not self.ratio or self.ratio <= 1 or self.encode is None or self.decode is None:
             return None
@@ -96,8 +96,8 @@ class CodecBenchResult(Record):
         return None if seconds is None else self.raw_bytes / max(seconds, 1e-9)
 
     def dominates(self, competitor: CodecBenchResult) -> bool:
-        """Whether it is nowhere worse than `competitor` in ratio and CPU time, and somewhere better, on the same
-        bytes.
+        """Return whether it is as good as `competitor` in ratio and CPU times on the same bytes, and better in one of
+        them.
         """
         if self.encode is None or self.decode is None or competitor.encode is None or competitor.decode is None:
             return False
@@ -120,29 +120,30 @@ class CodecBenchResult(Record):
 
 @dataclass(frozen=True)
 class ArrayBenchReport(Record):
-    """All codecs on one array."""
+    """Results of all codecs on one array."""
 
     json_keys = "name dtype array_bytes sample_bytes entropy_ratio rounds results=_result_documents missing note"
 
     name: str
     dtype: str
     array_bytes: int
-    #: How much of the array (its beginning) was measured.
+    #: Bytes measured, from the start of the array.
     sample_bytes: int
-    #: The ratio at the order-0 entropy of the byte-split streams: what coders of single bytes could reach. None for
-    #: data without entropy.
+    #: The ratio at the order-0 entropy of the byte lanes: the bound for coders of single bytes. None for data without
+    #: entropy.
     entropy_ratio: float | None
     rounds: int
     results: tuple[CodecBenchResult, ...]
     #: Packages that are not installed.
     missing: tuple[str, ...]
-    #: Why there are no dense streams; empty where there are.
+    #: Why there are no dense streams; empty if there are.
     note: str = ""
 
     def find_dominated(self) -> dict[str, str]:
-        """Codecs that another one beats or equals in ratio and in CPU time of both ways, and the smallest of those.
+        """Map each codec off the Pareto front (ratio, CPU time to encode and to decode) to the smallest that dominates
+        it.
 
-        Only codecs that were measured on the same bytes are compared. What is left is the Pareto front.
+        Only codecs that were measured on the same bytes are compared.
         """
         dominated_by: dict[str, str] = {}
         for codec_result in self.results:
@@ -177,7 +178,7 @@ class ArrayBenchReport(Record):
         return "\n".join(lines)
 
     def format_heading(self, threads: int) -> str:
-        """What was measured, on one line."""
+        """Return one line that describes what was measured."""
         sample_text = "" if self.sample_bytes == self.array_bytes else f", first {self.sample_bytes:,} measured"
         entropy_text = "none" if self.entropy_ratio is None else f"{self.entropy_ratio:.4f}"
         return (
@@ -189,7 +190,7 @@ class ArrayBenchReport(Record):
 
 @dataclass(frozen=True)
 class MachineInfo(Record):
-    """What the codecs ran on."""
+    """The machine that the codecs ran on."""
 
     processor: str
     cpus: int
@@ -198,11 +199,11 @@ class MachineInfo(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class BenchReport(Record):
-    """All codecs on all arrays."""
+    """Results of all codecs on all arrays."""
 
-    #: Where.
+    #: Machine of the measurement.
     machine: MachineInfo
-    #: Threads that each codec had.
+    #: Threads of each codec.
     threads: int
     #: One report for each array.
     arrays: tuple[ArrayBenchReport, ...]
@@ -212,11 +213,11 @@ class BenchReport(Record):
 
 
 DEFAULT_SAMPLE_BYTES = 64 << 20
-"""Bytes of an array that are measured unless said otherwise."""
+"""Default number of bytes to measure of each array."""
 MAX_EFFORT_SAMPLE_BYTES = 1 << 20
-"""Bytes of them on which effort max is measured unless all of them are asked for: it is that slow."""
+"""Bytes on which effort "max" is measured by default, because it is slow."""
 SHORT_SAMPLE_SUFFIX = ", first MiB"
-"""What the names of codecs end in that are measured on these."""
+"""Suffix of the names of codecs that are measured on `MAX_EFFORT_SAMPLE_BYTES`."""
 
 
 def compare(
@@ -228,7 +229,7 @@ def compare(
     with_max: bool = False,
     progress: Progress | None = None,
 ) -> BenchReport:
-    """Measure kvmnn's efforts, its dense streams and every rival that is installed on the arrays of a source.
+    """Measure kvmnn's efforts, its dense streams and all installed alternatives on the arrays of a source.
 
     Parameters
     ----------
@@ -269,7 +270,7 @@ def compare(
 def count_runs(
     source: Source, repeats: int, threads: int, max_bytes: int = DEFAULT_SAMPLE_BYTES, *, with_max: bool = False
 ) -> int:
-    """How often `compare` will call its `progress`."""
+    """Return how often `compare` calls its `progress`."""
     plans = make_dense_plans(source, with_rope_search=False)
 
     def count_codecs(array: LazyArray) -> int:
@@ -291,10 +292,10 @@ def measure(
     dense: DensePlan | None = None,
     progress: Progress | None = None,
 ) -> ArrayBenchReport:
-    """Measure every codec on the beginning of an array: of what becomes dense streams, on as much as makes whole ones.
+    """Measure every codec on the first bytes of an array; dense streams on as many as make whole streams.
 
-    The codecs take turns, so that what disturbs the machine disturbs all of them; medians of `repeats` turns follow one
-    turn that is not counted, in which each round trip is compared with its input.
+    The codecs are interleaved, so that a disturbance of the machine affects all of them. Medians of `repeats` runs
+    follow one uncounted run, in which each round trip is compared with its input.
 
     Parameters
     ----------
@@ -359,7 +360,7 @@ def _describe_machine() -> MachineInfo:
 
 
 class _CodecRun:
-    """One codec's turns."""
+    """The runs of one codec."""
 
     def __init__(self, codec: BenchCodec, sample: Chunk) -> None:
         self._codec = codec

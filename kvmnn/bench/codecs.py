@@ -1,4 +1,4 @@
-"""Codecs of other libraries and dense streams, each as an encode and a decode function."""
+"""Codecs of other libraries, kvmnn's efforts and dense streams, each as an encode and a decode function."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from ..frames import decoder, encoder
 
 @dataclass(frozen=True)
 class BenchCodec:
-    """Something that makes raw bytes smaller and brings them back."""
+    """A lossless codec as functions on raw bytes."""
 
-    #: What the table calls it.
+    #: Name in the table.
     name: str
-    #: Of the package that does the work.
+    #: Version of its package.
     version: str
-    #: uint8 array to bytes.
+    #: Encodes a uint8 array to bytes.
     encode: Callable[[Chunk], Any]
-    #: Those bytes to a buffer equal to the input.
+    #: Decodes these bytes to a buffer equal to the input.
     decode: Callable[[Any], Any]
-    #: How many bytes `encode` made.
+    #: Counts the bytes that `encode` returned.
     count_bytes: Callable[[Any], int] = len
 
 
 def make_kvmnn_codecs(dtype: str, threads: int | None, *, with_max: bool = False) -> list[BenchCodec]:
-    """kvmnn's own efforts for words of `dtype`."""
+    """Make a codec for each of kvmnn's efforts for words of `dtype`."""
     from .._util.packages import get_version
 
     def make_codec(effort: str) -> BenchCodec:
@@ -54,7 +54,7 @@ def make_kvmnn_codecs(dtype: str, threads: int | None, *, with_max: bool = False
 
 
 def find_installed_codecs(dtype: str, threads: int | None) -> tuple[list[BenchCodec], list[str]]:
-    """The rivals that can be measured on words of `dtype`, and the names of packages that are not installed."""
+    """Return the installed alternatives for words of `dtype`, and the names of packages that are missing."""
     codecs: list[BenchCodec] = []
     not_installed: list[str] = []
     for package, factory in _CODEC_FACTORIES.items():
@@ -90,7 +90,7 @@ def _make_lz4_codecs(module: Any, dtype: str, threads: int | None) -> list[Bench
 
 
 _BLOSC2_LEVEL = 1
-"""For zstd this is its own level 1."""
+"""With zstd inside Blosc2 this is zstd's level 1."""
 
 
 def _make_blosc2_codecs(module: Any, dtype: str, threads: int | None) -> list[BenchCodec]:
@@ -175,9 +175,9 @@ DENSE_CODEC_NAME = "kvmnn dense"
 
 
 def make_dense_plans(source: Source, *, with_rope_search: bool = True) -> dict[str, DensePlan]:
-    """How the arrays of a source become dense streams, by name; K is rotated as a `with_rope_search` finds.
+    """Plan the dense streams of the arrays of a source, by name; empty if none can be encoded so.
 
-    Empty if none can.
+    RoPE parameters of K are found by trial with `with_rope_search`.
     """
     try:
         return plan_arrays(source, DenseOptions(rotary=search_rope(source) if with_rope_search else None))
@@ -186,7 +186,7 @@ def make_dense_plans(source: Source, *, with_rope_search: bool = True) -> dict[s
 
 
 def explain_no_dense(plan: DensePlan | None, sample_bytes: int) -> str:
-    """What to say where no dense streams are measured; empty where they are."""
+    """Return why no dense streams are measured; empty if they are."""
     if plan is None:
         return f"{DENSE_CODEC_NAME}: not measured, these are not K or V of layers, or nobody says how they lie (--axes)"
     if not count_dense_bytes(plan, sample_bytes):
@@ -195,7 +195,7 @@ def explain_no_dense(plan: DensePlan | None, sample_bytes: int) -> str:
 
 
 def count_dense_bytes(plan: DensePlan | None, sample_bytes: int) -> int:
-    """How much of a sample dense streams are measured on: whole layers, or whole tokens of the first. 0: nothing."""
+    """Return the bytes of a sample that fill dense streams: whole layers, or whole tokens of the first; 0 for none."""
     if plan is None:
         return 0
     if sample_bytes >= plan.nbytes or plan.axes == "htd":
@@ -205,7 +205,7 @@ def count_dense_bytes(plan: DensePlan | None, sample_bytes: int) -> int:
 
 
 def make_dense_codec(plan: DensePlan, threads: int | None) -> BenchCodec:
-    """Dense streams of the first `count_dense_bytes` of an array; groups of layers share the threads."""
+    """Make a codec for dense streams of the first `count_dense_bytes`; groups of layers share the threads."""
     num_threads = resolve_threads(threads)
 
     def encode(data: Chunk) -> list[bytes]:
@@ -228,7 +228,9 @@ def make_dense_codec(plan: DensePlan, threads: int | None) -> BenchCodec:
 
 
 def make_plan(keys: Elements, *, dtype: str, part: dtypes.Part) -> DensePlan:
-    """Of an array ``[layer, token, kv_head, head_dim]`` in memory, `part` of a model: K is rotated as a trial finds."""
+    """Plan the dense streams of an array ``[layer, token, kv_head, head_dim]``; a search finds the RoPE parameters of
+    K.
+    """
     rotary = dense.search_rope(keys[0].transpose(1, 0, 2), dtype=dtype) if part == "key" else None
     shape = keys.shape[1:]
     return DensePlan(axes="thd", shape=shape, dtype=dtype, part=part, layer=None, rotary=rotary)

@@ -1,4 +1,4 @@
-"""Frame files and their manifest: written, read, decoded, compared."""
+"""Files of frames with their manifest: encode, decode, inspect and verify."""
 
 from .decoder import DecodedChunk, decode_frames
 from .dense import DenseOptions, search_layer_rope, search_rope

@@ -1,4 +1,4 @@
-"""Frames of a file or a bundle decoded in order, array after array, and checked against the manifest."""
+"""Decode the frames of a file or a bundle in order, and check them against the manifest."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .manifest import FrameEntry
 
 
 class DecodedChunk(NamedTuple):
-    """A run of an array's raw bytes, in order.
+    """Consecutive raw bytes of an array.
 
     Parameters
     ----------
     array_index
-        Which array of the set.
+        Index of the array in the frame set.
     data
-        uint8, little-endian words in memory order; good until the next run is asked for; not to be written to.
+        uint8, little-endian words in memory order; valid until the next chunk is requested; read-only.
     """
 
     array_index: int
@@ -49,8 +49,8 @@ def decode_frames(
 ) -> Iterator[DecodedChunk]:
     """Decode every frame, array after array, in bounded memory.
 
-    Where there is a manifest, the hash of each frame is compared before it is decoded, and each array's when its last
-    byte has been yielded, so a caller that keeps what it gets must wait for the end.
+    With a manifest, the hash of each frame is compared before it is decoded. The hash of an array is compared after its
+    last byte was yielded, so a caller must not use the bytes for good before the end.
 
     Parameters
     ----------
@@ -111,7 +111,7 @@ def _iter_decode_jobs(frames: FrameSet) -> Iterator[_DecodeJob]:
 
 
 class _BufferPool:
-    """Two buffers by turns: fresh memory costs as much as decoding, and the last run may still be being hashed."""
+    """Two alternating buffers: fresh memory costs as much as decoding, and the last chunk may still be being hashed."""
 
     def __init__(self) -> None:
         self._buffers: list[Chunk] = [np.empty(0, np.uint8), np.empty(0, np.uint8)]

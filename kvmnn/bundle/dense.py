@@ -1,4 +1,4 @@
-"""Dense streams in bundles: which arrays are encoded so, in which groups of layers, and with which rotation."""
+"""Dense streams in bundles: which arrays are encoded so, in which groups of layers, and with which RoPE parameters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .passthrough import parse_passthrough
 MAX_ROW_ELEMENTS = 1 << 16
 MAX_TOKENS = 1 << 24
 MAX_STREAM_BYTES = (1 << 32) - 1
-"""What a dense stream can hold (docs/format-v2.md)."""
+"""Maximum size of a dense stream's raw bytes (docs/format-v2.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,18 +41,18 @@ class DenseOptions:
     token_ids: Sequence[int] | Indices | None = None
 
     def get_rotary(self, layer: int | None) -> dense.RopeConfig | None:
-        """Return how K of a layer was rotated; `layer` None is for arrays with an axis of layers."""
+        """Return the RoPE parameters of K of a layer; `layer` None is for arrays with an axis of layers."""
         return self.rotary if layer is None else self.layer_rotary.get(layer, self.rotary)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DensePlan:
-    """How an array becomes dense streams: one for every three last axes."""
+    """How an array is encoded as dense streams: one for each index of the axes before the last three."""
 
-    #: Which these are, and how long.
+    #: Order of the last three axes, and their sizes.
     axes: Axes
     shape: tuple[int, ...]
-    #: Of the words.
+    #: Element type.
     dtype: str
     #: Part and layer of the array; `layer` is None for an array with an axis of layers.
     part: Part
@@ -62,7 +62,7 @@ class DensePlan:
     positions: Positions | None = None
     #: Token ids, if known.
     token_ids: Indices | None = None
-    #: Whether the streams are of several texts by turns.
+    #: Whether a batch of texts alternates in the streams.
     is_batch: bool = False
 
     @property
@@ -202,25 +202,25 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 GROUP_BYTES = 32 << 20
-"""Raw bytes that are encoded together; one piece of more is alone. Streams of a group are held until it is done."""
+"""Raw bytes of a group of pieces, whose streams are held until it is done; a larger piece is encoded alone."""
 _MAX_ACTIVE_BYTES = 256 << 20
-"""Raw bytes of all groups in work, where there is more than one."""
+"""Raw bytes of all groups in progress, if there are several."""
 _MIN_GROUPED_CHUNKS = 4
-"""Fewer pieces are encoded one by one, so that two threads have work."""
+"""Fewer pieces are encoded one by one, so that two threads are busy."""
 _CHUNKS_PER_GROUP, _MAX_PREFERRED_GROUPS = 4, 16
-"""More become groups of four, and of more where there are more than 16 of them; an even number, for two threads."""
+"""Pieces form groups of four, or of more if that gives over 16 groups; an even number of groups, for two threads."""
 
 
 class LayerGroups(NamedTuple):
-    """How the pieces of arrays that become dense streams are encoded together."""
+    """Groups of pieces that are encoded together as dense streams."""
 
-    #: How many of the next pieces each group has.
+    #: Number of consecutive pieces in each group.
     sizes: Sequence[int]
     #: Raw bytes of the largest group.
     max_group_bytes: int
 
     def collect(self, items: Iterable[T], is_dense: Callable[[T], bool]) -> Iterator[list[T]]:
-        """Collect the items of pieces in order into lists: one for each group, one for each piece of frames."""
+        """Yield the items of pieces in order as lists: one for each group of dense streams, one for each frame."""
         sizes = iter(self.sizes)
         group: list[T] = []
         size = 0
@@ -236,7 +236,7 @@ class LayerGroups(NamedTuple):
 def plan_groups(arrays: Iterable[tuple[LazyArray, DensePlan | None]]) -> LayerGroups:
     """Plan groups: four or more consecutive pieces of the same tokens share groups.
 
-    The bytes of streams depend on the groups, and so they depend on nothing but the arrays.
+    The groups depend only on the arrays, so the bytes of the streams do too.
     """
     sizes: list[int] = []
     pending: list[DensePlan] = []
@@ -345,16 +345,16 @@ def _pop_oldest_result(pending: deque[tuple[T, Future[R]]]) -> tuple[T, R]:
 
 
 _NUM_TRIAL_LAYERS = 2
-"""Layers that are tried: all of a model are rotated alike, and the first show it best."""
+"""Layers that are searched: a model rotates all layers alike, and the first ones show it best."""
 
 _PLACEHOLDER_ROTARY = dense.RopeConfig(dims=2)
 
 
 def search_layer_rope(source: Source, options: DenseOptions | None = None) -> dict[int, dense.RopeConfig | None]:
-    """Return how K of each layer was rotated, found by trial for layers with a window and for the others.
+    """Search the RoPE parameters of K of each layer, separately for layers with a sliding window and for the others.
 
-    Models with sliding windows rotate K of the two kinds by different frequencies. Empty where all layers are of one
-    kind: `search_rope` is for those.
+    Models with sliding windows rotate K of the two kinds by different frequencies. Empty if all layers are of one kind;
+    use `search_rope` then.
 
     Raises
     ------

@@ -1,7 +1,6 @@
-"""Encode a source into a frame file, a bundle or a stream: cut, encode, decode and compare, hash, write.
+"""Encode a source into a frame file, a bundle or a stream: cut, encode, verify, hash, write.
 
-Arrays that do not become smaller are stored raw: each array by itself, or K and V of a layer together,
-as the engine does.
+Arrays that do not become smaller are stored raw: each array by itself, or K and V of a layer together, as MNN does.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ from .passthrough import (
 
 
 def pair_kv_blocks(arrays: Sequence[LazyArray]) -> list[tuple[int, ...]]:
-    """Indices of K and V of each layer, or of each token range of one, paired by their names."""
+    """Return the indices of K and V of each layer, or of each token range of one, paired by their names."""
     pairs: dict[str, dict[Part, int]] = {}
     for index, array in enumerate(arrays):
         try:
@@ -112,7 +111,7 @@ def store_incompressible_raw(
     max_chunk_bytes: int,
     rewrite: Callable[[int], StagedFile],
 ) -> list[ArrayEntry]:
-    """The same arrays; those of a group whose frames together are no smaller than its words are stored raw instead."""
+    """Return the manifest entries after raw storage of each group whose frames together do not save bytes."""
     stored_entries = list(entries)
     for group in groups:
         if sum(entries[index].stored_bytes for index in group) >= sum(entries[index].nbytes for index in group):
@@ -156,7 +155,7 @@ _MAX_OPEN_FILES = 16
 def verify_written(
     document: Manifest, manifest_file: StagedFile, files: Mapping[str, StagedFile], threads: int | None
 ) -> None:
-    """Compare what files hold with what was to be written."""
+    """Compare the written files with what was to be written; raise `OutputError` if they differ."""
     for file in (manifest_file, *files.values()):
         file.close()
     try:
@@ -184,16 +183,16 @@ def verify_written(
 
 
 DEFAULT_FRAME_BYTES = 16 << 20
-"""Raw bytes above which an array is cut into several frames, where nothing else is said: two are made side by side."""
+"""Default raw bytes above which an array is cut into several frames: two are encoded in parallel."""
 DEFAULT_STREAM_FRAME_BYTES = 64 << 20
-"""The same for streams and devices, which are to carry one frame."""
+"""The same limit for streams and devices, which carry one frame."""
 MIN_FRAME_BYTES = 4
 
 NO_PLANS: Mapping[str, DensePlan] = {}
-"""Where no array becomes dense streams."""
+"""Plans if no array is encoded as dense streams."""
 
 _MAX_SCRATCH_BYTES = 140 << 20
-"""Bytes of working memory for the pieces in flight, which keep the tool under 300 MiB on any number of processors."""
+"""Bytes of working memory for the pieces in flight; keeps the command under 300 MiB on any number of processors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,7 +244,7 @@ class EncodeOptions(CodecOptions):
 
     @property
     def predictor_sets(self) -> list[str | tuple[str, ...] | None]:
-        """The sets that arrays may be encoded with."""
+        """Return the predictor options that arrays may be encoded with."""
         if self.predictors_k is None and self.predictors_v is None:
             return [self.predictors]
         return [
@@ -255,7 +254,7 @@ class EncodeOptions(CodecOptions):
 
     @property
     def has_frame_options(self) -> bool:
-        """Whether anything is said of frames: their effort, predictors or codecs. Dense streams know none of these."""
+        """Return whether effort, predictors or codecs are specified, which dense streams do not have."""
         frame_options = (
             self.effort,
             self.codecs,
@@ -267,7 +266,7 @@ class EncodeOptions(CodecOptions):
         return frame_options != (CodecOptions.effort, CODECS, None, None, None, None)
 
     def resolve_for_array(self, name: str) -> EncodeOptions:
-        """The options for one array, with predictors for K or V as its name says.
+        """Return the options for one array, with the predictors for K or V by its name.
 
         Raises
         ------
@@ -281,7 +280,7 @@ class EncodeOptions(CodecOptions):
         return replace(self, predictors=predictor_set, predictors_k=None, predictors_v=None)
 
     def list_raw_candidates(self, arrays: Sequence[LazyArray]) -> list[tuple[int, ...]]:
-        """Indices of the arrays that are stored raw together where their frames do not gain; errors as
+        """Return the indices of arrays that are stored raw together if their frames save nothing; errors as
         `pair_kv_blocks`.
         """
         if self.block:
@@ -289,7 +288,7 @@ class EncodeOptions(CodecOptions):
         return [(index,) for index in range(len(arrays))] if self.allow_raw else []
 
     def require_manifest(self) -> None:
-        """`OptionError` where words might be stored raw and there is no manifest that says so."""
+        """Raise `OptionError` if words might be stored raw, which only a manifest records."""
         if self.block or self.allow_raw:
             raise OptionError(
                 "--joint-kv and --allow-raw need a manifest, which says what is stored raw: write to a file (-o "
@@ -298,16 +297,16 @@ class EncodeOptions(CodecOptions):
             )
 
     def resolve_for_stream(self) -> EncodeOptions:
-        """The options where the frames go to a stream or device."""
+        """Return the options for output to a stream or device."""
         return replace(self, frame_bytes=DEFAULT_STREAM_FRAME_BYTES) if self.frame_bytes is None else self
 
     @property
     def max_frame_bytes(self) -> int:
-        """Raw bytes above which an array is cut; 0: never."""
+        """Return the raw bytes above which an array is cut; 0: never."""
         return DEFAULT_FRAME_BYTES if self.frame_bytes is None else self.frame_bytes
 
     def encode_chunk(self, chunk: Chunk, dtype: str, threads: int | None, progress: Progress | None = None) -> bytes:
-        """The frame of one piece, proved if `verify` says so; `progress` as for `kvmnn.encode`.
+        """Return the frame of one piece, verified with `verify`; `progress` as for `kvmnn.encode`.
 
         Raises
         ------
@@ -399,7 +398,7 @@ def encode_to_memory(
     progress: Progress | None = None,
     plans: Mapping[str, DensePlan] = NO_PLANS,
 ) -> tuple[bytes, Manifest]:
-    """An array's frames, back to back, and their manifest, which names no file."""
+    """Return the frames of an array, concatenated, and their manifest, which names no file."""
     options.require_manifest()
     frames: list[bytes] = []
 
@@ -433,9 +432,9 @@ def _encode_arrays(
     progress: Progress | None,
     rewrite: Callable[[int], StagedFile] | None = None,
 ) -> list[ArrayEntry]:
-    """Encode all pieces and `write(array index, frame)` them in order; it returns the name of the frame's file.
+    """Encode all pieces and pass them in order to `write(array index, frame)`, which returns the name of the file.
 
-    `rewrite(array index)` gives that file emptied, for the words of an array that is stored raw.
+    `rewrite(array index)` returns that file emptied, for the words of an array that is stored raw.
     """
 
     def encode_job(job: _EncodeJob, threads: int | None) -> _EncodedChunk:
@@ -460,7 +459,9 @@ def _encode_arrays(
                 progress(num_bytes)
 
     def iter_encoded() -> Iterator[tuple[_EncodeJob, _EncodedChunk]]:
-        """All jobs in order: frames as `ordered_map` has it, groups of dense streams a thread each."""
+        """Yield all jobs in order with their results: frames by `ordered_map`, groups of dense streams on one thread
+        each.
+        """
         workers = compute_num_workers(groups.max_group_bytes, options.threads)
         for is_dense_run, group_run in groupby(groups.collect(jobs, is_dense), lambda group: is_dense(group[0])):
             if is_dense_run:
@@ -522,9 +523,7 @@ def _encode_arrays(
 
 
 def _limit_threads(threads: int | None, nbytes: int, dtype: str) -> int:
-    """Threads for one of the pieces in flight: each works on a stream and its payload, and all stay in
-    `_MAX_SCRATCH_BYTES`.
-    """
+    """Return the threads for one of the pieces in flight, so that all stay within `_MAX_SCRATCH_BYTES`."""
     stream_bytes, num_chunks = nbytes // dtypes.parse_dtype(dtype).itemsize, max(1, MAX_IN_FLIGHT_BYTES // nbytes)
     return max(1, min(threads or parallel.cpu_count(), _MAX_SCRATCH_BYTES // (num_chunks * 2 * stream_bytes + 1)))
 
@@ -532,7 +531,7 @@ def _limit_threads(threads: int | None, nbytes: int, dtype: str) -> int:
 def _iter_encode_jobs(
     arrays: Sequence[LazyArray], max_chunk_bytes: Sequence[int], hashes: Sequence[hashlib._Hash]
 ) -> Iterator[_EncodeJob]:
-    """All pieces of all arrays, of at most so many bytes; each is hashed while it is being encoded."""
+    """Yield all pieces of all arrays, cut at the maximum bytes; each is hashed while it is being encoded."""
     with BackgroundHasher() as digester:
         for index, (array, max_bytes) in enumerate(zip(arrays, max_chunk_bytes, strict=True)):
             for chunk in array.iter_chunks(max_bytes):
@@ -572,7 +571,7 @@ def _build_manifest(entries: list[ArrayEntry], options: EncodeOptions, metadata:
 
 @dataclass(frozen=True, kw_only=True)
 class EncodeResult(SizeStats, Record):
-    """Frames that were written."""
+    """Result of an encoding."""
 
     json_keys = (
         "output label raw_bytes stored_bytes valid_bytes ratio notes seconds effort=manifest.effort "
@@ -581,48 +580,48 @@ class EncodeResult(SizeStats, Record):
         "arrays=_array_documents"
     )
 
-    #: File or directory; None for a stream.
+    #: Output file or directory; None for a stream.
     output: str | None
-    #: What was written; no file of frames has a name in it where there is no output.
+    #: The manifest; without an output it names no files.
     manifest: Manifest
     #: Whether every frame was decoded and compared with its input.
     is_verified: bool
-    #: Time that it took.
+    #: Duration.
     seconds: float
     #: The packed cache that the arrays were read from, if it was one.
     cache: CacheInfo | None = field(default=None, metadata={"convert": build_cache_document})
-    #: Types whose codes the words were made from, before they were encoded.
+    #: Quantised types that the words were dequantised from.
     dequantised_types: tuple[str, ...] = ()
-    #: The state of the model that the arrays contain, where that is known.
+    #: How much of the model's state the arrays contain; None if unknown.
     completeness: Completeness | None = field(default=None, metadata={"omit": True})
-    #: What was inferred of packed files, as sentences.
+    #: Sentences about what was inferred of packed files.
     inference_notes: tuple[str, ...] = ()
 
     @property
     def passthrough(self) -> PassthroughFile | None:
-        """The file that is kept whole, if one is."""
+        """Return the file that is stored whole; None if there is none."""
         return parse_passthrough(self.manifest.metadata, self.output or "frames")
 
     @property
     def valid_bytes(self) -> int:
-        """Bytes of all arrays without room after the valid tokens."""
+        """Return the bytes of all arrays without unused capacity after the valid tokens."""
         return count_valid_bytes(self.manifest)
 
     @property
     def bundle_bytes(self) -> int:
-        """Bytes of frames and manifest together."""
+        """Return the bytes of frames and manifest together."""
         return count_bundle_bytes(self.manifest)
 
     @property
     def byte_exact(self) -> bool | None:
-        """Whether all frames are MNN's own bytes; None where there is no frame, but dense streams and raw words."""
+        """Return whether all frames are byte-identical to MNN's; None if there are only dense streams and raw words."""
         bundle_manifest = self.manifest
         has_frames = any(frame.stored == "frame" for array in bundle_manifest.arrays for frame in array.frames)
         return bundle_manifest.zstd_byte_exact and bundle_manifest.effort == "exact" if has_frames else None
 
     @property
     def label(self) -> str | None:
-        """``LOSSLESS`` if that was proved, ``LOSSY`` where something of packed files was left out, else None."""
+        """Return ``LOSSLESS`` if that was verified, ``LOSSY`` if a part of packed files was left out, else None."""
         record = self.manifest.packed_record
         if record is not None and record.left_out:
             return LOSSY
@@ -630,7 +629,7 @@ class EncodeResult(SizeStats, Record):
 
     @property
     def verification_text(self) -> str:
-        """What was compared, for people."""
+        """Return what was compared, as text."""
         record = self.manifest.packed_record
         if record is not None and record.left_out:
             return "live elements, decoded and compared; the files are not covered"
@@ -642,7 +641,7 @@ class EncodeResult(SizeStats, Record):
 
     @property
     def notes(self) -> list[str]:
-        """What changes the meaning of the ratio, in lines."""
+        """Return lines about what qualifies the ratio."""
         notes = (
             self._dequantisation_notes
             + describe_passthrough(self.manifest, self.output or "frames")
@@ -713,7 +712,7 @@ class EncodeResult(SizeStats, Record):
         )
 
     def text(self, *, verbose: bool = False) -> str:
-        """One line; with `verbose` also one for each array."""
+        """Return the result as one line; with `verbose` one more for each array."""
         arrays, valid_bytes_by_name = self.manifest.token_arrays, count_valid_bytes_by_array(self.manifest)
         lines = []
         if verbose and self.output is not None:
@@ -824,8 +823,7 @@ def encode_source(
 
 
 def check_encode_output(source: Source, path: str, *, force: bool = False) -> None:
-    """Raise what `encode_source` would raise about a file or directory that it cannot write, before anything is worked
-    out.
+    """Raise the errors of `encode_source` about an output that cannot be written, before any work is done.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Frames that can be read: those of a file by themselves, or all that a manifest lists."""
+"""Frames to read: those of a bare file, or all that a manifest lists."""
 
 from __future__ import annotations
 
@@ -24,46 +24,46 @@ from . import manifest
 from .manifest import FRAME_SUFFIX, ArrayEntry, FrameEntry, Manifest, PackedRecord, parse_packed_record
 
 _DENSE_MAGIC = b"KVMD"
-"""How every dense stream begins; no frame does, as its second stream header would not agree with its words."""
+"""Magic number of dense streams; no frame starts with it, as its second stream header would not match its words."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeOptions:
-    """How frames become arrays."""
+    """Options of decoding."""
 
-    #: What frames without a manifest hold; None takes their container (fp16 or fp32). A manifest knows better.
+    #: Element type of frames without a manifest; None takes their container (fp16 or fp32).
     dtype: str | None = None
     #: `codecs`, `threads`: As for `kvmnn.decode`.
     codecs: tuple[str, ...] = CODECS
-    #: Refuse to decode more raw bytes than this in all; None for no limit.
+    #: Maximum total raw bytes to decode; None for no limit.
     max_bytes: int | None = None
     threads: int | None = None
 
 
 class FrameFile(NamedTuple):
-    """An open file of frames and what the manifest calls it."""
+    """An open file of frames, and its name in the manifest."""
 
     name: str
     file: MappedFile
 
 
 class FrameSet:
-    """Frames that can be read: those of a single file, or all that a manifest lists. `open_frames` creates it.
+    """Frames to read: those of a single file, or all that a manifest lists. `open_frames` creates it.
 
     Parameters
     ----------
     path
-        What the user named.
+        The path that the user specified.
     arrays
-        What the frames hold.
+        The arrays in the frames.
     document
         The manifest, or None for a file of frames without one.
     open_file
-        The file of frames that is open already, where one is.
+        A file of frames that is already open, or None.
     manifest_path
         The file of the manifest.
     file_ends
-        Where the last frame of each file ends; None finds it out.
+        The offset at which the last frame of each file ends; None computes it.
     is_assumed_fp16
         Whether frames of two-byte words are taken as fp16 because neither they nor the caller tell it from bf16.
     """
@@ -90,22 +90,22 @@ class FrameSet:
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes of all arrays."""
+        """Return the raw bytes of all arrays."""
         return sum(array.nbytes for array in self.arrays)
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all frames."""
+        """Return the bytes of all frames."""
         return sum(array.stored_bytes for array in self.arrays)
 
     @property
     def num_chunks(self) -> int:
-        """Frames, dense streams and pieces stored raw of all arrays."""
+        """Return the number of frames, dense streams and raw pieces of all arrays."""
         return sum(len(array.frames) for array in self.arrays)
 
     @property
     def unknown_properties(self) -> str:
-        """Text that lists what frames without a manifest do not record; empty for all others."""
+        """Return text that lists what frames without a manifest do not record; empty for all others."""
         if self.document is not None:
             return ""
         lines = []
@@ -118,7 +118,7 @@ class FrameSet:
 
     @property
     def cache(self) -> CacheInfo | None:
-        """The packed cache that the arrays were read from, as the manifest describes it; None if it does not.
+        """Return the packed cache that the arrays were read from, as the manifest describes it; None if it does not.
 
         Raises
         ------
@@ -129,7 +129,7 @@ class FrameSet:
 
     @property
     def files(self) -> list[str]:
-        """Every file that is read, the manifest included."""
+        """Return every file that is read, the manifest included."""
         names = {entry.file for array in self.arrays for entry in array.frames}
         open_file = self._open_file
         frame_paths = [
@@ -139,7 +139,7 @@ class FrameSet:
 
     @property
     def packed_record(self) -> PackedRecord | None:
-        """The packed files that the frames were made from, as the manifest describes them; None if it does not.
+        """Return the packed files that the frames were made from, as the manifest describes them; None if it does not.
 
         Raises
         ------
@@ -157,7 +157,7 @@ class FrameSet:
         return record
 
     def without_unused_arrays(self) -> FrameSet:
-        """This frame set without the arrays that contain no tokens, only the remaining bytes of packed files."""
+        """Return this frame set without the arrays that contain only the unused regions of packed files."""
         record = self.packed_record
         if record is None or not record.unused_names:
             return self
@@ -165,7 +165,7 @@ class FrameSet:
         return FrameSet(self.path, arrays, self.document, self._open_file, self._manifest_path, self._file_ends)
 
     def check_size(self, options: DecodeOptions) -> None:
-        """`LimitError` for more raw bytes than `options` allow."""
+        """Raise `LimitError` if there are more raw bytes than `options` allow."""
         if options.max_bytes is not None and self.raw_bytes > options.max_bytes:
             raise LimitError(f"{self.path}: holds {self.raw_bytes} raw bytes, above the limit of {options.max_bytes}")
 

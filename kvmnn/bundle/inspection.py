@@ -35,13 +35,13 @@ from .passthrough import count_valid_bytes, count_valid_bytes_by_array, describe
 
 @dataclass(frozen=True, kw_only=True)
 class RawChunkInfo:
-    """Words that are stored as they are, because no frame of them was smaller."""
+    """Words that are stored raw, because a frame would not be smaller."""
 
-    #: Of the words.
+    #: Element type.
     dtype: str
-    #: Their size.
+    #: Size of the words.
     raw_bytes: int
-    #: Mean order-0 entropy of their streams in bits for each byte: what a frame could have reached.
+    #: Mean order-0 entropy of the byte lanes in bits per byte: the bound of a frame.
     entropy: float
 
     def __str__(self) -> str:
@@ -52,9 +52,9 @@ class RawChunkInfo:
 class DenseChunkInfo:
     """A dense stream of a bundle."""
 
-    #: What it says of itself.
+    #: Contents of its header.
     info: dense.DenseInfo
-    #: Mean order-0 entropy of the byte lanes of its words in bits for each byte.
+    #: Mean order-0 entropy of the byte lanes in bits per byte.
     entropy: float
 
     def __str__(self) -> str:
@@ -66,18 +66,18 @@ ChunkInfo = FrameInfo | RawChunkInfo | DenseChunkInfo
 
 @dataclass(kw_only=True)
 class StreamStats(Record):
-    """The streams of one name, of all frames, added up; sizes in bytes."""
+    """Totals over all streams of one name; sizes in bytes."""
 
     raw_bytes: int = 0
     payload_bytes: int = 0
     header_bytes: int = 0
     entropy_bits: float = field(default=0.0, metadata={"json": False})
     chosen: dict[str, int] = field(default_factory=dict)
-    """How often each predictor and codec were chosen, e.g. ``"delta_seq+zstd"``; ``"stored raw"``: no frame at all;
-    ``"dense rows"``, ``"dense frame"`` and ``"dense words"``: methods of dense streams."""
+    """How often each predictor and codec were chosen, e.g. ``"delta_seq+zstd"``; ``"stored raw"`` counts raw pieces;
+    ``"dense rows"``, ``"dense frame"`` and ``"dense words"`` are methods of dense streams."""
 
     def add_frame_stream(self, stream: StreamInfo) -> None:
-        """Count a stream in."""
+        """Add a stream of a frame."""
         self.raw_bytes += stream.raw_bytes
         self.payload_bytes += stream.payload_bytes
         self.header_bytes += stream.HEADER_BYTES
@@ -85,14 +85,14 @@ class StreamStats(Record):
         self._count(f"{stream.predictor}+{stream.codec}")
 
     def add_raw(self, raw_info: RawChunkInfo) -> None:
-        """Count words in that are stored raw."""
+        """Add words that are stored raw."""
         self.raw_bytes += raw_info.raw_bytes
         self.payload_bytes += raw_info.raw_bytes
         self.entropy_bits += raw_info.entropy * raw_info.raw_bytes
         self._count("stored raw")
 
     def add_dense(self, dense_info: DenseChunkInfo) -> None:
-        """Count a dense stream in."""
+        """Add a dense stream."""
         header = dense_info.info.sections["header"]
         self.raw_bytes += dense_info.info.raw_bytes
         self.payload_bytes += dense_info.info.stream_bytes - header
@@ -106,13 +106,13 @@ class StreamStats(Record):
     @property
     @json_key(after="header_bytes")
     def bits_per_byte(self) -> float:
-        """Payload bits for each raw byte."""
+        """Return the payload bits per raw byte."""
         return 8 * self.payload_bytes / self.raw_bytes
 
     @property
     @json_key(after="bits_per_byte")
     def entropy(self) -> float:
-        """Mean order-0 entropy in bits for each raw byte."""
+        """Return the mean order-0 entropy in bits per raw byte."""
         return self.entropy_bits / self.raw_bytes
 
     def __str__(self) -> str:
@@ -122,7 +122,7 @@ class StreamStats(Record):
 
 
 def sum_streams(infos: Iterable[ChunkInfo]) -> dict[str, StreamStats]:
-    """Streams added up, by container and name."""
+    """Return totals of the streams by container and name."""
     stats: dict[str, StreamStats] = {}
     for info in infos:
         if isinstance(info, RawChunkInfo):
@@ -137,7 +137,7 @@ def sum_streams(infos: Iterable[ChunkInfo]) -> dict[str, StreamStats]:
 
 
 def format_stream_table(streams: dict[str, StreamStats]) -> list[str]:
-    """The table of totals."""
+    """Format the totals of `sum_streams` as a table."""
     heading = f"    {'bytes of':<11} {'raw':>13} {'stored':>13} {'bits/byte':>9} {'entropy':>8}  chosen"
     return [heading, *(f"    {name:<11} {total}" for name, total in streams.items())]
 
@@ -153,20 +153,20 @@ class BareFrameInfo(Record):
 
     @property
     def kind(self) -> str:
-        """``"frame"`` or ``"dense"``."""
+        """Return ``"frame"`` or ``"dense"``."""
         return "frame" if isinstance(self.info, FrameInfo) else "dense"
 
     def __str__(self) -> str:
         return self.text()
 
     def text(self, *, verbose: bool = False) -> str:
-        """The table of its streams."""
+        """Return the table of its streams."""
         return f"{self.path}: {self.info}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class BareSequenceInfo(Record):
-    """Frames one after another, without a manifest."""
+    """Concatenated frames without a manifest."""
 
     json_keys = (
         "input=path kind dtype=entry.dtype raw_bytes=entry.nbytes stored_bytes=entry.stored_bytes ratio "
@@ -175,23 +175,23 @@ class BareSequenceInfo(Record):
 
     kind: ClassVar = "frames"
 
-    #: The file.
+    #: Path of the file.
     path: str
-    #: The array of all their words: its name is the file's, its shape unknown.
+    #: The array of all words: the file's name, and no known shape.
     entry: ArrayEntry
-    #: Their accounts, in order.
+    #: Information about each frame, in order.
     frames: tuple[FrameInfo, ...]
-    #: What nothing says, for people.
+    #: Properties that are not recorded, as text.
     unknown_properties: str
 
     @property
     def ratio(self) -> float:
-        """Raw over stored bytes."""
+        """Return raw bytes divided by stored bytes."""
         return compute_ratio(self.entry.nbytes, self.entry.stored_bytes)
 
     @property
     def streams(self) -> dict[str, StreamStats]:
-        """Totals by container and stream, e.g. ``"fp16 hi"``."""
+        """Return totals by container and stream, e.g. ``"fp16 hi"``."""
         return sum_streams(self.frames)
 
     @property
@@ -202,7 +202,7 @@ class BareSequenceInfo(Record):
         return self.text()
 
     def text(self, *, verbose: bool = False) -> str:
-        """The totals and each stream's share; with `verbose` the table of every frame."""
+        """Return the totals and each stream's share; with `verbose` the table of every frame."""
         array = self.entry
         lines = [
             f"{self.path}: {self.unknown_properties}",
@@ -216,7 +216,7 @@ class BareSequenceInfo(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class ArrayFramesInfo(Record):
-    """An array of a bundle, and the accounts of its frames, dense streams or words stored raw, in order."""
+    """An array of a bundle, and information about its frames, dense streams and raw pieces, in order."""
 
     json_keys = "**entry frames=_frame_documents ratio"
 
@@ -226,7 +226,7 @@ class ArrayFramesInfo(Record):
 
     @property
     def ratio(self) -> float:
-        """Valid over stored bytes."""
+        """Return valid bytes divided by stored bytes."""
         return compute_ratio(self.valid_bytes, self.entry.stored_bytes)
 
     @property
@@ -235,7 +235,7 @@ class ArrayFramesInfo(Record):
         return [{**entry.to_dict(), **_chunk_document(info)} for entry, info in frames]
 
     def format_line(self, width: int) -> str:
-        """Name, shape and sizes."""
+        """Format name, shape and sizes as one line."""
         array = self.entry
         return (
             f"{array.name:<{width}}  {array.type_name} {list(array.shape)} {array.order}  {array.nbytes:,} -> "
@@ -246,7 +246,7 @@ class ArrayFramesInfo(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class BundleInfo(SizeStats, Record):
-    """Frames with a manifest: arrays, and streams added up."""
+    """A bundle with its manifest: arrays, and totals of the streams."""
 
     json_keys = (
         "input=path kind raw_bytes stored_bytes valid_bytes ratio entropy_ratio notes "
@@ -256,52 +256,52 @@ class BundleInfo(SizeStats, Record):
 
     kind: ClassVar = "bundle"
 
-    #: What was opened.
+    #: The path that was opened.
     path: str
     #: Its manifest.
     manifest: Manifest
-    #: In order.
+    #: Information about each array, in order.
     arrays: tuple[ArrayFramesInfo, ...]
     #: Totals by container and stream, e.g. ``"fp16 hi"``; ``"fp16 raw"`` for words stored raw, ``"fp16 dense"`` for
     #: dense streams.
     streams: dict[str, StreamStats]
-    #: The packed cache that the arrays were read from, if the manifest says so.
+    #: The packed cache that the arrays were read from; None if the manifest names none.
     cache: CacheInfo | None = field(default=None, metadata={"convert": build_cache_document})
 
     @property
     def valid_bytes(self) -> int:
-        """Bytes of all arrays without room after the valid tokens."""
+        """Return the bytes of all arrays without unused capacity after the valid tokens."""
         return count_valid_bytes(self.manifest)
 
     @property
     def _encoder_text(self) -> str:
-        """What frames were compressed with; nothing was where there are none."""
+        """Return the frame options as text; empty if there are no frames."""
         if all(frame.is_dense for array in self.manifest.arrays for frame in array.frames):
             return "dense streams alone"
         return f"zstd {self.manifest.zstd_version}, effort {self.manifest.effort}"
 
     @property
     def entropy_ratio(self) -> float | None:
-        """The ratio at the order-0 entropy of all streams; None for data without entropy."""
+        """Return the ratio at the order-0 entropy of all streams; None for data without entropy."""
         bits = sum(total.entropy_bits for total in self.streams.values())
         return 8 * sum(total.raw_bytes for total in self.streams.values()) / bits if bits else None
 
     @property
     def notes(self) -> list[str]:
-        """What changes the meaning of the ratio, in lines."""
+        """Return lines about what qualifies the ratio."""
         return describe_passthrough(self.manifest, self.path) + describe_unused_arrays(self.manifest)
 
     @property
     @json_key(omit=True)
     def completeness(self) -> Completeness | None:
-        """The state of the model that the arrays contain, where the manifest records it."""
+        """Return how much of the model's state the arrays contain; None if the manifest does not record it."""
         return parse_completeness(self.manifest.metadata, [array.entry.name for array in self.arrays], self.path)
 
     def __str__(self) -> str:
         return self.text()
 
     def text(self, *, verbose: bool = False) -> str:
-        """A line for each array, the totals, and each stream's share; with `verbose` the table of every frame."""
+        """Return a line per array, the totals, and each stream's share; with `verbose` the table of every frame."""
         bundle_manifest = self.manifest
         lines = [
             f"{self.path}: {pluralize(len(self.arrays), 'array')}, made by kvmnn {bundle_manifest.kvmnn_version}, "
@@ -332,7 +332,7 @@ class BundleInfo(SizeStats, Record):
 def inspect_frame_set(
     frames: FrameSet, options: DecodeOptions | None = None
 ) -> BundleInfo | BareFrameInfo | BareSequenceInfo:
-    """Account for every byte of frames; they are decoded for it.
+    """Account for every byte of frames, which are decoded for that.
 
     Parameters
     ----------
@@ -377,7 +377,7 @@ def inspect_frame_set(
 
 
 def _chunk_document(info: ChunkInfo) -> dict[str, Any]:
-    """What the JSON of a piece has besides what is in the manifest."""
+    """Return the JSON entries of a piece that the manifest does not have."""
     if isinstance(info, FrameInfo):
         return {"streams": info.to_dict()["streams"]}
     return {"streams": []} | ({"dense": info.info.to_dict()} if isinstance(info, DenseChunkInfo) else {})
@@ -412,7 +412,7 @@ def _inspect_raw_chunk(frames: FrameSet, array: ArrayEntry, number: int) -> RawC
 
 
 def _read_verified(frames: FrameSet, array: ArrayEntry, number: int) -> tuple[Chunk, str]:
-    """What a file holds of a piece, as the manifest has it, and the beginning of messages about it."""
+    """Return the stored bytes of a piece, checked against the manifest, and a prefix for messages about it."""
     entry = array.frames[number]
     data = frames.read_frame(entry)
     where = f"{frames.path}: array {array.name!r}: frame {number}:"
@@ -436,7 +436,7 @@ def _inspect_frame(frames: FrameSet, array: ArrayEntry, number: int, options: De
 
 
 def _check_streams(document: Manifest, info: FrameInfo, where: str) -> None:
-    """`ManifestError` for a stream that was not made with what the manifest says the encoder might use."""
+    """Raise `ManifestError` for a stream that does not match the encoder options in the manifest."""
     for stream in info.streams:
         is_hi_lane = stream.name == "hi" and document.hi_predictors is not None
         predictors = (document.hi_predictors if is_hi_lane else document.predictors) or ("raw",)

@@ -55,24 +55,24 @@ class PackedFileEntry:
 class PackedRecord:
     """The packed files that frames were made from."""
 
-    #: K and V of each layer by turns.
+    #: Files of K and V alternating, layer by layer.
     files: tuple[PackedFileEntry, ...]
-    #: What of the files is not in the frames, as a sentence; empty where they are all there.
+    #: Sentence about parts of the files that are not in the frames; empty if all are.
     left_out: str = ""
 
     @property
     def unused_names(self) -> frozenset[str]:
-        """Names of the arrays that hold no tokens."""
+        """Return the names of the arrays that contain no tokens."""
         return frozenset(entry.room for entry in self.files if entry.room is not None)
 
     @property
     def states(self) -> frozenset[str]:
-        """Names of the arrays that contain the state of layers without K and V."""
+        """Return the names of the arrays that contain the state of layers without K and V."""
         return frozenset(entry.room for entry in self.files if entry.is_state and entry.room is not None)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files."""
+        """Return the bytes of all files."""
         return sum(entry.nbytes for entry in self.files)
 
     def find_difference(self, other_record: PackedRecord) -> str | None:
@@ -167,20 +167,20 @@ def _parse_file_entry(node: JsonReader) -> PackedFileEntry:
 SCHEMA: Final = "kvmnn-manifest"
 SCHEMA_VERSION: Final = 1
 RAW_SCHEMA_VERSION: Final = 2
-"""Of a manifest that lists words stored raw."""
+"""Schema version of a manifest that lists words stored raw."""
 DENSE_SCHEMA_VERSION: Final = 3
-"""Of a manifest that lists dense streams."""
+"""Schema version of a manifest that lists dense streams."""
 MANIFEST_NAME: Final = "manifest.json"
 
 StorageKind = Literal["frame", "raw", "dense"]
 Axes = Literal["htd", "thd"]
-"""Heads before tokens, or tokens before heads, and then the words of a head."""
+"""Axes ``[head, token, dim]`` or ``[token, head, dim]``."""
 SCHEMA_VERSION_BY_KIND: Final[dict[StorageKind, int]] = {
     "frame": SCHEMA_VERSION,
     "raw": RAW_SCHEMA_VERSION,
     "dense": DENSE_SCHEMA_VERSION,
 }
-"""Which version of the schema first had each."""
+"""First version of the schema that has each storage kind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,17 +206,17 @@ class FrameEntry(Record):
 
     @property
     def is_raw(self) -> bool:
-        """Whether the piece is stored as raw words and not as a frame."""
+        """Return whether the piece is stored as raw words and not as a frame."""
         return self.stored == "raw"
 
     @property
     def is_dense(self) -> bool:
-        """Whether the piece is a dense stream and not a frame."""
+        """Return whether the piece is a dense stream and not a frame."""
         return self.stored == "dense"
 
     @property
     def description(self) -> str:
-        """The kind of the piece, for messages."""
+        """Return the kind of the piece, for messages."""
         return {"frame": "the frame", "raw": "what is stored raw", "dense": "the dense stream"}[self.stored]
 
 
@@ -226,16 +226,16 @@ class ArrayEntry(ArrayInfo, Record):
 
     json_keys = "name shape dtype array_dtype order raw_bytes=nbytes stored_bytes sha256 frames element=_element shared"
 
-    #: Of the raw bytes: little-endian words in memory order. None when there is no manifest.
+    #: SHA-256 of the raw bytes (little-endian words in memory order); None if there is no manifest.
     sha256: str | None
-    #: Joined, they decode to the raw bytes.
+    #: Pieces that decode, concatenated, to the raw bytes.
     frames: tuple[FrameEntry, ...]
-    #: Whether its frames may be those of other arrays, which must say so as well.
+    #: Whether its frames may also belong to other arrays that have `shared` set.
     shared: bool = field(default=False, metadata={"omit": True})
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all frames of the array."""
+        """Return the bytes of all frames of the array."""
         return sum(frame.bytes for frame in self.frames)
 
     @property
@@ -264,41 +264,41 @@ class Manifest:
 
     @property
     def schema_version(self) -> int:
-        """The lowest version of the schema that can express this manifest."""
+        """Return the lowest version of the schema that can express this manifest."""
         return max(SCHEMA_VERSION_BY_KIND[frame.stored] for array in self.arrays for frame in array.frames)
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes of all arrays."""
+        """Return the raw bytes of all arrays."""
         return sum(array.nbytes for array in self.arrays)
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all frames."""
+        """Return the bytes of all frames."""
         return sum(array.stored_bytes for array in self.arrays)
 
     @property
     def packed_record(self) -> PackedRecord | None:
-        """The packed files that the frames were made from; None if they were made from other inputs."""
+        """Return the packed files that the frames were made from; None if they were made from other inputs."""
         return parse_packed_record(self.metadata, "manifest")
 
     @property
     def token_arrays(self) -> tuple[ArrayEntry, ...]:
-        """The arrays of tokens, without those that contain only the remaining bytes of packed files."""
+        """Return the arrays of tokens, without those that contain only the unused regions of packed files."""
         record = self.packed_record
         return tuple(array for array in self.arrays if record is None or array.name not in record.unused_names)
 
     @property
     def unused_arrays(self) -> tuple[ArrayEntry, ...]:
-        """The arrays that contain no tokens, only the remaining bytes of packed files."""
+        """Return the arrays that contain no tokens, only the unused regions of packed files."""
         record = self.packed_record
         return tuple(array for array in self.arrays if record is not None and array.name in record.unused_names)
 
     @property
     def rope(self) -> str | None:
-        """How K of dense streams was said to be rotated, as ``--rope`` takes it; None where nobody said.
+        """Return the RoPE parameters of K of dense streams in the form of ``--rope``; None if unspecified.
 
-        Where layers differ, each way once, with semicolons between them.
+        Parameters that differ between layers are separated by semicolons.
         """
         rope_texts = dict.fromkeys(frame.rope for array in self.arrays for frame in array.frames if frame.rope)
         return "; ".join(rope_texts) or None
@@ -329,27 +329,27 @@ class SizeStats(Record):
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes of all arrays, except those with the unused regions of packed files."""
+        """Return the bytes of all arrays, except those with the unused regions of packed files."""
         return sum(array.nbytes for array in self.manifest.token_arrays)
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of their frames."""
+        """Return the bytes of their frames."""
         return sum(array.stored_bytes for array in self.manifest.token_arrays)
 
     @property
     def valid_bytes(self) -> int:
-        """Bytes of all arrays without unused capacity after the valid tokens."""
+        """Return the bytes of all arrays without unused capacity after the valid tokens."""
         return self.raw_bytes
 
     @property
     def ratio(self) -> float:
-        """Valid bytes over stored bytes; unused capacity after the valid tokens is excluded."""
+        """Return valid bytes divided by stored bytes; unused capacity after the valid tokens is excluded."""
         return compute_ratio(self.valid_bytes, self.stored_bytes)
 
     @property
     def ratio_text(self) -> str:
-        """The ratio as text, with its reference bytes if these are not all bytes."""
+        """Return the ratio as text, with its reference bytes if these are not all bytes."""
         return format_ratio(self.raw_bytes, self.valid_bytes, self.stored_bytes)
 
 
@@ -424,7 +424,7 @@ def load_manifest(path: Path) -> Manifest:
 
 
 def parse_manifest(text: bytes, where: str = "manifest") -> Manifest:
-    """The manifest in a JSON document; `where` begins the messages of errors, which are those of `load_manifest`."""
+    """Parse a manifest from JSON; `where` is the prefix of error messages, which are those of `load_manifest`."""
     root = parse_document(text, where, MAX_MANIFEST_BYTES)
     if isinstance(root.value, dict) and "schema" not in root.value:
         raise ManifestError(f'{where}: schema: is missing: a manifest of kvmnn says "schema": "{SCHEMA}"')
@@ -486,7 +486,7 @@ def _check_sum(node: JsonReader, key: str, expected_sum: int) -> None:
 
 
 def _element(node: JsonReader, dtype: str, array_dtype: str) -> str:
-    """The type of codes, where an array holds some."""
+    """Read the type of codes of an array that contains codes."""
     if "element" not in node.value:
         return ""
     element = node.get("element").read_str()

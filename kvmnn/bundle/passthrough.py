@@ -1,10 +1,8 @@
-"""What a manifest notes down of a file that is kept whole: how it is put together again from arrays and other bytes.
+"""Files that a bundle stores whole: the manifest's record of how a file is reassembled from arrays and other bytes.
 
-It is the text under the key ``kvmnn.file`` of the manifest's metadata (docs/other-engines.md).
-
-What is noted down of files that lie next to the arrays of a folder and say what these do not.
-
-It is a JSON document under `SIDECAR_KEY` of the metadata of manifests and files of arrays (docs/manifest.md).
+The record is text under the key ``kvmnn.file`` of the manifest's metadata (docs/other-engines.md). Sidecars, the files
+next to the arrays of a folder, are recorded as JSON under `SIDECAR_KEY` of the metadata of manifests and array files
+(docs/manifest.md).
 """
 
 from __future__ import annotations
@@ -29,47 +27,47 @@ from .manifest import Manifest
 PASSTHROUGH_SCHEMA: Final = "kvmnn-file"
 PASSTHROUGH_SCHEMA_VERSION: Final = 1
 MAX_PASSTHROUGH_BYTES = 256 << 20
-"""Of the document, and of all literal bytes."""
+"""Limit of the document's size, and of all literal bytes."""
 _MAX_BEST_COMPRESSION_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class FilePart:
-    """A run of bytes of the file."""
+    """Consecutive bytes of the file: literal, or rows of arrays."""
 
-    #: How many.
+    #: Number of bytes.
     nbytes: int
-    #: The bytes, where they are no array's.
+    #: Literal bytes; empty if arrays supply them.
     raw: bytes = b""
-    #: Names of arrays and how many bytes each gives by turns; one array gives all its bytes.
+    #: Names of arrays and the bytes of their rows, which alternate; a single array supplies all its bytes.
     arrays: tuple[tuple[str, int], ...] = ()
 
     @property
     def num_rows(self) -> int:
-        """How often each array has its turn."""
+        """Return the number of rows of each array."""
         return self.nbytes // sum(nbytes for _, nbytes in self.arrays)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PassthroughFile:
-    """A file that is kept whole."""
+    """A file that is stored whole."""
 
-    #: What knows how to read it.
+    #: Name of the format that reads it.
     format: str
-    #: That it had, without folders.
+    #: Original file name, without folders.
     name: str
-    #: Of the file.
+    #: Size of the file.
     nbytes: int
     sha256: str
-    #: All of it, in order.
+    #: Parts of the file, in order.
     parts: tuple[FilePart, ...]
-    #: Of each layer, where the file does not say them and somebody did.
+    #: Number of KV heads of each layer, if the user specified it because the file does not.
     kv_heads: tuple[int, ...] | None = None
-    #: Bytes of its arrays that are room after the valid tokens, which frames hardly count.
+    #: Bytes of its arrays that are unused capacity after the valid tokens.
     room_bytes: int = 0
-    #: The layer of the model that each of its layers is, where the file does not say it and somebody did.
+    #: Number in the model of each of its layers, if the user specified it because the file does not.
     layer_numbers: tuple[int, ...] | None = None
-    #: The same of each array that has room, by its name; files of before the first release do not state it.
+    #: Unused capacity in bytes by array name; files from before the first release lack it.
     array_room: Mapping[str, int] = field(default_factory=dict)
     _part_ends: tuple[int, ...] = field(init=False, repr=False)
 
@@ -77,12 +75,12 @@ class PassthroughFile:
         object.__setattr__(self, "_part_ends", tuple(accumulate(part.nbytes for part in self.parts)))
 
     def find_part(self, offset: int) -> tuple[FilePart, int]:
-        """The part that the byte at `offset` belongs to, and where that part begins."""
+        """Return the part that contains the byte at `offset`, and the offset at which the part begins."""
         index = bisect_right(self._part_ends, offset)
         return self.parts[index], self._part_ends[index] - self.parts[index].nbytes
 
     def find_difference(self, other_file: PassthroughFile) -> str | None:
-        """Where another file of the same arrays differs from this one, in words; None where it does not."""
+        """Describe the first difference from another file of the same arrays; None if there is none."""
         for part, other_part, end in zip(self.parts, other_file.parts, self._part_ends, strict=False):
             if part != other_part:
                 equal_bytes = takewhile(lambda pair: pair[0] == pair[1], zip(part.raw, other_part.raw, strict=False))
@@ -100,7 +98,7 @@ class PassthroughFile:
 
 
 def describe_passthrough(bundle_manifest: Manifest, where: str) -> list[str]:
-    """What changes the meaning of the ratio of a bundle, in lines: nothing where no file is kept whole."""
+    """Return lines about what qualifies the ratio of a bundle with a whole file; empty without one."""
     passthrough = parse_passthrough(bundle_manifest.metadata, where)
     if passthrough is None:
         return []
@@ -112,20 +110,20 @@ def describe_passthrough(bundle_manifest: Manifest, where: str) -> list[str]:
 
 
 def describe_unused_bytes(passthrough: PassthroughFile, bundle_manifest: Manifest) -> list[str]:
-    """How much of the arrays is room, where any is."""
+    """Return a line about the unused capacity in the arrays; empty if there is none."""
     sentence = f"{passthrough.room_bytes:,} of the {bundle_manifest.raw_bytes:,} bytes are room after the valid tokens"
     return [sentence] if passthrough.room_bytes else []
 
 
 def count_valid_bytes(bundle_manifest: Manifest) -> int:
-    """Return the raw bytes of all arrays without room after the valid tokens."""
+    """Return the raw bytes of all arrays without unused capacity after the valid tokens."""
     passthrough = parse_passthrough(bundle_manifest.metadata, "frames")
     num_token_bytes = sum(array.nbytes for array in bundle_manifest.token_arrays)
     return max(num_token_bytes - (passthrough.room_bytes if passthrough else 0), 0)
 
 
 def count_valid_bytes_by_array(bundle_manifest: Manifest) -> dict[str, int]:
-    """Return the raw bytes of each array without room after the valid tokens."""
+    """Return the raw bytes of each array without unused capacity after the valid tokens."""
     passthrough = parse_passthrough(bundle_manifest.metadata, "frames")
     unused_bytes_by_array = passthrough.array_room if passthrough else {}
     unused_fraction = (
@@ -148,12 +146,12 @@ def count_valid_bytes_by_array(bundle_manifest: Manifest) -> dict[str, int]:
 
 
 def count_bundle_bytes(bundle_manifest: Manifest) -> int:
-    """Bytes of the frames and the manifest of a bundle together."""
+    """Return the bytes of the frames and the manifest of a bundle together."""
     return bundle_manifest.stored_bytes + len(manifest.dump_manifest(bundle_manifest))
 
 
 def dump_passthrough(passthrough: PassthroughFile) -> str:
-    """The document on one line."""
+    """Return the record as one line of JSON."""
     document: dict[str, Any] = {
         "schema": PASSTHROUGH_SCHEMA,
         "schema_version": PASSTHROUGH_SCHEMA_VERSION,
@@ -177,7 +175,7 @@ def _part_document(part: FilePart) -> dict[str, Any]:
 
 
 def build_raw_document(data: bytes) -> dict[str, Any]:
-    """Bytes in a JSON document; `parse_raw_bytes` reads them."""
+    """Return bytes as a JSON object, which `parse_raw_bytes` reads."""
     compressed = zlib.compress(data, 9 if len(data) <= _MAX_BEST_COMPRESSION_BYTES else 6)
     if len(compressed) < len(data):
         return {"bytes": len(data), "zlib": base64.b64encode(compressed).decode()}
@@ -185,7 +183,7 @@ def build_raw_document(data: bytes) -> dict[str, Any]:
 
 
 def parse_passthrough(metadata: dict[str, str], where: str) -> PassthroughFile | None:
-    """The file that a manifest's metadata describes; None where it describes none."""
+    """Parse the record of a whole file in a manifest's metadata; None if there is none."""
     text = metadata.get(FILE_KEY)
     return None if text is None else _parse_passthrough_json(text, f"{where}: metadata {FILE_KEY!r}")
 
@@ -243,7 +241,9 @@ def _parse_part(node: JsonReader) -> FilePart:
 
 
 def parse_raw_bytes(node: JsonReader, max_bytes: int) -> bytes:
-    """Bytes that `build_raw_document` put into a JSON document; `ManifestError` for others, and for more."""
+    """Return the bytes in a JSON object of `build_raw_document`; `ManifestError` if it is malformed or exceeds the
+    limit.
+    """
     nbytes = node.get("bytes").read_int(0)
     if nbytes > max_bytes:
         raise node.get("bytes").error(f"at most {max_bytes}")
@@ -273,7 +273,7 @@ def _decompress_zlib(node: JsonReader, nbytes: int) -> bytes:
 
 
 def check_covers_arrays(passthrough: PassthroughFile, arrays: dict[str, int], where: str) -> None:
-    """`ManifestError` unless the parts take every array once, with the bytes that it has."""
+    """Raise `ManifestError` unless the parts contain every array exactly once, with all its bytes."""
     remaining = dict(arrays)
     for part in passthrough.parts:
         for name, row_bytes in part.arrays:
@@ -287,13 +287,13 @@ SIDECAR_SCHEMA: Final = "kvmnn-beside"
 SIDECAR_SCHEMA_VERSION: Final = 1
 SIDECAR_NAMES: Final = file_names.SIDECAR_FILES
 POSITIONS_NAME, TOKEN_IDS_NAME = SIDECAR_NAMES
-"""No other file is taken along, and none is written."""
+"""Names of the only sidecars that are read and written."""
 MAX_SIDECAR_BYTES = 16 << 20
-"""Of a file: as much as is read of one."""
+"""Maximum size of a sidecar."""
 
 
 def dump_sidecars(files: Mapping[str, bytes]) -> str:
-    """The document on one line; `files` by their names."""
+    """Return sidecars, bytes by file name, as one line of JSON."""
     document = {name: build_raw_document(data) for name, data in files.items()}
     return json.dumps(
         {"schema": SIDECAR_SCHEMA, "schema_version": SIDECAR_SCHEMA_VERSION, "files": document}, separators=(",", ":")
@@ -301,7 +301,7 @@ def dump_sidecars(files: Mapping[str, bytes]) -> str:
 
 
 def parse_sidecars(metadata: Mapping[str, str], where: str) -> dict[str, bytes]:
-    """Names of files and their bytes; none where the metadata says none."""
+    """Parse the sidecars in metadata, bytes by file name; empty if there are none."""
     text = metadata.get(SIDECAR_KEY)
     if text is None:
         return {}
@@ -314,7 +314,7 @@ def parse_sidecars(metadata: Mapping[str, str], where: str) -> dict[str, bytes]:
 
 
 def remove_sidecar(metadata: Mapping[str, str], name: str) -> dict[str, str]:
-    """The metadata without one of these files."""
+    """Return the metadata without one of the sidecars."""
     files = parse_sidecars(metadata, "metadata")
     files.pop(name, None)
     remaining_metadata = {key: text for key, text in metadata.items() if key != SIDECAR_KEY}
@@ -324,7 +324,7 @@ def remove_sidecar(metadata: Mapping[str, str], name: str) -> dict[str, str]:
 def find_sidecar_difference(
     metadata: Mapping[str, str], where: str, other_metadata: Mapping[str, str], other_where: str
 ) -> str | None:
-    """Where the files next to some arrays differ from those next to others, in words; None where they do not."""
+    """Describe the first difference between the sidecars in two sets of metadata; None if there is none."""
     own_files, other_files = parse_sidecars(metadata, where), parse_sidecars(other_metadata, other_where)
     name = next((name for name in SIDECAR_NAMES if own_files.get(name) != other_files.get(name)), None)
     if name is None:

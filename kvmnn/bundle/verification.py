@@ -1,4 +1,4 @@
-"""Verify frames: decode them, and compare with hashes or with the arrays themselves."""
+"""Verify frames: decode them, and compare with hashes or with the original arrays."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _COMPARE_CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class BundleDifference(Record):
-    """Where an array is not what it was compared with; `array` is None for what lies around those of a whole file."""
+    """First difference from an original; `array` is None for bytes of a whole file outside its arrays."""
 
     array: str | None
     what: str
@@ -43,9 +43,9 @@ def compare_frame_set(
     *,
     progress: Progress | None = None,
 ) -> BundleDifference | None:
-    """Decode and compare with arrays, byte for byte; returns the first difference.
+    """Decode frames and compare them with arrays byte by byte; return the first difference, or None.
 
-    One array is compared with one array whatever their names; several are matched by name.
+    A single array is compared with a single array whatever their names; several are matched by name.
 
     Raises
     ------
@@ -82,7 +82,7 @@ def compare_frame_set(
 
 
 class _ComparingReader:
-    """An array that is read along with bytes to compare it with."""
+    """Reads an array in step with decoded bytes, and compares them."""
 
     def __init__(self, array: LazyArray) -> None:
         self._chunks = array.iter_chunks(_COMPARE_CHUNK_BYTES)
@@ -90,7 +90,7 @@ class _ComparingReader:
         self._position = 0
 
     def find_first_difference(self, data: Chunk) -> int | None:
-        """Compare the array's next bytes with `data`; the offset in the array of the first byte that differs."""
+        """Compare the next bytes with `data`; return the offset of the first difference in the array, or None."""
         for start in range(0, data.size, _COMPARE_CHUNK_BYTES):
             block = data[start : start + _COMPARE_CHUNK_BYTES]
             differs = np.flatnonzero(block != self._read(block.size))
@@ -100,7 +100,7 @@ class _ComparingReader:
         return None
 
     def read_to_end(self) -> None:
-        """Ask for what comes after the last byte: only then do readers compare checksums, and count."""
+        """Read to the end of the input, where readers compare checksums and sizes."""
         for _ in self._chunks:
             pass
 
@@ -115,7 +115,7 @@ class _ComparingReader:
 
 
 def _is_flat(array: LazyArray) -> bool:
-    """Whether an array has one axis: raw words say nothing of a shape, so only their bytes count."""
+    """Return whether an array has one axis: without a manifest there is no shape, so only bytes are compared."""
     return len(array.shape) == 1
 
 
@@ -144,63 +144,63 @@ DIFFERS = "DIFFERS"
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyResult(Record):
-    """What decoding frames again has shown."""
+    """Result of decoding and comparing frames."""
 
-    #: The frames.
+    #: Path of the frames.
     input: str
-    #: The original they were compared with; empty if none was given.
+    #: Files of the original; empty if none was given.
     against: tuple[str, ...]
     #: ``"bytes"``: all bytes were compared; ``"sha256"``: the hashes of the manifest; None: nothing to compare with.
     proof: Literal["bytes", "sha256"] | None
-    #: The first one, if there is one.
+    #: The first difference, or None.
     difference: BundleDifference | None
-    #: Of all arrays and of all frames.
+    #: Sizes of all arrays and of all frames.
     raw_bytes: int
     stored_bytes: int
-    #: What changes the meaning of the ratio, in lines.
+    #: Lines about what qualifies the ratio.
     notes: tuple[str, ...] = ()
-    #: What was compared with the original, for people.
+    #: What was compared with the original, as text.
     compared: str = field(default="every byte", metadata={"json": False})
-    #: How many; raw pieces are words that are stored as they are.
+    #: Numbers of arrays and pieces; raw pieces are words stored without a frame.
     arrays: int
     frames: int
     dense_streams: int = 0
     raw_pieces: int = 0
-    #: Time that it took.
+    #: Duration.
     seconds: float
-    #: What nothing says of several frames without a manifest, for people; else empty.
+    #: Properties that frames without a manifest do not record, as text; empty for all others.
     unknown_properties: str = field(default="", metadata={"json": False})
-    #: The name of the file that the frames were made from, where it was put together again and its hash compared.
+    #: Name of the whole file that was reassembled and compared by hash; empty if there is none.
     restored_file_name: str = field(default="", metadata={"json": False})
-    #: What of packed files the frames do not keep, as a sentence; empty for nothing.
+    #: Sentence about parts of packed files that the frames lack; empty if there are none.
     left_out: str = field(default="", metadata={"json": False})
-    #: Of all arrays, after the valid tokens.
+    #: Unused capacity of all arrays after the valid tokens, in bytes.
     room_bytes: int = field(default=0, metadata={"json": False})
 
     @property
     @json_key(after="stored_bytes")
     def valid_bytes(self) -> int:
-        """Bytes of all arrays without room after the valid tokens."""
+        """Return the bytes of all arrays without unused capacity after the valid tokens."""
         return max(self.raw_bytes - self.room_bytes, 0)
 
     @property
     @json_key(after="valid_bytes")
     def ratio(self) -> float:
-        """Valid over stored bytes."""
+        """Return valid bytes divided by stored bytes."""
         return compute_ratio(self.valid_bytes, self.stored_bytes)
 
     @property
     def ok(self) -> bool:
-        """Whether nothing differs."""
+        """Return whether there is no difference."""
         return self.difference is None
 
     @property
     @json_key(after="against")
     def label(self) -> str:
-        """What was shown.
+        """Return the label of the result.
 
-        ``LOSSLESS`` if that was proved, ``LOSSY`` where packed files are not kept whole, ``DIFFERS``, or ``DECODES``
-        where there is nothing to compare with.
+        ``LOSSLESS`` if that was verified, ``LOSSY`` if packed files are not stored whole, ``DIFFERS``, or ``DECODES``
+        if there is nothing to compare with.
         """
         if self.difference is not None:
             return DIFFERS
@@ -247,7 +247,7 @@ def verify_frame_set(
     *,
     progress: Progress | None = None,
 ) -> VerifyResult:
-    """Decode frames again, and compare what comes out with the original or with the manifest.
+    """Decode frames, and compare the result with the original or with the manifest.
 
     Parameters
     ----------
@@ -305,7 +305,7 @@ def verify_frame_set(
 
 
 def _find_metadata_difference(frames: FrameSet, against: Source) -> BundleDifference | None:
-    """Where what the manifest has besides arrays is not what the original has: in a whole file, or in a sidecar."""
+    """Return the first difference from the original outside the arrays: in a whole file, or in a sidecar."""
     if frames.document is None:
         return None
     metadata, original_name = frames.document.metadata, " ".join(against.inputs)

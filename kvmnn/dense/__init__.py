@@ -1,4 +1,4 @@
-"""Dense streams: K and V losslessly in fewer bytes than MNN's frames, for kvmnn alone (docs/format-v2.md)."""
+"""Dense streams: lossless coding of K and V, smaller than MNN's frames and only for kvmnn (docs/format-v2.md)."""
 
 from .decoder import decode
 from .encoder import encode, encode_many

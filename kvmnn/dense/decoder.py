@@ -1,4 +1,4 @@
-"""Decoding dense streams to K or V of one layer (docs/format-v2.md)."""
+"""Decode dense streams to K or V of one layer (docs/format-v2.md)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .header import (
 from .shared_tables import to_table_set
 
 _NUMPY_TYPES = tuple(dtype.numpy_dtype for dtype in DTYPES)
-"""By the number of the dtype in a stream."""
+"""Numpy types by the number of the dtype in a stream."""
 
 
 def decode(

@@ -1,4 +1,4 @@
-"""Encoding K or V of one layer as dense streams (docs/format-v2.md)."""
+"""Encode K or V of one layer as dense streams (docs/format-v2.md)."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from .rope_search import AutoRope, RopeSearch, is_rotation_clearly_smaller
 from .shared_tables import get_rotation, to_table_set
 
 ReferenceHints: TypeAlias = npt.NDArray[np.int32]
-"""For each row the row that it refers to, or -1: where the next array of the same tokens looks first."""
+"""Reference of each row (a row index, or -1): tried first for the next array of the same tokens."""
 
 _FRAME_OPTIONS = {dtype: CodecOptions(effort="fast").to_lane_options(dtype) for dtype in DTYPES}
-"""Resolved once: for short arrays it would take a noticeable part of the time."""
+"""Frame options by dtype, resolved once: for short arrays it would take a noticeable part of the time."""
 
 
 def encode(

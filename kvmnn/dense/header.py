@@ -22,7 +22,7 @@ METHOD_NAMES = ("words", "frame", "rows")
 FLAG_ROTARY, FLAG_TABLES = 1, 2
 """Flags of method 2: the stream has RoPE parameters, or refers to shared tables, which may have them."""
 DTYPES = (FP16, BF16, FP32)
-"""By the number of the dtype in a stream."""
+"""Element types by the number of the dtype in a stream."""
 MAX_ROW_ELEMENTS = 65536
 MAX_RAW_BYTES = (1 << 32) - 1
 MAX_HISTORY_ROWS = 256

@@ -1,4 +1,4 @@
-"""Validation of the arguments of `encode`, and their form for the compiled code."""
+"""Validate the arguments of `encode`, and convert them for the compiled code."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class EncoderInput:
         self._history_rows, self._reference_hints = history_rows, hints
 
     def build_unrotated_rows(self) -> _stream.EncoderRows:
-        """Return the same rows as those of an array that no model has rotated."""
+        """Return the same rows for encoding without RoPE parameters."""
         return _stream.EncoderRows(
             self.dtype_code, self.heads, self.dim, self.row_bytes, self._history_rows, None, None, self._reference_hints
         )
@@ -88,7 +88,7 @@ class EncoderInput:
 
     @property
     def dtype_code(self) -> int:
-        """The number of the dtype in a stream."""
+        """Return the number of the dtype in a stream."""
         return DTYPES.index(self.dtype)
 
     def _select_history(self, history: Any) -> tuple[Bytes | None, int]:

@@ -1,4 +1,4 @@
-"""The contents of a dense stream, without decoding it."""
+"""Inspect a dense stream without decoding it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class DenseInfo(Record):
     @property
     @json_key()
     def ratio(self) -> float:
-        """Raw bytes over bytes of the stream."""
+        """Return raw bytes divided by the bytes of the stream."""
         return self.raw_bytes / self.stream_bytes
 
     def __str__(self) -> str:

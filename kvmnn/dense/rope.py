@@ -87,7 +87,7 @@ class RopeConfig:
 
     @cached_property
     def frequencies(self) -> npt.NDArray[np.uint64]:
-        """Turns a position, times 2^64, of each pair: the same on every machine."""
+        """Return for each pair the turns per position, times 2^64; identical on every machine."""
         context = _DECIMAL_CONTEXT
         turns = []
         for radians in _scale_frequencies(self):
@@ -97,7 +97,7 @@ class RopeConfig:
 
     @property
     def rotation(self) -> _stream.Rotation:
-        """Dims, whether pairs are interleaved, and frequencies, as the compiled code expects them."""
+        """Return dims, pairing and frequencies in the form of the compiled code."""
         return self.dims, int(self.pairing == "interleaved"), self.frequencies
 
     @classmethod
@@ -251,7 +251,7 @@ _PI_FRACTION = Fraction("3.14159265358979323846264338327950288419716939937510")
 
 @dataclass(frozen=True, eq=False)
 class RopeFrequencies:
-    """How K of one layer is rotated."""
+    """Rotation of K of one layer by explicit frequencies."""
 
     #: Elements of each head that are rotated, the first ones; even.
     dims: int
@@ -287,11 +287,11 @@ class RopeFrequencies:
 
     @property
     def rotation(self) -> _stream.Rotation:
-        """Dims, whether pairs are interleaved, and frequencies, as the compiled code expects them."""
+        """Return dims, pairing and frequencies in the form of the compiled code."""
         return self.dims, int(self.pairing == "interleaved"), self.turns
 
     def is_equivalent(self, rope: RopeFrequencies) -> bool:
-        """Return whether both are the same rotation, up to the rounding of float32 frequencies."""
+        """Return whether both rotations are the same up to the rounding of float32 frequencies."""
         if (self.dims, self.pairing) != (rope.dims, rope.pairing):
             return False
         distance = np.minimum(self.turns - rope.turns, rope.turns - self.turns)  # wraps around: a turn is a circle

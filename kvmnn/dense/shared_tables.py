@@ -92,17 +92,17 @@ class SharedTables:
 
     @property
     def id(self) -> int:
-        """Id of the set in streams, and in `DenseInfo.table_set`."""
+        """Return the id of the set in streams, and in `DenseInfo.table_set`."""
         return self.table_set.id
 
     @property
     def dtype(self) -> str:
-        """Name of the element type that the tables are for."""
+        """Return the name of the element type that the tables are for."""
         return DTYPES[self.table_set.dtype].name
 
     @property
     def rotary_dims(self) -> int:
-        """Rotated elements of each head; 0 if K is not rotated."""
+        """Return the rotated elements of each head; 0 if K is not rotated."""
         return self.table_set.rotary[0] if self.table_set.rotary else 0
 
     def __repr__(self) -> str:

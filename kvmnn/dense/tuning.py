@@ -1,7 +1,7 @@
-"""Every threshold of the dense codec that Python decides by, with its reason; the compiled ones are in `dense.h`.
+"""All thresholds of the dense codec's Python code with their reasons; the compiled ones are in `dense.h`.
 
 Other modules read a threshold as ``tuning.NAME`` when they need it, so that a test can replace it. None of them affects
-what a stream can be decoded by: they trade size for time.
+decoding: they trade size for time.
 """
 
 from __future__ import annotations

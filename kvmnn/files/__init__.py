@@ -1,1 +1,1 @@
-"""Files on disk: mapped for reading, complete or absent after writing, bounded JSON."""
+"""Files on disk: memory-mapped reading, atomic writing, bounded JSON."""

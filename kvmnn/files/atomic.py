@@ -1,11 +1,9 @@
-"""Output that is complete or not there at all.
+"""Atomic output: complete, or absent.
 
-Everything is written under a temporary name next to its target, synced (unless it can be made again; all files at once,
-as a disk writes those that wait in one go) and then renamed.
-Whatever goes wrong before that, an interrupt included, leaves nothing; and nothing that exists is replaced
-unless the caller forces it.
-What a process leaves that is killed outright, the next one that writes to the same folder removes.
-Devices and pipes (``/dev/null``, a FIFO) cannot be renamed onto and are written directly.
+Everything is written under a temporary name next to its target, synced (unless it can be recreated; all files at once,
+which is faster) and then renamed. If anything fails before that, an interrupt included, nothing remains. Nothing that
+exists is replaced unless the caller forces it. Files of a killed process are removed by the next one that writes to the
+same folder. Devices and pipes (``/dev/null``, a FIFO) cannot be renamed onto and are written directly.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ _LINK_UNSUPPORTED_ERRNOS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLI
 
 _SYNC_OPEN_FLAGS = os.O_RDWR if os.name == "nt" else os.O_RDONLY
 _MAX_PARALLEL_SYNCS = 8
-"""Files and folders that are brought to the disk at a time."""
+"""Number of files and folders that are synced in parallel."""
 
 
 class BinaryStream(Protocol):
@@ -41,16 +39,16 @@ class BinaryStream(Protocol):
 
 
 class StagedFile:
-    """A file being written; every failure is an `OutputError` that names the file the caller asked for.
+    """A file being written; every failure is an `OutputError` that names the target.
 
     Parameters
     ----------
     target
-        The name that the caller knows the file by.
+        The path that the caller requested.
     path
-        Where the bytes go meanwhile; equal to `target` for a device.
+        The path that is written until then; equal to `target` for a device.
     is_new
-        Whether nothing may be there yet.
+        Whether the file must not exist yet.
     """
 
     def __init__(self, target: Path, path: Path, *, is_new: bool = False) -> None:
@@ -70,12 +68,12 @@ class StagedFile:
             return self._file.seek(position, whence)
 
     def tell(self) -> int:
-        """The current position (bytes)."""
+        """Return the current position (bytes)."""
         with self._wrap_errors():
             return self._file.tell()
 
     def rewrite(self) -> None:
-        """Start again, empty, even where the file was closed."""
+        """Truncate the file to start again, even if it was closed."""
         with self._wrap_errors():
             self._file.close()
             self._file = open(self.path, "wb")  # noqa: SIM115
@@ -91,7 +89,7 @@ class StagedFile:
             self._file.close()
 
     def discard(self) -> None:
-        """Close the file whatever state it is in."""
+        """Close the file in any state, and ignore errors."""
         with suppress(OSError):
             self._file.close()
 
@@ -111,7 +109,7 @@ def wrap_os_errors(target: str | os.PathLike[str]) -> Iterator[None]:
 
 
 class _StagedOutput:
-    """What the two kinds of output share: discarded on leaving the ``with`` block unless committed."""
+    """Base of both kinds of output: discarded on leaving the ``with`` block unless committed."""
 
     def __init__(self, target: str | os.PathLike[str], *, force: bool, exclude: Iterable[str]) -> None:
         self.target = Path(target)
@@ -123,7 +121,7 @@ class _StagedOutput:
         self._durable = True
 
     def commit(self) -> None:
-        """Put everything written in its place; `SourceError` where an input changed while it was read."""
+        """Move everything that was written to its target; `SourceError` if an input changed while it was read."""
         raise NotImplementedError
 
     def _discard(self) -> None:
@@ -139,7 +137,7 @@ class _StagedOutput:
         return self._temporaries[-1]
 
     def _close_and_sync(self, folders: Iterable[Path] = ()) -> None:
-        """Close all files and bring them to the disk, and new folders with them."""
+        """Close and sync all files, and new folders with them."""
         change_detection.verify_inputs()
         self._close_all()
         if self._durable:
@@ -147,7 +145,7 @@ class _StagedOutput:
             parallel_map(lambda path: _sync(path, targets.get(path)), [*targets, *folders], _MAX_PARALLEL_SYNCS)
 
     def _check_available(self, target: Path) -> None:
-        """Refuse a target that is an input, or that exists and is not to be replaced."""
+        """Raise `OutputError` for a target that is an input, or that exists and must not be replaced."""
         if not os.path.lexists(target):
             return
         if file_id(target) in self._excluded_ids:
@@ -158,7 +156,7 @@ class _StagedOutput:
             raise OutputError(f"{target}: exists already (-f or --force replaces it)")
 
     def _move_into_place(self, staged_path: Path, target: Path) -> None:
-        """Rename, and never onto something that came into being meanwhile unless forced."""
+        """Rename to the target; unless forced, never replace a file that appeared in the meantime."""
         with wrap_os_errors(target):
             if not self.force:
                 try:
@@ -189,7 +187,7 @@ class _StagedOutput:
 
 
 class FileOutput(_StagedOutput):
-    """A file, and files next to it, that appear together.
+    """A file and its sidecars, which appear together.
 
     Use as a context manager: write to `file` (and to `open_sidecar`), then `commit`.
 
@@ -209,11 +207,11 @@ class FileOutput(_StagedOutput):
         self.file = self._stage_file(self.target)
 
     def open_sidecar(self, suffix: str) -> StagedFile:
-        """Another file, named as the first with `suffix` appended."""
+        """Open another file, named as the first with `suffix` appended."""
         return self._stage_file(self.target.with_name(self.target.name + suffix))
 
     def check_sidecar(self, suffix: str) -> None:
-        """Fail now rather than later if the file with `suffix` appended could not be made."""
+        """Raise `OutputError` early if the file with `suffix` appended cannot be created."""
         self._check_available(self.target.with_name(self.target.name + suffix))
 
     def commit(self) -> None:
@@ -240,10 +238,10 @@ class FileOutput(_StagedOutput):
 
 
 class DirectoryOutput(_StagedOutput):
-    """A directory of files, written elsewhere first.
+    """A directory of files that is first written elsewhere.
 
-    A directory that does not exist yet appears with all its files, by one rename. Into one that exists the files are
-    moved one by one in the order in which they were begun; other files in it stay as they are.
+    A new directory appears with all its files, by one rename. Into an existing one the files are moved one by one in
+    the order in which they were opened; its other files stay unchanged.
 
     Parameters
     ----------
@@ -285,11 +283,11 @@ class DirectoryOutput(_StagedOutput):
 
     @property
     def staging_folder(self) -> Path:
-        """Where the files lie until they get their names."""
+        """Return the folder that contains the files until they are renamed."""
         return self._staging_folder
 
     def finish_files(self) -> None:
-        """Close what was begun, so that it can be read in `staging_folder`."""
+        """Close the files opened so far, so that they can be read in `staging_folder`."""
         self._close_all()
 
     def _check_replaceable(self, exclude: Iterable[str]) -> None:
@@ -299,13 +297,13 @@ class DirectoryOutput(_StagedOutput):
             raise OutputError(f"{self.target}: exists already (-f or --force replaces it)")
 
     def check_names(self, names: Iterable[str]) -> None:
-        """Fail now rather than later if a file called one of `names` could not be made."""
+        """Raise `OutputError` early if a file called one of `names` cannot be created."""
         if self._is_merging:
             for name in names:
                 self._check_available(self.target / name)
 
     def open_file(self, name: str) -> StagedFile:
-        """Begin the file called `name`, which may lie in a folder of its own; the one begun before is closed."""
+        """Open a file called `name`, which may contain folders, and close the previous one."""
         self.check_names([name])
         for previous_file in self._files[-1:]:
             previous_file.close()
@@ -355,12 +353,12 @@ class DirectoryOutput(_StagedOutput):
 
 
 def is_device(target: str | os.PathLike[str]) -> bool:
-    """Whether there is something that is neither a file nor a directory: what is written to it cannot be read again."""
+    """Return whether a path is neither a file nor a directory: what is written to it cannot be read again."""
     return os.path.exists(target) and not os.path.isfile(target) and not os.path.isdir(target)
 
 
 def _sync(path: Path, target: Path | None) -> None:
-    """Bring a file to the disk, which is known as `target`; or a folder (None), where the system can."""
+    """Sync a file, which errors call `target`; or a folder (None), if the system can."""
     with wrap_os_errors(target) if target is not None else suppress(OSError):
         handle = os.open(path, _SYNC_OPEN_FLAGS)
         try:

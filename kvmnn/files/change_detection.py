@@ -1,4 +1,4 @@
-"""Whether files changed while they were read: what they were when they were opened, compared with what they are."""
+"""Detect files that change while they are read, by their state when they were opened."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from ._file_mapping import DamageMonitor, FileMapping
 
 
 class FileState:
-    """What a regular file was when it was opened.
+    """State of a regular file when it was opened.
 
     Parameters
     ----------
     label
-        What messages call it.
+        Name for messages.
     path
-        Where it lies.
+        Path of the file.
     initial_stat
-        ``os.stat`` of then.
+        ``os.stat`` when it was opened.
     """
 
     def __init__(self, label: str, path: str, initial_stat: os.stat_result) -> None:
@@ -41,30 +41,30 @@ class FileState:
 
     @classmethod
     def from_path(cls, path: str | os.PathLike[str]) -> FileState:
-        """What lies at a path now; an `OSError` where nothing does."""
+        """Return the state of the file at a path; `OSError` if there is none."""
         return cls(os.fspath(path), os.fspath(path), os.stat(path))
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Return the size in bytes."""
         return self._initial_stat.st_size
 
     def track_mapping(self, mapping: FileMapping) -> None:
-        """From now on this mapping, as long as it lives, is asked what the file is."""
+        """Ask this mapping for the file's state from now on, as long as it exists."""
         self._mapping = weakref.ref(mapping)
         self._watch = mapping.monitor
 
     def verify_opened(self, current_stat: os.stat_result) -> None:
-        """Raise `SourceError` unless a file that is opened `current_stat` is this one, as it was."""
+        """Raise `SourceError` unless `current_stat` is of this same, unchanged file."""
         self._is_replaced = not os.path.samestat(self._initial_stat, current_stat) or self._is_modified(current_stat)
         if self._is_replaced:
             raise self.build_error()
 
     @property
     def has_changed(self) -> bool:
-        """Whether the file that was read was cut or written to since it was opened.
+        """Return whether the file was truncated or written to since it was opened.
 
-        One that was removed, or replaced by another, is what it was as long as it is read.
+        A file that was removed or replaced does not count: the opened one stays readable.
         """
         if self._is_replaced or (self._watch is not None and self._watch.is_damaged):
             return True
@@ -81,7 +81,7 @@ class FileState:
             raise self.build_error()
 
     def build_error(self) -> SourceError:
-        """What is said of a file that changed."""
+        """Return the error about a file that changed."""
         return SourceError(f"{self.label}: changed while it was read")
 
     def _is_modified(self, current_stat: os.stat_result) -> bool:
@@ -92,30 +92,30 @@ class FileState:
 
 
 class InputGuard:
-    """What is read in a ``with`` block, which fails if some of it has changed meanwhile.
+    """Check at the end of a ``with`` block that the inputs it read have not changed.
 
-    Where the block fails with a `KvmnnError` of its own, a change explains it, and is what is said instead.
+    If the block fails with a `KvmnnError` and an input has changed, the error about the change replaces it.
     """
 
     def __init__(self) -> None:
         self._states: dict[int, FileState] = {}
 
     def record(self, state: FileState) -> None:
-        """A file is being read."""
+        """Record that a file is being read."""
         self._states.setdefault(id(state), state)
 
     def verify(self) -> None:
-        """Raise `SourceError` if a file that was read has changed; what did not is not looked at again."""
+        """Raise `SourceError` if a file that was read has changed; unchanged files are not checked again."""
         for state in list(self._states.values()):
             state.verify()
         self._states.clear()
 
     def begin(self) -> None:
-        """What is read from now on is noted."""
+        """Start to record the inputs that are read."""
         _active_guards.set((*_active_guards.get(), self))
 
     def end(self, error: BaseException | None) -> None:
-        """Nothing more is noted; an `error` that a change explains is replaced."""
+        """Stop recording; an `error` that a changed input explains is replaced."""
         _active_guards.set(tuple(guard for guard in _active_guards.get() if guard is not self))
         if isinstance(error, KvmnnError):
             for state in list(self._states.values()):
@@ -135,16 +135,16 @@ class InputGuard:
 
 
 _active_guards: ContextVar[tuple[InputGuard, ...]] = ContextVar("kvmnn_readings", default=())
-"""In the context, so that each thread has its own, and work that is handed to a pool knows whom it is done for."""
+"""Guards in a context variable, so that each thread has its own and work on a pool belongs to its caller's."""
 
 
 def record_input(state: FileState) -> None:
-    """A file is being read."""
+    """Record in the active guards that a file is being read."""
     for guard in _active_guards.get():
         guard.record(state)
 
 
 def verify_inputs() -> None:
-    """Raise `SourceError` if a file has changed that was read in a `InputGuard` that has not ended."""
+    """Raise `SourceError` if a file has changed that an active `InputGuard` recorded."""
     for guard in _active_guards.get():
         guard.verify()

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 
 def file_id(path: str | os.PathLike[str]) -> tuple[int, int] | None:
-    """Device and inode, the same for all names that a file has; None where there is none."""
+    """Return device and inode, which all names of a file share; None if there is no file."""
     try:
         status = os.stat(path)
     except (OSError, ValueError):
@@ -26,7 +26,7 @@ _BTIME_OFFSET: Final = 80
 
 
 def read_birth_time(path: str) -> int | None:
-    """Return when a file was made (nanoseconds since 1970); None where the system does not tell."""
+    """Return the creation time of a file (nanoseconds since 1970); None if the system does not provide it."""
     status = os.stat(path)
     birth_time = getattr(status, "st_birthtime_ns", None) or getattr(status, "st_birthtime", None)
     if birth_time is not None:
@@ -45,7 +45,7 @@ def read_birth_time(path: str) -> int | None:
 
 @cache
 def _find_statx() -> Any:
-    """The C library's `statx`; None where it has none."""
+    """Return the C library's `statx`; None if it has none."""
     if not sys.platform.startswith("linux"):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Names of files: for arrays, of outputs, of inputs."""
+"""File names for arrays, outputs and inputs."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from ..errors import OutputError
 
 FRAME_SUFFIX: Final = ".frame"
 SIDECAR_SUFFIX: Final = ".json"
-"""What is appended to a frame file's name to give its manifest's."""
+"""Suffix that turns the name of a frame file into that of its manifest."""
 POSITIONS_FILE: Final = "positions.json"
 TOKEN_IDS_FILE: Final = "token_ids.json"
 SIDECAR_FILES: Final = (POSITIONS_FILE, TOKEN_IDS_FILE)
-"""What `kvmnn dump-kv` writes next to K and V, and what is read next to arrays."""
+"""Sidecars that `kvmnn dump-kv` writes next to K and V, and that are read next to arrays."""
 COMPLETENESS_FILE: Final = "completeness.json"
 """File of a folder of arrays that records which state of the model they contain."""
 
 
 def make_file_names(names: Iterable[str], suffix: str) -> list[str]:
-    """Plain file names for arrays, distinct even where case does not count, in the order of `names`."""
+    """Make plain file names for arrays, distinct even if case is ignored, in the order of `names`."""
     names_in_use: set[str] = set()
     counts: dict[str, int] = {}
     file_name_list = []
@@ -39,7 +39,7 @@ def make_file_names(names: Iterable[str], suffix: str) -> list[str]:
 
 
 def make_member_names(names: Sequence[str], suffix: str, label: str) -> list[str]:
-    """The names of members of an archive for arrays, from which the arrays' own can be told again."""
+    """Make names of archive members for arrays, from which the names of the arrays can be restored."""
     all_names = set(names)
     for name in names:
         is_plain = not set("\\\0") & set(name) and not PureWindowsPath(name).is_absolute()
@@ -54,7 +54,7 @@ def make_member_names(names: Sequence[str], suffix: str, label: str) -> list[str
 
 
 def describe_renamed_files(files: Iterable[tuple[str, str]], max_listed: int = 4) -> str:
-    """For people: which arrays, of those whose `(name, file)` is given, lie in files of other names; empty if none."""
+    """List the arrays whose file has another name, given as `(name, file)`; empty if none has."""
     descriptions = [f"{name!r} in {file}" for name, file in files if PurePath(file).stem != name]
     suffix = f" and {len(descriptions) - max_listed:,} more" if len(descriptions) > max_listed else ""
     return (
@@ -65,12 +65,12 @@ def describe_renamed_files(files: Iterable[tuple[str, str]], max_listed: int = 4
 
 
 def is_directory_output(output: str) -> bool:
-    """Whether an output is meant as a directory: it ends in a slash, or there is one."""
+    """Return whether an output is a directory: it ends in a slash, or exists as one."""
     return output.endswith(("/", os.sep)) or os.path.isdir(output)
 
 
 def list_with_contents(paths: Iterable[str]) -> list[str]:
-    """Paths, and the files directly in those that are directories."""
+    """List paths, and the files directly in those that are directories."""
     all_paths = list(paths)
     for path in list(all_paths):
         if os.path.isdir(path):
@@ -79,5 +79,5 @@ def list_with_contents(paths: Iterable[str]) -> list[str]:
 
 
 def has_zarr_suffix(output: object) -> bool:
-    """Whether the name of an output says a Zarr store."""
+    """Return whether the name of an output is that of a Zarr store."""
     return isinstance(output, str | os.PathLike) and PurePath(os.fspath(output)).suffix.lower() == ".zarr"

@@ -1,4 +1,4 @@
-"""Files that a run appends to while it goes on, one run at a time."""
+"""Journals: files that a run appends to while it works, so that it can be resumed."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from .schema import loads_strict
 
 
 def lock_exclusive(file: IO[bytes], path: Path, process_name: str) -> None:
-    """Keep a file for this process until it is closed: two would both append.
+    """Lock a file for this process until it is closed, so that no other process appends to it.
 
-    Where the system has no such locks, nothing is checked.
+    On systems without such locks, nothing is checked.
     """
     with suppress(ImportError):
         import fcntl
@@ -37,30 +37,30 @@ def lock_exclusive(file: IO[bytes], path: Path, process_name: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class JournalFormat:
-    """What the lines of a journal are, and what its messages call them."""
+    """Contents of a journal's lines, and their names in messages."""
 
-    #: The first key of every line and its value. Lines of an earlier version are left in the file and not used.
+    #: First key of every line and its value. Lines of an earlier version stay in the file and are ignored.
     tag: str
     version: int
-    #: What writes it.
+    #: Name of the process that writes it, for messages.
     process_name: str
-    #: What a line is: "a cell of an evaluation".
+    #: Description of a line: "a cell of an evaluation".
     entry_description: str
-    #: What happens once a damaged line is deleted: "its cell is measured again".
+    #: Consequence of deleting a damaged line: "its cell is measured again".
     remedy: str
-    #: Whether damaged lines are not used; otherwise they are an error.
+    #: Whether damaged lines are ignored; otherwise they are an error.
     skips_damage: bool = False
-    #: Seconds between two times that lines are brought to the disk; 0: with every line.
+    #: Seconds between two syncs to the disk; 0: with every line.
     sync_interval_seconds: float = 0.0
 
     @property
     def prefix(self) -> bytes:
-        """The bytes of a line before its hash."""
+        """Return the bytes of a line before its hash."""
         return f'{{"{self.tag}": {self.version}, "sha256": "'.encode()
 
 
 class JournalEntry(NamedTuple):
-    """A line of a journal: its number from 1, its place in the file, and its record."""
+    """A line of a journal: its number from 1, its range in the file, and its record."""
 
     number: int
     offset: int
@@ -75,18 +75,17 @@ _MAX_LINE_BYTES = 256 << 20
 
 
 class Journal:
-    """A file that records are appended to, so that an interrupted run goes on where it was.
+    """A file of appended records, from which an interrupted run is resumed.
 
-    The file has one JSON object a line, ``{TAG: VERSION, "sha256", "record"}``; the hash is that of the record's bytes,
-    so that lines that somebody edited are found. Lines are handed to the system at once. The last line is dropped where
-    a crash tore it.
+    The file has one JSON object per line, ``{TAG: VERSION, "sha256", "record"}``; the hash is that of the record's
+    bytes, so that edited lines are detected. Lines are written at once. A last line that a crash truncated is dropped.
 
     Parameters
     ----------
     path
-        The file; made if it is not there, continued if it is.
+        The file; created if it does not exist, else continued.
     journal_format
-        What its lines are.
+        Format of its lines.
 
     Attributes
     ----------
@@ -131,12 +130,12 @@ class Journal:
             offset += len(line)
 
     def read_record(self, offset: int, length: int) -> Any:
-        """The record of the line at a place in the file."""
+        """Return the record of the line at a position in the file."""
         self._file.seek(offset)
         return self._parse_line(self._file.read(length), 0)
 
     def append(self, record: Mapping[str, Any]) -> tuple[int, int]:
-        """Append a record; its offset and length in the file."""
+        """Append a record; return its offset and length in the file."""
         text = json.dumps(record).encode()
         line = self._prefix + hashlib.sha256(text).hexdigest().encode() + _SEPARATOR + text + _SUFFIX
         with wrap_os_errors(self.path):
@@ -148,13 +147,13 @@ class Journal:
         return offset, len(line)
 
     def close(self) -> None:
-        """Bring the file to the disk and close it."""
+        """Sync and close the file."""
         if not self._file.closed:
             with wrap_os_errors(self.path), self._file:
                 self._sync()
 
     def make_foreign_error(self, number: int) -> SourceError:
-        """The error about a line that no journal of this kind has."""
+        """Return the error about a line that does not belong to a journal of this kind."""
         return SourceError(
             f"{self.path}: line {number} is not {self.format.entry_description}: it would be overwritten"
         )
@@ -165,7 +164,7 @@ class Journal:
         self._synced_at = time.monotonic()
 
     def _is_torn(self, line: bytes, number: int) -> bool:
-        """Return whether the rest of the file is a line that a crash cut; `SourceError` where it is something else."""
+        """Return whether the rest of the file is a line that a crash truncated; `SourceError` for anything else."""
         if line.startswith(self._prefix[: len(line)]) or (number and not line.strip(b"\0")):
             return not self._file.readline(1)
         raise self.make_foreign_error(number + 1)
@@ -198,14 +197,14 @@ class Journal:
 
 
 class KeyedJournal:
-    """JSON values by key, in memory and, where there is a path, in a journal.
+    """JSON values by key, in memory and, with a path, in a journal.
 
     Parameters
     ----------
     path
         The file, as of `Journal`; None: memory only.
     journal_format
-        What its lines are: records ``{"key", "value"}``.
+        Format of its lines: records ``{"key", "value"}``.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None, journal_format: JournalFormat) -> None:
@@ -225,7 +224,7 @@ class KeyedJournal:
 
     @property
     def path(self) -> Path | None:
-        """The file, or None."""
+        """Return the path of the file, or None."""
         return None if self._journal is None else self._journal.path
 
     def __len__(self) -> int:
@@ -235,11 +234,11 @@ class KeyedJournal:
         return key in self._value_by_key
 
     def get(self, key: str) -> Any | None:
-        """The value, or None."""
+        """Return the value of a key, or None."""
         return self._value_by_key.get(key)
 
     def put(self, key: str, value: Any) -> None:
-        """Store a value; when this returns it is on the disk."""
+        """Store a value; it is on the disk when this returns."""
         self._value_by_key[key] = value
         if self._journal is not None:
             self._journal.append({"key": key, "value": value})

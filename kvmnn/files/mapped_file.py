@@ -1,4 +1,4 @@
-"""Files as read-only memory: mapped where they lie, or spooled to an unnamed temporary file when they are pipes."""
+"""Files as read-only memory: mapped, or for pipes first copied to an unnamed temporary file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .urls import URL_SCHEME_PATTERN
 
 STDIN = "-"
 HEAD_BYTES = 4096
-"""Bytes at the beginning of a file that tell of nearly all formats what it is."""
+"""Bytes at the start of a file from which nearly all formats are detected."""
 _PAGE_BYTES = mmap.PAGESIZE
 _MIN_DROP_BYTES = 1 << 20
 _SPOOL_CHUNK_BYTES = 1 << 20
@@ -32,12 +32,12 @@ _HASH_CHUNK_BYTES = 8 << 20
 
 
 def is_stream(path: str) -> bool:
-    """Whether what is at a path can be read only once: standard input, or a pipe."""
+    """Return whether a path can be read only once: standard input, or a pipe."""
     return path == STDIN or (os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path))
 
 
 def read_head(path: str, nbytes: int = 64) -> bytes:
-    """The first bytes of a file; none of a directory, of standard input, or of what cannot be read."""
+    """Return the first bytes of a file; empty for a directory, standard input, or an unreadable file."""
     if path == STDIN or not os.path.isfile(path):
         return b""
     try:
@@ -50,17 +50,17 @@ def read_head(path: str, nbytes: int = 64) -> bytes:
 class MappedFile:
     """The bytes of a file, mapped. Pipes and standard input (``"-"``) are copied to a temporary file first.
 
-    A file that is cut, or that the disk does not give, reads as zeros from there on, and is an error afterwards:
-    `changes.Reading` finds whatever changed while it was read.
+    A file that is truncated or unreadable after it was opened reads as zeros from there on;
+    `change_detection.InputGuard` reports that as an error.
 
     Parameters
     ----------
     path
         File to open; ``"-"`` for standard input.
     expected_state
-        What the file was when it was first looked at.
+        State of the file when it was first examined.
     max_bytes
-        Most bytes of a pipe or of standard input; None for as many as the disk holds.
+        Maximum bytes of a pipe or of standard input; None for no limit.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class MappedFile:
             return mapping
 
     def view(self, offset: int, nbytes: int) -> Bytes:
-        """A read-only view of `nbytes` bytes from `offset`; the range must lie within the file."""
+        """Return a read-only view of `nbytes` bytes from `offset`; the range must lie within the file."""
         self._record_access()
         if self._mapping is None:
             raise SourceError(f"{self.label}: is empty")
@@ -106,13 +106,11 @@ class MappedFile:
         return np.frombuffer(memoryview(self._mapping), np.uint8, nbytes, offset)
 
     def read_head(self, nbytes: int) -> bytes:
-        """The first `nbytes` bytes, or all if there are fewer."""
+        """Return the first `nbytes` bytes, or all if there are fewer."""
         return b"" if self._mapping is None else self.view(0, min(nbytes, self.size)).tobytes()
 
     def iter_chunks(self, offset: int, nbytes: int, chunk_bytes: int) -> Iterator[Bytes]:
-        """Views of `chunk_bytes` bytes each; pages of a large view are given back once the caller comes for the
-        next.
-        """
+        """Yield views of `chunk_bytes` bytes; pages of a large view are released when the next is requested."""
         for start in range(offset, offset + nbytes, chunk_bytes):
             length = min(chunk_bytes, offset + nbytes - start)
             yield self.view(start, length)
@@ -121,14 +119,14 @@ class MappedFile:
             self._state.verify()
 
     def compute_sha256(self) -> str:
-        """The hash of all bytes, in hexadecimal digits."""
+        """Return the SHA-256 of all bytes in hexadecimal digits."""
         digest = hashlib.sha256()
         for chunk in self.iter_chunks(0, self.size, _HASH_CHUNK_BYTES):
             digest.update(chunk.data)
         return digest.hexdigest()
 
     def release_pages(self, offset: int, nbytes: int) -> None:
-        """Let go of the pages after a large range; they come back from the page cache if touched again."""
+        """Release the pages of a large range; they are read again from the page cache when needed."""
         if nbytes >= _MIN_DROP_BYTES and self._mapping is not None:
             first = offset // _PAGE_BYTES * _PAGE_BYTES
             self._mapping.release_pages(first, offset + nbytes - first)
@@ -142,20 +140,20 @@ class MappedFile:
 
 @dataclass(frozen=True)
 class FileHead:
-    """What lies at a path, looked at once, before anything is read."""
+    """Kind and first bytes of an input, read once to detect its format."""
 
-    #: Where it lies.
+    #: Path of the input.
     path: str
-    #: What it is; a file where nothing is there. A stream is standard input, or a pipe.
+    #: Kind of the input; a missing one counts as a file. A stream is standard input, or a pipe.
     kind: Literal["file", "folder", "stream", "url"]
-    #: The first `HEAD_BYTES` bytes of a file, or of a stream that was opened.
+    #: First `HEAD_BYTES` bytes of a file or an opened stream.
     data: bytes = b""
-    #: The stream, where it was opened: nothing of it can be read before.
+    #: The stream once it is opened; before that it has no bytes.
     file: MappedFile | None = None
 
     @classmethod
     def from_path(cls, path: str) -> Self:
-        """Look at a path; a file that cannot be read has no bytes, and its reader says why."""
+        """Examine a path; an unreadable file has no bytes, and its reader reports why."""
         if URL_SCHEME_PATTERN.match(path):
             return cls(path, "url")
         if path == STDIN:
@@ -170,23 +168,23 @@ class FileHead:
 
     @classmethod
     def from_stream(cls, file: MappedFile) -> Self:
-        """Look at what was opened."""
+        """Examine an opened file."""
         return cls(file.path, "stream", file.read_head(HEAD_BYTES), file)
 
     @property
     def suffix(self) -> str:
-        """Of the name, in lower case."""
+        """Return the suffix of the name in lower case."""
         return PurePath(self.path).suffix.lower()
 
     def read(self, nbytes: int) -> bytes:
-        """The first `nbytes` bytes, or all that there are: of more than `data` has, the file is read again."""
+        """Return the first `nbytes` bytes, or all if there are fewer; beyond `data` the file is read again."""
         if nbytes <= len(self.data) or len(self.data) < HEAD_BYTES:
             return self.data[:nbytes]
         return self.file.read_head(nbytes) if self.file else read_head(self.path, nbytes)
 
 
 def iter_file_chunks(path: str | os.PathLike[str], state: FileState | None, chunk_bytes: int) -> Iterator[Bytes]:
-    """The bytes of a file, mapped only while they are read: a folder may have more files than a process may map."""
+    """Yield the bytes of a file, mapped only while read: a folder may have more files than a process can map."""
     file = MappedFile(path, expected_state=state)
     yield from file.iter_chunks(0, file.size, chunk_bytes)
 
@@ -197,7 +195,7 @@ def _map_file(file: BinaryIO) -> FileMapping | None:
 
 
 def _spool(stream: BinaryIO, label: str, max_bytes: int | None) -> FileMapping | None:
-    """A pipe is read once, to an unnamed file that ends with its mapping."""
+    """Read a pipe once into an unnamed file that ends with its mapping."""
     with tempfile.TemporaryFile() as spool:
         while chunk := stream.read(_SPOOL_CHUNK_BYTES):
             spool.write(chunk)

@@ -1,4 +1,4 @@
-"""Strict JSON: `Record` dataclasses written and read field by field, and bounded documents whose errors name a path."""
+"""Strict JSON: `Record` dataclasses written and read field by field, and bounded documents with precise errors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def json_key(
     omit: bool = False,
     convert: Callable[[Any], object] | None = None,
 ) -> Callable[[_Getter], _Getter]:
-    """Write a property of a `Record` into its document: below ``@property``, above the function."""
+    """Make a property of a `Record` a key of its document; place it below ``@property``."""
 
     def mark(getter: _Getter) -> _Getter:
         vars(getter)["json_key"] = _ComputedKey(key, before, after, inline, omit, convert)
@@ -84,7 +84,7 @@ class Record:
 
     @classmethod
     def from_dict(cls, document: object, label: str = "document", *, complete: bool = False) -> Self:
-        """A record from `to_dict`. Keys that it does not know are ignored."""
+        """Create a record from the result of `to_dict`; unknown keys are ignored."""
         if not isinstance(document, Mapping):
             raise _make_error(label, document, "an object")
         values, record_type = {}, cast("Any", cls)
@@ -105,7 +105,7 @@ class _KeyInfo(NamedTuple):
     convert: Callable[[Any], object] | None
     inline: bool
     omitted: object
-    """The value that leaves the key out, or `_NEVER`."""
+    """Value for which the key is omitted, or `_NEVER`."""
 
 
 _NEVER = object()
@@ -141,7 +141,7 @@ def _get_keys(record_type: Any) -> tuple[_KeyInfo, ...]:
 
 
 def _select_keys(specs: list[str], keys: list[_KeyInfo]) -> tuple[_KeyInfo, ...]:
-    """The keys that `Record.json_keys` lists, with what their attributes say of themselves."""
+    """Return the keys that `Record.json_keys` lists, with the settings of their attributes."""
     key_by_name = {entry.name: entry for entry in keys}
     selected = []
     for spec in specs:
@@ -157,7 +157,7 @@ class _FieldInfo(NamedTuple):
     annotation: Any
     is_required: bool
     is_optional: bool
-    """Whether `Record.to_dict` may leave its key out."""
+    """Whether `Record.to_dict` may omit its key."""
 
 
 @cache
@@ -177,7 +177,7 @@ def _get_fields(record_type: Any) -> tuple[_FieldInfo, ...]:
 
 
 def finite_or_none(number: float | None) -> float | None:
-    """For `convert`: JSON has no infinity and no NaN."""
+    """Return None for infinity and NaN, which JSON lacks; for `convert`."""
     return number if number is not None and math.isfinite(number) else None
 
 
@@ -230,14 +230,14 @@ def _make_error(label: str, value: object, expectation: str) -> SourceError:
 
 
 MAX_DOCUMENT_BYTES = 16 << 20
-"""Of a document, unless its reader says otherwise."""
+"""Default size limit of a document."""
 
 _MAX_INTEGER = 2**63 - 1
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def loads_strict(text: str | bytes, object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """`json.loads` without Python's NaN, Infinity and -Infinity, which RFC 8259 forbids: `ValueError`."""
+    """Parse JSON without Python's NaN, Infinity and -Infinity, which RFC 8259 forbids; `ValueError` for these."""
     return json.loads(text, object_pairs_hook=object_pairs_hook, parse_constant=_reject_constant)
 
 
@@ -246,7 +246,7 @@ def _reject_constant(name: str) -> None:
 
 
 def reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """For `loads_strict`: an object, refused if it has a key twice."""
+    """Return the pairs as an object; `ValueError` if a key occurs twice. For `loads_strict`."""
     document = dict(pairs)
     if len(document) != len(pairs):
         raise ValueError("an object has the same key twice")
@@ -254,9 +254,9 @@ def reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 class JsonReader:
-    """A value and where it is: `label` names the document, `path` the place in it.
+    """A JSON value with its location: `label` names the document, `path` the location in it.
 
-    Every method raises `ManifestError` for a value that is not what the method says.
+    Every method raises `ManifestError` if the value does not have the expected type or range.
     """
 
     def __init__(self, value: Any, label: str, path: str) -> None:
@@ -265,13 +265,13 @@ class JsonReader:
         self.path = path
 
     def error(self, expectation: str) -> ManifestError:
-        """The error that says what was found here and what was expected."""
+        """Return an error that states the value and `expectation`."""
         value_text = json.dumps(self.value)
         value_text = value_text if len(value_text) <= 80 else value_text[:77] + "..."
         return ManifestError(f"{self.label}: {self.path or 'document'}: found {value_text}, expected {expectation}")
 
     def get(self, key: str) -> JsonReader:
-        """The value under `key` of an object."""
+        """Return the value under `key` of an object."""
         if not isinstance(self.value, dict):
             raise self.error("an object")
         path = f"{self.path}.{key}" if self.path else key
@@ -280,7 +280,7 @@ class JsonReader:
         return JsonReader(self.value[key], self.label, path)
 
     def read_list(self, min_len: int = 0, max_len: int | None = None) -> list[JsonReader]:
-        """The entries of a list of at least `min_len` and at most `max_len`."""
+        """Return the entries of a list of at least `min_len` and at most `max_len` entries."""
         if not isinstance(self.value, list):
             raise self.error("a list")
         if len(self.value) < min_len or (max_len is not None and len(self.value) > max_len):
@@ -288,59 +288,59 @@ class JsonReader:
         return [JsonReader(value, self.label, f"{self.path}[{i}]") for i, value in enumerate(self.value)]
 
     def read_int(self, min_value: int) -> int:
-        """An integer of at least `min_value` that fits 64 bits."""
+        """Return an integer of at least `min_value` that fits 64 bits."""
         if type(self.value) is not int or not min_value <= self.value <= _MAX_INTEGER:
             raise self.error(f"an integer of at least {min_value}")
         return self.value
 
     def check_version(self, latest: int) -> None:
-        """Check that it is a version that this kvmnn knows: from 1 to `latest`."""
+        """Check that the value is a version from 1 to `latest`."""
         if self.read_int(1) > latest:
             raise self.error(f"at most {latest}: a later kvmnn wrote this")
 
     def check_schema(self, schema: str, version: int) -> None:
-        """Check that an object says of itself that it is `schema` in `version`."""
+        """Check that an object declares `schema` in `version`."""
         if self.get("schema").read_str() != schema:
             raise self.get("schema").error(repr(schema))
         if self.get("schema_version").read_int(1) != version:
             raise self.get("schema_version").error(f"{version}, the version this kvmnn reads")
 
     def read_any_int(self) -> int:
-        """Any integer."""
+        """Return an integer of any size."""
         if type(self.value) is not int:
             raise self.error("an integer")
         return self.value
 
     def read_bool(self) -> bool:
-        """True or false."""
+        """Return a boolean."""
         if not isinstance(self.value, bool):
             raise self.error("true or false")
         return self.value
 
     def read_str(self) -> str:
-        """A string."""
+        """Return a string."""
         if not isinstance(self.value, str):
             raise self.error("a string")
         return self.value
 
     def read_str_list(self) -> tuple[str, ...]:
-        """A list of strings."""
+        """Return a list of strings."""
         return tuple(item.read_str() for item in self.read_list())
 
     def read_str_map(self) -> dict[str, str]:
-        """An object whose values are strings."""
+        """Return an object whose values are strings."""
         if not isinstance(self.value, dict):
             raise self.error("an object of strings")
         return {key: self.get(key).read_str() for key in self.value}
 
     def read_sha256(self) -> str:
-        """A SHA-256 in lower-case hexadecimal digits."""
+        """Return a SHA-256 in lower-case hexadecimal digits."""
         if not isinstance(self.value, str) or not _SHA256.fullmatch(self.value):
             raise self.error("64 hexadecimal digits")
         return self.value
 
     def read_file_name(self) -> str:
-        """A plain relative name that cannot lead out of the manifest's directory by itself, in its one spelling."""
+        """Return a normalised relative path that stays within the manifest's directory."""
         name = self.read_str()
         windows = PureWindowsPath(name)
         path = PurePosixPath(name)
@@ -352,7 +352,7 @@ class JsonReader:
 
 
 def parse_document(text: str | bytes, label: str, max_bytes: int | None = None) -> JsonReader:
-    """The document in `text`, in which no object has a key twice; `label` begins the messages of errors."""
+    """Parse a JSON document without duplicate keys; error messages begin with `label`."""
     limit = MAX_DOCUMENT_BYTES if max_bytes is None else max_bytes
     if len(text) > limit:
         raise ManifestError(f"{label}: is larger than {limit} bytes")
@@ -363,7 +363,7 @@ def parse_document(text: str | bytes, label: str, max_bytes: int | None = None) 
 
 
 def read_bounded(path: Path, max_bytes: int | None = None) -> bytes:
-    """The bytes of a file."""
+    """Return the bytes of a file, up to a limit."""
     limit = MAX_DOCUMENT_BYTES if max_bytes is None else max_bytes
     try:
         with open(path, "rb", opener=_open_nonblocking) as stream:
@@ -378,7 +378,7 @@ def read_bounded(path: Path, max_bytes: int | None = None) -> bytes:
 
 
 def _open_nonblocking(path: str, flags: int) -> int:
-    """A named pipe that nobody writes to is empty; opened as usual it would be waited for without end."""
+    """Open a file without blocking: a named pipe without a writer reads as empty instead of waiting forever."""
     handle = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
     if hasattr(os, "set_blocking"):
         os.set_blocking(handle, True)
@@ -386,16 +386,16 @@ def _open_nonblocking(path: str, flags: int) -> int:
 
 
 def read_object(path: Path, max_bytes: int | None = None, *, allow_nan: bool = False) -> dict[str, Any]:
-    """The JSON object in a file of at most `max_bytes` (default `MAX_DOCUMENT_BYTES`); `allow_nan` as in
+    """Read a JSON object from a file of at most `max_bytes` (default `MAX_DOCUMENT_BYTES`); `allow_nan` as in
     `parse_object`.
     """
     return parse_object(read_bounded(path, max_bytes), str(path), allow_nan=allow_nan)
 
 
 def parse_object(text: bytes, label: str, *, allow_nan: bool = False) -> dict[str, Any]:
-    """The JSON object that `text` is; `SourceError`, which begins with `label`, if it is none.
+    """Parse a JSON object; `SourceError`, whose message begins with `label`, for anything else.
 
-    With `allow_nan` it may hold NaN and Infinity: Python libraries write them into settings of models.
+    With `allow_nan` it may contain NaN and Infinity: Python libraries write them into settings of models.
     """
     try:
         value = json.loads(text) if allow_nan else loads_strict(text)
@@ -409,7 +409,7 @@ def parse_object(text: bytes, label: str, *, allow_nan: bool = False) -> dict[st
 
 
 def read_object_or_empty(path: Path) -> dict[str, Any]:
-    """`read_object` of settings of a model or tokenizer, `allow_nan` allowed; empty where there is no such file."""
+    """Read settings of a model or tokenizer with `read_object`, NaN allowed; empty if there is no such file."""
     try:
         return read_object(path, allow_nan=True)
     except (FileNotFoundError, NotADirectoryError):
@@ -417,7 +417,7 @@ def read_object_or_empty(path: Path) -> dict[str, Any]:
 
 
 def iter_values(document: object) -> Iterator[object]:
-    """Every key, text, number and constant in a document, however deep."""
+    """Yield every key, string, number and constant in a document, at any depth."""
     stack = [document]
     while stack:
         value = stack.pop()

@@ -1,8 +1,8 @@
-"""Temporary files and folders next to what they will become, and the removal of those that dead processes left.
+"""Temporary files and folders next to their targets, and removal of those of dead processes.
 
-A name is ``.<target>.kvmnn-<pid>-<random>.tmp``. The process that writes there holds a lock (``flock``), which ends
-with it however it ends, in whatever pid namespace or container it ran. Whoever writes to the same folder next removes
-what bears such a name and is not locked. Where a file system has no locks nothing is removed.
+A name is ``.<target>.kvmnn-<pid>-<random>.tmp``. The process that writes it holds a lock (``flock``), which is released
+however the process ends, in any pid namespace or container. The next process that writes to the same folder removes
+such names that are not locked. On file systems without locks nothing is removed.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ except ImportError:  # Windows: nothing is locked and nothing is removed
     fcntl = None
 
 _MAX_ATTEMPTS = 100
-"""Times that others may sweep a new file away before it is locked."""
+"""How often other processes may remove a new file before it is locked."""
 
 TEMPORARY_NAME_PATTERN = re.compile(r"\..{0,200}\.kvmnn-\d+-[0-9a-f]{8}\.tmp", re.DOTALL)
-"""Of what is temporary."""
+"""Names of temporary files."""
 
 
 class TemporaryPath:
-    """A new file or folder that is this process's until `release`.
+    """A new file or folder that belongs to this process until `release`.
 
     Parameters
     ----------
     target
-        What it will become.
+        Its final path.
     parent
-        Where it lies; None for the folder of its target.
+        Its folder; None for the folder of its target.
     is_folder
         Make a folder instead of a file.
     """
@@ -61,14 +61,14 @@ class TemporaryPath:
         raise OSError(errno.EAGAIN, "temporary files vanish as soon as they are made", str(folder))
 
     def release(self) -> None:
-        """Let go of the lock; what is still there may be removed by others."""
+        """Release the lock; other processes may then remove what still exists."""
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
 
 
 def remove_stale(folder: Path) -> None:
-    """Remove what processes that are gone have left in a folder."""
+    """Remove temporary files of dead processes from a folder."""
     if fcntl is None:
         return
     with suppress(OSError), os.scandir(folder) as entries:
@@ -91,12 +91,12 @@ def _remove_if_unlocked(path: str) -> None:
 
 
 def _shorten_name(name: str) -> str:
-    """As much of a name as leaves room for the rest in the 255 bytes that file systems have."""
+    """Truncate a name so that the temporary name fits the 255 bytes of file systems."""
     return os.fsencode(name)[:100].decode(sys.getfilesystemencoding(), "ignore")
 
 
 def _create(path: Path, is_folder: bool) -> int | None:
-    """A descriptor of something new, kept for its lock; None for folders where they cannot be opened."""
+    """Return a descriptor of a new file or folder, for its lock; None for folders that cannot be opened."""
     if not is_folder:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
     path.mkdir()
@@ -104,7 +104,7 @@ def _create(path: Path, is_folder: bool) -> int | None:
 
 
 def _try_lock(handle: int, *, wait: bool) -> bool:
-    """Whether the lock is ours; a file system without locks locks nothing out, and gives none to those who sweep."""
+    """Lock a file and return whether that worked; without support for locks, return `wait`."""
     if fcntl is None:
         return wait
     try:

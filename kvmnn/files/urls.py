@@ -1,4 +1,4 @@
-"""URLs, and the file systems that they name, which fsspec opens."""
+"""URLs and their file systems, opened by fsspec."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from ..errors import MissingDependencyError, OptionError
 
 URL_SCHEME_PATTERN = re.compile(r"([a-z][a-z0-9+.-]*)://")
 NOT_FOUND_ERRORS = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-"""What file systems raise where there is no such file."""
+"""Exceptions of file systems for a missing file."""
 _CREDENTIALS_PATTERN = re.compile(r"(?<=://)[^/@]*@")
 _SECRET_OPTION_PATTERN = re.compile(r"(?i)([?&;][^=&;#]*(?:pass|secret|token|key)[^=&;#]*=)[^&;#]*")
 
 
 def is_url(path: str) -> bool:
-    """Whether a path begins as a URL does."""
+    """Return whether a path begins as a URL does."""
     return URL_SCHEME_PATTERN.match(path) is not None
 
 
 def redact_url(url: str) -> str:
-    """A URL without name and password, for messages; options that are secrets are masked."""
+    """Return a URL for messages, without name and password and with secret options masked."""
     return _SECRET_OPTION_PATTERN.sub(r"\1***", _CREDENTIALS_PATTERN.sub("", url)) if is_url(url) else url
 
 
 def open_file_system(url: str) -> tuple[Any, str]:
-    """The fsspec file system of a URL, and the path in it, without a slash at its end."""
+    """Return the fsspec file system of a URL, and the path in it without a trailing slash."""
     fsspec, label = import_optional("fsspec"), redact_url(url)
     options = {"auto_mkdir": True} if url.startswith(("file:", "local:")) else {}
     try:
@@ -39,5 +39,5 @@ def open_file_system(url: str) -> tuple[Any, str]:
 
 
 def first_error_line(error: BaseException) -> str:
-    """What an error of a file system says, in one line."""
+    """Return the message of a file system's error as one line."""
     return next(iter(str(error).splitlines()), "") or type(error).__name__

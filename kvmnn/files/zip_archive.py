@@ -1,11 +1,9 @@
-"""Zip archives, read from a mapped file, of which only one reading is possible.
+"""Zip archives, read from a mapped file, that can be read in only one way.
 
-The directory is read here rather than by `zipfile`, which needs ten times as long for the thousands of members of a
-training checkpoint and believes what it reads. Here an archive can claim no more than it holds: no two members overlap,
-stored ones lie within the file, and deflated ones are at most `MAX_DEFLATE_RATIO` times as large as what they are made
-of. What two programs could read differently is refused: a local header that is not what the directory says, several
-parts,
-bytes after the archive, names with NUL.
+`zipfile` takes ten times as long for the thousands of members of a training checkpoint, and does not check its input.
+Here an archive can claim no more than it contains: no two members overlap, stored ones lie within the file, and
+deflated ones are at most `MAX_DEFLATE_RATIO` times as large as their data. Ambiguous archives are rejected: a local
+header that contradicts the directory, several parts, bytes after the archive, names with NUL.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from .mapped_file import MappedFile
 
 METHOD_STORED, METHOD_DEFLATED = 0, 8
 MAX_DEFLATE_RATIO = 1_032
-"""Bytes that deflate can make of one, at most."""
+"""Maximum compression ratio of deflate."""
 MAX_ENTRIES = 1 << 18
 
 _END_RECORD = struct.Struct("<4s4H2LH")
@@ -39,17 +37,17 @@ _CHUNK_BYTES = 1 << 20
 
 
 def read_first_member_name(head: bytes) -> bytes:
-    """The name of the first member of an archive that begins with `head`; empty of what is none."""
+    """Return the name of the first member of an archive that begins with `head`; empty if it is not an archive."""
     is_zip = head.startswith(b"PK\x03\x04")
     return head[30 : 30 + int.from_bytes(head[26:28], "little")] if is_zip else b""
 
 
 class ZipError(SourceError):
-    """An archive that is damaged, or that could be read in two ways; the message does not name the file."""
+    """A damaged or ambiguous archive; the message does not name the file."""
 
 
 class ZipMember(NamedTuple):
-    """One file in the archive: its name, where its local header lies, and what the directory says of it."""
+    """A file in the archive: its name, the offset of its local header, and its directory entry."""
 
     name: str
     raw_name: bytes
@@ -62,7 +60,7 @@ class ZipMember(NamedTuple):
 
     @property
     def label(self) -> str:
-        """What messages call it."""
+        """Return the name of the member for messages."""
         return f"member {self.name[:80]!r}"
 
 
@@ -77,7 +75,7 @@ class ZipArchive:
         self._check_overlap()
 
     def locate_data(self, member: ZipMember) -> tuple[int, int]:
-        """Where a member's data lies (offset and bytes), once its local header agrees with the directory."""
+        """Return offset and size of a member's data, after checking its local header against the directory."""
         label = member.label
         if member.flags & _FLAG_ENCRYPTED:
             raise ZipError(f"{label} is encrypted")
@@ -102,7 +100,7 @@ class ZipArchive:
         return begin, member.compressed_bytes
 
     def _check_local_header(self, member: ZipMember, local_fields: tuple[int, ...], name: bytes, extra: bytes) -> None:
-        """The local header with the directory; where sizes and checksum follow the data, it may have zeros."""
+        """Check a local header against the directory; if sizes and checksum follow the data, they may be zero."""
         compressed_bytes, nbytes = local_fields[7], local_fields[8]
         if _U32_MAX in (compressed_bytes, nbytes):
             compressed_bytes, nbytes, _ = _read_zip64_sizes(extra, compressed_bytes, nbytes, 0)
@@ -154,7 +152,7 @@ class ZipArchive:
         return entries, begin
 
     def _read_end_record(self) -> tuple[int, int, int, int]:
-        """Number of entries, size and offset of the directory, and where the records after it begin."""
+        """Return number of entries, size and offset of the directory, and the offset of the records after it."""
         size = self.file.size
         start = max(0, size - _END_RECORD.size - MAX_COMMENT_BYTES)
         tail = self.file.view(start, size - start).tobytes()
@@ -204,7 +202,7 @@ class ZipArchive:
 
 
 class Inflater:
-    """A deflated range of a file, inflated as it is asked for."""
+    """A deflated range of a file, decompressed on demand."""
 
     def __init__(self, file: MappedFile, begin: int, nbytes: int, label: str) -> None:
         self._chunks = file.iter_chunks(begin, nbytes, _CHUNK_BYTES)
@@ -213,7 +211,7 @@ class Inflater:
         self._label = label
 
     def iter_chunks(self, nbytes: int, chunk_bytes: int) -> Iterator[Bytes]:
-        """`nbytes` bytes in runs of `chunk_bytes`, after which the deflated data must have ended."""
+        """Yield `nbytes` bytes in chunks of `chunk_bytes`; then the deflated data must have ended."""
         while nbytes:
             chunk = self.read(min(chunk_bytes, nbytes))
             nbytes -= chunk.size
@@ -223,7 +221,7 @@ class Inflater:
             raise ZipError(f"{self._label}: holds more data than the archive says")
 
     def read(self, nbytes: int) -> Bytes:
-        """The next `nbytes` bytes."""
+        """Return the next `nbytes` bytes."""
         buffer = np.empty(nbytes, np.uint8)
         position = 0
         while position < nbytes:
@@ -235,7 +233,7 @@ class Inflater:
         return buffer
 
     def _read_some(self, max_bytes: int) -> bytes:
-        """At least one byte and at most `max_bytes`, or none at the end."""
+        """Return at least one byte and at most `max_bytes`; empty at the end."""
         while not self._decompressor.eof:
             chunk = self._unconsumed or next(self._chunks, None)
             if chunk is None:
@@ -251,7 +249,7 @@ class Inflater:
 
 
 def _parse_entry(data: bytes, position: int) -> tuple[ZipMember | None, int]:
-    """An entry of the directory and its length; None where it is damaged."""
+    """Return an entry of the directory and its length; None if it is damaged."""
     fields = _DIRECTORY_ENTRY.unpack_from(data, position)
     (
         signature,
@@ -283,7 +281,7 @@ def _parse_entry(data: bytes, position: int) -> tuple[ZipMember | None, int]:
 
 
 def _decode_name(name: bytes, flags: int) -> str:
-    """A name: UTF-8 where it says so, else the code page of old; no program agrees on one with NUL."""
+    """Decode a name as UTF-8 if its flag says so, else as code page 437; reject NUL, which is ambiguous."""
     try:
         text = name.decode("utf-8" if flags & _FLAG_UTF8 else "cp437")
     except UnicodeDecodeError:
@@ -294,7 +292,7 @@ def _decode_name(name: bytes, flags: int) -> str:
 
 
 def _read_zip64_sizes(extra: bytes, compressed_bytes: int, nbytes: int, offset: int) -> tuple[int, int, int]:
-    """Sizes and offset of a member that 32 bits do not hold, from its zip64 field."""
+    """Return sizes and offset of a member that exceed 32 bits, from its zip64 field."""
     position = 0
     while position + 4 <= len(extra):
         field_id, length = struct.unpack_from("<HH", extra, position)

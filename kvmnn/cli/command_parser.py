@@ -273,6 +273,9 @@ _PACKED_COMMANDS = (
 )
 """Verbs that read packed files and caches of other engines."""
 
+_TENSOR_COMMANDS = tuple(command for command in _PACKED_COMMANDS if command not in ("inspect", "mnn compact"))
+"""Of these, the verbs that read some arrays of an input."""
+
 _REPLACED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     *(
         (option, "--help-all", COMMANDS)
@@ -313,6 +316,9 @@ _REPLACED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("--match", "--glob", ("encode", "inspect", "verify", "measure", "compressor verify")),
     ("--as", "--output-kind", ("decode", "mnn unpack")),
     ("--real", "--encode", ("measure",)),
+    ("--ignore-markers", "--ignore markers", (*_PACKED_COMMANDS, "eval")),
+    ("--skip-unsupported", "--ignore unsupported", (*_TENSOR_COMMANDS, "bench", "eval")),
+    ("--no-manifest", "--ignore manifest", ("encode", "decode", "inspect", "verify")),
     ("--overwrite", "--force", ("measure",)),
     ("--prompt", "--prefill-tokens", ("eval", "mnn replay")),
     ("--deep", "--tail-start", ("eval",)),

@@ -246,7 +246,7 @@ def add_start_options(parser: Any) -> None:
     )
     shared_options.add_dtype(group, "element type of raw input")
     group.add_argument("--tensor", action="append", default=[], metavar="NAME", help="take this array (repeatable)")
-    group.add_argument("--skip-unsupported", action="store_true", help="skip its arrays that are not K and V")
+    shared_options.add_ignore(group, "unsupported", "skip_unsupported", "its arrays that are not K and V")
     group.add_argument("--token-major", action="store_true", help="its arrays are [token, kv_head, head_dim]")
     shared_options.add_axes(parser)
     packed_group = parser.add_argument_group(

@@ -110,8 +110,8 @@ def check_dtype_matches(frames: FrameSet, arguments: argparse.Namespace) -> None
     if mismatch is not None:
         where = f" of {mismatch.name!r}" if len(frames.arrays) > 1 else ""
         raise UsageError(
-            f"the manifest says {mismatch.element or mismatch.dtype}{where}, not {arguments.dtype} (--no-manifest "
-            f"ignores it)"
+            f"the manifest says {mismatch.element or mismatch.dtype}{where}, not {arguments.dtype} (--ignore "
+            f"manifest reads the frames alone)"
         )
 
 

@@ -297,7 +297,9 @@ def add_discovery_options(parser: Any) -> None:
         help="live files by layer: their addresses, or the engine's process, which knows the order",
     )
     parser.set_defaults(pid=None)
-    parser.add_argument("--ignore-markers", action="store_true", help="read a prefix whose markers are missing")
+    shared_options.add_ignore(
+        parser, "markers", "ignore_markers", "the sync markers of a prefix, where they are missing"
+    )
 
 
 def add_origin_options(parser: Any, model_use: str = "geometry and heads") -> None:

@@ -61,6 +61,12 @@ def add_part(parser: Any, fields: Sequence[SpecField]) -> None:
     add_spec_option(parser, "--part", title, fields, metavar="WHAT[,WHAT]")
 
 
+def add_ignore(parser: Any, key: str, dest: str, text: str) -> None:
+    """Add ``--ignore``, or a further word of it."""
+    fields = [SpecField(key, dest, text, constant=True, default=False)]
+    add_spec_option(parser, "--ignore", "read the input without", fields, metavar="WHAT[,WHAT]")
+
+
 def add_axes(parser: Any) -> None:
     """Add ``--axes``, ``--shape`` and ``--pages``, and the items of ``--part`` that select one of several texts."""
     group = parser.add_argument_group("axes of arrays", _AXES_DESCRIPTION)
@@ -198,13 +204,11 @@ _FLOAT8_CODE_TYPES = (
 
 
 def add_source(parser: Any, dtype_help: str, *, axes: bool = True) -> None:
-    """Add ``--dtype``, ``--tensor`` and ``--skip-unsupported``; with `axes` also the options for the axis order."""
+    """Add ``--dtype``, ``--tensor`` and ``--ignore unsupported``; with `axes` also the options for the axis order."""
     add_dtype(parser, dtype_help, with_float8=True)
     parser.add_argument("--tensor", action="append", default=[], metavar="NAME", help="take this array (repeatable)")
-    parser.add_argument(
-        "--skip-unsupported",
-        action="store_true",
-        help="skip arrays that frames do not support (float64, int64, empty ...) instead of refusing the file",
+    add_ignore(
+        parser, "unsupported", "skip_unsupported", "arrays that frames do not support (float64, int64, empty ...)"
     )
     if axes:
         add_axes(parser)

@@ -61,7 +61,7 @@ def test_lossless_is_only_said_after_a_proof(here, run):
     assert "not verified" in said.out
     assert "LOSSLESS" not in said.out
     Path("alone.frame").write_bytes(Path("keys.frame").read_bytes())
-    for argv in (["alone.frame"], ["keys.frame", "--no-manifest"]):
+    for argv in (["alone.frame"], ["keys.frame", "--ignore", "manifest"]):
         said = run("verify", *argv)
         assert "DECODES" in said.out
         assert "LOSSLESS" not in said.out
@@ -177,7 +177,7 @@ def test_choice_of_tensors(here, run):
     assert "array 'k' is not in the frames" in run("verify", "v.frame", "--against", "both.npz", code=1).err
     np.savez("mixed.npz", k=KEYS, ids=np.arange(3))
     assert "int64" in run("encode", "mixed.npz", "-o", "m.frame", code=1).err
-    said = run("encode", "mixed.npz", "-o", "m.frame", "--skip-unsupported")
+    said = run("encode", "mixed.npz", "-o", "m.frame", "--ignore", "unsupported")
     assert said.err.startswith("kvmnn: skipped: mixed.npz: member 'ids.npy'")
     assert said.err.count("\n") == 1
 

@@ -39,10 +39,8 @@ def test_bash_completes(script) -> None:
     assert completed(script, "kvmnn", "compressor", "e") == ["export"]
     assert "--as-reference" in completed(script, "kvmnn", "compressor", "convert", "--as")
     assert completed(script, "kvmnn", "encode", "--effort", "") == ["exact", "balanced", "fast", "max"]
-    assert completed(script, "kvmnn", "encode", "--no") == ["--no-manifest", "--no-verify", "--no-zstd"]
-    assert "--ignore-markers" in completed(
-        script, "kvmnn", "mnn", "pack", "--i"
-    )  # of those that help folds away as well
+    assert completed(script, "kvmnn", "encode", "--no") == ["--no-verify", "--no-zstd"]
+    assert "--ignore" in completed(script, "kvmnn", "mnn", "pack", "--i")  # of those that help folds away as well
     assert completed(script, "kvmnn", "mnn", "pack", "x", "--backend", "arm64-fp16") == [
         "arm64-fp16",
         "arm64-fp16-i8mm",

@@ -51,7 +51,7 @@ def test_without_it_nothing_changes(here: Path, run: Run) -> None:
         ("k.npy.frame --output-kind dump", 1, "k.npy.frame: was not made from a whole KV dump"),
         ("k.npy.frame --output-kind dump -o back/", 1, "k.npy.frame: was not made from a whole KV dump"),
         ("b --output-kind dump -o k.npy", 1, "is not a directory"),
-        ("b --output-kind dump --no-manifest -o back/", 0, ""),
+        ("b --output-kind dump --ignore manifest -o back/", 0, ""),
         ("b --output-kind dump --max-input-bytes 10 -o back/", 1, "above the limit of 10"),
     ],
 )

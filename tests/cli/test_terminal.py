@@ -121,7 +121,7 @@ def test_names_of_arrays(made, tmp_path, capfd) -> None:
     path, out = str(made(tmp_path, NAME)), str(tmp_path / "out")
     for argv in (
         ["inspect", "-v", path],
-        ["encode", "-v", path, "-o", f"{out}1/", "--skip-unsupported"],
+        ["encode", "-v", path, "-o", f"{out}1/", "--ignore", "unsupported"],
         ["encode", path, "-o", f"{out}2/"],
         ["encode", path, "--tensor", "no", "-o", f"{out}3/"],
         ["encode", path, "--tensor", f"no{NAME}", "-o", f"{out}3/"],

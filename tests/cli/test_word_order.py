@@ -178,6 +178,10 @@ def test_options_of_earlier_versions_name_the_new_ones(run) -> None:
     assert run("eval", "m", "--tokens", "9", code=2).err == "kvmnn: error: '--tokens' is now '--max-tokens'\n"
     assert run("encode", "x", "--tokens=9", code=2).err == "kvmnn: error: '--tokens' is now '--valid-tokens'\n"
     assert run("encode", "x", "--batch", "0", code=2).err == "kvmnn: error: '--batch' is now '--part batch=N'\n"
+    assert run("diff", "x", "--ignore-mark", code=2).err.startswith("kvmnn: error: unrecognized arguments")
+    assert run("diff", "x", "--ignore-markers", code=2).err == (
+        "kvmnn: error: '--ignore-markers' is now '--ignore markers'\n"
+    )
     for command, replaced in REPLACED_OPTIONS.items():
         known = list_command_parsers(build_parser())[command]._option_string_actions
         assert not known.keys() & replaced.keys(), command

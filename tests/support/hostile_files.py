@@ -178,7 +178,7 @@ def _prefix(folder: Path) -> Sample:
 def _bare_prefix(folder: Path) -> Sample:
     sample = _prefix(folder)
     files = {name: data for name, data in sample.files.items() if not name.endswith(".json")}
-    asked = f"{PREFIX} --valid-tokens 5 --ignore-markers"
+    asked = f"{PREFIX} --valid-tokens 5 --ignore markers"
     return Sample(
         files, (f"mnn unpack {{in}} -o {{out}}.npz {asked}", f"encode {{in}} -o {{out}}/ {asked}"), ("sys_0.k",)
     )
@@ -202,7 +202,7 @@ def _model_settings(folder: Path) -> Sample:
     settings = {"config.json": {"llm_config": "llm_config.json"}, "llm_config.json": layers}
     files = {f"model/{name}": json.dumps(document).encode() for name, document in settings.items()}
     graph = {"model/llm.mnn": b"any bytes: only their hash is taken"}
-    command = f"mnn unpack {{in}}/cache -o {{out}}.npz {PREFIX} --valid-tokens 5 --ignore-markers --model {{in}}/model"
+    command = f"mnn unpack {{in}}/cache -o {{out}}.npz {PREFIX} --valid-tokens 5 --ignore markers --model {{in}}/model"
     cache = {f"cache/{name}": data for name, data in sample.files.items()}
     return Sample({**cache, **files, **graph}, (command,), tuple(files))
 
@@ -212,7 +212,7 @@ def _token_ids(folder: Path) -> Sample:
     files = {"ids.json": b"[1, 2, 3, 4, 5]", "ids.txt": b"1 2 3 4 5\n", "ids.npy": saved(np.arange(5))}
     cache = {f"cache/{name}": data for name, data in sample.files.items()}
     commands = tuple(
-        f"encode {{in}}/cache -o {{out}}/ {PREFIX} --valid-tokens 5 --ignore-markers --token-ids {{in}}/{name}"
+        f"encode {{in}}/cache -o {{out}}/ {PREFIX} --valid-tokens 5 --ignore markers --token-ids {{in}}/{name}"
         for name in files
     )
     return Sample({**cache, **files}, commands, tuple(files))
@@ -313,7 +313,7 @@ def _plan(folder: Path) -> Sample:
     sample = _bare_prefix(folder)
     document = [{"layer": 0, "remove": 5, "pairs": [[0, 2], [4, 1]]}]
     cache = {f"cache/{name}": data for name, data in sample.files.items()}
-    command = f"mnn compact {{in}}/cache -o {{out}}/ {PREFIX} --valid-tokens 5 --ignore-markers --plan {{in}}/plan.json"
+    command = f"mnn compact {{in}}/cache -o {{out}}/ {PREFIX} --valid-tokens 5 --ignore markers --plan {{in}}/plan.json"
     return Sample({**cache, "plan.json": json.dumps(document).encode()}, (command,), ("plan.json",))
 
 

@@ -57,7 +57,7 @@ def add_parser(subparsers: Any) -> None:
             "kvmnn decode dump.frames/ -o dump/ --output-kind dump",
             "kvmnn decode sys.frames/ -o sys/",
         ),
-        shown="--output --raw --dtype --output-kind --arrays --no-manifest",
+        shown="--output --raw --dtype --output-kind --arrays --ignore",
     )
     parser.add_argument("input", metavar="IN", help="a frame, a manifest, a bundle; - for standard input")
     shared_options.add_output(parser, "file, directory, or - (standard output)")
@@ -72,7 +72,7 @@ def add_parser(subparsers: Any) -> None:
         choices=("dump",),
         help="restore the KV dump that was encoded, with its metadata files",
     )
-    parser.add_argument("--no-manifest", action="store_true", help="read frames alone, without a manifest alongside")
+    shared_options.add_ignore(parser, "manifest", "no_manifest", "the manifest next to frames")
     shared_options.add_threads(parser)
     group = parser.add_argument_group("prefix caches", "what the restored files must match")
     group.add_argument("--arrays", action="store_true", help="write plain arrays, not the files they came from")

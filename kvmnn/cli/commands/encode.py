@@ -106,7 +106,7 @@ def add_parser(subparsers: Any) -> None:
         help="MNN's rule: store K and V of a layer raw where their frames together do not shrink",
     )
     raw.add_argument("--allow-raw", action="store_true", help="store any array raw where its frames do not shrink")
-    parser.add_argument("--no-manifest", action="store_true", help="of frames: read them alone, without their manifest")
+    shared_options.add_ignore(parser, "manifest", "no_manifest", "the manifest next to frames")
     parser.add_argument("--no-verify", action="store_true", help="do not decode and compare each frame")
     parser.accept("--max-input-bytes")
     shared_options.add_threads(parser)

@@ -46,7 +46,7 @@ def add_parser(subparsers: Any) -> None:
             "kvmnn inspect dump.frames/ -v",
             "kvmnn inspect sys/ --backend x86-avx2 --json",
         ),
-        shown="--dtype --no-manifest --backend --kv-heads --axes --jobs",
+        shown="--dtype --ignore --backend --kv-heads --axes --jobs",
     )
     parser.add_argument(
         "inputs", nargs="+", metavar="IN", help="a frame, a bundle, any file or folder that kvmnn reads"
@@ -54,7 +54,7 @@ def add_parser(subparsers: Any) -> None:
     shared_options.add_dtype(
         parser, "element type of a frame without a manifest (default: fp16 or fp32, by its streams)", with_float8=True
     )
-    parser.add_argument("--no-manifest", action="store_true", help="read frames alone, without a manifest alongside")
+    shared_options.add_ignore(parser, "manifest", "no_manifest", "the manifest next to frames")
     parser.accept("--max-input-bytes")
     parser.add_argument("--no-zstd", action="store_true", help="judge as an engine without libzstd")
     shared_options.add_axes(parser)

@@ -43,12 +43,12 @@ def add_parser(subparsers: Any) -> None:
             "kvmnn verify keys.frame --against keys.npy",
             "kvmnn verify frames/ --jobs 4",
         ),
-        shown="--against --dtype --no-manifest --jobs --resume",
+        shown="--against --dtype --ignore --jobs --resume",
     )
     parser.add_argument("inputs", nargs="+", metavar="IN", help="a frame, a manifest, a bundle; a weight file")
     parser.add_argument("--against", action="append", default=[], metavar="FILE", help="the original (repeatable)")
     shared_options.add_source(parser, "element type of a frame without a manifest, or of raw input")
-    parser.add_argument("--no-manifest", action="store_true", help="read frames alone, without a manifest alongside")
+    shared_options.add_ignore(parser, "manifest", "no_manifest", "the manifest next to frames")
     parser.accept("--max-input-bytes")
     shared_options.add_threads(parser)
     batch.add_batch_options(parser)

@@ -232,7 +232,7 @@ def _check_and_sort_files(files: PackedFiles, options: PackedOptions) -> tuple[P
             f"{files.path}: {files.missing_files[0]}, so no engine would load it: compute the prefix again"
         )
     if files.problems and not options.ignore_markers:
-        raise SourceError(f"{files.path}: {files.problems[0]} (--ignore-markers reads the files anyway)")
+        raise SourceError(f"{files.path}: {files.problems[0]} (--ignore markers reads the files anyway)")
     sidecar_info = read_sidecar_info(files)
     files = separate_state_layers(files, options, sidecar_info)
     if sidecar_info and (

@@ -177,7 +177,7 @@ def check_start_settings(settings: EvaluationSettings, configurations: Sequence[
 
 
 def build_start_configurations(start: InitialCache, configurations: Sequence[Configuration]) -> list[Configuration]:
-    """The full cache, the start alone, and the start under every policy."""
+    """Return the full cache, the initial cache without eviction, and the initial cache under every policy."""
     suffix = f"from {start.name}"
     evicting = [entry for entry in configurations if entry.policy != FULL_POLICY]
     policy_configurations = [
@@ -189,7 +189,7 @@ def build_start_configurations(start: InitialCache, configurations: Sequence[Con
 def trim_documents(
     start: InitialCache, documents: Sequence[Document], tokenizer: str | os.PathLike[str]
 ) -> list[Document]:
-    """The texts, each of which must begin with the tokens of the start; `OptionError` for one that does not.
+    """Return the texts, each of which must begin with the tokens of the initial cache; raise `OptionError` otherwise.
 
     Bytes of what is scored are counted where there is a tokenizer.
     """
@@ -201,7 +201,7 @@ def trim_documents(
 
 
 def build_start_info(start: InitialCache, full_cell: ScoreCell) -> InitialCacheInfo:
-    """What results say of a start; `full_cell` is a cell of the full cache, which compared it."""
+    """Describe an initial cache for results; `full_cell` is a cell of the full cache, which compared it."""
     return InitialCacheInfo(
         name=start.name,
         about=start.description,
@@ -214,7 +214,7 @@ def build_start_info(start: InitialCache, full_cell: ScoreCell) -> InitialCacheI
 
 
 def format_start_notes(start: InitialCacheInfo, notes: Sequence[str]) -> Iterator[str]:
-    """Sentences about what rows go on from."""
+    """Format notes about the initial cache that rows continue from."""
     yield (
         f"Rows from {start.name} begin with its K and V of the first {pluralize(start.tokens_seen, 'token')} "
         f"({start.about}), the full cache with the model's own. All score what follows but its first token, which no "

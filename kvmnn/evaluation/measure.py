@@ -51,7 +51,7 @@ class MemoryBaseline:
     resident_bytes: int | None
 
     def read_peak(self) -> int | None:
-        """Highest resident memory since then, in bytes; since the process began where the system cannot forget."""
+        """Return the peak resident memory since the baseline in bytes, or since process start if it cannot be reset."""
         return _read_status("VmHWM") or _read_rusage_peak()
 
 
@@ -66,7 +66,7 @@ def start_measurement() -> MemoryBaseline:
 
 
 def _read_status(name: str) -> int | None:
-    """A size that Linux tells; VmHWM belongs to the program that runs, which getrusage's peak does not."""
+    """Read a size from ``/proc``; VmHWM belongs to the running program alone, unlike the peak of getrusage."""
     try:
         text = _STATUS_PATH.read_text(encoding="ascii", errors="replace")
     except OSError:
@@ -147,7 +147,7 @@ class TimeSeriesRecorder:
         self._kept_positions: list[list[int]] = []
 
     def record(self, num_seen: int) -> None:
-        """A chunk has been fed; `num_seen` tokens of the text so far."""
+        """Sample the cache after a chunk, if it is time; `num_seen` tokens of the text have been fed."""
         if num_seen < self._next_sample and num_seen < self._tokens:
             return
         self._next_sample = (num_seen // self._tokens_per_sample + 1) * self._tokens_per_sample
@@ -158,7 +158,7 @@ class TimeSeriesRecorder:
         self._kept_positions.append((positions if positions.ndim == 1 else positions[0]).tolist())
 
     def to_time_series(self) -> TimeSeries:
-        """The samples so far."""
+        """Return the samples so far."""
         step_tokens = tuple(self._step_tokens)
         keep_map = KeepMap(
             layer=self._layer, kv_head=0, steps=step_tokens, kept=tuple(map(tuple, self._kept_positions))
@@ -171,7 +171,7 @@ class TimeSeriesRecorder:
         )
 
     def _list_final_positions(self) -> tuple[KeptPositions, ...]:
-        """What every layer holds now."""
+        """List the positions that every layer stores now."""
         cache, layers = self._runner.cache, self._runner.session.interface.layers
         rows = (np.atleast_2d(cache.get_positions(layer)).tolist() for layer in range(layers))
         return tuple(KeptPositions(layer=layer, positions=tuple(map(tuple, heads))) for layer, heads in enumerate(rows))
@@ -184,7 +184,7 @@ _BLOCK_ELEMENTS = 1 << 20
 def measure_distances(
     start: Sequence[LayerCache], computed_layers: Sequence[LayerCache]
 ) -> Iterator[LayerDistanceStats]:
-    """Of every layer K, then V, at the positions that the start holds."""
+    """Measure the distance of K and V of every layer, at the positions that the initial cache stores."""
     for start_layer, computed in zip(start, computed_layers, strict=True):
         for part in PARTS:
             distance = measure_distance(start_layer, computed, part, ())
@@ -230,7 +230,7 @@ def measure_distance(
 
 
 def _sum_squares(start_rows: Elements, model_rows: Elements, positions: np.ndarray) -> tuple[float, ...]:
-    """Of one head: words, equal ones, squared differences, squares of the model's own."""
+    """Return of one head: elements, equal ones, squared differences, and squares of the model's own values."""
     num_elements = num_equal = 0
     squares = own_squares = 0.0
     step = max(1, _BLOCK_ELEMENTS // start_rows.shape[1])
@@ -261,7 +261,7 @@ class UnsupportedConfigurationError(KvmnnError):
 
 @dataclass
 class CellMeasurer:
-    """Cells of one model, one after the other."""
+    """Measures cells of one model, one at a time."""
 
     #: Path of the model.
     model: str
@@ -275,7 +275,7 @@ class CellMeasurer:
     _prefixes: tuple[PrefixStore, str, dict[str, object]] | None = None
 
     def create_runner(self, configuration: Configuration, document: Document) -> Runner:
-        """A model ready for a document, its policy drawing from a generator of the document's own."""
+        """Create a runner for a document, whose policy has a random generator of its own."""
         generator_seed = (self.settings.seed, int(document.sha256[:12], 16))
         policy = configuration.create_policy(generator_seed)
         try:
@@ -303,7 +303,7 @@ class CellMeasurer:
         record_trace: bool = False,
         measure_memory: bool = False,
     ) -> ScoreCell:
-        """Quality, time and bytes of one document; with `measure_memory`, the peak memory of this process as well."""
+        """Measure quality, time and bytes of a document; with `measure_memory`, also this process's peak memory."""
         settings = self.settings
         runner = self.create_runner(configuration, document)
         memory_baseline = start_measurement() if measure_memory and self.is_fresh_process else None
@@ -363,7 +363,7 @@ class CellMeasurer:
     def _begin_document(
         self, runner: Runner, configuration: Configuration, document: Document, advance: AdvanceCallback | None
     ) -> tuple[LayerDistanceStats, ...] | None:
-        """The tokens of the start: its own K and V, or computed here; how far the two are apart in the latter case."""
+        """Load the initial cache, or compute its tokens here and return how far the two differ."""
         if self.start is None:
             return None
         layers = load_layers(Path(self.start))
@@ -378,7 +378,7 @@ class CellMeasurer:
     def measure_by_definition(
         self, configuration: Configuration, document: Document, advance: AdvanceCallback | None = None
     ) -> ProjectCell:
-        """The document by the definition of the configuration's project."""
+        """Measure a document by the definition of the configuration's project."""
         if configuration.definition is None:
             raise KvmnnError(f"{configuration.label}: belongs to no preset's project")
         runner = self.create_runner(configuration, document)
@@ -392,7 +392,7 @@ class CellMeasurer:
         return cell
 
     def measure_timing(self, configuration: Configuration, document: Document) -> TimingCell:
-        """TTFT, TPOT and attention time, and what the configuration's project times by its own definition."""
+        """Measure TTFT, TPOT and attention time, and the times that the configuration's project defines."""
         runner = self.create_runner(configuration, document)
         definition = configuration.definition
         try:
@@ -404,7 +404,7 @@ class CellMeasurer:
             raise UnsupportedConfigurationError(f"{configuration.label}, timed: {exc}") from exc
 
     def _open_stored_scores(self, runner: Runner) -> StoredScores | None:
-        """The beginnings of texts in the prefix store, where there is one and the policy can begin with them."""
+        """Return the scores in the prefix store; None without one, or if the policy cannot continue from a prefix."""
         if self.settings.prefix_store is None or not can_use_store(runner):
             return None
         if self._prefixes is None:
@@ -444,7 +444,7 @@ class CellMeasurer:
         return cell if attention_stats is None else replace(cell, attention_seconds=attention_stats.seconds)
 
     def _get_session_key(self, policy: Policy) -> tuple[bool, bool]:
-        """Whether the policy's sessions give attention probabilities, and take biases."""
+        """Return whether a session for the policy needs attention probabilities, and whether it needs a bias input."""
         return policy.requires_attention, self.settings.slack != 0 and policy.can_evict
 
     def _get_session(self, attentions: bool, bias: bool) -> DecoderSession:
@@ -482,7 +482,7 @@ class _ByteSampler:
 
 
 def _list_skipped_layers(runner: Runner) -> tuple[int, ...]:
-    """Layers that the policy never cuts."""
+    """List the layers that the policy never cuts."""
     return tuple(sorted(runner.policy.resolve_skip_layers(runner.session.interface.layers)))
 
 

@@ -18,7 +18,7 @@ from .settings import FULL_POLICY, EvaluationSettings
 def build_notes(
     rows: Sequence[ResultRow], documents: Sequence[Document], settings: EvaluationSettings
 ) -> Iterator[str]:
-    """Sentences about rows, one for each thing that a table does not show."""
+    """Build notes about rows, one for each fact that a table does not show."""
     yield from _describe_short_texts(documents, settings)
     yield from _describe_presets(rows)
     yield from _describe_unequal_budgets(rows)
@@ -63,7 +63,7 @@ _MAX_NAMED_TEXTS = 3
 
 
 def _describe_presets(rows: Sequence[ResultRow]) -> Iterator[str]:
-    """What presets ran with: options that their projects chose, not the defaults of kvmnn's policies."""
+    """Describe the options of presets, which their projects chose; kvmnn's policies have other defaults."""
     for preset in dict.fromkeys(row.preset for row in rows if row.preset is not None):
         policies: dict[str, dict[str, dict[str, None]]] = {}
         for row in rows:
@@ -81,7 +81,7 @@ def _describe_presets(rows: Sequence[ResultRow]) -> Iterator[str]:
 
 
 def _format_option(value: object) -> str:
-    """As a spec has it."""
+    """Format a value as in a policy spec."""
     if isinstance(value, list | tuple):
         return "+".join(map(str, value)) or "none"
     return f"{value:g}" if isinstance(value, float) else str(value)
@@ -107,7 +107,7 @@ def _describe_few_documents(rows: Sequence[ResultRow]) -> Iterator[str]:
 
 
 def _describe_unequal_budgets(rows: Sequence[ResultRow]) -> Iterator[str]:
-    """Where policies did not all run at the same sizes, so that rows side by side hold unequal numbers of tokens."""
+    """Warn if policies did not all run with the same budgets, so that rows are not comparable."""
     sizes: dict[str, dict[str, None]] = {}
     for row in rows:
         if row.policy != FULL_POLICY:
@@ -134,7 +134,7 @@ def _format_size(row: ResultRow) -> str:
 def _describe_no_eviction(
     rows: Sequence[ResultRow], documents: Sequence[Document], settings: EvaluationSettings
 ) -> Iterator[str]:
-    """Which rows evicted nothing: that they are no rivals of the others, and for each reason once why."""
+    """Name the rows that evicted nothing, which are not comparable, and the reason of each."""
     if any(row.has_no_eviction for row in rows):
         yield (
             f"Rows marked {NO_EVICTION_MARK} evicted nothing before the last token was scored: their quality is that "
@@ -155,7 +155,7 @@ def _describe_no_eviction(
 
 
 def group_by_reason(reasons: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Return one sentence for each reason, after the labels of all rows that have it."""
+    """Yield one sentence for each reason, preceded by the labels of its rows."""
     labels: dict[str, list[str]] = {}
     for label, reason in reasons:
         labels.setdefault(reason, []).append(label)
@@ -172,7 +172,7 @@ def _explain_no_eviction(row: ResultRow, first_step_tokens: int, max_tokens: int
 def _describe_late_eviction(
     rows: Sequence[ResultRow], documents: Sequence[Document], settings: EvaluationSettings
 ) -> Iterator[str]:
-    """Which rows evicted only once all tokens of every text were scored, so that their quality is the full cache's."""
+    """Name the rows that evicted only after all tokens were scored, so that their quality is that of the full cache."""
     steps = [_count_step_tokens(document, settings) for document in documents]
     evicting_rows = [row for row in rows if row.kind == LOSSY and row.policy != FULL_POLICY]
     late_labels = [
@@ -189,7 +189,7 @@ def _describe_late_eviction(
 
 
 def _count_step_tokens(document: Document, settings: EvaluationSettings) -> tuple[int, int]:
-    """Tokens of a text's first step, and those fed before its last one; a start is a first step."""
+    """Return the tokens of a text's first step (an initial cache is one), and those fed before its last step."""
     tokens = document.num_fed
     first_step_tokens = document.scored_from or min(settings.prompt or settings.chunk, tokens)
     return first_step_tokens, 0 if first_step_tokens == tokens else first_step_tokens + (
@@ -198,7 +198,7 @@ def _count_step_tokens(document: Document, settings: EvaluationSettings) -> tupl
 
 
 def _is_scored_before_eviction(row: ResultRow, steps: Sequence[tuple[int, int]]) -> bool:
-    """Whether the policy had no reason to evict, in any text, before the last step."""
+    """Return whether the policy had no reason to evict before the last step of any text."""
     policy = build_policy(row.policy, row.options)
     return all(
         not tokens_before or policy.explain_no_eviction(first_step_tokens, tokens_before) is not None

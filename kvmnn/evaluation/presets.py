@@ -55,7 +55,7 @@ PresetOptions = Mapping[str, str]
 
 
 def expand_preset(spec: str, skip_layers: tuple[int, ...] | None = None) -> list[Configuration]:
-    """The configurations of ``NAME`` or ``NAME:option=value,...``; lists are joined by ``+``.
+    """Expand ``NAME`` or ``NAME:option=value,...`` to the configurations of a preset; lists are joined by ``+``.
 
     Parameters
     ----------
@@ -120,7 +120,7 @@ def _expand_knorm_ratio(options: PresetOptions) -> Iterator[Configuration]:
 
 
 def _expand_knorm_ablation(options: PresetOptions) -> Iterator[Configuration]:
-    """Each row differs from the one before in one thing; the last two are a pair of their own."""
+    """Yield rows that each differ from the one before in one option; the last two form a pair."""
     name, skip_layers = "knorm-ablation", _parse_skip_layers(options)
     threshold, size = _parse_number(name, options, "prune_after", 512), _parse_number(name, options, "fix_kv_size", 512)
     ratio, recent_ratio = _parse_ratio(name, options, "keep_ratio", 0.8), _parse_ratio(name, options, "recent", 0.5)
@@ -154,7 +154,7 @@ def _expand_streaming_h2o(options: PresetOptions) -> Iterator[Configuration]:
 
 
 def _expand_h2o_caches(base: tuple[int, int, int], options: PresetOptions) -> Iterator[tuple[int, int, int]]:
-    """One of the project's caches with the numbers that were asked for in the place of its own."""
+    """Expand one of the project's caches with the requested numbers in place of its own."""
     if "capacity" in options and "heavy_hitter" in options:
         raise KvmnnError("streaming-h2o: capacity is sink + heavy_hitter + recent: say one of capacity, heavy_hitter")
     sinks, recents = (
@@ -178,7 +178,7 @@ def _build_fixed(label: str, size: int, ratio: float, strategy: str, skip_layers
 
 
 def _build_entry(label: str, policy: str, options: Mapping[str, Any]) -> Configuration:
-    """A configuration of l2_compress / KnormPress; its own label also names the layers that are never cut."""
+    """Build a configuration of l2_compress / KnormPress; its label also names the layers that are never cut."""
     skip_text = "+".join(map(str, options["skip_layers"]))
     full_label = f"{label} skip_layers={skip_text}" if skip_text else label
     return Configuration(full_label, policy, options, definition=ProjectDefinition("E1", label))

@@ -40,7 +40,7 @@ class ModelInfo(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class TimeSeries(Record):
-    """A cache over a text: at each step tokens seen, bytes held, which tokens live (at the end: of all layers)."""
+    """Cache size and live tokens over a text, sampled at several steps; final positions are of all layers."""
 
     step_tokens: tuple[int, ...]
     cache_bytes: tuple[int, ...]
@@ -145,7 +145,7 @@ def read_cell(kind: Literal["timing"], document: object, where: str) -> TimingCe
 @overload
 def read_cell(kind: CellKind, document: object, where: str) -> Cell: ...
 def read_cell(kind: CellKind, document: object, where: str) -> Cell:
-    """A cell from its `to_dict`."""
+    """Parse a cell from its `to_dict`."""
     if kind == "score":
         return ScoreCell.from_dict(document, where)
     if isinstance(document, Mapping) and "refused" in document:

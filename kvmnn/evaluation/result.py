@@ -113,15 +113,15 @@ class EvaluationResult(Record):
         return tables.format_terminal(self, shutil.get_terminal_size((100, 24)).columns).rstrip("\n")
 
     def format_table(self, width: int | None = None) -> str:
-        """The tables and what a reader must know: aligned for `width` columns, or as Markdown with all columns."""
+        """Format the tables and notes: aligned for `width` columns, or as Markdown with all columns."""
         return tables.format_markdown(self) if width is None else tables.format_terminal(self, width)
 
     def to_csv(self) -> str:
-        """Every number: a line for each row, and below it one for each document."""
+        """Format every number as CSV: a line for each row, followed by one for each of its documents."""
         return tables.format_csv(self)
 
     def to_text(self, result_format: ResultFormat) -> str:
-        """Everything as Markdown, LaTeX, CSV (a line for each row and document) or JSON; ends with a newline."""
+        """Format everything as Markdown, LaTeX, CSV (a line for each row and document) or JSON; ends with a newline."""
         if result_format == "json":
             return json.dumps(self.to_dict()) + "\n"
         if result_format == "latex":
@@ -141,7 +141,7 @@ class EvaluationResult(Record):
 
 
 def infer_format(path: str | os.PathLike[str]) -> ResultFormat:
-    """Return the form that a file's name asks for: `OptionError` for a suffix that stands for none."""
+    """Return the format for a file's suffix; raise `OptionError` for any other suffix."""
     return choose_format(path, _FORMAT_BY_SUFFIX, "markdown")
 
 
@@ -216,7 +216,7 @@ def plot_results(
 
 
 def read_results(path: str | os.PathLike[str]) -> EvaluationResult:
-    """The results in a JSON file.
+    """Read the results in a JSON file.
 
     Raises
     ------

@@ -35,7 +35,7 @@ def build_row(
     settings: EvaluationSettings,
     start: str | None = None,
 ) -> ResultRow:
-    """The row of a configuration."""
+    """Build the row of a configuration."""
     cells = configuration_cells.score_cells
     options = configuration.list_options()
     total_sums, tail_sums = _sum_losses([cell.every for cell in cells]), _sum_losses([cell.deep for cell in cells])
@@ -102,12 +102,12 @@ def build_row(
 
 
 def _has_stored_tokens(cells: Sequence[ScoreCell]) -> bool:
-    """Whether any token came from a prefix store, so that times are not those of all."""
+    """Return whether any token came from a prefix store, so that times do not cover all tokens."""
     return any(cell.stored_tokens for cell in cells)
 
 
 def _compute_difference(cells: Sequence[ScoreCell], full_cells: Sequence[ScoreCell], seed: int) -> FullCacheDifference:
-    """Differences to the full cache over documents, with their paired bootstrap intervals."""
+    """Compute the differences to the full cache over documents, with their paired bootstrap intervals."""
     total_pairs = [(cell.every, base.every) for cell, base in zip(cells, full_cells, strict=True)]
     tail_pairs = [(cell.deep, base.deep) for cell, base in zip(cells, full_cells, strict=True)]
     nll, low, high = _compute_interval(total_pairs, lambda sums: sums.nll, seed)
@@ -136,7 +136,7 @@ def _compute_difference(cells: Sequence[ScoreCell], full_cells: Sequence[ScoreCe
 def _compute_interval(
     pairs: Sequence[tuple[LossSums, LossSums]], get_value: Callable[[LossSums], float], seed: int
 ) -> tuple[float | None, float | None, float | None]:
-    """Mean difference a token of documents with tokens, and the ends of its interval."""
+    """Return the mean difference per token over documents with tokens, and the bounds of its interval."""
     scored_pairs = [(cell_sums, full_sums) for cell_sums, full_sums in pairs if cell_sums.tokens]
     if not scored_pairs:
         return None, None, None
@@ -228,14 +228,14 @@ def _has_evicted(cell: ScoreCell) -> bool:
 
 
 def _has_scored_after_eviction(cells: Sequence[ScoreCell]) -> bool | None:
-    """Whether any scored token was attended over a cut cache; None where a cell of an older version does not tell."""
+    """Return whether any scored token attended to a cut cache; None if an older version made a cell without this."""
     if any(cell.cut_tokens is None for cell in cells):
         return None if any(_has_evicted(cell) for cell in cells) else False
     return any(cell.cut_tokens for cell in cells)
 
 
 def _is_bit_exact(full_cells: Sequence[ScoreCell]) -> bool:
-    """Whether the start has the very bits that the model computes, as the full cache's cells have compared them."""
+    """Return whether the initial cache has exactly the bits that the model computes for the same tokens."""
     distances = [distance for cell in full_cells for distance in cell.distances or ()]
     return bool(distances) and all(distance.equal == distance.words for distance in distances)
 

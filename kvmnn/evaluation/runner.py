@@ -66,7 +66,7 @@ def compute_cell_key(
     settings: EvaluationSettings,
     extra: Mapping[str, object],
 ) -> str:
-    """The digest under which a cell is stored."""
+    """Compute the digest under which a cell is stored."""
     description = {
         "numbers": NUMBERS_VERSION,
         "kind": kind,
@@ -104,13 +104,13 @@ class EvaluationPlan:
 
     @property
     def num_cells(self) -> int:
-        """How many cells there are, those that are there already included."""
+        """Number of cells, those that are stored already included."""
         lists = (*self.score_keys.values(), *self.project_keys.values(), self.timing_keys.values())
         return len({key for keys in lists for key in keys})
 
 
 def drop_duplicates(configurations: Sequence[Configuration]) -> list[Configuration]:
-    """Each once; labels that mean different things are told apart."""
+    """Drop repeated configurations, and make the labels of different ones distinct."""
     unique: dict[tuple[str, str], Configuration] = {}
     for entry in configurations:
         unique.setdefault((entry.label + "\0" + str(entry.preset), get_identity_key(entry)), entry)
@@ -141,7 +141,7 @@ def plan_evaluation(
     jobs: int,
     start: str | None = None,
 ) -> EvaluationPlan:
-    """Keys of all cells, and tasks for those that are missing; `start` is the SHA-256 of what texts begin with."""
+    """Plan all cells, and tasks for the missing ones; `start` is the SHA-256 of the initial cache."""
     evaluation_plan = EvaluationPlan()
     planned_keys: set[str] = set()
     groups: dict[str, list[int]] = {}
@@ -173,7 +173,7 @@ def _list_cells(
     times_project: bool,
     start: str | None,
 ) -> list[MissingCell]:
-    """All cells of one configuration; their keys go into the plan."""
+    """List all cells of one configuration; add their keys to the plan."""
     cells = []
     for index, document in enumerate(documents):
         trace = settings.traces and index == 0
@@ -204,7 +204,7 @@ def _list_cells(
 def _split_tasks(
     configuration: Configuration, documents: Sequence[Document], cells: Sequence[MissingCell], max_tasks: int
 ) -> list[EvaluationTask]:
-    """The cells as tasks: one, or where there are more processes than configurations one for each share of them."""
+    """Split cells into tasks: one, or more if there are more processes than configurations."""
     documents_per_task = -(-len(documents) // min(max_tasks, len(documents)))
     tasks = []
     for begin in range(0, len(documents), documents_per_task):
@@ -240,7 +240,7 @@ class EvaluationRun:
     start: InitialCache | None = None
 
     def to_result(self, plan: EvaluationPlan, store: CellStore, refusal_reasons: Mapping[str, str]) -> EvaluationResult:
-        """The result, once every cell of the plan is in the store."""
+        """Build the result, once every cell of the plan is in the store."""
         cells_by_index = {
             number: _read_cells(plan, store, number)
             for number, entry in enumerate(self.configurations)
@@ -335,7 +335,7 @@ class EvaluationRun:
         yield from _describe_missing_attention_times([cells.timing_cell for cells in cells_by_index.values()])
 
     def _describe_store_use(self, cells_by_index: Mapping[int, ConfigurationCells]) -> Iterator[str]:
-        """What a prefix store did, where there was one."""
+        """Describe how much a prefix store provided, if there was one."""
         if self.settings.prefix_store is None:
             return
         cells = [cell for configuration_cells in cells_by_index.values() for cell in configuration_cells.score_cells]
@@ -363,7 +363,7 @@ class EvaluationRun:
 
 
 def _describe_missing_attention_times(timings: Sequence[TimingCell | RefusedCell | None]) -> Iterator[str]:
-    """Why rows have none, each reason once."""
+    """Explain why rows have no attention time, each reason once."""
     timing_cells = [entry for entry in timings if isinstance(entry, TimingCell)]
     for reason in dict.fromkeys(entry.no_attention for entry in timing_cells if entry.no_attention is not None):
         rows = sum(entry.no_attention == reason for entry in timing_cells)
@@ -394,10 +394,10 @@ class EvaluationProgress(Protocol):
     """Who is told how far an evaluation is."""
 
     def start(self, tokens: int, cells: int, reused: int) -> None:
-        """How much there is to do, and how many cells were there already."""
+        """Announce the total work, and how many cells were stored already."""
 
     def advance(self, tokens: int, cells: int) -> None:
-        """How much more is done."""
+        """Announce progress."""
 
 
 def evaluate(
@@ -536,7 +536,7 @@ def _check_model_limits(path: PathLike, configurations: Sequence[Configuration],
 
 
 def hash_model(model: PathLike) -> str:
-    """SHA-256 of the model's graph, and of the files of weights next to it that belong to it."""
+    """Compute the SHA-256 of the model's graph and of the weight files next to it that belong to it."""
     graph = find_model(model).graph
     digest = hashlib.sha256()
     weight_files = [
@@ -576,7 +576,7 @@ def _load_documents(
 
 
 def _drop_duplicates(documents: Sequence[Document], notes: list[str]) -> list[Document]:
-    """Documents without those that have the tokens of another: counted twice they would make intervals too narrow."""
+    """Drop documents with the tokens of another one, which would make intervals too narrow."""
     unique: dict[bytes, Document] = {}
     duplicates = []
     for document in documents:

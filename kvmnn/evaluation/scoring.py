@@ -46,7 +46,7 @@ class StepRunner(Protocol):
         """Feed tokens, cut the cache, return logits ``[token, vocab]``."""
 
     def replay_step(self, layers: Sequence[LayerCache], num_new: int, *, end_chunk: bool = False) -> None:
-        """The same with K and V of these tokens that are known already."""
+        """Make a step with K and V of these tokens that are known already."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -74,7 +74,7 @@ class ScoreResult:
 
 
 def compute_nll(logits: npt.NDArray[Any], targets: Ids) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
-    """Of each target its negative log-probability in nats, and whether it is the most probable token.
+    """Return each target's negative log-probability in nats, and whether it is the most probable token.
 
     Parameters
     ----------
@@ -106,7 +106,7 @@ def compute_nll(logits: npt.NDArray[Any], targets: Ids) -> tuple[npt.NDArray[np.
 
 
 def list_steps(tokens: int, chunk: int, prompt: int = 0, num_initial: int = 0) -> list[tuple[int, int]]:
-    """How tokens are fed, but for the first `num_initial`: first token of each step, and the token after its last."""
+    """List the first token and the end of each step in which tokens are fed, without the first `num_initial` tokens."""
     ends = [num_initial or min(prompt or chunk, tokens)]
     while ends[-1] < tokens:
         ends.append(min(ends[-1] + chunk, tokens))
@@ -183,7 +183,7 @@ def _add_scores(sums: LossSums, nll: npt.NDArray[np.float64], hits: npt.NDArray[
 
 
 def summarize(sums: LossSums, begin: int | None = None) -> QualityStats:
-    """Means of sums; None of each where there are no tokens. `begin` is the position of the first token, if told."""
+    """Compute means from sums, None without tokens; `begin` is the position of the first token, if given."""
     if sums.tokens == 0:
         return QualityStats(begin=begin, tokens=0, nll=None, perplexity=None, accuracy=None)
     nll = sums.nll / sums.tokens
@@ -193,14 +193,14 @@ def summarize(sums: LossSums, begin: int | None = None) -> QualityStats:
 
 
 def compute_perplexity(nll: float) -> float | None:
-    """``exp(nll)``; None beyond float64."""
+    """Return ``exp(nll)``; None if it exceeds float64."""
     return math.exp(nll) if nll < 709 else None
 
 
 def measure_by_definition(
     runner: Runner, ids: Ids, definition: ProjectDefinition, skipped_layers: tuple[int, ...]
 ) -> ProjectCell:
-    """Sums and times of one document.
+    """Measure sums and times of one document by a project's definition.
 
     Parameters
     ----------
@@ -269,8 +269,11 @@ _NUM_DIGEST_IDS = 12
 
 
 def can_use_store(runner: Runner) -> bool:
-    """Whether a text under a runner's policy may begin with rows from elsewhere: with the full cache anywhere, with one
-    that is cut after its first step, of which a policy that ranks by attention would need that of every token."""
+    """Return whether a text under a runner's policy may begin with rows of a prefix store.
+
+    The full cache may continue from any prefix. A policy that cuts after its first step may too, unless it ranks by
+    attention, of which it would need that of every token.
+    """
     policy = runner.policy
     return not policy.can_evict or not (policy.requires_attention or Trigger.AFTER_APPEND in policy.triggers)
 
@@ -289,7 +292,7 @@ class StoredScores:
     notes: list[str] = field(default_factory=list)
 
     def find_cached(self, runner: Runner, ids: Ids, steps: Sequence[tuple[int, int]]) -> CachedScores | None:
-        """What is known of a text that will be fed in `steps`: all of them up to one's end; None where nothing is.
+        """Find the stored scores of a text fed in `steps`, up to the end of one of them; None if there are none.
 
         Parameters
         ----------
@@ -359,7 +362,7 @@ class StoredScores:
             self.notes.append(f"nothing was stored: {error}")
 
     def _find_logits(self, ids: Ids) -> Floats | None:
-        """The last logits of a text that is a first step; None where they are not there."""
+        """Find the last logits of a text that is a first step; None if they are not stored."""
         name_prefix = self._build_model_name("logits ")
         for model in self.store.models:
             if model.startswith(name_prefix) and (count := model[len(name_prefix) :]).isdecimal():
@@ -379,10 +382,10 @@ class StoredScores:
 def score_with_store(
     stored_scores: StoredScores | None, runner: Runner, ids: Ids, *, chunk: int, prompt: int, **options: Any
 ) -> tuple[ScoreResult, int | None]:
-    """As `score_document`, with what is stored of the text's beginning; also how many tokens that was, None without a
+    """Score a document with what is stored of its prefix; return the number of those tokens as well, None without a
     store.
 
-    What is computed is put: of the full cache all whole steps, else the first one.
+    Computed scores are stored: of the full cache all whole steps, otherwise the first one.
     """
     if stored_scores is None:
         return score_document(runner, ids, chunk=chunk, prompt=prompt, **options), None
@@ -448,8 +451,9 @@ def _take_tokens(elements: npt.NDArray[Any], tokens: int) -> npt.NDArray[Any]:
 
 
 def _score_layer(last_layer: LayerCache, nll: npt.NDArray[np.float64], hits: npt.NDArray[np.bool_]) -> LayerCache:
-    """One layer more: of each token its negative log-probability after those before it, as the bits of a float64, and
-    whether it was the most probable one. Of the first token nothing is known."""
+    """Build the extra layer that stores scores: of each token its negative log-probability, as the bits of a float64,
+    and whether it was the most probable one; of the first token nothing is known.
+    """
     tokens = last_layer.tokens
     score_rows = np.zeros((2, tokens), np.float64)
     score_rows[0, 1:], score_rows[1, 1:] = nll[: tokens - 1], hits[: tokens - 1]
@@ -469,7 +473,7 @@ def _digest_ids(ids: Ids) -> npt.NDArray[Any]:
 
 
 def _build_checksum_mark(elements: Floats) -> Floats:
-    """What tells that all of them are there, and of one text."""
+    """Build a checksum that shows whether all elements are present and of one text."""
     value = np.array([integrity_checksum(np.ascontiguousarray(elements).view(np.uint8))], "<u8").view(np.uint16)
     return np.resize(value.astype(np.float32), 2 * _NUM_DIGEST_IDS)
 
@@ -493,7 +497,7 @@ def compute_paired_interval(
     resamples: int = NUM_RESAMPLES,
     level: float = CONFIDENCE_LEVEL,
 ) -> tuple[float, float | None, float | None]:
-    """The mean of differences by document, and the bounds of its bootstrap interval.
+    """Return the mean of differences by document, and the bounds of its bootstrap interval.
 
     Documents are drawn with replacement, each with its pair; the bounds are percentiles of the weighted means of
     `resamples` draws. The same seed draws the same documents whatever is compared, so intervals of several

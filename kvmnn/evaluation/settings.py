@@ -36,7 +36,7 @@ class ProjectDefinition(Record):
 
 @dataclass(frozen=True)
 class Configuration(Record):
-    """One line of the table."""
+    """One line of the table: a policy with its options."""
 
     #: Its name there.
     label: str
@@ -55,22 +55,22 @@ class Configuration(Record):
     uses_initial_cache: bool = field(default=False, metadata={"key": "begun"})
 
     def create_policy(self, seed: Sequence[int] = (0,)) -> Policy:
-        """The policy, with a generator of this seed where it draws."""
+        """Create the policy; one that draws at random gets a generator of this seed."""
         return build_policy(self.policy, self.options, seed)
 
     def list_options(self) -> dict[str, Any]:
-        """All options of the policy as JSON has them, defaults included."""
+        """Return all options of the policy as JSON values, defaults included."""
         return convert_options_to_json(self.create_policy().to_options())
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What its numbers depend on, as JSON has it: all options, defaults included, and no label."""
+        """What the results depend on, as JSON values: all options, defaults included, without the label."""
         identity = {"policy": self.policy, "options": self.list_options(), "positions": self.positions}
         return identity | ({"begun": True} if self.uses_initial_cache else {})
 
     @classmethod
     def from_dict(cls, document: object, label: str = "configuration", *, complete: bool = False) -> Self:
-        """A configuration from `to_dict`."""
+        """Create a configuration from `to_dict`."""
         configuration = super().from_dict(document, label, complete=complete)
         options = {
             key: tuple(value) if isinstance(value, list) else value for key, value in configuration.options.items()
@@ -91,7 +91,7 @@ def expand_configurations(
     skip_layers: tuple[int, ...] | None = None,
     defaults: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[Configuration]:
-    """Every policy with every budget.
+    """Combine every policy with every budget.
 
     A budget that a policy of the run does not take is passed over for that policy; the notes of the results say which.
 
@@ -134,7 +134,7 @@ def check_budgets(specs: Sequence[str], budgets: Sequence[int]) -> None:
 def resolve_configurations(
     policies: PolicyLike | Sequence[PolicyLike], budgets: int | str | Sequence[int | str], tokens: int
 ) -> list[Configuration]:
-    """What `kvmnn.evaluation.evaluate` was asked to compare; shares of budgets are of `tokens`."""
+    """Resolve the arguments of `kvmnn.evaluation.evaluate`; shares of budgets are of `tokens`."""
     entries = [policies] if isinstance(policies, PolicyLike) else policies
     sizes = [budgets] if isinstance(budgets, int | str) else budgets
     budget_tokens = [Budget.parse(str(size)).resolve(tokens) for size in sizes]
@@ -154,7 +154,7 @@ def resolve_configurations(
 
 
 def build_configuration(policy: str, options: Mapping[str, Any], **fields_by_name: Any) -> Configuration:
-    """A configuration with the label that its options give, checked."""
+    """Build a configuration, labelled by its options, and check them."""
     configuration = Configuration(
         format_label(get_policy_class(policy), options), policy, dict(options), **fields_by_name
     )
@@ -163,7 +163,7 @@ def build_configuration(policy: str, options: Mapping[str, Any], **fields_by_nam
 
 
 def parse_ratios(text: str) -> tuple[float, ...]:
-    """``0.2+0.5`` as numbers."""
+    """Parse a list of numbers such as ``0.2+0.5``."""
     try:
         ratios = tuple(float(part) for part in re.split(r"[+,]", text))
     except ValueError:
@@ -231,11 +231,11 @@ class EvaluationSettings(Record):
 
     @property
     def runtime_config(self) -> RuntimeConfig | None:
-        """The options of the lossless runtime around the cache."""
+        """Options of the lossless runtime that stores the cache; None without one."""
         return None if self.lossless is None else RuntimeConfig.from_engine(self.lossless)
 
     def select_cell_settings(self, kind: CellKind) -> dict[str, Any]:
-        """The settings that a cell of this kind depends on (`kvmnn.evaluation.runner`)."""
+        """Select the settings that a cell of this kind depends on (`kvmnn.evaluation.runner`)."""
         relevant = EvaluationSettings.from_dict(self.to_dict()).to_dict()  # without what a subclass adds
         for name in ("as_seed", "timing", "traces", "prefix_store"):
             relevant.pop(name, None)

@@ -29,7 +29,7 @@ PROJECT_PROMPT_TOKENS, PROJECT_NEW_TOKENS = 64, 64
 
 
 def measure_generation_times(runner: Runner, ids: Ids, repeats: int) -> TimingCell:
-    """TTFT and TPOT on one document, medians of `repeats` warm runs.
+    """Measure TTFT and TPOT on one document, medians of `repeats` warm runs.
 
     Parameters
     ----------
@@ -62,7 +62,8 @@ def measure_generation_times(runner: Runner, ids: Ids, repeats: int) -> TimingCe
 
 
 def measure_project_times(runner: Runner, ids: Ids, repeats: int) -> ProjectTimes:
-    """What StreamingLLM + H2O time (E3 of `presets`), greedily from the first tokens of a text without bos.
+    """Measure the times of StreamingLLM + H2O (E3 of `presets`): greedy generation from the first tokens of a text, no
+    bos.
 
     The project runs once after its warm-up; these are medians of `repeats` runs.
     """
@@ -81,7 +82,7 @@ def measure_project_times(runner: Runner, ids: Ids, repeats: int) -> ProjectTime
 
 
 def split_prompt(ids: Ids) -> tuple[Ids, Ids]:
-    """The prompt, and the tokens that are decoded one by one after it; the text's last token is fed to nobody."""
+    """Split a text into the prompt and the tokens that are decoded one by one; its last token is not fed."""
     num_decoded = min(MAX_DECODED_TOKENS, max(len(ids) - 2, 0))
     end = len(ids) - 1
     return ids[: end - num_decoded], ids[end - num_decoded : end]
@@ -98,7 +99,7 @@ def feed_prompt(runner: Runner, prompt: Ids) -> int:
 
 
 def _time_generation(runner: Runner, prompt: Ids, num_new: int) -> float:
-    """Seconds of generating `num_new` tokens, the prompt's included."""
+    """Return the seconds of generating `num_new` tokens, the prompt's included."""
     runner.reset()
     start_time = time.perf_counter()
     best = feed_prompt(runner, prompt)
@@ -112,7 +113,7 @@ OpenProfiled = Callable[[Path], DecoderSession]
 
 
 def measure_attention_time(runner: Runner, ids: Ids, open_profiled: OpenProfiled) -> AttentionTimeStats | None:
-    """Mean time of attention in the steps of one token whose TPOT is measured.
+    """Measure the mean time of attention in the single-token steps whose TPOT is measured.
 
     Parameters
     ----------

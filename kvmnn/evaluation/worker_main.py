@@ -38,7 +38,7 @@ def main() -> int:
 
 
 def _exit_on_signal(number: int, frame: object) -> None:
-    """Unwind, so that temporary files go."""
+    """Raise `SystemExit`, so that temporary files are removed."""
     raise SystemExit(128 + number)
 
 

@@ -1,4 +1,4 @@
-"""Workers of an evaluation: the JSON lines that they print, their orders, and the processes."""
+"""Worker processes of an evaluation, and the JSON lines that they exchange with it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class MissingCell(Record):
 
 
 def _list_documents(documents: tuple[Document, ...]) -> list[dict[str, Any]]:
-    """What measuring needs of them, with their ids, where the document of a result has the number of tokens."""
+    """List the fields of documents that measuring needs, with their ids."""
     names = ("name", "ids", "nbytes", "sha256", "begins_with_bos", "requested_tokens", "scored_from")
     return [
         {name: getattr(document, name) for name in names} | {"ids": document.ids.tolist()} for document in documents
@@ -88,12 +88,12 @@ class EvaluationTask(Record):
         )
 
     def get_kind(self, key: str) -> CellKind:
-        """The kind of one of its cells."""
+        """Return the kind of one of its cells."""
         return next(cell.kind for cell in self.cells if cell.key == key)
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> EvaluationTask:
-        """A task from `to_dict`, as it is handed to a process."""
+        """Parse a task from its `to_dict`."""
         return cls(
             Configuration.from_dict(document["configuration"]),
             tuple(Document(**{**entry, "ids": np.array(entry["ids"], np.int64)}) for entry in document["documents"]),
@@ -102,7 +102,7 @@ class EvaluationTask(Record):
 
 
 def run_task(task: EvaluationTask, measurer: CellMeasurer, advance: AdvanceCallback) -> Iterator[tuple[str, Cell]]:
-    """The task's cells with their keys, each as soon as it is finished.
+    """Measure the cells of a task; yield each with its key as soon as it is finished.
 
     What the model cannot do by the definition of a project is a cell too, a `RefusedCell`.
     """
@@ -235,7 +235,7 @@ class _WorkerProcess:
         self._thread.start()
 
     def wait_for_end(self) -> None:
-        """It has said all: wait for it."""
+        """Wait for the end of a process that has sent everything."""
         code = self._process.wait()
         self._thread.join()
         if code:
@@ -277,7 +277,7 @@ def _to_event(task: EvaluationTask, message: WorkerMessage) -> WorkerEvent:
 
 
 def _create_error(name: str, message: str) -> Exception:
-    """What a worker raised, as the same class."""
+    """Recreate the error that a worker raised, with the same class."""
     if name in ("MemoryError", "TypeError"):
         return MemoryError(message) if name == "MemoryError" else TypeError(message)
     error_class = getattr(errors, name, KvmnnError)

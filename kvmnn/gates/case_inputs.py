@@ -40,7 +40,7 @@ class MetricRow:
 
     @classmethod
     def from_cells(cls, cells: Mapping[str, str]) -> MetricRow:
-        """Make a row from the numbers in its cells."""
+        """Create a row by parsing the numbers in its cells."""
         names = (*METRIC_COLUMNS, DECOMPRESSED_COLUMN)
         numbers = {name: parse_first_number(cells.get(name, "0")) for name in names}
         return cls(cells=cells, numbers=numbers, decode_speed=parse_decode_speed(cells.get(SPEED_COLUMN)))
@@ -52,7 +52,7 @@ class MetricRow:
 
     @property
     def log_file(self) -> str:
-        """Where it comes from."""
+        """Name of the file that the row comes from."""
         return self.cells.get(LOG_FILE_COLUMN) or ""
 
     @property

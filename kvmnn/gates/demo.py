@@ -97,7 +97,7 @@ def build_demo_run(name: str, metrics: Mapping[str, Any], printed_text: str, ret
 
 
 def read_demo_runs(path: str | os.PathLike[str]) -> list[DemoRun]:
-    """Runs of a file or folder.
+    """Read the runs of a file or folder.
 
     Parameters
     ----------

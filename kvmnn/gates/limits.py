@@ -86,7 +86,7 @@ class GateLimits(Record):
                 raise OptionError(f"{entry.name}: found {value}, expected a finite number")
 
     def with_values(self, values: Mapping[str, Any], where: str) -> GateLimits:
-        """These limits with others in their place.
+        """Return a copy with other values.
 
         Parameters
         ----------
@@ -107,7 +107,7 @@ _LIMIT_TYPES = get_type_hints(GateLimits)
 
 
 def validate_limit(name: str, value: Any, where: str) -> Any:
-    """The value of a limit in its own type; `OptionError` where it has another, or no limit is called so."""
+    """Convert the value of a limit to its type; raise `OptionError` for a wrong value or an unknown limit."""
     if name not in _LIMIT_TYPES:
         raise OptionError(f"{where}: {name[:60]!r} is no limit{suggest(name, list(_LIMIT_TYPES))}")
     value_type = _LIMIT_TYPES[name]
@@ -194,7 +194,7 @@ _LIMIT_BY_ENGINE_KEY = {
 
 
 def read_gate_file(path: str | os.PathLike[str], case: str | None, base: GateLimits) -> tuple[GateLimits, list[str]]:
-    """The limits in a file, over those of `base`, and notes on what it says besides.
+    """Read limits from a file, over those of `base`; return notes on its other contents as well.
 
     The file is an object with limits by their names (`GateLimits`), and under ``cases`` an object of such objects, by
     the names of cases, each over what stands outside. The fork's own files (``target_core_gate_v6.json``) hold
@@ -240,7 +240,7 @@ def _warn_ineffective(limits: GateLimits, where: str) -> Iterator[str]:
 
 
 def _split_limits(document: Mapping[str, Any], where: str) -> tuple[dict[str, Any], list[str]]:
-    """Limits by name, checked, and the keys that only describe a run."""
+    """Split a document into validated limits, and keys that only describe a run."""
     limit_values, run_keys = {}, []
     for key, value in document.items():
         if key in _LIMIT_BY_ENGINE_KEY:

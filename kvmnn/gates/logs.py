@@ -87,7 +87,7 @@ def parse_first_number(cell: object) -> float:
 
 
 def parse_decode_speed(cell: str | None) -> float:
-    """Tokens a second of decoding: what stands after ``<br>``; 0 where nothing does."""
+    """Parse the decode speed in tokens per second, which follows ``<br>``; 0 if it is missing."""
     match = _DECODE_REGEX.search(cell or "")
     return float(match[1]) if match else 0.0
 
@@ -188,7 +188,7 @@ _PRINTED_REGEXES = {
 
 
 def parse_printed_values(text: str) -> dict[str, float]:
-    """Tokens and seconds that ``llm_demo`` prints at its end, of those that are there."""
+    """Parse the token counts and seconds that ``llm_demo`` prints at its end, as far as they are present."""
     value_by_name = {}
     for name, pattern in _PRINTED_REGEXES.items():
         match = pattern.search(text)
@@ -449,7 +449,7 @@ def _find_version_differences(tables: dict[Path, BenchTable]) -> Iterator[str]:
 
 
 def find_missing_columns(columns: Sequence[str]) -> list[str]:
-    """Runtime columns that a table lacks."""
+    """Return the runtime columns that a table lacks."""
     return [name for name in RUNTIME_COLUMNS if name not in columns]
 
 

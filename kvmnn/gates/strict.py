@@ -30,7 +30,7 @@ _COLUMN_BY_GATE = {
 
 
 def build_strict_gates(analysis: CaseAnalysis, baseline: MetricRows | None) -> tuple[GateResult, ...]:
-    """Judge the rows of a case soundly.
+    """Judge the rows of a case by measured quantities, stricter than the fork.
 
     Ratios of every row, not of the best; the lossless one from the bytes of the run, not from a simulation; decode
     speeds of the same work, mean against mean; a figure without its column is not measured; and consistency cannot be
@@ -106,7 +106,7 @@ def _build_decode_gate(rows: MetricRows, baseline: MetricRows | None, target: fl
 
 
 def _pair_speeds(rows: MetricRows, baseline: MetricRows) -> Iterator[tuple[float, float]]:
-    """Speeds of the same work, without and with compression: row by row, or where one table has more of them, means."""
+    """Pair speeds of the same work without and with compression: row by row, or means if the counts differ."""
     baseline_speeds, candidate_speeds = _group_speeds(baseline.rows), _group_speeds(rows.rows)
     for work, speeds in candidate_speeds.items():
         work_baseline = baseline_speeds.get(work, [])
@@ -117,7 +117,7 @@ def _pair_speeds(rows: MetricRows, baseline: MetricRows) -> Iterator[tuple[float
 
 
 def _group_speeds(rows: tuple[MetricRow, ...]) -> dict[str, list[float]]:
-    """Speeds above 0 by the work, which the column `llm_demo` says; tables without it have one work."""
+    """Group speeds above 0 by the work in the column `llm_demo`; a table without it has one work."""
     speeds_by_work: dict[str, list[float]] = defaultdict(list)
     for row in rows:
         if row.decode_speed > 0:
@@ -126,7 +126,7 @@ def _group_speeds(rows: tuple[MetricRow, ...]) -> dict[str, list[float]]:
 
 
 def _require_columns(gate: GateResult, rows: MetricRows, names: tuple[str, ...]) -> GateResult:
-    """A gate that is on needs its columns."""
+    """Return the gate, as not measured if it is active and lacks a column."""
     missing_reason = _explain_missing(rows, names)
     if gate.verdict == OFF or not missing_reason:
         return gate
@@ -134,7 +134,7 @@ def _require_columns(gate: GateResult, rows: MetricRows, names: tuple[str, ...])
 
 
 def _require_activity(gate: GateResult, rows: MetricRows, lossless_target: float) -> GateResult:
-    """Where nothing was encoded, a figure of 0 says nothing; where nothing need be, its gate is off."""
+    """Return the gate, as not measured if nothing was encoded, or as off if nothing has to be."""
     if (
         gate.verdict not in (PASS, FAIL)
         or not _has_no_encoding(rows)
@@ -146,19 +146,19 @@ def _require_activity(gate: GateResult, rows: MetricRows, lossless_target: float
 
 
 def _has_no_encoding(rows: MetricRows) -> bool:
-    """Whether the table says that nothing was encoded."""
+    """Return whether the table shows that nothing was encoded."""
     return not _explain_missing(rows, _BYTES_COLUMNS) and not any(
         row.numbers[_BYTES_COLUMNS[0]] > 0 for row in rows.rows
     )
 
 
 def _parse_first_number(value: str) -> float:
-    """The figure that was judged, of a gate's text; those are 0 or above."""
+    """Parse the judged figure, 0 or above, from a gate's text."""
     return float(value.split()[0].replace(",", ""))
 
 
 def _build_consistency_gate(gate: GateResult, analysis: CaseAnalysis) -> GateResult:
-    """Fails by damage in the logs, by fallbacks, and where what was encoded was not restored."""
+    """Return the gate if logs show damage, fallbacks or missing restores; else as not measured."""
     has_damage = "false" in (
         analysis.section_lines["kv_invalid_log_pass"],
         analysis.section_lines["kv_fallback_clean_pass"],
@@ -169,7 +169,7 @@ def _build_consistency_gate(gate: GateResult, analysis: CaseAnalysis) -> GateRes
 
 
 def _explain_missing(rows: MetricRows, names: tuple[str, ...]) -> str:
-    """Why columns measure nothing; empty where they do."""
+    """Explain why columns contain no measurement; empty if they do."""
     for name in names:
         if name not in rows.columns:
             return f"no column {name}"

@@ -72,7 +72,7 @@ def build_runtime_row(
     summary_exists: bool = True,
     console_log: str = "",
 ) -> dict[str, Any]:
-    """A row of a case of ``llm_bench``, from the lines of its section *Quality Gate*.
+    """Build the row of an ``llm_bench`` case from the lines of its section *Quality Gate*.
 
     What that of a run on a model leaves out is None.
     """
@@ -123,7 +123,7 @@ def build_demo_row(
     report_json: str = "",
     console_log: str = "",
 ) -> dict[str, Any]:
-    """A row of a case of ``llm_demo``, from its report. What that of a run on a model leaves out is None."""
+    """Build the row of an ``llm_demo`` case from its report; figures that a run on a model lacks are None."""
     is_own_run = MEASURED_BY_KEY in report
     missing_value = None if is_own_run else 0.0
     return {
@@ -167,7 +167,7 @@ class RoundSummary(Record):
 
     @classmethod
     def from_rows(cls, directory: str, rows: Sequence[Mapping[str, Any]]) -> RoundSummary:
-        """Of now."""
+        """Create a summary with the current time."""
         return cls(directory=directory, rows=tuple(rows), generated_at=datetime.now().isoformat(timespec="seconds"))
 
     @property
@@ -177,30 +177,30 @@ class RoundSummary(Record):
 
     @property
     def num_unfinished(self) -> int:
-        """Cases that the round should have, and has not measured."""
+        """Number of cases of the round that have not been measured."""
         return sum(row.get("failure_reason") == NOT_FINISHED_REASON for row in self.rows)
 
     def select_suite(self, suite: str) -> list[Mapping[str, Any]]:
-        """Cases of ``"runtime"`` or ``"llm_demo"``."""
+        """Return the cases of ``"runtime"`` or ``"llm_demo"``."""
         return [row for row in self.rows if row.get("suite") == suite]
 
     @property
     def total_cases(self) -> int:
-        """Of both suites."""
+        """Number of cases of both suites."""
         return len(self.rows)
 
     @property
     def runtime_cases(self) -> int:
-        """Of ``"runtime"``."""
+        """Number of cases of ``"runtime"``."""
         return len(self.select_suite("runtime"))
 
     @property
     def llm_demo_cases(self) -> int:
-        """Of ``"llm_demo"``."""
+        """Number of cases of ``"llm_demo"``."""
         return len(self.select_suite("llm_demo"))
 
     def render_files(self) -> dict[str, str]:
-        """The texts of the three files by their names."""
+        """Render the three files; return their texts by name."""
         return {
             "summary.json": json.dumps(self.to_dict(), indent=2),
             "summary.md": self.to_markdown(),
@@ -208,7 +208,7 @@ class RoundSummary(Record):
         }
 
     def to_markdown(self) -> str:
-        """What ``summary.md`` holds."""
+        """Render ``summary.md``."""
         runtime, demo = self.select_suite("runtime"), self.select_suite("llm_demo")
         lines = [
             "# H2O final Summary",
@@ -235,7 +235,7 @@ class RoundSummary(Record):
         return "\n".join(self.format_lines(min(shutil.get_terminal_size((80, 24)).columns, 100)))
 
     def format_lines(self, width: int) -> list[str]:
-        """The cases and why they do not pass, in `width` columns."""
+        """Format the cases and why they do not pass, in `width` columns."""
         num_passed = sum(row.get("overall_pass") is True for row in self.rows)
         lines = [f"{'PASS' if self.has_passed else 'FAIL'}: {num_passed} of {pluralize(len(self.rows), 'case')} passed"]
         if self.num_unfinished:
@@ -322,7 +322,8 @@ DEMO_REPORT_FILE, GATE_FILE = "llm_demo_report.json", "gate.json"
 
 
 def collect_cases(directory: str | os.PathLike[str], run_info: Mapping[str, Any] | None = None) -> RoundSummary:
-    """The cases below a folder: ``<case>/summary.md`` with a section *Quality Gate*, ``<case>/llm_demo_report.json``.
+    """Collect the cases of a folder from ``<case>/summary.md`` (section *Quality Gate*) and
+    ``<case>/llm_demo_report.json``.
 
     A case of which there is only ``<case>.console.log`` ended before its report; the reason is looked for there. Where
     ``run.json`` says which cases a round of ``gate run`` has, those whose files are not of this round are not measured.
@@ -353,7 +354,7 @@ def collect_cases(directory: str | os.PathLike[str], run_info: Mapping[str, Any]
 
 
 def compare_case_stamps(root: Path, cases: Mapping[str, Any]) -> dict[str, bool]:
-    """Whether the files of each case that has a stamp have it as well."""
+    """Return, for each case that has a stamp, whether its files have the same one."""
     stamps = {name: entry.get("stamp") for name, entry in cases.items() if isinstance(entry, Mapping)}
     return {name: _has_stamp(root / name, stamp) for name, stamp in stamps.items() if stamp is not None}
 
@@ -366,7 +367,7 @@ def _has_stamp(folder: Path, stamp: object) -> bool:
 
 
 def _read_cases_of_run(root: Path, run_info: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Cases of the round by name, in its order; none where the folder is not of ``gate run``."""
+    """Read the cases of the round in order; empty if the folder is not one of ``gate run``."""
     if run_info is None:
         run_info = read_object(root / RUN_INFO_FILE) if (root / RUN_INFO_FILE).is_file() else {}
     cases = run_info.get("cases")
@@ -380,7 +381,7 @@ def _build_unfinished_row(case: str, case_info: Mapping[str, Any]) -> dict[str, 
 
 
 def _list_cases(root: Path) -> list[str]:
-    """Names of cases: those of the suite in its order, then others sorted."""
+    """List the names of cases: those of the suite in order, then others sorted."""
     names = {path.parent.name for name in ("summary.md", DEMO_REPORT_FILE) for path in root.glob(f"*/{name}")}
     names |= {path.name.removesuffix(".console.log") for path in root.glob("*.console.log")}
     suite_names = [*RUNTIME_CASES, *DEMO_CASES]
@@ -447,7 +448,7 @@ def _build_demo_row(root: Path, case: str, console_log: str) -> dict[str, Any]:
 
 
 def find_failure_reason(console_log: str) -> str:
-    """The last line of the end of a log that names a failure, else its last line that is not empty."""
+    """Return the last line near the end of a log that names a failure, else its last line that is not empty."""
     lines = [line.strip() for line in read_log(Path(console_log)).split("\n")]
     tail = [line[:200] for line in lines[-_MAX_TAIL_LINES:] if line]
     failure_lines = [line for line in tail if any(sign in line for sign in _FAILURE_MARKS)]
@@ -479,7 +480,7 @@ def save_demo_result(
     extra_files: Mapping[str, str] | None = None,
     stamp: str = "",
 ) -> RoundSummary:
-    """`save_case_result` for a case of ``llm_demo``."""
+    """Save the result of an ``llm_demo`` case, as `save_case_result` does."""
     texts = {
         **(extra_files or {}),
         "llm_demo_report.md": demo_result.to_markdown(),

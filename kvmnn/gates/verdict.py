@@ -35,12 +35,12 @@ class GateResult(Record):
 
 
 def verdict_from(is_passed: bool, *, is_active: bool = True) -> Verdict:
-    """The verdict of a condition."""
+    """Return the verdict of a condition."""
     return (PASS if is_passed else FAIL) if is_active else OFF
 
 
 def format_distinct(value: float, limit: float, digits: int) -> tuple[str, str]:
-    """Both as text, with as many more `digits` after the decimal point as it takes to see which is larger."""
+    """Format a value and its limit, with more than `digits` decimals if they would look equal."""
     formatted = ("", "")
     for number in range(digits, 16):
         formatted = f"{value:,.{number}f}", f"{limit:,.{number}f}"
@@ -50,25 +50,25 @@ def format_distinct(value: float, limit: float, digits: int) -> tuple[str, str]:
 
 
 def aggregate_verdict(gates: Iterable[GateResult]) -> Verdict:
-    """Of all gates: fail if one failed, else not measured if one was not, else unclear if one is, else pass."""
+    """Combine gates: fail if one failed, else not measured, else unclear if one is so, else pass."""
     return find_worst(gate.verdict for gate in gates)
 
 
 def find_worst(verdicts: Iterable[Verdict]) -> Verdict:
-    """The one that counts for all; pass where none is worse."""
+    """Return the worst verdict: fail, not measured, unclear, or else pass."""
     distinct_verdicts = set(verdicts)
     return next((verdict for verdict in (FAIL, NOT_MEASURED, UNCLEAR) if verdict in distinct_verdicts), PASS)
 
 
 def summarize_verdicts(gates: Iterable[GateResult]) -> str:
-    """``10 pass, 1 fail, 2 off``."""
+    """Summarize as in ``10 pass, 1 fail, 2 off``."""
     verdicts = [gate.verdict for gate in gates]
     counts = {verdict: verdicts.count(verdict) for verdict in (PASS, FAIL, NOT_MEASURED, UNCLEAR, OFF)}
     return ", ".join(f"{number} {verdict}" for verdict, number in counts.items() if number)
 
 
 def format_gate_table(gates: Iterable[GateResult], width: int) -> list[str]:
-    """A table of gates in `width` columns; what a gate means is folded below it."""
+    """Format gates as a table in `width` columns; explanations are wrapped below their row."""
     rows = [(gate.verdict.upper(), gate.name, gate.value, gate.limit, gate.why) for gate in gates]
     widths = [max([len(row[i]) for row in rows], default=0) for i in range(4)]
     lines = []

@@ -61,17 +61,17 @@ class RunCase:
 
     @property
     def policy(self) -> Policy:
-        """What evicts: the engine's planner, or nothing."""
+        """The policy: the engine's planner, or the full cache."""
         return H2OEngine.from_engine(self.engine) if self.evicts else FullCache()
 
     @property
     def lossless(self) -> RuntimeConfig | None:
-        """The runtime around the cache; None where nothing is compressed."""
+        """Configuration of the lossless runtime; None if nothing is compressed."""
         return RuntimeConfig.from_engine(self.engine) if self.engine else None
 
     @property
     def changed_settings(self) -> dict[str, Any]:
-        """Keys of the engine and limits that are not the suite's own, by name."""
+        """Engine keys and limits that differ from the suite's, by name."""
         default_case = _build_case(self.name.split("+")[0], RunConfig())
         engine = {key: value for key, value in self.engine.items() if default_case.engine.get(key) != value}
         own_limits, default_limits = self.limits.to_dict(), default_case.limits.to_dict()
@@ -79,19 +79,19 @@ class RunCase:
 
     @property
     def needs_texts(self) -> bool:
-        """Whether it runs only with texts of the user."""
+        """Whether it can only run with texts of the user."""
         return self.kind != "runtime"
 
     @property
     def policy_keys(self) -> dict[str, Any]:
-        """Keys that say what is evicted: cases that share them share their perplexity."""
+        """Engine keys that determine eviction: cases that share their values share their perplexity."""
         return {key: value for key, value in self.engine.items() if key.startswith("kv_h2o_")}
 
 
 def build_cases(
     suite: SuiteName, config: RunConfig, extra_cases: Sequence[str] = (), sweep: Sequence[str] = ()
 ) -> list[RunCase]:
-    """The cases of a suite in their order, each with every point of a sweep."""
+    """Build the cases of a suite in order, each at every point of a sweep."""
     names = [name for name in RUNTIME_CASES if suite in ("all", "runtime")]
     names += [name for name in DEMO_CASES if suite in ("all", "llm_demo")]
     base_cases = [_build_case(name, config) for name in (*names, *extra_cases)]
@@ -107,7 +107,7 @@ def build_cases(
 
 
 def parse_sweep(words: Sequence[str]) -> list[dict[str, float | int]]:
-    """The product of ``NAME=VALUE,VALUE`` words, in the order of `KEY_BY_SWEEP`; one empty point without any."""
+    """Parse ``NAME=VALUE,VALUE`` words to all combinations in the order of `KEY_BY_SWEEP`; one empty point if none."""
     values_by_name: dict[str, list[float | int]] = {}
     for word in words:
         name, sign, text = word.partition("=")
@@ -173,7 +173,7 @@ def _build_demo_limits(name: str, mode: str, config: RunConfig) -> GateLimits:
 
 
 def _choose_max_queue(name: str, limits: GateLimits) -> dict[str, int]:
-    """Encodings that may be open, unless the configuration says.
+    """Choose the maximum number of open encodings, unless the configuration sets it.
 
     In the runtime cases as many as their gate allows: the fork leaves the engine's 256, but the engine hands in one
     block of a layer at a step, while the sound runtime hands in all blocks of a prompt, as far as the queue goes.
@@ -185,7 +185,7 @@ def _choose_max_queue(name: str, limits: GateLimits) -> dict[str, int]:
 
 
 def _apply_sweep_point(case: RunCase, point: dict[str, float | int]) -> RunCase:
-    """A case at a point of a sweep; its name says where. What is not compressed differs by its work only."""
+    """Return a case at a point of a sweep, which its name states; without compression only its workload differs."""
     workload_values = {name: value for name, value in point.items() if name in ("prompts", "gens")}
     engine_values = {name: value for name, value in point.items() if name not in workload_values} if case.engine else {}
     settings = case.settings

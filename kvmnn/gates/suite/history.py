@@ -33,7 +33,7 @@ def build_history_entry(
     about: Mapping[str, Any],
     settings_by_case: Mapping[str, Mapping[str, Any]],
 ) -> HistoryEntry:
-    """The line of a round."""
+    """Build the history line of a round."""
     return {
         "generated_at": round_summary.generated_at,
         "overall_pass": round_summary.has_passed,
@@ -57,7 +57,7 @@ def build_history_entry(
 
 
 def _get_first(row: Mapping[str, Any], *names: str) -> float | None:
-    """The first that is there; None where it was not measured."""
+    """Return the first value that is present; None if none was measured."""
     return next((row[name] for name in names if row.get(name) is not None), None)
 
 
@@ -96,7 +96,7 @@ def append_round(directory: str | os.PathLike[str], entry: HistoryEntry) -> None
 
 
 def has_finished_rerun(directory: str | os.PathLike[str], rerun_number: int) -> bool:
-    """Whether a round of this take came to its end."""
+    """Return whether a round with this rerun number was finished."""
     try:
         text = read_bounded(Path(directory, HISTORY_FILE), MAX_HISTORY_FILE_BYTES).decode("utf-8", "replace")
     except (FileNotFoundError, NotADirectoryError):
@@ -105,7 +105,7 @@ def has_finished_rerun(directory: str | os.PathLike[str], rerun_number: int) -> 
 
 
 def _parse_entry(line: str) -> HistoryEntry:
-    """The object in a line; an empty one where it is damaged."""
+    """Parse a line as an entry; return an empty one if it is damaged."""
     try:
         document = loads_strict(line)
     except (ValueError, RecursionError):
@@ -117,7 +117,7 @@ def _parse_entry(line: str) -> HistoryEntry:
 
 
 def is_same_round(stored: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    """Whether two lines are of one round."""
+    """Return whether two lines belong to one round."""
     if "settings" not in stored or any(stored.get(name) != new[name] for name in ("take", "about", "settings")):
         return False
     stored_settings, new_settings = _group_settings_by_case(stored), _group_settings_by_case(new)
@@ -125,12 +125,12 @@ def is_same_round(stored: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
 
 
 def get_case_settings(entry: Mapping[str, Any], case: Mapping[str, Any]) -> object:
-    """What a case ran under, to compare with other rounds; None where the line does not say."""
+    """Return the settings that a case ran with, for comparison with other rounds; None if the line lacks them."""
     return None if "settings" not in entry else [entry["settings"], case.get("settings")]
 
 
 def describe_changes(previous: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """What a round has otherwise than the one before it, in words; nothing where that one does not say."""
+    """Describe what changed between two rounds; empty if the first lacks its settings."""
     if "settings" not in previous:
         return []
     lines = [
@@ -195,7 +195,7 @@ class GateHistory(Record):
     rounds: tuple[Mapping[str, Any], ...]
 
     def group_by_case(self) -> dict[str, list[tuple[Mapping[str, Any], Mapping[str, Any]]]]:
-        """What each case came to, round by round, each with its round."""
+        """Group the results of each case, each with its round."""
         entries_by_case: dict[str, list[tuple[Mapping[str, Any], Mapping[str, Any]]]] = {}
         for entry in self.rounds:
             for case in entry["cases"]:
@@ -205,7 +205,7 @@ class GateHistory(Record):
     @property
     @json_key()
     def cases(self) -> dict[str, Any]:
-        """How often each case was measured and passed, and why it did not."""
+        """How often each case was measured and passed, and why it did not pass."""
         return {
             name: {
                 "rounds": len(entries),
@@ -221,7 +221,7 @@ class GateHistory(Record):
         return "\n".join(self.format_lines(min(shutil.get_terminal_size((80, 24)).columns, 100)))
 
     def format_lines(self, width: int) -> list[str]:
-        """The rounds, and how the figures of each case moved, in `width` columns."""
+        """Format the rounds, and the trend of each case's figures, in `width` columns."""
         lines = [
             f"{self.directory}: {pluralize(len(self.rounds), 'round')}",
             "",
@@ -260,7 +260,7 @@ class GateHistory(Record):
 
 
 def read_history(directory: str) -> GateHistory:
-    """The history of a folder."""
+    """Read the history of a folder."""
     path = Path(directory, HISTORY_FILE)
     try:
         text = read_bounded(path, MAX_HISTORY_FILE_BYTES).decode("utf-8", "replace")
@@ -280,7 +280,7 @@ def read_history(directory: str) -> GateHistory:
 
 
 def _format_trend(values: list[float | None], settings_of_rounds: list[object], digits: int) -> tuple[str, bool]:
-    """The newest values, a bar where settings changed, and how the last one lies to the mean of those before it.
+    """Format the newest values, with a bar where settings changed, and the last one relative to the mean of the others.
 
     Also whether there is such a mean. What was not measured is a dash.
     """

@@ -103,7 +103,7 @@ class SuiteResult(Record):
 
 
 def judge_case(measured: CaseMeasurement, model: str) -> CaseResult | DemoResult:
-    """The verdict over what a case measured."""
+    """Compute the verdict on a case's measurements."""
     stability_gates = _build_stability_gate(measured)
     case = measured.case
     if case.kind == "runtime":
@@ -172,7 +172,7 @@ def _judge_runtime_case(measured: CaseMeasurement, model: str, stability_gates: 
 
 
 def _build_gates(measured: CaseMeasurement, pairs: Sequence[PairedRuns], limits: GateLimits) -> list[GateResult]:
-    """Those of a case over some of its pairs."""
+    """Build the gates of a case over some of its pairs."""
     case = measured.case
     return build_case_gates(
         pairs,
@@ -186,7 +186,7 @@ def _build_gates(measured: CaseMeasurement, pairs: Sequence[PairedRuns], limits:
 
 
 def _build_stability_gate(measured: CaseMeasurement) -> list[GateResult]:
-    """Whether every round passes by itself; none where there is one."""
+    """Build the gate that every round passes by itself; empty for a single round."""
     if len(measured.rounds) < 2:
         return []
     verdicts = [aggregate_verdict(_build_gates(measured, pairs, measured.case.limits)) for pairs in measured.rounds]

@@ -236,7 +236,7 @@ class Suite:
             yield self._count_quality_steps(case)
 
     def _count_quality_steps(self, case: RunCase) -> int:
-        """With and without eviction; what other cases evaluated already is not known beforehand."""
+        """Count the decode steps of both evaluations, with and without eviction."""
         settings = case.settings
         texts = min(settings.quality_texts, len(self._texts.documents))
         return 2 * texts * (settings.quality_tokens - settings.quality_prompt)
@@ -379,7 +379,7 @@ class Suite:
         self._write_initial_round(run_info)
 
     def _list_measured_cases(self, round_digest: str, entries: Mapping[str, Any]) -> dict[str, Any]:
-        """Cases that earlier commands of the same round have measured."""
+        """Return the cases that earlier commands of the same round have measured."""
         previous_info = _read_run_info(self._directory)
         cases = previous_info.get("cases")
         if previous_info.get("round") != round_digest or not isinstance(cases, dict):
@@ -395,7 +395,7 @@ class Suite:
             output.commit()
 
     def _list_changed_settings(self, rounds: int) -> dict[str, Any]:
-        """Settings that are not the default, texts and tokenizer among them."""
+        """Return settings that differ from the default, texts and tokenizer included."""
         default_settings = RunSettings().to_dict()
         changed_settings = {
             name: value for name, value in self._settings.to_dict().items() if default_settings[name] != value

@@ -135,7 +135,7 @@ def build_lossy_gate(figures: CaseFigures, target: float) -> GateResult:
 
 
 def build_lossless_gate(figures: CaseFigures, target: float, mode: str) -> GateResult:
-    """Raw over compressed bytes of what the runs encoded."""
+    """Build the gate of raw over compressed bytes of everything that the runs encoded."""
     name, limit = "lossless ratio", f">= {target:.3f}"
     if not mode:
         why = "nothing is compressed"

@@ -30,7 +30,7 @@ _MAX_PROMPTS = 10_000
 
 
 def read_prompt_manifest(manifest: str, texts: Sequence[str]) -> list[str]:
-    """The files that a list names, each once."""
+    """Read a list of files; each is returned once."""
     root = next((Path(path) for path in texts if Path(path).is_dir()), Path(manifest).parent)
     try:
         data = read_bounded(Path(manifest), _MAX_MANIFEST_BYTES)
@@ -87,23 +87,23 @@ class Workload:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are fed in all."""
+        """Total tokens that are fed."""
         return sum(map(len, self.turns)) + self.num_steps
 
     @property
     def num_steps(self) -> int:
-        """Tokens that are generated in all."""
+        """Total tokens that are generated."""
         return self.new_tokens * len(self.turns)
 
     @property
     def digest(self) -> str:
-        """Of all its tokens."""
+        """Hash of all its tokens."""
         content = repr((self.turns, self.new_tokens, self.answer))
         return hashlib.sha256(content.encode()).hexdigest()
 
 
 def build_synthetic_workloads(settings: RunSettings, vocabulary: int | None, bos: int | None) -> list[Workload]:
-    """One token repeated, as the fork's bench has it: no text, so no quality."""
+    """Build prompts that repeat one token, as the fork's benchmark does; they have no text, and so no quality."""
     token = settings.token
     if vocabulary is not None and token >= vocabulary:
         raise KvmnnError(f"token {token}: the vocabulary has {vocabulary:,}: expected a smaller one")
@@ -122,7 +122,7 @@ def build_synthetic_workloads(settings: RunSettings, vocabulary: int | None, bos
 def build_prefix_workloads(
     documents: Sequence[Document], settings: RunSettings, prompts: PromptKind = "text"
 ) -> list[Workload]:
-    """Beginnings of texts, a text for each length; where none is long enough, of texts one after another."""
+    """Build prompts of each length from beginnings of texts, or of concatenated texts if none is long enough."""
     workloads = []
     for size_index, size in enumerate(settings.prompts):
         long_documents = [document for document in documents if len(document.ids) >= size]
@@ -139,7 +139,7 @@ def build_prefix_workloads(
 
 
 def _concat_documents(documents: Sequence[Document], size: int) -> Ids:
-    """The first tokens of texts one after another; only the first keeps its bos."""
+    """Return the first tokens of concatenated texts; only the first text keeps its bos."""
     parts = [documents[0].ids, *(document.own_ids for document in documents[1:])]
     token_ids = np.concatenate(parts)
     if len(token_ids) < size:
@@ -154,7 +154,7 @@ def _concat_documents(documents: Sequence[Document], size: int) -> Ids:
 def build_prompt_workloads(
     documents: Sequence[Document], settings: RunSettings, limit: int | None, notes: list[str]
 ) -> list[Workload]:
-    """Prompts from texts, bucket by bucket, and round robin over the buckets, or as the texts follow each other.
+    """Build prompts from texts, ordered by bucket, round robin over the buckets, or in the order of the texts.
 
     A text called ``prompt_<bucket>_<i>`` stands in its bucket whole; of others the beginning is taken, each text for
     one bucket. What does not fit the model's positions is left out with a note.
@@ -201,8 +201,7 @@ def build_prompt_workloads(
 def _select_prompts(
     pools: dict[str, list[tuple[int, Workload]]], settings: RunSettings
 ) -> Iterator[tuple[tuple[int, int], Workload]]:
-    """Of each bucket its first prompts, with what they are ordered by: all first ones, then all second ones; or texts
-    as they follow each other, and the shorter first."""
+    """Yield the first prompts of each bucket, each with its sort key."""
     bucket_names = sorted(pools, key=lambda bucket: int(bucket) if bucket.isdecimal() else 1 << 40)
     for bucket_index, bucket in enumerate(bucket_names):
         selected_turns: set[tuple[tuple[int, ...], ...]] = set()
@@ -227,7 +226,7 @@ def _build_prompt_workload(document: Document, size: int, bucket: str, settings:
 def build_multi_turn_workloads(
     documents: Sequence[Document], settings: RunSettings, limit: int | None
 ) -> list[Workload]:
-    """Three turns of one text each: a beginning, and two pieces that follow with answers between them."""
+    """Build three turns from each text: its beginning, and two continuations that follow generated answers."""
     size, new_tokens = min(settings.buckets), max(2, settings.demo_generate // 3)
     workloads = []
     for document in documents[: settings.prompts_per_bucket]:
@@ -248,7 +247,7 @@ def build_multi_turn_workloads(
 def build_needle_workloads(
     documents: Sequence[Document], tokenizer: TextTokenizer, settings: RunSettings, limit: int | None
 ) -> list[Workload]:
-    """A number hidden at three depths of each text, asked for in a second turn.
+    """Build needle-in-a-haystack prompts: a number hidden at three depths of each text, requested in a second turn.
 
     What is generated between the two gives the planner the steps that it waits for before it evicts.
     """
@@ -319,7 +318,7 @@ class PromptTexts:
 
     @property
     def sha256s(self) -> list[str]:
-        """Of the texts, each once."""
+        """SHA-256 of each text, without repetitions."""
         return list(dict.fromkeys(document.sha256 for document in (*self.documents, *self._prompt_documents)))
 
     def build_workloads(self, case: RunCase, interface: DecoderInterface) -> tuple[list[Workload], list[str]]:

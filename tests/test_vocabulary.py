@@ -39,6 +39,7 @@ TEST_FOLDERS = frozenset(
         "faults",
         "files",
         "formats",
+        "frames",
         "gates",
         "integrations",
         "lm",

@@ -1,4 +1,4 @@
-"""Sizes of byte lanes against slow plain Python, whatever the shape, options, SIMD level and number of threads."""
+"""Sizes of byte lanes against slow plain Python, for all shapes, options, SIMD levels and numbers of threads."""
 
 from __future__ import annotations
 

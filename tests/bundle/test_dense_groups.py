@@ -47,7 +47,7 @@ def plan(layer: int | None = 0, part: Any = "key", tokens: int = 64, dim: int = 
 
 
 def arrays_of(plans: list[DensePlan | None], layers: int = 1) -> list[tuple[LazyArray, DensePlan | None]]:
-    """Arrays that nobody reads."""
+    """Arrays whose values are never read."""
     found = []
     for number, one in enumerate(plans):
         shape = (layers, *one.shape) if one and layers > 1 else one.shape if one else (3,)

@@ -1,4 +1,4 @@
-"""A manifest is believed only where everything in it agrees."""
+"""A manifest is accepted only if everything in it is consistent."""
 
 from __future__ import annotations
 

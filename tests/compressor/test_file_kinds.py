@@ -10,7 +10,7 @@ import numpy as np
 from kvmnn.compressor.checkpoint import is_checkpoint
 
 
-def test_archive_kind_torch_and_numpy_are_distinguished(tmp_path: Path) -> None:
+def test_is_checkpoint_distinguishes_torch_and_numpy_archives(tmp_path: Path) -> None:
     arrays, torch, neither = (str(tmp_path / name) for name in ("a.zip", "t.zip", "n.bin"))
     np.savez(tmp_path / "made.npz", k=np.zeros(2))
     (tmp_path / "made.npz").rename(arrays)

@@ -1,4 +1,4 @@
-"""Weight files: what is written is read back, and whatever breaks the format is refused with its place."""
+"""Weight files: written files are read back, and malformed ones are refused with the offset."""
 
 from __future__ import annotations
 

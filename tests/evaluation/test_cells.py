@@ -1,4 +1,4 @@
-"""Finished cells survive whatever ends a run, and are never taken for others."""
+"""Finished cells survive the end of a run, and are never confused with others."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from kvmnn.evaluation.timing import measure_generation_times, measure_project_ti
 
 
 class Recorder:
-    """A runner that knows what it was fed, and when it was emptied."""
+    """A runner that records the sizes of its steps and its resets."""
 
     def __init__(self) -> None:
         self.runs: list[list[int]] = [[]]

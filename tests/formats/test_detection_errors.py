@@ -54,7 +54,7 @@ def test_compressor_export_of_safetensors_suggests_encode(tmp_path, run, monkeyp
     )
 
 
-def test_unknown_file_without_features_is_refused(tmp_path, run):
+def test_unknown_file_of_random_bytes_is_refused(tmp_path, run):
     (tmp_path / "x").write_bytes(bytes(range(128, 200)))
     assert "x: not a file kvmnn knows; as a frame: stream 0 at offset 4: " in run("inspect", tmp_path / "x", code=1).err
     (tmp_path / "x").write_bytes(b"")

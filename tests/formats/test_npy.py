@@ -83,7 +83,7 @@ def header(text: str, data: bytes = b"") -> bytes:
         (saved(np.zeros(3)), "float64"),
         (saved(np.zeros(3, bool)), "bool"),
         (saved(np.zeros(3, "<i2")), "--dtype fp16 or bf16 takes them as they are"),
-        (saved(np.zeros(3, np.uint8)), "uint8"),
+        (saved(np.zeros(3, np.uint8)), "raw bytes need a dtype"),
         (saved(np.zeros((3, 0), np.float16)), "is empty"),
         (header("{'descr': '<f2', 'fortran_order': False, 'shape': (-1,)}\n"), "impossible shape"),
         (header(f"{{'descr': '<f2', 'fortran_order': False, 'shape': ({2**70}, 4)}}\n"), "is truncated"),

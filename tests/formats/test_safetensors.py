@@ -137,7 +137,7 @@ def test_safetensors_long_empty_header_is_refused_at_once(tmp_path, length, mess
 
 @pytest.mark.slow
 def test_safetensors_million_tensors_open_in_seconds(tmp_path):
-    """Under two on a machine that does nothing else; all are checked, and those that are asked for are made."""
+    """Under two on an idle machine; all are checked, and only selected ones are built."""
     count = 1_000_000
     path = tmp_path / "x.safetensors"
     text = ",".join(

@@ -54,7 +54,7 @@ def test_sidecars_of_folder_round_trip(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", ["safetensors", "npz"])
 def test_sidecars_in_array_files_keep_positions(tmp_path: Path, run: Any, suffix: str) -> None:
-    """Without it, arrays of a cache that was cut would be taken for those of the first tokens."""
+    """Without positions, arrays of a cut cache would pass for those of the first tokens."""
     original = folder(tmp_path / "kv")
     (original / "positions.json").write_text(json.dumps({"tokens_seen": 9, "layers": [{"positions": [0, 4, 8]}]}))
     (original / "token_ids.json").write_text(json.dumps(list(range(9))))

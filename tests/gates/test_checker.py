@@ -166,7 +166,7 @@ NOTHING = {"h2o_lossless_raw_mb": 0, "h2o_lossless_comp_mb": 0, "h2o_lossless_de
 
 
 def test_check_strict_idle_runtime_is_not_measured(tmp_path: Path) -> None:
-    """Waits, queues and fallbacks are within their limits where nothing was encoded; the fork passes them."""
+    """Waits, queues and fallbacks are within their limits when nothing was encoded; the fork passes them."""
     idle = gate_logs.row(**NOTHING, h2o_lossless_async_wait_us=0, h2o_lossless_queue_peak=0)
     found = verdicts(strict(tmp_path, idle))
     names = ("lossless ratio", "decompression", "async wait", "queue peak", "fallbacks")
@@ -243,13 +243,13 @@ def test_check_value_near_limit_has_enough_digits(tmp_path: Path) -> None:
 
 
 def test_check_slow_store_diagnosis_needs_a_judged_drop(tmp_path: Path) -> None:
-    """Without a baseline of the same work strict has no drop, whatever a constant says."""
+    """Without a baseline of the same work, strict has no drop to judge."""
     slow = gate_logs.row(4.0)
     assert any("Mode store is slow (decode drop)" in line for line in checked(tmp_path, slow).diagnoses)
     assert not any("Mode store is slow" in line for line in checked(tmp_path, slow, strict=True).diagnoses)
 
 
-def test_check_strict_decode_drop_limit_of_one_passes(tmp_path: Path) -> None:
+def test_check_strict_drop_limit_of_one_needs_no_baseline(tmp_path: Path) -> None:
     made = checked(tmp_path, limits=STORE.with_values({"decode_drop_target": 1.0}, "test"), strict=True)
     assert verdicts(made)["decode drop"] == "pass"
 
@@ -285,7 +285,7 @@ def test_check_diagnoses_name_their_cause(tmp_path: Path, said: str, cells: dict
 
 
 def test_check_diagnoses_floor_above_target_names_remedy(tmp_path: Path) -> None:
-    """Smaller blocks or another target leave the floor where it is; each kind of row gets its own sentence."""
+    """Smaller blocks or another target do not lower the floor; each kind of row gets its own sentence."""
     wide = gate_logs.row(h2o_floor_keep=0.62, h2o_quantized_keep=0.64)
     (line,) = (line for line in checked(tmp_path, wide).diagnoses if "cannot reach" in line)
     assert "Take longer prompts, or lower h2o_recent_tokens" in line and "raise h2o_target" not in line
@@ -296,7 +296,7 @@ def test_check_diagnoses_floor_above_target_names_remedy(tmp_path: Path) -> None
 
 
 def test_check_diagnoses_lost_and_idle_logs_differ(tmp_path: Path) -> None:
-    """A log that tells of encodings lost its figures; one that tells of none had nothing to encode."""
+    """A log with encodings lost its figures; one without had nothing to encode."""
     said = {}
     for name, printed in (("lost", gate_logs.ENCODED), ("idle", "nothing")):
         log = gate_logs.write_logs(tmp_path / name, gate_logs.row(**NOTHING), printed=printed)

@@ -1,4 +1,4 @@
-"""Needles in texts: where the number is hidden."""
+"""Needles in texts: the depths at which the number is hidden."""
 
 from __future__ import annotations
 

@@ -326,7 +326,7 @@ def test_gate_run_unusable_inputs_are_refused(made: SimpleNamespace, tmp_path: P
 
 
 def test_build_cases_common_limits_skip_the_baseline() -> None:
-    """Nothing is compressed in it, so a lossy ratio that is asked of the others is none of its business."""
+    """Nothing is compressed in it, so a lossy ratio of all cases does not apply to it."""
     config = RunConfig(limits={"lossy_target": 2.0}, cases={"runtime_baseline": {"decode_drop_target": 0.5}})
     targets = {case.name: case.limits.lossy_target for case in build_cases("all", config)}
     assert targets.pop("runtime_baseline") == 1.0

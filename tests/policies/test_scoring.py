@@ -1,4 +1,4 @@
-"""How attention becomes scores: groups, means, fading; broken values stay where they are."""
+"""Scores from attention: groups, means and decay; non-finite values stay in their column."""
 
 from __future__ import annotations
 

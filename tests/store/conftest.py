@@ -1,4 +1,4 @@
-"""Stores that nobody has used before, wherever they lie."""
+"""Fixtures: new stores in directories, in Redis, and over fsspec."""
 
 from __future__ import annotations
 

@@ -233,7 +233,7 @@ def test_gc_file_system_keeps_recent_uploads(tmp_path: Path) -> None:
 
 
 def test_pin_survives_loss_of_its_text(url: str) -> None:
-    """Until `unpin`: once the text is put again it holds, whoever finds the damage."""
+    """Once the text is put again the pin applies, until `unpin`."""
     text, other = [*range(11)], [*range(60, 75)]
     for look in (lambda store: store.verify(), lambda store: store.get(text, model=MODEL)):
         with PrefixStore(url, block_tokens=4, ram_bytes=0) if "://" in url else PrefixStore(url, block_tokens=4) as s:

@@ -115,7 +115,7 @@ def test_open_foreign_database_is_unchanged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("most", [1 << 16, (0xFF << 16) + 3, 1 << 31, 1 << 32])
-def test_order_key_of_ids_sorts_like_the_ids(most: int) -> None:
+def test_to_sort_key_sorts_like_the_ids(most: int) -> None:
     rng = np.random.default_rng(most)
     for _ in range(300):
         shared = rng.integers(max(0, most - 4), most, rng.integers(0, 6)).tolist()

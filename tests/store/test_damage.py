@@ -340,7 +340,7 @@ def test_put_full_disk_leaves_store_unchanged(tmp_path: Path, monkeypatch: pytes
 
 
 def test_put_staging_folder_is_kept_until_close(tmp_path: Path) -> None:
-    """And made again where somebody removes it."""
+    """It is created again if it is removed."""
     staging = tmp_path / "s" / "staging"
     with PrefixStore(tmp_path / "s") as store:
         for ids in (range(8), range(10, 18)):

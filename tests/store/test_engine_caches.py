@@ -178,7 +178,7 @@ def test_store_mnn_prefix_cache_round_trips(tmp_path: Path, run, kinds: str, siz
     assert "cannot make a prefix cache of a part of the state" in error
 
 
-def test_store_command_needs_fingerprint_without_model(tmp_path: Path, run) -> None:
+def test_store_command_settings_folder_needs_fingerprint(tmp_path: Path, run) -> None:
     write_hybrid(tmp_path / "p", "LLLF", sizes=(1152, 4096))
     (tmp_path / "model").mkdir()
     shape = {"key_value_shape": [2, 1, 0, 2, 16], "layer_nums": 4, "attention_type": "mix", "layer_types": TYPES}

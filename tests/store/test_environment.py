@@ -62,7 +62,7 @@ def test_open_read_only_file_system(tmp_path: Path, is_open: bool) -> None:
 
 
 def test_eviction_order_does_not_depend_on_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was not used for longest goes, whatever the time of day and the times of files say."""
+    """The least recently used text is evicted, independently of the clock and of file times."""
     texts = [[first, *range(7)] for first in range(10, 60, 10)]
     with PrefixStore(tmp_path / "s", block_tokens=4) as store:
         size = max(store.put(ids, layers_of(ids), model=MODEL).stored_bytes for ids in texts)

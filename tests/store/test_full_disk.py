@@ -123,7 +123,7 @@ def full() -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.parametrize("script", [SCRIPT, FEW_BLOCKS], ids=["units", "units of a few blocks"])
 def test_store_on_full_disk_finds_texts_and_frees_space(tmp_path: Path, script: str) -> None:
-    """A small one of its own, where the system lets this user have that."""
+    """On a small file system of its own, if the user may mount one."""
     tests = Path(__file__).parents[1]
     mount = ["unshare", "-rm", "sh", "-c", 'mount -t tmpfs -o size=4m none "$0" && exec "$@"', tmp_path]
     if sys.platform != "linux" or subprocess.run([*mount, "true"], capture_output=True).returncode:

@@ -77,7 +77,7 @@ def test_history_parallel_growing_sessions_round_trip(tmp_path: Path, where: str
 
 
 def test_history_stops_at_rows_that_differ(tmp_path: Path) -> None:
-    """Row 40 differs: the block that holds it, and what lies before it, are not referred to."""
+    """Row 40 differs: history excludes its block and everything before it."""
     ids = text(64 * 4)
     with PrefixStore(tmp_path / "s", block_tokens=BLOCK, codec="dense") as store:
         store.put(text(300, 9), layers_of(text(300, 9)), model=MODEL)

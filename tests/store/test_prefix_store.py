@@ -67,7 +67,7 @@ def test_get_reports_the_chosen_precision(store: PrefixStore) -> None:
 
 
 def test_pin_and_delete_apply_to_all_precisions(store: PrefixStore, tmp_path: Path) -> None:
-    """`pin`, `unpin` and `delete` mean it in all that have the whole of it, unless one is said; `export` says which."""
+    """`pin`, `unpin` and `delete` apply to every precision of the text unless one is named; `export` reports it."""
     ids = [5, 6, 7, 8, 9]
     put(store, ids, dtype="<f2")
     put(store, ids, dtype="<f4")

@@ -40,7 +40,7 @@ def test_remote_pin_during_eviction_is_respected(url: str, monkeypatch: pytest.M
 
 
 def test_remote_two_first_puts_lose_nothing(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both find nothing; the second is told, and puts what is left after the first one's."""
+    """Both find nothing; the second put detects the first and stores only the remaining part."""
     one, two = [*range(20)], [*range(10), 99, 98, 97, 96]
     with PrefixStore(url, block_tokens=4) as first, PrefixStore(url) as second:
         add, done = second._backend.add_units, []

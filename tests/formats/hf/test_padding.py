@@ -112,7 +112,7 @@ def test_open_windows_drop_their_padding(tmp_path: Path) -> None:
     assert short["layer_0.key"].to_numpy().tobytes() == made[0][0][1, :, -5:].tobytes()
 
 
-def test_open_last_token_without_keys_is_dropped(tmp_path: Path) -> None:
+def test_open_token_id_without_keys_is_dropped(tmp_path: Path) -> None:
     """As after generate, whose sequences end with a token that the model has not seen."""
     made = pairs(3, shape=(1, 2, TOKENS, 4), dtype="fp16")
     beside = batch([7], "left", more=1)

@@ -1,4 +1,4 @@
-"""Saved caches of transformers: read as data, whatever form they were saved in; what is no cache is refused."""
+"""Saved caches of transformers: read as data in every form; files that hold no cache are refused."""
 
 from __future__ import annotations
 

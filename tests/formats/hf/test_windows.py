@@ -53,7 +53,7 @@ def test_hybrid_cache_of_any_length_has_last_tokens(tmp_path: Path, tokens: int)
 
 
 def test_hybrid_cache_zero_row_in_window_is_no_token(tmp_path: Path) -> None:
-    """What transformers 4.42 to 4.51 leave where a window becomes full token by token."""
+    """Transformers 4.42 to 4.51 leave such a row where a window fills token by token."""
     made = pairs(3, layers=2, shape=(1, 2, 9, 4), dtype="fp16")
     value = hybrid_cache(made, [True, False], window=WINDOW, rows=ROWS)
     for lists, part in zip(("key_cache", "value_cache"), made[0], strict=True):

@@ -20,7 +20,7 @@ def text(value: str) -> bytes:
 @pytest.mark.parametrize("count", [None, 0, 3])
 @pytest.mark.parametrize("kind", NUMBERS)
 def test_read_gguf_skips_values_of_every_type(tmp_path: Path, kind: int, count: int | None) -> None:
-    """One value, or an array of them, before the fields that are asked for."""
+    """One value, or an array of them, before the requested fields."""
     letter = NUMBERS[kind]
     if count is None:
         value = struct.pack("<I", kind) + struct.pack(f"<{letter}", 1)

@@ -68,7 +68,7 @@ def test_gguf_rope_theta_dims_and_pairing(path: Path) -> None:
 
 
 def test_gguf_rope_factor_tensor_divides_frequencies(path: Path) -> None:
-    """Llama 3 has them, where transformers have a scaling."""
+    """Llama 3 has such a tensor instead of a scaling in its configuration."""
     factors = np.linspace(1, 8, 32).astype(np.float32)
     model = write(path, "llama", {"rope_freqs.weight": factors}, rope__freq_base=500000.0, rope__dimension_count=64)
     np.testing.assert_allclose(radians(model)[0], plain_frequencies(5e5, 64) / factors, rtol=1e-7)

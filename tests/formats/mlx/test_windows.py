@@ -19,7 +19,7 @@ GROWTH = 256
 
 
 class Window:
-    """mlx-lm's RotatingKVCache with one number a row: the token that lies there, -1 for none."""
+    """mlx-lm's RotatingKVCache with one number a row: the token in it, -1 for none."""
 
     def __init__(self, most: int, keep: int) -> None:
         self.most, self.keep, self.seen, self.index = most, keep, 0, 0
@@ -63,7 +63,7 @@ class Window:
 
 
 def words(layer: int, part: int, token: int) -> np.ndarray:
-    """[head, dimension] of a token; of a row without one, what nobody may read."""
+    """[head, dimension] of a token; of an empty row, values that must not be read."""
     number = 7 * token + 1000 * part + 3000 * layer
     return np.arange(number, number + HEADS * DIMS).reshape(HEADS, DIMS).astype("<f2")
 

@@ -111,7 +111,7 @@ def test_choose_layout_wrong_heads_are_refused(tmp_path, heads):
 
 
 def test_choose_layout_ambiguous_noise_lists_choices(tmp_path):
-    """K and V of noise in full files: nothing tells, and each choice reads the files."""
+    """K and V of noise in full files: no layout is likelier, and each choice reads the files."""
     packed_samples.write_prefix(tmp_path / "p", packed_samples.arrays(2, 2, 64, 8), capacity=64)
     with pytest.raises(AmbiguousLayoutError, match="4 layouts fit") as error:
         read(tmp_path / "p", PackedGeometry(kv_heads=2, head_dim=8), (64,))

@@ -110,7 +110,7 @@ def test_read_graph_geometry_damaged_is_none_or_equal(exported, tmp_path):
     assert read_graph_geometry(file) is None
 
 
-def test_read_model_geometry_accepts_one_of_each(tmp_path):
+def test_read_model_geometry_ignores_nonpositive_values(tmp_path):
     for value, expected in ((1, 1), (0, None), (-1, None), (True, None)):
         settings = {"layer_nums": value, "num_key_value_heads": value, "head_dim": value}
         (tmp_path / "llm_config.json").write_text(json.dumps(settings))

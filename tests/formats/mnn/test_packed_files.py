@@ -149,7 +149,7 @@ def test_infer_layout_noise_in_full_files_is_refused(tmp_path, geometry, message
         read(sample.path, (64,), geometry)
 
 
-def test_infer_flash_block_undecided_by_sizes(tmp_path):
+def test_infer_flash_block_undecided_uses_engine_default(tmp_path):
     sample = packed_samples.write_prefix(tmp_path / "p", packed_samples.arrays(1, 2, 64, 8), capacity=64)
     named = PackedGeometry(kv_heads=2, head_dim=8, backend="x86-avx2")
     source = read(sample.path, (64,), named)
@@ -181,7 +181,7 @@ def test_infer_capacity_is_highest_with_equal_files(heads, dims, packs, block, c
     assert try_infer_capacity(layout, 0, sizes[1]) is None
 
 
-def test_list_layouts_contains_the_real_layout():
+def test_find_matches_contains_the_real_layout():
     for name in ("x86-avx2", "x86-avx512", "arm64-fp16", "arm64-sme2-fp16", "arm64-bf16-v86"):
         layout = PackLayout.from_backend(name, kv_heads=3, head_dim=20)
         sizes = [(layout.key_bytes(177), layout.value_bytes(177))]

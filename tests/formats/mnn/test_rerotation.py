@@ -290,8 +290,8 @@ def test_rerotate_model_that_differs_from_k_is_refused(trained, run) -> None:
     assert "theta=10000,dims=64, as model has it" in run(*compact, "-f", "--rope", "model").out
 
 
-def test_eval_rerotated_initial_cache_is_refused(cache: Cache, run) -> None:
-    """At the positions of the text."""
+def test_read_stored_tokens_rerotated_k_is_refused(cache: Cache, run) -> None:
+    """K was rotated to the first positions, so it does not continue the text."""
     from kvmnn.errors import SourceError
     from kvmnn.lm.warm_start import read_stored_tokens
 

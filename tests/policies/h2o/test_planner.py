@@ -1,4 +1,4 @@
-"""The planner of all layers: against the slow model in both cadences, and where those two differ."""
+"""The planner of all layers: against the slow model in both cadences, and their differences."""
 
 from __future__ import annotations
 

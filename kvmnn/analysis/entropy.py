@@ -10,7 +10,6 @@ The analyses as files: layer_metrics.csv, head_metrics.csv, summary.md and group
 from __future__ import annotations
 
 import csv
-import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -19,12 +18,12 @@ from pathlib import Path
 import numpy as np
 
 from .._util.parallel import Progress
-from .._util.text import escape_csv
 from ..dtypes import PART_LETTERS, PARTS, Elements, Part
 from ..errors import SourceError
 from ..files.atomic import DirectoryOutput
 from ..files.schema import Record
 from ..frames import _streams, _zstdlib
+from ..reports.table import format_csv_lines
 from .options import Scope
 from .selection import DumpEntry, DumpSelection
 from .tensor_reader import FileTensor
@@ -292,33 +291,16 @@ def format_csv(rows: Iterable[MetricsRow]) -> str:
     """Format one line for each row; there is a column ``head`` if the rows are of heads."""
     rows = list(rows)
     head_column = ("head",) if rows and rows[0].head is not None else ()
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*_CSV_COLUMNS, *head_column, "raw_bytes", *EntropyMetrics.__dataclass_fields__])
+    lines: list[list[object]] = [[*_CSV_COLUMNS, *head_column, "raw_bytes", *EntropyMetrics.__dataclass_fields__]]
     for row in rows:
         entry = row.entry
-        location_cells = [
-            escape_csv(entry.run_id),
-            entry.layer,
-            entry.stage,
-            entry.seq_start,
-            entry.tokens,
-            entry.kv_heads,
-            entry.head_dim,
-        ]
         itemsize = row.raw_bytes // (entry.tokens * entry.head_dim * (1 if head_column else entry.kv_heads))
-        metric_cells = [f"{value:.6f}" for value in asdict(row.metrics).values()]
-        writer.writerow(
-            [
-                *location_cells,
-                itemsize,
-                PART_LETTERS[row.part],
-                *([row.head] if head_column else []),
-                row.raw_bytes,
-                *metric_cells,
-            ]
-        )
-    return text.getvalue()
+        lines.append([
+            entry.run_id, entry.layer, entry.stage, entry.seq_start, entry.tokens, entry.kv_heads, entry.head_dim,
+            itemsize, PART_LETTERS[row.part], *([row.head] if head_column else []), row.raw_bytes,
+            *(f"{value:.6f}" for value in asdict(row.metrics).values()),
+        ])  # fmt: skip
+    return format_csv_lines(lines)
 
 
 def format_summary(analysis: EntropyAnalysis) -> str:

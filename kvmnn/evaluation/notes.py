@@ -10,7 +10,7 @@ from ..lm.kv_store import describe_encoding
 from ..policies.registry import get_policy_class
 from ..policies.specs import build_policy
 from ..reports.records import ResultRow
-from ..reports.tables import NO_EVICTION_MARK
+from ..reports.table import NO_EVICTION_MARK
 from .scoring import MIN_DOCUMENTS_FOR_INTERVAL
 from .settings import FULL_POLICY, EvaluationSettings
 

@@ -16,7 +16,7 @@ from ..files.schema import Record, iter_values, parse_object, read_bounded
 from ..reports import plots, tables
 from ..reports.plots import DEFAULT_PLOT_OPTIONS, PlotOptions
 from ..reports.records import DocumentInfo, DocumentTrace, InitialCacheInfo, Refusal, ResultRow
-from ..reports.tables import choose_format, format_latex
+from ..reports.tables import choose_format
 from .settings import EvaluationSettings
 
 ResultFormat = Literal["markdown", "csv", "json", "latex"]
@@ -125,7 +125,7 @@ class EvaluationResult(Record):
         if result_format == "json":
             return json.dumps(self.to_dict()) + "\n"
         if result_format == "latex":
-            return format_latex(self)
+            return tables.format_latex(self)
         return tables.format_csv(self) if result_format == "csv" else tables.format_markdown(self)
 
     def plot(

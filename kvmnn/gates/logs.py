@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 import os
@@ -14,9 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from .._util.text import escape_csv, pluralize
+from .._util.text import pluralize
 from ..errors import SourceError
 from ..files.schema import Record, loads_strict, read_bounded
+from ..reports.table import format_csv_lines
 
 SPEED_COLUMN = "speed(tok/s)"
 LOG_FILE_COLUMN = "log_file"
@@ -264,11 +263,8 @@ class ParsedLogs(Record):
 
     def to_csv(self) -> str:
         """Return a header line and a line for each row, which end in CR and LF."""
-        sink = io.StringIO()
-        writer = csv.writer(sink, lineterminator="\r\n")
-        writer.writerow(map(escape_csv, self.columns))
-        writer.writerows([escape_csv(row.get(name, "")) for name in self.columns] for row in self.rows)
-        return sink.getvalue()
+        lines = [[row.get(name, "") for name in self.columns] for row in self.rows]
+        return format_csv_lines([self.columns, *lines], "\r\n")
 
     @property
     def _filled_rows(self) -> list[dict[str, str]]:

@@ -21,7 +21,8 @@ from ..policies.h2o.planner import H2OStats
 from ..policies.policy import FullCache, Policy
 from ..policies.registry import LabelledPolicy
 from ..reports.records import RuntimeStats
-from ..reports.tables import format_h2o_text, format_runtime_text, wrap_sentences
+from ..reports.table import wrap_sentences
+from ..reports.tables import format_h2o_text, format_runtime_text
 from ..store import PrefixStore, PutResult, StoredPrefix
 from .kv_store import describe_encoding
 from .onnx.model_files import ModelFiles, compute_fingerprint, find_model, get_section

@@ -30,7 +30,8 @@ from ..formats.mnn.dump import write_dump
 from ..policies.policy import FullCache, Policy
 from ..policies.registry import LabelledPolicy
 from ..reports.records import RuntimeStats
-from ..reports.tables import format_runtime_text, wrap_sentences
+from ..reports.table import wrap_sentences
+from ..reports.tables import format_runtime_text
 from .documents import read_document
 from .generation import check_positions, prefill
 from .kv_store import describe_encoding

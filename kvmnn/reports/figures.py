@@ -25,7 +25,7 @@ from .series import (
     select_policy_rows,
     to_float_or_nan,
 )
-from .tables import NO_EVICTION_MARK
+from .table import NO_EVICTION_MARK
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

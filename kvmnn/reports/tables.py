@@ -5,19 +5,17 @@ A value that was not measured is ``-``; a column without any value is left out.
 
 from __future__ import annotations
 
-import csv
-import io
 import os
 import re
-import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from operator import itemgetter
 from pathlib import PurePath
 from typing import TypeVar
 
-from .._util.text import escape_csv, escape_markdown, escape_markdown_cell, join_lines, pluralize
+from .._util.text import escape_markdown, pluralize
 from ..errors import OptionError
-from ..policies.h2o.planner import H2OStats, PlannerLayerStats
+from ..policies.h2o.planner import H2OStats
 from .records import (
     EvaluationResultsProtocol,
     FullCacheDifference,
@@ -28,83 +26,77 @@ from .records import (
     find_full_row,
 )
 from .series import RowSeries, group_into_series, is_number, select_policy_rows
+from .table import (
+    ABSENT_TEXT,
+    NO_EVICTION_MARK,
+    Column,
+    Table,
+    escape_latex,
+    format_csv_lines,
+    to_single_line,
+    wrap_sentences,
+)
 
-CellFormatter = Callable[[ResultRow, ResultRow | None], str | None]
-"""The text of a row next to that of the full cache; None where nothing was measured."""
-
-ABSENT_TEXT = "-"
-NO_EVICTION_MARK = "*"
-"""Of rows whose policy evicted nothing before the last token was scored."""
+_RowAndFull = tuple[ResultRow, ResultRow | None]
+"""A row next to that of the full cache."""
 
 _BYTES_PER_MIB = float(1 << 20)
 
 
-@dataclass(frozen=True)
-class Column:
-    """A table column: its heading with the unit, and a function for a row's text, None if not measured.
-
-    `drop_rank` says what a narrow terminal goes without: the highest first, 0 never. With 1 labels are shortened for
-    it.
-    """
-
-    heading: str
-    format_cell: CellFormatter
-    drop_rank: int
-    is_left_aligned: bool = False
-
-
-def _make_number_formatter(
-    get: Callable[[ResultRow], float | None], format_spec: str, scale: float = 1.0
-) -> CellFormatter:
-    def format_number(row: ResultRow, full: ResultRow | None) -> str | None:
-        value = get(row)
+def _make_number_column(
+    heading: str, get: Callable[[ResultRow], float | None], format_spec: str, drop_rank: int, scale: float = 1.0
+) -> Column:
+    def format_number(pair: _RowAndFull) -> str | None:
+        value = get(pair[0])
         return None if value is None else format(value * scale if scale != 1.0 else value, format_spec)
 
-    return format_number
+    return Column(heading, format_number, drop_rank)
 
 
-def _make_change_formatter(get: Callable[[ResultRow], float | None]) -> CellFormatter:
+def _make_change_column(heading: str, get: Callable[[ResultRow], float | None], drop_rank: int) -> Column:
     """Relative to the full cache, in per cent."""
 
-    def format_change(row: ResultRow, full: ResultRow | None) -> str | None:
+    def format_change(pair: _RowAndFull) -> str | None:
+        row, full = pair
         value, full_value = get(row), None if full is None or row.is_full else get(full)
         return None if value is None or not full_value else f"{100 * (value / full_value - 1):+.2f}"
 
-    return format_change
+    return Column(heading, format_change, drop_rank)
 
 
-def _make_difference_formatter(
-    get: Callable[[FullCacheDifference], tuple[float | None, float | None, float | None]],
-) -> CellFormatter:
-    def format_difference(row: ResultRow, full: ResultRow | None) -> str | None:
-        mean, low, high = (None, None, None) if row.versus_full is None else get(row.versus_full)
+def _make_difference_column(
+    heading: str, get: Callable[[FullCacheDifference], tuple[float | None, float | None, float | None]], drop_rank: int
+) -> Column:
+    def format_difference(pair: _RowAndFull) -> str | None:
+        mean, low, high = (None, None, None) if pair[0].versus_full is None else get(pair[0].versus_full)
         if mean is None:
             return None
         return f"{mean:+.4f}" + ("" if low is None or high is None else f" [{low:+.4f}, {high:+.4f}]")
 
-    return format_difference
+    return Column(heading, format_difference, drop_rank)
 
 
-def _format_budget(row: ResultRow, full: ResultRow | None) -> str | None:
+def _format_budget(pair: _RowAndFull) -> str | None:
+    row = pair[0]
     if row.budget is not None:
         return f"{row.budget:,}"
     return None if row.keep_ratio is None else f"{100 * row.keep_ratio:g} %"
 
 
-def _format_kept_tokens(row: ResultRow, full: ResultRow | None) -> str | None:
-    return format_min_max(row.tokens_kept) if row.tokens_kept else None
+def _format_kept_tokens(pair: _RowAndFull) -> str | None:
+    return format_min_max(pair[0].tokens_kept) if pair[0].tokens_kept else None
 
 
-def _format_policy_share(row: ResultRow, full: ResultRow | None) -> str | None:
-    policy, model = row.policy_seconds, row.model_seconds
+def _format_policy_share(pair: _RowAndFull) -> str | None:
+    policy, model = pair[0].policy_seconds, pair[0].model_seconds
     return None if policy is None or not model else f"{100 * policy / model:.1f}"
 
 
-def _format_attention(row: ResultRow, full: ResultRow | None) -> str | None:
+def _format_attention(pair: _RowAndFull) -> str | None:
     """Format the attention time; the absent mark if only steps were timed, which a note explains."""
-    if row.attention_seconds is None:
-        return None if row.tpot_seconds is None else ABSENT_TEXT
-    return f"{row.attention_seconds * 1e3:.3f}"
+    if pair[0].attention_seconds is None:
+        return None if pair[0].tpot_seconds is None else ABSENT_TEXT
+    return f"{pair[0].attention_seconds * 1e3:.3f}"
 
 
 def add_no_eviction_mark(text: str, row: ResultRow) -> str:
@@ -112,65 +104,53 @@ def add_no_eviction_mark(text: str, row: ResultRow) -> str:
     return f"{text} {NO_EVICTION_MARK}" if row.has_no_eviction else text
 
 
-def _format_label(row: ResultRow, full: ResultRow | None) -> str | None:
-    return add_no_eviction_mark(to_single_line(row.label), row)
-
-
 COLUMNS = (
-    Column("policy", _format_label, 0, is_left_aligned=True),
-    Column("kind", lambda row, full: row.kind, 2, is_left_aligned=True),
+    Column("policy", lambda pair: add_no_eviction_mark(to_single_line(pair[0].label), pair[0]), is_left_aligned=True),
+    Column("kind", lambda pair: pair[0].kind, 2, is_left_aligned=True),
     Column("budget (tokens)", _format_budget, 17),
-    Column("PPL", _make_number_formatter(lambda row: row.perplexity, ".4f"), 0),
-    Column("PPL change (%)", _make_change_formatter(lambda row: row.perplexity), 6),
-    Column("accuracy (%)", _make_number_formatter(lambda row: row.accuracy, ".2f", 100), 5),
-    Column("accuracy change (%)", _make_change_formatter(lambda row: row.accuracy), 13),
-    Column("bits/byte", _make_number_formatter(lambda row: row.bits_per_byte, ".4f"), 15),
-    Column(
-        "deep PPL", _make_number_formatter(lambda row: None if row.deep is None else row.deep.perplexity, ".4f"), 10
+    _make_number_column("PPL", lambda row: row.perplexity, ".4f", 0),
+    _make_change_column("PPL change (%)", lambda row: row.perplexity, 6),
+    _make_number_column("accuracy (%)", lambda row: row.accuracy, ".2f", 5, 100),
+    _make_change_column("accuracy change (%)", lambda row: row.accuracy, 13),
+    _make_number_column("bits/byte", lambda row: row.bits_per_byte, ".4f", 15),
+    _make_number_column("deep PPL", lambda row: None if row.deep is None else row.deep.perplexity, ".4f", 10),
+    _make_number_column(
+        "deep accuracy (%)", lambda row: None if row.deep is None else row.deep.accuracy, ".2f", 19, 100
     ),
-    Column(
-        "deep accuracy (%)",
-        _make_number_formatter(lambda row: None if row.deep is None else row.deep.accuracy, ".2f", 100),
-        19,
+    _make_difference_column("dNLL (nats) [95 %]", lambda versus: (versus.nll, versus.low, versus.high), 1),
+    _make_difference_column(
+        "deep dNLL (nats) [95 %]", lambda versus: (versus.deep_nll, versus.deep_low, versus.deep_high), 18
     ),
-    Column(
-        "dNLL (nats) [95 %]",
-        _make_difference_formatter(lambda difference: (difference.nll, difference.low, difference.high)),
-        1,
-    ),
-    Column(
-        "deep dNLL (nats) [95 %]",
-        _make_difference_formatter(lambda difference: (difference.deep_nll, difference.deep_low, difference.deep_high)),
-        18,
-    ),
-    Column("tokens scored", _make_number_formatter(lambda row: row.tokens, ",d"), 22),
-    Column("TTFT (ms)", _make_number_formatter(lambda row: row.ttft_seconds, ".2f", 1e3), 14),
-    Column("TPOT (ms)", _make_number_formatter(lambda row: row.tpot_seconds, ".3f", 1e3), 8),
+    _make_number_column("tokens scored", lambda row: row.tokens, ",d", 22),
+    _make_number_column("TTFT (ms)", lambda row: row.ttft_seconds, ".2f", 14, 1e3),
+    _make_number_column("TPOT (ms)", lambda row: row.tpot_seconds, ".3f", 8, 1e3),
     Column("attention (ms)", _format_attention, 15),
-    Column("tokens/s", _make_number_formatter(lambda row: row.tokens_per_second, ",.0f"), 11),
+    _make_number_column("tokens/s", lambda row: row.tokens_per_second, ",.0f", 11),
     Column("policy/model time (%)", _format_policy_share, 9),
     Column("tokens kept", _format_kept_tokens, 12),
-    Column("cache mean (MiB)", _make_number_formatter(lambda row: row.cache_bytes_mean, ".3f", 1 / _BYTES_PER_MIB), 3),
-    Column("cache peak (MiB)", _make_number_formatter(lambda row: row.cache_bytes_peak, ".3f", 1 / _BYTES_PER_MIB), 7),
-    Column(
-        "process peak (MiB)", _make_number_formatter(lambda row: row.process_peak_bytes, ".0f", 1 / _BYTES_PER_MIB), 21
-    ),
-    Column("LOSSY ratio", _make_number_formatter(lambda row: row.lossy_ratio, ".3f"), 1),
-    Column("LOSSLESS ratio", _make_number_formatter(lambda row: row.lossless_ratio, ".4f"), 16),
-    Column("product", _make_number_formatter(lambda row: row.ratio, ".3f"), 4),
+    _make_number_column("cache mean (MiB)", lambda row: row.cache_bytes_mean, ".3f", 3, 1 / _BYTES_PER_MIB),
+    _make_number_column("cache peak (MiB)", lambda row: row.cache_bytes_peak, ".3f", 7, 1 / _BYTES_PER_MIB),
+    _make_number_column("process peak (MiB)", lambda row: row.process_peak_bytes, ".0f", 21, 1 / _BYTES_PER_MIB),
+    _make_number_column("LOSSY ratio", lambda row: row.lossy_ratio, ".3f", 1),
+    _make_number_column("LOSSLESS ratio", lambda row: row.lossless_ratio, ".4f", 16),
+    _make_number_column("product", lambda row: row.ratio, ".3f", 4),
 )
 
 
-def build_table(results: EvaluationResultsProtocol, columns: Sequence[Column]) -> tuple[list[Column], list[list[str]]]:
-    """Return the columns in which something was measured, and the text of every row."""
+def build_table(results: EvaluationResultsProtocol) -> Table:
+    """Build the table of all rows, with the columns in which something was measured."""
     full = find_full_row(results.rows)
+    pairs = [(row, full) for row in results.rows]
+    columns = [
+        column
+        for i, column in enumerate(COLUMNS)
+        if i == 0 or any(column.format_cell(pair) is not None for pair in pairs)
+    ]
     if any(row.unequal_layers for row in results.rows):  # then the budget does not say what is held
         columns = [
             replace(column, drop_rank=1) if column.format_cell is _format_kept_tokens else column for column in columns
         ]
-    texts = [[column.format_cell(row, full) for column in columns] for row in results.rows]
-    used_indices = [i for i in range(len(columns)) if i == 0 or any(line[i] is not None for line in texts)]
-    return [columns[i] for i in used_indices], [[_text_or_absent(line[i]) for i in used_indices] for line in texts]
+    return Table.from_items("", columns, pairs)
 
 
 _PROJECT_COLUMNS: dict[str, tuple[str, str, float]] = {
@@ -197,7 +177,7 @@ _PROJECT_COLUMNS: dict[str, tuple[str, str, float]] = {
 _FIRST_COLUMN_KEYS = ("label", "nll")
 
 
-def build_project_table(rows: Sequence[ResultRow]) -> tuple[list[Column], list[list[str]]] | None:
+def build_project_table(rows: Sequence[ResultRow]) -> Table | None:
     """Build the table of measurements by projects' own definitions: known quantities first, others by key."""
     project_rows = [(row, row.project) for row in rows if row.project is not None]
     if not project_rows:
@@ -215,10 +195,13 @@ def build_project_table(rows: Sequence[ResultRow]) -> tuple[list[Column], list[l
         ]
         for (row, numbers), line in zip(project_rows, lines, strict=True)
     ]
-    return [
-        Column(to_single_line(heading), _format_label, i // 3, is_left_aligned=i < 2)
+    columns = [
+        Column(to_single_line(heading), itemgetter(i), i // 3, is_left_aligned=i < 2)
         for i, heading in enumerate(headings)
-    ], cells
+    ]
+    names = dict.fromkeys(PROJECT_NAMES[numbers.evaluation] for _, numbers in project_rows)
+    title = f"By the definitions of {' and of '.join(names)} (docs/lm.md says where they differ):"
+    return Table.from_items(title, columns, cells)
 
 
 def _compute_project_changes(
@@ -266,136 +249,6 @@ def format_min_max(numbers: Sequence[int]) -> str:
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
-def _text_or_absent(text: str | None) -> str:
-    return ABSENT_TEXT if text is None else text
-
-
-def to_single_line(text: object) -> str:
-    """Join the words of a text to one line; return the absent mark for an empty text."""
-    return " ".join(str(text).split()) or ABSENT_TEXT
-
-
-_MIN_LABEL_WIDTH, _MAX_LABEL_WIDTH = 16, 32
-_COLUMN_GAP = 2
-_ABBREVIATIONS = (
-    (r"\bskip_layers=", "skip "),
-    (r"\brecent_ratio=", "recent "),
-    (r"\bstrategy=", ""),
-    (r"(\w)=", r"\1 "),
-)
-
-
-def format_table(
-    columns: Sequence[Column],
-    lines: Sequence[Sequence[str]],
-    width: int,
-    elsewhere_text: str = "a wider terminal, --json",
-) -> str:
-    """Format the table in `width` terminal columns.
-
-    Columns that do not fit are named in a line, with `elsewhere_text` for where to find them.
-
-    Columns of rank 0 are always there. Those of rank 1 are, where they leave room for a short label; others follow by
-    their ranks. The first column holds the labels.
-    """
-    widths = _measure_widths(columns, lines)
-    shown_indices, label = _choose_columns(columns, widths, width)
-    names = [line[0] for line in lines]
-    short = _shorten_names(names, label)
-    widths[0] = max(len(text) for text in (columns[0].heading, *short))
-    table = [
-        _pad_cells([column.heading for column in columns], widths, columns, shown_indices),
-        (" " * _COLUMN_GAP).join("-" * widths[i] for i in shown_indices),
-        *(
-            _pad_cells([name, *line[1:]], widths, columns, shown_indices)
-            for name, line in zip(short, lines, strict=True)
-        ),
-    ]
-    pairs = dict(zip(names, short, strict=True))
-    shortened_texts = [
-        f"{short_name} is {name}" for name, short_name in pairs.items() if short_name not in (name, _abbreviate(name))
-    ]
-    dropped_headings = [column.heading for i, column in enumerate(columns) if i not in shown_indices]
-    notes = [f"Shortened: {'; '.join(shortened_texts)}."] if shortened_texts else []
-    if dropped_headings:
-        notes.append(f"Not shown in {width} columns ({elsewhere_text}): {', '.join(dropped_headings)}.")
-    return "\n\n".join(["\n".join(table), *([wrap_sentences(notes, width)] if notes else [])])
-
-
-def wrap_sentences(sentences: Sequence[str], width: int) -> str:
-    """Wrap sentences, each at the start of a line, between words only."""
-    return "\n".join(
-        line
-        for sentence in sentences
-        for line in textwrap.wrap(sentence, max(width, 40), break_long_words=False, break_on_hyphens=False) or [""]
-    )
-
-
-def _choose_columns(columns: Sequence[Column], widths: Sequence[int], width: int) -> tuple[list[int], int]:
-    """Choose the columns to show and the width of labels."""
-    order = sorted(range(1, len(columns)), key=lambda i: columns[i].drop_rank)
-    shown_indices = {0, *(i for i in order if columns[i].drop_rank == 0)}
-
-    def count_used_width() -> int:
-        return sum(widths[i] + _COLUMN_GAP for i in shown_indices if i)
-
-    for i in order:
-        if (
-            columns[i].drop_rank == 1
-            and count_used_width() + widths[i] + _COLUMN_GAP + min(widths[0], _MIN_LABEL_WIDTH) <= width
-        ):
-            shown_indices.add(i)
-    fits_completely = sum(widths) + _COLUMN_GAP * (len(widths) - 1) <= width
-    max_label_width = widths[0] if fits_completely else min(widths[0], _MAX_LABEL_WIDTH)
-    label_width = min(max_label_width, max(width - count_used_width(), _MIN_LABEL_WIDTH))
-    for i in order:
-        if i not in shown_indices:
-            if label_width + count_used_width() + widths[i] + _COLUMN_GAP > width:
-                break
-            shown_indices.add(i)
-    return sorted(shown_indices), label_width
-
-
-def _shorten_names(names: Sequence[str], width: int) -> list[str]:
-    """Shorten names to `width` columns but leave them distinct; return them unchanged if all fit.
-
-    The mark at the end of a name stays.
-    """
-    if all(len(name) <= width for name in names):
-        return list(names)
-    short_by_name: dict[str, str] = {}
-    for name in dict.fromkeys(names):
-        mark_suffix = f" {NO_EVICTION_MARK}" if name.endswith(f" {NO_EVICTION_MARK}") else ""
-        full_name = _abbreviate(name.removesuffix(mark_suffix))
-        short = full_name if len(full_name + mark_suffix) <= width else full_name[: width - 2 - len(mark_suffix)] + ".."
-        number = 1
-        while short + mark_suffix in short_by_name.values():
-            number += 1
-            mark = f"..{number}"
-            short = full_name[: width - len(mark) - len(mark_suffix)] + mark
-        short_by_name[name] = short + mark_suffix
-    return [short_by_name[name] for name in names]
-
-
-def _abbreviate(name: str) -> str:
-    for pattern, text in _ABBREVIATIONS:
-        name = re.sub(pattern, text, name)
-    return name
-
-
-def _measure_widths(columns: Sequence[Column], lines: Sequence[Sequence[str]]) -> list[int]:
-    return [max([len(column.heading), *(len(line[i]) for line in lines)]) for i, column in enumerate(columns)]
-
-
-def _pad_cells(
-    line: Sequence[str], widths: Sequence[int], columns: Sequence[Column], shown_indices: Sequence[int]
-) -> str:
-    cells = [
-        f"{line[i]:<{widths[i]}}" if columns[i].is_left_aligned else f"{line[i]:>{widths[i]}}" for i in shown_indices
-    ]
-    return (" " * _COLUMN_GAP).join(cells).rstrip()
-
-
 PIVOT_TITLE = (
     "Perplexity by size; best: the lowest of the line, - for a tie (the intervals above say how sure that is)."
 )
@@ -406,25 +259,22 @@ _NO_EVICTION_NOTE = (
 _PivotKey = tuple[int | float, float | None]
 
 
-def format_pivot_title(rows: Sequence[ResultRow]) -> str:
-    """Return what stands above the table of these rows."""
-    return PIVOT_TITLE + (_NO_EVICTION_NOTE if any(row.has_no_eviction for row in rows) else "")
-
-
-def build_pivot_table(rows: Sequence[ResultRow]) -> tuple[list[Column], list[list[str]]] | None:
+def build_pivot_table(rows: Sequence[ResultRow]) -> Table | None:
     """Build a table with a line for each size and protected share, and a column for each policy.
 
     Returns None when there are too few rows for a comparison. The sizes are budgets, or keep ratios if there are no
     budgets. Lines distinguish protected shares only where these differ; a policy without one has the same number in all
     lines of its size. Sizes at which a single policy ran have no line.
     """
+    title = PIVOT_TITLE + (_NO_EVICTION_NOTE if any(row.has_no_eviction for row in rows) else "")
     rows = [row for row in select_policy_rows(rows) if _get_row_size(row) is not None]
     shares = {_get_recent_share(row) for row in rows} - {None}
     series = group_into_series(rows, ignored_options=("recent_ratio",) if len(shares) > 1 else ())
     size_keys = {(_get_row_size(row) or 0, _get_recent_share(row) if len(shares) > 1 else None) for row in rows}
     sizes_with_share = {size for size, share in size_keys if share is not None}
     keys = sorted(
-        (key for key in size_keys if key[1] is not None or key[0] not in sizes_with_share), key=_make_sort_key
+        (key for key in size_keys if key[1] is not None or key[0] not in sizes_with_share),
+        key=lambda key: (isinstance(key[0], int), key[0], -1.0 if key[1] is None else key[1]),
     )
     keys = [key for key in keys if sum(_find_pivot_row(entry, key) is not None for entry in series) > 1]
     if len(keys) < 2:
@@ -432,10 +282,10 @@ def build_pivot_table(rows: Sequence[ResultRow]) -> tuple[list[Column], list[lis
     headings = ["budget", *(["recent"] if len(shares) > 1 else []), *(entry.name for entry in series), "best"]
     last_index = len(headings) - 1
     columns = [
-        Column(heading, _no_pivot_text, 0 if i in (0, last_index) else i, is_left_aligned=i == last_index)
+        Column(heading, itemgetter(i), 0 if i in (0, last_index) else i, is_left_aligned=i == last_index)
         for i, heading in enumerate(headings)
     ]
-    return columns, [_build_pivot_line(key, series, len(shares) > 1) for key in keys]
+    return Table.from_items(title, columns, [_build_pivot_line(key, series, len(shares) > 1) for key in keys])
 
 
 def _build_pivot_line(key: _PivotKey, series: Sequence[RowSeries], with_share: bool) -> list[str]:
@@ -480,48 +330,35 @@ def _get_recent_share(row: ResultRow) -> float | None:
     return float(value) if is_number(value) else None
 
 
-def _make_sort_key(key: _PivotKey) -> tuple[bool, float, float]:
-    return isinstance(key[0], int), key[0], -1.0 if key[1] is None else key[1]
-
-
-def _no_pivot_text(row: ResultRow, full: ResultRow | None) -> None:
-    """Return no text: pivot tables have texts of their own."""
-
-
 H2O_TITLE = "The H2O planner by layer, under the engine's names (docs/h2o.md):"
 
-_H2O_COLUMNS: tuple[tuple[str, Callable[[PlannerLayerStats], str], int], ...] = (
-    ("layer", lambda stats: f"{stats.layer}", 0),
-    ("kept of seen", lambda stats: f"{stats.tokens_kept:,} of {stats.tokens_seen:,}", 0),
-    ("lossy", lambda stats: f"{stats.lossy_ratio:.3f}", 0),
-    ("h2o_lossy_ratio", lambda stats: f"{stats.h2o_lossy_ratio:.3f}", 1),
-    ("h2o_keep_ratio", lambda stats: f"{stats.h2o_keep_ratio:.3f}", 2),
-    ("h2o_total_evict_tokens", lambda stats: f"{stats.h2o_total_evict_tokens:,}", 3),
-    ("plans", lambda stats: f"{stats.triggers:,}", 4),
-    ("h2o_evict_us", lambda stats: f"{stats.h2o_evict_us:,}", 5),
-    ("h2o_target_keep_effective", lambda stats: f"{stats.h2o_target_keep_effective:.3f}", 6),
-    ("h2o_floor_keep_by_recent_sink", lambda stats: f"{stats.h2o_floor_keep_by_recent_sink:.3f}", 7),
-    ("h2o_block_quantized_keep", lambda stats: f"{stats.h2o_block_quantized_keep:.3f}", 8),
+_H2O_COLUMNS = (
+    Column("policy", lambda pair: to_single_line(pair[0]), is_left_aligned=True),
+    Column("layer", lambda pair: f"{pair[1].layer}"),
+    Column("kept of seen", lambda pair: f"{pair[1].tokens_kept:,} of {pair[1].tokens_seen:,}"),
+    Column("lossy", lambda pair: f"{pair[1].lossy_ratio:.3f}"),
+    Column("h2o_lossy_ratio", lambda pair: f"{pair[1].h2o_lossy_ratio:.3f}", 1),
+    Column("h2o_keep_ratio", lambda pair: f"{pair[1].h2o_keep_ratio:.3f}", 2),
+    Column("h2o_total_evict_tokens", lambda pair: f"{pair[1].h2o_total_evict_tokens:,}", 3),
+    Column("plans", lambda pair: f"{pair[1].triggers:,}", 4),
+    Column("h2o_evict_us", lambda pair: f"{pair[1].h2o_evict_us:,}", 5),
+    Column("h2o_target_keep_effective", lambda pair: f"{pair[1].h2o_target_keep_effective:.3f}", 6),
+    Column("h2o_floor_keep_by_recent_sink", lambda pair: f"{pair[1].h2o_floor_keep_by_recent_sink:.3f}", 7),
+    Column("h2o_block_quantized_keep", lambda pair: f"{pair[1].h2o_block_quantized_keep:.3f}", 8),
 )
+"""Of a label and the statistics of a layer."""
 
 
-def build_h2o_table(stats_by_label: Sequence[tuple[str, H2OStats]]) -> tuple[list[Column], list[list[str]]] | None:
-    """Return columns and lines for labelled runs; None without runs.
+def build_h2o_table(stats_by_label: Sequence[tuple[str, H2OStats]]) -> Table | None:
+    """Build the table of labelled runs, which one run alone needs no label for; None without runs.
 
     The column `lossy` is that of the run: tokens seen over tokens kept.
     """
     if not stats_by_label:
         return None
-    lines = [
-        [to_single_line(label), *(text(layer) for _, text, _ in _H2O_COLUMNS)]
-        for label, stats in stats_by_label
-        for layer in stats.layers
-    ]
-    columns = [Column("policy", _no_h2o_text, 0, is_left_aligned=True)]
-    columns += [Column(heading, _no_h2o_text, rank) for heading, _, rank in _H2O_COLUMNS]
-    if len(stats_by_label) == 1:
-        return columns[1:], [line[1:] for line in lines]
-    return columns, lines
+    columns = _H2O_COLUMNS if len(stats_by_label) > 1 else _H2O_COLUMNS[1:]
+    pairs = [(label, layer) for label, stats in stats_by_label for layer in stats.layers]
+    return Table.from_items(H2O_TITLE, columns, pairs)
 
 
 def collect_h2o_stats(rows: Sequence[ResultRow]) -> list[tuple[str, H2OStats]]:
@@ -529,24 +366,28 @@ def collect_h2o_stats(rows: Sequence[ResultRow]) -> list[tuple[str, H2OStats]]:
     return [(row.label, row.h2o) for row in rows if row.h2o is not None]
 
 
-def _no_h2o_text(row: ResultRow, full: ResultRow | None) -> None:
-    return None
+def _make_ratio_column(heading: str, get: Callable[[RuntimeStats], float | None], drop_rank: int = 0) -> Column:
+    def format_ratio(pair: tuple[str, RuntimeStats]) -> str | None:
+        ratio = get(pair[1])
+        return None if ratio is None else f"{ratio:.3f}"
+
+    return Column(heading, format_ratio, drop_rank)
 
 
-_RUNTIME_BYTES_PER_MIB = float(1 << 20)
-
-_RUNTIME_COLUMNS: tuple[tuple[str, Callable[[RuntimeStats], str], int], ...] = (
-    ("mode", lambda stats: stats.mode, 0),
-    ("lossy", lambda stats: _format_ratio(stats.lossy_ratio), 0),
-    ("lossless", lambda stats: _format_ratio(stats.lossless_ratio), 0),
-    ("total", lambda stats: _format_ratio(stats.total_ratio), 0),
-    ("encoded ratio", lambda stats: _format_ratio(stats.encoded_ratio), 1),
-    ("held (MiB)", lambda stats: f"{stats.held_bytes / _RUNTIME_BYTES_PER_MIB:.3f}", 2),
-    ("blocks", lambda stats: f"{sum(layer.blocks for layer in stats.layers):,}", 3),
-    ("encode (ms)", lambda stats: f"{stats.h2o_lossless_compress_us / 1e3:.1f}", 4),
-    ("decode (ms)", lambda stats: f"{stats.h2o_lossless_decompress_us / 1e3:.1f}", 5),
-    ("fallbacks", lambda stats: f"{stats.h2o_lossless_fallback_count:,}", 6),
+_RUNTIME_COLUMNS = (
+    Column("policy", lambda pair: to_single_line(pair[0]), is_left_aligned=True),
+    Column("mode", lambda pair: pair[1].mode, is_left_aligned=True),
+    _make_ratio_column("lossy", lambda stats: stats.lossy_ratio),
+    _make_ratio_column("lossless", lambda stats: stats.lossless_ratio),
+    _make_ratio_column("total", lambda stats: stats.total_ratio),
+    _make_ratio_column("encoded ratio", lambda stats: stats.encoded_ratio, 1),
+    Column("held (MiB)", lambda pair: f"{pair[1].held_bytes / _BYTES_PER_MIB:.3f}", 2),
+    Column("blocks", lambda pair: f"{sum(layer.blocks for layer in pair[1].layers):,}", 3),
+    Column("encode (ms)", lambda pair: f"{pair[1].h2o_lossless_compress_us / 1e3:.1f}", 4),
+    Column("decode (ms)", lambda pair: f"{pair[1].h2o_lossless_decompress_us / 1e3:.1f}", 5),
+    Column("fallbacks", lambda pair: f"{pair[1].h2o_lossless_fallback_count:,}", 6),
 )
+"""Of a label and the statistics of its run."""
 
 
 RUNTIME_COLUMNS_NOTE = (
@@ -556,39 +397,18 @@ RUNTIME_COLUMNS_NOTE = (
 )
 
 
-def format_runtime_title(texts: int = 1) -> str:
-    """Format the title above the table of runs over this many texts."""
-    scope_text = "of the same runs" if texts < 2 else f"sums over {texts:,} texts"
-    return f"The lossless runtime around the cache, {scope_text} (docs/runtime.md):"
-
-
-def build_runtime_table(
-    stats_by_label: Sequence[tuple[str, RuntimeStats]],
-) -> tuple[list[Column], list[list[str]]] | None:
-    """Return columns and lines for labelled runs; None without runs."""
+def build_runtime_table(stats_by_label: Sequence[tuple[str, RuntimeStats]], num_texts: int = 1) -> Table | None:
+    """Build the table of labelled runs over this many texts; None without runs."""
     if not stats_by_label:
         return None
-    columns = [Column("policy", _no_runtime_text, 0, is_left_aligned=True)]
-    columns += [
-        Column(heading, _no_runtime_text, rank, is_left_aligned=heading == "mode")
-        for heading, _, rank in _RUNTIME_COLUMNS
-    ]
-    return columns, [
-        [to_single_line(label), *(text(stats) for _, text, _ in _RUNTIME_COLUMNS)] for label, stats in stats_by_label
-    ]
+    scope_text = "of the same runs" if num_texts < 2 else f"sums over {num_texts:,} texts"
+    title = f"The lossless runtime around the cache, {scope_text} (docs/runtime.md):"
+    return Table.from_items(title, _RUNTIME_COLUMNS, stats_by_label)
 
 
 def collect_runtime_stats(rows: Sequence[ResultRow]) -> list[tuple[str, RuntimeStats]]:
     """Return the statistics of rows whose model ran with the lossless runtime, with their labels."""
     return [(row.label, row.runtime) for row in rows if row.runtime is not None]
-
-
-def _format_ratio(value: float | None) -> str:
-    return ABSENT_TEXT if value is None else f"{value:.3f}"
-
-
-def _no_runtime_text(row: ResultRow, full: ResultRow | None) -> None:
-    return None
 
 
 _ELSEWHERE_TEXT = "a wider terminal, -v, --csv, --json"
@@ -598,56 +418,48 @@ PROJECT_NAMES = {"E1": "l2_compress / KnormPress", "E2": "StreamingLLM + H2O"}
 """Whose definitions the table of a preset follows, by `ProjectStats.evaluation`."""
 
 
+def _list_tables(results: EvaluationResultsProtocol) -> list[Table]:
+    rows = results.rows
+    tables = (
+        build_table(results),
+        build_project_table(rows),
+        build_h2o_table(collect_h2o_stats(rows)),
+        build_pivot_table(rows),
+        build_runtime_table(collect_runtime_stats(rows), len(results.documents)),
+    )
+    return [table for table in tables if table is not None]
+
+
 def format_markdown(results: EvaluationResultsProtocol) -> str:
     """Format Markdown: the table, the table by projects' definitions if any, and notes on the measurement."""
-    parts = [_format_markdown_table(*build_table(results, COLUMNS))]
-    project = build_project_table(results.rows)
-    if project:
-        parts += [format_project_title(results.rows), _format_markdown_table(*project)]
-    h2o = build_h2o_table(collect_h2o_stats(results.rows))
-    if h2o:
-        parts += [H2O_TITLE, _format_markdown_table(*h2o)]
-    pivot = build_pivot_table(results.rows)
-    if pivot:
-        parts += [format_pivot_title(results.rows), _format_markdown_table(*pivot)]
-    runtime = build_runtime_table(collect_runtime_stats(results.rows))
-    if runtime:
-        parts += [format_runtime_title(len(results.documents)), _format_markdown_table(*runtime)]
-    parts.append("\n".join(build_notes(results)))
-    return escape_markdown("\n\n".join(parts)) + "\n"
+    parts = [text for table in _list_tables(results) for text in (table.title, table.to_markdown()) if text]
+    return escape_markdown("\n\n".join([*parts, "\n".join(build_notes(results))])) + "\n"
 
 
 def format_terminal(results: EvaluationResultsProtocol, width: int) -> str:
     """Format the tables for a terminal of `width` columns: labels are shortened, omitted columns named below."""
-    parts = [format_table(*build_table(results, COLUMNS), width, _ELSEWHERE_TEXT)]
-    project = build_project_table(results.rows)
-    if project:
-        parts += [
-            wrap_sentences([format_project_title(results.rows)], width),
-            format_table(*project, width, _ELSEWHERE_TEXT),
-        ]
-    h2o = build_h2o_table(collect_h2o_stats(results.rows))
-    if h2o:
-        parts += [wrap_sentences([H2O_TITLE], width), format_table(*h2o, width, _ELSEWHERE_TEXT)]
-    pivot = build_pivot_table(results.rows)
-    if pivot:
-        parts += [
-            wrap_sentences([format_pivot_title(results.rows)], width),
-            format_table(*pivot, width, _ELSEWHERE_TEXT),
-        ]
-    runtime = build_runtime_table(collect_runtime_stats(results.rows))
-    if runtime:
-        parts += [
-            wrap_sentences([format_runtime_title(len(results.documents))], width),
-            format_table(*runtime, width, _ELSEWHERE_TEXT),
-        ]
+    parts = [_format_with_title(table, width, _ELSEWHERE_TEXT) for table in _list_tables(results)]
     return "\n\n".join([*parts, wrap_sentences(build_notes(results), width)]) + "\n"
+
+
+def format_latex(results: EvaluationResultsProtocol) -> str:
+    """Format the tables of `kvmnn.reports.tables.format_markdown` in LaTeX, with notes on the measurement.
+
+    It ends with a newline. A table of many columns becomes several, each with the policies in its first column.
+    """
+    parts = [part for table in _list_tables(results) for part in table.iter_latex()]
+    return "\n\n".join([*parts, "\n".join(f"{escape_latex(note)}\\par" for note in build_notes(results))]) + "\n"
+
+
+def _format_with_title(table: Table, width: int, *elsewhere_text: str) -> str:
+    title = [wrap_sentences([table.title], width)] if table.title else []
+    return "\n\n".join([*title, table.to_terminal(width, *elsewhere_text)])
 
 
 def format_h2o_text(stats: H2OStats, width: int) -> str:
     """Format the figures of the engine's planner in one run for a terminal of `width` columns."""
     table = build_h2o_table([("", stats)])
-    return wrap_sentences([H2O_TITLE], width) + "\n\n" + format_table(*table, width) if table else ""
+    return _format_with_title(table, width) if table else ""
 
 
 def format_runtime_text(stats_by_label: Sequence[tuple[str, RuntimeStats]], width: int) -> str:
@@ -655,13 +467,7 @@ def format_runtime_text(stats_by_label: Sequence[tuple[str, RuntimeStats]], widt
     table = build_runtime_table(stats_by_label)
     if not table:
         return ""
-    return "\n\n".join(
-        [
-            wrap_sentences([format_runtime_title()], width),
-            format_table(*table, width),
-            wrap_sentences([RUNTIME_COLUMNS_NOTE], width),
-        ]
-    )
+    return f"{_format_with_title(table, width)}\n\n{wrap_sentences([RUNTIME_COLUMNS_NOTE], width)}"
 
 
 def build_notes(results: EvaluationResultsProtocol) -> list[str]:
@@ -726,12 +532,6 @@ def _iter_explanations(rows: Sequence[ResultRow]) -> Iterator[str]:
         yield f"The frames hold {' and '.join(kinds)}: the cache was rounded before, which is LOSSY."
 
 
-def format_project_title(rows: Sequence[ResultRow]) -> str:
-    """Return what stands above the table of `build_project_table`."""
-    names = dict.fromkeys(PROJECT_NAMES[row.project.evaluation] for row in rows if row.project is not None)
-    return f"By the definitions of {' and of '.join(names)} (docs/lm.md says where they differ):"
-
-
 def format_csv(results: EvaluationResultsProtocol) -> str:
     """Format CSV with every scalar: a line for each row, followed by one for each of its documents.
 
@@ -750,102 +550,11 @@ def format_csv(results: EvaluationResultsProtocol) -> str:
     all_names = dict.fromkeys(["label", "document", *(key for line in lines for key in line)])
     groups = {name[: dot.start()] for name in all_names for dot in re.finditer(r"\.", name)}
     names = [name for name in all_names if name not in groups]  # a group that one row lacks is no column
-    sink = io.StringIO()
-    writer = csv.writer(sink, lineterminator="\n")
-    writer.writerow(names)
-    writer.writerows([[_format_csv_cell(line.get(name)) for name in names] for line in lines])
-    return sink.getvalue()
-
-
-# -- text -------------------------------------------------------------------------------------------------------------
-
-
-def _format_markdown_table(columns: Sequence[Column], lines: Sequence[Sequence[str]]) -> str:
-    rules = [("---" if column.is_left_aligned else "---:") for column in columns]
-    cells = [[column.heading for column in columns], rules, *lines]
-    return "\n".join("| " + " | ".join(map(escape_markdown_cell, line)) + " |" for line in cells)
-
-
-def _format_csv_cell(value: object) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return repr(value) if isinstance(value, float) else escape_csv(str(value))
+    return format_csv_lines([names, *([line.get(name) for name in names] for line in lines)])
 
 
 def _join_parts(*parts: str | None) -> str:
     return ", ".join(part for part in parts if part) + "."
-
-
-_MAX_LATEX_COLUMNS = 9
-"""Columns of a table next to its first one: more are wider than a page, and are in further tables."""
-
-_LATEX_ESCAPES = {
-    "\\": r"\textbackslash{}",
-    "{": r"\{",
-    "}": r"\}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "<": r"\textless{}",
-    ">": r"\textgreater{}",
-    "|": r"\textbar{}",
-    '"': r"{\char34}",
-    "`": r"{\char96}",
-    **{letter: f"\\{letter}" for letter in "&%$#_"},
-}
-
-
-def format_latex(results: EvaluationResultsProtocol) -> str:
-    """Format the tables of `kvmnn.reports.tables.format_markdown` in LaTeX, with notes on the measurement.
-
-    It ends with a newline. A table of many columns becomes several, each with the policies in its first column.
-    """
-    rows = results.rows
-    parts = [*_iter_latex_tables("", build_table(results, COLUMNS))]
-    parts += _iter_latex_tables(format_project_title(rows), build_project_table(rows))
-    parts += _iter_latex_tables(H2O_TITLE, build_h2o_table(collect_h2o_stats(rows)))
-    parts += _iter_latex_tables(format_pivot_title(rows), build_pivot_table(rows))
-    parts += _iter_latex_tables(
-        format_runtime_title(len(results.documents)), build_runtime_table(collect_runtime_stats(rows))
-    )
-    parts.append("\n".join(f"{escape_latex(note)}\\par" for note in build_notes(results)))
-    return "\n\n".join(parts) + "\n"
-
-
-def escape_latex(text: str) -> str:
-    """Return a text as LaTeX prints it in one line; a command is never made of it."""
-    return re.sub(".", lambda letter: _LATEX_ESCAPES.get(letter[0], letter[0]), join_lines(text))
-
-
-def _iter_latex_tables(title: str, table: tuple[Sequence[Column], Sequence[Sequence[str]]] | None) -> Iterator[str]:
-    if table is None:
-        return
-    if title:
-        yield f"{escape_latex(title)}\\par"
-    columns, lines = table
-    order = sorted(range(1, len(columns)), key=lambda column_index: columns[column_index].drop_rank)
-    for begin in range(0, max(len(order), 1), _MAX_LATEX_COLUMNS):
-        column_indices = [0, *sorted(order[begin : begin + _MAX_LATEX_COLUMNS])]
-        alignment = "".join("l" if columns[column_index].is_left_aligned else "r" for column_index in column_indices)
-        rows = [_format_latex_row(line[column_index] for column_index in column_indices) for line in lines]
-        heading = _format_latex_row(columns[column_index].heading for column_index in column_indices)
-        yield "\n".join(
-            [
-                f"\\begin{{tabular}}{{{alignment}}}",
-                "\\hline",
-                heading,
-                "\\hline",
-                *rows,
-                "\\hline",
-                "\\end{tabular}\\par",
-            ]
-        )
-
-
-def _format_latex_row(cells: Iterable[str]) -> str:
-    """Format one line; braces prevent ``\\\\`` of the previous line from reading ``*`` or ``[`` as its argument."""
-    return "{}" + " & ".join(escape_latex(cell) for cell in cells) + r" \\"
 
 
 _FormatName = TypeVar("_FormatName", bound=str)

@@ -50,7 +50,7 @@ def rows() -> list[ResultRow]:
 
 
 def test_pivot_marks_rows_without_eviction_and_never_as_best(rows: list[ResultRow]) -> None:
-    columns, lines = build_pivot_table(rows) or ([], [])
+    _, columns, lines = build_pivot_table(rows) or ("", [], [])
     assert [column.heading for column in columns] == ["budget", "streaming", "recent_only", "l2_ratio", "best"]
     assert lines == [
         ["64", "12.00", "11.00", "10.00 *", "recent_only"],
@@ -65,7 +65,7 @@ def test_pivot_marks_older_results_by_their_kind() -> None:
     old = [row("full", "full", perplexity=10.0, kind="LOSSLESS")]
     for policy, kind in (("streaming", "LOSSY"), ("l2_ratio", "LOSSLESS")):
         old += [scored(f"{policy} {size}", policy, size, 9.0, evicted=None, kind=kind) for size in (64, 128)]
-    _, lines = build_pivot_table(old) or ([], [])
+    _, _, lines = build_pivot_table(old) or ("", [], [])
     assert [line[-1] for line in lines] == ["streaming", "streaming"] and "evicted" not in old[1].to_dict()
 
 

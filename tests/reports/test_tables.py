@@ -204,7 +204,7 @@ def test_pivot_by_protected_fraction_names_the_best() -> None:
             options = {"recent_ratio": share, "strategy": strategy}
             rows.append(row(f"{strategy} {share}", "l2_fixed", options=options, budget=512, perplexity=value))
     rows.append(row("window", "recent_only", budget=512, perplexity=53.0))
-    columns, lines = build_pivot_table(rows) or ([], [])
+    _, columns, lines = build_pivot_table(rows) or ("", [], [])
     assert [column.heading for column in columns] == [
         "budget", "recent", "l2_fixed keep_low", "l2_fixed random", "recent_only", "best",
     ]  # fmt: skip
@@ -222,7 +222,7 @@ def test_pivot_by_protected_fraction_names_the_best() -> None:
 def test_pivot_by_budget_names_the_best() -> None:
     rows = [row(f"{p} {b}", p, budget=b, perplexity=10.0 + b / c) for p, c in (("a", 8), ("b", 9)) for b in (64, 128)]
     rows.append(row("c 64", "c", budget=64, perplexity=11.0))
-    _, lines = build_pivot_table(rows) or ([], [])
+    _, _, lines = build_pivot_table(rows) or ("", [], [])
     assert lines == [["64", "18.00", "17.11", "11.00", "c"], ["128", "26.00", "24.22", "-", "b"]]
     text = tables.format_terminal(results(rows), 80)
     assert max(map(len, text.splitlines())) <= 80 and "best" in text
@@ -230,7 +230,11 @@ def test_pivot_by_budget_names_the_best() -> None:
 
 def test_project_table_aligns_numbers_and_shows_mib() -> None:
     numbers = ProjectStats(evaluation="E2", label="a", perplexity=2.0, process_peak_bytes=3 << 20)
-    columns, lines = build_project_table([row("a", "streaming", preset="streaming-h2o", project=numbers)]) or ([], [])
+    _, columns, lines = build_project_table([row("a", "streaming", preset="streaming-h2o", project=numbers)]) or (
+        "",
+        [],
+        [],
+    )
     by_heading = dict(zip([column.heading for column in columns], lines[0], strict=True))
     assert (by_heading["PPL"], by_heading["process peak (MiB)"]) == ("2.0000", "3")
     assert [column.heading for column in columns if column.is_left_aligned] == ["policy", "preset"]
@@ -239,7 +243,7 @@ def test_project_table_aligns_numbers_and_shows_mib() -> None:
 def test_h2o_table_names_policies_if_several() -> None:
     figures = H2OStats(layers=(PlannerLayerStats(layer=7, tokens_seen=8, tokens_kept=4, triggers=1),))
     for runs, heading, cell in (([("a", figures)], "layer", "7"), ([("a", figures), ("b", figures)], "policy", "a")):
-        columns, lines = build_h2o_table(runs) or ([], [])
+        _, columns, lines = build_h2o_table(runs) or ("", [], [])
         assert (columns[0].heading, lines[0][0], len(lines)) == (heading, cell, len(runs))
 
 
@@ -255,7 +259,7 @@ def test_runtime_table_title_names_sums_over_texts() -> None:
 
 def test_runtime_table_ratios_are_never_dropped() -> None:
     figures = RuntimeStats(mode="store", appended_bytes=8, live_bytes=4, held_bytes=2)
-    columns, _ = build_runtime_table([("full", figures)]) or ([], [])
+    _, columns, _ = build_runtime_table([("full", figures)]) or ("", [], [])
     assert [column.heading for column in columns if column.drop_rank == 0] == [
         "policy", "mode", "lossy", "lossless", "total",
     ]  # fmt: skip
@@ -268,6 +272,6 @@ def test_pivot_tie_has_no_best() -> None:
         for budget, values in sizes.items()
         for policy, value in zip("abc", values, strict=True)
     ]
-    _, lines = build_pivot_table(rows) or ([], [])
+    _, _, lines = build_pivot_table(rows) or ("", [], [])
     assert [line[-1] for line in lines] == ["-", "-", "a"]
     assert "- for a tie" in tables.format_markdown(results(rows))

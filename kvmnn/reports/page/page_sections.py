@@ -16,7 +16,8 @@ from ...runtime.replay import ReplayResult
 from .. import tables
 from ..records import ResultRow, find_full_row
 from ..series import group_into_series, is_number, perplexity, select_policy_rows
-from ..tables import COLUMNS, NO_EVICTION_MARK, add_no_eviction_mark, build_table
+from ..table import NO_EVICTION_MARK
+from ..tables import add_no_eviction_mark, build_table
 from .blocks import (
     Block,
     BulletList,
@@ -332,7 +333,7 @@ def _build_evaluation_blocks(name: str, evaluation: EvaluationResult) -> list[Bl
         blocks.append(_build_budget_chart(name, evaluation, rows))
     else:
         blocks.append(make_missing_note(f"{name}: perplexity over budget: not measured, no policy ran with a budget."))
-    columns, lines = build_table(evaluation, COLUMNS)
+    _, columns, lines = build_table(evaluation)
     num_hidden = len(lines) - _MAX_EVALUATION_ROWS
     note = f"{num_hidden:,} more rows are in {name}." if num_hidden > 0 else ""
     ranks = sorted(range(1, len(columns)), key=lambda column_index: columns[column_index].drop_rank)

@@ -24,10 +24,9 @@ from tiny_decoders import Tiny
 from kvmnn.cli.commands import gate as gate_run
 from kvmnn.errors import KvmnnError
 from kvmnn.gates.suite.cases import CASE_NAMES, build_cases
-from kvmnn.gates.suite.sample_text import SAMPLE_TEXT
 from kvmnn.gates.suite.settings import RunConfig, RunSettings, read_run_config
 from kvmnn.gates.suite.suite import Suite
-from kvmnn.gates.suite.workloads import build_prefix_workloads
+from kvmnn.gates.suite.workloads import build_prefix_workloads, read_sample_text
 from kvmnn.lm import DecoderSession, tokenizer
 from kvmnn.lm.documents import Document
 
@@ -111,7 +110,7 @@ def test_build_prefix_workloads_short_texts_are_joined() -> None:
 
 
 def test_sample_text_is_long_enough_and_rarely_repeats() -> None:
-    words = SAMPLE_TEXT.split()
+    words = read_sample_text().split()
     assert len(words) > max(RunSettings().prompts) * 1.5
     triples = [" ".join(words[i : i + 3]) for i in range(len(words) - 2)]
     assert len(set(triples)) > 0.98 * len(triples)

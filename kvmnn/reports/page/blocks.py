@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from operator import attrgetter
+from typing import Any, Literal
 
 Tone = Literal["", "good", "bad", "unknown", "muted"]
 
@@ -149,11 +150,48 @@ def make_missing_note(text: str) -> Paragraph:
     return Paragraph(text, "unknown")
 
 
-def make_number_cell(value: float | None, digits: int = 3, *, scale: float = 1.0, has_sign: bool = False) -> Cell:
+def build_section(key: str, title: str, blocks: Sequence[Block], missing_text: str) -> Section:
+    """Build a section, with a note of `missing_text` where it has no blocks."""
+    return Section(key, title, blocks or [make_missing_note(missing_text)])
+
+
+@dataclass(frozen=True)
+class TableColumn:
+    """A column of a table: its heading, an item's value (a text, a number or a cell), and the digits of numbers.
+
+    The value is that of an attribute, where `value` is its name, with dots between the names of nested ones.
+    """
+
+    heading: str
+    value: str | Callable[[Any], Cell | str | float | None]
+    digits: int = 3
+    is_left_aligned: bool = False
+
+    def make_cell(self, item: object) -> Cell:
+        """Make the cell of an item."""
+        value = attrgetter(self.value)(item) if isinstance(self.value, str) else self.value(item)
+        if isinstance(value, Cell):
+            return value
+        return Cell(value) if isinstance(value, str) else make_number_cell(value, self.digits)
+
+
+def build_table_block(
+    caption: str, columns: Sequence[TableColumn], items: Iterable[object], *, has_cards: bool = False, note: str = ""
+) -> TableBlock:
+    """Build a table with a row for each item."""
+    rows = [[column.make_cell(item) for column in columns] for item in items]
+    left_columns = frozenset(i for i, column in enumerate(columns) if column.is_left_aligned)
+    return TableBlock(caption, [column.heading for column in columns], rows, left_columns, has_cards, note)
+
+
+def make_number_cell(value: float | None, digits: int = 3, *, scale: float = 1.0) -> Cell:
     """Make a table cell of a number."""
-    if value is None:
-        return Cell("-", None, "muted")
-    return Cell(format(value * scale, f"{'+' if has_sign else ''},.{digits}f"), value)
+    return Cell("-", None, "muted") if value is None else Cell(format(value * scale, f",.{digits}f"), value)
+
+
+def make_share_cell(value: float | None) -> Cell:
+    """Make a table cell of a relative change."""
+    return Cell("-", None, "muted") if value is None else Cell(f"{value:+.2%}", value)
 
 
 def thin_points(points: Sequence[ChartPoint], max_points: int) -> list[ChartPoint]:

@@ -12,7 +12,7 @@ from typing import Any
 from ...bench.benchmark import BenchReport
 from ...errors import SourceError
 from ...evaluation.result import EvaluationResult
-from ...files.schema import iter_values, parse_object, read_bounded
+from ...files.schema import Record, iter_values, parse_object, read_bounded
 from ...gates.suite.results import CaseRuns
 from ...runtime.replay import ReplayResult
 from . import records
@@ -182,25 +182,18 @@ def _add_runs(inputs: ReportInputs, document: dict[str, Any], where: str, name: 
     inputs.runs[case_runs.case] = case_runs
 
 
-def _add_run_info(inputs: ReportInputs, document: dict[str, Any], where: str, name: str) -> None:
-    inputs.run_infos.append((name, records.RunInfo.from_dict(document, where)))
+def _make_adder(attribute: str, record_type: type[Record], *, complete: bool = False) -> Callable[..., None]:
+    """Return the function that takes in a document of one record: a pair of its file's name and the record."""
 
+    def add_record(inputs: ReportInputs, document: dict[str, Any], where: str, name: str) -> None:
+        getattr(inputs, attribute).append((name, record_type.from_dict(document, where, complete=complete)))
 
-def _add_evaluation(inputs: ReportInputs, document: dict[str, Any], where: str, name: str) -> None:
-    inputs.evaluations.append((name, EvaluationResult.from_dict(document, where)))
+    return add_record
 
 
 def _add_measurement(inputs: ReportInputs, document: dict[str, Any], where: str, name: str) -> None:
     full_document = document if "evaluation" in document else {"evaluation": document}
     inputs.measurements.append((name, records.MeasurementRecord.from_dict(full_document, where)))
-
-
-def _add_replay(inputs: ReportInputs, document: dict[str, Any], where: str, name: str) -> None:
-    inputs.replays.append((name, ReplayResult.from_dict(document, where, complete=True)))
-
-
-def _add_codecs(inputs: ReportInputs, document: dict[str, Any], where: str, name: str) -> None:
-    inputs.codecs.append((name, BenchReport.from_dict(document, where)))
 
 
 def _add_rounds(inputs: ReportInputs, document: dict[str, Any], where: str, name: str) -> None:
@@ -247,16 +240,20 @@ def _is_history(document: dict[str, Any]) -> bool:
 
 
 _DOCUMENT_KINDS: tuple[tuple[str, Callable[[dict[str, Any]], bool], Callable[..., None]], ...] = (
-    ("settings and machine of gate run", _make_key_test("kvmnn_gate_run"), _add_run_info),
+    ("settings and machine of gate run", _make_key_test("kvmnn_gate_run"), _make_adder("run_infos", records.RunInfo)),
     ("runs of a case", _make_key_test("kvmnn_gate_runs"), _add_runs),
     ("round of gates", _make_key_test("total_cases", "overall_pass", "rows"), _add_round),
     ("rounds of gate run", _is_history, _add_rounds),
     ("verdict on a case", _make_key_test("overall_pass", "gates"), _add_verdict_document),
     ("verdict on a case", _make_key_test("overall_pass", "bucket_report"), _add_verdict_document),
-    ("evaluation", _is_evaluation, _add_evaluation),
+    ("evaluation", _is_evaluation, _make_adder("evaluations", EvaluationResult)),
     ("measurement", _is_measurement, _add_measurement),
-    ("replay", _make_key_test("behaviour", "wrong_calls", "points"), _add_replay),
-    ("codecs", _make_key_test("machine", "threads", "arrays"), _add_codecs),
+    (
+        "replay",
+        _make_key_test("behaviour", "wrong_calls", "points"),
+        _make_adder("replays", ReplayResult, complete=True),
+    ),
+    ("codecs", _make_key_test("machine", "threads", "arrays"), _make_adder("codecs", BenchReport)),
 )
 """What documents are called, how they are known, and what takes them in; the first that fits."""
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from statistics import fmean
 
 from ..._util.text import pluralize
-from ...bench.benchmark import ArrayBenchReport, BenchReport
+from ...bench.benchmark import ArrayBenchReport, BenchReport, CodecBenchResult
 from ...evaluation.result import EvaluationResult
 from ...gates.suite.results import CaseRuns
 from ...runtime.metrics import LatencySummary
@@ -30,8 +30,12 @@ from .blocks import (
     Paragraph,
     Section,
     TableBlock,
+    TableColumn,
+    build_section,
+    build_table_block,
     make_missing_note,
     make_number_cell,
+    make_share_cell,
 )
 from .inputs import ReportInputs
 from .records import (
@@ -40,6 +44,7 @@ from .records import (
     HistoryRound,
     LayerSizeStats,
     MeasurementRecord,
+    PartSizeStats,
     RoundRow,
 )
 from .verdict import TONE_BY_VERDICT, get_verdict_text, list_case_verdicts
@@ -97,7 +102,7 @@ def _make_case_cells(row: RoundRow, runs: CaseRuns | None, inputs: ReportInputs)
     cells = [
         make_number_cell(lossy), make_number_cell(lossless), make_number_cell(product),
         make_number_cell(min_total_ratio), make_number_cell(speed, 2), make_number_cell(baseline_speed, 2),
-        _make_percent_cell(change), _make_consistency_cell(row, inputs),
+        make_share_cell(change), _make_consistency_cell(row, inputs),
     ]  # fmt: skip
     return [
         replace(cell, subtext=f"doc. {reference_text}") if reference_text else cell
@@ -147,10 +152,6 @@ def extract_figures(row: RoundRow) -> tuple[float | None, float | None, float | 
     )
 
 
-def _make_percent_cell(value: float | None) -> Cell:
-    return Cell("-", None, "muted") if value is None else Cell(f"{value:+.2%}", value)
-
-
 def _build_case_charts(rows: Sequence[RoundRow]) -> list[Block]:
     shown_rows = rows[:12]
     names = [row.case for row in shown_rows]
@@ -184,32 +185,16 @@ def build_speed_section(inputs: ReportInputs) -> Section:
     if not inputs.runs:
         text = "Runs in pairs: not measured. They are in CASE/runs.json of a folder of kvmnn gate run."
         return Section("speed", title, [make_missing_note(text)])
-    rows, ordered_runs = [], inputs.list_runs_in_order()
-    for runs in ordered_runs:
-        for work in dict.fromkeys(pair.work for pair in runs.pairs):
-            pairs = [pair for pair in runs.pairs if pair.work == work]
-            rows.append(
-                [Cell(runs.case), Cell(work), Cell(f"{len(pairs)}", len(pairs)), *_make_speed_cells(runs, work)]
-            )
-    num_hidden = len(rows) - _MAX_CASE_ROWS
-    rows = rows[:_MAX_CASE_ROWS]
-    columns = (
-        "case",
-        "work",
-        "pairs",
-        "without tok/s",
-        "with tok/s",
-        "least",
-        "most",
-        "lossy",
-        "encoded",
-        "held in all",
-    )
+    ordered_runs = inputs.list_runs_in_order()
+    work_items = [
+        _RunsOfWork(runs, work) for runs in ordered_runs for work in dict.fromkeys(p.work for p in runs.pairs)
+    ]
+    num_hidden = len(work_items) - _MAX_CASE_ROWS
     note = (
         "Means over pairs of runs side by side; least and most: of the side with compression. Encoded: raw over "
         "compressed bytes of what was encoded; held in all: as in the table of cases."
     ) + (f" {num_hidden:,} more rows are in runs.json of the cases." if num_hidden > 0 else "")
-    table = TableBlock("Runs of each case by work", columns, rows, frozenset({0, 1}), False, note)
+    table = build_table_block("Runs of each case by work", _SPEED_COLUMNS, work_items[:_MAX_CASE_ROWS], note=note)
     sides = (("without", "without compression"), ("candidate", "with compression"))
     series = []
     for look, (side, name) in enumerate(sides):
@@ -228,20 +213,34 @@ def build_speed_section(inputs: ReportInputs) -> Section:
     return Section("speed", title, [chart, table])
 
 
-def _make_speed_cells(runs: CaseRuns, work: str) -> list[Cell]:
-    pairs = [pair for pair in runs.pairs if pair.work == work]
-    baseline_speeds = [pair.without.decode_speed for pair in pairs if pair.without.decode_speed]
-    candidate_speeds = [pair.candidate.decode_speed for pair in pairs if pair.candidate.decode_speed]
-    encoded_ratios = [pair.candidate.encoded_ratio for pair in pairs if pair.candidate.encoded_ratio is not None]
-    return [
-        make_number_cell(fmean(baseline_speeds) if baseline_speeds else None, 2),
-        make_number_cell(fmean(candidate_speeds) if candidate_speeds else None, 2),
-        make_number_cell(min(candidate_speeds, default=None), 2),
-        make_number_cell(max(candidate_speeds, default=None), 2),
-        make_number_cell(fmean(pair.candidate.lossy_ratio for pair in pairs)),
-        make_number_cell(fmean(encoded_ratios) if encoded_ratios else None),
-        make_number_cell(min(pair.candidate.total_ratio for pair in pairs)),
-    ]
+class _RunsOfWork:
+    """The pairs of runs of a case on one piece of work."""
+
+    def __init__(self, runs: CaseRuns, work: str) -> None:
+        self.case, self.work = runs.case, work
+        self.pairs = [pair for pair in runs.pairs if pair.work == work]
+        self.candidates = [pair.candidate for pair in self.pairs]
+        self.baseline_speeds = [pair.without.decode_speed for pair in self.pairs if pair.without.decode_speed]
+        self.candidate_speeds = [run.decode_speed for run in self.candidates if run.decode_speed]
+        self.encoded_ratios = [run.encoded_ratio for run in self.candidates if run.encoded_ratio is not None]
+
+
+def _compute_mean(values: Sequence[float]) -> float | None:
+    return fmean(values) if values else None
+
+
+_SPEED_COLUMNS = (
+    TableColumn("case", "case", is_left_aligned=True),
+    TableColumn("work", "work", is_left_aligned=True),
+    TableColumn("pairs", lambda item: Cell(f"{len(item.pairs)}", len(item.pairs))),
+    TableColumn("without tok/s", lambda item: _compute_mean(item.baseline_speeds), 2),
+    TableColumn("with tok/s", lambda item: _compute_mean(item.candidate_speeds), 2),
+    TableColumn("least", lambda item: min(item.candidate_speeds, default=None), 2),
+    TableColumn("most", lambda item: max(item.candidate_speeds, default=None), 2),
+    TableColumn("lossy", lambda item: fmean(run.lossy_ratio for run in item.candidates)),
+    TableColumn("encoded", lambda item: _compute_mean(item.encoded_ratios)),
+    TableColumn("held in all", lambda item: min(run.total_ratio for run in item.candidates)),
+)
 
 
 def build_trend_section(inputs: ReportInputs) -> Section:
@@ -252,33 +251,36 @@ def build_trend_section(inputs: ReportInputs) -> Section:
         return Section(
             "trend", title, [make_missing_note("Trend: not measured. There is no history.jsonl of kvmnn gate run.")]
         )
-    rows = []
-    for round_number, entry in enumerate(rounds, start=len(inputs.history) - len(rounds) + 1):
-        num_passed = sum(case.passed for case in entry.cases)
-        reasons = "; ".join(
-            f"{case.case}: {case.reason or 'no reason given'}" for case in entry.cases if not case.passed
-        )
-        passed_cell = Cell(f"{num_passed} of {len(entry.cases)}", num_passed / max(len(entry.cases), 1))
-        changed_cell = Cell("; ".join(entry.changed) or "-")
-        rows.append(
-            [
-                Cell(f"{round_number}", round_number),
-                Cell(entry.generated_at),
-                passed_cell,
-                Cell(reasons or "-"),
-                changed_cell,
-            ]
-        )
+    first_number = len(inputs.history) - len(rounds) + 1
     blocks: list[Block] = []
     if len(rounds) < 2:
         blocks.append(Paragraph("One round so far: there is no trend yet.", "unknown"))
     else:
-        blocks += _build_trend_charts(rounds, len(inputs.history) - len(rounds) + 1)
-    columns = ("round", "when", "passed", "what did not pass", "changed since the round before")
-    blocks.append(
-        TableBlock(f"Rounds: {pluralize(len(inputs.history), 'round')}", columns, rows, frozenset({1, 3, 4}), True)
-    )
+        blocks += _build_trend_charts(rounds, first_number)
+    caption = f"Rounds: {pluralize(len(inputs.history), 'round')}"
+    numbered_rounds = enumerate(rounds, start=first_number)
+    blocks.append(build_table_block(caption, _ROUND_COLUMNS, numbered_rounds, has_cards=True))
     return Section("trend", title, blocks)
+
+
+def _count_passed(entry: HistoryRound) -> Cell:
+    num_passed = sum(case.passed for case in entry.cases)
+    return Cell(f"{num_passed} of {len(entry.cases)}", num_passed / max(len(entry.cases), 1))
+
+
+def _join_reasons(entry: HistoryRound) -> str:
+    failed_cases = [case for case in entry.cases if not case.passed]
+    return "; ".join(f"{case.case}: {case.reason or 'no reason given'}" for case in failed_cases) or "-"
+
+
+_ROUND_COLUMNS = (
+    TableColumn("round", lambda item: Cell(f"{item[0]}", item[0])),
+    TableColumn("when", lambda item: item[1].generated_at, is_left_aligned=True),
+    TableColumn("passed", lambda item: _count_passed(item[1])),
+    TableColumn("what did not pass", lambda item: _join_reasons(item[1]), is_left_aligned=True),
+    TableColumn("changed since the round before", lambda item: "; ".join(item[1].changed) or "-", is_left_aligned=True),
+)
+"""Of a round and its number."""
 
 
 def _build_trend_charts(rounds: Sequence[HistoryRound], first_number: int) -> list[Block]:
@@ -407,26 +409,23 @@ def _build_budget_chart(name: str, evaluation: EvaluationResult, rows: list[Resu
 
 def _build_quality_table(inputs: ReportInputs) -> TableBlock | None:
     """Build the table of perplexity changes that the cases measured."""
-    rows = []
-    for runs in inputs.list_runs_in_order()[:_MAX_EVALUATION_ROWS]:
-        quality = runs.quality
-        if quality is not None:
-            rows.append([
-                Cell(runs.case), _make_share_cell(quality.mean), _make_share_cell(quality.low),
-                _make_share_cell(quality.high),
-                make_number_cell(quality.lossy_ratio), make_number_cell(quality.texts, 0),
-                make_number_cell(quality.tokens, 0),
-            ])  # fmt: skip
-    if not rows:
+    measured_runs = [runs for runs in inputs.list_runs_in_order()[:_MAX_EVALUATION_ROWS] if runs.quality is not None]
+    if not measured_runs:
         return None
     note = "Against the full cache on the same tokens; low and high: 95 % interval over the texts. "
     note += "Where lossy is 1, nothing was evicted in them, and the change says nothing."
-    columns = ("case", "change", "low", "high", "lossy", "texts", "tokens scored")
-    return TableBlock("Change of perplexity in the cases of gates", columns, rows, frozenset({0}), False, note)
+    return build_table_block("Change of perplexity in the cases of gates", _QUALITY_COLUMNS, measured_runs, note=note)
 
 
-def _make_share_cell(value: float | None) -> Cell:
-    return Cell("-", None, "muted") if value is None else Cell(f"{value:+.2%}", value)
+_QUALITY_COLUMNS = (
+    TableColumn("case", "case", is_left_aligned=True),
+    TableColumn("change", lambda runs: make_share_cell(runs.quality.mean)),
+    TableColumn("low", lambda runs: make_share_cell(runs.quality.low)),
+    TableColumn("high", lambda runs: make_share_cell(runs.quality.high)),
+    TableColumn("lossy", "quality.lossy_ratio"),
+    TableColumn("texts", "quality.texts", 0),
+    TableColumn("tokens scored", "quality.tokens", 0),
+)
 
 
 _OPERATION_NAMES = {
@@ -442,12 +441,8 @@ def build_latency_section(inputs: ReportInputs) -> Section:
     """Build the section of latency percentiles of single operations."""
     title, blocks = "Latency percentiles", list[Block]()
     for name, replay in inputs.replays:
-        metrics = replay.metrics
-        latencies_by_key = {"compress": metrics.compress, "verify": metrics.verify, "decompress": metrics.decompress,
-                 "wait": metrics.wait}  # fmt: skip
-        blocks += _build_latency_blocks(
-            name, [(_OPERATION_NAMES[key], latency) for key, latency in latencies_by_key.items()]
-        )
+        operations = [(label, getattr(replay.metrics, key)) for key, label in _OPERATION_NAMES.items()]
+        blocks += _build_latency_blocks(name, operations)
     slowest = [
         (f"{runs.case}: {_OPERATION_NAMES[key]}", latency)
         for runs in inputs.list_runs_in_order()
@@ -455,13 +450,11 @@ def build_latency_section(inputs: ReportInputs) -> Section:
     ]
     if slowest:
         blocks += _build_latency_blocks("cases, of each its slowest run", slowest)
-    if not blocks:
-        text = (
-            "Latency percentiles: not measured. kvmnn mnn replay --json > DIR/replay.json and kvmnn gate run have "
-            "them, where blocks were encoded."
-        )
-        blocks = [make_missing_note(text)]
-    return Section("latency", title, blocks)
+    text = (
+        "Latency percentiles: not measured. kvmnn mnn replay --json > DIR/replay.json and kvmnn gate run have "
+        "them, where blocks were encoded."
+    )
+    return build_section("latency", title, blocks, text)
 
 
 def _find_slowest(runs: Iterable[Mapping[str, LatencySummary]]) -> dict[str, LatencySummary]:
@@ -482,17 +475,8 @@ def _build_latency_blocks(name: str, operations: list[tuple[str, LatencySummary]
     measured_operations = [(label, latency) for label, latency in operations if latency.count][:_MAX_EVALUATION_ROWS]
     if not measured_operations:
         return [make_missing_note(f"{name}: latency percentiles: not measured, no block was encoded.")]
-    rows = [
-        [
-            Cell(label), make_number_cell(latency.count, 0), make_number_cell(latency.p50_us, 0),
-            make_number_cell(latency.p95_us, 0), make_number_cell(latency.p99_us, 0),
-            make_number_cell(latency.max_us, 0), make_number_cell(latency.total_us, 1, scale=1e-3),
-        ]
-        for label, latency in measured_operations
-    ]  # fmt: skip
-    columns = ("operation", "count", "p50 us", "p95 us", "p99 us", "most us", "in all ms")
     note = "Durations on the clock, one operation each; percentiles lie at most 9 % above the true ones."
-    table = TableBlock(f"{name}: latency", columns, rows, frozenset({0}), False, note)
+    table = build_table_block(f"{name}: latency", _LATENCY_COLUMNS, measured_operations, note=note)
     series = [
         ChartSeries(summary, [ChartPoint(max(getattr(latency, key), 0.1), operation_index,
         name=label) for operation_index, (label, latency) in enumerate(measured_operations[:14])],
@@ -506,6 +490,17 @@ def _build_latency_blocks(name: str, operations: list[tuple[str, LatencySummary]
     return [chart, table]
 
 
+_LATENCY_COLUMNS = (
+    TableColumn("operation", lambda item: item[0], is_left_aligned=True),
+    TableColumn("count", lambda item: item[1].count, 0),
+    TableColumn("p50 us", lambda item: item[1].p50_us, 0),
+    TableColumn("p95 us", lambda item: item[1].p95_us, 0),
+    TableColumn("p99 us", lambda item: item[1].p99_us, 0),
+    TableColumn("most us", lambda item: item[1].max_us, 0),
+    TableColumn("in all ms", lambda item: make_number_cell(item[1].total_us, 1, scale=1e-3)),
+)
+"""Of an operation's name and its latencies."""
+
 _BYTES_PER_MIB = float(1 << 20)
 _MAX_ARRAY_ROWS = 40
 
@@ -518,13 +513,8 @@ def build_layers_section(inputs: ReportInputs) -> Section:
     for name, replay in inputs.replays:
         if any(layer.raw_bytes for layer in replay.metrics.layers):
             blocks += _build_replay_layer_blocks(name, replay)
-    if not blocks:
-        blocks = [
-            make_missing_note(
-                "Ratios over layers: not measured. kvmnn measure DUMP --json > DIR/measure.json has them."
-            )
-        ]
-    return Section("layers", "Lossless ratios over layers", blocks)
+    text = "Ratios over layers: not measured. kvmnn measure DUMP --json > DIR/measure.json has them."
+    return build_section("layers", "Lossless ratios over layers", blocks, text)
 
 
 def _build_measurement_blocks(name: str, measurement: MeasurementRecord) -> list[Block]:
@@ -545,24 +535,17 @@ def _build_measurement_blocks(name: str, measurement: MeasurementRecord) -> list
     ]
     if layers:
         blocks.append(_build_layer_chart(name, layers))
-    rows = [
-        _make_layer_cells(f"{layer_number}", layer_number, layer, layer.tokens) for layer_number, layer in layers[:200]
-    ]
-    overall_sizes = size_report.overall
-    total_cells: list[Cell] = [Cell("all", float("inf")), Cell("-"), make_number_cell(overall_sizes.raw_bytes, 0)]
-    total_cells += [
-        make_number_cell(overall_sizes.simulated_ratio, 4),
-        make_number_cell(overall_sizes.limit_ratio, 4),
-        make_number_cell(overall_sizes.stored_ratio, 4),
-    ]
-    total_cells += [Cell("-", None, "muted")] * 4
-    columns = (
-        "layer", "tokens", "raw bytes", "simulated", "byte entropy", "STORED", "K STORED", "K byte entropy", "V STORED",
-        "V byte entropy",
-    )  # fmt: skip
     is_simulated = all(layer.k.stored_ratio is None for _, layer in layers)
-    if is_simulated:
-        columns = (*columns[:6], "K simulated", "K byte entropy", "V simulated", "V byte entropy")
+    word = "simulated" if is_simulated else "STORED"
+    columns = ("layer", "tokens", "raw bytes", "simulated", "byte entropy", "STORED",
+               *(f"{part} {kind}" for part in "KV" for kind in (word, "byte entropy")))  # fmt: skip
+    rows = [
+        [Cell(f"{number}", number), Cell(f"{layer.tokens:,}", layer.tokens), *_make_size_cells(layer),
+         *_make_part_cells(layer.k), *_make_part_cells(layer.v)]
+        for number, layer in layers[:200]
+    ]  # fmt: skip
+    total_cells = [Cell("all", float("inf")), Cell("-"), *_make_size_cells(size_report.overall)]
+    total_cells += [Cell("-", None, "muted")] * 4
     note = " ".join(
         f"{meaning if meaning.lower().startswith(key) else f'{key}: {meaning}'}."
         for key, meaning in size_report.meaning.items()
@@ -576,17 +559,14 @@ def _parse_layer_number(key: str, fallback: int) -> int:
     return int(key) if key.isdecimal() and len(key) < 10 else fallback
 
 
-def _make_layer_cells(label: str, layer_number: int, layer: LayerSizeStats, tokens: int) -> list[Cell]:
-    k, v = layer.k, layer.v
-    return [
-        Cell(label, layer_number), Cell(f"{tokens:,}", tokens), make_number_cell(layer.raw_bytes, 0),
-        make_number_cell(layer.simulated_ratio, 4),
-        make_number_cell(layer.limit_ratio, 4), make_number_cell(layer.stored_ratio, 4),
-        make_number_cell(k.stored_ratio if k.stored_ratio is not None else k.simulated_ratio, 4),
-        make_number_cell(k.limit_ratio, 4),
-        make_number_cell(v.stored_ratio if v.stored_ratio is not None else v.simulated_ratio, 4),
-        make_number_cell(v.limit_ratio, 4),
-    ]  # fmt: skip
+def _make_size_cells(sizes: PartSizeStats) -> list[Cell]:
+    ratios = (sizes.simulated_ratio, sizes.limit_ratio, sizes.stored_ratio)
+    return [make_number_cell(sizes.raw_bytes, 0), *(make_number_cell(ratio, 4) for ratio in ratios)]
+
+
+def _make_part_cells(sizes: PartSizeStats) -> list[Cell]:
+    ratio = sizes.simulated_ratio if sizes.stored_ratio is None else sizes.stored_ratio
+    return [make_number_cell(ratio, 4), make_number_cell(sizes.limit_ratio, 4)]
 
 
 def _build_layer_chart(name: str, layers: Sequence[tuple[int, LayerSizeStats]]) -> ChartBlock:
@@ -628,18 +608,19 @@ def _build_replay_layer_blocks(name: str, replay: ReplayResult) -> list[Block]:
         f"Raw over compressed bytes of what the runtime encoded, by layer, from {name}.",
         "layer", "raw over compressed", [ChartSeries("encoded", points, 0)], has_integer_x=True, starts_at_zero=False,
     )  # fmt: skip
-    rows = [
-        [
-            Cell(f"{layer.layer}", layer.layer), make_number_cell(layer.tokens, 0), make_number_cell(layer.raw_bytes,
-            0),
-            make_number_cell(layer.compressed_bytes, 0),
-            make_number_cell(layer.raw_bytes / layer.compressed_bytes if layer.compressed_bytes else None),
-            make_number_cell(layer.held_bytes, 0),
-        ]
-        for layer in replay.metrics.layers[:200]
-    ]  # fmt: skip
-    columns = ("layer", "tokens", "encoded bytes", "compressed bytes", "encoded ratio", "held bytes")
-    return [chart, TableBlock(f"{name}: layers of the replay", columns, rows, frozenset())]
+    return [chart, build_table_block(f"{name}: layers of the replay", _REPLAY_COLUMNS, replay.metrics.layers[:200])]
+
+
+_REPLAY_COLUMNS = (
+    TableColumn("layer", lambda layer: Cell(f"{layer.layer}", layer.layer)),
+    TableColumn("tokens", "tokens", 0),
+    TableColumn("encoded bytes", "raw_bytes", 0),
+    TableColumn("compressed bytes", "compressed_bytes", 0),
+    TableColumn(
+        "encoded ratio", lambda layer: layer.raw_bytes / layer.compressed_bytes if layer.compressed_bytes else None
+    ),
+    TableColumn("held bytes", "held_bytes", 0),
+)
 
 
 def build_memory_section(inputs: ReportInputs) -> Section:
@@ -649,13 +630,10 @@ def build_memory_section(inputs: ReportInputs) -> Section:
         blocks += _build_replay_memory_blocks(name, replay)
     for name, evaluation in inputs.evaluations:
         blocks += _build_evaluation_memory_blocks(name, evaluation)
-    if not blocks:
-        text = (
-            "Memory over time: not measured. kvmnn mnn replay --json and kvmnn eval --plot DIR -o RESULTS.json "
-            "record it."
-        )
-        blocks = [make_missing_note(text)]
-    return Section("memory", "Memory over time", blocks)
+    text = (
+        "Memory over time: not measured. kvmnn mnn replay --json and kvmnn eval --plot DIR -o RESULTS.json record it."
+    )
+    return build_section("memory", "Memory over time", blocks, text)
 
 
 def _build_replay_memory_blocks(name: str, replay: ReplayResult) -> list[Block]:
@@ -719,11 +697,8 @@ def build_codecs_section(inputs: ReportInputs) -> Section:
     blocks: list[Block] = []
     for name, codecs in inputs.codecs:
         blocks += _build_codec_blocks(name, codecs)
-    if not blocks:
-        blocks = [
-            make_missing_note("Codecs side by side: not measured. kvmnn bench FILES --json > DIR/bench.json has them.")
-        ]
-    return Section("codecs", "Codecs side by side", blocks)
+    text = "Codecs side by side: not measured. kvmnn bench FILES --json > DIR/bench.json has them."
+    return build_section("codecs", "Codecs side by side", blocks, text)
 
 
 def _build_codec_blocks(name: str, codecs: BenchReport) -> list[Block]:
@@ -792,25 +767,26 @@ def _compute_total_speed(pairs: Sequence[tuple[int, float | None]]) -> float | N
 
 
 def _build_array_table(name: str, arrays: Sequence[ArrayBenchReport]) -> TableBlock:
-    rows = []
-    for array in arrays[:_MAX_ARRAY_ROWS]:
-        successes = [
-            array_result
-            for array_result in array.results
-            if array_result.error is None and array_result.ratio is not None
-        ]
-        best = max(successes, key=lambda array_result: array_result.ratio or 0.0, default=None)
-        rows.append([
-            Cell(array.name), Cell(array.dtype), make_number_cell(array.array_bytes, 0),
-            make_number_cell(array.entropy_ratio, 4),
-            make_number_cell(None if best is None else best.ratio, 4), Cell("-" if best is None else best.codec),
-        ])  # fmt: skip
-    num_hidden = len(arrays) - len(rows)
+    num_hidden = len(arrays) - _MAX_ARRAY_ROWS
     note = f"{num_hidden:,} more arrays are in {name}." if num_hidden > 0 else ""
-    columns = ("array", "type", "bytes", "byte entropy", "best ratio", "by")
-    return TableBlock(
-        f"{name}: arrays and the entropy of their bytes", columns, rows, frozenset({0, 1, 5}), False, note
-    )
+    items = [(array, _find_best_result(array)) for array in arrays[:_MAX_ARRAY_ROWS]]
+    return build_table_block(f"{name}: arrays and the entropy of their bytes", _ARRAY_COLUMNS, items, note=note)
+
+
+def _find_best_result(array: ArrayBenchReport) -> CodecBenchResult | None:
+    successes = [result for result in array.results if result.error is None and result.ratio is not None]
+    return max(successes, key=lambda result: result.ratio or 0.0, default=None)
+
+
+_ARRAY_COLUMNS = (
+    TableColumn("array", lambda item: item[0].name, is_left_aligned=True),
+    TableColumn("type", lambda item: item[0].dtype, is_left_aligned=True),
+    TableColumn("bytes", lambda item: item[0].array_bytes, 0),
+    TableColumn("byte entropy", lambda item: item[0].entropy_ratio, 4),
+    TableColumn("best ratio", lambda item: None if item[1] is None else item[1].ratio, 4),
+    TableColumn("by", lambda item: "-" if item[1] is None else item[1].codec, is_left_aligned=True),
+)
+"""Of an array and its best result."""
 
 
 def build_environment_section(inputs: ReportInputs) -> Section:
@@ -848,9 +824,7 @@ def build_environment_section(inputs: ReportInputs) -> Section:
             ("system", machine.system), ("threads", f"{codecs.threads:,}"),
             ("not installed", ", ".join(sorted({name for array in codecs.arrays for name in array.missing})) or "none"),
         ]))  # fmt: skip
-    if not blocks:
-        blocks = [make_missing_note("Environment: not recorded in what was read.")]
-    return Section("environment", "Environment", blocks)
+    return build_section("environment", "Environment", blocks, "Environment: not recorded in what was read.")
 
 
 def _format_setting(value: object) -> str:
@@ -888,29 +862,25 @@ def build_commands_section(inputs: ReportInputs) -> Section:
     blocks: list[Block] = [CommandList(lines)] if lines else []
     if names_without_command:
         blocks.append(make_missing_note(f"Command not recorded in: {', '.join(names_without_command)}."))
-    if not blocks:
-        blocks = [make_missing_note("Commands: not recorded in what was read.")]
-    return Section("commands", "Exact commands", blocks)
+    return build_section("commands", "Exact commands", blocks, "Commands: not recorded in what was read.")
 
 
 def build_sources_section(inputs: ReportInputs) -> Section:
     """Build the section of the files that were read and those that were skipped."""
-    rows = [
-        [Cell(source.name), Cell(source.kind), Cell(f"{source.nbytes:,}", source.nbytes), Cell(source.sha256)]
-        for source in inputs.sources[:200]
-    ]
-    num_hidden = len(inputs.sources) - len(rows)
+    num_hidden = len(inputs.sources) - 200
     note = f"{num_hidden:,} more were read." if num_hidden > 0 else ""
-    blocks: list[Block] = [TableBlock("Files that were read", ("file", "what it is", "bytes", "SHA-256"), rows,
-                                 frozenset({0, 1, 3}), False, note)]  # fmt: skip
+    blocks: list[Block] = [build_table_block("Files that were read", _SOURCE_COLUMNS, inputs.sources[:200], note=note)]
     if inputs.ignored_files:
         shown_ignored = [f"{name} ({reason})" for name, reason in inputs.ignored_files[:20]]
         num_hidden_ignored = len(inputs.ignored_files) - len(shown_ignored)
-        blocks.append(
-            Paragraph(
-                f"Left out: "
-                f"{', '.join(shown_ignored)}{f', and {num_hidden_ignored:,} more' if num_hidden_ignored > 0 else ''}.",
-                "unknown",
-            )
-        )
+        more_text = f", and {num_hidden_ignored:,} more" if num_hidden_ignored > 0 else ""
+        blocks.append(Paragraph(f"Left out: {', '.join(shown_ignored)}{more_text}.", "unknown"))
     return Section("sources", "Sources", blocks)
+
+
+_SOURCE_COLUMNS = (
+    TableColumn("file", "name", is_left_aligned=True),
+    TableColumn("what it is", "kind", is_left_aligned=True),
+    TableColumn("bytes", "nbytes", 0),
+    TableColumn("SHA-256", "sha256", is_left_aligned=True),
+)

@@ -10,7 +10,7 @@ from ...evaluation.result import EvaluationResult
 from ...gates.verdict import GateResult
 from ..records import find_full_row
 from ..series import is_number, select_policy_rows, to_float_or_nan
-from .blocks import CaseCard, Cell, Paragraph, Section, TableBlock, Tone, VerdictBlock
+from .blocks import CaseCard, Cell, Section, TableColumn, Tone, VerdictBlock, build_section, build_table_block
 from .inputs import NOT_FINISHED_REASON, ReportInputs
 from .records import REFERENCE_CASES, CaseVerdict
 
@@ -158,40 +158,24 @@ def build_gates_section(inputs: ReportInputs) -> Section:
         unused_names = [gate.name for gate in case.all_checks if gate.verdict == "off" and gate.name not in names]
         note = " ".join([*([f"Not asked for: {', '.join(unused_names)}."] if unused_names else []), *case.diagnoses])
         if active_gates:
-            rows = [_make_gate_cells(gate) for gate in active_gates]
-            tables.append(
-                TableBlock(
-                    f"Gates of {name}",
-                    _GATE_COLUMNS,
-                    rows,
-                    left_columns=frozenset({0, 1, 5}),
-                    has_cards=True,
-                    note=note,
-                )
-            )
-    if not sorted_cases:
-        return Section(
-            "gates", "Gates", [Paragraph("Gates one by one: not measured. No gates were judged.", "unknown")]
-        )
-    if not tables:
-        text = "Gates one by one: not measured. There is a verdict, but no figure and limit of each gate."
-        return Section("gates", "Gates", [Paragraph(text, "unknown")])
-    return Section("gates", "Gates", tables)
+            tables.append(build_table_block(f"Gates of {name}", _GATE_COLUMNS, active_gates, has_cards=True, note=note))
+    text = "There is a verdict, but no figure and limit of each gate." if sorted_cases else "No gates were judged."
+    return build_section("gates", "Gates", tables, f"Gates one by one: not measured. {text}")
 
 
-_GATE_COLUMNS = ("gate", "verdict", "value", "limit", "missed by", "of what")
-
-
-def _make_gate_cells(gate: GateResult) -> list[Cell]:
+def _make_value_cell(gate: GateResult) -> Cell:
     match = _NUMBER_REGEX.match(gate.value)
-    return [
-        Cell(gate.name),
-        Cell(gate.verdict, None, TONE_BY_VERDICT[gate.verdict]),
-        Cell(gate.value or "-", None if match is None else _parse_value(match[1])),
-        Cell(gate.limit or "-"),
-        Cell(describe_miss(gate) or "-"),
-        Cell(gate.why or "-"),
-    ]
+    return Cell(gate.value or "-", None if match is None else _parse_value(match[1]))
+
+
+_GATE_COLUMNS = (
+    TableColumn("gate", "name", is_left_aligned=True),
+    TableColumn("verdict", lambda gate: Cell(gate.verdict, None, TONE_BY_VERDICT[gate.verdict]), is_left_aligned=True),
+    TableColumn("value", _make_value_cell),
+    TableColumn("limit", lambda gate: gate.limit or "-"),
+    TableColumn("missed by", lambda gate: describe_miss(gate) or "-"),
+    TableColumn("of what", lambda gate: gate.why or "-", is_left_aligned=True),
+)
 
 
 def describe_miss(gate: GateResult) -> str:

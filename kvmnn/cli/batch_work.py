@@ -112,7 +112,7 @@ def import_command(command_name: str) -> None:
 
 
 _BATCH_ONLY_OPTIONS = ("jobs", "dask", "resume", "match", "threads")
-_EXCLUDED_ARGUMENTS = {*("run", "parser", "inputs", "dump_dir", "json", "quiet"), *_BATCH_ONLY_OPTIONS}
+_EXCLUDED_ARGUMENTS = {*("run", "parser", "inputs", "json", "quiet"), *_BATCH_ONLY_OPTIONS}
 
 
 @cache

@@ -61,11 +61,12 @@ def note_idle_frame_options(arguments: argparse.Namespace, result: EncodeResult)
     """Print a note for each frame option that had no effect because no frame was made."""
     if any(not frame.is_dense for array in result.manifest.arrays for frame in array.frames):
         return
-    if given_options := [
+    given_options = dict.fromkeys(
         shared_options.get_option_name(arguments, name)
         for name in _FRAME_OPTIONS
         if shared_options.was_given(arguments, name)
-    ]:
+    )
+    if given_options:
         console.print_note(
             arguments, f"all arrays became dense streams: {' and '.join(given_options)} changed none of them"
         )

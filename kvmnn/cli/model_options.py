@@ -265,16 +265,6 @@ def add_h2o_options(parser: Any) -> None:
         help="the engine's JSON file, whose kv_h2o_ keys are the defaults of --h2o",
     )
     add_spec_option(group, "--h2o", "options of the planner", _H2O_FIELDS, metavar="KEY=VALUE,...")
-    group.add_argument(
-        "--engine-threads",
-        type=shared_options.parse_positive,
-        default=1,
-        metavar="N",
-        help="order of additions (default: 1)",
-    )
-    group.add_argument(
-        "--tile", type=shared_options.parse_positive, metavar="N", help="keys in a tile of the attention (default: all)"
-    )
 
 
 def _parse_number(text: str) -> float:
@@ -302,6 +292,14 @@ _H2O_FIELDS = (
         "K and V bytes of a token, for the ratio of bytes",
         parse=shared_options.parse_positive,
     ),
+    SpecField(
+        "engine_threads",
+        "engine_threads",
+        "order of additions (default: 1)",
+        parse=shared_options.parse_positive,
+        default=1,
+    ),
+    SpecField("tile", "tile", "keys in a tile of the attention (default: all)", parse=shared_options.parse_positive),
 )
 
 

@@ -182,26 +182,26 @@ def test_choice_of_tensors(here, run):
     assert said.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("option", ["--predictors", "--predictors-k", "--predictors-v", "--hi-predictors"])
-def test_predictors_that_do_not_exist(here, run, option):
+@pytest.mark.parametrize("part", ["", "k:", "v:", "hi:"])
+def test_predictors_that_do_not_exist(here, run, part):
     np.save("k.npy", np.zeros((2, 4, 8), np.float16))
-    error = run("encode", "k.npy", option, "raw,bogus", code=2).err
+    error = run("encode", "k.npy", "--predictors", f"{part}raw,bogus", code=2).err
     assert "unknown predictor 'bogus': expected raw, delta_seq, xor_seq" in error
     assert not Path("k.npy.frame").exists()
 
 
 def test_predictors_of_their_own_for_keys_and_values(here, run):
-    run("encode", "both.npz", "-o", "out", "--predictors-k", "xor_seq", "--predictors-v", "delta_seq")
+    run("encode", "both.npz", "-o", "out", "--predictors", "k:xor_seq", "--predictors", "v:delta_seq")
     both = np.load("both.npz")
     assert Path("out/k.frame").read_bytes() == kvmnn.encode(both["k"], predictors="xor_seq")
     assert Path("out/v.frame").read_bytes() == kvmnn.encode(both["v"], predictors="delta_seq")
     assert json.loads(Path("out/manifest.json").read_text())["predictors"] == ["delta_seq", "xor_seq"]
     assert "xor_seq+" in run("inspect", "out").out
     run("verify", "out", "--against", "both.npz")
-    run("encode", "both.npz", "-o", "some", "--predictors-v", "delta_seq", "--predictors", "raw")
+    run("encode", "both.npz", "-o", "some", "--predictors", "v:delta_seq", "--predictors", "raw")
     assert Path("some/k.frame").read_bytes() == kvmnn.encode(both["k"], predictors="raw")
     np.save("weights.npy", KEYS)
-    assert "neither K nor V by its name" in run("encode", "weights.npy", "--predictors-k", "raw", code=1).err
+    assert "neither K nor V by its name" in run("encode", "weights.npy", "--predictors", "k:raw", code=1).err
     assert not Path("weights.npy.frame").exists()
 
 

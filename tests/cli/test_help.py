@@ -171,4 +171,4 @@ def test_options_do_not_become_more() -> None:
     slots = {
         verb: [action for action in PARSERS[verb]._actions if action.option_strings] for verb in ("kvmnn", *COMMANDS)
     }
-    assert sum(map(len, slots.values())) <= 505
+    assert sum(map(len, slots.values())) <= 487

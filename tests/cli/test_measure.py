@@ -28,7 +28,7 @@ def here(tmp_path, monkeypatch):
 
 
 def test_both_documents_are_written(here, run):
-    said = run("measure", "--dump-dir", "dump", "--out-json", "new/deep/a.json", "--out-md", "new/a.md").out
+    said = run("measure", "dump", "--out-json", "new/deep/a.json", "--out-md", "new/a.md").out
     made = json.loads(Path("new/deep/a.json").read_text())
     assert made["dump_dir"] == str(here / "dump")
     assert (made["scope"], made["selected_layers"]) == ("all", [0, 1, 2])
@@ -86,7 +86,7 @@ def test_a_damaged_input_among_many_is_not_ok(tmp_path, monkeypatch, run):
 
 
 def test_what_is_given_twice_does_not_count_twice(here, run):
-    for argv in (["dump", "dump/"], ["dump", "--dump-dir", "./dump"]):
+    for argv in (["dump", "dump/"], ["dump", "./dump"]):
         assert "is given twice, and would count twice" in run("measure", *argv, code=2).err
     assert "_t0_40.bin: is taken twice: the inputs overlap" in run("measure", "dump", "dump/run/layer_0", code=2).err
     assert "overlap" in run("measure", "dump", "dump/run/layer_0", "--analysis", "x/", code=2).err
@@ -236,7 +236,7 @@ def test_measure_fp32_is_measured_as_fp32_unless_to_fp16(here, run):
     assert "fp32: 1 layer, fp32 words as they are" in said
     assert "fp32 is measured as fp32; the evaluation rounds it to fp16 first, as --to-fp16 does" in said
     assert "    lane 3" in said and "    hi" not in said and "LOSSY" not in said
-    for argv in (["dump", "--to-fp16"], ["--to-fp16", "dump"], ["--dump-dir", "dump", "--to-fp16"]):
+    for argv in (["dump", "--to-fp16"], ["--to-fp16", "dump"]):
         made = json.loads(run("measure", *argv, "--layer-ids", "2", "--json").out)
         assert (made["label"], made["evaluation"]["converted_fp32_entries"]) == ("LOSSY", 1)
         assert made["breakdown"]["overall"]["raw_bytes"] == K.nbytes + V.nbytes

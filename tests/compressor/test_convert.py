@@ -429,7 +429,7 @@ def test_convert_progress_counts_all_bytes_but_the_header(tmp_path: Path) -> Non
 def test_convert_command_equals_library(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, target = checkpoint(tmp_path / "c.pth", {**STATE, "x": 1}), tmp_path / "new" / "folder" / "w.bin"
     options = ["--dtype", "bf16", "--prefix-order", " compress_tk,, compress_tv", "--slot-order", "0, 3 ,6,"]
-    assert entry_point.main(["compressor", "convert", "--input", str(source), "--output", str(target), *options]) == 0
+    assert entry_point.main(["compressor", "convert", str(source), "--output", str(target), *options]) == 0
     shown = capsys.readouterr()
     first, second = shown.out.splitlines()
     assert first == f"Wrote {target} (layers=2, weights/layer=6, dtype=bf16, factor=3, hidden_size=12, head_dim=4)"
@@ -450,11 +450,11 @@ def test_convert_command_equals_library(tmp_path: Path, capsys: pytest.CaptureFi
     [
         ["-"],
         ["in.pth", "a.bin", "--output", "b.bin"],
-        ["--input", "-"],
+        ["--output", "b.bin"],
         ["in.pth", "a.bin", "--dtype", "float16"],
         ["in.pth", "a.bin", "--slot-order", "0,3"],
         ["in.pth", "a.bin", "--slot-order", "a,b,c"],
-        ["in.pth", "a.bin", "--min-seq-len", "x"],
+        ["in.pth", "a.bin", "--header", "min_seq_len=x"],
         ["in.pth", "-", "--json"],
     ],
 )

@@ -350,7 +350,7 @@ def test_build_cases_of_each_suite() -> None:
             ["--suite", "--baseline", "--run-order", "--limit", "--json FILE"],
         ),
         ("check", ["--baseline CSV", "--case", "decode_baseline=X"], ["--suite", "--run-order", "--sweep"]),
-        ("demo", ["--run-order", "--no-bucket-pass"], ["--sweep", "--baseline-key"]),
+        ("demo", ["--run-order", "--without"], ["--sweep", "--baseline-key"]),
         ("run", ["--suite", "--sweep", "kvmnn gate run model/"], ["--run-order", "--baseline", "kvmnn gate check"]),
         ("history", ["the rounds of a folder"], ["--suite", "--baseline", "--case"]),
     ],

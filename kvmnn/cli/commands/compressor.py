@@ -32,13 +32,12 @@ def add_convert_parser(subparsers: Any) -> None:
             "kvmnn compressor convert model.pth model.bin --dtype bf16",
             "kvmnn compressor convert export.safetensors -o model.bin -f",
         ),
-        shown="--output --dtype --compression-factor --min-seq-len --num-heads --head-dim --metadata",
+        shown="--output --dtype --header --metadata",
     )
     parser.add_argument("source", nargs="?", metavar="IN", help="checkpoint (- for standard input)")
     parser.add_argument(
         "target", nargs="?", metavar="OUT", help="weight file (- for standard output; default: IN as .bin)"
     )
-    parser.add_argument("--input", metavar="IN", help="the same as the first argument")
     shared_options.add_output(parser, "the same as the second argument")
     parser.add_argument("--dtype", choices=("fp16", "bf16", "fp32"), help="type of the weights (default: fp16)")
     parser.accept("--max-input-bytes")
@@ -80,10 +79,8 @@ def run_convert(arguments: argparse.Namespace) -> int:
 
 
 def _resolve_paths(arguments: argparse.Namespace) -> tuple[str, str]:
-    """Input and output, given by place or by name."""
-    positional_paths = [path for path in (arguments.source, arguments.target) if path is not None]
-    option_paths = [path for path in (arguments.input, arguments.output) if path is not None]
-    paths = option_paths + positional_paths if arguments.input is not None else positional_paths + option_paths
+    """Input and output, which is an argument or an option."""
+    paths = [path for path in (arguments.source, arguments.target, arguments.output) if path is not None]
     if len(paths) == 1 and arguments.output is None:
         return paths[0], console.choose_output(arguments, paths[0], ".bin")
     if len(paths) != 2:
@@ -112,8 +109,7 @@ def add_verify_parser(subparsers: Any) -> None:
             "kvmnn compressor verify model.bin --against model.pth --dtype bf16",
             "kvmnn compressor verify weights/ --jobs 4",
         ),
-        shown="--against --dtype --compression-factor --min-seq-len --num-heads --head-dim --metadata "
-        "--allow-trailing --as-reference --jobs",
+        shown="--against --dtype --header --metadata --allow-trailing --as-reference --jobs",
     )
     parser.add_argument("inputs", nargs="+", metavar="WEIGHTS", help="a weight file (.bin)")
     parser.add_argument("--against", action="append", default=[], metavar="FILE", help="the checkpoint")
@@ -206,11 +202,10 @@ def add_inspect_parser(subparsers: Any) -> None:
         _INSPECT_DESCRIPTION,
         examples=(
             "kvmnn compressor inspect model.bin",
-            "kvmnn compressor inspect model.pth --compression-factor 4",
+            "kvmnn compressor inspect model.pth --header compression_factor=4",
             "kvmnn compressor inspect model.bin --json",
         ),
-        shown="--dtype --compression-factor --min-seq-len --num-heads --head-dim --metadata --prefix-order "
-        "--slot-order",
+        shown="--dtype --header --metadata --prefix-order --slot-order",
     )
     parser.add_argument("inputs", nargs="+", metavar="IN", help="a weight file (.bin) or a checkpoint")
     shared_options.add_dtype(parser, "of a checkpoint: type of the weights")

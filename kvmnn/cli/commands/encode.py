@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from .. import batch, console, dense_options, input_sources, packed_options, shared_options
 from ..console import STDIO, UsageError
@@ -68,22 +68,12 @@ def add_parser(subparsers: Any) -> None:
     shared_options.add_source(parser, "element type (default: the array's own; raw input needs it)")
     parser.add_argument(
         "--predictors",
-        type=_check_predictors,
-        metavar="SPEC",
-        help="e.g. raw,delta_seq (default: raw,delta_seq,xor_seq)",
+        action=_PredictorsAction,
+        metavar="[k:|v:|hi:]SPEC",
+        help="e.g. raw,delta_seq (default: raw,delta_seq,xor_seq); repeatable: k:SPEC and v:SPEC for arrays that are K "
+        "or V by their names, hi:SPEC for the high bytes of 16-bit words",
     )
-    parser.add_argument(
-        "--predictors-k", type=_check_predictors, metavar="SPEC", help="predictors for arrays that are K by their names"
-    )
-    parser.add_argument(
-        "--predictors-v", type=_check_predictors, metavar="SPEC", help="predictors for arrays that are V by their names"
-    )
-    parser.add_argument(
-        "--hi-predictors",
-        type=_check_predictors,
-        metavar="SPEC",
-        help="other predictors for the high bytes of 16-bit words",
-    )
+    parser.set_defaults(predictors_k=None, predictors_v=None, hi_predictors=None)
     parser.add_argument(
         "--effort",
         choices=shared_options.EFFORT_CHOICES,
@@ -114,16 +104,31 @@ def add_parser(subparsers: Any) -> None:
     packed_options.add_packed_options(parser)
 
 
-def _check_predictors(spec: str) -> str:
-    """A specification as the engine reads it, but for names that it would pass over without a word."""
-    from ...errors import KvmnnError
-    from ...frames.options import resolve_predictors
+class _PredictorsAction(argparse.Action):
+    """``SPEC``, ``k:SPEC``, ``v:SPEC`` or ``hi:SPEC``: predictors of all arrays, of K, of V, of high bytes."""
 
-    try:
-        resolve_predictors([name.strip(" \t") for name in spec.split(",")])
-    except KvmnnError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return spec
+    _dest_by_part: ClassVar = {
+        "": "predictors",
+        "k": "predictors_k",
+        "v": "predictors_v",
+        "hi": "hi_predictors",
+    }
+    dests = tuple(_dest_by_part.values())
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
+    ) -> None:
+        from ...errors import KvmnnError
+        from ...frames.options import resolve_predictors
+
+        part, _, spec = values.rpartition(":")
+        if part not in self._dest_by_part:
+            raise argparse.ArgumentError(self, f"{values!r}: expected SPEC, k:SPEC, v:SPEC or hi:SPEC")
+        try:  # as the engine reads it, but for names that it would pass over without a word
+            resolve_predictors([name.strip(" \t") for name in spec.split(",")])
+        except KvmnnError as error:
+            raise argparse.ArgumentError(self, str(error)) from None
+        setattr(namespace, self._dest_by_part[part], spec)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -16,7 +16,14 @@ from ...gates.limits import GateLimits
 from .. import console, shared_options, streams
 from ..command_parser import ActionHelp
 from ..console import UsageError
-from ..options import add_dataclass_options, add_spec_option, collect_values, list_option_fields, make_spec_fields
+from ..options import (
+    SpecField,
+    add_dataclass_options,
+    add_spec_option,
+    collect_values,
+    list_option_fields,
+    make_spec_fields,
+)
 
 if TYPE_CHECKING:
     from ...gates.case_inputs import MetricRows
@@ -363,11 +370,22 @@ def _add_baseline_options(parser: Any) -> None:
     )
 
 
+_WITHOUT_FIELDS = (
+    SpecField("runtime-decomp", "no_runtime_decomp", "that something was decompressed", constant=True, default=False),
+    SpecField(
+        "decode-baseline",
+        "no_decode_baseline",
+        "that runs without compression have a speed",
+        constant=True,
+        default=False,
+    ),
+    SpecField("bucket-pass", "no_bucket_pass", "that lengths pass each by itself", constant=True, default=False),
+)
+
+
 def _add_demo_options(parser: Any) -> None:
     group = parser.add_argument_group("real prompts", "demo: over what the fork asks for.")
-    group.add_argument("--no-runtime-decomp", action="store_true", help="nothing need have been decompressed")
-    group.add_argument("--no-decode-baseline", action="store_true", help="runs without compression need no speed")
-    group.add_argument("--no-bucket-pass", action="store_true", help="lengths need not pass each by itself")
+    add_spec_option(group, "--without", "what need not hold", _WITHOUT_FIELDS, metavar="WHAT[,WHAT]")
     group.add_argument("--run-order", metavar="TEXT", help="which side ran first, for the report")
 
 

@@ -76,7 +76,6 @@ def add_measure_options(parser: argparse.ArgumentParser) -> None:
 def add_input_output_options(parser: CommandParser) -> None:
     """Declare what is read and written, and how fast."""
     parser.add_argument("inputs", nargs="*", metavar="INPUT", help="a dump, or K and V of layers")
-    parser.add_argument("--dump-dir", action="append", default=[], metavar="DIR", help="an input")
     parser.add_argument("--out-json", default="", metavar="FILE", help="write the evaluation's JSON document")
     parser.add_argument("--out-md", default="", metavar="FILE", help="write the evaluation's Markdown summary")
     parser.accept("--force")
@@ -245,9 +244,9 @@ Measure how well KV dumps can be compressed without loss: the offline evaluation
 number. Sizes are simulated: zstd frames of byte lanes under predictors along the tokens, added up. --encode also makes
 frames as MNN does, decodes and compares them, and reports their sizes.
 
-INPUT is the directory of an MNN KV dump, or anything else that kvmnn reads as K and V of layers; --dump-dir is the
-same. --out-json and --out-md write the evaluation's own two documents. --json prints them and the breakdown by layer,
-part and byte lane with the order-0 entropy of its bytes. --jobs N measures each file below folders by itself.
+INPUT is the directory of an MNN KV dump, or anything else that kvmnn reads as K and V of layers. --out-json and --out-
+md write the evaluation's own two documents. --json prints them and the breakdown by layer, part and byte lane with the
+order-0 entropy of its bytes. --jobs N measures each file below folders by itself.
 
 fp32 is measured as fp32. --to-fp16 rounds it to fp16 first (LOSSY), as the evaluation does.
 
@@ -284,12 +283,11 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out."""
-    arguments.inputs = [*arguments.inputs, *arguments.dump_dir]
     if not arguments.inputs and arguments.to_fp16:
         # The one name on the command line is what is to be measured, although argparse takes it for --to-fp16's DIR.
         arguments.inputs, arguments.to_fp16 = [arguments.to_fp16], ""
     if not arguments.inputs:
-        raise UsageError("expected an INPUT, or --dump-dir DIR")
+        raise UsageError("expected an INPUT")
     if batch.is_batch(arguments):
         takes = ["arrays", "frames"]
         refused_reasons = {

@@ -31,6 +31,7 @@ TEST_FOLDERS = frozenset(
         "batch",
         "bench",
         "bundle",
+        "cli",
         "compressor",
         "conformance",
         "dense",

@@ -1,4 +1,4 @@
-"""The command as people use it: files in, files out, one line about it, the right exit code."""
+"""encode, decode, inspect and verify: files in, files out, one line of result, the right exit code."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def shell(*argv: str, data: bytes = b"") -> subprocess.CompletedProcess[bytes]:
 # -- one array ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_tour(here, run):
+def test_encode_decode_verify_inspect_work_together(here, run):
     said = run("encode", "keys.npy", "-o", "keys.frame")
     assert "LOSSLESS (decoded and compared)" in said.out
     assert said.err == ""
@@ -42,7 +42,7 @@ def test_the_tour(here, run):
     assert Path("back.npy").read_bytes() == Path("keys.npy").read_bytes()
 
 
-def test_rates_are_of_inputs_that_take_a_while(here, run):
+def test_rates_are_shown_for_large_inputs_only(here, run):
     np.save("large.npy", np.zeros(1 << 19, np.float16))
     for name, rates in (("keys", 0), ("large", 1)):
         for argv in (
@@ -56,7 +56,7 @@ def test_rates_are_of_inputs_that_take_a_while(here, run):
             assert ",\n" not in said
 
 
-def test_lossless_is_only_said_after_a_proof(here, run):
+def test_lossless_label_needs_a_comparison(here, run):
     said = run("encode", "keys.npy", "-o", "keys.frame", "--no-verify")
     assert "not verified" in said.out
     assert "LOSSLESS" not in said.out
@@ -72,7 +72,7 @@ def test_lossless_is_only_said_after_a_proof(here, run):
 
 @pytest.mark.parametrize("kind", ["<f2", ">f2", "<i2", "<u2", "<f4", ">f4", ">u4"])
 @pytest.mark.parametrize("order", ["C", "F"])
-def test_the_very_file_comes_back(here, run, kind, order):
+def test_decode_restores_the_npy_file(here, run, kind, order):
     np.save("a.npy", np.asarray(KEYS.view(f"<u{kind[2]}").astype(kind), order=order))
     dtype = "fp16" if kind[2] == "2" else "fp32"
     run("encode", "a.npy", "-o", "a.frame", "--dtype", dtype, "--chunk-bytes", "4K")
@@ -83,7 +83,7 @@ def test_the_very_file_comes_back(here, run, kind, order):
     assert Path("b.bin").read_bytes() == np.load("a.npy").ravel(order="K").tobytes()
 
 
-def test_raw_words(here, run):
+def test_encode_raw_words_round_trip(here, run):
     Path("k.bin").write_bytes(KEYS.tobytes())
     run("encode", "k.bin", "--dtype", "bf16", "-o", "k.frame")
     run("verify", "k.frame", "--against", "k.bin")
@@ -93,7 +93,7 @@ def test_raw_words(here, run):
     assert Path("back.bin").read_bytes() == KEYS.tobytes()
 
 
-def test_a_lone_frame_is_one_dimensional(here, run):
+def test_decode_frame_without_manifest_is_one_dimensional(here, run):
     Path("k.frame").write_bytes(kvmnn.encode(KEYS))
     run("decode", "k.frame", "-o", "k.npy")
     np.testing.assert_array_equal(np.load("k.npy").view(np.uint16), KEYS.ravel().view(np.uint16))
@@ -101,8 +101,8 @@ def test_a_lone_frame_is_one_dimensional(here, run):
     assert np.load("b.npy").dtype == np.uint16
 
 
-def test_names_without_output(here, run):
-    """A file becomes a file, wherever standard output leads: notebooks and logs get no binary data."""
+def test_encode_without_output_names_a_file(here, run):
+    """Even if standard output is redirected: notebooks and logs get no binary data."""
     assert "LOSSLESS" in run("encode", "keys.npy").out
     assert Path("keys.npy.frame.json").exists()
     Path("keys.npy").unlink()
@@ -117,7 +117,7 @@ def test_names_without_output(here, run):
     assert "no output given" in run("decode", "lone.bin", code=2).err
 
 
-def test_no_zstd(here, run):
+def test_encode_no_zstd_uses_rle_only(here, run):
     run("encode", "keys.npy", "-o", "k.frame", "--no-zstd")
     assert Path("k.frame").read_bytes() == kvmnn.encode(KEYS, codecs=("rle",))
     run("verify", "k.frame", "--no-zstd")
@@ -125,7 +125,7 @@ def test_no_zstd(here, run):
     assert "z.frame" in run("decode", "z.frame", "--no-zstd", "-o", "x.npy", code=1).err
 
 
-def test_quiet(here, run):
+def test_quiet_prints_nothing(here, run):
     for argv in (("encode", "keys.npy", "-o", "k.frame"), ("decode", "k.frame", "-o", "k.npy"), ("verify", "k.frame")):
         out, err = run(*argv, "-q")
         assert (out.count("LOSSLESS"), err) == (1, "")
@@ -136,7 +136,7 @@ def test_quiet(here, run):
 
 
 @pytest.mark.parametrize("back", ["back.npz", "back.safetensors", "back/"])
-def test_a_bundle(here, run, back):
+def test_encode_bundle_round_trips(here, run, back):
     run("encode", "both.npz", "-o", "out/", "--chunk-bytes", "4096")
     assert sorted(path.name for path in Path("out").iterdir()) == ["k.frame", "manifest.json", "v.frame"]
     assert "2 arrays" in run("verify", "out", "--against", "both.npz").out
@@ -149,7 +149,7 @@ def test_a_bundle(here, run, back):
         run("verify", "out", "--against", "back/k.npy", "--against", "back/v.npy")
 
 
-def test_npz_is_as_numpy_writes_it(here, run):
+def test_decode_to_npz_equals_numpy(here, run):
     run("encode", "both.npz", "-o", "out")
     run("decode", "out", "-o", "back.npz")
     with np.load("back.npz") as back, np.load("both.npz") as both:
@@ -159,7 +159,7 @@ def test_npz_is_as_numpy_writes_it(here, run):
             assert back[name].dtype == both[name].dtype
 
 
-def test_metadata_of_safetensors_survives(here, run):
+def test_safetensors_metadata_round_trips(here, run):
     from kvmnn.arrays.array import ArrayInfo
     from kvmnn.formats.safetensors import build_header
 
@@ -170,7 +170,7 @@ def test_metadata_of_safetensors_survives(here, run):
     assert Path("a.safetensors").read_bytes() == Path("b.safetensors").read_bytes()
 
 
-def test_choice_of_tensors(here, run):
+def test_tensor_option_selects_arrays(here, run):
     run("encode", "both.npz", "--tensor", "v", "-o", "v.frame")
     run("verify", "v.frame", "--against", "both.npz", "--tensor", "v")
     assert "DIFFERS" not in run("verify", "v.frame").out
@@ -183,14 +183,14 @@ def test_choice_of_tensors(here, run):
 
 
 @pytest.mark.parametrize("part", ["", "k:", "v:", "hi:"])
-def test_predictors_that_do_not_exist(here, run, part):
+def test_encode_unknown_predictor_is_refused(here, run, part):
     np.save("k.npy", np.zeros((2, 4, 8), np.float16))
     error = run("encode", "k.npy", "--predictors", f"{part}raw,bogus", code=2).err
     assert "unknown predictor 'bogus': expected raw, delta_seq, xor_seq" in error
     assert not Path("k.npy.frame").exists()
 
 
-def test_predictors_of_their_own_for_keys_and_values(here, run):
+def test_encode_separate_predictors_for_keys_and_values(here, run):
     run("encode", "both.npz", "-o", "out", "--predictors", "k:xor_seq", "--predictors", "v:delta_seq")
     both = np.load("both.npz")
     assert Path("out/k.frame").read_bytes() == kvmnn.encode(both["k"], predictors="xor_seq")
@@ -205,7 +205,7 @@ def test_predictors_of_their_own_for_keys_and_values(here, run):
     assert not Path("weights.npy.frame").exists()
 
 
-def test_several_inputs_with_one_name(here, run):
+def test_encode_inputs_of_equal_names_are_numbered(here, run):
     Path("run").mkdir()
     np.save("run/keys.npy", KEYS + 1)
     run("encode", "keys.npy", "run/keys.npy", "-o", "out")
@@ -214,7 +214,7 @@ def test_several_inputs_with_one_name(here, run):
     run("verify", "out", "--against", "keys.npy", "--against", "run/keys.npy")
 
 
-def test_a_directory_that_exists(here, run):
+def test_encode_into_existing_directory_keeps_other_files(here, run):
     Path("out").mkdir()
     Path("out/notes.txt").write_text("mine")
     run("encode", "keys.npy", "-o", "out")
@@ -227,7 +227,7 @@ def test_a_directory_that_exists(here, run):
 # -- inspect, JSON -----------------------------------------------------------------------------------------------------
 
 
-def test_inspect_accounts_for_a_frame(here, run):
+def test_inspect_frame_equals_python_inspect(here, run):
     Path("k.frame").write_bytes(kvmnn.encode(KEYS))
     assert str(kvmnn.inspect(Path("k.frame").read_bytes())) in run("inspect", "k.frame").out
     (found,) = json.loads(run("inspect", "k.frame", "--json").out)["inputs"]
@@ -236,7 +236,7 @@ def test_inspect_accounts_for_a_frame(here, run):
     assert found == kvmnn.inspect(Path("k.frame").read_bytes()).to_dict()
 
 
-def test_inspect_a_bundle_and_files(here, run):
+def test_inspect_bundle_and_arrays(here, run):
     run("encode", "both.npz", "-o", "out", "--chunk-bytes", "4K")
     text = run("inspect", "out").out
     assert "fp32 lane3" in text
@@ -250,7 +250,7 @@ def test_inspect_a_bundle_and_files(here, run):
     assert found[1]["arrays"][0]["name"] == "keys"
 
 
-def test_json_is_one_document(here, run):
+def test_json_output_is_one_document(here, run):
     for argv in (
         ["encode", "keys.npy", "-o", "k.frame"],
         ["verify", "k.frame"],
@@ -272,7 +272,7 @@ def test_json_is_one_document(here, run):
 
 
 @pytest.mark.slow
-def test_pipes():
+def test_encode_and_decode_through_pipes():
     made = shell("encode", "-", "--dtype", "fp16", data=KEYS.tobytes())
     assert made.returncode == 0, made.stderr
     assert made.stdout == kvmnn.encode(KEYS)
@@ -281,13 +281,13 @@ def test_pipes():
     assert (back.returncode, back.stdout, back.stderr) == (0, KEYS.tobytes(), b"")
 
 
-def test_npy_on_standard_input():
+def test_encode_npy_from_standard_input():
     buffer = io.BytesIO()
     np.save(buffer, KEYS)
     assert shell("encode", "-", data=buffer.getvalue()).stdout == kvmnn.encode(KEYS)
 
 
-def test_standard_output_carries_one_frame(here, run):
+def test_encode_several_frames_to_standard_output_is_refused(here, run):
     assert "use --chunk-bytes 0 or -o FILE" in run("encode", "keys.npy", "-o", "-", "--chunk-bytes", "4K", code=2).err
     assert "carries one frame, not 2" in run("encode", "both.npz", "-o", "-", code=2).err
     assert "--json" in run("encode", "keys.npy", "-o", "-", "--json", code=2).err
@@ -298,7 +298,7 @@ def test_standard_output_carries_one_frame(here, run):
 # -- the command itself ------------------------------------------------------------------------------------------------
 
 
-def test_version(run):
+def test_version_names_libraries(run):
     text = run("--version").out
     assert text.startswith(f"kvmnn {kvmnn.__version__}\n")
     for word in (
@@ -311,7 +311,7 @@ def test_version(run):
         assert word in text
 
 
-def test_help(run):
+def test_help_lists_verbs(run):
     assert "VERB" in run().out
     for verb in ("encode", "decode", "inspect", "verify", "bench"):
         assert verb in run("--help").out

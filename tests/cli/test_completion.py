@@ -1,4 +1,4 @@
-"""Completions and the manual page: made from the parser, whole, and taken by the programs they are for."""
+"""Completions and the manual page: generated from the parser, complete, and valid for their programs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def completed(script: Path, *words: str) -> list[str]:
 
 
 @pytest.mark.skipif(BASH is None, reason="needs bash")
-def test_bash_completes(script) -> None:
+def test_bash_completes_verbs_and_options(script) -> None:
     assert completed(script, "kvmnn", "") == [*TOP_COMMANDS, "--help", "--version"]
     assert completed(script, "kvmnn", "com") == ["compressor", "completion"]
     assert completed(script, "kvmnn", "mnn", "") == [*SUBCOMMANDS["mnn"], "--help"]
@@ -53,7 +53,7 @@ def test_bash_completes(script) -> None:
 
 
 @pytest.mark.skipif(shutil.which("fish") is None, reason="needs fish")
-def test_fish_completes(run, tmp_path) -> None:
+def test_fish_completes_verbs_and_options(run, tmp_path) -> None:
     (tmp_path / "script").write_text(run("completion", "fish").out)
 
     def offered(line: str) -> list[str]:
@@ -74,7 +74,7 @@ def test_fish_completes(run, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("form", ["bash", "zsh", "fish", "man"])
-def test_all_verbs_and_options_are_there(form, run) -> None:
+def test_completion_has_all_verbs_and_options(form, run) -> None:
     text = run("completion", form).out.replace("\\-", "-")
     for verb in describe_commands(build_parser()):
         assert verb.name in text if form != "fish" else all(word in text for word in verb.name.split())
@@ -86,7 +86,7 @@ def test_all_verbs_and_options_are_there(form, run) -> None:
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_shells_take_them(shell, run, tmp_path) -> None:
+def test_completion_script_parses_in_its_shell(shell, run, tmp_path) -> None:
     if shutil.which(shell) is None:
         pytest.skip(f"needs {shell}")
     path = tmp_path / "script"
@@ -95,7 +95,7 @@ def test_shells_take_them(shell, run, tmp_path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_the_manual_page_is_good_roff(run, tmp_path) -> None:
+def test_manual_page_is_valid_roff(run, tmp_path) -> None:
     page = run("completion", "man").out
     macros = {line.split()[0] for line in page.splitlines() if line.startswith(".")}
     assert macros == {".TH", ".SH", ".SS", ".PP", ".TP", ".B", ".I", ".nf", ".fi", ".RS", ".RE"}
@@ -107,7 +107,7 @@ def test_the_manual_page_is_good_roff(run, tmp_path) -> None:
         assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_only_options_that_take_a_value_name_one() -> None:
+def test_describe_commands_only_valued_options_name_a_value() -> None:
     (replay,) = (verb for verb in describe_commands(build_parser()) if verb.name == "mnn replay")
     values = {name: option.value for option in replay.options for name in option.names}
     assert (values["--json"], values["--token-major"], values["--prefill-tokens"], values["--engine-config"]) == (
@@ -118,6 +118,6 @@ def test_only_options_that_take_a_value_name_one() -> None:
     )
 
 
-def test_words_that_are_no_shell(run) -> None:
+def test_completion_unknown_shell_is_refused(run) -> None:
     assert "did you mean 'fish'" in run("completion", "fsh", code=2).err
     assert "required: SHELL" in run("completion", code=2).err

@@ -1,4 +1,4 @@
-"""``kvmnn compressor run``: caches in, caches and their true positions out, one line about it."""
+"""``kvmnn compressor run``: caches in, caches and their true positions out, one line of result."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def run(capsys):
     return call
 
 
-def test_a_whole_cache(here, run):
+def test_compressor_run_stacked_cache_equals_compress_cache(here, run):
     said = run("w.bin", "c.npz", "-o", "o.npz", "--image-tokens", 11, "-v").out.splitlines()
     assert said == [
         "image: 11 tokens -> 3 (2 groups of 5, 1 kept)",
@@ -84,7 +84,7 @@ def test_a_whole_cache(here, run):
         (("run/layer_{}/k_t0_21", "run/layer_{}/v_t0_21"), "thd"),
     ],
 )
-def test_arrays_of_one_layer(here, run, names, axes):
+def test_compressor_run_arrays_of_each_layer(here, run, names, axes):
     order = ["bhtd".index(letter) for letter in axes]
     cut = (lambda array: array) if "b" in axes else (lambda array: array[0])
     order = order if "b" in axes else [position - 1 for position in order]
@@ -106,7 +106,7 @@ def test_arrays_of_one_layer(here, run, names, axes):
 
 
 @pytest.mark.parametrize("axes", ["lthd", "lhtd", "tlbhd", "bldth"])
-def test_axes_in_any_order(here, run, axes):
+def test_compressor_run_axes_in_any_order(here, run, axes):
     def laid(array):
         order = ["lbhtd".index(letter) for letter in axes]
         return array.transpose(order) if "b" in axes else array[:, 0].transpose([max(n - 1, 0) for n in order])
@@ -133,7 +133,7 @@ def dump(here):
     return here.path / "dump"
 
 
-def test_an_mnn_dump_has_known_axes_wherever_it_goes(here, run, dump):
+def test_compressor_run_mnn_dump_needs_no_axes(here, run, dump):
     main(["encode", "dump", "-o", "bundle/", "-q"])
     main(["decode", "bundle", "-o", "arrays.npz", "-q"])
     expected = compress_cache(here.weights, here.keys, here.values).keys[1, 0].transpose(1, 0, 2)
@@ -144,7 +144,7 @@ def test_an_mnn_dump_has_known_axes_wherever_it_goes(here, run, dump):
                 np.testing.assert_allclose(made["run/layer_1/k_t0_21"], expected, atol=1e-6)
 
 
-def test_no_file_of_a_dump_is_replaced(here, run, dump):
+def test_compressor_run_output_inside_dump_is_refused(here, run, dump):
     for meta in dump.rglob("meta_*.json"):
         meta.write_text(meta.read_text().replace("k_t0_16.bin", "k_t0_16.npz"))
     taken = dump / "run" / "layer_1" / "k_t0_16.npz"
@@ -153,7 +153,7 @@ def test_no_file_of_a_dump_is_replaced(here, run, dump):
     assert taken.read_bytes() == before
 
 
-def test_a_dump_with_a_gap_is_refused(here, run, dump):
+def test_compressor_run_dump_with_gap_is_refused(here, run, dump):
     (dump / "run" / "layer_1" / "meta_t0_16.json").rename(dump / "run" / "layer_1" / "meta_t1_17.json")
     for part in "kv":
         (dump / "run" / "layer_1" / f"{part}_t0_16.bin").rename(dump / "run" / "layer_1" / f"{part}_t1_17.bin")
@@ -177,7 +177,7 @@ def test_a_dump_with_a_gap_is_refused(here, run, dump):
         ("layer_0/k_t0_50 layer_0/v_t0_50", (40, 12, 4), "", "htd thd"),
     ],
 )
-def test_heads_that_could_be_tokens_are_asked_about(here, run, names, shape, options, axes):
+def test_compressor_run_ambiguous_axes_are_refused(here, run, names, shape, options, axes):
     np.savez("two.npz", **dict.fromkeys(names.split(), np.ones(shape, np.float32)))
     first, other = axes.split()
     said = run("w.bin", "two.npz", "-o", "o.npz", *options.split(), code=2).err
@@ -197,12 +197,12 @@ def test_heads_that_could_be_tokens_are_asked_about(here, run, names, shape, opt
         ("run_layer_1_k_t0_40 run_layer_1_v_t0_40", (40, 50, 4), "", "token 40, kv_head 50, dimension 4"),
     ],
 )
-def test_shapes_and_names_with_numbers_of_tokens_say_it(here, run, names, shape, options, axes):
+def test_compressor_run_infers_axes_from_shapes_and_names(here, run, names, shape, options, axes):
     np.savez("one.npz", **dict.fromkeys(names.split(), np.ones(shape, np.float32)))
     assert axes in run("w.bin", "one.npz", "-o", "o.npz", *options.split()).out
 
 
-def test_more_live_tokens_than_there_are_are_refused(here, run):
+def test_compressor_run_too_many_valid_tokens_are_refused(here, run):
     assert (
         "c.npz: has 21 tokens, --valid-tokens says 22"
         in run("w.bin", "c.npz", "-o", "o.npz", "--valid-tokens", 22, code=2).err
@@ -225,7 +225,7 @@ def cut(here):
     return "cut"
 
 
-def test_the_positions_of_a_compacted_cache_stay(here, run, cut):
+def test_compressor_run_keeps_positions_of_compacted_cache(here, run, cut):
     main(["mnn", "unpack", cut, "-o", "cut.safetensors", "-q"])
     for cache in (cut, "cut.safetensors"):
         said = run("w.bin", cache, "-o", "o.npz", "-f").out
@@ -235,7 +235,7 @@ def test_the_positions_of_a_compacted_cache_stay(here, run, cut):
         assert positions == [[0, 5], [5, 10], [15, 20], [20, 25], [25, 30]]
 
 
-def test_layers_that_hold_different_tokens_are_refused(here, run, cut):
+def test_compressor_run_unequal_layer_tokens_are_refused(here, run, cut):
     document = here.path / "cut" / "sys.kvmnn.json"
     fields = json.loads(document.read_text())
     fields["layers"][1]["positions"] = [[5, 25]]
@@ -245,7 +245,7 @@ def test_layers_that_hold_different_tokens_are_refused(here, run, cut):
 
 
 @pytest.mark.parametrize(("dtype", "own"), [("bf16", "fp16"), ("fp16", "bf16")])
-def test_numbers_are_not_relabelled(here, run, dtype, own):
+def test_compressor_run_contradicted_dtype_is_refused(here, run, dtype, own):
     """The bytes of fp16 numbers read as bf16 are other numbers."""
     words = {"fp16": np.float16, "bf16": np.uint16}[own]
     np.savez("two.npz", k=np.ones((1, 1, 3, 300, 4), words), v=np.ones((1, 1, 3, 300, 4), words))
@@ -259,7 +259,7 @@ def test_numbers_are_not_relabelled(here, run, dtype, own):
         assert "holds fp16 numbers" in run("w.bin", "two.npz", "-o", "o.npz", "--dtype", dtype, code=1).err
 
 
-def test_a_dump_that_says_its_type_is_not_relabelled(here, run, dump):
+def test_compressor_run_contradicted_dump_dtype_is_refused(here, run, dump):
     for meta in dump.rglob("meta_*.json"):
         fields = {**json.loads(meta.read_text()), "dtype": "fp16", "bytes_per_elem": 2, "head_dim": 8}
         meta.write_text(json.dumps(fields))
@@ -267,7 +267,7 @@ def test_a_dump_that_says_its_type_is_not_relabelled(here, run, dump):
     assert "k_t0_16.bin: holds fp16 numbers, and bf16 (--dtype)" in said
 
 
-def test_the_document_of_an_earlier_compression_says_the_axes(here, run):
+def test_compressor_run_reads_axes_from_earlier_document(here, run):
     np.savez("first.npz", k_0=np.ones((100, 12, 4), np.float32), v_0=np.ones((100, 12, 4), np.float32))
     run("w.bin", "first.npz", "-o", "o.npz", "--axes", "thd")
     assert "LOSSY, 20 -> 4 tokens" in run("w.bin", "o.npz", "-o", "p.npz").out
@@ -275,7 +275,7 @@ def test_the_document_of_an_earlier_compression_says_the_axes(here, run):
     assert "say --axes" in run("w.bin", "o.npz", "-o", "q.npz", code=2).err
 
 
-def test_bf16_stays_bf16_in_safetensors(here, run):
+def test_compressor_run_bf16_stays_bf16_in_safetensors(here, run):
     words = {"k": to_words(here.keys, "bf16"), "v": to_words(here.values, "bf16")}
     np.savez("b.npz", **words)
     run("w.bin", "b.npz", "-o", "o.safetensors", "--axes", "lbhtd")
@@ -289,7 +289,7 @@ def test_bf16_stays_bf16_in_safetensors(here, run):
 
 
 @pytest.mark.parametrize("engine", ["numpy", pytest.param("onnx", marks=pytest.mark.skipif(not ONNX, reason="no lm"))])
-def test_fp16_parity_and_json(here, run, engine):
+def test_compressor_run_fp16_engines_agree_in_json(here, run, engine):
     said = run("w.bin", "c.npz", "-o", "o.npz", "--precision", "fp16", "--engine", engine, "--json")
     document = json.loads(said.out)
     assert said.err == ""
@@ -306,7 +306,7 @@ def test_fp16_parity_and_json(here, run, engine):
         np.testing.assert_allclose(made["k"], expected.keys, atol=2e-3, rtol=1e-2)
 
 
-def test_dead_tokens_and_short_segments(here, run):
+def test_compressor_run_valid_tokens_and_short_segments(here, run):
     said = run("w.bin", "c.npz", "-o", "o.npz", "--valid-tokens", 9)
     assert "o.npz: UNCHANGED (no segment with a compressor has 2 groups of 5 (text 1)), 9 -> 9" in said.out
     assert "1,728 -> 1,728 bytes; the next token goes to place 9 and has position 9" in said.out
@@ -352,7 +352,7 @@ def test_dead_tokens_and_short_segments(here, run):
         ("w.bin stale.npz -o o.npz --axes lbhtd", 1, "stale.npz.json: has positions for 1 tokens, stale.npz has 21"),
     ],
 )
-def test_errors_are_one_line_and_leave_nothing(here, run, argv, code, message):
+def test_compressor_run_error_is_one_line_without_output(here, run, argv, code, message):
     keys, values = here.keys, here.values
     bad = keys.copy()
     bad[0, 0, 2, 7, 1] = np.nan
@@ -378,7 +378,7 @@ def test_errors_are_one_line_and_leave_nothing(here, run, argv, code, message):
     assert {path.name: path.read_bytes() for path in here.path.iterdir()} == before
 
 
-def test_a_missing_package_is_exit_code_3(here, run, monkeypatch):
+def test_compressor_run_missing_package_is_exit_code_3(here, run, monkeypatch):
     monkeypatch.setitem(sys.modules, "onnx", None)
     assert "needs the package onnx" in run("w.bin", "c.npz", "-o", "o.npz", "--engine", "onnx", code=3).err
     assert not (here.path / "o.npz").exists()
@@ -394,7 +394,7 @@ def test_a_missing_package_is_exit_code_3(here, run, monkeypatch):
         ({"positions": 3}, "positions: found 3, expected a list"),
     ],
 )
-def test_a_damaged_document_beside_a_cache(here, run, change, message):
+def test_compressor_run_damaged_document_is_refused(here, run, change, message):
     document = {"schema": "kvmnn-compressed-kv", "schema_version": 1, "next_position": 21}
     document["positions"] = [[n, n + 1] for n in range(21)]
     beside = here.path / "c.npz.json"
@@ -418,9 +418,7 @@ def test_a_damaged_document_beside_a_cache(here, run, change, message):
         ),
     ],
 )
-def test_compress_kv_folder_of_dump_kv_needs_no_axes_and_keeps_true_positions(
-    tmp_path, monkeypatch, run, policy, positions, following
-):
+def test_compressor_run_dump_kv_folder_keeps_positions(tmp_path, monkeypatch, run, policy, positions, following):
     monkeypatch.chdir(tmp_path)
     Path("w.bin").write_bytes(compressor_files.weight_file(6, 6, head_dim=64, factor=2))
     text = FIXTURES / "lm" / "texts" / "trace.py.txt"
@@ -438,7 +436,7 @@ def test_compress_kv_folder_of_dump_kv_needs_no_axes_and_keeps_true_positions(
     )
 
 
-def test_compress_kv_folder_whose_layers_hold_different_tokens_is_refused(tmp_path, monkeypatch, run):
+def test_compressor_run_dump_kv_unequal_layers_are_refused(tmp_path, monkeypatch, run):
     monkeypatch.chdir(tmp_path)
     Path("w.bin").write_bytes(compressor_files.weight_file(2, 6, head_dim=8, factor=2))
     Path("kv").mkdir()

@@ -1,4 +1,4 @@
-"""What a packed cache was made with and what was cut of it: compared, shown, and lost only with a word."""
+"""The model and the evicted tokens of a packed cache: compared, shown, and never lost without a note."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def cut(prefix, run):
     return "layer 0 holds the tokens 0:54, 62:8"
 
 
-def test_another_model_is_a_difference(prefix, model, run):
+def test_verify_and_diff_report_another_model(prefix, model, run):
     other = model.with_name("other")
     other.mkdir()
     (other / "llm.mnn").write_bytes(b"another graph")
@@ -34,12 +34,12 @@ def test_another_model_is_a_difference(prefix, model, run):
     assert "f/: the manifest does not say which token ids the cache was made from" in said
 
 
-def test_frames_say_what_was_cut(cut, run):
+def test_inspect_frames_shows_evicted_tokens(cut, run):
     run("encode", "cut/", "-o", "f/")
     assert f"  {cut}\n  {cut.replace('0', '1', 1)}\n" in run("inspect", "f/").out
 
 
-def test_where_tokens_stood_is_lost_with_a_word(cut, run):
+def test_unpack_to_dump_notes_lost_positions(cut, run):
     output = "x/"
     said = run("mnn", "unpack", "cut/", "--output-kind", "dump", "-o", output).err
     assert said == (
@@ -51,7 +51,7 @@ def test_where_tokens_stood_is_lost_with_a_word(cut, run):
 
 
 @pytest.mark.parametrize("name", ["x.safetensors", "x.npz", "x/"])
-def test_files_that_say_where_tokens_stood(cut, run, name):
+def test_unpack_and_pack_keep_positions(cut, run, name):
     assert run("mnn", "unpack", "cut/", "-o", name).err == ""
     layout = ("--name", "p", "--backend", "x86-avx2") if name == "x/" else ()  # arrays alone know no layout
     said = run("mnn", "pack", name, *layout, "-o", "r/").err
@@ -61,7 +61,7 @@ def test_files_that_say_where_tokens_stood(cut, run, name):
     assert cut in run("inspect", "r/").out
 
 
-def test_equal_rows_of_other_tokens_differ(cut, run):
+def test_diff_equal_rows_at_other_positions_differ(cut, run):
     run("mnn", "unpack", "cut/", "-o", "plain/")
     assert run("diff", "cut/", "plain/").out.startswith("equal")
     Path("plain/positions.json").unlink()
@@ -79,7 +79,7 @@ def test_equal_rows_of_other_tokens_differ(cut, run):
         ([[0, 1], [0, 3]], ""),  # the other does not say it by head
     ],
 )
-def test_positions_beside_arrays_are_compared(tmp_path, run, positions, said):
+def test_diff_compares_positions_json(tmp_path, run, positions, said):
     for name, places in (("a", [0, 1]), ("b", positions)):
         folder = tmp_path / name
         folder.mkdir()

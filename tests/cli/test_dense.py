@@ -1,4 +1,4 @@
-"""Dense streams on the command line: encode, transcode, measure; what is said and what is refused."""
+"""Dense streams on the command line: encode, transcode, measure; messages and refusals."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def here(tmp_path, monkeypatch):
 ROPE = "theta=500,dims=8,pairing=interleaved"
 
 
-def test_encode_and_all_that_reads_it(run):
+def test_dense_encode_verify_decode_inspect(run):
     said = run("encode", "kv.npz", "-o", "d/", "--codec", "dense", "--rope", ROPE).out
     assert said.startswith("d/ (4 arrays): 38,400 -> ") and ", 4 dense streams, LOSSLESS (decoded and compared)" in said
     assert "LOSSLESS (decoded, sha256 of the manifest), 4 arrays" in run("verify", "d").out
@@ -49,7 +49,7 @@ def test_encode_and_all_that_reads_it(run):
         assert {name: back[name].tobytes() for name in back} == {name: before[name].tobytes() for name in before}
 
 
-def test_the_model_says_how_k_was_rotated(run):
+def test_dense_rope_is_read_from_the_model(run):
     for name, argv in (("r", ["--rope", ROPE]), ("m", ["--model", "model"]), ("c", ["--model", "model/config.json"])):
         run("encode", "kv.npz", "-o", f"{name}/", "--codec", "dense", *argv)
     assert len({Path(name, "layer_1.key.frame").read_bytes() for name in "rmc"}) == 1
@@ -61,7 +61,7 @@ def test_the_model_says_how_k_was_rotated(run):
     assert Path("n/layer_0.key.frame").read_bytes() == Path("u/layer_0.key.frame").read_bytes()
 
 
-def test_how_k_was_rotated_is_found_by_trial(run):
+def test_dense_rope_is_found_by_trial(run):
     rng = np.random.default_rng(5)
     keys = rotated(near_rows(rng, 2, 400, 32, 40), 32, 10000.0, np.arange(400), "half")
     np.savez("found.npz", **{"layer_0.key": keys, "layer_0.value": near_rows(rng, 2, 400, 32, 40)})
@@ -112,13 +112,13 @@ def test_how_k_was_rotated_is_found_by_trial(run):
         (["kv.npz", "--codec", "dense", "-o", "z.zarr"], 2, "every chunk of a Zarr store is a frame"),
     ],
 )
-def test_what_is_refused(run, argv, code, message):
+def test_dense_encode_invalid_options_are_refused(run, argv, code, message):
     found = run("encode", "-o", "d/", *argv, code=code)
     assert message in found.err and found.err.count("\n") == 1
     assert not Path("d").exists() and not Path("z.zarr").exists()
 
 
-def test_there_and_back_gives_the_same_frames(run):
+def test_dense_transcode_and_back_gives_equal_frames(run):
     run("encode", "kv.npz", "other.npz", "-o", "f/")
     said = run("encode", "f", "-o", "d/", "--codec", "dense", "--rope", ROPE).out
     assert "4 dense streams, 1 frame, LOSSLESS" in said and "\n  f has " in said
@@ -129,7 +129,7 @@ def test_there_and_back_gives_the_same_frames(run):
     assert (found["verb"], found["input"], found["effort"], found["label"]) == ("transcode", "d", "fast", "LOSSLESS")
 
 
-def test_a_lone_stream(run):
+def test_dense_stream_without_manifest_is_read(run):
     run("encode", "k.npy", "-o", "k.frame", "--codec", "dense", "--rope", ROPE)
     run("encode", "k.npy", "-o", "m.frame")
     stream = Path("k.frame").read_bytes()
@@ -149,7 +149,7 @@ def test_a_lone_stream(run):
         assert run("decode", "short.frame", "-o", "x.npy", code=1).err.count("\n") == 1 and not Path("x.npy").exists()
 
 
-def test_streams_and_frames_alone_are_read_under_any_name(run):
+def test_streams_and_frames_are_read_under_any_name(run):
     run("encode", "k.npy", "-o", "k.frame", "--codec", "dense", "--rope", ROPE)
     Path("k.kvmd").write_bytes(Path("k.frame").read_bytes())
     run("diff", "k.kvmd", "k.npy")
@@ -167,7 +167,7 @@ def test_streams_and_frames_alone_are_read_under_any_name(run):
     assert kvmnn.open("even", dtype="fp16")["even"].shape == (len(frame),)
 
 
-def test_what_transcode_read_is_named(run, monkeypatch):
+def test_transcode_reports_standard_input(run, monkeypatch):
     run("encode", "k.npy", "-o", "k.frame", "--codec", "dense", "--rope", ROPE)
     with Path("k.frame").open("rb") as stream:
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(stream))
@@ -175,7 +175,7 @@ def test_what_transcode_read_is_named(run, monkeypatch):
     assert f"  standard input has {Path('k.frame').stat().st_size:,} bytes for the same arrays" in said
 
 
-def test_a_folder_that_is_named_like_a_file_is_said(run):
+def test_encode_folder_named_like_a_file_is_noted(run):
     said = "k.kvmd becomes a folder, as 4 arrays are not one file (-o k.kvmd/ says so)"
     assert said in run("encode", "kv.npz", "-o", "k.kvmd", "--codec", "dense", "--rope", ROPE).err
     assert "becomes a folder" not in run("encode", "kv.npz", "-o", "k.kvmd", "-f").err
@@ -184,7 +184,7 @@ def test_a_folder_that_is_named_like_a_file_is_said(run):
 
 
 @pytest.mark.parametrize("verb", [("encode", "-o", "w/", "--codec", "dense"), ("measure", "--dense")])
-def test_a_name_that_does_not_say_k_or_v_is_exit_code_2_and_the_hint_works(run, verb):
+def test_dense_name_without_k_or_v_is_exit_code_2_with_hint(run, verb):
     words = np.load("k.npy").transpose(1, 0, 2)[None]
     np.save("words.npy", words)
     np.save("k1.npy", words)
@@ -222,7 +222,7 @@ def test_a_name_that_does_not_say_k_or_v_is_exit_code_2_and_the_hint_works(run, 
         (["nowhere", "--codec", "mnn", "-o", "d/"], 1, "nowhere: "),
     ],
 )
-def test_what_transcode_refuses(run, argv, code, message):
+def test_transcode_invalid_inputs_are_refused(run, argv, code, message):
     run("encode", "kv.npz", "-o", "f/")
     before = {path.name: path.read_bytes() for path in Path("f").iterdir()}
     found = run("encode", *argv, code=code)
@@ -231,7 +231,7 @@ def test_what_transcode_refuses(run, argv, code, message):
     assert {path.name: path.read_bytes() for path in Path("f").iterdir()} == before
 
 
-def test_measure(run):
+def test_measure_dense_reports_sizes(run):
     run("encode", "kv.npz", "-o", "f/")
     run("encode", "kv.npz", "-o", "d/", "--codec", "dense", "--model", "model")
     said = run("measure", "kv.npz", "--dense", "--model", "model").out
@@ -265,12 +265,12 @@ def test_measure(run):
         (["--model", "model"], "--model is about packed files of MNN's"),
     ],
 )
-def test_what_measure_refuses(run, argv, message):
+def test_measure_dense_invalid_options_are_refused(run, argv, message):
     found = run("measure", "kv.npz", *argv, code=2)
     assert message in found.err and found.err.count("\n") == 1
 
 
-def test_k_and_v_decode_to_names_of_their_own(run):
+def test_dense_decode_k_and_v_get_separate_names(run):
     run("encode", "kv.npz", "-o", "d/", "--codec", "dense", "--rope", "none")
     for part in ("key", "value"):
         run("decode", f"d/layer_0.{part}.frame")
@@ -278,7 +278,7 @@ def test_k_and_v_decode_to_names_of_their_own(run):
     assert not Path("d/layer_0.npy").exists()
 
 
-def test_k_alone_with_axes(run):
+def test_dense_keys_alone_with_axes(run):
     np.save("keys.npy", np.load("k.npy").transpose(1, 0, 2)[None])
     run("encode", "keys.npy", "-o", "alone/", "--codec", "dense", "--axes", "lthd", "--rope", "none")
     run("encode", "k.npy", "-o", "plain/", "--codec", "dense", "--rope", "none")
@@ -287,14 +287,14 @@ def test_k_alone_with_axes(run):
     assert "kvmnn dense" in run("bench", "keys.npy", "--axes", "lthd", "--repeats", "1").out
 
 
-def test_verify_parts_an_array_as_encode_did(run):
+def test_dense_verify_needs_the_axes_of_encode(run):
     np.save("keys.npy", np.stack([np.load("k.npy").transpose(1, 0, 2)] * 2))
     run("encode", "keys.npy", "-o", "alone/", "--codec", "dense", "--axes", "lthd", "--rope", "none")
     assert "LOSSLESS" in run("verify", "alone", "--against", "keys.npy", "--axes", "lthd").out
     assert "by --axes, then part these, too" in run("verify", "alone", "--against", "keys.npy", code=1).err
 
 
-def test_the_rotation_that_was_used_is_kept(run):
+def test_dense_rope_is_recorded_in_the_manifest(run):
     made = json.loads(run("encode", "kv.npz", "-o", "d/", "--codec", "dense", "--model", "model", "--json").out)
     document = json.loads(Path("d/manifest.json").read_text())
     assert made["rope"] == ROPE and json.loads(run("inspect", "d", "--json").out)["inputs"][0]["rope"] == ROPE
@@ -303,7 +303,7 @@ def test_the_rotation_that_was_used_is_kept(run):
     assert "rope" not in Path("n/manifest.json").read_text()
 
 
-def test_dense_streams_alone_say_nothing_of_frames(run):
+def test_dense_manifest_omits_frame_settings(run):
     settings = ("effort", "codecs", "predictors", "hi_predictors")
     run("encode", "kv.npz", "-o", "d/", "--codec", "dense", "--rope", "none")
     run("encode", "kv.npz", "other.npz", "-o", "both/", "--codec", "dense", "--rope", "none")
@@ -314,7 +314,7 @@ def test_dense_streams_alone_say_nothing_of_frames(run):
     assert all(path.read_bytes() == Path("back", path.name).read_bytes() for path in Path("f").iterdir())
 
 
-def test_options_about_frames_are_told_of_where_none_is_made(run):
+def test_dense_unused_frame_options_are_noted(run):
     options = ["--codec", "dense", "--rope", "none", "--effort", "fast", "--allow-raw"]
     said = " ".join(run("encode", "kv.npz", "-o", "d/", *options).err.split())
     assert "note: all arrays became dense streams: --effort and --allow-raw changed none of them" in said
@@ -325,7 +325,7 @@ def test_options_about_frames_are_told_of_where_none_is_made(run):
 
 
 @pytest.mark.parametrize("of", ["arrays", "frames"])
-def test_an_output_that_exists_is_told_of_before_the_rotation_is_looked_for(run, monkeypatch, of):
+def test_dense_existing_output_is_refused_before_rope_search(run, monkeypatch, of):
     run("encode", "kv.npz", "-o", "f/")
     run("encode", "k.npy", "-o", "k.frame")
     Path("out").mkdir()

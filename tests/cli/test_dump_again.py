@@ -1,4 +1,4 @@
-"""``kvmnn decode --output-kind dump``: the KV dump that was encoded."""
+"""``kvmnn decode --output-kind dump`` restores the encoded KV dump."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_dump_comes_back(here: Path, run: Run) -> None:
+def test_decode_to_dump_restores_the_dump(here: Path, run: Run) -> None:
     run("encode", "dumps/run_1", "-o", "run_1/")
     said = run("decode", "run_1", "--output-kind", "dump", "-o", "back/").out
     assert "back/: a KV dump of 4 arrays and 2 metadata files" in said
@@ -34,7 +34,7 @@ def test_a_dump_comes_back(here: Path, run: Run) -> None:
     assert contents(Path("back")) == contents(Path("dumps/run_1"))
 
 
-def test_without_it_nothing_changes(here: Path, run: Run) -> None:
+def test_decode_without_output_kind_writes_arrays(here: Path, run: Run) -> None:
     run("encode", "dumps", "-o", "b/")
     run("decode", "b", "-o", "plain/")
     assert {path.suffix for path in Path("plain").iterdir()} == {".npy"}
@@ -55,7 +55,7 @@ def test_without_it_nothing_changes(here: Path, run: Run) -> None:
         ("b --output-kind dump --max-input-bytes 10 -o back/", 1, "above the limit of 10"),
     ],
 )
-def test_what_is_refused(here: Path, run: Run, argv: str, code: int, message: str) -> None:
+def test_decode_to_dump_invalid_requests_are_refused(here: Path, run: Run, argv: str, code: int, message: str) -> None:
     np.save("k.npy", np.ones((2, 3, 4), np.float16))
     run("encode", "k.npy")
     run("encode", "dumps", "-o", "b/")
@@ -63,7 +63,7 @@ def test_what_is_refused(here: Path, run: Run, argv: str, code: int, message: st
     assert Path("back").exists() == (code == 0)
 
 
-def test_the_error_is_one_line_whatever_a_name_has(here: Path, run: Run) -> None:
+def test_decode_to_dump_hostile_name_is_one_line_error(here: Path, run: Run) -> None:
     run("encode", "dumps", "-o", "b/")
     manifest = json.loads(Path("b/manifest.json").read_text())
     document = json.loads(manifest["metadata"]["kvmnn.dump"])

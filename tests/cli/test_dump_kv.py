@@ -1,4 +1,4 @@
-"""``kvmnn dump-kv``: the caches that a model has, in the forms that encode, measure and pack read."""
+"""``kvmnn dump-kv``: caches of a model in the formats that encode, measure and pack read."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def npy_files(folder: str) -> list[Path]:
     return sorted(Path(folder).glob("*.npy"))
 
 
-def test_the_words_that_the_model_computed(run: Callable[..., Any], model_says: Any) -> None:
+def test_dump_kv_equals_the_model(run: Callable[..., Any], model_says: Any) -> None:
     ids, layers = model_says
     found = dump(run)
     assert (found["label"], found["dtype"], found["tokens_kept"]) == ("UNCHANGED", "fp32", [TOKENS] * LAYERS)
@@ -59,7 +59,7 @@ def test_the_words_that_the_model_computed(run: Callable[..., Any], model_says: 
     assert found["bytes"] == sum(np.load(path).nbytes for path in npy_files("kv"))
 
 
-def test_rounding_is_said_and_counted(run: Callable[..., Any], model_says: Any) -> None:
+def test_dump_kv_reports_rounding(run: Callable[..., Any], model_says: Any) -> None:
     found = dump(run, "--dtype", "fp16")
     assert (found["label"], found["dtype"], found["rounded"]["from"]) == ("LOSSY", "fp16", "fp32")
     changed, worst = 0, 0.0
@@ -75,9 +75,7 @@ def test_rounding_is_said_and_counted(run: Callable[..., Any], model_says: Any) 
 
 
 @pytest.mark.parametrize("policy", ["streaming", "h2o_decayed_heads", "l2_fixed", "knorm"])
-def test_a_cut_cache_has_the_tokens_that_its_positions_name(
-    run: Callable[..., Any], model_says: Any, policy: str
-) -> None:
+def test_dump_kv_evicted_cache_matches_its_positions(run: Callable[..., Any], model_says: Any, policy: str) -> None:
     found = dump(run, "--policy", policy, "--budget", 20)
     assert (found["label"], found["tokens_kept"]) == ("LOSSY", [20] * LAYERS)
     positions = json.loads(Path("kv/positions.json").read_text())
@@ -97,7 +95,7 @@ def test_a_cut_cache_has_the_tokens_that_its_positions_name(
     ids=["whole", "layers unequal"],
 )
 @pytest.mark.parametrize("form", ["npy", "mnn"])
-def test_the_pipeline(run: Callable[..., Any], form: str, cut: tuple[str, ...]) -> None:
+def test_dump_kv_output_passes_all_other_verbs(run: Callable[..., Any], form: str, cut: tuple[str, ...]) -> None:
     """dump-kv -> encode -> verify -> decode, -> measure, -> pack -> unpack."""
     dump(run, "--format", form, *cut)
     inputs = npy_files("kv") if form == "npy" else ["kv"]
@@ -118,7 +116,7 @@ def test_the_pipeline(run: Callable[..., Any], form: str, cut: tuple[str, ...]) 
         assert (Path("plain") / path.name).read_bytes() == path.read_bytes()
 
 
-def test_an_mnn_dump_is_as_the_engine_lays_it_out(run: Callable[..., Any], model_says: Any) -> None:
+def test_dump_kv_mnn_format_has_the_engine_layout(run: Callable[..., Any], model_says: Any) -> None:
     dump(run, "--format", "mnn", "--dtype", "fp16", "--run-id", "r1")
     for layer, (keys, values) in enumerate(model_says[1]):
         meta = json.loads(Path(f"kv/r1/layer_{layer}/meta_t0_{TOKENS}.json").read_text())
@@ -129,14 +127,14 @@ def test_an_mnn_dump_is_as_the_engine_lays_it_out(run: Callable[..., Any], model
 
 
 @pytest.mark.slow
-def test_chunks_change_the_cut_but_not_the_size(run: Callable[..., Any]) -> None:
+def test_dump_kv_chunk_size_keeps_the_budget(run: Callable[..., Any]) -> None:
     at_once = dump(run, "--policy", "h2o_decayed", "--budget", 20)
     by_token = dump(run, "--policy", "h2o_decayed", "--budget", 20, "--chunk", 1, out="slow")
     assert at_once["tokens_kept"] == by_token["tokens_kept"] == [20] * LAYERS
 
 
 @pytest.mark.slow
-def test_a_text_that_is_shorter(run: Callable[..., Any], folder: Path) -> None:
+def test_dump_kv_short_text_is_noted(run: Callable[..., Any], folder: Path) -> None:
     (folder / "short.txt").write_text("def f(): pass\n")
     argv = ["dump-kv", FIXTURE, "--text", "short.txt", "-o", "kv"]
     found = json.loads(run(*argv, "--json").out)
@@ -147,7 +145,7 @@ def test_a_text_that_is_shorter(run: Callable[..., Any], folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_exists_is_replaced_only_if_forced(run: Callable[..., Any]) -> None:
+def test_dump_kv_existing_output_needs_force(run: Callable[..., Any]) -> None:
     dump(run)
     before = {path.name: path.stat().st_mtime_ns for path in Path("kv").iterdir()}
     argv = ["dump-kv", FIXTURE, "--text", TEXT, "--max-tokens", 5, "-o", "kv"]
@@ -180,7 +178,7 @@ def test_what_exists_is_replaced_only_if_forced(run: Callable[..., Any]) -> None
         ),
     ],
 )
-def test_one_line_and_nothing_written(
+def test_dump_kv_error_is_one_line_without_output(
     run: Callable[..., Any], folder: Path, argv: list[str], code: int, message: str
 ) -> None:
     (folder / "empty.txt").write_bytes(b"")
@@ -191,7 +189,7 @@ def test_one_line_and_nothing_written(
 
 
 @pytest.mark.slow
-def test_the_lossless_runtime_says_what_it_did_and_changes_no_word(run: Callable[..., Any]) -> None:
+def test_dump_kv_lossless_runtime_changes_no_number(run: Callable[..., Any]) -> None:
     keys = "front_n=2,block_tokens=16,hot_recent_tokens=8,hot_sink_tokens=4,h2o_trigger_min_tokens=16"
     spec = f"store:{keys},h2o_update_interval=1"
     plain = dump(run, "--chunk", 10)

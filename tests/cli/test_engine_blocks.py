@@ -1,4 +1,4 @@
-"""What cannot be written everywhere: blocks that stay blocks, read again, and what a cache said of itself."""
+"""Raw blocks and metadata of engine caches in outputs that cannot hold all of them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def flat(text: str) -> str:
 
 @pytest.mark.parametrize("path", ["q.session", "g.safetensors"])
 @pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
-def test_blocks_that_unpack_wrote_are_read_again(here: Path, run, path: str, suffix: str) -> None:
+def test_raw_blocks_of_unpack_are_read_again(here: Path, run, path: str, suffix: str) -> None:
     out = f"blocks{suffix}"
     run("mnn", "unpack", path, "--raw-blocks", "-o", out)
     listed = run("inspect", path, "--raw-blocks").out.splitlines()[1:]
@@ -44,7 +44,7 @@ def test_blocks_that_unpack_wrote_are_read_again(here: Path, run, path: str, suf
     assert "holds K and V" in run("plan", out, code=2).err
 
 
-def test_bytes_of_no_cache_are_still_asked_about(here: Path, run) -> None:
+def test_encode_raw_bytes_need_a_dtype(here: Path, run) -> None:
     np.savez("bytes.npz", **{"layer_0.key": np.zeros((2, 3, 4), np.uint8)})
     assert "raw bytes need a dtype" in run("encode", "bytes.npz", "-o", "o/", code=2).err
     why = "holds no array that can be encoded: member 'layer_0.key.npy': raw bytes need a dtype (--dtype fp16, bf16"
@@ -53,7 +53,7 @@ def test_bytes_of_no_cache_are_still_asked_about(here: Path, run) -> None:
     assert "folder/layer_0.key.npy: raw bytes need a dtype" in flat(run("inspect", "folder", code=1).err)
 
 
-def test_decode_says_what_has_no_place_in_a_folder(here: Path, run) -> None:
+def test_decode_to_folder_notes_lost_metadata(here: Path, run) -> None:
     run("encode", "x.session", "--kv-heads", 2, "-o", "x.zarr")
     run("encode", "x.session", "--kv-heads", 2, "--part", "stream=0", "-o", "f/")
     said = "does not say of what engine it is, nor which tokens it holds: .safetensors and .npz do"
@@ -66,8 +66,8 @@ def test_decode_says_what_has_no_place_in_a_folder(here: Path, run) -> None:
             assert cache is not None and cache.engine == "llama.cpp" and cache.token_ids is not None
 
 
-def test_decode_leaves_only_token_ids_out_of_an_npz(here: Path, run) -> None:
-    """The comment of an archive has room for 64 KiB."""
+def test_decode_to_npz_omits_long_token_ids_only(here: Path, run) -> None:
+    """The comment of an archive has at most 64 KiB."""
     tokens = 20_000
     shape = Shape(layers=1, heads=1, dims=2, value_dims=2)
     Path("long.session").write_bytes(llama_files.state(Random(3), shape, [tokens])[0])

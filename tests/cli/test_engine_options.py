@@ -1,4 +1,4 @@
-"""Options about caches of other engines: said where they do nothing, and of two inputs each for the one it is about."""
+"""Options for caches of other engines: refused without effect, and of two inputs applied to the matching one."""
 
 from __future__ import annotations
 
@@ -50,20 +50,20 @@ def flat(text: str) -> str:
         ("x.session --kv-heads 2 --raw-blocks", "quantised K and V"),
     ],
 )
-def test_what_says_nothing_to_a_cache_is_refused(here: Path, run, verb: str, said: str, about: str) -> None:
+def test_engine_option_without_effect_is_refused(here: Path, run, verb: str, said: str, about: str) -> None:
     found = flat(run(*verb.split(), *said.split(), code=2).err)
     path = said.split()[0]
     assert f"is about {about}, and {path} holds none" in found or f"nothing of what is said about {path}" in found
     assert not list(here.glob("o*"))
 
 
-def test_blocks_are_taken_of_what_has_them(here: Path, run) -> None:
+def test_raw_blocks_apply_to_quantised_caches_only(here: Path, run) -> None:
     assert "bytes [2, 5, " in run("inspect", "g.safetensors", "--raw-blocks").out
     assert "bytes [12, 4, 34]" in run("inspect", "q.session", "--raw-blocks").out
     run("encode", "q.session", "x.session", "--raw-blocks", "--kv-heads", 2, "-o", "both/")
 
 
-def test_of_two_inputs_an_option_is_for_the_one_that_it_is_about(here: Path, run) -> None:
+def test_diff_option_applies_to_the_matching_input(here: Path, run) -> None:
     run("mnn", "unpack", "x.session", "--kv-heads", 2, "-o", "x.npz")
     assert "equal" in run("diff", "x.npz", "x.session", "--kv-heads", 2, "--part", "stream=0").out
     run("encode", "q.session", "--raw-blocks", "-o", "blocks/")
@@ -75,15 +75,15 @@ def test_of_two_inputs_an_option_is_for_the_one_that_it_is_about(here: Path, run
 
 
 @pytest.mark.parametrize("argv", ["plain.npz --axes lhtd", "plain.npz --shape 7,3", "c.safetensors --axes htd"])
-def test_axes_that_fit_neither_input_are_refused(here: Path, run, argv: str) -> None:
+def test_diff_axes_matching_neither_input_are_refused(here: Path, run, argv: str) -> None:
     path, *said = argv.split()
     refused = flat(run("diff", path, path, *said, code=2).err)
     assert f"{said[0]} fits neither {path} nor {path}: their arrays have another number of axes" in refused
     run("diff", "plain.npz", "plain.npz", "--axes", "htd")
 
 
-def test_each_input_of_diff_has_undone_what_was_done_to_it(unpacked: Callable[[str], Path], run) -> None:
-    """Of one text by one model: K of the quantised cache is rotated, K of the other is not."""
+def test_diff_inverts_transforms_of_each_input(unpacked: Callable[[str], Path], run) -> None:
+    """One text by one model: K of the quantised cache is rotated, K of the other is not."""
     folder = unpacked("llama") / "b"
     rotated, plain = folder / "q4_fa.session.bin", folder / "f16.session.bin"
     diff = ("--kv-heads", 1, "--atol", 0.5)
@@ -105,14 +105,14 @@ def test_each_input_of_diff_has_undone_what_was_done_to_it(unpacked: Callable[[s
     assert "undo k-rotation: was done to neither of" in refused and "expected k-order" in refused
 
 
-def test_what_unpack_undid_is_not_undone_again(here: Path, run) -> None:
+def test_diff_does_not_invert_twice(here: Path, run) -> None:
     run("mnn", "unpack", "q.session", "--kv-heads", 2, "--invert", "k-rotation", "-o", "q.npz")
     found = run("diff", "q.session", "q.npz", "--kv-heads", 2, "--invert", "k-rotation")
     assert "q.session: undone: k-rotation" in found.err and "q.npz: undone: nothing" in found.err
     assert "equal" in found.out
 
 
-def test_a_batch_of_one_is_told_of_in_words(here: Path, run) -> None:
+def test_part_beyond_batch_of_one_is_refused(here: Path, run) -> None:
     arrays = {f"layer_0.{part}": np.ones((1, 2, 5, 8), np.float16) for part in ("key", "value")}
     np.savez("one.npz", **arrays)
     refused = run("measure", "one.npz", "--part", "batch=1", code=2).err
@@ -120,7 +120,7 @@ def test_a_batch_of_one_is_told_of_in_words(here: Path, run) -> None:
 
 
 @pytest.mark.parametrize("jobs", [(), ("--jobs", 1)])
-def test_one_text_of_a_batch_is_no_whole_file(here: Path, run, jobs: tuple[object, ...]) -> None:
+def test_encode_part_of_batch_notes_missing_file(here: Path, run, jobs: tuple[object, ...]) -> None:
     data, expected = mlx_files.cache(Random(3), mlx_files.Shape(batch=3))
     Path("b.safetensors").write_bytes(data)
     noted = run("encode", "b.safetensors", "--part", "batch=1", *jobs, "-o", "o/" if jobs else "o.frames")
@@ -134,7 +134,7 @@ def test_one_text_of_a_batch_is_no_whole_file(here: Path, run, jobs: tuple[objec
         assert all(back[name].tobytes() == expected[name][1].tobytes() for name in expected)
 
 
-def test_one_text_of_what_was_opened_whole_is_not_said_to_be_the_file(here: Path) -> None:
+def test_open_part_of_passthrough_batch_is_not_the_file(here: Path) -> None:
     data, _ = mlx_files.cache(Random(3), mlx_files.Shape(batch=3))
     Path("b.safetensors").write_bytes(data)
     whole = kvmnn.formats.ReadOptions(engine=kvmnn.formats.EngineOptions(passthrough=True))
@@ -143,7 +143,7 @@ def test_one_text_of_what_was_opened_whole_is_not_said_to_be_the_file(here: Path
 
 
 @pytest.mark.parametrize("how", [("--jobs", 2), ("--dask", "tcp://127.0.0.1:1")])
-def test_many_files_are_at_no_url(here: Path, run, how: tuple[object, ...]) -> None:
+def test_jobs_with_url_is_refused(here: Path, run, how: tuple[object, ...]) -> None:
     for verb in (("measure",), ("inspect",), ("verify",), ("encode", "-o", "o/")):
         refused = run(*verb, *how, "x.session", "s3://name:word@bucket/x.zarr", code=2).err
         said = "s3://bucket/x.zarr: --jobs and --dask take files and folders; without them stores at URLs"
@@ -152,12 +152,12 @@ def test_many_files_are_at_no_url(here: Path, run, how: tuple[object, ...]) -> N
 
 @pytest.mark.parametrize("argv", ["decode {} -o o.npz", "verify {}"])
 @pytest.mark.parametrize("path", ["x.session", "c.safetensors"])
-def test_a_cache_where_frames_are_expected_is_called_so(here: Path, run, argv: str, path: str) -> None:
+def test_decode_engine_cache_is_refused_by_name(here: Path, run, argv: str, path: str) -> None:
     said = run(*argv.format(path).split(), code=1).err
     assert f"{path}: is a cache of another engine, no frames: kvmnn encode makes frames of it" in flat(said)
 
 
-def test_jobs_are_not_named_where_an_original_is_a_folder(here: Path, run) -> None:
+def test_verify_against_folder_does_not_suggest_jobs(here: Path, run) -> None:
     Path("folder").mkdir()
     Path("folder/c.safetensors").write_bytes(Path("c.safetensors").read_bytes())
     run("encode", "c.safetensors", "-o", "f/")

@@ -1,4 +1,4 @@
-"""Bad input and bad output: one clear line, exit code 1 or 2, and nothing half-written."""
+"""Bad input and bad output: one clear line, exit code 1 or 2, no partial output."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def tree(folder: Path) -> dict[str, int]:
         ("decode side.frame --dtype fp32 -o x.npy", 2, "the manifest says fp16, not fp32"),
     ],
 )  # fmt: skip
-def test_one_line_and_nothing_left(here, capsys, argv, code, message):
+def test_error_is_one_line_without_output(here, capsys, argv, code, message):
     before = tree(here)
     capsys.readouterr()
     assert main(argv.split()) == code
@@ -133,7 +133,7 @@ def test_one_line_and_nothing_left(here, capsys, argv, code, message):
 
 
 @pytest.mark.skipif(os.geteuid() == 0 and not os.path.exists("/proc/self/attr"), reason="root writes everywhere")
-def test_an_unwritable_place(here, capsys):
+def test_unwritable_output_is_one_line_error(here, capsys):
     for argv in (["encode", "ok.npy", "-o", "/proc/x.frame"], ["decode", "bundle", "-o", "/proc/x/"]):
         assert main(argv) == 1
         said = capsys.readouterr().err
@@ -141,7 +141,7 @@ def test_an_unwritable_place(here, capsys):
         assert said.count("\n") == 1
 
 
-def test_damage_is_found_by_verify_and_decode(here, capsys):
+def test_damaged_frame_fails_verify_and_decode(here, capsys):
     data = bytearray(Path("bundle/v.frame").read_bytes())
     data[-1] ^= 1
     Path("bundle/v.frame").write_bytes(data)
@@ -155,7 +155,7 @@ def test_damage_is_found_by_verify_and_decode(here, capsys):
     assert tree(here) == before
 
 
-def test_a_difference_ends_with_one(here, capsys):
+def test_verify_difference_is_exit_code_1(here, capsys):
     other = KEYS.copy()
     other[1, 2, 3] += 1
     np.save("other.npy", other)
@@ -165,7 +165,7 @@ def test_a_difference_ends_with_one(here, capsys):
     assert said.out == ""
 
 
-def test_an_order_safetensors_cannot_hold(here, capsys):
+def test_decode_fortran_order_to_safetensors_is_refused(here, capsys):
     np.save("f.npy", np.asfortranarray(KEYS))
     assert main(["encode", "-q", "f.npy", "-o", "f.frame"]) == 0
     before = tree(here)
@@ -175,7 +175,7 @@ def test_an_order_safetensors_cannot_hold(here, capsys):
 
 
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt, OSError(28, "No space left on device")])
-def test_whatever_happens_while_working(here, capsys, monkeypatch, error):
+def test_error_during_work_leaves_no_output(here, capsys, monkeypatch, error):
     def fail(*_: object, **__: object) -> bytes:
         raise error
 
@@ -192,7 +192,7 @@ def test_whatever_happens_while_working(here, capsys, monkeypatch, error):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_large_output_through_a_pipe_is_whole(here, unbuffered):
+def test_large_output_through_pipe_is_complete(here, unbuffered):
     """With PYTHONUNBUFFERED a single write to a pipe may take only a part."""
     values = np.random.default_rng(0).standard_normal(1 << 20).astype(np.float16)
     np.save("big.npy", values)
@@ -212,7 +212,7 @@ def start(*argv: str, **options: object) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.slow
-def test_a_full_disk(here):
+def test_full_disk_leaves_no_output(here):
     before = tree(here)
     np.save("big.npy", np.random.default_rng(0).standard_normal(1 << 18).astype(np.float16))
     before = tree(here)
@@ -232,7 +232,7 @@ def test_a_full_disk(here):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_interrupted(here, number, code):
+def test_signal_leaves_no_output(here, number, code):
     np.save("big.npy", np.frombuffer(np.random.default_rng(0).bytes(96 << 20), np.float32))
     before = set(tree(here))
     process = start("encode", "big.npy", "-o", "x/", "--chunk-bytes", "1M")
@@ -249,7 +249,7 @@ def test_interrupted(here, number, code):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("threads", ["1", "2"])
-def test_interrupted_twice_in_calls_that_take_long(here, threads):
+def test_second_interrupt_ends_long_calls(here, threads):
     """A call of libzstd at its highest levels takes ten seconds and more for such a lane."""
     np.save("big.npy", np.frombuffer(np.random.default_rng(0).bytes(16 << 20), np.float16))
     before = set(tree(here))
@@ -269,7 +269,7 @@ def test_interrupted_twice_in_calls_that_take_long(here, threads):
 
 
 @pytest.mark.slow
-def test_a_reader_that_goes_away(here):
+def test_closed_pipe_is_exit_code_141(here):
     np.save("big.npy", np.random.default_rng(0).standard_normal(1 << 20).astype(np.float16))
     with start("encode", "big.npy", "-o", "-", "-q") as process:
         assert process.stdout is not None
@@ -282,7 +282,7 @@ def test_a_reader_that_goes_away(here):
 
 
 @pytest.mark.slow
-def test_an_error_nobody_listens_to(here):
+def test_full_standard_error_keeps_the_exit_code(here):
     with open("/dev/full", "wb") as full:
         process = start("encode", "cut.npy", "-o", "x.frame", stderr=full)
         assert process.communicate(timeout=60)[0] == b""
@@ -290,7 +290,7 @@ def test_an_error_nobody_listens_to(here):
 
 
 @pytest.mark.slow
-def test_standard_output_that_is_full(here):
+def test_full_standard_output_is_an_error(here):
     with open("/dev/full", "wb") as full:
         process = start("encode", "ok.npy", "-o", "-", "-q", stdout=full)
         _, err = process.communicate(timeout=60)

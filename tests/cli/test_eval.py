@@ -1,4 +1,4 @@
-"""``kvmnn eval``: what is printed and written, and one line for everything that cannot be."""
+"""``kvmnn eval``: its output and files, and one line for every error."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def cells(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_markdown_table(capsys, cells, tmp_path):
+def test_eval_prints_markdown_table(capsys, cells, tmp_path):
     code, out, err = run(capsys, *QUICK, "--resume", cells, "-o", tmp_path / "table.md")
     assert (code, err) == (0, f"kvmnn: note: 4 cells reused from {cells}\n")
     lines = out.splitlines()
@@ -60,7 +60,7 @@ def test_a_markdown_table(capsys, cells, tmp_path):
     assert (tmp_path / "table.md").read_text() == out
 
 
-def test_json_and_csv_have_the_same_numbers(capsys, cells, tmp_path):
+def test_eval_json_and_csv_have_equal_numbers(capsys, cells, tmp_path):
     code, out, err = run(capsys, *QUICK, "--resume", cells, "--json", "-o", tmp_path / "r.csv")
     reused, few, added = err.splitlines()
     assert (code, reused) == (0, f"kvmnn: note: 4 cells reused from {cells}")
@@ -81,7 +81,7 @@ def test_json_and_csv_have_the_same_numbers(capsys, cells, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_terminal_shows_progress_and_a_table(tmp_path):
+def test_eval_terminal_shows_progress_and_table(tmp_path):
     command = [sys.executable, "-m", "kvmnn", *QUICK, "--resume", str(tmp_path / "cells")]
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
@@ -105,7 +105,7 @@ def test_the_terminal_shows_progress_and_a_table(tmp_path):
 
 
 @pytest.mark.slow
-def test_plots(capsys, cells, tmp_path):
+def test_eval_plot_writes_files(capsys, cells, tmp_path):
     plots = tmp_path / "plots"
     code, _, err = run(capsys, *QUICK, "--plot", plots)
     assert code == 0
@@ -118,8 +118,8 @@ def test_plots(capsys, cells, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_prefix_store_changes_no_number(capsys, tmp_path):
-    """A fresh process for each configuration; what is no store is refused before anything is measured."""
+def test_eval_store_changes_no_number(capsys, tmp_path):
+    """A fresh process for each configuration; an invalid store is refused before measuring."""
     asked = [*QUICK, "--prefill-tokens", "40", "--json"]
     found = [json.loads(run(capsys, *asked, *more)[1]) for more in ([], ["--store", tmp_path / "s"]) for _ in "ab"]
     assert len({json.dumps([(row["nll"], row["accuracy"]) for row in each["rows"]]) for each in found}) == 1
@@ -132,7 +132,7 @@ def test_a_prefix_store_changes_no_number(capsys, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_preset(capsys):
+def test_eval_preset_runs_its_configurations(capsys):
     code, out, err = run(
         capsys,
         *BASE,
@@ -161,14 +161,14 @@ def test_a_preset(capsys):
 
 
 @pytest.mark.slow
-def test_a_budget_may_be_a_share_of_the_tokens(capsys):
+def test_eval_budget_as_percentage_of_tokens(capsys):
     code, out, _ = run(capsys, *QUICK, "--chunk", "24", "--budget", "25%", "62.5%", "--json")
     assert code == 0
     assert [row["budget"] for row in json.loads(out)["rows"]] == [None, 16, 12, 30]
 
 
 @pytest.mark.slow
-def test_notes_for_readers_of_json(capsys, tmp_path):
+def test_eval_json_contains_the_notes(capsys, tmp_path):
     text = tmp_path / "short.txt"
     text.write_text("import os\n")
     code, out, err = run(
@@ -189,7 +189,7 @@ def test_notes_for_readers_of_json(capsys, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_the_model_refuses_is_named_and_the_rest_is_there(capsys):
+def test_eval_refused_configuration_keeps_other_rows(capsys):
     code, out, err = run(
         capsys, *QUICK, "--policy", "h2o_tokens:recent=4,buffer=0", "--chunk", "24", "--max-masked", "0", "--json"
     )
@@ -232,14 +232,14 @@ def test_what_the_model_refuses_is_named_and_the_rest_is_there(capsys):
         (["--policy", "full", "--frame-dtype", "fp8"], "invalid choice"),
     ],
 )
-def test_usage(capsys, arguments, message):
+def test_eval_usage_errors(capsys, arguments, message):
     code, err = fails(capsys, "eval", FIXTURE, "--text", TEXTS[0], *arguments)
     assert code == 2
     assert message in err
 
 
 @pytest.mark.slow
-def test_data_that_cannot_be_used(capsys, tmp_path):
+def test_eval_unusable_text_is_one_line_error(capsys, tmp_path):
     policy = ["--policy", "recent_only", "--budget", "8", "--no-timing"]
     for name, data in {"empty": b"", "latin": "é".encode("latin-1")}.items():
         (tmp_path / name).write_bytes(data)
@@ -268,7 +268,7 @@ def test_data_that_cannot_be_used(capsys, tmp_path):
         assert message in err
 
 
-def test_damaged_models(capsys, tmp_path):
+def test_eval_damaged_model_is_one_line_error(capsys, tmp_path):
     graph = (FIXTURE / "model.onnx").read_bytes()
     rest = ["--text", TEXTS[0], "--policy", "streaming", "--budget", "16", "--max-tokens", "9", "--no-timing"]
     (tmp_path / "model.onnx").write_bytes(graph[: len(graph) // 2])
@@ -280,7 +280,7 @@ def test_damaged_models(capsys, tmp_path):
     assert str(tmp_path / "model.onnx") in err
 
 
-def test_outputs_are_refused_before_anything_is_measured(capsys, tmp_path):
+def test_eval_refuses_outputs_before_measuring(capsys, tmp_path):
     there = tmp_path / "there.md"
     there.write_text("mine")
     code, err = fails(capsys, *QUICK, "-o", there)
@@ -293,7 +293,7 @@ def test_outputs_are_refused_before_anything_is_measured(capsys, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["there.md"]
 
 
-def test_forced_output_replaces_the_file(capsys, cells, tmp_path):
+def test_eval_forced_output_replaces_the_file(capsys, cells, tmp_path):
     there = tmp_path / "there.md"
     there.write_text("mine")
     code, out, err = run(capsys, *QUICK, "--resume", cells, "-f", "-q", "-o", there)
@@ -303,7 +303,7 @@ def test_forced_output_replaces_the_file(capsys, cells, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_interrupted_it_leaves_cells_and_no_processes(capsys, tmp_path, number, code):
+def test_eval_interrupted_keeps_cells_and_ends_processes(capsys, tmp_path, number, code):
     path = tmp_path / "cells"
     arguments = [*QUICK, "--max-tokens", "200", "--resume", str(path), "--jobs", "2", "-o", str(tmp_path / "out.md")]
     with subprocess.Popen(
@@ -332,7 +332,7 @@ def test_interrupted_it_leaves_cells_and_no_processes(capsys, tmp_path, number, 
 
 
 @pytest.mark.slow
-def test_killed_and_resumed_it_gives_what_an_uninterrupted_run_gives(capsys, tmp_path):
+def test_eval_killed_and_resumed_equals_uninterrupted_run(capsys, tmp_path):
     arguments = [*QUICK, "--max-tokens", "120", "--policy", "l2_fixed:strategy=random", "--json"]
     path = tmp_path / "cells"
     for cells in (1, 3):  # killed twice, wherever it is then
@@ -364,7 +364,7 @@ def untimed(value):
 
 
 @pytest.mark.slow
-def test_without_a_policy_it_is_the_baseline(capsys):
+def test_eval_without_policy_is_the_baseline(capsys):
     code, out, err = run(capsys, *BASE, "--no-timing", "--chunk", "16")
     assert (code, err) == (0, "")
     assert out.splitlines()[2].startswith("| full | LOSSLESS |")
@@ -372,7 +372,7 @@ def test_without_a_policy_it_is_the_baseline(capsys):
 
 
 @pytest.mark.slow
-def test_without_onnxruntime(tmp_path):
+def test_eval_without_onnxruntime_is_exit_code_3(tmp_path):
     (tmp_path / "onnxruntime.py").write_text("raise ImportError('not here')\n")
     command = [sys.executable, "-m", "kvmnn", *QUICK]
     found = subprocess.run(

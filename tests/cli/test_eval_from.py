@@ -1,4 +1,4 @@
-"""``kvmnn eval --initial-cache``: a cache that some engine saved, what it is worth, and one line for what cannot be."""
+"""``kvmnn eval --initial-cache``: a cache that an engine saved, its scores, and one line for every error."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ FORMS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
-def test_a_cache_of_the_model_in_any_form(capsys, folder, tmp_path, monkeypatch, form):
-    """Equal to the model's own in every word, and in what it scores."""
+def test_eval_initial_cache_in_any_format(capsys, folder, tmp_path, monkeypatch, form):
+    """The cache equals the model's own bit for bit, and has the same scores."""
     monkeypatch.chdir(folder)
     made = tmp_path / "x"
     assert run(capsys, *FORMS[form], made)[0] == 0
@@ -72,7 +72,7 @@ def test_a_cache_of_the_model_in_any_form(capsys, folder, tmp_path, monkeypatch,
 
 
 @pytest.mark.slow
-def test_a_table_and_its_json(capsys, folder, tmp_path):
+def test_eval_initial_cache_table_and_json(capsys, folder, tmp_path):
     asked = [*BASE, "--initial-cache", folder / "a.session", "--policy", "streaming", "--budget", "16"]
     code, out, err = run(capsys, *asked, "-o", tmp_path / "r.json")
     assert (code, err) == (0, "")
@@ -93,14 +93,14 @@ def test_a_table_and_its_json(capsys, folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_notes_that_begin_with_a_file_keep_its_name(capsys, folder, monkeypatch):
+def test_eval_initial_cache_notes_name_the_file(capsys, folder, monkeypatch):
     monkeypatch.chdir(folder)
     code, out, _ = run(capsys, *BASE, "--initial-cache", "a.pt", "--part", "batch=1", "--token-ids", "ids.json")
     assert code == 0 and "a.pt: text 1 of a batch of 2" in " ".join(out.split())
 
 
 @pytest.mark.slow
-def test_options_about_the_cache(capsys, folder):
+def test_eval_initial_cache_part_and_token_ids(capsys, folder):
     ids = ["--token-ids", folder / "ids.json"]
     code, _, err = run(capsys, *BASE, "--initial-cache", folder / "a.pt", "--part", "batch=1", *ids, "-q")
     assert (code, err) == (0, "")
@@ -115,7 +115,7 @@ def test_options_about_the_cache(capsys, folder):
     )
 
 
-def test_options_that_do_nothing_are_refused(capsys, folder):
+def test_eval_initial_cache_unused_options_are_refused(capsys, folder):
     cache = ["--initial-cache", folder / "a.session"]
     for more, said in (
         (["--token-ids", "1,2"], "--token-ids is about the cache of --initial-cache, which is missing"),
@@ -135,7 +135,7 @@ def test_options_that_do_nothing_are_refused(capsys, folder):
     assert code == 2 and "h2o_decayed ranks tokens by the attention that they drew" in err
 
 
-def test_caches_that_are_none(capsys, folder, tmp_path):
+def test_eval_initial_cache_unreadable_is_one_line_error(capsys, folder, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "no\x1b[31m.session").write_bytes((folder / "a.session").read_bytes()[:-1])
     for path in (tmp_path / "missing", tmp_path / "empty", tmp_path / "no\x1b[31m.session", TEXT, MODEL / "model.onnx"):
@@ -148,8 +148,8 @@ def test_caches_that_are_none(capsys, folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_interrupt_leaves_nothing(folder, tmp_path):
-    """Killed while a process measures: its files of K and V go, and finished cells stay."""
+def test_eval_initial_cache_interrupt_removes_temporary_files(folder, tmp_path):
+    """Interrupted while a process measures: files of K and V are removed, finished cells stay."""
     command = [sys.executable, "-P", "-m", "kvmnn", *BASE, "--initial-cache", str(folder / "kv"), "--chunk", "1"]
     command[command.index("56")] = "1500"
     with subprocess.Popen(

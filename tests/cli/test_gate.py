@@ -1,4 +1,4 @@
-"""``kvmnn gate`` on logs: from logs to a verdict, exit codes, files, and options that say nothing."""
+"""``kvmnn gate`` on logs: verdicts, exit codes, files, and options without effect."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def table(here, run):
     return Path("m.csv")
 
 
-def test_parse(here, run) -> None:
+def test_gate_parse_writes_rows(here, run) -> None:
     assert run("gate", "parse", "logs", "-o", "m.json").out == "2 rows of llm_bench from 2 logs, in m.json\n"
     document = json.loads(Path("m.json").read_text())
     assert (document["kind"], len(document["rows"])) == ("llm_bench", 2)
@@ -42,7 +42,7 @@ def test_parse(here, run) -> None:
     assert "holds no table rows" in run("gate", "parse", "logs", "--strict", code=1).err
 
 
-def test_a_verdict_fits_a_terminal(table, run, monkeypatch) -> None:
+def test_gate_check_verdict_fits_a_terminal(table, run, monkeypatch) -> None:
     monkeypatch.setattr(sys.stdout.__class__, "isatty", lambda self: True, raising=False)
     for words in ("", " --strict --baseline plain/run_0001.log", " --limit decode_baseline=9"):
         shown = run(*(CHECK + words).split(), code=1 if words else 0).out.splitlines()
@@ -51,7 +51,7 @@ def test_a_verdict_fits_a_terminal(table, run, monkeypatch) -> None:
     assert any(line.startswith("FAIL  decode drop") for line in shown)
 
 
-def test_check_json_and_exit_codes(table, run) -> None:
+def test_gate_check_json_and_exit_codes(table, run) -> None:
     found = json.loads(run(*CHECK.split(), "--json").out)
     assert (found["verb"], found["verdict"], found["gate"]["lossy_best"]) == ("gate check", "pass", "3.1140")
     assert run(*CHECK.split(), "-q").out == run(*CHECK.split()).out
@@ -59,14 +59,14 @@ def test_check_json_and_exit_codes(table, run) -> None:
     assert json.loads(failing.out)["failure"] == "lossy ratio fail"
 
 
-def test_a_case_of_no_limits_is_said(table, run) -> None:
+def test_gate_check_unknown_case_is_noted(table, run) -> None:
     words = CHECK.replace("runtime_store", "runtime_stor").split()
     said = " ".join(run(*words).err.split())
     assert "runtime_stor is none of the fork's cases (did you mean 'runtime_store'?): only the common limits" in said
     assert "none of" not in run(*CHECK.split()).err
 
 
-def test_limits_of_case_file_and_options_stand_over_each_other(table, run) -> None:
+def test_gate_check_limits_of_case_file_and_options_merge(table, run) -> None:
     Path("g.json").write_text('{"max_lossless_queue_peak": 1, "lossy_target": 1}')
     limits = json.loads(run(*CHECK.split(), "--gates", "g.json", "--limit", "lossy_target=2", "--json", code=1).out)[
         "limits"
@@ -75,7 +75,7 @@ def test_limits_of_case_file_and_options_stand_over_each_other(table, run) -> No
     assert limits["max_lossless_decomp_us"] == 70000
 
 
-def test_baselines(table, run) -> None:
+def test_gate_check_baseline_modes(table, run) -> None:
     def gate(*words: str, code: int = 0) -> dict[str, str]:
         return json.loads(run(*CHECK.split(), "--json", *words, code=code).out)["gate"]
 
@@ -90,7 +90,7 @@ def test_baselines(table, run) -> None:
     assert len(Path("h.jsonl").read_text().splitlines()) == 3
 
 
-def test_a_round(table, run) -> None:
+def test_gate_summary_of_a_round(table, run) -> None:
     run(*CHECK.split(), "-o", "round")
     assert "exists already" in run(*CHECK.split(), "-o", "round", code=1).err
     run("gate", "demo", "without", "with", "--case", "llm_demo_store", "-o", "round", "--run-order", "baseline_first")
@@ -101,8 +101,8 @@ def test_a_round(table, run) -> None:
     assert strict.out.startswith("FAIL: llm_demo, 3 pass, 2 fail, 2 unclear; 1 run without, 1 with compression\n")
 
 
-def test_a_round_fits_a_terminal(table, run) -> None:
-    """Reasons are long where much does not pass."""
+def test_gate_summary_fits_a_terminal(table, run) -> None:
+    """Reasons are long if many gates fail."""
     limits = "lossy_target=9,lossless_target=9,max_lossless_queue_peak=0"
     words = f"--strict --limit {limits} --limit max_lossless_decomp_us=1"
     run(*CHECK.split(), *words.split(), "-o", "round", code=1)
@@ -112,7 +112,7 @@ def test_a_round_fits_a_terminal(table, run) -> None:
     assert " ".join(" ".join(shown).split()).count("queue peak fail") == 1
 
 
-def test_files_that_are_no_round_are_not_replaced(table, run) -> None:
+def test_gate_output_keeps_foreign_files(table, run) -> None:
     Path("mine").mkdir()
     Path("mine/summary.md").write_text("mine")
     assert "is not of a round" in run(*CHECK.split(), "-o", "mine", code=1).err
@@ -142,11 +142,11 @@ def test_files_that_are_no_round_are_not_replaced(table, run) -> None:
         ("chek m.csv", "did you mean 'check'"),
     ],
 )
-def test_usage(here, run, words: str, said: str) -> None:
+def test_gate_usage_errors(here, run, words: str, said: str) -> None:
     assert said in run("gate", *words.split(), code=2).err
 
 
-def test_bad_data_is_one_line(here, run) -> None:
+def test_gate_bad_data_is_one_line_error(here, run) -> None:
     Path("b.csv").write_text("model,test\nx,1\n")
     Path("bin.csv").write_bytes(bytes(range(256)) * 20)
     for words in (

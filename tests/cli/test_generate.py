@@ -1,4 +1,4 @@
-"""``kvmnn generate``: both texts, where they part, what was kept; and one clear line where it cannot."""
+"""``kvmnn generate``: both texts, their first difference, kept tokens; one clear line for errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def document(found: SimpleNamespace) -> Any:
     return json.loads(found.out)
 
 
-def test_both_texts_side_by_side(generate: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_shows_both_texts_side_by_side(generate: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     asked = [FIXTURE, "--prompt", PROMPT, "--policy", "streaming", "--budget", 8, "--max-new-tokens", 24]
     said = generate(*asked).out
@@ -54,7 +54,7 @@ def test_both_texts_side_by_side(generate: Callable[..., Any], monkeypatch: pyte
 
 
 @pytest.mark.slow
-def test_a_large_budget_gives_the_same_text(generate: Callable[..., Any]) -> None:
+def test_generate_large_budget_gives_equal_text(generate: Callable[..., Any]) -> None:
     asked = [FIXTURE, "--prompt", PROMPT, "--policy", "h2o_decayed_heads", "--budget", 400, "--max-new-tokens", 12]
     found = document(generate(*asked, "--json"))
     assert (found["label"], found["equal"], found["first_difference"]) == ("LOSSLESS", True, None)
@@ -62,7 +62,7 @@ def test_a_large_budget_gives_the_same_text(generate: Callable[..., Any]) -> Non
     assert "equal: all 12 new tokens" in generate(*asked).out
 
 
-def test_the_full_cache_alone(generate: Callable[..., Any]) -> None:
+def test_generate_without_policy_uses_the_full_cache(generate: Callable[..., Any]) -> None:
     found = document(generate(FIXTURE, "--prompt", PROMPT, "--max-new-tokens", 6, "--json"))
     assert (found["label"], found["cut"], found["policy"]["policy"]) == ("LOSSLESS", None, "full")
     said = generate(FIXTURE, "--prompt", PROMPT, "--max-new-tokens", 6).out
@@ -70,7 +70,7 @@ def test_the_full_cache_alone(generate: Callable[..., Any]) -> None:
 
 
 @pytest.mark.slow
-def test_prompts_from_files_and_model_named_by_its_file(generate: Callable[..., Any], tmp_path: Path) -> None:
+def test_generate_prompt_file_and_model_file(generate: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "prompt.txt").write_text(PROMPT, encoding="utf-8")
     tail = ["--max-new-tokens", 8, "--json"]
     by_text = document(generate(FIXTURE, "--prompt", PROMPT, *tail))
@@ -80,21 +80,21 @@ def test_prompts_from_files_and_model_named_by_its_file(generate: Callable[..., 
 
 
 @pytest.mark.slow
-def test_packed_layouts_hold_the_same_cache(generate: Callable[..., Any]) -> None:
+def test_generate_packed_layout_gives_equal_ids(generate: Callable[..., Any]) -> None:
     asked = [FIXTURE, "--prompt", PROMPT, "--policy", "streaming", "--budget", 16, "--max-new-tokens", 10, "--json"]
     plain, packed = document(generate(*asked)), document(generate(*asked, "--layout", "x86-avx2"))
     assert plain["cut"]["ids"] == packed["cut"]["ids"]
 
 
 @pytest.mark.slow
-def test_seeds_draw_the_same_text_again(generate: Callable[..., Any]) -> None:
+def test_generate_seed_reproduces_the_text(generate: Callable[..., Any]) -> None:
     asked = [FIXTURE, "--prompt", PROMPT, "--max-new-tokens", 12, "--temperature", 1.5, "--top-k", 50, "--json"]
     one, again, other = (document(generate(*asked, "--seed", seed)) for seed in (7, 7, 8))
     assert one["full"]["ids"] == again["full"]["ids"] != other["full"]["ids"]
     assert one["sampling"] == {"temperature": 1.5, "top_k": 50, "seed": 7}
 
 
-def test_quiet_prints_the_result_alone(generate: Callable[..., Any]) -> None:
+def test_generate_quiet_prints_only_the_result(generate: Callable[..., Any]) -> None:
     found = generate(FIXTURE, "--prompt", "x", "--max-new-tokens", 2, "-q")
     assert "new tokens" in found.out and found.err == ""
 
@@ -127,11 +127,13 @@ def test_quiet_prints_the_result_alone(generate: Callable[..., Any]) -> None:
         (["--prompt", "x", "--layout", "nope", "--max-new-tokens", "2"], 1, "nope"),
     ],
 )
-def test_one_line_and_a_code(generate: Callable[..., Any], argv: list[str], code: int, message: str) -> None:
+def test_generate_error_is_one_line_with_exit_code(
+    generate: Callable[..., Any], argv: list[str], code: int, message: str
+) -> None:
     assert message in generate(FIXTURE, *argv, code=code).err
 
 
-def test_a_model_that_is_none(generate: Callable[..., Any], tmp_path: Path) -> None:
+def test_generate_damaged_model_is_refused(generate: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "model.onnx").write_bytes((FIXTURE / "model.onnx").read_bytes()[:5000])
     shutil.copy(FIXTURE / "tokenizer.json", tmp_path)
     assert "model.onnx" in generate(tmp_path, "--prompt", "x", code=1).err
@@ -142,7 +144,9 @@ def test_a_model_that_is_none(generate: Callable[..., Any], tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["tokenizers", "onnxruntime"])
-def test_a_missing_package_is_named(generate: Callable[..., Any], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_missing_package_is_named(
+    generate: Callable[..., Any], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     assert (
         f"this needs the package {name}: pip install onnxruntime onnx tokenizers"
@@ -151,7 +155,7 @@ def test_a_missing_package_is_named(generate: Callable[..., Any], name: str, mon
 
 
 @pytest.mark.slow
-def test_a_store(generate: Callable[..., Any], tmp_path: Path) -> None:
+def test_generate_store_reuses_the_prompt(generate: Callable[..., Any], tmp_path: Path) -> None:
     asked = [FIXTURE, "--prompt", PROMPT * 3, "--max-new-tokens", 3, "--store", tmp_path / "store"]
     first, again = document(generate(*asked, "--json")), document(generate(*asked, "--json"))
     assert (first["full"]["store"]["tokens"], first["full"]["store"]["put"]["known_tokens"]) == (0, 0)

@@ -35,7 +35,7 @@ def config(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_eval(run: Run, config: Path) -> None:
+def test_eval_h2o_engine_reports_the_planner(run: Run, config: Path) -> None:
     asked = ["eval", FIXTURE, "--text", TEXT, "--max-tokens", 96, "--prefill-tokens", 60, "--no-timing", "--threads", 1]
     asked += ["--policy", "h2o_engine", "--engine-config", config]
     found = json.loads(run(*asked, "--json", "-q").out)
@@ -53,7 +53,7 @@ def test_eval(run: Run, config: Path) -> None:
 
 
 @pytest.mark.slow
-def test_generate_and_dump(run: Run, config: Path, tmp_path: Path) -> None:
+def test_generate_and_dump_kv_h2o_engine(run: Run, config: Path, tmp_path: Path) -> None:
     prompt = TEXT.read_text(encoding="utf-8")[:300]
     model = [FIXTURE, "--policy", "h2o_engine:block_tokens=4", "--engine-config", config]
     asked = ["generate", *model, "--prompt", prompt, "--max-new-tokens", 16]
@@ -65,7 +65,7 @@ def test_generate_and_dump(run: Run, config: Path, tmp_path: Path) -> None:
     assert min(json.loads(run(*written).out)["tokens_kept"]) < 90
 
 
-def test_plan_takes_the_configuration_and_options_say_more(run: Run, config: Path, tmp_path: Path) -> None:
+def test_plan_engine_config_is_overridden_by_options(run: Run, config: Path, tmp_path: Path) -> None:
     attention = np.random.default_rng(4).random((4, 1, 200), dtype=np.float32)
     np.save(tmp_path / "a.npy", attention)
     for options, more in (
@@ -86,7 +86,7 @@ def test_plan_takes_the_configuration_and_options_say_more(run: Run, config: Pat
 
 
 @pytest.mark.parametrize("verb", ["eval", "generate", "plan"])
-def test_configurations_that_are_of_no_use(run: Run, verb: str, tmp_path: Path) -> None:
+def test_engine_config_invalid_is_refused(run: Run, verb: str, tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.ones((2, 100), np.float32))
     base: dict[str, list[object]] = {
         "eval": ["eval", FIXTURE, "--text", TEXT, "--policy", "h2o_engine"],

@@ -1,4 +1,4 @@
-"""Help as an 80-column terminal shows it: no line is longer, nothing is cut, every option says what it does."""
+"""Help in an 80-column terminal: no line is longer, nothing is cut, every option is described."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
 PARSERS = parsers()
 
 
-def test_every_verb_stands_in_one_group() -> None:
+def test_help_lists_each_verb_in_one_group() -> None:
     assert sorted(PARSERS) == sorted(["kvmnn", *SUBCOMMANDS, *COMMANDS])
     assert len(set(COMMANDS)) == len(COMMANDS)
     shown = PARSERS["kvmnn"].format_help()
@@ -46,7 +46,7 @@ def test_every_verb_stands_in_one_group() -> None:
 
 @pytest.mark.parametrize("columns", [80, 60])
 @pytest.mark.parametrize("verb", sorted(PARSERS))
-def test_lines_fit_the_terminal(verb, columns, monkeypatch) -> None:
+def test_help_lines_fit_the_terminal(verb, columns, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     parser = PARSERS[verb]
     for shown in (parser.format_help(), parser.format_usage()):
@@ -56,8 +56,8 @@ def test_lines_fit_the_terminal(verb, columns, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("verb", sorted(PARSERS))
-def test_words_are_whole(verb, monkeypatch) -> None:
-    """What a narrow terminal shows are the words that a wide one shows."""
+def test_help_of_any_width_has_equal_words(verb, monkeypatch) -> None:
+    """A narrow terminal shows the words that a wide one shows."""
 
     def words(columns: int) -> list[str]:
         monkeypatch.setenv("COLUMNS", str(columns))
@@ -67,7 +67,7 @@ def test_words_are_whole(verb, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("verb", COMMANDS)
-def test_every_option_says_what_it_does(verb) -> None:
+def test_help_describes_every_option(verb) -> None:
     for action, text in collect_help(PARSERS[verb]).items():
         assert text, action
         assert "(default " not in text, f"{action}: (default: ...)"
@@ -76,8 +76,8 @@ def test_every_option_says_what_it_does(verb) -> None:
             assert "default" in text, f"{action}: says nothing of its default"
 
 
-def test_flags_are_the_same_everywhere() -> None:
-    """One option, one letter, one meaning; what only older scripts say is hidden."""
+def test_options_have_equal_flags_in_all_verbs() -> None:
+    """Each option has one letter and one meaning; flags of older versions are hidden."""
     seen: dict[str, set[tuple[str, ...]]] = {}
     for verb in COMMANDS:
         shown = {action for action in collect_help(PARSERS[verb]) if action.option_strings}
@@ -104,14 +104,14 @@ def test_help_is_short_and_has_three_examples(verb, run, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("verb", COMMANDS)
-def test_examples_parse(verb) -> None:
+def test_help_examples_parse(verb) -> None:
     for example in PARSERS[verb].examples:
         assert example.startswith(f"kvmnn {verb} ")
         parse_command_line(shlex.split(example)[1:])
 
 
 @pytest.mark.parametrize("verb", ["store", "gate"])
-def test_every_action_has_a_short_help_with_an_example(verb, run, monkeypatch) -> None:
+def test_help_of_actions_is_short_and_has_examples(verb, run, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     actions = store._SPEC_BY_ACTION if verb == "store" else gate._OPTIONS_BY_ACTION
     for action in actions:
@@ -120,7 +120,7 @@ def test_every_action_has_a_short_help_with_an_example(verb, run, monkeypatch) -
         assert any(line.startswith(f"  kvmnn {verb} {action} ") for line in shown), action
 
 
-def test_rare_options_are_folded(run, monkeypatch) -> None:
+def test_help_folds_rare_options(run, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     for verb in ("encode", "inspect", "mnn pack", "measure"):
         assert "--layer-order" not in run(*verb.split(), "--help").out
@@ -131,8 +131,7 @@ def test_rare_options_are_folded(run, monkeypatch) -> None:
         assert max(map(len, shown.splitlines())) <= 80
 
 
-def test_an_action_has_a_help_of_its_own(run) -> None:
-    """What it says nothing to is not in it, nor what it does not take."""
+def test_help_of_store_actions_lists_their_options_only(run) -> None:
     for action, options in store._SPEC_BY_ACTION.items():
         shown = run("store", action, "--help-all").out
         assert shown.startswith(f"usage: kvmnn store [options] {action} STORE{' [IN ...]' * bool(options.inputs)}\n")
@@ -157,17 +156,17 @@ def test_an_action_has_a_help_of_its_own(run) -> None:
         (["completion", "fsh"], "'fish'"),
     ],
 )
-def test_did_you_mean(run, argv, meant) -> None:
+def test_misspelt_words_get_suggestions(run, argv, meant) -> None:
     assert f"did you mean {meant}" in run(*argv, code=2).err
 
 
-def test_did_you_mean_a_backend() -> None:
+def test_misspelt_backend_gets_suggestion() -> None:
     with pytest.raises(KvmnnError, match="did you mean 'arm64-fp16'"):
         get_backend("arm64_fp16")
 
 
-def test_options_do_not_become_more() -> None:
-    """Options of the whole program, and of all verbs, each counted once for each verb that has it, hidden or not."""
+def test_option_slots_are_at_most_650() -> None:
+    """Options of all verbs, counted once for each verb that has them, hidden ones and help included."""
     slots = {
         verb: [action for action in PARSERS[verb]._actions if action.option_strings] for verb in ("kvmnn", *COMMANDS)
     }

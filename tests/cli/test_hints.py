@@ -1,4 +1,4 @@
-"""What a user meets who has the wrong folder, axes or file: what is said, and what to do."""
+"""A wrong folder, wrong axes or a wrong file: the message names the problem and the remedy."""
 
 from __future__ import annotations
 
@@ -47,21 +47,21 @@ def flat(text: str) -> str:
         ("encode keys.npy -o x/ --codec dense --rope none", "lthd"),
     ],
 )
-def test_many_heads_of_few_tokens_are_told_of(run, argv: str, axes: str) -> None:
+def test_hint_many_heads_of_few_tokens(run, argv: str, axes: str) -> None:
     said = flat(run(*argv.split()).err)
     assert f"is read as 40 kv heads of 2 tokens: where tokens come first, --axes {axes} says so" in said
     turned = [word for word in argv.split() if word not in ("--axes", "2lhtd")]
     assert "read as" not in run(*turned, "--axes", axes, *(["-f"] if "-o" in argv else [])).err
 
 
-def test_nothing_is_said_of_heads_where_nothing_looks_at_them(run) -> None:
+def test_hint_heads_only_where_they_matter(run) -> None:
     for argv in ("encode keys.npy -o x/", "measure kv.npz", "verify x --against keys.npy"):
         assert "read as" not in run(*argv.split()).err
     np.savez("short.npz", **{name: np.ones((16, 1, 8), np.float16) for name in ("layer_0.key", "layer_0.value")})
     assert "read as" not in run("measure", "short.npz").err
 
 
-def test_both_columns_of_frames_say_of_what_they_are(run) -> None:
+def test_measure_columns_name_the_axis_order(run) -> None:
     real = run("measure", "kv.npz", "--encode").out
     dense = run("measure", "kv.npz", "--dense", "--rope", "none").out
     assert "measured, [token, kv_head, head_dim] as dumps have them" in flat(real)
@@ -77,7 +77,7 @@ def test_both_columns_of_frames_say_of_what_they_are(run) -> None:
 
 
 @pytest.mark.parametrize("form", [["f.npz"], ["f.frames"], ["f.zarr"], ["key.npy", "value.npy"]])
-def test_arrays_in_fortran_order_are_taken_as_others_are(run, form: list[str]) -> None:
+def test_fortran_order_arrays_equal_c_order(run, form: list[str]) -> None:
     arrays = dict(np.load("kv.npz"))
     np.savez("f.npz", **{name: np.asfortranarray(words) for name, words in arrays.items()})
     for part in ("key", "value"):  # [layer, kv_head, token, dimension], big-endian
@@ -103,7 +103,7 @@ def test_arrays_in_fortran_order_are_taken_as_others_are(run, form: list[str]) -
 @pytest.mark.parametrize(
     "name", mark_most_slow(["m@1@0@12ab@float16.pt", "m@1@0@12ab@half@3.pt", "m@1@0@12ab@bfloat16.data"], 3)
 )
-def test_a_page_is_inspected_without_its_shape(run, name: str) -> None:
+def test_inspect_page_without_shape(run, name: str) -> None:
     np.arange(512, dtype=np.uint16).tofile(name)
     assert "1 array to encode" in run("inspect", name).out
     assert json.loads(run("inspect", "--jobs", 1, name).out)["document"]["inputs"][0]["arrays"][0]["shape"] == [512]
@@ -120,7 +120,7 @@ def test_diff_of_two_sessions_needs_no_heads(run) -> None:
         assert "--kv-heads N" in run("diff", *argv, code=2).err
 
 
-def test_diff_says_that_nothing_was_compared(run) -> None:
+def test_diff_without_common_arrays_is_reported(run) -> None:
     np.savez("other.npz", **{f"layer_0.{part}": np.ones((3, 5, 8), np.float16) for part in ("key", "value")})
     said = run("diff", "--atol", 0.1, "kv.npz", "other.npz", code=1).out
     assert (
@@ -129,7 +129,7 @@ def test_diff_says_that_nothing_was_compared(run) -> None:
 
 
 @pytest.mark.parametrize("kind", ["vllm", "npz", "frames"])
-def test_one_folder_too_high(run, kind: str) -> None:
+def test_hint_parent_folder_of_a_cache(run, kind: str) -> None:
     Path("top/req").mkdir(parents=True)
     if kind == "vllm":
         np.savez("one.npz", kv_cache=np.ones((2, 8, 2, 8), np.float16))
@@ -143,13 +143,13 @@ def test_one_folder_too_high(run, kind: str) -> None:
     assert f"; {name!r} in it is what kvmnn reads: name that, or --jobs N takes" in said
 
 
-def test_json_that_is_no_manifest(run) -> None:
+def test_hint_json_that_is_no_manifest(run) -> None:
     Path("index.json").write_text('{"a": 1}')
     said = run("mnn", "pack", "index.json", "--backend", "arm64-fp16", "--name", "s", "-o", "q/", code=1).err
     assert 'index.json: schema: is missing: a manifest of kvmnn says "schema": "kvmnn-manifest"' in flat(said)
 
 
-def test_store_says_which_models_it_takes(run) -> None:
+def test_store_names_accepted_models(run) -> None:
     said = flat(run("store", "--help-all").out)
     assert "the folder of an MNN model, with its .mnn file, or of a llama.cpp FILE.gguf" in said
     Path("hf").mkdir()
@@ -158,7 +158,7 @@ def test_store_says_which_models_it_takes(run) -> None:
     assert "has no .mnn file" in said and "--fingerprint TEXT names a model" in said
 
 
-def test_numbers_of_one_stream_have_separators_and_units(run) -> None:
+def test_inspect_stream_numbers_have_separators_and_units(run) -> None:
     from kvmnn import dense
 
     words = np.load("kv.npz")["layer_0.key"].repeat(4, axis=0)
@@ -173,13 +173,13 @@ def test_numbers_of_one_stream_have_separators_and_units(run) -> None:
     )
 
 
-def test_one_kv_head(run) -> None:
+def test_pack_one_kv_head_is_singular(run) -> None:
     np.savez("one.npz", **{f"layer_0.{part}": np.ones((1, 5, 8), np.float16) for part in ("key", "value")})
     said = run("mnn", "pack", "one.npz", "--backend", "arm64-fp16", "--name", "s", "-o", "q/").out
     assert "1 kv head x 8 dims" in said
 
 
-def test_a_cast_that_changed_nothing_is_lossless(run) -> None:
+def test_pack_cast_without_change_is_lossless(run) -> None:
     words = {f"layer_0.{part}": np.full((1, 5, 8), 1.5, np.float32) for part in ("key", "value")}
     np.savez("one.npz", **words)
     said = run("mnn", "pack", "one.npz", "--backend", "arm64-fp16", "--cast", "--name", "s", "-o", "q/").out

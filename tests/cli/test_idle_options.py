@@ -1,4 +1,4 @@
-"""An option that would do nothing is refused, with what to use instead."""
+"""An option without effect is refused, and the message names the alternative."""
 
 from __future__ import annotations
 
@@ -94,13 +94,13 @@ def test_options_without_effect_are_refused(here, run, argv, said):
         "compressor export w.bin --onnx --precision fp32 -o onnx/",
     ],
 )
-def test_options_that_count_are_taken(here, run, argv):
+def test_options_with_effect_are_accepted(here, run, argv):
     if "--onnx" in argv:
         pytest.importorskip("onnx")
     run(*argv.split())
 
 
-def test_messages_name_the_options_that_the_verb_has(here, run):
+def test_messages_name_options_of_the_verb(here, run):
     write_prefix(Path("noise"), arrays(2, 2, 64, 8), capacity=64)  # tells nothing
     said = run(
         "mnn",

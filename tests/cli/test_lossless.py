@@ -27,7 +27,7 @@ def config(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_eval_scores_the_same_and_says_the_ratios(run: Run, config: Path) -> None:
+def test_eval_lossless_keeps_scores_and_reports_ratios(run: Run, config: Path) -> None:
     asked: list[Any] = [
         "eval",
         FIXTURE,
@@ -63,7 +63,7 @@ def test_eval_scores_the_same_and_says_the_ratios(run: Run, config: Path) -> Non
 
 
 @pytest.mark.slow
-def test_generate_writes_the_same_text(run: Run, config: Path) -> None:
+def test_generate_lossless_gives_equal_text(run: Run, config: Path) -> None:
     prompt = TEXT.read_text(encoding="utf-8")[:300]
     asked = ["generate", FIXTURE, "--prompt", prompt, "--policy", "h2o_heads:recent=50%", "--budget", 64]
     asked += ["--max-new-tokens", 6]
@@ -93,13 +93,13 @@ def test_generate_writes_the_same_text(run: Run, config: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_be(run: Run, options: list[str], message: str) -> None:
+def test_lossless_invalid_options_are_refused(run: Run, options: list[str], message: str) -> None:
     for verb in (["generate", FIXTURE, "--prompt", "x"], ["eval", FIXTURE, "--text", TEXT, "--policy", "streaming"]):
         err = run(*verb, *options, code=2).err
         assert message in err and err.count("\n") == 1
 
 
-def test_a_mistake_in_the_file_is_told_of_the_file(run: Run, tmp_path: Path) -> None:
+def test_lossless_invalid_engine_config_names_the_file(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "c.json"
     path.write_text('{"kv_lossless_frontn": 1}')
     err = run("generate", FIXTURE, "--prompt", "x", "--lossless", "store", "--engine-config", path, code=2).err
@@ -107,7 +107,7 @@ def test_a_mistake_in_the_file_is_told_of_the_file(run: Run, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_columns_of_the_runtime_are_explained(run: Run) -> None:
+def test_lossless_runtime_columns_are_explained(run: Run) -> None:
     asked = ["--lossless", "probe", "--max-tokens", 3]
     for out in (
         run("generate", FIXTURE, "--prompt", "def", "--max-new-tokens", 2, "--lossless", "probe").out,
@@ -117,7 +117,7 @@ def test_columns_of_the_runtime_are_explained(run: Run) -> None:
 
 
 @pytest.mark.slow
-def test_nothing_stored_is_said_and_why(run: Run) -> None:
+def test_lossless_nothing_encoded_is_explained(run: Run) -> None:
     asked = ["generate", FIXTURE, "--prompt", "def", "--max-new-tokens", 2, "--lossless", "store"]
     out = run(*asked).out
     assert "full: nothing was encoded: layers held" in out and "a first block needs 512" in " ".join(out.split())

@@ -1,4 +1,4 @@
-"""`--jobs`: each of many files by itself, as the verb alone does it."""
+"""`--jobs`: each of many files is processed as the verb alone processes it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ VERBS = [verb for verb in BATCH_COMMANDS if verb != "compressor verify"]  # whic
 
 
 @pytest.mark.slow
-def test_weight_files_below_a_folder_are_verified(tmp_path, capsys):
+def test_jobs_verify_weight_files_below_a_folder(tmp_path, capsys):
     sample = hostile_files.samples()["weights"]
     (tmp_path / "in").mkdir()
     for name, data in sample.files.items():
@@ -72,8 +72,8 @@ def test_weight_files_below_a_folder_are_verified(tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", VERBS)
-def test_the_documents_are_those_of_the_verb_alone(here, capsys, verb):
-    """All four verbs on the same tree: paths in order, documents word for word, no more on standard error."""
+def test_jobs_documents_equal_the_verb_alone(here, capsys, verb):
+    """All four verbs on one tree: paths in order, equal documents, nothing more on standard error."""
     tree = "in"
     if verb == "verify":
         assert main(["encode", "--jobs", "2", "in", "-o", "frames", "-q"]) == 0
@@ -102,7 +102,7 @@ def test_the_documents_are_those_of_the_verb_alone(here, capsys, verb):
 
 
 @pytest.mark.slow
-def test_encode_has_the_same_folders_below_its_output(here, capsys):
+def test_jobs_encode_mirrors_folders_in_output(here, capsys):
     assert main(["encode", "--jobs", "2", "in", "in/../extra.npy", "-o", "out"]) == 1
     assert "extra.npy: no such file" in capsys.readouterr().err
     np.save("extra.npy", HALF)
@@ -119,7 +119,7 @@ def test_encode_has_the_same_folders_below_its_output(here, capsys):
 
 
 @pytest.mark.slow
-def test_encode_without_output_writes_beside(here, capsys):
+def test_jobs_encode_without_output_writes_next_to_inputs(here, capsys):
     assert main(["encode", "--jobs", "1", "in"]) == 0
     assert Path("in/b/c/z.npz.frames/manifest.json").exists()
     assert Path("in/b/layer_3.key.npy.frame.json").exists()
@@ -130,7 +130,7 @@ def test_encode_without_output_writes_beside(here, capsys):
 
 
 @pytest.mark.slow
-def test_one_output_that_exists_is_one_failure(here, capsys):
+def test_jobs_existing_output_is_one_failure(here, capsys):
     Path("out/b").mkdir(parents=True)
     Path("out/b/layer_3.key.npy.frame.json").write_text("mine")
     assert main(["encode", "--jobs", "2", "in", "-o", "out"]) == 1
@@ -144,7 +144,7 @@ def test_one_output_that_exists_is_one_failure(here, capsys):
 
 
 @pytest.mark.slow
-def test_run_of_several_folders_into_one_output_is_noted(here, capsys):
+def test_jobs_several_folders_into_one_output_are_noted(here, capsys):
     Path("more").mkdir()
     np.savez("more/other.npz", **KV)
     assert main(["encode", "--jobs", "1", "in", "more/", "-o", "out", "-q"]) == 0
@@ -157,7 +157,7 @@ def test_run_of_several_folders_into_one_output_is_noted(here, capsys):
 
 
 @pytest.mark.slow
-def test_folders_of_what_failed_are_not_left(here, capsys):
+def test_jobs_failed_files_leave_no_folders(here, capsys):
     Path("bad/x/y").mkdir(parents=True)
     Path("bad/x/y/z.npy").write_bytes(b"damaged")
     assert main(["encode", "--jobs", "1", "bad", "-o", "new/out"]) == 1
@@ -195,7 +195,7 @@ def test_folders_of_what_failed_are_not_left(here, capsys):
         ("measure --jobs 2 in --resume gone/r", 1, "gone/r: cannot be written: No such file or directory"),
     ],
 )
-def test_what_is_refused_before_anything_is_begun(here, capsys, argv, code, message):
+def test_jobs_invalid_requests_are_refused_first(here, capsys, argv, code, message):
     shutil.copytree("in", "copy")
     before = hostile_files.contents(here)
     assert main(argv.split()) == code
@@ -207,7 +207,7 @@ def test_what_is_refused_before_anything_is_begun(here, capsys, argv, code, mess
     assert hostile_files.contents(here) == before
 
 
-def test_a_line_of_every_file_that_failed_names_it(here, capsys):
+def test_jobs_error_lines_name_the_file(here, capsys):
     np.savez("in/half.npz", **{"layer_0.key": HALF})
     assert main(["measure", "--jobs", "1", "in"]) == 1
     said = {line["path"]: line["error"] for line in lines(capsys) if not line["ok"]}
@@ -218,7 +218,7 @@ def test_a_line_of_every_file_that_failed_names_it(here, capsys):
     assert capsys.readouterr().err == f"kvmnn: error: {error}\n"
 
 
-def test_dense_streams_are_measured(here, capsys):
+def test_jobs_measure_dense_equals_the_verb_alone(here, capsys):
     assert main(["measure", "--jobs", "1", "in/a.npz", "--dense", "--rope", "dims=4"]) == 0
     (line,) = lines(capsys)
     assert main(["measure", "in/a.npz", "--dense", "--rope", "dims=4", "--json"]) == 0
@@ -228,8 +228,8 @@ def test_dense_streams_are_measured(here, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_terminal_gets_lines_of_text(here, capsys, monkeypatch, verb):
-    """One for each file, with what comes first of its document; JSON on request; with -q those that failed."""
+def test_jobs_terminal_gets_lines_of_text(here, capsys, monkeypatch, verb):
+    """One line for each file with a summary of its document; JSON on request; with -q only failures."""
     Path("in/b/bad.npz").write_bytes(b"damaged")
     Path("in/b/layer_3.key.npy").unlink()
     tree = "in"
@@ -257,8 +257,8 @@ def test_a_terminal_gets_lines_of_text(here, capsys, monkeypatch, verb):
     assert [line["ok"] for line in lines(capsys)] == [True, True, False, True]
 
 
-def test_a_line_has_what_changes_the_meaning_of_its_sizes(tmp_path):
-    """Room after the tokens, frames larger than the file, numbers that blocks stand for; JSON has it, too."""
+def test_jobs_lines_qualify_sizes(tmp_path):
+    """Unused capacity, frames larger than the file, dequantised numbers: text and JSON name them."""
     mlx, llama, frames = (str(tmp_path / name) for name in ("c.safetensors", "q.session", "c.frames"))
     Path(mlx).write_bytes(mlx_files.cache(Random(3), mlx_files.Shape(dims=32, value_dims=32))[0])
     shape = llama_files.Shape(k_type="q8_0", v_type="q8_0")
@@ -279,8 +279,8 @@ def test_a_line_has_what_changes_the_meaning_of_its_sizes(tmp_path):
 
 
 @pytest.mark.slow
-def test_resumed(here, capsys):
-    """What is there is printed as it was; what failed is tried again; what changed is done again, and told of."""
+def test_jobs_resume_repeats_failed_and_changed_files(here, capsys):
+    """Finished files are printed as before; failed and changed ones run again, with a note."""
     Path("in/b/bad.npz").write_bytes(b"damaged")
     argv = ["measure", "--jobs", "1", "in/b", "--resume", "done.jsonl"]
     assert main(argv) == 1
@@ -311,8 +311,8 @@ def test_resumed(here, capsys):
 
 
 @pytest.mark.slow
-def test_resumed_with_other_positions_beside_an_array(here, capsys):
-    """They are read with the array, and are in its frames."""
+def test_jobs_resume_notices_changed_positions(here, capsys):
+    """positions.json is read with the array and is part of its frames."""
     np.save("in/layer_0.key.npy", KV["layer_0.key"])
     tokens = KV["layer_0.key"].shape[1]
     argv = ["encode", "--jobs", "1", "in/layer_0.key.npy", "-o", "out", "--resume", "r"]
@@ -328,8 +328,8 @@ def test_resumed_with_other_positions_beside_an_array(here, capsys):
 
 
 @pytest.mark.slow
-def test_resumed_outputs(here, capsys):
-    """What kvmnn wrote and nobody changed is replaced when its input changes; what was changed only with -f."""
+def test_jobs_resume_replaces_own_outputs_only(here, capsys):
+    """Unchanged outputs of kvmnn are replaced when their input changes; changed ones need -f."""
     argv = ["encode", "--jobs", "1", "in/a.npz", "in/b/c", "-o", "out", "--resume", "r"]
     again = "kvmnn: note: 1 file in r, changed since then or without output, done again"
     assert main(argv) == 0
@@ -359,7 +359,7 @@ def test_resumed_outputs(here, capsys):
 
 
 @pytest.mark.slow
-def test_a_saved_cache_that_is_damaged_is_a_failed_line(here, capsys):
+def test_jobs_damaged_torch_cache_is_a_failed_line(here, capsys):
     path = save(Path("in/b/c/cache.pt"), pairs(1))
     assert main(["inspect", "--jobs", "1", "in/b/c"]) == 0
     whole = path.read_bytes()
@@ -375,7 +375,7 @@ def test_a_saved_cache_that_is_damaged_is_a_failed_line(here, capsys):
 
 
 @pytest.mark.slow
-def test_names_that_are_not_utf_8(here, capsys):
+def test_jobs_non_utf8_names(here, capsys):
     name = os.fsdecode(b"in/b/\xff\n\x1b.npz")
     shutil.copy("in/a.npz", name)
     assert main(["encode", "--jobs", "1", "in", "-o", "out", "--resume", "r"]) == 0
@@ -390,8 +390,8 @@ def test_names_that_are_not_utf_8(here, capsys):
 
 
 @pytest.mark.slow
-def test_hostile_files(tmp_path, capsys, monkeypatch):
-    """Every sample cut, flipped and whole: one line each, never more, and an error where the verb alone has one."""
+def test_jobs_hostile_files_are_one_line_each(tmp_path, capsys, monkeypatch):
+    """Every sample cut, flipped and complete: one line each, and an error where the verb alone has one."""
     monkeypatch.chdir(tmp_path)
     number = 0
     for name, sample in hostile_files.samples().items():
@@ -428,7 +428,7 @@ def test_hostile_files(tmp_path, capsys, monkeypatch):
 # -- as work for any executor ------------------------------------------------------------------------------------------
 
 
-def test_a_verb_as_work(here):
+def test_command_work_runs_a_verb(here):
     work = CommandWork.from_words("measure", "--encode")
     outcome = work(Task("in/a.npz"))
     assert outcome.error is None
@@ -448,14 +448,14 @@ def test_a_verb_as_work(here):
         (("measure", "--threads", "2"), "--threads is about a run"),
     ],
 )
-def test_words_that_make_no_work(words, message):
+def test_command_work_invalid_words_are_refused(words, message):
     with pytest.raises(OptionError, match=message):
         CommandWork.from_words(*words)
 
 
 @pytest.mark.slow
-def test_the_first_process_loads_no_formats(tmp_path: Path) -> None:
-    """Others find the files, which takes all formats."""
+def test_jobs_first_process_loads_no_formats(tmp_path: Path) -> None:
+    """Other processes search for the files, which requires all formats."""
     np.save(tmp_path / "a.npy", np.zeros((4, 8), np.float16))
     code = (
         "import sys; from kvmnn.cli import main\n"

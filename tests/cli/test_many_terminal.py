@@ -46,7 +46,7 @@ def in_terminal(*argv: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", ["encode", "measure", "inspect"])
-def test_many_files_in_a_terminal_end_without_a_warning(verb: str) -> None:
+def test_jobs_terminal_ends_without_warning(verb: str) -> None:
     output = ["-o", "out/"] if verb == "encode" else []
     shown = in_terminal("-m", "kvmnn", verb, "--jobs", "2", "in", *output)
     assert [line[:16] for line in shown] == [f"ok      in/{number}.npz"[:16] for number in range(6)]
@@ -65,7 +65,7 @@ for done in run_tasks(["in/0.npz", "in/1.npz"], size):
 
 
 @pytest.mark.slow
-def test_a_script_without_a_guard_gets_one_line(tmp_path: Path) -> None:
+def test_script_without_main_guard_is_one_line_error(tmp_path: Path) -> None:
     Path("script.py").write_text(UNGUARDED)
     done = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (1, "")

@@ -1,4 +1,4 @@
-"""``kvmnn measure`` as people use it: documents, tables, exit codes, and nothing half-written."""
+"""``kvmnn measure``: documents, tables, exit codes, no partial output."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_both_documents_are_written(here, run):
+def test_measure_writes_json_and_markdown(here, run):
     said = run("measure", "dump", "--out-json", "new/deep/a.json", "--out-md", "new/a.md").out
     made = json.loads(Path("new/deep/a.json").read_text())
     assert made["dump_dir"] == str(here / "dump")
@@ -73,26 +73,26 @@ def _damaged(name: str) -> str:
         ("x.zarr", "x.zarr: array 'layer_1.key': its words do not match the sha256 that kvmnn noted down"),
     ],
 )
-def test_a_damaged_input_is_an_error(tmp_path, monkeypatch, run, name, where, options):
+def test_measure_damaged_input_is_an_error(tmp_path, monkeypatch, run, name, where, options):
     monkeypatch.chdir(tmp_path)
     said = run("measure", _damaged(name), *options.split(), "--threads", 2, code=1)
     assert said.out == "" and where in said.err.replace("\n", " ")
 
 
-def test_a_damaged_input_among_many_is_not_ok(tmp_path, monkeypatch, run):
+def test_measure_damaged_input_with_jobs_is_a_failed_line(tmp_path, monkeypatch, run):
     monkeypatch.chdir(tmp_path)
     line = json.loads(run("measure", _damaged("x.pt"), "--jobs", 1, "--json", code=1).out.splitlines()[0])
     assert line["ok"] is False and "the data does not match its checksum" in line["error"]
 
 
-def test_what_is_given_twice_does_not_count_twice(here, run):
+def test_measure_overlapping_inputs_are_refused(here, run):
     for argv in (["dump", "dump/"], ["dump", "./dump"]):
         assert "is given twice, and would count twice" in run("measure", *argv, code=2).err
     assert "_t0_40.bin: is taken twice: the inputs overlap" in run("measure", "dump", "dump/run/layer_0", code=2).err
     assert "overlap" in run("measure", "dump", "dump/run/layer_0", "--analysis", "x/", code=2).err
 
 
-def test_what_was_left_out_is_named(here, run):
+def test_measure_names_skipped_files(here, run):
     write_dump(Path("dump"), 3, 0, K.astype("<f4"), V.astype("<f4"))
     said = run("measure", "dump", "--strict-fp16")
     assert f"skipped: 2 skip_fp32_strict ({here}/dump/run/layer_2/meta_t0_40.json, ...)" in said.out
@@ -109,7 +109,7 @@ def test_what_was_left_out_is_named(here, run):
         ("--layer-ids 0,2", ["0", "2"], "2 of 3 layers, 40 tokens each"),
     ],
 )
-def test_a_total_says_of_what_it_is(here, run, options, layers, said):
+def test_measure_total_names_layers_and_tokens(here, run, options, layers, said):
     assert f"\ntotal: {said}\n" in run("measure", "dump", *options.split()).out
     made = json.loads(run("measure", "dump", "--json", *options.split()).out)["breakdown"]
     total = made["overall"]
@@ -118,13 +118,13 @@ def test_a_total_says_of_what_it_is(here, run, options, layers, said):
     assert [layer["tokens"] for layer in made["layers"].values()] == [40] * len(layers)
 
 
-def test_all_layers_are_measured_whatever_they_hold(here, run):
+def test_measure_layers_of_unequal_lengths(here, run):
     write_dump(Path("other"), 0, 0, K, V)
     write_dump(Path("other"), 5, 0, K[:7], V[:7])
     assert "\ntotal: 2 layers, 7 to 40 tokens each\n" in run("measure", "other").out
 
 
-def test_an_output_that_exists_stays(here, run):
+def test_measure_existing_output_needs_overwrite(here, run):
     Path("a.json").write_text("mine")
     arguments = ("measure", "dump", "--out-json", "a.json", "--out-md", "a.md")
     assert "a.json: exists already (--force replaces it)" in run(*arguments, code=1).err
@@ -133,7 +133,7 @@ def test_an_output_that_exists_stays(here, run):
     assert json.loads(Path("a.json").read_text())["schema_version"] == 3
 
 
-def test_an_input_is_never_overwritten(here, run):
+def test_measure_output_that_is_an_input_is_refused(here, run):
     target = next(Path("dump").rglob("k_*.bin"))
     before = target.read_bytes()
     assert "is the input itself" in run("measure", "dump", "--out-json", target, "--force", code=1).err
@@ -155,7 +155,7 @@ USAGE = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), USAGE)
-def test_bad_options_exit_2(here, run, arguments, message):
+def test_measure_usage_error_is_exit_code_2(here, run, arguments, message):
     said = run("measure", *arguments, code=2)
     assert said.err.startswith("kvmnn: error: ") and message in said.err and not said.out
 
@@ -172,13 +172,13 @@ DATA = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), DATA)
-def test_bad_data_exits_1_and_leaves_nothing(here, run, arguments, message):
+def test_measure_bad_data_is_exit_code_1_without_output(here, run, arguments, message):
     Path("empty").mkdir()
     assert message in run("measure", *arguments, code=1).err
     assert sorted(path.name for path in here.iterdir()) == ["dump", "empty"]
 
 
-def test_json_says_which_number_is_which(here, run):
+def test_measure_json_explains_its_numbers(here, run):
     made = json.loads(run("measure", "dump", "--json", "--encode", "--front-n", "3").out)
     assert (made["verb"], made["label"]) == ("measure", "LOSSLESS")
     assert set(made["breakdown"]["meaning"]) == {"simulated", "limit", "stored"}
@@ -199,7 +199,7 @@ def test_json_says_which_number_is_which(here, run):
     assert "limit_bytes" not in made["breakdown"]["overall"]
 
 
-def test_fp32_stands_beside_fp16(here, run):
+def test_measure_fp32_is_shown_next_to_fp16(here, run):
     said = run("measure", "dump", "--to-fp16", "--fp32").out
     assert "\ntotal fp32 " in said and "\nlayer 2 fp32 " in said and "\nlayer 0 fp32 " not in said
     assert "\nfp32: 1 layer, simulated too: fp32 words as they are, nothing rounded" in said
@@ -252,7 +252,7 @@ def test_measure_fp32_is_measured_as_fp32_unless_to_fp16(here, run):
         (["--min-seq-len", "99999"], "Left out: 3 of 3 by --min-seq-len or --max-seq-len"),
     ],
 )
-def test_measure_nothing_left_says_which_option_left_it_out(here, run, argv, said):
+def test_measure_nothing_left_names_the_option(here, run, argv, said):
     told = run("measure", "dump", *argv, code=1).err
     assert said in told.replace("\n", " ") and "--dump-dir" not in told
 
@@ -267,17 +267,17 @@ def test_measure_nothing_left_says_which_option_left_it_out(here, run, argv, sai
         (["--to-fp16", "x", "--jobs", "1"], "--to-fp16 is not for --jobs and --dask"),
     ],
 )
-def test_measure_to_fp16_without_directory_refused_where_it_would_do_nothing(here, run, argv, said):
+def test_measure_to_fp16_without_effect_is_refused(here, run, argv, said):
     assert said in run("measure", "dump", *argv, code=2).err
 
 
-def test_the_table_of_real_frames_says_so(here, run):
+def test_measure_encode_table_is_labelled_stored(here, run):
     said = run("measure", "dump", "--encode", "--front-n", "3", "--to-fp16").out
     assert "STORED: frames as MNN makes them were encoded, decoded and compared: LOSSLESS" in said
     assert "LOSSY: 1 fp32 entries were rounded to fp16" in said
 
 
-def test_several_inputs_and_other_sources(here, run):
+def test_measure_sources_of_equal_numbers_agree(here, run):
     np.savez("kv.npz", k=K.transpose(1, 0, 2), v=V.transpose(1, 0, 2))
     np.save("k.npy", K.transpose(1, 0, 2))
     np.save("v.npy", V.transpose(1, 0, 2))
@@ -297,7 +297,7 @@ def test_several_inputs_and_other_sources(here, run):
 
 
 @pytest.mark.slow
-def test_it_runs_as_a_program_with_a_bar(here):
+def test_measure_runs_as_a_program(here):
     done = subprocess.run(
         [sys.executable, "-m", "kvmnn", "measure", "dump", "-q", "--threads", "2"], capture_output=True, text=True
     )
@@ -305,7 +305,7 @@ def test_it_runs_as_a_program_with_a_bar(here):
     assert "simulated" in done.stdout
 
 
-def test_analyses_are_written(here, run):
+def test_measure_analysis_writes_its_files(here, run):
     Path("log.csv").write_text("run_id,prompt_tokens\nrun,257\n")
     said = run("measure", "dump", "--analysis", "an", "--run-log", "log.csv").out
     assert "Dumps that could not be read whole: 1" in said
@@ -318,7 +318,7 @@ def test_analyses_are_written(here, run):
     assert sorted(path.name for path in Path("an2").iterdir()) == ["layer_metrics.csv", "summary.md"]
 
 
-def test_a_tree_is_converted(here, run):
+def test_measure_to_fp16_converts_a_tree(here, run):
     said = run("measure", "dump", "--to-fp16", "half", code=1)
     assert "LOSSY: 1 dump rounded to fp16, 0 copied, 1 skipped" in said.out
     assert "1 dump not converted, first: " in said.err

@@ -1,4 +1,4 @@
-"""What is said of inputs and outputs that a verb cannot use: what they are, and what to do instead."""
+"""Messages about inputs and outputs that a verb cannot use: what they are, and what to do instead."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def here(tmp_path, monkeypatch, run):
 
 @pytest.mark.parametrize("verb", ["verify", "decode", "inspect"])
 @pytest.mark.parametrize(("name", "what"), [("a.txt", "it looks like text"), ("m.onnx", "it looks like an ONNX model")])
-def test_what_is_no_frame_is_told_of_by_what_it_looks_like(here, run, verb, name, what):
+def test_unknown_file_is_described_by_its_content(here, run, verb, name, what):
     said = run(verb, name, code=1).err
     assert f"{name}: not a file kvmnn knows: {what}" in said
     assert "stream" not in said
 
 
 @pytest.mark.parametrize("argv", ["compressor export {}", "compressor run {} kv.npz --axes htd"])
-def test_what_is_no_weight_file_is_told_of_by_what_it_looks_like(here, run, argv):
+def test_wrong_weight_file_is_described_by_its_content(here, run, argv):
     expected = "expected a compressor's weight file (.bin), which kvmnn compressor convert makes of a checkpoint"
     assert f"a.txt: {expected}; it looks like text" in run(*argv.format("a.txt").split(), code=1).err
     assert f"m.onnx: {expected}; it looks like an ONNX model" in run(*argv.format("m.onnx").split(), code=1).err
@@ -52,7 +52,7 @@ def test_what_is_no_weight_file_is_told_of_by_what_it_looks_like(here, run, argv
 
 @pytest.mark.parametrize("name", ["c.pth", "c", "old"])
 @pytest.mark.parametrize("verb", ["verify", "compressor export", "decode", "encode"])
-def test_a_checkpoint_is_named_and_sent_to_convert(here, run, verb, name):
+def test_checkpoint_message_names_convert(here, run, verb, name):
     Path("c").write_bytes(Path("c.pth").read_bytes())
     Path("old").write_bytes(pickle.dumps(0x1950A86A20F9469CFC6C, 2) + bytes(range(100)))
     said = run(verb, name, code=1).err
@@ -67,7 +67,7 @@ def test_a_checkpoint_is_named_and_sent_to_convert(here, run, verb, name):
 
 
 @pytest.mark.parametrize("name", ["k.npy.frame", "plain"])
-def test_a_frame_is_encoded_again_only_where_its_bytes_are_said_to_be_words(here, run, name):
+def test_encode_frame_needs_explicit_dtype(here, run, name):
     Path("plain").write_bytes(kvmnn.encode(np.ones(41, np.float16)))
     for argv in (f"encode {name} -o q.frame", f"bench {name}"):
         said = run(*argv.split(), code=1).err
@@ -82,7 +82,7 @@ def test_a_frame_is_encoded_again_only_where_its_bytes_are_said_to_be_words(here
     assert "is a frame already" not in run("encode", "broken.frame", code=2).err
 
 
-def test_convert_of_an_exported_npz_says_what_to_export_instead(here, run):
+def test_convert_exported_npz_suggests_other_export(here, run):
     run("compressor", "export", "w.bin", "-o", "y.npz", "-q")
     said = run("compressor", "convert", "y.npz", "z.bin", code=1).err
     assert "y.npz: is a .npz file of arrays, which is not read as a checkpoint: kvmnn compressor export -o" in said
@@ -108,7 +108,7 @@ def test_usage_errors_exit_2_and_leave_nothing(here, run, argv, said):
 
 
 @pytest.mark.parametrize("part", ["k", "v"])
-def test_the_file_of_a_layer_that_was_cut_is_named(here, run, part):
+def test_truncated_layer_file_is_named(here, run, part):
     sample = packed_samples.write_prefix(here / "sys", packed_samples.arrays(3, 2, 30, 4), capacity=32)
     size = os.path.getsize(f"sys/sys_1.{part}") - 4
     os.truncate(f"sys/sys_1.{part}", size)
@@ -130,14 +130,14 @@ def test_the_file_of_a_layer_that_was_cut_is_named(here, run, part):
         (np.zeros(4, np.uint8), "raw bytes need a dtype (--dtype fp16, bf16, fp32)"),
     ],
 )
-def test_advice_about_numpy_types(here, run, array, said):
+def test_encode_unsupported_numpy_type_gets_advice(here, run, array, said):
     np.save("a.npy", array)
     code = 2 if "--dtype" in said else 1
     assert f"a.npy: {said}" in run("encode", "a.npy", code=code).err.replace("numpy type int16", "int16")
 
 
 @pytest.mark.parametrize("dtype", [None, "fp16", "fp32"])
-def test_frames_one_after_another_are_another_function_s(dtype):
+def test_decode_concatenated_frames_suggests_decode_all(dtype):
     frames = b"".join(map(kvmnn.encode, WORDS.astype(np.float16 if dtype == "fp16" else np.float32)))
     with pytest.raises(FrameError, match=r"; it is 2 frames one after another, which decode_all takes$"):
         kvmnn.decode(frames, dtype=dtype)
@@ -148,7 +148,7 @@ def test_frames_one_after_another_are_another_function_s(dtype):
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 @pytest.mark.parametrize("argv", ["inspect k.npy", "decode k.npy.frame -o -", "verify k.npy.frame --json"])
-def test_a_full_standard_output_is_named(here, monkeypatch, argv):
+def test_full_standard_output_is_named(here, monkeypatch, argv):
     from kvmnn.cli import main
 
     said = []
@@ -163,7 +163,7 @@ def test_a_full_standard_output_is_named(here, monkeypatch, argv):
 # -- diff -------------------------------------------------------------------------------------------------------------
 
 
-def test_weight_files_are_compared(here, run):
+def test_diff_compares_weight_files(here, run):
     words = f"{(os.path.getsize('w.bin') - 44 - 12 * 12) // 2:,}"
     assert run("diff", "w.bin", "w.bin").out == f"equal: {words} words, bit by bit\n"
     run("compressor", "export", "w.bin")
@@ -183,7 +183,7 @@ def test_weight_files_are_compared(here, run):
     assert f"1 of {words} words differ" in said
 
 
-def test_other_numbers_of_tokens_are_compared_as_far_as_they_go(here, run):
+def test_diff_unequal_lengths_compare_the_common_tokens(here, run):
     one = packed_samples.arrays(1, 2, 30, 4)
     packed_samples.write_prefix(here / "a", one, capacity=32)
     packed_samples.write_prefix(here / "b", [array[:, :20] for array in one], capacity=20)
@@ -208,7 +208,7 @@ def test_other_numbers_of_tokens_are_compared_as_far_as_they_go(here, run):
 
 @pytest.mark.slow
 def test_line_ends_in_paths_are_escaped(tmp_path, run, monkeypatch):
-    """In the line of a verb, in those of many files, and in the one that sums them up; JSON has the path itself."""
+    """In the line of a verb, in lines of many files and in their summary; JSON has the path itself."""
     monkeypatch.chdir(tmp_path)
     path = "t\nu/a\n b.npy"
     Path("t\nu").mkdir()
@@ -222,8 +222,8 @@ def test_line_ends_in_paths_are_escaped(tmp_path, run, monkeypatch):
     assert found.err.count("\n") == 1
 
 
-def test_lines_of_others_are_joined(capsys):
-    """What a library or a result says in several lines is one; line ends in names that are known are escaped."""
+def test_message_lines_of_libraries_are_joined(capsys):
+    """Several lines of a library become one; line ends in registered names are escaped."""
     streams.register_names(["dir/a\nb.npy"])
     try:
         streams.write_error_line("error", streams.format_message_line("dir/a\nb.npy: wrong\n  and more\n"))
@@ -232,8 +232,8 @@ def test_lines_of_others_are_joined(capsys):
     assert capsys.readouterr().err == "kvmnn: error: dir/a\\nb.npy: wrong and more\n"
 
 
-def test_an_error_line_is_no_longer_than_a_thousand_letters(run, tmp_path, monkeypatch) -> None:
-    """What a foreign file puts into a message does not fill the terminal; its beginning and end stay."""
+def test_error_line_is_at_most_1000_letters(run, tmp_path, monkeypatch) -> None:
+    """Text of a foreign file does not fill the terminal; its beginning and end stay."""
     monkeypatch.chdir(tmp_path)
     np.savez("k.npz", **{"layer_0." + "x" * 3000: np.zeros((2, 3, 4), np.float16)})
     said = run("mnn", "unpack", "k.npz", "--tensor", "y" * 5000, "-o", "x/", code=1).err

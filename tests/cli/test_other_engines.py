@@ -1,4 +1,4 @@
-"""The verbs on caches of llama.cpp and MLX: what they take, what they ask for, what they say."""
+"""The verbs on caches of llama.cpp and MLX: accepted input, required options, messages."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_measure_needs_no_heads(here: Path, run) -> None:
+def test_measure_session_needs_no_heads(here: Path, run) -> None:
     found = json.loads(run("measure", "x.session", "--json", "--encode").out)
     by_heads = json.loads(run("measure", "x.session", "--json", "--encode", "--kv-heads", 2).out)
     assert found["breakdown"] == by_heads["breakdown"]
@@ -45,7 +45,7 @@ def test_measure_needs_no_heads(here: Path, run) -> None:
 
 @pytest.mark.parametrize(("k_type", "v_type"), [("q8_0", "f16"), ("f16", "f32"), ("bf16", "q4_0")])
 def test_measure_takes_keys_and_values_of_different_types(here: Path, run, k_type: str, v_type: str) -> None:
-    """llama.cpp's -ctk alone; K measures as where V is of its type, too."""
+    """As with llama.cpp's -ctk alone; K measures as in a cache where V has its type."""
     found = {}
     for name, types in (("both", (k_type, v_type)), ("keys", (k_type, k_type))):
         state, _ = llama_files.state(Random(3), Shape(k_type=types[0], v_type=types[1]), [12])
@@ -74,7 +74,7 @@ def test_pack_takes_keys_and_values_of_different_types(here: Path, run) -> None:
         assert np.array_equal(values[finite], cells.values[layer].view(np.float16)[finite].astype(np.float32))
 
 
-def test_pack_into_a_prefix_cache_and_back(here: Path, run) -> None:
+def test_pack_session_into_prefix_cache_round_trips(here: Path, run) -> None:
     run(
         "mnn",
         "pack",
@@ -94,7 +94,7 @@ def test_pack_into_a_prefix_cache_and_back(here: Path, run) -> None:
     assert "3,072 numbers within 0" in run("diff", "plain.npz", "back.npz", "--atol", 0).out
 
 
-def test_positions_of_a_cache_with_gaps_are_noted_by_pack_and_refused_by_store(here: Path, run) -> None:
+def test_session_with_gaps_is_packed_but_not_stored(here: Path, run) -> None:
     packed = run(
         "mnn", "pack", "gaps.session", "--kv-heads", 2, "--backend", "arm64-fp16", "--name", "sys", "-o", "sys/"
     )
@@ -105,7 +105,7 @@ def test_positions_of_a_cache_with_gaps_are_noted_by_pack_and_refused_by_store(h
     assert "holds no beginning of a text, whole and in order" in run(*put, code=1).err.replace("\n", " ")
 
 
-def test_store_put_and_get(here: Path, run) -> None:
+def test_store_put_and_get_session(here: Path, run) -> None:
     run("store", "put", "store", "x.session", "--model", "m.gguf", "--token-ids", "ids.json", "--force")
     run("store", "get", "store", "--model", "m.gguf", "--token-ids", "ids.json", "-o", "got.npz")
     assert "equal" in run("diff", "got.npz", "x.session", "--kv-heads", 2, "--invert", "k-order").out
@@ -114,7 +114,7 @@ def test_store_put_and_get(here: Path, run) -> None:
     assert said.startswith("12 of 13 tokens, fp16: 1 is left to compute\n")
 
 
-def test_numbers_made_of_blocks_are_neither_lossless_nor_lossy(here: Path, run) -> None:
+def test_dequantised_numbers_have_no_lossless_label(here: Path, run) -> None:
     said = run("mnn", "unpack", "q.session", "--kv-heads", 2, "-o", "q.npz")
     assert "dequantised from q8_0" in said.out
     assert "LOSS" not in said.out
@@ -134,19 +134,19 @@ def test_numbers_made_of_blocks_are_neither_lossless_nor_lossy(here: Path, run) 
         "inspect q.session",
     ],
 )
-def test_the_bytes_of_blocks_are_said_beside_those_of_their_numbers(here: Path, run, argv: str) -> None:
+def test_dequantised_sizes_are_noted(here: Path, run, argv: str) -> None:
     said = run(*argv.split())
     found = " ".join((said.out + said.err).split())
     assert "dequantised from q8_0 to fp32: 3,264 bytes in the file became 12,288, and sizes and ratios are" in found
 
 
-def test_measure_says_that_numbers_made_of_blocks_are_rounded(here: Path, run) -> None:
+def test_measure_dequantised_to_fp16_is_lossy(here: Path, run) -> None:
     assert "LOSSY: 2 fp32 entries were rounded to fp16" in run("measure", "q.session", "--to-fp16").out
     assert json.loads(run("measure", "q.session", "--to-fp16", "--json").out)["label"] == "LOSSY"
 
 
 @pytest.mark.parametrize("option", ["--encode", "--dense", "--no-limits"])
-def test_measure_quantised_input_says_its_own_bytes_beside_those_of_its_words(here: Path, run, option: str) -> None:
+def test_measure_quantised_input_reports_file_bytes(here: Path, run, option: str) -> None:
     size = Path("q.session").stat().st_size
     argv = ["measure", "q.session", option, "--kv-heads", 2]
     made = json.loads(run(*argv, "--json").out)
@@ -160,7 +160,7 @@ def test_measure_quantised_input_says_its_own_bytes_beside_those_of_its_words(he
     assert "dequantised" not in json.loads(run("measure", "x.session", option, "--json", "--kv-heads", 2).out)
 
 
-def test_diff_says_that_quantised_k_and_v_may_be_rotated(here: Path, run) -> None:
+def test_diff_notes_possible_rotation_of_quantised_caches(here: Path, run) -> None:
     for name, kind in (("f16", "f16"), ("q4", "q4_0")):
         shape = Shape(k_type=kind, v_type=kind, dims=64, value_dims=64)
         Path(f"{name}.session").write_bytes(llama_files.state(Random(3), shape, [12])[0])
@@ -169,7 +169,7 @@ def test_diff_says_that_quantised_k_and_v_may_be_rotated(here: Path, run) -> Non
     assert "Hadamard" not in run("diff", "f16.session", "f16.session", "--kv-heads", 2).err
 
 
-def test_blocks_are_bytes(here: Path, run) -> None:
+def test_raw_blocks_are_bytes(here: Path, run) -> None:
     said = run("inspect", "q.session", "--raw-blocks").out
     assert "layer_0.key: bytes [12, 2, 34] C, 816 bytes" in said
     assert "kv heads are not" not in said
@@ -178,8 +178,8 @@ def test_blocks_are_bytes(here: Path, run) -> None:
     assert "layer_0.key    bytes [12, 2, 34] C  816 -> " in run("inspect", "blocks").out
 
 
-def test_diff_of_two_engines_on_one_text(here: Path, run) -> None:
-    """The same numbers in a session of llama.cpp and in plain arrays of another type."""
+def test_diff_session_with_arrays_of_another_type(here: Path, run) -> None:
+    """The same numbers in a session of llama.cpp and in plain arrays."""
     run("mnn", "unpack", "q.session", "--kv-heads", 2, "-o", "q.npz")
     with np.load("q.npz") as found:
         np.savez("half.npz", **{name: words.astype(np.float16) for name, words in found.items()})
@@ -187,7 +187,7 @@ def test_diff_of_two_engines_on_one_text(here: Path, run) -> None:
     assert "further apart" in run("diff", "q.session", "half.npz", "--kv-heads", 2, "--atol", 1e-9, code=1).out
 
 
-def test_inspect_says_what_the_file_says(here: Path, run) -> None:
+def test_inspect_session_shows_its_header(here: Path, run) -> None:
     said = run("inspect", "x.session").out
     assert "llama.cpp session: 2 layers, kv heads unknown, 12 tokens, f16" in said
     assert "kv heads are not in the file" in said
@@ -247,12 +247,12 @@ def test_inspect_says_what_the_file_says(here: Path, run) -> None:
         ),
     ],
 )
-def test_what_is_refused(here: Path, run, argv: str, code: int, said: str) -> None:
+def test_engine_caches_invalid_requests_are_refused(here: Path, run, argv: str, code: int, said: str) -> None:
     assert said in " ".join(run(*argv.split(), code=code).err.split())
     assert not list(here.glob("o.*")) + list(here.glob("o/"))
 
 
-def test_a_folder_of_files_is_sent_to_jobs(here: Path, run) -> None:
+def test_encode_folder_of_sessions_suggests_jobs(here: Path, run) -> None:
     folder = here / "caches"
     folder.mkdir()
     (here / "x.session").rename(folder / "x.session")
@@ -264,7 +264,7 @@ def test_a_folder_of_files_is_sent_to_jobs(here: Path, run) -> None:
     assert "--jobs" not in run("mnn", "unpack", folder, "--kv-heads", 2, "-o", "o.npz", code=1).err
 
 
-def test_ids_of_a_session_are_its_own(here: Path, run) -> None:
+def test_store_put_session_uses_its_token_ids(here: Path, run) -> None:
     put = ("store", "put", "S", "x.session", "--kv-heads", 2, "--fingerprint", "m")
     said = run(*put, "--token-ids", "ids.json", code=2).err
     assert "x.session: its token 0 is " in said and "--token-ids says 0 (leave --token-ids out, or --force)" in said
@@ -278,7 +278,7 @@ def test_ids_of_a_session_are_its_own(here: Path, run) -> None:
     assert "c.safetensors: does not say its token ids: store put needs --token-ids IDS" in run(*plain, code=2).err
 
 
-def test_axes_are_not_said_of_what_was_encoded_by_them(here: Path, run) -> None:
+def test_diff_axes_apply_to_arrays_not_to_frames(here: Path, run) -> None:
     rows = np.random.default_rng(0).normal(size=(2, 2, 3, 10, 8)).astype(np.float16)
     np.save("rows.npy", rows)
     rows.tofile("page.bin")
@@ -291,10 +291,10 @@ def test_axes_are_not_said_of_what_was_encoded_by_them(here: Path, run) -> None:
 @pytest.mark.parametrize(
     ("cells", "sequences", "choice"), [([5, 0, 9], 1, ("--part", "stream=2")), ([9], 3, ("--part", "sequence=0"))]
 )
-def test_token_ids_of_a_file_of_several_texts_are_of_none(
+def test_store_put_session_of_several_texts_needs_token_ids(
     here: Path, run, cells: list[int], sequences: int, choice: tuple[object, ...]
 ) -> None:
-    """The file has one list of them: under it, K and V of another text would be found."""
+    """The file has one list of ids, which would find K and V of another text."""
     data, caches = llama_files.state(Random(5), Shape(), cells, tokens=9, sequences=sequences)
     Path("x.session").write_bytes(data)
     put = ("store", "put", "S", "x.session", "--kv-heads", 2, *choice, "--fingerprint", "m")
@@ -309,7 +309,7 @@ def test_token_ids_of_a_file_of_several_texts_are_of_none(
     assert "does not say its token ids" in run("store", "put", "S", "x.npz", "--fingerprint", "m", code=2).err
 
 
-def test_inspect_has_what_a_session_file_says(tmp_path: Path, run) -> None:
+def test_inspect_session_json_has_ids_and_positions(tmp_path: Path, run) -> None:
     path = tmp_path / "x.session"
     data, caches = llama_files.state(Random(5), Shape(), [7, 0], tokens=9, gaps=True)
     path.write_bytes(data)
@@ -324,7 +324,7 @@ def test_inspect_has_what_a_session_file_says(tmp_path: Path, run) -> None:
 
 
 @pytest.mark.parametrize("gaps", [False, True])
-def test_dense_streams_of_a_session_give_the_file_back(here: Path, run, gaps: bool) -> None:
+def test_dense_session_round_trips(here: Path, run, gaps: bool) -> None:
     """K and V by heads, at the positions of the file."""
 
     class Few(Random):
@@ -347,14 +347,14 @@ def test_dense_streams_of_a_session_give_the_file_back(here: Path, run, gaps: bo
             assert {n: one[n].tobytes() for n in one} == {n: other[n].tobytes() for n in other}
 
 
-def test_what_of_a_session_cannot_be_dense(here: Path, run) -> None:
+def test_dense_session_needs_heads_and_no_quantisation(here: Path, run) -> None:
     said = run("encode", "x.session", "-o", "d/", "--codec", "dense", code=2).err
     assert "--kv-heads or --model FILE.gguf says their heads" in said
     said = run("encode", "q.session", "-o", "d/", "--codec", "dense", "--kv-heads", 2, code=2).err
     assert "where they are not quantised" in said
 
 
-def test_a_gguf_model_says_how_k_was_rotated(here: Path, run) -> None:
+def test_dense_session_rope_is_read_from_gguf(here: Path, run) -> None:
     heads = {"attention__head_count_kv": 2, "attention__key_length": 32, "block_count": 2}
     rope: dict[str, Any] = {"rope__dimension_count": 16, "rope__freq_base": 500000.0}
     Path("r.gguf").write_bytes(llama_files.gguf("llama", **heads, **rope))
@@ -381,7 +381,7 @@ def test_a_gguf_model_says_how_k_was_rotated(here: Path, run) -> None:
 def test_store_put_takes_the_rotation_of_a_gguf_model(
     here: Path, run, monkeypatch: pytest.MonkeyPatch, undo: list[str]
 ) -> None:
-    """In the order in which K is stored: pairs are neighbours in llama.cpp's Llama, half a head apart elsewhere."""
+    """Rotated pairs are neighbours in llama.cpp's Llama and half a head apart elsewhere."""
     heads = {"attention__head_count_kv": 2, "attention__key_length": 32, "block_count": 2}
     rope: dict[str, Any] = {"rope__dimension_count": 32, "rope__freq_base": 500000.0}
     Path("r.gguf").write_bytes(llama_files.gguf("llama", **heads, **rope))
@@ -397,13 +397,13 @@ def test_store_put_takes_the_rotation_of_a_gguf_model(
     assert taken == [RopeConfig(theta=500000.0, dims=32, pairing=pairing), "none"]
 
 
-def test_blocks_that_stay_blocks_are_not_measured(here: Path, run) -> None:
+def test_measure_raw_blocks_are_refused(here: Path, run) -> None:
     said = run("measure", "q.session", "--raw-blocks", code=1).err
     assert "holds bytes, not the numbers of K or V: blocks that stay blocks (--raw-blocks) are for encode" in said
 
 
 @pytest.mark.parametrize("swapped", [False, True])
-def test_a_gguf_model_is_about_the_llama_file_of_two(here: Path, run, swapped: bool) -> None:
+def test_diff_gguf_model_applies_to_the_session(here: Path, run, swapped: bool) -> None:
     pack = ("mnn", "pack", "x.session", "--model", "m.gguf", "--backend", "x86-avx2", "--cast", "--name", "sys")
     run(*pack, "--invert", "none", "-o", "sys/")
     inputs = ("x.session", "sys") if swapped else ("sys", "x.session")
@@ -412,7 +412,7 @@ def test_a_gguf_model_is_about_the_llama_file_of_two(here: Path, run, swapped: b
 
 @pytest.mark.parametrize("heads", [2, [2, 2, 2]])
 @pytest.mark.parametrize("argv", ["encode x.session -o f/", "mnn unpack x.session -o o.npz", "store put s/ x.session"])
-def test_a_model_of_more_layers_than_the_file_is_refused(here: Path, run, heads: int | list[int], argv: str) -> None:
+def test_gguf_model_of_more_layers_is_refused(here: Path, run, heads: int | list[int], argv: str) -> None:
     path = Path("other.gguf")
     path.write_bytes(llama_files.gguf(attention__head_count_kv=heads, attention__key_length=32, block_count=3))
     said = "x.session: has K and V of 2 layers, a cache of the model in other.gguf has 3: it is of another model"
@@ -431,14 +431,14 @@ def test_a_model_of_more_layers_than_the_file_is_refused(here: Path, run, heads:
         {"decoder_block_count": 2},
     ],
 )
-def test_layers_without_k_of_their_own_are_not_missed(here: Path, run, fields: dict[str, Any]) -> None:
+def test_gguf_model_layers_without_own_k_are_accepted(here: Path, run, fields: dict[str, Any]) -> None:
     said = {"attention__head_count_kv": 2, "attention__key_length": 32, "block_count": 3, **fields}
     Path("m.gguf").write_bytes(llama_files.gguf(**said))
     assert "another model" not in run("mnn", "unpack", "x.session", "--model", "m.gguf", "-o", "o.npz").err
 
 
-def test_how_many_layers_share_k_may_not_be_said(here: Path, run) -> None:
-    """Older models of Gemma 3n: the number is in llama.cpp."""
+def test_gguf_model_gemma3n_shared_layers_are_accepted(here: Path, run) -> None:
+    """Older files of Gemma 3n lack the number, which llama.cpp hardcodes."""
     Path("g.session").write_bytes(llama_files.state(Random(3), Shape(), [12], architecture="gemma3n")[0])
     fields = {"attention__head_count_kv": 2, "attention__key_length": 32, "block_count": 3}
     Path("g.gguf").write_bytes(llama_files.gguf("gemma3n", **fields))
@@ -452,8 +452,8 @@ def write_ids(name: str, ids: list[int], tokens: int) -> None:
 
 
 @pytest.mark.parametrize(("more", "note"), [(1, "the last token id of 21 has"), (3, "the last 3 token ids of 23 have")])
-def test_store_put_of_more_ids_than_cells_takes_those_with_cells(here: Path, run, more: int, note: str) -> None:
-    """Builds of llama.cpp write the id that is not evaluated yet."""
+def test_store_put_more_ids_than_cells_uses_ids_with_cells(here: Path, run, more: int, note: str) -> None:
+    """Some builds of llama.cpp write the id that is not evaluated yet."""
     ids = list(range(10, 30 + more))
     write_ids("more.session", ids, 20)
     words = ("store", "put", "s/", "more.session", "--kv-heads", 2, "--fingerprint", "m")
@@ -464,7 +464,7 @@ def test_store_put_of_more_ids_than_cells_takes_those_with_cells(here: Path, run
     assert kvmnn.store.resolve_token_ids(kvmnn.open("more.session", kv_heads=2)).tolist() == ids[:20]
 
 
-def test_store_put_of_fewer_ids_than_cells_is_refused(here: Path, run) -> None:
+def test_store_put_fewer_ids_than_cells_is_refused(here: Path, run) -> None:
     write_ids("fewer.session", list(range(10, 29)), 20)
     words = ("store", "put", "s/", "fewer.session", "--kv-heads", 2, "--fingerprint", "m")
     assert "has 19 token ids for 20 tokens: specify all ids (--token-ids)" in run(*words, code=1).err
@@ -472,7 +472,7 @@ def test_store_put_of_fewer_ids_than_cells_is_refused(here: Path, run) -> None:
     run(*words, "--token-ids", ",".join(map(str, range(10, 30))))
 
 
-def test_store_put_of_pictures_takes_ids_of_32_bits_and_refuses_placeholders(here: Path, run) -> None:
+def test_store_put_image_ids_are_32_bit_without_placeholders(here: Path, run) -> None:
     ids = [5, 6, *(0x9E3779B9 * place % 2**32 for place in range(1, 17)), 7, 8]
     write_ids("hashed.session", ids, 20)
     words = ("store", "put", "s/", "hashed.session", "--kv-heads", 2, "--fingerprint", "m")
@@ -484,8 +484,8 @@ def test_store_put_of_pictures_takes_ids_of_32_bits_and_refuses_placeholders(her
     run(*words, "--token-ids", ",".join(map(str, ids)))
 
 
-def test_store_get_with_gguf_writes_the_prefix_of_a_backend(here: Path, run) -> None:
-    """Geometry of the model's header, words in the type that the backend takes."""
+def test_store_get_with_gguf_writes_a_packed_prefix(here: Path, run) -> None:
+    """The geometry is from the model's header, the dtype is the backend's."""
     data, _ = llama_files.state(Random(3), Shape(), [20], architecture="qwen2")
     Path("x.session").write_bytes(data)
     fields = {"block_count": 2, "embedding_length": 128, "attention__head_count": 4, "attention__head_count_kv": 2}

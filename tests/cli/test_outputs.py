@@ -1,4 +1,4 @@
-"""Where things go without -o: next to the input, under its name, and never over what is there."""
+"""Default outputs are next to the input, under its name, and never replace a file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def here(tmp_path, monkeypatch, run):
         ("mnn compact in/sys --remove 4", "in/sys.compact/sys_0.k"),
     ],
 )
-def test_beside_the_input(here, run, argv, made) -> None:
+def test_default_output_is_next_to_the_input(here, run, argv, made) -> None:
     run(*argv.split())
     assert Path(made).exists()
     before = Path(made).read_bytes() if Path(made).is_file() else b""
@@ -62,7 +62,7 @@ def test_beside_the_input(here, run, argv, made) -> None:
         ("compressor run in/w.bin in/kv.npz -o -", "a .npz file is not written to standard output: use -o OUT.npz"),
     ],
 )
-def test_what_standard_output_does_not_take(here, run, argv, what) -> None:
+def test_standard_output_unsupported_kind_is_refused(here, run, argv, what) -> None:
     assert run(*argv.split(), code=2).err == f"kvmnn: error: -o -: {what}\n"
 
 
@@ -75,14 +75,14 @@ def test_what_standard_output_does_not_take(here, run, argv, what) -> None:
         "mnn compact . --remove 1",
     ],
 )
-def test_where_nothing_gives_a_name(here, run, argv) -> None:
+def test_default_output_without_input_name_is_refused(here, run, argv) -> None:
     before = sorted(here.rglob("*"))
     assert "no output given" in run(*argv.split(), code=2).err
     assert sorted(here.rglob("*")) == before
 
 
 @pytest.mark.parametrize("argv", ["decode in/kv.frames -o out", "mnn unpack in/sys -o out --backend x86-avx2"])
-def test_several_arrays_under_a_name_without_suffix_are_a_directory(here, run, argv) -> None:
+def test_several_arrays_without_suffix_become_a_directory(here, run, argv) -> None:
     run("encode", "in/kv.npz", "-o", "in/kv.frames", "-q")
     geometry = ["--kv-heads", "2", "--head-dim", "8"] if argv.startswith("mnn unpack") else []
     run(*argv.split(), *geometry)
@@ -91,15 +91,15 @@ def test_several_arrays_under_a_name_without_suffix_are_a_directory(here, run, a
     assert found["layer_0.key.npy"].tobytes() == WORDS.tobytes()
 
 
-def test_a_single_array_under_such_a_name_is_its_words(here, run) -> None:
+def test_single_array_without_suffix_is_raw_words(here, run) -> None:
     np.save("in/one.npy", WORDS)
     run("encode", "in/one.npy", "-o", "in/one.frame", "-q")
     run("decode", "in/one.frame", "-o", "words")
     assert Path("words").read_bytes() == WORDS.tobytes()
 
 
-def test_a_suffix_that_no_format_has_gets_raw_words_with_raw_alone(run, tmp_path, monkeypatch) -> None:
-    """A misspelt name got a file without a shape."""
+def test_unknown_suffix_needs_raw(run, tmp_path, monkeypatch) -> None:
+    """A misspelt suffix once wrote a file without a shape."""
     monkeypatch.chdir(tmp_path)
     words = np.arange(24, dtype=np.float16).reshape(2, 3, 4)
     np.savez("k.npz", **{"layer_0.key": words})

@@ -1,4 +1,4 @@
-"""Packed caches on the command line: there and back, compacted, repacked, compared, and refused."""
+"""Packed caches on the command line: round trips, compaction, repacking, comparison, refusals."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ AVX2_FILES = {"lP": 1, "hP": 4, "block": 64}
 # -- inspect ----------------------------------------------------------------------------------------------------------
 
 
-def test_inspect_says_what_there_is(prefix, run):
+def test_inspect_packed_cache_shows_geometry_and_sizes(prefix, run):
     said = run("inspect", *prefix.argv).out
     assert "p: MNN prefix cache 'sys', 2 layers, 27,520 bytes, all markers there" in said
     assert "2 kv heads x 6 dims, fp32, lP 1, hP 4, flash block 64, 70 tokens, capacity 116" in said
@@ -44,7 +44,7 @@ def test_inspect_says_what_there_is(prefix, run):
     assert document["layers"][0]["live_bytes"] == 6_720
 
 
-def test_inspect_without_geometry_says_what_it_may_be(prefix, run):
+def test_inspect_packed_without_geometry_lists_candidates(prefix, run):
     said = run("inspect", "p").out
     assert "not known: the files do not say kv_heads (--kv-heads) and head_dim (--head-dim)" in said
     said = run("inspect", "p", "--kv-heads", 2, "--head-dim", 6).out
@@ -55,7 +55,7 @@ def test_inspect_without_geometry_says_what_it_may_be(prefix, run):
     assert "would not load: 1 of 4 markers are missing" in run("inspect", *prefix.argv, code=1).out
 
 
-def test_inspect_shows_every_prefix(prefix, run):
+def test_inspect_packed_shows_every_prefix(prefix, run):
     packed_samples.write_prefix(Path("p"), packed_samples.arrays(1, 2, 3, 6), name="other", capacity=67)
     said = run("inspect", "p").out
     assert "MNN prefix cache 'other', 1 layer" in said
@@ -65,7 +65,7 @@ def test_inspect_shows_every_prefix(prefix, run):
     assert "'other'" not in run("inspect", "p", "--name", "sys").out
 
 
-def test_token_ids_are_as_many_as_tokens(prefix, run):
+def test_packed_token_id_count_must_match(prefix, run):
     np.save("ids.npy", np.arange(TOKENS - 1))
     assert "69 token ids for 70 tokens" in run("encode", *prefix.argv, "--token-ids", "ids.npy", "-o", "b/", code=1).err
     run("mnn", "unpack", *prefix.argv, "-o", "a/")
@@ -87,7 +87,7 @@ def test_token_ids_are_as_many_as_tokens(prefix, run):
 
 
 @pytest.mark.parametrize("name", ["a.npz", "a.safetensors", "a/"])
-def test_unpack_and_pack(prefix, run, name):
+def test_unpack_and_pack_round_trip(prefix, run, name):
     assert "LOSSLESS" in run("mnn", "unpack", *prefix.argv, "-o", name).out
     inputs = sorted(Path("a").glob("*.npy")) if name == "a/" else [name]
     options = [] if name == "a.safetensors" else [*ON_AVX2, "--name", "sys", "--capacity", 114]
@@ -101,7 +101,7 @@ def test_unpack_and_pack(prefix, run, name):
     assert "equal: 3,360 words" in run("diff", "q", *prefix.argv).out
 
 
-def test_unpack_takes_single_arrays(prefix, run):
+def test_unpack_single_array(prefix, run):
     run("mnn", "unpack", *prefix.argv, "--tensor", "layer_1.value", "-o", "v.npy")
     np.testing.assert_array_equal(np.load("v.npy"), prefix.arrays[3])
     assert (
@@ -111,7 +111,7 @@ def test_unpack_takes_single_arrays(prefix, run):
     assert "is not written to standard output" in run("mnn", "unpack", *prefix.argv, "-o", "-", code=2).err
 
 
-def test_a_cache_becomes_a_dump(prefix, run):
+def test_unpack_to_dump_equals_the_cache(prefix, run):
     run("mnn", "unpack", *prefix.argv, "--output-kind", "dump", "--run-id", "r1", "-o", "d/")
     assert "equal: 3,360 words" in run("diff", "d", *prefix.argv).out
     plain = np.fromfile("d/r1/layer_1/v_t0_70.bin", np.float32).reshape(TOKENS, 2, 6)
@@ -132,7 +132,7 @@ def test_a_cache_becomes_a_dump(prefix, run):
     assert "use --output-kind dump" in run("mnn", "unpack", "d", "--output-kind", "packed-dump", "-o", "f/", code=2).err
 
 
-def test_encode_and_decode(prefix, run, model):
+def test_packed_encode_and_decode_round_trip(prefix, run, model):
     Path("ids.json").write_text(json.dumps(list(range(TOKENS))))
     run("encode", *prefix.argv, "--model", model, "--token-ids", "ids.json", "-o", "b/")
     assert "27,520 bytes as packed files" in run("inspect", "b").out
@@ -154,7 +154,7 @@ def test_encode_and_decode(prefix, run, model):
     assert layer_files("r") == zero_padded(prefix.arrays, **AVX2_FILES, capacity=114)  # tokens alone
 
 
-def test_restoring_something_else_is_refused_unless_forced(prefix, run, model):
+def test_packed_decode_for_another_model_needs_force(prefix, run, model):
     Path("ids").write_text(" ".join(map(str, range(TOKENS))))
     Path("others").write_text(" ".join(map(str, range(1, TOKENS + 1))))
     run("encode", *prefix.argv, "--model", model, "--token-ids", "ids", "-o", "b/")
@@ -178,20 +178,20 @@ def test_restoring_something_else_is_refused_unless_forced(prefix, run, model):
     assert "does not say which token ids" in run("decode", "plain", "-o", "q/", "--token-ids", "ids", code=1).err
 
 
-def test_a_cache_of_the_whole_bundle_only(prefix, run):
-    """Single layers are no prefix cache, and decode says so by giving arrays."""
+def test_packed_decode_of_single_layers_writes_arrays(prefix, run):
+    """Single layers are no prefix cache."""
     run("encode", *prefix.argv, "--tensor", "layer_0.key", "--tensor", "layer_0.value", "-o", "b/")
     run("decode", "b", "-o", "q/")
     assert sorted(path.name for path in Path("q").iterdir()) == ["layer_0.key.npy", "layer_0.value.npy"]
 
 
-def test_frames_of_a_prefix_are_cut(prefix, run):
+def test_packed_encode_in_chunks_round_trips(prefix, run):
     run("encode", *prefix.argv, "--chunk-bytes", "4K", "-o", "b/")
     run("decode", "b", "-o", "q/")
     assert layer_files("q") == layer_files("p")
 
 
-def test_a_document_that_is_stale_or_contradicted(prefix, run):
+def test_packed_stale_or_contradicted_document_is_refused(prefix, run):
     run("mnn", "unpack", *prefix.argv, "-o", "a.safetensors")
     run("mnn", "pack", "a.safetensors", "-o", "q/")
     assert "says another number of tokens" in run("mnn", "unpack", "q", "--valid-tokens", 9, "-o", "x.npz", code=1).err
@@ -207,7 +207,7 @@ def test_a_document_that_is_stale_or_contradicted(prefix, run):
 # -- pack -------------------------------------------------------------------------------------------------------------
 
 
-def test_pack_takes_what_models_and_dumps_call_things(prefix, run):
+def test_pack_accepts_common_array_names(prefix, run):
     stacked = [np.stack(prefix.arrays[first::2]) for first in (0, 1)]
     np.save("k.npy", stacked[0])
     np.save("v.npy", stacked[1])
@@ -245,7 +245,7 @@ def test_pack_takes_what_models_and_dumps_call_things(prefix, run):
         (["--backend", "x86-avx3", "--name", "x"], 2, "invalid choice: 'x86-avx3'"),
     ],
 )
-def test_pack_refuses(prefix, run, options, code, message):
+def test_pack_invalid_options_are_refused(prefix, run, options, code, message):
     run("mnn", "unpack", *prefix.argv, "-o", "a/")
     said = run("mnn", "pack", "a/", *options, "-o", "q/", code=code)
     assert message in said.err
@@ -263,14 +263,14 @@ def test_pack_refuses(prefix, run, options, code, message):
         ({"layer_0.key": (1, 3, 4), "layer_0.value": (1, 3, 4), "k": (1, 3, 4)}, "'layer_0.key' and 'k' are both"),
     ],
 )
-def test_arrays_that_are_no_cache(tmp_path, monkeypatch, run, arrays, message):
+def test_pack_arrays_that_are_no_cache_are_refused(tmp_path, monkeypatch, run, arrays, message):
     monkeypatch.chdir(tmp_path)
     np.savez("a.npz", **{name: np.ones(shape, np.float32) for name, shape in arrays.items()})
     code = 2 if "weights" in arrays else 1  # --axes might say what its name does not
     assert message in run("mnn", "pack", "a.npz", *ON_AVX2, "--name", "x", "-o", "q/", code=code).err
 
 
-def test_files_that_exist_are_not_replaced(prefix, run):
+def test_pack_existing_files_need_force(prefix, run):
     run("mnn", "unpack", *prefix.argv, "-o", "a.safetensors")
     run("mnn", "pack", "a.safetensors", "-o", "q/")
     assert "exists already" in run("mnn", "pack", "a.safetensors", "-o", "q/", code=1).err
@@ -281,8 +281,8 @@ def test_files_that_exist_are_not_replaced(prefix, run):
     assert "belongs to a prefix of the same name with more layers" in said
 
 
-def test_inputs_are_never_replaced(prefix, run):
-    """Even with --force: what is read must not be what is written."""
+def test_packed_output_that_is_an_input_is_refused(prefix, run):
+    """Even with --force."""
     before = layer_files("p")
     to = ["-o", "p/", "--force"]
     for argv in (
@@ -329,7 +329,7 @@ def test_repack_to_fp16_and_back(prefix, run):
     )
 
 
-def test_words_beyond_fp16_are_said(prefix, run):
+def test_pack_cast_overflow_is_reported(prefix, run):
     keys = prefix.arrays[0].copy()
     keys[0, :3, 0] = 1e6
     np.savez("a.npz", k=keys, v=prefix.arrays[1])
@@ -343,7 +343,7 @@ def test_words_beyond_fp16_are_said(prefix, run):
 # -- compact ----------------------------------------------------------------------------------------------------------
 
 
-def test_compact_does_as_the_engine(prefix, run):
+def test_compact_equals_the_engine(prefix, run):
     plan = [(0, 8), (16, 5), (40, 10)]
     said = run("mnn", "compact", *prefix.argv, "--remove", 60, "--reserve", "0:8,16:5,40:10", "-o", "c/").out
     assert "LOSSY: 66 of 140 tokens of all layers stay" in said
@@ -367,7 +367,7 @@ def test_compact_does_as_the_engine(prefix, run):
     assert "layer 0 holds the tokens 0:13, 15:1, 50:10" in run("inspect", "e").out
 
 
-def test_compact_layer_by_layer(prefix, run):
+def test_compact_plan_of_each_layer(prefix, run):
     plan = [{"layer": 1, "remove": 70, "pairs": [[0, 16], [24, 8]]}, {"layer": 0, "remove": 5, "pairs": []}]
     Path("plan.json").write_text(json.dumps(plan))
     document = json.loads(run("mnn", "compact", *prefix.argv, "--plan", "plan.json", "-o", "c/", "--json").out)
@@ -402,7 +402,7 @@ def test_compact_layer_by_layer(prefix, run):
         (["--plan", "none.json"], 1, "none.json"),
     ],
 )
-def test_plans_that_cannot_be_applied(prefix, run, options, code, message):
+def test_compact_invalid_plan_is_refused(prefix, run, options, code, message):
     options = [f"{options[0]}={options[1]}", *options[2:]] if len(options) == 2 else options
     said = run("mnn", "compact", *prefix.argv, *options, "-o", "c/", code=code)
     assert message in said.err
@@ -418,7 +418,7 @@ def test_compact_needs_packed_files(tmp_path, run):
 # -- diff -------------------------------------------------------------------------------------------------------------
 
 
-def test_diff_names_the_first_difference(prefix, run):
+def test_diff_packed_names_the_first_difference(prefix, run):
     arrays = [array.copy() for array in prefix.arrays]
     arrays[1][1, 66, 5] = 2.5
     arrays[3][0, 0, 0] = -0.0
@@ -433,7 +433,7 @@ def test_diff_names_the_first_difference(prefix, run):
     assert (document["first"]["part"], document["first"]["head"], document["first"]["token"]) == ("value", 1, 66)
 
 
-def test_diff_of_unlike_things(prefix, run):
+def test_diff_unequal_shapes_compare_the_common_part(prefix, run):
     np.savez("a.npz", **{"layer_0.key": prefix.arrays[0], "layer_0.value": prefix.arrays[1][:, :9]})
     said = run("diff", "a.npz", *prefix.argv, code=1).out
     assert "layer 0, V: 9 and 70 tokens; the first 9 are compared" in said
@@ -446,7 +446,7 @@ def test_diff_of_unlike_things(prefix, run):
     assert "array 'full', index [0, 0, 0]" in run("diff", "full.npy", "other.npy", code=1).out
 
 
-def test_diff_of_frames_and_nan(prefix, run):
+def test_diff_frames_and_nan(prefix, run):
     run("encode", *prefix.argv, "-o", "b/")
     assert "equal: 3,360 words, bit by bit" in run("diff", "b", *prefix.argv).out
     nan = prefix.arrays[0].copy()
@@ -459,7 +459,7 @@ def test_diff_of_frames_and_nan(prefix, run):
 
 
 @pytest.mark.parametrize("int8", ["keys", "both"])
-def test_int8_caches_are_read_and_what_is_lost_is_said(tmp_path, monkeypatch, run, int8):
+def test_packed_int8_cache_is_read_with_a_note(tmp_path, monkeypatch, run, int8):
     monkeypatch.chdir(tmp_path)
     layout = PackLayout.from_backend("x86-avx2", kv_heads=2, head_dim=6, int8_keys=True, int8_values=int8 == "both")
     cache = PackedCache(layout)

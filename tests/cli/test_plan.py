@@ -1,4 +1,4 @@
-"""``kvmnn plan``: files in, pairs and a picture out."""
+"""``kvmnn plan``: scores or attention in, pairs and a picture out."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def expected(attention, **more):
     )
 
 
-def test_attention_of_layers(here, run):
+def test_plan_attention_of_layers_equals_python(here, run):
     found = json.loads(run("layers.npy", *OPTIONS, "--json").out)
     for layer, attention in zip(found["layers"], ATTENTION, strict=True):
         made = expected(attention)
@@ -57,7 +57,7 @@ def test_attention_of_layers(here, run):
     assert found["label"] == "LOSSY" and found["verb"] == "plan" and found["config"]["block_tokens"] == 16
 
 
-def test_text_is_what_compact_reads_and_a_picture(here, run):
+def test_plan_text_has_pairs_and_picture(here, run):
     made = expected(ATTENTION[0, :, 0].astype(np.float16))
     head, pairs, picture, legend = run("heads.npy", *OPTIONS).out.splitlines()
     assert (
@@ -72,7 +72,7 @@ def test_text_is_what_compact_reads_and_a_picture(here, run):
     assert run("heads.npy", *OPTIONS, "-q").out.splitlines() == [head, pairs, picture, legend]
 
 
-def test_the_file_is_one_that_compact_takes(here, run, capsys):
+def test_plan_file_is_accepted_by_compact(here, run, capsys):
     run("scores.npz", "--h2o", "block_tokens=8,sink_tokens=8,recent_tokens=8", "-o", "plan.json")
     plans = json.loads((here / "plan.json").read_text())
     assert [entry["pairs"] for entry in plans] == [[[0, 8], [112, 48]], [[0, 48], [152, 8]]]
@@ -89,14 +89,14 @@ def test_the_file_is_one_that_compact_takes(here, run, capsys):
         assert len(cache) == 56
 
 
-def test_standard_output(here, run):
+def test_plan_to_standard_output(here, run):
     streams = run("scores.npy", "-o", "-", "--h2o", "block_tokens=8,sink_tokens=8,recent_tokens=8")
     assert json.loads(streams.out)[0]["remove"] == 160
     assert "LOSSY" in streams.err
     assert "standard output" in run("scores.npy", "-o", "-", "--json", code=2).err
 
 
-def test_nothing_to_drop_is_unchanged(here, run):
+def test_plan_without_eviction_is_unchanged(here, run):
     assert (
         "UNCHANGED, all 1,280 tokens stay: sink and recent reach"
         in run("scores.npy", "--h2o", "recent_tokens=1280").out
@@ -104,7 +104,7 @@ def test_nothing_to_drop_is_unchanged(here, run):
     assert "UNCHANGED, all 1,280 tokens stay" in run("scores.npy", "--h2o", "keep_ratio=1,recent_tokens=0").out
 
 
-def test_scores_as_json_and_numbers_that_are_none(here, run):
+def test_plan_json_scores_with_infinite_numbers(here, run):
     (here / "a.json").write_text("[[1, NaN, -Infinity, 2e999]]")
     assert "a.json: is not valid JSON: NaN is no number of JSON" in run("a.json", code=1).err
     (here / "a.json").write_text("[[1, -2e999, 0, 2e999], [3, 1, 2, 0]]")
@@ -125,7 +125,7 @@ def test_scores_as_json_and_numbers_that_are_none(here, run):
     assert [layer["keep"] for layer in found["layers"]] == ["1001", "1010"]
 
 
-def test_every_dtype_and_order(here, run):
+def test_plan_scores_of_every_dtype_and_order(here, run):
     scores = np.arange(20, dtype=np.float32)
     (here / "bf16.bin").write_bytes((scores.view(np.uint32) >> 16).astype("<u2").tobytes())
     np.save("big.npy", scores.astype(">f2"))
@@ -138,7 +138,7 @@ def test_every_dtype_and_order(here, run):
     assert [layer["pairs"] for layer in layers[0]] == [layer["pairs"] for layer in layers[1]]
 
 
-def test_bytes_and_static_targets(here, run):
+def test_plan_bytes_and_static_targets(here, run):
     found = json.loads(run("scores.npy", "--h2o", "keep_ratio=0.5,recent_tokens=64,bytes_per_token=256", "--json").out)
     (layer,) = found["layers"]
     assert layer["target"] == 640 and layer["lossy_ratio_of"] == "bytes"
@@ -169,7 +169,7 @@ def test_bytes_and_static_targets(here, run):
         (("deep.json",), 1, "not valid JSON"),
     ],
 )
-def test_what_cannot_be_planned_is_one_line(here, run, argv, code, message):
+def test_plan_error_is_one_line(here, run, argv, code, message):
     np.save("keys.npy", RNG.standard_normal((2, 30, 8)).astype(np.float16))
     (here / "raw.bin").write_bytes(bytes(8))
     (here / "bad.json").write_text("[1,")
@@ -195,13 +195,13 @@ def test_what_cannot_be_planned_is_one_line(here, run, argv, code, message):
         ),
     ],
 )
-def test_floors_that_cover_everything_say_what_to_lower(tmp_path, run, options, lower):
+def test_plan_floors_covering_everything_name_the_option(tmp_path, run, options, lower):
     np.save(tmp_path / "a.npy", np.full((2, 100), 0.01, np.float32))
     said = run(tmp_path / "a.npy", "--no-map", *options.split()).out
     assert "UNCHANGED, all 100 tokens stay: sink and recent reach the target" in said and said.endswith(f"{lower}\n")
 
 
-def test_what_the_engine_would_make_of_its_configuration_is_said(here, run):
+def test_plan_notes_how_the_engine_reads_its_config(here, run):
     config = {
         "kv_h2o_block_tokens": -5,
         "kv_h2o_recent_tokens": 32,

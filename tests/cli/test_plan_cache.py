@@ -31,7 +31,7 @@ def here(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("spec", ["streaming:sink=4,budget=16", "recent_only:keep_ratio=0.3,skip_layers=1"])
 @pytest.mark.parametrize("planned", ["cache.pt", "sys"])
-def test_from_a_cache_to_a_smaller_prefix(here, run, spec, planned):
+def test_plan_cache_compacts_a_prefix(here, run, spec, planned):
     run("mnn", "pack", "cache.pt", "--backend", "x86-avx2", "--name", "sys", "-o", "sys/")
     said = run("plan", planned, "--policy", spec, "-o", "plan.json")
     assert "LOSSY" in said.out and "--reserve" in said.out
@@ -49,7 +49,7 @@ def test_from_a_cache_to_a_smaller_prefix(here, run, spec, planned):
     assert [layer["positions"] for layer in again["layers"]] == [[[37, 3]]] * 3
 
 
-def test_what_heads_keep_apart_is_no_plan_of_packed_files(here, run):
+def test_plan_cache_per_head_plan_has_no_pairs(here, run):
     run("mnn", "pack", "cache.pt", "--backend", "x86-avx2", "--name", "sys", "-o", "sys/")
     said = run("plan", "sys/", "--policy", "knorm:keep_ratio=0.5,skip_layers=0", "-o", "plan.json").out
     assert "20 of 40 tokens stay in each KV head in 2 of 3 layers" in said and "--reserve" not in said
@@ -65,7 +65,7 @@ def test_what_heads_keep_apart_is_no_plan_of_packed_files(here, run):
     assert not Path("small").exists()
 
 
-def test_every_reader(here, run):
+def test_plan_cache_reads_every_format(here, run):
     Path("chat.session").write_bytes(llama_files.state(Random(1), llama_files.Shape(), [25])[0])
     Path("q.session").write_bytes(llama_files.state(Random(1), llama_files.Shape(k_type="q8_0", dims=64), [25])[0])
     Path("prompt.safetensors").write_bytes(mlx_files.cache(Random(1), mlx_files.Shape(tokens=25, capacity=30))[0])
@@ -84,7 +84,7 @@ def test_every_reader(here, run):
     assert "--kv-heads N" in run("plan", "chat.session", "--policy", "knorm:budget=5", code=2).err
 
 
-def test_one_document(here, run):
+def test_plan_cache_json_document(here, run):
     found = json.loads(run("plan", "kv.npz", "--policy", "l2_fixed:budget=10,recent_ratio=0.2", "--json").out)
     assert found["policy"] == {
         "label": "l2_fixed 10 recent_ratio=0.2",
@@ -99,7 +99,7 @@ def test_one_document(here, run):
     assert run("plan", "kv.npz", "--policy", "streaming:budget=10", "-o", "-", "-q").err == ""
 
 
-def test_random_choices_are_drawn_by_seed(here, run):
+def test_plan_cache_random_policy_follows_the_seed(here, run):
     argv = ("plan", "kv.npz", "--policy", "l2_fixed:budget=10,strategy=random", "-o", "-", "-q")
     first = run(*argv).out
     assert first == run(*argv, "--seed", 0).out != run(*argv, "--seed", 1).out
@@ -148,7 +148,7 @@ def test_random_choices_are_drawn_by_seed(here, run):
         ),
     ],
 )
-def test_what_makes_no_sense_is_one_line(here, run, argv, message):
+def test_plan_cache_error_is_one_line(here, run, argv, message):
     Path("chat.session").write_bytes(llama_files.state(Random(1), llama_files.Shape(), [25], sequences=2)[0])
     said = run("plan", *argv.split(), code=2)
     lines = [line for line in said.err.splitlines() if "note: " not in line]
@@ -156,7 +156,7 @@ def test_what_makes_no_sense_is_one_line(here, run, argv, message):
     assert said.out == ""
 
 
-def test_the_output_is_not_replaced(here, run):
+def test_plan_cache_existing_output_needs_force(here, run):
     Path("plan.json").write_text("mine")
     assert "exists already" in run("plan", "kv.npz", "--policy", "streaming", "-o", "plan.json", code=1).err
     assert Path("plan.json").read_text() == "mine"
@@ -165,8 +165,8 @@ def test_the_output_is_not_replaced(here, run):
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 5, 8, 19])
-def test_small_share_of_short_cache_keeps_one_token_or_is_refused(here, run, tokens):
-    """8 tokens x 0.05 kept none: attention over no token is no number."""
+def test_plan_cache_small_ratio_keeps_a_token_or_is_refused(here, run, tokens):
+    """8 tokens x 0.05 once kept none, and attention over no token is undefined."""
     rng = np.random.default_rng(tokens)
     np.savez("short.npz", **{f"layer_0.{part}": rng.random((2, tokens, 16), np.float32) for part in ("key", "value")})
     for spec in ("knorm", "l2_fixed:skip_layers=none", "recent_only:skip_layers=none", "streaming_press:sink=0"):

@@ -22,7 +22,7 @@ def saved(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_it_draws_what_the_run_drew(run, tmp_path, monkeypatch):
+def test_report_plots_equal_the_plots_of_eval(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     fixture, text = FIXTURES / "lm", FIXTURES / "lm" / "texts" / "calendar.py.txt"
     run("eval", fixture, "--text", text, "--max-tokens", 48, "--chunk", 8, "--policy", "streaming", "--budget", 16,
@@ -37,7 +37,7 @@ def test_it_draws_what_the_run_drew(run, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_what_the_command_prints_as_json_is_read_too(run, tmp_path, saved):
+def test_report_reads_printed_json(run, tmp_path, saved):
     path = tmp_path / "printed.json"
     path.write_text(json.dumps({"verb": "eval", **json.loads(saved.read_text())}, indent=2))
     assert read_results(path) == read_results(saved) == document()
@@ -50,7 +50,7 @@ def test_what_the_command_prints_as_json_is_read_too(run, tmp_path, saved):
 
 
 @pytest.mark.slow
-def test_existing_files_need_force(run, tmp_path, saved):
+def test_report_existing_plots_need_force(run, tmp_path, saved):
     (tmp_path / "keep_map.svg").write_text("mine")
     assert "keep_map.svg: exists already" in run("report", saved, "-o", tmp_path, code=1).err
     assert (tmp_path / "keep_map.svg").read_text() == "mine"
@@ -82,7 +82,7 @@ def damaged(saved, where, value):
         (("documents",), 7, "documents: found 7, expected a list"),
     ],
 )
-def test_other_results_are_one_line(capsys, tmp_path, saved, where, value, message):
+def test_report_damaged_results_are_one_line_error(capsys, tmp_path, saved, where, value, message):
     path = tmp_path / "r.json"
     path.write_text(damaged(saved, where, value))
     fails(capsys, path, tmp_path / "plots", message)
@@ -102,7 +102,7 @@ def test_other_results_are_one_line(capsys, tmp_path, saved, where, value, messa
         (None, "cannot be read"),
     ],
 )
-def test_other_files_are_one_line(capsys, tmp_path, data, message):
+def test_report_other_files_are_one_line_error(capsys, tmp_path, data, message):
     path = tmp_path / "r.json"
     if data is not None:
         path.write_bytes(data)
@@ -117,13 +117,13 @@ def fails(capsys, path, output, message):
     assert not output.exists()
 
 
-def test_a_directory_is_no_file_of_results(run, tmp_path):
+def test_report_output_directory_is_refused(run, tmp_path):
     said = run("report", tmp_path, "-o", f"{tmp_path}/x/", code=2).err
     assert "x/: is a directory, expected a file such as report.html" in said
 
 
 @pytest.mark.slow
-def test_what_is_no_folder_of_plots_is_refused(run, tmp_path, saved):
+def test_report_plot_output_must_be_a_folder(run, tmp_path, saved):
     said = run("report", saved, "-o", tmp_path / "keep_map.pdf", code=2).err
     assert "keep_map.pdf: plots are several files: use -o DIR/ --plot-format pdf" in said
     assert "plots are files in a folder: use -o DIR/" in run("report", saved, "--no-titles", code=2).err

@@ -1,4 +1,4 @@
-"""The command as a process: streams that are closed or full, signals, errors that nobody foresaw."""
+"""The command as a process: closed or full streams, signals, unexpected errors."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ def test_closed_and_full_streams(here, line, code, out, err):
 
 
 @pytest.mark.slow
-def test_into_head(here):
+def test_output_into_head_is_exit_code_141(here):
     done = shell("{ $K inspect keys.npy; echo $? >code; } | head -c 0")
     assert (Path("code").read_text(), done.stderr) == ("141\n", b"")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("environment", [{"PYTHONIOENCODING": "utf-8:strict"}, {"LC_ALL": "C", "PYTHONUTF8": "0"}])
-def test_names_that_are_not_utf8(here, environment):
+def test_non_utf8_file_names_work(here, environment):
     os.rename("keys.npy", b"\xff\xe9.npy")
     done = shell("$K encode *.npy -o \xe9.frame && $K inspect *.frame && $K decode *.frame -o \xe9", **environment)
     assert done.returncode == 0, done.stderr
@@ -100,7 +100,7 @@ sys.argv = ["kvmnn", "encode", "keys.npy", "-o", "k.frame"]
 @pytest.mark.parametrize(
     "module", ["kvmnn.cli.streams", "kvmnn.cli.signals", "numpy", "kvmnn.cli.commands.encode", "kvmnn.frames._encoder"]
 )
-def test_an_interrupt_during_imports(here, start, module):
+def test_interrupt_during_imports_is_one_line(here, start, module):
     code = SIGNALLED.format(module=module, number=int(signal.SIGINT)) + STARTS[start]
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"kvmnn: error: interrupted\n")
@@ -124,8 +124,8 @@ sys.exit(main())
 """
 
 
-def test_an_interrupt_in_a_callback_of_imports_waits():
-    """Where it would be printed and lost."""
+def test_interrupt_in_import_callback_is_deferred():
+    """There it would be printed and lost."""
     program = (
         "import os, signal, time\nfrom kvmnn.cli.signals import unwind_on_signals\n"
         "exec(compile('def cb(): os.kill(os.getpid(), signal.SIGINT)', '<frozen importlib._bootstrap>', 'exec'))\n"
@@ -137,8 +137,8 @@ def test_an_interrupt_in_a_callback_of_imports_waits():
     assert (done.returncode, done.stdout, done.stderr) == (0, b"went on\ninterrupted\n", b"")
 
 
-def test_an_interrupt_in_an_exec_of_text_is_exit_code_130():
-    """As when dataclasses are made: CPython remembers such a one and would end by the signal."""
+def test_interrupt_in_exec_is_exit_code_130():
+    """As in the creation of dataclasses: CPython remembers such an interrupt and would end by the signal."""
     program = (
         "import sys\nfrom kvmnn.cli import command_parser, entry_point\n"
         "def parse_command_line(words): exec('raise KeyboardInterrupt')\n"
@@ -149,7 +149,7 @@ def test_an_interrupt_in_an_exec_of_text_is_exit_code_130():
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_while_a_compiled_module_is_loaded_waits(here, number, code):
+def test_signal_while_loading_compiled_module_is_deferred(here, number, code):
     done = subprocess.run(
         [sys.executable, "-P", "-c", LOADED.format(number=int(number))], capture_output=True, timeout=60
     )
@@ -158,7 +158,7 @@ def test_a_signal_while_a_compiled_module_is_loaded_waits(here, number, code):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ignored", "code", "said"), [(False, 129, b"the terminal was closed"), (True, 0, b"")])
-def test_a_terminal_that_is_closed(here, ignored, code, said):
+def test_closed_terminal_is_exit_code_129_unless_ignored(here, ignored, code, said):
     source = SIGNALLED.format(module="kvmnn.bundle", number=int(signal.SIGHUP)) + STARTS["kvmnn"]
     kept = "SIG_IGN" if ignored else "SIG_DFL"  # as under nohup, whether or not the tests are
     source = f"import signal; signal.signal(signal.SIGHUP, signal.{kept}){source}"
@@ -183,7 +183,7 @@ class Panic(BaseException):
 
 
 @pytest.mark.parametrize("error", [TypeError("no\nsuch\x1b[31mthing"), Panic("thing"), RecursionError("thing")])
-def test_an_error_that_nobody_foresaw(here, monkeypatch, capsys, error):
+def test_unexpected_error_is_exit_code_70(here, monkeypatch, capsys, error):
     fails_with(monkeypatch, error)
     assert main(["encode", "keys.npy", "-o", "k.frame"]) == 70
     said = capsys.readouterr().err
@@ -199,7 +199,7 @@ def test_an_error_that_nobody_foresaw(here, monkeypatch, capsys, error):
     assert "\x1b" not in shown
 
 
-def test_an_interrupt_that_became_another_error(here, monkeypatch, capsys):
+def test_interrupt_wrapped_in_another_error_is_exit_code_130(here, monkeypatch, capsys):
     error = ImportError("numpy failed to import")
     error.__context__ = KeyboardInterrupt()
     fails_with(monkeypatch, error)
@@ -207,13 +207,13 @@ def test_an_interrupt_that_became_another_error(here, monkeypatch, capsys):
     assert capsys.readouterr().err == "kvmnn: error: interrupted\n"
 
 
-def test_a_message_of_many_lines_is_one(here, monkeypatch, capsys):
+def test_multi_line_message_is_escaped(here, monkeypatch, capsys):
     fails_with(monkeypatch, SourceError("a\n  b\r\x07\u202e"))
     assert main(["encode", "keys.npy", "-o", "k.frame"]) == 1
     assert capsys.readouterr().err == "kvmnn: error: a\\n  b\\r\\x07\\u202e\n"
 
 
-def test_a_name_that_the_system_cannot_have(here, monkeypatch, capsys):
+def test_unencodable_name_is_one_line_error(here, monkeypatch, capsys):
     fails_with(monkeypatch, UnicodeEncodeError("ascii", "kéys", 1, 2, "ordinal not in range(128)"))
     assert main(["encode", "keys.npy", "-o", "k.frame"]) == 1
     assert capsys.readouterr().err == "kvmnn: error: kéys: cannot be a name here (ascii); PYTHONUTF8=1 may help\n"

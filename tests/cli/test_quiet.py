@@ -1,4 +1,4 @@
-"""`-q` keeps results and hides notes, in every verb; `--dtype` says what words are, or is refused."""
+"""`-q` keeps results and hides notes in every verb; `--dtype` is refused if it contradicts the input."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def said(argv: list[str]) -> tuple[int, str, str]:
 
 
 @pytest.mark.parametrize(("name", "command"), COMMANDS, ids=[f"{name}: {command}"[:60] for name, command in COMMANDS])
-def test_results_stay_and_notes_go(tmp_path: Path, name: str, command: str) -> None:
+def test_quiet_keeps_results_and_drops_notes(tmp_path: Path, name: str, command: str) -> None:
     results = []
     for quiet in (False, True):
         for file, data in samples()[name].files.items():
@@ -52,13 +52,13 @@ def test_results_stay_and_notes_go(tmp_path: Path, name: str, command: str) -> N
     assert results[0][0] == results[1][0]
 
 
-def test_every_verb_can_be_quiet() -> None:
+def test_quiet_is_an_option_of_every_verb() -> None:
     verbs = list_command_parsers(build_parser())
     assert {verb for verb in VERB_COMMANDS if not verbs[verb].accepts("--quiet")} == {"completion"}
     assert len(SEEN) > 10
 
 
-def test_data_on_standard_output_are_the_result(tmp_path: Path, capfdbinary) -> None:
+def test_quiet_keeps_data_on_standard_output(tmp_path: Path, capfdbinary) -> None:
     np.save(tmp_path / "k.npy", np.zeros((2, 3, 4), np.float16))
     assert main(["encode", str(tmp_path / "k.npy"), "-o", "-"]) == 0
     aloud = capfdbinary.readouterr()
@@ -86,7 +86,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run) -> Path:
 
 
 @pytest.mark.parametrize("verb", ["verify kv", "decode kv -o x.npz", "inspect kv"])
-def test_a_dtype_that_some_arrays_do_not_have_is_refused(here: Path, run, verb: str) -> None:
+def test_dtype_not_of_all_arrays_is_refused(here: Path, run, verb: str) -> None:
     for dtype, name in (("fp16", "'single', not fp16"), ("fp32", "'half', not fp32")):
         assert (
             f"the manifest says {'fp32' if dtype == 'fp16' else 'fp16'} of {name}"
@@ -104,7 +104,7 @@ def test_a_dtype_that_some_arrays_do_not_have_is_refused(here: Path, run, verb: 
         "mnn unpack c.safetensors -o x.npz",
     ],
 )
-def test_a_dtype_that_a_file_contradicts_is_refused(here: Path, run, argv: str) -> None:
+def test_dtype_contradicted_by_file_is_refused(here: Path, run, argv: str) -> None:
     own = "bf16" if "c.safe" in argv else "fp16"
     for dtype in {"fp16", "bf16", "fp32"} - {own}:
         refused = run(*argv.split(), "--dtype", dtype, code=1).err

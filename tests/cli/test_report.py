@@ -1,4 +1,4 @@
-"""``kvmnn report``: of what the other verbs really leave, and its ways in and out."""
+"""``kvmnn report`` on documents of the other verbs, its inputs and outputs."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def round_(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return files.write_round(tmp_path / "round")
 
 
-def test_what_the_verbs_leave_is_reported(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every verb's own document, made here: a field that a verb renames is missed here."""
+def test_report_reads_the_documents_of_all_verbs(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each verb writes its document here, so a renamed field is noticed."""
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     rng = np.random.default_rng(5)
@@ -70,7 +70,7 @@ def test_what_the_verbs_leave_is_reported(run: Run, tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.slow
-def test_a_suite_on_a_model_is_reported(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_of_a_suite_on_a_model(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("onnxruntime", "tokenizers", "matplotlib"):
         pytest.importorskip(package)
     import gate_models
@@ -98,7 +98,7 @@ def test_a_suite_on_a_model_is_reported(run: Run, tmp_path: Path, monkeypatch: p
     assert "Trend over rounds" in run("report", "one.json", "--markdown").out
 
 
-def test_markdown_goes_to_standard_output_or_a_file(run: Run, round_: Path) -> None:
+def test_report_markdown_to_standard_output_or_file(run: Run, round_: Path) -> None:
     text = run("report", round_, "--markdown").out
     assert text.startswith("# kvmnn report: round\n\n**FAIL**: 1 of 6 cases passes; 5 fail.\n")
     run("report", round_, "-o", "r.md", "-q")
@@ -106,27 +106,27 @@ def test_markdown_goes_to_standard_output_or_a_file(run: Run, round_: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_page_on_standard_output(round_: Path) -> None:
+def test_report_page_to_standard_output(round_: Path) -> None:
     pytest.importorskip("matplotlib")
     words = [sys.executable, "-m", "kvmnn", "report", str(round_), "-o", "-"]
     found = subprocess.run(words, capture_output=True, check=True)
     assert found.stdout.startswith(b"<!DOCTYPE html>") and found.stderr == b""
 
 
-def test_json(run: Run, round_: Path) -> None:
+def test_report_json_has_verdicts_and_misses(run: Run, round_: Path) -> None:
     found = json.loads(run("report", round_, "--json").out)
     assert found["verdict"] == "FAIL" and found["cases"]["runtime_full"]["verdict"] == "fail"
     assert "lossless ratio: 1.170, limit >= 1.300 (0.130 below)" in found["cases"]["runtime_full"]["misses"]
     assert "history.jsonl" in found["files"]
 
 
-def test_what_is_left_out_is_noted(run: Run, round_: Path) -> None:
+def test_report_notes_ignored_files(run: Run, round_: Path) -> None:
     files.write_json(round_ / "mine.json", {"a": 1})
     streams = run("report", round_, "--markdown")
     assert streams.err == "kvmnn: note: mine.json: left out: not a result that a report knows\n"
 
 
-def test_an_output_is_kept(run: Run, round_: Path) -> None:
+def test_report_existing_output_needs_force(run: Run, round_: Path) -> None:
     pytest.importorskip("matplotlib")
     Path("r.html").write_text("mine")
     assert "exists already" in run("report", round_, "-o", "r.html", code=1).err
@@ -150,19 +150,21 @@ def test_an_output_is_kept(run: Run, round_: Path) -> None:
         (["round/run.json/x", "-o", "r.html"], "does not exist", 1),
     ],
 )
-def test_one_line_of_error(run: Run, round_: Path, words: list[str], said: str, code: int) -> None:
+def test_report_error_is_one_line(run: Run, round_: Path, words: list[str], said: str, code: int) -> None:
     streams = run("report", *words, code=code)
     assert said in streams.err and streams.err.count("\n") == 1 and streams.out == ""
     assert not Path("r.html").exists()
 
 
-def test_a_damaged_file_leaves_nothing(run: Run, round_: Path) -> None:
+def test_report_damaged_file_leaves_no_output(run: Run, round_: Path) -> None:
     (round_ / "eval.json").write_text('{"rows": [')
     assert "eval.json: is not JSON" in run("report", round_, "-o", "r.html", code=1).err
     assert sorted(path.name for path in Path().iterdir()) == ["round"]
 
 
-def test_without_matplotlib(round_: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_without_matplotlib_is_exit_code_3(
+    round_: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main(["report", str(round_), "-o", "r.html"]) == 3
     assert "this needs the package matplotlib: pip install matplotlib" in capsys.readouterr().err

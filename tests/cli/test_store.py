@@ -1,4 +1,4 @@
-"""``kvmnn store``: what it prints, what it returns, and that options without effect are refused."""
+"""``kvmnn store``: its output, its exit codes, and refused options without effect."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def arrays(ids: list[int]) -> dict[str, np.ndarray]:
     }
 
 
-def test_put_match_get(here: Path, run) -> None:
+def test_store_put_match_get(here: Path, run) -> None:
     said = run("store", "put", "S", "long.npz", "--token-ids", "long.json", "--fingerprint", "m").out
     assert said.startswith("50 tokens, 50 of them new: 3,200 -> ")
     for ids in ("long.json", "long_ids.npy", "long.txt"):
@@ -63,7 +63,7 @@ def test_put_match_get(here: Path, run) -> None:
     assert not Path("none.npz").exists()
 
 
-def test_a_bound_that_has_no_room_for_the_text_says_so(here: Path, run) -> None:
+def test_store_put_beyond_size_limit_is_noted(here: Path, run) -> None:
     put = ("store", "put", "S", "long.npz", "--token-ids", "long.json", "--fingerprint", "m")
     said = run(*put, "--size-limit", "100")
     assert said.out.startswith(f"50 tokens: none of them is stored now: {NO_ROOM}\n  ") and said.err == ""
@@ -75,7 +75,7 @@ def test_a_bound_that_has_no_room_for_the_text_says_so(here: Path, run) -> None:
     assert run("store", "match", "S", "--token-ids", "long.json", code=1).out == "0\n"
 
 
-def test_which_precision_was_taken_is_said(here: Path, run) -> None:
+def test_store_get_notes_the_dtype_it_used(here: Path, run) -> None:
     """50 tokens are stored in fp16, 30 of them in fp32 as well."""
     wide = {name: words.astype(np.float32) for name, words in arrays(IDS[:30]).items()}
     np.savez("wide.npz", **wide)
@@ -111,8 +111,8 @@ def test_which_precision_was_taken_is_said(here: Path, run) -> None:
     assert run("store", "ls", "T").out == "no texts\n"
 
 
-def test_another_precision_than_the_one_that_is_stored(here: Path, run) -> None:
-    """A miss says which there is; a backend takes the one that it holds, and says so, or what brings it there."""
+def test_store_get_of_another_dtype(here: Path, run) -> None:
+    """A miss names the stored dtype; a backend uses its own, or names the option that converts."""
     run("store", "put", "S", "long.npz", "--token-ids", "long.json", "--fingerprint", "m")
     ids = ("--token-ids", "long.json")
     note = "kvmnn: note: nothing is stored in fp32; 50 tokens are in fp16 (--dtype)\n"
@@ -128,7 +128,7 @@ def test_another_precision_than_the_one_that_is_stored(here: Path, run) -> None:
     assert made.err == "kvmnn: note: taken in fp32, which x86-avx2 holds; 50 tokens are in fp16\n"
 
 
-def test_a_prefix_cache_and_back(here: Path, run) -> None:
+def test_store_get_as_prefix_cache_round_trips(here: Path, run) -> None:
     run("store", "put", "S", "long.npz", "--token-ids", "long.json", "--fingerprint", "m")
     more = ["--backend", "arm64-fp16", "--name", "sys", "--capacity", "64"]
     document = json.loads(run("store", "get", "S", "--token-ids", "long.json", *more, "-o", "sys/", "--json").out)
@@ -139,8 +139,8 @@ def test_a_prefix_cache_and_back(here: Path, run) -> None:
     run("diff", "again.npz", "long.npz")
 
 
-def test_fewer_ids_than_a_prefix_cache_has_rows_are_refused(here: Path, run) -> None:
-    """As with arrays; who means a beginning says so."""
+def test_store_put_prefix_cache_with_fewer_ids_is_refused(here: Path, run) -> None:
+    """--valid-tokens selects a beginning."""
     run("store", "put", "S", "long.npz", "--token-ids", "long.json", "--fingerprint", "m")
     layout = ["--backend", "arm64-fp16"]
     run("store", "get", "S", "--token-ids", "long.json", *layout, "--name", "sys", "-o", "sys/")
@@ -160,13 +160,13 @@ def test_fewer_ids_than_a_prefix_cache_has_rows_are_refused(here: Path, run) -> 
     run("diff", "again.npz", "long.npz")
 
 
-def test_other_tokens_than_the_cache_has_are_refused(here: Path, run) -> None:
+def test_store_put_wrong_token_count_is_refused(here: Path, run) -> None:
     error = run("store", "put", "S", "long.npz", "--token-ids", "short.json", "--fingerprint", "m", code=1).err
     assert "long.npz: layer 0 holds 50 tokens, there are 30 token ids" in error
     assert not Path("S").exists()
 
 
-def test_settings_of_the_engine_are_part_of_the_model(here: Path, run) -> None:
+def test_store_fingerprint_includes_engine_settings(here: Path, run) -> None:
     Path("llm.mnn").write_bytes(b"graph")
     put = ["store", "put", "S", "short.npz", "--token-ids", "short.json", "--rope", "none", "--model", "."]
     run(*put, "--fingerprint", "memory=low")
@@ -181,7 +181,7 @@ def test_settings_of_the_engine_are_part_of_the_model(here: Path, run) -> None:
     assert "2 models" in run(*match, "--fingerprint", "memory=high", code=1).err
 
 
-def test_another_model_is_refused(here: Path, run) -> None:
+def test_store_put_of_another_model_is_refused(here: Path, run) -> None:
     put = ["store", "put", "S", "short.npz", "--token-ids", "short.json"]
     assert "does not say which model computed it: --model or --fingerprint says it" in run(*put, code=2).err
     assert "model is '': expected a fingerprint of 1 to 256" in run(*put, "--fingerprint", "", code=1).err
@@ -197,7 +197,7 @@ def test_another_model_is_refused(here: Path, run) -> None:
     assert said in run(*match, "--fingerprint", "three", code=1).err
 
 
-def test_the_rest(here: Path, run) -> None:
+def test_store_stat_ls_pin_rm_gc_export_import(here: Path, run) -> None:
     for name in ("short", "long"):
         run("store", "put", "S", f"{name}.npz", "--token-ids", f"{name}.json", "--fingerprint", "m", "-q")
     assert json.loads(run("store", "stat", "S", "--json").out)["tokens"] == 50
@@ -226,7 +226,7 @@ def test_the_rest(here: Path, run) -> None:
     assert run("store", "ls", "S").out == "no texts\n"
 
 
-def test_a_store_that_cannot_be_written_to_is_verified(here: Path, run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_verify_of_read_only_store(here: Path, run, monkeypatch: pytest.MonkeyPatch) -> None:
     run("store", "put", "S", "long.npz", "--token-ids", "long.json", "--fingerprint", "m")
     monkeypatch.setattr("kvmnn.cli.commands.store.os.access", lambda *_: False)
     assert "1 unit, 50 tokens" in run("store", "verify", "S").out
@@ -256,20 +256,20 @@ def test_a_store_that_cannot_be_written_to_is_verified(here: Path, run, monkeypa
         (["putt", "S"], "did you mean 'put'"),
     ],
 )
-def test_what_makes_no_sense(here: Path, run, argv: list[str], said: str) -> None:
+def test_store_usage_errors(here: Path, run, argv: list[str], said: str) -> None:
     assert said in run("store", *argv, code=2).err
     assert not Path("S").exists()
 
 
 @pytest.mark.parametrize("action", ["match", "ls", "get", "verify", "gc", "rm", "export"])
-def test_there_is_no_store(here: Path, run, action: str) -> None:
+def test_store_actions_need_an_existing_store(here: Path, run, action: str) -> None:
     more = ["--token-ids", "long.json"] if action in ("match", "get", "rm", "export") else []
     more += ["-o", "x.npz"] if action in ("get", "export") else []
     assert "S: is not a prefix store: there is no such directory" in run("store", action, "S", *more, code=1).err
     assert not Path("S").exists()
 
 
-def test_no_store_is_made_of_what_cannot_be_read(here: Path, run) -> None:
+def test_store_put_of_unreadable_input_creates_no_store(here: Path, run) -> None:
     run("store", "put", "S", "nothing.npz", "--token-ids", "long.json", "--fingerprint", "m", code=1)
     run("store", "import", "S", "long.json", code=1)
     said = run("store", "put", "S", "long.npz", "--token-ids", "long.json", code=2).err
@@ -298,14 +298,14 @@ def test_no_store_is_made_of_what_cannot_be_read(here: Path, run) -> None:
         (" ", "it is empty"),
     ],
 )
-def test_ids_that_are_neither_numbers_nor_a_file(here: Path, run, said: str, wrong: str) -> None:
+def test_store_invalid_token_ids_are_refused(here: Path, run, said: str, wrong: str) -> None:
     run("store", "put", "S", "long.npz", "--token-ids", "long.json", "--fingerprint", "m")
     error = run("store", "match", "S", f"--token-ids={said}", code=2).err
     expected = "expected numbers from 0 to 4,294,967,295 between commas, as 5,7,9, or a file's name"
     assert f"--token-ids {said or repr('')}: {wrong}: {expected}" in error
 
 
-def test_ids_beyond_what_a_store_takes(here: Path, run) -> None:
+def test_store_token_ids_beyond_32_bits_are_refused(here: Path, run) -> None:
     run("store", "put", "S", "long.npz", "--token-ids", "long.json", "--fingerprint", "m")
     for number in (2**32, 2**40):
         Path("large.json").write_text(f"[5, {number}]")
@@ -325,7 +325,7 @@ def test_ids_beyond_what_a_store_takes(here: Path, run) -> None:
         (["put", "S", "other.npz"], 2, "other.npz: does not say which model computed it"),
     ],
 )
-def test_json_is_one_document_whatever_happens(here: Path, run, argv: list[str], code: int, said: str) -> None:
+def test_store_json_of_failures_is_one_document(here: Path, run, argv: list[str], code: int, said: str) -> None:
     run("store", "put", "S", "long.npz", "--token-ids", "long.json", "--fingerprint", "m")
     found = run("store", *argv, "--token-ids", "other.json", "--json", code=code)
     document = json.loads(found.out)
@@ -335,7 +335,7 @@ def test_json_is_one_document_whatever_happens(here: Path, run, argv: list[str],
         assert (document["tokens"], document["asked"], document["notes"]) == (0, 3, [])
 
 
-def test_a_damaged_unit_is_said(here: Path, run) -> None:
+def test_store_get_damaged_unit_is_removed_with_warning(here: Path, run) -> None:
     run("store", "put", "S", "long.npz", "--token-ids", "long.json", "--fingerprint", "m")
     (file,) = Path("S/units").glob("*/*.unit")
     file.write_bytes(file.read_bytes()[:-1] + b"?")
@@ -344,7 +344,7 @@ def test_a_damaged_unit_is_said(here: Path, run) -> None:
     assert "nothing of this text of 50 tokens is stored" in error
 
 
-def test_what_get_finds_damaged_past_a_directory_is_removed_as_well(here: Path, run) -> None:
+def test_store_get_damaged_unit_at_url_is_removed(here: Path, run) -> None:
     pytest.importorskip("fsspec")
     there = f"file://{here}/F"
     run("store", "put", there, "long.npz", "--token-ids", "long.json", "--fingerprint", "m")
@@ -355,13 +355,13 @@ def test_what_get_finds_damaged_past_a_directory_is_removed_as_well(here: Path, 
     assert run("store", "match", there, "--token-ids", "long.json", code=1).out == "0\n"
 
 
-def test_what_is_missing_is_named_and_nothing_else(run) -> None:
+def test_store_missing_arguments_are_named(run) -> None:
     assert "are required: ACTION, STORE (see" in run("store", code=2).err
     assert "are required: STORE (see" in run("store", "put", code=2).err
 
 
 @pytest.mark.parametrize("ids", ["100,101,102", "100 101, 102", "[100, 101, 102]", " [100 101 102] "])
-def test_ids_on_the_command_line(here: Path, run, ids: str) -> None:
+def test_store_token_ids_on_the_command_line(here: Path, run, ids: str) -> None:
     run("store", "put", "S", "long.npz", "--token-ids", "long.json", "--fingerprint", "m")
     assert run("store", "match", "S", "--token-ids", ids).out == "3\n"
     assert "cannot be read" in run("store", "match", "S", "--token-ids", "nothing.json", code=1).err
@@ -369,7 +369,7 @@ def test_ids_on_the_command_line(here: Path, run, ids: str) -> None:
     assert run("store", "match", "S", "--token-ids", "100", code=1).out == "0\n", "a file of this name holds ids"
 
 
-def test_a_lost_index_is_made_anew_and_said(here: Path, run) -> None:
+def test_store_lost_index_is_rebuilt_with_warning(here: Path, run) -> None:
     run("store", "put", "S", "long.npz", "--token-ids", "long.json", "--fingerprint", "m")
     Path("S/index.sqlite").unlink()
     error = run("store", "match", "S", "--token-ids", "long.json", code=1).err
@@ -384,8 +384,8 @@ def test_a_lost_index_is_made_anew_and_said(here: Path, run) -> None:
     assert "open the store for writing (kvmnn store verify), and it is made again" in error
 
 
-def test_the_document_has_every_note(here: Path, run) -> None:
-    """Of a damaged index and of a damaged unit, whether something is found or not, and with -q."""
+def test_store_json_has_every_note(here: Path, run) -> None:
+    """Notes of a damaged index and a damaged unit, for hits and misses, and with -q."""
     put = ["store", "put", "S", "long.npz", "--token-ids", "long.json", "--fingerprint", "m"]
     get = ["store", "get", "S", "--token-ids", "long.json", "-o", "x.npz", "--force"]
     run(*put)
@@ -404,8 +404,8 @@ def test_the_document_has_every_note(here: Path, run) -> None:
 
 
 @pytest.mark.parametrize("positions", [[*range(20, 50)], [[*range(30)], [*range(29), 49]]], ids=["window", "heads"])
-def test_what_says_that_it_was_cut_is_no_prefix(here: Path, run, positions: list) -> None:
-    """Folders of arrays that `dump-kv` wrote of an evicted cache, frames of them, and frames of a sliding window."""
+def test_store_put_of_evicted_cache_is_refused(here: Path, run, positions: list) -> None:
+    """Folders that `dump-kv` wrote of an evicted cache, frames of them, and frames of a sliding window."""
     Path("cut").mkdir()
     for name, words in arrays(IDS[:30]).items():
         np.save(f"cut/{name}.npy", words)
@@ -420,7 +420,7 @@ def test_what_says_that_it_was_cut_is_no_prefix(here: Path, run, positions: list
     run("store", "put", "S", "cut", *put)
 
 
-def test_verify_fails_where_the_index_was_made_anew(here: Path, run) -> None:
+def test_store_verify_rebuilt_index_is_exit_code_1(here: Path, run) -> None:
     run("store", "put", "S", "long.npz", "--token-ids", "long.json", "--fingerprint", "m")
     Path("S/index.sqlite").write_bytes(b"no database" * 99)
     made = run("store", "verify", "S", "--json", code=1)
@@ -430,8 +430,8 @@ def test_verify_fails_where_the_index_was_made_anew(here: Path, run) -> None:
     assert "password=***" in error and "hunter2" not in error
 
 
-def test_files_of_ids(here: Path, run) -> None:
-    """One with a byte order mark is read; true is no number."""
+def test_store_token_id_files_with_bom_and_booleans(here: Path, run) -> None:
+    """A byte order mark is accepted; true is no number."""
     run("store", "put", "S", "long.npz", "--token-ids", "long.json", "--fingerprint", "m")
     Path("marked.json").write_bytes(b"\xef\xbb\xbf" + Path("short.json").read_bytes())
     assert run("store", "match", "S", "--token-ids", "marked.json").out == "30\n"

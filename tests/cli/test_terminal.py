@@ -1,4 +1,4 @@
-"""Nothing that a file says reaches a terminal as a command: names and texts of others are escaped, in every verb."""
+"""Foreign names and texts are escaped in every verb, so that none reaches a terminal as a command."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def written(text: str) -> list[str]:
     return found
 
 
-def test_everything_said_goes_through_one_place() -> None:
+def test_output_goes_through_streams_only() -> None:
     package = ROOT / "kvmnn"
     round_it = {str(path.relative_to(package)): written(path.read_text()) for path in package.rglob("*.py")}
     assert {name: lines for name, lines in round_it.items() if lines and name not in OUTLETS | MENTIONS} == {}
 
 
 @pytest.mark.parametrize("line", ["print('x')", "import sys; sys.stderr.write('x')", "from sys import stdout"])
-def test_a_print_that_goes_round_is_found(line) -> None:
+def test_output_planted_print_is_found(line) -> None:
     assert written(line)
 
 
@@ -73,8 +73,8 @@ def said(capfd: pytest.CaptureFixture[str], argv: list[str]) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("kind", sorted(samples()))
-def test_names_of_files(kind, tmp_path, capfd) -> None:
-    """Every reader, its files in a folder with a hostile name; good files, and files that are refused."""
+def test_hostile_file_names_are_escaped(kind, tmp_path, capfd) -> None:
+    """Every reader, its files in a folder with a hostile name; valid and invalid files."""
     sample = samples()[kind]
     folder = tmp_path / NAME / "in"
     for name, data in sample.files.items():
@@ -117,7 +117,7 @@ def in_manifest(folder: Path, name: str) -> Path:
 
 
 @pytest.mark.parametrize("made", [in_npz, in_safetensors, in_manifest])
-def test_names_of_arrays(made, tmp_path, capfd) -> None:
+def test_hostile_array_names_are_escaped(made, tmp_path, capfd) -> None:
     path, out = str(made(tmp_path, NAME)), str(tmp_path / "out")
     for argv in (
         ["inspect", "-v", path],
@@ -146,8 +146,8 @@ def test_names_of_arrays(made, tmp_path, capfd) -> None:
         said(capfd, [*argv, "--json"])
 
 
-def test_texts_of_a_store(tmp_path, capfd) -> None:
-    """What a store says of its models was said by whoever put them there."""
+def test_hostile_store_texts_are_escaped(tmp_path, capfd) -> None:
+    """Model names in a store come from whoever wrote it."""
     store, ids, kv = f"{tmp_path}/{NAME}", ["--token-ids", f"{tmp_path}/ids.json"], f"{tmp_path}/kv.npz"
     np.savez(kv, **{f"layer_0.{part}": WORDS for part in ("key", "value")})
     (tmp_path / "ids.json").write_text("[1, 2, 3, 4, 5, 6]")
@@ -192,14 +192,14 @@ def test_texts_of_a_store(tmp_path, capfd) -> None:
 
 
 @pytest.mark.parametrize("verb", ["encode", "eval", "generate", "mnn pack", "mnn compact"])
-def test_words_of_the_command_line(verb, capfd) -> None:
+def test_hostile_command_line_words_are_escaped(verb, capfd) -> None:
     words = verb.split()
     for argv in ([*words, f"--{NAME}"], [*words, NAME, f"--dtype={NAME}"], [NAME], [*words, NAME, "-o", NAME]):
         said(capfd, argv)
 
 
 @pytest.mark.parametrize("document", [{NAME: 1}, [NAME], {"schema": NAME}, {"arrays": [{NAME: NAME}]}, NAME])
-def test_texts_of_json(document, tmp_path, capfd) -> None:
+def test_hostile_json_texts_are_escaped(document, tmp_path, capfd) -> None:
     (tmp_path / "k.frame").write_bytes(kvmnn.encode(WORDS))
     (tmp_path / "k.frame.json").write_text(json.dumps(document))
     np.save(tmp_path / "k.npy", WORDS)
@@ -215,7 +215,7 @@ def test_texts_of_json(document, tmp_path, capfd) -> None:
         said(capfd, argv)
 
 
-def test_names_in_checkpoints(tmp_path, capfd) -> None:
+def test_hostile_checkpoint_names_are_escaped(tmp_path, capfd) -> None:
     more = {NAME: np.zeros((2, 2), np.float32), f"compress_tk.0.{NAME}": np.zeros(2, np.float32)}
     path = compressor_files.checkpoint(tmp_path / "c.pth", compressor_files.weights(1) | more)
     only = compressor_files.checkpoint(tmp_path / "o.pth", more)
@@ -236,7 +236,7 @@ def test_names_in_checkpoints(tmp_path, capfd) -> None:
 
 
 @pytest.mark.parametrize("name", ["llm_config.json", "config.json"])
-def test_texts_of_a_models_settings(tmp_path, capfd, name) -> None:
+def test_hostile_model_settings_are_escaped(tmp_path, capfd, name) -> None:
     np.savez(tmp_path / "kv.npz", **{"layer_0.key": WORDS, "layer_0.value": WORDS})
     for document in (
         {"hidden_size": NAME},
@@ -249,8 +249,8 @@ def test_texts_of_a_models_settings(tmp_path, capfd, name) -> None:
         said(capfd, ["mnn", "pack", f"{tmp_path}/kv.npz", "-o", f"{tmp_path}/p/", "--model", str(tmp_path)])
 
 
-def test_words_of_a_tokenizer(tmp_path, capfd) -> None:
-    """What a model says is printed in its own lines, and nothing of it acts on the terminal."""
+def test_hostile_tokenizer_words_are_escaped(tmp_path, capfd) -> None:
+    """Generated text is printed in separate lines and never controls the terminal."""
     tokenizers = pytest.importorskip("tokenizers")
     from tiny_decoders import Tiny
 
@@ -264,8 +264,8 @@ def test_words_of_a_tokenizer(tmp_path, capfd) -> None:
         assert code == 0
 
 
-def test_onnxruntime_prints_nothing_of_a_model(tmp_path, capfd) -> None:
-    """Its lines on standard error are written by native code, with names as they are."""
+def test_hostile_onnx_names_are_not_printed(tmp_path, capfd) -> None:
+    """Native code writes onnxruntime's lines to standard error, with unescaped names."""
     onnx = pytest.importorskip("onnx")
     onnxruntime = import_optional("onnxruntime")
     value = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [1])

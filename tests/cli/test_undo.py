@@ -1,4 +1,4 @@
-"""What llama.cpp did to K and V does not reach a prefix cache, a store or a comparison without a word."""
+"""llama.cpp's transforms of K and V are inverted or noted in prefix caches, stores and comparisons."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def flat(text: str) -> str:
 
 
 @pytest.mark.parametrize(("file", "said"), [("x.session", "--kv-heads 2"), ("x.sequence", "--model m.gguf")])
-def test_pack_brings_k_of_llama_into_the_order_of_the_engine(here: Path, run, file: str, said: str) -> None:
+def test_pack_inverts_k_order_of_llama(here: Path, run, file: str, said: str) -> None:
     packed = run("mnn", "pack", file, *said.split(), *PACK, "-o", "sys/")
     note = "K of architecture 'llama': RoPE turns dimensions 2i and 2i + 1 together: brought into the order of other"
     assert (
@@ -91,7 +91,7 @@ def test_pack_brings_k_of_llama_into_the_order_of_the_engine(here: Path, run, fi
         assert np.array_equal(found[f"layer_{layer}.value"].to_numpy(), words(layer, 1))
 
 
-def test_pack_keeps_or_undoes_what_is_asked_for(here: Path, run) -> None:
+def test_pack_invert_option_selects_transforms(here: Path, run) -> None:
     kept = run("mnn", "pack", "x.session", "--kv-heads", 2, *PACK, "--invert", "none", "-o", "kept/")
     assert "RoPE" not in kept.err and "undone" not in kept.out
     assert np.array_equal(kvmnn.open("kept")["layer_0.key"].to_numpy(), permuted(words(0, 0)))
@@ -104,7 +104,7 @@ def test_pack_keeps_or_undoes_what_is_asked_for(here: Path, run) -> None:
     assert "equal" in run("diff", "mended", "own.npz").out
 
 
-def test_pack_says_that_nothing_tells_the_order(here: Path, run) -> None:
+def test_pack_unknown_k_order_is_noted(here: Path, run) -> None:
     nothing = "nothing says in which order llama.cpp has K: of Llama models and the like neighbours are turned together"
     for number, said in enumerate(("x.sequence --kv-heads 2", "command-r.session --kv-heads 2")):
         packed = run("mnn", "pack", *said.split(), *PACK, "-o", f"out{number}/")
@@ -112,14 +112,14 @@ def test_pack_says_that_nothing_tells_the_order(here: Path, run) -> None:
     assert nothing in flat(run("mnn", "pack", "x.sequence", "--model", "part.gguf", *PACK, "-o", "part/").err)
 
 
-def test_what_lies_in_halves_is_left_as_it_is(here: Path, run) -> None:
+def test_pack_k_in_halves_is_unchanged(here: Path, run) -> None:
     packed = run("mnn", "pack", "qwen.session", "--kv-heads", 2, *PACK, "-o", "qwen/")
     assert "RoPE" not in packed.err and "undone" not in packed.out
     assert np.array_equal(kvmnn.open("qwen")["layer_1.key"].to_numpy(), permuted(words(1, 0)))
     assert "RoPE" not in run("mnn", "pack", "x.sequence", "--model", "qwen.gguf", *PACK, "-o", "qwen2/").err
 
 
-def test_unpack_writes_words_as_they_lie_and_says_so(here: Path, run) -> None:
+def test_unpack_keeps_k_order_with_a_note(here: Path, run) -> None:
     plain = run("mnn", "unpack", "x.session", "--kv-heads", 2, "-o", "plain.npz")
     assert "in other engines i and i + half a head: --invert k-order brings it into their order" in flat(plain.err)
     with np.load("plain.npz") as found:
@@ -129,7 +129,7 @@ def test_unpack_writes_words_as_they_lie_and_says_so(here: Path, run) -> None:
     assert "equal" in run("diff", "undone.npz", "own.npz").out
 
 
-def test_diff_undoes_it_of_the_inputs_that_are_llama_cpps(here: Path, run) -> None:
+def test_diff_inverts_k_order_of_llama_cpp_inputs(here: Path, run) -> None:
     far = run("diff", "own.npz", "x.session", "--kv-heads", 2, "--atol", 0.01, code=1)
     assert "K of architecture 'llama'" in far.err and "--invert k-order" in flat(far.err)
     for first, second in (("own.npz", "x.session"), ("x.session", "own.npz"), ("x.sequence", "x.session")):
@@ -140,7 +140,7 @@ def test_diff_undoes_it_of_the_inputs_that_are_llama_cpps(here: Path, run) -> No
     assert "--invert is about caches of llama.cpp, and own.npz own.npz holds none" in flat(refused)
 
 
-def test_frames_of_a_whole_file_are_as_the_file(here: Path, run) -> None:
+def test_frames_of_session_behave_like_the_session(here: Path, run) -> None:
     run("encode", "x.session", "-o", "f/")
     assert "RoPE turns" in run("mnn", "pack", "f", "--kv-heads", 2, *PACK, "-o", "sys/").err
     assert "equal" in run("diff", "sys", "own.npz").out
@@ -148,7 +148,7 @@ def test_frames_of_a_whole_file_are_as_the_file(here: Path, run) -> None:
 
 
 @pytest.mark.parametrize("said", [[], ["--invert", "k-order"]], ids=["by itself", "asked"])
-def test_a_store_holds_what_the_engine_reads(here: Path, run, said: list[str]) -> None:
+def test_store_put_inverts_k_order(here: Path, run, said: list[str]) -> None:
     put = run("store", "put", "S", "x.session", "--kv-heads", 2, "--fingerprint", "m", *said)
     assert ("brought into the order of other engines" in flat(put.err)) == (not said)
     Path("ids.json").write_text(json.dumps(list(range(TOKENS))))
@@ -156,7 +156,7 @@ def test_a_store_holds_what_the_engine_reads(here: Path, run, said: list[str]) -
     assert "equal" in run("diff", "sys", "own.npz").out
 
 
-def test_a_store_keeps_what_it_is_told_to_keep(here: Path, run) -> None:
+def test_store_put_invert_none_keeps_k_order(here: Path, run) -> None:
     put = run("store", "put", "S", "x.session", "--kv-heads", 2, "--fingerprint", "m", "--invert", "none")
     assert "RoPE" not in put.err
     Path("ids.json").write_text(json.dumps(list(range(TOKENS))))
@@ -179,13 +179,13 @@ def test_a_store_keeps_what_it_is_told_to_keep(here: Path, run) -> None:
         ("x.session --model qwen.gguf", "is of architecture 'llama', the model of 'qwen2'"),
     ],
 )
-def test_what_is_refused(here: Path, run, argv: str, said: str) -> None:
+def test_invert_invalid_value_is_refused(here: Path, run, argv: str, said: str) -> None:
     assert said in flat(run("mnn", "unpack", *argv.split(), "-o", "o.npz", code=2).err)
     assert not list(here.glob("o.*"))
 
 
-def test_a_rotation_is_undone_before_the_order_and_rounds(here: Path, run) -> None:
-    """K and V of q8_0 blocks, turned by a matrix of our own making; Hadamard's is its own inverse."""
+def test_invert_rotation_precedes_k_order_and_rounds(here: Path, run) -> None:
+    """K and V of q8_0 blocks, rotated by a Hadamard matrix, which is its own inverse."""
     data, caches = llama_files.state(Random(3), Shape(k_type="q8_0", v_type="q8_0", dims=DIMS, value_dims=DIMS), [12])
     Path("q.session").write_bytes(data)
     said = flat(run("mnn", "unpack", "q.session", "--kv-heads", 2, "-o", "as_is.npz").err)
@@ -207,7 +207,7 @@ def test_a_rotation_is_undone_before_the_order_and_rounds(here: Path, run) -> No
     assert "(--invert k-rotation,v-rotation turns them back)" in flat(packed.err)
 
 
-def test_the_same_in_python(here: Path) -> None:
+def test_open_invert_equals_the_command(here: Path) -> None:
     source = kvmnn.open("x.session", kv_heads=HEADS)
     assert np.array_equal(source["layer_0.key"].to_numpy(), permuted(words(0, 0))), "words as they lie in the file"
     assert source.engine_cache is not None and source.engine_cache.altered == ("k-order",)
@@ -233,7 +233,7 @@ def test_the_same_in_python(here: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["fp16", "fp32", "bf16"])
 @pytest.mark.parametrize("step", [64, 192, 130, 1 << 20])
-def test_runs_of_any_length(tmp_path: Path, dtype: str, step: int) -> None:
+def test_invert_k_order_in_chunks_of_any_size(tmp_path: Path, dtype: str, step: int) -> None:
     kind = {"fp16": np.float16, "fp32": np.float32, "bf16": np.uint16}[dtype]
     keys = np.arange(3 * 5 * 32).reshape(3, 5, 32).astype(kind)
     np.savez(tmp_path / "x.npz", **{"layer_0.key": permuted(keys), "layer_0.value": keys})
@@ -246,7 +246,7 @@ def test_runs_of_any_length(tmp_path: Path, dtype: str, step: int) -> None:
 
 
 @pytest.mark.parametrize("case", ["f16.session.bin", "f16.sequence.bin", "bf16_fa.session.bin"])
-def test_real_files(unpacked: Callable[[str], Path], tmp_path: Path, run, case: str) -> None:
+def test_invert_k_order_of_real_files(unpacked: Callable[[str], Path], tmp_path: Path, run, case: str) -> None:
     folder = unpacked("llama") / "b"
     with np.load(folder / f"{case}.expected0.npz") as found:
         expected = {name: found[name] for name in found}
@@ -263,7 +263,7 @@ def test_real_files(unpacked: Callable[[str], Path], tmp_path: Path, run, case: 
             assert np.array_equal(source[name].to_numpy().view(np.uint16), own.view(np.uint16)), name
 
 
-def test_the_example_in_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_docs_example_of_invert_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (ROOT / "docs" / "other-engines.md").read_text()
     blocks = re.findall(r"(?:^    .*\n|^\n)+", text, re.MULTILINE)
     (example,) = [textwrap.dedent(block) for block in blocks if 'kvmnn.open("chat.session", kv_heads' in block]
@@ -280,14 +280,14 @@ def test_the_example_in_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert np.array_equal(kvmnn.open("prefix/")["layer_0.key"].to_numpy().view(np.uint16), own)
 
 
-def test_a_zarr_store_keeps_what_is_known_of_the_order(here: Path, run) -> None:
+def test_zarr_store_keeps_k_order_metadata(here: Path, run) -> None:
     run("encode", "x.session", "--kv-heads", 2, "-o", "x.zarr")
     assert "RoPE turns" in run("mnn", "pack", "x.zarr", *PACK, "-o", "sys/").err
     assert "equal" in run("diff", "sys", "own.npz").out
 
 
 @pytest.mark.parametrize("architecture", ["granite", "mistral3", "olmo", "smollm3"])
-def test_architectures_whose_converter_permutes_k_are_as_llama_is(here: Path, run, architecture: str) -> None:
+def test_pack_architectures_permuting_k_are_inverted(here: Path, run, architecture: str) -> None:
     Path("other.session").write_bytes(session(architecture))
     packed = run("mnn", "pack", "other.session", "--kv-heads", 2, *PACK, "-o", "other/")
     assert f"K of architecture {architecture!r}: RoPE turns dimensions 2i and 2i + 1 together: brought" in flat(
@@ -296,7 +296,7 @@ def test_architectures_whose_converter_permutes_k_are_as_llama_is(here: Path, ru
     assert run("diff", "other", "own.npz").out.startswith("equal: ")
 
 
-def test_to_cache_warns_of_what_it_did_to_k(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_to_cache_warns_of_inverted_k_order(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(from_numpy=lambda words: words))
     with pytest.warns(UserWarning, match="of architecture 'llama': RoPE turns .*: brought into the order of other"):
         made = kvmnn.to_cache(kvmnn.open("x.session", kv_heads=HEADS), return_pairs=True)
@@ -306,7 +306,7 @@ def test_to_cache_warns_of_what_it_did_to_k(here: Path, monkeypatch: pytest.Monk
     kvmnn.to_cache(kvmnn.open("x.sequence", kv_heads=HEADS, invert=["none"]), return_pairs=True)  # without one
 
 
-def test_to_cache_warns_of_tokens_that_are_not_there(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_to_cache_warns_of_missing_tokens(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(from_numpy=lambda words: words))
     state, _ = llama_files.state(Random(3), Shape(), [12], gaps=True, architecture="qwen2")
     Path("gaps.session").write_bytes(state)
@@ -367,7 +367,7 @@ def test_to_cache_follows_the_table_of_names(
     assert all(np.array_equal(made[n][i], rows[n, i]) for n in range(2) for i in range(2))
 
 
-def test_to_cache_asks_where_names_do_not_say_the_axes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_to_cache_ambiguous_axes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(from_numpy=lambda words: words))
     arrays = {f"{n}.{part}": np.ones((1, 2, 5, 8), np.float16) for n in range(2) for part in range(2)}
     with pytest.raises(MissingOptionError, match="nothing says whether 2 or 5 is the number of tokens"):

@@ -1,4 +1,4 @@
-"""Layers of other heads and head sizes than their neighbours, V of others than K, K alone: through the verbs."""
+"""Layers with unequal heads and head sizes, V unlike K, and K alone: in all verbs."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ FILES = {"c.pt": [], "c.npz": [], "c.session": ["--model", "m.gguf"]}
 
 @pytest.mark.parametrize("codec", ["dense", "mnn"])
 @pytest.mark.parametrize("name", FILES)
-def test_a_store_gives_them_back(here: Path, run, name: str, codec: str) -> None:
-    """Of the whole text, of a beginning; through export and import as well."""
+def test_store_unequal_layers_round_trip(here: Path, run, name: str, codec: str) -> None:
+    """The whole text and a beginning, through export and import as well."""
     ids = [] if name == "c.session" else ["--token-ids", "ids.json", "--fingerprint", "x"]
     run("store", "put", "s", name, *FILES[name], *ids, "--codec", codec, "--block-tokens", 16)
     run("store", "verify", "s")
@@ -71,8 +71,8 @@ def test_a_store_gives_them_back(here: Path, run, name: str, codec: str) -> None
     )
 
 
-def test_heads_of_every_layer_are_said_and_kept(here: Path, run) -> None:
-    """Of the model's header, which says them layer by layer; in frames and plain arrays afterwards."""
+def test_unequal_heads_are_kept_in_frames_and_arrays(here: Path, run) -> None:
+    """The model's header lists the heads of each layer; frames and plain arrays keep them."""
     run("encode", "c.session", "--model", "m.gguf", "-o", "f/")
     run("mnn", "unpack", "c.session", "--model", "m.gguf", "-o", "u.npz")
     for name, options in (("c.session", FILES["c.session"]), ("f", []), ("u.npz", [])):
@@ -82,8 +82,8 @@ def test_heads_of_every_layer_are_said_and_kept(here: Path, run) -> None:
     assert "1 to 4 kv heads" in run("inspect", "u.npz").out
 
 
-def test_a_text_that_goes_on(here: Path, run) -> None:
-    """Streams of a unit refer to rows before it, in each layer to its own."""
+def test_store_unequal_layers_grow_by_another_put(here: Path, run) -> None:
+    """Streams of a unit refer to earlier rows, in each layer to its own."""
     said = ("--fingerprint", "x", "--block-tokens", 16)
     with np.load("c.npz") as words:
         np.savez("first.npz", **{name: words[name][:, :, :100] for name in words})
@@ -95,7 +95,7 @@ def test_a_text_that_goes_on(here: Path, run) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_other_verbs_take_them(here: Path, run, name: str) -> None:
+def test_unequal_layers_pass_all_verbs(here: Path, run, name: str) -> None:
     run("encode", name, "-o", "x.frames")
     run("verify", "x.frames", "--against", name)
     assert "equal" in run("diff", name, "x.frames", *FILES[name]).out
@@ -108,7 +108,7 @@ def test_other_verbs_take_them(here: Path, run, name: str) -> None:
     )
 
 
-def test_pack_and_replay_say_which_differ(here: Path, run) -> None:
+def test_pack_and_replay_name_unequal_layers(here: Path, run) -> None:
     wanted = (
         "c.pt: layer 0 has 2 kv heads x 32 dims of fp16, layer 1 has 4 kv heads x 32 dims of fp16, "
         "layer 2 has 1 kv head x 64 dims of fp16, layer 3 has 3 kv heads x 16 dims of fp16: expected one geometry"
@@ -124,7 +124,7 @@ def test_pack_and_replay_say_which_differ(here: Path, run) -> None:
     assert "more.npz: layers 0 to 2, 4 have 2 kv heads x 8 dims of fp16, layer 3 has 4 kv heads" in said
 
 
-def test_eval_says_which_the_model_has_otherwise(here: Path, run) -> None:
+def test_eval_initial_cache_names_layers_unlike_the_model(here: Path, run) -> None:
     model = FIXTURES / "lm"
     shapes = ((4, 64), (2, 64), (4, 64), (4, 64), (4, 64), (4, 64))
     parts = [(n, part) for n in range(len(shapes)) for part in ("key", "value")]
@@ -144,8 +144,8 @@ def test_eval_says_which_the_model_has_otherwise(here: Path, run) -> None:
     assert "six.npz: key of layer 1 is of 2 kv heads x 64" in said
 
 
-def test_a_store_takes_keys_and_values_of_other_types(here: Path, run) -> None:
-    """llama.cpp's -ctk q8_0 alone: fp32 has every number of both."""
+def test_store_put_unequal_types_of_k_and_v(here: Path, run) -> None:
+    """As with llama.cpp's -ctk q8_0 alone; fp32 represents every number of both."""
     shape = llama_files.Shape(k_type="q8_0", v_type="f16")
     Path("q.session").write_bytes(llama_files.state(Random(3), shape, [40], architecture="qwen2")[0])
     put = run("store", "put", "s", "q.session", "--kv-heads", 2, "--fingerprint", "x")
@@ -162,8 +162,8 @@ def test_a_store_takes_keys_and_values_of_other_types(here: Path, run) -> None:
             assert all(np.array_equal(got[name], plain[name].astype("f4"), equal_nan=True) for name in plain)
 
 
-def test_values_of_another_head_size_than_keys(here: Path, run) -> None:
-    """As DeepSeek's and its kin in transformers have them; K and V each measure as they do among their like."""
+def test_measure_unequal_head_sizes_of_k_and_v(here: Path, run) -> None:
+    """As in DeepSeek's caches in transformers; K and V each measure as in uniform caches."""
     rng = np.random.default_rng(4)
     rows = {"key": 96, "value": 64}
     words = {part: rng.standard_normal((2, 40, dims))[:, IDS[:60]].astype("f4") for part, dims in rows.items()}
@@ -184,8 +184,8 @@ def test_values_of_another_head_size_than_keys(here: Path, run) -> None:
 
 
 @pytest.mark.parametrize("codec", ["dense", "mnn"])
-def test_a_store_takes_values_of_another_head_size(here: Path, run, codec: str) -> None:
-    """Grown by another put, cut, through export and import, and next to layers where both have one size."""
+def test_store_put_unequal_head_sizes_of_k_and_v(here: Path, run, codec: str) -> None:
+    """Grown by another put, cut, exported and imported, next to layers of equal sizes."""
     rng = np.random.default_rng(4)
     dims = {(0, "key"): 96, (0, "value"): 64, (1, "key"): 32, (1, "value"): 32, (2, "key"): 8, (2, "value"): 24}
     words = {
@@ -211,7 +211,7 @@ def test_a_store_takes_values_of_another_head_size(here: Path, run, codec: str) 
             }
 
 
-def test_a_store_refuses_keys_and_values_of_other_heads_or_tokens(here: Path, run) -> None:
+def test_store_put_unequal_heads_or_tokens_of_k_and_v_is_refused(here: Path, run) -> None:
     for values in ((3, 60, 64), (2, 59, 64)):
         np.savez("both.npz", **{"layer_0.key": np.ones((2, 60, 96), "f2"), "layer_0.value": np.ones(values, "f2")})
         put = ("store", "put", "s", "both.npz", "--token-ids", "ids.json", "--fingerprint", "x")
@@ -219,8 +219,8 @@ def test_a_store_refuses_keys_and_values_of_other_heads_or_tokens(here: Path, ru
         assert f"keys are [2, 60, 96] and values {list(values)}: expected the same heads and tokens" in said
 
 
-def test_keys_alone_are_measured(here: Path, run) -> None:
-    """Latent attention, as llama.cpp stores it; as K among K and V."""
+def test_measure_keys_alone(here: Path, run) -> None:
+    """Latent attention as llama.cpp stores it; K measures as in a cache with V."""
     said = {}
     for name, has_v in (("both", True), ("alone", False)):
         shape = llama_files.Shape(heads=1, dims=64, value_dims=64, k_type="f32", v_type="f32", has_v=has_v)
@@ -234,7 +234,7 @@ def test_keys_alone_are_measured(here: Path, run) -> None:
     assert "  K  " in text and "  V  " not in text and "of K alone: nothing is stored as V" in text
 
 
-def test_keys_alone_are_stored(here: Path, run) -> None:
+def test_store_keys_alone(here: Path, run) -> None:
     shape = llama_files.Shape(heads=1, dims=96, has_v=False)
     Path("alone.session").write_bytes(llama_files.state(Random(3), shape, [40], architecture="deepseek2")[0])
     said = run("store", "put", "s", "alone.session", "--kv-heads", "1", "--fingerprint", "x").out
@@ -250,7 +250,7 @@ def test_keys_alone_are_stored(here: Path, run) -> None:
     assert "MNN takes no such prefix" in run("store", "get", *store, *text, *mnn, code=2).err
 
 
-def test_one_type_is_asked_for_where_none_may_be_widened(here: Path, capsys) -> None:
+def test_replay_unequal_types_of_k_and_v_are_refused(here: Path, capsys) -> None:
     words = np.ones((2, 8, 8))
     np.savez("types.npz", **{"layer_0.key": words.astype("f2"), "layer_0.value": words.astype("f4")})
     Path("config.json").write_text("{}")

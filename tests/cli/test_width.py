@@ -1,4 +1,4 @@
-"""Results in a terminal of 80 columns: tables fit, sentences are broken between words; pipes get lines as they are."""
+"""Results in a terminal of 80 columns: tables fit, sentences wrap between words; pipes get unwrapped lines."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def here(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_results_fit_a_terminal(here, run, monkeypatch) -> None:
+def test_results_fit_an_80_column_terminal(here, run, monkeypatch) -> None:
     rows: dict[str, list[str]] = {}
     for command in VERBS.strip().splitlines():
         lines = run(*command.split()).out.splitlines()
@@ -83,7 +83,7 @@ def test_results_fit_a_terminal(here, run, monkeypatch) -> None:
         assert not [line for line in shown if len(line) > 80], command
 
 
-def test_lines_are_broken_between_words() -> None:
+def test_wrap_text_breaks_between_words() -> None:
     assert wrap_text("one two three\nfour", 9) == "one two\n    three\nfour"
     assert wrap_text("  a  1  2", 80) == "  a  1  2"
     assert wrap_text("  ab cd ef", 7) == "  ab cd\n      ef"
@@ -92,7 +92,7 @@ def test_lines_are_broken_between_words() -> None:
     assert wrap_text("日本 日本", 6) == "日本\n    日本"
 
 
-def test_documents_are_not_broken(here, run, monkeypatch) -> None:
+def test_documents_are_not_wrapped(here, run, monkeypatch) -> None:
     monkeypatch.setattr(sys.stdout.__class__, "isatty", lambda self: True, raising=False)
     long = Path("keys" + " with a long name" * 8 + ".npy")
     long.write_bytes(Path("keys.npy").read_bytes())

@@ -1,4 +1,4 @@
-"""Options may stand anywhere after the verb; what is misspelt is said before what is missing."""
+"""Options may stand anywhere after the verb; misspelt options are reported before missing arguments."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ LINES = [
 def test_options_between_positional_arguments_mean_the_same(
     verb: str, positional: list[str], options: list[list[str]]
 ) -> None:
-    """All ways to mix them, of which some are drawn; the order within each kind stays."""
+    """A sample of all interleavings; the order within each kind stays."""
     wanted = namespace([verb, *positional, *(word for option in options for word in option)])
     orders = list(permutations(range(len(positional) + len(options)), len(options)))
     for places in Random(1).sample(orders, k=min(len(orders), 60)):
@@ -63,7 +63,7 @@ def test_options_between_positional_arguments_mean_the_same(
         assert namespace(words) == wanted, words
 
 
-def test_words_behind_two_dashes_are_no_options() -> None:
+def test_words_after_two_dashes_are_no_options() -> None:
     found = namespace(["encode", "a", "-o", "x/", "--", "-b", "--json"])
     assert (found["inputs"], found["output"], found["json"]) == (["a", "-b", "--json"], "x/", False)
 
@@ -76,8 +76,8 @@ def test_numbers_and_single_dashes_are_values() -> None:
     assert (order.options, order.positional) == (["--threads", "-1"], ["a"])
 
 
-def test_every_verb_takes_its_options_before_its_arguments() -> None:
-    """Of each verb each option, once before and once after: what argparse makes of the words is the same."""
+def test_options_before_arguments_parse_in_every_verb() -> None:
+    """Each option of each verb, before and after the arguments: argparse gives the same result."""
     verbs = list_command_parsers(build_parser())
     for verb in COMMANDS:
         parser = verbs[verb]
@@ -114,7 +114,7 @@ def test_every_verb_takes_its_options_before_its_arguments() -> None:
         ("encode a --tensor", "argument --tensor: expected one argument"),
     ],
 )
-def test_what_is_misspelt_is_said_first(run, line: str, said: str) -> None:
+def test_misspelt_option_is_reported_before_missing_arguments(run, line: str, said: str) -> None:
     assert said in run(*line.split(), code=2).err
 
 
@@ -135,18 +135,18 @@ def test_options_of_the_whole_program_stand_before_the_verb_or_after_it(before: 
     assert namespace(before.split()) == namespace(behind.split())
 
 
-def test_the_parser_of_all_verbs_parses_the_options_of_the_whole_program() -> None:
+def test_parser_of_all_verbs_parses_program_options() -> None:
     assert build_parser().parse_args(["encode", "a", "-q"]).quiet
 
 
-def test_help_comes_before_complaints(run) -> None:
+def test_help_precedes_errors(run) -> None:
     assert "usage: kvmnn encode" in run("encode", "--bogus", "-h").out
     assert "usage: kvmnn store [options] put STORE" in run("store", "put", "--help").out
     assert run("-V").out == run("--version").out
     assert "-V, --version" in run("--help").out
 
 
-def test_a_mixed_line_does_its_work(run) -> None:
+def test_mixed_order_command_lines_run(run) -> None:
     for name in ("layer_0.key", "layer_0.value"):
         np.save(f"{name}.npy", np.zeros((2, 5, 4), np.float16))
     run("encode", "layer_0.key.npy", "-o", "x/", "layer_0.value.npy", "--effort", "fast")
@@ -155,8 +155,8 @@ def test_a_mixed_line_does_its_work(run) -> None:
     assert run("store", "match", "--token-ids", "1,2,3", "S").out == "3\n"
 
 
-def test_argparse_reads_the_words_as_it_read_them_before() -> None:
-    """Lines whose positional arguments stand together mean what they meant to argparse alone."""
+def test_sort_words_keeps_the_meaning_of_argparse() -> None:
+    """Lines with adjacent positional arguments parse as with argparse alone."""
     parser = build_command_parser("encode")[1]
     for line in ("x y -o z", "-o z x y", "--tensor a --tensor b x", "x -qvo z", "-oz --effo fast x"):
         words = line.split()
@@ -167,11 +167,11 @@ def test_argparse_reads_the_words_as_it_read_them_before() -> None:
 
 
 @pytest.mark.parametrize("old", sorted(REPLACED_COMMANDS))
-def test_words_of_earlier_versions_name_the_new_ones(run, old: str) -> None:
+def test_replaced_commands_name_the_new_ones(run, old: str) -> None:
     assert run(old, "x", code=2).err == f"kvmnn: error: {old!r} is now {REPLACED_COMMANDS[old]!r}\n"
 
 
-def test_options_of_earlier_versions_name_the_new_ones(run) -> None:
+def test_replaced_options_name_the_new_ones(run) -> None:
     said = run("verify", "w.bin", "--as-reference", code=2).err
     assert said == "kvmnn: error: '--as-reference' is now 'kvmnn compressor verify --as-reference'\n"
     assert run("encode", "--help-packed", code=2).err == "kvmnn: error: '--help-packed' is now '--help-all'\n"

@@ -19,9 +19,9 @@ from typing import Any, TextIO
 from .._util.text import escape_control, join_lines
 
 # All output goes through this module: names and texts are escaped, lines folded, closed and full streams handled, once.
-# `tests/cli/test_terminal.py` reads the syntax of every module for prints that bypass it. `main` in entry_point.py is
-# the one outermost handler, and `import kvmnn` loads nothing, so that an interrupt in the first tenths of a second
-# finds it (docs/command.md).
+# `tests/cli/test_terminal_escapes.py` reads the syntax of every module for prints that bypass it. `main` in
+# entry_point.py is the one outermost handler, and `import kvmnn` loads nothing, so that an interrupt in the first
+# tenths of a second finds it (docs/command.md).
 
 _MAX_LINE_LETTERS = 1000  # letters of an error or note: what foreign files put into it must not fill the terminal
 _SHORTENED_BEGIN_LETTERS, _SHORTENED_END_LETTERS = 700, 200

@@ -16,12 +16,12 @@ SOURCES = ("kvmnn/**/*.py", *(f"pyx/kvmnn/**/*.{kind}" for kind in ("pyx", "pxd"
 
 ALSO = {
     "kvmnn/arrays": ["tests/formats", "tests/bundle", "tests/analysis"],
-    "kvmnn/bundle": ["tests/formats", "tests/cli/test_errors.py", "tests/cli/test_command.py"],
+    "kvmnn/bundle": ["tests/formats", "tests/cli/test_errors.py", "tests/cli/test_encode_decode.py"],
     "kvmnn/cli": ["tests/docs", "tests/bundle", "tests/formats"],
     "kvmnn/compressor": ["tests/conformance/test_compressor*.py", "tests/attacks/test_checkpoints.py"],
     "kvmnn/cli/commands": ["tests/compressor", "tests/policies/h2o", "tests/runtime"],
     "kvmnn/files": ["tests/faults", "tests/bundle", "tests/formats", "tests/cli/test_errors.py"],
-    "kvmnn/formats": ["tests/bundle", "tests/cli/test_errors.py", "tests/cli/test_command.py"],
+    "kvmnn/formats": ["tests/bundle", "tests/cli/test_errors.py", "tests/cli/test_encode_decode.py"],
     "kvmnn/formats/mnn": ["tests/packed", "tests/cli/test_packed.py", "tests/conformance/test_layout.py"],
     "kvmnn/formats/plan_files.py": ["tests/cli/test_plan_cache.py", "tests/cli/test_plan.py", "tests/policies/h2o"],
     "kvmnn/frames": [

@@ -56,7 +56,7 @@ LIES: dict[str, tuple[bytes, str]] = {
     "other flags": (archive(Entry(b"k.npy", DATA, local={"flags": 0x800})), "differ in its flags"),
     "another disk": (archive(Entry(b"k.npy", DATA, central={"disk": 1})), "several parts"),
     "two disks": (archive(Entry(b"k.npy", DATA), end={"disk": 1}), "several parts"),
-    "half of it here": (archive(Entry(b"k.npy", DATA), end={"here": 0}), "several parts"),
+    "wrong entry count": (archive(Entry(b"k.npy", DATA), end={"here": 0}), "several parts"),
     "bytes after it": (archive(Entry(b"k.npy", DATA), behind=b"more"), "4 bytes lie after the end"),
     "a second archive after it": (archive(Entry(b"k.npy", DATA)) + archive(Entry(b"v.npy", DATA)), "must end at"),
     "bytes before it": (b"#!" + archive(Entry(b"k.npy", DATA)), "must end at"),

@@ -52,14 +52,14 @@ def written(path: Path, *parts: bytes) -> Path:
 # -- llama.cpp ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("head", [HEAD, OLD], ids=["10", "9"])
+@pytest.mark.parametrize("head", [HEAD, OLD], ids=["version 10", "version 9"])
 def test_llama_state_million_empty_streams(tmp_path: Path, run: Any, head: bytes) -> None:
     path = written(tmp_path / "a.session", head, struct.pack("<I", 1 << 20), bytes(4 << 20))
     said = one_line(run, "inspect", path)
     assert "1,048,576 streams" in said or head == OLD
 
 
-@pytest.mark.parametrize("head", [HEAD, OLD], ids=["10", "9"])
+@pytest.mark.parametrize("head", [HEAD, OLD], ids=["version 10", "version 9"])
 def test_llama_state_hundred_thousand_small_layers(tmp_path: Path, run: Any, head: bytes) -> None:
     layers = 100_000
     path = written(
@@ -69,7 +69,7 @@ def test_llama_state_hundred_thousand_small_layers(tmp_path: Path, run: Any, hea
     assert "100,000 layers" in said or head == OLD
 
 
-def test_llama_state_stream_with_wrong_field(tmp_path: Path, run: Any) -> None:
+def test_llama_state_wrong_field_never_exceeds_the_file(tmp_path: Path, run: Any) -> None:
     """One of three streams has another number of cells or layers, another type, row size or order of V."""
     good = struct.pack("<I", 1) + CELL + struct.pack("<II", 0, 1) + ONE * 2
     for place in range(0, len(good), 4):

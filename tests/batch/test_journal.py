@@ -206,7 +206,7 @@ def test_journal_unrecorded_output_is_replaced_after_a_kill(tasks: list[Task]) -
     assert made[3:] == [False]
 
 
-def test_journal_unreadable_output_is_not_replaced(tasks: list[Task]) -> None:
+def test_journal_output_with_dangling_link_is_not_its_own(tasks: list[Task]) -> None:
     task = Task("a", "out", ("", ".more"))
     Path("out").write_text("1")
     with TaskJournal("kept", WORK) as kept:

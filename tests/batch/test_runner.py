@@ -49,19 +49,19 @@ class Here(Executor):
 # -- any executor ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["here", "threads", "processes", "own processes", "made"])
+@pytest.mark.parametrize("kind", ["same process", "threads", "processes", "own executor", "factory"])
 def test_run_tasks_with_any_executor(kind: str, tmp_path: Path) -> None:
     for number in range(20):
         (tmp_path / f"{number:02}").write_bytes(bytes(number))
     paths = [str(path) for path in sorted(tmp_path.iterdir())]
     spawn = get_context("spawn")
     executors: dict[str, Any] = {
-        "here": Here,
+        "same process": Here,
         "threads": lambda: ThreadPoolExecutor(3),
         "processes": lambda: ProcessPoolExecutor(1, mp_context=spawn),
-        "own processes": lambda: ProcessExecutor(1),
+        "own executor": lambda: ProcessExecutor(1),
     }
-    if kind == "made":
+    if kind == "factory":
         found = list(run_tasks(paths, size, lambda: ThreadPoolExecutor(2)))
     else:
         with executors[kind]() as executor:
@@ -193,7 +193,7 @@ def test_run_tasks_limits_tasks_in_the_executor() -> None:
         (["once", "b", "c", "d", "e"], []),
         (["kill1", "kill2", "c"], ["kill1", "kill2"]),
     ],
-    ids=["one", "once", "all but one"],
+    ids=["one always killed", "one killed once", "only one survives"],
 )
 def test_run_tasks_killed_process_retries_once(names: list[str], failing: list[str], log: Path) -> None:
     found = list(run_tasks(names, Behaving(str(log)), two))
@@ -232,7 +232,7 @@ def test_run_tasks_shut_down_executor_is_an_error() -> None:
 
 
 class Giving(Here):
-    """Gives some tasks up, as a cluster does whose workers die."""
+    """Fails some tasks, like a cluster whose workers die."""
 
     def __init__(self, times: int, *, nothing: bool = False) -> None:
         self.times, self.nothing = times, nothing
@@ -247,7 +247,7 @@ class Giving(Here):
 
 
 @pytest.mark.parametrize(("times", "ok"), [(1, True), (2, False)])
-def test_run_tasks_retries_cancelled_task_once(times: int, ok: bool, log: Path) -> None:
+def test_run_tasks_retries_task_failed_by_executor_once(times: int, ok: bool, log: Path) -> None:
     found = list(run_tasks(["a", "x", "c"], Behaving(str(log)), Giving(times)))
     assert [done.path for done in found] == ["a", "x", "c"]
     assert [done.ok for done in found] == [True, ok, True]
@@ -255,7 +255,7 @@ def test_run_tasks_retries_cancelled_task_once(times: int, ok: bool, log: Path) 
         assert found[1].error == "x: the process gave this up twice: RuntimeError: 4 workers died"
 
 
-def test_run_tasks_executor_cancelling_everything_is_an_error() -> None:
+def test_run_tasks_executor_failing_every_task_is_an_error() -> None:
     with pytest.raises(KvmnnError, match="the executor does nothing any more: RuntimeError: 4 workers died"):
         list(run_tasks(["a", "b"], size, Giving(0, nothing=True)))
 

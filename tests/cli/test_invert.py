@@ -147,7 +147,7 @@ def test_frames_of_session_behave_like_the_session(here: Path, run) -> None:
     assert "equal" in run("diff", "f", "own.npz", "--kv-heads", 2, "--invert", "k-order").out
 
 
-@pytest.mark.parametrize("said", [[], ["--invert", "k-order"]], ids=["by itself", "asked"])
+@pytest.mark.parametrize("said", [[], ["--invert", "k-order"]], ids=["default", "explicit"])
 def test_store_put_inverts_k_order(here: Path, run, said: list[str]) -> None:
     put = run("store", "put", "S", "x.session", "--kv-heads", 2, "--fingerprint", "m", *said)
     assert ("brought into the order of other engines" in flat(put.err)) == (not said)

@@ -294,17 +294,17 @@ def _broken() -> dict[str, tuple[str, object, str]]:
     one = {"runtime_full": True}
     fits = files.round_document(one)
     return {
-        "no JSON": ("eval.json", '{"rows": [', "is not JSON"),
+        "truncated JSON": ("eval.json", '{"rows": [', "is not JSON"),
         "empty": ("eval.json", "", "is not JSON"),
         "a list": ("eval.json", "[1]", "holds no JSON object"),
         "NaN": ("bench.json", '{"arrays": NaN}', "is not JSON"),
         "beyond float64": ("bench.json", '{"x": 1e999}', "beyond 10^18"),
         "too large": ("bench.json", '{"x": 1000000000000000001}', "beyond 10^18"),
-        "a number in words": ("replay.json", files.replay_document() | {"layers": "six"}, "expected a whole number"),
+        "number as text": ("replay.json", files.replay_document() | {"layers": "six"}, "expected a whole number"),
         "a field missing": ("replay.json", {**files.replay_document(), "metrics": {}}, "is missing"),
-        "counted wrong": ("summary.json", {**fits, "total_cases": 2}, "expected total_cases"),
-        "verdict of nobody": ("summary.json", {**fits, "overall_pass": False}, "not what its cases say"),
-        "gates that disagree": (
+        "wrong count": ("summary.json", {**fits, "total_cases": 2}, "expected total_cases"),
+        "contradicting verdict": ("summary.json", {**fits, "overall_pass": False}, "not what its cases say"),
+        "contradicting gates": (
             "gate.json",
             files.case_document("runtime_full", passed=False) | {"overall_pass": True, "verdict": "pass"},
             "but its gates say fail",

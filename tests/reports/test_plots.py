@@ -116,7 +116,7 @@ def test_write_plots_without_matplotlib_names_the_package(monkeypatch: pytest.Mo
         ({"perplexity": math.nan}, {"perplexity": math.inf}, {"versus_full": None}, {"budget": 0}),
         ({"perplexity": 5000.0}, {"accuracy": None}, {"options": {"$a_$\\bad": "x" * 200}}),
     ],
-    ids=["no number", "far off"],
+    ids=["NaN and infinity", "extreme"],
 )
 def test_write_plots_odd_values_draw_without_warning(changes: tuple[dict[str, Any], ...], tmp_path: Path) -> None:
     rows = list(document().rows)

@@ -165,10 +165,10 @@ def test_build_missing_key_or_tensor_is_named(tmp_path):
         build(NeoxConfig.of(small()), weights)
 
 
-@pytest.mark.parametrize("damage", ["nothing there", "no json", "a list"])
+@pytest.mark.parametrize("damage", ["missing", "invalid JSON", "list"])
 def test_export_bad_config_is_one_line_error(tmp_path, capsys, damage):
-    if damage != "nothing there":
-        (tmp_path / "config.json").write_text("{" if damage == "no json" else "[]")
+    if damage != "missing":
+        (tmp_path / "config.json").write_text("{" if damage == "invalid JSON" else "[]")
     assert export_onnx.main([str(tmp_path), str(tmp_path / "model.onnx")]) == 1
     assert unexport.main([str(tmp_path), str(tmp_path / "out")]) == 1
     first, second = capsys.readouterr().err.splitlines()

@@ -28,5 +28,5 @@ for python in "$@"; do
     "$venv/bin/python" -P -c 'import numcodecs, zarr; print(f"test-zarr: zarr {zarr.__version__}, numcodecs {numcodecs.__version__}")'
     # The script, not `python -m pytest`: that would import the checkout's kvmnn/, which has no compiled modules.
     "$venv/bin/pytest" -p no:cacheprovider tests/integrations tests/formats/zarr
-    "$venv/bin/pytest" -p no:cacheprovider tests/cli/test_measure.py tests/attacks/test_walk.py -k zarr
+    "$venv/bin/pytest" -p no:cacheprovider tests/cli/test_measure.py tests/attacks/test_damaged_files.py -k zarr
 done

@@ -14,7 +14,7 @@ from itertools import zip_longest
 
 
 def escape_control(text: str, *, keep_line_ends: bool = True) -> str:
-    """A text in which nothing is left that a terminal would act on or not show.
+    """Return a text in which nothing is left that a terminal would act on or not show.
 
     Control characters (C0, C1, DEL), marks that change the direction of writing, other characters without a form of
     their own, and surrogates become escapes such as ``\x1b`` and ``\u202e``; a byte of a file name that is not UTF-8

@@ -67,7 +67,7 @@ class DensePlan:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens in each stream."""
+        """Return the number of tokens in each stream."""
         return self.shape[self.axes.index("t")]
 
     @property

@@ -1,4 +1,4 @@
-"""The formats people have their caches in, one file each, read and written; ``mnn/`` has the engine's own files."""
+"""Readers and writers of the file formats of KV caches, one module each; ``mnn/`` has MNN's own files."""
 
 from .base import FileFormat, Format, PathFormat, has_format
 from .frames import TranscodeResult, transcode

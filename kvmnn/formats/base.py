@@ -1,4 +1,4 @@
-"""What a format is, and what formats share: bytes of a file that is mapped or rebuilt, and sinks for writers."""
+"""Format protocols and their shared parts: bytes of a file that is mapped or reassembled, and sinks for writers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .options import ReadOptions
 
 
 class FileBytes(Protocol):
-    """A file that is mapped (`MappedFile`), or put together from frames (`PassthroughBytes`)."""
+    """A file that is mapped (`MappedFile`), or reassembled from frames (`PassthroughBytes`)."""
 
     @property
     def label(self) -> str: ...
@@ -33,7 +33,7 @@ ArrayChunks = Iterable[tuple[int, Chunk]]
 
 
 class Sink(Protocol):
-    """What takes bytes: a file being written, or standard output."""
+    """A destination of bytes: a file being written, or standard output."""
 
     def write(self, data: bytes | memoryview, /) -> int: ...
 
@@ -52,7 +52,7 @@ ArrayWriter = Callable[[SeekableSink, Sequence[ArrayInfo], ArrayChunks, dict[str
 
 
 def mark_first_chunks(chunks: ArrayChunks) -> Iterator[tuple[int, Chunk, bool]]:
-    """The runs, each with whether it is the first of its array."""
+    """Yield each chunk with its array index and whether it is the first of its array."""
     current_index = -1
     for index, data in chunks:
         yield index, data, index != current_index
@@ -65,26 +65,26 @@ class Format(Protocol):
 
     @property
     def name(self) -> str:
-        """What documents and callers call it."""
+        """Return the name of the format in documents and in the API."""
 
     def detect(self, head: FileHead) -> bool:
-        """Return whether an input is of this format, by its name and first bytes; nothing is raised."""
+        """Return whether an input is of this format, by its name and first bytes; never raises."""
 
     def read(self, head: FileHead, options: ReadOptions) -> Source:
-        """Return the arrays of an input that was detected; `KvmnnError` for a damaged one."""
+        """Return the arrays of an input of this format; `KvmnnError` for a damaged one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PathFormat:
-    """A format whose inputs are read by their path: folders of several files, and what belongs to other files."""
+    """A format whose inputs are read by their path: folders of several files, and files that need others."""
 
     #: As for `Format`.
     name: str
-    #: Which of `FileHead.kind` its inputs are.
+    #: Possible values of `FileHead.kind` of its inputs.
     kinds: tuple[str, ...] = ("folder",)
-    #: Whether one of these is of this format.
+    #: Returns whether an input of these kinds is of this format.
     check: Callable[[FileHead], bool]
-    #: Its arrays.
+    #: Reads the arrays of a path.
     read_path: Callable[[str, ReadOptions], Source]
 
     def detect(self, head: FileHead) -> bool:
@@ -98,29 +98,28 @@ class PathFormat:
 
 @dataclass(frozen=True, kw_only=True)
 class FileFormat:
-    """A format whose inputs are one file, or a stream with what such a file holds."""
+    """A format whose inputs are one file, or a stream with the contents of such a file."""
 
     #: As for `Format`.
     name: str
-    #: Suffixes, in lower case, one of which a file must have; none where the content alone tells. A stream that was
-    #: opened may have any name.
+    #: Suffixes, in lower case, one of which a file must have; empty if the content suffices. An opened stream may have
+    #: any name.
     extensions: tuple[str, ...] = ()
-    #: What the content must begin with, one of them; none where `check` tells.
+    #: Possible first bytes of the content; empty if `check` decides.
     signatures: tuple[bytes, ...] = ()
-    #: Whether a file that has the suffix and the signature, or a stream, is of this format; None where it is.
+    #: Returns whether a file with the suffix and the signature, or a stream, is of this format; None: it always is.
     check: Callable[[FileHead], bool] | None = None
-    #: The arrays of a file.
+    #: Reads the arrays of a file.
     read_file: Callable[[MappedFile, ReadOptions], Source]
-    #: Whether files next to a file say more of its arrays (`kvmnn.formats.sidecars`).
+    #: Whether sidecars may describe the arrays of a file (`kvmnn.formats.sidecars`).
     has_sidecars: bool = False
-    #: Writes arrays as such a file; None where kvmnn does not.
+    #: Writes arrays to such a file; None if kvmnn cannot.
     write: ArrayWriter | None = None
-    #: Whether a file holds any number of arrays, or one.
+    #: Whether a file can contain several arrays.
     is_multi_array: bool = False
-    #: Takes all that a file holds, for frames of which the same file is written again
-    #: (`EngineOptions.passthrough`); None where none is.
+    #: Reads a whole file for frames from which it can be restored (`EngineOptions.passthrough`); None if unsupported.
     capture: Callable[[MappedFile, ReadOptions], Source] | None = None
-    #: As `read_file`, of a file that is put together from such frames.
+    #: As `read_file`, for a file that is reassembled from such frames.
     read_original: Callable[[FileBytes, ReadOptions], Source] | None = None
 
     def detect(self, head: FileHead) -> bool:
@@ -143,5 +142,5 @@ class FileFormat:
 
 
 def has_format(path: str, candidate: Format) -> bool:
-    """Return whether what lies at a path is of a format, whatever else it may be."""
+    """Return whether the input at a path is of a format."""
     return candidate.detect(FileHead.from_path(path))

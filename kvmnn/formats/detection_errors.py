@@ -1,4 +1,4 @@
-"""What is said of an input that kvmnn does not know: what it looks like, and the nearest thing that is known."""
+"""Messages about unknown inputs: what the content looks like, and the nearest supported format."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..files.mapped_file import HEAD_BYTES
 from ..files.zip_archive import read_first_member_name
 
 UNKNOWN_FILE = "not a file kvmnn knows"
-"""What is said of a file of which nothing can be said."""
+"""Message about a file of unknown content."""
 _READABLE_FORMATS_ADVICE = (
     "kvmnn reads K and V as .npy, .npz, .safetensors, MNN's own files and those of docs/other-engines.md"
 )
@@ -45,9 +45,9 @@ _DESCRIPTION_BY_SUFFIX = {
 
 
 def explain_unknown_file(path: str, head: bytes, fallback_text: str = "") -> str:
-    """A sentence about a file that begins with `head` (`HEAD_BYTES`), without its name.
+    """Return a sentence about a file that begins with `head` (`HEAD_BYTES`), without its name.
 
-    It ends with `fallback_text` where nothing can be said of what the file looks like.
+    It ends with `fallback_text` if the content is unknown.
     """
     description = ("it is empty", "") if not head else _describe_content(PurePath(path).suffix.lower(), head)
     if description is None:
@@ -57,7 +57,7 @@ def explain_unknown_file(path: str, head: bytes, fallback_text: str = "") -> str
 
 
 def explain_unknown_folder(path: str) -> str:
-    """The same about a directory."""
+    """Return a sentence about a directory of unknown content."""
     names = sorted(os.listdir(path))
     suffixes = {PurePath(name).suffix.lower() for name in names}
     if not names:
@@ -79,7 +79,7 @@ def explain_unknown_folder(path: str) -> str:
 
 
 def _describe_content(suffix: str, head: bytes) -> tuple[str, str] | None:
-    """What, and the nearest thing that is known."""
+    """Return what the content looks like, and the nearest supported format; None if unknown."""
     if _is_torch_zip(suffix, head):
         return _CHECKPOINT_DESCRIPTION
     for magic, kind_text, advice in _DESCRIPTIONS_BY_MAGIC:
@@ -96,7 +96,7 @@ def _describe_content(suffix: str, head: bytes) -> tuple[str, str] | None:
 
 
 def _is_torch_zip(suffix: str, head: bytes) -> bool:
-    """Whether torch wrote a zip archive: its first member is the pickle, or the suffix says so."""
+    """Return whether torch wrote a zip archive: its first member is the pickle, or its suffix is torch's."""
     return head.startswith(_ZIP_MAGIC) and (
         read_first_member_name(head).endswith(b"/data.pkl") or suffix in (".pth", ".pt")
     )

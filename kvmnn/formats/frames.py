@@ -21,14 +21,14 @@ from ..files.schema import Record
 
 
 def make_frame_source(frames: FrameSet, options: DecodeOptions, *, check: bool = True) -> Source:
-    """Frames as a source: each array is decoded when its pieces are asked for."""
+    """Return frames as a source: each array is decoded when it is read."""
     arrays = [_make_frame_array(frames, entry, options, check) for entry in frames.arrays]
     metadata = dict(frames.document.metadata) if frames.document else {}
     return Source(arrays, metadata, inputs=(frames.path,), opened_files=tuple(frames.files))
 
 
 def _make_frame_array(frames: FrameSet, entry: ArrayEntry, options: DecodeOptions, check: bool) -> LazyArray:
-    """An array whose pieces are decoded as they are asked for; its words are little-endian whatever they were."""
+    """Return an array whose pieces are decoded on demand to little-endian words."""
     return LazyArray(
         name=entry.name,
         dtype=entry.dtype,
@@ -51,20 +51,20 @@ def _iter_decoded_chunks(frames: FrameSet, options: DecodeOptions, check: bool, 
 
 @dataclass(frozen=True, kw_only=True)
 class TranscodeResult(Record):
-    """Frames that were made from others."""
+    """Result of encoding frames again."""
 
-    #: The others.
+    #: Path of the input frames.
     input: str
-    #: Bytes of all of them.
+    #: Bytes of all input frames.
     input_bytes: int = field(metadata={"key": "input_stored_bytes"})
-    #: What was written.
+    #: Result of the encoding.
     encode_result: EncodeResult = field(metadata={"inline": True})
 
     def __str__(self) -> str:
         return self.text()
 
     def text(self, *, verbose: bool = False) -> str:
-        """What was written, and what it was made from; with `verbose` also a line for each array."""
+        """Return what was written, and from which frames; with `verbose` also a line for each array."""
         name = "standard input" if self.input == STDIN else self.input
         return (
             f"{self.encode_result.text(verbose=verbose)}\n  {name} has {self.input_bytes:,} bytes for the same arrays"
@@ -82,8 +82,8 @@ def transcode(
 ) -> TranscodeResult:
     """Encode the arrays of frames again: as dense streams with `options.dense`, as MNN's frames without.
 
-    Arrays keep name, shape, type and order, and the manifest its metadata, so that what was made of them is made of the
-    result as well. Effort `exact` and cuts where they were before give the very frames that there were before.
+    Arrays keep name, shape, type and order, and the manifest its metadata, so that the same files can be restored from
+    the result. Effort `exact` with the same cuts reproduces the original frames.
 
     Parameters
     ----------
@@ -117,9 +117,9 @@ def transcode(
 
 
 def read_encode_options(frames: FrameSet) -> EncodeOptions:
-    """What the manifest says that frames were encoded with; the defaults where there is none.
+    """Return the encoder options in the manifest; the defaults if there is none.
 
-    Predictors of their own for K and V are not in a manifest: both have all of them then.
+    Separate predictors for K and V are not in a manifest; both then get all of them.
     """
     document: Manifest | None = frames.document  # of dense streams alone it says no effort
     if document is None or document.effort is None:
@@ -136,7 +136,7 @@ def read_encode_options(frames: FrameSet) -> EncodeOptions:
 
 
 def make_original_source(frames: FrameSet, options: DecodeOptions | None = None) -> Source:
-    """The arrays of frames as they were before they were encoded: those of big-endian words are such again."""
+    """Return the arrays of frames as they were before encoding, big-endian words included."""
     source = make_frame_source(frames, options or DecodeOptions())
     source.arrays = [
         _restore_byte_order(array, entry.array_dtype) for array, entry in zip(source.arrays, frames.arrays, strict=True)

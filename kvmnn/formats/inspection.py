@@ -1,4 +1,4 @@
-"""Inspect what is not frames: the arrays that a file or directory holds."""
+"""Inspect inputs other than frames: the arrays in a file or directory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..packed.cache_info import PositionRuns
 from .sidecars import read_positions_by_layer
 
 MAX_LISTED_ARRAYS = 1000
-"""Arrays, and lines about others, that the command shows unless it is told to show all."""
+"""Number of arrays, and of skipped ones, that the command shows by default."""
 
 
 def _build_array_documents(arrays: Sequence[ArrayInfo]) -> list[dict[str, Any]]:
@@ -39,27 +39,27 @@ def _build_array_documents(arrays: Sequence[ArrayInfo]) -> list[dict[str, Any]]:
 class ArraysInfo(Record):
     """The arrays of an input."""
 
-    #: What was opened.
+    #: The path that was opened.
     path: str = field(metadata={"key": "input"})
     kind: Literal["arrays"] = field(default="arrays", init=False)
-    #: Those that frames can hold.
+    #: Arrays that frames can store.
     arrays: Sequence[ArrayInfo] = field(metadata={"convert": _build_array_documents})
-    #: How many more there are of each (`truncate`).
+    #: Numbers of arrays and skipped ones that `truncate` removed.
     arrays_left_out: int = 0
-    #: One line for each other one.
+    #: One line for each other array.
     skipped: Sequence[str] = ()
     skipped_left_out: int = 0
-    #: What the cache of another engine says of itself, where it is one.
+    #: Description of another engine's cache, if the input is one.
     engine_cache: EngineCacheInfo | None = field(default=None, metadata={"omit": True})
-    #: The state of the model that the arrays contain, where that is known.
+    #: How much of the model's state the arrays contain; None if unknown.
     completeness: Completeness | None = field(default=None, metadata={"omit": True})
-    #: One line for each thing that was inferred.
+    #: One line for each inferred property.
     notes: Sequence[str] = ()
-    #: Runs of the positions that each layer has, ``(begin, size)``, where they are known.
+    #: Known positions of each layer as ``(begin, size)`` runs.
     positions: Mapping[int, PositionRuns] = field(default_factory=dict, metadata={"json": False})
 
     def truncate(self, max_listed: int = MAX_LISTED_ARRAYS) -> ArraysInfo:
-        """The first arrays and the first others: a file may have a million."""
+        """Return only the first arrays and the first skipped ones: a file may have a million."""
         return replace(
             self,
             arrays=self.arrays[:max_listed],
@@ -88,7 +88,7 @@ def _format_omitted(num_omitted: int) -> list[str]:
 
 
 def inspect(source: Source) -> ArraysInfo:
-    """List the arrays of a source; none is read."""
+    """List the arrays of a source without reading them."""
     return ArraysInfo(
         path=" ".join(source.inputs),
         arrays=source.arrays,
@@ -101,7 +101,7 @@ def inspect(source: Source) -> ArraysInfo:
 
 
 def _find_position_runs(source: Source) -> dict[int, PositionRuns]:
-    """Return the positions of each layer that are known; a damaged document of them is another verb's error."""
+    """Return the positions of each layer that are known; a damaged document of positions is ignored here."""
     try:
         return position_runs_by_layer(read_positions_by_layer(source))
     except KvmnnError:

@@ -1,8 +1,8 @@
-"""Rotate K from the positions of its tokens in the text to other positions (RoPE).
+"""Rotate K from the text positions of its tokens to other positions (RoPE).
 
-An evicted cache needs this for an engine that counts positions from 0.
+Engines that count positions from 0 need this for an evicted cache.
 
-RoPE rotates each pair of elements by position times frequency. A rotation by the distance between two positions leads
+RoPE rotates each pair of elements by position times frequency. Rotating by the distance between two positions leads
 from one to the other, however frequencies or K were scaled. Distances between tokens are then those of the new
 positions. Products are computed in float32, as when dense streams rotate rows; angles come from 64-bit integers.
 """
@@ -42,7 +42,7 @@ class RotationErrorStats(Record):
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False, metadata={"json": False})
 
     def include(self, max_abs_error: float, max_relative_error: float) -> None:
-        """Take in the errors of further rows; rows that are read again change nothing."""
+        """Include the errors of further rows; rows that are read again change nothing."""
         with self._lock:
             self.max_abs_error, self.max_relative_error = (
                 max(self.max_abs_error, max_abs_error),
@@ -70,7 +70,7 @@ class RerotationResult(Record):
     @property
     @json_key(before="rotation")
     def label(self) -> str:
-        """``LOSSY`` if any K was rotated, because its elements were rounded; otherwise ``LOSSLESS``."""
+        """Return ``LOSSY`` if any K was rotated, because its elements were rounded; otherwise ``LOSSLESS``."""
         return LOSSY if self.tokens else LOSSLESS
 
     def __str__(self) -> str:
@@ -144,7 +144,7 @@ def rotate_rows(
 
 
 def _check_finite(x: Floats, y: Floats, new_x: Floats, new_y: Floats) -> None:
-    """Raise `KvmnnError` where finite elements became infinite."""
+    """Raise `KvmnnError` if finite elements became infinite."""
     if not (np.isfinite(new_x).all() and np.isfinite(new_y).all()):
         is_finite = np.isfinite(x) & np.isfinite(y)
         if not (np.isfinite(new_x[is_finite]).all() and np.isfinite(new_y[is_finite]).all()):

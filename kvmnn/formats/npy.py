@@ -62,7 +62,7 @@ class NpyHeader:
 
     @property
     def nbytes(self) -> int:
-        """Number of data bytes that must follow the header."""
+        """Return the number of data bytes that must follow the header."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

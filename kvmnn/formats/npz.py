@@ -1,10 +1,9 @@
-"""``.npz`` archives: stored members are mapped, deflated ones inflated piece by piece; nothing is ever unpickled.
+"""``.npz`` archives: stored members are mapped, deflated ones decompressed in chunks; nothing is ever unpickled.
 
 `files.zip_archive` reads the archive's directory; the members' data is taken from the mapped file, so that an archive
-of thousands of arrays is opened once and only a piece of a member is ever in memory.
+of thousands of arrays is opened once and only a chunk of a member is ever in memory.
 
-What kvmnn knows of a cache beyond its arrays is in the archive's comment, which numpy passes over: ``numpy.load`` finds
-the arrays and nothing else.
+kvmnn's metadata is in the archive's comment, which ``numpy.load`` ignores.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from .tensor_selection import add_byte_fallback, resolve_dtype_name, select_tens
 
 
 def read(file: MappedFile, options: ReadOptions) -> Source:
-    """Every ``.npy`` member, in archive order, under its name without ``.npy``."""
+    """Return every ``.npy`` member, in archive order, under its name without ``.npy``."""
     with _wrap_zip_errors(file.label):
         archive = ZipArchive(file)
     for member in archive.members:
@@ -63,7 +62,7 @@ _STORED_METADATA_KEYS = (ENGINE_KEY, METADATA_KEY, SIDECAR_KEY, COMPLETENESS_KEY
 
 
 def build_comment(metadata: Mapping[str, str]) -> bytes | None:
-    """The comment of an archive with this metadata; None where none is long enough for it."""
+    """Return the archive comment with this metadata; None if it would exceed the limit of comments."""
     stored_metadata = {key: metadata[key] for key in _STORED_METADATA_KEYS if key in metadata}
     text = json.dumps(stored_metadata).encode() if stored_metadata else b""
     return text if len(text) <= MAX_COMMENT_BYTES else None
@@ -97,7 +96,7 @@ def _make_member_array(member: _NpzMember, options: ReadOptions, byte_options: R
 
 
 class _NpzMember:
-    """One file in the archive."""
+    """A member of the archive."""
 
     def __init__(self, archive: ZipArchive, member: ZipMember) -> None:
         self.name = member.name
@@ -107,7 +106,7 @@ class _NpzMember:
         self._member = member
 
     def read_head(self) -> bytes:
-        """Enough of its beginning to hold a ``.npy`` header."""
+        """Return the first bytes, enough for a ``.npy`` header."""
         nbytes = min(MAX_NPY_HEADER_BYTES, self.size)
         with self._wrap_errors():
             if self._member.method == METHOD_STORED:
@@ -116,7 +115,7 @@ class _NpzMember:
             return self._make_inflater().read(nbytes).tobytes()
 
     def iter_chunks(self, skip_bytes: int, chunk_bytes: int) -> Iterator[Chunk]:
-        """The data from `skip_bytes` on in runs of `chunk_bytes` bytes; then its checksum is compared."""
+        """Yield the data from `skip_bytes` on in chunks of `chunk_bytes` bytes; then compare its checksum."""
         with self._wrap_errors():
             if self._member.method == METHOD_STORED:
                 begin, _ = self._archive.locate_data(self._member)
@@ -139,7 +138,7 @@ class _NpzMember:
 
     @contextmanager
     def _wrap_errors(self) -> Iterator[None]:
-        """Put the file's name in front of what is said of the archive."""
+        """Prefix errors of the archive with the file's name."""
         with _wrap_zip_errors(self._archive.file.label):
             yield
 
@@ -155,7 +154,7 @@ def _wrap_zip_errors(label: str) -> Iterator[None]:
 
 
 def write_npz(sink: SeekableSink, arrays: Sequence[ArrayInfo], chunks: ArrayChunks, metadata: dict[str, str]) -> None:
-    """All arrays as ``numpy.savez`` writes them, uncompressed and with a fixed date."""
+    """Write all arrays as ``numpy.savez`` does, uncompressed and with a fixed date."""
     names = make_member_names([array.name for array in arrays], ".npy", ".npz")
     with zipfile.ZipFile(sink, "w", zipfile.ZIP_STORED, allowZip64=True) as archive, ExitStack() as open_member:
         archive.comment = build_comment(metadata) or b""

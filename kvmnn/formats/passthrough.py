@@ -1,4 +1,4 @@
-"""Files of other engines encoded whole: cut into arrays and other bytes, and restored byte for byte from frames."""
+"""Files of other engines encoded whole: split into arrays and other bytes, and restored byte for byte from frames."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ from .writer import find_array_format
 
 _READ_CHUNK_BYTES = 8 << 20
 _MAX_RAW_RUN_BYTES = 1 << 20
-"""Bytes in a row that are kept as such; longer runs become an array of their own."""
+"""Maximum length of literal bytes; longer runs become an array of their own."""
 _SAMPLE_BYTES = 128 << 10
 
 
 class Region(NamedTuple):
-    """Bytes of a file that become arrays."""
+    """A byte range of a file that is encoded as arrays."""
 
-    #: Where they lie.
+    #: Byte range in the file.
     offset: int
     nbytes: int
-    #: The arrays, and how many bytes each gives by turns.
+    #: The arrays, and the bytes of their alternating rows.
     arrays: tuple[tuple[LazyArray, int], ...]
 
 
@@ -69,7 +69,7 @@ def capture(
     unused_bytes_by_array: Mapping[str, int] | None = None,
     layer_numbers: tuple[int, ...] | None = None,
 ) -> Source:
-    """A source with the arrays of all regions, whose metadata has all else that the file holds.
+    """Return a source with the arrays of all regions, and all other bytes of the file in its metadata.
 
     Parameters
     ----------
@@ -80,11 +80,11 @@ def capture(
     regions
         Without overlaps.
     kv_heads
-        Of each layer, where they were said.
+        Number of each layer, if specified.
     unused_bytes_by_array
-        Bytes of arrays that are room after the valid tokens, by the names of those that have any.
+        Unused capacity after the valid tokens in bytes, by the names of the arrays that have any.
     layer_numbers
-        The layer of the model that each layer of the file is, where the file does not say it.
+        Number in the model of each layer of the file, if the file does not record it.
     """
     parts: list[FilePart] = []
     notes: list[str] = []
@@ -119,7 +119,7 @@ def capture(
 
 
 def _append_gap(file: MappedFile, begin: int, end: int, parts: list[FilePart], arrays: list[LazyArray]) -> None:
-    """The bytes between two regions: literal, or an array of words and what is left of them."""
+    """Append the bytes between two regions: literal, or as an array of words and a literal remainder."""
     length = (end - begin) // 4 * 4 if end - begin > _MAX_RAW_RUN_BYTES else 0
     if length:
         array = make_byte_array(file, f"around_{begin}", (length,), begin, length, dtype="fp32")
@@ -132,7 +132,7 @@ def _append_gap(file: MappedFile, begin: int, end: int, parts: list[FilePart], a
 def make_byte_array(
     file: MappedFile, name: str, shape: tuple[int, ...], offset: int, nbytes: int, *, dtype: str = "fp16"
 ) -> LazyArray:
-    """Bytes of a file as they are."""
+    """Return bytes of a file as an array."""
     reader = partial(file.iter_chunks, offset, nbytes)
     return LazyArray(name=name, dtype=dtype, shape=shape, array_dtype="|u1", reader=reader)
 
@@ -145,8 +145,8 @@ def make_field_array(
     field_range: tuple[int, int, int],
     array_dtype: str = "|u1",
 ) -> LazyArray:
-    """A field of every block: `block_range` has offset and bytes of the blocks, `field_range` its place, its size and
-    a block's.
+    """Return one field of all blocks as an array: `block_range` is (offset, bytes) of the blocks, `field_range` (offset
+    in the block, field bytes, block bytes).
     """
     return LazyArray(
         name=name,
@@ -176,7 +176,7 @@ def _iter_field_chunks(
 
 
 def is_smaller_by_fields(blocks: Bytes, field_sizes: Sequence[int]) -> bool:
-    """Whether frames of the fields of blocks, each by itself, are smaller than a frame of the blocks; by a sample."""
+    """Return whether separate frames of the block fields are smaller than one frame of the blocks, by a sample."""
     block_bytes = sum(field_sizes)
     sample = blocks[: max(1, _SAMPLE_BYTES // block_bytes) * block_bytes].reshape(-1, block_bytes)
     begins = np.cumsum([0, *field_sizes[:-1]])
@@ -192,13 +192,13 @@ def is_smaller_by_fields(blocks: Bytes, field_sizes: Sequence[int]) -> bool:
 
 @dataclass
 class PassthroughBytes:
-    """The bytes of a kept file, put together from arrays as they are asked for."""
+    """The bytes of a whole file, reassembled from its arrays on demand."""
 
-    #: The arrays, as frames decode to them.
+    #: The decoded arrays.
     source: Source
-    #: How they make up the file.
+    #: The record of how they form the file.
     passthrough: PassthroughFile
-    #: What messages call it.
+    #: Name for messages.
     label: str
 
     def __post_init__(self) -> None:
@@ -208,20 +208,20 @@ class PassthroughBytes:
 
     @property
     def path(self) -> str:
-        """The name that the file had."""
+        """Return the original name of the file."""
         return self.passthrough.name
 
     @property
     def size(self) -> int:
-        """Bytes of the file."""
+        """Return the size of the file in bytes."""
         return self.passthrough.nbytes
 
     def read_head(self, nbytes: int) -> bytes:
-        """The first `nbytes` bytes, or all if there are fewer."""
+        """Return the first `nbytes` bytes, or all if there are fewer."""
         return self.view(0, min(nbytes, self.size)).tobytes()
 
     def view(self, offset: int, nbytes: int, /) -> Bytes:
-        """`nbytes` bytes from `offset`; an array is decoded whole, and kept until another is asked for."""
+        """Return `nbytes` bytes from `offset`; an array is decoded whole and cached until another is needed."""
         if offset < 0 or nbytes < 0 or offset + nbytes > self.size:
             raise SourceError(f"{self.label}: needs {nbytes} bytes at offset {offset}, but the file has {self.size}")
         chunks: list[Bytes] = []
@@ -233,11 +233,11 @@ class PassthroughBytes:
         return chunks[0] if len(chunks) == 1 else np.concatenate([np.empty(0, np.uint8), *chunks])
 
     def release_pages(self, offset: int, nbytes: int, /) -> None:
-        """Let go of what was decoded."""
+        """Release the decoded array."""
         self._decoded_part = None
 
     def iter_chunks(self, offset: int, nbytes: int, chunk_bytes: int) -> Iterator[Bytes]:
-        """Views of `chunk_bytes` bytes each."""
+        """Yield views of `chunk_bytes` bytes each."""
         for start in range(offset, offset + nbytes, chunk_bytes):
             yield self.view(start, min(chunk_bytes, offset + nbytes - start))
         self.release_pages(offset, nbytes)
@@ -256,7 +256,7 @@ class PassthroughBytes:
 
 
 def iter_part_chunks(source: Source, part: FilePart) -> Iterator[Chunk]:
-    """The bytes of a part, in order."""
+    """Yield the bytes of a part, in order."""
     if not part.arrays:
         yield np.frombuffer(part.raw, np.uint8)
     elif len(part.arrays) == 1:
@@ -276,7 +276,7 @@ def _iter_interleaved_chunks(source: Source, part: FilePart) -> Iterator[Chunk]:
 
 
 def reopen_original(source: Source, label: str) -> PassthroughBytes | None:
-    """The file that frames were made from, where it was kept whole: `source` is what they decode to."""
+    """Return the whole file that `source`, decoded frames, was made from; None if it was not stored whole."""
     passthrough = parse_passthrough(source.metadata, label)
     return None if passthrough is None else PassthroughBytes(source, passthrough, label)
 
@@ -284,7 +284,7 @@ def reopen_original(source: Source, label: str) -> PassthroughBytes | None:
 def apply_recorded_options(
     options: ReadOptions, passthrough: PassthroughFile, completeness: Completeness | None = None
 ) -> ReadOptions:
-    """The options, with the kv heads and the layers that were noted down where they say none."""
+    """Return the options, completed by the recorded kv heads and layers."""
     engine = replace(
         options.engine,
         recorded_kv_heads=passthrough.kv_heads,
@@ -295,7 +295,7 @@ def apply_recorded_options(
 
 
 def can_restore_file(frames: FrameSet, output: str | None = None) -> bool:
-    """Whether frames are of a file that was kept whole, and `output` is a place for it: no other file of arrays."""
+    """Return whether frames store a whole file, and `output` is a path for it rather than for arrays."""
     if frames.document is None:
         return False
     passthrough = parse_passthrough(frames.document.metadata, frames.path)
@@ -316,7 +316,7 @@ def restore_file(
     force: bool = False,
     progress: Progress | None = None,
 ) -> RestoreResult:
-    """Decode frames and write the file that they were made from; what was written is read back and its hash compared.
+    """Decode frames and write the file that they were made from; the output is read back and its hash compared.
 
     Parameters
     ----------
@@ -336,7 +336,7 @@ def restore_file(
     OptionError
         When the frames are not of such a file.
     ManifestError
-        When the manifest's account of it does not fit the arrays.
+        When the manifest's record of it does not match the arrays.
     KvmnnError
         As `kvmnn.formats.restore`. Nothing remains then.
     """
@@ -382,9 +382,9 @@ def restore_file(
 def verify_file(
     frames: FrameSet, options: DecodeOptions | None = None, *, progress: Progress | None = None
 ) -> VerifyResult:
-    """Put the file together that frames were made from, without writing it, and compare its hash.
+    """Reassemble the file that frames were made from, without writing it, and compare its hash.
 
-    Parameters and errors are those of `restore_file`: a difference is one.
+    Parameters and errors are those of `restore_file`; a different hash is an error.
     """
     restore_result = restore_file(frames, _NullStream(), options, progress=progress)
     passthrough = restore_result.passthrough
@@ -406,7 +406,7 @@ def verify_file(
 
 
 class _NullStream:
-    """A stream that keeps nothing."""
+    """A stream that discards its input."""
 
     def write(self, data: bytes | memoryview, /) -> int:
         return len(data)
@@ -416,7 +416,7 @@ class _NullStream:
 
 
 def _write_parts(file: PassthroughBytes, sink: Sink, progress: Progress | None) -> None:
-    """All parts in order; `OutputError` where they are not the file, whose hash is noted down."""
+    """Write all parts in order; `OutputError` if the result differs from the recorded hash."""
     digest = hashlib.sha256()
     for part in file.passthrough.parts:
         for chunk in iter_part_chunks(file.source, part):

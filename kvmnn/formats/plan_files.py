@@ -1,4 +1,6 @@
-"""Files of plans: scores or attention in, the document of ``kvmnn plan`` out; and plans of a cache by a policy."""
+"""Files of plans: scores or attention as input, the document of ``kvmnn plan`` as output; plans of a cache by a
+policy.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ def plan_cache(
 ) -> CachePlan:
     """Select which tokens a policy would keep in every layer, as after one attention pass over the prompt.
 
-    Of K one layer at a time is in memory, and none where the policy looks at lengths only; V is never read.
+    K is in memory one layer at a time, and not at all if the policy depends on lengths only; V is never read.
 
     Parameters
     ----------
@@ -179,7 +181,7 @@ def read_scores(
     tile: int | None = None,
     batch: int | None = None,
 ) -> list[LayerScores]:
-    """Block scores of each layer in a file.
+    """Return the block scores of each layer in a file.
 
     Parameters
     ----------

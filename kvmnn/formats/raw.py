@@ -1,8 +1,8 @@
 """Raw little-endian words of a file or standard input; the dtype comes from the caller or a page's name.
 
-LMCache keeps pages on disk under the name ``model@world@worker@hash@dtype``, with a layer after another ``@`` where
-layers lie apart, and a suffix: ``.pt`` of its local disk, which is no file of torch's, or ``.data`` of its file system.
-SGLang's pages (``.bin``) say neither type nor shape. The shapes are those of memory: ``2,layer,token,hidden``, and
+LMCache stores pages on disk under the name ``model@world@worker@hash@dtype``, with another ``@`` and the layer if
+layers are separate, and a suffix: ``.pt`` of its local disk (not a torch file), or ``.data`` of its file system.
+SGLang's pages (``.bin``) record neither type nor shape. The shapes are those in memory: ``2,layer,token,hidden``, and
 ``2,layer,page,head,dim`` of SGLang, see `kvmnn.arrays.AxisSpec`.
 """
 
@@ -41,9 +41,9 @@ _DTYPE_BY_TYPE_NAME = {
     "fp8_e5m2fnuz": "float8_e5m2fnuz",
 }
 _FAMILY = len("float8_e4m3")
-"""Letters that variants of a float8 type share."""
+"""Number of letters that variants of a float8 type share."""
 _MIN_SEPARATORS = 4
-"""Signs between the fields of a name without a layer."""
+"""Number of ``@`` in a name without a layer."""
 
 
 class PageInfo(NamedTuple):

@@ -40,7 +40,7 @@ from .tensor_selection import drop_whole_file_metadata, select_from_source
 from .writer import ARRAY_FORMATS, find_array_format
 
 ENGINE_FORMATS = (llama.LLAMA_STATE, mlx.MLX_PROMPT_CACHE, saved.TORCH_CACHE)
-"""Files of other engines, which their content tells."""
+"""Formats of other engines' files, which are detected by content."""
 
 
 def find_engine_format(head: FileHead) -> FileFormat | None:
@@ -116,7 +116,7 @@ def open(
     sequence: int | None = None,
     window_cache: bool | None = None,
 ) -> Source:
-    """Open anything that kvmnn reads: its arrays, by name, read or decoded when they are asked for.
+    """Open anything that kvmnn reads: its arrays by name, read or decoded on demand.
 
     Parameters
     ----------
@@ -134,7 +134,7 @@ def open(
         layer, a dict of arrays by name, a ``Generator`` of ONNX Runtime GenAI. Its arrays are read when they are asked
         for: what a model overwrites meanwhile is read as it is then.
     options
-        All that follows in one object, and what only that has. A keyword that is given replaces the field of that name.
+        All following options and more in one object; a keyword replaces its field of the same name.
     dtype, tensors, skip_unsupported, packed, decode_frames, threads, codes
         As in `ReadOptions`, with the same defaults.
     axes, shape, batch, half
@@ -154,12 +154,12 @@ def open(
     Returns
     -------
     Source
-        Its `cache` is set where the input says what packed cache it holds or was made from.
+        Its `cache` is set if the input describes the packed cache that it contains or was made from.
 
     Raises
     ------
     KvmnnError
-        When the input is missing, damaged, lacks an array in `tensors`, or holds something no frame can hold:
+        When the input is missing, damaged, lacks an array in `tensors`, or contains what frames cannot store:
         `SourceError`, or for frames `FrameError` and `ManifestError`; `OptionError` where `kv_heads` is not so.
 
     Examples
@@ -221,7 +221,7 @@ def open(
 
 
 def _note_other_numbers(source: Source, options: ReadOptions) -> None:
-    """Note where ``--dtype`` takes the words of a floating point type as another type: the numbers are others then."""
+    """Add a note if ``--dtype`` reinterprets words of a floating point type as another type, which changes values."""
     for array in source.arrays if options.dtype else ():
         if array.array_dtype in ("<f2", ">f2") and array.dtype == "bf16":
             source.notes.append(f"{array.name}: its float16 words are taken as {array.dtype}, other numbers (--dtype)")
@@ -292,7 +292,7 @@ def _check_array_names(source: Source, path: str) -> None:
 def classify_path(path: str) -> Literal["frames", "arrays"] | None:
     """Classify a path by its name and by the files next to it or in it; None if its name is ambiguous.
 
-    Of a folder without a manifest nothing is looked at: `detect` does.
+    In a folder without a manifest no files are read; `detect` does that.
     """
     head = FileHead.from_path(path)
     if head.kind == "folder":
@@ -395,7 +395,7 @@ FORMATS: tuple[Format, ...] = (
     RAW,
     UNKNOWN_FOLDER,
 )
-"""All that `open` reads, in the order in which an input is compared with them: the first that detects it reads it."""
+"""All formats that `open` reads, in the order of detection: the first that detects an input reads it."""
 _FORMATS_WITHOUT_FRAMES = tuple(entry for entry in FORMATS if entry is not FRAMES)
 
 

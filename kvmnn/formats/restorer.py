@@ -71,13 +71,13 @@ class RestoreResult(Record):
     @property
     @json_key(after="output")
     def raw_bytes(self) -> int:
-        """Size of the file, or of all arrays, in bytes."""
+        """Return the size of the file, or of all arrays, in bytes."""
         return sum(array.nbytes for array in self.arrays) if self.passthrough is None else self.passthrough.nbytes
 
     @property
     @json_key(after="output")
     def label(self) -> str | None:
-        """``LOSSLESS`` if the manifest proved it, else None."""
+        """Return ``LOSSLESS`` if the manifest proved it, else None."""
         return LOSSLESS if self.is_verified else None
 
     @property
@@ -88,13 +88,13 @@ class RestoreResult(Record):
     @property
     @json_key(omit=True)
     def format(self) -> str | None:
-        """Format of the whole file."""
+        """Return the format of the whole file; None for arrays."""
         return None if self.passthrough is None else self.passthrough.format
 
     @property
     @json_key(omit=True)
     def sha256(self) -> str | None:
-        """SHA-256 of the whole file."""
+        """Return the SHA-256 of the whole file; None for arrays."""
         return None if self.passthrough is None else self.passthrough.sha256
 
     def __str__(self) -> str:
@@ -195,7 +195,7 @@ def restore_arrays(
 
 
 def write_to_stream(stream: BinaryStream, arrays: Sequence[ArrayInfo], chunks: ArrayChunks) -> None:
-    """Write the words of one array; `OptionError` for several."""
+    """Write the words of one array to a stream; `OptionError` for several arrays."""
     if len(arrays) > 1:
         raise OptionError(f"a stream carries one array, not {len(arrays)}: use -o DIR/ or -o X.npz")
     with InputGuard():

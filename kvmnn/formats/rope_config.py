@@ -1,6 +1,6 @@
-"""Rotary parameters (RoPE) of a model's configuration, for compression and, strictly, for rotating K.
+"""RoPE parameters of a model's configuration, for compression and, strictly, for rotating K.
 
-For compression wrong parameters cost size only. Where K is rotated by them, what is not understood is refused.
+For compression, wrong parameters only cost size. For rotating K, unknown settings are rejected.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from ..files.schema import read_object
 
 CONFIG_NAMES: Final = ("config.json", "llm_config.json")
 LANGUAGE_CONFIG_KEYS: Final = ("text_config", "llm_config", "language_config")
-"""Where models of several parts keep the settings of the language model."""
+"""Keys under which multimodal models store the settings of the language model."""
 _KNOWN_ROPE_TYPES = ("default", "mrope", "linear", "dynamic", "ntk", "yarn", "llama3")
 _POSITION_ONLY_ROPE_TYPES = ("mrope",)
-"""Of text they are plain rotary positions."""
+"""Rotary types that equal plain RoPE for text."""
 
 
 def read_config_rotary(path: str, head_dim: int) -> tuple[RopeConfig | None, list[str]]:
-    """The rotary parameters in the configuration of a model, and one line for each thing that was passed over.
+    """Return the RoPE parameters in a model's configuration, and a line for each setting that was ignored.
 
     Parameters
     ----------
     path
         The model's directory, of transformers or MNN (`CONFIG_NAMES`), or the configuration itself.
     head_dim
-        Of the cache, for configurations that do not say it.
+        The cache's head_dim, for configurations that lack it.
 
     Returns
     -------
     Rotary or None
-        None where the configuration says nothing of rotary positions: of exports of MNN only the graph holds them.
+        None if the configuration has no RoPE parameters: in exports of MNN only the graph has them.
 
     Raises
     ------
@@ -69,7 +69,7 @@ def read_config_rotary(path: str, head_dim: int) -> tuple[RopeConfig | None, lis
 
 
 def _select_language_rope(fields: dict[str, Any], head_dim: int, label: str, notes: list[str]) -> dict[str, Any]:
-    """The settings of the language model, with one set of rotary parameters, whose scaling is known."""
+    """Return the settings of the language model, with one set of RoPE parameters of known scaling."""
     for part in LANGUAGE_CONFIG_KEYS:
         if isinstance(fields.get(part), dict):
             fields = {**fields, **fields[part], part: None}
@@ -102,7 +102,7 @@ def _normalize_scaling(rope: dict[str, Any], fields: dict[str, Any], label: str,
 
 
 LayerRopes = tuple[RopeFrequencies | None, ...]
-"""Of each layer; None for one whose K is not rotated at all."""
+"""RoPE of each layer; None for a layer whose K is not rotated."""
 
 _UNSCALED_ROPE_TYPES: Final = ("default", "mrope")  # mrope gives text the same position on every axis
 _SCALED_ROPE_TYPES: Final = ("linear", "yarn", "llama3", "ntk")
@@ -115,7 +115,7 @@ _FULL_ATTENTION, _SLIDING_ATTENTION = "full_attention", "sliding_attention"
 def read_config_layer_ropes(
     path: str, num_layers: int, head_dim: int, num_tokens: int
 ) -> tuple[LayerRopes | None, list[str]]:
-    """Read from a configuration of transformers or MNN how K of each layer is rotated."""
+    """Read the RoPE frequencies of each layer from a configuration of transformers or MNN, and notes."""
     config_path = Path(path)
     files = (
         [config_path]
@@ -188,7 +188,7 @@ def _check_head_dim(fields: Mapping[str, Any], head_dim: int) -> None:
 
 
 def _list_layer_kinds(fields: Mapping[str, Any], num_layers: int) -> Sequence[str]:
-    """The kind of attention of each layer, as `layer_types` of transformers has it."""
+    """Return the kind of attention of each layer, as in `layer_types` of transformers."""
     kinds = fields.get("layer_types")
     if isinstance(kinds, list):
         if len(kinds) != num_layers or not all(isinstance(kind, str) for kind in kinds):
@@ -211,7 +211,7 @@ def _has_window_rope(fields: Mapping[str, Any]) -> bool:
 
 
 def _list_rotated_layers(fields: Mapping[str, Any], kinds: Sequence[str]) -> list[bool]:
-    """Whether K of each layer is rotated."""
+    """Return for each layer whether K is rotated."""
     flags = fields.get("no_rope_layers")  # of which 1 means that a layer is rotated
     if isinstance(flags, list) and flags:
         if len(flags) != len(kinds) or not all(flag in (0, 1) for flag in flags):
@@ -226,7 +226,7 @@ def _list_rotated_layers(fields: Mapping[str, Any], kinds: Sequence[str]) -> lis
 
 
 def _parse_kind_rope(fields: Mapping[str, Any], kind: str, num_tokens: int) -> RopeFrequencies | None:
-    """The frequencies of one kind of layer; None where nothing gives them."""
+    """Return the frequencies of one kind of layer; None if they are not defined."""
     window_theta = fields.get("rope_local_base_freq")
     rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     if not isinstance(rope, dict):
@@ -279,7 +279,7 @@ def _build_frequencies(fields: Mapping[str, Any]) -> RopeFrequencies | None:
 
 
 def _divide_frequencies(frequencies: RopeFrequencies, factors: Any) -> RopeFrequencies:
-    """Frequencies divided by factors of their own (longrope)."""
+    """Return the frequencies divided by per-pair factors (longrope)."""
     divisors = factors if isinstance(factors, list) else []
     if len(divisors) != frequencies.dims // 2 or not all(
         type(divisor) in (int, float) and divisor > 0 for divisor in divisors

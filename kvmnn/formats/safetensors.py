@@ -1,7 +1,7 @@
 """``.safetensors`` files, read and written without the safetensors package.
 
-The header has at most `MAX_HEADER_BYTES` bytes, unique names, and offsets that tile the data without holes or overlaps,
-so that every byte of a file is read. A million tensors take a second: they are kept as arrays of numbers.
+The header has at most `MAX_HEADER_BYTES` bytes, unique names, and offsets that tile the data without gaps or overlaps,
+so that every byte of a file is read. A million tensors take a second: their entries are stored as numpy arrays.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .tensor_selection import (
 )
 
 MAX_HEADER_BYTES = 100_000_000
-"""Bytes, as the safetensors package has it: a million tensors, which take a second and 300 MB to read."""
+"""Header limit of the safetensors package: a million tensors, which take a second and 300 MB to read."""
 METADATA_ENTRY = "__metadata__"
 
 _ITEMSIZE_BY_KIND = {
@@ -47,7 +47,7 @@ _ITEMSIZE_BY_KIND = {
 
 
 class TensorEntry(NamedTuple):
-    """An entry of the header: type and shape, and where its bytes lie after the header."""
+    """An entry of the header: type, shape, and byte range after the header."""
 
     name: str
     kind: str
@@ -69,11 +69,11 @@ class TensorIndex(Sequence[TensorEntry]):
     Attributes
     ----------
     begins, ends
-        int64: where the bytes of each lie after the header.
+        int64: byte range of each tensor after the header.
     kind_codes, kinds
-        uint8: the type of each, by its place in the list of types.
+        uint8: the type of each tensor, as an index in the list of types.
     metadata
-        What the header says besides.
+        The other entries of the header.
     """
 
     def __init__(self, header_text: bytes, label: str) -> None:
@@ -111,19 +111,19 @@ class TensorIndex(Sequence[TensorEntry]):
             unique_names.add(name)
 
     def get_names(self, tensor_ids: npt.NDArray[np.int64]) -> list[str]:
-        """The names of some tensors."""
+        """Return the names of some tensors."""
         return _safetensors_header.read_strings_at(
             self._header_text, self._text_positions[0, tensor_ids], self._text_positions[1, tensor_ids]
         )
 
     def get_name(self, tensor_id: int) -> str:
-        """The name of one."""
+        """Return the name of a tensor."""
         tensor_id %= len(self)
         text_position = self._text_positions[:2, tensor_id : tensor_id + 1]
         return _safetensors_header.read_strings_at(self._header_text, text_position[0], text_position[1])[0]
 
     def find_id(self, name: str) -> int | None:
-        """The number of the tensor of this name; None if there is none."""
+        """Return the number of the tensor of this name; None if there is none."""
         name_hash = hash(name)
         hash_index = int(np.searchsorted(self._hashes, name_hash))
         while hash_index < len(self) and self._hashes[hash_index] == name_hash:
@@ -152,7 +152,7 @@ class TensorIndex(Sequence[TensorEntry]):
 
 
 class SafetensorsHeader(NamedTuple):
-    """What a header says, and where the data begins (bytes)."""
+    """A parsed header, and the offset of the data in bytes."""
 
     tensors: TensorIndex
     metadata: dict[str, str]
@@ -160,7 +160,7 @@ class SafetensorsHeader(NamedTuple):
 
 
 def read_header(file: FileBytes, *, max_header_bytes: int = MAX_HEADER_BYTES) -> SafetensorsHeader:
-    """The tensors in the order of their data, the metadata, and where the data begins; all checked."""
+    """Return the validated header: the tensors in the order of their data, the metadata, and the data offset."""
     label = file.label
     if file.size < 8:
         raise SourceError(f"{label}: {file.size} bytes are too few for a .safetensors file")
@@ -215,11 +215,11 @@ _DTYPE_BY_KIND = {"F16": "fp16", "BF16": "bf16", "F32": "fp32", **_FLOAT8_NAME_B
 
 
 def read(file: MappedFile, options: ReadOptions) -> Source:
-    """Every tensor, in the order of its data, and the file's ``__metadata__``.
+    """Return every tensor, in the order of its data, and the file's ``__metadata__``.
 
-    F16, BF16 and F32 are taken as they are, float8 types as numbers or codes (`ReadOptions.codes`). I16, U16, I32, U32
-    and U8 are plain words or bytes and are taken when `options.dtype` says as what; all other types are unsupported. An
-    array is made when it is asked for: a file may have a million.
+    F16, BF16 and F32 are read as they are, float8 types as numbers or codes (`ReadOptions.codes`). I16, U16, I32, U32
+    and U8 are plain words or bytes, which `options.dtype` must define; all other types are unsupported. Arrays are
+    created on demand: a file may have a million.
     """
     header = read_header(file)
     byte_options = add_byte_fallback(options, header.metadata)
@@ -251,7 +251,7 @@ def read(file: MappedFile, options: ReadOptions) -> Source:
 
 
 def _count_decoded_codes(tensors: TensorIndex, options: ReadOptions) -> npt.NDArray[np.int64]:
-    """For each tensor how many codes become numbers: none where codes are wanted."""
+    """Return for each tensor how many codes are decoded to numbers; none if codes are requested."""
     counts = np.zeros(len(tensors), np.int64)
     if options.codes:
         return counts
@@ -263,7 +263,7 @@ def _count_decoded_codes(tensors: TensorIndex, options: ReadOptions) -> npt.NDAr
 
 
 def _select_tensor_ids(path: str, tensors: TensorIndex, options: ReadOptions) -> npt.NDArray[np.int64]:
-    """The numbers of the tensors that `options` ask for."""
+    """Return the numbers of the tensors that `options` select."""
     if not options.tensors:
         return np.arange(len(tensors))
     id_by_name = {name: tensors.find_id(name) for name in options.tensors}
@@ -276,7 +276,7 @@ def _select_tensor_ids(path: str, tensors: TensorIndex, options: ReadOptions) ->
 
 
 def _resolve_kind_dtype(kind: str, options: ReadOptions) -> str | UnsupportedArrayError:
-    """What tensors of a type are taken as, or why they are not."""
+    """Return the dtype for tensors of a type, or the error why they are unsupported."""
     if kind not in _NUMPY_TYPE_BY_KIND:
         return UnsupportedArrayError(f"type {kind} is not one that frames hold (F16, BF16, F32, F8_E4M3, F8_E5M2)")
     if not (options.dtype or options.fallback_dtypes) and kind not in _DTYPE_BY_KIND:
@@ -293,7 +293,7 @@ def _resolve_kind_dtype(kind: str, options: ReadOptions) -> str | UnsupportedArr
 def _find_supported_tensors(
     tensors: TensorIndex, dtype_by_kind: dict[str, str | UnsupportedArrayError], code_counts: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.bool_]:
-    """For each tensor whether `_make_tensor_array` makes one of it."""
+    """Return for each tensor whether `_make_tensor_array` supports it."""
     itemsizes = [
         0 if isinstance(dtype, Exception) else dtypes.parse_dtype(dtype).itemsize for dtype in dtype_by_kind.values()
     ]
@@ -336,7 +336,7 @@ def _explain_unsupported(make_array: Callable[[int], LazyArray], tensor_id: int)
 
 
 def build_header(arrays: Sequence[ArrayInfo], metadata: dict[str, str]) -> tuple[bytes, dict[str, int]]:
-    """The header of a file that holds `arrays`, and the position in the file (bytes) at which each one's data begins.
+    """Return the header of a file with `arrays`, and the offset in the file at which the data of each begins.
 
     Arrays with wider words come first, so that every tensor is aligned.
     """
@@ -373,7 +373,7 @@ def _choose_kind(array: ArrayInfo) -> str:
 def write_safetensors(
     sink: SeekableSink, arrays: Sequence[ArrayInfo], chunks: ArrayChunks, metadata: dict[str, str]
 ) -> None:
-    """All arrays as tensors; big-endian ones become little-endian, the only order the format has."""
+    """Write all arrays as tensors; big-endian ones become little-endian, the only order of the format."""
     header, data_offsets = build_header(arrays, metadata)
     sink.write(header)
     for index, data, is_first in mark_first_chunks(chunks):
@@ -384,7 +384,7 @@ def write_safetensors(
 
 
 def _has_header(head: FileHead) -> bool:
-    """Return whether a stream is called so or begins with a header; a file was found by its name."""
+    """Return whether a stream is named so or begins with a header; files were already matched by name."""
     if head.file is None or head.suffix == ".safetensors":
         return True
     return head.data[8:10] in (b'{"', b"{}") and int.from_bytes(head.data[:8], "little") <= MAX_HEADER_BYTES

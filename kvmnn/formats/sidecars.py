@@ -22,9 +22,9 @@ from ..files.schema import JsonReader, parse_document, read_bounded
 
 
 def add_sidecars(source: Source, folder: str) -> None:
-    """Add what lies next to its arrays to the metadata of a source of arrays of `folder`.
+    """Add the sidecars in `folder` to the metadata of a source of its arrays.
 
-    What cannot be read, or is larger than `MAX_SIDECAR_BYTES`, is left out with a note; but not the completeness of the
+    Unreadable ones, and ones larger than `MAX_SIDECAR_BYTES`, are skipped with a note, except the completeness of the
     arrays.
     """
     _add_completeness(source, folder)
@@ -42,7 +42,7 @@ def add_sidecars(source: Source, folder: str) -> None:
 
 
 def _add_completeness(source: Source, folder: str) -> None:
-    """Add the text of ``completeness.json`` to the metadata, where the folder has one."""
+    """Add the text of ``completeness.json`` to the metadata, if the folder has one."""
     path = Path(folder, COMPLETENESS_FILE)
     if not path.is_file():
         return
@@ -86,7 +86,7 @@ def collect_folder_sidecars(metadata: Mapping[str, str], label: str) -> dict[str
 
 
 def write_sidecars(directory: DirectoryOutput, metadata: Mapping[str, str] | None) -> list[str]:
-    """Write such files into a directory of arrays, and read them back; their names. The caller commits."""
+    """Write sidecars into a directory of arrays and read them back; return their names. The caller commits."""
     files = collect_folder_sidecars(metadata or {}, str(directory.target))
     for name, data in files.items():
         file = directory.open_file(name)
@@ -104,22 +104,22 @@ _MAX_TOKENS = 2**31 - 1
 class PositionsSidecar:
     """The content of a positions document."""
 
-    #: Of each layer, ascending: int64 ``[token]``, or ``[kv_head, token]`` where heads hold different tokens.
+    #: Positions of each layer, ascending: int64 ``[token]``, or ``[kv_head, token]`` if heads have different tokens.
     positions: tuple[Positions, ...]
     #: Number of tokens of the text; None if the document lacks it.
     tokens_seen: int | None
-    #: Of each layer whose K was rotated to `positions` since: true positions of its tokens in the text, of the same
-    #: shape; None where they are `positions`.
+    #: True text positions of each layer whose K was rotated to `positions`, in the same shape; None if they equal
+    #: `positions`.
     text_positions: tuple[Positions | None, ...] = ()
 
     @property
     def is_rerotated(self) -> bool:
-        """Whether K of any layer was rotated to other positions than those in the text."""
+        """Return whether K of any layer was rotated to other positions than those in the text."""
         return any(positions is not None for positions in self.text_positions)
 
     @property
     def positions_in_text(self) -> tuple[Positions, ...]:
-        """The true positions of every layer's tokens in the text."""
+        """Return the true positions of every layer's tokens in the text."""
         text_positions = self.text_positions or (None,) * len(self.positions)
         return tuple(
             layer_positions if text_layer_positions is None else text_layer_positions
@@ -169,7 +169,7 @@ def is_dump_kv_folder(source: Source) -> bool:
 
 
 def read_positions_by_layer(source: Source) -> PositionMap:
-    """Return which tokens of the text each layer holds, from any record in the source.
+    """Return the text positions of the tokens of each layer, from any record in the source.
 
     Raises the errors of `read_positions_sidecar`.
     """

@@ -1,4 +1,4 @@
-"""What the readers of all formats share: which arrays are taken, and as which dtype."""
+"""Selection of arrays and their dtypes, shared by the readers of all formats."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def format_dequantised_note(types: Iterable[str], dtype: str, block_bytes: int, 
 def select_tensors(
     label: str, entries: Sequence[tuple[str, Callable[[], LazyArray]]], options: ReadOptions
 ) -> tuple[list[LazyArray], list[str]]:
-    """Take the arrays that `options` ask for out of a file's `entries` (name, maker)."""
+    """Return the arrays that `options` select from a file's `entries` (name, maker), and notes on skipped ones."""
     name_counts = Counter(name for name, _ in entries)
     for name, count in name_counts.items():
         if count > 1:
@@ -148,13 +148,13 @@ def add_byte_fallback(options: ReadOptions, metadata: Mapping[str, str]) -> Read
 
 
 FLOAT8_FRAME_DTYPE: Final = "fp16"
-"""The dtype under which frames hold float8 codes: two of them are a word."""
+"""Dtype under which frames store float8 codes: two codes form a word."""
 
 
 def validate_array(array: LazyArray, label: str, options: ReadOptions) -> LazyArray:
-    """Return `array` in the requested form; refuse an empty array, or one that is no whole number of words.
+    """Return `array` in the requested form; reject an empty array, or one that has a fractional number of words.
 
-    Bytes are codes where the options say a float8 type; codes become numbers unless they are wanted themselves.
+    Bytes are codes if the options specify a float8 type; codes are decoded unless the options request codes.
     """
     if options.dtype in FLOAT8_NAMES and array.array_dtype == "|u1":
         array = replace(array, element=options.dtype)
@@ -191,7 +191,7 @@ def select_from_source(source: Source, path: str, options: ReadOptions) -> Sourc
 
 
 def drop_whole_file_metadata(source: Source, path: str) -> None:
-    """Reduce the description of a packed cache to the selected arrays, if not all of them were selected."""
+    """Reduce the description of a packed cache to the selected arrays, unless all were selected."""
     cache = parse_cache_info(source.metadata, path)
     if cache is not None and any(
         format_array_name(layer.layer, part) not in source for layer in cache.layers for part in PARTS
@@ -205,7 +205,7 @@ def build_subset_metadata(metadata: dict[str, str], cache: CacheInfo | None) -> 
 
 
 def build_packed_positions_sidecar(cache: CacheInfo | None) -> dict[str, str]:
-    """Return the positions of a packed cache that was cut, as files next to its arrays have them; else nothing."""
+    """Return a sidecar with the positions of an evicted packed cache; empty if no tokens are missing."""
     if cache is None or all(layer.text_position_runs == ((0, layer.tokens),) for layer in cache.layers):
         return {}
     layers = [
@@ -225,9 +225,9 @@ _MAX_SIDECAR_POSITIONS = 1 << 20  # of a folder: the document must stay below wh
 
 
 def build_engine_positions_sidecar(source: Source) -> dict[str, str]:
-    """Return the positions of another engine's cache that lacks tokens, as files next to its arrays have them.
+    """Return a sidecar with the positions of another engine's cache that lacks tokens.
 
-    Empty where nothing is missing, where tokens are not in the order of their text, and above 2^20 positions.
+    Empty if nothing is missing, if tokens are not in the order of their text, and above 2^20 positions.
     """
     cache = source.engine_cache
     if (
@@ -255,7 +255,7 @@ def _expand_runs(runs: PositionRuns) -> list[int]:
 
 
 def check_tensor_names(path: str, source: Source, options: ReadOptions) -> None:
-    """`SourceError` for a name in `options.tensors` that the source does not have."""
+    """Raise `SourceError` for a name in `options.tensors` that the source lacks."""
     missing_names = set(options.tensors) - {array.name for array in source.arrays}
     if missing_names:
         names_text = ", ".join(repr(array.name) for array in source.arrays[:8])

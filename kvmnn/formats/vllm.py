@@ -1,7 +1,8 @@
-"""Folders that vLLM's ExampleConnector writes for a text: a ``.safetensors`` file for each layer, named after it.
+"""Folders of vLLM's ExampleConnector: a ``.safetensors`` file for each layer of a text, named after the layer.
 
-The one tensor of each, ``kv_cache``, holds K and V; its shape depends on the version and the attention backend, so the
-caller says it: ``2td`` with heads and dimensions in one (``--shape 2,-1,8,128 --axes 2thd``), ``t2hd``, ``2thd``.
+The only tensor of each, ``kv_cache``, contains K and V. Its shape depends on the version and the attention backend, so
+the caller specifies it: ``2td`` with heads and dimensions in one (``--shape 2,-1,8,128 --axes 2thd``), ``t2hd``,
+``2thd``.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _FILE_SUFFIX = ".safetensors"
 
 
 def list_layer_files(path: str) -> list[str]:
-    """The files of the layers, by the numbers in their names."""
+    """Return the files of the layers, ordered by the numbers in their names."""
     try:
         with os.scandir(path) as entries:
             paths = [entry.path for entry in entries if entry.name.endswith(_FILE_SUFFIX) and entry.is_file()]
@@ -42,7 +43,7 @@ def _make_numeric_sort_key(name: str) -> list[tuple[bool, int, str]]:
 
 
 def read(path: str, options: ReadOptions) -> Source:
-    """The tensor of each layer under the layer's name.
+    """Return the tensor of each layer under the layer's name.
 
     Raises
     ------
@@ -63,7 +64,7 @@ def _read_layer_array(file: str, options: ReadOptions) -> LazyArray:
 
 
 def _has_layer_files(head: FileHead) -> bool:
-    """Return whether a folder has ``.safetensors`` files, the first of which holds a tensor ``kv_cache`` alone."""
+    """Return whether a folder has ``.safetensors`` files, and the first has a tensor ``kv_cache`` alone."""
     files = list_layer_files(head.path)
     try:
         return bool(files) and list(safetensors.read(MappedFile(files[0]), ReadOptions(skip_unsupported=True))) == [

@@ -1,4 +1,4 @@
-"""Write arrays to files in the format of their names, streamed, and read them back before they get their names."""
+"""Write arrays to files in the format of their names, streamed, and read them back before they are renamed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _ANY_DTYPE_OPTIONS = ReadOptions(fallback_dtypes=("fp16", "fp32"), decode_frames
 
 
 class ReadBackError(OutputError):
-    """A file does not hold what was written to it, or what was written is not what it should be.
+    """A file does not contain what was written to it, or the written bytes are not the expected ones.
 
     Parameters
     ----------
@@ -52,7 +52,7 @@ class ReadBackError(OutputError):
 
 
 class HashingIterator:
-    """Runs that are hashed while they pass by: `hashes` has the SHA-256 of each array once all have passed."""
+    """Chunks that are hashed while iterated; afterwards `hashes` has the SHA-256 of each array."""
 
     def __init__(self, chunks: ArrayChunks, num_arrays: int) -> None:
         self._chunks = chunks
@@ -68,12 +68,12 @@ class HashingIterator:
 
     @property
     def hashes(self) -> list[str]:
-        """The hashes in hexadecimal digits."""
+        """Return the hashes in hexadecimal digits."""
         return [digest.hexdigest() for digest in self._digests]
 
 
 class WrittenFile(NamedTuple):
-    """A file that was written, and is not yet where it belongs."""
+    """A file that was written but not yet renamed to its target."""
 
     #: Current path, and path after the commit.
     path: Path
@@ -85,7 +85,7 @@ class WrittenFile(NamedTuple):
 
 
 def verify_written(written_files: Sequence[WrittenFile], hashes: Sequence[str], threads: int | None = None) -> None:
-    """Compare what files hold with what was to be written: names, shapes, and every byte by its hash."""
+    """Compare written files with the expected contents: names, shapes, and every byte by its hash."""
     comparisons = [(file, *array_pair) for file in written_files for array_pair in _iter_array_pairs(file)]
 
     def compare(index: int) -> None:
@@ -145,7 +145,7 @@ def _hash_array(array: LazyArray) -> str:
 
 
 ARRAY_FORMATS = {extension: entry for entry in (NPY, NPZ, SAFETENSORS) for extension in entry.extensions}
-"""The formats that arrays are written in, by the suffix of a file, in lower case."""
+"""Formats for writing arrays by file suffix, in lower case."""
 
 
 def find_array_format(name: str) -> FileFormat | None:
@@ -330,7 +330,7 @@ def select_writer(name: str, arrays: Sequence[ArrayInfo]) -> ArrayWriter:
 
 
 def write_npy_folder(directory: DirectoryOutput, arrays: Sequence[ArrayInfo], chunks: ArrayChunks) -> list[StagedFile]:
-    """Write one ``.npy`` file for each array; the files, all closed. The caller commits `directory`."""
+    """Write one ``.npy`` file for each array; return the closed files. The caller commits `directory`."""
     names = make_file_names([array.name for array in arrays], ".npy")
     directory.check_names(names)
     files: list[StagedFile] = []

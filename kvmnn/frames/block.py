@@ -40,7 +40,7 @@ class Block:
 
     @property
     def is_stored(self) -> bool:
-        """Whether the frames are stored."""
+        """Return whether the frames are stored."""
         return self.key_frame is not None
 
     @property

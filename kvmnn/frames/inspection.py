@@ -60,17 +60,17 @@ class FrameInfo(Record):
 
     @property
     def header_bytes(self) -> int:
-        """Bytes of the element count and all stream headers."""
+        """Return the bytes of the element count and all stream headers."""
         return self.HEADER_BYTES + StreamInfo.HEADER_BYTES * len(self.streams)
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes of the elements."""
+        """Return the bytes of the elements."""
         return self.words * len(self.streams)
 
     @property
     def frame_bytes(self) -> int:
-        """Bytes of the frame."""
+        """Return the bytes of the frame."""
         return self.header_bytes + sum(stream.payload_bytes for stream in self.streams)
 
     @property
@@ -81,7 +81,7 @@ class FrameInfo(Record):
     @property
     @json_key(convert=finite_or_none)
     def entropy_ratio(self) -> float | None:
-        """The ratio at the order-0 entropy of the raw streams, without headers; None if it was not computed.
+        """Return the ratio at the order-0 entropy of the raw streams, without headers; None if it was not computed.
 
         It bounds coders of single bytes, not codecs with predictors and matches.
         """

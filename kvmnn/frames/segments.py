@@ -277,7 +277,7 @@ class Lane(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the payload."""
+        """Return the bytes of the payload."""
         return sum(map(count_fragment_bytes, self.fragments))
 
 

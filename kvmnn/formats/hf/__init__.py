@@ -1,1 +1,1 @@
-"""Caches of Hugging Face transformers: in memory, and as torch.save stores them."""
+"""Caches of Hugging Face transformers: in memory, and saved by ``torch.save``."""

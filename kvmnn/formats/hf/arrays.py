@@ -43,7 +43,7 @@ from .token_rows import (
 )
 
 CACHE_AXES = "bhtd"
-"""Of K and V in every cache of transformers: batch, kv_head, token, head_dim."""
+"""Axes of K and V in all caches of transformers: batch, kv_head, token, head_dim."""
 
 _NUMPY_TYPE_BY_NAME = {
     "float16": "<f2",
@@ -100,7 +100,7 @@ def _read_token_elements(label: str, tensor: AnyTensor, row_indices: Indices | N
 
 @dataclass(frozen=True, eq=False)
 class _ResolvedCache:
-    """A cache, which of its rows are tokens, and the texts of its batch."""
+    """A cache, the rows of it that are tokens, and the texts of its batch."""
 
     cache: TransformersCache
     rows: CacheRows
@@ -108,9 +108,9 @@ class _ResolvedCache:
 
 
 def make_cache_source(label: str, cache: TransformersCache, options: ReadOptions) -> Source:
-    """Return K and V of every layer of a cache; pairs are not changed when the caller specifies their axes.
+    """Return K and V of every layer of a cache; pairs are unchanged if the caller specifies their axes.
 
-    Rows that hold no token are left out: the unused ones of buffers, and padding that all texts of a batch have.
+    Rows without a token are left out: unused ones of buffers, and padding that all texts of a batch have.
     """
     if (
         options.axis_spec.axes is not None
@@ -147,7 +147,7 @@ def make_cache_source(label: str, cache: TransformersCache, options: ReadOptions
 
 
 def _iter_opaque_states(label: str, resolved: _ResolvedCache) -> Iterator[OpaqueState]:
-    """State of layers without K and V, of one text whose rows are all tokens: it may not be that of some of them."""
+    """Yield state of layers without K and V, for one text whose rows are all tokens: others may have another state."""
     cache, rows = resolved.cache, resolved.rows
     for layer, token_rows in zip(cache.layers, rows.layer_rows, strict=True):
         is_cut = token_rows.row_indices.size < layer.keys.shape[2] and not (layer.is_buffer or layer.is_window)

@@ -1,8 +1,8 @@
-"""Find the tensors of a transformers cache that are K and V of each layer, and the other state of layers.
+"""Find K and V of each layer among the tensors of a transformers cache, and other state of layers.
 
-Objects are looked at by what they have, not by their class: transformers 5 and late 4 have ``layers`` with ``keys`` and
-``values``, earlier ones ``key_cache`` and ``value_cache``; before that a cache was a tuple of (K, V). What is not
-understood is refused by its name. State of layers that is not K and V (of linear attention, convolutions, indexes) is
+Objects are recognised by their attributes, not by their class: transformers 5 and late 4 have ``layers`` with ``keys``
+and ``values``, earlier versions ``key_cache`` and ``value_cache``, and before that a cache was a tuple of (K, V).
+Unknown objects are rejected by name. State of layers that is not K and V (linear attention, convolutions, indexes) is
 named, and not read.
 """
 
@@ -27,14 +27,14 @@ class AnyTensor(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The lengths of its axes."""
+        """Return the lengths of its axes."""
 
     @property
     def type_name(self) -> str:
-        """The torch name of the element type, without ``torch.``."""
+        """Return the torch name of the element type, without ``torch.``."""
 
     def read_elements_unbounded(self) -> npt.NDArray[Any]:
-        """Its words; bfloat16 as uint16."""
+        """Return its words; bfloat16 as uint16."""
 
 
 TensorPredicate = Callable[[object], bool]
@@ -59,7 +59,7 @@ class StubObject:
 
     @property
     def class_name(self) -> str:
-        """The class without its module."""
+        """Return the name of the class without its module."""
         return self.full_name.rpartition(".")[2]
 
 
@@ -69,16 +69,16 @@ class KVLayer:
 
     #: From 0.
     number: int
-    #: ``[batch, kv_head, token, head_dim]``, if nothing says otherwise.
+    #: ``[batch, kv_head, token, head_dim]`` unless specified otherwise.
     keys: AnyTensor
     values: AnyTensor
-    #: Tokens that the layer has seen; None where it does not say.
+    #: Tokens that the layer has seen; None if it does not record that.
     num_seen: int | None = None
-    #: Whether its tensors have rows for tokens that may still come.
+    #: Whether its tensors are buffers with rows for later tokens.
     is_buffer: bool = False
-    #: Whether the layer attends to the last tokens alone, and its rows are those.
+    #: Whether the layer has a sliding window, and only the rows of its last tokens.
     is_window: bool = False
-    #: Tokens that such a layer attends to; None where nothing tells.
+    #: Tokens in the window; None if unknown.
     window: int | None = None
     #: Names of further tensors of the layer, which are not read.
     state_names: tuple[str, ...] = ()
@@ -90,7 +90,7 @@ class KVLayer:
 
 @dataclass(frozen=True)
 class StateOnlyLayer:
-    """A layer with other state in place of K and V, or with none."""
+    """A layer without K and V, with other state or none."""
 
     #: From 0.
     number: int
@@ -108,24 +108,23 @@ class TransformersCache:
 
     #: The class of the cache, or ``"list"``, ``"tuple"``, ``"dict"`` of pairs.
     class_name: str
-    #: What it was found as: an object, one with buffers longer than the text, a list of pairs, a tuple of pairs, or
-    #: something in a dict.
+    #: Form of the cache: an object, one with buffers longer than the text, a list or a tuple of pairs, or a dict.
     form: CacheForm = "cache"
     #: Layers with K and V.
     layers: list[KVLayer] = field(default_factory=list)
     #: Layers without K and V.
     other_layers: list[StateOnlyLayer] = field(default_factory=list)
-    #: Whose it is.
+    #: Name of the engine.
     engine: str = "transformers"
-    #: Tensors that lie next to the cache in a dict, by their names.
+    #: Tensors next to the cache in a dict, by name.
     sidecar_tensors: dict[str, AnyTensor] = field(default_factory=dict)
-    #: Tokens that the cache has counted (``_seen_tokens``); None where it does not count.
+    #: Tokens that the cache has counted (``_seen_tokens``); None if it does not count.
     num_seen: int | None = None
-    #: Tokens at the beginning of the text that a ``SinkCache`` keeps for good.
+    #: Tokens at the start of the text that a ``SinkCache`` never evicts.
     num_sinks: int | None = None
-    #: Whether K of such a cache is rotated to places in the cache, not in the text.
+    #: Whether K of such a cache is rotated to cache slots instead of text positions.
     is_rerotated: bool = False
-    #: K and V of the encoder's output, where this is the decoder's half of two.
+    #: K and V of the encoder's output, if this is a decoder's cache.
     cross_attention: TransformersCache | None = None
 
 
@@ -139,7 +138,7 @@ _NAME_WORDS_BY_STATE_KIND: tuple[tuple[StateKind, tuple[str, ...]], ...] = (
 
 
 def infer_state_kind(names: tuple[str, ...]) -> StateKind:
-    """What a layer without K and V keeps, by the names of its tensors; ``"shared"`` where it keeps nothing."""
+    """Return the state kind of a layer without K and V by the names of its tensors; ``"shared"`` if it has none."""
     if not names:
         return "shared"
     for kind, words in _NAME_WORDS_BY_STATE_KIND:
@@ -149,7 +148,7 @@ def infer_state_kind(names: tuple[str, ...]) -> StateKind:
 
 
 def list_layer_state_names(state: Mapping[str, Any], is_tensor: TensorPredicate) -> tuple[str, ...]:
-    """The names of a layer's attributes that hold tensors other than K and V."""
+    """Return the names of a layer's attributes with tensors other than K and V."""
     return tuple(
         sorted(
             name
@@ -164,7 +163,7 @@ def list_layer_state_names(state: Mapping[str, Any], is_tensor: TensorPredicate)
 def collect_cache_state_names(
     state: Mapping[str, Any], is_tensor: TensorPredicate, max_layers: int
 ) -> dict[int, tuple[str, ...]]:
-    """The same of a cache that has lists or dicts of tensors by layer, such as ``conv_states``."""
+    """Return such names by layer for a cache with lists or dicts of tensors by layer, such as ``conv_states``."""
     state_names_by_layer: dict[int, tuple[str, ...]] = {}
     for name in sorted(name for name in state if isinstance(name, str)):
         value = state[name]
@@ -178,7 +177,7 @@ def collect_cache_state_names(
 
 
 def name_state_tensors(name: str, value: Any, is_tensor: TensorPredicate) -> tuple[tuple[str, Any], ...]:
-    """The tensors of a state by name: its own, or of a list or dict of them ``<name>.<key>``."""
+    """Return the tensors of a state by name: its own name, or ``<name>.<key>`` for a list or dict of tensors."""
     if is_tensor(value):
         return ((name, value),) if 0 not in value.shape else ()
     if not isinstance(value, Mapping | list | tuple):
@@ -190,7 +189,7 @@ def name_state_tensors(name: str, value: Any, is_tensor: TensorPredicate) -> tup
 def collect_layer_tensors(
     state: Mapping[str, Any], names: Iterable[str], is_tensor: TensorPredicate, layer_number: int | None = None
 ) -> tuple[tuple[str, Any], ...]:
-    """The tensors of the states with these names, in lists or dicts by layer those of layer `layer_number`."""
+    """Return the tensors of the named states; from lists or dicts by layer, those of layer `layer_number`."""
     named_tensors: list[tuple[str, Any]] = []
     for name in names:
         named_tensors += name_state_tensors(
@@ -200,7 +199,7 @@ def collect_layer_tensors(
 
 
 def _contains_state_tensor(value: object, is_tensor: TensorPredicate) -> bool:
-    """Whether a value is a tensor of state, with a batch and something in it, or a list or dict of such."""
+    """Return whether a value is a nonempty tensor with a batch axis, or a list or dict of such."""
     return any(len(item.shape) > 1 and 0 not in item.shape for item in _iter_tensors(value, is_tensor))
 
 
@@ -223,7 +222,7 @@ _WINDOW_CLASS_WORDS = ("Sliding", "Chunked")
 
 
 def find_cache(label: str, root: object, is_tensor: TensorPredicate) -> TransformersCache | None:
-    """The one cache in an object that was saved or is in memory; None where there is none."""
+    """Return the only cache in a saved or in-memory object; None if there is none."""
     finder = _CacheFinder(label, is_tensor)
     named_caches = list(finder.iter_caches(root, _MAX_DEPTH))
     if len(named_caches) > 1:
@@ -259,7 +258,7 @@ class _CacheFinder:
         self.visited_ids: set[int] = set()
 
     def iter_caches(self, value: object, depth: int) -> Iterator[tuple[str, TransformersCache]]:
-        """Every cache in a value and in the dicts and lists below it, once, by its name."""
+        """Yield every cache in a value and in the dicts and lists below it, once, with its name."""
         if id(value) in self.visited_ids:
             return
         self.visited_ids.add(id(value))
@@ -306,7 +305,7 @@ class _CacheFinder:
         return None if cache is None else self._add_cache_states(cache, state)
 
     def _parse_halves(self, class_name: str, state: Mapping[str, Any]) -> TransformersCache:
-        """The decoder's cache, with that of the encoder's output in `TransformersCache.cross_attention`."""
+        """Return the decoder's cache, with that of the encoder's output in `TransformersCache.cross_attention`."""
         half_caches = []
         for name in ("self_attention_cache", "cross_attention_cache"):
             half_cache = self._parse_cache(state.get(name))
@@ -340,7 +339,7 @@ class _CacheFinder:
         return cache
 
     def _add_cache_states(self, cache: TransformersCache, state: Mapping[str, Any]) -> TransformersCache:
-        """The same with what the cache itself has of each layer, and how many tokens it has counted."""
+        """Return the cache with the layer states that it stores itself, and its count of tokens."""
         num_counted = self._parse_natural(state.get("_seen_tokens", state.get("seen_tokens")))
         cache.num_seen = num_counted or None
         if cache.class_name == "SinkCache":
@@ -371,7 +370,7 @@ class _CacheFinder:
     def _make_kv_layer(
         self, layer_number: int, layer: StubObject, keys: Any, values: Any, state_names: tuple[str, ...]
     ) -> KVLayer:
-        """A layer with the numbers that it says of its rows."""
+        """Return a layer with the numbers that describe its rows."""
         state = layer.state
         # The int is right in all versions: the tensor of a window that is full is no longer counted on.
         num_seen = self._parse_natural(state.get("cumulative_length_int", state.get("cumulative_length")))
@@ -397,7 +396,7 @@ class _CacheFinder:
         )
 
     def _parse_natural(self, value: object) -> int | None:
-        """A whole number, or the one element of a tensor."""
+        """Return a whole number, or the only element of a tensor; None for anything else."""
         if self.is_tensor(value):
             elements = np.asarray(value.read_elements_unbounded())  # type: ignore[attr-defined]
             if elements.size != 1 or elements.dtype.kind not in "iu":
@@ -481,7 +480,7 @@ class _CacheFinder:
         return sliding_flags is True or _has_window_class_name(class_name)
 
     def _parse_dict(self, value: Mapping[Any, Any]) -> TransformersCache | None:
-        """Pairs by the numbers of their layers: ``{0: (K, V), 1: (K, V)}``."""
+        """Parse a dict of pairs by layer number: ``{0: (K, V), 1: (K, V)}``."""
         if not value or len(value) > _MAX_LAYERS:
             return None
         pairs = list(map(self._to_pair, value.values()))

@@ -1,7 +1,7 @@
 """Caches in memory: objects of transformers, pairs of tensors or arrays, a generator of ONNX Runtime GenAI.
 
-Looked at by what they have: transformers, torch and onnxruntime_genai are never imported here. torch is taken from
-`sys.modules`, where whoever made a tensor has put it.
+Objects are recognised by their attributes: transformers, torch and onnxruntime_genai are never imported here. torch
+comes from `sys.modules`, where the creator of a tensor has put it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CACHE_ATTRIBUTES = ("key_cache", "value_cache", "max_cache_len", "self_attentio
 
 
 class TensorView:
-    """A tensor of torch, or any array that numpy takes."""
+    """A tensor of torch, or any array that numpy accepts."""
 
     __slots__ = ("tensor",)
 
@@ -39,17 +39,17 @@ class TensorView:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its axes."""
+        """Return the lengths of its axes."""
         return tuple(int(length) for length in self.tensor.shape)
 
     @property
     def type_name(self) -> str:
-        """Of its elements, without ``torch.``; 16-bit words of numpy are bf16, which it has no type for."""
+        """Return the element type without ``torch.``; uint16 of numpy is bf16."""
         name = str(self.tensor.dtype).removeprefix("torch.")
         return "bfloat16" if isinstance(self.tensor, np.ndarray) and name == "uint16" else name
 
     def read_elements_unbounded(self) -> npt.NDArray[Any]:
-        """Its words, on the host; of bfloat16 the bits."""
+        """Return its words on the host; of bfloat16 the bits."""
         tensor = self.tensor
         if hasattr(tensor, "detach"):
             tensor = tensor.detach().cpu()
@@ -63,7 +63,7 @@ class TensorView:
 
 
 def read_in_memory(cache: object, options: ReadOptions) -> Source:
-    """K and V of every layer of a cache in memory, as for a saved one."""
+    """Return K and V of every layer of a cache in memory, as for a saved one."""
     label = f"<{type(cache).__name__} in memory>"
     source = _read_cache_object(label, cache, options)
     if options.max_bytes is not None and source.nbytes > options.max_bytes:
@@ -108,7 +108,7 @@ def _has_tensor_attributes(value: object) -> bool:
 
 
 def _normalize(value: Any, depth: int = 4) -> object:
-    """What a cache holds, in the form that a saved one is read in."""
+    """Return a cache in the form in which a saved one is read."""
     if _has_tensor_attributes(value):
         return TensorView(value)
     layers = None if isinstance(value, Mapping) else getattr(value, "layers", None)
@@ -129,7 +129,7 @@ def _normalize(value: Any, depth: int = 4) -> object:
 
 
 def _collect_cache_attributes(cache: Any, excluded_names: tuple[str, ...] = ()) -> dict[str, object]:
-    """Of a cache: what it has of each layer, numbers, and what its class says of windows; without `excluded_names`."""
+    """Return a cache's states by layer, numbers and window settings, without `excluded_names`."""
     attributes = {
         name: _normalize(getattr(cache, name))
         for name in _CACHE_ATTRIBUTES
@@ -142,7 +142,7 @@ def _collect_cache_attributes(cache: Any, excluded_names: tuple[str, ...] = ()) 
 
 
 def _normalize_layer(layer: Any) -> StubObject:
-    """A layer of a cache of transformers 5: what it has, and its length where its buffers are longer."""
+    """Return a layer of a transformers 5 cache with its attributes, and its length if its buffers are longer."""
     state = {name: _normalize(getattr(layer, name)) for name in _LAYER_ATTRIBUTES if hasattr(layer, name)}
     state |= _collect_state_attributes(layer, (*state, "device", "dtype"))
     if hasattr(layer, "_quantized_keys"):
@@ -154,7 +154,7 @@ def _normalize_layer(layer: Any) -> StubObject:
 
 
 def _collect_state_attributes(value: Any, excluded_names: tuple[str, ...]) -> dict[str, object]:
-    """Attributes that are numbers or hold tensors, as a saved object would have them."""
+    """Return the attributes that are numbers or contain tensors, as in a saved object."""
     candidate_attributes = {
         name: item for name, item in getattr(value, "__dict__", {}).items() if name not in excluded_names
     }
@@ -168,7 +168,7 @@ def _can_be_state(value: Any) -> bool:
 
 
 def _read_generator(label: str, generator: Any) -> TransformersCache:
-    """``present.<n>.key`` and ``.value`` of a generator of ONNX Runtime GenAI, from layer 0 on."""
+    """Return ``present.<n>.key`` and ``.value`` of a generator of ONNX Runtime GenAI, from layer 0 on."""
     cache = TransformersCache(type(generator).__name__, "generator", engine="ONNX Runtime GenAI")
     for layer_number in range(_MAX_LAYERS):
         try:

@@ -28,7 +28,7 @@ _IGNORED_GLOBALS = ("functools.partial",)
 
 
 class AllowedCacheGlobals(AllowedGlobals):
-    """The names that a saved cache may use: those of tensors, and classes that are never instantiated."""
+    """Allowed pickle names of a saved cache: those of tensors, and classes that are never instantiated."""
 
     def resolve(self, module: str, name: str) -> AllowedGlobal:
         """Resolve as `AllowedGlobals.resolve`; caches, their layers and outputs of models become `StubObject`."""
@@ -67,7 +67,7 @@ def is_torch_head(head: bytes) -> bool:
 
 
 def _contains_cache(head: FileHead) -> bool:
-    """Return whether torch wrote it, and in a file are K and V, or a cache that `read` refuses by its name."""
+    """Return whether torch wrote it, and a file contains K and V, or a cache that `read` rejects by name."""
     if head.file is not None or not is_torch_head(head.data):
         return is_torch_head(head.data)
     try:

@@ -1,4 +1,4 @@
-"""K and V back as tensors of torch, for a ``DynamicCache`` of transformers. Neither is imported here."""
+"""Convert K and V to torch tensors for a ``DynamicCache`` of transformers, without importing either package."""
 
 from __future__ import annotations
 
@@ -33,23 +33,24 @@ def to_cache(
     return_pairs: bool = False,
     **read_options: Any,
 ) -> Any:
-    """K and V of every layer as tensors ``[batch, kv_head, token, head_dim]``, bit for bit: bf16 as torch.bfloat16.
+    """Return K and V of every layer as tensors ``[batch, kv_head, token, head_dim]``, bit for bit: bf16 as
+    torch.bfloat16.
 
-    K of a llama.cpp cache that surely lies in another order is brought into that of transformers, unless
-    `Source.inverted_transforms` says otherwise. A warning says so, and where nothing tells the order; another one where
-    a cache lacks tokens of its text (an evicted one), or has them in another order, and nothing that is returned says
-    so.
+    K of a llama.cpp cache that certainly has another element order is converted to that of transformers, unless
+    `Source.inverted_transforms` is set. A warning reports this, and also an unknown order. Another warning reports a
+    cache that lacks tokens of its text (an evicted one) or has them in another order, if the returned object does not
+    show it.
 
     Parameters
     ----------
     source
-        What `kvmnn.open` gives, or takes.
+        A result of `kvmnn.open`, or an argument of it.
     device
-        Where the tensors go, as torch takes it; None leaves them on the CPU.
+        Torch device of the tensors; None leaves them on the CPU.
     return_pairs
-        Return the pairs even where transformers is loaded.
+        Return the pairs even if transformers is loaded.
     **read_options
-        As in `kvmnn.open`, where `source` is what that takes: ``kv_heads``, ``model``, ``batch``, ``undo`` ...
+        As in `kvmnn.open`, if `source` is an argument of it: ``kv_heads``, ``model``, ``batch``, ``undo`` ...
 
     Returns
     -------
@@ -101,7 +102,7 @@ def to_cache(
 
 
 def _make_cache(source: Source, torch: Any, transformers: Any, device: Any) -> Any:
-    """A ``DynamicCache``, or pairs where `transformers` is None."""
+    """Return a ``DynamicCache``, or pairs if `transformers` is None."""
     ordered_source, notes = to_common_order(source)
     for note in notes:
         warnings.warn(note, stacklevel=3)
@@ -179,7 +180,7 @@ def _make_cache(source: Source, torch: Any, transformers: Any, device: Any) -> A
 def _check_layer_numbers(
     label: str, layer_numbers: list[int], states: Mapping[int, LayerStateInfo], *, may_have_gaps: bool
 ) -> None:
-    """Raise `SourceError` for layers that are missing, but for those that have no K and V of their own."""
+    """Raise `SourceError` for missing layers, except those without K and V of their own."""
     missing_layers = sorted(set(range(max(layer_numbers) + 1)) - set(layer_numbers))
     shared_layers = [
         layer_number
@@ -191,7 +192,7 @@ def _check_layer_numbers(
 
 
 def _check_windows(label: str, windows: Mapping[int, tuple[int, int]], states: Mapping[int, LayerStateInfo]) -> None:
-    """Raise `SourceError` for a window that lacks tokens which the model would look back to."""
+    """Raise `SourceError` for a window that lacks tokens which the model would attend to."""
     for layer_number, (num_tokens, num_seen) in windows.items():
         window = states[layer_number].window if layer_number in states else None
         if window is not None and num_tokens < min(window - 1, num_seen):
@@ -203,7 +204,7 @@ def _check_windows(label: str, windows: Mapping[int, tuple[int, int]], states: M
 
 
 def _list_position_runs(source: Source, token_counts: list[int]) -> dict[int, set[PositionRuns]]:
-    """Where the tokens of each layer stand in the text, of every head; none where nothing says it."""
+    """Return the text positions of the tokens of each layer, as runs for every head; empty if unknown."""
     head_runs_by_layer: list[set[PositionRuns]] = []
     if source.engine_cache is not None:
         head_runs_by_layer = [{runs} for runs in source.engine_cache.layer_position_runs or ()]
@@ -217,9 +218,7 @@ def _list_position_runs(source: Source, token_counts: list[int]) -> dict[int, se
 def _find_windows(
     runs_by_layer: Mapping[int, set[PositionRuns]], states: Mapping[int, LayerStateInfo], *, include_tails: bool
 ) -> dict[int, tuple[int, int]]:
-    """Layers that have a window, and with `include_tails` that hold the last of more tokens: how many they hold, and
-    saw.
-    """
+    """Return stored and seen tokens of layers with a window; `include_tails` adds layers with only the last tokens."""
     uniform_runs = {layer_number: next(iter(runs)) for layer_number, runs in runs_by_layer.items() if len(runs) == 1}
     return {
         layer_number: (runs[0][1], sum(runs[0]))
@@ -234,7 +233,7 @@ def _get_loaded_module(name: str) -> ModuleType | None:
 
 
 def _to_torch_tensor(torch: Any, elements: Elements, device: Any) -> Any:
-    """A tensor with memory of its own."""
+    """Return a tensor that owns its memory."""
     array_copy = np.array(elements, order="C")  # always a copy: what is mapped is read-only
     if array_copy.dtype.kind == "u":
         tensor = torch.from_numpy(array_copy.view(np.int16)).view(torch.bfloat16)

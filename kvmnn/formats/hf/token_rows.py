@@ -1,8 +1,8 @@
-"""Find the rows of a transformers cache that hold tokens, their positions, and other state of layers.
+"""Find the rows of a transformers cache that contain tokens, their positions, and other state of layers.
 
-Static caches have rows for later tokens; a window holds the last tokens. A cache that counts more tokens than it holds
-was cut, and does not tell which are left. Which tokens of a batch are padding, ``attention_mask`` and token ids tell
-that were saved with a cache.
+Static caches have rows for later tokens; a window contains the last tokens. A cache that counts more tokens than it
+contains was cut, and does not record which remain. ``attention_mask`` and token ids saved with a cache show which
+tokens of a batch are padding.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class TokenRows:
     positions: Positions | None
 
     def select_columns(self, columns: Positions) -> TokenRows:
-        """Return the rows of the tokens at these positions, which are numbered from 0 then."""
+        """Return the rows of the tokens at these positions, renumbered from 0."""
         if self.positions is None:
             return self
         is_selected = np.isin(self.positions, columns)
@@ -194,7 +194,7 @@ def _describe_eviction(cache: TransformersCache, layer_rows: list[TokenRows], nu
 
 
 def count_used_rows(tensor: AnyTensor) -> int:
-    """Tokens of a ``[batch, kv_head, token, head_dim]`` buffer up to the last one that is not all zeros."""
+    """Return the tokens of a ``[batch, kv_head, token, head_dim]`` buffer up to the last one that is not all zeros."""
     elements = tensor.read_elements_unbounded()
     elements = elements.view(f"u{elements.dtype.itemsize}")
     low, high = 0, int(elements.shape[2])
@@ -208,7 +208,7 @@ def count_used_rows(tensor: AnyTensor) -> int:
 
 
 def mark_evicted(rows: CacheRows, eviction_text: str) -> CacheRows:
-    """Return the rows where something next to the cache tells that tokens are missing, and not which."""
+    """Return the rows, marked as lacking unknown tokens, with `eviction_text` as the reason."""
     layers = tuple(TokenRows(token_rows.row_indices, None) for token_rows in rows.layer_rows)
     return replace(rows, layer_rows=layers, eviction_text=eviction_text)
 
@@ -267,11 +267,11 @@ _MAX_MISSING_TOKENS = 1  # a model's last token has an id, and no K and V until 
 class BatchTexts:
     """The texts of a batch."""
 
-    #: One for each; empty where the file has neither mask nor ids for them.
+    #: Each text of the batch; empty if the file has neither mask nor ids.
     entries: tuple[BatchText, ...] = ()
     #: Sentences about the omitted parts.
     notes: list[str] = field(default_factory=list)
-    #: Why tokens are missing in the cache, as a sentence; empty where none are.
+    #: Sentence about tokens that the cache lacks; empty if there are none.
     eviction_text: str = ""
 
 

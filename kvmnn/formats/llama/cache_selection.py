@@ -1,7 +1,7 @@
-"""Select from a llama.cpp state file: streams, cells, layers of the model, kv heads of each row, and read these rows.
+"""Select from a llama.cpp state file: streams, cells, layers of the model and kv heads of each row; read these rows.
 
 A file counts layers within each of its caches. Models with sliding windows have two: K and V of layers with full
-attention, then those of layers with a window. A row is the `head_dim` values of one cell.
+attention, then those of layers with a window. A row is the values of one cell.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .gguf import WINDOW_RULES, ModelLayer, find_windows, list_unshared_layers, 
 from .state import CacheStream, CacheTensor, LlamaState, dequantize
 
 _VALUES_PER_BATCH = 1 << 16
-"""Numbers of blocks across heads that are made at a time: they fit a cache of the processor."""
+"""Values dequantised at a time from blocks that span heads: they fit a processor cache."""
 
 _FillFunction = Callable[[int, int, Bytes], None]
 """``fill(head, first cell, out)``: rows of consecutive cells of one head."""
@@ -51,7 +51,9 @@ class CellSelection:
         self.num_cells = self._begins.pop()
 
     def locate(self, index: int) -> tuple[int, int]:
-        """Which cell of the stream is number `index` of those taken, and how many from there on lie together."""
+        """Return the cell of the stream for an index in the selection, and how many selected cells are consecutive from
+        there.
+        """
         span = bisect_right(self._begins, index) - 1
         begin, end = self.spans[span]
         cell = begin + index - self._begins[span]
@@ -61,7 +63,7 @@ class CellSelection:
 def iter_head_chunks(
     file: FileBytes, tensor: CacheTensor, heads: int, selection: CellSelection, chunk_bytes: int
 ) -> Iterator[Chunk]:
-    """``[kv_head, cell, head_dim]`` words, of blocks float32, in runs of `chunk_bytes` bytes, the last one shorter."""
+    """Yield ``[kv_head, cell, head_dim]`` words, float32 for blocks, in chunks of `chunk_bytes` bytes."""
     row_bytes, num_cells = (
         tensor.row_values // heads * dtypes.parse_dtype(tensor.type.dtype).itemsize,
         selection.num_cells,
@@ -105,7 +107,7 @@ def _make_filler(file: FileBytes, tensor: CacheTensor, heads: int, num_cells: in
 
 
 def _make_channel_filler(data: Bytes, tensor: CacheTensor, heads: int, num_cells: int) -> _FillFunction:
-    """Rows out of ``[channel, cell]``: what a backend without tiles makes of V."""
+    """Return a function that reads rows from ``[channel, cell]``, the order of V in backends without tiles."""
     layout = PackLayout(heads, tensor.row_values // heads, tensor.type.dtype, 1, 1, None)
     rows, by_head = HeadRowAccessor(layout, "value", num_cells), data.reshape(heads, -1)
 
@@ -116,7 +118,7 @@ def _make_channel_filler(data: Bytes, tensor: CacheTensor, heads: int, num_cells
 
 
 def _make_block_filler(data: Bytes, tensor: CacheTensor, heads: int, num_cells: int) -> _FillFunction:
-    """Numbers out of blocks, which may lie across heads."""
+    """Return a function that dequantises rows from blocks, which may span heads."""
     ggml_type, head_dim = tensor.type, tensor.row_values // heads
     blocks = data.reshape(num_cells, -1, ggml_type.nbytes)
     is_head_aligned = head_dim % ggml_type.values_per_block == 0
@@ -147,7 +149,7 @@ def _make_block_filler(data: Bytes, tensor: CacheTensor, heads: int, num_cells: 
 def iter_cell_chunks(
     file: FileBytes, tensor: CacheTensor, selection: CellSelection, chunk_bytes: int
 ) -> Iterator[Chunk]:
-    """The bytes of cells as they lie in the file, one cell after the other; not of transposed tensors."""
+    """Yield the stored bytes of cells, one cell after the other; not for transposed tensors."""
     if selection.spans == ((0, selection.num_stream_cells),):
         yield from iter_tensor_chunks(file, tensor, chunk_bytes)
         return
@@ -159,7 +161,7 @@ def iter_cell_chunks(
 
 
 def iter_tensor_chunks(file: FileBytes, tensor: CacheTensor, chunk_bytes: int) -> Iterator[Chunk]:
-    """The bytes of a tensor as they lie in the file, in runs of `chunk_bytes` bytes, the last one shorter."""
+    """Yield the stored bytes of a tensor in chunks of `chunk_bytes` bytes, the last one shorter."""
     for start in range(0, tensor.nbytes, chunk_bytes):
         nbytes = min(chunk_bytes, tensor.nbytes - start)
         yield file.view(tensor.offset + start, nbytes)
@@ -168,7 +170,7 @@ def iter_tensor_chunks(file: FileBytes, tensor: CacheTensor, chunk_bytes: int) -
 
 @dataclass(frozen=True)
 class LayerHeads:
-    """Kv heads of each layer, and whether anything says so; one each where nothing does and nobody needs them."""
+    """Kv heads of each layer, and whether they are known; unknown ones that are not required count as 1."""
 
     by_layer: tuple[int, ...]
     is_known: bool = True
@@ -183,7 +185,7 @@ def find_heads(
     model_layers: Sequence[ModelLayer] | None = None,
     recorded_heads: Sequence[int] | None = None,
 ) -> LayerHeads:
-    """Return how many kv heads the rows of each layer are of."""
+    """Return the number of kv heads in the rows of each layer."""
     key_tensors = [tensor for tensor in stream.tensors if tensor.part == "key"]
     geometry = options.packed.geometry if options.packed else None
     model = options.packed.model if options.packed else None
@@ -255,13 +257,13 @@ CACHE_NAMES = ("first", "second")
 class LayerNumbers:
     """The layers of a file."""
 
-    #: For each cache the layer of the model that each of its layers is.
+    #: Model layer number of each layer, by cache.
     by_cache: tuple[tuple[int, ...], ...]
-    #: What the model keeps for each of its layers.
+    #: State of each layer of the model.
     states: tuple[LayerStateInfo, ...]
-    #: The layers of the model that the options name; None without one.
+    #: Layers of the model in the options; None without one.
     model: tuple[ModelLayer, ...] | None = None
-    #: Why layers are numbered so, where only the name of the architecture tells; else empty.
+    #: Reason of the numbering if it follows from the architecture's name alone; else empty.
     rule: str = ""
 
 
@@ -274,7 +276,7 @@ def count_layers(state: LlamaState) -> tuple[int, ...]:
 
 
 def number_layers(label: str, state: LlamaState, options: ReadOptions) -> LayerNumbers | None:
-    """Return the numbers of the layers of a file with two caches, or whose model is known; None where nothing tells."""
+    """Return the layer numbers of a file with two caches, or of a known model; None if they are unknown."""
     counts, model_path = count_layers(state), options.packed.model if options.packed else None
     recorded_layers, completeness = options.engine.recorded_layers, options.engine.recorded_completeness
     if model_path is not None:
@@ -316,7 +318,7 @@ def _number_by_model(label: str, counts: Sequence[int], model_path: str) -> Laye
 
 
 def _number_by_architecture(architecture: str, counts: Sequence[int]) -> LayerNumbers | None:
-    """Number as llama.cpp does for a model whose header has no pattern; None where counts do not fit that."""
+    """Number layers as llama.cpp does for a model whose header has no pattern; None if the counts do not match."""
     windows = find_windows(architecture, sum(counts), None)
     if windows is None or [windows.count(False), windows.count(True)] != list(counts):
         return None
@@ -333,7 +335,7 @@ def _number_by_architecture(architecture: str, counts: Sequence[int]) -> LayerNu
 
 
 def find_completeness(state: LlamaState, layer_numbers: LayerNumbers | None, caches: Sequence[int]) -> Completeness:
-    """Return which state of the model the arrays of some of the caches contain."""
+    """Return how much of the model's state the arrays of some of the caches contain."""
     counts = count_layers(state)
     other_state: tuple[str, ...] = ()
     if state.recurrent_bytes:
@@ -377,34 +379,34 @@ def _mark_left_out(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CachePart:
-    """What is read of one cache of a file."""
+    """The selected part of one cache of a file."""
 
-    #: Which cache of the file: 1 for that of layers with a sliding window.
+    #: Index of the cache in the file: 1 for layers with a sliding window.
     cache: int
-    #: The stream of it.
+    #: Its stream.
     stream: CacheStream
-    #: Its cells that are read.
+    #: Selected cells.
     cells: CellSelection
-    #: Of each of its layers, the layer of the model; or its place where nothing tells.
+    #: Model layer number of each of its layers; the index if unknown.
     layer_numbers: tuple[int, ...]
     #: Kv heads of each of its layers.
     heads: LayerHeads
 
     @property
     def positions(self) -> Positions:
-        """Positions of the cells, in the order in which they are read."""
+        """Return the positions of the cells, in the order in which they are read."""
         return np.concatenate([self.stream.positions[begin:end] for begin, end in self.cells.spans])
 
     @property
     def keys(self) -> list[CacheTensor]:
-        """K of each layer."""
+        """Return K of each layer."""
         return [tensor for tensor in self.stream.tensors if tensor.part == "key"]
 
 
 def choose_caches(
     state: LlamaState, layer_numbers: LayerNumbers | None, options: EngineOptions, label: str
 ) -> tuple[int, ...]:
-    """Return which caches of a file are read: all whose layers can be numbered, or the one that the options name."""
+    """Return the caches of a file to read: all whose layers can be numbered, or the one that the options name."""
     if options.window_cache:
         if len(state.caches) == 1:
             raise OptionError(
@@ -415,7 +417,7 @@ def choose_caches(
 
 
 def choose_stream(label: str, state: LlamaState, caches: Sequence[int], options: EngineOptions) -> int:
-    """Return the number of the stream that is meant."""
+    """Return the number of the stream to read; `MissingOptionError` if it is ambiguous."""
     nonempty_streams = list_nonempty_streams(state, caches[0])
     if not nonempty_streams:
         raise SourceError(f"{label}: no cell is used, there is nothing to read")
@@ -441,9 +443,9 @@ def list_nonempty_streams(state: LlamaState, cache: int) -> list[int]:
 
 
 def choose_cells(label: str, stream: CacheStream, sequence: int | None, *, is_window: bool) -> CellSelection:
-    """Return the cells of a sequence, or all; those of a window by their positions.
+    """Return the cells of a sequence, or all; those of a window in the order of their positions.
 
-    llama.cpp uses the cells of layers with a window again and again, so that their order says nothing.
+    llama.cpp reuses the cells of layers with a window, so that their order has no meaning.
     """
     cells = np.arange(stream.num_cells)
     if sequence is not None:
@@ -463,7 +465,7 @@ def choose_cells(label: str, stream: CacheStream, sequence: int | None, *, is_wi
 
 
 def has_single_text(state: LlamaState, part: CachePart) -> bool:
-    """Return whether the file has one text, so that its only list of token ids is of that."""
+    """Return whether the file has one text, to which its only list of token ids then belongs."""
     return len(list_nonempty_streams(state, part.cache)) == 1 and len(set(part.stream.seq_ids.tolist())) <= 1
 
 
@@ -474,7 +476,7 @@ def format_numbers(numbers: Sequence[int]) -> str:
 
 
 def check_row_widths(label: str, row_widths: Sequence[int], options: ReadOptions) -> None:
-    """Raise `OptionError` where one number of kv heads is given for caches whose rows of K differ in width."""
+    """Raise `OptionError` if one number of kv heads is specified for caches whose rows of K differ in width."""
     packed_options = options.packed
     if (
         packed_options is not None

@@ -28,17 +28,17 @@ WINDOW_SIZE_KEY: Final = "attention.sliding_window"
 class WindowRule:
     """The sliding window that llama.cpp assumes for an architecture."""
 
-    #: One of so many layers has full attention; None where the header must have the pattern.
+    #: One of this many layers has full attention; None if the header must have the pattern.
     period: int | None
-    #: Whether that is the first of them; else the last.
+    #: Whether that is the first layer of a period; else the last.
     is_full_first: bool = False
-    #: Tokens of the window where the header does not have it; None where there is no window then.
+    #: Default window size in tokens, if the header has none; None for no window.
     size: int | None = None
     #: Number of layers of the only variant that has windows; None for all.
     layers: int | None = None
-    #: Base of the rotation in layers with a window where the header does not have it; None for that of the others.
+    #: Default theta of layers with a window, if the header has none; None for the theta of the others.
     theta: float | None = None
-    #: Whether layers with a window scale their rotation as the others do.
+    #: Whether layers with a window use the RoPE scaling of the others.
     is_scaled: bool = True
     #: Whether K of layers with full attention is rotated.
     is_full_rotated: bool = True
@@ -74,11 +74,11 @@ WINDOW_RULES: Final[Mapping[str, WindowRule]] = {
 _SIZE_REQUIRED_ARCHITECTURES: Final = frozenset(
     ("afmoe", "gemma3", "laguna", "mellum", "olmo2", "plamo3", "smallthinker")
 )
-"""Architectures without windows where the header has no size, though others of them have a default size."""
+"""Architectures that have no window unless the header has a size, although related ones have a default."""
 _WINDOWLESS_ARCHITECTURES: Final = frozenset(("phi3", "phimoe"))
 """Architectures whose window llama.cpp ignores."""
 _FIRST_SHARED_BY_ARCHITECTURE: Final = {"gemma3n": 20}
-"""Layers from this one on use K and V of earlier ones, where the header does not have their number."""
+"""First layer that uses K and V of earlier ones, for headers that lack their number."""
 
 
 def find_windows(
@@ -104,7 +104,7 @@ def find_windows(
 
 
 def read_window_size(architecture: str, fields: Mapping[str, Any]) -> int | None:
-    """Return how many tokens the window in the header has; 0 for no window, None when it is unknown."""
+    """Return the window size in tokens from a header; 0 for no window, None if unknown."""
     size = fields.get(f"{architecture}.{WINDOW_SIZE_KEY}")
     if type(size) is int and size >= 0:
         return size
@@ -113,7 +113,7 @@ def read_window_size(architecture: str, fields: Mapping[str, Any]) -> int | None
 
 
 def find_first_shared_layer(architecture: str, num_layers: int, fields: Mapping[str, Any]) -> int:
-    """Return the first layer that uses K and V of earlier layers; `num_layers` where all have their own."""
+    """Return the first layer that uses K and V of earlier layers; `num_layers` if all have their own."""
     num_shared = fields.get(f"{architecture}.attention.shared_kv_layers")
     if type(num_shared) is int and 0 < num_shared < num_layers:
         return num_layers - num_shared
@@ -130,9 +130,9 @@ def _expand_period(rule: WindowRule, period: int, num_layers: int) -> list[bool]
 GGUF_MAGIC = b"GGUF"
 _SUPPORTED_VERSIONS = (2, 3)
 _VALUE_BYTES_BY_TYPE = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-"""Bytes of the types of values: integers, float32 (6), booleans (7), float64 (12)."""
+"""Bytes of a value by its type: integers, float32 (6), booleans (7), float64 (12)."""
 _IS_SIGNED_BY_TYPE = {0: False, 1: True, 2: False, 3: True, 4: False, 5: True, 10: False, 11: True}
-"""Those that are integers, and whether they have a sign."""
+"""Whether integers are signed, by their type."""
 _TYPE_FLOAT32, _TYPE_BOOL, _TYPE_STRING, _TYPE_ARRAY = 6, 7, 8, 9
 _INTERLEAVED_ARCHITECTURES = frozenset(
     (
@@ -146,7 +146,7 @@ _INTERLEAVED_ARCHITECTURES = frozenset(
 )
 """Architectures whose pairs are neighbours (LLAMA_ROPE_TYPE_NORM in llama.cpp)."""
 _SHARED_KV_ARCHITECTURES = ("gemma3n",)
-"""Architectures whose layers share K, though older files do not say how many do."""
+"""Architectures with layers that share K, whose older files lack their number."""
 _MAX_KEYS, _MAX_AXES = 1 << 16, 8
 MAX_LAYERS = 1 << 16
 
@@ -214,7 +214,7 @@ def read_gguf_geometry(path: str, num_layers: int) -> GgufGeometry:
 
 
 def list_cache_layer_counts(path: str) -> set[int]:
-    """List how many layers a cache of a model may have; empty when unknown.
+    """List how many layers a cache of a model may have; empty if unknown.
 
     Raises the errors of `read_gguf_geometry`.
 
@@ -243,11 +243,11 @@ def list_cache_layer_counts(path: str) -> set[int]:
 
 
 def read_gguf_rotary(path: str) -> tuple[RopeConfig | None, list[str]]:
-    """Return how llama.cpp rotates K of a model, and one line for each parameter that was ignored.
+    """Return the RoPE parameters that llama.cpp uses for a model, and one line for each ignored parameter.
 
-    The rotation is None when the header contains no rotary parameters. Which elements form a pair depends on the
-    architecture, by `llama_model_rope_type` of llama.cpp: neighbours in `_INTERLEAVED_ARCHITECTURES`, elements half of
-    the dimensions apart in others. Factors of single frequencies, which are a tensor, are not read.
+    None if the header has no rotary parameters. Which elements form a pair depends on the architecture, by
+    `llama_model_rope_type` of llama.cpp: neighbours in `_INTERLEAVED_ARCHITECTURES`, elements half of the dimensions
+    apart in others. Factors of single frequencies, which are a tensor, are not read.
 
     Raises
     ------
@@ -281,7 +281,7 @@ def read_gguf_rotary(path: str) -> tuple[RopeConfig | None, list[str]]:
 
 
 def build_rotary(path: str, **parameters: Any) -> RopeConfig:
-    """Return the rotation with values of a header; `SourceError` for values that are no parameters of one."""
+    """Return RoPE parameters from header values; `SourceError` for invalid values."""
     try:
         return RopeConfig(**parameters)
     except (KvmnnError, TypeError) as error:
@@ -305,7 +305,7 @@ def _parse_scaling(path: str, rope: dict[str, Any], notes: list[str]) -> dict[st
 
 
 def _expand_kv_heads(value: Any, num_layers: int) -> tuple[int, ...]:
-    """Kv heads of the layers of a cache, which may be fewer than the model's: those without K, or of another cache."""
+    """Return the kv heads of the layers of a cache, which may be fewer than the model's: not all have K in it."""
     if not isinstance(value, list):
         return (parse_positive_int(value) or 0,) * num_layers
     nonzero_heads = tuple(heads for heads in value if heads)
@@ -344,7 +344,7 @@ class GgufHeader:
 
     @property
     def label(self) -> str:
-        """The name of the file in messages."""
+        """Return the name of the file for messages."""
         return self._file.label
 
     def read_fields(self, *, include_all: bool = False) -> dict[str, Any]:
@@ -478,9 +478,9 @@ def read_model_layers(path: str) -> tuple[ModelLayer, ...] | None:
 
 
 def read_rotations(path: str) -> tuple[dict[int, RopeConfig | None], list[str]]:
-    """Return how K of each layer is rotated (None: not at all), and one line for each ignored parameter.
+    """Return the RoPE parameters of each layer (None: not rotated), and one line for each ignored parameter.
 
-    Empty where all layers are rotated as `gguf.read_rotary` says, or nothing tells.
+    Empty if `read_gguf_rotary` applies to all layers, or if they are unknown.
 
     Raises
     ------
@@ -510,7 +510,7 @@ def read_rotations(path: str) -> tuple[dict[int, RopeConfig | None], list[str]]:
 
 
 def _read_head_sizes(name: str, fields: Mapping[str, Any], is_window: bool) -> tuple[int, int]:
-    """Return the values of a head of K and of V; 0 where nothing tells."""
+    """Return the head_dim of K and of V; 0 if unknown."""
     embedding_length = parse_positive_int(fields.get(f"{name}.embedding_length"))
     heads = fields.get(f"{name}.attention.head_count")
     num_heads = parse_positive_int(
@@ -560,11 +560,11 @@ _MIXED_ROPE_ARCHITECTURES: Final = (
     "glm-dsa",
     "modern-bert",
 )
-"""Architectures with layers that are not rotated, with a part of K that is, or with windows of another theta."""
+"""Architectures with unrotated layers, with partially rotated K, or with windows of another theta."""
 
 
 def read_gguf_layer_ropes(path: str, num_layers: int, head_dim: int, num_tokens: int) -> LayerRopes | None:
-    """Read how K of each layer is rotated, in the order of elements that llama.cpp stores."""
+    """Read the RoPE frequencies of each layer, in the element order that llama.cpp stores."""
     header = GgufHeader(path)
     fields = header.read_fields(include_all=True)
     name = fields.get("general.architecture")
@@ -609,7 +609,9 @@ def read_gguf_layer_ropes(path: str, num_layers: int, head_dim: int, num_tokens:
 def _divide_by_factors(
     header: GgufHeader, fields: dict[str, Any], ropes: list[RopeFrequencies | None], num_tokens: int
 ) -> tuple[RopeFrequencies, ...]:
-    """Divide by factors that are a tensor of the model (Llama 3; Phi 3 has a set for short texts); empty without."""
+    """Divide by frequency factors in a tensor of the model (Llama 3; Phi 3 has a set for short texts); empty
+    without.
+    """
     alignment = fields.get("general.alignment", _DEFAULT_ALIGNMENT)
     if type(alignment) is not int or not 0 < alignment <= _MAX_ALIGNMENT:
         raise SourceError(f"{header.label}: general.alignment is {alignment!r:.40}")

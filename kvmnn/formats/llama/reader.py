@@ -1,10 +1,10 @@
 """Read K and V of a llama.cpp state file, as ``[kv_head, cell, head_dim]`` or, for frames, as stored.
 
-What llama.cpp did to K and V before it stored them is described as far as an architecture and the types of a cache say.
-`llama_model_rope_type` has an entry for every architecture: two neighbours of a head are turned together (NORM), or two
-dimensions half a head apart (NEOX). Of those in `_PERMUTED_ARCHITECTURES` it is certain that others have the halves:
-what llama.cpp's converter has for them (`conversion/*.py`) permutes the weights of query and key in every layer. Of
-other architectures with neighbours some were trained so, others are permuted.
+llama.cpp's transforms of K and V are described as far as the architecture and the cache types determine them.
+`llama_model_rope_type` has an entry for every architecture: two neighbours of a head are rotated together (NORM), or
+two dimensions half a head apart (NEOX). For `_PERMUTED_ARCHITECTURES` other engines certainly use halves: llama.cpp's
+converter (`conversion/*.py`) permutes their query and key weights in every layer. Of other architectures with
+neighbours some were trained so, others are permuted.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _HALF_PAIRED_ARCHITECTURES: Final = frozenset(
         *("qwen3vlmoe", "rnd1", "seed_oss", "smallthinker", "spark2_5", "stablelm", "starcoder2", "step35"),
     )
 )
-"""Architectures of rope type NEOX, and of M-RoPE's, whose pairs are the same."""
+"""Architectures of rope type NEOX or M-RoPE, which share the pairing."""
 _UNROTATED_ARCHITECTURES: Final = frozenset(
     ("bloom", "gpt2", "jais", "jamba", "jina-bert-v2", "mamba", "mamba2", "mpt", "nemotron_h", "refact", "t5")
 )
@@ -107,12 +107,12 @@ class _PartLayer(NamedTuple):
 
     @property
     def kv_heads(self) -> int:
-        """Number of heads of K and V."""
+        """Return the number of heads of K and V."""
         return self.part.heads.by_layer[self.layer_index]
 
     @property
     def tensors(self) -> list[CacheTensor]:
-        """K, and V if the layer has any."""
+        """Return K, and V if the layer has any."""
         return [tensor for tensor in self.part.stream.tensors if tensor.layer == self.layer_index]
 
 
@@ -166,7 +166,7 @@ def read_model_architecture(options: ReadOptions) -> str | None:
 
 
 def _collect_positions(layers: Sequence[_PartLayer]) -> tuple[Positions | None, tuple[Positions, ...] | None]:
-    """Positions of all layers, or of each where they differ."""
+    """Return the positions of all layers, or of each if they differ."""
     positions_by_part = {id(layer.part): layer.part.positions for layer in layers}
     first_positions, *other_positions = positions_by_part.values()
     if all(np.array_equal(first_positions, positions) for positions in other_positions):
@@ -180,9 +180,9 @@ _Transforms = tuple[Transform, ...]
 def _find_transforms(
     layers: Sequence[_PartLayer], architecture: str | None, options: ReadOptions, *, are_heads_known: bool
 ) -> tuple[_Transforms, _Transforms]:
-    """Return the transforms that K and V certainly underwent, and those they may have undergone.
+    """Return the transforms that were certainly applied to K and V, and those that may have been.
 
-    Both are empty for raw blocks, and when the heads are unknown.
+    Both are empty for raw blocks, and if the heads are unknown.
     """
     if not are_heads_known or options.engine.raw_blocks:
         return (), ()
@@ -265,7 +265,7 @@ def iter_notes(
 
 
 def _iter_token_id_notes(num_ids: int, parts: Sequence[CachePart]) -> Iterator[str]:
-    """Return a line where token ids and cells are not as many: builds write the id of a token not yet evaluated."""
+    """Yield a note if token ids and cells differ in number: builds write the id of a token not yet evaluated."""
     end = 1 + max(int(part.positions.max(initial=-1)) for part in parts)
     if num_ids > end:
         extra_text = "the last token id" if num_ids - end == 1 else f"the last {num_ids - end:,} token ids"
@@ -314,8 +314,8 @@ def _list_dequantised_types(parts: Sequence[CachePart], options: EngineOptions) 
 def read(file: FileBytes, options: ReadOptions) -> Source:
     """Return K and V of the used cells of a stream, in cell order, with a description of all other contents.
 
-    Of a file with two caches both are read, where the model, or what llama.cpp assumes of its architecture, tells which
-    layers they are; cells of layers with a sliding window are in the order of their positions.
+    Both caches of a file with two are read if the model, or llama.cpp's default for its architecture, determines their
+    layers; cells of layers with a sliding window are in the order of their positions.
 
     Parameters
     ----------
@@ -489,10 +489,9 @@ def capture(file: MappedFile, options: ReadOptions) -> Source:
 
     Blocks are split into their fields.
 
-    With `EngineOptions.split_heads`, where kv heads are known and one stream of each cache holds cells, ``[cell,
-    kv_head, head_dim]``.
+    With `EngineOptions.split_heads`, known kv heads and one nonempty stream per cache: ``[cell, kv_head, head_dim]``.
 
-    Names are ``layer_<n>.key`` and ``.value``, with ``stream_<n>.`` in front where several streams hold cells and
+    Names are ``layer_<n>.key`` and ``.value``, prefixed by ``stream_<n>.`` if several streams have cells and by
     ``window.`` for the second cache; fields of blocks add ``.scales``, ``.bits`` and ``.codes``. By heads, layers have
     the numbers of the model instead of ``window.``.
 
@@ -553,7 +552,7 @@ def capture(file: MappedFile, options: ReadOptions) -> Source:
 def _iter_parts(
     label: str, state: LlamaState, layer_numbers: LayerNumbers | None, options: ReadOptions
 ) -> Iterator[tuple[str, CachePart]]:
-    """Streams that hold cells, and what their names begin with."""
+    """Yield the streams that have cells, each with the prefix of its array names."""
     for cache, streams in enumerate(state.caches):
         nonempty_streams = [stream_index for stream_index, stream in enumerate(streams) if stream.num_cells]
         for stream_index in nonempty_streams:

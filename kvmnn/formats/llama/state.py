@@ -1,8 +1,8 @@
-"""Parse a llama.cpp state file to its last byte, without touching K and V.
+"""Parse a llama.cpp state file to its last byte, without reading K and V.
 
-A file does not tell how many caches it holds, nor which build of llama.cpp wrote it. `parse_structure` tries the known
-structures and takes the one that ends with the file. K and V have element types of ggml: a block holds
-`values_per_block` numbers in `nbytes` bytes, fields one after the other, the first of them fp16 scales.
+A file records neither its number of caches nor the llama.cpp build that wrote it. `parse_structure` tries the known
+structures and returns the one that ends with the file. K and V have element types of ggml: a block contains
+`values_per_block` numbers in `nbytes` bytes, consecutive fields, the first of them fp16 scales.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from . import _blocks
 
 BLOCK_VALUES = 32
 _KERNEL_NAMES = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl")
-"""In the order of the compiled loops."""
+"""Types in the order of the compiled kernels."""
 
 
 @dataclass(frozen=True)
 class GgmlType:
-    """An element type."""
+    """An element type of ggml."""
 
-    #: As ggml has them.
+    #: Number and name in ggml.
     number: int
     name: str
-    #: The dtype of the words; ``"fp32"``, that of the numbers, for blocks.
+    #: Dtype of the words; for blocks ``"fp32"``, that of the dequantised values.
     dtype: str
-    #: Of a block; 1 and the size of a word for types without blocks.
+    #: Values and bytes of a block; 1 and the word size for types without blocks.
     values_per_block: int
     nbytes: int
-    #: Bytes of block_type field of a block, in order; none for types without blocks.
+    #: Names and bytes of the fields of a block, in order; empty for types without blocks.
     fields: tuple[tuple[str, int], ...] = ()
 
     @property
     def is_block(self) -> bool:
-        """Whether numbers are stored in blocks."""
+        """Return whether values are stored in blocks."""
         return bool(self.fields)
 
 
 def dequantize(ggml_type: GgmlType, blocks: Bytes, out: Floats) -> None:
-    """The numbers that blocks stand for, as ggml computes them in float32.
+    """Dequantise blocks as ggml does in float32.
 
     Parameters
     ----------
@@ -80,7 +80,7 @@ GGML_TYPES = {
         _make_block_type(20, "iq4_nl", _SCALE_FIELD, _NIBBLES_FIELD),
     )
 }
-"""By ggml's number."""
+"""Element types by ggml's number."""
 
 UNSUPPORTED_TYPES = {
     9: "q8_1",
@@ -107,17 +107,17 @@ UNSUPPORTED_TYPES = {
 
 
 _MIN_RUN_CELLS = 64
-"""Cells in a run, below which they are taken one by one."""
+"""Minimum number of equal cells that are parsed together."""
 _SCAN_BYTES = 1 << 20
-"""Bytes of cells that are looked at together then."""
+"""Maximum bytes of cells that are parsed together."""
 
 
 class ParseError(Exception):
-    """The file is not what was tried."""
+    """The file does not have the structure that was tried."""
 
 
 class BinaryReader:
-    """Numbers out of a file, one after the other."""
+    """Sequential reader of binary numbers in a file."""
 
     def __init__(self, file: FileBytes, position: int = 0) -> None:
         self.file, self.position = file, position
@@ -130,7 +130,7 @@ class BinaryReader:
         return self.file.view(self.skip(nbytes, field_name), nbytes)
 
     def skip(self, nbytes: int, field_name: str) -> int:
-        """Where the next `nbytes` bytes begin."""
+        """Skip `nbytes` bytes; return the offset at which they begin."""
         if nbytes > self.remaining_bytes:
             raise ParseError(
                 f"{field_name}: {nbytes:,} bytes are needed at offset {self.position:,}, {self.remaining_bytes:,} are "
@@ -151,7 +151,7 @@ class BinaryReader:
 
 
 def read_cells(cursor: BinaryReader, num_cells: int, extra_bytes: int) -> tuple[Positions, Indices, Indices]:
-    """Positions, numbers of sequences and their ids; cells of equally many sequences are taken together."""
+    """Read positions, sequence counts and sequence ids of cells; cells of equal counts are parsed together."""
     positions: list[Indices] = []
     counts: list[Indices] = []
     sequence_ids: list[Indices] = []
@@ -178,7 +178,7 @@ def read_cells(cursor: BinaryReader, num_cells: int, extra_bytes: int) -> tuple[
 def _read_cells_singly(
     cursor: BinaryReader, max_cells: int, extra_bytes: int
 ) -> tuple[Positions, Indices, Indices] | None:
-    """The next cells, whatever their numbers of sequences, as far as a window reaches; None where it holds not one."""
+    """Read the next cells, of any sequence counts, within a window of the file; None if not even one fits."""
     nbytes = min(_SCAN_BYTES, cursor.remaining_bytes) // 4 * 4
     values = np.frombuffer(cursor.file.view(cursor.position, nbytes), "<u4")
     value_list, head_values = values.tolist(), 2 + extra_bytes // 4
@@ -202,7 +202,7 @@ def _read_cells_singly(
 
 
 def _read_equal_cells(cursor: BinaryReader, max_cells: int, extra_bytes: int) -> Indices:
-    """The next cells with as many sequences as the first of them: position, number, extra words, ids."""
+    """Read the next cells with as many sequences as the first of them: position, count, extra words, ids."""
     if cursor.remaining_bytes < 8:
         raise ParseError(f"a cell needs 8 bytes at offset {cursor.position:,}, {cursor.remaining_bytes:,} are left")
     num_sequences = int(np.frombuffer(cursor.file.view(cursor.position, 8), "<u4")[1])
@@ -226,31 +226,31 @@ KIND_BY_MAGIC = {SESSION_MAGIC: "session", SEQUENCE_MAGIC: "sequence"}
 VERSIONS_BY_MAGIC = {SESSION_MAGIC: (9, 10), SEQUENCE_MAGIC: (2, 3)}
 MAGIC_BYTES = tuple(magic.to_bytes(4, "little") for magic in KIND_BY_MAGIC)
 MAX_CELLS = 1 << 24
-"""More cells than any context has: those of one of 16 million tokens."""
+"""Maximum number of cells: more than any context has (16 million tokens)."""
 _MAX_ARCHITECTURE_BYTES = 256
 _MAX_STREAMS, _MAX_LAYERS = 1 << 12, 1 << 12
 """Sixteen and eight times as many as llama.cpp has at most (LLAMA_MAX_SEQ, LLAMA_MAX_LAYERS)."""
 MLA_ARCHITECTURES = ("deepseek2", "deepseek32", "glm-dsa", "kimi-linear", "minicpm3", "mistral4", "plm")
-"""Architectures whose attention works on latent K alone: they may store no V."""
+"""Architectures with latent attention, which may store no V."""
 NO_TOKEN = -1
-"""LLAMA_TOKEN_NULL, which stands for pictures and embeddings."""
+"""LLAMA_TOKEN_NULL, for images and embeddings."""
 _EXTRA_CELL_BYTES = (0, 12, 8)
-"""After the position of a cell: nothing; x, y and a token (M-RoPE, embeddings by layer); x and y."""
+"""Bytes after the position of a cell: none; x, y and a token (M-RoPE, per-layer embeddings); x and y."""
 
 
 class CacheTensor(NamedTuple):
-    """K or V of one layer as it lies in the file."""
+    """Location and type of K or V of one layer in the file."""
 
-    #: Which; layers are counted within their cache.
+    #: Part and layer, counted within its cache.
     part: Part
     layer: int
-    #: Of its elements.
+    #: Element type.
     type: GgmlType
     #: Values of a cell: kv_heads x head_dim.
     row_values: int
-    #: Whether the values of one channel lie together, ``[channel, cell]``; else ``[cell, channel]``.
+    #: Whether the order is ``[channel, cell]`` instead of ``[cell, channel]``.
     is_transposed: bool
-    #: Where it lies in the file.
+    #: Offset in the file.
     offset: int
     nbytes: int
 
@@ -259,22 +259,22 @@ class CacheTensor(NamedTuple):
 class CacheStream:
     """The used cells of one stream."""
 
-    #: int64, of each cell.
+    #: int64: position of each cell.
     positions: Positions
-    #: How many sequences each cell is of, and their numbers, cell after cell.
+    #: Number of sequences of each cell, and their ids, cell after cell.
     seq_counts: Indices
     seq_ids: Indices
-    #: K of every layer, then V; none where there are no cells.
+    #: K of every layer, then V; empty if there are no cells.
     tensors: tuple[CacheTensor, ...] = ()
 
     @property
     def num_cells(self) -> int:
-        """How many."""
+        """Return the number of cells."""
         return int(self.positions.size)
 
     @property
     def sequences_by_cell(self) -> list[list[int]]:
-        """The sequences of each cell."""
+        """Return the sequence ids of each cell."""
         ends = np.cumsum(self.seq_counts)
         ids = self.seq_ids.tolist()
         return [
@@ -285,31 +285,31 @@ class CacheStream:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LlamaState:
-    """A state file."""
+    """The parsed structure of a state file."""
 
     #: ``"session"`` or ``"sequence"``, and the number after its magic.
     kind: str
     version: int
-    #: int64: the ids that the caller of llama.cpp gave, from 0 to 2^32 - 2; `NO_TOKEN` for what has none.
+    #: int64: token ids of llama.cpp's caller, from 0 to 2^32 - 2; `NO_TOKEN` for positions without a token.
     token_ids: Indices
-    #: Of the model; None in sequence files.
+    #: Architecture of the model; None in sequence files.
     architecture: str | None
-    #: One; two for models with sliding-window layers, whose own is the second. Each is a list of streams.
+    #: The cache, or two for models with sliding-window layers, which are in the second. Each is a list of streams.
     caches: tuple[tuple[CacheStream, ...], ...]
-    #: Of the state of recurrent layers, which hybrid models have after K and V.
+    #: Bytes of the state of recurrent layers, which hybrid models store after K and V.
     recurrent_bytes: int = 0
 
 
 class _TrailingBytesError(ParseError):
-    """It is, up to bytes after all that was tried."""
+    """The structure matches except for trailing bytes."""
 
 
 class _UnsupportedTypeError(ParseError):
-    """It is, up to an element type of ggml that is not read."""
+    """The structure matches except for an unsupported element type of ggml."""
 
 
 def parse_structure(file: FileBytes, model_architecture: str | None = None) -> LlamaState:
-    """The structure of a state file."""
+    """Parse the structure of a state file."""
     reader = BinaryReader(file)
     try:
         magic, version = reader.read_u32("magic"), reader.read_u32("version")
@@ -348,7 +348,7 @@ def _read_architecture(reader: BinaryReader) -> str:
 
 
 class _LayoutVariant(NamedTuple):
-    """What builds of llama.cpp differ in without saying so."""
+    """Unrecorded format differences between builds of llama.cpp."""
 
     extra_bytes: int
     has_v: bool
@@ -359,7 +359,9 @@ class _LayoutVariant(NamedTuple):
 
 
 def _iter_variants(*, is_old: bool, is_session: bool, may_lack_v: bool) -> Iterator[_LayoutVariant]:
-    """What may be in a file, the likely first; `is_old` files may have no number of streams, and an output block."""
+    """Yield possible variants, likely ones first; `is_old` files may lack the number of streams, and may have
+    outputs.
+    """
     stream_count_options = (True, False) if is_old else (True,)
     output_options = (True, False) if is_old and is_session else (False,)
     v_options = (True, False) if may_lack_v else (True,)
@@ -373,9 +375,9 @@ def _iter_variants(*, is_old: bool, is_session: bool, may_lack_v: bool) -> Itera
 def _parse_caches(
     file: FileBytes, offset: int, variants: Iterator[_LayoutVariant]
 ) -> tuple[tuple[tuple[CacheStream, ...], ...], int]:
-    """The caches as the first of the variants has them that ends with the file, and the bytes of recurrent state.
+    """Return the caches by the first variant that ends with the file, and the bytes of recurrent state.
 
-    Else the error is what is wrong with the likeliest.
+    If none does, the error is that of the likeliest variant.
     """
     best_error: ParseError | None = None
     cache_parser = _CacheParser()
@@ -406,13 +408,13 @@ def _parse_caches(
 
 
 class _CacheParser:
-    """Caches by where they begin and how they are read: variants that differ in what comes after read each once."""
+    """Caches of parse results by offset and variant: variants that differ only in later parts parse each cache once."""
 
     def __init__(self) -> None:
         self._results: dict[tuple[object, ...], tuple[tuple[CacheStream, ...], int] | ParseError] = {}
 
     def parse_at(self, reader: BinaryReader, variant: _LayoutVariant) -> tuple[CacheStream, ...]:
-        """The streams of the cache at the cursor."""
+        """Return the streams of the cache at the reader's position."""
         key = (reader.position, variant.extra_bytes, variant.has_v, variant.has_stream_count)
         if key not in self._results:
             try:
@@ -428,14 +430,14 @@ class _CacheParser:
 
 
 def _skip_outputs(reader: BinaryReader) -> None:
-    """The output block of older sessions: positions, logits and embeddings."""
+    """Skip the output block of older sessions: positions, logits and embeddings."""
     reader.skip(4 * reader.read_u32("number of outputs"), "positions of outputs")
     for field_name in ("logits", "embeddings"):
         reader.skip(4 * reader.read_u64(f"number of {field_name}"), field_name)
 
 
 def _skip_recurrent(reader: BinaryReader) -> None:
-    """State of recurrent layers: cells, then for each layer rows of the one kind, and for each rows of the other."""
+    """Skip the state of recurrent layers: cells, then rows of one kind for each layer, then rows of the other."""
     num_cells = reader.read_u32("number of recurrent cells")
     if not 1 <= num_cells <= MAX_CELLS:
         raise ParseError(f"{num_cells:,} recurrent cells at offset {reader.position - 4:,}")

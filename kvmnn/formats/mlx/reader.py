@@ -43,14 +43,15 @@ _DTYPE_BY_KIND = {"F16": "fp16", "BF16": "bf16", "F32": "fp32"}
 
 
 def read(file: FileBytes, options: ReadOptions) -> Source:
-    """``layer_<n>.key`` and ``.value``, ``[kv_head, token, head_dim]``, with a batch of several texts in front of it.
+    """Read ``layer_<n>.key`` and ``.value``, ``[kv_head, token, head_dim]``, prefixed by a batch axis for several
+    texts.
 
     The padding after the valid tokens is left out.
 
     Raises
     ------
     SourceError
-        For a file that is damaged, or has K and V in no class of cache that is read.
+        For a file that is damaged, or whose cache classes are all unsupported.
     """
     states = PromptCacheStates(file)
     layers = read_layers(states)
@@ -273,7 +274,7 @@ def _build_details(states: PromptCacheStates, layers: list[PromptCacheLayer]) ->
 FORMAT_NAME = "mlx-prompt-cache"
 
 _MIN_ARRAY_AXES = 2
-"""Of a tensor that becomes an array; states with fewer are a few numbers."""
+"""Minimum number of axes of a tensor that becomes an array; states with fewer are a few numbers."""
 _ELEMENT_TYPES_BY_KIND = {
     "F16": ("fp16", "<f2"),
     "BF16": ("bf16", "<u2"),
@@ -285,10 +286,10 @@ _FIELD_NAMES = ("codes", "scales", "biases")
 
 
 def capture(file: MappedFile, options: ReadOptions) -> Source:
-    """Capture all tensors of fp16, bf16, fp32 and packed codes, whatever the class of the cache.
+    """Capture all tensors of fp16, bf16, fp32 and packed codes, for any class of cache.
 
-    Names are ``layer_<n>.key`` and ``.value``, of quantised groups with ``.codes``, ``.scales`` and ``.biases``; what
-    is neither K nor V is called ``state_`` and its own name.
+    Names are ``layer_<n>.key`` and ``.value``, for quantised groups with ``.codes``, ``.scales`` and ``.biases``; a
+    state other than K and V is named ``state_`` and its own name.
 
     Raises
     ------

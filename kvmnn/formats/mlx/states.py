@@ -1,6 +1,6 @@
-"""The states of a prompt cache: the class of each layer's cache, which rows hold tokens, quantised groups as numbers.
+"""States of a prompt cache: the class of each layer's cache, the rows with tokens, and dequantisation of groups.
 
-Newer files have every attribute of a cache as a state of its own; older ones have tensors as states, and numbers as
+Newer files store every attribute of a cache as a state of its own; older ones store tensors as states, and numbers as
 settings in the metadata.
 """
 
@@ -33,7 +33,7 @@ _NATURAL_REGEX = re.compile(r"\d{1,9}", re.ASCII)
 
 
 def has_cache_entries(head: FileHead) -> bool:
-    """Return whether the metadata of a ``.safetensors`` file name the class of a cache."""
+    """Return whether the metadata of a ``.safetensors`` file names cache classes."""
     header_bytes = int.from_bytes(head.data[:8], "little")
     if header_bytes > _MAX_DETECT_HEADER_BYTES:
         return False
@@ -60,14 +60,14 @@ class PromptCacheStates:
         self.class_names = tuple(_iter_numbered_values(metadata, prefix))
 
     def find_tensor(self, name: str) -> TensorEntry:
-        """Return a state by its name in the file; raise `SourceError` if there is none."""
+        """Return the state with this name in the file; raise `SourceError` if there is none."""
         tensor_id = self.header.tensors.find_id(name)
         if tensor_id is None:
             raise SourceError(f"{self.file.label}: has no state {name!r:.40}")
         return self.header.tensors[tensor_id]
 
     def check_tensor(self, tensor: TensorEntry, kinds: tuple[str, ...], num_axes: int) -> None:
-        """Raise `SourceError` unless a state has one of these types, as many axes, and elements."""
+        """Raise `SourceError` unless a state has one of these types, this many axes, and elements."""
         if tensor.kind not in kinds or len(tensor.shape) != num_axes or 0 in tensor.shape:
             raise SourceError(
                 f"{self.file.label}: the state {tensor.name!r:.40} is {tensor.kind} {list(tensor.shape)}: expected "
@@ -75,21 +75,21 @@ class PromptCacheStates:
             )
 
     def read_scalar(self, name: str) -> int:
-        """Return a whole number that is a state of its own."""
+        """Return a state that is a whole number."""
         tensor = self.find_tensor(name)
         if tensor.kind != "I32" or tensor.end - tensor.begin != 4:
             raise SourceError(f"{self.file.label}: the state {name!r:.40} is {tensor.kind}: expected one I32")
         return int(self._read_int32_values(tensor)[0])
 
     def read_flag(self, name: str) -> bool:
-        """Return a truth value that is a state of its own."""
+        """Return a state that is a boolean."""
         tensor = self.find_tensor(name)
         if tensor.kind != "BOOL" or tensor.end - tensor.begin != 1:
             raise SourceError(f"{self.file.label}: the state {name!r:.40} is {tensor.kind}: expected one BOOL")
         return bool(self.file.view(self.header.data_start + tensor.begin, 1)[0])
 
     def read_int_list(self, name: str, num_texts: int) -> list[int]:
-        """Return the whole numbers of a state that has one for each of `num_texts` texts."""
+        """Return a state of whole numbers, one for each of `num_texts` texts."""
         tensor = self.find_tensor(name)
         if tensor.kind != "I32" or tensor.shape != (num_texts,):
             raise SourceError(
@@ -102,7 +102,7 @@ class PromptCacheStates:
         return np.frombuffer(self.file.view(self.header.data_start + tensor.begin, tensor.end - tensor.begin), "<i4")
 
     def list_settings(self, layer_number: int, setting_counts: tuple[int, ...]) -> list[str]:
-        """Return the settings of a layer's cache in the metadata of older files, as texts."""
+        """Return the settings of a layer's cache from the metadata of older files, as strings."""
         settings = list(_iter_numbered_values(self.header.metadata, f"0.{layer_number}"))
         if len(settings) not in setting_counts:
             raise SourceError(
@@ -117,7 +117,7 @@ class PromptCacheStates:
         return [self.parse_int_setting(layer_number, text) for text in self.list_settings(layer_number, setting_counts)]
 
     def parse_int_setting(self, layer_number: int, text: str) -> int:
-        """Return a setting of a layer as a whole number."""
+        """Parse a setting of a layer as a whole number."""
         if not _NATURAL_REGEX.fullmatch(text):
             raise SourceError(
                 f"{self.file.label}: layer {layer_number}: its {self.class_names[layer_number]:.40} has the setting "
@@ -133,7 +133,7 @@ def get_numpy_type(tensor: TensorEntry) -> str:
 
 
 def _iter_numbered_values(metadata: dict[str, str], prefix: str) -> Iterator[str]:
-    """Iterate over the texts under ``<prefix>.0``, ``<prefix>.1`` and so on."""
+    """Yield the strings under ``<prefix>.0``, ``<prefix>.1`` and so on."""
     for index in range(_MAX_LAYERS):
         text = metadata.get(f"{prefix}.{index}")
         if text is None:
@@ -143,7 +143,7 @@ def _iter_numbered_values(metadata: dict[str, str], prefix: str) -> Iterator[str
 
 SUPPORTED_BITS = (2, 3, 4, 5, 6, 8)
 _KERNEL_DTYPE_NAMES = ("float16", "uint16", "float32")
-"""In the order of the compiled loops."""
+"""Types in the order of the compiled kernels."""
 
 
 def dequantize(packed_codes: Bytes, scales: Elements, biases: Elements, bits: int) -> Elements:
@@ -198,12 +198,12 @@ class PromptCacheLayer:
 
     @property
     def end_position(self) -> int:
-        """The position after the last token."""
+        """Return the position after the last token."""
         return int(self.positions[-1]) + 1
 
 
 def read_layers(states: PromptCacheStates) -> list[PromptCacheLayer]:
-    """Return the layers that have K and V, checked."""
+    """Return the validated layers that have K and V."""
     label = states.file.label
     if not states.class_names:
         raise SourceError(f"{label}: names no class of a cache")
@@ -236,7 +236,7 @@ def has_keys_and_values(states: PromptCacheStates, layer_number: int) -> bool:
 
 
 def describe_states(states: PromptCacheStates, layers: Sequence[PromptCacheLayer]) -> Completeness:
-    """Return what the model keeps for each layer, and which of it `layers` have."""
+    """Return the state of each layer of the model, and how much of it `layers` contain."""
     state_by_layer: dict[int, LayerStateInfo] = {
         layer.number: LayerStateInfo(
             layer=layer.number, kind="full" if layer.window is None else "window", window=layer.window

@@ -1,4 +1,4 @@
-"""Files of the MNN engine: dumps, prefix caches, live cache files, model directories."""
+"""Files of MNN: dumps, prefix caches, live cache files, model directories."""
 
 from .compaction import CompactionPlan, CompactResult, compact, read_compaction_plans
 from .dump import has_packed_dump, restore_dump

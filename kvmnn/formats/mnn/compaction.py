@@ -1,7 +1,7 @@
-"""Compact packed files as the engine compacts its caches: in place, with stale rows, files keeping their size.
+"""Compact packed files as the engine compacts its caches: in place, with stale rows and unchanged file sizes.
 
-A plan comes from `kvmnn plan`, `dump-kv` or `eval`. The engine does not keep the true position of the remaining tokens;
-a document next to the files does.
+A plan comes from `kvmnn plan`, `dump-kv` or `eval`. The engine does not store the true positions of the remaining
+tokens; a document next to the files does.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ _MAX_SHOWN_LABELS: Final = 8
 class CompactionPlan:
     """The tokens of one layer to retain."""
 
-    #: Tokens at the tail that form the window; None for all there are.
+    #: Number of last tokens that form the window; None for all.
     remove: int | None
     #: Pairs ``(begin, size)`` of the window that stay, ascending; begin counts from the window's start.
     reserve: tuple[ReservePair, ...]
 
 
 def read_compaction_plans(path: str, info: CacheInfo, *, label: str | None = None) -> list[CompactionPlan]:
-    """Read which tokens stay of each layer of a cache; layers may keep different ones.
+    """Read which tokens each layer of a cache retains; layers may differ.
 
     Parameters
     ----------
@@ -200,7 +200,7 @@ def _plan_from_positions(layer: LayerInfo, node: JsonReader, tokens_seen: int | 
 
 
 def _plan_from_indices(indices: Positions, num_tokens: int) -> CompactionPlan:
-    """Make the plan that keeps these tokens of `num_tokens`; the window starts after the first run if it is at 0."""
+    """Make the plan that retains these tokens of `num_tokens`; the window starts after a first run that begins at 0."""
     runs = positions_to_runs(indices)
     window_start = runs[0][1] if runs and runs[0][0] == 0 else 0
     pairs = tuple((begin - window_start, size) for begin, size in runs if begin >= window_start and size)
@@ -208,7 +208,7 @@ def _plan_from_indices(indices: Positions, num_tokens: int) -> CompactionPlan:
 
 
 def _parse_positions(node: JsonReader, layer: int) -> Positions:
-    """Positions of one layer; `SourceError` where heads have different ones."""
+    """Parse the positions of one layer; `SourceError` if heads have different ones."""
     values: Any = node.value
     is_per_head = isinstance(values, list) and bool(values) and all(isinstance(row, list) for row in values)
     rows = [list(_parse_position_list(row)) for row in (node.read_list() if is_per_head else [node])]
@@ -235,7 +235,7 @@ def _make_heads_differ_error(label: str, layer: int) -> KvmnnError:
 
 
 def _check_token_ids(file: Path, info: CacheInfo) -> None:
-    """Raise `SourceError` when the ids in a dump's folder are not those of the cache."""
+    """Raise `SourceError` if the ids in a dump's folder are not those of the cache."""
     ids_path = file.with_name(TOKEN_IDS_NAME)
     if info.token_ids is None or not ids_path.is_file():
         return
@@ -250,16 +250,16 @@ def _parse_layer_number(layer: JsonReader, index: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class CompactResult(Record):
-    """A prefix cache that was compacted into a directory."""
+    """Result of compacting a prefix cache into a directory."""
 
-    #: Paths.
+    #: Paths of input and output.
     input: str
     output: str
     #: Elapsed time.
     seconds: float
-    #: One line for each thing about the input that was inferred.
+    #: One line for each inferred property of the input.
     notes: tuple[str, ...] = ()
-    #: How K was rotated to the first positions; None where that was not asked for.
+    #: Rotation of K to the first positions; None if not requested.
     rerotated: RerotationResult | None = field(default=None, metadata={"omit": True})
     #: The layout and layers before, and afterwards.
     after: CacheInfo = field(metadata={"key": "cache", "convert": build_cache_document})
@@ -267,7 +267,7 @@ class CompactResult(Record):
 
     @property
     def warnings(self) -> list[str]:
-        """Lines about problems when MNN loads the files; empty for none."""
+        """Return lines about problems when MNN loads the files; empty for none."""
         return list_position_warnings(self.after)
 
     @property
@@ -278,19 +278,19 @@ class CompactResult(Record):
     @property
     @json_key(before="seconds")
     def tokens_before(self) -> int:
-        """Number of tokens of all layers before."""
+        """Return the number of tokens of all layers before compaction."""
         return sum(layer.tokens for layer in self.before.layers)
 
     @property
     @json_key(before="seconds")
     def tokens_after(self) -> int:
-        """Number of tokens of all layers afterwards."""
+        """Return the number of tokens of all layers after compaction."""
         return sum(layer.tokens for layer in self.after.layers)
 
     @property
     @json_key(after="output")
     def label(self) -> str:
-        """``LOSSY`` if any token was dropped or any K was rotated, else ``UNCHANGED``."""
+        """Return ``LOSSY`` if any token was dropped or any K was rotated, else ``UNCHANGED``."""
         is_rounded = self.rerotated is not None and self.rerotated.label == LOSSY
         return LOSSY if self.tokens_after < self.tokens_before or is_rounded else UNCHANGED
 
@@ -306,7 +306,7 @@ class CompactResult(Record):
 
 
 def apply_plan(layer: LayerInfo, plan: CompactionPlan) -> LayerInfo:
-    """Return the layer that a plan leaves."""
+    """Return the layer after its plan is applied."""
     remove = layer.tokens if plan.remove is None else plan.remove
     label = f"layer {layer.layer}"
     try:

@@ -1,8 +1,8 @@
 """MNN KV dumps: a directory of ``meta_*.json`` files, each naming the binary files of its K and V; read and written.
 
-A plain file holds the words of one tensor, ``[token, kv_head, head_dim]`` in C order. A packed one
-(``packed_meta_*.json``) holds, head after head, the tiles of the tokens in use; its metadata has the pack numbers,
-which no other file of MNN has. The metadata files travel with the arrays as one JSON text under `DUMP_KEY`
+A plain file contains the words of one tensor, ``[token, kv_head, head_dim]`` in C order. A packed one
+(``packed_meta_*.json``) contains, head by head, the tiles of the tokens in use; its metadata has the pack numbers,
+which no other file of MNN has. The metadata files are stored with the arrays as one JSON text under `DUMP_KEY`
 (docs/manifest.md), from which a dump is restored byte for byte.
 """
 
@@ -49,14 +49,14 @@ from .packed_io import PackedPartWriter, RowOrder, iter_packed_chunks, reserve_f
 DUMP_SCHEMA: Final = "kvmnn-dump"
 DUMP_SCHEMA_VERSION: Final = 1
 MAX_DUMP_METADATA_BYTES = 32 << 20
-"""Of the text: the metadata of some 60,000 pairs of K and V."""
+"""Limit of the text: the metadata of some 60,000 pairs of K and V."""
 
 _NON_UTF8_ERRORS = "surrogateescape"
-"""Metadata need not be UTF-8; what is not comes back as it was."""
+"""Metadata need not be UTF-8; other bytes are restored unchanged."""
 
 
 def build_source_metadata(metadata_by_name: Mapping[str, bytes], label: str) -> tuple[dict[str, str], list[str]]:
-    """`Source.metadata` and `Source.notes` for metadata files, whose bytes are given by their names in the dump."""
+    """Return `Source.metadata` and `Source.notes` for metadata files, whose bytes are given by file name."""
     document_text = dump_metadata_files(metadata_by_name)
     try:
         load_metadata_files(document_text, label)
@@ -66,13 +66,13 @@ def build_source_metadata(metadata_by_name: Mapping[str, bytes], label: str) -> 
 
 
 def dump_metadata_files(metadata_by_name: Mapping[str, bytes]) -> str:
-    """Metadata files as a JSON document, in ASCII."""
+    """Return metadata files as a JSON document, in ASCII."""
     decoded_by_name = {name: data.decode("utf-8", _NON_UTF8_ERRORS) for name, data in metadata_by_name.items()}
     return json.dumps({"schema": DUMP_SCHEMA, "schema_version": DUMP_SCHEMA_VERSION, "metadata_files": decoded_by_name})
 
 
 def load_metadata_files(text: str, label: str) -> dict[str, bytes]:
-    """The bytes of metadata files by their names, which are relative and do not lead upwards."""
+    """Return the bytes of metadata files by name; names are relative and stay within the dump."""
     root = parse_document(text, label, MAX_DUMP_METADATA_BYTES)
     root.check_schema(DUMP_SCHEMA, DUMP_SCHEMA_VERSION)
     metadata_by_name: dict[str, bytes] = {}
@@ -92,9 +92,9 @@ MAX_META_BYTES = 1 << 20  # no metadata of MNN is that large
 
 
 class KvDumpTensor(NamedTuple):
-    """What a metadata file says of its K or V: the array's name, its file, ``[token, kv_head, head_dim]``, its type.
+    """K or V as described by a metadata file: array name, file, ``[token, kv_head, head_dim]``, type.
 
-    The type is `is_dtype_declared`, or only taken from the size of the words.
+    The type is declared (`is_dtype_declared`), or inferred from the word size.
     """
 
     name: str
@@ -105,10 +105,10 @@ class KvDumpTensor(NamedTuple):
 
 
 def read(path: str, options: ReadOptions) -> Source:
-    """K and V of every dump below the directory, sorted by metadata path, e.g. ``run/layer_0/k_t0_16``.
+    """Read K and V of every dump below the directory, sorted by metadata path, e.g. ``run/layer_0/k_t0_16``.
 
-    The texts of all metadata files go with them (`dump_metadata`), unless an array was left out. Where there is a
-    packed dump as well, `PackedOptions.prefer_packed_dump` takes that.
+    The contents of all metadata files are included (`dump_metadata`), unless an array was left out.
+    `PackedOptions.prefer_packed_dump` selects a packed dump if there are both.
     """
     if options.packed and options.packed.prefer_packed_dump and has_packed_dump(path):
         return read_packed_dump(path, options)
@@ -131,7 +131,7 @@ def read(path: str, options: ReadOptions) -> Source:
 
 
 def iter_meta_tensors(root: Path, meta: Path, fields: dict[str, Any]) -> Iterator[KvDumpTensor]:
-    """K and V of the metadata file `meta`, which has `fields`, in a dump whose directory is `root`."""
+    """Yield K and V of the metadata file `meta` with these `fields`, in a dump whose directory is `root`."""
     shape = tuple(parse_positive_int(meta, fields, key) for key in ("seq_len", "kv_heads", "head_dim"))
     dtype = parse_element_type(meta, fields)
     declared_dtype = fields.get("dtype", "unknown")
@@ -170,7 +170,7 @@ def _make_dump_array(tensor: KvDumpTensor, options: ReadOptions) -> LazyArray:
 
 
 def read_meta(meta: Path) -> dict[str, Any]:
-    """The fields of a metadata file."""
+    """Return the fields of a metadata file."""
     return parse_object(_read_meta_bytes(meta), str(meta))
 
 
@@ -182,7 +182,7 @@ def _read_meta_bytes(meta: Path) -> bytes:
 
 
 def parse_positive_int(meta: Path, fields: dict[str, Any], key: str) -> int:
-    """A field that is an integer above zero."""
+    """Return a field that is an integer above zero."""
     value = fields.get(key)
     if type(value) is not int or value <= 0:
         raise SourceError(f"{meta}: {key} is {value!r:.80}, expected a positive integer")
@@ -190,7 +190,7 @@ def parse_positive_int(meta: Path, fields: dict[str, Any], key: str) -> int:
 
 
 def parse_element_type(meta: Path, fields: dict[str, Any]) -> dtypes.DType:
-    """The type of the words, by their size."""
+    """Return the element type by the size of the words."""
     itemsize = parse_positive_int(meta, fields, "bytes_per_elem")
     if itemsize not in _DTYPE_BY_ITEMSIZE:
         raise SourceError(f"{meta}: bytes_per_elem is {itemsize}, expected 2 (fp16) or 4 (fp32)")
@@ -198,7 +198,7 @@ def parse_element_type(meta: Path, fields: dict[str, Any]) -> dtypes.DType:
 
 
 def resolve_inside(root: Path, meta: Path, key: str, value: Any) -> Path:
-    """The file a metadata file names, if it lies below the dump directory."""
+    """Return the path of a file that a metadata file names; it must lie below the dump directory."""
     if not isinstance(value, str) or not value:
         raise SourceError(f"{meta}: {key} is {value!r:.80}, expected a file name")
     is_plain = "\0" not in value and ".." not in PurePosixPath(value).parts and ".." not in PureWindowsPath(value).parts
@@ -210,7 +210,7 @@ def resolve_inside(root: Path, meta: Path, key: str, value: Any) -> Path:
 
 
 def escapes_root(root: Path, file: Path) -> bool:
-    """Whether a file lies outside the directory `root`, links followed, or has a name that none can have."""
+    """Return whether a file lies outside the directory `root`, links followed, or has an impossible name."""
     try:
         return not file.resolve().is_relative_to(root.resolve())
     except (ValueError, OSError, RuntimeError):  # a lone surrogate, links that lead in circles
@@ -221,7 +221,7 @@ PACKED_META_GLOB = "packed_meta_*.json"
 
 
 def has_packed_dump(path: str) -> bool:
-    """Whether a packed dump lies below a directory."""
+    """Return whether there is a packed dump below a directory."""
     return os.path.isdir(path) and _has_file_below(path, PACKED_META_GLOB)
 
 
@@ -230,7 +230,9 @@ def _has_file_below(path: str, glob: str) -> bool:
 
 
 def read_packed_dump(path: str, options: ReadOptions) -> Source:
-    """K and V of every packed dump below the directory, each ``[kv_head, token, head_dim]``, by metadata path."""
+    """Return K and V of every packed dump below the directory, each ``[kv_head, token, head_dim]``, by metadata
+    path.
+    """
     root = Path(path)
     entries: list[tuple[str, Callable[[], LazyArray]]] = []
     opened: list[str] = []
@@ -287,7 +289,7 @@ def _make_packed_array(
 
 
 def _resolve_capacity(file: Path, meta: Path, fields: dict[str, Any], layout: PackLayout, part: Part) -> int:
-    """Tokens that the file has room for: the tiles in use, or all of the buffer."""
+    """Return the file's capacity in tokens: of the tiles in use, or of the whole buffer."""
     used_tokens, max_tokens = (
         parse_positive_int(meta, fields, "used_seq_len"),
         parse_positive_int(meta, fields, "max_seq_len"),
@@ -467,7 +469,7 @@ def _dump_meta(meta: dict[str, Any]) -> bytes:
 
 
 class _DumpPlan(NamedTuple):
-    """The files of a dump: one for each array, in their order, and the bytes of the metadata files, by name."""
+    """Files of a dump: one for each array, in their order, and the bytes of the metadata files by name."""
 
     files: list[str]
     metadata_by_name: dict[str, bytes]

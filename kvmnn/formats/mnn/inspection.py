@@ -31,7 +31,7 @@ _STATE_DESCRIPTIONS = {
     "unknown": "state of an unknown kind",
 }
 _KIND_DESCRIPTIONS = {"prefix": "MNN prefix cache", "live": "live files of an MNN cache"}
-"""Runs of positions of a layer that are shown."""
+"""Descriptions of the kinds of packed files."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,12 @@ class ResolvedCacheInfo(Record):
 
     json_keys = "**_files_document notes=reader.notes cache padded_bytes completeness layers states"
 
-    #: The files, what they hold, and what of that was inferred.
+    #: Reader of the files with their layout and inferred properties.
     reader: PackedCacheReader
 
     @property
     def files(self) -> PackedFiles:
-        """The files."""
+        """Return the files."""
         return self.reader.files
 
     @property
@@ -55,24 +55,24 @@ class ResolvedCacheInfo(Record):
     @property
     @json_key(convert=build_cache_document)
     def cache(self) -> CacheInfo:
-        """The layout and the layers of the cache."""
+        """Return the layout and the layers of the cache."""
         return self.reader.info
 
     @property
     def padded_bytes(self) -> int:
-        """Number of bytes in all files that belong to no token."""
+        """Return the number of bytes in all files that belong to no token."""
         info = self.reader.info
         return info.file_bytes - info.state_bytes - info.live_bytes
 
     @property
     @json_key(omit=True)
     def completeness(self) -> Completeness | None:
-        """Which part of the model's state the files contain; None if unknown."""
+        """Return which part of the model's state the files contain; None if unknown."""
         return self.reader.completeness
 
     @property
     def layers(self) -> list[dict[str, Any]]:
-        """Each layer's files as JSON values."""
+        """Return each layer's files as JSON values."""
         info, layers = self.reader.info, []
         for file_pair, layer in zip(self.files.layers, info.layers, strict=True):
             live_bytes, total_bytes = sum(info.count_live_bytes(layer)), file_pair.key_bytes + file_pair.value_bytes
@@ -92,7 +92,7 @@ class ResolvedCacheInfo(Record):
     @property
     @json_key(omit=True)
     def states(self) -> list[dict[str, Any]] | None:
-        """Files of layers without K and V as JSON values."""
+        """Return the files of layers without K and V as JSON values; None if there are none."""
         return [vars(state) for state in self.files.states] or None
 
     def __str__(self) -> str:
@@ -126,9 +126,9 @@ class UnresolvedCacheInfo(Record):
     files: PackedFiles
     #: The unknown properties.
     reason: str
-    #: The layouts that the sizes of the files leave, where the heads are known.
+    #: Layouts that match the file sizes, if the heads are known.
     possible_matches: Sequence[LayoutMatch]
-    #: Options that would say what is not known, the likeliest first.
+    #: Options that would specify the unknown properties, the likeliest first.
     choices: Sequence[str] = ()
     cache: ClassVar = None
 
@@ -175,12 +175,12 @@ class PackedInspectionReport(Record):
     kind: ClassVar = "prefix caches"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the result as JSON values: of the one cache, or of all prefixes."""
+        """Return the result as JSON values: of the only cache, or of all prefixes."""
         return self.caches[0].to_dict() if len(self.caches) == 1 else super().to_dict()
 
     @property
     def is_loadable(self) -> bool:
-        """Whether the engine would load all of them; live files are not loaded."""
+        """Return whether the engine would load all of them; live files are not loaded."""
         return not any(cache.files.refusals for cache in self.caches)
 
     def __str__(self) -> str:

@@ -1,10 +1,9 @@
 """Distinguish the layers of a prefix cache: those with K and V, and those with other state in their two files.
 
-MNN keeps one prefix file for K and one for V of each layer. A layer with linear attention writes its convolution state
-in the place of K and its recurrent state in the place of V: as many bytes whatever the number of tokens, and valid
-after the last token alone. The graph or the settings of the model tell such layers; without a model their sizes do, and
-the ends of their files: the engine leaves room for 64 tokens, so that files of K and V end with empty rows, and those
-of state do not.
+MNN stores one prefix file for K and one for V of each layer. A layer with linear attention writes its convolution state
+in place of K and its recurrent state in place of V: of constant size for any number of tokens, and valid only after the
+last token. The graph or the settings of the model identify such layers. Without a model, file sizes and ends do: the
+engine reserves capacity for 64 more tokens, so that files of K and V end with empty rows, and those of state do not.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from .model import ModelGeometry, read_model_geometry
 from .packed_files import PackedFiles, PackedLayer
 
 STATE_LOCATION_TEXT: Final = "in files without K and V, valid after the last token alone"
-"""Where the state of such layers is, as messages about completeness have it."""
+"""Location of the state of such layers, for messages about completeness."""
 
 _EMPTY_TAIL_BYTES: Final = 32  # of equal bytes that a file of K or V ends with at least, unless its room is used up
 _MIN_GROUP_LAYERS: Final = 2
@@ -38,7 +37,7 @@ _MIN_STATE_LAYERS: Final = 2  # one layer alone that differs from the others was
 
 
 def separate_state_layers(files: PackedFiles, options: PackedOptions, sidecar_info: CacheInfo | None) -> PackedFiles:
-    """Return the files with those of layers without K and V apart, as `PackedFiles.states`."""
+    """Return the files with those of layers without K and V moved to `PackedFiles.states`."""
     if files.kind != "prefix":
         return files
     model = read_model_geometry(options.model) if options.model else ModelGeometry()
@@ -87,7 +86,7 @@ def _group_by_sizes(files: PackedFiles) -> PackedFiles:
 
 
 def _split_states(files: PackedFiles, kinds: dict[int, str], note: str) -> PackedFiles:
-    """Put the layers of other kinds apart."""
+    """Move the layers of other kinds to `PackedFiles.states`."""
     layers = tuple(layer for layer in files.layers if layer.layer not in kinds)
     states = tuple(
         replace(layer, kind=_to_state_kind(kinds[layer.layer])) for layer in files.layers if layer.layer in kinds
@@ -172,7 +171,7 @@ def build_state_layers(files: PackedFiles) -> tuple[StateLayer, ...]:
 
 
 def list_opaque_states(files: PackedFiles) -> list[OpaqueState]:
-    """Return the state in files without K and V, as bytes by the names that MNN has for it."""
+    """Return the state in files without K and V, as bytes by MNN's names."""
     return [
         OpaqueState(
             layer=state.layer,
@@ -191,7 +190,7 @@ _STATE_NAME_BY_PART: Final[dict[Part, str]] = {"key": "conv_state", "value": "re
 
 
 def index_states(states: Sequence[OpaqueState]) -> dict[tuple[int, Part], OpaqueState]:
-    """Return state by layer and the part in whose file MNN keeps it."""
+    """Return state by layer and by the part whose file MNN stores it in."""
     part_by_state_name = {name: part for part, name in _STATE_NAME_BY_PART.items()}
     state_by_file: dict[tuple[int, Part], OpaqueState] = {}
     for state in states:
@@ -208,7 +207,7 @@ def index_states(states: Sequence[OpaqueState]) -> dict[tuple[int, Part], Opaque
 
 
 def build_state_file_layers(states: Mapping[tuple[int, Part], OpaqueState]) -> tuple[StateLayer, ...]:
-    """Return what a description of the cache has of the files of `index_states`."""
+    """Return the entries for the files of `index_states` in the description of a cache."""
     return tuple(
         StateLayer(
             layer=layer,

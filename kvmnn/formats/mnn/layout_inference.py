@@ -1,7 +1,7 @@
 """Infer the layout of packed files: specified values are checked against sizes and elements, others inferred.
 
-``attention_mode`` 9 and 10 keep K, or K and V, in int8, which is tried by its scales; 11 to 14 keep 3 or 4 bits for a
-number and a scale for 32 of them (28 or 36 bytes for 64 dimensions), which is refused by name.
+``attention_mode`` 9 and 10 store K, or K and V, as int8, which is inferred from its scales; 11 to 14 store 3 or 4 bits
+for a number and a scale for 32 of them (28 or 36 bytes for 64 dimensions), which is rejected by name.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _ATTENTION_MODE_BY_TQ_KIND: Final = {("TQ3", False): 11, ("TQ3", True): 12, ("TQ
 def find_int8_matches(
     files: PackedFiles, geometry: PackedGeometry, likely_backends: Sequence[str]
 ) -> list[LayoutMatch]:
-    """Return the int8 layouts that sizes and scales agree with, the likeliest first; one alone where it stands out."""
+    """Return the int8 layouts that match sizes and scales, the likeliest first; only one if it is clearly best."""
     names = (
         [geometry.backend]
         if geometry.backend
@@ -112,9 +112,8 @@ def describe_int8(match: LayoutMatch) -> str:
 def _measure_match(files: PackedFiles, match: LayoutMatch) -> float:
     """Measure the evidence for a layout in the first rows of some layers: how far means of dimensions differ.
 
-    K is measured, and V if it is stored as floats.
-
-    V of int8 has a scale and a bias for each dimension, and so means of its own in any layout.
+    K is measured, and V if it is stored as floats: int8 V has a scale and a bias for each dimension, so its means
+    differ in any layout.
     """
     num_rows = min(_count_scaled_rows(files, match), _MAX_MEASURED_ROWS)
     contrasts = []
@@ -166,7 +165,7 @@ def _count_scales(scales: np.ndarray[tuple[int], np.dtype[np.float32]]) -> int:
 
 
 def refuse_rotated_codes(files: PackedFiles, geometry: PackedGeometry) -> None:
-    """Raise `SourceError` where sizes are those of TQ3 or TQ4 rows, which kvmnn does not read."""
+    """Raise `SourceError` for file sizes of TQ3 or TQ4 rows, which kvmnn does not read."""
     assert geometry.kv_heads is not None and geometry.head_dim is not None
     num_blocks, num_heads = geometry.head_dim // _TQ_BLOCK_DIMS, geometry.kv_heads
     float_geometry = replace(geometry, int8=None, flash_block=geometry.flash_block or FLASH_BLOCK)
@@ -203,7 +202,7 @@ def _matches_value_sizes(
 
 
 MAX_LISTED_CHOICES: Final = 8
-"""Of layouts that an error lists."""
+"""Maximum number of layouts that an error lists."""
 
 _MAX_LAYOUTS_IN_MESSAGE: Final = 4  # in the one line of the error itself
 
@@ -246,7 +245,7 @@ class LayoutChoice:
 
     @property
     def layouts(self) -> tuple[PackLayout, ...]:
-        """The layout of each layer."""
+        """Return the layout of each layer."""
         layer_heads = self.layer_heads or (None,) * len(self.match.capacities)
         return tuple(
             replace(self.match.layout, kv_heads=heads_and_dim[0], head_dim=heads_and_dim[1])
@@ -262,7 +261,7 @@ def choose_group_layouts(
     group_heads: Sequence[tuple[int | None, int | None]],
     num_tokens: int | None,
 ) -> LayoutChoice:
-    """Return the layouts of layers whose kv heads and head_dim differ, which agree in dtype and pack numbers."""
+    """Return layouts for groups of layers with different kv heads and head_dim, but equal dtype and pack numbers."""
     choices: list[LayoutChoice] = []
     for group, (kv_heads, head_dim) in zip(files.groups, group_heads, strict=True):
         group_geometry = replace(geometry, kv_heads=kv_heads, head_dim=head_dim)
@@ -293,7 +292,7 @@ def choose_group_layouts(
 
 
 def choose_layout(files: PackedFiles, geometry: PackedGeometry, *, num_tokens: int | None = None) -> LayoutChoice:
-    """Return the layout that agrees with the known geometry and the sizes, and fits the elements best."""
+    """Return the layout that matches the known geometry and the sizes, and fits the elements best."""
     if geometry.int8:
         match = infer_layout(files.path, geometry, files.sizes, _list_file_names(files))
         return LayoutChoice(match, tuple(describe_inference(geometry, match, files.sizes)))
@@ -470,7 +469,7 @@ def _describe_conflict(chosen_candidate: LayoutCandidate, better_candidate: Layo
 def _infer_with_heads(
     files: PackedFiles, geometry: PackedGeometry, measurer: _LayoutMeasurer, num_tokens: int | None
 ) -> LayoutChoice:
-    """Kv heads and head_dim from the words as well."""
+    """Infer kv heads and head_dim from the elements as well."""
     ranking = _rank_plausible_layouts(files, geometry, measurer, num_tokens)
     heads_only_geometry = PackedGeometry(kv_heads=geometry.kv_heads, head_dim=geometry.head_dim)
     unconstrained_ranking = (
@@ -515,7 +514,7 @@ def _infer_with_heads(
 def _rank_plausible_layouts(
     files: PackedFiles, geometry: PackedGeometry, measurer: _LayoutMeasurer, num_tokens: int | None
 ) -> list[LayoutCandidate]:
-    """Layouts with any kv heads and head_dim that agree with the words, the likeliest first."""
+    """Return layouts of any kv heads and head_dim that match the elements, the likeliest first."""
     plausible_matches = [
         match for match in iter_matches(geometry, files.sizes) if measurer.is_plausible(match, num_tokens)
     ]
@@ -558,7 +557,7 @@ def format_layout_options(match: LayoutMatch, geometry: PackedGeometry, *, int8:
 
 
 def _format_ranking(ranking: Sequence[LayoutCandidate]) -> str:
-    """Layouts in words, to be put after a message."""
+    """Format layouts as text to append to a message."""
     layout_texts = [
         f"{candidate.match.backends}: {describe_layout(candidate.match.layout)}"
         for candidate in ranking[:_MAX_LAYOUTS_IN_MESSAGE]
@@ -584,7 +583,7 @@ class RowCounts:
 
     @property
     def common_count(self) -> int | None:
-        """The number of rows of all layers, K and V; None if they differ or all rows are empty."""
+        """Return the number of rows of all layers, K and V; None if they differ or all rows are empty."""
         counts = {*self.keys, *self.values}
         return counts.pop() if len(counts) == 1 and 0 not in counts else None
 

@@ -1,8 +1,8 @@
-"""The files after a running engine's caches (``kvcache_mmap``): pairs ``<16 hex digits>.k`` and ``.v``.
+"""Files that back a running engine's caches (``kvcache_mmap``): pairs ``<16 hex digits>.k`` and ``.v``.
 
-The name is an address and does not tell which layer a pair belongs to. The order in which the engine opened the files
-does, and that can be asked of the system while the engine runs; without it the order in which they were made is taken,
-which the engine's first step goes by, and which is said to be inferred.
+The name is an address and does not identify the layer of a pair. The order in which the engine opened the files does,
+and the system reports it while the engine runs. Otherwise the order of creation is used, which is that of the engine's
+first step, and a note says that it is inferred.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _DATA_NAME_REGEX = re.compile(r"(?P<address>[0-9A-F]{16})\.(?P<part>[kv])")
 
 
 def has_mmap_files(listing: set[str]) -> bool:
-    """Whether a directory listing has live files."""
+    """Return whether a directory listing has live files."""
     return any(_DATA_NAME_REGEX.fullmatch(name) for name in listing)
 
 
 def find_mmap_files(path: str, layer_order: tuple[str, ...] = (), pid: int | None = None) -> PackedFiles:
-    """The live files in a directory, layer by layer, or the pair that one file belongs to."""
+    """Return the live files in a directory, layer by layer, or the pair that one file belongs to."""
     notes: tuple[str, ...] = ()
     if os.path.isdir(path):
         folder, wanted_address = Path(path), None
@@ -98,7 +98,7 @@ def write_mmap_files(
 
 
 def list_open_addresses(folder: Path, pid: int) -> list[str]:
-    """Addresses of the files in `folder` that a process has open, in the order of its descriptors."""
+    """Return the addresses of the files in `folder` that a process has open, in the order of its descriptors."""
     descriptor_folder = Path(f"/proc/{pid}/fd")
     addresses_by_part: dict[str, list[str]] = {"k": [], "v": []}
     try:
@@ -122,7 +122,7 @@ def list_open_addresses(folder: Path, pid: int) -> list[str]:
 
 
 def sort_by_creation(folder: Path, addresses: Sequence[str]) -> tuple[list[str], str]:
-    """Addresses in the order in which their files were made: by time, and by inode where times are equal."""
+    """Return addresses in the order of creation of their files: by time, and by inode if times are equal."""
     orders = []
     for part in "kv":
         file_times: list[tuple[int, int, str]] = []

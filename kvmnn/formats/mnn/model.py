@@ -1,8 +1,8 @@
-"""What the directory of an MNN model tells about its cache: geometry where it holds it, and a fingerprint.
+"""Properties of a cache in the directory of its MNN model: geometry, and a fingerprint.
 
-The graph (``llm.mnn``) is a FlatBuffer, a `Net` of MNN's schema, of which nothing but operators and small constants is
-looked at. Each attention operator takes K that was reshaped to ``[batch, token, kv_head, head_dim]``; the last two are
-constants. Its bytes have been checked by nobody: `struct.error` outside of them.
+The graph (``llm.mnn``) is a FlatBuffer, a `Net` of MNN's schema, of which only operators and small constants are read.
+Each attention operator takes K that was reshaped to ``[batch, token, kv_head, head_dim]``; the last two are constants.
+Its bytes are unvalidated: reading outside them raises `struct.error`.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class NotFlatBufferError(Exception):
 
 
 def follow_offset(data: memoryview, offset_position: int) -> int:
-    """Return what the offset at `offset_position` leads to."""
+    """Return the position to which the offset at `offset_position` points."""
     return offset_position + int(struct.unpack_from("<I", data, offset_position)[0])
 
 
 def find_field(data: memoryview, table: int, field_index: int) -> int | None:
-    """Return where a field of a table lies; None for one that is left out."""
+    """Return the position of a field of a table; None if it is omitted."""
     vtable = table - struct.unpack_from("<i", data, table)[0]
     if vtable < 0:
         raise NotFlatBufferError("table of fields before the file")
@@ -48,7 +48,7 @@ def find_field(data: memoryview, table: int, field_index: int) -> int | None:
 
 
 def find_vector(data: memoryview, table: int, field_index: int, max_entries: int) -> tuple[int, int]:
-    """Return where the entries of a vector begin, and their number; one of more than `max_entries` counts as empty."""
+    """Return the position of a vector's entries, and their number; above `max_entries` it counts as empty."""
     field_position = find_field(data, table, field_index)
     if field_position is None:
         return 0, 0
@@ -71,7 +71,7 @@ def iter_tables(data: memoryview, table: int, field_index: int) -> Iterator[int]
 
 
 _OP_TYPE_CONCAT, _OP_TYPE_CONST, _OP_TYPE_RESHAPE, _OP_TYPE_ATTENTION, _OP_TYPE_LINEAR_ATTENTION = 10, 11, 73, 299, 305
-"""Numbers of `OpType`."""
+"""Values of MNN's `OpType`."""
 _NET_OPS = 3
 _OP_INPUTS, _OP_MAIN, _OP_OUTPUTS, _OP_TYPE = 0, 2, 4, 5
 _BLOB_INTS = 5
@@ -80,7 +80,7 @@ _LINEAR_ATTENTION_KIND = 0
 _SHORT_CONVOLUTION: Final = "short_conv"
 _MAX_NAME_BYTES: Final = 100
 _KEY_INPUT = 1
-"""Which input of an attention operator is K."""
+"""Index of the input of an attention operator that is K."""
 
 _MAX_WALKED_OPS = 64
 """Operators that may lie between an attention operator and the reshaping of its K, norms and rotation included."""
@@ -88,21 +88,21 @@ _MAX_WALKED_OPS = 64
 
 @dataclass(frozen=True)
 class GraphGeometry:
-    """What was found."""
+    """Geometry in a graph."""
 
-    #: Operators of attention and of linear attention.
+    #: Number of operators of attention and of linear attention.
     num_layers: int
-    #: Of all operators of attention; None where they differ, or where K is reshaped in a way that is not known.
+    #: Values of all attention operators; None if they differ, or if K is reshaped in an unknown way.
     kv_heads: int | None
     head_dim: int | None
-    #: What each layer keeps.
+    #: State of each layer.
     states: tuple[LayerStateInfo, ...] = ()
-    #: Kv heads and head_dim of each layer; Nones where it has none, or where they are not known.
+    #: Kv heads and head_dim of each layer; (None, None) if it has none or they are unknown.
     layer_geometry: tuple[tuple[int | None, int | None], ...] = ()
 
 
 def read_graph_geometry(path: str | Path) -> GraphGeometry | None:
-    """The geometry in a graph; None for a file that is no graph, or one without attention operators."""
+    """Return the geometry in a graph; None for a file that is no graph, or one without attention operators."""
     file = MappedFile(path)
     try:
         ops = list(_iter_ops(file.view(0, file.size).data)) if file.size else []
@@ -140,7 +140,7 @@ class _GraphOp:
 
 
 def _find_reshape_axes(tensor: int, producer_by_tensor: dict[int, _GraphOp]) -> tuple[int | None, int | None]:
-    """The last two axes of the nearest tensor above `tensor` that was reshaped to constants."""
+    """Return the last two axes of the nearest tensor above `tensor` that was reshaped to constants."""
     visited, queue = {tensor}, deque([tensor])
     while queue and len(visited) < _MAX_WALKED_OPS:
         op = producer_by_tensor.get(queue.popleft())
@@ -158,7 +158,7 @@ def _find_reshape_axes(tensor: int, producer_by_tensor: dict[int, _GraphOp]) -> 
 
 
 def _resolve_shape(op: _GraphOp | None, producer_by_tensor: dict[int, _GraphOp]) -> tuple[int, ...]:
-    """A shape, constant or put together of numbers, -1 where one is computed."""
+    """Return a shape, constant or concatenated from numbers, with -1 for computed ones."""
     if op is None:
         return ()
     if op.type == _OP_TYPE_CONST:
@@ -185,7 +185,7 @@ def _iter_ops(data: memoryview) -> Iterator[_GraphOp]:
 
 
 def _read_layer_state(data: memoryview, op: int, op_type: int) -> tuple[StateKind, int | None]:
-    """What a layer keeps, and the layer whose K and V it reads."""
+    """Return the state kind of a layer, and the layer whose K and V it reads, or None."""
     main_position = (
         find_field(data, op, _OP_MAIN) if op_type in (_OP_TYPE_ATTENTION, _OP_TYPE_LINEAR_ATTENTION) else None
     )
@@ -216,34 +216,34 @@ _MAX_LAYERS: Final = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class ModelGeometry:
-    """What was found; None for what the files do not hold."""
+    """Geometry of a model; None for what its files do not contain."""
 
-    #: Of the language model.
+    #: Number of layers of the language model.
     num_layers: int | None = None
     kv_heads: int | None = None
     head_dim: int | None = None
-    #: 64 or ``"none"``, where ``config.json`` sets ``attention_mode``.
+    #: 64 or ``"none"``, if ``config.json`` sets ``attention_mode``.
     flash_block: int | Literal["none"] | None = None
-    #: As ``llm_config.json`` has it: only with ``"mix"`` the engine loads layers that differ in size.
+    #: Value in ``llm_config.json``: the engine loads layers of different sizes only with ``"mix"``.
     attention_type: str | None = None
-    #: What each layer keeps; empty where nothing tells.
+    #: State of each layer; empty if unknown.
     states: tuple[LayerStateInfo, ...] = ()
-    #: Kv heads and head_dim of each layer, where they are known and differ; else empty.
+    #: Kv heads and head_dim of each layer, if known and different; else empty.
     layer_geometry: tuple[tuple[int | None, int | None], ...] = ()
 
     @property
     def file_states(self) -> tuple[LayerStateInfo, ...]:
-        """States of the layers that have files: not of those that read K and V of another layer."""
+        """Return the states of the layers that have files: not those that read K and V of another layer."""
         return tuple(state for state in self.states if state.kind != "shared")
 
 
 def read_model_geometry(path: str) -> ModelGeometry:
-    """Geometry from ``llm_config.json``, ``config.json`` and the graph of a model directory.
+    """Return the geometry in ``llm_config.json``, ``config.json`` and the graph of a model directory.
 
-    An export of MNN holds ``layer_nums``, and older ones ``key_value_shape``, which ends in ``kv_heads, head_dim``;
-    the names of Hugging Face configurations (``num_hidden_layers``, ``num_key_value_heads``, ``head_dim``) are taken
-    where those are missing, and the attention operators of the graph (``llm_model``, else ``llm.mnn``) where both are.
-    Of a ``.gguf`` file it is what its header has; None for what differs by layers.
+    An export of MNN has ``layer_nums``, and older ones ``key_value_shape``, which ends in ``kv_heads, head_dim``. If
+    those are missing, the names of Hugging Face configurations (``num_hidden_layers``, ``num_key_value_heads``,
+    ``head_dim``) are used, and then the attention operators of the graph (``llm_model``, else ``llm.mnn``). For a
+    ``.gguf`` file its header is used; None for values that differ between layers.
     """
     if is_gguf(path):
         return _read_gguf_model_geometry(path)
@@ -291,7 +291,7 @@ def _read_gguf_model_geometry(path: str) -> ModelGeometry:
 def check_model_agrees(
     path: str, model: ModelGeometry, kv_heads: int | None, head_dim: int | None, num_layers: int | None = None
 ) -> None:
-    """`OptionError` where the cache is said to have other kv heads, dimensions or layers than the model at `path`."""
+    """Raise `OptionError` if kv heads, dimensions or layers of a cache differ from those of the model at `path`."""
     heads_check = ("kv heads", kv_heads, model.kv_heads)
     for property_name, cache_value, model_value in (
         heads_check,
@@ -305,7 +305,7 @@ def check_model_agrees(
 
 
 def find_graph(path: str, fields: dict[str, Any]) -> Path | None:
-    """The graph in a model directory whose settings are `fields`; None where there is none."""
+    """Return the path of the graph in a model directory with settings `fields`; None if there is none."""
     name = fields.get("llm_model")
     is_plain = isinstance(name, str) and name == PurePath(name).name and "\0" not in name
     graph = Path(path, str(name) if is_plain else "llm.mnn")
@@ -313,7 +313,7 @@ def find_graph(path: str, fields: dict[str, Any]) -> Path | None:
 
 
 def _parse_settings_geometry(fields: dict[str, Any]) -> ModelGeometry:
-    """What the settings say."""
+    """Return the geometry in the settings."""
     shape = fields.get("key_value_shape")
     kv_heads = head_dim = None
     if isinstance(shape, list) and len(shape) >= 2:
@@ -338,13 +338,13 @@ _STATE_KIND_BY_LAYER_TYPE: Final[dict[str, StateKind]] = {
     "mamba": "recurrent",
     "recurrent": "recurrent",
 }
-"""What MNN keeps for the ``layer_types`` of Hugging Face."""
+"""State kinds in MNN by the ``layer_types`` of Hugging Face."""
 
 
 def _parse_layer_geometry(
     fields: Mapping[str, Any], states: Sequence[LayerStateInfo]
 ) -> tuple[tuple[int | None, int | None], ...]:
-    """Kv heads and head_dim of each layer as gemma4's configuration has them; empty where they do not differ."""
+    """Return kv heads and head_dim of each layer in gemma4's configuration; empty if they do not differ."""
     text_config = fields.get("text_config")
     fields = {**fields, **text_config} if isinstance(text_config, dict) else fields
     window_geometry = _parse_natural(fields.get("num_key_value_heads")), _parse_natural(fields.get("head_dim"))
@@ -364,7 +364,7 @@ def _parse_layer_geometry(
 
 
 def _parse_layer_states(fields: Mapping[str, Any]) -> tuple[LayerStateInfo, ...]:
-    """What each layer keeps, as configurations of Hugging Face have it; MNN's own do not list layers."""
+    """Return the state of each layer in configurations of Hugging Face; MNN's own do not list layers."""
     text_config = fields.get("text_config")
     fields = {**fields, **text_config} if isinstance(text_config, dict) else fields
     layer_types = fields.get("layer_types")
@@ -395,12 +395,12 @@ def _parse_layer_states(fields: Mapping[str, Any]) -> tuple[LayerStateInfo, ...]
 
 
 def compute_fingerprint(path: str, settings: Mapping[str, object] | None = None) -> str:
-    """SHA-256 over what a model's K and V are made of: graph, weights, embeddings and ``llm_config.json``.
+    """Return a SHA-256 over the files that determine K and V: graph, weights, embeddings and ``llm_config.json``.
 
     Settings of the engine (``config.json``) and the tokenizer do not count. Settings that change K and V, such as
-    ``memory`` and ``precision``, are said by `settings`: the fingerprint ends in ``" memory=low precision=low"`` then.
-    The hash is taken over one line per file, in the order of their names: ``<name> <bytes> <SHA-256 of the contents>``.
-    Of a ``.gguf`` file it is that of the file.
+    ``memory`` and ``precision``, are passed as `settings` and appended: ``" memory=low precision=low"``. The hash is
+    taken over one line per file, in the order of their names: ``<name> <bytes> <SHA-256 of the contents>``. For a
+    ``.gguf`` file it is that of the file.
 
     Raises
     ------
@@ -426,7 +426,7 @@ def compute_fingerprint(path: str, settings: Mapping[str, object] | None = None)
 
 
 def has_weights(path: str) -> bool:
-    """Whether there is anything at `path` that `compute_fingerprint` is taken of."""
+    """Return whether there are files at `path` for `compute_fingerprint`."""
     return is_gguf(path) or any(name.endswith(".mnn") for name in os.listdir(path))
 
 
@@ -435,7 +435,9 @@ def _parse_natural(value: Any) -> int | None:
 
 
 def _parse_flash_block(mode: Any) -> int | Literal["none"] | None:
-    """`attention_mode` is 8 times the kind of attention (1: flash) plus how K and V are quantised."""
+    """Return the flash block of `attention_mode`: 8 times the kind of attention (1: flash) plus the quantisation of K
+    and V.
+    """
     if type(mode) is not int or mode < 0:
         return None
     return FLASH_BLOCK if mode // _ATTENTION_MODES_PER_KIND == 1 else "none"

@@ -1,8 +1,8 @@
-"""The files of a packed cache, layer by layer, and how those of a prefix cache are named.
+"""The files of a packed cache, layer by layer, and the file names of a prefix cache.
 
 MNN prefix caches have ``<name>_<layer>.k`` and ``.v``, and the empty markers ``<name>_<layer>_sync.k`` and ``.v``. A
-data file holds the packed buffer of all heads and nothing else; the engine loads a prefix only if every marker is
-there. It counts positions from 0 by the number of ids, and reads no positions from any file.
+data file contains only the packed buffer of all heads; the engine loads a prefix only if all markers are present. It
+counts positions from 0 by the number of ids, and reads no positions from any file.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class PackedFiles:
     name: str
     #: The path as specified.
     path: str
-    #: In order, numbered from 0 unless the user named the files of one.
+    #: Layers in order, numbered from 0 unless the path is a file of one layer.
     layers: tuple[PackedLayer, ...]
     #: The contents of the JSON file that kvmnn left next to them, and its path.
     sidecar_document: tuple[bytes, str] | None = None
@@ -65,36 +65,36 @@ class PackedFiles:
     problems: tuple[str, ...] = ()
     #: Notes about how the files were inferred.
     notes: tuple[str, ...] = ()
-    #: Layers of a prefix whose files hold no K and V, but state of another kind; `layers` has the others.
+    #: Layers of a prefix whose files contain state of another kind instead of K and V; `layers` has the others.
     states: tuple[PackedLayer, ...] = ()
     #: The state that the model stores for each of its layers, if known.
     model_states: tuple[LayerStateInfo, ...] = ()
-    #: Whether the model says that its layers differ (``attention_type``); None where that is not known.
+    #: Whether the model declares that its layers differ (``attention_type``); None if unknown.
     is_mixed: bool | None = None
 
     @property
     def all_layers(self) -> tuple[PackedLayer, ...]:
-        """Layers with K and V and those with other state, in order."""
+        """Return layers with K and V and those with other state, in order."""
         return tuple(sorted((*self.layers, *self.states), key=lambda layer: layer.layer))
 
     @property
     def is_whole_prefix(self) -> bool:
-        """Whether the files are all layers of a prefix."""
+        """Return whether the files are all layers of a prefix."""
         return self.kind == "prefix" and self.all_layers[0].layer == 0
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
-        """Sizes in bytes of the K and V file of every layer with K and V."""
+        """Return the sizes in bytes of the K and V file of every layer with K and V."""
         return [(layer.key_bytes, layer.value_bytes) for layer in self.layers]
 
     @property
     def nbytes(self) -> int:
-        """Size of all files in bytes."""
+        """Return the size of all files in bytes."""
         return sum(layer.key_bytes + layer.value_bytes for layer in self.all_layers)
 
     @property
     def missing_files(self) -> list[str]:
-        """Sentences about missing or empty files."""
+        """Return sentences about missing or empty files."""
         sentences = []
         for layer in self.all_layers:
             for path, size in ((layer.key, layer.key_bytes), (layer.value, layer.value_bytes)):
@@ -104,16 +104,16 @@ class PackedFiles:
 
     @property
     def size_mismatch(self) -> str:
-        """A sentence about the full-attention layer whose files differ in size from most; empty for none.
+        """Return a sentence about the full-attention layer whose file sizes differ from most; empty for none.
 
-        The engine makes the files of a prefix all alike, so one of another size was cut.
+        All files of a prefix have equal sizes, so one of another size was truncated.
         """
         groups = [*self.groups, *([state for state in self.states if state.kind == kind] for kind in _STATE_KINDS)]
         return next(filter(None, (self._find_size_mismatch(group) for group in groups)), "")
 
     @property
     def groups(self) -> list[tuple[PackedLayer, ...]]:
-        """Layers with K and V, grouped by kv heads and head_dim."""
+        """Return layers with K and V, grouped by kv heads and head_dim."""
         group_numbers = dict.fromkeys(layer.group for layer in self.layers)
         return [tuple(layer for layer in self.layers if layer.group == group_number) for group_number in group_numbers]
 
@@ -133,12 +133,12 @@ class PackedFiles:
 
     @property
     def refusals(self) -> list[str]:
-        """Sentences about why the engine would not load the files; empty if it would."""
+        """Return sentences about why the engine would not load the files; empty if it would."""
         return [*self.missing_files, *filter(None, [self.size_mismatch or self._mixed_layers_refusal]), *self.problems]
 
     @property
     def _mixed_layers_refusal(self) -> str:
-        """A sentence about why the engine would not load these kinds of layers; empty if it would."""
+        """Return a sentence about why the engine would not load these kinds of layers; empty if it would."""
         if self.is_mixed is not False or len({(layer.key_bytes, layer.value_bytes) for layer in self.all_layers}) < 2:
             return ""
         return (
@@ -148,12 +148,12 @@ class PackedFiles:
 
     @property
     def paths(self) -> list[str]:
-        """The path of every data file."""
+        """Return the path of every data file."""
         return [path for layer in self.all_layers for path in (layer.key, layer.value)]
 
     @property
     def opened_files(self) -> tuple[str, ...]:
-        """Every file that is read: the data, and the description next to it."""
+        """Return every file that is read: the data, and the description next to it."""
         return (*self.paths, *([self.sidecar_document[1]] if self.sidecar_document else []))
 
 
@@ -292,7 +292,7 @@ def list_prefix_files(info: CacheInfo) -> list[str]:
 
 
 def check_leftover_layers(target: Path, info: CacheInfo, names: Sequence[str]) -> None:
-    """Refuse a directory that contains files of the same prefix for layers that the new cache lacks."""
+    """Raise `OutputError` for a directory with files of the same prefix for layers that the new cache lacks."""
     if not target.is_dir():
         return
     for path in sorted(target.iterdir()):

@@ -1,8 +1,7 @@
-"""Read plain rows from packed files and write them in chunks, and account for every byte of the files.
+"""Read plain rows from packed files, write them in chunks, and account for every byte of the files.
 
-Besides the rows of live tokens there is room after the last token and padding inside tiles, without which no file is
-the same again. In a prefix that was just computed all of it is zero; where a session went on, or tokens were dropped,
-it has rows that nobody needs and that make the file what it is.
+Besides the rows of live tokens there is unused capacity and padding inside tiles, which an exact restore needs. In a
+freshly computed prefix all of it is zero; if a session continued, or tokens were dropped, it has stale rows.
 """
 
 from __future__ import annotations
@@ -74,16 +73,16 @@ def _iter_row_blocks(
 
 
 RowOrder = Literal["head", "token"]
-"""Which axis runs slowest: ``[kv_head, token, head_dim]`` or ``[token, kv_head, head_dim]``."""
+"""Slowest axis: ``[kv_head, token, head_dim]`` or ``[token, kv_head, head_dim]``."""
 
 _WRITE_RELEASE_BYTES = 16 << 20
 _READ_CHUNK_BYTES = 256 << 10
 _MAX_IN_MEMORY_BYTES = 16 << 20
-"""Bytes of a file that is filled in memory and written in one go: its pages one by one cost the system far more."""
+"""Maximum size of a file that is filled in memory and written at once, which is faster than page by page."""
 
 
 class PackedPartWriter:
-    """A writer of one layer's K or V file; padding is zero, as in the engine's files.
+    """Writer of one layer's K or V file; padding is zero, as in the engine's files.
 
     Parameters
     ----------
@@ -129,7 +128,7 @@ class PackedPartWriter:
             self._buffer = np.frombuffer(self._mapping, np.uint8).reshape(layout.kv_heads, head_bytes)
 
     def fill_unused(self, chunk: Chunk) -> None:
-        """Take the next bytes of what the file holds besides rows, before any row comes."""
+        """Write the next unused bytes of the file; call it before any rows are written."""
         buffer = self._buffer.reshape(-1)
         if self._num_filled + chunk.size > buffer.size:
             raise KvmnnError(f"{self._target}: more bytes came than the file has")
@@ -240,7 +239,7 @@ class _TileChunk:
     #: The head, and the offset of the chunk in the file.
     head: int
     offset: int
-    #: The first row, and how many rows from there are of live tokens.
+    #: First row, and number of live rows from there on.
     first_row: int
     num_live: int
     #: Its bytes in the file.
@@ -282,7 +281,7 @@ def _iter_tile_chunks(file: MappedFile, layout: PackLayout, part: Part, layer: L
 
 
 def account_for_files(files: PackedFiles, info: CacheInfo, *, left_out: str = "") -> PackedRecord:
-    """Take every file apart into live rows and the rest, put it together again in memory, and compare."""
+    """Split every file into live rows and unused bytes, reassemble it in memory, and compare."""
     entries, difference = [], ""
     for packed_layer, layer in zip(files.layers, info.layers, strict=True):
         for part in PARTS:
@@ -331,7 +330,7 @@ def _account_for_file(
 
 
 def _check_roundtrip(path: str, chunk: _TileChunk, unused_bytes: Bytes, row_bytes: int) -> None:
-    """Write live rows over the rest, as restoring does, and compare with the file."""
+    """Write live rows over the unused bytes, as restoring does, and compare with the file."""
     if chunk.num_live:
         live_rows = np.empty(chunk.num_live * row_bytes, np.uint8)
         chunk.accessor.read_rows(chunk.packed_bytes, 0, live_rows)

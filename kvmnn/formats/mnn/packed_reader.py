@@ -1,7 +1,7 @@
 """Packed files of K and V: find the files of every layer, describe them, and read them as plain arrays.
 
-A description adds what the files do not tell: geometry, pack numbers and tokens, from the caller, a model directory, or
-the document that kvmnn writes. Only live elements are read.
+A description adds what the files do not record: geometry, pack numbers and tokens, from the caller, a model directory,
+or the document that kvmnn writes. Only live elements are read.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class PackedCacheReader:
     info: CacheInfo
     #: Notes about the inferred values and their evidence.
     notes: tuple[str, ...] = field(default=())
-    #: Evidence of the elements or the file sizes against a layout that the caller insisted on; else empty.
+    #: Evidence of elements or file sizes against a layout that the caller forced; else empty.
     ignored_conflict: str = ""
     #: A sentence about rows of a fresh prefix beyond the specified tokens; empty for none.
     omitted_rows_text: str = ""
@@ -75,13 +75,13 @@ class PackedCacheReader:
 
     @property
     def completeness(self) -> Completeness | None:
-        """The state of every layer, if some have no K and V of their own."""
+        """Return the state of every layer, if some have no K and V of their own; else None."""
         return build_completeness(self.info, self.files.model_states)
 
     def to_source(self, dtype: str | None = None, *, include_unused: bool = False) -> Source:
         """Return ``layer_<n>.key`` and ``layer_<n>.value``, each ``[kv_head, token, head_dim]``, of every layer.
 
-        `include_unused` adds what frames need to write the files of a prefix again: arrays with their unused bytes, and
+        `include_unused` adds what frames need to restore the files of a prefix: arrays with their unused bytes, and
         their hashes in the metadata.
         """
         layout = self.info.layout
@@ -137,7 +137,7 @@ class PackedCacheReader:
 
 
 def open_packed_files(files: PackedFiles, options: PackedOptions) -> PackedCacheReader:
-    """Combine options, model directory, sidecar and the evidence of the words into a reader of packed files.
+    """Combine options, model directory, sidecar and the evidence of the elements into a reader of packed files.
 
     Raises
     ------
@@ -260,7 +260,9 @@ def _check_contents(
     row_counts: RowCounts,
     notes: list[str],
 ) -> str:
-    """Refuse options that the words contradict; with `trust_options`, return the contradiction instead."""
+    """Raise an error for options that the elements contradict; with `trust_options`, return the contradiction
+    instead.
+    """
     tokens = _list_token_counts(info)
     conflict = f"{choice.conflict}; the words speak for {choice.better_options}" if choice.conflict else ""
     if conflict and not options.trust_options:
@@ -401,7 +403,7 @@ def _resolve_tokens(
     match: LayoutMatch,
     row_counts: RowCounts | None,
 ) -> tuple[tuple[int, ...], list[str]]:
-    """Live tokens of each layer, and how they were inferred."""
+    """Return the live tokens of each layer, and how they were inferred."""
     num_layers, notes = len(files.layers), []
     if options.valid_tokens:
         if len(options.valid_tokens) not in (1, num_layers):
@@ -487,7 +489,7 @@ def find_packed(path: str, options: PackedOptions | None = None) -> PackedFiles 
 
 
 def _is_named_as_packed(head: FileHead) -> bool:
-    """Return whether a file is named as packed files are, or a directory has files that are."""
+    """Return whether a file, or a file in a directory, has a name of packed files."""
     if head.kind != "folder":
         return head.suffix in PACKED_SUFFIXES
     try:
@@ -498,7 +500,7 @@ def _is_named_as_packed(head: FileHead) -> bool:
 
 
 def read(path: str, options: ReadOptions) -> Source:
-    """Return K and V of the packed files at a path, or the raw elements of a file that only has such a name."""
+    """Return K and V of the packed files at a path, or the raw elements of another file with such a name."""
     files = find_packed(path, options.packed)
     if files is None:
         return raw.read(MappedFile(path, max_bytes=options.max_bytes), options)

@@ -1,4 +1,4 @@
-"""Plain arrays, or a packed cache of another backend, into a prefix cache that the engine loads.
+"""Write plain arrays, or a packed cache of another backend, as a prefix cache that the engine loads.
 
 K of an evicted prefix is rotated to the first positions, where MNN, which counts from 0 after loading, continues.
 """
@@ -44,15 +44,15 @@ _ROTATE_CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class RerotationPlan:
-    """How K of each layer of a cache is to be rotated."""
+    """Rotation of K of each layer of a cache to other positions."""
 
-    #: What the cache holds then: first positions, and the true ones as a note.
+    #: Description of the new cache: first positions, and the true ones as a note.
     info: CacheInfo
     #: int64 ``[token]`` of each layer: new positions less old ones.
     distances: tuple[Positions, ...]
-    #: How K is rotated.
+    #: RoPE of the model.
     rope: ModelRope
-    #: For people and JSON; complete when K was written.
+    #: Result for reports; complete after K was written.
     result: RerotationResult
 
     def rotate_arrays(self, arrays: Sequence[LayerArray]) -> list[LayerArray]:
@@ -69,7 +69,7 @@ class RerotationPlan:
         return replace(entry, array=array)
 
     def rotate_file(self, layer: int, keys: Bytes, layout: PackLayout, capacity: int) -> None:
-        """Rotate K of a layer where it lies, in the bytes of its packed file."""
+        """Rotate K of a layer in place, in the bytes of its packed file."""
         rope, distances = self.rope.layers[layer], self.distances[layer]
         if rope is not None and distances.any():
             _rotate_packed(keys, layout, capacity, distances, rope, self.result.error_stats)
@@ -85,7 +85,7 @@ def plan_rerotation(
     evidence_info: CacheInfo | None = None,
     is_reordered: bool = False,
 ) -> RerotationPlan:
-    """Determine how K has to be rotated so that its tokens are at the first positions."""
+    """Determine how K must be rotated so that its tokens are at the first positions."""
     if info.layout.int8_keys:
         raise SourceError(f"{label}: int8 K cannot be rotated: the engine alone has the maxima of its channels")
     token_counts = sorted({layer.tokens for layer in info.layers})
@@ -127,7 +127,7 @@ def plan_rerotation(
 
 
 def upcast_for_dtype(arrays: Sequence[LayerArray], dtype: str) -> list[LayerArray]:
-    """Return arrays as fp32 where they are written as such: rotated K is then rounded to fp32, not to their type."""
+    """Return arrays as fp32 if they are written as fp32: rotated K is then rounded to fp32, not to their type."""
     if dtype != "fp32":
         return list(arrays)
     return [replace(entry, array=upcast(entry.array)) for entry in arrays]
@@ -187,26 +187,26 @@ def pack(
 ) -> PackResult:
     """Pack K and V of every layer into the files of a prefix cache; each file is read back and compared.
 
-    K of a llama.cpp cache that surely lies in another order than MNN's is brought into that, with a note, unless
-    `Source.inverted_transforms` says otherwise.
+    K of a llama.cpp cache that certainly has another element order than MNN's is converted, with a note, unless
+    `Source.inverted_transforms` is set.
 
     Parameters
     ----------
     source
-        Arrays ``[kv_head, token, head_dim]`` whose names say which layer's K or V they are (`kvmnn.open`).
+        Arrays ``[kv_head, token, head_dim]`` whose names state layer and part (`kvmnn.open`).
     output
         The directory; it is made if it is not there.
     geometry
         The layout: a backend, or pack numbers. What it leaves open is taken from what `source` says of a packed cache,
         and from the shapes of the arrays.
     name
-        Of the prefix; by default the one that the cache had.
+        Name of the prefix; by default the name of the source cache.
     capacity
-        Tokens to leave room for; by default as before, else no more than there are.
+        Capacity in tokens; by default that of the source cache, else the number of tokens.
     expected_tokens
-        How many tokens the layers are said to have, one number or one for each layer.
+        Expected number of tokens, one number or one for each layer.
     token_ids, model
-        The token ids of the text and the directory of the MNN model, to be noted down.
+        The token ids of the text and the directory of the MNN model, to be recorded.
     token_major
         Whether the arrays are ``[token, kv_head, head_dim]``.
     cast
@@ -305,7 +305,7 @@ def pack(
 
 
 def _add_states(write_options: PrefixWriteOptions, files: Mapping[tuple[int, Part], OpaqueState]) -> PrefixWriteOptions:
-    """The same with files of state, which are written as they are."""
+    """Return the options with files of state, which are written unchanged."""
     unused_arrays, file_hashes = dict(write_options.unused_arrays), dict(write_options.file_hashes)
     for file_key, state in files.items():
         data = state.read()
@@ -323,7 +323,7 @@ def _rerotate_arrays(
     *,
     is_reordered: bool = False,
 ) -> tuple[list[LayerArray], RerotationPlan]:
-    """The arrays with K rotated to the first positions, and how."""
+    """Return the arrays with K rotated to the first positions, and the plan."""
     label = " ".join(source.inputs)
     _check_rotatable(source, label)
     arrays = upcast_for_dtype(arrays, info.layout.dtype)
@@ -333,7 +333,7 @@ def _rerotate_arrays(
 
 
 def _check_rotatable(source: Source, label: str) -> None:
-    """Raise where K is not what the model computed, or may not be."""
+    """Raise an error if K is not, or may not be, as the model computed it."""
     cache = source.engine_cache
     unclear_transforms = [name for name in cache.perhaps_altered if name.startswith("k-")] if cache else []
     if unclear_transforms and cache is not None and source.inverted_transforms is None:
@@ -344,12 +344,12 @@ def _check_rotatable(source: Source, label: str) -> None:
 
 
 def _ignore_eviction(source: Source) -> Completeness | None:
-    """What of the state is there, evicted tokens apart: with the positions of the others a prefix can be made."""
+    """Return the completeness without evicted tokens: with the positions of the others a prefix can be written."""
     return source.completeness and replace(source.completeness, evicted="")
 
 
 def _add_source_positions(source: Source, info: CacheInfo, notes: list[str], *, rerotate: bool) -> CacheInfo:
-    """What a prefix cache of arrays will be, with the positions that anything gives them."""
+    """Return the description of a prefix cache of arrays, with the positions that any record contains."""
     positioned_info = _add_engine_positions(source, info)
     if positioned_info is None:
         token_counts, layer_numbers = zip(*((layer.tokens, layer.layer) for layer in info.layers), strict=True)
@@ -388,7 +388,7 @@ def _refuse_windows(source: Source) -> None:
 
 
 def _unify_dtypes(arrays: Sequence[LayerArray], cast: bool) -> Sequence[LayerArray]:
-    """Arrays of several types (llama.cpp's K may be quantised, and V not) as fp32, which is cast then."""
+    """Return arrays of different types (llama.cpp may quantise only K) as fp32, to be cast afterwards."""
     dtype_names = sorted({entry.array.dtype for entry in arrays})
     if len(dtype_names) == 1:
         return arrays
@@ -398,7 +398,7 @@ def _unify_dtypes(arrays: Sequence[LayerArray], cast: bool) -> Sequence[LayerArr
 
 
 def _add_engine_positions(source: Source, info: CacheInfo) -> CacheInfo | None:
-    """With the positions that the cache of another engine has; None where it has none."""
+    """Return the description with positions of another engine's cache; None if it has none."""
     cache = source.engine_cache
     if cache is None or cache.layer_position_runs is None:
         return None
@@ -423,7 +423,7 @@ def _add_engine_positions(source: Source, info: CacheInfo) -> CacheInfo | None:
 def _add_sidecar_positions(
     source: Source, info: CacheInfo, sidecar: PositionsSidecar, notes: list[str], *, rerotate: bool
 ) -> CacheInfo:
-    """With positions that are noted; where heads hold different tokens, those of one that lacks some."""
+    """Return the description with recorded positions; if heads differ, those of one that lacks tokens."""
     layers, differing_layers = [], []
     for layer, positions, text_positions in zip(info.layers, sidecar.positions, sidecar.positions_in_text, strict=True):
         head_positions = positions.reshape(-1, layer.tokens)
@@ -483,13 +483,13 @@ def repack(
     Parameters
     ----------
     source
-        A packed cache, or what was made from one and still describes it (`Source.cache`).
+        A packed cache, or a source that still describes one (`Source.cache`).
     backend
         A name of `kvmnn.packed.backends.BACKENDS`. If its dtype differs, elements are rounded to nearest even.
     output, name, capacity, rerotate, rope, force, progress
         As for `pack`.
     model
-        For `rerotate`: a model that may have how K is rotated.
+        For `rerotate`: a model with the RoPE parameters of K.
 
     Raises
     ------
@@ -527,7 +527,7 @@ def repack(
 
 
 def resolve_prefix_name(name: str | None, info: CacheInfo | None) -> str:
-    """The name that was given, or the one that the cache had; `OptionError` where there is neither."""
+    """Return the specified name, or that of the source cache; `OptionError` if there is neither."""
     resolved_name = name or (info.name if info else "")
     if not resolved_name:
         raise OptionError("the prefix needs a name: --name NAME")
@@ -537,7 +537,7 @@ def resolve_prefix_name(name: str | None, info: CacheInfo | None) -> str:
 def choose_target_layout(
     geometry: PackedGeometry, arrays: Sequence[LayerArray], source_layout: PackLayout | None, dtype: str
 ) -> PackLayout:
-    """The only layout that `geometry` names, completed by the `source_layout` one and by the arrays."""
+    """Return the only layout that `geometry` specifies, completed by `source_layout` and by the arrays."""
     kv_heads, head_dim, _ = require_common_geometry(arrays)
     if source_layout and geometry == PackedGeometry():
         return source_layout

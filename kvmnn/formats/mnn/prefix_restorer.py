@@ -1,4 +1,4 @@
-"""Frames back into the files of the prefix cache that they were made from."""
+"""Restore the files of the prefix cache that frames were made from."""
 
 from __future__ import annotations
 
@@ -42,23 +42,23 @@ def _build_array_documents(arrays: tuple[ArrayInfo, ...]) -> list[dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class RestorePrefixResult(Record):
-    """A prefix cache that was written from frames."""
+    """Result of restoring a prefix cache from frames."""
 
-    #: What was written.
+    #: Result of the packing.
     pack_result: PackResult = field(metadata={"inline": True})
-    #: The frames.
+    #: Path of the frames.
     input: str
-    #: Of all frames.
+    #: Bytes of all frames.
     stored_bytes: int
-    #: What the frames hold.
+    #: Arrays in the frames.
     arrays: tuple[ArrayInfo, ...] = field(metadata={"convert": _build_array_documents})
-    #: How what was asked for differs from what the manifest says; empty unless that was forced.
+    #: Differences between the expected properties and the manifest; empty unless forced.
     warnings: tuple[str, ...] = field(default=(), metadata={"json": False})
 
     @property
     @json_key(after="input")
     def raw_bytes(self) -> int:
-        """Bytes of all arrays."""
+        """Return the bytes of all arrays."""
         return sum(array.nbytes for array in self.arrays)
 
     def __str__(self) -> str:
@@ -66,7 +66,7 @@ class RestorePrefixResult(Record):
 
 
 def can_restore_prefix(frames: FrameSet, output: str) -> bool:
-    """Whether frames are of a prefix cache, and `output` is a place for its files: no file of arrays."""
+    """Return whether frames are of a prefix cache, and `output` is a path for its files rather than for arrays."""
     if frames.cache is None or frames.cache.kind != "prefix":
         return False
     return find_array_format(output) is None or is_directory_output(output)
@@ -202,7 +202,7 @@ _VALID_ELEMENT_VERIFICATION = "live elements of every file read back and compare
 def _read_unused_arrays(
     frames: FrameSet, recorded_files: Sequence[PackedFileEntry], options: DecodeOptions
 ) -> dict[tuple[int, Part], LazyArray]:
-    """What files hold besides rows of tokens."""
+    """Return the unused bytes of the files, outside the rows of tokens."""
     file_key_by_name = {entry.room: (entry.layer, entry.part) for entry in recorded_files if entry.room is not None}
     if not file_key_by_name:
         return {}
@@ -211,7 +211,7 @@ def _read_unused_arrays(
 
 
 def _check_packed_record(frames: FrameSet, record: PackedRecord, info: CacheInfo) -> None:
-    """`ManifestError` where the record is not of the files that the manifest describes."""
+    """Raise `ManifestError` if the record does not match the files that the manifest describes."""
     label = f"{frames.path}: metadata {PACKED_FILES_KEY!r}"
     expected_sizes = {
         (layer.layer, part): size
@@ -237,9 +237,9 @@ def _check_packed_record(frames: FrameSet, record: PackedRecord, info: CacheInfo
 
 
 def _collect_array_hashes(frames: FrameSet, arrays: Sequence[LayerArray], layout: PackLayout) -> dict[str, str]:
-    """The hashes of the manifest, where what reads back of the files has to have them; else none.
+    """Return the manifest's hashes if the restored files must match them; else empty.
 
-    Then they are all that is compared: they prove the files, the frames and everything between them.
+    Then only they are compared: they prove the files, the frames and everything between them.
     """
     entry_by_name = {array.name: array for array in frames.arrays}
     hash_by_name = {}
@@ -252,7 +252,7 @@ def _collect_array_hashes(frames: FrameSet, arrays: Sequence[LayerArray], layout
 
 
 def list_provenance_mismatches(info: CacheInfo, model: str | None, token_ids: TokenIdsFingerprint | None) -> list[str]:
-    """How the model (its directory) or the text that is expected differs from what a cache was made with, in words."""
+    """Describe how the expected model (its directory) or text differs from those of a cache."""
     mismatches = []
     if model and info.model is None:
         mismatches.append("the manifest does not say which model the cache is of")

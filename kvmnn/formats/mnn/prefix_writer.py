@@ -1,4 +1,4 @@
-"""Arrays into prefix-cache files that the engine loads: data, markers, and the document kvmnn leaves next to them."""
+"""Write arrays to prefix-cache files that the engine loads: data, markers, and kvmnn's document next to them."""
 
 from __future__ import annotations
 
@@ -47,37 +47,37 @@ from .packed_io import PackedPartWriter
 
 _READ_CHUNK_BYTES = 8 << 20
 _COMPARE_CHUNK_BYTES = 1 << 20
-"""Bytes of what is in memory that are compared at once."""
+"""Bytes of arrays in memory that are compared at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackResult(Record):
-    """A prefix cache that was written."""
+    """Result of writing a prefix cache."""
 
-    #: The directory.
+    #: Output directory.
     output: str
-    #: Time that writing and reading back took.
+    #: Duration of writing and reading back.
     seconds: float
-    #: One line for each thing about the input that was inferred.
+    #: One line for each inferred property of the input.
     notes: tuple[str, ...] = ()
-    #: What converting the words changed; nothing where they kept their dtype.
+    #: Changes by the cast; none if the dtype is unchanged.
     cast: CastStats
-    #: Types of another engine whose blocks the words were made from.
+    #: Quantised types that the words were dequantised from.
     dequantised: tuple[str, ...] = ()
-    #: What llama.cpp had done to K and V and was undone first.
+    #: Transforms of llama.cpp that were inverted first.
     undone: tuple[Transform, ...] = ()
-    #: How K was rotated to the first positions; None where that was not asked for.
+    #: Rotation of K to the first positions; None if not requested.
     rerotated: RerotationResult | None = field(default=None, metadata={"omit": True})
-    #: What was compared, for people.
+    #: What was compared, as text.
     proof: str = "every file read back and compared"
-    #: What of the files that are restored was not kept, as a sentence; empty where nothing is known to lack.
+    #: Sentence about lost parts of the restored files; empty if none are known.
     left_out: str = ""
-    #: What its files hold.
+    #: Description of the cache.
     info: CacheInfo = field(metadata={"key": "cache", "convert": build_cache_document})
 
     @property
     def warnings(self) -> list[str]:
-        """Lines about what goes wrong when MNN loads the files; none where nothing does."""
+        """Return lines about problems when MNN loads the files; empty for none."""
         return list_position_warnings(self.info)
 
     @property
@@ -88,9 +88,9 @@ class PackResult(Record):
     @property
     @json_key(after="output")
     def label(self) -> str | None:
-        """``LOSSLESS`` if every number came back from the files as it went in; ``LOSSY`` if some were rounded before.
+        """Return ``LOSSLESS`` if the files contain every number unchanged; ``LOSSY`` if some were rounded before.
 
-        None where blocks were read as the numbers that they stand for, and nothing was rounded since.
+        None for dequantised blocks that were not rounded afterwards.
         """
         is_rotation_lossy = self.rerotated is not None and self.rerotated.label == LOSSY
         if has_lossy_inverse(self.undone) or self.left_out or is_rotation_lossy:
@@ -126,7 +126,7 @@ def build_prefix_info(
     reference_info: CacheInfo | None = None,
     states: tuple[StateLayer, ...] = (),
 ) -> CacheInfo:
-    """What a prefix cache of `arrays` in `layout` will be."""
+    """Return the description of a prefix cache of `arrays` in `layout`."""
     kv_heads, head_dim = (
         (layout.kv_heads, layout.head_dim)
         if reference_info and not reference_info.is_uniform
@@ -176,19 +176,19 @@ def build_prefix_info(
 
 @dataclass(frozen=True, kw_only=True)
 class PrefixWriteOptions:
-    """How the files of a prefix cache are made, and what of them is proved with."""
+    """Options for writing and verifying the files of a prefix cache."""
 
-    #: Bring the files to the disk before they get their names. What can be made again at any time needs it not.
+    #: Sync the files before they are renamed; unnecessary for output that can be recreated.
     is_durable: bool = True
-    #: The arrays are in memory: what reads back is compared with their words, and nothing is hashed.
+    #: Compare the files with the arrays in memory instead of hashing.
     compare_in_memory: bool = False
-    #: SHA-256 of arrays by their names, of what has to read back; of arrays that are not named what goes in is hashed.
+    #: Expected SHA-256 by array name; arrays without one are hashed as they are written.
     array_hashes: Mapping[str, str] = field(default_factory=dict)
-    #: For K or V of a layer what its file holds besides rows of tokens; zero for those that are not named.
+    #: Unused bytes of the file of K or V of a layer; zeros for those not listed.
     unused_arrays: Mapping[tuple[int, Part], LazyArray] = field(default_factory=dict)
-    #: SHA-256 that the file of K or V of a layer must have as it reads back; then nothing else of it is compared.
+    #: Expected SHA-256 of the file of K or V of a layer; nothing else of it is compared then.
     file_hashes: Mapping[tuple[int, Part], str] = field(default_factory=dict)
-    #: Files that are worked on at once; None for as many as there are processors. Only without `is_durable`.
+    #: Files written in parallel; None for one per processor. Only without `is_durable`.
     threads: int | None = 1
 
 
@@ -216,16 +216,16 @@ def write_prefix(
     exclude
         Files and directories that are read: never replaced.
     notes
-        For the result.
+        Notes for the result.
     progress
         Called with bytes of arrays.
     write_options
-        How; None for files on the disk, one after another, hashed before and after.
+        How to write; None for durable files, written sequentially, hashed before and after.
 
     Raises
     ------
     ReadBackError
-        When a file does not give back what was put into it.
+        When a file does not read back as it was written.
     OutputError
         When files exist, or files of more layers of the same name would stay next to the new ones.
     """
@@ -289,7 +289,7 @@ def _report_progress(progress: Progress | None, lock: threading.Lock, nbytes: in
 
 
 def _write_state_file(array: LazyArray, file: StagedFile, expected_hash: str) -> None:
-    """Write a file of state as it was, and compare its hash."""
+    """Write a file of state unchanged, and compare its hash."""
     with wrap_os_errors(file.target), open(file.path, "r+b") as handle:
         for chunk in array.iter_chunks(_READ_CHUNK_BYTES):
             handle.write(chunk.data)
@@ -305,7 +305,7 @@ def _write_part(
     write_options: PrefixWriteOptions,
     progress: Progress,
 ) -> bool:
-    """Whether the file gives back what was written to it."""
+    """Write K or V of a layer to its file, and return whether it reads back correctly."""
     layer = next(layer_info for layer_info in info.layers if layer_info.layer == entry.layer)
     part_writer = PackedPartWriter(
         file.target,

@@ -1,10 +1,10 @@
-"""Read from the graph of an MNN model (``llm.mnn``) how K of each layer is rotated.
+"""Read the RoPE parameters of each layer from the graph of an MNN model (``llm.mnn``), or determine those of a cache.
 
-K of an attention operator is followed upwards to the projection that made it. What else it depends on are the
-positions: multiplied by a constant of frequencies whose sine and cosine are taken, or split in two numbers that choose
-rows of tables of sines and cosines (exports of MNN after 3.6.1), of which row r of the lower ones is for position r.
+K of an attention operator is followed upwards to its projection. It also depends on the positions: multiplied by a
+constant of frequencies whose sine and cosine are taken, or split in two numbers that select rows of tables of sines and
+cosines (exports of MNN after 3.6.1), of which row r of the lower ones is for position r.
 
-How K of a cache is rotated, as it has to be known to rotate it further: from the caller, the model, or by trial.
+For rotating K of a cache further, the parameters come from the caller, the model, or a search.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ from .model import (
 _OP_TYPE_BINARY, _OP_TYPE_CONST, _OP_TYPE_GATHER, _OP_TYPE_INPUT, _OP_TYPE_RESHAPE = 7, 11, 31, 34, 73
 _OP_TYPE_SLICE, _OP_TYPE_UNARY, _OP_TYPE_ATTENTION, _OP_TYPE_ROPE = 91, 101, 299, 306
 _WALK_END_TYPES: Final = frozenset([12, 13, 39, 41, 66, 80, 307, 299])
-"""Where the walk stops: convolutions, products of matrices, mixtures of experts, attention; and shapes of tensors."""
+"""Operator types at which the walk stops: convolutions, products of matrices, mixtures of experts, attention, tensor
+shapes."""
 _NET_OPS = 3
 _OP_INPUTS, _OP_MAIN, _OP_OUTPUTS, _OP_TYPE = 0, 2, 4, 5
 _BLOB_DIMS, _BLOB_INTS, _BLOB_FLOATS = 0, 5, 7
@@ -70,7 +71,7 @@ class _RopeOp:
 
 @dataclass
 class _KeyDependencies:
-    """What K of one layer depends on."""
+    """Operators and constants that K of one layer depends on."""
 
     frequencies: set[int] = field(default_factory=set)
     tables: set[int] = field(default_factory=set)
@@ -89,7 +90,7 @@ def read_graph_rope(path: str | Path) -> LayerRopes | None:
 
 
 class _RopeGraph:
-    """The operators of a graph, and who makes and takes each tensor."""
+    """The operators of a graph, and the producer and consumers of each tensor."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data
@@ -241,7 +242,7 @@ def _is_close(expected: npt.NDArray[np.float64], actual: npt.NDArray[np.float32]
 
 
 _MAX_CHECKED_LAYERS: Final = 4
-"""Layers whose K is compared with what a model has: wrong parameters show in any."""
+"""Number of layers whose K is checked against the model: wrong parameters show in any."""
 _OWN_POSITION_MASKS: Final = ("glm", "glm2")
 """Values of `attention_mask` for which MNN gives tokens other positions than their number in the text."""
 
@@ -259,7 +260,7 @@ class ModelRope:
 
     @property
     def label(self) -> str:
-        """Each different rotation; with several, also the number of layers that have it."""
+        """Return each different rotation; with several, also the number of layers that have it."""
         texts = Counter("no rotation" if rope is None else rope.label for rope in self.layers)
         if len(texts) == 1:
             return next(iter(texts))
@@ -280,7 +281,7 @@ def resolve_rope(
     Parameters
     ----------
     positions
-        Those that K of each layer is rotated to, int64 ``[token]``.
+        Positions to which K of each layer is rotated, int64 ``[token]``.
     """
     if isinstance(rope, RopeConfig):
         if rope.dims > key_arrays[0].geometry[2]:
@@ -304,7 +305,9 @@ def resolve_rope(
 def read_model_rope(
     path: str, num_layers: int, head_dim: int, num_tokens: int, *, is_reordered: bool = False
 ) -> ModelRope | None:
-    """Read how a model rotates K; None where it does not contain that. Parameters and errors as `resolve_rope`."""
+    """Read the RoPE parameters of a model; None if it does not contain them. Parameters and errors as
+    `resolve_rope`.
+    """
     if is_gguf(path):
         ropes = read_gguf_layer_ropes(path, num_layers, head_dim, num_tokens)
         if ropes is not None and is_reordered:
@@ -337,7 +340,7 @@ def read_model_rope(
 def _list_contradictions(
     model_rope: ModelRope, key_arrays: Sequence[LayerArray], positions: Sequence[Positions]
 ) -> list[str]:
-    """Sentences about layers whose K looks rotated in another way."""
+    """Return sentences about layers whose K appears to be rotated in another way."""
     layer_step = max(1, len(key_arrays) // _MAX_CHECKED_LAYERS)
     sentences = []
     for key, key_positions, rope in list(zip(key_arrays, positions, model_rope.layers, strict=True))[::layer_step]:
@@ -364,7 +367,7 @@ def _list_other_pairings(rope: RopeFrequencies | None) -> list[RopeFrequencies]:
 
 
 def _search_layer_ropes(key_arrays: Sequence[LayerArray], positions: Sequence[Positions]) -> ModelRope:
-    """Find the rotation of each layer; of layers that do not show it clearly that of others which fits them best."""
+    """Search the rotation of each layer; a layer without a clear result gets the best of the other layers' results."""
     found_ropes = [
         search_rope(_read_head_major_elements(key), key_positions, dtype=key.array.dtype)
         for key, key_positions in zip(key_arrays, positions, strict=True)

@@ -1,4 +1,4 @@
-"""Lists of token ids in files."""
+"""Read lists of token ids from files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...packed.cache_info import MAX_TOKEN_ID, TokenIdsFingerprint, validate_tok
 from .. import npy
 
 MAX_TOKEN_ID_FILE_BYTES = 1 << 30
-"""Of a file of token ids."""
+"""Maximum size of a file of token ids."""
 
 
 def fingerprint_token_ids(path: str) -> TokenIdsFingerprint:
@@ -54,7 +54,7 @@ def parse_token_ids(data: bytes, label: str, max_id: int = MAX_TOKEN_ID) -> Indi
 
 
 def _flatten_single_text(ids: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Ids ``[token]``; ``[1, token]`` is a batch of one text."""
+    """Return ids as ``[token]``; ``[1, token]`` is a batch of one text."""
     if ids.ndim != 1 and ids.shape[:-1] != (1,):
         raise KvmnnError(f"token ids: expected those of one text, [token], found an array of shape {list(ids.shape)}")
     return ids.reshape(-1)

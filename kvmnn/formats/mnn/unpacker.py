@@ -1,4 +1,4 @@
-"""Packed files, or anything else that kvmnn reads, into files of plain arrays or a KV dump."""
+"""Write packed files, or any other input that kvmnn reads, as plain arrays or a KV dump."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .dump import write_dump
 
 OutputForm = Literal["arrays", "dump", "packed-dump"]
 OUTPUT_FORMS: tuple[OutputForm, ...] = ("arrays", "dump", "packed-dump")
-"""What `unpack` writes: files of arrays, or a KV dump of the engine, plain or packed."""
+"""Output forms of `unpack`: files of arrays, or a KV dump of the engine, plain or packed."""
 
 _READ_CHUNK_BYTES = 8 << 20
 
@@ -41,47 +41,47 @@ def _build_array_documents(arrays: tuple[ArrayInfo, ...]) -> list[dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class UnpackResult(Record):
-    """Plain arrays that were written."""
+    """Result of unpacking."""
 
-    #: Paths.
+    #: Paths of input and output.
     input: str
     output: str
-    #: Time that it took.
+    #: Duration.
     seconds: float
-    #: One line for each thing about the input that was inferred, then for what the output has no place for.
+    #: One line for each inferred property of the input, then for what the output cannot store.
     notes: tuple[str, ...] = ()
-    #: Types of another engine whose blocks the numbers were made from.
+    #: Quantised types that the values were dequantised from.
     dequantised: tuple[str, ...] = ()
-    #: What llama.cpp had done to K and V and was undone.
+    #: Transforms of llama.cpp that were inverted.
     undone: tuple[Transform, ...] = ()
-    #: The packed cache that the arrays come from, where that is known.
+    #: The packed cache that the arrays were read from; None if unknown.
     cache: CacheInfo | None = field(default=None, metadata={"convert": build_cache_document})
-    #: The state of the model that the arrays contain, where that is known.
+    #: How much of the model's state the arrays contain; None if unknown.
     completeness: Completeness | None = field(default=None, metadata={"omit": True})
-    #: What was written.
+    #: The arrays that were written.
     arrays: tuple[ArrayInfo, ...] = field(metadata={"convert": _build_array_documents})
-    #: Whether the words were made from int8 codes.
+    #: Whether the words were dequantised from int8.
     is_lossy: bool = field(metadata={"json": False})
-    #: Whether what was written was read again and compared; dumps and devices are not.
+    #: Whether the output was read back and compared; dumps and devices are not.
     is_read_back: bool = field(default=False, metadata={"json": False})
-    #: Why the arrays may not be what the engine stored; empty unless the caller insisted on reading them.
+    #: Why the arrays may differ from what the engine stored; empty unless the reading was forced.
     doubt: str = field(default="", metadata={"json": False})
-    #: Whether texts of a batch have rows that are no tokens.
+    #: Whether texts of a batch have padding.
     has_padding: bool = field(default=False, metadata={"json": False})
 
     @property
     @json_key(before="seconds")
     def raw_bytes(self) -> int:
-        """Bytes of all arrays."""
+        """Return the bytes of all arrays."""
         return sum(array.nbytes for array in self.arrays)
 
     @property
     @json_key(after="output")
     def label(self) -> str | None:
-        """``LOSSLESS`` where what was written was read back and compared, else ``UNCHANGED``: words as they were.
+        """Return ``LOSSLESS`` if the output was read back and compared, else ``UNCHANGED``.
 
-        ``LOSSY`` for int8, for rotations undone, and where files were read against what they show; None where blocks
-        were read as the numbers that they stand for, and nothing was rounded since.
+        ``LOSSY`` for int8, inverted rotations, and files read against contradicting evidence; None for dequantised
+        blocks that were not rounded afterwards.
         """
         if has_lossy_inverse(self.undone) or self.doubt:
             return LOSSY
@@ -92,7 +92,7 @@ class UnpackResult(Record):
         return LOSSLESS if self.is_read_back else UNCHANGED
 
     def _describe_elements(self) -> str:
-        """Which elements were compared: of packed files those of live tokens, where the layout has them."""
+        """Return which elements were compared: for packed files those of live tokens."""
         if self.cache is None:
             return "all rows, padding included" if self.has_padding else "live elements"
         tokens_text = format_range(sorted({layer.tokens for layer in self.cache.layers}))
@@ -128,7 +128,7 @@ def unpack(
     Parameters
     ----------
     source
-        What `kvmnn.open` gives.
+        A result of `kvmnn.open`.
     output
         A ``.npz`` or ``.safetensors`` file, a directory (ends in a slash, or is one) for a ``.npy`` file of each array
         or for a dump, or any other file for one array.
@@ -181,7 +181,7 @@ def _get_suffix(output: str) -> str:
 
 
 def _iter_lost_information(source: Source, output: str, form: OutputForm) -> Iterator[str]:
-    """What the output has no place for: of what engine, and which tokens of the text a cache that was cut holds."""
+    """Yield notes on what the output cannot store: the engine, and the token positions of an evicted cache."""
     if form == "arrays" and _get_suffix(output) == ".safetensors":
         return
     if form == "arrays" and any(array.dtype == "bf16" for array in source.arrays):

@@ -1,8 +1,7 @@
-"""The names that a checkpoint's pickle may use, and the inert function that stands for each.
+"""The names that a checkpoint's pickle may use, and the inert function for each.
 
-The list is what ``torch.load(weights_only=True)`` of torch 2.13 allows, plus numpy scalars, which training scripts like
-to save next to the weights. torch itself is never imported. Names that are listed as opaque may be
-called and return an `OpaqueValue`.
+The list is that of ``torch.load(weights_only=True)`` in torch 2.13, plus numpy scalars, which training scripts save
+next to the weights. torch itself is never imported. Names listed as opaque may be called and return an `OpaqueValue`.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ _TYPE_NAME_BY_OLD_TENSOR = {
     "torch.Tensor": "float32",
     **{f"torch.{name}Tensor": _TYPE_NAME_BY_STORAGE[f"{name}Storage"] for name in _TENSOR_CLASS_NAMES},
 }
-"""Element types by the name of a tensor class; torch before 0.1.12 made tensors by them and set their state then."""
+"""Element types by the name of a tensor class; torch before 0.1.12 pickled tensors by class, with a state."""
 
 _ELEMENT_TYPE_BY_DTYPE = {f"torch.{name}": kind for name, kind in ELEMENT_TYPES.items()}
 
@@ -115,7 +114,7 @@ class AllowedGlobals:
         return allowed_global
 
     def set_state(self, value: object, state: object) -> bool:
-        """Apply a pickled state to a value that a pickle made; False if no known class has such a state."""
+        """Apply a pickled state to a value; return False if no known class has such a state."""
         return set_tensor_state(value, state)
 
 
@@ -144,7 +143,7 @@ def _build_size(arguments: PickleArguments) -> tuple[object, ...]:
 
 
 def _build_tensor(arguments: PickleArguments) -> TorchTensor:
-    """``_rebuild_tensor(storage, offset, size, stride)``."""
+    """Build a tensor: ``_rebuild_tensor(storage, offset, size, stride)``."""
     if len(arguments) != 4:
         raise CheckpointError(f"a tensor made of {len(arguments)} values: expected 4")
     storage, offset, shape, strides = arguments
@@ -152,14 +151,14 @@ def _build_tensor(arguments: PickleArguments) -> TorchTensor:
 
 
 def _build_tensor_v2(arguments: PickleArguments) -> TorchTensor:
-    """``_rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks[, flags])``."""
+    """Build a tensor: ``_rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks[, flags])``."""
     if not 6 <= len(arguments) <= 7:
         raise CheckpointError(f"a tensor made of {len(arguments)} values: expected 6 or 7")
     return _apply_flags(_check_gradient(_build_tensor(arguments[:4]), arguments[4]), arguments[6:])
 
 
 def _build_tensor_v3(arguments: PickleArguments) -> TorchTensor:
-    """``_rebuild_tensor_v3(storage, offset, size, stride, requires_grad, hooks, dtype[, flags])``."""
+    """Build a tensor: ``_rebuild_tensor_v3(storage, offset, size, stride, requires_grad, hooks, dtype[, flags])``."""
     if not 7 <= len(arguments) <= 8:
         raise CheckpointError(f"a tensor made of {len(arguments)} values: expected 7 or 8")
     dtype = arguments[6]
@@ -184,9 +183,9 @@ _UNNEGATABLE_TYPES = ("bool", "uint16", "uint32", "uint64")
 
 
 def _apply_flags(tensor: TorchTensor, flags: PickleArguments) -> TorchTensor:
-    """Return a tensor with the conjugation or negation bit of torch set for each name in `flags`.
+    """Return a tensor with torch's conjugation or negation bit set for each name in `flags`.
 
-    Conjugating leaves the real part as it is. What torch has no operation for is made a type without values.
+    Conjugation leaves the real part unchanged. Types that torch cannot conjugate become tensors without values.
     """
     if not (flags and flags[0]):
         return tensor
@@ -208,7 +207,7 @@ def _apply_flags(tensor: TorchTensor, flags: PickleArguments) -> TorchTensor:
 
 
 def _build_quantised_tensor(arguments: PickleArguments) -> TorchTensor:
-    """``_rebuild_qtensor(storage, offset, size, stride, quantizer, requires_grad, hooks)``."""
+    """Build a tensor: ``_rebuild_qtensor(storage, offset, size, stride, quantizer, requires_grad, hooks)``."""
     if len(arguments) != 7:
         raise CheckpointError(f"a quantised tensor made of {len(arguments)} values: expected 7")
     storage, offset, shape, strides = arguments[:4]
@@ -219,7 +218,7 @@ def _build_quantised_tensor(arguments: PickleArguments) -> TorchTensor:
 
 
 def _build_sparse_tensor(arguments: PickleArguments) -> TorchTensor:
-    """``_rebuild_sparse_tensor(layout, data)``: the shape is the first tuple in `data`."""
+    """Build a tensor: ``_rebuild_sparse_tensor(layout, data)``; the shape is the first tuple in `data`."""
     if len(arguments) != 2 or not isinstance(arguments[1], tuple):
         raise CheckpointError("a sparse tensor that is not put together as torch does")
     shape = next((argument for argument in arguments[1] if isinstance(argument, tuple)), None)
@@ -227,7 +226,7 @@ def _build_sparse_tensor(arguments: PickleArguments) -> TorchTensor:
 
 
 def _build_meta_tensor(arguments: PickleArguments) -> TorchTensor:
-    """``_rebuild_meta_tensor_no_storage(dtype, size, stride, requires_grad)``."""
+    """Build a tensor: ``_rebuild_meta_tensor_no_storage(dtype, size, stride, requires_grad)``."""
     if len(arguments) != 4:
         raise CheckpointError(f"a meta tensor made of {len(arguments)} values: expected 4")
     return make_valueless_tensor("meta", "a tensor of the meta device, saved without its values", arguments[1])
@@ -255,7 +254,7 @@ def _refuse_cuda_tensor(arguments: PickleArguments) -> TorchTensor:
 
 
 def set_tensor_state(value: object, state: object) -> bool:
-    """Apply a pickled state to a tensor; False if the state has an unknown form.
+    """Apply a pickled state to a tensor; return False if the state has an unknown form.
 
     Old tensors have a state of four values: storage, offset, shape and strides. Parameters have three, about gradients
     only, which are ignored.
@@ -277,7 +276,7 @@ def set_tensor_state(value: object, state: object) -> bool:
 
 
 def _build_from_type(arguments: PickleArguments) -> object:
-    """``_rebuild_from_type_v2(function, type, arguments, state)``: what the function makes, as it is."""
+    """Return the result of the function in ``_rebuild_from_type_v2(function, type, arguments, state)``."""
     if len(arguments) != 4 or not isinstance(arguments[0], AllowedGlobal) or not isinstance(arguments[2], tuple):
         raise CheckpointError("a tensor of a class of its own that is not put together as torch does")
     function = arguments[0]

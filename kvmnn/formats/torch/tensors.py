@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint: a location in a storage, validated when made, read on demand."""
+"""Tensors of a checkpoint: a location in a storage, validated when created, read on demand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...errors import CheckpointError, LimitError
 
 MAX_AXES = 64
 MAX_ELEMENTS = 100_000_000
-"""Of a tensor that is read at once; the largest weight that a compressor's loaders take."""
+"""Maximum size of a tensor that is read at once: the largest weight that loaders of compressors accept."""
 
 AnyArray = npt.NDArray[Any]
 
@@ -37,12 +37,12 @@ class ElementType:
 
     @property
     def is_bfloat16(self) -> bool:
-        """Whether the elements are bfloat16, the upper halves of float32."""
+        """Return whether the elements are bfloat16, the upper halves of float32."""
         return self.name == "bfloat16"
 
     @property
     def is_complex(self) -> bool:
-        """Whether the elements have imaginary parts, which no conversion retains."""
+        """Return whether the elements have imaginary parts, which no conversion retains."""
         return self.name.startswith("complex")
 
     def to_numpy_dtype(self, *, is_big_endian: bool) -> np.dtype[Any]:
@@ -82,15 +82,15 @@ ELEMENT_TYPES = {
         *(ElementType(f"{sign}int{bits}", "", 1) for sign in ("", "u") for bits in range(1, 8)),
     )
 }
-"""By torch's name."""
+"""Element types by torch's name."""
 
 UNTYPED = ElementType("untyped", "", 1)
-"""Bytes without a type; the tensor brings one, or takes them as uint8."""
+"""Bytes without a type; the tensor defines one, or they are uint8."""
 
 
 @dataclass(eq=False, slots=True)
 class TorchStorage:
-    """A run of elements somewhere in a checkpoint."""
+    """Consecutive elements in a checkpoint, shared by tensors."""
 
     #: Its key in the checkpoint.
     key: str
@@ -124,17 +124,17 @@ class TorchTensor:
 
     @property
     def type_name(self) -> str:
-        """The torch name of the element type, marked ``(negated)`` if the values must be negated."""
+        """Return the torch name of the element type, marked ``(negated)`` if the values must be negated."""
         return f"{self.element_type.name} (negated)" if self.is_negated else self.element_type.name
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Return the number of elements."""
         return math.prod(self.shape)
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether the elements follow each other in the storage, in order; as torch's ``is_contiguous``."""
+        """Return whether the elements are consecutive in the storage, in order; as torch's ``is_contiguous``."""
         expected_stride = 1
         for length, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if length != 1 and stride != expected_stride:

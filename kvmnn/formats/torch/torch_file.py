@@ -35,7 +35,7 @@ LEGACY_PROTOCOL = 1001
 
 
 class LegacyReader:
-    """The object of a legacy checkpoint; storages are placed once their keys are known, and read when needed."""
+    """Reader of a legacy checkpoint; storages are located once their keys are known, and read on demand."""
 
     def __init__(self, file: MappedFile, allowed_globals: AllowedGlobals, max_opcodes: int) -> None:
         self._file = file
@@ -130,7 +130,7 @@ class LegacyReader:
         return registered_storage
 
     def _locate_storages(self, keys: list[str]) -> None:
-        """Find where each storage lies."""
+        """Find the offset of each storage."""
         for key in keys:
             storage = self.storages.get(key)
             if storage is None:
@@ -255,7 +255,7 @@ class TorchFile:
 
     #: How the file is stored.
     kind: TorchFileKind
-    #: The saved object: dicts, lists, `TorchTensor`s and plain values; what is not looked at is `OpaqueValue`.
+    #: The saved object: dicts, lists, `TorchTensor`s and plain values; unneeded values are `OpaqueValue`.
     root: object
     #: Bytes of its pickles.
     pickle_bytes: int
@@ -270,7 +270,7 @@ PICKLE_SIGNATURE = b"\x80"
 
 
 def detect_torch_kind(head: bytes) -> TorchFileKind | None:
-    """Return how torch stored the file with these first bytes; None for other files.
+    """Return the torch file kind for these first bytes; None for other files.
 
     A ``.npz`` file is a zip as well.
     """

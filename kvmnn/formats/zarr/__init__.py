@@ -1,6 +1,6 @@
 """Zarr stores on disk: a directory with a document for each array and a file for each chunk (docs/zarr.md).
 
-Read and written without the package zarr; zarr, xarray and dask read what is written by the codec in
+Reading and writing do not need the package zarr; zarr, xarray and dask read kvmnn's stores with the codec in
 `kvmnn.integrations`.
 """
 

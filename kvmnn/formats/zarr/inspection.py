@@ -1,4 +1,4 @@
-"""What a Zarr store holds, in arrays, chunks and bytes; nothing is decoded."""
+"""Inspect a Zarr store: arrays, chunks and sizes, without decoding."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ class ZarrArrayInfo(Record):
     name: str
     dtype: str
     shape: ChunkIndex
-    #: Of every chunk.
+    #: Shape of every chunk.
     chunk_shape: ChunkIndex
-    #: How many there are, and how many are not there: they read as the fill value.
+    #: Numbers of all chunks and of missing ones, which read as the fill value.
     chunks: int
     missing: int
     #: ``"kvmnn.frame"``, ``"bytes"``, ``"bytes, zstd"`` ...
     codec: str
-    #: Of the array, and of its files.
+    #: Sizes of the array and of its files.
     raw_bytes: int
     stored_bytes: int
-    #: Of its words, as noted down.
+    #: Recorded SHA-256 of its words.
     sha256: str | None
 
     @property
     def ratio(self) -> float | None:
-        """Raw over stored bytes; None where chunks are not there."""
+        """Return raw bytes divided by stored bytes; None if chunks are missing."""
         return None if self.missing else compute_ratio(self.raw_bytes, self.stored_bytes)
 
     def __str__(self) -> str:
@@ -56,31 +56,31 @@ class ZarrArrayInfo(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class ZarrStoreInfo(Record):
-    """A store."""
+    """Arrays and totals of a store."""
 
-    #: The directory, or the URL.
+    #: Path or URL of the store.
     path: str = field(metadata={"key": "input"})
     kind: Literal["zarr"] = field(default="zarr", init=False)
-    #: Those that frames can hold.
+    #: Arrays that frames can store.
     arrays: Sequence[ZarrArrayInfo]
-    #: How many more arrays there are (`truncate`).
+    #: Number of arrays that `truncate` removed.
     arrays_left_out: int = 0
-    #: One line for each other one.
+    #: One line for each other array.
     skipped: Sequence[str]
     raw_bytes: int
     stored_bytes: int
-    #: What the cache that it was made from said of itself.
+    #: Description of the engine's cache that it was made from.
     engine_cache: EngineCacheInfo | None = field(metadata={"omit": True})
-    #: The state of the model that the arrays contain, where that is known.
+    #: How much of the model's state the arrays contain; None if unknown.
     completeness: Completeness | None = field(default=None, metadata={"omit": True})
-    #: Runs of the positions that each layer has, ``(begin, size)``, where they are known.
+    #: Known positions of each layer as ``(begin, size)`` runs.
     positions: Mapping[int, PositionRuns] = field(default_factory=dict, metadata={"json": False})
-    #: Of all arrays, and those of them that are not there.
+    #: Numbers of chunks of all arrays and of missing ones.
     chunks: int = field(metadata={"json": False})
     missing: int = field(metadata={"json": False})
 
     def truncate(self, max_listed: int = MAX_LISTED_ARRAYS) -> ZarrStoreInfo:
-        """The first arrays: a store may have thousands."""
+        """Return only the first arrays: a store may have thousands."""
         return replace(
             self,
             arrays=self.arrays[:max_listed],
@@ -90,13 +90,13 @@ class ZarrStoreInfo(Record):
     @property
     @json_key(after="stored_bytes")
     def ratio(self) -> float | None:
-        """Raw over stored bytes; None where chunks are not there, as nothing is stored of them."""
+        """Return raw bytes divided by stored bytes; None if chunks are missing, which store nothing."""
         return None if self.missing else compute_ratio(self.raw_bytes, self.stored_bytes)
 
     @property
     @json_key(after="ratio")
     def notes(self) -> list[str]:
-        """What changes the meaning of the sizes, in lines."""
+        """Return lines about what qualifies the sizes."""
         if not self.missing:
             return []
         return [f"{self.missing:,} of {pluralize(self.chunks, 'chunk')} are not there, and read as the fill value"]

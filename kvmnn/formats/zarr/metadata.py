@@ -27,12 +27,12 @@ from ...integrations.chunk_codec import CODEC_NAME, MAX_CHUNK_BYTES
 from ..tensor_selection import build_subset_metadata
 
 ArrayRegion = tuple[tuple[int, int], ...]
-"""From where to where along each axis."""
+"""Start and end along each axis."""
 ChunkIndex = tuple[int, ...]
 
 MAX_CHUNKS = 1 << 24
 MAX_SLAB_BYTES = 128 << 20
-"""Of a part of an array that is put together from chunks which do not lie one after the other."""
+"""Maximum size of a part of an array that is assembled from non-contiguous chunks."""
 
 
 def choose_chunk_shape(shape: ChunkIndex, itemsize: int, max_bytes: int) -> ChunkIndex:
@@ -110,7 +110,7 @@ def count_elements(region: ArrayRegion) -> int:
 
 ArrayCodec = Literal["frame", "bytes"]
 ATTRIBUTES_KEY = "kvmnn"
-"""Of attributes that kvmnn writes."""
+"""Key of kvmnn's attributes."""
 
 _NUMPY_DTYPE_BY_NAME = {name: np.dtype(name) for name in ("float16", "float32", "float64", "bool")}
 _NUMPY_DTYPE_BY_NAME |= {
@@ -127,7 +127,7 @@ _INDEX_REGEX = re.compile(r"0|[1-9][0-9]{0,17}")
 class ArrayMetadata:
     """The metadata document of an array."""
 
-    #: In elements; axes as the array has them.
+    #: Shapes of array and chunks in elements, in the array's axis order.
     shape: ChunkIndex
     chunk_shape: ChunkIndex
     #: Type of the elements in a decoded chunk; uint16 for bfloat16.
@@ -136,10 +136,10 @@ class ArrayMetadata:
     is_bf16: bool = False
     #: Byte order of the elements in a chunk.
     order: Order = "C"
-    #: A frame or the words themselves; what compressed that.
+    #: Array codec (a frame or raw words), and the compressor after it.
     array_codec: ArrayCodec = "bytes"
     bytes_codec: str | None = None
-    #: The bytes of an element of a chunk that is not there.
+    #: Bytes of an element of a missing chunk.
     fill_bytes: bytes = b""
     #: Prefix and separator of chunk names.
     key_prefix: str = "c"
@@ -149,12 +149,12 @@ class ArrayMetadata:
 
     @property
     def chunk_bytes(self) -> int:
-        """Size of a decoded chunk in bytes."""
+        """Return the size of a decoded chunk in bytes."""
         return math.prod(self.chunk_shape) * self.array_dtype.itemsize
 
     @property
     def codec_name(self) -> str:
-        """Human-readable name of the chunk encoding."""
+        """Return a name of the chunk encoding for reports."""
         return ", ".join(
             [CODEC_NAME if self.array_codec == "frame" else "bytes", *([self.bytes_codec] if self.bytes_codec else [])]
         )
@@ -287,7 +287,7 @@ def _parse_separator(value: Any, label: str) -> str:
 
 
 def _parse_codecs(node: JsonReader, num_axes: int) -> tuple[Order, ArrayCodec, str | None, bool]:
-    """Order, packing, compressor, and whether the words are big-endian."""
+    """Return order, array codec, compressor, and whether the words are big-endian."""
     entries = [(entry.get("name").read_str(), entry) for entry in node.read_list(min_len=1)]
     order: Order = "C"
     if entries[0][0] == "transpose":

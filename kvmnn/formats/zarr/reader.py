@@ -1,4 +1,4 @@
-"""Read a Zarr store in a directory or at a URL: metadata at once, chunks when they are asked for."""
+"""Read a Zarr store in a directory or at a URL: metadata at once, chunks on demand."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ V2_ARRAY_NAME, _V2_GROUP_NAME, _V2_ATTRIBUTES_NAME = ".zarray", ".zgroup", ".zat
 _MAX_DEPTH = 16
 _DTYPE_BY_TYPE_STRING = {"<f2": "fp16", "<f4": "fp32"}
 _MAX_FILL_BYTES, _MAX_MISSING_CHUNKS = 1 << 30, 1 << 14
-"""Bytes of an array whose chunks are not there, and how many these may be."""
+"""Limits of arrays with missing chunks: bytes of the array, and missing chunks."""
 _MAX_ZSTD_WINDOW_BYTES = 128 << 20
 _MIN_JOB_BYTES = 64 << 10
-"""Bytes that a part counts as at least while it is waited for: parts of two bytes each would be millions."""
+"""Minimum bytes that a part counts in the limit of parts in flight: two-byte parts would be millions."""
 
 
 def _has_store_document(path: str) -> bool:
-    """Return whether a directory is a Zarr group or array; nothing else is read at a URL, so that is not looked at."""
+    """Return whether a directory is a Zarr group or array; URLs are not examined, as only stores are read there."""
     return is_url(path) or any(
         os.path.isfile(os.path.join(path, name)) for name in (DOCUMENT_NAME, _V2_GROUP_NAME, V2_ARRAY_NAME)
     )
@@ -65,33 +65,33 @@ def _has_store_document(path: str) -> bool:
 class ZarrArray:
     """An array of a store."""
 
-    #: What it is called: as noted down, else its place in the store.
+    #: Recorded name, else the path in the store.
     name: str
-    #: Where its store lies, and in it its chunks.
+    #: The store, and the folder of its chunks.
     store: ZarrStore
     folder: str
-    #: What it is.
+    #: Metadata document of the array.
     metadata: ArrayMetadata
 
     @property
     def sha256(self) -> str | None:
-        """Of its words, as noted down when they were written."""
+        """Return the SHA-256 of its words that was recorded when it was written."""
         return self.get_recorded("sha256")
 
     def get_recorded(self, key: str) -> str | None:
-        """What kvmnn noted down of it; None where it did not, or that is no text."""
+        """Return a string that kvmnn recorded in the attributes; None if there is none."""
         own_attributes = self.metadata.attributes.get(ATTRIBUTES_KEY)
         value = own_attributes.get(key) if isinstance(own_attributes, dict) else None
         return value if isinstance(value, str) else None
 
     @property
     def memory_shapes(self) -> tuple[ChunkIndex, ChunkIndex]:
-        """Shape and chunks in memory order, the last axis fastest."""
+        """Return the shapes of array and chunks in memory order, the last axis fastest."""
         shape, chunk_shape = self.metadata.shape, self.metadata.chunk_shape
         return (shape, chunk_shape) if self.metadata.order == "C" else (shape[::-1], chunk_shape[::-1])
 
     def list_chunk_sizes(self) -> list[int]:
-        """Of the chunks that are there: what lies in the folder is looked at, not every place where one might."""
+        """Return the sizes of the chunks that exist, by listing the folder instead of probing every index."""
         chunk_counts = count_chunks(*self.memory_shapes)
         depth = 1 + len(chunk_counts) if self.metadata.key_separator == "/" else 1
         indexed_sizes = [
@@ -105,13 +105,13 @@ class ZarrArray:
         ]
 
     def get_chunk_path(self, index: ChunkIndex) -> str:
-        """Of the file of a chunk in the store; the index is of memory order."""
+        """Return the path of a chunk's file in the store; the index is in memory order."""
         name = self.metadata.format_chunk_key(index)
         return f"{self.folder}/{name}" if self.folder else name
 
 
 def read(path: str, options: ReadOptions, store: ZarrStore | None = None) -> Source:
-    """The arrays of a store, or the one array that a directory is. place: where it lies, if not at the path.
+    """Read the arrays of a store, or the only array of a directory; `store` replaces the store at the path.
 
     Raises
     ------
@@ -133,7 +133,7 @@ def read(path: str, options: ReadOptions, store: ZarrStore | None = None) -> Sou
 
 
 def list_zarr_arrays(path: str, store: ZarrStore | None = None) -> tuple[list[tuple[str, Any]], Mapping[str, Any]]:
-    """``(name, maker of its StoredArray)`` of every array in order, and the attributes of the group."""
+    """Return ``(name, maker of its `ZarrArray`)`` of every array in order, and the attributes of the group."""
     store = store or open_zarr_store(path)
     nodes = list(islice(_iter_nodes(store, ""), MAX_ENTRIES + 1))
     if not nodes and is_url(path):
@@ -175,7 +175,7 @@ def _make_zarr_array(store: ZarrStore, folder: str, node_attributes: Mapping[str
 def _iter_nodes(
     store: ZarrStore, folder: str, depth: int = 0
 ) -> Iterator[tuple[str, dict[str, Any], JsonReader | None]]:
-    """Groups and arrays: folder in the store, attributes, and the document of an array (None for a group)."""
+    """Yield groups and arrays: folder in the store, attributes, and the document of an array (None for a group)."""
     if depth > _MAX_DEPTH:
         raise LimitError(f"{store.get_path(folder)}: lies below more than {_MAX_DEPTH} groups")
 
@@ -230,7 +230,7 @@ def _make_chunked_array(path: str, name: str, make_array: Any, options: ReadOpti
 
 
 def _iter_array_chunks(array: ZarrArray, label: str, threads: int | None, chunk_bytes: int) -> Iterator[Chunk]:
-    """All words in memory order; after the last of them the hash is compared."""
+    """Yield all words in memory order; after the last of them the hash is compared."""
     metadata = array.metadata
     total_bytes = int(np.prod(metadata.shape, dtype=object)) * metadata.array_dtype.itemsize
     digest = hashlib.sha256() if array.sha256 else None
@@ -259,7 +259,7 @@ def _iter_decoded_slabs(array: ZarrArray, label: str, threads: int | None) -> It
 
 
 class _ChunkReader:
-    """The chunks of an array, decoded as they are asked for; threads may ask side by side."""
+    """Reader that decodes chunks of an array on demand; several threads may use it."""
 
     def __init__(self, array: ZarrArray, label: str) -> None:
         self._array, self._label = array, label
@@ -267,7 +267,7 @@ class _ChunkReader:
         self._missing_chunks = 0
 
     def read_slab(self, region: ArrayRegion, threads: int | None) -> Bytes:
-        """The bytes of a part."""
+        """Return the bytes of a region."""
         overlaps = list(iter_overlapping_chunks(region, self._chunk_shape)) if region else [((), (), ())]
         shape = tuple(end - begin for begin, end in region)
         if len(overlaps) == 1:
@@ -323,7 +323,7 @@ class _ChunkReader:
 
 
 def _decompress_chunk(bytes_codec: str, data: Bytes, nbytes: int) -> bytes:
-    """At most a little more than a frame of `nbytes` bytes can have."""
+    """Decompress a chunk to at most a little more than a frame of `nbytes` bytes can have."""
     max_bytes = bound_frame_bytes(nbytes)
     try:
         if bytes_codec == "zstd":
@@ -342,9 +342,10 @@ def _decompress_chunk(bytes_codec: str, data: Bytes, nbytes: int) -> bytes:
 
 
 def find_orphaned_arrays(path: str) -> str | None:
-    """What to say of a directory that has arrays right below it and no document of its own; None for all others.
+    """Return an error text for a directory with arrays directly below it and no document of its own; None for all
+    others.
 
-    Arrays whose own names end in ``.zarr`` are stores that lie side by side, unless the directory's name does, too.
+    Arrays whose own names end in ``.zarr`` are separate stores, unless the directory's name does, too.
     """
     if _has_store_document(path):
         return None

@@ -1,4 +1,4 @@
-"""Arrays out of a Zarr store, and the proof that they are what was written."""
+"""Decode the arrays of a Zarr store, and verify them by their hashes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _READ_CHUNK_BYTES = 8 << 20
 
 
 class VerifyStoreResult(VerifyResult):
-    """What decoding every chunk of a store has shown."""
+    """Result of decoding every chunk of a store."""
 
     def __str__(self) -> str:
         text = super().__str__().replace("sha256 of the manifest", "sha256 of the store")
@@ -36,7 +36,7 @@ class VerifyStoreResult(VerifyResult):
 
 @dataclass(frozen=True, kw_only=True)
 class _StoreStats:
-    """How much there is in a store."""
+    """Sizes and counts of a store."""
 
     hashes: list[str | None]
     num_files: int
@@ -44,7 +44,7 @@ class _StoreStats:
 
 
 def _collect_store_stats(path: str, source: Source) -> _StoreStats:
-    """Of the arrays of a source; sizes of files, none of which is read."""
+    """Return the totals of the arrays of a source, by the sizes of files, without reading them."""
     names = set(source)
     arrays: list[ZarrArray] = [make_array() for name, make_array in list_zarr_arrays(path)[0] if name in names]
     sizes = [size for array in arrays for size in array.list_chunk_sizes()]
@@ -60,7 +60,7 @@ def restore_store(
     force: bool = False,
     progress: Progress | None = None,
 ) -> RestoreResult:
-    """Decode the arrays of a Zarr store and write them; the hashes that kvmnn noted down are compared.
+    """Decode the arrays of a Zarr store and write them; the recorded hashes are compared.
 
     Parameters
     ----------
@@ -132,7 +132,7 @@ def _iter_source_chunks(source: Source, progress: Progress | None) -> Iterator[t
 def verify_store(
     path: str, options: ReadOptions | None = None, *, progress: Progress | None = None
 ) -> VerifyStoreResult:
-    """Decode every chunk of a store again, and compare the hashes that kvmnn noted down.
+    """Decode every chunk of a store, and compare the recorded hashes.
 
     Raises
     ------
@@ -160,7 +160,7 @@ def verify_store(
 
 
 def _check_consolidated(store: ZarrStore) -> None:
-    """`SourceError` where the group's document says other things of an array than its own."""
+    """Raise `SourceError` if the group's document and an array's own document differ."""
     group = store.read_document(DOCUMENT_NAME)
     for name, entry in (get_consolidated_metadata(group) or {}).items() if group else ():
         own_document = store.read_own_document(f"{name}/{DOCUMENT_NAME}")

@@ -30,25 +30,25 @@ T = TypeVar("T")
 
 
 class ZarrStore:
-    """A directory. Names are relative to it, with slashes; the empty one is the directory itself."""
+    """A store in a directory. Names are relative to it, with slashes; the empty name is the directory itself."""
 
     def __init__(self, path: str) -> None:
         self.label = path
 
     def get_path(self, name: str) -> str:
-        """The path of a file, for messages."""
+        """Return the path of a file, for messages."""
         return os.path.join(self.label, name)
 
     def read_document(self, name: str) -> JsonReader | None:
-        """A document; None where there is none."""
+        """Return a JSON document; None if there is none."""
         return read_document_at(Path(self.get_path(name)))
 
     def read_own_document(self, name: str) -> JsonReader | None:
-        """A document as it lies at its place, whatever the group's says of it."""
+        """Return the document in its own file, ignoring the group's consolidated metadata."""
         return self.read_document(name)
 
     def list_folders(self, name: str) -> list[str]:
-        """The names of folders right in one, sorted."""
+        """Return the names of the folders directly in a folder, sorted."""
         folder = Path(self.get_path(name))
         try:
             with os.scandir(folder) as entries:
@@ -58,9 +58,9 @@ class ZarrStore:
         return _check_entry_count(folder_names, str(folder))
 
     def read_chunk(self, name: str, max_bytes: int) -> Bytes | None:
-        """The bytes of a chunk; None where there is none.
+        """Return the bytes of a chunk; None if there is none.
 
-        Of one of more than `max_bytes` bytes some more than these.
+        A chunk of more than `max_bytes` bytes is returned truncated, but longer than that.
         """
         path = self.get_path(name)
         if not os.path.lexists(path):
@@ -69,21 +69,21 @@ class ZarrStore:
         return file.view(0, file.size) if file.size else np.empty(0, np.uint8)
 
     def iter_sizes(self, name: str, depth: int) -> Iterator[tuple[str, int]]:
-        """Files of a folder and of folders in it, so many deep: names below the folder, and their bytes."""
+        """Yield names and sizes of the files in a folder and its folders down to `depth`."""
         folder = self.get_path(name)
         for path in _iter_files_below(folder, depth):
             yield os.path.relpath(path, folder).replace(os.sep, "/"), os.path.getsize(path)
 
 
 class RemoteZarrStore(ZarrStore):
-    """A URL. Documents are those that the group's has of all arrays, where it has (`consolidated_metadata`).
+    """A store at a URL. Documents come from the group's `consolidated_metadata`, if it has any.
 
     Parameters
     ----------
     url
         ``s3://bucket/x.zarr``, ``gs://``, ``memory://`` ...
     documents
-        What is not there yet, by name; nothing is then taken from the group's document.
+        Documents by name that do not exist yet; the group's document is not read then.
     """
 
     def __init__(self, url: str, documents: Mapping[str, bytes] | None = None) -> None:
@@ -128,7 +128,7 @@ class RemoteZarrStore(ZarrStore):
             yield str(path).removeprefix(prefix), int(entry["size"] or 0)
 
     def _load_consolidated(self) -> None:
-        """One request for all documents; they are bounded and checked as those that lie by themselves."""
+        """Load all documents by one request; they are limited and checked as separate ones are."""
         text = self._read_bytes(DOCUMENT_NAME, MAX_DOCUMENT_BYTES)
         if text is None:
             return
@@ -146,13 +146,13 @@ class RemoteZarrStore(ZarrStore):
         self._folders_by_parent = {name: sorted(children) for name, children in folders.items()}
 
     def _read_bytes(self, name: str, max_bytes: int) -> bytes | None:
-        """At most one byte more than `max_bytes`."""
+        """Return the bytes of a file, at most one more than `max_bytes`; None if there is no such file."""
         return self._request(
             name, lambda: bytes(self._filesystem.cat_file(self._get_remote_path(name), start=0, end=max_bytes + 1))
         )
 
     def _request(self, name: str, send: Callable[[], T]) -> T | None:
-        """What a call gives; None where there is no such file."""
+        """Return the result of a call; None if there is no such file."""
         try:
             return send()
         except NOT_FOUND_ERRORS:
@@ -167,12 +167,12 @@ class RemoteZarrStore(ZarrStore):
 
 
 def open_zarr_store(path: str) -> ZarrStore:
-    """Of a store: a directory, or a URL."""
+    """Open a store in a directory or at a URL."""
     return RemoteZarrStore(path) if is_url(path) else ZarrStore(path)
 
 
 def read_document_at(path: Path) -> JsonReader | None:
-    """A document of a store on disk; None where there is none."""
+    """Return a JSON document of a store on disk; None if there is none."""
     try:
         return parse_document(read_bounded(path, MAX_DOCUMENT_BYTES), str(path), MAX_DOCUMENT_BYTES)
     except (FileNotFoundError, NotADirectoryError):
@@ -180,12 +180,12 @@ def read_document_at(path: Path) -> JsonReader | None:
 
 
 def bound_frame_bytes(nbytes: int) -> int:
-    """A little more than a frame of `nbytes` bytes can have."""
+    """Return a size slightly above the largest frame of `nbytes` bytes."""
     return 2 * nbytes + _MAX_FRAME_OVERHEAD_BYTES
 
 
 def get_consolidated_metadata(group: JsonReader) -> dict[str, Any] | None:
-    """The documents of arrays and groups, by their folders, that a group's document has; None where it has none."""
+    """Return the documents of arrays and groups, by folder, in a group's document; None if it has none."""
     metadata = group.value.get("consolidated_metadata") if isinstance(group.value, dict) else None
     entries = metadata.get("metadata") if isinstance(metadata, dict) and metadata.get("kind") == "inline" else None
     if not isinstance(entries, dict) or len(entries) > MAX_ENTRIES or not all(map(_is_plain_name, entries)):
@@ -194,7 +194,7 @@ def get_consolidated_metadata(group: JsonReader) -> dict[str, Any] | None:
 
 
 def _is_plain_name(name: str) -> bool:
-    """Whether a name is that of a folder in the store."""
+    """Return whether a name is that of a folder in the store."""
     return name.count("/") <= _MAX_NAME_PARTS and not {"", ".", ".."} & set(name.split("/"))
 
 
@@ -205,7 +205,7 @@ def _check_entry_count(names: list[str], label: str) -> list[str]:
 
 
 def _iter_files_below(folder: str, depth: int) -> Iterator[str]:
-    """Files of a folder and of folders in it, so many deep, sorted."""
+    """Yield the files in a folder and its folders down to `depth`, sorted."""
     try:
         with os.scandir(folder) as entries:
             sorted_entries = sorted(entries, key=lambda entry: entry.name)
@@ -219,16 +219,16 @@ def _iter_files_below(folder: str, depth: int) -> Iterator[str]:
 
 
 _MAX_PARALLEL_UPLOADS = 8
-"""Files on their way, each in memory until it is there."""
+"""Maximum number of parallel uploads, each in memory until it is done."""
 
 
 class Upload:
-    """The files of a store on their way to a URL; what was written is removed again where something fails.
+    """Upload of the files of a store to a URL; files already written are removed if it fails.
 
     Parameters
     ----------
     url
-        Where the store is to be.
+        Target URL of the store.
     force
         Replace a store that is there, as a whole; it is removed before the first file is written.
     exclude
@@ -267,15 +267,17 @@ class Upload:
 
     @property
     def store(self) -> RemoteZarrStore:
-        """What was written, as a store."""
+        """Return the uploaded files as a store."""
         return RemoteZarrStore(self._url, self._documents)
 
     def open_file(self, name: str) -> _UploadFile:
-        """Begin a file."""
+        """Open a file for writing."""
         return _UploadFile(self, name)
 
     def put_file(self, name: str, data: bytes) -> None:
-        """Send a file off; waits for earlier ones where many are on their way. The group's document is kept back."""
+        """Start the upload of a file, after waiting if there are many; the group's document is delayed until
+        `commit`.
+        """
         if name == DOCUMENT_NAME:
             self._documents[name] = data
             return
@@ -290,7 +292,7 @@ class Upload:
         self._pending.append(self._executor.submit(self._filesystem.pipe_file, path, data))
 
     def finish_files(self) -> None:
-        """Wait until all is there."""
+        """Wait until all uploads are done."""
         while self._pending:
             self._wait_for_oldest()
 
@@ -329,7 +331,7 @@ class Upload:
 
 
 class _UploadFile:
-    """A file of a store, which is written at once."""
+    """A file of a store, which is uploaded at once."""
 
     def __init__(self, upload: Upload, name: str) -> None:
         self._upload, self._name = upload, name

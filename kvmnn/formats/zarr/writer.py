@@ -36,14 +36,14 @@ from .reader import ZARR, read
 from .stores import DOCUMENT_NAME, MAX_DOCUMENT_BYTES, Upload, ZarrStore
 
 DEFAULT_CHUNK_BYTES = 4 << 20
-"""Raw bytes of a chunk where nothing else is said."""
+"""Default raw bytes of a chunk."""
 _DATA_TYPE_BY_DTYPE = {"fp16": "float16", "bf16": "uint16", "fp32": "float32"}
 _READ_CHUNK_BYTES = 8 << 20
 _MAX_LISTED_NAMES = 4
 
 
 class EncodeStoreResult(EncodeResult):
-    """The arrays written to a store; `EncodeResult.manifest` lists their chunks."""
+    """Result of encoding arrays into a store; `EncodeResult.manifest` lists their chunks."""
 
     def _describe_renames(self) -> str:
         folders = ((array.name, array.frames[0].file.partition("/")[0]) for array in self.manifest.arrays)

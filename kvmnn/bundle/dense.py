@@ -72,7 +72,7 @@ class DensePlan:
 
     @property
     def nbytes(self) -> int:
-        """Raw bytes of a stream."""
+        """Return the raw bytes of a stream."""
         return math.prod(self.shape) * dtypes.parse_dtype(self.dtype).itemsize
 
 

@@ -45,16 +45,18 @@ class Block:
 
     @property
     def ratio(self) -> float:
-        """Raw over compressed bytes, rounded to float32 as in the engine; 1 if no frames are stored."""
+        """Return raw bytes divided by compressed bytes, rounded to float32 as in the engine; 1 if no frames are
+        stored.
+        """
         return _compute_float32_ratio(self.raw_bytes, self.compressed_bytes) if self.is_stored else 1.0
 
     @property
     def attempted_ratio(self) -> float:
-        """Raw over attempted bytes, rounded to float32; 1 after a failure."""
+        """Return raw bytes divided by attempted bytes, rounded to float32; 1 after a failure."""
         return 1.0 if self.fallback else _compute_float32_ratio(self.raw_bytes, self.attempted_bytes)
 
     def __repr__(self) -> str:
-        """One line: the frames and their sizes, not their bytes."""
+        """Return one line: the frames and their sizes, not their bytes."""
         summary = (
             f"{self.dtype or 'no dtype'}, {self.raw_bytes:,} -> {self.compressed_bytes:,} bytes, ratio {self.ratio:.4f}"
         )

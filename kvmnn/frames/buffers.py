@@ -1,4 +1,4 @@
-"""Arrays and buffers as bytes, and their checksums: the engine's 64-bit hash, and one for memory."""
+"""Arrays and buffers as bytes, and their checksums: the engine's 64-bit hash, and a faster one for data in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decode MNN frames, accepted and refused as by MNN's own decoder (docs/format.md); find frames in a concatenation."""
+"""Decode MNN frames, accepted and rejected as by MNN's own decoder (docs/format.md); find concatenated frames."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MNN frames from arrays (docs/format.md is the normative description).
+"""Encode arrays as MNN frames (docs/format.md is the normative description).
 
 A frame contains the elements of one array, split into byte lanes: two for 16-bit and four for 32-bit elements. Each
 lane is a stream with its own predictor and codec. An effort chooses these; every frame is lossless and decodes in MNN.

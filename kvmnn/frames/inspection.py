@@ -39,7 +39,7 @@ class StreamInfo(Record):
 
     @property
     def bits_per_byte(self) -> float:
-        """Payload bits per raw byte of the stream."""
+        """Return the payload bits per raw byte of the stream."""
         return 8 * self.payload_bytes / self.raw_bytes
 
 
@@ -75,7 +75,7 @@ class FrameInfo(Record):
 
     @property
     def ratio(self) -> float:
-        """Raw bytes over frame bytes."""
+        """Return raw bytes divided by frame bytes."""
         return self.raw_bytes / self.frame_bytes
 
     @property

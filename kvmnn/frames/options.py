@@ -1,4 +1,4 @@
-"""What an encoder may do: predictors, codecs and effort; the engine's strings for predictors (format.md)."""
+"""Options of the encoder: predictors, codecs and effort; the engine's strings for predictors (format.md)."""
 
 from __future__ import annotations
 

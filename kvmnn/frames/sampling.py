@@ -84,7 +84,7 @@ def _is_single_predictor(bits: int) -> bool:
 
 
 class RepeatInfo(NamedTuple):
-    """How elements of an array that is encoded in segments occur again."""
+    """Distances at which elements repeat, in an array that is encoded in segments."""
 
     across_segments: bool
     """In other segments."""
@@ -98,7 +98,7 @@ _NO_REPEATS = RepeatInfo(False, False, False)
 
 
 def detect_long_range_repeats(data: Bytes, itemsize: int, segment_bytes: int) -> RepeatInfo:
-    """Return how elements occur again, in an array that is encoded in segments of `segment_bytes`.
+    """Detect at which distances elements repeat, for an array encoded in segments of `segment_bytes`.
 
     An element that occurs many times counts once.
     """
@@ -141,7 +141,9 @@ def check_repeats(
     results: list[RepeatInfo],
     stop: threading.Event,
 ) -> None:
-    """Detect repeats while other jobs encode the first segments; set `stop` if segments of that length are in vain."""
+    """Detect repeats while other jobs encode the first segments; set `stop` if segments of that length are
+    unsuitable.
+    """
     repeats = detect_long_range_repeats(data, itemsize, visible_bytes)
     results.append(repeats)
     if repeats.beyond_segment or (repeats.unaligned and not allow_unaligned):

@@ -27,7 +27,7 @@ class Candidate(NamedTuple):
 
     @property
     def rank(self) -> tuple[int, int, bool, int]:
-        """Return the candidate of the lowest rank is used: the smallest, or the first of these in the order of trial."""
+        """Return a sort key: the candidate of the lowest rank is used, the smallest, or the first tried on a tie."""
         return self.size, *_get_trial_order(self.mode, self.has_content_size, self.level)
 
 

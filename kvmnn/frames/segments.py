@@ -1,7 +1,7 @@
-"""Frames whose lanes are several zstd frames in a row: segments that are encoded on different threads.
+"""Frames whose lanes are concatenated zstd frames: segments that are encoded on different threads.
 
-MNN passes a whole payload to ``ZSTD_decompress``, which accepts any number of frames (docs/format.md). Where an
-array is split depends on the array alone, so the bytes of a frame do not depend on the number of threads.
+MNN passes a whole payload to ``ZSTD_decompress``, which accepts any number of frames (docs/format.md). Where an array
+is split depends on the array alone, so the bytes of a frame do not depend on the number of threads.
 
 There are two kinds of segments: those of effort "balanced" are libzstd's, those of effort "fast" come from kvmnn's own
 writer (`_fast_encoder`).

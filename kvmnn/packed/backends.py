@@ -1,4 +1,4 @@
-"""Pack numbers of MNN's CPU backends: what `PackLayout.from_backend` looks up.
+"""Pack numbers of MNN's CPU backends, for `PackLayout.from_backend`.
 
 The numbers depend on how the engine was built and on the processor it runs on, and no file records them. eP, lP, hP
 come from the matrix kernels (`MNNGetMatMulPackMode`), eP8, lP8, hP8 from the int8 ones (`MNNGetGemmUnit`), both read in
@@ -19,21 +19,21 @@ _SOURCE_READ = "read in the sources only"
 
 @dataclass(frozen=True)
 class Backend:
-    """One row of the table."""
+    """Pack numbers of one backend."""
 
-    #: What one element of K and V is. It follows from the backend: x86 has no 16-bit core, so its caches are fp32
-    #: whatever precision was asked for.
+    #: Element type of K and V, fixed by the backend: x86 has no 16-bit core, so its caches are fp32 at any precision
+    #: setting.
     dtype: str
     #: Packing of query tiles. They never enter an index or a size of K or V.
     eP: int
-    #: Packing of a float cache.
+    #: Pack numbers of a float cache.
     lP: int
     hP: int
     eP8: int | None
-    #: Packing of an int8 cache; None where the backend has none.
+    #: Pack numbers of an int8 cache; None if the backend has none.
     lP8: int | None
     hP8: int | None
-    #: Where the numbers were seen at work.
+    #: How the numbers were verified.
     source: str
 
 
@@ -65,7 +65,7 @@ BACKENDS: dict[str, Backend] = {
 
 
 def get_backend(name: str) -> Backend:
-    """Return the row called `name`; `KvmnnError` for any other name."""
+    """Return the backend called `name`; `KvmnnError` for any other name."""
     if not isinstance(name, str):
         raise TypeError(f"backend must be a string, not {type(name).__name__}")
     try:

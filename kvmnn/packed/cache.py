@@ -42,7 +42,7 @@ from .params import EXPAND_CHUNK
 
 
 def allocate_buffers(layout: PackLayout, capacity: int, fill_byte: int) -> BufferPair:
-    """Allocate K and V as the engine does: cleared only where its kernels read padding."""
+    """Allocate K and V as the engine does: zeroed only if its kernels read padding."""
     clear_keys = layout.int8_keys or layout.head_dim % layout.lP != 0
     clear_values = layout.int8_values or layout.lP > 1
     return (
@@ -77,7 +77,7 @@ def resize_buffers(
 
 @dataclass
 class Int8Sums:
-    """Side arrays of an int8 cache."""
+    """Side arrays of an int8 cache: sums and running maxima."""
 
     #: Sum over the dims of each dequantised key, ``[kv_heads, token slots]``, slots in groups of hP8.
     key_sum: Floats
@@ -89,13 +89,13 @@ class Int8Sums:
 
     @classmethod
     def allocate(cls, layout: PackLayout, capacity: int, fill_byte: int = 0) -> Int8Sums:
-        """Allocate them: uninitialised memory of the engine has `fill_byte`."""
+        """Allocate the arrays; memory that the engine leaves uninitialised is filled with `fill_byte`."""
         key_max = np.full((layout.kv_heads, layout.head_dim), np.finfo(np.float32).min, np.float32)
         value_sum = np.zeros(_get_value_sum_shape(layout, capacity), np.float32) if layout.int8_values else None
         return cls(_allocate_key_sum(layout, capacity, fill_byte), key_max, value_sum)
 
     def resize(self, layout: PackLayout, capacity: int, fill_byte: int = 0) -> Int8Sums:
-        """Return the same for a larger capacity."""
+        """Return the arrays for a larger capacity."""
         key_sum = _allocate_key_sum(layout, capacity, fill_byte)
         key_sum[:, : self.key_sum.shape[1]] = self.key_sum
         value_sum = self.value_sum
@@ -226,7 +226,7 @@ class PackedCache:
 
     @property
     def dialect(self) -> str:
-        """Return whose rules it follows."""
+        """Return the dialect: ``"fork"`` or ``"upstream"``."""
         return self._dialect
 
     @property
@@ -411,7 +411,7 @@ class PackedCache:
     def _check_plan(
         self, remove: int, reserve: Iterable[ReservePair], previous: int | None
     ) -> tuple[tuple[ReservePair, ...], int]:
-        """Return the pairs, and the tokens by the engine's counts; refuse numbers that the engine cannot be given."""
+        """Return the pairs, and the tokens by the engine's counts; reject numbers that the engine cannot represent."""
         pairs = parse_pairs(reserve)
         if (validate_int(remove, "remove", 0) or pairs) and self._capacity == 0:
             raise KvmnnError(f"remove is {remove} with {len(pairs)} pairs: nothing was allocated yet")

@@ -1,6 +1,6 @@
-"""The document of a packed cache: what its files do not tell about themselves.
+"""The document of a packed cache: properties that its files do not record.
 
-It lies next to prefix-cache files (``<name>.kvmnn.json``) and in the metadata of what is made from them (bundles,
+It is stored next to prefix-cache files (``<name>.kvmnn.json``) and in the metadata of derived files (bundles,
 ``.safetensors``), under the key ``kvmnn.cache``.
 """
 
@@ -37,13 +37,13 @@ PositionRuns = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class LayerInfo:
-    """One layer's part of a cache."""
+    """Description of one layer of a packed cache."""
 
     #: From 0.
     layer: int
     #: Live tokens.
     tokens: int
-    #: Tokens that the files have room for.
+    #: Capacity of the files in tokens.
     capacity: int
     #: Positions that K of the live tokens is rotated to, in order, as ``(begin, size)`` runs: those of the tokens in
     #: the text, unless `text_positions` gives others.
@@ -51,7 +51,7 @@ class LayerInfo:
     #: True positions of the live tokens in the text, where K was rotated to others since
     #: (`kvmnn mnn compact --rerotate`); None where `positions` are the true ones.
     text_positions: PositionRuns | None = None
-    #: Kv heads and head_dim of the layer, where they are not those of the cache's layout.
+    #: Kv heads and head_dim of the layer, if they differ from the cache's layout.
     heads: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
@@ -66,7 +66,7 @@ class LayerInfo:
 
     @property
     def text_position_runs(self) -> PositionRuns:
-        """Return true positions of the live tokens in the text, as ``(begin, size)`` runs."""
+        """Return the true positions of the live tokens in the text, as ``(begin, size)`` runs."""
         return self.positions if self.text_positions is None else self.text_positions
 
 
@@ -82,7 +82,7 @@ class StateLayer:
     layer: int
     #: One of `STATE_KINDS`.
     kind: str
-    #: Of the file in the place of K (convolution state) and of that in the place of V (recurrent state).
+    #: Bytes of the file in place of K (convolution state), and of that in place of V (recurrent state).
     key_bytes: int
     value_bytes: int
 
@@ -103,11 +103,11 @@ def validate_token_ids(ids: Sequence[int] | npt.NDArray[Any], max_id: int = MAX_
 class TokenIdsFingerprint:
     """The token ids that a cache was made from, as a fingerprint."""
 
-    #: How many they are.
+    #: Number of ids.
     count: int
-    #: Of them as little-endian 32-bit words.
+    #: SHA-256 of the ids as little-endian 32-bit words.
     sha256: str
-    #: What messages call them.
+    #: Name for messages.
     where: str = field(default="the list", compare=False, repr=False)
 
     @classmethod
@@ -119,21 +119,21 @@ class TokenIdsFingerprint:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheInfo:
-    """A cache of packed layers."""
+    """Description of a packed cache."""
 
-    #: ``prefix`` or ``live``: what the files are or were.
+    #: Kind of the files: ``prefix`` or ``live``.
     kind: str
-    #: Of the prefix; empty for other kinds.
+    #: Name of the prefix; empty for other kinds.
     name: str
     #: Geometry and pack numbers.
     layout: PackLayout
     #: In order.
     layers: tuple[LayerInfo, ...]
-    #: Of the text, where they were given.
+    #: Fingerprint of the text's token ids, if specified.
     token_ids: TokenIdsFingerprint | None = None
-    #: Fingerprint of the model's directory, where it was given.
+    #: Fingerprint of the model's directory, if specified.
     model: str | None = None
-    #: Position of the next token, where tokens before it were evicted; None where it follows the last stored one.
+    #: Position of the next token, if tokens before it were evicted; None if it follows the last stored one.
     next_position: int | None = None
     #: Layers without K and V, in order.
     states: tuple[StateLayer, ...] = ()
@@ -152,7 +152,9 @@ class CacheInfo:
         return sum(sum(self.count_live_bytes(layer)) for layer in self.layers)
 
     def get_layer_layout(self, layer: LayerInfo) -> PackLayout:
-        """Return the layout of a layer: that of the cache, with its own kv heads and head_dim where they differ."""
+        """Return the layout of a layer: that of the cache, with the layer's own kv heads and head_dim if they
+        differ.
+        """
         if layer.heads is None:
             return self.layout
         return replace(self.layout, kv_heads=layer.heads[0], head_dim=layer.heads[1])
@@ -182,7 +184,7 @@ class CacheInfo:
 
     @property
     def numbers(self) -> list[int]:
-        """Return the numbers of all layers, in order."""
+        """Return the layer numbers, in order."""
         return sorted([*(entry.layer for entry in self.layers), *(state.layer for state in self.states)])
 
 
@@ -198,7 +200,7 @@ def merge_runs(runs: Iterable[tuple[int, int]]) -> PositionRuns:
 
 
 def cache_info_to_dict(info: CacheInfo) -> dict[str, Any]:
-    """Return the document."""
+    """Return the description as JSON values."""
     layout, ids = info.layout, info.token_ids
     return {
         "schema": CACHE_SCHEMA,
@@ -223,7 +225,7 @@ def cache_info_to_dict(info: CacheInfo) -> dict[str, Any]:
 
 
 def _layer_to_dict(layer: LayerInfo) -> dict[str, Any]:
-    """Return what the document has of a layer; it is unchanged for caches that were never rotated."""
+    """Return a layer as JSON values; keys of rotation are left out for caches that were never rotated."""
     fields: dict[str, Any] = {**vars(layer), "positions": [list(run) for run in layer.positions]}
     if fields.pop("text_positions") is not None:
         fields["text_positions"] = [list(run) for run in layer.text_position_runs]
@@ -334,7 +336,7 @@ def build_cache_document(info: CacheInfo | None) -> dict[str, Any] | None:
 
 
 def describe_layouts(info: CacheInfo) -> str:
-    """Return the layout of all layers in words; where heads differ, with those of each kind of layer."""
+    """Return the layout of all layers as text; if heads differ, with those of each kind of layer."""
     if info.is_uniform:
         return describe_layout(info.layout)
     shared = describe_layout(info.layout).split(", ", 1)[1]
@@ -359,7 +361,7 @@ def format_utilisation(info: CacheInfo) -> str:
 
 
 def has_evictions(layer: LayerInfo) -> bool:
-    """Return whether a layer has other tokens than the first ones."""
+    """Return whether a layer has other tokens than the first ones of the text."""
     return layer.text_position_runs != ((0, layer.tokens),)
 
 
@@ -370,7 +372,7 @@ def format_runs(runs: PositionRuns) -> str:
 
 
 def describe_evicted_layers(info: CacheInfo) -> list[str]:
-    """Return one line for each layer that was cut: its tokens of the text."""
+    """Return one line for each evicted layer: its positions in the text."""
     return [
         f"layer {layer.layer} holds the tokens {format_runs(layer.text_position_runs)}"
         + (f", K rotated to positions {format_runs(layer.positions)}" if layer.text_positions is not None else "")

@@ -1,9 +1,9 @@
-"""Reserve plans: which tokens of the window stay when the engine reallocates a cache, in both dialects.
+"""Reserve plans: which tokens of the window a cache retains at a reallocation, in both dialects.
 
-A plan is `remove`, the number of tokens at the tail that form the window, and pairs (begin, size) of what stays of
-them, begin counted from the window's start. Nothing here touches a buffer.
+A plan is `remove`, the number of tokens at the tail that form the window, and pairs (begin, size) of the retained ones,
+with begin counted from the window's start. Nothing here touches a buffer.
 
-`KVMeta` is the engine's bookkeeping of a step: how many tokens there were, go, stay and come (docs/layout.md).
+`KVMeta` is the engine's bookkeeping of a step: tokens before, removed, retained and added (docs/layout.md).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ INT32_MAX = (1 << 31) - 1
 
 @dataclass(frozen=True)
 class CompactionOutcome:
-    """What a reallocation does."""
+    """Result of a reallocation."""
 
     #: Tokens that there must be room for before anything moves.
     min_capacity: int

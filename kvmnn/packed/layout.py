@@ -1,7 +1,7 @@
 """Copy tokens into MNN's packed K and V buffers and out of them (docs/layout.md).
 
-One K and one V buffer belong to each layer; inside a buffer the heads follow each other. The engine splits a buffer
-into tiles after the pack numbers lP and hP of its matrix kernels; V moreover into blocks of tokens (the flash block).
+Each layer has one K and one V buffer, in which the heads are consecutive. The engine splits a buffer into tiles by the
+pack numbers lP and hP of its matrix kernels, and V also into blocks of tokens (the flash block).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 def split_kv(pair: tuple[T, T]) -> dict[Part, T]:
-    """Return what belongs to K and what belongs to V."""
+    """Return a pair as a dict of K and V."""
     return dict(zip(PARTS, pair, strict=True))
 
 
@@ -53,7 +53,7 @@ def to_byte_buffers(
 
 
 def to_byte_rows(part: Any, name: str, layout: LayoutParams) -> Bytes:
-    """Return plain rows as bytes ``[kv_heads, tokens, head_dim * itemsize]``; copied only where strides demand it."""
+    """Return plain rows as bytes ``[kv_heads, tokens, head_dim * itemsize]``; copied only if the strides require it."""
     heads, dims, size = layout.kv_heads, layout.head_dim, layout.itemsize
     if isinstance(part, np.ndarray) and part.dtype.itemsize != 1:
         if part.dtype.kind not in "fiuV" or part.dtype.itemsize != size:
@@ -106,7 +106,7 @@ def to_writable_rows(array: npt.NDArray[Any], name: str) -> Bytes:
 
 
 def make_filled_bytes(size: int, fill: int | None) -> Bytes:
-    """Return new bytes, each `fill`; uninitialised for None."""
+    """Return new bytes filled with `fill`; uninitialised for None."""
     if fill is None:
         return np.empty(size, np.uint8)
     return np.full(size, fill, np.uint8) if fill else np.zeros(size, np.uint8)
@@ -154,12 +154,12 @@ def run_over_heads(work: HeadRangeWork, kv_heads: int, threads: int | None) -> N
 
 @dataclass(frozen=True)
 class TokenRange:
-    """The tokens ``[start, start + count)``, checked once against buffers, live tokens and capacity."""
+    """Tokens ``[start, start + count)``, validated once against buffers, live tokens and capacity."""
 
-    #: Tokens.
+    #: Range of tokens.
     start: int
     count: int
-    #: Tokens that the buffers have room for.
+    #: Capacity of the buffers in tokens.
     capacity: int
     #: The packed K and V as bytes over the caller's memory.
     buffers: dict[Part, Bytes]
@@ -379,7 +379,7 @@ class PackLayout(LayoutParams):
     def zero(
         self, key_buffer: Any, value_buffer: Any, start: int, count: int, *, past_length: int, capacity: int
     ) -> None:
-        """Set the elements that `gather` would return to zero bytes; padding stays as it is. Errors as there."""
+        """Zero the elements that `gather` would return; padding is unchanged. Errors as for `gather`."""
         self._require_float("zero")
         tokens = TokenRange.from_buffers(
             self, key_buffer, value_buffer, start, count, past_length=past_length, capacity=capacity, writable=True
@@ -415,7 +415,7 @@ def get_row_bytes(layout: LayoutParams, part: Part) -> int:
 
 
 class HeadRowAccessor:
-    """Reads and writes rows of one head; int8 is read as fp32, code times scale plus bias, and cannot be written."""
+    """Accessor of the rows of one head; int8 is read as fp32, code times scale plus bias, and cannot be written."""
 
     def __init__(self, layout: LayoutParams, part: Part, capacity: int) -> None:
         self._params = make_native_params(layout, part, capacity)
@@ -436,7 +436,7 @@ class HeadRowAccessor:
         _layout.scatter(self._params, head, self._check_rows(head, start, rows), 0, 1, start)
 
     def clear_rows(self, head: Bytes, start: int, count: int) -> None:
-        """Set the words of so many rows from token `start` on to zero; padding stays as it is."""
+        """Zero the words of `count` rows from token `start` on; padding is unchanged."""
         if self._is_int8:
             raise KvmnnError("int8 rows depend on what the engine saw before: they can be read, not cleared")
         if head.size != self._head_bytes or count < 1 or start < 0 or start + count > self._capacity:

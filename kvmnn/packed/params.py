@@ -1,4 +1,4 @@
-"""Numbers of MNN's packed K and V buffers: sizes, strides, index of an element and its inverse (docs/layout.md)."""
+"""Parameters of MNN's packed K and V buffers: sizes, strides, index of an element and its inverse (docs/layout.md)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ MAX_BUFFER_BYTES = 1 << 48  # far beyond any memory, far below any overflow
 
 @dataclass(frozen=True)
 class LayoutParams:
-    """The numbers that define where an element is stored."""
+    """The parameters that define where an element is stored."""
 
     #: Geometry of the attention layer.
     kv_heads: int
     head_dim: int
-    #: ``fp16``, ``bf16`` or ``fp32``: the elements of what is not int8.
+    #: ``fp16``, ``bf16`` or ``fp32``: type of elements that are not int8.
     dtype: str
     #: Pack numbers of the backend.
     lP: int
@@ -32,10 +32,10 @@ class LayoutParams:
     #: Tokens in a block of V (64 with flash attention); None without flash attention, where one block spans the
     #: capacity.
     flash_block: int | None = FLASH_BLOCK
-    #: Pack numbers of the backend's int8 kernels, needed where something is int8.
+    #: Pack numbers of the backend's int8 kernels, required if keys are int8.
     lP8: int | None = None
     hP8: int | None = None
-    #: What the engine quantises: nothing, keys, or both. Values are quantised only with flash attention.
+    #: Whether keys and values are int8. Values are quantised only with keys and flash attention.
     int8_keys: bool = False
     int8_values: bool = False
     #: Packing of query tiles, for completeness: it affects no index and no size here.
@@ -99,7 +99,7 @@ class LayoutParams:
 
     @property
     def placement_key(self) -> tuple[Any, ...]:
-        """Return all that decides where elements are stored and what they are; equal for backends with equal
+        """Return all parameters that determine placement and type of elements; equal for backends with equal
         buffers.
         """
         parts = [(self.is_int8(part), self.pack_numbers(part)) for part in PARTS]
@@ -194,7 +194,7 @@ class LayoutParams:
         return np.asarray(t // hP * tile + d // lP * unit + t % hP * lP + d % lP)
 
     def value_index(self, tokens: Any, dims: Any, capacity: int | None = None) -> Indices:
-        """Return the index of V(token, dim) inside its head; `capacity` is needed without a flash block only."""
+        """Return the index of V(token, dim) inside its head; `capacity` is required only without a flash block."""
         if self.flash_block is None and capacity is None:
             raise KvmnnError("without a flash block the place of a value depends on the capacity: say which")
         t, d = self._validate_indices(tokens, dims)
@@ -208,7 +208,7 @@ class LayoutParams:
     # -- checks --------------------------------------------------------------------------------------------------------
 
     def check_capacity(self, capacity: int) -> int:
-        """Return `capacity`, in tokens, if buffers of that size are possible."""
+        """Return `capacity`, in tokens; `KvmnnError` if no buffers of that size are possible."""
         validate_int(capacity, "capacity", 1)
         if max(self.key_bytes(capacity), self.value_bytes(capacity)) > MAX_BUFFER_BYTES:
             raise LimitError(f"capacity {capacity} gives buffers beyond any memory")

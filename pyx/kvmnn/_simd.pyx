@@ -5,17 +5,16 @@ import os
 from .errors import KvmnnError
 
 LEVEL_NAMES = ("baseline", "avx2", "avx512")
-"""By level: what the target guarantees (SSE2, NEON); AVX2 with F16C, BMI and BMI2; AVX-512 as Ice Lake and Zen 4 have
-it."""
+"""Names by level: the target's baseline (SSE2, NEON); AVX2 with F16C, BMI and BMI2; AVX-512 of Ice Lake and Zen 4."""
 
 
 def simd_level() -> str:
-    """Name of the level in use."""
+    """Return the name of the level in use."""
     return LEVEL_NAMES[active_level]
 
 
 def simd_levels() -> list:
-    """Names of the levels that this build and this processor have, the fastest last."""
+    """Return the names of the levels that this build and this processor support, the fastest last."""
     return [name for i, name in enumerate(LEVEL_NAMES) if kvmnn_simd_is_supported(i)]
 
 

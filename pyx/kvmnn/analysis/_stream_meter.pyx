@@ -1,4 +1,4 @@
-"""Sizes of byte streams under predictors along the token axis (docs/offline.md): what `kvmnn measure` simulates."""
+"""Measure byte streams under predictors along the token axis (docs/offline.md), for `kvmnn measure`."""
 
 from libc.stdint cimport uint8_t, uint64_t
 from libc.stdlib cimport free, malloc
@@ -36,7 +36,7 @@ cdef enum:
     TILE_ELEMENTS = 32768  # split and counted before the next are touched
 
 PREDICTOR_NAMES = ("raw", "delta_seq", "xor_seq", "pair_delta", "pair_delta_delta_seq")
-"""The predictors by number."""
+"""Names of the predictors by number."""
 
 
 cdef void predict_into(
@@ -57,7 +57,7 @@ cdef void predict_into(
 
 
 cdef int canonical_predictor(int predictor, size_t tokens, size_t dims) noexcept nogil:
-    """The lowest predictor that gives the same bytes on a block of this shape."""
+    """Return the lowest predictor that gives the same bytes on a block of this shape."""
     if tokens <= 1:
         if predictor == DELTA_SEQ or predictor == XOR_SEQ:
             predictor = RAW
@@ -83,7 +83,7 @@ cdef size_t check_row(size_t n, size_t heads, size_t dims, int predictor) except
 
 
 def predict(const uint8_t[::1] data not None, size_t heads, size_t dims, int predictor) -> bytes:
-    """The stream of `predictor` (an index of `PREDICTOR_NAMES`) over bytes ``[token, head, dim]``."""
+    """Return the stream of `predictor` (an index of `PREDICTOR_NAMES`) over bytes ``[token, head, dim]``."""
     cdef size_t n = data.shape[0], row = check_row(n, heads, dims, predictor)
     cdef bytes out = PyBytes_FromStringAndSize(NULL, n)
     cdef uint8_t *dst = <uint8_t *>PyBytes_AsString(out)
@@ -94,7 +94,7 @@ def predict(const uint8_t[::1] data not None, size_t heads, size_t dims, int pre
 
 
 def unpredict(const uint8_t[::1] data not None, size_t heads, size_t dims, int predictor) -> bytes:
-    """The inverse of `predict`."""
+    """Return the inverse of `predict`."""
     cdef size_t n = data.shape[0], row = check_row(n, heads, dims, predictor)
     cdef bytes out = PyBytes_FromStringAndSize(NULL, n)
     cdef uint8_t *dst = <uint8_t *>PyBytes_AsString(out)
@@ -112,7 +112,7 @@ def unpredict(const uint8_t[::1] data not None, size_t heads, size_t dims, int p
 
 
 def bitshuffle(const uint8_t[::1] data not None) -> bytes:
-    """All bits 0 of the bytes, then all bits 1 and so on, packed from the lowest bit up."""
+    """Return bit 0 of all bytes, then bit 1 of all bytes and so on, packed from the lowest bit up."""
     cdef size_t n = data.shape[0]
     cdef bytes out = PyBytes_FromStringAndSize(NULL, n)
     if n:
@@ -133,10 +133,11 @@ cdef enum:
 
 
 cdef class StreamMeter:
-    """The compressed size of one byte lane of tokens of 16-bit words, block by block; for one thread at a time.
+    """Measures the compressed size of one byte lane of tokens of 16-bit words, block by block; for one thread at a
+    time.
 
-    `configure` says what is measured; then for every stream `start`, `feed` as often as needed, `finish`. Contexts and
-    buffers are kept from stream to stream.
+    Call `configure`; then for every stream `start`, `feed` as often as needed, `finish`. Contexts and buffers are
+    reused from stream to stream.
     """
     cdef void *cctx
     cdef uint8_t *buffers[NUM_BUFFERS]
@@ -171,7 +172,7 @@ cdef class StreamMeter:
             self.sizes[i] = 0
 
     def count_buffer_bytes(self) -> int:
-        """Bytes of the buffers."""
+        """Return the bytes of the buffers."""
         cdef size_t total = 0
         cdef int i
         for i in range(NUM_BUFFERS):
@@ -189,8 +190,9 @@ cdef class StreamMeter:
         self, int lane, size_t heads, size_t dims, size_t block_tokens, predictors, int level, bint use_bitshuffle,
         bint count_bytes
     ) -> None:
-        """What the next streams are: lane 0 (low bytes) or 1, geometry, tokens of a block, predictors by number, and
-        whether bytes are counted for the entropy limit."""
+        """Configure the next streams: lane 0 (low bytes) or 1, geometry, tokens of a block, predictors by number, and
+        whether bytes are counted for the entropy limit.
+        """
         cdef tuple numbers = tuple(predictors)
         if lane not in (0, 1) or heads == 0 or dims == 0 or block_tokens == 0:
             raise ValueError("expected lane 0 or 1, and heads, dims and block_tokens above zero")
@@ -226,7 +228,7 @@ cdef class StreamMeter:
         self.is_open = True
 
     def feed(self, const uint8_t[::1] words not None) -> None:
-        """The next tokens, as the little-endian 16-bit words that both lanes are made of."""
+        """Add the next tokens, as little-endian 16-bit words of which one lane is measured."""
         cdef size_t row_bytes = 2 * self.row, n = words.shape[0]
         cdef bint is_ok
         if not self.is_open or n % row_bytes or n // row_bytes > self.tokens - self.num_tokens_fed:

@@ -1,4 +1,4 @@
-"""Dense streams of method 2 (docs/format-v2.md) taken apart: rows of words from a payload."""
+"""Decode dense streams of method 2 (docs/format-v2.md): payload to rows of words."""
 
 # A dense stream is encoded in one call without the GIL, the trial of a frame included, and most are decoded so, after
 # half a microsecond of Python (`decode_alone`). Two threads over short blocks run in step: each meets the other at the
@@ -53,11 +53,11 @@ cdef class RowsPayload:
 
     @property
     def table_set(self):
-        """The id of the table set that is needed, or None."""
+        """Return the id of the table set that the stream requires, or None."""
         return self.parsed_stream.set_id if self.parsed_stream.flags & NEEDS_TABLES else None
 
     def sections(self) -> dict:
-        """Bytes of each section."""
+        """Return the bytes of each section."""
         cdef dense_stream *parsed_struct = &self.parsed_stream
         cdef size_t num_coded = 0, low_bytes = 0, words = 0
         for b in range(SIMILARITY_CLASSES):
@@ -72,10 +72,10 @@ cdef class RowsPayload:
         return {"lengths": parsed_struct.payload_bytes - sum(section_bytes.values()), **section_bytes}
 
     def decode(self, const uint8_t[::1] history, TableSet tables, uint8_t[::1] words not None) -> None:
-        """All rows to `words`, of exactly their size.
+        """Decode all rows to `words`, of exactly their size.
 
-        `FrameError` where the stream breaks a rule, and then `words` holds anything. `history` has as many rows as the
-        stream says, and `tables` are those that it names.
+        `FrameError` if the stream breaks a rule; `words` is undefined then. `history` has the number of rows that the
+        stream requires, and `tables` is the set that it names.
         """
         cdef dense_error error
         cdef const uint8_t *history_rows = NULL
@@ -97,7 +97,7 @@ cdef class RowsPayload:
 cdef bint parse_expected(
     const uint8_t *stream, size_t n, const dense_shape *shape, size_t rows, dense_stream *result
 ) noexcept nogil:
-    """Parse a stream of method 2 of so many rows of this shape. False for anything but such a one."""
+    """Parse a stream of method 2 with this number and shape of rows; return False for any other stream."""
     cdef uint8_t[HEADER_BYTES] header
     if n < HEADER_BYTES or n - HEADER_BYTES > MAX_RAW_BYTES or stream[7] & ~FLAG_MASK:
         return False
@@ -115,7 +115,7 @@ cdef bint parse_expected(
 cdef bint decode_parsed(
     const dense_stream *parsed_struct, TableSet tables, const uint8_t *history, uint8_t *words
 ) except -1:
-    """Decode all rows to `words`. False where they break a rule, and then `words` holds anything."""
+    """Decode all rows to `words`; return False if they break a rule, with `words` undefined."""
     cdef const dense_table_set *native_tables = NULL
     if parsed_struct.flags & NEEDS_TABLES:
         if tables is None:
@@ -125,10 +125,10 @@ cdef bint decode_parsed(
 
 
 def decode_short_block(stream, TableSet tables, size_t max_bytes, allocate, tuple numpy_types):
-    """The words of a stream of method 2 that refers to no rows before it, `[token, kv_head, head_dim]`: an array that
-    `allocate` makes of the shape and the entry of `numpy_types` for its dtype.
+    """Decode a stream of method 2 that refers to no earlier rows to an array `[token, kv_head, head_dim]`.
 
-    None for anything else, for more than `max_bytes` bytes, and for what does not decode: to say why takes longer.
+    `allocate` creates the array from the shape and the entry of `numpy_types` for its dtype. Return None for anything
+    else, above `max_bytes` bytes, and for invalid streams, which `decode` explains.
     """
     cdef Py_buffer view, words
     cdef dense_stream parsed_struct
@@ -162,7 +162,7 @@ def decode_short_block(stream, TableSet tables, size_t max_bytes, allocate, tupl
 
 
 cdef class RowDestination:
-    """Rows of words, token by token in memory, to which streams of method 2 are decoded one after the other."""
+    """Rows of words in memory, token by token, to which streams of method 2 are decoded one after the other."""
 
     cdef dense_shape shape
     cdef size_t row_bytes, rows
@@ -179,8 +179,10 @@ cdef class RowDestination:
         self, const uint8_t[::1] stream not None, uint64_t checksum, TableSet tables, size_t begin, size_t tokens,
         size_t history
     ) -> bool:
-        """Decode a stream of so many `tokens` and of this `checksum` to the rows from `begin` on; it refers to no more
-        than `history` rows before them. False for anything but such a stream, and then these rows hold anything.
+        """Decode a stream of `tokens` tokens and this `checksum` to the rows from `begin` on.
+
+        It may refer to at most `history` rows before them. Return False for any other stream, with these rows
+        undefined.
         """
         cdef size_t n = stream.shape[0]
         cdef dense_stream parsed_struct

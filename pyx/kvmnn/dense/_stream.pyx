@@ -1,4 +1,4 @@
-"""Dense streams of method 2 (docs/format-v2.md): rows of words to a payload; what `_rows` needs for the way back."""
+"""Encode dense streams of method 2 (docs/format-v2.md): rows of words to a payload; shared parts of `_rows`."""
 
 from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
@@ -36,7 +36,7 @@ cdef enum:
 cdef double MIN_REPEAT_FRACTION = 0.05  # of all that is looked at: rows of a sample do not show what repeats far away
 
 cdef tuple _MAX_BASES = (0, MAX_BASE, MAX_BASE)
-"""By dtype."""
+"""Maximum base by dtype."""
 
 cdef tuple _ERRORS = (
     "",
@@ -51,7 +51,7 @@ cdef tuple _ERRORS = (
     "low parts that are not as many as its words",
     "other words than its checksum says",
 )
-"""By dense_error."""
+"""Messages by dense_error."""
 
 
 cdef str error_text(dense_error error):
@@ -67,7 +67,7 @@ cdef dense_shape make_shape(int dtype, uint32_t heads, uint32_t dim) noexcept no
 
 
 def xxh64(const uint8_t[::1] data not None, uint64_t seed=0) -> int:
-    """XXH64 of bytes."""
+    """Return XXH64 of bytes."""
     cdef uint8_t placeholder
     return kvmnn_xxh64(&data[0] if data.shape[0] else &placeholder, data.shape[0], seed)
 
@@ -76,7 +76,7 @@ def build_verbatim_stream(
     int method, int dtype, uint32_t heads, uint32_t dim, const uint8_t[::1] words not None,
     const uint8_t[::1] payload not None
 ) -> bytes:
-    """A stream of method 0 or 1 of rows of words, one after the other; `payload`: the frame, or the words again."""
+    """Build a stream of method 0 or 1 from consecutive rows of words; `payload` is the words again, or their frame."""
     cdef dense_shape shape = make_shape(dtype, heads, dim)
     cdef size_t row_bytes = shape.words * shape.word_bytes, n = payload.shape[0]
     cdef uint8_t[HEADER_BYTES] header
@@ -91,7 +91,7 @@ def build_verbatim_stream(
 
 
 def compute_verbatim_checksum(const uint8_t[::1] stream not None, const uint8_t[::1] words not None) -> int:
-    """What the checksum of a stream of method 0 or 1 must be if it holds `words`."""
+    """Compute the expected checksum of a stream of method 0 or 1 that contains `words`."""
     cdef uint64_t checksum
     with nogil:
         checksum = dense_checksum(
@@ -100,12 +100,12 @@ def compute_verbatim_checksum(const uint8_t[::1] stream not None, const uint8_t[
 
 
 cdef uint8_t *align_to_line(uint8_t *p) noexcept nogil:
-    """The next place where a cache line begins: vectors that lie across two take twice as long."""
+    """Return the next address at a cache line: vectors that span two lines take twice as long."""
     return p + (CACHE_LINE_BYTES - <size_t>p % CACHE_LINE_BYTES) % CACHE_LINE_BYTES if p != NULL else NULL
 
 
 cdef class EncoderRows:
-    """Rows on their way into a stream; all sizes are checked by the caller.
+    """Rows to encode; all sizes are checked by the caller.
 
     own_rows, history: rows of words, aligned; rotary: dims, whether pairs are interleaved, frequencies;
     reference_hints: for each own row a row to try, or -1.
@@ -147,11 +147,11 @@ cdef class EncoderRows:
 
     @property
     def base(self) -> int:
-        """The exponent window that suits the words."""
+        """Return the exponent window that suits the words."""
         return dense_choose_base(&self.input)
 
     def count_predicted(self, rotary) -> int:
-        """How many words have the symbol that is predicted for them, if K is rotated so; None: not at all."""
+        """Count the words whose symbol is predicted correctly, given the rotation of K (None: not rotated)."""
         cdef dense_input input_copy = self.input
         cdef const uint64_t[::1] frequencies
         cdef size_t num_predicted = 0
@@ -175,7 +175,7 @@ cdef class EncoderRows:
         return num_predicted
 
     cdef uint8_t *allocate_scratch(self, Workspace ws, dense_input *input_copy) noexcept nogil:
-        """Memory to work in, to which rows are copied whose pairs have to lie as halves; NULL if there is none."""
+        """Allocate scratch memory, with rows of interleaved pairs copied in half-split order; NULL on failure."""
         cdef size_t row_bytes = input_copy.rows.row_bytes, size = dense_encode_scratch_bytes(input_copy)
         cdef size_t reordered_bytes = self.own_bytes + self.history_bytes if input_copy.rotary.interleaved else 0
         cdef uint8_t *scratch = align_to_line(
@@ -187,12 +187,13 @@ cdef class EncoderRows:
     def encode(
         self, TableSet tables, int32_t[::1] references=None, double frame_trial_min_bytes=0, bint repeats=False
     ) -> tuple:
-        """The stream of method 2, or None where it would not be shorter than its words and a header; and whether a
-        frame of the words may be shorter, as one of a sample is, or there is no sample.
+        """Encode a stream of method 2, and return it with whether a frame of the words may be shorter.
 
-        references: where to note down the row that each own row refers to; frame_trial_min_bytes: no frame is shorter
-        than a stream of no more bytes; repeats: a frame may also be shorter where rows far apart have much in common,
-        which no sample shows. All in one go: threads on short arrays wait for the GIL each time that they need it.
+        The stream is None if it is no shorter than its words and a header. Whether a frame may be shorter is judged by
+        a frame of a sample, and true without a sample. references: output for the row that each own row refers to.
+        frame_trial_min_bytes: streams up to this size need no frame trial. repeats: also consider a frame if distant
+        rows have much in common, which no sample shows. All is done in one call, because threads on short arrays wait
+        for the GIL each time they need it.
         """
         cdef dense_input input_copy = self.input
         cdef uint32_t *references_out = NULL
@@ -225,7 +226,7 @@ cdef class EncoderRows:
 cdef int try_frame(
     Workspace ws, const dense_input *input_struct, size_t nbytes, size_t limit, bint repeats
 ) noexcept nogil:
-    """1 where a frame of the words may be shorter than `limit`, 0 where not, -1: no memory."""
+    """Return 1 if a frame of the words may be shorter than `limit`, 0 if not, -1 if memory is exhausted."""
     cdef size_t row_bytes = input_struct.rows.row_bytes, rows = input_struct.rows.rows
     cdef size_t sample_rows = max(rows // SAMPLE_DIVISOR, (MIN_SAMPLE_BYTES + row_bytes - 1) // row_bytes), size
     if sample_rows >= rows:
@@ -241,7 +242,7 @@ cdef int try_frame(
 
 
 cdef int has_many_repeats(const uint8_t *own_rows, size_t rows, size_t row_bytes) noexcept nogil:
-    """Whether rows have many words at the same place in common: zstd finds them however far away they are."""
+    """Return whether rows have many words in common at the same positions, which zstd finds at any distance."""
     cdef uint32_t table[1 << REPEAT_TABLE_BITS]
     cdef size_t num_rows = min(rows, <size_t>MAX_REPEAT_ROWS), num_columns = NUM_REPEAT_COLUMNS, column, row, offset
     cdef size_t num_repeats = 0
@@ -262,7 +263,7 @@ cdef int has_many_repeats(const uint8_t *own_rows, size_t rows, size_t row_bytes
 
 
 cdef void reorder_pairs(dense_input *input_copy, uint8_t *row, uint8_t *copy) noexcept nogil:
-    """Rows with their pairs as halves in place of those with pairs side by side."""
+    """Copy rows of interleaved pairs in half-split order."""
     cdef size_t history_bytes = input_copy.rows.history_rows * input_copy.rows.row_bytes
     cdef size_t own_bytes = input_copy.rows.rows * input_copy.rows.row_bytes
     if history_bytes:
@@ -281,14 +282,14 @@ cdef dense_error parse_sections(dense_stream *stream) noexcept nogil:
 cdef void write_header(
     uint8_t *header, const dense_shape *shape, int flags, size_t rows, size_t payload
 ) noexcept nogil:
-    """All of the header of a stream of method 2 but the checksum."""
+    """Write the header of a stream of method 2, except the checksum."""
     dense_write_header(header, shape, 2, flags, rows, payload)
 
 
 cdef dense_error decode_rows(
     const dense_stream *stream, const dense_table_set *tables, const uint8_t *history, uint8_t *words
 ) except *:
-    """Decode all rows of a parsed stream to `words`, which hold anything after an error."""
+    """Decode all rows of a parsed stream to `words`, which are undefined after an error."""
     cdef dense_error error = DENSE_OK
     cdef uint8_t *scratch
     cdef Workspace ws = acquire(False, False)
@@ -303,7 +304,7 @@ cdef dense_error decode_rows(
 
 
 cdef class TableSet:
-    """A model that several streams share, from the bytes of a set."""
+    """A table set that several streams share, parsed from its bytes."""
 
 
     def __cinit__(self):
@@ -340,7 +341,7 @@ cdef class TableSet:
 
     @property
     def rotary(self):
-        """Dims, whether pairs are interleaved, and frequencies; None without rotary parameters."""
+        """Return dims, whether pairs are interleaved, and frequencies; None without rotary parameters."""
         cdef size_t i
         if not self.native.rotary.dims:
             return None
@@ -349,7 +350,7 @@ cdef class TableSet:
 
 
 cdef class SymbolCounts:
-    """What is counted of arrays on the way to a table set."""
+    """Symbol counts of arrays, from which a table set is built."""
 
     cdef dense_counts *native
 
@@ -378,7 +379,7 @@ cdef class SymbolCounts:
             raise MemoryError("no memory to count symbols")
 
     def table_set(self, EncoderRows template not None, int base) -> bytes:
-        """The bytes of a set with the dtype and rotary parameters of `template`; what was counted is used up."""
+        """Build the bytes of a set with the dtype and rotary parameters of `template`; this consumes the counts."""
         cdef size_t size, cluster_bytes = dense_cluster_scratch_bytes()
         cdef uint8_t *memory
         cdef Workspace ws = acquire(False, False)

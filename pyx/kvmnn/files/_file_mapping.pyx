@@ -1,4 +1,4 @@
-"""Files mapped for reading, which stay readable when the file is cut: see fault_guard.h."""
+"""Files mapped for reading, which stay readable if the file is truncated: see fault_guard.h."""
 
 from cpython.buffer cimport PyBuffer_FillInfo
 from cpython.exc cimport PyErr_SetFromErrno
@@ -19,13 +19,13 @@ cdef extern from "fault_guard.h" nogil:
 
 
 cdef class DamageMonitor:
-    """Whether a mapping was damaged; remembers it when the mapping is gone."""
+    """Records whether a mapping was damaged, also after the mapping is gone."""
 
     cdef kv_region *_region
 
     @property
     def is_damaged(self) -> bool:
-        """Whether a page could not be read: zeros stand in its place and in that of all after it."""
+        """Return whether a page could not be read: it and all later pages read as zeros."""
         return self._region != NULL and kv_is_damaged(self._region)
 
     def __dealloc__(self):
@@ -75,9 +75,9 @@ cdef class FileMapping:
         PyBuffer_FillInfo(buffer, self, self._address, self.nbytes, 1, flags)
 
     def fileno(self) -> int:
-        """The descriptor of the file, open as long as the mapping."""
+        """Return the descriptor of the file, open as long as the mapping."""
         return self._fd
 
     def release_pages(self, Py_ssize_t offset, Py_ssize_t nbytes) -> None:
-        """Let go of pages: `offset` is a multiple of the page's size, and the range lies within the mapping."""
+        """Release pages: `offset` is a multiple of the page size, and the range lies within the mapping."""
         kv_release_pages(<char *> self._address + offset, nbytes)

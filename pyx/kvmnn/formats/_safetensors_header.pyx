@@ -1,6 +1,6 @@
-"""The header of a ``.safetensors`` file, read byte by byte: of its tensors nothing is made but numbers.
+"""Parse the header of a ``.safetensors`` file byte by byte, without creating an object per tensor.
 
-What is taken is just what the format has: an object whose values are objects of dtype, shape and data_offsets, and
+Only the format itself is accepted: an object whose values are objects of dtype, shape and data_offsets, and
 ``__metadata__``, an object of strings. All else, valid JSON or not, is an error.
 """
 
@@ -16,12 +16,12 @@ from kvmnn.arrays.naming import shorten_name
 from kvmnn.errors import SourceError
 
 MIN_ENTRY_BYTES = 47
-"""Bytes of ``"":{"dtype":"","shape":[],"data_offsets":[0,0]}``: no header has more tensors than its bytes by this."""
+"""Bytes of ``"":{"dtype":"","shape":[],"data_offsets":[0,0]}``: the minimum per tensor, which bounds their number."""
 MAX_METADATA_BYTES = 16 << 20
-"""Bytes of all of ``__metadata__``."""
+"""Maximum bytes of ``__metadata__``."""
 MAX_METADATA_ENTRIES = 1 << 16
 MAX_NAME_BYTES = 1 << 20
-"""Bytes of a name as it is written; far fewer are an array's, which others check."""
+"""Maximum bytes of an encoded name; the much lower limit of array names is checked elsewhere."""
 
 cdef enum:
     MAX_RANK = 64
@@ -34,7 +34,7 @@ cdef enum:
 
 
 cdef class HeaderScanner:
-    """The header, a place in it, and the string that was passed last: where it begins after its quote, its bytes."""
+    """The header, the current position, and the range (after its quote) of the last string that was skipped."""
 
     cdef bytes header
     cdef str label
@@ -55,7 +55,7 @@ cdef class HeaderScanner:
         return SourceError(f"{self.label}: tensor {shorten_name(name)}: {problem}")
 
     cdef void skip_space(self) noexcept:
-        """Pass white space."""
+        """Skip white space."""
         cdef Py_ssize_t pos = self.pos
         while pos < self.size and self.text[pos] <= 0x20 and (
             self.text[pos] == b" " or self.text[pos] == b"\n" or self.text[pos] == b"\t" or self.text[pos] == b"\r"
@@ -64,7 +64,7 @@ cdef class HeaderScanner:
         self.pos = pos
 
     cdef bint accept(self, uint8_t sign) noexcept:
-        """Pass white space, and the sign if it follows."""
+        """Skip white space, and `sign` if it follows; return whether it did."""
         self.skip_space()
         if self.pos == self.size or self.text[self.pos] != sign:
             return False
@@ -78,7 +78,7 @@ cdef class HeaderScanner:
         return 0
 
     cdef int skip_string(self, Py_ssize_t max_bytes) except -1:
-        """Pass a string of at most `max_bytes` bytes; what it says is checked by `decode_string`."""
+        """Skip a string of at most `max_bytes` bytes; `decode_string` checks its content."""
         cdef const uint8_t *text = self.text
         cdef Py_ssize_t pos, size = self.size
         self.expect(b'"')
@@ -102,7 +102,7 @@ cdef class HeaderScanner:
         return 0
 
     cdef str decode_string(self):
-        """The string that was passed last."""
+        """Return the last string that was skipped."""
         cdef str raw
         try:
             raw = PyUnicode_DecodeUTF8(<const char *>self.text + self.begin, self.length + self.has_escape, NULL)
@@ -112,13 +112,13 @@ cdef class HeaderScanner:
             raise self.make_error(f"a string that is none: {str(error)[:100]}") from None
 
     cdef bint string_equals(self, const char *word, Py_ssize_t length):
-        """Whether the string that was passed last is this one (ASCII)."""
+        """Return whether the last string that was skipped equals `word` (ASCII)."""
         if self.has_escape:
             return self.decode_string() == PyBytes_FromStringAndSize(word, length).decode()
         return self.length == length and memcmp(self.text + self.begin, word, length) == 0
 
     cdef int64_t read_natural(self) noexcept:
-        """Pass a number; -1 for what is no natural number below 2**63."""
+        """Read a natural number below 2**63; -1 for anything else."""
         cdef const uint8_t *text = self.text
         cdef int64_t value = 0
         cdef Py_ssize_t start, pos, size = self.size
@@ -137,7 +137,7 @@ cdef class HeaderScanner:
         return -1 if pos == start or (text[start] == b"0" and pos > start + 1) else value
 
     cdef Py_ssize_t read_naturals(self, int64_t *values) except? -2:
-        """Pass a list of natural numbers: how many there are, -1 for what is no such list of at most `MAX_RANK`."""
+        """Read a list of natural numbers and return its length; -1 for anything but a list of at most `MAX_RANK`."""
         cdef Py_ssize_t count = 0
         cdef int64_t value
         if not self.accept(b"["):
@@ -350,12 +350,12 @@ cdef tuple _read_shape(HeaderScanner scanner, Py_ssize_t begin):
 
 
 def read_shape_at(bytes header not None, Py_ssize_t begin):
-    """The shape that `scan` found at a place of the same header."""
+    """Return the shape that `scan` located in the same header."""
     return _read_shape(HeaderScanner(header, ""), begin)
 
 
 def read_strings_at(bytes header not None, const uint32_t[:] begins not None, const uint32_t[:] lengths not None):
-    """The strings that `scan` found at places of the same header, as a list."""
+    """Return the strings that `scan` located in the same header, as a list."""
     cdef HeaderScanner scanner = HeaderScanner(header, "")
     cdef Py_ssize_t i
     cdef list strings = []

@@ -1,4 +1,4 @@
-"""Words of an array that are chosen by what they are, so that the same ones are chosen wherever they are there again."""
+"""Hash words of an array at positions chosen by content, so that repeated data is sampled at the same words."""
 
 from libc.stdint cimport int64_t, uint8_t, uint64_t
 from libc.string cimport memcpy, memset
@@ -33,10 +33,10 @@ def sample_hashes(
     const uint8_t[::1] data not None, int itemsize, const int64_t[::1] window_starts not None, size_t window_elements,
     uint64_t[::1] hashes not None, int64_t[::1] positions not None
 ) -> int:
-    """Write a number for each of the chosen places, the same for the same 8 words, and the place; how many they are.
-    None that begins with eight bytes of zeros is chosen.
+    """Write the hash of 8 words at each chosen position, and the position; return their number.
 
-    `window_starts`: of windows of `window_elements` words. No more are chosen than both outputs have room for.
+    Positions before eight zero bytes are never chosen. `window_starts`: starts of windows of `window_elements` words.
+    The outputs limit the number of positions.
     """
     cdef size_t count = 0, end, pos, num_elements = data.shape[0] // itemsize, num_chunks = itemsize, chunk
     cdef size_t capacity = min(hashes.shape[0], positions.shape[0])
@@ -74,7 +74,7 @@ def sample_hashes(
 
 
 def count_duplicates(const uint64_t[::1] hashes not None) -> int:
-    """How many numbers are there before as well, or more than that where very many fall together in a table."""
+    """Count hashes that occurred before; an overestimate if very many collide in the table."""
     cdef size_t n = hashes.shape[0], num_slots = 2, i, slot, last_slot, num_duplicates = 0
     cdef int bits = 1
     cdef uint64_t hash_value

@@ -1,4 +1,4 @@
-"""Frames of MNN's lossless codec, taken apart under the verdicts of MNN's own decoder.
+"""Decode frames of MNN's lossless codec with the verdicts of MNN's own decoder.
 
 Word sizes are called `itemsize`: 2 for the FP16 container (lanes lo, hi), 4 for the FP32 container (lanes 0 to 3).
 """
@@ -40,7 +40,7 @@ cdef struct StreamHeader:
 
 
 cdef StreamHeader parse_stream(const uint8_t *frame, size_t n, size_t pos, int allowed_codecs, str label) except *:
-    """The stream header at `pos`, under every check that needs no decoding."""
+    """Parse the stream header at `pos`, with every check that needs no decoding."""
     cdef StreamHeader header
     if n - pos < STREAM_HEADER_BYTES:
         raise FrameError(
@@ -109,9 +109,9 @@ def get_lane_name(int itemsize, int lane) -> str:
 
 
 cdef class ParsedFrame:
-    """A frame whose headers have been checked, and its lanes once they are decoded.
+    """A frame with validated headers, and its lanes once they are decoded.
 
-    `itemsize` 0 finds the container: the number of streams that fill the bytes exactly and agree with the word count.
+    `itemsize` 0 detects the container: the number of streams that fill the bytes exactly and agree with the word count.
     """
     cdef const uint8_t[::1] data
     cdef readonly int itemsize
@@ -158,7 +158,7 @@ cdef class ParsedFrame:
         self.close()
 
     cpdef close(self):
-        """Give the decoded lanes back."""
+        """Release the decoded lanes."""
         if self.ws is not None:
             release(self.ws)
             self.ws = None
@@ -179,7 +179,7 @@ cdef class ParsedFrame:
             raise make_payload_error(self.streams[bad_lane], get_lane_name(self.itemsize, bad_lane))
 
     def reserve(self) -> None:
-        """Take the memory of the lanes, so that `decode_lane` may run on several threads."""
+        """Allocate the memory of the lanes, so that `decode_lane` may run on several threads."""
         if self.ws is None:
             self.ws = acquire(False, True)
             self.scratch = self.ws.get_buffer(0, self.num_elements * <size_t>self.itemsize)
@@ -202,7 +202,7 @@ cdef class ParsedFrame:
             raise make_payload_error(self.streams[lane], get_lane_name(self.itemsize, lane))
 
     def join(self, uint8_t[:, :] out not None) -> None:
-        """Write the decoded words to the rows of `out`, each contiguous, which together have exactly their bytes."""
+        """Write the decoded words to the rows of `out`, each contiguous, of exactly their total size."""
         cdef LaneReader readers[4]
         cdef Py_ssize_t row
         cdef size_t num_elements = out.shape[1] // self.itemsize
@@ -219,9 +219,11 @@ cdef class ParsedFrame:
                 join_next(readers, num_elements, self.itemsize, &out[row, 0])
 
     def join_contiguous(self, out not None) -> bool:
-        """`join` to an array whose bytes lie together; False, and nothing done, where they do not, are not to be
-        written to, are another number, or the frame lies among them. A view of rows would take as long as a short
-        frame."""
+        """Join the lanes into a contiguous array; return False, with nothing done, for any other `out`.
+
+        That is one that is not contiguous or writable, has another size, or overlaps the frame. A view of rows would
+        take as long as decoding a short frame.
+        """
         cdef Py_buffer view
         cdef LaneReader readers[4]
         cdef uint8_t *target
@@ -245,7 +247,7 @@ cdef class ParsedFrame:
             PyBuffer_Release(&view)
 
     def equals(self, const uint8_t[::1] raw not None) -> bool:
-        """Whether the decoded words are exactly the bytes of `raw`."""
+        """Return whether the decoded words are exactly the bytes of `raw`."""
         cdef LaneReader readers[4]
         cdef bint is_equal
         if <size_t>raw.shape[0] != self.num_elements * <size_t>self.itemsize:
@@ -256,14 +258,14 @@ cdef class ParsedFrame:
         return is_equal
 
     cdef bint overlaps(self, const uint8_t *first, const uint8_t *last, size_t row_bytes) noexcept:
-        """Whether the frame lies between the first and the last of some rows, whichever comes first in memory."""
+        """Return whether the frame overlaps rows given by their first and last addresses, in any order."""
         cdef const uint8_t *frame = &self.data[0]
         if last < first:
             first, last = last, first
         return first < frame + self.data.shape[0] and frame < last + row_bytes
 
     cdef void copy_raw_lanes(self) noexcept:
-        """Bring all lanes into memory of our own."""
+        """Copy all undecoded lanes to own memory."""
         cdef int lane
         for lane in range(self.itemsize):
             if self.streams[lane].is_raw_payload:
@@ -272,7 +274,7 @@ cdef class ParsedFrame:
                 self.streams[lane].is_raw_payload = False
 
     cdef int start_readers(self, size_t n, LaneReader *readers) except -1:
-        """Readers at the beginning of the lanes, which together have `n` bytes."""
+        """Initialise readers at the start of the lanes, which together have `n` bytes."""
         cdef int lane
         if self.ws is None:
             raise KvmnnError("the frame is not decoded")
@@ -290,12 +292,12 @@ cdef class ParsedFrame:
         return 0
 
     def get_stream(self, int lane) -> tuple:
-        """`(mode, codec, raw_len, payload_len, payload offset)` of one lane."""
+        """Return `(mode, codec, raw_len, payload_len, payload offset)` of one lane."""
         cdef StreamHeader header = self.streams[lane]
         return header.mode, header.codec, header.raw_len, header.payload_len, header.offset
 
     def compute_lane_entropy(self, int lane) -> float:
-        """Order-0 entropy of a decoded lane in bits per byte."""
+        """Return the order-0 entropy of a decoded lane in bits per byte."""
         cdef uint64_t counts[256]
         cdef LaneReader readers[4]
         self.start_readers(self.num_elements * <size_t>self.itemsize, readers)
@@ -310,9 +312,8 @@ def decode_into(
 ) -> None:
     """Decode frame i into ``out[i]``, ``[row, token, byte]``, whose last two axes are contiguous.
 
-    Nothing is written unless all frames decode, to exactly their part of `out`. `frames_checksum`, where it is not
-    None, is compared with their checksum, which goes on from frame to frame, when all is written: they are in the cache
-    then.
+    Nothing is written unless all frames decode to exactly their part of `out`. `frames_checksum`, if not None, is the
+    running checksum of all frames; it is compared at the end, when they are in the cache.
     """
     cdef LaneReader readers[4]
     cdef Py_ssize_t index, row, row_bytes = out.shape[2] * out.shape[3]
@@ -348,8 +349,7 @@ def decode_into(
 cdef uint64_t join_with_checksum(
     LaneReader *readers, size_t num_elements, int itemsize, uint8_t *out, uint64_t seed
 ) noexcept nogil:
-    """Join the next `num_elements` words of the lanes at `out`; their checksum. Tile by tile, while they are in the
-    cache."""
+    """Join the next `num_elements` words of the lanes at `out`, tile by tile; return their checksum."""
     cdef ChecksumSums sums
     cdef size_t remaining = num_elements, tile, size = 0, num_bytes = 0
     cdef int lane
@@ -366,7 +366,7 @@ cdef uint64_t join_with_checksum(
 
 
 cdef uint64_t continue_checksum(const uint8_t[::1] data, uint64_t seed) noexcept:
-    """The checksum of `data`, continued from `seed`."""
+    """Return the checksum of `data`, continued from `seed`."""
     with nogil:
         if data.shape[0]:
             seed = compute_checksum(&data[0], data.shape[0], seed)
@@ -383,10 +383,10 @@ def decode_verified(
     const uint8_t[::1] data not None, int itemsize, int allowed_codecs, uint64_t frame_checksum, uint64_t rows_checksum,
     uint8_t[:, :] out not None
 ) -> None:
-    """Decode a frame to the rows of `out`, each contiguous, and compare both checksums while the bytes are at hand.
+    """Decode a frame to the rows of `out`, each contiguous, and compare both checksums on the way.
 
-    `frame_checksum` is over the frame, `rows_checksum` goes on from row to row. `out` is written only where
-    `frame_checksum` is right, which is found after decoding: the frame is in the cache then.
+    `frame_checksum` is over the frame, `rows_checksum` over all rows. `out` is written only if `frame_checksum` is
+    right, which is checked after decoding, when the frame is in the cache.
     """
     cdef LaneReader readers[4]
     cdef ParsedFrame frame
@@ -416,7 +416,7 @@ def decode_verified(
 
 
 def decode_stream(const uint8_t[::1] data not None, int allowed_codecs) -> tuple:
-    """The first stream of `data` and how many bytes it took; what follows it is not looked at."""
+    """Decode the first stream of `data`; return it and its length. Later bytes are ignored."""
     cdef size_t n = data.shape[0]
     cdef StreamHeader header
     cdef bint is_ok

@@ -1,4 +1,4 @@
-"""Frames of MNN's lossless codec, made: candidates for every lane, and the smallest of them chosen.
+"""Encode frames of MNN's lossless codec: candidates for every lane, of which the smallest is chosen.
 
 Word sizes are called `itemsize`: 2 for the FP16 container (lanes lo, hi), 4 for the FP32 container (lanes 0 to 3).
 """
@@ -79,10 +79,10 @@ cdef size_t encode_payload(
     Workspace ws, const uint8_t *stream, size_t num_elements, int mode, int allowed_codecs, int level,
     bint has_content_size, size_t limit, size_t min_rle_size, uint8_t *dst, Candidate *result
 ) noexcept nogil:
-    """Payload of one stream: the smaller of RLE (known to take at least `min_rle_size`) and zstd, RLE at equality.
+    """Encode the payload of one stream: the smaller of RLE (at least `min_rle_size` bytes) and zstd, RLE on a tie.
 
-    Returns its size with the payload in dst (payload_bound(num_elements) bytes), NOT_SMALLER when it does not come
-    below `limit`, or NO_MEMORY.
+    Return its size with the payload in dst (payload_bound(num_elements) bytes), NOT_SMALLER unless it is below `limit`,
+    or NO_MEMORY.
     """
     cdef size_t size, best = limit, capacity = payload_bound(num_elements)
     cdef bint is_found = False
@@ -112,8 +112,7 @@ cdef size_t encode_payload(
 
 
 cdef int select_mode(const uint8_t *src, size_t num_elements, int itemsize, int lane, int modes) noexcept nogil:
-    """The allowed predictor whose sampled stream has the lowest order-0 entropy; one that is no less by chance is
-    not."""
+    """Return the allowed predictor with the lowest order-0 entropy of a sample, ignoring gains that may be chance."""
     cdef uint64_t counts[256]
     cdef uint8_t tile[SAMPLE_TILE_BYTES]
     cdef size_t start, step, n
@@ -142,7 +141,7 @@ cdef int select_mode(const uint8_t *src, size_t num_elements, int itemsize, int 
 
 
 cdef size_t extract_lane(const uint8_t *src, size_t num_elements, int itemsize, int lane, uint8_t *dst) noexcept nogil:
-    """A lower bound of the RLE length of a lane as it is, which is `dst` afterwards where words have several."""
+    """Extract an unpredicted lane to `dst`, if words have several, and return a lower bound of its RLE length."""
     cdef uint8_t *lane_ptrs[4]
     cdef size_t[4] repeats
     if itemsize == 1:
@@ -156,7 +155,7 @@ cdef size_t extract_lane(const uint8_t *src, size_t num_elements, int itemsize, 
 cdef void extract_all_lanes(
     const uint8_t *src, size_t num_elements, int itemsize, uint8_t *dst, size_t *min_rle_sizes
 ) noexcept nogil:
-    """Lanes as they are, `stream_spacing` apart, and a lower bound of the RLE length of each."""
+    """Extract all lanes without a predictor, `stream_spacing` apart, and a lower bound of the RLE length of each."""
     cdef uint8_t *lane_ptrs[4]
     cdef size_t[4] repeats
     cdef int lane
@@ -172,12 +171,12 @@ cdef size_t encode_lane(
     int level, const uint8_t *streams, const size_t *min_rle_sizes, const uint8_t *raw, uint8_t *scratch, uint8_t *dst,
     uint8_t *slot, Candidate *best_candidate
 ) noexcept nogil:
-    """The smallest payload of one lane in dst; its size, or NO_MEMORY, or PAYLOAD_TOO_LONG.
+    """Encode the smallest payload of one lane to dst; return its size, NO_MEMORY or PAYLOAD_TOO_LONG.
 
-    `streams`: of all predictors, and the bounds of their RLE lengths, from `make_all_streams`; NULL to make them here,
-    one after the other, in `scratch`, from the lane as it is in `raw`, whose bound is known, or where these are NULL
-    from `src`. dst and the slot have payload_bound(num_elements) bytes each. The first candidate is made where it stays
-    if no other is smaller, as mostly none is.
+    `streams`: of all predictors, with bounds of their RLE lengths, from `make_all_streams`. If NULL, they are computed
+    one by one in `scratch`, from the lane in `raw` with its known bound, or if that is NULL from `src`. dst and the
+    slot have payload_bound(num_elements) bytes each. The first candidate is written to its final place, as it mostly is
+    the smallest.
     """
     cdef const uint8_t *stream
     cdef size_t size, min_rle = 0, min_raw_rle, limit = <size_t>-3
@@ -220,7 +219,7 @@ cdef size_t encode_lane(
 
 
 cdef bint can_fuse_streams(size_t num_elements, int itemsize, int *modes) noexcept nogil:
-    """Whether a lane's streams are all made in one pass."""
+    """Return whether all streams of a lane are computed in one pass."""
     cdef int lane
     if itemsize == 1 or num_elements > MAX_FUSED_LANE_BYTES:
         return False
@@ -231,8 +230,7 @@ cdef bint can_fuse_streams(size_t num_elements, int itemsize, int *modes) noexce
 
 
 cdef bint should_split_lanes(size_t num_elements, int itemsize, int *modes) noexcept nogil:
-    """Whether all lanes are parted in one pass, so that words are read once: not for lanes that have one stream
-    each."""
+    """Return whether all lanes are split in one pass over the words: not if each lane has only one stream."""
     cdef int lane
     if itemsize == 1 or <size_t>(itemsize + 1) * stream_spacing(num_elements) > MAX_SPLIT_BYTES:
         return False
@@ -247,9 +245,9 @@ cdef bint should_split_lanes(size_t num_elements, int itemsize, int *modes) noex
 cdef bytes encode_lanes(
     const uint8_t *src, size_t num_elements, int itemsize, int *modes, int allowed_codecs, int level, size_t begin
 ):
-    """`begin` bytes for the caller to fill, and after them header and smallest payload of every lane.
+    """Return bytes with `begin` bytes for the caller to fill, then header and smallest payload of every lane.
 
-    Payloads are made where they stay, in bytes that are shortened when it is known how long all are.
+    Payloads are written to their final place, in an object that is shrunk once all lengths are known.
     """
     cdef size_t max_payload = payload_bound(num_elements), size = NO_MEMORY, pos = begin
     cdef Candidate best_candidate
@@ -309,7 +307,7 @@ cdef object make_encode_error(size_t code):
 
 
 def encode(const uint8_t[::1] data not None, int itemsize, modes, int allowed_codecs, int level) -> bytes:
-    """The frame of `data` on the calling thread.
+    """Encode `data` as a frame on the calling thread.
 
     `modes`: for each lane a bit set of predictors (1 raw, 2 delta_seq, 4 xor_seq). `allowed_codecs`: 1 RLE, 2 zstd, 3
     both.
@@ -325,7 +323,7 @@ def encode(const uint8_t[::1] data not None, int itemsize, modes, int allowed_co
 
 
 def encode_stream(const uint8_t[::1] data not None, int modes, int allowed_codecs, int level=3) -> bytes:
-    """One stream with its header, from bytes that are no lanes of anything; an empty one is ten zero bytes."""
+    """Encode bytes as one stream with its header, outside any frame; an empty one is ten zero bytes."""
     if data.shape[0] == 0:
         return bytes(STREAM_HEADER_BYTES)
     return encode_lanes(&data[0], data.shape[0], 1, &modes, allowed_codecs, level, 0)
@@ -335,7 +333,7 @@ def encode_candidate(
     const uint8_t[::1] data not None, int itemsize, int lane, int mode, int allowed_codecs, int level,
     bint has_content_size, size_t limit
 ):
-    """One lane under one predictor: `(payload size, mode, codec, header + payload)`, or None if not below `limit`."""
+    """Encode one lane with one predictor: `(payload size, mode, codec, header + payload)`, or None."""
     cdef size_t num_elements = check_element_count(data.shape[0], itemsize), size = NO_MEMORY, min_rle = 0
     cdef Candidate best_candidate = Candidate(0, 0, 0)
     cdef const uint8_t *stream
@@ -369,7 +367,7 @@ def encode_candidate(
 
 
 def max_zstd_bytes(size_t n) -> int:
-    """Bytes that no zstd frame of n bytes passes."""
+    """Return the maximum size of a zstd frame of n bytes."""
     return zstd.bound(n)
 
 
@@ -377,9 +375,10 @@ def write_payload(
     OrderedWriter writer not None, Py_ssize_t segment, size_t capacity, const uint8_t[::1] data not None, int itemsize,
     size_t begin, size_t end, int lane, int mode, int level
 ) -> int:
-    """The zstd frame of the words from `begin` to `end` of one lane, under one predictor over the whole lane, as
-    a segment of the writer that has room for `capacity` bytes; how long it is. Without a predictor raw blocks, where
-    libzstd needs more.
+    """Write the words from `begin` to `end` of one lane as a zstd frame to a segment of the writer; return its length.
+
+    One predictor applies to the whole lane. The segment has `capacity` bytes. Without a predictor, raw blocks replace
+    what libzstd would make longer.
     """
     cdef size_t num_elements = check_element_count(data.shape[0], itemsize), size = NO_MEMORY
     cdef uint8_t *stream
@@ -411,7 +410,7 @@ def write_payload(
 
 
 def select_modes(const uint8_t[::1] data not None, int itemsize, modes) -> list:
-    """For each lane a bit set with the one predictor that effort "balanced" takes."""
+    """Return for each lane a bit set with the one predictor of effort "balanced"."""
     cdef size_t num_elements = check_element_count(data.shape[0], itemsize)
     cdef int lane, mode, lane_modes
     cdef list selected = []

@@ -1,8 +1,9 @@
-"""Frames of effort "fast": zstd payloads by a writer of its own, which does only what pays in K and V (docs/format.md).
+"""Encode frames of effort "fast": zstd payloads by kvmnn's own writer, limited to what pays for K and V
+(docs/format.md).
 
-A lane without redundancy becomes raw blocks. Of the others, what earlier rows of the lane have at the same places is
-copied from there, and the rest gets Huffman codes. Where samples show that bytes follow from those before them, which
-those of K and V do not, predictors and libzstd are tried as well. `_fast_lane` does it to one lane.
+A lane without redundancy becomes raw blocks. In others, matches with earlier rows at the same columns are copied, and
+the rest gets Huffman codes. Where samples show that bytes depend on their predecessors, which those of K and V do not,
+predictors and libzstd are tried as well. `_fast_lane` encodes one lane.
 """
 
 from libc.stdint cimport uint8_t, uint32_t
@@ -35,8 +36,7 @@ cdef size_t stream_capacity(size_t num_elements) noexcept nogil:
 
 
 cdef LaneEncoding make_plain_encoding(LaneStats stats) noexcept nogil:
-    """Without a predictor; libzstd has next to nothing to do where all bytes are alike, as low ones of converted
-    words."""
+    """Return the encoding without a predictor; libzstd is fast where all bytes are equal (converted words)."""
     return LaneEncoding(KVMNN_MODE_RAW, stats.is_constant, 0, 1, 0)
 
 
@@ -44,7 +44,7 @@ cdef bint encode_in_place(
     Workspace ws, SegmentInput *segment, const LaneStats *lane_stats, Scratch scratch, uint8_t *spare_slot,
     uint8_t *streams, LaneResult *lane_results
 ) noexcept nogil:
-    """The lanes of a segment that needs no predictors, their payloads where they are to stay. False: no memory."""
+    """Encode the lanes of a segment without predictors at their final places; False if memory is exhausted."""
     cdef uint8_t *slots[2]
     cdef LaneEncoding encoding
     cdef int lane
@@ -65,11 +65,11 @@ cdef bint encode_lanes(
     Workspace ws, const uint8_t *src, size_t num_elements, int itemsize, bint has_previous, const int *modes,
     uint8_t *streams, LaneResult *lane_results
 ) noexcept nogil:
-    """The lanes of a segment, each by a predictor of its bit set in `modes`; of none, nothing. False: no memory.
+    """Encode the lanes of a segment, each with a predictor of its bit set in `modes`; skip lanes with an empty set.
 
-    `has_previous`: the word before is there as well, and predictors go on from it. `streams`: where they are to stay,
-    one after the other, with stream_capacity(num_elements) bytes each, or NULL; what has raw blocks, or predictors, is
-    not brought there.
+    `has_previous`: predictors continue from the word before the segment. `streams`: final places of the lanes,
+    consecutive, with stream_capacity(num_elements) bytes each, or NULL; lanes with raw blocks or predictors are not
+    moved there. Return False if memory is exhausted.
     """
     cdef size_t capacity = max_payload_size(num_elements), total = 0
     cdef uint8_t *out
@@ -119,7 +119,7 @@ cdef bint encode_lanes(
 
 
 cdef size_t measure_frame(Workspace ws, const uint8_t *src, size_t num_elements, int itemsize) noexcept nogil:
-    """Of the frame of one segment under any predictors, but for runs that RLE makes smaller; 0: no memory."""
+    """Return the size of the frame of one segment with all predictors, without RLE; 0 if memory is exhausted."""
     cdef LaneResult[4] lane_results
     cdef int[4] modes
     cdef size_t size = 4
@@ -137,7 +137,7 @@ cdef Workspace encode_lanes_in_workspace(
     const uint8_t *src, size_t num_elements, int itemsize, bint has_previous, modes, uint8_t *streams,
     LaneResult *lane_results
 ):
-    """`encode_lanes` in a workspace that the caller releases, once it has copied them."""
+    """Run `encode_lanes` in a workspace that the caller releases after copying the lanes."""
     cdef Workspace ws = acquire(True, False)
     cdef int[4] mode_sets
     cdef bint is_ok
@@ -155,7 +155,7 @@ cdef void write_lane(
     const LaneResult *lane_result, const uint8_t *src, size_t num_elements, int itemsize, int lane, bint bypass_cache,
     uint8_t *dst
 ) noexcept nogil:
-    """A payload that was made elsewhere, or is to be raw blocks; past the caches where that is for many bytes."""
+    """Write a payload that is elsewhere, or is raw blocks, to its place; large ones bypass the caches."""
     if lane_result.payload == NULL and lane_result.raw_lane != NULL:
         write_raw_frame(lane_result.raw_lane, num_elements, 1, 0, bypass_cache, dst)
     elif lane_result.payload == NULL:
@@ -169,7 +169,7 @@ cdef void write_lane(
 cdef void write_frame(
     const LaneResult *lane_results, const uint8_t *src, size_t num_elements, int itemsize, uint8_t *dst
 ) noexcept nogil:
-    """Headers, and payloads that are not in their places yet."""
+    """Write headers, and payloads that are not in their places yet."""
     cdef int lane
     store_le32(dst, <uint32_t>num_elements)
     dst += 4
@@ -186,9 +186,9 @@ cdef void write_frame(
 # -- for Python -------------------------------------------------------------------------------------------------------
 
 def encode(const uint8_t[::1] data not None, int itemsize, modes) -> bytes:
-    """The frame of one segment of whole words, at least one of them.
+    """Encode one segment of at least one whole word as a frame.
 
-    `modes`: for each lane a bit set of predictors (1 raw, 2 delta_seq, 4 xor_seq), which has raw.
+    `modes`: for each lane a bit set of predictors (1 raw, 2 delta_seq, 4 xor_seq) that contains raw.
     """
     cdef size_t num_elements = data.shape[0] // itemsize, frame_size = 4
     cdef size_t capacity = 4 + <size_t>itemsize * stream_capacity(num_elements)
@@ -219,8 +219,10 @@ def encode(const uint8_t[::1] data not None, int itemsize, modes) -> bytes:
 
 
 def select_modes(const uint8_t[::1] data not None, int itemsize, modes) -> tuple:
-    """For each lane of whole words a bit set with the one predictor of all its segments, and one with others that may
-    turn out to be better; `modes` as for `encode`."""
+    """Select for each lane a bit set with the one predictor of all its segments, and one with possible alternatives.
+
+    `modes` as for `encode`.
+    """
     cdef size_t num_elements = data.shape[0] // itemsize, max_elements = min(num_elements, <size_t>MAX_TRIAL_BYTES)
     cdef LaneStats[4] lane_stats
     cdef SegmentInput segment = SegmentInput(&data[0], num_elements, itemsize, False, True, False, TRY_UNDECIDED)
@@ -254,9 +256,10 @@ def write_payloads(
     list writers not None, Py_ssize_t segment, tuple capacities not None, const uint8_t[::1] data not None,
     int itemsize, size_t begin, size_t end, modes
 ) -> None:
-    """A zstd payload for each lane of the words from `begin` to `end`, under the one predictor of its bit set, as
-    a segment of its writer that has room for as many bytes as `capacities` says: `raw_payload_bytes` without a
-    predictor, `max_payload_bytes` under one. For an empty set, nothing.
+    """Write a zstd payload for each lane of the words from `begin` to `end` to a segment of the lane's writer.
+
+    Each bit set has one predictor; lanes with an empty set are skipped. The segments have `capacities` bytes:
+    `raw_payload_bytes` without a predictor, `max_payload_bytes` with one.
     """
     cdef LaneResult[4] lane_results
     cdef uint8_t *dst
@@ -294,10 +297,10 @@ def write_payloads(
 
 
 def max_payload_bytes(size_t num_elements) -> int:
-    """Bytes that no payload of a lane passes."""
+    """Return the maximum size of a payload of a lane."""
     return max_payload_size(num_elements)
 
 
 def raw_payload_bytes(size_t num_elements) -> int:
-    """Bytes of a payload of raw blocks, which none passes that has no predictor."""
+    """Return the size of a payload of raw blocks: the maximum without a predictor."""
     return raw_frame_size(num_elements)

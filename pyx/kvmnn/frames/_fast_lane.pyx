@@ -1,4 +1,4 @@
-"""One lane of a frame of effort "fast": by which predictor, and who writes its payload (docs/format.md)."""
+"""Encode one lane of a frame of effort "fast": select its predictor and its zstd writer (docs/format.md)."""
 
 # Effort "fast" has a zstd writer of its own (zstd_writer.c, huffman.c, fse.c, match_finder.c). libzstd looks for
 # matches byte by byte, which is most of its time; what repeats in K and V are parts of rows, at the same places in
@@ -124,7 +124,7 @@ cdef struct RepeatStats:
 
 
 cdef size_t max_payload_size(size_t num_elements) noexcept nogil:
-    """Bytes that no payload of a lane passes."""
+    """Return the maximum size of a payload of a lane."""
     return kvmnn_zstd_bound(num_elements)
 
 
@@ -133,7 +133,7 @@ cdef size_t align64(size_t n) noexcept nogil:
 
 
 cdef bint allocate_scratch(Workspace ws, size_t num_elements, int count, Scratch *scratch) noexcept nogil:
-    """Memory to work in, with room for so many lanes."""
+    """Allocate scratch memory for `count` lanes."""
     cdef size_t writer_bytes = align64(kvmnn_zstd_scratch_bytes()), lane_bytes = <size_t>count * align64(num_elements)
     cdef size_t table_bytes = align64(kvmnn_repeats_table_size(num_elements) * sizeof(uint32_t))
     cdef uint8_t *memory = ws.get_buffer(
@@ -158,7 +158,7 @@ cdef inline void copy_raw_lane(
 
 
 cdef void gather_lanes(const SegmentInput *segment, uint8_t *dst) noexcept nogil:
-    """All lanes of a segment, so many bytes apart as `align64` says."""
+    """Extract all lanes of a segment at a spacing of `align64` bytes."""
     cdef uint8_t *lane_ptrs[4]
     cdef int lane
     for lane in range(segment.itemsize):
@@ -171,7 +171,7 @@ cdef void gather_lanes(const SegmentInput *segment, uint8_t *dst) noexcept nogil
 cdef size_t sample_lane(
     const uint8_t *src, size_t num_elements, int itemsize, int lane, uint8_t *sample
 ) noexcept nogil:
-    """Looks at a lane, at most KVMNN_MAX_SAMPLE_BYTES bytes, those of zeros left out; how many."""
+    """Sample at most KVMNN_MAX_SAMPLE_BYTES bytes of a lane, zeros left out; return their number."""
     cdef size_t begin = 0, num_bytes = 0, size, step = num_elements // KVMNN_NUM_SAMPLE_WINDOWS
     cdef size_t end = KVMNN_NUM_SAMPLE_WINDOWS * step
     if step <= KVMNN_SAMPLE_WINDOW_BYTES:
@@ -188,10 +188,9 @@ cdef size_t sample_lane(
 
 
 cdef bint sample_lanes(const uint8_t *src, size_t num_elements, int itemsize, LaneStats *lane_stats) noexcept nogil:
-    """Sample each lane. True if the bytes of any follow from those before them, or are few, but of more than one
-    kind.
+    """Sample each lane; return True if bytes of any depend on their predecessors, or are few values but not one.
 
-    Where the high bytes of words do, the low ones may as well, in a way that no sample shows.
+    If the high bytes of words do, the low ones may as well, in a way that no sample shows.
     """
     cdef uint8_t sample[KVMNN_MAX_SAMPLE_BYTES]
     cdef bint is_predictable = False
@@ -213,7 +212,7 @@ cdef bint sample_lanes(const uint8_t *src, size_t num_elements, int itemsize, La
 # -- one lane ---------------------------------------------------------------------------------------------------------
 
 cdef size_t raw_frame_size(size_t n) noexcept nogil:
-    """Bytes of a frame of raw blocks."""
+    """Return the size of a frame of raw blocks."""
     cdef uint8_t header[MAX_ZSTD_HEADER_BYTES]
     return (
         (kvmnn_zstd_write_header(header, n) - header)
@@ -224,8 +223,7 @@ cdef size_t raw_frame_size(size_t n) noexcept nogil:
 cdef void write_raw_frame(
     const uint8_t *src, size_t num_elements, int itemsize, int lane, bint bypass_cache, uint8_t *dst
 ) noexcept nogil:
-    """A lane as raw blocks, straight from the words to where it stays; if `bypass_cache`, bytes of a lane past the
-    caches."""
+    """Write a lane as raw blocks directly from the words to its final place, past the caches if `bypass_cache`."""
     cdef uint8_t *out = kvmnn_zstd_write_header(dst, num_elements)
     cdef size_t begin = 0, size
     while begin < num_elements:
@@ -242,7 +240,7 @@ cdef void write_raw_frame(
 cdef size_t encode_lane_frame(
     const uint8_t *lane, size_t n, double bits, Scratch scratch, uint8_t *dst, RepeatStats *repeat_stats
 ) noexcept nogil:
-    """The payload of one lane in dst (kvmnn_zstd_bound(n) bytes); its size, 0 for one of raw blocks."""
+    """Encode the payload of one lane to dst (kvmnn_zstd_bound(n) bytes); return its size, 0 for raw blocks."""
     cdef bint is_flat = bits > FLAT_MIN_BITS
     cdef size_t count = kvmnn_repeats_find(
         active_level, lane, n, bits > COSTLY_MIN_BITS, scratch.table, scratch.repeats)
@@ -262,7 +260,7 @@ cdef size_t encode_lane_frame(
 cdef int decide_libzstd_trials(
     const uint8_t *lane, size_t n, const RepeatStats *repeat_stats, Scratch scratch
 ) noexcept nogil:
-    """By a lane whose bytes take many bits, what libzstd may make fewer bytes of in all lanes."""
+    """Decide by a lane of high entropy which kinds of data libzstd may compress in all lanes."""
     cdef double missed_fraction = kvmnn_repeats_estimate_missed(
         active_level, lane, n, scratch.repeats, repeat_stats.count, scratch.table)
     if (
@@ -275,9 +273,7 @@ cdef int decide_libzstd_trials(
 
 
 cdef size_t get_trial_ratio(size_t n, int libzstd_trials, double bits) noexcept nogil:
-    """How many times smaller a lane must have become for libzstd to be tried on it; by `bits` of a byte, what a repeat
-    that was not found costs.
-    """
+    """Return the ratio from which libzstd is tried on a lane; by `bits` per byte, the cost of a missed repeat."""
     if libzstd_trials != TRY_REPEATED or n > SHORT_LANE_BYTES or bits <= COSTLY_MIN_BITS:
         return LIBZSTD_TRIAL_MIN_RATIO
     return SHORT_LANE_TRIAL_MIN_RATIO if n > VERY_SHORT_LANE_BYTES else VERY_SHORT_LANE_TRIAL_MIN_RATIO
@@ -291,7 +287,7 @@ cdef double estimate_bits(const uint8_t *lane, size_t n) noexcept nogil:
 cdef size_t predict_trial(
     const SegmentInput *segment, int lane, int mode, size_t max_bytes, uint8_t *dst
 ) noexcept nogil:
-    """At most `max_bytes` bytes of a lane, from several places of a longer one, predicted; how many."""
+    """Predict at most `max_bytes` bytes of a lane, sampled at several positions if longer; return the number."""
     cdef size_t size = max_bytes // NUM_TRIAL_SLICES, step = segment.num_elements // NUM_TRIAL_SLICES
     cdef int k
     if segment.num_elements <= max_bytes:
@@ -306,9 +302,9 @@ cdef size_t predict_trial(
 cdef LaneEncoding select_encoding(
     Workspace ws, const SegmentInput *segment, int lane, int modes, LaneStats stats, Scratch scratch, uint8_t **slots
 ) noexcept nogil:
-    """What makes a text of the lane smallest, of the predictors of the bit set `modes`; the first at equality.
+    """Select the predictor of the bit set `modes` that makes a trial of the lane smallest; the first on a tie.
 
-    The two slots have max_payload_size(num_elements) bytes each, or those of MAX_TRIAL_BYTES, and may change places.
+    The two slots have max_payload_size(num_elements) bytes each, or those of MAX_TRIAL_BYTES, and may be swapped.
     """
     cdef size_t num_elements = segment.num_elements
     cdef size_t max_bytes = min(
@@ -348,7 +344,7 @@ cdef LaneEncoding select_encoding(
 
 
 cdef int select_alternatives(int mode, const size_t *sizes, size_t n) noexcept nogil:
-    """The predictors that came near `mode` in a trial of `n` bytes, a bit set; a size is NO_MEMORY if not tried."""
+    """Return a bit set of the predictors close to `mode` in a trial of `n` bytes; sizes of NO_MEMORY were not tried."""
     cdef int other_mode, alternatives = 0
     cdef bint is_high_ratio = HIGH_RATIO * sizes[mode] < n
     cdef double max_ratio
@@ -365,11 +361,10 @@ cdef void try_alternatives(
     Workspace ws, const SegmentInput *segment, int lane, int modes, const LaneEncoding *encoding, Scratch scratch,
     LaneResult *lane_result, uint8_t **spare_slots
 ) noexcept nogil:
-    """Make a lane by a better predictor than the encoding's, if there is one; `spare_slots` has as much room as
-    `lane_result`.
+    """Encode a lane with a better predictor, if there is one; `spare_slots` are as large as `lane_result`.
 
-    libzstd takes many short repeats for repeats from afar, or does not, which no sample shows. So alternatives are
-    tried, and what else there is where the trial had promised less.
+    libzstd may or may not take many short repeats for distant ones, which no sample shows. So alternatives are tried,
+    and all other predictors if the trial promised a smaller result.
     """
     cdef size_t size
     cdef int mode
@@ -392,7 +387,7 @@ cdef void try_alternatives(
 cdef bint is_libzstd_worth_it(
     Workspace ws, const SegmentInput *segment, int lane, int mode, size_t capacity, Scratch scratch, uint8_t *dst
 ) noexcept nogil:
-    """Whether libzstd makes enough of a lane under a predictor for the time that it takes."""
+    """Return whether libzstd's gain on a lane with a predictor is worth its time."""
     cdef uint8_t sample[KVMNN_MAX_SAMPLE_BYTES]
     cdef RepeatStats repeat_stats
     cdef size_t max_bytes = min(
@@ -412,10 +407,10 @@ cdef bint encode_lane(
     Workspace ws, SegmentInput *segment, int lane, LaneEncoding *encoding, double bits, Scratch scratch,
     uint8_t **slots, LaneResult *lane_result
 ) noexcept nogil:
-    """Encode a lane with the encoder that pays best; `encoding.use_libzstd` then says whether libzstd wrote it because
-    of the encoding. False: no memory.
+    """Encode a lane with the most worthwhile writer; `encoding.use_libzstd` then tells whether that was libzstd.
 
-    The two slots have max_payload_size(num_elements) bytes each and may change places; the payload is in the first.
+    Return False if memory is exhausted. The two slots have max_payload_size(num_elements) bytes each and may be
+    swapped; the payload is in the first.
     """
     cdef size_t size, libzstd_size
     cdef RepeatStats repeat_stats

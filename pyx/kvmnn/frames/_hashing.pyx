@@ -1,4 +1,4 @@
-"""The engine's 64-bit hash, FNV-1a's steps from a start value that is not FNV's, and a fast checksum."""
+"""The engine's 64-bit hash (FNV-1a's steps from another start value), and a fast checksum."""
 
 from libc.stdint cimport uint8_t, uint64_t
 from libc.stdlib cimport free, malloc
@@ -11,7 +11,7 @@ SEED = 0x14650FB0739D0383
 
 
 def fnv1a64(const uint8_t[::1] data not None, uint64_t seed) -> int:
-    """The hash of `data` continued from `seed`."""
+    """Return the hash of `data` continued from `seed`."""
     cdef uint64_t h = seed
     cdef Py_ssize_t i, n = data.shape[0]
     cdef const uint8_t *p
@@ -24,7 +24,7 @@ def fnv1a64(const uint8_t[::1] data not None, uint64_t seed) -> int:
 
 
 def integrity_checksum(const uint8_t[::1] data not None, uint64_t seed) -> int:
-    """64 bits over `data` and its length, continued from `seed`; the words are the machine's."""
+    """Return 64 bits over `data` and its length, continued from `seed`; words are in native byte order."""
     cdef uint64_t h
     cdef const uint8_t *p = &data[0] if data.shape[0] else NULL
     with nogil:
@@ -58,8 +58,10 @@ cdef uint64_t sum_rows(
     const uint8_t *p, Py_ssize_t row_step, Py_ssize_t token_step, size_t rows, size_t tokens, size_t size,
     uint8_t *copy, RunningSums *running
 ) noexcept nogil:
-    """The checksum of each row's tokens of `size` bytes, continued from that of the row before; `copy`, if not NULL,
-    gets the rows one after the other. In the order in which tokens lie in memory, with a sum for each row.
+    """Return the checksum of all rows' tokens of `size` bytes, continued from row to row.
+
+    `copy`, if not NULL, receives the rows, concatenated. Tokens are read in memory order, with a running sum for each
+    row.
     """
     cdef uint64_t h = 0
     cdef size_t row, token
@@ -96,8 +98,10 @@ cdef RunningSums *allocate_sums(const uint8_t[:, :, :] rows) except? NULL:
 
 
 def checksum_blocks(const uint8_t[:, :, :] rows not None, Py_ssize_t block_tokens) -> list:
-    """For each block of so many tokens of all rows, ``[row, token, byte]``: the checksum of each row's bytes in it,
-    continued from that of the row before; the last block may be shorter, and rows of no bytes have none.
+    """Return the checksum of each block of `block_tokens` tokens of all rows ``[row, token, byte]``, continued from row
+    to row.
+
+    The last block may be shorter; rows without bytes have no blocks.
     """
     cdef uint64_t h
     cdef Py_ssize_t begin, tokens = rows.shape[1], size = rows.shape[2]
@@ -116,7 +120,7 @@ def checksum_blocks(const uint8_t[:, :, :] rows not None, Py_ssize_t block_token
 
 
 def copy_rows(const uint8_t[:, :, :] rows not None, uint8_t[:, ::1] out not None) -> int:
-    """Bring rows, ``[row, token, byte]``, together in ``out``, ``[row, byte]``; their checksum as one block."""
+    """Copy rows ``[row, token, byte]`` to contiguous ``out``, ``[row, byte]``; return their checksum as one block."""
     cdef uint64_t h = 0
     cdef Py_ssize_t size = rows.shape[1] * rows.shape[2]
     cdef RunningSums *sums = allocate_sums(rows)

@@ -1,4 +1,4 @@
-"""Bytes that several threads write parts of, and that get their length when all is known."""
+"""A bytes object that several threads write parts of, shrunk to its final size at the end."""
 
 # Parts of a long frame are written into its own buffer, by several threads, before the length of each is known. A part
 # for which all parts before it are there is written in its final place. One that is ready too early is written where it
@@ -24,7 +24,7 @@ cdef enum:
 
 
 cdef class OutputBuffer:
-    """Room for `capacity` bytes, none of them written; what is not written takes no memory where it is much."""
+    """A buffer of `capacity` uninitialised bytes; if large, unwritten pages use no memory."""
 
     def __init__(self, size_t capacity):
         self.bytes_object = allocate_bytes(capacity)
@@ -34,13 +34,13 @@ cdef class OutputBuffer:
         Py_XDECREF(self.bytes_object)
 
     cdef uint8_t *pointer_at(self, size_t begin, size_t n) except NULL:
-        """The place of n bytes."""
+        """Return the address of n bytes at an offset."""
         if self.bytes_object == NULL or begin > self.size or n > self.size - begin:
             raise KvmnnError(f"{n} bytes at {begin} of {self.size if self.bytes_object != NULL else 0}: not there")
         return <uint8_t *>PyBytes_AsString(<object>self.bytes_object) + begin
 
     def write(self, size_t begin, const uint8_t[::1] fragment not None) -> None:
-        """Copy `fragment` to its place."""
+        """Copy `fragment` to the offset `begin`."""
         cdef size_t n = fragment.shape[0]
         cdef uint8_t *target = self.pointer_at(begin, n)
         if n:
@@ -48,7 +48,7 @@ cdef class OutputBuffer:
                 memcpy(target, &fragment[0], n)
 
     def move(self, size_t target, size_t begin, size_t n) -> None:
-        """Move n bytes from `begin` on, which were written, to where they stay."""
+        """Move n written bytes from `begin` to their final offset."""
         cdef uint8_t *source = self.pointer_at(begin, n)
         cdef uint8_t *destination = self.pointer_at(target, n)
         if source != destination:
@@ -56,20 +56,20 @@ cdef class OutputBuffer:
                 memmove(destination, source, n)
 
     def view(self, size_t begin, size_t n) -> memoryview:
-        """What was written there: to be looked at while the room is there and not finished."""
+        """Return a view of written bytes, valid until the buffer is finished."""
         return PyMemoryView_FromMemory(<char *>self.pointer_at(begin, n), n, PyBUF_READ)
 
     def finish(self, size_t size) -> bytes:
-        """The first `size` bytes; the room is gone."""
+        """Return the first `size` bytes, and release the buffer."""
         self.pointer_at(0, size)
         return shrink_bytes(&self.bytes_object, size)
 
 
 cdef class OrderedWriter:
-    """The segments of one lane in a buffer, which come to lie one after the other while several threads write them.
+    """Ordered segments of one lane in a buffer, written by several threads and finally contiguous.
 
-    `staging_offsets`: where each segment may lie until then, none of them before where it stays. A segment that is ready
-    before those in front of it is written there, and moved by the thread that makes the last of these.
+    `staging_offsets`: provisional offset of each segment, none before its final one. A segment that is ready before its
+    predecessors is written there, and moved by the thread that completes the last of these.
     """
 
     def __init__(self, OutputBuffer buffer not None, staging_offsets not None):
@@ -80,7 +80,7 @@ cdef class OrderedWriter:
         self.owner = NO_OWNER
 
     cdef size_t acquire_offset(self, Py_ssize_t segment) except? 0:
-        """Where to write a segment now: where it stays, if that is known, else where it may lie until then."""
+        """Return the offset to write a segment at: the final one if it is known, else the provisional one."""
         if not 0 <= segment < len(self.staging_offsets):
             raise KvmnnError(f"piece {segment} of {len(self.staging_offsets)}: not there")
         if self.next_segment != segment or self.is_busy:
@@ -90,7 +90,7 @@ cdef class OrderedWriter:
         return self.final_end
 
     cdef int commit(self, Py_ssize_t segment, size_t size) except -1:
-        """The segment was written to its `acquire_offset`, so many bytes."""
+        """Record that `size` bytes of the segment were written at its `acquire_offset`."""
         self.sizes[segment] = size
         if not self.is_busy:
             self.is_busy = True
@@ -109,7 +109,7 @@ cdef class OrderedWriter:
         return 0
 
     def list_fragments(self) -> list:
-        """(bytes, offset) of every segment, when all are committed."""
+        """Return (bytes, offset) of every segment, once all are committed."""
         cdef list fragments = []
         cdef size_t offset = self.staging_offsets[0]
         for size in self.sizes:

@@ -21,19 +21,19 @@ cdef enum:
 
 
 cdef const kvmnn_lane_kernels *lane_kernels() noexcept nogil:
-    """The kernels of the SIMD level in use."""
+    """Return the kernels of the SIMD level in use."""
     return kvmnn_lane_kernels_at(active_level)
 
 
 # -- RLE ----------------------------------------------------------------------------------------------------------
 
 cdef size_t rle_bound(size_t n) noexcept nogil:
-    """Largest possible payload for n bytes."""
+    """Return the maximum RLE payload size for n bytes."""
     return n + (n + MAX_LITERALS - 1) // MAX_LITERALS
 
 
 cdef size_t rle_min_size(size_t n, size_t repeats) noexcept nogil:
-    """A length that no payload comes below for n bytes of which `repeats` equal the byte before them.
+    """Return a lower bound of the RLE payload of n bytes of which `repeats` equal the byte before them.
 
     A run token of length l takes l - 1 >= 3/4 l repeats, so tokens stand for at most 4/3 repeats; all other bytes are
     literals.
@@ -43,7 +43,7 @@ cdef size_t rle_min_size(size_t n, size_t repeats) noexcept nogil:
 
 
 cdef size_t rle_size(const uint8_t *s, size_t n, size_t limit) noexcept nogil:
-    """Length of the canonical payload of n bytes, or some number above `limit` if it is longer than that."""
+    """Return the length of the canonical payload of n bytes, or some number above `limit` if it is longer than that."""
     cdef const kvmnn_lane_kernels *kernels = lane_kernels()
     cdef size_t i = 0, size = 0, start, length
     while i < n and size <= limit:
@@ -89,7 +89,7 @@ cdef size_t rle_encode(const uint8_t *s, size_t n, uint8_t *dst) noexcept nogil:
 
 
 cdef bint rle_decode(const uint8_t *payload, size_t n, uint8_t *dst, size_t expected_bytes) noexcept nogil:
-    """Decode exactly n payload bytes to exactly `expected_bytes` bytes; False where the reference decoder rejects."""
+    """Decode exactly n payload bytes to exactly `expected_bytes` bytes; False if the reference decoder rejects them."""
     cdef size_t i = 0, num_written = 0, length
     cdef uint8_t control
     if n == 0 or expected_bytes == 0:
@@ -114,7 +114,7 @@ cdef bint rle_decode(const uint8_t *payload, size_t n, uint8_t *dst, size_t expe
 
 
 cdef double compute_entropy(const uint64_t *counts) noexcept nogil:
-    """Order-0 entropy of a histogram in bits per byte; 0 for an empty one."""
+    """Return the order-0 entropy of a histogram in bits per byte; 0 for an empty one."""
     cdef double total = 0, bits = 0
     cdef int b
     for b in range(256):
@@ -128,7 +128,7 @@ cdef double compute_entropy(const uint64_t *counts) noexcept nogil:
 # -- the same for Python (conformance, tests) -----------------------------------------------------------------------
 
 def encode_rle(const uint8_t[::1] data not None) -> bytes:
-    """Canonical RLE payload of `data`; `KvmnnError` when it is empty, as the reference encoder refuses."""
+    """Return the canonical RLE payload of `data`; `KvmnnError` if it is empty, as in the reference encoder."""
     cdef size_t n = data.shape[0], size
     if n == 0:
         raise KvmnnError("RLE: nothing to encode: expected at least 1 byte")
@@ -143,7 +143,7 @@ def encode_rle(const uint8_t[::1] data not None) -> bytes:
 
 
 def decode_rle(const uint8_t[::1] payload not None, size_t expected_bytes) -> bytes:
-    """The `expected_bytes` bytes that an RLE payload stands for; `KvmnnError` where the reference decoder rejects."""
+    """Decode an RLE payload to `expected_bytes` bytes; `KvmnnError` if the reference decoder rejects it."""
     cdef size_t n = payload.shape[0]
     cdef bint is_ok = False
     if n == 0 or expected_bytes == 0 or expected_bytes > MAX_RUN * n // 2:
@@ -158,7 +158,7 @@ def decode_rle(const uint8_t[::1] payload not None, size_t expected_bytes) -> by
 
 
 def predict(const uint8_t[::1] data not None, int mode) -> bytes:
-    """The predictor `mode` (0 raw, 1 delta_seq, 2 xor_seq) over one byte stream."""
+    """Apply the predictor `mode` (0 raw, 1 delta_seq, 2 xor_seq) to one byte stream."""
     cdef size_t n = data.shape[0]
     if not 0 <= mode <= 2:
         raise KvmnnError(f"predictor mode {mode}: expected 0, 1 or 2")
@@ -169,7 +169,7 @@ def predict(const uint8_t[::1] data not None, int mode) -> bytes:
 
 
 def unpredict(const uint8_t[::1] data not None, int mode) -> bytes:
-    """The inverse of `predict`."""
+    """Return the inverse of `predict`."""
     cdef size_t n = data.shape[0]
     if not 0 <= mode <= 2:
         raise KvmnnError(f"predictor mode {mode}: expected 0, 1 or 2")
@@ -180,7 +180,7 @@ def unpredict(const uint8_t[::1] data not None, int mode) -> bytes:
 
 
 def split_lanes(const uint8_t[::1] data not None, int itemsize) -> list:
-    """The `itemsize` (2 or 4) byte lanes of an array of words, as bytes."""
+    """Split an array of words into its `itemsize` (2 or 4) byte lanes, as bytes."""
     cdef size_t num_elements
     if itemsize != 2 and itemsize != 4:
         raise KvmnnError(f"word size {itemsize}: expected 2 or 4")
@@ -199,7 +199,7 @@ def split_lanes(const uint8_t[::1] data not None, int itemsize) -> list:
 
 
 def compute_order0_entropy(const uint8_t[::1] data not None) -> float:
-    """Order-0 entropy of the bytes, in bits per byte."""
+    """Return the order-0 entropy of the bytes, in bits per byte."""
     cdef uint64_t counts[256]
     memset(counts, 0, sizeof(counts))
     if data.shape[0]:

@@ -1,4 +1,4 @@
-"""What one worker of the frame codec works with: zstd contexts and two buffers, kept from call to call."""
+"""Workspaces of the frame codec: zstd contexts and two buffers for one worker, reused from call to call."""
 
 # A thread gets the workspace that it used last: its buffers are in the caches of that processor. Two threads over short
 # blocks gain 1.86 and 2.14 times so, and 1.6 and 1.8 at worst with any workspace. Where all workspaces together hold
@@ -96,8 +96,7 @@ cdef resize_fn _resize = NULL
 
 
 def set_resize_function(address) -> None:
-    """Shorten bytes by `_PyBytes_Resize`, which is no part of the stable ABI, at this address; by a copy where it is
-    0."""
+    """Set the address of `_PyBytes_Resize`, which is not in the stable ABI, for shrinking bytes; 0 copies instead."""
     global _resize
     _resize = <resize_fn><uintptr_t>int(address)
 
@@ -122,7 +121,7 @@ cdef class Workspace:
             kvmnn_free(self.buffers[i], self.sizes[i])
 
     cdef uint8_t *get_buffer(self, int index, size_t size) noexcept nogil:
-        """At least `size` bytes whose content is undefined, or NULL."""
+        """Return at least `size` bytes of undefined content, or NULL."""
         self.needed_bytes[index] = max(self.needed_bytes[index], size)
         if size > self.sizes[index]:
             kvmnn_free(self.buffers[index], self.sizes[index])
@@ -137,7 +136,7 @@ cdef class Workspace:
         return total
 
     cdef bint is_oversized(self) noexcept:
-        """For what it was needed for."""
+        """Return whether the buffers are far larger than the last call needed."""
         cdef size_t needed_total = 0
         for i in range(NUM_BUFFERS):
             needed_total += self.needed_bytes[i]
@@ -154,8 +153,7 @@ cdef list _idle = []
 
 
 cdef Workspace take_idle():
-    """The one that this thread has used last, whose memory is in the caches of its processor, or another, or a new
-    one."""
+    """Take the workspace that this thread used last, which is in its processor's caches, else another or a new one."""
     cdef unsigned long thread = this_thread()
     cdef Py_ssize_t i = len(_idle)
     cdef Workspace ws
@@ -190,9 +188,11 @@ cdef Workspace acquire(bint compress, bint decompress):
 
 
 cdef void release(Workspace ws) noexcept:
-    """Keep `ws` for the next call. What does not fit into MAX_IDLE_BYTES is taken from `ws` if it has far more than
-    this call has needed, then from those that wait the longest: they may be of threads that are gone, and the caller's
-    next call is likely to need what it has just used."""
+    """Return `ws` to the idle ones, within MAX_IDLE_BYTES.
+
+    To stay within this limit, memory of `ws` is freed first if it has far more than this call needed, then that of the
+    workspaces idle longest: their threads may be gone, and the caller's next call likely needs what it has just used.
+    """
     cdef size_t idle_bytes = ws.total_size()
     cdef Workspace workspace
     for workspace in _idle:
@@ -213,11 +213,11 @@ cdef size_t _max_freed_bytes = 0
 
 
 cdef PyObject *allocate_bytes(size_t capacity) except NULL:
-    """Bytes that the caller writes, all that stay, before anyone else sees them; it is not known yet how many they
-    become. A reference of the caller's, for `shrink_bytes`.
+    """Allocate a bytes object of yet unknown final size, which the caller fills before anyone else sees it.
 
-    glibc gives blocks up to the largest one that was freed, within limits, memory that has been used before; larger
-    ones get new pages every time, each to be cleared. What is shortened never is the largest, so such a one is freed.
+    The caller owns the reference, for `shrink_bytes`. glibc reuses memory for blocks up to the largest one that was
+    freed, within limits; larger blocks get new pages every time, which must be cleared. A shrunk block is never the
+    largest, so one of full size is freed.
     """
     global _max_freed_bytes
     cdef PyObject *bytes_object
@@ -230,7 +230,7 @@ cdef PyObject *allocate_bytes(size_t capacity) except NULL:
 
 
 cdef bytes shrink_bytes(PyObject **bytes_object, size_t size):
-    """The first `size` of `allocate_bytes`, which nobody else knows; the caller has no reference any more."""
+    """Shrink the result of `allocate_bytes`, the only reference to it, to `size`; consumes that reference."""
     cdef bytes result
     if _resize != NULL:
         _resize(bytes_object, size)
@@ -243,5 +243,5 @@ cdef bytes shrink_bytes(PyObject **bytes_object, size_t size):
 
 
 def clear_workspaces() -> None:
-    """Free the memory kept between calls; also what a change of the libzstd in use needs."""
+    """Free the memory kept between calls; also required when the libzstd in use changes."""
     _idle.clear()

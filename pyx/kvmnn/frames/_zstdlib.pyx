@@ -48,7 +48,7 @@ FUNCTION_NAMES = (
     "ZSTD_decompressDCtx", "ZSTD_isError", "ZSTD_compressBound", "ZSTD_CCtx_setParameter", "ZSTD_compress2",
     "ZSTD_CCtx_reset",
 )
-"""The functions that `use_library` wants the addresses of, in its order."""
+"""Functions whose addresses `use_library` takes, in its order."""
 
 
 def use_library(addresses) -> None:
@@ -175,11 +175,12 @@ cdef inline size_t load_le(const unsigned char *p, int n) noexcept nogil:
 
 
 cdef size_t find_frame_end(const unsigned char *p, size_t n, size_t pos, size_t *max_output) noexcept nogil:
-    """Offset after the zstd or skippable frame at `pos`, or MALFORMED_FRAME where ZSTD_decompress would fail too.
+    """Return the offset after the zstd or skippable frame at `pos`, or MALFORMED_FRAME if ZSTD_decompress would fail
+    too.
 
-    `max_output` grows by the most bytes that the frame can decode to. libzstd holds no block to 128 KiB here. Raw and
-    RLE blocks have the size they claim. A compressed block has at most 128 KiB of literals and 98047 sequences, each of
-    which copies at most 34 bytes and 8190 more for each bit of its own.
+    `max_output` grows by the maximum that the frame can decode to. libzstd does not limit blocks to 128 KiB here. Raw
+    and RLE blocks have the size they claim. A compressed block has at most 128 KiB of literals and 98047 sequences,
+    each of which copies at most 34 bytes and 8190 more for each bit of its own.
     """
     cdef size_t magic, size, header, field_code
     cdef int descriptor
@@ -221,7 +222,7 @@ cdef size_t find_frame_end(const unsigned char *p, size_t n, size_t pos, size_t 
 
 
 cdef size_t max_output_size(const unsigned char *p, size_t n) noexcept nogil:
-    """The most bytes that a payload can decode to; 0 where its structure is broken."""
+    """Return the maximum size that a payload can decode to; 0 if its structure is invalid."""
     cdef size_t pos = 0, max_output = 0
     while pos < n:
         pos = find_frame_end(p, n, pos, &max_output)
@@ -231,7 +232,7 @@ cdef size_t max_output_size(const unsigned char *p, size_t n) noexcept nogil:
 
 
 def find_frame_extent(const unsigned char[::1] payload not None, size_t offset) -> int:
-    """Offset after the zstd or skippable frame at `offset`; `ValueError` where there is none."""
+    """Return the offset after the zstd or skippable frame at `offset`; `ValueError` if there is none."""
     cdef size_t max_output = 0, end = MALFORMED_FRAME
     if offset < <size_t>payload.shape[0]:
         end = find_frame_end(&payload[0], payload.shape[0], offset, &max_output)
@@ -263,7 +264,7 @@ cdef class ZstdContext:
     def compress_into(
         self, unsigned char[::1] out not None, const unsigned char[::1] data not None, int level=3
     ) -> int:
-        """Write one zstd frame, as ZSTD_compress makes it, and return its length; `ValueError` if `out` is short."""
+        """Write one zstd frame, as ZSTD_compress does, and return its length; `ValueError` if `out` is too short."""
         cdef size_t size
         with nogil:
             size = zstd.compress(
@@ -275,7 +276,7 @@ cdef class ZstdContext:
         return size
 
     def decompress_into(self, unsigned char[::1] out not None, const unsigned char[::1] payload not None) -> int:
-        """Write what a payload decodes to and return its length, under the verdict of ZSTD_decompress."""
+        """Decompress a payload with the verdict of ZSTD_decompress, and return the size of the result."""
         cdef size_t size
         with nogil:
             size = zstd.decompress(
@@ -288,18 +289,18 @@ cdef class ZstdContext:
 
 
 def max_compressed_size(size_t n) -> int:
-    """Bytes that a zstd frame of n bytes can take at most."""
+    """Return the maximum size of a zstd frame of n bytes."""
     return zstd.bound(n)
 
 
 def compress(const unsigned char[::1] data not None, int level=3) -> bytes:
-    """One zstd frame, as ZSTD_compress makes it."""
+    """Compress to one zstd frame, as ZSTD_compress does."""
     out = bytearray(zstd.bound(data.shape[0]))
     return bytes(memoryview(out)[:ZstdContext().compress_into(out, data, level)])
 
 
 def decompress(const unsigned char[::1] payload not None, size_t expected_bytes) -> bytes:
-    """Exactly `expected_bytes` bytes, under the verdict of ZSTD_decompress; `ValueError` otherwise."""
+    """Decompress to exactly `expected_bytes` bytes with the verdict of ZSTD_decompress; `ValueError` otherwise."""
     out = bytearray(expected_bytes)
     size = ZstdContext().decompress_into(out, payload)
     if size != expected_bytes:

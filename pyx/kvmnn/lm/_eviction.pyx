@@ -1,7 +1,7 @@
-"""A model's cache cut token by token: rows of what is known of live tokens, masks of dead ones, K and V moved together.
+"""Evict single tokens from a model's cache: compact tables of live tokens, mask evicted ones, move K and V together.
 
 kvmnn.lm.cache has checked shapes and counts; nothing is checked again here. A row is one set of live tokens: of a
-layer, of one of its heads, or of all layers. `slots` says where each live token lies in the layer's K and V, ascending.
+layer, of one of its heads, or of all layers. `slots` has the slot of each live token in the layer's K and V, ascending.
 """
 
 from libc.stdint cimport int64_t
@@ -22,12 +22,11 @@ def compact_tables(
     float masked_bias,
     tables,
 ) -> bool:
-    """Keep of each row of every table the entries `kept_indices` at its front, and set bias[row, slot] of the others to
-    `masked_bias`.
+    """Move the entries `kept_indices` of each row of every table to its front, and mask the others.
 
-    One row of `kept_indices` serves all rows. `slots` is what each entry's slot is; it may be among the tables, which
-    are C-contiguous arrays of int64 or float32 with as many rows. False, and nothing done, where a row of
-    `kept_indices` does not hold ascending numbers in [0, num_live).
+    bias[row, slot] of the others becomes `masked_bias`. A single row of `kept_indices` applies to all rows. `slots` has
+    the slot of each entry; it may be among the tables, which are C-contiguous arrays of int64 or float32 with equally
+    many rows. Return False, with nothing done, unless each row of `kept_indices` ascends in [0, num_live).
     """
     cdef Py_ssize_t rows = kept_indices.shape[0], count = kept_indices.shape[1], row, num_runs = 0
     cdef unsigned char[:, ::1] table
@@ -60,7 +59,7 @@ def compact_tables(
 
 
 cdef bint is_ascending(const int64_t *kept_indices, Py_ssize_t count, int64_t num_live) noexcept nogil:
-    """Whether the numbers ascend and lie in [0, num_live)."""
+    """Return whether the numbers ascend and lie in [0, num_live)."""
     cdef Py_ssize_t i
     cdef bint is_valid = kept_indices[0] >= 0 and kept_indices[count - 1] < num_live
     for i in range(1, count):
@@ -71,7 +70,7 @@ cdef bint is_ascending(const int64_t *kept_indices, Py_ssize_t count, int64_t nu
 cdef Py_ssize_t append_runs(
     const int64_t *kept_indices, Py_ssize_t count, TokenRun *token_runs, Py_ssize_t num_runs
 ) noexcept nogil:
-    """Append the runs of neighbours among ascending numbers to `token_runs`; how many there are then."""
+    """Append the runs of consecutive numbers among ascending ones to `token_runs`; return the new number of runs."""
     cdef Py_ssize_t i, begin = 0
     for i in range(1, count + 1):
         if i < count and kept_indices[i] == kept_indices[i - 1] + 1:
@@ -92,7 +91,7 @@ cdef void mask_evicted(
     Py_ssize_t rows,
     int64_t num_live,
 ) noexcept nogil:
-    """bias[row, slot] = masked_bias for the entries that are in no run."""
+    """Set bias[row, slot] = masked_bias for the entries that are in no run."""
     cdef Py_ssize_t row, run, first = 0, last = 0, i, end
     for row in range(slots.shape[0]):
         if rows > 0:
@@ -132,10 +131,10 @@ def add_columns(
     Py_ssize_t num_live,
     float decay,
 ) -> None:
-    """scores[row, i] = decay * scores[row, i] + attention ``[query_head, query, slot]`` of slot slots[row, i], summed.
+    """Decay scores and add attention: scores[row, i] = decay * scores[row, i] + the sum for slot slots[row, i].
 
-    Queries are added first, then the row's heads, in float32 and in order. One row: all heads; else heads in a row
-    share one.
+    Attention ``[query_head, query, slot]`` is summed over queries first, then over the row's heads, in float32 and in
+    order. A single row gets all heads; otherwise each row gets an equal share of heads.
     """
     cdef Py_ssize_t heads = attention.shape[0], queries = attention.shape[1], width = attention.shape[2]
     cdef Py_ssize_t rows = scores.shape[0], group = heads // rows, row, head, query, i
@@ -165,7 +164,7 @@ def add_columns(
 
 
 cdef void add_queries(const float *rows, Py_ssize_t queries, Py_ssize_t width, float *out) noexcept nogil:
-    """out = the sum of the rows, from the first to the last."""
+    """Sum the rows, from the first to the last, into out."""
     cdef Py_ssize_t query, i
     memcpy(out, rows, width * sizeof(float))
     for query in range(1, queries):

@@ -67,7 +67,7 @@ cdef class NativeLayout:
         self.tile_bytes = tile_bytes
 
     cdef size_t scratch_bytes(self) noexcept nogil:
-        """Enough for a row, and for a tile of K or a block of V where these are not out of all proportion."""
+        """Return the scratch size for a row, and for a tile of K or a block of V unless that is excessively large."""
         cdef size_t row = self.floats.dims * self.floats.word_bytes
         cdef size_t tile_bytes_that_fit = self.tile_bytes if self.tile_bytes <= MAX_SCRATCH else 0
         return max(row, tile_bytes_that_fit, <size_t>MIN_SCRATCH)
@@ -84,8 +84,7 @@ cdef int move_tokens(
     NativeLayout layout, bint to_rows, uint8_t *packed, uint8_t *rows, size_t head_stride, size_t row_stride,
     size_t first, size_t last, size_t start, size_t count, size_t all_bytes
 ) except -1:
-    """Packed tokens to plain rows, or with `to_rows` False the other way; pieces past the caches where there is
-    much."""
+    """Copy packed tokens to plain rows, or back if `to_rows` is False; large copies bypass the caches."""
     cdef bint is_nontemporal = all_bytes >= MIN_NONTEMPORAL_BYTES
     cdef uint8_t *scratch = allocate_scratch(layout) if is_nontemporal else NULL
     cdef size_t h, scratch_bytes = layout.scratch_bytes()
@@ -112,7 +111,7 @@ def gather(
     NativeLayout layout not None, const uint8_t[::1] packed not None, uint8_t[:, :, :] rows not None, size_t first,
     size_t last, size_t start
 ) -> None:
-    """Tokens from `start` on to `rows`, shaped [heads, tokens, bytes of a row]."""
+    """Copy tokens from `start` on to `rows`, shaped [heads, tokens, row bytes]."""
     move_tokens(
         layout, True, <uint8_t *>&packed[0], &rows[0, 0, 0], rows.strides[0], rows.strides[1], first, last, start,
                 rows.shape[1], rows.shape[0] * rows.shape[1] * rows.shape[2])
@@ -122,7 +121,7 @@ def scatter(
     NativeLayout layout not None, uint8_t[::1] packed not None, const uint8_t[:, :, :] rows not None, size_t first,
     size_t last, size_t start
 ) -> None:
-    """`rows`, shaped [heads, tokens, bytes of a row], over the tokens from `start` on."""
+    """Copy `rows`, shaped [heads, tokens, row bytes], over the tokens from `start` on."""
     move_tokens(
         layout, False, &packed[0], <uint8_t *>&rows[0, 0, 0], rows.strides[0], rows.strides[1], first, last, start,
                 rows.shape[1], rows.shape[0] * rows.shape[1] * rows.shape[2])
@@ -142,7 +141,7 @@ def zero(
 def pad(
     NativeLayout layout not None, uint8_t[::1] packed not None, size_t first, size_t last, size_t num_valid
 ) -> None:
-    """Zero every byte that is no word of the first `num_valid` tokens."""
+    """Zero every byte that belongs to no word of the first `num_valid` tokens."""
     cdef uint8_t *head = &packed[0]
     cdef size_t h
     with nogil:
@@ -199,7 +198,7 @@ def dequantize(
     NativeLayout layout not None, const uint8_t[::1] packed not None, uint8_t[:, :, :] rows not None, size_t first,
     size_t last, size_t start
 ) -> None:
-    """code * scale + bias of the tokens from `start` on to `rows` of floats."""
+    """Write code * scale + bias of the tokens from `start` on to `rows` of floats."""
     cdef const uint8_t *head = &packed[0]
     cdef size_t h, count = rows.shape[1]
     with nogil:
@@ -213,5 +212,5 @@ def dequantize(
 
 
 def simd_level() -> str:
-    """What the layout kernels were compiled for: every processor of the architecture runs it."""
+    """Return the SIMD level that the layout kernels were compiled for: the baseline of the architecture."""
     return (<bytes>kvmnn_layout_isa_name()).decode()

@@ -22,12 +22,12 @@ cdef extern from "kvmnn/policies/norms.h" nogil:
 
 
 def get_level() -> str:
-    """Name of the kernels in use."""
+    """Return the name of the kernels in use."""
     return kvmnn_norm_kernels_at(active_level).name.decode()
 
 
 def compute_norms16(const uint16_t[:, :, :] rows not None, bint bf16, float[:, ::1] out not None) -> None:
-    """out[h, t] = norm of rows[h, t, :], words of fp16 or bf16 whose last axis is contiguous."""
+    """Write the norm of rows[h, t, :] to out[h, t]; words of fp16 or bf16, last axis contiguous."""
     cdef const kvmnn_norm_kernels *table = kvmnn_norm_kernels_at(active_level)
     cdef Py_ssize_t head
     if out.shape[0] == 0 or out.shape[1] == 0 or rows.shape[2] == 0:
@@ -40,7 +40,7 @@ def compute_norms16(const uint16_t[:, :, :] rows not None, bint bf16, float[:, :
 
 
 def compute_norms32(const float[:, :, :] rows not None, float[:, ::1] out not None) -> None:
-    """out[h, t] = norm of rows[h, t, :], whose last axis is contiguous."""
+    """Write the norm of rows[h, t, :] to out[h, t]; last axis contiguous."""
     cdef const kvmnn_norm_kernels *table = kvmnn_norm_kernels_at(active_level)
     cdef Py_ssize_t head
     if out.shape[0] == 0 or out.shape[1] == 0 or rows.shape[2] == 0:
@@ -55,9 +55,10 @@ def compute_norms32(const float[:, :, :] rows not None, float[:, ::1] out not No
 def select_extreme(
     const float[:, :] values not None, bint highest, int64_t[:, :] out not None, int64_t first_index
 ) -> None:
-    """out[r] = first_index + indices of the out.shape[1] lowest or highest of values[r, :], ascending; equal ones: the first.
+    """Write the indices of the lowest or highest values of each row to out, ascending, plus first_index.
 
-    The last axes are contiguous, and that of `values` is at least as long as that of `out`.
+    There are out.shape[1] of them; of equal values the first are selected. The last axes are contiguous, and that of
+    `values` is at least as long as that of `out`.
     """
     cdef const kvmnn_norm_kernels *table = kvmnn_norm_kernels_at(active_level)
     cdef Py_ssize_t row, i, n = values.shape[1], num_selected = out.shape[1]

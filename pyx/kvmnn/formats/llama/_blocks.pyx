@@ -1,6 +1,6 @@
-"""Numbers out of blocks of ggml's types.
+"""Dequantise blocks of ggml's types, by the kernels of the SIMD level that `kvmnn._simd` has chosen.
 
-The kernels are those of the SIMD level that `kvmnn._simd` has chosen. Shapes are checked; nothing else needs to be.
+Shapes are checked; the contents may be anything.
 """
 
 from libc.stdint cimport uint8_t
@@ -21,14 +21,14 @@ cdef extern from "kvmnn/formats/llama/blocks.h" nogil:
     size_t kvmnn_block_bytes(int kind)
 
 def get_level() -> str:
-    """Name of the kernels in use."""
+    """Return the name of the kernels in use."""
     return kvmnn_block_kernels_at(active_level).name.decode()
 
 
 def dequantize(int kind, const uint8_t[:, :, :] blocks not None, float[:, ::1] out not None) -> None:
-    """out[r, 32 * b + i] = number i of the block blocks[r, b, :]; the bytes of a row's blocks lie together.
+    """Write number i of block blocks[r, b, :] to out[r, 32 * b + i]; the blocks of a row are contiguous.
 
-    kind: the place of the type among q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl.
+    kind: index of the type in q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl.
     """
     cdef const kvmnn_block_kernels *table = kvmnn_block_kernels_at(active_level)
     cdef Py_ssize_t count = blocks.shape[1], size = blocks.shape[2]

@@ -1,6 +1,6 @@
-"""Numbers out of MLX's quantised groups.
+"""Dequantise MLX's groups, by the kernels of the SIMD level that `kvmnn._simd` has chosen.
 
-The kernels are those of the SIMD level that `kvmnn._simd` has chosen. Shapes are checked; nothing else needs to be.
+Shapes are checked; the contents may be anything.
 """
 
 from libc.stdint cimport uint8_t
@@ -23,15 +23,15 @@ cdef extern from "kvmnn/formats/mlx/groups.h" nogil:
     const kvmnn_group_kernels *kvmnn_group_kernels_at(int level)
 
 def get_level() -> str:
-    """Name of the kernels in use."""
+    """Return the name of the kernels in use."""
     return kvmnn_group_kernels_at(active_level).name.decode()
 
 
 def dequantize(int kind, int bits, const uint8_t[:, ::1] codes not None, const uint8_t[:, ::1] scales not None,
                const uint8_t[:, ::1] biases not None, uint8_t[:, ::1] out not None) -> None:
-    """out[r] = code times scale plus bias, of row r; all in bytes, words in the order of this machine.
+    """Write code times scale plus bias of row r to out[r]; all are bytes, with words in native order.
 
-    kind: the place of the words' type among f16, bf16, f32. bits: of a code; 2, 3, 4, 5, 6 or 8.
+    kind: index of the words' type in f16, bf16, f32. bits: of a code; 2, 3, 4, 5, 6 or 8.
     """
     cdef const kvmnn_group_kernels *table = kvmnn_group_kernels_at(active_level)
     cdef size_t word_bytes = 4 if kind == 2 else 2

@@ -1,4 +1,4 @@
-"""The opcodes of pickles: which ones are taken, and a walk over them that makes nothing."""
+"""Validate the opcodes of pickles in one pass, without creating any value."""
 
 from libc.stdint cimport uint8_t, uint64_t
 from libc.string cimport memchr
@@ -6,7 +6,7 @@ from libc.string cimport memchr
 from kvmnn.errors import CheckpointError
 
 MAX_INT_BYTES = 255
-"""Bytes of the longest integer."""
+"""Maximum bytes of an integer."""
 MAX_PROTOCOL = 5
 
 kinds[:] = [KIND_REFUSED] * 256
@@ -35,7 +35,7 @@ _fill_tables()
 
 
 cdef uint64_t read_number(const uint8_t *p, Py_ssize_t width) noexcept nogil:
-    """The little-endian number of `width` bytes at `p`."""
+    """Return the little-endian number of `width` bytes at `p`."""
     cdef uint64_t value = 0
     cdef Py_ssize_t i
     for i in range(width):
@@ -118,7 +118,7 @@ def _make_truncated_error(start):
 
 
 def format_opcode(code):
-    """``0x28 (MARK)``: an opcode for an error message."""
+    """Format an opcode for an error message: ``0x28 (MARK)``."""
     import pickletools
 
     opcode_info = pickletools.code2op.get(chr(code))

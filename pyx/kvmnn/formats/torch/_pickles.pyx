@@ -17,13 +17,13 @@ from kvmnn.errors import CheckpointError
 from ._opcodes import format_opcode, scan
 
 MAX_STRING_BYTES = 1 << 16
-"""Bytes of the longest string that is kept."""
+"""Maximum bytes of a string that is kept; longer ones become `OpaqueValue`."""
 MAX_INT_KEY = 1 << 16
-"""Above the largest number that is kept as a key of a dict: layers are numbered so, and few numbers hash alike."""
+"""Limit of integer dict keys that are kept: enough for layer numbers, and too few for hash collisions."""
 
 
 class OpaqueValue:
-    """A value that is there but not looked at."""
+    """A value whose content is not needed."""
 
     __slots__ = ()
 
@@ -118,7 +118,7 @@ cdef class _PickleMachine:
         raise self.make_error("the pickle ends without its STOP")
 
     cdef int push_length_prefixed(self, uint8_t code, const uint8_t *argument, Py_ssize_t length) except -1:
-        """Strings, bytes and long integers."""
+        """Push the value of an opcode for strings, bytes or long integers."""
         if code == 0x8A or code == 0x8B:
             self.stack.append(int.from_bytes((<const char *>argument)[:length], "little", signed=True))
         elif code == b"X" or code == 0x8C or code == 0x8D or code == b"U" or code == b"T":
@@ -128,7 +128,7 @@ cdef class _PickleMachine:
         return 0
 
     cdef int run_opcode(self, uint8_t code, const uint8_t *argument) except -1:
-        """Every other opcode, the commonest first."""
+        """Run any other opcode, the commonest first."""
         cdef double real
         cdef uint64_t bits
         if code == b"q":

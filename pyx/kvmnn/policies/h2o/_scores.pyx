@@ -25,7 +25,7 @@ cdef extern from "kvmnn/policies/h2o/scores.h":
 def sum_blocks(
     const float[:, :, :] rows not None, size_t block_keys, size_t tile_keys, size_t threads, float[::1] sums not None
 ):
-    """Sums of rows ``[head, query, key]`` over blocks of keys, as `threads` threads of the engine make them.
+    """Sum rows ``[head, query, key]`` over blocks of keys in the order of the engine on `threads` threads.
 
     `sums` has a float for each block and is replaced.
     """
@@ -63,7 +63,7 @@ def sum_blocks(
 
 
 def update_running_mean(float[::1] scores not None, const float[::1] sums not None, float norm, float alpha):
-    """``score = alpha * score + (1 - alpha) * (sum / norm)`` in place, each operation rounded to float32."""
+    """Update scores in place: ``alpha * score + (1 - alpha) * (sum / norm)``, each operation rounded to float32."""
     cdef Py_ssize_t i
     cdef float complement = <float>1.0 - alpha, current, previous_part, current_part
     if scores.shape[0] != sums.shape[0]:
@@ -77,7 +77,7 @@ def update_running_mean(float[::1] scores not None, const float[::1] sums not No
 
 
 def compute_order_keys(const float[::1] scores not None, int32_t[::1] keys not None):
-    """Integers in the order of the scores: both zeros alike, every NaN below minus infinity."""
+    """Write integers in the order of the scores: both zeros are equal, every NaN is below minus infinity."""
     cdef Py_ssize_t i
     cdef float score
     cdef uint32_t bits

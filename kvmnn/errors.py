@@ -88,9 +88,9 @@ class RestoreError(KvmnnError):
     Parameters
     ----------
     layer, start, count
-        Which tokens of which layer.
+        The tokens and their layer.
     reason
-        What is wrong with them.
+        Reason of the failure.
     """
 
     def __init__(self, layer: int, start: int, count: int, reason: str) -> None:

@@ -158,7 +158,7 @@ class LazyArray(ArrayInfo):
 
 
 def from_numpy(name: str, elements: Elements) -> LazyArray:
-    """Return an array in memory (float16, float32, or uint16 for bf16) under a name."""
+    """Wrap an array in memory (float16, float32, or uint16 for bf16) under a name."""
     element_type = dtypes.infer_dtype(elements)
     data = np.ascontiguousarray(elements, element_type.numpy_dtype).reshape(-1).view(np.uint8)
     return LazyArray(
@@ -171,7 +171,7 @@ def from_numpy(name: str, elements: Elements) -> LazyArray:
 
 
 def bytes_array(name: str, data: bytes) -> LazyArray:
-    """Return bytes in memory, which are not numbers, as an array under a name."""
+    """Wrap non-numeric bytes in memory as an array."""
     words = np.frombuffer(data, np.uint8)
     return LazyArray(
         name=name, dtype="fp16", shape=words.shape, array_dtype="|u1", reader=partial(_iter_buffer_chunks, words)

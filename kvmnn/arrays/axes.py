@@ -26,7 +26,7 @@ TOKEN_AXIS = -2  # of [batch, kv_head, token, head_dim], with or without the bat
 
 
 def list_padding(cache: EngineCacheInfo | None) -> list[str]:
-    """Return a note about rows of padding in the arrays of a batch; none without such."""
+    """Return a note about rows of padding in the arrays of a batch; empty if there are none."""
     if cache is None or not cache.has_padding:
         return []
     rows = [(number, cache.tokens - text.positions.size) for number, text in enumerate(cache.texts)]
@@ -36,7 +36,7 @@ def list_padding(cache: EngineCacheInfo | None) -> list[str]:
 
 
 def select_token_rows(elements: npt.NDArray[Any], rows: Indices) -> npt.NDArray[Any]:
-    """Return rows of the token axis; a view where they follow each other."""
+    """Return rows of the token axis; a view if they are consecutive."""
     if rows.size == elements.shape[TOKEN_AXIS]:
         return elements
     if rows.size and rows[-1] - rows[0] + 1 == rows.size:
@@ -91,7 +91,7 @@ _MAX_LAYERS = 1 << 16
 
 @dataclass(frozen=True)
 class AxisSpec:
-    """How the caller specifies the axes of arrays.
+    """Specification of the axes of arrays.
 
     Parameters
     ----------
@@ -99,21 +99,20 @@ class AxisSpec:
         A letter of `AXIS_NAMES` for each axis, in either case: h, t and d are needed; h may be left out, without 2, for
         latent attention, which has one tensor for K and V. None leaves the axes as they are.
     shape
-        Shape that every array is given first; -1 stands for what is left. None for its own.
+        Reshape every array to this shape first; -1 stands for the remaining axis. None keeps its own shape.
     batch
-        Which text of a batch, from 0; None for all.
+        Index of the text in a batch; None for all.
     join_pages
-        Join several arrays of K, or of V, of a layer, which are runs of tokens of one text, in their order.
+        Concatenate several arrays of K, or of V, of a layer along the tokens, in their order.
     half
-        ``"decoder"`` or ``"encoder"`` of a cache that has both; None where it has one.
+        ``"decoder"`` or ``"encoder"`` of a cache that has both; None if it has one.
     skip_inapplicable
-        Leave inputs unchanged that define their axes themselves or have no batch, instead of refusing them: for one of
-        several inputs.
+        Skip inputs that define their axes themselves or have no batch, instead of rejecting them.
 
     Raises
     ------
     OptionError
-        For letters that are no axes, and a shape that is none.
+        For letters that are no axes, and an invalid shape.
     """
 
     axes: str | None = None
@@ -182,7 +181,7 @@ def apply_axis_spec(source: Source, spec: AxisSpec, where: str) -> Source:
 
 
 def matches_axis_spec(source: Source, spec: AxisSpec) -> bool:
-    """Return whether the arrays may be those that `apply_axis_spec` returns for these axes and shape."""
+    """Return whether the arrays can be a result of `apply_axis_spec` with these axes and shape."""
     if spec.axes:
         has_free_axes = source.cache is None and (source.engine_cache is None or ENGINE_KEY in source.metadata)
         return has_free_axes and source.axes == ("bhtd" if "b" in spec.axes else "htd")
@@ -194,7 +193,7 @@ def matches_axis_spec(source: Source, spec: AxisSpec) -> bool:
 
 
 def _matches_declared_axes(source: Source, spec: AxisSpec) -> bool:
-    """Return whether the specified axes are those that would be used anyway: the tokens stay the same."""
+    """Return whether the specified axes equal the declared ones, so that the tokens stay the same."""
     if spec.shape or spec.join_pages:
         return False
     is_dump = any(
@@ -234,7 +233,7 @@ def _format_axis_count(count: int) -> str:
 
 
 def _can_apply_axis_spec(source: Source, spec: AxisSpec) -> bool:
-    """Return whether a specification for one of several inputs may be about this one."""
+    """Return whether a specification for one of several inputs can apply to this one."""
     if _declares_axes(source):
         return False
     if spec.shape:  # of raw words, which have no layers yet
@@ -267,7 +266,7 @@ def _reshape_array(array: LazyArray, shape: tuple[int, ...] | None, where: str) 
 
 
 def _add_head_axis(arrays: list[LazyArray], axes: str) -> tuple[list[LazyArray], str]:
-    """Return the arrays with an axis of one head in front of the tokens, where their axes have none."""
+    """Return the arrays with an axis of one head in front of the tokens, if they have no head axis."""
     if "h" in axes or any(len(array.shape) != len(axes) for array in arrays):
         return arrays, axes
     axis = axes.index("t")
@@ -378,7 +377,7 @@ def _parse_layer_or_zero(where: str, array: LazyArray, *, is_single: bool) -> in
 
 
 class _CachedElements:
-    """The words of an array, read once for the many arrays that are made of it."""
+    """The words of an array, read once for the many arrays that are views of it."""
 
     def __init__(self, array: LazyArray) -> None:
         self.array = array

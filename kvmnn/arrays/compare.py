@@ -98,11 +98,11 @@ class DiffReport(Record):
 def compare_bitwise(
     first: Source, second: Source, positions: tuple[PositionMap, PositionMap] | None = None
 ) -> DiffReport:
-    """Compare layer by layer where both inputs are K and V of layers, else arrays of the same name.
+    """Compare layer by layer if both inputs are K and V of layers, else arrays of the same name.
 
-    The order of axes does not matter where it is known: a dump's ``[token, kv_head, head_dim]`` is compared with the
-    ``[kv_head, token, head_dim]`` of everything else. Layers that state different tokens of the text are unlike,
-    whatever their words are; `positions` defaults to what `read_token_positions` returns.
+    Known axis orders do not matter: a dump's ``[token, kv_head, head_dim]`` is compared with the ``[kv_head, token,
+    head_dim]`` of all other inputs. Layers with different token positions are unlike, whatever their words; `positions`
+    defaults to the result of `read_token_positions`.
     """
     first_layers, second_layers = index_layers(first), index_layers(second)
     if first_layers is not None and second_layers is not None:
@@ -269,7 +269,7 @@ class _BitwiseDiff:
             self.differing += differs.size
 
     def to_report(self) -> DiffReport:
-        """Return the report, without what was compared."""
+        """Return the report, without the paths of the inputs."""
         return DiffReport(words=self.words, differing=self.differing, first=self.first, unlike=tuple(self.unlike))
 
 
@@ -409,9 +409,9 @@ class ToleranceReport(Record):
 def compare_allclose(
     first: Source, second: Source, atol: float, positions: tuple[PositionMap, PositionMap] | None = None
 ) -> ToleranceReport:
-    """Compare K and V of every layer in numbers, whatever types they are stored in.
+    """Compare the values of K and V of every layer, across types.
 
-    Layers that state different tokens of the text are not compared.
+    Layers with different token positions are not compared.
 
     Parameters
     ----------
@@ -420,7 +420,7 @@ def compare_allclose(
     atol
         The largest absolute difference that counts as equal.
     positions
-        Which tokens of the text each contains; by default what `read_token_positions` returns.
+        Token positions of each source; by default the result of `read_token_positions`.
 
     Raises
     ------

@@ -239,7 +239,7 @@ def _parse_layer_parts(names: Iterable[str]) -> set[tuple[int, Part]]:
 
 
 def merge_completeness(inputs: Sequence[tuple[str, Completeness | None]]) -> Completeness | None:
-    """Return the completeness of several inputs, by their names; None where none of them has any."""
+    """Return the completeness of several inputs, by their names; None if none of them has any."""
     # Layers of different inputs may be of different models, so one input never supplies what another lacks.
     if all(completeness is None for _, completeness in inputs):
         return None

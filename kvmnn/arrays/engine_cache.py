@@ -156,7 +156,7 @@ class EngineCacheInfo(Record):
 def select_engine_layers(
     cache: EngineCacheInfo, names: Iterable[str], selected_names: Iterable[str]
 ) -> EngineCacheInfo | None:
-    """Return the description of some arrays of a cache, by the names of all and of these; None where unknown."""
+    """Return a cache's description for the arrays `selected_names` among `names`; None if unknown."""
     layers, selected_layers = parse_layers(names), parse_layers(selected_names)
     if len(layers) != cache.layers:
         return cache if cache.layer_positions is None else None

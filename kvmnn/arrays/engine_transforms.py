@@ -117,7 +117,7 @@ def _iter_inverted_rows(array: LazyArray, part: Part, names: tuple[Transform, ..
 
 
 def to_common_order(source: Source) -> tuple[Source, list[str]]:
-    """Invert the transforms that an engine surely applied, unless the caller specified some; return notes about
+    """Invert the transforms that an engine certainly applied, unless the caller specified some; return notes on
     them.
     """
     cache = source.engine_cache
@@ -131,7 +131,7 @@ def to_common_order(source: Source) -> tuple[Source, list[str]]:
 
 
 def describe_order(source: Source) -> list[str]:
-    """Describe what is known of the order of K; nothing where the caller specified what to invert."""
+    """Describe what is known of the element order of K; empty if the caller specified transforms to invert."""
     cache = source.engine_cache
     if cache is None or source.inverted_transforms == ():
         return []
@@ -150,7 +150,7 @@ def describe_order(source: Source) -> list[str]:
 
 
 def describe_order_conflicts(first: Source, second: Source) -> list[str]:
-    """Return notes for two compared caches of which one may have K in another order than the other."""
+    """Return notes about two compared caches whose K may be in different element orders."""
     caches = [source.engine_cache for source in (first, second)]
     is_reordered = ["k-order" in (source.inverted_transforms or ()) for source in (first, second)]
     if caches[0] and caches[1] and caches[0].engine == caches[1].engine and is_reordered[0] == is_reordered[1]:

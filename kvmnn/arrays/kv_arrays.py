@@ -1,8 +1,8 @@
-"""K and V among the arrays of a source, brought into one axis order and back.
+"""Find K and V among the arrays of a source, convert them to one axis order, and back.
 
-Names state which array is K or V of which layer; the number of axes or the caller defines which axis is which.
-docs/compressor-forward.md lists the rules; what does not follow them is refused, never guessed. A name is no proof of
-its axes: runtimes write ``past_key_values.0.key`` with tokens before heads as well.
+Names state layer and part of each array; the number of axes or the caller defines the axes. docs/compressor-forward.md
+lists the rules; anything else is rejected, never guessed. A name does not prove its axes: some runtimes write
+``past_key_values.0.key`` with tokens before heads.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def read_kv(where: str, arrays: Sequence[LazyArray], hints: AxisHints | None = N
 
 
 def infer_conventional_axes(arrays: Sequence[LazyArray], *, token_major: bool = False) -> str | None:
-    """Return the axes by the names of arrays; None where names do not state them or there are too many heads."""
+    """Return the axes by the names of arrays; None if names do not state them or there are too many heads."""
     candidates = {_infer_array_axes(array) for array in arrays}
     letters = candidates.pop() if len(candidates) == 1 else None
     return letters.replace("ht", "th") if letters and token_major else letters
@@ -181,7 +181,7 @@ def _resolve_axes(where: str, arrays: Sequence[LazyArray], hints: AxisHints) -> 
 
 
 def _infer_dump_axes(array: LazyArray) -> str | None:
-    """Return the axes by a name of KV dumps, where the tokens that it names are the array's."""
+    """Return the axes by a name of KV dumps, if the array has as many tokens as the name states."""
     parsed_name = parse_conventional_name(array.name)
     if parsed_name is None or parsed_name.end is None or len(array.shape) != 3:
         return None

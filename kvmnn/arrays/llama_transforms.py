@@ -26,9 +26,7 @@ _BLOCK_ELEMENTS = 1 << 22
 
 
 def validate_transforms(names: Sequence[str], head_dim: int) -> tuple[Transform, ...]:
-    """Return the names once and in order (none for ``"none"``); `OptionError` for those that this head_dim cannot
-    have.
-    """
+    """Return the names deduplicated and ordered (none for ``"none"``); `OptionError` if invalid for this head_dim."""
     if list(names) == ["none"]:
         return ()
     for name in names:

@@ -41,7 +41,7 @@ class OpaqueState:
 
 
 def make_state(layer: int, name: str, data: bytes, *, dtype: str = "bytes", shape: Iterable[int] = ()) -> OpaqueState:
-    """Return state with bytes in memory; without `shape` a flat state of bytes."""
+    """Create a state from bytes in memory; without `shape` it has one axis of bytes."""
     axes = tuple(shape) if dtype != "bytes" else (len(data),)
     return OpaqueState(
         layer=layer, name=name, dtype=dtype, shape=axes, nbytes=len(data), reader=partial(_get_data, data)
@@ -49,7 +49,7 @@ def make_state(layer: int, name: str, data: bytes, *, dtype: str = "bytes", shap
 
 
 def include_states(completeness: Completeness, states: Iterable[OpaqueState]) -> Completeness:
-    """Return the completeness of arrays and these states together, for verbs that store both."""
+    """Return the completeness with these states counted as included, for verbs that store them."""
     layers = {state.layer for state in states}
     layer_states = (
         replace(state_info, included=True)

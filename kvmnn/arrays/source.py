@@ -61,7 +61,7 @@ class Source:
     token_major
         Whether the arrays are ``[token, kv_head, head_dim]``.
     axes
-        Letters for the axes of each array, where the input says them: b batch, h kv_head, t token, d dimension.
+        Letters for the axes of each array, if the input declares them: b batch, h kv_head, t token, d dimension.
     lossy
         Whether the words differ from the input's, because they were computed from what an engine had rounded.
     inverted_transforms

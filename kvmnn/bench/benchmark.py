@@ -238,18 +238,18 @@ def compare(
     max_bytes
         Bytes of each array, from its beginning, to measure; 0 for all.
     repeats
-        Turns of each codec, of which the medians are taken.
+        Number of timed runs of each codec; medians are reported.
     threads
-        Threads for each codec.
+        Threads of each codec.
     with_max
-        Measure effort max on all of that, and not on its first MiB only.
+        Measure effort "max" on all of these bytes instead of the first MiB.
     progress
         Called with 1 after each turn of a codec; there are `count_runs` of them.
 
     Raises
     ------
     SourceError
-        When an array turns out to be damaged. A codec that fails or does not restore the data is a line of the result.
+        When an array is damaged. A codec that fails or does not restore the data is a row of the result.
     """
     plans = make_dense_plans(source)
     reports = [
@@ -308,7 +308,7 @@ def measure(
     with_max
         Measure effort max on all of the sample, and not on its first MiB only.
     dense
-        How the array becomes dense streams, of whole layers (or whole tokens of the first); None where it cannot.
+        Plan for dense streams, of whole layers (or whole tokens of the first); None if not possible.
     progress
         Called with 1 after every turn of a codec.
     """

@@ -59,8 +59,8 @@ def decode_frames(
     options
         Limits, codecs, threads.
     check_arrays, check_frames
-        False leaves the hashes of the arrays to the caller; and, as what an array's hash proves needs no second proof,
-        those of the frames.
+        False skips the hashes of the arrays, which the caller then checks; and those of the frames, which are redundant
+        if the arrays' are checked.
     progress
         Called with raw bytes.
 

@@ -197,28 +197,28 @@ _MAX_SCRATCH_BYTES = 140 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class EncodeOptions(CodecOptions):
-    """How arrays become frames.
+    """Options for encoding arrays.
 
     Parameters
     ----------
     predictors, hi_predictors, codecs, effort, threads
         As for `kvmnn.encode`; collections are tuples.
     predictors_k, predictors_v
-        Others for arrays that are K and for those that are V by their names; None takes `predictors`.
+        Predictors for arrays that are K and V by their names; None uses `predictors`.
     frame_bytes
-        An array of more raw bytes than this is cut along its leading axes into several frames; 0 never cuts. None is
-        16 MiB, and 64 MiB where a stream or device is written.
+        An array of more raw bytes than this is cut along its leading axes into several frames; 0 never cuts. None is 16
+        MiB, or 64 MiB for a stream or device.
     verify
-        Decode every frame and compare it with its input before anything is kept, and read what was written again.
+        Decode every frame and compare it with its input before it is stored, and read the output back.
     block
-        Store K and V of a layer, paired by their names, raw where their frames together are no smaller than they are:
-        the engine's rule (`kvmnn.encode_block`).
+        Store K and V of a layer, paired by their names, raw if their frames together do not save bytes: MNN's rule
+        (`kvmnn.encode_block`).
     allow_raw
-        The same for every array by itself. Files that hold words rather than frames need their manifest. A file of
-        another engine that is kept whole is always encoded so, unless `block` says otherwise.
+        Store an array raw if its frames do not save bytes. Raw words require a manifest. A file of another engine that
+        is stored whole is always encoded so, unless `block` is set.
     dense
-        Make dense streams, which MNN does not read, of K and V of layers (docs/format-v2.md): one for each layer,
-        whatever `frame_bytes` says. None makes frames of everything.
+        Encode K and V of layers as dense streams, which MNN does not read (docs/format-v2.md): one for each layer, at
+        any `frame_bytes`. None encodes frames only.
     """
 
     predictors: str | tuple[str, ...] | None = None
@@ -791,8 +791,8 @@ def encode_source(
     Raises
     ------
     OptionError
-        When a stream would have to carry more than one frame, or words stored raw; when K or V of `options.block` has
-        no partner; when no array can be a dense stream, and `options.dense` asks for such.
+        When a stream would have to carry several frames, or raw words; when K or V of `options.block` has no partner;
+        when `options.dense` is set and no array can be a dense stream.
     KvmnnError
         When an input is damaged, the output exists or cannot be written, or a frame does not decode to its input.
         Nothing remains then.

@@ -65,7 +65,7 @@ class FrameSet:
     file_ends
         The offset at which the last frame of each file ends; None computes it.
     is_assumed_fp16
-        Whether frames of two-byte words are taken as fp16 because neither they nor the caller tell it from bf16.
+        Whether frames of two-byte words are read as fp16 because the dtype, fp16 or bf16, is not recorded or specified.
     """
 
     def __init__(
@@ -224,19 +224,18 @@ def open_frames(path: str | MappedFile, *, use_manifest: bool = True, options: D
     Parameters
     ----------
     path
-        A frame file (with its manifest, ``<path>.json``, where that exists), a manifest file (``.json``), a directory
-        with a ``manifest.json``, or ``"-"`` for standard input. A file without a manifest holds one frame or more, one
-        after another: an array of their words, whose name and shape are unknown. A file that was opened already is
-        taken alone.
+        A frame file (with its manifest, ``<path>.json``, if that exists), a manifest file (``.json``), a directory with
+        a ``manifest.json``, or ``"-"`` for standard input. A file without a manifest contains one or more concatenated
+        frames: an array of their words without name and shape. An opened file is read without its manifest.
     use_manifest
-        False takes a frame file alone even if a manifest lies next to it.
+        False ignores a manifest next to a frame file.
     options
-        What frames without a manifest hold and which codecs are allowed.
+        Element type of frames without a manifest, and allowed codecs.
 
     Raises
     ------
     KvmnnError
-        `SourceError`, `ManifestError` or `FrameError`, by what is wrong.
+        `SourceError`, `ManifestError` or `FrameError`.
     """
     options = options or DecodeOptions()
     if isinstance(path, MappedFile):

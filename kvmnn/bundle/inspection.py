@@ -346,7 +346,7 @@ def inspect_frame_set(
     FrameError
         When a frame does not decode; the message names its array and number.
     ManifestError
-        When a frame or a dense stream is not what the manifest says: its bytes, its words, its predictors and codecs.
+        When a frame or a dense stream contradicts the manifest: its bytes, words, predictors or codecs.
     LimitError
         When there are more raw bytes than `options.max_bytes`.
     """

@@ -53,7 +53,7 @@ class PackedFileEntry:
 
 @dataclass(frozen=True)
 class PackedRecord:
-    """The packed files that frames were made from."""
+    """Record of the packed files that frames were made from."""
 
     #: Files of K and V alternating, layer by layer.
     files: tuple[PackedFileEntry, ...]

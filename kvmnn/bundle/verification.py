@@ -50,8 +50,8 @@ def compare_frame_set(
     Raises
     ------
     KvmnnError
-        As `decode_frames`; when the frames themselves are damaged; and when what the others were read from is, by a
-        checksum that lies after their last byte as well.
+        As `decode_frames`; when the frames are damaged; and when the originals are, which may show only in a checksum
+        at their end.
     """
     pairs = _match_originals(frames, originals)
     if isinstance(pairs, BundleDifference):

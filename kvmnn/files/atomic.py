@@ -249,13 +249,13 @@ class DirectoryOutput(_StagedOutput):
         As for `FileOutput`.
     index
         Name of the file that describes the others, if there is one: an old one is removed before the first file is
-        moved and the new one is moved last, so that no index ever describes files that are not there.
+        moved and the new one is moved last, so that no index ever describes missing files.
     durable
-        Bring the files to the disk before they get their names; False for what can be made again at any time: after a
-        power cut files may lack what was written to them.
+        Sync the files before they are renamed; False for output that can be recreated: after a power cut, files may be
+        incomplete.
     replace_existing
-        A directory that exists is not added to: with `force` it is replaced as a whole, without it is an error unless
-        it is empty. The caller sees to it that it is one of the same kind.
+        Replace an existing directory as a whole with `force`; without it, one that is not empty is an error. The caller
+        ensures that it is of the same kind.
     """
 
     def __init__(

@@ -51,23 +51,23 @@ def json_key(
 
 
 class Record:
-    """Base of dataclasses that have a form in JSON: an object with a key for each field, in their order.
+    """Base of dataclasses with a JSON form: an object with a key for each field, in their order.
 
-    A field's metadata may have ``key``, where its key is not its name; ``omit``, where its default (None where it has
-    none) leaves the key out; ``convert``, a function that makes the value of JSON of it; ``inline``, where its own keys
-    become keys of the document; and ``json``: False for a field that is not in the document. `json_key` adds
-    properties. Where the order or the keys are others, `json_keys` lists all of them with spaces between: ``key`` of an
-    attribute of that name, ``key=path.to.attribute``, and ``**path.to.attribute`` for one whose own keys become keys of
-    the document; metadata and `json_key` of an attribute count there as well.
+    A field's metadata may have ``key``, if its key is not its name; ``omit``, to omit the key for the default value (or
+    None); ``convert``, a function that returns the JSON value; ``inline``, to insert the value's own keys into the
+    document; and ``json``: False for a field outside the document. `json_key` adds properties. To change the order or
+    the keys, `json_keys` lists all of them, separated by spaces: ``key`` of an attribute of that name,
+    ``key=path.to.attribute``, and ``**path.to.attribute`` to insert its keys; metadata and `json_key` of these
+    attributes apply as well.
 
-    Types that fields may have to be read: bool, int, float, str, Literal, records, tuples and string mappings of these,
-    object (any JSON value), and each of them or None. A tuple is a list in JSON.
+    Readable field types: bool, int, float, str, Literal, records, tuples and string mappings of these, object (any JSON
+    value), and each of them or None. A tuple is a list in JSON.
     """
 
     json_keys: ClassVar[str] = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the result as JSON values."""
+        """Return the record as JSON values."""
         document: dict[str, Any] = {}
         for name, key, convert, inline, omitted in _get_keys(cast("Any", type(self))):
             value = attrgetter(name)(self) if "." in name else getattr(self, name)

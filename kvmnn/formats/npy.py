@@ -32,7 +32,7 @@ from .tensor_selection import resolve_dtype_name, select_tensors, validate_array
 
 MAGIC = npy_format.MAGIC_PREFIX
 MAX_NPY_HEADER_BYTES = 1 << 16
-"""Bytes of a file in which its header must lie."""
+"""Maximum size of a header, including its magic."""
 _MAX_HEADER_TEXT_BYTES = 10_000  # as numpy's own reader has it
 _MAX_AXIS_LENGTH = 1 << 128  # far above what a file holds, and Python writes it down: thousands of digits it refuses
 _PYTHON2_LONG_REGEX = re.compile(r"\b([0-9]+)L\b")

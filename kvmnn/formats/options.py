@@ -81,7 +81,7 @@ class EngineOptions:
 class PackedOptions:
     """Options for packed files."""
 
-    #: What is known of the layout.
+    #: Known properties of the layout.
     geometry: PackedGeometry = field(default_factory=PackedGeometry)
     #: Live tokens: none if unknown, one number for all layers, or one for each.
     valid_tokens: tuple[int, ...] = ()

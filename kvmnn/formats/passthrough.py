@@ -78,9 +78,9 @@ def capture(
     format_name
         The name of its format in `ENGINE_FORMATS`.
     regions
-        Without overlaps.
+        Byte ranges of the file that become arrays, without overlaps.
     kv_heads
-        Number of each layer, if specified.
+        Number of kv heads of each layer, if specified.
     unused_bytes_by_array
         Unused capacity after the valid tokens in bytes, by the names of the arrays that have any.
     layer_numbers

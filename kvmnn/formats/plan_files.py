@@ -54,7 +54,7 @@ def plan_cache(
     Parameters
     ----------
     token_major
-        Whether arrays are ``[token, kv_head, head_dim]``, where nothing says so.
+        Whether arrays of unknown axes are ``[token, kv_head, head_dim]``.
     """
     start_time = time.perf_counter()
     check_plannable(policy)

@@ -47,7 +47,7 @@ _MIN_SEPARATORS = 4
 
 
 class PageInfo(NamedTuple):
-    """What the name of a page file states about its contents."""
+    """Contents of the name of a page file."""
 
     #: Dtype of the words, or float8 type of codes; empty for bytes of unknown type.
     dtype: str

@@ -138,18 +138,18 @@ def open(
     dtype, tensors, skip_unsupported, packed, decode_frames, threads, codes
         As in `ReadOptions`, with the same defaults.
     axes, shape, batch, half
-        As in `kvmnn.arrays.AxisSpec`: of plain arrays a letter for each axis (l layer, b batch, h kv_head, t token, d
-        dimension, 2 K and V), what they are taken as first, which text of a batch is wanted, and of an encoder-decoder
-        cache which K and V (``"decoder"``, ``"encoder"``).
+        As in `kvmnn.arrays.AxisSpec`, for plain arrays: a letter for each axis (l layer, b batch, h kv_head, t token, d
+        dimension, 2 K and V), a shape to reshape them to first, the text of a batch, and the half of an encoder-decoder
+        cache (``"decoder"``, ``"encoder"``).
     kv_heads, model
-        Of a llama.cpp file: how many heads a row of K is of, or the ``.gguf`` file that says it. The same as
-        `PackedOptions.model` and ``PackedOptions.geometry.kv_heads``. Other K and V must have as many as `kv_heads`.
+        For a llama.cpp file: number of kv heads in a row, or the ``.gguf`` file that has it; as
+        ``PackedOptions.geometry.kv_heads`` and `PackedOptions.model`. Other K and V must have `kv_heads` heads.
     invert
         llama.cpp's transforms of K and V to invert: ``"k-order"``, ``"k-rotation"``, ``"v-rotation"``
         (`kvmnn.arrays.invert_source_transforms`), or ``["none"]``. By default elements are as stored in the file.
     stream, sequence, window_cache
-        Of a llama.cpp file: which of several streams, the cells of which sequence, and of two caches that of the
-        sliding-window layers, as in `EngineOptions`.
+        For a llama.cpp file, as in `EngineOptions`: the stream, the sequence, and the cache of the sliding-window
+        layers.
 
     Returns
     -------

@@ -40,7 +40,7 @@ def read_config_rotary(path: str, head_dim: int) -> tuple[RopeConfig | None, lis
     Raises
     ------
     SourceError
-        When there is no configuration, it cannot be read, or a value is not what it must be.
+        When there is no configuration, it cannot be read, or a value is invalid.
     """
     config_path = Path(path)
     if not config_path.exists():

@@ -38,7 +38,7 @@ def format_dequantised_note(types: Iterable[str], dtype: str, block_bytes: int, 
 def select_tensors(
     label: str, entries: Sequence[tuple[str, Callable[[], LazyArray]]], options: ReadOptions
 ) -> tuple[list[LazyArray], list[str]]:
-    """Return the arrays that `options` select from a file's `entries` (name, maker), and notes on skipped ones."""
+    """Return the arrays that `options` select from a file's `entries` (name, maker), and why others were skipped."""
     name_counts = Counter(name for name, _ in entries)
     for name, count in name_counts.items():
         if count > 1:

@@ -249,8 +249,8 @@ def write_arrays(
     Parameters
     ----------
     output
-        A directory (ends in a slash, or is one, or has no suffix where there are several arrays), or a file in the
-        format that its suffix says: ``.npy``, ``.npz``, ``.safetensors``, else the raw words of one array.
+        A directory (ends in a slash, or is one, or has no suffix for several arrays), or a file whose suffix selects
+        the format: ``.npy``, ``.npz``, ``.safetensors``, else the raw words of one array.
     arrays
         Names, shapes and dtypes of the arrays.
     chunks

@@ -1,4 +1,4 @@
-"""Inspection of frames, with every byte accounted for."""
+"""Inspect frames, with every byte accounted for."""
 
 from __future__ import annotations
 

@@ -190,12 +190,12 @@ class PackedCache:
         Parameters
         ----------
         key_buffer, value_buffer
-            What an engine wrote.
+            Buffers that an engine wrote.
         past_length
-            Live tokens in them.
+            Number of live tokens in them.
         capacity
-            Tokens they were allocated for. By default the largest capacity of their sizes, which can be a little more
-            than the engine's own: specify it where growth has to happen at the engine's token.
+            Their capacity in tokens. By default the largest that fits their sizes, which can be slightly above the
+            engine's own: specify it if growth must happen at the engine's token.
         copy
             False to work in the buffers themselves until the cache grows; they must be writable then.
         options
@@ -323,7 +323,7 @@ class PackedCache:
         remove, reserve
             The plan, as for `realloc`.
         previous
-            Tokens by the engine's shared counts, where that is not `past_length`; upstream goes by it.
+            Token count by the engine's shared counts, if it differs from `past_length`; upstream uses it.
 
         Returns
         -------

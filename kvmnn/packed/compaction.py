@@ -24,18 +24,18 @@ INT32_MAX = (1 << 31) - 1
 class CompactionOutcome:
     """Result of a reallocation."""
 
-    #: Tokens that there must be room for before anything moves.
+    #: Capacity in tokens that is required before the moves.
     min_capacity: int
     #: Copies of tokens inside each head, (source, destination, count), one after the other.
     moves: tuple[tuple[int, int, int], ...]
     #: Live tokens afterwards.
     past_length: int
-    #: What the engine complains about, in kvmnn's words; one for each message it prints.
+    #: The engine's messages, in kvmnn's words.
     messages: tuple[str, ...] = ()
 
 
 def validate_dialect(dialect: str) -> str:
-    """Return `dialect` if it exists."""
+    """Return `dialect`; `KvmnnError` if it does not exist."""
     if dialect not in DIALECTS:
         raise KvmnnError(f"unknown dialect {dialect!r}: expected one of {', '.join(DIALECTS)}")
     return dialect
@@ -152,8 +152,8 @@ _MAX_COUNT = (1 << 63) - 1
 class KVMeta:
     """Counts of one conversation, shared by all layers, like the engine's ``KVMeta``."""
 
-    #: Tokens in the cache before this step, as the engine believes: after a layer was compacted on its own, or upstream
-    #: dropped the cache, it is not what a layer really holds.
+    #: Tokens in the cache before this step by the engine's count, which is wrong for a layer that was compacted
+    #: separately or dropped by upstream.
     previous: int = 0
     #: Tokens of this step.
     add: int = 0
@@ -189,7 +189,7 @@ class KVMeta:
         self.remove, self.reserve = plan_erase(self.previous, begin, end)
 
     def compute_reserve_size(self) -> int:
-        """Return the sum of the sizes of the pairs, -1 where one of them is not above 0 (``computeReserveSize``)."""
+        """Return the sum of the sizes of the pairs, -1 if one of them is not above 0 (``computeReserveSize``)."""
         return -1 if any(size <= 0 for _, size in self.reserve) else sum(size for _, size in self.reserve)
 
     def sync(self) -> int:

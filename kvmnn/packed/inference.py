@@ -44,8 +44,7 @@ class PackedGeometry:
     hP: int | None = None
     #: Tokens in a block of V, or ``"none"`` without flash attention.
     flash_block: FlashBlock | None = None
-    #: ``"keys"`` or ``"both"`` where the engine quantises its cache (``attention_mode`` 9 or 10); the backend has to be
-    #: named then.
+    #: ``"keys"`` or ``"both"`` for an int8 cache (``attention_mode`` 9 or 10), which requires `backend`.
     int8: Literal["keys", "both"] | None = None
 
     def __post_init__(self) -> None:
@@ -221,7 +220,7 @@ def describe_inference(geometry: PackedGeometry, match: LayoutMatch, sizes: Sequ
 
 
 def try_infer_capacity(layout: PackLayout, key_bytes: int, value_bytes: int) -> int | None:
-    """Return `PackLayout.infer_capacity`, or None where these sizes do not fit."""
+    """Return `PackLayout.infer_capacity`, or None if these sizes do not match."""
     try:
         return layout.infer_capacity(key_bytes, value_bytes)
     except KvmnnError:

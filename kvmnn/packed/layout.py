@@ -194,7 +194,7 @@ __all__ = ["EXPAND_CHUNK", "FLASH_BLOCK", "PackLayout"]
 
 
 class PackLayout(LayoutParams):
-    """Where each element of a packed cache is stored, and copying of tokens.
+    """Placement of elements in a packed cache, and copying of tokens.
 
     Parameters as for `LayoutParams`: kv_heads, head_dim, dtype, lP, hP, flash_block, and lP8, hP8, int8_keys,
     int8_values for int8. Most callers want `PackLayout.from_backend`.
@@ -234,7 +234,7 @@ class PackLayout(LayoutParams):
         out
             Two writable buffers of `key_bytes` and `value_bytes` to write to.
         padding
-            ``"zero"`` clears every byte that belongs to no token; ``"keep"`` leaves what was in `out`.
+            ``"zero"`` clears every byte that belongs to no token; ``"keep"`` leaves the contents of `out`.
         threads
             Threads to share the heads among; None for one per processor.
 

@@ -163,7 +163,7 @@ def list_layer_state_names(state: Mapping[str, Any], is_tensor: TensorPredicate)
 def collect_cache_state_names(
     state: Mapping[str, Any], is_tensor: TensorPredicate, max_layers: int
 ) -> dict[int, tuple[str, ...]]:
-    """Return such names by layer for a cache with lists or dicts of tensors by layer, such as ``conv_states``."""
+    """Return the names of states by layer, for a cache with lists or dicts of tensors by layer (``conv_states``)."""
     state_names_by_layer: dict[int, tuple[str, ...]] = {}
     for name in sorted(name for name in state if isinstance(name, str)):
         value = state[name]
@@ -511,7 +511,7 @@ class _CacheFinder:
         )
 
     def _is_both_halves_pair(self, value: Any) -> bool:
-        """Return whether a value holds K and V of the decoder, then of the encoder."""
+        """Return whether a value consists of K and V of the decoder, then of the encoder."""
         if not isinstance(value, list | tuple) or len(value) not in _BOTH_HALVES_LENGTHS:
             return False
         middle = len(value) // 2

@@ -50,7 +50,7 @@ def to_cache(
     return_pairs
         Return the pairs even if transformers is loaded.
     **read_options
-        As in `kvmnn.open`, if `source` is an argument of it: ``kv_heads``, ``model``, ``batch``, ``undo`` ...
+        As in `kvmnn.open`, if `source` is an argument of it: ``kv_heads``, ``model``, ``batch``, ``invert`` ...
 
     Returns
     -------
@@ -63,14 +63,14 @@ def to_cache(
     Raises
     ------
     MissingDependencyError
-        Where torch is not loaded: ``import torch`` first.
+        If torch is not imported: ``import torch`` first.
     IncompleteCacheError
         For a part of the model's state.
     SourceError
-        For arrays that are not K and V of layers 0, 1, 2 ..., where nothing says which axis is the tokens', and for
-        windows that have slid where transformers has no layers for them.
+        For arrays that are not K and V of layers 0, 1, 2 ..., for an unknown token axis, and for windows that have slid
+        if transformers has no layers for them.
     OptionError
-        For `read_options` of a source that is open.
+        For `read_options` with a source that is already open.
 
     Examples
     --------

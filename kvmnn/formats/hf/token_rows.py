@@ -25,7 +25,7 @@ _SCAN_ROWS = 256  # rows that are looked at together: of a buffer that is nearly
 
 @dataclass(frozen=True, eq=False)
 class TokenRows:
-    """Rows of one layer that hold tokens."""
+    """Rows of one layer that contain tokens."""
 
     #: Indices of the rows in the tensors, int64, ascending.
     row_indices: Indices
@@ -42,7 +42,7 @@ class TokenRows:
 
 @dataclass(frozen=True, eq=False)
 class CacheRows:
-    """The rows of all layers that hold tokens."""
+    """Rows of all layers that contain tokens."""
 
     #: In the order of `TransformersCache.layers`.
     layer_rows: tuple[TokenRows, ...]
@@ -53,7 +53,7 @@ class CacheRows:
 
 
 def find_token_rows(cache: TransformersCache) -> CacheRows:
-    """Find the rows of every layer that hold tokens, with their positions."""
+    """Find the rows of every layer that contain tokens, with their positions."""
     used_counts = [_count_used_rows(layer) for layer in cache.layers]
     full_layer_counts = [
         num_used for layer, num_used in zip(cache.layers, used_counts, strict=True) if not layer.is_window
@@ -79,9 +79,9 @@ def find_token_rows(cache: TransformersCache) -> CacheRows:
 
 
 def _count_used_rows(layer: KVLayer) -> int:
-    """Count the rows that certainly hold tokens.
+    """Count the rows that certainly contain tokens.
 
-    In a buffer that does not record its length these end with the last row that is not all zeros.
+    A buffer without a recorded length ends with the last row that is not all zeros.
     """
     num_rows = int(layer.keys.shape[2])
     if not layer.is_buffer:
@@ -278,7 +278,7 @@ class BatchTexts:
 def find_batch_texts(
     label: str, cache: TransformersCache, num_tokens: int, batch: int, *, has_halves: bool, is_exact: bool
 ) -> BatchTexts:
-    """Find the texts of a batch by what was saved with a cache."""
+    """Find the texts of a batch by the masks and ids saved with a cache."""
     batch_texts = BatchTexts()
     mask = _read_batch_matrix(cache, _MASK_NAMES[has_halves : has_halves + 1], batch, batch_texts.notes)
     ids = _read_batch_matrix(cache, _TOKEN_ID_NAMES[has_halves], batch, batch_texts.notes)

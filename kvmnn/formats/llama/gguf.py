@@ -1,7 +1,7 @@
 """The header of a ``.gguf`` model: geometry, heads of each layer, sliding windows, and the rotation of K.
 
-llama.cpp keeps K and V of layers with a window in a cache of their own. Headers give the layers as
-``attention.sliding_window_pattern``: a truth value for each layer, or a period; without it `load_arch_hparams` of each
+llama.cpp stores K and V of layers with a window in a separate cache. Headers list the layers as
+``attention.sliding_window_pattern``: a boolean for each layer, or a period; without it, `load_arch_hparams` of each
 architecture has a default. (Read from llama.cpp as of llama-cpp-python 0.3.36.)
 """
 

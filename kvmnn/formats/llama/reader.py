@@ -322,16 +322,16 @@ def read(file: FileBytes, options: ReadOptions) -> Source:
     file
         The whole file.
     options
-        `EngineOptions` say which stream, and whether blocks stay blocks. Kv heads are those of `PackedOptions`: its
-        geometry, or a ``.gguf`` file that is the model.
+        `EngineOptions` select the stream, and raw blocks. `PackedOptions` have the kv heads: as geometry, or as a
+        ``.gguf`` model.
 
     Raises
     ------
     SourceError
-        When the file is damaged or of a structure that is not known.
+        When the file is damaged or has an unknown structure.
     OptionError
-        When the file has no such stream or second cache, or the options say another geometry than the model has; and
-        when nothing says which stream is meant, or of how many kv heads a row is.
+        When the file has no such stream or second cache, the options and the model differ in geometry, or the stream or
+        the kv heads are ambiguous.
     """
     state, layer_numbers = parse_state(file, options)
     caches = choose_caches(state, layer_numbers, options.engine, file.label)
@@ -498,7 +498,7 @@ def capture(file: MappedFile, options: ReadOptions) -> Source:
     Raises
     ------
     MissingOptionError
-        By heads, where nothing tells which layers the second cache has.
+        By heads, if the layers of the second cache are unknown.
     SourceError
         The errors of `read`; kv heads need not be known.
     """

@@ -52,7 +52,7 @@ def dequantize(ggml_type: GgmlType, blocks: Bytes, out: Floats) -> None:
     Parameters
     ----------
     blocks
-        ``[row, block, byte]``; the bytes of a row lie together.
+        ``[row, block, byte]``; the bytes of a row are contiguous.
     out
         ``[row, value]``, contiguous.
     """

@@ -152,7 +152,7 @@ def dequantize(packed_codes: Bytes, scales: Elements, biases: Elements, bits: in
     Parameters
     ----------
     packed_codes
-        ``[row, byte]``; codes lie one after the other from the lowest bit on.
+        ``[row, byte]``; codes are consecutive, from the lowest bit on.
     scales, biases
         ``[row, group]``.
     """

@@ -83,13 +83,13 @@ def read_compaction_plans(path: str, info: CacheInfo, *, label: str | None = Non
     info
         The cache.
     label
-        Of an evaluation of several policies: whose tokens.
+        Label of the policy, for an evaluation of several.
 
     Raises
     ------
     KvmnnError
-        When the file is none of these, has not one plan for each layer, keeps other tokens than the cache holds or
-        different ones in each head, or is of another text.
+        When the file is none of these, lacks a plan for a layer, retains other tokens than the cache contains or
+        different ones in each head, or belongs to another text.
     MissingOptionError
         When an evaluation has several policies.
     """
@@ -361,15 +361,15 @@ def compact(
     plans
         One for each layer, or one for all.
     output
-        The directory; it is made if it is not there.
+        The directory; it is created if necessary.
     name
         Name of the prefix to write; None keeps the existing name.
     dialect
-        Whose rules decide (`kvmnn.PackedCache`).
+        The dialect whose rules apply (`kvmnn.PackedCache`).
     rerotate
-        Rotate K to the positions 0, 1, 2 ..., from which MNN counts on after loading.
+        Rotate K to the positions 0, 1, 2 ..., where MNN continues after loading.
     rope, model
-        How K is rotated: `kvmnn.Rotary`, or a model that has it; where neither has, it is found by trial.
+        RoPE parameters of K: `kvmnn.Rotary`, or a model that has them; otherwise they are searched.
     force
         Replace files that exist; the inputs are never replaced.
     progress
@@ -380,7 +380,7 @@ def compact(
     OptionError
         When there is no name.
     KvmnnError
-        For plans that cannot be applied as they stand; nothing is written then.
+        For plans that cannot be applied unchanged; nothing is written then.
     """
     start_time = time.perf_counter()
     info = reader.info

@@ -343,7 +343,7 @@ def _check_roundtrip(path: str, chunk: _TileChunk, unused_bytes: Bytes, row_byte
 
 
 def find_difference(files: PackedFiles, info: CacheInfo) -> str:
-    """Describe the first nonzero byte that belongs to no live row; empty for none."""
+    """Describe the first nonzero byte outside live rows; empty if there is none."""
     for packed_layer, layer in zip(files.layers, info.layers, strict=True):
         for part in PARTS:
             path = packed_layer.get_path(part)

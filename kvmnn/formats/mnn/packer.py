@@ -195,9 +195,9 @@ def pack(
     source
         Arrays ``[kv_head, token, head_dim]`` whose names state layer and part (`kvmnn.open`).
     output
-        The directory; it is made if it is not there.
+        The directory; it is created if necessary.
     geometry
-        The layout: a backend, or pack numbers. What it leaves open is taken from what `source` says of a packed cache,
+        The layout: a backend, or pack numbers. Missing values come from the description of a packed cache in `source`,
         and from the shapes of the arrays.
     name
         Name of the prefix; by default the name of the source cache.
@@ -212,12 +212,11 @@ def pack(
     cast
         Convert words to the dtype of the layout, to nearest even.
     positions
-        True positions in the text of each layer's tokens, int64 ``[token]``; None for what `source` has.
+        True text positions of each layer's tokens, int64 ``[token]``; None for those of `source`.
     rerotate
-        Rotate K to the positions 0, 1, 2 ..., from which MNN counts on after loading.
+        Rotate K to the positions 0, 1, 2 ..., where MNN continues after loading.
     rope
-        How K is rotated: `kvmnn.Rotary`, or a model that has it. Where it is None `model` has it, or it is found by
-        trial.
+        RoPE parameters of K: `kvmnn.Rotary`, or a model that has them. None uses `model`, or a search.
     force
         Replace files that exist; the inputs are never replaced.
     progress

@@ -92,10 +92,10 @@ def restore_prefix(
     options
         Limits, codecs, threads.
     expected
-        The layout, the directory of the model and the ids of the text that are expected, where they are, and the name
-        of the prefix, which is by default as before.
+        The expected layout, model directory and token ids, if any, and the name of the prefix (default: the recorded
+        one).
     force
-        Replace files that exist, and write the files although something expected differs.
+        Replace files that exist, and write the files even if they differ from `expected`.
     progress
         Called with raw bytes.
 
@@ -104,7 +104,7 @@ def restore_prefix(
     OptionError
         When the frames are not of a packed cache.
     SourceError
-        When the manifest says another layout, model or text than is expected.
+        When the manifest has another layout, model or text than expected.
     LimitError
         When the files would be larger than the options allow.
     KvmnnError

@@ -210,7 +210,7 @@ def write_prefix(
     arrays
         K and V of every layer, interleaved, in the order of the layers.
     info
-        What the files will hold: `build_prefix_info`.
+        The description of the cache: `build_prefix_info`.
     force
         Replace files that exist.
     exclude

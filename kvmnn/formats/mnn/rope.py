@@ -244,7 +244,7 @@ def _is_close(expected: npt.NDArray[np.float64], actual: npt.NDArray[np.float32]
 _MAX_CHECKED_LAYERS: Final = 4
 """Number of layers whose K is checked against the model: wrong parameters show in any."""
 _OWN_POSITION_MASKS: Final = ("glm", "glm2")
-"""Values of `attention_mask` for which MNN gives tokens other positions than their number in the text."""
+"""Values of `attention_mask` for which MNN's positions differ from the index in the text."""
 
 
 @dataclass(frozen=True)

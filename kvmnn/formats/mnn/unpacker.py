@@ -145,9 +145,9 @@ def unpack(
     Raises
     ------
     OptionError
-        For a packed dump of what is not a packed cache.
+        For a packed dump of a source that is not a packed cache.
     KvmnnError
-        When the output cannot hold the arrays, exists, or cannot be written.
+        When the output cannot store the arrays, exists, or cannot be written.
     """
     start_time = time.perf_counter()
     stale_notes: list[str] = []

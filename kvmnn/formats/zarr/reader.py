@@ -116,7 +116,7 @@ def read(path: str, options: ReadOptions, store: ZarrStore | None = None) -> Sou
     Raises
     ------
     SourceError, ManifestError, LimitError
-        For documents that are malformed or say what kvmnn does not read, and chunks that are not what they say.
+        For malformed or unsupported documents, and chunks that contradict them.
     """
     store = store or open_zarr_store(path)
     path = store.label

@@ -137,8 +137,8 @@ def verify_store(
     Raises
     ------
     KvmnnError
-        When a chunk does not decode, or a hash differs, or the group says other things of an array than its own
-        document: which of them is read is up to the reader.
+        When a chunk does not decode, a hash differs, or the group's metadata of an array differs from its own document,
+        so that readers may differ.
     """
     start_time = time.perf_counter()
     source = read(path, options or ReadOptions(decode_frames=False))

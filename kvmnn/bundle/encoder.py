@@ -693,7 +693,7 @@ class EncodeResult(SizeStats, Record):
                 "format": passthrough.format,
                 "bytes": passthrough.nbytes,
                 "stored_bytes": self.bundle_bytes,
-                "room_bytes": passthrough.room_bytes,
+                "room_bytes": passthrough.unused_bytes,
             }
         )
 

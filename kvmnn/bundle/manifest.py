@@ -46,8 +46,8 @@ class PackedFileEntry:
     nbytes: int
     sha256: str
     #: Name of the array with all bytes of the file, those of live rows zeroed; None if nothing else is nonzero.
-    room: str | None
-    #: Whether the file contains state of another kind instead of K or V; the array `room` contains all of it.
+    unused_array: str | None
+    #: Whether the file contains state of another kind instead of K or V; `unused_array` contains all of it.
     is_state: bool = False
 
 
@@ -63,12 +63,14 @@ class PackedRecord:
     @property
     def unused_names(self) -> frozenset[str]:
         """Return the names of the arrays that contain no tokens."""
-        return frozenset(entry.room for entry in self.files if entry.room is not None)
+        return frozenset(entry.unused_array for entry in self.files if entry.unused_array is not None)
 
     @property
     def states(self) -> frozenset[str]:
         """Return the names of the arrays that contain the state of layers without K and V."""
-        return frozenset(entry.room for entry in self.files if entry.is_state and entry.room is not None)
+        return frozenset(
+            entry.unused_array for entry in self.files if entry.is_state and entry.unused_array is not None
+        )
 
     @property
     def nbytes(self) -> int:
@@ -117,11 +119,17 @@ def format_unused_name(layer: int, part: Part) -> str:
 
 def dump_packed_record(record: PackedRecord) -> str:
     """Return the record as JSON text."""
-    files = [{**vars(entry), "bytes": entry.nbytes} for entry in record.files]
-    for entry in files:
-        del entry["nbytes"]
-        if not entry["is_state"]:  # as before there were any
-            del entry["is_state"]
+    files = [
+        {
+            "layer": entry.layer,
+            "part": entry.part,
+            "sha256": entry.sha256,
+            "room": entry.unused_array,
+            **({"is_state": True} if entry.is_state else {}),
+            "bytes": entry.nbytes,
+        }
+        for entry in record.files
+    ]
     document = {
         "schema": PACKED_FILES_SCHEMA,
         "schema_version": PACKED_FILES_SCHEMA_VERSION,
@@ -139,9 +147,9 @@ def parse_packed_record(metadata: dict[str, str], where: str) -> PackedRecord | 
     root = parse_document(text, f"{where}: metadata {PACKED_FILES_KEY!r}", MAX_PACKED_FILES_BYTES)
     root.check_schema(PACKED_FILES_SCHEMA, PACKED_FILES_SCHEMA_VERSION)
     files = tuple(_parse_file_entry(node) for node in root.get("files").read_list(min_len=1))
-    if any(entry.is_state and entry.room is None for entry in files):
+    if any(entry.is_state and entry.unused_array is None for entry in files):
         raise ManifestError(f"{where}: metadata {PACKED_FILES_KEY!r}: a file of state has no array")
-    unused_names = [entry.room for entry in files if entry.room is not None]
+    unused_names = [entry.unused_array for entry in files if entry.unused_array is not None]
     if len(unused_names) != len(set(unused_names)):
         raise ManifestError(f"{where}: metadata {PACKED_FILES_KEY!r}: two files have the same room")
     return PackedRecord(files, root.get("left_out").read_str())
@@ -159,7 +167,7 @@ def _parse_file_entry(node: JsonReader) -> PackedFileEntry:
         part=part,
         nbytes=node.get("bytes").read_int(1),
         sha256=node.get("sha256").read_sha256(),
-        room=None if room_node.value is None else room_node.read_str(),
+        unused_array=None if room_node.value is None else room_node.read_str(),
         is_state=node.get("is_state").read_bool() if "is_state" in node.value else False,
     )
 

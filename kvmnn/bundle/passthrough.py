@@ -64,11 +64,11 @@ class PassthroughFile:
     #: Number of KV heads of each layer, if the user specified it because the file does not.
     kv_heads: tuple[int, ...] | None = None
     #: Bytes of its arrays that are unused capacity after the valid tokens.
-    room_bytes: int = 0
+    unused_bytes: int = 0
     #: Number in the model of each of its layers, if the user specified it because the file does not.
     layer_numbers: tuple[int, ...] | None = None
     #: Unused capacity in bytes by array name; files from before the first release lack it.
-    array_room: Mapping[str, int] = field(default_factory=dict)
+    unused_bytes_by_array: Mapping[str, int] = field(default_factory=dict)
     _part_ends: tuple[int, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -111,25 +111,27 @@ def describe_passthrough(bundle_manifest: Manifest, where: str) -> list[str]:
 
 def describe_unused_bytes(passthrough: PassthroughFile, bundle_manifest: Manifest) -> list[str]:
     """Return a line about the unused capacity in the arrays; empty if there is none."""
-    sentence = f"{passthrough.room_bytes:,} of the {bundle_manifest.raw_bytes:,} bytes are room after the valid tokens"
-    return [sentence] if passthrough.room_bytes else []
+    sentence = (
+        f"{passthrough.unused_bytes:,} of the {bundle_manifest.raw_bytes:,} bytes are room after the valid tokens"
+    )
+    return [sentence] if passthrough.unused_bytes else []
 
 
 def count_valid_bytes(bundle_manifest: Manifest) -> int:
     """Return the raw bytes of all arrays without unused capacity after the valid tokens."""
     passthrough = parse_passthrough(bundle_manifest.metadata, "frames")
     num_token_bytes = sum(array.nbytes for array in bundle_manifest.token_arrays)
-    return max(num_token_bytes - (passthrough.room_bytes if passthrough else 0), 0)
+    return max(num_token_bytes - (passthrough.unused_bytes if passthrough else 0), 0)
 
 
 def count_valid_bytes_by_array(bundle_manifest: Manifest) -> dict[str, int]:
     """Return the raw bytes of each array without unused capacity after the valid tokens."""
     passthrough = parse_passthrough(bundle_manifest.metadata, "frames")
-    unused_bytes_by_array = passthrough.array_room if passthrough else {}
+    unused_bytes_by_array = passthrough.unused_bytes_by_array if passthrough else {}
     unused_fraction = (
         0.0
         if unused_bytes_by_array or passthrough is None or not bundle_manifest.raw_bytes
-        else min(passthrough.room_bytes / bundle_manifest.raw_bytes, 1)
+        else min(passthrough.unused_bytes / bundle_manifest.raw_bytes, 1)
     )
     return {
         array.name: max(
@@ -160,8 +162,8 @@ def dump_passthrough(passthrough: PassthroughFile) -> str:
         "bytes": passthrough.nbytes,
         "sha256": passthrough.sha256,
         "kv_heads": None if passthrough.kv_heads is None else list(passthrough.kv_heads),
-        **({"room_bytes": passthrough.room_bytes} if passthrough.room_bytes else {}),
-        **({"array_room": dict(passthrough.array_room)} if passthrough.array_room else {}),
+        **({"room_bytes": passthrough.unused_bytes} if passthrough.unused_bytes else {}),
+        **({"array_room": dict(passthrough.unused_bytes_by_array)} if passthrough.unused_bytes_by_array else {}),
         **({"layer_numbers": list(passthrough.layer_numbers)} if passthrough.layer_numbers is not None else {}),
         "parts": [_part_document(part) for part in passthrough.parts],
     }
@@ -202,16 +204,16 @@ def _parse_passthrough_json(text: str, where: str) -> PassthroughFile:
         sha256=root.get("sha256").read_sha256(),
         parts=tuple(_parse_part(node) for node in nodes),
         kv_heads=None if heads.value is None else tuple(item.read_int(1) for item in heads.read_list()),
-        room_bytes=root.get("room_bytes").read_int(0) if "room_bytes" in root.value else 0,
+        unused_bytes=root.get("room_bytes").read_int(0) if "room_bytes" in root.value else 0,
         layer_numbers=_parse_layer_numbers(root),
-        array_room=_parse_array_room(root),
+        unused_bytes_by_array=_parse_unused_bytes_by_array(root),
     )
     if sum(part.nbytes for part in passthrough.parts) != passthrough.nbytes:
         raise root.get("bytes").error("the sum of the parts")
     return passthrough
 
 
-def _parse_array_room(root: JsonReader) -> dict[str, int]:
+def _parse_unused_bytes_by_array(root: JsonReader) -> dict[str, int]:
     if "array_room" not in root.value:
         return {}
     node = root.get("array_room")

@@ -175,13 +175,13 @@ class VerifyResult(Record):
     #: Sentence about parts of packed files that the frames lack; empty if there are none.
     left_out: str = field(default="", metadata={"json": False})
     #: Unused capacity of all arrays after the valid tokens, in bytes.
-    room_bytes: int = field(default=0, metadata={"json": False})
+    unused_bytes: int = field(default=0, metadata={"json": False})
 
     @property
     @json_key(after="stored_bytes")
     def valid_bytes(self) -> int:
         """Return the bytes of all arrays without unused capacity after the valid tokens."""
-        return max(self.raw_bytes - self.room_bytes, 0)
+        return max(self.raw_bytes - self.unused_bytes, 0)
 
     @property
     @json_key(after="valid_bytes")
@@ -235,7 +235,7 @@ class VerifyResult(Record):
         return (
             f"{self.input}: {self.label} ({evidence}), {pluralize(self.arrays, 'array')}, "
             f"{self.stored_bytes:,} -> {self.raw_bytes:,} bytes, "
-            f"{format_ratio(self.raw_bytes, self.raw_bytes - self.room_bytes, self.stored_bytes)}"
+            f"{format_ratio(self.raw_bytes, self.raw_bytes - self.unused_bytes, self.stored_bytes)}"
             f"{format_rate(self.raw_bytes, self.seconds)}" + "".join(f"\n  {line}" for line in self.notes)
         )
 
@@ -300,7 +300,7 @@ def verify_frame_set(
             else ()
         ),
         left_out=record.left_out if record else "",
-        room_bytes=contents.raw_bytes - count_valid_bytes(frames.document) if frames.document else 0,
+        unused_bytes=contents.raw_bytes - count_valid_bytes(frames.document) if frames.document else 0,
     )
 
 

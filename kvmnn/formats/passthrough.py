@@ -111,8 +111,8 @@ def capture(
         sha256=file.compute_sha256(),
         parts=tuple(parts),
         kv_heads=kv_heads,
-        room_bytes=sum((unused_bytes_by_array or {}).values()),
-        array_room=unused_bytes_by_array or {},
+        unused_bytes=sum((unused_bytes_by_array or {}).values()),
+        unused_bytes_by_array=unused_bytes_by_array or {},
         layer_numbers=layer_numbers,
     )
     return Source(arrays, {FILE_KEY: dump_passthrough(passthrough)}, notes=notes)
@@ -401,7 +401,7 @@ def verify_file(
         seconds=restore_result.seconds,
         restored_file_name=passthrough.name,
         notes=tuple(describe_passthrough(frames.document, frames.path)) if frames.document else (),
-        room_bytes=passthrough.room_bytes,
+        unused_bytes=passthrough.unused_bytes,
     )
 
 

@@ -332,13 +332,13 @@ class PackedCache:
         """
         rows = self._to_rows(keys, values)
         num_new = rows[0].shape[1]
-        pairs, believed_past = self._check_plan(remove, reserve, previous)
+        pairs, engine_past = self._check_plan(remove, reserve, previous)
         messages: tuple[str, ...] = ()
-        if remove == believed_past and (not pairs or self._dialect == "upstream"):
+        if remove == engine_past and (not pairs or self._dialect == "upstream"):
             self._restart(num_new, pairs)
         else:
             self._require_int8_sums(num_new)
-            messages = self._reallocate(remove, pairs, num_new, believed_past, num_pushed=num_new)
+            messages = self._reallocate(remove, pairs, num_new, engine_past, num_pushed=num_new)
         self._push(rows)
         return messages
 
@@ -374,12 +374,12 @@ class PackedCache:
             For a plan that the fork would not apply in full, unless ``on_invalid="engine"``; for numbers that the
             engine cannot be given; where upstream would leave its buffers. Nothing has changed then.
         """
-        pairs, believed_past = self._check_plan(remove, reserve, previous)
+        pairs, engine_past = self._check_plan(remove, reserve, previous)
         validate_int(add, "add", 0)
-        if self._dialect == "upstream" and remove == believed_past:
+        if self._dialect == "upstream" and remove == engine_past:
             self._restart(add, pairs)
             return ()
-        return self._reallocate(remove, pairs, add, believed_past, num_pushed=0)
+        return self._reallocate(remove, pairs, add, engine_past, num_pushed=0)
 
     def push(self, keys: Any, values: Any) -> None:
         """Write tokens after the live ones; there must be capacity for them (see `realloc`)."""
@@ -445,7 +445,7 @@ class PackedCache:
                 self._int8_sums = Int8Sums.allocate(self._layout, capacity, self._fill_byte)
 
     def _reallocate(
-        self, remove: int, pairs: tuple[ReservePair, ...], add: int, believed_past: int, num_pushed: int
+        self, remove: int, pairs: tuple[ReservePair, ...], add: int, engine_past: int, num_pushed: int
     ) -> tuple[str, ...]:
         if self._on_invalid == "raise":
             check_reserve(self._past_length, remove, pairs, self._layout.is_quantised)
@@ -453,7 +453,7 @@ class PackedCache:
         if self._dialect == "fork":
             outcome = simulate_fork_realloc(past_length, remove, pairs, add, is_quantised)
         else:
-            outcome = simulate_upstream_realloc(past_length, remove, pairs, add, is_quantised, believed_past, capacity)
+            outcome = simulate_upstream_realloc(past_length, remove, pairs, add, is_quantised, engine_past, capacity)
         if outcome.min_capacity > capacity:
             capacity = self._compute_capacity(outcome.min_capacity)
         if outcome.past_length + num_pushed > capacity:

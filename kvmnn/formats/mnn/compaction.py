@@ -315,18 +315,20 @@ def apply_plan(layer: LayerInfo, plan: CompactionPlan) -> LayerInfo:
     except KvmnnError as exc:
         raise KvmnnError(f"{label}: {exc}") from None
     start = layer.tokens - remove
-    kept_ranges = [(0, start), *((start + start_token, size) for start_token, size in pairs)]
+    retained_ranges = [(0, start), *((start + start_token, size) for start_token, size in pairs)]
     tokens = start + sum(size for _, size in pairs)
     if not tokens:
         raise KvmnnError(f"{label}: nothing would stay of its {layer.tokens} tokens")
-    text_positions = None if layer.text_positions is None else _select_runs(layer.text_positions, kept_ranges)
+    text_positions = None if layer.text_positions is None else _select_runs(layer.text_positions, retained_ranges)
     return replace(
-        layer, tokens=tokens, positions=_select_runs(layer.positions, kept_ranges), text_positions=text_positions
+        layer, tokens=tokens, positions=_select_runs(layer.positions, retained_ranges), text_positions=text_positions
     )
 
 
-def _select_runs(positions: PositionRuns, kept_ranges: Sequence[tuple[int, int]]) -> PositionRuns:
-    return cache_info.merge_runs(run for begin, size in kept_ranges for run in _iter_run_slices(positions, begin, size))
+def _select_runs(positions: PositionRuns, retained_ranges: Sequence[tuple[int, int]]) -> PositionRuns:
+    return cache_info.merge_runs(
+        run for begin, size in retained_ranges for run in _iter_run_slices(positions, begin, size)
+    )
 
 
 def _iter_run_slices(positions: PositionRuns, begin: int, size: int) -> Iterator[tuple[int, int]]:

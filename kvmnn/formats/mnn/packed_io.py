@@ -307,7 +307,7 @@ def _account_for_state(state: PackedLayer, part: Part) -> PackedFileEntry:
         part=part,
         nbytes=file.size,
         sha256=hasher.hexdigest(),
-        room=name_state(state.layer, part),
+        unused_array=name_state(state.layer, part),
         is_state=True,
     )
 
@@ -325,7 +325,9 @@ def _account_for_file(
         if include_unused:
             _check_roundtrip(path, chunk, unused_bytes, get_row_bytes(layout, part))
     unused_name = format_unused_name(layer.layer, part) if first_difference and include_unused else None
-    entry = PackedFileEntry(layer=layer.layer, part=part, nbytes=file.size, sha256=hasher.hexdigest(), room=unused_name)
+    entry = PackedFileEntry(
+        layer=layer.layer, part=part, nbytes=file.size, sha256=hasher.hexdigest(), unused_array=unused_name
+    )
     return entry, first_difference
 
 
@@ -386,7 +388,7 @@ def make_unused_arrays(files: PackedFiles, info: CacheInfo, record: PackedRecord
     layer_info_by_number = {layer.layer: layer for layer in info.layers}
     arrays = []
     for entry in record.files:
-        if entry.room is None:
+        if entry.unused_array is None:
             continue
         path = packed_layer_by_number[entry.layer].get_path(entry.part)
         if entry.is_state:
@@ -400,7 +402,11 @@ def make_unused_arrays(files: PackedFiles, info: CacheInfo, record: PackedRecord
         shape = (entry.nbytes // element_type.itemsize,)
         arrays.append(
             LazyArray(
-                name=entry.room, dtype=dtype, shape=shape, array_dtype=element_type.numpy_dtype.str, reader=reader
+                name=entry.unused_array,
+                dtype=dtype,
+                shape=shape,
+                array_dtype=element_type.numpy_dtype.str,
+                reader=reader,
             )
         )
     return arrays

@@ -203,7 +203,9 @@ def _read_unused_arrays(
     frames: FrameSet, recorded_files: Sequence[PackedFileEntry], options: DecodeOptions
 ) -> dict[tuple[int, Part], LazyArray]:
     """Return the unused bytes of the files, outside the rows of tokens."""
-    file_key_by_name = {entry.room: (entry.layer, entry.part) for entry in recorded_files if entry.room is not None}
+    file_key_by_name = {
+        entry.unused_array: (entry.layer, entry.part) for entry in recorded_files if entry.unused_array is not None
+    }
     if not file_key_by_name:
         return {}
     all_arrays = make_frame_source(frames, replace(options, threads=1)).arrays
@@ -227,7 +229,7 @@ def _check_packed_record(frames: FrameSet, record: PackedRecord, info: CacheInfo
     sizes = {array.name: array.nbytes for array in frames.arrays}
     for entry in record.files:
         expected_size = expected_sizes[entry.layer, entry.part]
-        unused_size = entry.nbytes if entry.room is None else sizes[entry.room]
+        unused_size = entry.nbytes if entry.unused_array is None else sizes[entry.unused_array]
         if entry.nbytes != expected_size or unused_size != expected_size:
             actual_size = entry.nbytes if entry.nbytes != expected_size else unused_size
             raise ManifestError(

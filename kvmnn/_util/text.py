@@ -45,7 +45,7 @@ _TAB_COLUMNS = 4
 
 
 def side_by_side_diff(left: tuple[str, str], right: tuple[str, str], width: int) -> str:
-    """Two texts with their headings in `width` columns; one below the other where that is too narrow.
+    """Format two texts with headings side by side in `width` columns; one below the other if that is too narrow.
 
     Nothing in them reaches the terminal as a command: control characters are shown as ``\\x1b`` and the like.
     """

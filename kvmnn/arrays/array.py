@@ -69,7 +69,7 @@ class ArrayInfo:
 
     @property
     def has_axes(self) -> bool:
-        """Return whether its axes count words or codes; those of raw bytes count parts of words."""
+        """Return whether its axes count words or codes, as those of raw bytes do not."""
         return self.itemsize == self.coded_itemsize or bool(self.element)
 
     @property

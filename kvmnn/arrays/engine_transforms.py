@@ -14,9 +14,9 @@ from .naming import parse_part
 from .source import Source
 
 # K of architecture `llama` and some others is stored in pairs by llama.cpp (rope type NORM, weights permuted by its
-# converter), in MNN and transformers in halves. `pack`, `store put` and `to_cache` write for those and bring it into
-# their order unasked, with a note. Reading (`open`, `unpack`, `diff`) leaves words as they are in the file, with a
-# note. What nothing says (rotations, other architectures) is inverted only by `--invert`.
+# converter), in MNN and transformers in halves. `pack`, `store put` and `to_cache` write for those and convert it to
+# their order automatically, with a note. Reading (`open`, `unpack`, `diff`) leaves words unchanged, with a note.
+# Transforms that a file does not determine (rotations, other architectures) are inverted only by `--invert`.
 
 _READ_CHUNK_BYTES = 1 << 20
 

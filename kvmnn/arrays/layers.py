@@ -55,7 +55,7 @@ def select_half(source: Source, half: ModelHalf, where: str) -> Source:
     cache, completeness = source.engine_cache, source.completeness or Completeness()
     if half == "decoder":
         completeness = replace(completeness, other_missing=(*completeness.other_missing, missing_text))
-    else:  # what an engine states of its cache is about the decoder
+    else:  # an engine's description is of the decoder's cache
         layers = tuple(LayerStateInfo(layer=state.layer, kind="cross") for state in completeness.layers)
         completeness = Completeness(layers=layers, other_missing=(missing_text,))
         cache = cache and replace(
@@ -226,7 +226,7 @@ def suggest_token_major(source: Source, axes: str | None = None) -> str | None:
         return None
     heads, tokens = array.shape[-3:-1]
     if token_major or heads <= max(tokens, TYPICAL_KV_HEADS) or (axes is None and heads > MAX_KV_HEADS >= tokens):
-        return None  # of the last an error is going to say it
+        return None  # in the last case an error will suggest it
     read_axes = axes or ("lbhtd"[-len(array.shape) :] if len(array.shape) != 4 else "lhtd" if layer is None else "bhtd")
     swapped_axes = read_axes.translate(str.maketrans("ht", "th"))
     return (

@@ -39,7 +39,7 @@ def find_position_conflicts(first: PositionMap, second: PositionMap) -> dict[int
         first_positions, second_positions = first[layer], second[layer]
         tokens = min(first_positions.shape[-1], second_positions.shape[-1])
         if first_positions.shape[:-1] != second_positions.shape[:-1]:
-            continue  # only one says it by head
+            continue  # only one has positions by head
         differing_indices = np.argwhere(first_positions[..., :tokens] != second_positions[..., :tokens])
         if len(differing_indices):
             index = tuple(differing_indices[0])

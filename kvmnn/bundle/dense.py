@@ -227,7 +227,7 @@ class LayerGroups(NamedTuple):
         for item in items:
             size = size or (next(sizes) if is_dense(item) else 1)
             group.append(item)
-            del item  # or it would live on while the next one is taken
+            del item  # so that it is freed before the next one is read
             if len(group) == size:
                 yield group
                 group, size = [], 0
@@ -332,7 +332,7 @@ def map_in_order(work: Callable[[T], R], items: Iterable[T], workers: int) -> It
     with InterruptibleExecutor(workers, "kvmnn-group") as helpers:
         for item in items:
             pending.append((item, helpers.submit(work, item)))
-            del item  # or it would live on while the next one is taken
+            del item  # so that it is freed before the next one is read
             while len(pending) > max_pending:
                 yield _pop_oldest_result(pending)
         while pending:

@@ -799,7 +799,7 @@ def encode_source(
     """
     options = options or EncodeOptions()
     start_time = time.perf_counter()
-    # A file that is kept whole says itself what engine it is of, but not which layers its caches have.
+    # A whole file records its engine, but not the layers of its caches.
     metadata = add_completeness_metadata(source) if FILE_KEY in source.metadata else dump_metadata(source)
     source = replace(source, metadata=metadata)
     plans = plan_arrays(source, options.dense) if options.dense else NO_PLANS

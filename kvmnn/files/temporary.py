@@ -52,12 +52,12 @@ class TemporaryPath:
             try:
                 self._handle = _create(self.path, is_folder)
             except FileNotFoundError:
-                if not (remaining_attempts and folder.is_dir()):  # /proc lets nobody make files, and says this
+                if not (remaining_attempts and folder.is_dir()):  # /proc rejects new files with this error
                     raise
-                continue  # somebody swept before it was opened
+                continue  # another process removed it before it was opened
             if self._handle is None or (_try_lock(self._handle, wait=True) and _is_same_file(self.path, self._handle)):
                 return
-            os.close(self._handle)  # somebody swept before it was locked
+            os.close(self._handle)  # another process removed it before it was locked
         raise OSError(errno.EAGAIN, "temporary files vanish as soon as they are made", str(folder))
 
     def release(self) -> None:

@@ -44,7 +44,7 @@ def _iter_decoded_chunks(frames: FrameSet, options: DecodeOptions, check: bool, 
     indexed_chunks = decode_frames(frames, options, check_arrays=check, check_frames=check)
     chunks = (data for _, data in indexed_chunks)
     if frames.num_chunks == 1 and frames.raw_bytes <= chunk_bytes:
-        yield from chunks  # as it is: the hash of the array is compared when the next run is asked for
+        yield from chunks  # not copied: the hash of the array is compared when the next chunk is requested
         return
     yield from rechunk(chunks, chunk_bytes, frames.raw_bytes)
 
@@ -121,7 +121,7 @@ def read_encode_options(frames: FrameSet) -> EncodeOptions:
 
     Separate predictors for K and V are not in a manifest; both then get all of them.
     """
-    document: Manifest | None = frames.document  # of dense streams alone it says no effort
+    document: Manifest | None = frames.document  # without an effort if there are only dense streams
     if document is None or document.effort is None:
         return EncodeOptions()
     try:

@@ -34,7 +34,7 @@ MAGIC = npy_format.MAGIC_PREFIX
 MAX_NPY_HEADER_BYTES = 1 << 16
 """Maximum size of a header, including its magic."""
 _MAX_HEADER_TEXT_BYTES = 10_000  # as numpy's own reader has it
-_MAX_AXIS_LENGTH = 1 << 128  # far above what a file holds, and Python writes it down: thousands of digits it refuses
+_MAX_AXIS_LENGTH = 1 << 128  # far above any file; Python refuses to print ints of thousands of digits
 _PYTHON2_LONG_REGEX = re.compile(r"\b([0-9]+)L\b")
 
 

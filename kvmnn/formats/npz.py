@@ -70,7 +70,7 @@ def build_comment(metadata: Mapping[str, str]) -> bytes | None:
 
 def _parse_comment(comment: bytes, path: str) -> dict[str, str]:
     if not any(comment.startswith(f'{{"{key}"'.encode()) for key in _STORED_METADATA_KEYS):
-        return {}  # somebody else's
+        return {}  # the comment of another program
     comment_metadata = parse_document(comment.decode(errors="replace"), f"{path}: the archive's comment").read_str_map()
     return {key: comment_metadata[key] for key in _STORED_METADATA_KEYS if key in comment_metadata}
 

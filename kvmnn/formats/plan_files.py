@@ -87,7 +87,7 @@ def _plan_key_layer(policy: Policy, key: LayerArray, nbytes: int, positions: Pos
     heads, tokens, _ = key.geometry
 
     def compute_norms() -> Floats:
-        if not policy.requires_norms:  # a random choice: how many heads there are is all that is asked
+        if not policy.requires_norms:  # a random choice depends only on the number of heads
             return np.zeros((heads, tokens), np.float32)
         elements = key.array.to_numpy().view(dtypes.parse_dtype(key.array.dtype).numpy_dtype)
         return compute_key_norms(elements.transpose(1, 0, 2) if key.token_major else elements)

@@ -59,7 +59,7 @@ def detect_engine_name(path: str) -> str | None:
         passthrough = document and parse_passthrough(document.metadata, path)
         return passthrough.format if passthrough else None
     except (KvmnnError, OSError):
-        return None  # and what is wrong with it is said when it is read
+        return None  # the reader reports the error
 
 
 def recover_original_options(frames: FrameSet, options: ReadOptions) -> ReadOptions:
@@ -256,7 +256,7 @@ def _validate_kv_heads(source: Source, kv_heads: int | None) -> Source:
     """Return the source; raise `OptionError` if the number of kv heads differs from `kv_heads` or is unknown."""
     has_row_heads = (
         source.engine_cache is not None and source.engine_cache.engine == llama.ENGINE
-    )  # which were told already
+    )  # which the reader has checked
     if kv_heads is None or has_row_heads or FILE_KEY in source.metadata:
         return source
     label, axes = " ".join(source.inputs), declared_axes(source)

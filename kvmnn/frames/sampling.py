@@ -17,7 +17,7 @@ from .options import RAW_MODE_BIT, LaneOptions
 
 # Efforts "balanced" and "fast" cut arrays. An array that repeats itself over a longer distance than a segment would
 # become 2 to 39 times as large as by "exact", and so would one that repeats itself at an odd distance by "fast", whose
-# search looks at one place in eight. So words are chosen by their content in windows at random places, and duplicates
+# search probes one position in eight. So words are chosen by content in windows at random positions, and duplicates
 # among them are counted: 40 times the square root of the number of words are enough, in a hundredth of the time that
 # encoding takes. Such an array is cut into longer segments, or left to libzstd. The sample is taken in parallel with
 # the first segments and ends them where it finds repeats: before them it was 3 % of the time of two threads.
@@ -27,7 +27,7 @@ from .options import RAW_MODE_BIT, LaneOptions
 
 
 def estimate_zero_fraction(data: Bytes, itemsize: int) -> float:
-    """Return about how large a fraction of the elements is zero, from 0 to 1; scattered zeros do not count."""
+    """Estimate the fraction of elements that are zero, from 0 to 1; scattered zeros do not count."""
     window = tuning.ZERO_WINDOW_ELEMENTS
     elements = data[: data.size // itemsize * itemsize].view(f"u{itemsize}")
     if elements.size < window:

@@ -55,8 +55,8 @@ def resize_buffers(
     layout: PackLayout, buffers: BufferPair, capacity: int, new_capacity: int, fill_byte: int
 ) -> BufferPair:
     """Return buffers for `new_capacity` tokens with every row of `buffers`, live or not, in its place."""
-    # K keeps its places, and so does V in blocks: the new part of each head is clear. Without a flash block V has as
-    # many columns as before, each of them longer; what is new in them is clear only where lP is above 1.
+    # Rows of K, and of V in blocks, keep their offsets, and the new part of each head is zeroed. Without a flash block
+    # V has the same number of columns, each of them longer; their new part is zeroed only if lP is above 1.
     heads = layout.kv_heads
     keys = np.zeros((heads, layout.key_head_bytes(new_capacity)), np.uint8)
     values = np.zeros((heads, layout.value_head_bytes(new_capacity)), np.uint8)

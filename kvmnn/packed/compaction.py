@@ -85,9 +85,9 @@ def _find_pair_problem(begin: int, size: int, end: int, remove: int) -> str | No
 def simulate_fork_realloc(
     past_length: int, remove: int, pairs: tuple[ReservePair, ...], add: int, is_quantised: bool
 ) -> CompactionOutcome:
-    """Return what the fork's ``onRealloc`` does with any plan."""
-    # It repairs invalid plans, with a message each time. That a pair does not fit is noticed when the pairs before it
-    # have been copied already: the copies stay, and the cache ends where the window starts.
+    """Simulate the fork's ``onRealloc`` for any plan, also an invalid one."""
+    # It repairs invalid plans, with a message each time. It notices an invalid pair after it has copied the earlier
+    # pairs: the copies stay, and the cache ends at the window's start.
     messages = []
     if remove > past_length + add:
         messages.append(f"remove is {remove} with {past_length} tokens and {add} to come: cut, pairs dropped")
@@ -123,7 +123,7 @@ def simulate_upstream_realloc(
     previous: int,
     capacity: int,
 ) -> CompactionOutcome:
-    """Return what upstream's ``onRealloc`` does with any plan: it checks nothing and copies what it is told."""
+    """Simulate upstream's ``onRealloc`` for any plan: it copies without checks."""
     sizes = -1 if any(size <= 0 for _, size in pairs) else sum(size for _, size in pairs)
     min_capacity = previous + add - remove + sizes
     start = past_length - remove

@@ -276,8 +276,8 @@ ReadBytes = Callable[[int, int], Bytes]  # returns bytes of a packed file, given
 MAX_SAMPLED_HEADS = 8
 MAX_SAMPLED_LAYERS = 4
 _MAX_FIRST_ROWS = 512
-_MAX_LAST_ROWS = 192  # three blocks of V: where a wrong layout leaves holes
-_PROBE_STEP_ROWS = 32  # the engine leaves room for 64 tokens
+_MAX_LAST_ROWS = 192  # three blocks of V, where a wrong layout shows gaps
+_PROBE_STEP_ROWS = 32  # the engine reserves capacity for 64 tokens
 _MAX_PROBES = 256
 _SCAN_BYTES = 1 << 20
 _FILL_SAMPLE_BYTES = 64
@@ -366,7 +366,7 @@ def is_consistent_layer(views: dict[Part, ReadBytes], layout: PackLayout, capaci
 
 
 def find_last_row(view: ReadBytes, layout: PackLayout, part: Part, capacity: int) -> int:
-    """Return the rows up to the last one that is not empty (one byte over and over), in any head; 0 where all are."""
+    """Return the number of rows up to the last non-empty one in any head; an empty row repeats a single byte."""
     return max(_HeadSampler(view, layout, part, capacity, sample=False).find_last_rows())
 
 
@@ -416,7 +416,7 @@ class _HeadSampler:
         if first_end:
             yield 0, first_end
         last_begin = max(first_end, rows - _MAX_LAST_ROWS)
-        if first_end < last_begin:  # heads taken for one have the room of the first in the middle
+        if first_end < last_begin:  # heads mistaken for one have unused capacity in the middle
             step = max(_PROBE_STEP_ROWS, (last_begin - first_end) // _MAX_PROBES)
             yield from ((row, row + 1) for row in range(first_end, last_begin, step))
         if last_begin < rows:

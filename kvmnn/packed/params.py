@@ -12,8 +12,8 @@ from ..dtypes import PARTS, Indices, Part, parse_dtype
 from ..errors import KvmnnError, LimitError
 from .backends import get_backend
 
-FLASH_BLOCK = 64  # tokens in a block of V where the engine uses flash attention
-EXPAND_CHUNK = 64  # tokens of capacity that the engine adds to what it needs when it allocates
+FLASH_BLOCK = 64  # tokens in a block of V with flash attention
+EXPAND_CHUNK = 64  # tokens of capacity that the engine allocates beyond its need
 MAX_BUFFER_BYTES = 1 << 48  # far beyond any memory, far below any overflow
 
 

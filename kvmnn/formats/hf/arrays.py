@@ -93,7 +93,7 @@ def make_tensor_array(
 def _read_token_elements(label: str, tensor: AnyTensor, row_indices: Indices | None) -> npt.NDArray[Any]:
     try:
         elements = tensor.read_elements_unbounded()
-    except (KvmnnError, RuntimeError, TypeError, ValueError) as error:  # a device that gives nothing, a damaged storage
+    except (KvmnnError, RuntimeError, TypeError, ValueError) as error:  # an unreadable device, a damaged storage
         raise SourceError(f"{label}: {str(error).splitlines()[0] if str(error) else type(error).__name__}") from None
     return elements if row_indices is None else select_token_rows(elements, row_indices)
 

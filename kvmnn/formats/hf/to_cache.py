@@ -234,7 +234,7 @@ def _get_loaded_module(name: str) -> ModuleType | None:
 
 def _to_torch_tensor(torch: Any, elements: Elements, device: Any) -> Any:
     """Return a tensor that owns its memory."""
-    array_copy = np.array(elements, order="C")  # always a copy: what is mapped is read-only
+    array_copy = np.array(elements, order="C")  # always a copy: mapped memory is read-only
     if array_copy.dtype.kind == "u":
         tensor = torch.from_numpy(array_copy.view(np.int16)).view(torch.bfloat16)
     else:

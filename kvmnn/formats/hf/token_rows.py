@@ -93,7 +93,7 @@ def _select_token_rows(layer: KVLayer, num_used: int, num_tokens: int, empty_row
     """Select the rows of a layer that hold tokens after the model has seen this many."""
     if not layer.is_buffer or layer.num_seen is not None or num_used == 0 or num_tokens == 0:
         return np.arange(num_used)
-    # K of a token may be all zeros in some layers, as padding's embedding is: what other layers hold counts here too.
+    # K of a token may be all zeros in some layers, as padding's embedding is: rows of other layers count here too.
     row_indices = np.arange(min(num_tokens, int(layer.keys.shape[2])))
     return row_indices[row_indices != empty_row] if layer.is_window and empty_row is not None else row_indices
 

@@ -31,7 +31,9 @@ from .packed_files import PackedFiles, PackedLayer
 STATE_LOCATION_TEXT: Final = "in files without K and V, valid after the last token alone"
 """Location of the state of such layers, for messages about completeness."""
 
-_EMPTY_TAIL_BYTES: Final = 32  # of equal bytes that a file of K or V ends with at least, unless its room is used up
+_EMPTY_TAIL_BYTES: Final = (
+    32  # minimum run of equal bytes at the end of a file of K or V, unless its capacity is used up
+)
 _MIN_GROUP_LAYERS: Final = 2
 _MIN_STATE_LAYERS: Final = 2  # one layer alone that differs from the others was rather damaged
 
@@ -47,7 +49,7 @@ def separate_state_layers(files: PackedFiles, options: PackedOptions, sidecar_in
     if recorded_states is not None:
         files = _split_states(files, {state.layer: state.kind for state in recorded_states}, "")
     elif model.states:
-        # where the model has another number of layers, `check_layer_count` refuses
+        # `check_layer_count` rejects a model with another number of layers
         kinds = {number: state.kind for number, state in enumerate(model.file_states) if state.kind in STATE_KINDS}
         files = _split_states(files, {**kinds}, "")
     else:

@@ -106,7 +106,7 @@ class PackedCacheReader:
             for part in PARTS
         ]
         opened_files = self.files.opened_files
-        if layout.is_quantised:  # no way back to these files: what was lost is said, and nothing is noted down
+        if layout.is_quantised:  # these files cannot be restored: the loss is reported, and nothing recorded
             notes = [*self.notes, *layout.unrecoverable_parts]
             return Source(
                 arrays,

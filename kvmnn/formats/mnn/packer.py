@@ -360,7 +360,7 @@ def _add_source_positions(source: Source, info: CacheInfo, notes: list[str], *, 
         origin_text = source.engine_cache.engine if source.engine_cache else f"{POSITIONS_NAME} next to the arrays"
         notes.append(f"true positions are as {origin_text} has them")
         return positioned_info
-    require_complete(source.completeness, " ".join(source.inputs), "a prefix cache")  # nor does it give positions
+    require_complete(source.completeness, " ".join(source.inputs), "a prefix cache")  # which has no positions either
     if rerotate:
         raise OptionError(
             f"{format_input_prefix(source)}nothing gives the positions of the tokens in the text, from which K is to "

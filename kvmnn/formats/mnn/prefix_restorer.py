@@ -183,7 +183,7 @@ def restore_prefix(
             write_options=write_options,
         )
     except (FrameError, ReadBackError):
-        deque(decode_frames(frames, options), maxlen=0)  # where frames are not what they were, this says it
+        deque(decode_frames(frames, options), maxlen=0)  # reports damaged frames
         raise
     verification_text = _FILE_HASH_VERIFICATION if matching_record else _VALID_ELEMENT_VERIFICATION
     return RestorePrefixResult(

@@ -153,7 +153,7 @@ def unpack(
     stale_notes: list[str] = []
     if form == "arrays":
         chunks, metadata = _iter_array_chunks(source, progress), build_output_metadata(source, output)
-        if is_directory_output(output):  # where the description of packed files has no place
+        if is_directory_output(output):  # which cannot store the description of packed files
             metadata |= build_packed_positions_sidecar(source.cache)
         files = write_arrays(output, source.arrays, chunks, metadata, force=force, exclude=source.files)
         stale_notes += list_stale_files(output, files, metadata)

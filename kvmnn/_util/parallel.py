@@ -226,9 +226,7 @@ def compute_max_in_flight_jobs(cores: int) -> int:
 
 
 def _iter_with_last(items: Iterable[T], can_look_ahead: Callable[[T], bool]) -> Iterator[tuple[T, bool]]:
-    """Yield each item and whether it is known to be the last; look ahead only after items that `can_look_ahead`
-    accepts.
-    """
+    """Yield each item and whether it is known to be the last; look ahead only if `can_look_ahead(item)`."""
     source = iter(items)
     lookahead: list[T] = []
     while True:

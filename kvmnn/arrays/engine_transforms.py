@@ -117,9 +117,7 @@ def _iter_inverted_rows(array: LazyArray, part: Part, names: tuple[Transform, ..
 
 
 def to_common_order(source: Source) -> tuple[Source, list[str]]:
-    """Invert the transforms that an engine certainly applied, unless the caller specified some; return notes on
-    them.
-    """
+    """Invert the transforms that an engine certainly applied, unless the caller specified some; also return notes."""
     cache = source.engine_cache
     certain_transforms = cache.altered if cache is not None and source.inverted_transforms is None else ()
     if not certain_transforms:

@@ -53,9 +53,7 @@ def build_value_table(name: str) -> Floats:
 
 @cache
 def build_exact_table(name: str) -> Floats:
-    """Return the values of a type of `FLOAT8_NAMES` with bits of its own for every code: NaNs keep sign and
-    fraction.
-    """
+    """Return the values of a type of `FLOAT8_NAMES` with distinct bits for every code: NaNs keep sign and fraction."""
     # Two arrays of codes are then equal where their float32 words are.
     float8_format = _FLOAT8_FORMATS[name]
     codes = np.arange(256, dtype=np.uint32)

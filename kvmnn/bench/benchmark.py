@@ -96,9 +96,7 @@ class CodecBenchResult(Record):
         return None if seconds is None else self.raw_bytes / max(seconds, 1e-9)
 
     def dominates(self, competitor: CodecBenchResult) -> bool:
-        """Return whether it is as good as `competitor` in ratio and CPU times on the same bytes, and better in one of
-        them.
-        """
+        """Return whether ratio and CPU times are no worse than those of `competitor`, one better, on the same bytes."""
         if self.encode is None or self.decode is None or competitor.encode is None or competitor.decode is None:
             return False
         own_costs = (self.stored_bytes, self.encode.cpu, self.decode.cpu)

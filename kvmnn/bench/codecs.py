@@ -228,9 +228,7 @@ def make_dense_codec(plan: DensePlan, threads: int | None) -> BenchCodec:
 
 
 def make_plan(keys: Elements, *, dtype: str, part: dtypes.Part) -> DensePlan:
-    """Plan the dense streams of an array ``[layer, token, kv_head, head_dim]``; a search finds the RoPE parameters of
-    K.
-    """
+    """Plan the dense streams of an array ``[layer, token, kv_head, head_dim]``; RoPE parameters of K are searched."""
     rotary = dense.search_rope(keys[0].transpose(1, 0, 2), dtype=dtype) if part == "key" else None
     shape = keys.shape[1:]
     return DensePlan(axes="thd", shape=shape, dtype=dtype, part=part, layer=None, rotary=rotary)

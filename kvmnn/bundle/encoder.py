@@ -280,9 +280,7 @@ class EncodeOptions(CodecOptions):
         return replace(self, predictors=predictor_set, predictors_k=None, predictors_v=None)
 
     def list_raw_candidates(self, arrays: Sequence[LazyArray]) -> list[tuple[int, ...]]:
-        """Return the indices of arrays that are stored raw together if their frames save nothing; errors as
-        `pair_kv_blocks`.
-        """
+        """Return the indices of arrays stored raw together if frames save nothing; errors as `pair_kv_blocks`."""
         if self.block:
             return pair_kv_blocks(arrays)
         return [(index,) for index in range(len(arrays))] if self.allow_raw else []
@@ -459,9 +457,7 @@ def _encode_arrays(
                 progress(num_bytes)
 
     def iter_encoded() -> Iterator[tuple[_EncodeJob, _EncodedChunk]]:
-        """Yield all jobs in order with their results: frames by `ordered_map`, groups of dense streams on one thread
-        each.
-        """
+        """Yield all jobs in order with results: frames by `ordered_map`, groups of dense streams on a thread each."""
         workers = compute_num_workers(groups.max_group_bytes, options.threads)
         for is_dense_run, group_run in groupby(groups.collect(jobs, is_dense), lambda group: is_dense(group[0])):
             if is_dense_run:

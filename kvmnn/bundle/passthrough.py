@@ -243,9 +243,7 @@ def _parse_part(node: JsonReader) -> FilePart:
 
 
 def parse_raw_bytes(node: JsonReader, max_bytes: int) -> bytes:
-    """Return the bytes in a JSON object of `build_raw_document`; `ManifestError` if it is malformed or exceeds the
-    limit.
-    """
+    """Return the bytes in a JSON object of `build_raw_document`; `ManifestError` if malformed or above the limit."""
     nbytes = node.get("bytes").read_int(0)
     if nbytes > max_bytes:
         raise node.get("bytes").error(f"at most {max_bytes}")

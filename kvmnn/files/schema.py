@@ -386,9 +386,7 @@ def _open_nonblocking(path: str, flags: int) -> int:
 
 
 def read_object(path: Path, max_bytes: int | None = None, *, allow_nan: bool = False) -> dict[str, Any]:
-    """Read a JSON object from a file of at most `max_bytes` (default `MAX_DOCUMENT_BYTES`); `allow_nan` as in
-    `parse_object`.
-    """
+    """Read a JSON object from a file of at most `max_bytes` bytes; `allow_nan` as in `parse_object`."""
     return parse_object(read_bounded(path, max_bytes), str(path), allow_nan=allow_nan)
 
 

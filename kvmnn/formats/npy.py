@@ -39,9 +39,7 @@ _PYTHON2_LONG_REGEX = re.compile(r"\b([0-9]+)L\b")
 
 
 class NpyHeader:
-    """The parsed header of a ``.npy`` file: `shape`, `order`, numpy `dtype`, and `header_bytes`, its own length in
-    bytes.
-    """
+    """The parsed header of a ``.npy`` file: `shape`, `order`, numpy `dtype`, and its length `header_bytes`."""
 
     def __init__(self, head: bytes, label: str) -> None:
         try:

@@ -45,9 +45,7 @@ class Block:
 
     @property
     def ratio(self) -> float:
-        """Return raw bytes divided by compressed bytes, rounded to float32 as in the engine; 1 if no frames are
-        stored.
-        """
+        """Return raw bytes divided by compressed bytes, rounded to float32 as in MNN; 1 if no frames are stored."""
         return _compute_float32_ratio(self.raw_bytes, self.compressed_bytes) if self.is_stored else 1.0
 
     @property

@@ -141,9 +141,7 @@ def check_repeats(
     results: list[RepeatInfo],
     stop: threading.Event,
 ) -> None:
-    """Detect repeats while other jobs encode the first segments; set `stop` if segments of that length are
-    unsuitable.
-    """
+    """Detect repeats while other jobs encode the first segments; set `stop` if such segments are unsuitable."""
     repeats = detect_long_range_repeats(data, itemsize, visible_bytes)
     results.append(repeats)
     if repeats.beyond_segment or (repeats.unaligned and not allow_unaligned):

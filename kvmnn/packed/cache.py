@@ -263,9 +263,7 @@ class PackedCache:
         )
 
     def __eq__(self, other: object) -> bool:
-        """Return whether geometry and stored rows are equal, bit by bit; capacity, padding and dialect do not
-        matter.
-        """
+        """Return whether geometry and stored rows are bitwise equal; capacity, padding and dialect do not matter."""
         if not isinstance(other, PackedCache):
             return NotImplemented
         if (self._layout.placement_key, self._past_length) != (other._layout.placement_key, other._past_length):

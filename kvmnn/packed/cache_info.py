@@ -146,15 +146,11 @@ class CacheInfo:
 
     @property
     def live_bytes(self) -> int:
-        """Return the bytes of the live elements of all layers, K and V; for int8 the codes, without scales and
-        biases.
-        """
+        """Return the bytes of the live elements of all layers, K and V; for int8 without scales and biases."""
         return sum(sum(self.count_live_bytes(layer)) for layer in self.layers)
 
     def get_layer_layout(self, layer: LayerInfo) -> PackLayout:
-        """Return the layout of a layer: that of the cache, with the layer's own kv heads and head_dim if they
-        differ.
-        """
+        """Return the layout of a layer: the cache's, with the layer's own kv heads and head_dim if they differ."""
         if layer.heads is None:
             return self.layout
         return replace(self.layout, kv_heads=layer.heads[0], head_dim=layer.heads[1])

@@ -34,9 +34,7 @@ def split_kv(pair: tuple[T, T]) -> dict[Part, T]:
 def to_byte_buffers(
     layout: LayoutParams, key_buffer: Any, value_buffer: Any, capacity: int, writable: bool = False
 ) -> BufferPair:
-    """Return two packed buffers as bytes over the same memory; `KvmnnError` unless their sizes are those of
-    `capacity`.
-    """
+    """Return two packed buffers as bytes over the same memory; `KvmnnError` unless their sizes match `capacity`."""
 
     def to_bytes(buffer: Any, name: str, size: int) -> Bytes:
         if isinstance(buffer, np.ndarray) and not buffer.flags.c_contiguous:

@@ -99,9 +99,7 @@ class LayoutParams:
 
     @property
     def placement_key(self) -> tuple[Any, ...]:
-        """Return all parameters that determine placement and type of elements; equal for backends with equal
-        buffers.
-        """
+        """Return all parameters that determine placement and type of elements; equal if backends have equal buffers."""
         parts = [(self.is_int8(part), self.pack_numbers(part)) for part in PARTS]
         return self.kv_heads, self.head_dim, self.dtype, self.flash_block, *parts
 
@@ -128,9 +126,7 @@ class LayoutParams:
         return _ceil_div(capacity, hP), _ceil_div(self.head_dim, lP), hP, lP
 
     def value_shape(self, capacity: int) -> tuple[int, int, int, int, int]:
-        """Return the shape of one head of V: ``[block, dims / hP, block / lP, hP, lP]``, without int8 scales and
-        biases.
-        """
+        """Return the shape of one head of V: ``[block, dims / hP, block / lP, hP, lP]``, without int8 parameters."""
         lP, hP = self.pack_numbers("value")
         block = self.value_block(capacity)
         return _ceil_div(capacity, block), _ceil_div(self.head_dim, hP), _ceil_div(block, lP), hP, lP

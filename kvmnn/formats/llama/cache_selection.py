@@ -51,9 +51,7 @@ class CellSelection:
         self.num_cells = self._begins.pop()
 
     def locate(self, index: int) -> tuple[int, int]:
-        """Return the cell of the stream for an index in the selection, and how many selected cells are consecutive from
-        there.
-        """
+        """Return the cell of the stream for an index in the selection, and the cells from it to the end of its span."""
         span = bisect_right(self._begins, index) - 1
         begin, end = self.spans[span]
         cell = begin + index - self._begins[span]

@@ -609,9 +609,7 @@ def read_gguf_layer_ropes(path: str, num_layers: int, head_dim: int, num_tokens:
 def _divide_by_factors(
     header: GgufHeader, fields: dict[str, Any], ropes: list[RopeFrequencies | None], num_tokens: int
 ) -> tuple[RopeFrequencies, ...]:
-    """Divide by frequency factors in a tensor of the model (Llama 3; Phi 3 has a set for short texts); empty
-    without.
-    """
+    """Divide by frequency factors in a tensor of the model (Llama 3; Phi 3 for short texts); empty without."""
     alignment = fields.get("general.alignment", _DEFAULT_ALIGNMENT)
     if type(alignment) is not int or not 0 < alignment <= _MAX_ALIGNMENT:
         raise SourceError(f"{header.label}: general.alignment is {alignment!r:.40}")

@@ -359,9 +359,7 @@ class _LayoutVariant(NamedTuple):
 
 
 def _iter_variants(*, is_old: bool, is_session: bool, may_lack_v: bool) -> Iterator[_LayoutVariant]:
-    """Yield possible variants, likely ones first; `is_old` files may lack the number of streams, and may have
-    outputs.
-    """
+    """Yield possible variants, likely ones first; `is_old` files may lack the number of streams or have outputs."""
     stream_count_options = (True, False) if is_old else (True,)
     output_options = (True, False) if is_old and is_session else (False,)
     v_options = (True, False) if may_lack_v else (True,)

@@ -230,9 +230,7 @@ def _has_file_below(path: str, glob: str) -> bool:
 
 
 def read_packed_dump(path: str, options: ReadOptions) -> Source:
-    """Return K and V of every packed dump below the directory, each ``[kv_head, token, head_dim]``, by metadata
-    path.
-    """
+    """Return K and V of every packed dump below the directory, ``[kv_head, token, head_dim]``, by metadata path."""
     root = Path(path)
     entries: list[tuple[str, Callable[[], LazyArray]]] = []
     opened: list[str] = []

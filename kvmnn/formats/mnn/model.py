@@ -435,9 +435,7 @@ def _parse_natural(value: Any) -> int | None:
 
 
 def _parse_flash_block(mode: Any) -> int | Literal["none"] | None:
-    """Return the flash block of `attention_mode`: 8 times the kind of attention (1: flash) plus the quantisation of K
-    and V.
-    """
+    """Return the flash block of `attention_mode`: 8 * kind of attention (1: flash) + kind of quantisation."""
     if type(mode) is not int or mode < 0:
         return None
     return FLASH_BLOCK if mode // _ATTENTION_MODES_PER_KIND == 1 else "none"

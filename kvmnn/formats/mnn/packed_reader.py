@@ -260,9 +260,7 @@ def _check_contents(
     row_counts: RowCounts,
     notes: list[str],
 ) -> str:
-    """Raise an error for options that the elements contradict; with `trust_options`, return the contradiction
-    instead.
-    """
+    """Raise an error for options that the elements contradict; with `trust_options`, return the contradiction."""
     tokens = _list_token_counts(info)
     conflict = f"{choice.conflict}; the words speak for {choice.better_options}" if choice.conflict else ""
     if conflict and not options.trust_options:

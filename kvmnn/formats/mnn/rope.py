@@ -305,9 +305,7 @@ def resolve_rope(
 def read_model_rope(
     path: str, num_layers: int, head_dim: int, num_tokens: int, *, is_reordered: bool = False
 ) -> ModelRope | None:
-    """Read the RoPE parameters of a model; None if it does not contain them. Parameters and errors as
-    `resolve_rope`.
-    """
+    """Read the RoPE parameters of a model; None if it does not have them. Parameters and errors as `resolve_rope`."""
     if is_gguf(path):
         ropes = read_gguf_layer_ropes(path, num_layers, head_dim, num_tokens)
         if ropes is not None and is_reordered:

@@ -275,9 +275,7 @@ class Upload:
         return _UploadFile(self, name)
 
     def put_file(self, name: str, data: bytes) -> None:
-        """Start the upload of a file, after waiting if there are many; the group's document is delayed until
-        `commit`.
-        """
+        """Start the upload of a file, after waiting if there are many; `commit` uploads the group's document."""
         if name == DOCUMENT_NAME:
             self._documents[name] = data
             return

@@ -1,4 +1,4 @@
-"""The offline evaluation of the H2O work on MNN: what lossless compression of KV dumps would give, and does give."""
+"""Offline analysis of KV dumps, as in the H2O work on MNN: simulated, bounding and stored sizes."""
 
 from typing import TYPE_CHECKING
 

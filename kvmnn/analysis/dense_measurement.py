@@ -1,4 +1,4 @@
-"""What dense streams take of a cache, layer by layer, next to MNN's frames: all made, decoded and compared."""
+"""Measure dense streams next to MNN's frames, layer by layer; each is encoded, decoded and compared."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DENSE_SIZES_MEANING = (
 
 @dataclass
 class DenseSizeStats(Record):
-    """Bytes of K, of V or of both: their words, their frames of effort exact, their dense streams."""
+    """Bytes of K, V or both: raw, as frames of effort exact, and as dense streams."""
 
     json_keys = "raw_bytes exact_bytes exact_ratio dense_bytes dense_ratio"
 
@@ -72,23 +72,23 @@ class DenseMeasureResult(Record):
         "completeness overall=_overall_document layers=_layer_documents"
     )
 
-    #: What was measured.
+    #: Paths of the inputs.
     inputs: tuple[str, ...]
-    #: Of the layers; the words are measured as they are.
+    #: Of the layers; elements are not converted.
     dtypes: tuple[str, ...]
     tokens: tuple[int, ...]
-    #: By number and part.
+    #: By layer number and part.
     sizes_by_layer: dict[int, dict[Part, DenseSizeStats]] = field(default_factory=dict)
-    #: How K was taken as rotated, as `--rope` takes it; None where it was not. Where layers differ, each way once.
+    #: Rotation of K as for `--rope`; None if it was encoded as not rotated. Each rotation once, if layers differ.
     rope: str | None = None
-    #: Streams of K that turn their rows so, as the others are smaller without that; and all streams of K.
+    #: Streams of K that use the rotation (the others are smaller without it); all streams of K.
     rotated_streams: int = 0
     key_streams: int = 0
-    #: Names of arrays that are no K or V of layers.
+    #: Names of arrays other than K and V of layers.
     left_out: tuple[str, ...] = ()
-    #: The inputs, where the words were made of codes.
+    #: Inputs whose elements were dequantised.
     coded_input: CodedInputInfo = field(default_factory=CodedInputInfo)
-    #: The state of the model that the arrays contain, where that is known.
+    #: The part of the model's state that the arrays contain, if known.
     completeness: Completeness | None = field(default=None, metadata={"omit": True})
     label: ClassVar = LOSSLESS
     meaning: ClassVar = DENSE_SIZES_MEANING
@@ -109,7 +109,7 @@ class DenseMeasureResult(Record):
 
     @property
     def rotary(self) -> bool:
-        """Whether K was encoded as rotated (RoPE)."""
+        """Return whether K was encoded as rotated (RoPE)."""
         return self.rope is not None
 
     @property
@@ -176,14 +176,14 @@ def measure_dense(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> DenseMeasureResult:
-    """Make dense streams and exact frames of K and V of every layer, decode and compare them, and count their bytes.
+    """Encode K and V of every layer as dense streams and exact frames, decode and compare them, and count their bytes.
 
     Parameters
     ----------
     source
         K and V of layers (`kvmnn.open`); other arrays are left out. Words are taken as they are, nothing is rounded.
     options
-        How K was rotated, and the token ids, where they are known.
+        Rotation of K, and the token ids, if known.
     threads
         None for all processors.
     progress

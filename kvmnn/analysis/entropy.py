@@ -1,10 +1,8 @@
-"""The earlier analyses of dumps in the H2O work on MNN: byte entropies and split ("gear") ratios, of layers and heads.
+"""Byte entropies and split ("gear") ratios of dumps, by layer and head, as in earlier analyses of the H2O work on MNN.
 
-fp16 words are split into high and low bytes, fp32 words into high and low 16-bit halves (little-endian bytes); "delta"
-is the high part minus that of the token before, modulo its range, the first token as it is. Sizes are those of zstd
-frames and simulated: nothing is written in compressed form.
-
-The analyses as files: layer_metrics.csv, head_metrics.csv, summary.md and grouped_summary.md.
+fp16 elements are split into high and low bytes, fp32 elements into high and low 16-bit halves (little-endian bytes).
+"delta" is the high part minus that of the previous token, modulo its range; the first token is unchanged. Sizes are of
+zstd frames that are discarded. Files: layer_metrics.csv, head_metrics.csv, summary.md and grouped_summary.md.
 """
 
 from __future__ import annotations
@@ -43,14 +41,14 @@ class EntropyMetrics:
 
     #: Bits per byte, order 0.
     entropy: float = 0.0
-    #: Bytes over the zstd frame of the bytes as they lie.
+    #: Ratio of one zstd frame of all bytes.
     zstd_ratio: float = 0.0
-    #: fp16: of the high and of the low bytes.
+    #: fp16: entropies and ratios of the high and the low bytes.
     hi_entropy: float = 0.0
     lo_entropy: float = 0.0
     hi_ratio: float = 0.0
     lo_ratio: float = 0.0
-    #: fp16: both parts together; the high bytes as delta; both together with that.
+    #: fp16: ratio of both parts together; of the high bytes with the delta predictor; of both parts with it.
     gear_ratio: float = 0.0
     hi_delta_ratio: float = 0.0
     gear_delta_ratio: float = 0.0
@@ -75,16 +73,16 @@ class MetricsRow:
     entry: DumpEntry
     #: K or V.
     part: Part
-    #: None for all.
+    #: KV head; None for all heads.
     head: int | None
-    #: Bytes of the words as they were dumped.
+    #: Bytes of the dumped elements.
     raw_bytes: int
     metrics: EntropyMetrics
 
 
 @dataclass
 class EntropyAnalysis:
-    """All rows, and what was left out."""
+    """All rows, and the number of failed dumps."""
 
     layer_rows: list[MetricsRow] = field(default_factory=list)
     head_rows: list[MetricsRow] = field(default_factory=list)
@@ -163,7 +161,7 @@ _WIDE_RATIO_NAMES = {"gear_ratio": "split16_ratio", "gear_delta_ratio": "split16
 def compute_averages(rows: Sequence[MetricsRow], name: str) -> tuple[float, float]:
     """Return the mean of a ratio over dumps, and the ratio of the sums of bytes.
 
-    Rows with a ratio of 0 have no such ratio: they count only in the mean of ``zstd_ratio``.
+    A ratio of 0 means that a row has none; such rows only count in the mean of ``zstd_ratio``.
     """
     values = [(row.raw_bytes, float(getattr(row.metrics, name))) for row in rows]
     counted_values = [value for _, value in values if value > 0 or name == "zstd_ratio"]
@@ -192,7 +190,7 @@ def _load_elements(tensor: object) -> Elements:
 
 
 class _ZstdFrameSizer:
-    """Sizes of zstd frames."""
+    """Computes sizes of zstd frames."""
 
     def __init__(self, level: int) -> None:
         self._context = _zstdlib.ZstdContext()
@@ -221,15 +219,15 @@ _CSV_COLUMNS = ("run_id", "layer", "stage", "seq_start", "tokens", "kv_heads", "
 
 @dataclass(frozen=True, kw_only=True)
 class EntropyReport(Record):
-    """The analyses that were written."""
+    """Result of writing the analyses."""
 
     json_keys = "analysis=output tensors=analysis.num_tensors failed=analysis.num_failed skipped"
 
-    #: The directory.
+    #: Path of the directory.
     output: str
     #: All rows.
     analysis: EntropyAnalysis
-    #: Why dumps were left out, and how many.
+    #: Number of skipped dumps by reason.
     skipped: dict[str, int]
 
     def __str__(self) -> str:

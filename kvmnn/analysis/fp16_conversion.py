@@ -1,4 +1,4 @@
-"""A tree of fp32 dumps as fp16 dumps: LOSSY, each word to the nearest fp16, ties to even."""
+"""Convert a folder of fp32 dumps to fp16. LOSSY: each element is rounded to nearest, ties to even."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _DTYPE_BY_ITEMSIZE = {2: "fp16", 4: "fp32"}
 
 @dataclass
 class Fp16ConvertResult(Record):
-    """What became of the dumps."""
+    """Result of a conversion: dumps converted, copied, skipped and failed."""
 
     #: The two directories.
     source: str = field(metadata={"json": False})
     target: str = field(metadata={"key": "to_fp16"})
-    #: fp32 dumps that were rounded, and fp16 dumps that were taken over.
+    #: fp32 dumps that were rounded, and fp16 dumps that were copied.
     converted: int = 0
     copied: int = 0
     #: fp16 dumps without `allow_fp16`, and those whose output existed.
     skipped: int = 0
-    #: What rounding changed in the dumps that were converted.
+    #: Changes by rounding the converted dumps.
     cast_stats: CastStats = field(default_factory=lambda: CastStats("fp32", "fp16"), metadata={"key": "cast"})
     #: One line for each dump that could not be converted.
     errors: list[str] = field(default_factory=list)

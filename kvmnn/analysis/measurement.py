@@ -101,7 +101,7 @@ class SizeReport:
     #: Sizes of everything that was measured; then the sizes by layer number.
     totals: AggregateSizeStats
     totals_by_layer: dict[int, AggregateSizeStats]
-    #: How many layers the inputs have, measured or not.
+    #: Number of layers in the inputs, measured or not.
     num_layers: int
     #: Whether the entropy of bytes was computed.
     has_limits: bool
@@ -255,7 +255,7 @@ class SizeReport:
 
 
 class MemoryBudget:
-    """Bytes shared by any number of threads; a worker that needs more than all of them waits until it is alone."""
+    """A limit of bytes shared by threads; a worker that needs more than the limit waits until it is alone."""
 
     def __init__(self, nbytes: int) -> None:
         self._max_bytes = nbytes
@@ -264,7 +264,7 @@ class MemoryBudget:
 
     @contextmanager
     def reserve(self, nbytes: int) -> Iterator[None]:
-        """Wait until `nbytes` are free, and hold them inside the ``with`` block."""
+        """Wait until `nbytes` are free, and reserve them inside the ``with`` block."""
         with self._condition:
             self._condition.wait_for(lambda: self._used_bytes == 0 or self._used_bytes + nbytes <= self._max_bytes)
             self._used_bytes += nbytes
@@ -282,33 +282,33 @@ CODEC_NAME = "fp16_gear_predictive_zstd"
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureResult(Record):
-    """What came out."""
+    """Sizes of all measured dumps."""
 
     json_keys = (
         "label notes evaluation=_reference_document breakdown=size_report "
         "skipped_files=selection.skip_examples **selection.coded_input completeness"
     )
 
-    #: The directories or files, under the names that the documents use.
+    #: The directories or files, named as in the documents.
     inputs: list[str]
     #: What was requested and what was found; `selection.skipped` includes inputs that could not be compressed.
     options: MeasureOptions
     selection: DumpSelection
-    #: Groups of dumps, where dumps are grouped; pieces of K and of V, where they are cut.
+    #: Number of groups if dumps are grouped; number of chunks of K and V if dumps are split.
     num_groups: int
     num_chunks: int
-    #: Everything, and by layer number.
+    #: Total sizes, and sizes by layer number.
     totals: AggregateSizeStats
     totals_by_layer: dict[int, AggregateSizeStats]
-    #: Whether frames were made too.
+    #: Whether frames were encoded as well.
     is_stored: bool
 
     @property
     def label(self) -> str:
         """How the sizes were obtained.
 
-        ``"LOSSY"`` if fp32 words were rounded before anything was measured, ``"LOSSLESS"`` if frames of all that was
-        measured were decoded and compared, and ``"SIMULATED"`` where nothing was made that could be.
+        ``"LOSSY"`` if fp32 elements were rounded first, ``"LOSSLESS"`` if frames of everything were decoded and
+        compared, and ``"SIMULATED"`` if no frames were encoded.
         """
         if self.selection.num_rounded:
             return LOSSY
@@ -515,11 +515,11 @@ def measure_dumps(
     Parameters
     ----------
     inputs
-        What the documents call the data; without a `selection`, directories of MNN KV dumps.
+        Names of the data in the documents; without a `selection`, directories of MNN KV dumps.
     selection
-        What to measure, as `select_dumps` and `add_source` give it.
+        Result of `select_dumps` and `add_source`.
     options
-        What to measure it with; None for the defaults.
+        Options; None for the defaults.
     real
         Also encode frames, decode them and compare.
     threads
@@ -540,10 +540,10 @@ def measure_dumps(
     OutputError
         When a document exists, is an input, or cannot be written.
     SourceError
-        When an input is damaged, cannot be read or changes meanwhile. Only a dump whose file has another length than
-        its metadata says is left out, as the reference does.
+        When an input is damaged, cannot be read or changes meanwhile. A dump whose file has another length than in its
+        metadata is skipped instead, as in the reference.
     KvmnnError
-        If a frame does not decode to what it was made of, which would be a defect of kvmnn or of the machine.
+        If a frame does not decode to its input, which would be a defect of kvmnn or of the machine.
     """
     options = options or MeasureOptions()
     selection = select_dumps(inputs, options.scope) if selection is None else selection
@@ -563,7 +563,7 @@ def measure_dumps(
 
 
 def count_work_bytes(selection: DumpSelection, options: MeasureOptions, real: bool) -> int:
-    """Count the bytes that `progress` will have been called with at the end."""
+    """Return the total of the bytes that `progress` is called with."""
     units = [unit for unit in build_units(selection, options) if unit.is_complete()]
     sizes = [(sum(map(unit.count_raw_bytes, PARTS)), options.fp32 and unit.is_rounded) for unit in units]
     return sum((1 + real + 2 * has_fp32_lanes) * nbytes for nbytes, has_fp32_lanes in sizes)

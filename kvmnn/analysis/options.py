@@ -1,7 +1,7 @@
-"""The options of the offline evaluation, with the names and refusals of the reference's tool.
+"""Options of the offline analysis, with the names and error messages of the reference's tool.
 
-The reference is the offline evaluation in the H2O work on MNN (docs/offline.md). The defaults are its own too, but for
-the scope: it takes two layers unless told otherwise, kvmnn all.
+The reference is the offline evaluation in the H2O work on MNN (docs/offline.md). Its defaults apply except for the
+scope: the reference selects two layers, kvmnn all.
 """
 
 from __future__ import annotations
@@ -102,11 +102,11 @@ FP32_LANES = (0, 1, 2, 3)
 
 DEFAULT_K_PREDICTORS = ("raw", "delta_seq", "xor_seq", "pair_delta", "pair_delta_delta_seq")
 DEFAULT_V_PREDICTORS = ("raw", "delta_seq", "xor_seq")
-"""What the evaluation tries unless told otherwise; predictors that it does not know are asked for by name."""
+"""Default predictors, those of the reference; others must be requested by name."""
 
 
 class ArgumentsError(OptionError):
-    """Arguments that are no options, or whose values are of no kind that the option takes."""
+    """Unknown arguments, or an argument with an invalid value."""
 
 
 class NothingSelectedError(KvmnnError):
@@ -115,9 +115,9 @@ class NothingSelectedError(KvmnnError):
 
 @dataclass(frozen=True, kw_only=True)
 class Scope:
-    """Which dumps take part."""
+    """Which dumps are selected."""
 
-    #: ``"prefill"``, ``"decode"``, or ``"both"``, which keeps any.
+    #: ``"prefill"``, ``"decode"``, or ``"both"`` for any.
     stage: str = "both"
     #: ``"all"`` layers; ``"front_n"``: the first `front_n` (2); ``"layer_range"``: from `layer_start` (2) to
     #: `layer_end`, both included, or to the last where that is below 0 (-1); ``"layer_ids"``: those in `layer_ids`.
@@ -127,12 +127,12 @@ class Scope:
     layer_start: int = None  # type: ignore[assignment]
     layer_end: int = None  # type: ignore[assignment]
     layer_ids: tuple[int, ...] = ()
-    #: Tokens that a dump must and may have; 0 for any.
+    #: Minimum and maximum tokens of a dump; 0 for no limit.
     min_seq_len: int = 0
     max_seq_len: int = 0
-    #: Leave fp32 out.
+    #: Exclude fp32 dumps.
     strict_fp16: bool = False
-    #: Round fp32 to fp16 before anything is measured, as the evaluation does; without it fp32 is measured as fp32.
+    #: Round fp32 to fp16 before measuring, as the reference does; otherwise fp32 is measured as fp32.
     to_fp16: bool = False
 
     def __post_init__(self) -> None:
@@ -155,7 +155,7 @@ class Scope:
         return scopes.pop() if scopes else "all"
 
     def check_layer_ids(self) -> None:
-        """Refuse the scope ``layer_ids`` without any."""
+        """Raise an error for the scope ``layer_ids`` without layers."""
         if self.scope == "layer_ids" and not self.layer_ids:
             raise OptionError("--layer-ids must be non-empty when scope=layer_ids.")
 
@@ -178,7 +178,7 @@ class Scope:
 
 @dataclass(frozen=True, kw_only=True)
 class LanePredictors:
-    """What is tried on each byte lane of K and V, by name (`PREDICTOR_NAMES`), in order."""
+    """Predictors to try on each byte lane of K and V, by name (`PREDICTOR_NAMES`), in order."""
 
     k_hi: tuple[str, ...] = DEFAULT_K_PREDICTORS
     k_lo: tuple[str, ...] = DEFAULT_K_PREDICTORS
@@ -199,12 +199,12 @@ class LanePredictors:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureOptions:
-    """Everything that decides which sizes come out.
+    """All options that determine the measured sizes.
 
     Parameters
     ----------
     scope
-        Which dumps take part.
+        The selected dumps.
     entry_mode
         ``"per_meta"``: each dump alone; ``"aggregate"``: the dumps of a run and layer as one; ``"chunked"``: each dump
         in pieces; ``"chunked_grouped"``: the dumps of a run and layer as one, in pieces.
@@ -223,7 +223,7 @@ class MeasureOptions:
     zstd_level
         At most `MAX_ZSTD_LEVEL`; below 1 as libzstd understands it.
     predictors
-        What adaptive_v22 tries.
+        Predictors that adaptive_v22 tries.
     limits
         Count bytes for their order-0 entropy.
     fp32
@@ -267,12 +267,12 @@ class MeasureOptions:
 
     @property
     def is_grouped(self) -> bool:
-        """Whether dumps are grouped."""
+        """Return whether dumps are grouped."""
         return self.entry_mode in ("aggregate", "chunked_grouped")
 
     @property
     def is_chunked(self) -> bool:
-        """Whether dumps are split into chunks."""
+        """Return whether dumps are split into chunks."""
         return self.entry_mode in ("chunked", "chunked_grouped")
 
 

@@ -25,19 +25,19 @@ from .tensor_reader import ArrayTensor, DumpTensor, EmptyTensor, FileTensor
 
 @dataclass
 class CodedInputInfo(Record):
-    """Inputs that hold codes, of which words were made before anything was measured."""
+    """Quantised inputs, whose elements were dequantised before they were measured."""
 
     json_keys = "dequantised"
 
-    #: Names of the types of the codes; empty where all words are the inputs' own.
+    #: Names of the quantised types; empty if nothing was dequantised.
     types: tuple[str, ...] = ()
-    #: Bytes of the files that hold codes; None where an input is no file (standard input, a URL).
+    #: Bytes of the quantised files; None if an input is not a file (standard input, a URL).
     nbytes: int | None = 0
-    #: Bytes of these that are room after the valid tokens.
+    #: Bytes of these that are spare capacity after the valid tokens.
     room_bytes: int = 0
 
     def add_source(self, source: Source) -> None:
-        """Count a source in, if its words are made of codes."""
+        """Count a source, if its elements were dequantised."""
         if source.dequantised_types:
             self.types = tuple(dict.fromkeys((*self.types, *source.dequantised_types)))
             nbytes = count_input_bytes(source)
@@ -69,7 +69,7 @@ class CodedInputInfo(Record):
 
 
 def count_input_bytes(source: Source) -> int | None:
-    """Return the bytes of the files that a source was read from; None where one of its inputs is no file."""
+    """Return the bytes of the files that a source was read from; None if one of its inputs is not a file."""
     if not source.inputs or not all(map(os.path.exists, source.inputs)):
         return None
     files = {os.path.realpath(path) for path in source.files if os.path.isfile(path)}
@@ -84,16 +84,15 @@ _SUPPORTED_ITEMSIZES = (2, 4)
 class DumpEntry:
     """One dump: K and V of some tokens of a layer."""
 
-    #: As its metadata says; head_dim is that of K, where V has another.
+    #: From its metadata; head_dim is that of K, if V has another.
     layer: int
     seq_start: int
     tokens: int
     kv_heads: int
     head_dim: int
     stage: str
-    #: Empty where there is none.
+    #: Empty if there is none.
     run_id: str
-    #: Its tensors.
     keys: DumpTensor
     values: DumpTensor
 
@@ -117,31 +116,31 @@ class DumpEntry:
 class DumpSelection:
     """Dumps selected from the inputs, and what was excluded."""
 
-    #: In the order of the walk.
+    #: In the order of the search.
     entries: list[DumpEntry] = field(default_factory=list)
-    #: What tells one dump from another: run ids, or directories.
+    #: Distinct run ids or directories.
     dumps: set[str] = field(default_factory=set)
-    #: Numbers of the layers that were found, whether or not the scope takes them.
+    #: Layers in the inputs, whether or not in the scope.
     layers: set[int] = field(default_factory=set)
-    #: Metadata files (or pairs of arrays) that were looked at.
+    #: Number of metadata files (or pairs of arrays) that were examined.
     num_scanned: int = 0
-    #: Entries of fp32 words that are rounded to fp16, which `Scope.to_fp16` asks for.
+    #: Number of fp32 entries that are rounded to fp16 (`Scope.to_fp16`).
     num_rounded: int = 0
-    #: Entries of fp32 words that are measured as they are.
+    #: Number of fp32 entries that are measured as fp32.
     num_fp32: int = 0
-    #: Why others were left out, in the order in which the reasons came up.
+    #: Number of excluded entries by reason, in order of first occurrence.
     skip_counts: Counter[str] = field(default_factory=Counter)
-    #: The first file (or layer) for each of these reasons.
+    #: First excluded file (or layer) for each reason.
     skip_examples: dict[str, str] = field(default_factory=dict)
-    #: Inputs whose words were made of codes before anything was measured.
+    #: Inputs that were dequantised.
     coded_input: CodedInputInfo = field(default_factory=CodedInputInfo)
-    #: The state of the model that the arrays contain, where that is known.
+    #: The part of the model's state that the arrays contain, if known.
     completeness: Completeness | None = None
-    #: How many were left out silently, by the options that asked for it.
+    #: Number of entries that each option excluded.
     filter_counts: Counter[str] = field(default_factory=Counter)
 
     def require_entries(self) -> None:
-        """Raise `NothingSelectedError` if there are none."""
+        """Raise `NothingSelectedError` if nothing is selected."""
         if not self.entries:
             raise NothingSelectedError("No entries selected after filtering. Check --dump-dir/--stage/--scope options.")
 
@@ -173,12 +172,12 @@ class DumpSelection:
             real_paths.add(real_path)
 
     def count_skip(self, reason: str, example: str) -> None:
-        """Leave one out."""
+        """Count a skipped entry."""
         self.skip_counts[reason] += 1
         self.skip_examples.setdefault(reason, example)
 
     def add_entry(self, entry: DumpEntry, dump: str) -> None:
-        """Take one more."""
+        """Add an entry."""
         self.entries.append(entry)
         self.dumps.add(dump)
         tensors = entry.keys, entry.values
@@ -191,11 +190,11 @@ _SKIP_REASON_TEXTS = {"skip_fp32_strict": "--strict-fp16 (they are fp32)"}
 
 
 class _SkipError(Exception):
-    """A dump is left out for the reason in the message."""
+    """A dump is skipped for the reason in the message."""
 
 
 def select_dumps(roots: Iterable[str | os.PathLike[str]], scope: Scope) -> DumpSelection:
-    """Walk the directories of MNN KV dumps.
+    """Select the dumps in directories of MNN KV dumps.
 
     Raises
     ------
@@ -216,7 +215,7 @@ def is_dump_folder(path: str) -> bool:
 
 
 def add_dumps(selection: DumpSelection, root: Path, scope: Scope) -> None:
-    """Add the dumps below one directory to `selection`; errors as for `select_dumps`."""
+    """Add the dumps below one directory to `selection`; raise as `select_dumps` does."""
     if not root.is_dir():
         raise SourceError(f"{root}: is not a directory")
     meta_paths = sorted(root.rglob("meta_*.json"))
@@ -283,9 +282,7 @@ def add_source(selection: DumpSelection, source: Source, scope: Scope, label: st
 
 
 def _add_dump(selection: DumpSelection, meta_path: Path, scope: Scope) -> None:
-    """Add the dump of a metadata file, checked in the reference's order; raise `_SkipError` with the reason for a
-    fault.
-    """
+    """Add the dump of a metadata file, checked in the reference's order; raise `_SkipError` for a fault."""
     fields = _load_meta(meta_path)
     stage = str(fields.get("stage", "unknown"))
     if scope.stage not in ("both", stage):
@@ -374,13 +371,13 @@ _NO_RUN_ID = "__no_run_id__"
 
 @dataclass(frozen=True)
 class CompressionUnit:
-    """Dumps that follow each other along the tokens."""
+    """Dumps that are consecutive along the tokens."""
 
     #: In order of their first token.
     entries: tuple[DumpEntry, ...]
-    #: Tokens of a piece, the last one shorter.
+    #: Tokens in a chunk; the last one may be shorter.
     chunk_tokens: int
-    #: Bytes of the format itself for K, and as many for V: framing of pieces, or a table of the dumps.
+    #: Bytes of the format itself for K, and the same for V: framing of chunks, or a table of the dumps.
     extra_bytes: int
 
     @property
@@ -436,7 +433,7 @@ class CompressionUnit:
 
     @property
     def is_rounded(self) -> bool:
-        """Whether all its elements are stored in 32 bits and measured in 16."""
+        """Return whether all its elements are stored in 32 bits and measured in 16."""
         tensors = [tensor for entry in self.entries for tensor in (entry.keys, entry.values)]
         return all(tensor.stored_itemsize == 4 and tensor.measured_itemsize == 2 for tensor in tensors)
 

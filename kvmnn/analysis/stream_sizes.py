@@ -19,7 +19,7 @@ from .selection import CompressionUnit
 from .tensor_reader import TokenReader
 
 ADAPTIVE_HEADER_BYTES = 8
-"""What adaptive_v22 adds to a stream, besides one byte for each block."""
+"""Bytes that adaptive_v22 adds to a stream, in addition to one byte for each block."""
 
 HIGH_HALF, LOW_HALF = 1, 0
 _MIN_ZSTD_LEVEL = -(1 << 17)
@@ -28,7 +28,7 @@ _LEGACY_PREDICTORS: dict[LaneHalf, tuple[str, ...]] = {"hi": ("delta_seq",), "lo
 
 @dataclass(frozen=True)
 class StreamSizeEstimate:
-    """One byte lane of K or V."""
+    """Estimated size of one byte lane of K or V."""
 
     #: Bytes of the lane.
     raw_bytes: int
@@ -41,7 +41,7 @@ class StreamSizeEstimate:
 
 
 class CompressorPool:
-    """Meters that wait for their next stream, with their zstd contexts and buffers; safe for any number of threads.
+    """Pool of idle meters with their zstd contexts and buffers; thread-safe.
 
     Parameters
     ----------
@@ -61,7 +61,7 @@ class CompressorPool:
             return _stream_meter.StreamMeter()
 
     def release(self, meter: _stream_meter.StreamMeter) -> None:
-        """Keep one for the next stream, unless its buffers are large."""
+        """Return a meter to the pool for the next stream, unless its buffers are large."""
         if meter.count_buffer_bytes() > self._max_idle_bytes:
             meter.free_buffers()
         self._idle.append(meter)
@@ -175,7 +175,7 @@ MAX_FRAME_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class StoredSize:
-    """Frames of K or V."""
+    """Size of the frames of K or V."""
 
     #: Their total length, and how many there are.
     bytes: int
@@ -186,7 +186,7 @@ class StoredSize:
 
 
 def measure_stored_size(unit: CompressionUnit, part: Part, progress: Progress | None = None) -> StoredSize:
-    """Encode every piece of K or V of `unit`, decode it again and count its bytes."""
+    """Encode every chunk of K or V of `unit`, decode and compare it, and count its bytes."""
     heads, dims = unit.get_geometry(part)
     itemsize = unit.get_itemsize(part)
     dtype = "fp32" if itemsize == 4 else "fp16"  # a frame of bf16 words has the same bytes as one of fp16 words
@@ -207,7 +207,7 @@ def measure_stored_size(unit: CompressionUnit, part: Part, progress: Progress | 
 
 @dataclass
 class LaneSizeStats:
-    """One byte lane of a layer, or of all layers: sums over its streams."""
+    """Size of one byte lane of a layer, or of all layers."""
 
     raw_bytes: int = 0
     simulated_bytes: int = 0
@@ -215,7 +215,7 @@ class LaneSizeStats:
     modes: Counter[str] = field(default_factory=Counter)
 
     def add_stream(self, size: StreamSizeEstimate) -> None:
-        """Count one stream in."""
+        """Add the size of a stream."""
         self.raw_bytes += size.raw_bytes
         self.simulated_bytes += size.bytes
         self.limit_bytes += size.limit_bytes
@@ -225,7 +225,7 @@ class LaneSizeStats:
 
 @dataclass
 class Fp32SizeStats:
-    """fp32 words of a layer, or of all of them, in four byte lanes."""
+    """Sizes of fp32 elements of a layer, or of all layers, in four byte lanes."""
 
     #: By part and number, the lowest byte first.
     lanes: dict[tuple[Part, int], LaneSizeStats] = field(
@@ -266,7 +266,7 @@ class AggregateSizeStats:
         return sum(lane.raw_bytes for lane in self.list_counted_lanes(parts))
 
     def simulated_bytes(self, parts: Sequence[Part] = PARTS) -> int:
-        """Return the bytes that the simulated format would take."""
+        """Return the size of the simulated format in bytes."""
         return sum(lane.simulated_bytes for lane in self.list_counted_lanes(parts)) + sum(
             self.extra_bytes[part] for part in parts
         )

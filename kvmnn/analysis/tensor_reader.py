@@ -1,6 +1,6 @@
-"""Tokens in a row: tensors ``[token, kv_head, head_dim]`` of 16-bit or 32-bit words, read in runs of complete tokens.
+"""Read tensors ``[token, kv_head, head_dim]`` of 16-bit or 32-bit elements in chunks of whole tokens.
 
-What lies in files is mapped or read only while it is used; where that is asked for fp32 words are rounded on the way.
+Files are mapped or read only while they are used; fp32 elements can be rounded on the way.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ class DumpTensor(Protocol):
 
 
 class FileTensor:
-    """The words in a dump's binary file.
+    """The elements in a dump's binary file.
 
     Parameters
     ----------
     file
-        What the file is.
+        State of the file.
     shape
         ``(tokens, kv_heads, head_dim)`` as the metadata has it.
     stored_itemsize
@@ -110,10 +110,10 @@ class FileTensor:
 
 
 class ArrayTensor:
-    """K or V of a layer of any source; bf16 words stay as they are.
+    """K or V of a layer of any source; bf16 elements are not converted.
 
-    An array with the heads first is put in order run by run, which takes all of it: as a view where its file is mapped,
-    else in memory. With `to_fp16` fp32 words are rounded.
+    An array with the heads first is transposed chunk by chunk, as a view if its file is mapped, else in memory. With
+    `to_fp16`, fp32 elements are rounded.
     """
 
     def __init__(self, array: LayerArray, *, to_fp16: bool = False) -> None:
@@ -146,7 +146,7 @@ class ArrayTensor:
 
 
 class EmptyTensor:
-    """What latent attention stores as V: nothing."""
+    """The empty V of latent attention."""
 
     def __init__(self, keys: DumpTensor) -> None:
         self.tokens, self.stored_itemsize, self.measured_itemsize = (
@@ -167,7 +167,7 @@ class EmptyTensor:
 
 
 def get_stored_token_bytes(tensor: DumpTensor) -> int:
-    """Return the bytes of a token's words as they are stored."""
+    """Return the bytes of one token as stored."""
     return tensor.token_bytes // tensor.measured_itemsize * tensor.stored_itemsize
 
 
@@ -178,12 +178,12 @@ def round_to_fp16(chunk: Chunk) -> Chunk:
 
 
 class TokenReader:
-    """The tokens of several tensors one after the other, as they are measured or as they are stored.
+    """Reads the tokens of several tensors in sequence, as measured or as stored.
 
     Parameters
     ----------
     tensors
-        Of one geometry and one size of words.
+        Tensors of one geometry and element size.
     as_stored
         Take the words as they are stored; all tensors have the same width then.
     """

@@ -102,7 +102,7 @@ def find_inputs(roots: Sequence[str], kinds: InputKinds, exclude: Iterable[str] 
     roots
         Files and folders.
     kinds
-        What is an input.
+        Kinds of inputs to accept.
     exclude
         Files or folders to skip: outputs.
 

@@ -31,7 +31,7 @@ _NO_MAIN_GUARD_EXIT_CODE = 76
 
 
 class _NamedProcess(SpawnProcess):
-    """A process that is recognisable by its name before it has imported anything."""
+    """A process whose name is recognisable before it has imported anything."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -94,8 +94,8 @@ class ProcessExecutor(ProcessPoolExecutor):
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Shut down, as `ProcessPoolExecutor`; with `cancel_futures`, running tasks are ended as well.
 
-        If nothing runs, the processes are ended through their pipe: one that was killed while it waited may hold the
-        lock that the others need to be told.
+        If nothing runs, the processes are ended through their pipe, because a process that was killed while waiting may
+        hold the lock of the queue.
         """
         if cancel_futures or not self._pending_work_items:
             self._writer.close()

@@ -27,7 +27,7 @@ def compute_stamp(path: str) -> str | None:
     """Return sizes and times of last change of a file and its related files, or a hash over the files of a folder.
 
     Related are ``x.json`` of ``x``, ``x.v`` of ``x.k``, and sidecars such as ``positions.json`` of ``x.npy``. The
-    result is None where nothing can be read.
+    result is None if nothing can be read.
     """
     try:
         if os.path.isdir(path):
@@ -87,14 +87,14 @@ class _FinishedTask(NamedTuple):
 
 
 class TaskJournal:
-    """Finished tasks by their paths. In memory is where each lies in the file.
+    """Journal of finished tasks by path. Memory holds only their offsets in the file.
 
     Parameters
     ----------
     path
         The file; made if it is not there, continued if it is.
     work
-        What is done, as JSON has it: a file of other work is refused.
+        The work as JSON values; a file of other work is refused.
 
     Raises
     ------
@@ -194,7 +194,7 @@ class TaskJournal:
 
     @property
     def has_torn_line(self) -> bool:
-        """Whether an incomplete last line was dropped."""
+        """Return whether an incomplete last line was dropped."""
         return self._journal.has_torn_line
 
     def close(self) -> None:

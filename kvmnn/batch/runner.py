@@ -25,7 +25,7 @@ MAX_PENDING_LINE_BYTES = 64 << 20
 STALL_CHECK_SECONDS = 5.0
 """Time without a result after which the processes are checked."""
 _MAX_PROBES = 3
-"""How often an executor that lost a task is probed with an empty one."""
+"""Maximum number of empty tasks to probe an executor that lost a task."""
 
 ExecutorOrFactory = Executor | Callable[[], Executor]
 
@@ -157,7 +157,7 @@ class _TaskRunner:
         return self._journal.read_result(task)
 
     def _submit_pending(self) -> None:
-        """Submit as many tasks as the executor may have."""
+        """Submit tasks up to the limit of the executor."""
         if self._lost_indices:
             if not self._running:
                 self._submit(self._lost_indices.popleft())

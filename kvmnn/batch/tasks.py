@@ -38,7 +38,7 @@ class TaskOutcome:
     document: Any = None
     #: What failed, in one line; None if nothing did.
     error: str | None = None
-    #: What was inferred or left out.
+    #: Notes on what was inferred or left out.
     notes: tuple[str, ...] = ()
 
 
@@ -61,7 +61,7 @@ class TaskResult:
 
     @property
     def ok(self) -> bool:
-        """Whether the task succeeded."""
+        """Return whether the task succeeded."""
         return self.error is None
 
     def to_dict(self) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class TaskResult:
 
 
 def run_task(work: TaskFunction, task: Task, expected_version: str) -> TaskResult:
-    """Run the work on one task; what it raises becomes the error of the task."""
+    """Run the work on one task; an exception becomes the error of the task."""
     start_time = time.perf_counter()
     if get_version() != expected_version:
         return make_failed_result(

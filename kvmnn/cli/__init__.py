@@ -14,7 +14,7 @@ __all__ = ["CommandWork", "build_parser", "main"]
 
 
 def main(argv: "Sequence[str] | None" = None) -> int:
-    """`entry_point.main`; with the process's own words (`argv` None) an interrupt before its import ends it at once."""
+    """Run the command; an interrupt before `entry_point` is imported ends the process at once if `argv` is None."""
     is_early = argv is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if is_early:
         signal.signal(signal.SIGINT, _exit_interrupted)
@@ -26,7 +26,7 @@ def main(argv: "Sequence[str] | None" = None) -> int:
 
 
 def _exit_interrupted(signal_number: int, frame: object) -> None:
-    """Nothing is begun yet that would have to be removed."""
+    """End the process at once, because there is no output to remove yet."""
     try:
         os.write(2, b"kvmnn: error: interrupted\n")
     finally:
@@ -34,7 +34,7 @@ def _exit_interrupted(signal_number: int, frame: object) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """`CommandWork` when it is asked for, so that the command starts at once."""
+    """Import `CommandWork` on first use, so that the command starts fast."""
     if name == "CommandWork":
         from .batch_work import CommandWork
 
@@ -43,7 +43,7 @@ def __getattr__(name: str) -> Any:
 
 
 def build_parser() -> "ArgumentParser":
-    """The command's parser with all verbs, for completions, manuals, and programs that put their own around it."""
+    """Build the parser with all commands, for completions, manuals, and programs that embed it."""
     from .command_parser import build_parser
 
     return build_parser()

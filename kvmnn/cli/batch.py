@@ -284,7 +284,7 @@ def _open_processes(jobs: int, command_name: str) -> Iterator[tuple[Callable[[],
 
 @contextmanager
 def _clean_output_folders(tasks: Sequence[Task]) -> Iterator[None]:
-    """Afterwards nothing is left by processes that are gone where outputs go, nor new folders that are empty."""
+    """Remove temporary files of ended processes from the output folders on exit, and new folders that stayed empty."""
     from pathlib import Path
 
     from ..files.temporary import remove_stale

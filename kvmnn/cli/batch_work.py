@@ -22,7 +22,7 @@ BATCH_COMMANDS = ("encode", "inspect", "measure", "verify", "compressor verify")
 
 @dataclass(frozen=True)
 class CommandWork:
-    """What ``kvmnn VERB --json`` does with one input, on one thread; the document is the one that it prints.
+    """The work of ``kvmnn COMMAND --json`` on one input, on one thread; its document is the printed one.
 
     Parameters
     ----------
@@ -37,7 +37,8 @@ class CommandWork:
 
     @classmethod
     def from_words(cls, command_name: str, *words: str) -> CommandWork:
-        """The work that options as on the command line ask for, e.g. ``VerbWork.of("encode", "--effort", "fast")``.
+        """Create the work of options as on the command line, e.g. ``CommandWork.from_words("encode", "--effort",
+        "fast")``.
 
         Raises
         ------
@@ -62,13 +63,13 @@ class CommandWork:
 
     @classmethod
     def from_arguments(cls, command_name: str, arguments: argparse.Namespace) -> CommandWork:
-        """The work that a namespace asks for, but for what it says of many."""
+        """Create the work of a namespace, without its options about many files."""
         return cls(
             command_name, {name: value for name, value in vars(arguments).items() if name not in _EXCLUDED_ARGUMENTS}
         )
 
     def compute_identity(self) -> dict[str, Any]:
-        """What the results depend on, as JSON has it."""
+        """Return everything that the results depend on, as JSON values."""
         from .._util.packages import get_version
 
         # What was typed is for documents only; what may be replaced changes no result.
@@ -105,7 +106,7 @@ class CommandWork:
 
 
 def import_command(command_name: str) -> None:
-    """Import what a verb needs."""
+    """Import the modules of a command."""
     _get_defaults(command_name)
     for name in ("bundle", "formats", *(["analysis.measurement"] if command_name == "measure" else [])):
         import_module(f"..{name}", __package__)
@@ -122,7 +123,7 @@ def _make_parser(command_name: str) -> argparse.ArgumentParser:
 
 @cache
 def _get_defaults(command_name: str) -> Mapping[str, Any]:
-    """All that a namespace of the verb has, with nothing given."""
+    """Return the namespace of the command without options."""
     subparser = _make_parser(command_name)
     return {
         **{action.dest: action.default for action in subparser._actions if action.default is not argparse.SUPPRESS},

@@ -1,11 +1,8 @@
-"""Help that fits the terminal: paragraphs are filled, lists stay lists, options of a few are folded away.
+"""The parser of all commands, and its help.
 
-Words of a command line in the order that argparse wants: positional arguments first, then options.
-
-argparse fills positional arguments from one run of words, so that of ``encode a.npy -o x/ b.npy`` the last is left
-over; its own remedy, ``parse_intermixed_args``, does not support parsers of verbs.
-
-The command's parser: every verb with its options, help that fits the terminal.
+Paragraphs of the help are filled, lists stay lists, and rarely used options are only in ``--help-all``. argparse fills
+positional arguments from one run of words, so that ``encode a.npy -o x/ b.npy`` would fail; its own remedy,
+``parse_intermixed_args``, does not support subparsers. So words are sorted first: positional arguments, then options.
 """
 
 from __future__ import annotations
@@ -146,7 +143,7 @@ class SortedWords:  # no dataclass, which takes longer to make than a line takes
         self.options: list[str] = []
         """With their values."""
         self.unknown: list[str] = []
-        """What looks like an option and is none of the verb's."""
+        """Words that look like options but are unknown to the command."""
         self.has_end_marker = False
         """Whether ``--`` ends the options."""
 
@@ -274,7 +271,7 @@ _PACKED_COMMANDS = (
 """Verbs that read packed files and caches of other engines."""
 
 _TENSOR_COMMANDS = tuple(command for command in _PACKED_COMMANDS if command not in ("inspect", "mnn compact"))
-"""Of these, the verbs that read some arrays of an input."""
+"""The commands among these that read some arrays of an input."""
 
 _HEADER_KEYS = tuple(
     (f"--{key.replace('_', '-')}", key) for key in ("compression_factor", "min_seq_len", "num_heads", "head_dim")
@@ -375,7 +372,7 @@ _REPLACED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 REPLACED_OPTIONS = {
     command: {old: new for old, new, commands in _REPLACED if command in commands} for command in COMMANDS
 }
-"""Of each verb, options (and values) of earlier versions, and what they are called now."""
+"""Options (and values) of earlier versions by command, with their current names."""
 
 _VERSION_OPTIONS = ("-V", "--version")
 _TOP_DESCRIPTION = """The KV cache of LLMs on MNN, outside the engine: lossless frames, packed layouts, eviction.

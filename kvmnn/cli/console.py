@@ -1,4 +1,4 @@
-"""What verbs print: results, data on standard output, progress."""
+"""Output of commands: results, data on standard output, progress."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _RAW_FILE_SUFFIXES = ("", ".bin", ".raw")
 
 
 class UsageError(OptionError):
-    """The command line asks for something that makes no sense; exit code 2."""
+    """The command line is contradictory or incomplete; exit code 2."""
 
 
 COMMANDS_WITH_COMMAND_LINE = ("bench", "eval", "gate run", "measure", "replay")
@@ -35,16 +35,16 @@ COMMANDS_WITH_COMMAND_LINE = ("bench", "eval", "gate run", "measure", "replay")
 
 
 def format_command_line(arguments: argparse.Namespace) -> str:
-    """The command line as a shell takes it, empty where nobody typed one."""
+    """Format the command line for a shell; empty if there is none."""
     typed_words = getattr(arguments, "typed", None)
     return shlex.join(["kvmnn", *typed_words["words"]]) if typed_words else ""
 
 
 class CommandResult(Protocol):
-    """What a verb's library function returns: the same for the shell and for a notebook."""
+    """Result of a command's library function, the same for the shell and a notebook."""
 
     def to_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """Return the document for ``--json``."""
 
     def __str__(self) -> str: ...
 
@@ -72,7 +72,7 @@ def show_result(
 
 
 def register_document_names(document: Any) -> None:
-    """The texts in a document are names, which stay in their line where the result is printed as text."""
+    """Register the texts of a document as names, which are printed without line breaks."""
     if isinstance(document, str):
         streams.register_names([document])
     elif isinstance(document, dict):
@@ -95,7 +95,7 @@ def show_failed_result(arguments: argparse.Namespace, command_name: str, result:
 
 
 def print_line(arguments: argparse.Namespace, line: str, *, data_on_stdout: bool = False) -> None:
-    """Print a line of a result for people; none with ``--json``.
+    """Print a line of a human-readable result; nothing with ``--json``.
 
     With the data itself on standard output the line goes to standard error, where ``-q`` hides it as it hides notes.
     """
@@ -108,7 +108,7 @@ def print_line(arguments: argparse.Namespace, line: str, *, data_on_stdout: bool
 
 
 def print_note(arguments: argparse.Namespace, line: object, kind: str = "note") -> None:
-    """One line on standard error: what was inferred or left out, or is worth a warning; none with ``-q``.
+    """Print a line on standard error about something inferred, left out or worth a warning; nothing with ``-q``.
 
     Verbs whose documents have all notes collect them in the namespace's `noted`.
     """
@@ -119,7 +119,7 @@ def print_note(arguments: argparse.Namespace, line: object, kind: str = "note") 
 
 
 def note_output_folder(arguments: argparse.Namespace, output: str, num_arrays: int) -> None:
-    """A note where several arrays make a folder of what is named like a file."""
+    """Print a note if several arrays become a folder under a name with a file suffix."""
     if num_arrays > 1 and PurePath(output).suffix and not (is_directory_output(output) or os.path.exists(output)):
         print_note(
             arguments, f"{output} becomes a folder, as {num_arrays} arrays are not one file (-o {output}/ says so)"
@@ -127,7 +127,7 @@ def note_output_folder(arguments: argparse.Namespace, output: str, num_arrays: i
 
 
 def check_output_suffix(arguments: argparse.Namespace, output: str, arrays: Sequence[ArrayInfo] | None = None) -> None:
-    """`UsageError` for a file whose suffix no format has and which would get raw words that nobody has asked for."""
+    """Raise `UsageError` for a file with an unknown suffix, which would contain raw elements, without ``--raw``."""
     from .._util.text import suggest
     from ..formats import ARRAY_FORMATS
 
@@ -147,31 +147,31 @@ def check_output_suffix(arguments: argparse.Namespace, output: str, arrays: Sequ
 
 
 def print_finding(line: object) -> None:
-    """A finding of a check, as one line of error."""
+    """Print a finding of a check as one error line."""
     streams.write_error_line("error", line)
 
 
 def write_text(text: str) -> None:
-    """Text on standard output as it is: results that are a document of their own."""
+    """Write text unchanged to standard output."""
     streams.write_out(text, end="")
 
 
 def print_json(document: Any) -> None:
-    """The verb's result as JSON."""
+    """Print the result of a command as JSON."""
     streams.write_document(document)
 
 
 def is_data_to_stdout(arguments: argparse.Namespace, source: str) -> bool:
-    """Whether data goes to standard output: said so; or nothing said, it came from standard input, and no terminal."""
+    """Return whether data goes to standard output: for ``-o -``, or for piped input without -o and terminal."""
     if arguments.output == STDIO:
         return True
     return arguments.output is None and source == STDIO and not arguments.json and not streams.is_terminal()
 
 
 def choose_output(arguments: argparse.Namespace, source: str, suffix: str) -> str:
-    """The output: as given, or next to the input under its name with another suffix; one with a slash is a directory.
+    """Return the output path: as given, or the input's with another suffix; a trailing slash means a directory.
 
-    `UsageError` for standard output, which carries no such data, and where the input gives no name.
+    `UsageError` is raised for standard output, and if the input has no name.
     """
     specified: str | None = arguments.output
     if specified is not None and specified != STDIO:
@@ -190,7 +190,7 @@ def _format_example(suffix: str) -> str:
 
 
 def open_data_stdout(arguments: argparse.Namespace, data_name: str) -> Stdout:
-    """Standard output for data (`data_name`, for the message); `UsageError` where ``--json`` wants it too."""
+    """Open standard output for data, which messages call `data_name`; raise `UsageError` with ``--json``."""
     if arguments.json:
         raise UsageError(
             f"--json and the {data_name} both want standard output: write the {data_name} to a file (-o FILE)"
@@ -199,7 +199,7 @@ def open_data_stdout(arguments: argparse.Namespace, data_name: str) -> Stdout:
 
 
 class AdvanceProgress(Protocol):
-    """What moves a progress bar: units done since the last call, and a word about the work."""
+    """Function that advances a progress bar: units done since the last call, and a word about the work."""
 
     def __call__(self, done: int, note: str = "", /) -> object: ...
 
@@ -214,18 +214,18 @@ def progress_bar(
     delay: float = 1,
     is_replaced: bool = False,
 ) -> Iterator[AdvanceProgress | None]:
-    """A progress bar on the terminal that appears when the work takes longer than `delay` seconds.
+    """Show a progress bar on the terminal when the work takes longer than `delay` seconds.
 
     Parameters
     ----------
     total
         Units of all the work.
     label
-        What is being done.
+        Short description of the work.
     unit
-        Bytes (``"B"``) unless said otherwise, e.g. ``"token"``.
+        Unit of the work: bytes (``"B"``) by default, or e.g. ``"token"``.
     is_replaced
-        Whether results are printed meanwhile on the same terminal, which are progress enough.
+        Whether results are printed to the same terminal, so that no bar is needed.
 
     Yields
     ------

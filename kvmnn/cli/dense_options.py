@@ -101,7 +101,7 @@ def build_dense_options(arguments: argparse.Namespace, source: Source, *, with_s
 
 
 def _read_layer_ropes(arguments: argparse.Namespace, source: Source) -> dict[int, RopeConfig | None]:
-    """Return how K of each layer is rotated, where the header of ``--model FILE.gguf`` has several ways."""
+    """Return the rotation of K of each layer, if the header of ``--model FILE.gguf`` has several."""
     from ..formats.llama import read_rotations
 
     if arguments.rope is not None or not packed_options.is_gguf(arguments.model):
@@ -119,7 +119,7 @@ def _read_layer_ropes(arguments: argparse.Namespace, source: Source) -> dict[int
 
 
 def _format_layer_ropes(rope_by_layer: Mapping[int, RopeConfig | None]) -> str:
-    """Return each rotation and its layers."""
+    """Format each rotation and its layers."""
     from ..arrays.positions import format_layers
 
     groups: dict[str, list[int]] = {}
@@ -159,7 +159,7 @@ def _parse_rope_or_none(text: str) -> RopeConfig | str:
 
 
 def parse_rope(text: str) -> RopeConfig:
-    """Parse ``theta=10000,dims=64,pairing=interleaved``; `ArgumentTypeError` for anything else."""
+    """Parse ``theta=10000,dims=64,pairing=interleaved``; raise `ArgumentTypeError` for anything else."""
     from ..dense import RopeConfig
     from ..errors import KvmnnError
 

@@ -1,6 +1,6 @@
-"""The entry point of the ``kvmnn`` command, and its exits: each failure is one line and an exit code.
+"""Entry point of the ``kvmnn`` command: a failure becomes one line and an exit code.
 
-Nothing but what every start needs is imported before `main` guards against interrupts and errors; until then
+Only modules that every start needs are imported before `main` handles interrupts and errors; until then
 `kvmnn.cli.main` does.
 """
 
@@ -23,11 +23,11 @@ EXIT_OK, EXIT_DATA, EXIT_USAGE, EXIT_MISSING_PACKAGE, EXIT_INTERNAL_ERROR, EXIT_
 """Exit codes; 141 is 128 and SIGPIPE's number. Those of other signals are in `signals`."""
 
 TRACEBACK_VARIABLE = "KVMNN_TRACEBACK"
-"""An environment variable: if it is set to anything but 0, errors come with their traceback."""
+"""An environment variable: unless it is unset or 0, errors are printed with their traceback."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code and never lets an exception or ``SystemExit`` through.
+    """Run the command line; return the exit code, without raising any exception or ``SystemExit``.
 
     With the process's own words (`argv` None) an interrupt ends the process here, where threads are in the midst of
     long calls: the end of Python would wait for them.

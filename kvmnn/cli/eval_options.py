@@ -198,7 +198,7 @@ def build_settings(arguments: argparse.Namespace) -> EvaluationSettings:
 
 
 def _parse_budget(text: str) -> Budget:
-    """Tokens, or a share of them below all."""
+    """Parse a number of tokens, or a share of them below 100 %."""
     from ..errors import KvmnnError
     from ..policies.policy import Budget
 

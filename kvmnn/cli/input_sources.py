@@ -1,4 +1,4 @@
-"""Inputs named on the command line, opened."""
+"""Open the inputs of the command line."""
 
 from __future__ import annotations
 
@@ -34,16 +34,14 @@ def load(
     codes: bool = False,
     opened_input: MappedFile | None = None,
 ) -> Source:
-    """All arrays of all inputs as one source.
+    """Load all arrays of all inputs as one source.
 
-    With `with_frames`, frames are inputs too; `as_numbers` and `codes` as in `ReadOptions`, `any_heads` and
-    `is_whole_file` as in `EngineOptions`. Options about packed files are refused where no input is any, but for those
-    that are `used_options`
-    otherwise. What neither packed files nor the arguments say is taken from `cache_info`. With `is_one_of_several` what
-    is said of axes may be about another input. An original is read as it was for the frames `original_of`. With
-    `as_layers`,
-    and with ``--axes``, a note says where heads and tokens look as if they were swapped.
-    `opened_input` is the only input, where it was opened already.
+    With `with_frames`, frames are inputs too; `as_numbers` and `codes` are as in `ReadOptions`, `any_heads` and
+    `is_whole_file` as in `EngineOptions`. Options for packed files are refused if no input is one, except
+    `used_options`. Properties that neither packed files nor the arguments specify are taken from `cache_info`. With
+    `is_one_of_several`, axes options may be about another input. An original is read as for the frames `original_of`.
+    With `as_layers` and ``--axes``, a note warns if heads and tokens seem to be swapped. `opened_input` is the only
+    input, if it was opened already.
     """
     from ..arrays.axes import AxisSpec, apply_axis_spec
     from ..arrays.engine_transforms import invert_source_transforms
@@ -91,7 +89,7 @@ def load(
 
 
 def open_frame_set(path: str | MappedFile, arguments: argparse.Namespace, options: DecodeOptions) -> FrameSet:
-    """The frames at a path; what is none is told of by what it looks like."""
+    """Open the frames at a path; an error for anything else names the format that it resembles."""
     from ..bundle import open_frames
     from ..errors import KvmnnError
     from ..formats import explain_not_frames
@@ -103,7 +101,7 @@ def open_frame_set(path: str | MappedFile, arguments: argparse.Namespace, option
 
 
 def check_dtype_matches(frames: FrameSet, arguments: argparse.Namespace) -> None:
-    """`UsageError` where ``--dtype`` says otherwise than the manifest of frames: it would do nothing."""
+    """Raise `UsageError` if ``--dtype`` contradicts the manifest of frames."""
     if frames.document is None or arguments.dtype is None:
         return
     mismatch = next((array for array in frames.arrays if (array.element or array.dtype) != arguments.dtype), None)
@@ -116,12 +114,12 @@ def check_dtype_matches(frames: FrameSet, arguments: argparse.Namespace) -> None
 
 
 def report_skipped(source: Source, arguments: argparse.Namespace) -> None:
-    """One line on standard error for each array that was left out, and for each thing that was inferred."""
+    """Print a line on standard error for each note and each skipped array."""
     report_notes(source.notes, arguments)
     report_notes(source.skipped_arrays, arguments, "skipped")
 
 
 def report_notes(notes: Sequence[str], arguments: argparse.Namespace, kind: str = "note") -> None:
-    """One line on standard error for each thing that was inferred, or worth a warning."""
+    """Print a line on standard error for each note."""
     for line in notes:
         console.print_note(arguments, line, kind)

@@ -166,7 +166,7 @@ their true positions."""
 
 
 def add_model_options(parser: Any) -> None:
-    """MODEL and how it runs."""
+    """Declare MODEL and the options of running it."""
     parser.add_argument("model", metavar="MODEL", help="an ONNX decoder with its KV cache outside: file or folder")
     parser.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json (default: the one alongside the model)")
     parser.add_argument("--policy", metavar="SPEC", default="full", help="which tokens stay (default: full)")

@@ -1,8 +1,7 @@
 """Options from dataclass fields, and options of several keys: ``--limit KEY=VALUE,...``.
 
-A field that has `kvmnn._util.option_fields.option` as its metadata is an option: name, type, help and the row in the
-reference come from there. Only dataclasses of modules that do not import numpy declare options so: help and the refusal
-of a misspelt word must not wait for it.
+A field with `kvmnn._util.option_fields.option` as its metadata is an option: name, type, help and reference come from
+there. Only dataclasses of modules that do not import numpy declare options so, because help and errors must be fast.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from .._util.text import suggest
 
 @dataclass(frozen=True)
 class SpecField:
-    """A key of a spec option, and where its value goes.
+    """A key of a spec option, and the destination of its value.
 
     Parameters
     ----------
@@ -54,7 +53,7 @@ _MAX_KEYS_IN_SHORT_HELP = 8
 
 
 class SpecAction(argparse.Action):
-    """``KEY=VALUE,...``: each key sets a name of its own; one of `words` is the value of `dest` itself."""
+    """Option ``KEY=VALUE,...``: each key sets a name in the namespace; one of `words` is the value of `dest` itself."""
 
     def __init__(self, *, title: str, words: Sequence[str] = (), **options: Any) -> None:
         super().__init__(**options)
@@ -64,12 +63,12 @@ class SpecAction(argparse.Action):
 
     @property
     def dests(self) -> tuple[str, ...]:
-        """The names in the namespace that the option sets."""
+        """Names in the namespace that the option sets."""
         return (*([self.dest] if self._words else []), *(field.dest for field in self._fields.values()))
 
     @property
     def value_prefixes(self) -> tuple[str, ...]:
-        """The beginnings of an item, for completions."""
+        """The possible beginnings of an item, for completions."""
         keys = (key if field.parse is None else f"{key}=" for key, field in self._fields.items())
         return (*self._words, *keys)
 
@@ -85,7 +84,7 @@ class SpecAction(argparse.Action):
         return next((f" {field.key}" for field in self._fields.values() if field.dest == dest), "")
 
     def add_fields(self, fields: Iterable[SpecField]) -> None:
-        """Take further keys."""
+        """Add further keys."""
         self._fields |= {field.key: field for field in fields}
         labels = (f"{field.format_label()}: {field.help}" for field in self._fields.values())
         self.help = f"{self._title}: {'; '.join(labels)}"

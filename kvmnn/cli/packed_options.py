@@ -32,10 +32,10 @@ _FIELD_BY_OPTION = {
     "undo": "invert",
 }
 HEAD_OPTIONS = ("kv_heads", "head_dim", "model")
-"""Those about packed files that caches of llama.cpp need as well."""
+"""Options for packed files that also apply to caches of llama.cpp."""
 _LLAMA_OPTIONS = ("stream", "sequence", "window")
 _PART_OPTIONS = ("tensor", "kv_axes", "kv_batch", "kv_half", *SELECTION_OPTIONS)
-"""Those that choose arrays out of a file, or change them: frames of these are not the file."""
+"""Options that select or change arrays of a file, so that frames do not represent the whole file."""
 
 
 _HEADS_HINT = "For a llama.cpp file, --kv-heads N or --model FILE.gguf specifies the number of heads of a row."
@@ -44,7 +44,7 @@ _HEADS_HINT = "For a llama.cpp file, --kv-heads N or --model FILE.gguf specifies
 def add_engine_options(
     parser: Any, text: str | None = _HEADS_HINT, *, with_blocks: bool = True, with_undo: bool = False
 ) -> None:
-    """Parts of llama.cpp files; unless numbers are needed, ``--raw-blocks``; with `with_undo`, ``--invert``."""
+    """Declare the options of llama.cpp files, ``--raw-blocks`` if `with_blocks`, and ``--invert`` if `with_undo`."""
     shared_options.add_part(parser, _LLAMA_PARTS)
     group = parser.add_argument_group("caches of other engines", text)
     if with_blocks:
@@ -153,7 +153,7 @@ def is_llama(path: str) -> bool:
 
 
 def has_engine_file(path: str) -> bool:
-    """Return whether a path is a folder that contains such a file, which only ``--jobs`` reads."""
+    """Return whether a path is a folder that contains a cache file of another engine, which only ``--jobs`` reads."""
     if not os.path.isdir(path):
         return False
     with suppress(OSError):
@@ -424,7 +424,7 @@ def may_be_packed(path: str) -> bool:
 
 
 def add_unpack_hint(arguments: argparse.Namespace, message: str) -> str:
-    """Adapt a message about packed files to a verb that lacks options named in it."""
+    """Extend a message that names options which this command lacks with a hint to ``kvmnn mnn unpack``."""
     if any(
         not hasattr(arguments, name[2:].replace("-", "_")) for name in re.findall(_OPTION_IN_MESSAGE_REGEX, message)
     ):
@@ -455,7 +455,7 @@ def _get_tokens(arguments: argparse.Namespace) -> tuple[int, ...]:
 
 
 def hash_token_ids(arguments: argparse.Namespace) -> TokenIdsFingerprint | None:
-    """Count and hash of the ids in the file that ``--token-ids`` names, where it does."""
+    """Return count and hash of the ids of ``--token-ids``; None without the option."""
     from ..packed.cache_info import TokenIdsFingerprint
 
     if arguments.token_ids is None:
@@ -486,7 +486,7 @@ def _looks_like_ids(ids: str) -> bool:
 
 
 _IDS_REGEX = re.compile(r"[-+.,\[\]\s\d]*$|\s*\[|[^/]*,")
-"""What is or looks like ids, where no file is called so: numbers alone, a bracket, or a comma in what is no path."""
+"""Text that is (almost) a list of ids, if no file has this name: only numbers, a bracket, or a comma outside a path."""
 
 
 def _parse_ids(ids_text: str, max_id: int) -> list[int]:

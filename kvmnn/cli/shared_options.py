@@ -1,4 +1,4 @@
-"""Options that several verbs have, types of their values, and the refusal of options without effect."""
+"""Options of several commands, parsers of their values, and errors for options without effect."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def was_given(arguments: argparse.Namespace, name: str) -> bool:
-    """Return whether an option has another value than its default."""
+    """Return whether an option has a value other than its default."""
     return bool(hasattr(arguments, name) and getattr(arguments, name) != arguments.parser.get_default(name))
 
 
@@ -30,7 +30,7 @@ def refuse_given(arguments: argparse.Namespace, names: Iterable[str], reason: st
 
 
 def get_option_name(arguments: argparse.Namespace, name: str) -> str:
-    """Return the verb's own name of an option."""
+    """Return the name of an option in this command."""
     actions: list[argparse.Action] = arguments.parser._actions
     for action in actions:
         if action.dest == name:
@@ -147,7 +147,7 @@ def add_command(
     shown
         Options that ``--help`` shows in addition to the common ones, separated by blanks; others are in ``--help-all``.
     has_details
-        Whether the verb has more to print with ``--verbose``.
+        Whether the command prints more with ``--verbose``.
     """
     parser = subparsers.add_parser(
         name,

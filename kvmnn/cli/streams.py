@@ -1,6 +1,6 @@
-"""The standard streams, which may be closed, full, abandoned by the reader, or unable to encode some letters.
+"""The standard streams, which may be closed, full, abandoned by the reader, or unable to encode some characters.
 
-Whatever the command says goes through here, so that no name and no text of a file reaches a terminal as a command.
+All output of the command goes through this module, so that no text of a file reaches a terminal as a control sequence.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _escaped_name_parts: dict[str, str] = {}
 
 
 def reset_names() -> None:
-    """Start again, with the names of the working directory."""
+    """Reset the registered names to those of the working directory."""
     _escaped_name_parts.clear()
     with suppress(OSError):
         register_names([os.getcwd()])
@@ -78,7 +78,7 @@ def write_out(text: str, end: str = "\n", *, fold: bool = False) -> None:
 
 
 def flush_out() -> None:
-    """Flush what `write_out` has buffered; errors as there."""
+    """Flush the output of `write_out`; raise its errors."""
     with _translate_write_errors():
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -86,7 +86,7 @@ def flush_out() -> None:
 
 @dataclass
 class CapturedOutput:
-    """The output of a verb that runs for one of many files: its document, its errors, and all other lines."""
+    """Output of a command on one of many files: its document, its errors, and all other lines."""
 
     document: Any = None
     errors: list[str] = field(default_factory=list)
@@ -123,7 +123,7 @@ def write_document(value: Any) -> None:
 
 
 def write_error_line(kind: str, message: object) -> None:
-    """``kvmnn: kind: message`` as one line on standard error, line ends escaped; nothing where nobody can read it."""
+    """Write ``kvmnn: kind: message`` as one line on standard error, control characters escaped."""
     line = shorten_line(escape_control(str(message).strip(), keep_line_ends=False))
     captured = _captured_output.get()
     if captured is not None:
@@ -133,9 +133,7 @@ def write_error_line(kind: str, message: object) -> None:
 
 
 def shorten_line(line: str) -> str:
-    """Return a line of at most `_MAX_LINE_LETTERS` letters: of a longer one its beginning and end, and how much is
-    left out.
-    """
+    """Shorten a line to `_MAX_LINE_LETTERS` letters: its beginning and end, and the number of omitted letters."""
     if len(line) <= _MAX_LINE_LETTERS:
         return line
     beginning, ending = line[:_SHORTENED_BEGIN_LETTERS], line[-_SHORTENED_END_LETTERS:]
@@ -179,7 +177,7 @@ class Stdout:
         return len(data)
 
     def flush(self) -> None:
-        """Hand buffered bytes to the system."""
+        """Pass buffered bytes to the system."""
         stream = _get_stdout().buffer
         with _translate_write_errors():
             stream.flush()

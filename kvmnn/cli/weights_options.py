@@ -23,7 +23,7 @@ CONVERSION_OPTION_NAMES = (
     "prefix_order",
     "slot_order",
 )
-"""What a conversion is told, as the namespace calls it, but for the type of the weights."""
+"""Names of the conversion options in the namespace, except the type of the weights."""
 
 
 def split_names(text: str) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
 """KV compressors: KVCM weight files, the checkpoints they are made from, and caches compressed with them.
 
-A *checkpoint* holds what a training saved; `convert_checkpoint` makes a *weight file* (KVCM, ``.bin``) of it. A weight
-file holds *compressors*: for each layer one for K and one for V of text, and often two for images, each of three
-Linear layers.
+A *checkpoint* is the saved state of a training; `convert_checkpoint` makes a *weight file* (KVCM, ``.bin``) from it. A
+weight file contains *compressors*: for each layer one for K and one for V of text, and often two for images, each with
+three Linear layers.
 """
 
 from typing import TYPE_CHECKING

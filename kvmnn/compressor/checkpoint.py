@@ -1,9 +1,8 @@
-"""Checkpoints: what ``torch.save`` writes (zip and legacy) and ``.safetensors``, opened by content.
+"""Checkpoints, recognised by content: files of ``torch.save`` (zip and legacy) and ``.safetensors``.
 
-Only the directory and the pickle are read here; the bytes of a storage are touched when a tensor that lies in it is
-asked for. A training checkpoint is mostly optimizer state, and none of that is ever read.
-
-Elements of any type as fp16, bf16 or fp32, bit for bit as torch makes them.
+Opening reads only the directory and the pickle; the bytes of a storage are read when one of its tensors is requested. A
+training checkpoint is mostly optimizer state, which is never read. Elements of any type are converted to fp16, bf16 or
+fp32, bit for bit as torch does.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ _NESTED_PATHS = (("model_state_dict", "compressor"), ("compressor",))
 class Checkpoint:
     """An opened checkpoint."""
 
-    #: The file, and what messages call it.
+    #: Path of the file, and its name in messages.
     path: str
     label: str
     #: ``"torch zip"``, ``"torch legacy"`` or ``"safetensors"``.
@@ -71,7 +70,7 @@ class Checkpoint:
     pickle_bytes: int
     #: All storages, by key.
     storages: dict[str, TorchStorage]
-    #: What is unusual about the file.
+    #: Unusual properties of the file.
     notices: list[str] = field(default_factory=list)
     #: ``__metadata__`` of a ``.safetensors`` file.
     metadata: dict[str, str] = field(default_factory=dict)
@@ -90,7 +89,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, max_bytes: int | None = Non
     Raises
     ------
     CheckpointError
-        If it is none, is damaged, or needs a class or function that weights do not need.
+        If the file is not a checkpoint, is damaged, or needs a class or function that weights do not need.
     SourceError
         If it cannot be read.
     LimitError
@@ -133,14 +132,14 @@ def _open_file(file: MappedFile) -> Checkpoint:
 
 
 def detect_kind(head: bytes) -> str | None:
-    """Return what kind of checkpoint begins with these bytes; None for no checkpoint."""
+    """Return the kind of checkpoint that begins with these bytes; None for anything else."""
     if head[8:9] == b"{" and head[4:8] == bytes(4):
         return "safetensors"
     return torch_kind_of(head)
 
 
 def is_checkpoint(path: str) -> bool:
-    """Return whether a file is a checkpoint of torch, or has the name of one; no saved cache, and no page."""
+    """Return whether a file is a checkpoint of torch by its contents or its name, and not a saved cache or page."""
     head = FileHead.from_path(path)
     if TORCH_CACHE.detect(head):
         return False
@@ -152,7 +151,7 @@ def is_checkpoint(path: str) -> bool:
 
 @contextmanager
 def prefix_errors(label: str, subject: str = "") -> Iterator[None]:
-    """Prefix messages with the file's name and a subject in it, where they lack them."""
+    """Prefix error messages with the file's name and `subject` if they lack them."""
     try:
         yield
     except (CheckpointError, LimitError) as exc:
@@ -180,7 +179,7 @@ def _read_safetensors(file: MappedFile) -> Checkpoint:
 
 
 def _insert_nested(root: dict[str, object], name: str, value: TorchTensor) -> None:
-    """Insert a flat name where a ``.pth`` would have it."""
+    """Insert a flat name into nested dicts, as in a ``.pth`` file."""
     for path in _NESTED_PATHS:
         prefix = ".".join(path) + "."
         if name.startswith(prefix):
@@ -201,7 +200,7 @@ def _iter_strides(shape: tuple[int, ...]) -> Iterator[int]:
 
 
 def _describe_unknown(head: bytes) -> str:
-    """Describe what a file that is no checkpoint may be."""
+    """Suggest what a file that is not a checkpoint may be."""
     if not head:
         return "is empty: expected a checkpoint"
     if head.startswith(b"version https://git-lfs"):
@@ -244,7 +243,7 @@ def convert_elements(tensor: TorchTensor, dtype: DType) -> Elements:
 
 
 def check_convertible(tensor: TorchTensor, dtype: DType) -> None:
-    """Refuse what the published converter cannot write, although the elements can be read."""
+    """Raise an error for elements that can be read but that the published converter cannot write."""
     # torch hands a tensor with the negation bit to numpy only after it had a reason to copy it: another type, or
     # strides.
     if tensor.is_negated and tensor.is_contiguous and _has_dtype(tensor, dtype):
@@ -262,7 +261,7 @@ _EXPONENT_MASKS = {FP16: 0x7C00, BF16: 0x7F80, FP32: 0x7F80_0000}
 
 
 def count_non_finite(elements: Elements, dtype: DType) -> int:
-    """Return how many elements are infinite or NaN."""
+    """Count the elements that are infinite or NaN."""
     exponent = np.array(_EXPONENT_MASKS[dtype], f"u{dtype.itemsize}")
     bits = elements.view(exponent.dtype)
     return int(np.count_nonzero((bits & exponent) == exponent))

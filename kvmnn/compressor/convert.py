@@ -40,7 +40,7 @@ _INHERITED_FIELDS = ("compression_factor", "min_seq_len", "num_heads", "head_dim
 
 
 class ExportedMetadata(NamedTuple):
-    """The header and the metadata of the weight file that was exported."""
+    """Header and metadata of the weight file that was exported."""
 
     header: WeightFileHeader
     metadata: bytes
@@ -58,7 +58,7 @@ class ExportedMetadata(NamedTuple):
         return replace(options, **inherited)
 
     def iter_notices(self, written_header: WeightFileHeader, metadata: bytes) -> Iterator[str]:
-        """Describe what a conversion adopted, and what not."""
+        """Yield notes on what a conversion adopted from an export, and what it did not."""
         yield "header fields and metadata that were not said are those that the checkpoint's own metadata notes"
         for name in _HEADER_FIELDS:
             exported_value, written_value = getattr(self.header, name), getattr(written_header, name)
@@ -69,7 +69,7 @@ class ExportedMetadata(NamedTuple):
 
 
 def read_exported_metadata(texts: Mapping[str, str]) -> ExportedMetadata | None:
-    """Return what an export recorded; None where `texts` contain none, or an invalid one."""
+    """Return the metadata that an export recorded; None if `texts` contain none, or invalid metadata."""
     field_texts = {name: texts.get(name, "") for name in _HEADER_FIELDS}
     if field_texts["magic"] != str(MAGIC) or not all(re.fullmatch(r"\d{1,10}", text) for text in field_texts.values()):
         return None
@@ -88,21 +88,21 @@ _STREAM_NAME = "-"
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertResult(Record):
-    """What a conversion did."""
+    """Result of a conversion."""
 
     #: The checkpoint and the weight file; ``"-"`` for standard input, and for a stream.
     source: str = field(metadata={"key": "input"})
     target: str = field(metadata={"key": "output"})
-    #: Of the weight file.
+    #: Size and hash of the weight file.
     nbytes: int = field(metadata={"key": "bytes"})
     sha256: str
-    #: Element types of the checkpoint that were rounded or cut to their real part; none means LOSSLESS.
+    #: Element types of the checkpoint that were rounded or reduced to their real part; empty for LOSSLESS.
     rounded_types: list[str]
-    #: As written.
+    #: The written header.
     header: WeightFileHeader
     #: Elements that are infinite or no number after rounding.
     non_finite: int
-    #: See `selection.Selection`.
+    #: As in `TensorSelection`.
     warnings: list[str]
     notices: list[str]
     unused: list[str]
@@ -206,7 +206,7 @@ def prepare_conversion(
     specified_options: Collection[str] = (),
     max_bytes: int | None = None,
 ) -> PreparedConversion:
-    """Open a checkpoint, select its tensors, and read their storages; errors as for `convert_checkpoint`.
+    """Open a checkpoint, select its tensors, and read their storages; raise as `convert_checkpoint` does.
 
     One whose storages hold more than `max_bytes` is a `LimitError`.
     """
@@ -232,7 +232,7 @@ def prepare_conversion(
 
 
 def _check_semantics(selection: TensorSelection) -> None:
-    """Refuse to write what `verify` refuses."""
+    """Raise an error for a file that `verify` would reject."""
     blocks = []
     for linear in selection.linears:
         rows, cols = linear.weight.shape
@@ -303,7 +303,7 @@ class _BlockRounder:
 
 
 class _HashingSink:
-    """A sink that hashes what it passes on."""
+    """A sink that hashes the data that passes through it."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink

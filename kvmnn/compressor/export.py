@@ -27,16 +27,15 @@ EXPORT_SUFFIXES = (".safetensors", ".npz")
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsExportResult(Record):
-    """Tensors that were written."""
+    """Result of exporting tensors."""
 
     #: The weight file and the file with names.
     source: str = field(metadata={"key": "input"})
     target: str = field(metadata={"key": "output"})
-    #: How many.
     num_tensors: int = field(metadata={"key": "tensors"})
-    #: Their type.
+    #: Element type of the tensors.
     dtype: str
-    #: Whether the file was read again and compared with what was written; a device cannot be.
+    #: Whether the file was read back and compared, which is impossible for a device.
     is_verified: bool = field(metadata={"json": False})
 
     @property
@@ -53,7 +52,7 @@ class WeightsExportResult(Record):
 def iter_named_tensors(
     file: WeightFile, prefixes: tuple[str, ...] | None = None, slots: tuple[int, ...] | None = None
 ) -> Iterator[tuple[str, Elements]]:
-    """Iterate over the name and elements of every weight and bias, as a checkpoint calls them."""
+    """Iterate over name and elements of every weight and bias, named as in a checkpoint."""
     blocks = file.header.weight_count_per_layer
     prefixes, slots = prefixes or infer_prefixes(file), slots or DEFAULT_SLOTS
     if blocks != len(prefixes) * SLOTS_PER_PREFIX or len(set(prefixes)) < len(prefixes) or len(set(slots)) < len(slots):
@@ -138,9 +137,7 @@ def export_metadata(file: WeightFile) -> dict[str, str]:
 
 
 def to_source(path: str | os.PathLike[str]) -> Source:
-    """Open every weight and bias under its exported name, with header and metadata; `WeightsError` for a damaged
-    file.
-    """
+    """Open every weight and bias under its exported name, with metadata; raise `WeightsError` for a damaged file."""
     file = read_weight_file(path)
     arrays = [
         LazyArray(

@@ -1,4 +1,4 @@
-"""What a weight file or a checkpoint holds: shapes and values of every Linear layer, and where every byte goes."""
+"""Inspect a weight file or a checkpoint: shape and values of every Linear layer, and the location of every byte."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ _NUM_HEAD_BYTES = 64  # bytes in the JSON, of metadata without entries
 class WeightInfo(Record):
     """One weight with its bias."""
 
-    #: Which: the name is what a checkpoint calls it, in the runtime's order of prefixes and slots.
+    #: Layer and checkpoint name, in the runtime's order of prefixes and slots.
     layer: int
     name: str
     #: ``(rows, cols)``.
     shape: tuple[int, int]
-    #: Whether it has one.
+    #: Whether the layer has a bias.
     bias: bool
     #: Type of the elements.
     dtype: str
-    #: Of the finite elements, bias included; None where there are none.
+    #: Statistics of the finite elements, bias included; None without any.
     minimum: float | None
     maximum: float | None
     mean: float | None
@@ -58,14 +58,13 @@ class WeightInfo(Record):
 class _ContentsInfo(Record):
     """Contents of a weight file or a checkpoint."""
 
-    #: The file.
     path: str
-    #: As they are, or as `convert` would write them.
+    #: Header and metadata of the file, or those that `convert` would write.
     header: WeightFileHeader
     metadata: bytes
     #: The weights.
     rows: list[WeightInfo]
-    #: Bytes by what they are for; they add up to `size`.
+    #: Bytes by purpose; their sum is `size`.
     parts: dict[str, int]
     #: Bytes of the file.
     size: int
@@ -108,7 +107,7 @@ class WeightFileInfo(_ContentsInfo, Record):
         "weights=rows"
     )
 
-    #: What loaders accept but no converter writes.
+    #: Properties that loaders accept but no converter writes.
     warnings: list[str]
 
     kind: ClassVar = "weights"
@@ -121,7 +120,7 @@ class WeightFileInfo(_ContentsInfo, Record):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointInfo(_ContentsInfo, Record):
-    """Contents of a checkpoint, and what a conversion would select; header and metadata are those it would write."""
+    """Contents of a checkpoint, and the tensors, header and metadata that a conversion would write."""
 
     json_keys = (
         "input=path kind container warnings=selection.warnings notices unused=selection.unused_keys header "
@@ -132,9 +131,9 @@ class CheckpointInfo(_ContentsInfo, Record):
 
     #: ``"torch zip"``, ``"torch legacy"`` or ``"safetensors"``.
     container: str
-    #: What a conversion would select.
+    #: Tensors that a conversion would select.
     selection: TensorSelection
-    #: What was unusual about reading it.
+    #: Unusual properties of the file.
     notices: list[str]
 
     def __str__(self) -> str:

@@ -79,14 +79,14 @@ MAX_U32 = 0xFFFF_FFFF
 
 @dataclass(frozen=True, kw_only=True)
 class WeightFileHeader(Record):
-    """The 44 bytes at the start; fields are named as in the format's own document."""
+    """The 44-byte header; fields are named as in the documentation of the format."""
 
     magic: int = MAGIC
     version: int = VERSION
     #: 0 fp16, 1 bf16, 2 fp32: the type of all weights and biases.
     dtype_code: int
     reserved: int = 0
-    #: How many blocks follow; biases are not counted.
+    #: Number of layers.
     num_layers: int
     #: For information; 0 means that the file does not say. `hidden_size` is the width of the first Linear layer,
     #: head_dim x compression_factor, and not the hidden size of the model.
@@ -157,11 +157,11 @@ class WeightBlock:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the block in the file, its head included."""
+        """Return the size of the block in the file in bytes, its head included."""
         return BLOCK_HEADER_BYTES + self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
     def convert_weight_to_float32(self) -> Floats:
-        """Return the weight as float32 ``[rows, cols]``; a view where the file holds fp32."""
+        """Return the weight as float32 ``[rows, cols]``; a view if the file contains fp32."""
         return to_float32(self.weight)
 
     def convert_bias_to_float32(self) -> Floats | None:
@@ -170,7 +170,7 @@ class WeightBlock:
 
 
 class BlockPlacement(NamedTuple):
-    """Where a block starts and what its head contains."""
+    """Offset of a block, and the contents of its head."""
 
     offset: int
     rows: int
@@ -183,7 +183,7 @@ _MAX_JSON_BYTES = 1 << 20  # of metadata that is parsed as JSON
 
 
 def pack_metadata(entries: Mapping[str, str] | bytes) -> bytes:
-    """Return the bytes of `entries`, in their order; bytes stay what they are."""
+    """Serialize metadata entries in their order; bytes are returned unchanged."""
     if isinstance(entries, bytes):
         return entries
     if not entries:
@@ -199,7 +199,7 @@ def pack_metadata(entries: Mapping[str, str] | bytes) -> bytes:
 
 
 def unpack_metadata(metadata: bytes) -> dict[str, str] | None:
-    """Return the entries, where the bytes are a JSON object of texts; None for anything else."""
+    """Parse metadata that is a JSON object of texts; return None for any other bytes."""
     if not metadata.startswith(b"{"):
         return None
     try:
@@ -209,7 +209,7 @@ def unpack_metadata(metadata: bytes) -> dict[str, str] | None:
 
 
 def describe_metadata_differences(actual: bytes, expected: bytes) -> list[str]:
-    """Describe how metadata differs from what is expected: by key where both are JSON objects."""
+    """Describe how metadata differs from the expected one: by key if both are JSON objects."""
     if actual == expected:
         return []
     actual_entries, expected_entries = unpack_metadata(actual or b"{}"), unpack_metadata(expected or b"{}")
@@ -228,19 +228,19 @@ def describe_metadata_differences(actual: bytes, expected: bytes) -> list[str]:
 
 
 def format_metadata(metadata: bytes) -> str:
-    """Format how many bytes there are, and the first of them."""
+    """Format the number of bytes, and the first of them."""
     if not metadata:
         return "not there"
     return f"{len(metadata)} bytes, {metadata[:32]!r}{'...' if len(metadata) > 32 else ''}"
 
 
 class WeightFile:
-    """A weight file that has been checked; blocks are views, created on access.
+    """A validated weight file; blocks are views, created on access.
 
     Attributes
     ----------
     label
-        What messages call the file.
+        Name of the file in messages.
     header
         The `WeightFileHeader`.
     size, trailing_bytes
@@ -344,7 +344,7 @@ class WeightFile:
         return header
 
     def _scan_blocks(self) -> int:
-        """Check every block's head and end; return where the last one ends."""
+        """Check head and end of every block; return the end of the last one."""
         buffer = self._data.data
         itemsize = self.header.dtype.itemsize
         position = HEADER_BYTES + self.header.metadata_size_bytes
@@ -380,7 +380,7 @@ class WeightFile:
         return WeightsError(f"{self.label}: offset {offset}: {text} ({reason})", reason=reason, offset=offset)
 
     def _describe_magic(self) -> str:
-        """Return a hint at what a file with a wrong magic number may be."""
+        """Suggest what a file with a wrong magic number may be."""
         head = self._data[:64].tobytes()
         if head.startswith(b"PK\3\4"):
             return "; this is a zip, perhaps a .pth checkpoint: kvmnn compressor convert makes a weight file of one"
@@ -422,7 +422,7 @@ def has_weight_file_magic(path: str) -> bool:
 
 
 def is_weight_file(path: str) -> bool:
-    """Return whether a file is a weight file: by its magic number, or by ``.bin`` where it is no frame."""
+    """Return whether a file is a weight file: by its magic number, or by ``.bin`` if it is not a frame."""
     if has_weight_file_magic(path):
         return True
     if detect_engine_name(path) is not None:
@@ -435,7 +435,7 @@ def is_weight_file(path: str) -> bool:
 
 
 def parse_weight_file(data: bytes | memoryview, *, label: str = "weights", allow_trailing: bool = False) -> WeightFile:
-    """Read a weight file from bytes in memory; the result holds views of them."""
+    """Parse a weight file in memory; the result contains views of it."""
     bytes_array = np.frombuffer(data, np.uint8) if len(data) else _EMPTY_BYTES
     return WeightFile(label, bytes_array, allow_trailing=allow_trailing)
 
@@ -451,7 +451,7 @@ def write_weight_file(
     metadata: bytes = b"",
     allow_empty: bool = False,
 ) -> int:
-    """Write blocks ``(weight [rows, cols], bias [rows] or None)`` in file order; return the bytes of the file."""
+    """Write blocks ``(weight [rows, cols], bias [rows] or None)`` in file order; return the size in bytes."""
     if header.metadata_size_bytes != len(metadata):
         raise KvmnnError(f"metadata has {len(metadata)} bytes, the header says {header.metadata_size_bytes}")
     expected = header.num_layers * header.weight_count_per_layer

@@ -1,4 +1,4 @@
-"""Warn of weight files that the runtime accepts but would not run as they were trained."""
+"""Lint weight files that the runtime accepts but would run differently from their training."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MAX_NUM_HEADS = 512
 
 
 class LintFinding(NamedTuple):
-    """Something about a weight file."""
+    """A finding about a weight file."""
 
     #: Code; docs/compressor-weights.md lists them.
     reason: str
@@ -39,7 +39,7 @@ class LintFinding(NamedTuple):
 
 
 class HasShape(Protocol):
-    """Header and shapes of a weight file, or of one that is planned."""
+    """Header and shapes of a weight file, or of a planned one."""
 
     @property
     def header(self) -> WeightFileHeader: ...
@@ -51,7 +51,7 @@ class HasShape(Protocol):
 
 @dataclass(frozen=True)
 class WeightFilePlan:
-    """A weight file that is not written yet."""
+    """A weight file that has not been written yet."""
 
     #: What it will begin with.
     header: WeightFileHeader
@@ -69,7 +69,7 @@ class WeightFilePlan:
 
 
 def check_weight_file(file: WeightFile) -> Iterator[LintFinding]:
-    """Report everything that is wrong with a well-formed file, errors first, then warnings."""
+    """Report all findings on a well-formed file, errors first, then warnings."""
     yield from check_semantics(file)
     yield from check_plausible_fields(file.header)
     for reason, text in file.warnings:
@@ -84,14 +84,14 @@ def check_weight_file(file: WeightFile) -> Iterator[LintFinding]:
 
 
 def check_semantics(file: HasShape) -> Iterator[LintFinding]:
-    """Report what is wrong with header and shapes."""
+    """Report inconsistencies of header and shapes."""
     yield from _check_counts(file.header.weight_count_per_layer)
     if file.header.weight_count_per_layer % SLOTS_PER_PREFIX == 0:
         yield from _check_shapes(file)
 
 
 def check_plausible_fields(header: WeightFileHeader) -> Iterator[LintFinding]:
-    """Report header fields that loaders take although no model or runtime has such a value."""
+    """Report header fields that loaders accept although no model or runtime has such a value."""
     if not 1 <= header.min_seq_len <= MAX_MIN_SEQ_LEN:
         expected = f"1 to {MAX_MIN_SEQ_LEN}"
         yield _build_field_finding(header, "min_seq_len_implausible", "min_seq_len", expected, is_error=False)
@@ -191,7 +191,7 @@ _MAX_SHOWN_NAMES = 3
 def check_layout(
     header: WeightFileHeader, blocks: NamedBlocks, prefixes: Sequence[str], slots: Sequence[int]
 ) -> Iterator[str]:
-    """Warn of shapes and orders that the file cannot express, or that the runtime interprets otherwise."""
+    """Warn of shapes and orders that the file cannot express, or that the runtime interprets differently."""
     if prefixes not in (DEFAULT_PREFIXES, TEXT_PREFIXES):
         yield (
             f"prefix order {','.join(prefixes)}: the file has no names, and the runtime takes its blocks as "
@@ -230,7 +230,7 @@ def describe_mismatched_biases(mismatched_biases: Mapping[str, tuple[int, int]])
 
 
 def check_keys(mismatched_biases: Mapping[str, tuple[int, int]], unused_keys: list[str]) -> Iterator[str]:
-    """Warn of keys of a checkpoint that do not get into the file."""
+    """Warn of keys of a checkpoint that are not written to the file."""
     if mismatched_biases:
         yield f"left out {describe_mismatched_biases(mismatched_biases)}"
     if unused_keys:

@@ -1,7 +1,7 @@
-"""Which tensors of a checkpoint become which blocks: the published converter's rules, then kvmnn's own extensions.
+"""Select the tensors of a checkpoint for the blocks of a weight file.
 
-The rules are those of ``convert_kv_compressor_pth_to_bin.py`` (InfiniTensor/InfiniLM c05696dd), the order of checks
-included. An extension is tried only where they fail, and says so in a notice.
+The rules, and the order of checks, are those of ``convert_kv_compressor_pth_to_bin.py`` (InfiniTensor/InfiniLM
+c05696dd). kvmnn's own extensions are only tried if these fail, and add a notice.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ _EXACT_TYPES = {
 
 
 class LinearBlock(NamedTuple):
-    """One block to be written."""
+    """A block to write."""
 
     name: str
     weight: TorchTensor
@@ -89,7 +89,7 @@ class LinearBlock(NamedTuple):
 
 @dataclass
 class TensorSelection:
-    """The blocks of a weight file, in order, and the header that fits them."""
+    """The blocks of a weight file, in order, and the header for them."""
 
     #: What is written.
     header: WeightFileHeader
@@ -118,7 +118,7 @@ class TensorSelection:
 
     @property
     def rounded_types(self) -> list[str]:
-        """Return element types that are rounded or cut to their real part; with none the weight file is lossless."""
+        """Return element types that are rounded or reduced to their real part; empty for LOSSLESS."""
         tensors = [tensor for linear in self.linears for tensor in (linear.weight, linear.bias) if tensor is not None]
         element_types = {tensor.element_type.name for tensor in tensors}
         return sorted(element_types - _EXACT_TYPES[self.header.dtype.name])
@@ -152,7 +152,7 @@ def select_tensors(root: object, options: ConvertOptions) -> TensorSelection:
 
 
 def check_options(options: ConvertOptions) -> None:
-    """Refuse options that fit no checkpoint."""
+    """Raise an error for options that fit no checkpoint."""
     parse_dtype(options.dtype)
     if len(options.slots) != SLOTS_PER_PREFIX:
         raise KvmnnError(f"slot order {list(options.slots)} has {len(options.slots)} entries: expected 3")
@@ -183,7 +183,7 @@ def _locate_compressor(root: object, options: ConvertOptions) -> tuple[TensorsBy
 
 
 def _iter_places(root: Mapping[Any, object]) -> Iterator[tuple[TensorsByKey | None, str]]:
-    """Iterate over the places to look in, in order, each with its notice."""
+    """Iterate over the places in a checkpoint to search, in order, each with its notice."""
     keys = _find_subtree(root)
     yield keys, ""
     if keys is not None:

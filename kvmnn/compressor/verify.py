@@ -1,4 +1,4 @@
-"""Prove a weight file: its structure, its sense, and, against the checkpoint, every element of it."""
+"""Verify a weight file: its structure, its plausibility, and every element against the checkpoint."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ class WeightsVerifyResult(Record):
 
     @property
     def is_ok(self) -> bool:
-        """Return whether nothing is wrong; warnings do not count."""
+        """Return whether there is no error; warnings do not count."""
         return not self.differences and not any(finding.is_error for finding in self.findings)
 
     @property
     def warnings(self) -> list[str]:
-        """Return what is unusual but accepted by every loader."""
+        """Return the unusual properties that every loader accepts."""
         return [f"{finding.text} ({finding.reason})" for finding in self.findings if not finding.is_error]
 
     @property
@@ -127,7 +127,7 @@ class WeightsVerifyResult(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class RejectionReport(Record):
-    """A weight file that is not well-formed, for ``--json``; `verify_weights` raises `error`."""
+    """Report of a malformed weight file, for ``--json``; `verify_weights` raises `error`."""
 
     json_keys = "kind input=path against verdict reasons findings"
 
@@ -162,7 +162,7 @@ def verify_weights(
     allow_trailing: bool = False,
     progress: Progress | None = None,
 ) -> WeightsVerifyResult:
-    """Check a weight file.
+    """Verify a weight file.
 
     Parameters
     ----------
@@ -247,12 +247,12 @@ def verify_weights(
 
 
 def infer_prefixes(file: WeightFile) -> tuple[str, ...]:
-    """Return the compressors of a file with this many blocks, in the runtime's order."""
+    """Infer the compressors of a file with this many blocks, in the runtime's order."""
     return DEFAULT_PREFIXES[: max(file.header.weight_count_per_layer // SLOTS_PER_PREFIX, 1)]
 
 
 def _iter_header_differences(file: WeightFile, selection: TensorSelection) -> Iterator[str]:
-    """Describe every header field, and the metadata, that a conversion would write otherwise."""
+    """Describe every header field, and the metadata, that a conversion would write differently."""
     expected = selection.header.to_dict()
     for name, value in file.header.to_dict().items():
         if value != expected[name]:
@@ -268,7 +268,7 @@ def _describe_location(block: WeightBlock, selection: TensorSelection, options: 
 
 
 def _compare_tensor(elements: Elements | None, tensor: TorchTensor | None, file: WeightFile) -> tuple[str, int]:
-    """Describe how elements differ from the tensor (empty if equal), and return how many were compared."""
+    """Describe how elements differ from the tensor (empty if equal), and return the number of compared elements."""
     if elements is None or tensor is None:
         if elements is None and tensor is None:
             return "", 0

@@ -1,4 +1,4 @@
-"""What eviction costs a language model: configurations on documents, in cells, put together in rows (docs/lm.md)."""
+"""Evaluate the cost of eviction for a language model: configurations on documents, cells and rows (docs/lm.md)."""
 
 from __future__ import annotations
 

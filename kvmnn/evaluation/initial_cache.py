@@ -1,4 +1,4 @@
-"""Evaluations that continue from a saved cache: the checks, the comparison with the model's own K and V, the labels."""
+"""Evaluations that continue from a saved cache: checks, comparison with the model's own K and V, and labels."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _CHUNK_TOKENS = 64
 
 @dataclass(frozen=True)
 class _TransformTrial:
-    """K or V after something was undone: the names of that, and its distance to the model's own."""
+    """K or V with transforms inverted: their names, and the distance to the model's own."""
 
     names: tuple[str, ...]
     distance: float
@@ -48,7 +48,7 @@ class _TransformTrial:
 def match_layout(
     start: InitialCache, model: str | os.PathLike[str], ids: Ids, settings: EvaluationSettings
 ) -> InitialCache:
-    """Return the start with K and V as the model's own lie.
+    """Return the initial cache with K and V in the layout of the model's own.
 
     Parameters
     ----------
@@ -113,7 +113,7 @@ def match_layout(
 
 
 def _count_probe_tokens(start: InitialCache) -> int:
-    """Return how many tokens of the text have to be computed."""
+    """Return how many tokens of the text must be computed."""
     tokens = min(NUM_PROBE_TOKENS, start.tokens_seen)
     for layer in start.load_layers():
         for row in np.atleast_2d(layer.positions):
@@ -122,7 +122,7 @@ def _count_probe_tokens(start: InitialCache) -> int:
 
 
 def _take_first_tokens(layer: LayerCache, tokens: int) -> LayerCache:
-    """Return the rows of the first `tokens` tokens of the text; of all heads as many as the head that has fewest."""
+    """Return the rows of the first `tokens` tokens of the text; as many in each head as in the head with the fewest."""
     rows = int(min((row < tokens).sum() for row in np.atleast_2d(layer.positions)))
     return LayerCache(
         layer=layer.layer,
@@ -136,7 +136,7 @@ def _take_first_tokens(layer: LayerCache, tokens: int) -> LayerCache:
 def _iter_trials(
     start_layers: Sequence[LayerCache], model_layers: Sequence[LayerCache], part: Part
 ) -> Iterator[_TransformTrial]:
-    """Try everything that may have to be undone, the shortest first."""
+    """Try all combinations of transforms to invert, the shortest first."""
     head_dim = start_layers[0].head_dim
     reversed_order = [(REVERSED_K_ORDER,)] if part == "key" and head_dim % 2 == 0 else []
     for names in ((), *iter_transform_combinations(part, head_dim), *reversed_order):
@@ -159,11 +159,11 @@ def _format_distances(trials: dict[Part, _TransformTrial]) -> str:
 
 
 _UNVERIFIED_NOTE_TEXT = "rotated by a Hadamard matrix"
-"""Of a note of the reader, which cannot know it: the distances tell."""
+"""Part of a note of the reader, which the measured distances replace."""
 
 
 def check_start_settings(settings: EvaluationSettings, configurations: Sequence[Configuration]) -> None:
-    """Refuse, with `OptionError`, what cannot be measured after a start."""
+    """Raise `OptionError` for settings that cannot be measured with an initial cache."""
     if settings.prefix_store is not None:
         raise OptionError("a start and a prefix store both say what texts begin with: expected one of the two")
     for entry in configurations:
@@ -191,7 +191,7 @@ def trim_documents(
 ) -> list[Document]:
     """Return the texts, each of which must begin with the tokens of the initial cache; raise `OptionError` otherwise.
 
-    Bytes of what is scored are counted where there is a tokenizer.
+    Bytes of the scored text are counted if there is a tokenizer.
     """
     try:
         text_tokenizer = Tokenizer.open_for_model(tokenizer)

@@ -37,7 +37,7 @@ PEAK_DESCRIPTION = (
     "highest resident memory, in a process of its own, while the first document was scored: interpreter, onnxruntime, "
     "model, cache and logits, but not what opening the model took for a moment (Linux; elsewhere it is included)"
 )
-"""What `process_peak_bytes` of a row means."""
+"""Meaning of `process_peak_bytes` of a row."""
 
 _STATUS_PATH = Path("/proc/self/status")
 _RESET_PATH = Path("/proc/self/clear_refs")
@@ -45,9 +45,9 @@ _RESET_PATH = Path("/proc/self/clear_refs")
 
 @dataclass(frozen=True)
 class MemoryBaseline:
-    """Where a measurement of memory begins."""
+    """Start of a memory measurement."""
 
-    #: Bytes resident then; None where the system does not say.
+    #: Resident bytes at that time; None if the system does not report them.
     resident_bytes: int | None
 
     def read_peak(self) -> int | None:
@@ -56,7 +56,7 @@ class MemoryBaseline:
 
 
 def start_measurement() -> MemoryBaseline:
-    """Give back what is free already, and let the system forget the peak so far."""
+    """Free unused memory, and reset the peak that the system records."""
     gc.collect()
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)  # glibc
@@ -90,7 +90,7 @@ FrameType = Literal["fp16", "fp32"]
 
 
 def measure_frame_sizes(layers: Iterable[LayerCache], dtype: FrameType = "fp16", threads: int = 1) -> FrameSizeStats:
-    """Encode K and V of every layer, decode the frames, compare, and count."""
+    """Encode K and V of every layer, decode and compare the frames, and count their bytes."""
     full_bytes = kept_bytes = frame_bytes = 0
     is_rounded = False
     name = dtype
@@ -123,7 +123,7 @@ MAX_SAMPLES = 128
 
 
 class TimeSeriesRecorder:
-    """Takes samples of a run, at most `MAX_SAMPLES`.
+    """Samples a run at most `MAX_SAMPLES` times.
 
     Parameters
     ----------
@@ -208,9 +208,7 @@ def measure_distances(
 def measure_distance(
     start_layer: LayerCache, computed: LayerCache, part: Part, transforms: tuple[str, ...]
 ) -> LayerDistanceStats:
-    """Return how far K or V of a layer is from the model's own, once `transforms` was undone
-    (`invert_named_transforms`).
-    """
+    """Measure how far K or V of a layer is from the model's own, after `transforms` are inverted."""
     start_rows, model_rows = (getattr(cache, f"{part}s") for cache in (start_layer, computed))
     positions = np.broadcast_to(start_layer.positions, (start_layer.kv_heads, start_layer.tokens))
     heads = [
@@ -256,7 +254,7 @@ AdvanceCallback = Callable[[int], object]
 
 
 class UnsupportedConfigurationError(KvmnnError):
-    """A configuration that the model cannot run, or not by its project's definition; others can go on."""
+    """A configuration that the model cannot run, or not by its project's definition; others continue."""
 
 
 @dataclass
@@ -265,11 +263,10 @@ class CellMeasurer:
 
     #: Path of the model.
     model: str
-    #: How.
     settings: EvaluationSettings
-    #: Directory of K and V that texts begin with (`kvmnn.lm.warm_start`), where they do.
+    #: Directory of the initial cache (`kvmnn.lm.warm_start`), if there is one.
     start: str | None = None
-    #: Whether this process does nothing else, so that its peak memory means something.
+    #: Whether this process does nothing else, so that its peak memory is meaningful.
     is_fresh_process: bool = False
     _sessions: dict[tuple[bool, bool], DecoderSession] = field(default_factory=dict)
     _prefixes: tuple[PrefixStore, str, dict[str, object]] | None = None
@@ -425,7 +422,7 @@ class CellMeasurer:
         return StoredScores(store, model, {**session_settings, "attentions": attentions, "bias": bias})
 
     def close(self) -> None:
-        """Let go of the prefix store."""
+        """Close the prefix store."""
         if self._prefixes is not None:
             self._prefixes[0].close()
             self._prefixes = None
@@ -465,7 +462,7 @@ class CellMeasurer:
 
 
 class _ByteSampler:
-    """Mean of the bytes held, over the tokens fed from one on."""
+    """Mean of the cache bytes over the tokens fed after the first `begin`."""
 
     def __init__(self, runner: Runner, begin: int = 0) -> None:
         self._runner = runner

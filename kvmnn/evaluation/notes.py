@@ -1,4 +1,4 @@
-"""What a reader of an evaluation's numbers must know, in sentences."""
+"""Notes that explain an evaluation's numbers, in sentences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of two projects: their configurations, and how they measured them.
+"""Presets that reproduce the tables of two projects: their configurations, and their definitions of the measurements.
 
 A preset is measured twice: soundly, every configuration on the same tokens in the same chunks, and by its project's own
 definitions (`Row.project`), so that the project's table can be made again.

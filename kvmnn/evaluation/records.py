@@ -1,4 +1,4 @@
-"""What is measured of one configuration on one document: the cells that a run stores and rows are made of."""
+"""Cells, the measurements of one configuration on one document, which a run stores and rows are made from."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ..policies.h2o.planner import H2OStats
 from ..reports.records import FrameSizeStats, KeepMap, KeptPositions, LayerDistanceStats, RuntimeStats
 
 CellKind = Literal["score", "seed", "timing"]
-"""Of a cell, as files of cells have it; "seed": by the definition of a preset's project."""
+"""Kind of a cell, as in files of cells; "seed": by the definition of a preset's project."""
 
 
 @dataclass
 class LossSums(Record):
-    """What scored tokens add up to."""
+    """Sums over scored tokens."""
 
     #: Scored tokens, and those that were the most probable one.
     tokens: int = 0
@@ -27,7 +27,7 @@ class LossSums(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInfo(Record):
-    """What results say of a model."""
+    """Description of a model in results."""
 
     layers: int
     kv_heads: int
@@ -50,7 +50,7 @@ class TimeSeries(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreCell(Record):
-    """Quality, time and bytes of one document; `ResultRow` says what the quantities are."""
+    """Quality, time and bytes of one document; `ResultRow` explains the quantities."""
 
     model: ModelInfo
     every: LossSums
@@ -76,22 +76,22 @@ class ScoreCell(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class ProjectCell(Record):
-    """One document by the definition of a preset's project."""
+    """Measurement of one document by the definition of a preset's project."""
 
-    #: Their quotient is the loss in nats.
+    #: `weighted_nll` / `weight` is the loss in nats.
     weight: int
     weighted_nll: float
-    #: Tokens.
+    #: Correct, scored and all tokens.
     hits: int
     scored_tokens: int
     text_tokens: int
-    #: In chunks only.
+    #: Only when measured in chunks (E2).
     chunks_left_out: int | None = field(default=None, metadata={"omit": True})
-    #: The last two token by token only.
+    #: Wall time; the other two only when measured token by token (E1).
     seconds: float
     ttft_seconds: float | None = field(default=None, metadata={"omit": True})
     tpot_seconds: float | None = field(default=None, metadata={"omit": True})
-    #: Of one layer.
+    #: Tokens in one layer at the end.
     final_cache_tokens: int
 
 
@@ -109,26 +109,26 @@ class ProjectTimes(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class TimingCell(Record):
-    """How fast the model answers."""
+    """Latency of the model under one configuration."""
 
-    #: From the first piece of the prompt to the logits of its last token.
+    #: Time from the first chunk of the prompt to the logits of its last token.
     ttft_seconds: float
-    #: Mean of the steps after it, each of one token of the text and so the same for every policy.
+    #: Mean time of the steps after it, each of one token of the text and so comparable between policies.
     tpot_seconds: float | None
     prompt_tokens: int
     decoded_tokens: int
     repeats: int
-    #: Of each of those steps, the attention of all layers (`kvmnn.lm.onnx.profile.AttentionTimeStats`).
+    #: Attention of all layers in one such step (`kvmnn.lm.onnx.profile.AttentionTimeStats`).
     attention_seconds: float | None = field(default=None, metadata={"omit": True})
-    #: Why it is not known, where there were such steps.
+    #: Reason if the attention time is unknown although there were such steps.
     no_attention: str | None = field(default=None, metadata={"omit": True})
-    #: By the definition of a preset's project (JSON: ``as_seed``).
+    #: Times by the definition of a preset's project (JSON: ``as_seed``).
     project: ProjectTimes | None = field(default=None, metadata={"key": "as_seed", "omit": True})
 
 
 @dataclass(frozen=True)
 class RefusedCell(Record):
-    """Why the model cannot do what a cell of the kinds "seed" and "timing" takes."""
+    """Reason why the model cannot measure a cell of kind "seed" or "timing"."""
 
     refused: str
 

@@ -34,7 +34,7 @@ _FORMAT_BY_SUFFIX: dict[str, ResultFormat] = {
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluatedModelInfo(Record):
-    """The model: where it is, the SHA-256 of its graph and weights, and its shape."""
+    """The model: its path, the SHA-256 of its graph and weights, and its shape."""
 
     path: str
     name: str
@@ -50,7 +50,7 @@ class EvaluatedModelInfo(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class BootstrapInfo(Record):
-    """How intervals were made: resamples, the share of them within the bounds, and what was resampled."""
+    """How intervals were computed: number of resamples, confidence level, and what was resampled."""
 
     resamples: int
     level: float
@@ -59,14 +59,14 @@ class BootstrapInfo(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSettingsInfo(EvaluationSettings):
-    """Settings, and what else the numbers depend on."""
+    """Settings, and everything else that the numbers depend on."""
 
-    #: Processes at a time.
+    #: Number of parallel processes.
     jobs: int
-    #: Of the way in which kvmnn computes them.
+    #: Version of the computation of all numbers.
     numbers_version: int
     bootstrap: BootstrapInfo
-    #: What `ResultRow.process_peak_bytes` means.
+    #: Meaning of `ResultRow.process_peak_bytes`.
     process_peak: str
     #: Tokens of the timed prompt that are fed at once, and tokens fed one by one after it.
     timing_prompt_piece: int
@@ -81,7 +81,7 @@ class EvaluationSettingsInfo(EvaluationSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationResult(Record):
-    """The results of `evaluate`. As text it is a table as wide as the terminal.
+    """The results of `evaluate`; ``str()`` is a table of the terminal's width.
 
     Attributes
     ----------
@@ -90,13 +90,13 @@ class EvaluationResult(Record):
     rows : tuple of Row
         One for each configuration, the full cache first.
     traces : tuple of Trace
-        The first document's course under each configuration, if it was asked for.
+        Time series of the first document under each configuration, if requested.
     notes : tuple of str
         Sentences that a reader of the numbers must know.
     refused : tuple of Refusal
         Configurations that the model cannot run; they have no row.
     start : StartFacts or None
-        What all rows but the first go on from, where that is K and V that were computed elsewhere.
+        The initial cache of all rows but the first, if there is one.
     """
 
     kvmnn: str
@@ -136,7 +136,7 @@ class EvaluationResult(Record):
         options: PlotOptions = DEFAULT_PLOT_OPTIONS,
         left_out: dict[str, str] | None = None,
     ) -> list[Path]:
-        """Draw everything, as PNG and SVG by default; `kvmnn.reports.plots.write_plots` says how."""
+        """Draw all plots, by default as PNG and SVG; see `kvmnn.reports.plots.write_plots`."""
         return plots.write_plots(self, directory, overwrite, options=options, skip_reasons=left_out)
 
 
@@ -153,12 +153,12 @@ _MAX_NUMBER = 2**53
 
 @dataclass(frozen=True, kw_only=True)
 class PlotResult(Record):
-    """What `plot_results` wrote.
+    """Files that `plot_results` wrote.
 
     Attributes
     ----------
     results, directory : str
-        What was drawn, and where.
+        Names of the plots, and their files.
     files : tuple of str
         The files.
     left_out : mapping
@@ -182,18 +182,18 @@ def plot_results(
     overwrite: bool = False,
     options: PlotOptions = DEFAULT_PLOT_OPTIONS,
 ) -> PlotResult:
-    """Draw saved results; the same files as those of `EvaluationResult.plot` of the run itself.
+    """Draw saved results; the files are the same as those of `EvaluationResult.plot`.
 
     Parameters
     ----------
     results
         JSON of `EvaluationResult.to_dict`, as ``kvmnn eval`` writes it.
     directory
-        Where plots go; made where there is none.
+        Directory of the plots; created if it does not exist.
     overwrite
         Replace files that exist.
     options
-        Which kinds of files, and whether with titles.
+        File formats, and whether plots have titles.
 
     Raises
     ------
@@ -240,7 +240,7 @@ def read_results(path: str | os.PathLike[str]) -> EvaluationResult:
 
 
 def _check_size(document: Mapping[str, object], location: str) -> None:
-    """Refuse what is far beyond any evaluation, so that nothing is drawn for hours or larger than a page."""
+    """Raise an error for results far larger than any evaluation, before hours of drawing."""
     rows = document["rows"]
     if isinstance(rows, list) and len(rows) > _MAX_ROWS:
         raise SourceError(f"{location}: has {len(rows):,} rows: expected at most {_MAX_ROWS:,}")

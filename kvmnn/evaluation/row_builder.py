@@ -1,4 +1,4 @@
-"""Cells put together: one row of the results for each configuration."""
+"""Build one row of the results for each configuration from its cells."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .settings import FULL_POLICY, Configuration, EvaluationSettings, ProjectDef
 class ConfigurationCells:
     """All cells of a configuration."""
 
-    #: Of each document.
+    #: One cell for each document.
     score_cells: Sequence[ScoreCell]
-    #: Of each document by the definition of the preset's project; None where nobody asked.
+    #: One cell for each document by the definition of the preset's project; None unless requested.
     project_cells: Sequence[ProjectCell | RefusedCell] | None = None
-    #: Of the first document; None where nobody timed.
+    #: Timing of the first document; None unless requested.
     timing_cell: TimingCell | RefusedCell | None = None
 
 

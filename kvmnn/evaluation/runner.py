@@ -81,7 +81,7 @@ def compute_cell_key(
 
 
 class CellStore(KeyedJournal):
-    """Cells as JSON objects by their keys, in memory and, where there is a path, in a file.
+    """Cells as JSON objects by key, in memory and, if there is a path, in a file.
 
     Parameters
     ----------
@@ -391,13 +391,13 @@ PathLike = str | os.PathLike[str]
 
 
 class EvaluationProgress(Protocol):
-    """Who is told how far an evaluation is."""
+    """Interface that receives the progress of an evaluation."""
 
     def start(self, tokens: int, cells: int, reused: int) -> None:
-        """Announce the total work, and how many cells were stored already."""
+        """Start, given the total work and the number of cells that were stored already."""
 
     def advance(self, tokens: int, cells: int) -> None:
-        """Announce progress."""
+        """Count finished tokens and cells."""
 
 
 def evaluate(
@@ -415,10 +415,10 @@ def evaluate(
     initial_source: PathLike | Source | InitialCache | object | None = None,
     token_ids: Sequence[int] | Ids | None = None,
 ) -> EvaluationResult:
-    """Run a model over texts under every policy and budget, and compare with the full cache, always the first row.
+    """Run a model on texts under every policy and budget, and compare with the full cache, which is the first row.
 
-    With a `initial_source` every other row goes on from K and V that were computed elsewhere, and only the tokens
-    after them are scored, of the first row as well.
+    With `initial_source`, every row but the first continues from K and V that were computed elsewhere; all rows score
+    only the tokens after them.
 
     Parameters
     ----------
@@ -435,11 +435,11 @@ def evaluate(
     budgets
         Tokens kept in each layer, or shares of the tokens scored such as ``"25%"``, for specs.
     settings
-        How it is measured.
+        Settings of the measurement.
     tokenizer
         ``tokenizer.json`` for texts that are files; by default the one next to the model.
     text_options
-        Which texts are taken of files and folders; all by default.
+        Which texts of files and folders are used; all by default.
     jobs
         Processes at a time, a configuration in each; 0 measures in this process, which leaves `process_peak_bytes` out.
     store
@@ -450,7 +450,7 @@ def evaluate(
         A cache that texts begin with: anything that `kvmnn.open` takes or gives, or an initial cache that was read from
         it. Nothing is timed then.
     token_ids
-        Of the text that the start stands for, where it does not say them.
+        Token ids of the initial cache, if it does not contain them.
 
     Returns
     -------
@@ -522,7 +522,7 @@ def evaluate(
 
 
 def _check_model_limits(path: PathLike, configurations: Sequence[Configuration], documents: Sequence[Document]) -> None:
-    """Refuse, before anything is measured, what the model's size makes senseless."""
+    """Raise an error for settings that exceed the model's size, before anything is measured."""
     model = read_model_interface(path)
     for entry in configurations:
         entry.create_policy().check_layers(model.layers)
@@ -603,7 +603,7 @@ _MAX_NAMED_DUPLICATES = 5
 def _run_plan(
     cell_plan: EvaluationPlan, evaluation: EvaluationRun, store: CellStore, progress: EvaluationProgress | None
 ) -> dict[str, str]:
-    """Measure the missing cells; the reasons of refused configurations, by their identity."""
+    """Measure the missing cells; return the reasons of refused configurations by their identity."""
     if progress is not None:
         cells = sum(len(task.cells) for task in cell_plan.tasks)
         progress.start(sum(task.num_tokens for task in cell_plan.tasks), cells, cell_plan.num_cells - cells)

@@ -1,11 +1,10 @@
 """Teacher-forced scoring: how probable the model found each next token, one chunk of logits at a time.
 
-One document by the definition of a preset's project (`kvmnn.evaluation.presets` says what E1 and E2 are).
+A document can also be measured by the definition of a preset's project (E1 and E2 of `kvmnn.evaluation.presets`).
 
-Beginnings of texts that were scored before: K and V, and how probable each token was, from a prefix store.
-
-Only what another run of the same steps would give bit for bit is taken: rows are stored under the model and all that
-decides how they were computed, and a text is taken up at the end of one of its steps, never inside one.
+A prefix store can provide K, V and scores of the beginning of a text. They are stored under the model and all settings
+that affect their bits, and a text continues only from the end of a step, so that results are bit for bit those of a run
+without the store.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _BLOCK_ELEMENTS = 1 << 19
 
 
 class StepRunner(Protocol):
-    """What is needed of `kvmnn.lm.runner.Runner`."""
+    """The methods of `kvmnn.lm.runner.Runner` that scoring needs."""
 
     def step(self, ids: Ids, *, end_chunk: bool = False) -> npt.NDArray[Any]:
         """Feed tokens, cut the cache, return logits ``[token, vocab]``."""
@@ -51,22 +50,22 @@ class StepRunner(Protocol):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CachedScores:
-    """The beginning of a text that need not be computed."""
+    """K, V and scores of the beginning of a text that were read from a store."""
 
-    #: Fed, of whole steps.
+    #: Number of tokens, in whole steps.
     tokens: int
-    #: K and V of them.
+    #: K and V of these tokens.
     layers: Sequence[LayerCache]
-    #: ``[token]``: what `compute_nll` gives for the token after each.
+    #: ``[token]``: results of `compute_nll` for the token after each.
     nll: npt.NDArray[np.float64]
     hits: npt.NDArray[np.bool_]
 
 
 @dataclass
 class ScoreResult:
-    """One document under one configuration."""
+    """Score of one document under one configuration."""
 
-    #: All tokens, and those fed at `tail_start` or later.
+    #: Sums over all tokens, and over those fed at `tail_start` or later.
     every: LossSums
     deep: LossSums
     #: Wall time of feeding: the model and the policy, not the scoring.
@@ -122,9 +121,7 @@ def feed_unscored(
     prompt: int = 0,
     advance: Callable[[int], object] | None = None,
 ) -> None:
-    """Feed the first `tokens` of `ids` in the steps of `score_document`, without their scores; `advance` hears of
-    each.
-    """
+    """Feed the first `tokens` of `ids` in the steps of `score_document` without scores; call `advance` after each."""
     for begin, end in list_steps(tokens, chunk, prompt):
         runner.step(ids[begin:end], end_chunk=max(chunk, end - begin) > 1)
         if advance is not None:
@@ -265,7 +262,7 @@ def _measure_by_chunk(runner: Runner, ids: Ids, chunk: int) -> ProjectCell:
 
 
 _NUM_DIGEST_IDS = 12
-"""Token ids of 24 bits that stand for a text whose last logits are kept."""
+"""Number of 24-bit token ids that identify a text whose last logits are stored."""
 
 
 def can_use_store(runner: Runner) -> bool:
@@ -280,15 +277,14 @@ def can_use_store(runner: Runner) -> bool:
 
 @dataclass(frozen=True)
 class StoredScores:
-    """What a store has of texts that were scored."""
+    """Scores of texts in a prefix store."""
 
-    #: Where it is.
     store: PrefixStore
     #: The model's fingerprint.
     model: str
-    #: All else that decides the bits of K, V and logits.
+    #: All other settings that affect the bits of K, V and logits.
     run_settings: Mapping[str, Any]
-    #: What was wrong in the store.
+    #: Problems of the store.
     notes: list[str] = field(default_factory=list)
 
     def find_cached(self, runner: Runner, ids: Ids, steps: Sequence[tuple[int, int]]) -> CachedScores | None:
@@ -344,7 +340,7 @@ class StoredScores:
     ) -> None:
         """Store whole steps of a text, whose first had `first_step_tokens` tokens and ended with `logits`.
 
-        A store that cannot be written costs what it would have kept, not the scores: `notes` says why.
+        If the store cannot be written, `notes` explains it.
         """
         tokens = layers[0].tokens
         rows = [LayerCache(layer=layer.layer, keys=layer.keys, values=layer.values) for layer in layers]
@@ -420,7 +416,7 @@ def score_with_store(
 
 
 class _ScoreRecorder:
-    """What a run leaves that may be put: K and V of its first step and the last logits of it, and all scores."""
+    """Records what a run may store: K and V and last logits of its first step, and all scores."""
 
     def __init__(self, cached_scores: CachedScores | None) -> None:
         self.is_new = cached_scores is None

@@ -22,7 +22,7 @@ FULL_POLICY = FullCache.name
 
 @dataclass(frozen=True)
 class ProjectDefinition(Record):
-    """How the project that a preset is from measured a configuration (`presets` says what that means)."""
+    """How a preset's project measured a configuration (see `presets`)."""
 
     #: ``"E1"``: token by token; ``"E2"``: in chunks.
     evaluation: Literal["E1", "E2"]
@@ -38,18 +38,18 @@ class ProjectDefinition(Record):
 class Configuration(Record):
     """One line of the table: a policy with its options."""
 
-    #: Its name there.
+    #: Name in the table.
     label: str
     #: ``"full"`` or a name in `kvmnn.policies.POLICIES`.
     policy: str = FULL_POLICY
-    #: Arguments of the policy, all that differ from its defaults. A random generator is none of them: each document
-    #: gets one of its own from the settings' seed.
+    #: Arguments of the policy that differ from its defaults. Random generators are not among them: each document gets
+    #: its own, from the settings' seed.
     options: Mapping[str, Any] = field(default_factory=dict)
-    #: The preset it belongs to.
+    #: Name of its preset.
     preset: str | None = None
-    #: How that preset's project measured it.
+    #: Definition of the measurement in the preset's project.
     definition: ProjectDefinition | None = field(default=None, metadata={"key": "seed_method"})
-    #: ``"stored"`` is the classic mistake, for contrast: positions from the stored length.
+    #: ``"stored"`` is a common mistake, for comparison: positions from the stored length.
     positions: Literal["true", "stored"] = "true"
     #: Whether it continues from the initial cache of the evaluation: K and V that were computed elsewhere.
     uses_initial_cache: bool = field(default=False, metadata={"key": "begun"})
@@ -123,7 +123,7 @@ def expand_configurations(
 
 
 def check_budgets(specs: Sequence[str], budgets: Sequence[int]) -> None:
-    """Refuse, with `OptionError`, budgets that change nothing because no policy takes one."""
+    """Raise `OptionError` for budgets without effect, because no policy takes one."""
     if not budgets or not specs or any(accepts_option(spec, "budget") for spec in specs):
         return
     budget_texts = [f"{spec}: {get_policy_class(split_spec(spec)[0]).budget_help}" for spec in specs]
@@ -187,31 +187,31 @@ class EvaluationSettings(Record):
     #: Tokens fed at this position or later are also reported apart; half of `tokens` by default. The tokens of `prompt`
     #: are never among them: nothing has been cut yet when they are scored.
     deep_from: int = -1
-    #: Of the bootstrap and of policies that draw.
+    #: Seed of the bootstrap and of policies that draw at random.
     seed: int = 0
-    #: Of onnxruntime, in each process.
+    #: Threads of onnxruntime in each process.
     threads: int = 1
-    #: Of onnxruntime.
+    #: Execution providers of onnxruntime.
     providers: tuple[str, ...] = ("CPUExecutionProvider",)
     #: Evicted tokens that may stay masked in the buffers before they are cut out, or None (`kvmnn.lm.runner`).
     slack: int | None = None
-    #: Backend of the `PackedCache` that holds the cache, or None.
+    #: Backend of the `PackedCache` that stores the cache, or None.
     packed: str | None = None
-    #: Words of the frames of the kept cache: ``"fp16"``, rounded as an engine holds them, or ``"fp32"``, as they are.
+    #: Element type of the frames of the kept cache: ``"fp16"``, rounded as in an engine, or ``"fp32"``.
     frame_dtype: Literal["fp16", "fp32"] = "fp16"
-    #: Of the timed generation; medians are reported.
+    #: Repetitions of the timed generation; medians are reported.
     repeats: int = 3
     #: Whether configurations of presets are also measured by their projects' definitions (JSON: ``as_seed``).
     project_definitions: bool = field(default=True, metadata={"key": "as_seed"})
     #: Whether TTFT, TPOT and the time of attention are measured.
     timing: bool = True
-    #: Whether memory and live tokens of the first document are recorded over its course.
+    #: Whether memory and live tokens of the first document are recorded as a time series.
     traces: bool = False
-    #: Options of a lossless runtime around the cache, as the engine's JSON has them (`RuntimeConfig.from_engine`), or
-    #: None for none.
+    #: Options of the lossless runtime that stores the cache, under the engine's names (`RuntimeConfig.from_engine`), or
+    #: None.
     lossless: Mapping[str, object] | None = field(default=None, metadata={"omit": True})
-    #: Prefix store of which beginnings of texts are taken that were scored before, and in which they are put
-    #: (`kvmnn.evaluation.scoring`); or None. It changes no number but times and the process's peak.
+    #: Prefix store for beginnings of texts that were scored before (`kvmnn.evaluation.scoring`), or None. It only
+    #: affects times and the process's peak memory.
     prefix_store: str | None = field(default=None, metadata={"omit": True})
 
     def __post_init__(self) -> None:

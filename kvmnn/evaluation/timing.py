@@ -19,7 +19,7 @@ from ..lm.session import DecoderSession
 from .records import ProjectTimes, TimingCell
 
 PROMPT_CHUNK_TOKENS = 128
-"""Tokens of a prompt that are fed at once, so that no more logits than these are held."""
+"""Tokens of a prompt that are fed in one step, which bounds the memory for logits."""
 MAX_DECODED_TOKENS = 32
 """Tokens that are fed one by one after the prompt."""
 NUM_WARM_UP_TOKENS = 5
@@ -34,8 +34,8 @@ def measure_generation_times(runner: Runner, ids: Ids, repeats: int) -> TimingCe
     Parameters
     ----------
     ids
-        int64 ``[1 + tokens]``. The last `MAX_DECODED_TOKENS` tokens but one are decoded, what lies before is the
-        prompt.
+        int64 ``[1 + tokens]``. Up to `MAX_DECODED_TOKENS` tokens before the last one are decoded; those before them are
+        the prompt.
     """
     prompt, decoded_ids = split_prompt(ids)
     num_decoded = len(decoded_ids)
@@ -89,7 +89,7 @@ def split_prompt(ids: Ids) -> tuple[Ids, Ids]:
 
 
 def feed_prompt(runner: Runner, prompt: Ids) -> int:
-    """Feed a prompt in pieces, its end being that of a chunk; the most probable next token."""
+    """Feed a prompt in chunks, the last of which ends a chunk of text; return the most probable next token."""
     best = 0
     for begin in range(0, len(prompt), PROMPT_CHUNK_TOKENS):
         chunk_ids = prompt[begin : begin + PROMPT_CHUNK_TOKENS]
@@ -138,7 +138,7 @@ def measure_attention_time(runner: Runner, ids: Ids, open_profiled: OpenProfiled
 
 
 def _warm_up(session: DecoderSession, runner: Runner, decoded_ids: Ids) -> None:
-    """Run the model on the runner's cache, of which nothing changes."""
+    """Run the model on the runner's cache without changing it."""
     session.probe_unequal_lengths()  # tried now, not between the steps
     cache = runner.cache
     past = [(layer.keys[None], layer.values[None]) for layer in cache.copy_layers()]

@@ -1,6 +1,6 @@
-"""A process of its own for one task: ``python -m`` this module, a task on standard input, JSON lines back.
+"""Worker process for one task: ``python -m`` this module, a task on standard input, JSON lines on standard output.
 
-Its peak memory is that of one configuration alone, and several of them use several processors. Lines are
+Its peak memory is that of one configuration alone, and several of them use several processors. The lines are
 `kvmnn.evaluation.workers.WorkerMessage`.
 """
 
@@ -21,7 +21,7 @@ _MIN_MESSAGE_INTERVAL_SECONDS = 0.25
 
 
 def main() -> int:
-    """Carry out the task on standard input."""
+    """Run the task on standard input."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it and ends this process
     signal.signal(signal.SIGTERM, _exit_on_signal)
     lines = os.fdopen(os.dup(1), "w", encoding="utf-8")

@@ -27,7 +27,7 @@ from .settings import Configuration, EvaluationSettings
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerMessage(Record):
-    """A line of a worker.
+    """A JSON line of a worker.
 
     Attributes
     ----------
@@ -53,13 +53,13 @@ class WorkerMessage(Record):
 class MissingCell(Record):
     """A cell to measure."""
 
-    #: Of the cell.
+    #: Kind of the cell.
     kind: CellKind
-    #: Where it goes (`kvmnn.evaluation.runner`).
+    #: Key of the cell in the store (`kvmnn.evaluation.runner`).
     key: str
-    #: Which of the task's documents, by index.
+    #: Index of the document in the task.
     document: int
-    #: Whether its course is recorded.
+    #: Whether a time series is recorded.
     trace: bool = False
 
 
@@ -73,7 +73,7 @@ def _list_documents(documents: tuple[Document, ...]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class EvaluationTask(Record):
-    """Cells of one configuration, measured one after the other by one process."""
+    """Cells of one configuration that one process measures in sequence."""
 
     configuration: Configuration
     documents: tuple[Document, ...] = field(metadata={"convert": _list_documents})
@@ -81,7 +81,7 @@ class EvaluationTask(Record):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the cells that are counted for progress."""
+        """Number of tokens of its cells, the unit of progress."""
         documents = [self.documents[cell.document] for cell in self.cells if cell.kind != "timing"]
         return sum(
             document.num_scored if self.configuration.uses_initial_cache else document.num_fed for document in documents
@@ -131,7 +131,7 @@ def run_task(task: EvaluationTask, measurer: CellMeasurer, advance: AdvanceCallb
 
 @dataclass(frozen=True)
 class WorkerEvent:
-    """What happened in a task: tokens fed, a cell finished (with its key), a refusal, or its end."""
+    """Event of a task: tokens fed, a cell finished (with its key), a refusal, or its end."""
 
     task: EvaluationTask
     tokens: int = 0
@@ -143,7 +143,7 @@ class WorkerEvent:
 def run_tasks(
     tasks: Sequence[EvaluationTask], model: str, settings: EvaluationSettings, jobs: int, start: str | None = None
 ) -> Iterator[WorkerEvent]:
-    """Carry tasks out and say what happens.
+    """Run tasks and yield their events.
 
     Parameters
     ----------
@@ -161,7 +161,7 @@ def run_tasks(
     Raises
     ------
     KvmnnError
-        What a task raised; the processes of the others are ended.
+        Error of a task; the processes of the others are ended.
     """
     return (
         _run_in_process(tasks, model, settings, start)
@@ -213,7 +213,7 @@ def _run_in_workers(
 
 
 class _WorkerProcess:
-    """A worker and the thread that listens to it."""
+    """A worker process and the thread that reads its output."""
 
     def __init__(
         self,
@@ -242,7 +242,7 @@ class _WorkerProcess:
             raise KvmnnError(f"{self.task.configuration.label}: the process that measured it ended with code {code}")
 
     def terminate(self) -> None:
-        """End it where it is."""
+        """Terminate the process."""
         self._process.terminate()
         try:
             self._process.wait(timeout=5)

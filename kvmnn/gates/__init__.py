@@ -1,4 +1,4 @@
-"""Quality gates: of the engine's own logs, as the MNN fork judges them or soundly (docs/gates.md)."""
+"""Quality gates on the engine's own logs, as the MNN fork judges them or stricter (docs/gates.md)."""
 
 from .case_inputs import MetricRows, read_metric_rows
 from .checker import CaseResult, check

@@ -15,7 +15,7 @@ from .verdict import GateResult, format_distinct, verdict_from
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeStats:
-    """Tokens a second of decoding over the rows, 90th percentile as the element of rank ceil(0.9 n)."""
+    """Decode speeds over the rows in tokens per second; the 90th percentile is the element of rank ceil(0.9 n)."""
 
     mean: float
     median: float
@@ -291,14 +291,14 @@ _RUNTIME_VALUE_WARNING = (
 )
 
 SELECTED_RATIO_WARNINGS = frozenset({_UPPER_BOUND_WARNING, _RUNTIME_VALUE_WARNING})
-"""What is said of where the lossless ratio was taken from."""
+"""Warnings about the source of the lossless ratio."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CaseAnalysis:
-    """One case as the fork's analyser judges it."""
+    """Figures and gates of one case, as in the fork's analyser."""
 
-    #: What was judged, and by what.
+    #: The judged rows, the limits, and the offline ratios.
     rows: MetricRows
     limits: GateLimits
     online_ratio: OfflineRatio | None
@@ -309,18 +309,18 @@ class CaseAnalysis:
     ratio_source: str
     #: Speeds over the rows.
     decode: DecodeStats
-    #: The parts of the verdict, in the fork's order.
+    #: The gates of the verdict, in the fork's order.
     gates: tuple[GateResult, ...]
-    #: Its section *Quality Gate*, name to text.
+    #: Section *Quality Gate* of the report, name to text.
     section_lines: Mapping[str, str]
-    #: What it prints besides.
+    #: Warnings that the fork prints.
     warnings: tuple[str, ...]
-    #: Whether rows and lines are those of runs on a model, not of logs.
+    #: Whether rows and lines come from runs on a model instead of logs.
     is_own_run: bool = False
 
     @property
     def has_passed(self) -> bool:
-        """Whether all enabled gates passed."""
+        """Return whether all enabled gates passed."""
         return self.section_lines["overall_pass"] == "true"
 
 

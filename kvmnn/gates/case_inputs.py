@@ -57,7 +57,7 @@ class MetricRow:
 
     @property
     def is_header(self) -> bool:
-        """Whether it is the header of a second table, which the fork's parser takes for a row."""
+        """Return whether the row is the header of a second table, which the fork's parser reads as a row."""
         return all(name == cell for name, cell in self.cells.items() if name != LOG_FILE_COLUMN)
 
 
@@ -69,9 +69,9 @@ class MetricRows:
     columns: tuple[str, ...]
     #: At least one.
     rows: tuple[MetricRow, ...]
-    #: Where they were read.
+    #: The files they were read from.
     files: tuple[str, ...] = ()
-    #: What reading found.
+    #: Notes from reading.
     notes: tuple[str, ...] = field(default=())
 
     def max_value(self, column: str) -> float:
@@ -199,16 +199,16 @@ class LogScan:
 
     #: Number of logs that were read.
     num_files: int = 0
-    #: Lines of damage.
+    #: Number of lines that report damage.
     num_invalid: int = 0
-    #: The first of them, with their files.
+    #: The first of these lines, with their files.
     examples: tuple[str, ...] = ()
-    #: Lines in which the engine tells of an encoding (``[H2O-LOSSLESS]``).
+    #: Lines in which the engine reports an encoding (``[H2O-LOSSLESS]``).
     encoding_lines: tuple[str, ...] = ()
 
 
 def scan_logs(paths: Iterable[str | os.PathLike[str]]) -> LogScan:
-    """Read logs: files, and the ``*.log`` of folders; those that are not there are passed over, as the fork does."""
+    """Read log files, and the ``*.log`` of folders; missing ones are ignored, as the fork does."""
     files = find_log_files(path for path in paths if Path(path).exists())
     num_invalid = 0
     examples: list[str] = []

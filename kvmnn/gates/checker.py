@@ -20,7 +20,7 @@ from .verdict import OFF, GateResult, Verdict, aggregate_verdict, format_gate_ta
 
 _TOKENS_REGEX, _UPDATES_REGEX = re.compile(r"\btokens=(\d{1,15})\b"), re.compile(r"\bupdates=(\d{1,15})\b")
 _OLD_BUILD_GROUP_TOKENS = 192
-"""Tokens that an old build grouped whatever it was told."""
+"""Tokens that an old build grouped regardless of its options."""
 
 _MAX_RATIO_DIFFERENCE = 0.01
 
@@ -105,7 +105,7 @@ def _parse_count(pattern: re.Pattern[str], line: str) -> int:
 
 
 _MAX_OFFLINE_DIFFERENCE_FRACTION = 0.02
-"""Share by which an offline ratio and that of the run may differ before it is said."""
+"""Relative difference of the offline ratio and that of the run above which it is reported."""
 
 
 def diagnose(analysis: CaseAnalysis, logs: LogScan | None) -> tuple[str, ...]:
@@ -132,7 +132,7 @@ def _diagnose_lost_figures(analysis: CaseAnalysis, logs: LogScan | None) -> Iter
 
 
 def _has_lost_figures(analysis: CaseAnalysis, logs: LogScan | None) -> bool:
-    """Return whether the log reports encodings that are missing from the table."""
+    """Return whether the log reports encodings that the table lacks."""
     return logs is not None and bool(logs.encoding_lines) and not analysis.rows.max_value("h2o_lossless_raw_mb") > 0
 
 
@@ -250,21 +250,21 @@ class CaseResult(Record):
         "warnings notes=analysis.rows.notes diagnoses prompts"
     )
 
-    #: Its name.
+    #: Name of the case.
     case: str
-    #: The fork's figures and verdict, whatever else was asked for.
+    #: The fork's figures and verdict, in any mode.
     analysis: CaseAnalysis
-    #: What the verdict here is made of: the fork's gates, or with `strict` the sound ones.
+    #: The gates of the verdict: the fork's, or with `strict` those of `kvmnn.gates.strict`.
     gates: tuple[GateResult, ...]
-    #: The hard checks; empty where they were not asked for.
+    #: The hard checks; empty unless requested.
     checks: tuple[GateResult, ...] = ()
-    #: Which.
+    #: Whether the strict gates were used.
     strict: bool = False
-    #: What the verdict rests on, in a sentence, where it is not the fork's.
+    #: Sentence on the basis of the verdict, if it is not the fork's.
     basis: str = ""
-    #: What explains figures that look wrong, in sentences.
+    #: Explanations of figures that look wrong, in sentences.
     diagnoses: tuple[str, ...] = ()
-    #: Where the prompts come from, of runs on a model; empty for logs, which do not tell.
+    #: Source of the prompts of runs on a model; empty for logs, which do not record it.
     prompts: str = field(default="", metadata={"omit": True})
 
     @property
@@ -274,12 +274,12 @@ class CaseResult(Record):
 
     @property
     def has_passed(self) -> bool:
-        """Whether no check failed and every requested quantity was measured."""
+        """Return whether no check failed and every requested quantity was measured."""
         return self.verdict == "pass"
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """The fork's warnings; `strict` leaves out those about a ratio that it takes from the run itself."""
+        """The fork's warnings; with `strict`, without those about a ratio that it takes from the run itself."""
         all_warnings = self.analysis.warnings
         return (
             tuple(line for line in all_warnings if line not in SELECTED_RATIO_WARNINGS) if self.strict else all_warnings
@@ -349,7 +349,7 @@ def check(
     Parameters
     ----------
     rows, limits
-        What was measured, and what it must reach.
+        The measured rows, and their limits.
     case
         Its name.
     online_json, upper_json

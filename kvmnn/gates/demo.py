@@ -1,4 +1,4 @@
-"""The gate of real prompts: runs of ``llm_demo`` with compression against runs without."""
+"""Gate of real prompts: compare runs of ``llm_demo`` with and without compression."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class DemoRun:
     #: 0 and ``"ok"`` for a valid run: it ended without error and reported tokens and times.
     return_code: int
     reason: str
-    #: From the JSON line if it has them, else from the printed output.
+    #: Figures from the JSON line if it has them, else from the printed output.
     prompt_tokens: float
     decode_tokens: float
     prefill_s: float
@@ -189,7 +189,7 @@ class DemoStats:
 
     @property
     def has_passed(self) -> bool:
-        """Whether there were runs and all ended without error."""
+        """Return whether there were runs and all ended without error."""
         return 0 < self.num_runs == self.num_passed
 
     @classmethod
@@ -227,7 +227,7 @@ class DemoBucket:
 
     @property
     def has_passed(self) -> bool:
-        """Whether the slowdown of this length is within the limit."""
+        """Return whether the slowdown of this length is within the limit."""
         return self.verdict == "pass"
 
 
@@ -294,7 +294,7 @@ class DemoLimits:
     require_decode_baseline: bool = True
     #: Every bucket counts.
     require_bucket_decode_pass: bool = True
-    #: Least mean ratios, which the fork does not ask for; None: no gate.
+    #: Minimum mean ratios, which the fork does not require; None: no gate.
     lossy_target: float | None = None
     lossless_target: float | None = None
 
@@ -303,27 +303,26 @@ class DemoLimits:
 class DemoResult:
     """The verdict over prompts."""
 
-    #: Of the round.
+    #: Names of case and mode.
     case: str
     mode: str
-    #: What was asked for.
     limits: DemoLimits
-    #: What both sides came to.
+    #: Statistics of both sides.
     baseline: DemoStats
     candidate: DemoStats
-    #: Share of the speed that was lost; 1 where there is no baseline.
+    #: Share of the speed that was lost; 1 without a baseline.
     drop_ratio: float
     is_decode_passed: bool
-    #: By length, those of the candidate that the baseline lacks included.
+    #: Results by prompt length, lengths that the baseline lacks included.
     buckets: tuple[DemoBucket, ...]
-    #: What the verdict is made of.
+    #: The gates of the verdict.
     gates: tuple[GateResult, ...]
-    #: Runs that did not end well, with their reasons.
+    #: Failed runs, with their reasons.
     failures: tuple[str, ...] = ()
-    #: Which side ran first, where it is known.
+    #: Which side ran first, if known.
     run_order: str = ""
     strict: bool = False
-    #: Figures of the report that were not measured, by their names: null there.
+    #: Names of the figures that were not measured, which are null in the report.
     unmeasured_keys: frozenset[str] = frozenset()
 
     @property
@@ -333,7 +332,7 @@ class DemoResult:
 
     @property
     def has_passed(self) -> bool:
-        """Whether no gate failed and every requested quantity was measured."""
+        """Return whether no gate failed and every requested quantity was measured."""
         return self.verdict == "pass"
 
     @property
@@ -432,7 +431,7 @@ def check_demo(
     bucket_order: Sequence[str] = (),
     strict: bool = False,
 ) -> DemoResult:
-    """Judge prompts as the fork does; ratios as well where `limits` ask for them.
+    """Judge prompts as the fork does; also ratios if `limits` set them.
 
     The drop is that of the mean speeds. The fork judges it as it is, `strict` by its interval over the prompts that
     both sides have (`DecodeSlowdown`).
@@ -444,7 +443,7 @@ def check_demo(
     bucket_order
         Buckets to name first.
     strict
-        Judge speeds by intervals; which ratios are asked for is in `limits`.
+        Judge speeds by intervals; `limits` states the required ratios.
     """
     baseline_stats, candidate_stats = DemoStats.from_runs(baseline), DemoStats.from_runs(candidate)
     drop_ratio = (

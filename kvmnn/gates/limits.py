@@ -1,4 +1,4 @@
-"""Limits of the six cases, under the names of the fork's analyser: its defaults, and JSON files of them."""
+"""Limits of the six cases under the names of the fork's analyser, with its defaults, and JSON files of them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _OFF = "negative: no gate"
 class GateLimits(Record):
     """The gates of a case; a negative limit of a quantity of the runtime turns its gate off.
 
-    Each field is an option of ``kvmnn gate``, whose help says what it is.
+    Each field is an option of ``kvmnn gate``, whose help explains it.
     """
 
     lossy_target: float = field(default=3.0, metadata=option("least lossy ratio (default: 3.0)"))
@@ -91,9 +91,9 @@ class GateLimits(Record):
         Parameters
         ----------
         values
-            By their names; of the types that the fields have.
+            Values by limit name, of the types of the fields.
         where
-            Begins the messages of errors.
+            Prefix of error messages.
 
         Raises
         ------
@@ -183,7 +183,7 @@ FIXED_BASELINE_TOKENS_PER_SECOND = 6.60
 
 
 _RUN_KEYS = ("prompts", "gens", "repeat", "threads", "backend")
-"""Of the engine's runs; with its ``h2o_`` and ``kv_`` keys they say what ran, not what it must reach."""
+"""Keys of the engine's runs; like its ``h2o_`` and ``kv_`` keys they describe the run and are not limits."""
 
 _LIMIT_BY_ENGINE_KEY = {
     "kv_lossless_runtime_mode": "runtime_mode",
@@ -196,10 +196,9 @@ _LIMIT_BY_ENGINE_KEY = {
 def read_gate_file(path: str | os.PathLike[str], case: str | None, base: GateLimits) -> tuple[GateLimits, list[str]]:
     """Read limits from a file, over those of `base`; return notes on its other contents as well.
 
-    The file is an object with limits by their names (`GateLimits`), and under ``cases`` an object of such objects, by
-    the names of cases, each over what stands outside. The fork's own files (``target_core_gate_v6.json``) hold
-    settings of
-    runs: mode, threads and block sizes are taken from them, the others limit nothing.
+    The file is an object of limits by name (`GateLimits`). Its ``cases`` is an object of such objects by case name,
+    which override the limits outside. The fork's own files (``target_core_gate_v6.json``) contain settings of runs:
+    mode, threads and block sizes are used, the others limit nothing.
 
     Raises
     ------

@@ -30,7 +30,7 @@ RUNTIME_COLUMNS = (
     "h2o_lossless_decode_cache_hit",
     "h2o_lossless_decode_cache_miss",
 )
-"""Those that a strict check of columns demands; an ``llm_bench`` from before the fork's v6 prints fewer."""
+"""Columns that a strict check requires; an ``llm_bench`` from before the fork's v6 prints fewer."""
 
 METRIC_COLUMNS = (
     *("h2o_keep", "h2o_lossy", "h2o_lossless"),
@@ -42,10 +42,10 @@ METRIC_COLUMNS = (
 """Columns of ``llm_bench`` that hold a mean and a deviation."""
 
 BENCH_COLUMNS = ("model", "modelSize", "backend", "threads", "llm_demo", SPEED_COLUMN, *METRIC_COLUMNS, LOG_FILE_COLUMN)
-"""Of ``llm_bench``; other columns follow, sorted."""
+"""Columns of ``llm_bench``; others follow, sorted."""
 
 DECOMPRESSED_COLUMN = "h2o_lossless_decompressed_bytes"
-"""Counted where a table has it; ``llm_bench`` prints no such column."""
+"""Optional column; ``llm_bench`` does not print it."""
 
 DEMO_COLUMNS = (
     *("prompt_index", "prompt_tokens", "decode_tokens", "prefill_us", "decode_us", "sample_us"),
@@ -57,7 +57,7 @@ DEMO_COLUMNS = (
     *("h2o_lossless_decode_cache_hit", "h2o_lossless_decode_cache_miss"),
     *("h2o_last_evict_tokens", "h2o_total_evict_tokens", LOG_FILE_COLUMN),
 )
-"""Of a record of ``llm_demo``; other keys follow, sorted."""
+"""Keys of a record of ``llm_demo``; others follow, sorted."""
 
 
 def order_columns(preferred_order: tuple[str, ...], rows: list[dict[str, str]]) -> list[str]:
@@ -112,7 +112,7 @@ _RULE_REGEX = re.compile(r"[-:]+")
 class BenchTable:
     """The table in one log of ``llm_bench``: the lines that begin with a bar."""
 
-    #: Names of the columns; empty where there is no table.
+    #: Names of the columns; empty without a table.
     header: tuple[str, ...] = ()
     #: Cells by column, in order. As in the fork's parser, a repeated header line is a row.
     rows: list[dict[str, str]] = field(default_factory=list)
@@ -149,7 +149,7 @@ def _split_cells(line: str) -> list[str]:
 
 
 MAX_LOG_BYTES = 64 << 20
-"""Of one log."""
+"""Maximum size of one log."""
 
 
 def find_log_files(paths: Iterable[str | os.PathLike[str]], suffixes: tuple[str, ...] = (".log",)) -> list[Path]:
@@ -250,15 +250,15 @@ class ParsedLogs(Record):
 
     json_keys = "kind files columns rows=_filled_rows notes"
 
-    #: Which program wrote them.
+    #: The program that wrote the logs.
     kind: LogKind
-    #: Those that were read, each once.
+    #: The files that were read, without repetitions.
     files: tuple[str, ...]
-    #: Known ones in their order, then the others sorted.
+    #: Known columns in their order, then the others sorted.
     columns: tuple[str, ...]
     #: Cells by column, as text.
     rows: tuple[dict[str, str], ...]
-    #: What a reader must know: lines left out, header lines among the rows, versions that differ.
+    #: Notes: skipped lines, header lines among the rows, versions that differ.
     notes: tuple[str, ...] = ()
 
     def to_csv(self) -> str:

@@ -1,4 +1,4 @@
-"""The loss of decode speed: ratio of means with its interval, and where the baseline comes from."""
+"""Loss of decode speed: ratio of means with its interval, and the source of the baseline."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _STUDENT_T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262,
 class DecodeSlowdown:
     """Decode speeds without and with compression, in tokens per second."""
 
-    #: How many.
+    #: Number of pairs.
     num_pairs: int
     #: Mean speeds without and with compression.
     baseline_speed: float
@@ -114,14 +114,14 @@ BaselineMode = Literal["fixed", "rolling", "same_batch"]
 BASELINE_MODES: tuple[BaselineMode, ...] = get_args(BaselineMode)
 
 ROLLING_WINDOW_RUNS, MIN_ROLLING_SAMPLES = 8, 3
-"""Of earlier runs: how many count, and how many there must be."""
+"""Number of earlier runs that count, and the minimum number of them."""
 
 MAX_HISTORY_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeBaseline:
-    """A speed in tokens per second, its source, and how many values it is the median or maximum of."""
+    """A speed in tokens per second, its source, and the number of values behind it."""
 
     speed: float
     source: str
@@ -137,7 +137,8 @@ def make_fixed_baseline(speed: float) -> DecodeBaseline:
 def find_same_batch_baseline(rows: MetricRows, fallback_speed: float) -> DecodeBaseline:
     """Return the fastest row of a run without compression; `fallback_speed` if no row has a speed.
 
-    The fork takes the fastest row here and the mean of the candidate's, so its gate is stricter than its limit says.
+    The fork compares the fastest row here with the mean of the candidate's rows, so its gate is stricter than its limit
+    states.
     """
     best_speed = max(row.decode_speed for row in rows.rows)
     if best_speed > 0:

@@ -1,4 +1,4 @@
-"""Gates that judge what was measured, and say *not measured* where nothing was (``--strict``)."""
+"""Gates that judge measurements only, and report *not measured* without one (``--strict``)."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _COLUMN_BY_GATE = {
 def build_strict_gates(analysis: CaseAnalysis, baseline: MetricRows | None) -> tuple[GateResult, ...]:
     """Judge the rows of a case by measured quantities, stricter than the fork.
 
-    Ratios of every row, not of the best; the lossless one from the bytes of the run, not from a simulation; decode
-    speeds of the same work, mean against mean; a figure without its column is not measured; and consistency cannot be
-    told from logs, which compare no bytes.
+    Ratios are those of every row, not of the best; the lossless one is from the bytes of the run, not from a
+    simulation. Decode speeds are compared for the same work, mean with mean. A figure without its column is not
+    measured, and neither is consistency, because logs compare no bytes.
     """
     rows, limits = analysis.rows, analysis.limits
     gate_by_name = {gate.name: gate for gate in analysis.gates}

@@ -1,4 +1,4 @@
-"""A round of cases as ``summary.json``, ``summary.md`` and ``cases.jsonl``, and the reader of such folders."""
+"""A round of cases as ``summary.json``, ``summary.md`` and ``cases.jsonl``, and the reader of these folders."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MEASURED_BY_KEY = "measured_by"
 """A line that only sections of runs on a model have: what they lack was not measured, in those of the fork it is 0."""
 
 PROMPTS_KEY = "prompts"
-"""Likewise: where the prompts of a run on a model come from."""
+"""Key of the source of the prompts of a run on a model."""
 
 RUNTIME_ROW_KEYS = (
     "lossy_best",
@@ -146,7 +146,7 @@ def build_demo_row(
 
 
 _NOT_MEASURED_TEXT = "-"
-"""Of what a run on a model has not measured."""
+"""Text for a figure that a run on a model has not measured."""
 
 NOT_FINISHED_REASON = "not measured: the round was not finished"
 """Reason of a case of a round that was begun, whose files are still those of another round, or not there."""
@@ -154,11 +154,11 @@ NOT_FINISHED_REASON = "not measured: the round was not finished"
 
 @dataclass(frozen=True, kw_only=True)
 class RoundSummary(Record):
-    """Cases that were judged together."""
+    """Cases that were judged in one round."""
 
     json_keys = "generated_at overall_pass=has_passed total_cases runtime_cases llm_demo_cases rows"
 
-    #: Where its files lie.
+    #: Directory of the files.
     directory: str
     #: `build_runtime_row` and `build_demo_row`, in order.
     rows: tuple[Mapping[str, Any], ...]
@@ -172,7 +172,7 @@ class RoundSummary(Record):
 
     @property
     def has_passed(self) -> bool:
-        """Whether there are cases, and all passed."""
+        """Return whether there are cases, and all passed."""
         return bool(self.rows) and all(row.get("overall_pass") is True for row in self.rows)
 
     @property
@@ -316,22 +316,22 @@ _FAILURE_MARKS = (
     "Aborted",
 )
 RUN_INFO_FILE = "run.json"
-"""Of a folder of ``gate run``: which cases its round has, and of each the stamp that its files must have."""
+"""In a folder of ``gate run``: the cases of its round, each with the stamp that its files must have."""
 DEMO_REPORT_FILE, GATE_FILE = "llm_demo_report.json", "gate.json"
-"""Of a case of ``llm_demo``; of what kvmnn judged, strict gates and hard checks included."""
+"""The report of an ``llm_demo`` case; kvmnn's verdict, strict gates and hard checks included."""
 
 
 def collect_cases(directory: str | os.PathLike[str], run_info: Mapping[str, Any] | None = None) -> RoundSummary:
     """Collect the cases of a folder from ``<case>/summary.md`` (section *Quality Gate*) and
     ``<case>/llm_demo_report.json``.
 
-    A case of which there is only ``<case>.console.log`` ended before its report; the reason is looked for there. Where
-    ``run.json`` says which cases a round of ``gate run`` has, those whose files are not of this round are not measured.
+    A case with only ``<case>.console.log`` ended before its report; its reason is taken from that log. If ``run.json``
+    lists the cases of a round of ``gate run``, cases whose files are not of this round are not measured.
 
     Parameters
     ----------
     run_info
-        What ``run.json`` says, where it is not written yet.
+        Contents of ``run.json``, if it is not written yet.
 
     Raises
     ------
@@ -463,7 +463,7 @@ def save_case_result(
     extra_files: Mapping[str, str] | None = None,
     stamp: str = "",
 ) -> RoundSummary:
-    """Write the files of a case of ``llm_bench`` into a round, and the round's own again."""
+    """Write the files of an ``llm_bench`` case into a round, and update the round's own files."""
     texts = {
         **(extra_files or {}),
         "summary.md": case_result.to_markdown(),
@@ -494,13 +494,13 @@ def _dump_with_stamp(document: dict[str, Any], stamp: str) -> str:
 
 
 def validate_case_name(case: str) -> None:
-    """Refuse a name that is no plain folder's."""
+    """Raise an error for a case name that is not a plain folder name."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,199}", case):
         raise OptionError(f"{case[:100]!r} is no name of a case: expected letters, digits, and . _ + = - between them")
 
 
 def check_round_directory(directory: str, *, force: bool) -> None:
-    """Refuse a folder whose ``summary.json`` is not that of a round, unless forced."""
+    """Raise an error for a folder whose ``summary.json`` is not that of a round, unless forced."""
     root = Path(directory)
     if root.exists() and not root.is_dir():
         raise OutputError(f"{directory}: exists already and is not a directory")
@@ -510,7 +510,7 @@ def check_round_directory(directory: str, *, force: bool) -> None:
 
 
 def write_round_files(round_summary: RoundSummary) -> None:
-    """Write the three files of a round, in the place of those that are there."""
+    """Write the three files of a round, replacing earlier ones."""
     for name, text in round_summary.render_files().items():
         with FileOutput(os.path.join(round_summary.directory, name), force=True) as output:
             output.file.write(text.encode())

@@ -1,4 +1,4 @@
-"""Verdicts of single gates, and of all of them together."""
+"""Verdicts of single gates, and of all gates combined."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ UNCLEAR: Verdict = "unclear"
 
 @dataclass(frozen=True, kw_only=True)
 class GateResult(Record):
-    """One gate."""
+    """Result of one gate."""
 
-    #: What is judged.
+    #: The judged quantity.
     name: str
-    #: ``"off"``: nothing was asked for. ``"not measured"``: nothing there tells. ``"unclear"``: what was measured does
-    #: not tell on which side of the limit it is. Neither is a pass.
+    #: ``"off"``: there is no limit. ``"not measured"``: there is no measurement. ``"unclear"``: the measurement does
+    #: not show on which side of the limit the value is. The last two are not a pass.
     verdict: Verdict
-    #: As text, with units; empty where there is none.
+    #: Value and limit as text, with units; empty if there is none.
     value: str = ""
     limit: str = ""
-    #: Of what, over which rows, or what is missing; empty where the name says it.
+    #: Explanation: basis, rows, or missing data; empty if the name is enough.
     why: str = ""
 
 

@@ -1,8 +1,8 @@
-"""bfloat16 as a data type of Zarr version 3: the ``bfloat16`` of the Zarr extensions, the numpy type of ml_dtypes.
+"""The data type ``bfloat16`` of the Zarr extensions for Zarr version 3, with the numpy type of ml_dtypes.
 
-zarr 3.2 and later load this by its entry point as soon as they look for any data type. So nothing is imported here but
-what zarr has itself, and where ml_dtypes is missing there is only no bfloat16. zarr 3.1 collects such entry points and
-never loads them (seen in 3.1.6): there ``import kvmnn.integrations.bfloat16`` registers the type.
+zarr 3.2 and later load this through its entry point when they look for any data type, so that it imports only zarr;
+without ml_dtypes the type is missing. zarr 3.1 collects such entry points but never loads them (seen in 3.1.6): there
+``import kvmnn.integrations.bfloat16`` registers the type.
 """
 
 from __future__ import annotations

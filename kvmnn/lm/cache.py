@@ -1,4 +1,4 @@
-"""The KV cache of a model under an eviction policy or the H2O planner, layers of equal length cut together."""
+"""The KV cache of a model under an eviction policy or the H2O planner; layers of equal length are cut in one call."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class TokenGroup:
         return self._rows[layer]
 
     def get_layer_positions(self, layer: int) -> Indices:
-        """Return true positions of a layer's live tokens, ``[row, token]``."""
+        """Return text positions of a layer's live tokens, ``[row, token]``."""
         rows = self.get_layer_rows(layer)
         return np.take_along_axis(self._positions[rows], self.slots[rows, : self.num_live], axis=1)
 
@@ -95,12 +95,12 @@ class TokenGroup:
         self.num_live, self.num_slots = end, num_slots
 
     def set_initial(self, positions: Indices) -> None:
-        """Append the first tokens, from these positions of the text: ``[token]`` for every row, or ``[row, token]``."""
+        """Append the first tokens at text positions ``[token]`` for every row, or ``[row, token]``."""
         self.append(positions.shape[-1], 0)
         self._positions[:, : self.num_live] = positions
 
     def keep(self, indices: npt.NDArray[np.int64]) -> None:
-        """Keep these live tokens: ``[kept]`` of every row alike, or ``[row, kept]``; in any order."""
+        """Keep these live tokens, in any order: ``[kept]`` for all rows, or ``[row, kept]``."""
         indices = np.ascontiguousarray(np.atleast_2d(indices), np.int64)
         if indices.shape[0] not in (1, len(self.slots)):
             raise KvmnnError(
@@ -142,7 +142,7 @@ class TokenGroup:
 
 
 class PlannedEviction:
-    """Carries the planner's plans out when a step begins; scores and plans for every layer when it ends."""
+    """Applies the planner's plans at the beginning of a step, and scores and plans every layer at its end."""
 
     # The planner expects one call a layer, each with two halves, while a model runs all layers between them. So what a
     # call will drop is read from the pending plan, and the calls are made when the step is done.
@@ -153,7 +153,7 @@ class PlannedEviction:
         self._lengths: list[int] = []
 
     def begin_step(self, lengths: Sequence[int]) -> list[Indices | None]:
-        """Return what each layer keeps of its tokens, int64 ``[kept]``; None where all stay."""
+        """Return the tokens that each layer keeps, int64 ``[kept]``; None for a layer that keeps all."""
         self._lengths = list(lengths)
         tokens_by_layer: list[Indices | None] = []
         for state, length in zip(self._planner.layers, lengths, strict=True):
@@ -184,7 +184,7 @@ class PlannedEviction:
         planner.end_step()
 
     def to_stats(self, num_seen: int, lengths: Sequence[int]) -> H2OStats:
-        """Return what was done so far, to layers that hold `lengths` of `num_seen` tokens."""
+        """Return statistics so far, of layers that store `lengths` of `num_seen` tokens."""
         return self._stats.to_stats(num_seen, lengths)
 
 
@@ -193,7 +193,7 @@ LIVE_PER_MASKED_SLOT = 8
 
 
 class ModelCache:
-    """K, V, true positions, scores and key norms of all layers, cut together.
+    """K, V, text positions, scores and key norms of all layers, cut in one operation.
 
     A step is `begin_step` (what the model is to attend to), the model, `end_step`. Where the model takes a bias, K and
     V of an evicted token stay in their slots, masked, until more than `max_masked` slots are masked.
@@ -205,13 +205,13 @@ class ModelCache:
     num_layers, kv_heads, query_heads
         Layers of the model, and heads of each.
     policy
-        Which tokens stay.
+        The eviction policy.
     max_masked
         Masked slots that may be in use, or None for an eighth of the live tokens. 0 for a model that takes no bias.
     takes_bias
         Whether the model takes a bias.
     planned_eviction
-        What evicts instead of the policy's rule, where a planner does.
+        Planner that evicts instead of the policy's rule, if any.
 
     Attributes
     ----------
@@ -273,7 +273,7 @@ class ModelCache:
 
     @property
     def has_evicted(self) -> bool:
-        """Whether the policy has evicted any token of any layer."""
+        """Return whether the policy has evicted any token of any layer."""
         num_later = self.num_seen - self._initial_seen
         return any(
             group.num_live < num_later + self._initial_positions[group.layers[0]].shape[-1] for group in self._groups
@@ -281,11 +281,11 @@ class ModelCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of K and V held, those of masked tokens included."""
+        """Bytes of K and V in memory, masked tokens included."""
         return self._store.nbytes
 
     def get_positions(self, layer: int) -> Positions:
-        """Return true positions of a layer's live tokens, ascending: int64 ``[token]``, or ``[kv_head, token]``."""
+        """Return text positions of a layer's live tokens, ascending: int64 ``[token]``, or ``[kv_head, token]``."""
         group = self._list_groups_by_layer()[layer]
         if group is None:
             initial = self._initial_positions[layer]
@@ -323,16 +323,16 @@ class ModelCache:
         return rows[0] if group.rows_per_layer == 1 else rows
 
     def compact_all(self) -> None:
-        """Drop all masked slots; what is attended does not change."""
+        """Remove all masked slots; attention does not change."""
         for group in self._groups:
             self._compact_group(group)
 
     def collect_h2o_stats(self) -> H2OStats | None:
-        """Return what the engine's planner did; None where it does not evict."""
+        """Return statistics of the engine's planner; None for another policy."""
         return None if self._planned_eviction is None else self._planned_eviction.to_stats(self.num_seen, self.tokens)
 
     def load_initial(self, layers: Sequence[LayerCache]) -> None:
-        """Begin with K and V of every layer that were computed elsewhere, as if a prompt of them had been read; cut."""
+        """Load K and V of every layer that were computed elsewhere, as if they were a prompt, and cut."""
         pairs = [(layer.keys[np.newaxis], layer.values[np.newaxis]) for layer in layers]
         self._store.set_present(pairs, max(layer.tokens for layer in layers))
         self.peak_nbytes = self._store.nbytes
@@ -388,7 +388,7 @@ class ModelCache:
         return self._store.get_past(), self._build_bias()
 
     def end_step(self, step: StepResult) -> None:
-        """Store what the model returned for the new tokens, score them, and cut."""
+        """Store K and V of the new tokens, update the scores, and cut."""
         self._store.set_present(step.present_pairs, self._num_new, is_prompt=self._is_prompt)
         self.peak_nbytes = max(self.peak_nbytes, self._store.nbytes)
         if self._planned_eviction is not None:
@@ -490,7 +490,7 @@ class ModelCache:
             self._compact_group(group, num_new)
 
     def _compact_group(self, group: TokenGroup, num_new: int = 0) -> None:
-        """Drop masked slots from K and V, which do not hold the last `num_new` tokens yet."""
+        """Drop masked slots from K and V, which do not contain the last `num_new` tokens yet."""
         if group.num_masked == 0:
             return
         for layer in group.layers:

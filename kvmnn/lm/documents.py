@@ -26,7 +26,7 @@ _BATCH_ROWS = 64
 
 
 class TextRecord(NamedTuple):
-    """One text: its line or row, from 1, and its text, empty where the record has none."""
+    """One text with its line or row number, from 1; empty if the record has no text."""
 
     number: int
     text: str
@@ -38,7 +38,7 @@ def has_records(path: Path) -> bool:
 
 
 def iter_records(path: Path, field: str) -> Iterator[TextRecord]:
-    """Iterate over the texts of a file with many, reading as far as needed."""
+    """Iterate over the texts of a file of several, reading as far as needed."""
     return _iter_rows(path, field) if path.suffix.lower() in ROW_SUFFIXES else _iter_lines(path, field)
 
 
@@ -135,7 +135,7 @@ def _build_read_error(path: Path, error: Exception) -> SourceError:
 
 
 def _validate_text(text: str, location: str) -> str:
-    """Return text that UTF-8 can encode; empty where it is blank."""
+    """Return text that UTF-8 can encode; empty if it is blank."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as exc:
@@ -181,7 +181,7 @@ class Document(Record):
     ids: Ids
     #: UTF-8 bytes of the scored tokens.
     nbytes: int
-    #: Of the whole text.
+    #: SHA-256 of the whole text.
     sha256: str
     #: Whether the first id is the token that begins every text.
     begins_with_bos: bool = True
@@ -205,13 +205,13 @@ class Document(Record):
 
     @property
     def own_ids(self) -> Ids:
-        """The text's tokens without bos, which is what the projects of the presets feed."""
+        """Tokens of the text without bos, as the projects of the presets feed them."""
         return self.ids[1:] if self.begins_with_bos else self.ids
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextOptions:
-    """Which texts are taken of files and folders.
+    """Which texts of files and folders are read.
 
     Parameters
     ----------
@@ -220,7 +220,7 @@ class TextOptions:
     samples
         Take this many texts, drawn without replacement from all there are; None takes all, at most `MAX_DOCUMENTS`.
     seed
-        Of the draw.
+        Seed of the draw.
 
     Raises
     ------
@@ -256,7 +256,7 @@ def read_documents(
     tokenizer, tokens
         As for `read_document`.
     options
-        Which texts.
+        Which texts of the files are used.
     notes
         Gets a sentence for whatever was left out.
 
@@ -308,7 +308,7 @@ def read_document(path: Path, tokenizer: TextTokenizer, tokens: int, *, name: st
 def build_document_from_text(
     name: str, text: str, tokenizer: TextTokenizer, tokens: int, *, location: str | None = None
 ) -> Document:
-    """Return the first `tokens` tokens of a text after the tokenizer's bos; errors as of `read_document`."""
+    """Build a document of the first `tokens` tokens of a text, after bos; raise as `read_document` does."""
     encoded_text, prefix = text.encode("utf-8"), text[: _compute_max_characters(tokens)]
     digest = hashlib.sha256(encoded_text).hexdigest()
     loaded_text = _LoadedText(prefix, len(encoded_text), digest, len(prefix) == len(text))
@@ -345,7 +345,7 @@ def _build_document(location: str, name: str, text: _LoadedText, tokenizer: Text
 
 
 def _draw_indices(files: Sequence[Path], options: TextOptions, notes: list[str]) -> frozenset[int]:
-    """Return which of all texts to read, counted through all files."""
+    """Draw the indices of the texts to read, counted over all files."""
     num_texts = sum(1 for _ in _iter_texts(files, options.field, notes))
     num_requested = options.samples or 0
     if num_texts <= num_requested:
@@ -356,7 +356,7 @@ def _draw_indices(files: Sequence[Path], options: TextOptions, notes: list[str])
 
 
 def _iter_texts(files: Iterable[Path], field: str, notes: list[str]) -> Iterator[tuple[Path, TextRecord | None]]:
-    """Iterate over all texts: the file, and the record where the file has many."""
+    """Iterate over all texts: the file, and the record if the file has several."""
     for path in files:
         if not has_records(path):
             yield path, None

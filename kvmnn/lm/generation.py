@@ -33,7 +33,7 @@ from .tokenizer import encode_prompt
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions(Record):
-    """How the next token is chosen.
+    """How the next token is selected.
 
     Parameters
     ----------
@@ -42,7 +42,7 @@ class SamplingOptions(Record):
     top_k
         Only this many of the most probable tokens are drawn from; None for all.
     seed
-        Of the draws. Each token takes one number from it, so that runs with equal logits draw equal tokens.
+        Seed of the random draws. Each token uses one random number, so that runs with equal logits draw equal tokens.
 
     Raises
     ------
@@ -83,15 +83,15 @@ class SamplingOptions(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class StoreUseStats(Record):
-    """What a store did for one text."""
+    """How much of one text a prefix store provided."""
 
     #: Tokens of the prompt that were not computed.
     tokens: int
     #: Finding, reading, decoding and handing over their K and V; part of the time to the first token.
     get_seconds: float
-    #: What became of the text that was put afterwards; None before.
+    #: Result of storing the text afterwards; None before.
     put: PutResult | None = None
-    #: What was wrong in the store, in sentences.
+    #: Problems of the store, in sentences.
     notes: tuple[str, ...] = ()
 
 
@@ -131,7 +131,7 @@ class StoredPrefixes:
         return prefix
 
     def put_text(self, runner: Runner, ids: Sequence[int]) -> PutResult:
-        """Store K and V of all tokens that a runner has been fed, `ids`.
+        """Store K and V of `ids`, all tokens that a runner has been fed.
 
         A store that cannot be written does not stop the text: `PutResult.notes` explains why nothing was stored.
         """
@@ -144,7 +144,7 @@ class StoredPrefixes:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationStats(Record):
-    """A text that was generated."""
+    """A generated text and its statistics."""
 
     #: The new tokens.
     ids: tuple[int, ...]
@@ -153,25 +153,25 @@ class GenerationStats(Record):
     #: Tokens fed, and live tokens of each layer at the end.
     tokens_seen: int
     tokens_kept: tuple[int, ...]
-    #: Of K and V held at the end.
+    #: Bytes of K and V at the end.
     cache_bytes: int
-    #: From the first token of the prompt to the first new one (TTFT).
+    #: Time from the first token of the prompt to the first new one (TTFT).
     prompt_seconds: float
     #: Mean of the steps after it, the choice of the token included (TPOT); None where there were none.
     token_seconds: float | None
     #: Means of the same steps: inside onnxruntime, and for holding, scoring and cutting the cache.
     model_seconds: float | None
     policy_seconds: float | None
-    #: What the engine's planner did, where it is what evicts.
+    #: Statistics of the engine's planner, if it is the policy.
     h2o: H2OStats | None = field(default=None, metadata={"omit": True})
-    #: What the lossless runtime did, where the cache lies in one.
+    #: Statistics of the lossless runtime, if it stores the cache.
     runtime: RuntimeStats | None = field(default=None, metadata={"omit": True})
-    #: What a prefix store did, where there was one.
+    #: Use of a prefix store, if there was one.
     store: StoreUseStats | None = field(default=None, metadata={"omit": True})
 
 
 def check_positions(label: str, limit: int | None, prompt_tokens: int, new_tokens: int) -> None:
-    """Refuse texts that need more positions than the model was made for."""
+    """Raise an error for texts that need more positions than the model has."""
     if limit is None or prompt_tokens + max(new_tokens - 1, 0) <= limit:
         return
     if prompt_tokens > limit:
@@ -185,7 +185,7 @@ def check_positions(label: str, limit: int | None, prompt_tokens: int, new_token
 
 
 def warm_up(session: DecoderSession, token: int) -> None:
-    """Run the model once and probe layers of unequal lengths, so that neither is timed."""
+    """Run the model once and probe layers of unequal lengths, so that neither is timed later."""
     runner = Runner(session)
     for _ in range(2):
         runner.step([token])
@@ -199,7 +199,7 @@ def prefill(runner: Runner, ids: Sequence[int], chunk: int | None = None) -> Flo
 
 
 def _feed_rest(runner: Runner, ids: Sequence[int], chunk: int | None) -> Floats:
-    """Feed what the runner has not read yet of a text; return the logits of the last token."""
+    """Feed the tokens of a text that the runner has not read yet; return the logits of the last one."""
     if not len(ids):
         raise KvmnnError("there are no tokens to begin with")
     step = chunk or len(ids)
@@ -272,7 +272,7 @@ def find_end_tokens(files: ModelFiles) -> frozenset[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Continuation(Record):
-    """What one cache made of a prompt."""
+    """A prompt continued with one cache."""
 
     #: Tokens, sizes and times.
     generation: GenerationStats = field(metadata={"inline": True})
@@ -289,45 +289,45 @@ class Continuation(Record):
 class GenerateResult(Record):
     """A prompt continued with the full cache, and under a policy."""
 
-    #: Its path, as it was given.
+    #: Path of the model, as specified.
     model: str
-    #: The policy that was asked for.
+    #: The requested policy.
     policy: LabelledPolicy
     #: The text, and its tokens with the one that begins every text.
     prompt: str
     prompt_tokens: int
-    #: How tokens were chosen, by both.
+    #: Sampling of both runs.
     sampling: SamplingOptions
     #: With the full cache.
     full: Continuation
     #: Under the policy; None where it is the full cache.
     cut: Continuation | None
-    #: What a reader must know, in sentences.
+    #: Notes for the reader, in sentences.
     notes: tuple[str, ...] = ()
 
     @property
     @json_key(after="model")
     def label(self) -> str:
-        """Whether the cache that was asked for lost anything."""
+        """Label of the requested cache: ``"LOSSY"`` if it lost anything, else ``"LOSSLESS"``."""
         return (self.cut or self.full).label
 
     @property
     @json_key(before="sampling")
     def first_difference(self) -> int | None:
-        """Return the first new token at which the texts differ, counted from 0; None where they are equal."""
+        """Return the first new token at which the texts differ, counted from 0; None if they are equal."""
         return None if self.cut is None else find_first_difference(self.full.generation.ids, self.cut.generation.ids)
 
     @property
     @json_key(after="first_difference")
     def equal(self) -> bool:
-        """Whether the texts are equal."""
+        """Return whether the texts are equal."""
         return self.first_difference is None
 
     def __str__(self) -> str:
         return "\n".join(self.format_lines(shutil.get_terminal_size((100, 24)).columns))
 
     def format_lines(self, width: int) -> list[str]:
-        """Format both texts side by side in `width` columns, where they differ, and what each run took."""
+        """Format both texts side by side in `width` columns, their first difference, and statistics of each run."""
         full = self.full.generation
         if self.cut is None:
             generations = {self.policy.label: full}
@@ -372,13 +372,14 @@ def generate(
     prompt
         At least one token, the one that begins every text included.
     policy
-        Which tokens stay; without one only the full cache runs.
+        The eviction policy; without one only the full cache runs.
     max_tokens
         New tokens, at least one.
     sampling
-        How they are chosen, by the same draws for both; greedily by default, so that every difference is the policy's.
+        How tokens are selected, with the same random numbers in both runs; greedily by default, so that every
+        difference is due to the policy.
     options
-        How the model runs.
+        Settings of the model.
     store
         Prefixes that were computed before: the full cache begins with the longest one, and what it computed is put.
         K and V are found under the model's fingerprint (`compute_fingerprint`), which is taken over the whole model
@@ -466,7 +467,7 @@ class TokenDecoder(Protocol):
 
 
 def find_first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
-    """Return where two texts differ first, counted from 0; None where they are equal."""
+    """Return the first index at which two texts differ; None if they are equal."""
     for index, (a, b) in enumerate(zip(left, right, strict=False)):
         if a != b:
             return index
@@ -474,13 +475,13 @@ def find_first_difference(left: Sequence[int], right: Sequence[int]) -> int | No
 
 
 def decode_continuation(tokenizer: TokenDecoder, prompt: Sequence[int], new_ids: Sequence[int]) -> str:
-    """Return the text of new tokens as it continues the prompt's: alone some tokens would read differently."""
+    """Decode new tokens as the continuation of a prompt, because some tokens read differently alone."""
     prompt_text, text = tokenizer.decode(list(prompt)), tokenizer.decode([*prompt, *new_ids])
     return text[len(prompt_text) :] if text.startswith(prompt_text) else tokenizer.decode(list(new_ids))
 
 
 def _format_stats(generations: dict[str, GenerationStats]) -> list[str]:
-    """Format aligned lines of what each run took."""
+    """Format statistics of each run as aligned lines."""
     has_store = any(generation.store for generation in generations.values())
 
     def format_column(label: str, generation: GenerationStats) -> list[tuple[str, str]]:

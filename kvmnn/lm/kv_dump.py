@@ -39,7 +39,7 @@ from .runner import RunOptions
 
 
 def build_layer_arrays(caches: Sequence[LayerCache], dtype: str | None = None) -> tuple[list[LayerArray], CastStats]:
-    """Return K and V of every layer, interleaved, in `dtype` (by default their own), and what the cast changed."""
+    """Return K and V of every layer, interleaved, in `dtype` (default: their own), and the statistics of the cast."""
     cast = CastStats(caches[0].dtype, dtype or caches[0].dtype)
     target = dtypes.parse_dtype(cast.target).numpy_dtype
     arrays: list[LayerArray] = []
@@ -65,7 +65,7 @@ _TEXT_WIDTH = 80
 
 @dataclass(frozen=True, kw_only=True)
 class RoundingStats(Record):
-    """What writing elements in another type changed."""
+    """Changes by writing elements in another type."""
 
     #: The type of the model's cache: ``"fp16"`` or ``"fp32"``.
     source: str = field(metadata={"key": "from"})
@@ -78,7 +78,7 @@ class RoundingStats(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class KVDumpResult(Record):
-    """What was written."""
+    """Result of writing a dump."""
 
     json_keys = (
         "output seconds **origin tokens_seen tokens_kept asked_tokens=requested_tokens bytes=nbytes runtime notes"
@@ -86,38 +86,38 @@ class KVDumpResult(Record):
 
     #: The directory.
     output: str
-    #: Of reading the text.
+    #: Seconds of feeding the text.
     seconds: float
     #: The model's path as it was given, the text's file name and the digest of all of the file.
     model: str
     text_name: str
     text_sha256: str
-    #: What cut the cache.
+    #: The policy.
     policy: LabelledPolicy
-    #: Of the files, and of their words.
+    #: Format of the files, and their element type.
     format: str
     dtype: str
-    #: What the words lost.
+    #: Changes by rounding.
     rounding: RoundingStats
-    #: Of the text: asked for, read, and written for each layer.
+    #: Tokens of the text: requested, read, and written for each layer.
     requested_tokens: int
     tokens_seen: int
     tokens_kept: tuple[int, ...]
-    #: Of K and V.
+    #: Bytes of K and V.
     nbytes: int
-    #: What the lossless runtime did, where the cache lay in one; what is written does not depend on it.
+    #: Statistics of the lossless runtime, if it stored the cache; the output does not depend on it.
     runtime: RuntimeStats | None = field(default=None, metadata={"omit": True})
-    #: What was put before the text, what of the cache stayed raw, and why.
+    #: Notes on the added bos, and on parts of the cache that stayed raw.
     notes: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
-        """Return ``LOSSY`` if tokens or bits are gone, else ``UNCHANGED``: the model's own elements, none rounded."""
+        """Return ``LOSSY`` if tokens were evicted or elements rounded, else ``UNCHANGED``."""
         return LOSSY if min(self.tokens_kept) < self.tokens_seen or self.rounding.changed else UNCHANGED
 
     @property
     def origin(self) -> dict[str, Any]:
-        """Return where the elements come from, as ``positions.json`` has it."""
+        """Return the origin of the elements, as in ``positions.json``."""
         return {
             "kvmnn": get_version(),
             "label": self.label,
@@ -167,7 +167,7 @@ def dump_kv(
     overwrite: bool = False,
     options: RunOptions | None = None,
 ) -> KVDumpResult:
-    """Let a model read a text, cut its cache by a policy, and write K and V of every layer.
+    """Run a model on a text, cut its cache by a policy, and write K and V of every layer.
 
     Parameters
     ----------
@@ -179,7 +179,7 @@ def dump_kv(
         A directory that does not exist yet. It also gets ``positions.json`` (true positions of the stored tokens) and
         ``token_ids.json`` (every token of the text).
     policy
-        Which tokens stay; by default all.
+        The eviction policy; by default all tokens stay.
     tokens
         Maximum of tokens to read, the one that begins every text included.
     format
@@ -192,7 +192,7 @@ def dump_kv(
     overwrite
         Replace an existing output.
     options
-        How the model runs.
+        Settings of the model.
 
     Raises
     ------

@@ -35,14 +35,14 @@ class KVStore(Protocol):
         """Return K and V of every layer for the next step."""
 
     def set_present(self, present: Sequence[KVPair], num_new: int, *, is_prompt: bool = False) -> None:
-        """Store what a step returned: the past and `num_new` tokens after it, which may be (part of) a prompt."""
+        """Store the outputs of a step: the past and `num_new` tokens after it, which may be (part of) a prompt."""
 
     def compact(self, layer: int, slots: Indices, num_live: int) -> None:
         """Keep the first `num_live` slots of each row of `slots`, ascending: one row, or one for each KV head."""
 
 
 class PlainStore:
-    """The arrays of the model: tokens are only copied, inside the buffer, when others are dropped."""
+    """Stores the arrays of the model; tokens only move inside the buffer, when others are dropped."""
 
     def __init__(self, empty_pairs: Sequence[KVPair]) -> None:
         self._pairs = list(empty_pairs)
@@ -75,7 +75,7 @@ def _compact_rows(elements: Elements, slots: Indices, num_live: int) -> Elements
 
 
 class PackedStore:
-    """A `PackedCache` for each layer, or for each KV head where heads keep different tokens."""
+    """A `PackedCache` for each layer, or for each KV head if heads keep different tokens."""
 
     def __init__(self, interface: DecoderInterface, backend: str, *, per_head: bool) -> None:
         cache_dtype = dtypes.infer_dtype(np.empty(0, interface.dtype)).name
@@ -242,7 +242,7 @@ class LosslessStore:
 def _restrict_config(
     config: RuntimeConfig, num_layers: int, covered_layers: Sequence[int], parts_per_layer: int
 ) -> RuntimeConfig:
-    """Return the options, without eviction, for a runtime with `parts_per_layer` layers for each covered layer."""
+    """Return the options, without eviction, for `parts_per_layer` runtime layers for each covered layer."""
     evicting_layers = replace(config.h2o, layers=num_layers).evicting_layers
     evicting_indices = [index for index, layer in enumerate(covered_layers) if layer in evicting_layers] or [0]
     return replace(
@@ -260,7 +260,7 @@ def _restrict_config(
 
 
 def describe_encoding(runs: Iterable[tuple[str, RuntimeStats]], config: RuntimeConfig) -> list[str]:
-    """Explain where labelled runs encoded nothing, and which layers stay raw; runs of one label are texts of one."""
+    """Explain where labelled runs encoded nothing, and which layers stay raw; a label may have several runs."""
     labelled_runs = list(runs)
     run_counts = Counter(label for label, _ in labelled_runs)
     idle_runs: dict[_IdleCause, list[tuple[str, RuntimeStats]]] = {}

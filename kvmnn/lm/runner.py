@@ -31,25 +31,25 @@ TokenArray = npt.NDArray[np.int64]
 
 @dataclass
 class RunTimings:
-    """Where the time went, in seconds."""
+    """Elapsed times in seconds."""
 
-    #: Inside onnxruntime's run.
+    #: Time inside onnxruntime.
     model_seconds: float = 0.0
-    #: Holding, scoring, choosing and cutting: all that `ModelCache` does.
+    #: Time of storing, scoring, selecting and cutting: everything in `ModelCache`.
     policy_seconds: float = 0.0
     #: Tokens fed.
     num_tokens: int = 0
 
 
 class Runner:
-    """A decoder with its cache in our hands: tokens in, logits out, and after each step the cache is cut.
+    """A decoder with its cache: each step feeds tokens, returns logits, and cuts the cache.
 
     Parameters
     ----------
     session
         The model, opened with ``attentions=True`` where the policy scores tokens by them.
     policy
-        Which tokens stay; by default all.
+        The eviction policy; by default all tokens stay.
     max_masked
         Evicted tokens that may stay masked in the buffers until K and V are compacted; None for an eighth of those
         kept. 0 cuts at once, and so does a graph that takes no bias. It changes the resident bytes
@@ -125,7 +125,7 @@ class Runner:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the text and begin a new one."""
+        """Begin a new text."""
         interface, session = self.session.interface, self.session
         per_head = self.policy.is_per_head and interface.kv_heads > 1
         takes_bias = session.has_bias and (session.query_heads is not None or not per_head)
@@ -155,7 +155,7 @@ class Runner:
         self._is_consistent = True
 
     def collect_runtime_stats(self) -> RuntimeStats | None:
-        """Compact the cache and return what the lossless runtime did to the text so far; None without one."""
+        """Compact the cache and return statistics of the lossless runtime on the text so far; None without one."""
         if not isinstance(self._kv_store, LosslessStore):
             return None
         self.cache.compact_all()
@@ -166,7 +166,7 @@ class Runner:
         return self._kv_store.collect_metrics() if isinstance(self._kv_store, LosslessStore) else None
 
     def load_initial(self, layers: Sequence[LayerCache]) -> None:
-        """Begin a text with K and V that were computed elsewhere, instead of feeding its first tokens; cut them.
+        """Begin a text with K and V that were computed elsewhere, instead of feeding its first tokens, and cut them.
 
         A policy that evicts treats them as a prompt that was read in one step.
 
@@ -198,7 +198,7 @@ class Runner:
         self._is_consistent = True
 
     def replay_step(self, layers: Sequence[LayerCache], num_new: int, *, end_chunk: bool = False) -> None:
-        """Advance by one step as `step` does, with K and V that the same step returned before, instead of the model.
+        """Advance by one step as `step` does, with K and V of an earlier run of the same step instead of the model.
 
         Parameters
         ----------
@@ -233,7 +233,7 @@ class Runner:
         self._is_consistent = True
 
     def step(self, ids: npt.ArrayLike, *, end_chunk: bool = False, is_prompt: bool = False) -> Floats:
-        """Let the model read further tokens of the text, and cut the cache.
+        """Feed further tokens of the text to the model, and cut the cache.
 
         Parameters
         ----------
@@ -241,10 +241,10 @@ class Runner:
             Integers ``[token]``, at least one. They are read in one step, or one by one where layers hold different
             numbers of tokens and the graph would mask them wrongly.
         end_chunk
-            Whether a chunk of the text ends with them, for the policies that cut then.
+            Whether a chunk of the text ends with these tokens; some policies cut then.
         is_prompt
-            Whether they are a prompt or part of one: the engine's planner does not score or plan, and the lossless
-            runtime encodes nothing. The first step of a text always is one.
+            Whether the tokens are (part of) a prompt: the engine's planner does not score or plan, and the lossless
+            runtime encodes nothing. The first step of a text always is a prompt.
 
         Returns
         -------
@@ -294,7 +294,7 @@ class Runner:
     def _step_one_by_one(
         self, ids: TokenArray, positions: TokenArray, past: Sequence[KVPair], bias: Sequence[Floats] | None
     ) -> StepResult:
-        """Return what one step of several tokens would have returned, had the graph masked it correctly."""
+        """Feed several tokens one by one; return what one step would return if the graph masked correctly."""
         steps: list[StepResult] = []
         for i in range(len(ids)):
             num_later = len(ids) - 1 - i
@@ -318,7 +318,7 @@ class Runner:
         return StepResult(logits, list(past), attentions, sum(step.seconds for step in steps))
 
     def _check_layers(self, layers: Sequence[LayerCache], *, require_whole: bool = True) -> int:
-        """Check that layers fit the model; return their tokens, all the same with `require_whole`."""
+        """Check that layers match the model; return their tokens, which must be equal with `require_whole`."""
         interface = self.session.interface
         tokens = layers[0].tokens if layers else 0
         if len(layers) != interface.layers or not tokens:
@@ -344,7 +344,7 @@ class Runner:
 
 
 def explain_no_warm_start(policy: Policy) -> str | None:
-    """Return why a policy cannot begin with K and V that were computed elsewhere; None where it can."""
+    """Explain why a policy cannot begin with K and V that were computed elsewhere; None if it can."""
     if policy.requires_attention:
         return "ranks tokens by the attention that they drew, which nobody saw of K and V from elsewhere"
     if Trigger.AFTER_APPEND in policy.triggers:
@@ -354,7 +354,7 @@ def explain_no_warm_start(policy: Policy) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """How a model runs, for any text and policy.
+    """Settings of a model, for any text and policy.
 
     Parameters
     ----------
@@ -381,7 +381,7 @@ class RunOptions:
     providers: Sequence[str] = CPU_PROVIDERS
 
     def open_model(self, model: str | os.PathLike[str], policy: Policy) -> tuple[DecoderSession, Tokenizer]:
-        """Open the model, with attention probabilities where the policy needs them, and its tokenizer.
+        """Open the model, with attention probabilities if the policy needs them, and its tokenizer.
 
         Raises
         ------
@@ -409,7 +409,7 @@ _DEFAULT_QUERY_HEADS_PER_KV_HEAD = 8  # most models have fewer
 
 
 def feed_prompt_steps(runner: Runner, ids: Sequence[int]) -> Iterator[Floats]:
-    """Feed a prompt in steps of bounded size; the steps run as the iterator of their logits is read."""
+    """Feed a prompt in steps of bounded size; yield the logits of each."""
     # Attention of a prompt of n tokens takes n x n scores for each head and, where the session reports probabilities,
     # for each layer. The engine's planner does nothing at a prompt and the lossless runtime encodes nothing, so both
     # allow several steps. Another policy that evicts gets its prompt in one step, as from `Runner.step`; so does every

@@ -1,4 +1,4 @@
-"""A language model as one function: tokens and a cache in, logits and the grown cache out."""
+"""A language model as a function of tokens and a cache, which returns logits and the extended cache."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["DecoderSession", "StepResult"]
 
 
 class DecoderSession:
-    """An ONNX decoder whose KV cache is in the caller's hands.
+    """An ONNX decoder whose KV cache is managed by the caller.
 
     Attributes
     ----------
@@ -84,7 +84,7 @@ class DecoderSession:
         SourceError
             If there is no model, or its file is damaged.
         ModelError
-            If the model cannot run with its cache outside; the message says what to export instead.
+            If the model cannot run with an external cache; the message states what to export instead.
         AttentionNotExposedError
             If no tensor of the graph holds the attention probabilities.
         KvmnnError
@@ -97,7 +97,7 @@ class DecoderSession:
         return cls(create_decoder(files, interface, settings, attentions=attentions, bias=bias, cache=cache))
 
     def open_profile(self) -> SessionProfile:
-        """Return the profile of a session that was opened with one; `ModelError` where it shows no attention."""
+        """Return the profile of a session that was opened with one; raise `ModelError` if it shows no attention."""
         return SessionProfile(self._decoder.runtime, self.interface)
 
     def create_empty_past(self) -> list[KVPair]:
@@ -150,7 +150,7 @@ class DecoderSession:
         return self._decoder.run_step(ids, positions, past, bias)
 
     def probe_unequal_lengths(self) -> UnequalLengthSupport:
-        """Try, once, how tokens may be fed while layers hold different numbers of them.
+        """Test, once, how tokens may be fed while layers store different numbers of tokens.
 
         Returns
         -------
@@ -161,11 +161,11 @@ class DecoderSession:
         return self._unequal_length_support
 
     def can_chunk_unequal_lengths(self) -> bool:
-        """Return whether several tokens may be fed at once while layers hold different numbers of tokens."""
+        """Return whether several tokens may be fed in one step while layers store different numbers of tokens."""
         return self.probe_unequal_lengths() == "chunks"
 
     def check_unequal_lengths(self) -> None:
-        """Refuse, with `ModelError`, a graph whose layers cannot hold different numbers of tokens."""
+        """Raise `ModelError` for a graph whose layers cannot store different numbers of tokens."""
         if self.probe_unequal_lengths() == "none":
             raise self._decoder.build_error(
                 "its layers must hold equally many tokens; evict in all layers alike (no skip_layers), or export "

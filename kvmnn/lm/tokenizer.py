@@ -26,17 +26,17 @@ _PROBE_TEXT = "a 1."
 
 @dataclass(frozen=True, kw_only=True)
 class BosInfo:
-    """The token that is put before a text."""
+    """The token that is added before a text."""
 
-    #: Its id; None where no token is put before a text.
+    #: Id of the token; None if no token is added before a text.
     token: int | None = None
     #: The token as text.
     text: str = ""
-    #: What says so; empty where no file says anything.
+    #: The file and key that determine this; empty if no file does.
     reason: str = ""
 
     def format_note(self, num_texts: int, num_with_own: int = 0, *, noun: str = "text") -> str | None:
-        """Return a sentence about what was added; None where no file names a token."""
+        """Format a note on the added bos; None if no file names one."""
         if self.token is None:
             return f"No token was added before the {noun}: {self.reason}." if self.reason else None
         token_text = f"token {self.token} ({self.text!r})"
@@ -49,7 +49,7 @@ class BosInfo:
 
 
 def find_bos(path: Path, tokenizer: Any) -> BosInfo:
-    """Return what begins a text: what a file forbids or sets, else what the post-processor puts first."""
+    """Find the token that begins a text: as files require or forbid, else as the post-processor adds it."""
 
     def build_info(token: int, reason: str) -> BosInfo:
         return BosInfo(token=token, text=tokenizer.id_to_token(token) or "", reason=reason)
@@ -83,7 +83,7 @@ def find_bos(path: Path, tokenizer: Any) -> BosInfo:
 
 
 def _list_prefix_tokens(tokenizer: Any) -> Sequence[int]:
-    """Return the special tokens that the post-processor puts before a text."""
+    """Return the special tokens that the post-processor adds before a text."""
     encoding = tokenizer.encode(_PROBE_TEXT, add_special_tokens=True)
     plain_ids = tokenizer.encode(_PROBE_TEXT, add_special_tokens=False).ids
     ids, mask = encoding.ids, encoding.special_tokens_mask
@@ -95,7 +95,7 @@ _TOKENIZER_FILE = "tokenizer.json"
 
 
 class Tokenizer:
-    """A tokenizer of the Hugging Face kind (``tokenizer.json``).
+    """A tokenizer in Hugging Face format (``tokenizer.json``).
 
     Parameters
     ----------
@@ -152,7 +152,7 @@ class Tokenizer:
         Raises
         ------
         SourceError
-            If there is none.
+            If there is no tokenizer.
         """
         model_path, file = Path(path), cls.find_file(path)
         if file is not None:
@@ -166,7 +166,7 @@ class Tokenizer:
 
     @staticmethod
     def find_file(path: str | os.PathLike[str]) -> Path | None:
-        """Return the file that `open_for_model` reads; None where there is none."""
+        """Return the file that `open_for_model` reads; None if there is none."""
         model_path = Path(path)
         if model_path.is_file() and model_path.suffix == ".json":
             return model_path
@@ -177,7 +177,7 @@ class Tokenizer:
         )
 
     def encode(self, text: str) -> NDArray[np.int64]:
-        """Return the token ids of `text`, without special tokens put around it; int64 ``[token]``.
+        """Return the token ids of `text` without added special tokens; int64 ``[token]``.
 
         Raises
         ------
@@ -188,7 +188,7 @@ class Tokenizer:
             return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
 
     def decode(self, ids: Iterable[int] | NDArray[np.int64]) -> str:
-        """Return the text of `ids` without special tokens. Errors as of `encode`."""
+        """Return the text of `ids` without special tokens; raise as `encode` does."""
         numbers = [int(token) for token in ids]
         with self._wrap_errors(f"fails on {len(numbers):,} tokens"):
             return str(self._tokenizer.decode(numbers))
@@ -206,7 +206,7 @@ class Tokenizer:
 
     @staticmethod
     def count_bytes(text: str) -> int:
-        """Return the UTF-8 bytes of `text`: what bits per byte are counted over."""
+        """Return the UTF-8 bytes of `text`, the denominator of bits per byte."""
         return len(text.encode("utf-8"))
 
 
@@ -216,7 +216,7 @@ STDERR_LOCK = threading.Lock()
 
 @contextmanager
 def _convert_panics() -> Iterator[None]:
-    """Turn panics of Rust into RuntimeErrors, and hide what Rust prints about them on standard error."""
+    """Convert panics of Rust into RuntimeErrors, and suppress their output on standard error."""
     with STDERR_LOCK, ExitStack() as stack:
         with suppress(OSError):  # standard error is closed: nothing is shown anyway
             saved_stderr = os.dup(2)
@@ -244,7 +244,7 @@ def read_prompt_file(path: str) -> str:
 
 
 def decode_utf8(data: bytes, label: str) -> str:
-    """Decode UTF-8 bytes; raise `SourceError`, which begins with `label`, for others."""
+    """Decode UTF-8 bytes; raise `SourceError`, prefixed with `label`, if they are invalid."""
     try:
         return str(data, "utf-8")
     except UnicodeDecodeError as exc:

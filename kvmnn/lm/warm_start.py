@@ -1,6 +1,7 @@
-"""Continue a model from a saved cache: ids and positions found, K and V checked and cast, one file for each array.
+"""Continue a model from a saved cache: find ids and positions, check and cast K and V, and write one file for each
+array.
 
-The files are a hand-over between processes, in a temporary directory: each process maps them.
+The files pass the cache to other processes, which map them; they are in a temporary directory.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ from .onnx.model_files import find_model, read_onnx_graph
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StoredTokensInfo:
-    """Which tokens of its text a cache holds."""
+    """The tokens of a text that a cache contains."""
 
-    #: Of each layer, int64 ``[token]``, or ``[kv_head, token]`` where heads hold different ones.
+    #: Positions in each layer, int64 ``[token]``, or ``[kv_head, token]`` if heads differ.
     positions: tuple[Positions, ...]
-    #: Tokens of the text; None where nothing says it.
+    #: Tokens of the text; None if unknown.
     num_seen: int | None = None
-    #: Their ids; None where nothing says them.
+    #: Ids of the tokens; None if unknown.
     ids: Ids | None = None
 
     @property
@@ -58,7 +59,7 @@ class StoredTokensInfo:
 
     @property
     def is_whole_text(self) -> bool:
-        """Return whether every layer holds all tokens up to its last, and there are no more."""
+        """Return whether every layer stores all tokens of the text."""
         tokens = self.end
         holds_all = all(
             layer_positions.shape[-1] == tokens and (np.sort(layer_positions, axis=-1) == np.arange(tokens)).all()
@@ -72,7 +73,7 @@ class StoredTokensInfo:
 
 
 def read_stored_tokens(source: Source, tokens_by_layer: Sequence[int]) -> StoredTokensInfo:
-    """Return what a source specifies, else that each layer holds the first tokens of a text."""
+    """Read the stored tokens that a source specifies; by default each layer stores the first tokens of a text."""
     location = " ".join(source.inputs)
     sidecar = read_positions_sidecar(source, tokens_by_layer)
     cache, engine = source.cache, source.engine_cache
@@ -135,7 +136,7 @@ def write_layers(
     model: DecoderInterface,
     transforms: Sequence[Transform],
 ) -> tuple[list[CastStats], Any]:
-    """Write the arrays in the model's dtype and ascending positions; return what the casts changed, and a hash."""
+    """Write arrays in the model's dtype and ascending positions; return the statistics of the casts, and a hash."""
     target = dtypes.infer_dtype(np.empty(0, model.dtype)).name
     casts, digest = [], sha256()
     with wrap_os_errors(directory):
@@ -157,7 +158,7 @@ def write_layers(
 
 
 def _save_layer(directory: Path, layer: int, part: Part, elements: Elements, positions: Positions, digest: Any) -> None:
-    """Save K or V of a layer, and its positions once, and add them to a hash."""
+    """Save K or V of a layer, and its positions once, and update a hash."""
     for name, array in ((part, elements), *([("positions", positions)] if part == "key" else [])):
         array = np.ascontiguousarray(array)
         np.save(directory / f"{layer}.{name}.npy", array)
@@ -174,7 +175,7 @@ def invert_named_transforms(elements: Elements, part: Part, names: Sequence[str]
 
 
 def rewrite_layers(source: Path, target: Path, names: Sequence[str]) -> Any:
-    """Write the files of one directory into another with transforms inverted; return a hash as `write_layers` does."""
+    """Copy a directory's files to another with transforms inverted; return a hash as `write_layers` does."""
     digest = sha256()
     with wrap_os_errors(target):
         for cache in load_layers(source):
@@ -186,7 +187,7 @@ def rewrite_layers(source: Path, target: Path, names: Sequence[str]) -> Any:
 
 
 def _cast_array(location: str, entry: LayerArray, cast: CastStats) -> Elements:
-    """Return an array as ``[kv_head, token, head_dim]`` in the model's dtype; refuse numbers that are not finite."""
+    """Return an array as ``[kv_head, token, head_dim]`` in the model's dtype; raise an error for non-finite numbers."""
     source_array = entry.array.to_numpy().view(dtypes.parse_dtype(entry.array.dtype).numpy_dtype)
     source_array = np.ascontiguousarray(source_array.transpose(1, 0, 2) if entry.token_major else source_array)
     data = cast.cast(source_array.view(np.uint8).reshape(-1))
@@ -209,27 +210,27 @@ _TEMPORARY_PREFIX = "kvmnn-start-"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class InitialCache:
-    """The beginning of a text as another run left it. A context manager: at its end the files go."""
+    """A saved cache of the beginning of a text. A context manager that removes its files at the end."""
 
-    #: What results call it.
+    #: Name in results.
     name: str
-    #: What it is, in a few words.
+    #: Short description.
     description: str
-    #: Stored in each layer.
+    #: Tokens stored in each layer.
     tokens: tuple[int, ...]
-    #: Tokens of the text that it stands for: the position of the next one.
+    #: Tokens of the text, which is the position of the next one.
     tokens_seen: int
-    #: Of the words as they were found.
+    #: Element type of the input.
     dtype: str
-    #: What was asked to be undone: names of `kvmnn.arrays.undo`, `UNDO_AUTO` or `UNDO_NONE`.
+    #: Transforms to invert: names of `kvmnn.arrays.engine_transforms`, `UNDO_AUTO` or `UNDO_NONE`.
     inverted_transforms: tuple[str, ...] = ()
-    #: Those of all tokens seen; None where only their hash is known.
+    #: Ids of all tokens seen; None if only their hash is known.
     ids: Ids | None = None
-    #: Their number and hash.
+    #: Number and hash of the ids.
     ids_hash: TokenIdsFingerprint | None = None
-    #: Of words, positions and ids.
+    #: Hash of elements, positions and ids.
     sha256: str = ""
-    #: What a reader must know, in sentences.
+    #: Notes for the reader, in sentences.
     notes: tuple[str, ...] = ()
     directory: Path = field(repr=False)
     _temporary_directory: TemporaryDirectory[str] | None = field(default=None, repr=False)
@@ -239,7 +240,7 @@ class InitialCache:
         return load_layers(self.directory)
 
     def trim_document(self, document: Document, tokenizer: TextTokenizer | None) -> Document:
-        """Return a text of which only what follows the cache is scored.
+        """Return a document of which only the tokens after the cache are scored.
 
         The first token after the cache is fed and not scored, as no cache has the logits that would score it. A cache
         without the token that begins every text is that of a text without it.
@@ -270,7 +271,7 @@ class InitialCache:
         )
 
     def with_transforms_inverted(self, names: Sequence[str]) -> InitialCache:
-        """Return the cache with transforms of K and V inverted, in files of its own that `close` removes."""
+        """Return the cache with transforms of K and V inverted, in temporary files that `close` removes."""
         directory = TemporaryDirectory(prefix=_TEMPORARY_PREFIX, ignore_cleanup_errors=True)
         try:
             digest = rewrite_layers(self.directory, Path(directory.name), names)
@@ -343,11 +344,11 @@ def read_initial_cache(
     token_ids
         Ids of the text, evicted tokens included, where the cache does not contain them.
     inverted_transforms
-        What llama.cpp did to K and V without recording it: ``"k-rotation"``, ``"v-rotation"``, ``"k-order"``
-        (`kvmnn.arrays.llama_transforms`); ``["auto"]`` to let `evaluate` find it, ``["none"]`` to take all as stored,
-        also where it is not the model's.
+        Transforms that llama.cpp applied to K and V without recording them: ``"k-rotation"``, ``"v-rotation"``,
+        ``"k-order"`` (`kvmnn.arrays.llama_transforms`); ``["auto"]`` to let `evaluate` find them, ``["none"]`` to use
+        all as stored, even if that is not the model's layout.
     name
-        What results call it; by default the names of the files.
+        Name in results; by default the names of the files.
     token_major
         Whether arrays are ``[token, kv_head, head_dim]``, where nothing specifies it.
 
@@ -409,7 +410,7 @@ def _finish_hash(digest: Any, ids: Ids | None, ids_hash: TokenIdsFingerprint | N
 
 
 def read_model_interface(model: str | os.PathLike[str]) -> DecoderInterface:
-    """Read from its graph what a cache of a model has to fit; weights are not read."""
+    """Read the properties that a cache must match from a model's graph, without its weights."""
     files = find_model(model)
     return read_interface(read_onnx_graph(files.graph), files)
 
@@ -444,7 +445,7 @@ def _check_geometry(location: str, arrays: Sequence[LayerArray], model: DecoderI
 def _resolve_ids(
     location: str, source: Source, stored_tokens: StoredTokensInfo, specified_ids: Ids | None
 ) -> tuple[Ids | None, TokenIdsFingerprint | None, int]:
-    """Return the ids of all tokens seen, or what is known of them, and how many they are."""
+    """Return the ids of all tokens seen, as far as known, and their number."""
     source_ids, ids_hash = stored_tokens.ids, source.cache.token_ids if source.cache is not None else None
     if specified_ids is not None:
         TokenIdsFingerprint.from_ids(specified_ids, "--token-ids")

@@ -1,4 +1,4 @@
-"""Which tokens of a cache stay: one file for each policy, one registry. LOSSY, all of them but `FullCache`.
+"""Eviction policies, which select the tokens of a cache that stay. All are LOSSY except `FullCache`.
 
 >>> from kvmnn.policies import LayerState, create_policy
 >>> create_policy("streaming", sink=2, budget=5).select_or_all(LayerState(tokens=8)).tolist()

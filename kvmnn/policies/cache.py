@@ -20,7 +20,7 @@ ScoreFold = Callable[[Floats, Floats], Floats]
 
 
 class CacheState:
-    """Scores, tokens seen and true positions of one layer, cut together with its K and V.
+    """Scores, number of tokens seen and text positions of one layer, cut with its K and V.
 
     Parameters
     ----------
@@ -72,8 +72,8 @@ class CacheState:
         """Add the attention that one step gave to each stored token to the scores, in float32
         (`ScoreAccumulator.fold`).
 
-        Where there are fewer or more sums than tokens, those that have both are folded and the rest is left: so does
-        the StreamingLLM + H2O project.
+        If the numbers of sums and tokens differ, only tokens with a sum are updated, as in the StreamingLLM + H2O
+        project.
 
         Raises
         ------
@@ -115,7 +115,7 @@ class CacheState:
 
 
 def validate_indices(selection: npt.NDArray[Any], tokens: int) -> Indices:
-    """Return indices of tokens as int64, each in ``[0, tokens)`` and once in a head."""
+    """Return indices of tokens as int64; each must be in ``[0, tokens)`` and unique in its head."""
     array = np.asarray(selection)
     if array.dtype.kind not in "iu":
         raise TypeError(f"kept tokens are {array.dtype}: expected integers")
@@ -133,7 +133,7 @@ def validate_indices(selection: npt.NDArray[Any], tokens: int) -> Indices:
 
 
 def take_tokens(array: npt.NDArray[Any], indices: Indices) -> npt.NDArray[Any]:
-    """Return the kept tokens of an array ``[token]`` or ``[kv_head, token]``: of two axes where either has two."""
+    """Take tokens of an array ``[token]`` or ``[kv_head, token]``; the result has two axes if either argument has."""
     if indices.ndim == 1:
         return array[..., indices]
     if array.ndim == 1:
@@ -144,14 +144,14 @@ def take_tokens(array: npt.NDArray[Any], indices: Indices) -> npt.NDArray[Any]:
 class EvictingCache:
     """K and V of one layer, and the `CacheState` that is cut with them by the policy.
 
-    One step is `append` (which returns what is to be attended), attention, `finish_attention`. A caller that works in
-    chunks calls `end_chunk` after each. Any policy works here; the lazy ones do what the classes of the StreamingLLM +
-    H2O project do.
+    One step is `append` (which returns the cache to attend to), attention, `finish_attention`. A caller that works in
+    chunks calls `end_chunk` after each. Any policy works; the lazy ones behave like the classes of the StreamingLLM +
+    H2O project.
 
     Parameters
     ----------
     policy
-        What decides.
+        The policy that decides.
     layer
         Number of the layer.
 
@@ -179,7 +179,7 @@ class EvictingCache:
 
     @property
     def snapshot(self) -> LayerCache:
-        """Return what is stored now, with true positions."""
+        """Return the stored K and V with their text positions."""
         if self._keys is None or self._values is None:
             raise KvmnnError(f"layer {self.layer}: nothing has been appended yet")
         return LayerCache(
@@ -191,7 +191,7 @@ class EvictingCache:
         )
 
     def append(self, keys: Elements, values: Elements) -> LayerCache:
-        """Store the tokens of a step, ``[kv_head, token, head_dim]``, and return what they are to attend to."""
+        """Store the tokens of a step, ``[kv_head, token, head_dim]``; return the cache that they attend to."""
         check_kv_pair(f"layer {self.layer}", keys, values, num_axes=3)
         if self._keys is None or self._values is None:
             self.state = CacheState(self.policy.requires, keys.shape[0])
@@ -212,12 +212,12 @@ class EvictingCache:
     def finish_attention(
         self, sums: Floats | None = None, *, weights: npt.NDArray[np.floating] | None = None
     ) -> LayerCache:
-        """Finish a step that has been attended; return what is stored after it.
+        """Finish a step after attention; return the cache after it.
 
         Parameters
         ----------
         sums
-            What attention adds to the scores, as `Policy.sum_columns` returns it.
+            Scores that attention adds, as from `Policy.sum_columns`.
         weights
             Or the attention itself, ``[query_head, query, key]``.
         """
@@ -233,7 +233,7 @@ class EvictingCache:
         return self.snapshot
 
     def end_chunk(self) -> LayerCache:
-        """End a chunk of text: the lazy policies cut to their budget; return what is stored."""
+        """End a chunk of text, where lazy policies cut to their budget; return the cache."""
         self._apply_policy(Trigger.CHUNK_END)
         return self.snapshot
 
@@ -258,7 +258,7 @@ class EvictingCache:
 
 
 def take_rows(array: Elements, indices: Indices) -> Elements:
-    """Return the kept tokens of K or V, ``[kv_head, token, head_dim]``, as an array of their own."""
+    """Copy the kept tokens of K or V, ``[kv_head, token, head_dim]``, to a new array."""
     if indices.ndim == 1:
         return array[:, indices]
     out = np.empty((array.shape[0], indices.shape[1], array.shape[2]), array.dtype)

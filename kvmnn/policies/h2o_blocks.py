@@ -1,4 +1,4 @@
-"""The H2O planner of the MNN fork as policies: its rule for one layer, and bit for bit for a whole model."""
+"""The H2O planner of the MNN fork as policies: its rule for one layer, and an exact copy for a whole model."""
 
 from __future__ import annotations
 
@@ -132,8 +132,8 @@ class H2OEngine(Policy):
     update_interval, trigger_min_tokens, layer_start, layer_end
         Likewise.
     cadence
-        What `update_interval` counts: ``"layer-calls"`` of all layers together, as the engine does, or ``"tokens"`` of
-        the same layer, as its documents say.
+        Unit of `update_interval`: ``"layer-calls"`` of all layers, as in the engine, or ``"tokens"`` of the same layer,
+        as in its documentation.
     layer_nums
         Layers of the model's configuration, or None. A model with another number is refused.
     """
@@ -180,7 +180,7 @@ class H2OEngine(Policy):
 
     @classmethod
     def parse_engine_options(cls, document: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the options that the ``kv_h2o_`` keys of an engine's ``config.json`` set to other values than the
+        """Return the options that ``kv_h2o_`` keys of an engine's ``config.json`` set to a value other than the
         default.
 
         Raises
@@ -203,7 +203,7 @@ class H2OEngine(Policy):
         return changed_options | ({"layer_nums": config.layers} if "layer_nums" in document else {})
 
     def create_planner(self, num_layers: int, bytes_per_token: int) -> H2OPlanner:
-        """Create the planner of a model whose layers have `bytes_per_token` bytes of K and V a token.
+        """Create the planner of a model whose layers have `bytes_per_token` bytes of K and V per token.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""Policies that keep heavy hitters: H2O as published, with decaying scores, and prompt attention in kvpress's form."""
+"""Policies that keep heavy hitters: H2O as published, H2O with decaying scores, and prompt attention as in kvpress."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class H2OTokens(BudgetedPolicy):
     Parameters
     ----------
     budget
-        Tokens that stay, all three kinds: 256 by default. ``budget - sink - recent`` are heavy hitters; where that is
-        below 1 there are none, and sinks and recent tokens stay nevertheless.
+        Tokens that stay, of all three kinds: 256 by default. ``budget - sink - recent`` of them are heavy hitters; if
+        that is below 1 there are none, and sinks and recent tokens still stay.
     sink, recent
         First and latest tokens that always stay.
     buffer
@@ -122,7 +122,8 @@ class H2OHeads(BudgetedPolicy):
 
 @dataclass(frozen=True, kw_only=True)
 class H2ODecayed(BudgetedPolicy):
-    """Keep the first tokens, the latest, and between them those with the highest fading scores; one set for all heads.
+    """Keep the first tokens, the latest, and between them those with the highest decaying scores; one set for all
+    heads.
 
     Paper: arXiv 2306.14048 (H2O), which does not fade scores. Original: kvmnn's own; the StreamingLLM + H2O project has
     the three kinds of tokens.
@@ -190,7 +191,7 @@ class H2ODecayed(BudgetedPolicy):
 
 @dataclass(frozen=True, kw_only=True)
 class H2ODecayedHeads(H2ODecayed):
-    """`h2o_decayed` with scores and a set of tokens for each KV head.
+    """`h2o_decayed` with separate scores and tokens for each KV head.
 
     Paper: arXiv 2306.14048 (H2O), whose code has a set for each head. Original: kvmnn's own.
 

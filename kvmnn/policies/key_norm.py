@@ -23,7 +23,7 @@ from .topk import argtopk_lowest, compute_key_norms, select_middle_topk, sort_by
 
 @dataclass(frozen=True, kw_only=True)
 class KNorm(BudgetedPolicy):
-    """Keep the tokens of the prompt with the lowest key norms, lowest first; decoding is left alone.
+    """Keep the tokens of the prompt with the lowest key norms, lowest first; decoding evicts nothing.
 
     Paper: arXiv 2406.11430. Original: kvpress, `KnormPress`.
 
@@ -129,7 +129,7 @@ class L2Fixed(BudgetedPolicy):
 
 @dataclass(frozen=True, kw_only=True)
 class L2Ratio(BudgetedPolicy):
-    """Keep the tokens with the lowest key norms, each KV head its own.
+    """Keep, in each KV head, the tokens with the lowest key norms.
 
     Paper: Devoto et al., "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression", arXiv 2406.11430.
     Original: the paper's l2compress; `l2_compress` of the l2_compress / KnormPress project.
@@ -168,7 +168,7 @@ class L2Ratio(BudgetedPolicy):
     def from_paper(
         cls, keep_ratio: float = 1.0, *, prune_after: int = 2048, skip_layers: tuple[int, ...] = ()
     ) -> L2Ratio:
-        """Create the paper's own code with its defaults."""
+        """Create the policy of the paper's own code, with its defaults."""
         return cls(keep_ratio=keep_ratio, prune_after=prune_after, skip_layers=skip_layers, form="original")
 
     def __post_init__(self) -> None:
@@ -263,7 +263,7 @@ def fix_size_l2_compress(
     strategy
         ``"keep_low"`` or ``"keep_high"`` norms of the keys, or ``"random"``.
     generator
-        What ``"random"`` draws from; without one every call draws again.
+        Random generator of ``"random"``; without one every call uses a new, unseeded one.
 
     Returns
     -------
@@ -312,7 +312,7 @@ def _compress_layer(policy: Policy, layer: int, keys: Any, values: Any) -> tuple
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _LazySequence(PolicyInput):
-    """One sequence of a layer, whose keys are read only where a policy needs them."""
+    """One sequence of a layer, whose keys are only read if a policy needs them."""
 
     keys: Any
 
@@ -329,7 +329,7 @@ class _LazySequence(PolicyInput):
 
 
 def _to_numpy(array: Any) -> npt.NDArray[Any]:
-    """Convert to numpy; tensors of torch by way of float32, because numpy has no bfloat16."""
+    """Convert to numpy; tensors of torch are converted through float32, because numpy has no bfloat16."""
     if not isinstance(array, np.ndarray):
         array = array.detach().float().cpu().numpy() if hasattr(array, "detach") else np.asarray(array)
     converted: npt.NDArray[Any] = array

@@ -1,4 +1,4 @@
-"""Which tokens of a stored cache a policy would keep: its layers, each as a prompt that was attended once."""
+"""Plan which tokens of a stored cache a policy would keep; each layer is treated as a prompt that was attended once."""
 
 from __future__ import annotations
 
@@ -25,42 +25,41 @@ _LEGEND = "# kept, . dropped, 1 to 9 tenths kept"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PolicyLayerPlan(Record):
-    """What stays of one layer."""
+    """The tokens of one layer that stay."""
 
     json_keys = "**plan_entry tokens tokens_after bytes=nbytes bytes_after skipped positions=_positions_after"
 
-    #: Its number.
     layer: int
-    #: That are stored.
+    #: Stored tokens.
     tokens: int
-    #: Of its K and V.
+    #: Bytes of K and V of the layer.
     nbytes: int
     #: Stored tokens that stay, ascending: int64 ``[kept]``, or ``[kv_head, kept]`` where heads keep different ones;
     #: None: all stay.
     kept_indices: Indices | None = None
     #: Whether the policy never cuts this layer.
     skipped: bool = False
-    #: True position of each stored token; None where nothing says it of all heads.
+    #: Text position of each stored token; None if it is not known for all heads.
     positions: Positions | None = None
 
     @property
     def tokens_after(self) -> int:
-        """Return the tokens that stay, in each KV head."""
+        """Return the number of tokens that stay in each KV head."""
         return self.tokens if self.kept_indices is None else int(self.kept_indices.shape[-1])
 
     @property
     def bytes_after(self) -> int:
-        """Return the bytes of K and V of those."""
+        """Return the bytes of K and V of the tokens that stay."""
         return self.nbytes // self.tokens * self.tokens_after
 
     def list_runs(self) -> list[PositionRuns]:
-        """Return ``(begin, size)`` runs of the stored tokens that stay: of all heads, or of each."""
+        """Return ``(begin, size)`` runs of the tokens that stay: of all heads, or of each head."""
         indices = np.arange(self.tokens) if self.kept_indices is None else self.kept_indices
         return [positions_to_runs(row) for row in np.atleast_2d(indices)]
 
     @property
     def plan_entry(self) -> dict[str, Any]:
-        """Return what `kvmnn mnn compact --plan` reads of a layer; it refuses ``heads`` instead of ``pairs``."""
+        """Return the entry of a layer for `kvmnn mnn compact --plan`, which refuses ``heads`` instead of ``pairs``."""
         if self.kept_indices is None:
             return {"layer": self.layer, "remove": 0, "pairs": []}
         rows = [[list(run) for run in runs] for runs in self.list_runs()]
@@ -68,7 +67,7 @@ class PolicyLayerPlan(Record):
         return {"layer": self.layer, "remove": self.tokens, **selection}
 
     def render_map(self, group: int) -> str:
-        """Render a letter for `group` tokens each: how many of all heads stay."""
+        """Render one letter for each `group` tokens: how many of all heads stay."""
         shares = np.ones(self.tokens)
         if self.kept_indices is not None:
             rows = np.atleast_2d(self.kept_indices)
@@ -96,16 +95,15 @@ def _build_policy_document(policy: Policy) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CachePlan(Record):
-    """What a policy would keep of a cache."""
+    """The tokens of a cache that a policy would keep."""
 
-    #: What was read, and the file that the plan was written to, if any.
+    #: The input, and the file that the plan was written to, if any.
     input: str | None = None
     output: str | None = None
-    #: Time that it took.
+    #: Elapsed time.
     seconds: float = 0.0
-    #: What decided.
+    #: The policy that decided.
     policy: Policy = field(metadata={"convert": _build_policy_document})
-    #: What stays of each.
     layers: tuple[PolicyLayerPlan, ...]
 
     @property
@@ -115,9 +113,9 @@ class CachePlan(Record):
         return LOSSY if any(layer.tokens_after < layer.tokens for layer in self.layers) else UNCHANGED
 
     @property
-    @json_key(before="layers")
-    def by_head(self) -> bool:
-        """Return whether KV heads of any layer keep different tokens, which no packed file stores."""
+    @json_key("by_head", before="layers")
+    def is_per_head(self) -> bool:
+        """Return whether KV heads of any layer keep different tokens, which packed files cannot store."""
         return any(layer.kept_indices is not None and layer.kept_indices.ndim > 1 for layer in self.layers)
 
     @property
@@ -129,7 +127,7 @@ class CachePlan(Record):
     @property
     @json_key(before="layers")
     def bytes_after(self) -> int:
-        """Return the bytes of what stays."""
+        """Return the bytes of the kept K and V."""
         return sum(layer.bytes_after for layer in self.layers)
 
     def to_plan_entries(self) -> list[dict[str, Any]]:
@@ -156,7 +154,7 @@ class CachePlan(Record):
             if (pairs := _format_reserve(group[0])) is not None:
                 lines.append(f"    --remove {group[0].tokens} --reserve {pairs}")
         if picture:
-            suffix = " of all KV heads" if self.by_head else ""
+            suffix = " of all KV heads" if self.is_per_head else ""
             lines.append(f"  {pluralize(tokens, 'token')} a letter: {_LEGEND}{suffix}")
         return lines
 
@@ -171,7 +169,7 @@ class CachePlan(Record):
         cut_layers = [layer for layer in self.layers if layer.tokens_after < layer.tokens]
         tokens_after = format_range(sorted({layer.tokens_after for layer in cut_layers}))
         tokens = format_range(sorted({layer.tokens for layer in cut_layers}))
-        scope_parts = ["in each KV head"] if self.by_head else []
+        scope_parts = ["in each KV head"] if self.is_per_head else []
         if len(cut_layers) < len(self.layers):
             scope_parts.append(f"in {len(cut_layers)} of {len(self.layers)} layers")
         share = _format_percent(self.bytes_after, self.bytes_before)
@@ -191,7 +189,7 @@ class CachePlan(Record):
 
 
 def check_plannable(policy: Policy) -> None:
-    """Raise `OptionError` for a policy that ranks tokens by what no cache stores."""
+    """Raise `OptionError` for a policy that ranks tokens by statistics that no cache stores."""
     if policy.requires_attention:
         plannable = ", ".join(
             name for name, policy_class in POLICIES.items() if policy_class.requires in ("lengths", "keys")
@@ -211,7 +209,7 @@ def plan_layer(
     norms: Callable[[], Floats],
     positions: Positions | None = None,
 ) -> PolicyLayerPlan:
-    """Plan what a policy would keep of one layer; `norms` returns those of its keys, float32 ``[kv_head, token]``."""
+    """Plan one layer under a policy; `norms` returns the key norms, float32 ``[kv_head, token]``."""
     shared_positions = positions if positions is not None and positions.ndim == 1 else None
     if layer in policy.skip_layers:
         return PolicyLayerPlan(layer=layer, tokens=tokens, nbytes=nbytes, skipped=True, positions=shared_positions)

@@ -1,6 +1,6 @@
 """Eviction policies: small value objects that select which tokens of one layer stay.
 
-A policy knows nothing of files, models or packed layouts. It declares what it requires and when it acts, and has one
+A policy is independent of files, models and packed layouts. It declares what it requires and when it acts, and has one
 method, `Policy.select_tokens`, that returns token indices; `CacheState` and `EvictingCache` keep state and cut.
 """
 
@@ -61,7 +61,7 @@ class Budget:
 
 
 class Trigger(Enum):
-    """When a policy acts: tokens have been appended, they have been attended, or a chunk of text has ended."""
+    """When a policy acts: after tokens were appended, after attention, or at the end of a chunk of text."""
 
     AFTER_APPEND = "appended"
     AFTER_ATTENTION = "attended"
@@ -72,8 +72,8 @@ class Trigger(Enum):
 class PolicyInput:
     """The stored tokens of one layer, or of several layers that store equally many.
 
-    Arrays have a row for each set of tokens that is selected: for each KV head where heads select for themselves, else
-    for each layer; the rows of one layer come after those of the one before it.
+    Arrays have a row for each set of tokens to select: for each KV head if heads select separately, else for each
+    layer; rows are ordered by layer.
 
     Parameters
     ----------
@@ -111,12 +111,12 @@ class PolicyInput:
 
     @property
     def num_key_rows(self) -> int:
-        """Return the rows of `get_key_norms`."""
+        """Return the number of rows of `get_key_norms`."""
         return len(self._require_norms())
 
     @property
     def is_prompt(self) -> bool:
-        """Return whether everything seen came in the latest step, by which kvpress recognizes a prompt."""
+        """Return whether all tokens came in the latest step, which is how kvpress recognises a prompt."""
         return self.num_new is None or self.num_new == (self.tokens if self.num_seen is None else self.num_seen)
 
     def get_key_norms(self, num_tokens: int | None = None) -> Floats:
@@ -124,13 +124,13 @@ class PolicyInput:
         return self._require_norms()[:, :num_tokens]
 
     def get_row_scores(self) -> Floats:
-        """Return the scores as float32 ``[row, token]``, also where one row serves a layer."""
+        """Return the scores as float32 ``[row, token]``, even if there is one row for the layer."""
         if self.scores is None:
             raise KvmnnError(f"layer {self.layer}: no scores are known")
         return self.scores if self.scores.ndim == 2 else self.scores[None]
 
     def with_trigger(self, trigger: Trigger) -> Self:
-        """Return the same at another trigger."""
+        """Return a copy with another trigger."""
         if trigger is self.trigger:
             return self
         copied_input = copy(self)
@@ -145,7 +145,7 @@ class PolicyInput:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LayerState(PolicyInput):
-    """One layer, with its keys and values; everything is checked.
+    """One layer with its keys and values, all validated.
 
     Parameters
     ----------
@@ -225,7 +225,7 @@ Selection: TypeAlias = Indices | list[Indices] | None
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(ABC):
-    """Which tokens of a layer stay. A new policy is a dataclass of its options with a `name` and a `select_tokens`.
+    """An eviction policy. A new one is a dataclass of its options with a `name` and a `select_tokens`.
 
     Parameters
     ----------
@@ -233,18 +233,18 @@ class Policy(ABC):
         Layers that are never cut.
     """
 
-    #: Its key in `kvmnn.policies.POLICIES`.
+    #: Name of the policy in `kvmnn.policies.POLICIES`.
     name: ClassVar[str]
-    #: What it ranks by. Scores are sums of attention: `"scores"` one for each token, `"head scores"` one for each token
-    #: in each KV head. With keys or head scores each KV head keeps tokens of its own.
+    #: Statistics to rank by. Scores are sums of attention: `"scores"` one for each token, `"head scores"` one for each
+    #: token in each KV head. With keys or head scores each KV head selects its own tokens.
     requires: ClassVar[RequiredStats] = "lengths"
-    #: When it acts; at other times every token stays.
+    #: When the policy acts; at other times every token stays.
     triggers: ClassVar[frozenset[Trigger]] = frozenset({Trigger.AFTER_ATTENTION})
-    #: Whether it acts on a prompt and never again.
+    #: Whether the policy only acts on a prompt.
     prompt_only: ClassVar[bool] = False
     #: Whether layers are cut at different steps, and so hold different numbers of tokens.
     has_independent_layers: ClassVar[bool] = False
-    #: What a budget is for it, in a few words.
+    #: Short explanation of the budget.
     budget_help: ClassVar[str] = "it has none"
 
     skip_layers: tuple[int, ...] = ()
@@ -256,11 +256,11 @@ class Policy(ABC):
 
     @abstractmethod
     def select_tokens(self, state: PolicyInput) -> Selection:
-        """Select the tokens that stay: the one method that a policy implements.
+        """Select the tokens that stay; the only method that a policy must implement.
 
-        It is called only at its `triggers`, for layers that are cut, with what `requires` names. It must treat every
-        row of `PolicyInput.get_row_scores` and `PolicyInput.get_key_norms` by itself, because several layers are
-        decided in one call.
+        It is only called at its `triggers`, for layers that are cut, with the statistics in `requires`. It must treat
+        the rows of `PolicyInput.get_row_scores` and `PolicyInput.get_key_norms` independently, because one call decides
+        several layers.
 
         Returns
         -------
@@ -273,39 +273,37 @@ class Policy(ABC):
 
     @property
     def score_accumulator(self) -> ScoreAccumulator:
-        """Return how attention becomes scores; by default it is summed up and never fades."""
+        """Return the accumulator of attention to scores; by default the sum without decay."""
         return SumScores()
 
     @property
     def requires_norms(self) -> bool:
-        """Return whether the norms of the keys decide."""
+        """Return whether the policy ranks tokens by key norms."""
         return self.requires == "keys"
 
     # -- for callers -----------------------------------------------------------------------------------------------
 
     @property
     def requires_attention(self) -> bool:
-        """Return whether it ranks tokens by the attention that they draw."""
+        """Return whether the policy ranks tokens by attention."""
         return self.requires in ("scores", "head scores")
 
     @property
     def is_per_head(self) -> bool:
-        """Return whether each KV head keeps tokens of its own."""
+        """Return whether each KV head selects its own tokens."""
         return self.requires in ("keys", "head scores")
 
     @property
     def can_evict(self) -> bool:
-        """Return whether any token can go."""
+        """Return whether the policy can evict any token."""
         return bool(self.triggers)
 
     def resolve_skip_layers(self, num_layers: int) -> frozenset[int]:
-        """Return the layers that are never cut, of a model that has `num_layers`."""
+        """Return the layers of a model with `num_layers` layers that are never cut."""
         return frozenset(self.skip_layers) & frozenset(range(num_layers))
 
     def check_layers(self, num_layers: int) -> None:
-        """Refuse, with `OptionError`, layers to skip that a model does not have; the defaults of a class may name
-        more.
-        """
+        """Raise `OptionError` for skipped layers that a model lacks; the defaults of a class may name more."""
         missing_layers = [layer for layer in self.skip_layers if layer >= num_layers]
         if missing_layers and self.skip_layers != type(self).skip_layers:
             raise OptionError(
@@ -355,12 +353,12 @@ class Policy(ABC):
         return selection
 
     def select_or_all(self, state: PolicyInput, trigger: Trigger | None = None) -> Indices:
-        """Select like `select`, with ``[0, 1, 2 ...]`` where all stay."""
+        """Select as `select` does; return all indices if every token stays."""
         indices = self.select(state, trigger)
         return np.arange(state.tokens, dtype=np.int64) if indices is None else indices
 
     def select_stacked(self, state: PolicyInput, trigger: Trigger | None = None) -> Selection:
-        """Select for several layers, none of which is skipped, that store equally many tokens.
+        """Select for several layers that store equally many tokens; none of them is skipped.
 
         Parameters
         ----------
@@ -384,7 +382,7 @@ class Policy(ABC):
         return selection
 
     def sum_columns(self, weights: npt.NDArray[Any], kv_heads: int) -> Floats:
-        """Return what one step's attention adds to the scores, float32.
+        """Return the scores that one step's attention adds, float32.
 
         Parameters
         ----------
@@ -401,7 +399,7 @@ class Policy(ABC):
         return self.score_accumulator.sum_weights(weights, kv_heads, per_head=self.is_per_head)
 
     def explain_no_eviction(self, prompt_tokens: int, tokens: int) -> str | None:
-        """Explain why its options let every token of a text stay, as part of a sentence; None where they do not.
+        """Explain, as part of a sentence, why the policy keeps every token of a text; None if it evicts.
 
         Parameters
         ----------
@@ -426,8 +424,8 @@ class BudgetedPolicy(Policy):
     budget
         Tokens that stay. More than there are: all stay. 0: none stays.
     keep_ratio
-        The same as a share of the stored tokens, rounded up (kvpress's policies round down), in float64 as the
-        originals do. A share above 0 is at least one token.
+        Budget as a share of the stored tokens, rounded up (kvpress's policies round down), in float64 like the
+        originals. A share above 0 is at least one token.
     """
 
     default_budget: ClassVar[int | None] = None
@@ -453,7 +451,7 @@ class BudgetedPolicy(Policy):
             validate_fraction(f"{self.name}: keep_ratio", self.keep_ratio)
 
     def resolve_budget(self, tokens: int) -> int:
-        """Return how many of `tokens` the budget is; it may be more."""
+        """Return the budget for `tokens` tokens as a number, which may exceed them."""
         if self.keep_ratio is None:
             return self.budget or 0
         share = self.keep_ratio * tokens
@@ -472,7 +470,7 @@ class BudgetedPolicy(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class FullCache(Policy):
-    """The full cache, which eviction is compared with. LOSSLESS: it never acts, so no layer needs to be skipped."""
+    """The full cache, the reference for eviction. LOSSLESS: it never evicts, so no layer needs to be skipped."""
 
     name: ClassVar[str] = "full"
     budget_help = "it has none: all tokens stay"

@@ -18,12 +18,12 @@ from .streaming import RecentOnly, Streaming, StreamingPress
 
 @dataclass(frozen=True, kw_only=True)
 class LabelledPolicy(Record):
-    """A policy as results name it."""
+    """A policy with its label in results."""
 
     json_keys = "label policy=policy.name options preset seed_method positions"
 
     policy: Policy = field(default_factory=FullCache)
-    #: Its name in tables.
+    #: Name in tables.
     label: str = FullCache.name
     #: The options that were requested.
     options: Mapping[str, Any] = field(default_factory=dict, metadata={"convert": lambda o: convert_options_to_json(o)})
@@ -42,7 +42,7 @@ class LabelledPolicy(Record):
 
 
 def format_label(policy: type[Policy], options: Mapping[str, Any]) -> str:
-    """Format the policy, its budget, and every other option that is not the default: ``"streaming 256 sink=8"``."""
+    """Format the policy, its budget, and every option that differs from its default: ``"streaming 256 sink=8"``."""
     # The budget is named, and so are layers that are never cut, whatever the defaults are: both decide what is stored.
     label_parts = [policy.name]
     budget, keep_ratio = options.get("budget"), options.get("keep_ratio")
@@ -65,7 +65,7 @@ def format_label(policy: type[Policy], options: Mapping[str, Any]) -> str:
 
 
 def convert_options_to_json(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options with lists for tuples."""
+    """Convert options to JSON values: tuples become lists."""
     return {key: list(value) if isinstance(value, tuple) else value for key, value in options.items()}
 
 
@@ -88,7 +88,7 @@ POLICIES: dict[str, type[Policy]] = {
     )
 }
 
-#: Those that decide for all layers of a model together, in `kvmnn.lm`.
+#: Policies that decide for all layers of a model at once, in `kvmnn.lm`.
 MODEL_POLICIES: dict[str, type[Policy]] = {H2OEngine.name: H2OEngine}
 
 

@@ -1,4 +1,4 @@
-"""How the attention of each step becomes the scores of tokens; a policy declares which of these it ranks by."""
+"""Accumulate the attention of each step to token scores; a policy declares which accumulator it ranks by."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from .h2o.scores import update_ema_scores
 
 @dataclass(frozen=True)
 class ScoreAccumulator(ABC):
-    """How a step's attention is summed, and how it is added to the scores so far."""
+    """How the attention of a step is summed and added to the scores."""
 
     #: Whether `sum_weights` needs each query's attention; otherwise sums over the queries are enough.
     requires_queries: ClassVar[bool] = False
 
     def normalize_sums(self, sums: Floats, rows: int) -> Floats:
-        """Return what a step adds, given its attention summed over `rows` rows, heads times queries."""
+        """Return the scores that a step adds, given its attention summed over `rows` rows (heads times queries)."""
         return sums
 
     def sum_weights(self, weights: npt.NDArray[Any], kv_heads: int, *, per_head: bool) -> Floats:
-        """Return what a step adds, given its attention.
+        """Return the scores that a step adds, given its attention.
 
         Parameters
         ----------
@@ -57,12 +57,12 @@ class ScoreAccumulator(ABC):
 @final
 @dataclass(frozen=True)
 class SumScores(ScoreAccumulator):
-    """All the attention that a token has drawn, multiplied by `decay` for each later token; 1: nothing fades."""
+    """Sum of all attention that a token has drawn, multiplied by `decay` for each later token (1: no decay)."""
 
     decay: float = 1.0
 
     def fade_factor(self, num_new: int) -> float:
-        """Return what the scores before `num_new` tokens are multiplied by."""
+        """Return the factor of earlier scores when `num_new` tokens are added."""
         return float(self.decay) ** num_new
 
     def fold(self, scores: Floats, step_scores: Floats, num_new: int = 1) -> Floats:
@@ -73,9 +73,7 @@ class SumScores(ScoreAccumulator):
 @final
 @dataclass(frozen=True)
 class EmaScores(ScoreAccumulator):
-    """A running mean, over heads and queries, of the attention of each step; `alpha` weighs the scores so far, 0 to
-    1.
-    """
+    """Running mean of the attention of each step, over heads and queries; `alpha`, 0 to 1, weighs earlier scores."""
 
     alpha: float
 
@@ -92,7 +90,7 @@ class EmaScores(ScoreAccumulator):
 @final
 @dataclass(frozen=True)
 class MeanScores(ScoreAccumulator):
-    """The attention of a prompt, averaged over the queries that could see the token and the heads of its group.
+    """Attention of a prompt, averaged over the queries that could see the token and the heads of its group.
 
     Later steps, which have fewer queries than keys, add 0.
     """
@@ -100,7 +98,7 @@ class MeanScores(ScoreAccumulator):
     requires_queries: ClassVar[bool] = True
 
     def sum_weights(self, weights: npt.NDArray[Any], kv_heads: int, *, per_head: bool = True) -> Floats:
-        """Return the scores of each head; `KvmnnError` for more queries than keys."""
+        """Return the scores of each head; raise `KvmnnError` for more queries than keys."""
         sums = sum_by_group(weights, kv_heads)
         queries, tokens = weights.shape[1:]
         if queries > tokens:

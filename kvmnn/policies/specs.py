@@ -1,4 +1,4 @@
-"""Policies as people write them: ``NAME`` or ``NAME:option=value,...``."""
+"""Parse policy specs: ``NAME`` or ``NAME:option=value,...``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .registry import create_policy, get_policy_class
 
 
 def split_spec(spec: str, flags: Collection[str] = ()) -> tuple[str, dict[str, str]]:
-    """Split ``NAME:option=value,...`` into name and option texts; options in `flags` stand alone as ``"true"``."""
+    """Split ``NAME:option=value,...`` into name and option texts; options in `flags` have the value ``"true"``."""
     name, _, option_text = spec.partition(":")
     options: dict[str, str] = {}
     for part in option_text.split(",") if option_text else []:
@@ -51,12 +51,12 @@ def expand_spec(
 
 
 def accepts_option(spec: str, option: str) -> bool:
-    """Return whether the policy of a spec has an option; also where the spec sets it itself."""
+    """Return whether the policy of a spec has an option, even if the spec sets it itself."""
     return option in _list_options(split_spec(spec)[0])
 
 
 def build_policy(name: str, options: Mapping[str, Any], seed: Sequence[int] = (0,)) -> Policy:
-    """Create a policy, with a random generator of this seed where it draws."""
+    """Create a policy; one that draws at random gets a generator of this seed."""
     is_random = options.get("strategy") == "random" and any(
         entry.name == "generator" for entry in fields(get_policy_class(name))
     )
@@ -64,7 +64,7 @@ def build_policy(name: str, options: Mapping[str, Any], seed: Sequence[int] = (0
 
 
 def parse_ints(text: str) -> tuple[int, ...]:
-    """Parse ``0+1`` or ``0,1`` as integers; empty and ``none`` are none."""
+    """Parse ``0+1`` or ``0,1`` as integers; an empty text and ``none`` have none."""
     if text in ("", "none"):
         return ()
     parts = re.split(r"[+,]", text)
@@ -78,7 +78,7 @@ def _list_options(policy: str) -> list[str]:
 
 
 def _parse_options(policy: str, texts: Mapping[str, str], budget: int | None) -> dict[str, Any]:
-    """Parse options by their types; a generator comes from the seed and is none."""
+    """Parse options by their types; a random generator is not an option, but made from the seed."""
     type_hints = get_type_hints(get_policy_class(policy))
     option_names = _list_options(policy)
     for key in texts:

@@ -45,7 +45,7 @@ class RecentOnly(BudgetedPolicy):
 
 @dataclass(frozen=True, kw_only=True)
 class Streaming(BudgetedPolicy):
-    """Keep the first `sink` and the latest other tokens, `budget` together.
+    """Keep the first `sink` tokens and the latest ones, `budget` in total.
 
     Paper: Xiao et al., "Efficient Streaming Language Models with Attention Sinks", arXiv 2309.17453.
     Original: `StreamingDynamicCache` of the StreamingLLM + H2O project (the lazy cache form).
@@ -55,7 +55,7 @@ class Streaming(BudgetedPolicy):
     budget
         Tokens that stay, sinks and window: 512 by default. More than `sink`.
     keep_ratio
-        The same as a share of the stored tokens, rounded up; more than `sink` tokens.
+        Budget as a share of the stored tokens, rounded up; more than `sink` tokens.
     sink
         First tokens that always stay.
     buffer
@@ -87,7 +87,7 @@ class Streaming(BudgetedPolicy):
     def from_window(
         cls, sink: int, window: int, buffer: int = DEFAULT_BUFFER_TOKENS, *, skip_layers: tuple[int, ...] = ()
     ) -> Streaming:
-        """Create the original's cache: `sink` and `window` tokens, cut when `buffer` more have come."""
+        """Create the original's cache: `sink` and `window` tokens, cut whenever `buffer` more have been added."""
         validate_count("window", window)
         return cls(sink=sink, budget=sink + window, buffer=buffer, skip_layers=skip_layers)
 
@@ -115,7 +115,7 @@ class Streaming(BudgetedPolicy):
 
 @dataclass(frozen=True, kw_only=True)
 class StreamingPress(BudgetedPolicy):
-    """`Streaming` in kvpress's form: once, on the prompt, a share of it.
+    """`Streaming` as in kvpress: a share of the prompt, cut once.
 
     Paper: arXiv 2309.17453. Original: kvpress, `StreamingLLMPress`.
 
@@ -158,5 +158,5 @@ class StreamingPress(BudgetedPolicy):
 
 
 def concat_sink_recent(tokens: int, sink: int, recent: int) -> Indices:
-    """Return the first `sink` and the last `recent` of `tokens` indices; together at most `tokens`."""
+    """Return the first `sink` and the last `recent` of `tokens` indices, without repetition."""
     return np.concatenate([np.arange(sink, dtype=np.int64), np.arange(tokens - recent, tokens, dtype=np.int64)])

@@ -1,7 +1,7 @@
 """Norms of keys and selection by rank, shared by the policies and faster than numpy's.
 
-One order holds everywhere: the lower norm (or the higher score) comes first, of equal ones the older token. -0 equals
-0, infinities are ordinary values, and NaN comes last at either end, so that a broken token is the first to go.
+The lower norm (or the higher score) comes first, of equal ones the older token. -0 equals 0, infinities are ordinary
+values, and NaN comes last at either end, so that a broken token is the first to be evicted.
 """
 
 from __future__ import annotations

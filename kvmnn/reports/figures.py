@@ -1,4 +1,4 @@
-"""Figures of an evaluation (matplotlib): each function takes results and returns a figure, or raises the reason."""
+"""Figures of an evaluation (matplotlib): each function returns a figure of results, or raises a reason."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def format_interval_note(rows: Sequence[ResultRow], mark: str = "Bars") -> str:
 
 
 def format_no_eviction_note(rows: Sequence[ResultRow], mark: str = "Hollow") -> str:
-    """Return what `mark` in a figure of these rows is; empty where every policy evicted something."""
+    """Format the explanation of `mark` in a figure of these rows; empty if every policy evicted something."""
     return f"{mark}: evicted nothing in these texts." if any(row.has_no_eviction for row in rows) else ""
 
 
 def join_sentences(*texts: str) -> str:
-    """Return those that say something as one line."""
+    """Join the non-empty sentences on one line."""
     return " ".join(text for text in texts if text)
 
 
@@ -63,7 +63,7 @@ _TICK_STEPS = (
     (1.0, 1.5, 2.0, 3.0, 5.0, 7.0),
     (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0),
 )
-"""What ticks of a logarithmic axis are powers of ten times."""
+"""Factors of powers of ten for the ticks of a logarithmic axis."""
 
 
 class NothingToShowError(Exception):
@@ -86,7 +86,7 @@ def scale_axis(axes: Axes, name: str, values: Sequence[float]) -> None:
 
 
 def compute_log_ticks(low: float, high: float) -> list[float]:
-    """Round numbers from `low` to `high`, at least five where there are as many."""
+    """Compute round numbers from `low` to `high`, at least five if possible."""
     ticks: list[float] = []
     for steps in _TICK_STEPS:
         powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
@@ -115,21 +115,21 @@ _PERPLEXITY_LABEL, _ACCURACY_LABEL = "perplexity (lower is better)", "next-token
 
 
 _POINTS_OF_DEFAULT_SIZE = 12
-"""Points of which the trade-off shows so many in a figure of the usual size."""
+"""Number of points that the trade-off shows in a figure of default size."""
 
 
 def perplexity_over_budget(results: EvaluationResultsProtocol) -> Figure:
-    """Perplexity of every policy over its budget."""
+    """Plot the perplexity of every policy over its budget."""
     return _draw_over_budget(results, "Perplexity over budget", _PERPLEXITY_LABEL, perplexity)
 
 
 def accuracy_over_budget(results: EvaluationResultsProtocol) -> Figure:
-    """Accuracy of every policy over its budget."""
+    """Plot the accuracy of every policy over its budget."""
     return _draw_over_budget(results, "Accuracy over budget", _ACCURACY_LABEL, accuracy)
 
 
 def perplexity_accuracy_tradeoff(results: EvaluationResultsProtocol) -> Figure:
-    """Accuracy over perplexity; a line joins the budgets of a policy. Far points get a second panel without them."""
+    """Plot accuracy over perplexity; lines join the budgets of a policy, and a second panel omits distant points."""
     rows = [row for row in select_policy_rows(results.rows) if is_number(row.accuracy)]
     if not rows:
         raise NothingToShowError("no policy has both a perplexity and an accuracy")
@@ -479,7 +479,7 @@ def _has_outlier(changes: Sequence[float]) -> bool:
 
 
 def _fit_labels(axes: Axes, labels: Sequence[_BarLabel], width: float) -> None:
-    """Set the limits so that every label lies inside its panel of `width` inches: the next one would hide the rest."""
+    """Set the limits so that every label is inside its panel of `width` inches."""
     transform = axes.xaxis.get_transform()
     ends = [
         0.0,
@@ -565,7 +565,7 @@ class ImprovementStep(NamedTuple):
 
 
 def improvement_summary(results: EvaluationResultsProtocol) -> Figure:
-    """Plot the threshold, the order and the hybrid, each against the row that lacks only this one."""
+    """Plot the gain of the threshold, the order and the hybrid, each against the row that lacks only this one."""
     from matplotlib.figure import Figure
 
     steps = find_improvements(results.rows)

@@ -1,7 +1,7 @@
 """The style of plots: a palette for colour-blind readers, labels next to lines and points.
 
-Nothing here touches pyplot or the user's own settings, and nothing depends on the time or the machine's fonts, so that
-equal results make equal files.
+It does not use pyplot or the user's settings, and nothing depends on the time or the machine's fonts, so that equal
+results make equal files.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def make_line_style(index: int, variant: int = 0) -> dict[str, Any]:
 
 
 FULL_CACHE_STYLE: dict[str, Any] = {"color": INK_COLOUR, "linestyle": (0, (5, 2)), "linewidth": 1.0, "marker": None}
-"""How the full cache is drawn everywhere."""
+"""Line style of the full cache in all plots."""
 
 
 def make_figure(axes_width: float, axes_height: float, labels: Sequence[str] = ()) -> tuple[Figure, Axes]:
@@ -249,7 +249,7 @@ _HALF_MARKER, _HALF_TEXT = 3.0, 4.0
 _SAMPLE_STEP_POINTS = 2.0
 """Points between two samples of a line."""
 _OUTSIDE_COST, _LINE_SAMPLE_COST, _DISTANCE_COST = 1000.0, 1.5, 0.6
-"""What it costs to leave the plot, to cover a sample of a line, and to be a point farther away; covering a square point
+"""Cost of leaving the plot, of covering a sample of a line, and of one more point of distance; covering a square point
 of another text or marker costs 1."""
 
 

@@ -23,7 +23,7 @@ PLOT_FORMATS = ("png", "svg", "pdf")
 
 @dataclass(frozen=True, kw_only=True)
 class PlotOptions:
-    """How plots are written."""
+    """Formats and titles of plots."""
 
     #: File types, from `PLOT_FORMATS`, without duplicates.
     kinds: tuple[str, ...] = ("png", "svg")
@@ -49,7 +49,7 @@ def check_can_write(
     force: bool = False,
     options: PlotOptions = DEFAULT_PLOT_OPTIONS,
 ) -> None:
-    """Refuse to begin what could not end in plots of these names."""
+    """Raise an error if plots of these names cannot be written."""
     import_optional("matplotlib.figure")
     with DirectoryOutput(directory, force=force) as probe:
         probe.check_names(f"{name}.{kind}" for name in names for kind in options.kinds)
@@ -110,7 +110,7 @@ def write_plots(
     options: PlotOptions = DEFAULT_PLOT_OPTIONS,
     skip_reasons: dict[str, str] | None = None,
 ) -> list[Path]:
-    """Draw everything that the results hold."""
+    """Draw all plots that the results permit."""
     reasons: dict[str, str] = {} if skip_reasons is None else skip_reasons
     written_paths = write_figures(_iter_figures(results, reasons), directory, force, options)
     if not written_paths:

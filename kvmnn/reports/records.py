@@ -113,13 +113,13 @@ def _add_int_fields(first: T, second: T) -> T:
 class QualityStats(Record):
     """Means over the scored tokens."""
 
-    #: The position from which on tokens are scored, where that is not the first one (JSON: ``from``).
+    #: Position of the first scored token, if not the first of the text (JSON: ``from``).
     begin: int | None = field(default=None, metadata={"key": "from", "omit": True})
-    #: Scored.
+    #: Number of scored tokens.
     tokens: int
-    #: Negative log-probability in nats; None where no token was scored.
+    #: Negative log-probability in nats; None without scored tokens.
     nll: float | None
-    #: ``exp(nll)``; None beyond float64 as well.
+    #: ``exp(nll)``; None also if it exceeds float64.
     perplexity: float | None
     #: Share of tokens that were the most probable one.
     accuracy: float | None
@@ -153,16 +153,15 @@ class FullCacheDifference(Record):
 class FrameSizeStats(Record):
     """Sizes of one cache, raw and as frames."""
 
-    #: Of the words in the frames.
+    #: Element type of the frames.
     dtype: str
-    #: Whether the words are the cache's own rounded to fp16 first, which is LOSSY by itself; frames are LOSSLESS for
-    #: the words that they were given.
+    #: Whether elements were rounded to fp16 first, which is LOSSY; the frames are LOSSLESS for the rounded elements.
     rounded: bool
-    #: The full cache of all tokens seen, in that dtype.
+    #: Bytes of the full cache of all tokens seen, in that dtype.
     full_bytes: int
-    #: What the policy left of it.
+    #: Bytes that the policy kept.
     kept_bytes: int
-    #: The frames of that, each decoded and found equal.
+    #: Bytes of the frames of these, each decoded and compared.
     frame_bytes: int
 
 
@@ -170,7 +169,7 @@ class FrameSizeStats(Record):
 class DocumentRow(Record):
     """The figures of one document under one configuration; its quantities are those of `ResultRow`.
 
-    `stored_tokens` is how many tokens came from a prefix store, where there was one.
+    `stored_tokens` is the number of tokens from a prefix store, if there was one.
     """
 
     name: str
@@ -211,13 +210,13 @@ class ProjectStats(Record):
     chunks_left_out: int | None = field(default=None, metadata={"omit": True})
     ttft_seconds: float | None = None
     tpot_seconds: float | None = None
-    #: E2 only: of one layer, the mean over layers and steps of one token.
+    #: E2 only: attention time of one layer, the mean over layers and single-token steps.
     attention_seconds: float | None = field(default=None, metadata={"omit": True})
     tokens_per_second: float | None = None
     prompt_tokens: int | None = field(default=None, metadata={"omit": True})
     new_tokens: int | None = field(default=None, metadata={"omit": True})
     repeats: int | None = field(default=None, metadata={"omit": True})
-    #: E2 only: that of the row, for what the project's device had allocated at most.
+    #: E2 only: peak memory of the row, in place of the project's peak of allocated device memory.
     process_peak_bytes: int | None = field(default=None, metadata={"omit": True})
     #: Why nothing was measured.
     refused: str | None = field(default=None, metadata={"omit": True})
@@ -238,7 +237,7 @@ class ProjectStats(Record):
 class ResultRow(Record):
     """The figures of one configuration over all documents."""
 
-    #: Those of the `Configuration`; options with the policy's defaults.
+    #: As in the `Configuration`; options include the policy's defaults.
     label: str
     policy: str
     options: Mapping[str, object] = field(default_factory=dict)
@@ -247,7 +246,7 @@ class ResultRow(Record):
     keep_ratio: float | None = None
     preset: str | None = None
     positions: Literal["true", "stored"] = "true"
-    #: ``"LOSSLESS"`` where nothing was evicted, else ``"LOSSY"``.
+    #: ``"LOSSLESS"`` if nothing was evicted, else ``"LOSSY"``.
     kind: str | None = None
     #: See `QualityStats`; `deep` is over the tokens after ``settings.deep_from``.
     tokens: int | None = None
@@ -258,27 +257,27 @@ class ResultRow(Record):
     deep: QualityStats | None = None
     #: None for the full cache itself.
     versus_full: FullCacheDifference | None = None
-    #: Wall time of all documents: all, inside onnxruntime, holding, choosing and cutting.
+    #: Wall time of all documents: total, inside onnxruntime, and in cache and policy.
     seconds: float | None = None
     model_seconds: float | None = None
     policy_seconds: float | None = None
     #: Time to the first token of a prompt, and for each token after it.
     ttft_seconds: float | None = None
     tpot_seconds: float | None = None
-    #: Attention of all layers, in each of the steps after the prompt.
+    #: Attention time of all layers in one step after the prompt.
     attention_seconds: float | None = None
     tokens_per_second: float | None = None
-    #: K and V held, over the tokens fed.
+    #: Bytes of K and V in the cache, over the tokens fed.
     cache_bytes_mean: float | None = None
     cache_bytes_peak: int | None = None
-    #: Resident memory of the configuration's process at most, and once the model was open.
+    #: Peak resident memory of the configuration's process, and the one after opening the model.
     process_peak_bytes: int | None = None
     process_opened_bytes: int | None = None
     #: The maximum over all documents, for each layer.
     tokens_kept: tuple[int, ...] | None = None
-    #: Whether layers hold different numbers of tokens, so that the budget is not what every layer holds.
+    #: Whether layers store different numbers of tokens, so that not every layer stores the budget.
     unequal_layers: bool | None = None
-    #: Bytes of the full cache over those kept; those kept over those of their frames; the product.
+    #: Bytes of the full cache over kept bytes; kept bytes over those of their frames; the product.
     lossy_ratio: float | None = None
     lossless_ratio: float | None = None
     ratio: float | None = None
@@ -289,25 +288,25 @@ class ResultRow(Record):
     frame_bytes: int | None = None
     #: By the definitions of the preset's project (JSON: ``as_seed``).
     project: ProjectStats | None = field(default=None, metadata={"key": "as_seed"})
-    #: What the engine's planner did, where it is what evicts: counts of all documents, ratios of the last one.
+    #: Statistics of the engine's planner, if it is the policy: counts of all documents, ratios of the last one.
     h2o: H2OStats | None = field(default=None, metadata={"omit": True})
-    #: What the lossless runtime did, where the cache lay in one: all documents added up.
+    #: Statistics of the lossless runtime, if it stored the cache: sums over all documents.
     runtime: RuntimeStats | None = field(default=None, metadata={"omit": True})
     #: Name of the initial cache that it continues from, if there is one (JSON: ``start``).
     initial_cache: str | None = field(default=None, metadata={"key": "start", "omit": True})
-    #: Whether any scored token was attended over a cache that the policy had cut. Where none was, quality is that of
-    #: the full cache and says nothing of the policy. None in results of older versions.
+    #: Whether any scored token attended to a cut cache. If none did, quality is that of the full cache and shows
+    #: nothing about the policy. None in results of older versions.
     evicted: bool | None = field(default=None, metadata={"omit": True})
     documents: tuple[DocumentRow, ...] = ()
 
     @property
     def is_full(self) -> bool:
-        """Whether this is the full cache and all of it was computed by the model."""
+        """Return whether this is the full cache and all of it was computed by the model."""
         return self.policy == FullCache.name and self.initial_cache is None
 
     @property
     def has_no_eviction(self) -> bool:
-        """Whether a policy evicted nothing before the last scored token.
+        """Return whether a policy evicted nothing before the last scored token.
 
         Such a row is not comparable with rows of policies that did evict.
         """
@@ -339,7 +338,7 @@ class KeepMap(Record):
     kv_head: int
     #: Tokens seen at each sample.
     steps: tuple[int, ...]
-    #: Positions in the text of the tokens that live then.
+    #: Text positions of the live tokens at each sample.
     kept: tuple[tuple[int, ...], ...]
 
 
@@ -348,7 +347,7 @@ class KeptPositions(Record):
     """The positions of the tokens in a layer at the end of a text."""
 
     layer: int
-    #: In the text: one list for all KV heads, or one for each where they hold different tokens.
+    #: Text positions: one list for all KV heads, or one for each if they store different tokens.
     positions: tuple[tuple[int, ...], ...]
 
 
@@ -430,17 +429,16 @@ Of 4-bit blocks it is about 0.1.
 class LayerDistanceStats(Record):
     """The distance of a layer's K or V from those that the model computes for the same tokens."""
 
-    #: Which.
     layer: int
     part: Part
-    #: Numbers compared, in the model's dtype, and how many have the same bits.
+    #: Elements compared, in the model's dtype, and those with equal bits.
     words: int
     equal: int
     #: Sums of the squared differences, and of the squares of the model's own.
     squares: float
     own_squares: float
-    #: Of numbers that are far from the model's own (`MIN_NON_ROUNDING_DISTANCE`): what undone makes them roundings of
-    #: those.
+    #: For values far from the model's own (`MIN_NON_ROUNDING_DISTANCE`): the transforms whose inverse makes them
+    #: roundings of those.
     undo: tuple[str, ...] | None = field(default=None, metadata={"omit": True})
 
     @property
@@ -456,18 +454,18 @@ class LayerDistanceStats(Record):
 class InitialCacheInfo(Record):
     """The saved cache that the texts start from."""
 
-    #: The file's name, and what it holds.
+    #: Name of the file, and a description of its contents.
     name: str
     about: str
     #: Type of the elements in the file.
     dtype: str
-    #: Stored in each layer.
+    #: Tokens stored in each layer.
     tokens: tuple[int, ...]
-    #: Tokens of the text that it stands for.
+    #: Tokens of the text.
     tokens_seen: int
-    #: Of words in the model's dtype, positions and token ids.
+    #: Hash of elements in the model's dtype, positions and token ids.
     sha256: str
-    #: To K and V that the model computed.
+    #: Distances to K and V that the model computed.
     distances: tuple[LayerDistanceStats, ...] = field(default=())
 
 

@@ -78,8 +78,8 @@ def _build_name_parts(row: ResultRow, options: Sequence[str]) -> list[str]:
 class LineStyles:
     """The line styles of a run's policies: each has one colour in all figures.
 
-    Policies that run with several values of an option that is a word (``strategy``, ``form``) are told apart by it;
-    what differs in numbers only has the same colour, and dashes and markers of its own.
+    Policies that run with several values of a text option (``strategy``, ``form``) get a colour for each; rows that
+    differ only in numbers have the same colour, and different dashes and markers.
 
     Parameters
     ----------

@@ -14,7 +14,8 @@ from .._util.text import escape_csv, escape_markdown_cell, join_lines
 
 ABSENT_TEXT = "-"
 NO_EVICTION_MARK = "*"
-"""Of rows whose policy evicted nothing before the last token was scored. It stays at the end of a shortened label."""
+"""Mark of rows whose policy evicted nothing before the last token was scored. It stays at the end of a shortened
+label."""
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ def _make_number_column(
 
 
 def _make_change_column(heading: str, get: Callable[[ResultRow], float | None], drop_rank: int) -> Column:
-    """Relative to the full cache, in per cent."""
+    """Make a column of the change relative to the full cache, in per cent."""
 
     def format_change(pair: _RowAndFull) -> str | None:
         row, full = pair
@@ -346,7 +346,7 @@ _H2O_COLUMNS = (
     Column("h2o_floor_keep_by_recent_sink", lambda pair: f"{pair[1].h2o_floor_keep_by_recent_sink:.3f}", 7),
     Column("h2o_block_quantized_keep", lambda pair: f"{pair[1].h2o_block_quantized_keep:.3f}", 8),
 )
-"""Of a label and the statistics of a layer."""
+"""Columns of a label and the statistics of a layer."""
 
 
 def build_h2o_table(stats_by_label: Sequence[tuple[str, H2OStats]]) -> Table | None:
@@ -387,7 +387,7 @@ _RUNTIME_COLUMNS = (
     Column("decode (ms)", lambda pair: f"{pair[1].h2o_lossless_decompress_us / 1e3:.1f}", 5),
     Column("fallbacks", lambda pair: f"{pair[1].h2o_lossless_fallback_count:,}", 6),
 )
-"""Of a label and the statistics of its run."""
+"""Columns of a label and the statistics of its run."""
 
 
 RUNTIME_COLUMNS_NOTE = (
@@ -501,7 +501,7 @@ def build_notes(results: EvaluationResultsProtocol) -> list[str]:
 
 
 def describe_refusals(refusals: Sequence[Refusal]) -> list[str]:
-    """Return what could not be run: the labels that have one reason together."""
+    """Describe the configurations that could not run, labels with the same reason on one line."""
     labels: dict[str, list[str]] = {}
     for entry in refusals:
         labels.setdefault(entry.reason, []).append(entry.label)
@@ -563,7 +563,7 @@ _FormatName = TypeVar("_FormatName", bound=str)
 def choose_format(
     path: str | os.PathLike[str], formats: Mapping[str, _FormatName], default: _FormatName
 ) -> _FormatName:
-    """Return the form that the suffix of a name stands for."""
+    """Return the format for the suffix of a name."""
     suffix = PurePath(path).suffix.lower()
     if not suffix:
         return default

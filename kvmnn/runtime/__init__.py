@@ -1,4 +1,4 @@
-"""The lossless runtime: what the engine does with the cold part of a running cache, and what it should do."""
+"""The lossless runtime, which stores the cold part of a running cache as frames, and an emulation of the engine's."""
 
 from ..errors import RestoreError
 from .config import RuntimeConfig

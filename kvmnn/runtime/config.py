@@ -67,7 +67,7 @@ class RuntimeConfig:
         ``"probe"`` measures one layer, ``"full"`` encodes and decodes without touching the cache, ``"store"`` replaces
         cold rows by their frames.
     scope
-        Which layers: the first `front_n`, those of `h2o`'s range, both, or none.
+        Layers to compress: the first `front_n`, those of `h2o`'s range, both, or none.
     front_n
         Layers of the front.
     block_tokens
@@ -75,7 +75,7 @@ class RuntimeConfig:
     hot_sink_tokens, hot_recent_tokens
         Tokens at the start and at the end that are never compressed.
     kept_sample_layers, kept_sample_token_interval, front_sample_token_interval
-        How many layers of the range, and which decode steps, are compressed in mode ``"full"`` (the last one also in
+        Number of layers of the range, and decode steps, to compress in mode ``"full"`` (the last one also in
         ``"store"``). 0 layers means all.
     store_disable_front
         In mode ``"store"`` leave the front layers raw.
@@ -97,7 +97,7 @@ class RuntimeConfig:
     flash_attention
         Whether the engine adds up un-normalised attention tile by tile; only the attention scores depend on it.
     layer_nums
-        Layers that the model's configuration claims; None where it says nothing.
+        Number of layers in the model's configuration; None if it has none.
     effort
         Behaviour "sound" only, no key of the engine: how hard blocks are encoded, as `kvmnn.encode` takes it. The
         default decodes fastest, and on blocks of this size it is hardly ever larger than ``"exact"``, the engine's own.
@@ -236,7 +236,7 @@ class RuntimeConfig:
 
     @property
     def is_active(self) -> bool:
-        """Whether the runtime compresses anything."""
+        """Return whether the runtime compresses anything."""
         return self.enable and self.runtime_enable and self.codec == ENGINE_CODEC
 
     @property
@@ -246,7 +246,7 @@ class RuntimeConfig:
 
     @property
     def min_first_block_tokens(self) -> int:
-        """Tokens that a layer of the scope must hold before its first block is encoded."""
+        """Minimum tokens of a layer in the scope before its first block is encoded."""
         return max(self.h2o.effective_trigger_tokens, self.hot_sink_tokens + self.hot_recent_tokens + self.block_tokens)
 
     @property
@@ -256,7 +256,7 @@ class RuntimeConfig:
 
 
 def check_num_layers(config: RuntimeConfig, num_layers: int) -> int:
-    """Return `num_layers`; raise `KvmnnError` if the model's configuration claims another number."""
+    """Return `num_layers`; raise `KvmnnError` if the configuration has another number."""
     validate_int(num_layers, "layers", 1, INT32_MAX)
     if config.layer_nums not in (None, num_layers):
         raise KvmnnError(

@@ -73,7 +73,7 @@ class LatencyHistogram:
         self.count = self.total_ns = self.max_ns = 0
 
     def add(self, nanoseconds: int) -> None:
-        """Count one duration."""
+        """Add a duration."""
         self.count += 1
         self.total_ns += nanoseconds
         self.max_ns = max(self.max_ns, nanoseconds)
@@ -84,7 +84,7 @@ class LatencyHistogram:
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        """Count how long the block takes."""
+        """Record the duration of a ``with`` block."""
         start_ns = time.perf_counter_ns()
         try:
             yield
@@ -92,7 +92,7 @@ class LatencyHistogram:
             self.add(time.perf_counter_ns() - start_ns)
 
     def compute_percentile_us(self, fraction: float) -> float:
-        """Return the duration in microseconds that a `fraction` of all do not exceed; 0 if there is none."""
+        """Return the duration in microseconds that a `fraction` of all durations do not exceed; 0 if there is none."""
         target_count, cumulative_count = fraction * self.count, 0
         for bucket in sorted(self._buckets):
             cumulative_count += self._buckets[bucket]
@@ -143,7 +143,7 @@ class OperationLatencies:
         self.verify: LatencyHistogram = LatencyHistogram(total.verify if total else None)
 
     def reset(self) -> None:
-        """Forget all durations."""
+        """Clear all durations."""
         for histogram in vars(self).values():
             histogram.reset()
 
@@ -161,7 +161,7 @@ class RuntimeLayerMetrics(Record):
     raw_bytes, compressed_bytes
         Encoded so far; a block that does not gain counts with its raw size in both.
     stored_raw_bytes, stored_bytes
-        Of the blocks stored as frames now: raw size, and size of the frames.
+        Raw size and frame size of the blocks that are stored as frames now.
     held_bytes
         Bytes of all current rows and frames, spare capacity included.
     compress, decompress, wait, verify
@@ -196,14 +196,14 @@ class RuntimeLayerMetrics(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeMetrics(Record):
-    """Figures of all layers; the engine's fields have its names, times are kvmnn's.
+    """Figures of all layers; the engine's fields keep its names, times are kvmnn's.
 
     Attributes
     ----------
     h2o_lossless_ratio
         Raw over compressed bytes of everything encoded, rounded to float32.
     h2o_codec_us
-        How long the last encoding took.
+        Duration of the last encoding.
     h2o_lossless_queue_depth_peak
         Most encodings that were open at one time, which max_queue bounds. Behaviour "engine" counts blocks in the list
         of a layer as well, as the engine does.
@@ -212,7 +212,7 @@ class RuntimeMetrics(Record):
     h2o_lossless_async_wait_us
         Time that calls were blocked by open encodings.
     h2o_keep_ratio, h2o_lossy_ratio
-        Of the eviction planner (docs/h2o.md): one event, no mean.
+        Figures of the eviction planner (docs/h2o.md): one event, not a mean.
     lossy_ratio, lossless_ratio, total_ratio
         Of this run: bytes of all tokens ever appended over those that are left; those over the bytes that hold them,
         hot rows and room to grow included; and the product. Where nothing is stored, the last two tell of room alone:
@@ -226,7 +226,7 @@ class RuntimeMetrics(Record):
     waiting_blocks_peak
         Behaviour "sound" only: most cold blocks of all layers that waited for a place in the queue at one time.
     mode
-        Of the runtime: only ``"store"`` stores anything.
+        Mode of the runtime: only ``"store"`` stores anything.
     layers
         One entry for each layer.
     """
@@ -270,7 +270,7 @@ class RuntimeMetrics(Record):
 
     @property
     def has_stored(self) -> bool:
-        """Whether any frames replaced their rows."""
+        """Return whether any frames replaced their rows."""
         return self.mode == "store" and bool(self.h2o_lossless_raw_bytes)
 
     def to_bench_columns(self) -> dict[str, float | int]:
@@ -301,7 +301,7 @@ class RuntimeMetrics(Record):
         wait_limit_us: float | None = None,
         consistent: bool | None = None,
     ) -> dict[str, float | int | bool | None]:
-        """Return the figures of this run by the names that the MNN fork's reports judge.
+        """Return the figures of this run under the names in the MNN fork's reports.
 
         Those reports take ``lossless_selected_value`` from a simulation over dumps and never compare K and V; here both
         are of this run.
@@ -313,7 +313,7 @@ class RuntimeMetrics(Record):
         wait_limit_us
             Microseconds that waiting may take.
         consistent
-            Whether all that attention read was compared and right (`ReplayResult.wrong_calls`).
+            Whether everything that attention read was compared and correct (`ReplayResult.wrong_calls`).
 
         Returns
         -------
@@ -382,11 +382,11 @@ class ReplayPoint(Record):
     Attributes
     ----------
     appended_bytes, live_bytes, held_bytes
-        Of all rows so far; of those that are left; of the rows, frames and decoded copies that hold them.
+        Bytes of all rows so far; of those not evicted; and of the rows, frames and decoded copies that store these.
     ratio
         Raw over compressed bytes of everything encoded so far; None before the first block.
     step_us
-        How long the step took, attention and model left out.
+        Duration of the step, without attention and model.
     """
 
     step: int

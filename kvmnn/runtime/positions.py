@@ -1,4 +1,4 @@
-"""Which tokens of the text a layer holds, as runs."""
+"""Text positions of a layer's tokens, as runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..packed.compaction import ReservePair
 
 
 class PositionRuns:
-    """True positions of a layer's tokens, in their order."""
+    """Text positions of a layer's tokens, in their order."""
 
     def __init__(self, runs: list[ReservePair] | None = None) -> None:
         self._runs: list[ReservePair] = runs or []
@@ -39,7 +39,7 @@ class PositionRuns:
         return result
 
     def exclude_positions(self, begin: int, end: int) -> list[ReservePair]:
-        """Index and count of the tokens whose position is not in ``[begin, end)``."""
+        """Return index and count of the tokens whose position is not in ``[begin, end)``."""
         pairs: list[ReservePair] = []
         offset = 0
         for first, count in self._runs:

@@ -1,4 +1,4 @@
-"""Replay a history of K and V through a runtime, as a model would have."""
+"""Replay a trace of K and V through a runtime, as a model would."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .trace import KVTrace, check_attention
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayResult(Record):
-    """A replay.
+    """Result of a replay.
 
     Attributes
     ----------
@@ -36,9 +36,9 @@ class ReplayResult(Record):
         Calls at which attention would have read other bytes than were appended; of all calls of the first and the last
         decode step and the prefill, or with ``compare="all"`` of every call.
     compared_calls
-        How many were compared.
+        Number of compared calls.
     seconds
-        Of the runtime's own work.
+        Time of the runtime's own work.
     """
 
     behaviour: Behaviour
@@ -72,7 +72,7 @@ class ReplayResult(Record):
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing was compressed; then there is no lossless ratio, and equal bytes prove nothing."""
+        """Return whether nothing was compressed, so that there is no lossless ratio and equal bytes prove nothing."""
         return not self.metrics.h2o_lossless_raw_bytes
 
     @property
@@ -82,7 +82,7 @@ class ReplayResult(Record):
 
     @property
     def has_passed(self) -> bool:
-        """Whether attention read the right bytes, and something was compressed or evicted."""
+        """Return whether attention read the right bytes, and something was compressed or evicted."""
         return not self.wrong_calls and (not self.is_idle or self.metrics.lossy_ratio > 1)
 
     @property
@@ -121,7 +121,7 @@ MAX_REPLAY_POINTS = 200
 """Steps at which memory and ratio are noted; beyond, every second, third ... step."""
 
 COMPARE_MODES = ("ends", "all")
-"""Which calls are compared."""
+"""The calls to compare."""
 
 ProgressCallback = Callable[[int], object]
 """Called with the number of tokens done since the last call."""
@@ -137,7 +137,7 @@ def replay_trace(
     compare: str = "ends",
     progress: ProgressCallback | None = None,
 ) -> ReplayResult:
-    """Append a history to a runtime, the first tokens at once and the others one by one.
+    """Append a trace to a runtime: the first tokens in one call, the others one by one.
 
     What threads still encode after the last token is waited for, so that the figures have all that was handed to them.
 
@@ -218,7 +218,7 @@ class _Replayer:
         )
 
     def run_step(self, begin: int, end: int, is_compared: bool) -> int:
-        """Append the tokens ``[begin, end)``; returns the nanoseconds that the runtime took."""
+        """Append the tokens ``[begin, end)``; return the nanoseconds that the runtime took."""
         elapsed = 0
         for number, (keys, values) in enumerate(self._trace.layers):
             start_ns = time.perf_counter_ns()
@@ -237,7 +237,7 @@ class _Replayer:
         return elapsed
 
     def wait_for_encoders(self) -> None:
-        """Take in what threads still encode."""
+        """Wait for the encodings of threads."""
         if self.runtime.behaviour == "sound":
             start_ns = time.perf_counter_ns()
             self.runtime.wait()

@@ -111,7 +111,7 @@ class LosslessRuntime:
         Parameters
         ----------
         layer
-            Which, from 0.
+            Index of the layer.
         keys, values
             The new tokens, ``[kv_head, token, head_dim]``.
 
@@ -143,7 +143,7 @@ class LosslessRuntime:
         self._require_strict("append").begin_call(layer, keys, values, return_rows=False)
 
     def end_call(self, *, sums: Any = None, rows: Any = None) -> StrictCallResult | CallEvent:
-        """End a call: score, plan, submit blocks that became cold, collect those that are done.
+        """End a call: score, plan, submit blocks that became cold, and collect finished ones.
 
         Parameters
         ----------
@@ -164,7 +164,7 @@ class LosslessRuntime:
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def start_request(self, *, keep_cache: bool) -> None:
-        """Start a request: the next step is a prefill, after the present tokens (`keep_cache`) or none."""
+        """Start a request: the next step is a prefill, after the present tokens (`keep_cache`) or after none."""
         self._runtime.start_request(keep_cache=keep_cache)
 
     def reset(self) -> None:
@@ -172,7 +172,7 @@ class LosslessRuntime:
         self._runtime.reset()
 
     def erase(self, begin: int, end: int = 0) -> None:
-        """Drop the tokens that stand at positions ``[begin, end)`` of the text; end 0 means all from `begin_call`.
+        """Drop the tokens at text positions ``[begin, end)``; end 0 means all from `begin`.
 
         Sound: in every layer, at once; those after them keep their positions, unless the range reaches the end.
         Engine: at the next step, counted in the tokens of the last layer, and ignored where the range does not exist.
@@ -185,12 +185,12 @@ class LosslessRuntime:
         self._runtime.erase(validate_int(begin, "begin", 0), validate_int(end, "end", 0))
 
     def evict(self, layer: int, kept_ranges: Sequence[ReservePair]) -> None:
-        """Keep only these of a layer's tokens, now: an eviction that the caller decided on (behaviour "sound").
+        """Keep only the given tokens of a layer, now: an eviction by the caller (behaviour "sound").
 
         Parameters
         ----------
         layer
-            Which, from 0.
+            Index of the layer.
         kept_ranges
             Pairs of index and count, ascending.
 
@@ -206,7 +206,7 @@ class LosslessRuntime:
     # -- what there is -------------------------------------------------------------------------------------------------
 
     def get_live_rows(self, layer: int) -> KVPair:
-        """Return K and V of a layer: restored copies ("sound"), or views of the rows with their zeros ("engine")."""
+        """Return K and V of a layer: restored copies ("sound"), or views of the rows with cleared ranges ("engine")."""
         return self._runtime.get_live_rows(self._check_layer(layer))
 
     def get_positions(self, layer: int) -> Positions:
@@ -224,11 +224,11 @@ class LosslessRuntime:
         return self._require_strict("read_layers").read_layers(layers)
 
     def flush(self) -> None:
-        """Encode all that is cold and wait for it (behaviour "sound"), as before a session is parked."""
+        """Encode everything cold and wait for it (behaviour "sound"), for example before a session is parked."""
         self._require_strict("flush").flush()
 
     def wait(self) -> None:
-        """Wait for open encodings and take them in (behaviour "sound")."""
+        """Wait for open encodings and store their results (behaviour "sound")."""
         self._require_strict("wait").wait()
 
     def close(self) -> None:
@@ -254,7 +254,7 @@ class LosslessRuntime:
         return self._runtime
 
     def _check_rows(self, layer: int, keys: Elements, values: Elements) -> None:
-        """Refuse a layer that there is not, and new tokens of another shape or type."""
+        """Raise an error for a layer that does not exist, and for new tokens of another shape or type."""
         _, heads, head_dim = self._geometry
         self._check_layer(layer)
         for name, array in (("keys", keys), ("values", values)):

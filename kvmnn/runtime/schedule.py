@@ -1,4 +1,4 @@
-"""The engine's schedule of compression: scope, cold range, bootstrap and grouped steps, as numbers only."""
+"""The engine's schedule of compression: scope, cold range, first and later blocks, as numbers only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""K and V of all layers as once computed, for replay through a runtime."""
+"""K and V of all layers as computed once, for replay through a runtime."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def read_attention(source: Source, num_layers: int, tokens: int) -> tuple[Floats
 
 
 def check_attention(attention: Sequence[Floats], num_layers: int, tokens: int) -> None:
-    """Refuse attention of another number of layers, heads or tokens, and numbers that are no probabilities."""
+    """Raise an error for attention of another number of layers, heads or tokens, or that contains no probabilities."""
     heads = attention[0].shape[0] if attention and attention[0].ndim == 3 else "head"
     for number, values in enumerate(attention):
         if values.ndim != 3 or values.shape[1:] != (tokens, tokens) or values.shape[0] != heads:

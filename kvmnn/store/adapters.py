@@ -121,7 +121,7 @@ def read_layer_caches(
     source
         Arrays that are named by layer, as K or V.
     token_major
-        Whether arrays are ``[token, kv_head, head_dim]``, if neither names nor metadata tell it.
+        Whether arrays are ``[token, kv_head, head_dim]``, if neither names nor metadata specify it.
     with_windows
         Also return layers with a sliding window that contain only the last tokens, with their positions.
     with_states
@@ -208,7 +208,7 @@ def resolve_token_ids(source: Source, token_ids: Sequence[int] | Ids | Indices |
     Raises
     ------
     SourceError
-        If there are fewer ids than tokens, or an id stands for no token.
+        If there are fewer ids than tokens, or an id is that of no token.
     """
     saved_ids = read_saved_ids(source) if token_ids is None else np.asarray(token_ids, np.int64)
     if saved_ids is None:

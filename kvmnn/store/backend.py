@@ -30,7 +30,7 @@ _MAX_SETTINGS_BYTES = 1 << 20
 
 
 class StoreSettings(NamedTuple):
-    """What is fixed when a store is created."""
+    """Settings that are fixed when a store is created."""
 
     #: Tokens per block.
     block_tokens: int
@@ -229,7 +229,7 @@ class StoreBackend(Protocol):
         """Return the stored sequences, the most recently used first."""
 
     def pin(self, namespace: Namespace, ids: Ids) -> bool:
-        """Keep a sequence whatever the limit; return whether it was not pinned before."""
+        """Exempt a sequence from eviction; return whether it was not pinned before."""
 
     def unpin(self, namespace: Namespace, ids: Ids) -> bool:
         """Remove the pin of a sequence; return whether it had one."""

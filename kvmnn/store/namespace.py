@@ -95,7 +95,7 @@ class Namespace:
 
     @property
     def needs_state(self) -> bool:
-        """Whether a model can only continue from a prefix whose windows and state are stored."""
+        """Return whether a model can only continue from a prefix whose windows and state are stored."""
         return bool(self.windows or self.states)
 
     @property
@@ -140,7 +140,7 @@ def _shapes_to_lists(shapes: Sequence[LayerShape]) -> list[list[int]]:
 
 
 def describe_difference(first_namespace: Namespace, second_namespace: Namespace) -> tuple[str, str]:
-    """Describe two namespaces of the same model and dtype by what differs."""
+    """Describe the difference between two namespaces of the same model and dtype."""
     if str(first_namespace) != str(second_namespace):
         return str(first_namespace), str(second_namespace)
     layers = zip(first_namespace.all_layers, second_namespace.all_layers, strict=False)
@@ -390,7 +390,7 @@ def to_sort_key(ids: Ids) -> bytes:
 
 
 def count_common_ids(first: bytes, second: bytes) -> int:
-    """Return how many ids the common prefix of two sort keys has."""
+    """Count the ids in the common prefix of two sort keys."""
     size = min(len(first), len(second))
     return count_ids_in_sort_key(
         first[: count_common_entries(np.frombuffer(first, np.uint8, size), np.frombuffer(second, np.uint8, size))]

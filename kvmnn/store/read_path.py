@@ -74,7 +74,7 @@ def read_state(
 
 
 def _compute_end_key(unit: Unit, unit_slice: UnitSlice, expected_key: bytes, block_tokens: int) -> bytes:
-    """Return the key of the last whole block that is used of a unit.
+    """Return the key of the last whole block of a unit that is used.
 
     Its first block must follow the block with the key `expected_key`: the same tokens may follow other ones as well.
     """

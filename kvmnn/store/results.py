@@ -46,7 +46,7 @@ class StoredPrefix:
 
     @property
     def is_complete(self) -> bool:
-        """Whether a model can continue from it."""
+        """Return whether a model can continue from it."""
         return not self.missing
 
 

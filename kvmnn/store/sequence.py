@@ -30,7 +30,7 @@ _CONCURRENT_REMOVAL_REASON = "other processes keep removing what they go on from
 
 
 class StoredPart(NamedTuple):
-    """What is stored of a sequence in one namespace."""
+    """The stored part of a sequence in one namespace."""
 
     #: Length of the stored prefix.
     tokens: int = 0
@@ -159,7 +159,7 @@ class SequenceStore:
         )
 
     def _check_shapes(self, namespace: Namespace) -> None:
-        """Raise `KvmnnError` if the model has stored layers of other shapes: two models share a fingerprint."""
+        """Raise `KvmnnError` if the model has layers of other shapes in the store: two models share a fingerprint."""
         for stored_namespace in self.list_namespaces(namespace.model):
             # windows of a short sequence are stored as layers: `all_layers` contains both
             has_same_layers = stored_namespace.all_layers == namespace.all_layers
@@ -212,7 +212,7 @@ class SequenceStore:
     ) -> tuple[Namespace | None, StoredPart, dict[str, int]]:
         """Find the namespace with the longest stored prefix, that prefix, and the tokens that other precisions have.
 
-        Of equally long ones, it is the first that was put. With `partial`, only layers with full attention count.
+        Of equally long ones, the first that was put is returned. With `partial`, only layers with full attention count.
         """
         best_namespace, best_part, tokens_by_dtype = None, StoredPart(), dict[str, int]()
         for namespace in self.list_namespaces(model, dtype):

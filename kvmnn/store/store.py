@@ -283,7 +283,7 @@ class PrefixStore:
         return result, namespace, ids
 
     def match(self, token_ids: TokenIds, *, model: str, dtype: str | None = None) -> int:
-        """Return how many tokens of a sequence are stored, from its beginning on: what `get` would return.
+        """Return how many of the first tokens of a sequence are stored, as `get` would return them.
 
         It is 0 as well if a remote store does not answer; `find` tells the difference.
 
@@ -405,7 +405,7 @@ class PrefixStore:
         return self._with_retry(self._backend.list_sessions)
 
     def forget(self, name: str) -> None:
-        """Delete name and token ids of a session; its K and V stay until they are evicted. Errors as `resume`."""
+        """Delete name and token ids of a session; its K and V stay until they are evicted. Raise as `resume` does."""
         self._with_retry(lambda: self._backend.delete_session(name))
 
     def pin(self, token_ids: TokenIds, *, model: str, dtype: str | None = None) -> PinResult:

@@ -46,7 +46,7 @@ _NO_TABLES = bytes(KEY_BYTES)
 
 
 class DamagedUnitError(KvmnnError):
-    """A unit is damaged: it is not what was put."""
+    """A unit is damaged."""
 
 
 class UnitFrame(NamedTuple):
@@ -62,7 +62,7 @@ class UnitFrame(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class DenseUnitInfo:
-    """What the streams of a dense unit depend on."""
+    """The dependencies of the streams of a dense unit."""
 
     #: ``[block]``: checksums of the elements of each whole block in all layers (`write_path.combine_block_sums`). A
     #: unit that follows refers to these rows only if what is put has the same checksums.
@@ -154,7 +154,7 @@ class UnitHeader(NamedTuple):
 
 
 def parse_header(data: Bytes) -> UnitHeader:
-    """Parse the header of a unit; errors as `parse_unit`."""
+    """Parse the header of a unit; raise as `parse_unit` does."""
     if data.size < _UNIT_STRUCT.size:
         raise DamagedUnitError(f"has {data.size:,} bytes: too few for a header")
     magic, num_tokens, num_frames, start, namespace, parent = _UNIT_STRUCT.unpack_from(data.data)

@@ -102,9 +102,9 @@ def count_history_blocks(block_tokens: int) -> int:
 def load_history(
     backend: StoreBackend, sequence: TokenSequence, layers: Sequence[LayerCache], stored_prefix: PrefixMatch
 ) -> tuple[list[HistorySource], list[int]]:
-    """Return what can be referred to of the stored units of a sequence, in order, and the checksums of their blocks.
+    """Load the stored rows of a sequence that dense streams may refer to, in order, and the checksums of their blocks.
 
-    It ends before a unit that is not cached, consists of frames, or contains other rows than those that are put.
+    The history ends before a unit that is not cached, consists of frames, or contains other rows than those to store.
     """
     size = sequence.block_tokens
     parts = list_parts(layers)

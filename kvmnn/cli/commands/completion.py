@@ -1,4 +1,4 @@
-"""``kvmnn completion``: what shells complete, and the manual page."""
+"""``kvmnn completion``: shell completions and the manual page."""
 
 from __future__ import annotations
 

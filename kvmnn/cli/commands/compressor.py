@@ -1,4 +1,4 @@
-"""``kvmnn compressor``: weight files of KV compressors, made, checked, shown, exported and run on caches."""
+"""``kvmnn compressor``: convert, verify, inspect, export and run weight files of KV compressors."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def run_convert(arguments: argparse.Namespace) -> int:
 
 
 def _resolve_paths(arguments: argparse.Namespace) -> tuple[str, str]:
-    """Input and output, which is an argument or an option."""
+    """Return input and output, which is an argument or an option."""
     paths = [path for path in (arguments.source, arguments.target, arguments.output) if path is not None]
     if len(paths) == 1 and arguments.output is None:
         return paths[0], console.choose_output(arguments, paths[0], ".bin")
@@ -240,7 +240,7 @@ def run_inspect(arguments: argparse.Namespace) -> int:
 
 
 def inspect_weight_file(path: str, arguments: argparse.Namespace) -> tuple[console.CommandResult, str]:
-    """What a weight file or a checkpoint holds, and the same as text."""
+    """Inspect a weight file or a checkpoint; return the result and its text."""
     from ... import compressor, formats
     from ...errors import CheckpointError
     from ...files.mapped_file import FileHead

@@ -107,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _decode_zarr(arguments: argparse.Namespace) -> int:
-    """The arrays of a Zarr store."""
+    """Decode the arrays of a Zarr store."""
     from ...formats import ReadOptions, restore_store
 
     shared_options.refuse_given(
@@ -140,7 +140,7 @@ def _restore_output(
     arguments: argparse.Namespace,
     progress: Progress | None,
 ) -> console.CommandResult:
-    """A KV dump if asked for, the file or prefix cache that the frames were made from, or plain arrays."""
+    """Write a KV dump if requested, else the file or prefix cache that the frames were made from, or plain arrays."""
     from ...formats import PackedOptions, find_restored_form, restore
     from ...formats.mnn import RestorePrefixResult
 
@@ -172,7 +172,7 @@ def _restore_output(
 
 
 def _choose_output(arguments: argparse.Namespace, frames: FrameSet) -> str:
-    """The output's name: as given, or the input's without what encode appended."""
+    """Return the output path: as given, or the input's without the suffix that encode appended."""
     from ...formats import can_restore_file
 
     path = PurePath(arguments.input)

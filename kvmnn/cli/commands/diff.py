@@ -27,7 +27,7 @@ undone, and a note names it."""
 
 
 def _load_both(*inputs: tuple[str, argparse.Namespace]) -> list[Source]:
-    """Both inputs; rows of two llama.cpp caches are compared as they are where nothing says the heads of either."""
+    """Load both inputs; rows of two llama.cpp caches are compared as stored if the heads of both are unknown."""
     from ...errors import MissingOptionError
     from ...files.mapped_file import is_stream
 
@@ -45,7 +45,7 @@ def _load_both(*inputs: tuple[str, argparse.Namespace]) -> list[Source]:
 
 
 def _select_model(path: str, arguments: argparse.Namespace) -> argparse.Namespace:
-    """The arguments with ``--model`` where it is about this input: a .gguf file is not about MNN's, and the reverse."""
+    """Return the arguments without ``--model`` if it belongs to the other input (.gguf: llama.cpp, else MNN)."""
     are_llama = [packed_options.is_llama(input_path) for input_path in (arguments.first, arguments.second)]
     if arguments.model is None or are_llama[0] == are_llama[1]:
         return arguments
@@ -74,12 +74,12 @@ def _load_one(path: str, arguments: argparse.Namespace, *, any_heads: bool = Fal
 
 
 def _with_values(arguments: argparse.Namespace, **values: Any) -> argparse.Namespace:
-    """The arguments as they hold for one of the inputs."""
+    """Return a copy of the arguments with other values."""
     return argparse.Namespace(**vars(arguments) | values)
 
 
 def _invert_sources(sources: list[Source], arguments: argparse.Namespace) -> list[Source]:
-    """The sources without what llama.cpp did to each of what is to be undone, and a note what that is."""
+    """Invert the llama.cpp transforms that ``--invert`` names in each source, and note which were applied."""
     from ...arrays.engine_transforms import invert_applied_transforms
     from ...formats.llama import ENGINE
     from ...formats.options import ReadOptions
@@ -104,7 +104,7 @@ def _invert_sources(sources: list[Source], arguments: argparse.Namespace) -> lis
 
 
 def _check_axes_used(sources: Sequence[Source], arguments: argparse.Namespace) -> None:
-    """`UsageError` for ``--axes`` and ``--shape`` that are about neither input."""
+    """Raise `UsageError` for ``--axes`` and ``--shape`` that match neither input."""
     from ...arrays.axes import matches_axis_spec
 
     axis_spec = shared_options.build_axis_spec(arguments)
@@ -115,7 +115,7 @@ def _check_axes_used(sources: Sequence[Source], arguments: argparse.Namespace) -
 
 
 def _select_from_batches(sources: Sequence[Source], arguments: argparse.Namespace) -> list[Source]:
-    """The sources with one text each of their batches, where they have any: one at least."""
+    """Select one text from the batch of each source; at least one source must have a batch."""
     from ...arrays.axes import AxisSpec, apply_axis_spec
 
     if arguments.kv_batch is None:

@@ -199,7 +199,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _open_stream(arguments: argparse.Namespace) -> MappedFile | None:
-    """What can be read only once and may be frames: opened; None for all others."""
+    """Open an input that is a stream and may contain frames; return None for any other."""
     from ...files.mapped_file import MappedFile, is_stream
     from ...formats import classify_path
 
@@ -210,7 +210,7 @@ def _open_stream(arguments: argparse.Namespace) -> MappedFile | None:
 
 
 def _is_transcoding(arguments: argparse.Namespace, opened_input: MappedFile | None) -> bool:
-    """Whether the input is frames and ``--codec`` says what becomes of them."""
+    """Return whether the input is frames and ``--codec`` requests another codec."""
     from ...formats import ZARR, classify_path, has_format
     from ...formats.registry import contains_frames
 
@@ -287,7 +287,7 @@ def _build_transcode_options(
 
 
 def _refuse_url(output: str | None, is_store: bool) -> None:
-    """`UsageError` for a URL that is not one of a Zarr store: it would be a folder here."""
+    """Raise `UsageError` for a URL that is not one of a Zarr store, which would become a local folder."""
     from ...files.urls import is_url, redact_url
 
     if output is not None and not is_store and is_url(output):
@@ -299,7 +299,7 @@ _FRAMES_FOLDER_SUFFIX = ".frames/"
 
 
 def _make_task_factory(arguments: argparse.Namespace) -> Callable[[InputPath], Task]:
-    """The task of each of many files: its output lies next to it, or below -o as the file does below what was named."""
+    """Return a function that makes the task of an input; its output is next to it, or below -o."""
     from ...batch import Task
     from ...files.file_names import FRAME_SUFFIX, SIDECAR_SUFFIX, has_zarr_suffix
 
@@ -319,7 +319,7 @@ def _make_task_factory(arguments: argparse.Namespace) -> Callable[[InputPath], T
 
 
 def _choose_output(arguments: argparse.Namespace, source: Source) -> str:
-    """The output's name: as given, or as gzip and zstd do it, the input's with something appended."""
+    """Return the output path: as given, or the input's with a suffix appended, as gzip and zstd do."""
     from ...bundle.manifest import FRAME_SUFFIX
     from ...files.urls import is_url
     from ...formats import find_array_format
@@ -344,7 +344,7 @@ def _choose_output(arguments: argparse.Namespace, source: Source) -> str:
 
 
 def _parse_frame_bytes(text: str) -> int:
-    """The value of ``--chunk-bytes``."""
+    """Parse the value of ``--chunk-bytes``."""
     from ...bundle.encoder import MIN_FRAME_BYTES
 
     size = shared_options.parse_byte_count(text)

@@ -1,4 +1,4 @@
-"""``kvmnn eval``: what eviction costs a language model."""
+"""``kvmnn eval``: measure the cost of eviction for a language model."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def _check_options(arguments: argparse.Namespace) -> None:
 
 
 def _prepare_outputs(arguments: argparse.Namespace, stack: ExitStack) -> Callable[[EvaluationResult], None]:
-    """Refuse now what could not be written later; returns what writes the result."""
+    """Check that all outputs can be written; return a function that writes the result."""
     from ...evaluation.result import infer_format
     from ...files.atomic import FileOutput
 
@@ -179,7 +179,7 @@ def _write_plots(arguments: argparse.Namespace, result: EvaluationResult) -> Non
 
 
 def _print_notes(arguments: argparse.Namespace, result: EvaluationResult) -> None:
-    """What a reader must know where no table says it, and what the model refused, on standard error."""
+    """Print notes that no table contains, and the refusals of the model, on standard error."""
     from ...reports.tables import describe_refusals
 
     if arguments.json or arguments.csv:
@@ -199,7 +199,7 @@ def _print_result(arguments: argparse.Namespace, result: EvaluationResult) -> No
 
 
 class EvaluationProgressDisplay:
-    """Tokens and cells done, in the progress bar of all verbs; how much there is to do is known once it is planned."""
+    """Shows finished tokens and cells in a progress bar; the total is known after planning."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._arguments = arguments
@@ -235,6 +235,6 @@ class EvaluationProgressDisplay:
             console.print_note(self._arguments, f"{progress_text}: the same command goes on from there")
 
     def _count_stored_cells(self) -> int:
-        """Cells in the file, those of other runs too; the last may have come when nobody could count it any more."""
+        """Count the lines of the ``--resume`` file, cells of other runs included."""
         path = self._arguments.resume
         return Path(path).read_bytes().count(b"\n") if path is not None and Path(path).is_file() else 0

@@ -41,7 +41,7 @@ LIMIT_OPTION_NAMES = tuple(field.name for field in list_option_fields(GateLimits
 
 
 def add_limit_options(parser: Any) -> None:
-    """``--limit``, with the fields of `GateLimits`."""
+    """Declare ``--limit`` with the fields of `GateLimits`."""
     group = parser.add_argument_group("limits", "They override those of --case and --gates.")
     title = "limits, repeatable"
     add_spec_option(group, "--limit", title, make_spec_fields(GateLimits), metavar="NAME=VALUE[,...]")
@@ -49,7 +49,7 @@ def add_limit_options(parser: Any) -> None:
 
 
 def add_document_options(parser: Any) -> None:
-    """Files next to the rows."""
+    """Declare the options for files next to the rows."""
     parser.add_argument(
         "--offline-lossless-online-json", metavar="FILE", help="check: an offline evaluation, chunked as online"
     )
@@ -69,7 +69,7 @@ def override_limits(arguments: argparse.Namespace, base: GateLimits) -> GateLimi
 
 
 def parse_words(words: Sequence[str]) -> argparse.Namespace:
-    """Limits and documents in words of a command line, as the fork's analyser takes them."""
+    """Parse limits and documents from command-line words, as the fork's analyser does."""
     return _make_words_parser().parse_args(list(words))
 
 
@@ -91,7 +91,7 @@ _LINE_INTERVAL_BOUNDS_SECONDS = 10, 60
 
 
 def add_run_options(parser: Any) -> None:
-    """The options of run."""
+    """Declare the options of run."""
     group = parser.add_argument_group("run", "The cases on a model; runs that -o DIR holds already are not run again.")
     group.add_argument("--suite", choices=("all", "runtime", "llm_demo"), help="which cases (default: all)")
     group.add_argument("--suite-config", metavar="FILE", help="settings, kv_ keys of the engine, and limits, as JSON")
@@ -197,7 +197,7 @@ def _run_cases(
 class SuiteProgressDisplay:
     """Progress of a suite: the common progress bar on a terminal, else lines on standard error.
 
-    The lines are written by a thread, so that they come while a model of gigabytes is opened as well.
+    A thread writes the lines, so that they also appear while a large model is opened.
     """
 
     def __init__(self, arguments: argparse.Namespace) -> None:
@@ -223,7 +223,7 @@ class SuiteProgressDisplay:
         self.advance(0)
 
     def advance(self, steps: int) -> None:
-        """Count decode steps."""
+        """Count finished decode steps."""
         self._steps += steps
         if self._bar is not None:
             self._bar(steps, f"{self._runs} of {self._total_runs} runs: {self._current_work}")

@@ -1,4 +1,4 @@
-"""``kvmnn inspect``: what a frame, a bundle, or a file of arrays holds."""
+"""``kvmnn inspect``: the contents of a frame, a bundle, or a file of arrays."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _refuse_idle(arguments: argparse.Namespace) -> None:
-    """Exit code 2 for an option that is about none of the inputs."""
+    """Exit with code 2 for an option that applies to none of the inputs."""
     used_names = {name for path in arguments.inputs for name in _list_used_options(path, arguments)}
     idle_names = [name for name in (*_FRAME_OPTION_NAMES, *_CACHE_OPTIONS) if name not in used_names]
     inputs = " ".join(arguments.inputs)
@@ -97,7 +97,7 @@ _FRAME_OPTION_NAMES = ("dtype", "no_manifest", "max_bytes", "no_zstd")
 
 
 def _list_used_options(path: str, arguments: argparse.Namespace) -> tuple[str, ...]:
-    """The options that count for an input, by what it is."""
+    """List the options that apply to an input of this kind."""
     from ... import compressor
 
     may_be_weights = not arguments.no_manifest and not _has_axes_options(arguments)
@@ -126,14 +126,14 @@ def _list_used_options(path: str, arguments: argparse.Namespace) -> tuple[str, .
 
 
 def _lists_arrays(path: str, arguments: argparse.Namespace) -> bool:
-    """Whether arrays are listed: those of a file that says so, or raw words whose shape or axes are said."""
+    """Return whether arrays are listed: for a file of arrays, or raw elements with a given shape or axes."""
     from ...formats import classify_path
 
     return classify_path(path) == "arrays" or (_has_axes_options(arguments) and classify_path(path) is None)
 
 
 def _is_stream(path: str) -> bool:
-    """Whether only what is read once can say what it is."""
+    """Return whether the input is a stream whose format its name does not show."""
     from ...files.mapped_file import is_stream
     from ...formats import classify_path
 
@@ -145,7 +145,7 @@ def _has_axes_options(arguments: argparse.Namespace) -> bool:
 
 
 def _inspect_input(path: str, arguments: argparse.Namespace) -> tuple[console.CommandResult, str]:
-    """What an input holds, and the same as text."""
+    """Inspect an input; return the result and its text."""
     from ... import compressor, formats
     from ...bundle import DecodeOptions, inspect_frame_set
     from ...files.mapped_file import FileHead, MappedFile

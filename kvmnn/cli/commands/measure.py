@@ -1,4 +1,4 @@
-"""``kvmnn measure``: what lossless compression of KV dumps would give, simulated and stored."""
+"""``kvmnn measure``: sizes of losslessly compressed KV dumps, simulated and stored."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def add_measure_options(parser: argparse.ArgumentParser) -> None:
-    """Declare everything that decides which sizes come out."""
+    """Declare the options that determine the measured sizes."""
     group = parser.add_argument_group("which dumps")
     group.add_argument("--stage", choices=STAGES, default="both", help="(default: both: any)")
     group.add_argument(
@@ -74,7 +74,7 @@ def add_measure_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_input_output_options(parser: CommandParser) -> None:
-    """Declare what is read and written, and how fast."""
+    """Declare the options of input, output and threads."""
     parser.add_argument("inputs", nargs="*", metavar="INPUT", help="a dump, or K and V of layers")
     parser.add_argument("--out-json", default="", metavar="FILE", help="write the evaluation's JSON document")
     parser.add_argument("--out-md", default="", metavar="FILE", help="write the evaluation's Markdown summary")
@@ -93,7 +93,7 @@ def add_input_output_options(parser: CommandParser) -> None:
 
 
 def add_alternative_options(parser: argparse.ArgumentParser) -> None:
-    """Declare what can be done with dumps instead of measuring them."""
+    """Declare the options for dumps that do something other than measuring."""
     group = parser.add_argument_group("instead of measuring")
     group.add_argument("--analysis", metavar="DIR", help="entropies and split ratios of every dump and head")
     group.add_argument("--dense", action="store_true", help="bytes of dense streams next to those of MNN's frames")
@@ -111,7 +111,7 @@ def add_alternative_options(parser: argparse.ArgumentParser) -> None:
 
 
 def build_measure_options(arguments: argparse.Namespace) -> MeasureOptions:
-    """What the arguments ask for.
+    """Build the options of a measurement.
 
     Raises
     ------
@@ -167,7 +167,7 @@ _OPTIONS_BY_SCOPE = {"front_n": ("front_n",), "layer_range": ("layer_start", "la
 
 
 def refuse_idle_measure_options(arguments: argparse.Namespace, options: MeasureOptions, *, are_all_dumps: bool) -> None:
-    """`UsageError` for options that would change nothing; `are_all_dumps`: every input is a directory of dumps."""
+    """Raise `UsageError` for options without effect; `are_all_dumps`: every input is a directory of dumps."""
 
     def refuse_names(names: Sequence[str], reason: str) -> None:
         shared_options.refuse_given(arguments, names, reason)
@@ -215,7 +215,7 @@ def refuse_idle_measure_options(arguments: argparse.Namespace, options: MeasureO
 
 
 def parse_measure_options(argv: Sequence[str]) -> MeasureOptions:
-    """The options in a list of arguments as the reference's tool takes them, without inputs and outputs.
+    """Parse a list of arguments as the reference's tool does, without inputs and outputs.
 
     Its default scope is ``front_n``, and it rounds fp32 to fp16.
 
@@ -338,7 +338,7 @@ _REASONS_AGAINST_BATCH = {
 
 
 def _list_dumps(arguments: argparse.Namespace) -> list[str]:
-    """The inputs that are read by the evaluation's own walk."""
+    """List the inputs that are folders of KV dumps."""
     from ...analysis import is_dump_folder
 
     return [path for path in arguments.inputs if is_dump_folder(path) and not arguments.packed]
@@ -368,7 +368,7 @@ def _run_measure(arguments: argparse.Namespace, options: MeasureOptions, dumps: 
 
 
 def _select_entries(arguments: argparse.Namespace, options: MeasureOptions, dumps: list[str]) -> DumpSelection:
-    """KV dumps by the evaluation's own walk, everything else as a source."""
+    """Select the entries of KV dumps, and of every other input as a source."""
     from ...analysis import add_source, select_dumps
     from ...arrays.float8 import pair_codes
 

@@ -116,7 +116,7 @@ _PACK_USED_OPTIONS = (
     "token_ids",
     "name",
 )
-"""Options about packed files that here are about those that are written."""
+"""Options for packed files that apply to the written files here."""
 
 
 def add_pack_parser(subparsers: Any) -> None:

@@ -1,4 +1,4 @@
-"""``kvmnn report``: one page about what was measured, or the plots of an evaluation."""
+"""``kvmnn report``: one page of measurements, or the plots of an evaluation."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _MAX_MODELS_SHOWN = 3
 
 
 def read_layers(source: Source, arguments: argparse.Namespace) -> list[LayerCache]:
-    """K and V of what is put, of each of its tokens."""
+    """Read K and V of every token of the sequence to store."""
     from ...errors import KvmnnError
     from ...store import read_layer_caches
     from ...store.namespace import split_windows, validate_layers
@@ -38,7 +38,7 @@ def read_layers(source: Source, arguments: argparse.Namespace) -> list[LayerCach
 
 
 def list_window_layers(layers: Sequence[LayerCache]) -> list[int]:
-    """The layers that contain the last tokens of their text alone."""
+    """List the layers that contain only the last tokens of the sequence."""
     return [cache.layer for cache in layers if cache.tokens < cache.tokens_seen]
 
 
@@ -76,7 +76,7 @@ def _raise_if_unavailable(result: MatchResult | StoredPrefix | PutResult) -> Non
 
 
 def resolve_ids(source: Source, arguments: argparse.Namespace) -> Any:
-    """The token ids of what is put: as said, which must not contradict the file's own; else the file's."""
+    """Return the token ids to store: those of the options, which must match the file's, or else the file's."""
     from ...formats.llama import NO_TOKEN
     from ...store.adapters import read_saved_ids, resolve_token_ids
 
@@ -111,7 +111,7 @@ def _run_match(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Comma
 def _report_other_precisions(
     result: MatchResult | StoredPrefix | StoreExportResult, arguments: argparse.Namespace
 ) -> None:
-    """Which precision was taken, of several that have some of the text."""
+    """Report which precision was used, if several contain part of the sequence."""
     if result.other_precisions:
         other_precisions = " and ".join(f"{tokens:,} in {dtype}" for dtype, tokens in result.other_precisions.items())
         text = (
@@ -123,7 +123,7 @@ def _report_other_precisions(
 def _report_missed_precision(
     store: PrefixStore, result: MatchResult | StoredPrefix, ids: Any, model: str, arguments: Any
 ) -> None:
-    """Where nothing is stored in the precision that was said, the one in which something is."""
+    """Report the precision that has a prefix if the requested one has none."""
     other_match = store.find(ids, model=model) if arguments.dtype is not None and not result.tokens else None
     if other_match is not None and other_match.tokens:
         text = (
@@ -203,7 +203,7 @@ def _load_ids(arguments: argparse.Namespace) -> Any:
 
 
 def build_fingerprint(arguments: argparse.Namespace) -> str | None:
-    """The model that the options name."""
+    """Return the fingerprint of the model that the options name."""
     from pathlib import Path
 
     from ...errors import SourceError
@@ -223,7 +223,7 @@ def build_fingerprint(arguments: argparse.Namespace) -> str | None:
 
 
 def _describe_models(models: Sequence[str], extra_model: str) -> str:
-    """Which models a store has prefixes of."""
+    """Describe which models have prefixes in a store."""
     names = shorten_names([*models, extra_model])
     shown_names = ", ".join(names[model] for model in models[:_MAX_MODELS_SHOWN]) + (
         " ..." if len(models) > _MAX_MODELS_SHOWN else ""
@@ -236,7 +236,7 @@ def _describe_models(models: Sequence[str], extra_model: str) -> str:
 
 
 def _choose_model(store: PrefixStore, arguments: argparse.Namespace) -> str:
-    """The model that is meant: as the options say, or the only one that the store has."""
+    """Return the model of the options, or the only one in the store."""
     specified, stored_models = build_fingerprint(arguments), store.models
     if specified is not None and (specified in stored_models or not stored_models):
         return specified
@@ -255,7 +255,7 @@ def _choose_model(store: PrefixStore, arguments: argparse.Namespace) -> str:
 
 
 def _make_sequence_action(name: str) -> Any:
-    """An action that is a call of the store with a text."""
+    """Make an action that calls the store's method `name` with a sequence."""
 
     def run_action(store: PrefixStore, arguments: argparse.Namespace) -> tuple[CommandResult, int]:
         call = getattr(store, name)
@@ -349,7 +349,7 @@ _EXAMPLES = (
 class _ActionSpec(NamedTuple):
     options: tuple[str, ...] = ()
     inputs: str = ""
-    """What follows the store; empty for nothing."""
+    """Arguments after the store; empty if there are none."""
 
 
 _MODEL_OPTIONS = ("token_ids", "model", "fingerprint", "dtype")
@@ -379,7 +379,7 @@ _ALL_OPTIONS = tuple(dict.fromkeys(name for action in _SPEC_BY_ACTION.values() f
 _CREATING_ACTIONS = ("put", "import")
 _READ_ONLY_ACTIONS = ("match", "ls", "stat", "export")
 _READ_IF_POSSIBLE_ACTIONS = ("get", "verify")
-"""What writes to a store only if that can be written to: uses are noted down, and what is damaged is removed."""
+"""Actions that write to a store only if it is writable: they record uses, and remove damaged units."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -460,7 +460,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _describe_action(action: str) -> str:
-    """What the help of all says of one action."""
+    """Return the part of the description about one action."""
     title, actions, about_texts, about_models, _ = _DESCRIPTION.split("\n\n")
     lines = re.findall(rf"^  (?:\w+, )?{action}\b.*(?:\n {{10,}}.*)*", actions, re.MULTILINE)
     has_texts = "token_ids" in _SPEC_BY_ACTION[action].options
@@ -555,7 +555,7 @@ def _run_action(arguments: argparse.Namespace) -> tuple[CommandResult, int]:
 
 
 def _is_unwritable(store: str) -> bool:
-    """Whether a store is a directory that cannot be written to."""
+    """Return whether a store is a directory without write permission."""
     return os.path.isdir(store) and not os.access(store, os.W_OK)
 
 
@@ -578,7 +578,7 @@ def _load_source(arguments: argparse.Namespace) -> Source:
 
 
 def _read_rope(arguments: argparse.Namespace) -> RopeConfig | Literal["none"] | None:
-    """How K was rotated, as far as ``--rope`` or ``--model`` says it."""
+    """Read the rotation of K from ``--rope`` or ``--model``; None if neither states it."""
     from ...errors import KvmnnError
 
     if arguments.rope is not None or arguments.model is None:
@@ -591,7 +591,7 @@ def _read_rope(arguments: argparse.Namespace) -> RopeConfig | Literal["none"] | 
 
 
 def _choose_put_model(arguments: argparse.Namespace) -> str:
-    """The model of what is put: as the options say, else as the cache itself does."""
+    """Return the model to store for: that of the options, or else of the cache."""
     source = arguments.read
     model = build_fingerprint(arguments)
     if model is None and source.cache:

@@ -1,1 +1,1 @@
-"""KV compressors run on caches, in numpy or onnxruntime."""
+"""Run KV compressors on caches, in numpy or onnxruntime."""

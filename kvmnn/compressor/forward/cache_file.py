@@ -1,4 +1,4 @@
-"""Compress the K and V of a file, and write a document with the true positions of the output's tokens."""
+"""Compress the K and V of a file, and write a sidecar document with the text positions of the output's tokens."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ _MAX_SIDECAR_BYTES = 256 << 20
 
 @dataclass(frozen=True, eq=False)
 class PositionSpans:
-    """True positions of the tokens of a cache: each stands for those from `positions` up to before `ends`."""
+    """Text positions that each token of a cache represents: from `positions` up to but excluding `ends`."""
 
     #: ``[tokens]``.
     positions: Positions
     ends: Positions
-    #: True position of the next token.
+    #: Text position of the next token.
     next_position: int
 
     @classmethod
     def from_token_count(cls, tokens: int) -> PositionSpans:
-        """Return the spans of a cache in which every token is still there."""
+        """Return the spans of a cache without evicted tokens."""
         positions = np.arange(tokens, dtype=np.int64)
         return cls(positions, positions + 1, tokens)
 
@@ -65,14 +65,14 @@ class PositionSpans:
 
 
 def render_sidecar(fields: dict[str, Any], spans: PositionSpans) -> bytes:
-    """Return the document: `fields`, which include ``next_position``, then the spans on one line."""
+    """Render the sidecar document: `fields`, which include ``next_position``, then the spans on one line."""
     header_text = json.dumps({"schema": SCHEMA, "schema_version": SCHEMA_VERSION, **fields}, indent=2)
     spans_text = json.dumps(spans.to_list(), separators=(",", ":"))
     return f'{header_text[:-2]},\n  "positions": {spans_text}\n}}\n'.encode()
 
 
 def read_spans(path: str, tokens: int) -> PositionSpans | None:
-    """Read the spans of a cache file from its sidecar document; None if there is none of this kind."""
+    """Read the spans of a cache file from its sidecar document; None if there is none."""
     root = _read_sidecar(path)
     if root is None:
         return None
@@ -126,7 +126,7 @@ def get_sidecar_spans(path: str, sidecar_positions: PositionsSidecar) -> Positio
 
 
 def _read_sidecar(path: str) -> JsonReader | None:
-    """Return the sidecar document of a cache file; None if there is none of this kind."""
+    """Read the sidecar document of a cache file; None if there is none."""
     sidecar = path + SIDECAR_SUFFIX
     if not os.path.isfile(sidecar):
         return None
@@ -143,7 +143,7 @@ _REFUSED_REASONS = ("factor", "no_text_mlp", "factor_not_trained", "empty", "dis
 
 @dataclass(frozen=True, kw_only=True)
 class CompressFileResult(Record):
-    """A compressed cache that was written."""
+    """Result of compressing a cache file."""
 
     json_keys = "output **document axes_text seconds"
 
@@ -153,24 +153,24 @@ class CompressFileResult(Record):
     weights: str
     #: Of the weight file.
     weights_sha256: str
-    #: ``"LOSSY"``, or ``"UNCHANGED"`` where the output has the words of the input.
+    #: ``"LOSSY"``, or ``"UNCHANGED"`` if the output has the elements of the input.
     label: str
-    #: Their numbers.
+    #: Layer numbers.
     layers: tuple[int, ...]
-    #: Letters for the axes of each array; every axis with its length, and what says so.
+    #: Letters for the axes of each array; every axis with its length, and the source of this.
     axes: str
     axes_text: str
     #: As in the options.
     precision: Precision
     engine: EngineName
-    #: What was done, or why nothing was.
+    #: The applied plan, or the reason why nothing was compressed.
     plan: CompressionPlan
-    #: True position of the next token.
+    #: Text position of the next token.
     next_position: int
     #: Bytes of the live tokens before and after.
     raw_bytes: int
     stored_bytes: int
-    #: Time taken.
+    #: Elapsed time.
     seconds: float
 
     @property
@@ -321,14 +321,14 @@ def compress_source(
 
 
 def check_output_path(output: str) -> None:
-    """Refuse an output that cannot hold a cache: `OptionError`."""
+    """Raise `OptionError` for an output that cannot contain a cache."""
     output_format = find_array_format(output)
     if output_format is None or not output_format.is_multi_array or os.path.isdir(output):
         raise OptionError(f"{output}: expected a .npz or .safetensors file as output")
 
 
 def _resolve_axes(cache: str, source: Source, axes: str | None, tokens: int | None) -> AxisHints:
-    """Return the axes by the caller, an earlier compression, or what kvmnn recorded of a packed cache."""
+    """Return the axes of the caller, of an earlier compression, or of a packed cache, in this order."""
     if axes is not None:
         return AxisHints(axes, "--axes")
     sidecar = _read_sidecar(cache)

@@ -1,7 +1,7 @@
 """Run a compressor on a cache: groups of tokens become one token each. LOSSY.
 
-Everything is checked before anything is computed, and everything is computed before anything is returned: a caller has
-either the complete compressed cache or an error, and its own arrays are never written to.
+Everything is checked before anything is computed, and computed before anything is returned: a caller gets the complete
+compressed cache or an error, and its own arrays are never modified.
 """
 
 from __future__ import annotations
@@ -70,9 +70,7 @@ def _compress_groups(
 
 
 def _iter_chunks(shape: tuple[int, ...], groups: int, max_rows: int) -> Iterator[tuple[int, slice, int, int]]:
-    """Iterate over ``(batch, heads, first group, groups)`` of at most `max_rows`: as many heads as fit, or parts of
-    one.
-    """
+    """Iterate over ``(batch, heads, first group, groups)`` of at most `max_rows` rows: several heads or part of one."""
     step = max(max_rows // groups, 1)
     for batch in range(shape[0]):
         for head in range(0, shape[1], step):
@@ -94,7 +92,7 @@ def _check_finite(name: str, tokens: Elements, rows: Floats, batch: int, head: i
 
 
 def _store_rounded(label: str, values: Elements, target: Elements) -> None:
-    """Store `values` in `target`, bit for bit or rounded once to its type, to the nearest with ties to even."""
+    """Store `values` in `target`, unchanged or rounded once to its type, to nearest with ties to even."""
     if values.dtype == target.dtype:
         target[...] = values
         return
@@ -113,20 +111,20 @@ class CompressResult:
     #: ``[layers, batch, kv_heads, new_len, head_dim]``, of the input's type; float16 with ``precision="fp16"``.
     keys: Elements
     values: Elements
-    #: ``[new_len]``: a token stands for the true positions from `positions` up to before `ends`.
+    #: ``[new_len]``: each token represents the text positions from `positions` up to but excluding `ends`.
     positions: Positions
     ends: Positions
-    #: What was done, or why nothing was.
+    #: The applied plan, or the reason why nothing was compressed.
     plan: CompressionPlan
 
     @property
     def num_tokens(self) -> int:
-        """Return the tokens in the cache: the slot of the next one."""
+        """Return the number of tokens in the cache, which is the slot of the next one."""
         return self.plan.new_len
 
     @property
     def next_position(self) -> int:
-        """Return the true position of the next token, with which its key has to be rotated."""
+        """Return the text position of the next token, by which its key must be rotated."""
         return self.plan.seq_len
 
 
@@ -191,12 +189,12 @@ def compress_layers(
     *,
     progress: Progress | None = None,
 ) -> tuple[list[LayerCache], CompressionPlan]:
-    """Compress a cache in `LayerCache` form, each layer by the weights of its own number.
+    """Compress a cache in `LayerCache` form, each layer with the weights of the same number.
 
     Returns
     -------
     layers, plan
-        The new layers keep their numbers and `tokens_seen`; each token has the true positions that it stands for.
+        The new layers keep their numbers and `tokens_seen`; each token has the text positions that it represents.
 
     Raises
     ------
@@ -271,7 +269,7 @@ def compress_arrays(
 
 
 def merge_spans(plan: CompressionPlan, positions: Positions, ends: Positions) -> tuple[Positions, Positions]:
-    """Return the true positions of the new tokens; a group spans from its lowest position to its highest."""
+    """Return the spans of the new tokens; a group spans from its lowest text position to its highest."""
     span_starts, span_ends = [positions[..., :0]], [ends[..., :0]]
     for segment in plan.segments:
         group_end, end = segment.begin + segment.grouped_tokens, segment.begin + segment.tokens

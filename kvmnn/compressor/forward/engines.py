@@ -21,7 +21,7 @@ from .plan import EngineName, Precision
 
 
 class ForwardEngine(Protocol):
-    """Interface of an engine: it loads one compressor at a time, given its layer and prefix, and applies it to rows."""
+    """Interface of an engine, which loads one compressor at a time by layer and prefix, and applies it to rows."""
 
     def load_compressor(self, layer: int, prefix: int) -> None:
         """Prepare the compressor that the following calls of `apply_compressor` apply."""
@@ -43,7 +43,7 @@ def load_linears(weights: WeightFile, layer: int, prefix: int, *, half: bool) ->
 
 
 def round_to_fp16(values: Floats) -> Floats:
-    """Round float32 to fp16 (nearest, ties to even) and back; beyond 65504 that is infinite."""
+    """Round float32 to fp16 (nearest, ties to even) and back; values beyond 65504 become infinite."""
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         return values.astype(np.float16).astype(np.float32)
 
@@ -62,7 +62,7 @@ def _require_finite(location: str, values: Floats, *, half: bool) -> Floats:
 
 
 class NumpyEngine:
-    """Three Linear layers with ReLU after the first two, by numpy."""
+    """Applies three Linear layers, with ReLU after the first two, in numpy."""
 
     def __init__(self, weights: WeightFile, precision: Precision) -> None:
         self._weights = weights
@@ -89,7 +89,7 @@ _SILENT_LOG_LEVEL = 4  # errors are raised; its lines would carry names of the f
 
 
 class OnnxEngine:
-    """Compressors by onnxruntime on the CPU, with a session for each kind of compressor."""
+    """Applies compressors in onnxruntime on the CPU, with a session for each kind of compressor."""
 
     def __init__(self, weights: WeightFile, precision: Precision) -> None:
         import_optional("onnx")

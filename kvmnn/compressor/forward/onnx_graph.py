@@ -1,9 +1,9 @@
-"""Compressors as ONNX graphs: one for each kind of compressor, with the weights of all its layers.
+"""Export compressors as ONNX graphs: one for each kind of compressor, with the weights of all its layers.
 
-A kind is a prefix (text K, text V, image K, image V) together with the shapes of its three Linear layers; a usual file
-has four kinds, and more only where layers differ in shape. A graph takes ``layer`` (int64, which of the kind's layers)
-and ``rows`` (float32 ``[n, factor x head_dim]``) and makes ``tokens`` (float32 ``[n, head_dim]``). Weights are stored
-with the words of the file they came from.
+A kind is a prefix (text K, text V, image K, image V) with the shapes of its three Linear layers; a usual file has four
+kinds, and more only if layers differ in shape. A graph has the inputs ``layer`` (int64, index among the kind's layers)
+and ``rows`` (float32 ``[n, factor x head_dim]``) and the output ``tokens`` (float32 ``[n, head_dim]``). Weights have
+the bits of the weight file.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LinearShapes = tuple[tuple[int, int, bool], ...]
 
 @dataclass(frozen=True)
 class CompressorKind:
-    """Compressors that one graph can hold."""
+    """The compressors that one graph contains."""
 
     #: Their position within a layer.
     prefix: int
@@ -42,12 +42,12 @@ class CompressorKind:
     layers: tuple[int, ...]
     #: ``(outputs, inputs, has bias)`` of the three Linear layers.
     shapes: LinearShapes
-    #: For people and files: the prefix, and the first layer where a prefix has several kinds.
+    #: Name for display and files: the prefix, and the first layer if a prefix has several kinds.
     name: str
 
 
 def list_compressor_kinds(weights: WeightFile) -> list[CompressorKind]:
-    """Return the kinds of compressors in a file, by prefix and first layer."""
+    """List the kinds of compressors in a file, ordered by prefix and first layer."""
     count = weights.header.weight_count_per_layer
     if count % SLOTS_PER_PREFIX:
         raise KvmnnError(f"{weights.label}: has {count} weights in a layer: expected a multiple of {SLOTS_PER_PREFIX}")
@@ -55,7 +55,7 @@ def list_compressor_kinds(weights: WeightFile) -> list[CompressorKind]:
 
 
 def list_prefix_kinds(weights: WeightFile, prefix: int) -> list[CompressorKind]:
-    """Return the kinds of one prefix, which the file must have."""
+    """List the kinds of one prefix, which the file must contain."""
     by_shapes: dict[LinearShapes, list[int]] = {}
     for layer in range(weights.header.num_layers):
         placements = (
@@ -121,7 +121,7 @@ def build_graph(weights: WeightFile, kind: CompressorKind, precision: Precision 
 
 
 class _GraphBuilder:
-    """Nodes and weights of one graph; a value is known by its name."""
+    """Nodes and weights of one graph; values are identified by name."""
 
     def __init__(self, helper: Any, weights: WeightFile, kind: CompressorKind, *, half: bool) -> None:
         self.nodes: list[Any] = []
@@ -175,14 +175,14 @@ class _GraphBuilder:
 
 @dataclass(frozen=True, kw_only=True)
 class OnnxExportResult(Record):
-    """Graphs that were written."""
+    """Result of exporting graphs."""
 
     #: The weight file and the directory.
     source: str = field(metadata={"key": "input"})
     target: str = field(metadata={"key": "output"})
     #: Names in the directory.
     files: list[str]
-    #: As was asked for.
+    #: Requested precision.
     precision: Precision
     #: Type of the weights.
     dtype: str
@@ -190,7 +190,7 @@ class OnnxExportResult(Record):
     @property
     @json_key(after="target")
     def label(self) -> str:
-        """Return ``UNCHANGED``, or ``LOSSY`` where weights were rounded."""
+        """Return ``UNCHANGED``, or ``LOSSY`` if weights were rounded."""
         return UNCHANGED if self.precision == "fp32" else LOSSY
 
     def __str__(self) -> str:

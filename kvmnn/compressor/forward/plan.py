@@ -1,4 +1,4 @@
-"""Plans of a compression: segments, groups and lengths, and whether the weight file has what they need.
+"""Plan a compression: segments, groups and lengths; check that the weight file has the weights for it.
 
 The rules are those of the runtime that loads KVCM files; docs/compressor-forward.md states them.
 """
@@ -84,31 +84,31 @@ _NUM_IMAGE_BLOCKS = 4 * SLOTS_PER_PREFIX
 
 @dataclass(frozen=True, kw_only=True)
 class CompressionSegment(Record):
-    """A run of tokens that is compressed by itself."""
+    """A run of tokens that is compressed independently."""
 
     #: ``"image"`` or ``"text"``.
     kind: SegmentKind
-    #: Its place in the cache and its length.
+    #: First token in the cache, and number of tokens.
     begin: int
     tokens: int
-    #: Tokens made by the compressor; 0 where the segment stays as it is.
+    #: Tokens that the compressor makes; 0 if the segment is not compressed.
     groups: int
     #: Tokens in a group.
     factor: int
 
     @property
     def grouped_tokens(self) -> int:
-        """Return the tokens in groups; those after them are kept."""
+        """Return the number of tokens in whole groups; the tokens after them are kept."""
         return self.groups * self.factor
 
     @property
     @json_key()
     def new_tokens(self) -> int:
-        """Return the tokens that remain of it."""
+        """Return the number of tokens after compression."""
         return self.groups + self.tokens - self.grouped_tokens
 
     def prefix_index(self, part: Part) -> int:
-        """Return which compressor of a layer takes its K or V."""
+        """Return the index of the compressor prefix for its K or V."""
         return _PREFIX_INDEX[self.kind, part]
 
     def __str__(self) -> str:
@@ -120,12 +120,12 @@ class CompressionSegment(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class CompressionPlan(Record):
-    """Lengths before and after, and the segments between."""
+    """Segments of a compression, and the lengths before and after."""
 
     #: Live tokens before and after; `new_len` is the cache slot of the next token.
     seq_len: int
     new_len: int
-    #: As they are applied.
+    #: The applied options.
     factor: int
     min_seq_len: int
     image_len: int
@@ -141,7 +141,7 @@ class CompressionPlan(Record):
 
     @property
     def explanation(self) -> str:
-        """Return `reason` as a sentence; empty where there is none."""
+        """Return `reason` as a sentence; empty if there is none."""
         groups = ", ".join(f"{s.kind} {s.tokens // self.factor if self.factor else 0}" for s in self.segments)
         texts: dict[NoCompressionReason, str] = {
             "disabled": "compression is switched off",
@@ -157,7 +157,7 @@ class CompressionPlan(Record):
 def plan_compression(
     weights: WeightFile, layers: list[int], batch: int, tokens: int, head_dim: int, options: ForwardOptions
 ) -> CompressionPlan:
-    """Decide what happens to a cache, and check that the weight file has what every layer needs."""
+    """Plan the compression of a cache; check that the weight file has the weights of every layer."""
     header = weights.header
     seq_len = tokens if options.seq_len is None else min(options.seq_len, tokens)
     factor = options.factor if options.factor > 1 else header.compression_factor

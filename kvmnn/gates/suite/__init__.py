@@ -1,1 +1,1 @@
-"""The six cases on a model: every figure from the run itself."""
+"""Run the six cases on a model; every figure is measured in the run itself."""

@@ -1,4 +1,4 @@
-"""The cases of a suite: what runs in each, and what it must reach."""
+"""The cases of a suite: the run of each, and its limits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ KEY_BY_SWEEP = {
     "trigger": "kv_h2o_trigger_min_tokens",
     "lossy": "kv_h2o_target_lossy_ratio",
 }
-"""What a sweep may name, in the order in which its product is taken."""
+"""Names that a sweep accepts, in the order of its product."""
 
 _MAX_CASES = 1000
 
@@ -44,19 +44,19 @@ _MAX_CASES = 1000
 class RunCase:
     """One case."""
 
-    #: What it is called, which work it has, and the mode of the runtime; ``""`` where nothing is compressed.
+    #: Name, kind of workload, and mode of the runtime (``""`` if nothing is compressed).
     name: str
     kind: CaseKind
     mode: str
-    #: Keys of the engine's JSON; empty where nothing is compressed.
+    #: Keys of the engine's JSON; empty if nothing is compressed.
     engine: dict[str, Any]
-    #: What it must reach, and how it runs.
+    #: Limits of the gates, and settings of the runs.
     limits: GateLimits
     settings: RunSettings
 
     @property
     def evicts(self) -> bool:
-        """Whether the planner is on."""
+        """Return whether the planner is enabled."""
         return self.engine.get("kv_h2o_enable") is True
 
     @property
@@ -79,7 +79,7 @@ class RunCase:
 
     @property
     def needs_texts(self) -> bool:
-        """Whether it can only run with texts of the user."""
+        """Return whether it can only run with texts of the user."""
         return self.kind != "runtime"
 
     @property
@@ -201,7 +201,7 @@ def _apply_sweep_point(case: RunCase, point: dict[str, float | int]) -> RunCase:
 
 
 def _check_case(case: RunCase) -> None:
-    """Refuse what the engine would not use as it was said: it takes other values without a word."""
+    """Raise an error for settings that the engine would silently replace by other values."""
     try:
         _ = case.policy, case.lossless
     except KvmnnError as error:

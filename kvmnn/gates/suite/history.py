@@ -1,4 +1,4 @@
-"""The history of rounds: pass rates, reasons and figures of each, and changes since the one before."""
+"""History of rounds: pass rates, reasons and figures of each, and changes since the previous one."""
 
 from __future__ import annotations
 
@@ -62,11 +62,10 @@ def _get_first(row: Mapping[str, Any], *names: str) -> float | None:
 
 
 def append_round(directory: str | os.PathLike[str], entry: HistoryEntry) -> None:
-    """Add a line, in the place of an earlier one of the same round.
+    """Append a line, or replace the earlier one of the same round.
 
-    It is the same round where model, version, machine, settings and the number of takes are the same: its runs were
-    taken up, not measured again. Cases of the earlier line that did not run this time stay in it. Lines that are
-    damaged are left as they are.
+    A round is the same if model, version, machine, settings and rerun number are equal: its runs were reused, not
+    measured again. Cases of the earlier line that did not run this time stay in it. Damaged lines are left unchanged.
     """
     path = Path(directory, HISTORY_FILE)
     try:
@@ -189,7 +188,7 @@ _MAX_VALUES_SHOWN = 5
 
 @dataclass(frozen=True, kw_only=True)
 class GateHistory(Record):
-    """The rounds of a folder, the oldest first, as its history has them."""
+    """The rounds in a folder's history, oldest first."""
 
     directory: str
     rounds: tuple[Mapping[str, Any], ...]
@@ -282,7 +281,7 @@ def read_history(directory: str) -> GateHistory:
 def _format_trend(values: list[float | None], settings_of_rounds: list[object], digits: int) -> tuple[str, bool]:
     """Format the newest values, with a bar where settings changed, and the last one relative to the mean of the others.
 
-    Also whether there is such a mean. What was not measured is a dash.
+    Also return whether there is such a mean. A value that was not measured is a dash.
     """
     cells: list[str] = []
     for round_index in range(max(0, len(values) - _MAX_VALUES_SHOWN), len(values)):

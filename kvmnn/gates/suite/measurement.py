@@ -55,7 +55,7 @@ class ModelSessions:
         self.interface: DecoderInterface = self.get(attentions=False).interface
 
     def get(self, *, attentions: bool) -> DecoderSession:
-        """Return the session, opened if it is not."""
+        """Return the session; open it if necessary."""
         if attentions not in self._open_sessions:
             self._open_sessions[attentions] = DecoderSession.open(
                 self._model, attentions=attentions, threads=self._threads
@@ -63,7 +63,7 @@ class ModelSessions:
         return self._open_sessions[attentions]
 
     def release(self, *, kept_kind: bool | None = None) -> None:
-        """Close the sessions, but the one whose `attentions` is `kept_kind`: the next work does not need them."""
+        """Close the sessions except the one whose `attentions` is `kept_kind`."""
         self._open_sessions = {
             has_attentions: session
             for has_attentions, session in self._open_sessions.items()
@@ -81,28 +81,28 @@ _COMPARISON_INTERVAL_STEPS = 16
 class RunRecord(Record):
     """The measurements of one run."""
 
-    #: Fed at once at the beginning of turns, and one by one.
+    #: Tokens fed in one step at the beginning of turns, and tokens fed one by one.
     prompt_tokens: int
     decode_tokens: int
-    #: What these took.
+    #: Time of these.
     prefill_seconds: float
     decode_seconds: float
     #: Bytes of all tokens over bytes of those that the policy left at the end.
     lossy_ratio: float
-    #: Bytes of those that were left over the bytes that hold them between two steps.
+    #: Bytes of the remaining tokens over the bytes that store them between two steps.
     held_ratio: float
-    #: Raw over compressed bytes of all that was encoded; None where nothing was.
+    #: Raw over compressed bytes of everything that was encoded; None if nothing was.
     encoded_ratio: float | None
-    #: Bytes of all tokens over the bytes that are held.
+    #: Bytes of all tokens over the resident bytes.
     total_ratio: float
     #: ``decompress``, ``wait`` and ``verify`` (the decoding that proves a block before its rows go): count, sum and
     #: percentiles, microseconds.
     latencies: dict[str, LatencySummary] = field(default_factory=dict)
-    #: Of the runtime, under the engine's names.
+    #: Counters of the runtime, under the engine's names.
     counters: dict[str, float] = field(default_factory=dict)
     #: Numbers of the H2O statistics.
     plan_stats: dict[str, float] = field(default_factory=dict, metadata={"key": "keep"})
-    #: Generated after the last turn.
+    #: Tokens generated after the last turn.
     new_ids: tuple[int, ...] = field(default=(), metadata={"omit": True})
 
     @property
@@ -129,7 +129,7 @@ def measure_run(
     workload: Workload,
     advance: Callable[[int], object] = lambda steps: None,
 ) -> RunRecord:
-    """Let a model do a piece of work with its cache under a policy and in a runtime, greedily.
+    """Run a workload with greedy decoding, with the cache under a policy and in the lossless runtime.
 
     `advance` is called with the number of tokens generated since its last call, and with 0 after each step of a prompt.
     """
@@ -216,7 +216,7 @@ class ContentComparison(Record):
 
     @property
     def is_equal(self) -> bool:
-        """Whether nothing differs, and the comparison covered encoded tokens."""
+        """Return whether nothing differs, and the comparison covered encoded tokens."""
         return min(self.compared_bytes, self.encoded_bytes) > 0 and self.different_bytes == self.different_steps == 0
 
 
@@ -263,7 +263,7 @@ def compare_contents(
 
 
 def _feed_both(runners: tuple[Runner, Runner], ids: list[int], *, prompt: bool) -> Iterator[tuple[Floats, Floats]]:
-    """Feed both runners the same tokens; yields the logits of both after each step."""
+    """Feed both runners the same tokens; yield the logits of both after each step."""
     plain_runner, runtime_runner = runners
     if prompt:
         return zip(feed_prompt_steps(plain_runner, ids), feed_prompt_steps(runtime_runner, ids), strict=True)
@@ -331,7 +331,7 @@ class PerplexityProgress:
         self._tokens, self._done_tokens = 0, 0
 
     def start(self, tokens: int, cells: int, reused: int) -> None:
-        """Begin: this many tokens."""
+        """Start, given the total number of tokens."""
         self._tokens = tokens
 
     def advance(self, tokens: int, cells: int) -> None:

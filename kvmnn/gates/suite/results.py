@@ -1,4 +1,4 @@
-"""What a suite measured as a round: verdicts, files, and a line of history."""
+"""Results of a suite as a round: verdicts, files, and a line of history."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ _ENCODING_KEYS = frozenset(
         *("runtime_decomp_best_us", "runtime_decomp_pass", "decode_cache_hit_best", "decode_cache_hit_pass"),
     }
 )
-"""What a report of real prompts says of encoding: nothing, where nothing was encoded."""
+"""Keys about encoding in a report of real prompts, which are null if nothing was encoded."""
 
 _SUITE_BASIS = "every figure is of these runs; what is not measured, or unclear, is no pass"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunPair(Record):
-    """Both sides of a piece of work in ``runs.json``."""
+    """Both sides of a workload in ``runs.json``."""
 
     work: str
     bucket: str
@@ -59,7 +59,7 @@ class RunPair(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class CaseRuns(Record):
-    """``CASE/runs.json``: what the verdict of a case was made of, run by run, for ``kvmnn report``."""
+    """``CASE/runs.json``: the single runs behind the verdict of a case, for ``kvmnn report``."""
 
     kvmnn_gate_runs: int = 1
     stamp: str
@@ -77,18 +77,18 @@ class SuiteResult(Record):
 
     json_keys = "**round_summary cases=_case_documents notes"
 
-    #: Their rows, as the files have them.
+    #: Rows of the cases, as in the files.
     round_summary: RoundSummary
-    #: Their verdicts.
+    #: Verdicts of the cases.
     cases: tuple[CaseResult | DemoResult, ...]
-    #: What a reader must know, in sentences.
+    #: Notes for the reader, in sentences.
     notes: tuple[str, ...] = ()
-    #: Of each case that of its round, as in its files.
+    #: Stamp of each case's round, as in its files.
     stamp_by_case: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def has_passed(self) -> bool:
-        """Whether all cases passed."""
+        """Return whether all cases passed."""
         return self.round_summary.has_passed
 
     @property
@@ -242,7 +242,7 @@ def finish_suite(
     notes: Sequence[str],
     suite: Suite,
 ) -> SuiteResult:
-    """Write the round of these cases, and note it down in the history."""
+    """Write the round of these cases, and add it to the history."""
     rows = {row["case"]: row for row in collected.rows}
     round_summary = RoundSummary.from_rows(directory, [rows[case.case] for case in cases])
     write_round_files(round_summary)

@@ -40,7 +40,7 @@ DEFAULT_ENGINE_OPTIONS: dict[str, Any] = {
     "kv_lossless_decode_cache_blocks": 64,
     "kv_lossless_strict_roundtrip_check": True,
 }
-"""What the fork's six cases share."""
+"""Engine options of all six cases of the fork."""
 
 STORE_ENGINE_OPTIONS: dict[str, Any] = {
     "kv_lossless_front_sample_token_interval": 2,
@@ -48,38 +48,38 @@ STORE_ENGINE_OPTIONS: dict[str, Any] = {
     "kv_lossless_store_bootstrap_tokens": 16,
     "kv_lossless_store_grouped_step_tokens": 384,
 }
-"""What mode store has besides."""
+"""Additional engine options of mode store."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings(Record):
     """The settings of a suite's runs."""
 
-    #: Of the runtime cases: tokens of the prompts, and tokens that are generated.
+    #: Runtime cases: tokens of each prompt, and tokens to generate.
     prompts: tuple[int, ...] = (512, 1024)
     generate: int = 128
-    #: Their prompts are synthetic: this one token repeated, as in the fork's bench. K and V of these compress far
-    #: better than those of texts. False: beginnings of texts, or of the built-in text where none are given.
+    #: Whether their prompts repeat this token, as in the fork's benchmark, whose K and V compress far better than those
+    #: of texts. False: beginnings of texts, by default of the built-in one.
     synthetic: bool = False
     token: int = 16
-    #: Of the cases with real prompts: their lengths, how many of each, and tokens that are generated.
+    #: Cases with real prompts: lengths, number of prompts of each length, and tokens to generate.
     buckets: tuple[int, ...] = (128, 512, 2048)
     prompts_per_bucket: int = 2
     demo_generate: int = 512
-    #: Of these cases as well: a file that lists the texts to take (`kvmnn.gates.suite.workloads`), empty for all;
-    #: whether prompts are taken round robin over the buckets, or as texts follow each other; how many, 0 for all.
+    #: Also for these cases: a file that lists the texts to use (`kvmnn.gates.suite.workloads`), empty for all; round
+    #: robin over the buckets, or the order of the texts; maximum number of prompts, 0 for all.
     prompt_manifest: str = ""
     prompt_order: Literal["stratified", "sequential"] = "stratified"
     max_prompts: int = 0
-    #: Runs of each side that are timed, after one that is not.
+    #: Timed runs of each side, after a warm-up run.
     repeats: int = 2
-    #: Perplexity: texts, tokens scored of each, and how many of these are read at once as a prompt.
+    #: Perplexity: number of texts, tokens scored of each, and how many of these are the prompt.
     quality_texts: int = 10
     quality_tokens: int = 1024
     quality_prompt: int = 640
-    #: Largest increase, as a share: the upper end of its interval must lie below.
+    #: Maximum relative increase of perplexity: the upper end of its interval must be below.
     perplexity_target: float = 0.05
-    #: Of onnxruntime; of what is drawn.
+    #: Threads of onnxruntime; seed of random draws.
     threads: int = 1
     seed: int = 0
 

@@ -53,7 +53,7 @@ _JOURNAL_FORMAT = JournalFormat(
 
 
 class RunStore(KeyedJournal):
-    """Results of runs by the digest of everything that they depend on.
+    """Results of runs, by the digest of everything that they depend on.
 
     Parameters
     ----------
@@ -91,10 +91,10 @@ class SuiteProgress(Protocol):
     """Receiver of a suite's progress."""
 
     def start(self, runs: int, steps: int) -> None:
-        """Begin: this many runs, and decode steps of those that are not there already."""
+        """Start, given the number of runs and the decode steps of those that are not stored."""
 
     def begin_run(self, run_text: str) -> None:
-        """Name what runs now."""
+        """Announce the next run."""
 
     def advance(self, steps: int) -> None:
         """Count decode steps; 0 after a step of a prompt."""
@@ -388,7 +388,7 @@ class Suite:
         return {name: cases[name] for name, has_stamp in has_stamp_by_case.items() if has_stamp and name not in entries}
 
     def _write_initial_round(self, run_info: dict[str, Any]) -> None:
-        """Note it down; what of it is there first, so that no crash leaves the verdict of an earlier one."""
+        """Write an unfinished round first, so that a crash cannot leave the verdict of an earlier one."""
         write_round_files(collect_cases(self._directory, run_info))
         with FileOutput(self._directory / RUN_INFO_FILE, force=True) as output:
             output.file.write(json.dumps(run_info, indent=2).encode())

@@ -1,4 +1,4 @@
-"""Judge a measured case, and write it in the fork's forms: gates, report, rows of ``llm_bench``."""
+"""Judge a measured case, and format it as the fork does: gates, report, rows of ``llm_bench``."""
 
 from __future__ import annotations
 
@@ -39,19 +39,20 @@ def compute_slowdown(pairs: Sequence[PairedRuns]) -> DecodeSlowdown | None:
 class CaseFigures:
     """The figures of a case, computed from its runs."""
 
-    #: Least of the runs: bytes of all tokens over those that are kept.
+    #: Minimum over the runs: bytes of all tokens over those of kept tokens.
     lossy_ratio: float
-    #: Raw over compressed bytes of all that was encoded; None where nothing was.
+    #: Raw over compressed bytes of everything that was encoded; None if nothing was.
     encoded_ratio: float | None
-    #: Mean of the bytes that are kept over those that hold them.
+    #: Mean ratio of the bytes of kept tokens to the resident bytes.
     resident_ratio: float
-    #: Of the speed; None where no run has one.
+    #: Loss of decode speed; None if no run has a speed.
     slowdown: DecodeSlowdown | None
-    #: The longest of the runs, in all: restoring, and in modes that restore nothing decoding what is compared.
+    #: Maximum over the runs of the total time of restoring, or of decoding for comparison in modes that restore
+    #: nothing.
     decompress_us: float
-    #: Whether it was restoring.
+    #: Whether that was restoring.
     has_restored: bool
-    #: The largest of the runs.
+    #: Maxima over the runs.
     async_wait_us: float
     async_queue_peak: float
     queue_peak: float
@@ -59,10 +60,10 @@ class CaseFigures:
     num_skips: float
     cache_hits: float
     cache_misses: float
-    #: Pieces of work of which nothing was encoded, and how many there are.
+    #: Workloads of which nothing was encoded, and all workloads.
     num_idle_workloads: int
     num_workloads: int
-    #: Where the prompts come from, as `Workload.prompts` names it.
+    #: Source of the prompts, as in `Workload.prompts`.
     prompts_text: str = "text"
 
     @classmethod
@@ -328,7 +329,7 @@ _LINES_BY_GATE = {
     ),
     "consistency": ("kv_content_consistency_pass",),
 }
-"""Lines that say a figure, or a verdict on it: left out where the gate says that nothing was measured."""
+"""Report lines of a gate's figure and verdict, left out if the gate is not measured."""
 
 
 def build_gate_section(

@@ -23,10 +23,10 @@ from .cases import RunCase
 from .settings import RunSettings
 
 PROMPT_FILE_KEYS = ("prompt_file", "prompt_path", "file", "path", "filename", "name")
-"""Of the objects in a list, the first that is there names the file."""
+"""Keys of an object in a list of prompts; the first one that is present names the file."""
 
 SAMPLE_NAME = "built-in text"
-"""What results call the text whose beginnings are prompts where nobody gives texts."""
+"""Name in results of the built-in text, the default for prompts."""
 
 
 def read_sample_text() -> str:
@@ -79,23 +79,23 @@ def _parse_file_name(line: str, where: str) -> str:
 
 
 PromptKind = Literal["text", "built-in text", "synthetic"]
-"""Where prompts come from."""
+"""Source of prompts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One piece of work."""
+    """Prompts and answers of one conversation."""
 
-    #: What it is called, and the length it stands for.
+    #: Name, and length class.
     name: str
     bucket: str
-    #: Token ids of the prompt; of each further turn, those that follow what was generated before it.
+    #: Token ids of the prompt and of each further turn, which follows the generated tokens.
     turns: tuple[tuple[int, ...], ...]
-    #: Generated after each turn.
+    #: Tokens to generate after each turn.
     new_tokens: int
-    #: Tokens that the model should give; empty where nothing is scored.
+    #: Expected answer; empty if none is scored.
     answer: tuple[int, ...] = field(default=())
-    #: Where its tokens come from.
+    #: Source of the prompts.
     prompts: PromptKind = "text"
 
     @property
@@ -292,7 +292,7 @@ _SYNTHETIC_NOTE = (
 
 
 class PromptTexts:
-    """The texts that prompts and perplexity are taken of, as tokens of the model.
+    """Texts for prompts and perplexity, as tokens of the model.
 
     Parameters
     ----------
@@ -308,7 +308,7 @@ class PromptTexts:
     Attributes
     ----------
     documents
-        The texts, none where none were given.
+        The texts; none if none were specified.
     """
 
     def __init__(
@@ -335,7 +335,7 @@ class PromptTexts:
         return list(dict.fromkeys(document.sha256 for document in (*self.documents, *self._prompt_documents)))
 
     def build_workloads(self, case: RunCase, interface: DecoderInterface) -> tuple[list[Workload], list[str]]:
-        """Return the work of a case, and what a reader must know of it."""
+        """Build the workloads of a case, and notes on them."""
         notes: list[str] = []
         workloads = self._build_workloads(case, interface, notes)
         for workload in workloads:

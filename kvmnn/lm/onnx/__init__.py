@@ -1,1 +1,1 @@
-"""From an ONNX file to a graph that runs: what it takes and gives, and what is added (docs/decoders.md)."""
+"""Load an ONNX file as a running graph: its inputs and outputs, and the tensors that kvmnn adds (docs/decoders.md)."""

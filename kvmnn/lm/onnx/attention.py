@@ -1,9 +1,9 @@
-"""Where attention happens in a decoder's graph.
+"""Find the attention in a decoder's graph.
 
-Three forms can be opened: a written-out Softmax between the product with the keys and the product with the values
-(eager exports, and SDPA where the exporter takes it apart), the standard ``Attention`` operator (opset 23 and later),
-and two fused operators of onnxruntime whose schema has an output for it. A Softmax that mixes no values (a router, a
-sampling head) is not attention. The layer is the one whose past values are multiplied.
+Three forms are supported: a Softmax between the product with the keys and the product with the values (eager exports,
+and SDPA if the exporter decomposes it), the standard ``Attention`` operator (opset 23 and later), and two fused
+operators of onnxruntime whose schema has an output for scores. A Softmax that mixes no values (a router, a sampling
+head) is not attention. The layer is the one whose past values are multiplied.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ _MIN_PROBABILITIES_OPSET = 23  # opset of the standard Attention operator
 class AttentionSite:
     """The attention of one layer."""
 
-    #: By the past values that it multiplies; by order in the graph where none of them can be followed.
+    #: Determined from its past values, or from the order in the graph if these cannot be traced.
     layer: int
-    #: How it is written.
+    #: How the graph expresses it.
     form: AttentionForm
     #: The Softmax, or the operator that holds it.
     node: Any
@@ -193,7 +193,7 @@ class _AttentionFinder:
         return tuple(sorted(sites, key=lambda site: site.layer))
 
     def _find_product(self, softmax: Any) -> tuple[str, str]:
-        """Return the tensor of probabilities that is multiplied, and the values that it multiplies; empty without."""
+        """Return the tensor of probabilities and the values that it multiplies; empty names if there is no product."""
         queue = deque([(softmax.output[0], softmax.output[0], 0)])
         visited: set[str] = set()
         while queue:

@@ -1,4 +1,4 @@
-"""A decoder's graph run by onnxruntime: what it is fed, what it gives.
+"""A decoder's graph run by onnxruntime: its inputs and outputs.
 
 Keys and values are plain numpy arrays on both sides. On the CPU that copies nothing: onnxruntime reads the arrays it is
 given, and its outputs are numpy views of its own memory. Binding OrtValues instead (IOBinding) saves nothing there: a
@@ -26,7 +26,7 @@ from .model_files import format_error
 
 @dataclass
 class StepResult:
-    """What one step of the model returned."""
+    """Outputs of one step of the model."""
 
     #: float32 ``[token, vocab]``.
     logits: NDArray[np.float32]
@@ -39,7 +39,7 @@ class StepResult:
 
 
 class OnnxDecoder:
-    """The session that runs a graph, its interface, and what was added to the graph."""
+    """An onnxruntime session of a graph, its interface, and the tensors that were added to it."""
 
     def __init__(self, runtime: Any, interface: DecoderInterface, rewritten: RewrittenGraph) -> None:
         self.runtime = runtime
@@ -67,7 +67,7 @@ class OnnxDecoder:
         past: Sequence[KVPair],
         bias: Sequence[NDArray[np.float32]] | None = None,
     ) -> StepResult:
-        """Feed tokens; the arguments and results of `DecoderSession.run_step`, whose checks come before this."""
+        """Feed tokens; arguments and results are those of `DecoderSession.run_step`, which checks them."""
         feed = self._build_inputs(ids, positions, past)
         if self._bias_inputs is None:
             if bias is not None:

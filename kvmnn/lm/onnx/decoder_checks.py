@@ -1,10 +1,9 @@
-"""What a graph does with layers that hold different numbers of tokens.
+"""Test how a graph handles layers that store different numbers of tokens, and compare a rewritten graph with its
+original.
 
-Exporters build one mask for all layers. Some cut it to the first columns that a layer needs: right for a single query,
-but of several queries each then sees later tokens of its own chunk, without any error. Others fail. Nothing in the
-names of a graph tells, so it is tried.
-
-A graph that was operated on is tried next to the one that it was made from, before anything relies on it.
+Exporters build one mask for all layers. Some graphs cut it to the first columns that a layer needs: correct for a
+single query, but with several queries each also sees later tokens of its chunk, without any error. Others fail. The
+names in a graph do not show this, so it is tested.
 """
 
 from __future__ import annotations
@@ -113,7 +112,7 @@ _CHECK_PAST_TOKENS, _CHECK_NEW_TOKENS, _MASKED_SLOTS = 6, 3, (1, 4)
 
 @dataclass(frozen=True)
 class ReferenceOutputs:
-    """What the graph as it was exported gives for a few tokens."""
+    """Outputs of the exported graph for a few tokens."""
 
     prompt: StepResult
     step: StepResult
@@ -122,7 +121,7 @@ class ReferenceOutputs:
 
 
 def compute_reference(decoder: OnnxDecoder) -> ReferenceOutputs:
-    """Run a graph as it was exported."""
+    """Compute the outputs of the exported graph."""
     ids, positions = _probe_inputs(decoder)
     try:
         prompt = decoder.run_step(ids[:_CHECK_PAST_TOKENS], positions[:_CHECK_PAST_TOKENS], decoder.create_empty_past())
@@ -144,7 +143,7 @@ def compute_reference(decoder: OnnxDecoder) -> ReferenceOutputs:
 
 
 def check_equivalence(reference: ReferenceOutputs, rewritten: OnnxDecoder) -> str | None:
-    """Return what a rewritten graph does wrong, or None."""
+    """Return the first difference of a rewritten graph from its original, or None."""
     # Logits must be those of the original graph, for a prompt and with a past; attention probabilities must be
     # probabilities of the tokens so far; and masking slots by the bias must do what removing them does.
     ids, positions = _probe_inputs(rewritten)

@@ -1,4 +1,4 @@
-"""From a model's file to the graph that runs: operated on where needed, proved, kept."""
+"""Load a model's file as a running graph: rewritten if needed, checked for equivalence, and cached."""
 
 from __future__ import annotations
 

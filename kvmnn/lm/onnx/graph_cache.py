@@ -1,8 +1,8 @@
-"""Graphs that were operated on, kept for the next time.
+"""Cache of rewritten graphs on disk.
 
-They lie next to the model, because the weights in other files are found from there, or in the user's cache directory
-where the model's folder cannot be written to. A graph is found by a digest of the model file and of what was done to
-it, so a model that changed is operated on again.
+They are next to the model, because external weights are located relative to it, or in the user's cache directory if the
+model's folder is read-only. The key is a digest of the model file and of the rewrite, so that a changed model is
+rewritten again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _METADATA_KEY = "kvmnn"  # entry in the metadata of a kept graph
 
 
 class GraphCache:
-    """Where the rewritten graph of one model is stored; `variant` names what is added, e.g. ``"attentions+bias"``."""
+    """Storage of the rewritten graph of one model; `variant` names the additions, e.g. ``"attentions+bias"``."""
 
     def __init__(self, graph: Path, variant: str) -> None:
         self._graph = graph
@@ -34,7 +34,7 @@ class GraphCache:
         self._key = _compute_key(graph, variant)
 
     def find(self) -> tuple[Path, RewrittenGraph] | None:
-        """Return the stored graph and what was added to it, if it is there and undamaged."""
+        """Return the stored graph and its additions; None if it is missing or damaged."""
         onnx = import_optional("onnx")
         for path in self._list_candidate_paths():
             if not path.is_file():
@@ -50,7 +50,7 @@ class GraphCache:
 
     @contextmanager
     def stage_graph(self, graph: bytes, *, has_external: bool) -> Iterator[StagedGraph | None]:
-        """Write a graph under a temporary name, until `StagedGraph.commit`; None where no folder is writable."""
+        """Write a graph under a temporary name, until `StagedGraph.commit`; yield None if no folder is writable."""
         # Running the file needs less memory than running its bytes.
         paths = self._list_candidate_paths()
         for path in paths[:1] if has_external else paths:
@@ -77,7 +77,7 @@ class GraphCache:
         return [resolve_dir(self._graph) / name, get_user_cache() / name]
 
     def _remove_stale(self, current_path: Path) -> None:
-        """Remove what was kept of earlier contents of the same model file."""
+        """Remove graphs that were stored for earlier contents of the model file."""
         pattern = f"{glob.escape(self._graph.stem)}{CACHED_GRAPH_MARK}{self._variant}-{'?' * 16}.onnx"
         for path in current_path.parent.glob(pattern):
             if path != current_path:
@@ -86,7 +86,7 @@ class GraphCache:
 
 
 class StagedGraph:
-    """A rewritten graph that can be run and is not stored yet."""
+    """A rewritten graph that can run and is not stored yet."""
 
     def __init__(self, output: FileOutput, key: str, remove_stale: Callable[[Path], None] | None) -> None:
         # `remove_stale` removes graphs of earlier contents of the model file, given the path of the stored one.
@@ -94,7 +94,7 @@ class StagedGraph:
         self.path = output.file.path
 
     def commit(self, rewritten: RewrittenGraph) -> None:
-        """Store the file, with what was added to the graph in its metadata, if that is possible."""
+        """Store the file, with the additions to the graph in its metadata, if that is possible."""
         onnx = import_optional("onnx")
         metadata = onnx.StringStringEntryProto(
             key=_METADATA_KEY, value=json.dumps({"key": self._key, **vars(rewritten)})
@@ -108,7 +108,7 @@ class StagedGraph:
 
 
 def strip_metadata(model: Any) -> None:
-    """Remove our metadata of an earlier rewrite: the model may be a stored graph that was renamed."""
+    """Remove kvmnn's metadata of an earlier rewrite, because the model may be a stored graph that was renamed."""
     other_entries = [entry for entry in model.metadata_props if entry.key != _METADATA_KEY]
     del model.metadata_props[:]
     model.metadata_props.extend(other_entries)

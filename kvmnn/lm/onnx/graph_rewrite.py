@@ -18,7 +18,7 @@ _MAX_KEPT_ELEMENTS = 64  # values; constants up to this size may be shapes, whic
 
 @dataclass(frozen=True)
 class TensorTypes:
-    """What is known of the tensors of a graph."""
+    """Types and shapes of the tensors of a graph, as far as known."""
 
     #: Element type (an ``onnx.TensorProto`` number) of each tensor.
     elements: dict[str, int]
@@ -27,7 +27,7 @@ class TensorTypes:
 
 
 def infer_types(model: Any) -> TensorTypes:
-    """Infer types of all tensors of a model, an ``onnx.ModelProto``; where inference fails, fewer are known."""
+    """Infer the types of all tensors of a model, an ``onnx.ModelProto``, as far as inference succeeds."""
     # The graph is copied with its large weights replaced by inputs of the same type, so that a model of some GB does
     # not pass through protobuf again.
     onnx = import_optional("onnx")
@@ -100,7 +100,7 @@ def split_merged_decoder(model: Any, branch_input: str) -> bool:
 
 
 def _rename_tensors(node: Any, names: dict[str, str]) -> None:
-    """Rename tensors of a node, also where its own subgraphs use them."""
+    """Rename tensors of a node, in its subgraphs as well."""
     for operands in (node.input, node.output):
         for position, name in enumerate(operands):
             if name in names:
@@ -120,7 +120,7 @@ _MASK_INPUT_INDEX: dict[AttentionForm, int] = {"standard": 3, "GroupQueryAttenti
 
 @dataclass(frozen=True)
 class RewrittenGraph:
-    """What was added to a graph."""
+    """Tensors that were added to a graph."""
 
     #: Names of the outputs with probabilities, by layer; None where they were not asked for.
     attentions: tuple[str, ...] | None = None
@@ -226,7 +226,7 @@ def _add_bias_to_mask(model: Any, site: AttentionSite, types: TensorTypes) -> No
 
 
 def _open_probabilities(model: Any, site: AttentionSite, types: TensorTypes) -> str:
-    """Let an operator hand out its probabilities; the name of the tensor that holds them."""
+    """Make an operator output its probabilities; return the name of their tensor."""
     onnx = import_optional("onnx")
     node = site.node
     while len(node.output) < 4:
@@ -256,7 +256,7 @@ def _infer_cache_type(model: Any, types: TensorTypes) -> int:
 
 
 class _NodeInserter:
-    """New nodes that go right before a node."""
+    """Inserts new nodes right before a node."""
 
     def __init__(self, model: Any, site: AttentionSite, target: Any) -> None:
         self.model, self.target = model, target

@@ -36,17 +36,17 @@ _EXPORT_WITH_PAST_COMMAND = "optimum-cli export onnx --task text-generation-with
 class DecoderInterface:
     """A decoder's inputs and outputs."""
 
-    #: What messages call the model: its path.
+    #: Name of the model in messages: its path.
     label: str
     #: Sizes of the cache.
     layers: int
     kv_heads: int
     head_dim: int
-    #: Of the cache: ``float16`` or ``float32``.
+    #: Element type of the cache: ``float16`` or ``float32``.
     dtype: type[np.float16] | type[np.float32]
     #: Number of logits of a token.
     vocab_size: int
-    #: Where the settings or the graph say it.
+    #: Number of query heads, if the settings or the graph specify it.
     query_heads: int | None
     #: Whether positions are an input, and used. Where they are not, the graph counts them itself and its cache cannot
     #: be cut.

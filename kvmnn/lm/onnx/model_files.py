@@ -107,7 +107,7 @@ def locate_weights(model: Any, path: Path) -> dict[str, str]:
 
 
 def relocate_weights(model: Any, path: Path) -> None:
-    """Let `model`, read from `path`, find its weights from `resolve_dir`, in place."""
+    """Rewrite the weight locations of `model`, read from `path`, relative to `resolve_dir`, in place."""
     location_by_name = locate_weights(model, path)
     for tensor in iter_external_tensors(model):
         for entry in tensor.external_data:

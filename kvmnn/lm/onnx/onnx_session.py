@@ -23,7 +23,7 @@ _WEIGHTS_FOLDER_OPTION = "session.model_external_initializers_file_folder_path"
 
 @dataclass(frozen=True)
 class SessionSettings:
-    """How onnxruntime runs a graph."""
+    """Settings of onnxruntime for a graph."""
 
     #: Threads of one operator; 0 leaves the number to onnxruntime.
     threads: int = 1
@@ -34,7 +34,7 @@ class SessionSettings:
     profile: Path | None = None
 
     def check(self) -> None:
-        """Refuse settings that the installed onnxruntime cannot meet."""
+        """Raise an error for settings that the installed onnxruntime does not support."""
         available = import_optional("onnxruntime").get_available_providers()
         if isinstance(self.providers, str) or not self.providers:
             raise KvmnnError(f"providers: expected a list of names, found {self.providers!r}")
@@ -70,7 +70,7 @@ def create_session(source: Path | bytes, folder: Path, settings: SessionSettings
 
 
 def trim_heap() -> None:
-    """Give freed memory back to the system: glibc keeps that of parsed graphs and closed sessions, most of a model."""
+    """Return freed memory to the system, because glibc keeps that of parsed graphs and closed sessions."""
     with suppress(AttributeError, OSError, TypeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -23,7 +23,7 @@ _KERNEL_TIME_SUFFIX = "_kernel_time"
 
 @dataclass(frozen=True)
 class AttentionTimeStats:
-    """Means over steps, in seconds."""
+    """Attention time in seconds, means over steps."""
 
     #: Attention of all layers in a step: scores, scale and mask, softmax, values. onnxruntime measures each operator in
     #: whole microseconds.
@@ -47,7 +47,7 @@ class SessionProfile:
         self._file = open(files[0], "rb")  # noqa: SIM115  # read when the steps are done
 
     def close(self) -> None:
-        """Let go of the file; onnxruntime keeps none either."""
+        """Close the file."""
         with suppress(Exception):  # it ended before
             self._runtime.end_profiling()
         self._file.close()

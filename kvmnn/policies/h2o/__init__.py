@@ -1,7 +1,7 @@
-"""H2O as the MNN fork does it: keep the blocks of a cache that got the most attention (docs/h2o.md).
+"""H2O as in the MNN fork: keep the blocks of a cache that drew the most attention (docs/h2o.md).
 
-Attention rows become block sums (`sum_by_block`), these a running mean (`update_ema_scores`), and that a plan
-(`plan_blocks`) whose pairs go to `PackedCache.realloc`. `H2OPlanner` does it for all layers, call by call.
+Attention rows become block sums (`sum_by_block`), these a running mean (`update_ema_scores`), and the mean a plan
+(`plan_blocks`) whose pairs are arguments of `PackedCache.realloc`. `H2OPlanner` does this for all layers.
 """
 
 from .config import H2OConfig

@@ -73,7 +73,7 @@ class H2OConfig:
     #: First and last layer that evicts; a negative end means the last layer. The engine's default start is 2.
     layer_start: int = 2
     layer_end: int = -1
-    #: False plans nothing.
+    #: If False, nothing is planned.
     enable: bool = True
     #: Whether K or V are int8; the engine then evicts nothing.
     quantised: bool = False
@@ -99,7 +99,7 @@ class H2OConfig:
 
     @classmethod
     def from_engine(cls, document: Mapping[str, Any], *, lenient: bool = False, **defaults: Any) -> H2OConfig:
-        """Return the options in an engine's JSON configuration; what is not about H2O is ignored.
+        """Create options from an engine's JSON configuration; other keys are ignored.
 
         Parameters
         ----------
@@ -135,7 +135,7 @@ class H2OConfig:
 
     @property
     def clamped_options(self) -> dict[str, tuple[float, float]]:
-        """Return options outside their range by attribute: the given value, and the one that the engine uses."""
+        """Return options outside their range by attribute: the given value, and the clamped one."""
         layers, last_layer = self.evicting_layers, self.effective_layers - 1
         effective: dict[str, float] = {
             "block_tokens": self.effective_block_tokens,
@@ -210,7 +210,7 @@ def _check_number(value: Any, name: str) -> None:
 
 
 def check_choice(key: str, value: object, choices: Sequence[str]) -> None:
-    """Refuse a value of an engine's key that is none of `choices`, for which the engine silently takes its default."""
+    """Raise an error for a value that is not one of `choices`; the engine would silently use its default."""
     if value not in choices:
         suggestion = suggest(value, choices) if isinstance(value, str) else ""
         raise KvmnnError(f"{key} is {repr_short(value)}: expected one of {', '.join(choices)}{suggestion}")

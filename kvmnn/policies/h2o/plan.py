@@ -1,4 +1,4 @@
-"""Plan one layer: which blocks stay, by score; plans of all layers, and a plan as a picture."""
+"""Plan which blocks of a layer stay, by score; plans of all layers, and a block map as text."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _UINT64_MASK = (1 << 64) - 1
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class BlockPlan:
-    """What stays of one layer, and the engine's figures about it.
+    """The blocks of one layer that stay, and the engine's figures about them.
 
-    `window_tokens` and `reserve_pairs` go to `PackedCache.realloc` as they are; where nothing is dropped they are 0 and
+    `window_tokens` and `reserve_pairs` are arguments of `PackedCache.realloc`; if nothing is dropped they are 0 and
     empty, and the call changes nothing.
     """
 
@@ -36,7 +36,7 @@ class BlockPlan:
     kv_len: int
     #: Tokens in a block.
     block_tokens: int
-    #: bool ``[blocks]``: the blocks that stay if the plan is carried out.
+    #: bool ``[blocks]``: the blocks that stay if the plan is applied.
     keep: npt.NDArray[np.bool_]
     #: (sink, recent): blocks at the start and at the end that stay whatever their scores; they may overlap.
     num_floor_blocks: tuple[int, int]
@@ -50,7 +50,7 @@ class BlockPlan:
     floor_dominates: bool
     #: The target in whole blocks.
     quantized_keep: int
-    #: As in the configuration.
+    #: As in `H2OConfig`.
     bytes_per_token: int | None = None
 
     @property
@@ -60,29 +60,27 @@ class BlockPlan:
 
     @cached_property
     def num_kept_tokens(self) -> int:
-        """Return the tokens in the blocks of `keep`."""
+        """Return the number of tokens in the blocks of `keep`."""
         return int(self.retained_runs[:, 1].sum())
 
     @property
     def num_final_tokens(self) -> int:
-        """Return the tokens that are left once the plan is applied: all where the floor dominates."""
+        """Return the number of tokens after the plan is applied: all if the floor dominates."""
         return self.kv_len if self.floor_dominates else self.num_kept_tokens
 
     @property
     def num_evicted(self) -> int:
-        """Return the tokens that go."""
+        """Return the number of tokens that are dropped."""
         return self.kv_len - self.num_final_tokens
 
     @property
     def window_tokens(self) -> int:
-        """Return the tokens of the window, for `PackedCache.realloc`: all, or 0 where nothing goes."""
+        """Return the tokens of the window for `PackedCache.realloc`: all, or 0 if nothing is dropped."""
         return self.kv_len if self.num_evicted else 0
 
     @cached_property
     def reserve_pairs(self) -> tuple[ReservePair, ...]:
-        """Return pairs (begin, size) of what stays of the window, for `PackedCache.realloc`; empty where nothing
-        goes.
-        """
+        """Return (begin, size) of the kept runs in the window, for `PackedCache.realloc`; empty if all stay."""
         return tuple((begin, size) for begin, size in self.retained_runs.tolist()) if self.num_evicted else ()
 
     @property
@@ -111,17 +109,17 @@ class BlockPlan:
 
     @property
     def floor_keep_ratio(self) -> np.float32:
-        """Return the share of the floor, float32."""
+        """Return the floor as a share of the tokens, float32."""
         return divide_float32(self.floor_tokens, self.kv_len)
 
     @property
     def effective_target_ratio(self) -> np.float32:
-        """Return the share of the target, float32."""
+        """Return the target as a share of the tokens, float32."""
         return divide_float32(self.target, self.kv_len)
 
     @property
     def block_quantized_keep_ratio(self) -> np.float32:
-        """Return the share of the target in whole blocks, float32."""
+        """Return the target in whole blocks as a share of the tokens, float32."""
         return divide_float32(self.quantized_keep, self.kv_len)
 
     @property
@@ -131,9 +129,7 @@ class BlockPlan:
 
     @property
     def lossy_ratio(self) -> np.float32:
-        """Return bytes before over bytes after, the engine's pairs included, float32; of tokens without
-        bytes_per_token.
-        """
+        """Return bytes before over bytes after, the pairs included, float32; tokens if bytes_per_token is unknown."""
         if self.bytes_per_token is None:
             return divide_float32(self.kv_len, self.num_final_tokens)
         bytes_after = self.num_final_tokens * self.bytes_per_token + self.reserve_bytes
@@ -236,17 +232,17 @@ def explain_no_eviction(config: H2OConfig, tokens: int, option_names: Mapping[st
 
 
 def divide_float32(numerator: int, denominator: int) -> np.float32:
-    """Divide after both were rounded to float32."""
+    """Divide two numbers after rounding both to float32."""
     return _to_float32(numerator) / _to_float32(denominator)
 
 
 def _to_float32(number: int) -> np.float32:
-    """Round an integer once, as a conversion in C does; by way of a double it could be rounded twice."""
+    """Round an integer once, as a conversion in C does; through a double it could be rounded twice."""
     return np.float32(np.array(number & _UINT64_MASK, np.uint64).astype(np.float32))
 
 
 def _select_highest(scores: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.bool_]:
-    """Return which are the `count` highest scores; of equal ones the first.
+    """Return a mask of the `count` highest scores; of equal ones the first.
 
     Every candidate is a whole block (docs/h2o.md).
     """
@@ -266,7 +262,7 @@ MAX_MAP_LINES = 8
 
 
 def render_block_map(plan: BlockPlan, width: int = 80) -> list[str]:
-    """Render lines of letters, each line with the token that it starts at."""
+    """Render a map of letters; each line begins with its first token."""
     sink, recent = plan.num_floor_blocks
     letters = np.where(plan.keep | (plan.num_evicted == 0), "#", ".")
     letters[letters.size - recent :] = "R"
@@ -283,7 +279,7 @@ def render_block_map(plan: BlockPlan, width: int = 80) -> list[str]:
 
 
 def compute_tokens_per_letter(plan: BlockPlan, width: int = 80) -> int:
-    """Return the tokens of one letter of `render_block_map`."""
+    """Return the number of tokens per letter of `render_block_map`."""
     columns = max(10, width - len(f"{plan.kv_len:,}") - 2)
     return -(-plan.keep.size // (columns * MAX_MAP_LINES)) * plan.block_tokens
 
@@ -301,7 +297,7 @@ MAX_SHOWN_PAIRS = 100  # of a layer
 
 
 def format_reserve(pairs: Sequence[ReservePair]) -> str:
-    """Format pairs as `kvmnn mnn compact --reserve` reads them, or the first of very many."""
+    """Format pairs as for `kvmnn mnn compact --reserve`; only the first if there are very many."""
     pairs_text = ",".join(f"{begin}:{size}" for begin, size in pairs[:MAX_SHOWN_PAIRS])
     num_hidden = len(pairs) - MAX_SHOWN_PAIRS
     if num_hidden <= 0:
@@ -313,9 +309,9 @@ def format_reserve(pairs: Sequence[ReservePair]) -> str:
 class LayerScores:
     """Scores of one layer."""
 
-    #: Where it came from.
+    #: Name of the source.
     name: str
-    #: Tokens.
+    #: Tokens of the layer.
     kv_len: int
     #: float32 ``[blocks]``.
     scores: Floats
@@ -332,15 +328,14 @@ class LayerPlan(Record):
         "lossy_ratio=_lossy_ratio lossy_ratio_of=_ratio_basis keep=_keep_map"
     )
 
-    #: Its number, and where its scores came from.
+    #: Number of the layer, and name of the source of its scores.
     layer: int
     name: str
-    #: What stays.
     plan: BlockPlan
 
     @property
     def plan_entry(self) -> dict[str, Any]:
-        """Return what `kvmnn mnn compact --plan` reads of a layer."""
+        """Return the entry of a layer for `kvmnn mnn compact --plan`."""
         pairs = [list(pair) for pair in self.plan.reserve_pairs]
         return {"layer": self.layer, "remove": self.plan.window_tokens, "pairs": pairs}
 
@@ -358,7 +353,7 @@ class LayerPlan(Record):
         return "".join("1" if is_kept or is_unchanged else "0" for is_kept in self.plan.keep)
 
     def format_lines(self, config: H2OConfig) -> list[str]:
-        """Format what stays, and the pairs as `kvmnn mnn compact` takes them; without the map."""
+        """Format what stays, and the pairs as for `kvmnn mnn compact`, without the map."""
         layer_plan = self.plan
         label = f"layer {self.layer}"
         head = f"{label}: " if self.name == label else f"{label} ({self.name}): "
@@ -372,7 +367,7 @@ class LayerPlan(Record):
         return [head, f"  --remove {layer_plan.window_tokens} --reserve {format_reserve(layer_plan.reserve_pairs)}"]
 
     def _explain_floor(self, config: H2OConfig) -> str:
-        """Explain why the floor leaves nothing to evict, and what to lower."""
+        """Explain why the floor leaves nothing to evict, and which option to lower."""
         target = self.plan.target_before_floor
         options = " and ".join(
             f"--h2o {name} ({getattr(config, name):,})" for name in self.plan.list_options_to_lower(config)
@@ -406,21 +401,21 @@ class LayerPlans(Record):
     #: The file of scores, and the file that the plans were written to, if any.
     input: str | None = None
     output: str | None = None
-    #: Time taken, reading included.
+    #: Elapsed time, reading included.
     seconds: float
-    #: The options that they were made with.
+    #: Options of the plans.
     config: H2OConfig = field(metadata={"convert": _build_config_document})
-    #: A plan each.
+    #: One plan for each layer.
     layers: tuple[LayerPlan, ...]
 
     @property
     @json_key(after="output")
     def label(self) -> str:
-        """Return ``"LOSSY"`` if any layer drops tokens, else ``"UNCHANGED"``: nothing is decoded or compared."""
+        """Return ``"LOSSY"`` if any layer drops tokens, else ``"UNCHANGED"``."""
         return LOSSY if any(layer.plan.num_evicted for layer in self.layers) else UNCHANGED
 
     def to_plan_entries(self) -> list[dict[str, Any]]:
-        """Return what `kvmnn mnn compact --plan` reads."""
+        """Return the entries for `kvmnn mnn compact --plan`."""
         return [layer.plan_entry for layer in self.layers]
 
     def format_lines(self, *, width: int = 100, picture: bool = True) -> list[str]:
@@ -439,7 +434,7 @@ class LayerPlans(Record):
 
 
 def plan_layers(scores: Sequence[LayerScores], config: H2OConfig | None = None) -> LayerPlans:
-    """Plan every layer as if it triggered now; errors as of `plan_blocks`."""
+    """Plan every layer as if it triggered now; raise the errors of `plan_blocks`."""
     config = config or H2OConfig()
     start_time = time.perf_counter()
     layers = tuple(

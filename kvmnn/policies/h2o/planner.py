@@ -24,21 +24,21 @@ from .scores import sum_by_block, to_rows, to_scores, update_ema_scores
 class PendingPlan:
     """A plan that waits for the layer's next call."""
 
-    #: Tokens the layer had when it was made, all of which form the window.
+    #: Tokens of the layer when the plan was made, all of which form the window.
     remove: int
     #: The pairs as the engine's list: begin, size, begin, size ...
     flat_pairs: tuple[int, ...]
-    #: Blocks whose scores stay when it is applied; None where the scores were cut already.
+    #: Blocks whose scores stay when the plan is applied; None if the scores were cut already.
     keep: npt.NDArray[np.bool_] | None = None
 
     def is_applicable(self, kv_length: int) -> bool:
-        """Return whether it may be applied to a layer of `kv_length` tokens; if not, it is stale."""
+        """Return whether the plan may be applied to a layer of `kv_length` tokens; if not, it is stale."""
         is_complete = len(self.flat_pairs) % 2 == 0 and self.remove == kv_length
         return is_complete and are_valid_pairs(self.pairs, self.remove)
 
     @property
     def pairs(self) -> tuple[ReservePair, ...]:
-        """Return the list as pairs; a last odd number is left out."""
+        """Return the flat list as pairs; an unpaired last number is ignored."""
         return tuple(zip(self.flat_pairs[::2], self.flat_pairs[1::2], strict=False))
 
 
@@ -62,7 +62,7 @@ class PlannerLayerState:
     pending_plan: PendingPlan | None = None
     #: The pairs applied last.
     active_pairs: tuple[ReservePair, ...] = ()
-    #: Decode steps of this layer, and which of them triggered last.
+    #: Decode steps of this layer, and the last one that triggered.
     num_steps: int = 0
     last_trigger_step: int = 0
 
@@ -71,7 +71,7 @@ class PlannerLayerState:
 class PlannerMetrics(Record):
     """The engine's figures, under its names; each has the value of the last call that wrote it."""
 
-    #: Of the last plan that was not dominated by its floor: one event of one layer, no mean.
+    #: Ratios of the last plan that its floor did not dominate: one event of one layer, not a mean.
     h2o_keep_ratio: float = 1.0
     h2o_lossy_ratio: float = 1.0
     #: Shares of the last trigger.
@@ -80,23 +80,23 @@ class PlannerMetrics(Record):
     h2o_block_quantized_keep: float = 1.0
     #: Tokens that the last trigger planned to drop.
     h2o_last_evict_tokens: int = 0
-    #: Their sum over all layers and triggers.
+    #: Sum of these tokens over all layers and triggers.
     h2o_total_evict_tokens: int = 0
     #: The plan of the last call, 0 where it made none; n_reserve counts pairs.
     h2o_pending_remove: int = 0
     h2o_pending_n_reserve: int = 0
     h2o_pending_plan_ready: int = 0
-    #: Microseconds that the last planning took, in kvmnn.
+    #: Microseconds of the last planning, in kvmnn.
     h2o_evict_us: int = 0
 
     def set_pending(self, plan: BlockPlan | None) -> None:
-        """Describe the plan of this call."""
+        """Set the figures of the pending plan of this call."""
         self.h2o_pending_remove = plan.window_tokens if plan else 0
         self.h2o_pending_n_reserve = len(plan.reserve_pairs) if plan else 0
         self.h2o_pending_plan_ready = int(plan is not None)
 
     def record(self, plan: BlockPlan, microseconds: int) -> None:
-        """Describe a trigger."""
+        """Record the figures of a trigger."""
         self.h2o_floor_keep_by_recent_sink = float(plan.floor_keep_ratio)
         self.h2o_target_keep_effective = float(plan.effective_target_ratio)
         self.h2o_block_quantized_keep = float(plan.block_quantized_keep_ratio)
@@ -111,39 +111,39 @@ class PlannerMetrics(Record):
 
 @dataclass(frozen=True)
 class CacheEdit:
-    """What to do with a layer's cache before its new tokens are appended; nothing where `remove` is 0."""
+    """Change of a layer's cache before its new tokens are appended; none if `remove` is 0."""
 
-    #: The layer whose plan was looked at.
+    #: The layer whose plan was examined.
     layer: int
-    #: For `PackedCache.realloc` or `append`.
+    #: Arguments of `PackedCache.realloc` or `append`.
     remove: int
     reserve: tuple[ReservePair, ...]
     #: Tokens before and after.
     kv_before: int
     kv_after: int
-    #: Whether a plan was waiting.
+    #: Whether a plan was pending.
     was_pending: bool
-    #: Whether it was dropped because it does not fit the layer any more.
+    #: Whether the pending plan was dropped because it no longer fits the layer.
     is_stale: bool
 
 
 @dataclass(frozen=True, eq=False)
 class LayerCallResult:
-    """What one call of a layer did."""
+    """Result of one call of a layer."""
 
-    #: As the planner counts; 0 for every call outside decoding with cadence "layer-calls".
+    #: The layer by the planner's count; with cadence "layer-calls" 0 for every call outside decoding.
     layer: int
-    #: Whether the call took part in scoring.
+    #: Whether the call was scored.
     is_enabled: bool
     #: Tokens, the new ones included.
     kv_len: int
     #: Blocks that were scored, 0 where not enabled.
     num_blocks: int
-    #: Whether a plan was made, if only to find that nothing goes.
+    #: Whether a plan was made, even one that drops nothing.
     has_triggered: bool
     #: Whether the call began a new conversation.
     was_reset: bool
-    #: After this step's mean, before a plan cut them.
+    #: Scores after this step, before a plan cut them.
     scores: Floats
     #: The plan where one was made; it waits for the layer's next call if it drops anything.
     plan: BlockPlan | None
@@ -161,7 +161,7 @@ class LayerCallCounter:
 
     #: Decode calls of any layer; the layer is this number modulo their count.
     cursor: int = 0
-    #: The same number, for the interval.
+    #: The same number, compared with the interval.
     global_step: int = 0
     #: Decode calls of layer 0.
     token_step: int = 0
@@ -169,7 +169,7 @@ class LayerCallCounter:
     last_trigger: int = 0
 
     def get_current_layer(self, num_layers: int) -> int:
-        """Return the layer whose turn it is."""
+        """Return the layer of the next call."""
         return self.cursor % num_layers
 
     def record_call(self, layers: list[PlannerLayerState], layer: int, decode: bool) -> int:
@@ -196,7 +196,7 @@ class LayerCallCounter:
 
 @dataclass
 class TokenCounter:
-    """Decode steps of each layer by itself, kept in its `PlannerLayerState`."""
+    """Counts decode steps of each layer separately, in its `PlannerLayerState`."""
 
     def record_call(self, layers: list[PlannerLayerState], layer: int, decode: bool) -> int:
         """Count a call; return its layer."""
@@ -216,7 +216,7 @@ class TokenCounter:
 
 
 class H2OPlanner:
-    """Decides for every layer and step what to drop, as the engine does, outside it.
+    """Decides for every layer and step what to drop, exactly as the engine does.
 
     Each call of a layer has two halves: `begin_call` applies the plan that the layer made earlier, `end_call` takes the
     attention of this step, updates the scores, and plans for the layer's next call. Between them the caller compacts
@@ -273,7 +273,7 @@ class H2OPlanner:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything, figures and shared counts included."""
+        """Reset everything, figures and shared counts included."""
         self.layers = [PlannerLayerState() for _ in range(self.config.effective_layers)]
         self.metrics = PlannerMetrics()
         self.meta = KVMeta()
@@ -290,7 +290,7 @@ class H2OPlanner:
     def begin_call(
         self, kv_length: int, num_new: int = 1, *, decode: bool = True, layer: int | None = None
     ) -> CacheEdit:
-        """Begin a call: return what to drop from the layer's cache now.
+        """Begin a call: return what to drop from the layer's cache before new tokens are appended.
 
         Parameters
         ----------
@@ -339,7 +339,7 @@ class H2OPlanner:
     def end_call(
         self, sums: Any = None, *, rows: Any = None, threads: int = 1, tile: int | None = None
     ) -> LayerCallResult:
-        """End a call: score, and plan if it is time.
+        """End a call: update the scores, and plan if the layer triggers.
 
         Parameters
         ----------
@@ -391,12 +391,13 @@ class H2OPlanner:
         )
 
     def select_blocks(self, scores: Floats, kv_len: int) -> BlockPlan:
-        """Plan a layer that triggers; override it for other rules than `plan_blocks`."""
+        """Plan a layer that triggers; subclasses may override this with other rules."""
         return plan_blocks(scores, kv_len, self.config)
 
     def end_step(self) -> int:
-        """End a step of all layers; return the engine's shared length, which follows the last layer alone (0 for
-        "tokens").
+        """End a step of all layers; return the engine's shared length.
+
+        It follows the last layer alone; for the cadence "tokens" it is 0.
         """
         return self.meta.sync()
 
@@ -414,7 +415,7 @@ class H2OPlanner:
     def _build_window(
         self, kv_length: int, num_new: int, decode: bool, pending_plan: PendingPlan | None
     ) -> tuple[int, tuple[ReservePair, ...]]:
-        """Return what this layer removes and reserves."""
+        """Return `remove` and `reserve` of this layer."""
         if self.cadence == "tokens":
             return (pending_plan.remove, pending_plan.pairs) if pending_plan else (0, ())
         meta = self.meta
@@ -482,22 +483,22 @@ def select_scores(scores: Floats, keep: npt.NDArray[np.bool_]) -> Floats:
 class PlannerStats(Record):
     """The figures of `PlannerMetrics`: of the last plan, and the tokens that all plans dropped."""
 
-    #: Of the last plan that its floor did not cancel: one event, no mean.
+    #: Figures of the last plan that its floor did not cancel: one event, not a mean.
     h2o_keep_ratio: float = 1.0
     h2o_lossy_ratio: float = 1.0
     h2o_target_keep_effective: float = 1.0
     h2o_floor_keep_by_recent_sink: float = 1.0
     h2o_block_quantized_keep: float = 1.0
     h2o_last_evict_tokens: int = 0
-    #: Tokens that plans dropped, all together.
+    #: Total tokens that plans dropped.
     h2o_total_evict_tokens: int = 0
-    #: Microseconds that the last planning took, in kvmnn.
+    #: Microseconds of the last planning, in kvmnn.
     h2o_evict_us: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannerLayerStats(PlannerStats):
-    """The figures of one layer, each of its own plans."""
+    """Figures of one layer, each from the layer's own plans."""
 
     layer: int
     #: Tokens of the text, and those in the layer's cache.
@@ -521,7 +522,7 @@ class H2OStats(PlannerStats):
 
 
 class StatsRecorder:
-    """Records the figures of each layer, besides those that a planner shares among all."""
+    """Records the figures of each layer; those of the planner are shared by all layers."""
 
     def __init__(self, planner: H2OPlanner) -> None:
         self._planner = planner
@@ -535,7 +536,7 @@ class StatsRecorder:
             self._layers[call.layer].record(call.plan, self._planner.metrics.h2o_evict_us)
 
     def to_stats(self, num_seen: int, tokens_kept: Sequence[int]) -> H2OStats:
-        """Return the figures after `num_seen` tokens, of which the layers hold `tokens_kept`."""
+        """Return the figures after `num_seen` tokens, of which the layers store `tokens_kept`."""
 
         def copy_fields(metrics: PlannerMetrics) -> dict[str, Any]:
             return {entry.name: getattr(metrics, entry.name) for entry in fields(PlannerStats)}
@@ -552,7 +553,7 @@ class StatsRecorder:
 
 
 def merge_stats(runs: Iterable[H2OStats]) -> H2OStats | None:
-    """Merge the figures of several texts in order: counts are added up, the rest is that of the last text."""
+    """Merge the figures of several texts: counts are added up, the others are those of the last text."""
     total_stats: H2OStats | None = None
     for stats in runs:
         if total_stats is None:

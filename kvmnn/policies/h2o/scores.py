@@ -1,4 +1,4 @@
-"""From attention rows to block scores, bit for bit as the engine adds, divides and averages."""
+"""Sum attention rows to block scores, bit for bit as the engine does."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def sum_by_block(
 
     The additions are float32 and in the engine's order: each of its threads takes a run of heads and adds, for each
     block, head by head, tile by tile, query by query, key by key; then the threads' sums are added in order. (The
-    engine adds
-    them in the order in which threads finish, which nobody can repeat.) Infinities and NaN stay in their block.
+    engine adds them in the order in which threads finish, which is not reproducible.) Infinities and NaN stay in their
+    block.
 
     Parameters
     ----------
@@ -69,7 +69,7 @@ def update_ema_scores(scores: Any, sums: Any, *, count: int, alpha: float) -> Fl
     scores
         Scores so far. Cut, or filled up with 0, to as many as there are sums.
     sums
-        What `sum_by_block` returned for this step.
+        Result of `sum_by_block` for this step.
     count
         Heads times queries that were added up; less than 1 counts as 1.
     alpha

@@ -1,4 +1,4 @@
-"""One page about what was measured: gates, evaluations, measurements, replays and comparisons of codecs."""
+"""One page of results: gates, evaluations, measurements, replays and codec comparisons."""
 
 from .report import Report, make_report
 

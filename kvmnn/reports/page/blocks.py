@@ -1,4 +1,4 @@
-"""The blocks of a page before it is HTML or Markdown. Their texts are plain: the writer escapes them."""
+"""Blocks of a page before they are rendered as HTML or Markdown. Their texts are plain; the renderer escapes them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Cell:
 class TableBlock:
     """A table.
 
-    `left_columns` says which columns are texts; with `has_cards`, a row becomes a card on a narrow screen.
+    `left_columns` are the columns of texts; with `has_cards`, a row becomes a card on a narrow screen.
     """
 
     caption: str
@@ -65,7 +65,7 @@ class ChartSeries:
 class ChartBlock:
     """A plot."""
 
-    #: What it shows, and in a sentence what one sees (for those who do not).
+    #: Title, and a sentence that describes the plot for screen readers.
     title: str
     summary: str
     x: str
@@ -106,7 +106,7 @@ class FactList:
 
 @dataclass(frozen=True)
 class CommandList:
-    """Command lines, each with the file that it made."""
+    """Command lines, each with the file that it wrote."""
 
     lines: Sequence[tuple[str, str]]
 

@@ -30,7 +30,7 @@ _SERIES_COLOURS = tuple(f"#0a000{place}" for place in range(NUM_COLOURS))
 _CSS_VARIABLES = {_INK_COLOUR: "--ink", _MUTED_COLOUR: "--muted", _RULE_COLOUR: "--rule", _CARD_COLOUR: "--card"} | {
     colour: f"--s{place}" for place, colour in enumerate(_SERIES_COLOURS)
 }
-"""Colours that stand for variables while matplotlib draws."""
+"""Placeholder colours for CSS variables while matplotlib draws."""
 
 _WIDTH, _HEIGHT = 338.0, 226.0
 _LEFT_MARGIN, _RIGHT_MARGIN, _TOP_MARGIN, _BOTTOM_MARGIN = 50.0, 14.0, 26.0, 42.0
@@ -41,11 +41,11 @@ _ROW_HEIGHT = 36.0
 _ROWS_TOP_MARGIN = 6.0
 _FONT_SIZE = 11.0
 _MAX_NAME_CHARS = 42
-"""Letters of a name that a row has room for."""
+"""Maximum letters of a row's name."""
 
 
 def render_svg(chart: ChartBlock, prefix: str, points: int) -> str:
-    """Render a plot as SVG; at most `points` points of a series show their values on hover."""
+    """Render a plot as SVG; up to `points` points of each series show their values on hover."""
     import_optional("matplotlib.figure")
     with plot_style.use_style():
         figure, axes = _make_figure(chart)

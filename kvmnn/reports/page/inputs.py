@@ -1,4 +1,4 @@
-"""The documents that a page is made of: found in a folder or named, known by what they hold, read strictly."""
+"""Read and validate the documents of a page, recognised by their contents."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _KINDS_WITH_COMMAND = (
 
 @dataclass(frozen=True, kw_only=True)
 class SourceFile:
-    """A file that was read: its name on the page, what it holds, its size and hash."""
+    """A file that was read: its name on the page, its kind, size and hash."""
 
     name: str
     kind: str
@@ -49,7 +49,7 @@ class SourceFile:
 
 @dataclass
 class ReportInputs:
-    """Everything that was found, each with the name of the file it is from."""
+    """All documents that were read, each with the name of its file."""
 
     rounds: list[tuple[str, records.GateRound]] = field(default_factory=list)
     verdicts: dict[str, tuple[str, records.CaseVerdict]] = field(default_factory=dict)
@@ -68,21 +68,21 @@ class ReportInputs:
     ignored_files: list[tuple[str, str]] = field(default_factory=list)
 
     def list_runs_in_order(self) -> list[CaseRuns]:
-        """Runs of cases, in the order of the round."""
+        """List the runs of cases in the order of the round."""
         order = [row.case for row in self.round.rows] if self.round is not None else list(self.runs)
         return [self.runs[name] for name in order if name in self.runs]
 
     @property
     def round(self) -> records.GateRound | None:
-        """The round that the page is about."""
+        """The round that the page reports."""
         return self.rounds[0][1] if self.rounds else None
 
 
 def read_inputs(paths: Sequence[str | os.PathLike[str]]) -> ReportInputs:
-    """What folders and files hold.
+    """Read the results in folders and files.
 
-    Of a folder: its ``*.json`` and ``history.jsonl``, and of each folder in it what a case has. A JSON file that is no
-    result of kvmnn is left out, and named; one that is damaged is refused.
+    Of a folder these are its ``*.json`` and ``history.jsonl``, and the files of each case in a subfolder. A JSON file
+    of another program is skipped and named; a damaged one is refused.
     """
     inputs = ReportInputs()
     for path in map(Path, paths):
@@ -130,7 +130,7 @@ def _read_file(inputs: ReportInputs, path: Path, name: str, *, is_named: bool) -
 
 
 def _add_document(inputs: ReportInputs, document: dict[str, Any], where: str, name: str) -> str:
-    """Take a document in; returns what it is, or nothing where it is none of those known."""
+    """Add a document; return its kind, or nothing if it is unknown."""
     for kind, matches, add in _DOCUMENT_KINDS:
         if matches(document):
             add(inputs, document, where, name)
@@ -255,11 +255,11 @@ _DOCUMENT_KINDS: tuple[tuple[str, Callable[[dict[str, Any]], bool], Callable[...
     ),
     ("codecs", _make_key_test("machine", "threads", "arrays"), _make_adder("codecs", BenchReport)),
 )
-"""What documents are called, how they are known, and what takes them in; the first that fits."""
+"""Kinds of documents, each with a predicate and a function that adds it; the first match is used."""
 
 
 def _reconcile(inputs: ReportInputs) -> None:
-    """One round, and of cases only those that are in it."""
+    """Require that all inputs are of one round, and drop cases that are not in it."""
     for name, other_round in inputs.rounds[1:]:
         if other_round != inputs.rounds[0][1]:
             raise SourceError(f"{name}: is another round of gates than {inputs.rounds[0][0]}: expected one")
@@ -282,7 +282,7 @@ def _reconcile(inputs: ReportInputs) -> None:
 
 
 def _drop_files_of_other_rounds(inputs: ReportInputs) -> None:
-    """Of the cases that ``run.json`` has a stamp of, only files with this stamp are of its round."""
+    """Drop files of a case whose stamp differs from the one in ``run.json``."""
     stamps: dict[str, set[object]] = {}
     for _, about in inputs.run_infos:
         for case, entry in about.cases.items():
@@ -311,7 +311,7 @@ def _list_unfinished_cases(gate_round: records.GateRound) -> set[str]:
 
 
 def _mark_unfinished(inputs: ReportInputs) -> None:
-    """Rows of what is not measured, in the order of ``run.json``."""
+    """Add rows for cases that were not measured, in the order of ``run.json``."""
     name, gate_round = inputs.rounds[0]
     rows = [row for row in gate_round.rows if row.case not in inputs.unfinished_cases]
     rows += [
@@ -333,7 +333,7 @@ def _ignore_file(inputs: ReportInputs, name: str, reason: str = "a case that the
 
 
 def _check_values(document: object, where: str) -> None:
-    """Refuse numbers that are none, and texts far beyond any result."""
+    """Raise an error for numbers beyond 10^18, and for texts far longer than in any result."""
     for value in iter_values(document):
         if isinstance(value, str) and len(value) > _MAX_TEXT_CHARS:
             raise SourceError(

@@ -50,7 +50,7 @@ from .records import (
 from .verdict import TONE_BY_VERDICT, get_verdict_text, list_case_verdicts
 
 SYNTHETIC_PROMPTS = "synthetic"
-"""What a round says of prompts that are one token repeated."""
+"""Name in a round of prompts that repeat one token."""
 
 _MAX_CASE_ROWS = 200
 _CASE_COLUMNS = (
@@ -139,7 +139,7 @@ def _format_reference_cells(row: RoundRow) -> list[str]:
 
 
 def extract_figures(row: RoundRow) -> tuple[float | None, float | None, float | None, float | None]:
-    """Lossy and lossless ratio, speed with and without compression, by the names of either suite."""
+    """Return lossy ratio, lossless ratio, and speed with and without compression, by the keys of either suite."""
 
     def first_measured(*values: float | None) -> float | None:
         return next((value for value in values if value is not None), None)
@@ -280,7 +280,7 @@ _ROUND_COLUMNS = (
     TableColumn("what did not pass", lambda item: _join_reasons(item[1]), is_left_aligned=True),
     TableColumn("changed since the round before", lambda item: "; ".join(item[1].changed) or "-", is_left_aligned=True),
 )
-"""Of a round and its number."""
+"""Columns of a round and its number."""
 
 
 def _build_trend_charts(rounds: Sequence[HistoryRound], first_number: int) -> list[Block]:
@@ -314,7 +314,7 @@ _FIRST_TABLE_COLUMNS = 9
 
 
 def build_quality_section(inputs: ReportInputs) -> Section:
-    """Perplexity over budget, of evaluations and of the cases of gates."""
+    """Build the section of perplexity over budget, for evaluations and gate cases."""
     blocks: list[Block] = []
     for name, evaluation in inputs.evaluations:
         blocks += _build_evaluation_blocks(name, evaluation)
@@ -499,14 +499,14 @@ _LATENCY_COLUMNS = (
     TableColumn("most us", lambda item: item[1].max_us, 0),
     TableColumn("in all ms", lambda item: make_number_cell(item[1].total_us, 1, scale=1e-3)),
 )
-"""Of an operation's name and its latencies."""
+"""Columns of an operation's name and its latencies."""
 
 _BYTES_PER_MIB = float(1 << 20)
 _MAX_ARRAY_ROWS = 40
 
 
 def build_layers_section(inputs: ReportInputs) -> Section:
-    """Lossless ratios layer by layer."""
+    """Build the section of lossless ratios by layer."""
     blocks: list[Block] = []
     for name, measurement in inputs.measurements:
         blocks += _build_measurement_blocks(name, measurement)
@@ -786,11 +786,11 @@ _ARRAY_COLUMNS = (
     TableColumn("best ratio", lambda item: None if item[1] is None else item[1].ratio, 4),
     TableColumn("by", lambda item: "-" if item[1] is None else item[1].codec, is_left_aligned=True),
 )
-"""Of an array and its best result."""
+"""Columns of an array and its best result."""
 
 
 def build_environment_section(inputs: ReportInputs) -> Section:
-    """Models, machines, versions, settings."""
+    """Build the section of models, machines, versions and settings."""
     blocks: list[Block] = []
     for name, run_info in inputs.run_infos:
         blocks.append(FactList([
@@ -832,7 +832,7 @@ def _format_setting(value: object) -> str:
 
 
 def _iter_engine_tables(cases: object) -> Iterator[Block]:
-    """Keys of the engine in each case, a row each; only those that some case has."""
+    """Yield a table with a row for each engine key that a case sets."""
     engines = {
         name: case["engine"]
         for name, case in (cases.items() if isinstance(cases, dict) else ())

@@ -21,7 +21,7 @@ class CommandRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class CaseVerdict(Record):
-    """A case as ``gate.json`` and ``llm_demo_report.json`` have it; reports of the fork have no gates."""
+    """A case in ``gate.json`` or ``llm_demo_report.json``; reports of the fork have no gates."""
 
     case: str = ""
     mode: str = ""
@@ -36,7 +36,7 @@ class CaseVerdict(Record):
 
     @property
     def all_checks(self) -> tuple[GateResult, ...]:
-        """Gates and checks."""
+        """All gates and checks of the case."""
         return (*self.gates, *self.hard_checks)
 
 
@@ -100,7 +100,7 @@ class HistoryRound(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo(Record):
-    """``run.json``: what a suite ran on, and how."""
+    """``run.json``: model, machine and settings of a suite."""
 
     kvmnn_gate_run: int
     model: str
@@ -136,7 +136,7 @@ class LayerSizeStats(PartSizeStats):
 
 @dataclass(frozen=True, kw_only=True)
 class SizeReportRecord(Record):
-    """The part of a measurement that knows layers."""
+    """Sizes of a measurement by layer."""
 
     found_layers: int
     overall: PartSizeStats
@@ -160,7 +160,7 @@ class ReferenceDocument(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class MeasurementRecord(Record):
-    """What ``kvmnn measure`` leaves; `breakdown` only with ``--json``."""
+    """Result of ``kvmnn measure``; `breakdown` only with ``--json``."""
 
     label: str = ""
     evaluation: ReferenceDocument
@@ -177,7 +177,7 @@ REFERENCE_SOURCE = (
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceCase:
-    """A case of that report; speeds in tokens a second, `change` as a share of the baseline. None: not given."""
+    """A case of that report; speeds in tokens per second, `change` relative to the baseline; None if missing."""
 
     lossy: float
     lossless: float

@@ -1,4 +1,4 @@
-"""The report page as HTML and as Markdown: no script is needed, nothing is loaded, and every text is escaped."""
+"""Render the report page as HTML and as Markdown: no script is needed, nothing is loaded, and every text is escaped."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ TEXT_ON_BACKGROUND = (
     ("bad", "paper"), ("unknown", "paper"), ("good", "card"), ("bad", "card"), ("unknown", "card"),
     ("ink", "good-paper"), ("ink", "bad-paper"), ("ink", "unknown-paper"),
 )  # fmt: skip
-"""What is written on what."""
+"""Pairs of text and background colours."""
 
 
 def _format_css_variables(colours: dict[str, str]) -> str:
@@ -74,11 +74,11 @@ _MARKER_SHAPES = {
     "v": '<path d="M14 11.2 10 3.4H18z"/>',
 }
 _WIDE_CELL_CHARS = 28
-"""Letters from which on a cell of text asks for room."""
+"""Letters from which a text cell gets a minimum width."""
 
 
 def render_html_page(title: str, verdict: VerdictBlock, sections: Sequence[Section], *, points: int, rows: int) -> str:
-    """The whole page."""
+    """Render the whole page."""
     renderer = _SectionRenderer(points, rows)
     policy = (
         f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{SCRIPT_HASH}'; base-uri 'none'; "
@@ -104,7 +104,7 @@ def render_html_page(title: str, verdict: VerdictBlock, sections: Sequence[Secti
 
 
 def escape_html(text: str) -> str:
-    """A text that HTML shows as it is, in one line, with control and direction marks visible."""
+    """Escape a text for HTML, on one line, with control and direction marks visible."""
     return escape(escape_control(" ".join(text.split("\n")), keep_line_ends=False))
 
 
@@ -131,14 +131,14 @@ def _render_pairs(pairs: Sequence[tuple[str, str]]) -> str:
 
 
 class _SectionRenderer:
-    """Writes sections; counts what needs names of its own."""
+    """Renders sections, and numbers elements that need unique ids."""
 
     def __init__(self, points: int, rows: int) -> None:
         self._max_points, self._max_rows = points, rows
         self._num_charts = 0
 
     def render_section(self, section: Section) -> str:
-        """A section; plots that follow each other stand side by side."""
+        """Render a section; adjacent plots are placed side by side."""
         parts, plots = list[str](), list[str]()
         for block in section.blocks:
             if isinstance(block, ChartBlock):
@@ -193,7 +193,7 @@ class _SectionRenderer:
         )
 
     def _render_values(self, chart: ChartBlock) -> str:
-        """The points of a plot as a table."""
+        """Render the points of a plot as a table."""
         rows, num_hidden = [], 0
         has_intervals = any(point.low is not None for chart_series in chart.series for point in chart_series.points)
         for chart_series in chart.series:
@@ -228,7 +228,7 @@ def _is_small_table(table: TableBlock) -> bool:
 
 
 def render_table(table: TableBlock) -> str:
-    """A table in a frame that scrolls by itself where it is too wide."""
+    """Render a table that scrolls by itself if it is too wide."""
     roles = table.has_cards
     role = _format_role(roles, "columnheader")
     heads = "".join(
@@ -249,7 +249,7 @@ def render_table(table: TableBlock) -> str:
 
 
 def _format_role(is_needed: bool, name: str) -> str:
-    """Said where a narrow screen takes the table's form away, and its meaning with it."""
+    """Format the ARIA role of a table cell, needed where narrow screens show rows as cards."""
     return f' role="{name}"' if is_needed else ""
 
 
@@ -290,7 +290,7 @@ _LIMIT_SAMPLE = (
 
 
 def _render_line_sample(series: ChartSeries) -> str:
-    """A piece of the line, as it is drawn."""
+    """Render a sample of a line for the legend."""
     style = charts.make_series_style(series)
     colour = f"var(--s{series.style_number % charts.NUM_COLOURS})"
     parts = ""
@@ -310,7 +310,7 @@ _MAX_MARKDOWN_ROWS = 40
 
 
 def render_markdown_page(title: str, verdict: VerdictBlock, sections: Sequence[Section]) -> str:
-    """The whole report; ends with a newline."""
+    """Render the whole report as Markdown."""
     lines = [f"# kvmnn report: {escape_plain(title)}", "", f"**{verdict.word}**: {escape_plain(verdict.summary)}", ""]
     if verdict.cases:
         lines += ["| case | verdict | what it missed |", "| --- | --- | --- |"]
@@ -328,7 +328,7 @@ def render_markdown_page(title: str, verdict: VerdictBlock, sections: Sequence[S
 
 
 def escape_plain(text: str) -> str:
-    """A text in one line that Markdown and HTML leave as it is."""
+    """Escape a text for Markdown and HTML, on one line."""
     return escape_markdown(_MARKDOWN_SPECIAL_REGEX.sub(r"\\\1", join_lines(text)).replace("&", "&amp;"))
 
 

@@ -1,4 +1,4 @@
-"""A report: what was read, put into sections, as one HTML page or as Markdown."""
+"""A report: inputs arranged in sections, rendered as one HTML page or as Markdown."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .blocks import Section, VerdictBlock
 from .inputs import ReportInputs, read_inputs
 
 MAX_PAGE_BYTES = 1_000_000
-"""Of a page."""
+"""Maximum size of a page."""
 
 _DETAIL_LEVELS = ((100, 150), (40, 60), (20, 25), (8, 10), (2, 5))
 """Points of a series that can be pointed at, and rows of the table after a plot: less, until the page is small."""
@@ -31,17 +31,16 @@ class Report(Record):
         "files=input_files left_out=_ignored_documents"
     )
 
-    #: What it is about.
     title: str
-    #: Its content, as `kvmnn.reports.page.blocks` has it.
+    #: Content, in blocks of `kvmnn.reports.page.blocks`.
     verdict: VerdictBlock
     sections: tuple[Section, ...]
-    #: What was read; what was there and was not taken, with the reasons.
+    #: Files that were read, and files that were skipped, with reasons.
     input_files: tuple[str, ...]
     ignored_files: tuple[tuple[str, str], ...]
 
     def to_html(self) -> str:
-        """One page that needs nothing else, at most `MAX_PAGE_BYTES` of UTF-8.
+        """Render a self-contained page of at most `MAX_PAGE_BYTES` bytes of UTF-8.
 
         Raises
         ------
@@ -57,7 +56,7 @@ class Report(Record):
         raise KvmnnError(f"the page would be larger than {MAX_PAGE_BYTES:,} bytes: report fewer results at once")
 
     def to_markdown(self) -> str:
-        """For a pull request: verdict, tables and notes; plots are tables."""
+        """Render verdict, tables and notes as Markdown, for a pull request; plots become tables."""
         return renderers.render_markdown_page(self.title, self.verdict, self.sections)
 
     @property
@@ -76,7 +75,7 @@ class Report(Record):
 
 
 def make_report(paths: Sequence[str | os.PathLike[str]]) -> Report:
-    """A report of folders and files that verbs left (``gate run``, ``eval``, ``measure``, ``replay``, ``bench``).
+    """Build a report from results of commands (``gate run``, ``eval``, ``measure``, ``mnn replay``, ``bench``).
 
     Parameters
     ----------
@@ -125,6 +124,6 @@ def _build_report(inputs: ReportInputs, title: str) -> Report:
 
 
 def _make_title(paths: Sequence[str | os.PathLike[str]]) -> str:
-    """The name of the first input; an absolute path would differ from machine to machine."""
+    """Return the name of the first input, without its path, which differs between machines."""
     path = Path(paths[0])
     return path.name or path.absolute().name or "results"

@@ -1,4 +1,4 @@
-"""The head of the page: passed and failed cases; for evaluations, the loss by eviction at each budget."""
+"""Build the head of the page: passed and failed cases, or the loss by eviction at each budget."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MAX_BUDGETS = 8
 
 
 def build_evaluation_head(evaluations: Sequence[tuple[str, EvaluationResult]], notes: tuple[str, ...]) -> VerdictBlock:
-    """Return the head of a page that holds evaluations and no gates."""
+    """Build the head of a page with evaluations and without gates."""
     summary = " ".join(_describe_evaluation(name, evaluation) for name, evaluation in evaluations)
     costs = [
         line
@@ -125,7 +125,7 @@ def build_verdict_head(inputs: ReportInputs) -> VerdictBlock:
 
 
 def list_case_verdicts(inputs: ReportInputs) -> list[tuple[str, CaseVerdict]]:
-    """Cases in the order of the round; those without gates as their row has them."""
+    """List the verdicts of cases in the order of the round; cases without gates use their row."""
     if inputs.round is None:
         return [(name, case) for name, (_, case) in inputs.verdicts.items()]
     cases = []
@@ -235,7 +235,7 @@ def _make_case_card(name: str, case: CaseVerdict) -> CaseCard:
 
 
 def _iter_missing_cases(names: Sequence[str]) -> Iterator[str]:
-    """Cases of the six that nobody ran; a sweep's cases have other names."""
+    """Yield a sentence that names the cases of the suite that were not run."""
     run_names = {name.split("+")[0] for name in names}
     missing_names = [name for name in REFERENCE_CASES if name not in run_names]
     if run_names & set(REFERENCE_CASES) and missing_names:

@@ -1,4 +1,4 @@
-"""The engine's own behaviour, its defects included: what a run of it would report, event by event."""
+"""The engine's own behaviour, its defects included, reported event by event."""
 
 from .events import CallEvent
 from .runtime import EmulatedRuntime

@@ -1,4 +1,4 @@
-"""The engine's block store after an encoding: timing of its worker, update of a layer, reported sums."""
+"""The engine's block store after an encoding: worker timing, updates of a layer, and reported sums."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WORKER_TIMINGS: tuple[WorkerTiming, ...] = ("eager", "lazy")
 
 @dataclass(frozen=True, eq=False)
 class RangeEncodeResult:
-    """What came of a range: a block (None where it was skipped or not encoded) and how long that took."""
+    """Result of encoding a range: a block (None if it was skipped or not encoded) and the time."""
 
     index: int
     block_range: BlockRange
@@ -34,8 +34,8 @@ class RangeEncodeResult:
 class EmulatedTaskQueue:
     """Encodings between submission and application.
 
-    With `timing` ``"eager"``, a task is finished before the call that submits it goes on; with ``"lazy"``, no task is
-    finished before somebody waits.
+    With `timing` ``"eager"``, a task is finished before the call that submits it continues; with ``"lazy"``, only when
+    its result is awaited.
     """
 
     def __init__(self, timing: WorkerTiming) -> None:
@@ -45,7 +45,7 @@ class EmulatedTaskQueue:
         self.num_open = 0
 
     def submit(self, task: Callable[[], RangeEncodeResult]) -> int:
-        """Hand in a task; returns how many were open just then, this one included."""
+        """Submit a task; return the number of open tasks, this one included."""
         self._queued.append(task)
         self.num_open += 1
         num_open = self.num_open
@@ -65,7 +65,7 @@ class EmulatedTaskQueue:
         return results
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all tasks and results."""
         self._queued, self._results, self.num_open = [], [], 0
 
 
@@ -156,7 +156,7 @@ class LayerStateUpdater:
         )
 
     def _drop_rows(self, state: EmulatedLayerState, stored_block: StoredBlock) -> tuple[bool | None, bool]:
-        """Keep the raw rows in the layer's cache and clear them in the layer: whether either was done."""
+        """Cache the raw rows and clear them in the layer; return whether each of the two was done."""
         assert state.rows is not None
         is_seeded = None
         if self._config.decode_cache_blocks:
@@ -169,7 +169,7 @@ class LayerStateUpdater:
         return is_seeded, stored_block.is_dropped
 
     def decode_once(self, state: EmulatedLayerState, stored_block: StoredBlock, event: CallEvent) -> None:
-        """Decode a block of probe or full, to count it; nothing is written back."""
+        """Decode a block of mode probe or full for the statistics; nothing is written back."""
         stored_block.is_decoded = True
         start_ns = time.perf_counter_ns()
         hit_kind, pair = self._decoder.decode(state, stored_block)
@@ -188,7 +188,7 @@ class LayerStateUpdater:
 
 @dataclass
 class EmulationReport:
-    """The engine's shared figures; what a call does not refresh stays as it was."""
+    """The engine's shared figures; a call that does not refresh a figure leaves it unchanged."""
 
     raw_bytes: int = 0
     compressed_bytes: int = 0
@@ -205,7 +205,7 @@ class EmulationReport:
     codec_us: int = 0
 
     def refresh(self, states: Sequence[EmulatedLayerState], scope: CompressionScope) -> None:
-        """Add up the layers in scope that have been updated; all updated ones where there are none."""
+        """Sum the figures of updated layers in scope; of all updated layers if none is in scope."""
         updated_layers = [index for index, state in enumerate(states) if state.updates > 0]
         reported_states = [states[index] for index in updated_layers if scope.covers(index)] or [
             states[index] for index in updated_layers

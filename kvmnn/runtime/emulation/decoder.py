@@ -1,4 +1,4 @@
-"""Write stored blocks back into the layer that runs, decoded or from the cache, before a call."""
+"""Write stored blocks back into the layer of a call, decoded or from a cache, before the call."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from .layer_state import DecodeCache, EmulatedLayerState, EngineRowBuffer, Store
 
 @dataclass(eq=False)
 class BlockDecoder:
-    """Looks blocks up and decodes those that no cache has."""
+    """Looks up blocks in the caches, and decodes those that are in none."""
 
     #: Entries of each cache; 0 turns them off.
     capacity: int
-    #: Compare the hash of what came out.
+    #: Whether the hash of the decoded bytes is compared.
     is_strict: bool
     shared_cache: DecodeCache = field(default_factory=lambda: DecodeCache(is_shared=True))
-    #: Blocks found, and not found, in a cache.
+    #: Cache hits and misses.
     hits: int = 0
     misses: int = 0
 
     def clear_if_disabled(self, state: EmulatedLayerState) -> None:
-        """Empty both caches where they are turned off."""
+        """Clear both caches if they are disabled."""
         if self.capacity == 0:
             state.cache.entries.clear()
             self.shared_cache.entries.clear()
@@ -57,12 +57,12 @@ class BlockDecoder:
         return hit_kind, pair
 
     def seed(self, state: EmulatedLayerState, stored_block: StoredBlock, pair: KVPair) -> None:
-        """Put the raw rows of a block into its layer's cache."""
+        """Add the raw rows of a block to its layer's cache."""
         flat_pair = pair[0].ravel(), pair[1].ravel()
         state.cache.insert(build_decoded_block(stored_block, *flat_pair), stored_block, self.capacity)
 
     def reset_counts(self) -> None:
-        """Begin to count again; the shared cache stays."""
+        """Reset the counts; the shared cache stays."""
         self.hits = self.misses = 0
 
     def _find_cached(self, state: EmulatedLayerState, stored_block: StoredBlock) -> tuple[str, KVPair | None]:
@@ -98,8 +98,8 @@ def restore_blocks(
 ) -> None:
     """Look up or decode every stored block of `state` and write it into `rows`; the list is empty afterwards.
 
-    What cannot be decoded is counted as a fallback and stays zero. Neighbouring chunks are joined end to end, which
-    mixes up heads where there are several (docs/runtime.md).
+    A block that cannot be decoded counts as a fallback and stays zero. Adjacent chunks are concatenated, which mixes up
+    heads if there are several (docs/runtime.md).
     """
     decoder.clear_if_disabled(state)
     chunks: list[DecodedRange] = []

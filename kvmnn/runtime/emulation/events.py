@@ -1,4 +1,4 @@
-"""What one call of a layer did, in the fields of the trace format ``kvmnn-store-trace/1`` (docs/runtime.md)."""
+"""Events of one call of a layer, in the fields of the trace format ``kvmnn-store-trace/1`` (docs/runtime.md)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _encode_outcome(outcome: bool | None) -> int:
 
 @dataclass(frozen=True)
 class PlanEvent(Record):
-    """A plan of the layer's last call was found: applied, or dropped as stale."""
+    """The plan of the layer's last call was applied, or dropped as stale."""
 
     layer: int
     remove: int
@@ -54,7 +54,7 @@ class RestoreEvent(Record):
 
 @dataclass(frozen=True)
 class DecodeEvent(Record):
-    """Probe and full: a block was decoded once."""
+    """A block was decoded once (modes probe and full)."""
 
     start: int = field(metadata={"key": "s"})
     count: int = field(metadata={"key": "n"})
@@ -65,7 +65,7 @@ class DecodeEvent(Record):
 
 @dataclass(frozen=True)
 class ScatterEvent(Record):
-    """Restored rows were written into the layer; not `is_written` where they lie outside it."""
+    """Restored rows were written into the layer; `is_written` is False if they were outside it."""
 
     start: int = field(metadata={"key": "s"})
     count: int = field(metadata={"key": "n"})
@@ -75,7 +75,7 @@ class ScatterEvent(Record):
 
 @dataclass(frozen=True)
 class ShrinkEvent(Record):
-    """The cold range ends before the watermark: all blocks of the layer go."""
+    """The cold range ends before the watermark: all blocks of the layer are dropped."""
 
     old_watermark: int = field(metadata={"key": "from"})
     new_watermark: int = field(metadata={"key": "to"})
@@ -87,7 +87,7 @@ class ShrinkEvent(Record):
 
 @dataclass(frozen=True, eq=False)
 class BlockEvent(Record):
-    """A block was due: skipped, encoded in the call (``sync``) or handed to a worker (``async``)."""
+    """A block was due: skipped, encoded in the call (``sync``) or submitted to a worker (``async``)."""
 
     start: int = field(metadata={"key": "s"})
     count: int = field(metadata={"key": "n"})
@@ -99,7 +99,7 @@ class BlockEvent(Record):
 
     @property
     def raw_hash(self) -> int | None:
-        """Hash of K's and then V's bytes; None where nothing was gathered."""
+        """Hash of the bytes of K and then V; None if no rows were read."""
         if self.keys is None or self.values is None:
             return None
         return fnv1a64(self.values, fnv1a64(self.keys))
@@ -113,7 +113,7 @@ class BlockEvent(Record):
 
 @dataclass(frozen=True)
 class BlockAppliedEvent(Record):
-    """The result of a block was taken into the layer's state."""
+    """The result of a block was added to the layer's state."""
 
     layer: int
     start: int = field(metadata={"key": "s"})
@@ -138,7 +138,7 @@ class BlockAppliedEvent(Record):
 
 @dataclass(eq=False)
 class CallEvent(Record):
-    """Everything that one call did.
+    """All events of one call.
 
     Attributes
     ----------
@@ -192,7 +192,7 @@ class CallEvent(Record):
 
     @property
     def has_effect(self) -> bool:
-        """Whether the call did anything beyond appending rows."""
+        """Return whether the call did anything beyond appending rows."""
         lists = self.restores or self.scatters or self.decodes or self.applied_blocks
         event = self.plan or self.edit or self.shrink or self.block
         return bool(lists or event or self.is_reset or self.num_erased or self.is_planned)

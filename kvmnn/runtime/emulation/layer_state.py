@@ -44,14 +44,14 @@ class EngineRowBuffer:
         return self._buffer[0, :, : self.tokens], self._buffer[1, :, : self.tokens]
 
     def clear(self, num_new: int) -> None:
-        """Drop everything and allocate room for `num_new` tokens."""
+        """Drop everything and allocate capacity for `num_new` tokens."""
         heads, head_dim = self._shape[1], self._shape[3]
         self._buffer = np.zeros((2, heads, num_new + GROWTH_TOKENS, head_dim), self._dtype)
         self.tokens = 0
         self.positions = PositionRuns()
 
     def apply_edit(self, remove: int, pairs: tuple[ReservePair, ...], num_new: int) -> None:
-        """Drop the last `remove` tokens but for `pairs` of them, and make room for `num_new` more."""
+        """Drop the last `remove` tokens except `pairs` of them, and reserve capacity for `num_new` more."""
         outcome = simulate_fork_realloc(self.tokens, remove, pairs, num_new, False)
         if outcome.min_capacity > self.capacity:
             self._grow(outcome.min_capacity + GROWTH_TOKENS)
@@ -63,7 +63,7 @@ class EngineRowBuffer:
         self.tokens = outcome.past_length
 
     def append(self, keys: Elements, values: Elements, position: int) -> None:
-        """Put new tokens, of which the first stands at `position`, after the others; there must be room."""
+        """Append tokens, the first at text position `position`; there must be capacity."""
         end = self.tokens + keys.shape[1]
         self._buffer[0, :, self.tokens : end] = keys
         self._buffer[1, :, self.tokens : end] = values
@@ -89,7 +89,7 @@ class EngineRowBuffer:
         return True
 
     def scatter(self, start: int, count: int, keys: Elements, values: Elements) -> bool:
-        """Write a range from flat words in the order ``[kv_head, token, head_dim]``; False where it does not fit."""
+        """Write a range of flat elements, ordered ``[kv_head, token, head_dim]``; return False if it does not fit."""
         shape = (self._shape[1], count, self._shape[3])
         if not self.contains_range(start, count) or not keys.size == values.size == math.prod(shape):
             return False
@@ -107,7 +107,7 @@ class EngineRowBuffer:
 class StoredBlock:
     """Frames of one token range of one layer."""
 
-    #: The tokens.
+    #: First token, and number of tokens.
     start: int
     count: int
     #: Frames, sizes and hashes.
@@ -171,7 +171,7 @@ def build_decoded_block(stored_block: StoredBlock, keys: Elements, values: Eleme
 class DecodeCache:
     """A cache of decoded blocks, oldest first: of one layer, or shared by all layers."""
 
-    #: The shared cache finds blocks by their content only, and lives on when a request begins.
+    #: The shared cache finds blocks by content only, and survives a new request.
     is_shared: bool = False
     entries: deque[DecodedBlock] = field(default_factory=deque)
 
@@ -190,7 +190,7 @@ class DecodeCache:
         return "global" if self.is_shared else "local_pos" if same_range else "local_hash", entry
 
     def insert(self, entry: DecodedBlock, stored_block: StoredBlock, capacity: int) -> None:
-        """Insert the newest entry; those that stand for the same block go, and the oldest beyond the capacity."""
+        """Insert an entry; remove older ones of the same block, and the oldest beyond the capacity."""
 
         def is_replaced(old: DecodedBlock) -> bool:
             is_same_place = not self.is_shared and old.is_same_range(stored_block)
@@ -215,16 +215,16 @@ class EmulatedLayerState:
     skips: int = 0
     blocks: list[StoredBlock] = field(default_factory=list)
     cache: DecodeCache = field(default_factory=DecodeCache)
-    #: The rows of the layer that was last called under this index.
+    #: Rows of the layer that was last called with this index.
     rows: EngineRowBuffer | None = None
     timings: OperationLatencies = field(default_factory=OperationLatencies)
 
     def list_pending(self, is_store_mode: bool) -> list[StoredBlock]:
-        """List the blocks that remain to be restored, or to be decoded once."""
+        """List the blocks that are still to be restored, or to be decoded once."""
         return [block for block in self.blocks if (block.is_dropped if is_store_mode else not block.is_decoded)]
 
     def record_scheduled(self, watermark: int, token_step: int) -> None:
-        """Note a scheduled block."""
+        """Record a scheduled block."""
         self.updates += 1
         self.watermark = watermark
         self.last_step = token_step

@@ -1,4 +1,4 @@
-"""The engine's lossless runtime, call by call (docs/runtime.md): faithful, not safe."""
+"""An emulation of the engine's lossless runtime, call by call, with its defects (docs/runtime.md)."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class EmulatedRuntime:
             self.reset()
 
     def reset(self) -> None:
-        """Drop the cache at the next step, which is a prefill; what the engine makes of that, `begin_call` does."""
+        """Drop the cache at the next step, which is a prefill; `begin_call` does it as the engine would."""
         self._is_decoding = False
         meta = self.planner.meta
         meta.remove, meta.reserve = meta.previous, ()
@@ -92,7 +92,7 @@ class EmulatedRuntime:
     # -- one call of one layer -----------------------------------------------------------------------------------------
 
     def begin_call(self, layer: int, keys: Elements, values: Elements) -> KVPair:
-        """Restore, edit and append; returns K and V that the attention of this call reads."""
+        """Restore, edit and append; return K and V that the attention of this call reads."""
         if self._open_call is not None:
             raise KvmnnError(f"begin: the call of layer {self._open_call.layer} was not ended")
         rows, num_new = self._rows[layer], keys.shape[1]
@@ -120,7 +120,7 @@ class EmulatedRuntime:
         return rows.live_rows
 
     def end_call(self, *, sums: Any = None, rows: Any = None) -> CallEvent:
-        """Plan, schedule, encode, drop; returns what the call did."""
+        """Plan, schedule, encode and drop; return the events of the call."""
         event, self._open_call = self._open_call, None
         if event is None:
             raise KvmnnError("end: no call was begun")
@@ -318,7 +318,7 @@ class EmulatedRuntime:
         return RangeEncodeResult(index, block_range, block, nanoseconds)
 
     def _apply_finished(self, event: CallEvent, *, wait: bool) -> None:
-        """Take in what workers have finished; with `wait`, all that is open."""
+        """Apply the results that workers have finished; with `wait`, all open ones."""
         for result in self._tasks.take_results():
             self._apply(result, event, None)
         if wait and self._tasks.num_open:
@@ -354,7 +354,7 @@ class EmulatedRuntime:
         )
 
     def _start_conversation(self) -> None:
-        """Reset for a new request as the engine does: keep only the shared cache and other layers' rows."""
+        """Reset for a new request as the engine does: the shared cache and other layers' rows remain."""
         self._tasks.clear()
         self._states = self._create_states()
         self._decoder.reset_counts()

@@ -1,4 +1,4 @@
-"""The lossless runtime as it should be: every cold token is stored once, and nothing is ever lost."""
+"""The lossless runtime, correct: every cold token is stored once, and nothing is ever lost."""
 
 from .runtime import StrictRuntime
 from .step_guard import StrictCallResult

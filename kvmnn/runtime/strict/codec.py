@@ -1,4 +1,4 @@
-"""Rows to frames and back, with a check of both directions."""
+"""Encode rows as frames and decode them, with verification of both directions."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ..config import RuntimeConfig
 
 @dataclass(frozen=True)
 class KVFrames:
-    """K and V of a piece as two frames."""
+    """K and V of a segment as two frames."""
 
     key_frame: bytes
     value_frame: bytes
-    #: Over both, checked at each decoding: a frame has no checksum of its own.
+    #: Checksum over both frames, compared at each decoding, because a frame contains none.
     checksum: int
-    #: Hash of the rows; 0 where they were compared instead.
+    #: Hash of the rows; 0 if they were compared instead.
     raw_hash: int
 
     @property
@@ -32,7 +32,7 @@ class KVFrames:
 
 
 class RowCodec:
-    """Encodes, checks and decodes rows ``[2, kv_head, token, head_dim]`` (K, then V) of one cache."""
+    """Encodes, verifies and decodes rows ``[2, kv_head, token, head_dim]`` (K, then V) of one cache."""
 
     def __init__(self, config: RuntimeConfig, dtype: DType, kv_heads: int, head_dim: int) -> None:
         self._config = config

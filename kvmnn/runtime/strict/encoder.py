@@ -41,7 +41,7 @@ def invalidate_plan(state: PlannerLayerState, ranges: Sequence[ReservePair], blo
 
 
 class StrictLayer:
-    """Rows of one layer, and what has to be encoded of them; `is_planned` if the eviction planner takes part."""
+    """Rows of one layer, and the segments to encode; `is_planned` if the eviction planner takes part."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class StrictLayer:
         self.last_step: int | None = None
         """Token step at which `queue_due` was last called."""
         self.has_triggered = False
-        """Whether the layer ever had enough tokens to begin; evictions may leave fewer."""
+        """Whether the layer ever had enough tokens to start; evictions may leave fewer."""
         self._config = config
         self._number, self._scope = number, CompressionScope(config)
         self._applies_always = self._scope.is_always_compressed(number)
@@ -77,7 +77,7 @@ class StrictLayer:
         return self._scope.compute_budget(self._number, step, tokens, tokens) is not None
 
     def queue_due(self) -> None:
-        """Put every block that has become cold into `waiting_segments`."""
+        """Add every block that has become cold to `waiting_segments`."""
         tokens = self.rows.tokens
         if tokens < self._next_due_tokens:
             return
@@ -121,7 +121,7 @@ class StrictLayer:
         )
 
     def replace_contents(self, contents: LayerContents, ranges: list[ReservePair]) -> None:
-        """Take over what `select` found for `ranges`."""
+        """Replace the contents by those that `select` returned for `ranges`."""
         self._measured_tokens = sum(max(0, min(size, self._measured_tokens - begin)) for begin, size in ranges)
         self._next_due_tokens = 0
         self.rows.replace_contents(contents)
@@ -142,30 +142,30 @@ MAX_ENCODE_ATTEMPTS = 3
 
 @dataclass(frozen=True, eq=False)
 class EncodeJob:
-    """One encoding."""
+    """An encoding job."""
 
-    #: Whose rows.
+    #: The layer of the rows.
     layer: int
-    #: What the frames will stand for. In modes that only measure, a piece that no layer holds.
+    #: The segment that the frames will replace. In modes that only measure, no layer contains it.
     segment: TokenSegment
-    #: The request that it belongs to; results of earlier ones are not looked at.
+    #: Number of the request; results of earlier requests are ignored.
     generation: int
 
 
 @dataclass(frozen=True, eq=False)
 class SegmentEncodeResult:
-    """What came of it."""
+    """Result of encoding a segment."""
 
     block: Block
-    #: Checked frames; None where they do not gain.
+    #: Verified frames; None if they do not save space.
     frames: KVFrames | None
-    #: How long encoding and checking took.
+    #: Duration of encoding and verifying.
     compress_ns: int
     verify_ns: int
 
 
 def encode_and_verify(codec: RowCodec, rows: Elements) -> SegmentEncodeResult:
-    """Encode rows and check that the frames give them back; `KvmnnError` where they do not, or encoding fails."""
+    """Encode rows and verify that the frames decode to them; raise `KvmnnError` if either fails."""
     start_ns = time.perf_counter_ns()
     rows = np.ascontiguousarray(rows)  # once; every step below would do it again for itself
     block = codec.encode(rows)
@@ -202,14 +202,14 @@ class AsyncEncoder:
         self._generation = 0
 
     def reset(self) -> None:
-        """Forget what is open: results of an earlier request are not looked at."""
+        """Cancel open jobs; results of an earlier request are ignored."""
         self._generation += 1
         self.jobs.cancel_all()
         self.jobs.peak_jobs = self.jobs.peak_async_jobs = 0
         self.num_finished = self.peak_waiting = self.last_compress_ns = 0
 
     def schedule(self, number: int, step: int, *, has_pending_plan: bool) -> int:
-        """Hand in what is cold in a layer that may be about to evict; returns how many blocks."""
+        """Submit the cold segments of a layer that may be about to evict; return the number of blocks."""
         layer = self._layers[number]
         if not layer.has_triggered:
             if layer.rows.tokens < self._trigger_tokens:
@@ -236,7 +236,7 @@ class AsyncEncoder:
         self.collect_finished(wait=True)
 
     def collect_finished(self, *, wait: bool = False) -> None:
-        """Take in the encodings that are done."""
+        """Store the results of finished encodings."""
         if not self.jobs.jobs:
             return
         if wait:

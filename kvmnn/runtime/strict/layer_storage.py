@@ -1,4 +1,4 @@
-"""Storage of one layer's tokens: segments, most of them as frames, then raw rows; memory returns to the system."""
+"""Storage of one layer's tokens: segments, most of them as frames, then raw rows. Memory is freed to the system."""
 
 from __future__ import annotations
 
@@ -55,17 +55,17 @@ SegmentState = Literal["raw", "due", "queued", "stored", "settled"]
 
 @dataclass(eq=False)
 class TokenSegment:
-    """Tokens that are stored, dropped, encoded and restored together."""
+    """Tokens that are stored, dropped, encoded and restored as one."""
 
-    #: Tokens.
+    #: Number of tokens.
     count: int
-    #: ``[2, kv_head, token, head_dim]``, never written to; None where only `frames` are there.
+    #: ``[2, kv_head, token, head_dim]``, never written to; None if there are only `frames`.
     rows: Elements | None
     state: SegmentState = "raw"
     frames: KVFrames | None = None
     #: Encodings that failed.
     attempts: int = 0
-    #: Whether the piece still stands for tokens of its layer.
+    #: Whether the segment still belongs to its layer.
     is_alive: bool = True
 
     @property
@@ -77,7 +77,7 @@ class TokenSegment:
 
     @property
     def owns_rows(self) -> bool:
-        """Whether the rows have their own memory, instead of being a view that retains a larger array."""
+        """Return whether the rows have their own memory, instead of being a view that retains a larger array."""
         return self.rows is None or self.rows.base is None or self.rows.flags.c_contiguous
 
     def own_rows(self) -> None:
@@ -87,7 +87,7 @@ class TokenSegment:
 
 
 MIN_GROWTH_TOKENS = 64
-"""Least room beyond the need when the array grows; an eighth of the need where that is more."""
+"""Minimum spare capacity when the array grows; an eighth of the required size if that is more."""
 
 
 class HotBuffer:
@@ -118,7 +118,7 @@ class HotBuffer:
         return int(self._rows.nbytes)
 
     def reserve(self, num_new: int) -> None:
-        """Make room for `num_new` more tokens."""
+        """Reserve capacity for `num_new` more tokens."""
         required_tokens = self.count + num_new
         if required_tokens > self._capacity:
             capacity = required_tokens + max(MIN_GROWTH_TOKENS, required_tokens // 8)
@@ -145,7 +145,7 @@ WriteRows = Callable[[TokenSegment, Elements], None]
 
 
 class LayerStorage:
-    """The tokens of one layer: the older ones in `segments`, the others in `hot_buffer`, and the positions of all."""
+    """Tokens of one layer: older ones in `segments`, the latest in `hot_buffer`, with the positions of all."""
 
     def __init__(self, kv_heads: int, head_dim: int, dtype: DType) -> None:
         self.segments: list[TokenSegment] = []
@@ -186,7 +186,7 @@ class LayerStorage:
         return next((start for start, segment in self.iter_segments() if segment is target), 0)
 
     def append(self, keys: Elements, values: Elements, position: int) -> None:
-        """Put new tokens, of which the first stands at `position`, after the others."""
+        """Append tokens, the first at text position `position`."""
         self.hot_buffer.append(keys, values)
         self.positions.append(position, keys.shape[1])
 
@@ -201,10 +201,10 @@ class LayerStorage:
     # -- blocks --------------------------------------------------------------------------------------------------------
 
     def split_cold(self, cold_tokens: ColdRange, block_tokens: int) -> list[TokenSegment]:
-        """Cut the raw rows in `cold_tokens` into blocks, which are due now.
+        """Split the raw rows in `cold_tokens` into blocks, which become due.
 
-        Blocks have `block_tokens` tokens. A shorter run between two pieces can never grow and becomes a shorter block;
-        what is too short at the end of the cold range waits there.
+        Blocks have `block_tokens` tokens. A shorter run between two segments can never grow and becomes a shorter
+        block; a remainder at the end of the cold range waits.
         """
         due_segments: list[TokenSegment] = []
         segments: list[TokenSegment] = []
@@ -264,10 +264,10 @@ class LayerStorage:
     def select(
         self, ranges: list[ReservePair], read_rows: ReadRows, *, block_tokens: int, hot_sink: int
     ) -> LayerContents:
-        """Return the content of the layer after keeping only `ranges` (index and count, ascending).
+        """Return the contents of the layer after keeping only `ranges` (index and count, ascending).
 
-        Pieces of which every token stays are left as they are. Those that are cut become raw, and so do neighbours that
-        fit into one block together. Nothing is changed before `replace_contents`.
+        Segments whose tokens all stay are unchanged. Those that are cut become raw, and so do neighbours that fit into
+        one block with them. Nothing is modified before `replace_contents`.
         """
         groups: list[_SegmentGroup] = []
         start = 0
@@ -281,7 +281,7 @@ class LayerStorage:
         return LayerContents([group.merge(read_rows) for group in groups], hot_buffer, self.positions.select(ranges))
 
     def replace_contents(self, contents: LayerContents) -> None:
-        """Take over what `select` found; pieces that are gone are no longer alive."""
+        """Replace the contents by those that `select` returned; segments that are not in them are no longer alive."""
         remaining_ids = {id(segment) for segment in contents.segments}
         for segment in self.segments:
             segment.is_alive = id(segment) in remaining_ids
@@ -314,7 +314,7 @@ class LayerStorage:
 
 @dataclass(frozen=True, eq=False)
 class LayerContents:
-    """The content of a layer after an eviction."""
+    """The contents of a layer after an eviction."""
 
     segments: list[TokenSegment]
     hot_buffer: HotBuffer
@@ -330,7 +330,7 @@ class _SegmentGroup:
 
     @property
     def is_raw(self) -> bool:
-        """Whether the merged segment has rows instead of frames: its segment has, or there are several."""
+        """Return whether the merged segment has rows instead of frames: its segment has, or there are several."""
         return len(self.segments) > 1 or self.segments[0].state == "raw"
 
     def accepts(self, segment: TokenSegment, *, block_tokens: int, hot_sink: int) -> bool:

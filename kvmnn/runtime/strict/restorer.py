@@ -1,4 +1,4 @@
-"""Restore stored rows: from the cache of decoded rows, by a thread that decodes ahead, or now."""
+"""Restore stored rows: from the cache of decoded rows, from a thread that prefetched them, or by decoding now."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class RuntimeLayerCounters:
     timings: OperationLatencies = field(default_factory=OperationLatencies)
 
     def to_metrics(self, layer: int, rows: LayerStorage) -> RuntimeLayerMetrics:
-        """Combine these counters with the current content of the layer to its public metrics."""
+        """Combine these counters and the current contents of the layer to its public metrics."""
         stored_segments = [segment for segment in rows.segments if segment.state == "stored"]
         token_bytes = rows.raw_bytes // rows.tokens if rows.tokens else 0
         return RuntimeLayerMetrics(
@@ -60,8 +60,8 @@ class RuntimeLayerCounters:
 class DecodedRowCache:
     """A cache of decoded rows of stored segments.
 
-    Every call of a layer reads all of its pieces in turn. A cache that drops the entry that was not used for longest
-    would drop each one just before it is read; this one keeps what it has and takes new pieces where there is room.
+    Every call of a layer reads all of its segments in order. An LRU cache would drop each segment just before it is
+    read; this one keeps its entries and adds new ones while there is capacity.
     """
 
     def __init__(self, max_entries: int, max_bytes: int) -> None:
@@ -86,14 +86,14 @@ class DecodedRowCache:
         return id(segment) in self._entries
 
     def insert(self, segment: TokenSegment, rows: Elements) -> None:
-        """Keep the rows of a piece if there is room, once those of dead pieces are gone."""
+        """Cache the rows of a segment if there is capacity after dead segments are removed."""
         if id(segment) in self._entries or not self.has_capacity(rows.nbytes):
             return
         self._entries[id(segment)] = segment, rows
         self.nbytes += rows.nbytes
 
     def remove_dead(self) -> None:
-        """Forget pieces that stand for no tokens any more."""
+        """Remove segments without live tokens."""
         self._entries = {key: entry for key, entry in self._entries.items() if entry[0].is_alive}
         self.nbytes = sum(rows.nbytes for _, rows in self._entries.values())
 
@@ -124,10 +124,10 @@ class RestoreRequest:
 
 
 class Restorer:
-    """Decodes segments, once each as long as the cache has capacity.
+    """Decodes segments, each once while the cache has capacity.
 
     `prefetch_hits` counts the restores that a thread had finished before they were needed, `prefetch_misses` those that
-    had to be waited for.
+    were awaited.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Restorer:
         self._prefetches: dict[int, tuple[TokenSegment, Future[dict[int, Elements]]]] = {}
 
     def read_rows(self, segment: TokenSegment, counters: RuntimeLayerCounters) -> Elements:
-        """Return the rows of a stored segment; errors of the decoder are passed on."""
+        """Return the rows of a stored segment; errors of the decoder are raised."""
         cached_rows = self.cache.find(segment)
         if cached_rows is not None:
             return cached_rows
@@ -154,9 +154,9 @@ class Restorer:
         return rows
 
     def write_rows(self, segment: TokenSegment, out: Elements, counters: RuntimeLayerCounters) -> None:
-        """Write the rows of a stored piece to `out`; errors as `read_rows`.
+        """Write the rows of a stored segment to `out`; raise the errors of `read_rows`.
 
-        Nothing is kept that would only be copied.
+        Rows that do not fit into the cache are decoded directly into `out`.
         """
         if self._can_cache(segment, out):
             out[...] = self.read_rows(segment, counters)
@@ -171,9 +171,9 @@ class Restorer:
         return self.cache.contains(segment) or id(segment) in self._prefetches or self.cache.has_capacity(out.nbytes)
 
     def write_parallel(self, requests: Sequence[RestoreRequest]) -> list[RestoreRequest]:
-        """Write rows to their places, this call and the threads side by side; returns those left for `write_rows`.
+        """Write rows to their `out` on this thread and the pool; return the requests left for `write_rows`.
 
-        These are pieces that are in the cache, or should be, or come already, and those that failed.
+        These are segments that are or will be in the cache or fit into it, and those whose decoding failed.
         """
         remaining: list[RestoreRequest] = []
         direct: deque[RestoreRequest] = deque()
@@ -209,7 +209,7 @@ class Restorer:
         return elapsed_by_id
 
     def prefetch(self, segments: Iterable[TokenSegment]) -> None:
-        """Let threads decode pieces that will be needed soon, as far as the bound on bytes goes."""
+        """Let threads decode segments that will be needed soon, up to the byte limit."""
         if not self._workers.threads:
             return
         self._prefetches = {key: entry for key, entry in self._prefetches.items() if entry[0].is_alive}
@@ -232,7 +232,7 @@ class Restorer:
             self._prefetches |= {id(segment): (segment, future) for segment in batch}
 
     def reset(self) -> None:
-        """Drop everything that was decoded, and all counts."""
+        """Drop all decoded rows and counts."""
         self.prefetch_hits = self.prefetch_misses = self.cache.hits = self.cache.misses = 0
         for _, future in self._prefetches.values():
             future.cancel()
@@ -243,7 +243,7 @@ class Restorer:
         return {id(segment): self.codec.decode(frames, segment.count) for segment, frames in segment_frames}
 
     def _take_prefetched(self, segment: TokenSegment, counters: RuntimeLayerCounters) -> Elements | None:
-        """Return the rows that a thread decoded; None if it has not begun or failed, and the caller must decode."""
+        """Return the rows that a thread decoded; None if it has not started or failed, and the caller must decode."""
         entry = self._prefetches.pop(id(segment), None)
         if entry is None or entry[1].cancel():
             return None

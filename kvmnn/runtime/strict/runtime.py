@@ -1,4 +1,4 @@
-"""The strict lossless runtime, without the engine's errors (docs/runtime.md)."""
+"""The strict lossless runtime, without the engine's defects (docs/runtime.md)."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class StrictRuntime:
         self._timings.reset()
 
     def erase(self, begin: int, end: int = 0) -> None:
-        """Drop the tokens that stand at positions ``[begin, end)`` of the text, in every layer, now."""
+        """Drop the tokens at text positions ``[begin, end)`` in every layer at once."""
         self._step_guard.check_between_steps("erase")
         self._encoder.collect_finished()
         num_seen, erase_end = self._step_guard.position, end or self._step_guard.position
@@ -172,7 +172,7 @@ class StrictRuntime:
         return rows.hot_buffer.to_read_only() if workspace is None else to_read_only(workspace[:, :, : rows.tokens])
 
     def end_call(self, *, sums: Any = None, rows: Any = None) -> StrictCallResult:
-        """Plan, and hand in the blocks that have become cold."""
+        """Plan, and submit the blocks that have become cold."""
         guard, encoder = self._step_guard, self._encoder
         number, num_evicted = guard.check_end()
         layer = self._layers[number]
@@ -247,7 +247,7 @@ class StrictRuntime:
         self._encoder.flush()
 
     def wait(self) -> None:
-        """Wait for the encodings that are open, and take them in."""
+        """Wait for open encodings and store their results."""
         self._encoder.collect_finished(wait=True)
 
     def close(self) -> None:
@@ -336,7 +336,7 @@ class StrictRuntime:
         return lambda segment: segment.rows if segment.rows is not None else rows[id(segment)]
 
     def _get_workspace(self, tokens: int) -> Elements:
-        """Return the array in which rows are assembled, one for all layers."""
+        """Return the array in which rows are assembled, shared by all layers."""
         if self._workspace.shape[2] < tokens:
             heads, head_dim = self._shape
             self._workspace = allocate((2, heads, tokens + tokens // 8 + 64, head_dim), self._dtype.numpy_dtype)

@@ -1,4 +1,4 @@
-"""Check the order of calls: every layer once in a step, `begin` before `end`, after a failure only a reset."""
+"""Check the order of calls: every layer once in a step, `begin` before `end`, and after a failure only a reset."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from ...errors import KvmnnError
 
 
 class StrictCallResult(NamedTuple):
-    """Result of one call of one layer; a NamedTuple, as a frozen dataclass would take longer to create than the call.
+    """Result of one call of one layer; a NamedTuple, because a frozen dataclass would take longer to create than the
+    call.
 
     Attributes
     ----------
@@ -48,7 +49,7 @@ class StrictCallResult(NamedTuple):
 
 
 class StepGuard:
-    """Check of the sequence of calls, and its state."""
+    """Checks the sequence of calls."""
 
     def __init__(self, layers: int) -> None:
         self.is_decoding = False
@@ -64,18 +65,18 @@ class StepGuard:
         self._failure: str | None = None
 
     def check_healthy(self) -> None:
-        """Refuse to go on after a call that failed half-way."""
+        """Raise an error if an earlier call failed half-way."""
         if self._failure is not None:
             raise KvmnnError(f"a call failed half-way ({self._failure}): expected reset()")
 
     def check_between_steps(self, operation: str) -> None:
-        """Refuse `operation` inside a step."""
+        """Raise an error for `operation` inside a step."""
         self.check_healthy()
         if self._open_call is not None or self._called_layers:
             raise KvmnnError(f"{operation}: expected between two steps, after end_step()")
 
     def check_begin(self, layer: int, num_new: int) -> None:
-        """Refuse a call out of order."""
+        """Raise an error for a call out of order."""
         if self._failure is not None or self._open_call is not None or not 0 <= layer < self._layers:
             self._raise_begin_error(layer, num_new)
         if self._called_layers and (num_new != self._num_new or layer in self._called_layers):
@@ -91,7 +92,7 @@ class StepGuard:
         raise KvmnnError(f"layer {layer} gets {num_new} tokens, the layers before it {self._num_new}")
 
     def record_begin(self, layer: int, num_new: int, num_evicted: int) -> None:
-        """Note a call."""
+        """Record the beginning of a call."""
         if not self._called_layers and self.is_decoding:
             self.token_step += 1
         self._called_layers.add(layer)
@@ -125,5 +126,5 @@ class StepGuard:
         raise KvmnnError(f"end_step: layers {', '.join(map(str, missing_layers))} were not called in this step")
 
     def poison(self, error: BaseException) -> None:
-        """Note what left a layer half done: only a reset helps then."""
+        """Record a failure that left a layer half done: only a reset helps then."""
         self._failure = f"{type(error).__name__}: {error}"

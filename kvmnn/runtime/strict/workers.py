@@ -1,4 +1,4 @@
-"""A bounded pool of threads over kernels that hold no GIL."""
+"""A bounded pool of threads for kernels that release the GIL."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ ResultT = TypeVar("ResultT")
 
 
 class WorkerPool:
-    """Threads, made when they are first needed; none where `threads` is 0."""
+    """Threads that are started on first use; none if `threads` is 0."""
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
         self._executor: ThreadPoolExecutor | None = None
 
     def submit(self, task: Callable[[], ResultT]) -> Future[ResultT]:
-        """Run `task` on a thread; in the call itself where there is none, or none takes it."""
+        """Run `task` on a thread, or in this call if no thread is available."""
         if self.threads:
             try:
                 if self._executor is None:

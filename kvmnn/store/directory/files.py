@@ -240,12 +240,12 @@ class RecoveryFiles:
 
     @property
     def exists(self) -> bool:
-        """Whether the folder contains store settings, which make it a store."""
+        """Return whether the folder contains store settings, which make it a store."""
         return (self._folder / SETTINGS_FILE).is_file()
 
     @property
     def has_only_units(self) -> bool:
-        """Whether the folder contains units but no settings: a store that has lost them."""
+        """Return whether the folder contains units but no settings: a store that has lost them."""
         return not self.exists and any((self._folder / "units").glob("*/*.unit"))
 
     def save_settings(self, settings: StoreSettings, *, overwrite: bool = False) -> None:

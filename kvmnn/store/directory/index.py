@@ -36,14 +36,14 @@ class InvalidRowError(Exception):
 class ValidatingCursor:
     """Cursor inside a transaction that returns validated rows only.
 
-    `row_type` is the tuple of the types of the columns, such as ``tuple[int, Key]``: int is a number from 0 on.
+    `row_type` is the tuple of the types of the columns, such as ``tuple[int, Key]``; an int must be at least 0.
     """
 
     def __init__(self, cursor: sqlite3.Cursor) -> None:
         self._cursor = cursor
 
     def execute(self, statement: str, parameters: Sequence[object] = ()) -> int:
-        """Run a statement without a result; return how many rows it changed."""
+        """Run a statement without a result; return the number of changed rows."""
         return self._cursor.execute(statement, parameters).rowcount
 
     def execute_many(self, statement: str, rows: Iterable[Sequence[object]]) -> None:
@@ -127,7 +127,7 @@ _CHECK_BY_TYPE: dict[object, tuple[Callable[[Any], bool], str]] = {
 
 INDEX_FILE = "index.sqlite"
 BUSY_TIMEOUT_SECONDS = 30.0
-"""How long to wait for the transaction of another process."""
+"""Maximum time to wait for the transaction of another process."""
 
 _APPLICATION_ID = 0x4B564D53
 _INDEX_VERSION = 1
@@ -208,7 +208,7 @@ class StoreIndex:
         self.read_only = read_only
         self._rebuild = rebuild
         self.write_error = ""
-        """Why the index is only open for reading, such as a full disk; the next transaction tries again."""
+        """Reason why the index is only open for reading, such as a full disk; the next transaction tries again."""
         self._damage_reason = ""
         self._lock = threading.RLock()
         self._process = os.getpid()

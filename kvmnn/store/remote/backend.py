@@ -179,7 +179,7 @@ class RemoteBackendBase:
 
     @property
     def codec(self) -> str:
-        """Codec of new units; errors as `block_tokens`."""
+        """Codec of new units; raises as `block_tokens` does."""
         return self._get_settings().codec
 
     def _get_settings(self) -> StoreSettings:

@@ -31,12 +31,12 @@ _DISK_FULL_CODES = (errno.ENOSPC, errno.EDQUOT)
 RETRY_PAUSES_SECONDS = (0.05, 0.2)
 """Pause before each retry."""
 MIN_REST_SECONDS, MAX_REST_SECONDS = 1.0, 60.0
-"""How long calls fail immediately after an outage, so that callers do not wait for every time-out; consecutive
+"""Time in which calls fail immediately after an outage, so that callers do not wait for every time-out; consecutive
 time-outs double it up to the maximum."""
 
 
 class BackendUnavailableError(KvmnnError):
-    """The engine does not answer: a get is a miss, and a put stores nothing."""
+    """The backend does not answer: a get is a miss, and a put stores nothing."""
 
 
 class KeyValueStore(Protocol):

@@ -8,7 +8,7 @@ architecture has a default. (Read from llama.cpp as of llama-cpp-python 0.3.36.)
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
@@ -347,6 +347,11 @@ class GgufHeader:
         """Return the name of the file for messages."""
         return self._file.label
 
+    @property
+    def position(self) -> int:
+        """Offset of what is read next."""
+        return self._position
+
     def read_fields(self, *, include_all: bool = False) -> dict[str, Any]:
         """Read integers, float32, booleans, strings, and lists of integers or booleans; skip all others.
 
@@ -371,22 +376,26 @@ class GgufHeader:
 
         Call it after `read_fields` with `include_all`; `alignment` is the field ``general.alignment``.
         """
+        first_match = next((entry for entry in list(self.iter_tensor_entries()) if entry[0] in names), None)
+        if first_match is None:
+            return None
+        name, shape, type_number, offset = first_match
+        start = -(-self.position // alignment) * alignment + offset
+        return name, shape, type_number, lambda nbytes: bytes(self._file.view(start, nbytes))
+
+    def iter_tensor_entries(self) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
+        """Yield name, shape (ggml's order of axes), number of the type and offset in the data of each tensor.
+
+        Call it after `read_fields` with `include_all`.
+        """
         if self._num_tensors > _MAX_KEYS:
             raise SourceError(f"{self._file.label}: has {self._num_tensors} tensors: expected at most {_MAX_KEYS}")
-        first_match: tuple[str, tuple[int, ...], int, int] | None = None
         for _ in range(self._num_tensors):
             name, num_axes = self._read_string(), self._read_int(4)
             if num_axes > _MAX_AXES:
                 raise SourceError(f"{self._file.label}: a tensor has {num_axes} axes: expected at most {_MAX_AXES}")
             shape = tuple(self._read_int(8) for _ in range(num_axes))
-            type_number, offset = self._read_int(4), self._read_int(8)
-            if name in names and first_match is None:
-                first_match = name, shape, type_number, offset
-        if first_match is None:
-            return None
-        name, shape, type_number, offset = first_match
-        start = -(-self._position // alignment) * alignment + offset
-        return name, shape, type_number, lambda nbytes: bytes(self._file.view(start, nbytes))
+            yield name, shape, self._read_int(4), self._read_int(8)
 
     def _read_value(self, value_type: int) -> Any:
         if value_type == _TYPE_STRING:

@@ -1,0 +1,1 @@
+"""Decoders for onnxruntime made of ``.gguf`` files and Hugging Face folders, without torch."""

@@ -2,7 +2,8 @@
 
 Inputs and outputs have optimum's names: ``input_ids``, ``attention_mask``, ``position_ids``,
 ``past_key_values.{i}.key`` and ``.value`` ``[1, kv_head, past, head_dim]``; ``logits``, ``present.{i}.key`` and
-``.value``. Added are ``attention_bias.{i}``, float32 ``[1, 1 or query_head, 1, past + token]``, which is added to the
+``.value``. Added are the outputs ``attentions.{i}`` ``[1, query_head, token, past + token]``, which cost nothing unless
+they are asked for, the inputs ``attention_bias.{i}``, float32 ``[1, 1 or query_head, 1, past + token]``, which is added to the
 scores, and for layers with a window ``key_positions.{i}``, int64 ``[1, 1 or query_head, past]``: the window is one of
 true positions, whatever of the past is still there. Layers may hold pasts of unequal length.
 
@@ -110,6 +111,9 @@ class _DecoderGraph:
             for part in ("key", "value"):
                 inputs.append(self._make_info(f"past_key_values.{index}.{part}", self._float, past_dims))
                 outputs.append(self._make_info(f"present.{index}.{part}", self._float, present_dims))
+            outputs.append(
+                self._make_info(f"attentions.{index}", self._float, [1, config.num_heads, "tokens", f"total_{index}"])
+            )
             inputs.append(
                 self._make_info(f"attention_bias.{index}", self._float, [1, f"bias_heads_{index}", 1, f"total_{index}"])
             )
@@ -139,7 +143,7 @@ class _DecoderGraph:
         return b.add_node("Mul", b.add_node("Div", values, root), weight)
 
     def _add_block(self, index: int, layer: LayerConfig, hidden: str) -> str:
-        config, features, prefix = self.config, self.config.features, f"layers.{index}"
+        features, prefix = self.config.features, f"layers.{index}"
         attended = self._add_attention(index, layer, self._add_norm(hidden, f"{prefix}.input_norm.weight"))
         if features.has_post_norms:
             attended = self._add_norm(attended, f"{prefix}.post_attention_norm.weight")
@@ -193,7 +197,7 @@ class _DecoderGraph:
             "Where", self._add_visibility(index, layer, total), scores, b.add_constant(np.float32(_MASKED))
         )
         scores = b.add_node("Add", scores, f"attention_bias.{index}")
-        probabilities = b.add_node("Softmax", scores, axis=-1)
+        probabilities = b.add_node("Softmax", scores, axis=-1, output=f"attentions.{index}")
         by_group = b.add_node(
             "Concat",
             b.add_constant([1, config.kv_heads], np.int64),

@@ -70,6 +70,10 @@ class TokenGroup:
         """Return the rows of a layer."""
         return self._rows[layer]
 
+    def get_slot_positions(self, layer: int) -> Indices:
+        """Return true positions of the tokens in a layer's slots, masked ones included, ``[row, slot]``."""
+        return self._positions[self.get_layer_rows(layer), : self.num_slots]
+
     def get_layer_positions(self, layer: int) -> Indices:
         """Return text positions of a layer's live tokens, ``[row, token]``."""
         rows = self.get_layer_rows(layer)
@@ -496,6 +500,20 @@ class ModelCache:
         for layer in group.layers:
             self._store.compact(layer, group.slots[group.get_layer_rows(layer)], group.num_live - num_new)
         group.mark_compacted()
+
+    def get_key_positions(self) -> dict[int, Indices]:
+        """Return the true position of the token in each slot, the new ones included, by layers that may evict.
+
+        int64 ``[1, 1 or query_heads, past + new]``, after `begin_step`.
+        """
+        positions_by_layer = {}
+        for group in self._groups:
+            for layer in group.layers:
+                rows = group.get_slot_positions(layer)
+                if len(rows) > 1 and self._query_heads > len(rows):
+                    rows = np.repeat(rows, self._query_heads // len(rows), axis=0)
+                positions_by_layer[layer] = np.ascontiguousarray(rows)[None]
+        return positions_by_layer
 
     def _build_bias(self) -> list[Floats] | None:
         if not any(group.num_masked for group in self._groups):

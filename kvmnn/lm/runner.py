@@ -278,7 +278,10 @@ class Runner:
         if len(tokens) > 1 and has_unequal_lengths and not self.session.can_chunk_unequal_lengths():
             step = self._step_one_by_one(tokens, positions, past, bias)
         else:
-            step = self.session.run_step(tokens, positions, past, bias)
+            key_positions = None
+            if self.session.interface.key_position_inputs and self._positions == "true":
+                key_positions = cache.get_key_positions()
+            step = self.session.run_step(tokens, positions, past, bias, key_positions)
         if self.on_step is not None:
             self.on_step(step)
         start_time = perf_counter()

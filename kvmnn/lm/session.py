@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -110,6 +110,7 @@ class DecoderSession:
         positions: NDArray[np.int64],
         past: Sequence[KVPair],
         bias: Sequence[NDArray[np.float32]] | None = None,
+        key_positions: Mapping[int, NDArray[np.int64]] | None = None,
     ) -> StepResult:
         """Feed tokens.
 
@@ -125,6 +126,10 @@ class DecoderSession:
             For each layer float32 ``[1, 1 or query_head, 1, past + token]``, added to the scores before the softmax:
             0 for a live slot; ``numpy.finfo(float32).min`` masks a slot, as long as its keys and values are finite.
             None is all zeros.
+        key_positions
+            For layers with a window whose graph takes them (`DecoderInterface.key_position_inputs`): true positions of
+            past and new tokens, int64 ``[1, 1 or query_head, past + token]``. A layer that is absent holds the tokens
+            right before the new ones.
 
         Raises
         ------
@@ -147,7 +152,7 @@ class DecoderSession:
                 raise self._decoder.build_error(
                     "takes one token at a time while its layers hold different numbers of tokens"
                 )
-        return self._decoder.run_step(ids, positions, past, bias)
+        return self._decoder.run_step(ids, positions, past, bias, key_positions)
 
     def probe_unequal_lengths(self) -> UnequalLengthSupport:
         """Test, once, how tokens may be fed while layers store different numbers of tokens.

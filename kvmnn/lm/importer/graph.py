@@ -4,7 +4,7 @@ Inputs and outputs have optimum's names: ``input_ids``, ``attention_mask``, ``po
 ``past_key_values.{i}.key`` and ``.value`` ``[1, kv_head, past, head_dim]``; ``logits``, ``present.{i}.key`` and
 ``.value``. Added are the outputs ``attentions.{i}`` ``[1, query_head, token, past + token]``, which cost nothing unless
 they are asked for, the inputs ``attention_bias.{i}``, float32 ``[1, 1 or query_head, 1, past + token]``, which is added to the
-scores, and for layers with a window ``key_positions.{i}``, int64 ``[1, 1 or query_head, past]``: the window is one of
+scores, and for layers with a window ``key_positions.{i}``, int64 ``[1, 1 or query_head, past + token]``: the window is one of
 true positions, whatever of the past is still there. Layers may hold pasts of unequal length.
 
 Activations are ``[token, feature]``, and weights lie ``[out, in]`` as in checkpoints, so that Gemm reads them without a
@@ -119,7 +119,7 @@ class _DecoderGraph:
             )
             if layer.window:
                 inputs.append(
-                    self._make_info(f"key_positions.{index}", self._int64, [1, f"heads_{index}", f"past_{index}"])
+                    self._make_info(f"key_positions.{index}", self._int64, [1, f"heads_{index}", f"total_{index}"])
                 )
             hidden = self._add_block(index, layer, hidden)
         hidden = self._add_norm(hidden, "norm.weight")
@@ -254,17 +254,10 @@ class _DecoderGraph:
         visible = b.add_node("LessOrEqual", slots, last)
         if not layer.window:
             return visible
-        past = b.add_node("Shape", f"key_positions.{index}", start=1, end=2)
-        rows = b.add_node(
-            "Expand",
-            b.add_node("Unsqueeze", "position_ids", one),
-            b.add_node("Concat", one, past, self.num_tokens, axis=0),
-        )
-        keys = b.add_node("Concat", f"key_positions.{index}", rows, axis=2)
         distance = b.add_node(
             "Sub",
             b.add_node("Unsqueeze", "position_ids", b.add_constant([1, 3], np.int64)),
-            b.add_node("Unsqueeze", keys, b.add_constant([2], np.int64)),
+            b.add_node("Unsqueeze", f"key_positions.{index}", b.add_constant([2], np.int64)),
         )
         inside = b.add_node("Less", distance, b.add_constant(layer.window, np.int64))
         return b.add_node("And", visible, inside)

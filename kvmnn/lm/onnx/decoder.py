@@ -10,7 +10,7 @@ every step, which bound outputs would not spare either, since policies read and 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +66,7 @@ class OnnxDecoder:
         positions: NDArray[np.int64],
         past: Sequence[KVPair],
         bias: Sequence[NDArray[np.float32]] | None = None,
+        key_positions: Mapping[int, NDArray[np.int64]] | None = None,
     ) -> StepResult:
         """Feed tokens; arguments and results are those of `DecoderSession.run_step`, which checks them."""
         feed = self._build_inputs(ids, positions, past)
@@ -74,6 +75,12 @@ class OnnxDecoder:
                 raise KvmnnError(f"{self.interface.label}: no bias can be added to the scores inside this graph")
         else:
             feed.update(zip(self._bias_inputs, bias or self._build_zero_biases(past, len(ids)), strict=True))
+        for layer, name in self.interface.key_position_inputs.items():
+            if key_positions is not None and layer in key_positions:
+                feed[name] = key_positions[layer]
+            else:
+                first = positions[0] - past[layer][0].shape[2]
+                feed[name] = np.arange(first, positions[0] + len(ids))[None, None]
         start = time.perf_counter()
         try:
             results = self.runtime.run(self._outputs, feed)

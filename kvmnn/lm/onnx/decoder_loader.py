@@ -40,6 +40,9 @@ def create_decoder(
     """Create a decoder with attention probabilities and a bias input, as far as requested and possible."""
     plain_rewrite = RewrittenGraph(attentions=interface.attention_outputs if attentions else None)
     exposes_attention = attentions and interface.attention_outputs is None
+    if interface.bias_inputs is not None:  # nothing has to be added
+        plain_rewrite = replace(plain_rewrite, biases=interface.bias_inputs)
+        bias = False
     bias = bias and interface.has_positions
     if not (exposes_attention or bias):
         return _create_plain_decoder(files, interface, settings, plain_rewrite)

@@ -20,6 +20,8 @@ from .model_files import ModelFiles, get_section, iter_subgraphs
 _PAST = re.compile(r"(?:past_key_values|past_key_value|past|past_kv)[._](\d+)[._](key|value|k|v)")
 _PRESENT = re.compile(r"(?:present_key_values|present_key_value|present|present_kv)[._](\d+)[._](key|value|k|v)")
 _ATTENTION = re.compile(r"attentions?[._](\d+)")
+_BIAS = re.compile(r"attention_bias[.](\d+)")
+_KEY_POSITIONS = re.compile(r"key_positions[.](\d+)")
 _LENGTH_COUNTING_OPERATORS = {
     "GroupQueryAttention",
     "SparseAttention",
@@ -71,6 +73,10 @@ class DecoderInterface:
     present_outputs: tuple[tuple[str, str], ...]
     #: Names of the outputs with attention probabilities, if the graph has one for every layer.
     attention_outputs: tuple[str, ...] | None
+    #: Names of the inputs that are added to the scores, if the graph has one for every layer.
+    bias_inputs: tuple[str, ...] | None
+    #: Names of the inputs with the true positions of all keys, for layers whose window depends on them.
+    key_position_inputs: dict[int, str]
     #: Numpy dtype of each input.
     types: dict[str, type[np.generic]] = field(repr=False)
     #: Number of axes of each input.
@@ -108,8 +114,12 @@ class _InterfaceReader:
         positions = self._find_optional_input("position_ids")
         branch = _BRANCH_INPUT if _BRANCH_INPUT in self.inputs else None
         slots = _SLOTS_INPUT if _SLOTS_INPUT in self.inputs else None
+        bias_names = {int(match[1]): name for name in self.inputs if (match := _BIAS.fullmatch(name))}
+        key_positions = {int(match[1]): name for name in self.inputs if (match := _KEY_POSITIONS.fullmatch(name))}
+        has_biases = set(bias_names) == set(range(len(past)))
         all_logits = next((name for name in _ALL_LOGITS_INPUTS if name in self.inputs), None)
         known_inputs = {ids, mask, positions, branch, slots, all_logits, *(name for pair in past for name in pair)}
+        known_inputs |= {*(bias_names.values() if has_biases else ()), *key_positions.values()}
         self._check_unknown_inputs(known_inputs)
         kv_heads, head_dim, dtype = self._read_cache_shape(past, self.inputs)
         logits = self._get_tensor_name("outputs", "logits", "logits")
@@ -145,6 +155,8 @@ class _InterfaceReader:
                 if set(range(len(past))) <= set(attention_names)
                 else None
             ),
+            bias_inputs=tuple(bias_names[layer] for layer in range(len(past))) if has_biases else None,
+            key_position_inputs=key_positions,
             types={name: self._read_dtype(self.inputs[name]) for name in names},
             ranks={name: len(_read_dims(self.inputs[name])) for name in names},
         )

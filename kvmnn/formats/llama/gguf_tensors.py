@@ -14,9 +14,9 @@ from ..._util.text import pluralize
 from ...dtypes import Bytes, Floats
 from ...errors import SourceError
 from ...files.mapped_file import MappedFile
-from .ggml_types import GGML_TYPES, UNSUPPORTED_TYPES, dequantize
 from .gguf import GgufHeader
 from .k_quants import WEIGHT_BLOCK_TYPES
+from .state import GGML_TYPES, UNSUPPORTED_TYPES, dequantize
 
 _DEFAULT_ALIGNMENT: Final = 32
 _MAX_ALIGNMENT: Final = 1 << 20
@@ -127,7 +127,7 @@ class GgufModel:
         end = offset + tensor.num_rows * tensor.row_bytes
         if end > self._file.size:
             raise SourceError(
-                f"{where} ends at byte {end:,}, the file has {pluralize(self._file.size, 'byte')}: it is cut, or damaged"
+                f"{where} ends at byte {end:,}, the file has {pluralize(self._file.size, 'byte')}: it is cut or damaged"
             )
         return tensor
 

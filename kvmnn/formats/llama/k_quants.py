@@ -1,6 +1,6 @@
 """Blocks of 256 weights (K-quants, IQ4_XS) and of 32 (MXFP4) as float32, computed as ggml computes them.
 
-The element types that a KV cache may have are in `ggml_types`, with compiled loops. Those here occur in the weights of
+The element types that a KV cache may have are in `state`, with compiled loops. Those here occur in the weights of
 models only, which are read once, so that numpy is fast enough. Layouts and formulas are those of ggml-quants.c.
 """
 

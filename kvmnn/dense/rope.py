@@ -96,11 +96,6 @@ class RopeConfig:
         return np.array(turns, np.uint64)
 
     @property
-    def radians(self) -> npt.NDArray[np.float32]:
-        """Radians a position of each pair, float32 ``[dims / 2]``."""
-        return (self.turns * (2 * np.pi / 2.0**64)).astype(np.float32)
-
-    @property
     def rotation(self) -> _stream.Rotation:
         """Return dims, pairing and frequencies in the form of the compiled code."""
         return self.dims, int(self.pairing == "interleaved"), self.frequencies
@@ -293,7 +288,7 @@ class RopeFrequencies:
     @property
     def radians(self) -> npt.NDArray[np.float32]:
         """Radians a position of each pair, float32 ``[dims / 2]``."""
-        return (self.turns * (2 * np.pi / 2.0**64)).astype(np.float32)
+        return np.asarray(self.turns * (2 * np.pi / 2.0**64), np.float32)
 
     @property
     def rotation(self) -> _stream.Rotation:

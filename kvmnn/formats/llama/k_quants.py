@@ -69,9 +69,9 @@ def _dequantize_q3_k(blocks: Bytes) -> Floats:
     shifts = np.arange(0, 8, 2, dtype=np.uint8).reshape(1, 1, 4, 1)
     values = ((codes >> shifts) & 3).reshape(-1, 8, 32).astype(np.int8)
     is_set = (high_bits[:, None, :] >> np.arange(8, dtype=np.uint8)[None, :, None]) & 1
-    values = values - np.where(is_set, 0, 4).astype(np.int8)
-    factors = d * (scales.astype(np.float32) - 32)
-    return (factors[:, :, None] * values.reshape(-1, 16, 16).astype(np.float32)).reshape(-1, _SUPER_BLOCK_VALUES)
+    centered = (values - np.where(is_set, 0, 4).astype(np.int8)).reshape(-1, 16, 16).astype(np.float32)
+    factors: Floats = d * (scales.astype(np.float32) - 32)
+    return (factors[:, :, None] * centered).reshape(-1, _SUPER_BLOCK_VALUES)
 
 
 def _dequantize_q4_k(blocks: Bytes) -> Floats:
@@ -93,13 +93,12 @@ def _scale_and_shift(blocks: Bytes, scales: Floats, minimums: Floats, values: Fl
 
 
 def _dequantize_q6_k(blocks: Bytes) -> Floats:
-    low = blocks[:, :128].reshape(-1, 2, 1, 64)
-    low = np.concatenate([low & 15, low >> 4], axis=2).reshape(-1, 8, 32)
-    high = blocks[:, 128:192].reshape(-1, 2, 1, 32)
-    high = ((high >> np.arange(0, 8, 2, dtype=np.uint8).reshape(1, 1, 4, 1)) & 3).reshape(-1, 8, 32)
-    values = ((low | (high << 4)).astype(np.int8) - np.int8(32)).reshape(-1, 16, 16).astype(np.float32)
+    low_codes, high_codes = blocks[:, :128].reshape(-1, 2, 1, 64), blocks[:, 128:192].reshape(-1, 2, 1, 32)
+    low = np.concatenate([low_codes & 15, low_codes >> 4], axis=2).reshape(-1, 8, 32)
+    high = ((high_codes >> np.arange(0, 8, 2, dtype=np.uint8).reshape(1, 1, 4, 1)) & 3).reshape(-1, 8, 32)
+    values: Floats = ((low | (high << 4)).astype(np.int8) - np.int8(32)).reshape(-1, 16, 16).astype(np.float32)
     scales = np.ascontiguousarray(blocks[:, 192:208]).view(np.int8).astype(np.float32)
-    factors = _read_fp16(blocks, 208) * scales
+    factors: Floats = _read_fp16(blocks, 208) * scales
     return (factors[:, :, None] * values).reshape(-1, _SUPER_BLOCK_VALUES)
 
 

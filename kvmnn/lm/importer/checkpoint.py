@@ -52,7 +52,7 @@ class CheckpointTensor:
     offset: int
 
 
-class Checkpoint:
+class DecoderCheckpoint:
     """A folder with ``config.json`` and weights in one or several ``.safetensors`` files.
 
     Parameters
@@ -185,7 +185,7 @@ class Checkpoint:
                 yield words.astype(np.float32)
 
 
-def read_checkpoint_config(checkpoint: Checkpoint) -> DecoderConfig:
+def read_checkpoint_config(checkpoint: DecoderCheckpoint) -> DecoderConfig:
     """Read the configuration of a checkpoint.
 
     Raises
@@ -248,7 +248,7 @@ def read_checkpoint_config(checkpoint: Checkpoint) -> DecoderConfig:
 
 
 class _SettingsReader:
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: DecoderCheckpoint) -> None:
         self.label, self.settings = checkpoint.label, checkpoint.settings
 
     def read_size(self, key: str, default: int | None = None) -> int:
@@ -292,7 +292,9 @@ def _read_rope_scale(reader: _SettingsReader) -> tuple[float, int | None]:
     return 1.0, max_positions
 
 
-def _read_layers(checkpoint: Checkpoint, num_layers: int, head_dim: int, rope_scale: float) -> tuple[LayerConfig, ...]:
+def _read_layers(
+    checkpoint: DecoderCheckpoint, num_layers: int, head_dim: int, rope_scale: float
+) -> tuple[LayerConfig, ...]:
     settings = checkpoint.settings
     defaults: dict[str, Any] = {"rope_theta": 10000.0}
     if settings.get("model_type") in ("gemma3", "gemma3_text"):
@@ -314,7 +316,7 @@ def _read_layers(checkpoint: Checkpoint, num_layers: int, head_dim: int, rope_sc
     )
 
 
-def _list_windows(checkpoint: Checkpoint, num_layers: int) -> list[int | None]:
+def _list_windows(checkpoint: DecoderCheckpoint, num_layers: int) -> list[int | None]:
     settings = checkpoint.settings
     window = settings.get("sliding_window")
     if window is None or settings.get("use_sliding_window") is False:

@@ -249,12 +249,12 @@ class _DecoderGraph:
 
     def _add_visibility(self, index: int, layer: LayerConfig, total: str) -> str:
         """Which keys a token sees, bool ``[1, 1 or head, token, total]``: the past, and new ones up to itself."""
-        b, one = self.b, self.b.add_constant([1], np.int64)
+        b, column_axis = self.b, self.b.add_constant([1], np.int64)
         num_past = b.add_node("Sub", total, self.num_tokens)
         zero, step = b.add_constant(0, np.int64), b.add_constant(1, np.int64)
         slots = b.add_node("Range", zero, b.add_node("Squeeze", total), step)
         new = b.add_node("Range", zero, b.add_node("Squeeze", self.num_tokens), step)
-        last = b.add_node("Unsqueeze", b.add_node("Add", new, num_past), one)
+        last = b.add_node("Unsqueeze", b.add_node("Add", new, num_past), column_axis)
         visible = b.add_node("LessOrEqual", slots, last)
         if not layer.window:
             return visible

@@ -18,7 +18,7 @@ from ...files.atomic import DirectoryOutput, StagedFile
 from ...files.schema import Record, read_object_or_empty
 from ...formats.llama import gguf
 from ...formats.llama.gguf_tensors import GgufModel
-from .checkpoint import Checkpoint, read_checkpoint_config
+from .checkpoint import DecoderCheckpoint, read_checkpoint_config
 from .config import DecoderConfig, read_gguf_config
 from .graph import WEIGHTS_FILE, GraphBuilder, build_decoder_graph
 from .tokenizer import build_tokenizer_files
@@ -170,7 +170,7 @@ def _read_gguf_parts(path: str) -> _ModelParts:
 
 
 def _read_checkpoint_parts(path: str) -> _ModelParts:
-    checkpoint = Checkpoint(path)
+    checkpoint = DecoderCheckpoint(path)
     config = read_checkpoint_config(checkpoint)
     files = {"config.json": json.dumps(checkpoint.settings, indent=2).encode()}
     for name in _TOKENIZER_FILES:

@@ -13,7 +13,7 @@ from ...errors import ModelError
 from .config import DecoderConfig
 
 
-class TensorEntry(Protocol):
+class ShapedTensor(Protocol):
     """A tensor of a model file."""
 
     @property
@@ -22,7 +22,7 @@ class TensorEntry(Protocol):
         ...
 
 
-Tensor = TypeVar("Tensor", bound=TensorEntry)
+Tensor = TypeVar("Tensor", bound=ShapedTensor)
 
 
 class TensorReader(Protocol[Tensor]):

@@ -18,7 +18,7 @@ from .._util.text import pluralize
 from ..errors import KvmnnError, SourceError
 from ..files.mapped_file import MappedFile
 from ..files.schema import read_object_or_empty
-from .importer.catalog import resolve_model_path
+from .importer.catalog import build_missing_error, resolve_model_path
 
 _CONFIG_FILE, _SPECIAL_TOKENS_FILE = "tokenizer_config.json", "special_tokens_map.json"
 _MODEL_SETTINGS = ("config.json", "generation_config.json")
@@ -159,6 +159,8 @@ class Tokenizer:
         file = cls.find_file(model_path)
         if file is not None:
             return cls(file)
+        if not model_path.exists():
+            raise build_missing_error(model_path)
         raise SourceError(
             f"{model_path}: no {_TOKENIZER_FILE} next to the model or one folder up; save the model's tokenizer there "
             "(AutoTokenizer.save_pretrained) or name it with --tokenizer"

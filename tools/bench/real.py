@@ -164,7 +164,8 @@ def imported_text(record: dict[str, Any]) -> str:
         f"{imported['architecture']}, {imported['layers']} layers, {imported['query_heads']} query and "
         f"{imported['kv_heads']} kv heads of {imported['head_dim']}; imported in "
         f"{record['import_cpu_seconds']:.1f} CPU seconds to {imported['weight_bytes'] / 1e6:.0f} MB of "
-        f"{imported['dtype']}. Next to torch with the same weights, largest difference over {proof['tokens']:,} tokens, nats: {nats}; K and V of 64 tokens: "
+        f"{imported['dtype']}. Next to torch with the same weights, largest difference over {proof['tokens']:,} "
+        f"tokens, nats: {nats}; K and V of 64 tokens: "
         f"{proof['max_kv_difference']:.1e}; greedy tokens equal: {proof['greedy_equal']} of {proof['greedy_tokens']}."
     )
 

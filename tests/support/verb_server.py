@@ -64,6 +64,7 @@ def child(request: dict[str, Any], counted: mmap.mmap) -> int:
 
 
 def serve() -> None:
+    sys.dont_write_bytecode = True  # the first child of a fresh checkout had more moments than the next
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDWR), 1)
     for name in (

@@ -6,11 +6,13 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from repository import ROOT
+from script_server import ScriptServer
 
 TOOLS = ROOT / "tools"
 SCRIPTS = sorted(
@@ -41,17 +43,21 @@ def test_script_list_is_complete() -> None:
     ]
 
 
+@pytest.fixture(scope="module")
+def scripts() -> Iterator[ScriptServer]:
+    server = ScriptServer()
+    yield server
+    server.close()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_script_help_works_from_any_directory(script: str, tmp_path: Path) -> None:
+def test_script_help_works_from_any_directory(script: str, scripts: ScriptServer, tmp_path: Path) -> None:
     if script in NEEDED:
         pytest.importorskip(NEEDED[script])
-    # The script's own folder has to be on the path, as it is for whoever types the command.
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
-    command = [sys.executable, str(TOOLS / script), "--help"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("usage: ")
+    done = scripts(TOOLS / script, "--help", folder=tmp_path)
+    assert (done["code"], done["err"]) == (0, "")
+    assert done["out"].startswith("usage: ")
     assert not list(tmp_path.iterdir())
 
 

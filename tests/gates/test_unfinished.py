@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 pytest.importorskip("onnxruntime")
 pytest.importorskip("tokenizers")
 import gate_models
+from hostile_files import quietly
 
 from kvmnn.gates.suite import suite
 from kvmnn.gates.summary import collect_cases
@@ -19,15 +21,31 @@ PASSING = {"lossy_target": 0.0, "lossless_target": 0.0, "decode_drop_target": 1.
            "require_runtime_decomp": False, "max_lossless_decomp_us": -1, "max_lossless_async_wait_us": -1}  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, and a round of it, with settings A, which passes but for its perplexity; and a copy of both."""
+    folder = gate_models.write_model(tmp_path_factory.mktemp("round"), quality_texts=10, limits=PASSING)
+    assert quietly([str(word) for word in command(folder)])[0] == 0
+    assert collect_cases(str(folder / "out")).has_passed
+    shutil.copytree(folder, folder.with_name("first"))
+    return folder
+
+
+def command(folder: Path) -> list[Any]:
+    words = ["gate", "run", folder / "model", "--suite-config", folder / "run.json", "--suite", "runtime"]
+    return [*words, "--text", folder / "texts", "-o", folder / "out", "-q"]
+
+
 @pytest.fixture
-def words(tmp_path: Path, run) -> list[Any]:
-    """A command; its round, with settings A, is there and passes but for its perplexity."""
-    folder = gate_models.write_model(tmp_path, quality_texts=10, limits=PASSING)
-    found = ["gate", "run", folder / "model", "--suite-config", folder / "run.json", "--suite", "runtime"]
-    found += ["--text", folder / "texts", "-o", tmp_path / "out", "-q"]
-    run(*found)
-    assert collect_cases(str(tmp_path / "out")).has_passed
-    return found
+def folder(place: Path) -> Path:
+    """The model and its round, as they were first, where they were first."""
+    shutil.rmtree(place)
+    return Path(shutil.copytree(place.with_name("first"), place))
+
+
+@pytest.fixture
+def words(folder: Path) -> list[Any]:
+    return command(folder)
 
 
 def begin_another(folder: Path, words: list[Any], monkeypatch: pytest.MonkeyPatch, run, measured: int) -> None:
@@ -51,10 +69,10 @@ def begin_another(folder: Path, words: list[Any], monkeypatch: pytest.MonkeyPatc
 @pytest.mark.slow
 @pytest.mark.parametrize("measured", [0, 1, 3])
 def test_interrupted_round_does_not_pass(
-    tmp_path: Path, words: list[Any], monkeypatch: pytest.MonkeyPatch, run, measured: int
+    folder: Path, words: list[Any], monkeypatch: pytest.MonkeyPatch, run, measured: int
 ) -> None:
-    begin_another(tmp_path, words, monkeypatch, run, measured)
-    out = tmp_path / "out"
+    begin_another(folder, words, monkeypatch, run, measured)
+    out = folder / "out"
     assert json.loads((out / "summary.json").read_text())["overall_pass"] is False
     said = f"NOT FINISHED: {measured} of 4 cases measured, {measured} passed"
     shown = run("gate", "summary", out, code=1).out.splitlines()
@@ -70,22 +88,22 @@ def test_interrupted_round_does_not_pass(
 
 @pytest.mark.slow
 def test_interrupted_round_between_any_two_files_does_not_pass(
-    tmp_path: Path, words: list[Any], monkeypatch: pytest.MonkeyPatch, run
+    folder: Path, words: list[Any], monkeypatch: pytest.MonkeyPatch, run
 ) -> None:
     """A case whose folder has been begun, and of which only some files are new."""
-    begin_another(tmp_path, words, monkeypatch, run, 1)
-    old = tmp_path / "out" / "runtime_probe" / "runs.json"
-    new = tmp_path / "out" / "runtime_baseline" / "runs.json"
+    begin_another(folder, words, monkeypatch, run, 1)
+    old = folder / "out" / "runtime_probe" / "runs.json"
+    new = folder / "out" / "runtime_baseline" / "runs.json"
     new.write_text(old.read_text().replace("runtime_probe", "runtime_baseline"))
-    page = run("report", tmp_path / "out", "--markdown").out
+    page = run("report", folder / "out", "--markdown").out
     assert page.count("of another round than run.json") == 2 * 3 + 1
-    (tmp_path / "out" / "runtime_baseline" / "gate.json").unlink()
-    assert run("gate", "summary", tmp_path / "out", code=1).out.startswith("NOT FINISHED: 0 of 4")
+    (folder / "out" / "runtime_baseline" / "gate.json").unlink()
+    assert run("gate", "summary", folder / "out", code=1).out.startswith("NOT FINISHED: 0 of 4")
 
 
 @pytest.mark.slow
-def test_interrupted_round_other_cases_remain(tmp_path: Path, words: list[Any], run) -> None:
+def test_interrupted_round_other_cases_remain(folder: Path, words: list[Any], run) -> None:
     other = [word if word != "runtime" else "llm_demo" for word in words]
     run(*other)
-    assert len(collect_cases(str(tmp_path / "out")).rows) == 6
-    assert collect_cases(str(tmp_path / "out")).num_unfinished == 0
+    assert len(collect_cases(str(folder / "out")).rows) == 6
+    assert collect_cases(str(folder / "out")).num_unfinished == 0

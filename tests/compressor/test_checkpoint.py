@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import pickletools
 import struct
 import zipfile
 from contextlib import nullcontext
@@ -17,6 +18,7 @@ from fixtures.compressor_checkpoint import training_state, write_checkpoint
 
 from kvmnn.compressor.checkpoint import Checkpoint, open_checkpoint
 from kvmnn.errors import CheckpointError, LimitError, SourceError
+from kvmnn.formats.torch import torch_file
 from kvmnn.formats.torch._pickles import OpaqueValue
 from kvmnn.formats.torch.tensors import TorchTensor
 
@@ -436,6 +438,21 @@ def test_open_checkpoint_damaged_legacy_file_is_refused(tmp_path: Path, parts: d
     count = (4).to_bytes(8, "little")
     path = legacy(tmp_path / "c.pth", dictionary(a=tensor(key="k", legacy=True)), ["k"], [count + FOUR], **parts)
     with pytest.raises(CheckpointError, match=match):
+        open_checkpoint(path)
+
+
+@pytest.mark.parametrize("kind", ["archive", "legacy"])
+def test_open_checkpoint_opcode_limit_is_inclusive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    data = dictionary(a=tensor(key="k", legacy=kind == "legacy"))
+    if kind == "legacy":
+        path = legacy(tmp_path / "c.pth", data, ["k"], [(4).to_bytes(8, "little") + FOUR])
+    else:
+        path = archive(tmp_path / "c.pth", data, {"k": FOUR})
+    opcodes = sum(1 for _ in pickletools.genops(data))
+    monkeypatch.setattr(torch_file, "MAX_OPCODES", opcodes)
+    assert value(open_checkpoint(path)).read_elements().tolist() == [0, 1, 2, 3]
+    monkeypatch.setattr(torch_file, "MAX_OPCODES", opcodes - 1)
+    with pytest.raises(CheckpointError, match=f"the pickle has more than {opcodes - 1} opcodes"):
         open_checkpoint(path)
 
 

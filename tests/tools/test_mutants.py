@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
+import json
 import sys
 from collections import Counter
 from pathlib import Path
@@ -174,4 +177,32 @@ def test_batches_choose_tests_and_their_order(tmp_path: Path, monkeypatch: pytes
     compiled = changes_of(tmp_path, "a.c")[0]
     assert batches_of(calls, compiled, b"", False) == [
         ["near.py::quick", "near.py::other", "near.py::slow"], ["far.py::g", "far.py::f", "starts.py::s"],
+    ]  # fmt: skip
+
+
+def test_known_changes_are_not_drawn_again_and_names_that_are_gone_are_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """run.py is loaded by its path: tools/fuzz has a module of that name, too."""
+    spec = importlib.util.spec_from_file_location("mutants_run", ROOT / "tools" / "mutants" / "run.py")
+    assert spec is not None and spec.loader is not None
+    run = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(run)
+    first, second, third, fourth = every = found(tmp_path, "a.py", "a = 1\nb = 2\nc = 3\nd = 4\n")
+    here, path = "tests/tools/test_mutants.py", tmp_path / "tested.jsonl"
+    records = [
+        {"key": first.key, "file": "a.py", "line": 9, "outcome": "killed", "by": f"{here}::test_all_gone - Ass..."},
+        {"key": second.key, "file": "a.py", "line": 2, "outcome": "killed", "by": "tests/gone.py::test_a"},
+        {"key": "a.py: e = 5: '5' -> '6'", "file": "a.py", "line": 5, "outcome": "survived"},
+    ]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    monkeypatch.setattr(run, "TESTED", path)
+    results = run.Results(tmp_path / "results.jsonl")
+    arguments = argparse.Namespace(only=["a.py:1", "a.py:2", "a.py:3"], survivors=False, seed=1, compiled=0.1, count=9)
+    assert run.chosen(every, results, arguments) == [third]
+    results.add(fourth, {"outcome": "survived"})
+    results.write_tested(every, path)
+    written = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(record["key"], record["line"], record.get("by")) for record in written] == [
+        (first.key, 1, here), (second.key, 2, None), (fourth.key, 4, None),
     ]  # fmt: skip

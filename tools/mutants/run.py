@@ -4,6 +4,7 @@
     python tools/mutants/run.py --only kvmnn/packed         of one file or folder
     python tools/mutants/run.py --survivors                 what survived, once more: against all tests of the room
     python tools/mutants/run.py --report                    what is known, nothing run
+    python tools/mutants/run.py --tidy                      tested.jsonl: what is known, of the present code
 
 Works on a copy of the tree in build/mutants, and adds what it finds to results.jsonl there: runs with other seeds add
 up, what was tested already is not tested again, and a run that was ended goes on when it is started again. One change
@@ -45,6 +46,7 @@ def main() -> int:
     )
     parser.add_argument("--survivors", action="store_true", help="test again what survived")
     parser.add_argument("--report", action="store_true", help="print what is known")
+    parser.add_argument("--tidy", action="store_true", help="write tested.jsonl anew: changes of the code as it is")
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "mutants")
     arguments = parser.parse_args()
     results = Results(arguments.work / "results.jsonl")
@@ -52,7 +54,9 @@ def main() -> int:
     if old := rooms.stale([*rooms.written()["survivors"]], every):
         print("mutants: explained.json names what is not in the code:", *old, sep="\n  ")
         return 1
-    if not arguments.report:
+    if arguments.tidy:
+        results.write_tested(every)
+    elif not arguments.report:
         print(f"mutants: seed {arguments.seed}, {len(every)} changes to draw from", flush=True)
         copy = Copy(ROOT, arguments.work)
         left = chosen(every, results, arguments)
@@ -77,7 +81,7 @@ def chosen(every: list[Change], results: Results, arguments: argparse.Namespace)
 
     A seed puts changes in an order by their keys, so that it draws the same ones when other code has come or gone.
     """
-    mine = [c for c in every if any(c.file.startswith(o) or f"{c.file}:{c.line}" == o for o in arguments.select_array)]
+    mine = [c for c in every if any(c.file.startswith(o) or f"{c.file}:{c.line}" == o for o in arguments.only)]
     if arguments.survivors:
         return [c for c in mine if results.outcome(c) == "survived" and rooms.explanation(c) is None]
     mine.sort(key=lambda change: hashlib.sha256(f"{arguments.seed} {change.key}".encode()).digest())
@@ -101,6 +105,19 @@ class Results:
         self.found[change.key] = record
         with self.path.open("a") as file:
             file.write(json.dumps(record) + "\n")
+
+    def write_tested(self, every: list[Change], path: Path = TESTED) -> None:
+        """Write what is known of changes of the present code, and who noticed them; no name that is gone."""
+        records = [{**self.found[c.key], "line": c.line} for c in every if c.key in self.found]
+        for record in records:
+            file, _, test = record.get("by", "").partition("::")
+            name = re.match(r"\w*", test)[0]
+            if not (ROOT / file).is_file():
+                record.pop("by", None)
+            elif f"def {name}(" not in (ROOT / file).read_text():
+                record["by"] = file
+        records.sort(key=lambda record: record["key"])
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
     def outcome(self, change: Change) -> str | None:
         return self.found[change.key]["outcome"] if change.key in self.found else None

@@ -54,6 +54,21 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., SimpleNamespace]:
     return call
 
 
+@pytest.fixture
+def without_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let evaluations of the command measure in this process, where its processes are not what is tested.
+
+    A process for each configuration takes a second or two of CPU time to start.
+    """
+    from kvmnn.evaluation import workers
+
+    monkeypatch.setattr(
+        workers,
+        "_run_in_workers",
+        lambda tasks, model, settings, jobs, start: workers._run_in_process(tasks, model, settings, start),
+    )
+
+
 @pytest.fixture(scope="session")
 def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The folder with the files of `fixtures/<name>/vectors.tar.xz`, unpacked once; tests leave it as it is."""

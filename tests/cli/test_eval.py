@@ -131,6 +131,7 @@ def test_eval_store_changes_no_number(capsys, tmp_path):
     assert code == 1 and "file: is not a prefix store, but a file" in err
 
 
+@pytest.mark.usefixtures("without_workers")
 @pytest.mark.slow
 def test_eval_preset_runs_its_configurations(capsys):
     code, out, err = run(
@@ -160,6 +161,7 @@ def test_eval_preset_runs_its_configurations(capsys):
     assert max(half["tokens_kept"][2:]) <= 28
 
 
+@pytest.mark.usefixtures("without_workers")
 @pytest.mark.slow
 def test_eval_budget_as_percentage_of_tokens(capsys):
     code, out, _ = run(capsys, *QUICK, "--chunk", "24", "--budget", "25%", "62.5%", "--json")
@@ -167,6 +169,7 @@ def test_eval_budget_as_percentage_of_tokens(capsys):
     assert [row["budget"] for row in json.loads(out)["rows"]] == [None, 16, 12, 30]
 
 
+@pytest.mark.usefixtures("without_workers")
 @pytest.mark.slow
 def test_eval_json_contains_the_notes(capsys, tmp_path):
     text = tmp_path / "short.txt"
@@ -188,6 +191,7 @@ def test_eval_json_contains_the_notes(capsys, tmp_path):
     assert "short.txt has only" in notes[0]
 
 
+@pytest.mark.usefixtures("without_workers")
 @pytest.mark.slow
 def test_eval_refused_configuration_keeps_other_rows(capsys):
     code, out, err = run(
@@ -363,6 +367,7 @@ def untimed(value):
     return [untimed(entry) for entry in value] if isinstance(value, list) else value
 
 
+@pytest.mark.usefixtures("without_workers")
 @pytest.mark.slow
 def test_eval_without_policy_is_the_baseline(capsys):
     code, out, err = run(capsys, *BASE, "--no-timing", "--chunk", "16")

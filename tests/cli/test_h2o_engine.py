@@ -34,6 +34,7 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.usefixtures("without_workers")
 @pytest.mark.slow
 def test_eval_h2o_engine_reports_the_planner(run: Run, config: Path) -> None:
     asked = ["eval", FIXTURE, "--text", TEXT, "--max-tokens", 96, "--prefill-tokens", 60, "--no-timing", "--threads", 1]

@@ -26,6 +26,7 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.usefixtures("without_workers")
 @pytest.mark.slow
 def test_eval_lossless_keeps_scores_and_reports_ratios(run: Run, config: Path) -> None:
     asked: list[Any] = [

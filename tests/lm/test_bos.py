@@ -134,6 +134,7 @@ def test_format_note_names_added_token_and_number_of_texts(tmp_path: Path) -> No
     )
 
 
+@pytest.mark.usefixtures("without_workers")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Llama 2", "Llama 3", "Gemma", "Qwen", "null over a template"])
 def test_commands_add_at_most_one_bos_and_note_it(

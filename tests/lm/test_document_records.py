@@ -158,6 +158,7 @@ def test_read_documents_parquet_without_pyarrow_is_refused(
     assert "pip install pyarrow" in said.err and said.err.count("\n") == 1
 
 
+@pytest.mark.usefixtures("without_workers")
 @pytest.mark.slow
 def test_eval_command_draws_samples(run: Any, tmp_path: Path) -> None:
     texts = [(FIXTURES / "lm" / "texts" / f"{name}.py.txt").read_text()[:400] for name in ("enum", "trace", "pprint")]

@@ -305,6 +305,7 @@ def test_eval_forced_output_replaces_the_file(capsys, cells, tmp_path):
     assert out.startswith("| policy |")
 
 
+@pytest.mark.usefixtures("without_workers")
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_eval_interrupted_keeps_cells_and_ends_processes(capsys, tmp_path, number, code):
@@ -335,6 +336,7 @@ def test_eval_interrupted_keeps_cells_and_ends_processes(capsys, tmp_path, numbe
         assert len(path.read_text().splitlines()) == 4
 
 
+@pytest.mark.usefixtures("without_workers")
 @pytest.mark.slow
 def test_eval_killed_and_resumed_equals_uninterrupted_run(capsys, tmp_path):
     arguments = [*QUICK, "--max-tokens", "120", "--policy", "l2_fixed:strategy=random", "--json"]

@@ -54,6 +54,7 @@ FORMS = {
 }
 
 
+@pytest.mark.usefixtures("without_workers")
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_eval_initial_cache_in_any_format(capsys, folder, tmp_path, monkeypatch, form):
@@ -71,6 +72,7 @@ def test_eval_initial_cache_in_any_format(capsys, folder, tmp_path, monkeypatch,
     assert len(distances) == 12 and all(each["equal"] == each["words"] for each in distances)
 
 
+@pytest.mark.usefixtures("without_workers")
 @pytest.mark.slow
 def test_eval_initial_cache_table_and_json(capsys, folder, tmp_path):
     asked = [*BASE, "--initial-cache", folder / "a.session", "--policy", "streaming", "--budget", "16"]
@@ -92,6 +94,7 @@ def test_eval_initial_cache_table_and_json(capsys, folder, tmp_path):
     assert code == 0 and "from a.session" in (tmp_path / "page.html").read_text()
 
 
+@pytest.mark.usefixtures("without_workers")
 @pytest.mark.slow
 def test_eval_initial_cache_notes_name_the_file(capsys, folder, monkeypatch):
     monkeypatch.chdir(folder)
@@ -99,6 +102,7 @@ def test_eval_initial_cache_notes_name_the_file(capsys, folder, monkeypatch):
     assert code == 0 and "a.pt: text 1 of a batch of 2" in " ".join(out.split())
 
 
+@pytest.mark.usefixtures("without_workers")
 @pytest.mark.slow
 def test_eval_initial_cache_part_and_token_ids(capsys, folder):
     ids = ["--token-ids", folder / "ids.json"]

@@ -69,6 +69,7 @@ def test_report_reads_the_documents_of_all_verbs(run: Run, tmp_path: Path, monke
     assert "kvmnn bench --repeats 1" in page and "Command not recorded in: upper.json." in page
 
 
+@pytest.mark.usefixtures("without_workers")
 @pytest.mark.slow
 def test_report_of_a_suite_on_a_model(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("onnxruntime", "tokenizers", "matplotlib"):

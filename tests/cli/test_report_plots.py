@@ -21,6 +21,7 @@ def saved(tmp_path_factory):
     return path
 
 
+@pytest.mark.usefixtures("without_workers")
 @pytest.mark.slow
 def test_report_plots_equal_the_plots_of_eval(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -178,6 +178,7 @@ def test_initial_cache_inversion_copies_and_cleans_up(layers: Layers, ids: list[
         read_initial_cache(path, read_model_interface(MODEL), inverted_transforms=["auto", "k-order"])
 
 
+@pytest.mark.usefixtures("without_workers")
 @pytest.mark.slow
 def test_eval_command_refuses_or_inverts_initial_cache(
     layers: Layers, ids: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]

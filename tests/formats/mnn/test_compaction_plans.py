@@ -94,6 +94,7 @@ def test_plan_file_accepts_plan_command_json(prefix, run) -> None:
         assert positions(plan[0]) == [[0, 1, 2, 3, *range(22, 30)]] * 2
 
 
+@pytest.mark.usefixtures("without_workers")
 @pytest.mark.slow
 def test_plan_file_accepts_dump_kv_and_eval_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run) -> None:
     """From a model to a compacted cache: the tokens that its own evicted cache has."""

@@ -19,6 +19,10 @@ class OptionInfo:
     metavar: str | None = None
     #: Parses the value; None: by the type.
     parse: Callable[[str], Any] | None = None
+    #: The values of a text; none: those of a ``Literal``, or any.
+    choices: tuple[str, ...] = ()
+    #: The option, where its name is not that of the field.
+    flag: str | None = None
 
 
 def option(text: str, **settings: Any) -> Mapping[str, OptionInfo]:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from .._util.option_fields import option
 from ..dtypes import PART_LETTERS, PARTS, Bytes, Part
 from ..errors import KvmnnError, OptionError
 from . import _stream_meter
@@ -113,25 +114,29 @@ class NothingSelectedError(KvmnnError):
     """No dump is left to measure."""
 
 
+def _make_inferred_field(text: str, **settings: Any) -> Any:
+    """Make a field whose value depends on the others, unless it is given."""
+    return field(default=None, metadata=option(text, **settings))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Scope:
-    """Which dumps are selected."""
+    """Which dumps are selected.
 
-    #: ``"prefill"``, ``"decode"``, or ``"both"`` for any.
-    stage: str = "both"
-    #: ``"all"`` layers; ``"front_n"``: the first `front_n` (2); ``"layer_range"``: from `layer_start` (2) to
-    #: `layer_end`, both included, or to the last where that is below 0 (-1); ``"layer_ids"``: those in `layer_ids`.
-    #: Without it, whichever of these options is given says it; without any of them, all layers.
-    scope: str = None  # type: ignore[assignment]  # filled in below, as are the next three
-    front_n: int = None  # type: ignore[assignment]
-    layer_start: int = None  # type: ignore[assignment]
-    layer_end: int = None  # type: ignore[assignment]
-    layer_ids: tuple[int, ...] = ()
-    #: Minimum and maximum tokens of a dump; 0 for no limit.
-    min_seq_len: int = 0
-    max_seq_len: int = 0
-    #: Exclude fp32 dumps.
-    strict_fp16: bool = False
+    Without `scope`, whichever of the options of one scope is given decides; without any of them, all layers.
+    """
+
+    stage: str = field(default="both", metadata=option("(default: both: any)", choices=STAGES))
+    scope: str = _make_inferred_field("how layers are chosen (default: all; the evaluation's: front_n)", choices=SCOPES)
+    front_n: int = _make_inferred_field("the first N layers (default: 2)")
+    layer_start: int = _make_inferred_field("first of layer_range (default: 2)")
+    layer_end: int = _make_inferred_field("last of layer_range, which it includes (default: -1: any)")
+    layer_ids: tuple[int, ...] = field(
+        default=(), metadata=option("the layers of layer_ids", metavar="N[,N...]", parse=str)
+    )
+    min_seq_len: int = field(default=0, metadata=option("tokens of a dump at least (default: 0, any)"))
+    max_seq_len: int = field(default=0, metadata=option("tokens of a dump at most (default: 0, any)"))
+    strict_fp16: bool = field(default=False, metadata=option("leave fp32 out"))
     #: Round fp32 to fp16 before measuring, as the reference does; otherwise fp32 is measured as fp32.
     to_fp16: bool = False
 
@@ -176,14 +181,25 @@ class Scope:
         return not (self.max_seq_len > 0 and tokens > self.max_seq_len)
 
 
+def _make_lane_field(lane: str, names: tuple[str, ...]) -> Any:
+    """Make the field of a lane, whose option is ``--k-hi-predictors`` and so on."""
+    text = f"what adaptive_v22 tries on the {lane[2:]} bytes of {lane[0].upper()} (default: {','.join(names)})"
+    flag = f"--{lane.replace('_', '-')}-predictors"
+    return field(default=names, metadata=option(text, flag=flag, metavar="NAMES", parse=_split_names))
+
+
+def _split_names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
 @dataclass(frozen=True, kw_only=True)
 class LanePredictors:
     """Predictors to try on each byte lane of K and V, by name (`PREDICTOR_NAMES`), in order."""
 
-    k_hi: tuple[str, ...] = DEFAULT_K_PREDICTORS
-    k_lo: tuple[str, ...] = DEFAULT_K_PREDICTORS
-    v_hi: tuple[str, ...] = DEFAULT_V_PREDICTORS
-    v_lo: tuple[str, ...] = DEFAULT_V_PREDICTORS
+    k_hi: tuple[str, ...] = _make_lane_field("k_hi", DEFAULT_K_PREDICTORS)
+    k_lo: tuple[str, ...] = _make_lane_field("k_lo", DEFAULT_K_PREDICTORS)
+    v_hi: tuple[str, ...] = _make_lane_field("v_hi", DEFAULT_V_PREDICTORS)
+    v_lo: tuple[str, ...] = _make_lane_field("v_lo", DEFAULT_V_PREDICTORS)
 
     def get_lane(self, lane: str) -> tuple[str, ...]:
         """Return the predictors of a lane, one of `LANES`."""
@@ -201,34 +217,7 @@ class LanePredictors:
 class MeasureOptions:
     """All options that determine the measured sizes.
 
-    Parameters
-    ----------
-    scope
-        The selected dumps.
-    entry_mode
-        ``"per_meta"``: each dump alone; ``"aggregate"``: the dumps of a run and layer as one; ``"chunked"``: each dump
-        in pieces; ``"chunked_grouped"``: the dumps of a run and layer as one, in pieces.
-    online_chunk_seq
-        Tokens of a piece; 0 for one piece.
-    online_framing_bytes
-        Added for each piece of K and of V.
-    aggregate_by_stage
-        Keep prefill and decode apart when dumps are put together.
-    codec_mode
-        ``"adaptive_v22"``, or ``"legacy"``: delta_seq for the high bytes, raw for the low ones.
-    adaptive_block_seq
-        Tokens for which one predictor is chosen.
-    bitshuffle
-        Sort the bits of each payload by plane before it is compressed.
-    zstd_level
-        At most `MAX_ZSTD_LEVEL`; below 1 as libzstd understands it.
-    predictors
-        Predictors that adaptive_v22 tries.
-    limits
-        Count bytes for their order-0 entropy.
-    fp32
-        With `Scope.to_fp16`: also simulate the fp32 words as they are, in four byte lanes. Without it that is what
-        is measured, and this changes nothing.
+    Fields with an option are described by its help.
 
     Raises
     ------
@@ -237,16 +226,33 @@ class MeasureOptions:
     """
 
     scope: Scope = field(default_factory=Scope)
-    entry_mode: str = "per_meta"
-    online_chunk_seq: int = 0
-    online_framing_bytes: int = 16
-    aggregate_by_stage: bool = False
-    codec_mode: str = "adaptive_v22"
-    adaptive_block_seq: int = 64
-    bitshuffle: bool = False
-    zstd_level: int = 3
+    entry_mode: str = field(
+        default="per_meta",
+        metadata=option(
+            "aggregate: the dumps of a run and layer as one; chunked: each in pieces; chunked_grouped: both (default: "
+            "per_meta: each dump alone)",
+            choices=ENTRY_MODES,
+        ),
+    )
+    online_chunk_seq: int = field(default=0, metadata=option("tokens of a piece (default: 0, one piece)"))
+    online_framing_bytes: int = field(default=16, metadata=option("added for each piece of K and of V (default: 16)"))
+    aggregate_by_stage: bool = field(default=False, metadata=option("keep prefill and decode apart"))
+    codec_mode: str = field(
+        default="adaptive_v22",
+        metadata=option(
+            "legacy: delta_seq for the high bytes, raw for the low (default: adaptive_v22)", choices=CODEC_MODES
+        ),
+    )
+    adaptive_block_seq: int = field(
+        default=64, metadata=option("tokens for which one predictor is chosen (default: 64)")
+    )
+    bitshuffle: bool = field(default=False, metadata=option("sort bits by plane before compressing"))
+    zstd_level: int = field(default=3, metadata=option("at most 22 (default: 3)"))
     predictors: LanePredictors = field(default_factory=LanePredictors)
+    #: Count bytes for their order-0 entropy.
     limits: bool = True
+    #: With `Scope.to_fp16`: also simulate the fp32 words as they are, in four byte lanes. Without it that is what is
+    #: measured, and this changes nothing.
     fp32: bool = False
 
     def __post_init__(self) -> None:

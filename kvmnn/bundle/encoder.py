@@ -275,7 +275,7 @@ class EncodeOptions(CodecOptions):
         """
         if self.predictors_k is None and self.predictors_v is None:
             return self
-        part, _ = parse_part("--predictors-k, --predictors-v", name)
+        part, _ = parse_part("--predictors k:SPEC, --predictors v:SPEC", name)
         predictor_set = self.predictor_sets[PARTS.index(part)]
         return replace(self, predictors=predictor_set, predictors_k=None, predictors_v=None)
 

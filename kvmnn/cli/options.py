@@ -152,7 +152,10 @@ def make_spec_fields(cls: type[Any]) -> list[SpecField]:
 
 
 def add_dataclass_options(parser: Any, cls: type[Any]) -> None:
-    """Declare ``--name-of-the-field`` for each option of a dataclass; a missing option gives None."""
+    """Declare an option for each field of a dataclass that is one: ``--name-of-the-field``, or its flag.
+
+    A missing option gives None.
+    """
     hints = get_type_hints(cls)
     for field in list_option_fields(cls):
         settings: dict[str, Any] = {"help": field.metadata[OPTION_KEY].help}
@@ -161,7 +164,8 @@ def add_dataclass_options(parser: Any, cls: type[Any]) -> None:
         else:
             settings |= {"type": _get_parser(field, hints[field.name])}
             settings |= {"metavar": _get_metavar(field, hints[field.name])}
-        parser.add_argument(f"--{field.name.replace('_', '-')}", **settings)
+        flag = field.metadata[OPTION_KEY].flag or f"--{field.name.replace('_', '-')}"
+        parser.add_argument(flag, dest=field.name, **settings)
 
 
 def collect_values(cls: type[Any], arguments: argparse.Namespace) -> dict[str, Any]:
@@ -171,7 +175,7 @@ def collect_values(cls: type[Any], arguments: argparse.Namespace) -> dict[str, A
 
 
 def _get_metavar(field: Field[Any], hint: Any) -> str:
-    choices = get_args(hint) if get_origin(hint) is Literal else ()
+    choices = _get_choices(field, hint)
     metavar: str | None = field.metadata[OPTION_KEY].metavar
     return metavar or ("|".join(filter(None, choices)) if choices else _METAVARS.get(hint, "TEXT"))
 
@@ -181,8 +185,13 @@ def _get_parser(field: Field[Any], hint: Any) -> Callable[[str], Any]:
     parse: Callable[[str], Any] | None = field.metadata[OPTION_KEY].parse
     if parse is not None:
         return parse
-    choices = get_args(hint)
-    return (lambda text: _parse_choice(text, choices)) if get_origin(hint) is Literal else _PARSERS.get(hint, str)
+    choices = _get_choices(field, hint)
+    return (lambda text: _parse_choice(text, choices)) if choices else _PARSERS.get(hint, str)
+
+
+def _get_choices(field: Field[Any], hint: Any) -> tuple[str, ...]:
+    choices: tuple[str, ...] = field.metadata[OPTION_KEY].choices
+    return choices or (get_args(hint) if get_origin(hint) is Literal else ())
 
 
 def _parse_choice(text: str, choices: Sequence[str]) -> str:

@@ -146,7 +146,7 @@ USAGE = [
     (["dump", "--k-hi-predictors", "foo"], "--k-hi-predictors: invalid predictor `foo`"),
     (["dump", "--scope", "layer_ids"], "--layer-ids must be non-empty when scope=layer_ids."),
     (["dump", "--scope", "layer_ids", "--layer-ids", "0,x"], "--layer-ids: '0,x' is not a list of whole numbers"),
-    (["dump", "--zstd-level", "three"], "invalid int value"),
+    (["dump", "--zstd-level", "three"], "'three' is not a whole number"),
     (["dump", "--stage", "all"], "invalid choice"),
     (["dump", "--out-json", "x", "--out-md", "./x"], "name the same file"),
     (["dump", "--analysis", "x", "--to-fp16", "y"], "exclude each other"),

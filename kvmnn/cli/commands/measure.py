@@ -7,22 +7,10 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ...analysis.options import (
-    CODEC_MODES,
-    DEFAULT_K_PREDICTORS,
-    DEFAULT_V_PREDICTORS,
-    ENTRY_MODES,
-    LANES,
-    SCOPES,
-    STAGES,
-    ArgumentsError,
-    LanePredictors,
-    MeasureOptions,
-    Scope,
-    parse_layer_ids,
-)
+from ...analysis.options import LANES, ArgumentsError, LanePredictors, MeasureOptions, Scope, parse_layer_ids
 from .. import batch, console, dense_options, input_sources, packed_options, shared_options
 from ..console import UsageError
+from ..options import add_dataclass_options, collect_values
 
 if TYPE_CHECKING:
     from ...analysis import DumpSelection, MeasureOptions
@@ -31,46 +19,10 @@ if TYPE_CHECKING:
 
 def add_measure_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options that determine the measured sizes."""
-    group = parser.add_argument_group("which dumps")
-    group.add_argument("--stage", choices=STAGES, default="both", help="(default: both: any)")
-    group.add_argument(
-        "--scope", choices=SCOPES, help="how layers are chosen (default: all; the evaluation's: front_n)"
-    )
-    group.add_argument("--front-n", type=int, metavar="N", help="the first N layers (default: 2)")
-    group.add_argument("--layer-start", type=int, metavar="N", help="first of layer_range (default: 2)")
-    group.add_argument("--layer-end", type=int, metavar="N", help="last of layer_range (default: -1: any)")
-    group.add_argument("--layer-ids", default="", metavar="N[,N...]", help="the layers of layer_ids")
-    group.add_argument(
-        "--min-seq-len", type=int, default=0, metavar="N", help="tokens of a dump at least (default: 0, any)"
-    )
-    group.add_argument(
-        "--max-seq-len", type=int, default=0, metavar="N", help="tokens of a dump at most (default: 0, any)"
-    )
-    group.add_argument("--strict-fp16", action="store_true", help="leave fp32 out")
-    group = parser.add_argument_group("how they are put together and cut up")
-    group.add_argument("--entry-mode", choices=ENTRY_MODES, default="per_meta", help="(default: per_meta: not at all)")
-    group.add_argument(
-        "--online-chunk-seq", type=int, default=0, metavar="N", help="tokens of a piece (default: 0, one piece)"
-    )
-    group.add_argument(
-        "--online-framing-bytes", type=int, default=16, metavar="N", help="added for each piece (default: 16)"
-    )
-    group.add_argument("--aggregate-by-stage", action="store_true", help="keep prefill and decode apart")
-    group = parser.add_argument_group("how sizes are simulated")
-    group.add_argument("--codec-mode", choices=CODEC_MODES, default="adaptive_v22", help="(default: adaptive_v22)")
-    group.add_argument(
-        "--adaptive-block-seq", type=int, default=64, metavar="N", help="tokens of a block (default: 64)"
-    )
-    group.add_argument("--bitshuffle", action="store_true", help="sort bits by plane before compressing")
-    group.add_argument("--zstd-level", type=int, default=3, metavar="N", help="(default: 3)")
-    for lane in LANES:
-        names = DEFAULT_K_PREDICTORS if lane.startswith("k") else DEFAULT_V_PREDICTORS
-        group.add_argument(
-            f"--{lane.replace('_', '-')}-predictors",
-            default=",".join(names),
-            metavar="NAMES",
-            help=f"what adaptive_v22 tries on the {lane[2:]} bytes of {lane[0].upper()} (default: {','.join(names)})",
-        )
+    add_dataclass_options(parser.add_argument_group("which dumps"), Scope)
+    group = parser.add_argument_group("how they are cut up, and how sizes are simulated")
+    add_dataclass_options(group, MeasureOptions)
+    add_dataclass_options(group, LanePredictors)
 
 
 def add_input_output_options(parser: CommandParser) -> None:
@@ -118,34 +70,18 @@ def build_measure_options(arguments: argparse.Namespace) -> MeasureOptions:
     OptionError
         With the message of the reference's tool.
     """
+    scope_values = collect_values(Scope, arguments)
+    if "layer_ids" in scope_values:
+        scope_values["layer_ids"] = parse_layer_ids(scope_values["layer_ids"])
     return MeasureOptions(
-        scope=Scope(
-            stage=arguments.stage,
-            scope=arguments.scope,
-            front_n=arguments.front_n,
-            layer_start=arguments.layer_start,
-            layer_end=arguments.layer_end,
-            layer_ids=parse_layer_ids(arguments.layer_ids),
-            min_seq_len=arguments.min_seq_len,
-            max_seq_len=arguments.max_seq_len,
-            strict_fp16=arguments.strict_fp16,
-            to_fp16=getattr(arguments, "to_fp16", None) is not None,
-        ),
-        entry_mode=arguments.entry_mode,
-        online_chunk_seq=arguments.online_chunk_seq,
-        online_framing_bytes=arguments.online_framing_bytes,
-        aggregate_by_stage=arguments.aggregate_by_stage,
-        codec_mode=arguments.codec_mode,
-        adaptive_block_seq=arguments.adaptive_block_seq,
-        bitshuffle=arguments.bitshuffle,
-        zstd_level=arguments.zstd_level,
+        **collect_values(MeasureOptions, arguments),
+        scope=Scope(**scope_values, to_fp16=getattr(arguments, "to_fp16", None) is not None),
         limits=not getattr(arguments, "no_limits", False),
         fp32=getattr(arguments, "fp32", False),
-        predictors=LanePredictors(**{lane: split_list(getattr(arguments, f"{lane}_predictors")) for lane in LANES}),
+        predictors=LanePredictors(**collect_values(LanePredictors, arguments)),
     )
 
 
-_PREDICTOR_OPTIONS = tuple(f"{lane}_predictors" for lane in LANES)
 _CHUNK_OPTIONS = ("online_chunk_seq", "online_framing_bytes")
 _SIMULATION_OPTIONS = (
     *(
@@ -155,7 +91,7 @@ _SIMULATION_OPTIONS = (
         "codec_mode",
         "adaptive_block_seq",
         "bitshuffle",
-        *_PREDICTOR_OPTIONS,
+        *LANES,
     ),
     *("out_json", "out_md", "real", "fp32", "no_limits", "threads", "token_major"),
 )
@@ -209,7 +145,7 @@ def refuse_idle_measure_options(arguments: argparse.Namespace, options: MeasureO
     if not options.is_grouped:
         refuse_names(["aggregate_by_stage"], "needs --entry-mode aggregate or chunked_grouped")
     if options.codec_mode != "adaptive_v22":
-        refuse_names(["adaptive_block_seq", *_PREDICTOR_OPTIONS], "needs --codec-mode adaptive_v22")
+        refuse_names(["adaptive_block_seq", *LANES], "needs --codec-mode adaptive_v22")
     if are_all_dumps and not arguments.dense:
         refuse_names(_SOURCE_OPTIONS, "is for other inputs than KV dumps, which say it themselves")
 
@@ -228,10 +164,6 @@ def parse_measure_options(argv: Sequence[str]) -> MeasureOptions:
     add_measure_options(parser)
     parser.set_defaults(scope="front_n", to_fp16="")
     return build_measure_options(parser.parse_args(list(argv)))
-
-
-def split_list(text: str) -> tuple[str, ...]:
-    return tuple(text.split(","))
 
 
 class _MeasureParser(argparse.ArgumentParser):

@@ -1,4 +1,4 @@
-"""Rounds that were begun over another one and interrupted: nobody takes the earlier verdicts for theirs."""
+"""Interrupted rounds over an earlier one: the earlier verdicts never count for them."""
 
 from __future__ import annotations
 

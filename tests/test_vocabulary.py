@@ -69,7 +69,6 @@ LIMIT_WORDS = re.compile(r"_?(MOST|LEAST|FEW|FEWEST|LONGEST|SMALLEST|LARGEST)(_|
 
 JSON_KEYS = frozenset(
     {
-        "kvmnn/evaluation/records.py: kept",
         "kvmnn/formats/restorer.py: beside",
         "kvmnn/reports/records.py: kept",
         "kvmnn/store/results.py: asked",

@@ -20,29 +20,16 @@ if TYPE_CHECKING:
     )
     from .selection import DumpSelection, add_source, is_dump_folder, select_dumps
 else:
+    _NAMES_BY_MODULE = {
+        "dense_measurement": "DenseMeasureResult measure_dense",
+        "entropy": "ALL_LAYERS_SCOPE EntropyReport analyze_entropy with_all_layers write_entropy_report",
+        "fp16_conversion": "Fp16ConvertResult convert_to_fp16",
+        "measurement": "MeasureResult build_reference_document count_work_bytes format_reference_json "
+        "format_reference_markdown measure_dumps",
+        "selection": "DumpSelection add_source is_dump_folder select_dumps",
+    }
     __getattr__ = make_lazy_getattr(
-        __name__,
-        {
-            "ALL_LAYERS_SCOPE": "entropy",
-            "EntropyReport": "entropy",
-            "Fp16ConvertResult": "fp16_conversion",
-            "DenseMeasureResult": "dense_measurement",
-            "MeasureResult": "measurement",
-            "DumpSelection": "selection",
-            "with_all_layers": "entropy",
-            "analyze_entropy": "entropy",
-            "is_dump_folder": "selection",
-            "measure_dumps": "measurement",
-            "measure_dense": "dense_measurement",
-            "select_dumps": "selection",
-            "add_source": "selection",
-            "build_reference_document": "measurement",
-            "convert_to_fp16": "fp16_conversion",
-            "format_reference_json": "measurement",
-            "format_reference_markdown": "measurement",
-            "count_work_bytes": "measurement",
-            "write_entropy_report": "entropy",
-        },
+        __name__, {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
     )
 
 __all__ = [

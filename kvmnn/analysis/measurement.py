@@ -423,40 +423,33 @@ def format_reference_json(result: MeasureResult) -> str:
 def format_reference_markdown(result: MeasureResult) -> str:
     """Format the Markdown summary of the reference's tool."""
     document = build_reference_document(result)
+
+    def format_keys(keys: str, format_spec: str = "") -> list[str]:
+        """A line for each key, which is its heading as well; values of quoted keys are quoted."""
+        pairs = [(key, format(document[key.strip("`")], format_spec)) for key in keys.split()]
+        return [
+            f"- {key.strip('`').replace('_', ' ').capitalize()}: " + (f"`{text}`" if key.startswith("`") else text)
+            for key, text in pairs
+        ]
+
     inputs = "`, `".join(result.inputs)
     lines = [
         "# H2O v6 Offline Lossless Summary",
         "",
         f"- Dump dir: `{inputs}`",
-        f"- Stage: `{document['stage']}`",
-        f"- Scope: `{document['scope']}`",
-        f"- Selected entries: {document['selected_entries']}",
-        f"- Selected layers: {document['selected_layers']}",
-        f"- Selected dumps: {document['selected_dumps']}",
-        f"- Entry mode: `{document['entry_mode']}`",
-        f"- Online chunk seq: {document['online_chunk_seq']}",
-        f"- Online framing bytes: {document['online_framing_bytes']}",
-        f"- Aggregate by stage: `{document['aggregate_by_stage']}`",
-        f"- Aggregate groups: {document['aggregate_groups']}",
-        f"- Online chunks: {document['online_chunks']}",
-        f"- Codec mode: `{document['codec_mode']}`",
-        f"- Bitshuffle: `{document['bitshuffle']}`",
-        f"- Zstd level: {document['zstd_level']}",
-        f"- Codec: `{document['codec']}`",
+        *format_keys("`stage` `scope` selected_entries selected_layers selected_dumps `entry_mode` online_chunk_seq"),
+        *format_keys("online_framing_bytes `aggregate_by_stage` aggregate_groups online_chunks `codec_mode`"),
+        *format_keys("`bitshuffle` zstd_level `codec`"),
         "",
         "## Ratios",
         "",
-        f"- K lossless ratio: {document['k_lossless_ratio']:.4f}",
-        f"- V lossless ratio: {document['v_lossless_ratio']:.4f}",
+        *format_keys("k_lossless_ratio v_lossless_ratio", ".4f"),
         f"- Overall lossless ratio: {document['lossless_ratio']:.4f}",
-        f"- Weighted lossless ratio: {document['weighted_lossless_ratio']:.4f}",
+        *format_keys("weighted_lossless_ratio", ".4f"),
         "",
         "## Bytes",
         "",
-        f"- K raw bytes: {document['k_raw_bytes']}",
-        f"- K compressed bytes: {document['k_compressed_bytes']}",
-        f"- V raw bytes: {document['v_raw_bytes']}",
-        f"- V compressed bytes: {document['v_compressed_bytes']}",
+        *format_keys("k_raw_bytes k_compressed_bytes v_raw_bytes v_compressed_bytes"),
         f"- K chunk metadata bytes: {document['k_chunk_meta_bytes']}",
         f"- V chunk metadata bytes: {document['v_chunk_meta_bytes']}",
         f"- Total raw bytes: {document['raw_bytes']}",
@@ -468,9 +461,9 @@ def format_reference_markdown(result: MeasureResult) -> str:
         "",
         "## Diagnostics",
         "",
-        f"- Scanned entries: {document['scanned_entries']}",
+        *format_keys("scanned_entries"),
         f"- Converted fp32->fp16 entries: {document['converted_fp32_entries']}",
-        f"- Skipped entries: {document['skipped_entries']}",
+        *format_keys("skipped_entries"),
     ]
     if document["skip_reasons"]:
         lines.append("- Skip reasons:")

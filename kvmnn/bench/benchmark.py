@@ -58,25 +58,25 @@ class CodecBenchResult(Record):
     @json_key()
     def encode_bytes_per_s_cpu(self) -> float | None:
         """Return the raw bytes encoded per second of CPU time."""
-        return self._compute_speed(None if self.encode is None else self.encode.cpu)
+        return None if self.encode is None else self.raw_bytes / max(self.encode.cpu, 1e-9)
 
     @property
     @json_key()
     def encode_bytes_per_s_wall(self) -> float | None:
         """Return the raw bytes encoded per second of wall time."""
-        return self._compute_speed(None if self.encode is None else self.encode.wall)
+        return None if self.encode is None else self.raw_bytes / max(self.encode.wall, 1e-9)
 
     @property
     @json_key()
     def decode_bytes_per_s_cpu(self) -> float | None:
         """Return the raw bytes decoded per second of CPU time."""
-        return self._compute_speed(None if self.decode is None else self.decode.cpu)
+        return None if self.decode is None else self.raw_bytes / max(self.decode.cpu, 1e-9)
 
     @property
     @json_key()
     def decode_bytes_per_s_wall(self) -> float | None:
         """Return the raw bytes decoded per second of wall time."""
-        return self._compute_speed(None if self.decode is None else self.decode.wall)
+        return None if self.decode is None else self.raw_bytes / max(self.decode.wall, 1e-9)
 
     @property
     @json_key("break_even_bytes_per_s")
@@ -91,9 +91,6 @@ class CodecBenchResult(Record):
             return None
         seconds_per_byte = (self.encode.wall + self.decode.wall) / self.raw_bytes
         return (1 - 1 / self.ratio) / seconds_per_byte
-
-    def _compute_speed(self, seconds: float | None) -> float | None:
-        return None if seconds is None else self.raw_bytes / max(seconds, 1e-9)
 
     def dominates(self, competitor: CodecBenchResult) -> bool:
         """Return whether ratio and CPU times are no worse than those of `competitor`, one better, on the same bytes."""
@@ -262,7 +259,8 @@ def compare(
         )
         for array in source.arrays
     ]
-    return BenchReport(machine=_describe_machine(), threads=threads, arrays=tuple(reports))
+    machine = MachineInfo(platform.processor() or platform.machine(), cpu_count(), platform.system())
+    return BenchReport(machine=machine, threads=threads, arrays=tuple(reports))
 
 
 def count_runs(
@@ -351,10 +349,6 @@ def measure(
         missing=tuple(not_installed),
         note=explain_no_dense(dense, sample.size),
     )
-
-
-def _describe_machine() -> MachineInfo:
-    return MachineInfo(platform.processor() or platform.machine(), cpu_count(), platform.system())
 
 
 class _CodecRun:

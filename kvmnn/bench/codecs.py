@@ -40,7 +40,6 @@ class BenchCodec:
 
 def make_kvmnn_codecs(dtype: str, threads: int | None, *, with_max: bool = False) -> list[BenchCodec]:
     """Make a codec for each of kvmnn's efforts for words of `dtype`."""
-    from .._util.packages import get_version
 
     def make_codec(effort: str) -> BenchCodec:
         return BenchCodec(
@@ -94,8 +93,6 @@ _BLOSC2_LEVEL = 1
 
 
 def _make_blosc2_codecs(module: Any, dtype: str, threads: int | None) -> list[BenchCodec]:
-    from .._util.parallel import resolve_threads
-
     module.set_nthreads(resolve_threads(threads))
     itemsize = dtypes.parse_dtype(dtype).itemsize
 
@@ -116,8 +113,6 @@ def _make_blosc2_codecs(module: Any, dtype: str, threads: int | None) -> list[Be
 
 def _make_bitshuffle_codecs(module: Any, dtype: str, threads: int | None) -> list[BenchCodec]:
     import ctypes
-
-    from .._util.parallel import resolve_threads
 
     with suppress(OSError, AttributeError):  # one that was built without OpenMP has one thread
         ctypes.CDLL(module.ext.__file__).omp_set_num_threads(resolve_threads(threads))
@@ -151,8 +146,6 @@ def _make_pcodec_codecs(module: Any, dtype: str, threads: int | None) -> list[Be
 
 def _make_zipnn_codecs(module: Any, dtype: str, threads: int | None) -> list[BenchCodec]:
     from importlib.metadata import version
-
-    from .._util.parallel import resolve_threads
 
     names = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
     compressor = module.ZipNN(input_format="byte", bytearray_dtype=names[dtype], threads=resolve_threads(threads))

@@ -79,8 +79,7 @@ def match_layout(
             f"{location} its {_format_parts(distant_parts)} "
             f"{'is no rounding' if len(distant_parts) == 1 else 'are no roundings'} of this model's "
             f"({_format_distances(as_stored)}): expected a cache of the same model, text and positions (--invert none "
-            f"goes on "
-            "with it as it is)"
+            "goes on with it as it is)"
         )
     names = tuple(dict.fromkeys(name for part in PARTS for name in best[part].names))
     if start.inverted_transforms == UNDO_AUTO:
@@ -88,8 +87,7 @@ def match_layout(
             return start
         note = (
             f"Undone in {start.name}: {', '.join(names)}. Found by comparing its first {pluralize(tokens, 'token')} "
-            f"with "
-            f"the model's own: distance {_format_distances(best)}, as they lay {_format_distances(as_stored)}."
+            f"with the model's own: distance {_format_distances(best)}, as they lay {_format_distances(as_stored)}."
         )
         transformed = start.with_transforms_inverted(names)
         return replace(transformed, notes=(*transformed.notes, note))
@@ -101,9 +99,7 @@ def match_layout(
     if start.inverted_transforms:
         raise OptionError(
             f"{problem} after --invert {','.join(start.inverted_transforms)} ({_format_distances(as_stored)}): "
-            "expected "
-            f"--invert auto, which tries "
-            "all"
+            "expected --invert auto, which tries all"
         )
     suggestion = "" if REVERSED_K_ORDER in names else f"--invert {','.join(names)}, or "
     raise OptionError(
@@ -230,10 +226,9 @@ def format_start_notes(start: InitialCacheInfo, notes: Sequence[str]) -> Iterato
     parts = {part: [distance for distance in distances if distance.part == part] for part in PARTS}
     worst_distance = max(distances, key=lambda distance: distance.relative_distance)
     yield (
-        f"Distance to the model's own (root mean square of the difference over that of the numbers): K "
+        "Distance to the model's own (root mean square of the difference over that of the numbers): K "
         f"{compute_relative_distance(parts['key']):.2g}, V {compute_relative_distance(parts['value']):.2g}; furthest "
-        f"{worst_distance.part}s of layer "
-        f"{worst_distance.layer}: {worst_distance.relative_distance:.2g}."
+        f"{worst_distance.part}s of layer {worst_distance.layer}: {worst_distance.relative_distance:.2g}."
     )
     distant_parts = [part for part in PARTS if compute_relative_distance(parts[part]) > MIN_NON_ROUNDING_DISTANCE]
     transforms_by_part = [parts[part][0].undo for part in distant_parts]

@@ -26,9 +26,17 @@ from ..lm.runner import Runner, RunTimings
 from ..lm.session import DecoderSession
 from ..lm.warm_start import invert_named_transforms, load_layers
 from ..policies.policy import Policy
-from ..reports.records import MIN_NON_ROUNDING_DISTANCE, FrameSizeStats, KeepMap, KeptPositions, LayerDistanceStats
+from ..reports.records import (
+    MIN_NON_ROUNDING_DISTANCE,
+    FrameSizeStats,
+    KeepMap,
+    KeptPositions,
+    LayerDistanceStats,
+    ModelInfo,
+    TimeSeries,
+)
 from ..store import PrefixStore
-from .records import ModelInfo, ProjectCell, ScoreCell, TimeSeries, TimingCell
+from .records import ProjectCell, ScoreCell, TimingCell
 from .scoring import StoredScores, can_use_store, feed_unscored, measure_by_definition, score_with_store
 from .settings import Configuration, EvaluationSettings
 from .timing import measure_attention_time, measure_generation_times, measure_project_times

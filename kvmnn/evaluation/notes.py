@@ -27,9 +27,8 @@ def build_notes(
     unequal_labels = [row.label for row in rows if row.unequal_layers]
     if unequal_labels:
         yield (
-            f"Layers hold unequal numbers of tokens (tokens kept: the least and the most): "
-            f"{'; '.join(unequal_labels)}. "
-            "They hold more than rows of the same budget that cut every layer."
+            "Layers hold unequal numbers of tokens (tokens kept: the least and the most): "
+            f"{'; '.join(unequal_labels)}. They hold more than rows of the same budget that cut every layer."
         )
     yield from _describe_few_documents(rows)
     if settings.runtime_config is not None:
@@ -101,8 +100,7 @@ def _describe_few_documents(rows: Sequence[ResultRow]) -> Iterator[str]:
     )
     yield (
         f"The intervals are over {document_counts[0]} documents: with fewer than {MIN_DOCUMENTS_FOR_INTERVAL} they are "
-        f"too narrow to be cited"
-        f"{range_note} (docs/lm.md)."
+        f"too narrow to be cited{range_note} (docs/lm.md)."
     )
 
 
@@ -138,8 +136,7 @@ def _describe_no_eviction(
     if any(row.has_no_eviction for row in rows):
         yield (
             f"Rows marked {NO_EVICTION_MARK} evicted nothing before the last token was scored: their quality is that "
-            f"of the "
-            "full cache and says nothing of the policy, so that none of them is the best of its budget."
+            "of the full cache and says nothing of the policy, so that none of them is the best of its budget."
         )
     max_tokens = max(document.num_fed for document in documents)
     first_step_tokens = documents[0].scored_from or min(settings.prompt or settings.chunk, max_tokens)

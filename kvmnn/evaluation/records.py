@@ -8,7 +8,7 @@ from typing import Literal, overload
 
 from ..files.schema import Record
 from ..policies.h2o.planner import H2OStats
-from ..reports.records import FrameSizeStats, KeepMap, KeptPositions, LayerDistanceStats, RuntimeStats
+from ..reports.records import FrameSizeStats, LayerDistanceStats, ModelInfo, RuntimeStats, TimeSeries
 
 CellKind = Literal["score", "seed", "timing"]
 """Kind of a cell, as in files of cells; "seed": by the definition of a preset's project."""
@@ -23,29 +23,6 @@ class LossSums(Record):
     #: Negative log-probabilities in nats, float64.
     nll: float = 0.0
     hits: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelInfo(Record):
-    """Description of a model in results."""
-
-    layers: int
-    kv_heads: int
-    query_heads: int | None
-    head_dim: int
-    cache_dtype: str
-    vocab: int
-    max_positions: int | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class TimeSeries(Record):
-    """Cache size and live tokens over a text, sampled at several steps; final positions are of all layers."""
-
-    step_tokens: tuple[int, ...]
-    cache_bytes: tuple[int, ...]
-    keep_map: KeepMap
-    kept: tuple[KeptPositions, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from ..errors import KvmnnError, SourceError
 from ..files.schema import Record, iter_values, parse_object, read_bounded
 from ..reports import plots, tables
 from ..reports.plots import DEFAULT_PLOT_OPTIONS, PlotOptions
-from ..reports.records import DocumentInfo, DocumentTrace, InitialCacheInfo, Refusal, ResultRow
+from ..reports.records import DocumentInfo, DocumentTrace, EvaluatedModelInfo, InitialCacheInfo, Refusal, ResultRow
 from ..reports.tables import choose_format
 from .settings import EvaluationSettings
 
@@ -30,22 +30,6 @@ _FORMAT_BY_SUFFIX: dict[str, ResultFormat] = {
     ".md": "markdown",
 }
 """By the suffix of a file; one without a suffix is Markdown."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluatedModelInfo(Record):
-    """The model: its path, the SHA-256 of its graph and weights, and its shape."""
-
-    path: str
-    name: str
-    sha256: str
-    layers: int
-    kv_heads: int
-    query_heads: int | None
-    head_dim: int
-    cache_dtype: str
-    vocab: int
-    max_positions: int | None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -71,7 +71,9 @@ def build_row(
         ttft_seconds=None if timing is None else timing.ttft_seconds,
         tpot_seconds=None if timing is None else timing.tpot_seconds,
         attention_seconds=None if timing is None else timing.attention_seconds,
-        tokens_per_second=total_sums.tokens / seconds if seconds > 0 and not _has_stored_tokens(cells) else None,
+        tokens_per_second=total_sums.tokens / seconds
+        if seconds > 0 and not any(cell.stored_tokens for cell in cells)  # then times are not those of all tokens
+        else None,
         cache_bytes_mean=float(sum(cell.cache_bytes_mean * cell.every.tokens for cell in cells) / total_sums.tokens),
         cache_bytes_peak=max(cell.cache_bytes_peak for cell in cells),
         process_peak_bytes=_find_max([cell.process_peak_bytes for cell in cells]),
@@ -99,11 +101,6 @@ def build_row(
         ),
         documents=tuple(_build_document_row(cell, document) for cell, document in zip(cells, documents, strict=True)),
     )
-
-
-def _has_stored_tokens(cells: Sequence[ScoreCell]) -> bool:
-    """Return whether any token came from a prefix store, so that times do not cover all tokens."""
-    return any(cell.stored_tokens for cell in cells)
 
 
 def _compute_difference(cells: Sequence[ScoreCell], full_cells: Sequence[ScoreCell], seed: int) -> FullCacheDifference:

@@ -26,7 +26,7 @@ from ..lm.documents import Document, Ids, TextOptions, read_documents
 from ..lm.onnx.model_files import CACHED_GRAPH_MARK, find_model
 from ..lm.tokenizer import Tokenizer
 from ..lm.warm_start import InitialCache, read_initial_cache, read_model_interface
-from ..reports.records import DocumentInfo, DocumentTrace, Refusal
+from ..reports.records import DocumentInfo, DocumentTrace, EvaluatedModelInfo, ModelInfo, Refusal
 from ..store import PrefixStore
 from .initial_cache import (
     build_start_configurations,
@@ -38,8 +38,8 @@ from .initial_cache import (
 )
 from .measure import PEAK_DESCRIPTION
 from .notes import build_notes, group_by_reason
-from .records import CellKind, ModelInfo, RefusedCell, TimingCell, read_cell
-from .result import BootstrapInfo, EvaluatedModelInfo, EvaluationResult, EvaluationSettingsInfo
+from .records import CellKind, RefusedCell, TimingCell, read_cell
+from .result import BootstrapInfo, EvaluationResult, EvaluationSettingsInfo
 from .row_builder import ConfigurationCells, build_row
 from .scoring import CONFIDENCE_LEVEL, NUM_RESAMPLES
 from .settings import FULL_POLICY, Configuration, EvaluationSettings, PolicyLike, resolve_configurations
@@ -345,9 +345,8 @@ class EvaluationRun:
         )
         yield (
             f"Of {num_scored:,} tokens that were scored K, V and scores of {num_from_store:,} came from the prefix "
-            f"store; the other "
-            "numbers are those of a run without it. Seconds and the process's peak are of what was computed; prompts "
-            "that are timed are always computed."
+            "store; the other numbers are those of a run without it. Seconds and the process's peak are of what was "
+            "computed; prompts that are timed are always computed."
         )
         labels = [
             self.configurations[number].label
@@ -530,8 +529,7 @@ def _check_model_limits(path: PathLike, configurations: Sequence[Configuration],
     if model.max_positions is not None and longest_document.num_fed > model.max_positions:
         raise OptionError(
             f"{longest_document.name}: {longest_document.num_fed:,} tokens are to be scored, {model.label} was made "
-            f"for "
-            f"{model.max_positions:,} positions: expected at most --max-tokens {model.max_positions}"
+            f"for {model.max_positions:,} positions: expected at most --max-tokens {model.max_positions}"
         )
 
 
@@ -590,8 +588,7 @@ def _drop_duplicates(documents: Sequence[Document], notes: list[str]) -> list[Do
         subject = "1 text has" if len(duplicates) == 1 else f"{len(duplicates):,} texts have"
         notes.append(
             f"{subject} the same tokens as others before, counted once: "
-            f"{', '.join(duplicates[:_MAX_NAMED_DUPLICATES])}{more_text}. An interval is "
-            "over different texts."
+            f"{', '.join(duplicates[:_MAX_NAMED_DUPLICATES])}{more_text}. An interval is over different texts."
         )
     return list(unique.values())
 

@@ -23,7 +23,6 @@ from .logs import (
     check_bench_columns,
     find_log_files,
     parse_decode_speed,
-    parse_deviation,
     parse_first_number,
     parse_logs,
     read_log,
@@ -44,11 +43,6 @@ class MetricRow:
         names = (*METRIC_COLUMNS, DECOMPRESSED_COLUMN)
         numbers = {name: parse_first_number(cells.get(name, "0")) for name in names}
         return cls(cells=cells, numbers=numbers, decode_speed=parse_decode_speed(cells.get(SPEED_COLUMN)))
-
-    @property
-    def decode_deviation(self) -> float | None:
-        """Deviation of the decode speed; None if the row has none."""
-        return parse_deviation(self.cells.get(SPEED_COLUMN))
 
     @property
     def log_file(self) -> str:
@@ -129,14 +123,10 @@ def read_csv(path: str | os.PathLike[str]) -> MetricRows:
     except csv.Error as error:
         raise SourceError(f"{path}: is no CSV: {error}") from None
     header = tuple(lines[0]) if lines else ()
-    rows = _build_rows(header, lines[1:])
+    rows = tuple(MetricRow.from_cells(dict(zip(header, line, strict=False))) for line in lines[1:])
     if not rows:
         raise SourceError(f"{path}: No rows found in CSV.")
     return MetricRows(columns=header, rows=rows, files=(str(path),))
-
-
-def _build_rows(header: tuple[str, ...], lines: Iterable[list[str]]) -> tuple[MetricRow, ...]:
-    return tuple(MetricRow.from_cells(dict(zip(header, line, strict=False))) for line in lines)
 
 
 @dataclass(frozen=True, kw_only=True)

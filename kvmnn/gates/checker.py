@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from .._util.text import pluralize, wrap_lines
 from ..errors import OptionError, SourceError
-from ..files.schema import Record
 from .analysis import SELECTED_RATIO_WARNINGS, CaseAnalysis, analyse, format_case_markdown
 from .case_inputs import LogScan, MetricRow, MetricRows, OfflineRatio, read_offline_ratio, scan_logs
 from .limits import GateLimits
 from .logs import LOG_FILE_COLUMN
 from .strict import build_strict_gates
-from .verdict import OFF, GateResult, Verdict, aggregate_verdict, format_gate_table, summarize_verdicts, verdict_from
+from .verdict import (
+    OFF,
+    GateResult,
+    JudgedResult,
+    format_gate_table,
+    summarize_verdicts,
+    verdict_from,
+)
 
 _TOKENS_REGEX, _UPDATES_REGEX = re.compile(r"\btokens=(\d{1,15})\b"), re.compile(r"\bupdates=(\d{1,15})\b")
 _OLD_BUILD_GROUP_TOKENS = 192
@@ -150,19 +155,15 @@ def _diagnose_unreachable_target(analysis: CaseAnalysis) -> Iterator[str]:
         max_fraction = max(floor_fractions)
         yield (
             f"Lossy cannot reach {target:.3f} in {len(floor_fractions)} of {len(rows)} rows: blocks of sinks and "
-            f"recent tokens "
-            f"alone keep {max_fraction:.1%}, so at most {1 / max_fraction:.3f}. Take longer prompts, or lower "
-            f"h2o_recent_tokens or "
-            "h2o_sink_tokens; where these are smaller than a block, lower h2o_block_tokens."
+            f"recent tokens alone keep {max_fraction:.1%}, so at most {1 / max_fraction:.3f}. Take longer prompts, or "
+            "lower h2o_recent_tokens or h2o_sink_tokens; where these are smaller than a block, lower h2o_block_tokens."
         )
     if block_fractions:
         quantized_fraction, floor_fraction = max(block_fractions)
         yield (
             f"Lossy cannot reach {target:.3f} in {len(block_fractions)} of {len(rows)} rows: the target in whole "
-            f"blocks keeps "
-            f"{quantized_fraction:.1%} (blocks of sinks and recent tokens {floor_fraction:.1%}), so at most "
-            f"{1 / quantized_fraction:.3f}. Lower "
-            "h2o_block_tokens, or raise h2o_target_lossy_ratio."
+            f"blocks keeps {quantized_fraction:.1%} (blocks of sinks and recent tokens {floor_fraction:.1%}), so at "
+            f"most {1 / quantized_fraction:.3f}. Lower h2o_block_tokens, or raise h2o_target_lossy_ratio."
         )
 
 
@@ -199,8 +200,7 @@ def _diagnose_slow_store(analysis: CaseAnalysis) -> Iterator[str]:
     if slow_names and analysis.rows.max_value("h2o_lossless_decomp_us") > 0:
         yield (
             f"Mode store is slow ({', '.join(slow_names)}): restoring costs at every step. Try store_disable_front "
-            f"first, "
-            "then a smaller store_bootstrap_tokens and a larger store_grouped_step_tokens."
+            "first, then a smaller store_bootstrap_tokens and a larger store_grouped_step_tokens."
         )
 
 
@@ -218,9 +218,8 @@ def _diagnose_offline_difference(analysis: CaseAnalysis) -> Iterator[str]:
     layers_text = f", layers {offline.layers}" if offline is not None and offline.layers else ""
     yield (
         f"Offline and online are apart: {offline_ratio:.3f} of a dump ({analysis.ratio_source}{layers_text}), "
-        f"{run_ratio:.3f} of this run's own "
-        "bytes. The dump is another run, perhaps of other layers: compare under one scope (chunked_grouped, the same "
-        "front_n), and believe the run (--strict judges it)."
+        f"{run_ratio:.3f} of this run's own bytes. The dump is another run, perhaps of other layers: compare under one "
+        "scope (chunked_grouped, the same front_n), and believe the run (--strict judges it)."
     )
 
 
@@ -229,8 +228,7 @@ def _diagnose_repeated_headers(analysis: CaseAnalysis) -> Iterator[str]:
     if num_headers:
         yield (
             f"{num_headers} of {len(analysis.rows.rows)} rows are headers of a second table in a log: they count as "
-            f"rows "
-            "of zeros, in the means as well."
+            "rows of zeros, in the means as well."
         )
 
 
@@ -241,7 +239,7 @@ _STRICT_BASIS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class CaseResult(Record):
+class CaseResult(JudgedResult):
     """One case and its verdict."""
 
     json_keys = (
@@ -268,14 +266,8 @@ class CaseResult(Record):
     prompts: str = field(default="", metadata={"omit": True})
 
     @property
-    def verdict(self) -> Verdict:
-        """The combined verdict of all gates and checks."""
-        return aggregate_verdict([*self.gates, *self.checks])
-
-    @property
-    def has_passed(self) -> bool:
-        """Return whether no check failed and every requested quantity was measured."""
-        return self.verdict == "pass"
+    def all_gates(self) -> tuple[GateResult, ...]:
+        return (*self.checks, *self.gates)
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -284,14 +276,6 @@ class CaseResult(Record):
         return (
             tuple(line for line in all_warnings if line not in SELECTED_RATIO_WARNINGS) if self.strict else all_warnings
         )
-
-    @property
-    def failure_text(self) -> str:
-        """One line with the gates and checks that did not pass; empty if all did."""
-        problems = [
-            f"{gate.name} {gate.verdict}" for gate in (*self.checks, *self.gates) if gate.verdict not in ("pass", "off")
-        ]
-        return ", ".join(problems)
 
     @property
     def _num_rows(self) -> int:
@@ -304,9 +288,6 @@ class CaseResult(Record):
     def to_markdown(self) -> str:
         """Return the report of the case, see `format_case_markdown`."""
         return format_case_markdown(self.analysis)
-
-    def __str__(self) -> str:
-        return "\n".join(self.format_lines(min(shutil.get_terminal_size((80, 24)).columns, 100)))
 
     def format_lines(self, width: int) -> list[str]:
         """Return the verdict, the gates and their explanations, in `width` columns."""
@@ -399,8 +380,7 @@ def _check_distinct_baseline(rows: MetricRows, baseline: MetricRows) -> None:
     if shared_file is not None:
         raise OptionError(
             f"{shared_file}: holds the rows that are judged and is their baseline as well: expected rows of runs "
-            f"without "
-            "compression (--baseline)"
+            "without compression (--baseline)"
         )
 
 

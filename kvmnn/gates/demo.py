@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,8 +20,8 @@ from .verdict import (
     OFF,
     UNCLEAR,
     GateResult,
+    JudgedResult,
     Verdict,
-    aggregate_verdict,
     find_worst,
     format_distinct,
     format_gate_table,
@@ -300,7 +299,7 @@ class DemoLimits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DemoResult:
+class DemoResult(JudgedResult):
     """The verdict over prompts."""
 
     #: Names of case and mode.
@@ -326,19 +325,8 @@ class DemoResult:
     unmeasured_keys: frozenset[str] = frozenset()
 
     @property
-    def verdict(self) -> Verdict:
-        """The combined verdict of all gates."""
-        return aggregate_verdict(self.gates)
-
-    @property
-    def has_passed(self) -> bool:
-        """Return whether no gate failed and every requested quantity was measured."""
-        return self.verdict == "pass"
-
-    @property
-    def failure_text(self) -> str:
-        """One line with the gates that did not pass."""
-        return ", ".join(f"{gate.name} {gate.verdict}" for gate in self.gates if gate.verdict not in ("pass", "off"))
+    def all_gates(self) -> tuple[GateResult, ...]:
+        return self.gates
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fork's ``llm_demo_report.json`` with kvmnn's verdict and the gates."""
@@ -395,9 +383,6 @@ class DemoResult:
                 "",
             ]
         return escape_markdown("\n".join(lines)).rstrip("\n") + "\n"
-
-    def __str__(self) -> str:
-        return "\n".join(self.format_lines(min(shutil.get_terminal_size((80, 24)).columns, 100)))
 
     def format_lines(self, width: int) -> list[str]:
         """Return the verdict, the gates and the buckets, in `width` columns."""

@@ -91,13 +91,6 @@ def parse_decode_speed(cell: str | None) -> float:
     return float(match[1]) if match else 0.0
 
 
-def parse_deviation(cell: str | None) -> float | None:
-    """Parse the number after ``±`` in the last part of a cell; None if there is none."""
-    _, sign, text = (cell or "").rpartition("\N{PLUS-MINUS SIGN}")
-    match = _NUMBER_REGEX.search(text) if sign else None
-    return _to_float(match[0]) if match else None
-
-
 def _to_float(value: str | float) -> float:
     try:
         return float(value)
@@ -307,7 +300,8 @@ def parse_logs(paths: Iterable[str | os.PathLike[str]], *, strict: bool = False)
 
 def _parse_records(texts: dict[Path, str]) -> ParsedLogs:
     rows = [
-        {key: _format_cell(value) for key, value in record.items()} | {LOG_FILE_COLUMN: str(file)}
+        {key: value if isinstance(value, str) else json.dumps(value) for key, value in record.items()}
+        | {LOG_FILE_COLUMN: str(file)}
         for file, text in texts.items()
         for record in read_json_records(text, str(file))
     ]
@@ -359,8 +353,7 @@ def check_bench_columns(names: Iterable[str], where: str) -> None:
     if not {SPEED_COLUMN, *METRIC_COLUMNS}.intersection(distinct_names):
         raise SourceError(
             f"{where}: has no column of llm_bench: found {', '.join(distinct_names)[:120]}, expected {SPEED_COLUMN} "
-            f"and h2o_ columns "
-            "(another engine's table?)"
+            "and h2o_ columns (another engine's table?)"
         )
 
 
@@ -455,7 +448,3 @@ def _join_few(names: list[str]) -> str:
 
 def _list_names(texts: dict[Path, str]) -> tuple[str, ...]:
     return tuple(map(str, texts))
-
-
-def _format_cell(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value)

@@ -138,7 +138,7 @@ def _require_activity(gate: GateResult, rows: MetricRows, lossless_target: float
     if (
         gate.verdict not in (PASS, FAIL)
         or not _has_no_encoding(rows)
-        or (gate.verdict == FAIL and _parse_first_number(gate.value) > 0)
+        or (gate.verdict == FAIL and float(gate.value.split()[0].replace(",", "")) > 0)
     ):
         return gate
     verdict = OFF if lossless_target <= 1.0 else NOT_MEASURED
@@ -150,11 +150,6 @@ def _has_no_encoding(rows: MetricRows) -> bool:
     return not _explain_missing(rows, _BYTES_COLUMNS) and not any(
         row.numbers[_BYTES_COLUMNS[0]] > 0 for row in rows.rows
     )
-
-
-def _parse_first_number(value: str) -> float:
-    """Parse the judged figure, 0 or above, from a gate's text."""
-    return float(value.split()[0].replace(",", ""))
 
 
 def _build_consistency_gate(gate: GateResult, analysis: CaseAnalysis) -> GateResult:

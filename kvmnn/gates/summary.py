@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -15,12 +14,13 @@ from typing import Any
 from .._util.text import escape_markdown, pluralize, wrap_lines
 from ..errors import OptionError, OutputError, SourceError
 from ..files.atomic import DirectoryOutput, FileOutput, wrap_os_errors
-from ..files.schema import Record, read_object
+from ..files.schema import read_object
 from .analysis import read_gate_section
 from .checker import CaseResult
 from .demo import DemoResult
 from .limits import DEMO_CASES, RUNTIME_CASES
 from .logs import parse_first_number, read_log
+from .verdict import TerminalResult
 
 MEASURED_BY_KEY = "measured_by"
 """A line that only sections of runs on a model have: what they lack was not measured, in those of the fork it is 0."""
@@ -153,7 +153,7 @@ NOT_FINISHED_REASON = "not measured: the round was not finished"
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoundSummary(Record):
+class RoundSummary(TerminalResult):
     """Cases that were judged in one round."""
 
     json_keys = "generated_at overall_pass=has_passed total_cases runtime_cases llm_demo_cases rows"
@@ -230,9 +230,6 @@ class RoundSummary(Record):
                 lines.append("")
         lines += [f"- {name.replace('.', '_')}: `{self.directory}/{name}`" for name in ("summary.json", "cases.jsonl")]
         return "\n".join(lines) + "\n"
-
-    def __str__(self) -> str:
-        return "\n".join(self.format_lines(min(shutil.get_terminal_size((80, 24)).columns, 100)))
 
     def format_lines(self, width: int) -> list[str]:
         """Format the cases and why they do not pass, in `width` columns."""
@@ -457,40 +454,28 @@ def find_failure_reason(console_log: str) -> str:
 
 def save_case_result(
     directory: str,
-    case_result: CaseResult,
+    case_result: CaseResult | DemoResult,
     *,
     force: bool = False,
     extra_files: Mapping[str, str] | None = None,
     stamp: str = "",
 ) -> RoundSummary:
-    """Write the files of an ``llm_bench`` case into a round, and update the round's own files."""
-    texts = {
-        **(extra_files or {}),
-        "summary.md": case_result.to_markdown(),
-        GATE_FILE: _dump_with_stamp(case_result.to_dict(), stamp),
-    }
-    return _save_case_files(directory, case_result.case, texts, force, GATE_FILE)
-
-
-def save_demo_result(
-    directory: str,
-    demo_result: DemoResult,
-    *,
-    force: bool = False,
-    extra_files: Mapping[str, str] | None = None,
-    stamp: str = "",
-) -> RoundSummary:
-    """Save the result of an ``llm_demo`` case, as `save_case_result` does."""
-    texts = {
-        **(extra_files or {}),
-        "llm_demo_report.md": demo_result.to_markdown(),
-        DEMO_REPORT_FILE: _dump_with_stamp(demo_result.to_dict(), stamp),
-    }
-    return _save_case_files(directory, demo_result.case, texts, force, DEMO_REPORT_FILE)
-
-
-def _dump_with_stamp(document: dict[str, Any], stamp: str) -> str:
-    return json.dumps({**document, "stamp": stamp} if stamp else document, indent=2)
+    """Write the files of a case into a round, and update the round's own files."""
+    is_demo = isinstance(case_result, DemoResult)
+    report_name, verdict_name = ("llm_demo_report.md", DEMO_REPORT_FILE) if is_demo else ("summary.md", GATE_FILE)
+    document = case_result.to_dict() | ({"stamp": stamp} if stamp else {})
+    texts = {report_name: case_result.to_markdown(), verdict_name: json.dumps(document, indent=2)}
+    validate_case_name(case_result.case)
+    check_round_directory(directory, force=force)
+    with wrap_os_errors(directory):
+        Path(directory).mkdir(parents=True, exist_ok=True)
+    with DirectoryOutput(os.path.join(directory, case_result.case), force=force, index=verdict_name) as output:
+        for name, text in {**(extra_files or {}), **texts}.items():
+            output.open_file(name).write(text.encode("utf-8", "surrogateescape"))
+        output.commit()
+    round_summary = collect_cases(directory)
+    write_round_files(round_summary)
+    return round_summary
 
 
 def validate_case_name(case: str) -> None:
@@ -515,20 +500,6 @@ def write_round_files(round_summary: RoundSummary) -> None:
         with FileOutput(os.path.join(round_summary.directory, name), force=True) as output:
             output.file.write(text.encode())
             output.commit()
-
-
-def _save_case_files(directory: str, case: str, texts: Mapping[str, str], force: bool, index: str) -> RoundSummary:
-    validate_case_name(case)
-    check_round_directory(directory, force=force)
-    with wrap_os_errors(directory):
-        Path(directory).mkdir(parents=True, exist_ok=True)
-    with DirectoryOutput(os.path.join(directory, case), force=force, index=index) as output:
-        for name, text in texts.items():
-            output.open_file(name).write(text.encode("utf-8", "surrogateescape"))
-        output.commit()
-    round_summary = collect_cases(directory)
-    write_round_files(round_summary)
-    return round_summary
 
 
 def _is_round_directory(root: Path) -> bool:

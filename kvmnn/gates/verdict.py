@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -32,6 +33,46 @@ class GateResult(Record):
     limit: str = ""
     #: Explanation: basis, rows, or missing data; empty if the name is enough.
     why: str = ""
+
+
+class TerminalResult(Record):
+    """Base of results whose text has the width of the terminal."""
+
+    def format_lines(self, width: int) -> list[str]:
+        """Return what a reader must know, in `width` columns."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return "\n".join(self.format_lines(get_text_width()))
+
+
+class JudgedResult(TerminalResult):
+    """Base of results whose verdict is made of gates."""
+
+    @property
+    def all_gates(self) -> tuple[GateResult, ...]:
+        """Gates and checks, in the order in which they are reasons of a failure."""
+        raise NotImplementedError
+
+    @property
+    def verdict(self) -> Verdict:
+        """The combined verdict of all gates and checks."""
+        return aggregate_verdict(self.all_gates)
+
+    @property
+    def has_passed(self) -> bool:
+        """Whether no check failed and every requested quantity was measured."""
+        return self.verdict == PASS
+
+    @property
+    def failure_text(self) -> str:
+        """One line with the gates and checks that did not pass; empty if all did."""
+        return ", ".join(f"{gate.name} {gate.verdict}" for gate in self.all_gates if gate.verdict not in (PASS, OFF))
+
+
+def get_text_width() -> int:
+    """Return how wide texts are: as the terminal, at most 100 columns."""
+    return min(shutil.get_terminal_size((80, 24)).columns, 100)
 
 
 def verdict_from(is_passed: bool, *, is_active: bool = True) -> Verdict:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from ..policies.policy import FullCache
 from . import plot_style
 from .plot_style import FULL_CACHE_STYLE, INK_COLOUR, MUTED_COLOUR, LineEnd, PointLabel, label_points
-from .records import DocumentRow, DocumentTrace, EvaluationResultsProtocol, KeepMap, ResultRow, find_full_row
+from .records import DocumentRow, EvaluationResultsProtocol, KeepMap, ResultRow, find_full_row
 from .series import (
     LineStyles,
     MeasuredPoint,
@@ -334,13 +334,11 @@ def _draw_ratio_panels(
     label_inches = plot_style.compute_label_inches([*(name for _, name, _ in lines), "full cache 000.00"])
     cell_width, cell_height = 0.75 + 4.2 + label_inches, max(3.1, 0.6 + 0.16 * len(lines))
     figure = Figure(figsize=(cell_width * len(quantities), cell_height * len(measures) + 0.75))
-    width, height = figure.get_size_inches()
     for column, quantity in enumerate(quantities):
         panel_lines = [line for line in lines if line[0] == quantity]
         for number, (ylabel, measure) in enumerate(measures):
             bottom = 0.8 + (len(measures) - 1 - number) * cell_height
-            box = ((column * cell_width + 0.75) / width, bottom / height, 4.2 / width, (cell_height - 0.45) / height)
-            axes = figure.add_axes(box)
+            axes = plot_style.add_axes(figure, column * cell_width + 0.75, bottom, 4.2, cell_height - 0.45)
             ends = []
             for _, name, members in panel_lines:
                 style = styles.get_style(members[0][1].label, variants[name])
@@ -432,15 +430,14 @@ def _draw_comparison(
     left_margin = 0.3 + max(plot_style.measure_text_inches(entry.name, 9) for entry in order)
     panel, gap, tall = 2.1, 0.25, max(0.26 * len(order) + 0.2, 0.8)
     figure = Figure(figsize=(left_margin + len(panels) * (panel + gap) + 0.5, len(quantities) * (tall + 0.95) + 0.35))
-    width, height = figure.get_size_inches()
     for number, (label, measure, reference) in enumerate(quantities):
         is_logarithmic = _has_outlier([measure(row, 0).y / reference - 1 for entry in series for row in entry.rows])
         bottom = 0.75 + (len(quantities) - 1 - number) * (tall + 0.95)
         first_axes: Axes | None = None
         labels: list[_BarLabel] = []
         for column, budgets in enumerate(panels):
-            box = ((left_margin + column * (panel + gap)) / width, bottom / height, panel / width, tall / height)
-            axes = figure.add_axes(box, sharex=first_axes)
+            left = left_margin + column * (panel + gap)
+            axes = plot_style.add_axes(figure, left, bottom, panel, tall, sharex=first_axes)
             first_axes = first_axes or axes
             for row_index, entry in enumerate(order):
                 labels += [
@@ -579,10 +576,8 @@ def improvement_summary(results: EvaluationResultsProtocol) -> Figure:
     left_margin = 0.3 + max(plot_style.measure_text_inches(line, 9) for step in steps for line in step.name.split("\n"))
     tall, wide = 0.55 * len(steps) + 0.3, 3.0
     figure = Figure(figsize=(left_margin + len(quantities) * (wide + 0.5) + 0.2, tall + 1.35))
-    width, height = figure.get_size_inches()
     for number, (label, get_value) in enumerate(quantities):
-        box = ((left_margin + number * (wide + 0.5)) / width, 0.85 / height, wide / width, tall / height)
-        axes = figure.add_axes(box)
+        axes = plot_style.add_axes(figure, left_margin + number * (wide + 0.5), 0.85, wide, tall)
         if number == 0:
             plot_style.set_title(axes, "What each improvement does by itself")
         for row_index, step in enumerate(reversed(steps)):
@@ -709,7 +704,8 @@ _LIVE, _EVICTED, _NOT_SEEN = 0, 1, 2
 
 def memory_over_time(results: EvaluationResultsProtocol) -> Figure:
     """Plot the bytes in the cache over the tokens seen."""
-    traces = _select_first_document([trace for trace in results.traces if trace.cache_bytes])
+    traces = [trace for trace in results.traces if trace.cache_bytes]
+    traces = [trace for trace in traces if trace.document == traces[0].document]
     if not traces:
         raise NothingToShowError("no run recorded the bytes of its cache")
     figure, axes = plot_style.make_figure(5.6, 4.0, [trace.label for trace in traces])
@@ -759,12 +755,11 @@ def keep_map(results: EvaluationResultsProtocol) -> Figure:
     lines = -(-len(shown_maps) // columns)
     cell, left_margin, bottom_margin, row_gap = 2.9, 0.7, 0.85, 0.5
     figure = Figure(figsize=(left_margin + columns * (cell + 0.25) + 0.1, bottom_margin + lines * (cell + row_gap)))
-    width, height = figure.get_size_inches()
     styles = LineStyles(results.rows)
     for number, (trace, recorded_map) in enumerate(shown_maps):
         line, column = divmod(number, columns)
-        box = (left_margin + column * (cell + 0.25), bottom_margin + (lines - 1 - line) * (cell + row_gap), cell, cell)
-        axes = figure.add_axes((box[0] / width, box[1] / height, cell / width, cell / height))
+        bottom = bottom_margin + (lines - 1 - line) * (cell + row_gap)
+        axes = plot_style.add_axes(figure, left_margin + column * (cell + 0.25), bottom, cell, cell)
         image, tokens = _make_keep_image(recorded_map)
         colours = ListedColormap([styles.get_style(trace.label)["color"], _EVICTED_COLOUR, "white"])
         axes.imshow(
@@ -816,7 +811,3 @@ def _make_keep_image(recorded_map: KeepMap) -> tuple[npt.NDArray[np.uint8], int]
         # A cell stands for several tokens: it lives if the nearest one does, so that shares look right.
         image[np.isin(positions.astype(np.int64), live_positions), column] = _LIVE
     return image, tokens
-
-
-def _select_first_document(traces: Sequence[DocumentTrace]) -> list[DocumentTrace]:
-    return [trace for trace in traces if trace.document == traces[0].document]

@@ -111,8 +111,15 @@ def make_figure(axes_width: float, axes_height: float, labels: Sequence[str] = (
     width = left_margin + axes_width + compute_label_inches(labels)
     height = bottom + axes_height + top
     new_figure = Figure(figsize=(width, height))
-    axes = new_figure.add_axes((left_margin / width, bottom / height, axes_width / width, axes_height / height))
-    return new_figure, axes
+    return new_figure, add_axes(new_figure, left_margin, bottom, axes_width, axes_height)
+
+
+def add_axes(target_figure: Figure, left: float, bottom: float, width: float, height: float, **options: Any) -> Axes:
+    """Add a plot at a place and of a size in inches; `options` as for `Figure.add_axes`."""
+    full_width, full_height = target_figure.get_size_inches()
+    box = (left / full_width, bottom / full_height, width / full_width, height / full_height)
+    axes: Axes = target_figure.add_axes(box, **options)
+    return axes
 
 
 def compute_label_inches(labels: Sequence[str]) -> float:

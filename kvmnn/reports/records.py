@@ -352,16 +352,24 @@ class KeptPositions(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DocumentTrace(Record):
-    """The trace of a document under one configuration: at each step the tokens seen and the bytes in the cache."""
+class TimeSeries(Record):
+    """Cache size and live tokens over a text, sampled at several steps; final positions are of all layers."""
 
-    label: str
-    document: str
     step_tokens: tuple[int, ...]
     cache_bytes: tuple[int, ...]
     keep_map: KeepMap | None = None
     #: The tokens in each layer at the end, as `kvmnn mnn compact --plan` reads them.
     kept: tuple[KeptPositions, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentTrace(TimeSeries):
+    """The trace of a document under one configuration."""
+
+    json_keys = "label document step_tokens cache_bytes keep_map kept"
+
+    label: str
+    document: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -372,12 +380,28 @@ class Refusal(Record):
     reason: str
 
 
-class ModelProtocol(Protocol):
-    """The evaluated model."""
+@dataclass(frozen=True, kw_only=True)
+class ModelInfo(Record):
+    """Description of a model in results."""
 
-    @property
-    def name(self) -> str:
-        """Path of the model, a file or folder."""
+    layers: int
+    kv_heads: int
+    query_heads: int | None
+    head_dim: int
+    cache_dtype: str
+    vocab: int
+    max_positions: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluatedModelInfo(ModelInfo):
+    """The model: its path, the SHA-256 of its graph and weights, and its shape."""
+
+    json_keys = "path name sha256 layers kv_heads query_heads head_dim cache_dtype vocab max_positions"
+
+    path: str
+    name: str
+    sha256: str
 
 
 class SettingsProtocol(Protocol):
@@ -403,7 +427,7 @@ class EvaluationResultsProtocol(Protocol):
     @property
     def kvmnn(self) -> str: ...
     @property
-    def model(self) -> ModelProtocol: ...
+    def model(self) -> EvaluatedModelInfo: ...
     @property
     def settings(self) -> SettingsProtocol: ...
     @property

@@ -13,7 +13,7 @@ from kvmnn.errors import KvmnnError, SourceError
 from kvmnn.gates import DemoLimits, DemoResult, check, check_demo, collect_cases, read_demo_runs, read_metric_rows
 from kvmnn.gates.demo import order_buckets, parse_bucket
 from kvmnn.gates.limits import RUNTIME_CASES
-from kvmnn.gates.summary import find_failure_reason, save_case_result, save_demo_result
+from kvmnn.gates.summary import find_failure_reason, save_case_result
 
 PRINTED = "prompt tokens num = 128\ndecode tokens num = 512\nprefill time = 2.00 s\ndecode time = 100.00 s\n"
 STRICT = DemoLimits(lossy_target=3.0, lossless_target=1.3)
@@ -165,7 +165,7 @@ def test_save_case_result_round_accumulates_cases(tmp_path: Path) -> None:
     limits = RUNTIME_CASES["runtime_store"]
     passing = check(read_metric_rows([log]), limits, case="runtime_store", logs=[tmp_path / "logs"])
     assert save_case_result(folder, passing).has_passed
-    made = save_demo_result(folder, judged(tmp_path, STRICT))
+    made = save_case_result(folder, judged(tmp_path, STRICT))
     document = json.loads((tmp_path / "round" / "summary.json").read_text())
     assert document == made.to_dict()
     assert list(document) == [

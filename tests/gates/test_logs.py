@@ -11,7 +11,7 @@ import pytest
 from kvmnn.errors import SourceError
 from kvmnn.gates import parse_logs
 from kvmnn.gates.case_inputs import read_csv
-from kvmnn.gates.logs import BENCH_COLUMNS, parse_decode_speed, parse_deviation, parse_first_number
+from kvmnn.gates.logs import BENCH_COLUMNS, parse_decode_speed, parse_first_number
 
 
 @pytest.mark.parametrize(
@@ -38,8 +38,6 @@ def test_parse_decode_speed_and_deviation() -> None:
     assert parse_decode_speed("80.10 ± 0.10<br>5.81 ± 0.05") == 5.81
     assert parse_decode_speed("80.10") == 0
     assert parse_decode_speed(None) == 0
-    assert parse_deviation("80.10 ± 0.10<br>5.81 ± 0.05") == 0.05
-    assert parse_deviation("5.81") is None
 
 
 def test_parse_logs_columns_have_fork_parser_order(tmp_path: Path) -> None:

@@ -7,11 +7,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvmnn.evaluation import EvaluationResult
-from kvmnn.evaluation.result import BootstrapInfo, EvaluatedModelInfo, EvaluationSettingsInfo
+from kvmnn.evaluation.result import BootstrapInfo, EvaluationSettingsInfo
 from kvmnn.reports.records import (
     DocumentInfo,
     DocumentRow,
     DocumentTrace,
+    EvaluatedModelInfo,
     FrameSizeStats,
     FullCacheDifference,
     KeepMap,

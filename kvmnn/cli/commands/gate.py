@@ -529,7 +529,7 @@ def _choose_baseline(
 def _run_demo(arguments: argparse.Namespace) -> int:
     from ...gates.demo import DemoLimits, check_demo, read_demo_runs
     from ...gates.limits import DEMO_CASES
-    from ...gates.summary import check_round_directory, save_demo_result, validate_case_name
+    from ...gates.summary import check_round_directory, save_case_result, validate_case_name
 
     if len(arguments.inputs) != 2:
         raise UsageError("gate demo takes two inputs: runs without compression, and runs with it")
@@ -558,7 +558,7 @@ def _run_demo(arguments: argparse.Namespace) -> int:
         strict=arguments.strict,
     )
     if arguments.output is not None:
-        save_demo_result(arguments.output, demo_result, force=arguments.force)
+        save_case_result(arguments.output, demo_result, force=arguments.force)
     console.show_result(arguments, "gate demo", demo_result)
     return 0 if demo_result.has_passed else 1
 

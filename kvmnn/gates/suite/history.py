@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,9 +14,10 @@ from typing import Any
 from ..._util.text import pluralize, wrap_lines
 from ...errors import SourceError
 from ...files.atomic import FileOutput
-from ...files.schema import Record, json_key, loads_strict, read_bounded
+from ...files.schema import json_key, loads_strict, read_bounded
 from ..logs import get_number, parse_json_line
 from ..summary import RoundSummary
+from ..verdict import TerminalResult
 
 HISTORY_FILE = "history.jsonl"
 
@@ -67,15 +67,7 @@ def append_round(directory: str | os.PathLike[str], entry: HistoryEntry) -> None
     A round is the same if model, version, machine, settings and rerun number are equal: its runs were reused, not
     measured again. Cases of the earlier line that did not run this time stay in it. Damaged lines are left unchanged.
     """
-    path = Path(directory, HISTORY_FILE)
-    try:
-        lines = [
-            line
-            for line in read_bounded(path, MAX_HISTORY_FILE_BYTES).decode("utf-8", "replace").split("\n")
-            if line.strip()
-        ]
-    except (FileNotFoundError, NotADirectoryError):
-        lines = []
+    lines = _read_lines(directory)
     entries = [_parse_entry(line) for line in lines]
     for line_index in reversed(range(len(lines))):
         if is_same_round(entries[line_index], entry):
@@ -89,18 +81,23 @@ def append_round(directory: str | os.PathLike[str], entry: HistoryEntry) -> None
             break
     previous_entry = next((candidate for candidate in reversed(entries) if candidate), {})
     entry["changed"] = describe_changes(previous_entry, entry)
-    with FileOutput(path, force=True) as output:
+    with FileOutput(Path(directory, HISTORY_FILE), force=True) as output:
         output.file.write(("\n".join([*lines, json.dumps(entry)]) + "\n").encode("utf-8", "replace"))
         output.commit()
 
 
 def has_finished_rerun(directory: str | os.PathLike[str], rerun_number: int) -> bool:
     """Return whether a round with this rerun number was finished."""
+    return any(_parse_entry(line).get("take") == rerun_number for line in _read_lines(directory))
+
+
+def _read_lines(directory: str | os.PathLike[str]) -> list[str]:
+    """Read the lines of a history; none if there is no such file."""
     try:
         text = read_bounded(Path(directory, HISTORY_FILE), MAX_HISTORY_FILE_BYTES).decode("utf-8", "replace")
     except (FileNotFoundError, NotADirectoryError):
-        return False
-    return any(_parse_entry(line).get("take") == rerun_number for line in text.split("\n"))
+        return []
+    return [line for line in text.split("\n") if line.strip()]
 
 
 def _parse_entry(line: str) -> HistoryEntry:
@@ -187,7 +184,7 @@ _MAX_VALUES_SHOWN = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class GateHistory(Record):
+class GateHistory(TerminalResult):
     """The rounds in a folder's history, oldest first."""
 
     directory: str
@@ -215,9 +212,6 @@ class GateHistory(Record):
             }
             for name, entries in self.group_by_case().items()
         }
-
-    def __str__(self) -> str:
-        return "\n".join(self.format_lines(min(shutil.get_terminal_size((80, 24)).columns, 100)))
 
     def format_lines(self, width: int) -> list[str]:
         """Format the rounds, and the trend of each case's figures, in `width` columns."""

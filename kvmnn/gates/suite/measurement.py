@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import expm1
 from pathlib import Path
@@ -169,6 +169,7 @@ def _build_run_record(
     live_bytes = sum(cache.tokens) * token_bytes if runtime_stats is None else runtime_stats.live_bytes
     resident_bytes = live_bytes if runtime_stats is None else runtime_stats.held_bytes
     h2o_stats = cache.collect_h2o_stats()
+    plan_values = {} if h2o_stats is None else h2o_stats.to_dict()
     counters: dict[str, float] = {}
     latencies: dict[str, LatencySummary] = {}
     if metrics is not None:
@@ -188,14 +189,9 @@ def _build_run_record(
         total_ratio=appended_bytes / resident_bytes if resident_bytes else 1.0,
         latencies=latencies,
         counters=counters,
-        plan_stats=_select_numbers(h2o_stats.to_dict() if h2o_stats is not None else {}),
+        plan_stats={name: float(value) for name, value in plan_values.items() if type(value) in (int, float)},
         new_ids=tuple(new_ids),
     )
-
-
-def _select_numbers(plan_values: Mapping[str, Any]) -> dict[str, float]:
-    """Select the numbers among the planner's metrics of its last plan."""
-    return {name: float(value) for name, value in plan_values.items() if type(value) in (int, float)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
@@ -16,8 +15,8 @@ from ..checker import CaseResult
 from ..demo import DemoLimits, DemoResult, check_demo
 from ..limits import GateLimits
 from ..logs import ParsedLogs
-from ..summary import RoundSummary, save_case_result, save_demo_result, write_round_files
-from ..verdict import GateResult, aggregate_verdict, find_worst
+from ..summary import RoundSummary, save_case_result, write_round_files
+from ..verdict import GateResult, TerminalResult, aggregate_verdict, find_worst
 from .history import append_round, build_history_entry
 from .measurement import ContentComparison, PerplexityChange, RunRecord
 from .suite import CaseMeasurement, Suite
@@ -72,7 +71,7 @@ class CaseRuns(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SuiteResult(Record):
+class SuiteResult(TerminalResult):
     """All cases of a run."""
 
     json_keys = "**round_summary cases=_case_documents notes"
@@ -95,11 +94,11 @@ class SuiteResult(Record):
     def _case_documents(self) -> list[dict[str, Any]]:
         return [{**case.to_dict(), "stamp": self.stamp_by_case.get(case.case, "")} for case in self.cases]
 
-    def __str__(self) -> str:
-        width = min(shutil.get_terminal_size((80, 24)).columns, 100)
+    def format_lines(self, width: int) -> list[str]:
+        """Return the cases, the notes and the round, in `width` columns."""
         lines = [line for case in self.cases for line in (*case.format_lines(width), "")]
         notes = wrap_lines(self.notes, width)
-        return "\n".join([*lines, *notes, *([""] if notes else []), str(self.round_summary)])
+        return [*lines, *notes, *([""] if notes else []), *self.round_summary.format_lines(width)]
 
 
 def judge_case(measured: CaseMeasurement, model: str) -> CaseResult | DemoResult:
@@ -207,8 +206,6 @@ def save_case(directory: str, measured: CaseMeasurement, case_result: CaseResult
             kind="llm_bench", files=rows.files, columns=rows.columns, rows=tuple(dict(row.cells) for row in rows.rows)
         )
         extra_files[f"{side}.csv"] = table.to_csv()
-    if isinstance(case_result, DemoResult):
-        return save_demo_result(directory, case_result, force=True, extra_files=extra_files, stamp=measured.stamp)
     return save_case_result(directory, case_result, force=True, extra_files=extra_files, stamp=measured.stamp)
 
 

@@ -14,11 +14,9 @@ from ...errors import SourceError
 from ...evaluation.result import EvaluationResult
 from ...files.schema import Record, iter_values, parse_object, read_bounded
 from ...gates.suite.results import CaseRuns
+from ...gates.summary import NOT_FINISHED_REASON
 from ...runtime.replay import ReplayResult
 from . import records
-
-NOT_FINISHED_REASON = "not measured: the round was not finished"
-"""Reason of a case of a round of ``gate run`` that was begun, and whose files are of another round, or not there."""
 
 _MAX_FILE_BYTES = 64 << 20
 _MAX_FILES = 2000

@@ -75,12 +75,11 @@ def build_cases_section(inputs: ReportInputs) -> Section:
         rows.append([name, Cell(word, None, TONE_BY_VERDICT[word]), *_make_case_cells(row, runs, inputs)])
     note = (
         f"doc.: {REFERENCE_SOURCE}. Lossy, lossless and decode are those of the rows of summary.json; product is lossy "
-        f"times "
-        "lossless, as the document takes it, though the two do not hold for the same bytes. Held in all: bytes of all "
-        "tokens over all that is held at the end, hot rows and room to grow included, the least of the runs. Change: "
-        "of the mean speed against that without compression, a minus is slower; the gate takes its interval. "
-        "Figures of llm_demo are means over its prompts; its gates take the "
-        "least lossy ratio, and raw over compressed bytes of all prompts together."
+        "times lossless, as the document takes it, though the two do not hold for the same bytes. Held in all: bytes "
+        "of all tokens over all that is held at the end, hot rows and room to grow included, the least of the runs. "
+        "Change: of the mean speed against that without compression, a minus is slower; the gate takes its interval. "
+        "Figures of llm_demo are means over its prompts; its gates take the least lossy ratio, and raw over compressed "
+        "bytes of all prompts together."
     )
     if any(row.prompts == SYNTHETIC_PROMPTS for row in inputs.round.rows):
         note += " Synthetic prompts are one token repeated, whose K and V compress better than those of texts."
@@ -649,8 +648,7 @@ def _build_replay_memory_blocks(name: str, replay: ReplayResult) -> list[Block]:
     chart = ChartBlock(
         "Memory of a replay",
         f"K and V of all layers over the tokens, from {name}: at the end {last_step.held_bytes / _BYTES_PER_MIB:.2f} "
-        f"MiB hold "
-        f"{last_step.live_bytes / _BYTES_PER_MIB:.2f} MiB.",
+        f"MiB hold {last_step.live_bytes / _BYTES_PER_MIB:.2f} MiB.",
         "tokens", "MiB, all layers", series, has_integer_x=True,
     )  # fmt: skip
     metrics = replay.metrics
@@ -661,9 +659,8 @@ def _build_replay_memory_blocks(name: str, replay: ReplayResult) -> list[Block]:
     coded_text = f"{metrics.h2o_lossless_ratio:.3f}" if metrics.h2o_lossless_raw_bytes else "not measured"
     text = (
         f"{name}: {pluralize(replay.layers, 'layer')}, {replay.prompt:,} tokens as prompt, {replay.tokens:,} in all. "
-        f"Lossy "
-        f"{metrics.lossy_ratio:.3f}, held {held_text}, in all {total}; of what was "
-        f"encoded {coded_text}; {pluralize(metrics.h2o_lossless_fallback_count, 'fallback')}."
+        f"Lossy {metrics.lossy_ratio:.3f}, held {held_text}, in all {total}; of what was encoded {coded_text}; "
+        f"{pluralize(metrics.h2o_lossless_fallback_count, 'fallback')}."
     )
     return [Paragraph(text), chart]
 

@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 
 from ..._util.text import pluralize
 from ...evaluation.result import EvaluationResult
+from ...gates.summary import NOT_FINISHED_REASON
 from ...gates.verdict import GateResult
 from ..records import find_full_row
 from ..series import is_number, select_policy_rows, to_float_or_nan
 from .blocks import CaseCard, Cell, Section, TableColumn, Tone, VerdictBlock, build_section, build_table_block
-from .inputs import NOT_FINISHED_REASON, ReportInputs
+from .inputs import ReportInputs
 from .records import REFERENCE_CASES, CaseVerdict
 
 _MAX_BUDGETS = 8

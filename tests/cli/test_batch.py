@@ -364,14 +364,16 @@ def test_jobs_damaged_torch_cache_is_a_failed_line(here, capsys):
     assert main(["inspect", "--jobs", "1", "in/b/c"]) == 0
     whole = path.read_bytes()
     capsys.readouterr()
-    for damaged in (b"", b"garbage", whole[:100], whole[: len(whole) // 2], whole[:-1]):
-        path.write_bytes(damaged)
-        for verb in ("encode", "inspect", "measure"):
-            assert main([verb, "--jobs", "1", "in/b/c", "-q", *(["-f"] if verb == "encode" else [])]) == 1
-            said = capsys.readouterr()
-            first, _ = map(json.loads, said.out.splitlines()[:2])
-            assert (first["path"], first["ok"]) == ("in/b/c/cache.pt", False)
-            assert first["error"].startswith("in/b/c/cache.pt: ")
+    path.unlink()
+    damaged = (b"", b"garbage", whole[:100], whole[: len(whole) // 2], whole[:-1])
+    names = [f"in/b/c/cache{number}.pt" for number in range(len(damaged))]
+    for name, data in zip(names, damaged, strict=True):
+        Path(name).write_bytes(data)
+    for verb in ("encode", "inspect", "measure"):
+        assert main([verb, "--jobs", "1", "in/b/c", "-q"]) == 1
+        found = {line.get("path"): line for line in lines(capsys)}
+        for name in names:
+            assert not found[name]["ok"] and found[name]["error"].startswith(f"{name}: "), (verb, name)
 
 
 @pytest.mark.slow

@@ -19,17 +19,7 @@ from ._file_mapping import DamageMonitor, FileMapping
 
 
 class FileState:
-    """State of a regular file when it was opened.
-
-    Parameters
-    ----------
-    label
-        Name for messages.
-    path
-        Path of the file.
-    initial_stat
-        ``os.stat`` when it was opened.
-    """
+    """State of a regular file when it was opened: its name in messages, its path, and its ``os.stat``."""
 
     def __init__(self, label: str, path: str, initial_stat: os.stat_result) -> None:
         self.label = label

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import PurePath, PureWindowsPath
-from typing import Final
+from typing import Final, Literal
 
 from ..errors import OutputError
 
@@ -53,15 +53,15 @@ def make_member_names(names: Sequence[str], suffix: str, label: str) -> list[str
     return [name + suffix for name in names]
 
 
-def describe_renamed_files(files: Iterable[tuple[str, str]], max_listed: int = 4) -> str:
+def describe_renamed_files(
+    files: Iterable[tuple[str, str]], kind: Literal["files", "directories"] = "files", max_listed: int = 4
+) -> str:
     """List the arrays whose file has another name, given as `(name, file)`; empty if none has."""
-    descriptions = [f"{name!r} in {file}" for name, file in files if PurePath(file).stem != name]
-    suffix = f" and {len(descriptions) - max_listed:,} more" if len(descriptions) > max_listed else ""
-    return (
-        f"files of other names than their arrays: {', '.join(descriptions[:max_listed])}{suffix}"
-        if descriptions
-        else ""
-    )
+    texts = [
+        f"{name!r} in {file}" for name, file in files if name != (PurePath(file).stem if kind == "files" else file)
+    ]
+    more_text = f" and {len(texts) - max_listed:,} more" if len(texts) > max_listed else ""
+    return f"{kind} of other names than their arrays: {', '.join(texts[:max_listed])}{more_text}" if texts else ""
 
 
 def is_directory_output(output: str) -> bool:

@@ -197,15 +197,7 @@ class Journal:
 
 
 class KeyedJournal:
-    """JSON values by key, in memory and, with a path, in a journal.
-
-    Parameters
-    ----------
-    path
-        The file, as of `Journal`; None: memory only.
-    journal_format
-        Format of its lines: records ``{"key", "value"}``.
-    """
+    """JSON values by key, in memory and, with a path, in a `Journal` of records ``{"key", "value"}``."""
 
     def __init__(self, path: str | os.PathLike[str] | None, journal_format: JournalFormat) -> None:
         self._value_by_key: dict[str, Any] = {}

@@ -32,17 +32,7 @@ TEMPORARY_NAME_PATTERN = re.compile(r"\..{0,200}\.kvmnn-\d+-[0-9a-f]{8}\.tmp", r
 
 
 class TemporaryPath:
-    """A new file or folder that belongs to this process until `release`.
-
-    Parameters
-    ----------
-    target
-        Its final path.
-    parent
-        Its folder; None for the folder of its target.
-    is_folder
-        Make a folder instead of a file.
-    """
+    """A new file or folder that belongs to this process until `release`, by default in the folder of its target."""
 
     def __init__(self, target: Path, *, parent: Path | None = None, is_folder: bool = False) -> None:
         folder = target.parent if parent is None else parent

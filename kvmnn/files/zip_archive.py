@@ -104,28 +104,19 @@ class ZipArchive:
         compressed_bytes, nbytes = local_fields[7], local_fields[8]
         if _U32_MAX in (compressed_bytes, nbytes):
             compressed_bytes, nbytes, _ = _read_zip64_sizes(extra, compressed_bytes, nbytes, 0)
-        local_values = {
-            "name": name,
-            "flags": local_fields[2],
-            "method": local_fields[3],
-            "checksum": local_fields[6],
-            "size": (compressed_bytes, nbytes),
-        }
-        directory_values = {
-            "name": member.raw_name,
-            "flags": member.flags,
-            "method": member.method,
-            "checksum": member.crc,
-            "size": (member.compressed_bytes, member.nbytes),
-        }
+        size, crc = (compressed_bytes, nbytes), local_fields[6]
+        expected_size = (member.compressed_bytes, member.nbytes)
         if member.flags & _FLAG_DATA_DESCRIPTOR:
-            local_values["checksum"] = local_values["checksum"] or member.crc
-            local_values["size"] = (
-                directory_values["size"] if not any((compressed_bytes, nbytes)) else local_values["size"]
-            )
-        for name_of_field, value in directory_values.items():
-            if local_values[name_of_field] != value:
-                raise ZipError(f"{member.label}: its header and the archive's directory differ in its {name_of_field}")
+            size, crc = size if any(size) else expected_size, crc or member.crc
+        for field_name, value, expected_value in (
+            ("name", name, member.raw_name),
+            ("flags", local_fields[2], member.flags),
+            ("method", local_fields[3], member.method),
+            ("checksum", crc, member.crc),
+            ("size", size, expected_size),
+        ):
+            if value != expected_value:
+                raise ZipError(f"{member.label}: its header and the archive's directory differ in its {field_name}")
 
     def _read_directory(self) -> tuple[list[ZipMember], int]:
         count, nbytes, begin, end = self._read_end_record()
@@ -174,15 +165,13 @@ class ZipArchive:
             record = _END64_RECORD.unpack(self.file.view(end64, _END64_RECORD.size).tobytes())
             if record[0] != b"PK\6\6":
                 raise ZipError(f"offset {end64}: the zip64 record of the archive is damaged")
-            short_values = (disk, first_disk, disk_count, count, nbytes, begin)
-            disk, first_disk, disk_count, count, nbytes, begin = (*record[4:10],)
-            differs = any(
-                short_value not in (full_value, limit)
-                for short_value, full_value, limit in zip(
-                    short_values, record[4:10], (_U16_MAX,) * 4 + (_U32_MAX,) * 2, strict=True
-                )
+            short_values, limits = (
+                (disk, first_disk, disk_count, count, nbytes, begin),
+                (*(_U16_MAX,) * 4, *(_U32_MAX,) * 2),
             )
-            if differs or end_disk or disks > 1:
+            disk, first_disk, disk_count, count, nbytes, begin = (*record[4:10],)
+            triples = zip(short_values, record[4:10], limits, strict=True)
+            if any(short not in (full, limit) for short, full, limit in triples) or end_disk or disks > 1:
                 raise ZipError("the two records at the end of the archive differ")
             end = end64
         elif _U16_MAX in (disk_count, count) or _U32_MAX in (nbytes, begin):
@@ -251,28 +240,13 @@ class Inflater:
 def _parse_entry(data: bytes, position: int) -> tuple[ZipMember | None, int]:
     """Return an entry of the directory and its length; None if it is damaged."""
     fields = _DIRECTORY_ENTRY.unpack_from(data, position)
-    (
-        signature,
-        _,
-        _,
-        flags,
-        method,
-        _,
-        _,
-        crc,
-        compressed_bytes,
-        nbytes,
-        name_bytes,
-        extra_bytes,
-        comment_bytes,
-        disk,
-    ) = fields[:14]
+    signature, _, _, flags, method, _, _, crc, compressed_bytes, nbytes = fields[:10]
+    name_bytes, extra_bytes, comment_bytes, disk, _, _, offset = fields[10:]
     length = _DIRECTORY_ENTRY.size + name_bytes + extra_bytes + comment_bytes
     if signature != b"PK\1\2" or position + length > len(data):
         return None, 0
     extra_start = position + _DIRECTORY_ENTRY.size + name_bytes
     name, extra = data[position + _DIRECTORY_ENTRY.size : extra_start], data[extra_start : extra_start + extra_bytes]
-    offset = fields[16]
     if disk not in (0, _U16_MAX):
         raise ZipError("a zip archive in several parts")
     if _U32_MAX in (compressed_bytes, nbytes, offset):

@@ -87,19 +87,11 @@ def transcode(
 
     Parameters
     ----------
-    frames
-        `kvmnn.bundle.open_frames`.
-    output
-        As for `kvmnn.bundle.encode_source`.
-    options
-        As for `kvmnn.bundle.encode_source`; None takes effort, predictors and codecs from the manifest
+    output, options, force, progress
+        As for `kvmnn.bundle.encode_source`; without `options` effort, predictors and codecs are those of the manifest
         (`read_encode_options`).
     decode_options
         Limits and threads.
-    force
-        Replace files that exist; the frames are never replaced.
-    progress
-        Called with raw bytes.
 
     Raises
     ------

@@ -78,10 +78,8 @@ class RerotationResult(Record):
             return "K was not rotated: the tokens are at the first positions already"
         return (
             f"K of {pluralize(self.tokens, 'token')} in {pluralize(self.layers, 'layer')} rotated to the first "
-            f"positions, "
-            f"rounded to {self.dtype}:\n    largest error {self.error_stats.max_abs_error:.3g}, "
-            f"{self.error_stats.max_relative_error:.2g} of the "
-            f"length of its pair\n    {self.rotation}, {self.origin}"
+            f"positions, rounded to {self.dtype}:\n    largest error {self.error_stats.max_abs_error:.3g}, "
+            f"{self.error_stats.max_relative_error:.2g} of the length of its pair\n    {self.rotation}, {self.origin}"
         )
 
 

@@ -81,8 +81,7 @@ def _make_member_array(member: _NpzMember, options: ReadOptions, byte_options: R
     if header.header_bytes + header.nbytes != member.size:
         raise SourceError(
             f"{member.label}: the .npy header promises {header.nbytes} bytes of data after {header.header_bytes} of "
-            f"header, "
-            f"the archive says {member.size} in all"
+            f"header, the archive says {member.size} in all"
         )
     array = LazyArray(
         name=member.name.removesuffix(".npy"),
@@ -108,21 +107,23 @@ class _NpzMember:
     def read_head(self) -> bytes:
         """Return the first bytes, enough for a ``.npy`` header."""
         nbytes = min(MAX_NPY_HEADER_BYTES, self.size)
-        with self._wrap_errors():
+        file = self._archive.file
+        with _wrap_zip_errors(file.label):
+            begin, stored_bytes = self._archive.locate_data(self._member)
             if self._member.method == METHOD_STORED:
-                begin, _ = self._archive.locate_data(self._member)
-                return self._archive.file.view(begin, nbytes).tobytes()
-            return self._make_inflater().read(nbytes).tobytes()
+                return file.view(begin, nbytes).tobytes()
+            return Inflater(file, begin, stored_bytes, self._member.label).read(nbytes).tobytes()
 
     def iter_chunks(self, skip_bytes: int, chunk_bytes: int) -> Iterator[Chunk]:
         """Yield the data from `skip_bytes` on in chunks of `chunk_bytes` bytes; then compare its checksum."""
-        with self._wrap_errors():
+        file = self._archive.file
+        with _wrap_zip_errors(file.label):
+            begin, stored_bytes = self._archive.locate_data(self._member)
             if self._member.method == METHOD_STORED:
-                begin, _ = self._archive.locate_data(self._member)
-                crc = zlib.crc32(self._archive.file.view(begin, skip_bytes).data)
-                chunks = self._archive.file.iter_chunks(begin + skip_bytes, self.size - skip_bytes, chunk_bytes)
+                crc = zlib.crc32(file.view(begin, skip_bytes).data)
+                chunks = file.iter_chunks(begin + skip_bytes, self.size - skip_bytes, chunk_bytes)
             else:
-                inflater = self._make_inflater()
+                inflater = Inflater(file, begin, stored_bytes, self._member.label)
                 crc = zlib.crc32(inflater.read(skip_bytes).data)
                 chunks = inflater.iter_chunks(self.size - skip_bytes, chunk_bytes)
             for chunk in chunks:
@@ -132,19 +133,10 @@ class _NpzMember:
         if crc != self._member.crc:
             raise SourceError(f"{self.label}: the data does not match its checksum")
 
-    def _make_inflater(self) -> Inflater:
-        begin, nbytes = self._archive.locate_data(self._member)
-        return Inflater(self._archive.file, begin, nbytes, self._member.label)
-
-    @contextmanager
-    def _wrap_errors(self) -> Iterator[None]:
-        """Prefix errors of the archive with the file's name."""
-        with _wrap_zip_errors(self._archive.file.label):
-            yield
-
 
 @contextmanager
 def _wrap_zip_errors(label: str) -> Iterator[None]:
+    """Put the file's name in front of what is said of the archive."""
     try:
         yield
     except ZipError as exc:

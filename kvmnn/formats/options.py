@@ -44,6 +44,11 @@ class ReadOptions:
     #: bytes).
     max_bytes: int | None = None
 
+    @property
+    def model(self) -> str | None:
+        """The model that `packed` names."""
+        return self.packed.model if self.packed else None
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:

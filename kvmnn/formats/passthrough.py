@@ -148,13 +148,8 @@ def make_field_array(
     """Return one field of all blocks as an array: `block_range` is (offset, bytes) of the blocks, `field_range` (offset
     in the block, field bytes, block bytes).
     """
-    return LazyArray(
-        name=name,
-        dtype="fp16",
-        shape=shape,
-        array_dtype=array_dtype,
-        reader=partial(_iter_field_chunks, file, block_range, field_range),
-    )
+    reader = partial(_iter_field_chunks, file, block_range, field_range)
+    return LazyArray(name=name, dtype="fp16", shape=shape, array_dtype=array_dtype, reader=reader)
 
 
 def _iter_field_chunks(
@@ -179,13 +174,10 @@ def is_smaller_by_fields(blocks: Bytes, field_sizes: Sequence[int]) -> bool:
     """Return whether separate frames of the block fields are smaller than one frame of the blocks, by a sample."""
     block_bytes = sum(field_sizes)
     sample = blocks[: max(1, _SAMPLE_BYTES // block_bytes) * block_bytes].reshape(-1, block_bytes)
-    begins = np.cumsum([0, *field_sizes[:-1]])
-    field_buffers = [
-        np.ascontiguousarray(sample[:, b : b + n]).reshape(-1) for b, n in zip(begins, field_sizes, strict=True)
-    ]
+    fields = np.split(sample, np.cumsum(field_sizes)[:-1], axis=1)
     separate_bytes, joint_bytes = (
-        sum(len(encode(data, dtype="fp16", effort="fast")) for data in buffers)
-        for buffers in (field_buffers, [np.ascontiguousarray(sample).reshape(-1)])
+        sum(len(encode(np.ascontiguousarray(table).reshape(-1), dtype="fp16", effort="fast")) for table in tables)
+        for tables in (fields, [sample])
     )
     return separate_bytes < joint_bytes
 
@@ -301,11 +293,8 @@ def can_restore_file(frames: FrameSet, output: str | None = None) -> bool:
     passthrough = parse_passthrough(frames.document.metadata, frames.path)
     if passthrough is None or output is None:
         return passthrough is not None
-    is_array_output = (
-        find_array_format(output) is not None
-        and PurePath(output).suffix.lower() != PurePath(passthrough.name).suffix.lower()
-    )
-    return not is_array_output and not is_directory_output(output)
+    has_own_suffix = PurePath(output).suffix.lower() == PurePath(passthrough.name).suffix.lower()
+    return (has_own_suffix or find_array_format(output) is None) and not is_directory_output(output)
 
 
 def restore_file(
@@ -318,27 +307,8 @@ def restore_file(
 ) -> RestoreResult:
     """Decode frames and write the file that they were made from; the output is read back and its hash compared.
 
-    Parameters
-    ----------
-    frames
-        `kvmnn.bundle.open_frames`, of a file that was kept whole.
-    output
-        The file, or a binary stream.
-    options
-        Limits, codecs, threads.
-    force
-        Replace a file that exists; the frames are never replaced.
-    progress
-        Called with raw bytes.
-
-    Raises
-    ------
-    OptionError
-        When the frames are not of such a file.
-    ManifestError
-        When the manifest's record of it does not match the arrays.
-    KvmnnError
-        As `kvmnn.formats.restore`. Nothing remains then.
+    Parameters and errors are those of `restore_arrays`; `OptionError` where the frames are not of a file that was kept
+    whole, and `ManifestError` where the manifest's account of it does not fit the arrays.
     """
     start_time = time.perf_counter()
     options = options or DecodeOptions()

@@ -10,14 +10,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path, PurePath
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from .. import dtypes
 from .._util.parallel import Progress
 from ..arrays.array import LazyArray
+from ..arrays.cast import to_float32
 from ..arrays.layers import AmbiguousAxesError, LayerArray, check_kv_shapes, collect_layers, format_input_prefix
 from ..arrays.naming import parse_conventional_name, parse_layer
 from ..arrays.positions import read_token_positions
@@ -76,10 +75,7 @@ def plan_cache(
         input=" ".join(source.inputs),
         output=output,
     )
-    if output is not None:
-        with FileOutput(output, force=force, exclude=source.files) as file:
-            file.file.write((json.dumps(plan.to_plan_entries()) + "\n").encode())
-            file.commit()
+    _write_plan(output, plan.to_plan_entries(), force, source.files)
     return plan
 
 
@@ -127,8 +123,7 @@ def _require_single_text(source: Source) -> None:
     if len(sequences) > 1 and "sequence" not in details:
         raise MissingOptionError(
             f"{format_input_prefix(source)}holds tokens of {len(sequences)} sequences, and a policy keeps those of one "
-            f"text: "
-            "--part sequence=N takes those of one"
+            "text: --part sequence=N takes those of one"
         )
 
 
@@ -163,11 +158,15 @@ def plan_from_file(
     )
     plans = plan_layers(scores, config)
     plans = replace(plans, input=path, output=output, seconds=time.perf_counter() - start_time)
-    if output is not None:
-        with FileOutput(output, force=force, exclude=[path]) as file:
-            file.file.write((json.dumps(plans.to_plan_entries()) + "\n").encode())
-            file.commit()
+    _write_plan(output, plans.to_plan_entries(), force, [path])
     return plans
+
+
+def _write_plan(output: str | None, entries: object, force: bool, exclude: Sequence[str]) -> None:
+    if output is not None:
+        with FileOutput(output, force=force, exclude=exclude) as file:
+            file.file.write((json.dumps(entries) + "\n").encode())
+            file.commit()
 
 
 def read_scores(
@@ -196,13 +195,8 @@ def read_scores(
         array_kind = input_kind or ("scores" if array.ndim == 1 else "attention")
         for label, layer_values in _split_array_layers(path, name, array, array_kind):
             if array_kind == "scores":
-                layer_scores.append(
-                    LayerScores(
-                        name=label,
-                        kv_len=num_tokens or layer_values.size * config.effective_block_tokens,
-                        scores=layer_values,
-                    )
-                )
+                kv_len = num_tokens or layer_values.size * config.effective_block_tokens
+                layer_scores.append(LayerScores(name=label, kv_len=kv_len, scores=layer_values))
             elif (layer_values < 0).any():
                 raise SourceError(
                     f"{path}: {label} has numbers below 0: expected attention, as softmax gives it: K and V are none "
@@ -233,9 +227,7 @@ def _select_batch_text(
         if batch is None and num_texts != 1:
             raise MissingOptionError(
                 f"{path}: {name} has the shape {array.shape}, attention of a batch of {num_texts} texts: --part "
-                "batch=N "
-                f"plans "
-                "one of them, from 0"
+                "batch=N plans one of them, from 0"
             )
         if batch is not None and batch >= num_texts:
             raise OptionError(
@@ -274,9 +266,8 @@ def _read_float_arrays(path: str, options: ReadOptions | None) -> list[tuple[str
     options = options or ReadOptions()
     if os.path.isdir(path) and registry.detect(path) is PACKED:
         raise _make_kv_input_error(path)
-    source = registry.open(
-        path, replace(options, engine=replace(options.engine, allow_unknown_heads=True, default_to_first_stream=True))
-    )
+    engine = replace(options.engine, allow_unknown_heads=True, default_to_first_stream=True)
+    source = registry.open(path, replace(options, engine=engine))
     if source.engine_cache is not None or FILE_KEY in source.metadata or any(map(parse_conventional_name, source)):
         raise _make_kv_input_error(path, f" ({source.engine_cache})" if source.engine_cache is not None else "")
     return [(array.name, _to_float32_array(array)) for array in source.arrays]
@@ -285,20 +276,13 @@ def _read_float_arrays(path: str, options: ReadOptions | None) -> list[tuple[str
 def _make_kv_input_error(path: str, description: str = "") -> MissingOptionError:
     return MissingOptionError(
         f"{path}: holds K and V{description}: planning needs attention, or scores of blocks, which no cache holds: "
-        f"--policy "
-        "SPEC plans a cache by lengths or keys (streaming:budget=512, knorm:keep_ratio=0.5 ...); kvmnn eval MODEL "
-        "--text FILE --policy h2o_engine computes attention with a model, and plans with it"
+        "--policy SPEC plans a cache by lengths or keys (streaming:budget=512, knorm:keep_ratio=0.5 ...); kvmnn eval "
+        "MODEL --text FILE --policy h2o_engine computes attention with a model, and plans with it"
     )
 
 
 def _to_float32_array(array: LazyArray) -> Floats:
-    elements = np.concatenate([*array.iter_chunks()])
-    if array.dtype == "fp16":
-        values: npt.NDArray[Any] = elements.view("<f2").astype(np.float32)
-    elif array.dtype == "fp32":
-        values = elements.view("<f4").astype(np.float32)
-    else:
-        values = (elements.view("<u2").astype(np.uint32) << 16).view(np.float32)
+    values = to_float32(np.concatenate([*array.iter_chunks()]), array.dtype)
     shape = array.shape if array.itemsize == array.coded_itemsize else (values.size,)
     return np.ascontiguousarray(values.reshape(shape, order=array.order))
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import PurePath
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from .._util.parallel import Progress
 from .._util.text import pluralize
@@ -32,7 +32,7 @@ from .hf import in_memory, saved
 from .mnn import dump, restore_dump
 from .mnn.packed_reader import PACKED
 from .mnn.prefix_restorer import RestorePrefixResult, can_restore_prefix, restore_prefix
-from .options import PackedOptions, ReadOptions
+from .options import EngineOptions, PackedOptions, ReadOptions
 from .passthrough import apply_recorded_options, can_restore_file, reopen_original, restore_file
 from .raw import parse_page_name
 from .restorer import RestoreResult, restore_arrays
@@ -90,6 +90,7 @@ def read_original_arrays(frames: Source, path: str, options: ReadOptions) -> Sou
     return original
 
 
+_Options = TypeVar("_Options", ReadOptions, EngineOptions)
 _MAX_SCANNED_NAMES = 1000
 _FRAME_SUFFIXES = (manifest.FRAME_SUFFIX, ".json")
 
@@ -170,34 +171,25 @@ def open(
     >>> keys = source["layer_0.key"].to_numpy()
     >>> session = kvmnn.open("chat.session", model="llama.gguf", invert=["k-order"])
     """
-    read_overrides: dict[str, Any] = {
-        "dtype": dtype,
-        "tensors": tuple(tensors) or None,
-        "skip_unsupported": skip_unsupported,
-        "packed": packed,
-        "decode_frames": decode_frames,
-        "threads": threads,
-        "codes": codes,
-    }
-    options = replace(
-        options or ReadOptions(), **{name: value for name, value in read_overrides.items() if value is not None}
+    options = _override(
+        options or ReadOptions(),
+        dtype=dtype,
+        tensors=tuple(tensors) or None,
+        skip_unsupported=skip_unsupported,
+        packed=packed,
+        decode_frames=decode_frames,
+        threads=threads,
+        codes=codes,
     )
     if any(override is not None for override in (axes, shape, batch, half)):
         options = replace(options, axis_spec=AxisSpec(axes, shape, batch, half=half))
     options = _apply_model_options(options, kv_heads, model)
-    engine_values: dict[str, Any] = {
-        "invert": invert and tuple(invert),
-        "stream": stream,
-        "sequence": sequence,
-        "window_cache": window_cache,
-    }
-    override = {name: value for name, value in engine_values.items() if value is not None}
-    if override:
-        options = replace(options, engine=replace(options.engine, **override))
+    invert = invert and tuple(invert)
+    engine = _override(options.engine, invert=invert, stream=stream, sequence=sequence, window_cache=window_cache)
+    options = replace(options, engine=engine)
     if not isinstance(path, str | bytes | os.PathLike | MappedFile):
-        return _invert_requested(
-            _validate_kv_heads(_add_code_note(in_memory.read_in_memory(path, options)), kv_heads), options
-        )
+        source = _add_code_note(in_memory.read_in_memory(path, options))
+        return _invert_requested(_validate_kv_heads(source, kv_heads), options)
     head = FileHead.from_stream(path) if isinstance(path, MappedFile) else FileHead.from_path(os.fsdecode(path))
     source = _read(head, options)
     path = source.inputs[0] if head.kind == "url" else head.path
@@ -220,6 +212,11 @@ def open(
     return _invert_requested(_validate_kv_heads(source, kv_heads), options)
 
 
+def _override(options: _Options, **values: Any) -> _Options:
+    """Return the options with the values that are specified (not None)."""
+    return replace(options, **{name: value for name, value in values.items() if value is not None})
+
+
 def _note_other_numbers(source: Source, options: ReadOptions) -> None:
     """Add a note if ``--dtype`` reinterprets words of a floating point type as another type, which changes values."""
     for array in source.arrays if options.dtype else ():
@@ -232,14 +229,12 @@ def _apply_model_options(
     options: ReadOptions, kv_heads: int | None, model: str | os.PathLike[str] | None
 ) -> ReadOptions:
     """Return the options with the specified number of kv heads and model."""
-    if kv_heads is None and model is None:
-        return options
-    packed_options = options.packed or PackedOptions()
+    packed = options.packed or PackedOptions()
     if kv_heads is not None:
-        packed_options = replace(packed_options, geometry=replace(packed_options.geometry, kv_heads=kv_heads))
+        packed = replace(packed, geometry=replace(packed.geometry, kv_heads=kv_heads))
     if model is not None:
-        packed_options = replace(packed_options, model=os.fsdecode(model))
-    return replace(options, packed=packed_options)
+        packed = replace(packed, model=os.fsdecode(model))
+    return options if kv_heads is None and model is None else replace(options, packed=packed)
 
 
 def _add_code_note(source: Source) -> Source:
@@ -254,9 +249,8 @@ def _add_code_note(source: Source) -> Source:
 
 def _validate_kv_heads(source: Source, kv_heads: int | None) -> Source:
     """Return the source; raise `OptionError` if the number of kv heads differs from `kv_heads` or is unknown."""
-    has_row_heads = (
-        source.engine_cache is not None and source.engine_cache.engine == llama.ENGINE
-    )  # which the reader has checked
+    # Of llama.cpp's rows they were specified already.
+    has_row_heads = source.engine_cache is not None and source.engine_cache.engine == llama.ENGINE
     if kv_heads is None or has_row_heads or FILE_KEY in source.metadata:
         return source
     label, axes = " ".join(source.inputs), declared_axes(source)
@@ -315,9 +309,7 @@ def find_readable_entry(path: str) -> str | None:
             with suppress(KvmnnError):
                 if detect(entry_path) is not UNKNOWN_FOLDER:
                     return name
-        elif (
-            find_array_format(entry_path) is not None or find_engine_format(FileHead.from_path(entry_path)) is not None
-        ):
+        elif find_array_format(entry_path) or find_engine_format(FileHead.from_path(entry_path)):
             return name
     return None
 
@@ -339,10 +331,9 @@ def _read_frames(path: str, options: ReadOptions) -> Source:
     are_codes = options.dtype in FLOAT8_NAMES
     frames = open_frames(path, options=DecodeOptions(dtype=None if are_codes else options.dtype))
     for entry in frames.arrays if options.dtype is not None else ():
-        if (entry.element or entry.dtype) != options.dtype:
-            raise OptionError(
-                f"{path}: the manifest says {entry.element or entry.dtype}, not {options.dtype} (--dtype)"
-            )
+        dtype = entry.element or entry.dtype
+        if dtype != options.dtype:
+            raise OptionError(f"{path}: the manifest says {dtype}, not {options.dtype} (--dtype)")
     source = make_frame_source(frames.without_unused_arrays(), DecodeOptions(threads=options.threads))
     source.metadata.pop(PACKED_FILES_KEY, None)
     if not options.codes:

@@ -105,10 +105,8 @@ class RestoreResult(Record):
         if self.metadata_files:
             metadata_text = pluralize(len(self.metadata_files), "metadata file")
             return self._format_summary(f"a KV dump of {arrays_text} and {metadata_text}")
-        contents = [arrays_text, *self.beside]
-        line = self._format_summary(
-            " and ".join([", ".join(contents[:-1]), contents[-1]] if contents[1:] else contents)
-        )
+        *first_texts, last_text = arrays_text, *self.beside
+        line = self._format_summary(" and ".join(filter(None, [", ".join(first_texts), last_text])))
         renames_text = describe_renamed_files(zip((array.name for array in self.arrays), self.files, strict=False))
         lines = [*format_missing(self.completeness), *([renames_text] if renames_text else [])]
         return "\n  ".join([line, *lines])

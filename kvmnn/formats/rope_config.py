@@ -5,6 +5,7 @@ For compression, wrong parameters only cost size. For rotating K, unknown settin
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -42,22 +43,9 @@ def read_config_rotary(path: str, head_dim: int) -> tuple[RopeConfig | None, lis
     SourceError
         When there is no configuration, it cannot be read, or a value is invalid.
     """
-    config_path = Path(path)
-    if not config_path.exists():
+    if not os.path.exists(path):
         raise SourceError(f"{path}: cannot be read: No such file or directory")
-    config_files = (
-        [config_path]
-        if config_path.is_file()
-        else [config_path / name for name in CONFIG_NAMES if (config_path / name).is_file()]
-    )
-    if not config_files:
-        raise SourceError(
-            f"{path}: has neither {CONFIG_NAMES[0]} nor {CONFIG_NAMES[1]}, so it says no rotary parameters"
-        )
-    fields: dict[str, Any] = {}
-    for file in reversed(config_files):  # what transformers wrote, before what an export of MNN says
-        fields |= read_object(file, allow_nan=True)
-    label = str(config_files[0])
+    fields, label = _read_config(path, "says")
     notes: list[str] = []
     try:
         rotary = RopeConfig.from_config(_select_language_rope(fields, head_dim, label, notes))
@@ -68,13 +56,31 @@ def read_config_rotary(path: str, head_dim: int) -> tuple[RopeConfig | None, lis
     return rotary, notes
 
 
-def _select_language_rope(fields: dict[str, Any], head_dim: int, label: str, notes: list[str]) -> dict[str, Any]:
-    """Return the settings of the language model, with one set of RoPE parameters of known scaling."""
+def _read_config(path: str, verb: str) -> tuple[dict[str, Any], str]:
+    """Return the settings of the language model in a configuration, and the file that messages name."""
+    folder = Path(path)
+    files = [folder] if folder.is_file() else [file for name in CONFIG_NAMES if (file := folder / name).is_file()]
+    if not files:
+        raise SourceError(f"{path}: has neither {' nor '.join(CONFIG_NAMES)}, so it {verb} no rotary parameters")
+    fields: dict[str, Any] = {}
+    for file in reversed(files):  # what transformers wrote comes before what an export of MNN has
+        fields |= read_object(file, allow_nan=True)
     for part in LANGUAGE_CONFIG_KEYS:
         if isinstance(fields.get(part), dict):
             fields = {**fields, **fields[part], part: None}
-    if fields.get("head_dim") is None and not (fields.get("hidden_size") and fields.get("num_attention_heads")):
-        fields = {**fields, "head_dim": head_dim}
+    return fields, str(files[0])
+
+
+def _add_head_dim(fields: dict[str, Any], head_dim: int) -> dict[str, Any]:
+    has_head_dim = fields.get("head_dim") is not None or (
+        fields.get("hidden_size") and fields.get("num_attention_heads")
+    )
+    return fields if has_head_dim else {**fields, "head_dim": head_dim}
+
+
+def _select_language_rope(fields: dict[str, Any], head_dim: int, label: str, notes: list[str]) -> dict[str, Any]:
+    """Return the settings with one set of rotary parameters, whose scaling is known."""
+    fields = _add_head_dim(fields, head_dim)
     for name in ("rope_parameters", "rope_scaling"):
         rope = fields.get(name)
         if rope is None:
@@ -116,21 +122,7 @@ def read_config_layer_ropes(
     path: str, num_layers: int, head_dim: int, num_tokens: int
 ) -> tuple[LayerRopes | None, list[str]]:
     """Read the RoPE frequencies of each layer from a configuration of transformers or MNN, and notes."""
-    config_path = Path(path)
-    files = (
-        [config_path]
-        if config_path.is_file()
-        else [config_path / name for name in CONFIG_NAMES if (config_path / name).is_file()]
-    )
-    if not files:
-        raise SourceError(
-            f"{path}: has neither {CONFIG_NAMES[0]} nor {CONFIG_NAMES[1]}, so it has no rotary parameters"
-        )
-    fields: dict[str, Any] = {}
-    for file in reversed(files):  # what transformers wrote comes before what an export of MNN has
-        fields |= read_object(file, allow_nan=True)
-    label = str(files[0])
-    fields = _merge_language_config(fields)
+    fields, label = _read_config(path, "has")
     try:
         return parse_layer_ropes(fields, num_layers, head_dim, num_tokens), _list_doubts(fields, label)
     except (KvmnnError, TypeError) as error:
@@ -144,25 +136,15 @@ def _list_doubts(fields: Mapping[str, Any], label: str) -> list[str]:
     return []
 
 
-def _merge_language_config(fields: dict[str, Any]) -> dict[str, Any]:
-    for part in LANGUAGE_CONFIG_KEYS:
-        if isinstance(fields.get(part), dict):
-            fields = {**fields, **fields[part], part: None}
-    return fields
-
-
 def parse_layer_ropes(fields: dict[str, Any], num_layers: int, head_dim: int, num_tokens: int) -> LayerRopes | None:
     """Parse how K of each layer is rotated; None where nothing says it. `KvmnnError` for values that are not valid."""
     if fields.get("kv_lora_rank"):
         raise SourceError("K is latent (kv_lora_rank): its rotated part cannot be told apart")
-    if fields.get("head_dim") is None and not (fields.get("hidden_size") and fields.get("num_attention_heads")):
-        fields = {**fields, "head_dim": head_dim}
+    fields = _add_head_dim(fields, head_dim)
     _check_head_dim(fields, head_dim)
     kinds = _list_layer_kinds(fields, num_layers)
     rotated_flags = _list_rotated_layers(fields, kinds)
-    rope_by_kind: dict[str, RopeFrequencies | None] = {
-        kind: _parse_kind_rope(fields, kind, num_tokens) for kind in sorted({*kinds})
-    }
+    rope_by_kind = {kind: _parse_kind_rope(fields, kind, num_tokens) for kind in sorted({*kinds})}
     if None in rope_by_kind.values():
         return None
     for rope in rope_by_kind.values():
@@ -179,11 +161,8 @@ def _check_head_dim(fields: Mapping[str, Any], head_dim: int) -> None:
     default_head_dim = (
         hidden_size // num_heads if type(hidden_size) is int and type(num_heads) is int and num_heads > 0 else None
     )
-    declared_head_dim = fields.get("head_dim")
-    for key, value in (
-        ("head_dim", default_head_dim if declared_head_dim is None else declared_head_dim),
-        ("rotary_dim", fields.get("rotary_dim")),
-    ):
+    declared_head_dim = default_head_dim if fields.get("head_dim") is None else fields["head_dim"]
+    for key, value in (("head_dim", declared_head_dim), ("rotary_dim", fields.get("rotary_dim"))):
         if type(value) is int and value > head_dim:
             raise SourceError(f"{key} is {value}, the cache has heads of {head_dim}")
 
@@ -255,8 +234,7 @@ def _compute_frequencies(fields: dict[str, Any], rope: dict[str, Any], num_token
         if type(max_tokens) is not int or num_tokens > max_tokens:
             raise SourceError(
                 f"rope_type {kind!r} rotates K of texts above {max_tokens} tokens by their length at that time, which "
-                f"no "
-                f"cache records, and this text has {num_tokens:,} tokens"
+                f"no cache records, and this text has {num_tokens:,} tokens"
             )
     elif kind not in _UNSCALED_ROPE_TYPES:
         raise SourceError(
@@ -264,11 +242,8 @@ def _compute_frequencies(fields: dict[str, Any], rope: dict[str, Any], num_token
             f"{', '.join((*_UNSCALED_ROPE_TYPES, *_SCALED_ROPE_TYPES))}"
         )
     unscaled = _build_frequencies({**fields, "rope_parameters": {**rope, "rope_type": "default"}})
-    return (
-        unscaled
-        if unscaled is None or kind not in ("longrope", "su")
-        else _divide_frequencies(unscaled, rope.get("short_factor"))
-    )
+    is_divided = unscaled is not None and kind in ("longrope", "su")
+    return _divide_frequencies(unscaled, rope.get("short_factor")) if unscaled and is_divided else unscaled
 
 
 def _build_frequencies(fields: Mapping[str, Any]) -> RopeFrequencies | None:

@@ -57,14 +57,7 @@ class TensorEntry(NamedTuple):
 
 
 class TensorIndex(Sequence[TensorEntry]):
-    """All entries, in the order of their data.
-
-    Parameters
-    ----------
-    header_text
-        The header.
-    label
-        Begins the messages.
+    """All entries of a header, in the order of their data.
 
     Attributes
     ----------
@@ -237,16 +230,11 @@ def read(file: MappedFile, options: ReadOptions) -> Source:
         raise make_no_tensor_error(
             file.label, [_explain_unsupported(make_array, int(tensor_id)) for tensor_id in unsupported_ids[:1]]
         )
-    nbytes = int(
-        (header.tensors.ends[selected_ids] - header.tensors.begins[selected_ids] + 3 * code_counts[selected_ids]).sum()
-    )
-    decoded_codes = np.unique(header.tensors.kind_codes[selected_ids[code_counts[selected_ids] > 0]])
-    code_types = tuple(
-        _FLOAT8_NAME_BY_KIND.get(header.tensors.kinds[code], options.dtype or "") for code in decoded_codes
-    )
-    arrays = LazyArrayList(
-        selected_ids, make_array, header.tensors.get_names, header.tensors.find_id, nbytes, code_types
-    )
+    tensors = header.tensors
+    nbytes = int((tensors.ends - tensors.begins + 3 * code_counts)[selected_ids].sum())
+    decoded_codes = np.unique(tensors.kind_codes[selected_ids[code_counts[selected_ids] > 0]])
+    code_types = tuple(_FLOAT8_NAME_BY_KIND.get(tensors.kinds[code], options.dtype or "") for code in decoded_codes)
+    arrays = LazyArrayList(selected_ids, make_array, tensors.get_names, tensors.find_id, nbytes, code_types)
     return Source(arrays, header.metadata, LazySequence(unsupported_ids, partial(_explain_unsupported, make_array)))
 
 

@@ -138,7 +138,7 @@ def read_positions_sidecar(
     document = parse_document(text, path)
     layers = document.get("layers").read_list()
     if layer_numbers is not None and len(layers) > len(tokens):
-        entry_by_layer = {_parse_layer_number(entry, index): entry for index, entry in enumerate(layers)}
+        entry_by_layer = {parse_layer_number(entry, index): entry for index, entry in enumerate(layers)}
         layers = [entry_by_layer[layer_number] for layer_number in layer_numbers if layer_number in entry_by_layer]
     if len(layers) != len(tokens):
         raise SourceError(f"{path}: has positions of {len(layers)} layers: the arrays are of {len(tokens)}")
@@ -159,9 +159,8 @@ def is_dump_kv_folder(source: Source) -> bool:
     if sidecar is None or any(len(array.shape) != 3 for array in source.arrays):
         return False
     document = parse_document(*sidecar)
-    layers = (
-        document.get("layers").read_list() if isinstance(document.value, dict) and "kvmnn" in document.value else []
-    )
+    is_own = isinstance(document.value, dict) and "kvmnn" in document.value
+    layers = document.get("layers").read_list() if is_own else []
     if not layers or document.value.get("format") != "npy":
         return False
     tokens = {layer.value.get("tokens") for layer in layers if isinstance(layer.value, dict)}
@@ -178,14 +177,12 @@ def read_positions_by_layer(source: Source) -> PositionMap:
     except SourceError:
         return read_token_positions(source)
     sidecar = read_positions_sidecar(source, [entry.geometry[1] for entry in key_arrays.values()], list(key_arrays))
-    return (
-        read_token_positions(source)
-        if sidecar is None
-        else dict(zip(key_arrays, sidecar.positions_in_text, strict=True))
-    )
+    if sidecar is None:
+        return read_token_positions(source)
+    return dict(zip(key_arrays, sidecar.positions_in_text, strict=True))
 
 
-def _parse_layer_number(layer: JsonReader, index: int) -> int:
+def parse_layer_number(layer: JsonReader, index: int) -> int:
     """Return the layer's number; `index`, its place in the list, if the entry has none."""
     return layer.get("layer").read_int(0) if isinstance(layer.value, dict) and "layer" in layer.value else index
 

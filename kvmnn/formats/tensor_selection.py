@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -30,8 +30,7 @@ def format_dequantised_note(types: Iterable[str], dtype: str, block_bytes: int, 
     """Format a note on values decoded from quantised blocks: their types, and the bytes before and after."""
     return (
         f"dequantised from {', '.join(types)} to {dtype}: {block_bytes:,} bytes in the file became {value_bytes:,}, "
-        f"and sizes "
-        "and ratios are of these"
+        "and sizes and ratios are of these"
     )
 
 
@@ -179,7 +178,10 @@ def select_from_source(source: Source, path: str, options: ReadOptions) -> Sourc
     """
     if not options.tensors:
         return source
-    check_tensor_names(path, source, options)
+    missing_names = set(options.tensors) - {array.name for array in source.arrays}
+    if missing_names:
+        names_text = ", ".join(repr(array.name) for array in source.arrays[:8])
+        raise SourceError(f"{path}: no array named {min(missing_names)!r}; it has {names_text}")
     arrays = [array for array in source.arrays if array.name in options.tensors]
     if len(arrays) == len(source.arrays):
         return source
@@ -217,8 +219,13 @@ def build_packed_positions_sidecar(cache: CacheInfo | None) -> dict[str, str]:
         for layer in cache.layers
     ]
     is_rotated = any(layer.text_positions is not None for layer in cache.layers)  # then it is no length of the text
-    tokens_seen_entry = {} if cache.next_position is None or is_rotated else {"tokens_seen": cache.next_position}
-    return {SIDECAR_KEY: dump_sidecars({POSITIONS_NAME: json.dumps({**tokens_seen_entry, "layers": layers}).encode()})}
+    return build_positions_sidecar(None if is_rotated else cache.next_position, layers)
+
+
+def build_positions_sidecar(tokens_seen: int | None, layers: list[dict[str, Any]]) -> dict[str, str]:
+    """Return a positions document as the metadata that frames keep of it."""
+    tokens_entry = {} if tokens_seen is None else {"tokens_seen": tokens_seen}
+    return {SIDECAR_KEY: dump_sidecars({POSITIONS_NAME: json.dumps({**tokens_entry, "layers": layers}).encode()})}
 
 
 _MAX_SIDECAR_POSITIONS = 1 << 20  # of a folder: the document must stay below what is read of one
@@ -230,33 +237,17 @@ def build_engine_positions_sidecar(source: Source) -> dict[str, str]:
     Empty if nothing is missing, if tokens are not in the order of their text, and above 2^20 positions.
     """
     cache = source.engine_cache
-    if (
-        cache is None
-        or SIDECAR_KEY in source.metadata
-        or cache.is_contiguous_prefix
-        or cache.has_padding
-        or not cache.is_ascending
-    ):
+    if cache is None or SIDECAR_KEY in source.metadata:
+        return {}
+    if cache.is_contiguous_prefix or cache.has_padding or not cache.is_ascending:
         return {}
     position_map = read_token_positions(source)
     if not position_map or sum(positions.size for positions in position_map.values()) > _MAX_SIDECAR_POSITIONS:
         return {}
     layers = [{"layer": layer, "positions": positions.tolist()} for layer, positions in position_map.items()]
     tokens_seen = 1 + max(int(positions.max(initial=-1)) for positions in position_map.values())
-    return {
-        SIDECAR_KEY: dump_sidecars(
-            {POSITIONS_NAME: json.dumps({"tokens_seen": tokens_seen, "layers": layers}).encode()}
-        )
-    }
+    return build_positions_sidecar(tokens_seen, layers)
 
 
 def _expand_runs(runs: PositionRuns) -> list[int]:
     return [position for begin, size in runs for position in range(begin, begin + size)]
-
-
-def check_tensor_names(path: str, source: Source, options: ReadOptions) -> None:
-    """Raise `SourceError` for a name in `options.tensors` that the source lacks."""
-    missing_names = set(options.tensors) - {array.name for array in source.arrays}
-    if missing_names:
-        names_text = ", ".join(repr(array.name) for array in source.arrays[:8])
-        raise SourceError(f"{path}: no array named {min(missing_names)!r}; it has {names_text}")

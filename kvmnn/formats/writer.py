@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path, PurePath
 from typing import NamedTuple
 
-from .._util.parallel import BackgroundHasher, parallel_map, resolve_threads
+from .._util.parallel import BackgroundHasher, Progress, parallel_map, resolve_threads
 from ..arrays.array import ArrayInfo, Chunk, LazyArray
 from ..arrays.completeness import dump_completeness_json
 from ..arrays.engine_cache import EngineCacheInfo
@@ -38,12 +38,7 @@ _ANY_DTYPE_OPTIONS = ReadOptions(fallback_dtypes=("fp16", "fp32"), decode_frames
 class ReadBackError(OutputError):
     """A file does not contain what was written to it, or the written bytes are not the expected ones.
 
-    Parameters
-    ----------
-    message
-        What and where.
-    index
-        Which of the arrays.
+    `index` is the number of the array.
     """
 
     def __init__(self, message: str, index: int) -> None:
@@ -70,6 +65,16 @@ class HashingIterator:
     def hashes(self) -> list[str]:
         """Return the hashes in hexadecimal digits."""
         return [digest.hexdigest() for digest in self._digests]
+
+
+def iter_source_chunks(source: Source, progress: Progress | None) -> Iterator[tuple[int, Chunk]]:
+    """Yield the bytes of all arrays as `write_arrays` takes them; `progress` is called with raw bytes."""
+    for index, array in enumerate(source.arrays):
+        for chunk in array.iter_chunks(_HASH_CHUNK_BYTES):
+            yield index, chunk
+            if progress:
+                progress(chunk.size)
+            del chunk
 
 
 class WrittenFile(NamedTuple):
@@ -102,25 +107,22 @@ def verify_written(written_files: Sequence[WrittenFile], hashes: Sequence[str], 
 
 def _iter_array_pairs(file: WrittenFile) -> Iterator[tuple[ArrayInfo, LazyArray]]:
     """Iterate over pairs of the expected array and the array that the file contains."""
+    if file.format is None:
+        (info,) = file.arrays
+        info_fields = {field.name: getattr(info, field.name) for field in fields(ArrayInfo)}
+        yield info, LazyArray(**info_fields, reader=partial(iter_file_chunks, file.path, None))
+        return
     try:
-        arrays = (
-            [_make_raw_array(file)]
-            if file.format is None
-            else file.format.read_file(MappedFile(file.path), _ANY_DTYPE_OPTIONS).arrays
-        )
+        arrays = file.format.read_file(MappedFile(file.path), _ANY_DTYPE_OPTIONS).arrays
     except KvmnnError as error:
         raise _make_unreadable_error(file, error, 0) from None
-    is_multi_array = file.format is not None and file.format.is_multi_array
-    by_name = {array.name if is_multi_array else file.arrays[0].name: array for array in arrays}
+    by_name = {array.name if file.format.is_multi_array else file.arrays[0].name: array for array in arrays}
     if len(arrays) != len(file.arrays):
         raise ReadBackError(f"{file.target}: {len(arrays)} arrays read back of {len(file.arrays)}", 0)
     for info in file.arrays:
         read_array = by_name.get(info.name)
-        if read_array is None or (read_array.shape, read_array.order, read_array.nbytes) != (
-            info.shape,
-            info.order,
-            info.nbytes,
-        ):
+        form = read_array and (read_array.shape, read_array.order, read_array.nbytes)
+        if read_array is None or form != (info.shape, info.order, info.nbytes):
             raise ReadBackError(f"{file.target}: array {info.name!r}: does not read back as written", 0)
         yield info, read_array
 
@@ -128,12 +130,6 @@ def _iter_array_pairs(file: WrittenFile) -> Iterator[tuple[ArrayInfo, LazyArray]
 def _make_unreadable_error(file: WrittenFile, error: KvmnnError, index: int) -> ReadBackError:
     reason = str(error).replace(str(file.path), file.target.name)
     return ReadBackError(f"{file.target}: does not read back: {reason}", index)
-
-
-def _make_raw_array(file: WrittenFile) -> LazyArray:
-    (info,) = file.arrays
-    info_fields = {field.name: getattr(info, field.name) for field in fields(ArrayInfo)}
-    return LazyArray(**info_fields, reader=partial(iter_file_chunks, file.path, None))
 
 
 def _hash_array(array: LazyArray) -> str:
@@ -173,14 +169,11 @@ def _fit_output_metadata(source: Source, output: str) -> tuple[dict[str, str], b
         return reduced_metadata, True
     if COMPLETENESS_KEY not in full_metadata:
         return reduced_metadata, False
-    texts = [
-        full_metadata[COMPLETENESS_KEY],
-        *([dump_completeness_json(source.completeness, [])] if source.completeness else []),
-    ]
-    short_metadata = [{COMPLETENESS_KEY: text} for text in texts]
-    return next(
-        (candidate for candidate in short_metadata if build_comment(candidate) is not None), reduced_metadata
-    ), False
+    short_text = dump_completeness_json(source.completeness, []) if source.completeness else None
+    for text in filter(None, (full_metadata[COMPLETENESS_KEY], short_text)):
+        if build_comment({COMPLETENESS_KEY: text}) is not None:
+            return {COMPLETENESS_KEY: text}, False
+    return reduced_metadata, False
 
 
 def list_lost_information(source: Source, output: str) -> Iterator[str]:
@@ -212,12 +205,8 @@ def list_stale_files(folder: str, files: Sequence[str], metadata: Mapping[str, s
     """Yield a warning if the folder has other arrays, or their token sidecars, that would be read with `files`."""
     written_names = {*files, *collect_folder_sidecars(metadata or {}, folder)}
     sidecar_names = (*SIDECAR_NAMES, COMPLETENESS_FILE)
-    existing_names = (
-        [name for name in sorted(os.listdir(folder)) if name.endswith(NPY_SUFFIX) or name in sidecar_names]
-        if files
-        else []
-    )
-    stale_names = [name for name in existing_names if name not in written_names]
+    other_names = sorted({*os.listdir(folder)} - written_names) if files else []
+    stale_names = [name for name in other_names if name.endswith(NPY_SUFFIX) or name in sidecar_names]
     if stale_names:
         more_text = f" and {len(stale_names) - 1} more" if len(stale_names) > 1 else ""
         yield (
@@ -312,11 +301,8 @@ def write_file(
     select_writer(name, arrays)(output_file.file, arrays, hashing_chunks if hashes is None else chunks, metadata)
     output_file.file.close()
     if not output_file.is_device:
-        verify_written(
-            [WrittenFile(output_file.file.path, output_file.target, find_array_format(name), arrays)],
-            hashes or hashing_chunks.hashes,
-            threads,
-        )
+        written_file = WrittenFile(output_file.file.path, output_file.target, find_array_format(name), arrays)
+        verify_written([written_file], hashes or hashing_chunks.hashes, threads)
 
 
 def select_writer(name: str, arrays: Sequence[ArrayInfo]) -> ArrayWriter:

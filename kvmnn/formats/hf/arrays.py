@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -18,13 +17,13 @@ from ...arrays.axes import select_token_rows
 from ...arrays.engine_cache import EngineCacheInfo, select_engine_layers
 from ...arrays.layers import format_array_name
 from ...arrays.opaque_state import OpaqueState
-from ...arrays.source import SIDECAR_KEY, Source
-from ...bundle.passthrough import POSITIONS_NAME, dump_sidecars
-from ...dtypes import FLOAT8_NAMES, PARTS, Indices, Part, Positions
+from ...arrays.source import Source
+from ...dtypes import FLOAT8_NAMES, PARTS, Indices, Positions
 from ...errors import KvmnnError, SourceError
 from ..options import ReadOptions
 from ..tensor_selection import (
     FLOAT8_FRAME_DTYPE,
+    build_positions_sidecar,
     check_declared_dtype,
     resolve_dtype_name,
     select_tensors,
@@ -35,7 +34,6 @@ from .cache_finder import AnyTensor, KVLayer, TransformersCache
 from .token_rows import (
     BatchTexts,
     CacheRows,
-    TokenRows,
     describe_states,
     find_batch_texts,
     find_token_rows,
@@ -112,11 +110,8 @@ def make_cache_source(label: str, cache: TransformersCache, options: ReadOptions
 
     Rows without a token are left out: unused ones of buffers, and padding that all texts of a batch have.
     """
-    if (
-        options.axis_spec.axes is not None
-        and cache.form in ("pairs", "legacy", "dict")
-        and cache.cross_attention is None
-    ):
+    has_pairs = cache.form in ("pairs", "legacy", "dict") and cache.cross_attention is None
+    if options.axis_spec.axes is not None and has_pairs:
         entries = [
             (name, partial(make_tensor_array, label, name, tensor, options))
             for layer in cache.layers
@@ -155,14 +150,13 @@ def _iter_opaque_states(label: str, resolved: _ResolvedCache) -> Iterator[Opaque
             return
     for other_layer in cache.other_layers:
         for name, tensor in other_layer.tensors:
-            itemsize_by_type = {element_type.name: element_type.itemsize for element_type in ELEMENT_TYPES.values()}
-            if tensor.type_name in itemsize_by_type:
+            if element_type := ELEMENT_TYPES.get(tensor.type_name):
                 yield OpaqueState(
                     layer=other_layer.number,
                     name=name,
                     dtype=tensor.type_name,
                     shape=tuple(tensor.shape),
-                    nbytes=math.prod(tensor.shape) * itemsize_by_type[tensor.type_name],
+                    nbytes=math.prod(tensor.shape) * element_type.itemsize,
                     reader=partial(_read_state_bytes, label, tensor),
                 )
 
@@ -178,8 +172,9 @@ def _resolve_cache(label: str, cache: TransformersCache, *, has_halves: bool) ->
     rows = find_token_rows(cache)
     for layer, token_rows in zip(cache.layers, rows.layer_rows, strict=True):
         if token_rows.row_indices.size == 0:
+            num_rows = layer.keys.shape[2]
             raise SourceError(
-                f"{label}: layer {layer.number}: none of the {layer.keys.shape[2]} rows of its buffers holds a token"
+                f"{label}: layer {layer.number}: none of the {num_rows} rows of its buffers holds a token"
             )
     if rows.eviction_text:
         return _ResolvedCache(cache, rows, BatchTexts())
@@ -215,35 +210,21 @@ def _drop_shared_padding(
     )
 
 
-def _name_kv_tensors(layer: KVLayer, half_name: str = "") -> list[tuple[str, AnyTensor]]:
-    named_tensors = []
-    for part, tensor in zip(PARTS, (layer.keys, layer.values), strict=True):
-        named_tensors.append(
-            (
-                format_half_array_name(layer.number, half_name, part)
-                if half_name
-                else format_array_name(layer.number, part),
-                tensor,
-            )
-        )
-    return named_tensors
-
-
-def format_half_array_name(layer: int, half_name: str, part: Part) -> str:
-    """Return the name of K or V of a layer in one half of an encoder-decoder cache."""
-    return f"layer_{layer}.{half_name}.{part}"
+def _name_kv_tensors(layer: KVLayer, half: str = "") -> list[tuple[str, AnyTensor]]:
+    """Name K and V of a layer, of one half of an encoder-decoder cache ``layer_<n>.<half>.key``."""
+    names = [f"layer_{layer.number}.{half}.{part}" if half else format_array_name(layer.number, part) for part in PARTS]
+    return list(zip(names, (layer.keys, layer.values), strict=True))
 
 
 def _list_entries(label: str, resolved: _ResolvedCache, options: ReadOptions, half_name: str) -> list[tuple[str, Any]]:
-    return [
-        (name, partial(make_tensor_array, label, name, tensor, options, _select_row_indices(layer, rows)))
-        for layer, rows in zip(resolved.cache.layers, resolved.rows.layer_rows, strict=True)
-        for name, tensor in _name_kv_tensors(layer, half_name)
-    ]
-
-
-def _select_row_indices(layer: KVLayer, rows: TokenRows) -> Indices | None:
-    return None if rows.row_indices.size == layer.keys.shape[2] else rows.row_indices
+    entries = []
+    for layer, rows in zip(resolved.cache.layers, resolved.rows.layer_rows, strict=True):
+        row_indices = None if rows.row_indices.size == layer.keys.shape[2] else rows.row_indices
+        entries += [
+            (name, partial(make_tensor_array, label, name, tensor, options, row_indices))
+            for name, tensor in _name_kv_tensors(layer, half_name)
+        ]
+    return entries
 
 
 def _build_positions_metadata(rows: CacheRows) -> dict[str, str]:
@@ -251,11 +232,9 @@ def _build_positions_metadata(rows: CacheRows) -> dict[str, str]:
     layer_positions = _collect_layer_positions(rows)
     if layer_positions is None:
         return {}
-    document = {
-        "tokens_seen": rows.num_tokens,
-        "layers": [{"positions": positions.tolist()} for positions in layer_positions],
-    }
-    return {SIDECAR_KEY: dump_sidecars({POSITIONS_NAME: json.dumps(document).encode()})}
+    return build_positions_sidecar(
+        rows.num_tokens, [{"positions": positions.tolist()} for positions in layer_positions]
+    )
 
 
 def _collect_layer_positions(rows: CacheRows) -> list[Positions] | None:
@@ -331,8 +310,7 @@ def _list_notes(resolved: _ResolvedCache) -> list[str]:
         layer, token_rows = partly_filled[0]
         notes.append(
             f"{cache.class_name}: of the {layer.keys.shape[2]:,} rows of a buffer {token_rows.row_indices.size:,} hold "
-            f"tokens; the "
-            "others are no data"
+            "tokens; the others are no data"
         )
     slid_windows = [
         (layer, token_rows)

@@ -41,15 +41,7 @@ TensorPredicate = Callable[[object], bool]
 
 
 class StubObject:
-    """A stand-in for a transformers object: its class by name, and its attributes.
-
-    Parameters
-    ----------
-    full_name
-        Full name of the class.
-    state
-        Attributes; empty until they are set.
-    """
+    """A stand-in for a transformers object: the full name of its class, and its attributes."""
 
     __slots__ = ("full_name", "state")
 
@@ -149,15 +141,8 @@ def infer_state_kind(names: tuple[str, ...]) -> StateKind:
 
 def list_layer_state_names(state: Mapping[str, Any], is_tensor: TensorPredicate) -> tuple[str, ...]:
     """Return the names of a layer's attributes with tensors other than K and V."""
-    return tuple(
-        sorted(
-            name
-            for name, value in state.items()
-            if name not in _NON_STATE_ATTRIBUTES
-            and not name.startswith("_")
-            and _contains_state_tensor(value, is_tensor)
-        )
-    )
+    names = [name for name in state if name not in _NON_STATE_ATTRIBUTES and not name.startswith("_")]
+    return tuple(sorted(name for name in names if _contains_state_tensor(state[name], is_tensor)))
 
 
 def collect_cache_state_names(
@@ -166,11 +151,7 @@ def collect_cache_state_names(
     """Return the names of states by layer, for a cache with lists or dicts of tensors by layer (``conv_states``)."""
     state_names_by_layer: dict[int, tuple[str, ...]] = {}
     for name in sorted(name for name in state if isinstance(name, str)):
-        value = state[name]
-        if any(word in name for word in _NON_STATE_WORDS) or not isinstance(value, Mapping | list | tuple):
-            continue
-        numbered_items = value.items() if isinstance(value, Mapping) else enumerate(value)
-        for layer_number, item in numbered_items:
+        for layer_number, item in () if any(word in name for word in _NON_STATE_WORDS) else _iter_items(state[name]):
             if type(layer_number) is int and 0 <= layer_number < max_layers and _contains_state_tensor(item, is_tensor):
                 state_names_by_layer[layer_number] = (*state_names_by_layer.get(layer_number, ()), name)
     return state_names_by_layer
@@ -180,9 +161,7 @@ def name_state_tensors(name: str, value: Any, is_tensor: TensorPredicate) -> tup
     """Return the tensors of a state by name: its own name, or ``<name>.<key>`` for a list or dict of tensors."""
     if is_tensor(value):
         return ((name, value),) if 0 not in value.shape else ()
-    if not isinstance(value, Mapping | list | tuple):
-        return ()
-    items = value.items() if isinstance(value, Mapping) else enumerate(value)
+    items = _iter_items(value)
     return tuple((f"{name}.{key}", item) for key, item in items if is_tensor(item) and 0 not in item.shape)
 
 
@@ -190,25 +169,21 @@ def collect_layer_tensors(
     state: Mapping[str, Any], names: Iterable[str], is_tensor: TensorPredicate, layer_number: int | None = None
 ) -> tuple[tuple[str, Any], ...]:
     """Return the tensors of the named states; from lists or dicts by layer, those of layer `layer_number`."""
-    named_tensors: list[tuple[str, Any]] = []
-    for name in names:
-        named_tensors += name_state_tensors(
-            name, state[name] if layer_number is None else state[name][layer_number], is_tensor
-        )
-    return tuple(named_tensors)
+    values = [(name, state[name] if layer_number is None else state[name][layer_number]) for name in names]
+    return tuple(entry for name, value in values for entry in name_state_tensors(name, value, is_tensor))
 
 
-def _contains_state_tensor(value: object, is_tensor: TensorPredicate) -> bool:
+def _contains_state_tensor(value: Any, is_tensor: TensorPredicate) -> bool:
     """Return whether a value is a nonempty tensor with a batch axis, or a list or dict of such."""
-    return any(len(item.shape) > 1 and 0 not in item.shape for item in _iter_tensors(value, is_tensor))
+    tensors = [value] if is_tensor(value) else [item for _, item in _iter_items(value) if is_tensor(item)]
+    return any(len(tensor.shape) > 1 and 0 not in tensor.shape for tensor in tensors)
 
 
-def _iter_tensors(value: object, is_tensor: TensorPredicate) -> Iterator[Any]:
-    if is_tensor(value):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        items = list(value.values()) if isinstance(value, Mapping) else value
-        yield from filter(is_tensor, items)
+def _iter_items(value: object) -> Iterable[tuple[Any, Any]]:
+    """The names or numbers and items of a dict, list or tuple; empty for all else."""
+    if isinstance(value, Mapping):
+        return value.items()
+    return enumerate(value) if isinstance(value, list | tuple) else ()
 
 
 _MAX_DEPTH = 4
@@ -238,16 +213,12 @@ def find_cache(label: str, root: object, is_tensor: TensorPredicate) -> Transfor
         )
         raise SourceError(f"{label}: a {cache.class_name} without {missing_text}")
     for half_cache in filter(None, (cache, cache.cross_attention)):
-        is_static = any(layer.is_buffer for layer in half_cache.layers)
-        half_cache.form = (
-            "static"
-            if is_static
-            else FORM_BY_CLASS.get("dict" if isinstance(root, Mapping) else half_cache.class_name, "cache")
-        )
-        if isinstance(root, Mapping):
-            half_cache.sidecar_tensors = {
-                name: value for name, value in root.items() if isinstance(name, str) and is_tensor(value)
-            }
+        half_cache.form = FORM_BY_CLASS.get("dict" if isinstance(root, Mapping) else half_cache.class_name, "cache")
+        if any(layer.is_buffer for layer in half_cache.layers):
+            half_cache.form = "static"
+        for name, value in root.items() if isinstance(root, Mapping) else ():
+            if isinstance(name, str) and is_tensor(value):
+                half_cache.sidecar_tensors[name] = value
     return cache
 
 
@@ -346,19 +317,12 @@ class _CacheFinder:
             cache.num_sinks = self._parse_natural(state.get("num_sink_tokens"))
             cache.is_rerotated = self.is_tensor(state.get("_cos_cache"))
         state_names_by_layer = collect_cache_state_names(state, self.is_tensor, _MAX_LAYERS)
-        kv_layer_numbers = {layer.number for layer in cache.layers}
-        cache.layers = [layer.with_state_names(state_names_by_layer.get(layer.number, ())) for layer in cache.layers]
-        other_layer_by_number = {other_layer.number: other_layer for other_layer in cache.other_layers} | {
-            layer_number: StateOnlyLayer(
-                layer_number,
-                infer_state_kind(names),
-                names,
-                collect_layer_tensors(state, names, self.is_tensor, layer_number),
-            )
-            for layer_number, names in state_names_by_layer.items()
-            if layer_number not in kv_layer_numbers
-        }
-        cache.other_layers = [other_layer_by_number[layer_number] for layer_number in sorted(other_layer_by_number)]
+        cache.layers = [layer.with_state_names(state_names_by_layer.pop(layer.number, ())) for layer in cache.layers]
+        other_layers = {other_layer.number: other_layer for other_layer in cache.other_layers}
+        for number, names in state_names_by_layer.items():
+            tensors = collect_layer_tensors(state, names, self.is_tensor, number)
+            other_layers[number] = StateOnlyLayer(number, infer_state_kind(names), names, tensors)
+        cache.other_layers = [other_layers[number] for number in sorted(other_layers)]
         return cache
 
     def _check_layer_count(self, class_name: str, num_layers: int) -> None:
@@ -384,16 +348,7 @@ class _CacheFinder:
             raise self._make_unsupported_error(
                 layer_number, layer.class_name, f"that says {num_seen} tokens, and its buffers have {num_rows}"
             )
-        return KVLayer(
-            layer_number,
-            keys,
-            values,
-            num_seen=num_seen,
-            is_buffer=is_buffer,
-            is_window=is_window,
-            window=window,
-            state_names=state_names,
-        )
+        return KVLayer(layer_number, keys, values, num_seen, is_buffer, is_window, window, state_names)
 
     def _parse_natural(self, value: object) -> int | None:
         """Return a whole number, or the only element of a tensor; None for anything else."""
@@ -451,22 +406,13 @@ class _CacheFinder:
             num_seen, layer_lengths = num_counted, state.get("cumulative_length")
             if is_window and isinstance(layer_lengths, list | tuple) and layer.number < len(layer_lengths):
                 num_seen = self._parse_natural(layer_lengths[layer.number]) or None
-            window = int(layer.keys.shape[2]) if is_window and len(layer.keys.shape) > 2 else None
-            if not is_window and num_seen is not None and len(layer.keys.shape) > 2 and num_seen > layer.keys.shape[2]:
+            num_rows = int(layer.keys.shape[2]) if len(layer.keys.shape) > 2 else None
+            window = num_rows if is_window else None
+            if not is_window and num_seen is not None and num_rows is not None and num_seen > num_rows:
                 raise self._make_unsupported_error(
                     layer.number, cache.class_name, f"that says {num_seen} tokens, and its buffers have fewer"
                 )
-            layers.append(
-                KVLayer(
-                    layer.number,
-                    layer.keys,
-                    layer.values,
-                    num_seen=num_seen,
-                    is_buffer=True,
-                    is_window=is_window,
-                    window=window,
-                )
-            )
+            layers.append(replace(layer, num_seen=num_seen, is_buffer=True, is_window=is_window, window=window))
         cache.layers = layers
         return cache
 
@@ -537,11 +483,9 @@ class _CacheFinder:
 
     def _is_unused_layer(self, value: Any) -> bool:
         """Return whether a value is the placeholder of a layer that was never used."""
-        if isinstance(value, list | tuple):
-            return len(value) in (2, 3) and all(
-                item is None or (isinstance(item, list | tuple) and not item) for item in value[:2]
-            )
-        return value is None
+        if not isinstance(value, list | tuple):
+            return value is None
+        return len(value) in (2, 3) and all(item is None or item in ([], ()) for item in value[:2])
 
     def _is_empty_tensor(self, value: Any) -> bool:
         return self.is_tensor(value) and 0 in value.shape
@@ -561,13 +505,7 @@ def _is_quantised(class_name: str, state: Mapping[Any, Any]) -> bool:
 
 def _iter_containers(value: object) -> Iterator[tuple[str, object]]:
     """Yield the name and value of each container in a container."""
-    if isinstance(value, StubObject):
-        value = value.state
-    if isinstance(value, Mapping):
-        named_items: Iterator[tuple[object, object]] = iter(value.items())
-    else:
-        named_items = enumerate(value) if isinstance(value, list | tuple) else iter(())
-    for name, item in named_items:
+    for name, item in _iter_items(value.state if isinstance(value, StubObject) else value):
         if isinstance(item, StubObject | Mapping | list | tuple):
             yield (str(name) if isinstance(name, str | int) else "?"), item
 

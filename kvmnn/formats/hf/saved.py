@@ -179,8 +179,7 @@ def _check_expanded_size(label: str, tensors: Sequence[Any]) -> None:
     if tensor_bytes > stored_bytes * _MAX_EXPANSION_RATIO:
         raise SourceError(
             f"{label}: its tensors have {tensor_bytes:,} bytes, and {stored_bytes:,} are stored: expected at most "
-            f"{_MAX_EXPANSION_RATIO:,} "
-            "times as many (.contiguous() before torch.save stores expanded tensors in full)"
+            f"{_MAX_EXPANSION_RATIO:,} times as many (.contiguous() before torch.save stores expanded tensors in full)"
         )
 
 

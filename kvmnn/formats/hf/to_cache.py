@@ -108,12 +108,8 @@ def _make_cache(source: Source, torch: Any, transformers: Any, device: Any) -> A
         warnings.warn(note, stacklevel=3)
     label, engine_cache = " ".join(ordered_source.inputs), ordered_source.engine_cache
     window_layers = find_window_layers(ordered_source.completeness, read_token_positions(ordered_source))
-    if (
-        engine_cache is not None
-        and engine_cache.engine != "transformers"
-        and not engine_cache.is_contiguous_prefix
-        and not window_layers
-    ):
+    is_foreign = engine_cache is not None and engine_cache.engine != "transformers"
+    if engine_cache is not None and is_foreign and not engine_cache.is_contiguous_prefix and not window_layers:
         warnings.warn(
             f"{label}: holds no beginning of a text, and a DynamicCache counts from 0: {engine_cache}", stacklevel=3
         )
@@ -123,11 +119,8 @@ def _make_cache(source: Source, torch: Any, transformers: Any, device: Any) -> A
     if ordered_source.axes is None and (hint := suggest_token_major(ordered_source)):
         warnings.warn(hint, stacklevel=3)
     kv = read_kv(label, ordered_source.arrays, AxisHints(axes, "as read", token_major=ordered_source.token_major))
-    states = (
-        {}
-        if ordered_source.completeness is None
-        else {state.layer: state for state in ordered_source.completeness.layers}
-    )
+    completeness = ordered_source.completeness
+    states = {state.layer: state for state in completeness.layers} if completeness is not None else {}
     _check_layer_numbers(label, list(kv.layers), states, may_have_gaps=transformers is not None)
     tensors_by_layer = {
         layer_number: tuple(_to_torch_tensor(torch, elements, device) for elements in pair)
@@ -139,19 +132,12 @@ def _make_cache(source: Source, torch: Any, transformers: Any, device: Any) -> A
         for index, layer_number in enumerate(tensors_by_layer)
         if index in runs_by_index
     }
-    is_transformers_cache = engine_cache is None or engine_cache.engine == "transformers"
-    windows = {} if ordered_source.cache else _find_windows(runs_by_layer, states, include_tails=is_transformers_cache)
+    windows = {} if ordered_source.cache else _find_windows(runs_by_layer, states, include_tails=not is_foreign)
     _check_windows(label, windows, states)
     sliding_layer_class: Any = transformers and getattr(transformers.cache_utils, "DynamicSlidingWindowLayer", None)
-    if engine_cache is None and (
-        gaps_text := describe_gaps(
-            {
-                layer_number: position_runs
-                for layer_number, position_runs in runs_by_layer.items()
-                if sliding_layer_class is None or layer_number not in windows
-            }
-        )
-    ):
+    placed_windows = windows if sliding_layer_class is not None else {}
+    runs_without_windows = {layer: runs for layer, runs in runs_by_layer.items() if layer not in placed_windows}
+    if engine_cache is None and (gaps_text := describe_gaps(runs_without_windows)):
         warnings.warn(
             f"{label}: holds no beginning of a text, and a DynamicCache counts from 0: {gaps_text}", stacklevel=3
         )
@@ -162,13 +148,12 @@ def _make_cache(source: Source, torch: Any, transformers: Any, device: Any) -> A
         num_tokens, num_seen = windows[slid_layers[0]]
         raise SourceError(
             f"{label}: layer {slid_layers[0]} holds the last {num_tokens:,} tokens of {num_seen:,}, and the loaded "
-            f"transformers has "
-            "no layer for that: expected 4.56 or later"
+            "transformers has no layer for that: expected 4.56 or later"
         )
     cache = transformers.DynamicCache()
     for layer_number, (keys, values) in tensors_by_layer.items():
         cache.update(keys, values, layer_number)
-    for layer_number, (num_tokens, num_seen) in (windows if sliding_layer_class is not None else {}).items():
+    for layer_number, (num_tokens, num_seen) in placed_windows.items():
         window = states[layer_number].window if layer_number in states else None
         layer = sliding_layer_class(window or num_tokens + 1)  # with the token that looks back
         layer.update(*tensors_by_layer[layer_number])
@@ -181,13 +166,9 @@ def _check_layer_numbers(
     label: str, layer_numbers: list[int], states: Mapping[int, LayerStateInfo], *, may_have_gaps: bool
 ) -> None:
     """Raise `SourceError` for missing layers, except those without K and V of their own."""
-    missing_layers = sorted(set(range(max(layer_numbers) + 1)) - set(layer_numbers))
-    shared_layers = [
-        layer_number
-        for layer_number in missing_layers
-        if layer_number in states and states[layer_number].kind == "shared"
-    ]
-    if missing_layers and not (may_have_gaps and missing_layers == shared_layers):
+    missing_layers = set(range(max(layer_numbers) + 1)) - set(layer_numbers)
+    shared_layers = {layer for layer, state in states.items() if state.kind == "shared"}
+    if missing_layers and not (may_have_gaps and missing_layers <= shared_layers):
         raise SourceError(f"{label}: holds layers {sorted(layer_numbers)[:8]}: expected 0, 1, 2 ... without a gap")
 
 
@@ -198,8 +179,7 @@ def _check_windows(label: str, windows: Mapping[int, tuple[int, int]], states: M
         if window is not None and num_tokens < min(window - 1, num_seen):
             raise SourceError(
                 f"{label}: layer {layer_number} has a window of {window:,} tokens and holds {num_tokens:,} of "
-                f"{num_seen:,}: expected "
-                f"at least {min(window - 1, num_seen):,}"
+                f"{num_seen:,}: expected at least {min(window - 1, num_seen):,}"
             )
 
 

@@ -55,26 +55,19 @@ class CacheRows:
 def find_token_rows(cache: TransformersCache) -> CacheRows:
     """Find the rows of every layer that contain tokens, with their positions."""
     used_counts = [_count_used_rows(layer) for layer in cache.layers]
-    full_layer_counts = [
-        num_used for layer, num_used in zip(cache.layers, used_counts, strict=True) if not layer.is_window
-    ]
+    layers = list(zip(cache.layers, used_counts, strict=True))
     declared_counts = [layer.num_seen or 0 for layer in cache.layers]
-    num_tokens = max([*full_layer_counts, *declared_counts, cache.num_seen or 0])
+    full_counts = [num_used for layer, num_used in layers if not layer.is_window]
+    num_tokens = max([*full_counts, *declared_counts, cache.num_seen or 0])
     empty_row = _find_empty_row(cache, num_tokens)
-    row_indices_by_layer = [
-        _select_token_rows(layer, num_used, num_tokens, empty_row)
-        for layer, num_used in zip(cache.layers, used_counts, strict=True)
-    ]
-    if cache.num_sinks is not None:
-        rows = [
-            _place_sink_rows(indices, cache.num_sinks, num_tokens, is_rerotated=cache.is_rerotated)
-            for indices in row_indices_by_layer
-        ]
-    else:
-        rows = [
+    rows = []
+    for layer, num_used in layers:
+        indices = _select_token_rows(layer, num_used, num_tokens, empty_row)
+        rows.append(
             _place_rows(layer, indices, num_tokens)
-            for layer, indices in zip(cache.layers, row_indices_by_layer, strict=True)
-        ]
+            if cache.num_sinks is None
+            else _place_sink_rows(indices, cache.num_sinks, num_tokens, is_rerotated=cache.is_rerotated)
+        )
     return CacheRows(tuple(rows), max(num_tokens, *used_counts), _describe_eviction(cache, rows, num_tokens))
 
 
@@ -111,16 +104,11 @@ def _find_empty_row(cache: TransformersCache, num_tokens: int) -> int | None:
     empty_row = 2 * num_rows - 2 - num_tokens
     if not 0 <= empty_row < num_rows - 1:
         return None
-    rows = (
-        tensor.read_elements_unbounded()[:, :, empty_row]
-        for layer in window_layers
-        for tensor in (layer.keys, layer.values)
-    )
-    return (
-        None
-        if any(elements.view(f"u{elements.dtype.itemsize}").any() for elements in map(np.ascontiguousarray, rows))
-        else empty_row
-    )
+    for tensor in (tensor for layer in window_layers for tensor in (layer.keys, layer.values)):
+        row = np.ascontiguousarray(tensor.read_elements_unbounded()[:, :, empty_row])
+        if row.view(f"u{row.dtype.itemsize}").any():
+            return None
+    return empty_row
 
 
 def _place_rows(layer: KVLayer, row_indices: Indices, num_tokens: int) -> TokenRows:
@@ -128,9 +116,7 @@ def _place_rows(layer: KVLayer, row_indices: Indices, num_tokens: int) -> TokenR
     if not layer.is_window:
         return TokenRows(row_indices, None if row_indices.size < num_tokens else np.arange(row_indices.size))
     num_seen = layer.num_seen if layer.num_seen is not None else num_tokens
-    if num_seen == 0 and _is_full_window(
-        layer, row_indices
-    ):  # no layer holds all tokens: a window that is full may have slid
+    if num_seen == 0 and _is_full_window(layer, row_indices):  # no layer has all tokens: it may have slid
         return TokenRows(row_indices, None)
     num_seen = max(num_seen, row_indices.size)
     return TokenRows(row_indices, np.arange(num_seen - row_indices.size, num_seen))
@@ -163,8 +149,7 @@ def _describe_eviction(cache: TransformersCache, layer_rows: list[TokenRows], nu
         rotation_text = ", with K rotated to their places in the cache" if cache.is_rerotated else ""
         return (
             f"a {cache.class_name} holds the first {cache.num_sinks:,} and the last {num_stored - cache.num_sinks:,} "
-            f"of "
-            f"{pluralize(num_tokens, 'token')}{rotation_text}"
+            f"of {pluralize(num_tokens, 'token')}{rotation_text}"
         )
     unplaced_layers = [
         (layer, token_rows)
@@ -177,16 +162,12 @@ def _describe_eviction(cache: TransformersCache, layer_rows: list[TokenRows], nu
     if layer.is_window:
         return (
             f"windows of {pluralize(token_rows.row_indices.size, 'token')} are full, and nothing tells how many tokens "
-            f"the model has "
-            "seen"
+            "the model has seen"
         )
     row_counts = sorted({layer_rows.row_indices.size for _, layer_rows in unplaced_layers})
     counts_text = f"{row_counts[0]:,}" if len(row_counts) == 1 else f"{row_counts[0]:,} to {row_counts[-1]:,}"
-    layers_text = (
-        ""
-        if len(unplaced_layers) == len(cache.layers)
-        else f"in {len(unplaced_layers)} of {pluralize(len(cache.layers), 'layer')} "
-    )
+    layers_text = f"in {len(unplaced_layers)} of {pluralize(len(cache.layers), 'layer')} "
+    layers_text = "" if len(unplaced_layers) == len(cache.layers) else layers_text
     return (
         f"{layers_text}{counts_text} of {pluralize(num_tokens, 'token')} that the model has seen are stored, and "
         f"nothing tells which"
@@ -245,8 +226,7 @@ def _list_further_states(cache: TransformersCache, num_layers: int) -> list[str]
             layer_count_by_names[layer.state_names] = layer_count_by_names.get(layer.state_names, 0) + 1
     return [
         f"{num_group_layers:,} of {pluralize(num_layers, 'layer')} {'has' if num_group_layers == 1 else 'have'} "
-        f"{_join_names(names)} "
-        "in addition to K and V, not included"
+        f"{_join_names(names)} in addition to K and V, not included"
         for names, num_group_layers in layer_count_by_names.items()
     ]
 
@@ -287,8 +267,7 @@ def find_batch_texts(
         source_name = "mask" if mask is not None and mask.shape[1] == max_columns else "ids"
         eviction_text = (
             f"{pluralize(num_tokens, 'token')} are stored and {source_name} of {max_columns:,} were saved with them; "
-            f"nothing tells which "
-            "tokens these are"
+            "nothing tells which tokens these are"
         )
         return BatchTexts(notes=batch_texts.notes, eviction_text=eviction_text)
     is_token = np.ones((batch, num_tokens), bool)

@@ -21,7 +21,7 @@ from ...dtypes import Bytes, Positions
 from ...errors import MissingOptionError, OptionError, SourceError
 from ...packed.layout import HeadRowAccessor, PackLayout
 from ..base import FileBytes
-from ..options import EngineOptions, ReadOptions
+from ..options import EngineOptions, PackedOptions, ReadOptions
 from . import gguf
 from .gguf import WINDOW_RULES, ModelLayer, find_windows, list_unshared_layers, read_model_layers
 from .state import CacheStream, CacheTensor, LlamaState, dequantize
@@ -34,15 +34,7 @@ _FillFunction = Callable[[int, int, Bytes], None]
 
 
 class CellSelection:
-    """Cells of a stream: all of them, or those of one sequence.
-
-    Parameters
-    ----------
-    num_cells
-        In the stream.
-    spans
-        ``(begin, end)`` of each range of cells to read; None for all cells.
-    """
+    """Cells of a stream: those in ranges ``(begin, end)``, or all."""
 
     def __init__(self, num_stream_cells: int, spans: Sequence[tuple[int, int]] | None = None) -> None:
         self.num_stream_cells = num_stream_cells
@@ -62,10 +54,8 @@ def iter_head_chunks(
     file: FileBytes, tensor: CacheTensor, heads: int, selection: CellSelection, chunk_bytes: int
 ) -> Iterator[Chunk]:
     """Yield ``[kv_head, cell, head_dim]`` words, float32 for blocks, in chunks of `chunk_bytes` bytes."""
-    row_bytes, num_cells = (
-        tensor.row_values // heads * dtypes.parse_dtype(tensor.type.dtype).itemsize,
-        selection.num_cells,
-    )
+    num_cells = selection.num_cells
+    row_bytes = tensor.row_values // heads * dtypes.parse_dtype(tensor.type.dtype).itemsize
     if chunk_bytes % row_bytes:
         aligned_bytes = max(chunk_bytes // row_bytes, 1) * row_bytes
         yield from rechunk(
@@ -117,29 +107,23 @@ def _make_channel_filler(data: Bytes, tensor: CacheTensor, heads: int, num_cells
 
 def _make_block_filler(data: Bytes, tensor: CacheTensor, heads: int, num_cells: int) -> _FillFunction:
     """Return a function that dequantises rows from blocks, which may span heads."""
-    ggml_type, head_dim = tensor.type, tensor.row_values // heads
+    ggml_type, head_dim, block_values = tensor.type, tensor.row_values // heads, tensor.type.values_per_block
     blocks = data.reshape(num_cells, -1, ggml_type.nbytes)
-    is_head_aligned = head_dim % ggml_type.values_per_block == 0
 
     def fill(head: int, cell: int, out: Bytes) -> None:
         values = out.view("=f4").reshape(-1, head_dim)
-        first_block, block_end = (
-            head * head_dim // ggml_type.values_per_block,
-            -(-(head + 1) * head_dim // ggml_type.values_per_block),
-        )
+        first_block, block_end = head * head_dim // block_values, -(-(head + 1) * head_dim // block_values)
         selected_blocks = blocks[cell : cell + len(values), first_block:block_end]
-        if is_head_aligned:
+        if head_dim % block_values == 0:
             dequantize(ggml_type, selected_blocks, values)
             return
-        begin, rows_per_batch = (
-            head * head_dim - first_block * ggml_type.values_per_block,
-            max(1, _VALUES_PER_BATCH // ((block_end - first_block) * ggml_type.values_per_block)),
-        )
+        begin, row_values = head * head_dim - first_block * block_values, (block_end - first_block) * block_values
+        rows_per_batch = max(1, _VALUES_PER_BATCH // row_values)
         for start in range(0, len(values), rows_per_batch):
             rows = values[start : start + rows_per_batch]
-            block_values = np.empty((len(rows), (block_end - first_block) * ggml_type.values_per_block), np.float32)
-            dequantize(ggml_type, selected_blocks[start : start + rows_per_batch], block_values)
-            rows[:] = block_values[:, begin : begin + head_dim]
+            decoded_rows = np.empty((len(rows), row_values), np.float32)
+            dequantize(ggml_type, selected_blocks[start : start + rows_per_batch], decoded_rows)
+            rows[:] = decoded_rows[:, begin : begin + head_dim]
 
     return fill
 
@@ -149,21 +133,13 @@ def iter_cell_chunks(
 ) -> Iterator[Chunk]:
     """Yield the stored bytes of cells, one cell after the other; not for transposed tensors."""
     if selection.spans == ((0, selection.num_stream_cells),):
-        yield from iter_tensor_chunks(file, tensor, chunk_bytes)
+        yield from file.iter_chunks(tensor.offset, tensor.nbytes, chunk_bytes)
         return
     cell_bytes = tensor.nbytes // selection.num_stream_cells
     parts = (
         file.view(tensor.offset + begin * cell_bytes, (end - begin) * cell_bytes) for begin, end in selection.spans
     )
     yield from rechunk(parts, chunk_bytes, selection.num_cells * cell_bytes)
-
-
-def iter_tensor_chunks(file: FileBytes, tensor: CacheTensor, chunk_bytes: int) -> Iterator[Chunk]:
-    """Yield the stored bytes of a tensor in chunks of `chunk_bytes` bytes, the last one shorter."""
-    for start in range(0, tensor.nbytes, chunk_bytes):
-        nbytes = min(chunk_bytes, tensor.nbytes - start)
-        yield file.view(tensor.offset + start, nbytes)
-        file.release_pages(tensor.offset + start, nbytes)
 
 
 @dataclass(frozen=True)
@@ -184,13 +160,13 @@ def find_heads(
     recorded_heads: Sequence[int] | None = None,
 ) -> LayerHeads:
     """Return the number of kv heads in the rows of each layer."""
-    key_tensors = [tensor for tensor in stream.tensors if tensor.part == "key"]
-    geometry = options.packed.geometry if options.packed else None
-    model = options.packed.model if options.packed else None
+    key_tensors = stream.keys
+    packed_options = options.packed or PackedOptions()
+    geometry, model = packed_options.geometry, packed_options.model
     kv_heads: tuple[int, ...] | None = None
-    if geometry and geometry.kv_heads:
+    if geometry.kv_heads:
         kv_heads = (geometry.kv_heads,) * len(key_tensors)
-    elif geometry and geometry.head_dim:
+    elif geometry.head_dim:
         kv_heads = tuple(tensor.row_values // geometry.head_dim for tensor in key_tensors)
     if model is not None:
         model_heads, head_dims = _read_model_heads(model, len(key_tensors), model_layers)
@@ -205,23 +181,16 @@ def find_heads(
             return LayerHeads((1,) * len(key_tensors), is_known=False)
         raise MissingOptionError(
             f"{label}: a row of K has {key_tensors[0].row_values:,} values, and nothing in the file says of how many "
-            f"kv heads: say "
-            "--kv-heads N, or --model FILE.gguf (in Python kv_heads=N, or model=)"
+            "kv heads: say --kv-heads N, or --model FILE.gguf (in Python kv_heads=N, or model=)"
         )
     for tensor in stream.tensors:
         num_heads = kv_heads[tensor.layer]
-        has_wrong_dims = (
-            geometry
-            and geometry.head_dim
-            and tensor.part == "key"
-            and tensor.row_values != num_heads * geometry.head_dim
-        )
-        if not num_heads or tensor.row_values % num_heads or has_wrong_dims:
-            dims_text = f" of {geometry.head_dim}" if geometry and geometry.head_dim else ""
+        expected_values = num_heads * geometry.head_dim if geometry.head_dim and tensor.part == "key" else None
+        if not num_heads or tensor.row_values % num_heads or expected_values not in (None, tensor.row_values):
+            dims_text = f" of {geometry.head_dim}" if geometry.head_dim else ""
             raise OptionError(
                 f"{label}: {tensor.part[0].upper()} of layer {tensor.layer} has {tensor.row_values:,} values a cell, "
-                f"which "
-                f"are not {pluralize(num_heads, 'kv head')}{dims_text}"
+                f"which are not {pluralize(num_heads, 'kv head')}{dims_text}"
             )
     return LayerHeads(kv_heads)
 
@@ -267,18 +236,15 @@ class LayerNumbers:
 
 def count_layers(state: LlamaState) -> tuple[int, ...]:
     """Return how many layers each cache has; 0 for a cache without cells."""
-    return tuple(
-        max((sum(tensor.part == "key" for tensor in stream.tensors) for stream in streams), default=0)
-        for streams in state.caches
-    )
+    return tuple(max((len(stream.keys) for stream in streams), default=0) for streams in state.caches)
 
 
 def number_layers(label: str, state: LlamaState, options: ReadOptions) -> LayerNumbers | None:
     """Return the layer numbers of a file with two caches, or of a known model; None if they are unknown."""
-    counts, model_path = count_layers(state), options.packed.model if options.packed else None
+    counts = count_layers(state)
     recorded_layers, completeness = options.engine.recorded_layers, options.engine.recorded_completeness
-    if model_path is not None:
-        return _number_by_model(label, counts, model_path)
+    if options.model is not None:
+        return _number_by_model(label, counts, options.model)
     if recorded_layers is not None and completeness is not None and len(recorded_layers) == sum(counts):
         ends = [sum(counts[: number + 1]) for number in range(len(counts))]
         by_cache = tuple(tuple(recorded_layers[end - size : end]) for end, size in zip(ends, counts, strict=True))
@@ -295,12 +261,9 @@ def _number_by_model(label: str, counts: Sequence[int], model_path: str) -> Laye
         return None
     states = tuple(layer.state for layer in layers)
     if len(counts) == 1:
-        layer_numbers = [layer.state.layer for layer in layers if layer.state.kind != "shared"]
-        return (
-            LayerNumbers(by_cache=(tuple(layer_numbers),), states=states, model=layers)
-            if len(layer_numbers) == counts[0]
-            else None
-        )
+        layer_numbers = tuple(layer.state.layer for layer in layers if layer.state.kind != "shared")
+        has_all = len(layer_numbers) == counts[0]
+        return LayerNumbers(by_cache=(layer_numbers,), states=states, model=layers) if has_all else None
     numbers = [
         [model_layer.state.layer for model_layer in list_unshared_layers(layers, is_window=is_window)]
         for is_window in (False, True)
@@ -309,8 +272,7 @@ def _number_by_model(label: str, counts: Sequence[int], model_path: str) -> Laye
         if num_found not in (0, len(expected_layers)):
             raise OptionError(
                 f"{label}: the {name} cache has {pluralize(num_found, 'layer')}; the model in {model_path} has "
-                f"{len(numbers[0])} "
-                f"with full attention and {len(numbers[1])} with a window: it is another model"
+                f"{len(numbers[0])} with full attention and {len(numbers[1])} with a window: it is another model"
             )
     return LayerNumbers(by_cache=tuple(map(tuple, numbers)), states=states, model=layers)
 
@@ -353,9 +315,8 @@ def find_completeness(state: LlamaState, layer_numbers: LayerNumbers | None, cac
         )
         return Completeness(layers=states, other_missing=other_state)
     order = [*caches, *(cache for cache in range(len(counts)) if cache not in caches)]
-    cache_layers = [(cache, index) for cache in order for index in range(counts[cache])]
     layer_states = []
-    for layer_number, (cache, _) in enumerate(cache_layers):
+    for layer_number, cache in enumerate(number for number in order for _ in range(counts[number])):
         layer_state = LayerStateInfo(layer=layer_number, kind="window" if cache else "full")
         layer_states.append(
             layer_state if cache in caches else _mark_left_out(state, layer_state, counts, is_numbered=False)
@@ -395,11 +356,6 @@ class CachePart:
         """Return the positions of the cells, in the order in which they are read."""
         return np.concatenate([self.stream.positions[begin:end] for begin, end in self.cells.spans])
 
-    @property
-    def keys(self) -> list[CacheTensor]:
-        """Return K of each layer."""
-        return [tensor for tensor in self.stream.tensors if tensor.part == "key"]
-
 
 def choose_caches(
     state: LlamaState, layer_numbers: LayerNumbers | None, options: EngineOptions, label: str
@@ -423,8 +379,7 @@ def choose_stream(label: str, state: LlamaState, caches: Sequence[int], options:
         if len(nonempty_streams) > 1 and not options.default_to_first_stream:
             raise MissingOptionError(
                 f"{label}: {len(nonempty_streams)} streams hold cells: --part stream=N says which "
-                f"({format_numbers(nonempty_streams)}), in Python "
-                "stream="
+                f"({format_numbers(nonempty_streams)}), in Python stream="
             )
         return nonempty_streams[0]
     if options.stream not in nonempty_streams:
@@ -475,15 +430,9 @@ def format_numbers(numbers: Sequence[int]) -> str:
 
 def check_row_widths(label: str, row_widths: Sequence[int], options: ReadOptions) -> None:
     """Raise `OptionError` if one number of kv heads is specified for caches whose rows of K differ in width."""
-    packed_options = options.packed
-    if (
-        packed_options is not None
-        and packed_options.model is None
-        and packed_options.geometry.kv_heads
-        and len(set(row_widths)) > 1
-    ):
+    has_kv_heads = options.packed is not None and options.packed.geometry.kv_heads is not None
+    if options.model is None and has_kv_heads and len(set(row_widths)) > 1:
         raise OptionError(
             f"{label}: a row of K has {row_widths[0]:,} values in the first cache and {row_widths[1]:,} in the second: "
-            f"--kv-heads "
-            "is one number for both, --model FILE.gguf has the kv heads of each layer"
+            "--kv-heads is one number for both, --model FILE.gguf has the kv heads of each layer"
         )

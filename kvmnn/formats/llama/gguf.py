@@ -164,75 +164,78 @@ def is_gguf(path: str) -> bool:
     return read_head(path, len(GGUF_MAGIC)) == GGUF_MAGIC
 
 
-def read_gguf_fields(path: str) -> tuple[str, dict[str, Any]]:
-    """Return the architecture of a model and the fields of its header; errors as `read_gguf_geometry`."""
-    fields = GgufHeader(path).read_fields()
-    return _get_architecture(path, fields), fields
+class ModelFields(NamedTuple):
+    """The header of a model: its architecture, and all fields."""
+
+    architecture: str
+    fields: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, path: str) -> ModelFields:
+        """Read the header of a file; `SourceError` where it is damaged, or does not say the architecture."""
+        fields = GgufHeader(path).read_fields()
+        architecture = fields.get("general.architecture")
+        if not isinstance(architecture, str):
+            raise SourceError(f"{path}: does not say its architecture")
+        return cls(architecture, fields)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return a field whose name begins with the architecture."""
+        return self.fields.get(f"{self.architecture}.{key}", default)
+
+    def get_positive(self, key: str) -> int | None:
+        """Return such a field if it is an integer above 0."""
+        return _parse_positive_int(self.get(key))
+
+    @property
+    def kv_heads(self) -> Any:
+        """Kv heads: a number, or a list with that of each layer."""
+        return self.get("attention.head_count_kv", self.get("attention.head_count"))
+
+    @property
+    def default_head_dim(self) -> int:
+        """Values of a head where the header has no length; 0 where nothing tells."""
+        heads, embedding_length = self.get("attention.head_count"), self.get_positive("embedding_length")
+        num_heads = _parse_positive_int(heads[0] if isinstance(heads, list) and heads else heads)  # as llama.cpp
+        return embedding_length // num_heads if embedding_length and num_heads else 0
 
 
 def read_architecture(path: str) -> str:
-    """Return the architecture of a model; raises the errors of `read_gguf_geometry`."""
-    return _get_architecture(path, GgufHeader(path).read_fields())
+    """Return the architecture of a model; errors as `ModelFields.read`."""
+    return ModelFields.read(path).architecture
 
 
 def read_rotary_dim(path: str) -> int | None:
-    """Return how many dimensions of a head RoPE rotates; None when the header does not contain it.
-
-    Raises the errors of `read_gguf_geometry`.
-    """
-    fields = GgufHeader(path).read_fields()
-    return parse_positive_int(fields.get(f"{_get_architecture(path, fields)}.rope.dimension_count"))
-
-
-def _get_architecture(path: str, fields: dict[str, Any]) -> str:
-    name = fields.get("general.architecture")
-    if not isinstance(name, str):
-        raise SourceError(f"{path}: does not say its architecture")
-    return name
+    """Return how many dimensions of a head RoPE rotates; None when the header does not contain it."""
+    return ModelFields.read(path).get_positive("rope.dimension_count")
 
 
 def read_gguf_geometry(path: str, num_layers: int) -> GgufGeometry:
     """Return the heads and head_dim that a model's header gives for the `num_layers` layers of its cache."""
-    fields = GgufHeader(path).read_fields()
-    name = _get_architecture(path, fields)
-    num_blocks = parse_positive_int(fields.get(f"{name}.block_count"))
+    model = ModelFields.read(path)
+    num_blocks = model.get_positive("block_count")
     if num_blocks is not None and num_blocks < num_layers:
         raise SourceError(f"{path}: the model has {pluralize(num_blocks, 'layer')}, the cache has {num_layers}")
-    heads = fields.get(f"{name}.attention.head_count")
-    kv_heads = fields.get(f"{name}.attention.head_count_kv", heads)
-    heads_by_layer = _expand_kv_heads(kv_heads, num_layers)
-    embedding_length = parse_positive_int(fields.get(f"{name}.embedding_length"))
-    num_heads = parse_positive_int(
-        heads[0] if isinstance(heads, list) and heads else heads
-    )  # as llama.cpp: the first layer's
-    head_dim = parse_positive_int(fields.get(f"{name}.attention.key_length")) or (
-        embedding_length // num_heads if embedding_length and num_heads else 0
-    )
+    heads_by_layer = _expand_kv_heads(model.kv_heads, num_layers)
+    head_dim = model.get_positive("attention.key_length") or model.default_head_dim
     if len(heads_by_layer) != num_layers or not all(heads_by_layer) or not head_dim:
         raise SourceError(f"{path}: does not say the kv heads and head_dim of {num_layers} layers")
-    return GgufGeometry(name, heads_by_layer, head_dim)
+    return GgufGeometry(model.architecture, heads_by_layer, head_dim)
 
 
 def list_cache_layer_counts(path: str) -> set[int]:
     """List how many layers a cache of a model may have; empty if unknown.
 
-    Raises the errors of `read_gguf_geometry`.
-
     Layers that predict further tokens are in the caches of some builds, and those without K of their own in none.
     """
-    fields = GgufHeader(path).read_fields()
-    name = _get_architecture(path, fields)
-    kv_heads = fields.get(f"{name}.attention.head_count_kv")
-    layer_counts = {
-        parse_positive_int(fields.get(f"{name}.{key}")) for key in ("block_count", "decoder_block_count")
-    } - {None}
+    model = ModelFields.read(path)
+    kv_heads = model.get("attention.head_count_kv")
+    layer_counts = {model.get_positive(key) for key in ("block_count", "decoder_block_count")} - {None}
     if isinstance(kv_heads, list):
         layer_counts |= {len(kv_heads), sum(map(bool, kv_heads))}
-    num_shared, num_predicting = (
-        parse_positive_int(fields.get(f"{name}.{key}")) or 0
-        for key in ("attention.shared_kv_layers", "nextn_predict_layers")
-    )
-    if name in _SHARED_KV_ARCHITECTURES and not num_shared:
+    num_shared = model.get_positive("attention.shared_kv_layers") or 0
+    num_predicting = model.get_positive("nextn_predict_layers") or 0
+    if model.architecture in _SHARED_KV_ARCHITECTURES and not num_shared:
         return set()
     return {
         num_layers - num_shared - num_absent
@@ -252,36 +255,29 @@ def read_gguf_rotary(path: str) -> tuple[RopeConfig | None, list[str]]:
     Raises
     ------
     SourceError
-        The errors of `read_gguf_geometry`, and for invalid rotary parameters.
+        The errors of `ModelFields.read`, and for invalid rotary parameters.
     """
-    fields = GgufHeader(path).read_fields()
-    name = _get_architecture(path, fields)
-    rope = {
-        key.removeprefix(f"{name}.rope."): value for key, value in fields.items() if key.startswith(f"{name}.rope.")
-    }
-    embedding_length, num_heads = (
-        parse_positive_int(fields.get(f"{name}.embedding_length")),
-        parse_positive_int(fields.get(f"{name}.attention.head_count")),
-    )
-    head_dim = parse_positive_int(fields.get(f"{name}.attention.key_length")) or (
-        embedding_length // num_heads if embedding_length and num_heads else None
-    )
-    rotary_dims = parse_positive_int(rope.get("dimension_count")) or head_dim
-    if not {"dimension_count", "freq_base"} & rope.keys() or rotary_dims is None:
-        return None, [f"{path}: says no rotary parameters ({name}.rope.dimension_count): --rope gives them"]
+    model = ModelFields.read(path)
+    prefix = f"{model.architecture}.rope."
+    rope = {key.removeprefix(prefix): value for key, value in model.fields.items() if key.startswith(prefix)}
+    has_one_head_count = type(model.get("attention.head_count")) is int
+    head_dim = model.get_positive("attention.key_length") or (model.default_head_dim if has_one_head_count else 0)
+    rotary_dims = _parse_positive_int(rope.get("dimension_count")) or head_dim
+    if not {"dimension_count", "freq_base"} & rope.keys() or not rotary_dims:
+        return None, [f"{path}: says no rotary parameters ({prefix}dimension_count): --rope gives them"]
     notes: list[str] = []
-    rotary = build_rotary(
+    rotary = _build_rotary(
         path,
         theta=rope.get("freq_base", 10000.0),
         dims=rotary_dims,
-        pairing="interleaved" if name in _INTERLEAVED_ARCHITECTURES else "half",
+        pairing="interleaved" if model.architecture in _INTERLEAVED_ARCHITECTURES else "half",
         scaling=_parse_scaling(path, rope, notes),
     )
     return rotary, notes
 
 
-def build_rotary(path: str, **parameters: Any) -> RopeConfig:
-    """Return RoPE parameters from header values; `SourceError` for invalid values."""
+def _build_rotary(path: str, **parameters: Any) -> RopeConfig:
+    """Return the rotation with values of a header; `SourceError` for values that are no parameters of one."""
     try:
         return RopeConfig(**parameters)
     except (KvmnnError, TypeError) as error:
@@ -307,29 +303,21 @@ def _parse_scaling(path: str, rope: dict[str, Any], notes: list[str]) -> dict[st
 def _expand_kv_heads(value: Any, num_layers: int) -> tuple[int, ...]:
     """Return the kv heads of the layers of a cache, which may be fewer than the model's: not all have K in it."""
     if not isinstance(value, list):
-        return (parse_positive_int(value) or 0,) * num_layers
+        return (_parse_positive_int(value) or 0,) * num_layers
     nonzero_heads = tuple(heads for heads in value if heads)
-    return (
-        nonzero_heads
-        if len(nonzero_heads) == num_layers
-        else nonzero_heads[:1] * num_layers
-        if len(set(nonzero_heads)) == 1
-        else ()
-    )
+    if len(nonzero_heads) == num_layers:
+        return nonzero_heads
+    return nonzero_heads[:1] * num_layers if len(set(nonzero_heads)) == 1 else ()
 
 
 def _has_required_fields(fields: dict[str, Any]) -> bool:
     name = fields.get("general.architecture")
-    required_keys = (
-        "block_count",
-        "embedding_length",
-        "attention.head_count_kv",
-        *([WINDOW_SIZE_KEY] if name in WINDOW_RULES else []),
-    )
+    window_keys = (WINDOW_SIZE_KEY,) if name in WINDOW_RULES else ()
+    required_keys = ("block_count", "embedding_length", "attention.head_count_kv", *window_keys)
     return all(f"{name}.{key}" in fields for key in required_keys)
 
 
-def parse_positive_int(value: Any) -> int | None:
+def _parse_positive_int(value: Any) -> int | None:
     """Return a value of a header that is an integer above 0; None for all others."""
     return value if type(value) is int and value > 0 else None
 
@@ -455,29 +443,25 @@ def read_model_layers(path: str) -> tuple[ModelLayer, ...] | None:
 
     Layers that only predict further tokens are left out.
     """
-    name, fields = read_gguf_fields(path)
-    num_blocks = parse_positive_int(fields.get(f"{name}.block_count"))
+    model = ModelFields.read(path)
+    name, fields = model
+    num_blocks = model.get_positive("block_count")
     if num_blocks is None or num_blocks > MAX_LAYERS:
         return None
-    num_layers = num_blocks - (parse_positive_int(fields.get(f"{name}.nextn_predict_layers")) or 0)
+    num_layers = num_blocks - (model.get_positive("nextn_predict_layers") or 0)
     windows = find_windows(name, num_layers, fields, path)
-    heads = fields.get(f"{name}.attention.head_count")
-    kv_heads = fields.get(f"{name}.attention.head_count_kv", heads)
+    kv_heads = model.kv_heads
     heads_by_layer = kv_heads[:num_layers] if isinstance(kv_heads, list) else [kv_heads] * num_layers
-    if (
-        windows is None
-        or num_layers < 1
-        or len(heads_by_layer) != num_layers
-        or not all(type(value) is int for value in heads_by_layer)
-    ):
+    has_all_heads = len(heads_by_layer) == num_layers and all(type(value) is int for value in heads_by_layer)
+    if windows is None or num_layers < 1 or not has_all_heads:
         return None
-    head_sizes = [_read_head_sizes(name, fields, is_window) for is_window in (False, True)]
+    head_sizes = [_read_head_sizes(model, is_window) for is_window in (False, True)]
     if not all(map(all, head_sizes)):
         return None
-    first_shared = find_first_shared_layer(name, num_layers, fields)
+    first_shared, window_size = find_first_shared_layer(name, num_layers, fields), read_window_size(name, fields)
     return tuple(
         ModelLayer(
-            state=_make_layer_state(layer, is_window, first_shared, read_window_size(name, fields)),
+            state=_make_layer_state(layer, is_window, first_shared, window_size),
             kv_heads=num_kv_heads,
             head_dim=head_sizes[is_window][0],
             value_dim=head_sizes[is_window][1],
@@ -489,52 +473,33 @@ def read_model_layers(path: str) -> tuple[ModelLayer, ...] | None:
 def read_rotations(path: str) -> tuple[dict[int, RopeConfig | None], list[str]]:
     """Return the RoPE parameters of each layer (None: not rotated), and one line for each ignored parameter.
 
-    Empty if `read_gguf_rotary` applies to all layers, or if they are unknown.
-
-    Raises
-    ------
-    SourceError
-        The errors of `gguf.read_gguf_rotary`.
+    Empty where all layers are rotated as `read_gguf_rotary` says, or nothing tells; errors as there.
     """
-    name, fields = read_gguf_fields(path)
+    model = ModelFields.read(path)
     model_layers, (rotary, notes) = read_model_layers(path), read_gguf_rotary(path)
-    if model_layers is None or rotary is None or not any(layer.state.window for layer in model_layers):
+    window_layers = [layer for layer in model_layers or () if layer.state.window]
+    if model_layers is None or rotary is None or not window_layers:
         return {}, notes
-    rule = WINDOW_RULES.get(name)
-    theta = fields.get(f"{name}.rope.freq_base_swa", (rule.theta if rule is not None else None) or rotary.theta)
-    dims = parse_positive_int(fields.get(f"{name}.rope.dimension_count_swa"))
-    window_rotary = build_rotary(
+    rule = WINDOW_RULES.get(model.architecture)
+    window_rotary = _build_rotary(
         path,
-        theta=theta,
-        dims=dims
-        or min(rotary.dims, next(model_layer.head_dim for model_layer in model_layers if model_layer.state.window)),
+        theta=model.get("rope.freq_base_swa", (rule.theta if rule is not None else None) or rotary.theta),
+        dims=model.get_positive("rope.dimension_count_swa") or min(rotary.dims, window_layers[0].head_dim),
         pairing=rotary.pairing,
         scaling=rotary.scaling if rule is None or rule.is_scaled else None,
     )
     full_rotary = rotary if rule is None or rule.is_full_rotated else None
-    return {
-        model_layer.state.layer: window_rotary if model_layer.state.window else full_rotary
-        for model_layer in model_layers
-    }, notes
+    return {layer.state.layer: window_rotary if layer.state.window else full_rotary for layer in model_layers}, notes
 
 
-def _read_head_sizes(name: str, fields: Mapping[str, Any], is_window: bool) -> tuple[int, int]:
+def _read_head_sizes(model: ModelFields, is_window: bool) -> tuple[int, int]:
     """Return the head_dim of K and of V; 0 if unknown."""
-    embedding_length = parse_positive_int(fields.get(f"{name}.embedding_length"))
-    heads = fields.get(f"{name}.attention.head_count")
-    num_heads = parse_positive_int(
-        heads[0] if isinstance(heads, list) and heads else heads
-    )  # as llama.cpp: the first layer's
-    default_size = embedding_length // num_heads if embedding_length and num_heads else 0
-    sizes = [
-        parse_positive_int(fields.get(f"{name}.attention.{part}_length")) or default_size for part in ("key", "value")
-    ]
-    if is_window:
-        window_sizes = [
-            parse_positive_int(fields.get(f"{name}.attention.{part}_length_swa")) for part in ("key", "value")
-        ]
-        sizes = [own_size or full_size for own_size, full_size in zip(window_sizes, sizes, strict=True)]
-    key, value = sizes
+    key, value = (
+        (is_window and model.get_positive(f"attention.{part}_length_swa"))
+        or model.get_positive(f"attention.{part}_length")
+        or model.default_head_dim
+        for part in ("key", "value")
+    )
     return key, value or key
 
 
@@ -561,13 +526,7 @@ _MAX_ALIGNMENT: Final = 1 << 20
 _UNIFORM_ROPE_WINDOW_ARCHITECTURES: Final = ("llama", "phi3", "phimoe", "mistral3", "qwen2", "qwen3", "starcoder2")
 """Architectures whose header may have the size of a window, and whose layers are all rotated alike."""
 _MIXED_ROPE_ARCHITECTURES: Final = (
-    "smollm3",
-    "deepseek2",
-    "deepseek2-ocr",
-    "deepseek32",
-    "deepseek4",
-    "glm-dsa",
-    "modern-bert",
+    *("smollm3", "deepseek2", "deepseek2-ocr", "deepseek32", "deepseek4", "glm-dsa", "modern-bert"),
 )
 """Architectures with unrotated layers, with partially rotated K, or with windows of another theta."""
 
@@ -578,9 +537,7 @@ def read_gguf_layer_ropes(path: str, num_layers: int, head_dim: int, num_tokens:
     fields = header.read_fields(include_all=True)
     name = fields.get("general.architecture")
     for key in ("dimension_count", "dimension_count_swa"):  # before frequencies are computed of very many
-        dims = parse_positive_int(fields.get(f"{name}.rope.{key}"))
-        if dims is not None and dims > head_dim:
-            raise SourceError(f"{path}: {dims} elements of a head are rotated, the cache has heads of {head_dim}")
+        _check_rotated_dims(path, _parse_positive_int(fields.get(f"{name}.rope.{key}")) or 0, head_dim)
     rotary, doubts = read_gguf_rotary(path)
     if rotary is None:
         return None
@@ -593,26 +550,23 @@ def read_gguf_layer_ropes(path: str, num_layers: int, head_dim: int, num_tokens:
         )
     rotations = read_rotations(path)[0]
     rotary_by_layer = [rotations.get(layer) for layer in range(num_layers)] if rotations else [rotary] * num_layers
-    distinct_rotaries = [
-        layer_rotary
-        for index, layer_rotary in enumerate(rotary_by_layer)
-        if layer_rotary not in rotary_by_layer[:index]
-    ]
-    ropes = [
-        None if layer_rotary is None else RopeFrequencies.from_config(layer_rotary)
-        for layer_rotary in distinct_rotaries
-    ]
+    distinct_rotaries: list[RopeConfig | None] = []
+    for layer_rotary in rotary_by_layer:
+        distinct_rotaries += [layer_rotary] if layer_rotary not in distinct_rotaries else []
+    ropes = [None if rotary is None else RopeFrequencies.from_config(rotary) for rotary in distinct_rotaries]
     for rope in ropes:
-        if rope is not None and rope.dims > head_dim:
-            raise SourceError(f"{path}: {rope.dims} elements of a head are rotated, the cache has heads of {head_dim}")
+        _check_rotated_dims(path, rope.dims if rope else 0, head_dim)
     divided_ropes = _divide_by_factors(header, fields, ropes, num_tokens)
     if doubts and not divided_ropes:
         raise SourceError(f"{path}: its scaling of the rotation is unknown ({doubts[0].removeprefix(f'{path}: ')})")
-    return (
-        divided_ropes * num_layers
-        if divided_ropes
-        else tuple(ropes[distinct_rotaries.index(layer_rotary)] for layer_rotary in rotary_by_layer)
-    )
+    if divided_ropes:
+        return divided_ropes * num_layers
+    return tuple(ropes[distinct_rotaries.index(layer_rotary)] for layer_rotary in rotary_by_layer)
+
+
+def _check_rotated_dims(path: str, dims: int, head_dim: int) -> None:
+    if dims > head_dim:
+        raise SourceError(f"{path}: {dims} elements of a head are rotated, the cache has heads of {head_dim}")
 
 
 def _divide_by_factors(
@@ -634,8 +588,7 @@ def _divide_by_factors(
         if type(max_tokens) is not int or num_tokens > max_tokens:
             raise SourceError(
                 f"{header.label}: K of texts above {max_tokens} tokens is rotated by their length at that time, which "
-                f"no "
-                f"cache records, and this text has {num_tokens:,} tokens"
+                f"no cache records, and this text has {num_tokens:,} tokens"
             )
     num_pairs = rope.dims // 2
     if type_number != _GGML_FLOAT32 or shape != (num_pairs,):

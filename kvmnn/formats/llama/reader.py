@@ -161,8 +161,7 @@ def describe_state(state: LlamaState, parts: Sequence[CachePart], options: ReadO
 
 def read_model_architecture(options: ReadOptions) -> str | None:
     """Return the architecture of the model that the options name."""
-    model_path = options.packed.model if options.packed else None
-    return None if model_path is None else gguf.read_architecture(model_path)
+    return None if options.model is None else gguf.read_architecture(options.model)
 
 
 def _collect_positions(layers: Sequence[_PartLayer]) -> tuple[Positions | None, tuple[Positions, ...] | None]:
@@ -186,17 +185,9 @@ def _find_transforms(
     """
     if not are_heads_known or options.engine.raw_blocks:
         return (), ()
-    model = options.packed.model if options.packed else None
-    rotary_dim = None if model is None else gguf.read_rotary_dim(model)
-    possible_transforms = tuple(
-        sorted(
-            {
-                transform
-                for layer in layers
-                for transform in list_possible_rotations(layer.tensors, layer.part.heads.by_layer)
-            }
-        )
-    )
+    rotary_dim = None if options.model is None else gguf.read_rotary_dim(options.model)
+    rotations_by_layer = [list_possible_rotations(layer.tensors, layer.part.heads.by_layer) for layer in layers]
+    possible_transforms = tuple(sorted({transform for rotations in rotations_by_layer for transform in rotations}))
     permutation_flags = {
         is_key_order_permuted(architecture, layer.tensors[0].row_values // layer.kv_heads, rotary_dim)
         for layer in layers
@@ -236,8 +227,7 @@ def iter_notes(
     if state.recurrent_bytes:
         yield (
             f"state of recurrent layers ({pluralize(state.recurrent_bytes, 'byte')}) lies after K and V, and is not "
-            f"read; "
-            "layers are counted without these"
+            "read; layers are counted without these"
         )
     nonempty_streams = list_nonempty_streams(state, first_part.cache)
     if len(nonempty_streams) > 1 and options.stream is None:
@@ -250,8 +240,7 @@ def iter_notes(
     if state.token_ids.size and not has_single_text(state, first_part):
         yield (
             f"the {pluralize(state.token_ids.size, 'token id')} of the file may be of any of its texts, and are left "
-            f"out "
-            "(--token-ids says those of what is read)"
+            "out (--token-ids says those of what is read)"
         )
     elif state.token_ids.size:
         yield from _iter_token_id_notes(state.token_ids.size, parts)
@@ -299,9 +288,8 @@ def _iter_block_notes(parts: Sequence[CachePart], options: EngineOptions) -> Ite
         names = " and ".join(transform[0].upper() for transform in unresolved_rotations)
         yield (
             f"newer builds of llama.cpp store quantised {names} rotated by a Hadamard matrix, and the file does not "
-            f"say so: rotated numbers are not those that other types and engines hold (--invert "
-            f"{','.join(unresolved_rotations)} turns "
-            "them back)"
+            "say so: rotated numbers are not those that other types and engines hold (--invert "
+            f"{','.join(unresolved_rotations)} turns them back)"
         )
 
 
@@ -343,7 +331,7 @@ def read(file: FileBytes, options: ReadOptions) -> Source:
         if cache == caches[0] or state.caches[cache][min(stream, len(state.caches[cache]) - 1)].num_cells
     ]
     if len(parts) > 1:
-        check_row_widths(file.label, [part.keys[0].row_values for part in parts], options)
+        check_row_widths(file.label, [part.stream.keys[0].row_values for part in parts], options)
     arrays = [
         (layer_number, _make_cache_array(file, tensor, layer_number, part, options))
         for part in parts
@@ -372,8 +360,7 @@ def parse_state(file: FileBytes, options: ReadOptions) -> tuple[LlamaState, Laye
 
 def check_layer_count(label: str, state: LlamaState, options: ReadOptions) -> None:
     """Raise `OptionError` when the model that the options name has another number of layers than the file."""
-    model = options.packed.model if options.packed else None
-    layer_counts = count_layers(state)
+    layer_counts, model = count_layers(state), options.model
     if model is None or state.recurrent_bytes or not all(layer_counts):
         return
     expected_counts = gguf.list_cache_layer_counts(model)
@@ -381,8 +368,7 @@ def check_layer_count(label: str, state: LlamaState, options: ReadOptions) -> No
         counts_text = " or ".join(map(str, sorted(expected_counts)))
         raise OptionError(
             f"{label}: has K and V of {pluralize(sum(layer_counts), 'layer')}, a cache of the model in {model} has "
-            f"{counts_text}: it is of "
-            "another model"
+            f"{counts_text}: it is of another model"
         )
 
 
@@ -413,9 +399,8 @@ def _select_part(
 
 def list_layer_numbers(stream: CacheStream, cache: int, layer_numbers: LayerNumbers | None) -> tuple[int, ...]:
     """Return the model's layer number of each layer of a stream; its index if the number is unknown."""
-    num_layers = sum(tensor.part == "key" for tensor in stream.tensors)
     cache_numbers = () if layer_numbers is None else layer_numbers.by_cache[cache]
-    return cache_numbers if len(cache_numbers) == num_layers else tuple(range(num_layers))
+    return cache_numbers if len(cache_numbers) == len(stream.keys) else tuple(range(len(stream.keys)))
 
 
 def find_stream_heads(
@@ -429,7 +414,7 @@ def find_stream_heads(
     is_required: bool,
 ) -> LayerHeads:
     """Return the kv heads of each layer of a stream; errors as `find_heads`."""
-    model = None if layer_numbers is None or layer_numbers.model is None else layer_numbers.model
+    model = None if layer_numbers is None else layer_numbers.model
     layer_ids = list_layer_numbers(stream, cache, layer_numbers)
     recorded_heads, counts = options.engine.recorded_kv_heads, count_layers(state)
     if recorded_heads is not None and len(recorded_heads) == sum(counts):  # of all caches, one after the other
@@ -454,8 +439,14 @@ def _make_cache_array(
 ) -> LazyArray:
     ggml_type, num_heads = tensor.type, part.heads.by_layer[tensor.layer]
     name = format_array_name(layer_number, tensor.part)
-    if ggml_type.is_block and options.engine.raw_blocks:
-        return make_block_array(file, tensor, part.cells, name)
+    if ggml_type.is_block and options.engine.raw_blocks:  # ``[cell, block, byte]``
+        return LazyArray(
+            name=name,
+            dtype="fp16",
+            shape=(part.cells.num_cells, tensor.row_values // ggml_type.values_per_block, ggml_type.nbytes),
+            array_dtype="|u1",
+            reader=partial(iter_cell_chunks, file, tensor, part.cells),
+        )
     if options.dtype not in (None, ggml_type.dtype):
         raise UnsupportedArrayError(
             f"{file.label}: {name} holds {ggml_type.name}, read as {ggml_type.dtype}, not {options.dtype}"
@@ -466,18 +457,6 @@ def _make_cache_array(
         shape=(num_heads, part.cells.num_cells, tensor.row_values // num_heads),
         array_dtype=dtypes.parse_dtype(ggml_type.dtype).numpy_dtype.str,
         reader=partial(iter_head_chunks, file, tensor, num_heads, part.cells),
-    )
-
-
-def make_block_array(file: FileBytes, tensor: CacheTensor, selection: CellSelection, name: str) -> LazyArray:
-    """Return the blocks of a tensor as bytes, ``[cell, block, byte]``."""
-    ggml_type = tensor.type
-    return LazyArray(
-        name=name,
-        dtype="fp16",
-        shape=(selection.num_cells, tensor.row_values // ggml_type.values_per_block, ggml_type.nbytes),
-        array_dtype="|u1",
-        reader=partial(iter_cell_chunks, file, tensor, selection),
     )
 
 
@@ -589,26 +568,20 @@ def _make_region(
         if num_heads and not tensor.is_transposed:
             shape = (num_cells, num_heads, tensor.row_values // num_heads)
         numpy_type = dtypes.parse_dtype(ggml_type.dtype).numpy_dtype.str
-        reader = make_byte_array(file, name, shape, tensor.offset, tensor.nbytes).reader
+        reader = partial(file.iter_chunks, tensor.offset, tensor.nbytes)
         array = LazyArray(name=name, dtype=ggml_type.dtype, shape=shape, array_dtype=numpy_type, reader=reader)
         return Region(tensor.offset, tensor.nbytes, ((array, tensor.nbytes),))
     sizes = [size for _, size in ggml_type.fields]
     if not is_smaller_by_fields(file.view(tensor.offset, tensor.nbytes), sizes):
         array = make_byte_array(file, name, (num_cells, num_blocks, ggml_type.nbytes), tensor.offset, tensor.nbytes)
         return Region(tensor.offset, tensor.nbytes, ((array, tensor.nbytes),))
-    arrays, field_offset = [], 0
+    arrays, field_offset, block_range = [], 0, (tensor.offset, tensor.nbytes)
     for field, size in ggml_type.fields:
-        is_scale = field == "scales"
-        field_shape = (num_cells, num_blocks, size // 2 if is_scale else size)
-        block_range, field_range = (tensor.offset, tensor.nbytes), (field_offset, size, ggml_type.nbytes)
-        arrays.append(
-            (
-                make_field_array(
-                    file, f"{name}.{field}", field_shape, block_range, field_range, "<f2" if is_scale else "|u1"
-                ),
-                size,
-            )
-        )
+        field_itemsize, array_dtype = (2, "<f2") if field == "scales" else (1, "|u1")
+        field_shape = (num_cells, num_blocks, size // field_itemsize)
+        field_range = (field_offset, size, ggml_type.nbytes)
+        array = make_field_array(file, f"{name}.{field}", field_shape, block_range, field_range, array_dtype)
+        arrays.append((array, size))
         field_offset += size
     return Region(tensor.offset, tensor.nbytes, tuple(arrays))
 

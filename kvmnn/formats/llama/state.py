@@ -273,6 +273,11 @@ class CacheStream:
         return int(self.positions.size)
 
     @property
+    def keys(self) -> list[CacheTensor]:
+        """K of each layer."""
+        return [tensor for tensor in self.tensors if tensor.part == "key"]
+
+    @property
     def sequences_by_cell(self) -> list[list[int]]:
         """Return the sequence ids of each cell."""
         ends = np.cumsum(self.seq_counts)
@@ -391,8 +396,7 @@ def _parse_caches(
             if reader.remaining_bytes:
                 raise _TrailingBytesError(
                     f"{pluralize(reader.remaining_bytes, 'byte')} are left after K and V at offset "
-                    f"{reader.position:,}: another kind "
-                    "of cache, or written by a build of llama.cpp that is not known"
+                    f"{reader.position:,}: another kind of cache, or written by a build of llama.cpp that is not known"
                 )
             return caches, recurrent_bytes
         except ParseError as error:

@@ -101,38 +101,27 @@ def _make_part_array(states: PromptCacheStates, layer: PromptCacheLayer, part: P
     tensors, name = _get_part_tensors(layer, part), format_array_name(layer.number, part)
     first_tensor = tensors[0]
     batch, heads = first_tensor.shape[:2]
-    if layer.bits and options.engine.raw_blocks:
-        return _make_code_array(states, layer, first_tensor, name)
-    value_tensor = tensors[1] if layer.bits else first_tensor
-    head_dim = first_tensor.shape[3] * 32 // layer.bits if layer.bits else first_tensor.shape[3]
-    dtype = _DTYPE_BY_KIND[value_tensor.kind]
-    if options.dtype not in (None, dtype):
-        raise UnsupportedArrayError(f"{states.file.label}: {name} holds {dtype} words, not {options.dtype}")
-    reader = (
-        partial(_iter_dequantised_chunks, states, layer, tensors)
-        if layer.bits
-        else partial(_iter_valid_chunks, states, layer, first_tensor)
+    dtype, reader = (
+        _DTYPE_BY_KIND.get(first_tensor.kind, "fp16"),
+        partial(_iter_valid_chunks, states, layer, first_tensor),
     )
-    shape = (heads, layer.num_tokens, head_dim)
+    array_dtype, last_axis = dtypes.parse_dtype(dtype).numpy_dtype.str, first_tensor.shape[3]
+    if layer.bits and options.engine.raw_blocks:  # codes as bytes, ``[kv_head, token, byte]``
+        array_dtype, last_axis = "|u1", 4 * last_axis
+    else:
+        if layer.bits:
+            dtype, last_axis = _DTYPE_BY_KIND[tensors[1].kind], last_axis * 32 // layer.bits
+            array_dtype = dtypes.parse_dtype(dtype).numpy_dtype.str
+            reader = partial(_iter_dequantised_chunks, states, layer, tensors)
+        if options.dtype not in (None, dtype):
+            raise UnsupportedArrayError(f"{states.file.label}: {name} holds {dtype} words, not {options.dtype}")
+    shape = (heads, layer.num_tokens, last_axis)
     return LazyArray(
         name=name,
         dtype=dtype,
         shape=shape if batch == 1 else (batch, *shape),
-        array_dtype=dtypes.parse_dtype(dtype).numpy_dtype.str,
+        array_dtype=array_dtype,
         reader=reader,
-    )
-
-
-def _make_code_array(states: PromptCacheStates, layer: PromptCacheLayer, codes: TensorEntry, name: str) -> LazyArray:
-    """Make an array of the packed codes as bytes, ``[kv_head, token, byte]``."""
-    batch, heads, _, num_words = codes.shape
-    shape = (heads, layer.num_tokens, 4 * num_words)
-    return LazyArray(
-        name=name,
-        dtype="fp16",
-        shape=shape if batch == 1 else (batch, *shape),
-        array_dtype="|u1",
-        reader=partial(_iter_valid_chunks, states, layer, codes),
     )
 
 
@@ -181,27 +170,21 @@ def _iter_dequantised_chunks(
     """Iterate over the dequantised values of the valid tokens."""
     codes, scales, _ = tensors
     dtype = np.dtype(get_numpy_type(scales))
-    row_sizes = 4 * codes.shape[3], scales.shape[3] * dtype.itemsize
+    code_row_bytes, scale_row_bytes = 4 * codes.shape[3], scales.shape[3] * dtype.itemsize
     value_row_bytes = codes.shape[3] * 32 // layer.bits * dtype.itemsize
     if chunk_bytes % value_row_bytes:
         num_rows = codes.shape[0] * codes.shape[1] * layer.num_tokens
-        yield from rechunk(
-            _iter_dequantised_chunks(states, layer, tensors, max(chunk_bytes // value_row_bytes, 1) * value_row_bytes),
-            chunk_bytes,
-            num_rows * value_row_bytes,
-        )
+        aligned_bytes = max(chunk_bytes // value_row_bytes, 1) * value_row_bytes
+        aligned_chunks = _iter_dequantised_chunks(states, layer, tensors, aligned_bytes)
+        yield from rechunk(aligned_chunks, chunk_bytes, num_rows * value_row_bytes)
         return
     chunk_readers = [
-        _iter_valid_chunks(states, layer, tensor, chunk_bytes // value_row_bytes * row_size)
-        for tensor, row_size in zip(tensors, (row_sizes[0], row_sizes[1], row_sizes[1]), strict=True)
+        _iter_valid_chunks(states, layer, tensor, chunk_bytes // value_row_bytes * row_bytes)
+        for tensor, row_bytes in zip(tensors, (code_row_bytes, scale_row_bytes, scale_row_bytes), strict=True)
     ]
     for packed_codes, scale_bytes, bias_bytes in zip(*chunk_readers, strict=True):
-        scales_and_biases = [
-            field_bytes.view(dtype).reshape(-1, scales.shape[3]) for field_bytes in (scale_bytes, bias_bytes)
-        ]
-        values = dequantize(
-            packed_codes.reshape(-1, row_sizes[0]), scales_and_biases[0], scales_and_biases[1], layer.bits
-        )
+        row_scales, row_biases = (data.view(dtype).reshape(-1, scales.shape[3]) for data in (scale_bytes, bias_bytes))
+        values = dequantize(packed_codes.reshape(-1, code_row_bytes), row_scales, row_biases, layer.bits)
         yield values.reshape(-1).view(np.uint8)
         del values  # or it would live on while the next run is made
 
@@ -209,10 +192,8 @@ def _iter_dequantised_chunks(
 def _describe_cache(states: PromptCacheStates, layers: list[PromptCacheLayer], options: ReadOptions) -> EngineCacheInfo:
     has_equal_positions = all(np.array_equal(layer.positions, layers[0].positions) for layer in layers)
     type_names = [_format_type(layer, part) for part in PARTS for layer in layers]
-    heads, head_dims = (
-        tuple(_get_key_shape(layer)[1] for layer in layers),
-        {_get_key_shape(layer)[2] for layer in layers},
-    )
+    heads = tuple(_get_key_shape(layer)[1] for layer in layers)
+    head_dims = {_get_key_shape(layer)[2] for layer in layers}
     group_types = sorted({_format_type(layer, part) for layer in layers if layer.bits for part in PARTS})
     return EngineCacheInfo(
         engine=ENGINE,
@@ -228,18 +209,17 @@ def _describe_cache(states: PromptCacheStates, layers: list[PromptCacheLayer], o
         layer_positions=None if has_equal_positions else tuple(layer.positions for layer in layers),
         texts=_list_batch_texts(layers[0]),
         dequantised=() if options.engine.raw_blocks else tuple(group_types),
-        unused_bytes=_sum_unused_bytes(layers),
+        unused_bytes=sum(nbytes for _, nbytes in _iter_unused_bytes(layers)),
         details=_build_details(states, layers),
     )
 
 
-def _sum_unused_bytes(layers: Sequence[PromptCacheLayer]) -> int:
-    """Count the bytes of K and V in the file that belong to rows without a valid token."""
-    return sum(
-        (tensor.end - tensor.begin) // tensor.shape[2] * (tensor.shape[2] - layer.num_tokens)
-        for layer in layers
-        for tensor in (*layer.keys, *layer.values)
-    )
+def _iter_unused_bytes(layers: Sequence[PromptCacheLayer]) -> Iterator[tuple[TensorEntry, int]]:
+    """Yield the tensors of K and V, and how many of their bytes belong to rows without a valid token."""
+    for layer in layers:
+        for tensor in (*layer.keys, *layer.values):
+            num_rows = tensor.shape[2]
+            yield tensor, (tensor.end - tensor.begin) // num_rows * (num_rows - layer.num_tokens)
 
 
 def _list_batch_texts(layer: PromptCacheLayer) -> tuple[BatchText, ...]:
@@ -311,24 +291,11 @@ def capture(file: MappedFile, options: ReadOptions) -> Source:
         layers = read_layers(states)
     except SourceError:
         layers = []
-    source = passthrough.capture(
-        file, FORMAT_NAME, regions, None, unused_bytes_by_array=_count_unused_bytes(states, layers)
-    )
+    unused_bytes = {_make_array_name(states, tensor.name): n for tensor, n in _iter_unused_bytes(layers) if n}
+    source = passthrough.capture(file, FORMAT_NAME, regions, None, unused_bytes_by_array=unused_bytes)
     completeness = describe_states(states, layers)
     source.completeness = Completeness(layers=tuple(replace(state, included=True) for state in completeness.layers))
     return source
-
-
-def _count_unused_bytes(states: PromptCacheStates, layers: Sequence[PromptCacheLayer]) -> dict[str, int]:
-    """Count the bytes of K and V after the valid tokens, by array; empty if the number of valid tokens is unknown."""
-    unused_bytes_by_array = {
-        _make_array_name(states, tensor.name): (tensor.end - tensor.begin)
-        // tensor.shape[2]
-        * (tensor.shape[2] - layer.num_tokens)
-        for layer in layers
-        for tensor in (*layer.keys, *layer.values)
-    }
-    return {name: nbytes for name, nbytes in unused_bytes_by_array.items() if nbytes}
 
 
 def _make_region(file: MappedFile, states: PromptCacheStates, tensor: TensorEntry) -> Region:

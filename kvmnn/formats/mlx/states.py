@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from ..._util.text import pluralize
 from ...arrays.completeness import Completeness, LayerStateInfo, StateKind
@@ -42,13 +41,7 @@ def has_cache_entries(head: FileHead) -> bool:
 
 
 class PromptCacheStates:
-    """The tensors and settings in the header of a prompt cache file.
-
-    Parameters
-    ----------
-    file
-        The whole file.
-    """
+    """The tensors and settings in the header of a prompt cache file."""
 
     def __init__(self, file: FileBytes) -> None:
         self.file = file
@@ -76,17 +69,20 @@ class PromptCacheStates:
 
     def read_scalar(self, name: str) -> int:
         """Return a state that is a whole number."""
-        tensor = self.find_tensor(name)
-        if tensor.kind != "I32" or tensor.end - tensor.begin != 4:
-            raise SourceError(f"{self.file.label}: the state {name!r:.40} is {tensor.kind}: expected one I32")
-        return int(self._read_int32_values(tensor)[0])
+        return int(self._read_value(name, "I32", 4).view("<i4")[0])
 
     def read_flag(self, name: str) -> bool:
         """Return a state that is a boolean."""
+        return bool(self._read_value(name, "BOOL", 1)[0])
+
+    def _read_value(self, name: str, kind: str, nbytes: int) -> Bytes:
         tensor = self.find_tensor(name)
-        if tensor.kind != "BOOL" or tensor.end - tensor.begin != 1:
-            raise SourceError(f"{self.file.label}: the state {name!r:.40} is {tensor.kind}: expected one BOOL")
-        return bool(self.file.view(self.header.data_start + tensor.begin, 1)[0])
+        if tensor.kind != kind or tensor.end - tensor.begin != nbytes:
+            raise SourceError(f"{self.file.label}: the state {name!r:.40} is {tensor.kind}: expected one {kind}")
+        return self._read_bytes(tensor)
+
+    def _read_bytes(self, tensor: TensorEntry) -> Bytes:
+        return self.file.view(self.header.data_start + tensor.begin, tensor.end - tensor.begin)
 
     def read_int_list(self, name: str, num_texts: int) -> list[int]:
         """Return a state of whole numbers, one for each of `num_texts` texts."""
@@ -96,10 +92,11 @@ class PromptCacheStates:
                 f"{self.file.label}: the state {name!r:.40} is {tensor.kind} {list(tensor.shape)}: expected I32 "
                 f"[{num_texts}]"
             )
-        return [int(value) for value in self._read_int32_values(tensor)]
+        return [int(value) for value in np.frombuffer(self._read_bytes(tensor), "<i4")]
 
-    def _read_int32_values(self, tensor: TensorEntry) -> npt.NDArray[np.int32]:
-        return np.frombuffer(self.file.view(self.header.data_start + tensor.begin, tensor.end - tensor.begin), "<i4")
+    def make_layer_error(self, layer_number: int, problem: str) -> SourceError:
+        """Make the error about a layer of the file."""
+        return SourceError(f"{self.file.label}: layer {layer_number}: {problem}")
 
     def list_settings(self, layer_number: int, setting_counts: tuple[int, ...]) -> list[str]:
         """Return the settings of a layer's cache from the metadata of older files, as strings."""
@@ -107,8 +104,7 @@ class PromptCacheStates:
         if len(settings) not in setting_counts:
             raise SourceError(
                 f"{self.file.label}: layer {layer_number}: its {self.class_names[layer_number]:.40} has "
-                f"{pluralize(len(settings), 'setting')}"
-                f": expected {' or '.join(map(str, setting_counts))}"
+                f"{pluralize(len(settings), 'setting')}: expected {' or '.join(map(str, setting_counts))}"
             )
         return settings
 
@@ -121,8 +117,7 @@ class PromptCacheStates:
         if not _NATURAL_REGEX.fullmatch(text):
             raise SourceError(
                 f"{self.file.label}: layer {layer_number}: its {self.class_names[layer_number]:.40} has the setting "
-                f"{text!r:.40}: "
-                "expected a whole number from 0 to 999,999,999"
+                f"{text!r:.40}: expected a whole number from 0 to 999,999,999"
             )
         return int(text)
 
@@ -216,8 +211,7 @@ def read_layers(states: PromptCacheStates) -> list[PromptCacheLayer]:
         names = ", ".join(f"{name:.40}" for name in dict.fromkeys(states.class_names[:8]))
         raise SourceError(
             f"{label}: the cache of every layer is a {names}: K and V are read of {', '.join(_READER_BY_CLASS)} "
-            f"(encode keeps "
-            "any of them whole)"
+            "(encode keeps any of them whole)"
         )
     layers = _truncate_at_known_end(layers)
     end_positions = {layer.end_position for layer in layers}
@@ -299,12 +293,11 @@ def _read_quantised(states: PromptCacheStates, layer_number: int) -> PromptCache
     if bits not in SUPPORTED_BITS or group_size < 1:
         raise SourceError(
             f"{states.file.label}: layer {layer_number}: groups of {group_size:,} codes of {bits:,} bits: expected "
-            f"groups of at "
-            f"least 1 of {', '.join(map(str, SUPPORTED_BITS))} bits"
+            f"groups of at least 1 of {', '.join(map(str, SUPPORTED_BITS))} bits"
         )
     keys, values = (_read_group_tensors(states, layer_number, part_index, group_size, bits) for part_index in (0, 1))
     if keys[0].shape[:3] != values[0].shape[:3]:
-        raise SourceError(f"{states.file.label}: layer {layer_number}: K and V differ in shape")
+        raise states.make_layer_error(layer_number, "K and V differ in shape")
     _check_token_count(states, layer_number, num_tokens, keys[0].shape[2])
     return replace(_make_first_tokens_layer(layer_number, keys, values, num_tokens), bits=bits, group_size=group_size)
 
@@ -324,11 +317,10 @@ def _read_group_tensors(
     if (scales.shape, biases.shape) != (expected_shape, expected_shape) or not is_divisible:
         raise SourceError(
             f"{states.file.label}: layer {layer_number}: codes {list(codes.shape)} of {bits} bits in groups of "
-            f"{group_size:,} "
-            f"do not fit scales {list(scales.shape)}"
+            f"{group_size:,} do not fit scales {list(scales.shape)}"
         )
     if scales.kind != biases.kind:
-        raise SourceError(f"{states.file.label}: layer {layer_number}: scales are {scales.kind}, biases {biases.kind}")
+        raise states.make_layer_error(layer_number, f"scales are {scales.kind}, biases {biases.kind}")
     return codes, scales, biases
 
 
@@ -344,16 +336,11 @@ def _read_rotating(states: PromptCacheStates, layer_number: int) -> PromptCacheL
         settings = states.read_int_settings(layer_number, (4, 5))  # five: the rows that a buffer grows by are the third
         (num_sinks, window), (num_seen, next_row) = settings[:2], settings[-2:]
     is_wrapped = next_row < min(num_rows, num_seen)
-    if not (
-        0 <= num_sinks <= window
-        and 0 <= next_row <= num_rows
-        and num_seen >= 1
-        and (not is_wrapped or num_sinks <= num_rows)
-    ):
+    has_valid_rows = 0 <= next_row <= num_rows and (not is_wrapped or num_sinks <= num_rows)
+    if not (0 <= num_sinks <= window and num_seen >= 1 and has_valid_rows):
         raise SourceError(
             f"{states.file.label}: layer {layer_number}: {num_seen:,} tokens, the first {num_sinks:,} kept, in a "
-            f"window of {window:,}, "
-            f"the next at {next_row:,}: do not fit {num_rows:,} rows"
+            f"window of {window:,}, the next at {next_row:,}: do not fit {num_rows:,} rows"
         )
     if next_row == num_rows:
         spans = [(0, num_rows)]
@@ -364,9 +351,7 @@ def _read_rotating(states: PromptCacheStates, layer_number: int) -> PromptCacheL
     spans = [(begin, end) for begin, end in spans if begin < end]
     num_tokens = sum(end - begin for begin, end in spans)
     if not 1 <= num_tokens <= num_seen:
-        raise SourceError(
-            f"{states.file.label}: layer {layer_number}: {num_tokens:,} rows hold tokens, and {num_seen:,} were seen"
-        )
+        raise states.make_layer_error(layer_number, f"{num_tokens:,} rows hold tokens, and {num_seen:,} were seen")
     num_sink_rows = min(num_sinks, num_tokens) if num_seen > num_tokens else 0
     positions = np.concatenate([np.arange(num_sink_rows), np.arange(num_seen - num_tokens + num_sink_rows, num_seen)])
     return PromptCacheLayer(layer_number, (keys,), (values,), num_tokens, tuple(spans), positions, window=window)
@@ -383,28 +368,17 @@ def _read_chunked(states: PromptCacheStates, layer_number: int) -> PromptCacheLa
     else:
         chunk_tokens, start_position = states.read_int_settings(layer_number, (2,))
         end_position = start_position + num_rows
-    if (
-        not 0 <= start_position < end_position < _MAX_POSITION
-        or end_position - start_position > num_rows
-        or chunk_tokens < 1
-    ):
+    num_tokens = end_position - start_position
+    if start_position < 0 or not 1 <= num_tokens <= num_rows or end_position >= _MAX_POSITION or chunk_tokens < 1:
         raise SourceError(
             f"{states.file.label}: layer {layer_number}: tokens {start_position:,} to {end_position:,} in chunks of "
-            f"{chunk_tokens:,} do not fit "
-            f"{num_rows:,} rows"
+            f"{chunk_tokens:,} do not fit {num_rows:,} rows"
         )
-    num_tokens = end_position - start_position
-    spans, positions = ((0, num_tokens),), np.arange(start_position, end_position)
-    is_end_unknown = not states.is_new and start_position > 0  # such files may have empty rows after the tokens
-    return PromptCacheLayer(
-        layer_number,
-        (keys,),
-        (values,),
-        num_tokens,
-        spans,
-        positions,
+    return replace(
+        _make_first_tokens_layer(layer_number, (keys,), (values,), num_tokens),
+        positions=np.arange(start_position, end_position),
         window=chunk_tokens,
-        is_end_unknown=is_end_unknown,
+        is_end_unknown=not states.is_new and start_position > 0,  # such files may have empty rows after the tokens
     )
 
 
@@ -432,8 +406,7 @@ def _read_rotating_batch(states: PromptCacheStates, layer_number: int) -> Prompt
     if not 1 <= next_row <= num_rows or window < 1:
         raise SourceError(
             f"{states.file.label}: layer {layer_number}: the next token at {next_row:,} in a window of {window:,} does "
-            f"not fit "
-            f"{num_rows:,} rows"
+            f"not fit {num_rows:,} rows"
         )
     spans = ((next_row, num_rows), (0, next_row)) if is_wrapped and next_row < num_rows else ((0, next_row),)
     return replace(_make_right_aligned_layer(states, layer_number, (keys, values), spans), window=window)
@@ -452,8 +425,7 @@ def _make_right_aligned_layer(
     if min(text_lengths) < 1:
         raise SourceError(
             f"{states.file.label}: layer {layer_number}: texts of {min(text_lengths):,} to "
-            f"{pluralize(max_text_length, 'token')}: expected at "
-            "least 1 in each"
+            f"{pluralize(max_text_length, 'token')}: expected at least 1 in each"
         )
     num_tokens = min(num_filled, max_text_length)
     return PromptCacheLayer(
@@ -490,9 +462,7 @@ def _find_kv_pair(states: PromptCacheStates, layer_number: int) -> tuple[TensorE
     for tensor in (keys, values):
         states.check_tensor(tensor, FLOAT_KINDS, 4)
     if keys.shape[:3] != values.shape[:3] or keys.kind != values.kind:
-        raise SourceError(
-            f"{states.file.label}: layer {layer_number}: K is {list(keys.shape)}, V is {list(values.shape)}"
-        )
+        raise states.make_layer_error(layer_number, f"K is {list(keys.shape)}, V is {list(values.shape)}")
     return keys, values
 
 
@@ -500,8 +470,7 @@ def _check_token_count(states: PromptCacheStates, layer_number: int, num_tokens:
     if not 1 <= num_tokens <= capacity:
         raise SourceError(
             f"{states.file.label}: layer {layer_number}: {num_tokens:,} tokens: expected at least 1 and at most "
-            f"{capacity:,}, "
-            "for which there is room"
+            f"{capacity:,}, for which there is room"
         )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -43,6 +43,7 @@ from ...packed.cache_info import (
 )
 from ...packed.compaction import ReservePair, check_reserve, parse_pairs
 from ..key_rotation import RerotationResult, expand_position_runs
+from ..sidecars import parse_layer_number
 from .packed_files import (
     check_leftover_layers,
     format_warning_lines,
@@ -105,13 +106,9 @@ def read_compaction_plans(path: str, info: CacheInfo, *, label: str | None = Non
             return _parse_pair_plans(document, entries, info)
         _check_token_ids(file, info)
         tokens_seen = document.get("tokens_seen").read_int(1) if "tokens_seen" in document.value else None
-        entry_by_layer = {_parse_layer_number(entry, index): entry for index, entry in enumerate(entries)}
-        return _parse_position_plans(
-            document,
-            info,
-            {layer_number: entry.get("positions") for layer_number, entry in entry_by_layer.items()},
-            tokens_seen,
-        )
+        entry_by_layer = {parse_layer_number(entry, index): entry for index, entry in enumerate(entries)}
+        positions_by_layer = {layer: entry.get("positions") for layer, entry in entry_by_layer.items()}
+        return _parse_position_plans(document, info, positions_by_layer, tokens_seen)
     return _parse_pair_plans(document, document.read_list(), info)
 
 
@@ -173,28 +170,21 @@ def _parse_position_plans(
 
 
 def _plan_from_positions(layer: LayerInfo, node: JsonReader, tokens_seen: int | None) -> CompactionPlan:
-    kept_positions, stored_positions = (
-        _parse_positions(node, layer.layer),
-        expand_position_runs(layer.text_position_runs),
-    )
+    kept_positions = _parse_positions(node, layer.layer)
+    stored_positions = expand_position_runs(layer.text_position_runs)
     indices = np.searchsorted(stored_positions, kept_positions)
-    is_in_range = indices < len(stored_positions)
-    if not is_in_range.all() or (stored_positions[indices] != kept_positions).any():
-        missing_position = (
-            kept_positions[~is_in_range][0]
-            if not is_in_range.all()
-            else kept_positions[stored_positions[indices] != kept_positions][0]
-        )
+    is_beyond = indices == len(stored_positions)
+    missing_positions = kept_positions[is_beyond if is_beyond.any() else stored_positions[indices] != kept_positions]
+    if missing_positions.size:
         raise SourceError(
-            f"{node.label}: layer {layer.layer} keeps the token at position {missing_position:,}, and the cache holds "
-            f"{pluralize(len(stored_positions), 'token')} up to {stored_positions[-1]:,}: expected the plan of this "
-            f"text"
+            f"{node.label}: layer {layer.layer} keeps the token at position {missing_positions[0]:,}, and the cache "
+            f"holds {pluralize(len(stored_positions), 'token')} up to {stored_positions[-1]:,}: expected the plan of "
+            f"this text"
         )
     if tokens_seen is not None and stored_positions[-1] >= tokens_seen:
         raise SourceError(
             f"{node.label}: is of a text of {pluralize(tokens_seen, 'token')}, and layer {layer.layer} of the cache "
-            f"holds "
-            f"tokens up to position {stored_positions[-1]:,}"
+            f"holds tokens up to position {stored_positions[-1]:,}"
         )
     return _plan_from_indices(indices, len(stored_positions))
 
@@ -211,20 +201,16 @@ def _parse_positions(node: JsonReader, layer: int) -> Positions:
     """Parse the positions of one layer; `SourceError` if heads have different ones."""
     values: Any = node.value
     is_per_head = isinstance(values, list) and bool(values) and all(isinstance(row, list) for row in values)
-    rows = [list(_parse_position_list(row)) for row in (node.read_list() if is_per_head else [node])]
-    if any(row != rows[0] for row in rows):
+    rows = node.read_list() if is_per_head else [node]
+    for row in rows:
+        if not isinstance(row.value, list) or not all(type(n) is int and 0 <= n < 1 << 31 for n in row.value):
+            raise row.error("a list of positions")
+    if any(row.value != rows[0].value for row in rows):
         raise _make_heads_differ_error(node.label, layer)
-    positions = np.array(rows[0], np.int64)
+    positions = np.array(rows[0].value, np.int64)
     if (np.diff(positions) <= 0).any():
         raise node.error("ascending positions")
     return positions
-
-
-def _parse_position_list(row: JsonReader) -> Iterable[int]:
-    values: Any = row.value
-    if not isinstance(values, list) or not all(type(value) is int and 0 <= value < 1 << 31 for value in values):
-        raise row.error("a list of positions")
-    return values
 
 
 def _make_heads_differ_error(label: str, layer: int) -> KvmnnError:
@@ -242,10 +228,6 @@ def _check_token_ids(file: Path, info: CacheInfo) -> None:
     ids = parse_token_ids(read_bounded(ids_path, _MAX_PLAN_BYTES), str(ids_path))
     if len(ids) != info.token_ids.count or TokenIdsFingerprint.from_ids(ids) != info.token_ids:
         raise SourceError(f"{ids_path}: are not the {info.token_ids.count:,} token ids that the cache was made from")
-
-
-def _parse_layer_number(layer: JsonReader, index: int) -> int:
-    return layer.get("layer").read_int(0) if isinstance(layer.value, dict) and "layer" in layer.value else index
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,27 +290,23 @@ class CompactResult(Record):
 def apply_plan(layer: LayerInfo, plan: CompactionPlan) -> LayerInfo:
     """Return the layer after its plan is applied."""
     remove = layer.tokens if plan.remove is None else plan.remove
-    label = f"layer {layer.layer}"
     try:
         pairs = parse_pairs(plan.reserve)
         check_reserve(layer.tokens, validate_int(remove, "remove", 0), pairs, is_quantised=False)
     except KvmnnError as exc:
-        raise KvmnnError(f"{label}: {exc}") from None
+        raise KvmnnError(f"layer {layer.layer}: {exc}") from None
     start = layer.tokens - remove
     retained_ranges = [(0, start), *((start + start_token, size) for start_token, size in pairs)]
     tokens = start + sum(size for _, size in pairs)
     if not tokens:
-        raise KvmnnError(f"{label}: nothing would stay of its {layer.tokens} tokens")
-    text_positions = None if layer.text_positions is None else _select_runs(layer.text_positions, retained_ranges)
-    return replace(
-        layer, tokens=tokens, positions=_select_runs(layer.positions, retained_ranges), text_positions=text_positions
-    )
+        raise KvmnnError(f"layer {layer.layer}: nothing would stay of its {layer.tokens} tokens")
 
+    def select_runs(positions: PositionRuns) -> PositionRuns:
+        slices = (_iter_run_slices(positions, begin, size) for begin, size in retained_ranges)
+        return cache_info.merge_runs(run for runs in slices for run in runs)
 
-def _select_runs(positions: PositionRuns, retained_ranges: Sequence[tuple[int, int]]) -> PositionRuns:
-    return cache_info.merge_runs(
-        run for begin, size in retained_ranges for run in _iter_run_slices(positions, begin, size)
-    )
+    text_positions = None if layer.text_positions is None else select_runs(layer.text_positions)
+    return replace(layer, tokens=tokens, positions=select_runs(layer.positions), text_positions=text_positions)
 
 
 def _iter_run_slices(positions: PositionRuns, begin: int, size: int) -> Iterator[tuple[int, int]]:
@@ -482,14 +460,9 @@ def _compact_layer(
     dialect: str,
 ) -> None:
     with _open_mapped(key) as keys, _open_mapped(value) as values:
+        layout, capacity = info.get_layer_layout(layer), layer.capacity
         cache = PackedCache.from_buffers(
-            info.get_layer_layout(layer),
-            keys,
-            values,
-            layer.tokens,
-            capacity=layer.capacity,
-            copy=False,
-            dialect=dialect,
+            layout, keys, values, layer.tokens, capacity=capacity, copy=False, dialect=dialect
         )
         cache.realloc(layer.tokens if plan.remove is None else plan.remove, plan.reserve)
         if len(cache) != expected_tokens:

@@ -44,7 +44,7 @@ from ..sidecars import add_sidecars, write_sidecars
 from ..tensor_selection import make_reinterpretation_error, select_tensors, validate_array
 from ..writer import WrittenFile, verify_written
 from .packed_files import get_file_size
-from .packed_io import PackedPartWriter, RowOrder, iter_packed_chunks, reserve_file_size
+from .packed_io import PackedPartWriter, make_packed_array, reserve_file_size
 
 DUMP_SCHEMA: Final = "kvmnn-dump"
 DUMP_SCHEMA_VERSION: Final = 1
@@ -271,33 +271,17 @@ def _make_packed_array(
     if options.dtype not in (None, layout.dtype):
         raise UnsupportedArrayError(f"{file}: holds {layout.dtype} words, not {options.dtype}")
     num_tokens = parse_positive_int(meta, fields, "used_seq_len")
-    layer = LayerInfo(
-        layer=0,
-        tokens=num_tokens,
-        capacity=_resolve_capacity(file, meta, fields, layout, part),
-        positions=((0, num_tokens),),
-    )
-    return LazyArray(
-        name=name,
-        dtype=layout.dtype,
-        shape=(layout.kv_heads, num_tokens, layout.head_dim),
-        array_dtype=dtypes.parse_dtype(layout.dtype).numpy_dtype.str,
-        reader=partial(iter_packed_chunks, str(file), layout, part, layer),
-    )
+    capacity = _resolve_capacity(file, meta, fields, layout, part)
+    layer = LayerInfo(layer=0, tokens=num_tokens, capacity=capacity, positions=((0, num_tokens),))
+    return make_packed_array(name, str(file), layout, part, layer)
 
 
 def _resolve_capacity(file: Path, meta: Path, fields: dict[str, Any], layout: PackLayout, part: Part) -> int:
     """Return the file's capacity in tokens: of the tiles in use, or of the whole buffer."""
-    used_tokens, max_tokens = (
-        parse_positive_int(meta, fields, "used_seq_len"),
-        parse_positive_int(meta, fields, "max_seq_len"),
-    )
+    used_tokens, max_tokens = (parse_positive_int(meta, fields, key) for key in ("used_seq_len", "max_seq_len"))
     if used_tokens > max_tokens:
         raise SourceError(f"{meta}: used_seq_len is {used_tokens}, above max_seq_len, {max_tokens}")
-    used_bytes, stride_bytes = (
-        parse_positive_int(meta, fields, f"{part}_used_bytes"),
-        parse_positive_int(meta, fields, f"{part}_stride_bytes"),
-    )
+    used_bytes, stride_bytes = (parse_positive_int(meta, fields, f"{part}_{key}_bytes") for key in ("used", "stride"))
     if stride_bytes != get_head_bytes(layout, part, max_tokens):
         raise SourceError(
             f"{meta}: {part}_stride_bytes is {stride_bytes}, expected {get_head_bytes(layout, part, max_tokens)} for "
@@ -346,89 +330,77 @@ def write_dump(
     if not re.fullmatch(r"[\w.+-]{1,100}", run_id, re.ASCII) or run_id in (".", ".."):
         raise OutputError(f"{run_id!r:.120}: is not a run id: expected letters, digits and . _ + -")
     for key, value in zip(arrays[::2], arrays[1::2], strict=True):
-        num_heads, _, head_dim = key.geometry
-        meta_fields = {"kv_heads": num_heads, "head_dim": head_dim, "bytes_per_elem": key.array.coded_itemsize}
-        folder = f"{run_id}/layer_{key.layer}"
-        if packed_as is None:
-            _write_plain_layer(key, value, output, folder, meta_fields, flash, progress)
-        else:
-            _write_packed_layer(key, value, output, folder, meta_fields, packed_as, progress)
+        num_heads, num_tokens, head_dim = key.geometry
+        stem = f"t0_{num_tokens}" if packed_as is None else f"packed_t0_{num_tokens}"
+        prefix = "" if packed_as is None else "packed_"
+        names = {f"{letter}_file": f"{prefix}{letter}_{stem}.bin" for letter in "kv"}
+        for entry, name in zip((key, value), names.values(), strict=True):
+            file = output.open_file(f"{run_id}/layer_{key.layer}/{name}")
+            if packed_as is None:
+                _write_token_major(entry, file, progress)
+            else:
+                _write_packed(entry, file, packed_as, progress)
+        shape = {"kv_heads": num_heads, "head_dim": head_dim, "bytes_per_elem": key.array.coded_itemsize}
+        meta = {
+            **(_describe_plain(key, shape, flash) if packed_as is None else _describe_packed(key, shape, packed_as)),
+            "stage": "decode" if num_tokens == 1 else "prefill",
+            "run_id": run_id,
+            **names,
+        }
+        meta_file = output.open_file(f"{run_id}/layer_{key.layer}/{prefix}meta_{stem}.json")
+        meta_file.write((json.dumps(meta, indent=2) + "\n").encode())
 
 
-def _write_plain_layer(
-    key: LayerArray,
-    value: LayerArray,
-    output: DirectoryOutput,
-    folder: str,
-    meta_fields: dict[str, Any],
-    flash: bool,
-    progress: Progress | None,
-) -> None:
+def _describe_plain(key: LayerArray, shape: dict[str, int], flash: bool) -> dict[str, Any]:
     num_tokens = key.geometry[1]
-    files = {f"{part}_file": f"{part}_t0_{num_tokens}.bin" for part in "kv"}
-    for entry, name in zip((key, value), files.values(), strict=True):
-        _write_token_major(entry, output.open_file(f"{folder}/{name}"), progress)
-    meta = {
+    return {
         "layer_id": key.layer,
         "seq_start": 0,
         "seq_len": num_tokens,
         "seq_end_exclusive": num_tokens,
-        **meta_fields,
+        **shape,
         "dtype": key.array.dtype,
         "add": num_tokens,
         "tensor_seq_len": num_tokens,
         "quant_key": False,
         "quant_value": False,
         "flash_attention": flash,
-        "stage": "decode" if num_tokens == 1 else "prefill",
-        "run_id": folder.split("/")[0],
-        **files,
     }
-    output.open_file(f"{folder}/meta_t0_{num_tokens}.json").write(_dump_meta(meta))
 
 
-def _write_packed_layer(
-    key: LayerArray,
-    value: LayerArray,
-    output: DirectoryOutput,
-    folder: str,
-    meta_fields: dict[str, Any],
-    layout: PackLayout,
-    progress: Progress | None,
-) -> None:
+def _describe_packed(key: LayerArray, shape: dict[str, int], layout: PackLayout) -> dict[str, Any]:
     num_tokens = key.geometry[1]
-    stem = f"packed_t0_{num_tokens}"
-    files = {f"{packed_writer}_file": f"packed_{packed_writer}_{stem}.bin" for packed_writer in "kv"}
-    for entry, name in zip((key, value), files.values(), strict=True):
-        file = output.open_file(f"{folder}/{name}")
-        order: RowOrder = "token" if entry.token_major else "head"
-        packed_writer = PackedPartWriter(
-            file.target, file.path, layout, entry.part, capacity=num_tokens, num_tokens=num_tokens, order=order
-        )
-        for chunk in entry.array.iter_chunks(_READ_CHUNK_BYTES):
-            packed_writer.write_rows(chunk)
-            _report_progress(progress, chunk)
-        packed_writer.rewind()
-        packed_writer.close()
-    used_bytes = [get_head_bytes(layout, entry.part, num_tokens) for entry in (key, value)]
-    meta = {
+    used_bytes = {part: get_head_bytes(layout, part, num_tokens) for part in PARTS}
+    return {
         "layout": "packed",
         "layer_id": key.layer,
         "used_seq_len": num_tokens,
         "max_seq_len": num_tokens,
-        **meta_fields,
+        **shape,
         "pack_h": layout.hP,
         "pack_l": layout.lP,
         "flash_upper_kv": layout.value_block(num_tokens),
-        "key_stride_bytes": used_bytes[0],
-        "value_stride_bytes": used_bytes[1],
-        "key_used_bytes": used_bytes[0],
-        "value_used_bytes": used_bytes[1],
-        "stage": "decode" if num_tokens == 1 else "prefill",
-        "run_id": folder.split("/")[0],
-        **files,
+        **{f"{part}_stride_bytes": nbytes for part, nbytes in used_bytes.items()},
+        **{f"{part}_used_bytes": nbytes for part, nbytes in used_bytes.items()},
     }
-    output.open_file(f"{folder}/packed_meta_{stem}.json").write(_dump_meta(meta))
+
+
+def _write_packed(entry: LayerArray, file: StagedFile, layout: PackLayout, progress: Progress | None) -> None:
+    num_tokens = entry.geometry[1]
+    packed_writer = PackedPartWriter(
+        file.target,
+        file.path,
+        layout,
+        entry.part,
+        capacity=num_tokens,
+        num_tokens=num_tokens,
+        order="token" if entry.token_major else "head",
+    )
+    for chunk in entry.array.iter_chunks(_READ_CHUNK_BYTES):
+        packed_writer.write_rows(chunk)
+        _report_progress(progress, chunk)
+    packed_writer.rewind()
+    packed_writer.close()
 
 
 def _write_token_major(entry: LayerArray, file: StagedFile, progress: Progress | None) -> None:
@@ -448,10 +420,8 @@ def _write_token_major(entry: LayerArray, file: StagedFile, progress: Progress |
         data = np.concatenate([remainder, chunk]) if remainder.size else chunk
         num_rows = data.size // row_bytes
         remainder = data[num_rows * row_bytes :].copy()
-        row_numbers = np.arange(num_written, num_written + num_rows)
-        table[row_numbers % num_tokens, row_numbers // num_tokens] = data[: num_rows * row_bytes].reshape(
-            num_rows, row_bytes
-        )
+        row_numbers, rows = np.arange(num_written, num_written + num_rows), data[: num_rows * row_bytes]
+        table[row_numbers % num_tokens, row_numbers // num_tokens] = rows.reshape(num_rows, row_bytes)
         num_written += num_rows
         _report_progress(progress, chunk)
     del table
@@ -460,10 +430,6 @@ def _write_token_major(entry: LayerArray, file: StagedFile, progress: Progress |
 def _report_progress(progress: Progress | None, chunk: Chunk) -> None:
     if progress:
         progress(chunk.size)
-
-
-def _dump_meta(meta: dict[str, Any]) -> bytes:
-    return (json.dumps(meta, indent=2) + "\n").encode()
 
 
 class _DumpPlan(NamedTuple):
@@ -483,27 +449,9 @@ def restore_dump(
 ) -> RestoreResult:
     """Decode frames into the files of the KV dump that they were made from, byte for byte; all are read back.
 
-    Parameters
-    ----------
-    frames
-        `kvmnn.bundle.open_frames`, of one whole KV dump.
-    output
-        The directory.
-    options
-        Limits, codecs, threads.
-    force
-        Replace files that exist; the frames are never replaced.
-    progress
-        Called with raw bytes.
-
-    Raises
-    ------
-    SourceError
-        When the frames are not of a whole KV dump.
-    ManifestError
-        When the metadata files do not fit the arrays, or name files outside the directory.
-    KvmnnError
-        As `kvmnn.formats.restore`. Nothing remains then.
+    Parameters and errors are those of `restore_arrays`, with a directory as `output`; `SourceError` where the frames
+    are not of a whole KV dump, and `ManifestError` where the metadata files do not fit the arrays, or name files
+    outside the directory.
     """
     start_time = time.perf_counter()
     options = options or DecodeOptions()
@@ -539,11 +487,8 @@ def _plan_dump(frames: FrameSet, root: Path) -> _DumpPlan:
     arrays = {array.name: array for array in frames.arrays}
     files: dict[str, str] = {}
     for name, content in metadata_by_name.items():
-        if (
-            not fnmatchcase(PurePath(name).name, META_GLOB)
-            or len(content) > MAX_META_BYTES
-            or escapes_root(root, root / name)
-        ):
+        has_meta_name = fnmatchcase(PurePath(name).name, META_GLOB)
+        if not has_meta_name or len(content) > MAX_META_BYTES or escapes_root(root, root / name):
             raise ManifestError(f"{label}: {name!r:.200} is no metadata file of a dump")
         try:
             for tensor in iter_meta_tensors(root, root / name, parse_object(content, f"{name!r:.200}")):

@@ -75,7 +75,7 @@ class ResolvedCacheInfo(Record):
         """Return each layer's files as JSON values."""
         info, layers = self.reader.info, []
         for file_pair, layer in zip(self.files.layers, info.layers, strict=True):
-            live_bytes, total_bytes = sum(info.count_live_bytes(layer)), file_pair.key_bytes + file_pair.value_bytes
+            live_bytes, total_bytes = sum(info.count_live_bytes(layer)), sum(file_pair.sizes)
             layers.append(
                 {
                     "layer": layer.layer,

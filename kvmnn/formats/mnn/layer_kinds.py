@@ -47,23 +47,18 @@ def separate_state_layers(files: PackedFiles, options: PackedOptions, sidecar_in
     files = replace(files, model_states=model.states, is_mixed=is_mixed)
     recorded_states = sidecar_info.states if sidecar_info else options.recorded_states
     if recorded_states is not None:
-        files = _split_states(files, {state.layer: state.kind for state in recorded_states}, "")
+        files = _split_states(files, {state.layer: state.kind for state in recorded_states})
     elif model.states:
         # `check_layer_count` rejects a model with another number of layers
         kinds = {number: state.kind for number, state in enumerate(model.file_states) if state.kind in STATE_KINDS}
-        files = _split_states(files, {**kinds}, "")
+        files = _split_states(files, kinds)
     else:
         files = _split_by_content(files, is_mixed=bool(is_mixed))
     if sidecar_info:
         return _group_by_heads(files, [info.heads for info in sidecar_info.layers])
     if options.heads:
         return _group_by_heads(files, options.heads)
-    if model.layer_geometry:
-        full_layer_heads = [
-            heads for heads, state in zip(model.layer_geometry, model.states, strict=True) if state.kind == "full"
-        ]
-        return _group_by_heads(files, full_layer_heads)
-    return _group_by_sizes(files)
+    return _group_by_heads(files, model.full_layer_heads) if model.layer_geometry else _group_by_sizes(files)
 
 
 def _group_by_heads(files: PackedFiles, heads: Sequence[object]) -> PackedFiles:
@@ -71,10 +66,9 @@ def _group_by_heads(files: PackedFiles, heads: Sequence[object]) -> PackedFiles:
     if len(heads) != len(files.layers):
         return files
     group_by_heads = {layer_heads: group for group, layer_heads in enumerate(dict.fromkeys(heads))}
-    pairs = zip(files.layers, heads, strict=True)
-    return replace(
-        files, layers=tuple(replace(layer, group=group_by_heads[layer_heads]) for layer, layer_heads in pairs)
-    )
+    groups = [group_by_heads[layer_heads] for layer_heads in heads]
+    layers = tuple(replace(layer, group=group) for layer, group in zip(files.layers, groups, strict=True))
+    return replace(files, layers=layers)
 
 
 def _group_by_sizes(files: PackedFiles) -> PackedFiles:
@@ -87,12 +81,11 @@ def _group_by_sizes(files: PackedFiles) -> PackedFiles:
     return _group_by_heads(files, files.sizes)
 
 
-def _split_states(files: PackedFiles, kinds: dict[int, str], note: str) -> PackedFiles:
+def _split_states(files: PackedFiles, kind_by_layer: Mapping[int, str], note: str = "") -> PackedFiles:
     """Move the layers of other kinds to `PackedFiles.states`."""
-    layers = tuple(layer for layer in files.layers if layer.layer not in kinds)
-    states = tuple(
-        replace(layer, kind=_to_state_kind(kinds[layer.layer])) for layer in files.layers if layer.layer in kinds
-    )
+    layers = tuple(layer for layer in files.layers if layer.layer not in kind_by_layer)
+    other_layers = [layer for layer in files.layers if layer.layer in kind_by_layer]
+    states = tuple(replace(layer, kind=_to_state_kind(kind_by_layer[layer.layer])) for layer in other_layers)
     if not layers:
         raise SourceError(f"{files.path}: {format_layers([state.layer for state in states])}: no K and V, but state")
     return replace(files, layers=layers, states=states, notes=(*files.notes, note) if note and states else files.notes)
@@ -105,34 +98,31 @@ def _to_state_kind(kind: str) -> StateKind:
 
 def _split_by_content(files: PackedFiles, *, is_mixed: bool) -> PackedFiles:
     """Separate K and V from linear attention state by the sizes and ends of the files."""
-    has_empty_ends = {
-        layer.layer: _find_empty_ends(layer) for layer in files.layers if layer.key_bytes and layer.value_bytes
-    }
-    kv_layers = [layer for layer in files.layers if has_empty_ends.get(layer.layer) == (True, True)]
-    state_layers = [layer for layer in files.layers if has_empty_ends.get(layer.layer) == (False, False)]
-    sizes = {(layer.key_bytes, layer.value_bytes) for layer in state_layers}
+    empty_ends = {layer.layer: _find_empty_ends(layer) for layer in files.layers if all(layer.sizes)}
+    kv_layers = [layer for layer in files.layers if empty_ends.get(layer.layer) == (True, True)]
+    state_layers = [layer for layer in files.layers if empty_ends.get(layer.layer) == (False, False)]
+    layers_text = format_layers([layer.layer for layer in state_layers])
+    sizes = {layer.sizes for layer in state_layers}
     if not kv_layers or not state_layers or len(kv_layers) + len(state_layers) < len(files.layers):
         return files
     if len(sizes) > 1 or (len(state_layers) < _MIN_STATE_LAYERS and not is_mixed):
-        if sizes == {(layer.key_bytes, layer.value_bytes) for layer in kv_layers}:
+        if sizes == {layer.sizes for layer in kv_layers}:
             raise SourceError(
-                f"{files.path}: {format_layers([layer.layer for layer in state_layers])}: files do not end with empty "
-                f"rows as "
-                "those of the other layers do: either their room is used up in part of the layers, or they are no K "
-                "and V; --model DIR may tell"
+                f"{files.path}: {layers_text}: files do not end with empty "
+                "rows as those of the other layers do: either their room is used up in part of the layers, or they are "
+                "no K and V; --model DIR may tell"
             )
         return files
     note = (
         f"{format_layers([layer.layer for layer in state_layers])}: taken for state of linear attention, not for K and "
-        f"V: "
-        f"{_describe_reason(kv_layers, state_layers)}; --model DIR knows"
+        f"V: {_describe_reason(kv_layers, state_layers)}; --model DIR knows"
     )
     return _split_states(files, {layer.layer: "linear" for layer in state_layers}, note)
 
 
 def _describe_reason(kv_layers: Sequence[PackedLayer], state_layers: Sequence[PackedLayer]) -> str:
-    size_pair = state_layers[0].key_bytes, state_layers[0].value_bytes
-    if all((layer.key_bytes, layer.value_bytes) == size_pair for layer in kv_layers):
+    size_pair = state_layers[0].sizes
+    if all(layer.sizes == size_pair for layer in kv_layers):
         return f"unlike those of {pluralize(len(kv_layers), 'layer')} their files do not end with empty rows"
     return f"their files have {size_pair[0]:,} and {size_pair[1]:,} bytes and do not end with empty rows"
 
@@ -159,8 +149,7 @@ def check_layer_count(files: PackedFiles, model: ModelGeometry, model_label: str
         )
         raise SourceError(
             f"{files.path}: has files of {pluralize(len(files.all_layers), 'layer')}, but the model in {model_label} "
-            f"has "
-            f"{num_layers}{own_layers_text}"
+            f"has {num_layers}{own_layers_text}"
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import PurePath
 from typing import Any, Final, Literal
 
@@ -60,41 +61,29 @@ def find_int8_matches(
     files: PackedFiles, geometry: PackedGeometry, likely_backends: Sequence[str]
 ) -> list[LayoutMatch]:
     """Return the int8 layouts that match sizes and scales, the likeliest first; only one if it is clearly best."""
-    names = (
-        [geometry.backend]
-        if geometry.backend
-        else [*likely_backends, *(name for name in BACKENDS if name not in likely_backends)]
-    )
+    names = [geometry.backend] if geometry.backend else [*dict.fromkeys((*likely_backends, *BACKENDS))]
+    int8_kinds = _INT8_KINDS[: 1 if geometry.flash_block == "none" else 2]  # V is int8 with flash attention alone
     match_by_placement: dict[tuple[object, ...], LayoutMatch] = {}
-    for name in filter(None, names):
+    for name, int8_kind in product(names, int8_kinds):
         if BACKENDS[name].hP8 is None:
             continue
-        for int8_kind in _INT8_KINDS[
-            : 1 if geometry.flash_block == "none" else 2
-        ]:  # V is int8 with flash attention alone
-            trial_geometry = PackedGeometry(
-                kv_heads=geometry.kv_heads,
-                head_dim=geometry.head_dim,
-                backend=name,
-                flash_block=geometry.flash_block or FLASH_BLOCK,
-                int8=int8_kind,
-            )
-            for match in find_matches(trial_geometry, files.sizes):
-                layout = match.layout
-                placement_key = (
-                    layout.lP8,
-                    layout.hP8,
-                    int8_kind,
-                    *((layout.hP, layout.dtype) if int8_kind == "keys" else ()),
-                )
-                if placement_key not in match_by_placement and _count_scaled_rows(files, match):
-                    match_by_placement[placement_key] = match
-    ranking = sorted(match_by_placement.values(), key=lambda match: -_measure_match(files, match))
-    if len(ranking) > 1 and _measure_match(files, ranking[0]) >= CLEAR_CONTRAST_RATIO * _measure_match(
-        files, ranking[1]
-    ):
-        return ranking[:1]
-    return ranking
+        trial_geometry = PackedGeometry(
+            kv_heads=geometry.kv_heads,
+            head_dim=geometry.head_dim,
+            backend=name,
+            flash_block=geometry.flash_block or FLASH_BLOCK,
+            int8=int8_kind,
+        )
+        for match in find_matches(trial_geometry, files.sizes):
+            layout = match.layout
+            value_key = (layout.hP, layout.dtype) if int8_kind == "keys" else ()
+            placement_key = (layout.lP8, layout.hP8, int8_kind, *value_key)
+            if placement_key not in match_by_placement and _count_scaled_rows(files, match):
+                match_by_placement[placement_key] = match
+    ratings = [(_measure_match(files, match), match) for match in match_by_placement.values()]
+    ratings.sort(key=lambda entry: -entry[0])
+    is_clear = len(ratings) > 1 and ratings[0][0] >= CLEAR_CONTRAST_RATIO * ratings[1][0]
+    return [match for _, match in (ratings[:1] if is_clear else ratings)]
 
 
 def describe_int8(match: LayoutMatch) -> str:
@@ -103,26 +92,24 @@ def describe_int8(match: LayoutMatch) -> str:
     parts_text = "K and V" if int8_kind == "both" else "K"
     return (
         f"int8 {parts_text} inferred (--backend int8={int8_kind}, attention_mode "
-        f"{_ATTENTION_MODE_BY_INT8_KIND[int8_kind]}): "
-        f"no layout of floats fits the sizes, "
-        f"and scales are where those of {describe_layout(match.layout)} are"
+        f"{_ATTENTION_MODE_BY_INT8_KIND[int8_kind]}): no layout of floats fits the sizes, and scales are where those "
+        f"of {describe_layout(match.layout)} are"
     )
 
 
 def _measure_match(files: PackedFiles, match: LayoutMatch) -> float:
     """Measure the evidence for a layout in the first rows of some layers: how far means of dimensions differ.
 
-    K is measured, and V if it is stored as floats: int8 V has a scale and a bias for each dimension, so its means
-    differ in any layout.
+    K is measured, and V if it is stored as floats. V of int8 has a scale and a bias for each dimension, and so means of
+    its own in any layout.
     """
     num_rows = min(_count_scaled_rows(files, match), _MAX_MEASURED_ROWS)
     contrasts = []
     for layer_index in choose_sampled_layers(len(files.layers)):
-        buffers = [MappedFile(path) for path in (files.layers[layer_index].key, files.layers[layer_index].value)]
+        buffers = [MappedFile(files.layers[layer_index].get_path(part)) for part in PARTS]
         keys, values = (buffer.view(0, buffer.size) for buffer in buffers)
-        row_pair = match.layout.gather(
-            keys, values, 0, num_rows, past_length=num_rows, capacity=match.capacities[layer_index]
-        )
+        capacity = match.capacities[layer_index]
+        row_pair = match.layout.gather(keys, values, 0, num_rows, past_length=num_rows, capacity=capacity)
         with np.errstate(all="ignore"):
             measured_parts = row_pair[:1] if match.layout.int8_values else row_pair
             contrasts.append(float(np.prod([_measure_contrast(part) for part in measured_parts])))
@@ -155,13 +142,8 @@ def _read_scales(head_data: Bytes, layout: PackLayout) -> np.ndarray[tuple[int],
 
 
 def _count_scales(scales: np.ndarray[tuple[int], np.dtype[np.float32]]) -> int:
-    nonzero_indices = np.flatnonzero(scales)
-    used_scales = scales[: int(nonzero_indices[-1]) + 1] if nonzero_indices.size else scales[:0]
-    return (
-        used_scales.size
-        if bool(np.isfinite(used_scales).all() and (used_scales > 0).all() and (used_scales < _MAX_KEY_SCALE).all())
-        else 0
-    )
+    used_scales = scales[: int(np.flatnonzero(scales).max(initial=-1)) + 1]
+    return used_scales.size if ((used_scales > 0) & (used_scales < _MAX_KEY_SCALE)).all() else 0
 
 
 def refuse_rotated_codes(files: PackedFiles, geometry: PackedGeometry) -> None:
@@ -169,36 +151,27 @@ def refuse_rotated_codes(files: PackedFiles, geometry: PackedGeometry) -> None:
     assert geometry.kv_heads is not None and geometry.head_dim is not None
     num_blocks, num_heads = geometry.head_dim // _TQ_BLOCK_DIMS, geometry.kv_heads
     float_geometry = replace(geometry, int8=None, flash_block=geometry.flash_block or FLASH_BLOCK)
+    float_layouts = [layout for _, layout in float_geometry.list_candidates()]
     for name, block_bytes in _TQ_BLOCK_BYTES.items():
         row_bytes = num_blocks * block_bytes
-        capacities = [_divide_exactly(key_bytes, num_heads * row_bytes) for key_bytes, _ in files.sizes]
-        if not row_bytes or None in capacities or any(capacity <= EXPAND_CHUNK for capacity in capacities if capacity):
+        layer_bytes = num_heads * row_bytes
+        if not layer_bytes or any(0 < key_bytes < layer_bytes * (EXPAND_CHUNK + 1) for key_bytes, _ in files.sizes):
+            continue
+        if any(key_bytes % layer_bytes for key_bytes, _ in files.sizes):
             continue
         for is_both in (True, False):
             if all(
-                _matches_value_sizes(float_geometry, capacity or 0, key_bytes, value_bytes, is_both=is_both)
-                for capacity, (key_bytes, value_bytes) in zip(capacities, files.sizes, strict=True)
+                value_bytes == key_bytes
+                if is_both
+                else any(layout.value_bytes(key_bytes // layer_bytes) == value_bytes for layout in float_layouts)
+                for key_bytes, value_bytes in files.sizes
             ):
                 parts_text = "K and V are" if is_both else "K is"
                 raise SourceError(
                     f"{files.path}: {parts_text} of {name} rows ({row_bytes} bytes for {geometry.head_dim} dims, "
-                    f"attention_mode "
-                    f"{_ATTENTION_MODE_BY_TQ_KIND[name, is_both]}), which kvmnn does not read: run the engine with "
-                    f"attention_mode 8, or 9 "
-                    "or 10 for int8"
+                    f"attention_mode {_ATTENTION_MODE_BY_TQ_KIND[name, is_both]}), which kvmnn does not read: run the "
+                    "engine with attention_mode 8, or 9 or 10 for int8"
                 )
-
-
-def _divide_exactly(number: int, divisor: int) -> int | None:
-    return number // divisor if divisor and number % divisor == 0 else None
-
-
-def _matches_value_sizes(
-    geometry: PackedGeometry, capacity: int, key_bytes: int, value_bytes: int, *, is_both: bool
-) -> bool:
-    if is_both:
-        return value_bytes == key_bytes
-    return any(layout.value_bytes(capacity) == value_bytes for _, layout in geometry.list_candidates())
 
 
 MAX_LISTED_CHOICES: Final = 8
@@ -211,14 +184,9 @@ _LIKELY_BACKENDS: Final = ("x86-avx2", "x86-avx512", "arm64-fp16", "arm64-fp32",
 
 
 class AmbiguousLayoutError(MissingOptionError):
-    """Several layouts are equally likely, or a required option is missing and cannot be inferred.
+    """Several layouts are equally likely, or a required option is missing.
 
-    Parameters
-    ----------
-    message
-        A description of the unknown properties.
-    choices
-        Options that would specify them, the likeliest first.
+    `choices` are options that would specify it, the likeliest first.
     """
 
     def __init__(self, message: str, choices: Sequence[str] = ()) -> None:
@@ -246,12 +214,10 @@ class LayoutChoice:
     @property
     def layouts(self) -> tuple[PackLayout, ...]:
         """Return the layout of each layer."""
-        layer_heads = self.layer_heads or (None,) * len(self.match.capacities)
+        layout = self.match.layout
         return tuple(
-            replace(self.match.layout, kv_heads=heads_and_dim[0], head_dim=heads_and_dim[1])
-            if heads_and_dim
-            else self.match.layout
-            for heads_and_dim in layer_heads
+            replace(layout, kv_heads=heads[0], head_dim=heads[1]) if heads else layout
+            for heads in self.layer_heads or (None,) * len(self.match.capacities)
         )
 
 
@@ -266,29 +232,26 @@ def choose_group_layouts(
     for group, (kv_heads, head_dim) in zip(files.groups, group_heads, strict=True):
         group_geometry = replace(geometry, kv_heads=kv_heads, head_dim=head_dim)
         if choices:  # one engine on one processor wrote them all
-            first_geometry = make_geometry(choices[0].match.layout)
+            first = make_geometry(choices[0].match.layout)
             group_geometry = replace(
-                group_geometry, backend=None, dtype=first_geometry.dtype, lP=first_geometry.lP, hP=first_geometry.hP
+                group_geometry, backend=None, dtype=first.dtype, lP=first.lP, hP=first.hP, flash_block=first.flash_block
             )
-            group_geometry = replace(group_geometry, flash_block=first_geometry.flash_block)
         choice = choose_layout(replace(files, layers=group), group_geometry, num_tokens=num_tokens)
         if choice.conflict:
             raise SourceError(f"{files.path}: {choice.conflict}; the words speak for {choice.better_options}")
         choices.append(choice)
-    layout = choices[0].match.layout
-    heads_and_capacity_by_layer: dict[int, tuple[tuple[int, int] | None, int]] = {}
+    first_layout = choices[0].match.layout
+    heads_by_layer: dict[int, tuple[int, int] | None] = {}
+    capacity_by_layer: dict[int, int] = {}
     for group, choice in zip(files.groups, choices, strict=True):
-        heads_and_dim = choice.match.layout.kv_heads, choice.match.layout.head_dim
-        own_heads = None if heads_and_dim == (layout.kv_heads, layout.head_dim) else heads_and_dim
-        heads_and_capacity_by_layer |= {
-            layer.layer: (own_heads, capacity) for layer, capacity in zip(group, choice.match.capacities, strict=True)
-        }
-    ordered = [heads_and_capacity_by_layer[layer.layer] for layer in files.layers]
-    match = replace(choices[0].match, capacities=tuple(capacity for _, capacity in ordered))
+        heads = choice.match.layout.kv_heads, choice.match.layout.head_dim
+        own_heads = None if heads == (first_layout.kv_heads, first_layout.head_dim) else heads
+        for layer, capacity in zip(group, choice.match.capacities, strict=True):
+            heads_by_layer[layer.layer], capacity_by_layer[layer.layer] = own_heads, capacity
+    match = replace(choices[0].match, capacities=tuple(capacity_by_layer[layer.layer] for layer in files.layers))
     notes = tuple(dict.fromkeys(note for choice in choices for note in choice.notes))
-    return LayoutChoice(
-        match, notes, evidence=choices[0].evidence, layer_heads=tuple(own_heads for own_heads, _ in ordered)
-    )
+    layer_heads = tuple(heads_by_layer[layer.layer] for layer in files.layers)
+    return LayoutChoice(match, notes, evidence=choices[0].evidence, layer_heads=layer_heads)
 
 
 def choose_layout(files: PackedFiles, geometry: PackedGeometry, *, num_tokens: int | None = None) -> LayoutChoice:
@@ -308,15 +271,8 @@ def choose_layout(files: PackedFiles, geometry: PackedGeometry, *, num_tokens: i
     ranking = rank_candidates(matches, measurer.measure)
     best_candidate = ranking[0]
     better_candidate, clarity = _find_better_candidate(best_candidate, geometry, files, measurer)
-    notes: list[str] = []
     if better_candidate and clarity == "clear":
-        return LayoutChoice(
-            best_candidate.match,
-            (),
-            _describe_conflict(best_candidate, better_candidate),
-            format_layout_options(better_candidate.match, PackedGeometry()),
-            best_candidate.evidence,
-        )
+        return _make_contradicted_choice(best_candidate, better_candidate)
     default_candidate = _find_default_candidate(geometry, ranking)
     if compute_clarity(ranking) == "clear":
         notes = _list_choice_notes(geometry, ranking, files.sizes)
@@ -333,6 +289,12 @@ def choose_layout(files: PackedFiles, geometry: PackedGeometry, *, num_tokens: i
         likelier_options = format_layout_options(better_candidate.match, PackedGeometry())
         notes.append(f"{_describe_conflict(best_candidate, better_candidate)}: {likelier_options} is likelier")
     return LayoutChoice(best_candidate.match, tuple(notes), evidence=best_candidate.evidence)
+
+
+def _make_contradicted_choice(chosen: LayoutCandidate, better: LayoutCandidate) -> LayoutChoice:
+    """Return the choice of a specified layout that the elements contradict."""
+    better_options = format_layout_options(better.match, PackedGeometry())
+    return LayoutChoice(chosen.match, (), _describe_conflict(chosen, better), better_options, chosen.evidence)
 
 
 def _infer_int8(files: PackedFiles, geometry: PackedGeometry) -> LayoutChoice | None:
@@ -391,29 +353,20 @@ class _LayoutMeasurer:
 
     def is_plausible(self, match: LayoutMatch, num_tokens: int | None) -> bool:
         """Return whether the first layer's rows can be those of a prefix of `num_tokens`, or of a fresh one."""
-        single_head_layout = replace(match.layout, kv_heads=1)
+        head_layout = replace(match.layout, kv_heads=1)  # of the first head, which is quick
         capacity = match.capacities[self.layer_indices[0]]
-        num_rows = find_last_row(
-            self._views[0]["key"], single_head_layout, "key", capacity
-        )  # of the first head, which is quick
+        num_rows = find_last_row(self._views[0]["key"], head_layout, "key", capacity)
         min_tokens, max_tokens = infer_token_range(match) if num_tokens is None else (num_tokens, num_tokens)
-        return (
-            num_rows > 0
-            and min_tokens <= num_rows <= max_tokens
-            and is_consistent_layer(self._views[0], match.layout, capacity)
-        )
+        is_possible = num_rows > 0 and min_tokens <= num_rows <= max_tokens
+        return is_possible and is_consistent_layer(self._views[0], match.layout, capacity)
 
 
 def _find_default_candidate(geometry: PackedGeometry, ranking: Sequence[LayoutCandidate]) -> LayoutCandidate | None:
     """Return the only candidate, or for known pack numbers the one with the default flash block."""
-    if len(ranking) == 1:
-        return ranking[0]
-    default_candidates = (
-        [candidate for candidate in ranking if candidate.match.layout.flash_block == 64]
-        if geometry.specifies_packing
-        else []
-    )
-    return default_candidates[0] if len(default_candidates) == 1 else None
+    candidates = ranking
+    if len(ranking) > 1 and geometry.specifies_packing:
+        candidates = [candidate for candidate in ranking if candidate.match.layout.flash_block == 64]
+    return candidates[0] if len(candidates) == 1 else None
 
 
 def _list_choice_notes(
@@ -472,30 +425,17 @@ def _infer_with_heads(
     """Infer kv heads and head_dim from the elements as well."""
     ranking = _rank_plausible_layouts(files, geometry, measurer, num_tokens)
     heads_only_geometry = PackedGeometry(kv_heads=geometry.kv_heads, head_dim=geometry.head_dim)
-    unconstrained_ranking = (
-        ranking
-        if geometry == heads_only_geometry
-        else _rank_plausible_layouts(files, heads_only_geometry, measurer, num_tokens)
-    )
-    clear_candidate = (
-        unconstrained_ranking[0]
-        if unconstrained_ranking and compute_clarity(unconstrained_ranking) == "clear"
-        else None
-    )
-    better_options = format_layout_options(clear_candidate.match, PackedGeometry()) if clear_candidate else ""
-    if not ranking and clear_candidate:
-        raise SourceError(
-            f"{files.path}: no layout that was asked for agrees with the words; they speak for {better_options}"
-        )
-    if ranking and clear_candidate and compare_candidates(clear_candidate, ranking[0]) == "clear":
-        best_candidate = ranking[0]
-        return LayoutChoice(
-            best_candidate.match,
-            (),
-            _describe_conflict(best_candidate, clear_candidate),
-            better_options,
-            best_candidate.evidence,
-        )
+    clear_ranking = ranking
+    if geometry != heads_only_geometry:
+        clear_ranking = _rank_plausible_layouts(files, heads_only_geometry, measurer, num_tokens)
+    if clear_ranking and compute_clarity(clear_ranking) == "clear":
+        if not ranking:
+            raise SourceError(
+                f"{files.path}: no layout that was asked for agrees with the words; they speak for "
+                f"{format_layout_options(clear_ranking[0].match, PackedGeometry())}"
+            )
+        if compare_candidates(clear_ranking[0], ranking[0]) == "clear":
+            return _make_contradicted_choice(ranking[0], clear_ranking[0])
     if ranking and compute_clarity(ranking) == "clear":
         layout, backends = ranking[0].match.layout, ranking[0].match.backends
         reason = (
@@ -503,8 +443,7 @@ def _infer_with_heads(
         )
         notes = (
             f"layout inferred from the words: {describe_layout(layout)} ({backends}); rows are full or empty in all "
-            f"heads "
-            f"alike, and {reason}",
+            f"heads alike, and {reason}",
         )
         return LayoutChoice(ranking[0].match, notes, evidence=ranking[0].evidence)
     choices = [format_layout_options(candidate.match, geometry) for candidate in ranking[:MAX_LISTED_CHOICES]]
@@ -515,25 +454,17 @@ def _rank_plausible_layouts(
     files: PackedFiles, geometry: PackedGeometry, measurer: _LayoutMeasurer, num_tokens: int | None
 ) -> list[LayoutCandidate]:
     """Return layouts of any kv heads and head_dim that match the elements, the likeliest first."""
-    plausible_matches = [
-        match for match in iter_matches(geometry, files.sizes) if measurer.is_plausible(match, num_tokens)
-    ]
-    return [
-        candidate
-        for candidate in rank_candidates(plausible_matches, measurer.measure)
-        if candidate.evidence.is_consistent
-    ]
+    matches = [match for match in iter_matches(geometry, files.sizes) if measurer.is_plausible(match, num_tokens)]
+    ranking = rank_candidates(matches, measurer.measure)
+    return [candidate for candidate in ranking if candidate.evidence.is_consistent]
 
 
 def format_missing_options(geometry: PackedGeometry, *, include_tokens: bool = False) -> str:
     """Name the numbers that cannot be inferred, and their options, in one sentence."""
-    missing_texts = [geometry.missing_text] if geometry.missing_text else []
-    sentence = f"the files do not say {missing_texts[0]}; --model DIR may" if missing_texts else ""
-    if include_tokens:
-        sentence += (
-            "; nor" if sentence else "the files do not say"
-        ) + " how many tokens are live (--valid-tokens N or --token-ids FILE)"
-    return sentence
+    missing_text, tokens_text = geometry.missing_text, "how many tokens are live (--valid-tokens N or --token-ids FILE)"
+    if not missing_text:
+        return f"the files do not say {tokens_text}" if include_tokens else ""
+    return f"the files do not say {missing_text}; --model DIR may" + (f"; nor {tokens_text}" if include_tokens else "")
 
 
 def format_layout_options(match: LayoutMatch, geometry: PackedGeometry, *, int8: str | None = None) -> str:
@@ -558,15 +489,10 @@ def format_layout_options(match: LayoutMatch, geometry: PackedGeometry, *, int8:
 
 def _format_ranking(ranking: Sequence[LayoutCandidate]) -> str:
     """Format layouts as text to append to a message."""
-    layout_texts = [
-        f"{candidate.match.backends}: {describe_layout(candidate.match.layout)}"
-        for candidate in ranking[:_MAX_LAYOUTS_IN_MESSAGE]
-    ]
-    return "; ".join(
-        [*layout_texts, f"{len(ranking) - len(layout_texts)} more"]
-        if ranking[_MAX_LAYOUTS_IN_MESSAGE:]
-        else layout_texts
-    )
+    texts = [f"{candidate.match.backends}: {describe_layout(candidate.match.layout)}" for candidate in ranking]
+    if len(texts) > _MAX_LAYOUTS_IN_MESSAGE:
+        texts[_MAX_LAYOUTS_IN_MESSAGE:] = [f"{len(texts) - _MAX_LAYOUTS_IN_MESSAGE} more"]
+    return "; ".join(texts)
 
 
 def _list_file_names(files: PackedFiles) -> list[tuple[str, str]]:
@@ -590,14 +516,14 @@ class RowCounts:
 
 def count_nonempty_rows(files: PackedFiles, match: LayoutMatch, layouts: Sequence[PackLayout]) -> RowCounts:
     """Find the last row of K and of V in every layer that is not empty."""
-
-    def count_part_rows(part: Part) -> tuple[int, ...]:
-        return tuple(
+    layers = list(zip(files.layers, match.capacities, layouts, strict=True))
+    keys, values = (
+        tuple(
             find_last_row(MappedFile(layer.get_path(part)).view, layout, part, capacity)
-            for layer, capacity, layout in zip(files.layers, match.capacities, layouts, strict=True)
+            for layer, capacity, layout in layers
         )
-
-    keys, values = (count_part_rows(part) for part in PARTS)
+        for part in PARTS
+    )
     return RowCounts(keys, values)
 
 
@@ -623,16 +549,12 @@ def infer_token_count(files: PackedFiles, match: LayoutMatch, row_counts: RowCou
     if common_count is None:
         return TokenCountGuess(None, (), "rows of K and V that are not empty differ in number")
     min_tokens, max_tokens = infer_token_range(match)
+    rows_text = pluralize(common_count, "row")
     if files.kind != "prefix":
-        return TokenCountGuess(
-            None,
-            (common_count,),
-            f"{pluralize(common_count, 'row')} are not empty, of which an engine may have left some",
-        )
-    if min_tokens <= common_count <= max_tokens or common_count < min_tokens or not max_tokens:
-        return TokenCountGuess(
-            common_count, (common_count,), f"{pluralize(common_count, 'row')} of K and V of all layers are not empty"
-        )
+        reason = f"{rows_text} are not empty, of which an engine may have left some"
+        return TokenCountGuess(None, (common_count,), reason)
+    if common_count <= max_tokens or common_count < min_tokens or not max_tokens:
+        return TokenCountGuess(common_count, (common_count,), f"{rows_text} of K and V of all layers are not empty")
     choices = (common_count, *range(max_tokens, max(min_tokens, 1) - 1, -1))
     why = "a session went on, or the files were packed with less room"
     return TokenCountGuess(
@@ -642,21 +564,15 @@ def infer_token_count(files: PackedFiles, match: LayoutMatch, row_counts: RowCou
 
 def describe_omitted_rows(files: PackedFiles, match: LayoutMatch, row_counts: RowCounts, tokens: Sequence[int]) -> str:
     """Describe which rows of a fresh prefix a specified number of tokens leaves out; empty for none."""
-    common_count, specified_counts = row_counts.common_count, set(tokens)
+    common_count, num_tokens = row_counts.common_count, max(tokens)
     min_tokens, max_tokens = infer_token_range(match)
-    if (
-        files.kind != "prefix"
-        or common_count is None
-        or len(specified_counts) != 1
-        or max(specified_counts) >= common_count
-    ):
+    if files.kind != "prefix" or common_count is None or len(set(tokens)) != 1 or num_tokens >= common_count:
         return ""
-    if not min_tokens <= common_count <= max_tokens or min_tokens <= max(specified_counts) <= max_tokens:
+    if not min_tokens <= common_count <= max_tokens or min_tokens <= num_tokens <= max_tokens:
         return ""
     return (
         f"{pluralize(common_count, 'row')} of K and V of all layers are not empty, and the room is that of a prefix of "
-        f"{common_count}: "
-        f"{max(specified_counts)} tokens leave {pluralize(common_count - max(specified_counts), 'row')} out"
+        f"{common_count}: {num_tokens} tokens leave {pluralize(common_count - num_tokens, 'row')} out"
     )
 
 
@@ -672,20 +588,10 @@ def list_token_doubts(
         elif num_nonempty < num_tokens:
             fewer_sentences.append(f"the last {num_tokens - num_nonempty} of {num_tokens} tokens are all zero")
     layers_text = pluralize(len(token_counts), "layer")
-    more_tokens_doubts = (
-        [
-            f"in {len(more_sentences)} of {layers_text} {more_sentences[0]}: more tokens may be live than "
-            f"{option_name} says"
-        ]
-        if more_sentences
+    more_doubts, fewer_doubts = (
+        [f"in {len(texts)} of {layers_text} {texts[0]}: {word} tokens may be live than {option_name} says"]
+        if texts
         else []
+        for word, texts in (("more", more_sentences), ("fewer", fewer_sentences))
     )
-    fewer_tokens_doubts = (
-        [
-            f"in {len(fewer_sentences)} of {layers_text} {fewer_sentences[0]}: fewer tokens may be live than "
-            f"{option_name} says"
-        ]
-        if fewer_sentences
-        else []
-    )
-    return more_tokens_doubts, fewer_tokens_doubts
+    return more_doubts, fewer_doubts

@@ -16,7 +16,7 @@ from typing import Any
 from ...errors import MissingOptionError, SourceError
 from ...files.atomic import DirectoryOutput
 from ...files.file_info import read_birth_time
-from .packed_files import PackedFiles, PackedLayer, get_file_size
+from .packed_files import PackedFiles, PackedLayer, get_file_size, list_folder
 
 _MAX_CLOCK_TICK_NS = 100 * 10**6  # times of files are as coarse as the system's clock ticks
 _DATA_NAME_REGEX = re.compile(r"(?P<address>[0-9A-F]{16})\.(?P<part>[kv])")
@@ -34,12 +34,8 @@ def find_mmap_files(path: str, layer_order: tuple[str, ...] = (), pid: int | Non
         folder, wanted_address = Path(path), None
     else:
         folder, wanted_address = Path(path).parent, _parse_address(path)
-    try:
-        found_addresses = sorted(
-            {name_match["address"] for name_match in map(_DATA_NAME_REGEX.fullmatch, os.listdir(folder)) if name_match}
-        )
-    except OSError as exc:
-        raise SourceError(f"{folder}: cannot be read: {exc.strerror or exc}") from exc
+    name_matches = map(_DATA_NAME_REGEX.fullmatch, list_folder(folder))
+    found_addresses = sorted({name_match["address"] for name_match in name_matches if name_match})
     if not found_addresses:
         raise SourceError(f"{path}: has no live cache files, <16 hex digits>.k and .v")
     if wanted_address is not None:
@@ -63,17 +59,14 @@ def find_mmap_files(path: str, layer_order: tuple[str, ...] = (), pid: int | Non
                 "say --layer-order pid=PID of the running engine, or --layer-order ADDRESS,ADDRESS,..."
             )
         notes = (
-            f"order of the {len(found_addresses)} layers inferred from when their files were made; "
-            f"--layer-order pid=PID of the running engine knows it, --layer-order {','.join(addresses[:2])},... "
-            "says it",
+            f"order of the {len(found_addresses)} layers inferred from when their files were made; --layer-order "
+            f"pid=PID of the running engine knows it, --layer-order {','.join(addresses[:2])},... says it",
         )
     return PackedFiles(
         kind="live",
         name="",
         path=path,
-        layers=tuple(
-            _make_packed_layer(folder, layer_number, address) for layer_number, address in enumerate(addresses)
-        ),
+        layers=tuple(PackedLayer.from_folder(folder, layer, address) for layer, address in enumerate(addresses)),
         notes=notes,
     )
 
@@ -108,12 +101,9 @@ def list_open_addresses(folder: Path, pid: int) -> list[str]:
             except FileNotFoundError:
                 continue  # closed meanwhile
             name_match = _DATA_NAME_REGEX.fullmatch(target.name)
-            if (
-                name_match
-                and target.parent == folder.resolve()
-                and name_match["address"] not in addresses_by_part[name_match["part"]]
-            ):
-                addresses_by_part[name_match["part"]].append(name_match["address"])
+            if name_match and target.parent == folder.resolve():
+                addresses = addresses_by_part[name_match["part"]]
+                addresses += [name_match["address"]] if name_match["address"] not in addresses else []
     except OSError as exc:
         raise SourceError(f"process {pid}: its open files cannot be listed: {exc.strerror or exc}") from exc
     if addresses_by_part["k"] != addresses_by_part["v"]:
@@ -153,10 +143,3 @@ def _parse_layer_order(path: str, found_addresses: list[str], layer_order: tuple
             f"{path}: has the files {', '.join(found_addresses)}, the order names {', '.join(ordered_addresses)}"
         )
     return ordered_addresses
-
-
-def _make_packed_layer(folder: Path, layer_number: int, address: str) -> PackedLayer:
-    key, value = str(folder / f"{address}.k"), str(folder / f"{address}.v")
-    return PackedLayer(
-        layer=layer_number, key=key, value=value, key_bytes=get_file_size(key), value_bytes=get_file_size(value)
-    )

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 from ...arrays.completeness import LayerStateInfo, StateKind
 from ...errors import OptionError, SourceError
@@ -70,8 +70,8 @@ def iter_tables(data: memoryview, table: int, field_index: int) -> Iterator[int]
         yield follow_offset(data, start + 4 * index)
 
 
-_OP_TYPE_CONCAT, _OP_TYPE_CONST, _OP_TYPE_RESHAPE, _OP_TYPE_ATTENTION, _OP_TYPE_LINEAR_ATTENTION = 10, 11, 73, 299, 305
-"""Values of MNN's `OpType`."""
+_OP_TYPE_CONCAT, OP_TYPE_CONST, OP_TYPE_RESHAPE, OP_TYPE_ATTENTION, _OP_TYPE_LINEAR_ATTENTION = 10, 11, 73, 299, 305
+"""Numbers of `OpType`."""
 _NET_OPS = 3
 _OP_INPUTS, _OP_MAIN, _OP_OUTPUTS, _OP_TYPE = 0, 2, 4, 5
 _BLOB_INTS = 5
@@ -79,8 +79,8 @@ _ATTENTION_SHARED_WITH = 3
 _LINEAR_ATTENTION_KIND = 0
 _SHORT_CONVOLUTION: Final = "short_conv"
 _MAX_NAME_BYTES: Final = 100
-_KEY_INPUT = 1
-"""Index of the input of an attention operator that is K."""
+KEY_INPUT = 1
+"""Which input of an attention operator is K."""
 
 _MAX_WALKED_OPS = 64
 """Operators that may lie between an attention operator and the reshaping of its K, norms and rotation included."""
@@ -105,48 +105,67 @@ def read_graph_geometry(path: str | Path) -> GraphGeometry | None:
     """Return the geometry in a graph; None for a file that is no graph, or one without attention operators."""
     file = MappedFile(path)
     try:
-        ops = list(_iter_ops(file.view(0, file.size).data)) if file.size else []
+        data = file.view(0, file.size).data if file.size else memoryview(b"")
+        ops = read_graph_ops(data) if file.size else []
+        layers = [
+            op for op in ops if op.type in (OP_TYPE_ATTENTION, _OP_TYPE_LINEAR_ATTENTION) and len(op.inputs) > KEY_INPUT
+        ]
+        states = tuple(_read_layer_state(data, op, layer_number) for layer_number, op in enumerate(layers))
     except (struct.error, NotFlatBufferError):
         return None
-    layers = [
-        op for op in ops if op.type in (_OP_TYPE_ATTENTION, _OP_TYPE_LINEAR_ATTENTION) and len(op.inputs) > _KEY_INPUT
-    ]
-    if not any(op.type == _OP_TYPE_ATTENTION for op in layers):
+    if not any(op.type == OP_TYPE_ATTENTION for op in layers):
         return None
     producer_by_tensor = {tensor: op for op in ops for tensor in op.outputs}
-    states = tuple(
-        LayerStateInfo(layer=layer_number, kind=op.kind, shared_with=op.shared_with)
-        for layer_number, op in enumerate(layers)
-    )
     layer_geometry = tuple(
-        _find_reshape_axes(op.inputs[_KEY_INPUT], producer_by_tensor) if op.kind == "full" else (None, None)
-        for op in layers
+        _find_reshape_axes(op.inputs[KEY_INPUT], producer_by_tensor) if state.kind == "full" else (None, None)
+        for op, state in zip(layers, states, strict=True)
     )
     distinct_geometries = {
-        heads_and_dim for heads_and_dim, op in zip(layer_geometry, layers, strict=True) if op.kind == "full"
+        heads_and_dim for heads_and_dim, state in zip(layer_geometry, states, strict=True) if state.kind == "full"
     }
     kv_heads, head_dim = distinct_geometries.pop() if len(distinct_geometries) == 1 else (None, None)
     return GraphGeometry(len(layers), kv_heads, head_dim, states, layer_geometry)
 
 
-@dataclass(frozen=True)
-class _GraphOp:
+class GraphOp(NamedTuple):
+    """An operator of a graph."""
+
     type: int
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-    ints: tuple[int, ...]  # of a constant
-    kind: StateKind = "full"
-    shared_with: int | None = None
+    #: Of a constant; else empty.
+    ints: tuple[int, ...]
+    #: Where its constant, or the parameters of attention, lie; None where it has none.
+    main_table: int | None
 
 
-def _find_reshape_axes(tensor: int, producer_by_tensor: dict[int, _GraphOp]) -> tuple[int | None, int | None]:
+def read_graph_ops(data: memoryview) -> list[GraphOp]:
+    """Read the operators of a graph; `struct.error` and `NotFlatBufferError` for bytes that are none."""
+    ops: list[GraphOp] = []
+    num_entries = 0
+    for table in iter_tables(data, follow_offset(data, 0), _NET_OPS):
+        type_position = find_field(data, table, _OP_TYPE)
+        op_type = struct.unpack_from("<i", data, type_position)[0] if type_position else 0
+        inputs, outputs = (read_ints(data, table, field_index) for field_index in (_OP_INPUTS, _OP_OUTPUTS))
+        has_main = op_type in (OP_TYPE_CONST, OP_TYPE_ATTENTION, _OP_TYPE_LINEAR_ATTENTION)
+        main_position = find_field(data, table, _OP_MAIN) if has_main else None
+        main_table = follow_offset(data, main_position) if main_position else None
+        ints = read_ints(data, main_table, _BLOB_INTS) if main_table and op_type == OP_TYPE_CONST else ()
+        num_entries += len(inputs) + len(outputs) + len(ints)
+        if 4 * num_entries > len(data):
+            raise NotFlatBufferError("operators that share their vectors")
+        ops.append(GraphOp(op_type, inputs, outputs, ints, main_table))
+    return ops
+
+
+def _find_reshape_axes(tensor: int, producer_by_tensor: dict[int, GraphOp]) -> tuple[int | None, int | None]:
     """Return the last two axes of the nearest tensor above `tensor` that was reshaped to constants."""
     visited, queue = {tensor}, deque([tensor])
     while queue and len(visited) < _MAX_WALKED_OPS:
         op = producer_by_tensor.get(queue.popleft())
         if op is None:
             continue
-        if op.type == _OP_TYPE_RESHAPE and len(op.inputs) == 2:
+        if op.type == OP_TYPE_RESHAPE and len(op.inputs) == 2:
             shape = _resolve_shape(producer_by_tensor.get(op.inputs[1]), producer_by_tensor)
             if len(shape) >= 3 and min(shape[-2:]) > 0:
                 return shape[-2], shape[-1]
@@ -157,45 +176,25 @@ def _find_reshape_axes(tensor: int, producer_by_tensor: dict[int, _GraphOp]) -> 
     return None, None
 
 
-def _resolve_shape(op: _GraphOp | None, producer_by_tensor: dict[int, _GraphOp]) -> tuple[int, ...]:
+def _resolve_shape(op: GraphOp | None, producer_by_tensor: dict[int, GraphOp]) -> tuple[int, ...]:
     """Return a shape, constant or concatenated from numbers, with -1 for computed ones."""
-    if op is None:
-        return ()
-    if op.type == _OP_TYPE_CONST:
-        return op.ints
-    if op.type != _OP_TYPE_CONCAT:
-        return ()
+    if op is None or op.type != _OP_TYPE_CONCAT:
+        return op.ints if op is not None else ()
     producers = [producer_by_tensor.get(input_tensor) for input_tensor in op.inputs]
-    return tuple(
-        part.ints[0] if part and part.type == _OP_TYPE_CONST and len(part.ints) == 1 else -1 for part in producers
-    )
+    return tuple(part.ints[0] if part and len(part.ints) == 1 else -1 for part in producers)
 
 
-def _iter_ops(data: memoryview) -> Iterator[_GraphOp]:
-    num_entries = 0
-    for table in iter_tables(data, follow_offset(data, 0), _NET_OPS):
-        type_position = find_field(data, table, _OP_TYPE)
-        op_type = struct.unpack_from("<i", data, type_position)[0] if type_position else 0
-        inputs, outputs = (read_ints(data, table, field_index) for field_index in (_OP_INPUTS, _OP_OUTPUTS))
-        ints = _read_constant_ints(data, table) if op_type == _OP_TYPE_CONST else ()
-        num_entries += len(inputs) + len(outputs) + len(ints)
-        if 4 * num_entries > len(data):
-            raise NotFlatBufferError("operators that share their vectors")
-        yield _GraphOp(op_type, inputs, outputs, ints, *_read_layer_state(data, table, op_type))
-
-
-def _read_layer_state(data: memoryview, op: int, op_type: int) -> tuple[StateKind, int | None]:
+def _read_layer_state(data: memoryview, op: GraphOp, layer_number: int) -> LayerStateInfo:
     """Return the state kind of a layer, and the layer whose K and V it reads, or None."""
-    main_position = (
-        find_field(data, op, _OP_MAIN) if op_type in (_OP_TYPE_ATTENTION, _OP_TYPE_LINEAR_ATTENTION) else None
-    )
-    table = follow_offset(data, main_position) if main_position else None
-    if op_type == _OP_TYPE_LINEAR_ATTENTION:
+    table = op.main_table
+    if op.type == _OP_TYPE_LINEAR_ATTENTION:
         is_convolution = table is not None and _read_text(data, table, _LINEAR_ATTENTION_KIND) == _SHORT_CONVOLUTION
-        return "recurrent" if is_convolution else "linear", None
+        return LayerStateInfo(layer=layer_number, kind="recurrent" if is_convolution else "linear")
     field = None if table is None else find_field(data, table, _ATTENTION_SHARED_WITH)
     shared_layer = -1 if field is None else int(struct.unpack_from("<i", data, field)[0])
-    return ("full", None) if shared_layer < 0 else ("shared", shared_layer)
+    if shared_layer < 0:
+        return LayerStateInfo(layer=layer_number)
+    return LayerStateInfo(layer=layer_number, kind="shared", shared_with=shared_layer)
 
 
 def _read_text(data: memoryview, table: int, field_index: int) -> str:
@@ -203,12 +202,7 @@ def _read_text(data: memoryview, table: int, field_index: int) -> str:
     return bytes(data[start : start + num_bytes]).decode("utf-8", "replace")
 
 
-def _read_constant_ints(data: memoryview, op: int) -> tuple[int, ...]:
-    main_position = find_field(data, op, _OP_MAIN)
-    return read_ints(data, follow_offset(data, main_position), _BLOB_INTS) if main_position else ()
-
-
-SETTINGS_FILES = ("llm_config.json", "config.json")
+_SETTINGS_FILES = ("llm_config.json", "config.json")
 _WEIGHT_SUFFIXES = (".mnn", ".mnn.weight", ".bin", ".safetensors")
 _ATTENTION_MODES_PER_KIND = 8
 _MAX_LAYERS: Final = 1 << 16
@@ -232,6 +226,12 @@ class ModelGeometry:
     layer_geometry: tuple[tuple[int | None, int | None], ...] = ()
 
     @property
+    def full_layer_heads(self) -> tuple[tuple[int | None, int | None], ...]:
+        """Kv heads and head_dim of each layer with K and V of its own; empty as `layer_geometry`."""
+        layers = zip(self.layer_geometry, self.states, strict=True) if self.layer_geometry else ()
+        return tuple(heads for heads, state in layers if state.kind == "full")
+
+    @property
     def file_states(self) -> tuple[LayerStateInfo, ...]:
         """Return the states of the layers that have files: not those that read K and V of another layer."""
         return tuple(state for state in self.states if state.kind != "shared")
@@ -247,15 +247,10 @@ def read_model_geometry(path: str) -> ModelGeometry:
     """
     if is_gguf(path):
         return _read_gguf_model_geometry(path)
-    fields: dict[str, Any] = {}
-    has_settings = False
-    for name in SETTINGS_FILES:
-        file = Path(path, name)
-        if file.is_file():
-            has_settings = True
-            fields = read_object(file, allow_nan=True) | fields
+    settings = read_settings(path)
+    fields = settings or {}
     graph = find_graph(path, fields)
-    if not has_settings and graph is None:
+    if settings is None and graph is None:
         raise SourceError(f"{path}: has neither llm_config.json nor config.json, so it is not an MNN model directory")
     settings_geometry = _parse_settings_geometry(fields)
     if layer_geometry := _parse_layer_geometry(fields, settings_geometry.states):
@@ -263,9 +258,7 @@ def read_model_geometry(path: str) -> ModelGeometry:
     graph_geometry = read_graph_geometry(graph) if graph is not None else None
     if graph_geometry is None:
         return settings_geometry
-    is_varying = (
-        len({heads_and_dim for heads_and_dim in graph_geometry.layer_geometry if None not in heads_and_dim}) > 1
-    )
+    is_varying = len({heads for heads in graph_geometry.layer_geometry if None not in heads}) > 1
     return replace(
         settings_geometry,
         num_layers=settings_geometry.num_layers or graph_geometry.num_layers,
@@ -276,6 +269,15 @@ def read_model_geometry(path: str) -> ModelGeometry:
         else settings_geometry.states,
         layer_geometry=graph_geometry.layer_geometry if is_varying else settings_geometry.layer_geometry,
     )
+
+
+def read_settings(path: str) -> dict[str, Any] | None:
+    """Return the fields of the settings in a model directory, ``llm_config.json`` first; None where it has neither."""
+    files = [file for name in _SETTINGS_FILES if (file := Path(path, name)).is_file()]
+    fields: dict[str, Any] = {}
+    for file in files:
+        fields = read_object(file, allow_nan=True) | fields
+    return fields if files else None
 
 
 def _read_gguf_model_geometry(path: str) -> ModelGeometry:
@@ -292,16 +294,13 @@ def check_model_agrees(
     path: str, model: ModelGeometry, kv_heads: int | None, head_dim: int | None, num_layers: int | None = None
 ) -> None:
     """Raise `OptionError` if kv heads, dimensions or layers of a cache differ from those of the model at `path`."""
-    heads_check = ("kv heads", kv_heads, model.kv_heads)
-    for property_name, cache_value, model_value in (
-        heads_check,
+    for name, cache_value, model_value in (
+        ("kv heads", kv_heads, model.kv_heads),
         ("head_dim", head_dim, model.head_dim),
         ("layers", num_layers, model.num_layers),
     ):
         if None not in (cache_value, model_value) and cache_value != model_value:
-            raise OptionError(
-                f"{property_name}: {cache_value} for the cache, but the model in {path} has {model_value}"
-            )
+            raise OptionError(f"{name}: {cache_value} for the cache, but the model in {path} has {model_value}")
 
 
 def find_graph(path: str, fields: dict[str, Any]) -> Path | None:
@@ -345,8 +344,7 @@ def _parse_layer_geometry(
     fields: Mapping[str, Any], states: Sequence[LayerStateInfo]
 ) -> tuple[tuple[int | None, int | None], ...]:
     """Return kv heads and head_dim of each layer in gemma4's configuration; empty if they do not differ."""
-    text_config = fields.get("text_config")
-    fields = {**fields, **text_config} if isinstance(text_config, dict) else fields
+    fields = _merge_text_config(fields)
     window_geometry = _parse_natural(fields.get("num_key_value_heads")), _parse_natural(fields.get("head_dim"))
     full_geometry = (
         _parse_natural(fields.get("num_global_key_value_heads")) or window_geometry[0],
@@ -363,34 +361,29 @@ def _parse_layer_geometry(
     return tuple(full_geometry if layer_type == "full_attention" else window_geometry for layer_type in layer_types)
 
 
+def _merge_text_config(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    text_config = fields.get("text_config")
+    return {**fields, **text_config} if isinstance(text_config, dict) else fields
+
+
 def _parse_layer_states(fields: Mapping[str, Any]) -> tuple[LayerStateInfo, ...]:
     """Return the state of each layer in configurations of Hugging Face; MNN's own do not list layers."""
-    text_config = fields.get("text_config")
-    fields = {**fields, **text_config} if isinstance(text_config, dict) else fields
+    fields = _merge_text_config(fields)
     layer_types = fields.get("layer_types")
     num_layers = _parse_natural(fields.get("layer_nums")) or _parse_natural(fields.get("num_hidden_layers")) or 0
     period = _parse_natural(fields.get("full_attention_interval"))
     if not isinstance(layer_types, list) and period and num_layers <= _MAX_LAYERS:
         layer_types = ["linear_attention" if (layer + 1) % period else "full_attention" for layer in range(num_layers)]
-    if (
-        not isinstance(layer_types, list)
-        or not layer_types
-        or num_layers not in (0, len(layer_types))
-        or len(layer_types) > _MAX_LAYERS
-    ):
+    if not isinstance(layer_types, list) or num_layers not in (0, len(layer_types)) or len(layer_types) > _MAX_LAYERS:
         return ()
-    num_shared = _parse_natural(fields.get("num_kv_shared_layers")) or 0
-    states = [
-        LayerStateInfo(
-            layer=layer_number,
-            kind=_STATE_KIND_BY_LAYER_TYPE.get(layer_type, "unknown") if isinstance(layer_type, str) else "unknown",
-        )
-        for layer_number, layer_type in enumerate(layer_types)
+    kinds: list[StateKind] = [
+        _STATE_KIND_BY_LAYER_TYPE.get(layer_type, "unknown") if isinstance(layer_type, str) else "unknown"
+        for layer_type in layer_types
     ]
-    first_shared = len(states) - num_shared  # as in gemma: the last layers read K and V of one of their kind
-    return (
-        *states[: max(first_shared, 0)],
-        *(replace(state, kind="shared") for state in states[max(first_shared, 0) :]),
+    # As in gemma: the last layers read K and V of one of their kind.
+    first_shared = len(kinds) - (_parse_natural(fields.get("num_kv_shared_layers")) or 0)
+    return tuple(
+        LayerStateInfo(layer=layer, kind=kind if layer < first_shared else "shared") for layer, kind in enumerate(kinds)
     )
 
 

@@ -47,6 +47,18 @@ class PackedLayer:
         """Return the size of the file of K or of V in bytes; 0 for a missing one."""
         return self.key_bytes if part == "key" else self.value_bytes
 
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Sizes of the files of K and of V in bytes."""
+        return self.key_bytes, self.value_bytes
+
+    @classmethod
+    def from_folder(cls, folder: Path, layer: int, stem: str, *, may_lack: bool = False) -> PackedLayer:
+        """Look at the files ``<stem>.k`` and ``.v`` of a layer; `may_lack` makes a missing one an empty one."""
+        key, value = (f"{folder / stem}.{letter}" for letter in PART_LETTERS.values())
+        sizes = [0 if may_lack and not os.path.lexists(path) else get_file_size(path) for path in (key, value)]
+        return cls(layer=layer, key=key, value=value, key_bytes=sizes[0], value_bytes=sizes[1])
+
 
 @dataclass(frozen=True, kw_only=True)
 class PackedFiles:
@@ -85,22 +97,18 @@ class PackedFiles:
     @property
     def sizes(self) -> list[tuple[int, int]]:
         """Return the sizes in bytes of the K and V file of every layer with K and V."""
-        return [(layer.key_bytes, layer.value_bytes) for layer in self.layers]
+        return [layer.sizes for layer in self.layers]
 
     @property
     def nbytes(self) -> int:
         """Return the size of all files in bytes."""
-        return sum(layer.key_bytes + layer.value_bytes for layer in self.all_layers)
+        return sum(sum(layer.sizes) for layer in self.all_layers)
 
     @property
     def missing_files(self) -> list[str]:
         """Return sentences about missing or empty files."""
-        sentences = []
-        for layer in self.all_layers:
-            for path, size in ((layer.key, layer.key_bytes), (layer.value, layer.value_bytes)):
-                if not size:
-                    sentences.append(f"{os.path.basename(path)} is {'empty' if os.path.exists(path) else 'missing'}")
-        return sentences
+        paths = [layer.get_path(part) for layer in self.all_layers for part in PARTS if not layer.get_size(part)]
+        return [f"{os.path.basename(path)} is {'empty' if os.path.exists(path) else 'missing'}" for path in paths]
 
     @property
     def size_mismatch(self) -> str:
@@ -118,12 +126,12 @@ class PackedFiles:
         return [tuple(layer for layer in self.layers if layer.group == group_number) for group_number in group_numbers]
 
     def _find_size_mismatch(self, group: Sequence[PackedLayer]) -> str:
-        layers = [layer for layer in group if layer.key_bytes * layer.value_bytes]
-        sizes = Counter((layer.key_bytes, layer.value_bytes) for layer in layers)
+        layers = [layer for layer in group if all(layer.sizes)]
+        sizes = Counter(layer.sizes for layer in layers)
         if self.kind != "prefix" or len(sizes) < 2:
             return ""
         usual_sizes = max(sizes, key=lambda size_pair: (sizes[size_pair], size_pair))
-        unusual_layer = next(layer for layer in layers if (layer.key_bytes, layer.value_bytes) != usual_sizes)
+        unusual_layer = next(layer for layer in layers if layer.sizes != usual_sizes)
         part: Part = "key" if unusual_layer.key_bytes != usual_sizes[0] else "value"
         return (
             f"its layers differ in size: {os.path.basename(unusual_layer.get_path(part))} has "
@@ -139,7 +147,7 @@ class PackedFiles:
     @property
     def _mixed_layers_refusal(self) -> str:
         """Return a sentence about why the engine would not load these kinds of layers; empty if it would."""
-        if self.is_mixed is not False or len({(layer.key_bytes, layer.value_bytes) for layer in self.all_layers}) < 2:
+        if self.is_mixed is not False or len({layer.sizes for layer in self.all_layers}) < 2:
             return ""
         return (
             "its layers differ in size, which MNN takes for damage unless the model's llm_config.json has "
@@ -149,7 +157,7 @@ class PackedFiles:
     @property
     def paths(self) -> list[str]:
         """Return the path of every data file."""
-        return [path for layer in self.all_layers for path in (layer.key, layer.value)]
+        return [layer.get_path(part) for layer in self.all_layers for part in PARTS]
 
     @property
     def opened_files(self) -> tuple[str, ...]:
@@ -198,20 +206,24 @@ def find_prefix(path: str, name: str | None = None) -> PackedFiles:
         if not name_match:
             raise SourceError(f"{path}: is not named as prefix-cache files are, <name>_<layer>.k or .v")
         name, layer_numbers = name_match["name"], [int(name_match["layer"])]
-    listing = _list_folder(folder)
+    listing = list_folder(folder)
     name = _resolve_name(path, list_prefix_names(listing), name)
     selected_layers = layer_numbers or _list_layer_numbers(path, name, listing)
     return PackedFiles(
         kind="prefix",
         name=name,
         path=path,
-        layers=tuple(_make_packed_layer(folder, name, layer_number) for layer_number in selected_layers),
+        layers=tuple(
+            PackedLayer.from_folder(folder, layer_number, f"{name}_{layer_number}", may_lack=True)
+            for layer_number in selected_layers
+        ),
         sidecar_document=_read_sidecar_document(folder / (name + CACHE_SIDECAR_SUFFIX)),
-        problems=tuple(_iter_problems(folder, name, selected_layers, listing)),
+        problems=tuple(_iter_problems(name, selected_layers, listing)),
     )
 
 
-def _list_folder(folder: Path) -> set[str]:
+def list_folder(folder: Path) -> set[str]:
+    """Return the names in a directory; `SourceError` where it cannot be read."""
     try:
         return set(os.listdir(folder))
     except OSError as exc:
@@ -232,16 +244,10 @@ def _resolve_name(path: str, names: list[str], requested_name: str | None) -> st
 
 
 def _list_layer_numbers(path: str, name: str, listing: set[str]) -> list[int]:
-    data_layers = {
-        int(name_match["layer"])
-        for name_match in map(_DATA_NAME_REGEX.fullmatch, listing)
-        if name_match and name_match["name"] == name
-    }
-    marker_layers = {
-        int(name_match["layer"])
-        for name_match in map(_MARKER_NAME_REGEX.fullmatch, listing)
-        if name_match and name_match["name"] == name
-    }
+    data_layers, marker_layers = (
+        {int(match["layer"]) for match in map(regex.fullmatch, listing) if match and match["name"] == name}
+        for regex in (_DATA_NAME_REGEX, _MARKER_NAME_REGEX)
+    )
     last_layer = max(data_layers | marker_layers)
     missing_layers = sorted(set(range(last_layer + 1)) - data_layers)
     if missing_layers:
@@ -252,20 +258,13 @@ def _list_layer_numbers(path: str, name: str, listing: set[str]) -> list[int]:
     return sorted(data_layers)
 
 
-def _make_packed_layer(folder: Path, name: str, layer: int) -> PackedLayer:
-    key, value = (str(folder / format_data_name(name, layer, part)) for part in PART_LETTERS.values())
-    sizes = [get_file_size(path) if os.path.lexists(path) else 0 for path in (key, value)]
-    return PackedLayer(layer=layer, key=key, value=value, key_bytes=sizes[0], value_bytes=sizes[1])
-
-
-def _iter_problems(folder: Path, name: str, layers: list[int], listing: set[str]) -> Iterable[str]:
+def _iter_problems(name: str, layers: list[int], listing: set[str]) -> Iterable[str]:
     markers = [format_marker_name(name, layer, part) for layer in layers for part in PART_LETTERS.values()]
     missing_markers = [marker for marker in markers if marker not in listing]
     if missing_markers:
         yield (
             f"{len(missing_markers)} of {len(markers)} markers are missing, {missing_markers[0]} first, so the engine "
-            f"takes the prefix "
-            "for unfinished"
+            "takes the prefix for unfinished"
         )
 
 
@@ -314,14 +313,10 @@ def list_position_warnings(info: CacheInfo) -> list[str]:
     token_counts = sorted({layer.tokens for layer in info.layers})
     lines = []
     if len(token_counts) > 1:
-        lines += [
-            f"layers hold {format_range(token_counts)} tokens, and MNN reads the same number of rows",
-            "of every layer.",
-        ]
+        lines += [f"layers hold {format_range(token_counts)} tokens, and MNN reads the same number of rows"]
+        lines += ["of every layer."]
     if has_gaps(info):
-        last_position = (
-            max(start_position + size for layer in info.layers for start_position, size in layer.positions) - 1
-        )
+        last_position = max(sum(run) for layer in info.layers for run in layer.positions) - 1
         lines += [
             f"K has positions up to {last_position}, and after loading MNN continues at {token_counts[-1]}:",
             "what it generates is wrong. Rotate K (--rerotate), or set the position of",

@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Literal
 
@@ -25,20 +26,29 @@ from ...errors import KvmnnError, SourceError
 from ...files.atomic import wrap_os_errors
 from ...files.mapped_file import MappedFile
 from ...packed.cache_info import CacheInfo, LayerInfo
-from ...packed.layout import HeadRowAccessor, PackLayout, get_head_bytes, get_row_bytes, get_tile_tokens
+from ...packed.layout import HeadRowAccessor, PackLayout, get_head_bytes, get_row_bytes, get_row_dtype, get_tile_tokens
 from ...packed.params import locate_element
 from .packed_files import PackedFiles, PackedLayer
 
 _READ_BLOCK_BYTES = 1 << 20
-
-
 _READ_RELEASE_BYTES = 16 << 20
 
 
-def iter_packed_chunks(
+def make_packed_array(name: str, path: str, layout: PackLayout, part: Part, layer: LayerInfo) -> LazyArray:
+    """Return the live elements of a file as an array ``[kv_head, token, head_dim]``; mapped only while read."""
+    dtype = get_row_dtype(layout, part)
+    return LazyArray(
+        name=name,
+        dtype=dtype,
+        shape=(layout.kv_heads, layer.tokens, layout.head_dim),
+        array_dtype=dtypes.parse_dtype(dtype).numpy_dtype.str,
+        reader=partial(_iter_packed_chunks, path, layout, part, layer),
+    )
+
+
+def _iter_packed_chunks(
     path: str, layout: PackLayout, part: Part, layer: LayerInfo, chunk_bytes: int
 ) -> Iterator[Chunk]:
-    """Yield the live elements of a file in logical order, `chunk_bytes` at a time; mapped only while read."""
     file = MappedFile(path)
     head_bytes = get_head_bytes(layout, part, layer.capacity)
     if file.size != head_bytes * layout.kv_heads:
@@ -269,27 +279,20 @@ def _iter_tile_chunks(file: MappedFile, layout: PackLayout, part: Part, layer: L
             first_row, offset = first_tile * tile_tokens, head * head_bytes + first_tile * tile_bytes
             num_live = max(0, min(layer.tokens - first_row, num_chunk_tiles * tile_tokens))
             packed_bytes = file.view(offset, num_chunk_tiles * tile_bytes)
-            yield _TileChunk(
-                head,
-                offset,
-                first_row,
-                num_live,
-                packed_bytes,
-                HeadRowAccessor(layout, part, num_chunk_tiles * tile_tokens),
-            )
+            accessor = HeadRowAccessor(layout, part, num_chunk_tiles * tile_tokens)
+            yield _TileChunk(head, offset, first_row, num_live, packed_bytes, accessor)
             file.release_pages(offset, num_chunk_tiles * tile_bytes)
 
 
 def account_for_files(files: PackedFiles, info: CacheInfo, *, left_out: str = "") -> PackedRecord:
     """Split every file into live rows and unused bytes, reassemble it in memory, and compare."""
     entries, difference = [], ""
-    for packed_layer, layer in zip(files.layers, info.layers, strict=True):
-        for part in PARTS:
-            entry, first_difference = _account_for_file(
-                packed_layer.get_path(part), info.get_layer_layout(layer), part, layer, include_unused=not left_out
-            )
-            entries.append(entry)
-            difference = difference or first_difference
+    for (packed_layer, layer), part in product(zip(files.layers, info.layers, strict=True), PARTS):
+        entry, first_difference = _account_for_file(
+            packed_layer.get_path(part), info.get_layer_layout(layer), part, layer, include_unused=not left_out
+        )
+        entries.append(entry)
+        difference = difference or first_difference
     entries += [_account_for_state(state, part) for state in files.states for part in PARTS]
     entries.sort(key=lambda entry: (entry.layer, PARTS.index(entry.part)))
     return PackedRecord(tuple(entries), f"{left_out}; {difference}" if difference and left_out else "")
@@ -297,18 +300,12 @@ def account_for_files(files: PackedFiles, info: CacheInfo, *, left_out: str = ""
 
 def _account_for_state(state: PackedLayer, part: Part) -> PackedFileEntry:
     """Describe a file of state other than K and V, all of whose bytes are stored."""
-    file, hasher = MappedFile(state.get_path(part)), hashlib.sha256()
-    for chunk in file.iter_chunks(0, file.size, _TILE_CHUNK_BYTES):
-        hasher.update(chunk.data)
+    file, name = MappedFile(state.get_path(part)), name_state(state.layer, part)
+    sha256 = file.compute_sha256()
     if file.size % 2:
         raise SourceError(f"{file.path}: has {file.size} bytes, an odd number: not state that an engine writes")
     return PackedFileEntry(
-        layer=state.layer,
-        part=part,
-        nbytes=file.size,
-        sha256=hasher.hexdigest(),
-        unused_array=name_state(state.layer, part),
-        is_state=True,
+        layer=state.layer, part=part, nbytes=file.size, sha256=sha256, unused_array=name, is_state=True
     )
 
 
@@ -346,15 +343,12 @@ def _check_roundtrip(path: str, chunk: _TileChunk, unused_bytes: Bytes, row_byte
 
 def find_difference(files: PackedFiles, info: CacheInfo) -> str:
     """Describe the first nonzero byte outside live rows; empty if there is none."""
-    for packed_layer, layer in zip(files.layers, info.layers, strict=True):
-        for part in PARTS:
-            path = packed_layer.get_path(part)
-            for chunk in _iter_tile_chunks(MappedFile(path), info.get_layer_layout(layer), part, layer):
-                nonzero_offsets = np.flatnonzero(chunk.read_unused())
-                if nonzero_offsets.size:
-                    return _describe_byte(
-                        path, info.get_layer_layout(layer), part, layer, chunk, int(nonzero_offsets[0])
-                    )
+    for (packed_layer, layer), part in product(zip(files.layers, info.layers, strict=True), PARTS):
+        path, layout = packed_layer.get_path(part), info.get_layer_layout(layer)
+        for chunk in _iter_tile_chunks(MappedFile(path), layout, part, layer):
+            nonzero_offsets = np.flatnonzero(chunk.read_unused())
+            if nonzero_offsets.size:
+                return _describe_byte(path, layout, part, layer, chunk, int(nonzero_offsets[0]))
     return ""
 
 
@@ -374,8 +368,7 @@ def _describe_byte(
     )
     return (
         f"{os.path.basename(path)}, byte {chunk.offset + element * itemsize:,} ({location_text}) is {value_text}, and "
-        f"{layer.tokens:,} "
-        "live tokens leave 0 there"
+        f"{layer.tokens:,} live tokens leave 0 there"
     )
 
 
@@ -399,15 +392,9 @@ def make_unused_arrays(files: PackedFiles, info: CacheInfo, record: PackedRecord
             layer = layer_info_by_number[entry.layer]
             reader = partial(_iter_unused_chunks, path, info.get_layer_layout(layer), entry.part, layer)
         element_type = dtypes.parse_dtype(dtype)
-        shape = (entry.nbytes // element_type.itemsize,)
+        shape, array_dtype = (entry.nbytes // element_type.itemsize,), element_type.numpy_dtype.str
         arrays.append(
-            LazyArray(
-                name=entry.unused_array,
-                dtype=dtype,
-                shape=shape,
-                array_dtype=element_type.numpy_dtype.str,
-                reader=reader,
-            )
+            LazyArray(name=entry.unused_array, dtype=dtype, shape=shape, array_dtype=array_dtype, reader=reader)
         )
     return arrays
 

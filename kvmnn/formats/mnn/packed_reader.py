@@ -9,12 +9,10 @@ from __future__ import annotations
 import contextlib
 import os
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import PurePath
 
-from ... import dtypes
 from ..._util.text import pluralize as count_of
-from ...arrays.array import LazyArray, UnsupportedArrayError
+from ...arrays.array import UnsupportedArrayError
 from ...arrays.completeness import Completeness
 from ...arrays.layers import format_array_name
 from ...arrays.source import PACKED_FILES_KEY, Source
@@ -25,7 +23,6 @@ from ...files.mapped_file import FileHead, MappedFile
 from ...packed import cache_info
 from ...packed.cache_info import CacheInfo, LayerInfo, TokenIdsFingerprint
 from ...packed.inference import LayoutMatch, PackedGeometry, describe_layout, make_geometry
-from ...packed.layout import get_row_dtype
 from .. import raw
 from ..base import PathFormat
 from ..options import PackedOptions, ReadOptions
@@ -51,7 +48,7 @@ from .layout_inference import (
 )
 from .model import check_model_agrees, compute_fingerprint, has_weights, read_model_geometry
 from .packed_files import PackedFiles, find_prefix, list_prefix_names
-from .packed_io import account_for_files, find_difference, iter_packed_chunks, make_unused_arrays
+from .packed_io import account_for_files, find_difference, make_packed_array, make_unused_arrays
 
 PACKED_SUFFIXES = (".k", ".v")
 
@@ -85,55 +82,38 @@ class PackedCacheReader:
         their hashes in the metadata.
         """
         layout = self.info.layout
-        completeness = self.completeness
         if dtype not in (None, layout.dtype):
             raise UnsupportedArrayError(f"{self.files.path}: holds {layout.dtype} words, not {dtype}")
-        arrays = [
-            LazyArray(
-                name=format_array_name(layer.layer, part),
-                dtype=get_row_dtype(layout, part),
-                shape=(
-                    self.info.get_layer_layout(layer).kv_heads,
-                    layer.tokens,
-                    self.info.get_layer_layout(layer).head_dim,
-                ),
-                array_dtype=dtypes.parse_dtype(get_row_dtype(layout, part)).numpy_dtype.str,
-                reader=partial(
-                    iter_packed_chunks, files.get_path(part), self.info.get_layer_layout(layer), part, layer
-                ),
-            )
-            for files, layer in zip(self.files.layers, self.info.layers, strict=True)
-            for part in PARTS
-        ]
-        opened_files = self.files.opened_files
-        if layout.is_quantised:  # these files cannot be restored: the loss is reported, and nothing recorded
-            notes = [*self.notes, *layout.unrecoverable_parts]
-            return Source(
-                arrays,
-                notes=notes,
-                lossy=True,
-                opened_files=opened_files,
-                completeness=completeness,
-                doubt=self.ignored_conflict,
-            )
-        metadata = {cache_info.METADATA_KEY: cache_info.dump_cache_info(self.info)}
+        source = Source(
+            [
+                make_packed_array(
+                    format_array_name(layer.layer, part),
+                    files.get_path(part),
+                    self.info.get_layer_layout(layer),
+                    part,
+                    layer,
+                )
+                for files, layer in zip(self.files.layers, self.info.layers, strict=True)
+                for part in PARTS
+            ],
+            notes=[*self.notes],
+            opened_files=self.files.opened_files,
+            completeness=self.completeness,
+            doubt=self.ignored_conflict,
+        )
+        if layout.is_quantised:  # no way back to these files: what was lost is said, and nothing is noted down
+            source.notes += layout.unrecoverable_parts
+            source.lossy = True
+            return source
+        source.cache, source.states = self.info, list_opaque_states(self.files)
+        source.metadata[cache_info.METADATA_KEY] = cache_info.dump_cache_info(self.info)
         if include_unused and self.files.is_whole_prefix:
             if self.omitted_rows_text and not self.is_trusted:
                 raise _make_conflict_error(self.files, self.info, self.omitted_rows_text)
             record = account_for_files(self.files, self.info, left_out=self.ignored_conflict or self.omitted_rows_text)
-            metadata[PACKED_FILES_KEY] = dump_packed_record(record)
-            arrays += make_unused_arrays(self.files, self.info, record)
-        notes = list(self.notes)
-        return Source(
-            arrays,
-            metadata,
-            notes=notes,
-            cache=self.info,
-            opened_files=opened_files,
-            completeness=completeness,
-            states=list_opaque_states(self.files),
-            doubt=self.ignored_conflict,
-        )
+            source.metadata[PACKED_FILES_KEY] = dump_packed_record(record)
+            source.arrays = [*source.arrays, *make_unused_arrays(self.files, self.info, record)]
+        return source
 
 
 def open_packed_files(files: PackedFiles, options: PackedOptions) -> PackedCacheReader:
@@ -150,25 +130,21 @@ def open_packed_files(files: PackedFiles, options: PackedOptions) -> PackedCache
         When the geometry in `options` differs from that of the model.
     """
     files, sidecar_info = _check_and_sort_files(files, options)
-    notes = [
-        *files.notes,
-        *([f"read although {files.size_mismatch}"] if files.size_mismatch and not sidecar_info else []),
-    ]
+    size_mismatch = "" if sidecar_info else files.size_mismatch
     choice = _resolve_layout(files, options, sidecar_info)
     match = choice.match
-    notes += choice.notes
-    if (
-        choice.conflict and not options.trust_options and not (options.valid_tokens or options.token_ids)
-    ):  # which count would be odd
+    notes = [*files.notes, *([f"read although {size_mismatch}"] if size_mismatch else []), *choice.notes]
+    has_count = bool(options.valid_tokens or options.token_ids)
+    if choice.conflict and not options.trust_options and not has_count:  # which count would be odd
         raise SourceError(
             f"{files.path}: {choice.conflict}; the words speak for {choice.better_options}; --force reads them as "
             f"specified"
         )
-    row_counts = (
-        None if sidecar_info or match.layout.is_quantised else count_nonempty_rows(files, match, choice.layouts)
-    )
+    has_row_counts = not (sidecar_info or match.layout.is_quantised)
+    row_counts = count_nonempty_rows(files, match, choice.layouts) if has_row_counts else None
     tokens, token_notes = _resolve_tokens(files, options, sidecar_info, match, row_counts)
     notes += token_notes
+    layer_heads = choice.layer_heads or (None,) * len(tokens)
     layers = tuple(
         LayerInfo(
             layer=layer.layer,
@@ -179,12 +155,7 @@ def open_packed_files(files: PackedFiles, options: PackedOptions) -> PackedCache
             heads=heads,
         )
         for layer, num_tokens, capacity, (position_runs, text_position_runs), heads in zip(
-            files.layers,
-            tokens,
-            match.capacities,
-            _list_positions(tokens, sidecar_info),
-            choice.layer_heads or (None,) * len(tokens),
-            strict=True,
+            files.layers, tokens, match.capacities, _list_positions(tokens, sidecar_info), layer_heads, strict=True
         )
     )
     info = CacheInfo(
@@ -201,12 +172,11 @@ def open_packed_files(files: PackedFiles, options: PackedOptions) -> PackedCache
         _check_same_as_sidecar(files, sidecar_info, info)
     elif options.token_ids and {options.token_ids.count} != set(tokens):
         raise SourceError(f"{files.path}: {options.token_ids.count} token ids for {max(tokens)} tokens")
-    cut = f"{files.size_mismatch}: files were cut" if files.size_mismatch and not sidecar_info else ""
-    if row_counts is None:
-        return PackedCacheReader(files, info, tuple(notes), cut, "", options.trust_options)
-    contradicted = _check_contents(files, options, info, choice, row_counts, notes)
-    omitted_rows_text = describe_omitted_rows(files, match, row_counts, tokens)
-    ignored_conflict = "; ".join(filter(None, (cut, contradicted)))
+    conflicts, omitted_rows_text = [f"{size_mismatch}: files were cut" if size_mismatch else ""], ""
+    if row_counts is not None:
+        conflicts.append(_check_contents(files, options, info, choice, row_counts, notes))
+        omitted_rows_text = describe_omitted_rows(files, match, row_counts, tokens)
+    ignored_conflict = "; ".join(filter(None, conflicts))
     return PackedCacheReader(files, info, tuple(notes), ignored_conflict, omitted_rows_text, options.trust_options)
 
 
@@ -240,9 +210,8 @@ def _check_and_sort_files(files: PackedFiles, options: PackedOptions) -> tuple[P
         or build_state_layers(files) != sidecar_info.states
     ):
         raise SourceError(
-            f"{files.sidecar_document[1] if files.sidecar_document else files.path}: does not describe the files "
-            f"next to it any more: "
-            f"{_describe_drift(files, sidecar_info)}; move it away and say what they hold"
+            f"{files.sidecar_document[1] if files.sidecar_document else files.path}: does not describe the files next "
+            f"to it any more: {_describe_drift(files, sidecar_info)}; move it away and say what they hold"
         )
     if files.size_mismatch and not sidecar_info and not options.trust_options:
         raise SourceError(
@@ -270,10 +239,8 @@ def _check_contents(
     if more_tokens_doubts and options.token_ids and not options.valid_tokens:
         ids_text = count_of(tokens[0], "token id")
         raise SourceError(
-            f"{files.path}: {ids_text}, but {more_tokens_doubts[0].partition(':')[0]}: say --valid-tokens "
-            f"{tokens[0]} as "
-            f"well if only these "
-            "tokens are meant"
+            f"{files.path}: {ids_text}, but {more_tokens_doubts[0].partition(':')[0]}: say --valid-tokens {tokens[0]} "
+            "as well if only these tokens are meant"
         )
     if conflict:
         notes.append(f"the words contradict what was specified: {conflict}")
@@ -330,9 +297,8 @@ def compute_file_sizes(info: CacheInfo, layer: LayerInfo) -> tuple[int, int]:
 def _describe_drift(files: PackedFiles, sidecar_info: CacheInfo) -> str:
     pairs = [(layer.layer, *compute_file_sizes(sidecar_info, layer)) for layer in sidecar_info.layers]
     pairs += [(state.layer, state.key_bytes, state.value_bytes) for state in sidecar_info.states]
-    for file_pair, (layer_number, *sizes) in zip((*files.layers, *files.states), pairs, strict=True):
-        expected_sizes = sizes[0], sizes[1]
-        if (file_pair.key_bytes, file_pair.value_bytes) != expected_sizes:
+    for file_pair, (layer_number, *expected_sizes) in zip((*files.layers, *files.states), pairs, strict=True):
+        if [*file_pair.sizes] != expected_sizes:
             return (
                 f"layer {layer_number} has files of {file_pair.key_bytes} and {file_pair.value_bytes} bytes, it says "
                 f"{expected_sizes[0]} and {expected_sizes[1]}"
@@ -343,14 +309,10 @@ def _describe_drift(files: PackedFiles, sidecar_info: CacheInfo) -> str:
 def _resolve_layout(files: PackedFiles, options: PackedOptions, sidecar_info: CacheInfo | None) -> LayoutChoice:
     geometry = resolve_geometry(options, files)
     if sidecar_info is not None:
-        if not any(
-            layout == sidecar_info.layout
-            for _, layout in geometry.merge_defaults(make_geometry(sidecar_info.layout)).list_candidates()
-        ):
-            raise SourceError(
-                f"{files.path}: its document says {describe_layout(sidecar_info.layout)}, which is not what was asked "
-                f"for"
-            )
+        candidates = geometry.merge_defaults(make_geometry(sidecar_info.layout)).list_candidates()
+        if sidecar_info.layout not in [layout for _, layout in candidates]:
+            layout_text = describe_layout(sidecar_info.layout)
+            raise SourceError(f"{files.path}: its document says {layout_text}, which is not what was asked for")
         match = LayoutMatch(sidecar_info.layout, "", tuple(layer.capacity for layer in sidecar_info.layers))
         return LayoutChoice(match, layer_heads=tuple(layer.heads for layer in sidecar_info.layers))
     tokens = options.valid_tokens or ((options.token_ids.count,) if options.token_ids else ())
@@ -380,9 +342,7 @@ def _resolve_group_heads(files: PackedFiles, options: PackedOptions) -> list[tup
     """Return the known kv heads and head_dim of each group of layers."""
     layer_heads: tuple[tuple[int | None, int | None], ...] = options.heads
     if not layer_heads and options.model:
-        model = read_model_geometry(options.model)
-        states = zip(model.layer_geometry, model.states, strict=True) if model.layer_geometry else ()
-        layer_heads = tuple(heads for heads, state in states if state.kind == "full")
+        layer_heads = read_model_geometry(options.model).full_layer_heads
     if len(layer_heads) != len(files.layers):
         if options.geometry.kv_heads or options.geometry.head_dim:
             raise SourceError(

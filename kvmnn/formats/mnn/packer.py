@@ -92,8 +92,7 @@ def plan_rerotation(
     if len(token_counts) > 1:
         raise SourceError(
             f"{label}: layers hold {format_range(token_counts)} tokens, and MNN reads the same number of rows of every "
-            f"layer: K "
-            "cannot be rotated to positions that suit all"
+            "layer: K cannot be rotated to positions that suit all"
         )
     distances = tuple(np.arange(layer.tokens) - expand_position_runs(layer.positions) for layer in info.layers)
     if not any(distance.any() for distance in distances):
@@ -126,20 +125,9 @@ def plan_rerotation(
     return RerotationPlan(replace(info, layers=layers, next_position=None), distances, model_rope, result)
 
 
-def upcast_for_dtype(arrays: Sequence[LayerArray], dtype: str) -> list[LayerArray]:
-    """Return arrays as fp32 if they are written as fp32: rotated K is then rounded to fp32, not to their type."""
-    if dtype != "fp32":
-        return list(arrays)
-    return [replace(entry, array=upcast(entry.array)) for entry in arrays]
-
-
 def _move_to_first_positions(layer: LayerInfo) -> LayerInfo:
-    first_runs = ((0, layer.tokens),)
-    return replace(
-        layer,
-        positions=first_runs,
-        text_positions=None if layer.text_position_runs == first_runs else layer.text_position_runs,
-    )
+    first_runs, text_runs = ((0, layer.tokens),), layer.text_position_runs
+    return replace(layer, positions=first_runs, text_positions=None if text_runs == first_runs else text_runs)
 
 
 def _rotate_packed(
@@ -150,11 +138,8 @@ def _rotate_packed(
     rope: RopeFrequencies,
     error_stats: RotationErrorStats,
 ) -> None:
-    accessor, head_bytes, row_bytes = (
-        HeadRowAccessor(layout, "key", capacity),
-        get_head_bytes(layout, "key", capacity),
-        get_row_bytes(layout, "key"),
-    )
+    accessor, row_bytes = HeadRowAccessor(layout, "key", capacity), get_row_bytes(layout, "key")
+    head_bytes = get_head_bytes(layout, "key", capacity)
     rows_per_chunk = max(1, _ROTATE_CHUNK_BYTES // row_bytes)
     for head in range(layout.kv_heads):
         data = keys[head * head_bytes : (head + 1) * head_bytes]
@@ -247,9 +232,8 @@ def pack(
     arrays = _unify_dtypes(collect_layers(source, token_major=token_major), cast)
     packed_info, dtype = source.cache, arrays[0].array.dtype
     require_common_geometry(arrays, format_input_prefix(source))  # whose errors name the input
-    layout = choose_target_layout(
-        geometry or PackedGeometry(), arrays, packed_info.layout if packed_info else None, dtype
-    )
+    source_layout = packed_info.layout if packed_info else None
+    layout = choose_target_layout(geometry or PackedGeometry(), arrays, source_layout, dtype)
     state_by_file = index_states(source.states) if packed_info is None else {}
     states = build_state_file_layers(state_by_file)
     if model:
@@ -257,23 +241,15 @@ def pack(
         check_model_agrees(model, read_model_geometry(model), layout.kv_heads, layout.head_dim, num_layers)
     if layout.dtype != dtype and not cast:
         raise OptionError(f"the arrays are {dtype}, the layout holds {layout.dtype}: --cast converts them")
-    info = build_prefix_info(
-        arrays,
-        layout,
-        resolve_prefix_name(name, packed_info),
-        capacity=capacity,
-        reference_info=packed_info,
-        states=states,
-    )
+    name = resolve_prefix_name(name, packed_info)
+    info = build_prefix_info(arrays, layout, name, capacity=capacity, reference_info=packed_info, states=states)
     token_counts = {layer.tokens for layer in info.layers}
     if expected_tokens and token_counts != set(expected_tokens):
         raise OptionError(f"the arrays have {max(token_counts)} tokens, --valid-tokens says {max(expected_tokens)}")
     if token_ids and packed_info is None and token_counts != {token_ids.count}:
         raise OptionError(f"the arrays have {max(token_counts)} tokens, {token_ids.where} has {token_ids.count} ids")
     info = replace(
-        info,
-        token_ids=token_ids or info.token_ids,
-        model=compute_fingerprint(model) if model else info.model,
+        info, token_ids=token_ids or info.token_ids, model=compute_fingerprint(model) if model else info.model
     )
     if positions is not None:
         info = _add_sidecar_positions(source, info, PositionsSidecar(tuple(positions), None), notes, rerotate=rerotate)
@@ -296,10 +272,11 @@ def pack(
         progress=progress,
         write_options=write_options,
     )
-    dequantised = source.code_types
-    rotation_result = rerotation.result if rerotation else None
     return replace(
-        pack_result, dequantised=dequantised, undone=source.inverted_transforms or (), rerotated=rotation_result
+        pack_result,
+        dequantised=source.code_types,
+        undone=source.inverted_transforms or (),
+        rerotated=rerotation.result if rerotation else None,
     )
 
 
@@ -325,7 +302,8 @@ def _rerotate_arrays(
     """Return the arrays with K rotated to the first positions, and the plan."""
     label = " ".join(source.inputs)
     _check_rotatable(source, label)
-    arrays = upcast_for_dtype(arrays, info.layout.dtype)
+    if info.layout.dtype == "fp32":  # rotated K is then rounded to fp32, not to the type of the arrays
+        arrays = [replace(entry, array=upcast(entry.array)) for entry in arrays]
     keys = [entry for entry in arrays if entry.part == "key"]
     rerotation = plan_rerotation(info, keys, rope, model, label=label, is_reordered=is_reordered)
     return rerotation.rotate_arrays(arrays), rerotation
@@ -364,8 +342,7 @@ def _add_source_positions(source: Source, info: CacheInfo, notes: list[str], *, 
     if rerotate:
         raise OptionError(
             f"{format_input_prefix(source)}nothing gives the positions of the tokens in the text, from which K is to "
-            f"be rotated "
-            f"({POSITIONS_NAME} next to the arrays does)"
+            f"be rotated ({POSITIONS_NAME} next to the arrays does)"
         )
     tokens_text = format_range(sorted({layer.tokens for layer in info.layers}))
     notes.append(f"nothing says which tokens of the text the arrays hold: noted as the first {tokens_text}")
@@ -374,15 +351,12 @@ def _add_source_positions(source: Source, info: CacheInfo, notes: list[str], *, 
 
 def _refuse_windows(source: Source) -> None:
     """Raise `IncompleteCacheError` for layers with a window that no longer contain the first tokens."""
-    slid_windows = (
-        find_window_layers(source.completeness, read_positions_by_layer(source))
-        if source.completeness is not None
-        else {}
-    )
+    completeness = source.completeness
+    slid_windows = find_window_layers(completeness, read_positions_by_layer(source)) if completeness else {}
     if slid_windows:
         raise IncompleteCacheError(
             f"{format_input_prefix(source)}cannot make a prefix cache, in which MNN has every token of every layer: "
-            f"{describe_windows(source.completeness, slid_windows)}"
+            f"{describe_windows(completeness, slid_windows)}"
         )
 
 
@@ -403,20 +377,13 @@ def _add_engine_positions(source: Source, info: CacheInfo) -> CacheInfo | None:
         return None
     if not cache.is_ascending:
         raise OptionError(f"{' '.join(source.inputs)}: its tokens are not one text in order ({cache})")
-    layer_runs = (
-        (cache.layer_position_runs[0],) * len(info.layers)
-        if cache.layer_positions is None
-        else cache.layer_position_runs
-    )
+    layer_runs = cache.layer_position_runs
+    if cache.layer_positions is None:
+        layer_runs = (layer_runs[0],) * len(info.layers)
     if len(layer_runs) != len(info.layers):
         return None
-    return replace(
-        info,
-        layers=tuple(
-            replace(layer, positions=position_runs)
-            for layer, position_runs in zip(info.layers, layer_runs, strict=True)
-        ),
-    )
+    layers = tuple(replace(layer, positions=runs) for layer, runs in zip(info.layers, layer_runs, strict=True))
+    return replace(info, layers=layers)
 
 
 def _add_sidecar_positions(
@@ -426,23 +393,13 @@ def _add_sidecar_positions(
     layers, differing_layers = [], []
     for layer, positions, text_positions in zip(info.layers, sidecar.positions, sidecar.positions_in_text, strict=True):
         head_positions = positions.reshape(-1, layer.tokens)
-        furthest_positions = head_positions[
-            head_positions[:, -1].argmax()
-        ]  # of heads that differ it is none of the first tokens alone
+        # Of heads that differ it is none of the first tokens alone.
+        furthest_positions = head_positions[head_positions[:, -1].argmax()]
         differing_layers += [layer.layer] if (head_positions != furthest_positions).any() else []
-        position_runs = positions_to_runs(furthest_positions)
-        text_position_runs = (
-            position_runs
-            if text_positions is positions
-            else positions_to_runs(text_positions.reshape(-1, layer.tokens)[0])
-        )
-        layers.append(
-            replace(
-                layer,
-                positions=position_runs,
-                text_positions=None if text_position_runs == position_runs else text_position_runs,
-            )
-        )
+        runs = positions_to_runs(furthest_positions)
+        is_same = text_positions is positions
+        text_runs = runs if is_same else positions_to_runs(text_positions.reshape(-1, layer.tokens)[0])
+        layers.append(replace(layer, positions=runs, text_positions=None if text_runs == runs else text_runs))
     if differing_layers:
         more_text = f" and {len(differing_layers) - 1} more" if len(differing_layers) > 1 else ""
         difference_text = f"heads of layer {differing_layers[0]}{more_text} hold different tokens of the text"
@@ -504,18 +461,13 @@ def repack(
         raise OptionError(
             f"{' '.join(source.inputs)}: heads differ by layer, which is not packed for another processor"
         )
-    arrays = collect_layers(source)
-    source_geometry = make_geometry(source.cache.layout)
+    arrays, geometry = collect_layers(source), make_geometry(source.cache.layout)
     target_geometry = PackedGeometry(
-        kv_heads=source_geometry.kv_heads,
-        head_dim=source_geometry.head_dim,
-        backend=backend,
-        flash_block=source_geometry.flash_block,
+        kv_heads=geometry.kv_heads, head_dim=geometry.head_dim, backend=backend, flash_block=geometry.flash_block
     )
     ((_, layout),) = target_geometry.list_candidates()
-    info = build_prefix_info(
-        arrays, layout, resolve_prefix_name(name, source.cache), capacity=capacity, reference_info=source.cache
-    )
+    name = resolve_prefix_name(name, source.cache)
+    info = build_prefix_info(arrays, layout, name, capacity=capacity, reference_info=source.cache)
     notes, rotation_result = list(source.notes), None
     if rerotate:
         arrays, rerotation = _rerotate_arrays(source, arrays, info, rope, model)
@@ -541,18 +493,14 @@ def choose_target_layout(
     if source_layout and geometry == PackedGeometry():
         return source_layout
     flash_block = FLASH_BLOCK if source_layout is None else make_geometry(source_layout).flash_block
-    merged_geometry = geometry.merge_defaults(
-        PackedGeometry(kv_heads=kv_heads, head_dim=head_dim, flash_block=flash_block)
+    geometry = geometry.merge_defaults(PackedGeometry(kv_heads=kv_heads, head_dim=head_dim, flash_block=flash_block))
+    if geometry.backend is None:
+        geometry = geometry.merge_defaults(PackedGeometry(dtype=dtype))
+    candidates = geometry.list_candidates()
+    if len(candidates) == 1:
+        return candidates[0][1]
+    names = "; ".join(f"{backends}: lP {layout.lP}, hP {layout.hP}, {layout.dtype}" for backends, layout in candidates)
+    raise OptionError(
+        f"{len(candidates)} layouts are known for what was said: name one (--backend NAME, or --backend lp=N,hp=N)"
+        + (f": {names}" if names else "")
     )
-    if merged_geometry.backend is None:
-        merged_geometry = merged_geometry.merge_defaults(PackedGeometry(dtype=dtype))
-    candidates = merged_geometry.list_candidates()
-    if len(candidates) != 1:
-        names = "; ".join(
-            f"{backends}: lP {layout.lP}, hP {layout.hP}, {layout.dtype}" for backends, layout in candidates
-        )
-        raise OptionError(
-            f"{len(candidates)} layouts are known for what was said: name one (--backend NAME, or --backend lp=N,hp=N)"
-            + (f": {names}" if names else "")
-        )
-    return candidates[0][1]

@@ -85,19 +85,13 @@ def restore_prefix(
 
     Parameters
     ----------
-    frames
-        `kvmnn.bundle.open_frames`, of a prefix cache.
-    output
-        The directory.
-    options
-        Limits, codecs, threads.
+    frames, output, options, progress
+        As for `restore_arrays`; `output` is the directory.
     expected
         The expected layout, model directory and token ids, if any, and the name of the prefix (default: the recorded
         one).
     force
-        Replace files that exist, and write the files even if they differ from `expected`.
-    progress
-        Called with raw bytes.
+        Replace files that exist, and write the files although something expected differs.
 
     Raises
     ------
@@ -122,30 +116,21 @@ def restore_prefix(
         raise ManifestError(f"{frames.path}: has no state of layer {info.states[0].layer}, which has no K and V")
     array_frames = frames.without_unused_arrays()
     arrays = collect_layer_arrays(make_frame_source(array_frames, options).arrays)
-    if not info.is_uniform:
-        if geometry != PackedGeometry():
-            raise OptionError(f"{frames.path}: heads differ by layer: its files are restored as they were alone")
-        layout = info.layout
-        geometry_by_layer = {entry.layer: (entry.geometry[0], entry.geometry[2]) for entry in arrays}
-        for layer in info.layers:
-            layer_layout = info.get_layer_layout(layer)
-            if geometry_by_layer.get(layer.layer) != (layer_layout.kv_heads, layer_layout.head_dim):
-                raise ManifestError(
-                    f"{frames.path}: layer {layer.layer}: expected {layer_layout.kv_heads} kv heads x "
-                    f"{layer_layout.head_dim} dims, "
-                    f"found {geometry_by_layer.get(layer.layer)}"
-                )
-    else:
+    layout = info.layout
+    if info.is_uniform:
         layout = choose_target_layout(geometry, arrays, info.layout, info.layout.dtype)
+    elif geometry != PackedGeometry():
+        raise OptionError(f"{frames.path}: heads differ by layer: its files are restored as they were alone")
+    else:
+        _check_layer_geometry(frames.path, arrays, info)
     provenance_warnings = list_provenance_mismatches(info, expected.model, expected.token_ids)
     if layout != info.layout:
         mismatch = f"the cache has {describe_layout(info.layout)}; asked for was {describe_layout(layout)}"
         provenance_warnings.insert(0, mismatch)
     if provenance_warnings and not force:
         raise SourceError(f"{frames.path}: {provenance_warnings[0]} (--force restores it anyway)")
-    target_info = build_prefix_info(
-        arrays, layout, resolve_prefix_name(expected.prefix_name, info), reference_info=info
-    )
+    name = resolve_prefix_name(expected.prefix_name, info)
+    target_info = build_prefix_info(arrays, layout, name, reference_info=info)
     if options.max_bytes is not None and target_info.file_bytes > options.max_bytes:
         raise LimitError(
             f"{frames.path}: its files have {target_info.file_bytes} bytes, above the limit of {options.max_bytes}"
@@ -157,14 +142,8 @@ def restore_prefix(
     if hashes:
         single_thread_options = replace(options, threads=1) if is_parallel else options
         arrays = collect_layer_arrays(make_frame_source(array_frames, single_thread_options, check=False).arrays)
-    matching_record = record if record and not record.left_out and layout == info.layout else None
-    recorded_files = (
-        matching_record.files
-        if matching_record
-        else [entry for entry in record.files if entry.is_state]
-        if record
-        else []
-    )
+    is_whole = record is not None and not record.left_out and layout == info.layout
+    recorded_files = [entry for entry in record.files if is_whole or entry.is_state] if record else []
     write_options = PrefixWriteOptions(
         is_durable=False,
         array_hashes=hashes,
@@ -185,18 +164,29 @@ def restore_prefix(
     except (FrameError, ReadBackError):
         deque(decode_frames(frames, options), maxlen=0)  # reports damaged frames
         raise
-    verification_text = _FILE_HASH_VERIFICATION if matching_record else _VALID_ELEMENT_VERIFICATION
+    proof = _FILE_HASH_PROOF if is_whole else _VALID_ELEMENT_PROOF
     return RestorePrefixResult(
         input=frames.path,
-        pack_result=replace(pack_result, proof=verification_text, left_out=record.left_out if record else ""),
+        pack_result=replace(pack_result, proof=proof, left_out=record.left_out if record else ""),
         arrays=array_frames.arrays,
         stored_bytes=array_frames.stored_bytes,
         warnings=tuple(provenance_warnings),
     )
 
 
-_FILE_HASH_VERIFICATION = "every file read back, sha256 of the files that were encoded"
-_VALID_ELEMENT_VERIFICATION = "live elements of every file read back and compared"
+_FILE_HASH_PROOF = "every file read back, sha256 of the files that were encoded"
+_VALID_ELEMENT_PROOF = "live elements of every file read back and compared"
+
+
+def _check_layer_geometry(label: str, arrays: Sequence[LayerArray], info: CacheInfo) -> None:
+    heads_by_layer = {entry.layer: (entry.geometry[0], entry.geometry[2]) for entry in arrays}
+    for layer in info.layers:
+        layout = info.get_layer_layout(layer)
+        if heads_by_layer.get(layer.layer) != (layout.kv_heads, layout.head_dim):
+            raise ManifestError(
+                f"{label}: layer {layer.layer}: expected {layout.kv_heads} kv heads x {layout.head_dim} dims, found "
+                f"{heads_by_layer.get(layer.layer)}"
+            )
 
 
 def _read_unused_arrays(

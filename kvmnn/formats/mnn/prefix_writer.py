@@ -6,7 +6,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from ..._util.parallel import Progress, parallel_map, resolve_threads
@@ -98,15 +98,14 @@ class PackResult(Record):
         return None if self.dequantised and self.cast.label == LOSSLESS else self.cast.label
 
     def __str__(self) -> str:
-        is_same_dtype = self.cast.source == self.cast.target
-        verification_text = self.proof if is_same_dtype else str(self.cast)
-        verification_text = (
-            f"not all of the files that were encoded is kept: {self.left_out}" if self.left_out else verification_text
-        )
-        dequantised_text = f"dequantised from {', '.join(self.dequantised)}" if self.dequantised else ""
-        inverted_text = f"undone: {', '.join(self.undone)}" if self.undone else ""
-        rotated_text = "K rotated" if self.rerotated and self.rerotated.tokens else ""
-        verification_text = ", ".join(filter(None, [dequantised_text, inverted_text, rotated_text, verification_text]))
+        proof_text = self.proof if self.cast.source == self.cast.target else str(self.cast)
+        texts = [
+            f"dequantised from {', '.join(self.dequantised)}" if self.dequantised else "",
+            f"undone: {', '.join(self.undone)}" if self.undone else "",
+            "K rotated" if self.rerotated and self.rerotated.tokens else "",
+            f"not all of the files that were encoded is kept: {self.left_out}" if self.left_out else proof_text,
+        ]
+        verification_text = ", ".join(filter(None, texts))
         lines = [
             f"{self.output}: prefix {self.info.name!r}, {format_cache_summary(self.info)}",
             f"  {format_utilisation(self.info)}",
@@ -127,51 +126,39 @@ def build_prefix_info(
     states: tuple[StateLayer, ...] = (),
 ) -> CacheInfo:
     """Return the description of a prefix cache of `arrays` in `layout`."""
-    kv_heads, head_dim = (
-        (layout.kv_heads, layout.head_dim)
-        if reference_info and not reference_info.is_uniform
-        else require_common_geometry(arrays)[:2]
-    )
-    if (kv_heads, head_dim) != (layout.kv_heads, layout.head_dim):
-        raise KvmnnError(
-            f"the arrays have {pluralize(kv_heads, 'kv head')} x {head_dim} dims, the layout {layout.kv_heads} x "
-            f"{layout.head_dim}"
-        )
+    if reference_info is None or reference_info.is_uniform:
+        kv_heads, head_dim, _ = require_common_geometry(arrays)
+        if (kv_heads, head_dim) != (layout.kv_heads, layout.head_dim):
+            raise KvmnnError(
+                f"the arrays have {pluralize(kv_heads, 'kv head')} x {head_dim} dims, the layout {layout.kv_heads} x "
+                f"{layout.head_dim}"
+            )
     key_arrays = arrays[::2]
     states = reference_info.states if reference_info else states
     layer_numbers = sorted([*(entry.layer for entry in key_arrays), *(state.layer for state in states)])
     if layer_numbers != list(range(len(layer_numbers))):
         raise KvmnnError(f"a prefix cache has all layers from 0 on, these are {layer_numbers[:20]}")
-    if reference_info and [layer.tokens for layer in reference_info.layers] != [
-        entry.geometry[1] for entry in key_arrays
-    ]:
-        raise KvmnnError("the description of the cache names other layers or numbers of tokens than the arrays have")
-    layers = []
-    for index, entry in enumerate(key_arrays):
-        num_tokens = entry.geometry[1]
-        reference_layer = reference_info.layers[index] if reference_info else None
-        layers.append(
-            LayerInfo(
-                layer=entry.layer,
-                tokens=num_tokens,
-                capacity=capacity or (reference_layer.capacity if reference_layer else num_tokens),
-                positions=reference_layer.positions if reference_layer else ((0, num_tokens),),
-                text_positions=reference_layer.text_positions if reference_layer else None,
-                heads=reference_layer.heads if reference_layer else None,
+    layers = [
+        LayerInfo(layer=entry.layer, tokens=tokens, capacity=tokens, positions=((0, tokens),))
+        for entry in key_arrays
+        for tokens in [entry.geometry[1]]
+    ]
+    info = CacheInfo(kind="prefix", name="", layout=layout, layers=tuple(layers), states=states)
+    if reference_info:
+        if [layer.tokens for layer in reference_info.layers] != [layer.tokens for layer in layers]:
+            raise KvmnnError(
+                "the description of the cache names other layers or numbers of tokens than the arrays have"
             )
-        )
+        layers = [
+            replace(reference, layer=layer.layer)
+            for reference, layer in zip(reference_info.layers, layers, strict=True)
+        ]
+        info = replace(reference_info, kind="prefix", layout=layout)
+    if capacity:
+        layers = [replace(layer, capacity=capacity) for layer in layers]
     for layer in layers:
         layout.check_capacity(layer.capacity)
-    return CacheInfo(
-        kind="prefix",
-        name=validate_prefix_name(name),
-        layout=layout,
-        layers=tuple(layers),
-        token_ids=reference_info.token_ids if reference_info else None,
-        model=reference_info.model if reference_info else None,
-        next_position=reference_info.next_position if reference_info else None,
-        states=states,
-    )
+    return replace(info, name=validate_prefix_name(name), layers=tuple(layers))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,15 +306,11 @@ def _write_part(
     file_key = (entry.layer, entry.part)
     expected_file_hash = write_options.file_hashes.get(file_key)
     is_compared = write_options.compare_in_memory or entry.token_major
-    expected_array_hash = (
-        None if cast_stats.source != cast_stats.target else write_options.array_hashes.get(entry.array.name)
-    )
+    is_cast = cast_stats.source != cast_stats.target
+    expected_array_hash = None if is_cast else write_options.array_hashes.get(entry.array.name)
     input_hasher = None if is_compared or expected_array_hash or expected_file_hash else hashlib.sha256()
-    for chunk in (
-        write_options.unused_arrays[file_key].iter_chunks(_READ_CHUNK_BYTES)
-        if file_key in write_options.unused_arrays
-        else ()
-    ):
+    unused_array = write_options.unused_arrays.get(file_key)
+    for chunk in unused_array.iter_chunks(_READ_CHUNK_BYTES) if unused_array else ():
         part_writer.fill_unused(chunk)
         del chunk
     for chunk in entry.array.iter_chunks(_READ_CHUNK_BYTES):

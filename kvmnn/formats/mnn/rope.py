@@ -29,29 +29,26 @@ from ...dense.rope_search import is_clearly_better, list_similar_ropes, rate_rot
 from ...dtypes import Elements, Positions
 from ...errors import KvmnnError, OptionError, SourceError
 from ...files.mapped_file import MappedFile
-from ...files.schema import read_object
 from ..llama.gguf import is_gguf, read_gguf_layer_ropes
 from ..rope_config import LayerRopes, read_config_layer_ropes
 from .model import (
-    SETTINGS_FILES,
+    KEY_INPUT,
+    OP_TYPE_ATTENTION,
+    OP_TYPE_CONST,
+    OP_TYPE_RESHAPE,
+    GraphOp,
     NotFlatBufferError,
-    find_field,
     find_graph,
     find_vector,
-    follow_offset,
-    iter_tables,
+    read_graph_ops,
     read_ints,
+    read_settings,
 )
 
-_OP_TYPE_BINARY, _OP_TYPE_CONST, _OP_TYPE_GATHER, _OP_TYPE_INPUT, _OP_TYPE_RESHAPE = 7, 11, 31, 34, 73
-_OP_TYPE_SLICE, _OP_TYPE_UNARY, _OP_TYPE_ATTENTION, _OP_TYPE_ROPE = 91, 101, 299, 306
-_WALK_END_TYPES: Final = frozenset([12, 13, 39, 41, 66, 80, 307, 299])
-"""Operator types at which the walk stops: convolutions, products of matrices, mixtures of experts, attention, tensor
-shapes."""
-_NET_OPS = 3
-_OP_INPUTS, _OP_MAIN, _OP_OUTPUTS, _OP_TYPE = 0, 2, 4, 5
-_BLOB_DIMS, _BLOB_INTS, _BLOB_FLOATS = 0, 5, 7
-_KEY_INPUT = 1
+_OP_TYPE_BINARY, _OP_TYPE_GATHER, _OP_TYPE_INPUT, _OP_TYPE_SLICE, _OP_TYPE_UNARY = 7, 31, 34, 91, 101
+_WALK_END_TYPES: Final = frozenset([12, 13, 39, 41, 66, 80, 307, OP_TYPE_ATTENTION])
+"""Where the walk stops: convolutions, products of matrices, mixtures of experts, attention; and shapes of tensors."""
+_BLOB_DIMS, _BLOB_FLOATS = 0, 7
 _SLICE_STEPS_INPUT = 4  # which input of a slice has its steps
 
 _MAX_LAYER_NODES = 4_096
@@ -59,14 +56,6 @@ _MAX_ALL_NODES = 1 << 18
 _MAX_FLOATS = 1 << 24
 _MAX_PAIRS = 4_096
 _TABLE_TOLERANCE = 1e-4  # of sines and cosines: float32, or rounded to six digits
-
-
-@dataclass(frozen=True)
-class _RopeOp:
-    type: int
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    table: int
 
 
 @dataclass
@@ -94,18 +83,9 @@ class _RopeGraph:
 
     def __init__(self, data: memoryview) -> None:
         self._data = data
-        self._ops: list[_RopeOp] = []
-        num_entries = 0
-        for table in iter_tables(data, follow_offset(data, 0), _NET_OPS):
-            type_position = find_field(data, table, _OP_TYPE)
-            inputs, outputs = (read_ints(data, table, field_index) for field_index in (_OP_INPUTS, _OP_OUTPUTS))
-            op_type = struct.unpack_from("<i", data, type_position)[0] if type_position else 0
-            self._ops.append(_RopeOp(op_type, inputs, outputs, table))
-            num_entries += len(inputs) + len(outputs)
-            if 4 * num_entries > len(data):
-                raise NotFlatBufferError("operators that share their vectors")
+        self._ops = read_graph_ops(data)
         self._producer_by_tensor = {tensor: op for op in self._ops for tensor in op.outputs}
-        self._consumers_by_tensor: dict[int, list[_RopeOp]] = {}
+        self._consumers_by_tensor: dict[int, list[GraphOp]] = {}
         self._num_visited = 0
         for op in self._ops:
             for tensor in op.inputs:
@@ -116,9 +96,9 @@ class _RopeGraph:
         ropes: list[RopeFrequencies | None] = []
         rope_by_key: dict[Any, RopeFrequencies | None] = {}
         for op in self._ops:
-            if op.type != _OP_TYPE_ATTENTION or len(op.inputs) <= _KEY_INPUT:
+            if op.type != OP_TYPE_ATTENTION or len(op.inputs) <= KEY_INPUT:
                 continue
-            dependencies = self._collect_dependencies(op.inputs[_KEY_INPUT])
+            dependencies = self._collect_dependencies(op.inputs[KEY_INPUT])
             if not dependencies.is_complete:
                 return None
             if not dependencies.frequencies and not dependencies.tables:
@@ -145,25 +125,24 @@ class _RopeGraph:
             if op is None or op.type in _WALK_END_TYPES:
                 continue
             self._record_op(op, dependencies)
-            for input_tensor in op.inputs[:1] if op.type in (_OP_TYPE_RESHAPE, _OP_TYPE_SLICE) else op.inputs:
+            for input_tensor in op.inputs[:1] if op.type in (OP_TYPE_RESHAPE, _OP_TYPE_SLICE) else op.inputs:
                 if input_tensor not in visited:
                     visited.add(input_tensor)
                     queue.append(input_tensor)
         return dependencies
 
-    def _record_op(self, op: _RopeOp, dependencies: _KeyDependencies) -> None:
+    def _record_op(self, op: GraphOp, dependencies: _KeyDependencies) -> None:
         """Record what one operator above K contributes to the rotation."""
         if op.type == _OP_TYPE_INPUT:
             dependencies.reaches_input = True
         elif op.type == _OP_TYPE_SLICE and len(op.inputs) > _SLICE_STEPS_INPUT:
-            dependencies.is_interleaved |= 2 in self._read_blob_ints(op.inputs[_SLICE_STEPS_INPUT])
+            steps = self._producer_by_tensor.get(op.inputs[_SLICE_STEPS_INPUT])
+            dependencies.is_interleaved |= steps is not None and 2 in steps.ints
         elif op.type == _OP_TYPE_GATHER and op.inputs and len(self._read_dims(op.inputs[0])) == 2:
             if self._is_constant(op.inputs[0]):
                 dependencies.tables.add(op.inputs[0])
         elif op.type == _OP_TYPE_BINARY and all(self._is_angle(tensor) for tensor in op.outputs):
-            dependencies.frequencies.update(
-                input_tensor for input_tensor in op.inputs if self._is_constant(input_tensor)
-            )
+            dependencies.frequencies.update(filter(self._is_constant, op.inputs))
 
     def _is_angle(self, tensor: int) -> bool:
         """Return whether exactly two operators read a tensor and both are unary: sine and cosine of an angle."""
@@ -185,18 +164,11 @@ class _RopeGraph:
 
     def _find_blob(self, tensor: int) -> int | None:
         op = self._producer_by_tensor.get(tensor)
-        main_position = (
-            find_field(self._data, op.table, _OP_MAIN) if op is not None and op.type == _OP_TYPE_CONST else None
-        )
-        return follow_offset(self._data, main_position) if main_position else None
+        return op.main_table if op is not None and op.type == OP_TYPE_CONST else None
 
     def _read_dims(self, tensor: int) -> tuple[int, ...]:
         blob = self._find_blob(tensor)
         return () if blob is None else read_ints(self._data, blob, _BLOB_DIMS)
-
-    def _read_blob_ints(self, tensor: int) -> tuple[int, ...]:
-        blob = self._find_blob(tensor)
-        return () if blob is None else read_ints(self._data, blob, _BLOB_INTS)
 
     def _is_constant(self, tensor: int) -> bool:
         """Return whether a tensor is a constant of several float32 numbers."""
@@ -314,10 +286,7 @@ def read_model_rope(
             ropes = tuple(None if rope is None else replace(rope, pairing="half") for rope in ropes)
         return None if ropes is None else ModelRope(ropes, f"as {path} has it")
     if os.path.isdir(path):
-        fields: dict[str, object] = {}
-        for name in SETTINGS_FILES:
-            if Path(path, name).is_file():
-                fields = read_object(Path(path, name), allow_nan=True) | fields
+        fields = read_settings(path) or {}
         graph = find_graph(path, fields)
         if graph is not None and fields.get("attention_mask") in _OWN_POSITION_MASKS:
             raise SourceError(f"{path}: MNN gives tokens of this kind of model positions of their own")
@@ -377,8 +346,7 @@ def _search_layer_ropes(key_arrays: Sequence[LayerArray], positions: Sequence[Po
         if best is None:
             raise SourceError(
                 f"nothing tells how K is rotated, and K of layer {key.layer} ({pluralize(key.geometry[1], 'token')}) "
-                f"does "
-                "not show it: --rope theta=NUMBER,dims=NUMBER gives it, or --model MODEL has it"
+                "does not show it: --rope theta=NUMBER,dims=NUMBER gives it, or --model MODEL has it"
             )
         layer_ropes.append(RopeFrequencies.from_config(best))
     num_clear = sum(rotary is not None for rotary in found_ropes)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from ..._util.parallel import Progress
 from ..._util.text import LOSSLESS, LOSSY, UNCHANGED, format_range, format_rate, pluralize
-from ...arrays.array import ArrayInfo, Chunk
+from ...arrays.array import ArrayInfo
 from ...arrays.completeness import Completeness, format_missing
 from ...arrays.engine_metadata import add_completeness_metadata
 from ...arrays.engine_transforms import describe_order
@@ -25,14 +25,12 @@ from ...packed.cache_info import CacheInfo, build_cache_document, describe_evict
 from ..npz import build_comment
 from ..sidecars import write_sidecars
 from ..tensor_selection import build_packed_positions_sidecar
-from ..writer import build_output_metadata, list_lost_information, list_stale_files, write_arrays
+from ..writer import build_output_metadata, iter_source_chunks, list_lost_information, list_stale_files, write_arrays
 from .dump import write_dump
 
 OutputForm = Literal["arrays", "dump", "packed-dump"]
 OUTPUT_FORMS: tuple[OutputForm, ...] = ("arrays", "dump", "packed-dump")
 """Output forms of `unpack`: files of arrays, or a KV dump of the engine, plain or packed."""
-
-_READ_CHUNK_BYTES = 8 << 20
 
 
 def _build_array_documents(arrays: tuple[ArrayInfo, ...]) -> list[dict[str, Any]]:
@@ -99,10 +97,8 @@ class UnpackResult(Record):
         return f"live elements: {tokens_text} tokens in {describe_layouts(self.cache)}"
 
     def __str__(self) -> str:
-        verification_text = self._describe_elements() + (
-            ", read back and compared" if self.is_read_back else ", copied as they are"
-        )
-        details_text = "int8 times scale plus bias" if self.is_lossy else verification_text
+        proof_text = "read back and compared" if self.is_read_back else "copied as they are"
+        details_text = "int8 times scale plus bias" if self.is_lossy else f"{self._describe_elements()}, {proof_text}"
         details_text = f"dequantised from {', '.join(self.dequantised)}" if self.dequantised else details_text
         details_text += f", undone: {', '.join(self.undone)}" if self.undone else ""
         details_text = f"read as specified, although {self.doubt}" if self.doubt else details_text
@@ -152,8 +148,8 @@ def unpack(
     start_time = time.perf_counter()
     stale_notes: list[str] = []
     if form == "arrays":
-        chunks, metadata = _iter_array_chunks(source, progress), build_output_metadata(source, output)
-        if is_directory_output(output):  # which cannot store the description of packed files
+        chunks, metadata = iter_source_chunks(source, progress), build_output_metadata(source, output)
+        if is_directory_output(output):  # where the description of packed files has no place
             metadata |= build_packed_positions_sidecar(source.cache)
         files = write_arrays(output, source.arrays, chunks, metadata, force=force, exclude=source.files)
         stale_notes += list_stale_files(output, files, metadata)
@@ -176,18 +172,15 @@ def unpack(
     )
 
 
-def _get_suffix(output: str) -> str:
-    return PurePath(output).suffix.lower()
-
-
 def _iter_lost_information(source: Source, output: str, form: OutputForm) -> Iterator[str]:
     """Yield notes on what the output cannot store: the engine, and the token positions of an evicted cache."""
-    if form == "arrays" and _get_suffix(output) == ".safetensors":
+    suffix = PurePath(output).suffix.lower()
+    if form == "arrays" and suffix == ".safetensors":
         return
     if form == "arrays" and any(array.dtype == "bf16" for array in source.arrays):
         yield f"{output} has bf16 words as uint16 where its format is numpy's, which has no bf16: .safetensors has"
     yield from list_lost_information(source, output if form == "arrays" else f"{output}/")
-    is_npz = _get_suffix(output) == ".npz" and build_comment(build_output_metadata(source, output)) is not None
+    is_npz = suffix == ".npz" and build_comment(build_output_metadata(source, output)) is not None
     is_complete = form == "arrays" and (is_npz or is_directory_output(output))
     evicted_layers = describe_evicted_layers(source.cache) if source.cache and not is_complete else []
     if evicted_layers:
@@ -220,12 +213,3 @@ def _write_kv_dump(
         )
         write_sidecars(directory, add_completeness_metadata(source))
         directory.commit()
-
-
-def _iter_array_chunks(source: Source, progress: Progress | None) -> Iterator[tuple[int, Chunk]]:
-    for index, array in enumerate(source.arrays):
-        for chunk in array.iter_chunks(_READ_CHUNK_BYTES):
-            yield index, chunk
-            if progress:
-                progress(chunk.size)
-            del chunk

@@ -107,8 +107,7 @@ class AllowedGlobals:
         except KeyError:
             raise CheckpointError(
                 f"the pickle asks for {full_name[:200]!r}, which is not among the names that checkpoints of plain "
-                f"tensors "
-                "need; nothing that a pickle names is ever run"
+                "tensors need; nothing that a pickle names is ever run"
             ) from None
         self.used_numpy |= full_name in _NUMPY_GLOBALS
         return allowed_global
@@ -119,17 +118,11 @@ class AllowedGlobals:
 
 
 def _build_ordered_dict(arguments: PickleArguments) -> dict[object, object]:
-    if not arguments:
-        return {}
-    pairs = arguments[0]
-    if len(arguments) > 1 or not isinstance(pairs, list):
+    pairs = arguments[0] if arguments else []
+    is_list = len(arguments) <= 1 and isinstance(pairs, list)
+    if not is_list or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
         raise CheckpointError("an OrderedDict made of something else than a list of pairs")
-    items: dict[object, object] = {}
-    for pair in pairs:
-        if not isinstance(pair, list | tuple) or len(pair) != 2:
-            raise CheckpointError("an OrderedDict made of something else than a list of pairs")
-        items[pair[0] if isinstance(pair[0], str) else OpaqueValue()] = pair[1]
-    return items
+    return {key if isinstance(key, str) else OpaqueValue(): value for key, value in pairs}
 
 
 def _build_counter(arguments: PickleArguments) -> object:
@@ -142,25 +135,26 @@ def _build_size(arguments: PickleArguments) -> tuple[object, ...]:
     raise CheckpointError("a torch.Size made of something else than one sequence")
 
 
+def _check_count(arguments: PickleArguments, kind: str, *counts: int) -> None:
+    if len(arguments) not in counts:
+        raise CheckpointError(f"{kind} made of {len(arguments)} values: expected {' or '.join(map(str, counts))}")
+
+
 def _build_tensor(arguments: PickleArguments) -> TorchTensor:
     """Build a tensor: ``_rebuild_tensor(storage, offset, size, stride)``."""
-    if len(arguments) != 4:
-        raise CheckpointError(f"a tensor made of {len(arguments)} values: expected 4")
-    storage, offset, shape, strides = arguments
-    return make_tensor(storage, offset, shape, strides, None)
+    _check_count(arguments, "a tensor", 4)
+    return make_tensor(*arguments)
 
 
 def _build_tensor_v2(arguments: PickleArguments) -> TorchTensor:
     """Build a tensor: ``_rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks[, flags])``."""
-    if not 6 <= len(arguments) <= 7:
-        raise CheckpointError(f"a tensor made of {len(arguments)} values: expected 6 or 7")
-    return _apply_flags(_check_gradient(_build_tensor(arguments[:4]), arguments[4]), arguments[6:])
+    _check_count(arguments, "a tensor", 6, 7)
+    return _apply_flags(_check_gradient(make_tensor(*arguments[:4]), arguments[4]), arguments[6:])
 
 
 def _build_tensor_v3(arguments: PickleArguments) -> TorchTensor:
     """Build a tensor: ``_rebuild_tensor_v3(storage, offset, size, stride, requires_grad, hooks, dtype[, flags])``."""
-    if not 7 <= len(arguments) <= 8:
-        raise CheckpointError(f"a tensor made of {len(arguments)} values: expected 7 or 8")
+    _check_count(arguments, "a tensor", 7, 8)
     dtype = arguments[6]
     element_type = _ELEMENT_TYPE_BY_DTYPE.get(dtype.name) if isinstance(dtype, AllowedGlobal) else None
     if element_type is None:
@@ -208,10 +202,8 @@ def _apply_flags(tensor: TorchTensor, flags: PickleArguments) -> TorchTensor:
 
 def _build_quantised_tensor(arguments: PickleArguments) -> TorchTensor:
     """Build a tensor: ``_rebuild_qtensor(storage, offset, size, stride, quantizer, requires_grad, hooks)``."""
-    if len(arguments) != 7:
-        raise CheckpointError(f"a quantised tensor made of {len(arguments)} values: expected 7")
-    storage, offset, shape, strides = arguments[:4]
-    tensor = make_tensor(storage, offset, shape, strides, None)
+    _check_count(arguments, "a quantised tensor", 7)
+    tensor = make_tensor(*arguments[:4])
     if tensor.element_type.numpy_code:
         raise CheckpointError(f"a quantised tensor of type {tensor.element_type.name}")
     return tensor
@@ -227,8 +219,7 @@ def _build_sparse_tensor(arguments: PickleArguments) -> TorchTensor:
 
 def _build_meta_tensor(arguments: PickleArguments) -> TorchTensor:
     """Build a tensor: ``_rebuild_meta_tensor_no_storage(dtype, size, stride, requires_grad)``."""
-    if len(arguments) != 4:
-        raise CheckpointError(f"a meta tensor made of {len(arguments)} values: expected 4")
+    _check_count(arguments, "a meta tensor", 4)
     return make_valueless_tensor("meta", "a tensor of the meta device, saved without its values", arguments[1])
 
 

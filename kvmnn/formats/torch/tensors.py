@@ -188,7 +188,7 @@ class TorchTensor:
 
 
 def make_tensor(
-    storage: object, offset: object, shape: object, strides: object, element_type: ElementType | None
+    storage: object, offset: object, shape: object, strides: object, element_type: ElementType | None = None
 ) -> TorchTensor:
     """Make a `TorchTensor` from untrusted numbers, all of which are validated before use."""
     if not isinstance(storage, TorchStorage):
@@ -208,8 +208,7 @@ def make_tensor(
     if numel and element_type.numpy_code and last_element >= (num_elements := storage.nbytes // element_type.itemsize):
         raise CheckpointError(
             f"storage {storage.key[:80]!r}: a tensor of shape {_shorten_text(list(shape))} reaches element "
-            f"{_shorten_text(last_element)}: "
-            f"the storage holds {num_elements}"
+            f"{_shorten_text(last_element)}: the storage holds {num_elements}"
         )
     return TorchTensor(storage, element_type, _validate_natural(storage, offset), shape, strides)
 

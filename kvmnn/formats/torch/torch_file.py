@@ -109,14 +109,10 @@ class LegacyReader:
         part = TorchStorage(
             key, root.element_type, end - begin, lambda: root.read()[begin:end], root=root, root_offset=begin
         )
-        registered_part = self._parts.setdefault(key, part)
-        if registered_part is not part and (
-            registered_part.root,
-            registered_part.root_offset,
-            registered_part.nbytes,
-        ) != (root, begin, end - begin):
+        known_part = self._parts.setdefault(key, part)
+        if (known_part.root, known_part.root_offset, known_part.nbytes) != (root, begin, end - begin):
             raise CheckpointError(f"storage {key[:80]!r} is given two places or sizes")
-        return registered_part
+        return known_part
 
     def _get_storage(self, key: str, element_type: ElementType, count: int) -> TorchStorage:
         nbytes = count * element_type.itemsize
@@ -184,22 +180,18 @@ class TorchArchive:
         member = self.members[name]
         with _wrap_archive_errors():
             begin, nbytes = self._zip_archive.locate_data(member)
-        compressed_data = self.file.view(begin, nbytes)
-        data = (
-            compressed_data if member.method == METHOD_STORED else _inflate_member(member, compressed_data, max_bytes)
-        )
+        data = self.file.view(begin, nbytes)
+        if member.method != METHOD_STORED:
+            data = _inflate_member(member, data, max_bytes)
         if name not in self._verified_names:
             if zlib.crc32(data.data) != member.crc:
                 raise CheckpointError(f"member {name!r}: the data does not match its checksum")
             self._verified_names.add(name)
         if member.method != METHOD_STORED:
-            self._cache_member(name, data)
+            if sum(cached.size for cached in self._inflated_members.values()) + data.size > _MAX_CACHED_BYTES:
+                self._inflated_members.clear()
+            self._inflated_members[name] = data
         return data
-
-    def _cache_member(self, name: str, data: Bytes) -> None:
-        if sum(cached_data.size for cached_data in self._inflated_members.values()) + data.size > _MAX_CACHED_BYTES:
-            self._inflated_members.clear()
-        self._inflated_members[name] = data
 
     def _index_members(self, entries: list[ZipMember]) -> None:
         pickles = [member.name for member in entries if ("/" + member.name).endswith("/data.pkl")]
@@ -283,10 +275,10 @@ def detect_torch_kind(head: bytes) -> TorchFileKind | None:
 
 def read_torch(file: MappedFile, kind: TorchFileKind, allowed_globals: AllowedGlobals) -> TorchFile:
     """Return the object in a torch file of this kind; nothing that its pickle names is executed."""
-    return _read_zip(file, allowed_globals) if kind == "torch zip" else _read_legacy(file, allowed_globals)
-
-
-def _read_zip(file: MappedFile, allowed_globals: AllowedGlobals) -> TorchFile:
+    if kind == "torch legacy":
+        reader = LegacyReader(file, allowed_globals, MAX_OPCODES)
+        notices = _list_notices(reader.protocol, allowed_globals.used_numpy)
+        return TorchFile("torch legacy", reader.root, reader.pickle_bytes, reader.storages, notices)
     archive = TorchArchive(file)
     is_big_endian = _read_is_big_endian(archive)
     storages: dict[str, TorchStorage] = {}
@@ -322,38 +314,24 @@ def _get_zip_storage(
 ) -> TorchStorage:
     """Return the storage of a key; its member must exist and have the size given in the pickle."""
     storage = storages.get(key)
+    nbytes = count * element_type.itemsize if isinstance(count, int) else None
     if storage is None:
         member = archive.members.get(f"data/{key}")
         if member is None:
             raise CheckpointError(f"storage {key[:80]!r} is not in the archive")
-        if not isinstance(count, int) or member.nbytes != count * element_type.itemsize:
+        if member.nbytes != nbytes:
             raise CheckpointError(
                 f"storage {key[:80]!r} has {member.nbytes} bytes: expected {str(count)[:40]} elements of "
                 f"{element_type.itemsize}"
             )
-        is_swapped = (
-            is_big_endian and element_type.itemsize > 1
-        )  # torch.load takes untyped ones as bytes, which have no order
-        storage = TorchStorage(
-            key, element_type, member.nbytes, partial(archive.read_member, f"data/{key}"), is_swapped
-        )
-        storages[key] = storage
-    elif (
-        not _is_same_type(storage.element_type, element_type)
-        or not isinstance(count, int)
-        or storage.nbytes != count * element_type.itemsize
-    ):
+        is_swapped = is_big_endian and element_type.itemsize > 1  # torch.load takes untyped ones as bytes
+        reader = partial(archive.read_member, f"data/{key}")
+        storage = storages[key] = TorchStorage(key, element_type, member.nbytes, reader, is_swapped)
+    # torch saves float8 views of uint8 tensors as bytes and as untyped.
+    is_same_type = len({storage.element_type, element_type} - {UNTYPED, ELEMENT_TYPES["uint8"]}) == 0
+    if storage.nbytes != nbytes or not (storage.element_type is element_type or is_same_type):
         raise CheckpointError(f"storage {key[:80]!r} is given two sizes or types")
     return storage
-
-
-def _is_same_type(first_type: ElementType, second_type: ElementType) -> bool:
-    """Return whether both types can describe one storage.
-
-    torch saves float8 views of uint8 tensors as bytes and as untyped.
-    """
-    byte_types = (UNTYPED, ELEMENT_TYPES["uint8"])
-    return first_type is second_type or (first_type in byte_types and second_type in byte_types)
 
 
 def _read_is_big_endian(archive: TorchArchive) -> bool:
@@ -363,12 +341,6 @@ def _read_is_big_endian(archive: TorchArchive) -> bool:
     if order not in (b"little", b"big"):
         raise CheckpointError(f"the byteorder record is {order[:20]!r}: expected b'little' or b'big'")
     return order == b"big"
-
-
-def _read_legacy(file: MappedFile, allowed_globals: AllowedGlobals) -> TorchFile:
-    reader = LegacyReader(file, allowed_globals, MAX_OPCODES)
-    notices = _list_notices(reader.protocol, allowed_globals.used_numpy)
-    return TorchFile("torch legacy", reader.root, reader.pickle_bytes, reader.storages, notices)
 
 
 def _list_notices(protocol: int, used_numpy: bool) -> list[str]:

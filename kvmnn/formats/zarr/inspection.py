@@ -49,8 +49,7 @@ class ZarrArrayInfo(Record):
         missing_text = f" ({self.missing:,} not there)" if self.missing else ""
         return (
             f"  {self.name}: {self.dtype} {list(self.shape)}, {pluralize(self.chunks, 'chunk')}{missing_text} of "
-            f"{list(self.chunk_shape)} ({self.codec}), "
-            f"{_format_sizes(self.raw_bytes, self.stored_bytes, self.ratio)}"
+            f"{list(self.chunk_shape)} ({self.codec}), {_format_sizes(self.raw_bytes, self.stored_bytes, self.ratio)}"
         )
 
 

@@ -295,17 +295,12 @@ def _parse_codecs(node: JsonReader, num_axes: int) -> tuple[Order, ArrayCodec, s
         if axis_order != list(range(num_axes))[::-1]:
             raise entries[0][1].error("the order of all axes turned round")
         order, entries = "F", entries[1:]
-    names = [name for name, _ in entries]
-    if (
-        names[:1] not in ([CODEC_NAME], ["bytes"])
-        or len(names) > 2
-        or (names[1:] and names[1] not in _BYTES_CODECS[:2])
-    ):
-        unsupported_codec = next(
-            (name for name in names if name not in (CODEC_NAME, "bytes", *_BYTES_CODECS[:2])), names
-        )
+    names, bytes_codecs = [name for name, _ in entries], _BYTES_CODECS[:2]
+    has_known_codecs = names[:1] in ([CODEC_NAME], ["bytes"]) and {*names[1:]} <= {*bytes_codecs}
+    if not has_known_codecs or len(names) > 2:
+        unknown_codec = next((name for name in names if name not in (CODEC_NAME, "bytes", *bytes_codecs)), names)
         raise SourceError(
-            f"{node.label}: codec {unsupported_codec!r:.80}: kvmnn reads {CODEC_NAME}, and bytes, with zstd, gzip or "
+            f"{node.label}: codec {unknown_codec!r:.80}: kvmnn reads {CODEC_NAME}, and bytes, with zstd, gzip or "
             f"nothing after it"
         )
     bytes_codec = names[1] if len(names) > 1 else None
@@ -396,10 +391,7 @@ def choose_dimension_names(source: Source) -> list[list[str]]:
         for name, length in zip(axes, array.shape, strict=True):
             lengths.setdefault(name, set()).add(length)
     return [
-        [
-            name if len(lengths[name]) == 1 else f"{name}_{length}"
-            for name, length in zip(axes, array.shape, strict=True)
-        ]
+        [name if len(lengths[name]) == 1 else f"{name}_{n}" for name, n in zip(axes, array.shape, strict=True)]
         for array, axes in zip(source.arrays, names, strict=True)
     ]
 

@@ -76,13 +76,12 @@ class ZarrArray:
     @property
     def sha256(self) -> str | None:
         """Return the SHA-256 of its words that was recorded when it was written."""
-        return self.get_recorded("sha256")
+        return _get_recorded(self.metadata.attributes, "sha256")
 
-    def get_recorded(self, key: str) -> str | None:
-        """Return a string that kvmnn recorded in the attributes; None if there is none."""
-        own_attributes = self.metadata.attributes.get(ATTRIBUTES_KEY)
-        value = own_attributes.get(key) if isinstance(own_attributes, dict) else None
-        return value if isinstance(value, str) else None
+    @property
+    def recorded_dtype(self) -> str | None:
+        """Of its words, as noted down."""
+        return _get_recorded(self.metadata.attributes, "dtype")
 
     @property
     def memory_shapes(self) -> tuple[ChunkIndex, ChunkIndex]:
@@ -94,15 +93,12 @@ class ZarrArray:
         """Return the sizes of the chunks that exist, by listing the folder instead of probing every index."""
         chunk_counts = count_chunks(*self.memory_shapes)
         depth = 1 + len(chunk_counts) if self.metadata.key_separator == "/" else 1
-        indexed_sizes = [
-            (self.metadata.parse_chunk_key(name), size) for name, size in self.store.iter_sizes(self.folder, depth)
-        ]
-        return [
-            size
-            for index, size in indexed_sizes
-            if index is not None
-            and all(axis_index < axis_count for axis_index, axis_count in zip(index, chunk_counts, strict=True))
-        ]
+        sizes = []
+        for name, size in self.store.iter_sizes(self.folder, depth):
+            index = self.metadata.parse_chunk_key(name)
+            if index is not None and all(i < count for i, count in zip(index, chunk_counts, strict=True)):
+                sizes.append(size)
+        return sizes
 
     def get_chunk_path(self, index: ChunkIndex) -> str:
         """Return the path of a chunk's file in the store; the index is in memory order."""
@@ -142,34 +138,31 @@ def list_zarr_arrays(path: str, store: ZarrStore | None = None) -> tuple[list[tu
         )
     if len(nodes) > MAX_ENTRIES:  # folders may be links to others, and few of them a great many
         raise LimitError(f"{path}: holds more than {MAX_ENTRIES:,} groups and arrays")
-    group_attributes = next(
-        (node_attributes for folder, node_attributes, node in nodes if folder == "" and node is None), {}
-    )
-    entries = [
-        (
-            _choose_array_name(store, folder, node_attributes),
-            partial(_make_zarr_array, store, folder, node_attributes, node),
-        )
-        for folder, node_attributes, node in nodes
-        if node is not None
-    ]
+    group_attributes = next((values for folder, values, node in nodes if folder == "" and node is None), {})
+    entries = []
+    for folder, node_attributes, node in nodes:
+        if node is not None:
+            name = _get_recorded(node_attributes, "name")
+            name = folder or array_name_from_path(store.label.rstrip("/" + os.sep)) if name is None else name
+            entries.append((name, partial(_make_zarr_array, name, store, folder, node_attributes, node)))
     rank = {name: index for index, name in enumerate(attributes.list_array_names(group_attributes))}
     entries.sort(key=lambda entry: (rank.get(entry[0], len(rank)), make_name_sort_key(entry[0])))
     return entries, group_attributes
 
 
-def _choose_array_name(store: ZarrStore, folder: str, node_attributes: Mapping[str, Any]) -> str:
+def _get_recorded(node_attributes: Mapping[str, Any], key: str) -> str | None:
+    """Return what kvmnn noted down of an array; None where it did not, or that is no text."""
     own_attributes = node_attributes.get(ATTRIBUTES_KEY)
-    name = own_attributes.get("name") if isinstance(own_attributes, dict) else None
-    return name if isinstance(name, str) else folder or array_name_from_path(store.label.rstrip("/" + os.sep))
+    value = own_attributes.get(key) if isinstance(own_attributes, dict) else None
+    return value if isinstance(value, str) else None
 
 
-def _make_zarr_array(store: ZarrStore, folder: str, node_attributes: Mapping[str, Any], node: JsonReader) -> ZarrArray:
+def _make_zarr_array(
+    name: str, store: ZarrStore, folder: str, node_attributes: Mapping[str, Any], node: JsonReader
+) -> ZarrArray:
     is_v2 = node.label.endswith(V2_ARRAY_NAME)
     metadata = parse_v2_metadata(node, node_attributes) if is_v2 else parse_v3_metadata(node)
-    return ZarrArray(
-        name=_choose_array_name(store, folder, node_attributes), store=store, folder=folder, metadata=metadata
-    )
+    return ZarrArray(name=name, store=store, folder=folder, metadata=metadata)
 
 
 def _iter_nodes(
@@ -208,15 +201,16 @@ def _iter_nodes(
 def _make_chunked_array(path: str, name: str, make_array: Any, options: ReadOptions) -> LazyArray:
     zarr_array: ZarrArray = make_array()
     metadata, label = zarr_array.metadata, f"{path}: array {name!r}"
-    declared_dtype = (
-        "bf16" if metadata.is_bf16 else _DTYPE_BY_TYPE_STRING.get(metadata.array_dtype.newbyteorder("<").str)
-    )
-    check_declared_dtype(zarr_array.get_recorded("dtype") if zarr_array.sha256 else declared_dtype, options, label)
+    recorded_dtype = zarr_array.recorded_dtype if zarr_array.sha256 else None
+    if zarr_array.sha256:
+        check_declared_dtype(recorded_dtype, options, label)
+    else:
+        type_string = metadata.array_dtype.newbyteorder("<").str
+        check_declared_dtype("bf16" if metadata.is_bf16 else _DTYPE_BY_TYPE_STRING.get(type_string), options, label)
     dtype = resolve_dtype_name(metadata.array_dtype, options, label)
-    if zarr_array.sha256 and options.dtype is None and zarr_array.get_recorded("dtype") not in (None, dtype):
+    if options.dtype is None and recorded_dtype not in (None, dtype):
         raise SourceError(
-            f"{label}: its data_type is {dtype}, kvmnn noted down {zarr_array.get_recorded('dtype')} (its attribute "
-            f"kvmnn.dtype)"
+            f"{label}: its data_type is {dtype}, kvmnn noted down {recorded_dtype} (its attribute kvmnn.dtype)"
         )
     array = LazyArray(
         name=name,
@@ -299,8 +293,7 @@ class _ChunkReader:
         if fill_bytes > _MAX_FILL_BYTES or self._missing_chunks > _MAX_MISSING_CHUNKS:
             raise LimitError(
                 f"{path}: is not there, and {self._missing_chunks:,} chunks of its array, {fill_bytes:,} bytes, are "
-                f"not: "
-                f"expected at most {_MAX_MISSING_CHUNKS:,} chunks and {_MAX_FILL_BYTES:,} bytes of fill values"
+                f"not: expected at most {_MAX_MISSING_CHUNKS:,} chunks and {_MAX_FILL_BYTES:,} bytes of fill values"
             )
         return np.broadcast_to(np.frombuffer(metadata.fill_bytes, metadata.array_dtype)[0], self._chunk_shape)
 
@@ -355,21 +348,13 @@ def find_orphaned_arrays(path: str) -> str | None:
             folder_names = sorted(entry.name for entry in entries if entry.is_dir())
     except OSError:
         return None
-    array = next(
-        (
-            name
-            for name in folder_names
-            if (has_zarr_name or not has_zarr_suffix(name)) and _is_array_folder(Path(path, name))
-        ),
-        None,
-    )
-    if array is None:
-        return None
-    return (
-        f"{path}: has arrays of a Zarr store ({array!r:.80}) and no {DOCUMENT_NAME} of their group, which says what "
-        f"they "
-        "are of (positions, token ids, axes): copy the whole store, or name one array"
-    )
+    for name in folder_names:
+        if (has_zarr_name or not has_zarr_suffix(name)) and _is_array_folder(Path(path, name)):
+            return (
+                f"{path}: has arrays of a Zarr store ({name!r:.80}) and no {DOCUMENT_NAME} of their group, which says "
+                "what they are of (positions, token ids, axes): copy the whole store, or name one array"
+            )
+    return None
 
 
 def _is_array_folder(folder: Path) -> bool:

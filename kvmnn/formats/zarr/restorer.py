@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..._util.parallel import Progress
 from ..._util.validation import repr_short
-from ...arrays.array import Chunk
 from ...arrays.source import Source
 from ...bundle.verification import VerifyResult
 from ...errors import SourceError
@@ -19,11 +17,9 @@ from ...files.change_detection import InputGuard
 from ..options import ReadOptions
 from ..restorer import RestoreResult, write_to_stream
 from ..sidecars import collect_folder_sidecars
-from ..writer import build_output_metadata, list_lost_information, list_stale_files, write_arrays
+from ..writer import build_output_metadata, iter_source_chunks, list_lost_information, list_stale_files, write_arrays
 from .reader import ZarrArray, list_zarr_arrays, read
 from .stores import DOCUMENT_NAME, ZarrStore, get_consolidated_metadata, open_zarr_store
-
-_READ_CHUNK_BYTES = 8 << 20
 
 
 class VerifyStoreResult(VerifyResult):
@@ -34,8 +30,7 @@ class VerifyStoreResult(VerifyResult):
         return text.replace("no manifest and no --against", "an array has no sha256")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _StoreStats:
+class _StoreStats(NamedTuple):
     """Sizes and counts of a store."""
 
     hashes: list[str | None]
@@ -62,23 +57,8 @@ def restore_store(
 ) -> RestoreResult:
     """Decode the arrays of a Zarr store and write them; the recorded hashes are compared.
 
-    Parameters
-    ----------
-    path
-        The directory, or a URL that fsspec opens.
-    output
-        As for `kvmnn.formats.restore`.
-    options
-        Which arrays, threads.
-    force
-        Replace files that exist.
-    progress
-        Called with raw bytes.
-
-    Raises
-    ------
-    KvmnnError
-        As `kvmnn.formats.restore`. No file is left after then.
+    `path` is the directory, or a URL that fsspec opens; `options` select arrays and threads. Other parameters and
+    errors are those of `restore_arrays`.
     """
     start_time = time.perf_counter()
     source = read(path, options or ReadOptions(decode_frames=False))
@@ -92,7 +72,7 @@ def restore_store(
         files = write_arrays(
             output_path,
             source.arrays,
-            _iter_source_chunks(source, progress),
+            iter_source_chunks(source, progress),
             build_output_metadata(source, output_path),
             hashes=hashes if is_verified and not is_device(output_path) else None,
             force=force,
@@ -100,7 +80,7 @@ def restore_store(
             threads=options.threads if options else None,
         )
     else:
-        write_to_stream(output, source.arrays, _iter_source_chunks(source, progress))
+        write_to_stream(output, source.arrays, iter_source_chunks(source, progress))
     return RestoreResult(
         input=source.inputs[0],
         output=output_path,
@@ -120,15 +100,6 @@ def restore_store(
     )
 
 
-def _iter_source_chunks(source: Source, progress: Progress | None) -> Iterator[tuple[int, Chunk]]:
-    for index, array in enumerate(source.arrays):
-        for chunk in array.iter_chunks(_READ_CHUNK_BYTES):
-            yield index, chunk
-            if progress:
-                progress(chunk.size)
-            del chunk
-
-
 def verify_store(
     path: str, options: ReadOptions | None = None, *, progress: Progress | None = None
 ) -> VerifyStoreResult:
@@ -145,7 +116,7 @@ def verify_store(
     stats = _collect_store_stats(path, source)
     _check_consolidated(open_zarr_store(path))
     with InputGuard():
-        deque((None for _ in _iter_source_chunks(source, progress)), maxlen=0)
+        deque((None for _ in iter_source_chunks(source, progress)), maxlen=0)
     return VerifyStoreResult(
         input=source.inputs[0],
         against=(),
@@ -164,13 +135,9 @@ def _check_consolidated(store: ZarrStore) -> None:
     group = store.read_document(DOCUMENT_NAME)
     for name, entry in (get_consolidated_metadata(group) or {}).items() if group else ():
         own_document = store.read_own_document(f"{name}/{DOCUMENT_NAME}")
-        if (
-            isinstance(entry, dict)
-            and entry.get("node_type") == "array"
-            and (own_document is None or own_document.value != entry)
-        ):
+        is_array = isinstance(entry, dict) and entry.get("node_type") == "array"
+        if is_array and (own_document is None or own_document.value != entry):
             raise SourceError(
                 f"{store.get_path(DOCUMENT_NAME)}: its consolidated_metadata says other things of {repr_short(name)} "
-                f"than "
-                f"{repr_short(name)}/{DOCUMENT_NAME}: some readers take the one, others the other"
+                f"than {repr_short(name)}/{DOCUMENT_NAME}: some readers take the one, others the other"
             )

@@ -78,12 +78,7 @@ class ZarrStore:
 class RemoteZarrStore(ZarrStore):
     """A store at a URL. Documents come from the group's `consolidated_metadata`, if it has any.
 
-    Parameters
-    ----------
-    url
-        ``s3://bucket/x.zarr``, ``gs://``, ``memory://`` ...
-    documents
-        Documents by name that do not exist yet; the group's document is not read then.
+    With `documents`, which are not there yet, nothing is taken from the group's document.
     """
 
     def __init__(self, url: str, documents: Mapping[str, bytes] | None = None) -> None:
@@ -225,14 +220,8 @@ _MAX_PARALLEL_UPLOADS = 8
 class Upload:
     """Upload of the files of a store to a URL; files already written are removed if it fails.
 
-    Parameters
-    ----------
-    url
-        Target URL of the store.
-    force
-        Replace a store that is there, as a whole; it is removed before the first file is written.
-    exclude
-        Inputs, which are never replaced.
+    `force` replaces a store that is there, as a whole: it is removed before the first file is written. Inputs
+    (`exclude`) are never replaced.
     """
 
     def __init__(self, url: str, *, force: bool, exclude: Iterable[str]) -> None:

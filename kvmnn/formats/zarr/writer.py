@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..._util.packages import get_version
 from ..._util.parallel import BackgroundHasher, Progress, ordered_map
 from ...arrays.array import Chunk, LazyArray
 from ...arrays.source import Source
@@ -23,7 +24,7 @@ from ...bundle.manifest import ArrayEntry, FrameEntry, Manifest
 from ...dtypes import Bytes
 from ...errors import KvmnnError, LimitError, OptionError, OutputError
 from ...files.atomic import DirectoryOutput
-from ...files.file_names import make_file_names
+from ...files.file_names import describe_renamed_files, make_file_names
 from ...files.mapped_file import FileHead
 from ...files.urls import is_url
 from ...frames import zstd
@@ -39,21 +40,14 @@ DEFAULT_CHUNK_BYTES = 4 << 20
 """Default raw bytes of a chunk."""
 _DATA_TYPE_BY_DTYPE = {"fp16": "float16", "bf16": "uint16", "fp32": "float32"}
 _READ_CHUNK_BYTES = 8 << 20
-_MAX_LISTED_NAMES = 4
 
 
 class EncodeStoreResult(EncodeResult):
     """Result of encoding arrays into a store; `EncodeResult.manifest` lists their chunks."""
 
     def _describe_renames(self) -> str:
-        folders = ((array.name, array.frames[0].file.partition("/")[0]) for array in self.manifest.arrays)
-        renames = [f"{name!r} in {folder}" for name, folder in folders if name != folder]
-        more_text = f" and {len(renames) - _MAX_LISTED_NAMES:,} more" if len(renames) > _MAX_LISTED_NAMES else ""
-        return (
-            f"directories of other names than their arrays: {', '.join(renames[:_MAX_LISTED_NAMES])}{more_text}"
-            if renames
-            else ""
-        )
+        folders = [(array.name, array.frames[0].file.partition("/")[0]) for array in self.manifest.arrays]
+        return describe_renamed_files(folders, "directories")
 
 
 def encode_store(
@@ -93,31 +87,23 @@ def encode_store(
     if options.block or options.allow_raw or options.dense:
         raise OptionError("--joint-kv, --allow-raw and --codec dense: every chunk of a Zarr store is a frame")
     start_time, path = time.perf_counter(), os.fspath(output).rstrip("/" + os.sep)
-    if is_url(path):
-        with Upload(path, force=force, exclude=source.files) as upload:
-            entries = _write_store(source, upload, options, progress)
-            if options.verify:
-                upload.finish_files()
-                _verify_written(upload.target, upload.store, entries, options.threads)
-            upload.commit()
-        return _make_result(source, upload.target, entries, options, start_time)
-    if os.path.isdir(path) and os.listdir(path) and not ZARR.detect(FileHead.from_path(path)):
+    is_remote = is_url(path)
+    if not is_remote and os.path.isdir(path) and os.listdir(path) and not ZARR.detect(FileHead.from_path(path)):
         raise OutputError(f"{path}: is a directory, and no Zarr store that could be replaced")
-    with DirectoryOutput(path, force=force, exclude=source.files, replace_existing=True) as directory:
+    with (
+        Upload(path, force=force, exclude=source.files)
+        if is_remote
+        else DirectoryOutput(path, force=force, exclude=source.files, replace_existing=True)
+    ) as directory:
         entries = _write_store(source, directory, options, progress)
         if options.verify:
             directory.finish_files()
-            _verify_written(str(directory.target), ZarrStore(str(directory.staging_folder)), entries, options.threads)
+            store = directory.store if isinstance(directory, Upload) else ZarrStore(str(directory.staging_folder))
+            _verify_written(str(directory.target), store, entries, options.threads)
         directory.commit()
-    return _make_result(source, path, entries, options, start_time)
-
-
-def _make_result(
-    source: Source, path: str, entries: list[ArrayEntry], options: EncodeOptions, start_time: float
-) -> EncodeStoreResult:
     return EncodeStoreResult(
-        output=path,
-        manifest=_build_manifest(entries, options, source),
+        output=str(directory.target) if is_remote else path,
+        manifest=_build_manifest(entries, options),
         is_verified=options.verify,
         seconds=time.perf_counter() - start_time,
         cache=source.cache,
@@ -295,8 +281,7 @@ class _ByteStream:
         self._remainder: Bytes = np.empty(0, np.uint8)
 
     def read(self, nbytes: int) -> Bytes:
-        if not self._remainder.size:
-            self._remainder = next(self._chunks)
+        self._remainder = self._remainder if self._remainder.size else next(self._chunks)
         if self._remainder.size >= nbytes:
             head, self._remainder = self._remainder[:nbytes], self._remainder[nbytes:]
             return head
@@ -341,13 +326,9 @@ def _verify_written(target: str, store: ZarrStore, entries: Sequence[ArrayEntry]
         raise OutputError(f"{target}: does not read back as written: {message}") from None
 
 
-def _build_manifest(entries: Sequence[ArrayEntry], options: EncodeOptions, source: Source) -> Manifest:
+def _build_manifest(entries: Sequence[ArrayEntry], options: EncodeOptions) -> Manifest:
     """Build a manifest of the written arrays for the report; the store itself contains none."""
-    from ..._util.packages import get_version
-
-    predictor_names = frozenset[str]().union(
-        *(resolve_predictors(predictor_set) for predictor_set in options.predictor_sets)
-    )
+    predictor_names = frozenset[str]().union(*map(resolve_predictors, options.predictor_sets))
     return Manifest(
         kvmnn_version=get_version(),
         zstd_version=zstd.get_version(),

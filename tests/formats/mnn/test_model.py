@@ -11,11 +11,11 @@ from repository import FIXTURES
 
 from kvmnn.errors import SourceError
 from kvmnn.formats.mnn.model import (
-    _OP_TYPE_CONST,
-    _OP_TYPE_RESHAPE,
+    OP_TYPE_CONST,
+    OP_TYPE_RESHAPE,
     GraphGeometry,
+    GraphOp,
     _find_reshape_axes,
-    _GraphOp,
     read_graph_geometry,
     read_model_geometry,
 )
@@ -122,5 +122,5 @@ def test_read_model_geometry_ignores_nonpositive_values(tmp_path):
     ("shape", "expected"), [((-1, 4, 8), (4, 8)), ((4, 8), (None, None)), ((2, 0, 8), (None, None))]
 )
 def test_find_reshape_axes_are_last_two_of_three_or_more(shape, expected):
-    makers = {5: _GraphOp(_OP_TYPE_RESHAPE, (1, 2), (5,), ()), 2: _GraphOp(_OP_TYPE_CONST, (), (2,), shape)}
+    makers = {5: GraphOp(OP_TYPE_RESHAPE, (1, 2), (5,), (), None), 2: GraphOp(OP_TYPE_CONST, (), (2,), shape, None)}
     assert _find_reshape_axes(5, makers) == expected

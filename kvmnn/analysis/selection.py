@@ -69,7 +69,7 @@ class CodedInputInfo(Record):
 
 
 def count_input_bytes(source: Source) -> int | None:
-    """Return the bytes of the files that a source was read from; None if one of its inputs is not a file."""
+    """Return the number of bytes of the files that a source was read from; None if one of its inputs is not a file."""
     if not source.inputs or not all(map(os.path.exists, source.inputs)):
         return None
     files = {os.path.realpath(path) for path in source.files if os.path.isfile(path)}
@@ -106,7 +106,7 @@ class DumpEntry:
 
     @property
     def location(self) -> str:
-        """Path of its tensor of a wrong size, if there is one; else its file or its layer."""
+        """Path of a tensor's file, of one whose size differs from the metadata if there is one; else run and layer."""
         tensors = sorted((self.keys, self.values), key=lambda tensor: tensor.is_complete())
         files = [str(tensor.path) for tensor in tensors if isinstance(tensor, FileTensor)]
         return files[0] if files else f"{self.run_id}: layer {self.layer}"
@@ -401,7 +401,7 @@ class CompressionUnit:
         return [part for part in PARTS if self.count_raw_bytes(part)]
 
     def get_itemsize(self, part: Part) -> int:
-        """Return the bytes of an element of K or V as it is measured: 2 or 4."""
+        """Return the number of bytes of an element of K or V as it is measured: 2 or 4."""
         return self.entries[0].get_tensor(part).measured_itemsize
 
     def count_elements(self, part: Part) -> int:
@@ -410,11 +410,11 @@ class CompressionUnit:
         return self.tokens * heads * dims
 
     def count_raw_bytes(self, part: Part) -> int:
-        """Return the bytes of K or V as they are measured."""
+        """Return the number of bytes of K or V as they are measured."""
         return self.tokens * self.entries[0].get_tensor(part).token_bytes
 
     def count_chunk_bytes(self, part: Part) -> int:
-        """Return the bytes of the largest chunk of K or V as they are measured."""
+        """Return the number of bytes of the largest chunk of K or V as they are measured."""
         return min(self.chunk_tokens, self.tokens) * self.entries[0].get_tensor(part).token_bytes
 
     def iter_chunk_tokens(self) -> Iterator[int]:

@@ -272,11 +272,11 @@ class AggregateSizeStats:
         )
 
     def limit_bytes(self, parts: Sequence[Part] = PARTS) -> float:
-        """Return the bytes that the order-0 entropy of the byte lanes amounts to."""
+        """Return the number of bytes that the order-0 entropy of the byte lanes amounts to."""
         return sum(lane.limit_bytes for lane in self.list_counted_lanes(parts))
 
     def stored_bytes(self, parts: Sequence[Part] = PARTS) -> int:
-        """Return the bytes of the frames that were encoded and decoded."""
+        """Return the number of bytes of the frames that were encoded and decoded."""
         return sum(self.stored_sizes[part].bytes for part in parts if part in self.stored_sizes)
 
     def stored_frames(self, parts: Sequence[Part] = PARTS) -> int:

@@ -167,7 +167,7 @@ class EmptyTensor:
 
 
 def get_stored_token_bytes(tensor: DumpTensor) -> int:
-    """Return the bytes of one token as stored."""
+    """Return the number of bytes of one token as stored."""
     return tensor.token_bytes // tensor.measured_itemsize * tensor.stored_itemsize
 
 

@@ -74,7 +74,7 @@ class ArrayInfo:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all elements."""
+        """Return the number of bytes of all elements."""
         return math.prod(self.shape) * self.itemsize
 
     @property
@@ -83,7 +83,7 @@ class ArrayInfo:
         return self.array_dtype.startswith(">")
 
     def compute_chunk_bytes(self, max_bytes: int) -> int:
-        """Return the bytes of every chunk but the last: complete rows of the leading axes; 0 never cuts the array."""
+        """Return the size in bytes of each chunk but the last: whole rows of the leading axes; 0 never splits it."""
         if max_bytes == 0 or self.nbytes <= max_bytes:
             return self.nbytes
         if self.itemsize != self.coded_itemsize:

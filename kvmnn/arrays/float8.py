@@ -72,7 +72,7 @@ def build_exact_table(name: str) -> Floats:
 
 
 def decode_array(array: LazyArray) -> LazyArray:
-    """Return an array of codes decoded to fp32, which happens when it is read."""
+    """Return an array of float8 codes as fp32, decoded lazily when it is read."""
     return replace(array, dtype="fp32", array_dtype="<f4", reader=partial(_iter_decoded_chunks, array))
 
 

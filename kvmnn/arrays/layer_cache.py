@@ -99,7 +99,7 @@ class LayerCache:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of K and V."""
+        """Return the number of bytes of K and V."""
         return self.keys.nbytes + self.values.nbytes
 
 

@@ -120,7 +120,7 @@ class Source:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all arrays."""
+        """Return the number of bytes of all arrays."""
         if isinstance(self.arrays, LazyArrayList):
             return self.arrays.nbytes
         return sum(array.nbytes for array in self.arrays)

@@ -600,12 +600,12 @@ class EncodeResult(SizeStats, Record):
 
     @property
     def valid_bytes(self) -> int:
-        """Return the bytes of all arrays without unused capacity after the valid tokens."""
+        """Return the number of bytes of all arrays without unused capacity after the valid tokens."""
         return count_valid_bytes(self.manifest)
 
     @property
     def bundle_bytes(self) -> int:
-        """Return the bytes of frames and manifest together."""
+        """Return the number of bytes of frames and manifest together."""
         return count_bundle_bytes(self.manifest)
 
     @property

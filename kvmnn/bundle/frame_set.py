@@ -95,7 +95,7 @@ class FrameSet:
 
     @property
     def stored_bytes(self) -> int:
-        """Return the bytes of all frames."""
+        """Return the number of bytes of all frames."""
         return sum(array.stored_bytes for array in self.arrays)
 
     @property

@@ -270,7 +270,7 @@ class BundleInfo(SizeStats, Record):
 
     @property
     def valid_bytes(self) -> int:
-        """Return the bytes of all arrays without unused capacity after the valid tokens."""
+        """Return the number of bytes of all arrays without unused capacity after the valid tokens."""
         return count_valid_bytes(self.manifest)
 
     @property

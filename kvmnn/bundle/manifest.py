@@ -74,7 +74,7 @@ class PackedRecord:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all files."""
+        """Return the number of bytes of all files."""
         return sum(entry.nbytes for entry in self.files)
 
     def find_difference(self, other_record: PackedRecord) -> str | None:
@@ -243,7 +243,7 @@ class ArrayEntry(ArrayInfo, Record):
 
     @property
     def stored_bytes(self) -> int:
-        """Return the bytes of all frames of the array."""
+        """Return the number of bytes of all frames of the array."""
         return sum(frame.bytes for frame in self.frames)
 
     @property
@@ -282,7 +282,7 @@ class Manifest:
 
     @property
     def stored_bytes(self) -> int:
-        """Return the bytes of all frames."""
+        """Return the number of bytes of all frames."""
         return sum(array.stored_bytes for array in self.arrays)
 
     @property
@@ -337,17 +337,17 @@ class SizeStats(Record):
 
     @property
     def raw_bytes(self) -> int:
-        """Return the bytes of all arrays, except those with the unused regions of packed files."""
+        """Return the number of bytes of all arrays, except those with the unused regions of packed files."""
         return sum(array.nbytes for array in self.manifest.token_arrays)
 
     @property
     def stored_bytes(self) -> int:
-        """Return the bytes of their frames."""
+        """Return the number of bytes of their frames."""
         return sum(array.stored_bytes for array in self.manifest.token_arrays)
 
     @property
     def valid_bytes(self) -> int:
-        """Return the bytes of all arrays without unused capacity after the valid tokens."""
+        """Return the number of bytes of all arrays without unused capacity after the valid tokens."""
         return self.raw_bytes
 
     @property

@@ -148,7 +148,7 @@ def count_valid_bytes_by_array(bundle_manifest: Manifest) -> dict[str, int]:
 
 
 def count_bundle_bytes(bundle_manifest: Manifest) -> int:
-    """Return the bytes of the frames and the manifest of a bundle together."""
+    """Return the number of bytes of the frames and the manifest of a bundle together."""
     return bundle_manifest.stored_bytes + len(manifest.dump_manifest(bundle_manifest))
 
 

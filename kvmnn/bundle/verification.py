@@ -180,7 +180,7 @@ class VerifyResult(Record):
     @property
     @json_key(after="stored_bytes")
     def valid_bytes(self) -> int:
-        """Return the bytes of all arrays without unused capacity after the valid tokens."""
+        """Return the number of bytes of all arrays without unused capacity after the valid tokens."""
         return max(self.raw_bytes - self.unused_bytes, 0)
 
     @property

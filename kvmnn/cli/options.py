@@ -152,9 +152,9 @@ def make_spec_fields(cls: type[Any]) -> list[SpecField]:
 
 
 def add_dataclass_options(parser: Any, cls: type[Any]) -> None:
-    """Declare an option for each field of a dataclass that is one: ``--name-of-the-field``, or its flag.
+    """Declare an option for each field of a dataclass that has option metadata.
 
-    A missing option gives None.
+    Its flag is the one that the metadata declare, else ``--name-of-the-field``. An option that is not given is None.
     """
     hints = get_type_hints(cls)
     for field in list_option_fields(cls):

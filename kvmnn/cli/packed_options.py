@@ -136,7 +136,7 @@ def select_input_arguments(arguments: argparse.Namespace, path: str) -> argparse
 
 
 def is_engine_file(path: str) -> bool:
-    """Return whether these options apply to a path: another engine's file, frames of one, or a stream."""
+    """Return whether the options of other engines' caches apply to a path: such a file, frames of one, or a stream."""
     from ..files.mapped_file import is_stream
     from ..formats import detect_engine_name
 

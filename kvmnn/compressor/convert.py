@@ -141,7 +141,7 @@ class PreparedConversion(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the weight file."""
+        """Return the number of bytes of the weight file."""
         return self.selection.nbytes
 
     def write_weight_file(

@@ -2,7 +2,7 @@
 
 Reading maps the file and takes views of it: nothing is copied, and nothing is allocated for a number that the file
 merely claims. A file has no names; a block is identified by layer, prefix and slot. Loaders skip the metadata, which
-the format does not define: kvmnn writes a JSON object of texts, and accepts any bytes.
+the format does not define: kvmnn writes a JSON object with string values, and accepts any bytes.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class WeightBlock:
 
 
 class BlockPlacement(NamedTuple):
-    """Offset of a block, and the contents of its head."""
+    """Offset of a block, and the fields of its header."""
 
     offset: int
     rows: int
@@ -199,7 +199,7 @@ def pack_metadata(entries: Mapping[str, str] | bytes) -> bytes:
 
 
 def unpack_metadata(metadata: bytes) -> dict[str, str] | None:
-    """Parse metadata that is a JSON object of texts; return None for any other bytes."""
+    """Parse metadata that is a JSON object with string values; return None for anything else."""
     if not metadata.startswith(b"{"):
         return None
     try:

@@ -109,7 +109,7 @@ class TensorSelection:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the weight file."""
+        """Return the number of bytes of the weight file."""
         num_elements = sum(
             linear.weight.numel + (0 if linear.bias is None else linear.weight.shape[0]) for linear in self.linears
         )

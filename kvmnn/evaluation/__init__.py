@@ -1,4 +1,7 @@
-"""Evaluate the cost of eviction for a language model: configurations on documents, cells and rows (docs/lm.md)."""
+"""Evaluate what eviction costs a language model (docs/lm.md).
+
+Each configuration is measured on each document, which gives a cell; its cells are summarised as a row.
+"""
 
 from __future__ import annotations
 

@@ -17,11 +17,11 @@ from .settings import FULL_POLICY, Configuration, EvaluationSettings, ProjectDef
 
 @dataclass(frozen=True)
 class ConfigurationCells:
-    """All cells of a configuration."""
+    """Measurements of one configuration, from which its row is built."""
 
     #: One cell for each document.
     score_cells: Sequence[ScoreCell]
-    #: One cell for each document by the definition of the preset's project; None unless requested.
+    #: One cell for each document, by the definition of the preset's project; None unless requested.
     project_cells: Sequence[ProjectCell | RefusedCell] | None = None
     #: Timing of the first document; None unless requested.
     timing_cell: TimingCell | RefusedCell | None = None

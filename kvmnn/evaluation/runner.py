@@ -95,7 +95,7 @@ class CellStore(KeyedJournal):
 
 @dataclass
 class EvaluationPlan:
-    """The cells of an evaluation by their keys, for each configuration by its index; and tasks for the missing ones."""
+    """The keys of an evaluation's cells by index of the configuration, and the tasks that compute the missing cells."""
 
     tasks: list[EvaluationTask] = field(default_factory=list)
     score_keys: dict[int, list[str]] = field(default_factory=dict)

@@ -60,17 +60,17 @@ class FrameInfo(Record):
 
     @property
     def header_bytes(self) -> int:
-        """Return the bytes of the element count and all stream headers."""
+        """Return the number of bytes of the element count and all stream headers."""
         return self.HEADER_BYTES + StreamInfo.HEADER_BYTES * len(self.streams)
 
     @property
     def raw_bytes(self) -> int:
-        """Return the bytes of the elements."""
+        """Return the number of bytes of the elements."""
         return self.words * len(self.streams)
 
     @property
     def frame_bytes(self) -> int:
-        """Return the bytes of the frame."""
+        """Return the number of bytes of the frame."""
         return self.header_bytes + sum(stream.payload_bytes for stream in self.streams)
 
     @property

@@ -179,7 +179,11 @@ def encode_fast_frame(data: Bytes, options: LaneOptions, threads: int) -> bytes 
 
 
 def encode_fast_lanes(data: Bytes, options: LaneOptions, threads: int, *, allow_unaligned: bool = True) -> list[Lane]:
-    """Encode the lanes of elements that `options.supports_fast_path`; no lanes for unaligned repeats if not allowed."""
+    """Encode the lanes of data for which `options.supports_fast_path`.
+
+    Without `allow_unaligned`, return an empty list for data that repeat at distances that the fast match finder cannot
+    see (`tuning.ALIGNED_DISTANCE_ELEMENTS`).
+    """
     modes, alternatives = _fast_encoder.select_modes(data, options.itemsize, options.modes)
     lanes, segment_bytes = encode_segments(
         partial(_plan_fast_segments, data, options.itemsize, modes),
@@ -277,7 +281,7 @@ class Lane(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the payload."""
+        """Return the number of bytes of the payload."""
         return sum(map(count_fragment_bytes, self.fragments))
 
 
@@ -375,5 +379,5 @@ def _find_owner(fragments: Sequence[Fragment]) -> OutputBuffer | None:
 
 
 def count_fragment_bytes(fragment: Fragment) -> int:
-    """Return the bytes of a fragment."""
+    """Return the number of bytes of a fragment."""
     return len(fragment) if isinstance(fragment, bytes) else fragment.nbytes

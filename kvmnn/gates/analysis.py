@@ -1,4 +1,4 @@
-"""Judge the rows of one case by the gates of the fork's analyser, and write its report, ``summary.md``."""
+"""Judge the rows of one case by the gates of the MNN fork's analyser, and format its report, ``summary.md``."""
 
 from __future__ import annotations
 
@@ -518,7 +518,7 @@ _AVERAGE_COLUMNS = (
 def format_case_markdown(analysis: CaseAnalysis) -> str:
     """Format the report as Markdown, ending with a newline.
 
-    A missing column is 0, as in the fork; own runs leave it out.
+    A missing column is shown as 0, as in the fork; reports of kvmnn's own runs omit it.
     """
     parts = [
         ["# H2O final Summary"],

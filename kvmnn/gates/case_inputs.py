@@ -51,7 +51,7 @@ class MetricRow:
 
     @property
     def is_header(self) -> bool:
-        """Return whether the row is the header of a second table, which the fork's parser reads as a row."""
+        """Return whether the row is the header of a second table, which the MNN fork's parser reads as a row."""
         return all(name == cell for name, cell in self.cells.items() if name != LOG_FILE_COLUMN)
 
 

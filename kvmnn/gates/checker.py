@@ -1,4 +1,4 @@
-"""Check one case of ``llm_bench``: the fork's gates and hard checks, the strict gates, likely causes of a failure."""
+"""Check one case of ``llm_bench``: the MNN fork's gates and hard checks, the strict gates, likely causes of failure."""
 
 from __future__ import annotations
 

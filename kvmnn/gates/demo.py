@@ -101,9 +101,9 @@ def read_demo_runs(path: str | os.PathLike[str]) -> list[DemoRun]:
     Parameters
     ----------
     path
-        A file of JSON lines: what the fork's runner notes of its runs (``*_runs.jsonl``), or what ``llm_demo`` writes
-        itself. Or a folder: one file ``*_runs.jsonl`` in it, else each ``*.jsonl`` in it or in its ``metrics/`` is a
-        prompt, with ``<name>.stdout.log`` and ``<name>.stderr.log`` next to it or in ``logs/``.
+        A file of JSON lines: what the MNN fork's runner notes of its runs (``*_runs.jsonl``), or what ``llm_demo``
+        writes itself. Or a folder: one file ``*_runs.jsonl`` in it, else each ``*.jsonl`` in it or in its ``metrics/``
+        is a prompt, with ``<name>.stdout.log`` and ``<name>.stderr.log`` next to it or in ``logs/``.
 
     Raises
     ------

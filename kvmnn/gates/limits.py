@@ -1,4 +1,4 @@
-"""Limits of the six cases under the names of the fork's analyser, with its defaults, and JSON files of them."""
+"""Limits of the six cases under the names of the MNN fork's analyser, with its defaults, and JSON files of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parse logs of ``llm_bench`` and ``llm_demo`` into one table with the columns of the fork's parser."""
+"""Parse logs of ``llm_bench`` and ``llm_demo`` into one table with the columns of the MNN fork's parser."""
 
 from __future__ import annotations
 

@@ -137,8 +137,8 @@ def make_fixed_baseline(speed: float) -> DecodeBaseline:
 def find_same_batch_baseline(rows: MetricRows, fallback_speed: float) -> DecodeBaseline:
     """Return the fastest row of a run without compression; `fallback_speed` if no row has a speed.
 
-    The fork compares the fastest row here with the mean of the candidate's rows, so its gate is stricter than its limit
-    states.
+    The MNN fork compares the fastest row here with the mean of the candidate's rows, so its gate is stricter than its
+    limit states.
     """
     best_speed = max(row.decode_speed for row in rows.rows)
     if best_speed > 0:

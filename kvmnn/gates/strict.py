@@ -30,7 +30,7 @@ _COLUMN_BY_GATE = {
 
 
 def build_strict_gates(analysis: CaseAnalysis, baseline: MetricRows | None) -> tuple[GateResult, ...]:
-    """Judge the rows of a case by measured quantities, stricter than the fork.
+    """Judge the rows of a case by measured quantities, stricter than the MNN fork.
 
     Ratios are those of every row, not of the best; the lossless one is from the bytes of the run, not from a
     simulation. Decode speeds are compared for the same work, mean with mean. A figure without its column is not

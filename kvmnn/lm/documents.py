@@ -38,7 +38,7 @@ def has_records(path: Path) -> bool:
 
 
 def iter_records(path: Path, field: str) -> Iterator[TextRecord]:
-    """Iterate over the texts of a file of several, reading as far as needed."""
+    """Iterate lazily over the texts of a file that holds several."""
     return _iter_rows(path, field) if path.suffix.lower() in ROW_SUFFIXES else _iter_lines(path, field)
 
 

@@ -181,7 +181,7 @@ def dump_kv(
     policy
         The eviction policy; by default all tokens stay.
     tokens
-        Maximum of tokens to read, the one that begins every text included.
+        Maximum number of tokens to read, an added BOS included.
     format
         ``"npy"``: ``layer_<n>.key.npy`` and ``layer_<n>.value.npy``, ``[kv_head, token, head_dim]``. ``"mnn"``: a KV
         dump as MNN's engine writes it, ``[token, kv_head, head_dim]``.

@@ -127,8 +127,8 @@ class PackedCache:
         ``"fork"`` checks plans and applies pairs to all of the window; ``"upstream"`` does as MNN 3.6.1: where `remove`
         equals the tokens there are, it drops the cache and ignores the pairs (kvmnn then warns).
     on_invalid
-        ``"raise"`` refuses a plan that the fork would not apply in full, and changes nothing; ``"engine"`` does what
-        the dialect's engine does with it.
+        ``"raise"`` refuses a plan that the MNN fork would not apply in full, and changes nothing; ``"engine"`` does
+        what the dialect's engine does with it.
     expand_chunk
         Tokens of capacity beyond the need at each allocation; 64 in the engine.
     fill_byte

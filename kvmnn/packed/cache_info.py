@@ -146,7 +146,7 @@ class CacheInfo:
 
     @property
     def live_bytes(self) -> int:
-        """Return the bytes of the live elements of all layers, K and V; for int8 without scales and biases."""
+        """Return the size in bytes of the live elements of all layers, K and V; for int8 without scales and biases."""
         return sum(sum(self.count_live_bytes(layer)) for layer in self.layers)
 
     def get_layer_layout(self, layer: LayerInfo) -> PackLayout:
@@ -161,7 +161,7 @@ class CacheInfo:
         return all(layer.heads is None for layer in self.layers)
 
     def count_live_bytes(self, layer: LayerInfo) -> tuple[int, int]:
-        """Return the bytes of the live elements of a layer's K and V."""
+        """Return the sizes in bytes of the live elements of a layer's K and V."""
         layout = self.get_layer_layout(layer)
         elements = layer.tokens * layout.kv_heads * layout.head_dim
         key_size, value_size = (1 if is_int8 else layout.itemsize for is_int8 in (layout.int8_keys, layout.int8_values))
@@ -169,13 +169,13 @@ class CacheInfo:
 
     @property
     def file_bytes(self) -> int:
-        """Return the bytes of the packed files of all layers."""
+        """Return the number of bytes of the packed files of all layers."""
         layouts = [(self.get_layer_layout(layer), layer.capacity) for layer in self.layers]
         return self.state_bytes + sum(layout.key_bytes(n) + layout.value_bytes(n) for layout, n in layouts)
 
     @property
     def state_bytes(self) -> int:
-        """Return the bytes of the files of layers without K and V."""
+        """Return the number of bytes of the files of layers without K and V."""
         return sum(state.key_bytes + state.value_bytes for state in self.states)
 
     @property

@@ -35,7 +35,7 @@ class CompactionOutcome:
 
 
 def validate_dialect(dialect: str) -> str:
-    """Return `dialect`; `KvmnnError` if it does not exist."""
+    """Return `dialect`; raise `KvmnnError` unless it is one of `DIALECTS`."""
     if dialect not in DIALECTS:
         raise KvmnnError(f"unknown dialect {dialect!r}: expected one of {', '.join(DIALECTS)}")
     return dialect
@@ -57,7 +57,7 @@ def parse_pairs(reserve: Iterable[Iterable[int]]) -> tuple[ReservePair, ...]:
 
 
 def check_reserve(past_length: int, remove: int, pairs: tuple[ReservePair, ...], is_quantised: bool) -> None:
-    """Raise `KvmnnError` unless the plan is one that the fork applies in full."""
+    """Raise `KvmnnError` unless the plan is one that the MNN fork applies in full."""
     if remove > past_length:
         raise KvmnnError(f"remove is {remove}: expected at most the {past_length} live tokens")
     if pairs and is_quantised:

@@ -111,7 +111,7 @@ def make_filled_bytes(size: int, fill: int | None) -> Bytes:
 
 
 def get_nbytes(buffer: Any) -> int:
-    """Return the bytes of an array or a bytes-like object."""
+    """Return the number of bytes of an array or a bytes-like object."""
     return int(buffer.nbytes) if isinstance(buffer, np.ndarray) else memoryview(buffer).nbytes
 
 
@@ -393,12 +393,12 @@ class PackLayout(LayoutParams):
 
 
 def get_head_bytes(layout: LayoutParams, part: Part, capacity: int) -> int:
-    """Return the bytes of one head's buffer of `capacity` tokens."""
+    """Return the number of bytes of one head's buffer of `capacity` tokens."""
     return layout.key_head_bytes(capacity) if part == "key" else layout.value_head_bytes(capacity)
 
 
 def get_tile_tokens(layout: LayoutParams, part: Part, capacity: int) -> int:
-    """Return the tokens of a tile: those whose bytes are stored together in a head's buffer."""
+    """Return the number of tokens of a tile: those whose bytes are stored together in a head's buffer."""
     return layout.key_shape(capacity)[2] if part == "key" else layout.value_block(capacity)
 
 
@@ -408,7 +408,7 @@ def get_row_dtype(layout: LayoutParams, part: Part) -> str:
 
 
 def get_row_bytes(layout: LayoutParams, part: Part) -> int:
-    """Return the bytes of a row as it is read."""
+    """Return the number of bytes of a row as it is read."""
     return layout.head_dim * parse_dtype(get_row_dtype(layout, part)).itemsize
 
 
@@ -423,7 +423,7 @@ class HeadRowAccessor:
         self._capacity = capacity
 
     def read_rows(self, head: Bytes, start: int, out: Bytes) -> None:
-        """Copy the rows from token `start` on into `out`, the bytes of a number of rows."""
+        """Copy rows from token `start` on into `out`, whose size must be a whole number of rows."""
         gather = _layout.dequantize if self._is_int8 else _layout.gather
         gather(self._params, head, self._check_rows(head, start, out), 0, 1, start)
 

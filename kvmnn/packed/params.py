@@ -81,7 +81,7 @@ class LayoutParams:
 
     @property
     def itemsize(self) -> int:
-        """Return the bytes of an element that is not int8."""
+        """Return the number of bytes of an element that is not int8."""
         return parse_dtype(self.dtype).itemsize
 
     @property
@@ -117,7 +117,7 @@ class LayoutParams:
         return tuple(sentences)
 
     def value_block(self, capacity: int) -> int:
-        """Return the tokens in a block of V."""
+        """Return the number of tokens in a block of V."""
         return self.flash_block if self.flash_block is not None else max(capacity, 1)
 
     def key_shape(self, capacity: int) -> tuple[int, int, int, int]:
@@ -143,20 +143,20 @@ class LayoutParams:
         return column * _ceil_div(self.head_dim, hP), column, lP * hP, lP, 1
 
     def key_head_bytes(self, capacity: int) -> int:
-        """Return the bytes of one head in the K buffer, for a capacity in tokens."""
+        """Return the number of bytes of one head in the K buffer, for a capacity in tokens."""
         return self.key_shape(capacity)[0] * self.key_strides()[0] * (1 if self.int8_keys else self.itemsize)
 
     def value_head_bytes(self, capacity: int) -> int:
-        """Return the bytes of one head in the V buffer, for a capacity in tokens."""
+        """Return the number of bytes of one head in the V buffer, for a capacity in tokens."""
         blocks = self.value_shape(capacity)[0]
         return blocks * self.value_strides(capacity)[0] * (1 if self.int8_values else self.itemsize)
 
     def key_bytes(self, capacity: int) -> int:
-        """Return the bytes of the K buffer."""
+        """Return the number of bytes of the K buffer."""
         return self.kv_heads * self.key_head_bytes(capacity)
 
     def value_bytes(self, capacity: int) -> int:
-        """Return the bytes of the V buffer."""
+        """Return the number of bytes of the V buffer."""
         return self.kv_heads * self.value_head_bytes(capacity)
 
     def key_head_offset(self, head: int, capacity: int) -> int:

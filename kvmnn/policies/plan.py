@@ -49,7 +49,7 @@ class PolicyLayerPlan(Record):
 
     @property
     def bytes_after(self) -> int:
-        """Return the bytes of K and V of the tokens that stay."""
+        """Return the number of bytes of K and V of the tokens that stay."""
         return self.nbytes // self.tokens * self.tokens_after
 
     def list_runs(self) -> list[PositionRuns]:
@@ -121,13 +121,13 @@ class CachePlan(Record):
     @property
     @json_key("bytes", before="layers")
     def bytes_before(self) -> int:
-        """Return the bytes of K and V of all layers."""
+        """Return the number of bytes of K and V of all layers."""
         return sum(layer.nbytes for layer in self.layers)
 
     @property
     @json_key(before="layers")
     def bytes_after(self) -> int:
-        """Return the bytes of the kept K and V."""
+        """Return the number of bytes of the kept K and V."""
         return sum(layer.bytes_after for layer in self.layers)
 
     def to_plan_entries(self) -> list[dict[str, Any]]:

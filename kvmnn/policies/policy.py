@@ -1,7 +1,7 @@
 """Eviction policies: small value objects that select which tokens of one layer stay.
 
 A policy is independent of files, models and packed layouts. It declares what it requires and when it acts, and has one
-method, `Policy.select_tokens`, that returns token indices; `CacheState` and `EvictingCache` keep state and cut.
+method, `Policy.select_tokens`, that returns token indices; `CacheState` and `EvictingCache` keep state and evict.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ class Policy(ABC):
     Parameters
     ----------
     skip_layers
-        Layers that are never cut.
+        Layers in which nothing is ever evicted.
     """
 
     #: Name of the policy in `kvmnn.policies.POLICIES`.
@@ -258,9 +258,9 @@ class Policy(ABC):
     def select_tokens(self, state: PolicyInput) -> Selection:
         """Select the tokens that stay; the only method that a policy must implement.
 
-        It is only called at its `triggers`, for layers that are cut, with the statistics in `requires`. It must treat
-        the rows of `PolicyInput.get_row_scores` and `PolicyInput.get_key_norms` independently, because one call decides
-        several layers.
+        It is only called at its `triggers`, for layers that are not skipped, with the statistics in `requires`. It must
+        treat the rows of `PolicyInput.get_row_scores` and `PolicyInput.get_key_norms` independently, because one call
+        decides several layers.
 
         Returns
         -------
@@ -299,7 +299,7 @@ class Policy(ABC):
         return bool(self.triggers)
 
     def resolve_skip_layers(self, num_layers: int) -> frozenset[int]:
-        """Return the layers of a model with `num_layers` layers that are never cut."""
+        """Return those of a model's `num_layers` layers in which nothing is ever evicted."""
         return frozenset(self.skip_layers) & frozenset(range(num_layers))
 
     def check_layers(self, num_layers: int) -> None:

@@ -1,4 +1,4 @@
-"""Figures of an evaluation (matplotlib): each function returns a figure of results, or raises a reason."""
+"""Figures of an evaluation (matplotlib): each function plots results, or raises why it cannot."""
 
 from __future__ import annotations
 

@@ -127,9 +127,10 @@ class QualityStats(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class FullCacheDifference(Record):
-    """Differences to the full cache on the same tokens, with their paired bootstrap intervals.
+    """Differences from the full cache on the same tokens, each with a paired bootstrap interval.
 
-    `nll` in nats a token, `accuracy` as a share; ``deep_``: over the deep tokens only. No interval: None.
+    `nll` is in nats per token, `accuracy` a fraction; ``deep_*`` fields cover only the deep tokens, those from position
+    ``settings.deep_from`` on. The bounds of an interval are None if there is none.
     """
 
     documents: int
@@ -193,7 +194,7 @@ class DocumentRow(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class ProjectStats(Record):
-    """Figures of a preset by the definitions of its project (`kvmnn.evaluation.presets`)."""
+    """Figures of a preset as defined by the project whose results it reproduces (`kvmnn.evaluation.presets`)."""
 
     #: ``"E1"``: l2_compress / KnormPress; ``"E2"``: StreamingLLM + H2O.
     evaluation: Literal["E1", "E2"]
@@ -248,7 +249,7 @@ class ResultRow(Record):
     positions: Literal["true", "stored"] = "true"
     #: ``"LOSSLESS"`` if nothing was evicted, else ``"LOSSY"``.
     kind: str | None = None
-    #: See `QualityStats`; `deep` is over the tokens after ``settings.deep_from``.
+    #: See `QualityStats`; `deep` is over the tokens from position ``settings.deep_from`` on.
     tokens: int | None = None
     nll: float | None = None
     perplexity: float | None = None

@@ -17,9 +17,9 @@ _SIZE_OPTIONS = ("budget", "keep_ratio")
 
 @dataclass(frozen=True)
 class MeasuredPoint:
-    """A measured value: its place, its value, and the bounds of its interval, None without one.
+    """A measured value `y` at `x` on the axis, with the bounds of its confidence interval, None without one.
 
-    `has_no_eviction`: it is of a row whose policy evicted nothing (`ResultRow.has_no_eviction`).
+    `has_no_eviction`: the policy of its row evicted nothing (`ResultRow.has_no_eviction`).
     """
 
     x: float

@@ -208,7 +208,7 @@ def resolve_token_ids(source: Source, token_ids: Sequence[int] | Ids | Indices |
     Raises
     ------
     SourceError
-        If there are fewer ids than tokens, or an id is that of no token.
+        If there are fewer ids than tokens, or one is `NO_TOKEN` (a placeholder for a picture or embedding).
     """
     saved_ids = read_saved_ids(source) if token_ids is None else np.asarray(token_ids, np.int64)
     if saved_ids is None:

@@ -250,4 +250,4 @@ class StoreBackend(Protocol):
         """Raise `KvmnnError` if the store was closed."""
 
     def close(self) -> None:
-        """Record uses and release all resources; a second call does nothing."""
+        """Flush pending records of last uses and release all resources; a second call does nothing."""

@@ -46,7 +46,7 @@ _NO_TABLES = bytes(KEY_BYTES)
 
 
 class DamagedUnitError(KvmnnError):
-    """A unit is damaged."""
+    """A stored unit or state fails a check: of its structure, checksum or tables, or of what the index says of it."""
 
 
 class UnitFrame(NamedTuple):
@@ -119,7 +119,7 @@ class Unit:
 
 
 def count_header_bytes(num_tokens: int, num_frames: int, num_blocks: int | None = None) -> int:
-    """Return the bytes before the first frame, or before the first stream of a unit with `num_blocks` whole blocks."""
+    """Count the bytes before the first frame, or before the first stream of a unit with `num_blocks` whole blocks."""
     size = _UNIT_STRUCT.size + 4 * num_tokens + _CHECKSUM_STRUCT.size
     if num_blocks is None:
         return size + _FRAME_DTYPE.itemsize * num_frames
@@ -300,7 +300,7 @@ class TableSetCache:
         return sets
 
     def get_any(self, namespace_key: bytes) -> TableSets | None:
-        """Return any tables of a namespace; None if it has none that are readable."""
+        """Return one of the namespace's sets of entropy tables, a cached one if possible; None if none is readable."""
         with self._lock:
             cached_keys = [key for cached_namespace, key in self._cached_sets if cached_namespace == namespace_key]
         for key in cached_keys or list_object_keys(self._list_names(), namespace_key):

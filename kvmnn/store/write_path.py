@@ -174,7 +174,7 @@ units."""
 
 
 class StreamKind(NamedTuple):
-    """Index of a stream in a unit, and whether it refers to rows before the unit."""
+    """Key of streams that compress alike: index of the stream in its unit, and whether it refers to earlier rows."""
 
     part: int
     has_history: bool

@@ -69,7 +69,7 @@ def override_limits(arguments: argparse.Namespace, base: GateLimits) -> GateLimi
 
 
 def parse_words(words: Sequence[str]) -> argparse.Namespace:
-    """Parse limits and documents from command-line words, as the fork's analyser does."""
+    """Parse limits and documents from command-line words, as the analyser of the MNN fork does."""
     return _make_words_parser().parse_args(list(words))
 
 

@@ -175,7 +175,7 @@ def _describe_eviction(cache: TransformersCache, layer_rows: list[TokenRows], nu
 
 
 def count_used_rows(tensor: AnyTensor) -> int:
-    """Return the tokens of a ``[batch, kv_head, token, head_dim]`` buffer up to the last one that is not all zeros."""
+    """Count the tokens of a ``[batch, kv_head, token, head_dim]`` buffer up to the last one that is not all zeros."""
     elements = tensor.read_elements_unbounded()
     elements = elements.view(f"u{elements.dtype.itemsize}")
     low, high = 0, int(elements.shape[2])

@@ -123,7 +123,7 @@ class PromptCacheStates:
 
 
 def get_numpy_type(tensor: TensorEntry) -> str:
-    """Return the numpy type of the words of a numeric tensor."""
+    """Return the numpy type in which the elements of a numeric tensor are read."""
     return _NUMPY_TYPE_BY_KIND[tensor.kind]
 
 

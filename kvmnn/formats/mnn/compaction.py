@@ -1,7 +1,7 @@
 """Compact packed files as the engine compacts its caches: in place, with stale rows and unchanged file sizes.
 
-A plan comes from `kvmnn plan`, `dump-kv` or `eval`. The engine does not store the true positions of the remaining
-tokens; a document next to the files does.
+A plan comes from `kvmnn plan`, `dump-kv` or `eval`. The engine does not store the original positions of the
+remaining tokens; they are written to a JSON sidecar next to the files.
 """
 
 from __future__ import annotations

@@ -501,7 +501,7 @@ def _list_file_names(files: PackedFiles) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class RowCounts:
-    """Rows of each layer up to the last one that is not empty."""
+    """Number of rows of each layer up to the last one that is not all zero."""
 
     #: Rows of K and of V, the maximum over heads.
     keys: tuple[int, ...]
@@ -563,7 +563,10 @@ def infer_token_count(files: PackedFiles, match: LayoutMatch, row_counts: RowCou
 
 
 def describe_omitted_rows(files: PackedFiles, match: LayoutMatch, row_counts: RowCounts, tokens: Sequence[int]) -> str:
-    """Describe which rows of a fresh prefix a specified number of tokens leaves out; empty for none."""
+    """Describe how many nonzero rows of a prefix cache the specified token count omits; empty for none.
+
+    It speaks only of files that still have the size that MNN gives to a prefix of all their nonzero rows.
+    """
     common_count, num_tokens = row_counts.common_count, max(tokens)
     min_tokens, max_tokens = infer_token_range(match)
     if files.kind != "prefix" or common_count is None or len(set(tokens)) != 1 or num_tokens >= common_count:

@@ -91,7 +91,7 @@ def write_mmap_files(
 
 
 def list_open_addresses(folder: Path, pid: int) -> list[str]:
-    """Return the addresses of the files in `folder` that a process has open, in the order of its descriptors."""
+    """Return the addresses in the names of the files in `folder` that a process has open, by ascending descriptor."""
     descriptor_folder = Path(f"/proc/{pid}/fd")
     addresses_by_part: dict[str, list[str]] = {"k": [], "v": []}
     try:

@@ -327,7 +327,7 @@ def list_position_warnings(info: CacheInfo) -> list[str]:
 
 
 def format_warning_lines(warnings: Sequence[str]) -> list[str]:
-    """Return the lines as a result prints them."""
+    """Indent the lines, the first one with ``warning:`` in front."""
     return [f"  {'warning: ' if index == 0 else '  '}{line}" for index, line in enumerate(warnings)]
 
 

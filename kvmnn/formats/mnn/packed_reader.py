@@ -65,7 +65,7 @@ class PackedCacheReader:
     notes: tuple[str, ...] = field(default=())
     #: Evidence of elements or file sizes against a layout that the caller forced; else empty.
     ignored_conflict: str = ""
-    #: A sentence about rows of a fresh prefix beyond the specified tokens; empty for none.
+    #: A sentence about nonzero rows of a prefix cache beyond the specified tokens; empty for none.
     omitted_rows_text: str = ""
     #: Whether the caller's values override contradicting evidence.
     is_trusted: bool = False

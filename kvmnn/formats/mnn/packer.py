@@ -434,12 +434,12 @@ def repack(
     force: bool = False,
     progress: Progress | None = None,
 ) -> PackResult:
-    """Write a packed cache in the layout of another backend; the flash block stays.
+    """Write a packed cache in the layout of another backend, with the same `flash_block`.
 
     Parameters
     ----------
     source
-        A packed cache, or a source that still describes one (`Source.cache`).
+        A packed cache, or a source decoded from one (its `Source.cache` is set).
     backend
         A name of `kvmnn.packed.backends.BACKENDS`. If its dtype differs, elements are rounded to nearest even.
     output, name, capacity, rerotate, rope, force, progress

@@ -58,7 +58,7 @@ class RestorePrefixResult(Record):
     @property
     @json_key(after="input")
     def raw_bytes(self) -> int:
-        """Return the bytes of all arrays."""
+        """Return the number of bytes of all arrays."""
         return sum(array.nbytes for array in self.arrays)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Write arrays to prefix-cache files that the engine loads: data, markers, and kvmnn's document next to them."""
+"""Write arrays to prefix-cache files that the engine loads: data, markers, and kvmnn's JSON sidecar next to them."""
 
 from __future__ import annotations
 

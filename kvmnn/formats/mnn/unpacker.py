@@ -70,7 +70,7 @@ class UnpackResult(Record):
     @property
     @json_key(before="seconds")
     def raw_bytes(self) -> int:
-        """Return the bytes of all arrays."""
+        """Return the number of bytes of all arrays."""
         return sum(array.nbytes for array in self.arrays)
 
     @property

@@ -175,7 +175,7 @@ def _build_demo_limits(name: str, mode: str, config: RunConfig) -> GateLimits:
 def _choose_max_queue(name: str, limits: GateLimits) -> dict[str, int]:
     """Choose the maximum number of open encodings, unless the configuration sets it.
 
-    In the runtime cases as many as their gate allows: the fork leaves the engine's 256, but the engine hands in one
+    In the runtime cases as many as their gate allows: the MNN fork leaves the engine's 256, but the engine hands in one
     block of a layer at a step, while the sound runtime hands in all blocks of a prompt, as far as the queue goes.
     """
     if name == "llm_demo_store":

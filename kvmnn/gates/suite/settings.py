@@ -40,7 +40,7 @@ DEFAULT_ENGINE_OPTIONS: dict[str, Any] = {
     "kv_lossless_decode_cache_blocks": 64,
     "kv_lossless_strict_roundtrip_check": True,
 }
-"""Engine options of all six cases of the fork."""
+"""Engine options of all six cases of the MNN fork."""
 
 STORE_ENGINE_OPTIONS: dict[str, Any] = {
     "kv_lossless_front_sample_token_interval": 2,

@@ -1,4 +1,4 @@
-"""Judge a measured case, and format it as the fork does: gates, report, rows of ``llm_bench``."""
+"""Judge a measured case, and format it as the MNN fork does: gates, report, rows of ``llm_bench``."""
 
 from __future__ import annotations
 

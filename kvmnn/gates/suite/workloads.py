@@ -116,7 +116,7 @@ class Workload:
 
 
 def build_synthetic_workloads(settings: RunSettings, vocabulary: int | None, bos: int | None) -> list[Workload]:
-    """Build prompts that repeat one token, as the fork's benchmark does; they have no text, and so no quality."""
+    """Build prompts that repeat one token, as the MNN fork's benchmark does; they have no text, and so no quality."""
     token = settings.token
     if vocabulary is not None and token >= vocabulary:
         raise KvmnnError(f"token {token}: the vocabulary has {vocabulary:,}: expected a smaller one")

@@ -156,7 +156,7 @@ class H2OConfig:
 
     @property
     def effective_block_tokens(self) -> int:
-        """Return the tokens in a block."""
+        """Return the number of tokens in a block."""
         return max(1, self.block_tokens)
 
     @property

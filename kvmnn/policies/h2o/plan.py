@@ -55,7 +55,7 @@ class BlockPlan:
 
     @property
     def target(self) -> int:
-        """Return the tokens to keep: by the ratio, but not below the floor."""
+        """Return the number of tokens to keep: by the ratio, but not below the floor."""
         return max(self.target_before_floor, self.floor_tokens)
 
     @cached_property
@@ -75,7 +75,7 @@ class BlockPlan:
 
     @property
     def window_tokens(self) -> int:
-        """Return the tokens of the window for `PackedCache.realloc`: all, or 0 if nothing is dropped."""
+        """Return the number of tokens of the window for `PackedCache.realloc`: all, or 0 if nothing is dropped."""
         return self.kv_len if self.num_evicted else 0
 
     @cached_property
@@ -85,7 +85,7 @@ class BlockPlan:
 
     @property
     def reserve_bytes(self) -> int:
-        """Return the bytes of the pairs as the engine stores them."""
+        """Return the number of bytes of the pairs as the engine stores them."""
         return 0 if self.floor_dominates else 8 * len(self.retained_runs)
 
     def list_kept_tokens(self) -> npt.NDArray[np.int64]:
@@ -353,7 +353,7 @@ class LayerPlan(Record):
         return "".join("1" if is_kept or is_unchanged else "0" for is_kept in self.plan.keep)
 
     def format_lines(self, config: H2OConfig) -> list[str]:
-        """Format what stays, and the pairs as for `kvmnn mnn compact`, without the map."""
+        """Format how many tokens stay and, if any are evicted, the options for `kvmnn mnn compact`; no block map."""
         layer_plan = self.plan
         label = f"layer {self.layer}"
         head = f"{label}: " if self.name == label else f"{label} ({self.name}): "

@@ -60,7 +60,7 @@ _CASE_COLUMNS = (
 
 
 def build_cases_section(inputs: ReportInputs) -> Section:
-    """Build the table of cases: measured figures next to those of the fork's report."""
+    """Build the table of cases: measured figures next to those of the MNN fork's report."""
     title = "Cases next to the fork's report"
     if inputs.round is None:
         return Section(

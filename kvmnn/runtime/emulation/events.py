@@ -54,7 +54,10 @@ class RestoreEvent(Record):
 
 @dataclass(frozen=True)
 class DecodeEvent(Record):
-    """A block was decoded once (modes probe and full)."""
+    """A stored block was decoded, or found in a decode cache, for the statistics only (modes probe and full).
+
+    `hit` is the kind of the cache hit, or ``"miss"``; `is_decoded` is False if the block decoded to other bytes.
+    """
 
     start: int = field(metadata={"key": "s"})
     count: int = field(metadata={"key": "n"})

@@ -1,4 +1,7 @@
-"""Storage of one layer's tokens: segments, most of them as frames, then raw rows. Memory is freed to the system."""
+"""Storage of one layer's tokens: segments, most of them compressed to frames, followed by raw rows.
+
+The memory of large arrays is returned to the operating system when they are freed.
+"""
 
 from __future__ import annotations
 
@@ -156,7 +159,7 @@ class LayerStorage:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the layer."""
+        """Number of tokens of the layer."""
         return self._segment_tokens + self.hot_buffer.count
 
     @property

@@ -133,7 +133,7 @@ def _find_superseded_tail(cursor: ValidatingCursor, parent: bytes, sort_key: byt
 
 
 def insert_pin(cursor: ValidatingCursor, key: bytes, unit: int, tokens: int) -> bool:
-    """Pin a unit for a sequence, or `_LOST_UNIT` if its end is missing; return whether it was not pinned before."""
+    """Pin a sequence by `unit`, its last one, `_LOST_UNIT` if that is missing; return whether it had no pin before."""
     pinned_unit = cursor.fetch_number("SELECT unit FROM pin WHERE key = ?", (key,))
     if pinned_unit is None or pinned_unit == _LOST_UNIT:
         cursor.execute("INSERT OR REPLACE INTO pin VALUES (?, ?, ?)", (key, unit, tokens))
@@ -179,7 +179,7 @@ def delete_units(cursor: ValidatingCursor, units: Iterable[int]) -> int:
 
 
 def read_total_bytes(cursor: ValidatingCursor) -> int:
-    """Return the bytes of all units."""
+    """Return the number of bytes of all units."""
     return cursor.require_number("SELECT bytes FROM state")
 
 

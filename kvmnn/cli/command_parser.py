@@ -275,27 +275,18 @@ _PACKED_COMMANDS = (
 _TENSOR_COMMANDS = tuple(command for command in _PACKED_COMMANDS if command not in ("inspect", "mnn compact"))
 """The commands among these that read some arrays of an input."""
 
-_HEADER_KEYS = tuple(
-    (f"--{key.replace('_', '-')}", key) for key in ("compression_factor", "min_seq_len", "num_heads", "head_dim")
-)
-
 _REPLACED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     *(
         (option, "--help-all", COMMANDS)
         for option in ("--help-packed", "--help-engines", "--help-axes", "--help-many", "--help-limits")
     ),
     *(
-        (option, f"kvmnn compressor {command} {new}", (command,))
+        (option, f"kvmnn compressor {command} {option}", (command,))
         for command in ("inspect", "verify")
-        for option, new in (
-            *((option, f"--header {key}=N") for option, key in _HEADER_KEYS if option != "--head-dim"),
-            *((option, option) for option in ("--metadata", "--prefix-order", "--slot-order")),
-            *((option, option) for option in ("--allow-trailing", "--as-reference")),
+        for option in (
+            *("--compression-factor", "--min-seq-len", "--num-heads", "--metadata"),
+            *("--prefix-order", "--slot-order", "--allow-trailing", "--as-reference"),
         )
-    ),
-    *(
-        (option, f"--header {key}=N", tuple(f"compressor {name}" for name in ("convert", "verify", "inspect")))
-        for option, key in _HEADER_KEYS
     ),
     ("--input", "kvmnn compressor convert IN", ("compressor convert",)),
     *((f"--predictors-{part}", f"--predictors {part}:SPEC", ("encode",)) for part in ("k", "v")),

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import console
-from .options import SpecField, add_spec_option, parse_integer
 
 if TYPE_CHECKING:
     from ..compressor import ConvertOptions
@@ -63,18 +62,15 @@ def add_order_options(parser: Any) -> None:
     )
 
 
-_HEADER_FIELDS = (
-    SpecField("compression_factor", "compression_factor", "tokens that become one", parse=parse_integer),
-    SpecField("min_seq_len", "min_seq_len", "least number of groups that is compressed (2)", parse=parse_integer),
-    SpecField("num_heads", "num_heads", "for information (0, not given)", parse=parse_integer),
-    SpecField("head_dim", "head_dim", "for information (rows of the first weight)", parse=parse_integer),
-)
-
-
 def add_header_options(parser: Any) -> None:
-    """Add ``--header`` and ``--metadata``."""
-    title = "fields of the header (default: from the first weight)"
-    add_spec_option(parser, "--header", title, _HEADER_FIELDS, metavar="FIELD=N[,FIELD=N]")
+    """Add the options that set header fields, as the published converter names them, and ``--metadata``."""
+    for name, text in (
+        ("compression-factor", "tokens that become one (default: columns / head_dim of the first weight)"),
+        ("min-seq-len", "least number of groups that is compressed (default: 2)"),
+        ("num-heads", "for information (default: 0, not given)"),
+        ("head-dim", "for information (default: rows of the first weight)"),
+    ):
+        parser.add_argument(f"--{name}", type=int, metavar="N", help=text)
     parser.add_argument(
         "--metadata",
         type=parse_entry,

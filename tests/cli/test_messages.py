@@ -168,7 +168,7 @@ def test_diff_compares_weight_files(here, run):
     assert run("diff", "w.bin", "w.bin").out == f"equal: {words} words, bit by bit\n"
     run("compressor", "export", "w.bin")
     assert run("diff", "w.bin", "w.safetensors").out.startswith("equal: ")
-    run("compressor", "convert", "c.pth", "o.bin", "--header", "min_seq_len=9", "--metadata", "a=b")
+    run("compressor", "convert", "c.pth", "o.bin", "--min-seq-len", 9, "--metadata", "a=b")
     assert run("diff", "w.bin", "o.bin", code=1).out.splitlines() == [
         "header field min_seq_len: 2 and 9 (first input, second input)",
         "header field metadata_size_bytes: 0 and 12 (first input, second input)",

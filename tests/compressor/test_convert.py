@@ -454,7 +454,7 @@ def test_convert_command_equals_library(tmp_path: Path, capsys: pytest.CaptureFi
         ["in.pth", "a.bin", "--dtype", "float16"],
         ["in.pth", "a.bin", "--slot-order", "0,3"],
         ["in.pth", "a.bin", "--slot-order", "a,b,c"],
-        ["in.pth", "a.bin", "--header", "min_seq_len=x"],
+        ["in.pth", "a.bin", "--min-seq-len", "x"],
         ["in.pth", "-", "--json"],
     ],
 )

@@ -73,7 +73,7 @@ def test_verify_compares_every_header_field(source: Path, shell: Any, field: str
 
 
 def test_verify_compares_fields_with_conversion_options(source: Path, shell: Any) -> None:
-    told = ["--header", "min_seq_len=9,num_heads=32,head_dim=6,compression_factor=7", "--as-reference"]
+    told = ["--min-seq-len", "9", "--num-heads", "32", "--head-dim", "6", "--compression-factor", "7", "--as-reference"]
     path = source.with_name("w.bin")
     assert shell("compressor", "convert", source, path, *told)[0] == 0
     verdict = verify_weights(path, against=source)

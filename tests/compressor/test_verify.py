@@ -241,7 +241,7 @@ def test_verify_command_output_and_exit_code(
     assert (code, err) == (0, "")
     assert f"EXACT (header and {_size():,} elements compared with {source}, rounded to fp16)" in out
     code, out, err = run(
-        capsys, "compressor", "verify", file, "--against", source, "--header", "min_seq_len=5,num_heads=1"
+        capsys, "compressor", "verify", file, "--against", source, "--min-seq-len", 5, "--num-heads", 1
     )
     assert (code, out) == (1, "")
     assert err.splitlines() == [

@@ -32,7 +32,7 @@ def add_convert_parser(subparsers: Any) -> None:
             "kvmnn compressor convert model.pth model.bin --dtype bf16",
             "kvmnn compressor convert export.safetensors -o model.bin -f",
         ),
-        shown="--output --dtype --header --metadata",
+        shown="--output --dtype --compression-factor --min-seq-len --num-heads --head-dim --metadata",
     )
     parser.add_argument("source", nargs="?", metavar="IN", help="checkpoint (- for standard input)")
     parser.add_argument(
@@ -109,7 +109,8 @@ def add_verify_parser(subparsers: Any) -> None:
             "kvmnn compressor verify model.bin --against model.pth --dtype bf16",
             "kvmnn compressor verify weights/ --jobs 4",
         ),
-        shown="--against --dtype --header --metadata --allow-trailing --as-reference --jobs",
+        shown="--against --dtype --compression-factor --min-seq-len --num-heads --head-dim --metadata "
+        "--allow-trailing --as-reference --jobs",
     )
     parser.add_argument("inputs", nargs="+", metavar="WEIGHTS", help="a weight file (.bin)")
     parser.add_argument("--against", action="append", default=[], metavar="FILE", help="the checkpoint")
@@ -202,10 +203,11 @@ def add_inspect_parser(subparsers: Any) -> None:
         _INSPECT_DESCRIPTION,
         examples=(
             "kvmnn compressor inspect model.bin",
-            "kvmnn compressor inspect model.pth --header compression_factor=4",
+            "kvmnn compressor inspect model.pth --compression-factor 4",
             "kvmnn compressor inspect model.bin --json",
         ),
-        shown="--dtype --header --metadata --prefix-order --slot-order",
+        shown="--dtype --compression-factor --min-seq-len --num-heads --head-dim --metadata --prefix-order "
+        "--slot-order",
     )
     parser.add_argument("inputs", nargs="+", metavar="IN", help="a weight file (.bin) or a checkpoint")
     shared_options.add_dtype(parser, "of a checkpoint: type of the weights")

@@ -262,24 +262,24 @@ def write_entropy_report(
     NothingSelectedError, SourceError, OutputError
         For a selection without dumps, for the run log, and for the output.
     """
-    prompts = read_run_log(run_log) if run_log else None
+    prompt_tokens_by_run = read_run_log(run_log) if run_log else None
     selection.require_entries()
     with DirectoryOutput(output, force=force) as directory:
         analysis = analyze_entropy(selection, level=level, with_heads=with_heads, progress=progress)
-        _write_files(analysis, directory, prompts, with_heads)
+        _write_files(analysis, directory, prompt_tokens_by_run, with_heads)
         directory.commit()
     return EntropyReport(output=output, analysis=analysis, skipped=dict(selection.skip_counts))
 
 
 def _write_files(
-    analysis: EntropyAnalysis, output: DirectoryOutput, prompts: Mapping[str, int] | None, with_heads: bool
+    analysis: EntropyAnalysis, output: DirectoryOutput, prompt_tokens_by_run: Mapping[str, int] | None, with_heads: bool
 ) -> None:
     files = {"layer_metrics.csv": format_csv(analysis.layer_rows)}
     if with_heads:
         files["head_metrics.csv"] = format_csv(analysis.head_rows)
     files["summary.md"] = format_summary(analysis)
-    if prompts is not None:
-        files["grouped_summary.md"] = format_grouped_summary(analysis, prompts)
+    if prompt_tokens_by_run is not None:
+        files["grouped_summary.md"] = format_grouped_summary(analysis, prompt_tokens_by_run)
     output.check_names(files)
     for name, text in files.items():
         output.open_file(name).write(text.encode())
@@ -317,23 +317,25 @@ def format_summary(analysis: EntropyAnalysis) -> str:
     return "\n".join(lines) + "\n"
 
 
-def format_grouped_summary(analysis: EntropyAnalysis, prompts: Mapping[str, int]) -> str:
-    """Format the summary by prompt length as Markdown; runs that are not in `prompts` come last."""
+def format_grouped_summary(analysis: EntropyAnalysis, prompt_tokens_by_run: Mapping[str, int]) -> str:
+    """Format the summary by prompt length as Markdown; runs that are not in `prompt_tokens_by_run` come last."""
     lines = ["# KV dumps by prompt tokens", ""]
-    for label, rows in _group_by_prompt_length(analysis.layer_rows, prompts).items():
+    for label, rows in _group_by_prompt_length(analysis.layer_rows, prompt_tokens_by_run).items():
         lines += [f"## {label}", "", f"- Tensors: {len(rows)}", "", *_format_ratio_table(rows), ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _group_by_prompt_length(rows: Sequence[MetricsRow], prompts: Mapping[str, int]) -> dict[str, list[MetricsRow]]:
+def _group_by_prompt_length(
+    rows: Sequence[MetricsRow], prompt_tokens_by_run: Mapping[str, int]
+) -> dict[str, list[MetricsRow]]:
     rows_by_label: dict[str, list[MetricsRow]] = {}
     for min_tokens, max_tokens in PROMPT_TOKEN_BINS:
         label = f"{min_tokens}-{max_tokens}" if max_tokens is not None else f"{min_tokens}+"
         for row in rows:
-            tokens = prompts.get(row.entry.run_id)
+            tokens = prompt_tokens_by_run.get(row.entry.run_id)
             if tokens is not None and min_tokens <= tokens and (max_tokens is None or tokens <= max_tokens):
                 rows_by_label.setdefault(label, []).append(row)
-    unknown_rows = [row for row in rows if row.entry.run_id not in prompts]
+    unknown_rows = [row for row in rows if row.entry.run_id not in prompt_tokens_by_run]
     return {**rows_by_label, "not in the log": unknown_rows} if unknown_rows else rows_by_label
 
 

@@ -131,7 +131,7 @@ class SizeReport:
         if self.is_stored:
             meaning["stored"] = STORED_MEANING
         layer_tokens = [totals.tokens for totals in self.totals_by_layer.values()]
-        fp32_document = {"fp32": self._fp32_document()} if self.totals.fp32 else {}
+        fp32_document = {"fp32": self._build_fp32_document()} if self.totals.fp32 else {}
         return {
             "meaning": meaning,
             "found_layers": self.num_layers,
@@ -139,21 +139,21 @@ class SizeReport:
                 "layers": len(self.totals_by_layer),
                 "least_tokens": min(layer_tokens, default=0),
                 "most_tokens": max(layer_tokens, default=0),
-                **self._document(self.totals),
+                **self._build_document(self.totals),
             },
             "layers": {
-                str(layer): {"tokens": totals.tokens, **self._document(totals)}
+                str(layer): {"tokens": totals.tokens, **self._build_document(totals)}
                 for layer, totals in self.totals_by_layer.items()
             },
             **fp32_document,
         }
 
-    def _document(self, totals: AggregateSizeStats) -> dict[str, Any]:
+    def _build_document(self, totals: AggregateSizeStats) -> dict[str, Any]:
         return self.build_entry(totals).to_dict() | {
-            PART_LETTERS[part]: self._part_document(totals, part) for part in PARTS
+            PART_LETTERS[part]: self._build_part_document(totals, part) for part in PARTS
         }
 
-    def _part_document(self, totals: AggregateSizeStats, part: Part) -> dict[str, Any]:
+    def _build_part_document(self, totals: AggregateSizeStats, part: Part) -> dict[str, Any]:
         lanes: dict[str, LaneSizeStats] = {half: totals.lanes[format_lane(part, half)] for half in LANE_HALVES}
         wide_lanes = {
             str(number): lane
@@ -169,17 +169,17 @@ class SizeReport:
         sizes = self.build_entry(totals, [part]).to_dict()
         return {**sizes, "framing_bytes": totals.extra_bytes[part], "lanes": lane_documents}
 
-    def _fp32_document(self) -> dict[str, Any]:
+    def _build_fp32_document(self) -> dict[str, Any]:
         """Return the sizes of fp32 words as JSON values: overall, and of each layer that has fp32 words."""
         layers = {
-            str(layer): self._fp32_totals_document(totals.fp32)
+            str(layer): self._build_fp32_totals_document(totals.fp32)
             for layer, totals in self.totals_by_layer.items()
             if totals.fp32
         }
-        overall = {"layers": len(layers), **self._fp32_totals_document(self.totals.fp32)}
+        overall = {"layers": len(layers), **self._build_fp32_totals_document(self.totals.fp32)}
         return {"meaning": FP32_MEANING, "overall": overall, "layers": layers}
 
-    def _fp32_totals_document(self, totals: Fp32SizeStats | None) -> dict[str, Any]:
+    def _build_fp32_totals_document(self, totals: Fp32SizeStats | None) -> dict[str, Any]:
         if totals is None:
             return {}
         document = self.build_lane_entry(totals.sum_lanes()).to_dict()
@@ -487,7 +487,7 @@ class _MeasureJob(NamedTuple):
     unit_index: int
     part: Part
     target: _JobTarget
-    cost: int
+    estimated_cost: int
     memory_bytes: int
 
 
@@ -594,15 +594,16 @@ def _plan_jobs(units: list[CompressionUnit], options: MeasureOptions, real: bool
             nbytes, memory_bytes = unit.count_raw_bytes(part), estimate_memory_bytes(unit, part, options)
             if unit.get_itemsize(part) == 2:
                 for half in LANE_HALVES:
-                    cost = 2 * unit.count_elements(part) * len(options.predictors.get_lane(format_lane(part, half)))
-                    jobs.append(_MeasureJob(index, part, half, cost, memory_bytes))
+                    num_predictors = len(options.predictors.get_lane(format_lane(part, half)))
+                    estimated_cost = 2 * unit.count_elements(part) * num_predictors
+                    jobs.append(_MeasureJob(index, part, half, estimated_cost, memory_bytes))
             if unit.get_itemsize(part) == 4 or (options.fp32 and unit.is_rounded):
                 jobs.extend(
                     _MeasureJob(index, part, lane, 4 * unit.count_elements(part), memory_bytes) for lane in FP32_LANES
                 )
             if real:
                 jobs.append(_MeasureJob(index, part, None, 3 * nbytes, 3 * unit.count_chunk_bytes(part)))
-    return sorted(jobs, key=lambda job: -job.cost)
+    return sorted(jobs, key=lambda job: -job.estimated_cost)
 
 
 def _run_jobs(

@@ -47,7 +47,7 @@ def apply_predictor(lane: npt.NDArray[Any], name: str) -> Bytes:
     lane
         uint8 ``[token, kv_head, head_dim]``.
     """
-    tokens, heads, dims, predictor_id = _check_lane(lane, name)
+    tokens, heads, dims, predictor_id = _parse_lane_arguments(lane, name)
     if lane.size == 0:
         return lane.copy()
     stream = _stream_meter.predict(np.ascontiguousarray(lane).reshape(-1), heads, dims, predictor_id)
@@ -56,7 +56,7 @@ def apply_predictor(lane: npt.NDArray[Any], name: str) -> Bytes:
 
 def invert_predictor(stream: npt.NDArray[Any], name: str) -> Bytes:
     """Recover the lane from a stream of `apply_predictor`."""
-    tokens, heads, dims, predictor_id = _check_lane(stream, name)
+    tokens, heads, dims, predictor_id = _parse_lane_arguments(stream, name)
     if stream.size == 0:
         return stream.copy()
     lane = _stream_meter.unpredict(np.ascontiguousarray(stream).reshape(-1), heads, dims, predictor_id)
@@ -68,7 +68,7 @@ def bitshuffle(data: bytes | bytearray | memoryview | Bytes) -> bytes:
     return _stream_meter.bitshuffle(data)
 
 
-def _check_lane(lane: npt.NDArray[Any], name: str) -> tuple[int, int, int, int]:
+def _parse_lane_arguments(lane: npt.NDArray[Any], name: str) -> tuple[int, int, int, int]:
     if lane.ndim != 3 or lane.dtype != np.uint8:
         raise TypeError(f"expected uint8 [token, kv_head, head_dim], not {lane.dtype} {list(lane.shape)}")
     if name not in PREDICTOR_NAMES:

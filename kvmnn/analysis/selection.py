@@ -38,8 +38,8 @@ class CodedInputInfo(Record):
 
     def add_source(self, source: Source) -> None:
         """Count a source, if its elements were dequantised."""
-        if source.dequantised_types:
-            self.types = tuple(dict.fromkeys((*self.types, *source.dequantised_types)))
+        if source.dequantized_types:
+            self.types = tuple(dict.fromkeys((*self.types, *source.dequantized_types)))
             nbytes = count_input_bytes(source)
             self.nbytes = None if nbytes is None or self.nbytes is None else self.nbytes + nbytes
             self.room_bytes += source.engine_cache.unused_bytes if source.engine_cache is not None else 0

@@ -150,8 +150,8 @@ def describe_order(source: Source) -> list[str]:
 def describe_order_conflicts(first: Source, second: Source) -> list[str]:
     """Return notes about two compared caches whose K may be in different element orders."""
     caches = [source.engine_cache for source in (first, second)]
-    is_reordered = ["k-order" in (source.inverted_transforms or ()) for source in (first, second)]
-    if caches[0] and caches[1] and caches[0].engine == caches[1].engine and is_reordered[0] == is_reordered[1]:
+    is_k_reordered = ["k-order" in (source.inverted_transforms or ()) for source in (first, second)]
+    if caches[0] and caches[1] and caches[0].engine == caches[1].engine and is_k_reordered[0] == is_k_reordered[1]:
         return []
     return [*describe_order(first), *describe_order(second)]
 

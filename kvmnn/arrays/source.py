@@ -96,7 +96,7 @@ class Source:
         return self.inputs + self.opened_files
 
     @property
-    def dequantised_types(self) -> tuple[str, ...]:
+    def dequantized_types(self) -> tuple[str, ...]:
         """Return the quantised types that the words were decoded from; empty if the words are those of the input."""
         return self.code_types or (("int8",) if self.lossy else ())
 

@@ -587,7 +587,7 @@ class EncodeResult(SizeStats, Record):
     #: The packed cache that the arrays were read from, if it was one.
     cache: CacheInfo | None = field(default=None, metadata={"convert": build_cache_document})
     #: Quantised types that the words were dequantised from.
-    dequantised_types: tuple[str, ...] = ()
+    dequantized_types: tuple[str, ...] = ()
     #: How much of the model's state the arrays contain; None if unknown.
     completeness: Completeness | None = field(default=None, metadata={"omit": True})
     #: Sentences about what was inferred of packed files.
@@ -639,15 +639,15 @@ class EncodeResult(SizeStats, Record):
     def notes(self) -> list[str]:
         """Return lines about what qualifies the ratio."""
         notes = (
-            self._dequantisation_notes
+            self._dequantization_notes
             + describe_passthrough(self.manifest, self.output or "frames")
             + describe_unused_arrays(self.manifest)
         )
         return [*self.inference_notes, *notes]
 
     @property
-    def _dequantisation_notes(self) -> list[str]:
-        return [f"words dequantised from {', '.join(self.dequantised_types)}"] if self.dequantised_types else []
+    def _dequantization_notes(self) -> list[str]:
+        return [f"words dequantised from {', '.join(self.dequantized_types)}"] if self.dequantized_types else []
 
     @property
     def _array_documents(self) -> list[dict[str, Any]]:
@@ -735,7 +735,7 @@ class EncodeResult(SizeStats, Record):
             lines.append(f"  {rename_text}")
         lines += [
             f"  {line}"
-            for line in (*missing_texts, *self._dequantisation_notes, *describe_unused_arrays(self.manifest))
+            for line in (*missing_texts, *self._dequantization_notes, *describe_unused_arrays(self.manifest))
         ]
         if self.passthrough:
             bundle_bytes = self.bundle_bytes
@@ -812,7 +812,7 @@ def encode_source(
         is_verified=options.verify,
         seconds=seconds,
         cache=source.cache,
-        dequantised_types=source.dequantised_types,
+        dequantized_types=source.dequantized_types,
         completeness=source.completeness,
         inference_notes=tuple(source.notes) if source.cache else (),
     )

@@ -30,10 +30,10 @@ class BundleDifference(Record):
     """First difference from an original; `array` is None for bytes of a whole file outside its arrays."""
 
     array: str | None
-    what: str
+    description: str = field(metadata={"key": "what"})
 
     def __str__(self) -> str:
-        return self.what if self.array is None else f"array {self.array!r} {self.what}"
+        return self.description if self.array is None else f"array {self.array!r} {self.description}"
 
 
 def compare_frame_set(

@@ -22,17 +22,17 @@ SOURCE_TEXT_OPTIONS = ("model", "token_ids")
 _ROPE_EXAMPLE = "theta=10000,dims=64"
 
 
-def add_codec(parser: Any) -> None:
+def add_codec_options(parser: Any) -> None:
     """Add ``--codec`` and ``--rope``."""
     parser.add_argument(
         "--codec",
         choices=CODEC_CHOICES,
         help="mnn: frames (the default of arrays); dense: streams of K and V for kvmnn alone, smaller",
     )
-    add_rope(parser)
+    add_rope_option(parser)
 
 
-def add_rope(parser: Any) -> None:
+def add_rope_option(parser: Any) -> None:
     """Add ``--rope``."""
     parser.add_argument(
         "--rope",

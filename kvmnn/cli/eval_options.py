@@ -31,7 +31,7 @@ def build_plot_options(arguments: argparse.Namespace) -> PlotOptions:
     return PlotOptions(kinds=formats, titles=not arguments.no_titles)
 
 
-def add_compared_options(parser: Any) -> None:
+def add_comparison_options(parser: Any) -> None:
     """Add the options for the model, the texts and the configurations to compare."""
     parser.add_argument("model", metavar="MODEL", help="an ONNX decoder with its KV cache outside: file or folder")
     text_help = "texts: .txt, .jsonl, .parquet, folders of them"
@@ -113,7 +113,7 @@ def add_setting_options(parser: Any) -> None:
         metavar="N",
         help="evicted tokens that may stay masked (default: 1 in 8 of those kept)",
     )
-    shared_options.add_provider(group)
+    shared_options.add_provider_option(group)
     add(
         "--frame-dtype",
         choices=("fp16", "fp32"),
@@ -244,11 +244,11 @@ def add_start_options(parser: Any) -> None:
         help="what llama.cpp did to K and V: k-rotation, v-rotation (of what it quantised), k-order (Llama models); "
         "auto tries all, and takes what is nearest to the model's own K and V; none takes them as they lie",
     )
-    shared_options.add_dtype(group, "element type of raw input")
+    shared_options.add_dtype_option(group, "element type of raw input")
     group.add_argument("--tensor", action="append", default=[], metavar="NAME", help="take this array (repeatable)")
-    shared_options.add_ignore(group, "unsupported", "skip_unsupported", "its arrays that are not K and V")
+    shared_options.add_ignore_option(group, "unsupported", "skip_unsupported", "its arrays that are not K and V")
     group.add_argument("--token-major", action="store_true", help="its arrays are [token, kv_head, head_dim]")
-    shared_options.add_axes(parser)
+    shared_options.add_axes_options(parser)
     packed_group = parser.add_argument_group(
         "packed files", "What MNN's prefix caches and live files do not say themselves."
     )

@@ -190,7 +190,7 @@ def add_model_options(parser: Any) -> None:
         "--seed", type=shared_options.parse_whole, default=0, metavar="N", help="random seed (default: 0)"
     )
     parser.accept("--threads", default=1)
-    shared_options.add_provider(parser)
+    shared_options.add_provider_option(parser)
 
 
 def build_run_options(arguments: argparse.Namespace) -> RunOptions:
@@ -348,10 +348,10 @@ def _read_engine_config(arguments: argparse.Namespace) -> H2OConfig:
 
 def _iter_config_notes(config: H2OConfig, document: dict[str, Any]) -> Iterator[str]:
     """Yield notes about entries of the engine's file whose effect a plan does not show."""
-    from ..policies.h2o.config import ENGINE_KEY_BY_FIELD, QUANTISED_MODES
+    from ..policies.h2o.config import ENGINE_KEY_BY_FIELD, QUANTIZED_MODES
 
     reason = "" if config.enable else "kv_h2o_enable is not true"
-    if document.get("attention_mode") in QUANTISED_MODES:
+    if document.get("attention_mode") in QUANTIZED_MODES:
         reason = f"attention_mode {document['attention_mode']} holds K or V in int8"
     if reason:
         yield f"{reason}, so the engine evicts nothing; the plan is what it would evict otherwise"

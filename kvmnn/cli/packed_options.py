@@ -45,7 +45,7 @@ def add_engine_options(
     parser: Any, text: str | None = _HEADS_HINT, *, with_blocks: bool = True, with_undo: bool = False
 ) -> None:
     """Declare the options of llama.cpp files, ``--raw-blocks`` if `with_blocks`, and ``--invert`` if `with_undo`."""
-    shared_options.add_part(parser, _LLAMA_PARTS)
+    shared_options.add_part_option(parser, _LLAMA_PARTS)
     group = parser.add_argument_group("caches of other engines", text)
     if with_blocks:
         group.add_argument(
@@ -55,7 +55,7 @@ def add_engine_options(
             help="quantised blocks as their bytes [token, block, byte], not as numbers",
         )
     if with_undo:
-        add_undo(group)
+        add_undo_option(group)
 
 
 _LLAMA_PARTS = (
@@ -71,7 +71,7 @@ _LLAMA_PARTS = (
 )
 
 
-def add_undo(parser: Any) -> None:
+def add_undo_option(parser: Any) -> None:
     """Add ``--invert``."""
     parser.add_argument(
         "--invert",
@@ -239,7 +239,7 @@ def add_packed_options(
     packed_variant = SpecField(
         "packed-variant", "packed", "of a KV dump with both the packed one", constant=True, default=False
     )
-    shared_options.add_part(parser, [packed_variant])
+    shared_options.add_part_option(parser, [packed_variant])
     parser.accept("--force", **({} if parser.accepts("--force") else {"dest": "trust"}))
     if with_engines:
         add_engine_options(parser, with_undo=with_undo)
@@ -297,7 +297,7 @@ def add_discovery_options(parser: Any) -> None:
         help="live files by layer: their addresses, or the engine's process, which knows the order",
     )
     parser.set_defaults(pid=None)
-    shared_options.add_ignore(
+    shared_options.add_ignore_option(
         parser, "markers", "ignore_markers", "the sync markers of a prefix, where they are missing"
     )
 
@@ -314,7 +314,7 @@ def add_origin_options(parser: Any, model_use: str = "geometry and heads") -> No
 
 def add_target_options(parser: Any) -> None:
     """Add ``-o``, ``-f`` and ``--capacity`` for a prefix cache to write."""
-    shared_options.add_output(parser, "directory for the files (default: alongside IN)")
+    shared_options.add_output_option(parser, "directory for the files (default: alongside IN)")
     parser.add_argument(
         "--capacity",
         type=shared_options.parse_positive,

@@ -55,19 +55,19 @@ _ARRAY_PARTS = (
 )
 
 
-def add_part(parser: Any, fields: Sequence[SpecField]) -> None:
+def add_part_option(parser: Any, fields: Sequence[SpecField]) -> None:
     """Add ``--part``, or further items of it."""
     title = "which part of an input that has several"
     add_spec_option(parser, "--part", title, fields, metavar="WHAT[,WHAT]")
 
 
-def add_ignore(parser: Any, key: str, dest: str, text: str) -> None:
+def add_ignore_option(parser: Any, key: str, dest: str, text: str) -> None:
     """Add ``--ignore``, or a further word of it."""
     fields = [SpecField(key, dest, text, constant=True, default=False)]
     add_spec_option(parser, "--ignore", "read the input without", fields, metavar="WHAT[,WHAT]")
 
 
-def add_axes(parser: Any) -> None:
+def add_axes_options(parser: Any) -> None:
     """Add ``--axes``, ``--shape`` and ``--pages``, and the items of ``--part`` that select one of several texts."""
     group = parser.add_argument_group("axes of arrays", _AXES_DESCRIPTION)
     group.add_argument(
@@ -87,7 +87,7 @@ def add_axes(parser: Any) -> None:
         default=None,
         help="the inputs are pages of one text, in order",
     )
-    add_part(parser, _ARRAY_PARTS)
+    add_part_option(parser, _ARRAY_PARTS)
 
 
 def build_axis_spec(arguments: argparse.Namespace, *, is_one_of_several: bool = False) -> AxisSpec:
@@ -164,26 +164,26 @@ def add_command(
     return parser
 
 
-def add_threads(parser: Any) -> None:
+def add_threads_option(parser: Any) -> None:
     """Accept ``--threads``, and add ``--no-zstd``."""
     parser.accept("--threads")
     parser.add_argument("--no-zstd", action="store_true", help="behave as an engine without libzstd: RLE only")
 
 
-def add_output(parser: Any, text: str) -> None:
+def add_output_option(parser: Any, text: str) -> None:
     """Add ``-o``, and accept ``-f``."""
     parser.add_argument("-o", "--output", metavar="OUT", help=text)
     parser.accept("--force")
 
 
-def add_raw(parser: Any) -> None:
+def add_raw_option(parser: Any) -> None:
     """Add ``--raw``."""
     parser.add_argument(
         "--raw", action="store_true", help="write the raw elements of one array to OUT, whatever its suffix"
     )
 
 
-def add_provider(parser: Any) -> None:
+def add_provider_option(parser: Any) -> None:
     """Add ``--provider``."""
     parser.add_argument(
         "--provider",
@@ -203,18 +203,18 @@ _FLOAT8_CODE_TYPES = (
 )  # numpy takes long to import
 
 
-def add_source(parser: Any, dtype_help: str, *, axes: bool = True) -> None:
+def add_source_options(parser: Any, dtype_help: str, *, axes: bool = True) -> None:
     """Add ``--dtype``, ``--tensor`` and ``--ignore unsupported``; with `axes` also the options for the axis order."""
-    add_dtype(parser, dtype_help, with_float8=True)
+    add_dtype_option(parser, dtype_help, with_float8=True)
     parser.add_argument("--tensor", action="append", default=[], metavar="NAME", help="take this array (repeatable)")
-    add_ignore(
+    add_ignore_option(
         parser, "unsupported", "skip_unsupported", "arrays that frames do not support (float64, int64, empty ...)"
     )
     if axes:
-        add_axes(parser)
+        add_axes_options(parser)
 
 
-def add_dtype(parser: Any, text: str, *, with_float8: bool = False) -> None:
+def add_dtype_option(parser: Any, text: str, *, with_float8: bool = False) -> None:
     """Add ``--dtype``; `with_float8` also accepts the float8 types of one-byte codes."""
     names = (*ELEMENT_TYPES, *(_FLOAT8_CODE_TYPES if with_float8 else ()))
     parser.add_argument("--dtype", choices=names, metavar="TYPE", help=f"{text}: {', '.join(names)}")

@@ -166,7 +166,7 @@ def _locate_compressor(root: object, options: ConvertOptions) -> tuple[TensorsBy
     if not isinstance(root, dict):
         raise CheckpointError(f"holds {_describe_kind(root)}: expected a dict with the compressor's weights")
     reason = ""
-    for keys, notice in _iter_places(root):
+    for keys, notice in _iter_state_dicts(root):
         if keys is None:
             reason = reason or (
                 "has no dict under model_state_dict.compressor or compressor, and not all of its keys are strings"
@@ -182,7 +182,7 @@ def _locate_compressor(root: object, options: ConvertOptions) -> tuple[TensorsBy
     )
 
 
-def _iter_places(root: Mapping[Any, object]) -> Iterator[tuple[TensorsByKey | None, str]]:
+def _iter_state_dicts(root: Mapping[Any, object]) -> Iterator[tuple[TensorsByKey | None, str]]:
     """Iterate over the places in a checkpoint to search, in order, each with its notice."""
     keys = _find_subtree(root)
     yield keys, ""

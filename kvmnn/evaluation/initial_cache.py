@@ -19,7 +19,7 @@ from ..lm.session import DecoderSession
 from ..lm.tokenizer import Tokenizer
 from ..lm.warm_start import REVERSED_K_ORDER, UNDO_AUTO, UNDO_NONE, InitialCache
 from ..reports.records import MIN_NON_ROUNDING_DISTANCE, InitialCacheInfo, compute_relative_distance
-from .measure import measure_distance
+from .measure import measure_distance_to_model
 from .records import ScoreCell
 from .scoring import feed_unscored
 from .settings import FULL_POLICY, Configuration, EvaluationSettings
@@ -142,7 +142,7 @@ def _iter_trials(
 def _try_transforms(
     start_layers: Sequence[LayerCache], model_layers: Sequence[LayerCache], part: Part, names: tuple[str, ...]
 ) -> _TransformTrial:
-    distances = [measure_distance(*pair, part, names) for pair in zip(start_layers, model_layers, strict=True)]
+    distances = [measure_distance_to_model(*pair, part, names) for pair in zip(start_layers, model_layers, strict=True)]
     return _TransformTrial(names, compute_relative_distance(distances))
 
 
@@ -154,7 +154,7 @@ def _format_distances(trials: dict[Part, _TransformTrial]) -> str:
     return ", ".join(f"{part[0].upper()} {trial.distance:.2g}" for part, trial in trials.items())
 
 
-_UNVERIFIED_NOTE_TEXT = "rotated by a Hadamard matrix"
+_HADAMARD_NOTE_FRAGMENT = "rotated by a Hadamard matrix"
 """Part of a note of the reader, which the measured distances replace."""
 
 
@@ -217,7 +217,7 @@ def format_start_notes(start: InitialCacheInfo, notes: Sequence[str]) -> Iterato
         "cache has logits for."
     )
     distances = start.distances
-    yield from (note for note in notes if not distances or _UNVERIFIED_NOTE_TEXT not in note)
+    yield from (note for note in notes if not distances or _HADAMARD_NOTE_FRAGMENT not in note)
     if not distances:
         return
     if all(distance.equal == distance.words for distance in distances):

@@ -189,16 +189,16 @@ _BLOCK_ELEMENTS = 1 << 20
 """Numbers that are compared at once in float64."""
 
 
-def measure_distances(
+def measure_distances_to_model(
     start: Sequence[LayerCache], computed_layers: Sequence[LayerCache]
 ) -> Iterator[LayerDistanceStats]:
     """Measure the distance of K and V of every layer, at the positions that the initial cache stores."""
     for start_layer, computed in zip(start, computed_layers, strict=True):
         for part in PARTS:
-            distance = measure_distance(start_layer, computed, part, ())
+            distance = measure_distance_to_model(start_layer, computed, part, ())
             if distance.relative_distance > MIN_NON_ROUNDING_DISTANCE:
                 transformed = (
-                    measure_distance(start_layer, computed, part, transforms)
+                    measure_distance_to_model(start_layer, computed, part, transforms)
                     for transforms in iter_transform_combinations(part, start_layer.head_dim)
                 )
                 close_distance = next(
@@ -213,7 +213,7 @@ def measure_distances(
             yield distance
 
 
-def measure_distance(
+def measure_distance_to_model(
     start_layer: LayerCache, computed: LayerCache, part: Part, transforms: tuple[str, ...]
 ) -> LayerDistanceStats:
     """Measure how far K or V of a layer is from the model's own, after `transforms` are inverted."""
@@ -299,7 +299,7 @@ class CellMeasurer:
                 raise
             raise UnsupportedConfigurationError(f"{configuration.policy}: {exc}") from exc
 
-    def measure_score(
+    def measure_score_cell(
         self,
         configuration: Configuration,
         document: Document,
@@ -378,7 +378,7 @@ class CellMeasurer:
         feed_unscored(runner, document.ids, document.scored_from, self.settings.chunk, self.settings.prompt, advance)
         runner.timings = RunTimings()
         runner.cache.peak_nbytes = runner.cache.nbytes
-        return tuple(measure_distances(layers, runner.cache.copy_layers()))
+        return tuple(measure_distances_to_model(layers, runner.cache.copy_layers()))
 
     def measure_by_definition(
         self, configuration: Configuration, document: Document, advance: AdvanceCallback | None = None
@@ -396,14 +396,16 @@ class CellMeasurer:
             advance(len(ids))
         return cell
 
-    def measure_timing(self, configuration: Configuration, document: Document) -> TimingCell:
+    def measure_timing_cell(self, configuration: Configuration, document: Document) -> TimingCell:
         """Measure TTFT, TPOT and attention time, and the times that the configuration's project defines."""
         runner = self.create_runner(configuration, document)
         definition = configuration.definition
         try:
             cell = measure_generation_times(runner, document.ids, self.settings.repeats)
             if definition is not None and definition.speed and self.settings.project_definitions:
-                cell = replace(cell, project=measure_project_times(runner, document.own_ids, self.settings.repeats))
+                cell = replace(
+                    cell, project_times=measure_project_times(runner, document.own_ids, self.settings.repeats)
+                )
             return self._add_attention_time(cell, runner, document)
         except KvmnnError as exc:
             raise UnsupportedConfigurationError(f"{configuration.label}, timed: {exc}") from exc

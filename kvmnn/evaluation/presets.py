@@ -1,7 +1,7 @@
 """Presets that reproduce the tables of two projects: their configurations, and their definitions of the measurements.
 
 A preset is measured twice: soundly, every configuration on the same tokens in the same chunks, and by its project's own
-definitions (`Row.project`), so that the project's table can be made again.
+definitions (`ResultRow.project_stats`), so that the project's table can be made again.
 
 * **E1** (l2_compress, which KnormPress of kvpress follows; ``knorm-*``) feeds one token of the text at a time, without
   bos, and compresses after each: of n tokens n-1 are scored, perplexity is exp(mean NLL) and accuracy hits/(n-1). Its

@@ -100,7 +100,7 @@ class TimingCell(Record):
     #: Reason if the attention time is unknown although there were such steps.
     no_attention: str | None = field(default=None, metadata={"omit": True})
     #: Times by the definition of a preset's project (JSON: ``as_seed``).
-    project: ProjectTimes | None = field(default=None, metadata={"key": "as_seed", "omit": True})
+    project_times: ProjectTimes | None = field(default=None, metadata={"key": "as_seed", "omit": True})
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ def build_row(
         runtime=merge_runtime_stats(cell.runtime for cell in cells if cell.runtime is not None),
         initial_cache=start,
         evicted=_has_scored_after_eviction(cells),
-        project=_build_project_numbers(
+        project_stats=_build_project_numbers(
             configuration.definition,
             configuration_cells.project_cells,
             timing,
@@ -177,13 +177,13 @@ def _build_project_numbers(
         )
     chunks_left_out = sum(cell.chunks_left_out or 0 for cell in cells)
     numbers = replace(numbers, chunk=definition.chunk, chunks_left_out=chunks_left_out, process_peak_bytes=peak)
-    if timing is None or timing.project is None:
+    if timing is None or timing.project_times is None:
         return numbers
     attention = timing.attention_seconds
     return replace(
         numbers,
         attention_seconds=None if attention is None else attention / layers,
-        **timing.project.to_dict(),
+        **timing.project_times.to_dict(),
     )
 
 

@@ -27,7 +27,7 @@ def main() -> int:
     lines = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what libraries print must not come between the lines
     try:
-        _run_order(json.load(sys.stdin), lines)
+        _run_request(json.load(sys.stdin), lines)
     except BrokenPipeError:  # nobody listens any more
         with suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), lines.fileno())
@@ -42,7 +42,7 @@ def _exit_on_signal(number: int, frame: object) -> None:
     raise SystemExit(128 + number)
 
 
-def _run_order(order: Mapping[str, Any], lines: IO[str]) -> None:
+def _run_request(request: Mapping[str, Any], lines: IO[str]) -> None:
     from .measure import CellMeasurer, UnsupportedConfigurationError
     from .settings import EvaluationSettings
     from .workers import EvaluationTask, WorkerMessage, run_task
@@ -61,9 +61,12 @@ def _run_order(order: Mapping[str, Any], lines: IO[str]) -> None:
             pending, last = 0, time.monotonic()
 
     try:
-        task = EvaluationTask.from_json(order["task"])
+        task = EvaluationTask.from_json(request["task"])
         cell_measurer = CellMeasurer(
-            order["model"], EvaluationSettings.from_dict(order["settings"]), order.get("start"), is_fresh_process=True
+            request["model"],
+            EvaluationSettings.from_dict(request["settings"]),
+            request.get("start"),
+            is_fresh_process=True,
         )
         with closing(cell_measurer) as measurer:
             for key, cell in run_task(task, measurer, report_progress):

@@ -112,7 +112,7 @@ def run_task(task: EvaluationTask, measurer: CellMeasurer, advance: AdvanceCallb
         if cell.kind == "score":
             yield (
                 cell.key,
-                measurer.measure_score(
+                measurer.measure_score_cell(
                     task.configuration, document, advance, record_trace=cell.trace, measure_memory=is_first
                 ),
             )
@@ -123,7 +123,7 @@ def run_task(task: EvaluationTask, measurer: CellMeasurer, advance: AdvanceCallb
             if cell.kind == "seed":
                 result = measurer.measure_by_definition(task.configuration, document, advance)
             else:
-                result = measurer.measure_timing(task.configuration, document)
+                result = measurer.measure_timing_cell(task.configuration, document)
         except UnsupportedConfigurationError as exc:
             result = RefusedCell(str(exc))
         yield cell.key, result

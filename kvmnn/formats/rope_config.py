@@ -144,7 +144,7 @@ def parse_layer_ropes(fields: dict[str, Any], num_layers: int, head_dim: int, nu
     _check_head_dim(fields, head_dim)
     kinds = _list_layer_kinds(fields, num_layers)
     rotated_flags = _list_rotated_layers(fields, kinds)
-    rope_by_kind = {kind: _parse_kind_rope(fields, kind, num_tokens) for kind in sorted({*kinds})}
+    rope_by_kind = {kind: _parse_rope_of_layer_type(fields, kind, num_tokens) for kind in sorted({*kinds})}
     if None in rope_by_kind.values():
         return None
     for rope in rope_by_kind.values():
@@ -205,7 +205,7 @@ def _list_rotated_layers(fields: Mapping[str, Any], kinds: Sequence[str]) -> lis
     return [True] * len(kinds)
 
 
-def _parse_kind_rope(fields: Mapping[str, Any], kind: str, num_tokens: int) -> RopeFrequencies | None:
+def _parse_rope_of_layer_type(fields: Mapping[str, Any], kind: str, num_tokens: int) -> RopeFrequencies | None:
     """Return the frequencies of one kind of layer; None if they are not defined."""
     window_theta = fields.get("rope_local_base_freq")
     rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}

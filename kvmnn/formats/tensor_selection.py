@@ -26,7 +26,7 @@ from ..packed.cache_info import CacheInfo, PositionRuns
 from .options import ReadOptions
 
 
-def format_dequantised_note(types: Iterable[str], dtype: str, block_bytes: int, value_bytes: int) -> str:
+def format_dequantized_note(types: Iterable[str], dtype: str, block_bytes: int, value_bytes: int) -> str:
     """Format a note on values decoded from quantised blocks: their types, and the bytes before and after."""
     return (
         f"dequantised from {', '.join(types)} to {dtype}: {block_bytes:,} bytes in the file became {value_bytes:,}, "

@@ -104,13 +104,13 @@ def encode_elements(data: Bytes, options: LaneOptions, threads: int, progress: P
 
 def encode_exact(data: Bytes, options: LaneOptions, threads: int, progress: Progress | None) -> bytes:
     """Encode each lane with every predictor at the engine's level; the smallest stream is used, as in MNN."""
-    return _report(_encode_lanes(data, options, threads), data, progress)
+    return _return_with_progress(_encode_lanes(data, options, threads), data, progress)
 
 
 def encode_balanced(data: Bytes, options: LaneOptions, threads: int, progress: Progress | None) -> bytes:
     """Encode each lane with the predictor that samples favor, long lanes in segments."""
     frame = _encode_selected(data, options, threads)
-    return _report(_compare_with_exact(frame, data, options, threads), data, progress)
+    return _return_with_progress(_retry_with_exact_effort(frame, data, options, threads), data, progress)
 
 
 def encode_fast(data: Bytes, options: LaneOptions, threads: int, progress: Progress | None) -> bytes:
@@ -118,7 +118,7 @@ def encode_fast(data: Bytes, options: LaneOptions, threads: int, progress: Progr
     frame = encode_fast_frame(data, options, threads) if options.supports_fast_path(data.size) else None
     if frame is None:
         frame = _encode_selected(data, options, threads)
-    return _report(_compare_with_exact(frame, data, options, threads), data, progress)
+    return _return_with_progress(_retry_with_exact_effort(frame, data, options, threads), data, progress)
 
 
 def encode_max(data: Bytes, options: LaneOptions, threads: int, progress: Progress | None) -> bytes:
@@ -161,7 +161,7 @@ def with_selected_predictors(data: Bytes, options: LaneOptions) -> LaneOptions:
     return options._replace(modes=select_predictors(data, options)) if options.effort == "balanced" else options
 
 
-def _compare_with_exact(frame: bytes, data: Bytes, options: LaneOptions, threads: int) -> bytes:
+def _retry_with_exact_effort(frame: bytes, data: Bytes, options: LaneOptions, threads: int) -> bytes:
     """Return `frame`, or for small and repetitive data the frame of effort "exact" if it is smaller."""
     is_tried = data.size <= tuning.SMALL_INPUT_BYTES or (
         len(frame) * tuning.EXACT_RETRY_MIN_RATIO < data.size
@@ -170,7 +170,7 @@ def _compare_with_exact(frame: bytes, data: Bytes, options: LaneOptions, threads
     return min(frame, _encode_lanes(data, options, threads), key=len) if is_tried else frame
 
 
-def _report(frame: bytes, data: Bytes, progress: Progress | None) -> bytes:
+def _return_with_progress(frame: bytes, data: Bytes, progress: Progress | None) -> bytes:
     """Return the frame, all of whose raw bytes are processed."""
     if progress:
         progress(data.size)

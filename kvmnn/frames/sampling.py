@@ -91,7 +91,7 @@ class RepeatInfo(NamedTuple):
     beyond_segment: bool
     """More than half a segment away, and most of them not nearer."""
     unaligned: bool
-    """At distances that are not multiples of `tuning.ALIGNED_DISTANCE_ELEMENTS`."""
+    """At distances that are not multiples of `tuning.MATCH_POSITION_STRIDE_ELEMENTS`."""
 
 
 _NO_REPEATS = RepeatInfo(False, False, False)
@@ -123,7 +123,7 @@ def detect_long_range_repeats(data: Bytes, itemsize: int, segment_bytes: int) ->
             np.diff(positions * itemsize // segment_bytes) > 0,
             is_beyond,
             ~is_beyond,
-            distances % tuning.ALIGNED_DISTANCE_ELEMENTS != 0,
+            distances % tuning.MATCH_POSITION_STRIDE_ELEMENTS != 0,
         )
     )
     return RepeatInfo(

@@ -182,7 +182,7 @@ def encode_fast_lanes(data: Bytes, options: LaneOptions, threads: int, *, allow_
     """Encode the lanes of data for which `options.supports_fast_path`.
 
     Without `allow_unaligned`, return an empty list for data that repeat at distances that the fast match finder cannot
-    see (`tuning.ALIGNED_DISTANCE_ELEMENTS`).
+    see (`tuning.MATCH_POSITION_STRIDE_ELEMENTS`).
     """
     modes, alternatives = _fast_encoder.select_modes(data, options.itemsize, options.modes)
     lanes, segment_bytes = encode_segments(

@@ -81,7 +81,7 @@ MIN_DUPLICATE_HASHES = 8
 MIN_TRIAL_DUPLICATE_HASHES = 3
 """Duplicates in the sample from which longer segments are tried: a trial needs less evidence than a decision."""
 
-ALIGNED_DISTANCE_ELEMENTS = 8
+MATCH_POSITION_STRIDE_ELEMENTS = 8
 """Elements: the match finder of effort "fast" looks at one position in eight, so it sees repeats only at multiples of
 this distance. Data that repeat at other distances are left to libzstd (2 to 39 times as large otherwise)."""
 

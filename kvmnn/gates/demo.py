@@ -413,7 +413,7 @@ def check_demo(
     case: str = "llm_demo",
     mode: str = "",
     run_order: str = "",
-    bucket_order: Sequence[str] = (),
+    leading_buckets: Sequence[str] = (),
     strict: bool = False,
 ) -> DemoResult:
     """Judge prompts as the fork does; also ratios if `limits` set them.
@@ -425,7 +425,7 @@ def check_demo(
     ----------
     baseline, candidate
         Runs of the same prompts without and with compression.
-    bucket_order
+    leading_buckets
         Buckets to name first.
     strict
         Judge speeds by intervals; `limits` states the required ratios.
@@ -445,7 +445,7 @@ def check_demo(
         )
         drop_ratio = drop_ratio if slowdown is None else slowdown.drop_ratio
     decode_pass = speed_gate.verdict == "pass"
-    buckets = tuple(build_buckets(baseline, candidate, limits.decode_drop_target, bucket_order, strict))
+    buckets = tuple(build_buckets(baseline, candidate, limits.decode_drop_target, leading_buckets, strict))
     failure_texts = [
         f"{side} {run.name}: {run.reason or 'failed'} ({run.return_code})"
         for side, runs in (("baseline", baseline), ("candidate", candidate))

@@ -86,7 +86,7 @@ class DecodeSlowdown:
 
 
 def build_slowdown_gate(
-    slowdown: DecodeSlowdown | None, limit: float, pairs_text: str, missing_reason: str = "no run has a speed"
+    slowdown: DecodeSlowdown | None, limit: float, pair_description: str, missing_reason: str = "no run has a speed"
 ) -> GateResult:
     """Build the gate of a slowdown."""
     name, limit_text = "decode drop", f"<= {limit:.2%}"
@@ -97,7 +97,7 @@ def build_slowdown_gate(
     verdict = slowdown.judge(limit)
     why = (
         f"{slowdown.candidate_speed:.2f} of {slowdown.baseline_speed:.2f} tok/s, "
-        f"{pluralize(slowdown.num_pairs, 'pair')} {pairs_text}; {slowdown}"
+        f"{pluralize(slowdown.num_pairs, 'pair')} {pair_description}; {slowdown}"
     )
     if verdict == UNCLEAR:
         why += (

@@ -129,7 +129,7 @@ class TokenGroup:
         self.bias[:, :num_live] = 0
         self.num_slots = num_live
 
-    def split_layers(self) -> list[TokenGroup]:
+    def split_by_layer(self) -> list[TokenGroup]:
         """Return a group for each layer."""
         groups = []
         for layer in self.layers:
@@ -346,7 +346,7 @@ class ModelCache:
         for group in groups:
             first_positions = self._initial_positions[group.layers[0]]
             is_uniform = all(np.array_equal(self._initial_positions[layer], first_positions) for layer in group.layers)
-            self._groups += [group] if is_uniform else group.split_layers()
+            self._groups += [group] if is_uniform else group.split_by_layer()
         for group in self._groups:
             members = [self._initial_positions[layer] for layer in group.layers]
             rows = [
@@ -453,7 +453,7 @@ class ModelCache:
                     self._cut_group(group, selection, trigger)
                 groups.append(group)
                 continue
-            for layer_group in group.split_layers():  # layers keep different numbers of tokens
+            for layer_group in group.split_by_layer():  # layers keep different numbers of tokens
                 (layer,) = layer_group.layers
                 rows = selection[group.get_layer_rows(layer)]
                 if len({len(row) for row in rows}) != 1 or len(selection) != len(group.slots):

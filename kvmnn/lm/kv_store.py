@@ -81,8 +81,8 @@ class PackedStore:
         cache_dtype = dtypes.infer_dtype(np.empty(0, interface.dtype)).name
         heads = 1 if per_head else interface.kv_heads
         layout = PackLayout.from_backend(backend, kv_heads=heads, head_dim=interface.head_dim)
-        if layout.is_quantised or layout.dtype != cache_dtype:
-            layout_dtype = "int8" if layout.is_quantised else layout.dtype
+        if layout.is_quantized or layout.dtype != cache_dtype:
+            layout_dtype = "int8" if layout.is_quantized else layout.dtype
             raise KvmnnError(
                 f"layout {backend} holds {layout_dtype}, the cache of this model is {cache_dtype}: expected the same "
                 f"for both"
@@ -278,7 +278,7 @@ def describe_encoding(runs: Iterable[tuple[str, RuntimeStats]], config: RuntimeC
         lines.append(f"{', '.join(labels)}: nothing was encoded: {_explain_idle(cause, token_counts, config)}.")
     encoded_layers = sorted({layer.layer for _, run in labelled_runs for layer in run.layers if layer.raw_bytes})
     layers = max((len(run.layers) for _, run in labelled_runs), default=0)
-    skipped_layers = {layer.layer for _, run in labelled_runs for layer in run.layers if layer.skips}
+    skipped_layers = {layer.layer for _, run in labelled_runs for layer in run.layers if layer.num_backpressure_skips}
     skipped_layers.difference_update(encoded_layers)
     if encoded_layers and skipped_layers:
         noun = "layer" if len(skipped_layers) == 1 else "layers"

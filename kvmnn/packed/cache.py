@@ -402,7 +402,7 @@ class PackedCache:
     # -- internals -----------------------------------------------------------------------------------------------------
 
     def _to_rows(self, keys: Any, values: Any) -> BufferPair:
-        if self._layout.is_quantised and self._layout.dtype != "fp32":
+        if self._layout.is_quantized and self._layout.dtype != "fp32":
             raise KvmnnError(f"int8 from {self._layout.dtype}: kvmnn knows the engine's arithmetic for fp32 only")
         return to_row_pair(keys, values, self._layout)
 
@@ -416,7 +416,7 @@ class PackedCache:
         return pairs, self._past_length if previous is None else validate_int(previous, "previous", 0)
 
     def _require_int8_sums(self, num_new: int) -> None:
-        if num_new and self._layout.is_quantised and self._int8_sums is None and self._capacity:
+        if num_new and self._layout.is_quantized and self._int8_sums is None and self._capacity:
             raise KvmnnError("cannot append to int8 buffers from elsewhere: their channel maxima are in no file")
 
     def _compute_capacity(self, min_capacity: int) -> int:
@@ -439,19 +439,19 @@ class PackedCache:
         self.clear()
         if buffers is not None:
             self._buffers, self._capacity = buffers, capacity
-            if self._layout.is_quantised:
+            if self._layout.is_quantized:
                 self._int8_sums = Int8Sums.allocate(self._layout, capacity, self._fill_byte)
 
     def _reallocate(
         self, remove: int, pairs: tuple[ReservePair, ...], add: int, engine_past: int, num_pushed: int
     ) -> tuple[str, ...]:
         if self._on_invalid == "raise":
-            check_reserve(self._past_length, remove, pairs, self._layout.is_quantised)
-        past_length, capacity, is_quantised = self._past_length, self._capacity, self._layout.is_quantised
+            check_reserve(self._past_length, remove, pairs, self._layout.is_quantized)
+        past_length, capacity, is_quantized = self._past_length, self._capacity, self._layout.is_quantized
         if self._dialect == "fork":
-            outcome = simulate_fork_realloc(past_length, remove, pairs, add, is_quantised)
+            outcome = simulate_fork_realloc(past_length, remove, pairs, add, is_quantized)
         else:
-            outcome = simulate_upstream_realloc(past_length, remove, pairs, add, is_quantised, engine_past, capacity)
+            outcome = simulate_upstream_realloc(past_length, remove, pairs, add, is_quantized, engine_past, capacity)
         if outcome.min_capacity > capacity:
             capacity = self._compute_capacity(outcome.min_capacity)
         if outcome.past_length + num_pushed > capacity:
@@ -470,7 +470,7 @@ class PackedCache:
         self._buffers = resize_buffers(self._layout, self._buffers, self._capacity, capacity, self._fill_byte)
         if self._int8_sums is not None:
             self._int8_sums = self._int8_sums.resize(self._layout, capacity, self._fill_byte)
-        elif self._layout.is_quantised and self._capacity == 0:
+        elif self._layout.is_quantized and self._capacity == 0:
             self._int8_sums = Int8Sums.allocate(self._layout, capacity, self._fill_byte)
         self._capacity = capacity
 

@@ -210,8 +210,8 @@ def cache_info_to_dict(info: CacheInfo) -> dict[str, Any]:
         "hP": layout.hP,
         "flash_block": layout.flash_block,
         # For ``--json`` only: documents are written of float caches.
-        **({"int8": "both" if layout.int8_values else "keys"} if layout.is_quantised else {}),
-        **({"lP8": layout.lP8, "hP8": layout.hP8} if layout.is_quantised else {}),
+        **({"int8": "both" if layout.int8_values else "keys"} if layout.is_quantized else {}),
+        **({"lP8": layout.lP8, "hP8": layout.hP8} if layout.is_quantized else {}),
         "token_ids": ids and {"count": ids.count, "sha256": ids.sha256},
         "model": info.model,
         **({} if info.next_position is None else {"next_position": info.next_position}),

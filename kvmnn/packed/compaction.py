@@ -56,11 +56,11 @@ def parse_pairs(reserve: Iterable[Iterable[int]]) -> tuple[ReservePair, ...]:
     return tuple(pairs)
 
 
-def check_reserve(past_length: int, remove: int, pairs: tuple[ReservePair, ...], is_quantised: bool) -> None:
+def check_reserve(past_length: int, remove: int, pairs: tuple[ReservePair, ...], is_quantized: bool) -> None:
     """Raise `KvmnnError` unless the plan is one that the MNN fork applies in full."""
     if remove > past_length:
         raise KvmnnError(f"remove is {remove}: expected at most the {past_length} live tokens")
-    if pairs and is_quantised:
+    if pairs and is_quantized:
         raise KvmnnError("reserve pairs with int8 keys or values: the engine ignores the pairs and drops the window")
     end = 0
     for number, (begin, size) in enumerate(pairs):
@@ -83,7 +83,7 @@ def _find_pair_problem(begin: int, size: int, end: int, remove: int) -> str | No
 
 
 def simulate_fork_realloc(
-    past_length: int, remove: int, pairs: tuple[ReservePair, ...], add: int, is_quantised: bool
+    past_length: int, remove: int, pairs: tuple[ReservePair, ...], add: int, is_quantized: bool
 ) -> CompactionOutcome:
     """Simulate the fork's ``onRealloc`` for any plan, also an invalid one."""
     # It repairs invalid plans, with a message each time. It notices an invalid pair after it has copied the earlier
@@ -100,7 +100,7 @@ def simulate_fork_realloc(
     if start < 0:
         messages.append(f"remove is {remove} with {past_length} tokens: everything dropped")
         start, pairs = 0, ()
-    if is_quantised:
+    if is_quantized:
         pairs = ()
     moves: list[tuple[int, int, int]] = []
     end, destination = 0, start
@@ -119,7 +119,7 @@ def simulate_upstream_realloc(
     remove: int,
     pairs: tuple[ReservePair, ...],
     add: int,
-    is_quantised: bool,
+    is_quantized: bool,
     previous: int,
     capacity: int,
 ) -> CompactionOutcome:
@@ -129,7 +129,7 @@ def simulate_upstream_realloc(
     start = past_length - remove
     if start < 0 or min_capacity < 0:
         raise KvmnnError(f"remove is {remove} with {past_length} tokens: upstream would count below zero")
-    if is_quantised:
+    if is_quantized:
         return CompactionOutcome(min_capacity, (), start)
     buffer_capacity = max(capacity, min_capacity)
     moves = []

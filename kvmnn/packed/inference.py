@@ -265,7 +265,7 @@ def make_geometry(layout: PackLayout) -> PackedGeometry:
 def describe_layout(layout: PackLayout) -> str:
     """Describe a layout in words."""
     packs = f"lP {layout.lP}, hP {layout.hP}"
-    if layout.is_quantised:
+    if layout.is_quantized:
         packs += f", int8 {'K and V' if layout.int8_values else 'K'} (lP8 {layout.lP8}, hP8 {layout.hP8})"
     block = f"flash block {layout.flash_block}" if layout.flash_block else "no flash attention"
     return f"{pluralize(layout.kv_heads, 'kv head')} x {layout.head_dim} dims, {layout.dtype}, {packs}, {block}"
@@ -377,7 +377,9 @@ class _HeadSampler:
         self._view = view
         self._capacity = capacity
         self._head_dim = layout.head_dim
-        padded_layout = replace(layout, head_dim=_round_up(layout.head_dim, layout.pack_numbers(part)[part == "value"]))
+        padded_layout = replace(
+            layout, head_dim=_round_up(layout.head_dim, layout.get_pack_numbers(part)[part == "value"])
+        )
         self._accessor = HeadRowAccessor(padded_layout, part, capacity)  # rows with the padding after their dimensions
         self._row_bytes = get_row_bytes(padded_layout, part)
         self._head_bytes = get_head_bytes(padded_layout, part, capacity)

@@ -135,7 +135,7 @@ def make_native_params(layout: LayoutParams, part: Part, capacity: int) -> _layo
         is_key,
         layout.itemsize,
         layout.head_dim,
-        *layout.pack_numbers(part),
+        *layout.get_pack_numbers(part),
         layout.value_block(capacity),
         get_head_bytes(layout, part, capacity),
         tile * (1 if layout.is_int8(part) else layout.itemsize),
@@ -386,7 +386,7 @@ class PackLayout(LayoutParams):
             _layout.zero(make_native_params(self, part, capacity), buffer, 0, self.kv_heads, start, count)
 
     def _require_float(self, operation: str) -> None:
-        if self.is_quantised:
+        if self.is_quantized:
             raise KvmnnError(
                 f"{operation}: int8 rows are made by appending to a kvmnn.PackedCache, in the engine's order"
             )

@@ -85,7 +85,7 @@ class LayoutParams:
         return parse_dtype(self.dtype).itemsize
 
     @property
-    def is_quantised(self) -> bool:
+    def is_quantized(self) -> bool:
         """Return whether keys, or keys and values, are int8."""
         return self.int8_keys
 
@@ -93,14 +93,14 @@ class LayoutParams:
         """Return whether K (``"key"``) or V (``"value"``) is int8."""
         return self.int8_keys if part == "key" else self.int8_values
 
-    def pack_numbers(self, part: Part) -> tuple[int, int]:
+    def get_pack_numbers(self, part: Part) -> tuple[int, int]:
         """Return lP and hP of K or V; lP8 and hP8 for int8."""
         return (self.lP8 or 1, self.hP8 or 1) if self.is_int8(part) else (self.lP, self.hP)
 
     @property
     def placement_key(self) -> tuple[Any, ...]:
         """Return all parameters that determine placement and type of elements; equal if backends have equal buffers."""
-        parts = [(self.is_int8(part), self.pack_numbers(part)) for part in PARTS]
+        parts = [(self.is_int8(part), self.get_pack_numbers(part)) for part in PARTS]
         return self.kv_heads, self.head_dim, self.dtype, self.flash_block, *parts
 
     @property
@@ -122,23 +122,23 @@ class LayoutParams:
 
     def key_shape(self, capacity: int) -> tuple[int, int, int, int]:
         """Return the shape of one head of K: ``[tile, dims / lP, hP, lP]``, without int8 scales and biases."""
-        lP, hP = self.pack_numbers("key")
+        lP, hP = self.get_pack_numbers("key")
         return _ceil_div(capacity, hP), _ceil_div(self.head_dim, lP), hP, lP
 
     def value_shape(self, capacity: int) -> tuple[int, int, int, int, int]:
         """Return the shape of one head of V: ``[block, dims / hP, block / lP, hP, lP]``, without int8 parameters."""
-        lP, hP = self.pack_numbers("value")
+        lP, hP = self.get_pack_numbers("value")
         block = self.value_block(capacity)
         return _ceil_div(capacity, block), _ceil_div(self.head_dim, hP), _ceil_div(block, lP), hP, lP
 
     def key_strides(self) -> tuple[int, int, int, int]:
         """Return the strides of `key_shape` in elements (bytes for int8)."""
-        lP, hP = self.pack_numbers("key")
+        lP, hP = self.get_pack_numbers("key")
         return _ceil_div(self.head_dim, lP) * lP * hP + (8 * hP if self.int8_keys else 0), lP * hP, lP, 1
 
     def value_strides(self, capacity: int) -> tuple[int, int, int, int, int]:
         """Return the strides of `value_shape` in elements (bytes for int8)."""
-        lP, hP = self.pack_numbers("value")
+        lP, hP = self.get_pack_numbers("value")
         column = _ceil_div(self.value_block(capacity), lP) * lP * hP + (8 * hP if self.int8_values else 0)
         return column * _ceil_div(self.head_dim, hP), column, lP * hP, lP, 1
 
@@ -185,7 +185,7 @@ class LayoutParams:
     def key_index(self, tokens: Any, dims: Any) -> Indices:
         """Return the index of K(token, dim) inside its head, in elements (bytes for int8); arguments are broadcast."""
         t, d = self._validate_indices(tokens, dims)
-        lP, hP = self.pack_numbers("key")
+        lP, hP = self.get_pack_numbers("key")
         tile, unit, _, _ = self.key_strides()
         return np.asarray(t // hP * tile + d // lP * unit + t % hP * lP + d % lP)
 
@@ -194,7 +194,7 @@ class LayoutParams:
         if self.flash_block is None and capacity is None:
             raise KvmnnError("without a flash block the place of a value depends on the capacity: say which")
         t, d = self._validate_indices(tokens, dims)
-        lP, hP = self.pack_numbers("value")
+        lP, hP = self.get_pack_numbers("value")
         block_capacity = validate_int(capacity, "capacity", 1) if capacity is not None else 1
         block = self.value_block(block_capacity)
         s0, s1, s2, _, _ = self.value_strides(block_capacity)
@@ -228,7 +228,7 @@ def _ceil_div(a: int, b: int) -> int:
 
 def locate_element(layout: LayoutParams, part: Part, element: int, capacity: int) -> tuple[int, int]:
     """Return row and dimension of an element of one head."""
-    lP, hP = layout.pack_numbers(part)
+    lP, hP = layout.get_pack_numbers(part)
     if part == "key":
         tile, unit, _, _ = layout.key_strides()
         offset = element % tile

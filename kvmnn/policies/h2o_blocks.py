@@ -12,7 +12,7 @@ from .._util.validation import validate_count, validate_fraction
 from ..dtypes import Indices
 from ..errors import KvmnnError
 from .h2o import CADENCES, H2OPlanner, plan_blocks
-from .h2o.config import QUANTISED_MODES, STATIC, H2OConfig
+from .h2o.config import QUANTIZED_MODES, STATIC, H2OConfig
 from .h2o.plan import explain_no_eviction
 from .h2o.scores import sum_by_block
 from .policy import BudgetedPolicy, Policy, PolicyInput, Selection, Trigger
@@ -191,7 +191,7 @@ class H2OEngine(Policy):
         """
         if document.get("kv_h2o_enable", True) is not True:
             raise KvmnnError("kv_h2o_enable is not true: the engine evicts nothing then; expected true")
-        if document.get("attention_mode") in QUANTISED_MODES:
+        if document.get("attention_mode") in QUANTIZED_MODES:
             raise KvmnnError(
                 f"attention_mode {document['attention_mode']} quantises K or V: the engine evicts nothing then; "
                 "expected 0 or 8"

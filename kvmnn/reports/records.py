@@ -27,7 +27,7 @@ class RuntimeLayerStats(Record):
     stored_bytes: int = 0
     held_bytes: int = 0
     fallbacks: int = 0
-    skips: int = 0
+    num_backpressure_skips: int = field(default=0, metadata={"key": "skips"})
 
     @property
     def ratio(self) -> float | None:
@@ -288,7 +288,7 @@ class ResultRow(Record):
     kept_bytes: int | None = None
     frame_bytes: int | None = None
     #: By the definitions of the preset's project (JSON: ``as_seed``).
-    project: ProjectStats | None = field(default=None, metadata={"key": "as_seed"})
+    project_stats: ProjectStats | None = field(default=None, metadata={"key": "as_seed"})
     #: Statistics of the engine's planner, if it is the policy: counts of all documents, ratios of the last one.
     h2o: H2OStats | None = field(default=None, metadata={"omit": True})
     #: Statistics of the lossless runtime, if it stored the cache: sums over all documents.

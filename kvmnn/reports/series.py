@@ -59,7 +59,7 @@ def group_into_series(rows: Sequence[ResultRow], ignored_options: Sequence[str] 
         key = (row.policy, *options)
         series = series_by_key.setdefault(key, RowSeries(name))
         if any(
-            _make_size_key(row, ignored_options) == _make_size_key(candidate, ignored_options)
+            _make_budget_key(row, ignored_options) == _make_budget_key(candidate, ignored_options)
             for candidate in series.rows
         ):
             # The options do not say what differs: the label does.
@@ -160,7 +160,7 @@ def _has_differing_option(rows: Sequence[ResultRow], name: str) -> bool:
     """Return whether two rows of the same size differ in the option."""
     values: dict[object, set[str]] = {}
     for row in rows:
-        values.setdefault(_make_size_key(row), set()).add(repr(_resolve_options(row).get(name)))
+        values.setdefault(_make_budget_key(row), set()).add(repr(_resolve_options(row).get(name)))
     return any(len(option_values) > 1 for option_values in values.values())
 
 
@@ -177,7 +177,7 @@ def _resolve_options(row: ResultRow) -> dict[str, object]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
 
 
-def _make_size_key(row: ResultRow, axes: Sequence[str] = ()) -> tuple[object, ...]:
+def _make_budget_key(row: ResultRow, axes: Sequence[str] = ()) -> tuple[object, ...]:
     return (row.budget, row.keep_ratio, *(repr(_resolve_options(row).get(axis)) for axis in axes))
 
 

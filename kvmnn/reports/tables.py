@@ -179,7 +179,7 @@ _FIRST_COLUMN_KEYS = ("label", "nll")
 
 def build_project_table(rows: Sequence[ResultRow]) -> Table | None:
     """Build the table of measurements by projects' own definitions: known quantities first, others by key."""
-    project_rows = [(row, row.project) for row in rows if row.project is not None]
+    project_rows = [(row, row.project_stats) for row in rows if row.project_stats is not None]
     if not project_rows:
         return None
     lines = [numbers.to_dict() | _compute_project_changes(row, numbers, project_rows) for row, numbers in project_rows]

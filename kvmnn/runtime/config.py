@@ -12,7 +12,7 @@ from ..errors import KvmnnError
 from ..frames.options import ACCEPTED_PREDICTORS, CODECS, EFFORTS
 from ..packed.compaction import INT32_MAX
 from ..policies.h2o import H2OConfig
-from ..policies.h2o.config import QUANTISED_MODES, check_choice
+from ..policies.h2o.config import QUANTIZED_MODES, check_choice
 
 Behaviour = Literal["sound", "engine"]
 Mode = Literal["probe", "full", "store"]
@@ -279,7 +279,7 @@ def _parse_flash_attention(document: Mapping[str, Any]) -> bool:
     mode = document.get("attention_mode", FLASH_ATTENTION_MODE)
     if isinstance(mode, bool) or not isinstance(mode, int):
         raise KvmnnError(f"attention_mode is {repr_short(mode)}: expected an integer")
-    if mode in QUANTISED_MODES:
+    if mode in QUANTIZED_MODES:
         raise KvmnnError(
             f"attention_mode {mode} quantises K or V: the engine's store would read the int8 buffers as floats; "
             "expected 0 or 8"

@@ -178,7 +178,7 @@ class RuntimeLayerMetrics(Record):
     decompress_us: int = 0
     updates: int = 0
     fallbacks: int = 0
-    skips: int = 0
+    num_backpressure_skips: int = field(default=0, metadata={"key": "skips"})
     blocks: int = 0
     stored_raw_bytes: int = 0
     stored_bytes: int = 0

@@ -21,21 +21,23 @@ def test_compare_frame_set_reports_first_difference(tmp_path):
     found = compare_frame_set(frames, [named(KEYS), named(other, "v")])
     assert found is not None
     assert found.array == "v"
-    assert found.what.startswith("first differs at element [3, 7, 9]")
+    assert found.description.startswith("first differs at element [3, 7, 9]")
 
 
 def test_compare_frame_set_different_arrays_are_reported(tmp_path):
     frames = open_frames(str(bundle(tmp_path / "out", named(KEYS), named(KEYS, "v"))))
     assert compare_frame_set(frames, [named(KEYS, "v"), named(KEYS)]) is None
-    assert "frames only" in compare_frame_set(frames, [named(KEYS)]).what
-    assert "not in the frames" in compare_frame_set(frames, [named(KEYS), named(KEYS, "v"), named(KEYS, "w")]).what
+    assert "frames only" in compare_frame_set(frames, [named(KEYS)]).description
+    assert (
+        "not in the frames" in compare_frame_set(frames, [named(KEYS), named(KEYS, "v"), named(KEYS, "w")]).description
+    )
     assert (
         "shape [400, 64] became [8, 50, 64]"
-        in compare_frame_set(frames, [named(KEYS.reshape(400, 64)), named(KEYS, "v")]).what
+        in compare_frame_set(frames, [named(KEYS.reshape(400, 64)), named(KEYS, "v")]).description
     )
     assert (
         "has 51200 bytes, 'k' has 51072"
-        in compare_frame_set(frames, [named(KEYS.ravel()[:-64]), named(KEYS, "v")]).what
+        in compare_frame_set(frames, [named(KEYS.ravel()[:-64]), named(KEYS, "v")]).description
     )
     assert compare_frame_set(frames, [named(KEYS.ravel()), named(KEYS, "v")]) is None
 
@@ -43,7 +45,7 @@ def test_compare_frame_set_different_arrays_are_reported(tmp_path):
 def test_compare_frame_set_different_memory_order_is_reported(tmp_path):
     np.save(tmp_path / "f.npy", np.asfortranarray(KEYS))
     frames = open_frames(str(bundle(tmp_path / "out", named(KEYS))))
-    assert "order F became C" in compare_frame_set(frames, formats.open(str(tmp_path / "f.npy")).arrays).what
+    assert "order F became C" in compare_frame_set(frames, formats.open(str(tmp_path / "f.npy")).arrays).description
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])

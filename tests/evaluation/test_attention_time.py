@@ -142,7 +142,7 @@ def test_worker_sigterm_removes_its_temporary_folder() -> None:
         "    with tempfile.TemporaryDirectory() as folder:\n"
         "        print(folder, file=lines, flush=True)\n"
         "        sys.stdin.read(); __import__('time').sleep(60)\n"
-        "worker_main._run_order = serve\n"
+        "worker_main._run_request = serve\n"
         "sys.exit(worker_main.main())\n"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:

@@ -308,19 +308,19 @@ def test_evaluate_preset_has_project_definition(documents):
         "fix 32 keep_low 0.2 skip_layers=0+1",
         "recent_only 32 skip_layers=0+1",
     ]
-    assert full.project is None
+    assert full.project_stats is None
     assert (baseline.nll, baseline.preset) == (full.nll, "knorm-fixed")
     for row in (baseline, low, window):
-        seen = row.project
+        seen = row.project_stats
         assert (seen.evaluation, seen.scored_tokens, seen.text_tokens) == ("E1", 198, 200)
         assert seen.ttft_seconds > 0
         assert seen.tokens_per_second > 0
-    assert baseline.project.final_cache_tokens == 99
-    assert low.project.final_cache_tokens == window.project.final_cache_tokens == 32
+    assert baseline.project_stats.final_cache_tokens == 99
+    assert low.project_stats.final_cache_tokens == window.project_stats.final_cache_tokens == 32
     assert low.tokens_kept == (100, 100, 32, 32, 32, 32)
     # Without bos and the first token it is another quantity, but not far off.
-    assert baseline.project.nll == pytest.approx(baseline.nll, rel=0.2)
-    assert baseline.project.nll != baseline.nll
+    assert baseline.project_stats.nll == pytest.approx(baseline.nll, rel=0.2)
+    assert baseline.project_stats.nll != baseline.nll
 
 
 @pytest.mark.slow
@@ -329,13 +329,13 @@ def test_evaluate_streaming_h2o_preset_has_lazy_cache_sizes(documents):
     results = run(documents(600, 1), wanted, tokens=600, chunk=8, repeats=1)
     _, baseline, h2o = results.rows
     assert h2o.tokens_kept == (256,) * 6
-    assert (h2o.project.chunk, h2o.project.final_cache_tokens) == (256, 256)
-    assert (h2o.project.scored_tokens, h2o.project.chunks_left_out) == (597, 0)
-    assert (baseline.project.chunk, baseline.project.scored_tokens) == (1024, 599)
+    assert (h2o.project_stats.chunk, h2o.project_stats.final_cache_tokens) == (256, 256)
+    assert (h2o.project_stats.scored_tokens, h2o.project_stats.chunks_left_out) == (597, 0)
+    assert (baseline.project_stats.chunk, baseline.project_stats.scored_tokens) == (1024, 599)
     for row in (baseline, h2o):
-        assert row.project.tpot_seconds * row.project.tokens_per_second == pytest.approx(1)
-        assert row.project.repeats == 1
-        assert row.project.attention_seconds == pytest.approx(row.attention_seconds / 6)  # of one layer
+        assert row.project_stats.tpot_seconds * row.project_stats.tokens_per_second == pytest.approx(1)
+        assert row.project_stats.repeats == 1
+        assert row.project_stats.attention_seconds == pytest.approx(row.attention_seconds / 6)  # of one layer
 
 
 # -- cells ------------------------------------------------------------------------------------------------------------
@@ -401,7 +401,7 @@ def test_evaluate_worker_processes_equal_one_process(tiny):
         assert 10_000_000 < row.process_opened_bytes <= row.process_peak_bytes < 2_000_000_000
     assert here.rows[0].process_peak_bytes is None
     lazy = run(texts[:1], expand_preset("streaming-h2o")[:1], jobs=1, **settings, timing=False).rows[1]
-    assert lazy.project.process_peak_bytes == lazy.process_peak_bytes > 10_000_000
+    assert lazy.project_stats.process_peak_bytes == lazy.process_peak_bytes > 10_000_000
     assert EvaluationResult.from_dict(json.loads(there.to_text("json"))) == there
 
 

@@ -186,7 +186,7 @@ def test_notes_idle_runtime_names_option_to_change() -> None:
 
 def test_notes_full_queue_is_not_out_of_scope() -> None:
     encoded = [RuntimeLayerStats(layer=n, tokens=900, raw_bytes=5) for n in range(4)]
-    refused = [RuntimeLayerStats(layer=n, tokens=900, skips=1) for n in range(4, 6)]
+    refused = [RuntimeLayerStats(layer=n, tokens=900, num_backpressure_skips=1) for n in range(4, 6)]
     config = RuntimeConfig(mode="store", front_n=6, max_queue=2)
 
     def lines(*layers: RuntimeLayerStats) -> list[str]:

@@ -49,7 +49,7 @@ def test_engine_notes_pack_equals_pack_of_session(here: Path, run: Run, name: st
     run("mnn", "unpack", session, "--kv-heads", 2, "-o", arrays)
     source, own = kvmnn.open(arrays), kvmnn.open(session, kv_heads=2)
     same(source.engine_cache, own.engine_cache)
-    assert source.dequantised_types == ("q8_0",)
+    assert source.dequantized_types == ("q8_0",)
     assert "llama.cpp session: 2 layers, 2 kv heads of 32, 7 tokens" in run("inspect", arrays).out
     first = run("mnn", "pack", session, "--kv-heads", 2, *PACK, "-o", "p1/")
     second = run("mnn", "pack", arrays, *PACK, "-o", "p2/")

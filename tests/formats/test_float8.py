@@ -106,7 +106,7 @@ def test_float8_frames_keep_codes_and_type(tmp_path: Path, run: Any, name: str, 
         for key, each in codes.items():
             assert np.array_equal(opened[key].to_numpy(), each)
     for opened in (kvmnn.open(tmp_path / "f"), kvmnn.open(path)):
-        assert opened.dequantised_types == (name,)
+        assert opened.dequantized_types == (name,)
         for key, each in codes.items():
             assert np.array_equal(bits(opened[key].to_numpy()), bits(build_exact_table(name)[each]))
     assert name in run("inspect", tmp_path / "f").out

@@ -207,8 +207,8 @@ def test_suite_progress_counts_and_names_all_runs(tmp_path: Path) -> None:
         def start(self, runs: int, steps: int) -> None:
             started.append((runs, steps))
 
-        def begin_run(self, what: str) -> None:
-            calls.append(what)
+        def begin_run(self, run_description: str) -> None:
+            calls.append(run_description)
 
         def advance(self, steps: int) -> None:
             self.steps += steps

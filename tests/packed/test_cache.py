@@ -332,7 +332,7 @@ def test_packed_cache_upstream_checks_plans_by_default() -> None:
     cache = filled(40, dialect="upstream")
     with pytest.raises(KvmnnError, match="where the pair before it ends"):
         cache.realloc(30, [(10, 5), (0, 5)])
-    check_reserve(40, 30, ((0, 5), (5, 25)), is_quantised=False)
+    check_reserve(40, 30, ((0, 5), (5, 25)), is_quantized=False)
 
 
 def test_packed_cache_from_buffers_equals_original() -> None:

@@ -20,7 +20,7 @@ from kvmnn.reports.page.inputs import read_inputs
 from kvmnn.reports.page.page_sections import build_trend_section
 from kvmnn.reports.page.records import REFERENCE_CASES
 from kvmnn.reports.page.renderers import DARK_COLOURS, LIGHT_COLOURS, SCRIPT, SCRIPT_HASH, TEXT_ON_BACKGROUND
-from kvmnn.reports.page.verdict import describe_miss
+from kvmnn.reports.page.verdict import describe_gate_margin
 
 pytest.importorskip("matplotlib")
 
@@ -87,8 +87,10 @@ def test_report_verdict_names_misses_and_distances(report: Report) -> None:
     ],
 )
 def test_describe_miss_names_the_distance(value: str, limit: str, why: str, said: str) -> None:
-    assert describe_miss(GateResult(name="perplexity", verdict="fail", value=value, limit=limit, why=why)) == said
-    assert describe_miss(GateResult(name="perplexity", verdict="pass", value=value, limit=limit, why=why)) == ""
+    assert (
+        describe_gate_margin(GateResult(name="perplexity", verdict="fail", value=value, limit=limit, why=why)) == said
+    )
+    assert describe_gate_margin(GateResult(name="perplexity", verdict="pass", value=value, limit=limit, why=why)) == ""
 
 
 @pytest.mark.slow

@@ -82,11 +82,13 @@ def test_foreign_labels_are_escaped_in_markdown_and_csv() -> None:
 def test_presets_have_a_separate_table() -> None:
     sample = document()
     whole = ProjectStats(evaluation="E2", label="baseline", perplexity=10.0, accuracy=0.5, chunk=1024)
-    numbers = sample.rows[-1].project
+    numbers = sample.rows[-1].project_stats
     assert numbers is not None
-    cut = replace(sample.rows[-1], project=replace(numbers, accuracy=0.4))
-    no = row("x", "h2o_tokens", preset="streaming-h2o", project=ProjectStats(evaluation="E2", label="x", refused="a|b"))
-    rows = (*sample.rows[:-1], cut, row("baseline", "full", preset="streaming-h2o", project=whole), no)
+    cut = replace(sample.rows[-1], project_stats=replace(numbers, accuracy=0.4))
+    no = row(
+        "x", "h2o_tokens", preset="streaming-h2o", project_stats=ProjectStats(evaluation="E2", label="x", refused="a|b")
+    )
+    rows = (*sample.rows[:-1], cut, row("baseline", "full", preset="streaming-h2o", project_stats=whole), no)
     parts = tables.format_markdown(replace(sample, rows=rows)).split("\n\n")
     assert parts[1] == "By the definitions of StreamingLLM + H2O (docs/lm.md says where they differ):"
     second = parts[2].splitlines()
@@ -230,7 +232,7 @@ def test_pivot_by_budget_names_the_best() -> None:
 
 def test_project_table_aligns_numbers_and_shows_mib() -> None:
     numbers = ProjectStats(evaluation="E2", label="a", perplexity=2.0, process_peak_bytes=3 << 20)
-    _, columns, lines = build_project_table([row("a", "streaming", preset="streaming-h2o", project=numbers)]) or (
+    _, columns, lines = build_project_table([row("a", "streaming", preset="streaming-h2o", project_stats=numbers)]) or (
         "",
         [],
         [],

@@ -339,7 +339,7 @@ def test_remote_outage_is_a_miss(server: Server) -> None:
 class Slow:
     """Values that answer some calls only."""
 
-    has_cheap_use_counts = True
+    has_cheap_touch = True
     refusals = ()
 
     def __init__(self, failures: int, error: type[Exception] = ConnectionError) -> None:

@@ -62,7 +62,7 @@ def document() -> EvaluationResult:
     )
     options = {"sink": 8, "recent": 32}
     rows.append(
-        _scored("h2o_8_32_256", "h2o_tokens", options, 256, 0.2, preset="streaming-h2o", project=numbers),
+        _scored("h2o_8_32_256", "h2o_tokens", options, 256, 0.2, preset="streaming-h2o", project_stats=numbers),
     )
     return results(
         rows,

@@ -106,7 +106,7 @@ def check(folder: Path) -> None:
         assert sum(file.stat().st_size for file in files) == stats.bytes
         assert not list(folder.glob("staging/.*"))
         store.gc(max_bytes=0)
-        assert store.stats().units == 0, "counts of followers are wrong: something cannot be evicted"
+        assert store.stats().units == 0, "counts of children are wrong: something cannot be evicted"
 
 
 def main() -> None:

@@ -60,7 +60,7 @@ def caches(folder: Path, pairs: Sequence[Pair]) -> Iterator[Made]:
     for name, (_, dtype) in WORDS.items():
         yield Made("MLX", _NAMES[name], _written(folder / f"{name}.safetensors", prompt_cache(pairs, dtype)), {})
     for bits in MLX_BITS:
-        file = _written(folder / f"q{bits}.safetensors", quantised_cache(pairs, bits))
+        file = _written(folder / f"q{bits}.safetensors", quantized_cache(pairs, bits))
         yield Made("MLX", f"{bits} bits in groups of {GROUP}, float16", file, {})
     for name, (_, dtype) in WORDS.items():
         path = folder / f"{name}.pt"
@@ -130,7 +130,7 @@ def session(pairs: Sequence[Pair], name: str) -> bytes:
 
 def blocks(rows: Floats, name: str) -> bytes:
     """Rows as blocks of 32."""
-    made: npt.NDArray[np.uint8] = _QUANTISERS[name](rows.reshape(-1, 32))
+    made: npt.NDArray[np.uint8] = _QUANTIZERS[name](rows.reshape(-1, 32))
     return made.tobytes()
 
 
@@ -199,7 +199,7 @@ def _iq4_nl(x: Floats) -> npt.NDArray[np.uint8]:
     return np.concatenate([_halves(scale), _nibbles(codes)], axis=1)
 
 
-_QUANTISERS: dict[str, Callable[[Floats], npt.NDArray[np.uint8]]] = {
+_QUANTIZERS: dict[str, Callable[[Floats], npt.NDArray[np.uint8]]] = {
     "q8_0": _q8_0,
     "q4_0": _symmetric(4),
     "q4_1": _with_minimum(4),
@@ -238,7 +238,7 @@ def prompt_cache(pairs: Sequence[Pair], dtype: str) -> bytes:
     return safetensors(tensors, {f"1.{layer}": "KVCache" for layer in range(len(pairs))})
 
 
-def quantised_cache(pairs: Sequence[Pair], bits: int) -> bytes:
+def quantized_cache(pairs: Sequence[Pair], bits: int) -> bytes:
     """The same in groups."""
     tensors: dict[str, tuple[str, Words]] = {}
     for layer, pair in enumerate(pairs):

@@ -213,7 +213,7 @@ def files(tokens: int) -> list[tuple[str, Callable[[], bytes]]]:
             for name, (number, nbytes) in BLOCKS.items()
         ),
         ("mlx.safetensors", lambda: prompt_cache(tokens)),
-        *((f"mlx, {bits} bits.safetensors", lambda bits=bits: quantised_cache(tokens, bits)) for bits in MLX_BITS),
+        *((f"mlx, {bits} bits.safetensors", lambda bits=bits: quantized_cache(tokens, bits)) for bits in MLX_BITS),
     ]
 
 
@@ -242,7 +242,7 @@ def prompt_cache(tokens: int) -> bytes:
     return struct.pack("<Q", len(header)) + header.encode() + 2 * words + struct.pack("<i", tokens)
 
 
-def quantised_cache(tokens: int, bits: int, group: int = 64) -> bytes:
+def quantized_cache(tokens: int, bits: int, group: int = 64) -> bytes:
     """One layer in groups; what the codes are does not matter for reading."""
     rows = HEADS * tokens
     parts = (

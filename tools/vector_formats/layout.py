@@ -98,7 +98,7 @@ class Replay:
     def __init__(self, layout: PackLayout, case: dict[str, Any], sections: dict[str, bytes], check: Checker) -> None:
         self.case, self.check, self.layout = case, check, layout
         total = case["tokens_total"]
-        words = np.dtype(f"<u{layout.itemsize}") if not layout.is_quantised else np.dtype("<f4")
+        words = np.dtype(f"<u{layout.itemsize}") if not layout.is_quantized else np.dtype("<f4")
         shape = (case["heads"], total, case["head_dim"])
         self.inputs = [np.frombuffer(sections[f"input_{letter}"], words).reshape(shape) for letter in "kv"]
         options: dict[str, Any] = {"on_invalid": "engine", "expand_chunk": case["expand_chunk"]}
@@ -118,7 +118,7 @@ class Replay:
             if "fa" in step:
                 computed["fa"] = self.layout.value_block(self.caches[0].capacity)
             self.check.equal(f"step {number}", computed, step)
-        if self.layout.is_quantised:
+        if self.layout.is_quantized:
             sums = self.caches[0].int8_sums
             if sums is None:
                 raise ValueError("an int8 cache without its sums")
@@ -189,7 +189,7 @@ class Replay:
     def _check_arrays(self, name: str) -> None:
         """What comes back is what went in, and packing it again gives every live element."""
         cache, layout = self.caches[0], self.layout
-        if layout.is_quantised or not self.tokens:
+        if layout.is_quantized or not self.tokens:
             return
         arrays = cache.to_arrays()
         for letter, array, pushed in zip("KV", arrays, self.inputs, strict=True):

@@ -37,7 +37,7 @@ def add_parser(subparsers: Any) -> None:
         metavar="IN",
         help="arrays, a dump, a prefix cache, frames; other engines' caches after kvmnn mnn unpack",
     )
-    shared_options.add_source(parser, "element type (default: the array's own; raw input needs it)")
+    shared_options.add_source_options(parser, "element type (default: the array's own; raw input needs it)")
     parser.add_argument(
         "--repeats", type=shared_options.parse_positive, default=5, metavar="N", help="turns a codec (default: 5)"
     )

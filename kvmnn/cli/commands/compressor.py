@@ -38,7 +38,7 @@ def add_convert_parser(subparsers: Any) -> None:
     parser.add_argument(
         "target", nargs="?", metavar="OUT", help="weight file (- for standard output; default: IN as .bin)"
     )
-    shared_options.add_output(parser, "the same as the second argument")
+    shared_options.add_output_option(parser, "the same as the second argument")
     parser.add_argument("--dtype", choices=("fp16", "bf16", "fp32"), help="type of the weights (default: fp16)")
     parser.accept("--max-input-bytes")
     weights_options.add_header_options(parser)
@@ -114,7 +114,7 @@ def add_verify_parser(subparsers: Any) -> None:
     )
     parser.add_argument("inputs", nargs="+", metavar="WEIGHTS", help="a weight file (.bin)")
     parser.add_argument("--against", action="append", default=[], metavar="FILE", help="the checkpoint")
-    shared_options.add_dtype(parser, "with --against: type of the weights")
+    shared_options.add_dtype_option(parser, "with --against: type of the weights")
     weights_options.add_header_options(parser)
     weights_options.add_order_options(parser)
     parser.add_argument(
@@ -210,7 +210,7 @@ def add_inspect_parser(subparsers: Any) -> None:
         "--slot-order",
     )
     parser.add_argument("inputs", nargs="+", metavar="IN", help="a weight file (.bin) or a checkpoint")
-    shared_options.add_dtype(parser, "of a checkpoint: type of the weights")
+    shared_options.add_dtype_option(parser, "of a checkpoint: type of the weights")
     weights_options.add_header_options(parser)
     weights_options.add_order_options(parser)
 
@@ -280,7 +280,9 @@ def add_export_parser(subparsers: Any) -> None:
         shown="--output --onnx --precision --prefix-order --slot-order",
     )
     parser.add_argument("weights", metavar="WEIGHTS", help="weight file (- for standard input)")
-    shared_options.add_output(parser, ".safetensors or .npz file, a directory with --onnx (default: next to WEIGHTS)")
+    shared_options.add_output_option(
+        parser, ".safetensors or .npz file, a directory with --onnx (default: next to WEIGHTS)"
+    )
     weights_options.add_order_options(parser)
     parser.add_argument("--onnx", action="store_true", help="write ONNX graphs that compute, not tensors")
     parser.add_argument(
@@ -363,8 +365,8 @@ def add_run_parser(subparsers: Any) -> None:
     )
     parser.add_argument("weights", metavar="WEIGHTS", help="weight file of a compressor (.bin)")
     parser.add_argument("cache", metavar="CACHE", help=".npz, .safetensors, or the directory of a dump")
-    shared_options.add_output(parser, ".npz or .safetensors file (default: CACHE.compressed.npz)")
-    shared_options.add_source(parser, "element type (default: each array's own)", axes=False)
+    shared_options.add_output_option(parser, ".npz or .safetensors file (default: CACHE.compressed.npz)")
+    shared_options.add_source_options(parser, "element type (default: each array's own)", axes=False)
     parser.add_argument("--axes", metavar="LETTERS", help="the axes of each array, such as lthd")
     parser.add_argument(
         "--image-tokens",

@@ -60,9 +60,9 @@ def add_parser(subparsers: Any) -> None:
         shown="--output --raw --dtype --output-kind --arrays --ignore",
     )
     parser.add_argument("input", metavar="IN", help="a frame, a manifest, a bundle; - for standard input")
-    shared_options.add_output(parser, "file, directory, or - (standard output)")
-    shared_options.add_raw(parser)
-    shared_options.add_dtype(
+    shared_options.add_output_option(parser, "file, directory, or - (standard output)")
+    shared_options.add_raw_option(parser)
+    shared_options.add_dtype_option(
         parser, "element type of a frame without a manifest (default: fp16 or fp32, by its streams)"
     )
     parser.accept("--max-input-bytes")
@@ -72,8 +72,8 @@ def add_parser(subparsers: Any) -> None:
         choices=("dump",),
         help="restore the KV dump that was encoded, with its metadata files",
     )
-    shared_options.add_ignore(parser, "manifest", "no_manifest", "the manifest next to frames")
-    shared_options.add_threads(parser)
+    shared_options.add_ignore_option(parser, "manifest", "no_manifest", "the manifest next to frames")
+    shared_options.add_threads_option(parser)
     group = parser.add_argument_group("prefix caches", "what the restored files must match")
     group.add_argument("--arrays", action="store_true", help="write plain arrays, not the files they came from")
     group.add_argument("--name", metavar="NAME", help="what the engine calls the prefix (default: as before)")

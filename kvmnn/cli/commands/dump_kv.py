@@ -48,7 +48,7 @@ def add_parser(subparsers: Any) -> None:
         metavar="N",
         help=f"tokens that it reads, the one that begins a text included (default: {DEFAULT_TOKENS:,})",
     )
-    shared_options.add_output(parser, "directory")
+    shared_options.add_output_option(parser, "directory")
     parser.add_argument("--format", choices=("npy", "mnn"), default="npy", help="of the files (default: npy)")
     parser.add_argument("--dtype", choices=("fp16", "fp32"), help="of the words (default: the model's)")
     parser.add_argument("--run-id", default="kvmnn", metavar="ID", help="of an MNN dump (default: kvmnn)")

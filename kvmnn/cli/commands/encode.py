@@ -64,8 +64,8 @@ def add_parser(subparsers: Any) -> None:
         shown="--output --dtype --tensor --effort --codec --model --no-verify --axes --jobs --resume",
     )
     parser.add_argument("inputs", nargs="+", metavar="IN", help="arrays, a dump, a prefix cache; - for standard input")
-    shared_options.add_output(parser, "file, directory, or - (standard output)")
-    shared_options.add_source(parser, "element type (default: the array's own; raw input needs it)")
+    shared_options.add_output_option(parser, "file, directory, or - (standard output)")
+    shared_options.add_source_options(parser, "element type (default: the array's own; raw input needs it)")
     parser.add_argument(
         "--predictors",
         action=_PredictorsAction,
@@ -87,7 +87,7 @@ def add_parser(subparsers: Any) -> None:
         metavar="SIZE",
         help="cut arrays above this many raw bytes (default: 16M, 64M to a stream; 0: never)",
     )
-    dense_options.add_codec(parser)
+    dense_options.add_codec_options(parser)
     raw = parser.add_mutually_exclusive_group()
     raw.add_argument(
         "--joint-kv",
@@ -96,10 +96,10 @@ def add_parser(subparsers: Any) -> None:
         help="MNN's rule: store K and V of a layer raw where their frames together do not shrink",
     )
     raw.add_argument("--allow-raw", action="store_true", help="store any array raw where its frames do not shrink")
-    shared_options.add_ignore(parser, "manifest", "no_manifest", "the manifest next to frames")
+    shared_options.add_ignore_option(parser, "manifest", "no_manifest", "the manifest next to frames")
     parser.add_argument("--no-verify", action="store_true", help="do not decode and compare each frame")
     parser.accept("--max-input-bytes")
-    shared_options.add_threads(parser)
+    shared_options.add_threads_option(parser)
     batch.add_batch_options(parser)
     packed_options.add_packed_options(parser)
 

@@ -63,7 +63,7 @@ def add_parser(subparsers: Any) -> None:
         shown="--text --samples --policy --budget --preset --skip-layers --lossless --max-tokens --chunk "
         "--prefill-tokens --jobs --initial-cache --resume --output --plot",
     )
-    eval_options.add_compared_options(parser)
+    eval_options.add_comparison_options(parser)
     eval_options.add_setting_options(parser)
     eval_options.add_start_options(parser)
     group = parser.add_argument_group("output")

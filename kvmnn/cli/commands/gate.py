@@ -217,9 +217,9 @@ class SuiteProgressDisplay:
             console.progress_bar(self._arguments, steps, "gates", unit="step", delay=0)
         )
 
-    def begin_run(self, work_text: str) -> None:
+    def begin_run(self, run_description: str) -> None:
         """Set the name of the current run."""
-        self._current_work = work_text
+        self._current_work = run_description
         self.advance(0)
 
     def advance(self, steps: int) -> None:
@@ -337,7 +337,7 @@ def add_parser(subparsers: Any) -> None:
     _add_baseline_options(parser)
     _add_demo_options(parser)
     add_run_options(parser)
-    shared_options.add_output(parser, "parse: a .csv or .json file; check, demo, run: the folder of a round")
+    shared_options.add_output_option(parser, "parse: a .csv or .json file; check, demo, run: the folder of a round")
     add_limit_options(parser)
 
 

@@ -51,13 +51,13 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "inputs", nargs="+", metavar="IN", help="a frame, a bundle, any file or folder that kvmnn reads"
     )
-    shared_options.add_dtype(
+    shared_options.add_dtype_option(
         parser, "element type of a frame without a manifest (default: fp16 or fp32, by its streams)", with_float8=True
     )
-    shared_options.add_ignore(parser, "manifest", "no_manifest", "the manifest next to frames")
+    shared_options.add_ignore_option(parser, "manifest", "no_manifest", "the manifest next to frames")
     parser.accept("--max-input-bytes")
     parser.add_argument("--no-zstd", action="store_true", help="judge as an engine without libzstd")
-    shared_options.add_axes(parser)
+    shared_options.add_axes_options(parser)
     batch.add_batch_options(parser)
     packed_options.add_packed_options(parser)
 

@@ -49,7 +49,7 @@ def add_alternative_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("instead of measuring")
     group.add_argument("--analysis", metavar="DIR", help="entropies and split ratios of every dump and head")
     group.add_argument("--dense", action="store_true", help="bytes of dense streams next to those of MNN's frames")
-    dense_options.add_rope(group)
+    dense_options.add_rope_option(group)
     group.add_argument("--skip-head-metrics", action="store_true", help="with --analysis: no head_metrics.csv")
     group.add_argument("--run-log", metavar="FILE", help="with --analysis: prompt tokens of each run")
     group.add_argument(
@@ -208,7 +208,7 @@ def add_parser(subparsers: Any) -> None:
     add_measure_options(parser)
     add_alternative_options(parser)
     parser.accept("--max-input-bytes")
-    shared_options.add_source(parser, "element type, where the input does not have it")
+    shared_options.add_source_options(parser, "element type, where the input does not have it")
     batch.add_batch_options(parser)
     packed_options.add_packed_options(parser)
 

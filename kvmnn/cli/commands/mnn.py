@@ -50,9 +50,9 @@ def add_unpack_parser(subparsers: Any) -> None:
         "--model --name",
     )
     parser.add_argument("input", metavar="IN", help="the directory of a cache, one of its files, arrays")
-    shared_options.add_output(parser, "file or directory (default: IN.safetensors, a dump: IN.dump/)")
-    shared_options.add_raw(parser)
-    shared_options.add_source(parser, "element type, where the pack numbers leave it open")
+    shared_options.add_output_option(parser, "file or directory (default: IN.safetensors, a dump: IN.dump/)")
+    shared_options.add_raw_option(parser)
+    shared_options.add_source_options(parser, "element type, where the pack numbers leave it open")
     parser.add_argument(
         "--output-kind",
         dest="form",
@@ -137,7 +137,7 @@ def add_pack_parser(subparsers: Any) -> None:
     )
     parser.add_argument("inputs", nargs="+", metavar="IN", help="arrays, a dump, a bundle")
     packed_options.add_target_options(parser)
-    shared_options.add_source(parser, "element type (default: the arrays' own; raw input needs it)")
+    shared_options.add_source_options(parser, "element type (default: the arrays' own; raw input needs it)")
     parser.add_argument("--token-major", action="store_true", help="the arrays are [token, kv_head, head_dim]")
     parser.add_argument("--cast", action="store_true", help="convert to the backend's dtype; LOSSY if it is narrower")
     dense_options.add_rerotate_options(parser)
@@ -205,7 +205,7 @@ def add_repack_parser(subparsers: Any) -> None:
     )
     parser.add_argument("input", metavar="IN", help="the directory of a prefix cache, or one of its files")
     packed_options.add_target_options(parser)
-    shared_options.add_source(parser, "element type, where the pack numbers leave it open", axes=False)
+    shared_options.add_source_options(parser, "element type, where the pack numbers leave it open", axes=False)
     packed_options.add_packed_options(parser, with_engines=False)
     parser.add_argument(
         "--target-backend",
@@ -271,8 +271,8 @@ def add_compact_parser(subparsers: Any) -> None:
         shown="--output --remove --reserve --plan --rerotate --model --backend --kv-heads --head-dim --valid-tokens",
     )
     parser.add_argument("input", metavar="IN", help="the directory of a prefix cache or of live files")
-    shared_options.add_output(parser, "directory to write the files to (default: IN.compact/)")
-    shared_options.add_dtype(parser, "element type, where the pack numbers leave it open")
+    shared_options.add_output_option(parser, "directory to write the files to (default: IN.compact/)")
+    shared_options.add_dtype_option(parser, "element type, where the pack numbers leave it open")
     parser.add_argument(
         "--remove", type=_parse_signed, metavar="N", help="tokens in the window at the end (default: all)"
     )
@@ -396,7 +396,7 @@ def add_replay_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--plot", metavar="DIR", help="draw memory, ratio, queue, latency into DIR (matplotlib)")
     parser.accept("--force")
-    shared_options.add_source(parser, "element type, where the input does not have it")
+    shared_options.add_source_options(parser, "element type, where the input does not have it")
     parser.add_argument("--token-major", action="store_true", help="arrays are [token, kv_head, head_dim]")
     packed_options.add_packed_options(parser)
 

@@ -35,7 +35,7 @@ def add_import_parser(subparsers: Any) -> None:
         shown="--output --dtype",
     )
     parser.add_argument("source", metavar="IN", help="a .gguf file, or a folder with config.json and .safetensors")
-    shared_options.add_output(parser, "folder of the model (default: IN without .gguf; IN-onnx for a folder)")
+    shared_options.add_output_option(parser, "folder of the model (default: IN without .gguf; IN-onnx for a folder)")
     _add_dtype(parser)
 
 

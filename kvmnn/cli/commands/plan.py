@@ -57,7 +57,7 @@ def add_parser(subparsers: Any) -> None:
         shown="--output --policy --seed --no-map --engine-config --h2o --valid-tokens --kv-heads --part",
     )
     parser.add_argument("inputs", nargs="+", metavar="IN", help="scores of blocks, or attention; with --policy a cache")
-    shared_options.add_output(parser, "JSON file for `kvmnn mnn compact --plan`; - for standard output")
+    shared_options.add_output_option(parser, "JSON file for `kvmnn mnn compact --plan`; - for standard output")
     parser.add_argument(
         "--policy", action="append", default=[], metavar="SPEC", help="NAME[:OPTION=VALUE,...], which plans a cache"
     )
@@ -65,7 +65,7 @@ def add_parser(subparsers: Any) -> None:
         "--seed", type=shared_options.parse_whole, default=0, metavar="N", help="random seed of the policy (default: 0)"
     )
     parser.add_argument("--no-map", action="store_true", help="leave the picture out")
-    shared_options.add_source(parser, "element type of raw input")
+    shared_options.add_source_options(parser, "element type of raw input")
     parser.add_argument("--token-major", action="store_true", help="arrays of K and V are [token, kv_head, head_dim]")
     parser.add_argument(
         "--valid-tokens",

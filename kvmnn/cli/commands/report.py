@@ -43,7 +43,7 @@ def add_parser(subparsers: Any) -> None:
         shown="--output --markdown --plot-format --no-titles",
     )
     parser.add_argument("inputs", nargs="+", metavar="IN", help="a folder of results, or a JSON file")
-    shared_options.add_output(parser, "the page: .html, or .md; - is standard output. DIR/: folder for plots")
+    shared_options.add_output_option(parser, "the page: .html, or .md; - is standard output. DIR/: folder for plots")
     parser.add_argument(
         "--markdown", action="store_true", help="Markdown, for pull requests (default: to the terminal)"
     )

@@ -426,7 +426,7 @@ def add_parser(subparsers: Any) -> None:
         choices=dense_options.CODEC_CHOICES,
         help="of a new store: dense: streams where they are smaller (default); mnn: frames",
     )
-    dense_options.add_rope(parser)
+    dense_options.add_rope_option(parser)
     parser.add_argument(
         "--effort",
         choices=shared_options.EFFORT_CHOICES,
@@ -434,7 +434,7 @@ def add_parser(subparsers: Any) -> None:
         help="of frames: how hard to compress (default: fast, within 1%% of exact)",
     )
     parser.accept("--threads")
-    shared_options.add_output(parser, "get: file or directory; export: a file")
+    shared_options.add_output_option(parser, "get: file or directory; export: a file")
     parser.add_argument(
         "--capacity",
         type=shared_options.parse_positive,
@@ -454,7 +454,7 @@ def add_parser(subparsers: Any) -> None:
         action="store_true",
         help="get: layers with full attention alone, where windows or state are not stored at this length",
     )
-    shared_options.add_source(parser, "put: element type of raw input; else the precision to look up")
+    shared_options.add_source_options(parser, "put: element type of raw input; else the precision to look up")
     parser.add_argument("--token-major", action="store_true", help="put: arrays are [token, kv_head, head_dim]")
     packed_options.add_packed_options(parser, with_text=False, with_undo=True)
 

@@ -47,10 +47,10 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("inputs", nargs="+", metavar="IN", help="a frame, a manifest, a bundle; a weight file")
     parser.add_argument("--against", action="append", default=[], metavar="FILE", help="the original (repeatable)")
-    shared_options.add_source(parser, "element type of a frame without a manifest, or of raw input")
-    shared_options.add_ignore(parser, "manifest", "no_manifest", "the manifest next to frames")
+    shared_options.add_source_options(parser, "element type of a frame without a manifest, or of raw input")
+    shared_options.add_ignore_option(parser, "manifest", "no_manifest", "the manifest next to frames")
     parser.accept("--max-input-bytes")
-    shared_options.add_threads(parser)
+    shared_options.add_threads_option(parser)
     batch.add_batch_options(parser)
     packed_options.add_packed_options(parser)
 

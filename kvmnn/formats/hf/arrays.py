@@ -176,13 +176,13 @@ def _resolve_cache(label: str, cache: TransformersCache, *, has_halves: bool) ->
             raise SourceError(
                 f"{label}: layer {layer.number}: none of the {num_rows} rows of its buffers holds a token"
             )
-    if rows.eviction_text:
+    if rows.eviction_reason:
         return _ResolvedCache(cache, rows, BatchTexts())
     batch = int(cache.layers[0].keys.shape[0])
     is_exact = cache.num_seen is not None or any(layer.num_seen is not None for layer in cache.layers)
     batch_texts = find_batch_texts(label, cache, rows.num_tokens, batch, has_halves=has_halves, is_exact=is_exact)
-    if batch_texts.eviction_text:
-        return _ResolvedCache(cache, mark_evicted(rows, batch_texts.eviction_text), batch_texts)
+    if batch_texts.eviction_reason:
+        return _ResolvedCache(cache, mark_evicted(rows, batch_texts.eviction_reason), batch_texts)
     distinct_positions = {tuple(text.positions.tolist()) for text in batch_texts.entries}
     if len(distinct_positions) != 1 or len(batch_texts.entries[0].positions) == rows.num_tokens:
         return _ResolvedCache(cache, rows, batch_texts)

@@ -291,7 +291,7 @@ class _CacheFinder:
         cache = TransformersCache(class_name)
         for layer_number, layer in enumerate(layers):
             keys, values = layer.state.get("keys"), layer.state.get("values")
-            if _is_quantised(layer.class_name, layer.state):
+            if _is_quantized(layer.class_name, layer.state):
                 raise self._make_unsupported_error(
                     layer_number, layer.class_name, "whose older tokens are quantised: expected a DynamicCache"
                 )
@@ -368,7 +368,7 @@ class _CacheFinder:
                     raise SourceError(
                         f"{self.label}: a {class_name} with {len(keys)} {names[0]} and {len(values)} {names[1]}"
                     )
-                if _is_quantised(class_name, state):
+                if _is_quantized(class_name, state):
                     raise self._make_unsupported_error(
                         0, class_name, "whose older tokens are quantised: expected a DynamicCache"
                     )
@@ -499,7 +499,7 @@ def _has_window_class_name(class_name: str) -> bool:
     return any(word in class_name for word in _WINDOW_CLASS_WORDS)
 
 
-def _is_quantised(class_name: str, state: Mapping[Any, Any]) -> bool:
+def _is_quantized(class_name: str, state: Mapping[Any, Any]) -> bool:
     return "Quantized" in class_name or any(isinstance(name, str) and "quantized" in name for name in state)
 
 

@@ -49,7 +49,7 @@ class CacheRows:
     #: Number of tokens that the cache has seen, if it records it.
     num_tokens: int
     #: A sentence about why the tokens of some layers are unknown; empty if they are known.
-    eviction_text: str = ""
+    eviction_reason: str = ""
 
 
 def find_token_rows(cache: TransformersCache) -> CacheRows:
@@ -188,10 +188,10 @@ def count_used_rows(tensor: AnyTensor) -> int:
     return 0
 
 
-def mark_evicted(rows: CacheRows, eviction_text: str) -> CacheRows:
-    """Return the rows, marked as lacking unknown tokens, with `eviction_text` as the reason."""
+def mark_evicted(rows: CacheRows, eviction_reason: str) -> CacheRows:
+    """Return the rows, marked as lacking unknown tokens, with `eviction_reason` as the reason."""
     layers = tuple(TokenRows(token_rows.row_indices, None) for token_rows in rows.layer_rows)
-    return replace(rows, layer_rows=layers, eviction_text=eviction_text)
+    return replace(rows, layer_rows=layers, eviction_reason=eviction_reason)
 
 
 _MAX_NAMED_STATES = 4
@@ -213,7 +213,7 @@ def describe_states(cache: TransformersCache, rows: CacheRows) -> Completeness:
         )
     return Completeness(
         layers=tuple(states[layer_number] for layer_number in sorted(states)),
-        evicted=rows.eviction_text,
+        evicted=rows.eviction_reason,
         other_missing=tuple(_list_further_states(cache, len(states))),
     )
 
@@ -252,7 +252,7 @@ class BatchTexts:
     #: Sentences about the omitted parts.
     notes: list[str] = field(default_factory=list)
     #: Sentence about tokens that the cache lacks; empty if there are none.
-    eviction_text: str = ""
+    eviction_reason: str = ""
 
 
 def find_batch_texts(
@@ -265,11 +265,11 @@ def find_batch_texts(
     max_columns = max((matrix.shape[1] for matrix in (mask, ids) if matrix is not None), default=0)
     if max_columns > num_tokens + _MAX_MISSING_TOKENS and not is_exact:
         source_name = "mask" if mask is not None and mask.shape[1] == max_columns else "ids"
-        eviction_text = (
+        eviction_reason = (
             f"{pluralize(num_tokens, 'token')} are stored and {source_name} of {max_columns:,} were saved with them; "
             "nothing tells which tokens these are"
         )
-        return BatchTexts(notes=batch_texts.notes, eviction_text=eviction_text)
+        return BatchTexts(notes=batch_texts.notes, eviction_reason=eviction_reason)
     is_token = np.ones((batch, num_tokens), bool)
     if mask is not None:
         num_masked_columns = min(mask.shape[1], num_tokens)

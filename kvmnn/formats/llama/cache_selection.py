@@ -80,7 +80,7 @@ def iter_head_chunks(
 
 def _make_filler(file: FileBytes, tensor: CacheTensor, heads: int, num_cells: int) -> _FillFunction:
     data = file.view(tensor.offset, tensor.nbytes)
-    if tensor.type.is_block:
+    if tensor.type.is_block_quantized:
         return _make_block_filler(data, tensor, heads, num_cells)
     if tensor.is_transposed:
         return _make_channel_filler(data, tensor, heads, num_cells)

@@ -138,7 +138,7 @@ def _dequantize_rows(tensor: GgufTensor, data: Bytes) -> Floats:
     if block_type is None:
         blocks = data.reshape(-1, tensor.block_bytes)
         return WEIGHT_BLOCK_TYPES[tensor.type_number].dequantize(blocks).reshape(num_rows, -1)
-    if block_type.is_block:
+    if block_type.is_block_quantized:
         out = np.empty((num_rows, tensor.shape[-1]), np.float32)
         dequantize(block_type, np.ascontiguousarray(data).reshape(num_rows, -1, block_type.nbytes), out)
         return out

@@ -30,7 +30,7 @@ from .. import passthrough
 from ..base import FileBytes, FileFormat
 from ..options import EngineOptions, ReadOptions
 from ..passthrough import Region, is_smaller_by_fields, make_byte_array, make_field_array
-from ..tensor_selection import format_dequantised_note
+from ..tensor_selection import format_dequantized_note
 from . import gguf
 from .cache_selection import (
     CACHE_NAMES,
@@ -88,7 +88,7 @@ def list_possible_rotations(tensors: Sequence[CacheTensor], heads: Sequence[int]
     transforms = {
         transform
         for tensor in tensors
-        if tensor.type.is_block
+        if tensor.type.is_block_quantized
         for transform in list_possible_transforms(tensor.part, tensor.row_values // heads[tensor.layer])
         if transform != "k-order"
     }
@@ -152,7 +152,7 @@ def describe_state(state: LlamaState, parts: Sequence[CachePart], options: ReadO
         positions=positions,
         layer_positions=layer_positions,
         token_ids=state.token_ids if has_single_text(state, parts[0]) else None,
-        dequantised=_list_dequantised_types(parts, options.engine),
+        dequantised=_list_dequantized_types(parts, options.engine),
         altered=altered,
         perhaps_altered=perhaps_altered,
         details={**_build_details(state, parts, options.engine), "architecture": architecture},
@@ -266,21 +266,23 @@ def _iter_token_id_notes(num_ids: int, parts: Sequence[CachePart]) -> Iterator[s
 
 def _iter_block_notes(parts: Sequence[CachePart], options: EngineOptions) -> Iterator[str]:
     """Yield notes about dequantised numbers: the blocks they were made from, and what remains unknown."""
-    quantised_tensors = [(tensor, part) for part in parts for tensor in part.stream.tensors if tensor.type.is_block]
-    if options.raw_blocks or not quantised_tensors:
+    quantized_tensors = [
+        (tensor, part) for part in parts for tensor in part.stream.tensors if tensor.type.is_block_quantized
+    ]
+    if options.raw_blocks or not quantized_tensors:
         return
-    num_values = sum(tensor.row_values * part.cells.num_cells for tensor, part in quantised_tensors)
+    num_values = sum(tensor.row_values * part.cells.num_cells for tensor, part in quantized_tensors)
     block_bytes = sum(
         tensor.row_values // tensor.type.values_per_block * tensor.type.nbytes * part.cells.num_cells
-        for tensor, part in quantised_tensors
+        for tensor, part in quantized_tensors
     )
-    dtype = dtypes.parse_dtype(quantised_tensors[0][0].type.dtype)
-    yield format_dequantised_note(
-        _list_dequantised_types(parts, options), dtype.name, block_bytes, num_values * dtype.itemsize
+    dtype = dtypes.parse_dtype(quantized_tensors[0][0].type.dtype)
+    yield format_dequantized_note(
+        _list_dequantized_types(parts, options), dtype.name, block_bytes, num_values * dtype.itemsize
     )
     possible_rotations = {
         transform
-        for tensor, part in quantised_tensors
+        for tensor, part in quantized_tensors
         for transform in list_possible_rotations([tensor], part.heads.by_layer)
     }
     unresolved_rotations = sorted(possible_rotations) if options.invert is None else ()
@@ -293,10 +295,12 @@ def _iter_block_notes(parts: Sequence[CachePart], options: EngineOptions) -> Ite
         )
 
 
-def _list_dequantised_types(parts: Sequence[CachePart], options: EngineOptions) -> tuple[str, ...]:
+def _list_dequantized_types(parts: Sequence[CachePart], options: EngineOptions) -> tuple[str, ...]:
     if options.raw_blocks:
         return ()
-    return tuple(sorted({tensor.type.name for part in parts for tensor in part.stream.tensors if tensor.type.is_block}))
+    return tuple(
+        sorted({tensor.type.name for part in parts for tensor in part.stream.tensors if tensor.type.is_block_quantized})
+    )
 
 
 def read(file: FileBytes, options: ReadOptions) -> Source:
@@ -431,7 +435,7 @@ def find_stream_heads(
 
 def _stores_only_blocks(stream: CacheStream, options: EngineOptions) -> bool:
     """Return whether all arrays are raw blocks of cells, which have no head axis."""
-    return options.raw_blocks and all(tensor.type.is_block for tensor in stream.tensors)
+    return options.raw_blocks and all(tensor.type.is_block_quantized for tensor in stream.tensors)
 
 
 def _make_cache_array(
@@ -439,7 +443,7 @@ def _make_cache_array(
 ) -> LazyArray:
     ggml_type, num_heads = tensor.type, part.heads.by_layer[tensor.layer]
     name = format_array_name(layer_number, tensor.part)
-    if ggml_type.is_block and options.engine.raw_blocks:  # ``[cell, block, byte]``
+    if ggml_type.is_block_quantized and options.engine.raw_blocks:  # ``[cell, block, byte]``
         return LazyArray(
             name=name,
             dtype="fp16",
@@ -561,7 +565,7 @@ def _make_region(
     ggml_type, num_blocks = tensor.type, tensor.row_values // tensor.type.values_per_block
     if options.dtype not in (None, ggml_type.dtype):
         raise UnsupportedArrayError(f"{file.label}: {name} holds {ggml_type.name}, not {options.dtype}")
-    if not ggml_type.is_block:
+    if not ggml_type.is_block_quantized:
         shape: tuple[int, ...] = (
             (tensor.row_values, num_cells) if tensor.is_transposed else (num_cells, tensor.row_values)
         )

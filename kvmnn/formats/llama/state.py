@@ -41,7 +41,7 @@ class GgmlType:
     fields: tuple[tuple[str, int], ...] = ()
 
     @property
-    def is_block(self) -> bool:
+    def is_block_quantized(self) -> bool:
         """Return whether values are stored in blocks."""
         return bool(self.fields)
 
@@ -508,7 +508,7 @@ def _parse_tensor(reader: BinaryReader, part: Part, layer: int, num_cells: int, 
         raise ParseError(f"{label} at offset {reader.position - 4:,}: ggml type {type_number} is none of a KV cache")
     if is_transposed:
         element_bytes, row_values = reader.read_u32("element size"), reader.read_u32("values of a cell")
-        if element_bytes != ggml_type.nbytes or ggml_type.is_block:
+        if element_bytes != ggml_type.nbytes or ggml_type.is_block_quantized:
             raise ParseError(f"{label}: elements of {element_bytes} bytes are not {ggml_type.name}")
         row_bytes = element_bytes * row_values
     else:

@@ -25,7 +25,7 @@ from ..base import FileBytes, FileFormat
 from ..options import ReadOptions
 from ..passthrough import Region
 from ..safetensors import TensorEntry
-from ..tensor_selection import check_declared_dtype, format_dequantised_note
+from ..tensor_selection import check_declared_dtype, format_dequantized_note
 from .states import (
     PromptCacheLayer,
     PromptCacheStates,
@@ -57,7 +57,7 @@ def read(file: FileBytes, options: ReadOptions) -> Source:
     layers = read_layers(states)
     arrays = [_make_part_array(states, layer, part, options) for layer in layers for part in PARTS]
     engine_cache = _describe_cache(states, layers, options)
-    notes = [*_list_dequantised_notes(layers, arrays, engine_cache), *_list_padding_notes(states, layers)]
+    notes = [*_list_dequantized_notes(layers, arrays, engine_cache), *_list_padding_notes(states, layers)]
     return Source(arrays, notes=notes, engine_cache=engine_cache, completeness=describe_states(states, layers))
 
 
@@ -71,24 +71,24 @@ def _list_padding_notes(states: PromptCacheStates, layers: Sequence[PromptCacheL
     ]
 
 
-def _list_dequantised_notes(
+def _list_dequantized_notes(
     layers: Sequence[PromptCacheLayer], arrays: Sequence[LazyArray], engine_cache: EngineCacheInfo
 ) -> list[str]:
     """Return a note on the types that dequantised values were decoded from."""
     if not engine_cache.dequantised:
         return []
-    quantised_layers = [layer for layer in layers if layer.bits]
-    quantised_names = {format_array_name(layer.number, part) for layer in quantised_layers for part in PARTS}
-    dequantised_arrays = [array for array in arrays if array.name in quantised_names]
+    quantized_layers = [layer for layer in layers if layer.bits]
+    quantized_names = {format_array_name(layer.number, part) for layer in quantized_layers for part in PARTS}
+    dequantized_arrays = [array for array in arrays if array.name in quantized_names]
     block_bytes = sum(
         (tensor.end - tensor.begin) // tensor.shape[2] * layer.num_tokens
-        for layer in quantised_layers
+        for layer in quantized_layers
         for tensor in (*layer.keys, *layer.values)
     )
-    dtype = " and ".join(sorted({array.dtype for array in dequantised_arrays}))
+    dtype = " and ".join(sorted({array.dtype for array in dequantized_arrays}))
     return [
-        format_dequantised_note(
-            engine_cache.dequantised, dtype, block_bytes, sum(array.nbytes for array in dequantised_arrays)
+        format_dequantized_note(
+            engine_cache.dequantised, dtype, block_bytes, sum(array.nbytes for array in dequantized_arrays)
         )
     ]
 
@@ -112,7 +112,7 @@ def _make_part_array(states: PromptCacheStates, layer: PromptCacheLayer, part: P
         if layer.bits:
             dtype, last_axis = _DTYPE_BY_KIND[tensors[1].kind], last_axis * 32 // layer.bits
             array_dtype = dtypes.parse_dtype(dtype).numpy_dtype.str
-            reader = partial(_iter_dequantised_chunks, states, layer, tensors)
+            reader = partial(_iter_dequantized_chunks, states, layer, tensors)
         if options.dtype not in (None, dtype):
             raise UnsupportedArrayError(f"{states.file.label}: {name} holds {dtype} words, not {options.dtype}")
     shape = (heads, layer.num_tokens, last_axis)
@@ -164,7 +164,7 @@ def _iter_valid_chunks(
     states.file.release_pages(begin, tensor.end - tensor.begin)
 
 
-def _iter_dequantised_chunks(
+def _iter_dequantized_chunks(
     states: PromptCacheStates, layer: PromptCacheLayer, tensors: tuple[TensorEntry, ...], chunk_bytes: int
 ) -> Iterator[Chunk]:
     """Iterate over the dequantised values of the valid tokens."""
@@ -175,7 +175,7 @@ def _iter_dequantised_chunks(
     if chunk_bytes % value_row_bytes:
         num_rows = codes.shape[0] * codes.shape[1] * layer.num_tokens
         aligned_bytes = max(chunk_bytes // value_row_bytes, 1) * value_row_bytes
-        aligned_chunks = _iter_dequantised_chunks(states, layer, tensors, aligned_bytes)
+        aligned_chunks = _iter_dequantized_chunks(states, layer, tensors, aligned_bytes)
         yield from rechunk(aligned_chunks, chunk_bytes, num_rows * value_row_bytes)
         return
     chunk_readers = [
@@ -243,11 +243,11 @@ def _format_type(layer: PromptCacheLayer, part: Part) -> str:
 
 def _build_details(states: PromptCacheStates, layers: list[PromptCacheLayer]) -> dict[str, Any]:
     first_layer = layers[0]
-    quantisation_fields = {"bits": first_layer.bits, "group_size": first_layer.group_size} if first_layer.bits else {}
+    quantization_fields = {"bits": first_layer.bits, "group_size": first_layer.group_size} if first_layer.bits else {}
     return {
         "classes": list(dict.fromkeys(states.class_names)),
         "capacity": first_layer.keys[0].shape[2],
-        **quantisation_fields,
+        **quantization_fields,
     }
 
 

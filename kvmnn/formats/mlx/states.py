@@ -283,7 +283,7 @@ def _read_concatenated(states: PromptCacheStates, layer_number: int) -> PromptCa
     return _make_first_tokens_layer(layer_number, (keys,), (values,), keys.shape[2])
 
 
-def _read_quantised(states: PromptCacheStates, layer_number: int) -> PromptCacheLayer:
+def _read_quantized(states: PromptCacheStates, layer_number: int) -> PromptCacheLayer:
     if states.is_new:
         num_tokens, group_size, bits = (states.read_scalar(f"{layer_number}.{state}") for state in (2, 3, 4))
     else:
@@ -476,7 +476,7 @@ def _check_token_count(states: PromptCacheStates, layer_number: int, num_tokens:
 
 _READER_BY_CLASS: Final[dict[str, Callable[[PromptCacheStates, int], PromptCacheLayer]]] = {
     "KVCache": _read_plain,
-    "QuantizedKVCache": _read_quantised,
+    "QuantizedKVCache": _read_quantized,
     "RotatingKVCache": _read_rotating,
     "ChunkedKVCache": _read_chunked,
     "ConcatenateKVCache": _read_concatenated,

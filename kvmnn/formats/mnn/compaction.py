@@ -292,7 +292,7 @@ def apply_plan(layer: LayerInfo, plan: CompactionPlan) -> LayerInfo:
     remove = layer.tokens if plan.remove is None else plan.remove
     try:
         pairs = parse_pairs(plan.reserve)
-        check_reserve(layer.tokens, validate_int(remove, "remove", 0), pairs, is_quantised=False)
+        check_reserve(layer.tokens, validate_int(remove, "remove", 0), pairs, is_quantized=False)
     except KvmnnError as exc:
         raise KvmnnError(f"layer {layer.layer}: {exc}") from None
     start = layer.tokens - remove
@@ -395,7 +395,7 @@ def _expand_plans(reader: PackedCacheReader, plans: Sequence[CompactionPlan], di
     """Return a plan for each layer, validated as far as possible without applying it."""
     info = reader.info
     require_complete(reader.completeness, reader.files.path, "a compacted cache")
-    if info.layout.is_quantised:
+    if info.layout.is_quantized:
         raise KvmnnError(f"{reader.files.path}: an int8 cache: the engine keeps no part of a window of those")
     if len(plans) not in (1, len(info.layers)):
         raise KvmnnError(f"{len(plans)} plans for {len(info.layers)} layers: expected one, or one for each")

@@ -181,7 +181,7 @@ class PackedInspectionReport(Record):
     @property
     def is_loadable(self) -> bool:
         """Return whether the engine would load all of them; live files are not loaded."""
-        return not any(cache.files.refusals for cache in self.caches)
+        return not any(cache.files.load_problems for cache in self.caches)
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.caches))
@@ -235,7 +235,7 @@ def _format_heading(files: PackedFiles) -> list[str]:
     )
     if files.kind == "prefix" and not files.problems:
         heading += ", all markers there"
-    return [heading, *(f"  would not load: {problem}" for problem in files.refusals)]
+    return [heading, *(f"  would not load: {problem}" for problem in files.load_problems)]
 
 
 def _build_document(files: PackedFiles) -> dict[str, Any]:
@@ -244,7 +244,7 @@ def _build_document(files: PackedFiles) -> dict[str, Any]:
         "kind": f"{files.kind} cache",
         "name": files.name,
         "file_bytes": files.nbytes,
-        "problems": files.refusals,
+        "problems": files.load_problems,
     }
 
 

@@ -224,12 +224,12 @@ class LayoutChoice:
 def choose_group_layouts(
     files: PackedFiles,
     geometry: PackedGeometry,
-    group_heads: Sequence[tuple[int | None, int | None]],
+    head_shapes_by_group: Sequence[tuple[int | None, int | None]],
     num_tokens: int | None,
 ) -> LayoutChoice:
     """Return layouts for groups of layers with different kv heads and head_dim, but equal dtype and pack numbers."""
     choices: list[LayoutChoice] = []
-    for group, (kv_heads, head_dim) in zip(files.groups, group_heads, strict=True):
+    for group, (kv_heads, head_dim) in zip(files.groups, head_shapes_by_group, strict=True):
         group_geometry = replace(geometry, kv_heads=kv_heads, head_dim=head_dim)
         if choices:  # one engine on one processor wrote them all
             first = make_geometry(choices[0].match.layout)

@@ -140,12 +140,12 @@ class PackedFiles:
         )
 
     @property
-    def refusals(self) -> list[str]:
+    def load_problems(self) -> list[str]:
         """Return sentences about why the engine would not load the files; empty if it would."""
-        return [*self.missing_files, *filter(None, [self.size_mismatch or self._mixed_layers_refusal]), *self.problems]
+        return [*self.missing_files, *filter(None, [self.size_mismatch or self._mixed_layers_problem]), *self.problems]
 
     @property
-    def _mixed_layers_refusal(self) -> str:
+    def _mixed_layers_problem(self) -> str:
         """Return a sentence about why the engine would not load these kinds of layers; empty if it would."""
         if self.is_mixed is not False or len({layer.sizes for layer in self.all_layers}) < 2:
             return ""

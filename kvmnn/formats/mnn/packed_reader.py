@@ -101,7 +101,7 @@ class PackedCacheReader:
             completeness=self.completeness,
             doubt=self.ignored_conflict,
         )
-        if layout.is_quantised:  # no way back to these files: what was lost is said, and nothing is noted down
+        if layout.is_quantized:  # no way back to these files: what was lost is said, and nothing is noted down
             source.notes += layout.unrecoverable_parts
             source.lossy = True
             return source
@@ -140,7 +140,7 @@ def open_packed_files(files: PackedFiles, options: PackedOptions) -> PackedCache
             f"{files.path}: {choice.conflict}; the words speak for {choice.better_options}; --force reads them as "
             f"specified"
         )
-    has_row_counts = not (sidecar_info or match.layout.is_quantised)
+    has_row_counts = not (sidecar_info or match.layout.is_quantized)
     row_counts = count_nonempty_rows(files, match, choice.layouts) if has_row_counts else None
     tokens, token_notes = _resolve_tokens(files, options, sidecar_info, match, row_counts)
     notes += token_notes

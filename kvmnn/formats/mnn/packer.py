@@ -83,7 +83,7 @@ def plan_rerotation(
     *,
     label: str,
     evidence_info: CacheInfo | None = None,
-    is_reordered: bool = False,
+    is_k_reordered: bool = False,
 ) -> RerotationPlan:
     """Determine how K must be rotated so that its tokens are at the first positions."""
     if info.layout.int8_keys:
@@ -105,7 +105,7 @@ def plan_rerotation(
     evidence_positions = [expand_position_runs(layer.positions) for layer in (evidence_info or info).layers]
     try:
         model_rope = resolve_rope(
-            key_arrays, evidence_positions, info.next_token_position, rope, model, is_reordered=is_reordered
+            key_arrays, evidence_positions, info.next_token_position, rope, model, is_k_reordered=is_k_reordered
         )
     except SourceError as error:
         raise error if str(error).startswith((str(rope), str(model))) else SourceError(f"{label}: {error}") from None
@@ -257,8 +257,8 @@ def pack(
         info = _add_source_positions(source, info, notes, rerotate=rerotate)
     rerotation = None
     if rerotate:
-        is_reordered = "k-order" in (source.inverted_transforms or ())
-        arrays, rerotation = _rerotate_arrays(source, arrays, info, rope, model, is_reordered=is_reordered)
+        is_k_reordered = "k-order" in (source.inverted_transforms or ())
+        arrays, rerotation = _rerotate_arrays(source, arrays, info, rope, model, is_k_reordered=is_k_reordered)
         info, notes = rerotation.info, [*notes, *rerotation.rope.notes]
     if state_by_file:
         write_options = _add_states(write_options or PrefixWriteOptions(), state_by_file)
@@ -297,7 +297,7 @@ def _rerotate_arrays(
     rope: RopeConfig | str | None,
     model: str | None,
     *,
-    is_reordered: bool = False,
+    is_k_reordered: bool = False,
 ) -> tuple[list[LayerArray], RerotationPlan]:
     """Return the arrays with K rotated to the first positions, and the plan."""
     label = " ".join(source.inputs)
@@ -305,7 +305,7 @@ def _rerotate_arrays(
     if info.layout.dtype == "fp32":  # rotated K is then rounded to fp32, not to the type of the arrays
         arrays = [replace(entry, array=upcast(entry.array)) for entry in arrays]
     keys = [entry for entry in arrays if entry.part == "key"]
-    rerotation = plan_rerotation(info, keys, rope, model, label=label, is_reordered=is_reordered)
+    rerotation = plan_rerotation(info, keys, rope, model, label=label, is_k_reordered=is_k_reordered)
     return rerotation.rotate_arrays(arrays), rerotation
 
 

@@ -246,7 +246,7 @@ def resolve_rope(
     rope: RopeConfig | str | None = None,
     model: str | None = None,
     *,
-    is_reordered: bool = False,
+    is_k_reordered: bool = False,
 ) -> ModelRope:
     """Determine how K is rotated.
 
@@ -263,7 +263,7 @@ def resolve_rope(
     path = rope or model
     if path is not None:
         model_rope = read_model_rope(
-            path, len(key_arrays), key_arrays[0].geometry[2], num_tokens, is_reordered=is_reordered
+            path, len(key_arrays), key_arrays[0].geometry[2], num_tokens, is_k_reordered=is_k_reordered
         )
         if model_rope is not None:
             if doubts := _list_contradictions(model_rope, key_arrays, positions):
@@ -275,12 +275,12 @@ def resolve_rope(
 
 
 def read_model_rope(
-    path: str, num_layers: int, head_dim: int, num_tokens: int, *, is_reordered: bool = False
+    path: str, num_layers: int, head_dim: int, num_tokens: int, *, is_k_reordered: bool = False
 ) -> ModelRope | None:
     """Read the RoPE parameters of a model; None if it does not have them. Parameters and errors as `resolve_rope`."""
     if is_gguf(path):
         ropes = read_gguf_layer_ropes(path, num_layers, head_dim, num_tokens)
-        if ropes is not None and is_reordered:
+        if ropes is not None and is_k_reordered:
             if any(rope is not None and rope.dims != head_dim for rope in ropes):
                 raise SourceError(f"{path}: rotates a part of each head, and K was brought into another order whole")
             ropes = tuple(None if rope is None else replace(rope, pairing="half") for rope in ropes)

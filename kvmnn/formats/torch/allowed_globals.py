@@ -200,7 +200,7 @@ def _apply_flags(tensor: TorchTensor, flags: PickleArguments) -> TorchTensor:
     return tensor
 
 
-def _build_quantised_tensor(arguments: PickleArguments) -> TorchTensor:
+def _build_quantized_tensor(arguments: PickleArguments) -> TorchTensor:
     """Build a tensor: ``_rebuild_qtensor(storage, offset, size, stride, quantizer, requires_grad, hooks)``."""
     _check_count(arguments, "a quantised tensor", 7)
     tensor = make_tensor(*arguments[:4])
@@ -287,7 +287,7 @@ _BUILDER_BY_GLOBAL: dict[str, Callable[[PickleArguments], object]] = {
     "torch._utils._rebuild_tensor": _build_tensor,
     "torch._utils._rebuild_tensor_v2": _build_tensor_v2,
     "torch._utils._rebuild_tensor_v3": _build_tensor_v3,
-    "torch._utils._rebuild_qtensor": _build_quantised_tensor,
+    "torch._utils._rebuild_qtensor": _build_quantized_tensor,
     "torch._utils._rebuild_sparse_tensor": _build_sparse_tensor,
     "torch._utils._rebuild_meta_tensor_no_storage": _build_meta_tensor,
     **dict.fromkeys((f"torch.cuda.{name}Tensor" for name in _TENSOR_CLASS_NAMES), _refuse_cuda_tensor),

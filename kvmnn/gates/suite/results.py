@@ -123,7 +123,7 @@ def judge_case(measured: CaseMeasurement, model: str) -> CaseResult | DemoResult
         case=case.name,
         mode=case.mode,
         run_order="in turns",
-        bucket_order=[str(size) for size in case.settings.buckets],
+        leading_buckets=[str(size) for size in case.settings.buckets],
         strict=True,
     )
     own_names = {gate.name for gate in gates}

@@ -93,7 +93,7 @@ class SuiteProgress(Protocol):
     def start(self, runs: int, steps: int) -> None:
         """Start, given the number of runs and the decode steps of those that are not stored."""
 
-    def begin_run(self, run_text: str) -> None:
+    def begin_run(self, run_description: str) -> None:
         """Announce the next run."""
 
     def advance(self, steps: int) -> None:
@@ -107,7 +107,7 @@ class _SilentProgress:
     """A progress receiver that does nothing."""
 
     def start(self, runs: int, steps: int) -> None: ...
-    def begin_run(self, run_text: str) -> None: ...
+    def begin_run(self, run_description: str) -> None: ...
     def advance(self, steps: int) -> None: ...
     def end_run(self) -> None: ...
 

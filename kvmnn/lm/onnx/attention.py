@@ -103,7 +103,7 @@ class _AttentionFinder:
         reporting_operators = _list_reporting_operators() if has_openable else set()
         for node in self.graph.node:
             if node.op_type == "Softmax" and node.domain in _STANDARD_DOMAINS:
-                tensor, values = self._find_product(node)
+                tensor, values = self._find_value_matmul(node)
                 if values and self._is_scored(node.input[0]):
                     sites.append((self._find_layer(values), "softmax", node, tensor))
             elif node.op_type == "Attention" and node.domain in _STANDARD_DOMAINS:
@@ -192,7 +192,7 @@ class _AttentionFinder:
         ]
         return tuple(sorted(sites, key=lambda site: site.layer))
 
-    def _find_product(self, softmax: Any) -> tuple[str, str]:
+    def _find_value_matmul(self, softmax: Any) -> tuple[str, str]:
         """Return the tensor of probabilities and the values that it multiplies; empty names if there is no product."""
         queue = deque([(softmax.output[0], softmax.output[0], 0)])
         visited: set[str] = set()

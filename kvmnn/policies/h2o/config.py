@@ -16,7 +16,7 @@ from ...packed.compaction import INT32_MAX
 
 ADAPTIVE, STATIC = "adaptive", "static"
 
-QUANTISED_MODES = (1, 2, 9, 10)  # values of the engine's ``attention_mode`` with which K or V are int8
+QUANTIZED_MODES = (1, 2, 9, 10)  # values of the engine's ``attention_mode`` with which K or V are int8
 
 _ENGINE_KEYS = {
     "kv_h2o_enable": "enable",

@@ -174,12 +174,12 @@ _GATE_COLUMNS = (
     TableColumn("verdict", lambda gate: Cell(gate.verdict, None, TONE_BY_VERDICT[gate.verdict]), is_left_aligned=True),
     TableColumn("value", _make_value_cell),
     TableColumn("limit", lambda gate: gate.limit or "-"),
-    TableColumn("missed by", lambda gate: describe_miss(gate) or "-"),
+    TableColumn("missed by", lambda gate: describe_gate_margin(gate) or "-"),
     TableColumn("of what", lambda gate: gate.why or "-", is_left_aligned=True),
 )
 
 
-def describe_miss(gate: GateResult) -> str:
+def describe_gate_margin(gate: GateResult) -> str:
     """Describe by how much a failed gate missed its limit; empty if its texts contain no comparable numbers."""
     value = _NUMBER_REGEX.match(gate.value)
     if gate.verdict != "fail" or value is None:
@@ -217,7 +217,7 @@ def _make_case_card(name: str, case: CaseVerdict) -> CaseCard:
     misses = []
     for gate in case.all_checks:
         if gate.verdict in ("fail", "not measured", "unclear"):
-            miss_text = describe_miss(gate)
+            miss_text = describe_gate_margin(gate)
             limit = f", limit {gate.limit}" if gate.limit else ""
             miss_detail = f"{gate.value or gate.verdict}{limit}" + (f" ({miss_text})" if miss_text else "")
             if gate.verdict == "not measured":

@@ -101,13 +101,13 @@ class LayerStateUpdater:
         from_dropped = self._is_store_mode and any(
             old.is_dropped and old.start < block_range.end and block_range.start < old.end for old in state.blocks
         )
-        state.skips += is_skipped
+        state.num_backpressure_skips += is_skipped
         state.fallbacks += block.fallback
         state.compress_ns += result.nanoseconds
         if not is_skipped:
             self.last_compress_ns = result.nanoseconds
             state.timings.compress.add(result.nanoseconds)
-        is_dropped = is_seeded = None
+        is_dropped = is_cached = None
         num_trimmed = 0
         if block.is_stored:
             if state.rows is None or block_range.end > state.rows.capacity:
@@ -116,7 +116,7 @@ class LayerStateUpdater:
             stored_block = StoredBlock(block_range.start, block_range.count, block, is_decoded=self._is_store_mode)
             state.blocks.append(stored_block)
             if self._is_store_mode:
-                is_seeded, is_dropped = self._drop_rows(state, stored_block)
+                is_cached, is_dropped = self._drop_rows(state, stored_block)
             elif self._config.decode_cache_blocks:  # the oldest blocks beyond the size of the cache go
                 num_trimmed = max(0, len(state.blocks) - self._config.decode_cache_blocks)
                 del state.blocks[:num_trimmed]
@@ -148,7 +148,7 @@ class LayerStateUpdater:
                 is_fallback=block.fallback,
                 is_skipped=is_skipped,
                 is_dropped=is_dropped,
-                is_seeded=is_seeded,
+                is_cached=is_cached,
                 num_trimmed=num_trimmed,
                 is_scheduled=watermark is not None,
                 queue_length=queue,
@@ -158,15 +158,15 @@ class LayerStateUpdater:
     def _drop_rows(self, state: EmulatedLayerState, stored_block: StoredBlock) -> tuple[bool | None, bool]:
         """Cache the raw rows and clear them in the layer; return whether each of the two was done."""
         assert state.rows is not None
-        is_seeded = None
+        is_cached = None
         if self._config.decode_cache_blocks:
             pair = state.rows.gather(stored_block.start, stored_block.count)
-            is_seeded = pair is not None and pair[0].nbytes + pair[1].nbytes == stored_block.block.raw_bytes
-            if pair is not None and is_seeded:
+            is_cached = pair is not None and pair[0].nbytes + pair[1].nbytes == stored_block.block.raw_bytes
+            if pair is not None and is_cached:
                 self._decoder.seed(state, stored_block, pair)
         stored_block.is_dropped = state.rows.zero(stored_block.start, stored_block.count)
         state.fallbacks += not stored_block.is_dropped
-        return is_seeded, stored_block.is_dropped
+        return is_cached, stored_block.is_dropped
 
     def decode_once(self, state: EmulatedLayerState, stored_block: StoredBlock, event: CallEvent) -> None:
         """Decode a block of mode probe or full for the statistics; nothing is written back."""
@@ -196,7 +196,7 @@ class EmulationReport:
     compress_us: int = 0
     decompress_us: int = 0
     fallbacks: int = 0
-    skips: int = 0
+    num_backpressure_skips: int = 0
     queue_depth_peak: int = 0
     async_queue_peak: int = 0
     hits: int = 0
@@ -212,7 +212,7 @@ class EmulationReport:
         ]
         raw_bytes = sum(state.raw_bytes for state in reported_states)
         compressed_bytes = sum(state.compressed_bytes for state in reported_states)
-        self.skips = sum(state.skips for state in reported_states)
+        self.num_backpressure_skips = sum(state.num_backpressure_skips for state in reported_states)
         if raw_bytes <= 0 or compressed_bytes <= 0:
             return
         self.raw_bytes, self.compressed_bytes = raw_bytes, compressed_bytes
@@ -230,7 +230,7 @@ class EmulationReport:
             self.compressed_bytes,
             self.decompressed_bytes,
             self.fallbacks,
-            self.skips,
+            self.num_backpressure_skips,
             self.queue_depth_peak,
             self.async_queue_peak,
             self.hits,

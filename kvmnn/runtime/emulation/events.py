@@ -133,7 +133,7 @@ class BlockAppliedEvent(Record):
     is_fallback: bool = field(metadata={"key": "fb", "convert": int})
     is_skipped: bool = field(metadata={"key": "skip", "convert": int})
     is_dropped: bool | None = field(metadata={"key": "dropped", "convert": _encode_outcome})
-    is_seeded: bool | None = field(metadata={"key": "seeded", "convert": _encode_outcome})
+    is_cached: bool | None = field(metadata={"key": "seeded", "convert": _encode_outcome})
     num_trimmed: int = field(metadata={"key": "trimmed"})
     is_scheduled: bool = field(metadata={"key": "scheduled", "convert": int})
     queue_length: int = field(metadata={"key": "queue"})

@@ -212,7 +212,7 @@ class EmulatedLayerState:
     compress_ns: int = 0
     decompress_ns: int = 0
     fallbacks: int = 0
-    skips: int = 0
+    num_backpressure_skips: int = 0
     blocks: list[StoredBlock] = field(default_factory=list)
     cache: DecodeCache = field(default_factory=DecodeCache)
     #: Rows of the layer that was last called with this index.

@@ -255,7 +255,7 @@ class AsyncEncoder:
         while (segment := layer.peek_due()) is not None and segment.rows is not None:
             rows = segment.rows
             if not self.jobs.has_capacity(rows.nbytes):
-                layer.counters.skips += 1
+                layer.counters.num_backpressure_skips += 1
                 num_waiting = sum(len(waiting_layer.waiting_segments) for waiting_layer in self._layers)
                 self.peak_waiting = max(self.peak_waiting, num_waiting)
                 break

@@ -29,7 +29,7 @@ class RuntimeLayerCounters:
     decompressed_bytes: int = 0
     updates: int = 0
     fallbacks: int = 0
-    skips: int = 0
+    num_backpressure_skips: int = 0
     appended_bytes: int = 0
     evicted_tokens: int = 0
     timings: OperationLatencies = field(default_factory=OperationLatencies)
@@ -48,7 +48,7 @@ class RuntimeLayerCounters:
             decompress_us=self.timings.decompress.total_ns // NS_PER_US,
             updates=self.updates,
             fallbacks=self.fallbacks,
-            skips=self.skips,
+            num_backpressure_skips=self.num_backpressure_skips,
             blocks=len(stored_segments),
             stored_raw_bytes=sum(segment.count for segment in stored_segments) * token_bytes,
             stored_bytes=sum(segment.resident_bytes for segment in stored_segments),

@@ -279,7 +279,7 @@ class StrictRuntime:
             h2o_lossless_decompress_us=sum(layer_metrics.decompress_us for layer_metrics in layers),
             h2o_lossless_ratio=compute_float32_ratio(raw_bytes, compressed_bytes),
             h2o_lossless_fallback_count=sum(layer_metrics.fallbacks for layer_metrics in layers),
-            h2o_lossless_backpressure_skip_count=sum(layer_metrics.skips for layer_metrics in layers),
+            h2o_lossless_backpressure_skip_count=sum(layer_metrics.num_backpressure_skips for layer_metrics in layers),
             h2o_lossless_queue_depth_peak=self._encoder.jobs.peak_jobs,
             h2o_lossless_async_queue_peak=self._encoder.jobs.peak_async_jobs,
             h2o_lossless_async_wait_us=self._timings.wait.total_ns // NS_PER_US,

@@ -330,21 +330,21 @@ class DirectoryBackend:
         with self.index.begin_reading() as cursor:
             row = cursor.fetch_row(tuple[int, int], "SELECT start, tokens FROM unit WHERE id = ?", (unit,))
             start, tokens = row or (0, 0)
-            followers = index_updates.list_with_followers(cursor, unit)[:-1]
+            descendants = index_updates.list_with_descendants(cursor, unit)[:-1]
         self._damaged_units.add(unit)
         if row is None:
-            return followers
+            return descendants
         path = self.files.make_path(unit)
         action_text = "is passed over" if self.read_only else "was removed"
         tokens_text = f"windows and state after {start:,} tokens of a text"
         if tokens:
             tokens_text = f"tokens {start:,} to {start + tokens - 1:,} of a text"
-        tokens_text += f", with {pluralize(len(followers), 'unit')} after them" if followers else ""
+        tokens_text += f", with {pluralize(len(descendants), 'unit')} after them" if descendants else ""
         notes.append(f"{path}: damaged, {action_text} ({tokens_text}): {reason}")
         if not self.read_only:
             with suppress(OutputError):  # the disk is full: the unit is only ignored
-                self.remove_units(lambda cursor: index_updates.list_with_followers(cursor, unit))
-        return followers
+                self.remove_units(lambda cursor: index_updates.list_with_descendants(cursor, unit))
+        return descendants
 
     def remove_units(self, choose: Callable[[ValidatingCursor], Sequence[int]]) -> RemovedUnits:
         """Remove the units that `choose` returns, inside a transaction.
@@ -368,7 +368,7 @@ class DirectoryBackend:
             chosen_units = choose(cursor)
         self.files.delete_units(chosen_units)  # without these files `choose` would find fewer units
         return self.change_index(
-            lambda: remove_chosen(lambda cursor: index_updates.list_with_all_followers(cursor, chosen_units))
+            lambda: remove_chosen(lambda cursor: index_updates.list_all_with_descendants(cursor, chosen_units))
         )
 
     def change_index(self, change: Callable[[], T]) -> T:
@@ -509,17 +509,17 @@ class DirectoryBackend:
                 else reversed(prefix_match.slices)
             )
             for unit_slice in slices:
-                followers_sql = (
+                num_children_sql = (
                     "SELECT count(*) FROM unit AS other WHERE other.parent = unit.id "
                     f"AND other.id NOT IN ({','.join(map(str, chosen_units))})"
                 )
-                tokens, pins, followers = cursor.require_row(
+                tokens, pins, num_children = cursor.require_row(
                     tuple[int, int, int],
-                    f"SELECT tokens, pins, ({followers_sql}) FROM unit WHERE id = ?",
+                    f"SELECT tokens, pins, ({num_children_sql}) FROM unit WHERE id = ?",
                     (unit_slice.unit,),
                 )
                 is_pinned = bool(pins)
-                if pins or followers or tokens > unit_slice.skip + unit_slice.take:
+                if pins or num_children or tokens > unit_slice.skip + unit_slice.take:
                     break
                 chosen_units.append(unit_slice.unit)
             return chosen_units
@@ -564,7 +564,7 @@ class DirectoryBackend:
         def choose_units(cursor: ValidatingCursor) -> list[int]:
             units = cursor.list_numbers("SELECT id FROM unit")
             without_files = [unit for unit in units if not self.files.make_path(unit).is_file()]
-            return index_updates.list_with_all_followers(cursor, without_files)
+            return index_updates.list_all_with_descendants(cursor, without_files)
 
         removed = self.remove_units(choose_units)
         evicted = RemovedUnits() if max_bytes is None else self.evict_units(max_bytes)
@@ -677,11 +677,11 @@ class DirectoryBackend:
         is_read_only = self.read_only or bool(self.index.write_error)
         # a writing transaction: no other process pins meanwhile
         with self.index.begin_reading() if is_read_only else self.index.begin_writing() as cursor:
-            damaged_paths = self.recovery_files.repair(self._iter_expected(cursor), write=not is_read_only)
+            damaged_paths = self.recovery_files.repair(self._iter_recoverable_entries(cursor), write=not is_read_only)
         action_text = "open the store for writing (kvmnn store verify)" if is_read_only else "written again"
         return [f"{path}: is lost or damaged: {action_text}" for path in damaged_paths]
 
-    def _iter_expected(self, cursor: ValidatingCursor) -> Iterator[Namespace | SavedSequence]:
+    def _iter_recoverable_entries(self, cursor: ValidatingCursor) -> Iterator[Namespace | SavedSequence]:
         """Yield everything in the index that also has a recovery file."""
         for (document,) in cursor.fetch_rows(tuple[str], "SELECT document FROM space"):
             yield parse_space_document(document, self.label)

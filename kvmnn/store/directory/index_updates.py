@@ -163,7 +163,7 @@ def save_session(cursor: ValidatingCursor, name: str, namespace: Namespace, ids:
 
 
 def delete_units(cursor: ValidatingCursor, units: Iterable[int]) -> int:
-    """Delete the rows of units, which must be ordered followers first; return the bytes of their files."""
+    """Delete the rows of units, which must be ordered descendants first; return the bytes of their files."""
     nbytes = 0
     for unit in units:
         row = cursor.fetch_row(tuple[int | None, int], "SELECT parent, bytes FROM unit WHERE id = ?", (unit,))
@@ -183,20 +183,20 @@ def read_total_bytes(cursor: ValidatingCursor) -> int:
     return cursor.require_number("SELECT bytes FROM state")
 
 
-def list_with_followers(cursor: ValidatingCursor, unit: int) -> list[int]:
-    """Return a unit and all that follow it, the last ones first: without it they are unreachable."""
+def list_with_descendants(cursor: ValidatingCursor, unit: int) -> list[int]:
+    """Return a unit and its descendants, the last ones first: without it they are unreachable."""
     seen_units = {unit: None}
     queue = [unit]
     for queued_unit in queue:
-        follower_ids = cursor.list_numbers("SELECT id FROM unit WHERE parent = ?", (queued_unit,))
-        queue += [number for number in follower_ids if number not in seen_units]
-        seen_units.update(dict.fromkeys(follower_ids))
+        child_ids = cursor.list_numbers("SELECT id FROM unit WHERE parent = ?", (queued_unit,))
+        queue += [number for number in child_ids if number not in seen_units]
+        seen_units.update(dict.fromkeys(child_ids))
     return queue[::-1]
 
 
-def list_with_all_followers(cursor: ValidatingCursor, units: Iterable[int]) -> list[int]:
-    """Return several units with all that follow them, as `list_with_followers`, each once."""
-    return list(dict.fromkeys(follower for unit in units for follower in list_with_followers(cursor, unit)))
+def list_all_with_descendants(cursor: ValidatingCursor, units: Iterable[int]) -> list[int]:
+    """Return units and all their descendants, each once, in the order of `list_with_descendants`."""
+    return list(dict.fromkeys(descendant for unit in units for descendant in list_with_descendants(cursor, unit)))
 
 
 def evict_units(cursor: ValidatingCursor, max_bytes: int) -> list[int]:
@@ -320,7 +320,7 @@ class _Rebuild:
         for namespace in self._namespaces.values():
             ensure_namespace_id(cursor, namespace)
         starts, states = self._list_units()
-        # parents before followers, and the ends of prefixes before their states
+        # parents before descendants, and the ends of prefixes before their states
         are_usable = [self._insert_unit(unit) for _, unit in sorted(starts)] + list(map(self._insert_state, states))
         last_unit = max((*(unit for _, unit in starts), *states), default=0)
         cursor.execute("UPDATE unit SET used = id")  # the order of puts stands in for the order of uses

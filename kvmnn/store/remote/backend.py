@@ -494,7 +494,7 @@ class RemoteBackendBase:
 
         It does nothing if uses cost a request each and this process has no limit to enforce.
         """
-        if self.read_only or not (self.key_values.has_cheap_use_counts or self._max_bytes is not None):
+        if self.read_only or not (self.key_values.has_cheap_touch or self._max_bytes is not None):
             return
         with self._lock:
             for unit in units:  # in order of last use

@@ -45,8 +45,8 @@ class KeyValueStore(Protocol):
     Calls raise whatever the client of the engine raises; `CircuitBreaker` turns it into `BackendUnavailableError`.
     """
 
-    has_cheap_use_counts: bool
-    """Whether writing a small value for each use is cheap."""
+    has_cheap_touch: bool
+    """Whether writing a small value for each last use is cheap."""
 
     @property
     def refusals(self) -> tuple[type[Exception], ...]:
@@ -82,8 +82,8 @@ class KeyValueStore(Protocol):
     def list_tree(self, prefix: str) -> list[str]:
         """Return the names of all values in folders that start with a prefix."""
 
-    def select_settled(self, names: Sequence[str]) -> list[str]:
-        """Return those names whose values no running put can be about to refer to."""
+    def select_collectable(self, names: Sequence[str]) -> list[str]:
+        """Return those names whose values no put in progress can still refer to."""
 
     def remove_stale(self) -> int:
         """Delete temporary values of processes that have ended; return how many."""
@@ -104,7 +104,7 @@ class CircuitBreaker:
     def __init__(self, key_values: KeyValueStore, label: str) -> None:
         self._key_values = key_values
         self.label = label
-        self.has_cheap_use_counts = key_values.has_cheap_use_counts
+        self.has_cheap_touch = key_values.has_cheap_touch
         self._rest_until = 0.0
         self._num_timeouts = 0
         self._is_closed = False
@@ -141,8 +141,8 @@ class CircuitBreaker:
     def list_tree(self, prefix: str) -> list[str]:
         return self._with_retry(lambda: self._key_values.list_tree(prefix))
 
-    def select_settled(self, names: Sequence[str]) -> list[str]:
-        return self._with_retry(lambda: self._key_values.select_settled(names)) if names else []
+    def select_collectable(self, names: Sequence[str]) -> list[str]:
+        return self._with_retry(lambda: self._key_values.select_collectable(names)) if names else []
 
     def remove_stale(self) -> int:
         return self._with_retry(self._key_values.remove_stale)
@@ -204,7 +204,7 @@ def _format_error(error: Exception) -> str:
 
 _LOCAL_PROTOCOLS = {"file", "local"}
 _STAGED_REGEX = re.compile(r"\.[0-9a-f]{8}\.tmp$")
-_SETTLED_SECONDS = 3600
+_MIN_COLLECTABLE_AGE_SECONDS = 3600
 """Age at which the writer of a value has ended, or has written what refers to it."""
 
 
@@ -231,7 +231,7 @@ class ObjectStoreValues:
     `timeout` is the number of seconds that one call may take.
     """
 
-    has_cheap_use_counts = False
+    has_cheap_touch = False
     refusals: tuple[type[Exception], ...] = ()
 
     def __init__(self, url: str, timeout: float) -> None:
@@ -316,9 +316,9 @@ class ObjectStoreValues:
         return [name for name in names if name.startswith(prefix)]
 
     @_with_timeout
-    def select_settled(self, names: Sequence[str]) -> list[str]:
+    def select_collectable(self, names: Sequence[str]) -> list[str]:
         """Return the names of values that are at least an hour old, or of unknown age."""
-        return [name for name in names if self._is_settled(self._path(name))]
+        return [name for name in names if self._is_old_enough(self._path(name))]
 
     @_with_timeout
     def remove_stale(self) -> int:
@@ -326,7 +326,7 @@ class ObjectStoreValues:
         if not self._is_local:
             return 0
         staged_paths = [str(path) for path in self._fs.find(self._root) if _STAGED_REGEX.search(str(path))]
-        stale_paths = [path for path in staged_paths if self._is_settled(path)]
+        stale_paths = [path for path in staged_paths if self._is_old_enough(path)]
         self._delete_paths(stale_paths)
         return len(stale_paths)
 
@@ -377,14 +377,14 @@ class ObjectStoreValues:
             self._fs.pipe_file(path, value)
         return True
 
-    def _is_settled(self, path: str) -> bool:
+    def _is_old_enough(self, path: str) -> bool:
         try:
             modified_time = self._fs.modified(path)
         except (FileNotFoundError, NotImplementedError):
             return True
         if modified_time.tzinfo is None:
             modified_time = modified_time.replace(tzinfo=UTC)
-        return bool(time.time() - modified_time.timestamp() >= _SETTLED_SECONDS)
+        return bool(time.time() - modified_time.timestamp() >= _MIN_COLLECTABLE_AGE_SECONDS)
 
     def _delete_paths(self, paths: Sequence[str]) -> None:
         for path in paths:
@@ -414,7 +414,7 @@ class RedisStoreValues:
     `timeout` is the number of seconds that connecting, or one answer, may take.
     """
 
-    has_cheap_use_counts = True
+    has_cheap_touch = True
 
     def __init__(self, url: str, timeout: float) -> None:
         redis = import_optional("redis")
@@ -545,7 +545,7 @@ class RedisStoreValues:
                     names.append(name)
         return names
 
-    def select_settled(self, names: Sequence[str]) -> list[str]:
+    def select_collectable(self, names: Sequence[str]) -> list[str]:
         """Return all names: a put is one transaction."""
         return list(names)
 

@@ -130,7 +130,7 @@ class RemoteBackend(RemoteBackendBase):
         self.delete_records(orphans)
         unused_use_names = [f"uses/{name}" for name in uses if name not in known_names]
         unused_names += [f"{TABLES_FOLDER}/{name}" for name in tables if name.partition("-")[0] not in namespaces]
-        deletable_names = self.key_values.select_settled(unused_names)
+        deletable_names = self.key_values.select_collectable(unused_names)
         names = [*lost_names, *deletable_names, *unused_use_names]
         for begin_index in range(0, len(names), NAMES_PER_REQUEST):
             self.key_values.delete(names[begin_index : begin_index + NAMES_PER_REQUEST])

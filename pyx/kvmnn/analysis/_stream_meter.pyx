@@ -126,8 +126,8 @@ cdef enum:
     CHOSEN_BUFFER = 0  # the payloads of all blocks, for the joint frame, and after them the lane of the block being
                        # filled
     WORK_BUFFER = 1    # a predicted stream before bitshuffle
-    FIRST_BUFFER = 2   # payloads: the best so far, and the one being tried
-    SECOND_BUFFER = 3
+    PAYLOAD_BUFFER_A = 2   # payloads: the best so far, and the one being tried
+    PAYLOAD_BUFFER_B = 3
     FRAME_BUFFER = 4  # what zstd writes
     NUM_BUFFERS = 5
 
@@ -216,8 +216,8 @@ cdef class StreamMeter:
         if (
             self.get_buffer(CHOSEN_BUFFER, tokens * self.row) == NULL
             or (self.use_bitshuffle and self.get_buffer(WORK_BUFFER, block) == NULL)
-            or self.get_buffer(FIRST_BUFFER, block) == NULL
-            or (not is_single_block and self.get_buffer(SECOND_BUFFER, block) == NULL)
+            or self.get_buffer(PAYLOAD_BUFFER_A, block) == NULL
+            or (not is_single_block and self.get_buffer(PAYLOAD_BUFFER_B, block) == NULL)
             or self.get_buffer(FRAME_BUFFER, zstd.bound(tokens * self.row)) == NULL
         ):
             raise MemoryError(f"no memory for a stream of {tokens * self.row} bytes")
@@ -302,7 +302,7 @@ cdef class StreamMeter:
             if self.is_duplicate(i):
                 continue  # the same bytes as an earlier one, which wins at equality
             slot = self.buffers[
-                SECOND_BUFFER if has_many_blocks and best == self.buffers[FIRST_BUFFER] else FIRST_BUFFER
+                PAYLOAD_BUFFER_B if has_many_blocks and best == self.buffers[PAYLOAD_BUFFER_A] else PAYLOAD_BUFFER_A
             ]
             payload = self.make_payload(kernels, self.predictors[i], n, slot)
             size = zstd.compress(

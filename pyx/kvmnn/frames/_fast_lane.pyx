@@ -106,8 +106,8 @@ cdef double RAW_ALTERNATIVE_MAX_RATIO = 1.4       # of its bytes, raw's alternat
                                                   # the end, ...
 cdef double RAW_ALTERNATIVE_MAX_RATIO_HIGH = 2.5  # ... or so many, where they are few, ...
 cdef double ALTERNATIVE_MAX_RATIO = 1.05          # ... and those of another predictor so many
-cdef double MAX_MISSED_FRACTION = 0.015  # of places that were there before, the search has missed so many: libzstd is
-                                         # tried
+cdef double MAX_MISSED_REPEAT_FRACTION = 0.015    # libzstd is tried if the search missed more than this fraction of the
+                                                  # repeats
 cdef double DOMINANT_BYTE_FRACTION = 0.7  # of bytes, if one byte is so many: no code is short enough for it
 
 cdef size_t NO_MEMORY = <size_t>-1
@@ -264,7 +264,7 @@ cdef int decide_libzstd_trials(
     cdef double missed_fraction = kvmnn_repeats_estimate_missed(
         active_level, lane, n, scratch.repeats, repeat_stats.count, scratch.table)
     if (
-        missed_fraction > MAX_MISSED_FRACTION
+        missed_fraction > MAX_MISSED_REPEAT_FRACTION
         or repeat_stats.repeated_bytes > n // 2
         and repeat_stats.repeated_bytes < SHORT_REPEAT_BYTES * repeat_stats.count
     ):

@@ -81,11 +81,11 @@ cdef enum:
     PYTHON_CALL_FAILED = -1
 
 
-cdef void *_python_new_context() noexcept nogil:
+cdef void *_stub_new_context() noexcept nogil:
     return <void *>&zstd  # no context to keep: any address that is not NULL
 
 
-cdef size_t _python_free_context(void *context) noexcept nogil:
+cdef size_t _stub_free_context(void *context) noexcept nogil:
     return 0
 
 
@@ -145,8 +145,8 @@ def use_callables(compress, decompress) -> None:
     global _py_compress, _py_decompress
     _py_compress = compress
     _py_decompress = decompress
-    zstd.new_cctx = zstd.new_dctx = _python_new_context
-    zstd.free_cctx = zstd.free_dctx = _python_free_context
+    zstd.new_cctx = zstd.new_dctx = _stub_new_context
+    zstd.free_cctx = zstd.free_dctx = _stub_free_context
     zstd.compress = _python_compress
     zstd.compress_without_size = _python_compress_without_size
     zstd.decompress = _python_decompress

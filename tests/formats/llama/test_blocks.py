@@ -17,7 +17,7 @@ from kvmnn.formats.llama import _blocks
 from kvmnn.formats.llama.state import GGML_TYPES, dequantize
 from kvmnn.packed.inference import PackedGeometry
 
-KINDS = {kind.name: kind for kind in GGML_TYPES.values() if kind.is_block}
+KINDS = {kind.name: kind for kind in GGML_TYPES.values() if kind.is_block_quantized}
 
 
 def bits(values: np.ndarray) -> np.ndarray:

@@ -56,14 +56,14 @@ def test_gguf_rope_theta_dims_and_pairing(path: Path) -> None:
     model = write(path, "llama", rope__freq_base=500000.0, rope__dimension_count=64)
     (rope,) = read_gguf_layer_ropes(model, 1, 64, 10) or [None]
     assert rope is not None and rope.label == "theta=500000,dims=64,pairing=interleaved"
-    found = read_model_rope(model, 1, 64, 10, is_reordered=True)
+    found = read_model_rope(model, 1, 64, 10, is_k_reordered=True)
     assert found is not None and found.layers[0] is not None and found.layers[0].pairing == "half"
     model = write(path, "qwen2", rope__freq_base=1e6, rope__dimension_count=32)
     (rope,) = read_gguf_layer_ropes(model, 1, 64, 10) or [None]
     assert rope is not None and (rope.dims, rope.pairing) == (32, "half")
     write(path, "llama", rope__dimension_count=32)
     with pytest.raises(SourceError, match="rotates a part of each head"):
-        read_model_rope(model, 1, 64, 10, is_reordered=True)
+        read_model_rope(model, 1, 64, 10, is_k_reordered=True)
     assert read_gguf_layer_ropes(write(path, "gpt2", block_count=2), 1, 64, 10) is None
 
 

@@ -119,7 +119,7 @@ def test_open_of_quantised_windows_as_blocks_and_numbers() -> None:
     source = kvmnn.open("x.session", kv_heads=2)
     assert np.array_equal(source["layer_0.key"].to_numpy(), window.keys[0][:, [2, 3, 0, 1]])
     assert np.array_equal(source["layer_1.key"].to_numpy(), full.keys[0])
-    assert source.dequantised_types == ("q4_0", "q8_0")
+    assert source.dequantized_types == ("q4_0", "q8_0")
     options = kvmnn.formats.ReadOptions(engine=kvmnn.formats.EngineOptions(raw_blocks=True))
     blocks = kvmnn.open("x.session", options, kv_heads=2)["layer_0.key"].to_numpy().view("u1").reshape(4, -1)
     one = (

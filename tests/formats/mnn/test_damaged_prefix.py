@@ -97,10 +97,10 @@ def test_size_mismatch_layers_with_other_state_are_allowed(tmp_path):
     packed_samples.write_prefix(tmp_path / "p", packed_samples.arrays(4, 2, 50, 16), capacity=114)
     os.truncate(tmp_path / "p" / "sys_2.k", 4096)
     files = find_packed(str(tmp_path / "p"))
-    assert files is not None and files.size_mismatch and files.refusals
+    assert files is not None and files.size_mismatch and files.load_problems
     layers = tuple(layer for layer in files.layers if layer.layer != 2)
     exempt = replace(files, layers=layers, states=(replace(files.layers[2], kind="linear"),))
-    assert not exempt.size_mismatch and not exempt.refusals
+    assert not exempt.size_mismatch and not exempt.load_problems
 
 
 def test_size_mismatch_documented_layers_are_allowed(tmp_path):

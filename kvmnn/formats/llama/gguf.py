@@ -185,7 +185,7 @@ class ModelFields(NamedTuple):
 
     def get_positive(self, key: str) -> int | None:
         """Return such a field if it is an integer above 0."""
-        return _parse_positive_int(self.get(key))
+        return parse_positive_int(self.get(key))
 
     @property
     def kv_heads(self) -> Any:
@@ -196,7 +196,7 @@ class ModelFields(NamedTuple):
     def default_head_dim(self) -> int:
         """Values of a head where the header has no length; 0 where nothing tells."""
         heads, embedding_length = self.get("attention.head_count"), self.get_positive("embedding_length")
-        num_heads = _parse_positive_int(heads[0] if isinstance(heads, list) and heads else heads)  # as llama.cpp
+        num_heads = parse_positive_int(heads[0] if isinstance(heads, list) and heads else heads)  # as llama.cpp
         return embedding_length // num_heads if embedding_length and num_heads else 0
 
 
@@ -262,11 +262,11 @@ def read_gguf_rotary(path: str) -> tuple[RopeConfig | None, list[str]]:
     rope = {key.removeprefix(prefix): value for key, value in model.fields.items() if key.startswith(prefix)}
     has_one_head_count = type(model.get("attention.head_count")) is int
     head_dim = model.get_positive("attention.key_length") or (model.default_head_dim if has_one_head_count else 0)
-    rotary_dims = _parse_positive_int(rope.get("dimension_count")) or head_dim
+    rotary_dims = parse_positive_int(rope.get("dimension_count")) or head_dim
     if not {"dimension_count", "freq_base"} & rope.keys() or not rotary_dims:
         return None, [f"{path}: says no rotary parameters ({prefix}dimension_count): --rope gives them"]
     notes: list[str] = []
-    rotary = _build_rotary(
+    rotary = build_rotary(
         path,
         theta=rope.get("freq_base", 10000.0),
         dims=rotary_dims,
@@ -276,7 +276,7 @@ def read_gguf_rotary(path: str) -> tuple[RopeConfig | None, list[str]]:
     return rotary, notes
 
 
-def _build_rotary(path: str, **parameters: Any) -> RopeConfig:
+def build_rotary(path: str, **parameters: Any) -> RopeConfig:
     """Return the rotation with values of a header; `SourceError` for values that are no parameters of one."""
     try:
         return RopeConfig(**parameters)
@@ -303,7 +303,7 @@ def _parse_scaling(path: str, rope: dict[str, Any], notes: list[str]) -> dict[st
 def _expand_kv_heads(value: Any, num_layers: int) -> tuple[int, ...]:
     """Return the kv heads of the layers of a cache, which may be fewer than the model's: not all have K in it."""
     if not isinstance(value, list):
-        return (_parse_positive_int(value) or 0,) * num_layers
+        return (parse_positive_int(value) or 0,) * num_layers
     nonzero_heads = tuple(heads for heads in value if heads)
     if len(nonzero_heads) == num_layers:
         return nonzero_heads
@@ -317,7 +317,7 @@ def _has_required_fields(fields: dict[str, Any]) -> bool:
     return all(f"{name}.{key}" in fields for key in required_keys)
 
 
-def _parse_positive_int(value: Any) -> int | None:
+def parse_positive_int(value: Any) -> int | None:
     """Return a value of a header that is an integer above 0; None for all others."""
     return value if type(value) is int and value > 0 else None
 
@@ -481,7 +481,7 @@ def read_rotations(path: str) -> tuple[dict[int, RopeConfig | None], list[str]]:
     if model_layers is None or rotary is None or not window_layers:
         return {}, notes
     rule = WINDOW_RULES.get(model.architecture)
-    window_rotary = _build_rotary(
+    window_rotary = build_rotary(
         path,
         theta=model.get("rope.freq_base_swa", (rule.theta if rule is not None else None) or rotary.theta),
         dims=model.get_positive("rope.dimension_count_swa") or min(rotary.dims, window_layers[0].head_dim),
@@ -537,7 +537,7 @@ def read_gguf_layer_ropes(path: str, num_layers: int, head_dim: int, num_tokens:
     fields = header.read_fields(include_all=True)
     name = fields.get("general.architecture")
     for key in ("dimension_count", "dimension_count_swa"):  # before frequencies are computed of very many
-        _check_rotated_dims(path, _parse_positive_int(fields.get(f"{name}.rope.{key}")) or 0, head_dim)
+        _check_rotated_dims(path, parse_positive_int(fields.get(f"{name}.rope.{key}")) or 0, head_dim)
     rotary, doubts = read_gguf_rotary(path)
     if rotary is None:
         return None

@@ -36,15 +36,15 @@ class DumpTensor(Protocol):
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token as measured."""
+        """Number of bytes of one token as measured."""
 
     @property
     def measured_itemsize(self) -> int:
-        """Bytes of an element as measured: 2 or 4."""
+        """Number of bytes of an element as measured: 2 or 4."""
 
     @property
     def stored_itemsize(self) -> int:
-        """Bytes of an element as stored: 2 or 4."""
+        """Number of bytes of an element as stored: 2 or 4."""
 
     def is_complete(self) -> bool:
         """Return whether the data has the size of the tokens."""

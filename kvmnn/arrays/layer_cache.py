@@ -89,12 +89,12 @@ class LayerCache:
 
     @property
     def head_dim(self) -> int:
-        """Return the elements of K of a token in one head."""
+        """Return the number of elements of K of a token in one head."""
         return int(self.keys.shape[2])
 
     @property
     def value_dim(self) -> int:
-        """Return the elements of V of a token in one head."""
+        """Return the number of elements of V of a token in one head."""
         return int(self.values.shape[2])
 
     @property

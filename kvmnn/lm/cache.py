@@ -285,7 +285,7 @@ class ModelCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of K and V in memory, masked tokens included."""
+        """Number of bytes of K and V in memory, masked tokens included."""
         return self._store.nbytes
 
     def get_positions(self, layer: int) -> Positions:

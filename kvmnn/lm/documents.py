@@ -195,12 +195,12 @@ class Document(Record):
 
     @property
     def num_fed(self) -> int:
-        """Tokens that are fed: all but the last."""
+        """Number of tokens that are fed: all but the last."""
         return len(self.ids) - 1
 
     @property
     def num_scored(self) -> int:
-        """Tokens that are scored."""
+        """Number of tokens that are scored."""
         return self.num_fed - self.scored_from
 
     @property

@@ -29,7 +29,7 @@ class KVStore(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers."""
+        """Number of bytes of the buffers."""
 
     def get_past(self) -> list[KVPair]:
         """Return K and V of every layer for the next step."""
@@ -164,7 +164,7 @@ class LosslessStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory between the steps."""
+        """Number of bytes in memory between the steps."""
         return self._runtime.resident_bytes + self._raw_store.nbytes
 
     def get_past(self) -> list[KVPair]:

@@ -238,7 +238,7 @@ class LosslessRuntime:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of all current rows, frames and decoded copies (behaviour "sound")."""
+        """Number of bytes of all current rows, frames and decoded copies (behaviour "sound")."""
         return self._require_strict("held_bytes").resident_bytes
 
     def collect_metrics(self) -> RuntimeMetrics:

@@ -99,7 +99,7 @@ class PrefixMatch(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Tokens of the prefix."""
+        """Number of tokens of the prefix."""
         return sum(unit_slice.take for unit_slice in self.slices)
 
     def take_prefix(self, tokens: int, block_tokens: int) -> PrefixMatch:

@@ -105,7 +105,7 @@ class Namespace:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of K and V of one token in all layers with full attention."""
+        """Number of bytes of K and V of one token in all layers with full attention."""
         return self.element_dtype.itemsize * sum(shape.kv_heads * sum(shape.dims) for shape in self.layers)
 
     def make_sequence(self, ids: Ids, block_tokens: int) -> TokenSequence:

@@ -46,7 +46,7 @@ class GgufTensor:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row."""
+        """Number of bytes of a row."""
         return self.shape[-1] // self.values_per_block * self.block_bytes
 
 

@@ -196,7 +196,7 @@ class H2OConfig:
         return range(start, end + 1)
 
     def count_blocks(self, kv_len: int) -> int:
-        """Return the blocks of `kv_len` tokens."""
+        """Return the number of blocks of `kv_len` tokens."""
         return -(-kv_len // self.effective_block_tokens)
 
 

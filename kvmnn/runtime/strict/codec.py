@@ -27,7 +27,7 @@ class KVFrames:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both frames."""
+        """Number of bytes of both frames."""
         return len(self.key_frame) + len(self.value_frame)
 
 

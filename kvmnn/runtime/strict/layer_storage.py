@@ -73,7 +73,7 @@ class TokenSegment:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of the rows or the frames, whichever exist."""
+        """Number of bytes of the rows or the frames, whichever exist."""
         if self.rows is not None:
             return self.rows.nbytes
         return self.frames.nbytes if self.frames is not None else 0
@@ -164,12 +164,12 @@ class LayerStorage:
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes of all tokens as rows."""
+        """Number of bytes of all tokens as rows."""
         return self.tokens * self._token_bytes
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of the current rows and frames."""
+        """Number of bytes of the current rows and frames."""
         return sum(segment.resident_bytes for segment in self.segments) + self.hot_buffer.resident_bytes
 
     @property

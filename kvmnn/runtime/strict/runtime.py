@@ -257,7 +257,7 @@ class StrictRuntime:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of all current rows, frames and decoded copies."""
+        """Number of bytes of all current rows, frames and decoded copies."""
         return sum(layer.rows.resident_bytes for layer in self._layers) + self._restorer.cache.nbytes
 
     def collect_metrics(self) -> RuntimeMetrics:

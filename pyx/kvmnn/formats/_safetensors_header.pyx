@@ -63,18 +63,18 @@ cdef class HeaderScanner:
             pos += 1
         self.pos = pos
 
-    cdef bint accept(self, uint8_t sign) noexcept:
-        """Skip white space, and `sign` if it follows; return whether it did."""
+    cdef bint accept(self, uint8_t char_code) noexcept:
+        """Skip white space, and `char_code` if it follows; return whether it did."""
         self.skip_space()
-        if self.pos == self.size or self.text[self.pos] != sign:
+        if self.pos == self.size or self.text[self.pos] != char_code:
             return False
         self.pos += 1
         return True
 
-    cdef int expect(self, uint8_t sign) except -1:
-        if not self.accept(sign):
+    cdef int expect(self, uint8_t char_code) except -1:
+        if not self.accept(char_code):
             raise self.make_error(
-                f"expected {chr(sign)!r}" + ("" if self.pos < self.size else ", the header ends here"))
+                f"expected {chr(char_code)!r}" + ("" if self.pos < self.size else ", the header ends here"))
         return 0
 
     cdef int skip_string(self, Py_ssize_t max_bytes) except -1:

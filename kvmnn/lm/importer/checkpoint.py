@@ -25,6 +25,7 @@ from .config import (
     check_head_counts,
     compute_yarn_scale,
 )
+from .import_result import RESULT_FILE
 from .weights import TensorNames
 
 _NUMPY_TYPES: Final[Mapping[str, str]] = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
@@ -85,6 +86,7 @@ class DecoderCheckpoint:
         settings = read_object(folder / "config.json", allow_nan=True)
         text_settings = settings.get("text_config")
         self.settings: dict[str, Any] = text_settings if isinstance(text_settings, dict) else settings
+        _get_architecture(path, self.settings)  # before weights are looked for
         tensors: dict[str, CheckpointTensor] = {}
         for file_path in self._list_files(folder):
             file = MappedFile(file_path)
@@ -134,7 +136,8 @@ class DecoderCheckpoint:
         else:
             names = sorted(path.name for path in folder.glob("*.safetensors"))
         if not names:
-            raise SourceError(f"{folder}: has no .safetensors file")
+            hint = ": it is an imported model already" if (folder / RESULT_FILE).is_file() else ""
+            raise SourceError(f"{folder}: has no .safetensors file{hint}")
         return [str(folder / name) for name in names]
 
     @property
@@ -196,13 +199,8 @@ def read_checkpoint_config(checkpoint: DecoderCheckpoint) -> DecoderConfig:
         Where the rotation is not described.
     """
     reader = _SettingsReader(checkpoint)
-    settings, model_type = checkpoint.settings, checkpoint.settings.get("model_type")
-    architecture = _MODEL_TYPES.get(model_type) if isinstance(model_type, str) else None
-    if architecture is None:
-        raise ModelError(
-            f"{checkpoint.label}: the model type {model_type!r:.40} cannot be imported: expected one of "
-            f"{', '.join(sorted(_MODEL_TYPES))}"
-        )
+    settings = checkpoint.settings
+    architecture = _get_architecture(checkpoint.label, settings)
     features = SUPPORTED_ARCHITECTURES[architecture]
     hidden_size, num_heads = reader.read_size("hidden_size"), reader.read_size("num_attention_heads")
     num_layers = reader.read_size("num_hidden_layers")
@@ -213,7 +211,7 @@ def read_checkpoint_config(checkpoint: DecoderCheckpoint) -> DecoderConfig:
     check_head_counts(checkpoint.label, num_heads, kv_heads, head_dim)
     activation = settings.get("hidden_activation") or settings.get("hidden_act", "silu")
     if activation != {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}[features.activation]:
-        raise ModelError(f"{checkpoint.label}: the activation {activation!r:.40} is not supported for {model_type}")
+        raise ModelError(f"{checkpoint.label}: the activation {activation!r:.40} is not supported for {architecture}")
     for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
         if settings.get(key):
             raise ModelError(f"{checkpoint.label}: has {key}, which is not supported")
@@ -247,6 +245,18 @@ def read_checkpoint_config(checkpoint: DecoderCheckpoint) -> DecoderConfig:
     )
 
 
+def _get_architecture(label: str, settings: Mapping[str, Any]) -> str:
+    """Return the name that GGUF files have for the blocks of a configuration; `ModelError` if it is not supported."""
+    model_type = settings.get("model_type")
+    architecture = _MODEL_TYPES.get(model_type) if isinstance(model_type, str) else None
+    if architecture is None:
+        raise ModelError(
+            f"{label}: the model type {model_type!r:.40} cannot be imported: expected one of "
+            f"{', '.join(sorted(_MODEL_TYPES))}"
+        )
+    return architecture
+
+
 class _SettingsReader:
     def __init__(self, checkpoint: DecoderCheckpoint) -> None:
         self.label, self.settings = checkpoint.label, checkpoint.settings
@@ -255,7 +265,7 @@ class _SettingsReader:
         value = self.settings.get(key)
         value = default if value is None else value
         if type(value) is not int or not 0 < value < 1 << 31:
-            raise ModelError(f"{self.label}: {key} is {value!r:.40}: expected a number above 0")
+            raise ModelError(f"{self.label}/config.json: {key} is {value!r:.40}: expected a number above 0")
         return value
 
     def read_float(self, key: str, default: float) -> float:

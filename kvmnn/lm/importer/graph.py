@@ -27,7 +27,6 @@ from ..._util.packages import import_optional
 from .config import DecoderConfig, LayerConfig
 
 OPSET: Final = 18
-WEIGHTS_FILE: Final = "model.onnx.data"
 _MASKED: Final = float(np.finfo(np.float32).min)
 
 

@@ -7,62 +7,35 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import numpy as np
 
 from ..._util.packages import get_version, import_optional
 from ...dense import RopeConfig
-from ...errors import ModelError, OutputError, SourceError
+from ...errors import ModelError, SourceError
 from ...files.atomic import DirectoryOutput, StagedFile
-from ...files.schema import Record, read_object_or_empty
+from ...files.mapped_file import read_head
 from ...formats.llama import gguf
 from ...formats.llama.gguf_tensors import GgufModel
 from .checkpoint import DecoderCheckpoint, read_checkpoint_config
 from .config import DecoderConfig, read_gguf_config
-from .graph import WEIGHTS_FILE, GraphBuilder, build_decoder_graph
+from .graph import GraphBuilder, build_decoder_graph
+from .import_result import (
+    GRAPH_FILE,
+    RESULT_FILE,
+    TOKENIZER_FILES,
+    WEIGHTS_FILE,
+    ImportResult,
+    WeightDtype,
+    check_replaceable,
+    validate_weight_dtype,
+)
 from .tokenizer import build_tokenizer_files
 from .weights import WeightSource, get_gguf_names, list_weights
 
-WeightDtype = Literal["fp32", "fp16"]
 _ALIGNMENT: Final = 64
-_GRAPH_FILE: Final = "model.onnx"
-_RESULT_FILE: Final = "import.json"
-_TOKENIZER_FILES: Final = (
-    *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
-    *("generation_config.json", "special_tokens_map.json"),
-)
 _MAX_TOKENIZER_BYTES: Final = 256 << 20
-
-
-@dataclass(frozen=True, kw_only=True)
-class ImportResult(Record):
-    """A model that was imported."""
-
-    #: The file, folder or name of the catalog, and the folder that was written.
-    source: str
-    output: str
-    architecture: str
-    #: Of the weights in the folder; arithmetic is in float32 in both cases.
-    dtype: str
-    layers: int
-    query_heads: int
-    kv_heads: int
-    head_dim: int
-    vocab_size: int
-    #: Number of weights, and their bytes in the folder.
-    parameters: int
-    weight_bytes: int
-    #: Element types of the tensors in the source, with the number of tensors.
-    tensor_types: dict[str, int]
-
-    def __str__(self) -> str:
-        types = ", ".join(f"{count} {name}" for name, count in self.tensor_types.items())
-        return (
-            f"{self.output}: {self.architecture}, {self.layers} layers, {self.query_heads} query and {self.kv_heads} "
-            f"kv heads of {self.head_dim}, {self.parameters / 1e6:.1f} million parameters\n"
-            f"weights: {types} tensors, written as {self.dtype} ({self.weight_bytes / 1e6:,.0f} MB)"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +55,8 @@ def import_model(
     *,
     dtype: WeightDtype = "fp32",
     overwrite: bool = False,
-    source_name: str | None = None,
+    catalog_name: str | None = None,
+    sha256: str | None = None,
     progress: Callable[[int], object] | None = None,
 ) -> ImportResult:
     """Make a decoder for onnxruntime of a GGUF file or of a checkpoint of transformers.
@@ -100,9 +74,9 @@ def import_model(
     dtype
         Of the stored matrices. float16 halves the folder and rounds them; dequantized weights need float32 to be exact.
     overwrite
-        Replace `output`.
-    source_name
-        What the result calls the source; by default its path.
+        Replace a model that was imported into `output` earlier. A folder with other files is never replaced.
+    catalog_name, sha256
+        Of a model of the catalog, for the result.
     progress
         Called with the bytes of weights that are written since the last call.
 
@@ -115,22 +89,24 @@ def import_model(
     ModelError
         When its architecture, its tokenizer or one of its tensors is not supported; the message names it.
     OutputError
-        When the output cannot be written. Nothing remains then.
+        When the output cannot be written, or holds other files. Nothing remains then.
+    OptionError
+        For another `dtype`.
     """
     import_optional("onnx")
+    validate_weight_dtype(dtype)
+    check_replaceable(Path(output), overwrite=overwrite)
     source = str(path)
     parts = _read_checkpoint_parts(source) if Path(source).is_dir() else _read_gguf_parts(source)
     config = parts.config
-    target = Path(output)
-    if target.is_dir() and any(target.iterdir()) and not (target / _RESULT_FILE).is_file():
-        raise OutputError(f"{target}: is a folder of something else, which an imported model does not replace")
     with DirectoryOutput(output, force=overwrite, exclude=[source], replace_existing=True) as folder:
         initializers, weight_bytes = _write_weights(folder.open_file(WEIGHTS_FILE), parts.weights, dtype, progress)
-        folder.open_file(_GRAPH_FILE).write(_build_graph(config, parts.weights, initializers, dtype))
+        folder.open_file(GRAPH_FILE).write(_build_graph(config, parts.weights, initializers, dtype))
         for name, data in parts.files.items():
             folder.open_file(name).write(data)
         result = ImportResult(
-            source=source_name or source,
+            source=catalog_name or source,
+            sha256=sha256,
             output=str(output),
             architecture=config.architecture,
             dtype=dtype,
@@ -143,18 +119,20 @@ def import_model(
             weight_bytes=weight_bytes,
             tensor_types={name: parts.tensor_types.count(name) for name in sorted(set(parts.tensor_types))},
         )
-        folder.open_file(_RESULT_FILE).write(json.dumps(result.to_dict(), indent=2).encode())
+        # without its path, as the folder may be moved
+        document = {key: value for key, value in result.to_dict().items() if key != "output"}
+        folder.open_file(RESULT_FILE).write(json.dumps(document, indent=2).encode())
         folder.commit()
     return result
 
 
-def read_import_result(folder: Path) -> ImportResult | None:
-    """Return the result that a folder was imported with; None for other folders."""
-    document = read_object_or_empty(folder / _RESULT_FILE)
-    return ImportResult.from_dict(document, str(folder / _RESULT_FILE)) if document else None
-
-
 def _read_gguf_parts(path: str) -> _ModelParts:
+    magic = read_head(path, 4)
+    if magic != b"GGUF":
+        raise SourceError(
+            f"{path}: begins with {magic!r}: expected a GGUF file (b'GGUF'), or a folder with config.json and "
+            ".safetensors files"
+        )
     model = GgufModel(path)
     embedding = model.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
@@ -173,15 +151,15 @@ def _read_checkpoint_parts(path: str) -> _ModelParts:
     checkpoint = DecoderCheckpoint(path)
     config = read_checkpoint_config(checkpoint)
     files = {"config.json": json.dumps(checkpoint.settings, indent=2).encode()}
-    for name in _TOKENIZER_FILES:
+    for name in TOKENIZER_FILES:
         file_path = Path(path) / name
         if file_path.is_file():
             if file_path.stat().st_size > _MAX_TOKENIZER_BYTES:
                 raise SourceError(f"{file_path}: is larger than {_MAX_TOKENIZER_BYTES:,} bytes")
             files[name] = file_path.read_bytes()
-    if _TOKENIZER_FILES[0] not in files:
+    if TOKENIZER_FILES[0] not in files:
         raise ModelError(
-            f"{path}: has no {_TOKENIZER_FILES[0]}: save the tokenizer in its fast form "
+            f"{path}: has no {TOKENIZER_FILES[0]}: save the tokenizer in its fast form "
             "(AutoTokenizer.from_pretrained(...).save_pretrained)"
         )
     return _ModelParts(

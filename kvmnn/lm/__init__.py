@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 from .cache import ModelCache
 from .generation import GenerateResult, SamplingOptions, StoredPrefixes, StoreUseStats, generate
 from .importer.catalog import CatalogEntry, CatalogList, get_models_dir, list_models, pull_model
-from .importer.config import SUPPORTED_ARCHITECTURES
 from .importer.import_result import ImportResult
 from .importer.importer import import_model
 from .kv_dump import KVDumpResult, dump_kv
@@ -30,7 +29,6 @@ else:
 
 
 __all__ = [
-    "SUPPORTED_ARCHITECTURES",
     "CatalogEntry",
     "CatalogList",
     "DecoderSession",

@@ -68,7 +68,7 @@ def import_model(
     ----------
     path
         A ``.gguf`` file with its weights, or a folder with ``config.json``, ``tokenizer.json`` and ``.safetensors``
-        files. Architectures: `SUPPORTED_ARCHITECTURES`.
+        files. Architectures: llama, mistral, granite, qwen2, qwen3, gemma3, phi3.
     output
         A folder that does not exist yet, or with `overwrite` one to be replaced.
     dtype

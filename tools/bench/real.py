@@ -195,7 +195,8 @@ def format_tables(record: dict[str, Any]) -> list[str]:
         "",
         table(["part", "type", "bytes", *CODECS], ratios),
         "",
-        f"Eviction (LOSSY), tokens of {EVALUATED_TOKENS:,}-token parts of a novel and of speeches, {CHUNK} at a time:",
+        f"Eviction (LOSSY), {record['policies'][0]['tokens']:,} tokens of parts of a novel and of speeches, {CHUNK} "
+        "at a time; nats a token against the full cache:",
         "",
         table(["policy", "budget", "perplexity", "nats a token", "95 %", "cache MB, mean"], rows),
         "",

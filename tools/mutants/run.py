@@ -46,7 +46,7 @@ def main() -> int:
     )
     parser.add_argument("--survivors", action="store_true", help="test again what survived")
     parser.add_argument("--report", action="store_true", help="print what is known")
-    parser.add_argument("--tidy", action="store_true", help="write tested.jsonl anew: changes of the code as it is")
+    parser.add_argument("--tidy", action="store_true", help="write tested.jsonl again: changes of the code as it is")
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "mutants")
     arguments = parser.parse_args()
     results = Results(arguments.work / "results.jsonl")

@@ -21,6 +21,8 @@ FLOORS = (
     ("runtime", "store"),
     ("formats", "reports"),
     ("bundle", "policies"),
+    ("linear", "transform"),
+    ("profiles",),
     ("arrays", "integrations", "dense"),
     ("frames", "packed"),
     ("files",),

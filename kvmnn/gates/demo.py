@@ -323,6 +323,8 @@ class DemoResult(JudgedResult):
     strict: bool = False
     #: Names of the figures that were not measured, which are null in the report.
     unmeasured_keys: frozenset[str] = frozenset()
+    #: Percentiles of the runtime's latencies by their lines (`kvmnn.gates.latency_limits`), of runs on a model.
+    latencies: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def all_gates(self) -> tuple[GateResult, ...]:
@@ -362,6 +364,7 @@ class DemoResult(JudgedResult):
             "bucket_report": {bucket.name: _bucket_to_dict(bucket) for bucket in self.buckets},
             "baseline_overall_pass": baseline.has_passed,
             "candidate_overall_pass": candidate.has_passed,
+            **self.latencies,
             "gates": [gate.to_dict() for gate in self.gates],
             "failures": list(self.failures),
         }

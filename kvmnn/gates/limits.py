@@ -53,6 +53,16 @@ class GateLimits(Record):
     max_lossless_async_wait_us: float = field(
         default=-1.0, metadata=option(f"longest wait for threads ({_OFF}, the default)")
     )
+    max_lossless_decomp_p50_us: float = field(default=-1.0, metadata=option(f"run: median of single ones ({_OFF})"))
+    max_lossless_decomp_p95_us: float = field(default=-1.0, metadata=option(f"run: 95th percentile of them ({_OFF})"))
+    max_lossless_decomp_p99_us: float = field(default=-1.0, metadata=option(f"run: 99th percentile of them ({_OFF})"))
+    max_lossless_async_wait_p50_us: float = field(default=-1.0, metadata=option(f"run: median of waits ({_OFF})"))
+    max_lossless_async_wait_p95_us: float = field(
+        default=-1.0, metadata=option(f"run: 95th percentile of waits ({_OFF})")
+    )
+    max_lossless_async_wait_p99_us: float = field(
+        default=-1.0, metadata=option(f"run: 99th percentile of waits ({_OFF})")
+    )
     async_wait_headroom_warn_ratio: float = field(
         default=0.15, metadata=option("warn where less of that wait is left (default: 0.15)")
     )

@@ -18,6 +18,7 @@ from ..files.schema import read_object
 from .analysis import read_gate_section
 from .checker import CaseResult
 from .demo import DemoResult
+from .latency_limits import LATENCY_LIMITS
 from .limits import DEMO_CASES, RUNTIME_CASES
 from .logs import parse_first_number, read_log
 from .verdict import TerminalResult
@@ -108,6 +109,7 @@ def build_runtime_row(
         "kv_content_consistency_pass": flags["kv_content_consistency_pass"],
         "kv_invalid_log_count": figures["kv_invalid_log_count"],
         **({PROMPTS_KEY: gate[PROMPTS_KEY]} if PROMPTS_KEY in gate else {}),
+        **_select_latencies(gate),
     }
 
 
@@ -142,7 +144,13 @@ def build_demo_row(
         },
         "decode_pass": None if is_own_run and "decode_pass" not in report else bool(report.get("decode_pass", False)),
         "run_order": str(report.get("run_order", ""))[:80],
+        **_select_latencies(report),
     }
+
+
+def _select_latencies(lines: Mapping[str, Any]) -> dict[str, float]:
+    """Select the percentiles of latencies, which only runs on a model have."""
+    return {entry.line: parse_first_number(lines[entry.line]) for entry in LATENCY_LIMITS if entry.line in lines}
 
 
 _NOT_MEASURED_TEXT = "-"
@@ -372,7 +380,8 @@ def _read_cases_of_run(root: Path, run_info: Mapping[str, Any] | None) -> Mappin
 
 
 def _build_unfinished_row(case: str, case_info: Mapping[str, Any]) -> dict[str, Any]:
-    build_row = build_runtime_row if case.split("+")[0] in RUNTIME_CASES else build_demo_row
+    base = str(case_info.get("base", case.split("+")[0]))
+    build_row = build_runtime_row if base in RUNTIME_CASES else build_demo_row
     return build_row(case, str(case_info.get("mode", "")), {MEASURED_BY_KEY: "kvmnn gate run"}, passed=False,
                 failure=NOT_FINISHED_REASON, return_code=1)  # fmt: skip
 

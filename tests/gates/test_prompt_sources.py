@@ -221,7 +221,7 @@ def test_suite_progress_counts_and_names_all_runs(tmp_path: Path) -> None:
     progress = Kept()
     texts = [str(tmp_path / "texts")]
     with Suite(str(tmp_path / "model"), tmp_path / "out", settings=config.settings, texts=texts, jobs=1) as suite:
-        list(suite.measure_cases(build_cases("runtime", config), 1, progress))
+        list(suite.measure_cases(build_cases("runtime", config), progress))
     assert started == [(progress.runs, progress.steps)] and progress.runs == 14
     assert "runtime_store, a.txt:40, K and V compared" in calls and "runtime_probe, perplexity" in calls
 
@@ -231,7 +231,7 @@ def test_suite_case_closes_its_model_sessions(tmp_path: Path) -> None:
     write(tmp_path)
     config = read_run_config(tmp_path / "run.json", CASE_NAMES)
     with Suite(str(tmp_path / "model"), tmp_path / "out", settings=config.settings, texts=[], jobs=1) as suite:
-        for measured in suite.measure_cases(build_cases("runtime", config)[1:3], 1):
+        for measured in suite.measure_cases(build_cases("runtime", config)[1:3]):
             opened = [one for one in gc.get_objects() if isinstance(one, DecoderSession)]
             assert not opened, f"{measured.case.name}: the next case opens its own"
 

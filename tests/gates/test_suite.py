@@ -166,7 +166,7 @@ def test_suite_progress_counts_remaining_steps(made: SimpleNamespace, tmp_path: 
             texts=[str(made.folder / "texts")],
             jobs=0,
         ) as suite:
-            list(suite.measure_cases(cases, 1, bar))
+            list(suite.measure_cases(cases, bar))
         assert told[0] == (4 * 4 + 3 + 3, expected)
         assert (len(ended), sum(steps for (steps,) in told[1:])) == told[0]
 
@@ -266,7 +266,7 @@ def test_build_cases_sweeps_are_a_product_in_fork_order(made: SimpleNamespace) -
         ("-o x --sweep lossy=0.5", "kv_h2o_target_lossy_ratio (lossy): found 0.5, for which the engine takes 1"),
         ("-o x --sweep recent=-1", "(recent): found -1, for which the engine takes 0"),
         ("-o x --strict", "--strict says nothing to gate run"),
-        ("-o x --limit lossy_target=3", "--limit lossy_target says nothing to gate run"),
+        ("-o x --limit decode_baseline=3", "--limit decode_baseline says nothing to gate run"),
         ("-o x --suite some", "invalid choice"),
     ],
 )

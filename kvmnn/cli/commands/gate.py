@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ...gates.case_inputs import MetricRows
     from ...gates.checker import CaseResult
     from ...gates.demo import DemoResult
-    from ...gates.suite.settings import RunSettings
+    from ...gates.suite.settings import RunConfig, RunSettings, SuiteName
     from ...gates.suite.suite import Suite
     from ...gates.summary import RoundSummary
 
@@ -38,6 +38,12 @@ RUNTIME_MODES = ("probe", "full", "store")
 BASELINE_CHOICES = ("fixed", "rolling", "same_batch")
 
 LIMIT_OPTION_NAMES = tuple(field.name for field in list_option_fields(GateLimits))
+
+
+_RUN_LIMIT_NAMES = tuple(
+    name for name in LIMIT_OPTION_NAMES if not name.startswith("decode_baseline") and name != "runtime_mode"
+)
+"""Limits that ``gate run`` takes: it measures the speed without compression itself, and a case has its mode."""
 
 
 def add_limit_options(parser: Any) -> None:
@@ -93,8 +99,16 @@ _LINE_INTERVAL_BOUNDS_SECONDS = 10, 60
 def add_run_options(parser: Any) -> None:
     """Declare the options of run."""
     group = parser.add_argument_group("run", "The cases on a model; runs that -o DIR holds already are not run again.")
-    group.add_argument("--suite", choices=("all", "runtime", "llm_demo"), help="which cases (default: all)")
-    group.add_argument("--suite-config", metavar="FILE", help="settings, kv_ keys of the engine, and limits, as JSON")
+    group.add_argument(
+        "--suite",
+        choices=("all", "runtime", "llm_demo", "own"),
+        help="which cases (default: own, where --suite-config names cases of its own, else all)",
+    )
+    group.add_argument(
+        "--suite-config",
+        metavar="FILE",
+        help="settings, kv_ keys of the engine, limits and cases, as JSON; or handbook-v5, which ships",
+    )
     group.add_argument(
         "--text",
         dest="prompts",
@@ -132,17 +146,17 @@ def add_run_options(parser: Any) -> None:
 def run_suite(arguments: argparse.Namespace) -> int:
     """Carry the action out."""
     from ...errors import OptionError
-    from ...gates.suite.cases import CASE_NAMES, build_cases
+    from ...gates.suite.cases import build_cases
     from ...gates.suite.results import finish_suite
-    from ...gates.suite.settings import RunConfig, read_run_config
 
     if len(arguments.inputs) != 1:
         raise UsageError("gate run takes one model")
     if arguments.output is None:
         raise UsageError("gate run needs -o DIR")
     try:
-        config = RunConfig() if arguments.suite_config is None else read_run_config(arguments.suite_config, CASE_NAMES)
-        cases = build_cases(arguments.suite or "all", config, arguments.also or (), arguments.sweep or ())
+        config = _read_run_config(arguments)
+        suite_name: SuiteName = arguments.suite or ("own" if config.own_cases else "all")
+        cases = build_cases(suite_name, config, arguments.also or (), arguments.sweep or ())
     except OptionError as error:
         raise UsageError(str(error)) from None
     manifest_kinds = ("llm_demo",) if config.settings.prompt_manifest else ()
@@ -161,6 +175,27 @@ def run_suite(arguments: argparse.Namespace) -> int:
         result = finish_suite(directory, round_summary, case_results, notes, suite)
     console.show_result(arguments, "gate run", result)
     return 0 if result.has_passed else 1
+
+
+def _read_run_config(arguments: argparse.Namespace) -> RunConfig:
+    """Read the configuration of a run; ``--limit`` and ``--repeats`` override it in all cases."""
+    from dataclasses import replace
+
+    from ...gates.suite.cases import CASE_NAMES
+    from ...gates.suite.settings import RunConfig, read_run_config
+
+    config = RunConfig() if arguments.suite_config is None else read_run_config(arguments.suite_config, CASE_NAMES)
+    limits = collect_values(GateLimits, arguments)
+    override_limits(arguments, GateLimits())
+    settings = config.settings
+    dropped = {*limits}
+    if arguments.rounds is not None:
+        settings = replace(settings, rounds=arguments.rounds, pass_runs=min(settings.pass_runs, arguments.rounds))
+        dropped |= {"rounds", "pass_runs"}
+    cases = {
+        name: {key: value for key, value in entry.items() if key not in dropped} for name, entry in config.cases.items()
+    }
+    return replace(config, settings=settings, limits={**config.limits, **limits}, cases=cases)
 
 
 def _open_suite(arguments: argparse.Namespace, settings: RunSettings, directory: str) -> Suite:
@@ -187,7 +222,7 @@ def _run_cases(
 
     case_results: list[CaseResult | DemoResult] = []
     notes: dict[str, None] = {}
-    for measurement in suite.measure_cases(cases, arguments.rounds or 1, progress):
+    for measurement in suite.measure_cases(cases, progress):
         case_results.append(judge_case(measurement, arguments.inputs[0]))
         round_summary = save_case(directory, measurement, case_results[-1])
         notes |= dict.fromkeys(measurement.notes)
@@ -305,7 +340,7 @@ _OPTIONS_BY_ACTION = {
         *("require_decode_cache_hit", "no_runtime_decomp", "no_decode_baseline", "no_bucket_pass", "runtime_mode"),
     ),
     "summary": ("force",),
-    "run": (*RUN_OPTION_NAMES, "output", "force"),
+    "run": (*RUN_OPTION_NAMES, *_RUN_LIMIT_NAMES, "output", "force"),
     "history": (),
 }
 _ALL_OPTIONS = tuple(dict.fromkeys(name for names in _OPTIONS_BY_ACTION.values() for name in names))

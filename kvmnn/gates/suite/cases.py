@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ...errors import KvmnnError, OptionError
@@ -53,6 +53,9 @@ class RunCase:
     #: Limits of the gates, and settings of the runs.
     limits: GateLimits
     settings: RunSettings
+    #: Which of `CASE_NAMES` it is or begins from, and the settings of its own.
+    base: str
+    own_settings: dict[str, Any] = field(default_factory=dict)
 
     @property
     def evicts(self) -> bool:
@@ -72,10 +75,12 @@ class RunCase:
     @property
     def changed_settings(self) -> dict[str, Any]:
         """Engine keys and limits that differ from the suite's, by name."""
-        default_case = _build_case(self.name.split("+")[0], RunConfig())
+        default_case = _build_case(self.base, RunConfig())
         engine = {key: value for key, value in self.engine.items() if default_case.engine.get(key) != value}
         own_limits, default_limits = self.limits.to_dict(), default_case.limits.to_dict()
-        return engine | {name: value for name, value in own_limits.items() if default_limits[name] != value}
+        changed_limits = {name: value for name, value in own_limits.items() if default_limits[name] != value}
+        base = {} if self.base == self.name.split("+")[0] else {"base": self.base}
+        return base | engine | changed_limits | self.own_settings
 
     @property
     def needs_texts(self) -> bool:
@@ -94,6 +99,9 @@ def build_cases(
     """Build the cases of a suite in order, each at every point of a sweep."""
     names = [name for name in RUNTIME_CASES if suite in ("all", "runtime")]
     names += [name for name in DEMO_CASES if suite in ("all", "llm_demo")]
+    names += config.own_cases if suite == "own" else []
+    if not names:
+        raise OptionError("--suite own: expected --suite-config with cases of other names than the fork's")
     base_cases = [_build_case(name, config) for name in (*names, *extra_cases)]
     sweep_points = parse_sweep(sweep)
     if len(base_cases) * len(sweep_points) > _MAX_CASES:
@@ -138,20 +146,29 @@ def _parse_sweep_value(name: str, text: str) -> float | int:
 
 
 def _build_case(name: str, config: RunConfig) -> RunCase:
-    settings = config.settings
-    if name == "runtime_baseline":
-        limits = RUNTIME_CASES[name].with_values(config.select_limits(name, with_shared=False), name)
-        return RunCase(name=name, kind="runtime", mode="", engine={}, limits=limits, settings=settings)
-    mode = RUNTIME_CASES[name].runtime_mode if name in RUNTIME_CASES else DEMO_CASES.get(name, "store")
-    base = RUNTIME_CASES.get(name)
+    base, own_settings = config.get_base(name), config.select_settings(name)
+    settings = replace(config.settings, **own_settings)
+    if base == "runtime_baseline":
+        limits = RUNTIME_CASES[base].with_values(config.select_limits(name, with_shared=False), name)
+        return RunCase(
+            name=name,
+            kind="runtime",
+            mode="",
+            engine={},
+            limits=limits,
+            settings=settings,
+            base=base,
+            own_settings=own_settings,
+        )
+    mode = RUNTIME_CASES[base].runtime_mode if base in RUNTIME_CASES else DEMO_CASES.get(base, "store")
     limits = (
-        base.with_values(config.select_limits(name), name)
-        if base is not None
+        RUNTIME_CASES[base].with_values(config.select_limits(name), name)
+        if base in RUNTIME_CASES
         else _build_demo_limits(name, mode, config)
     )
     engine = {
         **DEFAULT_ENGINE_OPTIONS,
-        **_choose_max_queue(name, limits),
+        **_choose_max_queue(base, limits),
         **(STORE_ENGINE_OPTIONS if mode == "store" else {}),
         "kv_lossless_runtime_mode": mode,
         **config.select_engine_options(name),
@@ -160,9 +177,18 @@ def _build_case(name: str, config: RunConfig) -> RunCase:
         raise OptionError(
             f"{name}: kv_lossless_runtime_mode: found {engine_mode!r:.60}, but the case measures {mode!r}"
         )
-    kind: CaseKind = "llm_demo" if name in DEMO_CASES else "multi_turn" if name == "multi_turn" else "retrieval"
-    kind = "runtime" if base is not None else kind
-    return RunCase(name=name, kind=kind, mode=mode, engine=engine, limits=limits, settings=settings)
+    kind: CaseKind = "llm_demo" if base in DEMO_CASES else "multi_turn" if base == "multi_turn" else "retrieval"
+    kind = "runtime" if base in RUNTIME_CASES else kind
+    return RunCase(
+        name=name,
+        kind=kind,
+        mode=mode,
+        engine=engine,
+        limits=limits,
+        settings=settings,
+        base=base,
+        own_settings=own_settings,
+    )
 
 
 def _build_demo_limits(name: str, mode: str, config: RunConfig) -> GateLimits:
@@ -172,13 +198,13 @@ def _build_demo_limits(name: str, mode: str, config: RunConfig) -> GateLimits:
     return base_limits.with_values({"runtime_mode": mode, **config.select_limits(name)}, name)
 
 
-def _choose_max_queue(name: str, limits: GateLimits) -> dict[str, int]:
+def _choose_max_queue(base: str, limits: GateLimits) -> dict[str, int]:
     """Choose the maximum number of open encodings, unless the configuration sets it.
 
     In the runtime cases as many as their gate allows: the MNN fork leaves the engine's 256, but the engine hands in one
     block of a layer at a step, while the sound runtime hands in all blocks of a prompt, as far as the queue goes.
     """
-    if name == "llm_demo_store":
+    if base == "llm_demo_store":
         return {"kv_lossless_max_queue": 64}
     max_queue_peak = limits.max_lossless_queue_peak
     return {"kv_lossless_max_queue": max(1, int(max_queue_peak))} if max_queue_peak >= 0 else {}

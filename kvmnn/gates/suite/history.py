@@ -15,6 +15,7 @@ from ..._util.text import pluralize, wrap_lines
 from ...errors import SourceError
 from ...files.atomic import FileOutput
 from ...files.schema import json_key, loads_strict, read_bounded
+from ..latency_limits import LATENCY_LIMITS
 from ..logs import get_number, parse_json_line
 from ..summary import RoundSummary
 from ..verdict import TerminalResult
@@ -49,6 +50,7 @@ def build_history_entry(
                 "lossless": _get_first(row, "lossless_selected_value", "candidate_lossless_ratio_avg"),
                 "decode_tps": _get_first(row, "decode_gate_tps", "candidate_decode_tps_avg"),
                 "drop": _get_first(row, "decode_drop_ratio"),
+                **{entry.line: row[entry.line] for entry in LATENCY_LIMITS if entry.line in row},
                 "settings": dict(settings_by_case.get(row["case"], {})),
             }
             for row in round_summary.rows
@@ -179,6 +181,8 @@ def _get_object(entry: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+_SHOWN_WITHOUT_VALUES = ("lossy", "lossless", "decode_tps")
+
 _MAX_VALUES_SHOWN = 5
 """Newest values of a figure that are shown."""
 
@@ -239,8 +243,11 @@ class GateHistory(TerminalResult):
                 ("lossy", "lossy", 3),
                 ("lossless", "lossless", 3),
                 ("decode tok/s", "decode_tps", 2),
+                ("restore p95", "runtime_decomp_p95_us", 0),
             ):
                 values = [get_number(case, key) or None for _, case in entries]  # none of them can be 0
+                if key not in _SHOWN_WITHOUT_VALUES and not any(values):
+                    continue
                 line, has_mean = _format_trend(values, settings_of_rounds, digits)
                 lines.append(f"  {label:<13}{line}")
                 has_means |= has_mean

@@ -103,7 +103,7 @@ class SuiteResult(TerminalResult):
 
 def judge_case(measured: CaseMeasurement, model: str) -> CaseResult | DemoResult:
     """Compute the verdict on a case's measurements."""
-    stability_gates = _build_stability_gate(measured)
+    stability_gates, measured = _judge_rounds(measured)
     case = measured.case
     if case.kind == "runtime":
         return _judge_runtime_case(measured, model, stability_gates)
@@ -127,9 +127,11 @@ def judge_case(measured: CaseMeasurement, model: str) -> CaseResult | DemoResult
         strict=True,
     )
     own_names = {gate.name for gate in gates}
-    is_ratio_unmeasured = CaseFigures.from_pairs(pairs).encoded_ratio is None
+    figures = CaseFigures.from_pairs(pairs)
+    is_ratio_unmeasured = figures.encoded_ratio is None
     return replace(
         demo_result,
+        latencies=figures.latencies,
         unmeasured_keys=_ENCODING_KEYS if is_ratio_unmeasured else frozenset(),
         gates=(*(gate for gate in demo_result.gates if gate.name not in own_names), *gates, *stability_gates),
     )
@@ -184,17 +186,33 @@ def _build_gates(measured: CaseMeasurement, pairs: Sequence[PairedRuns], limits:
     )
 
 
-def _build_stability_gate(measured: CaseMeasurement) -> list[GateResult]:
-    """Build the gate that every round passes by itself; empty for a single round."""
+def _judge_rounds(measured: CaseMeasurement) -> tuple[list[GateResult], CaseMeasurement]:
+    """Build the gate of the rounds that must pass each by itself, and select those that the other gates judge.
+
+    These are all, unless ``pass_runs`` allows some to fail and enough pass: then those that pass.
+    """
     if len(measured.rounds) < 2:
-        return []
+        return [], measured
+    settings = measured.case.settings
     verdicts = [aggregate_verdict(_build_gates(measured, pairs, measured.case.limits)) for pairs in measured.rounds]
     speeds = [fmean(pair.candidate.decode_speed for pair in pairs) for pairs in measured.rounds]
     why = f"decode {min(speeds):.2f} to {max(speeds):.2f} tok/s"
     if drops := [drop.drop_ratio for pairs in measured.rounds if (drop := compute_slowdown(pairs)) is not None]:
         why += f", drop {min(drops):+.1%} to {max(drops):+.1%}"
-    value = f"{verdicts.count('pass')} of {len(verdicts)} rounds"
-    return [GateResult(name="stability", verdict=find_worst(verdicts), value=value, limit="all", why=why)]
+    num_passed, required = verdicts.count("pass"), settings.pass_runs or len(verdicts)
+    is_enough = num_passed >= required
+    if is_enough and num_passed < len(verdicts):
+        passed_rounds = [pairs for pairs, verdict in zip(measured.rounds, verdicts, strict=True) if verdict == "pass"]
+        measured = replace(measured, rounds=tuple(passed_rounds))
+        why += "; the other gates are of the rounds that pass"
+    gate = GateResult(
+        name="stability",
+        verdict="pass" if is_enough else find_worst(verdicts),
+        value=f"{num_passed} of {len(verdicts)} rounds",
+        limit="all" if required == len(verdicts) else f">= {required}",
+        why=why,
+    )
+    return [gate], measured
 
 
 def save_case(directory: str, measured: CaseMeasurement, case_result: CaseResult | DemoResult) -> RoundSummary:

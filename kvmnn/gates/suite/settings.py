@@ -4,15 +4,32 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
 from ..._util.text import suggest
 from ...errors import KvmnnError, OptionError, SourceError
-from ...files.schema import Record, read_object
+from ...files.schema import Record, loads_strict, read_object
+from ..summary import validate_case_name
 
-SuiteName = Literal["all", "runtime", "llm_demo"]
+SuiteName = Literal["all", "runtime", "llm_demo", "own"]
+
+BUILT_IN_CONFIGS = {"handbook-v5": "handbook_v5.json"}
+"""Configurations that ship: names for ``--suite-config``, and files of this package."""
+
+CASE_SETTINGS = (
+    "prompts",
+    "generate",
+    "buckets",
+    "prompts_per_bucket",
+    "demo_generate",
+    "repeats",
+    "rounds",
+    "pass_runs",
+)
+"""Settings that a single case may have of its own."""
 
 DEFAULT_ENGINE_OPTIONS: dict[str, Any] = {
     "kv_h2o_enable": True,
@@ -73,6 +90,9 @@ class RunSettings(Record):
     max_prompts: int = 0
     #: Timed runs of each side, after a warm-up run.
     repeats: int = 2
+    #: How often a case is run in all, and how many of these rounds must pass; 0: all.
+    rounds: int = 1
+    pass_runs: int = 0
     #: Perplexity: number of texts, tokens scored of each, and how many of these are the prompt.
     quality_texts: int = 10
     quality_tokens: int = 1024
@@ -92,6 +112,7 @@ class RunSettings(Record):
             "generate",
             "demo_generate",
             "repeats",
+            "rounds",
             "prompts_per_bucket",
             "quality_texts",
             "quality_tokens",
@@ -101,6 +122,8 @@ class RunSettings(Record):
                 raise OptionError(f"{name}: found {getattr(self, name)}, expected 1 to {1 << 20:,}")
         if self.generate < 2 or self.demo_generate < 2:
             raise OptionError("generate and demo_generate: expected at least 2, as the first token is the prompt's")
+        if not 0 <= self.pass_runs <= self.rounds:
+            raise OptionError(f"pass_runs: found {self.pass_runs}, expected 0 (all) to rounds, {self.rounds}")
         if not 0 <= self.max_prompts <= 1 << 20:
             raise OptionError(f"max_prompts: found {self.max_prompts}, expected 0 (all) to {1 << 20:,}")
         for name in ("token", "seed"):
@@ -124,6 +147,19 @@ class RunConfig:
     limits: Mapping[str, Any] = field(default_factory=dict)
     cases: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
+    @property
+    def own_cases(self) -> list[str]:
+        """Names of the cases that are not the suite's: those with a ``base``."""
+        return [name for name, entry in self.cases.items() if "base" in entry]
+
+    def get_base(self, case: str) -> str:
+        """Return the case of the suite that a case begins from: itself, unless it has a ``base``."""
+        return str(self.cases.get(case, {}).get("base", case))
+
+    def select_settings(self, case: str) -> dict[str, Any]:
+        """Return the settings that only this case has."""
+        return {name: value for name, value in self.cases.get(case, {}).items() if name in CASE_SETTINGS}
+
     def select_engine_options(self, case: str) -> dict[str, Any]:
         """Return the engine keys for a case; the case's own take precedence."""
         case_options = {key: value for key, value in self.cases.get(case, {}).items() if key.startswith("kv_")}
@@ -131,38 +167,73 @@ class RunConfig:
 
     def select_limits(self, case: str, *, with_shared: bool = True) -> dict[str, Any]:
         """Return the limits for a case; only its own if not `with_shared`."""
-        case_limits = {key: value for key, value in self.cases.get(case, {}).items() if not key.startswith("kv_")}
+        case_limits = {
+            key: value
+            for key, value in self.cases.get(case, {}).items()
+            if not key.startswith("kv_") and key != "base" and key not in CASE_SETTINGS
+        }
         return {**self.limits, **case_limits} if with_shared else case_limits
 
 
 def read_run_config(path: str | os.PathLike[str], case_names: tuple[str, ...]) -> RunConfig:
-    """Read a configuration file: a JSON object.
+    """Read a configuration: a JSON object in a file, or one that ships (`BUILT_IN_CONFIGS`).
 
     It contains settings by name (`RunSettings`), the engine's ``kv_`` keys, ``limits`` (an object), and ``cases``
-    (objects of ``kv_`` keys and limits, by case name).
+    (objects of ``kv_`` keys, limits and `CASE_SETTINGS`, by case name; a name of one's own needs a ``base``, one of
+    `case_names`).
     """
     where = os.fspath(path)
-    try:
-        document = read_object(Path(path))
-    except (FileNotFoundError, NotADirectoryError):
-        raise SourceError(f"{where}: does not exist") from None
+    document = _read_document(where)
     limits, cases = document.pop("limits", {}), document.pop("cases", {})
     if not isinstance(limits, dict) or not isinstance(cases, dict):
         raise OptionError(f"{where}: limits, cases: expected objects")
-    for name, entry in cases.items():
-        if not isinstance(entry, dict):
-            raise OptionError(f"{where}: cases.{name[:60]}: expected an object")
-        if name not in case_names:
-            raise OptionError(f"{where}: cases: {name[:60]!r} is no case{suggest(name, list(case_names))}")
     names = [entry.name for entry in fields(RunSettings)]
     engine = {key: document.pop(key) for key in list(document) if key.startswith("kv_")}
     for key in document:
         if key not in names:
             raise OptionError(f"{where}: {key[:60]!r} is no setting{suggest(key, names)}")
+    settings = _parse_settings(document, RunSettings(), where)
+    parsed_cases = {
+        name: _parse_case(name, entry, case_names, settings, f"{where}: cases.{name[:60]}")
+        for name, entry in cases.items()
+    }
+    return RunConfig(settings=settings, engine=engine, limits=limits, cases=parsed_cases)
+
+
+def _read_document(where: str) -> dict[str, Any]:
     try:
-        settings = replace(
-            RunSettings(), **{key: getattr(RunSettings.from_dict(document, where), key) for key in document}
-        )
+        return read_object(Path(where))
+    except (FileNotFoundError, NotADirectoryError):
+        if where in BUILT_IN_CONFIGS:
+            document: dict[str, Any] = loads_strict((files(__package__) / BUILT_IN_CONFIGS[where]).read_text("utf-8"))
+            return document
+        names = ", ".join(BUILT_IN_CONFIGS)
+        raise SourceError(f"{where}: does not exist, and is none of the configurations that ship: {names}") from None
+
+
+def _parse_settings(document: Mapping[str, Any], base: RunSettings, where: str) -> RunSettings:
+    """Return `base` with the settings of a document, validated."""
+    try:
+        return RunSettings.from_dict({**base.to_dict(), **document}, where)
     except KvmnnError as error:
         raise OptionError(str(error) if str(error).startswith(where) else f"{where}: {error}") from None
-    return RunConfig(settings=settings, engine=engine, limits=limits, cases=cases)
+
+
+def _parse_case(
+    name: str, entry: object, case_names: tuple[str, ...], settings: RunSettings, where: str
+) -> dict[str, Any]:
+    """Validate the entry of a case; its settings get their types."""
+    if not isinstance(entry, dict):
+        raise OptionError(f"{where}: expected an object")
+    base = entry.get("base", name)
+    if not isinstance(base, str) or base not in case_names:
+        suggestion = suggest(str(base), list(case_names))
+        needed = f'a name of your own needs "base", one of {", ".join(case_names)}'
+        raise OptionError(f"{where}: {base!r:.60} is no case{suggestion}; {needed}")
+    if name in case_names and base != name:
+        raise OptionError(f"{where}: base: found {base!r}, but {name} is a case of the suite")
+    if base != name:
+        validate_case_name(name)
+    own_settings = {key: value for key, value in entry.items() if key in CASE_SETTINGS}
+    parsed_settings = _parse_settings(own_settings, settings, where)
+    return {**entry, **{key: getattr(parsed_settings, key) for key in own_settings}}

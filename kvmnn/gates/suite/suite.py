@@ -200,7 +200,7 @@ class Suite:
         }
 
     def measure_cases(
-        self, cases: Sequence[RunCase], rounds: int, progress: SuiteProgress | None = None
+        self, cases: Sequence[RunCase], progress: SuiteProgress | None = None
     ) -> Iterator[CaseMeasurement]:
         """Measure the cases one after another; stored runs are not repeated.
 
@@ -214,21 +214,22 @@ class Suite:
             self._directory.mkdir(parents=True, exist_ok=True)
         self.store.close()
         self.store = RunStore(self._directory / RUNS_JOURNAL)
-        self._write_run_info(cases, rounds)
+        self._write_run_info(cases)
         remaining_steps = [
-            steps for case in cases for steps in self._iter_steps(case, workloads_and_notes[case.name][0], rounds)
+            steps for case in cases for steps in self._iter_steps(case, workloads_and_notes[case.name][0])
         ]
         self._progress.start(len(remaining_steps), sum(remaining_steps))
         for case in cases:
             workloads, notes = workloads_and_notes[case.name]
-            yield self._measure_case(case, workloads, notes, rounds)
+            yield self._measure_case(case, workloads, notes)
 
-    def _iter_steps(self, case: RunCase, workloads: list[Workload], rounds: int) -> Iterator[int]:
+    def _iter_steps(self, case: RunCase, workloads: list[Workload]) -> Iterator[int]:
         """Yield the number of decode steps of each run of a case, which take most of the time; 0 for a stored run."""
         for work in workloads:
             if case.mode:
                 yield 0 if self._compute_key(case, work, side="comparison") in self.store else 2 * work.num_steps
-            for round_index, repeat, side in product(range(rounds), range(case.settings.repeats), _SIDE_NAMES):
+            rounds, repeats = range(case.settings.rounds), range(case.settings.repeats)
+            for round_index, repeat, side in product(rounds, repeats, _SIDE_NAMES):
                 yield (
                     0 if self._compute_run_key(case, work, side, repeat, round_index) in self.store else work.num_steps
                 )
@@ -241,8 +242,10 @@ class Suite:
         texts = min(settings.quality_texts, len(self._texts.documents))
         return 2 * texts * (settings.quality_tokens - settings.quality_prompt)
 
-    def _measure_case(self, case: RunCase, workloads: list[Workload], notes: list[str], rounds: int) -> CaseMeasurement:
-        rounds_of_pairs = tuple(tuple(self._measure_round(case, workloads, place)) for place in range(rounds))
+    def _measure_case(self, case: RunCase, workloads: list[Workload], notes: list[str]) -> CaseMeasurement:
+        rounds_of_pairs = tuple(
+            tuple(self._measure_round(case, workloads, round_index)) for round_index in range(case.settings.rounds)
+        )
         if case.mode:
             self._sessions.release(kept_kind=case.policy.requires_attention)
         comparisons = tuple(self._compare_contents(case, work) for work in (workloads if case.mode else ()))
@@ -351,13 +354,19 @@ class Suite:
             **more,
         )
 
-    def _write_run_info(self, cases: Sequence[RunCase], rounds: int) -> None:
+    def _write_run_info(self, cases: Sequence[RunCase]) -> None:
         self.settings_by_case = {
-            "": self._list_changed_settings(rounds),
+            "": self._list_changed_settings(),
             **{case.name: case.changed_settings for case in cases},
         }
         entries = {
-            case.name: {"mode": case.mode, "engine": case.engine, "limits": case.limits.to_dict()} for case in cases
+            case.name: {
+                "mode": case.mode,
+                "base": case.base,
+                "engine": case.engine,
+                "limits": case.limits.to_dict(),
+            }
+            for case in cases
         }
         common = [self.run_info, self.rerun_number, self.settings_by_case[""], self._settings.to_dict()]
         self.stamp_by_case = {
@@ -394,15 +403,16 @@ class Suite:
             output.file.write(json.dumps(run_info, indent=2).encode())
             output.commit()
 
-    def _list_changed_settings(self, rounds: int) -> dict[str, Any]:
+    def _list_changed_settings(self) -> dict[str, Any]:
         """Return settings that differ from the default, texts and tokenizer included."""
         default_settings = RunSettings().to_dict()
         changed_settings = {
             name: value for name, value in self._settings.to_dict().items() if default_settings[name] != value
         }
         texts = self._texts.sha256s
-        changed_settings |= {"texts_sha256": hashlib.sha256(" ".join(texts).encode()).hexdigest()} if texts else {}
-        return changed_settings | ({"rounds": rounds} if rounds != 1 else {})
+        return changed_settings | (
+            {"texts_sha256": hashlib.sha256(" ".join(texts).encode()).hexdigest()} if texts else {}
+        )
 
 
 def _choose_rerun_number(directory: Path, rerun: bool) -> int:

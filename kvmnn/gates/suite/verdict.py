@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import fmean, stdev
 
 from ...evaluation.scoring import MIN_DOCUMENTS_FOR_INTERVAL
 from ..analysis import DecodeStats, build_limit_lines, format_flag, format_four_digits
 from ..case_inputs import MetricRow, MetricRows
 from ..demo import DemoRun
+from ..latency_limits import LATENCY_LIMITS, build_latency_gates
 from ..limits import GateLimits
 from ..logs import BENCH_COLUMNS, order_columns
 from ..slowdown import DecodeSlowdown, build_slowdown_gate
@@ -63,6 +64,9 @@ class CaseFigures:
     #: Workloads of which nothing was encoded, and all workloads.
     num_idle_workloads: int
     num_workloads: int
+    #: Percentiles of single restores (or decodings for comparison) and waits, each the largest of the runs, by the
+    #: lines of `LATENCY_LIMITS`; without those of operations that did not happen.
+    latencies: dict[str, float] = field(default_factory=dict)
     #: Source of the prompts, as in `Workload.prompts`.
     prompts_text: str = "text"
 
@@ -79,13 +83,14 @@ class CaseFigures:
         )
         active_names = {pair.workload.name for pair in pairs if pair.candidate.get_counter("raw_bytes") > 0}
         workload_names = {pair.workload.name for pair in pairs}
+        has_restored = max_counter("decompress_us") > 0
         return cls(
             lossy_ratio=min(record.lossy_ratio for record in records),
             encoded_ratio=raw_bytes / compressed_bytes if compressed_bytes else None,
             resident_ratio=fmean(record.held_ratio for record in records),
             slowdown=compute_slowdown(pairs),
             decompress_us=max(record.decompress_us for record in records),
-            has_restored=max_counter("decompress_us") > 0,
+            has_restored=has_restored,
             async_wait_us=max_counter("async_wait_us"),
             async_queue_peak=max_counter("async_queue_peak"),
             queue_peak=max_counter("queue_depth_peak"),
@@ -95,8 +100,21 @@ class CaseFigures:
             cache_misses=max_counter("decode_cache_miss"),
             num_idle_workloads=len(workload_names - active_names),
             num_workloads=len(workload_names),
+            latencies=_collect_latencies(records, has_restored),
             prompts_text=", ".join(dict.fromkeys(pair.workload.prompts for pair in pairs)),
         )
+
+
+def _collect_latencies(records: Sequence[RunRecord], has_restored: bool) -> dict[str, float]:
+    latencies = {}
+    for entry in LATENCY_LIMITS:
+        key = "verify" if entry.operation == "decompress" and not has_restored else entry.operation
+        summaries = [record.latencies[key] for record in records if key in record.latencies]
+        values = [getattr(summary, entry.percentile) for summary in summaries if summary.count]
+        has_worked = any(record.get_counter("raw_bytes") for record in records)
+        if values or (key == "wait" and has_worked):  # threads that were never waited for are within any limit
+            latencies[entry.line] = max(values, default=0.0)
+    return latencies
 
 
 _NOTHING_ENCODED_REASON = "nothing was encoded: longer prompts, or fewer hot tokens, are needed"
@@ -188,6 +206,12 @@ def build_runtime_gates(figures: CaseFigures, records: Sequence[RunRecord], limi
             else _format_percentiles(records, "decompress" if figures.has_restored else "verify"),
         ),
         build_max_gate("async wait", figures.async_wait_us, limits.max_lossless_async_wait_us, " us"),
+        *build_latency_gates(
+            limits,
+            figures.latencies,
+            _NOTHING_ENCODED_REASON if is_idle else "nothing was decoded in any run",
+            {"decompress": "of single restores" if figures.has_restored else "of blocks decoded to compare them"},
+        ),
         build_max_gate("queue peak", figures.queue_peak, limits.max_lossless_queue_peak),
         build_max_gate("fallbacks", figures.num_fallbacks, limits.max_lossless_fallback),
         build_max_gate("skips", figures.num_skips, limits.max_lossless_backpressure_skip),
@@ -388,6 +412,7 @@ def _build_own_runtime_lines(figures: CaseFigures, limits: GateLimits, passed: d
         **build_limit_lines("runtime_async_wait", target, "_us"),
         **headroom_lines,
         "runtime_async_wait_pass": passed["async wait"],
+        **{name: format_four_digits(value) for name, value in figures.latencies.items()},
         "runtime_decode_cache_hit_best": format_four_digits(figures.cache_hits),
         "runtime_decode_cache_miss_best": format_four_digits(figures.cache_misses),
         "runtime_decode_cache_required": format_flag(limits.require_decode_cache_hit),

@@ -6,7 +6,7 @@ import ctypes
 import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -36,8 +36,9 @@ from ..reports.records import (
     TimeSeries,
 )
 from ..store import PrefixStore
+from .divergence import ReferenceComparer, ReferenceWriter, get_reference_path
 from .records import ProjectCell, ScoreCell, TimingCell
-from .scoring import StoredScores, can_use_store, feed_unscored, measure_by_definition, score_with_store
+from .scoring import StoredScores, can_use_store, feed_unscored, measure_by_definition, score_document, score_with_store
 from .settings import Configuration, EvaluationSettings
 from .timing import measure_attention_time, measure_generation_times, measure_project_times
 
@@ -274,6 +275,8 @@ class CellMeasurer:
     settings: EvaluationSettings
     #: Directory of the initial cache (`kvmnn.lm.warm_start`), if there is one.
     start: str | None = None
+    #: Directory of the full cache's distributions, which other configurations are compared with, if any are.
+    references: str | None = None
     #: Whether this process does nothing else, so that its peak memory is meaningful.
     is_fresh_process: bool = False
     _sessions: dict[tuple[bool, bool], DecoderSession] = field(default_factory=dict)
@@ -326,16 +329,21 @@ class CellMeasurer:
         stored_scores = self._open_stored_scores(runner)
         try:
             distances = self._begin_document(runner, configuration, document, advance)
-            score_result, num_from_store = score_with_store(
-                stored_scores,
-                runner,
-                document.ids,
-                chunk=settings.chunk,
-                prompt=settings.prompt,
-                tail_start=settings.deep_from,
-                on_step=record_step,
-                num_initial=document.scored_from,
-            )
+            with self._open_observer(configuration, document) as observer:
+                score_result, num_from_store = score_with_store(
+                    stored_scores,
+                    runner,
+                    document.ids,
+                    chunk=settings.chunk,
+                    prompt=settings.prompt,
+                    tail_start=settings.deep_from,
+                    on_step=record_step,
+                    num_initial=document.scored_from,
+                    observer=observer,
+                )
+            divergence = None
+            if isinstance(observer, ReferenceComparer):
+                divergence = observer.to_divergence(score_result.deep.tokens)
         except KvmnnError as exc:
             if not runner.policy.can_evict:
                 raise KvmnnError(f"{document.name}: {exc}") from exc
@@ -363,7 +371,45 @@ class CellMeasurer:
             stored_notes=tuple(stored_scores.notes) if stored_scores is not None and stored_scores.notes else None,
             distances=distances,
             cut_tokens=runner.num_tokens_after_cut,
+            divergence=divergence,
         )
+
+    def write_reference(
+        self, configuration: Configuration, document: Document, advance: AdvanceCallback | None = None
+    ) -> None:
+        """Score a document with the full cache for its distributions alone."""
+        settings, runner = self.settings, self.create_runner(configuration, document)
+        feed_unscored(runner, document.ids, document.scored_from, settings.chunk, settings.prompt, advance)
+        num_seen = document.scored_from
+
+        def record_step(end: int) -> None:
+            nonlocal num_seen
+            if advance is not None:
+                advance(end - num_seen)
+            num_seen = end
+
+        with self._open_observer(configuration, document) as observer:
+            score_document(
+                runner,
+                document.ids,
+                chunk=settings.chunk,
+                prompt=settings.prompt,
+                tail_start=settings.deep_from,
+                on_step=record_step,
+                num_initial=document.scored_from,
+                observer=observer,
+            )
+
+    def _open_observer(
+        self, configuration: Configuration, document: Document
+    ) -> AbstractContextManager[ReferenceWriter | ReferenceComparer | None]:
+        """Open what writes the full cache's distributions, or compares others with them; None if there are none."""
+        if self.references is None:
+            return nullcontext()
+        path = get_reference_path(Path(self.references), document)
+        if configuration.is_baseline:
+            return ReferenceWriter(path)
+        return ReferenceComparer(path) if path.exists() else nullcontext()
 
     def _begin_document(
         self, runner: Runner, configuration: Configuration, document: Document, advance: AdvanceCallback | None

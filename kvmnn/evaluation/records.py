@@ -10,8 +10,9 @@ from ..files.schema import Record
 from ..policies.h2o.planner import H2OStats
 from ..reports.records import FrameSizeStats, LayerDistanceStats, ModelInfo, RuntimeStats, TimeSeries
 
-CellKind = Literal["score", "seed", "timing"]
-"""Kind of a cell, as in files of cells; "seed": by the definition of a preset's project."""
+CellKind = Literal["score", "seed", "timing", "reference"]
+"""Kind of a cell, as in files of cells; "seed": by the definition of a preset's project. "reference" has no cell: the
+full cache is scored again for its distributions, as its cell is known already but not they."""
 
 
 @dataclass
@@ -23,6 +24,19 @@ class LossSums(Record):
     #: Negative log-probabilities in nats, float64.
     nll: float = 0.0
     hits: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenDivergence(Record):
+    """The next-token distributions of one document next to those of the full cache (`kvmnn.evaluation.divergence`)."""
+
+    #: Scored tokens; the last `num_deep` are the deep ones.
+    tokens: int
+    num_deep: int
+    #: Base64 of the divergence of each token in nats, little-endian float32, and of one bit for each, the highest of a
+    #: byte first: whether both find the same token most probable.
+    kl: str
+    agreement: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +63,7 @@ class ScoreCell(Record):
     stored_notes: tuple[str, ...] | None = field(default=None, metadata={"omit": True})
     distances: tuple[LayerDistanceStats, ...] | None = field(default=None, metadata={"omit": True})
     cut_tokens: int | None = field(default=None, metadata={"omit": True})
+    divergence: TokenDivergence | None = field(default=None, metadata={"omit": True})
 
 
 @dataclass(frozen=True, kw_only=True)

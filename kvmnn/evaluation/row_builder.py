@@ -10,6 +10,7 @@ from .._util.text import LOSSLESS, LOSSY
 from ..lm.documents import Document
 from ..policies.h2o.planner import merge_stats
 from ..reports.records import DocumentRow, FullCacheDifference, ProjectStats, ResultRow, merge_runtime_stats
+from .divergence import summarize_divergence
 from .records import LossSums, ProjectCell, RefusedCell, ScoreCell, TimingCell
 from .scoring import CONFIDENCE_LEVEL, compute_paired_interval, compute_perplexity, summarize
 from .settings import FULL_POLICY, Configuration, EvaluationSettings, ProjectDefinition
@@ -65,6 +66,8 @@ def build_row(
         versus_full=_compute_difference(cells, full_cells, settings.seed)
         if configuration.policy != FULL_POLICY or start
         else None,
+        divergence=summarize_divergence([cell.divergence for cell in cells]),
+        deep_divergence=summarize_divergence([cell.divergence for cell in cells], deep=True),
         seconds=seconds,
         model_seconds=sum(cell.model_seconds for cell in cells),
         policy_seconds=sum(cell.policy_seconds for cell in cells),
@@ -88,6 +91,8 @@ def build_row(
         full_bytes=full_bytes,
         kept_bytes=kept_bytes,
         frame_bytes=frame_bytes,
+        bytes_per_token=kept_bytes / sum(cell.tokens_seen for cell in cells),
+        frame_bytes_per_token=frame_bytes / sum(cell.tokens_seen for cell in cells),
         h2o=merge_stats(cell.h2o for cell in cells if cell.h2o is not None),
         runtime=merge_runtime_stats(cell.runtime for cell in cells if cell.runtime is not None),
         initial_cache=start,
@@ -205,6 +210,8 @@ def _build_document_row(cell: ScoreCell, document: Document) -> DocumentRow:
         cache_bytes_peak=cell.cache_bytes_peak,
         frames=cell.frames,
         stored_tokens=cell.stored_tokens,
+        divergence=summarize_divergence([cell.divergence]),
+        deep_divergence=summarize_divergence([cell.divergence], deep=True),
         h2o=cell.h2o,
         runtime=cell.runtime,
     )

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Protocol
 
 import numpy as np
@@ -46,7 +47,7 @@ from .settings import FULL_POLICY, Configuration, EvaluationSettings, PolicyLike
 from .timing import MAX_DECODED_TOKENS, PROMPT_CHUNK_TOKENS
 from .workers import EvaluationTask, MissingCell, run_tasks
 
-NUMBERS_VERSION = 2
+NUMBERS_VERSION = 3
 """Raised whenever kvmnn computes any number of a cell differently, so that cells of before are not reused."""
 
 _JOURNAL_FORMAT = JournalFormat(
@@ -101,6 +102,8 @@ class EvaluationPlan:
     score_keys: dict[int, list[str]] = field(default_factory=dict)
     project_keys: dict[int, list[str]] = field(default_factory=dict)
     timing_keys: dict[int, str] = field(default_factory=dict)
+    #: Whether any task compares distributions with those of the full cache.
+    needs_references: bool = False
 
     @property
     def num_cells(self) -> int:
@@ -149,6 +152,7 @@ def plan_evaluation(
         groups.setdefault(get_identity_key(entry), []).append(number)
     tasks_per_configuration = max(1, jobs // len(groups))
     for numbers in groups.values():
+        is_baseline = configurations[numbers[0]].is_baseline
         times_project = settings.project_definitions and any(_has_speed(configurations[number]) for number in numbers)
         numbers.sort(key=lambda number: not _has_speed(configurations[number]))
         for number in numbers:
@@ -157,10 +161,41 @@ def plan_evaluation(
             )
             missing_cells = [cell for cell in cells if cell.key not in planned_keys and store.get(cell.key) is None]
             planned_keys.update(cell.key for cell in missing_cells)
-            evaluation_plan.tasks += _split_tasks(
-                configurations[number], documents, missing_cells, tasks_per_configuration
-            )
+            max_tasks = jobs if is_baseline and len(groups) > 1 else tasks_per_configuration
+            evaluation_plan.tasks += _split_tasks(configurations[number], documents, missing_cells, max(1, max_tasks))
+    _plan_references(evaluation_plan, configurations, documents, jobs)
     return evaluation_plan
+
+
+def _plan_references(
+    evaluation_plan: EvaluationPlan, configurations: Sequence[Configuration], documents: Sequence[Document], jobs: int
+) -> None:
+    """Let tasks wait for the full cache's distributions on their documents, and plan what writes those.
+
+    Documents are scored by the full cache again where its cells are known already, as its distributions are not kept.
+    """
+    number = next((number for number, entry in enumerate(configurations) if entry.is_baseline), None)
+    if number is None:
+        return
+    baseline = configurations[number]
+    keys = dict(zip((id(document) for document in documents), evaluation_plan.score_keys[number], strict=True))
+    needed_keys, planned_keys = set[str](), set[str]()
+    tasks = []
+    for task in evaluation_plan.tasks:
+        scored = frozenset(keys[id(task.documents[cell.document])] for cell in task.cells if cell.kind == "score")
+        if task.configuration.is_baseline:
+            planned_keys |= scored
+        else:
+            needed_keys |= scored
+            task = replace(task, required_keys=scored)
+        tasks.append(task)
+    evaluation_plan.needs_references = bool(needed_keys)
+    cells = [
+        MissingCell("reference", key, index)
+        for index, key in enumerate(evaluation_plan.score_keys[number])
+        if key in needed_keys - planned_keys
+    ]
+    evaluation_plan.tasks = _split_tasks(baseline, documents, cells, max(1, jobs)) + tasks
 
 
 def _list_cells(
@@ -357,6 +392,16 @@ class EvaluationRun:
             yield (
                 f"Computed from the beginning, store or not: {'; '.join(labels)}: these rank tokens by attention, or "
                 "cut before tokens are attended."
+            )
+        if any(
+            cell.divergence is None
+            for number, entry in cells_by_index.items()
+            if not self.configurations[number].is_baseline
+            for cell in entry.score_cells
+        ):
+            yield (
+                "KL and same top-1 are not known where scores of the full cache came from the store, which has no "
+                "distributions: a run without --store measures them."
             )
         yield from dict.fromkeys(note for cell in cells for note in cell.stored_notes or ())
 
@@ -602,15 +647,21 @@ def _run_plan(
 ) -> dict[str, str]:
     """Measure the missing cells; return the reasons of refused configurations by their identity."""
     if progress is not None:
-        cells = sum(len(task.cells) for task in cell_plan.tasks)
+        cells = sum(cell.kind != "reference" for task in cell_plan.tasks for cell in task.cells)
         progress.start(sum(task.num_tokens for task in cell_plan.tasks), cells, cell_plan.num_cells - cells)
     refusal_reasons: dict[str, str] = {}
     start = None if evaluation.start is None else str(evaluation.start.directory)
-    for event in run_tasks(cell_plan.tasks, evaluation.model, evaluation.settings, evaluation.jobs, start):
-        if event.key is not None and event.cell is not None:
-            store.put(event.key, event.cell.to_dict())
-        if event.refusal_reason is not None:
-            refusal_reasons[get_identity_key(event.task.configuration)] = event.refusal_reason
-        if progress is not None:
-            progress.advance(event.tokens, int(event.key is not None))
+    with ExitStack() as stack:
+        references = None
+        if cell_plan.needs_references:
+            folder = TemporaryDirectory(prefix="kvmnn-full-cache-", ignore_cleanup_errors=True)
+            references = stack.enter_context(folder)
+        events = run_tasks(cell_plan.tasks, evaluation.model, evaluation.settings, evaluation.jobs, start, references)
+        for event in events:
+            if event.key is not None and event.cell is not None:
+                store.put(event.key, event.cell.to_dict())
+            if event.refusal_reason is not None:
+                refusal_reasons[get_identity_key(event.task.configuration)] = event.refusal_reason
+            if progress is not None:
+                progress.advance(event.tokens, int(event.cell is not None))
     return refusal_reasons

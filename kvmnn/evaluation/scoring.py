@@ -31,11 +31,9 @@ from ..lm.runner import Runner
 from ..policies.policy import Trigger
 from ..reports.records import QualityStats
 from ..store import PrefixStore
+from .divergence import DistributionObserver, TokenScores, compute_token_scores
 from .records import LossSums, ProjectCell
 from .settings import ProjectDefinition
-
-_BLOCK_ELEMENTS = 1 << 19
-"""Logits that are taken to float64 at once: 4 MiB."""
 
 
 class StepRunner(Protocol):
@@ -78,30 +76,12 @@ def compute_nll(logits: npt.NDArray[Any], targets: Ids) -> tuple[npt.NDArray[np.
     Parameters
     ----------
     logits
-        ``[token, vocab]``; taken to float64 block by block.
+        ``[token, vocab]``.
     targets
         int64 ``[token]``.
-
-    Notes
-    -----
-    Of equal logits the lower id is the most probable one, as in numpy's and torch's argmax.
     """
-    nll = np.empty(len(targets), np.float64)
-    hits = np.empty(len(targets), np.bool_)
-    rows = max(1, _BLOCK_ELEMENTS // max(1, logits.shape[1]))
-    for begin in range(0, len(targets), rows):
-        row_range = slice(begin, begin + rows)
-        block = logits[row_range].astype(np.float64)
-        best = block.argmax(axis=1)
-        block_targets = targets[row_range]
-        target_logits = block[np.arange(len(block)), block_targets]
-        max_logits = block[np.arange(len(block)), best]
-        with np.errstate(invalid="ignore", over="ignore"):
-            block -= max_logits[:, None]
-            np.exp(block, out=block)
-            nll[row_range] = np.log(block.sum(axis=1)) + (max_logits - target_logits)
-        hits[row_range] = best == block_targets
-    return nll, hits
+    scores = compute_token_scores(logits, targets)
+    return scores.nll, scores.hits
 
 
 def list_steps(tokens: int, chunk: int, prompt: int = 0, num_initial: int = 0) -> list[tuple[int, int]]:
@@ -138,7 +118,8 @@ def score_document(
     on_step: Callable[[int], object] | None = None,
     num_initial: int = 0,
     cached_scores: CachedScores | None = None,
-    on_scores: Callable[[npt.NDArray[Any], npt.NDArray[np.float64], npt.NDArray[np.bool_]], object] | None = None,
+    on_scores: Callable[[npt.NDArray[Any], TokenScores], object] | None = None,
+    observer: DistributionObserver | None = None,
 ) -> ScoreResult:
     """Feed all ids but the last in chunks and score each against the one after it.
 
@@ -146,6 +127,8 @@ def score_document(
     ----------
     ids
         int64 ``[1 + tokens]``.
+    observer
+        Told of the logits of every step, and of steps without any.
     """
     result = ScoreResult(LossSums(), LossSums())
     for begin, end in list_steps(len(ids) - 1, chunk, prompt, num_initial):
@@ -155,15 +138,20 @@ def score_document(
             runner.replay_step(cached_scores.layers, end - begin, end_chunk=end_chunk)
             nll, hits = cached_scores.nll[begin:end], cached_scores.hits[begin:end]
             result.seconds += time.perf_counter() - start_time
+            if observer is not None:
+                observer.skip(end - begin)
         else:
             logits = runner.step(ids[begin:end], end_chunk=end_chunk)
             result.seconds += time.perf_counter() - start_time
-            nll, hits = compute_nll(logits, ids[begin + 1 : end + 1])
+            scores = compute_token_scores(logits, ids[begin + 1 : end + 1])
+            nll, hits = scores.nll, scores.hits
+            if not np.isfinite(nll).all():
+                bad_position = begin + int(np.flatnonzero(~np.isfinite(nll))[0])
+                raise KvmnnError(f"the model's logits at position {bad_position} give no finite log-probability")
             if on_scores is not None:
-                on_scores(logits, nll, hits)
-        if not np.isfinite(nll).all():
-            bad_position = begin + int(np.flatnonzero(~np.isfinite(nll))[0])
-            raise KvmnnError(f"the model's logits at position {bad_position} give no finite log-probability")
+                on_scores(logits, scores)
+            if observer is not None:
+                observer.add(logits, scores)
         _add_scores(result.every, nll, hits)
         if end > tail_start:
             first = max(tail_start - begin, 0)
@@ -433,13 +421,11 @@ class _ScoreRecorder:
                 for number, (keys, values) in enumerate(pairs)
             ]
 
-    def record_scores(
-        self, logits: npt.NDArray[Any], nll: npt.NDArray[np.float64], hits: npt.NDArray[np.bool_]
-    ) -> None:
+    def record_scores(self, logits: npt.NDArray[Any], scores: TokenScores) -> None:
         if self.is_new and self.logits is None:
             self.logits = logits[-1].copy()
-        self.nll.append(nll)
-        self.hits.append(hits)
+        self.nll.append(scores.nll)
+        self.hits.append(scores.hits)
 
 
 def _take_tokens(elements: npt.NDArray[Any], tokens: int) -> npt.NDArray[Any]:

@@ -63,6 +63,11 @@ class Configuration(Record):
         return convert_options_to_json(self.create_policy().to_options())
 
     @property
+    def is_baseline(self) -> bool:
+        """Return whether this is the full cache as the model computes it."""
+        return self.policy == FULL_POLICY and self.positions == "true" and not self.uses_initial_cache
+
+    @property
     def identity(self) -> dict[str, Any]:
         """What the results depend on, as JSON values: all options, defaults included, without the label."""
         identity = {"policy": self.policy, "options": self.list_options(), "positions": self.positions}

@@ -66,6 +66,7 @@ def _run_request(request: Mapping[str, Any], lines: IO[str]) -> None:
             request["model"],
             EvaluationSettings.from_dict(request["settings"]),
             request.get("start"),
+            request.get("references"),
             is_fresh_process=True,
         )
         with closing(cell_measurer) as measurer:
@@ -73,7 +74,7 @@ def _run_request(request: Mapping[str, Any], lines: IO[str]) -> None:
                 if pending:
                     send(WorkerMessage(tokens=pending))
                     pending = 0
-                send(WorkerMessage(key=key, cell=cell.to_dict()))
+                send(WorkerMessage(key=key, cell=None if cell is None else cell.to_dict()))
     except UnsupportedConfigurationError as exc:
         send(WorkerMessage(refused=str(exc)))
     except (KvmnnError, TypeError, MemoryError) as exc:

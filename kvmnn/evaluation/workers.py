@@ -8,7 +8,6 @@ import queue
 import subprocess
 import sys
 import threading
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -78,6 +77,8 @@ class EvaluationTask(Record):
     configuration: Configuration
     documents: tuple[Document, ...] = field(metadata={"convert": _list_documents})
     cells: tuple[MissingCell, ...]
+    #: Keys of cells that must be finished before this task begins.
+    required_keys: frozenset[str] = field(default=frozenset(), metadata={"json": False})
 
     @property
     def num_tokens(self) -> int:
@@ -101,8 +102,10 @@ class EvaluationTask(Record):
         )
 
 
-def run_task(task: EvaluationTask, measurer: CellMeasurer, advance: AdvanceCallback) -> Iterator[tuple[str, Cell]]:
-    """Measure the cells of a task; yield each with its key as soon as it is finished.
+def run_task(
+    task: EvaluationTask, measurer: CellMeasurer, advance: AdvanceCallback
+) -> Iterator[tuple[str, Cell | None]]:
+    """Measure the cells of a task; yield each with its key as soon as it is finished, None for one of kind "reference".
 
     What the model cannot do by the definition of a project is a cell too, a `RefusedCell`.
     """
@@ -118,6 +121,10 @@ def run_task(task: EvaluationTask, measurer: CellMeasurer, advance: AdvanceCallb
             )
             is_first = False
             continue
+        if cell.kind == "reference":
+            measurer.write_reference(task.configuration, document, advance)
+            yield cell.key, None
+            continue
         result: Cell
         try:
             if cell.kind == "seed":
@@ -131,7 +138,7 @@ def run_task(task: EvaluationTask, measurer: CellMeasurer, advance: AdvanceCallb
 
 @dataclass(frozen=True)
 class WorkerEvent:
-    """Event of a task: tokens fed, a cell finished (with its key), a refusal, or its end."""
+    """Event of a task: tokens fed, a cell finished (with its key; no cell if of kind "reference"), or a refusal."""
 
     task: EvaluationTask
     tokens: int = 0
@@ -141,14 +148,19 @@ class WorkerEvent:
 
 
 def run_tasks(
-    tasks: Sequence[EvaluationTask], model: str, settings: EvaluationSettings, jobs: int, start: str | None = None
+    tasks: Sequence[EvaluationTask],
+    model: str,
+    settings: EvaluationSettings,
+    jobs: int,
+    start: str | None = None,
+    references: str | None = None,
 ) -> Iterator[WorkerEvent]:
     """Run tasks and yield their events.
 
     Parameters
     ----------
     tasks
-        Each with cells to measure.
+        Each with cells to measure, after those that have the cells which it requires.
     model
         Path.
     settings
@@ -157,23 +169,22 @@ def run_tasks(
         Processes at a time, one for each task; 0: in this process, where no peak memory can be measured.
     start
         Directory of K and V that texts begin with (`kvmnn.lm.warm_start`), where they do.
+    references
+        Directory for the distributions of the full cache (`kvmnn.evaluation.divergence`), if any are needed.
 
     Raises
     ------
     KvmnnError
         Error of a task; the processes of the others are ended.
     """
-    return (
-        _run_in_process(tasks, model, settings, start)
-        if jobs == 0
-        else _run_in_workers(tasks, model, settings, jobs, start)
-    )
+    if jobs == 0:
+        return _run_in_process(tasks, CellMeasurer(model, settings, start, references))
+    order = {"model": model, "settings": settings.to_dict(), "start": start, "references": references}
+    return _run_in_workers(tasks, order, jobs)
 
 
-def _run_in_process(
-    tasks: Sequence[EvaluationTask], model: str, settings: EvaluationSettings, start: str | None
-) -> Iterator[WorkerEvent]:
-    with closing(CellMeasurer(model, settings, start)) as measurer:
+def _run_in_process(tasks: Sequence[EvaluationTask], cell_measurer: CellMeasurer) -> Iterator[WorkerEvent]:
+    with closing(cell_measurer) as measurer:
         for task in tasks:
             fed_tokens: list[int] = []
             try:
@@ -184,19 +195,18 @@ def _run_in_process(
                 yield WorkerEvent(task, refusal_reason=str(exc))
 
 
-def _run_in_workers(
-    tasks: Sequence[EvaluationTask], model: str, settings: EvaluationSettings, jobs: int, start: str | None
-) -> Iterator[WorkerEvent]:
-    pending = deque(tasks)
+def _run_in_workers(tasks: Sequence[EvaluationTask], order: Mapping[str, object], jobs: int) -> Iterator[WorkerEvent]:
+    pending, finished_keys = list(tasks), set[str]()
     workers: dict[int, _WorkerProcess] = {}
     messages: queue.SimpleQueue[tuple[int, WorkerMessage | None]] = queue.SimpleQueue()
     number = 0
     try:
         while pending or workers:
-            while pending and len(workers) < jobs:
-                task = pending.popleft()
-                order = {"model": model, "settings": settings.to_dict(), "task": task.to_dict(), "start": start}
-                workers[number] = _WorkerProcess(number, task, json.dumps(order), messages)
+            ready = [task for task in pending if task.required_keys <= finished_keys]
+            for task in ready[: max(jobs - len(workers), 0)]:
+                pending = [entry for entry in pending if entry is not task]
+                request = json.dumps({**order, "task": task.to_dict()})
+                workers[number] = _WorkerProcess(number, task, request, messages)
                 number += 1
             worker_number, message = messages.get()
             process = workers[worker_number]
@@ -206,6 +216,8 @@ def _run_in_workers(
                 continue
             if message.error is not None:
                 raise _create_error(message.error, message.message)
+            if message.key is not None:
+                finished_keys.add(message.key)
             yield _to_event(process.task, message)
     finally:
         for process in workers.values():
@@ -273,7 +285,8 @@ def _to_event(task: EvaluationTask, message: WorkerMessage) -> WorkerEvent:
     key = message.key
     if key is None:
         return WorkerEvent(task, tokens=message.tokens or 0, refusal_reason=message.refused)
-    return WorkerEvent(task, key=key, cell=read_cell(task.get_kind(key), message.cell, task.configuration.label))
+    cell = None if message.cell is None else read_cell(task.get_kind(key), message.cell, task.configuration.label)
+    return WorkerEvent(task, key=key, cell=cell)
 
 
 def _create_error(name: str, message: str) -> Exception:

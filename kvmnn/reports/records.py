@@ -151,6 +151,18 @@ class FullCacheDifference(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DivergenceStats(Record):
+    """Next-token distributions next to those of the full cache, over scored tokens (`kvmnn.evaluation.divergence`)."""
+
+    tokens: int
+    #: Kullback-Leibler divergence from the full cache in nats, a lower bound: mean and 99th percentile over tokens.
+    kl: float
+    kl_p99: float
+    #: Share of tokens at which both find the same token most probable.
+    agreement: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class FrameSizeStats(Record):
     """Sizes of one cache, raw and as frames."""
 
@@ -190,6 +202,8 @@ class DocumentRow(Record):
     h2o: H2OStats | None = field(default=None, metadata={"omit": True})
     runtime: RuntimeStats | None = field(default=None, metadata={"omit": True})
     stored_tokens: int | None = field(default=None, metadata={"omit": True})
+    divergence: DivergenceStats | None = field(default=None, metadata={"omit": True})
+    deep_divergence: DivergenceStats | None = field(default=None, metadata={"omit": True})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,6 +272,9 @@ class ResultRow(Record):
     deep: QualityStats | None = None
     #: None for the full cache itself.
     versus_full: FullCacheDifference | None = None
+    #: None also where a prefix store had the scores of the full cache, but not its distributions.
+    divergence: DivergenceStats | None = field(default=None, metadata={"omit": True})
+    deep_divergence: DivergenceStats | None = field(default=None, metadata={"omit": True})
     #: Wall time of all documents: total, inside onnxruntime, and in cache and policy.
     seconds: float | None = None
     model_seconds: float | None = None
@@ -287,6 +304,9 @@ class ResultRow(Record):
     full_bytes: int | None = None
     kept_bytes: int | None = None
     frame_bytes: int | None = None
+    #: Kept bytes, and those of their frames, over the tokens of the texts.
+    bytes_per_token: float | None = None
+    frame_bytes_per_token: float | None = None
     #: By the definitions of the preset's project (JSON: ``as_seed``).
     project_stats: ProjectStats | None = field(default=None, metadata={"key": "as_seed"})
     #: Statistics of the engine's planner, if it is the policy: counts of all documents, ratios of the last one.

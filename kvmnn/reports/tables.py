@@ -17,6 +17,7 @@ from .._util.text import escape_markdown, pluralize
 from ..errors import OptionError
 from ..policies.h2o.planner import H2OStats
 from .records import (
+    DivergenceStats,
     EvaluationResultsProtocol,
     FullCacheDifference,
     ProjectStats,
@@ -76,6 +77,15 @@ def _make_difference_column(
     return Column(heading, format_difference, drop_rank)
 
 
+def _make_divergence_column(
+    heading: str, format_divergence: Callable[[DivergenceStats], str], drop_rank: int
+) -> Column:
+    def format_cell(pair: _RowAndFull) -> str | None:
+        return None if pair[0].divergence is None else format_divergence(pair[0].divergence)
+
+    return Column(heading, format_cell, drop_rank)
+
+
 def _format_budget(pair: _RowAndFull) -> str | None:
     row = pair[0]
     if row.budget is not None:
@@ -121,6 +131,14 @@ COLUMNS = (
     _make_difference_column(
         "deep dNLL (nats) [95 %]", lambda versus: (versus.deep_nll, versus.deep_low, versus.deep_high), 18
     ),
+    _make_divergence_column("KL (nats)", lambda divergence: f"{divergence.kl:.5f}", 1),
+    _make_divergence_column("KL p99 (nats)", lambda divergence: f"{divergence.kl_p99:.4f}", 6),
+    _make_divergence_column("same top-1 (%)", lambda divergence: f"{100 * divergence.agreement:.2f}", 4),
+    Column(
+        "deep KL (nats)",
+        lambda pair: None if pair[0].deep_divergence is None else f"{pair[0].deep_divergence.kl:.5f}",
+        18,
+    ),
     _make_number_column("tokens scored", lambda row: row.tokens, ",d", 22),
     _make_number_column("TTFT (ms)", lambda row: row.ttft_seconds, ".2f", 14, 1e3),
     _make_number_column("TPOT (ms)", lambda row: row.tpot_seconds, ".3f", 8, 1e3),
@@ -131,6 +149,7 @@ COLUMNS = (
     _make_number_column("cache mean (MiB)", lambda row: row.cache_bytes_mean, ".3f", 3, 1 / _BYTES_PER_MIB),
     _make_number_column("cache peak (MiB)", lambda row: row.cache_bytes_peak, ".3f", 7, 1 / _BYTES_PER_MIB),
     _make_number_column("process peak (MiB)", lambda row: row.process_peak_bytes, ".0f", 21, 1 / _BYTES_PER_MIB),
+    _make_number_column("bytes/token", lambda row: row.bytes_per_token, ",.0f", 4),
     _make_number_column("LOSSY ratio", lambda row: row.lossy_ratio, ".3f", 1),
     _make_number_column("LOSSLESS ratio", lambda row: row.lossless_ratio, ".4f", 16),
     _make_number_column("product", lambda row: row.ratio, ".3f", 4),
@@ -518,12 +537,18 @@ def _iter_explanations(rows: Sequence[ResultRow]) -> Iterator[str]:
             "dNLL: difference to the full cache on the same tokens; in brackets its 95 % interval by a paired "
             f"bootstrap over the {num_documents[0]:,} documents."
         )
+    if any(row.divergence is not None for row in rows):
+        yield (
+            "KL: divergence of the next-token distribution from that of the full cache, mean over tokens (p99: the "
+            "percentile); a lower bound, as words of less than 0.0004 % count together. Same top-1: tokens at which "
+            "both find the same word most probable."
+        )
     if not all(row.is_full for row in rows):
         yield "Change: relative to the full cache."
     if any(row.lossy_ratio is not None for row in rows):
         yield (
-            "LOSSY ratio: bytes of the full cache over bytes kept; LOSSLESS ratio: bytes kept over bytes of their "
-            "frames, decoded and compared."
+            "Bytes/token: bytes kept over tokens of the text. LOSSY ratio: bytes of the full cache over bytes kept; "
+            "LOSSLESS ratio: bytes kept over bytes of their frames, decoded and compared."
         )
     if collect_runtime_stats(rows):
         yield RUNTIME_COLUMNS_NOTE

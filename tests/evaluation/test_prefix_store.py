@@ -25,6 +25,7 @@ POLICIES = (
     "h2o_decayed:budget=16,skip_layers=none",
 )
 TIMES = ("seconds", "model_seconds", "policy_seconds", "tokens_per_second", "stored_tokens")
+DIVERGENCES = ("divergence", "deep_divergence")  # a store has scores, no distributions
 
 
 @pytest.fixture(scope="module", params=[Tiny(), Tiny(half=True, layers=3)], ids=["fp32", "fp16"])
@@ -53,11 +54,13 @@ def measured(model: Path, store: Path | None, policies=POLICIES, texts=TEXTS, **
 
 
 def numbers(result) -> str:
-    """All that a run has but times, and what a store did."""
+    """All that a run has but times, divergences, and what a store did."""
+
+    dropped = {*TIMES, *DIVERGENCES, "prefix_store", "notes"}
 
     def without(value):
         if isinstance(value, dict):
-            return {key: without(entry) for key, entry in value.items() if key not in (*TIMES, "prefix_store", "notes")}
+            return {key: without(entry) for key, entry in value.items() if key not in dropped}
         return [without(entry) for entry in value] if isinstance(value, list) else value
 
     return json.dumps(without(result.to_dict()), sort_keys=True)

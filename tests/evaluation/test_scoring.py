@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmnn.errors import KvmnnError
-from kvmnn.evaluation import scoring
+from kvmnn.evaluation import divergence
 from kvmnn.evaluation.records import LossSums
 from kvmnn.evaluation.scoring import compute_nll, score_document, summarize
 
@@ -47,7 +47,7 @@ def test_compute_nll_keeps_logits_and_ignores_block_size(monkeypatch):
     targets = np.arange(7)
     before = logits.copy()
     whole = compute_nll(logits, targets)
-    monkeypatch.setattr(scoring, "_BLOCK_ELEMENTS", 25)
+    monkeypatch.setattr(divergence, "_BLOCK_ELEMENTS", 25)
     parts = compute_nll(logits, targets)
     assert np.array_equal(whole[0], parts[0])
     assert np.array_equal(whole[1], parts[1])

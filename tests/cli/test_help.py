@@ -135,7 +135,7 @@ def test_help_of_store_actions_lists_their_options_only(run) -> None:
     for action, options in store._SPEC_BY_ACTION.items():
         shown = run("store", action, "--help-all").out
         assert shown.startswith(f"usage: kvmnn store [options] {action} STORE{' [IN ...]' * bool(options.inputs)}\n")
-        assert re.search(rf"^  (\w+, )?{action}\b.* STORE", shown, re.MULTILINE)
+        assert re.search(rf"^  (\w+, )?{action}\b.* (STORE|TRACE)", shown, re.MULTILINE)
         assert ("--token-ids IDS" in shown) == ("token_ids" in options.options)
         assert ("stream=N" in shown) == ("stream" in options.options)
         assert ("--capacity" in shown) == (action == "get")

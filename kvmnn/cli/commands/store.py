@@ -8,7 +8,7 @@ import re
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ..._util.text import shorten_names
-from .. import console, dense_options, input_sources, packed_options, shared_options
+from .. import console, dense_options, input_sources, packed_options, shared_options, store_simulation
 from ..command_parser import ActionHelp
 from ..console import CommandResult, UsageError
 
@@ -316,6 +316,8 @@ prefix, to the token. Equal prefixes are stored once, losslessly (docs/prefix-st
   pin, unpin STORE    protect a text from eviction, or no longer
   export STORE -o F   write a text to one file, for another machine
   import STORE F      import such a file
+  simulate TRACE      what a store would find of a trace of requests:
+                      --model-shape, --size, --policy, --ratio; -o DIR draws it
 
 --token-ids specifies a text: numbers (5,7,9), or a file: a JSON list, numbers or .npy; - is standard input. put needs
 none for a cache that has its ids, as llama.cpp's sessions do. CACHE is anything kvmnn reads: an engine's prefix cache,
@@ -343,6 +345,7 @@ _EXAMPLES = (
     "kvmnn store unpin prefixes/ --token-ids ids.json",
     "kvmnn store export prefixes/ --token-ids ids.json -o text.kv",
     "kvmnn store import prefixes/ text.kv",
+    "kvmnn store simulate t.jsonl --model-shape 32x8x128 --size 4G,16G",
 )
 
 
@@ -374,6 +377,7 @@ _SPEC_BY_ACTION = {
     "unpin": _ActionSpec(_MODEL_OPTIONS),
     "export": _ActionSpec((*_MODEL_OPTIONS, "output", "force")),
     "import": _ActionSpec((*_CREATION_OPTIONS, "rope"), "FILE"),
+    "simulate": _ActionSpec((*store_simulation.SIMULATION_OPTIONS, "tensor", "output", "force"), "CACHE"),
 }
 _ALL_OPTIONS = tuple(dict.fromkeys(name for action in _SPEC_BY_ACTION.values() for name in action.options))
 _CREATING_ACTIONS = ("put", "import")
@@ -457,6 +461,7 @@ def add_parser(subparsers: Any) -> None:
     shared_options.add_source_options(parser, "put: element type of raw input; else the precision to look up")
     parser.add_argument("--token-major", action="store_true", help="put: arrays are [token, kv_head, head_dim]")
     packed_options.add_packed_options(parser, with_text=False, with_undo=True)
+    store_simulation.add_simulation_options(parser)
 
 
 def _describe_action(action: str) -> str:
@@ -509,6 +514,8 @@ def _run_action(arguments: argparse.Namespace) -> tuple[CommandResult, int]:
     action = _SPEC_BY_ACTION[arguments.action]
     idle_names = [name for name in _ALL_OPTIONS if name not in action.options]
     shared_options.refuse_given(arguments, idle_names, f"says nothing to store {arguments.action}")
+    if arguments.action == "simulate":
+        return store_simulation.run_simulation(arguments), 0
     if bool(arguments.inputs) != bool(action.inputs):
         expectation = f"needs {action.inputs}" if action.inputs else "takes nothing but the store"
         raise UsageError(f"store {arguments.action} {expectation}")

@@ -1,0 +1,97 @@
+"""``kvmnn store simulate``: options and run."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import TYPE_CHECKING, Any
+
+from . import input_sources, shared_options
+from .console import UsageError
+from .options import SpecField, add_spec_option
+
+if TYPE_CHECKING:
+    from ..store.simulation import MeasuredRatio, SimulationReport
+
+SIMULATION_OPTIONS = ("model_shape", "sizes", "policies", "ratio", "prefill_speed", "load_speed", "codec", "threads")
+_POLICIES = ("lru", "benefit", "belady")
+
+
+def _parse_sizes(text: str) -> tuple[int, ...]:
+    return tuple(map(shared_options.parse_byte_count, text.split(",")))
+
+
+def _parse_policies(text: str) -> tuple[str, ...]:
+    policies = tuple(dict.fromkeys(text.split(",")))
+    if not set(policies) <= set(_POLICIES):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected some of {','.join(_POLICIES)}")
+    return policies
+
+
+def _parse_ratio(text: str) -> float | str:
+    if text == "measured":
+        return text
+    if not re.fullmatch(r"\d{1,2}(\.\d{1,9})?", text) or float(text) < 0.5:
+        raise argparse.ArgumentTypeError(f"{text!r} is no ratio: expected a number such as 1.38, or measured")
+    return float(text)
+
+
+def add_simulation_options(parser: Any) -> None:
+    """Add the options of ``store simulate``."""
+    group = parser.add_argument_group(
+        "simulate", "TRACE stands where the other actions have STORE; IN are caches whose ratio is measured."
+    )
+    group.add_argument(
+        "--model-shape", metavar="SHAPE", help="LAYERSxKV_HEADSxHEAD_DIM[,DTYPE] of the model, such as 32x8x128,fp16"
+    )
+    group.add_argument("--size", dest="sizes", type=_parse_sizes, metavar="SIZE,...", help="limits, such as 4G,16G")
+    group.add_argument(
+        "--policy",
+        dest="policies",
+        type=_parse_policies,
+        metavar="NAME,...",
+        help="some of lru, benefit and belady, which knows the future (default: all)",
+    )
+    group.add_argument(
+        "--ratio", type=_parse_ratio, metavar="R", help="raw over stored bytes; measured: of the caches IN (default: 1)"
+    )
+    speed_fields = [
+        SpecField("prefill", "prefill_speed", "tokens a second", shared_options.parse_positive, "TOKENS"),
+        SpecField("load", "load_speed", "bytes a second from the store", shared_options.parse_byte_count, "BYTES"),
+    ]
+    add_spec_option(group, "--speed", "for the seconds saved", speed_fields, metavar="KEY=VALUE,...")
+
+
+def run_simulation(arguments: argparse.Namespace) -> SimulationReport:
+    """Replay a trace; write the picture if an output is specified."""
+    from ..store.simulation import MeasuredRatio, TierSpeed, parse_model_shape, read_trace, simulate
+
+    if arguments.model_shape is None or arguments.sizes is None:
+        raise UsageError("store simulate needs --model-shape SHAPE and --size SIZE,...")
+    if (arguments.ratio == "measured") != bool(arguments.inputs):
+        raise UsageError("store simulate takes --ratio measured and caches together: TRACE CACHE... --ratio measured")
+    if arguments.load_speed is not None and arguments.prefill_speed is None:
+        raise UsageError("--speed load= needs prefill=, too")
+    shape = parse_model_shape(arguments.model_shape)
+    speed = None
+    if arguments.prefill_speed is not None:
+        speed = TierSpeed(prefill=arguments.prefill_speed, load=arguments.load_speed)
+    trace = read_trace(arguments.store)
+    ratios = [MeasuredRatio("", float(arguments.ratio or 1.0))] if not arguments.inputs else _measure_ratios(arguments)
+    policies = arguments.policies or _POLICIES
+    report = simulate(trace, shape, sizes=arguments.sizes, policies=policies, ratios=ratios, speed=speed)
+    if arguments.output is not None:
+        report.plot(arguments.output, force=arguments.force)
+    return report
+
+
+def _measure_ratios(arguments: argparse.Namespace) -> list[MeasuredRatio]:
+    from ..store import read_layer_caches
+    from ..store.simulation import measure_store_ratios
+
+    source = input_sources.load(arguments.inputs, arguments, with_frames=True)
+    input_sources.report_skipped(source, arguments)
+    layers = read_layer_caches(source)
+    codec = "frames" if arguments.codec == "mnn" else arguments.codec
+    codecs = {} if codec is None else {"codecs": (codec,)}
+    return measure_store_ratios([(range(layers[0].tokens), layers)], threads=arguments.threads, **codecs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
@@ -12,14 +13,17 @@ from typing import Any
 from ..errors import MissingDependencyError
 
 
-def make_lazy_getattr(package: str, module_by_name: Mapping[str, str]) -> Callable[[str], Any]:
-    """Make a module-level ``__getattr__``; `module_by_name` maps each public name to its module."""
+def make_lazy_getattr(package: str, names_by_module: Mapping[str, str]) -> Callable[[str], Any]:
+    """Make a module-level ``__getattr__``; `names_by_module` maps modules to their public names, split by spaces."""
+    module_by_name = {name: module for module, names in names_by_module.items() for name in names.split()}
 
     def __getattr__(name: str) -> Any:
         if name not in module_by_name:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module = import_module(f".{module_by_name[name]}", package)
-        return module if module_by_name[name] == name else getattr(module, name)
+        value = module if module_by_name[name] == name else getattr(module, name)
+        setattr(sys.modules[package], name, value)
+        return value
 
     return __getattr__
 

@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     )
     from .selection import DumpSelection, add_source, is_dump_folder, select_dumps
 else:
-    _NAMES_BY_MODULE = {
-        "dense_measurement": "DenseMeasureResult measure_dense",
-        "entropy": "ALL_LAYERS_SCOPE EntropyReport analyze_entropy with_all_layers write_entropy_report",
-        "fp16_conversion": "Fp16ConvertResult convert_to_fp16",
-        "measurement": "MeasureResult build_reference_document count_work_bytes format_reference_json "
-        "format_reference_markdown measure_dumps",
-        "selection": "DumpSelection add_source is_dump_folder select_dumps",
-    }
     __getattr__ = make_lazy_getattr(
-        __name__, {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
+        __name__,
+        {
+            "dense_measurement": "DenseMeasureResult measure_dense",
+            "entropy": "ALL_LAYERS_SCOPE EntropyReport analyze_entropy with_all_layers write_entropy_report",
+            "fp16_conversion": "Fp16ConvertResult convert_to_fp16",
+            "measurement": "MeasureResult build_reference_document count_work_bytes format_reference_json "
+            "format_reference_markdown measure_dumps",
+            "selection": "DumpSelection add_source is_dump_folder select_dumps",
+        },
     )
 
 __all__ = [

@@ -1,21 +1,42 @@
 """Files of frames with their manifest: encode, decode, inspect and verify."""
 
-from .decoder import DecodedChunk, decode_frames
-from .dense import DenseOptions, search_layer_rope, search_rope
-from .encoder import EncodeOptions, EncodeResult, check_encode_output, encode_source
-from .frame_set import DecodeOptions, FrameSet, open_frames
-from .inspection import (
-    ArrayFramesInfo,
-    BareFrameInfo,
-    BareSequenceInfo,
-    BundleInfo,
-    DenseChunkInfo,
-    RawChunkInfo,
-    StreamStats,
-    inspect_frame_set,
-)
-from .manifest import ArrayEntry, FrameEntry, Manifest
-from .verification import BundleDifference, VerifyResult, compare_frame_set, verify_frame_set
+from typing import TYPE_CHECKING
+
+from .._util.packages import make_lazy_getattr
+
+if TYPE_CHECKING:
+    from .decoder import DecodedChunk, decode_frames
+    from .dense import DenseOptions, search_layer_rope, search_rope
+    from .encoder import EncodeOptions, EncodeResult, check_encode_output, encode_source
+    from .frame_set import DecodeOptions, FrameSet, open_frames
+    from .inspection import (
+        ArrayFramesInfo,
+        BareFrameInfo,
+        BareSequenceInfo,
+        BundleInfo,
+        DenseChunkInfo,
+        RawChunkInfo,
+        StreamStats,
+        inspect_frame_set,
+    )
+    from .manifest import ArrayEntry, FrameEntry, Manifest
+    from .verification import BundleDifference, VerifyResult, compare_frame_set, verify_frame_set
+else:
+    __getattr__ = make_lazy_getattr(
+        __name__,
+        {
+            "decoder": "DecodedChunk decode_frames",
+            "dense": "DenseOptions search_layer_rope search_rope",
+            "encoder": "EncodeOptions EncodeResult check_encode_output encode_source",
+            "frame_set": "DecodeOptions FrameSet open_frames",
+            "inspection": (
+                "ArrayFramesInfo BareFrameInfo BareSequenceInfo BundleInfo DenseChunkInfo RawChunkInfo "
+                "StreamStats inspect_frame_set"
+            ),
+            "manifest": "ArrayEntry FrameEntry Manifest",
+            "verification": "BundleDifference VerifyResult compare_frame_set verify_frame_set",
+        },
+    )
 
 __all__ = [
     "ArrayEntry",

@@ -23,23 +23,22 @@ if TYPE_CHECKING:
     from .select import ConvertOptions
     from .verify import RejectionReport, WeightsVerifyResult, verify_weights
 
-_NAMES_BY_MODULE = {
-    "checkpoint": ("is_checkpoint", "open_checkpoint"),
-    "convert": ("ConvertResult", "convert_checkpoint", "prepare_conversion"),
-    "export": ("WeightsExportResult", "describe_header_differences", "export_weights", "to_source"),
-    "forward.cache_file": ("CompressFileResult", "check_output_path", "compress_file", "compress_source"),
-    "forward.compress": ("CompressResult", "compress_cache", "compress_layers"),
-    "forward.onnx_graph": ("export_onnx",),
-    "forward.plan": ("CompressionPlan", "ForwardOptions"),
-    "inspect": ("CheckpointInfo", "WeightFileInfo", "inspect_weights"),
-    "kvcm": ("WeightFile", "has_weight_file_magic", "is_weight_file", "kvcm", "read_weight_file"),
-    "select": ("ConvertOptions",),
-    "verify": ("RejectionReport", "WeightsVerifyResult", "verify_weights"),
-}
-
 # A module is imported when one of its names is first accessed (PEP 562).
 __getattr__ = make_lazy_getattr(
-    __name__, {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
+    __name__,
+    {
+        "checkpoint": "is_checkpoint open_checkpoint",
+        "convert": "ConvertResult convert_checkpoint prepare_conversion",
+        "export": "WeightsExportResult describe_header_differences export_weights to_source",
+        "forward.cache_file": "CompressFileResult check_output_path compress_file compress_source",
+        "forward.compress": "CompressResult compress_cache compress_layers",
+        "forward.onnx_graph": "export_onnx",
+        "forward.plan": "CompressionPlan ForwardOptions",
+        "inspect": "CheckpointInfo WeightFileInfo inspect_weights",
+        "kvcm": "WeightFile has_weight_file_magic is_weight_file kvcm read_weight_file",
+        "select": "ConvertOptions",
+        "verify": "RejectionReport WeightsVerifyResult verify_weights",
+    },
 )
 
 

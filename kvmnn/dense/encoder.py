@@ -236,6 +236,23 @@ def _encode_with_and_without_rope(encoder_input: EncoderInput, references: Refer
     return unrotated_stream
 
 
+def _encode_as_frame(encoder_input: EncoderInput) -> bytes:
+    """Return a stream that is a frame inside."""
+    return _stream.build_verbatim_stream(
+        METHOD_FRAME,
+        encoder_input.dtype_code,
+        encoder_input.heads,
+        encoder_input.dim,
+        encoder_input.row_bytes,
+        encode_elements(encoder_input.row_bytes, _FRAME_OPTIONS[encoder_input.dtype], 1),
+    )
+
+
+def encode_as_frame(rows: Elements, *, dtype: str) -> bytes:
+    """Encode rows of `encode_next`, without history, as a stream that is a frame inside, whatever the other methods."""
+    return _encode_as_frame(EncoderInput.from_rows(rows, 0, parse_dtype(dtype), None, None))
+
+
 def _encode_smallest(
     encoder_input: EncoderInput,
     tables: _stream.TableSet | None,
@@ -251,16 +268,9 @@ def _encode_smallest(
     )
     max_bytes = encoder_input.row_bytes.size + HEADER_BYTES if stream is None else len(stream)
     if try_frame:
-        frame = encode_elements(encoder_input.row_bytes, _FRAME_OPTIONS[encoder_input.dtype], 1)
-        if HEADER_BYTES + len(frame) < max_bytes:
-            return _stream.build_verbatim_stream(
-                METHOD_FRAME,
-                encoder_input.dtype_code,
-                encoder_input.heads,
-                encoder_input.dim,
-                encoder_input.row_bytes,
-                frame,
-            )
+        frame_stream = _encode_as_frame(encoder_input)
+        if len(frame_stream) < max_bytes:
+            return frame_stream
     if stream is None:
         return _stream.build_verbatim_stream(
             METHOD_WORDS,

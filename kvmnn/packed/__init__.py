@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .layout import PackLayout
 else:
     # the command line needs `BACKENDS`, and no numpy
-    __getattr__ = make_lazy_getattr(__name__, {"KVMeta": "compaction", "PackLayout": "layout", "PackedCache": "cache"})
+    __getattr__ = make_lazy_getattr(__name__, {"compaction": "KVMeta", "layout": "PackLayout", "cache": "PackedCache"})
 
 
 __all__ = ["BACKENDS", "KVMeta", "PackLayout", "PackedCache"]

@@ -1,27 +1,51 @@
 """The prefix store: K and V of any text, found again by the longest beginning that was ever put."""
 
-from .adapters import GetResult, read_layer_caches, resolve_token_ids, write_prefix
-from .export import read_exported
-from .remote import BackendUnavailableError
-from .results import (
-    CleanupResult,
-    MatchResult,
-    PinResult,
-    PutResult,
-    StoredPrefix,
-    StoreEntry,
-    StoreExportResult,
-    StoreListing,
-    StoreSession,
-    StoreStats,
-    StoreVerifyResult,
-)
-from .store import PrefixStore
+from typing import TYPE_CHECKING
+
+from .._util.packages import make_lazy_getattr
+
+if TYPE_CHECKING:
+    from .adapters import GetResult, read_layer_caches, resolve_token_ids, write_prefix
+    from .backend import BackendUnavailableError
+    from .export import read_exported
+    from .read_path import DamagedPrefixError
+    from .results import (
+        CleanupResult,
+        LayerwisePrefix,
+        MatchResult,
+        PinResult,
+        PutResult,
+        StoredPrefix,
+        StoreEntry,
+        StoreExportResult,
+        StoreListing,
+        StoreSession,
+        StoreStats,
+        StoreVerifyResult,
+    )
+    from .store import PrefixStore
+else:
+    __getattr__ = make_lazy_getattr(
+        __name__,
+        {
+            "adapters": "GetResult read_layer_caches resolve_token_ids write_prefix",
+            "backend": "BackendUnavailableError",
+            "export": "read_exported",
+            "read_path": "DamagedPrefixError",
+            "results": (
+                "CleanupResult LayerwisePrefix MatchResult PinResult PutResult StoredPrefix StoreEntry "
+                "StoreExportResult StoreListing StoreSession StoreStats StoreVerifyResult"
+            ),
+            "store": "PrefixStore",
+        },
+    )
 
 __all__ = [
     "BackendUnavailableError",
     "CleanupResult",
+    "DamagedPrefixError",
     "GetResult",
+    "LayerwisePrefix",
     "MatchResult",
     "PinResult",
     "PrefixStore",

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -35,14 +35,15 @@ from ..dtypes import PARTS, Elements, Indices, Positions, parse_dtype
 from ..errors import KvmnnError, ManifestError, OptionError, SourceError
 from ..files.schema import Record, parse_document
 from ..formats.llama import NO_TOKEN
-from ..formats.mnn import PackResult, UnpackResult, pack, unpack
-from ..formats.mnn.prefix_writer import PrefixWriteOptions
 from ..formats.mnn.token_ids import parse_token_ids
 from ..formats.sidecars import read_positions_by_layer, read_positions_sidecar, read_sidecar
 from ..packed.cache_info import TokenIdsFingerprint
 from ..packed.inference import PackedGeometry
 from .namespace import Ids, to_token_ids
 from .results import StoredPrefix
+
+if TYPE_CHECKING:
+    from ..formats.mnn import PackResult, UnpackResult
 
 STATES_KEY: Final = "kvmnn.states"
 """Metadata key of the layer, name, dtype and shape of each state that a file contains as an array of bytes."""
@@ -348,7 +349,9 @@ def write_prefix(
     if name is None and capacity is None and geometry in (None, PackedGeometry()):
         source.arrays = [*arrays, *build_state_arrays(prefix.states)]
         source.metadata |= encode_states_metadata(prefix.states)
-        written = unpack(source, output, force=force)
+        from ..formats.mnn import unpack  # packing needs more modules, which take longer than to decode a short prefix
+
+        written = unpack(source, output, force=force, is_in_memory=True)
     elif window_layers:
         raise OptionError(
             f"{where}: this text has windows, which the prefix cache of an MNN engine has no place for; other outputs "
@@ -358,6 +361,9 @@ def write_prefix(
         raise OptionError(f"{where}: this text has K alone, no V: MNN takes no such prefix; other outputs have arrays")
     else:
         ids = TokenIdsFingerprint.from_ids(list(token_ids[: prefix.tokens]))
+        from ..formats.mnn import pack
+        from ..formats.mnn.prefix_writer import PrefixWriteOptions
+
         written = pack(
             replace(source, completeness=prefix.completeness, engine_cache=None, states=prefix.states),
             output,

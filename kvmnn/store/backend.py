@@ -116,6 +116,10 @@ class PrefixMatch(NamedTuple):
         return tuple(dict.fromkeys(unit_slice.unit for unit_slice in self.slices))
 
 
+class BackendUnavailableError(KvmnnError):
+    """The backend does not answer: a get is a miss, and a put stores nothing."""
+
+
 class ConcurrentUpdateError(KvmnnError):
     """Another process removed or replaced the blocks that a new unit follows."""
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from ..arrays.layer_cache import LayerCache
 from ..arrays.opaque_state import OpaqueState
 from ..dtypes import Bytes
+from ..errors import SourceError
 from .backend import PrefixMatch, StoreBackend, UnitSlice
 from .namespace import Ids, Namespace, TokenSequence, compute_block_keys
 from .unit import MAX_CHAIN_UNITS, DamagedUnitError, TableSetCache, Unit, parse_unit
@@ -20,6 +21,7 @@ from .unit_codec import (
     count_blocks_per_unit,
     decode_slices,
     decode_state,
+    iter_decoded_layers,
     parse_state,
 )
 
@@ -32,7 +34,41 @@ def read_layers(
     notes: list[str],
     threads: int | None,
 ) -> list[LayerCache] | None:
-    """Read K and V of a stored prefix."""
+    """Read K and V of a stored prefix; None if a unit is damaged, which is then removed."""
+    slices = load_slices(backend, namespace, prefix_match, ids, notes)
+    if slices is None:
+        return None
+    try:
+        return decode_slices(namespace, slices, threads, tables=backend.tables)
+    except DamagedSliceError as error:
+        backend.quarantine(prefix_match.slices[error.slice_index].unit, str(error), notes)
+        return None
+
+
+def iter_layers(
+    backend: StoreBackend,
+    namespace: Namespace,
+    prefix_match: PrefixMatch,
+    slices: Sequence[LoadedSlice],
+    threads: int | None,
+) -> Iterator[LayerCache]:
+    """Yield the layers of `read_layers`, each when it is decoded; a damaged unit raises `DamagedPrefixError`."""
+    notes: list[str] = []
+    try:
+        yield from iter_decoded_layers(namespace, slices, threads, tables=backend.tables)
+    except DamagedSliceError as error:
+        backend.quarantine(prefix_match.slices[error.slice_index].unit, str(error), notes)
+        raise DamagedPrefixError(notes[0] if notes else str(error)) from None
+
+
+class DamagedPrefixError(SourceError):
+    """A unit was damaged, after layers of the prefix were returned: drop these, and get the prefix again."""
+
+
+def load_slices(
+    backend: StoreBackend, namespace: Namespace, prefix_match: PrefixMatch, ids: Ids, notes: list[str]
+) -> list[LoadedSlice] | None:
+    """Read the units of a prefix, and check what they say of themselves; None if one is damaged, as `read_layers`."""
     max_tokens = (count_blocks_per_unit(namespace, backend.block_tokens) + 1) * backend.block_tokens
     unit_ids = prefix_match.list_units()
     data_by_unit = dict(zip(unit_ids, backend.read_units(unit_ids), strict=True))
@@ -50,11 +86,7 @@ def read_layers(
             return None
         slices.append(LoadedSlice(unit, unit_slice.skip, unit_slice.take))
         begin_token += unit_slice.take
-    try:
-        return decode_slices(namespace, slices, threads, tables=backend.tables)
-    except DamagedSliceError as error:
-        backend.quarantine(prefix_match.slices[error.slice_index].unit, str(error), notes)
-        return None
+    return slices
 
 
 def read_state(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .._util.text import compute_ratio, escape_control, format_rate, pluralize, shorten_names
@@ -48,6 +48,26 @@ class StoredPrefix:
     def is_complete(self) -> bool:
         """Return whether a model can continue from it."""
         return not self.missing
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LayerwisePrefix:
+    """The longest stored prefix of a sequence, whose layers are decoded while the caller uses those before them."""
+
+    #: Its length; 0 for a miss.
+    tokens: int
+    #: Tokens of the sequence.
+    requested_tokens: int
+    #: Number of its layers.
+    num_layers: int = 0
+    #: Yields K and V of each layer once, in order, as `StoredPrefix.layers` has them. A damaged unit raises
+    #: `DamagedPrefixError`: the layers before it must be dropped then, and the next `get` finds a shorter prefix.
+    layers: Iterator[LayerCache] = field(default_factory=lambda: iter(()))
+    #: As in `StoredPrefix`.
+    dtype: str | None = None
+    notes: tuple[str, ...] = ()
+    outage: bool = False
+    states: tuple[OpaqueState, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

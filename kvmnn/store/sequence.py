@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from heapq import merge
 from typing import NamedTuple
 
 from .._util.text import pluralize, shorten_names
@@ -18,10 +19,10 @@ from . import export
 from .backend import AddResult, ConcurrentUpdateError, PrefixMatch, StoreBackend
 from .export import SequenceExporter
 from .namespace import Ids, Namespace, TokenSequence, describe_difference, validate_model
-from .read_path import read_layers, read_state
-from .results import PutResult, StoredPrefix, StoreExportResult
+from .read_path import iter_layers, load_slices, read_layers, read_state
+from .results import LayerwisePrefix, PutResult, StoredPrefix, StoreExportResult
 from .unit import DamagedUnitError, parse_header
-from .unit_codec import encode_state
+from .unit_codec import LoadedSlice, encode_state
 from .write_path import WriteOptions, add_sequence
 
 _MAX_PUT_TRIES = 3
@@ -180,20 +181,17 @@ class SequenceStore:
             namespace, stored_part, other_precisions = self.find_longest(ids, model, dtype, partial=partial)
             if namespace is None or not stored_part.tokens:
                 return StoredPrefix(tokens=0, requested_tokens=ids.size, notes=tuple(notes))
-            tokens, prefix_match, state_unit = stored_part
+            tokens, prefix_match, _ = stored_part
             layers: list[LayerCache] | None = []
             if namespace.layers:
                 layers = read_layers(self._backend, namespace, prefix_match, ids, notes, self._threads)
-            state_result: tuple[list[LayerCache], list[OpaqueState]] | None = [], []
-            if layers is not None and state_unit:
-                prefix = self.make_sequence(namespace, ids).take_prefix(tokens)
-                state_result = read_state(self._backend, namespace, state_unit, prefix, notes)
+            state_result = self._read_state(namespace, ids, stored_part, notes) if layers is not None else None
             if layers is None or state_result is None:
                 continue  # a damaged unit was removed: the next search does not find it
             windows, states = state_result
             completeness = None
             if namespace.needs_state:
-                completeness = _build_completeness(namespace, tokens, has_state=bool(state_unit))
+                completeness = _build_completeness(namespace, tokens, has_state=bool(stored_part.state_unit))
             self._backend.touch(stored_part.unit_ids)
             return StoredPrefix(
                 tokens=tokens,
@@ -205,6 +203,41 @@ class SequenceStore:
                 token_ids=ids[:tokens],
                 states=tuple(states),
                 completeness=completeness,
+            )
+
+    def _read_state(
+        self, namespace: Namespace, ids: Ids, stored_part: StoredPart, notes: list[str]
+    ) -> tuple[list[LayerCache], list[OpaqueState]] | None:
+        """Read windows and state at the end of a prefix, none where it needs none; None if they are damaged."""
+        if not stored_part.state_unit:
+            return [], []
+        prefix = self.make_sequence(namespace, ids).take_prefix(stored_part.tokens)
+        return read_state(self._backend, namespace, stored_part.state_unit, prefix, notes)
+
+    def get_by_layer(self, ids: Ids, model: str, dtype: str | None) -> LayerwisePrefix:
+        """Return the longest stored prefix, as `PrefixStore.get_by_layer`."""
+        notes: list[str] = []
+        while True:
+            namespace, stored_part, _ = self.find_longest(ids, model, dtype)
+            if namespace is None or not stored_part.tokens:
+                return LayerwisePrefix(tokens=0, requested_tokens=ids.size, notes=tuple(notes))
+            slices: list[LoadedSlice] | None = []
+            if namespace.layers:
+                slices = load_slices(self._backend, namespace, stored_part.prefix_match, ids, notes)
+            state_result = self._read_state(namespace, ids, stored_part, notes) if slices is not None else None
+            if slices is None or state_result is None:
+                continue
+            self._backend.touch(stored_part.unit_ids)
+            layers = iter_layers(self._backend, namespace, stored_part.prefix_match, slices, self._threads)
+            windows, states = state_result
+            return LayerwisePrefix(
+                tokens=stored_part.tokens,
+                requested_tokens=ids.size,
+                num_layers=len(namespace.all_layers),
+                layers=merge(layers if slices else iter(()), windows, key=lambda cache: cache.layer),
+                dtype=namespace.dtype,
+                notes=tuple(notes),
+                states=tuple(states),
             )
 
     def find_longest(

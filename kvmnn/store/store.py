@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import numpy.typing as npt
 
@@ -20,7 +20,14 @@ from ..errors import KvmnnError, MissingDependencyError, OptionError
 from ..files.urls import URL_SCHEME_PATTERN, redact_url
 from ..frames import CodecOptions
 from . import export
-from .backend import MAX_BLOCK_TOKENS, STORE_CODECS, StoreBackend, StoreSettings, check_settings_match
+from .backend import (
+    MAX_BLOCK_TOKENS,
+    STORE_CODECS,
+    BackendUnavailableError,
+    StoreBackend,
+    StoreSettings,
+    check_settings_match,
+)
 from .directory.backend import DirectoryBackend
 from .directory.index import DamagedIndexError
 from .namespace import (
@@ -32,10 +39,9 @@ from .namespace import (
     validate_layers,
     validate_session_name,
 )
-from .remote import BackendUnavailableError, RemoteBackend
-from .remote.key_values import CircuitBreaker, KeyValueStore, ObjectStoreValues, RedisStoreValues
 from .results import (
     CleanupResult,
+    LayerwisePrefix,
     MatchResult,
     PinResult,
     PutResult,
@@ -49,6 +55,9 @@ from .results import (
 from .sequence import SequenceStore, StateToPut
 from .write_path import CodecChooser, RopeState, WriteOptions
 
+if TYPE_CHECKING:
+    from .remote.key_values import CircuitBreaker
+
 DEFAULT_BLOCK_TOKENS = 64
 DEFAULT_CODEC = "dense"
 DEFAULT_CACHE_BYTES = 256 << 20
@@ -58,6 +67,8 @@ _REDIS_SCHEMES = ("redis", "rediss", "unix", "valkey", "valkeys")
 
 
 def _open_key_values(scheme: str, url: str, timeout: float | None) -> CircuitBreaker:
+    from .remote.key_values import CircuitBreaker, KeyValueStore, ObjectStoreValues, RedisStoreValues
+
     if timeout is None:
         timeout = DEFAULT_TIMEOUT_SECONDS
     elif isinstance(timeout, bool) or not isinstance(timeout, int | float):
@@ -174,6 +185,8 @@ class PrefixStore:
             raise OptionError("the store has no name: expected a directory, or a URL")
         self._backend: StoreBackend
         if (scheme_match := URL_SCHEME_PATTERN.match(name)) is not None:
+            from .remote.maintenance import RemoteBackend  # directories are opened without it
+
             self._backend = RemoteBackend(
                 _open_key_values(scheme_match[1], name, timeout),
                 block_tokens=block_tokens,
@@ -354,10 +367,31 @@ class PrefixStore:
             prefix = self._with_retry(lambda: self._sequences.get(ids, model, dtype, partial=partial))
         except BackendUnavailableError as error:
             prefix = StoredPrefix(tokens=0, requested_tokens=ids.size, notes=(str(error),), outage=True)
+        self._count_hit(prefix)
+        return prefix
+
+    def get_by_layer(self, token_ids: TokenIds, *, model: str, dtype: str | None = None) -> LayerwisePrefix:
+        """Return the longest stored prefix, with an iterator over its layers in place of a list.
+
+        The first layers are there while threads decode the others. They need as much memory as a list of them does.
+
+        Parameters
+        ----------
+        token_ids, model, dtype
+            As for `get`, as well as the result and the errors. Closing the iterator ends the work.
+        """
+        ids = to_token_ids(token_ids)
+        try:
+            prefix = self._with_retry(lambda: self._sequences.get_by_layer(ids, model, dtype))
+        except BackendUnavailableError as error:
+            prefix = LayerwisePrefix(tokens=0, requested_tokens=ids.size, notes=(str(error),), outage=True)
+        self._count_hit(prefix)
+        return prefix
+
+    def _count_hit(self, prefix: StoredPrefix | LayerwisePrefix) -> None:
         with self._lock:
             self._requested_tokens += prefix.requested_tokens
             self._hit_tokens += prefix.tokens
-        return prefix
 
     def park(
         self,

@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from .._util.parallel import parallel_map, resolve_threads
+from .._util.parallel import InterruptibleExecutor, parallel_map, resolve_threads, wait_for_result
 from ..arrays.layer_cache import LayerCache
 from ..arrays.opaque_state import MAX_STATE_AXES, MAX_STATE_NAME_CHARS, OpaqueState, make_state
 from ..dense import SharedTables
@@ -175,31 +175,81 @@ def decode_slices(
     If any unit is dense, a result has all heads of a token together in memory, as dense streams have them; else all
     tokens of a head.
     """
-    num_preceding = preceding_rows[0].tokens if preceding_rows else 0
-    begin_tokens = np.cumsum([num_preceding, *(loaded_slice.take for loaded_slice in slices)]).tolist()
-    table_sets = [
-        _load_tables(namespace, loaded_slice.unit, tables, number) for number, loaded_slice in enumerate(slices)
-    ]
-    decoder = FrameDecoder(namespace.dtype)
-    by_token = any(loaded_slice.unit.dense for loaded_slice in slices)
-    pairs = _allocate_arrays(namespace, begin_tokens[-1], by_token=by_token)
-    for (keys, values), cache in zip(pairs, preceding_rows or (), strict=False):
-        keys[:, :num_preceding], values[:, :num_preceding] = cache.keys, cache.values
+    decoder = _SliceDecoder(namespace, slices, tables, preceding_rows)
+    jobs = [(run, part_index) for run in decoder.runs for part_index in range(len(namespace.parts))]
+    parallel_map(decoder.decode_part, jobs, resolve_threads(threads))
+    return list(map(decoder.get_layer, range(len(namespace.layers))))
 
-    def decode_part(job: tuple[range, int]) -> None:
+
+def iter_decoded_layers(
+    namespace: Namespace,
+    slices: Sequence[LoadedSlice],
+    threads: int | None = None,
+    *,
+    tables: TableSetCache | None = None,
+) -> Iterator[LayerCache]:
+    """Yield what `decode_slices` returns, each layer when it is decoded; threads decode the next ones meanwhile."""
+    decoder = _SliceDecoder(namespace, slices, tables)
+    with InterruptibleExecutor(resolve_threads(threads), "kvmnn-layers") as executor:
+        futures = [
+            (layer_index, executor.submit(decoder.decode_part, (run, part_index)))
+            for part_index, (layer_index, _) in enumerate(namespace.parts)
+            for run in decoder.runs
+        ]
+        for layer_index, layer_futures in groupby(futures, key=lambda indexed_future: indexed_future[0]):
+            for _, future in layer_futures:
+                wait_for_result(future)
+            yield decoder.get_layer(layer_index)
+
+
+class _SliceDecoder:
+    """Decodes K or V of one layer in consecutive slices, into arrays of all of them."""
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        slices: Sequence[LoadedSlice],
+        tables: TableSetCache | None,
+        preceding_rows: Sequence[LayerCache] | None = None,
+    ) -> None:
+        self._namespace, self._slices = namespace, slices
+        self._num_preceding = preceding_rows[0].tokens if preceding_rows else 0
+        takes = (loaded_slice.take for loaded_slice in slices)
+        self._begin_tokens = list(accumulate(takes, initial=self._num_preceding))
+        self._table_sets = [
+            _load_tables(namespace, loaded_slice.unit, tables, number) for number, loaded_slice in enumerate(slices)
+        ]
+        self._frame_decoder = FrameDecoder(namespace.dtype)
+        self._by_token = any(loaded_slice.unit.dense for loaded_slice in slices)
+        self._pairs = _allocate_arrays(namespace, self._begin_tokens[-1], by_token=self._by_token)
+        for (keys, values), cache in zip(self._pairs, preceding_rows or (), strict=False):
+            keys[:, : self._num_preceding], values[:, : self._num_preceding] = cache.keys, cache.values
+        self.runs = _group_dependent_slices(slices, self._begin_tokens)
+
+    def get_layer(self, layer_index: int) -> LayerCache:
+        """Return the rows of a layer, without those before the slices."""
+        keys, values = self._pairs[layer_index]
+        return LayerCache(
+            layer=self._namespace.layers[layer_index].layer,
+            keys=keys[:, self._num_preceding :],
+            values=values[:, self._num_preceding :],
+        )
+
+    def decode_part(self, job: tuple[range, int]) -> None:
+        """Decode the slices of a run, in order, for one part of `Namespace.parts`."""
         slice_indices, part_index = job
-        layer, part = namespace.parts[part_index]
-        rows, shape = pairs[layer][part], namespace.layers[layer]
-        row_decoder = RowDecoder(rows, namespace.dtype) if by_token else None
+        layer, part = self._namespace.parts[part_index]
+        rows, shape = self._pairs[layer][part], self._namespace.layers[layer]
+        row_decoder = RowDecoder(rows, self._namespace.dtype) if self._by_token else None
         for slice_index in slice_indices:
-            loaded_slice, begin_token = slices[slice_index], begin_tokens[slice_index]
-            out = rows[:, begin_token : begin_tokens[slice_index + 1]]
+            loaded_slice, begin_token = self._slices[slice_index], self._begin_tokens[slice_index]
+            out = rows[:, begin_token : self._begin_tokens[slice_index + 1]]
             try:
                 if loaded_slice.unit.dense is None:
-                    _decode_frame(decoder, loaded_slice.unit.frames[part_index], loaded_slice, out)
+                    _decode_frame(self._frame_decoder, loaded_slice.unit.frames[part_index], loaded_slice, out)
                     continue
                 unit, frame = loaded_slice.unit, loaded_slice.unit.frames[part_index]
-                shared_sets, history = table_sets[slice_index], loaded_slice.unit.dense.history_rows
+                shared_sets, history = self._table_sets[slice_index], loaded_slice.unit.dense.history_rows
                 part_tables = shared_sets.sets[part_index] if shared_sets is not None else None
                 if (
                     row_decoder is None
@@ -213,17 +263,6 @@ def decode_slices(
                     _decode_dense_slice(loaded_slice, frame, history, preceding, part_tables, out)
             except KvmnnError as error:
                 raise DamagedSliceError(f"{'KV'[part]} of layer {shape.layer}: {error}", slice_index) from None
-
-    jobs = [
-        (run, part_index)
-        for run in _group_dependent_slices(slices, begin_tokens)
-        for part_index in range(len(namespace.parts))
-    ]
-    parallel_map(decode_part, jobs, resolve_threads(threads))
-    return [
-        LayerCache(layer=shape.layer, keys=keys[:, num_preceding:], values=values[:, num_preceding:])
-        for shape, (keys, values) in zip(namespace.layers, pairs, strict=True)
-    ]
 
 
 def _group_dependent_slices(slices: Sequence[LoadedSlice], begin_tokens: Sequence[int]) -> list[range]:

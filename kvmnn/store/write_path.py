@@ -18,7 +18,7 @@ import numpy as np
 from .._util.parallel import parallel_map, resolve_threads
 from ..arrays.layer_cache import LayerCache
 from ..dense import RopeConfig, search_rope
-from ..dense.encoder import ReferenceHints, encode_next
+from ..dense.encoder import ReferenceHints, encode_as_frame, encode_next
 from ..dense.header import MAX_RAW_BYTES, MAX_ROW_ELEMENTS, METHOD_FRAME, read_checksum, read_method
 from ..dtypes import Elements
 from ..errors import OptionError
@@ -237,6 +237,8 @@ class DenseStreamEncoder:
         self._scratch = ThreadScratch()
         self.tries_frames = True, True
         """Whether frames of K, and of V, are tried in units with history, where a frame is rarely smaller."""
+        self.only_frames = False, False
+        """Whether K, and V, are frames inside their streams, without other methods being tried."""
         self.frame_losses: Mapping[StreamKind, float] = {}
         """Compressed bytes per raw byte of streams that were smaller than frames: frames are tried again only if a
         stream is more than `FRAME_RETRY_RATIO` times as large."""
@@ -299,10 +301,15 @@ class DenseStreamEncoder:
 
     def _encode_part(
         self, unit: DenseUnitPlan, part: int, reference_hints: ReferenceHints | None
-    ) -> tuple[UnitFrame, ReferenceHints]:
+    ) -> tuple[UnitFrame, ReferenceHints | None]:
         (begin_token, end_token), history, tables = unit
         kind, raw_bytes = StreamKind(part, bool(history.num_rows)), self._parts[part][:, begin_token:end_token].nbytes
         is_values = self._namespace.parts[part][1]
+        if self.only_frames[is_values]:
+            data = encode_as_frame(
+                _to_token_rows(self._parts[part][:, begin_token:end_token], self._scratch), dtype=self._namespace.dtype
+            )
+            return UnitFrame(data, read_checksum(data), 0), reference_hints
         frame_threshold_bytes = FRAME_RETRY_RATIO * self.frame_losses.get(kind, 0) * raw_bytes
         if history.num_rows and not self.tries_frames[is_values]:
             frame_threshold_bytes = math.inf
@@ -395,6 +402,8 @@ class CodecDecision(NamedTuple):
     has_own_tables: bool
     #: Whether frames of K, and of V, are almost as small as streams; None if the trial was on a short sequence.
     tries_frames: tuple[bool, bool] | None
+    #: Whether only K, or only V, gains by streams: the other is stored as frames.
+    only_frames: tuple[bool, bool] = (False, False)
     #: Streams that have been smaller than frames since (`DenseStreamEncoder.frame_losses`).
     frame_losses: Mapping[StreamKind, float] = MappingProxyType({})
 
@@ -539,6 +548,7 @@ class _DenseUnitEncoder:
             return self._run_full_trial(plans)
         self._next_plans = self._apply_tables(plans, has_own_tables=decision.has_own_tables)
         self._streams.tries_frames, self._streams.frame_losses = decision.tries_frames, decision.frame_losses
+        self._streams.only_frames = decision.only_frames
         return True
 
     def _run_full_trial(self, plans: list[DenseUnitPlan]) -> bool:
@@ -554,9 +564,18 @@ class _DenseUnitEncoder:
         frames_near = are_near[0], are_near[-1]  # layers may have no V
         self._next_plans, self._trial, self._streams.tries_frames = plans, trial, frames_near
         is_dense_smaller = sum(trial.list_stream_bytes()) <= DENSE_MAX_SIZE_RATIO * sum(frame_bytes)
+        if not is_dense_smaller:
+            are_larger = [
+                size > DENSE_MAX_SIZE_RATIO * frame_size
+                for frame_size, size in zip(frame_bytes, trial.list_stream_bytes(), strict=True)
+            ]
+            self._streams.only_frames = are_larger[0], are_larger[-1]
+            is_dense_smaller = not all(are_larger)
         # new tables are built from this sequence: a trial with them says nothing about others
         if is_dense_smaller and not self._has_new_tables:
-            self._chooser.record_decision(self._chooser_key, CodecDecision(own_tables, frames_near))
+            self._chooser.record_decision(
+                self._chooser_key, CodecDecision(own_tables, frames_near, self._streams.only_frames)
+            )
         return is_dense_smaller
 
     def _plan_short_units(self, plans: list[DenseUnitPlan]) -> list[DenseUnitPlan]:

@@ -364,7 +364,8 @@ class Slow:
 
 
 def test_circuit_breaker_retries_failures(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvmnn.store.remote.key_values import BackendUnavailableError, CircuitBreaker
+    from kvmnn.store.backend import BackendUnavailableError
+    from kvmnn.store.remote.key_values import CircuitBreaker
 
     monkeypatch.setattr("kvmnn.store.remote.key_values.RETRY_PAUSES_SECONDS", (0.0, 0.0))
     slow = Slow(failures=2)

@@ -207,13 +207,15 @@ def build_fingerprint(arguments: argparse.Namespace) -> str | None:
     from pathlib import Path
 
     from ...errors import SourceError
-    from ...formats.mnn import compute_fingerprint
+    from ...store.fingerprints import read_or_compute_fingerprint
 
     specified: str | None = arguments.fingerprint
     if arguments.model is None:
         return specified
     try:
-        model_fingerprint = compute_fingerprint(arguments.model)
+        model_fingerprint = read_or_compute_fingerprint(
+            arguments.model, Path(arguments.store), write=arguments.action not in _READ_ONLY_ACTIONS
+        )
     except SourceError as error:
         folder = Path(arguments.model)
         if specified is not None and folder.is_dir() and not any(folder.glob("*.mnn")):

@@ -404,18 +404,24 @@ def compute_fingerprint(path: str, settings: Mapping[str, object] | None = None)
         return " ".join([compute_fingerprint(path), *(f"{name}={settings[name]}" for name in sorted(settings))])
     if is_gguf(path):
         return MappedFile(path).compute_sha256()
+    hasher = hashlib.sha256()
+    for file_path in list_fingerprint_files(path):
+        file = MappedFile(file_path)
+        hasher.update(f"{os.path.basename(file_path)} {file.size} {file.compute_sha256()}\n".encode())
+    return hasher.hexdigest()
+
+
+def list_fingerprint_files(path: str) -> list[str]:
+    """Return the paths of the files that `compute_fingerprint` reads, in order; errors as there."""
+    if is_gguf(path):
+        return [path]
     try:
         names = sorted(entry.name for entry in os.scandir(path) if entry.is_file())
     except OSError as exc:
         raise SourceError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
     if not any(name.endswith(".mnn") for name in names):
         raise SourceError(f"{path}: has no .mnn file, so it is not an MNN model directory")
-    hasher = hashlib.sha256()
-    for name in names:
-        if name == "llm_config.json" or name.endswith(_WEIGHT_SUFFIXES):
-            file = MappedFile(Path(path, name))
-            hasher.update(f"{name} {file.size} {file.compute_sha256()}\n".encode())
-    return hasher.hexdigest()
+    return [os.path.join(path, name) for name in names if name == "llm_config.json" or name.endswith(_WEIGHT_SUFFIXES)]
 
 
 def has_weights(path: str) -> bool:

@@ -118,6 +118,7 @@ def unpack(
     run_id: str = "kvmnn",
     force: bool = False,
     progress: Progress | None = None,
+    is_in_memory: bool = False,
 ) -> UnpackResult:
     """Write the arrays of a packed cache, or of any other source, as plain arrays or as a KV dump.
 
@@ -137,6 +138,8 @@ def unpack(
         Replace files that exist; the inputs are never replaced.
     progress
         Called with bytes of arrays.
+    is_in_memory
+        Whether all arrays are: files of arrays are compared with them and not by hashes, which takes less time.
 
     Raises
     ------
@@ -151,7 +154,10 @@ def unpack(
         chunks, metadata = iter_source_chunks(source, progress), build_output_metadata(source, output)
         if is_directory_output(output):  # where the description of packed files has no place
             metadata |= build_packed_positions_sidecar(source.cache)
-        files = write_arrays(output, source.arrays, chunks, metadata, force=force, exclude=source.files)
+        compare_with = source.arrays if is_in_memory else None
+        files = write_arrays(
+            output, source.arrays, chunks, metadata, compare_with=compare_with, force=force, exclude=source.files
+        )
         stale_notes += list_stale_files(output, files, metadata)
     else:
         _write_kv_dump(source, output, form, run_id, force, progress)

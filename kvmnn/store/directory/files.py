@@ -212,12 +212,13 @@ _SEQUENCE_STRUCT = struct.Struct(f"<8sII{KEY_BYTES}s")
 _KEY_PATTERN = f"[0-9a-f]{{{2 * KEY_BYTES}}}"
 _TABLES_NAME_REGEX = re.compile(f"{_KEY_PATTERN}-{_KEY_PATTERN}")
 _PIN_NAME_REGEX = re.compile(_KEY_PATTERN + re.escape(PIN_SUFFIX))
-_OWN_FOLDER_REGEX = re.compile("spaces|texts|tables|staging|units(/[0-9a-f]{3,})?")
+_OWN_FOLDER_REGEX = re.compile("spaces|texts|tables|models|staging|units(/[0-9a-f]{3,})?")
 _OWN_NAME_PATTERNS = {
     "": r"store\.json|rebuild\.lock|index(-\d{1,9})?\.sqlite(-wal|-shm|-journal|\.new(-journal)?)?",
     "spaces": rf"{_KEY_PATTERN}\.json",
     "texts": rf"{_KEY_PATTERN}\.(pin|session)",
     "tables": f"{_KEY_PATTERN}-{_KEY_PATTERN}",
+    "models": rf"{_KEY_PATTERN}\.json",
     "staging": "(?!)",
 }
 """Patterns of the names that kvmnn writes into each folder of a store."""
@@ -346,7 +347,7 @@ class RecoveryFiles:
 
     def remove_stale(self) -> None:
         """Remove temporary files of processes that have ended."""
-        for name in ("", _NAMESPACES_FOLDER, _SEQUENCES_FOLDER, _TABLES_FOLDER):
+        for name in _OWN_NAME_PATTERNS:
             remove_stale(self._folder / name)
 
     def _list_names(self, folder: str, pattern: re.Pattern[str]) -> list[str]:

@@ -20,6 +20,7 @@ from ...dtypes import Bytes
 from ...errors import KvmnnError, ManifestError, OutputError, SourceError
 from ..backend import (
     AddResult,
+    BackendUnavailableError,
     ConcurrentUpdateError,
     NewUnit,
     PrefixMatch,
@@ -44,7 +45,7 @@ from ..namespace import (
 from ..unit import DENSE_MAGIC, TableSetCache, TableSets, make_object_name
 from ..unit_codec import PrefixState
 from .eviction import Pin, list_end_units, read_pins, read_ticks, save_pin, select_evicted
-from .key_values import BackendUnavailableError, CircuitBreaker
+from .key_values import CircuitBreaker
 from .records import (
     RECORDS_FOLDER_PREFIX,
     STATES_FOLDER_PREFIX,

@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 
 from ..._util.packages import import_optional
 from ...errors import KvmnnError
+from ..backend import BackendUnavailableError
 from .records import RECORDS_FOLDER_PREFIX
 
 T = TypeVar("T")
@@ -33,10 +34,6 @@ RETRY_PAUSES_SECONDS = (0.05, 0.2)
 MIN_REST_SECONDS, MAX_REST_SECONDS = 1.0, 60.0
 """Time in which calls fail immediately after an outage, so that callers do not wait for every time-out; consecutive
 time-outs double it up to the maximum."""
-
-
-class BackendUnavailableError(KvmnnError):
-    """The backend does not answer: a get is a miss, and a put stores nothing."""
 
 
 class KeyValueStore(Protocol):

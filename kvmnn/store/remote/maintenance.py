@@ -16,6 +16,7 @@ from ..._util.validation import repr_short
 from ...dtypes import Bytes
 from ...errors import KvmnnError, ManifestError, SourceError
 from ...files.schema import parse_document
+from ..backend import BackendUnavailableError
 from ..namespace import (
     Ids,
     Namespace,
@@ -39,7 +40,6 @@ from ..results import (
 from ..unit import DamagedUnitError
 from .backend import NAMES_PER_REQUEST, TABLES_FOLDER, RemoteBackendBase
 from .eviction import Pin, list_end_units, read_pins, read_ticks, save_pin
-from .key_values import BackendUnavailableError
 from .records import StateRecord, UnitRecord, make_unit_name
 
 _SESSIONS_FOLDER = "sessions"

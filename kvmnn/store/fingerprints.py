@@ -1,0 +1,71 @@
+"""Fingerprints of models that a store directory remembers: hashing the weights takes longer than reading a prefix."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from ..errors import KvmnnError
+from ..files.schema import parse_document, read_bounded
+from ..files.temporary import TemporaryPath
+from ..formats.mnn.model import compute_fingerprint, list_fingerprint_files
+from .directory.files import SETTINGS_FILE
+
+FINGERPRINTS_FOLDER = "models"
+
+_MIN_AGE_SECONDS = 5.0
+"""Files that changed more recently are not remembered: a further change may leave their times as they are."""
+_MAX_DOCUMENT_BYTES = 1 << 20
+
+
+def read_or_compute_fingerprint(model: str, store: Path, *, write: bool = True) -> str:
+    """Return `compute_fingerprint` of a model, which the directory of the store remembers if `write` is set.
+
+    It is computed again unless each file has the size, the times, the device and the number that it had then. Times of
+    the last change of a file's status cannot be set by programs.
+    """
+    try:
+        states = _read_states(list_fingerprint_files(model))
+        path = store / FINGERPRINTS_FOLDER / make_memo_name(model)
+    except OSError:
+        return compute_fingerprint(model)
+    with suppress(KvmnnError, OSError):
+        root = parse_document(read_bounded(path, _MAX_DOCUMENT_BYTES), str(path))
+        if root.get("files").value == states:
+            return root.get("fingerprint").read_str()
+    fingerprint = compute_fingerprint(model)
+    if not write or not (store / SETTINGS_FILE).is_file():
+        return fingerprint
+    with suppress(OSError):
+        newest_change = max(state[-1] for state in states) / 1e9
+        is_settled = time.time() - newest_change > _MIN_AGE_SECONDS
+        if is_settled and _read_states(list_fingerprint_files(model)) == states:
+            _write_memo(path, json.dumps({"fingerprint": fingerprint, "files": states}))
+    return fingerprint
+
+
+def make_memo_name(model: str) -> str:
+    """Return the file name for a model's path, which it does not contain."""
+    return hashlib.blake2b(os.path.realpath(model).encode(), digest_size=16).hexdigest() + ".json"
+
+
+def _read_states(paths: Sequence[str]) -> list[list[int]]:
+    """Return size, device, number, and times of the last change of contents and status of each file."""
+    stats = map(os.stat, paths)
+    return [[stat.st_size, stat.st_dev, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns] for stat in stats]
+
+
+def _write_memo(path: Path, document: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    staged = TemporaryPath(path)
+    try:
+        staged.path.write_text(document)
+        os.replace(staged.path, path)
+    finally:
+        staged.path.unlink(missing_ok=True)
+        staged.release()

@@ -260,7 +260,8 @@ def can_use_store(runner: Runner) -> bool:
     attention, of which it would need that of every token.
     """
     policy = runner.policy
-    return not policy.can_evict or not (policy.requires_attention or Trigger.AFTER_APPEND in policy.triggers)
+    requires_model = policy.requires_attention or policy.requires_queries
+    return not policy.can_evict or not (requires_model or Trigger.AFTER_APPEND in policy.triggers)
 
 
 @dataclass(frozen=True)

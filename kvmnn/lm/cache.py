@@ -12,10 +12,12 @@ import numpy.typing as npt
 from ..arrays.layer_cache import LayerCache
 from ..dtypes import Elements, Floats, Indices, KVPair, Positions
 from ..errors import KvmnnError
-from ..policies.cache import take_rows
+from ..policies.cache import append_queries, take_rows
 from ..policies.h2o import H2OPlanner
 from ..policies.h2o.planner import H2OStats, StatsRecorder
-from ..policies.policy import Policy, PolicyInput, Trigger
+from ..policies.layer_parameters import LayerParameters
+from ..policies.policy import LayerState, Policy, PolicyInput, Selection, Trigger
+from ..policies.scored import ScoredPolicy
 from ..policies.scores import SumScores
 from ..policies.topk import compute_key_norms
 from . import _eviction
@@ -56,6 +58,8 @@ class TokenGroup:
         # ``[row, capacity]``; by live token: its slot (ascending), score and key norm; by slot: position in the text,
         # and the bias, which is 0 for live tokens and `MASKED_BIAS` for others.
         self.slots: Indices = np.empty((rows, _INITIAL_SLOTS), np.int64)
+        #: 1 for tokens of a row that are stored only because another head of the layer keeps more; None without such.
+        self.dead: Floats | None = None
         self.scores: Floats | None = np.empty((rows, _INITIAL_SLOTS), np.float32) if has_scores else None
         self.norms: Floats | None = np.empty((rows, _INITIAL_SLOTS), np.float32) if has_norms else None
         self._positions: Indices = np.empty((rows, _INITIAL_SLOTS), np.int64)
@@ -96,6 +100,8 @@ class TokenGroup:
             self.scores[:, live_range] = 0
         if self.norms is not None:
             self.norms[:, live_range] = np.nan
+        if self.dead is not None:
+            self.dead[:, live_range] = 0
         self.num_live, self.num_slots = end, num_slots
 
     def set_initial(self, positions: Indices) -> None:
@@ -110,7 +116,7 @@ class TokenGroup:
             raise KvmnnError(
                 f"layer {self.layers[0]}: tokens kept for {indices.shape[0]} rows: expected {len(self.slots)}"
             )
-        tables = [table for table in (self.slots, self.scores, self.norms) if table is not None]
+        tables = [table for table in (self.slots, self.scores, self.norms, self.dead) if table is not None]
         if not any(
             _eviction.compact_tables(ascending, self.num_live, self.slots, self.bias, MASKED_BIAS, tables)
             for ascending in (indices, np.sort(indices, axis=1))
@@ -121,6 +127,25 @@ class TokenGroup:
         self.num_live = indices.shape[1]
         self.num_steps = 0
 
+    def keep_unequal(self, rows: Sequence[Indices]) -> None:
+        """Keep these live tokens of each row, ascending. A row that keeps fewer stores fillers, which are masked."""
+        count = max(map(len, rows))
+        indices = np.empty((len(rows), count), np.int64)
+        dead = np.zeros((len(rows), self.slots.shape[1]), np.float32)
+        for row, kept_indices in enumerate(rows):
+            fillers = np.setdiff1d(np.arange(self.num_live), kept_indices)[: count - len(kept_indices)]
+            indices[row] = np.sort(np.concatenate([kept_indices, fillers]))
+            dead[row, :count] = np.isin(indices[row], fillers)
+        self.dead = None
+        self.keep(indices)
+        self.dead = dead
+        self._mask_dead()
+
+    def _mask_dead(self) -> None:
+        if self.dead is not None:
+            for row, is_dead in enumerate(self.dead[:, : self.num_live] > 0):
+                self.bias[row, self.slots[row, : self.num_live][is_dead]] = MASKED_BIAS
+
     def mark_compacted(self) -> None:
         """Record that K and V of the live tokens were moved to the first slots."""
         num_live = self.num_live
@@ -128,6 +153,7 @@ class TokenGroup:
         self.slots[:, :num_live] = np.arange(num_live)
         self.bias[:, :num_live] = 0
         self.num_slots = num_live
+        self._mask_dead()
 
     def split_by_layer(self) -> list[TokenGroup]:
         """Return a group for each layer."""
@@ -141,7 +167,7 @@ class TokenGroup:
         return groups
 
     def _list_tables(self) -> list[tuple[str, npt.NDArray[Any]]]:
-        names = ("slots", "scores", "norms", "_positions", "bias")
+        names = ("slots", "scores", "norms", "dead", "_positions", "bias")
         return [(name, table) for name in names if (table := getattr(self, name)) is not None]
 
 
@@ -216,6 +242,8 @@ class ModelCache:
         Whether the model takes a bias.
     planned_eviction
         Planner that evicts instead of the policy's rule, if any.
+    parameters
+        Of each layer, for policies that need it.
 
     Attributes
     ----------
@@ -236,8 +264,11 @@ class ModelCache:
         max_masked: int | None,
         takes_bias: bool,
         planned_eviction: PlannedEviction | None = None,
+        parameters: Sequence[LayerParameters] | None = None,
     ) -> None:
         self._store = store
+        self._parameters = parameters
+        self._queries: list[Floats] | None = None
         self._kv_heads = kv_heads
         self._query_heads = query_heads
         self._policy = policy
@@ -297,6 +328,18 @@ class ModelCache:
             return np.concatenate([initial, np.broadcast_to(later, (*initial.shape[:-1], len(later)))], axis=-1)
         rows = group.get_layer_positions(layer)
         return rows[0] if len(rows) == 1 else rows
+
+    def list_head_positions(self, layer: int) -> list[Positions]:
+        """List the text positions of the tokens that each KV head of a layer attends to, ascending.
+
+        Heads have different numbers of them under a policy that gives a layer one budget.
+        """
+        group = self._list_groups_by_layer()[layer]
+        rows = np.atleast_2d(self.get_positions(layer))
+        if group is None or group.dead is None:
+            return list(rows)
+        is_dead = group.dead[group.get_layer_rows(layer), : group.num_live] > 0
+        return [row[~dead] for row, dead in zip(rows, is_dead, strict=True)]
 
     def copy_layers(self) -> list[LayerCache]:
         """Return copies of the live tokens of every layer."""
@@ -403,8 +446,10 @@ class ModelCache:
                 read_attention=partial(self._read_live_attention, step),
             )
             return
-        if self._policy.prompt_only and self._num_new != self.num_seen:
+        if self._policy.is_prompt_only and self._num_new != self.num_seen:
             return
+        if isinstance(self._policy, ScoredPolicy) and self._policy.requires_queries:
+            self._add_queries(step, self._policy.query_window)
         for group in self._groups:
             if group.scores is not None:
                 self._update_scores(group, group.scores, step)
@@ -447,7 +492,10 @@ class ModelCache:
                 num_steps=group.num_steps,
                 trigger=trigger,
             )
-            selection = self._policy.select_stacked(policy_input)
+            if isinstance(self._policy, ScoredPolicy):
+                selection = self._select_by_layer(self._policy, group, policy_input)
+            else:
+                selection = self._policy.select_stacked(policy_input)
             if not isinstance(selection, list):
                 if selection is not None:
                     self._cut_group(group, selection, trigger)
@@ -456,6 +504,15 @@ class ModelCache:
             for layer_group in group.split_by_layer():  # layers keep different numbers of tokens
                 (layer,) = layer_group.layers
                 rows = selection[group.get_layer_rows(layer)]
+                if isinstance(self._policy, ScoredPolicy) and len({len(row) for row in rows}) != 1:
+                    if not self._takes_bias:
+                        raise KvmnnError(
+                            f"layer {layer}: {self._policy.name} keeps different numbers of tokens in heads of one "
+                            f"layer, and this graph takes no bias that could mask the fillers"
+                        )
+                    layer_group.keep_unequal(rows)
+                    groups.append(layer_group)
+                    continue
                 if len({len(row) for row in rows}) != 1 or len(selection) != len(group.slots):
                     raise KvmnnError(
                         f"layer {layer}: {self._policy.name} keeps {[len(row) for row in rows]} tokens: "
@@ -464,6 +521,49 @@ class ModelCache:
                 self._cut_group(layer_group, np.stack(rows), trigger)
                 groups.append(layer_group)
         self._groups = groups
+
+    def _select_by_layer(self, policy: ScoredPolicy, group: TokenGroup, policy_input: PolicyInput) -> Selection:
+        """Select for each layer of a group by its K, V and queries."""
+        if not policy.is_due(policy_input):
+            return None
+        rows: list[Indices] = []
+        num_live = group.num_live
+        past = self._store.get_past()
+        for layer in group.layers:
+            layer_rows = group.get_layer_rows(layer)
+            slots = group.slots[layer_rows, :num_live]
+            keys, values = (array[0] for array in past[layer])
+            if group.num_masked:
+                keys, values = take_rows(keys, slots), take_rows(values, slots)
+            state = LayerState(
+                tokens=num_live,
+                layer=layer,
+                keys=keys[:, :num_live],
+                values=values[:, :num_live],
+                queries=None if self._queries is None else self._queries[layer],
+                positions=group.get_layer_positions(layer),
+                parameters=None if self._parameters is None else self._parameters[layer],
+                is_dead=None if group.dead is None else group.dead[layer_rows, :num_live] > 0,
+                num_new=policy_input.num_new,
+                num_seen=policy_input.num_seen,
+                num_steps=policy_input.num_steps,
+                trigger=policy_input.trigger,
+            )
+            selection = policy.select_stacked(state)
+            rows += [np.arange(num_live)] * len(slots) if selection is None else list(selection)
+        if all(len(row) == num_live for row in rows):
+            return None
+        return rows if len({len(row) for row in rows}) > 1 else np.stack(rows)
+
+    def _add_queries(self, step: StepResult, window: int | None) -> None:
+        """Add a step's queries to the latest ones of each layer."""
+        if step.queries is None:
+            raise KvmnnError("the policy needs queries, which the model was not asked for")
+        earlier = self._queries
+        self._queries = [
+            append_queries(None if earlier is None else earlier[layer], queries, window)
+            for layer, queries in enumerate(step.queries)
+        ]
 
     def _read_live_attention(self, step: StepResult, layer: int) -> Floats:
         if step.attentions is None:
@@ -516,7 +616,7 @@ class ModelCache:
         return positions_by_layer
 
     def _build_bias(self) -> list[Floats] | None:
-        if not any(group.num_masked for group in self._groups):
+        if not any(group.num_masked or group.dead is not None for group in self._groups):
             return None
         if self.num_seen > self._zeros.size:
             self._zeros = np.zeros(2 * self.num_seen, np.float32)

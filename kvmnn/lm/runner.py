@@ -16,6 +16,7 @@ from ..dtypes import Floats, KVPair
 from ..errors import KvmnnError
 from ..policies.h2o_blocks import H2OEngine
 from ..policies.policy import FullCache, Policy, Trigger
+from ..policies.scored import ScoredPolicy
 from ..reports.records import RuntimeStats
 from ..runtime import RuntimeConfig
 from ..runtime.metrics import RuntimeMetrics
@@ -105,6 +106,11 @@ class Runner:
             )
         if policy.requires_attention and not session.has_attentions:
             raise KvmnnError(f"{policy.name} needs attention probabilities: open the session with attentions=True")
+        if policy.requires_queries and session.interface.query_outputs is None:
+            raise KvmnnError(
+                f"{policy.name} needs queries, which {session.interface.label} does not return: kvmnn model import "
+                f"makes graphs that do"
+            )
         layers = session.interface.layers
         policy.check_layers(layers)
         if layers > 1 and (policy.has_independent_layers or 0 < len(policy.resolve_skip_layers(layers)) < layers):
@@ -121,6 +127,7 @@ class Runner:
         self._packed = packed
         self._lossless = lossless
         self._positions = positions
+        self._parameters = session.read_layer_parameters() if isinstance(policy, ScoredPolicy) else None
         self.on_step: Callable[[StepResult], object] | None = None
         self.reset()
 
@@ -149,6 +156,7 @@ class Runner:
             max_masked=self._max_masked if takes_bias else 0,
             takes_bias=takes_bias,
             planned_eviction=planned_eviction,
+            parameters=self._parameters,
         )
         self.timings = RunTimings()
         self.num_tokens_after_cut = 0
@@ -220,7 +228,8 @@ class Runner:
             raise KvmnnError("an earlier step failed: reset the runner first")
         if self._check_layers(layers) < num_seen + num_new or num_new < 1:
             raise KvmnnError(f"K and V of {layers[0].tokens:,} tokens: a step of {num_new:,} follows {num_seen:,}")
-        if policy.can_evict and (policy.requires_attention or Trigger.AFTER_APPEND in policy.triggers or num_seen):
+        requires_model = policy.requires_attention or policy.requires_queries
+        if policy.can_evict and (requires_model or Trigger.AFTER_APPEND in policy.triggers or num_seen):
             raise KvmnnError(f"{policy.name} cuts as tokens are fed: only a first step can be taken from elsewhere")
         self._is_consistent = False
         self.cache.begin_step(num_new)
@@ -281,7 +290,9 @@ class Runner:
             key_positions = None
             if self.session.interface.key_position_inputs and self._positions == "true":
                 key_positions = cache.get_key_positions()
-            step = self.session.run_step(tokens, positions, past, bias, key_positions)
+            step = self.session.run_step(
+                tokens, positions, past, bias, key_positions, queries=self.policy.requires_queries
+            )
         if self.on_step is not None:
             self.on_step(step)
         start_time = perf_counter()
@@ -304,7 +315,11 @@ class Runner:
             masks = None
             if bias is not None:
                 masks = [np.ascontiguousarray(mask[..., : mask.shape[3] - num_later]) for mask in bias]
-            steps.append(self.session.run_step(ids[i : i + 1], positions[i : i + 1], past, masks))
+            steps.append(
+                self.session.run_step(
+                    ids[i : i + 1], positions[i : i + 1], past, masks, queries=self.policy.requires_queries
+                )
+            )
             past = steps[-1].present_pairs
         attentions = None
         if steps[0].attentions is not None:
@@ -318,7 +333,11 @@ class Runner:
                     attention[:, i, : row[layer].shape[2]] = row[layer][:, 0]
                 attentions.append(attention)
         logits = np.concatenate([step.logits for step in steps])
-        return StepResult(logits, list(past), attentions, sum(step.seconds for step in steps))
+        queries = None
+        if steps[0].queries is not None:
+            parts = [step.queries or [] for step in steps]
+            queries = [np.concatenate([part[layer] for part in parts], axis=1) for layer in range(len(past))]
+        return StepResult(logits, list(past), attentions, sum(step.seconds for step in steps), queries)
 
     def _check_layers(self, layers: Sequence[LayerCache], *, require_whole: bool = True) -> int:
         """Check that layers match the model; return their tokens, which must be equal with `require_whole`."""
@@ -350,6 +369,8 @@ def explain_no_warm_start(policy: Policy) -> str | None:
     """Explain why a policy cannot begin with K and V that were computed elsewhere; None if it can."""
     if policy.requires_attention:
         return "ranks tokens by the attention that they drew, which nobody saw of K and V from elsewhere"
+    if policy.requires_queries:
+        return "ranks tokens by queries, which nobody saw of K and V from elsewhere"
     if Trigger.AFTER_APPEND in policy.triggers:
         return "cuts before tokens are attended, and K and V from elsewhere were computed without that"
     return None

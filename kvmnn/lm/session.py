@@ -11,10 +11,12 @@ from numpy.typing import NDArray
 
 from ..dtypes import KVPair
 from ..errors import KvmnnError
+from ..policies.layer_parameters import LayerParameters
 from .onnx.decoder import OnnxDecoder, StepResult
 from .onnx.decoder_checks import UnequalLengthSupport, try_unequal_lengths
 from .onnx.decoder_loader import create_decoder
 from .onnx.interface import read_interface
+from .onnx.layer_parameters import read_layer_parameters
 from .onnx.model_files import find_model, read_onnx_graph
 from .onnx.onnx_session import CPU_PROVIDERS, SessionSettings
 from .onnx.profile import SessionProfile
@@ -35,10 +37,11 @@ class DecoderSession:
         Whether steps report attention probabilities, and take a bias on the scores.
     """
 
-    def __init__(self, decoder: OnnxDecoder) -> None:
+    def __init__(self, decoder: OnnxDecoder, graph: Path = Path()) -> None:
         if not isinstance(decoder, OnnxDecoder):
             raise TypeError(f"a session is opened by DecoderSession.open(path), found a {type(decoder).__name__}")
         self._decoder = decoder
+        self._graph = graph
         self._unequal_length_support: UnequalLengthSupport | None = None
         self.interface = decoder.interface
         self.query_heads = decoder.query_heads
@@ -94,11 +97,16 @@ class DecoderSession:
         settings.check()
         files = find_model(path)
         interface = read_interface(read_onnx_graph(files.graph), files)
-        return cls(create_decoder(files, interface, settings, attentions=attentions, bias=bias, cache=cache))
+        decoder = create_decoder(files, interface, settings, attentions=attentions, bias=bias, cache=cache)
+        return cls(decoder, files.graph)
 
     def open_profile(self) -> SessionProfile:
         """Return the profile of a session that was opened with one; raise `ModelError` if it shows no attention."""
         return SessionProfile(self._decoder.runtime, self.interface)
+
+    def read_layer_parameters(self) -> list[LayerParameters]:
+        """Return rotations and output weights of every layer, as far as the graph shows them."""
+        return read_layer_parameters(self._graph, self.interface)
 
     def create_empty_past(self) -> list[KVPair]:
         """Return a past of no tokens: K and V ``[1, kv_heads, 0, head_dim]`` for each layer."""
@@ -111,6 +119,8 @@ class DecoderSession:
         past: Sequence[KVPair],
         bias: Sequence[NDArray[np.float32]] | None = None,
         key_positions: Mapping[int, NDArray[np.int64]] | None = None,
+        *,
+        queries: bool = False,
     ) -> StepResult:
         """Feed tokens.
 
@@ -130,6 +140,8 @@ class DecoderSession:
             For layers with a window whose graph takes them (`DecoderInterface.key_position_inputs`): true positions of
             past and new tokens, int64 ``[1, 1 or query_head, past + token]``. A layer that is absent holds the tokens
             right before the new ones.
+        queries
+            Whether the rotated queries are returned as well (`DecoderInterface.query_outputs`).
 
         Raises
         ------
@@ -139,6 +151,8 @@ class DecoderSession:
             If the arguments do not fit together, or a bias is given although `has_bias` is False.
         """
         label = self.interface.label
+        if queries and self.interface.query_outputs is None:
+            raise KvmnnError(f"{label}: has no outputs queries.0 and so on: kvmnn model import makes graphs with them")
         if ids.ndim != 1 or not len(ids) or positions.shape != ids.shape:
             raise KvmnnError(
                 f"{label}: expected tokens and their positions, one row each, not empty; "
@@ -152,7 +166,7 @@ class DecoderSession:
                 raise self._decoder.build_error(
                     "takes one token at a time while its layers hold different numbers of tokens"
                 )
-        return self._decoder.run_step(ids, positions, past, bias, key_positions)
+        return self._decoder.run_step(ids, positions, past, bias, key_positions, queries=queries)
 
     def probe_unequal_lengths(self) -> UnequalLengthSupport:
         """Test, once, how tokens may be fed while layers store different numbers of tokens.

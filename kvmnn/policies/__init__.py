@@ -11,18 +11,23 @@ from .cache import CacheState, EvictingCache
 from .h2o_blocks import H2OBlocks, H2OEngine
 from .heavy_hitter import H2ODecayed, H2ODecayedHeads, H2OHeads, H2OTokens, ObservedAttention
 from .key_norm import KNorm, L2Fixed, L2Ratio, fix_size_l2_compress, l2_compress
+from .key_value_scores import KeyDiff, RandomTokens
 from .policy import BudgetedPolicy, FullCache, LayerState, Policy, PolicyInput, Trigger
+from .query_scores import TOVA, ExpectedAttention, SnapKV
 from .registry import POLICIES, LabelledPolicy, create_policy
+from .scored import ScoredPolicy
 from .scores import EmaScores, MeanScores, ScoreAccumulator, SumScores
 from .streaming import RecentOnly, Streaming, StreamingPress
 from .topk import compute_key_norms
 
 __all__ = [
     "POLICIES",
+    "TOVA",
     "BudgetedPolicy",
     "CacheState",
     "EmaScores",
     "EvictingCache",
+    "ExpectedAttention",
     "FullCache",
     "H2OBlocks",
     "H2ODecayed",
@@ -31,6 +36,7 @@ __all__ = [
     "H2OHeads",
     "H2OTokens",
     "KNorm",
+    "KeyDiff",
     "L2Fixed",
     "L2Ratio",
     "LabelledPolicy",
@@ -39,8 +45,11 @@ __all__ = [
     "ObservedAttention",
     "Policy",
     "PolicyInput",
+    "RandomTokens",
     "RecentOnly",
     "ScoreAccumulator",
+    "ScoredPolicy",
+    "SnapKV",
     "Streaming",
     "StreamingPress",
     "SumScores",

@@ -14,7 +14,9 @@ from .._util.validation import validate_count
 from ..arrays.layer_cache import LayerCache, check_kv_pair
 from ..dtypes import Elements, Floats, Indices, Positions
 from ..errors import KvmnnError
+from .layer_parameters import LayerParameters
 from .policy import LayerState, Policy, RequiredStats, Trigger
+from .scored import ScoredPolicy
 
 ScoreFold = Callable[[Floats, Floats], Floats]
 
@@ -154,6 +156,8 @@ class EvictingCache:
         The policy that decides.
     layer
         Number of the layer.
+    parameters
+        Of the layer, for policies that need it.
 
     Attributes
     ----------
@@ -161,8 +165,10 @@ class EvictingCache:
         Empty until the first tokens come.
     """
 
-    def __init__(self, policy: Policy, layer: int = 0) -> None:
+    def __init__(self, policy: Policy, layer: int = 0, parameters: LayerParameters | None = None) -> None:
         self.policy = policy
+        self._parameters = parameters
+        self._queries: Floats | None = None
         self.layer = layer
         self.state = CacheState()
         self._keys: Elements | None = None
@@ -210,7 +216,11 @@ class EvictingCache:
         return self.snapshot
 
     def finish_attention(
-        self, sums: Floats | None = None, *, weights: npt.NDArray[np.floating] | None = None
+        self,
+        sums: Floats | None = None,
+        *,
+        weights: npt.NDArray[np.floating] | None = None,
+        queries: Floats | None = None,
     ) -> LayerCache:
         """Finish a step after attention; return the cache after it.
 
@@ -220,6 +230,8 @@ class EvictingCache:
             Scores that attention adds, as from `Policy.sum_columns`.
         weights
             Or the attention itself, ``[query_head, query, key]``.
+        queries
+            Rotated queries of the step, ``[query_head, query, head_dim]``, for policies that look at them.
         """
         if sums is not None and weights is not None:
             raise KvmnnError(f"layer {self.layer}: sums and weights: expected only one")
@@ -227,6 +239,8 @@ class EvictingCache:
             sums = self.policy.sum_columns(weights, self.snapshot.kv_heads)
         if sums is not None:
             self.state.add_scores(sums, partial(self.policy.score_accumulator.fold, num_new=self._num_new))
+        if queries is not None and isinstance(self.policy, ScoredPolicy):
+            self._queries = append_queries(self._queries, queries, self.policy.query_window)
         if self._num_new != self.state.num_seen:
             self.state.num_steps += 1
         self._apply_policy(Trigger.AFTER_ATTENTION)
@@ -246,6 +260,9 @@ class EvictingCache:
             keys=self._keys,
             values=self._values,
             scores=self.state.scores,
+            queries=self._queries,
+            positions=self.state.positions,
+            parameters=self._parameters,
             num_new=self._num_new,
             num_seen=self.state.num_seen,
             num_steps=self.state.num_steps,
@@ -255,6 +272,18 @@ class EvictingCache:
         if indices is not None:
             self.state.keep(indices)
             self._keys, self._values = take_rows(self._keys, indices), take_rows(self._values, indices)
+
+
+#: Latest queries that are held between two cuts of decoding where a policy asks for all, as in kvpress.
+MAX_DECODING_QUERIES = 256
+
+
+def append_queries(earlier: Floats | None, queries: Floats, window: int | None) -> Floats:
+    """Append a step's queries to the latest `window` ones; None holds all of a prompt, and 256 later ones."""
+    joined = queries if earlier is None else np.concatenate([earlier, queries], axis=1)
+    if window is None:
+        window = max(queries.shape[1], MAX_DECODING_QUERIES)
+    return joined[:, max(joined.shape[1] - window, 0) :].copy()
 
 
 def take_rows(array: Elements, indices: Indices) -> Elements:

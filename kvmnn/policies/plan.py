@@ -190,6 +190,11 @@ class CachePlan(Record):
 
 def check_plannable(policy: Policy) -> None:
     """Raise `OptionError` for a policy that ranks tokens by statistics that no cache stores."""
+    if policy.requires == "tensors":
+        raise OptionError(
+            f"{policy.name} looks at all tensors of a layer, of which a plan reads keys only: kvmnn eval MODEL --text "
+            f"FILE --policy {policy.name} runs it with a model"
+        )
     if policy.requires_attention:
         plannable = ", ".join(
             name for name, policy_class in POLICIES.items() if policy_class.requires in ("lengths", "keys")

@@ -21,8 +21,9 @@ import numpy.typing as npt
 
 from .._util.text import pluralize
 from .._util.validation import validate_count, validate_fraction
-from ..dtypes import Floats, Indices
+from ..dtypes import Floats, Indices, Positions
 from ..errors import KvmnnError, OptionError
+from .layer_parameters import LayerParameters
 from .scores import ScoreAccumulator, SumScores
 from .topk import compute_key_norms
 
@@ -155,6 +156,14 @@ class LayerState(PolicyInput):
         ``[token]`` for all heads together or ``[kv_head, token]``; any numbers, which become float32.
     norms
         ``[kv_head, token]``, where they are known already; policies then need no keys.
+    queries
+        Rotated queries of the latest tokens, float32 ``[query_head, query, head_dim]``.
+    positions
+        True positions of the tokens, int64 ``[token]`` or ``[kv_head, token]``; None for 0, 1 and so on.
+    parameters
+        Rotations and weights of the layer.
+    is_dead
+        Tokens that no head of this row attends to any more, bool ``[kv_head, token]``; None without any.
 
     Raises
     ------
@@ -166,6 +175,10 @@ class LayerState(PolicyInput):
 
     keys: npt.NDArray[Any] | None = None
     values: npt.NDArray[Any] | None = None
+    queries: Floats | None = None
+    positions: Positions | None = None
+    parameters: LayerParameters | None = None
+    is_dead: npt.NDArray[np.bool_] | None = None
 
     def __post_init__(self) -> None:
         location = f"layer {self.layer}"
@@ -218,7 +231,7 @@ def to_scores(location: str, scores: npt.NDArray[Any], tokens: int) -> Floats:
 #: Tokens that the lazy caches of the StreamingLLM + H2O project store above their limit before they cut.
 DEFAULT_BUFFER_TOKENS = 64
 
-RequiredStats: TypeAlias = Literal["lengths", "keys", "scores", "head scores"]
+RequiredStats: TypeAlias = Literal["lengths", "keys", "scores", "head scores", "tensors"]
 #: Indices ``[kept]`` for all rows or ``[row, kept]``, a list of rows of different lengths, or None: all stay.
 Selection: TypeAlias = Indices | list[Indices] | None
 
@@ -236,7 +249,8 @@ class Policy(ABC):
     #: Name of the policy in `kvmnn.policies.POLICIES`.
     name: ClassVar[str]
     #: Statistics to rank by. Scores are sums of attention: `"scores"` one for each token, `"head scores"` one for each
-    #: token in each KV head. With keys or head scores each KV head selects its own tokens.
+    #: token in each KV head; `"tensors"` are K, V and more of one layer at a time (`kvmnn.policies.ScoredPolicy`). With
+    #: keys, head scores or tensors each KV head selects its own tokens.
     requires: ClassVar[RequiredStats] = "lengths"
     #: When the policy acts; at other times every token stays.
     triggers: ClassVar[frozenset[Trigger]] = frozenset({Trigger.AFTER_ATTENTION})
@@ -291,7 +305,17 @@ class Policy(ABC):
     @property
     def is_per_head(self) -> bool:
         """Return whether each KV head selects its own tokens."""
-        return self.requires in ("keys", "head scores")
+        return self.requires in ("keys", "head scores", "tensors")
+
+    @property
+    def requires_queries(self) -> bool:
+        """Return whether the policy ranks tokens by queries, which a model has to return."""
+        return False
+
+    @property
+    def is_prompt_only(self) -> bool:
+        """Return whether the policy only acts on a prompt."""
+        return self.prompt_only
 
     @property
     def can_evict(self) -> bool:
@@ -374,12 +398,16 @@ class Policy(ABC):
         """
         if trigger is not None:
             state = state.with_trigger(trigger)
-        if state.trigger not in self.triggers or (self.prompt_only and not state.is_prompt):
+        if state.trigger not in self.triggers or not self.is_due(state):
             return None
         selection = self.select_tokens(state)
         if isinstance(selection, list) and len({len(row) for row in selection}) == 1:
             return np.stack(selection)
         return selection
+
+    def is_due(self, state: PolicyInput) -> bool:
+        """Return whether the policy acts at this step."""
+        return state.is_prompt or not self.is_prompt_only
 
     def sum_columns(self, weights: npt.NDArray[Any], kv_heads: int) -> Floats:
         """Return the scores that one step's attention adds, float32.
@@ -461,7 +489,7 @@ class BudgetedPolicy(Policy):
     def explain_no_eviction(self, prompt_tokens: int, tokens: int) -> str | None:
         if self.resolve_budget(tokens) >= tokens:
             return f"a text of {pluralize(tokens, 'token')} fits its budget"
-        if self.prompt_only and self.resolve_budget(prompt_tokens) >= prompt_tokens:
+        if self.is_prompt_only and self.resolve_budget(prompt_tokens) >= prompt_tokens:
             return (
                 f"it cuts the first step only, which has {pluralize(prompt_tokens, 'token')}: expected a longer prompt"
             )

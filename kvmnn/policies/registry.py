@@ -12,7 +12,9 @@ from ..files.schema import Record
 from .h2o_blocks import H2OBlocks, H2OEngine
 from .heavy_hitter import H2ODecayed, H2ODecayedHeads, H2OHeads, H2OTokens, ObservedAttention
 from .key_norm import KNorm, L2Fixed, L2Ratio
+from .key_value_scores import KeyDiff, RandomTokens
 from .policy import BudgetedPolicy, FullCache, Policy
+from .query_scores import TOVA, ExpectedAttention, SnapKV
 from .streaming import RecentOnly, Streaming, StreamingPress
 
 
@@ -85,6 +87,11 @@ POLICIES: dict[str, type[Policy]] = {
         H2ODecayedHeads,
         KNorm,
         ObservedAttention,
+        RandomTokens,
+        KeyDiff,
+        SnapKV,
+        TOVA,
+        ExpectedAttention,
     )
 }
 

@@ -103,6 +103,10 @@ def _parse_option(label: str, text: str, type_hint: Any, budget: int | None) -> 
         return parse_ints(text)
     if get_origin(type_hint) is Literal:
         return text
+    if bool in accepted_types:
+        if text not in ("yes", "no"):
+            raise KvmnnError(f"{label} is {text!r}: expected yes or no")
+        return text == "yes"
     if int in accepted_types and (parsed_budget := _try_parse_budget(text)) is not None:
         if parsed_budget.share is not None and budget is None:
             raise KvmnnError(f"{label} is {text}: a share of what? Say a budget")

@@ -44,7 +44,10 @@ def test_tables_name_every_policy() -> None:
     for row in keeps:
         policy = POLICIES[row[0].strip("`")]
         looks = {"lengths": "lengths", "keys": "keys", "scores": "scores", "head scores": "scores by head"}
-        assert row[3] == looks[policy.requires]
+        if issubclass(policy, policies.ScoredPolicy):
+            assert row[3] == ", ".join(name for name in ("keys", "values", "queries") if name in policy.tensors)
+        else:
+            assert row[3] == looks[policy.requires]
 
 
 def test_figures_equal_benchmark() -> None:
@@ -73,15 +76,29 @@ def options_table() -> dict[str, list[list[str]]]:
     return found
 
 
+SHARED = "all scored policies"
+
+
+def own_options(policy: type[policies.Policy]) -> set[str]:
+    """The options of a policy that scored policies do not share."""
+    names = {entry.name for entry in dataclasses.fields(policy) if entry.repr}
+    if issubclass(policy, policies.ScoredPolicy):
+        names -= {entry.name for entry in dataclasses.fields(policies.ScoredPolicy)}
+    return names
+
+
 EVERY = {**POLICIES, "h2o_engine": policies.H2OEngine}
 
 
 def test_option_table_has_every_option_and_default() -> None:
     table = options_table()
-    assert list(table) == list(EVERY)
+    shared = table.pop(SHARED)
+    unchanged = {name for name, policy in EVERY.items() if not own_options(policy)}
+    assert list(table) == [name for name in EVERY if name not in unchanged]
     for name, policy in EVERY.items():
         options = {entry.name: entry.default for entry in dataclasses.fields(policy) if entry.repr}
-        rows = {cells[0].strip("`"): cells[1:] for cells in table[name]}
+        cells_of_policy = [*table.get(name, []), *(shared if issubclass(policy, policies.ScoredPolicy) else [])]
+        rows = {cells[0].strip("`"): cells[1:] for cells in cells_of_policy}
         if issubclass(policy, policies.BudgetedPolicy):
             options |= {"budget": policy.default_budget, "keep_ratio": policy.default_keep_ratio}
             assert rows["budget"][2] == policy.budget_help
@@ -92,20 +109,25 @@ def test_option_table_has_every_option_and_default() -> None:
             said = rows[option][0].strip("`")
             if isinstance(default, tuple):
                 assert said == ("+".join(map(str, default)) or "none")
+            elif isinstance(default, bool):
+                assert said == ("yes" if default else "no")
             elif isinstance(default, float):
                 assert said == f"{default:.4g}"
             else:
                 assert said == ("-" if default is None else str(default)), (name, option)
 
 
-@pytest.mark.parametrize("name", EVERY)
-def test_option_table_values_are_accepted_by_policy(name: str) -> None:
-    unsized = EVERY[name] in (policies.L2Ratio, policies.StreamingPress, policies.KNorm, policies.ObservedAttention)
+@pytest.mark.parametrize("table_name", [SHARED, *(name for name, policy in EVERY.items() if own_options(policy))])
+def test_option_table_values_are_accepted_by_policy(table_name: str) -> None:
+    name = "keydiff" if table_name == SHARED else table_name
+    unsized = issubclass(EVERY[name], policies.BudgetedPolicy) and not (
+        EVERY[name].default_budget or EVERY[name].default_keep_ratio
+    )
     sized = {"budget": 600} if unsized else {}
     declared = get_type_hints(EVERY[name])
-    for option, _, values, _ in options_table()[name]:
+    for option, _, values, _ in options_table()[table_name]:
         option = option.strip("`")
-        base = {} if option in ("budget", "keep_ratio") else sized
+        base = {} if option in ("budget", "keep_ratio") else sized | ({"wrapper": "block"} if option == "chunk" else {})
         least = re.match(r"at least (\d+)", values)
         if least:
             policies.create_policy(name, **base, **{option: int(least[1])})
@@ -115,6 +137,10 @@ def test_option_table_values_are_accepted_by_policy(name: str) -> None:
             policies.create_policy(name, **base, **{option: 1e-9})
             with pytest.raises(KvmnnError):
                 policies.create_policy(name, **base, **{option: 0})
+        elif values == "odd":
+            policies.create_policy(name, **base, **{option: 3})
+            with pytest.raises(KvmnnError):
+                policies.create_policy(name, **base, **{option: 4})
         elif values == "0 to 1":
             for wrong, right in ((-0.01, 0.0), (1.01, 1.0)):
                 policies.create_policy(name, **base, **{option: right})
@@ -126,4 +152,4 @@ def test_option_table_values_are_accepted_by_policy(name: str) -> None:
         elif values.startswith("`"):
             assert [word.strip("`") for word in values.split(", ")] == list(get_args(declared[option]))
         else:
-            assert values in ("-", "layers of the model")
+            assert values in ("-", "layers of the model", "yes, no")

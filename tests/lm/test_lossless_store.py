@@ -18,7 +18,10 @@ from kvmnn.policies.registry import MODEL_POLICIES
 from kvmnn.reports.records import RuntimeStats, merge_runtime_stats
 from kvmnn.runtime import LosslessRuntime, RuntimeConfig
 
-FORMS = {"half": Tiny(layers=3, half=True, head_dim=32), "float": Tiny(layers=3, groups=1, head_dim=32)}
+FORMS = {
+    "half": Tiny(layers=3, half=True, head_dim=32, queries=True),
+    "float": Tiny(layers=3, groups=1, head_dim=32, queries=True),
+}
 STEPS = [70, *[1] * 15, 4, *[1] * 10, 7, *[1] * 5]
 
 

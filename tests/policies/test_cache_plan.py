@@ -72,7 +72,10 @@ def test_plan_layer_positions_of_remaining_tokens():
 def test_plan_layer_attention_policies_are_refused_by_name(name):
     options = {} if name == "h2o_engine" else {"budget": 600}
     policy = create_policy(name, **options)
-    if policy.requires_attention:
+    if policy.requires == "tensors":
+        with pytest.raises(OptionError, match=f"^{name} looks at all tensors of a layer"):
+            check_plannable(policy)
+    elif policy.requires_attention:
         with pytest.raises(OptionError, match=f"^{name} needs attention, which a cache does not hold: .*streaming_pre"):
             check_plannable(policy)
     else:

@@ -65,8 +65,8 @@ def test_policy_kept_indices_are_valid_and_inputs_unchanged(name: str, options: 
 def test_policy_ties_keep_older_tokens(name: str, options: dict[str, Any]) -> None:
     """Among equal scores the oldest tokens are kept next to the protected ones."""
     policy = make(name, options)
-    if getattr(policy, "strategy", "") == "random" or name == "h2o_blocks":
-        return
+    if "random" in (name, getattr(policy, "strategy", "")) or name in ("h2o_blocks", "expected_attention"):
+        return  # the last one's equal scores differ by rounding
     kept = policy.select_or_all(fit(policy, view(60, tied=True)), acting(policy))
     if policy.requires == "lengths":  # which have no ties: streaming keeps the oldest, others need not
         assert kept.tolist() == policy.select_or_all(fit(policy, view(60)), acting(policy)).tolist()
@@ -220,6 +220,8 @@ def test_policy_in_evicting_cache_keeps_rows_together(name: str, options: dict[s
         seen += step
         if policy.requires in ("scores", "head scores"):
             cache.finish_attention(weights=rng.random((2 * HEADS, step, attend.tokens)).astype(np.float32))
+        elif policy.requires_queries:
+            cache.finish_attention(queries=rng.standard_normal((2 * HEADS, step, DIMS)).astype(np.float32))
         else:
             cache.finish_attention()
         stored = cache.end_chunk() if step == 10 else cache.snapshot
@@ -284,7 +286,7 @@ def test_policy_missing_inputs_are_refused(name: str) -> None:
     policy = make(name, {**OPTIONS[name][0], "budget": 12})
     with pytest.raises(KvmnnError, match=f"layer 3: {name} needs (the keys|scores)"):
         policy.select(LayerState(tokens=60, layer=3), acting(policy))
-    if policy.requires != "keys":
+    if policy.requires in ("scores", "head scores"):
         wrong = np.zeros((60,) if policy.requires == "head scores" else (3, 60), np.float32)
         with pytest.raises(KvmnnError, match=r"needs scores \[.*found \["):
             policy.select(LayerState(tokens=60, scores=wrong), acting(policy))
@@ -295,6 +297,8 @@ def test_policy_stacked_layers_equal_single_layers(name: str, options: dict[str,
     if options.get("strategy") == "random":
         return  # draws again for each head
     policy = make(name, options)
+    if policy.requires == "tensors":
+        return  # one layer at a time
     layers = [view(60, seed=seed) for seed in (1, 2, 3)]
     alone = [policy.select_or_all(fit(policy, fields), acting(policy)) for fields in layers]
     axis = (lambda parts: np.stack([part[0] for part in parts])) if policy.requires == "scores" else np.concatenate

@@ -224,8 +224,9 @@ def test_prompt_policy_small_share_keeps_at_least_one_token(tokens: int, share: 
 def test_policy_small_share_of_eight_tokens_keeps_at_least_one(name: str) -> None:
     scores = np.arange(8, dtype=np.float32)
     policy = create_policy(name, keep_ratio=0.05, skip_layers=())
+    ones = np.ones((2, 8, 4), np.float32)
     view = LayerState(
-        tokens=8, keys=np.ones((2, 8, 4), np.float16), scores=np.tile(scores, (2, 1)) if policy.is_per_head else scores
+        tokens=8, keys=ones, values=ones, queries=ones, scores=np.tile(scores, (2, 1)) if policy.is_per_head else scores
     )
     if name == "streaming":
         with pytest.raises(OptionError, match=r"keep_ratio of 0\.05 is 1 of 8 tokens and leaves no window after 4 "):

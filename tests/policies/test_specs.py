@@ -69,3 +69,17 @@ def test_parse_ints_accepts_plus_and_comma() -> None:
     assert parse_ints("0+1,2") == (0, 1, 2) and parse_ints("none") == parse_ints("") == ()
     with pytest.raises(KvmnnError, match=r"'a': expected whole numbers such as 0\+1, or none"):
         parse_ints("a")
+
+
+def test_expand_spec_reads_yes_and_no() -> None:
+    (found,) = expand_spec("expected_attention:covariance=no,value_norm=yes,keep_ratio=0.5")
+    assert found == (
+        "expected_attention",
+        {
+            "covariance": False,
+            "value_norm": True,
+            "keep_ratio": 0.5,
+        },
+    )
+    with pytest.raises(KvmnnError, match="expected_attention: covariance is 'maybe': expected yes or no"):
+        list(expand_spec("expected_attention:covariance=maybe"))

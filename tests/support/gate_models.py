@@ -46,7 +46,7 @@ def write_model(folder: Path, **changed: Any) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     (folder / "model" / "tokenizer.json").write_text(tokenizer.to_str())
     (folder / "model" / "config.json").write_text(json.dumps({"num_key_value_heads": 2, "num_attention_heads": 4}))
-    (folder / "model" / "model.onnx").write_bytes(Tiny().model().SerializeToString())
+    (folder / "model" / "model.onnx").write_bytes(Tiny(queries=True).model().SerializeToString())
     rng = np.random.default_rng(3)
     for name in "abcdefghij":
         words = rng.integers(0, WORDS, 100)

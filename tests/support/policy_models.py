@@ -147,6 +147,11 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "h2o_decayed_heads": [{"sink": 2, "recent": 4, "decay": 0.5}],
     "knorm": [{}],
     "observed_attention": [{}],
+    "random": [{"seed": 3}],
+    "keydiff": [{}, {"phase": "both", "interval": 7}],
+    "snapkv": [{"window": 5, "kernel": 1}, {"window": 5, "kernel": 1, "phase": "both", "interval": 1}],
+    "tova": [{}, {"phase": "both", "interval": 1}],
+    "expected_attention": [{"sink": 2}, {"value_norm": False, "covariance": False}],
 }
 BUDGETS: list[dict[str, Any]] = [{"budget": 12}, {"keep_ratio": 0.4}]
 
@@ -171,4 +176,7 @@ def view(tokens: int, seed: int = 0, *, tied: bool = False, dtype: Any = np.floa
 
 def fit(policy: Policy, fields: dict[str, Any]) -> LayerState:
     scores = fields["scores"]
+    if policy.requires == "tensors":
+        queries = np.random.default_rng(9).standard_normal((2 * HEADS, fields["tokens"], DIMS)).astype(np.float32)
+        return LayerState(**{**fields, "scores": None, "values": fields["keys"], "queries": queries})
     return LayerState(**{**fields, "scores": scores[0] if policy.requires == "scores" else scores})

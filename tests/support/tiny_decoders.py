@@ -42,6 +42,7 @@ class Tiny:
     merged: bool = False
     rotary: str = ""
     attentions: bool = False
+    queries: bool = False
     sinks: bool = False
     past: str = "past_key_values.{i}.{kind}"
     present: str = "present.{i}.{kind}"
@@ -174,6 +175,8 @@ class _Builder:
                 found.append(value(tiny.present.format(i=i, kind=kind), self.kind, shape))
         if tiny.attentions:
             found += [value(f"attentions.{i}", self.kind, None) for i in range(tiny.layers)]
+        if tiny.queries:
+            found += [value(f"queries.{i}", self.kind, None) for i in range(tiny.layers)]
         return found
 
     def _merge(self) -> None:
@@ -253,6 +256,8 @@ class _Builder:
     def _attention(self, x: str, i: int) -> str:
         tiny = self.tiny
         q, k, v = (self.matmul(x, f"{i}.{name}") for name in "qkv")
+        if tiny.queries:
+            self.op("Identity", [self._heads(q, tiny.heads)], [f"{self.prefix}queries.{i}"])
         past = [tiny.past.format(i=i, kind=kind) for kind in ("key", "value")]
         present = [self.prefix + tiny.present.format(i=i, kind=kind) for kind in ("key", "value")]
         if tiny.form in ("gqa", "mha", "closed"):

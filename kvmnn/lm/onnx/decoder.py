@@ -36,6 +36,8 @@ class StepResult:
     attentions: list[NDArray[np.float32]] | None
     #: Time inside onnxruntime.
     seconds: float
+    #: Rotated queries of each layer, float32 ``[query_head, token, head_dim]``; None where not asked for.
+    queries: list[NDArray[np.float32]] | None = None
 
 
 class OnnxDecoder:
@@ -67,6 +69,8 @@ class OnnxDecoder:
         past: Sequence[KVPair],
         bias: Sequence[NDArray[np.float32]] | None = None,
         key_positions: Mapping[int, NDArray[np.int64]] | None = None,
+        *,
+        queries: bool = False,
     ) -> StepResult:
         """Feed tokens; arguments and results are those of `DecoderSession.run_step`, which checks them."""
         feed = self._build_inputs(ids, positions, past)
@@ -81,9 +85,10 @@ class OnnxDecoder:
             else:
                 first = positions[0] - past[layer][0].shape[2]
                 feed[name] = np.arange(first, positions[0] + len(ids))[None, None]
+        outputs = [*self._outputs, *((self.interface.query_outputs or ()) if queries else ())]
         start = time.perf_counter()
         try:
-            results = self.runtime.run(self._outputs, feed)
+            results = self.runtime.run(outputs, feed)
         except Exception as error:  # onnxruntime's errors share no class
             raise self.build_error(f"onnxruntime failed: {format_error(error)}") from error
         seconds = time.perf_counter() - start
@@ -94,13 +99,16 @@ class OnnxDecoder:
                 "export with the logits of every token"
             )
         present = [(results[1 + 2 * layer], results[2 + 2 * layer]) for layer in range(layers)]
-        attentions = None
-        if self.has_attentions:  # for a batch of one, ``[head, query, key]`` whatever the graph's layout
-            attentions = [
-                array.reshape(-1, *array.shape[-2:]).astype(np.float32, copy=False)
-                for array in results[1 + 2 * layers :]
-            ]
-        return StepResult(logits[0].astype(np.float32, copy=False), present, attentions, seconds)
+        tensors = [  # for a batch of one, ``[head, query, key]`` whatever the graph's layout
+            array.reshape(-1, *array.shape[-2:]).astype(np.float32, copy=False) for array in results[1 + 2 * layers :]
+        ]
+        return StepResult(
+            logits[0].astype(np.float32, copy=False),
+            present,
+            tensors[:layers] if self.has_attentions else None,
+            seconds,
+            tensors[-layers:] if queries else None,
+        )
 
     def build_error(self, message: str) -> ModelError:
         """Return an error that names the model."""

@@ -20,6 +20,7 @@ from .model_files import ModelFiles, get_section, iter_subgraphs
 _PAST = re.compile(r"(?:past_key_values|past_key_value|past|past_kv)[._](\d+)[._](key|value|k|v)")
 _PRESENT = re.compile(r"(?:present_key_values|present_key_value|present|present_kv)[._](\d+)[._](key|value|k|v)")
 _ATTENTION = re.compile(r"attentions?[._](\d+)")
+_QUERIES = re.compile(r"queries[.](\d+)")
 _BIAS = re.compile(r"attention_bias[.](\d+)")
 _KEY_POSITIONS = re.compile(r"key_positions[.](\d+)")
 _LENGTH_COUNTING_OPERATORS = {
@@ -73,6 +74,8 @@ class DecoderInterface:
     present_outputs: tuple[tuple[str, str], ...]
     #: Names of the outputs with attention probabilities, if the graph has one for every layer.
     attention_outputs: tuple[str, ...] | None
+    #: Names of the outputs with rotated queries, if the graph has one for every layer.
+    query_outputs: tuple[str, ...] | None
     #: Names of the inputs that are added to the scores, if the graph has one for every layer.
     bias_inputs: tuple[str, ...] | None
     #: Names of the inputs with the true positions of all keys, for layers whose window depends on them.
@@ -126,7 +129,6 @@ class _InterfaceReader:
         if logits not in self.outputs:
             raise self._build_error(f"no output {logits}; outputs: {_format_names(self.outputs)}")
         names = [name for name in self.inputs if name in known_inputs]
-        attention_names = {int(match[1]): name for name in self.outputs if (match := _ATTENTION.fullmatch(name))}
         return DecoderInterface(
             label=self.label,
             layers=len(past),
@@ -150,11 +152,8 @@ class _InterfaceReader:
             all_logits_input=all_logits,
             past_inputs=past,
             present_outputs=present,
-            attention_outputs=(
-                tuple(attention_names[layer] for layer in range(len(past)))
-                if set(range(len(past))) <= set(attention_names)
-                else None
-            ),
+            attention_outputs=self._find_layer_outputs(_ATTENTION, len(past)),
+            query_outputs=self._find_layer_outputs(_QUERIES, len(past)),
             bias_inputs=tuple(bias_names[layer] for layer in range(len(past))) if has_biases else None,
             key_position_inputs=key_positions,
             types={name: self._read_dtype(self.inputs[name]) for name in names},
@@ -197,6 +196,11 @@ class _InterfaceReader:
     def _find_optional_input(self, name: str) -> str | None:
         tensor_name = self._get_tensor_name("inputs", name, name)
         return tensor_name if tensor_name in self.inputs else None
+
+    def _find_layer_outputs(self, pattern: re.Pattern[str], layers: int) -> tuple[str, ...] | None:
+        """Return the names of the outputs of layers 0, 1, ...; None unless every layer has one."""
+        names = {int(match[1]): name for name in self.outputs if (match := pattern.fullmatch(name))}
+        return tuple(names[layer] for layer in range(layers)) if set(range(layers)) <= set(names) else None
 
     def _get_tensor_name(self, group: str, key: str, default: str) -> str:
         name = get_section(self.decoder, group).get(key, default)

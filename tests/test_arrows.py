@@ -18,7 +18,7 @@ FLOORS = (
     ("gates",),
     ("evaluation", "batch"),
     ("lm", "compressor", "analysis", "bench"),
-    ("runtime", "store"),
+    ("runtime", "store", "quantization"),
     ("formats", "reports"),
     ("bundle", "policies"),
     ("linear", "transform"),

@@ -56,6 +56,14 @@ def add_comparison_options(parser: Any) -> None:
         metavar="N",
         help="tokens kept in each layer, or a share of --max-tokens such as 25%%",
     )
+    parser.add_argument(
+        "--quant",
+        action="append",
+        default=[],
+        metavar="SPEC",
+        help="also hold the cache in this lossy codec, alone and with every policy (repeatable): q8_0, q5_1, q5_0, "
+        "q4_1, q4_0, kivi:k=4,v=4,group=64,recent=128; none: policies without one",
+    )
     model_options.add_config_options(parser)
     parser.add_argument(
         "--preset", action="append", default=[], metavar="SPEC", help="NAME[:OPTION=VALUE,...] (repeatable)"
@@ -134,7 +142,7 @@ def build_configurations(arguments: argparse.Namespace) -> list[Configuration]:
     """Combine every policy with every budget, and add those of presets; raise `UsageError` for invalid ones."""
     from ..errors import KvmnnError
     from ..evaluation.presets import expand_preset
-    from ..evaluation.settings import expand_configurations
+    from ..evaluation.settings import combine_codecs, expand_configurations
     from ..policies.specs import parse_ints
 
     defaults = model_options.read_policy_defaults(arguments, arguments.policy)
@@ -142,6 +150,7 @@ def build_configurations(arguments: argparse.Namespace) -> list[Configuration]:
         skip_layers = None if arguments.skip_layers is None else parse_ints(arguments.skip_layers)
         budgets = [budget.resolve(arguments.max_tokens) for budget in arguments.budget]
         all_configurations = expand_configurations(arguments.policy, budgets, skip_layers, defaults)
+        all_configurations = combine_codecs(all_configurations, arguments.quant)
         for spec in arguments.preset:
             all_configurations += expand_preset(spec, skip_layers)
     except (KvmnnError, TypeError) as exc:

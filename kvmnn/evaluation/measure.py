@@ -26,6 +26,7 @@ from ..lm.runner import Runner, RunTimings
 from ..lm.session import DecoderSession
 from ..lm.warm_start import invert_named_transforms, load_layers
 from ..policies.policy import Policy
+from ..quantization import create_codec
 from ..reports.records import (
     MIN_NON_ROUNDING_DISTANCE,
     FrameSizeStats,
@@ -118,6 +119,39 @@ def measure_frame_sizes(layers: Iterable[LayerCache], dtype: FrameType = "fp16",
             frame_bytes += len(frame)
     return FrameSizeStats(
         dtype=name, rounded=is_rounded, full_bytes=full_bytes, kept_bytes=kept_bytes, frame_bytes=frame_bytes
+    )
+
+
+def measure_quantized_sizes(runner: Runner, dtype: FrameType = "fp16", threads: int = 1) -> FrameSizeStats:
+    """Measure a cache in a lossy codec: bytes of its format, entropy-coded as well, and frames of what is not in it."""
+    interface, cache = runner.session.interface, runner.cache
+    num_elements = plain_bytes = coded_bytes = pending_bytes = frame_bytes = 0
+    is_rounded = False
+    itemsize = 2 if dtype == "fp16" else 4
+    for sizes in runner.collect_quantized_sizes():
+        num_elements += sizes.num_elements
+        plain_bytes += sizes.plain_bytes
+        coded_bytes += sizes.coded_bytes
+        if not sizes.pending_rows.size:
+            continue
+        elements, is_part_rounded = _to_elements(sizes.pending_rows, dtype)
+        is_rounded |= is_part_rounded
+        itemsize = elements.itemsize
+        frame = encoder.encode(elements, threads=threads)
+        if not decoder.verify_roundtrip(frame, elements, threads=threads):
+            raise FrameError("the frame of rows that are not quantised yet does not decode to them")
+        pending_bytes += elements.nbytes
+        frame_bytes += len(frame)
+    elements_per_token = 2 * interface.layers * interface.kv_heads * interface.head_dim
+    return FrameSizeStats(
+        dtype="fp16" if itemsize == 2 else "fp32",
+        rounded=is_rounded,
+        full_bytes=cache.num_seen * elements_per_token * itemsize,
+        kept_bytes=plain_bytes + pending_bytes,
+        frame_bytes=coded_bytes + frame_bytes,
+        quantized_elements=num_elements,
+        plain_bytes=plain_bytes,
+        coded_bytes=coded_bytes,
     )
 
 
@@ -293,14 +327,15 @@ class CellMeasurer:
                 max_masked=self.settings.slack,
                 packed=self.settings.packed,
                 lossless=self.settings.runtime_config,
+                codec=None if configuration.codec is None else create_codec(configuration.codec),
                 positions=configuration.positions,
             )
         except MissingDependencyError:
             raise
         except KvmnnError as exc:
-            if not policy.can_evict:
+            if not policy.can_evict and configuration.codec is None:
                 raise
-            raise UnsupportedConfigurationError(f"{configuration.policy}: {exc}") from exc
+            raise UnsupportedConfigurationError(f"{configuration.label}: {exc}") from exc
 
     def measure_score_cell(
         self,
@@ -363,7 +398,9 @@ class CellMeasurer:
             tokens_seen=cache.num_seen,
             process_peak_bytes=peak,
             process_opened_bytes=None if memory_baseline is None else memory_baseline.resident_bytes,
-            frames=measure_frame_sizes(cache.copy_layers(), settings.frame_dtype, settings.threads),
+            frames=measure_quantized_sizes(runner, settings.frame_dtype, settings.threads)
+            if runner.codec is not None
+            else measure_frame_sizes(cache.copy_layers(), settings.frame_dtype, settings.threads),
             h2o=cache.collect_h2o_stats(),
             runtime=runner.collect_runtime_stats(),
             trace=None if recorder is None else recorder.to_time_series(),
@@ -458,7 +495,7 @@ class CellMeasurer:
 
     def _open_stored_scores(self, runner: Runner) -> StoredScores | None:
         """Return the scores in the prefix store; None without one, or if the policy cannot continue from a prefix."""
-        if self.settings.prefix_store is None or not can_use_store(runner):
+        if self.settings.prefix_store is None or runner.codec is not None or not can_use_store(runner):
             return None
         if self._prefixes is None:
             settings = self.settings

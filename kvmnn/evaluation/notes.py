@@ -30,6 +30,13 @@ def build_notes(
             "Layers hold unequal numbers of tokens (tokens kept: the least and the most): "
             f"{'; '.join(unequal_labels)}. They hold more than rows of the same budget that cut every layer."
         )
+    if any(row.codec is not None for row in rows):
+        yield (
+            "Codecs: K and V are quantised once, after the step that attended them and after the cut; the model then "
+            "reads what a decoder would. Bytes/token and LOSSY ratio are of the format (rows that are not quantised "
+            "yet as fp16), LOSSLESS ratio is those over the entropy-coded bytes (zstd; frames), decoded and compared; "
+            "cache mean and peak are of the dequantised numbers that are held here."
+        )
     yield from _describe_few_documents(rows)
     if settings.runtime_config is not None:
         runs = ((row.label, text.runtime) for row in rows for text in row.documents if text.runtime is not None)
@@ -147,7 +154,11 @@ def _describe_no_eviction(
         (row.label, f"nothing was evicted: {_explain_no_eviction(row, first_step_tokens, max_tokens)}.")
         for row in rows
         if row.policy != FULL_POLICY
-        and (row.kind == LOSSLESS if row.initial_cache is None else row.tokens_kept == start_tokens_kept)
+        and (
+            (row.kind == LOSSLESS or (row.codec is not None and not row.evicted))
+            if row.initial_cache is None
+            else row.tokens_kept == start_tokens_kept
+        )
     )
 
 
@@ -171,7 +182,7 @@ def _describe_late_eviction(
 ) -> Iterator[str]:
     """Name the rows that evicted only after all tokens were scored, so that their quality is that of the full cache."""
     steps = [_count_step_tokens(document, settings) for document in documents]
-    evicting_rows = [row for row in rows if row.kind == LOSSY and row.policy != FULL_POLICY]
+    evicting_rows = [row for row in rows if row.kind == LOSSY and row.policy != FULL_POLICY and row.codec is None]
     late_labels = [
         row.label
         for row in evicting_rows

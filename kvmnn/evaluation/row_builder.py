@@ -9,7 +9,14 @@ from dataclasses import dataclass, replace
 from .._util.text import LOSSLESS, LOSSY
 from ..lm.documents import Document
 from ..policies.h2o.planner import merge_stats
-from ..reports.records import DocumentRow, FullCacheDifference, ProjectStats, ResultRow, merge_runtime_stats
+from ..reports.records import (
+    DocumentRow,
+    FrameSizeStats,
+    FullCacheDifference,
+    ProjectStats,
+    ResultRow,
+    merge_runtime_stats,
+)
 from .divergence import summarize_divergence
 from .records import LossSums, ProjectCell, RefusedCell, ScoreCell, TimingCell
 from .scoring import CONFIDENCE_LEVEL, compute_paired_interval, compute_perplexity, summarize
@@ -53,9 +60,12 @@ def build_row(
         budget=options.get("budget"),
         keep_ratio=options.get("keep_ratio"),
         preset=configuration.preset,
+        codec=configuration.codec,
         positions=configuration.positions,
         kind=LOSSY
-        if any(_has_evicted(cell) for cell in cells) or (start and not _is_bit_exact(full_cells))
+        if any(_has_evicted(cell) for cell in cells)
+        or configuration.codec is not None
+        or (start and not _is_bit_exact(full_cells))
         else LOSSLESS,
         tokens=quality.tokens,
         nll=quality.nll,
@@ -64,7 +74,7 @@ def build_row(
         bits_per_byte=_compute_bits_per_byte(total_sums.nll, sum(document.nbytes for document in documents)),
         deep=summarize(tail_sums, settings.deep_from),
         versus_full=_compute_difference(cells, full_cells, settings.seed)
-        if configuration.policy != FULL_POLICY or start
+        if configuration.policy != FULL_POLICY or configuration.codec is not None or start
         else None,
         divergence=summarize_divergence([cell.divergence for cell in cells]),
         deep_divergence=summarize_divergence([cell.divergence for cell in cells], deep=True),
@@ -93,6 +103,8 @@ def build_row(
         frame_bytes=frame_bytes,
         bytes_per_token=kept_bytes / sum(cell.tokens_seen for cell in cells),
         frame_bytes_per_token=frame_bytes / sum(cell.tokens_seen for cell in cells),
+        quantized_bits=_compute_bits(frames, [frame.plain_bytes for frame in frames]),
+        coded_bits=_compute_bits(frames, [frame.coded_bytes for frame in frames]),
         h2o=merge_stats(cell.h2o for cell in cells if cell.h2o is not None),
         runtime=merge_runtime_stats(cell.runtime for cell in cells if cell.runtime is not None),
         initial_cache=start,
@@ -225,6 +237,12 @@ def _sum_losses(sums: Sequence[LossSums]) -> LossSums:
 
 def _compute_bits_per_byte(nll: float, nbytes: int) -> float | None:
     return nll / math.log(2) / nbytes if nbytes else None
+
+
+def _compute_bits(frames: Sequence[FrameSizeStats], sizes: Sequence[int]) -> float | None:
+    """Compute the bits of a quantised number; None if nothing was quantised."""
+    num_elements = sum(frame.quantized_elements for frame in frames)
+    return 8 * sum(sizes) / num_elements if num_elements else None
 
 
 def _has_evicted(cell: ScoreCell) -> bool:

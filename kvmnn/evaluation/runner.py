@@ -43,7 +43,14 @@ from .records import CellKind, RefusedCell, TimingCell, read_cell
 from .result import BootstrapInfo, EvaluationResult, EvaluationSettingsInfo
 from .row_builder import ConfigurationCells, build_row
 from .scoring import CONFIDENCE_LEVEL, NUM_RESAMPLES
-from .settings import FULL_POLICY, Configuration, EvaluationSettings, PolicyLike, resolve_configurations
+from .settings import (
+    FULL_POLICY,
+    Configuration,
+    EvaluationSettings,
+    PolicyLike,
+    combine_codecs,
+    resolve_configurations,
+)
 from .timing import MAX_DECODED_TOKENS, PROMPT_CHUNK_TOKENS
 from .workers import EvaluationTask, MissingCell, run_tasks
 
@@ -390,8 +397,8 @@ class EvaluationRun:
         ]
         if labels:
             yield (
-                f"Computed from the beginning, store or not: {'; '.join(labels)}: these rank tokens by attention, or "
-                "cut before tokens are attended."
+                f"Computed from the beginning, store or not: {'; '.join(labels)}: these rank tokens by attention, "
+                "cut before tokens are attended, or quantise the cache."
             )
         if any(
             cell.divergence is None
@@ -450,6 +457,7 @@ def evaluate(
     policies: PolicyLike | Sequence[PolicyLike] = (),
     budgets: int | str | Sequence[int | str] = (),
     *,
+    codecs: str | Sequence[str] = (),
     settings: EvaluationSettings | None = None,
     tokenizer: PathLike | None = None,
     text_options: TextOptions | None = None,
@@ -478,6 +486,9 @@ def evaluate(
         cache alone.
     budgets
         Tokens kept in each layer, or shares of the tokens scored such as ``"25%"``, for specs.
+    codecs
+        Lossy codecs that hold the cache, such as ``"q8_0"`` (`kvmnn.quantization`): rows of each alone and with every
+        policy; ``"none"`` for the policies without any.
     settings
         Settings of the measurement.
     tokenizer
@@ -516,7 +527,7 @@ def evaluate(
     settings = settings or EvaluationSettings()
     if token_ids is not None and (initial_source is None or isinstance(initial_source, InitialCache)):
         raise OptionError("token_ids are those of a start that is read: expected a start that is a cache")
-    policy_configurations = resolve_configurations(policies, budgets, settings.tokens)
+    policy_configurations = combine_codecs(resolve_configurations(policies, budgets, settings.tokens), codecs)
     configurations = [
         Configuration(FULL_POLICY),
         *(entry for entry in policy_configurations if (entry.label, entry.policy) != (FULL_POLICY, FULL_POLICY)),

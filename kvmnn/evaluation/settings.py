@@ -13,6 +13,7 @@ from ..files.schema import Record
 from ..policies.policy import Budget, FullCache, Policy
 from ..policies.registry import LabelledPolicy, convert_options_to_json, format_label, get_policy_class
 from ..policies.specs import accepts_option, build_policy, expand_spec, split_spec
+from ..quantization import create_codec
 from ..runtime import RuntimeConfig
 from .records import CellKind
 
@@ -53,6 +54,8 @@ class Configuration(Record):
     positions: Literal["true", "stored"] = "true"
     #: Whether it continues from the initial cache of the evaluation: K and V that were computed elsewhere.
     uses_initial_cache: bool = field(default=False, metadata={"key": "begun"})
+    #: Spec of the lossy codec that holds the cache, with the options that differ from their defaults.
+    codec: str | None = field(default=None, metadata={"omit": True})
 
     def create_policy(self, seed: Sequence[int] = (0,)) -> Policy:
         """Create the policy; one that draws at random gets a generator of this seed."""
@@ -65,12 +68,14 @@ class Configuration(Record):
     @property
     def is_baseline(self) -> bool:
         """Return whether this is the full cache as the model computes it."""
-        return self.policy == FULL_POLICY and self.positions == "true" and not self.uses_initial_cache
+        is_plain = self.codec is None and self.positions == "true"
+        return self.policy == FULL_POLICY and is_plain and not self.uses_initial_cache
 
     @property
     def identity(self) -> dict[str, Any]:
         """What the results depend on, as JSON values: all options, defaults included, without the label."""
         identity = {"policy": self.policy, "options": self.list_options(), "positions": self.positions}
+        identity |= {} if self.codec is None else {"codec": self.codec}
         return identity | ({"begun": True} if self.uses_initial_cache else {})
 
     @classmethod
@@ -156,6 +161,37 @@ def resolve_configurations(
         else:
             resolved.append(entry)
     return resolved
+
+
+def combine_codecs(configurations: Sequence[Configuration], codecs: str | Sequence[str]) -> list[Configuration]:
+    """Combine the full cache and all configurations that are not of a preset with every codec, in its order.
+
+    Parameters
+    ----------
+    codecs
+        Specs as `kvmnn.quantization.create_codec` takes them, ``"none"`` for the cache as it is; without any, the
+        configurations stay as they are.
+
+    Raises
+    ------
+    KvmnnError
+        For codecs and options that do not exist, and values that a codec refuses.
+    """
+    specs = [codecs] if isinstance(codecs, str) else codecs
+    plain_configurations = [entry for entry in configurations if entry.preset is None]
+    preset_configurations = [entry for entry in configurations if entry.preset is not None]
+    combined = []
+    for codec in [create_codec(spec) for spec in specs] or [None]:
+        if codec is None:
+            combined += plain_configurations
+            continue
+        combined.append(Configuration(codec.spec, codec=codec.spec))
+        combined += [
+            replace(entry, label=f"{entry.label} + {codec.spec}", codec=codec.spec)
+            for entry in plain_configurations
+            if not entry.is_baseline
+        ]
+    return combined + preset_configurations
 
 
 def build_configuration(policy: str, options: Mapping[str, Any], **fields_by_name: Any) -> Configuration:

@@ -17,6 +17,7 @@ from ..errors import KvmnnError
 from ..policies.h2o_blocks import H2OEngine
 from ..policies.policy import FullCache, Policy, Trigger
 from ..policies.scored import ScoredPolicy
+from ..quantization import CacheCodec
 from ..reports.records import RuntimeStats
 from ..runtime import RuntimeConfig
 from ..runtime.metrics import RuntimeMetrics
@@ -24,6 +25,7 @@ from .cache import ModelCache, PlannedEviction
 from .kv_store import KVStore, LosslessStore, PackedStore, PlainStore
 from .onnx.decoder import StepResult
 from .onnx.onnx_session import CPU_PROVIDERS
+from .quantized_store import QuantizedPartSizes, QuantizedStore, check_codec
 from .session import DecoderSession
 from .tokenizer import Tokenizer
 
@@ -60,6 +62,9 @@ class Runner:
         every step, with the same results.
     lossless
         Store K and V in a lossless runtime of these options (`kvmnn.lm.kv_store`), with the same results.
+    codec
+        Replace K and V by what this lossy codec makes of them, after the step that attended them and after the cut.
+        Evicted tokens are then cut at once.
     positions
         ``"true"``: every token has its position in the text. ``"stored"`` uses the position in the cut cache of layer
         0 instead, a common mistake; it is here to show its price.
@@ -96,6 +101,7 @@ class Runner:
         max_masked: int | None = None,
         packed: str | None = None,
         lossless: RuntimeConfig | None = None,
+        codec: CacheCodec | None = None,
         positions: Literal["true", "stored"] = "true",
     ) -> None:
         policy = policy or FullCache()
@@ -122,8 +128,11 @@ class Runner:
         self.session = session
         self.policy = policy
         self._max_masked = max_masked
-        if packed is not None and lossless is not None:
-            raise KvmnnError("a cache is held packed or in the lossless runtime: expected one of the two")
+        if (packed is not None) + (lossless is not None) + (codec is not None) > 1:
+            raise KvmnnError("a cache is held packed or in the lossless runtime or by a codec: expected one of these")
+        if codec is not None:
+            check_codec(codec, is_per_head=policy.is_per_head and session.interface.kv_heads > 1)
+        self.codec = codec
         self._packed = packed
         self._lossless = lossless
         self._positions = positions
@@ -141,6 +150,8 @@ class Runner:
             self._kv_store = LosslessStore(interface, self._lossless, per_head=self.policy.is_per_head)
         elif self._packed is not None:
             self._kv_store = PackedStore(interface, self._packed, per_head=self.policy.is_per_head)
+        elif self.codec is not None:
+            self._kv_store = QuantizedStore(session.create_empty_past(), interface, self.codec)
         else:
             self._kv_store = PlainStore(session.create_empty_past())
         planned_eviction = None
@@ -153,7 +164,7 @@ class Runner:
             kv_heads=interface.kv_heads,
             query_heads=session.query_heads or interface.kv_heads,
             policy=self.policy,
-            max_masked=self._max_masked if takes_bias else 0,
+            max_masked=self._max_masked if takes_bias and self.codec is None else 0,
             takes_bias=takes_bias,
             planned_eviction=planned_eviction,
             parameters=self._parameters,
@@ -168,6 +179,17 @@ class Runner:
             return None
         self.cache.compact_all()
         return self._kv_store.to_stats()
+
+    def collect_quantized_sizes(self) -> list[QuantizedPartSizes]:
+        """Compact the cache and measure what its codec stores, for K and V of every layer; nothing without a codec."""
+        if not isinstance(self._kv_store, QuantizedStore):
+            return []
+        self.cache.compact_all()
+        return list(self._kv_store.measure_sizes())
+
+    def _quantize_due(self) -> None:
+        if isinstance(self._kv_store, QuantizedStore):
+            self._kv_store.quantize_due(self.cache.get_positions)
 
     def collect_runtime_metrics(self) -> RuntimeMetrics | None:
         """Return all metrics of the lossless runtime, percentiles included; None without one."""
@@ -203,6 +225,7 @@ class Runner:
             self.session.check_unequal_lengths()
         self._is_consistent = False
         self.cache.load_initial(layers)
+        self._quantize_due()
         self._is_consistent = True
 
     def replay_step(self, layers: Sequence[LayerCache], num_new: int, *, end_chunk: bool = False) -> None:
@@ -299,6 +322,7 @@ class Runner:
         cache.end_step(step)
         if end_chunk:
             cache.end_chunk()
+        self._quantize_due()
         timings.policy_seconds += perf_counter() - start_time
         timings.model_seconds += step.seconds
         timings.num_tokens += len(tokens)

@@ -176,6 +176,11 @@ class FrameSizeStats(Record):
     kept_bytes: int
     #: Bytes of the frames of these, each decoded and compared.
     frame_bytes: int
+    #: Of a cache in a lossy codec: numbers that are quantised (others are frames), their bytes in the format, and those
+    #: after lossless entropy coding.
+    quantized_elements: int = field(default=0, metadata={"omit": True})
+    plain_bytes: int = field(default=0, metadata={"omit": True})
+    coded_bytes: int = field(default=0, metadata={"omit": True})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,8 +265,10 @@ class ResultRow(Record):
     budget: int | None = None
     keep_ratio: float | None = None
     preset: str | None = None
+    #: Spec of the lossy codec that holds the cache, if there is one (`kvmnn.quantization`).
+    codec: str | None = field(default=None, metadata={"omit": True})
     positions: Literal["true", "stored"] = "true"
-    #: ``"LOSSLESS"`` if nothing was evicted, else ``"LOSSY"``.
+    #: ``"LOSSLESS"`` if nothing was evicted or quantised, else ``"LOSSY"``.
     kind: str | None = None
     #: See `QualityStats`; `deep` is over the tokens from position ``settings.deep_from`` on.
     tokens: int | None = None
@@ -307,6 +314,9 @@ class ResultRow(Record):
     #: Kept bytes, and those of their frames, over the tokens of the texts.
     bytes_per_token: float | None = None
     frame_bytes_per_token: float | None = None
+    #: Bits of a number that the codec quantised: in its format, and after lossless entropy coding.
+    quantized_bits: float | None = field(default=None, metadata={"omit": True})
+    coded_bits: float | None = field(default=None, metadata={"omit": True})
     #: By the definitions of the preset's project (JSON: ``as_seed``).
     project_stats: ProjectStats | None = field(default=None, metadata={"key": "as_seed"})
     #: Statistics of the engine's planner, if it is the policy: counts of all documents, ratios of the last one.
@@ -323,7 +333,7 @@ class ResultRow(Record):
     @property
     def is_full(self) -> bool:
         """Return whether this is the full cache and all of it was computed by the model."""
-        return self.policy == FullCache.name and self.initial_cache is None
+        return self.policy == FullCache.name and self.initial_cache is None and self.codec is None
 
     @property
     def has_no_eviction(self) -> bool:

@@ -149,6 +149,8 @@ COLUMNS = (
     _make_number_column("cache mean (MiB)", lambda row: row.cache_bytes_mean, ".3f", 3, 1 / _BYTES_PER_MIB),
     _make_number_column("cache peak (MiB)", lambda row: row.cache_bytes_peak, ".3f", 7, 1 / _BYTES_PER_MIB),
     _make_number_column("process peak (MiB)", lambda row: row.process_peak_bytes, ".0f", 21, 1 / _BYTES_PER_MIB),
+    _make_number_column("bits", lambda row: row.quantized_bits, ".3f", 3),
+    _make_number_column("coded bits", lambda row: row.coded_bits, ".3f", 7),
     _make_number_column("bytes/token", lambda row: row.bytes_per_token, ",.0f", 4),
     _make_number_column("LOSSY ratio", lambda row: row.lossy_ratio, ".3f", 1),
     _make_number_column("LOSSLESS ratio", lambda row: row.lossless_ratio, ".4f", 16),

@@ -12,6 +12,7 @@ from .console import UsageError
 
 if TYPE_CHECKING:
     from ..evaluation import Configuration, EvaluationSettings, TextOptions
+    from ..evaluation.task_result import TaskOptions
     from ..lm.warm_start import InitialCache
     from ..policies.policy import Budget
     from ..reports.plots import PlotOptions
@@ -129,6 +130,12 @@ def add_setting_options(parser: Any) -> None:
         help="element type of the frames: rounded to fp16 as in engines, or an fp32 cache unchanged (default: fp16)",
     )
     add("--store", metavar="STORE", help="read prefixes of texts that were scored before from this prefix store")
+    add(
+        "--tasks",
+        metavar="SPEC",
+        help="also ask questions about contexts made of the texts: all, or copy,retrieval,classification,completion; "
+        "items=24,tokens=512 among them",
+    )
     add("--repeats", type=parse_positive, metavar="N", help="runs of the timed generation (default: 3)")
     add("--no-timing", action="store_true", help="do not measure TTFT, TPOT and attention time")
     add(
@@ -158,6 +165,17 @@ def build_configurations(arguments: argparse.Namespace) -> list[Configuration]:
     if skip_layers is not None and not _has_skip_layers(arguments):
         raise UsageError("--skip-layers has no effect here: no policy and no preset of this run has skip_layers")
     return all_configurations
+
+
+def build_task_options(arguments: argparse.Namespace) -> TaskOptions | None:
+    """Build the tasks of ``--tasks``, None without; raise `UsageError` for invalid ones."""
+    from ..errors import OptionError
+    from ..evaluation.task_result import TaskOptions
+
+    try:
+        return None if arguments.tasks is None else TaskOptions.parse(arguments.tasks)
+    except OptionError as error:
+        raise UsageError(f"--tasks: {error}") from None
 
 
 def _has_skip_layers(arguments: argparse.Namespace) -> bool:

@@ -10,6 +10,8 @@ from .presets import expand_preset
 from .result import EvaluationResult, PlotResult, plot_results, read_results
 from .runner import EvaluationProgress, evaluate
 from .settings import Configuration, EvaluationSettings, expand_configurations
+from .task_result import TaskEvaluation, TaskOptions
+from .tasks import evaluate_tasks
 
 __all__ = [
     "Configuration",
@@ -18,8 +20,11 @@ __all__ = [
     "EvaluationResult",
     "EvaluationSettings",
     "PlotResult",
+    "TaskEvaluation",
+    "TaskOptions",
     "TextOptions",
     "evaluate",
+    "evaluate_tasks",
     "expand_configurations",
     "expand_preset",
     "plot_results",

@@ -18,6 +18,7 @@ from ..reports.plots import DEFAULT_PLOT_OPTIONS, PlotOptions
 from ..reports.records import DocumentInfo, DocumentTrace, EvaluatedModelInfo, InitialCacheInfo, Refusal, ResultRow
 from ..reports.tables import choose_format
 from .settings import EvaluationSettings
+from .task_result import TaskEvaluation
 
 ResultFormat = Literal["markdown", "csv", "json", "latex"]
 
@@ -92,13 +93,16 @@ class EvaluationResult(Record):
     notes: tuple[str, ...] = ()
     refused: tuple[Refusal, ...] = ()
     start: InitialCacheInfo | None = field(default=None, metadata={"omit": True})
+    #: Accuracy of tasks under the same configurations, if they were measured.
+    tasks: TaskEvaluation | None = field(default=None, metadata={"omit": True})
 
     def __str__(self) -> str:
-        return tables.format_terminal(self, shutil.get_terminal_size((100, 24)).columns).rstrip("\n")
+        return self.format_table(shutil.get_terminal_size((100, 24)).columns).rstrip("\n")
 
     def format_table(self, width: int | None = None) -> str:
         """Format the tables and notes: aligned for `width` columns, or as Markdown with all columns."""
-        return tables.format_markdown(self) if width is None else tables.format_terminal(self, width)
+        text = tables.format_markdown(self) if width is None else tables.format_terminal(self, width)
+        return text if self.tasks is None else f"{text.rstrip()}\n\n{self.tasks.format_table(width)}\n"
 
     def to_csv(self) -> str:
         """Format every number as CSV: a line for each row, followed by one for each of its documents."""
@@ -110,7 +114,7 @@ class EvaluationResult(Record):
             return json.dumps(self.to_dict()) + "\n"
         if result_format == "latex":
             return tables.format_latex(self)
-        return tables.format_csv(self) if result_format == "csv" else tables.format_markdown(self)
+        return tables.format_csv(self) if result_format == "csv" else self.format_table()
 
     def plot(
         self,

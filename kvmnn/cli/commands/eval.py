@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from .. import console, eval_options, shared_options, streams
 from ..console import UsageError
 
 if TYPE_CHECKING:
-    from ...evaluation import EvaluationResult
+    from ...evaluation import EvaluationResult, EvaluationSettings, TextOptions
 
 _DESCRIPTION = """\
 Run a language model over texts with its KV cache cut by every policy and budget, and compare with the full cache:
@@ -58,6 +59,7 @@ def add_parser(subparsers: Any) -> None:
             "kvmnn eval model/ --text texts/ --policy streaming --policy h2o_decayed --budget 256 512 --jobs 2",
             "kvmnn eval model/ --text a.txt --preset streaming-h2o --plot plots/ --resume cells.jsonl",
             "kvmnn eval model/ --text chat.txt --initial-cache chat.session",
+            "kvmnn eval model/ --text a.txt b.txt --policy streaming --budget 25% --chunk 64 --tasks all,items=40",
             "kvmnn eval model/ --text a.txt b.txt --budget 512 --policy l2_fixed:recent_ratio=0.5,strategy=keep_high",
         ),
         shown="--text --samples --policy --budget --preset --skip-layers --lossless --max-tokens --chunk "
@@ -82,6 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     _check_options(arguments)
     configurations, settings = eval_options.build_configurations(arguments), eval_options.build_settings(arguments)
     texts = eval_options.build_text_options(arguments)
+    eval_options.build_task_options(arguments)
     from ...evaluation import evaluate
 
     with ExitStack() as stack:
@@ -100,10 +103,37 @@ def run(arguments: argparse.Namespace) -> int:
                 progress=progress,
                 initial_source=start,
             )
+        result = _add_tasks(arguments, result, settings, texts)
         _print_notes(arguments, result)
         write(result)
     _print_result(arguments, result)
     return 1 if result.refused else 0
+
+
+def _add_tasks(
+    arguments: argparse.Namespace, result: EvaluationResult, settings: EvaluationSettings, texts: TextOptions
+) -> EvaluationResult:
+    """Add the tasks of ``--tasks``, whose shares of budgets are of a context."""
+    options = eval_options.build_task_options(arguments)
+    if options is None:
+        return result
+    from ...evaluation.tasks import evaluate_tasks
+
+    context_arguments = argparse.Namespace(**vars(arguments) | {"max_tokens": options.tokens})
+    with EvaluationProgressDisplay(arguments) as progress:
+        tasks = evaluate_tasks(
+            arguments.model,
+            arguments.text,
+            eval_options.build_configurations(context_arguments),
+            tasks=options,
+            settings=settings,
+            tokenizer=arguments.tokenizer,
+            text_options=texts,
+            store=arguments.resume,
+            progress=progress,
+        )
+    refused = dict.fromkeys([*result.refused, *tasks.refused])
+    return replace(result, tasks=tasks, refused=tuple(refused))
 
 
 def _check_options(arguments: argparse.Namespace) -> None:
@@ -121,6 +151,7 @@ def _check_options(arguments: argparse.Namespace) -> None:
     ineffective_options = [
         ("--plot-format", arguments.plot_format is not None and arguments.plot is None, "expected --plot DIR with it"),
         ("--no-titles", arguments.no_titles and arguments.plot is None, "expected --plot DIR with it"),
+        ("--tasks", arguments.tasks is not None and arguments.start is not None, "a saved cache has its own text"),
         ("--repeats", arguments.repeats is not None and arguments.no_timing, "--no-timing measures no time"),
         (
             "--no-project-definitions",

@@ -62,6 +62,7 @@ NATIVE = {
     "kvmnn.analysis._stream_meter": ["token_predictors.c"],
     "kvmnn.packed._layout": ["layout_kernels.c", "quantize.c"],
     "kvmnn.policies._norms": ["norms.c"],
+    "kvmnn.transform._codec": ["transform.c"],
 }
 """C files of a module, in the folder of its .pyx."""
 HEADERS = list(ROOT.glob("kvmnn/*.h"))

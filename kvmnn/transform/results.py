@@ -1,0 +1,106 @@
+"""Results of transform streams: what they say of themselves, and what was lost."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from .._util.text import LOSSY
+from ..arrays.layer_cache import LayerCache
+from ..dtypes import Elements
+from ..files.schema import Record
+from ..profiles.geometry import to_float_heads
+from .header import TransformHeader
+
+
+@dataclass(frozen=True, kw_only=True)
+class SideErrors(Record):
+    """Errors of K or V of one layer, in its elements."""
+
+    #: The largest absolute error.
+    largest: float
+    #: Root mean square of the errors over that of the elements.
+    relative: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformInfo(Record):
+    """What the header of a transform stream says."""
+
+    layer: int
+    dtype: str
+    tokens: int
+    #: Tokens that are stored exactly.
+    exact_tokens: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    below: int
+    has_attention_steps: bool
+    #: Key of the profile, in hexadecimal.
+    profile: str
+    raw_bytes: int
+    stream_bytes: int
+    #: Loss of this layer in nats as predicted when it was encoded; None where the profile has no sensitivities.
+    predicted_kl: float | None
+    label: str = LOSSY
+
+    @property
+    def ratio(self) -> float:
+        """Return raw bytes for each byte of the stream."""
+        return self.raw_bytes / self.stream_bytes
+
+    @classmethod
+    def from_header(cls, header: TransformHeader, stream_bytes: int, exact_tokens: int) -> TransformInfo:
+        """Return the information of a header."""
+        return cls(
+            layer=header.layer,
+            dtype=header.dtype.name,
+            tokens=header.tokens,
+            exact_tokens=exact_tokens,
+            kv_heads=header.kv_heads,
+            head_dim=header.head_dim,
+            value_dim=header.value_dim,
+            below=header.below,
+            has_attention_steps=header.has_exponents,
+            profile=header.profile_key.hex(),
+            raw_bytes=header.raw_bytes,
+            stream_bytes=stream_bytes,
+            predicted_kl=None if math.isnan(header.kl) else header.kl,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformLayerResult(Record):
+    """A stream and what it lost."""
+
+    info: TransformInfo
+    key_errors: SideErrors
+    value_errors: SideErrors
+
+    @classmethod
+    def from_stream(
+        cls, header: TransformHeader, stream_bytes: int, exact_tokens: int, errors: tuple[SideErrors, SideErrors]
+    ) -> TransformLayerResult:
+        """Return the result of a stream."""
+        info = TransformInfo.from_header(header, stream_bytes, exact_tokens)
+        return cls(info=info, key_errors=errors[0], value_errors=errors[1])
+
+
+def measure_errors(original: LayerCache, decoded: LayerCache) -> tuple[SideErrors, SideErrors]:
+    """Compare K and V of a layer with what was decoded, elements that are not finite left out."""
+    return _measure(original.keys, decoded.keys), _measure(original.values, decoded.values)
+
+
+def _measure(original: Elements, decoded: Elements) -> SideErrors:
+    exact, approximate = to_float_heads(original), to_float_heads(decoded)
+    is_finite = np.isfinite(exact)
+    exact, approximate = np.where(is_finite, exact, 0), np.where(is_finite, approximate, 0)
+    errors = np.abs(exact - approximate)
+    power = float(np.mean(exact**2))
+    return SideErrors(
+        largest=float(errors.max(initial=0)),
+        relative=math.sqrt(float(np.mean(errors**2)) / power) if power else 0.0,
+    )

@@ -1,0 +1,133 @@
+"""Rows of transform streams in both directions: regressors of decoded layers, and words of coefficients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from ..arrays.layer_cache import LayerCache
+from ..dtypes import DType, Elements, Part, Positions, infer_dtype
+from ..errors import KvmnnError
+from ..profiles.geometry import LayerGeometry
+from . import _codec
+from .header import DTYPES
+from .profile_tables import ProfileTables, SideTables
+
+Coefficients = npt.NDArray[np.int16]
+Rows = npt.NDArray[np.float32]
+
+EXPONENT_FACTORS = np.array([1.0, 2.0**0.25, 2.0**0.5, 2.0**0.75], np.float32)
+"""Factors of a token's step by the lower two bits of its exponent."""
+
+
+def check_lower_layers(layer: int, below: int, lower: Sequence[LayerCache], own: LayerCache | None) -> None:
+    """Raise `KvmnnError` unless `lower` begins with the decoded layers that this one needs, from l - 1 down."""
+    for distance in range(1, min(below, layer) + 1):
+        if len(lower) < distance or lower[distance - 1].layer != layer - distance:
+            raise KvmnnError(f"layer {layer}: needs layer {layer - distance}, decoded, as number {distance} of the lower ones")
+        if own is not None and not np.array_equal(lower[distance - 1].positions, own.positions):
+            raise KvmnnError(f"layer {layer}: layer {layer - distance} holds other tokens: expected the same, or below=0")
+
+
+def create_rotation(geometry: LayerGeometry, part: Part) -> _codec.Rotation:
+    """Return the rotation of a side: none of V."""
+    rope = geometry.rope if part == "key" else None
+    return _codec.Rotation(None if rope is None else rope.rotation)
+
+
+def get_words(elements: Elements) -> npt.NDArray[np.uint8]:
+    """Return the bytes of K or V, ``[head, token, dim]``."""
+    return np.ascontiguousarray(elements).view(np.uint8).reshape(-1)
+
+
+def load_rows(elements: Elements, positions: Positions, geometry: LayerGeometry, part: Part) -> Rows:
+    """Return K, turned back, or V as binary32 rows ``[token, n]``; words that dense streams do not rotate are 0."""
+    heads, tokens, dim = elements.shape
+    rows = np.empty((tokens, heads * dim), np.float32)
+    number = DTYPES.index(infer_dtype(elements))
+    _codec.load_rows(get_words(elements), number, heads, dim, create_rotation(geometry, part), positions, rows)
+    return rows
+
+
+class Regressors:
+    """Normalised rows of decoded sides; each side is loaded once."""
+
+    def __init__(self, tables: ProfileTables, lower: Sequence[LayerCache]) -> None:
+        self._tables = tables
+        self._caches = {cache.layer: cache for cache in lower}
+        self._normalized: dict[tuple[int, Part], Coefficients] = {}
+
+    def add(self, layer: int, part: Part, elements: Elements, positions: Positions) -> None:
+        """Add a side."""
+        rows = load_rows(elements, positions, self._tables.layers[layer], part)
+        mean, reciprocal = self._tables.get_normalization(layer, part)
+        normalized = np.empty(rows.shape, np.int16)
+        _codec.normalize_rows(rows, mean, reciprocal, normalized, 0)
+        self._normalized[layer, part] = normalized
+
+    def predict(self, side: SideTables, tokens: int) -> npt.NDArray[np.int32] | None:
+        """Return the sums that predict a side, int32 ``[token, column]``; None for one without regressors."""
+        if side.weights is None:
+            return None
+        inputs = np.zeros((tokens, 2 * len(side.weights)), np.int16)
+        column = 0
+        for layer, part in side.regressors:
+            if (layer, part) not in self._normalized:
+                cache = self._caches[layer]
+                elements = cache.keys if part == "key" else cache.values
+                self.add(layer, part, elements, cache.positions)
+            normalized = self._normalized[layer, part]
+            inputs[:, column : column + normalized.shape[1]] = normalized
+            column += normalized.shape[1]
+        sums = np.empty((tokens, side.weights.shape[1]), np.int32)
+        _codec.multiply(inputs, side.weights, sums)
+        return sums
+
+
+def compute_token_steps(side: SideTables, step: float, exponents: npt.NDArray[np.int8] | None, tokens: int) -> Rows:
+    """Return the factor from sums to elements of each token, float32 ``[token]``."""
+    factor = np.float32(step) * side.unit
+    if exponents is None:
+        return np.full(tokens, factor, np.float32)
+    wide = exponents.astype(np.int32)
+    scale = np.ldexp(EXPONENT_FACTORS[wide & 3], wide >> 2).astype(np.float32)
+    return np.asarray(scale * factor, np.float32)
+
+
+def reconstruct(
+    side: SideTables,
+    coefficients: Coefficients,
+    prediction: npt.NDArray[np.int32] | None,
+    steps: Rows,
+    dtype: DType,
+    rotation: _codec.Rotation,
+    positions: Positions,
+) -> Elements:
+    """Return the words of coefficients ``[token x n + 1]``, as ``[head, token, dim]``."""
+    tokens = len(positions)
+    words = np.empty((side.kv_heads, tokens, side.dim), dtype.numpy_dtype)
+    _codec.reconstruct(
+        coefficients,
+        side.blocks,
+        side.basis,
+        side.diagonal,
+        side.mean,
+        prediction,
+        side.gain,
+        steps,
+        DTYPES.index(dtype),
+        side.kv_heads,
+        side.dim,
+        rotation,
+        positions,
+        words.view(np.uint8).reshape(-1),
+    )
+    return words
+
+
+def allocate_coefficients(tokens: int, elements: int) -> Coefficients:
+    """Return zeroed coefficients and the one more that the compiled code may read."""
+    return np.zeros(tokens * elements + 1, np.int16)
+

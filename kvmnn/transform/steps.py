@@ -1,0 +1,178 @@
+"""Steps of transform streams: from a loss in nats, a ratio or bits an element to a step for each layer and side."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from .._util.validation import validate_int
+from ..dtypes import PARTS
+from ..errors import KvmnnError
+from . import _codec
+from .profile_tables import ProfileTables
+from .tables import LEVELS_PER_DOUBLING
+
+LOSS_FACTORS = (0.95, 0.75, 0.65)
+"""Measured loss over the sum of what each layer and side loses alone, by layers below. Layers
+that are predicted from decoded ones undo a part of what was lost below them."""
+ATTENTION_LOSS_FACTOR = 0.6
+"""Measured loss with steps by attention over that without, at the same steps of all tokens."""
+_MAX_SHIFT = 10
+_SEARCH_STEPS = 40
+_BITS_OF_WORD = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformOptions:
+    """What a transform stream may lose, and what it keeps exactly.
+
+    Parameters
+    ----------
+    kl
+        Loss of the whole cache in nats: mean Kullback-Leibler divergence of the next token's distribution. At most one
+        of `kl`, `ratio` and `bits` is given; 0.002 nats by default.
+    ratio
+        Bytes of fp16 for each byte, about.
+    bits
+        Bits an element, about.
+    below
+        Lower layers that a layer is predicted from, 0 to 2; by default as many as the profile has tables for.
+    first, recent
+        Tokens at the beginning and at the end that are stored exactly.
+    """
+
+    kl: float | None = None
+    ratio: float | None = None
+    bits: float | None = None
+    below: int | None = None
+    first: int = 4
+    recent: int = 0
+
+    def __post_init__(self) -> None:
+        if sum(value is not None for value in (self.kl, self.ratio, self.bits)) > 1:
+            raise KvmnnError("kl, ratio and bits: expected one of them")
+        limits = (("kl", self.kl, 1e-9, 100.0), ("ratio", self.ratio, 1.0, 1000.0), ("bits", self.bits, 0.02, 16.0))
+        for name, value, low, high in limits:
+            if value is not None and not low <= value <= high:
+                raise KvmnnError(f"{name} is {value}: expected {low:g} to {high:g}")
+        if self.below not in (None, 0, 1, 2):
+            raise KvmnnError(f"below is {self.below}: expected 0, 1 or 2 layers")
+        validate_int(self.first, "first", 0)
+        validate_int(self.recent, "recent", 0)
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Steps of all layers."""
+
+    below: int
+    #: float64 ``[layer, 2]``: steps of K and V, and the loss that each is predicted to add, in nats.
+    steps: npt.NDArray[np.float64]
+    losses: npt.NDArray[np.float64]
+    #: Bits of all elements of a token that is not stored exactly, predicted.
+    token_bits: float
+    #: Whether losses rest on measured sensitivities.
+    is_measured: bool
+
+    @property
+    def kl(self) -> float:
+        """Return the predicted loss of all layers in nats."""
+        return float(self.losses.sum())
+
+
+def plan_steps(tables: ProfileTables, options: TransformOptions, tokens: int, has_attention: bool = False) -> StepPlan:
+    """Return the steps of all layers for a cache of `tokens` tokens.
+
+    Each layer and side is to lose as much as any other: on two models, shares by what a bit more would save lose more
+    in all at the same size.
+
+    Parameters
+    ----------
+    tables
+        Tables of the profile.
+    options
+        What may be lost.
+    tokens
+        Tokens of the cache.
+    has_attention
+        Whether steps of tokens will go with the attention that they draw.
+    """
+    below = tables.belows[-1] if options.below is None else options.below
+    planner = _Planner(tables, below, has_attention)
+    if options.ratio is None and options.bits is None:
+        return planner.plan(0.002 if options.kl is None else options.kl)
+    bits = _BITS_OF_WORD / options.ratio if options.ratio is not None else options.bits or 0.0
+    num_exact = min(options.first + options.recent, tokens)
+    budget = (bits * tokens - _BITS_OF_WORD * num_exact) * planner.num_elements / max(tokens - num_exact, 1)
+    low, high = math.log(1e-9), math.log(100.0)
+    for _ in range(_SEARCH_STEPS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if planner.plan(math.exp(middle)).token_bits > budget else (low, middle)
+    return planner.plan(math.exp(high))
+
+
+class _Planner:
+    def __init__(self, tables: ProfileTables, below: int, has_attention: bool) -> None:
+        self._below, self._has_attention = below, has_attention
+        self._sides = [
+            [tables.get_side(layer, part, below) for part in PARTS] for layer in range(len(tables.layers))
+        ]
+        self.num_elements = sum(side.elements for sides in self._sides for side in sides)
+        self._sensitivities = np.array([[side.sensitivity for side in sides] for sides in self._sides])
+        self._bits_by_level = compute_level_bits(tables.frequencies)
+
+    def plan(self, kl: float) -> StepPlan:
+        """Return the steps of a loss."""
+        total = kl / LOSS_FACTORS[self._below] / (ATTENTION_LOSS_FACTOR if self._has_attention else 1.0)
+        shares = np.full(self._sensitivities.shape, 1 / self._sensitivities.size)
+        steps = np.sqrt(total * shares / self._sensitivities)
+        return StepPlan(
+            self._below,
+            steps,
+            kl * shares,
+            float(self._compute_bits(steps).sum()),
+            all(side.is_measured for sides in self._sides for side in sides),
+        )
+
+    def _compute_bits(self, steps: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        bits = np.empty(steps.shape)
+        for index in np.ndindex(steps.shape):
+            levels = self._sides[index[0]][index[1]].levels - round(LEVELS_PER_DOUBLING * math.log2(steps[index]))
+            bits[index] = self._bits_by_level[np.clip(levels, 0, len(self._bits_by_level) - 1)].sum()
+        return bits
+
+
+def compute_level_bits(frequencies: npt.NDArray[np.uint16]) -> npt.NDArray[np.float64]:
+    """Return the bits that a coefficient takes by its level, from 0 on."""
+    probabilities = frequencies / frequencies.sum(1, keepdims=True)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        bits = -np.nan_to_num(probabilities * np.log2(probabilities)).sum(1)
+    last = _codec.NUM_TABLES - 1
+    shifted = [
+        bits[last - (LEVELS_PER_DOUBLING - 1) + i % LEVELS_PER_DOUBLING] + 1 + i // LEVELS_PER_DOUBLING
+        for i in range(LEVELS_PER_DOUBLING * _MAX_SHIFT)
+    ]
+    return np.concatenate([bits, shifted])
+
+
+def choose_exponents(attention: Sequence[float] | npt.NDArray[np.float64], exponent: float = 0.5) -> npt.NDArray[np.int8]:
+    """Return the exponents of tokens' steps, in quarters of a doubling, int8 ``[token]``.
+
+    Parameters
+    ----------
+    attention
+        The mean attention probability that later tokens give each token, over heads and these tokens: ``[token]``.
+    exponent
+        How strongly it acts: the step goes with the attention to minus this power. Steps halve or double at most.
+    """
+    drawn = np.asarray(attention, np.float64)
+    if drawn.ndim != 1 or not np.isfinite(drawn).all() or (drawn < 0).any():
+        raise KvmnnError("attention: expected a finite number of at least 0 for each token")
+    logs = np.log2(np.maximum(drawn, max(float(drawn.max(initial=0)), 1e-30) * 1e-6))
+    center = np.median(logs) if len(logs) else 0.0
+    mean = logs[np.abs(logs - center) < 8].mean() if len(logs) else 0.0
+    return np.clip(np.rint(-4 * exponent * (logs - mean)), -4, 4).astype(np.int8)

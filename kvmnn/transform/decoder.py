@@ -219,5 +219,6 @@ def _check_profile(header: TransformHeader, tables: ProfileTables) -> None:
     geometry = tables.layers[header.layer]
     sizes = (geometry.kv_heads, geometry.head_dim, geometry.value_dim)
     if (header.kv_heads, header.head_dim, header.value_dim) != sizes:
-        raise FrameError(f"a stream of {header.kv_heads} heads of {header.head_dim} and {header.value_dim}: not {sizes}")
-
+        raise FrameError(
+            f"a stream of {header.kv_heads} heads of {header.head_dim} and {header.value_dim}: not {sizes}"
+        )

@@ -32,7 +32,6 @@ from .results import TransformLayerResult, measure_errors
 from .rows import (
     Coefficients,
     Regressors,
-    Rows,
     allocate_coefficients,
     check_lower_layers,
     compute_token_steps,
@@ -165,14 +164,22 @@ class _LayerEncoder:
             transformed[self._is_exact[chunk]] = 0
             numbers[chunk] = transformed
         words = reconstruct(
-            side, coefficients, prediction, token_steps, self._dtype, create_rotation(self._geometry, part), self._positions
+            side,
+            coefficients,
+            prediction,
+            token_steps,
+            self._dtype,
+            create_rotation(self._geometry, part),
+            self._positions,
         )
         words[:, self._is_exact] = elements[:, self._is_exact]
         if part == "key":
             self._regressors.add(layer.layer, part, words, self._positions)
         return self._choose_levels(side, numbers, step, moments), words
 
-    def _choose_levels(self, side: SideTables, numbers: Coefficients, step: float, moments: npt.NDArray[np.float64]) -> _CodedSide:
+    def _choose_levels(
+        self, side: SideTables, numbers: Coefficients, step: float, moments: npt.NDArray[np.float64]
+    ) -> _CodedSide:
         """Return a side with corrections of its levels where they save more than they take."""
         num_coded = max(int((~self._is_exact).sum()), 1)
         step_level = round(LEVELS_PER_DOUBLING * math.log2(step))
@@ -287,5 +294,3 @@ def _check_layer(layer: LayerCache, tables: ProfileTables) -> LayerGeometry:
     if (np.diff(layer.positions) < 1).any() or int(layer.positions[-1]) > MAX_POSITION:
         raise KvmnnError(f"{where}: positions must ascend, up to {MAX_POSITION:,}")
     return geometry
-
-

@@ -111,9 +111,7 @@ class ProfileTables:
             self._sides[key] = self._load(layer, part, below)
         return self._sides[key]
 
-    def get_normalization(
-        self, layer: int, part: Part
-    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    def get_normalization(self, layer: int, part: Part) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         """Return mean and reciprocal of a layer and side: with them rows become regressors."""
         n = self.layers[layer].get_row_elements(part)
         prefix = f"transform/{layer}/{part}/"
@@ -210,4 +208,3 @@ def _invert(blocks: npt.NDArray[np.float64]) -> npt.NDArray[np.float32]:
     if not np.isfinite(inverse).all():
         raise KvmnnError("a basis of the profile has no inverse")
     return np.ascontiguousarray(inverse.transpose(0, 2, 1), np.float32)
-

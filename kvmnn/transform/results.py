@@ -6,12 +6,13 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from .._util.text import LOSSY
+from ..arrays.cast import to_float32
 from ..arrays.layer_cache import LayerCache
-from ..dtypes import Elements
+from ..dtypes import Elements, infer_dtype
 from ..files.schema import Record
-from ..profiles.geometry import to_float_heads
 from .header import TransformHeader
 
 
@@ -95,12 +96,19 @@ def measure_errors(original: LayerCache, decoded: LayerCache) -> tuple[SideError
 
 
 def _measure(original: Elements, decoded: Elements) -> SideErrors:
-    exact, approximate = to_float_heads(original), to_float_heads(decoded)
-    is_finite = np.isfinite(exact)
-    exact, approximate = np.where(is_finite, exact, 0), np.where(is_finite, approximate, 0)
-    errors = np.abs(exact - approximate)
-    power = float(np.mean(exact**2))
-    return SideErrors(
-        largest=float(errors.max(initial=0)),
-        relative=math.sqrt(float(np.mean(errors**2)) / power) if power else 0.0,
-    )
+    exact, errors = _to_float32(original), _to_float32(decoded)
+    with np.errstate(invalid="ignore", over="ignore"):
+        errors -= exact
+    power, error_power = (float(np.vdot(values, values)) for values in (exact, errors))
+    if not math.isfinite(power + error_power):  # elements that are not finite, or whose squares are not
+        is_finite = np.isfinite(exact) & np.isfinite(errors)
+        exact, errors = exact[is_finite].astype(np.float64), errors[is_finite].astype(np.float64)
+        power, error_power = float(np.vdot(exact, exact)), float(np.vdot(errors, errors))
+    largest = max(float(errors.max(initial=0)), -float(errors.min(initial=0)))
+    return SideErrors(largest=largest, relative=math.sqrt(error_power / power) if power else 0.0)
+
+
+def _to_float32(elements: Elements) -> npt.NDArray[np.float32]:
+    words = np.ascontiguousarray(elements).view(np.uint8).reshape(-1)
+    with np.errstate(invalid="ignore"):
+        return np.array(to_float32(words, infer_dtype(elements).name))

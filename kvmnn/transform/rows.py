@@ -26,9 +26,13 @@ def check_lower_layers(layer: int, below: int, lower: Sequence[LayerCache], own:
     """Raise `KvmnnError` unless `lower` begins with the decoded layers that this one needs, from l - 1 down."""
     for distance in range(1, min(below, layer) + 1):
         if len(lower) < distance or lower[distance - 1].layer != layer - distance:
-            raise KvmnnError(f"layer {layer}: needs layer {layer - distance}, decoded, as number {distance} of the lower ones")
+            raise KvmnnError(
+                f"layer {layer}: needs layer {layer - distance}, decoded, as number {distance} of the lower ones"
+            )
         if own is not None and not np.array_equal(lower[distance - 1].positions, own.positions):
-            raise KvmnnError(f"layer {layer}: layer {layer - distance} holds other tokens: expected the same, or below=0")
+            raise KvmnnError(
+                f"layer {layer}: layer {layer - distance} holds other tokens: expected the same, or below=0"
+            )
 
 
 def create_rotation(geometry: LayerGeometry, part: Part) -> _codec.Rotation:
@@ -130,4 +134,3 @@ def reconstruct(
 def allocate_coefficients(tokens: int, elements: int) -> Coefficients:
     """Return zeroed coefficients and the one more that the compiled code may read."""
     return np.zeros(tokens * elements + 1, np.int16)
-

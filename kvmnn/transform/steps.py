@@ -118,9 +118,7 @@ def plan_steps(tables: ProfileTables, options: TransformOptions, tokens: int, ha
 class _Planner:
     def __init__(self, tables: ProfileTables, below: int, has_attention: bool) -> None:
         self._below, self._has_attention = below, has_attention
-        self._sides = [
-            [tables.get_side(layer, part, below) for part in PARTS] for layer in range(len(tables.layers))
-        ]
+        self._sides = [[tables.get_side(layer, part, below) for part in PARTS] for layer in range(len(tables.layers))]
         self.num_elements = sum(side.elements for sides in self._sides for side in sides)
         self._sensitivities = np.array([[side.sensitivity for side in sides] for sides in self._sides])
         self._bits_by_level = compute_level_bits(tables.frequencies)
@@ -159,7 +157,9 @@ def compute_level_bits(frequencies: npt.NDArray[np.uint16]) -> npt.NDArray[np.fl
     return np.concatenate([bits, shifted])
 
 
-def choose_exponents(attention: Sequence[float] | npt.NDArray[np.float64], exponent: float = 0.5) -> npt.NDArray[np.int8]:
+def choose_exponents(
+    attention: Sequence[float] | npt.NDArray[np.float64], exponent: float = 0.5
+) -> npt.NDArray[np.int8]:
     """Return the exponents of tokens' steps, in quarters of a doubling, int8 ``[token]``.
 
     Parameters

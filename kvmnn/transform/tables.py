@@ -111,7 +111,12 @@ class _SideBuilder:
     """Builds the tables of one side after another, from the lowest layer up: each needs the noise of those below."""
 
     def __init__(
-        self, statistics: Statistics, metrics: Metrics | None, sensitivities: npt.ArrayLike | None, below: int, mode: Mode
+        self,
+        statistics: Statistics,
+        metrics: Metrics | None,
+        sensitivities: npt.ArrayLike | None,
+        below: int,
+        mode: Mode,
     ) -> None:
         self._statistics, self._metrics, self._below, self._mode = statistics, metrics, below, mode
         self._sensitivities = None if sensitivities is None else np.asarray(sensitivities, np.float64)
@@ -134,7 +139,7 @@ class _SideBuilder:
         if regressors:
             weights, gain, covariance = self._predict(layer, part, regressors, order, covariance)
             tables[f"weights.{below}"], tables[f"gain.{below}"] = weights, gain
-        forward, inverse, deviations = self._find_basis(layer, part, order, covariance)
+        inverse, deviations = self._find_basis(layer, part, order, covariance)
         sensitivity = self._get_sensitivity(layer, part, deviations)
         step = math.sqrt(_NOMINAL_KL / (2 * self._layers) / sensitivity)
         noise = np.minimum(step * step / 12, deviations**2)
@@ -180,8 +185,8 @@ class _SideBuilder:
 
     def _find_basis(
         self, layer: int, part: Part, order: npt.NDArray[np.int64], covariance: Matrix
-    ) -> tuple[Matrix, Matrix, npt.NDArray[np.float64]]:
-        """Return the transform, its inverse and the standard deviations of the coefficients."""
+    ) -> tuple[Matrix, npt.NDArray[np.float64]]:
+        """Return the inverse of the transform and the standard deviations of the coefficients."""
         geometry = self._statistics.layers[layer]
         heads, dim = geometry.kv_heads, geometry.get_dim(part)
         n = heads * dim
@@ -207,7 +212,8 @@ class _SideBuilder:
             diagonal = np.sqrt(np.diag(root @ root))
             diagonal = np.maximum(diagonal, 1e-2 * diagonal.max())
             forward, inverse = np.diag(diagonal), np.diag(1 / diagonal)
-        return forward, inverse, np.sqrt(np.maximum(np.einsum("ij,jk,ik->i", forward, covariance, forward), 1e-24))
+        variances = np.einsum("ij,jk,ik->i", forward, covariance, forward, optimize=True)
+        return inverse, np.sqrt(np.maximum(variances, 1e-24))
 
     def _get_sensitivity(self, layer: int, part: Part, deviations: npt.NDArray[np.float64]) -> float:
         if self._sensitivities is None:
@@ -279,4 +285,3 @@ def _round_frequencies(probabilities: npt.NDArray[np.float64], largest: int) -> 
     frequencies[-1] = max(frequencies[-1], 1)
     frequencies[largest] += _SCALE - frequencies.sum()
     return frequencies.astype(np.uint16)
-

@@ -7,7 +7,7 @@ SQLite index, `remote.maintenance.RemoteBackend` as values of Redis, Valkey or a
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 from ..dtypes import Bytes
 from ..errors import KvmnnError, OptionError, SourceError
 from ..files.schema import parse_document
-from .namespace import Ids, Namespace, TokenSequence
+from .namespace import Ids, Namespace, TokenSequence, compute_sequence_key
 from .results import CleanupResult, StoreListing, StoreStats, StoreVerifyResult
 from .unit import TableSetCache, TableSets
 from .unit_codec import PrefixState
@@ -72,6 +72,18 @@ def check_settings_match(label: str, settings: StoreSettings, block_tokens: int 
         raise OptionError(
             f"{label}: is a store of {_CODEC_DESCRIPTIONS[settings.codec]}, not of {_CODEC_DESCRIPTIONS[str(codec)]}"
         )
+
+
+class StoredText(NamedTuple):
+    """A sequence with its namespace."""
+
+    namespace: Namespace
+    ids: Ids
+
+    @property
+    def key(self) -> bytes:
+        """Key of the sequence, whose first letters are its handle."""
+        return compute_sequence_key(self.namespace.key, self.ids)
 
 
 class UnitSlice(NamedTuple):
@@ -249,6 +261,18 @@ class StoreBackend(Protocol):
 
     def delete_session(self, name: str) -> None:
         """Remove a session; raise `KvmnnError` if there is none with this name."""
+
+    def iter_texts(self) -> Iterator[StoredText]:
+        """Yield the sequences of `list_entries` whose ids can be read."""
+
+    def save_label(self, label: str, namespace: Namespace, ids: Ids) -> None:
+        """Store the label of a sequence; replaces its label before."""
+
+    def iter_labels(self) -> Iterator[tuple[str, StoredText]]:
+        """Yield labels and their sequences; damaged ones are skipped."""
+
+    def delete_labels(self, keys: Sequence[bytes]) -> None:
+        """Remove the labels of the sequences with these keys (`namespace.compute_sequence_key`)."""
 
     def check_open(self) -> None:
         """Raise `KvmnnError` if the store was closed."""

@@ -176,14 +176,13 @@ def validate_model(model: object) -> str:
     return model
 
 
-def validate_session_name(name: object) -> None:
-    """Raise `KvmnnError` or `TypeError` for an invalid name of a session."""
+def validate_session_name(name: object, noun: str = "the name of a session") -> None:
+    """Raise `KvmnnError` or `TypeError` for an invalid name of a session, or other `noun`."""
     if not isinstance(name, str):
-        raise TypeError(f"the name of a session must be a string, not {type(name).__name__}")
+        raise TypeError(f"{noun} must be a string, not {type(name).__name__}")
     if not name or len(name) > _MAX_SESSION_NAME_CHARACTERS or not name.isprintable():
         raise KvmnnError(
-            f"the name of a session is {repr_short(name)}: expected 1 to {_MAX_SESSION_NAME_CHARACTERS} printable "
-            f"characters"
+            f"{noun} is {repr_short(name)}: expected 1 to {_MAX_SESSION_NAME_CHARACTERS} printable characters"
         )
 
 

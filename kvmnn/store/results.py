@@ -240,6 +240,7 @@ class StoreVerifyResult(Record):
 
 
 MAX_LAST_IDS = 8
+MIN_HANDLE_LETTERS = 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,16 +262,23 @@ class StoreEntry(Record):
     last_ids: tuple[int, ...] = ()
     #: Whether a model can continue from all of it: False if windows or state are missing for this length.
     is_complete: bool = True
+    #: Key of the sequence, 32 hexadecimal digits; empty if its ids cannot be read. Its first letters are a handle.
+    key: str = ""
+    #: What `put` called it; empty if nothing did.
+    label: str = ""
 
     def __str__(self) -> str:
-        return self.format_line(shorten_names([self.model])[self.model])
+        return self.format_line(self.key[:MIN_HANDLE_LETTERS], shorten_names([self.model])[self.model])
 
-    def format_line(self, model: str) -> str:
-        """Return a line of a listing, with a name of the model."""
+    def format_line(self, handle: str, model: str) -> str:
+        """Return a line of a listing, with a handle, and a name of the model."""
         use_text = (
             "pinned" if self.pinned else "" if self.unused_for is None else f"{pluralize(self.unused_for, 'use')} ago"
         )
-        line = f"{self.tokens:>9,} tokens  {self.bytes:>12,} bytes  {self.dtype}  {model}  {use_text}".rstrip()
+        line = (
+            f"{handle}  {self.tokens:>9,} tokens  {self.bytes:>12,} bytes  {self.dtype}  {model}  {use_text}".rstrip()
+        )
+        line += f"  {escape_control(self.label)}" if self.label else ""
         return line if self.is_complete else f"{line}  (without windows and state)"
 
 
@@ -283,9 +291,25 @@ class StoreListing(Record):
     #: Bytes of all units, each counted once.
     bytes: int = 0
 
+    def make_handles(self) -> list[str]:
+        """Return the handle of each sequence: as many first letters of its key as tell it apart, at least six."""
+        num_letters = next(
+            (
+                number
+                for number in range(MIN_HANDLE_LETTERS, 32)
+                if len({(entry.key[:number], entry.key) for entry in self.texts})
+                == len({entry.key[:number] for entry in self.texts})
+            ),
+            32,
+        )
+        return [entry.key[:num_letters] or "-" * num_letters for entry in self.texts]
+
     def __str__(self) -> str:
         names = shorten_names(entry.model for entry in self.texts)
-        lines = [entry.format_line(names[entry.model]) for entry in self.texts]
+        handles = self.make_handles()
+        lines = [
+            entry.format_line(handle, names[entry.model]) for handle, entry in zip(handles, self.texts, strict=True)
+        ]
         row_bytes = sum(entry.bytes for entry in self.texts)
         shared_note = f" (the rows have {row_bytes:,}, as texts share beginnings)" if row_bytes > self.bytes else ""
         total_text = f"{pluralize(len(lines), 'text')}, {self.bytes:,} bytes in all{shared_note}"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
@@ -25,6 +27,7 @@ from .backend import (
     STORE_CODECS,
     BackendUnavailableError,
     StoreBackend,
+    StoredText,
     StoreSettings,
     check_settings_match,
 )
@@ -240,6 +243,7 @@ class PrefixStore:
         model: str,
         windows: Collection[int] = (),
         states: Sequence[OpaqueState] = (),
+        label: str | None = None,
     ) -> PutResult:
         """Store K and V of a sequence; the prefix that is stored already is not stored again.
 
@@ -259,6 +263,8 @@ class PrefixStore:
             Numbers of the layers with a sliding window.
         states
             State of layers other than K and V after exactly these tokens: of linear attention, of convolutions.
+        label
+            Name of the sequence, for `ls` and `resolve`, 1 to 256 printable characters; replaces its name before.
 
         Returns
         -------
@@ -273,7 +279,12 @@ class PrefixStore:
         OutputError
             If files cannot be written; the store is unchanged, or contains a prefix of the sequence.
         """
-        return self._put(token_ids, layers, model, windows, states)[0]
+        if label is not None:
+            validate_session_name(label, "a label")
+        put, namespace, ids = self._put(token_ids, layers, model, windows, states)
+        if label is not None and put.stored_tokens == ids.size:
+            self._with_retry(lambda: self._backend.save_label(label, namespace, ids))
+        return put
 
     def _put(
         self,
@@ -509,6 +520,7 @@ class PrefixStore:
         def delete() -> CleanupResult:
             namespaces = [namespace for namespace, _ in self._sequences.find_complete(ids, model, dtype)]
             results = [self._backend.delete(self._sequences.make_sequence(namespace, ids)) for namespace in namespaces]
+            self._backend.delete_labels([StoredText(namespace, ids).key for namespace in namespaces])
             return CleanupResult(
                 units=sum(result.units for result in results),
                 bytes=sum(result.bytes for result in results),
@@ -517,6 +529,35 @@ class PrefixStore:
             )
 
         return self._with_retry(delete)
+
+    def resolve(self, reference: str) -> StoredText:
+        """Return the sequence that a label or a handle names.
+
+        Parameters
+        ----------
+        reference
+            A label of `put`, or the first letters of a key, four at least, as `ls` shows them.
+
+        Raises
+        ------
+        KvmnnError
+            If there is none, or more than one.
+        """
+
+        def find_all() -> list[StoredText]:
+            labelled = list(self._backend.iter_labels())
+            texts = [text for label, text in labelled if label == reference]
+            if not texts and re.fullmatch(r"[0-9a-f]{4,32}", reference):
+                candidates = chain(self._backend.iter_texts(), (text for _, text in labelled))
+                texts = [text for text in candidates if text.key.hex().startswith(reference)]
+            return list({text.key: text for text in texts}.values())
+
+        texts = self._with_retry(find_all)
+        if len(texts) == 1:
+            return texts[0]
+        keys = ", ".join(text.key.hex()[:16] for text in texts[:4])
+        problem = f"{len(texts)} texts are called so: {keys}" if texts else "there is no text with this label or handle"
+        raise KvmnnError(f"{self._backend.label}: {repr_short(reference)}: {problem} (kvmnn store ls)")
 
     def export(
         self,
@@ -564,7 +605,19 @@ class PrefixStore:
     def gc(self, max_bytes: int | None = None) -> CleanupResult:
         """Remove unreferenced files, then evict sequences until at most `max_bytes` are left; None evicts nothing."""
         max_stored_bytes = None if max_bytes is None else validate_int(max_bytes, "max_bytes", 0)
-        return self._with_retry(lambda: self._backend.collect_garbage(max_stored_bytes))
+
+        def collect() -> CleanupResult:
+            result = self._backend.collect_garbage(max_stored_bytes)
+            self._backend.delete_labels(
+                [
+                    text.key
+                    for _, text in self._backend.iter_labels()
+                    if not self._sequences.find_longest(text.ids, text.namespace.model, text.namespace.dtype)[1].tokens
+                ]
+            )
+            return result
+
+        return self._with_retry(collect)
 
     def verify(self) -> StoreVerifyResult:
         """Read, decode and compare all units; damaged ones are removed, with all units that follow them."""

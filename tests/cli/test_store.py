@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 from prefixes import layers_of
+from repository import FIXTURES
 
 from kvmnn.formats.mnn import compute_fingerprint
 
@@ -244,7 +246,11 @@ def test_store_verify_of_read_only_store(here: Path, run, monkeypatch: pytest.Mo
         (["put", "S"], "store put needs CACHE"),
         (["put", "S", "long.npz"], "store put needs --token-ids IDS"),
         (["put", "S", "x", "--codec", "mnn", "--rope", "dims=16"], "--rope needs --codec dense"),
-        (["stat", "S", "x"], "store stat takes nothing but the store"),
+        (["ls", "S", "x"], "store ls takes nothing but the store"),
+        (["rm", "S", "x", "y"], "one of --token-ids, --text, and a label or handle"),
+        (["rm", "S", "x", "--token-ids", "5"], "one of --token-ids, --text, and a label or handle"),
+        (["rm", "S"], "store rm needs --token-ids IDS, or a label or handle"),
+        (["match", "S", "--text", "t.txt"], "--text needs --model DIR"),
         (["get", "S", "--token-ids", "long.json"], "store get needs -o OUT"),
         (["export", "S", "--token-ids", "long.json", "-o", "-"], "store export needs -o FILE, a file of its own"),
         (["ls", "S", "--name", "x"], "--name says nothing to store ls"),
@@ -438,3 +444,60 @@ def test_store_token_id_files_with_bom_and_booleans(here: Path, run) -> None:
     Path("true.json").write_text("[3, true]")
     error = run("store", "match", "S", "--token-ids", "true.json", code=1).err
     assert "true.json: token ids: number 2 is true: expected a whole number" in error
+
+
+def test_store_text_label_and_handle_in_place_of_ids(here: Path, run) -> None:
+    pytest.importorskip("tokenizers")
+    from kvmnn.lm.tokenizer import Tokenizer, encode_prompt
+
+    folder, text = Path("model"), "A file that is read again and again."
+    folder.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(FIXTURES / "lm" / name, folder)
+    ids = encode_prompt(Tokenizer.open_for_model(folder), text)
+    Path("text.txt").write_text(text)
+    np.savez("text.npz", **arrays(ids))
+    model = ("--model", "model", "--fingerprint", "m")
+    assert (
+        f"{len(ids)} tokens, {len(ids)} of them new"
+        in run("store", "put", "S", "text.npz", "--text", "text.txt", *model).out
+    )
+    assert run("store", "match", "S", "--text", "text.txt", *model).out == f"{len(ids)}\n"
+    run("store", "put", "S", "other.npz", "--token-ids", "other.json", "--fingerprint", "m", "--label", "three")
+    line, other_line, _ = run("store", "ls", "S").out.splitlines()
+    assert line.endswith("three")
+    assert other_line.endswith("  A file that is read again and again.")
+    handle = other_line.split()[0]
+    assert run("store", "stat", "S", "three").out.split() == line.split()
+    assert run("store", "pin", "S", handle).out == f"{len(ids)} tokens: pinned\n"
+    assert run("store", "match", "S", "A file that is read again and again.").out == f"{len(ids)}\n"
+    assert run("store", "get", "S", handle, "-o", "back.npz").out.startswith(f"{len(ids)} of {len(ids)} tokens")
+    run("store", "export", "S", "three", "-o", "three.kv")
+    assert run("store", "rm", "S", "three").out.startswith("removed 1 unit")
+    assert "there is no text with this label or handle" in run("store", "rm", "S", "three", code=1).err
+
+
+def test_store_messages_are_rendered_by_the_chat_template(here: Path, run) -> None:
+    pytest.importorskip("tokenizers")
+    pytest.importorskip("jinja2")
+    from kvmnn.lm.tokenizer import Tokenizer
+
+    folder = Path("model")
+    folder.mkdir()
+    shutil.copy(FIXTURES / "lm" / "tokenizer.json", folder)
+    template = "{{ bos_token }}{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}<answer>"
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, "bos_token": "##"}))
+    Path("chat.json").write_text(json.dumps({"messages": [{"role": "user", "content": "Why?"}]}))
+    ids = Tokenizer.open_for_model(folder).encode("##<user>Why?<answer>").tolist()
+    np.savez("chat.npz", **arrays(ids))
+    model = ("--model", "model", "--fingerprint", "m")
+    run("store", "put", "S", "chat.npz", "--text", "chat.json", *model)
+    assert run("store", "match", "S", "--token-ids", ",".join(map(str, ids))).out == f"{len(ids)}\n"
+    Path("chat.json").write_text(json.dumps({"messages": "Why?"}))
+    assert "chat.json: messages" in run("store", "match", "S", "--text", "chat.json", *model, code=1).err
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{% for %}"}))
+    Path("chat.json").write_text(json.dumps({"messages": [{"role": "user", "content": "Why?"}]}))
+    assert (
+        "chat.json: the chat template of model fails"
+        in run("store", "match", "S", "--text", "chat.json", *model, code=1).err
+    )

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ...store import MatchResult, PrefixStore, PutResult, StoredPrefix, StoreExportResult
 
 _MAX_MODELS_SHOWN = 3
+_MAX_LABEL_CHARACTERS, _MAX_LABEL_TOKENS = 40, 24
 
 
 def read_layers(source: Source, arguments: argparse.Namespace) -> list[LayerCache]:
@@ -63,9 +64,28 @@ def _run_put(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Command
         )
         input_sources.report_notes([note_text], arguments)
     windows = list_window_layers(layers)
-    put_result = store.put(resolve_ids(source, arguments), layers, model=model, windows=windows, states=source.states)
+    ids = resolve_ids(source, arguments)
+    label = arguments.label or _make_label(ids, arguments)
+    put_result = store.put(ids, layers, model=model, windows=windows, states=source.states, label=label)
     _raise_if_unavailable(put_result)
     return put_result, 0
+
+
+def _make_label(ids: Any, arguments: argparse.Namespace) -> str | None:
+    """Return the beginning of the text, if the model has a tokenizer and its package is installed."""
+    from ...errors import KvmnnError
+
+    text: str | None = getattr(arguments, "read_text", None)
+    if text is None and arguments.model is not None:
+        from ...lm.tokenizer import Tokenizer
+
+        try:
+            has_tokenizer = Tokenizer.find_file(arguments.model) is not None
+            text = Tokenizer.open_for_model(arguments.model).decode(ids[:_MAX_LABEL_TOKENS]) if has_tokenizer else None
+        except KvmnnError:
+            return None
+    words = "".join(character if character.isprintable() else " " for character in text or "").split()
+    return " ".join(words)[:_MAX_LABEL_CHARACTERS].strip() or None
 
 
 def _raise_if_unavailable(result: MatchResult | StoredPrefix | PutResult) -> None:
@@ -80,7 +100,7 @@ def resolve_ids(source: Source, arguments: argparse.Namespace) -> Any:
     from ...formats.llama import NO_TOKEN
     from ...store.adapters import read_saved_ids, resolve_token_ids
 
-    if arguments.token_ids is None:
+    if arguments.token_ids is None and arguments.text is None:
         return resolve_token_ids(source)
     cache_ids = read_saved_ids(source)
     specified_ids = _load_ids(arguments)
@@ -193,13 +213,32 @@ def _load_ids(arguments: argparse.Namespace) -> Any:
     from ...errors import KvmnnError
     from ...store.namespace import to_token_ids
 
-    ids = packed_options.load_ids(arguments)
+    if arguments.resolved is not None:
+        return arguments.resolved.ids
+    ids = _encode_text(arguments) if arguments.text is not None else packed_options.load_ids(arguments)
     try:
         return to_token_ids(ids)
     except KvmnnError as error:
         raise type(error)(
             f"{packed_options.get_ids_label(arguments)}: {str(error).removeprefix('token ids: ')}"
         ) from None
+
+
+def _encode_text(arguments: argparse.Namespace) -> Any:
+    """Return the ids of ``--text``: of a JSON list of messages as the chat template of the model renders it."""
+    from ...lm.chat_template import render_messages
+    from ...lm.tokenizer import Tokenizer, encode_prompt, read_prompt_file
+
+    if not hasattr(arguments, "loaded_ids"):
+        tokenizer, text = Tokenizer.open_for_model(arguments.model), read_prompt_file(arguments.text)
+        if arguments.text.endswith(".json"):
+            rendered = render_messages(text, tokenizer.path.parent, arguments.text)
+            arguments.loaded_ids = tokenizer.encode(rendered)
+            text = rendered
+        else:
+            arguments.loaded_ids = encode_prompt(tokenizer, text)
+        arguments.read_text = text
+    return arguments.loaded_ids
 
 
 def build_fingerprint(arguments: argparse.Namespace) -> str | None:
@@ -239,6 +278,9 @@ def _describe_models(models: Sequence[str], extra_model: str) -> str:
 
 def _choose_model(store: PrefixStore, arguments: argparse.Namespace) -> str:
     """Return the model of the options, or the only one in the store."""
+    if arguments.resolved is not None:
+        model: str = arguments.resolved.namespace.model
+        return model
     specified, stored_models = build_fingerprint(arguments), store.models
     if specified is not None and (specified in stored_models or not stored_models):
         return specified
@@ -275,6 +317,16 @@ def _run_export(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Comm
     return export_result, 0
 
 
+def _run_stat(store: PrefixStore, arguments: argparse.Namespace) -> tuple[CommandResult, int]:
+    if arguments.resolved is None:
+        return store.stats(), 0
+    listing, key = store.ls(), arguments.resolved.key.hex()
+    entries = tuple(entry for entry in listing.texts if entry.key == key)
+    if not entries:
+        raise UsageError(f"{arguments.store}: {arguments.inputs[0]}: is not listed: a longer text goes on from it")
+    return entries[0], 0
+
+
 def _run_import(store: PrefixStore, arguments: argparse.Namespace) -> tuple[CommandResult, int]:
     model, ids, layers = arguments.read
     put_result = store.put(ids, layers, model=model)
@@ -287,7 +339,7 @@ STORE_ACTIONS: dict[str, Any] = {
     "match": _run_match,
     "get": _run_get,
     "ls": lambda store, arguments: (store.ls(), 0),
-    "stat": lambda store, arguments: (store.stats(), 0),
+    "stat": _run_stat,
     "verify": _run_verify,
     "gc": lambda store, arguments: (store.gc(arguments.store_bytes), 0),
     "rm": _make_sequence_action("delete"),
@@ -321,6 +373,8 @@ prefix, to the token. Equal prefixes are stored once, losslessly (docs/prefix-st
   simulate TRACE      what a store would find of a trace of requests:
                       --model-shape, --size, --policy, --ratio; -o DIR draws it
 
+TEXT, after the store, is a label or handle of ls, in place of ids. --text FILE makes ids by the tokenizer of --model; a
+.json file is a list of messages, which the chat template of the model renders.
 --token-ids specifies a text: numbers (5,7,9), or a file: a JSON list, numbers or .npy; - is standard input. put needs
 none for a cache that has its ids, as llama.cpp's sessions do. CACHE is anything kvmnn reads: an engine's prefix cache,
 live files of a running engine, a dump, frames, arrays called layer_<n>.key and layer_<n>.value.
@@ -342,7 +396,7 @@ _EXAMPLES = (
     "kvmnn store stat prefixes/ --json",
     "kvmnn store verify prefixes/",
     "kvmnn store gc prefixes/ --size-limit 20G",
-    "kvmnn store rm prefixes/ --token-ids ids.json",
+    "kvmnn store rm prefixes/ 3fa91c",
     "kvmnn store pin prefixes/ --token-ids ids.json",
     "kvmnn store unpin prefixes/ --token-ids ids.json",
     "kvmnn store export prefixes/ --token-ids ids.json -o text.kv",
@@ -351,13 +405,16 @@ _EXAMPLES = (
 )
 
 
+_REFERENCE = "[TEXT]"
+
+
 class _ActionSpec(NamedTuple):
     options: tuple[str, ...] = ()
     inputs: str = ""
-    """Arguments after the store; empty if there are none."""
+    """Arguments after the store; empty if there are none. ``"[TEXT]"`` is a label or handle, in place of ids."""
 
 
-_MODEL_OPTIONS = ("token_ids", "model", "fingerprint", "dtype")
+_MODEL_OPTIONS = ("token_ids", "text", "model", "fingerprint", "dtype")
 _LAYOUT_OPTIONS = ("backend", "lp", "hp", "flash_block", "name", "capacity")
 _INPUT_OPTIONS = (
     *("tensor", "skip_unsupported", "token_major", "undo"),
@@ -365,19 +422,19 @@ _INPUT_OPTIONS = (
 )
 _CREATION_OPTIONS = ("store_bytes", "block_tokens", "codec", "effort", "threads")
 _SPEC_BY_ACTION = {
-    "put": _ActionSpec((*_MODEL_OPTIONS, *_INPUT_OPTIONS, *_CREATION_OPTIONS, "rope", "force"), "CACHE"),
-    "match": _ActionSpec(_MODEL_OPTIONS),
+    "put": _ActionSpec((*_MODEL_OPTIONS, *_INPUT_OPTIONS, *_CREATION_OPTIONS, "rope", "force", "label"), "CACHE"),
+    "match": _ActionSpec(_MODEL_OPTIONS, _REFERENCE),
     "get": _ActionSpec(
-        (*_MODEL_OPTIONS, *_LAYOUT_OPTIONS, "output", "force", "threads", "cast", "rerotate", "partial")
+        (*_MODEL_OPTIONS, *_LAYOUT_OPTIONS, "output", "force", "threads", "cast", "rerotate", "partial"), _REFERENCE
     ),
     "ls": _ActionSpec(),
-    "stat": _ActionSpec(),
+    "stat": _ActionSpec((), _REFERENCE),
     "verify": _ActionSpec(("threads",)),
     "gc": _ActionSpec(("store_bytes",)),
-    "rm": _ActionSpec(_MODEL_OPTIONS),
-    "pin": _ActionSpec(_MODEL_OPTIONS),
-    "unpin": _ActionSpec(_MODEL_OPTIONS),
-    "export": _ActionSpec((*_MODEL_OPTIONS, "output", "force")),
+    "rm": _ActionSpec(_MODEL_OPTIONS, _REFERENCE),
+    "pin": _ActionSpec(_MODEL_OPTIONS, _REFERENCE),
+    "unpin": _ActionSpec(_MODEL_OPTIONS, _REFERENCE),
+    "export": _ActionSpec((*_MODEL_OPTIONS, "output", "force"), _REFERENCE),
     "import": _ActionSpec((*_CREATION_OPTIONS, "rope"), "FILE"),
     "simulate": _ActionSpec((*store_simulation.SIMULATION_OPTIONS, "tensor", "output", "force"), "CACHE"),
 }
@@ -406,9 +463,17 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("action", choices=tuple(_SPEC_BY_ACTION), metavar="ACTION", help=", ".join(_SPEC_BY_ACTION))
     parser.add_argument("store", metavar="STORE", help="a directory, redis:// or s3:// ...; put and import make it")
     parser.add_argument(
-        "inputs", nargs="*", default=[], metavar="IN", help="put: caches of the text; import: a file of export"
+        "inputs",
+        nargs="*",
+        default=[],
+        metavar="IN",
+        help="put: caches of the text; import: a file of export; else a label or handle",
     )
     packed_options.add_origin_options(parser, "its fingerprint says which model computed it")
+    parser.add_argument(
+        "--text", metavar="FILE", help="ids of a text by the model's tokenizer; .json: messages of a chat"
+    )
+    parser.add_argument("--label", metavar="TEXT", help="put: name of the text (default: its beginning)")
     parser.add_argument(
         "--fingerprint",
         metavar="TEXT",
@@ -518,13 +583,22 @@ def _run_action(arguments: argparse.Namespace) -> tuple[CommandResult, int]:
     shared_options.refuse_given(arguments, idle_names, f"says nothing to store {arguments.action}")
     if arguments.action == "simulate":
         return store_simulation.run_simulation(arguments), 0
-    if bool(arguments.inputs) != bool(action.inputs):
+    takes_reference = action.inputs == _REFERENCE
+    if bool(arguments.inputs) != bool(action.inputs) and not (takes_reference and not arguments.inputs):
         expectation = f"needs {action.inputs}" if action.inputs else "takes nothing but the store"
         raise UsageError(f"store {arguments.action} {expectation}")
     if arguments.action == "import" and len(arguments.inputs) > 1:
         raise UsageError("store import takes one file")
-    if "token_ids" in action.options and arguments.token_ids is None and arguments.action != "put":
-        raise UsageError(f"store {arguments.action} needs --token-ids IDS")
+    arguments.resolved = None
+    num_named = len(arguments.inputs) * takes_reference + sum(
+        value is not None for value in (arguments.token_ids, arguments.text)
+    )
+    if "token_ids" in action.options and not num_named and arguments.action not in ("put", "stat"):
+        raise UsageError(f"store {arguments.action} needs --token-ids IDS, or a label or handle (store ls)")
+    if arguments.text is not None and arguments.model is None:
+        raise UsageError("--text needs --model DIR, whose tokenizer makes token ids of it")
+    if num_named > 1:
+        raise UsageError("one of --token-ids, --text, and a label or handle says which text")
     if "output" in action.options and arguments.output in (None, console.STDIO):
         output_text = "FILE, a file of its own" if arguments.action == "export" else "OUT, a file or directory"
         raise UsageError(f"store {arguments.action} needs -o {output_text}")
@@ -557,6 +631,9 @@ def _run_action(arguments: argparse.Namespace) -> tuple[CommandResult, int]:
     arguments.store = redact_url(arguments.store)  # messages name it
     with store:
         try:
+            if takes_reference and arguments.inputs:
+                arguments.resolved = store.resolve(arguments.inputs[0])
+                arguments.dtype = arguments.dtype or arguments.resolved.namespace.dtype
             result_and_code: tuple[CommandResult, int] = STORE_ACTIONS[arguments.action](store, arguments)
         finally:
             input_sources.report_notes(store.notes, arguments, "warning")

@@ -25,6 +25,7 @@ from ..backend import (
     NewUnit,
     PrefixMatch,
     StateLocation,
+    StoredText,
     StoreSettings,
     UnitSlice,
     explain_settings,
@@ -54,7 +55,7 @@ from ..results import (
 from ..unit import DamagedUnitError, TableSetCache, TableSets, Unit, UnitHeader, parse_header
 from ..unit_codec import PrefixState, is_prefix_state, parse_state
 from . import index_updates
-from .files import SETTINGS_FILE, RecoveryFiles, SavedSequence, StagedFiles, UnitFiles, iter_foreign_files
+from .files import LABEL_SUFFIX, SETTINGS_FILE, RecoveryFiles, SavedSequence, StagedFiles, UnitFiles, iter_foreign_files
 from .index import (
     INDEX_FILE,
     DamagedIndexError,
@@ -103,6 +104,18 @@ _CONTRADICTION_QUERIES = (
 """Queries for rows that contradict others or have values of a wrong type; an intact index has none."""
 
 T = TypeVar("T")
+
+
+class _TextRow(NamedTuple):
+    """A stored sequence: values of the row of its last unit."""
+
+    namespace: Namespace
+    tokens: int
+    nbytes: int
+    pins: int
+    uses_since: int
+    unit: int
+    has_state: bool
 
 
 class RemovedUnits(NamedTuple):
@@ -751,31 +764,67 @@ class DirectoryBackend:
         )
 
     def list_entries(self) -> StoreListing:
+        labels = {text.key.hex(): label for label, text in self.iter_labels()}
         with self.index.begin_reading() as cursor:
-            documents = cursor.iter_rows(tuple[int, str], "SELECT id, document FROM space")
-            namespaces = {number: parse_space_document(document, self.label) for number, document in documents}
-            rows = cursor.fetch_rows(
-                tuple[int, int, int, int, int, int, int],
-                f"SELECT space, start + tokens, {_SEQUENCE_BYTES_SQL}, pins, (SELECT tick FROM state) - used, id, "
-                f"tokens = 0 FROM unit WHERE {_IS_SEQUENCE_END_SQL} ORDER BY used DESC, id DESC",
-            )
-            if not {number for number, *_ in rows} <= namespaces.keys():
-                raise InvalidRowError("a unit has a space that is not there")
+            rows = self._list_text_rows(cursor)
             total = cursor.require_number("SELECT coalesce(sum(bytes), 0) FROM unit")
+            keys = []
+            for row in rows:
+                text = self._read_pinned_sequence(cursor, row.unit, row.tokens)
+                keys.append("" if text is None else compute_sequence_key(text.namespace_key, text.ids).hex())
         entries = (
             StoreEntry(
-                model=namespaces[number].model,
-                dtype=namespaces[number].dtype,
-                tokens=tokens,
-                bytes=nbytes,
-                pinned=pins > 0,
-                unused_for=uses_since,
-                is_complete=bool(has_state) or not namespaces[number].needs_state,
-                last_ids=tuple(self._read_last_ids(unit)),
+                model=row.namespace.model,
+                dtype=row.namespace.dtype,
+                tokens=row.tokens,
+                bytes=row.nbytes,
+                pinned=row.pins > 0,
+                unused_for=row.uses_since,
+                is_complete=row.has_state or not row.namespace.needs_state,
+                last_ids=tuple(self._read_last_ids(row.unit)),
+                key=key,
+                label=labels.get(key, ""),
             )
-            for number, tokens, nbytes, pins, uses_since, unit, has_state in rows
+            for row, key in zip(rows, keys, strict=True)
         )
         return StoreListing(texts=tuple(entries), bytes=total)
+
+    def _list_text_rows(self, cursor: ValidatingCursor) -> list[_TextRow]:
+        """Return the rows of stored sequences, the most recently used first."""
+        documents = cursor.iter_rows(tuple[int, str], "SELECT id, document FROM space")
+        namespaces = {number: parse_space_document(document, self.label) for number, document in documents}
+        rows = cursor.fetch_rows(
+            tuple[int, int, int, int, int, int, int],
+            f"SELECT space, start + tokens, {_SEQUENCE_BYTES_SQL}, pins, (SELECT tick FROM state) - used, id, "
+            f"tokens = 0 FROM unit WHERE {_IS_SEQUENCE_END_SQL} ORDER BY used DESC, id DESC",
+        )
+        if not {number for number, *_ in rows} <= namespaces.keys():
+            raise InvalidRowError("a unit has a space that is not there")
+        return [
+            _TextRow(namespaces[number], tokens, nbytes, pins, uses_since, unit, bool(has_state))
+            for number, tokens, nbytes, pins, uses_since, unit, has_state in rows
+        ]
+
+    def iter_texts(self) -> Iterator[StoredText]:
+        with self.index.begin_reading() as cursor:
+            rows = self._list_text_rows(cursor)
+            for row in rows:
+                text = self._read_pinned_sequence(cursor, row.unit, row.tokens)
+                if text is not None and text.namespace_key == row.namespace.key:
+                    yield StoredText(row.namespace, text.ids)
+
+    def save_label(self, label: str, namespace: Namespace, ids: Ids) -> None:
+        self.recovery_files.save_label(SavedSequence(label, namespace.key, ids))
+
+    def iter_labels(self) -> Iterator[tuple[str, StoredText]]:
+        namespaces = {namespace.key: namespace for namespace in self.list_namespaces()}
+        for name, namespace_key, ids in self.recovery_files.iter_sequences(LABEL_SUFFIX):
+            if namespace_key in namespaces:
+                yield name, StoredText(namespaces[namespace_key], ids)
+
+    def delete_labels(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            self.recovery_files.delete_label(key)
 
     def _read_last_ids(self, unit: int) -> list[int]:
         """Return the last ids in the file of a unit; empty if the file is unreadable."""

@@ -202,7 +202,7 @@ class StagedFiles:
 
 
 SETTINGS_FILE = "store.json"
-PIN_SUFFIX, SESSION_SUFFIX = ".pin", ".session"
+PIN_SUFFIX, SESSION_SUFFIX, LABEL_SUFFIX = ".pin", ".session", ".label"
 
 _NAMESPACES_FOLDER, _SEQUENCES_FOLDER, _TABLES_FOLDER = "spaces", "texts", "tables"
 _MAX_DOCUMENT_BYTES = 1 << 20
@@ -216,7 +216,7 @@ _OWN_FOLDER_REGEX = re.compile("spaces|texts|tables|models|staging|units(/[0-9a-
 _OWN_NAME_PATTERNS = {
     "": r"store\.json|rebuild\.lock|index(-\d{1,9})?\.sqlite(-wal|-shm|-journal|\.new(-journal)?)?",
     "spaces": rf"{_KEY_PATTERN}\.json",
-    "texts": rf"{_KEY_PATTERN}\.(pin|session)",
+    "texts": rf"{_KEY_PATTERN}\.(pin|session|label)",
     "tables": f"{_KEY_PATTERN}-{_KEY_PATTERN}",
     "models": rf"{_KEY_PATTERN}\.json",
     "staging": "(?!)",
@@ -322,8 +322,18 @@ class RecoveryFiles:
         """Delete the file of a session."""
         self._delete(make_session_path(name))
 
+    def save_label(self, sequence: SavedSequence) -> None:
+        """Write the label of a sequence, which is its `name`."""
+        self._write(
+            _make_label_path(compute_sequence_key(sequence.namespace_key, sequence.ids)), _encode_text(sequence)
+        )
+
+    def delete_label(self, key: bytes) -> None:
+        """Delete the label of the sequence with this `compute_sequence_key`."""
+        self._delete(_make_label_path(key))
+
     def iter_sequences(self, suffix: str) -> Iterator[SavedSequence]:
-        """Yield the pinned sequences (`PIN_SUFFIX`), or those of sessions (`SESSION_SUFFIX`); skip damaged files."""
+        """Yield the pinned sequences (`PIN_SUFFIX`), or those of sessions and labels; skip damaged files."""
         max_bytes = _SEQUENCE_STRUCT.size + _MAX_NAME_BYTES + 4 * MAX_TOKENS + _CHECKSUM_STRUCT.size
         for path in sorted((self._folder / _SEQUENCES_FOLDER).glob(f"*{suffix}")):
             with suppress(KvmnnError, OSError):
@@ -391,10 +401,18 @@ def _encode_recovery_file(value: Namespace | SavedSequence) -> tuple[Path, bytes
     path = make_pin_path(compute_sequence_key(value.namespace_key, value.ids))
     if value.name:
         path = make_session_path(value.name)
+    return path, _encode_text(value)
+
+
+def _make_label_path(key: bytes) -> Path:
+    return Path(_SEQUENCES_FOLDER, key.hex() + LABEL_SUFFIX)
+
+
+def _encode_text(value: SavedSequence) -> bytes:
     name = value.name.encode()
     head = _SEQUENCE_STRUCT.pack(_SEQUENCE_MAGIC, len(name), value.ids.size, value.namespace_key)
     data = head + name + value.ids.astype("<u4").tobytes()
-    return path, data + _CHECKSUM_STRUCT.pack(integrity_checksum(data))
+    return data + _CHECKSUM_STRUCT.pack(integrity_checksum(data))
 
 
 def _decode_sequence(data: bytes) -> SavedSequence | None:

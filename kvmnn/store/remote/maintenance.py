@@ -9,6 +9,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from ..._util.validation import repr_short
 from ...dtypes import Bytes
 from ...errors import KvmnnError, ManifestError, SourceError
 from ...files.schema import parse_document
-from ..backend import BackendUnavailableError
+from ..backend import BackendUnavailableError, StoredText
 from ..namespace import (
     Ids,
     Namespace,
@@ -42,7 +43,7 @@ from .backend import NAMES_PER_REQUEST, TABLES_FOLDER, RemoteBackendBase
 from .eviction import Pin, list_end_units, read_pins, read_ticks, save_pin
 from .records import StateRecord, UnitRecord, make_unit_name
 
-_SESSIONS_FOLDER = "sessions"
+_SESSIONS_FOLDER, _LABELS_FOLDER = "sessions", "labels"
 _MAX_SESSION_BYTES = 256 << 20
 _UNIT_NAME_REGEX = re.compile("[0-9a-f]{32}")
 _MAX_REQUEST_BYTES = 32 << 20
@@ -269,25 +270,58 @@ class RemoteBackend(RemoteBackendBase):
         record_by_key = {
             key: record for record in reversed(unit_records) for key in record.compute_block_keys(block_tokens)
         }
+        labels = {text.key.hex(): label for label, text in self.iter_labels()}
         entries = []
         end_records = _select_end_records(valid_records, block_tokens)
         for record in sorted(end_records, key=lambda record: (-ticks[record.unit], -record.start)):
             namespace, tick = namespaces[record.namespace_key], ticks[record.unit]
+            path = list(_iter_ancestors(record, unit_records, record_by_key, block_tokens))
+            ids = _join_ids(path)
+            key = "" if ids is None else compute_sequence_key(namespace.key, ids).hex()
             entries.append(
                 StoreEntry(
                     model=namespace.model,
                     dtype=namespace.dtype,
                     tokens=record.start + record.ids.size,
-                    bytes=sum(
-                        before.nbytes for before in _iter_ancestors(record, unit_records, record_by_key, block_tokens)
-                    ),
+                    bytes=sum(before.nbytes for before in path),
                     pinned=record.unit in pinned,
                     unused_for=latest_tick - tick if tick else None,
                     is_complete=isinstance(record, StateRecord) or not namespace.needs_state,
                     last_ids=tuple(record.ids[-MAX_LAST_IDS:].tolist()),
+                    key=key,
+                    label=labels.get(key, ""),
                 )
             )
         return StoreListing(texts=tuple(entries), bytes=sum(record.nbytes for record in valid_records))
+
+    def iter_texts(self) -> Iterator[StoredText]:
+        namespaces = {namespace.key: namespace for namespace in self.list_namespaces()}
+        valid_records = [record for record in self.list_valid_records() if record.namespace_key in namespaces]
+        unit_records = [record for record in valid_records if not isinstance(record, StateRecord)]
+        size = self.block_tokens
+        record_by_key = {key: record for record in reversed(unit_records) for key in record.compute_block_keys(size)}
+        for record in _select_end_records(valid_records, size):
+            ids = _join_ids(list(_iter_ancestors(record, unit_records, record_by_key, size)))
+            if ids is not None:
+                yield StoredText(namespaces[record.namespace_key], ids)
+
+    def save_label(self, label: str, namespace: Namespace, ids: Ids) -> None:
+        self.check_writable()
+        name = f"{_LABELS_FOLDER}/{compute_sequence_key(namespace.key, ids).hex()}"
+        self.key_values.put_many({name: _encode_saved_text(label, namespace, ids)})
+
+    def iter_labels(self) -> Iterator[tuple[str, StoredText]]:
+        names = [f"{_LABELS_FOLDER}/{name}" for name in self.key_values.list_names(_LABELS_FOLDER)]
+        for begin_index in range(0, len(names), NAMES_PER_REQUEST):
+            for data in self.key_values.get_many(names[begin_index : begin_index + NAMES_PER_REQUEST]):
+                with suppress(KvmnnError):
+                    if data is not None:
+                        label = parse_document(data, "a label", _MAX_SESSION_BYTES).get("name").read_str()
+                        yield label, StoredText(*_decode_saved_text(data, "a label", label))
+
+    def delete_labels(self, keys: Sequence[bytes]) -> None:
+        self.check_writable()
+        self.key_values.delete([f"{_LABELS_FOLDER}/{key.hex()}" for key in keys])
 
     def pin(self, namespace: Namespace, ids: Ids) -> bool:
         self.check_writable()
@@ -313,25 +347,10 @@ class RemoteBackend(RemoteBackendBase):
 
     def save_session(self, name: str, namespace: Namespace, ids: Ids) -> None:
         self.check_writable()
-        document = {
-            "space": namespace.to_json(),
-            "ids": ids.tolist(),
-            "checksum": _compute_session_checksum(name, namespace, ids),
-        }
-        self.key_values.put_many({_make_session_key(name): json.dumps(document).encode()})
+        self.key_values.put_many({_make_session_key(name): _encode_saved_text(name, namespace, ids)})
 
     def get_session(self, name: str) -> tuple[Namespace, Ids]:
-        label = f"{self.label}: session {repr_short(name)}"
-        root = parse_document(self._read_session_bytes(name), label, _MAX_SESSION_BYTES)
-        try:
-            namespace = parse_namespace(root.get("space").read_str(), label)
-            ids = to_token_ids([node.read_int(0) for node in root.get("ids").read_list(min_len=1)])
-            checksum = root.value.get("checksum", "")  # the first versions wrote none
-            if checksum not in ("", _compute_session_checksum(name, namespace, ids)):
-                raise SourceError("it does not match its checksum")
-        except KvmnnError as error:
-            raise SourceError(f"{label} is damaged: {error}") from None
-        return namespace, ids
+        return _decode_saved_text(self._read_session_bytes(name), f"{self.label}: session {repr_short(name)}", name)
 
     def _read_session_bytes(self, name: str) -> bytes:
         (data,) = self.key_values.get_many([_make_session_key(name)])
@@ -352,6 +371,44 @@ class RemoteBackend(RemoteBackendBase):
         self.check_writable()
         self._read_session_bytes(name)
         self.key_values.delete([_make_session_key(name)])
+
+
+def _encode_saved_text(name: str, namespace: Namespace, ids: Ids) -> bytes:
+    """Return the document of a session or a label."""
+    document = {
+        "name": name,
+        "space": namespace.to_json(),
+        "ids": ids.tolist(),
+        "checksum": _compute_session_checksum(name, namespace, ids),
+    }
+    return json.dumps(document).encode()
+
+
+def _decode_saved_text(data: bytes, label: str, name: str) -> tuple[Namespace, Ids]:
+    """Parse the document of the session or label `name`; errors start with `label`."""
+    root = parse_document(data, label, _MAX_SESSION_BYTES)
+    try:
+        namespace = parse_namespace(root.get("space").read_str(), label)
+        ids = to_token_ids([node.read_int(0) for node in root.get("ids").read_list(min_len=1)])
+        checksum = root.value.get("checksum", "")  # the first versions wrote none
+        if checksum not in ("", _compute_session_checksum(name, namespace, ids)):
+            raise SourceError("it does not match its checksum")
+    except KvmnnError as error:
+        raise SourceError(f"{label} is damaged: {error}") from None
+    return namespace, ids
+
+
+def _join_ids(path: Sequence[UnitRecord]) -> Ids | None:
+    """Return the ids of a sequence whose records are those of `_iter_ancestors`; None if some are missing."""
+    records = [record for record in path if not isinstance(record, StateRecord)]
+    end = max(record.start + record.ids.size for record in path[:1])
+    parts: list[Ids] = []
+    for record in records:
+        if not record.start < end <= record.start + record.ids.size:
+            return None
+        parts.insert(0, record.ids[: end - record.start])
+        end = record.start
+    return np.concatenate(parts) if parts and not end else None
 
 
 def _compute_session_checksum(name: str, namespace: Namespace, ids: Ids) -> str:

@@ -1,0 +1,83 @@
+"""Labels and handles of texts: found by either, on every backend, and gone with the text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from prefixes import MODEL, layers_of
+
+from kvmnn import KvmnnError
+from kvmnn.store import PrefixStore
+
+pytest.importorskip("fsspec")
+
+SYSTEM = list(range(70))
+CHAT = [*SYSTEM, 5, 6, 7]
+
+
+@pytest.fixture(params=["directory", "redis", "file"])
+def store(request: pytest.FixtureRequest, new_url: Callable[[str], str]):
+    with PrefixStore(new_url(request.param)) as opened:
+        yield opened
+
+
+def test_label_and_handle_name_a_text(store: PrefixStore) -> None:
+    store.put(SYSTEM, layers_of(SYSTEM), model=MODEL, label="the system prompt")
+    store.put([9, 9], layers_of([9, 9]), model=MODEL)
+    listing = store.ls()
+    labels = {entry.label: entry for entry in listing.texts}
+    assert {label: entry.tokens for label, entry in labels.items()} == {"the system prompt": 70, "": 2}
+    handles = listing.make_handles()
+    assert len(set(handles)) == 2
+    assert {len(handle) for handle in handles} == {6}
+    for entry, handle in zip(listing.texts, handles, strict=True):
+        text = store.resolve(handle)
+        assert (text.key.hex(), text.ids.size, text.namespace.model) == (entry.key, entry.tokens, MODEL)
+        assert str(entry).startswith(handle)
+    assert store.resolve("the system prompt").ids.tolist() == SYSTEM
+    with pytest.raises(KvmnnError, match="there is no text with this label or handle"):
+        store.resolve("the system")
+
+
+def test_label_stays_when_a_longer_text_goes_on(store: PrefixStore) -> None:
+    store.put(SYSTEM, layers_of(SYSTEM), model=MODEL, label="system")
+    store.put(CHAT, layers_of(CHAT), model=MODEL, label="chat")
+    assert [entry.label for entry in store.ls().texts][0] == "chat"
+    assert store.resolve("system").ids.tolist() == SYSTEM
+    store.put(SYSTEM, layers_of(SYSTEM), model=MODEL, label="renamed")
+    assert store.resolve("renamed").ids.tolist() == SYSTEM
+    with pytest.raises(KvmnnError, match="no text"):
+        store.resolve("system")
+    store.put([1], layers_of([1]), model=MODEL, label="chat")
+    with pytest.raises(KvmnnError, match="2 texts are called so"):
+        store.resolve("chat")
+
+
+def test_labels_go_with_their_texts(store: PrefixStore) -> None:
+    store.put(CHAT, layers_of(CHAT), model=MODEL, label="chat")
+    store.put([1], layers_of([1]), model=MODEL, label="one")
+    store.delete(CHAT, model=MODEL)
+    with pytest.raises(KvmnnError, match="no text"):
+        store.resolve("chat")
+    assert store.gc().foreign == ()
+    assert store.resolve("one").ids.tolist() == [1]
+    store.gc(0)
+    with pytest.raises(KvmnnError, match="no text"):
+        store.resolve("one")
+
+
+@pytest.mark.parametrize("label", ["", "a\nb", "x" * 257])
+def test_put_invalid_label_is_refused(tmp_path: Path, label: str) -> None:
+    with PrefixStore(tmp_path) as store, pytest.raises(KvmnnError, match="a label is"):
+        store.put([1], layers_of([1]), model=MODEL, label=label)
+
+
+def test_label_file_that_is_damaged_is_no_label(tmp_path: Path) -> None:
+    with PrefixStore(tmp_path) as store:
+        store.put(CHAT, layers_of(CHAT), model=MODEL, label="chat")
+        (path,) = tmp_path.glob("texts/*.label")
+        path.write_bytes(path.read_bytes()[:-9] + b"\0" * 9)
+        assert [entry.label for entry in store.ls().texts] == [""]
+        assert store.verify().damaged == ()

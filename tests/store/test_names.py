@@ -44,7 +44,7 @@ def test_label_and_handle_name_a_text(store: PrefixStore) -> None:
 def test_label_stays_when_a_longer_text_goes_on(store: PrefixStore) -> None:
     store.put(SYSTEM, layers_of(SYSTEM), model=MODEL, label="system")
     store.put(CHAT, layers_of(CHAT), model=MODEL, label="chat")
-    assert [entry.label for entry in store.ls().texts][0] == "chat"
+    assert next(entry.label for entry in store.ls().texts) == "chat"
     assert store.resolve("system").ids.tolist() == SYSTEM
     store.put(SYSTEM, layers_of(SYSTEM), model=MODEL, label="renamed")
     assert store.resolve("renamed").ids.tolist() == SYSTEM

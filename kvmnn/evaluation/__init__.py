@@ -6,6 +6,7 @@ Each configuration is measured on each document, which gives a cell; its cells a
 from __future__ import annotations
 
 from ..lm.documents import Document, TextOptions, read_documents
+from .compression import evaluate_with_compression
 from .presets import expand_preset
 from .result import EvaluationResult, PlotResult, plot_results, read_results
 from .runner import EvaluationProgress, evaluate
@@ -25,6 +26,7 @@ __all__ = [
     "TextOptions",
     "evaluate",
     "evaluate_tasks",
+    "evaluate_with_compression",
     "expand_configurations",
     "expand_preset",
     "plot_results",

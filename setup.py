@@ -58,6 +58,7 @@ NATIVE = {
     "kvmnn.formats.mlx._groups": ["groups.c"],
     "kvmnn.frames._fast_lane": ["zstd_writer.c", "huffman.c", "fse.c", "match_finder.c", "sample_stats.c"],
     "kvmnn.frames._streams": ["lanes.c"],
+    "kvmnn.linear._coder": ["model.c"],
     "kvmnn.policies.h2o._scores": ["scores.c"],
     "kvmnn.analysis._stream_meter": ["token_predictors.c"],
     "kvmnn.packed._layout": ["layout_kernels.c", "quantize.c"],

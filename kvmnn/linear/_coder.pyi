@@ -2,7 +2,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..dtypes import Bytes, Positions
-from .model import BlockRows
+from .regressors import BlockRows
 
 def get_level() -> str: ...
 

@@ -85,8 +85,8 @@ def _open_model(header: LinearHeader, profile: Profile | None) -> LinearModel | 
     if header.key is None:
         return None
     if profile is None or profile.key != header.key:
-        found = "none is given" if profile is None else f"{profile.key.hex()} is given"
-        raise KvmnnError(f"layer {header.layer}: encoded with the profile {header.key.hex()}: {found}")
+        profile_text = "none is given" if profile is None else f"{profile.key.hex()} is given"
+        raise KvmnnError(f"layer {header.layer}: encoded with the profile {header.key.hex()}: {profile_text}")
     return get_model(profile, check_below(profile, header.below))
 
 
@@ -148,8 +148,8 @@ def _decode_linear(
     geometry = model.layers[header.layer]
     if (geometry.kv_heads, geometry.get_dim(part)) != (header.kv_heads, header.dims[index]):
         raise FrameError(
-            f"{where}: {header.kv_heads} heads of {header.dims[index]} elements: the profile has {geometry.kv_heads} of "
-            f"{geometry.get_dim(part)}"
+            f"{where}: {header.kv_heads} heads of {header.dims[index]} elements: the profile has "
+            f"{geometry.kv_heads} of {geometry.get_dim(part)}"
         )
     side = model.get_side(header.layer, part)
     if side is None or header.positions.ndim != 1 or not header.tokens:
@@ -175,7 +175,9 @@ def _decode_linear(
             table[:, element] = word
     data = np.ascontiguousarray(payload[offset:])
     if not side.decode(DTYPES.index(header.dtype), data, rows.positions, blocks, mask, words):
-        raise FrameError(f"{where}: an entropy coder that ends too early, too late or in another state than it began in")
+        raise FrameError(
+            f"{where}: an entropy coder that ends too early, too late or in another state than it began in"
+        )
     return words
 
 

@@ -154,5 +154,3 @@ def _check_limits(layer: LayerCache, dtype: DType) -> None:
         )
     if layer.positions.max(initial=0) > MAX_POSITION:
         raise LimitError(f"layer {layer.layer}: a position above 2^31 - 1")
-
-

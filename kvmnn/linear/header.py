@@ -113,17 +113,17 @@ def read_header(data: Any, max_bytes: int | None = None) -> LinearHeader:
             f"no linear stream: expected {HEADER_BYTES} bytes or more from {MAGIC.hex(' ')}, found "
             f"{stream[:4].tobytes().hex(' ') or 'nothing'} ({stream.size} bytes)"
         )
-    _, version, dtype_code, below, flags, methods_byte, reserved, layer, heads, head_dim, value_dim, *rest = (
+    _, version, dtype_code, below, flags, methods_byte, reserved, layer, heads, head_dim, value_dim, *tail = (
         _LAYOUT.unpack(stream[:HEADER_BYTES].tobytes())
     )
-    tokens, key_bytes, checksum = rest
+    tokens, key_bytes, checksum = tail
     methods = methods_byte & 15, methods_byte >> 4
     if version != VERSION:
         raise FrameError(f"linear stream has version {version}: expected {VERSION}")
     if dtype_code >= len(DTYPES) or below > 2 or max(methods) > METHOD_LINEAR or reserved or flags not in (0, 1, 3):
         raise FrameError(
-            f"linear stream has dtype {dtype_code}, below {below}, methods {methods[0]} and {methods[1]}, flags {flags} "
-            f"and {reserved}: expected at most 2 for the first four, flags 0, 1 or 3, and 0"
+            f"linear stream has dtype {dtype_code}, below {below}, methods {methods[0]} and {methods[1]}, flags "
+            f"{flags} and {reserved}: expected at most 2 for the first four, flags 0, 1 or 3, and 0"
         )
     dtype = DTYPES[dtype_code]
     if not heads or not head_dim or heads * max(head_dim, value_dim) > MAX_ROW_ELEMENTS or tokens > MAX_TOKENS:

@@ -12,7 +12,8 @@ from ..arrays.layer_cache import LayerCache
 from ..dense.header import to_row_bytes
 from ..dtypes import PARTS, Bytes, Part, Positions, infer_dtype
 from ..errors import KvmnnError
-from .model import BlockRows, LinearModel, Regressors, list_blocks
+from .model import LinearModel, list_blocks
+from .regressors import BlockRows, Regressors
 
 
 @dataclass(eq=False)
@@ -73,11 +74,11 @@ def select_blocks(model: LinearModel, rows: LayerRows, lower: Mapping[int, Layer
     return blocks
 
 
-def _match_positions(positions: Positions, others: Positions) -> npt.NDArray[np.int32]:
+def _match_positions(positions: Positions, lower_positions: Positions) -> npt.NDArray[np.int32]:
     """Return for each position the first of the others that is the same; -1 where none is."""
     if positions.ndim != 1:
         return np.full(positions.shape[-1], -1, np.int32)
-    order = np.argsort(others, kind="stable")
-    places = np.minimum(np.searchsorted(others, positions, sorter=order), len(others) - 1)
+    order = np.argsort(lower_positions, kind="stable")
+    places = np.minimum(np.searchsorted(lower_positions, positions, sorter=order), len(lower_positions) - 1)
     rows = order[places]
-    return np.where(others[rows] == positions, rows, -1).astype(np.int32)
+    return np.where(lower_positions[rows] == positions, rows, -1).astype(np.int32)

@@ -6,7 +6,6 @@ import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -19,12 +18,7 @@ from ..errors import KvmnnError
 from ..profiles.geometry import LayerGeometry
 from ..profiles.profile import Profile
 from . import _coder
-
-Regressors = npt.NDArray[np.int16]
-"""``[token, place]``: standardised rows, 256 to a deviation."""
-
-BlockRows: TypeAlias = tuple[Regressors, npt.NDArray[np.int32] | None]
-"""Regressors, and which row each token has: -1 for none; None for each its own."""
+from .regressors import Regressors
 
 MAX_BELOW = 2
 _UNIT_LIMIT = 1 << 30
@@ -33,7 +27,7 @@ _NO_FREQUENCIES = np.zeros(0, np.uint64)
 
 
 @dataclass(frozen=True)
-class Block:
+class Predictor:
     """Rows that predict others: K or V of a layer, and their name in statistics."""
 
     name: str
@@ -42,13 +36,12 @@ class Block:
     elements: int
 
 
-def list_blocks(layers: Sequence[LayerGeometry], layer: int, part: Part, below: int) -> list[Block]:
+def list_blocks(layers: Sequence[LayerGeometry], layer: int, part: Part, below: int) -> list[Predictor]:
     """Return what predicts K or V of a layer, in order: its own K for V, then K and V of the layers below."""
-    blocks = [Block("key", layer, "key", layers[layer].get_row_elements("key"))] if part == "value" else []
+    blocks = [Predictor("key", layer, "key", layers[layer].get_row_elements("key"))] if part == "value" else []
     for distance in range(1, min(below, layer) + 1):
         lower = layer - distance
-        for name in PARTS:
-            blocks.append(Block(f"{name}-{distance}", lower, name, layers[lower].get_row_elements(name)))
+        blocks += [Predictor(f"{name}-{distance}", lower, name, layers[lower].get_row_elements(name)) for name in PARTS]
     return [block for block in blocks if layers[block.layer].get_dim(block.part) % 2 == 0]
 
 
@@ -109,8 +102,10 @@ def check_below(profile: Profile, below: int) -> int:
         if any(name_table(0, part, choice, "means") in profile.arrays for part in PARTS)
     ]
     if below not in choices:
-        found = f"of {' and '.join(map(str, choices))} layers below" if choices else "no tables of linear streams"
-        raise KvmnnError(f"the profile has {'tables ' if choices else ''}{found}: expected some of {below}")
+        choices_text = (
+            f"of {' and '.join(map(str, choices))} layers below" if choices else "no tables of linear streams"
+        )
+        raise KvmnnError(f"the profile has {'tables ' if choices else ''}{choices_text}: expected some of {below}")
     return below
 
 

@@ -71,8 +71,8 @@ def _build_side(statistics: Statistics, layer: int, part: Part, below: int) -> A
     correlations = covariance / np.outer(deviations, deviations)
     correlations[is_constant], correlations[:, is_constant] = 0.0, 0.0
     n = len(mean)
-    own, cross, others = correlations[:n, :n], correlations[n:, :n], correlations[n:, n:]
-    base, base_factors, residual = _regress(own, cross, others)
+    own, cross, predictors = correlations[:n, :n], correlations[n:, :n], correlations[n:, n:]
+    base, base_factors, residual = _regress(own, cross, predictors)
     chain, chain_factors, sigmas, pair_correlations = _build_chain(residual)
     scale = deviations[:n]
     exponents = _choose_exponents(sigmas * scale, mean, is_constant[:n])
@@ -93,15 +93,15 @@ def _build_side(statistics: Statistics, layer: int, part: Part, below: int) -> A
     }
 
 
-def _regress(own: Floats64, cross: Floats64, others: Floats64) -> tuple[npt.NDArray[np.int8], Floats64, Floats64]:
+def _regress(own: Floats64, cross: Floats64, predictors: Floats64) -> tuple[npt.NDArray[np.int8], Floats64, Floats64]:
     """Return weights by row of `own`, the factor of each row, and the covariance of what they leave."""
-    if not len(others):
+    if not len(predictors):
         return np.zeros((len(own), 0), np.int8), np.zeros(len(own)), own
-    solution = np.linalg.solve(others + _REGRESSION_RIDGE * np.eye(len(others)), cross).T
-    weights, factors = _quantize_rows(solution)
+    solution = np.linalg.solve(predictors + _REGRESSION_RIDGE * np.eye(len(predictors)), cross).T
+    weights, factors = _quantize_rows(np.asarray(solution, np.float64))
     rounded = weights * factors[:, None]
     explained = rounded @ cross
-    return weights, factors, own - explained - explained.T + rounded @ others @ rounded.T
+    return weights, factors, own - explained - explained.T + rounded @ predictors @ rounded.T
 
 
 def _build_chain(residual: Floats64) -> tuple[npt.NDArray[np.int8], Floats64, Floats64, Floats64]:
@@ -117,8 +117,8 @@ def _build_chain(residual: Floats64) -> tuple[npt.NDArray[np.int8], Floats64, Fl
     slopes[np.arange(1, n, 2), np.arange(0, n, 2)] = 0.0
     covariances = pair_factors @ pair_factors.transpose(0, 2, 1)
     for _ in range(2):  # deviations of innovations, then those that rounded weights leave
-        sigmas = np.sqrt(np.diagonal(covariances, axis1=1, axis2=2)).reshape(-1)
-        weights, factors = _quantize_rows(slopes * sigmas)
+        sigmas = np.sqrt(np.diagonal(covariances, axis1=1, axis2=2)).reshape(-1).astype(np.float64)
+        weights, factors = _quantize_rows(np.asarray(slopes * sigmas, np.float64))
         rounded = weights * factors[:, None] / sigmas
         inverse = np.linalg.inv(np.eye(n) + rounded)
         final = inverse @ residual @ inverse.T

@@ -141,7 +141,7 @@ def test_decode_layer_says_what_is_missing():
         linear.decode_layer(streams[0], make_profile(2))
     with pytest.raises(KvmnnError, match="layer 1: needs layer 0, which is not given"):
         linear.decode_layer(streams[1], make_profile())
-    with pytest.raises(KvmnnError, match="checksum|entropy coder"):
+    with pytest.raises(KvmnnError, match=r"checksum|entropy coder"):
         linear.decode_layer(streams[1], make_profile(), make_cache(40, "fp16", seed=5)[:1])
     with pytest.raises(LimitError, match="max_bytes is 100"):
         linear.decode_layer(streams[0], make_profile(), max_bytes=100)

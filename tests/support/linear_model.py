@@ -140,7 +140,9 @@ class Side:
         self.order = [head * self.dim + place for head in range(geometry.kv_heads) for place in order]
         prefix = f"linear/{layer}/{side}/{below}/"
         tables = {
-            name.removeprefix(prefix): array.tolist() for name, array in profile.arrays.items() if name.startswith(prefix)
+            name.removeprefix(prefix): array.tolist()
+            for name, array in profile.arrays.items()
+            if name.startswith(prefix)
         }
         self.has_tables = bool(tables)
         if tables:
@@ -269,7 +271,7 @@ def decode_side(
     rows = [[0] * n for _ in range(tokens)]
     for start in range(0, tokens, 16):
         group = range(start, min(start + 16, tokens))
-        spread = {t: 1 << 16 for t in group}
+        spread = dict.fromkeys(group, 1 << 16)
         innovations: dict[int, list[int]] = {t: [] for t in group}
         factor = (1 << 20) // (num + 30)
         for pair in range(n // 2):
@@ -325,9 +327,7 @@ def decode_side(
                 values = [value_of(kind, rows[t][element], q) for element in elements]
                 for k, x in enumerate(back(*values, turns[t])):
                     d = clamp(x - predictions[t][k], 1 << 30)
-                    innovations[t].append(
-                        clamp((d * ((1 << 32) // side.sigmas[2 * pair + k]) + (1 << 23)) >> 24, 4095)
-                    )
+                    innovations[t].append(clamp((d * ((1 << 32) // side.sigmas[2 * pair + k]) + (1 << 23)) >> 24, 4095))
                 if is_constant:
                     continue
                 z = [distance(values[k], centres[t][k], inverses[t][k]) for k in (0, 1)]

@@ -47,7 +47,9 @@ def make_cache(
     for number, geometry in enumerate(GEOMETRY):
         arrays = []
         for dim in (geometry.head_dim, geometry.value_dim):
-            weights = mixing.normal(size=(6, geometry.kv_heads * dim)) * mixing.uniform(0.01, 4, geometry.kv_heads * dim)
+            weights = mixing.normal(size=(6, geometry.kv_heads * dim)) * mixing.uniform(
+                0.01, 4, geometry.kv_heads * dim
+            )
             rows = hidden @ weights + rng.normal(size=(tokens, geometry.kv_heads * dim)) * 0.2
             arrays.append(np.ascontiguousarray(rows.reshape(tokens, geometry.kv_heads, dim).transpose(1, 0, 2)))
         if geometry.rope is not None:

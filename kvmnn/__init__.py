@@ -103,7 +103,8 @@ else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *_FOLDERS, *__all__})
+        # what one can use and nothing else: no helpers of this module, and `open` although a star import leaves it out
+        return sorted({*_FOLDERS, *_FOLDER_BY_NAME, *__all__})
 
 
 # Not here: `open`, which would hide the built-in one from a star import, and the folders.

@@ -11,7 +11,16 @@ from typing import Any, Literal, Self
 from ..errors import KvmnnError, OptionError
 from ..files.schema import Record
 from ..policies.policy import Budget, FullCache, Policy
-from ..policies.registry import LabelledPolicy, convert_options_to_json, format_label, get_policy_class
+from ..policies.registry import (
+    LabelledPolicy,
+    convert_options_to_json,
+    format_label,
+    get_policy_class,
+    hash_registered_file,
+    is_known_class,
+    is_registered,
+    register_policy,
+)
 from ..policies.specs import accepts_option, build_policy, expand_spec, split_spec
 from ..quantization import create_codec
 from ..runtime import RuntimeConfig
@@ -76,6 +85,8 @@ class Configuration(Record):
         """What the results depend on, as JSON values: all options, defaults included, without the label."""
         identity = {"policy": self.policy, "options": self.list_options(), "positions": self.positions}
         identity |= {} if self.codec is None else {"codec": self.codec}
+        if is_registered(self.policy):  # a changed policy has other results under the same name
+            identity["file"] = hash_registered_file(self.policy)
         return identity | ({"begun": True} if self.uses_initial_cache else {})
 
     @classmethod
@@ -156,6 +167,8 @@ def resolve_configurations(
         if isinstance(entry, str):
             resolved += [build_configuration(*options) for options in expand_spec(entry, budget_tokens)]
         elif isinstance(entry, Policy):
+            if not is_known_class(type(entry)):
+                register_policy(type(entry))
             labelled_policy = LabelledPolicy.from_policy(entry)
             resolved.append(Configuration(labelled_policy.label, entry.name, dict(labelled_policy.options)))
         else:

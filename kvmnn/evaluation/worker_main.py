@@ -43,6 +43,7 @@ def _exit_on_signal(number: int, frame: object) -> None:
 
 
 def _run_request(request: Mapping[str, Any], lines: IO[str]) -> None:
+    from ..policies.registry import load_registered_files
     from .measure import CellMeasurer, UnsupportedConfigurationError
     from .settings import EvaluationSettings
     from .workers import EvaluationTask, WorkerMessage, run_task
@@ -61,6 +62,7 @@ def _run_request(request: Mapping[str, Any], lines: IO[str]) -> None:
             pending, last = 0, time.monotonic()
 
     try:
+        load_registered_files(request["policy_files"])
         task = EvaluationTask.from_json(request["task"])
         cell_measurer = CellMeasurer(
             request["model"],

@@ -19,6 +19,7 @@ from .. import errors
 from ..errors import KvmnnError
 from ..files.schema import Record
 from ..lm.documents import Document
+from ..policies.registry import list_registered_files
 from .measure import AdvanceCallback, CellMeasurer, UnsupportedConfigurationError
 from .records import Cell, CellKind, RefusedCell, read_cell
 from .settings import Configuration, EvaluationSettings
@@ -179,7 +180,13 @@ def run_tasks(
     """
     if jobs == 0:
         return _run_in_process(tasks, CellMeasurer(model, settings, start, references))
-    order = {"model": model, "settings": settings.to_dict(), "start": start, "references": references}
+    order = {
+        "model": model,
+        "settings": settings.to_dict(),
+        "start": start,
+        "references": references,
+        "policy_files": list_registered_files(),
+    }
     return _run_in_workers(tasks, order, jobs)
 
 

@@ -27,6 +27,9 @@ else:
             return evaluate
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
+    def __dir__() -> list[str]:
+        return sorted(__all__)
+
 
 __all__ = [
     "CatalogEntry",

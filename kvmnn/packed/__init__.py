@@ -8,10 +8,14 @@ from .backends import BACKENDS
 if TYPE_CHECKING:
     from .cache import PackedCache
     from .compaction import KVMeta
+    from .inference import PackedGeometry
     from .layout import PackLayout
 else:
     # the command line needs `BACKENDS`, and no numpy
-    __getattr__ = make_lazy_getattr(__name__, {"compaction": "KVMeta", "layout": "PackLayout", "cache": "PackedCache"})
+    __getattr__ = make_lazy_getattr(
+        __name__,
+        {"compaction": "KVMeta", "layout": "PackLayout", "cache": "PackedCache", "inference": "PackedGeometry"},
+    )
 
 
-__all__ = ["BACKENDS", "KVMeta", "PackLayout", "PackedCache"]
+__all__ = ["BACKENDS", "KVMeta", "PackLayout", "PackedCache", "PackedGeometry"]

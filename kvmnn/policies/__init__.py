@@ -14,7 +14,7 @@ from .key_norm import KNorm, L2Fixed, L2Ratio, fix_size_l2_compress, l2_compress
 from .key_value_scores import KeyDiff, RandomTokens
 from .policy import BudgetedPolicy, FullCache, LayerState, Policy, PolicyInput, Trigger
 from .query_scores import TOVA, ExpectedAttention, SnapKV
-from .registry import POLICIES, LabelledPolicy, create_policy
+from .registry import POLICIES, LabelledPolicy, create_policy, register_policy
 from .scored import ScoredPolicy
 from .scores import EmaScores, MeanScores, ScoreAccumulator, SumScores
 from .streaming import RecentOnly, Streaming, StreamingPress
@@ -58,4 +58,5 @@ __all__ = [
     "create_policy",
     "fix_size_l2_compress",
     "l2_compress",
+    "register_policy",
 ]

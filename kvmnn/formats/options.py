@@ -40,6 +40,8 @@ class ReadOptions:
     axis_spec: AxisSpec = AXES_AS_STORED
     #: Return float8 arrays as codes of one byte, which frames store, instead of decoding them to float32.
     codes: bool = False
+    #: Profile of layer streams; None looks for it near them.
+    profile: str | None = None
     #: Maximum total raw bytes of an input; None for the limits of each format (deflated members: 1,032 times their
     #: bytes).
     max_bytes: int | None = None

@@ -29,6 +29,7 @@ from .base import FileFormat, Format, PathFormat
 from .detection_errors import explain_unknown_file, explain_unknown_folder
 from .frames import make_frame_source
 from .hf import in_memory, saved
+from .layer_streams.reader import LAYER_STREAMS
 from .mnn import dump, restore_dump
 from .mnn.packed_reader import PACKED
 from .mnn.prefix_restorer import RestorePrefixResult, can_restore_prefix, restore_prefix
@@ -376,6 +377,7 @@ FORMATS: tuple[Format, ...] = (
     *ARRAY_FORMATS.values(),
     PACKED,
     PAGE,
+    LAYER_STREAMS,
     FRAMES,
     zarr.ZARR,
     dump.KV_DUMP,

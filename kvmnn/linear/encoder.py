@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -63,7 +63,7 @@ def encode_layer(layer: LayerCache, profile: Profile, lower: Sequence[LayerCache
     return _encode_rows(model, profile, build_rows(model, layer), rows)
 
 
-def encode_layers(layers: Sequence[LayerCache], profile: Profile, *, below: int = 2) -> Iterator[bytes]:
+def encode_layers(layers: Iterable[LayerCache], profile: Profile, *, below: int = 2) -> Iterator[bytes]:
     """Yield the stream of each layer of a cache, from layer 0 up; faster than `encode_layer` for each.
 
     Raises

@@ -120,6 +120,7 @@ class DecoderSession:
         bias: Sequence[NDArray[np.float32]] | None = None,
         key_positions: Mapping[int, NDArray[np.int64]] | None = None,
         *,
+        attentions: bool = True,
         queries: bool = False,
     ) -> StepResult:
         """Feed tokens.
@@ -140,6 +141,8 @@ class DecoderSession:
             For layers with a window whose graph takes them (`DecoderInterface.key_position_inputs`): true positions of
             past and new tokens, int64 ``[1, 1 or query_head, past + token]``. A layer that is absent holds the tokens
             right before the new ones.
+        attentions
+            Whether a session with attention probabilities returns those of this step.
         queries
             Whether the rotated queries are returned as well (`DecoderInterface.query_outputs`).
 
@@ -166,7 +169,7 @@ class DecoderSession:
                 raise self._decoder.build_error(
                     "takes one token at a time while its layers hold different numbers of tokens"
                 )
-        return self._decoder.run_step(ids, positions, past, bias, key_positions, queries=queries)
+        return self._decoder.run_step(ids, positions, past, bias, key_positions, attentions=attentions, queries=queries)
 
     def probe_unequal_lengths(self) -> UnequalLengthSupport:
         """Test, once, how tokens may be fed while layers store different numbers of tokens.

@@ -199,3 +199,11 @@ def build_rows(cache: LayerCache, geometry: LayerGeometry) -> tuple[Rows, Rows]:
         for part, heads in zip(dtypes.PARTS, (keys, values), strict=True)
     ]
     return rows[0], rows[1]
+
+
+def restore_heads(rows: Rows, geometry: LayerGeometry, part: Part, positions: Positions) -> Rows:
+    """Return rows of K or V as heads ``[kv_head, token, dim]``, K rotated to its positions: undo `build_rows`."""
+    order = geometry.get_order(part)
+    heads = np.empty((geometry.kv_heads, len(rows), len(order)))
+    heads[..., order] = rows.reshape(len(rows), geometry.kv_heads, -1).transpose(1, 0, 2)
+    return rotate_heads(heads, positions, geometry.rope, 1) if part == "key" and geometry.rope is not None else heads

@@ -51,6 +51,8 @@ class Statistics:
         Caches that were added.
     num_skipped : int
         Tokens with an element that is not finite, which were left out; sinks are not counted.
+    extras : dict of str to ndarray
+        Further sums of the caller, which are saved with these; names begin with ``"extras/"``.
     """
 
     def __init__(self, layers: Sequence[LayerGeometry]) -> None:
@@ -58,6 +60,7 @@ class Statistics:
             raise KvmnnError(f"statistics of {len(layers)} layers: expected 1 to {_MAX_LAYERS}")
         self.layers = tuple(layers)
         self.num_tokens = self.num_texts = self.num_skipped = 0
+        self.extras: sections.Arrays = {}
         self._sums = [np.zeros(self._count_elements(layer, 1)) for layer in range(len(layers))]
         self._moments = [
             np.zeros((self._count_elements(layer, 1), self._count_elements(layer, 3))) for layer in range(len(layers))
@@ -125,7 +128,7 @@ class Statistics:
             "num_skipped": self.num_skipped,
             "layers": [geometry.to_dict() for geometry in self.layers],
         }
-        arrays: dict[str, Moments] = {}
+        arrays = dict(self.extras)
         for layer, (sums, moments) in enumerate(zip(self._sums, self._moments, strict=True)):
             arrays |= {f"statistics/{layer}/sums": sums, f"statistics/{layer}/moments": moments}
         with FileOutput(path, force=True) as output:
@@ -155,8 +158,9 @@ class Statistics:
         statistics.num_tokens = header.get("num_tokens").read_int(0)
         statistics.num_texts = header.get("num_texts").read_int(0)
         statistics.num_skipped = header.get("num_skipped").read_int(0)
-        if len(arrays) != 2 * len(geometries):
-            raise SourceError(f"{label}: has {len(arrays)} sections: expected {2 * len(geometries)}")
+        statistics.extras = {name: array for name, array in arrays.items() if name.startswith("extras/")}
+        if len(arrays) - len(statistics.extras) != 2 * len(geometries):
+            raise SourceError(f"{label}: has {len(arrays)} sections: expected {2 * len(geometries)} of statistics")
         for layer in range(len(geometries)):
             for name, target in (("sums", statistics._sums[layer]), ("moments", statistics._moments[layer])):
                 array = arrays.get(f"statistics/{layer}/{name}")

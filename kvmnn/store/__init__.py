@@ -21,7 +21,6 @@ if TYPE_CHECKING:
         StoreListing,
         StoreSession,
         StoreStats,
-        StoreUsage,
         StoreVerifyResult,
     )
     from .store import PrefixStore
@@ -35,7 +34,7 @@ else:
             "read_path": "DamagedPrefixError",
             "results": (
                 "CleanupResult LayerwisePrefix MatchResult PinResult PutResult StoredPrefix StoreEntry "
-                "StoreExportResult StoreListing StoreSession StoreStats StoreUsage StoreVerifyResult"
+                "StoreExportResult StoreListing StoreSession StoreStats StoreVerifyResult"
             ),
             "store": "PrefixStore",
         },
@@ -56,7 +55,6 @@ __all__ = [
     "StoreListing",
     "StoreSession",
     "StoreStats",
-    "StoreUsage",
     "StoreVerifyResult",
     "StoredPrefix",
     "read_exported",

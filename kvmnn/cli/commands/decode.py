@@ -6,7 +6,7 @@ import argparse
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from .. import console, input_sources, packed_options, shared_options
+from .. import console, input_sources, layer_stream_options, packed_options, shared_options
 from ..console import STDIO, UsageError
 
 if TYPE_CHECKING:
@@ -73,6 +73,7 @@ def add_parser(subparsers: Any) -> None:
         help="restore the KV dump that was encoded, with its metadata files",
     )
     shared_options.add_ignore_option(parser, "manifest", "no_manifest", "the manifest next to frames")
+    layer_stream_options.add_profile_option(parser)
     shared_options.add_threads_option(parser)
     group = parser.add_argument_group("prefix caches", "what the restored files must match")
     group.add_argument("--arrays", action="store_true", help="write plain arrays, not the files they came from")
@@ -86,6 +87,9 @@ def run(arguments: argparse.Namespace) -> int:
     from ...bundle import DecodeOptions
     from ...formats import ZARR, has_format
 
+    if layer_stream_options.is_layer_streams(arguments.input):
+        return layer_stream_options.decode(arguments)
+    shared_options.refuse_given(arguments, ["profile"], "is about layer streams, and these are none")
     if has_format(arguments.input, ZARR):
         return _decode_zarr(arguments)
     options = DecodeOptions(

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from .. import batch, console, dense_options, input_sources, packed_options, shared_options
+from .. import batch, console, dense_options, input_sources, layer_stream_options, packed_options, shared_options
 from ..console import STDIO, UsageError
 
 if TYPE_CHECKING:
@@ -43,8 +43,9 @@ predictors and codecs of the manifest.
 
 An array above --chunk-bytes is cut along its leading axes into several frames, which all processors share. Standard
 output gets one frame, of up to 64 MiB. --codec dense makes dense streams of K and V, which are smaller and which kvmnn
-alone reads (docs/dense.md). A frame of incompressible elements is larger than they are: --joint-kv and --allow-raw
-store such arrays raw, and the manifest has "stored": "raw"."""
+alone reads (docs/dense.md); --codec profile:FILE and transform:FILE make streams of whole layers by the profile of a
+model, lossless and LOSSY (docs/profile.md). A frame of incompressible elements is larger than they are: --joint-kv and
+--allow-raw store such arrays raw, and the manifest has "stored": "raw"."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -137,6 +138,8 @@ def run(arguments: argparse.Namespace) -> int:
         return batch.run_batch(
             arguments, "encode", arguments.inputs, accepted_kinds=["arrays"], output=_make_task_factory
         )
+    if layer_stream_options.is_layer_codec(arguments.codec):
+        return layer_stream_options.encode(arguments)
     opened_input = _open_stream(arguments)
     if _is_transcoding(arguments, opened_input):
         return _transcode(arguments, opened_input or arguments.inputs[0])

@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from ..._util.text import format_range, pluralize
-from .. import batch, console, input_sources, packed_options, shared_options
+from .. import batch, console, input_sources, layer_stream_options, packed_options, shared_options
 
 if TYPE_CHECKING:
     from ...arrays.source import Source
@@ -21,7 +21,9 @@ shown to decode: DECODES. Any mismatch ends with exit code 1.
 
 Several --against make one set, as several inputs of encode do.
 
-Of a Zarr store (X.zarr) the hashes that kvmnn stored in it are checked.
+Of a Zarr store (X.zarr) the hashes that kvmnn stored in it are checked. Layer streams (encode --codec profile:FILE or
+transform:FILE) are decoded and compared with the hashes in their layers.json; the words of lossy ones are those that it
+promises, and --against shows where they differ.
 
 The weight file of a KV compressor (.bin) is checked in structure and values; with --against its checkpoint, every
 weight, every bias, every header field and the metadata are compared with what kvmnn compressor convert would write
@@ -50,6 +52,7 @@ def add_parser(subparsers: Any) -> None:
     shared_options.add_source_options(parser, "element type of a frame without a manifest, or of raw input")
     shared_options.add_ignore_option(parser, "manifest", "no_manifest", "the manifest next to frames")
     parser.accept("--max-input-bytes")
+    layer_stream_options.add_profile_option(parser)
     shared_options.add_threads_option(parser)
     batch.add_batch_options(parser)
     packed_options.add_packed_options(parser)
@@ -70,6 +73,9 @@ def run(arguments: argparse.Namespace) -> int:
     from ...compressor import is_weight_file
     from ...formats import ZARR, can_restore_file, has_format, verify_file
 
+    if layer_stream_options.is_layer_streams(arguments.input):
+        return layer_stream_options.verify(arguments)
+    shared_options.refuse_given(arguments, ["profile"], "is about layer streams, and these are none")
     if has_format(arguments.input, ZARR):
         return _verify_zarr(arguments)
     if not arguments.no_manifest and is_weight_file(arguments.input):

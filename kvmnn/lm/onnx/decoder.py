@@ -52,7 +52,7 @@ class OnnxDecoder:
         self.query_heads = rewritten.query_heads or interface.query_heads
         self._branch_input = None if rewritten.unmerged else interface.branch_input
         self._outputs = [interface.logits_output, *(name for pair in interface.present_outputs for name in pair)]
-        self._outputs += rewritten.attentions or ()
+        self._attention_outputs = rewritten.attentions or ()
         self._zeros = np.zeros((1, 1, 1, 0), np.float32)
         self._ones = np.ones((1, 0), interface.types.get(interface.mask_input or "", np.int64))
 
@@ -70,6 +70,7 @@ class OnnxDecoder:
         bias: Sequence[NDArray[np.float32]] | None = None,
         key_positions: Mapping[int, NDArray[np.int64]] | None = None,
         *,
+        attentions: bool = True,
         queries: bool = False,
     ) -> StepResult:
         """Feed tokens; arguments and results are those of `DecoderSession.run_step`, which checks them."""
@@ -85,7 +86,9 @@ class OnnxDecoder:
             else:
                 first = positions[0] - past[layer][0].shape[2]
                 feed[name] = np.arange(first, positions[0] + len(ids))[None, None]
-        outputs = [*self._outputs, *((self.interface.query_outputs or ()) if queries else ())]
+        has_attentions = self.has_attentions and attentions
+        outputs = [*self._outputs, *(self._attention_outputs if has_attentions else ())]
+        outputs += (self.interface.query_outputs or ()) if queries else ()
         start = time.perf_counter()
         try:
             results = self.runtime.run(outputs, feed)
@@ -105,7 +108,7 @@ class OnnxDecoder:
         return StepResult(
             logits[0].astype(np.float32, copy=False),
             present,
-            tensors[:layers] if self.has_attentions else None,
+            tensors[:layers] if has_attentions else None,
             seconds,
             tensors[-layers:] if queries else None,
         )

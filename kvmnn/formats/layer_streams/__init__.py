@@ -1,0 +1,1 @@
+"""Folders of streams that a model's profile codes: one for each layer, and ``layers.json`` (docs/profile.md)."""

@@ -1,0 +1,110 @@
+"""The codecs of layer streams, with one interface."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ...arrays.layer_cache import LayerCache
+from ...linear import decode_layers as decode_linear_layers
+from ...linear import encode_layers as encode_linear_layers
+from ...profiles import Profile
+from ...transform import StepPlan, TransformOptions, get_tables, plan_steps
+from ...transform import decode_layer as decode_transform_layer
+from ...transform import encode_layer as encode_transform_layer
+from .document import LayerCodec
+
+_NUM_LOWER_LAYERS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerStreamOptions:
+    """How a cache becomes layer streams.
+
+    Parameters
+    ----------
+    codec
+        ``"profile"``: lossless. ``"transform"``: lossy.
+    profile
+        Path of the profile.
+    settings
+        Options of the codec by name: ``below`` (0, 1 or 2); of ``"transform"`` also those of
+        `kvmnn.transform.TransformOptions`.
+    verify
+        Decode every stream, and compare it with what it should give.
+    """
+
+    codec: LayerCodec
+    profile: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    verify: bool = True
+
+
+class EncodedLayer(NamedTuple):
+    """A stream, and the layer that decoding it gives."""
+
+    stream: bytes
+    decoded: LayerCache
+
+
+class CacheEncoder:
+    """Encodes the layers of a cache, from layer 0 up.
+
+    Attributes
+    ----------
+    predicted_kl : float or None
+        After the first layer: nats a token that lossy streams are expected to cost; None where nothing says it.
+    """
+
+    def __init__(self, profile: Profile, options: LayerStreamOptions) -> None:
+        self._profile, self._options = profile, options
+        self.predicted_kl: float | None = None
+
+    def encode(self, layers: Iterable[LayerCache]) -> Iterator[EncodedLayer]:
+        """Yield the stream of each layer."""
+        if self._options.codec == "transform":
+            yield from self._encode_lossily(layers)
+            return
+        pending: deque[LayerCache] = deque()
+
+        def iter_layers() -> Iterator[LayerCache]:
+            for cache in layers:
+                pending.append(cache)
+                yield cache
+
+        settings = {"below": _find_largest_below(self._profile), **self._options.settings}
+        for stream in encode_linear_layers(iter_layers(), self._profile, **settings):
+            yield EncodedLayer(stream, pending.popleft())
+
+    def _encode_lossily(self, layers: Iterable[LayerCache]) -> Iterator[EncodedLayer]:
+        options, plan = TransformOptions(**self._options.settings), None
+        lower: deque[LayerCache] = deque(maxlen=_NUM_LOWER_LAYERS)
+        for cache in layers:
+            plan = plan or self._plan(options, cache.tokens)
+            encoding = encode_transform_layer(cache, self._profile, list(lower)[::-1], options, plan=plan)
+            lower.append(encoding.decoded)
+            yield EncodedLayer(encoding.data, encoding.decoded)
+
+    def _plan(self, options: TransformOptions, tokens: int) -> StepPlan:
+        plan = plan_steps(get_tables(self._profile), options, tokens)
+        self.predicted_kl = plan.kl if plan.is_measured else None
+        return plan
+
+
+def _find_largest_below(profile: Profile) -> int:
+    """Return the largest number of lower layers for which a profile has linear tables."""
+    fields = (name.split("/") for name in profile.select("linear"))
+    return max((int(parts[2]) for parts in fields if len(parts) > 2 and parts[2].isdigit()), default=0)
+
+
+def decode_cache(streams: Iterable[Any], profile: Profile, codec: LayerCodec) -> Iterator[LayerCache]:
+    """Yield the layers of a cache, from layer 0 up."""
+    if codec == "profile":
+        yield from decode_linear_layers(streams, profile)
+        return
+    lower: deque[LayerCache] = deque(maxlen=_NUM_LOWER_LAYERS)
+    for stream in streams:
+        lower.append(decode_transform_layer(stream, profile, list(lower)[::-1]))
+        yield lower[-1]

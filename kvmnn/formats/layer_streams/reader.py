@@ -1,0 +1,339 @@
+"""Decode folders of layer streams: as a source of arrays, as files, and to verify and describe them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..._util.parallel import Progress
+from ..._util.text import LOSSLESS, LOSSY, format_rate, pluralize
+from ...arrays.array import Chunk, LazyArray, rechunk
+from ...arrays.layer_cache import LayerCache
+from ...arrays.source import Source
+from ...errors import FrameError, LimitError, ManifestError, SourceError
+from ...files.atomic import is_device
+from ...files.mapped_file import FileHead, MappedFile
+from ...files.schema import Record, json_key
+from ...profiles import Profile
+from ..base import PathFormat
+from ..options import ReadOptions
+from ..restorer import RestoreResult
+from ..sidecars import collect_folder_sidecars
+from ..writer import build_output_metadata, iter_source_chunks, list_lost_information, list_stale_files, write_arrays
+from .codecs import decode_cache
+from .document import (
+    LAYERS_NAME,
+    LayerStreamArray,
+    LayerStreamEntry,
+    LayerStreamsDocument,
+    find_profile,
+    read_layers_document,
+)
+from .writer import compare_errors, compare_words, describe_document, describe_layer, order_elements
+
+
+class LayerStreams:
+    """A folder of layer streams.
+
+    Parameters
+    ----------
+    folder
+        The folder, or its ``layers.json``.
+    profile
+        The profile's file; None looks for it near the folder.
+
+    Raises
+    ------
+    SourceError, ManifestError
+        Where ``layers.json`` or the profile is not there, or damaged.
+    """
+
+    def __init__(self, folder: str, profile: str | os.PathLike[str] | None = None) -> None:
+        self.folder = os.path.dirname(folder) if os.path.basename(folder) == LAYERS_NAME else folder
+        self.document: LayerStreamsDocument = read_layers_document(self.folder)
+        self.profile: Profile = find_profile(self.folder, self.document, profile)
+
+    def iter_layers(self) -> Iterator[tuple[LayerStreamEntry, LayerCache]]:
+        """Yield each layer with its entry, from layer 0 up; all that the entry says is checked."""
+        layers = decode_cache(self._iter_streams(), self.profile, self.document.codec)
+        for entry in self.document.layers:
+            try:
+                cache = next(layers)
+            except FrameError as error:
+                raise FrameError(f"{self.folder}: {entry.file}: {error}") from None
+            self._check_layer(entry, cache)
+            yield entry, cache
+
+    def _iter_streams(self) -> Iterator[Any]:
+        for entry in self.document.layers:
+            path = Path(self.folder, entry.file)
+            if not path.is_file():
+                raise SourceError(f"{path}: does not exist ({LAYERS_NAME} names it)")
+            file = MappedFile(path)
+            if file.size != entry.nbytes:
+                raise ManifestError(f"{path}: has {file.size:,} bytes, {LAYERS_NAME} says {entry.nbytes:,}")
+            stream = file.view(0, file.size)
+            if hashlib.sha256(stream.data).hexdigest() != entry.sha256:
+                raise ManifestError(f"{path}: does not match the sha256 of {LAYERS_NAME}")
+            yield stream
+
+    def _check_layer(self, entry: LayerStreamEntry, cache: LayerCache) -> None:
+        for array, elements in zip(entry.arrays, (cache.keys, cache.values), strict=True):
+            shape = (
+                elements.shape if not array.token_major else (elements.shape[1], elements.shape[0], elements.shape[2])
+            )
+            if (cache.layer, shape, cache.dtype) != (entry.layer, array.shape, array.dtype):
+                raise ManifestError(
+                    f"{self.folder}: {entry.file}: holds {cache.dtype} {list(shape)} of layer {cache.layer}, "
+                    f"{LAYERS_NAME} says {array.dtype} {list(array.shape)} of layer {entry.layer}"
+                )
+            if hashlib.sha256(order_elements(array, elements)).hexdigest() != array.sha256:
+                raise ManifestError(
+                    f"{self.folder}: {entry.file}: array {array.name!r} does not match the sha256 of {LAYERS_NAME}"
+                )
+
+
+class _DecodedLayers:
+    """Decodes layers in order when arrays are read; those before the last one that was read are dropped."""
+
+    def __init__(self, streams: LayerStreams) -> None:
+        self._streams = streams
+        self._lock = threading.Lock()
+        self._layers: Iterator[tuple[LayerStreamEntry, LayerCache]] | None = None
+        self._last: tuple[int, LayerCache] | None = None
+
+    def get(self, layer: int) -> LayerCache:
+        """Return a layer; reading them in order decodes each once."""
+        with self._lock:
+            if self._last is None or self._last[0] > layer:
+                self._layers, self._last = self._streams.iter_layers(), None
+            while self._last is None or self._last[0] < layer:
+                assert self._layers is not None
+                entry, cache = next(self._layers)
+                self._last = entry.layer, cache
+            return self._last[1]
+
+
+def read(path: str, options: ReadOptions) -> Source:
+    """Read a folder of layer streams as a source; arrays are decoded when they are read.
+
+    Raises
+    ------
+    SourceError, ManifestError
+        As `LayerStreams`.
+    LimitError
+        Above `options.max_bytes`.
+    """
+    return make_source(LayerStreams(path, options.profile), options)
+
+
+def make_source(streams: LayerStreams, options: ReadOptions) -> Source:
+    """Return the arrays of layer streams, decoded when they are read."""
+    document = streams.document
+    if options.max_bytes is not None and document.raw_bytes > options.max_bytes:
+        raise LimitError(f"{streams.folder}: holds {document.raw_bytes:,} bytes: max_bytes is {options.max_bytes:,}")
+    layers = _DecodedLayers(streams)
+    arrays = [
+        LazyArray(
+            name=array.name,
+            dtype=array.dtype,
+            shape=array.shape,
+            array_dtype=array.array_dtype,
+            order="C",
+            reader=partial(_iter_chunks, layers, entry.layer, array),
+        )
+        for entry in document.layers
+        for array in entry.arrays
+        if not options.tensors or array.name in options.tensors
+    ]
+    missing = set(options.tensors) - {array.name for array in arrays}
+    if missing:
+        raise SourceError(f"{streams.folder}: has no array {min(missing)!r}")
+    files = [str(Path(streams.folder, name)) for name in (LAYERS_NAME, *(entry.file for entry in document.layers))]
+    source = Source(arrays, dict(document.metadata), inputs=(streams.folder,), opened_files=tuple(files))
+    source.token_major = any(array.token_major for entry in document.layers for array in entry.arrays)
+    if document.is_lossy:
+        source.notes.append(describe_document(document)[-1])
+    return source
+
+
+def _iter_chunks(layers: _DecodedLayers, layer: int, array: LayerStreamArray, chunk_bytes: int) -> Iterator[Chunk]:
+    cache = layers.get(layer)
+    elements = cache.keys if array.part == "key" else cache.values
+    words = np.frombuffer(order_elements(array, elements), np.uint8)
+    yield from rechunk(iter([words]), chunk_bytes, words.size)
+
+
+def _has_layers_document(head: FileHead) -> bool:
+    if head.kind == "folder":
+        return os.path.isfile(os.path.join(head.path, LAYERS_NAME))
+    return os.path.basename(head.path) == LAYERS_NAME
+
+
+LAYER_STREAMS = PathFormat(name="layer streams", kinds=("folder", "file"), check=_has_layers_document, read_path=read)
+
+
+class RestoreLayersResult(RestoreResult):
+    """Arrays that were decoded from layer streams."""
+
+    @property
+    @json_key(after="output")
+    def label(self) -> str | None:
+        """Return ``LOSSLESS``, or ``LOSSY`` for streams that are."""
+        return LOSSY if self.unknown_properties else LOSSLESS
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return text if self.label == LOSSLESS else text.replace(LOSSLESS, LOSSY, 1)
+
+
+def restore_layers(
+    path: str,
+    output: str,
+    options: ReadOptions | None = None,
+    *,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> RestoreResult:
+    """Decode layer streams and write the arrays, all or those that `options` name; hashes are compared.
+
+    Raises
+    ------
+    KvmnnError
+        For streams that are damaged, a profile that is not there, and an output that cannot be written.
+    """
+    start = time.perf_counter()
+    options = options or ReadOptions()
+    streams = LayerStreams(path, options.profile)
+    source = make_source(streams, options)
+    hashes = {array.name: array.sha256 for entry in streams.document.layers for array in entry.arrays}
+    files = write_arrays(
+        output,
+        source.arrays,
+        iter_source_chunks(source, progress),
+        build_output_metadata(source, output),
+        hashes=None if is_device(output) else [hashes[name] for name in source],
+        force=force,
+        exclude=source.files,
+        threads=options.threads,
+    )
+    return RestoreLayersResult(
+        input=streams.folder,
+        output=output,
+        arrays=tuple(source.arrays),
+        is_verified=True,
+        is_read_back=not is_device(output),
+        files=tuple(files),
+        stored_bytes=streams.document.stored_bytes,
+        seconds=time.perf_counter() - start,
+        beside=tuple(collect_folder_sidecars(source.metadata, streams.folder)) if files else (),
+        unknown_properties=describe_document(streams.document)[-1] if streams.document.is_lossy else "",
+        notes=(*list_lost_information(source, output), *list_stale_files(output, files, source.metadata)),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerStreamsInfo(Record):
+    """What a folder of layer streams holds, or what checking it gave."""
+
+    input: str
+    document: LayerStreamsDocument = field(metadata={"inline": True})
+    #: ``"sha256"``: all streams were decoded and compared with the hashes of ``layers.json``; ``"bytes"``: with the
+    #: original; None: nothing was decoded.
+    proof: str | None = None
+    #: The first difference from the original.
+    difference: str | None = None
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Return whether there is no difference."""
+        return self.difference is None
+
+    @property
+    @json_key(after="input")
+    def label(self) -> str | None:
+        """Return ``LOSSY``; ``LOSSLESS`` where that was proved; ``DIFFERS``; or None."""
+        if self.difference is not None:
+            return "DIFFERS"
+        return LOSSY if self.document.is_lossy else LOSSLESS if self.proof else None
+
+    def __str__(self) -> str:
+        document = self.document
+        if self.difference is not None:
+            return f"{self.input}: DIFFERS: {self.difference}"
+        proof = {
+            None: "",
+            "sha256": f", {self.label} (decoded, sha256 of {LAYERS_NAME})",
+            "bytes": f", {self.label} (every byte compared with the original)",
+        }[self.proof]
+        if document.is_lossy and self.proof is not None:
+            promise = "bit by bit" if self.proof == "sha256" else "and differs from the original as it says"
+            proof = f", {LOSSY} (decodes to what {LAYERS_NAME} says, {promise})"
+        lines = [
+            f"{self.input}: {pluralize(len(document.layers), 'layer stream')} ({document.codec}), "
+            f"{pluralize(document.tokens, 'token')}, {document.raw_bytes:,} -> {document.stored_bytes:,} bytes, "
+            f"ratio {document.ratio:.4f}{proof}{format_rate(document.raw_bytes, self.seconds) if self.proof else ''}"
+        ]
+        lines += [f"  {line}" for line in describe_document(document)]
+        return "\n".join(lines)
+
+    def text(self, *, verbose: bool = False) -> str:
+        """Return the text; with `verbose` also a line for each layer."""
+        lines = [describe_layer(entry) for entry in self.document.layers] if verbose else []
+        return "\n".join([*lines, str(self)])
+
+
+def inspect_layers(path: str) -> LayerStreamsInfo:
+    """Describe a folder of layer streams, which needs no profile."""
+    folder = os.path.dirname(path) if os.path.basename(path) == LAYERS_NAME else path
+    return LayerStreamsInfo(input=path, document=read_layers_document(folder))
+
+
+def verify_layers(
+    path: str,
+    against: Source | None = None,
+    *,
+    profile: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+) -> LayerStreamsInfo:
+    """Decode all layer streams of a folder, and compare them with their hashes, or with the original.
+
+    Parameters
+    ----------
+    against
+        The original, whose words lossless streams must give; lossy ones must differ from it by the errors that
+        ``layers.json`` has. None compares hashes.
+    profile
+        As for `LayerStreams`.
+
+    Raises
+    ------
+    KvmnnError
+        For streams that are damaged or do not match ``layers.json``; for an original of other arrays.
+    """
+    start = time.perf_counter()
+    streams = LayerStreams(path, profile)
+    differences: list[str] = []
+    for entry, cache in streams.iter_layers():
+        if against is not None:
+            problem = compare_errors(entry, cache, against) if entry.errors else compare_words(entry, cache, against)
+            differences += [] if problem is None else [problem]
+        if progress is not None:
+            progress(entry.raw_bytes)
+    return LayerStreamsInfo(
+        input=path,
+        document=streams.document,
+        proof="sha256" if against is None else "bytes",
+        difference=next(iter(differences), None),
+        seconds=time.perf_counter() - start,
+    )

@@ -1,0 +1,383 @@
+"""Encode K and V of all layers of a source into a folder of layer streams."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ... import dtypes
+from ..._util.parallel import Progress
+from ..._util.text import LOSSLESS, LOSSY, format_rate, pluralize
+from ...arrays.engine_metadata import dump_metadata
+from ...arrays.layer_cache import LayerCache
+from ...arrays.layers import LayerArray, collect_layers, format_array_name, format_input_prefix
+from ...arrays.source import WHOLE_FILE_KEYS, Source
+from ...dtypes import Elements
+from ...errors import KvmnnError, OptionError, OutputError
+from ...files.atomic import DirectoryOutput
+from ...files.schema import Record, json_key
+from ...profiles import Profile
+from ..sidecars import read_positions_by_layer
+from .codecs import CacheEncoder, LayerStreamOptions, decode_cache
+from .document import (
+    LAYERS_NAME,
+    LayerErrors,
+    LayerStreamArray,
+    LayerStreamEntry,
+    LayerStreamsDocument,
+    parse_layers_document,
+)
+
+_MAX_ERROR_DIFFERENCE = 1e-6
+"""Of errors that are measured again."""
+_STREAM_SUFFIX = {"profile": ".kvml", "transform": ".kvmx"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodeLayersResult(Record):
+    """A cache that became layer streams."""
+
+    json_keys = "output label codec raw_bytes stored_bytes ratio predicted_kl tokens seconds profile notes layers"
+
+    output: str
+    document: LayerStreamsDocument = field(metadata={"json": False})
+    #: Whether every stream was decoded, and compared where it is lossless.
+    is_verified: bool = field(metadata={"json": False})
+    seconds: float
+    notes: tuple[str, ...] = ()
+
+    @property
+    def label(self) -> str | None:
+        """Return ``LOSSY``, ``LOSSLESS`` if that was verified, else None."""
+        return LOSSY if self.document.is_lossy else LOSSLESS if self.is_verified else None
+
+    @property
+    def codec(self) -> str:
+        """Return ``"profile"`` or ``"transform"``."""
+        return self.document.codec
+
+    @property
+    def raw_bytes(self) -> int:
+        """Return the bytes of K and V."""
+        return self.document.raw_bytes
+
+    @property
+    def stored_bytes(self) -> int:
+        """Return the bytes of the streams."""
+        return self.document.stored_bytes
+
+    @property
+    def ratio(self) -> float:
+        """Return raw bytes over stored bytes; the profile, which belongs to the model, is not counted."""
+        return self.document.ratio
+
+    @property
+    def predicted_kl(self) -> float | None:
+        """Return the KL divergence in nats a token that the encoder expects; None if unknown."""
+        return self.document.predicted_kl
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens of a layer."""
+        return self.document.tokens
+
+    @property
+    def profile(self) -> str:
+        """Return the key of the profile."""
+        return self.document.profile_key
+
+    @property
+    @json_key("layers")
+    def layers(self) -> tuple[LayerStreamEntry, ...]:
+        """Return the stream of each layer."""
+        return self.document.layers
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self, *, verbose: bool = False) -> str:
+        """Return the result as a line; with `verbose` one more for each layer."""
+        lines = [describe_layer(entry) for entry in self.layers] if verbose else []
+        proof = "not verified"
+        if self.is_verified:
+            proof = "decoded, with the errors in layers.json" if self.document.is_lossy else "decoded and compared"
+        lines.append(
+            f"{self.output}: {self.raw_bytes:,} -> {self.stored_bytes:,} bytes, ratio {self.ratio:.4f}, "
+            f"{pluralize(len(self.layers), 'layer stream')}, "
+            f"{f'{self.label} ({proof})' if self.label else proof}{format_rate(self.raw_bytes, self.seconds)}"
+        )
+        lines += [f"  {line}" for line in describe_document(self.document)]
+        lines += [f"  {note}" for note in self.notes]
+        return "\n".join(lines)
+
+
+def describe_layer(entry: LayerStreamEntry) -> str:
+    """Describe the stream of a layer on a line."""
+    text = (
+        f"layer {entry.layer}: {entry.raw_bytes:,} -> {entry.nbytes:,} bytes, "
+        f"ratio {entry.raw_bytes / entry.nbytes:.4f}"
+    )
+    if entry.errors is None:
+        return text
+    errors = entry.errors
+    return (
+        f"{text}, largest error {errors.max_key_error:.3g} (K), {errors.max_value_error:.3g} (V), relative "
+        f"{errors.relative_key_error:.2%}, {errors.relative_value_error:.2%}"
+    )
+
+
+def describe_document(document: LayerStreamsDocument) -> list[str]:
+    """Describe what a reader should know: the profile, and what lossy streams cost."""
+    lines = [f"decoding needs the profile {document.profile_key[:16]} ({Path(document.profile_file).name})"]
+    if document.is_lossy:
+        cost = "not known: the profile has no sensitivities"
+        if document.predicted_kl is not None:
+            cost = f"{document.predicted_kl:.2g} nats a token expected"
+        lines.append(f"LOSSY: K and V are rounded; KL divergence of the predictions: {cost}")
+    return lines
+
+
+def encode_layers(
+    source: Source,
+    output: str | os.PathLike[str],
+    options: LayerStreamOptions,
+    *,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> EncodeLayersResult:
+    """Encode K and V of every layer of a source with a model's profile, into a folder.
+
+    Parameters
+    ----------
+    source
+        A cache: `kvmnn.open`. All its arrays are K or V of layers.
+    output
+        A folder.
+    options
+        Codec, profile, settings.
+    force
+        Replace files that exist.
+    progress
+        Called with raw bytes.
+
+    Raises
+    ------
+    OptionError
+        For arrays that are not K or V of layers, and settings that the profile has no tables for.
+    SourceError
+        For a profile that cannot be read.
+    KvmnnError
+        For layers that the profile does not have, and a stream that does not decode to its input.
+    OutputError
+        For an output that exists or cannot be written.
+    """
+    start = time.perf_counter()
+    profile = Profile.read(options.profile)
+    reader, encoder = _LayerReader(source), CacheEncoder(profile, options)
+    with DirectoryOutput(output, force=force, exclude=[*source.files, options.profile], index=LAYERS_NAME) as directory:
+        entries = list(_encode(reader, encoder, profile, options, directory, progress))
+        document = LayerStreamsDocument(
+            codec=options.codec,
+            profile_key=profile.key.hex(),
+            profile_file=os.path.relpath(options.profile, output),
+            options=options.settings,
+            predicted_kl=encoder.predicted_kl,
+            metadata={key: text for key, text in dump_metadata(source).items() if key not in WHOLE_FILE_KEYS},
+            layers=tuple(entries),
+        )
+        text = document.to_json()
+        if parse_layers_document(text, LAYERS_NAME) != document:
+            raise OutputError(f"{os.fspath(output)}: {LAYERS_NAME} does not read back as it was written")
+        directory.open_file(LAYERS_NAME).write(text)
+        directory.commit()
+    notes = []
+    if profile.info.dtype != reader.dtype and not {profile.info.dtype, reader.dtype} <= {"fp16", "fp32", "bf16"}:
+        notes.append(f"the profile was made of {profile.info.dtype}, these are {reader.dtype}")
+    return EncodeLayersResult(
+        output=os.fspath(output),
+        document=document,
+        is_verified=options.verify,
+        seconds=time.perf_counter() - start,
+        notes=tuple(notes),
+    )
+
+
+class _LayerReader:
+    """Reads the layers of a source one after another."""
+
+    def __init__(self, source: Source) -> None:
+        self._entries = collect_layers(source)
+        prefix = format_input_prefix(source)
+        names = {entry.array.name for entry in self._entries}
+        unnamed = [name for name in source if name not in names]
+        if unnamed and len(self._entries) != 2 * len({entry.layer for entry in self._entries}):
+            raise OptionError(f"{prefix}array {unnamed[0]!r} is neither K nor V of a layer: --tensor selects others")
+        if len({entry.array.dtype for entry in self._entries}) > 1:
+            raise OptionError(f"{prefix}the arrays have several types: layer streams are of one")
+        self._has_own_names = len(names) == len(self._entries)
+        self._positions = read_positions_by_layer(source)
+        self.dtype = self._entries[0].array.dtype
+        self.num_layers = len(self._entries) // 2
+
+    def __iter__(self) -> Iterator[tuple[LayerCache, list[LayerStreamArray]]]:
+        for key, value in zip(self._entries[::2], self._entries[1::2], strict=True):
+            elements = [self._read(entry) for entry in (key, value)]
+            positions = self._positions.get(key.layer, np.arange(key.geometry[1]))
+            cache = LayerCache(layer=key.layer, keys=elements[0], values=elements[1], positions=positions)
+            arrays = [
+                LayerStreamArray(
+                    part=entry.part,
+                    name=entry.array.name if self._has_own_names else format_array_name(entry.layer, entry.part),
+                    shape=(entry.array.shape[0], entry.array.shape[1], entry.array.shape[2]),
+                    token_major=entry.token_major,
+                    dtype=self.dtype,
+                    array_dtype=entry.array.array_dtype.replace(">", "<"),
+                    sha256="",
+                )
+                for entry in (key, value)
+            ]
+            yield cache, arrays
+
+    def _read(self, entry: LayerArray) -> Elements:
+        words = np.empty(entry.array.nbytes, np.uint8)
+        position = 0
+        for chunk in entry.array.iter_chunks():
+            words[position : position + chunk.size] = chunk
+            position += chunk.size
+        elements = words.view(dtypes.parse_dtype(self.dtype).numpy_dtype).reshape(entry.array.shape)
+        return elements.transpose(1, 0, 2) if entry.token_major else elements
+
+
+def _encode(
+    reader: _LayerReader,
+    encoder: CacheEncoder,
+    profile: Profile,
+    options: LayerStreamOptions,
+    directory: DirectoryOutput,
+    progress: Progress | None,
+) -> Iterator[LayerStreamEntry]:
+    """Write the stream of each layer, and yield its entry."""
+    pending: list[tuple[LayerCache, list[LayerStreamArray]]] = []
+
+    def iter_caches() -> Iterator[LayerCache]:
+        for item in reader:
+            pending.append(item)
+            yield item[0]
+
+    encoded, to_check = itertools.tee(encoder.encode(iter_caches()))
+    decoded = decode_cache((layer.stream for layer in to_check), profile, options.codec) if options.verify else None
+    for stream, result in encoded:
+        cache, arrays = pending.pop(0)
+        if decoded is not None:
+            _require_equal(result, next(decoded))
+        file_name = f"layer_{cache.layer}{_STREAM_SUFFIX[options.codec]}"
+        file = directory.open_file(file_name)
+        file.write(stream)
+        file.close()
+        yield LayerStreamEntry(
+            layer=cache.layer,
+            file=file_name,
+            nbytes=len(stream),
+            sha256=hashlib.sha256(stream).hexdigest(),
+            arrays=tuple(
+                _add_hash(array, elements) for array, elements in zip(arrays, (result.keys, result.values), strict=True)
+            ),
+            errors=measure_errors(cache, result) if options.codec == "transform" else None,
+        )
+        if progress is not None:
+            progress(cache.nbytes)
+
+
+def _require_equal(cache: LayerCache, decoded: LayerCache) -> None:
+    for elements, decoded_elements in ((cache.keys, decoded.keys), (cache.values, decoded.values)):
+        if elements.shape != decoded_elements.shape or not np.array_equal(
+            _to_words(elements), _to_words(decoded_elements)
+        ):
+            raise KvmnnError(
+                f"layer {cache.layer}: a stream did not decode to its own input; nothing was written (please report "
+                "this)"
+            )
+
+
+def _to_words(elements: Elements) -> Any:
+    return np.ascontiguousarray(elements).view(f"u{elements.dtype.itemsize}")
+
+
+def _add_hash(array: LayerStreamArray, elements: Elements) -> LayerStreamArray:
+    return LayerStreamArray(**{**vars(array), "sha256": hashlib.sha256(order_elements(array, elements)).hexdigest()})
+
+
+def order_elements(array: LayerStreamArray, elements: Elements) -> bytes:
+    """Return elements ``[kv_head, token, dim]`` as the little-endian bytes of an array."""
+    ordered = elements.transpose(1, 0, 2) if array.token_major else elements
+    return np.ascontiguousarray(ordered).tobytes()
+
+
+def compare_words(entry: LayerStreamEntry, decoded: LayerCache, original: Source) -> str | None:
+    """Describe the first difference of a decoded layer from the arrays of an original; None if there is none."""
+    for array, elements in zip(entry.arrays, (decoded.keys, decoded.values), strict=True):
+        if (problem := _find_mismatch(array, original)) is not None:
+            return problem
+        words, position = np.frombuffer(order_elements(array, elements), np.uint8), 0
+        for chunk in original[array.name].iter_chunks():
+            differs = np.flatnonzero(chunk != words[position : position + chunk.size])
+            if differs.size:
+                return f"array {array.name!r} first differs at byte {position + int(differs[0]):,}"
+            position += chunk.size
+    return None
+
+
+def compare_errors(entry: LayerStreamEntry, decoded: LayerCache, original: Source) -> str | None:
+    """Describe how the errors of a decoded layer are not those of its entry; None if they are."""
+    originals = []
+    for array in entry.arrays:
+        if (problem := _find_mismatch(array, original)) is not None:
+            return problem
+        elements = original[array.name].to_numpy()
+        originals.append(elements.transpose(1, 0, 2) if array.token_major else elements)
+    errors = measure_errors(LayerCache(layer=entry.layer, keys=originals[0], values=originals[1]), decoded)
+    for name, value in vars(errors).items():
+        expected = getattr(entry.errors, name)
+        if not np.isclose(value, expected, rtol=_MAX_ERROR_DIFFERENCE, atol=0):
+            return f"layer {entry.layer}: {name} is {value:.4g}, {LAYERS_NAME} says {expected:.4g}"
+    return None
+
+
+def _find_mismatch(array: LayerStreamArray, original: Source) -> str | None:
+    if array.name not in set(original):
+        return f"array {array.name!r} is not in the original"
+    original_array = original[array.name]
+    if (original_array.nbytes, original_array.dtype) != (array.nbytes, array.dtype):
+        return (
+            f"array {array.name!r} is {array.dtype} {list(array.shape)}, in the original {original_array.dtype} "
+            f"{list(original_array.shape)}"
+        )
+    return None
+
+
+def measure_errors(cache: LayerCache, decoded: LayerCache) -> LayerErrors:
+    """Measure the differences between a layer and what its stream decodes to; not finite elements are left out."""
+    from ...profiles.geometry import to_float_heads
+
+    largest, relative = [], []
+    for elements, decoded_elements in ((cache.keys, decoded.keys), (cache.values, decoded.values)):
+        original, restored = to_float_heads(elements), to_float_heads(decoded_elements)
+        is_finite = np.isfinite(original) & np.isfinite(restored)
+        differences, values = (restored - original)[is_finite], original[is_finite]
+        norm = float(np.sqrt((values * values).sum()))
+        largest.append(float(np.abs(differences).max(initial=0.0)))
+        relative.append(float(np.sqrt((differences * differences).sum())) / norm if norm else 0.0)
+    return LayerErrors(
+        max_key_error=largest[0],
+        max_value_error=largest[1],
+        relative_key_error=relative[0],
+        relative_value_error=relative[1],
+    )

@@ -1,0 +1,125 @@
+"""kvmnn profile, and --codec profile:FILE and transform:FILE."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from repository import FIXTURES
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """A cache of the shipped model, and a profile that is made of another one."""
+    from kvmnn.calibration import ProfileOptions, make_profile_from_caches
+    from kvmnn.dense import RopeConfig
+    from kvmnn.lm import dump_kv
+
+    folder = tmp_path_factory.mktemp("work")
+    texts = sorted((FIXTURES / "lm" / "texts").glob("*.txt"))
+    for name, text, tokens in (("calib", texts[0], 500), ("kv", texts[1], 150)):
+        dump_kv(FIXTURES / "lm", text, folder / name, tokens=tokens)
+    rope = RopeConfig(10000.0, 16)
+    make_profile_from_caches([folder / "calib"], folder / "p.kvmp", ProfileOptions(below=(0, 1)), rope=rope)
+    return folder
+
+
+def test_profile_make_inspect_and_verify(run, work, tmp_path) -> None:
+    made = run("profile make", "--from", work / "calib", "-o", tmp_path / "a.kvmp", "--below", "0", "--rope", "none")
+    assert "caches alone" in made.out
+    shown = run("profile inspect", tmp_path / "a.kvmp")
+    assert "6" in shown.out and "4 kv heads of 64, K not rotated" in shown.out
+    document = json.loads(run("profile inspect", tmp_path / "a.kvmp", "--json").out)
+    assert document["verb"] == "profile inspect" and len(document["layers"]) == 6
+    assert {table["kind"] for table in document["tables"]} == {"linear", "transform"}
+    assert "checksums" in run("profile verify", tmp_path / "a.kvmp").out
+    assert "names no model" in run("profile verify", tmp_path / "a.kvmp", "--against", FIXTURES / "lm", code=1).err
+    data = bytearray((tmp_path / "a.kvmp").read_bytes())
+    data[-70] ^= 1
+    (tmp_path / "a.kvmp").write_bytes(data)
+    assert "damaged" in run("profile verify", tmp_path / "a.kvmp", code=1).err
+
+
+def test_profile_verify_against_a_model(run, tmp_path) -> None:
+    text = sorted((FIXTURES / "lm" / "texts").glob("*.txt"))[2]
+    arguments = ["--text", text, "--tokens", "100", "--below", "0", "-o", tmp_path / "a.kvmp"]
+    run("profile make", FIXTURES / "lm", *arguments)
+    assert "made of this model" in run("profile verify", tmp_path / "a.kvmp", "--against", FIXTURES / "lm").out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--from", "x"], "no output"),
+        (["-o", "a"], "expected either"),
+        (["m", "--from", "x", "-o", "a"], "expected either"),
+        (["m", "-o", "a"], "no texts"),
+        (["--from", "x", "--tokens", "99", "-o", "a"], "--tokens"),
+        (["m", "--text", "x", "--rope", "none", "-o", "a"], "--rope"),
+    ],
+)
+def test_profile_make_options_that_contradict_each_other(run, words, message) -> None:
+    assert message in run("profile make", *words, code=2).err
+
+
+def test_encode_and_decode_with_a_profile(run, work, tmp_path) -> None:
+    encoded = run("encode", work / "kv", "-o", tmp_path / "s/", "--codec", f"profile:{work / 'p.kvmp'}", "-v")
+    assert "LOSSLESS (decoded and compared)" in encoded.out and "layer 5:" in encoded.out
+    assert "layer streams" in run("inspect", tmp_path / "s").out
+    assert "LOSSLESS" in run("verify", tmp_path / "s").out
+    assert "every byte" in run("verify", tmp_path / "s", "--against", work / "kv").out
+    assert "equal" in run("diff", tmp_path / "s", work / "kv").out
+    run("decode", tmp_path / "s", "-o", tmp_path / "back/")
+    for path in (work / "kv").glob("*"):
+        assert (tmp_path / "back" / path.name).read_bytes() == path.read_bytes(), path.name
+    shutil.move(work / "p.kvmp", tmp_path / "moved")
+    assert "--profile" in run("decode", tmp_path / "s", "-o", tmp_path / "b2/", code=1).err
+    run("decode", tmp_path / "s", "-o", tmp_path / "b2/", "--profile", tmp_path / "moved")
+    run("verify", tmp_path / "s", "--profile", tmp_path / "moved")
+    shutil.move(tmp_path / "moved", work / "p.kvmp")
+
+
+def test_encode_with_transform_says_lossy_everywhere(run, work, tmp_path) -> None:
+    codec = f"transform:{work / 'p.kvmp'},ratio=4,below=0"
+    for words in (
+        ["encode", work / "kv", "-o", tmp_path / "s/", "--codec", codec],
+        ["inspect", tmp_path / "s"],
+        ["verify", tmp_path / "s"],
+        ["verify", tmp_path / "s", "--against", work / "kv"],
+        ["decode", tmp_path / "s", "-o", tmp_path / "back/"],
+    ):
+        out = run(*words).out
+        assert "LOSSY" in out and "LOSSLESS" not in out, words
+        if words[0] != "encode":
+            assert json.loads(run(*words, "--json", *(["-f"] if words[0] == "decode" else [])).out)
+    assert np.load(tmp_path / "back" / "layer_0.key.npy").shape == np.load(work / "kv" / "layer_0.key.npy").shape
+
+
+@pytest.mark.parametrize(
+    ("codec", "message"),
+    [
+        ("zip", "expected mnn, dense, profile:FILE"),
+        ("profile", "expected mnn, dense"),
+        ("profile:a,kl=1", "expected below=N"),
+        ("transform:a,kl=x", "expected a number"),
+        ("transform:a,kl=1,kl=2", "'kl'"),
+        ("profile:none.kvmp", "does not exist"),
+    ],
+)
+def test_codecs_that_do_not_exist(run, work, tmp_path, codec, message) -> None:
+    fails = 1 if "does not" in message else 2
+    assert message in run("encode", work / "kv", "-o", tmp_path / "s/", "--codec", codec, code=fails).err
+    assert not (tmp_path / "s").exists()
+
+
+def test_layer_codecs_refuse_options_of_frames(run, work, tmp_path) -> None:
+    codec = f"profile:{work / 'p.kvmp'}"
+    for words, message in (
+        (["-o", tmp_path / "s/", "--effort", "fast"], "--effort"),
+        (["-o", "-"], "folder"),
+        ([], "folder"),
+    ):
+        assert message in run("encode", work / "kv", "--codec", codec, *words, code=2).err
+    assert "--profile" in run("verify", work / "kv", "--profile", "x", code=2).err

@@ -1,0 +1,245 @@
+"""Folders of layer streams: what comes back, what they say, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvmnn
+from kvmnn.arrays import LayerCache
+from kvmnn.calibration.maker import build_linear_tables, build_transform_tables
+from kvmnn.dense import RopeConfig
+from kvmnn.errors import KvmnnError
+from kvmnn.formats.layer_streams.codecs import LayerStreamOptions
+from kvmnn.formats.layer_streams.document import LAYERS_NAME
+from kvmnn.formats.layer_streams.reader import inspect_layers, restore_layers, verify_layers
+from kvmnn.formats.layer_streams.writer import encode_layers
+from kvmnn.profiles import LayerGeometry, Profile, ProfileInfo, Statistics
+
+ROPE = RopeConfig(10000.0, 8)
+LAYERS, HEADS, DIM = 4, 2, 8
+
+
+def make_cache(tokens: int, seed: int) -> list[LayerCache]:
+    """K and V that follow from one another, as a model's do."""
+    rng = np.random.default_rng(7)
+    mixes = [rng.normal(size=(6, 2, HEADS * DIM)) for _ in range(LAYERS)]
+    base = np.random.default_rng(seed).normal(size=(tokens, 6))
+    layers = []
+    for layer, mix in enumerate(mixes):
+        noise = 0.05 * np.random.default_rng(seed + layer).normal(size=(tokens, 2, HEADS * DIM))
+        rows = np.einsum("ti,ipn->tpn", base, mix) + noise
+        keys, values = (rows[:, part].reshape(tokens, HEADS, DIM).transpose(1, 0, 2) for part in (0, 1))
+        layers.append(LayerCache(layer=layer, keys=keys.astype(np.float16), values=values.astype(np.float16)))
+    return layers
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    caches = make_cache(900, 1)
+    statistics = Statistics([LayerGeometry.from_cache(cache, ROPE) for cache in caches])
+    statistics.add(caches)
+    arrays: dict[str, Any] = {}
+    for below in range(3):
+        arrays |= build_linear_tables(statistics, below=below)
+        arrays |= build_transform_tables(statistics, None, np.ones((LAYERS, 2)), below=below)
+    info = ProfileInfo(model="tiny", fingerprint=None, dtype="fp16", texts=(), layers=statistics.layers)
+    path = tmp_path_factory.mktemp("profile") / "tiny.kvmp"
+    Profile(info, arrays).write(path)
+    return path
+
+
+def save_folder(folder: Path, layers: list[LayerCache], suffix: str = "") -> Path:
+    folder.mkdir()
+    for cache in layers:
+        np.save(folder / f"layer_{cache.layer}{suffix}.key.npy", cache.keys)
+        np.save(folder / f"layer_{cache.layer}{suffix}.value.npy", cache.values)
+    return folder
+
+
+@pytest.fixture
+def encoded(tmp_path: Path, profile: Path) -> Iterator[tuple[Path, Path]]:
+    """A cache and its layer streams, the profile next to these."""
+    cache = save_folder(tmp_path / "cache", make_cache(200, 2))
+    shutil.copy(profile, tmp_path / "tiny.kvmp")
+    options = LayerStreamOptions(codec="profile", profile=str(tmp_path / "tiny.kvmp"))
+    encode_layers(kvmnn.open(cache), tmp_path / "streams", options)
+    yield cache, tmp_path / "streams"
+
+
+@pytest.mark.parametrize("settings", [{}, {"below": 0}, {"below": 1}])
+def test_layer_streams_give_the_same_files(tmp_path: Path, profile: Path, settings: dict[str, Any]) -> None:
+    cache = save_folder(tmp_path / "cache", make_cache(200, 2))
+    options = LayerStreamOptions(codec="profile", profile=str(profile), settings=settings)
+    result = encode_layers(kvmnn.open(cache), tmp_path / "streams", options)
+    assert result.label == "LOSSLESS" and result.ratio > 1 and result.tokens == 200
+    assert "LOSSLESS (decoded and compared)" in str(result) and result.document.options == settings
+    restored = restore_layers(str(tmp_path / "streams"), str(tmp_path / "back") + "/")
+    assert restored.label == "LOSSLESS"
+    for path in cache.iterdir():
+        assert (tmp_path / "back" / path.name).read_bytes() == path.read_bytes()
+    assert verify_layers(str(tmp_path / "streams")).label == "LOSSLESS"
+    assert verify_layers(str(tmp_path / "streams"), kvmnn.open(cache)).proof == "bytes"
+
+
+def test_layer_streams_are_smaller_with_lower_layers(tmp_path: Path, profile: Path) -> None:
+    cache = save_folder(tmp_path / "cache", make_cache(200, 3))
+    sizes = []
+    for below in range(3):
+        options = LayerStreamOptions(codec="profile", profile=str(profile), settings={"below": below})
+        sizes.append(encode_layers(kvmnn.open(cache), tmp_path / f"s{below}", options).stored_bytes)
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[2]
+
+
+def test_layer_streams_open_as_a_source(encoded: tuple[Path, Path]) -> None:
+    cache, streams = encoded
+    for path in (streams, streams / LAYERS_NAME):
+        source = kvmnn.open(path)
+        assert set(source) == set(kvmnn.open(cache))
+    for name in reversed(list(source)):  # each order gives the same
+        assert source[name].to_numpy().tobytes() == np.load(cache / f"{name}.npy").tobytes()
+    selected = kvmnn.open(streams, tensors=("layer_2.value",))
+    assert selected.names == ("layer_2.value",)
+
+
+def test_layer_streams_of_other_layouts(tmp_path: Path, profile: Path) -> None:
+    layers = make_cache(40, 4)
+    stacked = {
+        "k": np.stack([cache.keys for cache in layers]),
+        "v": np.stack([cache.values for cache in layers]),
+    }
+    np.savez(tmp_path / "stacked.npz", **stacked)
+    options = LayerStreamOptions(codec="profile", profile=str(profile))
+    encode_layers(kvmnn.open(tmp_path / "stacked.npz"), tmp_path / "streams", options)
+    source = kvmnn.open(tmp_path / "streams")
+    assert all((source[f"layer_{c.layer}.key"].to_numpy() == c.keys).all() for c in layers)
+    dump = {
+        f"layer_{c.layer}.{p}": e.transpose(1, 0, 2) for c in layers for p, e in (("key", c.keys), ("value", c.values))
+    }
+    np.savez(tmp_path / "thd.npz", **dump)
+    encode_layers(kvmnn.open(tmp_path / "thd.npz", axes="thd"), tmp_path / "thd", options)
+    source = kvmnn.open(tmp_path / "thd")
+    assert all(
+        np.array_equal(source[name].to_numpy().reshape(array.shape), array) for name, array in dump.items()
+    ) or all(np.array_equal(source[name].to_numpy(), array.transpose(1, 0, 2)) for name, array in dump.items())
+
+
+@pytest.mark.parametrize("settings", [{"kl": 0.01}, {"ratio": 4.0, "below": 0}, {"bits": 3.0, "recent": 20}])
+def test_transform_streams_say_lossy_and_keep_their_promise(
+    tmp_path: Path, profile: Path, settings: dict[str, Any]
+) -> None:
+    layers = make_cache(200, 5)
+    cache = save_folder(tmp_path / "cache", layers)
+    options = LayerStreamOptions(codec="transform", profile=str(profile), settings=settings)
+    result = encode_layers(kvmnn.open(cache), tmp_path / "streams", options)
+    assert result.label == "LOSSY" and "LOSSLESS" not in str(result) and result.predicted_kl is not None
+    for entry in result.layers:
+        assert entry.errors is not None and entry.errors.relative_key_error > 0
+    source = kvmnn.open(tmp_path / "streams")
+    assert any("LOSSY" in note for note in source.notes)
+    for cache_layer in layers:
+        decoded = source[f"layer_{cache_layer.layer}.key"].to_numpy()
+        assert (decoded[:, :4] == cache_layer.keys[:, :4]).all()
+        if "recent" in settings:
+            assert (decoded[:, -20:] == cache_layer.keys[:, -20:]).all()
+    restored = restore_layers(str(tmp_path / "streams"), str(tmp_path / "back.npz"))
+    assert restored.label == "LOSSY" and "LOSSLESS" not in str(restored)
+    for against in (None, kvmnn.open(cache)):
+        verified = verify_layers(str(tmp_path / "streams"), against)
+        assert verified.ok and verified.label == "LOSSY" and "LOSSLESS" not in str(verified)
+    other = save_folder(tmp_path / "other", make_cache(200, 6))
+    assert not verify_layers(str(tmp_path / "streams"), kvmnn.open(other)).ok
+
+
+def test_layer_streams_name_the_profile_that_is_missing(
+    encoded: tuple[Path, Path], profile: Path, tmp_path: Path
+) -> None:
+    _, streams = encoded
+    info = inspect_layers(str(streams))
+    key = info.document.profile_key
+    assert info.label is None and key[:16] in str(info)
+    (tmp_path / "tiny.kvmp").unlink()
+    for action in (kvmnn.open, lambda path: verify_layers(str(path))):
+        with pytest.raises(KvmnnError, match=f"{key[:16]}.*--profile"):
+            action(streams)
+    assert verify_layers(str(streams), profile=profile).ok
+    (streams / "renamed.kvmp").write_bytes(profile.read_bytes())
+    assert verify_layers(str(streams)).ok
+    changed = Profile(ProfileInfo(**{**vars(Profile.read(profile).info), "model": "x"}), Profile.read(profile).arrays)
+    changed.write(tmp_path / "changed.kvmp")
+    with pytest.raises(KvmnnError, match=f"{key[:16]}.*{changed.key.hex()[:16]}"):
+        verify_layers(str(streams), profile=tmp_path / "changed.kvmp")
+
+
+def test_layer_streams_that_are_damaged_are_refused(encoded: tuple[Path, Path]) -> None:
+    cache, streams = encoded
+    stream = streams / "layer_2.kvml"
+    data = stream.read_bytes()
+    for damaged in (data[:-1], data[:100] + bytes([data[100] ^ 1]) + data[101:], b""):
+        stream.write_bytes(damaged)
+        with pytest.raises(KvmnnError, match=r"layer_2\.kvml"):
+            verify_layers(str(streams))
+        with pytest.raises(KvmnnError, match=r"layer_2\.kvml"):
+            kvmnn.open(streams)["layer_3.key"].to_numpy()
+    stream.unlink()
+    with pytest.raises(KvmnnError, match="does not exist"):
+        verify_layers(str(streams))
+    stream.write_bytes(data)
+    np.save(cache / "layer_1.key.npy", np.zeros((HEADS, 200, DIM), np.float16))
+    result = verify_layers(str(streams), kvmnn.open(cache))
+    assert not result.ok and result.label == "DIFFERS" and "layer_1.key" in str(result)
+
+
+def test_layers_documents_are_read_strictly(encoded: tuple[Path, Path]) -> None:
+    _, streams = encoded
+    document = json.loads((streams / LAYERS_NAME).read_text())
+    hostile: list[tuple[str, Any]] = [
+        ("schema", "other"),
+        ("schema_version", 2),
+        ("codec", "zip"),
+        ("profile_key", "00"),
+        ("profile_file", 3),
+        ("options", []),
+        ("predicted_kl", "x"),
+        ("metadata", {"a": 1}),
+        ("raw_bytes", 1),
+        ("stored_bytes", 1),
+        ("layers", []),
+        ("layers", document["layers"][1:]),
+        ("layers", [{**document["layers"][0], "file": "../x"}, *document["layers"][1:]]),
+        ("layers", [{**document["layers"][0], "file": "layer_1.kvml"}, *document["layers"][1:]]),
+        ("layers", [{**document["layers"][0], "bytes": 0}, *document["layers"][1:]]),
+        ("layers", [{**document["layers"][0], "arrays": document["layers"][0]["arrays"][:1]}, *document["layers"][1:]]),
+        ("layers", [{**document["layers"][0], "arrays": document["layers"][1]["arrays"]}, *document["layers"][1:]]),
+    ]
+    for key, value in hostile:
+        (streams / LAYERS_NAME).write_text(json.dumps(document | {key: value}))
+        with pytest.raises(KvmnnError, match=r"layers\.json"):
+            kvmnn.open(streams)
+    for text in ("", "[]", "{" * 10000):
+        (streams / LAYERS_NAME).write_text(text)
+        with pytest.raises(KvmnnError, match=r"layers\.json"):
+            kvmnn.open(streams)
+
+
+def test_encode_layers_refuses_what_the_profile_is_not_of(tmp_path: Path, profile: Path) -> None:
+    options = LayerStreamOptions(codec="profile", profile=str(profile))
+    layers = make_cache(20, 8)
+    wide = [LayerCache(layer=c.layer, keys=c.keys[:1], values=c.values[:1]) for c in layers]
+    more = [*layers, LayerCache(layer=LAYERS, keys=layers[0].keys, values=layers[0].values)]
+    for name, caches in (("wide", wide), ("more", more), ("late", layers[1:])):
+        source = kvmnn.open(save_folder(tmp_path / name, caches))
+        with pytest.raises(KvmnnError, match="layer"):
+            encode_layers(source, tmp_path / "streams", options)
+        assert not (tmp_path / "streams").exists()
+    with pytest.raises(KvmnnError, match="does not exist"):
+        encode_layers(source, tmp_path / "streams", LayerStreamOptions(codec="profile", profile="none.kvmp"))
+    with pytest.raises(KvmnnError, match="kl"):
+        options = LayerStreamOptions(codec="transform", profile=str(profile), settings={"kl": -1.0})
+        encode_layers(kvmnn.open(save_folder(tmp_path / "fine", layers)), tmp_path / "streams", options)

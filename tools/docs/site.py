@@ -1,0 +1,201 @@
+"""The site of `make docs`: README, docs/, benchmarks/ and the API reference, built into build/site.
+
+Pages are copied into one tree below build/docs, because links between them leave docs/. A link to a file that is no
+page becomes plain text. A page that `SECTIONS` does not name, a link to nothing and a name that the API reference
+does not find are errors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SOURCES = ROOT / "build" / "docs"
+SECTIONS = {
+    "Start": {"README.md": "kvmnn", "docs/tour.md": "Tour", "docs/command.md": "The command"},
+    "How to": {
+        "docs/prefix-cache.md": "Ship an MNN prefix cache",
+        "docs/other-engines.md": "Caches of other engines",
+        "docs/prefix-store.md": "Store prefixes",
+        "docs/operations.md": "Run a prefix store",
+        "docs/lm.md": "Evaluate a language model",
+        "docs/policies.md": "Eviction policies",
+        "docs/gates.md": "Gates",
+        "docs/dense.md": "Dense streams",
+        "docs/offline.md": "Measure dumps",
+        "docs/many.md": "Thousands of files",
+        "docs/zarr.md": "Zarr",
+        "docs/report.md": "Report",
+        "docs/compressor-forward.md": "Run a compressor",
+        "docs/decoders.md": "Which decoders work",
+    },
+    "Formats": {
+        "docs/format.md": "MNN frame",
+        "docs/format-v2.md": "Dense stream",
+        "docs/format-linear.md": "Linear stream",
+        "docs/format-transform.md": "Transform stream",
+        "docs/format-profile.md": "Profile",
+        "docs/manifest.md": "Manifest",
+        "docs/layout.md": "Packed layout",
+        "docs/compressor-weights.md": "Compressor weights",
+    },
+    "Explanation": {
+        "docs/ratios.md": "What ratio to expect",
+        "docs/runtime.md": "Lossless runtime",
+        "docs/h2o.md": "H2O planner",
+        "docs/design.md": "How kvmnn is built",
+    },
+    "Reference": {"docs/reference.md": "Commands and options"},
+    "Project": {
+        "docs/reliability.md": "Reliability",
+        "docs/fuzzing.md": "Fuzzing",
+        "CONTRIBUTING.md": "Contributing",
+        "CHANGELOG.md": "Changelog",
+        "SECURITY.md": "Security",
+    },
+}
+API = (
+    "kvmnn",
+    "bundle",
+    "formats",
+    "policies",
+    "lm",
+    "evaluation",
+    "store",
+    "runtime",
+    "compressor",
+    "batch",
+    "reports",
+)
+CONFIGURATION = """\
+site_name: kvmnn
+site_description: The KV cache of language models on MNN, outside the engine
+docs_dir: build/docs
+site_dir: build/site
+theme:
+  font: false
+  features: [navigation.sections, content.code.copy, search.highlight]
+  palette:
+    - media: "(prefers-color-scheme: light)"
+      scheme: default
+      toggle: {icon: lucide/moon, name: Dark}
+    - media: "(prefers-color-scheme: dark)"
+      scheme: slate
+      toggle: {icon: lucide/sun, name: Light}
+plugins:
+  - search
+  - mkdocstrings:
+      handlers:
+        python:
+          paths: ["%(root)s"]
+          options:
+            docstring_style: numpy
+            show_source: false
+            show_root_heading: true
+            members_order: alphabetical
+            heading_level: 2
+nav: %(nav)s
+"""
+LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
+
+
+def main() -> int:
+    """Stage all pages and build the site."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--stage-only", action="store_true", help="write build/docs and check links, build nothing")
+    arguments = parser.parse_args()
+    shutil.rmtree(SOURCES, ignore_errors=True)
+    pages = list_pages()
+    problems = [problem for path in pages for problem in stage_page(path, pages)]
+    if problems:
+        print(*problems, sep="\n", file=sys.stderr)
+        return 1
+    for name in API:
+        stage_api_page(name)
+    configuration = ROOT / "build" / "site.yml"
+    nav = json.dumps(build_nav(pages))
+    configuration.write_text(CONFIGURATION % {"root": ROOT, "nav": nav}, encoding="utf-8")
+    # the builder wants its configuration at the root of the project
+    link = ROOT / "mkdocs.yml"
+    link.write_text(configuration.read_text(encoding="utf-8"), encoding="utf-8")
+    try:
+        return 0 if arguments.stage_only else subprocess.call(["zensical", "build", "--strict"], cwd=ROOT)
+    finally:
+        link.unlink()
+
+
+def list_pages() -> list[Path]:
+    """List all pages: those of the sections, which must name every page of docs/, and the benchmarks."""
+    listed = [ROOT / name for pages in SECTIONS.values() for name in pages]
+    return [path for path in listed if path.exists()] + sorted((ROOT / "benchmarks").glob("*.md"))
+
+
+def list_unlisted_pages() -> list[str]:
+    """List pages of docs/ that no section names."""
+    names = {name for pages in SECTIONS.values() for name in pages}
+    return sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md") if f"docs/{path.name}" not in names)
+
+
+def locate(path: Path) -> Path:
+    """Return where a page stands in the site's tree."""
+    return Path("index.md") if path.name == "README.md" else path.relative_to(ROOT)
+
+
+def stage_page(path: Path, pages: list[Path]) -> list[str]:
+    """Copy a page with links that hold in the site; return what is wrong with them."""
+    problems = []
+    target = SOURCES / locate(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+
+    def convert(match: re.Match[str]) -> str:
+        is_image, text, address = match.groups()
+        if re.match(r"[a-z]+:|#", address):
+            return match[0]
+        name, _, anchor = address.partition("#")
+        linked = (path.parent / name).resolve()
+        if not linked.exists():
+            problems.append(f"{path.relative_to(ROOT)}: links to {address}, which does not exist")
+        if is_image and linked.exists():
+            copy = SOURCES / linked.relative_to(ROOT)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(linked, copy)
+        elif linked not in pages:
+            return text
+        located = locate(linked) if linked in pages else linked.relative_to(ROOT)
+        relative = Path(*[".."] * (len(locate(path).parts) - 1)) / located
+        return f"{is_image}[{text}]({relative.as_posix()}{'#' + anchor if anchor else ''})"
+
+    text = LINK.sub(convert, path.read_text(encoding="utf-8"))
+    # indices of variables, *g*[*j*][*k*], are no references
+    target.write_text(re.sub(r"(?<=\*)\](?=\[)", "]\\\\", text), encoding="utf-8")
+    return problems
+
+
+def stage_api_page(name: str) -> None:
+    """Write the page of a package, which the builder fills from docstrings."""
+    package = name if name == "kvmnn" else f"kvmnn.{name}"
+    target = SOURCES / "api" / f"{name}.md"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(f"# {package}\n\n::: {package}\n", encoding="utf-8")
+
+
+def build_nav(pages: list[Path]) -> list[object]:
+    """Build the navigation."""
+    sections: list[object] = []
+    for title, names in SECTIONS.items():
+        entries = [{label: locate(ROOT / name).as_posix()} for name, label in names.items() if ROOT / name in pages]
+        if title == "Reference":
+            entries += [{name if name == "kvmnn" else f"kvmnn.{name}": f"api/{name}.md"} for name in API]
+        sections.append({title: entries})
+    benchmarks = [path for path in pages if path.parent.name == "benchmarks"]
+    return [*sections, {"Benchmarks": [{path.stem: locate(path).as_posix()} for path in benchmarks]}]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

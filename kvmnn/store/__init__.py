@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         StoreListing,
         StoreSession,
         StoreStats,
+        StoreUsage,
         StoreVerifyResult,
     )
     from .store import PrefixStore
@@ -34,7 +35,7 @@ else:
             "read_path": "DamagedPrefixError",
             "results": (
                 "CleanupResult LayerwisePrefix MatchResult PinResult PutResult StoredPrefix StoreEntry "
-                "StoreExportResult StoreListing StoreSession StoreStats StoreVerifyResult"
+                "StoreExportResult StoreListing StoreSession StoreStats StoreUsage StoreVerifyResult"
             ),
             "store": "PrefixStore",
         },
@@ -55,6 +56,7 @@ __all__ = [
     "StoreListing",
     "StoreSession",
     "StoreStats",
+    "StoreUsage",
     "StoreVerifyResult",
     "StoredPrefix",
     "read_exported",

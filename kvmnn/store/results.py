@@ -351,6 +351,82 @@ class PinResult(Record):
         return f"{pluralize(self.tokens, 'token')}{_format_dtypes(self.dtypes)}: {state_text}{unchanged_text}"
 
 
+LATENCY_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+"""Upper bounds of the buckets of latencies, in seconds."""
+
+COUNTER_DESCRIPTIONS = {
+    "gets": "Calls of get.",
+    "hits": "Calls of get that found something.",
+    "requested_tokens": "Tokens of the texts that get was asked for.",
+    "hit_tokens": "Tokens that get found.",
+    "hit_bytes": "Bytes of K and V that get returned.",
+    "puts": "Calls of put and park.",
+    "put_tokens": "Tokens that put stored and that were not stored before.",
+    "put_raw_bytes": "Bytes of K and V that put stored.",
+    "put_bytes": "Bytes of the files for them.",
+    "evicted_bytes": "Bytes of files that put evicted or replaced.",
+    "evictions": "Calls of put that evicted or replaced anything.",
+    "damages": "Damaged units that get found and removed.",
+    "outages": "Calls that a remote store did not answer.",
+}
+"""The counters; each name is that of a metric, after `kvmnn_store_` and before `_total`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallLatency(Record):
+    """Latencies of one kind of call."""
+
+    #: Calls up to each of `LATENCY_BOUNDS` and above the bound before it, then those above the last.
+    counts: tuple[int, ...]
+    #: Seconds of all calls.
+    seconds: float
+
+    @property
+    @json_key()
+    def calls(self) -> int:
+        """Number of calls."""
+        return sum(self.counts)
+
+    def estimate_quantile(self, fraction: float) -> float | None:
+        """Return the bound that this fraction of all calls does not exceed; None without calls, inf above the last."""
+        threshold, num_calls = fraction * self.calls, 0
+        for bound, count in zip((*LATENCY_BOUNDS, float("inf")), self.counts, strict=True):
+            num_calls += count
+            if num_calls and num_calls >= threshold:
+                return bound
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreUsage(Record):
+    """What a store did so far."""
+
+    #: By the names of `COUNTER_DESCRIPTIONS`.
+    counters: Mapping[str, int]
+    get_latency: CallLatency
+    put_latency: CallLatency
+
+    @property
+    @json_key()
+    def hit_rate(self) -> float:
+        """Tokens that were found, divided by those that were asked for."""
+        return self.counters["hit_tokens"] / max(self.counters["requested_tokens"], 1)
+
+    def __str__(self) -> str:
+        counters = self.counters
+        if not counters["gets"]:
+            return "nothing was asked for yet"
+        line = (
+            f"{counters['hits']:,} of {counters['gets']:,} gets found something: {counters['hit_tokens']:,} of "
+            f"{counters['requested_tokens']:,} tokens ({100 * self.hit_rate:.1f} %), {counters['hit_bytes']:,} bytes "
+            "of K and V not computed again"
+        )
+        median, tail = (self.get_latency.estimate_quantile(fraction) for fraction in (0.5, 0.95))
+        line += f"; a get took at most {median:g} s (half of them), {tail:g} s (95 %)"
+        problems = [f"{counters[name]:,} {name}" for name in ("damages", "outages") if counters[name]]
+        return "; ".join([line, *problems])
+
+
 @dataclass(frozen=True, kw_only=True)
 class StoreStats(Record):
     """Contents of a store, and hits of this object."""
@@ -377,6 +453,8 @@ class StoreStats(Record):
     found_tokens: int = field(metadata={"json": False})
     #: State units, each valid at one length.
     states: int = 0
+    #: What all processes that used the store did so far; of a remote store, this object.
+    usage: StoreUsage | None = field(default=None, metadata={"omit": True})
 
     @property
     @json_key()
@@ -393,6 +471,7 @@ class StoreStats(Record):
             f"  index {self.index_bytes:,} bytes, {self.pinned:,} pinned, {pluralize(self.sessions, 'session')}, codec "
             f"{self.codec}",
         ]
+        lines += [f"  {self.usage}"] if self.usage is not None and self.usage.counters["gets"] else []
         return "\n".join([*lines, *(f"  model {escape_control(model)}" for model in self.models)])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -53,9 +54,11 @@ from .results import (
     StoreListing,
     StoreSession,
     StoreStats,
+    StoreUsage,
     StoreVerifyResult,
 )
 from .sequence import SequenceStore, StateToPut
+from .usage import COUNTERS_FILE, StoreMetrics
 from .write_path import CodecChooser, RopeState, WriteOptions
 
 if TYPE_CHECKING:
@@ -187,6 +190,7 @@ class PrefixStore:
         if not name:
             raise OptionError("the store has no name: expected a directory, or a URL")
         self._backend: StoreBackend
+        counters_path = None
         if (scheme_match := URL_SCHEME_PATTERN.match(name)) is not None:
             from .remote.maintenance import RemoteBackend  # directories are opened without it
 
@@ -204,6 +208,7 @@ class PrefixStore:
         else:
             directory = DirectoryBackend(Path(name), settings=settings, max_bytes=max_bytes, read_only=read_only)
             self._backend = directory
+            counters_path = Path(name) / COUNTERS_FILE
             try:
                 check_settings_match(name, StoreSettings(directory.block_tokens, directory.codec), block_tokens, codec)
             except OptionError:
@@ -213,6 +218,7 @@ class PrefixStore:
             self._backend, WriteOptions(options, RopeState(rotary), CodecChooser(), self._threads)
         )
         self._requested_tokens = self._hit_tokens = 0
+        self._metrics = StoreMetrics(counters_path, read_only=read_only)
         self._lock = threading.Lock()
 
     @property
@@ -304,6 +310,7 @@ class PrefixStore:
             result = self._with_retry(lambda: self._sequences.put(ids, caches, namespace, state))
         except BackendUnavailableError as error:
             result = PutResult(tokens=ids.size, known_tokens=0, notes=(str(error),), outage=True)
+        self._metrics.record_put(result)
         return result, namespace, ids
 
     def match(self, token_ids: TokenIds, *, model: str, dtype: str | None = None) -> int:
@@ -373,12 +380,13 @@ class PrefixStore:
         KvmnnError
             If the index cannot be read.
         """
+        started = time.perf_counter()
         ids = to_token_ids(token_ids)
         try:
             prefix = self._with_retry(lambda: self._sequences.get(ids, model, dtype, partial=partial))
         except BackendUnavailableError as error:
             prefix = StoredPrefix(tokens=0, requested_tokens=ids.size, notes=(str(error),), outage=True)
-        self._count_hit(prefix)
+        self._count_hit(prefix, started)
         return prefix
 
     def get_by_layer(self, token_ids: TokenIds, *, model: str, dtype: str | None = None) -> LayerwisePrefix:
@@ -391,18 +399,20 @@ class PrefixStore:
         token_ids, model, dtype
             As for `get`, as well as the result and the errors. Closing the iterator ends the work.
         """
+        started = time.perf_counter()
         ids = to_token_ids(token_ids)
         try:
             prefix = self._with_retry(lambda: self._sequences.get_by_layer(ids, model, dtype))
         except BackendUnavailableError as error:
             prefix = LayerwisePrefix(tokens=0, requested_tokens=ids.size, notes=(str(error),), outage=True)
-        self._count_hit(prefix)
+        self._count_hit(prefix, started)
         return prefix
 
-    def _count_hit(self, prefix: StoredPrefix | LayerwisePrefix) -> None:
+    def _count_hit(self, prefix: StoredPrefix | LayerwisePrefix, started: float) -> None:
         with self._lock:
             self._requested_tokens += prefix.requested_tokens
             self._hit_tokens += prefix.tokens
+        self._metrics.record_get(prefix, time.perf_counter() - started)
 
     def park(
         self,
@@ -625,7 +635,16 @@ class PrefixStore:
 
     def stats(self) -> StoreStats:
         """Return counts of what is stored, and the hits of `get` so far."""
-        return self._with_retry(lambda: self._backend.collect_stats(self._requested_tokens, self._hit_tokens))
+        stats = self._with_retry(lambda: self._backend.collect_stats(self._requested_tokens, self._hit_tokens))
+        return replace(stats, usage=self.usage())
+
+    def usage(self) -> StoreUsage:
+        """Return what was done so far: by all processes with a directory, by this object with a remote store."""
+        return self._metrics.read()
+
+    def add_metrics_listener(self, listener: Callable[[str, float], object]) -> None:
+        """Call `listener` after each ``"get"`` and ``"put"`` from now on, with the seconds that it took."""
+        self._metrics.add_listener(listener)
 
     def ls(self) -> StoreListing:
         """Return the stored sequences, the most recently used first."""
@@ -633,6 +652,7 @@ class PrefixStore:
 
     def close(self) -> None:
         """Record uses and close the store; a second call does nothing."""
+        self._metrics.flush()
         self._backend.close()
 
     def __enter__(self) -> Self:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ..._util.text import shorten_names
@@ -334,6 +335,22 @@ def _run_import(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Comm
     return put_result, 0
 
 
+def _run_serve_metrics(store: PrefixStore, arguments: argparse.Namespace) -> tuple[CommandResult, int]:
+    """Serve the figures of a store until Ctrl-C."""
+    from ...store.metrics import format_prometheus, make_metrics_server
+
+    def read_text() -> str:
+        stats = store.stats()
+        return format_prometheus(store.usage(), stats)
+
+    with make_metrics_server(read_text, arguments.listen) as server:
+        host, port = str(server.server_address[0]), server.server_address[1]
+        console.print_note(arguments, f"http://{host}:{port}/metrics, until Ctrl-C", "serving")
+        with suppress(KeyboardInterrupt):
+            server.serve_forever()
+    return store.stats(), 0
+
+
 STORE_ACTIONS: dict[str, Any] = {
     "put": _run_put,
     "match": _run_match,
@@ -347,6 +364,7 @@ STORE_ACTIONS: dict[str, Any] = {
     "unpin": _make_sequence_action("unpin"),
     "export": _run_export,
     "import": _run_import,
+    "serve-metrics": _run_serve_metrics,
 }
 """By its name: a function of the store and the arguments that gives the result and the exit code."""
 
@@ -362,7 +380,8 @@ prefix, to the token. Equal prefixes are stored once, losslessly (docs/prefix-st
                       cache that an engine loads (--cast: in its dtype);
                       --partial: full attention alone, without windows
                       and state, which no model continues from
-  ls, stat STORE      the stored texts; counts and sizes
+  ls, stat STORE      the stored texts; counts, sizes and hits
+  serve-metrics STORE Prometheus text over HTTP (--listen)
   verify STORE        decode and compare everything; damaged data is removed
   gc STORE            remove unreferenced data; --size-limit SIZE: and the least
                       recently used texts, down to SIZE
@@ -394,6 +413,7 @@ _EXAMPLES = (
     "kvmnn store get prefixes/ --token-ids prompt.json -o kv.npz",
     "kvmnn store ls prefixes/",
     "kvmnn store stat prefixes/ --json",
+    "kvmnn store serve-metrics prefixes/ --listen :9464",
     "kvmnn store verify prefixes/",
     "kvmnn store gc prefixes/ --size-limit 20G",
     "kvmnn store rm prefixes/ 3fa91c",
@@ -429,6 +449,7 @@ _SPEC_BY_ACTION = {
     ),
     "ls": _ActionSpec(),
     "stat": _ActionSpec((), _REFERENCE),
+    "serve-metrics": _ActionSpec(("listen",)),
     "verify": _ActionSpec(("threads",)),
     "gc": _ActionSpec(("store_bytes",)),
     "rm": _ActionSpec(_MODEL_OPTIONS, _REFERENCE),
@@ -440,7 +461,7 @@ _SPEC_BY_ACTION = {
 }
 _ALL_OPTIONS = tuple(dict.fromkeys(name for action in _SPEC_BY_ACTION.values() for name in action.options))
 _CREATING_ACTIONS = ("put", "import")
-_READ_ONLY_ACTIONS = ("match", "ls", "stat", "export")
+_READ_ONLY_ACTIONS = ("match", "ls", "stat", "serve-metrics", "export")
 _READ_IF_POSSIBLE_ACTIONS = ("get", "verify")
 """Actions that write to a store only if it is writable: they record uses, and remove damaged units."""
 
@@ -524,6 +545,12 @@ def add_parser(subparsers: Any) -> None:
         "--partial",
         action="store_true",
         help="get: layers with full attention alone, where windows or state are not stored at this length",
+    )
+    parser.add_argument(
+        "--listen",
+        default="127.0.0.1:9464",
+        metavar="HOST:PORT",
+        help="serve-metrics: where to listen (default: 127.0.0.1:9464)",
     )
     shared_options.add_source_options(parser, "put: element type of raw input; else the precision to look up")
     parser.add_argument("--token-major", action="store_true", help="put: arrays are [token, kv_head, head_dim]")

@@ -214,7 +214,8 @@ _TABLES_NAME_REGEX = re.compile(f"{_KEY_PATTERN}-{_KEY_PATTERN}")
 _PIN_NAME_REGEX = re.compile(_KEY_PATTERN + re.escape(PIN_SUFFIX))
 _OWN_FOLDER_REGEX = re.compile("spaces|texts|tables|models|staging|units(/[0-9a-f]{3,})?")
 _OWN_NAME_PATTERNS = {
-    "": r"store\.json|rebuild\.lock|index(-\d{1,9})?\.sqlite(-wal|-shm|-journal|\.new(-journal)?)?",
+    "": r"store\.json|rebuild\.lock|counters\.sqlite(-journal)?"
+    r"|index(-\d{1,9})?\.sqlite(-wal|-shm|-journal|\.new(-journal)?)?",
     "spaces": rf"{_KEY_PATTERN}\.json",
     "texts": rf"{_KEY_PATTERN}\.(pin|session|label)",
     "tables": f"{_KEY_PATTERN}-{_KEY_PATTERN}",

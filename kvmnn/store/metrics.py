@@ -1,0 +1,117 @@
+"""What a store does, in figures: as Prometheus text, served over HTTP, and for OpenTelemetry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from .._util.packages import import_optional
+from ..errors import OptionError
+from .results import COUNTER_DESCRIPTIONS, LATENCY_BOUNDS, StoreStats, StoreUsage
+from .store import PrefixStore
+
+_LATENCY_DESCRIPTIONS = {"get": "Seconds of a get.", "put": "Seconds of a put."}
+_GAUGES = {
+    "bytes": "Bytes of all units.",
+    "raw_bytes": "Bytes of the K and V in them.",
+    "tokens": "Stored tokens.",
+    "texts": "Stored texts.",
+    "units": "Stored units.",
+    "pinned": "Pinned texts.",
+    "sessions": "Parked sessions.",
+}
+
+
+def format_prometheus(usage: StoreUsage, stats: StoreStats | None = None) -> str:
+    """Format counts, and what is stored, in the text format of Prometheus (version 0.0.4)."""
+    return "".join(f"{line}\n" for line in _iter_prometheus_lines(usage, stats))
+
+
+def _iter_prometheus_lines(usage: StoreUsage, stats: StoreStats | None) -> Iterator[str]:
+    def describe(name: str, kind: str, text: str) -> Iterator[str]:
+        yield f"# HELP kvmnn_store_{name} {text}"
+        yield f"# TYPE kvmnn_store_{name} {kind}"
+
+    for name, text in COUNTER_DESCRIPTIONS.items():
+        yield from describe(f"{name}_total", "counter", text)
+        yield f"kvmnn_store_{name}_total {usage.counters[name]}"
+    for call, histogram in (("get", usage.get_latency), ("put", usage.put_latency)):
+        metric = f"{call}_seconds"
+        yield from describe(metric, "histogram", _LATENCY_DESCRIPTIONS[call])
+        num_calls = 0
+        for bound, count in zip((*map(repr, LATENCY_BOUNDS), "+Inf"), histogram.counts, strict=True):
+            num_calls += count
+            yield f'kvmnn_store_{metric}_bucket{{le="{bound}"}} {num_calls}'
+        yield f"kvmnn_store_{metric}_sum {histogram.seconds!r}"
+        yield f"kvmnn_store_{metric}_count {num_calls}"
+    for name, text in _GAUGES.items() if stats is not None else ():
+        yield from describe(name, "gauge", text)
+        yield f"kvmnn_store_{name} {getattr(stats, name)}"
+
+
+def instrument_store(store: PrefixStore, meter: Any) -> None:
+    """Report a store to OpenTelemetry: counters that are read when they are collected, and two histograms.
+
+    Parameters
+    ----------
+    store
+        The store; counts as in `PrefixStore.usage`.
+    meter
+        ``opentelemetry.metrics.get_meter("kvmnn")`` (extra ``metrics``).
+
+    Raises
+    ------
+    MissingDependencyError
+        If opentelemetry-api is not installed.
+    """
+    observation_type = import_optional("opentelemetry.metrics").Observation
+
+    def make_callback(name: str) -> Callable[[object], Iterable[object]]:
+        return lambda options: [observation_type(store.usage().counters[name])]
+
+    for name, text in COUNTER_DESCRIPTIONS.items():
+        meter.create_observable_counter(f"kvmnn.store.{name}", [make_callback(name)], description=text)
+    histograms = {
+        call: meter.create_histogram(f"kvmnn.store.{call}.duration", "s", text)
+        for call, text in _LATENCY_DESCRIPTIONS.items()
+    }
+    store.add_metrics_listener(lambda call, seconds: histograms[call].record(seconds))
+
+
+def make_metrics_server(read_text: Callable[[], str], address: str) -> ThreadingHTTPServer:
+    """Make an HTTP server that answers ``GET /metrics``; call its `serve_forever`.
+
+    Parameters
+    ----------
+    read_text
+        Returns the text, such as that of `format_prometheus`.
+    address
+        ``HOST:PORT``; ``:PORT`` for all addresses of the machine. Port 0 takes a free one.
+    """
+    host, _, port = address.rpartition(":")
+    if not (port.isascii() and port.isdigit()) or int(port) > 65535:
+        raise OptionError(f"{address!r}: expected HOST:PORT, such as 127.0.0.1:9464")
+
+    class Handler(BaseHTTPRequestHandler):
+        timeout = 10  # a client that sends nothing
+
+        def do_GET(self) -> None:
+            if self.path.partition("?")[0] not in ("/metrics", "/"):
+                self.send_error(404)
+                return
+            try:
+                body = read_text().encode()
+            except Exception as error:  # the next scrape may find the store again
+                self.send_error(503, explain=str(error))
+                return
+            self.send_response(200)
+            self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Log nothing: a scrape every few seconds says nothing new."""
+
+    return ThreadingHTTPServer((host.strip("[]"), int(port)), Handler)

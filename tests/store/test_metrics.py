@@ -1,0 +1,238 @@
+"""Counts of a store: of all its processes, as text for Prometheus, over HTTP, and for OpenTelemetry."""
+
+from __future__ import annotations
+
+import os
+import re
+import sqlite3
+import sys
+import threading
+import time
+import types
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvmnn import LayerCache
+from kvmnn.errors import OptionError
+from kvmnn.store import PrefixStore
+from kvmnn.store.metrics import format_prometheus, instrument_store, make_metrics_server
+from kvmnn.store.results import COUNTER_DESCRIPTIONS, LATENCY_BOUNDS, CallLatency
+from kvmnn.store.usage import COUNTERS_FILE, StoreMetrics
+
+IDS = list(range(100))
+
+
+def computed(ids: list[int]) -> list[LayerCache]:
+    rows = np.cumsum(np.array(ids, np.float32))[None, :, None] * np.ones((2, 1, 16), np.float32)
+    return [LayerCache(layer=layer, keys=rows + layer, values=rows - layer) for layer in range(2)]
+
+
+def use(folder: Path) -> None:
+    """A miss, a put, a hit of 80 tokens."""
+    with PrefixStore(folder) as store:
+        store.get(IDS, model="m")
+        store.put(IDS, computed(IDS), model="m")
+        store.get([*IDS[:80], 7, 7], model="m")
+
+
+def test_counts_are_those_of_all_processes(tmp_path) -> None:
+    use(tmp_path / "store")
+    with PrefixStore(tmp_path / "store") as store:
+        found = store.get(IDS, model="m")
+        usage = store.usage()
+    expected = {"gets": 3, "hits": 2, "requested_tokens": 282, "hit_tokens": 180, "puts": 1, "put_tokens": 100}
+    assert {name: usage.counters[name] for name in expected} == expected
+    assert usage.counters["hit_bytes"] == 180 * found.layers[0].keys[:, :1].nbytes * 4
+    assert usage.counters["put_raw_bytes"] > usage.counters["put_bytes"] > 0
+    assert usage.hit_rate == pytest.approx(180 / 282)
+    assert (usage.get_latency.calls, usage.put_latency.calls) == (3, 1)
+    with PrefixStore(tmp_path / "store", read_only=True) as store:
+        stats = store.stats()
+        assert stats.usage is not None
+        assert stats.usage.counters == usage.counters
+        assert "2 of 3 gets found something: 180 of 282 tokens (63.8 %)" in str(stats)
+    assert os.listdir(tmp_path / "store").count(COUNTERS_FILE) == 1
+
+
+def test_counters_file_is_the_stores_own_and_is_not_removed(tmp_path) -> None:
+    use(tmp_path / "store")
+    with PrefixStore(tmp_path / "store") as store:
+        cleanup = store.gc()
+    assert (cleanup.foreign, cleanup.other_files) == ((), 0)
+    assert (tmp_path / "store" / COUNTERS_FILE).exists()
+
+
+def test_reading_alone_writes_no_counts(tmp_path) -> None:
+    use(tmp_path / "store")
+    before = (tmp_path / "store" / COUNTERS_FILE).read_bytes()
+    with PrefixStore(tmp_path / "store", read_only=True) as store:
+        assert store.get(IDS, model="m").tokens == 100
+    assert (tmp_path / "store" / COUNTERS_FILE).read_bytes() == before
+
+
+@pytest.mark.parametrize("content", [b"", b"no database" * 100, b"SQLite format 3\0" + bytes(4000)])
+def test_damaged_counters_cost_counts_only(content, tmp_path) -> None:
+    use(tmp_path / "store")
+    (tmp_path / "store" / COUNTERS_FILE).write_bytes(content)
+    for _ in range(3):
+        with PrefixStore(tmp_path / "store") as store:
+            assert store.get(IDS, model="m").tokens == 100
+    with PrefixStore(tmp_path / "store") as store:
+        assert 0 < store.usage().counters["gets"] <= 3
+
+
+def test_forged_counters_are_left_out(tmp_path) -> None:
+    with sqlite3.connect(tmp_path / "counters") as connection:
+        connection.execute("CREATE TABLE counter (name, value)")
+        rows = [("gets", -1), ("hits", "many"), (b"puts", 4), ("put_tokens", 2**63 - 1), ("outages", 3)]
+        connection.executemany("INSERT INTO counter VALUES (?, ?)", rows)
+    connection.close()
+    counters = StoreMetrics(tmp_path / "counters").read().counters
+    assert counters == dict.fromkeys(COUNTER_DESCRIPTIONS, 0) | {"outages": 3}
+
+
+def test_damage_and_eviction_are_counted(tmp_path) -> None:
+    rng = np.random.default_rng(1)
+    with PrefixStore(tmp_path / "store", 60_000) as store:
+        for number in range(4):
+            rows = rng.normal(size=(2, 100, 16)).astype(np.float32)
+            store.put(
+                [number * 1000 + token for token in IDS], [LayerCache(layer=0, keys=rows, values=rows)], model="m"
+            )
+        usage = store.usage()
+        assert usage.counters["evictions"] > 0
+        assert usage.counters["evicted_bytes"] > 0
+        for path in (tmp_path / "store" / "units").rglob("*.unit"):
+            data = bytearray(path.read_bytes())
+            data[len(data) // 2] ^= 1
+            path.write_bytes(data)
+        assert store.get([3000 + token for token in IDS], model="m").tokens == 0
+        assert store.usage().counters["damages"] == 1
+
+
+def test_quantiles_are_bounds_of_buckets() -> None:
+    histogram = CallLatency(counts=(5, 0, 4, *[0] * (len(LATENCY_BOUNDS) - 3), 1), seconds=1.0)
+    assert [histogram.estimate_quantile(fraction) for fraction in (0.5, 0.9, 1.0)] == [0.001, 0.005, float("inf")]
+    assert CallLatency(counts=(0,) * 15, seconds=0.0).estimate_quantile(0.5) is None
+
+
+def parse_prometheus(text: str) -> dict[str, float]:
+    """Parse the text format as its description has it: HELP and TYPE before each metric, a value on each line."""
+    values: dict[str, float] = {}
+    kinds: dict[str, str] = {}
+    for line in text.splitlines():
+        if match := re.fullmatch(r"# TYPE (\w+) (counter|gauge|histogram)", line):
+            kinds[match[1]] = match[2]
+        elif not line.startswith("# HELP "):
+            name, labels, value = re.fullmatch(r"(\w+)(\{le=\"[^\"]+\"\})? (\S+)", line).groups()  # type: ignore[union-attr]
+            assert name in kinds or re.sub("_(bucket|sum|count)$", "", name) in kinds
+            values[name + (labels or "")] = float(value)
+    return values
+
+
+def test_prometheus_text_has_all_counts(tmp_path) -> None:
+    use(tmp_path / "store")
+    with PrefixStore(tmp_path / "store") as store:
+        text = format_prometheus(store.usage(), store.stats())
+    values = parse_prometheus(text)
+    assert values["kvmnn_store_hit_tokens_total"] == 80
+    assert values['kvmnn_store_get_seconds_bucket{le="+Inf"}'] == values["kvmnn_store_get_seconds_count"] == 2
+    buckets = [value for name, value in values.items() if name.startswith("kvmnn_store_get_seconds_bucket")]
+    assert buckets == sorted(buckets)
+    assert len(buckets) == len(LATENCY_BOUNDS) + 1
+    assert values["kvmnn_store_texts"] == 1
+    assert {f"kvmnn_store_{name}_total" for name in COUNTER_DESCRIPTIONS} <= values.keys()
+
+
+def test_prometheus_client_reads_the_text(tmp_path) -> None:
+    parser = pytest.importorskip("prometheus_client.parser")
+    use(tmp_path / "store")
+    with PrefixStore(tmp_path / "store") as store:
+        families = list(parser.text_string_to_metric_families(format_prometheus(store.usage(), store.stats())))
+    assert {family.type for family in families} == {"counter", "histogram", "gauge"}
+
+
+def test_metrics_server_answers_scrapes_and_survives_errors() -> None:
+    answers = iter(["kvmnn 1\n"])
+    with make_metrics_server(lambda: next(answers), "127.0.0.1:0") as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            url = f"http://127.0.0.1:{server.server_address[1]}"
+            with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+                assert answer.read() == b"kvmnn 1\n"
+                assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+            for path, code in (("/metrics", 503), ("/secret", 404)):
+                with pytest.raises(urllib.error.HTTPError) as raised:
+                    urllib.request.urlopen(f"{url}{path}", timeout=10)
+                assert raised.value.code == code
+                raised.value.close()
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize("address", ["", "host", "host:", "host:http", "host:70000"])
+def test_metrics_server_refuses_addresses(address) -> None:
+    with pytest.raises(OptionError, match="expected HOST:PORT"):
+        make_metrics_server(lambda: "", address)
+
+
+class Meter:
+    """Stands for an OpenTelemetry meter."""
+
+    def __init__(self) -> None:
+        self.callbacks: dict[str, Any] = {}
+        self.records: dict[str, list[float]] = {}
+
+    def create_observable_counter(self, name: str, callbacks: Any, description: str) -> None:
+        self.callbacks[name] = callbacks[0]
+
+    def create_histogram(self, name: str, unit: str, description: str) -> Any:
+        assert unit == "s"
+        values = self.records.setdefault(name, [])
+        return types.SimpleNamespace(record=values.append)
+
+
+def test_opentelemetry_reads_counters_and_records_latencies(tmp_path, monkeypatch) -> None:
+    fake = types.ModuleType("opentelemetry.metrics")
+    fake.Observation = lambda value: value  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "opentelemetry", types.ModuleType("opentelemetry"))
+    monkeypatch.setitem(sys.modules, "opentelemetry.metrics", fake)
+    meter = Meter()
+    with PrefixStore(tmp_path / "store") as store:
+        instrument_store(store, meter)
+        store.put(IDS, computed(IDS), model="m")
+        store.get(IDS, model="m")
+        assert list(meter.callbacks["kvmnn.store.hit_tokens"](None)) == [100]
+    assert {name: len(values) for name, values in meter.records.items()} == {
+        "kvmnn.store.get.duration": 1,
+        "kvmnn.store.put.duration": 1,
+    }
+
+
+def test_counting_takes_less_than_a_hundredth_of_a_get(tmp_path) -> None:
+    use(tmp_path / "store")
+    with PrefixStore(tmp_path / "store") as store:
+        prefix = store.get(IDS, model="m")
+        get_seconds = min(_measure(lambda: store.get(IDS, model="m"), 5) for _ in range(10))
+    metrics = StoreMetrics(tmp_path / "counters.sqlite")
+    count_seconds = min(_measure(lambda: metrics.record_get(prefix, 0.01), 100) for _ in range(10))
+    assert count_seconds < 0.02 * get_seconds  # of 100 tokens in two layers, the smallest that anybody stores
+
+
+def _measure(call: Any, number: int) -> float:
+    started = time.process_time()
+    for _ in range(number):
+        call()
+    return (time.process_time() - started) / number
+
+
+def test_serve_metrics_command_refuses_an_address(run, tmp_path) -> None:
+    use(tmp_path / "store")
+    assert "expected HOST:PORT" in run("store", "serve-metrics", tmp_path / "store", "--listen", "x", code=2).err

@@ -102,12 +102,12 @@ def add_run_options(parser: Any) -> None:
     group.add_argument(
         "--suite",
         choices=("all", "runtime", "llm_demo", "own"),
-        help="which cases (default: own, where --suite-config names cases of its own, else all)",
+        help="which cases (default: own ones, if any, else all)",
     )
     group.add_argument(
         "--suite-config",
         metavar="FILE",
-        help="settings, kv_ keys of the engine, limits and cases, as JSON; or handbook-v5, which ships",
+        help="settings, limits, cases (JSON); or handbook-v5",
     )
     group.add_argument(
         "--text",
@@ -141,6 +141,76 @@ def add_run_options(parser: Any) -> None:
         "--jobs", type=shared_options.parse_positive, metavar="N", help="processes for what is not timed (default: 1)"
     )
     group.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json (default: the one alongside the model)")
+
+
+SEARCH_OPTION_NAMES = ("lossy", "lossless", "max_drop", "max_cells", "policy", "budget")
+
+
+def add_search_options(parser: Any) -> None:
+    """Declare the options of search."""
+    group = parser.add_argument_group("search", "Settings that reach all targets together.")
+    group.add_argument("--lossy", type=float, metavar="R", help="least lossy ratio (default: 3.0)")
+    group.add_argument("--lossless", type=float, metavar="R", help="least lossless ratio (default: 1.3)")
+    group.add_argument(
+        "--max-drop",
+        type=parse_share,
+        metavar="SHARE",
+        help="largest loss of decode speed, as 5%% or 0.05 (default: 5%%)",
+    )
+    group.add_argument(
+        "--max-cells",
+        type=shared_options.parse_positive,
+        metavar="N",
+        help="settings that are run and timed, at most (default: 24)",
+    )
+    group.add_argument("--policy", action="append", metavar="SPEC", help="a policy to try (repeatable)")
+    group.add_argument("--budget", nargs="+", metavar="N", help="budgets to try: tokens, or shares of a run's")
+
+
+def parse_share(text: str) -> float:
+    """Parse ``5%`` or ``0.05``."""
+    try:
+        return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r:.60} is no share: expected one such as 5% or 0.05") from None
+
+
+def _run_search(arguments: argparse.Namespace) -> int:
+    from dataclasses import replace
+
+    from ...errors import OptionError
+    from ...gates.suite.cases import CASE_NAMES
+    from ...gates.suite.search import DEFAULT_SETTINGS, Search, SearchTargets
+    from ...gates.suite.settings import RunConfig, read_run_config
+
+    if len(arguments.inputs) != 1 or arguments.output is None or not arguments.prompts:
+        raise UsageError("gate search takes one model, --text TEXT... and -o DIR")
+    config = RunConfig(settings=DEFAULT_SETTINGS)
+    try:
+        if arguments.suite_config is not None:
+            config = read_run_config(arguments.suite_config, CASE_NAMES, DEFAULT_SETTINGS)
+        targets = SearchTargets(max_perplexity=config.settings.perplexity_target)
+        names = ("lossy", "lossless", "max_drop")
+        values = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+        search = Search(
+            arguments.inputs[0],
+            arguments.output.rstrip("/") or "/",
+            arguments.prompts,
+            targets=replace(targets, **values),
+            policies=arguments.policy or (),
+            budgets=arguments.budget or (),
+            config=config,
+            max_cells=arguments.max_cells or 24,
+            tokenizer=arguments.tokenizer,
+            jobs=arguments.jobs or 0,
+            force=arguments.force,
+        )
+    except OptionError as error:
+        raise UsageError(str(error)) from None
+    with SuiteProgressDisplay(arguments) as progress:
+        result = search.run(progress)
+    console.show_result(arguments, "gate search", result)
+    return 0 if result.has_passed else 1
 
 
 def run_suite(arguments: argparse.Namespace) -> int:
@@ -313,6 +383,7 @@ Exit code 0 where all pass, 1 where one fails.
   demo WITHOUT WITH      judge runs of llm_demo without and with compression
   summary DIR            the cases in a folder, also one of the fork's scripts
   run MODEL              run the six cases on an ONNX decoder and judge them
+  search MODEL           find settings that reach all targets together
   history DIR            the rounds of a folder of run, one after another
 
 Limits come from --case (one of the fork's six); --gates FILE overrides these, and options override both."""
@@ -324,6 +395,7 @@ _EXAMPLES = (
     "kvmnn gate check metrics.csv --gates target_core_gate.json --strict --baseline plain.csv",
     "kvmnn gate demo out/baseline out/candidate --case llm_demo_store -o round/",
     "kvmnn gate summary round/",
+    "kvmnn gate search model/ --text texts/ --lossy 3.0 --lossless 1.3 --max-drop 5% -o found/",
     "kvmnn gate history round/",
 )
 
@@ -342,6 +414,7 @@ _OPTIONS_BY_ACTION = {
     "summary": ("force",),
     "run": (*RUN_OPTION_NAMES, *_RUN_LIMIT_NAMES, "output", "force"),
     "history": (),
+    "search": (*SEARCH_OPTION_NAMES, "suite_config", "prompts", "tokenizer", "jobs", "output", "force"),
 }
 _ALL_OPTIONS = tuple(dict.fromkeys(name for names in _OPTIONS_BY_ACTION.values() for name in names))
 
@@ -372,7 +445,10 @@ def add_parser(subparsers: Any) -> None:
     _add_baseline_options(parser)
     _add_demo_options(parser)
     add_run_options(parser)
-    shared_options.add_output_option(parser, "parse: a .csv or .json file; check, demo, run: the folder of a round")
+    add_search_options(parser)
+    shared_options.add_output_option(
+        parser, "parse: a .csv or .json file; check, demo, run, search: the folder of a round"
+    )
     add_limit_options(parser)
 
 
@@ -626,4 +702,5 @@ _RUN_BY_ACTION = {
     "summary": _run_summary,
     "run": run_suite,
     "history": _run_history,
+    "search": _run_search,
 }

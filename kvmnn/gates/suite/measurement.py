@@ -351,7 +351,7 @@ def measure_perplexity_change(
     settings = case.settings
     result = evaluate(
         model,
-        [_truncate(document, settings.quality_tokens) for document in documents[: settings.quality_texts]],
+        [truncate_document(document, settings.quality_tokens) for document in documents[: settings.quality_texts]],
         [build_configuration(H2OEngine.name, H2OEngine.parse_engine_options(case.engine))],
         settings=EvaluationSettings(
             tokens=settings.quality_tokens,
@@ -396,7 +396,7 @@ def explain_no_eviction(policy: Policy, settings: RunSettings) -> str:
     return reason if sufficient_length is None else f"{reason}, or quality_tokens above {sufficient_length:,}"
 
 
-def _truncate(document: Document, tokens: int) -> Document:
+def truncate_document(document: Document, tokens: int) -> Document:
     """Truncate a text to `tokens`; its byte count, which perplexity does not use, is not changed."""
     if document.num_scored <= tokens:
         return document

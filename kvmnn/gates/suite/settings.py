@@ -175,7 +175,9 @@ class RunConfig:
         return {**self.limits, **case_limits} if with_shared else case_limits
 
 
-def read_run_config(path: str | os.PathLike[str], case_names: tuple[str, ...]) -> RunConfig:
+def read_run_config(
+    path: str | os.PathLike[str], case_names: tuple[str, ...], defaults: RunSettings | None = None
+) -> RunConfig:
     """Read a configuration: a JSON object in a file, or one that ships (`BUILT_IN_CONFIGS`).
 
     It contains settings by name (`RunSettings`), the engine's ``kv_`` keys, ``limits`` (an object), and ``cases``
@@ -192,7 +194,7 @@ def read_run_config(path: str | os.PathLike[str], case_names: tuple[str, ...]) -
     for key in document:
         if key not in names:
             raise OptionError(f"{where}: {key[:60]!r} is no setting{suggest(key, names)}")
-    settings = _parse_settings(document, RunSettings(), where)
+    settings = _parse_settings(document, defaults or RunSettings(), where)
     parsed_cases = {
         name: _parse_case(name, entry, case_names, settings, f"{where}: cases.{name[:60]}")
         for name, entry in cases.items()

@@ -173,7 +173,7 @@ class Suite:
     ) -> None:
         self._command = command
         self._model, self._directory, self._jobs, self._settings = model, Path(directory), jobs, settings
-        _check_directory(self._directory, force)
+        check_directory(self._directory, force)
         self._texts = PromptTexts(model, settings, texts, tokenizer)
         self._sessions = ModelSessions(model, settings.threads)
         self._sha256 = hash_model(model)
@@ -428,7 +428,7 @@ def _read_run_info(directory: Path) -> dict[str, Any]:
         return {}
 
 
-def _check_directory(directory: Path, force: bool) -> None:
+def check_directory(directory: Path, force: bool) -> None:
     if directory.exists() and not directory.is_dir():
         raise OutputError(f"{directory}: exists already and is not a directory")
     is_filled = directory.is_dir() and any(directory.iterdir())

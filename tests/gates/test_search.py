@@ -1,0 +1,96 @@
+"""The search over settings: what it tries, judges, keeps and shows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("onnxruntime")
+pytest.importorskip("tokenizers")
+import gate_models
+
+from kvmnn.evaluation.settings import Configuration
+from kvmnn.gates.suite.search import SearchCell, SearchResult, SearchTargets
+
+LIMITS = {"kv_lossless_block_tokens": 4, "kv_lossless_hot_recent_tokens": 4, "kv_lossless_hot_sink_tokens": 0}
+
+
+def make_cell(label: str, kept: float, encoded: float, loss: float, change: float, **verdicts: Any) -> SearchCell:
+    names = {"lossy": "pass", "lossless": "pass", "decode drop": "pass", "perplexity": "pass"} | {
+        name.replace("_", " "): value for name, value in verdicts.items()
+    }
+    return SearchCell(
+        label=label,
+        configuration=Configuration(label, "streaming", {"budget": 64}),
+        mode="store",
+        lossy_ratio=kept,
+        perplexity=change,
+        perplexity_low=change,
+        perplexity_high=change,
+        kl=0.1,
+        is_timed=True,
+        lossless_ratio=encoded,
+        drop=loss,
+        drop_low=loss,
+        drop_high=loss,
+        verdicts=names,
+    )
+
+
+def make_result(*cells: SearchCell) -> SearchResult:
+    return SearchResult(kvmnn="1", model="m", targets=SearchTargets(), cells=cells)
+
+
+def test_search_result_shows_front_and_what_is_in_the_way() -> None:
+    slow = make_cell("slow", 4.0, 1.4, 0.3, 0.01, decode_drop="fail")
+    worse = make_cell("worse", 3.9, 1.4, 0.4, 0.02, decode_drop="fail")
+    fast = make_cell("fast", 2.0, 1.2, 0.0, 0.0, lossy="fail", lossless="fail")
+    result = make_result(slow, worse, fast)
+    assert not result.has_passed
+    assert result.front_labels == ["slow", "fast"]
+    assert result.blocking == {"lossy": 0, "lossless": 0, "decode drop": 2, "perplexity": 0}
+    text = "\n".join(result.format_lines(120))
+    assert "In the way is one target alone; without it so many would pass: decode drop (2)." in text
+    assert "worse" not in text
+    text = str(make_result(fast))
+    assert "No target alone is in the way" in text
+    assert "lossy 1, lossless 1, decode drop 0, perplexity 0" in " ".join(text.split())
+    passing = make_result(slow, make_cell("good", 3.1, 1.3, 0.0, 0.0))
+    assert passing.has_passed
+    assert str(passing).startswith("PASS: lossy >= 3, lossless >= 1.3, decode drop <= 5%, perplexity <= +5%: 1 of 2")
+
+
+def test_gate_search_invalid_arguments_are_refused(tmp_path: Path, run) -> None:
+    text = tmp_path / "t.txt"
+    text.write_text("word " * 99)
+    words = ["gate", "search", "model", "--text", text, "-o", tmp_path / "o"]
+    for more, said in (
+        (["--lossy", "0.5"], "lossy: found 0.5, expected a ratio"),
+        (["--max-drop", "x"], "'x' is no share"),
+        (["--strict"], "--strict says nothing to gate search"),
+        (["--max-cells", "5000"], "max_cells: found 5000"),
+    ):
+        assert said in run(*words, *more, code=2).err
+    assert "takes one model, --text" in run("gate", "search", "model", code=2).err
+
+
+@pytest.mark.slow
+def test_gate_search_resumes_and_counts_what_it_tried(tmp_path: Path, run) -> None:
+    folder = gate_models.write_model(tmp_path)
+    settings = {key: value for key, value in gate_models.SETTINGS.items() if not key.startswith("kv_")}
+    (folder / "run.json").write_text(json.dumps({**settings, **LIMITS, "generate": 8}))
+    words = ["gate", "search", folder / "model", "--text", folder / "texts", "--suite-config", folder / "run.json"]
+    words += ["--policy", "streaming", "--budget", "12", "16", "--max-cells", "3", "-o", tmp_path / "o", "-q"]
+    found = json.loads(run(*words, "--lossy", "2", "--lossless", "1", "--max-drop", "900%", "--json").out)
+    assert [cell["is_timed"] for cell in found["cells"]] == [True, True, True, False]
+    assert found["cells"][0]["lossy_ratio"] == pytest.approx(47 / 16, abs=1)
+    assert all(cell["verdicts"]["lossy"] == "pass" for cell in found["cells"])
+    assert found["passed"] == any(all(v == "pass" for v in cell["verdicts"].values()) for cell in found["cells"])
+    runs = (tmp_path / "o" / "search-runs.jsonl").read_bytes()
+    again = json.loads(run(*words, "--lossy", "9", "--json", code=1).out)
+    assert (tmp_path / "o" / "search-runs.jsonl").read_bytes() == runs
+    assert again["targets"]["lossy"] == 9
+    assert "policies with budgets, 2 in all" in again["notes"][-1]

@@ -11,9 +11,10 @@ from .cache import CacheState, EvictingCache
 from .h2o_blocks import H2OBlocks, H2OEngine
 from .heavy_hitter import H2ODecayed, H2ODecayedHeads, H2OHeads, H2OTokens, ObservedAttention
 from .key_norm import KNorm, L2Fixed, L2Ratio, fix_size_l2_compress, l2_compress
-from .key_value_scores import KeyDiff, RandomTokens
+from .key_value_scores import CUR, KeyDiff, LagKV, Leverage, RandomTokens
 from .policy import BudgetedPolicy, FullCache, LayerState, Policy, PolicyInput, Trigger
-from .query_scores import TOVA, ExpectedAttention, SnapKV
+from .prompt_scores import CapKV, Compactor, ExpectedAttention, NonCausal
+from .query_scores import TOVA, Finch, PyramidKV, SimLayerKV, SnapKV
 from .registry import POLICIES, LabelledPolicy, create_policy, register_policy
 from .scored import ScoredPolicy
 from .scores import EmaScores, MeanScores, ScoreAccumulator, SumScores
@@ -21,13 +22,17 @@ from .streaming import RecentOnly, Streaming, StreamingPress
 from .topk import compute_key_norms
 
 __all__ = [
+    "CUR",
     "POLICIES",
     "TOVA",
     "BudgetedPolicy",
     "CacheState",
+    "CapKV",
+    "Compactor",
     "EmaScores",
     "EvictingCache",
     "ExpectedAttention",
+    "Finch",
     "FullCache",
     "H2OBlocks",
     "H2ODecayed",
@@ -40,15 +45,20 @@ __all__ = [
     "L2Fixed",
     "L2Ratio",
     "LabelledPolicy",
+    "LagKV",
     "LayerState",
+    "Leverage",
     "MeanScores",
+    "NonCausal",
     "ObservedAttention",
     "Policy",
     "PolicyInput",
+    "PyramidKV",
     "RandomTokens",
     "RecentOnly",
     "ScoreAccumulator",
     "ScoredPolicy",
+    "SimLayerKV",
     "SnapKV",
     "Streaming",
     "StreamingPress",

@@ -1,26 +1,22 @@
-"""Scored policies that look at queries: SnapKV, TOVA and expected attention."""
+"""Scored policies that look at the latest queries: SnapKV, PyramidKV, Finch, TOVA and SimLayerKV."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
-from .._util.validation import validate_count, validate_fraction, validate_int
+from .._util.validation import validate_count, validate_int
 from ..dtypes import Floats
 from ..errors import KvmnnError
 from .policy import LayerState
-from .scored import ScoredPolicy, TensorName
+from .scored import ScoredPolicy, validate_share
 from .tensors import (
     average_groups,
     average_neighbours,
-    compute_unrotated_queries,
     compute_window_attention,
-    get_first_query_position,
     protect,
-    softmax,
     widen,
 )
 
@@ -103,69 +99,143 @@ class TOVA(ScoredPolicy):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpectedAttention(ScoredPolicy):
-    """Keep the first `sink` tokens and those that queries of later positions are expected to attend to most.
+class PyramidKV(SnapKV):
+    """`SnapKV` with more tokens in the first layers than in the last.
 
-    Paper: Devoto et al., "Expected Attention", arXiv 2510.00636. Original: kvpress, `ExpectedAttentionPress`.
+    Paper: Cai et al., "PyramidKV", arXiv 2406.02069. Original: kvpress, `PyramidKVPress`.
 
     Parameters
     ----------
-    future
-        Later positions.
-    sink
-        First tokens that always stay, and whose queries do not count.
-    covariance
-        Whether the spread of queries counts as well as their mean.
-    value_norm
-        Whether scores are multiplied by the norms of the values.
-    epsilon
-        Added to scores before that.
+    budget, keep_ratio
+        The mean of all layers.
+    beta
+        The last layer has about the budget over `beta`, at least 1.
 
     Notes
     -----
-    Mean and covariance of the queries before their rotation are rotated by the mean rotation of the next `future`
-    positions; a normal distribution of such queries gives each key an expected weight.
+    Budgets fall linearly with the layer. Where the last layer's were smaller than the window, or the first one's larger
+    than the text, all layers have the same.
 
-    Where it differs from kvpress: in decoding queries are the latest 256 with their true positions; queries are
-    unrotated from rotated ones, so they differ by rounding; float32 for every cache; of equal scores the older stays.
+    Where it differs from kvpress: as `SnapKV`; the budget may also be a number of tokens.
     """
 
-    name = "expected_attention"
-    tensors: ClassVar[frozenset[TensorName]] = frozenset({"keys", "values", "queries", "rotation"})
+    name = "pyramidkv"
+    has_independent_layers = True
 
-    future: int = 512
-    sink: int = 4
-    covariance: bool = True
-    value_norm: bool = True
-    epsilon: float = 0.0
+    beta: int = 20
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        validate_int(self.future, f"{self.name}: future", 1)
-        validate_count(f"{self.name}: sink", self.sink)
-        validate_fraction(f"{self.name}: epsilon", self.epsilon)
+        validate_int(self.beta, f"{self.name}: beta", 1)
+
+    def resolve_layer_budget(self, state: LayerState) -> int:
+        tokens, uniform = state.tokens, self.resolve_budget(state.tokens)
+        if state.parameters is None:
+            raise KvmnnError(f"layer {state.layer}: {self.name} needs the number of layers, which only a model has")
+        if uniform >= tokens or not uniform:
+            return uniform
+        mean = tokens * self.resolve_share(tokens)
+        least = mean / self.beta
+        most = 2 * mean - least
+        if most >= tokens - self.window:
+            most = tokens - self.window
+            least = 2 * mean - most
+        if not tokens >= most >= least >= self.window:
+            return max(1, round(mean))
+        return round(most - state.layer * (most - least) / max(state.parameters.num_layers - 1, 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finch(ScoredPolicy):
+    """Keep the latest `window` tokens, such as a question, and those before them that their queries attend to most.
+
+    Paper: Corallo and Papotti, "FINCH", arXiv 2408.00167. Original: kvpress, `FinchPress`.
+
+    Parameters
+    ----------
+    window
+        The latest tokens, whose queries are observed.
+    normalize
+        Whether a query's attention is multiplied by the number of tokens that it could attend to.
+
+    Notes
+    -----
+    Where it differs from kvpress: the window is a number, where kvpress takes what follows a delimiter; keys keep their
+    positions; otherwise as `SnapKV`, without neighbours.
+    """
+
+    name = "finch"
+    tensors = frozenset({"keys", "queries"})
+
+    window: int = 64
+    normalize: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        validate_int(self.window, f"{self.name}: window", 1)
+
+    @property
+    def query_window(self) -> int | None:
+        return None if self.wrapper == "chunk" else self.window
 
     def compute_scores(self, layer: LayerState) -> Floats:
-        sink = min(self.sink, layer.tokens - 1)
-        keys, values = widen(layer.keys)[:, sink:], widen(layer.values)[:, sink:]
-        queries = compute_unrotated_queries(layer)
-        num_excluded = max(self.sink - get_first_query_position(layer), 0)
-        queries = queries[:, min(num_excluded, queries.shape[1] - 1) :]
-        kv_heads, _, head_dim = keys.shape
-        mean = queries.mean(axis=1, keepdims=True)
-        rotation = layer.parameters.rotation if layer.parameters else None
-        matrix: Floats = np.eye(head_dim, dtype=np.float32)
-        if rotation is not None:
-            num_seen = layer.tokens if layer.num_seen is None else layer.num_seen
-            matrix = rotation.build_mean_matrix(num_seen, self.future, head_dim)
-        group = len(queries) // kv_heads
-        repeated = np.repeat(keys, group, axis=0)
-        scores = (repeated @ (mean @ matrix.T).transpose(0, 2, 1))[..., 0] / np.float32(math.sqrt(head_dim))
-        if self.covariance:
-            centred = queries - mean
-            spread = centred.transpose(0, 2, 1) @ centred / np.float32(queries.shape[1])
-            scores += ((repeated @ (matrix @ spread @ matrix.T)) * repeated).sum(axis=-1) / np.float32(2 * head_dim)
-        means = average_groups(softmax(scores), kv_heads)
-        if self.value_norm:
-            means = (means + np.float32(self.epsilon)) * np.linalg.norm(values, axis=-1)
-        return protect(means, sink=sink)
+        attention = compute_window_attention(layer, self.window)
+        window = attention.shape[1]
+        attention = attention[..., : layer.tokens - window]
+        if self.normalize:
+            attention = attention * np.arange(layer.tokens - window, layer.tokens, dtype=np.float32)[:, np.newaxis]
+        return protect(average_groups(attention.mean(axis=1), len(widen(layer.keys))), recent=window)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimLayerKV(ScoredPolicy):
+    """Cut layers whose latest query attends mostly to the first and the latest tokens down to these; others keep all.
+
+    Paper: Zhang et al., "SimLayerKV", arXiv 2410.13846. Original: kvpress, `SimLayerKVPress`.
+
+    Parameters
+    ----------
+    budget, keep_ratio
+        Tokens that stay in a layer that is cut.
+    sink
+        First tokens of the budget.
+    threshold
+        Attention to those tokens, 0 to 1, above which a layer is cut.
+
+    Notes
+    -----
+    Where it differs from kvpress: `budget` is what stays, ``n_initial + n_recent - 1`` there; the threshold is 0.9
+    instead of 1, which cuts nothing.
+    """
+
+    name = "simlayerkv"
+    tensors = frozenset({"keys", "queries"})
+    has_independent_layers = True
+
+    sink: int = 4
+    threshold: float = 0.9
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        validate_count(f"{self.name}: sink", self.sink)
+        validate_share(f"{self.name}: threshold", self.threshold)
+        if self.wrapper != "none":
+            raise KvmnnError(f"{self.name}: wrapper is {self.wrapper!r}: expected none, as it does not rank tokens")
+
+    @property
+    def query_window(self) -> int | None:
+        return 1
+
+    def resolve_layer_budget(self, state: LayerState) -> int:
+        size, tokens = self.resolve_budget(state.tokens), state.tokens
+        if tokens <= size + 2 or not size:
+            return tokens if size else 0
+        attention = compute_window_attention(state, 1)[:, 0, : tokens - 1].mean(axis=0)
+        num_recent = size - min(self.sink, size) + 1
+        is_lazy = attention[: self.sink].sum() + attention[-num_recent:].sum() > self.threshold
+        return size if is_lazy else tokens
+
+    def compute_scores(self, layer: LayerState) -> Floats:
+        scores = np.arange(layer.tokens, dtype=np.float32)
+        scores[: self.sink] = layer.tokens
+        return np.tile(scores, (layer.num_key_rows, 1))

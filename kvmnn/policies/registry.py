@@ -18,9 +18,10 @@ from ..files.schema import Record
 from .h2o_blocks import H2OBlocks, H2OEngine
 from .heavy_hitter import H2ODecayed, H2ODecayedHeads, H2OHeads, H2OTokens, ObservedAttention
 from .key_norm import KNorm, L2Fixed, L2Ratio
-from .key_value_scores import KeyDiff, RandomTokens
+from .key_value_scores import CUR, KeyDiff, LagKV, Leverage, RandomTokens
 from .policy import BudgetedPolicy, FullCache, Policy
-from .query_scores import TOVA, ExpectedAttention, SnapKV
+from .prompt_scores import CapKV, Compactor, ExpectedAttention, NonCausal
+from .query_scores import TOVA, Finch, PyramidKV, SimLayerKV, SnapKV
 from .streaming import RecentOnly, Streaming, StreamingPress
 
 
@@ -95,9 +96,18 @@ POLICIES: dict[str, type[Policy]] = {
         ObservedAttention,
         RandomTokens,
         KeyDiff,
+        LagKV,
+        CUR,
+        Leverage,
         SnapKV,
+        PyramidKV,
+        Finch,
         TOVA,
+        SimLayerKV,
         ExpectedAttention,
+        CapKV,
+        NonCausal,
+        Compactor,
     )
 }
 

@@ -110,7 +110,7 @@ class ScoredPolicy(BudgetedPolicy):
         is_large = (state.num_new or 0) >= self.resolve_budget(state.tokens)
         return is_large or state.num_steps is None or state.num_steps % self.interval == 0
 
-    def resolve_layer_budget(self, state: PolicyInput) -> int:
+    def resolve_layer_budget(self, state: LayerState) -> int:
         """Return how many tokens of each head of this layer stay."""
         return self.resolve_budget(state.tokens)
 
@@ -121,12 +121,12 @@ class ScoredPolicy(BudgetedPolicy):
 
     def select_tokens(self, state: PolicyInput) -> Selection:
         layer = self._check_tensors(state)
-        size = self.resolve_layer_budget(layer)
-        if size >= layer.tokens:
-            return None
-        if size == 0:
-            return np.empty((layer.num_key_rows, 0), np.int64)
         with np.errstate(all="ignore"):
+            size = self.resolve_layer_budget(layer)
+            if size >= layer.tokens:
+                return None
+            if size == 0:
+                return np.empty((layer.num_key_rows, 0), np.int64)
             return SELECTORS[self.wrapper](self, layer, size)
 
     def _check_tensors(self, state: PolicyInput) -> LayerState:

@@ -7,7 +7,9 @@ is read off its cache: keys carry their position, so no two tokens of a head hav
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from kvmnn.lm.importer.importer import import_model
 from kvmnn.lm.runner import Runner
 from kvmnn.lm.session import DecoderSession
 from kvmnn.policies import create_policy
+from kvmnn.policies.key_value_scores import draw_projection
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -83,12 +86,31 @@ def peer(request, tmp_path_factory):
     return Peer(tmp_path_factory.mktemp("peer"), request.param)
 
 
+def finch(ratio):
+    """kvpress takes the window from a delimiter in the text."""
+    press = kvpress.FinchPress(ratio, rerotate_keys=False)
+    press.window_size, press.delimiter_token_id = 20, -1
+    return press
+
+
+def sketched(kind, ratio):
+    return kind(ratio, sketch_dimension=6)
+
+
 SCORERS = {
     "random": (lambda ratio: kvpress.RandomPress(ratio, seed=7), {"seed": 7}),
     "keydiff": (kvpress.KeyDiffPress, {}),
+    "lagkv": (lambda ratio: kvpress.LagKVPress(ratio, lag_size=32), {"lag": 32}),
+    "cur": (kvpress.CURPress, {}),
+    "leverage": (partial(sketched, kvpress.LeverageScorePress), {"sketch": 6}),
     "snapkv": (kvpress.SnapKVPress, {}),
+    "pyramidkv": (lambda ratio: kvpress.PyramidKVPress(ratio, window_size=12), {"window": 12}),
+    "finch": (finch, {"window": 20}),
     "tova": (kvpress.TOVAPress, {}),
     "expected_attention": (kvpress.ExpectedAttentionPress, {}),
+    "capkv": (kvpress.CapPress, {}),
+    "non_causal": (lambda ratio: kvpress.NonCausalAttnPress(ratio, 64), {"part": 64}),
+    "compactor": (partial(sketched, kvpress.CompactorPress), {"sketch": 6}),
 }
 VARIANTS = [
     ("snapkv", lambda ratio: kvpress.SnapKVPress(ratio, window_size=16, kernel_size=7), {"window": 16, "kernel": 7}),
@@ -103,6 +125,67 @@ CASES = [(name, press, options) for name, (press, options) in SCORERS.items()] +
 
 @pytest.mark.parametrize("ratio", [0.3, 0.75])
 @pytest.mark.parametrize(("name", "press", "options"), CASES)
-def test_scored_policy_keeps_what_its_press_keeps(peer, name, press, options, ratio):
+def test_scored_policy_keeps_what_its_press_keeps(peer, name, press, options, ratio, monkeypatch):
     policy = create_policy(name, keep_ratio=1 - ratio, **options)
+    if "sketch" in options:
+        layers = itertools.count()
+
+        def draw(_batch, heads, head_dim, sketch, **more):
+            return torch.from_numpy(draw_projection(heads, head_dim, sketch, 0, next(layers)))[None]
+
+        monkeypatch.setattr(torch, "randn", draw)
     assert peer.keep_by_policy(policy) == peer.keep_by_press(press(ratio))
+
+
+@pytest.mark.parametrize("ratio", [0.3, 0.75])
+def test_simlayerkv_cuts_the_layers_that_its_press_cuts(peer, ratio):
+    budget = int(TOKENS * (1 - ratio))
+    for threshold in (0.3, 0.5, 0.7):
+        policy = create_policy("simlayerkv", budget=budget, threshold=threshold)
+        press = kvpress.SimLayerKVPress(threshold, n_recent=budget - 4 + 1)
+        assert peer.keep_by_policy(policy) == peer.keep_by_press(press)
+
+
+WRAPPERS = [
+    ("ada", {}, lambda base: kvpress.AdaKVPress(base)),
+    ("ada", {"safeguard": 0.0}, lambda base: kvpress.AdaKVPress(base, 0.0)),
+    ("critical", {}, lambda base: kvpress.CriticalKVPress(base)),
+    ("critical_ada", {}, lambda base: kvpress.CriticalAdaKVPress(base)),
+    ("chunkkv", {}, lambda base: kvpress.ChunkKVPress(base)),
+    ("chunkkv", {"chunk": 7}, lambda base: kvpress.ChunkKVPress(base, 7)),
+    ("entropy_chunkkv", {}, lambda base: kvpress.EntropyGatedChunkKVPress(base)),
+]
+BASES = [
+    ("snapkv", {}, kvpress.SnapKVPress),
+    ("keydiff", {}, kvpress.KeyDiffPress),
+    ("expected_attention", {"value_norm": False}, lambda ratio: kvpress.ExpectedAttentionPress(ratio, use_vnorm=False)),
+]
+KEY_WRAPPERS = [
+    ("chunk", {"chunk": 100}, lambda base: kvpress.ChunkPress(base, 100)),
+    ("block", {"chunk": 50}, lambda base: kvpress.BlockPress(base, 50)),
+]
+KEY_BASES = [("keydiff", {}, kvpress.KeyDiffPress), ("cur", {}, kvpress.CURPress)]
+WRAPPED = [*itertools.product(BASES, WRAPPERS), *itertools.product(KEY_BASES, KEY_WRAPPERS)]
+
+
+@pytest.mark.parametrize("ratio", [0.3, 0.75])
+@pytest.mark.parametrize(("base", "wrapper"), WRAPPED, ids=lambda case: f"{case[0]} {case[1]}")
+def test_wrapper_keeps_what_its_press_keeps(peer, base, wrapper, ratio):
+    (name, options, press), (kind, more, wrap) = base, wrapper
+    policy = create_policy(name, keep_ratio=1 - ratio, wrapper=kind, **options, **more)
+    assert peer.keep_by_policy(policy) == peer.keep_by_press(wrap(press(ratio)))
+
+
+@pytest.mark.parametrize("phase", ["decoding", "both"])
+@pytest.mark.parametrize(
+    ("name", "press"),
+    [("keydiff", kvpress.KeyDiffPress), ("tova", kvpress.TOVAPress), ("cur", kvpress.CURPress)],
+)
+def test_decoding_keeps_what_its_press_keeps(peer, name, press, phase):
+    """A prompt of 150 tokens, then one token after the other; cut to 60 at every 20th."""
+    steps = [150, *[1] * 67]
+    policy = create_policy(name, budget=60, phase=phase, interval=20)
+    decoding = kvpress.DecodingPress(press(0.0), compression_interval=20, target_size=60)
+    if phase == "both":
+        decoding = kvpress.PrefillDecodingPress(press(1 - 60.5 / 150), decoding)
+    assert peer.keep_by_policy(policy, steps) == peer.keep_by_press(decoding, steps)

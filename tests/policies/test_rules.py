@@ -28,6 +28,7 @@ from kvmnn.policies import (
     create_policy,
 )
 from kvmnn.policies.h2o import H2OConfig, plan_blocks
+from kvmnn.policies.layer_parameters import LayerParameters
 from kvmnn.policies.policy import BudgetedPolicy
 from kvmnn.policies.registry import POLICIES
 
@@ -226,7 +227,12 @@ def test_policy_small_share_of_eight_tokens_keeps_at_least_one(name: str) -> Non
     policy = create_policy(name, keep_ratio=0.05, skip_layers=())
     ones = np.ones((2, 8, 4), np.float32)
     view = LayerState(
-        tokens=8, keys=ones, values=ones, queries=ones, scores=np.tile(scores, (2, 1)) if policy.is_per_head else scores
+        tokens=8,
+        keys=ones,
+        values=ones,
+        queries=ones,
+        parameters=LayerParameters(2),
+        scores=np.tile(scores, (2, 1)) if policy.is_per_head else scores,
     )
     if name == "streaming":
         with pytest.raises(OptionError, match=r"keep_ratio of 0\.05 is 1 of 8 tokens and leaves no window after 4 "):

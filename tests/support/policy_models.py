@@ -11,6 +11,7 @@ import numpy.typing as npt
 from hypothesis import strategies as st
 
 from kvmnn.policies import LayerState, Policy, Trigger, create_policy
+from kvmnn.policies.layer_parameters import LayerParameters
 
 Array = npt.NDArray[Any]
 
@@ -149,9 +150,18 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "observed_attention": [{}],
     "random": [{"seed": 3}],
     "keydiff": [{}, {"phase": "both", "interval": 7}],
+    "lagkv": [{"sink": 1, "lag": 3}, {"sink": 1, "lag": 3, "cross": True}],
+    "cur": [{"sink": 2}, {"sink": 0, "neighbourhood": 0, "leverage": "mean"}],
+    "leverage": [{"sketch": 4}],
     "snapkv": [{"window": 5, "kernel": 1}, {"window": 5, "kernel": 1, "phase": "both", "interval": 1}],
+    "pyramidkv": [{"window": 30, "kernel": 1}],
+    "finch": [{"window": 5, "normalize": False}],
     "tova": [{}, {"phase": "both", "interval": 1}],
+    "simlayerkv": [{"threshold": 0, "sink": 2}],
     "expected_attention": [{"sink": 2}, {"value_norm": False, "covariance": False}],
+    "capkv": [{"sink": 2}],
+    "non_causal": [{"part": 16}],
+    "compactor": [{"sink": 2, "recent": 2, "sketch": 4}],
 }
 BUDGETS: list[dict[str, Any]] = [{"budget": 12}, {"keep_ratio": 0.4}]
 
@@ -178,5 +188,6 @@ def fit(policy: Policy, fields: dict[str, Any]) -> LayerState:
     scores = fields["scores"]
     if policy.requires == "tensors":
         queries = np.random.default_rng(9).standard_normal((2 * HEADS, fields["tokens"], DIMS)).astype(np.float32)
-        return LayerState(**{**fields, "scores": None, "values": fields["keys"], "queries": queries})
+        more = {"scores": None, "values": fields["keys"], "queries": queries, "parameters": LayerParameters(7)}
+        return LayerState(**{**fields, **more})
     return LayerState(**{**fields, "scores": scores[0] if policy.requires == "scores" else scores})

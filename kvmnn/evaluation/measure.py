@@ -25,6 +25,7 @@ from ..lm.onnx.model_files import compute_fingerprint
 from ..lm.runner import Runner, RunTimings
 from ..lm.session import DecoderSession
 from ..lm.warm_start import invert_named_transforms, load_layers
+from ..policies.oracle import Oracle
 from ..policies.policy import Policy
 from ..quantization import create_codec
 from ..reports.records import (
@@ -38,6 +39,7 @@ from ..reports.records import (
 )
 from ..store import PrefixStore
 from .divergence import ReferenceComparer, ReferenceWriter, get_reference_path
+from .oracle import collect_later_attention
 from .records import ProjectCell, ScoreCell, TimingCell
 from .scoring import StoredScores, can_use_store, feed_unscored, measure_by_definition, score_document, score_with_store
 from .settings import Configuration, EvaluationSettings
@@ -363,6 +365,11 @@ class CellMeasurer:
 
         stored_scores = self._open_stored_scores(runner)
         try:
+            if isinstance(runner.policy, Oracle):
+                session = self._get_session(True, self._get_session_key(runner.policy)[1])
+                collect_later_attention(
+                    session, document.ids, runner.policy, chunk=settings.chunk, prompt=settings.prompt
+                )
             distances = self._begin_document(runner, configuration, document, advance)
             with self._open_observer(configuration, document) as observer:
                 score_result, num_from_store = score_with_store(

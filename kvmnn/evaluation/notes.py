@@ -11,6 +11,7 @@ from ..policies.registry import get_policy_class
 from ..policies.specs import build_policy
 from ..reports.records import ResultRow
 from ..reports.table import NO_EVICTION_MARK
+from .oracle import describe_headroom
 from .scoring import MIN_DOCUMENTS_FOR_INTERVAL
 from .settings import FULL_POLICY, EvaluationSettings
 
@@ -38,6 +39,7 @@ def build_notes(
             "cache mean and peak are of the dequantised numbers that are held here."
         )
     yield from _describe_few_documents(rows)
+    yield from describe_headroom(rows)
     if settings.runtime_config is not None:
         runs = ((row.label, text.runtime) for row in rows for text in row.documents if text.runtime is not None)
         yield from describe_encoding(runs, settings.runtime_config)

@@ -189,7 +189,8 @@ class CUR(ScoredPolicy):
             return lengths
         heads, tokens = lengths.shape
         parts = np.pad(lengths, [(0, 0), (0, -tokens % self.neighbourhood)]).reshape(heads, -1, self.neighbourhood)
-        return (parts / parts.sum(axis=-1, keepdims=True)).reshape(heads, -1)[:, :tokens]
+        shares: Floats = (parts / parts.sum(axis=-1, keepdims=True)).reshape(heads, -1)[:, :tokens]
+        return shares
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -262,4 +262,5 @@ def compute_non_causal_attention(layer: LayerState, part: int) -> Floats:
 
 def normalize(vectors: Floats) -> Floats:
     """Return vectors of length 1."""
-    return vectors / np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), np.float32(1e-12))
+    units: Floats = vectors / np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), np.float32(1e-12))
+    return units

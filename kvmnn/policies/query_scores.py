@@ -135,14 +135,14 @@ class PyramidKV(SnapKV):
         if uniform >= tokens or not uniform:
             return uniform
         mean = tokens * self.resolve_share(tokens)
-        least = mean / self.beta
-        most = 2 * mean - least
-        if most >= tokens - self.window:
-            most = tokens - self.window
-            least = 2 * mean - most
-        if not tokens >= most >= least >= self.window:
+        smallest = mean / self.beta
+        largest = 2 * mean - smallest
+        if largest >= tokens - self.window:
+            largest = tokens - self.window
+            smallest = 2 * mean - largest
+        if not tokens >= largest >= smallest >= self.window:
             return max(1, round(mean))
-        return round(most - state.layer * (most - least) / max(state.parameters.num_layers - 1, 1))
+        return round(largest - state.layer * (largest - smallest) / max(state.parameters.num_layers - 1, 1))
 
 
 @dataclass(frozen=True, kw_only=True)

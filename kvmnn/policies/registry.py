@@ -19,6 +19,7 @@ from .h2o_blocks import H2OBlocks, H2OEngine
 from .heavy_hitter import H2ODecayed, H2ODecayedHeads, H2OHeads, H2OTokens, ObservedAttention
 from .key_norm import KNorm, L2Fixed, L2Ratio
 from .key_value_scores import CUR, KeyDiff, LagKV, Leverage, RandomTokens
+from .oracle import Oracle
 from .policy import BudgetedPolicy, FullCache, Policy
 from .prompt_scores import CapKV, Compactor, ExpectedAttention, NonCausal
 from .query_scores import TOVA, Finch, PyramidKV, SimLayerKV, SnapKV
@@ -111,8 +112,9 @@ POLICIES: dict[str, type[Policy]] = {
     )
 }
 
-#: Policies that decide for all layers of a model at once, in `kvmnn.lm`.
-MODEL_POLICIES: dict[str, type[Policy]] = {H2OEngine.name: H2OEngine}
+#: Policies that need more than one layer's state: the engine's, in `kvmnn.lm`, all layers of a model at once, and the
+#: oracle, in `kvmnn.evaluation`, what follows in the text.
+MODEL_POLICIES: dict[str, type[Policy]] = {H2OEngine.name: H2OEngine, Oracle.name: Oracle}
 
 _REGISTERED: dict[str, type[Policy]] = {}
 """Policies of users, by name; they are among `POLICIES` as well."""

@@ -44,7 +44,11 @@ SIZED: dict[str, dict[str, Any]] = {
 
 
 def policies() -> list[Policy]:
-    found = [create_policy(name, **SIZED.get(name, {"budget": 50})) for name in (*POLICIES, *MODEL_POLICIES)]
+    found = [
+        create_policy(name, **SIZED.get(name, {"budget": 50}))
+        for name in (*POLICIES, *MODEL_POLICIES)
+        if name != "oracle"
+    ]
     return [
         FullCache(),
         *found,

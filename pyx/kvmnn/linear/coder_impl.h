@@ -3,6 +3,7 @@
 
 typedef struct {
     uint32_t masses[BUCKETS], starts[BUCKETS + 1];
+    float slopes[BUCKETS], begins[BUCKETS]; /* for the decoder's guess */
 } ISA_FN(mixture);
 
 /* What is kept between groups and pairs. */
@@ -45,6 +46,13 @@ static inline int32_t ISA_FN(word_to_units)(const linear_dtype *dtype, uint32_t 
 
 static inline uint32_t ISA_FN(load_word)(const linear_dtype *dtype, const void *words, size_t i) {
     return dtype->is_wide ? ((const uint32_t *)words)[i] : ((const uint16_t *)words)[i];
+}
+
+static inline void ISA_FN(store_word)(const linear_dtype *dtype, void *words, size_t i, uint32_t word) {
+    if (dtype->is_wide)
+        ((uint32_t *)words)[i] = word;
+    else
+        ((uint16_t *)words)[i] = (uint16_t)word;
 }
 
 /* Cells in ascending order of the reals that they hold: that of a word, and the word of one (its lowest, if raw bits
@@ -113,43 +121,46 @@ static inline uint32_t ISA_FN(cumulate)(const ISA_FN(mixture) *mixture, const li
 
 /* -- sums of products ---------------------------------------------------------------------------------------------- */
 
-/* out[row][token] = sum of vectors[i][token][0..1] * weights[row][2 i..2 i + 1], modulo 2^32, of 2 rows. */
-static void ISA_FN(multiply)(const int16_t *vectors, const int16_t *weights, size_t stride, size_t pairs,
-                             int32_t *out) {
+/* out[row][token] = sum of vectors[i][token][0..1] * weights[row][2 i..2 i + 1], modulo 2^32, of 2 or 4 rows. */
+static inline void ISA_FN(multiply)(const int16_t *vectors, const int16_t *weights, size_t stride, size_t pairs,
+                                    int rows, int32_t *out) {
 #if defined(ISA_AVX512)
-    __m512i first = _mm512_setzero_si512(), second = first;
+    __m512i sums[4] = {_mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512()};
     for (size_t i = 0; i < pairs; ++i) {
         const __m512i v = _mm512_loadu_si512(vectors + 2 * GROUP * i);
-        int32_t a, b;
-        memcpy(&a, weights + 2 * i, 4);
-        memcpy(&b, weights + stride + 2 * i, 4);
-        first = _mm512_add_epi32(first, _mm512_madd_epi16(v, _mm512_set1_epi32(a)));
-        second = _mm512_add_epi32(second, _mm512_madd_epi16(v, _mm512_set1_epi32(b)));
+        for (int row = 0; row < rows; ++row) {
+            int32_t both;
+            memcpy(&both, weights + row * stride + 2 * i, 4);
+            sums[row] = _mm512_add_epi32(sums[row], _mm512_madd_epi16(v, _mm512_set1_epi32(both)));
+        }
     }
-    _mm512_storeu_si512(out, first);
-    _mm512_storeu_si512(out + GROUP, second);
+    for (int row = 0; row < rows; ++row) _mm512_storeu_si512(out + GROUP * row, sums[row]);
 #elif defined(ISA_F16C)
-    __m256i sums[4] = {_mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256()};
+    __m256i low[4], high[4];
+    for (int row = 0; row < 4; ++row) low[row] = high[row] = _mm256_setzero_si256();
     for (size_t i = 0; i < pairs; ++i) {
         const __m256i *at = (const __m256i *)(vectors + 2 * GROUP * i);
-        const __m256i low = _mm256_loadu_si256(at), high = _mm256_loadu_si256(at + 1);
-        int32_t a, b;
-        memcpy(&a, weights + 2 * i, 4);
-        memcpy(&b, weights + stride + 2 * i, 4);
-        sums[0] = _mm256_add_epi32(sums[0], _mm256_madd_epi16(low, _mm256_set1_epi32(a)));
-        sums[1] = _mm256_add_epi32(sums[1], _mm256_madd_epi16(high, _mm256_set1_epi32(a)));
-        sums[2] = _mm256_add_epi32(sums[2], _mm256_madd_epi16(low, _mm256_set1_epi32(b)));
-        sums[3] = _mm256_add_epi32(sums[3], _mm256_madd_epi16(high, _mm256_set1_epi32(b)));
+        const __m256i first = _mm256_loadu_si256(at), second = _mm256_loadu_si256(at + 1);
+        for (int row = 0; row < rows; ++row) {
+            int32_t both;
+            memcpy(&both, weights + row * stride + 2 * i, 4);
+            const __m256i w = _mm256_set1_epi32(both);
+            low[row] = _mm256_add_epi32(low[row], _mm256_madd_epi16(first, w));
+            high[row] = _mm256_add_epi32(high[row], _mm256_madd_epi16(second, w));
+        }
     }
-    for (int i = 0; i < 4; ++i) _mm256_storeu_si256((__m256i *)(out + 8 * i), sums[i]);
+    for (int row = 0; row < rows; ++row) {
+        _mm256_storeu_si256((__m256i *)(out + GROUP * row), low[row]);
+        _mm256_storeu_si256((__m256i *)(out + GROUP * row + 8), high[row]);
+    }
 #else
-    uint32_t sums[2][GROUP] = {{0}};
+    uint32_t sums[4][GROUP] = {{0}};
     for (size_t i = 0; i < pairs; ++i)
-        for (int row = 0; row < 2; ++row)
+        for (int row = 0; row < rows; ++row)
             for (int t = 0; t < GROUP; ++t)
                 sums[row][t] += (uint32_t)(vectors[2 * (GROUP * i + t)] * weights[row * stride + 2 * i] +
                                            vectors[2 * (GROUP * i + t) + 1] * weights[row * stride + 2 * i + 1]);
-    memcpy(out, sums, sizeof sums);
+    memcpy(out, sums, (size_t)rows * sizeof sums[0]);
 #endif
 }
 
@@ -197,10 +208,14 @@ static void ISA_FN(begin_group)(ISA_FN(state) *state, const linear_job *job, siz
     const linear_side *side = job->side;
     const size_t n = side->shape.elements, m = side->regressors;
     ISA_FN(gather_regressors)(state, job, begin, tokens);
-    for (size_t place = 0; place < n; place += 2) {
+    for (size_t place = 0; place < n; place += 4) {
         int32_t *out = state->base + place * GROUP;
-        ISA_FN(multiply)(state->regressors, side->base_weights + place * m, m, m / 2, out);
-        for (int row = 0; row < 2; ++row) {
+        const int rows = n - place >= 4 ? 4 : 2;
+        if (rows == 4)
+            ISA_FN(multiply)(state->regressors, side->base_weights + place * m, m, m / 2, 4, out);
+        else
+            ISA_FN(multiply)(state->regressors, side->base_weights + place * m, m, m / 2, 2, out);
+        for (int row = 0; row < rows; ++row) {
             const int64_t factor = side->base_factors[place + row], mean = side->scales.means[place + row];
             for (int t = 0; t < GROUP; ++t)
                 out[row * GROUP + t] =
@@ -247,43 +262,57 @@ static void ISA_FN(mix)(ISA_FN(mixture) *mixture, const uint64_t counts[SCALES],
         start += mixture->masses[k];
     }
     mixture->starts[BUCKETS] = start;
+#if defined(ISA_F16C)
+    for (int k = 0; k < BUCKETS; ++k) {
+        mixture->slopes[k] = (float)(1 << ISA_FN(bucket_bits)(k)) / ((float)(int32_t)mixture->masses[k] + 0.5f);
+        mixture->begins[k] = (float)(int32_t)ISA_FN(bucket_begin)(k);
+    }
+#endif
 }
+
+#if defined(ISA_F16C)
+#include "vectors.h"
+#endif
 
 static void ISA_FN(predict)(ISA_FN(state) *state, const linear_job *job, size_t p, ISA_FN(pair) *pair) {
     const linear_side *side = job->side;
     const size_t n = side->shape.elements, in_head = 2 * p % side->shape.head_dim / 2;
-    int32_t sums[2 * GROUP], centers[2][GROUP];
-    ISA_FN(multiply)(state->innovations, side->chain_weights + 2 * p * n, n, p, sums);
-    for (int row = 0; row < 2; ++row) {
-        const size_t place = 2 * p + row;
-        const int64_t factor = side->chain_factors[place];
-        const int32_t bias = (int32_t)((int64_t)(state->sums[place] * state->bias_factor >> 8) * side->sigmas[place] >> 20);
-        for (int t = 0; t < GROUP; ++t) {
-            const int32_t x = ISA_FN(clamp)(state->base[place * GROUP + t] +
-                                                ((sums[row * GROUP + t] * factor + (1 << 15)) >> 16),
-                                            CENTER_LIMIT);
-            pair->predictions[row][t] = x;
-            centers[row][t] = ISA_FN(clamp)((int64_t)x + bias, CENTER_LIMIT);
-        }
-    }
+    int32_t sums[2 * GROUP], biases[2];
+    ISA_FN(multiply)(state->innovations, side->chain_weights + 2 * p * n, n, p, 2, sums);
+    for (int row = 0; row < 2; ++row)
+        biases[row] = (int32_t)((int64_t)(state->sums[2 * p + row] * state->bias_factor >> 8) * side->sigmas[2 * p + row] >>
+                                20);
     pair->cosines = pair->sines = NULL;
     if (2 * in_head < side->shape.rotated_dims) {
         pair->cosines = state->cosines + in_head * GROUP;
         pair->sines = state->sines + in_head * GROUP;
+    }
+#if defined(ISA_F16C)
+    ISA_FN(predict8)(state, side, p, in_head, 0, sums, biases, pair);
+    ISA_FN(predict8)(state, side, p, in_head, 8, sums, biases, pair);
+#else
+    for (int row = 0; row < 2; ++row) {
+        const int64_t factor = side->chain_factors[2 * p + row];
+        const int32_t *base = state->base + (2 * p + row) * GROUP;
         for (int t = 0; t < GROUP; ++t) {
-            const int64_t a = centers[0][t], b = centers[1][t], c = pair->cosines[t], s = pair->sines[t];
-            centers[0][t] = ISA_FN(clamp)((a * c - b * s + (1 << 29)) >> 30, CENTER_LIMIT);
-            centers[1][t] = ISA_FN(clamp)((b * c + a * s + (1 << 29)) >> 30, CENTER_LIMIT);
+            const int64_t step = (sums[row * GROUP + t] * factor + (1 << 15)) >> 16;
+            pair->predictions[row][t] = ISA_FN(clamp)(base[t] + step, CENTER_LIMIT);
+            pair->centers[row][t] = ISA_FN(clamp)((int64_t)pair->predictions[row][t] + biases[row], CENTER_LIMIT);
         }
     }
-    memcpy(pair->centers, centers, sizeof centers);
     for (int t = 0; t < GROUP; ++t) {
         const int32_t *row = side->angles[p][pair->cosines ? state->angles[in_head * GROUP + t] : 0];
         const int64_t inverse_spread = (int64_t)(((uint64_t)1 << 32) / (uint32_t)state->spread[t]);
+        if (pair->cosines) {
+            const int64_t a = pair->centers[0][t], b = pair->centers[1][t], c = pair->cosines[t], s = pair->sines[t];
+            pair->centers[0][t] = ISA_FN(clamp)((a * c - b * s + (1 << 29)) >> 30, CENTER_LIMIT);
+            pair->centers[1][t] = ISA_FN(clamp)((b * c + a * s + (1 << 29)) >> 30, CENTER_LIMIT);
+        }
         pair->inverses[0][t] = (int32_t)(row[0] * inverse_spread >> 16);
         pair->slopes[t] = row[1];
         pair->inverses[1][t] = (int32_t)(row[2] * inverse_spread >> 16);
     }
+#endif
 }
 
 /* The second word's centre, given the first one. */
@@ -300,6 +329,10 @@ static void ISA_FN(learn)(ISA_FN(state) *state, const linear_job *job, size_t p,
     int64_t inverse[2];
     uint32_t histogram[BUCKETS] = {0};
     for (int row = 0; row < 2; ++row) inverse[row] = ((int64_t)1 << 32) / side->sigmas[2 * p + row];
+#if defined(ISA_F16C)
+    ISA_FN(innovate8)(pair, 0, inverse, units, innovations);
+    ISA_FN(innovate8)(pair, 8, inverse, units, innovations);
+#else
     for (int t = 0; t < GROUP; ++t) {
         int64_t a = units[0][t], b = units[1][t];
         if (pair->cosines) {
@@ -312,6 +345,7 @@ static void ISA_FN(learn)(ISA_FN(state) *state, const linear_job *job, size_t p,
         innovations[2 * t] = (int16_t)ISA_FN(clamp)((a + (1 << 23)) >> 24, REGRESSOR_LIMIT);
         innovations[2 * t + 1] = (int16_t)ISA_FN(clamp)((b + (1 << 23)) >> 24, REGRESSOR_LIMIT);
     }
+#endif
     for (int row = 0; row < 2; ++row) {
         int32_t sum = 0;
         for (size_t t = 0; t < tokens; ++t) {
@@ -321,7 +355,11 @@ static void ISA_FN(learn)(ISA_FN(state) *state, const linear_job *job, size_t p,
         state->sums[2 * p + row] += sum - (state->sums[2 * p + row] >> 2);
     }
     if (is_constant) return;
-    for (size_t t = 0; t < tokens; ++t) {
+    size_t first = 0;
+#if defined(ISA_F16C)
+    for (; first + 8 <= tokens; first += 8) ISA_FN(measure8)(state, pair, (int)first, units, histogram);
+#endif
+    for (size_t t = first; t < tokens; ++t) {
         int32_t sum = 0;
         for (int row = 0; row < 2; ++row) {
             const int32_t z = ISA_FN(normalize)(units[row][t], pair->centers[row][t], pair->inverses[row][t]);
@@ -338,13 +376,22 @@ static void ISA_FN(learn)(ISA_FN(state) *state, const linear_job *job, size_t p,
         uint32_t mass = pair->mixture.masses[k], digits = 0;
         uint64_t reciprocal;
         if (!histogram[k] || !mass) continue;
+#if defined(__GNUC__)
+        digits = 32 - (uint32_t)__builtin_clz(mass);
+#else
         while (mass >> digits) ++digits;
+#endif
         reciprocal = linear_reciprocals[(digits > 8 ? mass >> (digits - 8) : mass << (8 - digits)) & 127];
         reciprocal = digits <= 25 ? reciprocal << (25 - digits) : reciprocal >> (digits - 25);
         for (int j = 0; j < SCALES; ++j) gains[j] += histogram[k] * linear_masses[j][k] * reciprocal;
     }
     for (int j = 0; j < SCALES; ++j)
         state->counts[p][j] = (state->counts[p][j] * 29 >> 5) + (gains[j] >> 16) * weights[j] + 1;
+}
+
+static inline linear_symbol ISA_FN(raw_symbol)(const linear_dtype *dtype, uint32_t word) {
+    const int places = TOTAL_BITS - dtype->raw_bits;
+    return (linear_symbol){(word & ((1u << dtype->raw_bits) - 1)) << places, 1u << places};
 }
 
 static size_t ISA_FN(model)(const linear_job *job, const void *words, void *scratch, linear_symbol *symbols,
@@ -370,8 +417,36 @@ static size_t ISA_FN(model)(const linear_job *job, const void *words, void *scra
             for (int row = 0; row < 2; ++row) {
                 const int32_t element = side->shape.order[2 * p + row];
                 const int is_fixed = job->is_constant && job->is_constant[element];
+                size_t first = 0;
                 is_constant |= is_fixed;
-                for (size_t t = 0; t < tokens; ++t) {
+#if defined(ISA_F16C)
+                for (; !is_fixed && first + 8 <= tokens; first += 8) {
+                    const __m256i at = ISA_FN(load_words8)(dtype, words, (begin + first) * n + (size_t)element, n);
+                    const __m256i x = ISA_FN(words_to_units8)(dtype, at, exponent);
+                    const __m256i inverses = LANES_OF(pair.inverses[row] + first);
+                    if (row) STORE_LANES(pair.centers[1] + first, ISA_FN(shift_centers8)(&pair, (int)first, LANES_OF(units[0] + first)));
+                    STORE_LANES(units[row] + first, x);
+                    const __m256i centers = LANES_OF(pair.centers[row] + first), ranks = ISA_FN(to_ranks8)(dtype, at);
+                    const __m256i start = ISA_FN(cumulate8)(&pair.mixture, dtype, ranks, exponent, centers, inverses);
+                    const __m256i end = ISA_FN(cumulate8)(&pair.mixture, dtype, _mm256_add_epi32(ranks, _mm256_set1_epi32(1)), exponent, centers, inverses);
+                    const __m256i size = _mm256_sub_epi32(end, start);
+                    const __m256i low = _mm256_unpacklo_epi32(start, size), high = _mm256_unpackhi_epi32(start, size);
+                    linear_symbol both[8];
+                    uint32_t lane_words[8];
+                    STORE_LANES(both, _mm256_permute2x128_si256(low, high, 0x20));
+                    STORE_LANES(both + 4, _mm256_permute2x128_si256(low, high, 0x31));
+                    STORE_LANES(lane_words, at);
+                    for (int i = 0; i < 8; ++i) {
+                        lanes[count] = (uint8_t)i;
+                        symbols[count++] = both[i];
+                        if (raw_mask) {
+                            lanes[count] = (uint8_t)i;
+                            symbols[count++] = ISA_FN(raw_symbol)(dtype, lane_words[i]);
+                        }
+                    }
+                }
+#endif
+                for (size_t t = first; t < tokens; ++t) {
                     const uint32_t word = ISA_FN(load_word)(dtype, words, (begin + t) * n + (size_t)element);
                     units[row][t] = ISA_FN(word_to_units)(dtype, word, exponent);
                     if (row) pair.centers[1][t] = ISA_FN(shift_center)(&pair, (int)t, units[0][t]);
@@ -384,8 +459,7 @@ static size_t ISA_FN(model)(const linear_job *job, const void *words, void *scra
                     symbols[count++] = (linear_symbol){start, end - start};
                     if (raw_mask) {
                         lanes[count] = (uint8_t)(t % LANES);
-                        symbols[count++] = (linear_symbol){(word & raw_mask) << (TOTAL_BITS - dtype->raw_bits),
-                                                           1u << (TOTAL_BITS - dtype->raw_bits)};
+                        symbols[count++] = ISA_FN(raw_symbol)(dtype, word);
                     }
                 }
             }
@@ -468,17 +542,78 @@ typedef struct {
 
 static inline uint64_t ISA_FN(advance)(ISA_FN(reader) *reader, uint64_t x, linear_symbol symbol) {
     x = (x >> TOTAL_BITS) * symbol.size + (x & ((1u << TOTAL_BITS) - 1)) - symbol.start;
-    if (x < (uint64_t)1 << 32) {
-        uint32_t unit = 0;
-        if (reader->end - reader->cursor >= 4) {
-            memcpy(&unit, reader->cursor, 4);
-            reader->cursor += 4;
-        } else
-            reader->is_short = 1;
-        x = x << 32 | unit;
-    }
-    return x;
+    const int is_small = x < (uint64_t)1 << 32;
+    uint32_t unit = 0;
+    if (reader->end - reader->cursor >= 4) { /* without a branch: whether a unit follows cannot be foreseen */
+        memcpy(&unit, reader->cursor, 4);
+        reader->cursor += 4 * is_small;
+    } else
+        reader->is_short |= is_small;
+    return is_small ? x << 32 | unit : x;
 }
+
+/* The state after the raw bits of a word. */
+static inline uint64_t ISA_FN(take_raw)(ISA_FN(reader) *reader, const linear_dtype *dtype, uint64_t x, uint32_t *raw) {
+    const int places = TOTAL_BITS - dtype->raw_bits;
+    *raw = ((uint32_t)x & ((1u << TOTAL_BITS) - 1)) >> places;
+    return ISA_FN(advance)(reader, x, (linear_symbol){*raw << places, 1u << places});
+}
+
+#if defined(ISA_F16C)
+/* Words of eight tokens, one of each state. */
+static inline __m256i ISA_FN(decode8)(ISA_FN(reader) *reader, ISA_FN(pair) *pair, const linear_dtype *dtype, int row,
+                                      int t, int exponent, int32_t units[2][GROUP]) {
+    const __m256i one = _mm256_set1_epi32(1), inverses = LANES_OF(pair->inverses[row] + t);
+    const __m256i low = LANES_OF(reader->states), high = LANES_OF(reader->states + 4);
+    const __m256i halves = _mm256_castps_si256(
+        _mm256_shuffle_ps(_mm256_castsi256_ps(low), _mm256_castsi256_ps(high), _MM_SHUFFLE(2, 0, 2, 0)));
+    const __m256i targets =
+        _mm256_and_si256(_mm256_permute4x64_epi64(halves, _MM_SHUFFLE(3, 1, 2, 0)), _mm256_set1_epi32((1 << TOTAL_BITS) - 1));
+    int32_t starts[8], sizes[8];
+    uint32_t raw[8] = {0};
+    if (row) STORE_LANES(pair->centers[1] + t, ISA_FN(shift_centers8)(pair, t, LANES_OF(units[0] + t)));
+    const __m256i centers = LANES_OF(pair->centers[row] + t);
+    __m256i ranks = ISA_FN(guess_ranks8)(dtype, _mm256_cvtepi32_ps(centers), exponent);
+    ranks = ISA_FN(guess_cells8)(&pair->mixture, dtype, targets, ranks, exponent, centers, inverses);
+    __m256i start, end, is_low, is_high;
+    for (int tries = 0;; ++tries) {
+        start = ISA_FN(cumulate8)(&pair->mixture, dtype, ranks, exponent, centers, inverses);
+        end = ISA_FN(cumulate8)(&pair->mixture, dtype, _mm256_add_epi32(ranks, one), exponent, centers, inverses);
+        is_low = _mm256_cmpgt_epi32(start, targets);
+        is_high = _mm256_xor_si256(_mm256_cmpgt_epi32(end, targets), _mm256_set1_epi32(-1));
+        if (_mm256_testz_si256(_mm256_or_si256(is_low, is_high), _mm256_set1_epi32(-1))) break;
+        if (tries == 0) { /* floors differ from those of the centre, above all across 0 */
+            ranks = ISA_FN(guess_cells8)(&pair->mixture, dtype, targets, ranks, exponent, centers, inverses);
+        } else if (tries == 3) { /* far from the guess: one by one */
+            int32_t far[8];
+            STORE_LANES(far, ranks);
+            for (int i = 0; i < 8; ++i) {
+                linear_symbol symbol;
+                far[i] = (int32_t)ISA_FN(find_cell)(&pair->mixture, dtype,
+                                                    (uint32_t)reader->states[i] & ((1u << TOTAL_BITS) - 1), exponent,
+                                                    pair->centers[row][t + i], pair->inverses[row][t + i], &symbol);
+            }
+            ranks = LANES_OF(far);
+        } else
+            ranks = _mm256_add_epi32(_mm256_sub_epi32(ranks, is_high), is_low);
+    }
+    STORE_LANES(starts, start);
+    STORE_LANES(sizes, _mm256_sub_epi32(end, start));
+    for (int i = 0; i < 8; ++i) {
+        uint64_t x =
+            ISA_FN(advance)(reader, reader->states[i], (linear_symbol){(uint32_t)starts[i], (uint32_t)sizes[i]});
+        if (dtype->raw_bits) x = ISA_FN(take_raw)(reader, dtype, x, &raw[i]);
+        reader->states[i] = x;
+    }
+    const __m256i far = _mm256_sub_epi32(ranks, _mm256_set1_epi32((int32_t)dtype->half_ranks));
+    const __m256i sign = _mm256_srai_epi32(far, 31);
+    const __m256i sign_bit = _mm256_slli_epi32(sign, dtype->is_wide ? 31 : 15);
+    const __m256i magnitude = _mm256_or_si256(_mm256_slli_epi32(_mm256_xor_si256(far, sign), dtype->raw_bits), LANES_OF(raw));
+    const __m256i words = _mm256_or_si256(magnitude, sign_bit);
+    STORE_LANES(units[row] + t, ISA_FN(words_to_units8)(dtype, words, exponent));
+    return words;
+}
+#endif
 
 static int ISA_FN(decode)(const linear_job *job, const uint8_t *data, size_t size, void *scratch, void *words) {
     const linear_side *side = job->side;
@@ -509,8 +644,18 @@ static int ISA_FN(decode)(const linear_job *job, const uint8_t *data, size_t siz
             for (int row = 0; row < 2; ++row) {
                 const int32_t element = side->shape.order[2 * p + row];
                 const int is_fixed = job->is_constant && job->is_constant[element];
+                size_t first = 0;
                 is_constant |= is_fixed;
-                for (size_t t = 0; t < tokens; ++t) {
+#if defined(ISA_F16C)
+                for (; !is_fixed && first + 8 <= tokens; first += 8) {
+                    const __m256i decoded = ISA_FN(decode8)(&reader, &pair, dtype, row, (int)first, exponent, units);
+                    uint32_t lane_words[8];
+                    STORE_LANES(lane_words, decoded);
+                    for (size_t t = 0; t < 8; ++t)
+                        ISA_FN(store_word)(dtype, words, (begin + first + t) * n + (size_t)element, lane_words[t]);
+                }
+#endif
+                for (size_t t = first; t < tokens; ++t) {
                     const size_t at = (begin + t) * n + (size_t)element;
                     uint32_t word;
                     if (row) pair.centers[1][t] = ISA_FN(shift_center)(&pair, (int)t, units[0][t]);
@@ -524,18 +669,10 @@ static int ISA_FN(decode)(const linear_job *job, const uint8_t *data, size_t siz
                             ISA_FN(find_cell)(&pair.mixture, dtype, (uint32_t)x & mask, exponent,
                                               pair.centers[row][t], pair.inverses[row][t], &symbol);
                         x = ISA_FN(advance)(&reader, x, symbol);
-                        if (dtype->raw_bits) {
-                            raw = ((uint32_t)x & mask) >> (TOTAL_BITS - dtype->raw_bits);
-                            x = ISA_FN(advance)(&reader, x,
-                                                (linear_symbol){raw << (TOTAL_BITS - dtype->raw_bits),
-                                                                1u << (TOTAL_BITS - dtype->raw_bits)});
-                        }
+                        if (dtype->raw_bits) x = ISA_FN(take_raw)(&reader, dtype, x, &raw);
                         reader.states[t % LANES] = x;
                         word = ISA_FN(to_word)(dtype, rank, raw);
-                        if (dtype->is_wide)
-                            ((uint32_t *)words)[at] = word;
-                        else
-                            ((uint16_t *)words)[at] = (uint16_t)word;
+                        ISA_FN(store_word)(dtype, words, at, word);
                     }
                     units[row][t] = ISA_FN(word_to_units)(dtype, word, exponent);
                 }

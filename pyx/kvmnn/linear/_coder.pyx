@@ -88,8 +88,8 @@ def get_level() -> str:
 cdef class Side:
     """The model of K or V of a layer, and what the kernels make of its tables.
 
-    Rows of `base` are the weights of one place, [place, regressor]; `chain` has for each place, in order, one weight for
-    every place of the pairs before its own.
+    Rows of `base` are the weights of one place, [place, regressor]; `chain` has for each place, in order, one weight
+    for every place of the pairs before its own.
     """
 
     cdef linear_side native
@@ -119,7 +119,8 @@ cdef class Side:
         self.native.angles = NULL
         sizes = [means.shape[0], deviations.shape[0], sigmas.shape[0], base.shape[0], base_factors.shape[0],
                  chain_factors.shape[0], 2 * exponents.shape[0], 2 * correlations.shape[0]]
-        if n == 0 or n % 2 or m % 2 or head_dim == 0 or head_dim % 2 or n % head_dim or any(size != n for size in sizes):
+        is_even = n > 0 and head_dim > 0 and n % 2 == 0 and m % 2 == 0 and head_dim % 2 == 0
+        if not is_even or n % head_dim or any(size != n for size in sizes):
             raise ValueError(f"tables of {sizes} elements do not fit rows of {n}")
         if <size_t>chain.shape[0] != n * (n - 2) // 2 or 2 * <size_t>frequencies.shape[0] > head_dim:
             raise ValueError(f"{chain.shape[0]} weights, {frequencies.shape[0]} frequencies do not fit rows of {n}")
@@ -204,7 +205,7 @@ cdef class Side:
         self, int dtype, const uint8_t[::1] data not None, const int64_t[::1] positions not None, list blocks not None,
         const uint8_t[::1] is_constant, uint8_t[::1] words not None
     ) -> bool:
-        """Decode rows to `words`, in which constant elements are filled in; False if the data is not what it should be."""
+        """Decode rows to `words`, in which constant elements are filled in; False if the data breaks the format."""
         cdef const linear_kernels *kernels = linear_kernels_at(active_level)
         cdef _Job job = _Job(self, dtype, words.shape[0], positions, blocks, is_constant)
         cdef void *scratch
@@ -262,7 +263,9 @@ cdef class _Job:
             width += rows.shape[1]
             kept.append(rows)
             i += 1
-        if width != side.native.regressors or (is_constant is not None and <size_t>is_constant.shape[0] != side.elements):
+        if is_constant is not None and <size_t>is_constant.shape[0] != side.elements:
+            raise ValueError("a mask of other elements")
+        if width != side.native.regressors:
             raise ValueError(f"blocks of {width} regressors: expected {side.native.regressors}")
         self.arrays = kept
         self.native.side = &side.native

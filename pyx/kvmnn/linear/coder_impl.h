@@ -279,9 +279,10 @@ static void ISA_FN(predict)(ISA_FN(state) *state, const linear_job *job, size_t 
     const size_t n = side->shape.elements, in_head = 2 * p % side->shape.head_dim / 2;
     int32_t sums[2 * GROUP], biases[2];
     ISA_FN(multiply)(state->innovations, side->chain_weights + 2 * p * n, n, p, 2, sums);
-    for (int row = 0; row < 2; ++row)
-        biases[row] = (int32_t)((int64_t)(state->sums[2 * p + row] * state->bias_factor >> 8) * side->sigmas[2 * p + row] >>
-                                20);
+    for (size_t row = 0; row < 2; ++row) {
+        const int64_t mean = state->sums[2 * p + row] * state->bias_factor >> 8;
+        biases[row] = (int32_t)(mean * side->sigmas[2 * p + row] >> 20);
+    }
     pair->cosines = pair->sines = NULL;
     if (2 * in_head < side->shape.rotated_dims) {
         pair->cosines = state->cosines + in_head * GROUP;
@@ -424,11 +425,14 @@ static size_t ISA_FN(model)(const linear_job *job, const void *words, void *scra
                     const __m256i at = ISA_FN(load_words8)(dtype, words, (begin + first) * n + (size_t)element, n);
                     const __m256i x = ISA_FN(words_to_units8)(dtype, at, exponent);
                     const __m256i inverses = LANES_OF(pair.inverses[row] + first);
-                    if (row) STORE_LANES(pair.centers[1] + first, ISA_FN(shift_centers8)(&pair, (int)first, LANES_OF(units[0] + first)));
+                    if (row)
+                        STORE_LANES(pair.centers[1] + first,
+                                    ISA_FN(shift_centers8)(&pair, (int)first, LANES_OF(units[0] + first)));
                     STORE_LANES(units[row] + first, x);
                     const __m256i centers = LANES_OF(pair.centers[row] + first), ranks = ISA_FN(to_ranks8)(dtype, at);
                     const __m256i start = ISA_FN(cumulate8)(&pair.mixture, dtype, ranks, exponent, centers, inverses);
-                    const __m256i end = ISA_FN(cumulate8)(&pair.mixture, dtype, _mm256_add_epi32(ranks, _mm256_set1_epi32(1)), exponent, centers, inverses);
+                    const __m256i next = _mm256_add_epi32(ranks, _mm256_set1_epi32(1));
+                    const __m256i end = ISA_FN(cumulate8)(&pair.mixture, dtype, next, exponent, centers, inverses);
                     const __m256i size = _mm256_sub_epi32(end, start);
                     const __m256i low = _mm256_unpacklo_epi32(start, size), high = _mm256_unpackhi_epi32(start, size);
                     linear_symbol both[8];
@@ -488,7 +492,7 @@ static inline uint32_t ISA_FN(guess_rank)(const linear_dtype *dtype, float x, in
                                   (((bits & 0x7fffff) + (dtype->raw_bits ? 0 : 1u << (22 - mantissa_bits))) >>
                                    (23 - mantissa_bits));
     else
-        steps = ((bits & 0x7fffff) | 0x800000) >> (23 - mantissa_bits + 1 - shift > 31 ? 31 : 23 - mantissa_bits + 1 - shift);
+        steps = ((bits & 0x7fffff) | 0x800000) >> (8 - mantissa_bits - shift > 15 ? 31 : 24 - mantissa_bits - shift);
     if (steps > dtype->half_ranks - 1) steps = dtype->half_ranks - 1;
     return x < 0 ? dtype->half_ranks - 1 - steps : dtype->half_ranks + steps;
 }
@@ -567,8 +571,8 @@ static inline __m256i ISA_FN(decode8)(ISA_FN(reader) *reader, ISA_FN(pair) *pair
     const __m256i low = LANES_OF(reader->states), high = LANES_OF(reader->states + 4);
     const __m256i halves = _mm256_castps_si256(
         _mm256_shuffle_ps(_mm256_castsi256_ps(low), _mm256_castsi256_ps(high), _MM_SHUFFLE(2, 0, 2, 0)));
-    const __m256i targets =
-        _mm256_and_si256(_mm256_permute4x64_epi64(halves, _MM_SHUFFLE(3, 1, 2, 0)), _mm256_set1_epi32((1 << TOTAL_BITS) - 1));
+    const __m256i targets = _mm256_and_si256(_mm256_permute4x64_epi64(halves, _MM_SHUFFLE(3, 1, 2, 0)),
+                                             _mm256_set1_epi32((1 << TOTAL_BITS) - 1));
     int32_t starts[8], sizes[8];
     uint32_t raw[8] = {0};
     if (row) STORE_LANES(pair->centers[1] + t, ISA_FN(shift_centers8)(pair, t, LANES_OF(units[0] + t)));
@@ -608,7 +612,8 @@ static inline __m256i ISA_FN(decode8)(ISA_FN(reader) *reader, ISA_FN(pair) *pair
     const __m256i far = _mm256_sub_epi32(ranks, _mm256_set1_epi32((int32_t)dtype->half_ranks));
     const __m256i sign = _mm256_srai_epi32(far, 31);
     const __m256i sign_bit = _mm256_slli_epi32(sign, dtype->is_wide ? 31 : 15);
-    const __m256i magnitude = _mm256_or_si256(_mm256_slli_epi32(_mm256_xor_si256(far, sign), dtype->raw_bits), LANES_OF(raw));
+    const __m256i cells = _mm256_slli_epi32(_mm256_xor_si256(far, sign), dtype->raw_bits);
+    const __m256i magnitude = _mm256_or_si256(cells, LANES_OF(raw));
     const __m256i words = _mm256_or_si256(magnitude, sign_bit);
     STORE_LANES(units[row] + t, ISA_FN(words_to_units8)(dtype, words, exponent));
     return words;

@@ -61,8 +61,8 @@ typedef struct {
     const int32_t *sigmas; /* deviations of innovations, in units */
     const int16_t *correlations; /* of pairs, times 2^14 */
     const int32_t *base_factors, *chain_factors;
-    /* made of it: weights widened to 16 bits, [elements][regressors] and [elements][elements]; of each pair and angle the
-     * inverse deviation of its first word, the slope of the second one's centre, its inverse deviation */
+    /* made of it: weights widened to 16 bits, [elements][regressors] and [elements][elements]; of each pair and angle
+     * the inverse deviation of its first word, the slope of the second one's centre, its inverse deviation */
     int16_t *base_weights, *chain_weights;
     int32_t (*angles)[ANGLES][4];
 } linear_side;
@@ -95,7 +95,7 @@ typedef struct {
                        const void *words, const int64_t *positions, size_t tokens, int16_t *out);
     /* The symbols of all words, in order, and the lane of each; their number. */
     size_t (*model)(const linear_job *job, const void *words, void *scratch, linear_symbol *symbols, uint8_t *lanes);
-    /* Decodes to `words`, in which constant elements are filled in; 0 if states or units are not what they should be. */
+    /* Decodes to `words`, in which constant elements are filled in; 0 if states or units break the format. */
     int (*decode)(const linear_job *job, const uint8_t *data, size_t size, void *scratch, void *words);
 } linear_kernels;
 

@@ -47,7 +47,7 @@ static uint32_t square_root(uint64_t x) { /* x < 2^52: exact as a double */
 
 static int64_t at_least(int64_t x, int64_t limit) { return x > limit ? x : limit; }
 
-/* Inverse deviation of the first word of a pair, slope of the second one's centre, its inverse deviation, at an angle. */
+/* At an angle: inverse deviation of the first word of a pair, slope of the second centre, its inverse deviation. */
 static void turn_covariance(int32_t sigma_a, int32_t sigma_b, int correlation, int angle, int32_t out[4]) {
     const int64_t a = sigma_a >> 4, b = sigma_b >> 4;
     const int64_t aa = a * a, bb = b * b, ab = a * b * correlation / (1 << 14);

@@ -1,4 +1,4 @@
-/* The steps of coder_impl.h for eight tokens at once, by AVX2: the same numbers. Included once per level that has it. */
+/* The steps of coder_impl.h for eight tokens at once, by AVX2: the same numbers. Included once per level with AVX2. */
 
 #define LANES_OF(pointer) _mm256_loadu_si256((const __m256i *)(pointer))
 #define STORE_LANES(pointer, x) _mm256_storeu_si256((__m256i *)(pointer), x)
@@ -41,7 +41,8 @@ static inline __m256i ISA_FN(limit)(__m256i x, int32_t limit) {
 /* a + b, limited to 32 bits and to `limit`. */
 static inline __m256i ISA_FN(add_limited)(__m256i a, __m256i b, int32_t limit) {
     const __m256i sum = _mm256_add_epi32(a, b);
-    const __m256i overflow = _mm256_srai_epi32(_mm256_and_si256(_mm256_xor_si256(sum, a), _mm256_xor_si256(sum, b)), 31);
+    const __m256i differs = _mm256_and_si256(_mm256_xor_si256(sum, a), _mm256_xor_si256(sum, b));
+    const __m256i overflow = _mm256_srai_epi32(differs, 31);
     const __m256i edge = _mm256_xor_si256(_mm256_srai_epi32(a, 31), _mm256_set1_epi32(0x7fffffff));
     return ISA_FN(limit)(_mm256_blendv_epi8(sum, edge, overflow), limit);
 }
@@ -244,7 +245,8 @@ static inline void ISA_FN(innovate8)(const ISA_FN(pair) *pair, int t, const int6
         x[1] = ISA_FN(turned)(b, c, a, ISA_FN(negated)(s));
     }
     for (int row = 0; row < 2; ++row) {
-        const __m256i d = ISA_FN(add_limited)(x[row], ISA_FN(negated)(LANES_OF(pair->predictions[row] + t)), UNIT_LIMIT);
+        const __m256i prediction = LANES_OF(pair->predictions[row] + t);
+        const __m256i d = ISA_FN(add_limited)(x[row], ISA_FN(negated)(prediction), UNIT_LIMIT);
         const __m256i e = ISA_FN(shift)(
             ISA_FN(multiply_add)(d, _mm256_set1_epi32((int32_t)inverses[row]), 1 << 23), 24);
         x[row] = ISA_FN(limit)(e, REGRESSOR_LIMIT);

@@ -51,8 +51,10 @@ _MAX_CORRECTION = 24
 _CORRECTION_BITS = 3.0
 _BITS_OF_MISMATCH = 0.005
 """A level that is wrong by 1 costs about so many bits a coefficient."""
+_DEVIATION_OF_MEAN = math.sqrt(math.gamma(1 / SHAPE) * math.gamma(3 / SHAPE)) / math.gamma(2 / SHAPE)
+"""Standard deviation of coefficients over the mean of their absolute values."""
 _SIDE_BITS = 3 * 20
-ROW_CHUNK = 1024
+_ROWS_PER_STEP = 256
 
 
 @dataclass(frozen=True)
@@ -149,18 +151,24 @@ class _LayerEncoder:
         coefficients = allocate_coefficients(self._tokens, side.elements)
         numbers = coefficients[:-1].reshape(self._tokens, side.elements)
         moments = np.zeros(side.elements)
-        coded = ~self._is_exact
-        for begin in range(0, self._tokens, ROW_CHUNK):
-            chunk = slice(begin, begin + ROW_CHUNK)
-            residuals = rows[chunk] - side.mean
+        weights = (~self._is_exact).astype(np.float32)
+        ones = np.ones(side.elements, np.float32)
+        for begin in range(0, self._tokens, _ROWS_PER_STEP):
+            chunk = slice(begin, begin + _ROWS_PER_STEP)
+            residuals = rows[chunk]
+            residuals -= side.mean
             if prediction is not None and side.gain is not None:
                 residuals -= prediction[chunk, : side.elements].astype(np.float32) * side.gain
             transformed = side.transform(residuals)
-            moments += (np.abs(transformed[coded[chunk]]) ** SHAPE).sum(0, dtype=np.float64)
-            transformed *= (side.unit / token_steps[chunk])[:, None]
-            np.rint(transformed, out=transformed)
-            is_far = ~(np.abs(transformed).max(1) <= _MAX_COEFFICIENT) | ~(np.abs(transformed).sum(1) < _MAX_ROW_SUM)
+            factors = side.unit / token_steps[chunk]
+            absolute = np.abs(transformed)
+            with np.errstate(over="ignore", invalid="ignore"):
+                moments += weights[chunk] @ absolute
+                largest, total = absolute.max(1) * factors, (absolute @ ones) * factors
+            is_far = ~((largest <= _MAX_COEFFICIENT) & (total < _MAX_ROW_SUM))
             self._is_exact[chunk] |= is_far
+            transformed *= factors[:, None]
+            np.rint(transformed, out=transformed)
             transformed[self._is_exact[chunk]] = 0
             numbers[chunk] = transformed
         words = reconstruct(
@@ -185,9 +193,8 @@ class _LayerEncoder:
         step_level = round(LEVELS_PER_DOUBLING * math.log2(step))
         levels = side.levels - step_level
         with np.errstate(divide="ignore"):
-            width = np.log2(SHAPE * moments / num_coded) / SHAPE
-        deviation = width + 0.5 * math.log2(math.gamma(3 / SHAPE) / math.gamma(1 / SHAPE))
-        measured = np.nan_to_num(LEVEL_OF_ONE + LEVELS_PER_DOUBLING * deviation, neginf=-4096.0)
+            deviations = np.log2(moments / num_coded * _DEVIATION_OF_MEAN)
+        measured = np.nan_to_num(LEVEL_OF_ONE + LEVELS_PER_DOUBLING * deviations, neginf=-4096.0, posinf=4096.0)
         corrections = np.clip(np.rint(measured) - side.levels, -_MAX_CORRECTION, _MAX_CORRECTION).astype(np.int16)
         bits = compute_level_bits(self._tables.frequencies)
         activity = bits[np.clip(np.maximum(levels, levels + corrections), 0, len(bits) - 1)]

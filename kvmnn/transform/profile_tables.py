@@ -45,12 +45,12 @@ class SideTables:
     dim: int
     mean: npt.NDArray[np.float32]
     reciprocal: npt.NDArray[np.float32]
-    #: Layers and sides that rows are predicted from; packed weights ``[depth / 2, column, 2]`` and their gain.
+    #: Layers and sides that rows are predicted from; packed weights (`_codec.multiply`) and their gain.
     regressors: tuple[tuple[int, Part], ...]
     num_regressors: int
     weights: npt.NDArray[np.int16] | None
     gain: npt.NDArray[np.float32] | None
-    #: Blocks of the basis, packed ``[block, depth / 2, column, 2]``, or its diagonal.
+    #: Blocks of the basis, packed as they are, or its diagonal.
     blocks: int
     basis: npt.NDArray[np.int16] | None
     diagonal: npt.NDArray[np.int16] | None
@@ -193,11 +193,11 @@ def get_tables(profile: TableSource) -> ProfileTables:
 
 
 def _pack_matrix(matrix: npt.NDArray[Any]) -> npt.NDArray[np.int16]:
-    """Return ``[depth, column]`` as ``[depth / 2, column, 2]``, filled up with zeros."""
+    """Return ``[depth, column]`` as ``[column / 16, depth / 2, 16, 2]``, filled up with zeros."""
     depth, columns = matrix.shape
     full = np.zeros((depth + depth % 2, columns + -columns % _codec.LANES), np.int16)
     full[:depth, :columns] = matrix
-    return np.ascontiguousarray(full.reshape(len(full) // 2, 2, -1).transpose(0, 2, 1))
+    return np.ascontiguousarray(full.reshape(len(full) // 2, 2, -1, _codec.LANES).transpose(2, 0, 3, 1))
 
 
 def _invert(blocks: npt.NDArray[np.float64]) -> npt.NDArray[np.float32]:

@@ -75,7 +75,8 @@ class Regressors:
         """Return the sums that predict a side, int32 ``[token, column]``; None for one without regressors."""
         if side.weights is None:
             return None
-        inputs = np.zeros((tokens, 2 * len(side.weights)), np.int16)
+        inputs = np.empty((tokens, 2 * side.weights.shape[1]), np.int16)
+        inputs[:, side.num_regressors :] = 0
         column = 0
         for layer, part in side.regressors:
             if (layer, part) not in self._normalized:
@@ -85,7 +86,7 @@ class Regressors:
             normalized = self._normalized[layer, part]
             inputs[:, column : column + normalized.shape[1]] = normalized
             column += normalized.shape[1]
-        sums = np.empty((tokens, side.weights.shape[1]), np.int32)
+        sums = np.empty((tokens, len(side.weights) * _codec.LANES), np.int32)
         _codec.multiply(inputs, side.weights, sums)
         return sums
 

@@ -118,31 +118,32 @@ def normalize_rows(
             kernels.normalize(&rows[t, 0], &mean[0], &reciprocal[0], n, &normalized[t, column])
 
 
-def multiply(const int16_t[:, ::1] rows not None, const int16_t[:, :, ::1] packed not None, int32_t[:, ::1] sums not None):
-    """Write ``rows @ matrix`` modulo 2^32 to sums ``[token, column]``; `packed` is ``[depth / 2, column, 2]``."""
+def multiply(const int16_t[:, ::1] rows not None, const int16_t[:, :, :, ::1] packed not None, int32_t[:, ::1] sums not None):
+    """Write ``rows @ matrix`` modulo 2^32 to sums ``[token, column]``; `packed` is ``[column / 16, depth / 2, 16, 2]``."""
     cdef const transform_kernels *kernels = kvmnn_transform_kernels_at(active_level)
     if rows.shape[0] == 0:
         return
     with nogil:
         kernels.multiply(
-            &rows[0, 0], rows.shape[1], rows.shape[0], 2 * packed.shape[0], &packed[0, 0, 0], packed.shape[1],
+            &rows[0, 0], rows.shape[1], rows.shape[0], 2 * packed.shape[1], &packed[0, 0, 0, 0],
+            TRANSFORM_LANES * packed.shape[0],
             &sums[0, 0], sums.shape[1])
 
 
 def reconstruct(
-    const int16_t[::1] coefficients not None, size_t blocks, const int16_t[:, :, :, ::1] basis,
+    const int16_t[::1] coefficients not None, size_t blocks, const int16_t[:, :, :, :, ::1] basis,
     const int16_t[::1] diagonal, const float[::1] mean not None, const int32_t[:, ::1] prediction,
     const float[::1] gain, const float[::1] steps not None, int dtype, size_t heads, size_t dim,
     Rotation rotation not None, const int64_t[::1] positions not None, uint8_t[::1] words not None
 ) -> None:
     """Write the words ``[head, token, dim]`` of coefficients.
 
-    coefficients: rows of `mean.shape[0]` numbers, and one more at the end; basis: ``[block, depth / 2, column, 2]``,
+    coefficients: rows of `mean.shape[0]` numbers, and one more at the end; basis: ``[block, column / 16, depth / 2, 16, 2]``,
     or None for one factor a coefficient, `diagonal`; prediction: sums ``[token, column]`` or None, with their gain.
     """
     cdef const transform_kernels *kernels = kvmnn_transform_kernels_at(active_level)
     cdef size_t n = mean.shape[0], tokens = positions.shape[0], word_bytes = 4 if dtype == 2 else 2
-    cdef size_t size = n // blocks, columns = 0 if basis is None else basis.shape[2], b, t, i, begin, count
+    cdef size_t size = n // blocks, columns = 0 if basis is None else TRANSFORM_LANES * basis.shape[1], b, t, i, begin, count
     cdef size_t sums_stride = n if basis is None else blocks * columns
     cdef int32_t *sums = <int32_t *>malloc(TILE_ROWS * sums_stride * sizeof(int32_t))
     cdef float *row = <float *>malloc((n + rotation.rope.dims + 1) * sizeof(float))
@@ -165,7 +166,8 @@ def reconstruct(
             else:
                 for b in range(blocks):
                     kernels.multiply(
-                        &coefficients[begin * n + b * size], n, count, 2 * basis.shape[1], &basis[b, 0, 0, 0], columns,
+                        &coefficients[begin * n + b * size], n, count, 2 * basis.shape[2],
+                        &basis[b, 0, 0, 0, 0], columns,
                         sums + b * columns, sums_stride)
             for t in range(count):
                 predicted = NULL if prediction is None else &prediction[begin + t, 0]

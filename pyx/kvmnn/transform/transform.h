@@ -34,8 +34,8 @@ typedef struct {
 typedef struct {
     const char *name;
 
-    /* out[t][j] = sum over k of in[t][k] x matrix[k][j]; `packed` has the rows of two k side by side: [k / 2][j][2].
-     * `columns` is a multiple of TRANSFORM_LANES, `depth` is even; strides count elements. */
+    /* out[t][j] = sum over k of in[t][k] x matrix[k][j]; `packed` is [j / LANES][k / 2][j % LANES][2], the last axis the
+     * two k of a pair. `columns` is a multiple of TRANSFORM_LANES, `depth` is even; strides count elements. */
     void (*multiply)(const int16_t *in, size_t in_stride, size_t rows, size_t depth, const int16_t *packed,
                      size_t columns, int32_t *out, size_t out_stride);
 

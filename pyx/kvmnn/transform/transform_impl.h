@@ -15,12 +15,12 @@
 
 /* `count` rows, at most 6, by 16 columns: all sums stay in registers. */
 static ISA_INLINE void ISA_FN(multiply_tile)(const int16_t *in, size_t in_stride, size_t count, size_t depth,
-                                             const int16_t *packed, size_t columns, int32_t *out, size_t out_stride) {
+                                             const int16_t *packed, int32_t *out, size_t out_stride) {
     __m256i sums[6][2];
     for (size_t t = 0; t < count; ++t) sums[t][0] = sums[t][1] = _mm256_setzero_si256();
-    for (size_t k = 0; k < depth; k += 2, packed += 2 * columns) {
+    for (size_t k = 0; k < depth; k += 2, packed += 2 * TRANSFORM_LANES) {
         __m256i first = _mm256_loadu_si256((const __m256i *)(const void *)packed);
-        __m256i second = _mm256_loadu_si256((const __m256i *)(const void *)(packed + 16));
+        __m256i second = _mm256_loadu_si256((const __m256i *)(const void *)(packed + TRANSFORM_LANES));
         for (size_t t = 0; t < count; ++t) {
             int32_t pair;
             memcpy(&pair, in + t * in_stride + k, sizeof pair);
@@ -37,30 +37,29 @@ static ISA_INLINE void ISA_FN(multiply_tile)(const int16_t *in, size_t in_stride
 
 static void ISA_FN(multiply)(const int16_t *in, size_t in_stride, size_t rows, size_t depth, const int16_t *packed,
                              size_t columns, int32_t *out, size_t out_stride) {
-    size_t t = 0;
-    for (; t + 6 <= rows; t += 6)
-        for (size_t j = 0; j < columns; j += TRANSFORM_LANES)
-            ISA_FN(multiply_tile)
-    (in + t * in_stride, in_stride, 6, depth, packed + 2 * j, columns, out + t * out_stride + j, out_stride);
-    for (; t < rows; ++t)
-        for (size_t j = 0; j < columns; j += TRANSFORM_LANES)
-            ISA_FN(multiply_tile)
-    (in + t * in_stride, in_stride, 1, depth, packed + 2 * j, columns, out + t * out_stride + j, out_stride);
+    for (size_t j = 0; j < columns; j += TRANSFORM_LANES, packed += depth * TRANSFORM_LANES) {
+        size_t t = 0;
+        for (; t + 6 <= rows; t += 6)
+            ISA_FN(multiply_tile)(in + t * in_stride, in_stride, 6, depth, packed, out + t * out_stride + j, out_stride);
+        for (; t < rows; ++t)
+            ISA_FN(multiply_tile)(in + t * in_stride, in_stride, 1, depth, packed, out + t * out_stride + j, out_stride);
+    }
 }
 
 #else
 
 static void ISA_FN(multiply)(const int16_t *in, size_t in_stride, size_t rows, size_t depth, const int16_t *packed,
                              size_t columns, int32_t *out, size_t out_stride) {
-    for (size_t t = 0; t < rows; ++t, in += in_stride, out += out_stride) {
-        uint32_t *sums = (uint32_t *)out;
-        const int16_t *row = packed;
-        memset(sums, 0, columns * sizeof *sums);
-        for (size_t k = 0; k < depth; k += 2, row += 2 * columns) {
-            int32_t a = in[k], b = in[k + 1];
-            if (a == 0 && b == 0) continue;
-            for (size_t j = 0; j < columns; ++j)
-                sums[j] += (uint32_t)(a * row[2 * j]) + (uint32_t)(b * row[2 * j + 1]);
+    for (size_t j = 0; j < columns; j += TRANSFORM_LANES, packed += depth * TRANSFORM_LANES) {
+        for (size_t t = 0; t < rows; ++t) {
+            const int16_t *row = in + t * in_stride, *pairs = packed;
+            uint32_t sums[TRANSFORM_LANES] = {0};
+            for (size_t k = 0; k < depth; k += 2, pairs += 2 * TRANSFORM_LANES) {
+                int32_t a = row[k], b = row[k + 1];
+                for (size_t i = 0; i < TRANSFORM_LANES; ++i)
+                    sums[i] += (uint32_t)(a * pairs[2 * i]) + (uint32_t)(b * pairs[2 * i + 1]);
+            }
+            memcpy(out + t * out_stride + j, sums, sizeof sums);
         }
     }
 }

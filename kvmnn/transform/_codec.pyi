@@ -49,6 +49,9 @@ def reconstruct(
     positions: npt.NDArray[np.int64],
     words: npt.NDArray[np.uint8],
 ) -> None: ...
+def compare_words(
+    words: npt.NDArray[np.uint8], others: npt.NDArray[np.uint8], dtype: int
+) -> tuple[float, float, float]: ...
 def encode_coefficients(
     coefficients: Coefficients,
     rows: int,

@@ -35,6 +35,9 @@ cdef extern from "kvmnn/transform/transform.h" nogil:
         void (*combine)(
             const float *mean, const int32_t *prediction, const float *gain, const int32_t *sums, float step, size_t n,
             float *row) noexcept nogil
+        void (*compare)(
+            const uint8_t *words, const uint8_t *others, int dtype, size_t n, double *power, double *error_power,
+            float *largest) noexcept nogil
 
     const transform_kernels *kvmnn_transform_kernels_at(int level)
 
@@ -188,6 +191,18 @@ def reconstruct(
             begin += TILE_ROWS
     free(sums)
     free(row)
+
+
+def compare_words(const uint8_t[::1] words not None, const uint8_t[::1] others not None, int dtype) -> tuple:
+    """Return the sum of squares of words, that of their errors in `others`, and the largest error."""
+    cdef double power = 0, error_power = 0
+    cdef float largest = 0
+    cdef size_t n = words.shape[0] // (4 if dtype == 2 else 2)
+    if n:
+        with nogil:
+            kvmnn_transform_kernels_at(active_level).compare(
+                &words[0], &others[0], dtype, n, &power, &error_power, &largest)
+    return power, error_power, largest
 
 
 cdef transform_side make_side(

@@ -55,6 +55,11 @@ typedef struct {
     /* row = mean + (prediction x gain + sums x step); `prediction` may be NULL. */
     void (*combine)(const float *mean, const int32_t *prediction, const float *gain, const int32_t *sums, float step,
                     size_t n, float *row);
+
+    /* Adds up squares of the words and of their differences, and finds the largest difference. Words that dense streams
+     * do not rotate count as 0. */
+    void (*compare)(const uint8_t *words, const uint8_t *others, int dtype, size_t n, double *power,
+                    double *error_power, float *largest);
 } transform_kernels;
 
 const transform_kernels *kvmnn_transform_kernels_at(int level);

@@ -200,6 +200,34 @@ static void ISA_FN(combine)(const float *mean, const int32_t *prediction, const 
     }
 }
 
+static void ISA_FN(compare)(const uint8_t *words, const uint8_t *others, int dtype, size_t n, double *power,
+                            double *error_power, float *largest) {
+    enum { STEP = 512, LANES = 16 };
+    const size_t word_bytes = dtype == TRANSFORM_FP32 ? 4 : 2;
+    uint32_t maxima[LANES] = {0};
+    for (size_t begin = 0; begin < n; begin += STEP) {
+        float a[STEP], b[STEP];
+        double squares[LANES] = {0}, error_squares[LANES] = {0}; /* squares of fp32 are beyond it */
+        size_t count = n - begin < STEP ? n - begin : STEP;
+        ISA_FN(load_words)(words + begin * word_bytes, dtype, count, a);
+        ISA_FN(load_words)(others + begin * word_bytes, dtype, count, b);
+        for (size_t i = count; i < STEP; ++i) a[i] = b[i] = 0;
+        for (size_t i = 0; i < STEP; i += LANES)
+            for (size_t j = 0; j < LANES; ++j) {
+                float x = a[i + j], error = x - b[i + j];
+                uint32_t size = ISA_FN(float_to_bits)(error) & 0x7fffffff;
+                squares[j] += (double)x * x;
+                error_squares[j] += (double)error * error;
+                maxima[j] = size > maxima[j] ? size : maxima[j];
+            }
+        for (size_t j = 0; j < LANES; ++j) *power += squares[j], *error_power += error_squares[j];
+    }
+    for (size_t j = 0; j < LANES; ++j) {
+        float size = ISA_FN(bits_to_float)(maxima[j]);
+        *largest = size > *largest ? size : *largest;
+    }
+}
+
 static const transform_kernels ISA_FN(table) = {
     ISA_NAME,
     ISA_FN(multiply),
@@ -208,4 +236,5 @@ static const transform_kernels ISA_FN(table) = {
     ISA_FN(compute_angles),
     ISA_FN(normalize),
     ISA_FN(combine),
+    ISA_FN(compare),
 };

@@ -25,12 +25,16 @@ def load_rows(
     positions: npt.NDArray[np.int64],
     rows: npt.NDArray[np.float32],
 ) -> None: ...
-def normalize_rows(
-    rows: npt.NDArray[np.float32],
+def load_normalized(
+    words: npt.NDArray[np.uint8],
+    dtype: int,
+    heads: int,
+    dim: int,
+    rotation: Rotation,
+    positions: npt.NDArray[np.int64],
     mean: npt.NDArray[np.float32],
     reciprocal: npt.NDArray[np.float32],
     normalized: Coefficients,
-    column: int,
 ) -> None: ...
 def multiply(rows: Coefficients, packed: npt.NDArray[np.int16], sums: Sums) -> None: ...
 def reconstruct(
@@ -54,7 +58,7 @@ def compare_words(
 ) -> tuple[float, float, float]: ...
 def encode_coefficients(
     coefficients: Coefficients,
-    rows: int,
+    places: npt.NDArray[np.int64],
     levels: npt.NDArray[np.int32],
     exponents: npt.NDArray[np.int8] | None,
     frequencies: npt.NDArray[np.uint16],
@@ -62,7 +66,7 @@ def encode_coefficients(
 def decode_coefficients(
     units: npt.NDArray[np.uint8] | bytes | memoryview,
     bits: npt.NDArray[np.uint8] | bytes | memoryview,
-    rows: int,
+    places: npt.NDArray[np.int64],
     levels: npt.NDArray[np.int32],
     exponents: npt.NDArray[np.int8] | None,
     frequencies: npt.NDArray[np.uint16],

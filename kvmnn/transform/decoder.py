@@ -167,19 +167,14 @@ class _LayerDecoder:
 
     def _read_coefficients(self, index: int, exponents: npt.NDArray[np.int8] | None) -> npt.NDArray[np.int16]:
         header, side = self._header, self._sides[index]
-        num_coded, tokens = len(self._coded_rows), header.tokens
-        coefficients = allocate_coefficients(tokens, side.elements)
-        if not num_coded:
+        coefficients = allocate_coefficients(header.tokens, side.elements)
+        if not len(self._coded_rows):
             return coefficients
         levels = side.levels - header.step_levels[index]
         if header.has_corrections:
             levels = levels + self._lists[index]
-        coded = coefficients if num_coded == tokens else allocate_coefficients(num_coded, side.elements)
         units, bits = self._sections[2 * index : 2 * index + 2]
-        _decode_numbers(units, bits, num_coded, levels, exponents, self._tables, coded)
-        if coded is not coefficients:
-            rows = coefficients[:-1].reshape(tokens, side.elements)
-            rows[self._coded_rows] = coded[:-1].reshape(num_coded, side.elements)
+        _decode_numbers(units, bits, self._coded_rows, levels, exponents, self._tables, coefficients)
         return coefficients
 
     def _read_lists(
@@ -190,21 +185,21 @@ class _LayerDecoder:
         numbers = np.zeros(sum(counts) + 1, np.int16)
         levels = np.repeat(np.array(list_levels, np.int32), counts)
         if len(levels):
-            _decode_numbers(sections[0], sections[1], 1, levels, None, self._tables, numbers)
+            _decode_numbers(sections[0], sections[1], np.zeros(1, np.int64), levels, None, self._tables, numbers)
         return np.split(numbers[:-1], np.cumsum(counts)[:-1])
 
 
 def _decode_numbers(
     units: memoryview,
     bits: memoryview,
-    rows: int,
+    places: npt.NDArray[np.int64],
     levels: npt.NDArray[Any],
     exponents: npt.NDArray[np.int8] | None,
     tables: ProfileTables,
     numbers: npt.NDArray[np.int16],
 ) -> None:
     levels = np.ascontiguousarray(levels, np.int32)
-    if not _codec.decode_coefficients(units, bits, rows, levels, exponents, tables.frequencies, numbers):
+    if not _codec.decode_coefficients(units, bits, places, levels, exponents, tables.frequencies, numbers):
         raise FrameError("sections of a transform stream that do not hold its coefficients: it is damaged")
 
 

@@ -183,7 +183,7 @@ class _LayerEncoder:
         words[:, self._is_exact] = elements[:, self._is_exact]
         if part == "key":
             self._regressors.add(layer.layer, part, words, self._positions)
-        return self._choose_levels(side, numbers, step, moments), words
+        return self._choose_levels(side, coefficients, step, moments), words
 
     def _choose_levels(
         self, side: SideTables, numbers: Coefficients, step: float, moments: npt.NDArray[np.float64]
@@ -206,9 +206,9 @@ class _LayerEncoder:
 
     def _build(self, steps: list[float], sides: list[_CodedSide], decoded: list[Elements]) -> LayerEncoding:
         layer, frequencies = self._layer, self._tables.frequencies
-        coded = ~self._is_exact
+        coded_rows = np.flatnonzero(~self._is_exact)
         has_corrections = any(side.corrections.any() for side in sides)
-        exponents = None if self._exponents is None else self._exponents[coded]
+        exponents = None if self._exponents is None else self._exponents[coded_rows]
         lists = [side.corrections for side in sides] if has_corrections else []
         lists += [] if exponents is None else [exponents.astype(np.int16)]
         list_levels = [_choose_list_level(numbers) for numbers in lists]
@@ -218,13 +218,16 @@ class _LayerEncoder:
                 [np.full(len(numbers), level, np.int32) for numbers, level in zip(lists, list_levels, strict=True)]
             )
             numbers = np.concatenate([*lists, np.zeros(1, np.int16)])
-            sections += _codec.encode_coefficients(numbers, 1, levels, None, frequencies) if len(levels) else (b"", b"")
+            sections += (
+                _codec.encode_coefficients(numbers, np.zeros(1, np.int64), levels, None, frequencies)
+                if len(levels)
+                else (b"", b"")
+            )
         for side in sides:
             levels = side.levels + side.corrections if has_corrections else side.levels
-            numbers = np.ascontiguousarray(side.numbers[coded]).reshape(-1)
-            if len(numbers):
+            if len(coded_rows):
                 sections += _codec.encode_coefficients(
-                    numbers, int(coded.sum()), levels.astype(np.int32), exponents, frequencies
+                    side.numbers, coded_rows, levels.astype(np.int32), exponents, frequencies
                 )
         exact_rows = np.flatnonzero(self._is_exact)
         exact_words = b"".join(

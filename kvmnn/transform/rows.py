@@ -65,27 +65,29 @@ class Regressors:
 
     def add(self, layer: int, part: Part, elements: Elements, positions: Positions) -> None:
         """Add a side."""
-        rows = load_rows(elements, positions, self._tables.layers[layer], part)
+        heads, tokens, dim = elements.shape
+        number = DTYPES.index(infer_dtype(elements))
+        rotation = create_rotation(self._tables.layers[layer], part)
         mean, reciprocal = self._tables.get_normalization(layer, part)
-        normalized = np.empty(rows.shape, np.int16)
-        _codec.normalize_rows(rows, mean, reciprocal, normalized, 0)
+        normalized = np.empty((tokens, heads * dim), np.int16)
+        _codec.load_normalized(
+            get_words(elements), number, heads, dim, rotation, positions, mean, reciprocal, normalized
+        )
         self._normalized[layer, part] = normalized
 
     def predict(self, side: SideTables, tokens: int) -> npt.NDArray[np.int32] | None:
         """Return the sums that predict a side, int32 ``[token, column]``; None for one without regressors."""
         if side.weights is None:
             return None
-        inputs = np.empty((tokens, 2 * side.weights.shape[1]), np.int16)
-        inputs[:, side.num_regressors :] = 0
-        column = 0
         for layer, part in side.regressors:
             if (layer, part) not in self._normalized:
                 cache = self._caches[layer]
                 elements = cache.keys if part == "key" else cache.values
-                self.add(layer, part, elements, cache.positions)
-            normalized = self._normalized[layer, part]
-            inputs[:, column : column + normalized.shape[1]] = normalized
-            column += normalized.shape[1]
+                self.add(layer, part, elements, np.ascontiguousarray(cache.positions))
+        parts = [self._normalized[regressor] for regressor in side.regressors]
+        if side.num_regressors % 2:
+            parts.append(np.zeros((tokens, 1), np.int16))
+        inputs = np.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
         sums = np.empty((tokens, len(side.weights) * _codec.LANES), np.int32)
         _codec.multiply(inputs, side.weights, sums)
         return sums

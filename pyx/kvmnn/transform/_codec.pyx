@@ -43,6 +43,7 @@ cdef extern from "kvmnn/transform/transform.h" nogil:
 
     ctypedef struct transform_side:
         size_t rows, n
+        const int64_t *places
         const int32_t *levels
         const int8_t *exponents
         const uint16_t *frequencies
@@ -109,16 +110,25 @@ def load_rows(
     free(angles)
 
 
-def normalize_rows(
-    const float[:, ::1] rows not None, const float[::1] mean not None, const float[::1] reciprocal not None,
-    int16_t[:, ::1] normalized not None, size_t column
+def load_normalized(
+    const uint8_t[::1] words not None, int dtype, size_t heads, size_t dim, Rotation rotation not None,
+    const int64_t[::1] positions not None, const float[::1] mean not None, const float[::1] reciprocal not None,
+    int16_t[:, ::1] normalized not None
 ) -> None:
-    """Write normalised rows to the columns of `normalized` from `column` on."""
+    """Write the rows of `load_rows`, normalised, to the first columns of `normalized`."""
     cdef const transform_kernels *kernels = kvmnn_transform_kernels_at(active_level)
-    cdef size_t t, tokens = rows.shape[0], n = rows.shape[1]
+    cdef size_t tokens = positions.shape[0], t, word_bytes = 4 if dtype == 2 else 2, pairs = rotation.rope.dims // 2
+    cdef float *row = <float *>malloc((heads * dim + rotation.rope.dims) * sizeof(float))
+    cdef float *angles = row + heads * dim
+    if row == NULL:
+        raise MemoryError("no memory for a row")
     with nogil:
         for t in range(tokens):
-            kernels.normalize(&rows[t, 0], &mean[0], &reciprocal[0], n, &normalized[t, column])
+            kernels.compute_angles(&rotation.rope, -positions[t], angles, angles + pairs)
+            kernels.load_row(
+                &words[t * dim * word_bytes], dtype, heads, dim, tokens * dim, &rotation.rope, angles, angles + pairs, row)
+            kernels.normalize(row, &mean[0], &reciprocal[0], heads * dim, &normalized[t, 0])
+    free(row)
 
 
 def multiply(const int16_t[:, ::1] rows not None, const int16_t[:, :, :, ::1] packed not None, int32_t[:, ::1] sums not None):
@@ -206,21 +216,23 @@ def compare_words(const uint8_t[::1] words not None, const uint8_t[::1] others n
 
 
 cdef transform_side make_side(
-    size_t rows, const int32_t[::1] levels, const int8_t[::1] exponents, const uint16_t[:, ::1] frequencies
+    const int64_t[::1] places, const int32_t[::1] levels, const int8_t[::1] exponents,
+    const uint16_t[:, ::1] frequencies
 ) noexcept:
     cdef transform_side side
-    side.rows, side.n = rows, levels.shape[0]
+    side.rows, side.n = places.shape[0], levels.shape[0]
+    side.places = &places[0]
     side.levels, side.frequencies = &levels[0], &frequencies[0, 0]
     side.exponents = NULL if exponents is None or exponents.shape[0] == 0 else &exponents[0]
     return side
 
 
 def encode_coefficients(
-    const int16_t[::1] coefficients not None, size_t rows, const int32_t[::1] levels not None,
+    const int16_t[::1] coefficients not None, const int64_t[::1] places not None, const int32_t[::1] levels not None,
     const int8_t[::1] exponents, const uint16_t[:, ::1] frequencies not None
 ) -> tuple:
-    """Return units and raw bits of ``rows x levels.shape[0]`` coefficients."""
-    cdef transform_side side = make_side(rows, levels, exponents, frequencies)
+    """Return units and raw bits of the rows of coefficients at `places`, at least one, each of ``levels.shape[0]``."""
+    cdef transform_side side = make_side(places, levels, exponents, frequencies)
     cdef size_t capacity = kvmnn_transform_encode_capacity(&side), units_bytes, bits_bytes
     cdef size_t scratch_bytes = kvmnn_transform_encode_scratch_bytes(&side)
     cdef uint8_t *memory = <uint8_t *>malloc(scratch_bytes + 2 * capacity)
@@ -240,12 +252,12 @@ def encode_coefficients(
 
 
 def decode_coefficients(
-    const uint8_t[::1] units not None, const uint8_t[::1] bits not None, size_t rows,
+    const uint8_t[::1] units not None, const uint8_t[::1] bits not None, const int64_t[::1] places not None,
     const int32_t[::1] levels not None, const int8_t[::1] exponents, const uint16_t[:, ::1] frequencies not None,
     int16_t[::1] coefficients not None
 ) -> bool:
-    """Write the coefficients to the beginning of `coefficients`; False for sections that do not hold them exactly."""
-    cdef transform_side side = make_side(rows, levels, exponents, frequencies)
+    """Write rows of coefficients to their places; False for sections that do not hold them exactly."""
+    cdef transform_side side = make_side(places, levels, exponents, frequencies)
     cdef uint8_t *scratch = <uint8_t *>malloc(kvmnn_transform_decode_scratch_bytes())
     cdef uint8_t placeholder = 0
     cdef int is_valid

@@ -56,6 +56,10 @@ static void choose_tables(int32_t level, table_choice choices[TRANSFORM_EXPONENT
         choices[i] = choose_table(level - 2 * (i + TRANSFORM_MIN_EXPONENT));
 }
 
+static inline size_t get_place(const transform_side *side, size_t row) {
+    return side->places ? (size_t)side->places[row] : row;
+}
+
 /* -- bits ---------------------------------------------------------------------------------------------------------- */
 
 typedef struct {
@@ -139,7 +143,7 @@ void kvmnn_transform_encode(const transform_side *side, const int16_t *coefficie
             choose_tables(side->levels[c], choices);
             for (size_t t = begin; t < end; ++t) {
                 table_choice choice = choices[(side->exponents ? side->exponents[t] : 0) - TRANSFORM_MIN_EXPONENT];
-                int32_t q = coefficients[t * side->n + c];
+                int32_t q = coefficients[get_place(side, t) * side->n + c];
                 int32_t high = (q - (q & ((1 << choice.shift) - 1))) / (1 << choice.shift);
                 uint32_t symbol = (uint32_t)(high + TRANSFORM_CENTRE), base = choice.table * TRANSFORM_SYMBOLS;
                 if (symbol >= ESCAPE_SYMBOL || codes[base + symbol].frequency == 0) {
@@ -247,15 +251,14 @@ static void decode_column(coder *d, const transform_side *side, size_t begin, si
         DECODE_STEP(s1, tables[i1], e1);
         DECODE_STEP(s2, tables[i2], e2);
         DECODE_STEP(s3, tables[i3], e3);
-        int16_t *target = column + t * n;
-        target[0] = (int16_t)read_value(d, e0 >> 24, choices[i0].shift);
-        target[n] = (int16_t)read_value(d, e1 >> 24, choices[i1].shift);
-        target[2 * n] = (int16_t)read_value(d, e2 >> 24, choices[i2].shift);
-        target[3 * n] = (int16_t)read_value(d, e3 >> 24, choices[i3].shift);
+        column[get_place(side, t) * n] = (int16_t)read_value(d, e0 >> 24, choices[i0].shift);
+        column[get_place(side, t + 1) * n] = (int16_t)read_value(d, e1 >> 24, choices[i1].shift);
+        column[get_place(side, t + 2) * n] = (int16_t)read_value(d, e2 >> 24, choices[i2].shift);
+        column[get_place(side, t + 3) * n] = (int16_t)read_value(d, e3 >> 24, choices[i3].shift);
     }
     d->states[0] = s0, d->states[1] = s1, d->states[2] = s2, d->states[3] = s3;
     d->cursor = cursor;
-    for (; t < end; ++t) decode_one(d, tables[INDEX(0)], choices[INDEX(0)].shift, column + t * n);
+    for (; t < end; ++t) decode_one(d, tables[INDEX(0)], choices[INDEX(0)].shift, column + get_place(side, t) * n);
 #undef INDEX
 }
 

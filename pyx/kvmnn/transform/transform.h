@@ -67,6 +67,7 @@ const transform_kernels *kvmnn_transform_kernels_at(int level);
 /* Coefficients of one side, [row][n], and what decides their tables. */
 typedef struct {
     size_t rows, n;
+    const int64_t *places;    /* [row]: where the coefficients of a row are in memory, in rows; or NULL for 0, 1, 2 ... */
     const int32_t *levels;    /* [n], of exponent 0 */
     const int8_t *exponents;  /* [row], or NULL for 0 */
     const uint16_t *frequencies; /* [TRANSFORM_TABLES][TRANSFORM_SYMBOLS], valid */

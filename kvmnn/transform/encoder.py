@@ -37,6 +37,7 @@ from .rows import (
     compute_token_steps,
     create_rotation,
     get_words,
+    hold_same_tokens,
     load_rows,
     reconstruct,
 )
@@ -84,7 +85,8 @@ def encode_layer(
     profile
         The profile of its model (`kvmnn.profiles.Profile`).
     lower
-        Layers l - 1 and l - 2 as decoded (`LayerEncoding.decoded`), as many as `options.below` says.
+        Layers l - 1 and l - 2 as decoded (`LayerEncoding.decoded`), as many as `options.below` says. Where they hold
+        other tokens (sliding windows) the layer is encoded without them, if the profile has tables for that.
     options
         What may be lost.
     attention
@@ -102,11 +104,14 @@ def encode_layer(
     tables = get_tables(profile)
     geometry = _check_layer(layer, tables)
     plan = plan or plan_steps(tables, options, layer.tokens, attention is not None)
-    check_lower_layers(layer.layer, plan.below, lower, layer)
+    below = plan.below
+    if 0 in tables.belows and not hold_same_tokens(layer, lower[: min(below, layer.layer)]):
+        below = 0  # of layers with a sliding window, or from which other tokens were evicted
+    check_lower_layers(layer.layer, below, lower, layer)
     exponents = None if attention is None else choose_exponents(np.asarray(attention, np.float64))
     if exponents is not None and exponents.shape != (layer.tokens,):
         raise KvmnnError(f"attention of {len(exponents)} tokens: layer {layer.layer} has {layer.tokens}")
-    return _LayerEncoder(layer, geometry, tables, lower, options, plan, exponents).encode()
+    return _LayerEncoder(layer, geometry, tables, lower, options, plan, below, exponents).encode()
 
 
 class _LayerEncoder:
@@ -118,10 +123,11 @@ class _LayerEncoder:
         lower: Sequence[LayerCache],
         options: TransformOptions,
         plan: StepPlan,
+        below: int,
         exponents: npt.NDArray[np.int8] | None,
     ) -> None:
         self._layer, self._geometry, self._tables, self._plan = layer, geometry, tables, plan
-        self._exponents, self._tokens = exponents, layer.tokens
+        self._below, self._exponents, self._tokens = below, exponents, layer.tokens
         self._dtype = infer_dtype(layer.keys)
         self._regressors = Regressors(tables, lower)
         self._is_exact = np.zeros(layer.tokens, bool)
@@ -144,7 +150,7 @@ class _LayerEncoder:
     def _encode_side(self, part: Part, step: float) -> tuple[_CodedSide, Elements]:
         layer, tables = self._layer, self._tables
         elements = layer.keys if part == "key" else layer.values
-        side = tables.get_side(layer.layer, part, self._plan.below)
+        side = tables.get_side(layer.layer, part, self._below)
         rows = load_rows(elements, self._positions, self._geometry, part)
         prediction = self._regressors.predict(side, self._tokens)
         token_steps = compute_token_steps(side, step, self._exponents, self._tokens)
@@ -245,7 +251,7 @@ class _LayerEncoder:
         )
         header = TransformHeader(
             dtype=self._dtype,
-            below=self._plan.below,
+            below=self._below,
             has_exponents=exponents is not None,
             has_corrections=has_corrections,
             layer=layer.layer,

@@ -29,10 +29,15 @@ def check_lower_layers(layer: int, below: int, lower: Sequence[LayerCache], own:
             raise KvmnnError(
                 f"layer {layer}: needs layer {layer - distance}, decoded, as number {distance} of the lower ones"
             )
-        if own is not None and not np.array_equal(lower[distance - 1].positions, own.positions):
+        if own is not None and not hold_same_tokens(own, lower[distance - 1 : distance]):
             raise KvmnnError(
                 f"layer {layer}: layer {layer - distance} holds other tokens: expected the same, or below=0"
             )
+
+
+def hold_same_tokens(layer: LayerCache, lower: Sequence[LayerCache]) -> bool:
+    """Return whether lower layers hold the tokens of a layer."""
+    return all(np.array_equal(cache.positions, layer.positions) for cache in lower)
 
 
 def create_rotation(geometry: LayerGeometry, part: Part) -> _codec.Rotation:

@@ -129,7 +129,7 @@ def test_round_trip(
 def test_several_blocks_of_tokens() -> None:
     """Long caches have their own levels, and more than one block of coefficients."""
     profile = get_profile()
-    caches = create_caches(11, 700, profile.layers)
+    caches = create_caches(11, 520, profile.layers)
     encodings = encode_all(profile, caches, TransformOptions(kl=0.05))
     lower: list[LayerCache] = []
     for encoding in encodings:
@@ -249,7 +249,7 @@ def test_both_decoders_refuse_the_same_payloads() -> None:
     profile = get_profile()
     data = encode_layer(create_caches(19, 12, profile.layers)[0], profile, (), TransformOptions(kl=0.05)).data
     random = np.random.default_rng(2)
-    for _ in range(60):
+    for _ in range(25):
         damaged = bytearray(data)
         damaged[int(random.integers(HEADER_BYTES, len(data)))] = int(random.integers(256))
         with pytest.raises(KvmnnError):
@@ -268,6 +268,43 @@ def test_small_streams_do_not_claim_much() -> None:
     packed = replace(claimed, checksum=compute_checksum(packed, payload)).pack()
     with pytest.raises(FrameError, match="cannot hold"):
         decode_layer(packed + bytes(payload), profile)
+
+
+def test_layers_of_other_tokens_are_encoded_alone() -> None:
+    """A layer whose window has slid is not predicted from one that holds more."""
+    profile = get_profile()
+    caches = create_caches(22, 30, profile.layers)
+    lower = encode_layer(caches[0], profile).decoded
+    window = caches[1]
+    window = LayerCache(
+        layer=1, keys=window.keys[:, 10:], values=window.values[:, 10:], positions=window.positions[10:]
+    )
+    encoding = encode_layer(window, profile, [lower], TransformOptions(below=2))
+    assert inspect_layer(encoding.data).below == 0
+    assert_same_words(decode_layer(encoding.data, profile), encoding.decoded)
+
+
+BAD_TABLES = {
+    "transform/tables": [lambda a: a[:56], lambda a: a * 0, lambda a: a.astype(np.int32)],
+    "transform/0/key/mean": [lambda a: a * np.nan, lambda a: a * 0 + 1e-30, lambda a: a[1:]],
+    "transform/0/value/weights.0": [lambda a: a[:, 1:], lambda a: a.astype(np.int16)],
+    "transform/0/key/unit.0": [lambda a: a * 0],
+    "transform/0/key/basis.0": [lambda a: a[:, 1:], lambda a: a[0, 0] * 0, lambda a: a.astype(np.float32)],
+    "transform/0/key/sensitivity.0": [lambda a: a * 0, lambda a: a * np.nan],
+}
+
+
+@pytest.mark.parametrize("name", BAD_TABLES)
+def test_tables_of_other_kinds_are_refused(name: str) -> None:
+    profile = get_profile()
+    cache_ = create_caches(23, 12, profile.layers)[0]
+    for change in BAD_TABLES[name]:
+        damaged = Profile(profile.info, {**profile.arrays, name: change(profile.arrays[name])})
+        with pytest.raises(KvmnnError, match=r"section|sensitivity"):
+            encode_layer(cache_, damaged, (), TransformOptions(below=0))
+    missing = Profile(profile.info, {key: array for key, array in profile.arrays.items() if key != name})
+    with pytest.raises(KvmnnError, match="section"):
+        encode_layer(cache_, missing, (), TransformOptions(below=0))
 
 
 def test_plan_is_shared_by_layers() -> None:

@@ -158,7 +158,6 @@ class _LayerEncoder:
         numbers = coefficients[:-1].reshape(self._tokens, side.elements)
         moments = np.zeros(side.elements)
         weights = (~self._is_exact).astype(np.float32)
-        ones = np.ones(side.elements, np.float32)
         for begin in range(0, self._tokens, _ROWS_PER_STEP):
             chunk = slice(begin, begin + _ROWS_PER_STEP)
             residuals = rows[chunk]
@@ -170,7 +169,7 @@ class _LayerEncoder:
             absolute = np.abs(transformed)
             with np.errstate(over="ignore", invalid="ignore"):
                 moments += weights[chunk] @ absolute
-                largest, total = absolute.max(1) * factors, (absolute @ ones) * factors
+                largest, total = absolute.max(1) * factors, absolute.sum(1) * factors
             is_far = ~((largest <= _MAX_COEFFICIENT) & (total < _MAX_ROW_SUM))
             self._is_exact[chunk] |= is_far
             transformed *= factors[:, None]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from engine_client import needs_engine, unpack_fixture
 from repository import FIXTURES, ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -29,6 +31,27 @@ def test_example_prints_what_it_promises(name: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     for promise in promises:
         assert promise in done.stdout
+
+
+@pytest.mark.slow
+@needs_engine
+def test_chat_goes_on_in_another_process(tmp_path: Path) -> None:
+    """Two processes that share a store say what one says that hears all messages."""
+    model, script = unpack_fixture("model", tmp_path), EXAMPLES / "chat_from_store.py"
+    assert len(script.read_text().splitlines()) < 60
+
+    def chat(store: str, messages: str) -> list[str]:
+        argv = [sys.executable, "-P", script, model, tmp_path / store, "chat", "--ids"]
+        done = subprocess.run(argv, input=messages, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    first, second = chat("store", "hello there\n"), chat("store", "what is new\n")
+    assert "chat: 0 of 0 tokens from the store" in first
+    assert any(re.fullmatch(r"chat: (\d+) of \1 tokens from the store", line) for line in second)
+    answers = [line for line in [*first, *second] if line.startswith("[")]
+    assert len(answers) == 2
+    assert answers == [line for line in chat("another", "hello there\nwhat is new\n") if line.startswith("[")]
 
 
 def test_examples_are_the_tested_ones() -> None:

@@ -1,0 +1,59 @@
+"""A chat with an MNN model that outlives its process: K and V of what was said are parked in a prefix store.
+
+python examples/chat_from_store.py MODEL STORE [NAME [--ids]]   # a message a line; the chat NAME goes on
+"""
+
+import ctypes
+import os
+import sys
+import tempfile
+
+import _mnncengine
+import MNN.llm
+
+import kvmnn
+from kvmnn.formats.mnn import compute_fingerprint
+from kvmnn.formats.options import PackedOptions
+from kvmnn.packed import PackedGeometry
+from kvmnn.store import PrefixStore, read_layer_caches, write_prefix
+
+LAYOUT, SETTINGS = PackedGeometry(backend="x86-avx2"), {"memory": "high", "precision": "high"}  # they change K and V
+ENGINE = {"kvcache_mmap": True, "use_mmap": False, "reuse_kv": True, "attention_mode": 8, "use_template": False}
+
+
+def set_prefix_file(llm, name):  # the exported C++ function, whose string has the old layout
+    size, engine = len(name).to_bytes(8, "little"), ctypes.c_void_p.from_address(id(llm._c_obj) + 16)
+    llm.prefix_name = ctypes.create_string_buffer(size + size + bytes(8) + name.encode() + b"\0")  # it is pointed to
+    call = ctypes.CDLL(_mnncengine.__file__)._ZN3MNN11Transformer3Llm18setPrefixCacheFileERKSsi
+    call.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
+    assert call(engine, ctypes.byref(ctypes.c_void_p(ctypes.addressof(llm.prefix_name) + 24)), 0)
+
+
+def main(model, folder, name="chat", *options):
+    ready, live = tempfile.mkdtemp(), tempfile.mkdtemp()
+    llm, fingerprint = MNN.llm.create(os.path.join(model, "config.json")), compute_fingerprint(model, SETTINGS)
+    llm.set_config(ENGINE | SETTINGS | {"sampler_type": "greedy", "prefix_cache_path": ready, "tmp_path": live})
+    llm.load(), llm.generate_init()
+    engine, said, answers, stored = llm._c_obj, [], [], 0
+    with PrefixStore(folder, max_bytes=4 << 30) as store:
+        if name in store.sessions():
+            session = store.resume(name)
+            said, stored = session.token_ids, session.prefix.tokens
+        if stored:
+            write_prefix(session.prefix, said, ready, where=folder, geometry=LAYOUT, name="p", model=model)
+            set_prefix_file(llm, "p")
+            engine.generate(said[:stored], 0)  # taken from the files, not computed
+        print(f"{name}: {stored:,} of {len(said):,} tokens from the store", flush=True)
+        for line in sys.stdin:
+            said += llm.tokenizer_encode(llm.apply_chat_template(line.strip()))
+            num_before, answers = len(answers), engine.generate(said[max(stored, engine.get_current_history()) :], 64)
+            said += [int(token) for token in answers[num_before:]]
+            print(said[-8:] if options else "".join(map(llm.tokenizer_decode, answers[num_before:])), flush=True)
+        tokens = engine.get_current_history()  # without a last token that ends the text
+        cache = PackedOptions(geometry=LAYOUT, valid_tokens=(tokens,), model=model, pid=os.getpid())
+        print(store.park(name, said[:tokens], read_layer_caches(kvmnn.open(live, packed=cache)), model=fingerprint))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+    sys.stdout.flush(), os._exit(0)  # the engine may crash in its static destructors

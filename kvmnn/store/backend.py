@@ -86,6 +86,15 @@ class StoredText(NamedTuple):
         return compute_sequence_key(self.namespace.key, self.ids)
 
 
+class StoreLimits(NamedTuple):
+    """Limits on the bytes of units; None for no limit."""
+
+    #: Of all units.
+    max_bytes: int | None = None
+    #: Of those of the tenant.
+    quota: int | None = None
+
+
 class UnitSlice(NamedTuple):
     """`take` tokens of a unit after its first `skip` tokens."""
 
@@ -176,6 +185,8 @@ class StoreBackend(Protocol):
     label: str
     """Name of the store in messages."""
     read_only: bool
+    tenant: str
+    """Whose sequences are listed and counted, and what the quota is of; the others are kept apart by their keys."""
     notes: list[str]
     """Problems that were repaired, one line each."""
     tables: TableSetCache

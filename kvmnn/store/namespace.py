@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterator, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ MAX_LAYERS = 4096
 MAX_MODEL_CHARACTERS = 256
 
 _MAX_SESSION_NAME_CHARACTERS = 256
+_TENANT_REGEX = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _MAX_KV_HEADS = 1 << 16
 _MAX_HEAD_DIM = 1 << 20
 _MAX_DOCUMENT_BYTES = 1 << 20
@@ -72,6 +74,8 @@ class Namespace:
     windows: tuple[LayerShape, ...] = ()
     #: Layer and name of each state other than K and V, in order.
     states: tuple[StateId, ...] = ()
+    #: Name of whom its sequences belong to; empty for those of a store that is not divided. It salts all keys.
+    tenant: str = ""
 
     @cached_property
     def key(self) -> bytes:
@@ -122,6 +126,8 @@ class Namespace:
         }
         if self.needs_state:
             document |= {"windows": _shapes_to_lists(self.windows), "states": [list(state) for state in self.states]}
+        if self.tenant:
+            document["tenant"] = self.tenant
         return json.dumps(document, separators=(",", ":"), sort_keys=True)
 
     def __str__(self) -> str:
@@ -176,6 +182,15 @@ def validate_model(model: object) -> str:
     return model
 
 
+def validate_tenant(name: object) -> str:
+    """Return the name of a tenant; raise `KvmnnError` or `TypeError` if it is invalid."""
+    if not isinstance(name, str):
+        raise TypeError(f"namespace must be a string, not {type(name).__name__}")
+    if not _TENANT_REGEX.fullmatch(name):
+        raise KvmnnError(f"namespace is {repr_short(name)}: expected 1 to 64 letters, digits and . _ -")
+    return name
+
+
 def validate_session_name(name: object, noun: str = "the name of a session") -> None:
     """Raise `KvmnnError` or `TypeError` for an invalid name of a session, or other `noun`."""
     if not isinstance(name, str):
@@ -186,11 +201,27 @@ def validate_session_name(name: object, noun: str = "the name of a session") -> 
         )
 
 
+_TENANT_SEPARATOR = "\x1f"  # no name of a session contains it
+
+
+def make_session_name(tenant: str, name: object, noun: str = "the name of a session") -> str:
+    """Return the name under which a session of a tenant is stored; raise as `validate_session_name`."""
+    validate_session_name(name, noun)
+    return f"{tenant}{_TENANT_SEPARATOR}{name}" if tenant else str(name)
+
+
+def list_session_names(tenant: str, stored_names: Iterable[str]) -> list[str]:
+    """Return the names of the sessions of a tenant, from those under which sessions are stored."""
+    pairs = [name.rpartition(_TENANT_SEPARATOR) for name in stored_names]
+    return [name for owner, _, name in pairs if owner == tenant]
+
+
 def build_namespace(
     layers: Sequence[LayerCache],
     model: str,
     windows: Sequence[LayerCache] = (),
     states: Sequence[OpaqueState] = (),
+    tenant: str = "",
 ) -> Namespace:
     """Return the namespace of the caches of all layers, in order; of `windows` only the last tokens are stored."""
     shapes, window_shapes = (
@@ -202,7 +233,9 @@ def build_namespace(
         raise KvmnnError(f"the layers are {' and '.join(sorted(found_dtypes))}: expected one dtype")
     names = tuple(StateId(state.layer, state.name) for state in states)
     return _validate_namespace(
-        Namespace(validate_model(model), found_dtypes.pop() if found_dtypes else "fp16", shapes, window_shapes, names)
+        Namespace(
+            validate_model(model), found_dtypes.pop() if found_dtypes else "fp16", shapes, window_shapes, names, tenant
+        )
     )
 
 
@@ -221,9 +254,17 @@ def parse_namespace(text: object, label: str) -> Namespace:
     for entry in root.get("states").read_list(max_len=_MAX_STATES) if needs_state else ():
         layer, name = entry.read_list(min_len=2, max_len=2)
         states.append(StateId(layer.read_int(0), name.read_str()))
+    tenant = root.get("tenant").read_str() if "tenant" in root.value else ""
     try:
         return _validate_namespace(
-            Namespace(validate_model(root.get("model").read_str()), dtype.read_str(), shapes, windows, tuple(states))
+            Namespace(
+                validate_model(root.get("model").read_str()),
+                dtype.read_str(),
+                shapes,
+                windows,
+                tuple(states),
+                validate_tenant(tenant) if tenant else "",
+            )
         )
     except KvmnnError as error:
         raise KvmnnError(f"{label}: {error}") from None

@@ -73,13 +73,17 @@ class SequenceStore:
         return [
             namespace
             for namespace in self._backend.list_namespaces()
-            if namespace.model == model and dtype in (None, namespace.dtype)
+            if namespace.tenant == self._backend.tenant
+            and namespace.model == model
+            and dtype in (None, namespace.dtype)
         ]
 
     def list_models(self) -> set[str]:
         """Return the fingerprints of all models that have stored sequences."""
         return {
-            namespace.model for namespace in self._backend.list_namespaces() if self._backend.has_sequences(namespace)
+            namespace.model
+            for namespace in self._backend.list_namespaces()
+            if namespace.tenant == self._backend.tenant and self._backend.has_sequences(namespace)
         }
 
     def put(

@@ -29,6 +29,7 @@ from .backend import (
     BackendUnavailableError,
     StoreBackend,
     StoredText,
+    StoreLimits,
     StoreSettings,
     check_settings_match,
 )
@@ -42,6 +43,7 @@ from .namespace import (
     to_token_ids,
     validate_layers,
     validate_session_name,
+    validate_tenant,
 )
 from .results import (
     CleanupResult,
@@ -139,6 +141,13 @@ class PrefixStore:
         Change nothing, and do not record uses: for a directory without write permission.
     create
         Create the store if it does not exist.
+    namespace
+        Whose sequences these are, such as the name of a tenant: 1 to 64 letters, digits and ``. _ -``. Its name salts
+        all keys, so that nobody finds what another namespace has, and `ls`, `models`, `sessions`, `stats` and
+        `resolve` are about this one alone. None for the sequences of no namespace. `gc` and `verify` are for all.
+    quota
+        Limit on the bytes of the units of this namespace, at least 1; None for no limit. Units are evicted as for
+        `max_bytes`, and none of another namespace.
 
     Raises
     ------
@@ -175,6 +184,8 @@ class PrefixStore:
         timeout: float | None = None,
         read_only: bool = False,
         create: bool = True,
+        namespace: str | None = None,
+        quota: int | None = None,
     ) -> None:
         options = CodecOptions(effort=effort)
         options.check()
@@ -183,6 +194,8 @@ class PrefixStore:
             block_tokens = validate_int(block_tokens, "block_tokens", 1, MAX_BLOCK_TOKENS)
         if max_bytes is not None:
             max_bytes = validate_int(max_bytes, "max_bytes", 1)
+        limits = StoreLimits(max_bytes, None if quota is None else validate_int(quota, "quota", 1))
+        tenant = self._tenant = "" if namespace is None else validate_tenant(namespace)
         if codec not in (None, *STORE_CODECS):
             raise OptionError(f"codec is {repr_short(codec)}: expected one of {', '.join(STORE_CODECS)}")
         settings = StoreSettings(block_tokens or DEFAULT_BLOCK_TOKENS, codec or DEFAULT_CODEC) if create else None
@@ -201,12 +214,15 @@ class PrefixStore:
                 new_settings=settings,
                 ram_bytes=DEFAULT_CACHE_BYTES if ram_bytes is None else validate_int(ram_bytes, "ram_bytes", 0),
                 read_only=read_only,
-                max_bytes=max_bytes,
+                limits=limits,
+                tenant=tenant,
             )
         elif ram_bytes is not None or timeout is not None:
             raise OptionError(f"{name}: ram_bytes and timeout are for stores past this machine, not for a directory")
         else:
-            directory = DirectoryBackend(Path(name), settings=settings, max_bytes=max_bytes, read_only=read_only)
+            directory = DirectoryBackend(
+                Path(name), settings=settings, limits=limits, tenant=tenant, read_only=read_only
+            )
             self._backend = directory
             counters_path = Path(name) / COUNTERS_FILE
             try:
@@ -304,7 +320,7 @@ class PrefixStore:
         full_layers, window_layers = split_windows(layers, windows)
         caches = validate_layers(full_layers, ids.size, window_layers)
         sorted_states = sorted(states, key=lambda state: (state.layer, state.name))
-        namespace = build_namespace(caches, model, window_layers, sorted_states)
+        namespace = build_namespace(caches, model, window_layers, sorted_states, self._tenant)
         state = StateToPut(window_layers, sorted_states) if namespace.needs_state else None
         try:
             result = self._with_retry(lambda: self._sequences.put(ids, caches, namespace, state))

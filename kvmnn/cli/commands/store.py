@@ -434,21 +434,21 @@ class _ActionSpec(NamedTuple):
     """Arguments after the store; empty if there are none. ``"[TEXT]"`` is a label or handle, in place of ids."""
 
 
-_MODEL_OPTIONS = ("token_ids", "text", "model", "fingerprint", "dtype")
+_MODEL_OPTIONS = ("token_ids", "text", "model", "fingerprint", "dtype", "namespace")
 _LAYOUT_OPTIONS = ("backend", "lp", "hp", "flash_block", "name", "capacity")
 _INPUT_OPTIONS = (
     *("tensor", "skip_unsupported", "token_major", "undo"),
     *(*shared_options.AXES_OPTION_NAMES, *packed_options.PACKED_OPTION_NAMES, *packed_options.SELECTION_OPTIONS),
 )
-_CREATION_OPTIONS = ("store_bytes", "block_tokens", "codec", "effort", "threads")
+_CREATION_OPTIONS = ("store_bytes", "namespace", "quota", "block_tokens", "codec", "effort", "threads")
 _SPEC_BY_ACTION = {
     "put": _ActionSpec((*_MODEL_OPTIONS, *_INPUT_OPTIONS, *_CREATION_OPTIONS, "rope", "force", "label"), "CACHE"),
     "match": _ActionSpec(_MODEL_OPTIONS, _REFERENCE),
     "get": _ActionSpec(
         (*_MODEL_OPTIONS, *_LAYOUT_OPTIONS, "output", "force", "threads", "cast", "rerotate", "partial"), _REFERENCE
     ),
-    "ls": _ActionSpec(),
-    "stat": _ActionSpec((), _REFERENCE),
+    "ls": _ActionSpec(("namespace",)),
+    "stat": _ActionSpec(("namespace",), _REFERENCE),
     "serve-metrics": _ActionSpec(("listen",)),
     "verify": _ActionSpec(("threads",)),
     "gc": _ActionSpec(("store_bytes",)),
@@ -499,6 +499,13 @@ def add_parser(subparsers: Any) -> None:
         "--fingerprint",
         metavar="TEXT",
         help="name of the model that computed it, without --model; with --model the engine's settings",
+    )
+    parser.add_argument("--namespace", metavar="NAME", help="whose texts: nobody finds those of another namespace")
+    parser.add_argument(
+        "--quota",
+        type=shared_options.parse_byte_count,
+        metavar="SIZE",
+        help="put, import: most bytes of the units of the namespace (default: no bound)",
     )
     parser.add_argument(
         "--size-limit",
@@ -651,6 +658,8 @@ def _run_action(arguments: argparse.Namespace) -> tuple[CommandResult, int]:
         rotary=_read_rope(arguments) if is_creating else None,
         effort=arguments.effort,
         threads=arguments.threads,
+        namespace=arguments.namespace,
+        quota=arguments.quota,
         create=is_creating,
         read_only=arguments.action in _READ_ONLY_ACTIONS
         or (arguments.action in _READ_IF_POSSIBLE_ACTIONS and _is_unwritable(arguments.store)),

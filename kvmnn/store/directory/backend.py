@@ -26,6 +26,7 @@ from ..backend import (
     PrefixMatch,
     StateLocation,
     StoredText,
+    StoreLimits,
     StoreSettings,
     UnitSlice,
     explain_settings,
@@ -37,9 +38,10 @@ from ..namespace import (
     TokenSequence,
     compute_block_keys,
     compute_sequence_key,
+    list_session_names,
+    make_session_name,
     to_sort_key,
     to_token_ids,
-    validate_session_name,
 )
 from ..read_path import UnitVerifier
 from ..results import (
@@ -144,11 +146,14 @@ class _Addition:
 class DirectoryBackend:
     """Unit files and their index in one folder, which is created if `settings` for a new store are specified."""
 
-    def __init__(self, folder: Path, *, settings: StoreSettings | None, max_bytes: int | None, read_only: bool) -> None:
+    def __init__(
+        self, folder: Path, *, settings: StoreSettings | None, limits: StoreLimits, tenant: str, read_only: bool
+    ) -> None:
         self.folder = folder
         self.label = str(folder)
         self.read_only = read_only
-        self._max_bytes = max_bytes
+        self.tenant = tenant
+        self._limits = limits
         if folder.exists() and not folder.is_dir():
             raise SourceError(f"{folder}: is not a prefix store, but a file: expected a directory")
         is_new = not folder.exists()
@@ -261,8 +266,7 @@ class DirectoryBackend:
                 self.recovery_files.save_namespace(namespace)
                 yield cursor, index_updates.ensure_namespace_id(cursor, namespace), addition
                 index_updates.restore_pins(cursor, self.make_lookup(cursor), sequence)
-                if self._max_bytes is not None:
-                    addition.removed_units += index_updates.evict_units(cursor, self._max_bytes)
+                addition.removed_units += self._evict_excess(cursor)
                 bytes_after = index_updates.read_total_bytes(cursor)
                 addition.removed_bytes = bytes_before + addition.stored_bytes - bytes_after
         except BaseException:
@@ -409,22 +413,45 @@ class DirectoryBackend:
         return bool(evictable_units)
 
     def enforce_limit(self) -> int:
-        if self._max_bytes is None:
-            return 0
         with self.index.begin_reading() as cursor:
-            if index_updates.read_total_bytes(cursor) <= self._max_bytes:
+            if not any(
+                index_updates.read_total_bytes(cursor, spaces) > limit for limit, spaces in self._list_limits(cursor)
+            ):
                 return 0
-        return self.evict_units(self._max_bytes).nbytes
+        return self._evict(self._evict_excess).nbytes
 
     def evict_units(self, max_bytes: int) -> RemovedUnits:
         """Remove the least recently used units until at most `max_bytes` are left."""
+        return self._evict(lambda cursor: index_updates.evict_units(cursor, max_bytes))
+
+    def _evict(self, evict: Callable[[ValidatingCursor], list[int]]) -> RemovedUnits:
         with self.index.begin_writing() as cursor:
             self._save_touched(cursor)
             bytes_before = index_updates.read_total_bytes(cursor)
-            evicted_units = index_updates.evict_units(cursor, max_bytes)
+            evicted_units = evict(cursor)
             removed_units = RemovedUnits(len(evicted_units), bytes_before - index_updates.read_total_bytes(cursor))
         self.files.delete_units(evicted_units)
         return removed_units
+
+    def _evict_excess(self, cursor: ValidatingCursor) -> list[int]:
+        """Delete the rows of units above the quota of the tenant, then of those above the limit of all."""
+        return [
+            unit
+            for limit, spaces in self._list_limits(cursor)
+            for unit in index_updates.evict_units(cursor, limit, spaces)
+        ]
+
+    def _list_limits(self, cursor: ValidatingCursor) -> Iterator[tuple[int, list[int] | None]]:
+        """Yield each limit, with the namespaces that it is for; None for all."""
+        if self._limits.quota is not None:
+            yield self._limits.quota, self._list_space_ids(cursor)
+        if self._limits.max_bytes is not None:
+            yield self._limits.max_bytes, None
+
+    def _list_space_ids(self, cursor: ValidatingCursor) -> list[int]:
+        """Return the row ids of the namespaces of the tenant."""
+        rows = cursor.fetch_rows(tuple[int, str], "SELECT id, document FROM space")
+        return [number for number, document in rows if parse_space_document(document, self.label).tenant == self.tenant]
 
     def check_open(self) -> None:
         self.index.check_open()
@@ -734,16 +761,22 @@ class DirectoryBackend:
                 f"coalesce(sum({expression}), 0)"
                 for expression in ("tokens = 0", "tokens", "bytes", _IS_SEQUENCE_END_SQL)
             )
+            own = f"unit.space IN ({','.join(map(str, self._list_space_ids(cursor)))})"
             num_units, num_states, tokens, nbytes, num_sequences = cursor.require_row(
-                tuple[int, int, int, int, int], f"SELECT count(*), {sums} FROM unit"
+                tuple[int, int, int, int, int], f"SELECT count(*), {sums} FROM unit WHERE {own}"
             )
-            state_bytes = cursor.require_number("SELECT coalesce(sum(skip), 0) FROM unit WHERE tokens = 0")
-            num_blocks, num_pins, num_sessions = (
-                cursor.require_number(f"SELECT count(*) FROM {table}") for table in ("block", "pin", "session")
+            state_bytes = cursor.require_number(f"SELECT coalesce(sum(skip), 0) FROM unit WHERE tokens = 0 AND {own}")
+            num_blocks, num_pins = (
+                cursor.require_number(f"SELECT count(*) FROM {table} JOIN unit ON unit.id = {table}.unit WHERE {own}")
+                for table in ("block", "pin")
             )
+            session_names = [name for (name,) in cursor.iter_rows(tuple[str], "SELECT name FROM session")]
+            if not self.tenant:
+                num_pins += cursor.require_number("SELECT count(*) FROM pin WHERE unit = 0")  # of texts that are lost
             rows = cursor.iter_rows(
                 tuple[str, int],
-                "SELECT space.document, sum(tokens) FROM unit JOIN space ON space.id = unit.space GROUP BY space.id",
+                "SELECT space.document, sum(tokens) FROM unit JOIN space ON space.id = unit.space "
+                f"WHERE {own} GROUP BY space.id",
             )
             by_space = [(parse_space_document(document, self.label), number) for document, number in rows]
         return StoreStats(
@@ -757,7 +790,7 @@ class DirectoryBackend:
             index_bytes=self.index.nbytes,
             models=tuple(sorted({namespace.model for namespace, _ in by_space})),
             pinned=num_pins,
-            sessions=num_sessions,
+            sessions=len(list_session_names(self.tenant, session_names)),
             codec=self.codec,
             asked_tokens=requested_tokens,
             found_tokens=hit_tokens,
@@ -767,7 +800,7 @@ class DirectoryBackend:
         labels = {text.key.hex(): label for label, text in self.iter_labels()}
         with self.index.begin_reading() as cursor:
             rows = self._list_text_rows(cursor)
-            total = cursor.require_number("SELECT coalesce(sum(bytes), 0) FROM unit")
+            total = index_updates.read_total_bytes(cursor, self._list_space_ids(cursor))
             keys = []
             for row in rows:
                 text = self._read_pinned_sequence(cursor, row.unit, row.tokens)
@@ -803,6 +836,7 @@ class DirectoryBackend:
         return [
             _TextRow(namespaces[number], tokens, nbytes, pins, uses_since, unit, bool(has_state))
             for number, tokens, nbytes, pins, uses_since, unit, has_state in rows
+            if namespaces[number].tenant == self.tenant
         ]
 
     def iter_texts(self) -> Iterator[StoredText]:
@@ -819,7 +853,7 @@ class DirectoryBackend:
     def iter_labels(self) -> Iterator[tuple[str, StoredText]]:
         namespaces = {namespace.key: namespace for namespace in self.list_namespaces()}
         for name, namespace_key, ids in self.recovery_files.iter_sequences(LABEL_SUFFIX):
-            if namespace_key in namespaces:
+            if namespace_key in namespaces and namespaces[namespace_key].tenant == self.tenant:
                 yield name, StoredText(namespaces[namespace_key], ids)
 
     def delete_labels(self, keys: Sequence[bytes]) -> None:
@@ -862,14 +896,14 @@ class DirectoryBackend:
         return unit is not None
 
     def save_session(self, name: str, namespace: Namespace, ids: Ids) -> None:
-        validate_session_name(name)
+        name = make_session_name(self.tenant, name)
         with self.index.begin_writing() as cursor:
             index_updates.save_session(cursor, name, namespace, ids)
             self.recovery_files.save_namespace(namespace)
             self.recovery_files.save_sequence(SavedSequence(name, namespace.key, ids))
 
     def get_session(self, name: str) -> tuple[Namespace, Ids]:
-        validate_session_name(name)
+        name = make_session_name(self.tenant, name)
         with self.index.begin_reading() as cursor:
             row = cursor.fetch_row(
                 tuple[str, bytes],
@@ -886,10 +920,11 @@ class DirectoryBackend:
 
     def list_sessions(self) -> list[str]:
         with self.index.begin_reading() as cursor:
-            return [name for (name,) in cursor.iter_rows(tuple[str], "SELECT name FROM session ORDER BY name")]
+            names = [name for (name,) in cursor.iter_rows(tuple[str], "SELECT name FROM session ORDER BY name")]
+        return list_session_names(self.tenant, names)
 
     def delete_session(self, name: str) -> None:
-        validate_session_name(name)
+        name = make_session_name(self.tenant, name)
         with self.index.begin_writing() as cursor:
             if cursor.execute("DELETE FROM session WHERE name = ?", (name,)) == 0:
                 raise KvmnnError(f"{self.label}: there is no session {repr_short(name)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from .index import Key, ValidatingCursor, create_tables, find_newest_index, make
 from .lookup import Lookup, find_stored_blocks
 
 _UNITS_PER_QUERY = 64
-_SELECT_LEAVES_SQL = "SELECT id, bytes FROM unit WHERE children = 0 AND pins = 0 ORDER BY used, id DESC"
+_SELECT_LEAVES_SQL = "SELECT id, bytes FROM unit WHERE children = 0 AND pins = 0{} ORDER BY used, id DESC"
 _LOST_UNIT = 0
 """The unit of a pin whose sequence is not completely stored; a put of the sequence renews the pin."""
 
@@ -178,9 +178,15 @@ def delete_units(cursor: ValidatingCursor, units: Iterable[int]) -> int:
     return nbytes
 
 
-def read_total_bytes(cursor: ValidatingCursor) -> int:
-    """Return the number of bytes of all units."""
-    return cursor.require_number("SELECT bytes FROM state")
+def read_total_bytes(cursor: ValidatingCursor, spaces: Sequence[int] | None = None) -> int:
+    """Return the number of bytes of all units, or of those of some namespaces."""
+    if spaces is None:
+        return cursor.require_number("SELECT bytes FROM state")
+    return cursor.require_number(f"SELECT coalesce(sum(bytes), 0) FROM unit WHERE space IN {_format_numbers(spaces)}")
+
+
+def _format_numbers(numbers: Sequence[int]) -> str:
+    return f"({','.join(map(str, numbers))})"
 
 
 def list_with_descendants(cursor: ValidatingCursor, unit: int) -> list[int]:
@@ -199,16 +205,22 @@ def list_all_with_descendants(cursor: ValidatingCursor, units: Iterable[int]) ->
     return list(dict.fromkeys(descendant for unit in units for descendant in list_with_descendants(cursor, unit)))
 
 
-def evict_units(cursor: ValidatingCursor, max_bytes: int) -> list[int]:
-    """Delete the rows of the least recently used units, ends of sequences first; return the units."""
+def evict_units(cursor: ValidatingCursor, max_bytes: int, spaces: Sequence[int] | None = None) -> list[int]:
+    """Delete the rows of the least recently used units, ends of sequences first; return the units.
+
+    With `spaces`, only units of these namespaces are evicted, until at most `max_bytes` of them are left.
+    """
+    condition = "" if spaces is None else f" AND space IN {_format_numbers(spaces)}"
     parent_of_state_query = (  # it is of no use without its state
         "SELECT id, bytes FROM unit WHERE id = (SELECT parent FROM unit WHERE id = ? AND tokens = 0) "
         "AND children = 1 AND pins = 0"
     )
     evicted: list[int] = []
-    remaining_bytes = read_total_bytes(cursor)
+    remaining_bytes = read_total_bytes(cursor, spaces)
     while remaining_bytes > max_bytes:
-        leaves = cursor.fetch_rows(tuple[int, int], f"{_SELECT_LEAVES_SQL} LIMIT ?", (_UNITS_PER_QUERY,))
+        leaves = cursor.fetch_rows(
+            tuple[int, int], f"{_SELECT_LEAVES_SQL.format(condition)} LIMIT ?", (_UNITS_PER_QUERY,)
+        )
         if not leaves:
             break
         batch: dict[int, None] = {}
@@ -231,7 +243,7 @@ def list_evictable_leaves(cursor: ValidatingCursor, max_bytes: int) -> list[int]
     """Return those units that `evict_units` would delete and that no unit follows."""
     remaining_bytes = read_total_bytes(cursor)
     leaf_ids = []
-    for unit, nbytes in cursor.iter_rows(tuple[int, int], _SELECT_LEAVES_SQL):
+    for unit, nbytes in cursor.iter_rows(tuple[int, int], _SELECT_LEAVES_SQL.format("")):
         if remaining_bytes <= max_bytes:
             break
         remaining_bytes -= nbytes

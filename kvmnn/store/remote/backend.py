@@ -25,6 +25,7 @@ from ..backend import (
     NewUnit,
     PrefixMatch,
     StateLocation,
+    StoreLimits,
     StoreSettings,
     UnitSlice,
     check_settings_match,
@@ -142,8 +143,10 @@ class RemoteBackendBase:
         new_settings: StoreSettings | None,
         ram_bytes: int,
         read_only: bool,
-        max_bytes: int | None = None,
+        limits: StoreLimits,
+        tenant: str,
     ) -> None:
+        self.tenant = tenant
         self.label = key_values.label
         self.key_values = key_values
         self.read_only = read_only
@@ -161,10 +164,11 @@ class RemoteBackendBase:
         self._record_names: dict[int, str] = {}
         self._damaged_units: set[int] = set()
         self._lock = threading.Lock()
-        self._max_bytes = max_bytes
-        self._last_total_bytes: int | None = None
-        """Bytes of all units when this process last counted them; None before."""
-        self._bytes_since_count = 0
+        self._limits = limits
+        self._last_bytes: dict[str | None, int] = {}
+        """Bytes of the units of the tenant, and by the key None of all, when this process last counted them."""
+        self._bytes_since_count: dict[str | None, int] = {}
+        """Bytes that this process has put since, by the same keys."""
         self._touched_units: dict[int, None] = {}
         self._last_touch_time = time.monotonic()
         self._lru_clock = 0
@@ -406,26 +410,30 @@ class RemoteBackendBase:
 
         All records are read for it, so it does nothing until this process has put enough since the last count.
         """
-        if self._max_bytes is None:
-            return 0
-        self._bytes_since_count += stored_bytes
-        if (
-            self._last_total_bytes is not None
-            and self._last_total_bytes + self._bytes_since_count <= self._max_bytes
-            and self._bytes_since_count <= self._max_bytes // _LIMIT_CHECK_DIVISOR
-        ):
-            return 0
-        self.touch((), immediately=True)
-        return self._evict_units(self._max_bytes)[1]
+        removed_bytes = 0
+        for limit, tenant in ((self._limits.quota, self.tenant), (self._limits.max_bytes, None)):
+            if limit is None:
+                continue
+            since_count = self._bytes_since_count[tenant] = self._bytes_since_count.get(tenant, 0) + stored_bytes
+            if (
+                tenant not in self._last_bytes
+                or self._last_bytes[tenant] + since_count > limit
+                or since_count > limit // _LIMIT_CHECK_DIVISOR
+            ):
+                self.touch((), immediately=True)
+                removed_bytes += self._evict_units(limit, tenant)[1]
+        return removed_bytes
 
-    def _evict_units(self, max_bytes: int) -> tuple[int, int]:
-        """Evict units until at most `max_bytes` are left; return how many, and their bytes."""
+    def _evict_units(self, max_bytes: int, tenant: str | None = None) -> tuple[int, int]:
+        """Evict units, or those of a tenant, until at most `max_bytes` are left; return how many, and their bytes."""
+        keys = {namespace.key for namespace in self.list_namespaces() if tenant in (None, namespace.tenant)}
         for _ in range(_MAX_EVICTION_TRIES):  # fails if other pins are set meanwhile
             stored_names = set(self.key_values.list_names("units"))
             record_by_unit = {
                 record.unit: record
                 for _, record in self.iter_records()
                 if record is not None and f"{record.unit:032x}" in stored_names
+                if tenant is None or record.namespace_key in keys
             }
             records = list(record_by_unit.values())
             pins = read_pins(self.key_values)
@@ -434,7 +442,7 @@ class RemoteBackendBase:
             evicted = select_evicted(records, self.block_tokens, ticks, list_end_units(pins), total_bytes - max_bytes)
             nbytes = sum(record.nbytes for record in evicted)
             if not evicted or self._delete_unless_pinned(evicted, pins):
-                self._last_total_bytes, self._bytes_since_count = total_bytes - nbytes, 0
+                self._last_bytes[tenant], self._bytes_since_count[tenant] = total_bytes - nbytes, 0
                 return len(evicted), nbytes
         return 0, 0
 
@@ -495,7 +503,7 @@ class RemoteBackendBase:
 
         It does nothing if uses cost a request each and this process has no limit to enforce.
         """
-        if self.read_only or not (self.key_values.has_cheap_touch or self._max_bytes is not None):
+        if self.read_only or not (self.key_values.has_cheap_touch or any(limit is not None for limit in self._limits)):
             return
         with self._lock:
             for unit in units:  # in order of last use

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -23,9 +23,10 @@ from ..namespace import (
     Namespace,
     TokenSequence,
     compute_sequence_key,
+    list_session_names,
+    make_session_name,
     parse_namespace,
     to_token_ids,
-    validate_session_name,
 )
 from ..read_path import MissingUnitError, UnitVerifier
 from ..results import (
@@ -141,7 +142,7 @@ class RemoteBackend(RemoteBackendBase):
             bytes=nbytes + sum(record.nbytes for record in orphans),
             other_files=len(deletable_names) + self.key_values.remove_stale(),
             young_files=len(unused_names) - len(deletable_names),
-            kept=explain_pinned_bytes(self._last_total_bytes or 0, max_bytes),
+            kept=explain_pinned_bytes(self._last_bytes.get(None, 0), max_bytes),
             foreign=tuple(sorted({*(f"units/{name}" for name in foreign_names), *self.key_values.list_foreign()})),
         )
 
@@ -235,8 +236,22 @@ class RemoteBackend(RemoteBackendBase):
         (data,) = self.key_values.get_many([make_unit_name(unit)])
         return None if data is None else np.frombuffer(data, np.uint8)
 
+    def _count_pins(self, own_units: Collection[int]) -> int:
+        """Count the pins of the tenant; those of no stored unit belong to a store that is not divided."""
+        stored_units = {record.unit for record in self.list_valid_records()}
+        pins = read_pins(self.key_values).values()
+        return sum(
+            any(unit in own_units for unit in pin.end_units)
+            or (not self.tenant and not stored_units.intersection(pin.end_units))
+            for pin in pins
+        )
+
+    def _get_own_namespaces(self) -> dict[bytes, Namespace]:
+        """Return the namespaces of the tenant by their keys."""
+        return {namespace.key: namespace for namespace in self.list_namespaces() if namespace.tenant == self.tenant}
+
     def collect_stats(self, requested_tokens: int, hit_tokens: int) -> StoreStats:
-        namespaces = {namespace.key: namespace for namespace in self.list_namespaces()}
+        namespaces = self._get_own_namespaces()
         all_records = [record for record in self.list_valid_records() if record.namespace_key in namespaces]
         states = _select_states(all_records)
         unit_records = [record for record in all_records if not isinstance(record, StateRecord)]
@@ -252,7 +267,7 @@ class RemoteBackend(RemoteBackendBase):
             + sum(record.ids.size * namespaces[record.namespace_key].token_bytes for record in unit_records),
             index_bytes=0,
             models=tuple(sorted({namespaces[record.namespace_key].model for record in unit_records})),
-            pinned=len(read_pins(self.key_values)),
+            pinned=self._count_pins({record.unit for record in all_records}),
             sessions=len(self.list_sessions()),
             codec=self.codec,
             asked_tokens=requested_tokens,
@@ -260,7 +275,7 @@ class RemoteBackend(RemoteBackendBase):
         )
 
     def list_entries(self) -> StoreListing:
-        namespaces: dict[bytes, Namespace] = {namespace.key: namespace for namespace in self.list_namespaces()}
+        namespaces = self._get_own_namespaces()
         valid_records = [record for record in self.list_valid_records() if record.namespace_key in namespaces]
         pinned = list_end_units(read_pins(self.key_values))
         ticks = read_ticks(self.key_values, valid_records)
@@ -295,7 +310,7 @@ class RemoteBackend(RemoteBackendBase):
         return StoreListing(texts=tuple(entries), bytes=sum(record.nbytes for record in valid_records))
 
     def iter_texts(self) -> Iterator[StoredText]:
-        namespaces = {namespace.key: namespace for namespace in self.list_namespaces()}
+        namespaces = self._get_own_namespaces()
         valid_records = [record for record in self.list_valid_records() if record.namespace_key in namespaces]
         unit_records = [record for record in valid_records if not isinstance(record, StateRecord)]
         size = self.block_tokens
@@ -317,7 +332,9 @@ class RemoteBackend(RemoteBackendBase):
                 with suppress(KvmnnError):
                     if data is not None:
                         label = parse_document(data, "a label", _MAX_SESSION_BYTES).get("name").read_str()
-                        yield label, StoredText(*_decode_saved_text(data, "a label", label))
+                        text = StoredText(*_decode_saved_text(data, "a label", label))
+                        if text.namespace.tenant == self.tenant:
+                            yield label, text
 
     def delete_labels(self, keys: Sequence[bytes]) -> None:
         self.check_writable()
@@ -347,15 +364,19 @@ class RemoteBackend(RemoteBackendBase):
 
     def save_session(self, name: str, namespace: Namespace, ids: Ids) -> None:
         self.check_writable()
-        self.key_values.put_many({_make_session_key(name): _encode_saved_text(name, namespace, ids)})
+        stored_name = make_session_name(self.tenant, name)
+        self.key_values.put_many({_make_session_key(stored_name): _encode_saved_text(stored_name, namespace, ids)})
 
     def get_session(self, name: str) -> tuple[Namespace, Ids]:
-        return _decode_saved_text(self._read_session_bytes(name), f"{self.label}: session {repr_short(name)}", name)
+        stored_name = make_session_name(self.tenant, name)
+        data = self._read_session_bytes(stored_name)
+        return _decode_saved_text(data, f"{self.label}: session {repr_short(name)}", stored_name)
 
     def _read_session_bytes(self, name: str) -> bytes:
         (data,) = self.key_values.get_many([_make_session_key(name)])
         if data is None:
-            raise KvmnnError(f"{self.label}: there is no session {repr_short(name)}")
+            (shown_name,) = list_session_names(self.tenant, [name])
+            raise KvmnnError(f"{self.label}: there is no session {repr_short(shown_name)}")
         return data
 
     def list_sessions(self) -> list[str]:
@@ -365,12 +386,13 @@ class RemoteBackend(RemoteBackendBase):
                 session_names.append(bytes.fromhex(key).decode())
             except ValueError:
                 continue
-        return sorted(session_names)
+        return sorted(list_session_names(self.tenant, session_names))
 
     def delete_session(self, name: str) -> None:
         self.check_writable()
-        self._read_session_bytes(name)
-        self.key_values.delete([_make_session_key(name)])
+        stored_name = make_session_name(self.tenant, name)
+        self._read_session_bytes(stored_name)
+        self.key_values.delete([_make_session_key(stored_name)])
 
 
 def _encode_saved_text(name: str, namespace: Namespace, ids: Ids) -> bytes:
@@ -417,7 +439,6 @@ def _compute_session_checksum(name: str, namespace: Namespace, ids: Ids) -> str:
 
 
 def _make_session_key(name: str) -> str:
-    validate_session_name(name)
     return f"{_SESSIONS_FOLDER}/{name.encode().hex()}"
 
 

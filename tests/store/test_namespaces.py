@@ -1,0 +1,137 @@
+"""Namespaces: no hit, no listing and no eviction across them; their keys are those of another implementation."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from prefixes import DIMS, HEADS, MODEL, agreeing, layers_of, same
+
+from kvmnn import KvmnnError
+from kvmnn.store import PrefixStore
+
+pytest.importorskip("fsspec")
+
+IDS = list(range(150))
+
+
+@pytest.fixture(params=["directory", "redis", "file"])
+def url(request: pytest.FixtureRequest, new_url: Callable[[str], str]) -> str:
+    return new_url(request.param)
+
+
+def model_key(tenant: str, ids: list[int]) -> str:
+    """Key of a text, as docs/prefix-store.md says it, from hashlib and json alone."""
+    document = {"dtype": "fp16", "layers": [[0, HEADS, DIMS], [1, HEADS, DIMS]], "model": MODEL, "tenant": tenant}
+    if not tenant:
+        del document["tenant"]
+    text = json.dumps(document, separators=(",", ":"), sort_keys=True)
+    space = hashlib.blake2b(b"kvmnn prefix store 1\n" + text.encode(), digest_size=16).digest()
+    return hashlib.blake2b(b"text" + space + struct.pack(f"<{len(ids)}I", *ids), digest_size=16).hexdigest()
+
+
+@pytest.mark.parametrize("tenant", ["", "a", "B.c_d-9", "x" * 64])
+def test_namespace_salts_keys_as_documented(url: str, tenant: str) -> None:
+    with PrefixStore(url, namespace=tenant or None) as store:
+        store.put(IDS, layers_of(IDS), model=MODEL)
+        (entry,) = store.ls().texts
+        assert entry.key == model_key(tenant, IDS)
+
+
+def test_namespace_key_of_a_vector() -> None:
+    assert model_key("a", [1, 2, 3]) == "80611e16bf17fefc662603c92fecdd8a"
+
+
+def test_namespaces_share_and_show_nothing(url: str) -> None:
+    for tenant, ids in (("a", IDS), ("b", IDS[:70]), (None, [1, 2])):
+        with PrefixStore(url, namespace=tenant) as store:
+            assert (store.match(IDS, model=MODEL), store.models, store.sessions()) == (0, (), [])
+            put = store.put(ids, layers_of(ids), model=MODEL, label="same")
+            assert (put.known_tokens, put.stored_tokens) == (0, len(ids))
+            store.park("chat", ids, layers_of(ids), model=MODEL)
+            store.pin(ids, model=MODEL)
+    for tenant, ids in (("a", IDS), ("b", IDS[:70]), (None, [1, 2])):
+        with PrefixStore(url, namespace=tenant) as store:
+            (entry,) = store.ls().texts
+            stats = store.stats()
+            assert (entry.tokens, store.ls().bytes, stats.bytes) == (len(ids), entry.bytes, entry.bytes)
+            assert (stats.texts, stats.tokens, stats.sessions, stats.pinned) == (1, len(ids), 1, 1)
+            assert store.resolve("same").ids.tolist() == store.resume("chat").token_ids == ids
+            assert store.sessions() == ["chat"]
+    with PrefixStore(url, namespace="a") as store:
+        store.forget("chat")
+        store.unpin(IDS, model=MODEL)
+        store.delete(IDS, model=MODEL)
+        assert (store.ls().texts, store.sessions()) == ((), [])
+    with PrefixStore(url, namespace="b") as store:
+        assert store.resume("chat").prefix.tokens == 70
+        assert store.verify().units == 2
+
+
+def test_quota_evicts_its_own_namespace_alone(url: str) -> None:
+    texts = [[number, *range(70)] for number in range(6)]
+    with PrefixStore(url, namespace="b") as store:
+        store.put(IDS, layers_of(IDS), model=MODEL)
+        other_bytes = store.stats().bytes
+    with PrefixStore(url, namespace="a") as store:
+        one_bytes = store.put(texts[0], layers_of(texts[0]), model=MODEL).stored_bytes
+    with PrefixStore(url, namespace="a", quota=3 * one_bytes + one_bytes // 2) as store:
+        for ids in texts[1:]:
+            store.put(ids, layers_of(ids), model=MODEL)
+        assert store.stats().bytes <= 3 * one_bytes + one_bytes // 2
+        assert [store.match(ids, model=MODEL) > 0 for ids in texts] == [False] * 3 + [True] * 3
+    with PrefixStore(url, namespace="b", quota=1) as store:
+        assert store.match(IDS, model=MODEL) == 150
+        put = store.put([7], layers_of([7]), model=MODEL)
+        assert (put.stored_tokens, store.stats().bytes) == (0, 0)
+        assert put.removed_bytes > other_bytes
+    with PrefixStore(url, namespace="a") as store:
+        assert store.stats().texts == 3
+
+
+@pytest.mark.parametrize(("name", "said"), [("", "namespace is ''"), ("a/b", "namespace is 'a/b'"), ("x" * 65, "is")])
+def test_invalid_namespace_is_refused(tmp_path: Path, name: str, said: str) -> None:
+    with pytest.raises(KvmnnError, match=said):
+        PrefixStore(tmp_path, namespace=name)
+    with pytest.raises(TypeError, match="namespace must be a string"):
+        PrefixStore(tmp_path, namespace=5)  # type: ignore[arg-type]
+    with pytest.raises(KvmnnError, match="quota is 0"):
+        PrefixStore(tmp_path, quota=0)
+
+
+@pytest.mark.parametrize(("steps", "lookups"), [(40, 5), pytest.param(600, 42, marks=pytest.mark.slow)])
+def test_random_operations_never_cross_namespaces(tmp_path: Path, steps: int, lookups: int) -> None:
+    """Against a model that knows what each namespace has put: 10^5 look-ups in all namespaces in the slow run."""
+    rng = random.Random(steps)
+    tenants = ["a", "b", "c", None]
+    texts = [[rng.randrange(3) for _ in range(rng.randrange(1, 40))] for _ in range(60)]
+    seeds = {tenant: bytes([number]) for number, tenant in enumerate(tenants)}
+    known: dict[str | None, list[list[int]]] = {tenant: [] for tenant in tenants}
+    stores = {tenant: PrefixStore(tmp_path, block_tokens=8, codec="frames", namespace=tenant) for tenant in tenants}
+    for _ in range(steps):
+        tenant, ids = rng.choice(tenants), rng.choice(texts)
+        store, action = stores[tenant], rng.randrange(10)
+        if action < 3:
+            store.put(ids, layers_of(ids, seed=seeds[tenant]), model=MODEL)
+            known[tenant].append(ids)
+        elif action == 3:
+            try:
+                store.delete(ids, model=MODEL)
+            except KvmnnError:
+                continue
+            known[tenant] = [text for text in known[tenant] if text != ids]
+        elif action == 4 and rng.random() < 0.1:
+            stores[None].gc(rng.randrange(20_000))
+        for other in tenants:
+            for text in [ids, *rng.choices(texts, k=lookups - 1)]:
+                found = stores[other].match(text, model=MODEL)
+                assert found <= max((agreeing(known_text, text) for known_text in known[other]), default=0)
+        prefix = store.get(ids, model=MODEL)
+        assert same(prefix.layers, ids, prefix.tokens, seed=seeds[tenant]) or not prefix.tokens
+    for opened in stores.values():
+        opened.close()

@@ -24,7 +24,7 @@ PAGE = DOCS / "prefix-store.md"
 
 def test_python_examples_run() -> None:
     failed, tried = doctest.testfile(str(PAGE), module_relative=False)
-    assert (failed, tried) == (0, 27)
+    assert (failed, tried) == (0, 28)
 
 
 def test_call_table_lists_every_method() -> None:

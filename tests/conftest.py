@@ -60,13 +60,15 @@ def without_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
     A process for each configuration takes a second or two of CPU time to start.
     """
-    from kvmnn.evaluation import workers
+    from kvmnn.evaluation import EvaluationSettings, workers
+    from kvmnn.evaluation.measure import CellMeasurer
 
-    monkeypatch.setattr(
-        workers,
-        "_run_in_workers",
-        lambda tasks, model, settings, jobs, start: workers._run_in_process(tasks, model, settings, start),
-    )
+    def run_here(tasks, order, jobs):
+        settings = EvaluationSettings.from_dict(order["settings"])
+        measurer = CellMeasurer(order["model"], settings, order["start"], order["references"])
+        return workers._run_in_process(tasks, measurer)
+
+    monkeypatch.setattr(workers, "_run_in_workers", run_here)
 
 
 @pytest.fixture(scope="session")

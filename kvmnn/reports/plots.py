@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from .._util.packages import import_optional
 from ..errors import KvmnnError, OptionError
 from ..files.atomic import DirectoryOutput
-from . import figures, plot_style
+from . import divergence_figure, figures, plot_style
 from .figures import NothingToShowError
 from .records import EvaluationResultsProtocol
 
@@ -90,6 +90,7 @@ DRAW_FUNCTIONS: dict[str, Callable[[EvaluationResultsProtocol], Figure]] = {
         figures.improvement_summary,
         figures.memory_over_time,
         figures.keep_map,
+        divergence_figure.kl_over_bytes,
     )
 }
 """Every plot by its name, which is its file's name."""

@@ -56,7 +56,7 @@ def group_into_series(rows: Sequence[ResultRow], ignored_options: Sequence[str] 
             for name in _find_distinguishing_options(same_policy_rows, ignored_options)
         ]
         name = " ".join(_build_name_parts(row, options))
-        key = (row.policy, *options)
+        key = (row.policy, row.codec, *options)
         series = series_by_key.setdefault(key, RowSeries(name))
         if any(
             _make_budget_key(row, ignored_options) == _make_budget_key(candidate, ignored_options)
@@ -69,10 +69,12 @@ def group_into_series(rows: Sequence[ResultRow], ignored_options: Sequence[str] 
 
 
 def _build_name_parts(row: ResultRow, options: Sequence[str]) -> list[str]:
-    """Build the name of a row's series: policy, distinguishing options, and initial cache."""
+    """Build the name of a row's series: policy, distinguishing options, codec, and initial cache."""
     start = [] if row.initial_cache is None else [f"from {row.initial_cache}"]
-    policy = [] if start and row.policy == FullCache.name else [row.policy]
-    return [*policy, *(text for text in options if text), *start]
+    policy = [] if (start or row.codec) and row.policy == FullCache.name else [row.policy]
+    names = [*policy, *(text for text in options if text)]
+    codec = [] if row.codec is None else ["+", row.codec] if names else [row.codec]
+    return [*names, *codec, *start]
 
 
 class LineStyles:
@@ -153,7 +155,8 @@ def _make_family_key(row: ResultRow, rows: Sequence[ResultRow]) -> tuple[object,
     """Return the policy and those of its text options that differ between its rows."""
     same_policy_rows = [candidate for candidate in rows if candidate.policy == row.policy]
     values = [_resolve_options(row).get(name) for name in _find_distinguishing_options(same_policy_rows, ())]
-    return (row.policy, *(value for value in values if isinstance(value, str)))
+    codec = row.codec if row.policy == FullCache.name else None
+    return (row.policy, codec, *(value for value in values if isinstance(value, str)))
 
 
 def _has_differing_option(rows: Sequence[ResultRow], name: str) -> bool:

@@ -44,9 +44,9 @@ def test_report_reads_printed_json(run, tmp_path, saved):
     assert read_results(path) == read_results(saved) == document()
     found = json.loads(run("report", path, "-o", tmp_path / "p", "--plot-format", "pdf", "--no-titles", "--json").out)
     assert [Path(name).name for name in found["files"]] == [
-        f"{name}.pdf" for name in plots.DRAW_FUNCTIONS if name != "improvement_summary"
+        f"{name}.pdf" for name in plots.DRAW_FUNCTIONS if name not in ("improvement_summary", "kl_over_bytes")
     ]
-    assert list(found["left_out"]) == ["improvement_summary"]
+    assert list(found["left_out"]) == ["improvement_summary", "kl_over_bytes"]
     assert b"Perplexity over budget" not in b"".join(path.read_bytes() for path in (tmp_path / "p").iterdir())
 
 

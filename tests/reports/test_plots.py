@@ -32,9 +32,10 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.mark.slow
 def test_write_plots_writes_all_as_png_and_svg(written: list[Path]) -> None:
-    drawn = [name for name in plots.DRAW_FUNCTIONS if name != "improvement_summary"]  # the sample has no ablation
+    not_drawn = ("improvement_summary", "kl_over_bytes")  # the sample has no ablation and no divergences
+    drawn = [name for name in plots.DRAW_FUNCTIONS if name not in not_drawn]
     assert [path.name for path in written] == [f"{name}.{kind}" for name in drawn for kind in ("png", "svg")]
-    assert len(plots.DRAW_FUNCTIONS) == 8
+    assert len(plots.DRAW_FUNCTIONS) == 9
     for path in written:
         head = path.read_bytes()[:200]
         assert head.startswith(b"\x89PNG\r\n" if path.suffix == ".png" else b"<?xml"), path
@@ -93,6 +94,7 @@ def test_write_plots_without_data_reports_skip_reasons(tmp_path: Path) -> None:
         "improvement_summary": "no two rows differ in an improvement of l2_compress only (--preset knorm-ablation)",
         "memory_over_time": "no run recorded the bytes of its cache",
         "keep_map": "no run that cuts the cache recorded which tokens live",
+        "kl_over_bytes": "no row has a divergence from the full cache above 0",
     }
 
 
@@ -291,7 +293,9 @@ def test_policy_has_one_colour_in_all_figures() -> None:
     }
     assert len(set(expected.values())) == 5
     seen = dict.fromkeys(expected, 0)
-    for draw in [draw for name, draw in plots.DRAW_FUNCTIONS.items() if name != "improvement_summary"]:
+    for draw in [
+        draw for name, draw in plots.DRAW_FUNCTIONS.items() if name not in ("improvement_summary", "kl_over_bytes")
+    ]:
         for text, colour in colours_of(draw(sample)).items():
             for name, wanted in expected.items():
                 if name in text:

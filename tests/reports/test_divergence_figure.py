@@ -1,0 +1,64 @@
+"""The figure of divergence over bytes: points, series, and the Pareto front next to a plain search."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from lm_results import results, row
+
+from kvmnn.reports import divergence_figure, plot_style
+from kvmnn.reports.divergence_figure import find_pareto_front, kl_over_bytes
+from kvmnn.reports.figures import NothingToShowError
+from kvmnn.reports.records import DivergenceStats
+from kvmnn.reports.series import group_into_series
+
+
+def point(label: str, policy: str, nbytes: float, kl: float, **more):
+    divergence = DivergenceStats(tokens=9, kl=kl, kl_p99=kl, agreement=0.9)
+    sizes = {"bytes_per_token": nbytes, "frame_bytes_per_token": nbytes * 0.8}
+    return row(label, policy, perplexity=9.0, divergence=divergence, **sizes, **more)
+
+
+ROWS = [
+    row("full", "full", kind="LOSSLESS", perplexity=8.0, bytes_per_token=4000.0),
+    point("streaming 64", "streaming", 500.0, 0.1, budget=64),
+    point("streaming 128", "streaming", 1000.0, 0.04, budget=128),
+    point("streaming 64 + q8_0", "streaming", 266.0, 0.11, budget=64, codec="q8_0"),
+    point("q8_0", "full", 2100.0, 0.001, codec="q8_0"),
+    point("q4_0", "full", 1100.0, 0.05, codec="q4_0"),
+    point("streaming 900", "streaming", 4000.0, 0.0, budget=900),
+]
+
+
+def test_find_pareto_front_equals_plain_search() -> None:
+    generator = np.random.default_rng(2)
+    for _ in range(30):
+        points = [tuple(pair) for pair in generator.integers(0, 8, (12, 2)).tolist()]
+        best = {a for a in points if not any(b[0] <= a[0] and b[1] <= a[1] and b != a for b in points)}
+        front = [points[index] for index in find_pareto_front(points)]
+        assert set(front) == best and front == sorted(best)
+
+
+def test_kl_over_bytes_shows_rows_with_a_divergence_and_the_front(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = []
+    monkeypatch.setattr(divergence_figure.plot_style, "add_line_labels", lambda _, found: ends.extend(found))
+    with plot_style.use_style():
+        figure = kl_over_bytes(results(ROWS))
+    assert [end.name for end in ends] == ["streaming", "streaming + q8_0", "q8_0", "q4_0"]
+    axes = figure.axes[0]
+    rings = axes.lines[-1]
+    front = list(zip(rings.get_xdata(), rings.get_ydata(), strict=True))
+    assert front == [(266, 0.11), (500, 0.1), (1000, 0.04), (2100, 0.001)]
+    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
+    colours = {line.get_color() for line in axes.lines if line.get_xdata()[0] in (2100, 1100)}
+    assert len(colours) == 2  # each codec of the full cache has its own
+
+
+def test_kl_over_bytes_without_divergences_says_so() -> None:
+    with pytest.raises(NothingToShowError, match="no row has a divergence"):
+        kl_over_bytes(results([ROWS[0], ROWS[-1]]))
+
+
+def test_series_of_codecs_are_apart() -> None:
+    names = [entry.name for entry in group_into_series(ROWS[1:])]
+    assert names == ["streaming", "streaming + q8_0", "q8_0", "q4_0"]

@@ -52,8 +52,10 @@ def import_optional(name: str) -> Any:
         module = importlib.import_module(name)
     except ImportError as error:
         package_name = name.partition(".")[0]
+        extra_text = ", the extra lm: pip install 'kvmnn[lm]'" if package_name in _PACKAGES_BY_NEED else ""
         raise MissingDependencyError(
-            f"this needs the package {package_name}: pip install {_PACKAGES_BY_NEED.get(package_name, package_name)}"
+            f"this needs the package {package_name}: pip install "
+            f"{_PACKAGES_BY_NEED.get(package_name, package_name)}{extra_text}"
         ) from error
     if name == "onnxruntime":
         module.set_default_logger_severity(_FATAL_SEVERITY)

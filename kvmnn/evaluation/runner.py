@@ -24,6 +24,7 @@ from ..errors import KvmnnError, OptionError
 from ..files.journal import JournalFormat, KeyedJournal
 from ..files.urls import redact_url
 from ..lm.documents import Document, Ids, TextOptions, read_documents
+from ..lm.importer.import_result import describe_weights
 from ..lm.onnx.model_files import CACHED_GRAPH_MARK, find_model
 from ..lm.tokenizer import Tokenizer
 from ..lm.warm_start import InitialCache, read_initial_cache, read_model_interface
@@ -335,8 +336,13 @@ class EvaluationRun:
         return self.start.name if self.start is not None and self.configurations[number].uses_initial_cache else None
 
     def _build_model_info(self, model_info: ModelInfo) -> EvaluatedModelInfo:
+        files = find_model(self.model)
         return EvaluatedModelInfo(
-            path=self.model, name=Path(self.model).name, sha256=self.sha256, **model_info.to_dict()
+            path=self.model,
+            name=Path(self.model).name,
+            sha256=self.sha256,
+            **describe_weights(files.graph.parent, files.config),
+            **model_info.to_dict(),
         )
 
     def _describe_settings(self) -> EvaluationSettingsInfo:

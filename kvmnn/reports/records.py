@@ -428,11 +428,16 @@ class ModelInfo(Record):
 class EvaluatedModelInfo(ModelInfo):
     """The model: its path, the SHA-256 of its graph and weights, and its shape."""
 
-    json_keys = "path name sha256 layers kv_heads query_heads head_dim cache_dtype vocab max_positions"
+    json_keys = (
+        "path name sha256 architecture weights layers kv_heads query_heads head_dim cache_dtype vocab max_positions"
+    )
 
     path: str
     name: str
     sha256: str
+    #: Architecture, and element types of the weights in their source and as they are stored, as far as files say them.
+    architecture: str | None = field(default=None, metadata={"omit": True})
+    weights: str | None = field(default=None, metadata={"omit": True})
 
 
 class SettingsProtocol(Protocol):

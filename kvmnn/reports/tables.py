@@ -509,7 +509,13 @@ def build_notes(results: EvaluationResultsProtocol) -> list[str]:
             f"seed {settings.seed}",
             pluralize(settings.threads, "thread"),
         ),
-        _join_parts(f"Model: {to_single_line(results.model.name)}", f"kvmnn {results.kvmnn}"),
+        _join_parts(
+            f"Model: {to_single_line(results.model.name)}",
+            None if results.model.architecture is None else to_single_line(results.model.architecture),
+            None if results.model.weights is None else to_single_line(results.model.weights),
+            f"K and V in {results.model.cache_dtype}",
+            f"kvmnn {results.kvmnn}",
+        ),
     ]
     if any(row.ttft_seconds is not None for row in rows):
         lines.append(f"TTFT and TPOT: medians of {pluralize(settings.repeats, 'run')} after a warm-up.")

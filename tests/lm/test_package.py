@@ -49,7 +49,8 @@ def test_lm_package_missing_dependency_is_named_on_use(package: str) -> None:
         f"try: kvmnn.lm.generate({str(MODEL)!r}, 'x', max_tokens=1)\n"
         "except kvmnn.MissingDependencyError as error: print(error)\n"
     )
-    assert shown == f"this needs the package {package}: pip install onnxruntime onnx tokenizers\n"
+    wanted = "pip install onnxruntime onnx tokenizers, the extra lm: pip install 'kvmnn[lm]'"
+    assert shown == f"this needs the package {package}: {wanted}\n"
 
 
 def test_generate_with_and_without_policy() -> None:

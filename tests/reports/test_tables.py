@@ -114,7 +114,7 @@ def test_notes_describe_the_measurement() -> None:
         "2 documents, 4,096 tokens, 4,094 scored by each row, fed 4 tokens at a time, deep: the 2,048 of them "
         "from token 1,024 on, seed 0, 1 thread."
     )
-    assert lines[1] == "Model: tiny, kvmnn 0.1.0."
+    assert lines[1] == "Model: tiny, K and V in float32, kvmnn 0.1.0."
     assert any("paired bootstrap" in line for line in lines)
     assert "The frames hold fp16: the cache was rounded before, which is LOSSY." in lines
     assert lines[-2:] == ["b.txt is short.", "Not run: h2o 8: no attention"]

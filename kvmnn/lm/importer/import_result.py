@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from ...errors import KvmnnError, OptionError, OutputError
 from ...files.schema import Record, read_object_or_empty
@@ -70,6 +71,28 @@ def read_import_result(folder: Path) -> ImportResult | None:
     weights_path = folder / WEIGHTS_FILE
     is_complete = (folder / GRAPH_FILE).is_file() and weights_path.is_file()
     return result if is_complete and weights_path.stat().st_size == result.weight_bytes else None
+
+
+def describe_weights(folder: Path, config: Mapping[str, object]) -> dict[str, Any]:
+    """Describe a model as far as files say it: ``architecture``, and ``weights``, their element types.
+
+    Parameters
+    ----------
+    folder
+        The folder of its graph.
+    config
+        Its ``config.json``.
+    """
+    imported = read_import_result(folder)
+    if imported is not None:
+        types = " and ".join(f"{count} {name}" for name, count in imported.tensor_types.items())
+        weights = f"weights of {types} tensors stored as {imported.dtype}"
+        return {"architecture": imported.architecture, "weights": weights}
+    keys = ("model_type", "torch_dtype", "dtype")
+    architecture, *dtypes = (str(config[key])[:40] if config.get(key) else "" for key in keys)
+    dtype = next((name for name in dtypes if name), "")
+    description = {"architecture": architecture, "weights": f"{dtype} in config.json" if dtype else ""}
+    return {key: text for key, text in description.items() if text}
 
 
 def check_replaceable(folder: Path, *, overwrite: bool) -> None:

@@ -28,6 +28,7 @@ SECTIONS = {
         "docs/policies.md": "Eviction policies",
         "docs/gates.md": "Gates",
         "docs/dense.md": "Dense streams",
+        "docs/profile.md": "Profiles of models",
         "docs/offline.md": "Measure dumps",
         "docs/many.md": "Thousands of files",
         "docs/zarr.md": "Zarr",

@@ -129,7 +129,7 @@ class H2OEngine(Policy):
     ----------
     block_tokens, sink_tokens, recent_tokens, target_mode, target_lossy_ratio, target_keep_ratio, ema_alpha
         As in `kvmnn.policies.h2o.H2OConfig`, with the engine's defaults.
-    update_interval, trigger_min_tokens, layer_start, layer_end
+    update_interval, trigger_min_tokens, layer_start, layer_end, floor
         Likewise.
     cadence
         Unit of `update_interval`: ``"layer-calls"`` of all layers, as in the engine, or ``"tokens"`` of the same layer,
@@ -158,6 +158,7 @@ class H2OEngine(Policy):
     layer_end: int = H2OConfig.layer_end
     cadence: Literal["layer-calls", "tokens"] = "layer-calls"
     layer_nums: int | None = None
+    floor: Literal["engine", "keep"] = "engine"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -30,6 +30,13 @@ _ENGINE_VALUES: dict[str, tuple[str, ...]] = {
     "runtime_mode": MODES,
     "codec": ("none", ENGINE_CODEC),
 }
+_CODECS_BY_RUNTIME_NAME: dict[str, tuple[tuple[str, ...], str | None]] = {
+    "fp16_gear_predictive_v3": (CODECS, None),
+    **{codec: ((codec,), None) for codec in CODECS},
+    **{effort: (CODECS, effort) for effort in EFFORTS},
+}
+"""Stream codecs and effort by the name of a codec; the first is the engine's only one."""
+
 _PREDICTOR_LISTS = ("predictors_k", "predictors_v")
 
 FLASH_ATTENTION_MODE = 8
@@ -170,6 +177,9 @@ class RuntimeConfig:
             raise KvmnnError(f"verify is {self.verify!r}: expected 'compare' or 'hash'")
         for name in ("decode_cache_bytes", "max_bytes_in_flight", "prefetch_layers"):
             validate_int(getattr(self, name), name, 0)
+        if self.codec_runtime not in _CODECS_BY_RUNTIME_NAME:
+            expected = ", ".join(_CODECS_BY_RUNTIME_NAME)
+            raise KvmnnError(f"codec_runtime is {repr_short(self.codec_runtime)}: expected one of {expected}")
         if self.scope not in SCOPES:
             raise KvmnnError(f"scope is {repr_short(self.scope)}: expected one of {', '.join(SCOPES)}")
         if not isinstance(self.h2o, H2OConfig):
@@ -216,6 +226,8 @@ class RuntimeConfig:
             validate_int(number, _ENGINE_KEY_PREFIX + name, -INT32_MAX - 1, _get_max_value(name))
             values[name] = max(_MIN_VALUES[name], number)
         choices = _read_options(document, _CHOICE_OPTIONS, str)
+        if lenient and values.get("codec_runtime") not in _CODECS_BY_RUNTIME_NAME:
+            values.pop("codec_runtime", None)  # the engine reads this key nowhere
         if not lenient:
             _check_names({**values, **choices})
         if "scope" in choices:  # the engine takes an unknown name for the default
@@ -251,8 +263,18 @@ class RuntimeConfig:
 
     @property
     def codecs(self) -> tuple[str, ...]:
-        """Stream codecs that the encoder tries."""
+        """Stream codecs that the engine's encoder tries, whatever `codec_runtime` says."""
         return CODECS
+
+    @property
+    def sound_codecs(self) -> tuple[str, ...]:
+        """Stream codecs that behaviour "sound" tries: those of `codec_runtime`."""
+        return _CODECS_BY_RUNTIME_NAME[self.codec_runtime][0]
+
+    @property
+    def sound_effort(self) -> str:
+        """How hard behaviour "sound" encodes: as `codec_runtime` says, else `effort`."""
+        return _CODECS_BY_RUNTIME_NAME[self.codec_runtime][1] or self.effort
 
 
 def check_num_layers(config: RuntimeConfig, num_layers: int) -> int:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from kvmnn.evaluation.task_items import TaskItem
+from kvmnn.evaluation.task_result import TaskScore
 from kvmnn.gates.analysis import DecodeStats
 from kvmnn.gates.limits import RUNTIME_CASES
 from kvmnn.gates.suite.history import build_history_entry
@@ -50,7 +52,9 @@ def verdicts(
     pairs = [PairedRuns(workload=WORK, without=PLAIN, candidate=record)] * 2
     store = RUNTIME_CASES["runtime_store"].with_values(limits, "test")
     compared = [] if comparison is None else [comparison]
-    return {gate.name: gate.verdict for gate in build_case_gates(pairs, compared, quality, store, "store", 0.05)}
+    return {
+        gate.name: gate.verdict for gate in build_case_gates(pairs, compared, quality, store, "store", RunSettings())
+    }
 
 
 def counters(**changed: float) -> RunRecord:
@@ -73,7 +77,9 @@ def test_case_gates_idle_runtime_is_not_measured() -> None:
 def test_perplexity_gate_without_planner_is_off() -> None:
     pairs = [PairedRuns(workload=WORK, without=PLAIN, candidate=GOOD)] * 2
     store = RUNTIME_CASES["runtime_store"]
-    found = {gate.name: gate for gate in build_case_gates(pairs, [EQUAL], None, store, "store", 0.05, evicts=False)}
+    found = {
+        gate.name: gate for gate in build_case_gates(pairs, [EQUAL], None, store, "store", RunSettings(), evicts=False)
+    }
     assert (found["perplexity"].verdict, found["perplexity"].why) == ("off", "nothing is evicted")
 
 
@@ -135,7 +141,9 @@ def test_case_gates_report_workloads_without_encoding() -> None:
     comparisons = [EQUAL, replace(EQUAL, encoded_bytes=0)]
     found = {
         gate.name: gate
-        for gate in build_case_gates(pairs, comparisons, QUALITY, RUNTIME_CASES["runtime_store"], "store", 1)
+        for gate in build_case_gates(
+            pairs, comparisons, QUALITY, RUNTIME_CASES["runtime_store"], "store", RunSettings(perplexity_target=1)
+        )
     }
     for name in ("lossless ratio", "consistency"):
         assert found[name].verdict == "pass"
@@ -147,7 +155,7 @@ def test_case_summary_has_the_figures_of_the_gates() -> None:
     slow = replace(GOOD, decode_seconds=2, counters=COUNTERS | {"h2o_lossless_queue_depth_peak": 9.0})
     pairs = [PairedRuns(workload=WORK, without=PLAIN, candidate=record) for record in (GOOD, slow)]
     limits = RUNTIME_CASES["runtime_store"]
-    gates = build_case_gates(pairs, [EQUAL], QUALITY, limits, "store", 0.05)
+    gates = build_case_gates(pairs, [EQUAL], QUALITY, limits, "store", RunSettings())
     rows = build_bench_rows(SimpleNamespace(name="c", settings=SimpleNamespace(threads=1)), pairs, "m")  # type: ignore[arg-type]
     lines = build_gate_section(
         CaseFigures.from_pairs(pairs), DecodeStats.from_rows(rows.rows, "avg"), gates, limits, "store"
@@ -189,7 +197,7 @@ def test_explain_no_eviction_names_option_to_change(prompt: int, tokens: int, sa
             replace(QUALITY, lossy_ratio=1.0, why_all_stay=reason),
             RUNTIME_CASES["runtime_store"],
             "store",
-            0.05,
+            RunSettings(),
         )
     }["perplexity"]
     assert gate.why == f"nothing was evicted in the texts: {reason}"
@@ -201,7 +209,7 @@ def test_case_summary_omits_unmeasured_figures() -> None:
     pairs = [PairedRuns(workload=WORK, without=PLAIN, candidate=idle)] * 2
     limits = RUNTIME_CASES["runtime_store"]
     case = SimpleNamespace(name="c", kind="runtime", mode="store", settings=RunSettings())
-    gates = build_case_gates(pairs, [replace(EQUAL, encoded_bytes=0)], None, limits, "store", 0.05)
+    gates = build_case_gates(pairs, [replace(EQUAL, encoded_bytes=0)], None, limits, "store", RunSettings())
     decode = DecodeStats.from_rows(build_bench_rows(case, pairs, "m").rows, "avg")  # type: ignore[arg-type]
     row = build_runtime_row(
         "c",
@@ -240,7 +248,29 @@ def test_lossless_gate_value_near_limit_has_enough_digits(compressed: float, sho
 @pytest.mark.parametrize("wait", [40000.0, 40000.4, 39999.7, 50000.0])
 def test_async_wait_gate_value_near_limit_has_enough_digits(wait: float) -> None:
     pairs = [PairedRuns(workload=WORK, without=PLAIN, candidate=counters(async_wait_us=wait))]
-    gates = build_case_gates(pairs, [EQUAL], None, RUNTIME_CASES["runtime_store"], "store", 0.05)
+    gates = build_case_gates(pairs, [EQUAL], None, RUNTIME_CASES["runtime_store"], "store", RunSettings())
     gate = next(gate for gate in gates if gate.name == "async wait")
     value, limit = (float(text.replace(",", "").split()[place]) for text, place in ((gate.value, 0), (gate.limit, 1)))
     assert (value <= limit) is (gate.verdict == "pass") is (wait <= 40000)
+
+
+def test_quality_gates_of_kl_and_tasks() -> None:
+    """Off by default; a KL divergence beyond its limit fails, and so does a task whose whole interval is beyond."""
+    settings = RunSettings(kl_target=0.05, tasks="copy,retrieval,items=40,tokens=256")
+    hits = {"copy": [True] * 40, "retrieval": [False] * 30 + [True] * 10}
+    items = [TaskItem(context=(1,), query=(2,), answer=(3,))] * 40
+    scores = tuple(TaskScore.from_answers(name, items, own, [True] * 40) for name, own in hits.items())
+    measured = replace(QUALITY, kl=0.02, kl_p99=0.5, task_scores=scores, kept_share=0.5)
+
+    def judge(quality: PerplexityChange | None) -> list[str]:
+        limits = RUNTIME_CASES["runtime_store"]
+        pair = PairedRuns(workload=WORK, without=PLAIN, candidate=GOOD)
+        gates = build_case_gates([pair], [EQUAL], quality, limits, "store", settings)
+        names = ("KL divergence", "task copy", "task retrieval")
+        return [gate.verdict for gate in gates if gate.name in names]
+
+    assert judge(measured) == ["pass", "unclear", "fail"]  # 40 of 40 items leave room for a drop of 9 %
+    assert judge(replace(measured, kl=0.06)) == ["fail", "unclear", "fail"]
+    assert judge(replace(measured, kept_share=1.0))[1:] == ["not measured"] * 2
+    assert judge(replace(measured, lossy_ratio=1.0))[:1] == judge(None)[:1] == ["not measured"]
+    assert "KL divergence" not in verdicts()

@@ -191,3 +191,14 @@ def test_bootstrap_tokens_are_sink_recent_and_one_block() -> None:
     for trigger, tokens in ((1, 28), (28, 28), (29, 29)):
         config = RuntimeConfig.from_engine(keys | {"kv_h2o_trigger_min_tokens": trigger})
         assert config.min_first_block_tokens == tokens
+
+
+def test_codec_runtime_selects_frames_of_the_sound_runtime_only():
+    key = "kv_lossless_codec_runtime"
+    assert RuntimeConfig.from_engine({}).sound_codecs == ("rle", "zstd")
+    assert RuntimeConfig.from_engine({key: "zstd"}).sound_codecs == ("zstd",)
+    config = RuntimeConfig.from_engine({key: "max"})
+    assert (config.sound_effort, config.effort, config.codecs) == ("max", "fast", ("rle", "zstd"))
+    with pytest.raises(KvmnnError, match="codec_runtime is 'lz4': expected one of fp16_gear_predictive_v3, rle"):
+        RuntimeConfig.from_engine({key: "lz4"})
+    assert RuntimeConfig.from_engine({key: "lz4"}, lenient=True) == RuntimeConfig()

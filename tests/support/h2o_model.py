@@ -87,7 +87,7 @@ def plan(scores: list[float], kv: int, c: H2OConfig) -> ModelPlan:
             pairs[-1] = (pairs[-1][0], pairs[-1][1] + size[b])
         elif keep[b]:
             pairs.append((b * block, size[b]))
-    dominates = floor >= wanted
+    dominates = floor >= wanted and c.floor == "engine"
     return ModelPlan(keep, pairs, floor, wanted, quantized, dominates, kept, 0 if dominates else kv - kept)
 
 

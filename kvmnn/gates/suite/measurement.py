@@ -15,8 +15,9 @@ import numpy as np
 from ..._util.text import pluralize
 from ...dtypes import Floats
 from ...errors import KvmnnError
-from ...evaluation import EvaluationSettings, evaluate
+from ...evaluation import EvaluationSettings, TaskOptions, evaluate, evaluate_tasks
 from ...evaluation.settings import build_configuration
+from ...evaluation.task_result import TaskScore
 from ...files.schema import Record
 from ...lm.documents import Document
 from ...lm.generation import check_positions
@@ -304,6 +305,12 @@ class PerplexityChange(Record):
     tokens: int
     lossy_ratio: float
     why_all_stay: str = ""
+    #: KL divergence of the next token from the full cache in nats, mean and 99th percentile; None if not measured.
+    kl: float | None = None
+    kl_p99: float | None = None
+    #: Accuracy of tasks, if there are any, and the share of their contexts that was left before the questions.
+    task_scores: tuple[TaskScore, ...] = ()
+    kept_share: float | None = None
 
 
 class PerplexityProgress:
@@ -377,7 +384,31 @@ def measure_perplexity_change(
         tokens=sum(text.tokens for text in texts),
         lossy_ratio=lossy_ratio,
         why_all_stay="" if lossy_ratio > 1 else explain_no_eviction(case.policy, settings),
+        kl=None if row.divergence is None else row.divergence.kl,
+        kl_p99=None if row.divergence is None else row.divergence.kl_p99,
+        **_measure_tasks(model, documents, case, store),
     )
+
+
+def _measure_tasks(model: str, documents: Sequence[Document], case: RunCase, store: Path) -> dict[str, Any]:
+    """Measure the tasks of the settings; half of a context is the prompt, the planner evicts in the other half."""
+    settings = case.settings
+    if not settings.tasks:
+        return {}
+    options = TaskOptions.parse(settings.tasks)
+    evaluated = evaluate_tasks(
+        model,
+        list(documents),
+        [build_configuration(H2OEngine.name, H2OEngine.parse_engine_options(case.engine))],
+        tasks=options,
+        settings=EvaluationSettings(
+            prompt=options.tokens // 2, threads=settings.threads, seed=settings.seed, timing=False
+        ),
+        store=store,
+    )
+    if evaluated.refused:
+        raise KvmnnError(f"{case.name}: {evaluated.refused[0].reason}")
+    return {"task_scores": evaluated.rows[-1].scores, "kept_share": evaluated.rows[-1].kept_share}
 
 
 def explain_no_eviction(policy: Policy, settings: RunSettings) -> str:

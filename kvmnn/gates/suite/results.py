@@ -181,7 +181,7 @@ def _build_gates(measured: CaseMeasurement, pairs: Sequence[PairedRuns], limits:
         measured.quality,
         limits,
         case.mode,
-        case.settings.perplexity_target,
+        case.settings,
         evicts=case.evicts,
     )
 

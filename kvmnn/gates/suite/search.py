@@ -179,6 +179,8 @@ class SearchResult(TerminalResult):
         return [*wrap_lines(lines, width), *table.to_terminal(width).splitlines(), "", *wrap_lines(self.notes, width)]
 
     def _format_blocking(self) -> str:
+        if not self.blocking:
+            return "Nothing could be run: the notes say why."
         open_targets = [f"{name} ({number})" for name, number in self.blocking.items() if number]
         if open_targets:
             return f"In the way is one target alone; without it so many would pass: {', '.join(open_targets)}."

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from ..._util.text import suggest
 from ...errors import KvmnnError, OptionError, SourceError
+from ...evaluation.task_result import TaskOptions
 from ...files.schema import Record, loads_strict, read_object
 from ..summary import validate_case_name
 
@@ -99,6 +100,11 @@ class RunSettings(Record):
     quality_prompt: int = 640
     #: Maximum relative increase of perplexity: the upper end of its interval must be below.
     perplexity_target: float = 0.05
+    #: Maximum mean KL divergence from the full cache over the same tokens, in nats; negative: no gate.
+    kl_target: float = -1.0
+    #: Tasks, as ``kvmnn eval --tasks`` takes them, and the maximum drop of their accuracy; empty: no gate.
+    tasks: str = ""
+    accuracy_target: float = 0.05
     #: Threads of onnxruntime; seed of random draws.
     threads: int = 1
     seed: int = 0
@@ -134,6 +140,10 @@ class RunSettings(Record):
                 f"quality_prompt: found {self.quality_prompt}, expected 0 to less than quality_tokens, "
                 f"{self.quality_tokens}"
             )
+        if not -1e6 < self.kl_target < 1e6 or not 0 <= self.accuracy_target <= 1:
+            raise OptionError("kl_target, accuracy_target: expected nats, and a share from 0 to 1")
+        if self.tasks:
+            TaskOptions.parse(self.tasks)
         if not 0 <= self.perplexity_target < 1e6:
             raise OptionError(f"perplexity_target: found {self.perplexity_target}, expected a share from 0 on")
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, stdev
 
 from ...evaluation.scoring import MIN_DOCUMENTS_FOR_INTERVAL
+from ...evaluation.task_result import TaskOptions, TaskScore
 from ..analysis import DecodeStats, build_limit_lines, format_flag, format_four_digits
 from ..case_inputs import MetricRow, MetricRows
 from ..demo import DemoRun
@@ -16,9 +17,20 @@ from ..limits import GateLimits
 from ..logs import BENCH_COLUMNS, order_columns
 from ..slowdown import DecodeSlowdown, build_slowdown_gate
 from ..summary import MEASURED_BY_KEY, PROMPTS_KEY
-from ..verdict import NOT_MEASURED, OFF, GateResult, aggregate_verdict, format_distinct, verdict_from
+from ..verdict import (
+    FAIL,
+    NOT_MEASURED,
+    OFF,
+    PASS,
+    UNCLEAR,
+    GateResult,
+    aggregate_verdict,
+    format_distinct,
+    verdict_from,
+)
 from .cases import RunCase
 from .measurement import ContentComparison, PerplexityChange, RunRecord
+from .settings import RunSettings
 from .workloads import Workload
 
 
@@ -126,7 +138,7 @@ def build_case_gates(
     quality: PerplexityChange | None,
     limits: GateLimits,
     mode: str,
-    perplexity_target: float,
+    settings: RunSettings,
     *,
     evicts: bool = True,
 ) -> list[GateResult]:
@@ -137,7 +149,7 @@ def build_case_gates(
         build_lossless_gate(figures, limits.lossless_target, mode),
         build_slowdown_gate(figures.slowdown, limits.decode_drop_target, "side by side"),
         *(build_runtime_gates(figures, records, limits) if mode else ()),
-        *build_content_gates(comparisons, quality, mode, perplexity_target, evicts=evicts),
+        *build_content_gates(comparisons, quality, mode, settings, evicts=evicts),
     ]
 
 
@@ -242,7 +254,7 @@ def build_content_gates(
     comparisons: Sequence[ContentComparison],
     quality: PerplexityChange | None,
     mode: str,
-    perplexity_target: float,
+    settings: RunSettings,
     *,
     evicts: bool,
 ) -> list[GateResult]:
@@ -252,8 +264,55 @@ def build_content_gates(
         return [GateResult(name="consistency", verdict=OFF), perplexity_off]
     return [
         _build_consistency_gate(comparisons),
-        _build_perplexity_gate(quality, perplexity_target) if evicts else perplexity_off,
+        _build_perplexity_gate(quality, settings.perplexity_target) if evicts else perplexity_off,
+        *(_iter_quality_gates(quality, settings) if evicts else ()),
     ]
+
+
+def _iter_quality_gates(quality: PerplexityChange | None, settings: RunSettings) -> Iterator[GateResult]:
+    """Build the gates of KL divergence and of tasks, where the settings have them."""
+    is_cut = quality is not None and quality.lossy_ratio > 1
+    if settings.kl_target >= 0:
+        limit = f"<= {settings.kl_target:g} nats"
+        if quality is None or quality.kl is None or not is_cut:
+            why = "needs texts (--text) in which something is evicted"
+            yield GateResult(name="KL divergence", verdict=NOT_MEASURED, limit=limit, why=why)
+        else:
+            yield GateResult(
+                name="KL divergence",
+                verdict=verdict_from(quality.kl <= settings.kl_target),
+                value=f"{quality.kl:.5f} nats",
+                limit=limit,
+                why=f"mean over {quality.tokens:,} tokens; 99th percentile {quality.kl_p99 or 0:.4f}",
+            )
+    for name in TaskOptions.parse(settings.tasks).names if settings.tasks else ():
+        scores = () if quality is None else quality.task_scores
+        yield _build_task_gate(name, next((score for score in scores if score.task == name), None), quality, settings)
+
+
+def _build_task_gate(
+    name: str, score: TaskScore | None, quality: PerplexityChange | None, settings: RunSettings
+) -> GateResult:
+    target = settings.accuracy_target
+    limit = f"drop <= {target:.0%}"
+    if score is None or quality is None:
+        why = "needs texts (--text)"
+    elif (quality.kept_share or 1.0) >= 1:
+        why = "nothing was evicted from the contexts: longer ones are needed (tokens=N in tasks)"
+    elif not score.num_right + score.num_lost:
+        why = "the full cache answers nothing: the model cannot do this at all"
+    else:
+        verdict = PASS if score.drop_high <= target else FAIL if score.drop_low > target else UNCLEAR
+        interval = f"95 % {score.drop_low:+.0%} to {score.drop_high:+.0%} over {score.num_items} items"
+        why = f"drop {score.drop:+.0%}, {interval}; kept {quality.kept_share:.0%} of the contexts"
+        return GateResult(
+            name=f"task {name}",
+            verdict=verdict,
+            value=f"{score.num_right} of {score.num_items} right",
+            limit=limit,
+            why=why,
+        )
+    return GateResult(name=f"task {name}", verdict=NOT_MEASURED, limit=limit, why=why)
 
 
 def _build_consistency_gate(comparisons: Sequence[ContentComparison]) -> GateResult:

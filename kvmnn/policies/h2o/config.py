@@ -28,11 +28,13 @@ _ENGINE_KEYS = {
     "kv_h2o_target_keep_ratio": "target_keep_ratio",
     "kv_h2o_target_mode": "target_mode",
     "kv_h2o_target_lossy_ratio": "target_lossy_ratio",
+    "kv_h2o_floor": "floor",  # no key of the engine, which has its own rule only
     "kv_h2o_ema_alpha": "ema_alpha",
     "kv_h2o_update_interval": "update_interval",
     "kv_h2o_trigger_min_tokens": "trigger_min_tokens",
     "layer_nums": "layers",
 }
+FLOORS = ("engine", "keep")
 _IGNORED_KEYS = {"kv_h2o_log_stats"}
 ENGINE_KEY_BY_FIELD = {attribute: key for key, attribute in _ENGINE_KEYS.items()}
 
@@ -62,6 +64,9 @@ class H2OConfig:
     target_lossy_ratio: float = 3.0
     #: 0 to 1.
     target_keep_ratio: float = 0.5
+    #: What happens where sinks and recent tokens, in whole blocks, reach the target: the ``"engine"`` drops nothing, by
+    #: the rule of its documents (``"keep"``) these stay and all others are dropped.
+    floor: str = "engine"
     #: Weight of the old score in the running mean, 0 to 1.
     ema_alpha: float = 0.9
     #: Calls between two triggers; what a call is, the planner's cadence says. At least 1 is used.
@@ -96,6 +101,8 @@ class H2OConfig:
                 raise TypeError(f"{field.name} must be a bool, not {type(value).__name__}")
         if self.target_mode not in (ADAPTIVE, STATIC):
             raise KvmnnError(f"target_mode is {self.target_mode!r}: expected 'adaptive' or 'static'")
+        if self.floor not in FLOORS:
+            raise KvmnnError(f"floor is {self.floor!r}: expected one of {', '.join(FLOORS)}")
 
     @classmethod
     def from_engine(cls, document: Mapping[str, Any], *, lenient: bool = False, **defaults: Any) -> H2OConfig:

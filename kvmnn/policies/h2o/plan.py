@@ -139,7 +139,8 @@ class BlockPlan:
 def plan_blocks(scores: Any, kv_len: int, config: H2OConfig | None = None, **options: Any) -> BlockPlan:
     """Select the blocks that stay, as the engine does when a layer triggers.
 
-    The blocks that sink and recent touch stay. If they reach the target, the plan drops nothing. Otherwise the blocks
+    The blocks that sink and recent touch stay. If they reach the target, the plan drops nothing, or with `floor` "keep"
+    everything else, as the engine's documents have it. Otherwise the blocks
     with the highest scores join them until the target is met; of equal scores the block nearer the start wins. Zeros of
     both signs are equal, infinities are the highest and the lowest, and NaN comes below everything.
 
@@ -200,7 +201,7 @@ def plan_blocks(scores: Any, kv_len: int, config: H2OConfig | None = None, **opt
         retained_runs=retained_runs,
         target_before_floor=clamped_target,
         floor_tokens=floor_tokens,
-        floor_dominates=floor_tokens >= clamped_target,
+        floor_dominates=config.floor == "engine" and floor_tokens >= clamped_target,
         quantized_keep=min(kv_len, floor_tokens + num_missing_blocks * block_tokens),
         bytes_per_token=config.bytes_per_token,
     )
@@ -219,7 +220,7 @@ def explain_no_eviction(config: H2OConfig, tokens: int, option_names: Mapping[st
         full_plan = plan_blocks(np.zeros(config.count_blocks(num_tokens), np.float32), num_tokens, config)
         if full_plan.num_evicted:
             return None
-    if not full_plan.floor_dominates:
+    if not full_plan.floor_dominates and (config.floor == "engine" or full_plan.num_evicted):
         return "its target is all of them"
     options = " and ".join(
         f"{(option_names or {}).get(name, name)} ({getattr(config, name):,})"

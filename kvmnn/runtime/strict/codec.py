@@ -48,8 +48,8 @@ class RowCodec:
             dtype=self._dtype.name,
             predictors_k=self._config.predictors_k,
             predictors_v=self._config.predictors_v,
-            codecs=self._config.codecs,
-            effort=self._config.effort,
+            codecs=self._config.sound_codecs,
+            effort=self._config.sound_effort,
             strict_roundtrip_check=self._config.verify == "hash",
             threads=1,
         )

@@ -24,6 +24,7 @@ CONFIGS = st.builds(
     target_mode=st.sampled_from(["adaptive", "static"]),
     target_lossy_ratio=st.floats(0, 20),
     target_keep_ratio=st.floats(-0.5, 1.5),
+    floor=st.sampled_from(["engine", "keep"]),
 )
 
 
@@ -176,3 +177,19 @@ def test_emulated_sort_orders_worst_cases():
                 found = sorted_as_libstdcxx(data)
                 assert sorted(found) == sorted(items)
                 assert [score for score, _ in found] == sorted((score for score, _ in items), reverse=True)
+
+
+def test_plan_blocks_floor_keep_drops_all_others():
+    """The rule of the engine's documents, where sinks and recent tokens reach the target."""
+    options = {"block_tokens": 4, "sink_tokens": 4, "recent_tokens": 12, "target_lossy_ratio": 4.0}
+    scores = np.arange(10, dtype=np.float32)
+    engine, keep = (plan_blocks(scores, 40, H2OConfig(**options, floor=floor)) for floor in ("engine", "keep"))
+    assert (engine.num_evicted, keep.num_evicted) == (0, 24)
+    assert keep.reserve_pairs == ((0, 4), (28, 12))
+    assert keep.list_kept_tokens().tolist() == [*range(4), *range(28, 40)]
+    below = {**options, "recent_tokens": 4}
+    plans = [plan_blocks(scores, 40, H2OConfig(**below, floor=floor)).reserve_pairs for floor in ("engine", "keep")]
+    assert plans[0] == plans[1]  # below the target both choose by scores
+    assert H2OConfig.from_engine({"kv_h2o_floor": "keep"}).floor == "keep"
+    with pytest.raises(KvmnnError, match="kv_h2o_floor is 'all': expected one of engine, keep"):
+        H2OConfig.from_engine({"kv_h2o_floor": "all"})

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 from statistics import median
 from typing import Any
 
@@ -30,6 +31,8 @@ class Timing(Record):
 
     wall: float
     cpu: float
+    #: Wall time that 95 % of the calls do not exceed; that of the slowest for fewer than 20.
+    wall_p95: float | None = None
 
 
 @dataclass(frozen=True)
@@ -87,10 +90,22 @@ class CodecBenchResult(Record):
         per second, without overlap: ``n/E + n/(r B) + n/D < n/B``, so ``B < (1 - 1/r) / (1/E + 1/D)``. If coding
         overlaps the transfer, the limit is higher.
         """
-        if not self.ratio or self.ratio <= 1 or self.encode is None or self.decode is None:
+        if self.encode is None or self.decode is None:
             return None
-        seconds_per_byte = (self.encode.wall + self.decode.wall) / self.raw_bytes
-        return (1 - 1 / self.ratio) / seconds_per_byte
+        return self._compute_break_even(self.encode.wall + self.decode.wall)
+
+    @property
+    @json_key("break_even_p95_bytes_per_s")
+    def break_even_p95(self) -> float | None:
+        """Return the break-even link speed if both calls are as slow as 95 % of them at most are."""
+        if self.encode is None or self.decode is None or None in (self.encode.wall_p95, self.decode.wall_p95):
+            return None
+        return self._compute_break_even((self.encode.wall_p95 or 0.0) + (self.decode.wall_p95 or 0.0))
+
+    def _compute_break_even(self, seconds: float) -> float | None:
+        if not self.ratio or self.ratio <= 1:
+            return None
+        return (1 - 1 / self.ratio) / (seconds / self.raw_bytes)
 
     def dominates(self, competitor: CodecBenchResult) -> bool:
         """Return whether ratio and CPU times are no worse than those of `competitor`, one better, on the same bytes."""
@@ -398,7 +413,8 @@ def _time_call(function: Callable[[Any], Any], argument: Any) -> tuple[Any, Timi
 
 
 def _compute_median(timings: Sequence[Timing]) -> Timing:
-    return Timing(median(timing.wall for timing in timings), median(timing.cpu for timing in timings))
+    walls = sorted(timing.wall for timing in timings)
+    return Timing(median(walls), median(timing.cpu for timing in timings), walls[ceil(0.95 * len(walls)) - 1])
 
 
 def _is_same(output: Any, sample: Chunk) -> bool:

@@ -37,6 +37,11 @@ def test_bench_result_break_even_rate_follows_from_times():
     bandwidth = result.break_even
     assert 2 + 50 / bandwidth == pytest.approx(100 / bandwidth)
     assert CodecBenchResult("x", "1", 100, 101, encode=second, decode=second).break_even is None
+    slow = Timing(second.wall, second.cpu, wall_p95=2 * second.wall)
+    assert CodecBenchResult("x", "1", 100, 50, encode=slow, decode=slow).break_even_p95 == pytest.approx(
+        (1 - 1 / 2) * 100 / (4 * second.wall)
+    )
+    assert CodecBenchResult("x", "1", 100, 50, encode=second, decode=second).break_even_p95 is None
 
 
 def test_bench_failing_codec_is_a_row_of_the_table(tmp_path, capsys, monkeypatch):

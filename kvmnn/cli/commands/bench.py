@@ -12,8 +12,9 @@ Measure encode and decode speed and ratio on real data: kvmnn's efforts, its den
 are known, and the other codecs that are installed (pip install bitshuffle blosc2 lz4 pcodec zipnn zstandard).
 
 All codecs take turns in one process; figures are medians over --repeats. Each round trip is checked. Break-even is the
-link speed below which compress + send + decompress (wall time, in sequence) is faster than sending raw bytes. A codec
-is dominated where another one is nowhere worse in ratio and in CPU time of both directions."""
+link or disk speed below which compress + send + decompress (wall time, in sequence) is faster than sending raw bytes;
+--json has it for the 95th percentile of both times, too. A codec is
+dominated where another one is nowhere worse in ratio and in CPU time of both directions."""
 
 
 def add_parser(subparsers: Any) -> None:

@@ -164,6 +164,10 @@ static inline void ISA_FN(multiply)(const int16_t *vectors, const int16_t *weigh
 #endif
 }
 
+#if defined(ISA_F16C)
+#include "products.h"
+#endif
+
 /* -- a group of tokens --------------------------------------------------------------------------------------------- */
 
 static void ISA_FN(begin_side)(ISA_FN(state) *state, const linear_side *side, void *scratch) {
@@ -189,17 +193,18 @@ static void ISA_FN(gather_regressors)(ISA_FN(state) *state, const linear_job *jo
     int16_t *out = state->regressors;
     for (uint32_t b = 0; b < job->num_blocks; ++b) {
         const linear_block *block = &job->blocks[b];
+        const int16_t *from[GROUP];
         for (size_t t = 0; t < GROUP; ++t) {
-            const int64_t row = t >= tokens ? -1
-                                : block->selection ? block->selection[begin + t] : (int64_t)(begin + t);
-            const int16_t *from = row < 0 ? NULL : block->rows + (size_t)row * block->elements;
-            for (uint32_t i = 0; i < block->elements / 2; ++i) {
-                if (from)
-                    memcpy(out + 2 * (GROUP * i + t), from + 2 * i, 4);
-                else
-                    memset(out + 2 * (GROUP * i + t), 0, 4);
-            }
+            const int64_t at = block->selection ? block->selection[(begin + t) % job->tokens] : (int64_t)(begin + t);
+            const int64_t row = t < tokens ? at : -1;
+            from[t] = row < 0 ? NULL : block->rows + (size_t)row * block->elements;
         }
+        for (size_t i = 0; i < block->elements / 2; ++i)
+            for (size_t t = 0; t < GROUP; ++t) {
+                int32_t both = 0;
+                if (from[t]) memcpy(&both, from[t] + 2 * i, 4);
+                memcpy(out + 2 * (GROUP * i + t), &both, 4);
+            }
         out += (size_t)block->elements * GROUP;
     }
 }
@@ -217,9 +222,15 @@ static void ISA_FN(begin_group)(ISA_FN(state) *state, const linear_job *job, siz
             ISA_FN(multiply)(state->regressors, side->base_weights + place * m, m, m / 2, 2, out);
         for (int row = 0; row < rows; ++row) {
             const int64_t factor = side->base_factors[place + row], mean = side->scales.means[place + row];
+#if defined(ISA_F16C)
+            for (int t = 0; t < GROUP; t += 8)
+                STORE_LANES(out + row * GROUP + t, ISA_FN(scale8)(_mm256_set1_epi32((int32_t)mean),
+                                                                  out + row * GROUP + t, (int32_t)factor));
+#else
             for (int t = 0; t < GROUP; ++t)
                 out[row * GROUP + t] =
                     ISA_FN(clamp)(mean + ((out[row * GROUP + t] * factor + (1 << 15)) >> 16), CENTER_LIMIT);
+#endif
         }
     }
     for (size_t i = 0; i < side->shape.rotated_dims / 2; ++i)
@@ -347,14 +358,15 @@ static void ISA_FN(learn)(ISA_FN(state) *state, const linear_job *job, size_t p,
         innovations[2 * t + 1] = (int16_t)ISA_FN(clamp)((b + (1 << 23)) >> 24, REGRESSOR_LIMIT);
     }
 #endif
-    for (int row = 0; row < 2; ++row) {
-        int32_t sum = 0;
-        for (size_t t = 0; t < tokens; ++t) {
-            const int32_t x = innovations[2 * t + row];
-            sum += x > 1024 ? 1024 : x < -1024 ? -1024 : x;
-        }
-        state->sums[2 * p + row] += sum - (state->sums[2 * p + row] >> 2);
-    }
+    int32_t totals[2] = {0, 0};
+#if defined(ISA_F16C)
+    if (tokens == GROUP)
+        ISA_FN(sum_innovations)(innovations, totals);
+    else
+#endif
+        for (size_t t = 0; t < tokens; ++t)
+            for (int row = 0; row < 2; ++row) totals[row] += ISA_FN(clamp)(innovations[2 * t + row], 1024);
+    for (int row = 0; row < 2; ++row) state->sums[2 * p + row] += totals[row] - (state->sums[2 * p + row] >> 2);
     if (is_constant) return;
     size_t first = 0;
 #if defined(ISA_F16C)
@@ -374,7 +386,8 @@ static void ISA_FN(learn)(ISA_FN(state) *state, const linear_job *job, size_t p,
     }
     uint64_t gains[SCALES] = {0};
     for (int k = 0; k < BUCKETS; ++k) {
-        uint32_t mass = pair->mixture.masses[k], digits = 0;
+        const uint32_t mass = pair->mixture.masses[k];
+        uint32_t digits = 0;
         uint64_t reciprocal;
         if (!histogram[k] || !mass) continue;
 #if defined(__GNUC__)

@@ -1,52 +1,5 @@
 /* The steps of coder_impl.h for eight tokens at once, by AVX2: the same numbers. Included once per level with AVX2. */
 
-#define LANES_OF(pointer) _mm256_loadu_si256((const __m256i *)(pointer))
-#define STORE_LANES(pointer, x) _mm256_storeu_si256((__m256i *)(pointer), x)
-
-typedef struct {
-    __m256i low, high;
-} ISA_FN(product);
-
-/* Lower and upper halves of products of 64 bits, given those of even and of odd lanes. */
-static inline ISA_FN(product) ISA_FN(join)(__m256i even, __m256i odd) {
-    return (ISA_FN(product)){_mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa),
-                             _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa)};
-}
-
-static inline __m256i ISA_FN(odd)(__m256i x) { return _mm256_srli_epi64(x, 32); }
-
-static inline ISA_FN(product) ISA_FN(multiply_add)(__m256i a, __m256i b, int64_t rounding) {
-    const __m256i half = _mm256_set1_epi64x(rounding);
-    return ISA_FN(join)(_mm256_add_epi64(_mm256_mul_epi32(a, b), half),
-                        _mm256_add_epi64(_mm256_mul_epi32(ISA_FN(odd)(a), ISA_FN(odd)(b)), half));
-}
-
-/* The product shifted right, as 32 bits that it fits in. */
-static inline __m256i ISA_FN(shift)(ISA_FN(product) p, int places) {
-    return _mm256_or_si256(_mm256_srli_epi32(p.low, places), _mm256_slli_epi32(p.high, 32 - places));
-}
-
-/* The same, limited to 32 bits. */
-static inline __m256i ISA_FN(shift_saturated)(ISA_FN(product) p, int places) {
-    const __m256i x = ISA_FN(shift)(p, places), limit = _mm256_set1_epi32((1 << (places - 1)) - 1);
-    const __m256i sign = _mm256_srai_epi32(p.high, 31);
-    const __m256i is_beyond = _mm256_cmpgt_epi32(_mm256_xor_si256(p.high, sign), limit);
-    return _mm256_blendv_epi8(x, _mm256_xor_si256(sign, _mm256_set1_epi32(0x7fffffff)), is_beyond);
-}
-
-static inline __m256i ISA_FN(limit)(__m256i x, int32_t limit) {
-    return _mm256_max_epi32(_mm256_min_epi32(x, _mm256_set1_epi32(limit)), _mm256_set1_epi32(-limit));
-}
-
-/* a + b, limited to 32 bits and to `limit`. */
-static inline __m256i ISA_FN(add_limited)(__m256i a, __m256i b, int32_t limit) {
-    const __m256i sum = _mm256_add_epi32(a, b);
-    const __m256i differs = _mm256_and_si256(_mm256_xor_si256(sum, a), _mm256_xor_si256(sum, b));
-    const __m256i overflow = _mm256_srai_epi32(differs, 31);
-    const __m256i edge = _mm256_xor_si256(_mm256_srai_epi32(a, 31), _mm256_set1_epi32(0x7fffffff));
-    return ISA_FN(limit)(_mm256_blendv_epi8(sum, edge, overflow), limit);
-}
-
 /* (a c + b s + 2^29) >> 30 */
 static inline __m256i ISA_FN(turned)(__m256i a, __m256i c, __m256i b, __m256i s) {
     const __m256i half = _mm256_set1_epi64x(1 << 29);
@@ -156,7 +109,7 @@ static inline __m256i ISA_FN(guess_ranks8)(const linear_dtype *dtype, __m256 x, 
                             _mm256_set1_epi32((int32_t)dtype->half_ranks));
 }
 
-/* Ranks in whose cells the targets may lie, if floors are those of the given ranks. */
+/* Ranks in whose cells the targets may lie, if the given ranks are not far. */
 static inline __m256i ISA_FN(guess_cells8)(const ISA_FN(mixture) *mixture, const linear_dtype *dtype, __m256i targets,
                                            __m256i ranks, int exponent, __m256i centers, __m256i inverses) {
     const __m256 near = _mm256_cvtepi32_ps(centers);
@@ -171,10 +124,15 @@ static inline __m256i ISA_FN(guess_cells8)(const ISA_FN(mixture) *mixture, const
     const __m256 slopes = _mm256_i32gather_ps(mixture->slopes, buckets, 4);
     const __m256 begins = _mm256_i32gather_ps(mixture->begins, buckets, 4);
     const __m256 inside = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_sub_epi32(size, starts)), slopes);
-    __m256 distance = _mm256_mul_ps(_mm256_add_ps(begins, inside),
-                                    _mm256_div_ps(_mm256_set1_ps(65536.0f), _mm256_cvtepi32_ps(inverses)));
+    const __m256 scale = _mm256_div_ps(_mm256_set1_ps(65536.0f), _mm256_cvtepi32_ps(inverses));
+    __m256 distance = _mm256_mul_ps(_mm256_add_ps(begins, inside), scale);
     distance = _mm256_xor_ps(distance, _mm256_castsi256_ps(_mm256_and_si256(mass, _mm256_set1_epi32(INT32_MIN))));
-    return ISA_FN(guess_ranks8)(dtype, _mm256_add_ps(near, distance), exponent);
+    const __m256 x = _mm256_add_ps(near, distance);
+    /* the same with the floors of that guess */
+    const __m256i next = ISA_FN(guess_ranks8)(dtype, x, exponent);
+    const __m256i more = _mm256_slli_epi32(_mm256_sub_epi32(next, ranks), dtype->floor == 8 ? 3 : 0);
+    const __m256 back = _mm256_mul_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(more), slopes), scale);
+    return ISA_FN(guess_ranks8)(dtype, _mm256_sub_ps(x, back), exponent);
 }
 
 static inline __m256i ISA_FN(load_words8)(const linear_dtype *dtype, const void *words, size_t at, size_t stride) {
@@ -201,10 +159,8 @@ static inline void ISA_FN(predict8)(const ISA_FN(state) *state, const linear_sid
     const int32_t *rows = &side->angles[p][0][0];
     for (int row = 0; row < 2; ++row) {
         const size_t place = 2 * p + row;
-        const __m256i factor = _mm256_set1_epi32(side->chain_factors[place]);
-        const __m256i step = ISA_FN(shift_saturated)(
-            ISA_FN(multiply_add)(LANES_OF(sums + row * GROUP + t), factor, 1 << 15), 16);
-        const __m256i x = ISA_FN(add_limited)(LANES_OF(state->base + place * GROUP + t), step, CENTER_LIMIT);
+        const __m256i x = ISA_FN(scale8)(LANES_OF(state->base + place * GROUP + t), sums + row * GROUP + t,
+                                         side->chain_factors[place]);
         STORE_LANES(pair->predictions[row] + t, x);
         centers[row] = ISA_FN(add_limited)(x, _mm256_set1_epi32(biases[row]), CENTER_LIMIT);
     }
@@ -252,6 +208,21 @@ static inline void ISA_FN(innovate8)(const ISA_FN(pair) *pair, int t, const int6
         x[row] = ISA_FN(limit)(e, REGRESSOR_LIMIT);
     }
     STORE_LANES(innovations + 2 * t, _mm256_blend_epi16(x[0], _mm256_slli_epi32(x[1], 16), 0xaa));
+}
+
+/* Sums of the innovations of a group, each limited to 1,024. */
+static inline void ISA_FN(sum_innovations)(const int16_t *innovations, int32_t totals[2]) {
+    const __m256i most = _mm256_set1_epi16(1024), least = _mm256_set1_epi16(-1024), one = _mm256_set1_epi32(1);
+    const __m256i first = _mm256_max_epi16(_mm256_min_epi16(LANES_OF(innovations), most), least);
+    const __m256i second = _mm256_max_epi16(_mm256_min_epi16(LANES_OF(innovations + GROUP), most), least);
+    const __m256i both = _mm256_add_epi16(first, second);
+    int32_t lanes[2][8];
+    STORE_LANES(lanes[0], _mm256_madd_epi16(both, one));
+    STORE_LANES(lanes[1], _mm256_madd_epi16(both, _mm256_slli_epi32(one, 16)));
+    for (int i = 0; i < 8; ++i) {
+        totals[0] += lanes[0][i];
+        totals[1] += lanes[1][i];
+    }
 }
 
 static inline void ISA_FN(measure8)(ISA_FN(state) *state, const ISA_FN(pair) *pair, int t, int32_t units[2][GROUP],

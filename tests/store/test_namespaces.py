@@ -104,9 +104,9 @@ def test_invalid_namespace_is_refused(tmp_path: Path, name: str, said: str) -> N
         PrefixStore(tmp_path, quota=0)
 
 
-@pytest.mark.parametrize(("steps", "lookups"), [(40, 5), pytest.param(600, 42, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("steps", "lookups"), [(40, 5), pytest.param(300, 21, marks=pytest.mark.slow)])
 def test_random_operations_never_cross_namespaces(tmp_path: Path, steps: int, lookups: int) -> None:
-    """Against a model that knows what each namespace has put: 10^5 look-ups in all namespaces in the slow run."""
+    """Against a model that knows what each namespace has put: 25,200 look-ups in the slow run."""
     rng = random.Random(steps)
     tenants = ["a", "b", "c", None]
     texts = [[rng.randrange(3) for _ in range(rng.randrange(1, 40))] for _ in range(60)]

@@ -14,9 +14,11 @@ from pathlib import Path
 
 from prefixes import MODEL, layers_of, same
 
-from kvmnn.store import PrefixStore
+from kvmnn.store import PrefixStore, StoreStats
 
 BLOCK = 4
+TENANTS = (None, "a", "b")
+QUOTA = 30_000  # of "a" and "b"
 
 
 def text(chance: random.Random) -> list[int]:
@@ -31,16 +33,19 @@ def work(folder: Path, seed: int, seconds: float, max_bytes: int) -> int:
     found = 0
     print("begins", flush=True)
     while time.monotonic() < end:
-        with PrefixStore(folder, max_bytes=max_bytes, block_tokens=BLOCK, threads=1) as store:
+        tenant = chance.choice(TENANTS)
+        rows = {"seed": (tenant or "").encode()}  # other rows of the same text in each namespace
+        bounds = {"max_bytes": max_bytes, "quota": QUOTA if tenant else None}
+        with PrefixStore(folder, block_tokens=BLOCK, threads=1, namespace=tenant, **bounds) as store:
             for _ in range(50):
                 ids = text(chance)
                 action = chance.random()
                 if action < 0.45:
-                    store.put(ids, layers_of(ids), model=MODEL)
+                    store.put(ids, layers_of(ids, **rows), model=MODEL)
                 elif action < 0.97:
                     got = store.get(ids, model=MODEL)
                     assert got.notes == (), got.notes
-                    assert got.tokens == 0 or same(got.layers, ids, got.tokens)
+                    assert got.tokens == 0 or same(got.layers, ids, got.tokens, **rows)
                     found += got.tokens > 0
                 elif action < 0.98:
                     store.gc()
@@ -100,13 +105,21 @@ def check(folder: Path) -> None:
         assert verified.damaged == (), verified
         cleaned = store.gc()
         assert cleaned.units == 0, cleaned
-        stats = store.stats()
+        all_stats = [count(folder, tenant) for tenant in TENANTS]
         files = list(folder.glob("units/*/*.unit"))
-        assert len(files) == stats.units
-        assert sum(file.stat().st_size for file in files) == stats.bytes
+        assert len(files) == sum(stats.units for stats in all_stats)
+        assert sum(file.stat().st_size for file in files) == sum(stats.bytes for stats in all_stats)
         assert not list(folder.glob("staging/.*"))
         store.gc(max_bytes=0)
-        assert store.stats().units == 0, "counts of children are wrong: something cannot be evicted"
+        assert not any(count(folder, tenant).units for tenant in TENANTS), (
+            "counts of children are wrong: something cannot be evicted"
+        )
+
+
+def count(folder: Path, tenant: str | None) -> StoreStats:
+    """What a namespace has."""
+    with PrefixStore(folder, read_only=True, namespace=tenant) as store:
+        return store.stats()
 
 
 def main() -> None:

@@ -11,8 +11,11 @@ from ..errors import KvmnnError
 from ..policies.specs import split_spec
 from .block_codecs import BLOCK_CODECS, KiviCodec
 from .codec import CacheCodec
+from .transform_codec import TransformCodec
 
-CODECS: Final[Mapping[str, type[CacheCodec]]] = {codec.name: codec for codec in (*BLOCK_CODECS, KiviCodec)}
+CODECS: Final[Mapping[str, type[CacheCodec]]] = {
+    codec.name: codec for codec in (*BLOCK_CODECS, KiviCodec, TransformCodec)
+}
 """Classes of codecs by name."""
 
 NO_CODEC = "none"

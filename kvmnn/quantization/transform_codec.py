@@ -1,0 +1,112 @@
+"""Transform streams (`kvmnn.transform`) as a codec of a cache: K and V of whole tokens, by a model's profile."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from ..arrays.layer_cache import LayerCache
+from ..dtypes import Floats, Part
+from ..errors import KvmnnError
+from ..profiles import Profile
+from ..transform import StepPlan, TransformOptions, encode_layer, get_tables, plan_steps
+from .codec import CacheCodec, CacheShape, Field, FieldSizes, QuantizedRows, TextCoder
+
+_NUM_EXACT_TOKENS = 4
+_MAX_FP16 = 65504
+
+
+class _TransformCoder(TextCoder):
+    """Encodes the tokens of each step that it is handed as streams of their own, layer by layer."""
+
+    def __init__(self, codec: TransformCodec, profile: Profile) -> None:
+        self._codec, self._profile = codec, profile
+        self._keys: npt.NDArray[Any] | None = None
+        self._plan: StepPlan | None = None
+        self._lower: list[LayerCache] = []
+
+    def count_due(self, part: Part, num_pending: int) -> int:
+        return max(num_pending - self._codec.recent, 0)
+
+    def quantize(self, layer: int, part: Part, rows: Floats, positions: npt.NDArray[np.int64]) -> QuantizedRows:
+        if not np.isfinite(rows).all() or np.abs(rows).max(initial=0) > _MAX_FP16:
+            raise KvmnnError(f"layer {layer}: {part}s beyond fp16, which transform streams of an evaluation hold")
+        elements = rows.astype(np.float16)
+        options = self._codec.build_options(int((positions < _NUM_EXACT_TOKENS).sum()))
+        if part == "key":  # which depends on V only where a row of V is so far off that it is stored exactly, K with it
+            self._keys = elements
+            if layer == 0:
+                self._plan, self._lower = plan_steps(get_tables(self._profile), options, len(positions)), []
+        keys = elements if self._keys is None else self._keys
+        cache = LayerCache(
+            layer=layer,
+            keys=keys,
+            values=np.zeros_like(keys) if part == "key" else elements,
+            positions=positions,
+        )
+        encoding = encode_layer(cache, self._profile, self._lower, options, plan=self._plan)
+        shape = (*rows.shape[:2], 1)
+        if part == "key":
+            return QuantizedRows(encoding.decoded.keys.astype(np.float32), (np.zeros(shape),))
+        self._lower = [encoding.decoded, *self._lower[:1]]
+        share = len(encoding.data) / (rows.shape[0] * rows.shape[1])
+        return QuantizedRows(encoding.decoded.values.astype(np.float32), (np.full(shape, share),))
+
+    def measure(self, layer: int, part: Part, fields: Sequence[Field]) -> FieldSizes:
+        num_bytes = math.ceil(round(float(fields[0].sum()), 3))
+        return FieldSizes(num_bytes, num_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformCodec(CacheCodec):
+    """Transform streams of the fp16 numbers of K and V; the bytes of a layer's stream are counted with its V.
+
+    Tokens that a policy evicts after they were encoded take their share of the stream's bytes with them.
+
+    Parameters
+    ----------
+    profile
+        The profile of the model (`kvmnn.profiles`), made with a model's sensitivities where `kl` is to be known.
+    kl, ratio
+        As of `kvmnn.transform.TransformOptions`; 0 is unspecified, and neither is 0.002 nats.
+    below
+        Layers below that predict a layer; -1: as many as the profile has tables for.
+    """
+
+    profile: str = ""
+    kl: float = 0.0
+    ratio: float = 0.0
+    below: int = -1
+    when: Literal["always", "prompt"] = "prompt"
+
+    name: ClassVar[str] = "transform"
+    is_by_head: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.profile:
+            raise KvmnnError("transform: expected profile=FILE (kvmnn profile make)")
+        self.build_options(_NUM_EXACT_TOKENS)
+
+    def build_options(self, first: int) -> TransformOptions:
+        """Return the options of streams whose first tokens are stored exactly."""
+        return TransformOptions(
+            kl=self.kl or None,
+            ratio=self.ratio or None,
+            below=None if self.below == -1 else self.below,
+            first=first,
+        )
+
+    def start_text(self, shape: CacheShape) -> TextCoder:
+        profile = Profile.read(self.profile)
+        sizes = {(layer.kv_heads, layer.head_dim, layer.value_dim) for layer in profile.layers}
+        if len(profile.layers) != shape.layers or sizes != {(shape.kv_heads, shape.head_dim, shape.head_dim)}:
+            raise KvmnnError(f"{self.profile}: is the profile of another model: the cache has {shape}")
+        if "transform" not in profile.kinds:
+            raise KvmnnError(f"{self.profile}: has no tables of transform streams")
+        return _TransformCoder(self, profile)

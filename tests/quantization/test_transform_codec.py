@@ -1,0 +1,84 @@
+"""The transform codec of a cache: the words and bytes of its streams."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from repository import FIXTURES
+
+from kvmnn.arrays import LayerCache
+from kvmnn.calibration import ProfileOptions, make_profile_from_caches
+from kvmnn.dense import RopeConfig
+from kvmnn.errors import KvmnnError
+from kvmnn.evaluation import evaluate
+from kvmnn.evaluation.settings import EvaluationSettings
+from kvmnn.formats.layer_streams.codecs import CacheEncoder, LayerStreamOptions
+from kvmnn.lm import dump_kv
+from kvmnn.profiles import Profile
+from kvmnn.quantization import CacheShape, create_codec
+
+TEXTS = sorted((FIXTURES / "lm" / "texts").glob("*.txt"))
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("profile")
+    dump_kv(FIXTURES / "lm", TEXTS[0], folder / "kv", tokens=400)
+    make_profile_from_caches(
+        [folder / "kv"], folder / "p.kvmp", ProfileOptions(below=(1,)), rope=RopeConfig(10000.0, 16)
+    )
+    return folder / "p.kvmp"
+
+
+def test_transform_codec_gives_words_and_bytes_of_the_streams(profile: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "kv"
+    dump_kv(FIXTURES / "lm", TEXTS[1], folder, tokens=50, dtype="fp16")
+    layers = [
+        LayerCache(layer=i, **{f"{part}s": np.load(folder / f"layer_{i}.{part}.npy") for part in ("key", "value")})
+        for i in range(6)
+    ]
+    codec = create_codec(f"transform:profile={profile},ratio=6")
+    assert codec is not None and codec.when == "prompt" and not codec.is_by_head
+    coder = codec.start_text(CacheShape(6, 4, 64))
+    options = LayerStreamOptions(codec="transform", profile=str(profile), settings={"ratio": 6.0})
+    for (stream, decoded), cache in zip(
+        CacheEncoder(Profile.read(profile), options).encode(layers), layers, strict=True
+    ):
+        total = 0
+        for part, elements, expected in (("key", cache.keys, decoded.keys), ("value", cache.values, decoded.values)):
+            rows, fields = coder.quantize(cache.layer, part, elements.astype(np.float32), np.arange(50))
+            assert np.array_equal(rows, expected.astype(np.float32))
+            sizes = coder.measure(cache.layer, part, fields)
+            total += sizes.plain_bytes
+        assert total == len(stream) == sizes.coded_bytes
+
+
+def test_transform_codec_in_an_evaluation(profile: Path) -> None:
+    spec = f"transform:profile={profile},ratio=4"
+    settings = EvaluationSettings(tokens=160, chunk=60, prompt=100, timing=False)
+    result = evaluate(
+        FIXTURES / "lm", TEXTS[1], "recent_only:budget=64", codecs=["none", spec], settings=settings, jobs=0
+    )
+    assert result.refused == ()
+    lossy = [row for row in result.rows if row.codec is not None]
+    assert len(lossy) == 2 and all(row.kind == "LOSSY" and row.lossy_ratio > 1 for row in lossy)
+
+
+def test_transform_codec_refuses_what_it_cannot_code(profile: Path) -> None:
+    for spec, message in (
+        ("transform", "profile=FILE"),
+        (f"transform:profile={profile},kl=1,ratio=2", "one of them"),
+        (f"transform:profile={profile},below=3", "below"),
+        (f"transform:profile={profile},kl=x", "expected a number"),
+    ):
+        with pytest.raises(KvmnnError, match=message):
+            create_codec(spec)
+    codec = create_codec(f"transform:profile={profile}")
+    assert codec is not None
+    with pytest.raises(KvmnnError, match="another model"):
+        codec.start_text(CacheShape(1, 4, 64))
+    coder = codec.start_text(CacheShape(6, 4, 64))
+    with pytest.raises(KvmnnError, match="beyond fp16"):
+        coder.quantize(0, "key", np.full((4, 5, 64), 1e6, np.float32), np.arange(5))

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import gate_models
 import numpy as np
 import pytest
 from tiny_decoders import Tiny
 
 from kvmnn.errors import KvmnnError
+from kvmnn.evaluation import EvaluationSettings, evaluate
 from kvmnn.evaluation.oracle import collect_later_attention, compute_headroom_shares, describe_headroom, list_cuts
 from kvmnn.evaluation.scoring import list_steps
 from kvmnn.lm.runner import Runner
@@ -103,3 +105,17 @@ def test_headroom_shares_count_from_random_to_the_oracle() -> None:
     assert "add --policy random" in note
     rows[2].nll = 3.0
     assert compute_headroom_shares(rows) == {}
+
+
+def test_evaluate_prints_shares_of_the_headroom(tmp_path: Path) -> None:
+    folder = gate_models.write_model(tmp_path)
+    settings = EvaluationSettings(tokens=60, prompt=40, chunk=4, timing=False)
+    specs = ["oracle", "random", "snapkv:window=4", "keydiff:wrapper=ada"]
+    results = evaluate(
+        folder / "model", [str(folder / "texts" / "a.txt")], specs, budgets=[10], settings=settings, jobs=0
+    )
+    rows = {row.label: row for row in results.rows}
+    assert results.refused == () and "oracle 10" in rows and rows["oracle 10"].policy == "oracle"
+    assert rows["oracle 10"].tokens_kept == rows["random 10"].tokens_kept == (30, 30)
+    (note,) = [note for note in results.notes if note.startswith("Share of the headroom")]
+    assert "snapkv 10 window=4 " in note and "keydiff 10 wrapper=ada " in note

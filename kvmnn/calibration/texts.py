@@ -15,7 +15,7 @@ from ..lm.tokenizer import Tokenizer
 from ..profiles import TextOrigin
 
 MAX_WINDOW_TOKENS = 2048
-MIN_WINDOW_TOKENS = 32
+MIN_WINDOW_TOKENS, MIN_SHARE_TOKENS = 32, 256
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,8 +41,9 @@ def read_windows(
     KvmnnError
         For texts that are too short for one window.
     """
-    window_tokens = min(MAX_WINDOW_TOKENS, max_positions or MAX_WINDOW_TOKENS, num_tokens)
     documents = read_documents(paths, tokenizer, num_tokens, notes=notes)
+    share = max(MIN_SHARE_TOKENS, num_tokens // len(documents))  # so that all texts have their part
+    window_tokens = min(MAX_WINDOW_TOKENS, max_positions or MAX_WINDOW_TOKENS, num_tokens, share)
     queues = [_split_document(document, window_tokens) for document in documents]
     windows: list[TextWindow] = []
     num_missing = num_tokens

@@ -17,6 +17,7 @@ from ..errors import KvmnnError
 from ..policies.h2o_blocks import H2OEngine
 from ..policies.policy import FullCache, Policy, Trigger
 from ..policies.scored import ScoredPolicy
+from ..policies.scores import SumScores
 from ..quantization import CacheCodec
 from ..reports.records import RuntimeStats
 from ..runtime import RuntimeConfig
@@ -309,6 +310,8 @@ class Runner:
         has_unequal_lengths = len({keys.shape[2] for keys, _ in past}) > 1
         if len(tokens) > 1 and has_unequal_lengths and not self.session.can_chunk_unequal_lengths():
             step = self._step_one_by_one(tokens, positions, past, bias)
+        elif bias is None and (size := self._compute_part_tokens(len(tokens), past[0][0].shape[2])) < len(tokens):
+            step = self._step_in_parts(tokens, positions, past, size)
         else:
             key_positions = None
             if self.session.interface.key_position_inputs and self._positions == "true":
@@ -328,6 +331,37 @@ class Runner:
         timings.num_tokens += len(tokens)
         self._is_consistent = True
         return step.logits
+
+    def _compute_part_tokens(self, num_tokens: int, num_past: int) -> int:
+        """Return how many tokens of the first step of a text are fed at once, where attention is only summed."""
+        policy, interface = self.policy, self.session.interface
+        is_summed = policy.requires_attention and not policy.requires_queries
+        if num_past or not is_summed or not isinstance(policy.score_accumulator, SumScores):
+            return num_tokens
+        heads = self.session.query_heads or interface.kv_heads
+        token_bytes = _FLOAT32_BYTES * interface.layers * heads * num_tokens
+        return max(MIN_STEP_TOKENS, MAX_ATTENTION_BYTES // token_bytes)
+
+    def _step_in_parts(self, ids: TokenArray, positions: TokenArray, past: Sequence[KVPair], size: int) -> StepResult:
+        """Feed a prompt in parts; return what one step would, but attention of one row: the sum over all tokens.
+
+        Attention of n tokens is n x n numbers for each head of each layer: 4.5 GB for 2,048 tokens of 30 layers of 9.
+        """
+        num_tokens, seconds = len(ids), 0.0
+        logits: Floats | None = None
+        sums: list[Floats] = []
+        for begin in range(0, num_tokens, size):
+            end = min(begin + size, num_tokens)
+            step = self.session.run_step(ids[begin:end], positions[begin:end], past)
+            past, seconds = step.present_pairs, seconds + step.seconds
+            if logits is None:
+                logits = np.empty((num_tokens, step.logits.shape[1]), np.float32)
+            logits[begin:end] = step.logits
+            for layer, attention in enumerate(step.attentions or ()):
+                if begin == 0:
+                    sums.append(np.zeros((attention.shape[0], 1, num_tokens), np.float32))
+                sums[layer][:, 0, :end] += attention.sum(axis=1)
+        return StepResult(np.zeros((0, 0), np.float32) if logits is None else logits, list(past), sums, seconds)
 
     def _step_one_by_one(
         self, ids: TokenArray, positions: TokenArray, past: Sequence[KVPair], bias: Sequence[Floats] | None
@@ -450,6 +484,7 @@ class RunOptions:
 
 
 MAX_STEP_BYTES = 64 << 20  # about the largest size of the logits and attention scores of one step
+MAX_ATTENTION_BYTES = 96 << 20  # of the attention of all layers in one part of a prompt
 MIN_STEP_TOKENS = 16  # of one step: with fewer the matrix products of a layer are too small to be fast
 _NUM_SCORE_COPIES = 3  # scores, masked scores and probabilities, of the layer that runs
 _FLOAT32_BYTES = 4

@@ -94,3 +94,31 @@ def test_prompt_steps_of_large_model_are_bounded(tmp_path: Path) -> None:
             size = min(tokens, compute_step_tokens(session, tokens))
             scores = size * tokens * 9 * 3 * 4  # three layers, or three copies of one
             assert size == prompt_steps.MIN_STEP_TOKENS or scores <= prompt_steps.MAX_STEP_BYTES
+
+
+@pytest.mark.parametrize("policy", ["h2o_decayed", "h2o_decayed_heads"])
+def test_prompt_in_parts_equals_one_step(tmp_path, monkeypatch, policy) -> None:
+    """Attention of a long prompt is summed part by part: the same cut, scores and logits, up to rounding."""
+    Tiny().save(tmp_path / "model.onnx")
+    session = DecoderSession.open(tmp_path, attentions=True)
+    ids = np.random.default_rng(6).integers(0, 40, 70)
+    runs, fed = [], []
+    step = DecoderSession.run_step
+
+    def counted(self, ids, *arguments, **options):
+        fed.append(len(ids))
+        return step(self, ids, *arguments, **options)
+
+    monkeypatch.setattr(DecoderSession, "run_step", counted)
+    for limit in (prompt_steps.MAX_ATTENTION_BYTES, 1):
+        monkeypatch.setattr(prompt_steps, "MAX_ATTENTION_BYTES", limit)
+        runner = Runner(session, create_policy(policy, budget=24))
+        logits = [runner.step(ids[:60], end_chunk=True), runner.step(ids[60:], end_chunk=True)]
+        runs.append((np.concatenate(logits), runner.cache.copy_layers(), runner.cache.get_scores(0)))
+    assert fed == [60, 10, 16, 16, 16, 12, 10]
+    (whole, layers, scores), (parts, part_layers, part_scores) = runs
+    np.testing.assert_allclose(parts, whole, atol=1e-4)
+    np.testing.assert_allclose(part_scores, scores, rtol=1e-4)
+    for one, other in zip(layers, part_layers, strict=True):
+        assert np.array_equal(one.positions, other.positions)
+        np.testing.assert_allclose(other.keys, one.keys, atol=1e-5)

@@ -1,59 +1,66 @@
-"""README's table of speeds and the ratios of its demo equal the measurements."""
+"""README's figures are those of the pages that say how they were measured, and its Python lines run."""
 
 from __future__ import annotations
 
-import json
 import re
-from typing import Any
 
 import numpy as np
-import pytest
-from repository import ROOT
+from repository import DOCS, ROOT
 
 import kvmnn
 
-CODECS = (
-    "kvmnn dense",
-    "kvmnn exact",
-    "kvmnn balanced",
-    "kvmnn fast",
-    "blosc2 shuffle+zstd (clevel 1)",
-    "zstd -3",
-    "lz4",
-    "pcodec",
-)
-ARRAYS = ("K fp16", "V fp16", "K bf16", "K fp32")
-WHOLE = {"K bf16": "512 KiB"}
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_readme_codec_table_equals_benchmark() -> None:
-    measured = json.loads((ROOT / "benchmarks" / "pareto.json").read_text(encoding="utf-8"))
-    reports = [measured[f"{array} {WHOLE.get(array, '1,024 KiB')}"][0] for array in ARRAYS]
-    lines = [f"| codec | {' | '.join(ARRAYS)} |", "|---|" + len(ARRAYS) * "---|"]
-    lines += [f"| {codec} | {' | '.join(cell(report, codec) for report in reports)} |" for codec in CODECS]
-    assert "\n".join(lines) in (ROOT / "README.md").read_text(encoding="utf-8")
+def read_table(page: str, first_cell: str) -> list[str]:
+    """Return the cells after the first of the row that begins with `first_cell`."""
+    (line,) = (line for line in page.splitlines() if line.startswith(f"| {first_cell} |"))
+    return [cell.strip().strip("*") for cell in line.split("|")[2:-1]]
 
 
-def cell(report: dict[str, Any], codec: str) -> str:
-    (result,) = (each for each in report["results"] if each["codec"] == codec)
-    assert result["raw_bytes"] == report["sample_bytes"] == report["array_bytes"]
-    encode, decode = (result["raw_bytes"] / 1e6 / result[way]["cpu"] for way in ("encode", "decode"))
-    return f"{result['ratio']:.3f}, {encode:,.0f} / {decode:,.0f}"
+def test_readme_is_at_most_110_lines() -> None:
+    assert README.count("\n") <= 110
 
 
-def test_readme_exact_speed_range_equals_benchmark() -> None:
-    rows = json.loads((ROOT / "benchmarks" / "codec.json").read_text(encoding="utf-8"))["one_thread"]
-    times = [row["encode_over_zstd"] for row in rows]
-    assert f"`exact` takes {min(times):.2f} to {max(times):.2f} times" in (ROOT / "README.md").read_text("utf-8")
+def test_readme_profile_ratios_equal_page_of_linear_streams() -> None:
+    page = (DOCS / "format-linear.md").read_text(encoding="utf-8")
+    for row, variant in (
+        ("[`profile`](docs/profile.md), each layer alone", "own layer only"),
+        ("`profile`, by two layers below", "two layers below"),
+    ):
+        measured = [read_table(page, f"{model}, {variant}")[0] for model in ("SmolLM2", "Gemma")]
+        assert read_table(README, row)[:2] == measured
+
+
+def test_readme_transform_ratios_equal_page_of_transform_streams() -> None:
+    page = (DOCS / "format-transform.md").read_text(encoding="utf-8")
+    rows = [
+        line.split("|")
+        for line in page.splitlines()
+        if re.match(r"\| (SmolLM2, each|Gemma, each|pred|the same with)", line)
+    ]
+    alone, below, attention, gemma_alone, gemma_below = ([cell.strip() for cell in row[3:5]] for row in rows)
+    for row, smol, gemma in (
+        ("[`transform`](docs/format-transform.md), kl=0.0025, each layer alone", alone, gemma_alone),
+        ("`transform`, kl=0.0025, by two layers below", below, gemma_below),
+        ("the same, steps by attention", attention, ["", ""]),
+    ):
+        ratio, gemma_ratio, loss = read_table(README, row)[:3]
+        assert [ratio, gemma_ratio] == [smol[0], gemma[0]]
+        shown = [float(value) for value in re.findall(r"0\.\d+", loss)]
+        assert shown == [round(float(kl), 4) for kl in (smol[1], gemma[1]) if kl]
 
 
 def test_readme_wheel_size_equals_enforced_limit() -> None:
     (limit,) = re.findall(r"^MAX_BYTES=(\d+)$", (ROOT / "tools" / "wheel.sh").read_text("utf-8"), re.MULTILINE)
-    assert f"at most {int(limit) / 1e6:.1f} MB" in (ROOT / "README.md").read_text("utf-8")
+    assert f"at most {int(limit) / 1e6:.1f} MB" in README
 
 
-@pytest.mark.parametrize("effort", ["exact", "fast"])
-def test_readme_demo_ratios_equal_current_encoder(effort: str) -> None:
-    words = np.load(ROOT / "fixtures" / "kv_real" / "k_fp16.npy")
-    ratio = words.nbytes / len(kvmnn.encode(words, effort=effort))
-    assert f"    kvmnn {effort:<18}{ratio:.4f} " in (ROOT / "README.md").read_text(encoding="utf-8")
+def test_readme_python_lines_run() -> None:
+    block = README.split("## Ten lines of Python\n\n")[1].split("    from kvmnn.lm")[0]
+    names: dict[str, object] = {"print": lambda *_: None}
+    exec("\n".join(line[4:] for line in block.splitlines()), names)
+    assert isinstance(names["frame"], bytes)
+    keys = names["keys"]
+    assert isinstance(keys, np.ndarray) and keys.shape == (8, 256, 128)
+    assert kvmnn.decode(names["frame"]).tobytes() == keys.tobytes()

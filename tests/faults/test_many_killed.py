@@ -189,11 +189,12 @@ def test_many_files_interrupted_at_start_gives_one_line(running: Any, folder: Pa
 
 def test_many_files_killed_worker_changes_no_result(running: Any, folder: Path) -> None:
     process = running()
-    first = read(process, 3)
+    while not any(folder.glob("out/*/*")) and process.poll() is None:  # the lines come when most files are done
+        time.sleep(0.001)
     os.kill(workers(process)[0], signal.SIGKILL)
     rest, errors = rest_of(process)
     assert (process.returncode, errors) == (0, "")
-    check_whole(folder, [*first, *rest.splitlines()])
+    check_whole(folder, rest.splitlines())
 
 
 def test_many_files_closed_pipe_ends_the_run(running: Any, folder: Path) -> None:

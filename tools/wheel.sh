@@ -8,7 +8,7 @@ cd "$(dirname "$0")/.."
 
 ROOT=$PWD
 WORK=$ROOT/build/wheel
-MAX_BYTES=2500000
+MAX_BYTES=3000000
 [ $# -gt 0 ] || set -- python3
 
 rm -rf "$WORK"

@@ -4,17 +4,22 @@ Both are pulled and imported (without torch), then:
 
 * log-probabilities of three texts, K and V of the first tokens and greedy tokens next to torch's with the same weights
   (fixtures/lm_real);
-* lossless ratios of K and V of a text, by type and codec, next to zstd;
-* what eviction costs: nats a token against the full cache, with the interval over texts.
+* lossless ratios of K and V of a text, by type and codec, next to zstd; whole caches also as dense streams and, by a
+  profile that `kvmnn profile make` makes of other texts, as linear streams;
+* what eviction, quantised caches and transform streams cost two texts that the profile has not seen: KL divergence and
+  nats a token against the full cache.
 
-20 minutes on two cores, most of it for the policies; the models stay where `kvmnn model pull` puts them.
+A quarter of an hour on two cores; the models stay where `kvmnn model pull` puts them. The page is written after each
+model.
 """
 
 from __future__ import annotations
 
 import argparse
 import resource
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,18 +28,24 @@ import zstandard
 from common import ROOT, table, write_results
 
 import kvmnn
+from kvmnn.bundle import DenseOptions, EncodeOptions, encode_source
+from kvmnn.calibration import ProfileOptions, make_profile
 from kvmnn.evaluation.runner import evaluate
 from kvmnn.evaluation.settings import EvaluationSettings
-from kvmnn.lm import DecoderSession, pull_model
+from kvmnn.formats.layer_streams.codecs import LayerStreamOptions
+from kvmnn.formats.layer_streams.writer import encode_layers
+from kvmnn.lm import DecoderSession, Tokenizer, pull_model
 
 FIXTURES = ROOT / "fixtures" / "lm_real"
 MODELS = {"smollm2-135m": "smol", "gemma3-270m": "gemma"}
 TEXTS = ("sotu", "moby", "code")
 STEP_TOKENS, RATIO_TOKENS = 256, 2048
-BUDGET, EVALUATED_TOKENS, CHUNK = 256, 1024, 16
-POLICIES = (
-    "recent_only", "streaming", "l2_fixed:recent_ratio=0.5", "h2o_decayed_heads:recent=50%", "h2o_tokens",
-)  # fmt: skip
+BUDGET, EVALUATED_TOKENS, PROMPT_TOKENS, CHUNK = 256, 1024, 512, 16
+POLICIES = ("recent_only", "streaming", "knorm", "snapkv", "h2o_decayed_heads:recent=50%")
+QUANTIZERS = ("q8_0", "q4_0", "kivi:k=4,v=4,group=64")
+TRANSFORM_KL = (0.002, 0.0065)
+EVALUATED_TEXTS = ("moby", "code")
+PROFILE_TOKENS = 8192
 
 CODECS = ("exact", "fast", "zstd 3", "zstd 19")
 
@@ -54,14 +65,18 @@ def main() -> None:
         record: dict[str, Any] = {"import": imported.to_dict(), "import_cpu_seconds": time.process_time() - start}
         session = DecoderSession.open(name, threads=2)
         record["proof"] = compare_with_torch(session, reference, 256 if quick else RATIO_TOKENS)
-        record["ratios"] = measure_ratios(session, reference["moby_ids"], 256 if quick else RATIO_TOKENS)
-        del session
-        record["policies"] = evaluate_policies(name, quick)
+        with tempfile.TemporaryDirectory() as work:
+            profile = f"{work}/{folder}.kvmp"
+            options = ProfileOptions(tokens=1024 if quick else PROFILE_TOKENS, name=name, threads=2)
+            record["profile"] = make_profile(name, [FIXTURES / "texts"], profile, options).to_dict()
+            record |= measure_ratios(session, reference["moby_ids"], 256 if quick else RATIO_TOKENS, work, profile)
+            del session
+            record["rows"] = evaluate_rows(name, imported.output, reference, profile, Path(work), quick)
         record["peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         data[name] = record
         sections += [f"## {name}", "", imported_text(record), "", *format_tables(record)]
-        print("\n".join(sections[-8:]), flush=True)
-    write_results("real", "Two real models", sections, data)
+        print("\n".join(sections[-12:]), flush=True)
+        write_results("real", "Two real models", sections, data)
 
 
 def read_text(session: DecoderSession, ids: Tokens) -> tuple[list[Any], npt.NDArray[np.float64]]:
@@ -117,13 +132,19 @@ def continue_greedily(session: DecoderSession, ids: Tokens, count: int) -> Token
     return np.array(tokens)
 
 
-def measure_ratios(session: DecoderSession, ids: npt.NDArray[np.int32], tokens: int) -> list[dict[str, Any]]:
-    """Bytes of K and V of all layers, and of what codecs make of them; every frame is decoded and compared."""
+def measure_ratios(
+    session: DecoderSession, ids: npt.NDArray[np.int32], tokens: int, work: str, profile: str
+) -> dict[str, Any]:
+    """Bytes of K and V of all layers, and of what codecs make of them; everything is decoded and compared."""
     past, _ = read_text(session, ids.astype(np.int64)[:tokens])
     rows = []
+    cache = Path(work, "cache")
+    cache.mkdir()
     for part, index in (("K", 0), ("V", 1)):
         arrays = [np.ascontiguousarray(pair[index][0]) for pair in past]
         halves = [array.astype(np.float16) for array in arrays]
+        for layer, array in enumerate(halves):
+            np.save(cache / f"layer_{layer}.{'key' if part == 'K' else 'value'}.npy", array)
         brains = [round_to_bfloat16(array) for array in arrays]
         for dtype, words in (("fp16", halves), ("bf16", brains)):
             size = sum(array.nbytes for array in words)
@@ -138,7 +159,10 @@ def measure_ratios(session: DecoderSession, ids: npt.NDArray[np.int32], tokens: 
                 compressor = zstandard.ZstdCompressor(level=level)
                 row[f"zstd {level}"] = size / sum(len(compressor.compress(array.tobytes())) for array in words)
             rows.append(row)
-    return rows
+    source = kvmnn.open(cache)  # both verify what they wrote
+    dense = encode_source(source, f"{work}/dense", EncodeOptions(dense=DenseOptions()))
+    linear = encode_layers(source, f"{work}/linear", LayerStreamOptions(codec="profile", profile=profile))
+    return {"ratios": rows, "dense": source.nbytes / dense.stored_bytes, "linear": linear.ratio}
 
 
 def round_to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
@@ -147,14 +171,28 @@ def round_to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]
     return ((words + 0x7FFF + ((words >> 16) & 1)) >> 16).astype(np.uint16)
 
 
-def evaluate_policies(name: str, quick: bool) -> list[dict[str, Any]]:
-    """Rows of eval over parts of a novel and of speeches."""
-    texts = sorted((FIXTURES / "texts").glob("*.txt"))
-    tokens, budget = (256, 64) if quick else (EVALUATED_TOKENS, BUDGET)
-    settings = EvaluationSettings(tokens=tokens, chunk=CHUNK, timing=False, project_definitions=False)
-    result = evaluate(name, texts[:2] if quick else texts, POLICIES, [budget], settings=settings, jobs=2)
-    rows = [row.to_dict() for row in result.rows]
-    return [{key: value for key, value in row.items() if key != "documents"} for row in rows]
+def evaluate_rows(
+    name: str, model: str, reference: dict[str, Any], profile: str, work: Path, quick: bool
+) -> list[dict[str, Any]]:
+    """Rows of eval of policies and of codecs, over texts that the profile has not seen."""
+    tokenizer = Tokenizer(f"{model}/tokenizer.json")
+    texts = [work / f"{text}.txt" for text in EVALUATED_TEXTS]
+    for text, path in zip(EVALUATED_TEXTS, texts, strict=True):
+        decoded = tokenizer.decode(reference[f"{text}_ids"].astype(np.int64).tolist())
+        path.write_text(decoded.removeprefix("<bos>"), encoding="utf-8")  # reading adds it again
+    tokens, prompt, budget = (256, 128, 64) if quick else (EVALUATED_TOKENS, PROMPT_TOKENS, BUDGET)
+    settings = EvaluationSettings(
+        tokens=tokens, prompt=prompt, deep_from=prompt, chunk=CHUNK, timing=False, project_definitions=False
+    )
+    transforms = [f"transform:profile={profile},kl={kl}" for kl in TRANSFORM_KL]
+    codecs = [f"{codec}{',' if ':' in codec else ':'}when=prompt" for codec in (*QUANTIZERS, *transforms)]
+    results = (
+        evaluate(name, texts, POLICIES, [budget], settings=settings, jobs=2),
+        evaluate(name, texts, codecs=codecs, settings=settings, jobs=2),
+    )
+    rows = [results[0].rows[0], *(row for result in results for row in result.rows[1:])]
+    documents = [{key: value for key, value in row.to_dict().items() if key != "documents"} for row in rows]
+    return [{**row, "label": row["label"].replace(f"profile={profile},", "")} for row in documents]
 
 
 def imported_text(record: dict[str, Any]) -> str:
@@ -177,28 +215,37 @@ def format_tables(record: dict[str, Any]) -> list[str]:
     ]
     tokens = record["ratios"][0]["tokens"]
     rows = []
-    for row in record["policies"]:
-        difference = row.get("versus_full") or {}
-        low, high = difference.get("low"), difference.get("high")
+    for row in record["rows"]:
+        difference, divergence = row["versus_full"] or {}, row.get("deep_divergence")
+        bits = row.get("quantized_bits", 16 * row["kept_bytes"] / row["full_bytes"])
         rows.append(
             [
-                row["label"],
-                "" if row["budget"] is None else str(row["budget"]),
-                f"{row['perplexity']:.3f}",
-                "" if low is None else f"{difference['nll']:+.4f}",
-                "" if low is None else f"{low:+.4f} to {high:+.4f}",
-                f"{row['cache_bytes_mean'] / 1e6:.2f}",
+                row["label"].replace("_", "\\_"),
+                f"{row['deep']['perplexity']:.3f}",
+                f"{difference['deep_nll']:+.4f}" if difference else "",
+                f"{divergence['kl']:.4f}" if divergence else "",
+                f"{divergence['kl_p99']:.3f}" if divergence else "",
+                f"{100 * divergence['agreement']:.1f}" if divergence else "",
+                f"{bits:.2f}",
             ]
         )
+    made = record["profile"]
     return [
         f"Lossless, all layers, {tokens:,} tokens of a novel; every frame decoded and compared:",
         "",
         table(["part", "type", "bytes", *CODECS], ratios),
         "",
-        f"Eviction (LOSSY), {record['policies'][0]['tokens']:,} tokens of parts of a novel and of speeches, {CHUNK} "
-        "at a time; nats a token against the full cache:",
+        f"The whole cache in fp16: dense streams {record['dense']:.3f}, linear streams {record['linear']:.3f}, by a "
+        f"profile of {made['tokens']:,} tokens of {made['texts']} other texts ({made['bytes'] / 1e6:.1f} MB, "
+        "not counted; "
+        f"made in {made['reading_seconds'] + made['sensitivity_seconds'] + made['table_seconds']:.0f} CPU seconds).",
         "",
-        table(["policy", "budget", "perplexity", "nats a token", "95 %", "cache MB, mean"], rows),
+        f"LOSSY: {EVALUATED_TOKENS:,} tokens of each of two texts (a novel, Python source), of which the first "
+        f"{PROMPT_TOKENS} are one prompt; policies keep {BUDGET} tokens, codecs take the prompt's cache once. Figures "
+        "of the tokens after the prompt, against the full cache. Bits: of codecs a K or V element that they hold (fp16 "
+        "has 16), of policies 16 times the share of bytes kept at the end:",
+        "",
+        table(["row", "perplexity", "nats", "KL", "KL p99", "same best %", "bits"], rows),
         "",
     ]
 

@@ -108,7 +108,7 @@ def test_dense_rope_is_found_by_trial(run):
             "nowhere: cannot be read: No such file or directory",
         ),
         (["other.npz", "--codec", "dense"], 2, "no array can be a dense stream: array 'mask': its name does not say"),
-        (["kv.npz", "--codec", "tight"], 2, "invalid choice: 'tight'"),
+        (["kv.npz", "--codec", "tight"], 2, "'tight': expected mnn, dense, profile:FILE"),
         (["kv.npz", "--codec", "dense", "-o", "z.zarr"], 2, "every chunk of a Zarr store is a frame"),
     ],
 )

@@ -58,7 +58,8 @@ def test_runner_every_shipped_archive_is_a_set_or_test_data() -> None:
     """Every archive of vectors is one that `conformance.py fixtures` finds; the other folders hold no index."""
     with_vectors = {path.parent.name for path in FIXTURES.glob("*/vectors.tar.xz")}
     data = {path.name for path in FIXTURES.iterdir() if path.is_dir()} - with_vectors
-    assert data == {"float8", "kv_real", "llama_windows", "llm_kv", "lm", "lm_import", "lm_real", "mnn_engine"}
+    shipped = {"float8", "kv_real", "llama_windows", "llm_kv", "lm", "lm_import", "lm_real", "mnn_engine"}
+    assert data == shipped | {"quantization"}
     assert not [path for name in ("index.json", "cases.json") for path in FIXTURES.rglob(name)]
 
 

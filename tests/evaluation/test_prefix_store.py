@@ -113,9 +113,9 @@ def test_evaluate_with_store_never_repeats_shared_prompt(
     fed: list[int] = []
     step = DecoderSession.run_step
 
-    def counted(self, ids, *arguments):
+    def counted(self, ids, *arguments, **options):
         fed.append(len(ids))
-        return step(self, ids, *arguments)
+        return step(self, ids, *arguments, **options)
 
     monkeypatch.setattr(DecoderSession, "run_step", counted)
     measured(model, tmp_path / "s", POLICIES[:2], texts=TEXTS[1:2], prompt=50)

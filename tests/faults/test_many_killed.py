@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import signal
@@ -37,11 +36,11 @@ def command(*more: str) -> list[str]:
     return [sys.executable, "-P", "-m", "kvmnn", "encode", "in", "-o", "out", "--jobs", "2", "--resume", "kept", *more]
 
 
-def started(folder: Path, *more: str) -> subprocess.Popen[str]:
+def started(folder: Path, *more: str, **options: int) -> subprocess.Popen[str]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.Popen(
         command(*more), cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        start_new_session=True,
+        start_new_session=True, **options,
     )  # fmt: skip
 
 
@@ -126,8 +125,8 @@ def end_one(process: subprocess.Popen[str], number: int) -> None:
 def running(folder: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     made: list[subprocess.Popen[str]] = []
 
-    def start(*more: str) -> subprocess.Popen[str]:
-        made.append(started(folder, *more))
+    def start(*more: str, **options: int) -> subprocess.Popen[str]:
+        made.append(started(folder, *more, **options))
         return made[-1]
 
     yield start
@@ -151,8 +150,7 @@ def running(folder: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 def test_many_files_interrupted_run_can_be_resumed(
     running: Any, folder: Path, number: int, to: Any, code: int, said: str | None
 ) -> None:
-    process = running()
-    fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, 4096)  # a few lines: it waits for its reader, and is interrupted
+    process = running(pipesize=4096)  # a few lines: it waits for its reader, and is interrupted
     first = read(process, 4)
     to(process, number)
     rest, errors = rest_of(process)

@@ -225,8 +225,8 @@ def _recording(session: DecoderSession, fed: list[list[int]]) -> Any:
         def __getattr__(self, name: str) -> Any:
             return getattr(session, name)
 
-        def run_step(self, ids: Any, positions: Any, *others: Any) -> Any:
+        def run_step(self, ids: Any, positions: Any, *others: Any, **options: Any) -> Any:
             fed.append(positions.tolist())
-            return session.run_step(ids, positions, *others)
+            return session.run_step(ids, positions, *others, **options)
 
     return Recorder()

@@ -71,7 +71,9 @@ def main() -> None:
             record["profile"] = make_profile(name, [FIXTURES / "texts"], profile, options).to_dict()
             record |= measure_ratios(session, reference["moby_ids"], 256 if quick else RATIO_TOKENS, work, profile)
             del session
-            record["rows"] = evaluate_rows(name, imported.output, reference, profile, Path(work), quick)
+            sizes = (256, 128, 64) if quick else (EVALUATED_TOKENS, PROMPT_TOKENS, BUDGET)
+            record["evaluation"] = dict(zip(("tokens", "prompt", "budget"), sizes, strict=True))
+            record["rows"] = evaluate_rows(name, imported.output, reference, profile, Path(work), *sizes)
         record["peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         data[name] = record
         sections += [f"## {name}", "", imported_text(record), "", *format_tables(record)]
@@ -172,7 +174,14 @@ def round_to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]
 
 
 def evaluate_rows(
-    name: str, model: str, reference: dict[str, Any], profile: str, work: Path, quick: bool
+    name: str,
+    model: str,
+    reference: dict[str, Any],
+    profile: str,
+    work: Path,
+    tokens: int,
+    prompt: int,
+    budget: int,
 ) -> list[dict[str, Any]]:
     """Rows of eval of policies and of codecs, over texts that the profile has not seen."""
     tokenizer = Tokenizer(f"{model}/tokenizer.json")
@@ -180,7 +189,6 @@ def evaluate_rows(
     for text, path in zip(EVALUATED_TEXTS, texts, strict=True):
         decoded = tokenizer.decode(reference[f"{text}_ids"].astype(np.int64).tolist())
         path.write_text(decoded.removeprefix("<bos>"), encoding="utf-8")  # reading adds it again
-    tokens, prompt, budget = (256, 128, 64) if quick else (EVALUATED_TOKENS, PROMPT_TOKENS, BUDGET)
     settings = EvaluationSettings(
         tokens=tokens, prompt=prompt, deep_from=prompt, chunk=CHUNK, timing=False, project_definitions=False
     )
@@ -229,7 +237,7 @@ def format_tables(record: dict[str, Any]) -> list[str]:
                 f"{bits:.2f}",
             ]
         )
-    made = record["profile"]
+    made, sizes = record["profile"], record["evaluation"]
     return [
         f"Lossless, all layers, {tokens:,} tokens of a novel; every frame decoded and compared:",
         "",
@@ -240,9 +248,9 @@ def format_tables(record: dict[str, Any]) -> list[str]:
         "not counted; "
         f"made in {made['reading_seconds'] + made['sensitivity_seconds'] + made['table_seconds']:.0f} CPU seconds).",
         "",
-        f"LOSSY: {EVALUATED_TOKENS:,} tokens of each of two texts (a novel, Python source), of which the first "
-        f"{PROMPT_TOKENS} are one prompt; policies keep {BUDGET} tokens, codecs take the prompt's cache once. Figures "
-        "of the tokens after the prompt, against the full cache. Bits: of codecs a K or V element that they hold (fp16 "
+        f"LOSSY: {sizes['tokens']:,} tokens of each of two texts (a novel, Python source), of which the first "
+        f"{sizes['prompt']} are one prompt; policies keep {sizes['budget']} tokens, codecs take the prompt's cache once. "
+        "Figures of the tokens after the prompt, against the full cache. Bits: of codecs a K or V element that they hold (fp16 "
         "has 16), of policies 16 times the share of bytes kept at the end:",
         "",
         table(["row", "perplexity", "nats", "KL", "KL p99", "same best %", "bits"], rows),

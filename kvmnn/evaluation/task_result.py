@@ -139,7 +139,7 @@ class TaskRow(Record):
     configuration: Configuration
     scores: tuple[TaskScore, ...]
     #: Mean share of the tokens of the context that all layers hold when the question is asked.
-    kept_share: float
+    stored_share: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +177,7 @@ class TaskEvaluation(Record):
     def _build_accuracy_table(self) -> Table:
         columns = [
             Column("cache", lambda row: str(row.configuration.label), is_left_aligned=True),
-            Column("kept", lambda row: f"{row.kept_share:.0%}"),
+            Column("kept", lambda row: f"{row.stored_share:.0%}"),
             *(Column(task, self._make_cell(task)) for task in self.options.names),
         ]
         title = f"Tasks: right answers with 95 % interval, {self.options.items} items each"

@@ -1,4 +1,4 @@
-"""Evaluate tasks with one right answer under policies: accuracy with intervals, beside perplexity (docs/lm.md)."""
+"""Evaluate tasks with one right answer under policies: accuracy with intervals (docs/lm.md)."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class _TaskRun:
         full_answers: dict[str, list[bool]] = {}
         for configuration in configurations:
             try:
-                answers, kept_shares = self._answer_all(configuration, progress)
+                answers, stored_shares = self._answer_all(configuration, progress)
             except UnsupportedConfigurationError as error:
                 refused.append(Refusal(label=configuration.label, reason=str(error)))
                 continue
@@ -138,7 +138,7 @@ class _TaskRun:
                 TaskScore.from_answers(task, self.items_by_task[task], answers[task], full_answers[task])
                 for task in options.names
             ]
-            rows.append(TaskRow(configuration=configuration, scores=tuple(scores), kept_share=fmean(kept_shares)))
+            rows.append(TaskRow(configuration=configuration, scores=tuple(scores), stored_share=fmean(stored_shares)))
         settings = self.measurer.settings
         return TaskEvaluation(
             kvmnn=get_version(),
@@ -155,21 +155,21 @@ class _TaskRun:
         self, configuration: Configuration, progress: EvaluationProgress | None
     ) -> tuple[dict[str, list[bool]], list[float]]:
         answers: dict[str, list[bool]] = {}
-        kept_shares: list[float] = []
+        stored_shares: list[float] = []
         for task, items in self.items_by_task.items():
             for item in items:
                 key = self._compute_key(configuration, item)
                 stored = self.store.get(key)
                 if stored is None:
-                    is_right, kept_share = self._answer(configuration, item)
-                    stored = {"right": is_right, "kept": kept_share}
+                    is_right, stored_share = self._answer(configuration, item)
+                    stored = {"right": is_right, "kept": stored_share}
                     self.store.put(key, stored)
                 entry: Any = stored
                 answers.setdefault(task, []).append(bool(entry["right"]))
-                kept_shares.append(float(entry["kept"]))
+                stored_shares.append(float(entry["kept"]))
                 if progress is not None:
                     progress.advance(len(item.context) + len(item.query), 1)
-        return answers, kept_shares
+        return answers, stored_shares
 
     def _compute_key(self, configuration: Configuration, item: TaskItem) -> str:
         description = {
@@ -188,17 +188,17 @@ class _TaskRun:
         chunk = settings.chunk if runner.policy.can_evict else num_tokens
         for begin, end in list_steps(num_tokens, chunk, settings.prompt if runner.policy.can_evict else 0):
             runner.step(item.context[begin:end], end_chunk=max(chunk, end - begin) > 1)
-        kept_share = fmean(runner.cache.tokens) / num_tokens
+        stored_share = fmean(runner.cache.tokens) / num_tokens
         logits = runner.step(item.query, end_chunk=True)[-1]
         if item.choices:
             best = max(item.choices, key=lambda token: float(logits[token]))
-            return best == item.answer[0], kept_share
+            return best == item.answer[0], stored_share
         for token, following in zip(item.answer, [*item.answer[1:], None], strict=True):
             if int(logits.argmax()) != token:
-                return False, kept_share
+                return False, stored_share
             if following is not None:
                 logits = runner.step([token])[-1]
-        return True, kept_share
+        return True, stored_share
 
     def _create_runner(self, configuration: Configuration, item: TaskItem) -> Runner:
         document = Document("item", np.asarray(item.context, np.int64), 0, item.digest)
@@ -217,6 +217,6 @@ def _build_notes(rows: Sequence[TaskRow], options: TaskOptions, settings: Evalua
         weak = [score.task for score in rows[0].scores if score.low < (0.5 if score.task == "classification" else 0.2)]
         if weak:
             yield f"The full cache is not clearly above chance in {', '.join(weak)}: a drop there shows little."
-    uncut = [row.configuration.label for row in rows[1:] if row.kept_share >= 1]
+    uncut = [row.configuration.label for row in rows[1:] if row.stored_share >= 1]
     if uncut:
         yield f"Nothing was evicted from the contexts by {', '.join(uncut[:4])}{' ...' if len(uncut) > 4 else ''}."

@@ -100,8 +100,8 @@ def test_evaluate_tasks_equals_greedy_decoding(texts: TaskTexts, tmp_path: Path)
     ]
     assert results[0] == results[1]
     full, cut = results[0].rows
-    assert (full.kept_share, full.configuration.label) == (1.0, "full")
-    assert cut.kept_share < 0.3
+    assert (full.stored_share, full.configuration.label) == (1.0, "full")
+    assert cut.stored_share < 0.3
     session = DecoderSession.open(MODEL, threads=1)
     shorter = TaskTexts(texts.documents, texts.tokenizer, 96)
     hits = []
@@ -125,6 +125,6 @@ def test_eval_command_adds_tasks(tmp_path: Path, run) -> None:
     words += ["--policy", "streaming", "--budget", "25%", "--tasks", "copy,items=3,tokens=64"]
     document = json.loads(run(*words, "-o", tmp_path / "r.json", "--json").out)
     assert [row["configuration"]["label"] for row in document["tasks"]["rows"]] == ["full", "streaming 16"]
-    assert np.isclose(document["tasks"]["rows"][1]["kept_share"], 16 / 65, atol=0.3)
+    assert np.isclose(document["tasks"]["rows"][1]["stored_share"], 16 / 65, atol=0.3)
     assert "### Tasks: right answers" in read_results(tmp_path / "r.json").to_text("markdown")
     assert "--tasks: 'x' is no task" in run(*words[:-1], "x", code=2).err

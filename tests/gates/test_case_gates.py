@@ -260,7 +260,7 @@ def test_quality_gates_of_kl_and_tasks() -> None:
     hits = {"copy": [True] * 40, "retrieval": [False] * 30 + [True] * 10}
     items = [TaskItem(context=(1,), query=(2,), answer=(3,))] * 40
     scores = tuple(TaskScore.from_answers(name, items, own, [True] * 40) for name, own in hits.items())
-    measured = replace(QUALITY, kl=0.02, kl_p99=0.5, task_scores=scores, kept_share=0.5)
+    measured = replace(QUALITY, kl=0.02, kl_p99=0.5, task_scores=scores, stored_share=0.5)
 
     def judge(quality: PerplexityChange | None) -> list[str]:
         limits = RUNTIME_CASES["runtime_store"]
@@ -271,6 +271,6 @@ def test_quality_gates_of_kl_and_tasks() -> None:
 
     assert judge(measured) == ["pass", "unclear", "fail"]  # 40 of 40 items leave room for a drop of 9 %
     assert judge(replace(measured, kl=0.06)) == ["fail", "unclear", "fail"]
-    assert judge(replace(measured, kept_share=1.0))[1:] == ["not measured"] * 2
+    assert judge(replace(measured, stored_share=1.0))[1:] == ["not measured"] * 2
     assert judge(replace(measured, lossy_ratio=1.0))[:1] == judge(None)[:1] == ["not measured"]
     assert "KL divergence" not in verdicts()

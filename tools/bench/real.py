@@ -249,9 +249,9 @@ def format_tables(record: dict[str, Any]) -> list[str]:
         f"made in {made['reading_seconds'] + made['sensitivity_seconds'] + made['table_seconds']:.0f} CPU seconds).",
         "",
         f"LOSSY: {sizes['tokens']:,} tokens of each of two texts (a novel, Python source), of which the first "
-        f"{sizes['prompt']} are one prompt; policies keep {sizes['budget']} tokens, codecs take the prompt's cache once. "
-        "Figures of the tokens after the prompt, against the full cache. Bits: of codecs a K or V element that they hold (fp16 "
-        "has 16), of policies 16 times the share of bytes kept at the end:",
+        f"{sizes['prompt']} are one prompt; policies keep {sizes['budget']} tokens, codecs take the prompt's cache "
+        "once. Figures of the tokens after the prompt, against the full cache. Bits: of codecs a K or V element that "
+        "they hold (fp16 has 16), of policies 16 times the share of bytes kept at the end:",
         "",
         table(["row", "perplexity", "nats", "KL", "KL p99", "same best %", "bits"], rows),
         "",

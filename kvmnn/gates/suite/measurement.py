@@ -310,7 +310,7 @@ class PerplexityChange(Record):
     kl_p99: float | None = None
     #: Accuracy of tasks, if there are any, and the share of their contexts that was left before the questions.
     task_scores: tuple[TaskScore, ...] = ()
-    kept_share: float | None = None
+    stored_share: float | None = None
 
 
 class PerplexityProgress:
@@ -408,7 +408,7 @@ def _measure_tasks(model: str, documents: Sequence[Document], case: RunCase, sto
     )
     if evaluated.refused:
         raise KvmnnError(f"{case.name}: {evaluated.refused[0].reason}")
-    return {"task_scores": evaluated.rows[-1].scores, "kept_share": evaluated.rows[-1].kept_share}
+    return {"task_scores": evaluated.rows[-1].scores, "stored_share": evaluated.rows[-1].stored_share}
 
 
 def explain_no_eviction(policy: Policy, settings: RunSettings) -> str:

@@ -297,14 +297,14 @@ def _build_task_gate(
     limit = f"drop <= {target:.0%}"
     if score is None or quality is None:
         why = "needs texts (--text)"
-    elif (quality.kept_share or 1.0) >= 1:
+    elif (quality.stored_share or 1.0) >= 1:
         why = "nothing was evicted from the contexts: longer ones are needed (tokens=N in tasks)"
     elif not score.num_right + score.num_lost:
         why = "the full cache answers nothing: the model cannot do this at all"
     else:
         verdict = PASS if score.drop_high <= target else FAIL if score.drop_low > target else UNCLEAR
         interval = f"95 % {score.drop_low:+.0%} to {score.drop_high:+.0%} over {score.num_items} items"
-        why = f"drop {score.drop:+.0%}, {interval}; kept {quality.kept_share:.0%} of the contexts"
+        why = f"drop {score.drop:+.0%}, {interval}; kept {quality.stored_share:.0%} of the contexts"
         return GateResult(
             name=f"task {name}",
             verdict=verdict,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import numpy as np
@@ -49,6 +50,25 @@ def test_readme_transform_ratios_equal_page_of_transform_streams() -> None:
         assert [ratio, gemma_ratio] == [smol[0], gemma[0]]
         shown = [float(value) for value in re.findall(r"0\.\d+", loss)]
         assert shown == [round(float(kl), 4) for kl in (smol[1], gemma[1]) if kl]
+
+
+def test_readme_losses_equal_benchmark_of_real_models() -> None:
+    data = json.loads((ROOT / "benchmarks" / "real.json").read_text(encoding="utf-8"))
+    rows = {row["label"]: row for row in data["smollm2-135m"]["rows"]}
+    labels = (
+        "q8_0:when=prompt",
+        "q4_0:when=prompt",
+        "kivi:group=64,when=prompt",
+        "transform:kl=0.002",
+        "transform:kl=0.0065",
+    )
+    labels += ("h2o_decayed_heads 256 recent=128", "streaming 256", "recent_only 256")
+    for label, bits, kl in zip(
+        labels, read_table(README, "bits an element"), read_table(README, "KL, nats"), strict=True
+    ):
+        row = rows[next(key for key in rows if key.startswith(label))]
+        assert f"{row.get('quantized_bits', 16 * row['kept_bytes'] / row['full_bytes']):.2f}" == bits.strip("*")
+        assert f"{row['deep_divergence']['kl']:.4f}" == kl.strip("*")
 
 
 def test_readme_wheel_size_equals_enforced_limit() -> None:

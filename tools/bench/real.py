@@ -34,7 +34,7 @@ from kvmnn.evaluation.runner import evaluate
 from kvmnn.evaluation.settings import EvaluationSettings
 from kvmnn.formats.layer_streams.codecs import LayerStreamOptions
 from kvmnn.formats.layer_streams.writer import encode_layers
-from kvmnn.lm import DecoderSession, Tokenizer, pull_model
+from kvmnn.lm import DecoderSession, Tokenizer, get_models_dir, pull_model
 
 FIXTURES = ROOT / "fixtures" / "lm_real"
 MODELS = {"smollm2-135m": "smol", "gemma3-270m": "gemma"}
@@ -60,15 +60,17 @@ def main() -> None:
     sections: list[str] = []
     for name, folder in MODELS.items():
         reference = dict(np.load(FIXTURES / f"{folder}.npz"))
-        start = time.process_time()
+        is_new, start = not Path(get_models_dir(), name).exists(), time.process_time()
         imported = pull_model(name)
-        record: dict[str, Any] = {"import": imported.to_dict(), "import_cpu_seconds": time.process_time() - start}
+        seconds = time.process_time() - start if is_new else None
+        record: dict[str, Any] = {"import": imported.to_dict() | {"output": name}, "import_cpu_seconds": seconds}
         session = DecoderSession.open(name, threads=2)
         record["proof"] = compare_with_torch(session, reference, 256 if quick else RATIO_TOKENS)
         with tempfile.TemporaryDirectory() as work:
             profile = f"{work}/{folder}.kvmp"
             options = ProfileOptions(tokens=1024 if quick else PROFILE_TOKENS, name=name, threads=2)
             record["profile"] = make_profile(name, [FIXTURES / "texts"], profile, options).to_dict()
+            record["profile"]["output"] = Path(profile).name
             record |= measure_ratios(session, reference["moby_ids"], 256 if quick else RATIO_TOKENS, work, profile)
             del session
             sizes = (256, 128, 64) if quick else (EVALUATED_TOKENS, PROMPT_TOKENS, BUDGET)
@@ -78,7 +80,7 @@ def main() -> None:
         data[name] = record
         sections += [f"## {name}", "", imported_text(record), "", *format_tables(record)]
         print("\n".join(sections[-12:]), flush=True)
-        write_results("real", "Two real models", sections, data)
+        write_results("real", "Real models from PyPI", sections, data)
 
 
 def read_text(session: DecoderSession, ids: Tokens) -> tuple[list[Any], npt.NDArray[np.float64]]:
@@ -200,16 +202,21 @@ def evaluate_rows(
     )
     rows = [results[0].rows[0], *(row for result in results for row in result.rows[1:])]
     documents = [{key: value for key, value in row.to_dict().items() if key != "documents"} for row in rows]
-    return [{**row, "label": row["label"].replace(f"profile={profile},", "")} for row in documents]
+    for row in documents:
+        for key in {"label", "codec"} & set(row):
+            row[key] = row[key] and row[key].replace(f"profile={profile},", "")
+    return documents
 
 
 def imported_text(record: dict[str, Any]) -> str:
     imported, proof = record["import"], record["proof"]
     nats = ", ".join(f"{text} {value:.1e}" for text, value in proof["max_nats_difference"].items())
+    seconds = record["import_cpu_seconds"]
+    cost = "before this run" if seconds is None else f"in {seconds:.1f} CPU seconds"
     return (
         f"{imported['architecture']}, {imported['layers']} layers, {imported['query_heads']} query and "
-        f"{imported['kv_heads']} kv heads of {imported['head_dim']}; imported in "
-        f"{record['import_cpu_seconds']:.1f} CPU seconds to {imported['weight_bytes'] / 1e6:.0f} MB of "
+        f"{imported['kv_heads']} kv heads of {imported['head_dim']}; imported {cost} "
+        f"to {imported['weight_bytes'] / 1e6:.0f} MB of "
         f"{imported['dtype']}. Next to torch with the same weights, largest difference over {proof['tokens']:,} "
         f"tokens, nats: {nats}; K and V of 64 tokens: "
         f"{proof['max_kv_difference']:.1e}; greedy tokens equal: {proof['greedy_equal']} of {proof['greedy_tokens']}."

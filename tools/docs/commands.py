@@ -1,8 +1,9 @@
 """Run the `$ kvmnn ...` lines of a page of docs and compare what they print, or write it in: `--write PAGE`.
 
 Commands stand in ```console blocks and share one fresh directory, in which `cache/` is a prefix cache that MNN 3.6.1
-wrote and `model/` the model it belongs to (fixtures/mnn_engine), `ids.json` its 50 token ids, and `prompt.json` 40 of
-them and three others. Rates and versions vary and are not compared.
+wrote and `model/` the model it belongs to (fixtures/mnn_engine), `ids.json` its 50 token ids, `ids20.json` 20 of them,
+and `prompt.json` 40 and three others; and caches of other engines: `chat.session` with `model.gguf`,
+`prompt.safetensors`, `cache.pt`, `vllm/`. Rates and versions vary and are not compared.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -26,7 +28,12 @@ from kvmnn.cli.entry_point import main as kvmnn
 sys.path.append(str(Path(__file__).parents[1]))
 from conformance import unpack
 
-FIXTURES = Path(__file__).resolve().parents[2] / "fixtures" / "mnn_engine"
+FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
+ENGINE_FILES = {
+    "llama": {"a/f16_fa.session.bin": "chat.session", "a/model.gguf": "model.gguf"},
+    "mlx": {"fp16.safetensors": "prompt.safetensors"},
+    "hf": {"bf16.cache.pt": "cache.pt"},
+}
 _BLOCK = re.compile(r"^```console\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _VARYING = re.compile(r"\b\d+ MB/s|(?:kvmnn|zstd) \d+\.\d+\.\d+")
 
@@ -36,7 +43,7 @@ def main() -> None:
     parser.add_argument("pages", nargs="+", type=Path, metavar="PAGE")
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
-    for page in options.join_pages:
+    for page in options.pages:
         text = page.read_text(encoding="utf-8")
         told = retold(text)
         if options.write:
@@ -61,16 +68,35 @@ def fresh_directory() -> Iterator[None]:
     """A new working directory with the cache and its model."""
     with tempfile.TemporaryDirectory() as folder:
         for archive, name in (("prefix", "cache"), ("model", "model")):
-            unpack(FIXTURES / f"{archive}.tar.xz", Path(folder, name))
+            unpack(FIXTURES / "mnn_engine" / f"{archive}.tar.xz", Path(folder, name))
         ids = np.random.RandomState(77).randint(0, 250, 50).tolist()
         Path(folder, "ids.json").write_text(json.dumps(ids))
+        Path(folder, "ids20.json").write_text(json.dumps(ids[:20]))
         Path(folder, "prompt.json").write_text(json.dumps([*ids[:40], 249, 248, 247]))
+        write_engine_files(Path(folder))
         before = os.getcwd()
         os.chdir(folder)
         try:
             yield
         finally:
             os.chdir(before)
+
+
+def write_engine_files(folder: Path) -> None:
+    """Write caches of llama.cpp, MLX and transformers, and a folder like those of vLLM's ExampleConnector."""
+    for engine, names in ENGINE_FILES.items():
+        with tempfile.TemporaryDirectory() as scratch:
+            unpack(FIXTURES / engine / "vectors.tar.xz", Path(scratch))
+            for source, target in names.items():
+                shutil.copyfile(Path(scratch, source), folder / target)
+    (folder / "vllm").mkdir()
+    keys, values = (np.load(FIXTURES / "kv_real" / f"{part}_fp16.npy", mmap_mode="r") for part in "kv")
+    for layer in range(2):
+        both = np.stack([keys[layer, :64, :2], values[layer, :64, :2]]).reshape(2, 64, 128)
+        described = {"dtype": "F16", "shape": both.shape, "data_offsets": [0, both.nbytes]}
+        header = json.dumps({"kv_cache": described}).encode()
+        file = folder / "vllm" / f"model.layers.{layer}.self_attn.attn.safetensors"
+        file.write_bytes(len(header).to_bytes(8, "little") + header + both.tobytes())
 
 
 def _run(block: str) -> str:

@@ -18,32 +18,42 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 SOURCES = ROOT / "build" / "docs"
 SECTIONS = {
-    "Start": {"README.md": "kvmnn", "docs/tour.md": "Tour", "docs/command.md": "The command"},
+    "Start": {
+        "README.md": "kvmnn",
+        "docs/tour.md": "Tour",
+        "docs/your-cache.md": "Five commands for your cache",
+        "docs/backends.md": "Which backend is my phone?",
+        "docs/guarantees.md": "LOSSLESS, sizes, privacy",
+    },
     "How to": {
         "docs/prefix-cache.md": "Ship an MNN prefix cache",
         "docs/other-engines.md": "Caches of other engines",
+        "docs/zarr.md": "Zarr",
+        "docs/dense.md": "Dense streams",
+        "docs/profile.md": "Profiles of models",
         "docs/prefix-store.md": "Store prefixes",
         "docs/operations.md": "Run a prefix store",
         "docs/lm.md": "Evaluate a language model",
-        "docs/policies.md": "Eviction policies",
         "docs/gates.md": "Gates",
-        "docs/dense.md": "Dense streams",
-        "docs/profile.md": "Profiles of models",
         "docs/offline.md": "Measure dumps",
         "docs/many.md": "Thousands of files",
-        "docs/zarr.md": "Zarr",
-        "docs/report.md": "Report",
         "docs/compressor-forward.md": "Run a compressor",
+        "docs/report.md": "Report",
+    },
+    "Reference": {
+        "docs/reference.md": "Commands and options",
+        "docs/command.md": "Exit codes and streams",
+        "docs/policies.md": "Eviction policies",
         "docs/decoders.md": "Which decoders work",
     },
     "Formats": {
         "docs/format.md": "MNN frame",
+        "docs/manifest.md": "Manifest",
+        "docs/layout.md": "Packed layout",
         "docs/format-v2.md": "Dense stream",
         "docs/format-linear.md": "Linear stream",
         "docs/format-transform.md": "Transform stream",
         "docs/format-profile.md": "Profile",
-        "docs/manifest.md": "Manifest",
-        "docs/layout.md": "Packed layout",
         "docs/compressor-weights.md": "Compressor weights",
     },
     "Explanation": {
@@ -52,7 +62,6 @@ SECTIONS = {
         "docs/h2o.md": "H2O planner",
         "docs/design.md": "How kvmnn is built",
     },
-    "Reference": {"docs/reference.md": "Commands and options"},
     "Project": {
         "docs/reliability.md": "Reliability",
         "docs/fuzzing.md": "Fuzzing",

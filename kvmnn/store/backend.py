@@ -24,6 +24,12 @@ from .unit_codec import PrefixState
 MAX_BLOCK_TOKENS = 1 << 16
 STORE_CODECS = ("dense", "frames")
 """Codecs of new units; the first stores recorded none, and have frames."""
+STORE_POLICIES = ("lru", "benefit")
+"""What is evicted first: the least recently used, or what saves the fewest seconds per byte."""
+BENEFIT_SCALE = 1 << 32
+"""Benefits are integers, so that SQLite, Python and the simulator order units alike on all machines."""
+MAX_UNIT_USES = 1 << 20
+MAX_UNIT_PRIORITY = 1 << 62
 _CODEC_DESCRIPTIONS = {"dense": "dense streams", "frames": "frames"}
 _SETTINGS_SCHEMA, _SETTINGS_VERSION = "kvmnn-store", 1
 _MAX_SETTINGS_BYTES = 1 << 20
@@ -36,6 +42,18 @@ class StoreSettings(NamedTuple):
     block_tokens: int
     #: Codec of new units, one of `STORE_CODECS`.
     codec: str
+    #: What is evicted first, one of `STORE_POLICIES`.
+    policy: str = "lru"
+
+
+def compute_benefit(tokens: int, nbytes: int) -> int:
+    """Return the benefit of a use of a unit: tokens that need not be computed, per byte, times `BENEFIT_SCALE`.
+
+    Tokens stand in for seconds, which differ by a constant factor in one model. The priority of a unit is its benefit
+    times its uses, plus the highest priority that was evicted before its last use (GreedyDual-Size with frequency,
+    Cherkasova 1998): what nobody uses any more grows old.
+    """
+    return tokens * BENEFIT_SCALE // max(nbytes, 1)
 
 
 def encode_settings(settings: StoreSettings) -> bytes:
@@ -61,10 +79,15 @@ def parse_settings(data: bytes, label: str) -> StoreSettings:
     codec = root.get("codec").read_str() if "codec" in root.value else "frames"
     if codec not in STORE_CODECS:  # a later version wrote it
         raise SourceError(str(root.get("codec").error(f"one of {', '.join(STORE_CODECS)}")))
-    return StoreSettings(block_tokens, codec)
+    policy = root.get("policy").read_str() if "policy" in root.value else "lru"
+    if policy not in STORE_POLICIES:
+        raise SourceError(str(root.get("policy").error(f"one of {', '.join(STORE_POLICIES)}")))
+    return StoreSettings(block_tokens, codec, policy)
 
 
-def check_settings_match(label: str, settings: StoreSettings, block_tokens: int | None, codec: str | None) -> None:
+def check_settings_match(
+    label: str, settings: StoreSettings, block_tokens: int | None, codec: str | None, policy: str | None = None
+) -> None:
     """Raise `OptionError` if a store has other settings than the caller requests; None requests nothing."""
     if block_tokens not in (None, settings.block_tokens):
         raise OptionError(f"{label}: has blocks of {settings.block_tokens} tokens, not of {block_tokens}")
@@ -72,6 +95,8 @@ def check_settings_match(label: str, settings: StoreSettings, block_tokens: int 
         raise OptionError(
             f"{label}: is a store of {_CODEC_DESCRIPTIONS[settings.codec]}, not of {_CODEC_DESCRIPTIONS[str(codec)]}"
         )
+    if policy not in (None, settings.policy):
+        raise OptionError(f"{label}: evicts by policy {settings.policy}, not by {policy}: fixed when a store is made")
 
 
 class StoredText(NamedTuple):
@@ -199,6 +224,10 @@ class StoreBackend(Protocol):
     def codec(self) -> str:
         """Codec of new units, one of `STORE_CODECS`."""
 
+    @property
+    def policy(self) -> str:
+        """What is evicted first, one of `STORE_POLICIES`."""
+
     def list_namespaces(self) -> list[Namespace]:
         """Return all namespaces, in the order of their first puts."""
 
@@ -234,8 +263,8 @@ class StoreBackend(Protocol):
     def add_state(self, namespace: Namespace, sequence: TokenSequence, state: PrefixState) -> AddResult:
         """Add the state of a sequence whose units are stored."""
 
-    def touch(self, units: Iterable[int]) -> None:
-        """Record that units were used."""
+    def touch(self, units: Iterable[int], *, num_uses: int = 1) -> None:
+        """Record that units were used; with `num_uses` 0, that they were put again, which saves nothing."""
 
     def quarantine(self, unit: int, reason: str, notes: list[str]) -> object:
         """Remove a damaged unit and append a line to `notes`; later searches do not find it."""

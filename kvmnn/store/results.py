@@ -453,6 +453,8 @@ class StoreStats(Record):
     found_tokens: int = field(metadata={"json": False})
     #: State units, each valid at one length.
     states: int = 0
+    #: What is evicted first, ``"lru"`` or ``"benefit"``.
+    policy: str = "lru"
     #: What all processes that used the store did so far; of a remote store, this object.
     usage: StoreUsage | None = field(default=None, metadata={"omit": True})
 
@@ -469,7 +471,7 @@ class StoreStats(Record):
             f"{self.tokens:,} tokens{_format_states(self.states)}",
             f"  {self.raw_bytes:,} -> {self.bytes:,} bytes" + (f", ratio {self.ratio:.4f}" if self.bytes else ""),
             f"  index {self.index_bytes:,} bytes, {self.pinned:,} pinned, {pluralize(self.sessions, 'session')}, codec "
-            f"{self.codec}",
+            f"{self.codec}, policy {self.policy}",
         ]
         lines += [f"  {self.usage}"] if self.usage is not None and self.usage.counters["gets"] else []
         return "\n".join([*lines, *(f"  model {escape_control(model)}" for model in self.models)])

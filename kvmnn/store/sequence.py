@@ -114,7 +114,7 @@ class SequenceStore:
             state_bytes, state_raw_bytes, state_removed_bytes = self._put_state_unit(sequence, namespace, state)
             added = AddResult(added.stored_bytes + state_bytes, added.removed_bytes + state_removed_bytes)
             raw_bytes += state_raw_bytes
-        self._backend.touch((*filter(None, [stored_before.state_unit]), *stored_prefix.list_units()))
+        self._backend.touch((*filter(None, [stored_before.state_unit]), *stored_prefix.list_units()), num_uses=0)
         removed_bytes = added.removed_bytes + self._backend.enforce_limit()
         is_whole = not removed_bytes and state is None and (raw_bytes or stored_prefix.tokens >= ids.size)
         stored_tokens = ids.size if is_whole else self._find_stored_part(sequence, namespace).tokens

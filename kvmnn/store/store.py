@@ -26,6 +26,7 @@ from . import export
 from .backend import (
     MAX_BLOCK_TOKENS,
     STORE_CODECS,
+    STORE_POLICIES,
     BackendUnavailableError,
     StoreBackend,
     StoredText,
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
 
 DEFAULT_BLOCK_TOKENS = 64
 DEFAULT_CODEC = "dense"
+DEFAULT_POLICY = "lru"
 DEFAULT_CACHE_BYTES = 256 << 20
 DEFAULT_TIMEOUT_SECONDS = 5.0
 
@@ -114,9 +116,9 @@ class PrefixStore:
         A directory; ``redis://`` or ``valkey://`` (extra ``redis``); or what fsspec opens: ``s3://``, ``gs://``,
         ``file://``, ``memory://`` (extra ``object``).
     max_bytes
-        Limit on the bytes of all units, at least 1; None for no limit. The least recently used units are evicted first,
-        ends of sequences before their beginnings, and pinned prefixes never. Several processes that use a remote store
-        may exceed it for a while.
+        Limit on the bytes of all units, at least 1; None for no limit. Units are evicted by `policy`, ends of
+        sequences before their beginnings, and pinned prefixes never. Several processes that use a remote store may
+        exceed it for a while.
     block_tokens
         Tokens per block of a new store; None for 64. An existing store keeps its own value, which must match.
     ram_bytes
@@ -126,6 +128,10 @@ class PrefixStore:
         Codec of a new store; None for ``"dense"``. ``"dense"`` uses dense streams where they are at least 3 % smaller
         than frames; ``"frames"`` always uses frames, which decode faster. An existing store keeps its own value, which
         must match.
+    policy
+        What a new store evicts first; None for ``"lru"``, the least recently used units. ``"benefit"``: those that
+        save the fewest seconds per byte: tokens x uses / bytes, plus the highest such number that was evicted before
+        their last use, so that old uses fade. An existing store keeps its own value, which must match.
     effort
         Effort for frames, as for `kvmnn.encode`. ``"fast"`` is within 1 % of ``"exact"``; fp32 and bf16 become smaller
         with it.
@@ -154,7 +160,7 @@ class PrefixStore:
     SourceError
         If the directory is not a store, or has another version.
     OptionError
-        If the store has another `block_tokens` or `codec`, or the URL is invalid.
+        If the store has another `block_tokens`, `codec` or `policy`, or the URL is invalid.
     MissingDependencyError
         If the package for the URL is not installed.
     OutputError
@@ -178,6 +184,7 @@ class PrefixStore:
         block_tokens: int | None = None,
         ram_bytes: int | None = None,
         codec: str | None = None,
+        policy: str | None = None,
         effort: str = "fast",
         rotary: RopeConfig | Literal["none"] | None = None,
         threads: int | None = None,
@@ -198,7 +205,13 @@ class PrefixStore:
         tenant = self._tenant = "" if namespace is None else validate_tenant(namespace)
         if codec not in (None, *STORE_CODECS):
             raise OptionError(f"codec is {repr_short(codec)}: expected one of {', '.join(STORE_CODECS)}")
-        settings = StoreSettings(block_tokens or DEFAULT_BLOCK_TOKENS, codec or DEFAULT_CODEC) if create else None
+        if policy not in (None, *STORE_POLICIES):
+            raise OptionError(f"policy is {repr_short(policy)}: expected one of {', '.join(STORE_POLICIES)}")
+        settings = None
+        if create:
+            settings = StoreSettings(
+                block_tokens or DEFAULT_BLOCK_TOKENS, codec or DEFAULT_CODEC, policy or DEFAULT_POLICY
+            )
         name = os.fspath(url)
         if not name:
             raise OptionError("the store has no name: expected a directory, or a URL")
@@ -211,6 +224,7 @@ class PrefixStore:
                 _open_key_values(scheme_match[1], name, timeout),
                 block_tokens=block_tokens,
                 codec=codec,
+                policy=policy,
                 new_settings=settings,
                 ram_bytes=DEFAULT_CACHE_BYTES if ram_bytes is None else validate_int(ram_bytes, "ram_bytes", 0),
                 read_only=read_only,
@@ -226,7 +240,8 @@ class PrefixStore:
             self._backend = directory
             counters_path = Path(name) / COUNTERS_FILE
             try:
-                check_settings_match(name, StoreSettings(directory.block_tokens, directory.codec), block_tokens, codec)
+                stored_settings = StoreSettings(directory.block_tokens, directory.codec, directory.policy)
+                check_settings_match(name, stored_settings, block_tokens, codec, policy)
             except OptionError:
                 directory.close()
                 raise
@@ -246,6 +261,11 @@ class PrefixStore:
     def codec(self) -> str:
         """Codec of new units, ``"dense"`` or ``"frames"``."""
         return self._backend.codec
+
+    @property
+    def policy(self) -> str:
+        """What is evicted first, ``"lru"`` or ``"benefit"``."""
+        return self._backend.policy
 
     @property
     def models(self) -> tuple[str, ...]:

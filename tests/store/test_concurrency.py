@@ -11,16 +11,19 @@ from prefixes import MODEL, layers_of, same
 from store_soak import killed, together
 
 from kvmnn.store import PrefixStore
+from kvmnn.store.backend import STORE_POLICIES
 
 
 @pytest.mark.slow
-def test_store_parallel_processes_share_it(tmp_path: Path) -> None:
-    assert min(together(tmp_path / "s", processes=8, seconds=1)) > 0
+@pytest.mark.parametrize("policy", STORE_POLICIES)
+def test_store_parallel_processes_share_it(policy: str, tmp_path: Path) -> None:
+    assert min(together(tmp_path / "s", processes=8, seconds=1, policy=policy)) > 0
 
 
 @pytest.mark.slow
-def test_store_survives_kill_at_any_moment(tmp_path: Path) -> None:
-    killed(tmp_path / "s", times=4)
+@pytest.mark.parametrize("policy", STORE_POLICIES)
+def test_store_survives_kill_at_any_moment(policy: str, tmp_path: Path) -> None:
+    killed(tmp_path / "s", times=4, policy=policy)
 
 
 def test_store_is_shared_by_threads(tmp_path: Path) -> None:

@@ -6,15 +6,18 @@ import argparse
 import os
 import random
 import signal
+import sqlite3
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import closing
 from pathlib import Path
 
 from prefixes import MODEL, layers_of, same
 
 from kvmnn.store import PrefixStore, StoreStats
+from kvmnn.store.backend import STORE_POLICIES, compute_benefit
 
 BLOCK = 4
 TENANTS = (None, "a", "b")
@@ -71,8 +74,10 @@ def start(folder: Path, seed: int, seconds: float, max_bytes: int) -> subprocess
     )
 
 
-def together(folder: Path, processes: int, seconds: float) -> list[int]:
+def together(folder: Path, processes: int, seconds: float, policy: str = "lru") -> list[int]:
     """Processes at once, the making of the store included; how many gets of each found something."""
+    if policy != "lru":
+        PrefixStore(folder, block_tokens=BLOCK, policy=policy).close()
     running = [start(folder, seed, seconds, 60_000) for seed in range(processes)]
     found = []
     for process in running:
@@ -83,8 +88,10 @@ def together(folder: Path, processes: int, seconds: float) -> list[int]:
     return found
 
 
-def killed(folder: Path, times: int, seed: int = 1) -> None:
+def killed(folder: Path, times: int, seed: int = 1, policy: str = "lru") -> None:
     """Processes that are killed at random moments; after each everything that is found decodes to what was put."""
+    if policy != "lru":
+        PrefixStore(folder, block_tokens=BLOCK, policy=policy).close()
     chance = random.Random(seed)
     for number in range(times):
         processes = [start(folder, seed * 1000 + number * 2 + each, 30, 60_000) for each in range(2)]
@@ -105,6 +112,7 @@ def check(folder: Path) -> None:
         assert verified.damaged == (), verified
         cleaned = store.gc()
         assert cleaned.units == 0, cleaned
+        check_priorities(store)
         all_stats = [count(folder, tenant) for tenant in TENANTS]
         files = list(folder.glob("units/*/*.unit"))
         assert len(files) == sum(stats.units for stats in all_stats)
@@ -114,6 +122,19 @@ def check(folder: Path) -> None:
         assert not any(count(folder, tenant).units for tenant in TENANTS), (
             "counts of children are wrong: something cannot be evicted"
         )
+
+
+def check_priorities(store: PrefixStore) -> None:
+    """Each unit has a priority that its uses allow, and none is above all that the clock and its uses can give."""
+    (path,) = Path(store._backend.label).glob("index*.sqlite")
+    with closing(sqlite3.connect(path)) as index:
+        (clock,) = index.execute("SELECT clock FROM state").fetchone()
+        for used, tokens, nbytes, uses, priority in index.execute(
+            "SELECT used, tokens, bytes, uses, priority FROM unit"
+        ).fetchall():
+            benefit = uses * compute_benefit(tokens, nbytes)
+            is_valid = priority == used if store.policy == "lru" else benefit <= priority <= clock + benefit
+            assert uses >= 1 and is_valid, (used, tokens, nbytes, uses, priority, clock)
 
 
 def count(folder: Path, tenant: str | None) -> StoreStats:
@@ -128,11 +149,12 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--policy", choices=STORE_POLICIES, default="lru")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        found = together(Path(folder, "together"), arguments.processes, arguments.seconds)
+        found = together(Path(folder, "together"), arguments.processes, arguments.seconds, arguments.policy)
         print(f"{arguments.processes} processes for {arguments.seconds:g} s: {sum(found):,} gets found something")
-        killed(Path(folder, "killed"), arguments.kills)
+        killed(Path(folder, "killed"), arguments.kills, policy=arguments.policy)
         print(f"{arguments.kills} kills: everything that was found decoded to what was put")
 
 

@@ -440,7 +440,7 @@ _INPUT_OPTIONS = (
     *("tensor", "skip_unsupported", "token_major", "undo"),
     *(*shared_options.AXES_OPTION_NAMES, *packed_options.PACKED_OPTION_NAMES, *packed_options.SELECTION_OPTIONS),
 )
-_CREATION_OPTIONS = ("store_bytes", "namespace", "quota", "block_tokens", "codec", "effort", "threads")
+_CREATION_OPTIONS = ("store_bytes", "namespace", "quota", "block_tokens", "codec", "policies", "effort", "threads")
 _SPEC_BY_ACTION = {
     "put": _ActionSpec((*_MODEL_OPTIONS, *_INPUT_OPTIONS, *_CREATION_OPTIONS, "rope", "force", "label"), "CACHE"),
     "match": _ActionSpec(_MODEL_OPTIONS, _REFERENCE),
@@ -643,6 +643,8 @@ def _run_action(arguments: argparse.Namespace) -> tuple[CommandResult, int]:
     is_creating = arguments.action in _CREATING_ACTIONS
     if is_creating and arguments.store_bytes == 0:
         raise UsageError(f"store {arguments.action} --size-limit 0: expected at least 1, or no bound")
+    if is_creating and arguments.policies not in (None, ("lru",), ("benefit",)):
+        raise UsageError(f"store {arguments.action} --policy: expected lru or benefit")
     if is_creating:  # of an input that cannot be read no store is made
         if arguments.action == "import":
             arguments.read = read_exported(arguments.inputs[0])
@@ -655,6 +657,7 @@ def _run_action(arguments: argparse.Namespace) -> tuple[CommandResult, int]:
         arguments.store_bytes if is_creating else None,
         block_tokens=arguments.block_tokens,
         codec="frames" if arguments.codec == "mnn" else arguments.codec,
+        policy=arguments.policies[0] if is_creating and arguments.policies else None,
         rotary=_read_rope(arguments) if is_creating else None,
         effort=arguments.effort,
         threads=arguments.threads,

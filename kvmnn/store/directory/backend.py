@@ -20,6 +20,7 @@ from ...errors import KvmnnError, ManifestError, OutputError, SourceError
 from ...files.atomic import wrap_os_errors
 from ..backend import (
     MAX_BLOCK_TOKENS,
+    STORE_POLICIES,
     AddResult,
     ConcurrentUpdateError,
     NewUnit,
@@ -167,9 +168,8 @@ class DirectoryBackend:
         self.files = UnitFiles(folder)
         self._cached_namespaces: tuple[int | None, list[Namespace]] = None, []
         self._damaged_units: set[int] = set()
-        block_tokens = settings.block_tokens if settings else None
         try:
-            self.index = StoreIndex(folder, block_tokens=block_tokens, read_only=read_only, rebuild=self._rebuild_index)
+            self.index = StoreIndex(folder, settings=settings, read_only=read_only, rebuild=self._rebuild_index)
         except OutputError:
             if is_new:
                 with suppress(OSError):
@@ -189,9 +189,9 @@ class DirectoryBackend:
             with self.index.begin_reading() as cursor:
                 has_units = cursor.has_row("SELECT 1 FROM unit LIMIT 1")
             codec = settings.codec if settings and not has_units else "frames"  # the first stores had frames
-            self.recovery_files.save_settings(StoreSettings(self.block_tokens, codec))
-        self.codec = self._read_codec()
-        self._touched_units: set[int] = set()
+            self.recovery_files.save_settings(StoreSettings(self.block_tokens, codec, self._read_policy()))
+        self.codec, self.policy = self._read_codec_and_policy()
+        self._num_uses_by_touched_unit: dict[int, int] = {}
         self._last_touch_time = time.monotonic()
         self._lock = threading.Lock()
 
@@ -317,15 +317,15 @@ class DirectoryBackend:
             ):
                 raise ConcurrentUpdateError("the blocks before a unit hold other rows by now")
 
-    def touch(self, units: Iterable[int], *, immediately: bool = False) -> None:
+    def touch(self, units: Iterable[int], *, num_uses: int = 1, immediately: bool = False) -> None:
         """Record that units were used; written together after a second, or `immediately`."""
         if self.read_only:
             return
         with self._lock:
-            self._touched_units.update(units)
-            is_due = self._touched_units and (
-                immediately or time.monotonic() - self._last_touch_time >= _TOUCH_INTERVAL_SECONDS
-            )
+            touched = self._num_uses_by_touched_unit
+            for unit in units:
+                touched[unit] = touched.get(unit, 0) + num_uses
+            is_due = touched and (immediately or time.monotonic() - self._last_touch_time >= _TOUCH_INTERVAL_SECONDS)
         if is_due:
             # a full disk must not stop reads
             with suppress(KvmnnError), self.index.begin_writing() as cursor:
@@ -334,10 +334,10 @@ class DirectoryBackend:
     def _save_touched(self, cursor: ValidatingCursor) -> None:
         """Write the pending uses; called before each change, so that the order of uses is correct."""
         with self._lock:
-            unit_ids, self._touched_units = sorted(self._touched_units), set()
+            touched, self._num_uses_by_touched_unit = self._num_uses_by_touched_unit, {}
             self._last_touch_time = time.monotonic()
-        if unit_ids:
-            index_updates.touch(cursor, unit_ids)
+        if touched:
+            index_updates.touch(cursor, touched)
 
     def quarantine(self, unit: int, reason: str, notes: list[str]) -> list[int]:
         """Remove a damaged unit and all units that follow it; in a read-only store, ignore it from now on.
@@ -421,7 +421,7 @@ class DirectoryBackend:
         return self._evict(self._evict_excess).nbytes
 
     def evict_units(self, max_bytes: int) -> RemovedUnits:
-        """Remove the least recently used units until at most `max_bytes` are left."""
+        """Remove the units with the lowest priorities until at most `max_bytes` are left."""
         return self._evict(lambda cursor: index_updates.evict_units(cursor, max_bytes))
 
     def _evict(self, evict: Callable[[ValidatingCursor], list[int]]) -> RemovedUnits:
@@ -458,7 +458,7 @@ class DirectoryBackend:
 
     def close(self) -> None:
         try:
-            if self._touched_units:
+            if self._num_uses_by_touched_unit:
                 self.touch((), immediately=True)
         finally:
             self.files.close()
@@ -471,23 +471,34 @@ class DirectoryBackend:
                 raise InvalidRowError(f"it says that a block has {block_tokens:,} tokens")
         return block_tokens
 
-    def _read_codec(self) -> str:
-        """Return the codec of new units; damaged settings are replaced by those of the index and the units."""
+    def _read_policy(self) -> str:
+        """Return the policy that the index has."""
+        with self.index.begin_reading() as cursor:
+            (policy,) = cursor.require_row(tuple[str], "SELECT policy FROM state")
+            if policy not in STORE_POLICIES:
+                raise InvalidRowError(f"its policy is {repr_short(policy)}")
+        return policy
+
+    def _read_codec_and_policy(self) -> tuple[str, str]:
+        """Return codec and policy; damaged settings are replaced by those of the index and the units."""
         if not self.recovery_files.exists:
-            return "frames"
+            return "frames", self._read_policy()
         try:
-            return self.recovery_files.read_settings().codec
+            settings = self.recovery_files.read_settings()
+            return settings.codec, settings.policy
         except ManifestError as error:
             with self.index.begin_reading() as cursor:
                 units = cursor.list_numbers("SELECT id FROM unit ORDER BY id LIMIT ?", (_MAX_SAMPLED_UNITS,))
             headers = [header for unit in units if (header := self.files.read_header(unit)) is not None]
             codec = "frames" if headers and all(header.dense is None for header in headers) else "dense"
+            policy = self._read_policy()
             if not self.read_only:
-                self.recovery_files.save_settings(StoreSettings(self.block_tokens, codec), overwrite=True)
+                settings = StoreSettings(self.block_tokens, codec, policy)
+                self.recovery_files.save_settings(settings, overwrite=True)
                 self._add_rebuilt_note(
                     f"{error}: the file was damaged, and is made again by what the index and units say"
                 )
-            return codec
+            return codec, policy
 
     def _rebuild_index(self, reason: str, known_path: Path | None) -> bool:
         """Rebuild the index if the folder is a store; return whether it is."""
@@ -792,6 +803,7 @@ class DirectoryBackend:
             pinned=num_pins,
             sessions=len(list_session_names(self.tenant, session_names)),
             codec=self.codec,
+            policy=self.policy,
             asked_tokens=requested_tokens,
             found_tokens=hit_tokens,
         )

@@ -18,7 +18,7 @@ from typing import Any, NewType, TypeVar, get_args
 
 from ..._util.validation import repr_short
 from ...errors import KvmnnError, OutputError, SourceError
-from ..backend import explain_settings
+from ..backend import StoreSettings, explain_settings
 from ..namespace import KEY_BYTES, MAX_TOKENS, Namespace, parse_namespace
 from .files import SETTINGS_FILE, RecoveryFiles
 
@@ -133,13 +133,14 @@ _APPLICATION_ID = 0x4B564D53
 _INDEX_VERSION = 1
 _TABLE_STATEMENTS = {
     "state": """CREATE TABLE state (
-        one INTEGER PRIMARY KEY, block_tokens INTEGER NOT NULL, tick INTEGER NOT NULL, bytes INTEGER NOT NULL)""",
+        one INTEGER PRIMARY KEY, block_tokens INTEGER NOT NULL, tick INTEGER NOT NULL, bytes INTEGER NOT NULL,
+        policy TEXT NOT NULL, clock INTEGER NOT NULL)""",
     "space": "CREATE TABLE space (id INTEGER PRIMARY KEY, key BLOB NOT NULL UNIQUE, document TEXT NOT NULL)",
     "unit": """CREATE TABLE unit (
         id INTEGER PRIMARY KEY AUTOINCREMENT, space INTEGER NOT NULL, parent INTEGER, skip INTEGER NOT NULL,
         start INTEGER NOT NULL, tokens INTEGER NOT NULL, bytes INTEGER NOT NULL, used INTEGER NOT NULL,
-        children INTEGER NOT NULL, pins INTEGER NOT NULL)""",
-    "unit_leaf": "CREATE INDEX unit_leaf ON unit (used) WHERE children = 0 AND pins = 0",
+        children INTEGER NOT NULL, pins INTEGER NOT NULL, uses INTEGER NOT NULL, priority INTEGER NOT NULL)""",
+    "unit_leaf": "CREATE INDEX unit_leaf ON unit (priority) WHERE children = 0 AND pins = 0",
     "unit_parent": "CREATE INDEX unit_parent ON unit (parent)",
     "block": "CREATE TABLE block (key BLOB PRIMARY KEY, unit INTEGER NOT NULL, number INTEGER NOT NULL) WITHOUT ROWID",
     "block_unit": "CREATE INDEX block_unit ON block (unit)",
@@ -148,9 +149,10 @@ _TABLE_STATEMENTS = {
     "pin": "CREATE TABLE pin (key BLOB PRIMARY KEY, unit INTEGER NOT NULL, tokens INTEGER NOT NULL) WITHOUT ROWID",
     "session": "CREATE TABLE session (name TEXT PRIMARY KEY, space INTEGER NOT NULL, ids BLOB NOT NULL) WITHOUT ROWID",
 }
-"""unit: `parent` is the unit before it, `skip` the number of its blocks that belong to another unit, `start` the tokens
-of the sequence before it, `used` the tick of its last use (a counter, not a time). block: `number` is its index in the
-unit. branch: key of the block before a unit, and sort key of the first own block of the unit."""
+"""state: `clock` is the highest priority that was evicted. unit: `parent` is the unit before it, `skip` the number of
+its blocks that belong to another unit, `start` the tokens of the sequence before it, `used` the tick of its last use (a
+counter, not a time), `uses` how often it was read and once for its put; the lowest `priority` is evicted first. block:
+`number` is its index in the unit. branch: key of the block before a unit, and sort key of its first own block."""
 
 _BUSY_CODES = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 _DISK_CODES = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR)
@@ -196,12 +198,17 @@ def make_index_name(number: int) -> str:
 class StoreIndex:
     """Connection to the index, shared by the threads of a process.
 
-    `block_tokens` is the block size of a new store, None if the store must exist. `rebuild` is called with the reason
+    `settings` are those of a new store, None if the store must exist. `rebuild` is called with the reason
     and the path of the newest index (None if there is none), and returns whether it could rebuild the index.
     """
 
     def __init__(
-        self, folder: Path, *, block_tokens: int | None, read_only: bool, rebuild: Callable[[str, Path | None], bool]
+        self,
+        folder: Path,
+        *,
+        settings: StoreSettings | None,
+        read_only: bool,
+        rebuild: Callable[[str, Path | None], bool],
     ) -> None:
         self.path = folder / INDEX_FILE
         self.folder = folder
@@ -214,7 +221,7 @@ class StoreIndex:
         self._process = os.getpid()
         self._is_closed = False
         with self._translate_errors():
-            self._connection = self._open_newest(block_tokens)
+            self._connection = self._open_newest(settings)
 
     @contextmanager
     def begin_reading(self) -> Iterator[ValidatingCursor]:
@@ -327,7 +334,7 @@ class StoreIndex:
         self.check_open()
         return self._connection
 
-    def _open_newest(self, block_tokens: int | None) -> sqlite3.Connection:
+    def _open_newest(self, settings: StoreSettings | None) -> sqlite3.Connection:
         """Connect to the newest index; rebuild one that is missing or damaged where that is possible."""
         _, path = find_newest_index(self.folder)
         damage = self._damage_reason if path == self.path else ""
@@ -337,7 +344,7 @@ class StoreIndex:
         self.write_error = ""
         if not damage:
             try:
-                return self._open_connection(block_tokens)
+                return self._open_connection(settings)
             except (sqlite3.Error, UnicodeDecodeError, _NotOursError) as error:
                 code = _get_error_code(error) if isinstance(error, sqlite3.Error) else None
                 is_damage = code not in (*_BUSY_CODES, *_DISK_CODES)
@@ -354,13 +361,13 @@ class StoreIndex:
         elif self.read_only or not self._rebuild(damage, path):
             if path is not None or (self.read_only and RecoveryFiles(self.folder).exists):
                 raise self.mark_damaged(damage)
-            if block_tokens is None or self.read_only:
+            if settings is None or self.read_only:
                 problem = f"it has no {INDEX_FILE}" if self.folder.is_dir() else "there is no such directory"
                 if RecoveryFiles(self.folder).has_only_units:
                     problem += f", but units: {explain_settings(SETTINGS_FILE)}"
                 raise SourceError(f"{self.folder}: is not a prefix store: {problem}")
             try:
-                return self._open_connection(block_tokens)
+                return self._open_connection(settings)
             except sqlite3.Error:
                 with suppress(OSError):  # after a full disk, nothing may look like a store
                     if not self.path.stat().st_size:
@@ -369,7 +376,7 @@ class StoreIndex:
         self.path = find_newest_index(self.folder)[1] or self.path
         return self._open_connection(None)
 
-    def _open_connection(self, block_tokens: int | None) -> sqlite3.Connection:
+    def _open_connection(self, settings: StoreSettings | None) -> sqlite3.Connection:
         if self.path.exists() and not self.path.is_file():  # SQLite would block on a pipe
             raise SourceError(f"{self.path}: is not a regular file")
         is_read_only = self.read_only or bool(self.write_error)
@@ -385,7 +392,7 @@ class StoreIndex:
             connection.execute("PRAGMA synchronous = NORMAL")  # a cache may lose its last second in a power failure
             if not is_read_only and connection.execute("PRAGMA application_id").fetchone() != (_APPLICATION_ID,):
                 # if the folder is a store, its index was lost: an empty one would lose all units
-                create_tables(connection, None if RecoveryFiles(self.folder).exists else block_tokens)
+                create_tables(connection, None if RecoveryFiles(self.folder).exists else settings)
             self._check_schema(connection)
             if not is_read_only and connection.execute("PRAGMA journal_mode").fetchone() != ("wal",):
                 with suppress(sqlite3.Error):  # `write_in_place` on a full disk may have left another mode
@@ -446,17 +453,17 @@ def _get_error_code(error: sqlite3.Error) -> int:
     return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
 
 
-def create_tables(connection: sqlite3.Connection, block_tokens: int | None) -> None:
+def create_tables(connection: sqlite3.Connection, settings: StoreSettings | None) -> None:
     """Create the tables in an empty database; other databases are left unchanged."""
-    if connection.execute("SELECT count(*) FROM sqlite_master").fetchone() == (0,) and block_tokens is not None:
+    if connection.execute("SELECT count(*) FROM sqlite_master").fetchone() == (0,) and settings is not None:
         connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
         connection.execute(_SET_WAL_MODE).fetchone()
     connection.execute("BEGIN IMMEDIATE")
     try:
-        if connection.execute("SELECT count(*) FROM sqlite_master").fetchone() == (0,) and block_tokens is not None:
+        if connection.execute("SELECT count(*) FROM sqlite_master").fetchone() == (0,) and settings is not None:
             for statement in _TABLE_STATEMENTS.values():
                 connection.execute(statement)
-            connection.execute("INSERT INTO state VALUES (1, ?, 0, 0)", (block_tokens,))
+            connection.execute("INSERT INTO state VALUES (1, ?, 0, 0, ?, 0)", (settings.block_tokens, settings.policy))
             connection.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
             connection.execute(f"PRAGMA user_version = {_INDEX_VERSION}")
         connection.execute("COMMIT")

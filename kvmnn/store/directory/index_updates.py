@@ -5,14 +5,21 @@ from __future__ import annotations
 import os
 import sqlite3
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...errors import ManifestError
 from ...files.atomic import wrap_os_errors
-from ..backend import ConcurrentUpdateError, NewUnit, explain_settings
+from ..backend import (
+    BENEFIT_SCALE,
+    MAX_UNIT_PRIORITY,
+    MAX_UNIT_USES,
+    ConcurrentUpdateError,
+    NewUnit,
+    explain_settings,
+)
 from ..namespace import Ids, Namespace, TokenSequence, compute_block_keys, compute_sequence_key, to_sort_key
 from ..unit import DamagedUnitError, parse_header, parse_unit
 from ..unit_codec import PrefixState, is_prefix_state, parse_state
@@ -21,7 +28,11 @@ from .index import Key, ValidatingCursor, create_tables, find_newest_index, make
 from .lookup import Lookup, find_stored_blocks
 
 _UNITS_PER_QUERY = 64
-_SELECT_LEAVES_SQL = "SELECT id, bytes FROM unit WHERE children = 0 AND pins = 0{} ORDER BY used, id DESC"
+_SELECT_LEAVES_SQL = "SELECT id, bytes, priority FROM unit WHERE children = 0 AND pins = 0{} ORDER BY priority, id DESC"
+_SET_PRIORITY_SQL = f"""UPDATE unit SET priority = CASE (SELECT policy FROM state) WHEN 'benefit' THEN
+    min((SELECT clock FROM state) + uses * (CASE tokens WHEN 0 THEN start ELSE tokens END * {BENEFIT_SCALE}
+    / max(bytes, 1)), {MAX_UNIT_PRIORITY}) ELSE used END"""
+"""Priority of `backend.compute_benefit`; a unit of windows and state saves the whole prefix before it."""
 _LOST_UNIT = 0
 """The unit of a pin whose sequence is not completely stored; a put of the sequence renews the pin."""
 
@@ -42,10 +53,18 @@ def _read_clock(cursor: ValidatingCursor) -> int:
     return cursor.require_number("SELECT tick FROM state")
 
 
-def touch(cursor: ValidatingCursor, units: Iterable[int]) -> None:
-    """Set the last use of units to a new tick."""
+def touch(cursor: ValidatingCursor, num_uses_by_unit: Mapping[int, int]) -> None:
+    """Set the last use of units to a new tick, and add their uses."""
     tick = advance_clock(cursor)
-    cursor.execute_many("UPDATE unit SET used = ? WHERE id = ?", [(tick, unit) for unit in units])
+    cursor.execute_many(
+        f"UPDATE unit SET used = ?, uses = min(uses + ?, {MAX_UNIT_USES}) WHERE id = ?",
+        [(tick, num_uses, unit) for unit, num_uses in sorted(num_uses_by_unit.items())],
+    )
+    _set_priorities(cursor, num_uses_by_unit)
+
+
+def _set_priorities(cursor: ValidatingCursor, units: Iterable[int]) -> None:
+    cursor.execute_many(f"{_SET_PRIORITY_SQL} WHERE id = ?", [(unit,) for unit in units])
 
 
 def insert_unit(
@@ -77,10 +96,11 @@ def insert_unit(
         cursor.execute("UPDATE unit SET children = children + 1 WHERE id = ?", (parent,))
     tick = _read_clock(cursor)
     cursor.execute(
-        "INSERT INTO unit VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0, 0)",
+        "INSERT INTO unit VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0, 0, 1, 0)",
         (number, namespace_id, parent, num_known, new_unit.start, new_unit.ids.size, new_unit.nbytes, tick),
     )
     unit = cursor.last_row_id
+    _set_priorities(cursor, [unit])
     cursor.execute_many(
         "INSERT OR REPLACE INTO block VALUES (?, ?, ?)",
         [(key, unit, block_index) for block_index, key in enumerate(keys) if block_index >= num_known],
@@ -109,10 +129,11 @@ def insert_state(
     if parent is not None:
         cursor.execute("UPDATE unit SET children = children + 1 WHERE id = ?", (parent,))
     cursor.execute(
-        "INSERT INTO unit VALUES (?, ?, ?, ?, ?, 0, ?, ?, 0, 0)",
+        "INSERT INTO unit VALUES (?, ?, ?, ?, ?, 0, ?, ?, 0, 0, 1, 0)",
         (number, namespace_id, parent, state.raw_bytes, state.tokens, nbytes, _read_clock(cursor)),
     )
     unit = cursor.last_row_id
+    _set_priorities(cursor, [unit])
     cursor.execute("INSERT INTO branch VALUES (?, ?, x'')", (unit, state.key))
     cursor.execute("UPDATE state SET bytes = bytes + ?", (nbytes,))
     return unit
@@ -206,7 +227,7 @@ def list_all_with_descendants(cursor: ValidatingCursor, units: Iterable[int]) ->
 
 
 def evict_units(cursor: ValidatingCursor, max_bytes: int, spaces: Sequence[int] | None = None) -> list[int]:
-    """Delete the rows of the least recently used units, ends of sequences first; return the units.
+    """Delete the rows of the units with the lowest priorities, ends of sequences first; return the units.
 
     With `spaces`, only units of these namespaces are evicted, until at most `max_bytes` of them are left.
     """
@@ -219,15 +240,17 @@ def evict_units(cursor: ValidatingCursor, max_bytes: int, spaces: Sequence[int] 
     remaining_bytes = read_total_bytes(cursor, spaces)
     while remaining_bytes > max_bytes:
         leaves = cursor.fetch_rows(
-            tuple[int, int], f"{_SELECT_LEAVES_SQL.format(condition)} LIMIT ?", (_UNITS_PER_QUERY,)
+            tuple[int, int, int], f"{_SELECT_LEAVES_SQL.format(condition)} LIMIT ?", (_UNITS_PER_QUERY,)
         )
         if not leaves:
             break
         batch: dict[int, None] = {}
-        for unit, nbytes in leaves:
+        clock = 0
+        for unit, nbytes, priority in leaves:
             if remaining_bytes <= max_bytes:
                 break
             remaining_bytes -= nbytes
+            clock = priority
             batch[unit] = None
             if remaining_bytes > max_bytes:
                 for parent, parent_bytes in cursor.fetch_rows(tuple[int, int], parent_of_state_query, (unit,)):
@@ -235,6 +258,7 @@ def evict_units(cursor: ValidatingCursor, max_bytes: int, spaces: Sequence[int] 
                         remaining_bytes -= parent_bytes
                         batch[parent] = None
         delete_units(cursor, batch)
+        cursor.execute("UPDATE state SET clock = max(clock, ?)", (clock,))
         evicted += batch
     return evicted
 
@@ -243,7 +267,7 @@ def list_evictable_leaves(cursor: ValidatingCursor, max_bytes: int) -> list[int]
     """Return those units that `evict_units` would delete and that no unit follows."""
     remaining_bytes = read_total_bytes(cursor)
     leaf_ids = []
-    for unit, nbytes in cursor.iter_rows(tuple[int, int], _SELECT_LEAVES_SQL.format("")):
+    for unit, nbytes, _ in cursor.iter_rows(tuple[int, int, int], _SELECT_LEAVES_SQL.format("")):
         if remaining_bytes <= max_bytes:
             break
         remaining_bytes -= nbytes
@@ -274,7 +298,7 @@ class RebuildResult(NamedTuple):
 def rebuild_index(folder: Path, known_path: Path | None) -> RebuildResult | None:
     """Rebuild the index of a store, unless another process has done so since `known_path` was the newest."""
     try:
-        block_tokens = RecoveryFiles(folder).read_settings().block_tokens
+        settings = RecoveryFiles(folder).read_settings()
     except ManifestError as error:
         advice = explain_settings("this file")
         raise ManifestError(f"{error}; the index is lost or damaged as well: {advice}") from None
@@ -288,9 +312,9 @@ def rebuild_index(folder: Path, known_path: Path | None) -> RebuildResult | None
             new_path.unlink(missing_ok=True)
             try:
                 with closing(sqlite3.connect(new_path, isolation_level=None)) as connection:
-                    create_tables(connection, block_tokens)
+                    create_tables(connection, settings)
                     connection.execute("BEGIN IMMEDIATE")
-                    rebuild = _Rebuild(ValidatingCursor(connection.cursor()), folder, block_tokens)
+                    rebuild = _Rebuild(ValidatingCursor(connection.cursor()), folder, settings.block_tokens)
                     rebuild_result = rebuild.fill_index()
                     connection.execute("COMMIT")
                 os.replace(new_path, path)
@@ -336,6 +360,7 @@ class _Rebuild:
         are_usable = [self._insert_unit(unit) for _, unit in sorted(starts)] + list(map(self._insert_state, states))
         last_unit = max((*(unit for _, unit in starts), *states), default=0)
         cursor.execute("UPDATE unit SET used = id")  # the order of puts stands in for the order of uses
+        cursor.execute(_SET_PRIORITY_SQL)
         cursor.execute("UPDATE state SET tick = ?", (last_unit,))
         cursor.execute("DELETE FROM sqlite_sequence WHERE name = 'unit'")
         cursor.execute("INSERT INTO sqlite_sequence VALUES ('unit', ?)", (last_unit + _UNIT_NUMBER_GAP,))

@@ -45,17 +45,21 @@ from ..namespace import (
 )
 from ..unit import DENSE_MAGIC, TableSetCache, TableSets, make_object_name
 from ..unit_codec import PrefixState
-from .eviction import Pin, list_end_units, read_pins, read_ticks, save_pin, select_evicted
+from .eviction import Pin, list_end_units, read_pins, read_uses, save_pin, select_evicted
 from .key_values import CircuitBreaker
 from .records import (
     RECORDS_FOLDER_PREFIX,
     STATES_FOLDER_PREFIX,
     StateRecord,
     UnitRecord,
+    UnitUse,
     compute_unit_number,
     count_ids_in_name,
     decode_tick,
+    decode_use,
     encode_tick,
+    encode_use,
+    has_benefit,
     ids_from_name,
     infer_block_tokens,
     make_record_name,
@@ -78,7 +82,7 @@ _MAX_EQUAL_RECORDS_READ = 4
 """Records that are read where any of them would do: one may be damaged or evicted."""
 _MAX_SAMPLED_RECORDS = 64
 """Records from which lost settings are inferred."""
-_TICK_NAME = "store/tick"
+_TICK_NAME, _CLOCK_NAME = "store/tick", "store/clock"
 _TOUCH_INTERVAL_SECONDS = 1.0
 """Uses are collected this long before they are written."""
 _LIMIT_CHECK_DIVISOR = 32
@@ -130,8 +134,8 @@ class _MemoryStaging:
 class RemoteBackendBase:
     """Units in another engine.
 
-    `block_tokens` and `codec` are the requested settings: None accepts those of the store. `new_settings` are those of
-    a new store, None if the store must exist. `ram_bytes` limits the units that are cached in memory.
+    `block_tokens`, `codec` and `policy` are the requested settings: None accepts those of the store. `new_settings` are
+    those of a new store, None if the store must exist. `ram_bytes` limits the units that are cached in memory.
     """
 
     def __init__(
@@ -140,6 +144,7 @@ class RemoteBackendBase:
         *,
         block_tokens: int | None,
         codec: str | None,
+        policy: str | None,
         new_settings: StoreSettings | None,
         ram_bytes: int,
         read_only: bool,
@@ -151,7 +156,7 @@ class RemoteBackendBase:
         self.key_values = key_values
         self.read_only = read_only
         self.notes: list[str] = []
-        self._requested_settings, self._new_settings = (block_tokens, codec), new_settings
+        self._requested_settings, self._new_settings = (block_tokens, codec, policy), new_settings
         self._cached_settings: StoreSettings | None = None
         self.tables = TableSetCache(
             lambda name: key_values.get_many([f"{TABLES_FOLDER}/{name}"])[0],
@@ -169,7 +174,7 @@ class RemoteBackendBase:
         """Bytes of the units of the tenant, and by the key None of all, when this process last counted them."""
         self._bytes_since_count: dict[str | None, int] = {}
         """Bytes that this process has put since, by the same keys."""
-        self._touched_units: dict[int, None] = {}
+        self._num_uses_by_touched_unit: dict[int, int] = {}
         self._last_touch_time = time.monotonic()
         self._lru_clock = 0
         try:
@@ -186,6 +191,11 @@ class RemoteBackendBase:
     def codec(self) -> str:
         """Codec of new units; raises as `block_tokens` does."""
         return self._get_settings().codec
+
+    @property
+    def policy(self) -> str:
+        """What is evicted first; raises as `block_tokens` does."""
+        return self._get_settings().policy
 
     def _get_settings(self) -> StoreSettings:
         if self._cached_settings is None:
@@ -322,7 +332,7 @@ class RemoteBackendBase:
         stored_bytes = sum(map(len, data_by_name.values()))
         removed_bytes = 0 if superseded_tail is None else superseded_tail.nbytes
         self._restore_pins(sequence)
-        self.touch([record.unit for record in records.values()])
+        self.touch([record.unit for record in records.values()], num_uses=0)
         return AddResult(stored_bytes, removed_bytes + self._enforce_limit_after_put(stored_bytes))
 
     def find_state(self, sequence: TokenSequence, tokens: int) -> StateLocation | None:
@@ -367,7 +377,7 @@ class RemoteBackendBase:
         self._damaged_units.discard(unit_id)
         self._memory_cache.put(unit_id, data)
         self._restore_pins(sequence)
-        self.touch([unit_id])
+        self.touch([unit_id], num_uses=0)
         return AddResult(len(data), self._enforce_limit_after_put(len(data)))
 
     def _find_superseded_tail(self, new_unit: NewUnit, sequence: TokenSequence) -> UnitRecord | None:
@@ -438,13 +448,28 @@ class RemoteBackendBase:
             records = list(record_by_unit.values())
             pins = read_pins(self.key_values)
             total_bytes = sum(record.nbytes for record in records)
-            ticks = read_ticks(self.key_values, records)
-            evicted = select_evicted(records, self.block_tokens, ticks, list_end_units(pins), total_bytes - max_bytes)
+            priorities = self._compute_priorities(records)
+            excess = total_bytes - max_bytes
+            evicted = select_evicted(records, self.block_tokens, priorities, list_end_units(pins), excess)
             nbytes = sum(record.nbytes for record in evicted)
             if not evicted or self._delete_unless_pinned(evicted, pins):
+                if evicted and self.policy == "benefit":
+                    self._advance_clock(max(priorities[record.unit] for record in evicted))
                 self._last_bytes[tenant], self._bytes_since_count[tenant] = total_bytes - nbytes, 0
                 return len(evicted), nbytes
         return 0, 0
+
+    def _compute_priorities(self, records: Sequence[UnitRecord]) -> dict[int, int]:
+        uses = read_uses(self.key_values, records)
+        if self.policy == "lru":
+            return {unit: use.tick for unit, use in uses.items()}
+        return {record.unit: uses[record.unit].compute_priority(record) for record in records}
+
+    def _advance_clock(self, clock: int) -> None:
+        """Record the highest priority that was evicted: units that are put or used later must not be evicted first."""
+        with suppress(KvmnnError):
+            (data,) = self.key_values.get_many([_CLOCK_NAME])
+            self.key_values.put_many({_CLOCK_NAME: encode_tick(max(clock, decode_tick(data)))})
 
     def iter_records(self) -> Iterator[tuple[str, UnitRecord | None]]:
         """Yield all records by name; None for one that is damaged, or that belongs under another name."""
@@ -498,7 +523,7 @@ class RemoteBackendBase:
             if end_units and end_units != pin.end_units:
                 save_pin(self.key_values, name, Pin(end_units, pin.tokens))
 
-    def touch(self, units: Iterable[int], *, immediately: bool = False) -> None:
+    def touch(self, units: Iterable[int], *, num_uses: int = 1, immediately: bool = False) -> None:
         """Record that units were used; written together after a second, or `immediately`.
 
         It does nothing if uses cost a request each and this process has no limit to enforce.
@@ -507,19 +532,28 @@ class RemoteBackendBase:
             return
         with self._lock:
             for unit in units:  # in order of last use
-                self._touched_units.pop(unit, None)
-                self._touched_units[unit] = None
-            if not self._touched_units or not (
+                self._num_uses_by_touched_unit[unit] = num_uses + self._num_uses_by_touched_unit.pop(unit, 0)
+            if not self._num_uses_by_touched_unit or not (
                 immediately or time.monotonic() - self._last_touch_time >= _TOUCH_INTERVAL_SECONDS
             ):
                 return
-            unit_ids, self._touched_units = list(self._touched_units), {}
+            touched, self._num_uses_by_touched_unit = self._num_uses_by_touched_unit, {}
             self._last_touch_time = time.monotonic()
         with suppress(KvmnnError):  # the order of uses is no reason to fail
-            (data,) = self.key_values.get_many([_TICK_NAME])
-            tick = max(self._lru_clock, decode_tick(data))
-            uses = {make_use_name(unit): encode_tick(tick + offset) for offset, unit in enumerate(unit_ids, 1)}
-            self._lru_clock = tick + len(unit_ids)
+            names = list(map(make_use_name, touched))
+            has_benefits = self.policy == "benefit"
+            tick_data, clock_data, *stored_uses = self.key_values.get_many(
+                [_TICK_NAME, _CLOCK_NAME, *(names if has_benefits else [])]
+            )
+            tick, clock = max(self._lru_clock, decode_tick(tick_data)), decode_tick(clock_data)
+            values = [encode_tick(tick + offset) for offset in range(1, len(names) + 1)]
+            if has_benefits:  # two processes at once may count one use of both: the order suffers little
+                counts = [
+                    decode_use(data).num_uses + count for data, count in zip(stored_uses, touched.values(), strict=True)
+                ]
+                values = [encode_use(UnitUse(tick + offset, count, clock)) for offset, count in enumerate(counts, 1)]
+            self._lru_clock = tick + len(names)
+            uses = dict(zip(names, values, strict=True))
             self.key_values.put_many({_TICK_NAME: encode_tick(self._lru_clock), **uses})
 
     def quarantine(self, unit: int, reason: str, notes: list[str]) -> None:
@@ -575,9 +609,10 @@ class RemoteBackendBase:
             block_tokens = None if record is None else infer_block_tokens(name, record)
             if record is None or block_tokens is None:
                 continue
-            (unit,) = self.key_values.get_many([make_unit_name(record.unit)])
+            unit, use = self.key_values.get_many([make_unit_name(record.unit), make_use_name(record.unit)])
             if unit is not None:
-                inferred = StoreSettings(block_tokens, "dense" if unit.startswith(DENSE_MAGIC) else "frames")
+                codec = "dense" if unit.startswith(DENSE_MAGIC) else "frames"
+                inferred = StoreSettings(block_tokens, codec, "benefit" if has_benefit(use) else "lru")
                 if not self.read_only:
                     self.key_values.put_many({SETTINGS_NAME: encode_settings(inferred)})
                 self.notes.append(f"{error}: it was damaged, and is made again by what a unit says")

@@ -1,6 +1,6 @@
-"""Pins, times of last use, and the order of eviction of a remote store.
+"""Pins, uses, and the order of eviction of a remote store.
 
-The least recently used units are evicted first, ends of sequences before their beginnings, and pinned ones never.
+The units with the lowest priorities are evicted first, ends of sequences before their beginnings, pinned ones never.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import NamedTuple
 from ...errors import ManifestError
 from ...files.schema import parse_document
 from .key_values import CircuitBreaker
-from .records import StateRecord, UnitRecord, decode_tick, make_use_name
+from .records import StateRecord, UnitRecord, UnitUse, decode_use, make_use_name
 
 _NAMES_PER_REQUEST = 256
 _MAX_PIN_DOCUMENT_BYTES = 1 << 16
 _STATE_PARENT_ORDER = -1 << 32
-"""Sorts the unit before an evicted state first among units of equal age: without its state it is of no use."""
+"""Sorts the unit before an evicted state first among units of equal priority: without its state it is of no use."""
 
 
 class Pin(NamedTuple):
@@ -57,18 +57,18 @@ def list_end_units(pins: Mapping[str, Pin]) -> set[int]:
     return {unit for pin in pins.values() for unit in pin.end_units}
 
 
-def read_ticks(key_values: CircuitBreaker, records: Sequence[UnitRecord]) -> dict[int, int]:
-    """Read the tick of the last use of each unit; 0 if none was recorded."""
-    tick_by_unit: dict[int, int] = {}
+def read_uses(key_values: CircuitBreaker, records: Sequence[UnitRecord]) -> dict[int, UnitUse]:
+    """Read the recorded uses of each unit."""
+    use_by_unit: dict[int, UnitUse] = {}
     for begin_index in range(0, len(records), _NAMES_PER_REQUEST):
         batch = records[begin_index : begin_index + _NAMES_PER_REQUEST]
         uses = key_values.get_many([make_use_name(record.unit) for record in batch])
-        tick_by_unit.update((record.unit, decode_tick(data)) for record, data in zip(batch, uses, strict=True))
-    return tick_by_unit
+        use_by_unit.update((record.unit, decode_use(data)) for record, data in zip(batch, uses, strict=True))
+    return use_by_unit
 
 
 def select_evicted(
-    records: Sequence[UnitRecord], block_tokens: int, tick_by_unit: Mapping[int, int], pinned: set[int], excess: int
+    records: Sequence[UnitRecord], block_tokens: int, priority_by_unit: Mapping[int, int], pinned: set[int], excess: int
 ) -> list[UnitRecord]:
     """Return the units to evict for `excess` bytes: none that is pinned, or that a remaining unit follows."""
     record_by_block_key: dict[bytes, UnitRecord] = {}
@@ -91,7 +91,7 @@ def select_evicted(
             children[parent_record.unit] += 1
     by_unit = {record.unit: record for record in records}
     leaves = [
-        (tick_by_unit[unit], -record.start, unit)
+        (priority_by_unit[unit], -record.start, unit)
         for unit, record in by_unit.items()
         if not children[unit] and unit not in pinned
     ]
@@ -105,7 +105,7 @@ def select_evicted(
             children[parent.unit] -= 1
             if not children[parent.unit] and parent.unit not in pinned:
                 order = _STATE_PARENT_ORDER if isinstance(record, StateRecord) else -parent.start
-                heapq.heappush(leaves, (tick_by_unit[parent.unit], order, parent.unit))
+                heapq.heappush(leaves, (priority_by_unit[parent.unit], order, parent.unit))
     return evicted
 
 

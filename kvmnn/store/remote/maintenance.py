@@ -41,7 +41,7 @@ from ..results import (
 )
 from ..unit import DamagedUnitError
 from .backend import NAMES_PER_REQUEST, TABLES_FOLDER, RemoteBackendBase
-from .eviction import Pin, list_end_units, read_pins, read_ticks, save_pin
+from .eviction import Pin, list_end_units, read_pins, read_uses, save_pin
 from .records import StateRecord, UnitRecord, make_unit_name
 
 _SESSIONS_FOLDER, _LABELS_FOLDER = "sessions", "labels"
@@ -270,6 +270,7 @@ class RemoteBackend(RemoteBackendBase):
             pinned=self._count_pins({record.unit for record in all_records}),
             sessions=len(self.list_sessions()),
             codec=self.codec,
+            policy=self.policy,
             asked_tokens=requested_tokens,
             found_tokens=hit_tokens,
         )
@@ -278,7 +279,7 @@ class RemoteBackend(RemoteBackendBase):
         namespaces = self._get_own_namespaces()
         valid_records = [record for record in self.list_valid_records() if record.namespace_key in namespaces]
         pinned = list_end_units(read_pins(self.key_values))
-        ticks = read_ticks(self.key_values, valid_records)
+        ticks = {unit: use.tick for unit, use in read_uses(self.key_values, valid_records).items()}
         latest_tick = max(ticks.values(), default=0)
         block_tokens = self.block_tokens
         unit_records = [record for record in valid_records if not isinstance(record, StateRecord)]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import struct
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from ...frames.buffers import integrity_checksum
-from ..backend import MAX_BLOCK_TOKENS
+from ..backend import MAX_BLOCK_TOKENS, MAX_UNIT_PRIORITY, MAX_UNIT_USES, compute_benefit
 from ..namespace import (
     KEY_BYTES,
     MAX_TOKENS,
@@ -29,7 +30,8 @@ MAX_IDS_IN_NAME = 32
 """File systems limit the length of a name."""
 _RECORD_STRUCT = struct.Struct(f"<8s{KEY_BYTES}s{KEY_BYTES}s{KEY_BYTES}sQII")
 _CHECKSUM_STRUCT = struct.Struct("<Q")
-_USE_STRUCT = struct.Struct("<Q")
+_TICK_STRUCT = struct.Struct("<Q")
+_USE_STRUCT = struct.Struct("<QQQ")
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,9 +200,43 @@ def make_use_name(unit: int) -> str:
 
 def encode_tick(tick: int) -> bytes:
     """Encode a tick."""
-    return _USE_STRUCT.pack(tick)
+    return _TICK_STRUCT.pack(tick)
 
 
 def decode_tick(data: bytes | None) -> int:
     """Decode a tick; 0 if it is missing or damaged."""
-    return int(_USE_STRUCT.unpack(data)[0]) if data is not None and len(data) == _USE_STRUCT.size else 0
+    return int(_TICK_STRUCT.unpack(data)[0]) if data is not None and len(data) == _TICK_STRUCT.size else 0
+
+
+class UnitUse(NamedTuple):
+    """What is recorded of the uses of a unit."""
+
+    #: Tick of the last one.
+    tick: int = 0
+    #: How often it was found, and once for its put.
+    num_uses: int = 1
+    #: Highest priority that was evicted before the last use.
+    clock: int = 0
+
+    def compute_priority(self, record: UnitRecord) -> int:
+        """Return the priority by which the policy ``"benefit"`` evicts; state saves the whole prefix before it."""
+        tokens = record.tokens if isinstance(record, StateRecord) else int(record.ids.size)
+        return min(self.clock + self.num_uses * compute_benefit(tokens, record.nbytes), MAX_UNIT_PRIORITY)
+
+
+def encode_use(use: UnitUse) -> bytes:
+    """Encode the uses of a unit."""
+    return _USE_STRUCT.pack(*use)
+
+
+def has_benefit(data: bytes | None) -> bool:
+    """Return whether recorded uses are those of a store with the policy ``"benefit"``."""
+    return data is not None and len(data) == _USE_STRUCT.size
+
+
+def decode_use(data: bytes | None) -> UnitUse:
+    """Decode the uses of a unit, which a store without the policy ``"benefit"`` records as a tick."""
+    if data is not None and has_benefit(data):
+        tick, num_uses, clock = _USE_STRUCT.unpack(data)
+        return UnitUse(tick, min(num_uses, MAX_UNIT_USES), min(clock, MAX_UNIT_PRIORITY))
+    return UnitUse(decode_tick(data))

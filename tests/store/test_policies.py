@@ -1,0 +1,130 @@
+"""What a store evicts first: the least recently used, or what saves the fewest seconds per byte."""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from prefixes import MODEL, layers_of, same
+
+from kvmnn.errors import OptionError
+from kvmnn.store import PrefixStore
+from kvmnn.store.backend import BENEFIT_SCALE, MAX_UNIT_PRIORITY, compute_benefit
+from kvmnn.store.directory import backend as directory_backend
+from kvmnn.store.remote import backend as remote_backend
+from kvmnn.store.remote.records import UnitUse, decode_use, encode_tick, encode_use
+
+BACKENDS = ["directory", "redis", "memory"]
+TEXTS = [[number] * 8 for number in range(1, 9)]
+
+
+@pytest.fixture(autouse=True)
+def _write_uses_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for backend in (directory_backend, remote_backend):
+        monkeypatch.setattr(backend, "_TOUCH_INTERVAL_SECONDS", 0.0)
+
+
+def put(store: PrefixStore, ids: list[int]) -> int:
+    return store.put(ids, layers_of(ids), model=MODEL).stored_bytes
+
+
+def list_stored(store: PrefixStore) -> list[int]:
+    return [ids[0] for ids in TEXTS if store.match(ids, model=MODEL) == len(ids)]
+
+
+def measure_unit_bytes(folder: Path) -> int:
+    with PrefixStore(folder, block_tokens=4, codec="frames") as store:
+        return max(put(store, ids) for ids in TEXTS)
+
+
+@pytest.mark.parametrize("engine", BACKENDS)
+@pytest.mark.parametrize(("policy", "stored"), [("lru", [4, 5, 6]), ("benefit", [1, 5, 6])])
+def test_put_beyond_limit_evicts_by_policy(new_url, tmp_path, engine, policy, stored) -> None:
+    max_bytes = 3 * measure_unit_bytes(tmp_path / "sizes") + 100
+    with PrefixStore(new_url(engine), max_bytes, block_tokens=4, codec="frames", policy=policy) as store:
+        assert store.policy == store.stats().policy == policy
+        put(store, TEXTS[0])
+        for _ in range(3):
+            assert same(store.get(TEXTS[0], model=MODEL).layers, TEXTS[0], 8)
+        for ids in TEXTS[1:6]:
+            put(store, ids)
+        assert list_stored(store) == stored
+
+
+@pytest.mark.parametrize("engine", BACKENDS)
+def test_uses_fade_when_others_are_evicted(new_url, tmp_path, engine) -> None:
+    """A text that was used three times goes after about three rounds of a full store, not never."""
+    max_bytes = 3 * measure_unit_bytes(tmp_path / "sizes") + 100
+    with PrefixStore(new_url(engine), max_bytes, block_tokens=4, codec="frames", policy="benefit") as store:
+        put(store, TEXTS[0])
+        for _ in range(2):
+            store.get(TEXTS[0], model=MODEL)
+        num_puts = 0
+        while 1 in list_stored(store):
+            put(store, TEXTS[1 + num_puts % 7])
+            num_puts += 1
+            assert num_puts < 40
+        assert num_puts > 4
+
+
+@pytest.mark.parametrize("engine", BACKENDS)
+def test_policy_is_kept_by_a_store(new_url, engine) -> None:
+    url = new_url(engine)
+    with PrefixStore(url, policy="benefit") as store:
+        put(store, TEXTS[0])
+    with PrefixStore(url, create=False) as store:
+        assert store.policy == "benefit"
+    with pytest.raises(OptionError, match="evicts by policy benefit, not by lru"):
+        PrefixStore(url, policy="lru")
+    with pytest.raises(OptionError, match="expected one of lru, benefit"):
+        PrefixStore(url, policy="belady")
+
+
+@pytest.mark.parametrize("lost_name", ["index.sqlite", "settings.json"])
+def test_policy_survives_loss_of_index_or_settings(tmp_path, lost_name) -> None:
+    folder = tmp_path / "s"
+    with PrefixStore(folder, block_tokens=4, policy="benefit") as store:
+        put(store, TEXTS[0])
+    (folder / lost_name).write_bytes(b"{")
+    with PrefixStore(folder) as store:
+        assert store.policy == "benefit"
+        assert same(store.get(TEXTS[0], model=MODEL).layers, TEXTS[0], 8)
+    with closing(sqlite3.connect(next(folder.glob("index*.sqlite")))) as index:
+        assert index.execute("SELECT policy FROM state").fetchall() == [("benefit",)]
+        tokens, nbytes, uses, priority = index.execute("SELECT tokens, bytes, uses, priority FROM unit").fetchone()
+    assert priority == uses * compute_benefit(tokens, nbytes) > 0
+
+
+def test_uses_of_all_processes_are_added(tmp_path) -> None:
+    folder = tmp_path / "s"
+    with PrefixStore(folder, block_tokens=4, policy="benefit") as store, PrefixStore(folder) as other:
+        put(store, TEXTS[0])
+        for user in (store, other, other):
+            user.get(TEXTS[0], model=MODEL)
+        assert put(other, TEXTS[0]) == 0  # which saves nothing
+    with closing(sqlite3.connect(folder / "index.sqlite")) as index:
+        assert index.execute("SELECT uses FROM unit").fetchall() == [(4,)]
+
+
+def test_compute_benefit_is_exact_and_bounded() -> None:
+    assert compute_benefit(512, 512 * 131072) == BENEFIT_SCALE // 131072
+    assert compute_benefit(1, 0) == BENEFIT_SCALE
+    use = UnitUse(7, 1 << 40, (1 << 64) - 1)
+    assert decode_use(encode_use(use)) == UnitUse(7, 1 << 20, MAX_UNIT_PRIORITY)
+    assert decode_use(encode_tick(7)) == UnitUse(7, 1, 0)
+    assert decode_use(None) == decode_use(b"damaged") == UnitUse(0, 1, 0)
+
+
+def test_put_command_takes_the_policy_of_a_new_store(run, tmp_path) -> None:
+    import numpy as np
+
+    cache, folder = tmp_path / "kv.npz", str(tmp_path / "s")
+    rows = np.ones((2, 8, 16), np.float16)
+    np.savez(cache, **{"layer_0.key": rows, "layer_0.value": rows})
+    words = ["store", "put", folder, str(cache), "--token-ids", "1,2,3,4,5,6,7,8", "--fingerprint", "m"]
+    run(*words, "--policy", "benefit")
+    assert "policy benefit" in run("store", "stat", folder).out
+    assert "expected lru or benefit" in run(*words, "--policy", "belady", code=2).err
+    assert "evicts by policy benefit" in run(*words, "--policy", "lru", code=2).err

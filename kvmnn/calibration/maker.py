@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -35,6 +35,7 @@ from ..transform import Metrics as TransformMetrics
 from ..transform import build_tables as build_transform_tables
 from .layers import find_cache_layers, read_model_layers
 from .metrics import KeyMetrics, Metric, Metrics, compute_value_metrics
+from .queries import QueryMoments
 from .sensitivity import RowTransform, SensitivityProbe
 from .texts import TextWindow, list_origins, read_windows
 
@@ -47,7 +48,7 @@ _PROBE_PREFIX_TOKENS, _PROBE_TOKENS, _NUM_PROBES = 384, 128, 2
 _STEP_TOKENS = 256
 _QUERIES_PER_STEP = 4
 _TEXT_WIDTH = 80
-_STATE_VERSION = 1
+_STATE_VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,10 +169,14 @@ def make_profile(
     fingerprint = compute_fingerprint(model)
     work = _WorkFolder(output, fingerprint, windows, layers)
     start = time.process_time()
-    statistics, key_metrics = work.load(layers)
+    query_heads = session.query_heads or interface.kv_heads
+    queries = QueryMoments(session.read_layer_parameters(), query_heads, interface.kv_heads, interface.head_dim)
+    statistics, key_metrics = work.load(layers, queries)
     for index in range(statistics.num_texts, len(windows)):
-        statistics.add(_read_window(session, windows[index], key_metrics, progress))
-        work.save(statistics, key_metrics)
+        caches = _read_window(session, windows[index], key_metrics, queries, progress)
+        statistics.add(caches)
+        queries.add_keys(caches)
+        work.save(statistics, key_metrics, queries)
     reading_seconds, start = time.process_time() - start, time.process_time()
     metrics: Metrics = key_metrics.to_metrics() if key_metrics.num_queries else {}
     if not metrics:
@@ -192,7 +197,7 @@ def make_profile(
     )
     result = _write_profile(
         output, info, statistics, metrics, sensitivities, options, overwrite,
-        (reading_seconds, sensitivity_seconds), notes,
+        (reading_seconds, sensitivity_seconds), notes, queries.build_tables(),
     )  # fmt: skip
     work.remove()
     return result
@@ -272,13 +277,14 @@ def _write_profile(
     overwrite: bool,
     seconds: tuple[float, float],
     notes: Sequence[str],
+    query_tables: Mapping[str, npt.NDArray[Any]] | None = None,
 ) -> ProfileMakeResult:
     start = time.process_time()
     transform_metrics = _to_transform_metrics(statistics, metrics) if metrics else None
     by_layer = None
     if sensitivities:
         by_layer = [[sensitivities[layer, part] for part in PARTS] for layer in range(len(info.layers))]
-    arrays: dict[str, npt.NDArray[Any]] = {}
+    arrays: dict[str, npt.NDArray[Any]] = dict(query_tables or {})
     for below in sorted(options.below):
         arrays |= build_linear_tables(statistics, below=below)
         arrays |= build_transform_tables(statistics, transform_metrics, by_layer, below=below)
@@ -328,9 +334,13 @@ def _has_queries(model: str | os.PathLike[str]) -> bool:
 
 
 def _read_window(
-    session: DecoderSession, window: TextWindow, key_metrics: KeyMetrics, progress: Progress | None
+    session: DecoderSession,
+    window: TextWindow,
+    key_metrics: KeyMetrics,
+    queries: QueryMoments,
+    progress: Progress | None,
 ) -> list[LayerCache]:
-    """Let the model read a window, and return K and V; the last tokens of each step give their queries."""
+    """Let the model read a window, and return K and V; the last tokens of each step give their attention as well."""
     past, position = session.create_empty_past(), 0
     has_queries = session.has_attentions and session.interface.query_outputs is not None
     sizes = (_STEP_TOKENS - _QUERIES_PER_STEP, _QUERIES_PER_STEP)
@@ -340,7 +350,9 @@ def _read_window(
             if not len(ids):
                 break
             positions = np.arange(position, position + len(ids), dtype=np.int64)
-            result = session.run_step(ids, positions, past, attentions=is_sampled, queries=is_sampled)
+            result = session.run_step(ids, positions, past, attentions=is_sampled, queries=has_queries)
+            if result.queries is not None:
+                queries.add_queries(result.queries, position)
             past, position = result.present_pairs, position + len(ids)
             if result.queries is not None and result.attentions is not None:
                 key_metrics.add(result.queries, result.attentions)
@@ -420,14 +432,15 @@ class _WorkFolder:
         }
         self.sensitivities: dict[str, float] = {}
 
-    def load(self, layers: Sequence[LayerGeometry]) -> tuple[Statistics, KeyMetrics]:
-        """Return what an earlier call has read, or nothing."""
+    def load(self, layers: Sequence[LayerGeometry], queries: QueryMoments) -> tuple[Statistics, KeyMetrics]:
+        """Return what an earlier call has read, or nothing, and fill `queries`."""
         statistics, key_metrics = Statistics(layers), KeyMetrics(layers)
         try:
             document = loads_strict((self._folder / "state.json").read_bytes())
             if document["settings"] == self._settings:
                 loaded = Statistics.load(self._folder / "statistics.kvms")
                 key_metrics.restore(loaded.extras)
+                queries.restore(loaded.extras)
                 sensitivities = {str(name): float(value) for name, value in document["sensitivities"].items()}
                 statistics, self.sensitivities = loaded, sensitivities
         except (OSError, ValueError, KeyError, TypeError, AttributeError):  # nothing, or nothing that can be used
@@ -437,9 +450,9 @@ class _WorkFolder:
             self._write_state()
         return statistics, key_metrics
 
-    def save(self, statistics: Statistics, key_metrics: KeyMetrics) -> None:
+    def save(self, statistics: Statistics, key_metrics: KeyMetrics, queries: QueryMoments) -> None:
         """Keep all that was read so far."""
-        statistics.extras = key_metrics.to_arrays()
+        statistics.extras = key_metrics.to_arrays() | queries.to_arrays()
         statistics.save(self._folder / "statistics.kvms")
 
     def add_sensitivity(self, name: str, value: float) -> None:

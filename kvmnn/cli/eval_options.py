@@ -151,7 +151,7 @@ def build_configurations(arguments: argparse.Namespace) -> list[Configuration]:
     from ..errors import KvmnnError
     from ..evaluation.presets import expand_preset
     from ..evaluation.settings import combine_codecs, expand_configurations
-    from ..policies.specs import parse_ints
+    from ..policies.option_parser import parse_ints
 
     defaults = model_options.read_policy_defaults(arguments, arguments.policy)
     try:

@@ -220,8 +220,9 @@ def _build_runtime_config(arguments: argparse.Namespace) -> RuntimeConfig | None
 def build_policy(arguments: argparse.Namespace) -> LabelledPolicy:
     """Build the one policy that was specified; raise `UsageError` for an invalid one."""
     from ..errors import KvmnnError
+    from ..policies.option_parser import parse_ints
     from ..policies.registry import LabelledPolicy, format_label
-    from ..policies.specs import accepts_option, build_policy, expand_spec, parse_ints
+    from ..policies.specs import accepts_option, build_policy, expand_spec
 
     defaults = read_policy_defaults(arguments, [arguments.policy])
     budgets = [] if arguments.budget is None else [arguments.budget]

@@ -39,8 +39,9 @@ from typing import Any
 
 from .._util.text import suggest
 from ..errors import KvmnnError
+from ..policies.option_parser import parse_ints
 from ..policies.policy import DEFAULT_BUFFER_TOKENS
-from ..policies.specs import parse_ints, split_spec
+from ..policies.specs import split_spec
 from ..policies.streaming import Streaming
 from .settings import FULL_POLICY, Configuration, ProjectDefinition, parse_ratios
 

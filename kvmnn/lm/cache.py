@@ -20,6 +20,7 @@ from ..policies.policy import LayerState, Policy, PolicyInput, Selection, Trigge
 from ..policies.scored import ScoredPolicy
 from ..policies.scores import SumScores
 from ..policies.topk import compute_key_norms
+from ..policies.wrappers import take_tokens_of_cut_layer
 from . import _eviction
 from .kv_store import KVStore
 from .onnx.decoder import StepResult
@@ -550,7 +551,13 @@ class ModelCache:
                 trigger=policy_input.trigger,
             )
             selection = policy.select_stacked(state)
-            rows += [np.arange(num_live)] * len(slots) if selection is None else list(selection)
+            layer_indices = [np.arange(num_live)] * len(slots) if selection is None else list(selection)
+            if policy.edits_keys:
+                kept_indices = np.stack(layer_indices)
+                edited_keys = policy.edit_keys(take_tokens_of_cut_layer(state, kept_indices))
+                if edited_keys is not None:
+                    self._store.put_keys(layer, np.take_along_axis(slots, kept_indices, axis=1), edited_keys)
+            rows += layer_indices
         if all(len(row) == num_live for row in rows):
             return None
         return rows if len({len(row) for row in rows}) > 1 else np.stack(rows)

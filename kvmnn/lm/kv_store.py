@@ -40,6 +40,9 @@ class KVStore(Protocol):
     def compact(self, layer: int, slots: Indices, num_live: int) -> None:
         """Keep the first `num_live` slots of each row of `slots`, ascending: one row, or one for each KV head."""
 
+    def put_keys(self, layer: int, slots: Indices, keys: Elements) -> None:
+        """Replace the keys in these slots, ``[kv_head, slot]``, by ``[kv_head, slot, head_dim]``."""
+
 
 class PlainStore:
     """Stores the arrays of the model; tokens only move inside the buffer, when others are dropped."""
@@ -60,6 +63,12 @@ class PlainStore:
     def compact(self, layer: int, slots: Indices, num_live: int) -> None:
         keys, values = self._pairs[layer]
         self._pairs[layer] = _compact_rows(keys, slots, num_live), _compact_rows(values, slots, num_live)
+
+    def put_keys(self, layer: int, slots: Indices, keys: Elements) -> None:
+        all_keys, values = self._pairs[layer]
+        all_keys = all_keys.copy()
+        np.put_along_axis(all_keys[0], slots[:, :, np.newaxis], keys, axis=1)
+        self._pairs[layer] = all_keys, values
 
 
 def _compact_rows(elements: Elements, slots: Indices, num_live: int) -> Elements:
@@ -119,6 +128,9 @@ class PackedStore:
         for number, cache in enumerate(caches):
             row = slots[number if len(slots) > 1 else 0, :num_live]
             cache.realloc(remove=len(cache), reserve=find_runs(row))
+
+    def put_keys(self, layer: int, slots: Indices, keys: Elements) -> None:
+        raise KvmnnError("a policy that changes keys runs with the arrays of the model only: no --packed or runtime")
 
 
 def find_runs(slots: Indices) -> list[tuple[int, int]]:
@@ -203,6 +215,9 @@ class LosslessStore:
         for part in range(self._parts_per_layer):
             row = slots[part if len(slots) > 1 else 0, :num_live]
             self._runtime.evict(self._runtime_index[layer] * self._parts_per_layer + part, find_runs(row))
+
+    def put_keys(self, layer: int, slots: Indices, keys: Elements) -> None:
+        raise KvmnnError("a policy that changes keys runs with the arrays of the model only: no --packed or runtime")
 
     def to_stats(self) -> RuntimeStats:
         """Wait for pending encodings and return the statistics of the runtime."""

@@ -120,7 +120,7 @@ class Runner:
             )
         layers = session.interface.layers
         policy.check_layers(layers)
-        if layers > 1 and (policy.has_independent_layers or 0 < len(policy.resolve_skip_layers(layers)) < layers):
+        if layers > 1 and (policy.cuts_layers_apart or 0 < len(policy.resolve_skip_layers(layers)) < layers):
             session.check_unequal_lengths()
         if positions not in ("true", "stored"):
             raise KvmnnError(f"positions is {positions!r}: expected 'true' or 'stored'")

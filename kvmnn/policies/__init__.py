@@ -8,11 +8,13 @@
 from __future__ import annotations
 
 from .cache import CacheState, EvictingCache
+from .composed import Composed, ThinK
 from .h2o_blocks import H2OBlocks, H2OEngine
 from .heavy_hitter import H2ODecayed, H2ODecayedHeads, H2OHeads, H2OTokens, ObservedAttention
 from .key_norm import KNorm, L2Fixed, L2Ratio, fix_size_l2_compress, l2_compress
 from .key_value_scores import CUR, KeyDiff, LagKV, Leverage, RandomTokens
 from .policy import BudgetedPolicy, FullCache, LayerState, Policy, PolicyInput, Trigger
+from .profiled import DuoAttention, ExpectedAttentionStats, ProfiledPolicy, QFilter
 from .prompt_scores import CapKV, Compactor, ExpectedAttention, NonCausal
 from .query_scores import TOVA, Finch, PyramidKV, SimLayerKV, SnapKV
 from .registry import POLICIES, LabelledPolicy, create_policy, register_policy
@@ -29,9 +31,12 @@ __all__ = [
     "CacheState",
     "CapKV",
     "Compactor",
+    "Composed",
+    "DuoAttention",
     "EmaScores",
     "EvictingCache",
     "ExpectedAttention",
+    "ExpectedAttentionStats",
     "Finch",
     "FullCache",
     "H2OBlocks",
@@ -53,7 +58,9 @@ __all__ = [
     "ObservedAttention",
     "Policy",
     "PolicyInput",
+    "ProfiledPolicy",
     "PyramidKV",
+    "QFilter",
     "RandomTokens",
     "RecentOnly",
     "ScoreAccumulator",
@@ -63,6 +70,7 @@ __all__ = [
     "Streaming",
     "StreamingPress",
     "SumScores",
+    "ThinK",
     "Trigger",
     "compute_key_norms",
     "create_policy",

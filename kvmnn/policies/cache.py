@@ -17,6 +17,7 @@ from ..errors import KvmnnError
 from .layer_parameters import LayerParameters
 from .policy import LayerState, Policy, RequiredStats, Trigger
 from .scored import ScoredPolicy
+from .wrappers import take_tokens_of_cut_layer
 
 ScoreFold = Callable[[Floats, Floats], Floats]
 
@@ -272,6 +273,11 @@ class EvictingCache:
         if indices is not None:
             self.state.keep(indices)
             self._keys, self._values = take_rows(self._keys, indices), take_rows(self._values, indices)
+        if isinstance(self.policy, ScoredPolicy) and self.policy.edits_keys and self.policy.is_due(layer_state):
+            rows = np.arange(layer_state.tokens) if indices is None else indices
+            rows = np.broadcast_to(rows, (self._keys.shape[0], rows.shape[-1]))
+            edited_keys = self.policy.edit_keys(take_tokens_of_cut_layer(layer_state, rows))
+            self._keys = self._keys if edited_keys is None else edited_keys
 
 
 #: Latest queries that are held between two cuts of decoding where a policy asks for all, as in kvpress.

@@ -318,6 +318,11 @@ class Policy(ABC):
         return self.prompt_only
 
     @property
+    def cuts_layers_apart(self) -> bool:
+        """Return whether layers may hold different numbers of tokens, besides those that are skipped."""
+        return self.has_independent_layers
+
+    @property
     def can_evict(self) -> bool:
         """Return whether the policy can evict any token."""
         return bool(self.triggers)

@@ -73,20 +73,25 @@ class ExpectedAttention(ScoredPolicy):
     def compute_scores(self, layer: LayerState) -> Floats:
         sink = min(self.sink, layer.tokens - 1)
         keys, values = widen(layer.keys)[:, sink:], widen(layer.values)[:, sink:]
-        queries, matrix = collect_later_queries(layer, self.sink), build_later_rotation(layer, self.future)
+        mean, spread = self.describe_queries(layer)
+        matrix = build_later_rotation(layer, self.future)
         kv_heads, _, head_dim = keys.shape
-        mean = queries.mean(axis=1, keepdims=True)
-        group = len(queries) // kv_heads
+        group = len(mean) // kv_heads
         repeated = np.repeat(keys, group, axis=0)
         scores = (repeated @ (mean @ matrix.T).transpose(0, 2, 1))[..., 0] / np.float32(math.sqrt(head_dim))
         if self.covariance:
-            centred = queries - mean
-            spread = centred.transpose(0, 2, 1) @ centred / np.float32(queries.shape[1])
             scores += ((repeated @ (matrix @ spread @ matrix.T)) * repeated).sum(axis=-1) / np.float32(2 * head_dim)
-        means = average_groups(softmax(scores), kv_heads)
+        means = average_groups(softmax(scores.astype(np.float32, copy=False)), kv_heads)
         if self.value_norm:
             means = (means + np.float32(self.epsilon)) * np.linalg.norm(values, axis=-1)
         return protect(means, sink=sink)
+
+    def describe_queries(self, layer: LayerState) -> tuple[Floats, Floats]:
+        """Return mean ``[query_head, 1, head_dim]`` and covariance of queries before their rotation."""
+        queries = collect_later_queries(layer, self.sink)
+        mean = queries.mean(axis=1, keepdims=True)
+        centred = queries - mean
+        return mean, centred.transpose(0, 2, 1) @ centred / np.float32(queries.shape[1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,7 +243,7 @@ def collect_later_queries(layer: LayerState, sink: int) -> Floats:
 
 def build_later_rotation(layer: LayerState, future: int) -> Floats:
     """Return the mean rotation by the next `future` positions, ``[head_dim, head_dim]``."""
-    head_dim = get_queries(layer).shape[2]
+    head_dim = widen(layer.keys).shape[2]
     if layer.parameters is None or layer.parameters.rotation is None:
         return np.eye(head_dim, dtype=np.float32)
     num_seen = layer.tokens if layer.num_seen is None else layer.num_seen

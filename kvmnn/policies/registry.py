@@ -15,12 +15,14 @@ from typing import Any, ClassVar, Self
 from .._util.text import suggest
 from ..errors import KvmnnError
 from ..files.schema import Record
+from .composed import Composed, ThinK
 from .h2o_blocks import H2OBlocks, H2OEngine
 from .heavy_hitter import H2ODecayed, H2ODecayedHeads, H2OHeads, H2OTokens, ObservedAttention
 from .key_norm import KNorm, L2Fixed, L2Ratio
 from .key_value_scores import CUR, KeyDiff, LagKV, Leverage, RandomTokens
 from .oracle import Oracle
 from .policy import BudgetedPolicy, FullCache, Policy
+from .profiled import DuoAttention, ExpectedAttentionStats, QFilter
 from .prompt_scores import CapKV, Compactor, ExpectedAttention, NonCausal
 from .query_scores import TOVA, Finch, PyramidKV, SimLayerKV, SnapKV
 from .streaming import RecentOnly, Streaming, StreamingPress
@@ -112,9 +114,13 @@ POLICIES: dict[str, type[Policy]] = {
     )
 }
 
-#: Policies that need more than one layer's state: the engine's, in `kvmnn.lm`, all layers of a model at once, and the
-#: oracle, in `kvmnn.evaluation`, what follows in the text.
-MODEL_POLICIES: dict[str, type[Policy]] = {H2OEngine.name: H2OEngine, Oracle.name: Oracle}
+#: Policies that need more than one layer's state or cut more than tokens: the engine's, in `kvmnn.lm`, all layers of a
+#: model at once; the oracle, in `kvmnn.evaluation`, what follows in the text; some a profile of the model; `ThinK`
+#: cuts channels, and `Composed` is others.
+MODEL_POLICIES: dict[str, type[Policy]] = {
+    policy.name: policy
+    for policy in (H2OEngine, Oracle, QFilter, ExpectedAttentionStats, DuoAttention, ThinK, Composed)
+}
 
 _REGISTERED: dict[str, type[Policy]] = {}
 """Policies of users, by name; they are among `POLICIES` as well."""

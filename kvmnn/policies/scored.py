@@ -7,13 +7,14 @@ tokens of decoding, or both) and in which units (`wrappers`: tokens of a head, o
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, Self, get_args
 
 import numpy as np
 
-from .._util.validation import validate_int
-from ..dtypes import Floats
+from .._util.text import pluralize
+from .._util.validation import validate_fraction, validate_int
+from ..dtypes import Elements, Floats
 from ..errors import KvmnnError
 from .policy import BudgetedPolicy, LayerState, PolicyInput, Selection
 from .wrappers import DEFAULT_CHUNKS, SELECTORS, WrapperName
@@ -43,6 +44,10 @@ class ScoredPolicy(BudgetedPolicy):
         Tokens of a chunk or block of a wrapper; None for kvpress' number.
     safeguard
         Of the wrappers that share a budget between heads: the part of it that each head keeps in any case.
+    by_layer
+        Relative budgets of the layers, such as ``(2, 1, 1)``, whose mean is the budget; none: all have the same.
+    share_of
+        Of what `keep_ratio` is a share: the tokens that are ``"stored"``, or all that were ``"seen"``.
     """
 
     requires = "tensors"
@@ -58,10 +63,14 @@ class ScoredPolicy(BudgetedPolicy):
     wrapper: WrapperName = "none"
     chunk: int | None = None
     safeguard: float = 0.2
+    by_layer: tuple[float, ...] = ()
+    share_of: Literal["stored", "seen"] = "stored"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, choices in (("phase", get_args(Phase)), ("wrapper", get_args(WrapperName))):
+        object.__setattr__(self, "by_layer", tuple(self.by_layer))
+        choices_by_name = {"phase": Phase, "wrapper": WrapperName, "share_of": Literal["stored", "seen"]}
+        for name, choices in ((name, get_args(hint)) for name, hint in choices_by_name.items()):
             if getattr(self, name) not in choices:
                 raise KvmnnError(
                     f"{self.name}: {name} is {getattr(self, name)!r}: expected one of {', '.join(choices)}"
@@ -78,6 +87,10 @@ class ScoredPolicy(BudgetedPolicy):
         if self.chunk is not None and self.wrapper not in DEFAULT_CHUNKS:
             raise KvmnnError(f"{self.name}: chunk is for wrappers {', '.join(DEFAULT_CHUNKS)}, not {self.wrapper!r}")
         validate_share(f"{self.name}: safeguard", self.safeguard)
+        for weight in self.by_layer:
+            validate_fraction(f"{self.name}: by_layer", weight)
+        if self.by_layer and not any(self.by_layer):
+            raise KvmnnError(f"{self.name}: by_layer is {list(self.by_layer)}: expected a number above 0 among them")
 
     @abstractmethod
     def compute_scores(self, layer: LayerState) -> Floats:
@@ -110,6 +123,10 @@ class ScoredPolicy(BudgetedPolicy):
         is_large = (state.num_new or 0) >= self.resolve_budget(state.tokens)
         return is_large or state.num_steps is None or state.num_steps % self.interval == 0
 
+    @property
+    def cuts_layers_apart(self) -> bool:
+        return self.has_independent_layers or len(set(self.by_layer)) > 1
+
     def resolve_layer_budget(self, state: LayerState) -> int:
         """Return how many tokens of each head of this layer stay."""
         return self.resolve_budget(state.tokens)
@@ -121,13 +138,38 @@ class ScoredPolicy(BudgetedPolicy):
 
     def select_tokens(self, state: PolicyInput) -> Selection:
         layer = self._check_tensors(state)
+        policy = self._resolve_for_layer(layer)
         with np.errstate(all="ignore"):
-            size = self.resolve_layer_budget(layer)
+            size = policy.resolve_layer_budget(layer)
             if size >= layer.tokens:
                 return None
             if size == 0:
                 return np.empty((layer.num_key_rows, 0), np.int64)
-            return SELECTORS[self.wrapper](self, layer, size)
+            return SELECTORS[self.wrapper](policy, layer, size)
+
+    @property
+    def edits_keys(self) -> bool:
+        """Return whether `edit_keys` changes keys."""
+        return False
+
+    def edit_keys(self, layer: LayerState) -> Elements | None:
+        """Return other keys for the tokens of a layer after a cut, of the same shape and dtype; None for these."""
+        return None
+
+    def _resolve_for_layer(self, layer: LayerState) -> Self:
+        """Return the policy with the budget that it has in this layer, as a share of its tokens or their number."""
+        policy = self
+        if self.share_of == "seen" and self.keep_ratio is not None and layer.num_seen is not None:
+            policy = replace(policy, budget=max(1, int(self.keep_ratio * layer.num_seen)), keep_ratio=None)
+        if not self.by_layer:
+            return policy
+        if layer.layer >= len(self.by_layer):
+            raise KvmnnError(
+                f"layer {layer.layer}: {self.name} has relative budgets of {pluralize(len(self.by_layer), 'layer')}"
+            )
+        weight = self.by_layer[layer.layer] * len(self.by_layer) / sum(self.by_layer)
+        share = min(weight * policy.resolve_share(layer.tokens), 1.0)
+        return replace(policy, budget=None, keep_ratio=share, by_layer=(), share_of="stored")
 
     def _check_tensors(self, state: PolicyInput) -> LayerState:
         label = f"layer {state.layer}: {self.name} needs"

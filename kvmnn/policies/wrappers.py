@@ -187,6 +187,13 @@ def take_tokens_of_layer(layer: LayerState, indices: Indices) -> LayerState:
     )
 
 
+def take_tokens_of_cut_layer(layer: LayerState, indices: Indices) -> LayerState:
+    """Return the layer with these tokens of each head, ``[kv_head, kept]``, and all of its queries."""
+    if indices.shape[1] == layer.tokens:
+        return layer
+    return replace(take_tokens_of_layer(layer, indices), queries=layer.queries, num_seen=layer.num_seen)
+
+
 def _protect_share(scorer: Scorer, scores: Floats, size: int) -> Floats:
     """Give the highest scores of each head, the share `safeguard` of its budget, the highest of all."""
     num_safe = int(size * scorer.safeguard)

@@ -14,11 +14,14 @@ from kvmnn.arrays import LayerCache
 from kvmnn.calibration import ProfileOptions, make_profile, make_profile_from_caches
 from kvmnn.calibration.layers import read_model_layers
 from kvmnn.calibration.metrics import KeyMetrics, compute_value_metrics
+from kvmnn.calibration.queries import QueryMoments
 from kvmnn.calibration.sensitivity import RowTransform, SensitivityProbe, compute_divergence
 from kvmnn.dense import RopeConfig
 from kvmnn.errors import KvmnnError, OutputError
 from kvmnn.lm import DecoderSession, compute_fingerprint, dump_kv, import_model
 from kvmnn.lm.onnx.model_files import find_model
+from kvmnn.lm.runner import Runner
+from kvmnn.policies import create_policy
 from kvmnn.profiles import LayerGeometry, Profile, Statistics, build_rows
 from kvmnn.profiles.geometry import rotate_heads
 
@@ -209,3 +212,63 @@ def test_make_profile_from_caches_finds_the_rotation(tmp_path: Path) -> None:
     with pytest.raises(KvmnnError, match="other: "):
         make_profile_from_caches([caches[0], other], tmp_path / "c.kvmp")
     assert not (tmp_path / "c.kvmp").exists()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_query_moments_tables_are_those_of_unrotated_queries(models: dict[str, Path], name: str) -> None:
+    """Mean, covariance and first direction of a text's queries, which the model reads in two steps."""
+    session = DecoderSession.open(models[name], attentions=True)
+    parameters = session.read_layer_parameters()
+    kv_heads, query_heads = session.interface.kv_heads, session.query_heads
+    assert query_heads is not None
+    moments = QueryMoments(parameters, query_heads, kv_heads, session.interface.head_dim)
+    ids = np.random.default_rng(0).integers(3, tiny_models.VOCAB, 60)
+    past, queries = session.create_empty_past(), []
+    for begin, end in ((0, 41), (41, 60)):
+        step = session.run_step(ids[begin:end], np.arange(begin, end), past, queries=True)
+        assert step.queries is not None
+        moments.add_queries(step.queries, begin)
+        past, queries = step.present_pairs, [*queries, step.queries]
+    caches = [LayerCache(layer=i, keys=k[0], values=v[0]) for i, (k, v) in enumerate(past)]
+    moments.add_keys(caches)
+    restored = QueryMoments(parameters, query_heads, kv_heads, session.interface.head_dim)
+    restored.restore(moments.to_arrays())
+    tables = restored.build_tables()
+    assert all(np.array_equal(array, tables[key]) for key, array in moments.build_tables().items())
+    for layer, cache in enumerate(caches):
+        rotated = np.concatenate([part[layer] for part in queries], axis=1)[:, 4:].astype(np.float64)
+        plain = parameters[layer].rotation.undo(rotated.astype(np.float32), np.arange(4, 60))
+        first_keys = parameters[layer].rotation.undo(cache.keys[:, 4:], np.arange(4, 60)).mean(axis=1)
+        filters, scores = np.zeros((kv_heads, rotated.shape[2])), np.zeros(kv_heads)
+        for head, (rows, rotated_rows) in enumerate(zip(plain, rotated, strict=True)):
+            group = query_heads // kv_heads
+            np.testing.assert_allclose(tables[f"queries/{layer}/key/mean"][head], rows.mean(axis=0), atol=1e-5)
+            covariance = np.cov(rows.astype(np.float64).T)
+            np.testing.assert_allclose(tables[f"queries/{layer}/key/covariance"][head], covariance, atol=1e-4)
+            direction = np.linalg.svd(rotated_rows)[2][0]
+            filters[head // group] += direction * np.sign((rotated_rows @ direction).mean()) / group
+            logits = [  # the score of the mean query to the mean key so many tokens before it
+                rows.mean(axis=0) @ parameters[layer].rotation.undo(first_keys[head // group][None], np.array([d]))[0]
+                for d in range(499, -1, -1)
+            ]
+            powers = np.exp(np.array(logits) / np.sqrt(rotated.shape[2]))
+            scores[head // group] += np.cumsum(powers / powers.sum()).mean() / group
+        np.testing.assert_allclose(tables[f"queries/{layer}/key/filter"], filters, atol=1e-3)
+        np.testing.assert_allclose(tables[f"queries/{layer}/key/score"], scores, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qfilter", "expected_attention_stats", "duo_attention"])
+def test_profiled_policy_cuts_by_the_profile_that_was_made(models: dict[str, Path], tmp_path: Path, name: str) -> None:
+    profile = tmp_path / "llama.kvmp"
+    make_profile(models["llama"], TEXTS, profile, OPTIONS)
+    options = (
+        {"pattern": str(profile), "sink": 2, "recent": 6} if name == "duo_attention" else {"profile": str(profile)}
+    )
+    runner = Runner(DecoderSession.open(models["llama"]), create_policy(name, keep_ratio=0.25, **options))
+    runner.step(np.arange(3, 103))
+    lengths = [len(row) for layer in range(tiny_models.LAYERS) for row in runner.cache.list_head_positions(layer)]
+    assert sorted(lengths) == ([8] * 6 + [100] * 2 if name == "duo_attention" else [25] * 8)
+    if name == "duo_attention":  # scores of heads fit another model of as many
+        return
+    with pytest.raises(KvmnnError, match="expected float32"):
+        Runner(DecoderSession.open(models["gemma3"]), create_policy(name, keep_ratio=0.25, **options)).step([3, 4] * 50)

@@ -13,7 +13,7 @@ from kvmnn.errors import KvmnnError
 from kvmnn.lm import DecoderSession, Runner
 from kvmnn.lm.kv_store import LosslessStore
 from kvmnn.lm.onnx.interface import DecoderInterface
-from kvmnn.policies import POLICIES, FullCache, Policy, create_policy
+from kvmnn.policies import POLICIES, FullCache, Policy, ProfiledPolicy, create_policy
 from kvmnn.policies.registry import MODEL_POLICIES
 from kvmnn.reports.records import RuntimeStats, merge_runtime_stats
 from kvmnn.runtime import LosslessRuntime, RuntimeConfig
@@ -40,6 +40,7 @@ SIZED: dict[str, dict[str, Any]] = {
     "h2o_blocks": {"keep_ratio": 0.5, "sink": 2, "recent": 6, "block_tokens": 4, "trigger_min_tokens": 16},
     "h2o_heads": {"budget": 50, "recent": 10},
     "h2o_engine": {"block_tokens": 4, "sink_tokens": 2, "recent_tokens": 8, "trigger_min_tokens": 24},
+    "composed": {"budget": 50, "policies": "keydiff+lagkv@lag=8"},
 }
 
 
@@ -47,7 +48,8 @@ def policies() -> list[Policy]:
     found = [
         create_policy(name, **SIZED.get(name, {"budget": 50}))
         for name in (*POLICIES, *MODEL_POLICIES)
-        if name != "oracle"
+        if name not in ("oracle", "think", "duo_attention")
+        and not issubclass(MODEL_POLICIES.get(name, FullCache), ProfiledPolicy)
     ]
     return [
         FullCache(),

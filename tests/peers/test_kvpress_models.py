@@ -23,6 +23,7 @@ from kvmnn.lm.runner import Runner
 from kvmnn.lm.session import DecoderSession
 from kvmnn.policies import create_policy
 from kvmnn.policies.key_value_scores import draw_projection
+from kvmnn.profiles import LayerGeometry, Profile, ProfileInfo
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -216,3 +217,127 @@ def test_decoding_keeps_what_its_press_keeps(peer, name, press, phase):
     if phase == "both":
         decoding = kvpress.PrefillDecodingPress(press(1 - 60.5 / 150), decoding)
     assert peer.keep_by_policy(policy, steps) == peer.keep_by_press(decoding, steps)
+
+
+def write_profile(path, tables):
+    """A profile of a tiny model with these tables, by layer."""
+    head_dim = tables[0]["filter"].shape[1]
+    geometry = LayerGeometry(kv_heads=tiny_models.KV_HEADS, head_dim=head_dim, value_dim=head_dim, rope=None)
+    info = ProfileInfo(model="tiny", fingerprint=None, dtype="fp32", texts=(), layers=(geometry,) * len(tables))
+    arrays = {f"queries/{layer}/key/{name}": array for layer, row in enumerate(tables) for name, array in row.items()}
+    Profile(info, arrays).write(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def tables(peer):
+    """Tables of queries, by layer: random numbers, with covariances that are some."""
+    random, head_dim = np.random.default_rng(9), peer.session.interface.head_dim
+    roots = random.standard_normal((tiny_models.LAYERS, tiny_models.HEADS, 3 * head_dim, head_dim), np.float32)
+    return [
+        {
+            "mean": random.standard_normal((tiny_models.HEADS, head_dim), np.float32),
+            "covariance": (root.transpose(0, 2, 1) @ root / np.float32(9 * head_dim)).astype(np.float32),
+            "filter": random.standard_normal((tiny_models.KV_HEADS, head_dim), np.float32),
+            "score": random.random(tiny_models.KV_HEADS, np.float32),
+        }
+        for root in roots
+    ]
+
+
+def stack(tables, name):
+    return torch.from_numpy(np.stack([row[name] for row in tables]))
+
+
+@pytest.mark.parametrize("wrapper", ["none", "ada", "block"])
+@pytest.mark.parametrize("ratio", [0.3, 0.75])
+def test_qfilter_keeps_what_its_press_keeps(peer, tables, tmp_path, ratio, wrapper):
+    profile = write_profile(tmp_path / "tiny.kvmp", tables)
+    press = kvpress.QFilterPress(ratio)
+    press.post_init_from_model = lambda model: None
+    press.q_filters = -stack(tables, "filter")
+    policy = create_policy("qfilter", keep_ratio=1 - ratio, profile=profile, wrapper=wrapper)
+    wrapped = {"none": lambda base: base, "ada": kvpress.AdaKVPress, "block": kvpress.BlockPress}[wrapper](press)
+    assert peer.keep_by_policy(policy) == peer.keep_by_press(wrapped)
+
+
+@pytest.mark.parametrize("ratio", [0.3, 0.75])
+def test_expected_attention_stats_keeps_what_its_press_keeps(peer, tables, tmp_path, ratio):
+    profile = write_profile(tmp_path / "tiny.kvmp", tables)
+    press = kvpress.ExpectedAttentionStatsPress(ratio)
+    press.mu, press.cov = stack(tables, "mean"), stack(tables, "covariance")
+    policy = create_policy("expected_attention_stats", keep_ratio=1 - ratio, profile=profile)
+    assert peer.keep_by_policy(policy) == peer.keep_by_press(press)
+
+
+@pytest.mark.parametrize("kind", ["profile", "tsv"])
+@pytest.mark.parametrize("ratio", [0.25, 0.6])
+def test_duo_attention_keeps_what_its_press_keeps(peer, tables, tmp_path, monkeypatch, ratio, kind):
+    scores = stack(tables, "score").numpy()
+    pattern = tmp_path / "full_attention_heads.tsv"
+    np.savetxt(pattern, scores.astype(np.float64), delimiter="\t")
+    if kind == "profile":
+        pattern = write_profile(tmp_path / "tiny.kvmp", tables)
+    press = kvpress.DuoAttentionPress(ratio)
+    monkeypatch.setattr(press, "load_attention_pattern", lambda model: (20, 90, scores))
+    policy = create_policy("duo_attention", keep_ratio=1 - ratio, pattern=str(pattern), sink=20, recent=90)
+    kept = peer.keep_by_policy(policy)
+    assert kept == peer.keep_by_press(press)
+    assert len({len(head) for layer in kept for head in layer}) == 2
+
+
+@pytest.mark.parametrize("share", [0.25, 0.6])
+@pytest.mark.parametrize("base", [None, "snapkv"])
+def test_think_changes_the_channels_that_its_press_changes(peer, share, base):
+    press = kvpress.ThinKPress(1 - share, window_size=12)
+    policy = create_policy("think", keep_ratio=share, window=12)
+    if base is not None:
+        press = kvpress.ComposedPress([kvpress.SnapKVPress(0.5), press])
+        text = f"snapkv@keep_ratio=0.5+think@keep_ratio={share}@window=12"
+        policy = create_policy("composed", keep_ratio=0.5, policies=text)
+    runner = Runner(peer.session, policy)
+    runner.step(peer.ids)
+    for cut, stored in zip(runner.cache.copy_layers(), peer.run(press).layers, strict=True):
+        keys = np.sort(stored.keys[0].numpy(), axis=1)  # in the order of scores
+        assert ((keys == 0) == (np.sort(cut.keys, axis=1) == 0)).all()
+        assert (cut.keys == 0).all(axis=1).sum() == len(keys) * int(keys.shape[2] * (1 - share))
+        np.testing.assert_allclose(np.sort(cut.keys, axis=1), keys, atol=1e-4)
+
+
+@pytest.mark.parametrize("budget", [30, 100])
+@pytest.mark.parametrize("names", ["tova+keydiff", "expected_attention+keydiff", "cur@wrapper=chunkkv+snapkv@window=9"])
+def test_composed_keeps_what_its_press_keeps(peer, names, budget):
+    """The second score does not depend on the order of tokens, which a press changes, or the first press sorts."""
+    policy = create_policy("composed", budget=budget, policies=names)
+    middle = round(TOKENS * (budget / TOKENS) ** 0.5)
+    first, second = 1 - (middle + 0.5) / TOKENS, 1 - (budget + 0.5) / middle
+    presses = {
+        "tova+keydiff": lambda: [kvpress.TOVAPress(first), kvpress.KeyDiffPress(second)],
+        "expected_attention+keydiff": lambda: [kvpress.ExpectedAttentionPress(first), kvpress.KeyDiffPress(second)],
+    }
+    if names not in presses:  # whole chunks make other numbers of tokens
+        chunks = kvpress.ChunkKVPress(kvpress.CURPress(1 - (middle + 0.01) / TOKENS))
+        size = len(peer.keep_by_press(chunks)[0][0])
+        presses[names] = lambda: [chunks, kvpress.SnapKVPress(1 - (budget + 0.5) / size, window_size=9)]
+    assert peer.keep_by_policy(policy) == peer.keep_by_press(kvpress.ComposedPress(presses[names]()))
+
+
+@pytest.mark.parametrize("name", ["keydiff", "snapkv"])
+def test_by_layer_keeps_what_its_press_keeps(peer, name):
+    ratios = [0.11, 0.53, 0.71, 0.95]
+    options = {"keydiff": {}, "snapkv": {"window": 8}}[name]
+    press = {"keydiff": kvpress.KeyDiffPress, "snapkv": partial(kvpress.SnapKVPress, window_size=8)}[name]()
+    shares = tuple(1 - ratio for ratio in ratios)
+    policy = create_policy(name, keep_ratio=sum(shares) / len(shares), by_layer=shares, **options)
+    kept = peer.keep_by_policy(policy)
+    assert kept == peer.keep_by_press(kvpress.PerLayerCompressionPress(press, ratios))
+    assert [len(layer[0]) for layer in kept] == [int(TOKENS * share) for share in shares]
+
+
+def test_share_of_seen_keeps_what_its_press_keeps(peer):
+    steps = [150, *[1] * 67]
+    policy = create_policy("keydiff", keep_ratio=0.4, share_of="seen", phase="decoding", interval=20)
+    press = kvpress.CompressionRatioDecodingPress(
+        kvpress.KeyDiffPress(0.0), compression_interval=20, target_compression_ratio=0.6
+    )
+    assert peer.keep_by_policy(policy, steps) == peer.keep_by_press(press, steps)

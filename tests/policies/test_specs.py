@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from kvmnn import KvmnnError
-from kvmnn.policies import POLICIES, FullCache, LayerState, Streaming
-from kvmnn.policies.specs import build_policy, expand_spec, parse_ints, split_spec
+from kvmnn.policies import POLICIES, FullCache, LayerState, Streaming, create_policy
+from kvmnn.policies.option_parser import parse_ints
+from kvmnn.policies.specs import build_policy, expand_spec, split_spec
 
 
 def test_split_spec_parses_name_and_options() -> None:
@@ -83,3 +86,44 @@ def test_expand_spec_reads_yes_and_no() -> None:
     )
     with pytest.raises(KvmnnError, match="expected_attention: covariance is 'maybe': expected yes or no"):
         list(expand_spec("expected_attention:covariance=maybe"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"policies": "keydiff"}, "two or more"),
+        ({"policies": "keydiff+nothing"}, "no scored policy"),
+        ({"policies": "keydiff+snapkv@window"}, "NAME@option=value"),
+        ({"policies": "keydiff+snapkv@wrapper=ada"}, "different numbers of tokens"),
+        ({"policies": "keydiff+think"}, "keep_ratio of its own"),
+        ({"policies": "think@keep_ratio=0.5+keydiff"}, "comes last"),
+        ({"policies": "keydiff+compactor", "phase": "both"}, "expected phase prompt"),
+        ({"policies": "keydiff+tova", "by_layer": (1, 2)}, "as options of these"),
+    ],
+)
+def test_composed_invalid_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(KvmnnError, match=message):
+        create_policy("composed", budget=10, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("qfilter", {}, "expected profile=FILE"),
+        ("duo_attention", {}, "expected pattern=FILE"),
+        ("duo_attention", {"pattern": "x", "wrapper": "ada"}, "expected none"),
+        ("think", {"phase": "both"}, "channels of a prompt"),
+        ("keydiff", {"by_layer": (0, 0)}, "above 0"),
+        ("keydiff", {"by_layer": (-1.0,)}, "share from 0 on"),
+        ("keydiff", {"share_of": "all"}, "stored, seen"),
+    ],
+)
+def test_scored_invalid_options_are_refused(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(KvmnnError, match=message):
+        create_policy(name, budget=10, **options)
+
+
+def test_by_layer_spec_is_numbers_between_plus_signs() -> None:
+    assert list(expand_spec("keydiff:by_layer=2+1+0.5", [10])) == [
+        ("keydiff", {"budget": 10, "by_layer": (2.0, 1.0, 0.5)})
+    ]

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from .._util.text import suggest
 from ..errors import KvmnnError
 
-_SOURCE_RUNNING = "the bytes of a running engine were decoded with them"
-_COMPILED_CPP_NOTE = "the fork's own C++, compiled with them, wrote the test vectors"
-_SOURCE_READ = "read in the sources only"
+_SOURCE_RUNNING = "checked on a running engine"
+_COMPILED_CPP_NOTE = "checked on vectors"
+_SOURCE_READ = "unchecked"
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class Backend:
     #: Pack numbers of an int8 cache; None if the backend has none.
     lP8: int | None
     hP8: int | None
-    #: How the numbers were verified.
+    #: Processor or build, and how the numbers were verified: on bytes of a running engine; on vectors that the fork's own
+    #: C++ wrote, compiled with them; or only read in the sources (unchecked).
     source: str
 
 

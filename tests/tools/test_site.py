@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from repository import ROOT
+
+MAX_WRITTEN_WORDS = 46_000
+"""Words of README and docs/ outside code, without the generated reference: nobody reads more."""
 
 
 @pytest.fixture
@@ -40,3 +44,24 @@ def test_site_broken_link_is_reported(site: ModuleType, tmp_path: Path) -> None:
     assert site.stage_page(page, [page]) == ["docs/page.md: links to gone.md, which does not exist"]
     staged = (tmp_path / "docs" / "page.md").read_text(encoding="utf-8")
     assert staged == "one, [two](../docs/page.md#x), three, *g*[*j*]\\[*k*]"
+
+
+def count_written_words(text: str) -> int:
+    """Count words of prose and tables: code, commands and their outputs (fenced or indented) do not count."""
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    lines = [line for line in prose.splitlines() if not line.startswith("    ")]
+    return sum(1 for word in " ".join(lines).split() if re.search(r"\w", word))
+
+
+def test_site_counts_words_outside_code() -> None:
+    text = "# A page\n\nTwo words | 3.\n\n    $ kvmnn encode\n\n```console\n$ kvmnn decode\n```\n\n* one\n"
+    assert count_written_words(text) == 6
+
+
+def test_site_written_pages_stay_within_limit(site: ModuleType) -> None:
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    counts = {page.name: count_written_words(page.read_text(encoding="utf-8")) for page in pages}
+    del counts["reference.md"]  # written by tools/docs/reference.py
+    assert len(counts) > 30 and sum(counts.values()) <= MAX_WRITTEN_WORDS, sorted(
+        counts.items(), key=lambda item: item[1]
+    )

@@ -257,18 +257,22 @@ def test_query_moments_tables_are_those_of_unrotated_queries(models: dict[str, P
         np.testing.assert_allclose(tables[f"queries/{layer}/key/score"], scores, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["qfilter", "expected_attention_stats", "duo_attention"])
-def test_profiled_policy_cuts_by_the_profile_that_was_made(models: dict[str, Path], tmp_path: Path, name: str) -> None:
-    profile = tmp_path / "llama.kvmp"
-    make_profile(models["llama"], TEXTS, profile, OPTIONS)
-    options = (
-        {"pattern": str(profile), "sink": 2, "recent": 6} if name == "duo_attention" else {"profile": str(profile)}
-    )
-    runner = Runner(DecoderSession.open(models["llama"]), create_policy(name, keep_ratio=0.25, **options))
-    runner.step(np.arange(3, 103))
-    lengths = [len(row) for layer in range(tiny_models.LAYERS) for row in runner.cache.list_head_positions(layer)]
-    assert sorted(lengths) == ([8] * 6 + [100] * 2 if name == "duo_attention" else [25] * 8)
-    if name == "duo_attention":  # scores of heads fit another model of as many
-        return
-    with pytest.raises(KvmnnError, match="expected float32"):
-        Runner(DecoderSession.open(models["gemma3"]), create_policy(name, keep_ratio=0.25, **options)).step([3, 4] * 50)
+def test_profiled_policies_cut_by_the_profile_that_was_made(models: dict[str, Path], tmp_path: Path) -> None:
+    profile = str(tmp_path / "llama.kvmp")
+    make_profile(models["llama"], TEXTS[:1], profile, ProfileOptions(tokens=64, below=(0,)))
+    session, other = (DecoderSession.open(models[name]) for name in ("llama", "gemma3"))
+    lengths_by_name = {}
+    for name in ("qfilter", "expected_attention_stats", "duo_attention"):
+        options = {"profile": profile}
+        if name == "duo_attention":
+            options = {"pattern": profile, "sink": 2, "recent": 6}
+        policy = create_policy(name, keep_ratio=0.25, **options)
+        runner = Runner(session, policy)
+        runner.step(np.arange(3, 103))
+        rows = [row for layer in range(tiny_models.LAYERS) for row in runner.cache.list_head_positions(layer)]
+        lengths_by_name[name] = sorted(map(len, rows))
+        if name != "duo_attention":  # scores of heads fit another model of as many
+            with pytest.raises(KvmnnError, match="expected float32"):
+                Runner(other, policy).step([3, 4] * 50)
+    assert lengths_by_name.pop("duo_attention") == [8] * 6 + [100] * 2
+    assert set(map(tuple, lengths_by_name.values())) == {(25,) * 8}

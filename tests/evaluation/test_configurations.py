@@ -16,7 +16,7 @@ from kvmnn.evaluation.settings import (
     resolve_configurations,
 )
 from kvmnn.policies import POLICIES, FullCache, LayerState
-from kvmnn.policies.specs import parse_ints
+from kvmnn.policies.option_parser import parse_ints
 
 
 def test_expand_configurations_pairs_policies_with_budgets():

@@ -33,8 +33,8 @@ class Backend:
     #: Pack numbers of an int8 cache; None if the backend has none.
     lP8: int | None
     hP8: int | None
-    #: Processor or build, and how the numbers were verified: on bytes of a running engine; on vectors that the fork's own
-    #: C++ wrote, compiled with them; or only read in the sources (unchecked).
+    #: Processor or build, and how the numbers were verified: on bytes of a running engine; on vectors that the fork's
+    #: own C++ wrote, compiled with them; or only read in the sources (unchecked).
     source: str
 
 

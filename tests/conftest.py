@@ -39,8 +39,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., SimpleNamespace]:
     """A verb of the command in this process: its streams, once the exit code is the one expected.
 
-    The verb may be two words, such as "mnn pack".
+    The verb may be two words, such as "mnn pack". Documents of ``--json`` are compared with their schemas.
     """
+    from json_documents import SCHEMAS, list_problems
+
     from kvmnn.cli import main
 
     def call(*argv: object, code: int = 0) -> SimpleNamespace:
@@ -49,6 +51,8 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., SimpleNamespace]:
         found = main([*" ".join(words[:1]).split(), *words[1:]])
         streams = capsys.readouterr()
         assert found == code, streams.err
+        if "--json" in words and SCHEMAS.exists():
+            assert not list_problems(" ".join(words).split(" "), streams.out)
         return streams
 
     return call

@@ -1,8 +1,8 @@
 """The site of `make docs`: README, docs/, benchmarks/ and the API reference, built into build/site.
 
 Pages are copied into one tree below build/docs, because links between them leave docs/. A link to a file that is no
-page becomes plain text. A page that `SECTIONS` does not name, a link to nothing and a name that the API reference
-does not find are errors.
+page becomes plain text, but for the schemas of JSON documents. A page that `SECTIONS` does not name, a link to nothing
+and a name that the API reference does not find are errors.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ SECTIONS = {
     "Reference": {
         "docs/reference.md": "Commands and options",
         "docs/command.md": "Exit codes and streams",
+        "docs/json.md": "JSON documents",
         "docs/policies.md": "Eviction policies",
         "docs/decoders.md": "Which decoders work",
     },
@@ -171,7 +172,8 @@ def stage_page(path: Path, pages: list[Path]) -> list[str]:
         linked = (path.parent / name).resolve()
         if not linked.exists():
             problems.append(f"{path.relative_to(ROOT)}: links to {address}, which does not exist")
-        if is_image and linked.exists():
+        is_file = is_image or linked.parent == ROOT / "docs" / "schemas"
+        if is_file and linked.exists():
             copy = SOURCES / linked.relative_to(ROOT)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(linked, copy)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 
 class KvmnnError(ValueError):
     """Base of kvmnn's errors: an invalid frame, file or value.
@@ -29,6 +31,20 @@ class LimitError(KvmnnError):
 
 class SourceError(KvmnnError):
     """A file or directory that cannot be read in the expected format."""
+
+
+class MissingFileError(SourceError, FileNotFoundError):
+    """A file or directory that does not exist; also a `FileNotFoundError`."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.errno = errno.ENOENT
+
+
+def build_read_error(path: object, error: OSError) -> SourceError:
+    """Build the error of a path that the system cannot read: `MissingFileError` if it is not there."""
+    is_missing = isinstance(error, FileNotFoundError | NotADirectoryError)
+    return (MissingFileError if is_missing else SourceError)(f"{path}: cannot be read: {error.strerror or error}")
 
 
 class MissingOptionError(OptionError, SourceError):

@@ -12,7 +12,7 @@ from typing import Any
 from .._util.parallel import Progress
 from .._util.text import LOSSY, pluralize
 from ..arrays.cast import CastStats, merge_cast_stats
-from ..errors import KvmnnError, OutputError, SourceError
+from ..errors import KvmnnError, OutputError, SourceError, build_read_error
 from ..files.atomic import FileOutput, wrap_os_errors
 from ..files.change_detection import FileState
 from ..files.schema import Record, json_key
@@ -159,7 +159,7 @@ def _open_tensor(source: Path, meta: Path, fields: dict[str, Any], key: str, ite
     try:
         file = FileState.from_path(path)
     except OSError as exc:
-        raise SourceError(f"{path}: cannot be read: {exc.strerror}") from exc
+        raise build_read_error(path, exc) from exc
     tensor = FileTensor(file, (tokens, heads, dims), itemsize)
     if not tensor.is_complete():
         raise SourceError(f"{path}: has {file.size} bytes, its metadata says {tokens} x {heads} x {dims} x {itemsize}")

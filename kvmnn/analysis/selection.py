@@ -15,7 +15,7 @@ from ..arrays import layers
 from ..arrays.completeness import Completeness
 from ..arrays.source import Source
 from ..dtypes import PARTS, Part
-from ..errors import LimitError, OptionError, SourceError
+from ..errors import LimitError, MissingFileError, OptionError, SourceError
 from ..files.change_detection import FileState
 from ..files.schema import Record, json_key, read_bounded
 from ..formats import detect, find_readable_entry
@@ -217,7 +217,7 @@ def is_dump_folder(path: str) -> bool:
 def add_dumps(selection: DumpSelection, root: Path, scope: Scope) -> None:
     """Add the dumps below one directory to `selection`; raise as `select_dumps` does."""
     if not root.is_dir():
-        raise SourceError(f"{root}: is not a directory")
+        raise (SourceError if root.exists() else MissingFileError)(f"{root}: is not a directory")
     meta_paths = sorted(root.rglob("meta_*.json"))
     if not meta_paths:
         raise NothingSelectedError(

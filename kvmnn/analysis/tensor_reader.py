@@ -13,7 +13,7 @@ import numpy as np
 
 from ..arrays.array import Chunk
 from ..arrays.layers import LayerArray
-from ..errors import SourceError
+from ..errors import build_read_error
 from ..files.change_detection import FileState, record_input
 from ..files.mapped_file import MappedFile
 
@@ -102,7 +102,7 @@ class FileTensor:
         try:
             data = np.frombuffer(self.path.read_bytes(), np.uint8)
         except OSError as exc:
-            raise SourceError(f"{self.path}: cannot be read: {exc.strerror}") from exc
+            raise build_read_error(self.path, exc) from exc
         record_input(self._file)
         self._file.verify()
         for start in range(0, data.size, chunk_bytes):

@@ -14,7 +14,7 @@ from .console import UsageError
 from .options import SpecField, add_spec_option
 
 if TYPE_CHECKING:
-    from ..errors import KvmnnError
+    from ..errors import KvmnnError, MissingFileError
     from ..lm.runner import RunOptions
     from ..policies.h2o import H2OConfig
     from ..policies.registry import LabelledPolicy
@@ -44,13 +44,12 @@ def read_config(path: str) -> dict[str, Any]:
     SourceError
         For a file that is not there, cannot be read, or holds no JSON object.
     """
-    from ..errors import SourceError
     from ..files.schema import read_object
 
     try:
         return read_object(Path(path))
     except (FileNotFoundError, NotADirectoryError):
-        raise SourceError(f"{path}: does not exist") from None
+        raise MissingFileError(f"{path}: does not exist") from None
 
 
 def read_policy_defaults(arguments: argparse.Namespace, specs: list[str]) -> dict[str, dict[str, Any]]:

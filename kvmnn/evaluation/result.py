@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from .._util.text import pluralize
-from ..errors import KvmnnError, SourceError
+from ..errors import KvmnnError, SourceError, build_read_error
 from ..files.schema import Record, iter_values, parse_object, read_bounded
 from ..reports import plots, tables
 from ..reports.plots import DEFAULT_PLOT_OPTIONS, PlotOptions
@@ -216,7 +216,7 @@ def read_results(path: str | os.PathLike[str]) -> EvaluationResult:
     try:
         text = read_bounded(Path(path), _MAX_BYTES)
     except (FileNotFoundError, NotADirectoryError) as exc:
-        raise SourceError(f"{path}: cannot be read: {exc.strerror}") from exc
+        raise build_read_error(path, exc) from exc
     try:
         document = parse_object(text, str(path))
     except SourceError as exc:

@@ -17,7 +17,7 @@ from typing import BinaryIO, Literal, Self
 import numpy as np
 
 from ..dtypes import Bytes
-from ..errors import LimitError, SourceError
+from ..errors import LimitError, SourceError, build_read_error
 from ._file_mapping import FileMapping
 from .change_detection import FileState, record_input
 from .urls import URL_SCHEME_PATTERN
@@ -72,7 +72,7 @@ class MappedFile:
         try:
             self._mapping = self._open(expected_state, max_bytes)
         except OSError as exc:
-            raise SourceError(f"{self.label}: cannot be read: {exc.strerror or exc}") from exc
+            raise build_read_error(self.label, exc) from exc
         self.size = 0 if self._mapping is None else self._mapping.nbytes
 
     def _open(self, expected_state: FileState | None, max_bytes: int | None) -> FileMapping | None:

@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from types import NoneType
 from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeVar, cast, get_args, get_origin, get_type_hints
 
-from ..errors import ManifestError, SourceError
+from ..errors import ManifestError, SourceError, build_read_error
 
 _TYPE_DESCRIPTIONS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
@@ -371,7 +371,7 @@ def read_bounded(path: Path, max_bytes: int | None = None) -> bytes:
     except (FileNotFoundError, NotADirectoryError):
         raise
     except OSError as error:
-        raise SourceError(f"{path}: cannot be read: {error.strerror or error}") from error
+        raise build_read_error(path, error) from error
     if len(data) > limit:
         raise SourceError(f"{path}: holds more than {limit:,} bytes")
     return data

@@ -22,7 +22,7 @@ from ..arrays.array import ArrayInfo, Chunk, LazyArray, Order, UnsupportedArrayE
 from ..arrays.naming import array_name_from_path, parse_conventional_name
 from ..arrays.source import Source
 from ..dtypes import parse_numpy_type
-from ..errors import ArrayTypeError, SourceError
+from ..errors import ArrayTypeError, SourceError, build_read_error
 from ..files.mapped_file import STDIN, MappedFile
 from .base import ArrayChunks, FileFormat, PathFormat, Sink
 from .options import ReadOptions
@@ -155,7 +155,7 @@ def list_npy_files(path: str) -> list[str]:
         with os.scandir(path) as entries:
             paths = [entry.path for entry in entries if entry.name.lower().endswith(NPY_SUFFIX) and entry.is_file()]
     except OSError as exc:
-        raise SourceError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
+        raise build_read_error(path, exc) from exc
     return sorted(paths, key=lambda file: make_name_sort_key(PurePath(file).stem))
 
 

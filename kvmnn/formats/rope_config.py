@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from ..dense import RopeConfig
 from ..dense.rope import RopeFrequencies
-from ..errors import KvmnnError, SourceError
+from ..errors import KvmnnError, MissingFileError, SourceError
 from ..files.schema import read_object
 
 CONFIG_NAMES: Final = ("config.json", "llm_config.json")
@@ -44,7 +44,7 @@ def read_config_rotary(path: str, head_dim: int) -> tuple[RopeConfig | None, lis
         When there is no configuration, it cannot be read, or a value is invalid.
     """
     if not os.path.exists(path):
-        raise SourceError(f"{path}: cannot be read: No such file or directory")
+        raise MissingFileError(f"{path}: cannot be read: No such file or directory")
     fields, label = _read_config(path, "says")
     notes: list[str] = []
     try:

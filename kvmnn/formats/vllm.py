@@ -16,7 +16,7 @@ from pathlib import PurePath
 from ..arrays.array import LazyArray
 from ..arrays.naming import array_name_from_path
 from ..arrays.source import Source
-from ..errors import KvmnnError, SourceError
+from ..errors import KvmnnError, SourceError, build_read_error
 from ..files.mapped_file import FileHead, MappedFile
 from . import safetensors
 from .base import PathFormat
@@ -33,7 +33,7 @@ def list_layer_files(path: str) -> list[str]:
         with os.scandir(path) as entries:
             paths = [entry.path for entry in entries if entry.name.endswith(_FILE_SUFFIX) and entry.is_file()]
     except OSError as exc:
-        raise SourceError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
+        raise build_read_error(path, exc) from exc
     return sorted(paths, key=lambda file: _make_numeric_sort_key(PurePath(file).stem))
 
 

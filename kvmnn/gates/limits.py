@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from .._util.option_fields import option
 from .._util.text import suggest
-from ..errors import OptionError, SourceError
+from ..errors import MissingFileError, OptionError, SourceError
 from ..files.schema import Record, read_object
 
 Aggregation = Literal["avg", "median", "p90", "best"]
@@ -222,7 +222,7 @@ def read_gate_file(path: str | os.PathLike[str], case: str | None, base: GateLim
     try:
         document = read_object(Path(path))
     except (FileNotFoundError, NotADirectoryError):
-        raise SourceError(f"{where}: does not exist") from None
+        raise MissingFileError(f"{where}: does not exist") from None
     except SourceError as error:
         raise OptionError(str(error)) from None
     cases = document.pop("cases", {})

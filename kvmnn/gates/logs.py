@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .._util.text import pluralize
-from ..errors import SourceError
+from ..errors import MissingFileError, SourceError, build_read_error
 from ..files.schema import Record, loads_strict, read_bounded
 from ..reports.table import format_csv_lines
 
@@ -150,7 +150,7 @@ def find_log_files(paths: Iterable[str | os.PathLike[str]], suffixes: tuple[str,
     path_by_real_path: dict[Path, Path] = {}
     for path in map(Path, paths):
         if not path.exists():
-            raise SourceError(f"{path}: does not exist")
+            raise MissingFileError(f"{path}: does not exist")
         for file in _list_folder_logs(path, suffixes) if path.is_dir() else [path]:
             path_by_real_path.setdefault(file.resolve(), file)
     return list(path_by_real_path.values())
@@ -160,7 +160,7 @@ def _list_folder_logs(folder: Path, suffixes: tuple[str, ...]) -> Iterator[Path]
     try:
         yield from sorted(path for path in folder.iterdir() if path.suffix in suffixes and path.is_file())
     except OSError as error:
-        raise SourceError(f"{folder}: cannot be read: {error.strerror or error}") from error
+        raise build_read_error(folder, error) from error
 
 
 def read_log(path: Path) -> str:
@@ -168,7 +168,7 @@ def read_log(path: Path) -> str:
     try:
         return read_bounded(path, MAX_LOG_BYTES).decode("utf-8", "ignore")
     except (FileNotFoundError, NotADirectoryError):
-        raise SourceError(f"{path}: does not exist") from None
+        raise MissingFileError(f"{path}: does not exist") from None
 
 
 _PRINTED_REGEXES = {

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .._util.text import escape_markdown, pluralize, wrap_lines
-from ..errors import OptionError, OutputError, SourceError
+from ..errors import MissingFileError, OptionError, OutputError, SourceError
 from ..files.atomic import DirectoryOutput, FileOutput, wrap_os_errors
 from ..files.schema import read_object
 from .analysis import read_gate_section
@@ -345,7 +345,9 @@ def collect_cases(directory: str | os.PathLike[str], run_info: Mapping[str, Any]
     """
     root = Path(directory)
     if not root.is_dir():
-        raise SourceError(f"{directory}: is no folder" if root.exists() else f"{directory}: does not exist")
+        if not root.exists():
+            raise MissingFileError(f"{directory}: does not exist")
+        raise SourceError(f"{directory}: is no folder")
     cases_of_run = _read_cases_of_run(root, run_info)
     has_stamp_by_case = compare_case_stamps(root, cases_of_run)
     case_names = dict.fromkeys([*cases_of_run, *_list_cases(root)])

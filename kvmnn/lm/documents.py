@@ -17,7 +17,7 @@ import numpy.typing as npt
 from .._util.packages import import_optional
 from .._util.text import pluralize
 from .._util.validation import validate_int
-from ..errors import KvmnnError, SourceError
+from ..errors import KvmnnError, SourceError, build_read_error
 from ..files.schema import Record
 
 LINE_SUFFIXES, ROW_SUFFIXES = (".jsonl", ".ndjson"), (".parquet",)
@@ -58,7 +58,7 @@ def _iter_lines(path: Path, field: str) -> Iterator[TextRecord]:
                     record = _parse_object(line, location, first=number == 1)
                     yield TextRecord(number, _get_text(record, field, location))
     except OSError as exc:
-        raise SourceError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
+        raise build_read_error(path, exc) from exc
 
 
 def _parse_object(line: bytes, location: str, *, first: bool) -> dict[str, Any]:
@@ -387,7 +387,7 @@ def _read_text(path: Path, characters: int) -> _LoadedText:
                     num_characters += len(text)
             _decode_block(path, decoder, b"", num_bytes)
     except OSError as exc:
-        raise SourceError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
+        raise build_read_error(path, exc) from exc
     prefix = "".join(parts)[:characters]
     return _LoadedText(prefix, num_bytes, digest.hexdigest(), num_characters <= characters)
 
@@ -417,7 +417,7 @@ def _iter_files(paths: Iterable[str | os.PathLike[str]]) -> Iterator[Path]:
         try:
             files = sorted(entry for entry in path.iterdir() if entry.suffix.lower() in suffixes and entry.is_file())
         except OSError as exc:
-            raise SourceError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
+            raise build_read_error(path, exc) from exc
         if not files:
             raise SourceError(f"{path}: has no *.txt, *.jsonl or *.parquet files")
         yield from files

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from .._util.packages import import_optional
 from .._util.text import pluralize
-from ..errors import KvmnnError, SourceError
+from ..errors import KvmnnError, SourceError, build_read_error
 from ..files.mapped_file import MappedFile
 from ..files.schema import read_object_or_empty
 from .importer.catalog import build_missing_error, resolve_model_path
@@ -127,7 +127,7 @@ class Tokenizer:
         try:
             text = self.path.read_text(encoding="utf-8")
         except OSError as error:
-            raise SourceError(f"{self.path}: tokenizer cannot be read: {error.strerror or error}") from error
+            raise build_read_error(f"{self.path}: tokenizer", error) from error
         except UnicodeDecodeError as error:
             raise SourceError(f"{self.path}: is not a tokenizer.json: no UTF-8 text") from error
         with self._wrap_errors("is not a tokenizer.json"):

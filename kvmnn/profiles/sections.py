@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..dense._stream import xxh64
-from ..errors import KvmnnError, SourceError
+from ..errors import KvmnnError, MissingFileError, SourceError
 from ..files.schema import JsonReader, parse_document, read_bounded
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -78,7 +78,7 @@ def read_file(path: Path) -> bytes:
     try:
         return read_bounded(path, MAX_FILE_BYTES)
     except (FileNotFoundError, NotADirectoryError):
-        raise SourceError(f"{path}: does not exist") from None
+        raise MissingFileError(f"{path}: does not exist") from None
 
 
 def read_sections(data: bytes, label: str, magic: bytes, version: int) -> tuple[JsonReader, Arrays]:

@@ -14,7 +14,7 @@ from ..._util.packages import get_version
 from ..._util.text import compute_ratio
 from ...arrays.naming import find_name_error
 from ...dtypes import PARTS, Part
-from ...errors import SourceError
+from ...errors import MissingFileError, SourceError
 from ...files.schema import JsonReader, Record, parse_document, read_bounded
 from ...profiles import Profile
 
@@ -148,7 +148,7 @@ def read_layers_document(folder: str) -> LayerStreamsDocument:
     try:
         return parse_layers_document(read_bounded(path, _MAX_DOCUMENT_BYTES), str(path))
     except (FileNotFoundError, NotADirectoryError):
-        raise SourceError(f"{path}: does not exist") from None
+        raise MissingFileError(f"{path}: does not exist") from None
 
 
 def parse_layers_document(text: bytes, label: str) -> LayerStreamsDocument:

@@ -19,7 +19,7 @@ from ..._util.text import LOSSLESS, LOSSY, format_rate, pluralize
 from ...arrays.array import Chunk, LazyArray, rechunk
 from ...arrays.layer_cache import LayerCache
 from ...arrays.source import Source
-from ...errors import FrameError, LimitError, ManifestError, SourceError
+from ...errors import FrameError, LimitError, ManifestError, MissingFileError, SourceError
 from ...files.atomic import is_device
 from ...files.mapped_file import FileHead, MappedFile
 from ...files.schema import Record, json_key
@@ -77,7 +77,7 @@ class LayerStreams:
         for entry in self.document.layers:
             path = Path(self.folder, entry.file)
             if not path.is_file():
-                raise SourceError(f"{path}: does not exist ({LAYERS_NAME} names it)")
+                raise MissingFileError(f"{path}: does not exist ({LAYERS_NAME} names it)")
             file = MappedFile(path)
             if file.size != entry.nbytes:
                 raise ManifestError(f"{path}: has {file.size:,} bytes, {LAYERS_NAME} says {entry.nbytes:,}")

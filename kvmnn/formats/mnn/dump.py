@@ -30,7 +30,7 @@ from ...bundle.decoder import decode_frames
 from ...bundle.frame_set import DecodeOptions, FrameSet
 from ...bundle.manifest import ArrayEntry
 from ...dtypes import PARTS, Part
-from ...errors import ManifestError, OutputError, SourceError
+from ...errors import ManifestError, OutputError, SourceError, build_read_error
 from ...files.atomic import DirectoryOutput, StagedFile, wrap_os_errors
 from ...files.change_detection import FileState
 from ...files.mapped_file import iter_file_chunks
@@ -153,7 +153,7 @@ def _make_dump_array(tensor: KvDumpTensor, options: ReadOptions) -> LazyArray:
     try:
         state = FileState.from_path(file)
     except OSError as exc:
-        raise SourceError(f"{file}: cannot be read: {exc.strerror}") from exc
+        raise build_read_error(file, exc) from exc
     array = LazyArray(
         name=name,
         dtype=dtype.name,
@@ -178,7 +178,7 @@ def _read_meta_bytes(meta: Path) -> bytes:
     try:
         return read_bounded(meta, MAX_META_BYTES)
     except OSError as exc:
-        raise SourceError(f"{meta}: cannot be read: {exc.strerror}") from exc
+        raise build_read_error(meta, exc) from exc
 
 
 def parse_positive_int(meta: Path, fields: dict[str, Any], key: str) -> int:

@@ -17,7 +17,7 @@ from pathlib import Path, PurePath
 from typing import Any, Final, Literal, NamedTuple
 
 from ...arrays.completeness import LayerStateInfo, StateKind
-from ...errors import OptionError, SourceError
+from ...errors import OptionError, SourceError, build_read_error
 from ...files.mapped_file import MappedFile
 from ...files.schema import read_object
 from ...packed.params import FLASH_BLOCK
@@ -418,7 +418,7 @@ def list_fingerprint_files(path: str) -> list[str]:
     try:
         names = sorted(entry.name for entry in os.scandir(path) if entry.is_file())
     except OSError as exc:
-        raise SourceError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
+        raise build_read_error(path, exc) from exc
     if not any(name.endswith(".mnn") for name in names):
         raise SourceError(f"{path}: has no .mnn file, so it is not an MNN model directory")
     return [os.path.join(path, name) for name in names if name == "llm_config.json" or name.endswith(_WEIGHT_SUFFIXES)]

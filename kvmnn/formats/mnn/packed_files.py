@@ -19,7 +19,7 @@ from typing import Final
 from ..._util.text import format_range
 from ...arrays.completeness import LayerStateInfo, StateKind
 from ...dtypes import PART_LETTERS, PARTS, Part
-from ...errors import MissingOptionError, OutputError, SourceError
+from ...errors import MissingOptionError, OutputError, SourceError, build_read_error
 from ...files.schema import read_bounded
 from ...packed import cache_info
 from ...packed.cache_info import CACHE_SIDECAR_SUFFIX, MAX_CACHE_INFO_BYTES, CacheInfo
@@ -170,7 +170,7 @@ def get_file_size(path: str) -> int:
     try:
         status = os.stat(path)
     except OSError as exc:
-        raise SourceError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
+        raise build_read_error(path, exc) from exc
     if not stat.S_ISREG(status.st_mode):
         raise SourceError(f"{path}: is not a regular file")
     return status.st_size
@@ -227,7 +227,7 @@ def list_folder(folder: Path) -> set[str]:
     try:
         return set(os.listdir(folder))
     except OSError as exc:
-        raise SourceError(f"{folder}: cannot be read: {exc.strerror or exc}") from exc
+        raise build_read_error(folder, exc) from exc
 
 
 def _resolve_name(path: str, names: list[str], requested_name: str | None) -> str:

@@ -15,7 +15,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 from ...dtypes import Bytes
-from ...errors import KvmnnError, LimitError, OutputError, SourceError
+from ...errors import KvmnnError, LimitError, OutputError, SourceError, build_read_error
 from ...files.mapped_file import MappedFile
 from ...files.schema import JsonReader, parse_document, read_bounded
 from ...files.urls import NOT_FOUND_ERRORS, first_error_line, is_url, open_file_system, redact_url
@@ -54,7 +54,7 @@ class ZarrStore:
             with os.scandir(folder) as entries:
                 folder_names = sorted(entry.name for entry in entries if entry.is_dir())
         except OSError as error:
-            raise SourceError(f"{folder}: cannot be read: {error.strerror or error}") from error
+            raise build_read_error(folder, error) from error
         return _check_entry_count(folder_names, str(folder))
 
     def read_chunk(self, name: str, max_bytes: int) -> Bytes | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..._util.text import suggest
-from ...errors import KvmnnError, OptionError, SourceError
+from ...errors import KvmnnError, MissingFileError, OptionError
 from ...evaluation.task_result import TaskOptions
 from ...files.schema import Record, loads_strict, read_object
 from ..summary import validate_case_name
@@ -220,7 +220,8 @@ def _read_document(where: str) -> dict[str, Any]:
             document: dict[str, Any] = loads_strict((files(__package__) / BUILT_IN_CONFIGS[where]).read_text("utf-8"))
             return document
         names = ", ".join(BUILT_IN_CONFIGS)
-        raise SourceError(f"{where}: does not exist, and is none of the configurations that ship: {names}") from None
+        problem = f"does not exist, and is none of the configurations that ship: {names}"
+        raise MissingFileError(f"{where}: {problem}") from None
 
 
 def _parse_settings(document: Mapping[str, Any], base: RunSettings, where: str) -> RunSettings:

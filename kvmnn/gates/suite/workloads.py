@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ..._util.text import pluralize
-from ...errors import KvmnnError, SourceError
+from ...errors import KvmnnError, MissingFileError, SourceError
 from ...files.schema import loads_strict, read_bounded
 from ...lm.documents import Document, Ids, TextTokenizer, build_document_from_text, read_documents
 from ...lm.generation import check_positions
@@ -48,7 +48,7 @@ def read_prompt_manifest(manifest: str, texts: Sequence[str]) -> list[str]:
     try:
         data = read_bounded(Path(manifest), _MAX_MANIFEST_BYTES)
     except (FileNotFoundError, NotADirectoryError):
-        raise SourceError(f"{manifest}: does not exist (prompt_manifest)") from None
+        raise MissingFileError(f"{manifest}: does not exist (prompt_manifest)") from None
     try:
         lines = data.decode("utf-8").split("\n")
     except UnicodeDecodeError:

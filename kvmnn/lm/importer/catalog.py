@@ -21,7 +21,7 @@ from typing import Final
 
 from ..._util.packages import import_optional
 from ..._util.text import suggest
-from ...errors import MissingDependencyError, OptionError, OutputError, SourceError
+from ...errors import MissingDependencyError, MissingFileError, OptionError, OutputError, SourceError
 from ...files.schema import Record
 from .import_result import ImportResult, WeightDtype, check_replaceable, read_import_result, validate_weight_dtype
 
@@ -122,7 +122,7 @@ def resolve_model_path(model: str | os.PathLike[str]) -> Path:
 def build_missing_error(path: Path) -> SourceError:
     """Build the error of a model that does not exist, with the nearest name of the catalog."""
     hint = "" if len(path.parts) > 1 else suggest(str(path), CATALOG)
-    return SourceError(f"{path}: does not exist{hint}")
+    return MissingFileError(f"{path}: does not exist{hint}")
 
 
 def get_entry(name: str) -> CatalogEntry:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..._util.packages import import_optional
-from ...errors import OutputError, SourceError
+from ...errors import OutputError, build_read_error
 from ...files.atomic import FileOutput
 from .graph_rewrite import REWRITE_VERSION, RewrittenGraph
 from .model_files import CACHED_GRAPH_MARK, resolve_dir
@@ -125,7 +125,7 @@ def _compute_key(graph: Path, variant: str) -> str:
         with open(graph, "rb") as file:
             content = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise SourceError(f"{graph}: cannot be read: {error.strerror or error}") from error
+        raise build_read_error(graph, error) from error
     # Which operators can be opened depends on onnxruntime.
     tool_versions = (
         f"{REWRITE_VERSION} {import_optional('onnxruntime').__version__} {import_optional('onnx').__version__}"

@@ -11,7 +11,7 @@ from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from ..._util.packages import import_optional
-from ...errors import ModelError, SourceError
+from ...errors import MissingFileError, ModelError, SourceError, build_read_error
 from ...files.mapped_file import MappedFile
 from ...files.schema import read_object_or_empty
 from ..importer.catalog import build_missing_error, resolve_model_path
@@ -27,7 +27,7 @@ def read_onnx_graph(path: Path) -> Any:
             raise SourceError(f"{path}: is empty, expected an ONNX model")
         model = onnx.load(str(path), load_external_data=False)
     except OSError as error:
-        raise SourceError(f"{path}: cannot be read: {error.strerror or error}") from error
+        raise build_read_error(path, error) from error
     except SourceError:
         raise
     except Exception as error:  # protobuf's DecodeError, and ValueErrors of other layers
@@ -185,7 +185,7 @@ def _read_genai_filename(genai: dict[str, Any], folder: Path) -> str:
     if not isinstance(name, str) or not name or Path(name).is_absolute() or ".." in Path(name).parts:
         raise ModelError(f"{folder / 'genai_config.json'}: model.decoder.filename is no file name: {name!r}")
     if not (folder / name).is_file():
-        raise SourceError(f"{folder / name}: does not exist (genai_config.json names it)")
+        raise MissingFileError(f"{folder / name}: does not exist (genai_config.json names it)")
     if "pipeline" in decoder:
         raise ModelError(f"{folder}: genai_config.json describes a pipeline of several graphs; export one graph")
     return name

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...bench.benchmark import BenchReport
-from ...errors import SourceError
+from ...errors import MissingFileError, SourceError
 from ...evaluation.result import EvaluationResult
 from ...files.schema import Record, iter_values, parse_object, read_bounded
 from ...gates.suite.results import CaseRuns
@@ -110,7 +110,7 @@ def _read_file(inputs: ReportInputs, path: Path, name: str, *, is_named: bool) -
     try:
         data = read_bounded(path, _MAX_FILE_BYTES)
     except (FileNotFoundError, NotADirectoryError):
-        raise SourceError(f"{path}: does not exist: {_EXPECTED_TEXT}") from None
+        raise MissingFileError(f"{path}: does not exist: {_EXPECTED_TEXT}") from None
     if path.name.endswith(".jsonl"):
         kind = _add_history_file(inputs, data, str(path))
     else:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NewType, TypeVar, get_args
 
 from ..._util.validation import repr_short
-from ...errors import KvmnnError, OutputError, SourceError
+from ...errors import KvmnnError, MissingFileError, OutputError, SourceError
 from ..backend import StoreSettings, explain_settings
 from ..namespace import KEY_BYTES, MAX_TOKENS, Namespace, parse_namespace
 from .files import SETTINGS_FILE, RecoveryFiles
@@ -365,7 +365,8 @@ class StoreIndex:
                 problem = f"it has no {INDEX_FILE}" if self.folder.is_dir() else "there is no such directory"
                 if RecoveryFiles(self.folder).has_only_units:
                     problem += f", but units: {explain_settings(SETTINGS_FILE)}"
-                raise SourceError(f"{self.folder}: is not a prefix store: {problem}")
+                error_class = SourceError if self.folder.exists() else MissingFileError
+                raise error_class(f"{self.folder}: is not a prefix store: {problem}")
             try:
                 return self._open_connection(settings)
             except sqlite3.Error:

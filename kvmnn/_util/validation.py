@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import reprlib
+from dataclasses import fields, is_dataclass
 from numbers import Integral, Real
 from typing import Any
 
@@ -47,3 +49,42 @@ def validate_fraction(name: str, number: Any) -> None:
         raise TypeError(f"{name} must be a number, not {type(number).__name__}")
     if number < 0 or not number <= 1e9:
         raise KvmnnError(f"{name} is {repr_short(number)}: expected a share from 0 on")
+
+
+_MAX_REPR_CHARACTERS = 240
+
+
+class _ShortRepr(reprlib.Repr):
+    """Shows arrays by type and shape, dataclasses within others by name, and the first entries of sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = self.maxtuple = self.maxlist = self.maxdict = 2
+        self.maxstring = self.maxother = 60
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        if type(x).__module__ == "numpy" and hasattr(x, "shape"):
+            return f"{x.dtype}{list(x.shape)}"
+        if is_dataclass(x) and type(x).__repr__ is format_fields:
+            return f"{type(x).__name__}(...)"
+        return super().repr_instance(x, level)
+
+    def repr1(self, x: Any, level: int) -> str:
+        if isinstance(x, list | tuple | dict | str | int | float | None):
+            return super().repr1(x, level)
+        return self.repr_instance(x, level)
+
+
+_SHORT_REPR = _ShortRepr()
+
+
+def format_fields(record: Any) -> str:
+    """Return the class of a dataclass and its first fields, shortened: fewer than 400 characters. For ``__repr__``."""
+    names = [field.name for field in fields(record) if field.repr] if is_dataclass(record) else []
+    parts: list[str] = []
+    for index, name in enumerate(names):
+        parts.append(f"{name}={_SHORT_REPR.repr(getattr(record, name))}")
+        if sum(map(len, parts)) > _MAX_REPR_CHARACTERS and index + 1 < len(names):
+            parts.append("...")
+            break
+    return f"{type(record).__name__}({', '.join(parts)})"

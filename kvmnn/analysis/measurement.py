@@ -284,6 +284,7 @@ CODEC_NAME = "fp16_gear_predictive_zstd"
 class MeasureResult(Record):
     """Sizes of all measured dumps."""
 
+    rows_path = "breakdown.layers"
     json_keys = (
         "label notes evaluation=_reference_document breakdown=size_report "
         "skipped_files=selection.skip_examples **selection.coded_input completeness"

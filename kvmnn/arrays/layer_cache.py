@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .. import dtypes
+from .._util.validation import format_fields
 from ..dtypes import Elements, Positions
 from ..errors import ArrayTypeError, KvmnnError
 
@@ -38,6 +39,8 @@ class LayerCache:
     ArrayTypeError
         For arrays that are not float16, float32 or uint16: a `KvmnnError` and a `TypeError`.
     """
+
+    __repr__ = format_fields
 
     layer: int
     keys: Elements

@@ -211,6 +211,8 @@ class MachineInfo(Record):
 class BenchReport(Record):
     """Results of all codecs on all arrays."""
 
+    rows_path = "arrays.results"
+
     #: Machine of the measurement.
     machine: MachineInfo
     #: Threads of each codec.

@@ -19,7 +19,7 @@ from ..arrays.source import Source
 from ..bundle.dense import DenseOptions, DensePlan, plan_arrays, search_rope, split_into_groups
 from ..dtypes import Elements
 from ..errors import OptionError
-from ..frames import decoder, encoder
+from ..frames import EFFORTS, Effort, decoder, encoder
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class BenchCodec:
 def make_kvmnn_codecs(dtype: str, threads: int | None, *, with_max: bool = False) -> list[BenchCodec]:
     """Make a codec for each of kvmnn's efforts for words of `dtype`."""
 
-    def make_codec(effort: str) -> BenchCodec:
+    def make_codec(effort: Effort) -> BenchCodec:
         return BenchCodec(
             f"kvmnn {effort}",
             get_version(),
@@ -49,7 +49,7 @@ def make_kvmnn_codecs(dtype: str, threads: int | None, *, with_max: bool = False
             lambda payload: decoder.decode(payload, dtype=dtype, threads=threads),
         )
 
-    return [make_codec(effort) for effort in ("exact", "balanced", "fast", *(["max"] if with_max else []))]
+    return [make_codec(effort) for effort in EFFORTS if with_max or effort != "max"]
 
 
 def find_installed_codecs(dtype: str, threads: int | None) -> tuple[list[BenchCodec], list[str]]:

@@ -21,6 +21,7 @@ from typing import Final, Literal, NamedTuple
 
 from .. import dtypes
 from .._util.text import compute_ratio, pluralize
+from .._util.validation import format_fields
 from ..arrays.array import ArrayInfo
 from ..arrays.naming import find_name_error, shorten_name
 from ..arrays.source import PACKED_FILES_KEY
@@ -255,6 +256,8 @@ class ArrayEntry(ArrayInfo, Record):
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """The arrays that a set of frames contains, and what produced the frames."""
+
+    __repr__ = format_fields
 
     kvmnn_version: str
     zstd_version: str

@@ -84,6 +84,8 @@ class EvaluationResult(Record):
         The initial cache of all rows but the first, if there is one.
     """
 
+    rows_path = "rows"
+
     kvmnn: str
     model: EvaluatedModelInfo
     settings: EvaluationSettingsInfo
@@ -103,6 +105,9 @@ class EvaluationResult(Record):
         """Format the tables and notes: aligned for `width` columns, or as Markdown with all columns."""
         text = tables.format_markdown(self) if width is None else tables.format_terminal(self, width)
         return text if self.tasks is None else f"{text.rstrip()}\n\n{self.tasks.format_table(width)}\n"
+
+    def _repr_html_(self) -> str:
+        return "".join(table.to_html() for table in tables.list_tables(self))
 
     def to_csv(self) -> str:
         """Format every number as CSV: a line for each row, followed by one for each of its documents."""

@@ -11,6 +11,8 @@ from typing import Final, Literal
 from ..errors import OutputError
 
 FRAME_SUFFIX: Final = ".frame"
+FRAMES_FOLDER_SUFFIX: Final = ".frames/"
+"""Of the folder of several arrays; the slash says that it is one."""
 SIDECAR_SUFFIX: Final = ".json"
 """Suffix that turns the name of a frame file into that of its manifest."""
 POSITIONS_FILE: Final = "positions.json"

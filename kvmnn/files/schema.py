@@ -15,7 +15,9 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from types import NoneType
 from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeVar, cast, get_args, get_origin, get_type_hints
 
+from .._util.validation import format_fields
 from ..errors import ManifestError, SourceError, build_read_error
+from . import result_rows
 
 _TYPE_DESCRIPTIONS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
@@ -65,6 +67,35 @@ class Record:
     """
 
     json_keys: ClassVar[str] = ""
+    rows_path: ClassVar[str] = ""
+    """The list that is the result's table: keys joined by dots; by default the first list of objects."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__repr__" not in vars(cls):  # or dataclass would write one of any length
+            cls.__repr__ = format_fields  # type: ignore[method-assign]
+
+    def to_dataframe(self, rows: str = "") -> Any:
+        """Return the result's table as a ``pandas.DataFrame``, with nested keys joined by dots.
+
+        Parameters
+        ----------
+        rows
+            Another list of the document, such as ``"arrays"``; keys of a list within a list are joined by dots.
+
+        Raises
+        ------
+        MissingDependencyError
+            If pandas is not installed.
+        KvmnnError
+            If the document has no such list.
+        """
+        return result_rows.to_dataframe(result_rows.list_rows(self.to_dict(), rows or self.rows_path))
+
+    def _repr_html_(self) -> str:
+        """Return the result's table as notebooks show it."""
+        rows = result_rows.list_rows(self.to_dict(), self.rows_path)
+        return result_rows.format_html(f"{type(self).__name__}: {str(self).partition(chr(10))[0][:200]}", rows)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the record as JSON values."""

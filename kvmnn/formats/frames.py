@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import cast
 
 from .._util.parallel import Progress
 from ..arrays.array import Chunk, LazyArray, byteswap, rechunk
@@ -18,6 +19,7 @@ from ..errors import KvmnnError, ManifestError
 from ..files.atomic import BinaryStream
 from ..files.mapped_file import STDIN
 from ..files.schema import Record
+from ..frames import Effort
 
 
 def make_frame_source(frames: FrameSet, options: DecodeOptions, *, check: bool = True) -> Source:
@@ -118,7 +120,7 @@ def read_encode_options(frames: FrameSet) -> EncodeOptions:
         return EncodeOptions()
     try:
         return EncodeOptions(
-            effort=document.effort,
+            effort=cast("Effort", document.effort),
             predictors=document.predictors or None,
             hi_predictors=document.hi_predictors,
             codecs=document.codecs,

@@ -7,7 +7,7 @@ from .buffers import BF16Frame, fnv1a64
 from .decoder import decode, verify_roundtrip
 from .encoder import encode
 from .inspection import FrameInfo, StreamInfo, inspect
-from .options import CODECS, EFFORTS, CodecOptions
+from .options import CODECS, EFFORTS, CodecOptions, Effort
 
 __all__ = [
     "CODECS",
@@ -15,6 +15,7 @@ __all__ = [
     "BF16Frame",
     "Block",
     "CodecOptions",
+    "Effort",
     "FrameInfo",
     "StreamInfo",
     "decode",

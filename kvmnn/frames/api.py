@@ -14,7 +14,7 @@ from ..errors import FrameError, KvmnnError, LimitError
 from .buffers import BF16Frame, as_elements, as_raw_bytes
 from .decoder import FrameSpan, decode, iter_frames, open_frame
 from .encoder import encode_elements
-from .options import CODECS, CodecOptions, LaneOptions, to_codec_bits
+from .options import CODECS, CodecOptions, Effort, LaneOptions, to_codec_bits
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -27,7 +27,7 @@ def encode_many(
     predictors: str | Iterable[str] | None = None,
     hi_predictors: str | Iterable[str] | None = None,
     codecs: Iterable[str] = CODECS,
-    effort: str = "exact",
+    effort: Effort = "exact",
     threads: int | None = None,
 ) -> list[bytes]:
     """Encode many arrays in one call, on all processors; options and errors as for `encode`.

@@ -14,7 +14,7 @@ from ..errors import KvmnnError
 from .buffers import as_elements, as_raw_bytes, fnv1a64
 from .decoder import decode
 from .encoder import encode
-from .options import CODECS
+from .options import CODECS, Effort
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def encode_block(
     predictors_k: str | Iterable[str] | None = None,
     predictors_v: str | Iterable[str] | None = None,
     codecs: Iterable[str] = CODECS,
-    effort: str = "exact",
+    effort: Effort = "exact",
     strict_roundtrip_check: bool = True,
     threads: int | None = None,
 ) -> Block:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -18,6 +18,21 @@ class BF16Frame(bytes):
     """
 
     __slots__ = ()
+
+
+class ShapedFrame(bytes):
+    """A frame that `encode` returned with `keep_shape`: `decode` returns an array of its shape and element type.
+
+    Its bytes are those of any frame, so both are lost in a file.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str | None
+
+    def __new__(cls, frame: bytes, shape: tuple[int, ...] = (-1,), dtype: str | None = None) -> Self:
+        self = super().__new__(cls, frame)
+        self.shape, self.dtype = shape, dtype
+        return self
 
 
 def as_elements(values: Any, dtype: str | None) -> tuple[DType, Bytes]:

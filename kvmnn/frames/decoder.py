@@ -14,7 +14,7 @@ from .._util.parallel import parallel_map, resolve_threads
 from ..dtypes import BF16, FP16, FP32, Bytes, DType, Elements, parse_dtype
 from ..errors import FrameError, KvmnnError, LimitError
 from . import _decoder, tuning
-from .buffers import BF16Frame, as_elements, as_raw_bytes, as_writable_rows
+from .buffers import BF16Frame, ShapedFrame, as_elements, as_raw_bytes, as_writable_rows
 from .options import CODECS, to_codec_bits
 
 _ELEMENT_COUNT = struct.Struct("<I")
@@ -62,7 +62,7 @@ def decode(
     max_bytes: int | None = None,
     threads: int | None = None,
 ) -> npt.NDArray[Any]:
-    """Decode a frame to a 1-D array.
+    """Decode a frame to a 1-D array; one that `encode` returned with `keep_shape` to an array of that shape.
 
     Parameters
     ----------
@@ -105,6 +105,8 @@ def decode(
         raise LimitError(f"frame holds {raw_bytes} bytes: max_bytes is {max_bytes}")
     _decode_lanes(parsed_frame, threads)
     target = np.empty(parsed_frame.num_elements, element_type.numpy_dtype) if out is None else out
+    if out is None and isinstance(frame, ShapedFrame):
+        target = target.reshape(frame.shape)
     if isinstance(target, np.ndarray) and not target.dtype.hasobject and parsed_frame.join_contiguous(target):
         parsed_frame.close()
         return target
@@ -188,8 +190,8 @@ _DENSE_MAGIC = b"KVMD"
 def open_frame(frame: Any, dtype: str | None, codecs: Iterable[str]) -> tuple[DType, _decoder.ParsedFrame]:
     """Return the dtype of a frame, and the frame with validated headers and nothing decoded; errors as `decode`."""
     data = frame if isinstance(frame, bytes) else as_raw_bytes(frame, "frame")
-    if dtype is None and isinstance(frame, BF16Frame):
-        dtype = BF16.name
+    if dtype is None and isinstance(frame, BF16Frame | ShapedFrame):
+        dtype = BF16.name if isinstance(frame, BF16Frame) else frame.dtype
     try:
         return _parse_frame(data, dtype, to_codec_bits(codecs))
     except FrameError:

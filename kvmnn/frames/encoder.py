@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 from .._util.parallel import Progress, resolve_threads
 from ..dtypes import BF16, Bytes
 from . import _encoder, tuning, zstd
-from .buffers import BF16Frame, as_elements
-from .options import CODECS, CodecOptions, LaneOptions
+from .buffers import BF16Frame, ShapedFrame, as_elements
+from .options import CODECS, CodecOptions, Effort, LaneOptions
 from .sampling import estimate_zero_fraction, select_predictors
 from .search import search_all_levels, search_default_level
 from .segments import encode_balanced_segments, encode_fast_frame, is_segmented
@@ -26,7 +26,8 @@ def encode(
     predictors: str | Iterable[str] | None = None,
     hi_predictors: str | Iterable[str] | None = None,
     codecs: Iterable[str] = CODECS,
-    effort: str = "exact",
+    effort: Effort = "exact",
+    keep_shape: bool = False,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> bytes:
@@ -61,6 +62,10 @@ def encode(
 
         "balanced" and "fast" also encode with "exact", and return the smaller frame, if the array has at most 2 KiB, or
         a ratio above 10 and less than half zeros.
+    keep_shape
+        Return a `ShapedFrame`: the same bytes, which `decode` returns in the shape of `values`. Frames cannot contain a
+        shape, so in a file it is lost: use ``decode(frame).reshape(shape)``, or `kvmnn.bundle.encode`, whose manifest
+        has it.
     threads
         Maximum number of threads; None for all processors. Frames below 1 MiB are encoded on one.
     progress
@@ -83,6 +88,9 @@ def encode(
     element_type, data = as_elements(values, dtype)
     options = CodecOptions(predictors=predictors, hi_predictors=hi_predictors, codecs=codecs, effort=effort)
     frame = encode_elements(data, options.to_lane_options(element_type), resolve_threads(threads), progress)
+    if keep_shape:
+        is_raw = getattr(values, "dtype", "uint8") == "uint8"
+        return ShapedFrame(frame, (-1,) if is_raw else values.shape, element_type.name)
     return BF16Frame(frame) if element_type is BF16 else frame
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from ..dtypes import FP16, DType
 from ..errors import KvmnnError
@@ -12,7 +12,9 @@ from ..errors import KvmnnError
 CODECS = ("rle", "zstd")
 """Stream codecs by their number in the header."""
 
-EFFORTS = ("exact", "balanced", "fast", "max")
+Effort = Literal["exact", "balanced", "fast", "max"]
+
+EFFORTS: tuple[Effort, ...] = get_args(Effort)
 """Names of the strategies of `encoder`, the engine's own first."""
 
 PREDICTORS = ("raw", "delta_seq", "xor_seq")
@@ -56,7 +58,7 @@ class CodecOptions:
     predictors: str | Iterable[str] | None = None
     hi_predictors: str | Iterable[str] | None = None
     codecs: Iterable[str] = CODECS
-    effort: str = "exact"
+    effort: Effort = "exact"
 
     def check(self, dtype: DType = FP16) -> None:
         """Raise `KvmnnError` or `TypeError` for options that do not exist, or not for elements of `dtype`."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 
 from ..dtypes import BF16, FP16, FP32, Bytes, DType, Elements
 from ..errors import FrameError, KvmnnError, LimitError
-from ..frames import CodecOptions, decode
+from ..frames import CodecOptions, Effort, decode
 from ..frames.encoder import encode_for_file
 
 # Chunks are frames of words, not of bytes: the codec takes the place of `bytes`, as it must know the size of a word. An
@@ -37,10 +37,11 @@ def get_element_type(array_dtype: np.dtype[Any]) -> DType:
     return element_type
 
 
-def check_effort(effort: object) -> str:
+def check_effort(effort: object) -> Effort:
     """Return the effort; raise `KvmnnError` if it does not exist."""
     if not isinstance(effort, str):
         raise KvmnnError(f"codec {CODEC_NAME}: effort is {effort!r}: expected a string")
+    effort = cast("Effort", effort)
     CodecOptions(effort=effort).check()
     return effort
 
@@ -51,7 +52,7 @@ def check_size(nbytes: int) -> None:
         raise LimitError(f"codec {CODEC_NAME}: a chunk has {nbytes:,} bytes: expected at most {MAX_CHUNK_BYTES:,}")
 
 
-def encode_chunk(elements: Bytes, element_type: DType, effort: str) -> bytes:
+def encode_chunk(elements: Bytes, element_type: DType, effort: Effort) -> bytes:
     """Encode a chunk's little-endian elements, 1-D, as a frame."""
     check_size(elements.size)
     if not elements.size:

@@ -9,6 +9,7 @@ from numcodecs.abc import Codec
 
 from ..dtypes import Bytes, DType, parse_dtype
 from ..errors import KvmnnError
+from ..frames import Effort
 from .chunk_codec import CODEC_NAME, check_effort, decode_chunk, encode_chunk, get_element_type
 
 _BYTE_ORDERS: Final = ("little", "big")
@@ -30,7 +31,7 @@ class FrameCompressor(Codec):
 
     codec_id: ClassVar[str] = CODEC_NAME
 
-    def __init__(self, dtype: str | None = None, effort: str = "exact", endian: str = "little") -> None:
+    def __init__(self, dtype: str | None = None, effort: Effort = "exact", endian: str = "little") -> None:
         if dtype is not None:
             parse_dtype(dtype)
         if endian not in _BYTE_ORDERS:

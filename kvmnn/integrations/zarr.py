@@ -11,6 +11,7 @@ import numpy as np
 from zarr.abc.codec import ArrayBytesCodec
 
 from ..errors import KvmnnError
+from ..frames import Effort
 from .chunk_codec import CODEC_NAME, check_effort, check_size, decode_chunk, encode_chunk, get_element_type
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class ZarrFrameCodec(ArrayBytesCodec):
     is_fixed_size = False
 
     #: As for `kvmnn.encode`; readers do not need it.
-    effort: str = "exact"
+    effort: Effort = "exact"
 
     def __post_init__(self) -> None:
         check_effort(self.effort)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from .._util.text import escape_csv, escape_markdown_cell, join_lines
+from ..files.result_rows import format_html_table
 
 ABSENT_TEXT = "-"
 NO_EVICTION_MARK = "*"
@@ -44,6 +45,10 @@ class Table(NamedTuple):
         """Build the table with a line for each item."""
         lines = [[column.format_cell(item) for column in columns] for item in items]
         return cls(title, columns, [[ABSENT_TEXT if text is None else text for text in line] for line in lines])
+
+    def to_html(self) -> str:
+        """Format the table as HTML, its title as the caption."""
+        return format_html_table(self.title, [column.heading for column in self.columns], self.lines)
 
     def to_markdown(self) -> str:
         """Format the table without its title as Markdown."""

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from .._util.text import escape_markdown, pluralize
 from ..errors import OptionError
+from ..files.result_rows import iter_scalars
 from ..policies.h2o.planner import H2OStats
 from .records import (
     DivergenceStats,
@@ -252,18 +253,6 @@ def _format_project_value(key: str, value: object) -> str:
     return to_single_line(value)
 
 
-def iter_scalars(value: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield the leaves of nested mappings and lists, with their names joined by dots."""
-    for key, entry in value.items():
-        name = f"{prefix}{key}"
-        if isinstance(entry, (list, tuple)):
-            entry = {str(index): element for index, element in enumerate(entry)}
-        if isinstance(entry, Mapping):
-            yield from iter_scalars(entry, name + ".")
-        else:
-            yield name, entry
-
-
 def format_min_max(numbers: Sequence[int]) -> str:
     """Format the minimum and the maximum of numbers."""
     low, high = min(numbers), max(numbers)
@@ -439,7 +428,8 @@ PROJECT_NAMES = {"E1": "l2_compress / KnormPress", "E2": "StreamingLLM + H2O"}
 """Whose definitions the table of a preset follows, by `ProjectStats.evaluation`."""
 
 
-def _list_tables(results: EvaluationResultsProtocol) -> list[Table]:
+def list_tables(results: EvaluationResultsProtocol) -> list[Table]:
+    """List the tables of an evaluation, those without lines left out."""
     rows = results.rows
     tables = (
         build_table(results),
@@ -453,13 +443,13 @@ def _list_tables(results: EvaluationResultsProtocol) -> list[Table]:
 
 def format_markdown(results: EvaluationResultsProtocol) -> str:
     """Format Markdown: the table, the table by projects' definitions if any, and notes on the measurement."""
-    parts = [text for table in _list_tables(results) for text in (table.title, table.to_markdown()) if text]
+    parts = [text for table in list_tables(results) for text in (table.title, table.to_markdown()) if text]
     return escape_markdown("\n\n".join([*parts, "\n".join(build_notes(results))])) + "\n"
 
 
 def format_terminal(results: EvaluationResultsProtocol, width: int) -> str:
     """Format the tables for a terminal of `width` columns: labels are shortened, omitted columns named below."""
-    parts = [_format_with_title(table, width, _ELSEWHERE_TEXT) for table in _list_tables(results)]
+    parts = [_format_with_title(table, width, _ELSEWHERE_TEXT) for table in list_tables(results)]
     return "\n\n".join([*parts, wrap_sentences(build_notes(results), width)]) + "\n"
 
 
@@ -468,7 +458,7 @@ def format_latex(results: EvaluationResultsProtocol) -> str:
 
     It ends with a newline. A table of many columns becomes several, each with the policies in its first column.
     """
-    parts = [part for table in _list_tables(results) for part in table.iter_latex()]
+    parts = [part for table in list_tables(results) for part in table.iter_latex()]
     return "\n\n".join([*parts, "\n".join(f"{escape_latex(note)}\\par" for note in build_notes(results))]) + "\n"
 
 

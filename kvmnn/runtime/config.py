@@ -9,7 +9,7 @@ from typing import Any, Literal
 from .._util.text import suggest
 from .._util.validation import repr_short, validate_int
 from ..errors import KvmnnError
-from ..frames.options import ACCEPTED_PREDICTORS, CODECS, EFFORTS
+from ..frames.options import ACCEPTED_PREDICTORS, CODECS, EFFORTS, Effort
 from ..packed.compaction import INT32_MAX
 from ..policies.h2o import H2OConfig
 from ..policies.h2o.config import QUANTIZED_MODES, check_choice
@@ -30,7 +30,7 @@ _ENGINE_VALUES: dict[str, tuple[str, ...]] = {
     "runtime_mode": MODES,
     "codec": ("none", ENGINE_CODEC),
 }
-_CODECS_BY_RUNTIME_NAME: dict[str, tuple[tuple[str, ...], str | None]] = {
+_CODECS_BY_RUNTIME_NAME: dict[str, tuple[tuple[str, ...], Effort | None]] = {
     "fp16_gear_predictive_v3": (CODECS, None),
     **{codec: ((codec,), None) for codec in CODECS},
     **{effort: (CODECS, effort) for effort in EFFORTS},
@@ -152,7 +152,7 @@ class RuntimeConfig:
     h2o: H2OConfig = field(default_factory=lambda: H2OConfig(enable=False))
     flash_attention: bool = True
     layer_nums: int | None = None
-    effort: str = "fast"
+    effort: Effort = "fast"
     verify: Verify = "compare"
     decode_cache_bytes: int = 0
     max_bytes_in_flight: int = 64 << 20
@@ -272,7 +272,7 @@ class RuntimeConfig:
         return _CODECS_BY_RUNTIME_NAME[self.codec_runtime][0]
 
     @property
-    def sound_effort(self) -> str:
+    def sound_effort(self) -> Effort:
         """How hard behaviour "sound" encodes: as `codec_runtime` says, else `effort`."""
         return _CODECS_BY_RUNTIME_NAME[self.codec_runtime][1] or self.effort
 

@@ -21,7 +21,7 @@ from ..arrays.opaque_state import OpaqueState
 from ..dense import RopeConfig
 from ..errors import KvmnnError, MissingDependencyError, OptionError
 from ..files.urls import URL_SCHEME_PATTERN, redact_url
-from ..frames import CodecOptions
+from ..frames import CodecOptions, Effort
 from . import export
 from .backend import (
     MAX_BLOCK_TOKENS,
@@ -185,7 +185,7 @@ class PrefixStore:
         ram_bytes: int | None = None,
         codec: str | None = None,
         policy: str | None = None,
-        effort: str = "fast",
+        effort: Effort = "fast",
         rotary: RopeConfig | Literal["none"] | None = None,
         threads: int | None = None,
         timeout: float | None = None,

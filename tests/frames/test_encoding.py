@@ -1,5 +1,6 @@
 """encode and decode: bytes equal to the reference's, and everything comes back."""
 
+import pickle
 from pathlib import Path
 
 import codec_model
@@ -165,3 +166,20 @@ def test_verify_roundtrip_large_frame(dtype: str) -> None:
     other = bytearray(data)
     other[-1] ^= 128
     assert not decoder.verify_roundtrip(frame, other, dtype=dtype)
+
+
+@pytest.mark.parametrize("shape", [(3, 4, 5), (60,), (1, 60, 1)])
+def test_encode_keep_shape_gives_the_shape_back(shape: tuple[int, ...]) -> None:
+    values = np.random.default_rng(1).standard_normal(shape).astype(np.float16)
+    for array in (values, values.view(np.uint16), values.astype(np.float32), values.T):
+        frame = kvmnn.encode(array, keep_shape=True)
+        assert frame == kvmnn.encode(array)
+        for copy in (frame, pickle.loads(pickle.dumps(frame))):
+            decoded = kvmnn.decode(copy)
+            assert (decoded.shape, decoded.dtype) == (array.shape, array.dtype)
+            assert np.array_equal(decoded, array)
+        assert kvmnn.decode(bytes(frame)).shape == (60,)
+    raw = kvmnn.encode(values.tobytes(), dtype="bf16", keep_shape=True)
+    assert np.array_equal(kvmnn.decode(raw), values.view(np.uint16).reshape(-1))
+    out = np.empty(60, np.float16)
+    assert kvmnn.decode(kvmnn.encode(values, keep_shape=True), out=out) is out

@@ -298,13 +298,12 @@ def _refuse_url(output: str | None, is_store: bool) -> None:
 
 
 _ZARR_URL_EXAMPLE = "s3://bucket/X.zarr"
-_FRAMES_FOLDER_SUFFIX = ".frames/"
 
 
 def _make_task_factory(arguments: argparse.Namespace) -> Callable[[InputPath], Task]:
     """Return a function that makes the task of an input; its output is next to it, or below -o."""
     from ...batch import Task
-    from ...files.file_names import FRAME_SUFFIX, SIDECAR_SUFFIX, has_zarr_suffix
+    from ...files.file_names import FRAME_SUFFIX, FRAMES_FOLDER_SUFFIX, SIDECAR_SUFFIX, has_zarr_suffix
 
     folder: str | None = arguments.output
     if folder is not None and (
@@ -312,7 +311,7 @@ def _make_task_factory(arguments: argparse.Namespace) -> Callable[[InputPath], T
     ):
         raise UsageError(f"-o {folder}: of many files the output is a folder: use -o DIR/")
     _refuse_url(folder, False)
-    endings = (FRAME_SUFFIX, FRAME_SUFFIX + SIDECAR_SUFFIX, _FRAMES_FOLDER_SUFFIX.rstrip("/"))
+    endings = (FRAME_SUFFIX, FRAME_SUFFIX + SIDECAR_SUFFIX, FRAMES_FOLDER_SUFFIX.rstrip("/"))
 
     def make_task(named_input: InputPath) -> Task:
         base = named_input.path.rstrip("/" + os.sep) if folder is None else os.path.join(folder, named_input.name)
@@ -326,17 +325,18 @@ def _choose_output(arguments: argparse.Namespace, source: Source) -> str:
     from ...bundle.manifest import FRAME_SUFFIX
     from ...files.urls import is_url
     from ...formats import find_array_format
+    from ...formats.bundle_writer import name_output
 
     output: str | None = arguments.output
     if batch_output := getattr(arguments, "named", None):  # one of many
-        return str(batch_output) + (FRAME_SUFFIX if len(source) == 1 else _FRAMES_FOLDER_SUFFIX)
+        return name_output(str(batch_output), len(source))
     if output is None:
         if len(arguments.inputs) > 1 or arguments.inputs[0] == STDIO or is_url(arguments.inputs[0]):
             raise UsageError("no output given: use -o FILE, -o DIR/ or -o -")
         base_name: str = arguments.inputs[0].rstrip("/" + os.sep)
         if not PurePath(base_name).name.strip("."):
             raise UsageError(f"no output given and {arguments.inputs[0]!r} gives it no name: use -o DIR/")
-        return base_name + (FRAME_SUFFIX if len(source) == 1 else _FRAMES_FOLDER_SUFFIX)
+        return name_output(base_name, len(source))
     is_file_name = (
         os.path.exists(output) or PurePath(output).suffix.lower() == FRAME_SUFFIX or find_array_format(output)
     )

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..._util.text import LOSSY, UNCHANGED, pluralize
-from ..._util.validation import validate_int
+from ..._util.validation import format_fields, validate_int
 from ...dtypes import Floats
 from ...errors import KvmnnError
 from ...files.schema import Record, json_key
@@ -31,6 +31,8 @@ class BlockPlan:
     `window_tokens` and `reserve_pairs` are arguments of `PackedCache.realloc`; if nothing is dropped they are 0 and
     empty, and the call changes nothing.
     """
+
+    __repr__ = format_fields
 
     #: Tokens of the layer, the newest included.
     kv_len: int

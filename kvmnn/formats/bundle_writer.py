@@ -1,0 +1,79 @@
+"""Frames and their manifest of anything that kvmnn reads: `kvmnn.bundle.encode`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import PurePath
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..arrays.array import from_numpy
+from ..arrays.source import Source
+from ..bundle.encoder import EncodeOptions, EncodeResult, encode_source
+from ..errors import OptionError
+from ..files.file_names import FRAME_SUFFIX, FRAMES_FOLDER_SUFFIX
+from . import registry
+from .options import ReadOptions
+
+if TYPE_CHECKING:
+    from .._util.parallel import Progress
+
+ARRAY_NAME = "array"
+"""Name of an array that has none."""
+
+
+def name_output(path: str, num_arrays: int) -> str:
+    """Return the name of the frames of an input: with a suffix appended, as gzip and zstd do."""
+    return path.rstrip("/" + os.sep) + (FRAME_SUFFIX if num_arrays == 1 else FRAMES_FOLDER_SUFFIX)
+
+
+def encode(
+    values: object,
+    output: str | os.PathLike[str] | None = None,
+    options: EncodeOptions | None = None,
+    *,
+    read_options: ReadOptions | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> EncodeResult:
+    """Encode a file, a cache in memory or arrays into frames with their manifest, decode them and compare them.
+
+    Parameters
+    ----------
+    values
+        A path or anything else that `kvmnn.open` reads; the `Source` that it returns; one numpy array.
+    output
+        A file for one array, a folder for several. Default for a path: its name with ``.frame`` or ``.frames/``.
+    options
+        Predictors, codecs, effort, dense streams and more; as for `kvmnn.bundle.encode_source`.
+    read_options
+        How to read `values`: as `options` of `kvmnn.open`.
+    overwrite
+        Replace files that exist.
+    progress
+        Called with raw bytes.
+
+    Returns
+    -------
+    EncodeResult
+        Sizes, ratio and manifest. ``kvmnn.open(result.output)`` reads the arrays back, in their shapes.
+
+    Raises
+    ------
+    MissingFileError
+        If the path does not exist.
+    OptionError
+        If neither `output` nor a path gives the result a name.
+    KvmnnError
+        As `kvmnn.open` and `kvmnn.bundle.encode_source`.
+    """
+    if isinstance(values, np.ndarray):
+        source = Source([from_numpy(ARRAY_NAME, values)])
+    else:
+        source = values if isinstance(values, Source) else registry.open(values, read_options)
+    if output is None:
+        if not isinstance(values, str | os.PathLike) or not PurePath(values).name.strip("."):
+            raise OptionError("no output given, and the input has no name: specify output")
+        output = name_output(os.fspath(values), len(source))
+    return encode_source(source, output, options, force=overwrite, progress=progress)

@@ -1,0 +1,66 @@
+"""`kvmnn.bundle.encode`: paths and arrays in, frames with their manifest out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvmnn
+from kvmnn.errors import MissingFileError, OptionError, OutputError, SourceError
+
+WORDS = np.random.default_rng(3).standard_normal((4, 20, 16)).astype(np.float16)
+
+
+def test_encode_of_a_path_names_the_output_after_it(tmp_path: Path) -> None:
+    np.save(tmp_path / "k.npy", WORDS)
+    for path in (str(tmp_path / "k.npy"), tmp_path / "k.npy"):
+        result = kvmnn.bundle.encode(path, overwrite=True)
+        assert result.output == str(tmp_path / "k.npy.frame")
+    assert Path(result.output).read_bytes() == kvmnn.encode(WORDS)
+    assert (kvmnn.open(result.output)["k"].to_numpy() == WORDS).all()
+    with pytest.raises(OutputError, match="exists already"):
+        kvmnn.bundle.encode(path)
+
+
+def test_encode_of_several_arrays_makes_a_folder(tmp_path: Path) -> None:
+    np.savez(tmp_path / "kv.npz", **{"layer_0.key": WORDS, "layer_0.value": WORDS[::-1]})
+    result = kvmnn.bundle.encode(tmp_path / "kv.npz")
+    assert result.output == f"{tmp_path}/kv.npz.frames/"
+    source = kvmnn.open(result.output)
+    assert (source["layer_0.value"].to_numpy() == WORDS[::-1]).all()
+
+
+def test_encode_of_arrays_and_sources_needs_an_output(tmp_path: Path) -> None:
+    for number, values in enumerate((WORDS, {"k": WORDS, "v": WORDS})):
+        with pytest.raises(OptionError, match="no output given"):
+            kvmnn.bundle.encode(values)
+        result = kvmnn.bundle.encode(values, tmp_path / f"o{number}")
+        source = kvmnn.open(result.output)
+        assert all((source[name].to_numpy() == WORDS).all() for name in source)
+
+
+def test_encode_missing_file_is_a_file_not_found_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"none\.npy: cannot be read: No such file or directory") as raised:
+        kvmnn.bundle.encode(tmp_path / "none.npy")
+    assert isinstance(raised.value, MissingFileError) and isinstance(raised.value, SourceError)
+
+
+@pytest.mark.parametrize("name", ["x.npy", "x.npz", "x.safetensors", "x.pt", "x.gguf", "x", "x.frame"])
+def test_open_missing_file_is_a_file_not_found_error(name: str, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=name) as raised:
+        kvmnn.open(tmp_path / name)
+    assert isinstance(raised.value, kvmnn.KvmnnError)
+
+
+def test_file_not_found_is_raised_by_readers_of_other_files(tmp_path: Path) -> None:
+    path = tmp_path / "none"
+    for read in (
+        lambda: kvmnn.compressor.inspect_weights(path),
+        lambda: kvmnn.store.PrefixStore(path, create=False),
+        lambda: kvmnn.lm.Tokenizer(path),
+        lambda: kvmnn.lm.DecoderSession.open(path),
+    ):
+        with pytest.raises(FileNotFoundError):
+            read()

@@ -37,7 +37,7 @@ from ..reports.records import (
     ModelInfo,
     TimeSeries,
 )
-from ..store import PrefixStore
+from ..store import PrefixStore, load_key
 from .divergence import ReferenceComparer, ReferenceWriter, get_reference_path
 from .oracle import collect_later_attention
 from .records import ProjectCell, ScoreCell, TimingCell
@@ -516,7 +516,8 @@ class CellMeasurer:
                 "onnxruntime": import_optional("onnxruntime").__version__,
                 "numbers": SCORES_VERSION,
             }
-            self._prefixes = PrefixStore(self.settings.prefix_store), compute_fingerprint(self.model), run_settings
+            prefix_store = PrefixStore(self.settings.prefix_store, key=load_key())
+            self._prefixes = prefix_store, compute_fingerprint(self.model), run_settings
         store, model, session_settings = self._prefixes
         attentions, bias = self._get_session_key(runner.policy)
         return StoredScores(store, model, {**session_settings, "attentions": attentions, "bias": bias})

@@ -29,7 +29,7 @@ from ..lm.onnx.model_files import CACHED_GRAPH_MARK, find_model
 from ..lm.tokenizer import Tokenizer
 from ..lm.warm_start import InitialCache, read_initial_cache, read_model_interface
 from ..reports.records import DocumentInfo, DocumentTrace, EvaluatedModelInfo, ModelInfo, Refusal
-from ..store import PrefixStore
+from ..store import PrefixStore, load_key
 from .initial_cache import (
     build_start_configurations,
     build_start_info,
@@ -560,7 +560,7 @@ def evaluate(
             oriented_cache = match_layout(initial_cache, model, loaded_documents[0].ids, settings)
             initial_cache = initial_cache if oriented_cache is initial_cache else stack.enter_context(oriented_cache)
         if settings.prefix_store is not None:  # one that cannot be used is better known now
-            PrefixStore(settings.prefix_store).close()
+            PrefixStore(settings.prefix_store, key=load_key()).close()
         if not isinstance(store, CellStore):
             store = stack.enter_context(CellStore(store))
         evaluation = EvaluationRun(

@@ -7,6 +7,7 @@ from .._util.packages import make_lazy_getattr
 if TYPE_CHECKING:
     from .adapters import GetResult, read_layer_caches, resolve_token_ids, write_prefix
     from .backend import BackendUnavailableError
+    from .encryption import StoreKey, load_key
     from .export import read_exported
     from .read_path import DamagedPrefixError
     from .results import (
@@ -31,6 +32,7 @@ else:
         {
             "adapters": "GetResult read_layer_caches resolve_token_ids write_prefix",
             "backend": "BackendUnavailableError",
+            "encryption": "StoreKey load_key",
             "export": "read_exported",
             "read_path": "DamagedPrefixError",
             "results": (
@@ -53,12 +55,14 @@ __all__ = [
     "PutResult",
     "StoreEntry",
     "StoreExportResult",
+    "StoreKey",
     "StoreListing",
     "StoreSession",
     "StoreStats",
     "StoreUsage",
     "StoreVerifyResult",
     "StoredPrefix",
+    "load_key",
     "read_exported",
     "read_layer_caches",
     "resolve_token_ids",

@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 from ..dtypes import Bytes
 from ..errors import KvmnnError, OptionError, SourceError
 from ..files.schema import parse_document
+from .encryption import CIPHER_NAME, StoreCipher
 from .namespace import Ids, Namespace, TokenSequence, compute_sequence_key
 from .results import CleanupResult, StoreListing, StoreStats, StoreVerifyResult
 from .unit import TableSetCache, TableSets
@@ -31,7 +32,8 @@ BENEFIT_SCALE = 1 << 32
 MAX_UNIT_USES = 1 << 20
 MAX_UNIT_PRIORITY = 1 << 62
 _CODEC_DESCRIPTIONS = {"dense": "dense streams", "frames": "frames"}
-_SETTINGS_SCHEMA, _SETTINGS_VERSION = "kvmnn-store", 1
+_SETTINGS_SCHEMA, _SETTINGS_VERSION, _ENCRYPTED_SETTINGS_VERSION = "kvmnn-store", 1, 2
+"""A version that knows nothing of encryption would take sealed units for damaged ones, and remove them."""
 _MAX_SETTINGS_BYTES = 1 << 20
 
 
@@ -44,6 +46,8 @@ class StoreSettings(NamedTuple):
     codec: str
     #: What is evicted first, one of `STORE_POLICIES`.
     policy: str = "lru"
+    #: `StoreCipher.key_check` of the key that the store is encrypted with; empty if it is not.
+    key_check: str = ""
 
 
 def compute_benefit(tokens: int, nbytes: int) -> int:
@@ -58,21 +62,38 @@ def compute_benefit(tokens: int, nbytes: int) -> int:
 
 def encode_settings(settings: StoreSettings) -> bytes:
     """Return the JSON document of the settings."""
-    document = {"schema": _SETTINGS_SCHEMA, "schema_version": _SETTINGS_VERSION, **settings._asdict()}
+    document: dict[str, object] = {
+        "schema": _SETTINGS_SCHEMA,
+        "schema_version": _ENCRYPTED_SETTINGS_VERSION if settings.key_check else _SETTINGS_VERSION,
+        **{name: value for name, value in settings._asdict().items() if name != "key_check"},
+    }
+    if settings.key_check:
+        document["encryption"] = {"cipher": CIPHER_NAME, "key_check": settings.key_check}
     return json.dumps(document).encode() + b"\n"
 
 
-def explain_settings(path: str | Path) -> str:
+def explain_settings(path: str | Path, cipher: StoreCipher) -> str:
     """Return the advice for a store that has lost both its settings and its index."""
-    example = encode_settings(StoreSettings(64, "dense")).decode().strip()
+    example = encode_settings(StoreSettings(64, "dense", key_check=cipher.key_check)).decode().strip()
     return f"write what the store was made with into {path}, such as {example}"
 
 
 def parse_settings(data: bytes, label: str) -> StoreSettings:
     """Parse the document of `encode_settings`."""
     root = parse_document(data, label, _MAX_SETTINGS_BYTES)
-    if root.get("schema").read_str() != _SETTINGS_SCHEMA or root.get("schema_version").read_int(1) != _SETTINGS_VERSION:
+    version, key_check = root.get("schema_version").read_int(1), ""
+    if root.get("schema").read_str() != _SETTINGS_SCHEMA or version not in (
+        _SETTINGS_VERSION,
+        _ENCRYPTED_SETTINGS_VERSION,
+    ):
         raise SourceError(f"{label}: is of another version: expected {_SETTINGS_SCHEMA} {_SETTINGS_VERSION}")
+    if version == _ENCRYPTED_SETTINGS_VERSION:
+        cipher_node = root.get("encryption").get("cipher")
+        if cipher_node.read_str() != CIPHER_NAME:
+            raise SourceError(str(cipher_node.error(CIPHER_NAME)))
+        key_check = root.get("encryption").get("key_check").read_str()
+        if not key_check:
+            raise root.get("encryption").get("key_check").error("a text")
     block_tokens = root.get("block_tokens").read_int(1)
     if block_tokens > MAX_BLOCK_TOKENS:
         raise root.get("block_tokens").error(f"at most {MAX_BLOCK_TOKENS}")
@@ -82,7 +103,7 @@ def parse_settings(data: bytes, label: str) -> StoreSettings:
     policy = root.get("policy").read_str() if "policy" in root.value else "lru"
     if policy not in STORE_POLICIES:
         raise SourceError(str(root.get("policy").error(f"one of {', '.join(STORE_POLICIES)}")))
-    return StoreSettings(block_tokens, codec, policy)
+    return StoreSettings(block_tokens, codec, policy, key_check)
 
 
 def check_settings_match(
@@ -108,7 +129,7 @@ class StoredText(NamedTuple):
     @property
     def key(self) -> bytes:
         """Key of the sequence, whose first letters are its handle."""
-        return compute_sequence_key(self.namespace.key, self.ids)
+        return compute_sequence_key(self.namespace.key, self.ids, self.namespace.secret)
 
 
 class StoreLimits(NamedTuple):
@@ -215,6 +236,10 @@ class StoreBackend(Protocol):
     notes: list[str]
     """Problems that were repaired, one line each."""
     tables: TableSetCache
+    cipher: StoreCipher
+    """What values are sealed with, and what names are hashed with."""
+    unit_overhead_bytes: int
+    """Bytes that the store adds to those of a unit."""
 
     @property
     def block_tokens(self) -> int:

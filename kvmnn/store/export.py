@@ -8,20 +8,21 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..arrays.layer_cache import LayerCache
 from ..dense import RopeConfig
 from ..dtypes import Bytes
-from ..errors import SourceError
+from ..errors import OptionError, SourceError
 from ..files.atomic import FileOutput
 from ..files.mapped_file import MappedFile
 from ..files.schema import parse_document
 from ..frames import CodecOptions
 from ..frames.buffers import integrity_checksum
 from .backend import PrefixMatch, UnitSlice
+from .encryption import KEY_VARIABLE, NO_CIPHER, SEALED_MAGIC, StoreCipher, StoreKey, UnsealError, make_cipher
 from .namespace import MAX_TOKENS, Ids, Namespace, TokenSequence, parse_namespace
 from .unit import (
     MAX_TABLE_SETS_BYTES,
@@ -97,6 +98,8 @@ _EXPORT_MAGIC_V1 = b"KVMNNPX1"
 """Magic of the first version, whose document has no checksum."""
 _SIZE_STRUCT = struct.Struct("<I")
 _CHECKSUM_STRUCT = struct.Struct("<Q")
+_EXPORT_NAME = "export"
+"""The name that a file is sealed under."""
 _MAX_UNITS = 1 << 20
 _MAX_TABLES = 1 << 10
 _MAX_DOCUMENT_BYTES = 64 << 20
@@ -109,8 +112,9 @@ def write_exported(
     tables: Sequence[TableSets],
     *,
     force: bool,
+    cipher: StoreCipher = NO_CIPHER,
 ) -> int:
-    """Write the slices of a sequence and their tables to a file."""
+    """Write the slices of a sequence and their tables to a file, sealed as the values of the store are."""
     unit_entries = [
         {"bytes": data.size, "skip": unit_slice.skip, "take": unit_slice.take} for unit_slice, data in unit_slices
     ]
@@ -122,19 +126,32 @@ def write_exported(
     }
     document = json.dumps(header).encode()
     head = EXPORT_MAGIC + _SIZE_STRUCT.pack(len(document)) + _CHECKSUM_STRUCT.pack(integrity_checksum(document))
+    pieces: list[Bytes | bytes] = [
+        head + document,
+        *(data for _, data in unit_slices),
+        *(table_set.data for table_set in tables),
+    ]
+    sealed_pieces = cipher.seal_pieces(pieces, _EXPORT_NAME)
     with FileOutput(path, force=force) as output:
-        output.file.write(head + document)
-        for _, data in unit_slices:
-            output.file.write(data.data)
-        for table_set in tables:
-            output.file.write(table_set.data)
+        for piece in sealed_pieces:
+            output.file.write(piece if isinstance(piece, bytes) else piece.data)
         output.commit()
-    nbytes = sum(data.size for _, data in unit_slices) + sum(len(table_set.data) for table_set in tables)
-    return len(head) + len(document) + nbytes
+    return sum(map(len, sealed_pieces))
 
 
-def read_exported(path: str | os.PathLike[str], threads: int | None = None) -> tuple[str, Ids, list[LayerCache]]:
+def read_exported(
+    path: str | os.PathLike[str], threads: int | None = None, key: StoreKey | bytes | None = None
+) -> tuple[str, Ids, list[LayerCache]]:
     """Read a file of `PrefixStore.export`; all bytes are compared with their checksums.
+
+    Parameters
+    ----------
+    path
+        File to read.
+    threads
+        Maximum number of threads for decoding; None for all processors.
+    key
+        Key of the store that it was exported from; None for a store without encryption.
 
     Returns
     -------
@@ -144,11 +161,14 @@ def read_exported(path: str | os.PathLike[str], threads: int | None = None) -> t
     ------
     SourceError
         If the file is not an exported sequence, or is damaged.
+    OptionError
+        If it is encrypted and there is no key, or the other way round.
     """
-    file = MappedFile(Path(path))
+    cipher = make_cipher(key)
+    file = _open_exported(path, cipher)
     document, begin_byte = _read_document(file)
     root = parse_document(document, file.label, _MAX_DOCUMENT_BYTES)
-    namespace = parse_namespace(root.get("space").read_str(), f"{file.label}: space")
+    namespace = parse_namespace(root.get("space").read_str(), f"{file.label}: space", cipher.secret)
     slices: list[LoadedSlice] = []
     tokens = 0
     for unit_index, node in enumerate(root.get("units").read_list(min_len=1, max_len=_MAX_UNITS)):
@@ -185,7 +205,47 @@ def read_exported(path: str | os.PathLike[str], threads: int | None = None) -> t
     return namespace.model, ids, layers
 
 
-def _read_document(file: MappedFile) -> tuple[bytes, int]:
+class _ExportedBytes(NamedTuple):
+    """The bytes of a file, mapped or unsealed."""
+
+    label: str
+    data: Bytes
+
+    @property
+    def size(self) -> int:
+        return int(self.data.size)
+
+    def view(self, offset: int, nbytes: int) -> Bytes:
+        """Return `nbytes` bytes from `offset`."""
+        if offset + nbytes > self.size:
+            raise SourceError(
+                f"{self.label}: needs {nbytes} bytes at offset {offset}, but the file has {self.size} bytes"
+            )
+        return self.data[offset : offset + nbytes]
+
+    def read_head(self, nbytes: int) -> bytes:
+        """Return the first `nbytes` bytes, or all if there are fewer."""
+        return self.data[:nbytes].tobytes()
+
+
+def _open_exported(path: str | os.PathLike[str], cipher: StoreCipher) -> MappedFile | _ExportedBytes:
+    file = MappedFile(Path(path))
+    magic = file.read_head(len(EXPORT_MAGIC))
+    if magic != SEALED_MAGIC:
+        if cipher.key_check and magic in (EXPORT_MAGIC, _EXPORT_MAGIC_V1):
+            raise OptionError(f"{file.label}: is not encrypted, and there is a key ({cipher.key_source})")
+        return file
+    if not cipher.key_check:
+        raise OptionError(
+            f"{file.label}: is encrypted: the key of its store is needed (--key-file FILE, or {KEY_VARIABLE})"
+        )
+    try:
+        return _ExportedBytes(file.label, cipher.unseal_array(file.view(0, file.size), _EXPORT_NAME))
+    except UnsealError as error:
+        raise SourceError(f"{file.label}: {error}: it is damaged, or of a store with another key") from None
+
+
+def _read_document(file: MappedFile | _ExportedBytes) -> tuple[bytes, int]:
     """Return the document, and the position after it."""
     checksum_begin = len(EXPORT_MAGIC) + _SIZE_STRUCT.size
     head_bytes = checksum_begin + _CHECKSUM_STRUCT.size

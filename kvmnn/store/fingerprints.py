@@ -15,6 +15,7 @@ from ..files.schema import parse_document, read_bounded
 from ..files.temporary import TemporaryPath
 from ..formats.mnn.model import compute_fingerprint, list_fingerprint_files
 from .directory.files import SETTINGS_FILE
+from .encryption import NO_CIPHER, StoreCipher
 
 FINGERPRINTS_FOLDER = "models"
 
@@ -23,7 +24,7 @@ _MIN_AGE_SECONDS = 5.0
 _MAX_DOCUMENT_BYTES = 1 << 20
 
 
-def read_or_compute_fingerprint(model: str, store: Path, *, write: bool = True) -> str:
+def read_or_compute_fingerprint(model: str, store: Path, *, write: bool = True, cipher: StoreCipher = NO_CIPHER) -> str:
     """Return `compute_fingerprint` of a model, which the directory of the store remembers if `write` is set.
 
     It is computed again unless each file has the size, the times, the device and the number that it had then. Times of
@@ -35,7 +36,8 @@ def read_or_compute_fingerprint(model: str, store: Path, *, write: bool = True) 
     except OSError:
         return compute_fingerprint(model)
     with suppress(KvmnnError, OSError):
-        root = parse_document(read_bounded(path, _MAX_DOCUMENT_BYTES), str(path))
+        data = cipher.unseal(read_bounded(path, _MAX_DOCUMENT_BYTES), path.name)
+        root = parse_document(data, str(path))
         if root.get("files").value == states:
             return root.get("fingerprint").read_str()
     fingerprint = compute_fingerprint(model)
@@ -45,7 +47,8 @@ def read_or_compute_fingerprint(model: str, store: Path, *, write: bool = True) 
         newest_change = max(state[-1] for state in states) / 1e9
         is_settled = time.time() - newest_change > _MIN_AGE_SECONDS
         if is_settled and _read_states(list_fingerprint_files(model)) == states:
-            _write_memo(path, json.dumps({"fingerprint": fingerprint, "files": states}))
+            document = json.dumps({"fingerprint": fingerprint, "files": states}).encode()
+            _write_memo(path, cipher.seal(document, path.name))
     return fingerprint
 
 
@@ -60,11 +63,11 @@ def _read_states(paths: Sequence[str]) -> list[list[int]]:
     return [[stat.st_size, stat.st_dev, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns] for stat in stats]
 
 
-def _write_memo(path: Path, document: str) -> None:
+def _write_memo(path: Path, data: bytes) -> None:
     path.parent.mkdir(exist_ok=True)
     staged = TemporaryPath(path)
     try:
-        staged.path.write_text(document)
+        staged.path.write_bytes(data)
         os.replace(staged.path, path)
     finally:
         staged.path.unlink(missing_ok=True)

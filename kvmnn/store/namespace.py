@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -76,11 +76,13 @@ class Namespace:
     states: tuple[StateId, ...] = ()
     #: Name of whom its sequences belong to; empty for those of a store that is not divided. It salts all keys.
     tenant: str = ""
+    #: What an encrypted store hashes keys with; empty for one that is not.
+    secret: bytes = field(default=b"", repr=False)
 
     @cached_property
     def key(self) -> bytes:
         """Key of the namespace, and of the empty prefix in it."""
-        return hashlib.blake2b(b"kvmnn prefix store 1\n" + self.to_json().encode(), digest_size=KEY_BYTES).digest()
+        return hash_key(b"kvmnn prefix store 1\n" + self.to_json().encode(), self.secret)
 
     @property
     def element_dtype(self) -> DType:
@@ -114,8 +116,8 @@ class Namespace:
 
     def make_sequence(self, ids: Ids, block_tokens: int) -> TokenSequence:
         """Return a sequence of this namespace, with the keys of its blocks."""
-        keys = compute_block_keys(self.key, ids, block_tokens)
-        return TokenSequence(self.key, ids, keys, block_tokens, self.needs_state)
+        keys = compute_block_keys(self.key, ids, block_tokens, self.secret)
+        return TokenSequence(self.key, ids, keys, block_tokens, self.needs_state, self.secret)
 
     def to_json(self) -> str:
         """Return the JSON document, on one line."""
@@ -222,6 +224,7 @@ def build_namespace(
     windows: Sequence[LayerCache] = (),
     states: Sequence[OpaqueState] = (),
     tenant: str = "",
+    secret: bytes = b"",
 ) -> Namespace:
     """Return the namespace of the caches of all layers, in order; of `windows` only the last tokens are stored."""
     shapes, window_shapes = (
@@ -234,12 +237,18 @@ def build_namespace(
     names = tuple(StateId(state.layer, state.name) for state in states)
     return _validate_namespace(
         Namespace(
-            validate_model(model), found_dtypes.pop() if found_dtypes else "fp16", shapes, window_shapes, names, tenant
+            validate_model(model),
+            found_dtypes.pop() if found_dtypes else "fp16",
+            shapes,
+            window_shapes,
+            names,
+            tenant,
+            secret,
         )
     )
 
 
-def parse_namespace(text: object, label: str) -> Namespace:
+def parse_namespace(text: object, label: str, secret: bytes = b"") -> Namespace:
     """Parse the document of `Namespace.to_json`; errors are `KvmnnError`, and start with `label`."""
     if not isinstance(text, str):
         raise KvmnnError(f"{label}: is no JSON text")
@@ -264,6 +273,7 @@ def parse_namespace(text: object, label: str) -> Namespace:
                 windows,
                 tuple(states),
                 validate_tenant(tenant) if tenant else "",
+                secret,
             )
         )
     except KvmnnError as error:
@@ -393,28 +403,47 @@ def _make_id_error(id_index: int, token_id: int) -> KvmnnError:
     return KvmnnError(f"token ids: number {id_index + 1:,}: expected one from 0 to {MAX_ID:,}, found {token_id:,}")
 
 
-def compute_block_keys(parent: bytes, ids: Ids, block_tokens: int) -> list[bytes]:
+def hash_key(data: bytes, secret: bytes = b"") -> bytes:
+    """Return the BLAKE2b hash of 16 bytes of which all keys and names are made; `secret` is that of the store."""
+    return hashlib.blake2b(data, digest_size=KEY_BYTES, key=secret).digest()
+
+
+def compute_block_keys(parent: bytes, ids: Ids, block_tokens: int, secret: bytes = b"") -> list[bytes]:
     """Return the keys of all whole blocks of `ids`, which follow the block with the key `parent`.
 
-    A key is the 16-byte BLAKE2b hash of the key of the previous block and the ids as little-endian 32-bit integers.
+    A key is the `hash_key` of the key of the previous block and the ids as little-endian 32-bit integers.
     """
     data, step = ids.tobytes(), 4 * block_tokens
     keys = []
     for begin_byte in range(0, len(data) - step + 1, step):
-        parent = hashlib.blake2b(parent + data[begin_byte : begin_byte + step], digest_size=KEY_BYTES).digest()
+        parent = hash_key(parent + data[begin_byte : begin_byte + step], secret)
         keys.append(parent)
     return keys
 
 
-def compute_sequence_key(namespace_key: bytes, ids: Ids) -> bytes:
+def compute_sequence_key(namespace_key: bytes, ids: Ids, secret: bytes = b"") -> bytes:
     """Return the key of a whole sequence in a namespace."""
-    return hashlib.blake2b(b"text" + namespace_key + ids.tobytes(), digest_size=KEY_BYTES).digest()
+    return hash_key(b"text" + namespace_key + ids.tobytes(), secret)
 
 
-def compute_state_key(parent: bytes, ids: Ids) -> bytes:
+def compute_state_key(parent: bytes, ids: Ids, secret: bytes = b"") -> bytes:
     """Return the key of the state of a prefix that ends with `ids`, which follow the block with the key `parent`."""
-    data = b"kvmnn prefix state" + parent + ids.astype("<u4").tobytes()
-    return hashlib.blake2b(data, digest_size=KEY_BYTES).digest()
+    return hash_key(b"kvmnn prefix state" + parent + ids.astype("<u4").tobytes(), secret)
+
+
+def mask_ids(parent: bytes, ids: Ids, secret: bytes) -> Ids:
+    """Return ids that stand for those after the block with the key `parent`, in names and in the index.
+
+    Without a secret these are the ids. With one, each is made of a hash of all before it: two lists have as many of
+    them in common as they have ids in common (but for one pair in 2**32), and nothing else is to be seen of the ids.
+    """
+    if not secret:
+        return ids
+    masked_ids, chain = [], parent
+    for token_id in ids.astype("<u4").tolist():
+        chain = hash_key(b"order" + chain + token_id.to_bytes(4, "little"), secret)
+        masked_ids.append(int.from_bytes(chain[:4], "little"))
+    return np.array(masked_ids, "<u4")
 
 
 def to_sort_key(ids: Ids) -> bytes:
@@ -470,6 +499,8 @@ class TokenSequence:
     block_tokens: int
     #: Whether its model has windows or state: a stored prefix is only usable where these are stored as well.
     needs_state: bool = False
+    #: That of the namespace.
+    secret: bytes = field(default=b"", repr=False)
 
     def get_parent_key(self, block_index: int) -> bytes:
         """Return the key of the block before this one; of the namespace, if it is the first."""
@@ -482,7 +513,9 @@ class TokenSequence:
     def take_prefix(self, tokens: int) -> TokenSequence:
         """Return the first `tokens` tokens."""
         keys = self.keys[: tokens // self.block_tokens]
-        return TokenSequence(self.namespace_key, self.ids[:tokens], keys, self.block_tokens, self.needs_state)
+        return TokenSequence(
+            self.namespace_key, self.ids[:tokens], keys, self.block_tokens, self.needs_state, self.secret
+        )
 
     def get_end(self, tokens: int) -> tuple[bytes, Ids]:
         """Return, of the first `tokens` tokens, the last ids, at most a block, and the key of the block before them."""
@@ -492,4 +525,4 @@ class TokenSequence:
     def iter_state_keys(self, tokens: int) -> Iterator[tuple[int, bytes]]:
         """Yield length and state key of each prefix of at most `tokens` tokens, the longest first."""
         for size in range(tokens, 0, -1):
-            yield size, compute_state_key(*self.get_end(size))
+            yield size, compute_state_key(*self.get_end(size), self.secret)

@@ -80,7 +80,7 @@ def load_slices(
             check_unit_matches(
                 unit, namespace, ids[begin_token : begin_token + unit_slice.take], unit_slice.skip, max_tokens
             )
-            key = _compute_end_key(unit, unit_slice, key, backend.block_tokens)
+            key = _compute_end_key(unit, unit_slice, key, backend.block_tokens, namespace.secret)
         except DamagedUnitError as error:
             backend.quarantine(unit_slice.unit, str(error), notes)
             return None
@@ -105,12 +105,13 @@ def read_state(
         return None
 
 
-def _compute_end_key(unit: Unit, unit_slice: UnitSlice, expected_key: bytes, block_tokens: int) -> bytes:
+def _compute_end_key(unit: Unit, unit_slice: UnitSlice, expected_key: bytes, block_tokens: int, secret: bytes) -> bytes:
     """Return the key of the last whole block of a unit that is used.
 
     Its first block must follow the block with the key `expected_key`: the same tokens may follow other ones as well.
     """
-    keys = [unit.parent, *compute_block_keys(unit.parent, unit.ids[: unit_slice.skip + unit_slice.take], block_tokens)]
+    ids = unit.ids[: unit_slice.skip + unit_slice.take]
+    keys = [unit.parent, *compute_block_keys(unit.parent, ids, block_tokens, secret)]
     if keys[unit_slice.skip // block_tokens] != expected_key:
         raise DamagedUnitError("follows other tokens than the index says")
     return keys[-1]
@@ -220,7 +221,7 @@ class UnitVerifier:
                 raise MissingUnitError("refers to rows that are not there")
             unit_id, end_block = holder
             unit_before = self._read_and_check(unit_id, namespace)
-            keys = compute_block_keys(unit_before.parent, unit_before.ids, block_tokens)
+            keys = compute_block_keys(unit_before.parent, unit_before.ids, block_tokens, namespace.secret)
             end_before = unit_before.start + end_block * block_tokens
             if keys[end_block - 1 : end_block] != [parent_key] or end_before != end_token:
                 raise DamagedUnitError("refers to rows that are not there")

@@ -310,7 +310,9 @@ class SequenceStore:
             unit_slices = exporting.build_units(prefix_match, data_by_unit)
         except DamagedUnitError as error:  # damaged since `read_layers`
             raise SourceError(f"{self._backend.label}: this text cannot be read any more: {error}") from None
-        nbytes = export.write_exported(path, namespace, unit_slices, list(tables.values()), force=force)
+        nbytes = export.write_exported(
+            path, namespace, unit_slices, list(tables.values()), force=force, cipher=self._backend.cipher
+        )
         other_precisions = {other_namespace.dtype: ids.size for other_namespace, _ in other_matches}
         return StoreExportResult(
             output=os.fspath(path),

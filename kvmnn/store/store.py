@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast
 
 import numpy.typing as npt
 
@@ -36,6 +36,7 @@ from .backend import (
 )
 from .directory.backend import DirectoryBackend
 from .directory.index import DamagedIndexError
+from .encryption import StoreCipher, StoreKey, make_cipher
 from .namespace import (
     Ids,
     Namespace,
@@ -65,7 +66,7 @@ from .usage import COUNTERS_FILE, StoreMetrics
 from .write_path import CodecChooser, RopeState, WriteOptions
 
 if TYPE_CHECKING:
-    from .remote.key_values import CircuitBreaker
+    from .remote.key_values import CircuitBreaker, KeyValueStore
 
 DEFAULT_BLOCK_TOKENS = 64
 DEFAULT_CODEC = "dense"
@@ -76,8 +77,8 @@ DEFAULT_TIMEOUT_SECONDS = 5.0
 _REDIS_SCHEMES = ("redis", "rediss", "unix", "valkey", "valkeys")
 
 
-def _open_key_values(scheme: str, url: str, timeout: float | None) -> CircuitBreaker:
-    from .remote.key_values import CircuitBreaker, KeyValueStore, ObjectStoreValues, RedisStoreValues
+def _open_key_values(scheme: str, url: str, timeout: float | None, cipher: StoreCipher) -> CircuitBreaker:
+    from .remote.key_values import CircuitBreaker, ObjectStoreValues, RedisStoreValues, SealedValues
 
     if timeout is None:
         timeout = DEFAULT_TIMEOUT_SECONDS
@@ -96,7 +97,9 @@ def _open_key_values(scheme: str, url: str, timeout: float | None) -> CircuitBre
     except ValueError as error:  # the clients of Redis and fsspec raise it for an invalid URL
         is_public = "@" not in url and label == url  # else the reason may contain a password
         raise OptionError(f"{label}: is no URL of a store{f': {error}' if is_public else ''}") from error
-    return CircuitBreaker(key_values, label)
+    return CircuitBreaker(
+        cast("KeyValueStore", SealedValues(key_values, cipher)) if cipher.secret else key_values, label
+    )
 
 
 T = TypeVar("T")
@@ -154,15 +157,18 @@ class PrefixStore:
     quota
         Limit on the bytes of the units of this namespace, at least 1; None for no limit. Units are evicted as for
         `max_bytes`, and none of another namespace.
+    key
+        Key of an encrypted store (extra ``encryption``): 32 random bytes, or what `load_key` returns. A new store is
+        encrypted with it. None for a store that is not encrypted.
 
     Raises
     ------
     SourceError
         If the directory is not a store, or has another version.
     OptionError
-        If the store has another `block_tokens`, `codec` or `policy`, or the URL is invalid.
+        If the store has another `block_tokens`, `codec`, `policy` or `key`, or the URL is invalid.
     MissingDependencyError
-        If the package for the URL is not installed.
+        If the package for the URL, or for encryption, is not installed.
     OutputError
         If the store cannot be created.
 
@@ -193,9 +199,12 @@ class PrefixStore:
         create: bool = True,
         namespace: str | None = None,
         quota: int | None = None,
+        key: StoreKey | bytes | None = None,
     ) -> None:
         options = CodecOptions(effort=effort)
         options.check()
+        cipher = make_cipher(key)
+        self._key = key
         self._threads = None if threads is None else validate_int(threads, "threads", 1)
         if block_tokens is not None:
             block_tokens = validate_int(block_tokens, "block_tokens", 1, MAX_BLOCK_TOKENS)
@@ -221,7 +230,7 @@ class PrefixStore:
             from .remote.maintenance import RemoteBackend  # directories are opened without it
 
             self._backend = RemoteBackend(
-                _open_key_values(scheme_match[1], name, timeout),
+                _open_key_values(scheme_match[1], name, timeout, cipher),
                 block_tokens=block_tokens,
                 codec=codec,
                 policy=policy,
@@ -230,12 +239,13 @@ class PrefixStore:
                 read_only=read_only,
                 limits=limits,
                 tenant=tenant,
+                cipher=cipher,
             )
         elif ram_bytes is not None or timeout is not None:
             raise OptionError(f"{name}: ram_bytes and timeout are for stores past this machine, not for a directory")
         else:
             directory = DirectoryBackend(
-                Path(name), settings=settings, limits=limits, tenant=tenant, read_only=read_only
+                Path(name), settings=settings, limits=limits, tenant=tenant, read_only=read_only, cipher=cipher
             )
             self._backend = directory
             counters_path = Path(name) / COUNTERS_FILE
@@ -340,7 +350,8 @@ class PrefixStore:
         full_layers, window_layers = split_windows(layers, windows)
         caches = validate_layers(full_layers, ids.size, window_layers)
         sorted_states = sorted(states, key=lambda state: (state.layer, state.name))
-        namespace = build_namespace(caches, model, window_layers, sorted_states, self._tenant)
+        secret = self._backend.cipher.secret
+        namespace = build_namespace(caches, model, window_layers, sorted_states, self._tenant, secret)
         state = StateToPut(window_layers, sorted_states) if namespace.needs_state else None
         try:
             result = self._with_retry(lambda: self._sequences.put(ids, caches, namespace, state))
@@ -614,7 +625,7 @@ class PrefixStore:
         dtype: str | None = None,
         force: bool = False,
     ) -> StoreExportResult:
-        """Write a sequence with its K and V to one file, for `import_file` of any store.
+        """Write a sequence with its K and V to one file, for `import_file` of any store; of one with the same key.
 
         Parameters
         ----------
@@ -645,7 +656,7 @@ class PrefixStore:
         OutputError
             As `put`.
         """
-        model, ids, layers = export.read_exported(path, self._threads)
+        model, ids, layers = export.read_exported(path, self._threads, self._key)
         return self.put(ids, layers, model=model)
 
     def gc(self, max_bytes: int | None = None) -> CleanupResult:

@@ -139,6 +139,17 @@ def parse_unit(data: Bytes) -> Unit:
     return Unit(header.namespace_key, header.parent, header.start, header.ids, tuple(frames), header.dense)
 
 
+UNSEALED_NOTHING: Bytes = np.empty(0, np.uint8)
+"""The bytes of a unit that does not decrypt."""
+
+
+def check_header_size(data: Bytes, min_bytes: int) -> None:
+    """Raise `DamagedUnitError` if a unit has fewer bytes than its fixed fields."""
+    if data.size < min_bytes:
+        what = f"has {data.size:,} bytes: too few for a header" if data.size else "is empty, or does not decrypt"
+        raise DamagedUnitError(what)
+
+
 class UnitHeader(NamedTuple):
     """Header of a unit, whose fields are those of `Unit`."""
 
@@ -152,11 +163,15 @@ class UnitHeader(NamedTuple):
     #: Size of the header.
     nbytes: int
 
+    @property
+    def unit_bytes(self) -> int:
+        """Size of the unit."""
+        return self.nbytes + sum(size for size, _, _ in self.frame_rows)
+
 
 def parse_header(data: Bytes) -> UnitHeader:
     """Parse the header of a unit; raise as `parse_unit` does."""
-    if data.size < _UNIT_STRUCT.size:
-        raise DamagedUnitError(f"has {data.size:,} bytes: too few for a header")
+    check_header_size(data, _UNIT_STRUCT.size)
     magic, num_tokens, num_frames, start, namespace, parent = _UNIT_STRUCT.unpack_from(data.data)
     if magic not in (FRAME_MAGIC, DENSE_MAGIC):
         raise DamagedUnitError("does not begin as a unit does")

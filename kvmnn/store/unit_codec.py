@@ -31,7 +31,7 @@ from ..frames.decoder import FrameDecoder
 from ..frames.encoder import encode_elements, with_selected_predictors
 from ..frames.options import LaneOptions
 from .namespace import KEY_BYTES, MAX_TOKENS, Ids, Namespace, compute_state_key, list_parts
-from .unit import DamagedUnitError, TableSetCache, TableSets, Unit, UnitFrame
+from .unit import DamagedUnitError, TableSetCache, TableSets, Unit, UnitFrame, check_header_size
 
 MAX_UNIT_TOKENS = 512
 """Blocks of one put form a unit of up to this many tokens: frames of 64 tokens each would be 5 % larger."""
@@ -378,10 +378,9 @@ class PrefixState:
     #: Bytes of all decoded contents.
     raw_bytes: int
 
-    @property
-    def key(self) -> bytes:
-        """Key of the state."""
-        return compute_state_key(self.parent, self.ids)
+    def compute_key(self, secret: bytes) -> bytes:
+        """Return the key of the state in a store with this secret."""
+        return compute_state_key(self.parent, self.ids, secret)
 
     def to_pieces(self) -> list[Bytes | bytes]:
         """Return the bytes of the file, in pieces."""
@@ -458,8 +457,7 @@ def is_prefix_state(data: Bytes) -> bool:
 
 def parse_state(data: Bytes) -> PrefixState:
     """Parse the bytes of a state unit; pieces are views of `data`, whose checksums are not compared yet."""
-    if data.size < _STATE_STRUCT.size:
-        raise DamagedUnitError(f"has {data.size:,} bytes: too few for a header")
+    check_header_size(data, _STATE_STRUCT.size)
     magic, tokens, num_ids, document_bytes, num_pieces, namespace, parent = _STATE_STRUCT.unpack_from(data.data)
     if magic != STATE_MAGIC:
         raise DamagedUnitError("does not begin as state does")

@@ -679,7 +679,8 @@ def _add_batch(
             unit = Unit(namespace.key, parent, begin_token, ids, frames, dense)
             staged = staging.write(unit.to_pieces())
             keys = sequence.keys[begin_block:end_block]
-            new_units[unit_index] = NewUnit(parent, begin_token, ids, keys, unit.nbytes, staged)
+            nbytes = unit.nbytes + backend.unit_overhead_bytes
+            new_units[unit_index] = NewUnit(parent, begin_token, ids, keys, nbytes, staged)
 
         referenced_sums = unit_encoder.encode_batch(batch, sequence, stage_unit)
         ordered_units = [

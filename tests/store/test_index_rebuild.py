@@ -246,7 +246,7 @@ def test_open_read_only_damaged_index_is_refused(folder: Path, what: str) -> Non
 
 
 def test_open_damaged_settings_without_index_is_refused(folder: Path) -> None:
-    (folder / "store.json").write_text('{"schema": "kvmnn-store", "schema_version": 2, "block_tokens": 4}')
+    (folder / "store.json").write_text('{"schema": "kvmnn-store", "schema_version": 3, "block_tokens": 4}')
     (folder / "index.sqlite").unlink()
     with pytest.raises(KvmnnError, match=r"store\.json: is of another version"):
         PrefixStore(folder)

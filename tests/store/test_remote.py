@@ -221,7 +221,7 @@ def test_remote_open_missing_or_other_store_is_refused(url: str) -> None:
         PrefixStore(url, create=False)
     with PrefixStore(url) as store:
         values = store._backend.key_values
-        values.put_many({"store/about": json.dumps({"schema": "kvmnn-store", "schema_version": 2}).encode()})
+        values.put_many({"store/about": json.dumps({"schema": "kvmnn-store", "schema_version": 3}).encode()})
     with pytest.raises(SourceError, match="another version"):
         PrefixStore(url)
 

@@ -81,9 +81,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _open_store(directory: str) -> PrefixStore:
-    from ...store import PrefixStore
+    from ...store import PrefixStore, load_key
 
-    return PrefixStore(directory)
+    return PrefixStore(directory, key=load_key())
 
 
 def _parse_temperature(text: str) -> float:

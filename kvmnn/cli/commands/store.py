@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ...arrays.layer_cache import LayerCache
     from ...arrays.source import Source
     from ...dense import RopeConfig
-    from ...store import MatchResult, PrefixStore, PutResult, StoredPrefix, StoreExportResult
+    from ...store import MatchResult, PrefixStore, PutResult, StoredPrefix, StoreExportResult, StoreKey
 
 _MAX_MODELS_SHOWN = 3
 _MAX_LABEL_CHARACTERS, _MAX_LABEL_TOKENS = 40, 24
@@ -247,6 +247,7 @@ def build_fingerprint(arguments: argparse.Namespace) -> str | None:
     from pathlib import Path
 
     from ...errors import SourceError
+    from ...store.encryption import make_cipher
     from ...store.fingerprints import read_or_compute_fingerprint
 
     specified: str | None = arguments.fingerprint
@@ -254,7 +255,10 @@ def build_fingerprint(arguments: argparse.Namespace) -> str | None:
         return specified
     try:
         model_fingerprint = read_or_compute_fingerprint(
-            arguments.model, Path(arguments.store), write=arguments.action not in _READ_ONLY_ACTIONS
+            arguments.model,
+            Path(arguments.store),
+            write=arguments.action not in _READ_ONLY_ACTIONS,
+            cipher=make_cipher(arguments.key),
         )
     except SourceError as error:
         folder = Path(arguments.model)
@@ -434,24 +438,26 @@ class _ActionSpec(NamedTuple):
     """Arguments after the store; empty if there are none. ``"[TEXT]"`` is a label or handle, in place of ids."""
 
 
-_MODEL_OPTIONS = ("token_ids", "text", "model", "fingerprint", "dtype", "namespace")
+_MODEL_OPTIONS = ("token_ids", "text", "model", "fingerprint", "dtype", "namespace", "key_file")
 _LAYOUT_OPTIONS = ("backend", "lp", "hp", "flash_block", "name", "capacity")
 _INPUT_OPTIONS = (
     *("tensor", "skip_unsupported", "token_major", "undo"),
     *(*shared_options.AXES_OPTION_NAMES, *packed_options.PACKED_OPTION_NAMES, *packed_options.SELECTION_OPTIONS),
 )
-_CREATION_OPTIONS = ("store_bytes", "namespace", "quota", "block_tokens", "codec", "policies", "effort", "threads")
+_CREATION_OPTIONS = (
+    *("store_bytes", "namespace", "quota", "key_file", "block_tokens", "codec", "policies", "effort", "threads"),
+)
 _SPEC_BY_ACTION = {
     "put": _ActionSpec((*_MODEL_OPTIONS, *_INPUT_OPTIONS, *_CREATION_OPTIONS, "rope", "force", "label"), "CACHE"),
     "match": _ActionSpec(_MODEL_OPTIONS, _REFERENCE),
     "get": _ActionSpec(
         (*_MODEL_OPTIONS, *_LAYOUT_OPTIONS, "output", "force", "threads", "cast", "rerotate", "partial"), _REFERENCE
     ),
-    "ls": _ActionSpec(("namespace",)),
-    "stat": _ActionSpec(("namespace",), _REFERENCE),
-    "serve-metrics": _ActionSpec(("listen",)),
-    "verify": _ActionSpec(("threads",)),
-    "gc": _ActionSpec(("store_bytes",)),
+    "ls": _ActionSpec(("namespace", "key_file")),
+    "stat": _ActionSpec(("namespace", "key_file"), _REFERENCE),
+    "serve-metrics": _ActionSpec(("listen", "key_file")),
+    "verify": _ActionSpec(("threads", "key_file")),
+    "gc": _ActionSpec(("store_bytes", "key_file")),
     "rm": _ActionSpec(_MODEL_OPTIONS, _REFERENCE),
     "pin": _ActionSpec(_MODEL_OPTIONS, _REFERENCE),
     "unpin": _ActionSpec(_MODEL_OPTIONS, _REFERENCE),
@@ -501,6 +507,11 @@ def add_parser(subparsers: Any) -> None:
         help="name of the model that computed it, without --model; with --model the engine's settings",
     )
     parser.add_argument("--namespace", metavar="NAME", help="whose texts: nobody finds those of another namespace")
+    parser.add_argument(
+        "--key-file",
+        metavar="FILE",
+        help="key of an encrypted store: 32 bytes, or 64 hexadecimal digits (default: KVMNN_STORE_KEY has these)",
+    )
     parser.add_argument(
         "--quota",
         type=shared_options.parse_byte_count,
@@ -645,9 +656,10 @@ def _run_action(arguments: argparse.Namespace) -> tuple[CommandResult, int]:
         raise UsageError(f"store {arguments.action} --size-limit 0: expected at least 1, or no bound")
     if is_creating and arguments.policies not in (None, ("lru",), ("benefit",)):
         raise UsageError(f"store {arguments.action} --policy: expected lru or benefit")
+    key = arguments.key = _load_key(arguments)
     if is_creating:  # of an input that cannot be read no store is made
         if arguments.action == "import":
-            arguments.read = read_exported(arguments.inputs[0])
+            arguments.read = read_exported(arguments.inputs[0], key=key)
         else:
             arguments.read = _load_source(arguments)
             arguments.made_by = _choose_put_model(arguments)
@@ -663,6 +675,7 @@ def _run_action(arguments: argparse.Namespace) -> tuple[CommandResult, int]:
         threads=arguments.threads,
         namespace=arguments.namespace,
         quota=arguments.quota,
+        key=key,
         create=is_creating,
         read_only=arguments.action in _READ_ONLY_ACTIONS
         or (arguments.action in _READ_IF_POSSIBLE_ACTIONS and _is_unwritable(arguments.store)),
@@ -677,6 +690,18 @@ def _run_action(arguments: argparse.Namespace) -> tuple[CommandResult, int]:
         finally:
             input_sources.report_notes(store.notes, arguments, "warning")
     return result_and_code
+
+
+def _load_key(arguments: argparse.Namespace) -> StoreKey | None:
+    """Read the key of the store; report a file that others can read."""
+    from ...store.encryption import find_exposed_mode, load_key
+
+    key = load_key(arguments.key_file)
+    mode = "" if arguments.key_file is None else find_exposed_mode(arguments.key_file)
+    if mode:
+        text = f"{arguments.key_file}: others can read the key (mode {mode}): chmod 600"
+        input_sources.report_notes([text], arguments, "warning")
+    return key
 
 
 def _is_unwritable(store: str) -> bool:

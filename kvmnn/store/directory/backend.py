@@ -16,7 +16,7 @@ import numpy as np
 from ..._util.text import pluralize
 from ..._util.validation import repr_short
 from ...dtypes import Bytes
-from ...errors import KvmnnError, ManifestError, OutputError, SourceError
+from ...errors import KvmnnError, ManifestError, OptionError, OutputError, SourceError
 from ...files.atomic import wrap_os_errors
 from ..backend import (
     MAX_BLOCK_TOKENS,
@@ -32,6 +32,7 @@ from ..backend import (
     UnitSlice,
     explain_settings,
 )
+from ..encryption import NO_CIPHER, StoreCipher, UnsealError, check_key_matches
 from ..namespace import (
     MAX_TOKENS,
     Ids,
@@ -41,6 +42,7 @@ from ..namespace import (
     compute_sequence_key,
     list_session_names,
     make_session_name,
+    mask_ids,
     to_sort_key,
     to_token_ids,
 )
@@ -61,6 +63,7 @@ from . import index_updates
 from .files import LABEL_SUFFIX, SETTINGS_FILE, RecoveryFiles, SavedSequence, StagedFiles, UnitFiles, iter_foreign_files
 from .index import (
     INDEX_FILE,
+    SESSION_NAME,
     DamagedIndexError,
     InvalidRowError,
     Key,
@@ -148,28 +151,40 @@ class DirectoryBackend:
     """Unit files and their index in one folder, which is created if `settings` for a new store are specified."""
 
     def __init__(
-        self, folder: Path, *, settings: StoreSettings | None, limits: StoreLimits, tenant: str, read_only: bool
+        self,
+        folder: Path,
+        *,
+        settings: StoreSettings | None,
+        limits: StoreLimits,
+        tenant: str,
+        read_only: bool,
+        cipher: StoreCipher = NO_CIPHER,
     ) -> None:
         self.folder = folder
         self.label = str(folder)
         self.read_only = read_only
         self.tenant = tenant
+        self.cipher = cipher
+        self.unit_overhead_bytes = cipher.unit_overhead_bytes
         self._limits = limits
         if folder.exists() and not folder.is_dir():
             raise SourceError(f"{folder}: is not a prefix store, but a file: expected a directory")
         is_new = not folder.exists()
-        self.recovery_files = RecoveryFiles(folder)
+        self.recovery_files = RecoveryFiles(folder, cipher)
+        self._check_key()
         if settings is not None and not read_only:
             self._create_folder()
         self.notes: list[str] = []
         self.rebuilt_notes: list[str] = []
         """The notes about what was damaged and rebuilt."""
         self.tables = TableSetCache(self.recovery_files.read_tables, self.recovery_files.list_table_names)
-        self.files = UnitFiles(folder)
+        self.files = UnitFiles(folder, cipher)
         self._cached_namespaces: tuple[int | None, list[Namespace]] = None, []
         self._damaged_units: set[int] = set()
         try:
-            self.index = StoreIndex(folder, settings=settings, read_only=read_only, rebuild=self._rebuild_index)
+            self.index = StoreIndex(
+                folder, settings=settings, read_only=read_only, rebuild=self._rebuild_index, cipher=cipher
+            )
         except OutputError:
             if is_new:
                 with suppress(OSError):
@@ -189,7 +204,13 @@ class DirectoryBackend:
             with self.index.begin_reading() as cursor:
                 has_units = cursor.has_row("SELECT 1 FROM unit LIMIT 1")
             codec = settings.codec if settings and not has_units else "frames"  # the first stores had frames
-            self.recovery_files.save_settings(StoreSettings(self.block_tokens, codec, self._read_policy()))
+            new_settings = StoreSettings(self.block_tokens, codec, self._read_policy(), cipher.key_check)
+            self.recovery_files.save_settings(new_settings)
+        try:
+            self._check_key()  # another process may have created the store meanwhile
+        except OptionError:
+            self.index.close()
+            raise
         self.codec, self.policy = self._read_codec_and_policy()
         self._num_uses_by_touched_unit: dict[int, int] = {}
         self._last_touch_time = time.monotonic()
@@ -201,7 +222,7 @@ class DirectoryBackend:
             if last_id != self._cached_namespaces[0]:
                 query = "SELECT document FROM space ORDER BY id LIMIT ?"
                 rows = cursor.iter_rows(tuple[str], query, (_MAX_NAMESPACES,))
-                self._cached_namespaces = last_id, [parse_space_document(row[0], self.label) for row in rows]
+                self._cached_namespaces = last_id, [self._parse_space(row[0]) for row in rows]
         return self._cached_namespaces[1]
 
     def ensure_namespace(self, namespace: Namespace) -> None:
@@ -280,7 +301,7 @@ class DirectoryBackend:
 
     def add_state(self, namespace: Namespace, sequence: TokenSequence, state: PrefixState) -> AddResult:
         pieces = state.to_pieces()
-        nbytes = sum(map(len, pieces))
+        nbytes = sum(map(len, pieces)) + self.unit_overhead_bytes
         with self.files.stage() as staging:
             path = staging.write(pieces)
             with self._add(namespace, sequence) as (cursor, namespace_id, addition):
@@ -451,7 +472,17 @@ class DirectoryBackend:
     def _list_space_ids(self, cursor: ValidatingCursor) -> list[int]:
         """Return the row ids of the namespaces of the tenant."""
         rows = cursor.fetch_rows(tuple[int, str], "SELECT id, document FROM space")
-        return [number for number, document in rows if parse_space_document(document, self.label).tenant == self.tenant]
+        return [number for number, document in rows if self._parse_space(document).tenant == self.tenant]
+
+    def _parse_space(self, document: str) -> Namespace:
+        """Parse the namespace document of a row; raise `InvalidRowError` if it is malformed."""
+        return parse_space_document(document, self.label, self.cipher)
+
+    def _check_key(self) -> None:
+        """Raise `OptionError` if the store is encrypted with another key, or by another rule, than this object."""
+        key_check = self.recovery_files.read_key_check()
+        if key_check is not None:
+            check_key_matches(self.label, key_check, self.cipher)
 
     def check_open(self) -> None:
         self.index.check_open()
@@ -493,7 +524,7 @@ class DirectoryBackend:
             codec = "frames" if headers and all(header.dense is None for header in headers) else "dense"
             policy = self._read_policy()
             if not self.read_only:
-                settings = StoreSettings(self.block_tokens, codec, policy)
+                settings = StoreSettings(self.block_tokens, codec, policy, self.cipher.key_check)
                 self.recovery_files.save_settings(settings, overwrite=True)
                 self._add_rebuilt_note(
                     f"{error}: the file was damaged, and is made again by what the index and units say"
@@ -504,7 +535,7 @@ class DirectoryBackend:
         """Rebuild the index if the folder is a store; return whether it is."""
         if not self.recovery_files.exists:
             return False
-        rebuilt_index = rebuild_index(self.folder, known_path)
+        rebuilt_index = rebuild_index(self.folder, known_path, self.cipher)
         self._cached_namespaces = None, []
         self._damaged_units.clear()
         if rebuilt_index is not None:
@@ -536,7 +567,7 @@ class DirectoryBackend:
             if foreign_names and not self._is_store():  # another process may have created it meanwhile
                 problem = f"it holds other things and no {INDEX_FILE}"
                 if self.recovery_files.has_only_units:
-                    problem = f"it has no {INDEX_FILE}, but units: {explain_settings(SETTINGS_FILE)}"
+                    problem = f"it has no {INDEX_FILE}, but units: {explain_settings(SETTINGS_FILE, self.cipher)}"
                 raise SourceError(f"{self.folder}: is not a prefix store: {problem}")
 
     def _is_store(self) -> bool:
@@ -656,7 +687,7 @@ class DirectoryBackend:
                     "ON space.id = unit.space WHERE unit.id > ? ORDER BY unit.id LIMIT ?",
                     (last_unit, _UNITS_PER_QUERY),
                 )
-                namespaces = {document: parse_space_document(document, self.label) for *_, document in rows}
+                namespaces = {document: self._parse_space(document) for *_, document in rows}
             for unit_id, skip, start, unit_tokens, document in rows:
                 last_unit = unit_id
                 if unit_id in lost_units:
@@ -666,7 +697,7 @@ class DirectoryBackend:
                         state, state_bytes = verifier.verify_state(unit_id, namespaces[document])
                         self._check_state_rows(unit_id, state, state_bytes)
                         num_states += 1
-                        nbytes += state_bytes
+                        nbytes += state_bytes + self.unit_overhead_bytes
                         continue
                     unit = verifier.verify(unit_id, namespaces[document])
                     self._check_unit_rows(unit_id, skip, start, unit)
@@ -675,7 +706,7 @@ class DirectoryBackend:
                     continue
                 num_units += 1
                 num_tokens += unit.ids.size
-                nbytes += unit.nbytes
+                nbytes += unit.nbytes + self.unit_overhead_bytes
             if not rows:
                 break
         recovery_notes = tuple(self._repair_recovery_files())
@@ -697,15 +728,15 @@ class DirectoryBackend:
             row = cursor.fetch_row(tuple[int, int, int], query, (unit_id,))
             branch = cursor.fetch_row(tuple[Key], "SELECT parent FROM branch WHERE unit = ?", (unit_id,))
         if row is not None:  # else another process has removed it
-            if branch != (state.key,) or row[0] != state.tokens:
+            if branch != (state.compute_key(self.cipher.secret),) or row[0] != state.tokens:
                 raise DamagedUnitError("is of another prefix than the index says")
-            if row != (state.tokens, nbytes, state.raw_bytes):
+            if row != (state.tokens, nbytes + self.unit_overhead_bytes, state.raw_bytes):
                 raise self.index.mark_damaged("it says other things of a state than its file")
 
     def _check_unit_rows(self, unit_id: int, skip: int, start: int, unit: Unit) -> None:
         """Raise `DamagedUnitError` if a unit has other blocks than its rows, or `DamagedIndexError`."""
         size = self.block_tokens
-        keys = compute_block_keys(unit.parent, unit.ids, size)
+        keys = compute_block_keys(unit.parent, unit.ids, size, self.cipher.secret)
         with self.index.begin_reading() as cursor:
             query = "SELECT key, number FROM block WHERE unit = ?"
             index_by_key = dict(cursor.fetch_rows(tuple[Key, int], query, (unit_id,)))
@@ -719,8 +750,9 @@ class DirectoryBackend:
         if start != unit.start or index_by_key != own_blocks:
             raise DamagedUnitError("holds other blocks than the index says")
         parent = [unit.parent, *keys][skip : skip + 1]
-        first_sort_key = to_sort_key(unit.ids[skip * size : (skip + 1) * size])
-        if unit_sizes != (unit.ids.size, unit.nbytes) or [branch] != [(key, first_sort_key) for key in parent]:
+        own_ids = unit.ids[skip * size : (skip + 1) * size]
+        branches = [(key, to_sort_key(mask_ids(key, own_ids, self.cipher.secret))) for key in parent]
+        if unit_sizes != (unit.ids.size, unit.nbytes + self.unit_overhead_bytes) or [branch] != branches:
             raise self.index.mark_damaged("it says other things of a unit than its file")
 
     def _repair_recovery_files(self) -> list[str]:
@@ -735,17 +767,18 @@ class DirectoryBackend:
     def _iter_recoverable_entries(self, cursor: ValidatingCursor) -> Iterator[Namespace | SavedSequence]:
         """Yield everything in the index that also has a recovery file."""
         for (document,) in cursor.fetch_rows(tuple[str], "SELECT document FROM space"):
-            yield parse_space_document(document, self.label)
+            yield self._parse_space(document)
         for key, unit, tokens in cursor.fetch_rows(tuple[Key, int, int], "SELECT key, unit, tokens FROM pin"):
             pinned = self._read_pinned_sequence(cursor, unit, tokens)
-            if pinned is not None and compute_sequence_key(pinned.namespace_key, pinned.ids) == key:
+            if pinned is not None and self._compute_sequence_key(pinned.namespace_key, pinned.ids) == key:
                 yield pinned
         query = "SELECT name, space.key, ids FROM session JOIN space ON space.id = session.space"
         for name, namespace, packed in cursor.fetch_rows(tuple[str, Key, bytes], query):
             try:
-                if not name:
+                session_name = self.cipher.unseal_name(name)
+                if not session_name:
                     raise ValueError("it has no name")
-                yield SavedSequence(name, namespace, _unpack_session_ids(packed))
+                yield SavedSequence(session_name, namespace, self._unpack_session_ids(session_name, packed))
             except (KvmnnError, zlib.error, TypeError, ValueError) as error:
                 raise InvalidRowError(f"a session is damaged: {error}") from None
 
@@ -781,7 +814,7 @@ class DirectoryBackend:
                 cursor.require_number(f"SELECT count(*) FROM {table} JOIN unit ON unit.id = {table}.unit WHERE {own}")
                 for table in ("block", "pin")
             )
-            session_names = [name for (name,) in cursor.iter_rows(tuple[str], "SELECT name FROM session")]
+            session_names = self._read_session_names(cursor)
             if not self.tenant:
                 num_pins += cursor.require_number("SELECT count(*) FROM pin WHERE unit = 0")  # of texts that are lost
             rows = cursor.iter_rows(
@@ -789,7 +822,7 @@ class DirectoryBackend:
                 "SELECT space.document, sum(tokens) FROM unit JOIN space ON space.id = unit.space "
                 f"WHERE {own} GROUP BY space.id",
             )
-            by_space = [(parse_space_document(document, self.label), number) for document, number in rows]
+            by_space = [(self._parse_space(document), number) for document, number in rows]
         return StoreStats(
             texts=num_sequences,
             units=num_units - num_states,
@@ -816,7 +849,7 @@ class DirectoryBackend:
             keys = []
             for row in rows:
                 text = self._read_pinned_sequence(cursor, row.unit, row.tokens)
-                keys.append("" if text is None else compute_sequence_key(text.namespace_key, text.ids).hex())
+                keys.append("" if text is None else self._compute_sequence_key(text.namespace_key, text.ids).hex())
         entries = (
             StoreEntry(
                 model=row.namespace.model,
@@ -837,7 +870,7 @@ class DirectoryBackend:
     def _list_text_rows(self, cursor: ValidatingCursor) -> list[_TextRow]:
         """Return the rows of stored sequences, the most recently used first."""
         documents = cursor.iter_rows(tuple[int, str], "SELECT id, document FROM space")
-        namespaces = {number: parse_space_document(document, self.label) for number, document in documents}
+        namespaces = {number: self._parse_space(document) for number, document in documents}
         rows = cursor.fetch_rows(
             tuple[int, int, int, int, int, int, int],
             f"SELECT space, start + tokens, {_SEQUENCE_BYTES_SQL}, pins, (SELECT tick FROM state) - used, id, "
@@ -874,18 +907,22 @@ class DirectoryBackend:
 
     def _read_last_ids(self, unit: int) -> list[int]:
         """Return the last ids in the file of a unit; empty if the file is unreadable."""
-        data = self.files.read_unit(unit)
+        data = self.files.read_head(unit)
         try:
-            if data is None:
+            if data is not None and is_prefix_state(data):
+                data = self.files.read_unit(unit)
+                ids = None if data is None else parse_state(data).ids
+            else:
+                ids = None if data is None else parse_header(data).ids
+            if ids is None:
                 return []
-            ids = parse_state(data).ids if is_prefix_state(data) else parse_header(data).ids
         except DamagedUnitError:
             return []
         return [int(token_id) for token_id in ids[-MAX_LAST_IDS:]]
 
     def pin(self, namespace: Namespace, ids: Ids) -> bool:
         sequence = namespace.make_sequence(ids, self.block_tokens)
-        sequence_key = compute_sequence_key(namespace.key, ids)
+        sequence_key = self._compute_sequence_key(namespace.key, ids)
         with self.index.begin_writing() as cursor:
             lookup = self.make_lookup(cursor)
             unit = lookup.find_last_unit(sequence)
@@ -898,7 +935,7 @@ class DirectoryBackend:
         return is_new
 
     def unpin(self, namespace: Namespace, ids: Ids) -> bool:
-        sequence_key = compute_sequence_key(namespace.key, ids)
+        sequence_key = self._compute_sequence_key(namespace.key, ids)
         with self.index.begin_writing() as cursor:
             unit = cursor.fetch_number("SELECT unit FROM pin WHERE key = ?", (sequence_key,))
             if unit is not None:
@@ -920,29 +957,39 @@ class DirectoryBackend:
             row = cursor.fetch_row(
                 tuple[str, bytes],
                 "SELECT space.document, session.ids FROM session JOIN space ON space.id = session.space WHERE name = ?",
-                (name,),
+                (self.cipher.seal_name(name),),
             )
             if row is None:
                 raise KvmnnError(f"{self.label}: there is no session {repr_short(name)}")
-            namespace = parse_space_document(row[0], self.label)
+            namespace = self._parse_space(row[0])
         try:
-            return namespace, _unpack_session_ids(row[1])
-        except (zlib.error, TypeError, ValueError) as error:
+            return namespace, self._unpack_session_ids(name, row[1])
+        except (UnsealError, zlib.error, TypeError, ValueError) as error:
             raise SourceError(f"{self.label}: session {repr_short(name)} is damaged: {error}") from None
 
     def list_sessions(self) -> list[str]:
         with self.index.begin_reading() as cursor:
-            names = [name for (name,) in cursor.iter_rows(tuple[str], "SELECT name FROM session ORDER BY name")]
-        return list_session_names(self.tenant, names)
+            names = self._read_session_names(cursor)
+        return list_session_names(self.tenant, sorted(names))
+
+    def _read_session_names(self, cursor: ValidatingCursor) -> list[str]:
+        try:
+            rows = cursor.iter_rows(tuple[str], "SELECT name FROM session")
+            return [self.cipher.unseal_name(name) for (name,) in rows]
+        except UnsealError as error:
+            raise InvalidRowError(f"the name of a session {error}") from None
 
     def delete_session(self, name: str) -> None:
         name = make_session_name(self.tenant, name)
         with self.index.begin_writing() as cursor:
-            if cursor.execute("DELETE FROM session WHERE name = ?", (name,)) == 0:
+            if cursor.execute("DELETE FROM session WHERE name = ?", (self.cipher.seal_name(name),)) == 0:
                 raise KvmnnError(f"{self.label}: there is no session {repr_short(name)}")
             self.recovery_files.delete_session(name)
 
+    def _compute_sequence_key(self, namespace_key: bytes, ids: Ids) -> bytes:
+        return compute_sequence_key(namespace_key, ids, self.cipher.secret)
 
-def _unpack_session_ids(packed: bytes) -> Ids:
-    """Decompress the ids of a session row; a damaged row raises `zlib.error`, `TypeError` or `ValueError`."""
-    return to_token_ids(np.frombuffer(zlib.decompressobj().decompress(packed, 4 * MAX_TOKENS), "<u4"))
+    def _unpack_session_ids(self, name: str, packed: bytes) -> Ids:
+        """Return the ids of a session row; `UnsealError`, `zlib.error`, `TypeError` or `ValueError` report damage."""
+        data = zlib.decompressobj().decompress(self.cipher.unseal(packed, SESSION_NAME + name), 4 * MAX_TOKENS)
+        return to_token_ids(np.frombuffer(data, "<u4"))

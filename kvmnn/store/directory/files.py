@@ -6,7 +6,6 @@ contain settings, namespaces, shared tables, pinned sequences and sessions.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import os
 import re
@@ -21,21 +20,34 @@ from typing import NamedTuple
 import numpy as np
 
 from ...dtypes import Bytes
-from ...errors import KvmnnError, SourceError
+from ...errors import KvmnnError, ManifestError, SourceError
 from ...files.atomic import wrap_os_errors
 from ...files.mapped_file import MappedFile
 from ...files.schema import read_bounded
 from ...files.temporary import TEMPORARY_NAME_PATTERN, TemporaryPath, remove_stale
 from ...frames.buffers import integrity_checksum
 from ..backend import StoreSettings, encode_settings, parse_settings
-from ..namespace import KEY_BYTES, MAX_ID, MAX_TOKENS, Ids, Namespace, compute_sequence_key, parse_namespace
-from ..unit import MAX_TABLE_SETS_BYTES, DamagedUnitError, TableSets, UnitHeader, make_object_name, parse_header
+from ..encryption import NO_CIPHER, StoreCipher, UnsealError, infer_key_check
+from ..namespace import KEY_BYTES, MAX_ID, MAX_TOKENS, Ids, Namespace, compute_sequence_key, hash_key, parse_namespace
+from ..unit import (
+    MAX_TABLE_SETS_BYTES,
+    UNSEALED_NOTHING,
+    DamagedUnitError,
+    TableSets,
+    UnitHeader,
+    make_object_name,
+    parse_header,
+)
 
 UNIT_SUFFIX = ".unit"
+UNIT_NAME = "units"
+"""The name that units are sealed under: their numbers are not known yet. Each has its ids and keys in it."""
 _STAGING_FOLDER = "staging"
 _UNITS_FOLDER = "units"
 _FOLDER_BITS = 12
 _MAX_UNIT_NUMBER = 1 << 62
+_MAX_SAMPLED_FILES = 64
+"""Files from which it is inferred whether a store is encrypted."""
 _MAX_PIECES_PER_WRITE = 1024
 """POSIX systems accept 1,024 pieces in one call."""
 
@@ -43,8 +55,9 @@ _MAX_PIECES_PER_WRITE = 1024
 class UnitFiles:
     """Files of the units of a store in `folder`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, cipher: StoreCipher = NO_CIPHER) -> None:
         self._folder = folder
+        self._cipher = cipher
         self._staging_folder = _StagingFolder(folder / _STAGING_FOLDER)
 
     def make_path(self, unit: int) -> Path:
@@ -52,7 +65,29 @@ class UnitFiles:
         return Path(self._folder, _UNITS_FOLDER, *_make_unit_names(unit))
 
     def read_unit(self, unit: int) -> Bytes | None:
-        """Return the bytes of a unit as a memory map; None if there is no file."""
+        """Return the bytes of a unit, a memory map unless they were sealed; None if there is no file."""
+        data = self._map_file(unit)
+        try:
+            return None if data is None else self._cipher.unseal_array(data, UNIT_NAME)
+        except UnsealError:
+            return UNSEALED_NOTHING
+
+    def read_head(self, unit: int) -> Bytes | None:
+        """Return at least the header of a unit, which takes less time than `read_unit` if the unit is sealed."""
+        data = self._map_file(unit)
+        try:
+            return None if data is None else self._cipher.unseal_head(data, UNIT_NAME)
+        except UnsealError:
+            return UNSEALED_NOTHING
+
+    def count_unit_bytes(self, unit: int) -> int:
+        """Return the size of a unit before it was sealed; negative if there is no file."""
+        try:
+            return self.make_path(unit).stat().st_size - self._cipher.unit_overhead_bytes
+        except OSError:
+            return -1
+
+    def _map_file(self, unit: int) -> Bytes | None:
         if not 0 < unit < _MAX_UNIT_NUMBER:
             return None
         path = os.path.join(self._folder, _UNITS_FOLDER, *_make_unit_names(unit))
@@ -66,7 +101,7 @@ class UnitFiles:
 
     def read_header(self, unit: int) -> UnitHeader | None:
         """Return the header of a unit; None if its file is missing or damaged."""
-        data = self.read_unit(unit)
+        data = self.read_head(unit)
         try:
             return None if data is None else parse_header(data)
         except DamagedUnitError:
@@ -74,7 +109,7 @@ class UnitFiles:
 
     def stage(self) -> StagedFiles:
         """Open temporary storage for new units."""
-        return StagedFiles(self._staging_folder)
+        return StagedFiles(self._staging_folder, self._cipher)
 
     def move_into_place(self, staged_path: Path, unit: int) -> None:
         """Rename a staged file to the path of its unit."""
@@ -180,16 +215,18 @@ class StagedFiles:
     They are not synchronised to the disk: what a power failure leaves of them fails its checksum.
     """
 
-    def __init__(self, staging_folder: _StagingFolder) -> None:
+    def __init__(self, staging_folder: _StagingFolder, cipher: StoreCipher = NO_CIPHER) -> None:
         self._staging_folder = staging_folder
+        self._cipher = cipher
         self._staged_paths: list[Path] = []
 
     def write(self, pieces: Sequence[Bytes | bytes]) -> Path:
         """Write a file; return its path."""
+        sealed_pieces = self._cipher.seal_pieces(pieces, UNIT_NAME)
         path = self._staging_folder.new_file()
         self._staged_paths.append(path)
         with wrap_os_errors(path.parent), open(path, "xb", buffering=0) as file:
-            _write_pieces(file.fileno(), pieces)
+            _write_pieces(file.fileno(), sealed_pieces)
         return path
 
     def __enter__(self) -> StagedFiles:
@@ -235,10 +272,11 @@ class SavedSequence(NamedTuple):
 
 
 class RecoveryFiles:
-    """Recovery files of a store in `folder`."""
+    """Recovery files of a store in `folder`; all but the settings are sealed."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, cipher: StoreCipher = NO_CIPHER) -> None:
         self._folder = folder
+        self._cipher = cipher
 
     @property
     def exists(self) -> bool:
@@ -253,18 +291,31 @@ class RecoveryFiles:
     def save_settings(self, settings: StoreSettings, *, overwrite: bool = False) -> None:
         """Write the settings if there are none; with `overwrite`, always."""
         if overwrite or not self.exists:
-            self._write(Path(SETTINGS_FILE), encode_settings(settings))
+            self._write_bytes(Path(SETTINGS_FILE), encode_settings(settings), overwrite=overwrite)
 
     def read_settings(self) -> StoreSettings:
         """Read the settings."""
         path = self._folder / SETTINGS_FILE
         return parse_settings(read_bounded(path, _MAX_DOCUMENT_BYTES), str(path))
 
+    def read_key_check(self) -> str | None:
+        """Return the `key_check` of the store; None if nothing is stored that it can be inferred from."""
+        if self.exists:
+            with suppress(ManifestError):
+                return self.read_settings().key_check
+        paths = (*self._folder.glob(f"{_NAMESPACES_FOLDER}/*.json"), *self._folder.glob(f"{_UNITS_FOLDER}/*/*.unit"))
+        samples = {}
+        for path in sorted(paths)[:_MAX_SAMPLED_FILES]:
+            name = UNIT_NAME if path.suffix == UNIT_SUFFIX else path.relative_to(self._folder).as_posix()
+            with suppress(OSError):
+                samples[name, path] = path.read_bytes()
+        return infer_key_check(((name, data) for (name, _), data in samples.items()), self._cipher)
+
     def save_namespace(self, namespace: Namespace) -> None:
         """Write a namespace, unless it is written already."""
-        path, data = _encode_recovery_file(namespace)
+        path, data = _encode_recovery_file(namespace, self._cipher.secret)
         try:
-            is_saved = (self._folder / path).stat().st_size == len(data)
+            is_saved = (self._folder / path).stat().st_size == len(data) + self._cipher.value_overhead_bytes
         except OSError:  # missing, or not a file: `_write` reports that
             is_saved = False
         if not is_saved:
@@ -274,7 +325,8 @@ class RecoveryFiles:
         """Yield the namespaces; damaged files are skipped."""
         for path in sorted((self._folder / _NAMESPACES_FOLDER).glob("*.json")):
             with suppress(KvmnnError, OSError, UnicodeDecodeError):
-                namespace = parse_namespace(read_bounded(path, _MAX_DOCUMENT_BYTES).decode(), str(path))
+                data = self._read(path.relative_to(self._folder), _MAX_DOCUMENT_BYTES)
+                namespace = parse_namespace(data.decode(), str(path), self._cipher.secret)
                 if namespace.key.hex() == path.stem:
                     yield namespace
 
@@ -291,7 +343,9 @@ class RecoveryFiles:
     def read_tables(self, name: str) -> bytes | None:
         """Return the bytes of table sets; None if they are unreadable."""
         try:
-            return read_bounded(self._folder / _TABLES_FOLDER / name, MAX_TABLE_SETS_BYTES)
+            return self._read(Path(_TABLES_FOLDER, name), MAX_TABLE_SETS_BYTES)
+        except UnsealError:
+            return b""
         except (KvmnnError, OSError):
             return None
 
@@ -306,7 +360,7 @@ class RecoveryFiles:
 
     def save_sequence(self, sequence: SavedSequence) -> None:
         """Write a pinned sequence, or that of a session."""
-        self._write(*_encode_recovery_file(sequence))
+        self._write(*_encode_recovery_file(sequence, self._cipher.secret))
 
     def delete_pin(self, key: bytes) -> None:
         """Delete the file of a pin; `key` is its `compute_sequence_key`."""
@@ -321,13 +375,12 @@ class RecoveryFiles:
 
     def delete_session(self, name: str) -> None:
         """Delete the file of a session."""
-        self._delete(make_session_path(name))
+        self._delete(make_session_path(name, self._cipher.secret))
 
     def save_label(self, sequence: SavedSequence) -> None:
         """Write the label of a sequence, which is its `name`."""
-        self._write(
-            _make_label_path(compute_sequence_key(sequence.namespace_key, sequence.ids)), _encode_text(sequence)
-        )
+        key = compute_sequence_key(sequence.namespace_key, sequence.ids, self._cipher.secret)
+        self._write(_make_label_path(key), _encode_text(sequence))
 
     def delete_label(self, key: bytes) -> None:
         """Delete the label of the sequence with this `compute_sequence_key`."""
@@ -338,16 +391,16 @@ class RecoveryFiles:
         max_bytes = _SEQUENCE_STRUCT.size + _MAX_NAME_BYTES + 4 * MAX_TOKENS + _CHECKSUM_STRUCT.size
         for path in sorted((self._folder / _SEQUENCES_FOLDER).glob(f"*{suffix}")):
             with suppress(KvmnnError, OSError):
-                saved_sequence = _decode_sequence(read_bounded(path, max_bytes))
+                saved_sequence = _decode_sequence(self._read(path.relative_to(self._folder), max_bytes))
                 if saved_sequence is not None:
                     yield saved_sequence
 
     def repair(self, expected: Iterable[Namespace | SavedSequence], *, write: bool) -> list[Path]:
         """Return the files that are missing or differ from `expected`; rewrite them if `write` is set."""
         damaged_paths = []
-        for path, data in map(_encode_recovery_file, expected):
+        for path, data in (_encode_recovery_file(value, self._cipher.secret) for value in expected):
             try:
-                is_intact = read_bounded(self._folder / path, len(data)) == data
+                is_intact = self._read(path, len(data)) == data
             except (KvmnnError, OSError):
                 is_intact = False
             if not is_intact:
@@ -369,7 +422,15 @@ class RecoveryFiles:
         except OSError:
             return []
 
+    def _read(self, path: Path, max_bytes: int) -> bytes:
+        """Return what was written to a file; raise `UnsealError` if it does not decrypt."""
+        data = read_bounded(self._folder / path, max_bytes + self._cipher.value_overhead_bytes)
+        return self._cipher.unseal(data, path.as_posix())
+
     def _write(self, path: Path, data: bytes) -> None:
+        self._write_bytes(path, self._cipher.seal(data, path.as_posix()))
+
+    def _write_bytes(self, path: Path, data: bytes, *, overwrite: bool = True) -> None:
         """Write a file atomically; like units it is not synchronised to the disk."""
         target = self._folder / path
         with wrap_os_errors(target):
@@ -377,7 +438,8 @@ class RecoveryFiles:
             staged = TemporaryPath(target)
             try:
                 staged.path.write_bytes(data)
-                os.replace(staged.path, target)
+                if overwrite or not _link_if_absent(staged.path, target):
+                    os.replace(staged.path, target)
             finally:
                 staged.path.unlink(missing_ok=True)
                 staged.release()
@@ -387,21 +449,32 @@ class RecoveryFiles:
             (self._folder / path).unlink(missing_ok=True)
 
 
+def _link_if_absent(staged_path: Path, target: Path) -> bool:
+    """Give a file a second name unless that is taken; return False if the file system has no second names."""
+    try:
+        os.link(staged_path, target)
+    except FileExistsError:  # of two processes that create a store, the first chooses its settings
+        pass
+    except OSError:
+        return False
+    return True
+
+
 def make_pin_path(key: bytes) -> Path:
     return Path(_SEQUENCES_FOLDER, key.hex() + PIN_SUFFIX)
 
 
-def make_session_path(name: str) -> Path:
-    return Path(_SEQUENCES_FOLDER, hashlib.blake2b(name.encode(), digest_size=KEY_BYTES).hexdigest() + SESSION_SUFFIX)
+def make_session_path(name: str, secret: bytes = b"") -> Path:
+    return Path(_SEQUENCES_FOLDER, hash_key(name.encode(), secret).hex() + SESSION_SUFFIX)
 
 
-def _encode_recovery_file(value: Namespace | SavedSequence) -> tuple[Path, bytes]:
+def _encode_recovery_file(value: Namespace | SavedSequence, secret: bytes) -> tuple[Path, bytes]:
     """Return relative path and bytes of the file for a namespace, a pin or a session."""
     if isinstance(value, Namespace):
         return Path(_NAMESPACES_FOLDER, f"{value.key.hex()}.json"), value.to_json().encode()
-    path = make_pin_path(compute_sequence_key(value.namespace_key, value.ids))
+    path = make_pin_path(compute_sequence_key(value.namespace_key, value.ids, secret))
     if value.name:
-        path = make_session_path(value.name)
+        path = make_session_path(value.name, secret)
     return path, _encode_text(value)
 
 

@@ -19,6 +19,7 @@ from typing import Any, NewType, TypeVar, get_args
 from ..._util.validation import repr_short
 from ...errors import KvmnnError, MissingFileError, OutputError, SourceError
 from ..backend import StoreSettings, explain_settings
+from ..encryption import NO_CIPHER, StoreCipher
 from ..namespace import KEY_BYTES, MAX_TOKENS, Namespace, parse_namespace
 from .files import SETTINGS_FILE, RecoveryFiles
 
@@ -39,8 +40,10 @@ class ValidatingCursor:
     `row_type` is the tuple of the types of the columns, such as ``tuple[int, Key]``; an int must be at least 0.
     """
 
-    def __init__(self, cursor: sqlite3.Cursor) -> None:
+    def __init__(self, cursor: sqlite3.Cursor, cipher: StoreCipher = NO_CIPHER) -> None:
         self._cursor = cursor
+        self.cipher = cipher
+        """What texts and ids in rows are sealed with."""
 
     def execute(self, statement: str, parameters: Sequence[object] = ()) -> int:
         """Run a statement without a result; return the number of changed rows."""
@@ -103,10 +106,14 @@ class ValidatingCursor:
         return self._cursor.execute(query, parameters).fetchone() is not None
 
 
-def parse_space_document(document: str, where: str) -> Namespace:
+SPACE_NAME, SESSION_NAME = "index: space", "index: session "
+"""Names under which documents of namespaces, and ids of the session whose name follows, are sealed in rows."""
+
+
+def parse_space_document(document: str, where: str, cipher: StoreCipher) -> Namespace:
     """Parse the namespace document of a row; raise `InvalidRowError` if it is malformed."""
     try:
-        return parse_namespace(document, f"{where}: space")
+        return parse_namespace(cipher.unseal_text(document, SPACE_NAME), f"{where}: space", cipher.secret)
     except KvmnnError as error:
         raise InvalidRowError(str(error)) from None
 
@@ -209,8 +216,10 @@ class StoreIndex:
         settings: StoreSettings | None,
         read_only: bool,
         rebuild: Callable[[str, Path | None], bool],
+        cipher: StoreCipher = NO_CIPHER,
     ) -> None:
         self.path = folder / INDEX_FILE
+        self._cipher = cipher
         self.folder = folder
         self.read_only = read_only
         self._rebuild = rebuild
@@ -318,7 +327,7 @@ class StoreIndex:
             cursor = connection.cursor()
             cursor.execute(begin)
             try:
-                yield ValidatingCursor(cursor)
+                yield ValidatingCursor(cursor, self._cipher)
                 cursor.execute("COMMIT")
             except BaseException:
                 if connection.in_transaction:
@@ -364,7 +373,7 @@ class StoreIndex:
             if settings is None or self.read_only:
                 problem = f"it has no {INDEX_FILE}" if self.folder.is_dir() else "there is no such directory"
                 if RecoveryFiles(self.folder).has_only_units:
-                    problem += f", but units: {explain_settings(SETTINGS_FILE)}"
+                    problem += f", but units: {explain_settings(SETTINGS_FILE, self._cipher)}"
                 error_class = SourceError if self.folder.exists() else MissingFileError
                 raise error_class(f"{self.folder}: is not a prefix store: {problem}")
             try:

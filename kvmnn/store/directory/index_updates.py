@@ -20,11 +20,28 @@ from ..backend import (
     NewUnit,
     explain_settings,
 )
-from ..namespace import Ids, Namespace, TokenSequence, compute_block_keys, compute_sequence_key, to_sort_key
-from ..unit import DamagedUnitError, parse_header, parse_unit
+from ..encryption import NO_CIPHER, StoreCipher
+from ..namespace import (
+    Ids,
+    Namespace,
+    TokenSequence,
+    compute_block_keys,
+    compute_sequence_key,
+    mask_ids,
+    to_sort_key,
+)
+from ..unit import DamagedUnitError, parse_header
 from ..unit_codec import PrefixState, is_prefix_state, parse_state
 from .files import PIN_SUFFIX, SESSION_SUFFIX, SETTINGS_FILE, RecoveryFiles, UnitFiles
-from .index import Key, ValidatingCursor, create_tables, find_newest_index, make_index_name
+from .index import (
+    SESSION_NAME,
+    SPACE_NAME,
+    Key,
+    ValidatingCursor,
+    create_tables,
+    find_newest_index,
+    make_index_name,
+)
 from .lookup import Lookup, find_stored_blocks
 
 _UNITS_PER_QUERY = 64
@@ -39,7 +56,8 @@ _LOST_UNIT = 0
 
 def ensure_namespace_id(cursor: ValidatingCursor, namespace: Namespace) -> int:
     """Return the row id of a namespace, which is inserted if it is new."""
-    cursor.execute("INSERT OR IGNORE INTO space (key, document) VALUES (?, ?)", (namespace.key, namespace.to_json()))
+    document = cursor.cipher.seal_text(namespace.to_json(), SPACE_NAME)
+    cursor.execute("INSERT OR IGNORE INTO space (key, document) VALUES (?, ?)", (namespace.key, document))
     return cursor.require_number("SELECT id FROM space WHERE key = ?", (namespace.key,))
 
 
@@ -87,7 +105,8 @@ def insert_unit(
     if num_known == len(keys) and (new_unit.ids.size == num_known * size or has_all()):
         return 0, []
     parent_key = keys[num_known - 1] if num_known else new_unit.parent
-    first_sort_key = to_sort_key(new_unit.ids[num_known * size : (num_known + 1) * size])
+    own_ids = new_unit.ids[num_known * size : (num_known + 1) * size]
+    first_sort_key = to_sort_key(mask_ids(parent_key, own_ids, sequence.secret))
     parent = None
     if parent_key != sequence.namespace_key:
         parent = cursor.fetch_number("SELECT unit FROM block WHERE key = ?", (parent_key,))
@@ -124,7 +143,8 @@ def insert_state(
     It is evicted before that unit, and removed with it. In its row, `start` is the length of the prefix, and `skip` the
     bytes of its contents.
     """
-    if cursor.has_row("SELECT 1 FROM branch WHERE parent = ? AND text = x''", (state.key,)):
+    state_key = state.compute_key(cursor.cipher.secret)
+    if cursor.has_row("SELECT 1 FROM branch WHERE parent = ? AND text = x''", (state_key,)):
         return 0
     if parent is not None:
         cursor.execute("UPDATE unit SET children = children + 1 WHERE id = ?", (parent,))
@@ -134,7 +154,7 @@ def insert_state(
     )
     unit = cursor.last_row_id
     _set_priorities(cursor, [unit])
-    cursor.execute("INSERT INTO branch VALUES (?, ?, x'')", (unit, state.key))
+    cursor.execute("INSERT INTO branch VALUES (?, ?, x'')", (unit, state_key))
     cursor.execute("UPDATE state SET bytes = bytes + ?", (nbytes,))
     return unit
 
@@ -164,7 +184,7 @@ def insert_pin(cursor: ValidatingCursor, key: bytes, unit: int, tokens: int) -> 
 
 def pin_sequence(cursor: ValidatingCursor, lookup: Lookup, sequence: TokenSequence) -> None:
     """Pin a sequence; if its end is not stored, the pin takes effect when it is put."""
-    key = compute_sequence_key(sequence.namespace_key, sequence.ids)
+    key = compute_sequence_key(sequence.namespace_key, sequence.ids, sequence.secret)
     insert_pin(cursor, key, lookup.find_last_unit(sequence) or _LOST_UNIT, sequence.ids.size)
 
 
@@ -173,13 +193,14 @@ def restore_pins(cursor: ValidatingCursor, lookup: Lookup, sequence: TokenSequen
     query = "SELECT key, tokens FROM pin WHERE unit = ?"
     for key, tokens in cursor.fetch_rows(tuple[Key, int], query, (_LOST_UNIT,)):
         ids = sequence.ids[:tokens]
-        if ids.size == tokens and compute_sequence_key(sequence.namespace_key, ids) == key:
+        if ids.size == tokens and compute_sequence_key(sequence.namespace_key, ids, sequence.secret) == key:
             pin_sequence(cursor, lookup, sequence.take_prefix(tokens))
 
 
 def save_session(cursor: ValidatingCursor, name: str, namespace: Namespace, ids: Ids) -> None:
     """Insert or replace a session."""
-    row = name, ensure_namespace_id(cursor, namespace), zlib.compress(ids.tobytes(), 1)
+    sealed_ids = cursor.cipher.seal(zlib.compress(ids.tobytes(), 1), SESSION_NAME + name)
+    row = cursor.cipher.seal_name(name), ensure_namespace_id(cursor, namespace), sealed_ids
     cursor.execute("INSERT OR REPLACE INTO session VALUES (?, ?, ?)", row)
 
 
@@ -295,12 +316,12 @@ class RebuildResult(NamedTuple):
     num_sessions: int
 
 
-def rebuild_index(folder: Path, known_path: Path | None) -> RebuildResult | None:
+def rebuild_index(folder: Path, known_path: Path | None, cipher: StoreCipher = NO_CIPHER) -> RebuildResult | None:
     """Rebuild the index of a store, unless another process has done so since `known_path` was the newest."""
     try:
-        settings = RecoveryFiles(folder).read_settings()
+        settings = RecoveryFiles(folder, cipher).read_settings()
     except ManifestError as error:
-        advice = explain_settings("this file")
+        advice = explain_settings("this file", cipher)
         raise ManifestError(f"{error}; the index is lost or damaged as well: {advice}") from None
     with _lock_folder(folder):
         number, newest_path = find_newest_index(folder)
@@ -314,7 +335,7 @@ def rebuild_index(folder: Path, known_path: Path | None) -> RebuildResult | None
                 with closing(sqlite3.connect(new_path, isolation_level=None)) as connection:
                     create_tables(connection, settings)
                     connection.execute("BEGIN IMMEDIATE")
-                    rebuild = _Rebuild(ValidatingCursor(connection.cursor()), folder, settings.block_tokens)
+                    rebuild = _Rebuild(ValidatingCursor(connection.cursor(), cipher), folder, settings.block_tokens)
                     rebuild_result = rebuild.fill_index()
                     connection.execute("COMMIT")
                 os.replace(new_path, path)
@@ -347,7 +368,8 @@ class _Rebuild:
 
     def __init__(self, cursor: ValidatingCursor, folder: Path, block_tokens: int) -> None:
         self._cursor, self._folder, self._block_tokens = cursor, folder, block_tokens
-        self._recovery_files, self._files = RecoveryFiles(folder), UnitFiles(folder)
+        self._secret = cursor.cipher.secret
+        self._recovery_files, self._files = RecoveryFiles(folder, cursor.cipher), UnitFiles(folder, cursor.cipher)
         self._namespaces = {namespace.key: namespace for namespace in self._recovery_files.iter_namespaces()}
         self._lookup = Lookup(cursor, self._files.read_header, lambda unit: False)
 
@@ -382,7 +404,7 @@ class _Rebuild:
         for path in self._files.iter_unknown_files(set()):
             unit = int(path.stem, 16)
             with suppress(DamagedUnitError):
-                data = self._files.read_unit(unit)
+                data = self._files.read_head(unit)
                 if data is not None and is_prefix_state(data):
                     states.append(unit)
                 elif data is not None:
@@ -394,31 +416,29 @@ class _Rebuild:
         if 2 * num_wrong > len(starts):
             raise ManifestError(
                 f"{self._folder / SETTINGS_FILE}: says that a block has {self._block_tokens} tokens, and {num_wrong} "
-                f"of {len(starts)} units have other blocks: {explain_settings('it')}"
+                f"of {len(starts)} units have other blocks: {explain_settings('it', self._cursor.cipher)}"
             )
         return starts, states
 
     def _insert_unit(self, unit_id: int) -> bool:
         """Insert a unit by its file; return whether it is usable."""
-        data = self._files.read_unit(unit_id)
-        try:
-            unit = parse_unit(data) if data is not None else None
-        except DamagedUnitError:
+        unit, nbytes = self._files.read_header(unit_id), self._files.count_unit_bytes(unit_id)
+        if unit is None or unit.unit_bytes != nbytes or unit.namespace_key not in self._namespaces:
             return False
-        if unit is None or unit.namespace_key not in self._namespaces:
-            return False
-        keys = compute_block_keys(unit.parent, unit.ids, self._block_tokens)
-        new_unit = NewUnit(unit.parent, unit.start, unit.ids, keys, unit.nbytes, self._files.make_path(unit_id))
-        sequence = TokenSequence(unit.namespace_key, unit.ids, keys, self._block_tokens)
+        keys = compute_block_keys(unit.parent, unit.ids, self._block_tokens, self._secret)
+        file_bytes = nbytes + self._cursor.cipher.unit_overhead_bytes
+        new_unit = NewUnit(unit.parent, unit.start, unit.ids, keys, file_bytes, self._files.make_path(unit_id))
+        sequence = TokenSequence(unit.namespace_key, unit.ids, keys, self._block_tokens, secret=self._secret)
         namespace_id = ensure_namespace_id(self._cursor, self._namespaces[unit.namespace_key])
 
         def has_equal_tail() -> bool:
             """Return whether another unit after the last whole block starts with the partial block of this one."""
-            tail_key = to_sort_key(unit.ids[len(keys) * self._block_tokens :])
+            parent_key = keys[-1] if keys else unit.parent
+            tail_key = to_sort_key(mask_ids(parent_key, unit.ids[len(keys) * self._block_tokens :], self._secret))
             row = self._cursor.fetch_row(
                 tuple[bytes],
                 "SELECT text FROM branch WHERE parent = ? AND text >= ? ORDER BY text LIMIT 1",
-                (keys[-1] if keys else unit.parent, tail_key),
+                (parent_key, tail_key),
             )
             return row is not None and row[0].startswith(tail_key)
 
@@ -443,4 +463,5 @@ class _Rebuild:
             if parent is None:
                 return False
         namespace_id = ensure_namespace_id(self._cursor, namespace)
-        return insert_state(self._cursor, namespace_id, state, data.size, parent, number=unit_id) > 0
+        file_bytes = data.size + self._cursor.cipher.unit_overhead_bytes
+        return insert_state(self._cursor, namespace_id, state, file_bytes, parent, number=unit_id) > 0

@@ -8,7 +8,15 @@ from itertools import islice
 from typing import NamedTuple
 
 from ..backend import PrefixMatch, StateLocation, UnitSlice
-from ..namespace import Ids, TokenSequence, compute_block_keys, count_common_entries, count_common_ids, to_sort_key
+from ..namespace import (
+    Ids,
+    TokenSequence,
+    compute_block_keys,
+    count_common_entries,
+    count_common_ids,
+    mask_ids,
+    to_sort_key,
+)
 from ..unit import UnitHeader
 from .index import Key, ValidatingCursor
 
@@ -96,7 +104,7 @@ class Lookup:
     def find_end(self, namespace_key: bytes, parent: bytes, last_ids: Ids, block_tokens: int) -> int | None:
         """Find the unit that contains `last_ids`, at most a block, after the block with the key `parent`."""
         if last_ids.size == block_tokens:
-            (key,) = compute_block_keys(parent, last_ids, block_tokens)
+            (key,) = compute_block_keys(parent, last_ids, block_tokens, self.cursor.cipher.secret)
             block = find_stored_blocks(self.cursor, [key]).get(key)
             return None if block is None or self.is_damaged(block.unit) else block.unit
         slices = []
@@ -130,7 +138,7 @@ class Lookup:
 
     def _iter_branches(self, parent: bytes, next_ids: Ids, block_tokens: int) -> Iterator[UnitSlice]:
         """Yield the two units after a block that are next to `next_ids` in sort order: one of them matches longest."""
-        sort_key = to_sort_key(next_ids)
+        sort_key = to_sort_key(mask_ids(parent, next_ids, self.cursor.cipher.secret))
         for order in (">= ? ORDER BY text", "< ? ORDER BY text DESC"):
             rows = self.cursor.iter_rows(
                 tuple[int, int, bytes],

@@ -32,6 +32,7 @@ from ..backend import (
     encode_settings,
     parse_settings,
 )
+from ..encryption import NO_CIPHER, StoreCipher, check_key_matches
 from ..namespace import (
     Ids,
     Namespace,
@@ -40,6 +41,7 @@ from ..namespace import (
     compute_state_key,
     count_common_entries,
     count_common_ids,
+    mask_ids,
     parse_namespace,
     to_sort_key,
 )
@@ -48,6 +50,7 @@ from ..unit_codec import PrefixState
 from .eviction import Pin, list_end_units, read_pins, read_uses, save_pin, select_evicted
 from .key_values import CircuitBreaker
 from .records import (
+    MAX_IDS_IN_NAME,
     RECORDS_FOLDER_PREFIX,
     STATES_FOLDER_PREFIX,
     StateRecord,
@@ -150,8 +153,11 @@ class RemoteBackendBase:
         read_only: bool,
         limits: StoreLimits,
         tenant: str,
+        cipher: StoreCipher = NO_CIPHER,
     ) -> None:
         self.tenant = tenant
+        self.cipher = cipher
+        self.unit_overhead_bytes = cipher.value_overhead_bytes
         self.label = key_values.label
         self.key_values = key_values
         self.read_only = read_only
@@ -203,13 +209,14 @@ class RemoteBackendBase:
         return self._cached_settings
 
     def list_namespaces(self) -> list[Namespace]:
+        self._get_settings()  # with another key than the store's, nothing is read: an error, not a miss
         names = self.key_values.list_names("spaces")[:_MAX_NAMESPACES]
         new_names = [name for name in names if name not in self._namespaces]
         documents = self.key_values.get_many([f"spaces/{name}" for name in new_names])
         for name, document in zip(new_names, documents, strict=True):
             with suppress(KvmnnError):  # a damaged one is a miss; the next put writes it again
                 document_text = (document or b"").decode("utf-8", "replace")
-                namespace = parse_namespace(document_text, self.label)
+                namespace = parse_namespace(document_text, self.label, self.cipher.secret)
                 if namespace.key.hex() == name:
                     self._namespaces[name] = namespace
                     number = json.loads(document_text).get("number")
@@ -254,7 +261,7 @@ class RemoteBackendBase:
     def _find_by_records(self, sequence: TokenSequence) -> PrefixMatch:
         block_tokens = sequence.block_tokens
         names = [
-            make_record_name(sequence.get_parent_key(block_index), sequence.get_block(block_index))
+            make_record_name(sequence.get_parent_key(block_index), sequence.get_block(block_index), sequence.secret)
             for block_index in range(len(sequence.keys))
         ]
         records = [
@@ -309,10 +316,11 @@ class RemoteBackendBase:
         data_by_name: dict[str, bytes] = {}
         records: dict[str, UnitRecord] = {}
         for new_unit in new:
-            unit_id = compute_unit_number(namespace.key, new_unit.parent, new_unit.ids)
+            unit_id = compute_unit_number(namespace.key, new_unit.parent, new_unit.ids, namespace.secret)
             assert isinstance(new_unit.staged, bytes)
             data_by_name[make_unit_name(unit_id)] = new_unit.staged
-            record = UnitRecord(namespace.key, new_unit.parent, unit_id, new_unit.nbytes, new_unit.start, new_unit.ids)
+            place = (namespace.key, new_unit.parent, unit_id, new_unit.nbytes, new_unit.start, new_unit.ids)
+            record = UnitRecord(*place, namespace.secret)
             records[record.make_name(sequence.block_tokens)] = record
         superseded_tail = self._find_superseded_tail(new[0], sequence)
         dependencies = {f"spaces/{namespace.key.hex()}": self._encode_namespace(namespace)}
@@ -329,7 +337,7 @@ class RemoteBackendBase:
             self._memory_cache.put(int(name.rpartition("/")[2], 16), data)
         if superseded_tail is not None:
             self.delete_records([superseded_tail])
-        stored_bytes = sum(map(len, data_by_name.values()))
+        stored_bytes = sum(record.nbytes for record in records.values())
         removed_bytes = 0 if superseded_tail is None else superseded_tail.nbytes
         self._restore_pins(sequence)
         self.touch([record.unit for record in records.values()], num_uses=0)
@@ -349,7 +357,7 @@ class RemoteBackendBase:
             if not 0 < num_tokens <= tokens:
                 continue
             if num_tokens not in key_by_size:
-                key_by_size[num_tokens] = compute_state_key(*sequence.get_end(num_tokens)).hex()
+                key_by_size[num_tokens] = compute_state_key(*sequence.get_end(num_tokens), sequence.secret).hex()
             if key_by_size[num_tokens] != key:
                 continue
             (data,) = self.key_values.get_many([f"{folder}/{name}"])
@@ -365,8 +373,10 @@ class RemoteBackendBase:
         if namespace.layers and self.find_prefix(sequence).tokens < sequence.ids.size:
             raise ConcurrentUpdateError("the blocks before a state are gone")
         data = b"".join(bytes(piece) for piece in state.to_pieces())
-        unit_id, start = int.from_bytes(state.key, "big"), state.tokens - int(state.ids.size)
-        record = StateRecord(namespace.key, state.parent, unit_id, len(data), start, state.ids, state.raw_bytes)
+        unit_id = int.from_bytes(state.compute_key(namespace.secret), "big")
+        start, nbytes = state.tokens - int(state.ids.size), len(data) + self.unit_overhead_bytes
+        place = (namespace.key, state.parent, unit_id, nbytes, start, state.ids)
+        record = StateRecord(*place, namespace.secret, state.raw_bytes)
         name = record.make_name(sequence.block_tokens)
         dependencies = {
             f"spaces/{namespace.key.hex()}": self._encode_namespace(namespace),
@@ -378,15 +388,16 @@ class RemoteBackendBase:
         self._memory_cache.put(unit_id, data)
         self._restore_pins(sequence)
         self.touch([unit_id], num_uses=0)
-        return AddResult(len(data), self._enforce_limit_after_put(len(data)))
+        return AddResult(nbytes, self._enforce_limit_after_put(nbytes))
 
     def _find_superseded_tail(self, new_unit: NewUnit, sequence: TokenSequence) -> UnitRecord | None:
         """Return the partial block that a longer sequence repeats: a growing chat would leave one at every turn."""
-        folder, name = make_record_name(new_unit.parent, new_unit.ids[: sequence.block_tokens]).split("/")
+        first_ids = new_unit.ids[: sequence.block_tokens]
+        folder, name = make_record_name(new_unit.parent, first_ids, sequence.secret).split("/")
         lower_names = [candidate for candidate in self.key_values.list_neighbours(folder, name, 1) if candidate < name]
         paths = [f"{folder}/{candidate}" for candidate in lower_names]
         for data, path in zip(self.key_values.get_many(paths), paths, strict=True):
-            record = parse_record_at(data, path, sequence.block_tokens)
+            record = parse_record_at(data, path, sequence.block_tokens, sequence.secret)
             if record is None or record.ids.size >= min(sequence.block_tokens, new_unit.ids.size):
                 continue
             if count_common_entries(record.ids, new_unit.ids) == record.ids.size and record.unit not in list_end_units(
@@ -399,7 +410,7 @@ class RemoteBackendBase:
         """Return the records whose names belong to other units now; unusable records under their names are replaced."""
         lost_records, own_records = [], {}
         for (name, record), data in zip(records.items(), self.key_values.get_many(list(records)), strict=True):
-            stored_record = parse_record_at(data, name, self.block_tokens)
+            stored_record = parse_record_at(data, name, self.block_tokens, self.cipher.secret)
             if stored_record is not None and stored_record.unit == record.unit:
                 continue
             if stored_record is not None and self._has_unit(stored_record.unit):
@@ -479,7 +490,7 @@ class RemoteBackendBase:
         for begin_index in range(0, len(names), NAMES_PER_REQUEST):
             batch = names[begin_index : begin_index + NAMES_PER_REQUEST]
             for name, data in zip(batch, self.key_values.get_many(batch), strict=True):
-                yield name, parse_record_at(data, name, self.block_tokens)
+                yield name, parse_record_at(data, name, self.block_tokens, self.cipher.secret)
 
     def list_valid_records(self) -> list[UnitRecord]:
         """Return all records that are readable."""
@@ -516,7 +527,8 @@ class RemoteBackendBase:
         for name, pin in read_pins(self.key_values).items():
             if (
                 not 0 < pin.tokens <= sequence.ids.size
-                or compute_sequence_key(sequence.namespace_key, sequence.ids[: pin.tokens]).hex() != name
+                or compute_sequence_key(sequence.namespace_key, sequence.ids[: pin.tokens], sequence.secret).hex()
+                != name
             ):
                 continue
             end_units = self._find_end_units(sequence.take_prefix(pin.tokens))
@@ -593,39 +605,47 @@ class RemoteBackendBase:
                 is_there = SETTINGS_NAME.partition("/")[0] in self.key_values.list_foreign()
                 why = ": its key kvmnn:store is of another type than a store writes" if is_there else ""
                 raise SourceError(f"{self.label}: holds no prefix store{why}")
-            self.key_values.put_many({SETTINGS_NAME: encode_settings(self._new_settings)})
-            return self._new_settings
+            new_settings = self._new_settings._replace(key_check=self.cipher.key_check)
+            if not self.key_values.put_if_absent({}, {SETTINGS_NAME: encode_settings(new_settings)}):
+                return new_settings
+            (data,) = self.key_values.get_many([SETTINGS_NAME])  # another process has created it meanwhile
         try:
-            settings = parse_settings(data, f"{self.label}: {SETTINGS_NAME}")
+            settings = parse_settings(data or b"", f"{self.label}: {SETTINGS_NAME}")
         except ManifestError as error:
             settings = self._infer_settings(error)
+        check_key_matches(self.label, settings.key_check, self.cipher)
         check_settings_match(self.label, settings, *self._requested_settings)
         return settings
 
     def _infer_settings(self, error: ManifestError) -> StoreSettings:
         """Infer damaged settings from records and units, and write them."""
         names = self.key_values.list_tree(RECORDS_FOLDER_PREFIX)[:_MAX_SAMPLED_RECORDS]
-        for name, record in zip(names, map(parse_record, self.key_values.get_many(names)), strict=True):
+        values = self.key_values.get_many(names)
+        for name, data in zip(names, values, strict=True):
+            record = parse_record(data, self.cipher.secret)
             block_tokens = None if record is None else infer_block_tokens(name, record)
             if record is None or block_tokens is None:
                 continue
             unit, use = self.key_values.get_many([make_unit_name(record.unit), make_use_name(record.unit)])
             if unit is not None:
                 codec = "dense" if unit.startswith(DENSE_MAGIC) else "frames"
-                inferred = StoreSettings(block_tokens, codec, "benefit" if has_benefit(use) else "lru")
+                policy = "benefit" if has_benefit(use) else "lru"
+                inferred = StoreSettings(block_tokens, codec, policy, self.cipher.key_check)
                 if not self.read_only:
                     self.key_values.put_many({SETTINGS_NAME: encode_settings(inferred)})
                 self.notes.append(f"{error}: it was damaged, and is made again by what a unit says")
                 return inferred
-        example = encode_settings(StoreSettings(64, "dense")).decode().strip()
+        example = encode_settings(StoreSettings(64, "dense", key_check=self.cipher.key_check)).decode().strip()
         raise ManifestError(f"{error}; write what the store was made with there, such as {example}") from None
 
     def _iter_branches(self, sequence: TokenSequence, num_blocks: int, next_ids: Ids) -> Iterator[UnitSlice]:
         """Yield what follows the last whole block, as far as it matches."""
-        folder, name = make_record_name(sequence.get_parent_key(num_blocks), next_ids).split("/")
+        parent = sequence.get_parent_key(num_blocks)
+        folder, name = make_record_name(parent, next_ids, sequence.secret).split("/")
         names = self.key_values.list_neighbours(folder, name, _MAX_NEIGHBOURS)
-        num_named = count_ids_in_name(next_ids)
-        sort_key = to_sort_key(next_ids[:num_named])
+        shown_ids = mask_ids(parent, next_ids[:MAX_IDS_IN_NAME], sequence.secret)
+        num_named = count_ids_in_name(shown_ids)
+        sort_key = to_sort_key(shown_ids[:num_named])
         counts = [count_common_ids(ids_from_name(stored_name), sort_key) for stored_name in names]
         max_equal = max(counts, default=0)
         best_names = [name for name, count in zip(names, counts, strict=True) if count == max_equal > 0]
@@ -639,7 +659,7 @@ class RemoteBackendBase:
                 yield UnitSlice(record.unit, 0, count_common_entries(record.ids, next_ids))
 
     def _parse_usable_record(self, data: bytes | None, name: str, sequence: TokenSequence) -> UnitRecord | None:
-        record = parse_record_at(data, name, sequence.block_tokens)
+        record = parse_record_at(data, name, sequence.block_tokens, sequence.secret)
         return (
             None
             if record is None or record.namespace_key != sequence.namespace_key or record.unit in self._damaged_units

@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 from ..._util.packages import import_optional
 from ...errors import KvmnnError
 from ..backend import BackendUnavailableError
+from ..encryption import StoreCipher, UnsealError
 from .records import RECORDS_FOLDER_PREFIX
 
 T = TypeVar("T")
@@ -197,6 +198,48 @@ class CircuitBreaker:
 
 def _format_error(error: Exception) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+_OPEN_FOLDERS = ("store", "uses")
+"""Folders of values that are not sealed: settings, of which a key is checked first, and counters."""
+
+
+class SealedValues:
+    """The values of another store, sealed with a cipher under their names; everything else is as it is there.
+
+    A value that does not decrypt reads as no bytes, as a damaged one.
+    """
+
+    def __init__(self, key_values: KeyValueStore, cipher: StoreCipher) -> None:
+        self._key_values = key_values
+        self._cipher = cipher
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._key_values, name)
+
+    def get_many(self, names: Sequence[str]) -> list[bytes | None]:
+        return [self._unseal(name, data) for name, data in zip(names, self._key_values.get_many(names), strict=True)]
+
+    def put_many(self, items: Mapping[str, bytes]) -> None:
+        self._key_values.put_many(self._seal_all(items))
+
+    def put_if_absent(self, dependencies: Mapping[str, bytes], new_items: Mapping[str, bytes]) -> set[str]:
+        return self._key_values.put_if_absent(self._seal_all(dependencies), self._seal_all(new_items))
+
+    def _seal_all(self, items: Mapping[str, bytes]) -> dict[str, bytes]:
+        return {name: data if _is_open(name) else self._cipher.seal(data, name) for name, data in items.items()}
+
+    def _unseal(self, name: str, data: bytes | None) -> bytes | None:
+        if data is None or _is_open(name):
+            return data
+        try:
+            return self._cipher.unseal(data, name)
+        except UnsealError:
+            return b""
+
+
+def _is_open(name: str) -> bool:
+    return name.partition("/")[0] in _OPEN_FOLDERS
 
 
 _LOCAL_PROTOCOLS = {"file", "local"}

@@ -18,11 +18,11 @@ from ...dtypes import Bytes
 from ...errors import KvmnnError, ManifestError, SourceError
 from ...files.schema import parse_document
 from ..backend import BackendUnavailableError, StoredText
+from ..encryption import UnsealError
 from ..namespace import (
     Ids,
     Namespace,
     TokenSequence,
-    compute_sequence_key,
     list_session_names,
     make_session_name,
     parse_namespace,
@@ -180,7 +180,9 @@ class RemoteBackend(RemoteBackendBase):
                         raise DamagedUnitError("is of no known model")
                     if isinstance(record, StateRecord):
                         state, state_bytes = verifier.verify_state(record.unit, namespace)
-                        if (state.key, state.tokens, state_bytes) != (record.key, record.tokens, record.nbytes):
+                        state_key = state.compute_key(self.cipher.secret)
+                        file_bytes = state_bytes + self.unit_overhead_bytes
+                        if (state_key, state.tokens, file_bytes) != (record.key, record.tokens, record.nbytes):
                             raise DamagedUnitError("is of another prefix than its record says")
                         num_states += 1
                         nbytes += record.nbytes
@@ -197,7 +199,7 @@ class RemoteBackend(RemoteBackendBase):
                     continue
                 num_units += 1
                 num_tokens += unit.ids.size
-                nbytes += unit.nbytes
+                nbytes += unit.nbytes + self.unit_overhead_bytes
         if not self.read_only:
             self.delete_records([*damaged, *lost_records])
         return StoreVerifyResult(
@@ -293,7 +295,7 @@ class RemoteBackend(RemoteBackendBase):
             namespace, tick = namespaces[record.namespace_key], ticks[record.unit]
             path = list(_iter_ancestors(record, unit_records, record_by_key, block_tokens))
             ids = _join_ids(path)
-            key = "" if ids is None else compute_sequence_key(namespace.key, ids).hex()
+            key = "" if ids is None else StoredText(namespace, ids).key.hex()
             entries.append(
                 StoreEntry(
                     model=namespace.model,
@@ -323,7 +325,7 @@ class RemoteBackend(RemoteBackendBase):
 
     def save_label(self, label: str, namespace: Namespace, ids: Ids) -> None:
         self.check_writable()
-        name = f"{_LABELS_FOLDER}/{compute_sequence_key(namespace.key, ids).hex()}"
+        name = f"{_LABELS_FOLDER}/{StoredText(namespace, ids).key.hex()}"
         self.key_values.put_many({name: _encode_saved_text(label, namespace, ids)})
 
     def iter_labels(self) -> Iterator[tuple[str, StoredText]]:
@@ -333,7 +335,7 @@ class RemoteBackend(RemoteBackendBase):
                 with suppress(KvmnnError):
                     if data is not None:
                         label = parse_document(data, "a label", _MAX_SESSION_BYTES).get("name").read_str()
-                        text = StoredText(*_decode_saved_text(data, "a label", label))
+                        text = StoredText(*_decode_saved_text(data, "a label", label, self.cipher.secret))
                         if text.namespace.tenant == self.tenant:
                             yield label, text
 
@@ -344,7 +346,7 @@ class RemoteBackend(RemoteBackendBase):
     def pin(self, namespace: Namespace, ids: Ids) -> bool:
         self.check_writable()
         sequence = namespace.make_sequence(ids, self.block_tokens)
-        name = compute_sequence_key(namespace.key, ids).hex()
+        name = StoredText(namespace, ids).key.hex()
         (previous_pin,) = self.key_values.get_many([f"pins/{name}"])
         end_units = self._find_end_units(sequence)
         if end_units:
@@ -358,7 +360,7 @@ class RemoteBackend(RemoteBackendBase):
 
     def unpin(self, namespace: Namespace, ids: Ids) -> bool:
         self.check_writable()
-        name = f"pins/{compute_sequence_key(namespace.key, ids).hex()}"
+        name = f"pins/{StoredText(namespace, ids).key.hex()}"
         (previous_pin,) = self.key_values.get_many([name])
         self.key_values.delete([name])
         return previous_pin is not None
@@ -366,15 +368,16 @@ class RemoteBackend(RemoteBackendBase):
     def save_session(self, name: str, namespace: Namespace, ids: Ids) -> None:
         self.check_writable()
         stored_name = make_session_name(self.tenant, name)
-        self.key_values.put_many({_make_session_key(stored_name): _encode_saved_text(stored_name, namespace, ids)})
+        self.key_values.put_many({self._make_session_key(stored_name): _encode_saved_text(stored_name, namespace, ids)})
 
     def get_session(self, name: str) -> tuple[Namespace, Ids]:
         stored_name = make_session_name(self.tenant, name)
         data = self._read_session_bytes(stored_name)
-        return _decode_saved_text(data, f"{self.label}: session {repr_short(name)}", stored_name)
+        label = f"{self.label}: session {repr_short(name)}"
+        return _decode_saved_text(data, label, stored_name, self.cipher.secret)
 
     def _read_session_bytes(self, name: str) -> bytes:
-        (data,) = self.key_values.get_many([_make_session_key(name)])
+        (data,) = self.key_values.get_many([self._make_session_key(name)])
         if data is None:
             (shown_name,) = list_session_names(self.tenant, [name])
             raise KvmnnError(f"{self.label}: there is no session {repr_short(shown_name)}")
@@ -383,17 +386,21 @@ class RemoteBackend(RemoteBackendBase):
     def list_sessions(self) -> list[str]:
         session_names = []
         for key in self.key_values.list_names(_SESSIONS_FOLDER):
-            try:
-                session_names.append(bytes.fromhex(key).decode())
-            except ValueError:
-                continue
+            with suppress(ValueError, UnsealError):
+                session_names.append(
+                    self.cipher.unseal_name(key) if self.cipher.secret else bytes.fromhex(key).decode()
+                )
         return sorted(list_session_names(self.tenant, session_names))
 
     def delete_session(self, name: str) -> None:
         self.check_writable()
         stored_name = make_session_name(self.tenant, name)
         self._read_session_bytes(stored_name)
-        self.key_values.delete([_make_session_key(stored_name)])
+        self.key_values.delete([self._make_session_key(stored_name)])
+
+    def _make_session_key(self, stored_name: str) -> str:
+        sealed_name = self.cipher.seal_name(stored_name) if self.cipher.secret else stored_name.encode().hex()
+        return f"{_SESSIONS_FOLDER}/{sealed_name}"
 
 
 def _encode_saved_text(name: str, namespace: Namespace, ids: Ids) -> bytes:
@@ -407,11 +414,11 @@ def _encode_saved_text(name: str, namespace: Namespace, ids: Ids) -> bytes:
     return json.dumps(document).encode()
 
 
-def _decode_saved_text(data: bytes, label: str, name: str) -> tuple[Namespace, Ids]:
+def _decode_saved_text(data: bytes, label: str, name: str, secret: bytes) -> tuple[Namespace, Ids]:
     """Parse the document of the session or label `name`; errors start with `label`."""
     root = parse_document(data, label, _MAX_SESSION_BYTES)
     try:
-        namespace = parse_namespace(root.get("space").read_str(), label)
+        namespace = parse_namespace(root.get("space").read_str(), label, secret)
         ids = to_token_ids([node.read_int(0) for node in root.get("ids").read_list(min_len=1)])
         checksum = root.value.get("checksum", "")  # the first versions wrote none
         if checksum not in ("", _compute_session_checksum(name, namespace, ids)):
@@ -437,10 +444,6 @@ def _join_ids(path: Sequence[UnitRecord]) -> Ids | None:
 def _compute_session_checksum(name: str, namespace: Namespace, ids: Ids) -> str:
     data = json.dumps([name, namespace.to_json()]).encode() + ids.tobytes()
     return hashlib.blake2b(data, digest_size=8).hexdigest()
-
-
-def _make_session_key(name: str) -> str:
-    return f"{_SESSIONS_FOLDER}/{name.encode().hex()}"
 
 
 def _has_end_unit(records: Iterable[UnitRecord], state: StateRecord, block_tokens: int) -> bool:

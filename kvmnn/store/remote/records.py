@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +17,8 @@ from ..namespace import (
     compute_block_keys,
     compute_state_key,
     count_ids_in_sort_key,
+    hash_key,
+    mask_ids,
     to_sort_key,
 )
 
@@ -49,14 +50,16 @@ class UnitRecord:
     start: int
     #: Token ids of the unit.
     ids: Ids
+    #: What the store hashes keys with.
+    secret: bytes = field(default=b"", repr=False)
 
     def make_name(self, block_tokens: int) -> str:
         """Return the name of the record."""
-        return make_record_name(self.parent, self.ids[:block_tokens])
+        return make_record_name(self.parent, self.ids[:block_tokens], self.secret)
 
     def compute_block_keys(self, block_tokens: int) -> list[bytes]:
         """Return the keys of the whole blocks of the unit."""
-        return compute_block_keys(self.parent, self.ids, block_tokens)
+        return compute_block_keys(self.parent, self.ids, block_tokens, self.secret)
 
     def to_bytes(self) -> bytes:
         """Encode the record."""
@@ -84,7 +87,7 @@ class StateRecord(UnitRecord):
     @property
     def key(self) -> bytes:
         """Key of the state."""
-        return compute_state_key(self.parent, self.ids)
+        return compute_state_key(self.parent, self.ids, self.secret)
 
     def make_name(self, block_tokens: int) -> str:
         """Return the name of the record; names sort by the lengths of their prefixes."""
@@ -116,7 +119,7 @@ def parse_state_name(name: str) -> tuple[int, str] | None:
         return None
 
 
-def parse_record(data: bytes | None) -> UnitRecord | None:
+def parse_record(data: bytes | None, secret: bytes = b"") -> UnitRecord | None:
     """Decode a record; None if it is missing or damaged."""
     if data is None or len(data) < _RECORD_STRUCT.size + _CHECKSUM_STRUCT.size:
         return None
@@ -136,23 +139,24 @@ def parse_record(data: bytes | None) -> UnitRecord | None:
     unit_number = int.from_bytes(unit, "big")
     if magic == STATE_RECORD_MAGIC:
         (raw_bytes,) = _CHECKSUM_STRUCT.unpack_from(data, ids_end)
-        return StateRecord(namespace, parent, unit_number, nbytes, start, ids, raw_bytes)
-    return UnitRecord(namespace, parent, unit_number, nbytes, start, ids)
+        return StateRecord(namespace, parent, unit_number, nbytes, start, ids, secret, raw_bytes)
+    return UnitRecord(namespace, parent, unit_number, nbytes, start, ids, secret)
 
 
-def parse_record_at(data: bytes | None, name: str, block_tokens: int) -> UnitRecord | None:
+def parse_record_at(data: bytes | None, name: str, block_tokens: int, secret: bytes = b"") -> UnitRecord | None:
     """Decode the record with this name; None if it belongs under another name."""
-    record = parse_record(data)
+    record = parse_record(data, secret)
     return record if record is not None and record.make_name(block_tokens) == name else None
 
 
-def make_record_name(parent: bytes, first_ids: Ids) -> str:
+def make_record_name(parent: bytes, first_ids: Ids, secret: bytes = b"") -> str:
     """Return the name of the record of a unit that follows `parent`; `first_ids` are its first block, or a partial one.
 
-    Names sort as the first ids do, of which they contain `count_ids_in_name`.
+    Names sort as the first ids, or what stands for them (`mask_ids`), of which they contain `count_ids_in_name`.
     """
-    key = hashlib.blake2b(parent + first_ids.tobytes(), digest_size=KEY_BYTES).hexdigest()
-    sort_key = to_sort_key(first_ids[: count_ids_in_name(first_ids)])
+    key = hash_key(parent + first_ids.tobytes(), secret).hex()
+    shown_ids = mask_ids(parent, first_ids[:MAX_IDS_IN_NAME], secret)
+    sort_key = to_sort_key(shown_ids[: count_ids_in_name(shown_ids)])
     return f"{make_records_folder(parent)}/{sort_key.hex()}-{key}"
 
 
@@ -181,11 +185,9 @@ def infer_block_tokens(name: str, record: UnitRecord) -> int | None:
     return next((candidate for candidate in candidates if record.make_name(candidate) == name), None)
 
 
-def compute_unit_number(namespace_key: bytes, parent: bytes, ids: Ids) -> int:
+def compute_unit_number(namespace_key: bytes, parent: bytes, ids: Ids, secret: bytes = b"") -> int:
     """Return the number of a unit with these tokens: the same for every writer."""
-    return int.from_bytes(
-        hashlib.blake2b(namespace_key + parent + ids.tobytes(), digest_size=KEY_BYTES).digest(), "big"
-    )
+    return int.from_bytes(hash_key(namespace_key + parent + ids.tobytes(), secret), "big")
 
 
 def make_unit_name(unit: int) -> str:

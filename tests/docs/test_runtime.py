@@ -20,7 +20,7 @@ def test_python_examples_run() -> None:
 
 
 def test_named_traces_ship() -> None:
-    table = PAGE.read_text().split("| engine | sound | why | trace |\n")[1].split("\n\n")[0]
+    table = PAGE.read_text().split("| engine | sound | trace |\n")[1].split("\n\n")[0]
     named = {name for line in table.splitlines()[1:] for name in re.findall(r"`(\w+)`", line.rsplit("|", 2)[-2])}
     with tarfile.open(FIXTURES / "store" / "vectors.tar.xz") as archive:
         index = json.load(archive.extractfile("index.json"))  # type: ignore[arg-type]

@@ -1,4 +1,9 @@
-"""Encode K and V of a layer to a transform stream (docs/format-transform.md)."""
+"""Encode K and V of a layer to a transform stream (docs/format-transform.md).
+
+All steps but the rounding are linear, so the coefficients of a row follow from the row and from what a decoder will
+have: errors do not add up over layers. Corrections give a text scales of its own, 0.5 to 1 % of the bytes at 1,024
+tokens.
+"""
 
 from __future__ import annotations
 

@@ -548,7 +548,9 @@ class CellMeasurer:
     def _get_session(self, attentions: bool, bias: bool) -> DecoderSession:
         key = (attentions, bias)
         if key not in self._sessions:
-            self._sessions[key] = self._open_session(attentions, bias)
+            candidates = (session.share(attentions=attentions) for session in self._sessions.values())
+            shared = next((session for session in candidates if session is not None), None)
+            self._sessions[key] = shared or self._open_session(attentions, bias)
         return self._sessions[key]
 
     def _open_session(self, attentions: bool, bias: bool, profile: Path | None = None) -> DecoderSession:

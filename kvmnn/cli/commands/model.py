@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,11 @@ def run_import(arguments: argparse.Namespace) -> int:
     source = Path(arguments.source)
     default = source.with_name(f"{source.name}-onnx") if source.is_dir() else source.with_suffix("")
     output = arguments.output or str(default if default != source else source.with_name(f"{source.name}-onnx"))
-    with console.progress_bar(arguments, 0, "import") as step:
-        result = import_model(source, output, dtype=arguments.dtype, overwrite=arguments.force, progress=step)
+    with _StageBars(arguments) as bars:
+        result = import_model(
+            source, output, dtype=arguments.dtype, overwrite=arguments.force, progress=bars.advance,
+            start_stage=bars.start,
+        )  # fmt: skip
     console.show_result(arguments, "model import", result)
     return 0
 
@@ -123,16 +127,38 @@ def run_pull(arguments: argparse.Namespace) -> int:
         )
     else:
         console.print_note(arguments, f"{entry.name}: is there already; -f fetches it again")
-    with console.progress_bar(arguments, 0, "import") as step:
-        result = pull_model(entry.name, dtype=arguments.dtype, overwrite=arguments.force, progress=step)
+    with _StageBars(arguments) as bars:
+        result = pull_model(
+            entry.name, dtype=arguments.dtype, overwrite=arguments.force, progress=bars.advance, start_stage=bars.start
+        )
     console.show_result(arguments, "model pull", result)
     return 0
+
+
+class _StageBars(ExitStack):
+    """One progress bar for each stage of the work, one after another."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        super().__init__()
+        self._arguments = arguments
+        self._step: console.AdvanceProgress | None = None
+
+    def start(self, name: str, num_bytes: int) -> None:
+        """Begin a stage of so many bytes."""
+        self.close()
+        self._step = self.enter_context(console.progress_bar(self._arguments, num_bytes, name))
+
+    def advance(self, num_bytes: int) -> None:
+        """Report bytes that were done since the last call."""
+        if self._step is not None:
+            self._step(num_bytes)
 
 
 def _add_dtype(parser: Any) -> None:
     parser.add_argument(
         "--dtype",
-        choices=("fp32", "fp16"),
+        choices=("fp32", "fp16", "int8"),
         default="fp32",
-        help="of the matrices in the folder; fp16 is half the size and rounds dequantized weights (default: fp32)",
+        help="of the matrices in the folder; fp16 rounds dequantized weights, int8 more: its loss is printed "
+        "(default: fp32)",
     )

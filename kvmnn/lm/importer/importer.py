@@ -119,7 +119,7 @@ def import_model(
         for name, data in parts.files.items():
             folder.open_file(name).write(data)
         folder.finish_files()
-        check = _check_weights(source, folder.staging_folder) if dtype == "int8" else None
+        check = _check_weights(source, folder.staging_folder, config) if dtype == "int8" else None
         result = ImportResult(
             source=catalog_name or source,
             sha256=sha256,
@@ -297,27 +297,40 @@ def _build_graph(
     return bytes(model.SerializeToString())
 
 
-def _check_weights(source: str, folder: Path) -> WeightCheck:
+def _check_weights(source: str, folder: Path, config: DecoderConfig) -> WeightCheck:
     """Let the model in `folder`, and one of the same source with float32 weights, read a text."""
-    from ..session import DecoderSession
-    from ..tokenizer import Tokenizer, encode_prompt
-
-    ids = np.array(encode_prompt(Tokenizer.open_for_model(folder), _CHECK_TEXT)[:_MAX_CHECK_TOKENS], np.int64)
-    results = []
+    tokenizer = import_optional("tokenizers").Tokenizer.from_file(str(folder / TOKENIZER_FILES[0]))
+    ids = np.array(tokenizer.encode(_CHECK_TEXT).ids[:_MAX_CHECK_TOKENS], np.int64)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".kvmnn-check-") as temporary:
         reference = Path(temporary) / "fp32"
         import_model(source, reference)
-        for path in (folder, reference):
-            session = DecoderSession.open(path, cache=False)
-            positions = np.arange(len(ids) - 1, dtype=np.int64)
-            logits = session.run_step(ids[:-1], positions, session.create_empty_past()).logits.astype(np.float64)
-            shifted = logits - logits.max(axis=1, keepdims=True)
-            losses = np.log(np.exp(shifted).sum(axis=1)) - shifted[positions, ids[1:]]
-            results.append((float(losses.mean()), logits.argmax(axis=1)))
-            del session
-    (nll, best), (reference_nll, reference_best) = results
+        (nll, best), (reference_nll, reference_best) = (
+            _read_check_text(path / GRAPH_FILE, config, ids) for path in (folder, reference)
+        )
     equal_best = float((best == reference_best).mean())
     return WeightCheck(tokens=len(ids) - 1, nll=nll, reference_nll=reference_nll, equal_best=equal_best)
+
+
+def _read_check_text(graph: Path, config: DecoderConfig, ids: npt.NDArray[np.int64]) -> tuple[float, Any]:
+    """Return the mean loss of a text, and the most probable token after each but the last."""
+    # `DecoderSession` opens models of the catalog, whose module imports this one.
+    runtime = import_optional("onnxruntime")
+    options = runtime.SessionOptions()
+    options.intra_op_num_threads = 1
+    session = runtime.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
+    positions = np.arange(len(ids) - 1, dtype=np.int64)
+    feed: dict[str, Any] = {"input_ids": ids[None, :-1], "attention_mask": np.ones_like(positions)[None]}
+    feed["position_ids"] = positions[None]
+    for layer in range(config.num_layers):
+        for part in ("key", "value"):
+            feed[f"past_key_values.{layer}.{part}"] = np.zeros((1, config.kv_heads, 0, config.head_dim), np.float32)
+        feed[f"attention_bias.{layer}"] = np.zeros((1, 1, 1, len(positions)), np.float32)
+        if config.layers[layer].window:
+            feed[f"key_positions.{layer}"] = positions[None, None]
+    logits = session.run(["logits"], feed)[0][0].astype(np.float64)
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    losses = np.log(np.exp(shifted).sum(axis=1)) - shifted[positions, ids[1:]]
+    return float(losses.mean()), logits.argmax(axis=1)
 
 
 _MAX_CHECK_TOKENS: Final = 256

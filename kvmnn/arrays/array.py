@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from functools import partial
 from typing import Any, Generic, Literal, TypeVar, overload
 
@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import dtypes
+from .._util.dataclass import dataclass
 from ..dtypes import Bytes, Elements
 from ..errors import MissingOptionError, SourceError
 from ..files.change_detection import InputGuard

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import dtypes
+from .._util.dataclass import dataclass
 from .._util.text import pluralize
 from ..dtypes import PARTS, Indices, Part, Positions
 from ..errors import MissingOptionError, OptionError, SourceError

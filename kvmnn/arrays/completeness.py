@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any, Final, Literal, get_args
 
+from .._util.dataclass import dataclass
 from .._util.text import pluralize
 from ..dtypes import Part
 from ..errors import SourceError

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 import numpy as np
 
+from .._util.dataclass import dataclass
 from .._util.text import format_range, pluralize
 from ..dtypes import Indices, Positions
 from ..files.schema import Record, json_key

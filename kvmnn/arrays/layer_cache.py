@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from .. import dtypes
+from .._util.dataclass import dataclass
 from .._util.validation import format_fields
 from ..dtypes import Elements, Positions
 from ..errors import ArrayTypeError, KvmnnError

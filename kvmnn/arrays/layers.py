@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Final, Literal, get_args
 
+from .._util.dataclass import dataclass
 from .._util.text import format_range, pluralize
 from ..dtypes import PARTS, Part
 from ..errors import KvmnnError, MissingOptionError, OptionError, SourceError

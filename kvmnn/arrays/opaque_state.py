@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import partial
 
+from .._util.dataclass import dataclass
 from ..errors import SourceError
 from .completeness import Completeness
 

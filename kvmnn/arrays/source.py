@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from itertools import islice
 from typing import Final
 
+from .._util.dataclass import dataclass
 from ..packed import cache_info
 from ..packed.cache_info import CacheInfo
 from .array import LazyArray, LazyArrayList

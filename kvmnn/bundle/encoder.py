@@ -10,13 +10,14 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import lru_cache
 from itertools import groupby
 from typing import Any, NamedTuple
 
 from .. import dtypes
 from .._util import parallel
+from .._util.dataclass import dataclass
 from .._util.parallel import (
     MAX_IN_FLIGHT_BYTES,
     BackgroundHasher,

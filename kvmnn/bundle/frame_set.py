@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from .. import dtypes
+from .._util.dataclass import dataclass
 from .._util.text import pluralize
 from ..arrays.array import Chunk
 from ..arrays.naming import array_name_from_path

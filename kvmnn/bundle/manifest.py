@@ -14,12 +14,13 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import pairwise
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
 from .. import dtypes
+from .._util.dataclass import dataclass
 from .._util.text import compute_ratio, pluralize
 from .._util.validation import format_fields
 from ..arrays.array import ArrayInfo

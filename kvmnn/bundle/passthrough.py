@@ -13,10 +13,11 @@ import json
 import zlib
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import accumulate, takewhile
 from typing import Any, Final
 
+from .._util.dataclass import dataclass
 from ..arrays.source import FILE_KEY, SIDECAR_KEY
 from ..errors import ManifestError
 from ..files import file_names

@@ -9,9 +9,10 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import Field, dataclass, fields
+from dataclasses import Field, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from .._util.dataclass import dataclass
 from .._util.option_fields import OPTION_KEY
 from .._util.text import suggest
 

@@ -13,9 +13,10 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, TextIO
 
+from .._util.dataclass import dataclass
 from .._util.text import escape_control, join_lines
 
 # All output goes through this module: names and texts are escaped, lines folded, closed and full streams handled, once.

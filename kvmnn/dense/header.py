@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import struct
 import sys
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from .._util.dataclass import dataclass
 from ..dtypes import BF16, FP16, FP32, Bytes, DType
 from ..errors import FrameError, KvmnnError, LimitError
 from ..frames.buffers import as_raw_bytes

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from .._util.dataclass import dataclass
 from ..dtypes import Bytes
 from ..files.schema import Record, json_key
 from .decoder import open_rows

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from decimal import Context, Decimal
 from fractions import Fraction
 from functools import cached_property, lru_cache
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from .._util.dataclass import dataclass
 from .._util.validation import repr_short, validate_int
 from ..errors import KvmnnError
 from . import _stream, tuning

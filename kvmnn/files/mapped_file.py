@@ -10,12 +10,12 @@ import stat
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import PurePath
 from typing import BinaryIO, Literal, Self
 
 import numpy as np
 
+from .._util.dataclass import dataclass
 from ..dtypes import Bytes
 from ..errors import LimitError, SourceError, build_read_error
 from ._file_mapping import FileMapping

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
+from .._util.dataclass import dataclass
 from ..arrays.array import ArrayInfo, Chunk
 from ..arrays.source import Source
 from ..dtypes import Bytes

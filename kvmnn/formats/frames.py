@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import partial
 from typing import cast
 
+from .._util.dataclass import dataclass
 from .._util.parallel import Progress
 from ..arrays.array import Chunk, LazyArray, byteswap, rechunk
 from ..arrays.engine_metadata import restore_completeness

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from .._util.dataclass import dataclass
 from ..arrays.axes import AXES_AS_STORED, AxisSpec
 from ..arrays.completeness import Completeness
 from ..packed.cache_info import StateLayer, TokenIdsFingerprint

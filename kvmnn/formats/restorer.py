@@ -6,10 +6,11 @@ import os
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import zip_longest
 from typing import Any, Literal
 
+from .._util.dataclass import dataclass
 from .._util.parallel import Progress
 from .._util.text import LOSSLESS, format_rate, pluralize
 from ..arrays import engine_metadata

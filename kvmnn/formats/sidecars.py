@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 
+from .._util.dataclass import dataclass
 from ..arrays.completeness import MAX_COMPLETENESS_BYTES as MAX_COMPLETENESS_BYTES
 from ..arrays.layers import collect_layers
 from ..arrays.positions import PositionMap, read_token_positions

@@ -1,13 +1,32 @@
 """The lossless frame codec: arrays to the bytes that MNN would store, and back."""
 
-from . import zstd
-from .api import decode_all, decode_many, encode_many
-from .block import Block, encode_block
-from .buffers import BF16Frame, fnv1a64
-from .decoder import decode, verify_roundtrip
-from .encoder import encode
-from .inspection import FrameInfo, StreamInfo, inspect
-from .options import CODECS, EFFORTS, CodecOptions, Effort
+from typing import TYPE_CHECKING
+
+from .._util.packages import make_lazy_getattr
+
+if TYPE_CHECKING:
+    from . import zstd
+    from .api import decode_all, decode_many, encode_many
+    from .block import Block, encode_block
+    from .buffers import BF16Frame, fnv1a64
+    from .decoder import decode, verify_roundtrip
+    from .encoder import encode
+    from .inspection import FrameInfo, StreamInfo, inspect
+    from .options import CODECS, EFFORTS, CodecOptions, Effort
+else:
+    __getattr__ = make_lazy_getattr(
+        __name__,
+        {
+            "api": "decode_all decode_many encode_many",
+            "block": "Block encode_block",
+            "buffers": "BF16Frame fnv1a64",
+            "decoder": "decode verify_roundtrip",
+            "encoder": "encode",
+            "inspection": "FrameInfo StreamInfo inspect",
+            "options": "CODECS EFFORTS CodecOptions Effort",
+            "zstd": "zstd",
+        },
+    )
 
 __all__ = [
     "CODECS",

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from .._util.dataclass import dataclass
 from ..dtypes import parse_dtype
 from ..errors import KvmnnError
 from .buffers import as_elements, as_raw_bytes, fnv1a64

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
+from .._util.dataclass import dataclass
 from ..dtypes import Bytes, parse_dtype
 from ..files.schema import Record, finite_or_none, json_key
 from . import _decoder, _streams

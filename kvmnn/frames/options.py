@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
+from .._util.dataclass import dataclass
 from ..dtypes import FP16, DType
 from ..errors import KvmnnError
 

@@ -7,8 +7,7 @@ the sources of the fork Livia-Tassel/MNN (3e0f511) and of alibaba/MNN (4d40bdb).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from .._util.dataclass import dataclass
 from .._util.text import suggest
 from ..errors import KvmnnError
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from .. import dtypes
+from .._util.dataclass import dataclass
 from .._util.text import format_range, pluralize
 from ..errors import KvmnnError, ManifestError
 from ..files.schema import JsonReader, parse_document

@@ -10,13 +10,14 @@ highest in the right layout (`LayoutEvidence.contrast`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from .. import dtypes
+from .._util.dataclass import dataclass
 from .._util.text import pluralize
 from .._util.validation import validate_int
 from ..dtypes import PARTS, Bytes, Part, parse_dtype

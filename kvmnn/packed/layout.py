@@ -7,13 +7,13 @@ pack numbers lP and hP of its matrix kernels, and V also into blocks of tokens (
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from .._util.dataclass import dataclass
 from .._util.parallel import parallel_map, resolve_threads
 from .._util.validation import to_int, validate_int
 from ..dtypes import PARTS, Bytes, KVPair, Part, parse_dtype

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
 
+from .._util.dataclass import dataclass
 from .._util.validation import validate_int
 from ..dtypes import PARTS, Indices, Part, parse_dtype
 from ..errors import KvmnnError, LimitError

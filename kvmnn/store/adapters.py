@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from .._util.dataclass import dataclass
 from .._util.text import pluralize
 from ..arrays.array import LazyArray, bytes_array, from_numpy
 from ..arrays.cast import upcast
@@ -30,12 +31,9 @@ from ..arrays.layers import (
 from ..arrays.opaque_state import MAX_STATE_AXES, MAX_STATE_NAME_CHARS, OpaqueState, include_states
 from ..arrays.positions import describe_windows, find_window_layers
 from ..arrays.source import Source
-from ..bundle.passthrough import TOKEN_IDS_NAME
 from ..dtypes import PARTS, Elements, Indices, Positions, parse_dtype
 from ..errors import KvmnnError, ManifestError, OptionError, SourceError
 from ..files.schema import Record, parse_document
-from ..formats.llama import NO_TOKEN
-from ..formats.mnn.token_ids import parse_token_ids
 from ..formats.sidecars import read_positions_by_layer, read_positions_sidecar, read_sidecar
 from ..packed.cache_info import TokenIdsFingerprint
 from ..packed.inference import PackedGeometry
@@ -191,6 +189,9 @@ def read_saved_ids(source: Source) -> Indices | None:
 
     They may be more than its tokens: engines also save the id of a token that is not evaluated yet.
     """
+    from ..bundle.passthrough import TOKEN_IDS_NAME
+    from ..formats.mnn.token_ids import parse_token_ids
+
     cache_ids = source.engine_cache.token_ids if source.engine_cache is not None else None
     sidecar = read_sidecar(source, TOKEN_IDS_NAME) if cache_ids is None else None
     return cache_ids if sidecar is None else parse_token_ids(*sidecar)
@@ -211,6 +212,8 @@ def resolve_token_ids(source: Source, token_ids: Sequence[int] | Ids | Indices |
     SourceError
         If there are fewer ids than tokens, or one is `NO_TOKEN` (a placeholder for a picture or embedding).
     """
+    from ..formats.llama import NO_TOKEN
+
     saved_ids = read_saved_ids(source) if token_ids is None else np.asarray(token_ids, np.int64)
     if saved_ids is None:
         return None

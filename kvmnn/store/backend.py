@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from .._util.dataclass import dataclass
 from ..dtypes import Bytes
 from ..errors import KvmnnError, OptionError, SourceError
 from ..files.schema import parse_document

@@ -6,12 +6,12 @@ import json
 import os
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from .._util.dataclass import dataclass
 from ..arrays.layer_cache import LayerCache
 from ..dense import RopeConfig
 from ..dtypes import Bytes

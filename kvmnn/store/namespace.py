@@ -9,13 +9,14 @@ import hashlib
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from .._util.dataclass import dataclass
 from .._util.text import pluralize
 from .._util.validation import repr_short
 from ..arrays.layer_cache import LayerCache

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from .._util.dataclass import dataclass
 from .._util.text import compute_ratio, escape_control, format_rate, pluralize, shorten_names
 from ..arrays.completeness import Completeness
 from ..arrays.layer_cache import LayerCache

@@ -15,9 +15,7 @@ from ..arrays.layer_cache import LayerCache
 from ..arrays.opaque_state import OpaqueState
 from ..dtypes import DTYPES
 from ..errors import KvmnnError, OptionError, SourceError
-from . import export
 from .backend import AddResult, ConcurrentUpdateError, PrefixMatch, StoreBackend
-from .export import SequenceExporter
 from .namespace import Ids, Namespace, TokenSequence, describe_difference, validate_model
 from .read_path import iter_layers, load_slices, read_layers, read_state
 from .results import LayerwisePrefix, PutResult, StoredPrefix, StoreExportResult
@@ -299,6 +297,8 @@ class SequenceStore:
         data_by_unit = {unit: data for unit, data in units if data is not None}
         if len(data_by_unit) < len(unit_ids):
             raise SourceError(f"{self._backend.label}: this text was evicted meanwhile")
+        from .export import SequenceExporter, write_exported
+
         rotary, options = self._write_options.rope_state.get_rope(namespace, layers), self._write_options.options
         try:
             headers = map(parse_header, data_by_unit.values())
@@ -310,7 +310,7 @@ class SequenceStore:
             unit_slices = exporting.build_units(prefix_match, data_by_unit)
         except DamagedUnitError as error:  # damaged since `read_layers`
             raise SourceError(f"{self._backend.label}: this text cannot be read any more: {error}") from None
-        nbytes = export.write_exported(
+        nbytes = write_exported(
             path, namespace, unit_slices, list(tables.values()), force=force, cipher=self._backend.cipher
         )
         other_precisions = {other_namespace.dtype: ids.size for other_namespace, _ in other_matches}

@@ -22,7 +22,6 @@ from ..dense import RopeConfig
 from ..errors import KvmnnError, MissingDependencyError, OptionError
 from ..files.urls import URL_SCHEME_PATTERN, redact_url
 from ..frames import CodecOptions, Effort
-from . import export
 from .backend import (
     MAX_BLOCK_TOKENS,
     STORE_CODECS,
@@ -656,7 +655,9 @@ class PrefixStore:
         OutputError
             As `put`.
         """
-        model, ids, layers = export.read_exported(path, self._threads, self._key)
+        from .export import read_exported
+
+        model, ids, layers = read_exported(path, self._threads, self._key)
         return self.put(ids, layers, model=model)
 
     def gc(self, max_bytes: int | None = None) -> CleanupResult:

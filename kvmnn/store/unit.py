@@ -12,13 +12,13 @@ import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
 
+from .._util.dataclass import dataclass
 from .._util.parallel import parallel_map, resolve_threads
 from ..arrays.layer_cache import LayerCache
 from ..dense import RopeConfig, SharedTables

@@ -10,12 +10,12 @@ import json
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
 
 import numpy as np
 
+from .._util.dataclass import dataclass
 from .._util.parallel import InterruptibleExecutor, parallel_map, resolve_threads, wait_for_result
 from ..arrays.layer_cache import LayerCache
 from ..arrays.opaque_state import MAX_STATE_AXES, MAX_STATE_NAME_CHARS, OpaqueState, make_state
@@ -28,7 +28,6 @@ from ..files.schema import JsonReader, parse_document
 from ..frames import CodecOptions
 from ..frames.buffers import as_elements, checksum_rows, copy_with_checksum, integrity_checksum
 from ..frames.decoder import FrameDecoder
-from ..frames.encoder import encode_elements, with_selected_predictors
 from ..frames.options import LaneOptions
 from .namespace import KEY_BYTES, MAX_TOKENS, Ids, Namespace, compute_state_key, list_parts
 from .unit import DamagedUnitError, TableSetCache, TableSets, Unit, UnitFrame, check_header_size
@@ -67,6 +66,8 @@ def encode_frame_units(
     threads: int | None = None,
 ) -> None:
     """Encode K and V of all layers as frames, unit by unit; predictors are sampled from the unit in the middle."""
+    from ..frames.encoder import encode_elements, with_selected_predictors
+
     lanes = options.to_lane_options(as_elements(layers[0].keys[:, :0], None)[0])
     parts = list_parts(layers)
     open_units: dict[int, list[UnitFrame | None]] = {}
@@ -407,6 +408,8 @@ def encode_state(
 ) -> PrefixState:
     """Encode rows of windows as frames, and opaque state with zstandard; parameters as those of `PrefixState`."""
     import zstandard
+
+    from ..frames.encoder import encode_elements, with_selected_predictors
 
     pieces: list[bytes] = []
     sums: list[tuple[int, int]] = []

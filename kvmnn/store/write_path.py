@@ -11,18 +11,17 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
 from .._util.parallel import parallel_map, resolve_threads
 from ..arrays.layer_cache import LayerCache
-from ..dense import RopeConfig, search_rope
-from ..dense.encoder import ReferenceHints, encode_as_frame, encode_next
+from ..dense import RopeConfig
 from ..dense.header import MAX_RAW_BYTES, MAX_ROW_ELEMENTS, METHOD_FRAME, read_checksum, read_method
 from ..dtypes import Elements
 from ..errors import OptionError
-from ..frames import CodecOptions, encode_many
+from ..frames import CodecOptions
 from ..frames.buffers import checksum_blocks, integrity_checksum
 from .backend import AddResult, NewUnit, PrefixMatch, StoreBackend, UnitSlice
 from .namespace import Namespace, TokenSequence, list_parts
@@ -48,6 +47,9 @@ from .unit_codec import (
     plan_unit_spans,
     view_token_bytes,
 )
+
+if TYPE_CHECKING:  # the encoders are imported by the functions that use them: reading does without
+    from ..dense.encoder import ReferenceHints
 
 # A unit refers only to rows before it, which are read anyway: a text is read from its beginning, and leaves are evicted
 # before what they follow. Rows are referred to only where checksums of their blocks say that they are those that are
@@ -258,6 +260,8 @@ class DenseStreamEncoder:
 
     def measure_layer_frames(self, units: Sequence[DenseUnitPlan], options: CodecOptions) -> list[int]:
         """Return the sizes of frames for the arrays of `try_layer`."""
+        from ..frames import encode_many
+
         span, layer = units[find_middle(units)].span, self._layers[len(self._layers) // 2]
         arrays = [np.ascontiguousarray(elements[:, slice(*span)]) for elements in list_parts([layer])]
         return list(map(len, encode_many(arrays, dtype=self._namespace.dtype, effort=options.effort, threads=1)))
@@ -302,6 +306,8 @@ class DenseStreamEncoder:
     def _encode_part(
         self, unit: DenseUnitPlan, part: int, reference_hints: ReferenceHints | None
     ) -> tuple[UnitFrame, ReferenceHints | None]:
+        from ..dense.encoder import encode_as_frame, encode_next
+
         (begin_token, end_token), history, tables = unit
         kind, raw_bytes = StreamKind(part, bool(history.num_rows)), self._parts[part][:, begin_token:end_token].nbytes
         is_values = self._namespace.parts[part][1]
@@ -388,6 +394,8 @@ class RopeState:
                 raise OptionError(f"rotary has {self._specified.dims} dims: expected at most the head_dim, {max_dims}")
             return self._specified
         if namespace.key not in self._rope_by_namespace:
+            from ..dense import search_rope
+
             rope = search_rope(layers[0].keys, dtype=namespace.dtype)
             if rope is None and layers[0].tokens < MIN_TABLE_TOKENS:
                 return None

@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 from prefixes import MODEL, checksum_model
 
 from kvmnn import KvmnnError, LayerCache, dense
+from kvmnn.dense import encoder as dense_encoder
 from kvmnn.dense.header import METHOD_FRAME, read_method
 from kvmnn.errors import OptionError, SourceError
-from kvmnn.store import PrefixStore, read_exported, write_path
+from kvmnn.store import PrefixStore, read_exported
 from kvmnn.store.namespace import build_namespace
 from kvmnn.store.unit import MAX_CHAIN_UNITS, MIN_TABLE_TOKENS, DamagedUnitError, parse_unit
 from kvmnn.store.unit_codec import LoadedSlice, decode_slices
@@ -330,14 +331,14 @@ def test_dense_store_strided_and_big_endian_rows(tmp_path: Path, how: str) -> No
 def test_dense_store_larger_frames_are_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until the next trial, but for streams that are larger themselves."""
     tried: list[int] = []
-    encode_next = write_path.encode_next
+    encode_next = dense_encoder.encode_next
 
     def noted(rows, before, reference_hints, *, frame_trial_min_bytes, **more):
         data, found = encode_next(rows, before, reference_hints, frame_trial_min_bytes=frame_trial_min_bytes, **more)
         tried[-1] += len(data) > frame_trial_min_bytes or read_method(data) == METHOD_FRAME
         return data, found
 
-    monkeypatch.setattr(write_path, "encode_next", noted)
+    monkeypatch.setattr(dense_encoder, "encode_next", noted)
     noise = np.random.default_rng(3).standard_normal((2, 512, 16)).astype(np.float16)
     with PrefixStore(tmp_path / "s", block_tokens=16, codec="dense") as store:
         for number in range(5):

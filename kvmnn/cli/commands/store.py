@@ -244,15 +244,15 @@ def _encode_text(arguments: argparse.Namespace) -> Any:
 
 def build_fingerprint(arguments: argparse.Namespace) -> str | None:
     """Return the fingerprint of the model that the options name."""
+    specified: str | None = arguments.fingerprint
+    if arguments.model is None:
+        return specified
     from pathlib import Path
 
     from ...errors import SourceError
     from ...store.encryption import make_cipher
     from ...store.fingerprints import read_or_compute_fingerprint
 
-    specified: str | None = arguments.fingerprint
-    if arguments.model is None:
-        return specified
     try:
         model_fingerprint = read_or_compute_fingerprint(
             arguments.model,
@@ -621,7 +621,7 @@ def _add_notes(document: dict[str, Any], new_notes: list[str]) -> dict[str, Any]
 
 def _run_action(arguments: argparse.Namespace) -> tuple[CommandResult, int]:
     from ...files.urls import redact_url
-    from ...store import PrefixStore, read_exported
+    from ...store import PrefixStore
 
     action = _SPEC_BY_ACTION[arguments.action]
     idle_names = [name for name in _ALL_OPTIONS if name not in action.options]
@@ -659,6 +659,8 @@ def _run_action(arguments: argparse.Namespace) -> tuple[CommandResult, int]:
     key = arguments.key = _load_key(arguments)
     if is_creating:  # of an input that cannot be read no store is made
         if arguments.action == "import":
+            from ...store import read_exported
+
             arguments.read = read_exported(arguments.inputs[0], key=key)
         else:
             arguments.read = _load_source(arguments)

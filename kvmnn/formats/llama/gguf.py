@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
+from ..._util.dataclass import dataclass
 from ..._util.text import pluralize
 from ...arrays.completeness import LayerStateInfo
 from ...dense import RopeConfig

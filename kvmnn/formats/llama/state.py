@@ -8,12 +8,12 @@ structures and returns the one that ends with the file. K and V have element typ
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 
+from ..._util.dataclass import dataclass
 from ..._util.text import pluralize
 from ...dtypes import PARTS, Bytes, Floats, Indices, Part, Positions
 from ...errors import SourceError

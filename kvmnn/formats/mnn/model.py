@@ -12,10 +12,11 @@ import os
 import struct
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any, Final, Literal, NamedTuple
 
+from ..._util.dataclass import dataclass
 from ...arrays.completeness import LayerStateInfo, StateKind
 from ...errors import OptionError, SourceError, build_read_error
 from ...files.mapped_file import MappedFile

@@ -12,10 +12,10 @@ import re
 import stat
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from ..._util.dataclass import dataclass
 from ..._util.text import format_range
 from ...arrays.completeness import LayerStateInfo, StateKind
 from ...dtypes import PART_LETTERS, PARTS, Part

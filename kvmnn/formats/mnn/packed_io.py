@@ -10,7 +10,6 @@ import hashlib
 import mmap
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Literal
 import numpy as np
 
 from ... import dtypes
+from ..._util.dataclass import dataclass
 from ...arrays.array import Chunk, LazyArray, rechunk
 from ...bundle.manifest import PackedFileEntry, PackedRecord, format_unused_name, name_state
 from ...dtypes import PARTS, Bytes, Part

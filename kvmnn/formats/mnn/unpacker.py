@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import PurePath
 from typing import Any, Literal
 
+from ..._util.dataclass import dataclass
 from ..._util.parallel import Progress
 from ..._util.text import LOSSLESS, LOSSY, UNCHANGED, format_range, format_rate, pluralize
 from ...arrays.array import ArrayInfo
@@ -26,7 +27,6 @@ from ..npz import build_comment
 from ..sidecars import write_sidecars
 from ..tensor_selection import build_packed_positions_sidecar
 from ..writer import build_output_metadata, iter_source_chunks, list_lost_information, list_stale_files, write_arrays
-from .dump import write_dump
 
 OutputForm = Literal["arrays", "dump", "packed-dump"]
 OUTPUT_FORMS: tuple[OutputForm, ...] = ("arrays", "dump", "packed-dump")
@@ -208,6 +208,8 @@ def _write_kv_dump(
     if form == "packed-dump" and source.cache is not None and not source.cache.is_uniform:
         raise OptionError(f"{' '.join(source.inputs)}: heads differ by layer: use --output-kind dump")
     arrays = collect_layers(source)
+    from .dump import write_dump  # with frames and packed files, which arrays do not need
+
     with DirectoryOutput(output, force=force, exclude=list_with_contents(source.files)) as directory:
         write_dump(
             arrays,

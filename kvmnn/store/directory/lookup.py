@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
+from ..._util.dataclass import dataclass
 from ..backend import PrefixMatch, StateLocation, UnitSlice
 from ..namespace import (
     Ids,

@@ -6,7 +6,7 @@ import platform
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import ceil
 from statistics import median
 from typing import Any
@@ -16,11 +16,13 @@ import numpy as np
 from .._util.parallel import Progress, cpu_count
 from .._util.text import MIN_RATE_BYTES, format_mb_per_second, pluralize
 from ..arrays.array import Chunk, LazyArray
+from ..arrays.layers import collect_layers
 from ..arrays.source import Source
 from ..bundle.dense import DensePlan
 from ..errors import KvmnnError
 from ..files.schema import Record, json_key
 from ..frames import encode, inspect
+from ..reports.break_even import BreakEvenReport, CodecTimes, EngineTimes, compute_break_even
 from . import codecs
 from .codecs import BenchCodec, count_dense_bytes, explain_no_dense, make_dense_codec, make_dense_plans
 
@@ -219,9 +221,13 @@ class BenchReport(Record):
     threads: int
     #: One report for each array.
     arrays: tuple[ArrayBenchReport, ...]
+    #: Where the codecs that succeeded on every array pay; None if there is none.
+    break_even: BreakEvenReport | None = field(default=None, metadata={"omit": True})
 
     def __str__(self) -> str:
-        return "\n\n".join(f"{report.format_heading(self.threads)}\n{report}" for report in self.arrays)
+        blocks = [f"{report.format_heading(self.threads)}\n{report}" for report in self.arrays]
+        is_timed = any(result.raw_bytes >= MIN_RATE_BYTES for report in self.arrays for result in report.results)
+        return "\n\n".join([*blocks, *([str(self.break_even)] if self.break_even is not None and is_timed else [])])
 
 
 DEFAULT_SAMPLE_BYTES = 64 << 20
@@ -240,6 +246,8 @@ def compare(
     threads: int = 1,
     with_max: bool = False,
     progress: Progress | None = None,
+    engine: EngineTimes | None = None,
+    link: float | None = None,
 ) -> BenchReport:
     """Measure kvmnn's efforts, its dense streams and all installed alternatives on the arrays of a source.
 
@@ -257,9 +265,13 @@ def compare(
         Measure effort "max" on all of these bytes instead of the first MiB.
     progress
         Called with 1 after each turn of a codec; there are `count_runs` of them.
+    engine, link
+        As for `kvmnn.reports.break_even.compute_break_even`: times to the first token with stored K and V.
 
     Raises
     ------
+    KvmnnError
+        When `engine` is specified and the arrays are not K and V of layers.
     SourceError
         When an array is damaged. A codec that fails or does not restore the data is a row of the result.
     """
@@ -277,7 +289,40 @@ def compare(
         for array in source.arrays
     ]
     machine = MachineInfo(platform.processor() or platform.machine(), cpu_count(), platform.system())
-    return BenchReport(machine=machine, threads=threads, arrays=tuple(reports))
+    times = _sum_codec_times(reports)
+    break_even = None
+    if times:
+        token_bytes = None if engine is None else _compute_token_bytes(source)
+        break_even = compute_break_even(times, token_bytes=token_bytes, engine=engine, link=link)
+    return BenchReport(machine=machine, threads=threads, arrays=tuple(reports), break_even=break_even)
+
+
+def _compute_token_bytes(source: Source) -> float:
+    arrays = collect_layers(source)
+    return sum(entry.array.nbytes for entry in arrays) / max(max(entry.geometry[1] for entry in arrays), 1)
+
+
+def _sum_codec_times(reports: Sequence[ArrayBenchReport]) -> list[CodecTimes]:
+    """Sum sizes and times of each codec that succeeded on every array; those at the 95th percentile as well."""
+    times = []
+    for codec in dict.fromkeys(result.codec for report in reports for result in report.results):
+        results = [result for report in reports for result in report.results if result.codec == codec]
+        encodes = [result.encode for result in results if result.encode is not None]
+        decodes = [result.decode for result in results if result.decode is not None]
+        if len(encodes) < len(reports) or len(decodes) < len(reports):
+            continue
+        times.append(
+            CodecTimes(
+                codec=codec,
+                raw_bytes=sum(result.raw_bytes for result in results),
+                stored_bytes=sum(result.stored_bytes for result in results),
+                encode_p50=sum(timing.wall for timing in encodes),
+                encode_p95=sum(timing.wall_p95 or timing.wall for timing in encodes),
+                decode_p50=sum(timing.wall for timing in decodes),
+                decode_p95=sum(timing.wall_p95 or timing.wall for timing in decodes),
+            )
+        )
+    return times
 
 
 def count_runs(

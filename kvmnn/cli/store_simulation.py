@@ -7,8 +7,8 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from . import input_sources, shared_options
+from .break_even_options import add_speed_option
 from .console import UsageError
-from .options import SpecField, add_spec_option
 
 if TYPE_CHECKING:
     from ..store.simulation import MeasuredRatio, SimulationReport
@@ -56,11 +56,7 @@ def add_simulation_options(parser: Any) -> None:
     group.add_argument(
         "--ratio", type=_parse_ratio, metavar="R", help="raw over stored bytes; measured: of the caches IN (default: 1)"
     )
-    speed_fields = [
-        SpecField("prefill", "prefill_speed", "tokens a second", shared_options.parse_positive, "TOKENS"),
-        SpecField("load", "load_speed", "bytes a second from the store", shared_options.parse_byte_count, "BYTES"),
-    ]
-    add_spec_option(group, "--speed", "for the seconds saved", speed_fields, metavar="KEY=VALUE,...")
+    add_speed_option(group, "for the seconds saved; stat: for break-even")
 
 
 def run_simulation(arguments: argparse.Namespace) -> SimulationReport:
@@ -71,6 +67,8 @@ def run_simulation(arguments: argparse.Namespace) -> SimulationReport:
         raise UsageError("store simulate needs --model-shape SHAPE and --size SIZE,...")
     if (arguments.ratio == "measured") != bool(arguments.inputs):
         raise UsageError("store simulate takes --ratio measured and caches together: TRACE CACHE... --ratio measured")
+    if isinstance(arguments.prefill_speed, str):
+        raise UsageError("store simulate takes --speed prefill= as tokens a second, no file")
     if arguments.load_speed is not None and arguments.prefill_speed is None:
         raise UsageError("--speed load= needs prefill=, too")
     shape = parse_model_shape(arguments.model_shape)

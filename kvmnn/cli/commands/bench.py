@@ -5,16 +5,18 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from .. import console, input_sources, shared_options
+from .. import break_even_options, console, input_sources, shared_options
 
 _DESCRIPTION = """\
 Measure encode and decode speed and ratio on real data: kvmnn's efforts, its dense streams of K and V where their axes
 are known, and the other codecs that are installed (pip install bitshuffle blosc2 lz4 pcodec zipnn zstandard).
 
 All codecs take turns in one process; figures are medians over --repeats. Each round trip is checked. Break-even is the
-link or disk speed below which compress + send + decompress (wall time, in sequence) is faster than sending raw bytes;
---json has it for the 95th percentile of both times, too. A codec is
-dominated where another one is nowhere worse in ratio and in CPU time of both directions."""
+link or disk speed below which compress + send + decompress (wall time, in sequence) is faster than sending raw bytes; a
+last table has it for reading alone, and for times at the 95th percentile. A codec is dominated where another one is
+nowhere worse in ratio and in CPU time of both directions. --speed says how fast the engine computes, in tokens a second
+or as a file of its times (docs/prefix-store.md), and how fast the link is: from what length on loading K and V beats
+computing them."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -30,7 +32,7 @@ def add_parser(subparsers: Any) -> None:
             "kvmnn bench kv.npz --repeats 9 --threads 4",
             "kvmnn bench words.bin --dtype fp16 --json",
         ),
-        shown="--dtype --tensor --repeats --sample-bytes --max",
+        shown="--dtype --tensor --repeats --sample-bytes --speed --max",
     )
     parser.add_argument(
         "inputs",
@@ -49,6 +51,7 @@ def add_parser(subparsers: Any) -> None:
         metavar="SIZE",
         help="measure the beginning of larger arrays (default: 64M; 0: all)",
     )
+    break_even_options.add_speed_option(parser, "for the time to the first token of stored prefixes")
     parser.add_argument("--max", action="store_true", help="measure effort max on all the data, not on its first MiB")
     parser.accept("--threads", default=1)
 
@@ -68,6 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
             threads=arguments.threads,
             with_max=arguments.max,
             progress=step,
+            engine=break_even_options.read_engine_times(arguments),
+            link=arguments.load_speed,
         )
     console.show_result(arguments, "bench", report)
     return 0

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ...analysis.options import LANES, ArgumentsError, LanePredictors, MeasureOptions, Scope, parse_layer_ids
-from .. import batch, console, dense_options, input_sources, packed_options, shared_options
+from .. import batch, break_even_options, console, dense_options, input_sources, packed_options, shared_options
 from ..console import UsageError
 from ..options import add_dataclass_options, collect_values
 
@@ -37,6 +37,7 @@ def add_input_output_options(parser: CommandParser) -> None:
     parser.add_argument(
         "--fp32", action="store_true", help="with --to-fp16: also simulate the fp32 words, in four byte lanes"
     )
+    break_even_options.add_speed_option(parser, "also time the store's codecs, and say where they pay")
     parser.add_argument("--no-limits", action="store_true", help="do not compute the entropy of bytes (faster)")
     parser.accept("--threads")
     parser.add_argument(
@@ -112,6 +113,8 @@ def refuse_idle_measure_options(arguments: argparse.Namespace, options: MeasureO
         refuse_names(["skip_head_metrics", "run_log"], "needs --analysis")
     if not arguments.to_fp16:
         refuse_names(["allow_fp16"], "needs --to-fp16 DIR")
+    if arguments.to_fp16 is not None or arguments.analysis:
+        refuse_names(break_even_options.SPEED_NAMES, "is not for --analysis and --to-fp16")
     if not arguments.dense:
         refuse_names(["rope"], "needs --dense")
     if arguments.dense:
@@ -185,7 +188,8 @@ fp32 is measured as fp32. --to-fp16 rounds it to fp16 first (LOSSY), as the eval
 --analysis DIR writes entropies and split ratios of every dump and head instead (layer_metrics.csv, head_metrics.csv,
 summary.md; grouped_summary.md with --run-log, a CSV file or JSON lines with run_id and prompt_tokens). --to-fp16 DIR
 converts a tree of fp32 dumps (LOSSY) and measures nothing. --dense reports, layer by layer, the sizes of dense streams
-and of MNN's frames: all are made, decoded and compared (docs/dense.md)."""
+and of MNN's frames: all are made, decoded and compared (docs/dense.md). --speed also puts K and V into a temporary
+store of each codec and gets them, several times: from what link and length on they pay (docs/prefix-store.md)."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -294,7 +298,7 @@ def _run_measure(arguments: argparse.Namespace, options: MeasureOptions, dumps: 
             force=arguments.force,
             progress=progress,
         )
-    console.show_result(arguments, "measure", measure_result)
+    _show_sizes(arguments, measure_result)
     for path in filter(None, (arguments.out_json, arguments.out_md)):
         console.print_line(arguments, f"Wrote {path}")
 
@@ -328,7 +332,22 @@ def _run_measure_dense(arguments: argparse.Namespace) -> None:
     options = dense_options.build_dense_options(arguments, source)
     with console.progress_bar(arguments, source.nbytes, "measuring") as progress:
         dense_result = measure_dense(source, options, threads=arguments.threads, progress=progress)
-    console.show_result(arguments, "measure", dense_result)
+    _show_sizes(arguments, dense_result)
+
+
+def _show_sizes(arguments: argparse.Namespace, result: console.CommandResult) -> None:
+    """Print sizes; with ``--speed`` also from what link and length on stored K and V pay."""
+    if break_even_options.has_speed(arguments):
+        from ...store import read_layer_caches
+        from ...store.tier_times import measure_break_even
+
+        engine = break_even_options.read_engine_times(arguments)
+        used_options = dense_options.SOURCE_TEXT_OPTIONS if arguments.dense else ()
+        source = input_sources.load(arguments.inputs, arguments, with_frames=True, used_options=used_options)
+        layers = read_layer_caches(source, token_major=arguments.token_major)
+        report = measure_break_even(layers, engine=engine, link=arguments.load_speed, threads=arguments.threads)
+        result = break_even_options.ResultWithBreakEven(result, report)
+    console.show_result(arguments, "measure", result)
 
 
 def _run_analysis(arguments: argparse.Namespace, options: MeasureOptions) -> None:

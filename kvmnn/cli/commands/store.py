@@ -9,7 +9,15 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ..._util.text import shorten_names
-from .. import console, dense_options, input_sources, packed_options, shared_options, store_simulation
+from .. import (
+    break_even_options,
+    console,
+    dense_options,
+    input_sources,
+    packed_options,
+    shared_options,
+    store_simulation,
+)
 from ..command_parser import ActionHelp
 from ..console import CommandResult, UsageError
 
@@ -323,13 +331,34 @@ def _run_export(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Comm
 
 
 def _run_stat(store: PrefixStore, arguments: argparse.Namespace) -> tuple[CommandResult, int]:
+    result = _read_stats(store, arguments)
+    if not break_even_options.has_speed(arguments):
+        return result, 0
+    from ...errors import KvmnnError
+    from ...store.tier_times import MAX_TIMED_TOKENS, measure_break_even
+
+    keys = [entry.key for entry in store.ls().texts if entry.key]
+    if arguments.resolved is None and not keys:
+        raise KvmnnError(f"{arguments.store}: --speed times a stored text, and there is none")
+    text = arguments.resolved or store.resolve(keys[0])
+    prefix = store.get(text.ids[:MAX_TIMED_TOKENS], model=text.namespace.model, dtype=text.namespace.dtype)
+    report = measure_break_even(
+        prefix.layers,
+        engine=break_even_options.read_engine_times(arguments),
+        link=arguments.load_speed,
+        threads=arguments.threads,
+    )
+    return break_even_options.ResultWithBreakEven(result, report), 0
+
+
+def _read_stats(store: PrefixStore, arguments: argparse.Namespace) -> CommandResult:
     if arguments.resolved is None:
-        return store.stats(), 0
+        return store.stats()
     listing, key = store.ls(), arguments.resolved.key.hex()
     entries = tuple(entry for entry in listing.texts if entry.key == key)
     if not entries:
         raise UsageError(f"{arguments.store}: {arguments.inputs[0]}: is not listed: a longer text goes on from it")
-    return entries[0], 0
+    return entries[0]
 
 
 def _run_import(store: PrefixStore, arguments: argparse.Namespace) -> tuple[CommandResult, int]:
@@ -384,7 +413,7 @@ prefix, to the token. Equal prefixes are stored once, losslessly (docs/prefix-st
                       cache that an engine loads (--cast: in its dtype);
                       --partial: full attention alone, without windows
                       and state, which no model continues from
-  ls, stat STORE      the stored texts; counts, sizes and hits
+  ls, stat STORE      stored texts; sizes and hits; --speed: where they pay
   serve-metrics STORE Prometheus text over HTTP (--listen)
   verify STORE        decode and compare everything; damaged data is removed
   gc STORE            remove unreferenced data; --size-limit SIZE: and the least
@@ -454,7 +483,7 @@ _SPEC_BY_ACTION = {
         (*_MODEL_OPTIONS, *_LAYOUT_OPTIONS, "output", "force", "threads", "cast", "rerotate", "partial"), _REFERENCE
     ),
     "ls": _ActionSpec(("namespace", "key_file")),
-    "stat": _ActionSpec(("namespace", "key_file"), _REFERENCE),
+    "stat": _ActionSpec(("namespace", "key_file", "threads", *break_even_options.SPEED_NAMES), _REFERENCE),
     "serve-metrics": _ActionSpec(("listen", "key_file")),
     "verify": _ActionSpec(("threads", "key_file")),
     "gc": _ActionSpec(("store_bytes", "key_file")),

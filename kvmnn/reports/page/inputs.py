@@ -16,6 +16,7 @@ from ...files.schema import Record, iter_values, parse_object, read_bounded
 from ...gates.suite.results import CaseRuns
 from ...gates.summary import NOT_FINISHED_REASON
 from ...runtime.replay import ReplayResult
+from ..break_even import BreakEvenReport
 from . import records
 
 _MAX_FILE_BYTES = 64 << 20
@@ -58,6 +59,7 @@ class ReportInputs:
     measurements: list[tuple[str, records.MeasurementRecord]] = field(default_factory=list)
     replays: list[tuple[str, ReplayResult]] = field(default_factory=list)
     codecs: list[tuple[str, BenchReport]] = field(default_factory=list)
+    break_evens: list[tuple[str, BreakEvenReport]] = field(default_factory=list)
     commands: dict[str, list[tuple[str, str]]] = field(
         default_factory=lambda: {kind: [] for kind in _KINDS_WITH_COMMAND}
     )
@@ -129,6 +131,9 @@ def _read_file(inputs: ReportInputs, path: Path, name: str, *, is_named: bool) -
 
 def _add_document(inputs: ReportInputs, document: dict[str, Any], where: str, name: str) -> str:
     """Add a document; return its kind, or nothing if it is unknown."""
+    if isinstance(document.get("break_even"), dict):  # of bench, measure and store stat
+        report = BreakEvenReport.from_dict(document["break_even"], f"{where}.break_even")
+        inputs.break_evens.append((name, report))
     for kind, matches, add in _DOCUMENT_KINDS:
         if matches(document):
             add(inputs, document, where, name)
@@ -252,6 +257,7 @@ _DOCUMENT_KINDS: tuple[tuple[str, Callable[[dict[str, Any]], bool], Callable[...
         _make_adder("replays", ReplayResult, complete=True),
     ),
     ("codecs", _make_key_test("machine", "threads", "arrays"), _make_adder("codecs", BenchReport)),
+    ("break-even", _make_key_test("break_even"), lambda *_: None),
 )
 """Kinds of documents, each with a predicate and a function that adds it; the first match is used."""
 

@@ -14,6 +14,7 @@ from ...gates.suite.results import CaseRuns
 from ...runtime.metrics import LatencySummary
 from ...runtime.replay import ReplayResult
 from .. import tables
+from ..break_even import BreakEvenReport
 from ..records import ResultRow, find_full_row
 from ..series import group_into_series, is_number, perplexity, select_policy_rows
 from ..table import NO_EVICTION_MARK
@@ -694,6 +695,8 @@ def build_codecs_section(inputs: ReportInputs) -> Section:
     blocks: list[Block] = []
     for name, codecs in inputs.codecs:
         blocks += _build_codec_blocks(name, codecs)
+    for name, report in inputs.break_evens:
+        blocks += _build_break_even_blocks(name, report)
     text = "Codecs side by side: not measured. kvmnn bench FILES --json > DIR/bench.json has them."
     return build_section("codecs", "Codecs side by side", blocks, text)
 
@@ -747,6 +750,21 @@ def _build_codec_blocks(name: str, codecs: BenchReport) -> list[Block]:
     blocks.append(TableBlock(f"{name}: codecs", columns, rows, frozenset({0}), False, note))
     blocks.append(_build_array_table(name, codecs.arrays))
     return blocks
+
+
+def _build_break_even_blocks(name: str, report: BreakEvenReport) -> list[Block]:
+    notes = report.list_notes()
+    return [
+        TableBlock(
+            f"{name}: {table.title.lower()}",
+            [column.heading for column in table.columns],
+            [[Cell(text) for text in line] for line in table.lines],
+            frozenset({0}),
+            False,
+            note,
+        )
+        for table, note in zip(report.to_tables(), notes, strict=True)
+    ]
 
 
 _SPEED_KEYS = ("encode_bytes_per_s_cpu", "decode_bytes_per_s_cpu")

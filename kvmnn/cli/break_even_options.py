@@ -1,0 +1,65 @@
+"""``--speed``: how fast the engine computes and the link is, for break-even and for ``store simulate``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from . import shared_options
+from .options import SpecField, add_spec_option
+
+if TYPE_CHECKING:
+    from ..reports.break_even import BreakEvenReport, EngineTimes
+    from .console import CommandResult
+
+SPEED_NAMES = ("prefill_speed", "load_speed")
+"""Names of the values in the namespace."""
+
+
+def _parse_prefill(text: str) -> int | str:
+    if os.path.isfile(text):
+        return text
+    try:
+        return shared_options.parse_positive(text)
+    except argparse.ArgumentTypeError:
+        message = f"{text!r}: expected tokens a second, or a file of an engine's times"
+        raise argparse.ArgumentTypeError(message) from None
+
+
+def add_speed_option(parser: Any, title: str) -> None:
+    """Add the option."""
+    fields = [
+        SpecField("prefill", "prefill_speed", "tokens a second, or a file of times", _parse_prefill, "TOKENS|FILE"),
+        SpecField("load", "load_speed", "bytes a second from the store", shared_options.parse_byte_count, "BYTES"),
+    ]
+    add_spec_option(parser, "--speed", title, fields, metavar="KEY=VALUE,...")
+
+
+def has_speed(arguments: argparse.Namespace) -> bool:
+    """Return whether the option was given."""
+    return arguments.prefill_speed is not None or arguments.load_speed is not None
+
+
+def read_engine_times(arguments: argparse.Namespace) -> EngineTimes | None:
+    """Return the times of the engine that the option specifies; None if it does not."""
+    from ..reports.break_even import EngineTimes
+
+    prefill = arguments.prefill_speed
+    if prefill is None:
+        return None
+    return EngineTimes.read(prefill) if isinstance(prefill, str) else EngineTimes.from_speed(prefill)
+
+
+class ResultWithBreakEven(NamedTuple):
+    """A result of a command, and where codecs and stored prefixes pay."""
+
+    result: CommandResult
+    report: BreakEvenReport
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the document of the result with that of the report."""
+        return {**self.result.to_dict(), "break_even": self.report.to_dict()}
+
+    def __str__(self) -> str:
+        return f"{self.result}\n\n{self.report}"

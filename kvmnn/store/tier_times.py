@@ -1,0 +1,127 @@
+"""Times and sizes of a store's codecs on given K and V: what break-even is computed from."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from math import ceil
+from pathlib import Path
+from statistics import median
+
+from ..arrays.layer_cache import LayerCache
+from ..errors import KvmnnError
+from ..reports.break_even import BreakEvenReport, CodecTimes, EngineTimes, compute_break_even
+from .backend import STORE_CODECS
+from .store import PrefixStore
+
+MAX_TIMED_TOKENS = 2048
+"""Tokens of a text that are timed: the beginning of longer ones."""
+
+_SHORT_TOKENS = 64
+_MIN_CALLS, _MAX_CALLS = 5, 20
+_MAX_SECONDS = 1.0
+"""Time for the calls of one kind, after the least number of them."""
+
+
+def measure_codec_times(
+    layers: Sequence[LayerCache], *, codecs: Sequence[str] = STORE_CODECS, threads: int | None = None
+) -> list[CodecTimes]:
+    """Put K and V into a temporary store of each codec, and get them again, several times.
+
+    Parameters
+    ----------
+    layers
+        K and V of the tokens of one text, ``[kv_head, token, head_dim]``; of more than `MAX_TIMED_TOKENS` the first.
+    codecs
+        ``"dense"``, ``"frames"``.
+    threads
+        Maximum number of threads; None for all processors.
+
+    Raises
+    ------
+    KvmnnError
+        If there are no tokens, or layers do not fit together.
+    """
+    tokens = min(max((cache.tokens for cache in layers), default=0), MAX_TIMED_TOKENS)
+    if not tokens:
+        raise KvmnnError("there is no K and V to be timed: expected at least one token")
+    cut_layers = _cut_layers(layers, tokens)
+    return [_measure_codec(cut_layers, tokens, codec, threads) for codec in codecs]
+
+
+def _measure_codec(layers: Sequence[LayerCache], tokens: int, codec: str, threads: int | None) -> CodecTimes:
+    short_tokens = min(_SHORT_TOKENS, tokens)
+    long_ids, short_ids = range(1, tokens + 1), range(tokens + 1, tokens + 1 + short_tokens)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        PrefixStore(Path(folder) / "store", codec=codec, threads=threads) as store,
+    ):
+        store.put(short_ids, _cut_layers(layers, short_tokens), model="m")  # and the rotation and tables of the model
+        put = store.put(long_ids, layers, model="m")
+
+        def put_again() -> float:
+            store.delete(long_ids, model="m")
+            return _time_call(lambda: store.put(long_ids, layers, model="m"))
+
+        encode_seconds = _repeat(put_again)
+        decode_seconds = _repeat(lambda: _time_call(lambda: store.get(long_ids, model="m")))
+        short_seconds = median(_repeat(lambda: _time_call(lambda: store.get(short_ids, model="m"))))
+    raw_bytes = sum(cache.nbytes for cache in layers)
+    slope = (median(decode_seconds) - short_seconds) / (tokens - short_tokens) if tokens > short_tokens else 0.0
+    return CodecTimes(
+        codec=codec,
+        raw_bytes=raw_bytes,
+        stored_bytes=put.stored_bytes,
+        encode_p50=median(encode_seconds),
+        encode_p95=_compute_p95(encode_seconds),
+        decode_p50=median(decode_seconds),
+        decode_p95=_compute_p95(decode_seconds),
+        decode_base=max(short_seconds - short_tokens * max(slope, 0.0), 0.0),
+    )
+
+
+def measure_break_even(
+    layers: Sequence[LayerCache],
+    *,
+    codecs: Sequence[str] = STORE_CODECS,
+    engine: EngineTimes | None = None,
+    link: float | None = None,
+    threads: int | None = None,
+) -> BreakEvenReport:
+    """Time a store's codecs on K and V, and return where they, and stored prefixes, pay.
+
+    Parameters
+    ----------
+    layers, codecs, threads
+        As for `measure_codec_times`.
+    engine, link
+        As for `kvmnn.reports.break_even.compute_break_even`.
+    """
+    times = measure_codec_times(layers, codecs=codecs, threads=threads)
+    num_tokens = min(max(cache.tokens for cache in layers), MAX_TIMED_TOKENS)
+    return compute_break_even(times, token_bytes=times[0].raw_bytes / num_tokens, engine=engine, link=link)
+
+
+def _cut_layers(layers: Sequence[LayerCache], tokens: int) -> list[LayerCache]:
+    return [
+        LayerCache(layer=cache.layer, keys=cache.keys[:, :tokens], values=cache.values[:, :tokens]) for cache in layers
+    ]
+
+
+def _time_call(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def _repeat(measure: Callable[[], float]) -> list[float]:
+    started = time.perf_counter()
+    seconds: list[float] = []
+    while len(seconds) < _MIN_CALLS or (len(seconds) < _MAX_CALLS and time.perf_counter() - started < _MAX_SECONDS):
+        seconds.append(measure())
+    return seconds
+
+
+def _compute_p95(seconds: Sequence[float]) -> float:
+    return sorted(seconds)[ceil(0.95 * len(seconds)) - 1]

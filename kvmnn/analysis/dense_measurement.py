@@ -19,6 +19,7 @@ from ..errors import KvmnnError
 from ..files.change_detection import InputGuard
 from ..files.schema import Record
 from ..frames import encode, verify_roundtrip
+from ..reports.break_even import BreakEvenReport
 from .selection import CodedInputInfo
 from .stream_sizes import MAX_FRAME_BYTES
 
@@ -69,7 +70,7 @@ class DenseMeasureResult(Record):
 
     json_keys = (
         "label notes inputs meaning dtypes rotary rope rotated_streams key_streams left_out **coded_input "
-        "completeness overall=_overall_document layers=_layer_documents"
+        "completeness overall=_overall_document layers=_layer_documents break_even"
     )
 
     #: Paths of the inputs.
@@ -90,6 +91,8 @@ class DenseMeasureResult(Record):
     coded_input: CodedInputInfo = field(default_factory=CodedInputInfo)
     #: The part of the model's state that the arrays contain, if known.
     completeness: Completeness | None = field(default=None, metadata={"omit": True})
+    #: Where codecs and prefixes pay; only if it was measured.
+    break_even: BreakEvenReport | None = field(default=None, metadata={"omit": True})
     label: ClassVar = LOSSLESS
     meaning: ClassVar = DENSE_SIZES_MEANING
 
@@ -157,6 +160,7 @@ class DenseMeasureResult(Record):
         lines += format_missing(self.completeness)
         if self.left_out:
             lines.append(f"left out, no K or V of layers: {', '.join(self.left_out)}")
+        lines += ["", str(self.break_even)] if self.break_even is not None else []
         return "\n".join(lines)
 
     def _list_parts(self, layers: Sequence[int]) -> list[Part]:

@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from ..errors import OptionError, OutputError
 from ..files.atomic import FileOutput, wrap_os_errors
 from ..files.change_detection import InputGuard
 from ..files.schema import Record, json_key
+from ..reports.break_even import BreakEvenReport
 from .options import FP32_LANES, LANE_HALVES, LANES, LaneHalf, MeasureOptions, format_lane, parse_lane
 from .selection import CompressionUnit, DumpSelection, build_units, select_dumps
 from .stream_sizes import (
@@ -287,7 +288,7 @@ class MeasureResult(Record):
     rows_path = "breakdown.layers"
     json_keys = (
         "label notes evaluation=_reference_document breakdown=size_report "
-        "skipped_files=selection.skip_examples **selection.coded_input completeness"
+        "skipped_files=selection.skip_examples **selection.coded_input completeness break_even"
     )
 
     #: The directories or files, named as in the documents.
@@ -303,6 +304,8 @@ class MeasureResult(Record):
     totals_by_layer: dict[int, AggregateSizeStats]
     #: Whether frames were encoded as well.
     is_stored: bool
+    #: Where codecs and prefixes pay; only if it was measured.
+    break_even: BreakEvenReport | None = field(default=None, metadata={"omit": True})
 
     @property
     def label(self) -> str:
@@ -357,6 +360,7 @@ class MeasureResult(Record):
             f"skipped: {number:,} {name}{self._format_example(name)}"
             for name, number in sorted(self.selection.skip_counts.items())
         ]
+        lines += ["", str(self.break_even)] if self.break_even is not None else []
         return "\n".join(lines)
 
     def _format_example(self, reason: str) -> str:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from . import shared_options
 from .options import SpecField, add_spec_option
 
 if TYPE_CHECKING:
-    from ..reports.break_even import BreakEvenReport, EngineTimes
-    from .console import CommandResult
+    from ..reports.break_even import EngineTimes
 
 SPEED_NAMES = ("prefill_speed", "load_speed")
 """Names of the values in the namespace."""
@@ -49,17 +48,3 @@ def read_engine_times(arguments: argparse.Namespace) -> EngineTimes | None:
     if prefill is None:
         return None
     return EngineTimes.read(prefill) if isinstance(prefill, str) else EngineTimes.from_speed(prefill)
-
-
-class ResultWithBreakEven(NamedTuple):
-    """A result of a command, and where codecs and stored prefixes pay."""
-
-    result: CommandResult
-    report: BreakEvenReport
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the document of the result with that of the report."""
-        return {**self.result.to_dict(), "break_even": self.report.to_dict()}
-
-    def __str__(self) -> str:
-        return f"{self.result}\n\n{self.report}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field
+from typing import TYPE_CHECKING
 
 from .._util.dataclass import dataclass
 from .._util.text import compute_ratio, escape_control, format_rate, pluralize, shorten_names
@@ -12,6 +13,9 @@ from ..arrays.layer_cache import LayerCache
 from ..arrays.opaque_state import OpaqueState
 from ..files.schema import Record, json_key
 from .namespace import Ids
+
+if TYPE_CHECKING:  # or every start would import its tables
+    from ..reports.break_even import BreakEvenReport
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -267,9 +271,12 @@ class StoreEntry(Record):
     key: str = ""
     #: What `put` called it; empty if nothing did.
     label: str = ""
+    #: Where codecs and prefixes pay; only if it was measured.
+    break_even: BreakEvenReport | None = field(default=None, metadata={"omit": True})
 
     def __str__(self) -> str:
-        return self.format_line(self.key[:MIN_HANDLE_LETTERS], shorten_names([self.model])[self.model])
+        line = self.format_line(self.key[:MIN_HANDLE_LETTERS], shorten_names([self.model])[self.model])
+        return line if self.break_even is None else f"{line}\n\n{self.break_even}"
 
     def format_line(self, handle: str, model: str) -> str:
         """Return a line of a listing, with a handle, and a name of the model."""
@@ -458,6 +465,8 @@ class StoreStats(Record):
     policy: str = "lru"
     #: What all processes that used the store did so far; of a remote store, this object.
     usage: StoreUsage | None = field(default=None, metadata={"omit": True})
+    #: Where codecs and prefixes pay; only if it was measured.
+    break_even: BreakEvenReport | None = field(default=None, metadata={"omit": True})
 
     @property
     @json_key()
@@ -475,7 +484,8 @@ class StoreStats(Record):
             f"{self.codec}, policy {self.policy}",
         ]
         lines += [f"  {self.usage}"] if self.usage is not None and self.usage.counters["gets"] else []
-        return "\n".join([*lines, *(f"  model {escape_control(model)}" for model in self.models)])
+        text = "\n".join([*lines, *(f"  model {escape_control(model)}" for model in self.models)])
+        return text if self.break_even is None else f"{text}\n\n{self.break_even}"
 
 
 def _format_states(num_states: int) -> str:

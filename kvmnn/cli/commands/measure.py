@@ -13,7 +13,7 @@ from ..console import UsageError
 from ..options import add_dataclass_options, collect_values
 
 if TYPE_CHECKING:
-    from ...analysis import DumpSelection, MeasureOptions
+    from ...analysis import DenseMeasureResult, DumpSelection, MeasureOptions, MeasureResult
     from ..command_parser import CommandParser
 
 
@@ -335,9 +335,11 @@ def _run_measure_dense(arguments: argparse.Namespace) -> None:
     _show_sizes(arguments, dense_result)
 
 
-def _show_sizes(arguments: argparse.Namespace, result: console.CommandResult) -> None:
+def _show_sizes(arguments: argparse.Namespace, result: MeasureResult | DenseMeasureResult) -> None:
     """Print sizes; with ``--speed`` also from what link and length on stored K and V pay."""
     if break_even_options.has_speed(arguments):
+        from dataclasses import replace
+
         from ...store import read_layer_caches
         from ...store.tier_times import measure_break_even
 
@@ -346,7 +348,7 @@ def _show_sizes(arguments: argparse.Namespace, result: console.CommandResult) ->
         source = input_sources.load(arguments.inputs, arguments, with_frames=True, used_options=used_options)
         layers = read_layer_caches(source, token_major=arguments.token_major)
         report = measure_break_even(layers, engine=engine, link=arguments.load_speed, threads=arguments.threads)
-        result = break_even_options.ResultWithBreakEven(result, report)
+        result = replace(result, break_even=report)
     console.show_result(arguments, "measure", result)
 
 

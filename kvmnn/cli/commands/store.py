@@ -27,7 +27,16 @@ if TYPE_CHECKING:
     from ...arrays.layer_cache import LayerCache
     from ...arrays.source import Source
     from ...dense import RopeConfig
-    from ...store import MatchResult, PrefixStore, PutResult, StoredPrefix, StoreExportResult, StoreKey
+    from ...store import (
+        MatchResult,
+        PrefixStore,
+        PutResult,
+        StoredPrefix,
+        StoreEntry,
+        StoreExportResult,
+        StoreKey,
+        StoreStats,
+    )
 
 _MAX_MODELS_SHOWN = 3
 _MAX_LABEL_CHARACTERS, _MAX_LABEL_TOKENS = 40, 24
@@ -334,6 +343,8 @@ def _run_stat(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Comman
     result = _read_stats(store, arguments)
     if not break_even_options.has_speed(arguments):
         return result, 0
+    from dataclasses import replace
+
     from ...errors import KvmnnError
     from ...store.tier_times import MAX_TIMED_TOKENS, measure_break_even
 
@@ -348,10 +359,10 @@ def _run_stat(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Comman
         link=arguments.load_speed,
         threads=arguments.threads,
     )
-    return break_even_options.ResultWithBreakEven(result, report), 0
+    return replace(result, break_even=report), 0
 
 
-def _read_stats(store: PrefixStore, arguments: argparse.Namespace) -> CommandResult:
+def _read_stats(store: PrefixStore, arguments: argparse.Namespace) -> StoreStats | StoreEntry:
     if arguments.resolved is None:
         return store.stats()
     listing, key = store.ls(), arguments.resolved.key.hex()

@@ -9,6 +9,8 @@ undefined-behaviour sanitizers (see docs/fuzzing.md).
 
 import multiprocessing
 import os
+import shlex
+import shutil
 import sys
 import sysconfig
 from pathlib import Path
@@ -83,6 +85,24 @@ def extension(source: Path) -> Extension:
     )
 
 
+def require_compiler() -> None:
+    """Stop with one line, before anything is compiled, where no C compiler or no Python.h is installed."""
+    is_building = {"bdist_wheel", "build", "build_ext", "develop", "editable_wheel", "install"} & set(sys.argv)
+    if not is_building or sys.platform == "win32":  # where setuptools itself asks for Visual C++
+        return
+    compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")[0]
+    problem = ""
+    if shutil.which(compiler) is None:
+        problem = f"no C compiler ({compiler!r} is not on PATH)"
+    elif not Path(sysconfig.get_paths()["include"], "Python.h").exists():
+        problem = f"no Python.h in {sysconfig.get_paths()['include']}"
+    if problem:
+        sys.exit(
+            f"error: kvmnn is compiled when it is installed from source, and there is {problem}: install one "
+            "(Debian, Ubuntu: apt install gcc python3-dev; macOS: xcode-select --install), or install a wheel of kvmnn"
+        )
+
+
 class BuildExt(build_ext):
     """Builds in place leave no module of an earlier build beside the new one: Python may prefer the old one's name."""
 
@@ -95,6 +115,7 @@ class BuildExt(build_ext):
                     other.unlink()
 
 
+require_compiler()
 setup(
     cmdclass={"build_ext": BuildExt},
     ext_modules=cythonize(

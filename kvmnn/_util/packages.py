@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -29,7 +30,11 @@ def make_lazy_getattr(package: str, names_by_module: Mapping[str, str]) -> Calla
 
 
 _LM_PACKAGES = "onnxruntime onnx tokenizers"
-_PACKAGES_BY_NEED = dict.fromkeys(_LM_PACKAGES.split(), _LM_PACKAGES)
+_PACKAGES_BY_NEED = {
+    **dict.fromkeys(_LM_PACKAGES.split(), _LM_PACKAGES),
+    "opentelemetry": "opentelemetry-api",
+    "zarr": "zarr ml_dtypes",
+}
 """All packages that a verb needs if it needs one of them, so that a user installs them together."""
 
 _FATAL_SEVERITY = 4
@@ -52,14 +57,24 @@ def import_optional(name: str) -> Any:
         module = importlib.import_module(name)
     except ImportError as error:
         package_name = name.partition(".")[0]
-        extra_text = ", the extra lm: pip install 'kvmnn[lm]'" if package_name in _PACKAGES_BY_NEED else ""
-        raise MissingDependencyError(
-            f"this needs the package {package_name}: pip install "
-            f"{_PACKAGES_BY_NEED.get(package_name, package_name)}{extra_text}"
-        ) from error
+        raise MissingDependencyError(_format_need([package_name])) from error
     if name == "onnxruntime":
         module.set_default_logger_severity(_FATAL_SEVERITY)
     return module
+
+
+def require_packages(*names: str) -> None:
+    """Raise one `MissingDependencyError` for all packages of `names` that are not installed."""
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        raise MissingDependencyError(_format_need(missing))
+
+
+def _format_need(package_names: Sequence[str]) -> str:
+    """Format what is missing, and one command that installs all of it."""
+    words = " ".join(_PACKAGES_BY_NEED.get(name, name) for name in package_names)
+    packages_text = f"package{'s' * (len(package_names) > 1)} {' and '.join(package_names)}"
+    return f"this needs the {packages_text}: pip install {' '.join(dict.fromkeys(words.split()))}"
 
 
 @cache

@@ -23,6 +23,7 @@ from ..files.atomic import FileOutput, wrap_os_errors
 from ..files.change_detection import InputGuard
 from ..files.schema import Record, json_key
 from ..reports.break_even import BreakEvenReport
+from ..reports.table import Column, Table
 from .options import FP32_LANES, LANE_HALVES, LANES, LaneHalf, MeasureOptions, format_lane, parse_lane
 from .selection import CompressionUnit, DumpSelection, build_units, select_dumps
 from .stream_sizes import (
@@ -93,6 +94,20 @@ class SizeEntry:
         if self.stored_size is not None:
             text += f" {self.stored_size.bytes:>13,} {compute_ratio(self.raw_bytes, self.stored_size.bytes):>6.4f}"
         return text
+
+
+_SIZE_COLUMNS = (
+    Column("part", lambda item: str(item[0]), is_left_aligned=True),
+    Column("raw bytes", lambda item: f"{item[1].raw_bytes:,}"),
+    Column("simulated bytes", lambda item: f"{item[1].simulated_bytes:,}"),
+    Column("ratio", lambda item: f"{compute_ratio(item[1].raw_bytes, item[1].simulated_bytes):.4f}"),
+    Column("byte entropy ratio", lambda item: item[1].limit_ratio and f"{item[1].limit_ratio:.4f}"),
+    Column("stored bytes", lambda item: item[1].stored_size and f"{item[1].stored_size.bytes:,}"),
+    Column(
+        "stored ratio",
+        lambda item: item[1].stored_size and f"{compute_ratio(item[1].raw_bytes, item[1].stored_size.bytes):.4f}",
+    ),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,6 +301,24 @@ class MeasureResult(Record):
     """Sizes of all measured dumps."""
 
     rows_path = "breakdown.layers"
+
+    def to_tables(self) -> list[Table]:
+        """Return the sizes by layer and part."""
+        report = self.size_report
+        items: list[tuple[str, SizeEntry]] = []
+        for label, totals in [
+            *((f"layer {n}", totals) for n, totals in report.totals_by_layer.items()),
+            ("total", report.totals),
+        ]:
+            items.append((label, report.build_entry(totals)))
+            items += [(f"{label}, {PART_LETTERS[part].upper()}", report.build_entry(totals, [part])) for part in PARTS]
+        columns = [
+            *_SIZE_COLUMNS[:4],
+            *(_SIZE_COLUMNS[4:5] if report.has_limits else ()),
+            *(_SIZE_COLUMNS[5:] if report.is_stored else ()),
+        ]
+        return [Table.from_items(self.label, columns, items)]
+
     json_keys = (
         "label notes evaluation=_reference_document breakdown=size_report "
         "skipped_files=selection.skip_examples **selection.coded_input completeness break_even"

@@ -23,6 +23,7 @@ from ..errors import KvmnnError
 from ..files.schema import Record, json_key
 from ..frames import encode, inspect
 from ..reports.break_even import BreakEvenReport, CodecTimes, EngineTimes, compute_break_even
+from ..reports.table import Column, Table
 from . import codecs
 from .codecs import BenchCodec, count_dense_bytes, explain_no_dense, make_dense_codec, make_dense_plans
 
@@ -130,6 +131,27 @@ class CodecBenchResult(Record):
         return f"{line} {speeds} {break_even_text:>11}"
 
 
+def _make_speed_column(heading: str, get: Callable[[CodecBenchResult], float | None]) -> Column:
+    """Make a column of MB/s; arrays that are too small to time have none."""
+
+    def format_speed(result: CodecBenchResult) -> str | None:
+        speed = get(result)
+        return None if speed is None or result.raw_bytes < MIN_RATE_BYTES else f"{speed / 1e6:.1f}"
+
+    return Column(heading, format_speed)
+
+
+_COLUMNS = (
+    Column("codec", lambda result: str(result.codec), is_left_aligned=True),
+    Column("ratio", lambda result: None if result.ratio is None else f"{result.ratio:.4f}"),
+    _make_speed_column("encode, CPU (MB/s)", lambda result: result.encode_bytes_per_s_cpu),
+    _make_speed_column("encode, wall (MB/s)", lambda result: result.encode_bytes_per_s_wall),
+    _make_speed_column("decode, CPU (MB/s)", lambda result: result.decode_bytes_per_s_cpu),
+    _make_speed_column("decode, wall (MB/s)", lambda result: result.decode_bytes_per_s_wall),
+    _make_speed_column("break-even (MB/s)", lambda result: result.break_even),
+)
+
+
 @dataclass(frozen=True)
 class ArrayBenchReport(Record):
     """Results of all codecs on one array."""
@@ -214,6 +236,10 @@ class BenchReport(Record):
     """Results of all codecs on all arrays."""
 
     rows_path = "arrays.results"
+
+    def to_tables(self) -> list[Table]:
+        """Return a table for each array: ratio and speeds of each codec."""
+        return [Table.from_items(array.name, _COLUMNS, array.results) for array in self.arrays]
 
     #: Machine of the measurement.
     machine: MachineInfo

@@ -428,6 +428,12 @@ def add_program_options(parser: argparse.ArgumentParser) -> list[argparse.Action
             help="replace files that exist; read packed files as specified, even where their contents contradict it",
         ),
         add(
+            "--table",
+            type=parse_table_name,
+            metavar="FILE",
+            help="also write the result's table, as LaTeX (.tex), CSV (.csv) or Markdown (.md)",
+        ),
+        add(
             "--threads",
             type=parse_positive,
             metavar="N",
@@ -449,6 +455,13 @@ def parse_byte_count(text: str) -> int:
     if not match:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size: expected a number of bytes, K, M or G")
     return int(match[1]) << {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}[match[2].upper()]
+
+
+def parse_table_name(text: str) -> str:
+    """Return the name of a file of a table, whose suffix is known."""
+    if not text.lower().endswith((".tex", ".csv", ".md")):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a name that ends in .tex, .csv or .md")
+    return text
 
 
 def parse_positive(text: str) -> int:

@@ -59,6 +59,7 @@ def show_result(
 ) -> None:
     """Print a result: as JSON for ``--json``, else as `text` (default: ``str(result)``)."""
     change_detection.verify_inputs()
+    write_table(arguments, result)
     if arguments.json:
         command_entry = (
             {"command": format_command_line(arguments)} if command_name in COMMANDS_WITH_COMMAND_LINE else {}
@@ -69,6 +70,27 @@ def show_result(
         register_document_names(result.to_dict())
     if line := str(result) if text is None else text:
         print_line(arguments, line, data_on_stdout=data_on_stdout)
+
+
+def check_table_output(arguments: argparse.Namespace) -> None:
+    """Check before the work starts that ``--table`` names a file that can be written."""
+    if getattr(arguments, "table", None) is not None:
+        from ..files.atomic import FileOutput
+
+        with FileOutput(arguments.table, force=arguments.force):
+            pass  # removed again, as nothing is committed
+
+
+def write_table(arguments: argparse.Namespace, result: CommandResult) -> None:
+    """Write the table of a result to the file of ``--table``, if there is one."""
+    if getattr(arguments, "table", None) is None:
+        return
+    from ..files.atomic import FileOutput
+    from ..reports.result_tables import format_result, infer_table_format
+
+    with FileOutput(arguments.table, force=arguments.force) as output:
+        output.file.write(format_result(result, infer_table_format(arguments.table)).encode())
+        output.commit()
 
 
 def register_document_names(document: Any) -> None:

@@ -176,6 +176,12 @@ def add_output_option(parser: Any, text: str) -> None:
     parser.accept("--force")
 
 
+def accept_table(parser: Any) -> None:
+    """Accept ``--table`` and ``-f``."""
+    parser.accept("--table")
+    parser.accept("--force")
+
+
 def add_raw_option(parser: Any) -> None:
     """Add ``--raw``."""
     parser.add_argument(

@@ -16,6 +16,7 @@ from ..files.schema import Record, iter_values, parse_object, read_bounded
 from ..reports import plots, tables
 from ..reports.plots import DEFAULT_PLOT_OPTIONS, PlotOptions
 from ..reports.records import DocumentInfo, DocumentTrace, EvaluatedModelInfo, InitialCacheInfo, Refusal, ResultRow
+from ..reports.table import Table
 from ..reports.tables import choose_format
 from .settings import EvaluationSettings
 from .task_result import TaskEvaluation
@@ -106,8 +107,9 @@ class EvaluationResult(Record):
         text = tables.format_markdown(self) if width is None else tables.format_terminal(self, width)
         return text if self.tasks is None else f"{text.rstrip()}\n\n{self.tasks.format_table(width)}\n"
 
-    def _repr_html_(self) -> str:
-        return "".join(table.to_html() for table in tables.list_tables(self))
+    def to_tables(self) -> list[Table]:
+        """Return the tables of the results."""
+        return tables.list_tables(self)
 
     def to_csv(self) -> str:
         """Format every number as CSV: a line for each row, followed by one for each of its documents."""

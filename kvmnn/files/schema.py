@@ -93,7 +93,9 @@ class Record:
         return result_rows.to_dataframe(result_rows.list_rows(self.to_dict(), rows or self.rows_path))
 
     def _repr_html_(self) -> str:
-        """Return the result's table as notebooks show it."""
+        """Return the result's tables as notebooks show them."""
+        if hasattr(self, "to_tables"):
+            return "".join(table.to_html() for table in self.to_tables())
         rows = result_rows.list_rows(self.to_dict(), self.rows_path)
         return result_rows.format_html(f"{type(self).__name__}: {str(self).partition(chr(10))[0][:200]}", rows)
 

@@ -39,7 +39,7 @@ _FILE_METADATA: dict[str, dict[str, Any]] = {
     "pdf": {"CreationDate": None, "Creator": "kvmnn", "Producer": None},
 }
 _RC_SETTINGS: dict[str, Any] = {
-    "font.family": "DejaVu Sans",
+    "font.family": ["DejaVu Sans", "sans-serif"],
     "font.size": 9,
     "axes.titlesize": 10,
     "axes.titlelocation": "left",
@@ -60,7 +60,9 @@ _RC_SETTINGS: dict[str, Any] = {
     "figure.facecolor": "white",
     "text.parse_math": False,
     "svg.hashsalt": "kvmnn",
-    "svg.fonttype": "path",
+    "svg.fonttype": "none",  # text stays text, to be searched and set in the fonts of a paper
+    "pdf.fonttype": 42,  # TrueType: journals refuse Type 3
+    "ps.fonttype": 42,
 }
 
 

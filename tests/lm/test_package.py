@@ -49,7 +49,7 @@ def test_lm_package_missing_dependency_is_named_on_use(package: str) -> None:
         f"try: kvmnn.lm.generate({str(MODEL)!r}, 'x', max_tokens=1)\n"
         "except kvmnn.MissingDependencyError as error: print(error)\n"
     )
-    wanted = "pip install onnxruntime onnx tokenizers, the extra lm: pip install 'kvmnn[lm]'"
+    wanted = "pip install onnxruntime onnx tokenizers"
     assert shown == f"this needs the package {package}: {wanted}\n"
 
 

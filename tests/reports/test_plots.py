@@ -502,3 +502,11 @@ def test_write_plots_as_pdf_is_reproducible_and_untitled(tmp_path: Path) -> None
     for wrong in ((), ("gif",), ("png", "png")):
         with pytest.raises(KvmnnError, match="expected some of png, svg, pdf"):
             plots.PlotOptions(kinds=wrong)
+
+
+def test_write_plots_has_text_and_fonts_that_journals_take(tmp_path: Path) -> None:
+    written = plots.write_plots(document(), tmp_path, options=plots.PlotOptions(kinds=("pdf", "svg")))
+    for path in written:
+        data = path.read_bytes()
+        assert b"/Type3" not in data
+        assert (b"/FontFile2" in data) if path.suffix == ".pdf" else (b"<text " in data)

@@ -36,11 +36,13 @@ def close_schema(schema: Any) -> Any:
 def list_problems(words: Sequence[str], text: str) -> list[str]:
     """List what is wrong with the document that a command printed; none if it is no document with a schema."""
     names = [word for word in words if not word.startswith("-")][:2]
-    validator = load_validator("-".join(names)) or load_validator(names[0])
+    validator = load_validator("-".join(names)) or load_validator("".join(names[:1]))
     try:
         document = json.loads(text)
     except ValueError:
         return []
+    if isinstance(document, dict) and {"path", "ok"} <= set(document):  # the line of one of many files
+        document = document.get("document")
     if validator is None or not isinstance(document, dict):
         return []
     return [format_problem(problem) for error in validator.iter_errors(document) for problem in select_problems(error)]

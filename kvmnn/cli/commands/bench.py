@@ -54,6 +54,7 @@ def add_parser(subparsers: Any) -> None:
     break_even_options.add_speed_option(parser, "for the time to the first token of stored prefixes")
     parser.add_argument("--max", action="store_true", help="measure effort max on all the data, not on its first MiB")
     parser.accept("--threads", default=1)
+    shared_options.accept_table(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

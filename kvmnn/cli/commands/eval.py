@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..._util.packages import require_packages
 from ..._util.text import pluralize
 from .. import console, eval_options, shared_options, streams
 from ..console import UsageError
@@ -85,6 +86,8 @@ def run(arguments: argparse.Namespace) -> int:
     configurations, settings = eval_options.build_configurations(arguments), eval_options.build_settings(arguments)
     texts = eval_options.build_text_options(arguments)
     eval_options.build_task_options(arguments)
+    if arguments.plot is not None:
+        require_packages("onnxruntime", "onnx", "tokenizers", "matplotlib")  # all in one message
     from ...evaluation import evaluate
 
     with ExitStack() as stack:

@@ -406,15 +406,25 @@ _CHECK_OPTIONS = (
 )
 _OPTIONS_BY_ACTION = {
     "parse": ("strict", "output", "force"),
-    "check": (*_CHECK_OPTIONS, "case", "strict", "output", "force"),
+    "check": (*_CHECK_OPTIONS, "case", "strict", "output", "force", "table"),
     "demo": (
-        *("case", "strict", "output", "force", "decode_drop_target", "lossy_target", "lossless_target", "run_order"),
+        *(
+            "case",
+            "strict",
+            "output",
+            "force",
+            "table",
+            "decode_drop_target",
+            "lossy_target",
+            "lossless_target",
+            "run_order",
+        ),
         *("require_decode_cache_hit", "no_runtime_decomp", "no_decode_baseline", "no_bucket_pass", "runtime_mode"),
     ),
-    "summary": ("force",),
-    "run": (*RUN_OPTION_NAMES, *_RUN_LIMIT_NAMES, "output", "force"),
-    "history": (),
-    "search": (*SEARCH_OPTION_NAMES, "suite_config", "prompts", "tokenizer", "jobs", "output", "force"),
+    "summary": ("force", "table"),
+    "run": (*RUN_OPTION_NAMES, *_RUN_LIMIT_NAMES, "output", "force", "table"),
+    "history": ("force", "table"),
+    "search": (*SEARCH_OPTION_NAMES, "suite_config", "prompts", "tokenizer", "jobs", "output", "force", "table"),
 }
 _ALL_OPTIONS = tuple(dict.fromkeys(name for names in _OPTIONS_BY_ACTION.values() for name in names))
 
@@ -446,6 +456,7 @@ def add_parser(subparsers: Any) -> None:
     _add_demo_options(parser)
     add_run_options(parser)
     add_search_options(parser)
+    shared_options.accept_table(parser)
     shared_options.add_output_option(
         parser, "parse: a .csv or .json file; check, demo, run, search: the folder of a round"
     )

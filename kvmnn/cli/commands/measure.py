@@ -30,7 +30,7 @@ def add_input_output_options(parser: CommandParser) -> None:
     parser.add_argument("inputs", nargs="*", metavar="INPUT", help="a dump, or K and V of layers")
     parser.add_argument("--out-json", default="", metavar="FILE", help="write the evaluation's JSON document")
     parser.add_argument("--out-md", default="", metavar="FILE", help="write the evaluation's Markdown summary")
-    parser.accept("--force")
+    shared_options.accept_table(parser)
     parser.add_argument(
         "--encode", dest="real", action="store_true", help="also encode frames, decode and compare them"
     )

@@ -395,7 +395,7 @@ def add_replay_parser(subparsers: Any) -> None:
         help="which calls to compare: ends, those of the first two steps and the last, or all (default: ends)",
     )
     parser.add_argument("--plot", metavar="DIR", help="draw memory, ratio, queue, latency into DIR (matplotlib)")
-    parser.accept("--force")
+    shared_options.accept_table(parser)
     shared_options.add_source_options(parser, "element type, where the input does not have it")
     parser.add_argument("--token-major", action="store_true", help="arrays are [token, kv_head, head_dim]")
     packed_options.add_packed_options(parser)

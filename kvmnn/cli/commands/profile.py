@@ -124,6 +124,7 @@ def add_inspect_parser(subparsers: Any) -> None:
         shown="",
     )
     parser.add_argument("input", metavar="FILE", help="a profile, .kvmp")
+    shared_options.accept_table(parser)
 
 
 def run_inspect(arguments: argparse.Namespace) -> int:

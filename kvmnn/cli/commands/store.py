@@ -584,6 +584,7 @@ def add_parser(subparsers: Any) -> None:
         help="of frames: how hard to compress (default: fast, within 1%% of exact)",
     )
     parser.accept("--threads")
+    shared_options.accept_table(parser)
     shared_options.add_output_option(parser, "get: file or directory; export: a file")
     parser.add_argument(
         "--capacity",

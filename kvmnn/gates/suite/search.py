@@ -171,12 +171,15 @@ class SearchResult(TerminalResult):
             f"perplexity <= {targets.max_perplexity:+.0%}: {len(self.passing)} of {num_timed} settings that were run "
             f"pass; {len(self.cells) - num_timed} more were not run"
         )
-        shown = self.passing or self.front
         lines = [f"{'PASS' if self.has_passed else 'FAIL'}: {heading}", ""]
         if not self.has_passed:
             lines += [self._format_blocking(), "", "Pareto front of those that were run:"]
-        table = Table.from_items("", _COLUMNS, shown)
+        (table,) = self.to_tables()
         return [*wrap_lines(lines, width), *table.to_terminal(width).splitlines(), "", *wrap_lines(self.notes, width)]
+
+    def to_tables(self) -> list[Table]:
+        """Return the settings that pass, or else the front."""
+        return [Table.from_items("", _COLUMNS, self.passing or self.front)]
 
     def _format_blocking(self) -> str:
         if not self.blocking:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _CODEC_NAMES = ("profile", "transform")
 _NUMBER_TYPES: dict[str, dict[str, type[int] | type[float]]] = {
     "profile": {"below": int},
-    "transform": {"kl": float, "ratio": float, "bits": float, "below": int, "recent": int},
+    "transform": {"kl": float, "ratio": float, "bits": float, "below": int, "first": int, "recent": int},
 }
 
 
@@ -27,11 +27,11 @@ def parse_codec(text: str) -> str:
     """Check a value of ``--codec``; raise `ArgumentTypeError` for anything else."""
     if text in ("mnn", "dense"):
         return text
-    _split_codec(text)
+    split_codec(text)
     return text
 
 
-def _split_codec(text: str) -> tuple[str, str, dict[str, float]]:
+def split_codec(text: str) -> tuple[str, str, dict[str, float]]:
     """Return codec, profile and settings of ``profile:FILE,below=1``."""
     name, _, values = text.partition(":")
     path, *pairs = values.split(",")
@@ -57,7 +57,7 @@ def build_options(arguments: argparse.Namespace) -> LayerStreamOptions:
     """Build the options of ``--codec``."""
     from ..formats.layer_streams.codecs import LayerStreamOptions
 
-    name, path, settings = _split_codec(arguments.codec)
+    name, path, settings = split_codec(arguments.codec)
     return LayerStreamOptions(
         codec="transform" if name == "transform" else "profile",
         profile=path,

@@ -6,7 +6,7 @@ import argparse
 import re
 from typing import TYPE_CHECKING, Any
 
-from . import input_sources, shared_options
+from . import input_sources, layer_stream_options, shared_options
 from .break_even_options import add_speed_option
 from .console import UsageError
 
@@ -91,6 +91,8 @@ def _measure_ratios(arguments: argparse.Namespace) -> list[MeasuredRatio]:
     source = input_sources.load(arguments.inputs, arguments, with_frames=True)
     input_sources.report_skipped(source, arguments)
     layers = read_layer_caches(source)
+    if layer_stream_options.is_layer_codec(arguments.codec):
+        raise UsageError("store simulate measures dense streams and frames: --ratio says that of other codecs")
     codec = "frames" if arguments.codec == "mnn" else arguments.codec
     codecs = {} if codec is None else {"codecs": (codec,)}
     return measure_store_ratios([(range(layers[0].tokens), layers)], threads=arguments.threads, **codecs)

@@ -1,9 +1,24 @@
 """Profiles of models: what their K and V look like, made once for a model (docs/format-profile.md)."""
 
-from .geometry import LayerGeometry, build_rows
-from .inspection import ProfileInspection, ProfileVerifyResult, inspect_profile, verify_profile
-from .profile import Profile, ProfileInfo, TextOrigin
-from .statistics import Statistics
+from typing import TYPE_CHECKING
+
+from .._util.packages import make_lazy_getattr
+
+if TYPE_CHECKING:
+    from .geometry import LayerGeometry, build_rows
+    from .inspection import ProfileInspection, ProfileVerifyResult, inspect_profile, verify_profile
+    from .profile import Profile, ProfileInfo, TextOrigin
+    from .statistics import Statistics
+else:
+    __getattr__ = make_lazy_getattr(
+        __name__,
+        {
+            "geometry": "LayerGeometry build_rows",
+            "inspection": "ProfileInspection ProfileVerifyResult inspect_profile verify_profile",
+            "profile": "Profile ProfileInfo TextOrigin",
+            "statistics": "Statistics",
+        },
+    )
 
 __all__ = [
     "LayerGeometry",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from .._util.dataclass import dataclass
-from .._util.text import pluralize
+from .._util.text import LOSSY, pluralize
 from ..arrays.array import LazyArray, bytes_array, from_numpy
 from ..arrays.cast import upcast
 from ..arrays.completeness import IncompleteCacheError, require_complete
@@ -263,7 +263,7 @@ class GetResult(Record):
         The files.
     """
 
-    json_keys = "tokens asked dtype others=other_precisions missing **written"
+    json_keys = "tokens asked dtype others=other_precisions missing **written label"
 
     tokens: int
     asked: int
@@ -271,6 +271,13 @@ class GetResult(Record):
     other_precisions: Mapping[str, int]
     written: PackResult | UnpackResult
     missing: tuple[str, ...] = ()
+    #: Whether K and V are not exactly those that were put.
+    is_lossy: bool = False
+
+    @property
+    def label(self) -> str | None:
+        """Return ``LOSSY`` where K and V are not exactly those that were put; else what is known of the files."""
+        return LOSSY if self.is_lossy else self.written.label
 
     def __str__(self) -> str:
         num_remaining = self.asked - self.tokens
@@ -282,6 +289,8 @@ class GetResult(Record):
         if self.missing:
             remaining_text = "layers with full attention alone"
         incomplete_text = "".join(f"\n  INCOMPLETE: {sentence}" for sentence in self.missing)
+        if self.is_lossy:
+            incomplete_text += f"\n  {LOSSY}: K and V are not exactly those that were put"
         return (
             f"{self.tokens:,} of {pluralize(self.asked, 'token')}, {self.dtype}: "
             f"{remaining_text}{incomplete_text}\n{self.written}"
@@ -381,6 +390,8 @@ def write_prefix(
             rerotate=rerotate,
             write_options=PrefixWriteOptions(is_durable=False, compare_in_memory=True, threads=threads),
         )
+    if prefix.is_lossy:  # the files have every element of the store, and the store not every one that was put
+        written = replace(written, dequantised=(*written.dequantised, "transform streams"))
     return GetResult(
         tokens=prefix.tokens,
         asked=prefix.requested_tokens,
@@ -388,6 +399,7 @@ def write_prefix(
         other_precisions=prefix.other_precisions,
         written=written,
         missing=prefix.missing,
+        is_lossy=prefix.is_lossy,
     )
 
 

@@ -7,23 +7,28 @@ SQLite index, `remote.maintenance.RemoteBackend` as values of Redis, Valkey or a
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from .._util.dataclass import dataclass
 from ..dtypes import Bytes
 from ..errors import KvmnnError, OptionError, SourceError
-from ..files.schema import parse_document
+from ..files.schema import JsonReader, parse_document
 from .encryption import CIPHER_NAME, StoreCipher
 from .namespace import Ids, Namespace, TokenSequence, compute_sequence_key
 from .results import CleanupResult, StoreListing, StoreStats, StoreVerifyResult
-from .unit import TableSetCache, TableSets
+from .unit import LAYER_CODECS, TableSetCache, TableSets, UnitHeader
 from .unit_codec import PrefixState
 
+if TYPE_CHECKING:
+    from ..profiles.search import ProfileFinder
+
 MAX_BLOCK_TOKENS = 1 << 16
-STORE_CODECS = ("dense", "frames")
+PLAIN_CODECS = ("dense", "frames")
+"""Codecs that need no profile."""
+STORE_CODECS = (*PLAIN_CODECS, *LAYER_CODECS)
 """Codecs of new units; the first stores recorded none, and have frames."""
 STORE_POLICIES = ("lru", "benefit")
 """What is evicted first: the least recently used, or what saves the fewest seconds per byte."""
@@ -31,10 +36,26 @@ BENEFIT_SCALE = 1 << 32
 """Benefits are integers, so that SQLite, Python and the simulator order units alike on all machines."""
 MAX_UNIT_USES = 1 << 20
 MAX_UNIT_PRIORITY = 1 << 62
-_CODEC_DESCRIPTIONS = {"dense": "dense streams", "frames": "frames"}
+_CODEC_DESCRIPTIONS = {
+    "dense": "dense streams",
+    "frames": "frames",
+    "profile": "profile streams",
+    "transform": "transform streams",
+}
 _SETTINGS_SCHEMA, _SETTINGS_VERSION, _ENCRYPTED_SETTINGS_VERSION = "kvmnn-store", 1, 2
 """A version that knows nothing of encryption would take sealed units for damaged ones, and remove them."""
 _MAX_SETTINGS_BYTES = 1 << 20
+
+
+class CodecProfile(NamedTuple):
+    """The profile of the codec of a store, and the options of the codec."""
+
+    #: Key of the profile, in hexadecimal.
+    key: str
+    #: Its file when the store was made: from the folder of the store; of a store past this machine its name.
+    file: str
+    #: Options of the codec by name.
+    options: Mapping[str, float]
 
 
 class StoreSettings(NamedTuple):
@@ -48,6 +69,13 @@ class StoreSettings(NamedTuple):
     policy: str = "lru"
     #: `StoreCipher.key_check` of the key that the store is encrypted with; empty if it is not.
     key_check: str = ""
+    #: Of the codecs of `LAYER_CODECS`; None for others.
+    profile: CodecProfile | None = None
+
+    @property
+    def is_lossy(self) -> bool:
+        """Return whether units decode to other elements than were put."""
+        return self.codec == LAYER_CODECS[1]
 
 
 def compute_benefit(tokens: int, nbytes: int) -> int:
@@ -65,11 +93,22 @@ def encode_settings(settings: StoreSettings) -> bytes:
     document: dict[str, object] = {
         "schema": _SETTINGS_SCHEMA,
         "schema_version": _ENCRYPTED_SETTINGS_VERSION if settings.key_check else _SETTINGS_VERSION,
-        **{name: value for name, value in settings._asdict().items() if name != "key_check"},
+        **{name: value for name, value in settings._asdict().items() if name not in ("key_check", "profile")},
     }
     if settings.key_check:
         document["encryption"] = {"cipher": CIPHER_NAME, "key_check": settings.key_check}
+    if settings.profile is not None:
+        document["profile"] = settings.profile._asdict()
     return json.dumps(document).encode() + b"\n"
+
+
+def infer_settings(block_tokens: int, headers: Sequence[UnitHeader]) -> StoreSettings:
+    """Return settings that were lost, by the headers of units; options of a profile's codec become the default ones."""
+    infos = [header.layer_info for header in headers if header.layer_info is not None]
+    if infos:
+        return StoreSettings(block_tokens, infos[0].codec, profile=CodecProfile(infos[0].profile_key.hex(), "", {}))
+    has_frames = bool(headers) and all(header.dense is None for header in headers)
+    return StoreSettings(block_tokens, "frames" if has_frames else "dense")
 
 
 def explain_settings(path: str | Path, cipher: StoreCipher) -> str:
@@ -103,11 +142,24 @@ def parse_settings(data: bytes, label: str) -> StoreSettings:
     policy = root.get("policy").read_str() if "policy" in root.value else "lru"
     if policy not in STORE_POLICIES:
         raise SourceError(str(root.get("policy").error(f"one of {', '.join(STORE_POLICIES)}")))
-    return StoreSettings(block_tokens, codec, policy, key_check)
+    profile = _parse_profile(root.get("profile")) if codec in LAYER_CODECS else None
+    return StoreSettings(block_tokens, codec, policy, key_check, profile)
+
+
+def _parse_profile(node: JsonReader) -> CodecProfile:
+    options = node.get("options")
+    if not isinstance(options.value, dict) or any(type(value) not in (int, float) for value in options.value.values()):
+        raise options.error("an object of numbers")
+    return CodecProfile(node.get("key").read_sha256(), node.get("file").read_str(), options.value)
 
 
 def check_settings_match(
-    label: str, settings: StoreSettings, block_tokens: int | None, codec: str | None, policy: str | None = None
+    label: str,
+    settings: StoreSettings,
+    block_tokens: int | None,
+    codec: str | None,
+    policy: str | None = None,
+    profile: CodecProfile | None = None,
 ) -> None:
     """Raise `OptionError` if a store has other settings than the caller requests; None requests nothing."""
     if block_tokens not in (None, settings.block_tokens):
@@ -118,6 +170,19 @@ def check_settings_match(
         )
     if policy not in (None, settings.policy):
         raise OptionError(f"{label}: evicts by policy {settings.policy}, not by {policy}: fixed when a store is made")
+    if profile is None or settings.profile is None:
+        return
+    if profile.key != settings.profile.key:
+        raise OptionError(f"{label}: needs the profile {settings.profile.key[:16]}, this one is {profile.key[:16]}")
+    if profile.options and profile.options != settings.profile.options:
+        raise OptionError(
+            f"{label}: was made with {_format_options(settings.profile.options)}, not with "
+            f"{_format_options(profile.options)}"
+        )
+
+
+def _format_options(options: Mapping[str, float]) -> str:
+    return ",".join(f"{name}={value:g}" for name, value in options.items()) or "the default options"
 
 
 class StoredText(NamedTuple):
@@ -216,6 +281,8 @@ class AddResult(NamedTuple):
 
     stored_bytes: int
     removed_bytes: int
+    predicted_kl: float | None = None
+    """Of lossy units: nats a token that they are expected to cost; None where nothing says it."""
 
 
 class Staging(Protocol):
@@ -240,6 +307,11 @@ class StoreBackend(Protocol):
     """What values are sealed with, and what names are hashed with."""
     unit_overhead_bytes: int
     """Bytes that the store adds to those of a unit."""
+    profiles: ProfileFinder
+
+    @property
+    def settings(self) -> StoreSettings:
+        """Settings that were fixed when the store was created."""
 
     @property
     def block_tokens(self) -> int:

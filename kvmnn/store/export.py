@@ -7,7 +7,7 @@ import os
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -21,10 +21,13 @@ from ..files.mapped_file import MappedFile
 from ..files.schema import parse_document
 from ..frames import CodecOptions
 from ..frames.buffers import integrity_checksum
+from ..profiles.profile import Profile
+from ..profiles.search import ProfileFinder
 from .backend import PrefixMatch, UnitSlice
 from .encryption import KEY_VARIABLE, NO_CIPHER, SEALED_MAGIC, StoreCipher, StoreKey, UnsealError, make_cipher
 from .namespace import MAX_TOKENS, Ids, Namespace, TokenSequence, parse_namespace
 from .unit import (
+    LAYER_CODECS,
     MAX_TABLE_SETS_BYTES,
     DamagedUnitError,
     DenseUnitInfo,
@@ -39,6 +42,9 @@ from .unit import (
 from .unit_codec import DamagedSliceError, LoadedSlice, check_unit_matches, decode_slices, encode_frame_units
 from .write_path import DenseStreamEncoder, DenseUnitPlan, HistoryRef, build_dense_info
 
+if TYPE_CHECKING:
+    from .layer_units import LayerUnitEncoder
+
 
 @dataclass(frozen=True, eq=False)
 class SequenceExporter:
@@ -52,6 +58,8 @@ class SequenceExporter:
     tables: Mapping[bytes, TableSets]
     rotary: RopeConfig | None
     options: CodecOptions
+    #: Encodes units by a profile, where units are so.
+    layer_encoder: LayerUnitEncoder | None
     threads: int | None
 
     def build_units(
@@ -73,7 +81,10 @@ class SequenceExporter:
         span = begin_token, begin_token + unit_slice.take
         block_tokens = self.sequence.block_tokens
         encoded_units: list[tuple[tuple[UnitFrame, ...], DenseUnitInfo | None]] = []
-        if header.dense is None:
+        if header.layer_info is not None:
+            assert self.layer_encoder is not None
+            encoded_units.append((self.layer_encoder.encode_span(span), None))
+        elif header.dense is None:
             encode_frame_units(
                 self.layers, [span], self.options, lambda _, frames: encoded_units.append((frames, None)), self.threads
             )
@@ -89,7 +100,8 @@ class SequenceExporter:
                 self.threads,
             )
         parent = self.sequence.get_parent_key(begin_token // block_tokens)
-        unit = Unit(self.namespace.key, parent, begin_token, self.sequence.ids[slice(*span)], *encoded_units[0])
+        ids = self.sequence.ids[slice(*span)]
+        unit = Unit(self.namespace.key, parent, begin_token, ids, *encoded_units[0], layer_info=header.layer_info)
         return np.frombuffer(b"".join(bytes(piece) for piece in unit.to_pieces()), np.uint8)
 
 
@@ -139,8 +151,35 @@ def write_exported(
     return sum(map(len, sealed_pieces))
 
 
+def is_lossy(path: str | os.PathLike[str], key: StoreKey | bytes | None = None) -> bool:
+    """Return whether an exported sequence has units that do not decode to what was put.
+
+    Raises
+    ------
+    SourceError, OptionError
+        As `read_exported`.
+    """
+    cipher = make_cipher(key)
+    _, slices, _ = _read_slices(_open_exported(path, cipher), cipher)
+    infos = [loaded_slice.unit.layer_info for loaded_slice in slices]
+    return any(info is not None and info.codec == LAYER_CODECS[1] for info in infos)
+
+
+def check_import(path: str | os.PathLike[str], key: StoreKey | bytes | None = None, *, is_lossy_store: bool) -> None:
+    """Raise `OptionError` for a file of lossy units, unless the store is of such units: it would not say so."""
+    if not is_lossy_store and is_lossy(path, key):
+        raise OptionError(
+            f"{os.fspath(path)}: is LOSSY, of transform streams: a store of other units would not say so (codec "
+            "transform)"
+        )
+
+
 def read_exported(
-    path: str | os.PathLike[str], threads: int | None = None, key: StoreKey | bytes | None = None
+    path: str | os.PathLike[str],
+    threads: int | None = None,
+    key: StoreKey | bytes | None = None,
+    *,
+    profile: ProfileFinder | Profile | str | os.PathLike[str] | None = None,
 ) -> tuple[str, Ids, list[LayerCache]]:
     """Read a file of `PrefixStore.export`; all bytes are compared with their checksums.
 
@@ -152,6 +191,8 @@ def read_exported(
         Maximum number of threads for decoding; None for all processors.
     key
         Key of the store that it was exported from; None for a store without encryption.
+    profile
+        The profile of units by one, or its file; None looks in the folder of the file, and in the one above.
 
     Returns
     -------
@@ -160,12 +201,31 @@ def read_exported(
     Raises
     ------
     SourceError
-        If the file is not an exported sequence, or is damaged.
+        If the file is not an exported sequence, or is damaged; for a profile that is not there.
     OptionError
         If it is encrypted and there is no key, or the other way round.
     """
     cipher = make_cipher(key)
     file = _open_exported(path, cipher)
+    namespace, slices, tables_by_name = _read_slices(file, cipher)
+    folder = Path(path).absolute().parent
+    profiles = (
+        profile if isinstance(profile, ProfileFinder) else ProfileFinder(file.label, profile, [folder, folder.parent])
+    )
+    try:
+        layers = decode_slices(
+            namespace, slices, threads, tables=TableSetCache(tables_by_name.get, tuple), profiles=profiles
+        )
+    except DamagedSliceError as error:
+        raise SourceError(f"{file.label}: unit {error.slice_index}: {error}") from None
+    ids = np.concatenate([unit.ids[skip : skip + take] for unit, skip, take in slices])
+    return namespace.model, ids, layers
+
+
+def _read_slices(
+    file: MappedFile | _ExportedBytes, cipher: StoreCipher
+) -> tuple[Namespace, list[LoadedSlice], dict[str, bytes]]:
+    """Return the namespace, the slices, and the tables by their names."""
     document, begin_byte = _read_document(file)
     root = parse_document(document, file.label, _MAX_DOCUMENT_BYTES)
     namespace = parse_namespace(root.get("space").read_str(), f"{file.label}: space", cipher.secret)
@@ -197,12 +257,7 @@ def read_exported(
         begin_byte += nbytes
     if begin_byte != file.size:
         raise SourceError(f"{file.label}: has {file.size - begin_byte:,} bytes after its units")
-    try:
-        layers = decode_slices(namespace, slices, threads, tables=TableSetCache(tables_by_name.get, tuple))
-    except DamagedSliceError as error:
-        raise SourceError(f"{file.label}: unit {error.slice_index}: {error}") from None
-    ids = np.concatenate([unit.ids[skip : skip + take] for unit, skip, take in slices])
-    return namespace.model, ids, layers
+    return namespace, slices, tables_by_name
 
 
 class _ExportedBytes(NamedTuple):

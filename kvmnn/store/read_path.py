@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -25,6 +26,9 @@ from .unit_codec import (
     parse_state,
 )
 
+if TYPE_CHECKING:
+    from ..profiles.search import ProfileFinder
+
 
 def read_layers(
     backend: StoreBackend,
@@ -39,7 +43,7 @@ def read_layers(
     if slices is None:
         return None
     try:
-        return decode_slices(namespace, slices, threads, tables=backend.tables)
+        return decode_slices(namespace, slices, threads, tables=backend.tables, profiles=backend.profiles)
     except DamagedSliceError as error:
         backend.quarantine(prefix_match.slices[error.slice_index].unit, str(error), notes)
         return None
@@ -55,7 +59,7 @@ def iter_layers(
     """Yield the layers of `read_layers`, each when it is decoded; a damaged unit raises `DamagedPrefixError`."""
     notes: list[str] = []
     try:
-        yield from iter_decoded_layers(namespace, slices, threads, tables=backend.tables)
+        yield from iter_decoded_layers(namespace, slices, threads, tables=backend.tables, profiles=backend.profiles)
     except DamagedSliceError as error:
         backend.quarantine(prefix_match.slices[error.slice_index].unit, str(error), notes)
         raise DamagedPrefixError(notes[0] if notes else str(error)) from None
@@ -142,10 +146,12 @@ class UnitVerifier:
         read_unit: Callable[[int], Bytes | None],
         find_holder: Callable[[bytes], tuple[int, int] | None],
         tables: TableSetCache,
+        profiles: ProfileFinder,
         block_tokens: int,
         threads: int | None,
     ) -> None:
         self._read_unit, self._find_holder, self._tables = read_unit, find_holder, tables
+        self._profiles = profiles
         self._block_tokens, self._threads = block_tokens, threads
         self._last_unit: tuple[int, LayerCaches, LayerCaches] = 0, (), ()
         """The unit that was decoded last, the rows before it that it refers to, and its own rows."""
@@ -174,14 +180,24 @@ class UnitVerifier:
         own_slice = LoadedSlice(unit, 0, unit.ids.size)
         history = unit.dense.history_rows if unit.dense else 0
         if not history:
-            return (), decode_slices(namespace, [own_slice], self._threads, tables=self._tables)
+            return (), self._decode_slices(namespace, [own_slice])
         preceding_rows = self._get_cached_preceding(unit, history)
         if not preceding_rows:
             slices = self._list_needed_slices(unit, namespace)
-            rows = decode_slices(namespace, slices, self._threads, tables=self._tables)
+            rows = self._decode_slices(namespace, slices)
             preceding_rows = _copy_rows(rows, rows[0].tokens - history, rows[0].tokens)
-        return preceding_rows, decode_slices(
-            namespace, [own_slice], self._threads, tables=self._tables, preceding_rows=preceding_rows
+        return preceding_rows, self._decode_slices(namespace, [own_slice], preceding_rows)
+
+    def _decode_slices(
+        self, namespace: Namespace, slices: Sequence[LoadedSlice], preceding_rows: LayerCaches | None = None
+    ) -> LayerCaches:
+        return decode_slices(
+            namespace,
+            slices,
+            self._threads,
+            tables=self._tables,
+            profiles=self._profiles,
+            preceding_rows=preceding_rows,
         )
 
     def _get_cached_preceding(self, unit: Unit, history: int) -> LayerCaches:

@@ -7,7 +7,7 @@ from dataclasses import field
 from typing import TYPE_CHECKING
 
 from .._util.dataclass import dataclass
-from .._util.text import compute_ratio, escape_control, format_rate, pluralize, shorten_names
+from .._util.text import LOSSLESS, LOSSY, compute_ratio, escape_control, format_rate, pluralize, shorten_names
 from ..arrays.completeness import Completeness
 from ..arrays.layer_cache import LayerCache
 from ..arrays.opaque_state import OpaqueState
@@ -16,6 +16,7 @@ from .namespace import Ids
 
 if TYPE_CHECKING:  # or every start would import its tables
     from ..reports.break_even import BreakEvenReport
+_LOSSY_TEXT = f"{LOSSY}: K and V are rounded (transform streams)"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -43,6 +44,13 @@ class StoredPrefix:
     #: What the prefix contains of each layer, for a model with windows or state; None if all layers have full
     #: attention.
     completeness: Completeness | None = None
+    #: Whether K and V are not exactly those that were put: of a store of transform streams.
+    is_lossy: bool = False
+
+    @property
+    def label(self) -> str | None:
+        """Return ``LOSSY`` where K and V are not exactly those that were put."""
+        return LOSSY if self.is_lossy else None
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -73,6 +81,12 @@ class LayerwisePrefix:
     notes: tuple[str, ...] = ()
     outage: bool = False
     states: tuple[OpaqueState, ...] = ()
+    is_lossy: bool = False
+
+    @property
+    def label(self) -> str | None:
+        """Return ``LOSSY`` where K and V are not exactly those that were put."""
+        return LOSSY if self.is_lossy else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +128,10 @@ class PutResult(Record):
     notes: tuple[str, ...] = ()
     #: Whether that is because a remote store did not answer.
     outage: bool = False
+    #: Whether K and V are rounded, as a store of transform streams does.
+    is_lossy: bool = field(default=False, metadata={"omit": True})
+    #: Nats a token that this is expected to cost; None where nothing says it.
+    predicted_kl: float | None = field(default=None, metadata={"omit": True})
 
     def __str__(self) -> str:
         text = f"{pluralize(self.tokens, 'token')}: all of them were stored already"
@@ -132,6 +150,9 @@ class PutResult(Record):
                 f", ratio "
                 f"{compute_ratio(self.raw_bytes, self.stored_bytes):.4f}{format_rate(self.raw_bytes, self.seconds)}"
             )
+        if self.is_lossy:
+            cost = f", {self.predicted_kl:.2g} nats a token expected" if self.predicted_kl is not None else ""
+            text += f"\n  {_LOSSY_TEXT}{cost}"
         return text + (f"\n  {self.removed_bytes:,} bytes of files went" if self.removed_bytes else "")
 
 
@@ -148,9 +169,11 @@ class StoreExportResult(Record):
     #: As in `StoredPrefix`.
     dtype: str
     other_precisions: Mapping[str, int] = field(default_factory=dict, metadata={"key": "others"})
+    is_lossy: bool = field(default=False, metadata={"omit": True})
 
     def __str__(self) -> str:
-        return f"{self.output}: {pluralize(self.tokens, 'token')}, {self.bytes:,} bytes, LOSSLESS (checksums compared)"
+        label = f"{LOSSY} as stored" if self.is_lossy else LOSSLESS
+        return f"{self.output}: {pluralize(self.tokens, 'token')}, {self.bytes:,} bytes, {label} (checksums compared)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,6 +296,8 @@ class StoreEntry(Record):
     label: str = ""
     #: Where codecs and prefixes pay; only if it was measured.
     break_even: BreakEvenReport | None = field(default=None, metadata={"omit": True})
+    #: Whether K and V are not exactly those that were put.
+    is_lossy: bool = field(default=False, metadata={"omit": True})
 
     def __str__(self) -> str:
         line = self.format_line(self.key[:MIN_HANDLE_LETTERS], shorten_names([self.model])[self.model])
@@ -286,6 +311,7 @@ class StoreEntry(Record):
         line = (
             f"{handle}  {self.tokens:>9,} tokens  {self.bytes:>12,} bytes  {self.dtype}  {model}  {use_text}".rstrip()
         )
+        line += f"  {LOSSY}" if self.is_lossy else ""
         line += f"  {escape_control(self.label)}" if self.label else ""
         return line if self.is_complete else f"{line}  (without windows and state)"
 
@@ -454,7 +480,7 @@ class StoreStats(Record):
     #: Pinned sequences, and sessions.
     pinned: int
     sessions: int
-    #: Codec of new units, ``"dense"`` or ``"frames"``.
+    #: Codec of new units: ``"dense"``, ``"frames"``, ``"profile"`` or ``"transform"``.
     codec: str
     #: Requested tokens and hits of `get` of this object. They are not part of `to_dict`.
     asked_tokens: int = field(metadata={"json": False})
@@ -463,6 +489,10 @@ class StoreStats(Record):
     states: int = 0
     #: What is evicted first, ``"lru"`` or ``"benefit"``.
     policy: str = "lru"
+    #: Key of the profile that units need, in hexadecimal; empty if they need none.
+    profile: str = field(default="", metadata={"omit": True})
+    #: Whether K and V are not exactly those that were put.
+    is_lossy: bool = field(default=False, metadata={"omit": True})
     #: What all processes that used the store did so far; of a remote store, this object.
     usage: StoreUsage | None = field(default=None, metadata={"omit": True})
     #: Where codecs and prefixes pay; only if it was measured.
@@ -483,6 +513,8 @@ class StoreStats(Record):
             f"  index {self.index_bytes:,} bytes, {self.pinned:,} pinned, {pluralize(self.sessions, 'session')}, codec "
             f"{self.codec}, policy {self.policy}",
         ]
+        lines += [f"  {_LOSSY_TEXT}"] if self.is_lossy else []
+        lines += [f"  its units need the profile {self.profile[:16]}"] if self.profile else []
         lines += [f"  {self.usage}"] if self.usage is not None and self.usage.counters["gets"] else []
         text = "\n".join([*lines, *(f"  model {escape_control(model)}" for model in self.models)])
         return text if self.break_even is None else f"{text}\n\n{self.break_even}"

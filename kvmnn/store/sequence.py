@@ -21,7 +21,7 @@ from .read_path import iter_layers, load_slices, read_layers, read_state
 from .results import LayerwisePrefix, PutResult, StoredPrefix, StoreExportResult
 from .unit import DamagedUnitError, parse_header
 from .unit_codec import LoadedSlice, encode_state
-from .write_path import WriteOptions, add_sequence
+from .write_path import WriteOptions, add_sequence, make_layer_encoder
 
 _MAX_PUT_TRIES = 3
 _NO_CAPACITY_REASON = "the bound (max_bytes) has no room for more"
@@ -110,7 +110,9 @@ class SequenceStore:
         state_bytes = 0
         if state is not None and stored_before.tokens < ids.size:
             state_bytes, state_raw_bytes, state_removed_bytes = self._put_state_unit(sequence, namespace, state)
-            added = AddResult(added.stored_bytes + state_bytes, added.removed_bytes + state_removed_bytes)
+            added = added._replace(
+                stored_bytes=added.stored_bytes + state_bytes, removed_bytes=added.removed_bytes + state_removed_bytes
+            )
             raw_bytes += state_raw_bytes
         self._backend.touch((*filter(None, [stored_before.state_unit]), *stored_prefix.list_units()), num_uses=0)
         removed_bytes = added.removed_bytes + self._backend.enforce_limit()
@@ -128,6 +130,8 @@ class SequenceStore:
             removed_bytes=removed_bytes,
             seconds=time.perf_counter() - started,
             notes=() if stored_tokens == ids.size else (reason,),
+            is_lossy=self._backend.settings.is_lossy,
+            predicted_kl=added.predicted_kl,
         )
 
     def _put_state_unit(self, sequence: TokenSequence, namespace: Namespace, state: StateToPut) -> tuple[int, int, int]:
@@ -205,6 +209,7 @@ class SequenceStore:
                 token_ids=ids[:tokens],
                 states=tuple(states),
                 completeness=completeness,
+                is_lossy=self._backend.settings.is_lossy,
             )
 
     def _read_state(
@@ -240,6 +245,7 @@ class SequenceStore:
                 dtype=namespace.dtype,
                 notes=tuple(notes),
                 states=tuple(states),
+                is_lossy=self._backend.settings.is_lossy,
             )
 
     def find_longest(
@@ -299,13 +305,17 @@ class SequenceStore:
             raise SourceError(f"{self._backend.label}: this text was evicted meanwhile")
         from .export import SequenceExporter, write_exported
 
-        rotary, options = self._write_options.rope_state.get_rope(namespace, layers), self._write_options.options
+        options, rotary = self._write_options.options, None
+        if self._backend.settings.profile is None:
+            rotary = self._write_options.rope_state.get_rope(namespace, layers)
         try:
             headers = map(parse_header, data_by_unit.values())
             keys = {header.dense.tables_key for header in headers if header.dense and header.dense.tables_key}
             tables = {key: self._backend.tables.get(namespace.key, key) for key in sorted(keys)}
+            layer_encoder = make_layer_encoder(self._backend, layers, self._threads)
+            sequence = self.make_sequence(namespace, ids)
             exporting = SequenceExporter(
-                namespace, self.make_sequence(namespace, ids), layers, tables, rotary, options, self._threads
+                namespace, sequence, layers, tables, rotary, options, layer_encoder, self._threads
             )
             unit_slices = exporting.build_units(prefix_match, data_by_unit)
         except DamagedUnitError as error:  # damaged since `read_layers`
@@ -320,6 +330,7 @@ class SequenceStore:
             bytes=nbytes,
             dtype=namespace.dtype,
             other_precisions=other_precisions,
+            is_lossy=self._backend.settings.is_lossy,
         )
 
 

@@ -6,7 +6,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -22,11 +22,13 @@ from ..dense import RopeConfig
 from ..errors import KvmnnError, MissingDependencyError, OptionError
 from ..files.urls import URL_SCHEME_PATTERN, redact_url
 from ..frames import CodecOptions, Effort
+from ..profiles.search import ProfileFinder
 from .backend import (
     MAX_BLOCK_TOKENS,
     STORE_CODECS,
     STORE_POLICIES,
     BackendUnavailableError,
+    CodecProfile,
     StoreBackend,
     StoredText,
     StoreLimits,
@@ -61,10 +63,12 @@ from .results import (
     StoreVerifyResult,
 )
 from .sequence import SequenceStore, StateToPut
+from .unit import LAYER_CODECS
 from .usage import COUNTERS_FILE, StoreMetrics
 from .write_path import CodecChooser, RopeState, WriteOptions
 
 if TYPE_CHECKING:
+    from ..profiles.profile import Profile
     from .remote.key_values import CircuitBreaker, KeyValueStore
 
 DEFAULT_BLOCK_TOKENS = 64
@@ -101,6 +105,30 @@ def _open_key_values(scheme: str, url: str, timeout: float | None, cipher: Store
     )
 
 
+def _make_codec_profile(
+    codec: str | None,
+    profiles: ProfileFinder,
+    profile: Profile | str | os.PathLike[str] | None,
+    options: Mapping[str, float] | None,
+    folder: Path | None,
+) -> CodecProfile | None:
+    """Return what a new store records of the profile of its codec; None for a codec that needs none."""
+    if codec not in LAYER_CODECS:
+        if options:
+            raise OptionError(f"codec_options are of the codecs {' and '.join(LAYER_CODECS)}, not of {codec!r}")
+        return None
+    given_profile = profiles.read_given()
+    if given_profile is None or profile is None:
+        raise OptionError(f"codec {codec!r} needs the profile of a model (kvmnn profile make)")
+    from .layer_units import check_options  # which imports both codecs
+
+    file = ""
+    if isinstance(profile, str | os.PathLike):
+        file = os.fspath(profile)
+        file = os.path.basename(file) if folder is None else os.path.relpath(file, folder)
+    return CodecProfile(given_profile.key.hex(), file, check_options(codec, options or {}, given_profile))
+
+
 T = TypeVar("T")
 TokenIds = Sequence[int] | npt.NDArray[Any]
 
@@ -128,8 +156,16 @@ class PrefixStore:
         operating system caches.
     codec
         Codec of a new store; None for ``"dense"``. ``"dense"`` uses dense streams where they are at least 3 % smaller
-        than frames; ``"frames"`` always uses frames, which decode faster. An existing store keeps its own value, which
-        must match.
+        than frames; ``"frames"`` always uses frames, which decode faster. ``"profile"`` and ``"transform"`` use streams
+        by the profile of a model, losslessly and LOSSY: what `get` returns of a store of transform streams is not what
+        was put. An existing store keeps its own value, which must match.
+    profile
+        The profile of the model (`kvmnn.profiles.Profile`), or its file; required for a new store of these codecs. A
+        store records its key; without the profile nothing is put or returned. None looks for it where it was when the
+        store was made, in a directory, and in the one above.
+    codec_options
+        Options of these codecs for a new store: ``below``; of ``"transform"`` one of ``kl`` (nats a token, 0.002 by
+        default), ``ratio`` and ``bits``, and ``first``, tokens at the beginning of a text that are exact.
     policy
         What a new store evicts first; None for ``"lru"``, the least recently used units. ``"benefit"``: those that
         save the fewest seconds per byte: tokens x uses / bytes, plus the highest such number that was evicted before
@@ -189,6 +225,8 @@ class PrefixStore:
         block_tokens: int | None = None,
         ram_bytes: int | None = None,
         codec: str | None = None,
+        profile: Profile | str | os.PathLike[str] | None = None,
+        codec_options: Mapping[str, float] | None = None,
         policy: str | None = None,
         effort: Effort = "fast",
         rotary: RopeConfig | Literal["none"] | None = None,
@@ -215,17 +253,25 @@ class PrefixStore:
             raise OptionError(f"codec is {repr_short(codec)}: expected one of {', '.join(STORE_CODECS)}")
         if policy not in (None, *STORE_POLICIES):
             raise OptionError(f"policy is {repr_short(policy)}: expected one of {', '.join(STORE_POLICIES)}")
-        settings = None
-        if create:
-            settings = StoreSettings(
-                block_tokens or DEFAULT_BLOCK_TOKENS, codec or DEFAULT_CODEC, policy or DEFAULT_POLICY
-            )
         name = os.fspath(url)
         if not name:
             raise OptionError("the store has no name: expected a directory, or a URL")
+        scheme_match = URL_SCHEME_PATTERN.match(name)
+        folder = None if scheme_match is not None else Path(name)
+        profiles = ProfileFinder(
+            redact_url(name), profile, [] if folder is None else [folder, folder.absolute().parent]
+        )
+        codec_profile = _make_codec_profile(codec, profiles, profile, codec_options, folder)
+        new_settings = StoreSettings(
+            block_tokens or DEFAULT_BLOCK_TOKENS,
+            codec or DEFAULT_CODEC,
+            policy or DEFAULT_POLICY,
+            profile=codec_profile,
+        )
+        settings = new_settings if create else None
         self._backend: StoreBackend
         counters_path = None
-        if (scheme_match := URL_SCHEME_PATTERN.match(name)) is not None:
+        if scheme_match is not None:
             from .remote.maintenance import RemoteBackend  # directories are opened without it
 
             self._backend = RemoteBackend(
@@ -239,18 +285,24 @@ class PrefixStore:
                 limits=limits,
                 tenant=tenant,
                 cipher=cipher,
+                profiles=profiles,
             )
         elif ram_bytes is not None or timeout is not None:
             raise OptionError(f"{name}: ram_bytes and timeout are for stores past this machine, not for a directory")
         else:
             directory = DirectoryBackend(
-                Path(name), settings=settings, limits=limits, tenant=tenant, read_only=read_only, cipher=cipher
+                Path(name),
+                settings=settings,
+                limits=limits,
+                tenant=tenant,
+                read_only=read_only,
+                profiles=profiles,
+                cipher=cipher,
             )
             self._backend = directory
             counters_path = Path(name) / COUNTERS_FILE
             try:
-                stored_settings = StoreSettings(directory.block_tokens, directory.codec, directory.policy)
-                check_settings_match(name, stored_settings, block_tokens, codec, policy)
+                check_settings_match(name, directory.settings, block_tokens, codec, policy, codec_profile)
             except OptionError:
                 directory.close()
                 raise
@@ -268,13 +320,18 @@ class PrefixStore:
 
     @property
     def codec(self) -> str:
-        """Codec of new units, ``"dense"`` or ``"frames"``."""
+        """Codec of new units: ``"dense"``, ``"frames"``, ``"profile"`` or ``"transform"``."""
         return self._backend.codec
 
     @property
     def policy(self) -> str:
         """What is evicted first, ``"lru"`` or ``"benefit"``."""
         return self._backend.policy
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether what `get` returns is not what was put: a store of transform streams."""
+        return self._backend.settings.is_lossy
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -655,9 +712,10 @@ class PrefixStore:
         OutputError
             As `put`.
         """
-        from .export import read_exported
+        from .export import check_import, read_exported
 
-        model, ids, layers = read_exported(path, self._threads, self._key)
+        check_import(path, self._key, is_lossy_store=self.is_lossy)
+        model, ids, layers = read_exported(path, self._threads, self._key, profile=self._backend.profiles)
         return self.put(ids, layers, model=model)
 
     def gc(self, max_bytes: int | None = None) -> CleanupResult:

@@ -1,7 +1,7 @@
 """Units: K and V of consecutive blocks in one file, with checksums; and the entropy tables that dense units share.
 
-A unit is a header, then a frame or a dense stream for K and V of every layer. Shared tables are one object for each
-namespace. docs/prefix-store.md documents the bytes.
+A unit is a header, then a frame or a dense stream for K and V of every layer, or a stream of both by a model's profile.
+Shared tables are one object for each namespace. docs/prefix-store.md documents the bytes.
 """
 
 from __future__ import annotations
@@ -31,14 +31,21 @@ from .namespace import KEY_BYTES, MAX_LAYERS, MAX_TOKENS, Ids, Namespace, list_p
 # of 512. Texts share blocks; the unit, up to eight blocks of one put, is encoded, stored and evicted. Units are a tree:
 # one is evicted when no other follows it, the least recently used first.
 
-FRAME_MAGIC, DENSE_MAGIC = b"KVMNNPU1", b"KVMNNPU2"
+FRAME_MAGIC, DENSE_MAGIC, LAYER_MAGIC = b"KVMNNPU1", b"KVMNNPU2", b"KVMNNPU3"
+LAYER_CODECS = ("profile", "transform")
+"""Codecs of units with a stream for each layer, by their number in a unit; the second is lossy."""
+PROFILE_KEY_BYTES = 32
 MAX_HISTORY_ROWS = 256
 """Rows before a dense unit that its streams may refer to."""
 MAX_CHAIN_UNITS = 8
 """Units that may have to be decoded for a dense unit; a longer chain is started again without history."""
 
+TokenSpan = tuple[int, int]
+"""First token of a unit, and the token after its last."""
+
 _UNIT_STRUCT = struct.Struct(f"<8sIII{KEY_BYTES}s{KEY_BYTES}s")
 _DENSE_STRUCT = struct.Struct(f"<III{KEY_BYTES}s")
+_LAYER_STRUCT = struct.Struct(f"<I{PROFILE_KEY_BYTES}s")
 _CHECKSUM_STRUCT = struct.Struct("<Q")
 _FRAME_DTYPE = np.dtype([("bytes", "<u8"), ("checksum", "<u8"), ("raw_checksum", "<u8")])
 _STREAM_DTYPE = np.dtype([("bytes", "<u8"), ("checksum", "<u8")])
@@ -76,6 +83,16 @@ class DenseUnitInfo:
 
 
 @dataclass(frozen=True, eq=False)
+class LayerUnitInfo:
+    """The codec of a unit with a stream for K and V of each layer."""
+
+    #: One of `LAYER_CODECS`.
+    codec: str
+    #: Key of the profile without which it is not decoded.
+    profile_key: bytes
+
+
+@dataclass(frozen=True, eq=False)
 class Unit:
     """Consecutive blocks of a sequence."""
 
@@ -87,25 +104,30 @@ class Unit:
     start: int
     #: ``[token]``: token ids of these blocks; the last block may be partial.
     ids: Ids
-    #: K and V of each layer, in the order of `Namespace.parts`.
+    #: K and V of each layer, in the order of `Namespace.parts`; with `layer_info` a stream for each layer.
     frames: tuple[UnitFrame, ...]
-    #: Dependencies of dense streams; None for frames.
+    #: Dependencies of dense streams; None for others.
     dense: DenseUnitInfo | None = None
+    #: Codec of streams for each layer; None for others.
+    layer_info: LayerUnitInfo | None = None
 
     @property
     def nbytes(self) -> int:
         """Size of the file in bytes."""
         blocks = None if self.dense is None else len(self.dense.block_sums)
-        return count_header_bytes(self.ids.size, len(self.frames), blocks) + sum(
-            len(frame.data) for frame in self.frames
-        )
+        size = count_header_bytes(self.ids.size, len(self.frames), blocks, by_layer=self.layer_info is not None)
+        return size + sum(len(frame.data) for frame in self.frames)
 
     def to_pieces(self) -> list[Bytes | bytes]:
         """Return the bytes of the file, in pieces."""
-        magic = FRAME_MAGIC if self.dense is None else DENSE_MAGIC
+        magic = LAYER_MAGIC if self.layer_info else FRAME_MAGIC if self.dense is None else DENSE_MAGIC
         head = _UNIT_STRUCT.pack(magic, self.ids.size, len(self.frames), self.start, self.namespace_key, self.parent)
         ids = self.ids.astype("<u4").tobytes()
-        if self.dense is None:
+        if self.layer_info is not None:
+            info = self.layer_info
+            head += _LAYER_STRUCT.pack(LAYER_CODECS.index(info.codec), info.profile_key) + ids
+            head += np.array([(len(frame.data), frame.checksum) for frame in self.frames], _STREAM_DTYPE).tobytes()
+        elif self.dense is None:
             frame_rows = [(len(frame.data), frame.checksum, frame.raw_checksum) for frame in self.frames]
             head += ids + np.array(frame_rows, _FRAME_DTYPE).tobytes()
         else:
@@ -118,9 +140,13 @@ class Unit:
         return [head + _CHECKSUM_STRUCT.pack(integrity_checksum(head)), *(frame.data for frame in self.frames)]
 
 
-def count_header_bytes(num_tokens: int, num_frames: int, num_blocks: int | None = None) -> int:
-    """Count the bytes before the first frame, or before the first stream of a unit with `num_blocks` whole blocks."""
+def count_header_bytes(
+    num_tokens: int, num_frames: int, num_blocks: int | None = None, *, by_layer: bool = False
+) -> int:
+    """Count the bytes before the first frame or stream; dense units have `num_blocks` whole blocks."""
     size = _UNIT_STRUCT.size + 4 * num_tokens + _CHECKSUM_STRUCT.size
+    if by_layer:
+        return size + _LAYER_STRUCT.size + _STREAM_DTYPE.itemsize * num_frames
     if num_blocks is None:
         return size + _FRAME_DTYPE.itemsize * num_frames
     return size + _DENSE_STRUCT.size + 8 * num_blocks + _STREAM_DTYPE.itemsize * num_frames
@@ -136,7 +162,9 @@ def parse_unit(data: Bytes) -> Unit:
         UnitFrame(data[begin_byte:end_byte], frame_sum, raw_sum)
         for (begin_byte, end_byte), (_, frame_sum, raw_sum) in zip(pairwise(ends), header.frame_rows, strict=True)
     ]
-    return Unit(header.namespace_key, header.parent, header.start, header.ids, tuple(frames), header.dense)
+    return Unit(
+        header.namespace_key, header.parent, header.start, header.ids, tuple(frames), header.dense, header.layer_info
+    )
 
 
 UNSEALED_NOTHING: Bytes = np.empty(0, np.uint8)
@@ -158,6 +186,7 @@ class UnitHeader(NamedTuple):
     start: int
     ids: Ids
     dense: DenseUnitInfo | None
+    layer_info: LayerUnitInfo | None
     #: Size, checksum and raw checksum of each frame.
     frame_rows: list[tuple[int, int, int]]
     #: Size of the header.
@@ -173,11 +202,19 @@ def parse_header(data: Bytes) -> UnitHeader:
     """Parse the header of a unit; raise as `parse_unit` does."""
     check_header_size(data, _UNIT_STRUCT.size)
     magic, num_tokens, num_frames, start, namespace, parent = _UNIT_STRUCT.unpack_from(data.data)
-    if magic not in (FRAME_MAGIC, DENSE_MAGIC):
+    if magic not in (FRAME_MAGIC, DENSE_MAGIC, LAYER_MAGIC):
         raise DamagedUnitError("does not begin as a unit does")
     if not (1 <= num_tokens <= MAX_TOKENS and 1 <= num_frames <= 2 * MAX_LAYERS and start <= MAX_TOKENS):
         raise DamagedUnitError("has impossible sizes in its header")
     position, history, chain, num_blocks, tables = _UNIT_STRUCT.size, 0, 0, None, _NO_TABLES
+    layer_info = None
+    if magic == LAYER_MAGIC:
+        check_header_size(data, position + _LAYER_STRUCT.size)
+        codec, profile_key = _LAYER_STRUCT.unpack_from(data.data, position)
+        position += _LAYER_STRUCT.size
+        if codec >= len(LAYER_CODECS):
+            raise DamagedUnitError("has streams of an unknown codec")
+        layer_info = LayerUnitInfo(LAYER_CODECS[codec], profile_key)
     if magic == DENSE_MAGIC:
         if data.size < position + _DENSE_STRUCT.size:
             raise DamagedUnitError(f"has {data.size:,} bytes: too few for a header")
@@ -190,7 +227,7 @@ def parse_header(data: Bytes) -> UnitHeader:
             or bool(chain) != bool(history)
         ):
             raise DamagedUnitError("has impossible sizes in its header")
-    size = count_header_bytes(num_tokens, num_frames, num_blocks)
+    size = count_header_bytes(num_tokens, num_frames, num_blocks, by_layer=layer_info is not None)
     if size > data.size:
         raise DamagedUnitError(f"has {data.size:,} bytes: its header alone has {size:,}")
     (stored_checksum,) = _CHECKSUM_STRUCT.unpack_from(data.data, size - _CHECKSUM_STRUCT.size)
@@ -198,14 +235,18 @@ def parse_header(data: Bytes) -> UnitHeader:
         raise DamagedUnitError("its header does not match its checksum")
     ids = np.frombuffer(data, "<u4", num_tokens, position)
     position += 4 * num_tokens
-    if num_blocks is None:
-        dense, frame_rows = None, np.frombuffer(data, _FRAME_DTYPE, num_frames, position).tolist()
+    dense = None
+    if layer_info is not None:
+        streams = np.frombuffer(data, _STREAM_DTYPE, num_frames, position).tolist()
+        frame_rows = [(nbytes, stream_checksum, 0) for nbytes, stream_checksum in streams]
+    elif num_blocks is None:
+        frame_rows = np.frombuffer(data, _FRAME_DTYPE, num_frames, position).tolist()
     else:
         sums = tuple(np.frombuffer(data, "<u8", num_blocks, position).tolist())
         dense = DenseUnitInfo(sums, history, chain, b"" if tables == _NO_TABLES else tables)
         streams = np.frombuffer(data, _STREAM_DTYPE, num_frames, position + 8 * num_blocks).tolist()
         frame_rows = [(nbytes, stream_checksum, 0) for nbytes, stream_checksum in streams]
-    return UnitHeader(namespace, parent, start, ids, dense, frame_rows, size)
+    return UnitHeader(namespace, parent, start, ids, dense, layer_info, frame_rows, size)
 
 
 TABLES_MAGIC = b"KVMNNPT2"

@@ -9,14 +9,24 @@ from __future__ import annotations
 import json
 import struct
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
 from itertools import accumulate, groupby, pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from .._util.dataclass import dataclass
-from .._util.parallel import InterruptibleExecutor, parallel_map, resolve_threads, wait_for_result
+from .._util.parallel import (
+    InterruptibleExecutor,
+    is_cancelled,
+    parallel_map,
+    parallel_run,
+    resolve_threads,
+    wait_for_result,
+)
 from ..arrays.layer_cache import LayerCache
 from ..arrays.opaque_state import MAX_STATE_AXES, MAX_STATE_NAME_CHARS, OpaqueState, make_state
 from ..dense import SharedTables
@@ -30,15 +40,16 @@ from ..frames.buffers import as_elements, checksum_rows, copy_with_checksum, int
 from ..frames.decoder import FrameDecoder
 from ..frames.options import LaneOptions
 from .namespace import KEY_BYTES, MAX_TOKENS, Ids, Namespace, compute_state_key, list_parts
-from .unit import DamagedUnitError, TableSetCache, TableSets, Unit, UnitFrame, check_header_size
+from .unit import DamagedUnitError, TableSetCache, TableSets, TokenSpan, Unit, UnitFrame, check_header_size
+
+if TYPE_CHECKING:
+    from ..profiles.profile import Profile
+    from ..profiles.search import ProfileFinder
 
 MAX_UNIT_TOKENS = 512
 """Blocks of one put form a unit of up to this many tokens: frames of 64 tokens each would be 5 % larger."""
 MAX_UNIT_RAW_BYTES = 64 << 20
 """Limit on the raw bytes of a unit with more than one block."""
-
-TokenSpan = tuple[int, int]
-"""First token of a unit, and the token after its last."""
 
 
 def count_blocks_per_unit(namespace: Namespace, block_tokens: int) -> int:
@@ -155,7 +166,8 @@ class DamagedSliceError(DamagedUnitError):
 
 def check_unit_matches(unit: Unit, namespace: Namespace, ids: Ids, skip: int, max_tokens: int) -> None:
     """Check that a unit contains `ids` after its first `skip` tokens, in `namespace`, and at most `max_tokens`."""
-    if unit.namespace_key != namespace.key or len(unit.frames) != len(namespace.parts):
+    num_streams = len(namespace.parts if unit.layer_info is None else namespace.layers)
+    if unit.namespace_key != namespace.key or len(unit.frames) != num_streams:
         raise DamagedUnitError("holds layers of another model")
     if unit.ids.size > max_tokens:
         raise DamagedUnitError(f"holds {unit.ids.size:,} tokens: expected at most {max_tokens:,}")
@@ -169,16 +181,22 @@ def decode_slices(
     threads: int | None = None,
     *,
     tables: TableSetCache | None = None,
+    profiles: ProfileFinder | None = None,
     preceding_rows: Sequence[LayerCache] | None = None,
 ) -> list[LayerCache]:
     """Decode K and V of all layers for consecutive slices, and compare them with their checksums.
 
-    If any unit is dense, a result has all heads of a token together in memory, as dense streams have them; else all
+    If no unit has frames alone, a result has all heads of a token together in memory, as streams have them; else all
     tokens of a head.
     """
-    decoder = _SliceDecoder(namespace, slices, tables, preceding_rows)
-    jobs = [(run, part_index) for run in decoder.runs for part_index in range(len(namespace.parts))]
-    parallel_map(decoder.decode_part, jobs, resolve_threads(threads))
+    decoder = _SliceDecoder(namespace, slices, tables, profiles, preceding_rows)
+    jobs: list[Callable[[], object]] = [partial(deque, layers, 0) for layers in decoder.iter_by_unit()]
+    jobs += [
+        partial(decoder.decode_part, (run, part_index))
+        for run in decoder.runs
+        for part_index in range(len(namespace.parts))
+    ]
+    parallel_run(jobs, resolve_threads(threads))
     return list(map(decoder.get_layer, range(len(namespace.layers))))
 
 
@@ -188,10 +206,16 @@ def iter_decoded_layers(
     threads: int | None = None,
     *,
     tables: TableSetCache | None = None,
+    profiles: ProfileFinder | None = None,
 ) -> Iterator[LayerCache]:
     """Yield what `decode_slices` returns, each layer when it is decoded; threads decode the next ones meanwhile."""
-    decoder = _SliceDecoder(namespace, slices, tables)
+    decoder = _SliceDecoder(namespace, slices, tables, profiles)
     with InterruptibleExecutor(resolve_threads(threads), "kvmnn-layers") as executor:
+        if not decoder.runs:
+            yield from _iter_layers_of_chains(decoder, len(namespace.layers), executor)
+            return
+        for layers in decoder.iter_by_unit():  # next to units of another codec: all at once
+            deque(layers, 0)
         futures = [
             (layer_index, executor.submit(decoder.decode_part, (run, part_index)))
             for part_index, (layer_index, _) in enumerate(namespace.parts)
@@ -203,6 +227,39 @@ def iter_decoded_layers(
             yield decoder.get_layer(layer_index)
 
 
+def _iter_layers_of_chains(
+    decoder: _SliceDecoder, num_layers: int, executor: InterruptibleExecutor
+) -> Iterator[LayerCache]:
+    """Yield each layer once all units have it: threads decode the units, each from its first layer on."""
+    chains = [UnitChain(num_layers, layers) for layers in decoder.iter_by_unit()]
+    for chain in chains:
+        executor.submit(chain.run)
+    for layer_index in range(num_layers):
+        for chain in chains:
+            wait_for_result(chain.layer_futures[layer_index])
+        yield decoder.get_layer(layer_index)
+
+
+class UnitChain:
+    """Decodes the layers of a unit in order, for those who wait for each of them."""
+
+    def __init__(self, num_layers: int, layers: Iterator[None]) -> None:
+        self.layer_futures: list[Future[None]] = [Future() for _ in range(num_layers)]
+        self._layers = layers
+
+    def run(self) -> None:
+        """Decode all layers; an error is that of each layer that is left."""
+        pending = deque(self.layer_futures)
+        try:
+            for _ in self._layers:
+                pending.popleft().set_result(None)
+                if is_cancelled():
+                    raise KvmnnError("nobody waits for this any more")
+        except BaseException as error:
+            for future in pending:
+                future.set_exception(error)
+
+
 class _SliceDecoder:
     """Decodes K or V of one layer in consecutive slices, into arrays of all of them."""
 
@@ -211,9 +268,11 @@ class _SliceDecoder:
         namespace: Namespace,
         slices: Sequence[LoadedSlice],
         tables: TableSetCache | None,
+        profiles: ProfileFinder | None = None,
         preceding_rows: Sequence[LayerCache] | None = None,
     ) -> None:
         self._namespace, self._slices = namespace, slices
+        self._profiles = [_load_profile(loaded_slice.unit, profiles) for loaded_slice in slices]
         self._num_preceding = preceding_rows[0].tokens if preceding_rows else 0
         takes = (loaded_slice.take for loaded_slice in slices)
         self._begin_tokens = list(accumulate(takes, initial=self._num_preceding))
@@ -221,11 +280,16 @@ class _SliceDecoder:
             _load_tables(namespace, loaded_slice.unit, tables, number) for number, loaded_slice in enumerate(slices)
         ]
         self._frame_decoder = FrameDecoder(namespace.dtype)
-        self._by_token = any(loaded_slice.unit.dense for loaded_slice in slices)
+        self._by_token = any(loaded_slice.unit.dense or loaded_slice.unit.layer_info for loaded_slice in slices)
         self._pairs = _allocate_arrays(namespace, self._begin_tokens[-1], by_token=self._by_token)
         for (keys, values), cache in zip(self._pairs, preceding_rows or (), strict=False):
             keys[:, : self._num_preceding], values[:, : self._num_preceding] = cache.keys, cache.values
-        self.runs = _group_dependent_slices(slices, self._begin_tokens)
+        self.runs = [
+            run
+            for run in _group_dependent_slices(slices, self._begin_tokens)
+            if slices[run.start].unit.layer_info is None
+        ]
+        """Slices with a frame or stream for each part; those with one for each layer are not among them."""
 
     def get_layer(self, layer_index: int) -> LayerCache:
         """Return the rows of a layer, without those before the slices."""
@@ -235,6 +299,29 @@ class _SliceDecoder:
             keys=keys[:, self._num_preceding :],
             values=values[:, self._num_preceding :],
         )
+
+    def iter_by_unit(self) -> Iterator[Iterator[None]]:
+        """Yield, for each slice of streams of whole layers, what decodes a layer with each step."""
+        for slice_index, loaded_slice in enumerate(self._slices):
+            if loaded_slice.unit.layer_info is not None:
+                yield self._decode_layers(slice_index)
+
+    def _decode_layers(self, slice_index: int) -> Iterator[None]:
+        loaded_slice, profile = self._slices[slice_index], self._profiles[slice_index]
+        begin_token, end_token = self._begin_tokens[slice_index : slice_index + 2]
+        selection = slice(loaded_slice.skip, loaded_slice.skip + loaded_slice.take)
+        assert profile is not None
+        from .layer_units import iter_unit_layers  # which imports both codecs
+
+        try:
+            for (keys, values), cache in zip(
+                self._pairs, iter_unit_layers(loaded_slice.unit, self._namespace, profile), strict=True
+            ):
+                keys[:, begin_token:end_token] = cache.keys[:, selection]
+                values[:, begin_token:end_token] = cache.values[:, selection]
+                yield
+        except DamagedUnitError as error:
+            raise DamagedSliceError(str(error), slice_index) from None
 
     def decode_part(self, job: tuple[range, int]) -> None:
         """Decode the slices of a run, in order, for one part of `Namespace.parts`."""
@@ -278,6 +365,15 @@ def _group_dependent_slices(slices: Sequence[LoadedSlice], begin_tokens: Sequenc
             groups.append(range(slice_index, end_index))
             end_index = slice_index
     return groups[::-1]
+
+
+def _load_profile(unit: Unit, profiles: ProfileFinder | None) -> Profile | None:
+    """Return the profile that a unit needs; `SourceError` where it is not there, which is no damage."""
+    if unit.layer_info is None:
+        return None
+    if profiles is None:
+        raise SourceError(f"needs the profile {unit.layer_info.profile_key.hex()[:16]}, and none is given")
+    return profiles.get(unit.layer_info.profile_key)
 
 
 def _load_tables(namespace: Namespace, unit: Unit, tables: TableSetCache | None, slice_index: int) -> TableSets | None:

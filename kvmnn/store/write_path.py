@@ -31,7 +31,9 @@ from .unit import (
     MIN_TABLE_TOKENS,
     DamagedUnitError,
     DenseUnitInfo,
+    LayerUnitInfo,
     TableSets,
+    TokenSpan,
     Unit,
     UnitFrame,
     UnitHeader,
@@ -41,7 +43,6 @@ from .unit import (
 )
 from .unit_codec import (
     ThreadScratch,
-    TokenSpan,
     count_blocks_per_unit,
     encode_frame_units,
     plan_unit_spans,
@@ -50,6 +51,7 @@ from .unit_codec import (
 
 if TYPE_CHECKING:  # the encoders are imported by the functions that use them: reading does without
     from ..dense.encoder import ReferenceHints
+    from .layer_units import LayerUnitEncoder
 
 # A unit refers only to rows before it, which are read anyway: a text is read from its beginning, and leaves are evicted
 # before what they follow. Rows are referred to only where checksums of their blocks say that they are those that are
@@ -472,8 +474,10 @@ def add_sequence(
     size, step = sequence.block_tokens, count_blocks_per_unit(namespace, sequence.block_tokens)
     spans = plan_unit_spans(stored_prefix.num_blocks * size, sequence.ids.size, size, step)
     batches = _split_batches(spans, namespace.token_bytes)
-    unit_encoder: _FrameUnitEncoder | _DenseUnitEncoder = _FrameUnitEncoder(layers, write_options)
-    if backend.codec == "dense" and supports_dense(namespace, (step + 1) * size):
+    unit_encoder: _FrameUnitEncoder | _DenseUnitEncoder | LayerUnitEncoder = _FrameUnitEncoder(layers, write_options)
+    if (layer_encoder := make_layer_encoder(backend, layers, write_options.threads)) is not None:
+        unit_encoder = layer_encoder
+    elif backend.codec == "dense" and supports_dense(namespace, (step + 1) * size):
         streams = _DenseUnitEncoder(backend, sequence, layers, namespace, stored_prefix, write_options)
         if streams.is_dense_worth_it(batches[0], sequence):
             unit_encoder = streams
@@ -482,17 +486,30 @@ def add_sequence(
         added = _add_batch(backend, sequence, namespace, batch, unit_encoder)
         stored_bytes += added.stored_bytes
         removed_bytes += added.removed_bytes
-    return AddResult(stored_bytes, removed_bytes)
+    return AddResult(stored_bytes, removed_bytes, unit_encoder.predicted_kl)
 
 
-_OnUnit = Callable[[int, tuple[UnitFrame, ...], DenseUnitInfo | None], object]
-"""Called with the index, the frames or streams, and the dependencies of each encoded unit."""
+def make_layer_encoder(
+    backend: StoreBackend, layers: Sequence[LayerCache], threads: int | None
+) -> LayerUnitEncoder | None:
+    """Make the encoder of a store whose codec needs a profile; None for other stores."""
+    profile_settings = backend.settings.profile
+    if profile_settings is None:
+        return None
+    from .layer_units import LayerUnitEncoder  # which imports both codecs
+
+    profile = backend.profiles.get(bytes.fromhex(profile_settings.key))
+    return LayerUnitEncoder(layers, profile, backend.codec, profile_settings.options, threads)
+
+
+_OnUnit = Callable[[int, tuple[UnitFrame, ...], DenseUnitInfo | LayerUnitInfo | None], object]
+"""Called with the index, the frames or streams, and what else the header of each encoded unit says."""
 
 
 class _FrameUnitEncoder:
     """Encodes units of frames."""
 
-    tables = None
+    tables = predicted_kl = None
 
     def __init__(self, layers: Sequence[LayerCache], write_options: WriteOptions) -> None:
         self._layers, self._write_options = layers, write_options
@@ -510,6 +527,8 @@ class _FrameUnitEncoder:
 
 class _DenseUnitEncoder:
     """Encodes units of dense streams, which refer to rows before them and to tables shared in the namespace."""
+
+    predicted_kl = None
 
     def __init__(
         self,
@@ -675,16 +694,19 @@ def _add_batch(
     sequence: TokenSequence,
     namespace: Namespace,
     batch: Sequence[TokenSpan],
-    unit_encoder: _FrameUnitEncoder | _DenseUnitEncoder,
+    unit_encoder: _FrameUnitEncoder | _DenseUnitEncoder | LayerUnitEncoder,
 ) -> AddResult:
     new_units: dict[int, NewUnit] = {}
     with backend.stage() as staging:
 
-        def stage_unit(unit_index: int, frames: tuple[UnitFrame, ...], dense: DenseUnitInfo | None) -> None:
+        def stage_unit(
+            unit_index: int, frames: tuple[UnitFrame, ...], info: DenseUnitInfo | LayerUnitInfo | None
+        ) -> None:
             begin_token, end_token = batch[unit_index]
             begin_block, end_block = begin_token // sequence.block_tokens, end_token // sequence.block_tokens
             parent, ids = sequence.get_parent_key(begin_block), sequence.ids[begin_token:end_token]
-            unit = Unit(namespace.key, parent, begin_token, ids, frames, dense)
+            dense, layer_info = (None, info) if isinstance(info, LayerUnitInfo) else (info, None)
+            unit = Unit(namespace.key, parent, begin_token, ids, frames, dense, layer_info)
             staged = staging.write(unit.to_pieces())
             keys = sequence.keys[begin_block:end_block]
             nbytes = unit.nbytes + backend.unit_overhead_bytes

@@ -501,3 +501,46 @@ def test_store_messages_are_rendered_by_the_chat_template(here: Path, run) -> No
         "chat.json: the chat template of model fails"
         in run("store", "match", "S", "--text", "chat.json", *model, code=1).err
     )
+
+
+def test_store_by_a_profile_says_lossy_in_every_action(here: Path, run) -> None:
+    """``--codec transform:FILE`` makes it; later calls find the profile, or name it, or say which one is missing."""
+    import transform_samples
+
+    from kvmnn.dense.rope import RopeConfig
+
+    geometry = transform_samples.create_geometries(2, 2, 8, 8, RopeConfig(10000.0, 8))
+    transform_samples.create_profile(geometry).write("p.kvmp")
+    caches = transform_samples.create_caches(5, 50, geometry)
+    named = {f"layer_{c.layer}.{part}": w for c in caches for part, w in (("key", c.keys), ("value", c.values))}
+    np.savez("kv.npz", **named)
+    put = ("store", "put", "S", "kv.npz", "--token-ids", "long.json", "--fingerprint", "m")
+    run(*put, "--codec", "transform:p.kvmp,recent=3", code=2)
+    run(*put, "--codec", "transform:p.kvmp", "--profile", "p.kvmp", code=2)
+    run(*put, "--codec", "transform:p.kvmp", "--rope", "none", code=2)
+    assert not Path("S").exists()
+    assert "LOSSY: K and V are rounded" in run(*put, "--codec", "transform:p.kvmp,kl=0.02,first=8").out
+    get = ("store", "get", "S", "--token-ids", "long.json", "-o")
+    said = run(*get, "a.npz").out
+    assert "LOSSY: K and V are not exactly those that were put" in said and "LOSSLESS" not in said
+    document = json.loads(run(*get, "b.npz", "--json").out)
+    assert document["label"] == "LOSSY"
+    with np.load("a.npz") as back:
+        assert np.array_equal(back["layer_1.key"][:, :8], named["layer_1.key"][:, :8])
+        assert not np.array_equal(back["layer_1.key"], named["layer_1.key"])
+    for action in ("ls", "stat"):
+        assert "LOSSY" in run("store", action, "S").out
+    Path("p.kvmp").rename("elsewhere")
+    missing = run(*get, "c.npz", code=1).err
+    assert "need the profile" in missing and "(p.kvmp)" in missing and "--profile FILE" in missing
+    assert not Path("c.npz").exists()
+    run("store", "verify", "S", code=1)
+    run("store", "verify", "S", "--profile", "elsewhere")
+    run(*get, "c.npz", "--profile", "elsewhere")
+    assert (
+        "LOSSY as stored"
+        in run("store", "export", "S", "--token-ids", "long.json", "-o", "x.kv", "--profile", "elsewhere").out
+    )
+    refused = run("store", "import", "T", "x.kv", "--profile", "elsewhere", code=2).err
+    assert "is LOSSY" in refused
+    assert "LOSSY" in run("store", "import", "U", "x.kv", "--codec", "transform:elsewhere").out

@@ -131,9 +131,10 @@ def test_bench_measure_and_stat_print_break_even_and_report_shows_it(run: Any, t
     assert "break_even" not in json.loads(run("store", "stat", str(tmp_path / "s"), "--json").out)
     run("report", str(results), "-o", str(tmp_path / "page.html"))
     assert (tmp_path / "page.html").read_text().count("time to the first token, predicted</caption>") == 3
-    assert "no file" in run(
-        *("store", "simulate", "t", "--model-shape", "1x1x1", "--size", "1M", "--speed", speed), code=2
-    ).err
+    assert (
+        "no file"
+        in run(*("store", "simulate", "t", "--model-shape", "1x1x1", "--size", "1M", "--speed", speed), code=2).err
+    )
     with PrefixStore(tmp_path / "none"):
         pass
     assert "there is none" in run("store", "stat", str(tmp_path / "none"), "--speed", "load=1M", code=1).err

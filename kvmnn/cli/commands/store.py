@@ -14,6 +14,7 @@ from .. import (
     console,
     dense_options,
     input_sources,
+    layer_stream_options,
     packed_options,
     shared_options,
     store_simulation,
@@ -373,6 +374,9 @@ def _read_stats(store: PrefixStore, arguments: argparse.Namespace) -> StoreStats
 
 
 def _run_import(store: PrefixStore, arguments: argparse.Namespace) -> tuple[CommandResult, int]:
+    from ...store.export import check_import
+
+    check_import(arguments.inputs[0], arguments.key, is_lossy_store=store.is_lossy)
     model, ids, layers = arguments.read
     put_result = store.put(ids, layers, model=model)
     _raise_if_unavailable(put_result)
@@ -485,23 +489,25 @@ _INPUT_OPTIONS = (
     *(*shared_options.AXES_OPTION_NAMES, *packed_options.PACKED_OPTION_NAMES, *packed_options.SELECTION_OPTIONS),
 )
 _CREATION_OPTIONS = (
-    *("store_bytes", "namespace", "quota", "key_file", "block_tokens", "codec", "policies", "effort", "threads"),
+    *("store_bytes", "namespace", "quota", "key_file", "block_tokens", "codec", "profile", "policies", "effort"),
+    "threads",
 )
 _SPEC_BY_ACTION = {
     "put": _ActionSpec((*_MODEL_OPTIONS, *_INPUT_OPTIONS, *_CREATION_OPTIONS, "rope", "force", "label"), "CACHE"),
     "match": _ActionSpec(_MODEL_OPTIONS, _REFERENCE),
     "get": _ActionSpec(
-        (*_MODEL_OPTIONS, *_LAYOUT_OPTIONS, "output", "force", "threads", "cast", "rerotate", "partial"), _REFERENCE
+        (*_MODEL_OPTIONS, *_LAYOUT_OPTIONS, "output", "force", "threads", "cast", "rerotate", "partial", "profile"),
+        _REFERENCE,
     ),
     "ls": _ActionSpec(("namespace", "key_file")),
     "stat": _ActionSpec(("namespace", "key_file", "threads", *break_even_options.SPEED_NAMES), _REFERENCE),
     "serve-metrics": _ActionSpec(("listen", "key_file")),
-    "verify": _ActionSpec(("threads", "key_file")),
+    "verify": _ActionSpec(("threads", "profile", "key_file")),
     "gc": _ActionSpec(("store_bytes", "key_file")),
     "rm": _ActionSpec(_MODEL_OPTIONS, _REFERENCE),
     "pin": _ActionSpec(_MODEL_OPTIONS, _REFERENCE),
     "unpin": _ActionSpec(_MODEL_OPTIONS, _REFERENCE),
-    "export": _ActionSpec((*_MODEL_OPTIONS, "output", "force"), _REFERENCE),
+    "export": _ActionSpec((*_MODEL_OPTIONS, "output", "force", "profile"), _REFERENCE),
     "import": _ActionSpec((*_CREATION_OPTIONS, "rope"), "FILE"),
     "simulate": _ActionSpec((*store_simulation.SIMULATION_OPTIONS, "tensor", "output", "force"), "CACHE"),
 }
@@ -573,9 +579,11 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--codec",
-        choices=dense_options.CODEC_CHOICES,
-        help="of a new store: dense: streams where they are smaller (default); mnn: frames",
+        type=layer_stream_options.parse_codec,
+        metavar="CODEC",
+        help="of a new store: dense (default), mnn, profile:FILE[,below=N], or LOSSY transform:FILE[,kl=0.002]",
     )
+    layer_stream_options.add_profile_option(parser)
     dense_options.add_rope_option(parser)
     parser.add_argument(
         "--effort",
@@ -690,8 +698,9 @@ def _run_action(arguments: argparse.Namespace) -> tuple[CommandResult, int]:
         raise UsageError(f"store {arguments.action} needs -o {output_text}")
     if arguments.store.startswith("memory://"):
         raise UsageError(f"{arguments.store}: is gone when this command ends: expected a place that stays")
-    if arguments.codec == "mnn":
+    if arguments.codec not in (None, "dense"):
         shared_options.refuse_given(arguments, ["rope"], "needs --codec dense")
+    codec, profile, codec_options = _split_codec(arguments)
     is_creating = arguments.action in _CREATING_ACTIONS
     if is_creating and arguments.store_bytes == 0:
         raise UsageError(f"store {arguments.action} --size-limit 0: expected at least 1, or no bound")
@@ -702,7 +711,7 @@ def _run_action(arguments: argparse.Namespace) -> tuple[CommandResult, int]:
         if arguments.action == "import":
             from ...store import read_exported
 
-            arguments.read = read_exported(arguments.inputs[0], key=key)
+            arguments.read = read_exported(arguments.inputs[0], key=key, profile=profile)
         else:
             arguments.read = _load_source(arguments)
             arguments.made_by = _choose_put_model(arguments)
@@ -711,7 +720,9 @@ def _run_action(arguments: argparse.Namespace) -> tuple[CommandResult, int]:
         arguments.store,
         arguments.store_bytes if is_creating else None,
         block_tokens=arguments.block_tokens,
-        codec="frames" if arguments.codec == "mnn" else arguments.codec,
+        codec=codec,
+        profile=profile,
+        codec_options=codec_options,
         policy=arguments.policies[0] if is_creating and arguments.policies else None,
         rotary=_read_rope(arguments) if is_creating else None,
         effort=arguments.effort,
@@ -745,6 +756,14 @@ def _load_key(arguments: argparse.Namespace) -> StoreKey | None:
         text = f"{arguments.key_file}: others can read the key (mode {mode}): chmod 600"
         input_sources.report_notes([text], arguments, "warning")
     return key
+
+
+def _split_codec(arguments: argparse.Namespace) -> tuple[str | None, str | None, dict[str, float] | None]:
+    """Return the codec of a new store, the profile's file, and the options of the codec."""
+    if not layer_stream_options.is_layer_codec(arguments.codec):
+        return "frames" if arguments.codec == "mnn" else arguments.codec, arguments.profile, None
+    shared_options.refuse_given(arguments, ["profile"], "is said twice: --codec names the profile")
+    return layer_stream_options.split_codec(arguments.codec)
 
 
 def _is_unwritable(store: str) -> bool:

@@ -74,7 +74,7 @@ class CacheEncoder:
                 pending.append(cache)
                 yield cache
 
-        settings = {"below": _find_largest_below(self._profile), **self._options.settings}
+        settings = {"below": find_largest_below(self._profile), **self._options.settings}
         for stream in encode_linear_layers(iter_layers(), self._profile, **settings):
             yield EncodedLayer(stream, pending.popleft())
 
@@ -93,18 +93,20 @@ class CacheEncoder:
         return plan
 
 
-def _find_largest_below(profile: Profile) -> int:
+def find_largest_below(profile: Profile) -> int:
     """Return the largest number of lower layers for which a profile has linear tables."""
     fields = (name.split("/") for name in profile.select("linear"))
     return max((int(parts[2]) for parts in fields if len(parts) > 2 and parts[2].isdigit()), default=0)
 
 
-def decode_cache(streams: Iterable[Any], profile: Profile, codec: LayerCodec) -> Iterator[LayerCache]:
-    """Yield the layers of a cache, from layer 0 up."""
+def decode_cache(
+    streams: Iterable[Any], profile: Profile, codec: LayerCodec, *, max_bytes: int | None = None
+) -> Iterator[LayerCache]:
+    """Yield the layers of a cache, from layer 0 up; `LimitError` for one of more than `max_bytes` bytes of K and V."""
     if codec == "profile":
-        yield from decode_linear_layers(streams, profile)
+        yield from decode_linear_layers(streams, profile, max_bytes=max_bytes)
         return
     lower: deque[LayerCache] = deque(maxlen=_NUM_LOWER_LAYERS)
     for stream in streams:
-        lower.append(decode_transform_layer(stream, profile, list(lower)[::-1]))
+        lower.append(decode_transform_layer(stream, profile, list(lower)[::-1], max_bytes=max_bytes))
         yield lower[-1]

@@ -14,16 +14,16 @@ from ..._util.packages import get_version
 from ..._util.text import compute_ratio
 from ...arrays.naming import find_name_error
 from ...dtypes import PARTS, Part
-from ...errors import MissingFileError, SourceError
+from ...errors import MissingFileError
 from ...files.schema import JsonReader, Record, parse_document, read_bounded
 from ...profiles import Profile
+from ...profiles.search import ProfileFinder
 
 LAYERS_NAME: Final = "layers.json"
 SCHEMA: Final = "kvmnn-layer-streams"
 SCHEMA_VERSION: Final = 1
 MAX_LAYERS = 4096
 _MAX_DOCUMENT_BYTES = 64 << 20
-_MAX_PROFILES_TRIED = 64
 
 LayerCodec = Literal["profile", "transform"]
 LAYER_CODECS: Final[tuple[LayerCodec, ...]] = ("profile", "transform")
@@ -259,25 +259,6 @@ def find_profile(folder: str, document: LayerStreamsDocument, path: str | os.Pat
     SourceError
         Where it is not there, or another one was given; the message has the key.
     """
-    needed = f"{folder}: its streams need the profile {document.profile_key[:16]} ({Path(document.profile_file).name})"
-    if path is not None:
-        profile = Profile.read(path)
-        if profile.key.hex() != document.profile_key:
-            raise SourceError(f"{needed}: {os.fspath(path)} is {profile.key.hex()[:16]}")
-        return profile
-    for candidate in _list_candidates(folder, document):
-        try:
-            profile = Profile.read(candidate)
-        except SourceError:
-            continue
-        if profile.key.hex() == document.profile_key:
-            return profile
-    raise SourceError(f"{needed}, which is not there: --profile FILE says where it is")
-
-
-def _list_candidates(folder: str, document: LayerStreamsDocument) -> list[Path]:
-    """List files that may be the profile: by its name first."""
-    folders = [Path(folder), Path(folder).absolute().parent]
-    named = [base / document.profile_file for base in folders]
-    neighbours = [path for base in folders for path in sorted(base.glob("*.kvmp"))[:_MAX_PROFILES_TRIED]]
-    return [path for path in dict.fromkeys([*named, *neighbours]) if path.is_file()]
+    finder = ProfileFinder(folder, path, [Path(folder), Path(folder).absolute().parent])
+    finder.add_name(document.profile_file)
+    return finder.get(bytes.fromhex(document.profile_key))

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from ..backend import (
     StoreSettings,
     UnitSlice,
     explain_settings,
+    infer_settings,
 )
 from ..encryption import NO_CIPHER, StoreCipher, UnsealError, check_key_matches
 from ..namespace import (
@@ -74,6 +75,9 @@ from .index import (
 )
 from .index_updates import rebuild_index
 from .lookup import Lookup, find_stored_blocks
+
+if TYPE_CHECKING:
+    from ...profiles.search import ProfileFinder
 
 _MAX_NAMESPACES = 4096
 _MAX_SAMPLED_UNITS = 64
@@ -158,9 +162,10 @@ class DirectoryBackend:
         limits: StoreLimits,
         tenant: str,
         read_only: bool,
+        profiles: ProfileFinder,
         cipher: StoreCipher = NO_CIPHER,
     ) -> None:
-        self.folder = folder
+        self.folder, self.profiles = folder, profiles
         self.label = str(folder)
         self.read_only = read_only
         self.tenant = tenant
@@ -203,15 +208,21 @@ class DirectoryBackend:
                 self.recovery_files.save_namespace(namespace)
             with self.index.begin_reading() as cursor:
                 has_units = cursor.has_row("SELECT 1 FROM unit LIMIT 1")
-            codec = settings.codec if settings and not has_units else "frames"  # the first stores had frames
-            new_settings = StoreSettings(self.block_tokens, codec, self._read_policy(), cipher.key_check)
-            self.recovery_files.save_settings(new_settings)
+            new_settings = StoreSettings(self.block_tokens, "frames")  # the first stores had frames
+            if settings and not has_units:
+                new_settings = settings._replace(block_tokens=self.block_tokens)
+            self.recovery_files.save_settings(
+                new_settings._replace(policy=self._read_policy(), key_check=cipher.key_check)
+            )
         try:
             self._check_key()  # another process may have created the store meanwhile
         except OptionError:
             self.index.close()
             raise
-        self.codec, self.policy = self._read_codec_and_policy()
+        self.settings = self._read_settings()
+        self.codec, self.policy = self.settings.codec, self.settings.policy
+        if self.settings.profile is not None and self.settings.profile.file:
+            self.profiles.add_name(self.settings.profile.file)
         self._num_uses_by_touched_unit: dict[int, int] = {}
         self._last_touch_time = time.monotonic()
         self._lock = threading.Lock()
@@ -510,26 +521,24 @@ class DirectoryBackend:
                 raise InvalidRowError(f"its policy is {repr_short(policy)}")
         return policy
 
-    def _read_codec_and_policy(self) -> tuple[str, str]:
-        """Return codec and policy; damaged settings are replaced by those of the index and the units."""
+    def _read_settings(self) -> StoreSettings:
+        """Return the settings; damaged ones are replaced by those of the index and the units."""
         if not self.recovery_files.exists:
-            return "frames", self._read_policy()
+            return StoreSettings(self.block_tokens, "frames", self._read_policy())
         try:
-            settings = self.recovery_files.read_settings()
-            return settings.codec, settings.policy
+            return self.recovery_files.read_settings()._replace(block_tokens=self.block_tokens)
         except ManifestError as error:
             with self.index.begin_reading() as cursor:
                 units = cursor.list_numbers("SELECT id FROM unit ORDER BY id LIMIT ?", (_MAX_SAMPLED_UNITS,))
             headers = [header for unit in units if (header := self.files.read_header(unit)) is not None]
-            codec = "frames" if headers and all(header.dense is None for header in headers) else "dense"
-            policy = self._read_policy()
+            settings = infer_settings(self.block_tokens, headers)._replace(policy=self._read_policy())
             if not self.read_only:
-                settings = StoreSettings(self.block_tokens, codec, policy, self.cipher.key_check)
+                settings = settings._replace(key_check=self.cipher.key_check)
                 self.recovery_files.save_settings(settings, overwrite=True)
                 self._add_rebuilt_note(
                     f"{error}: the file was damaged, and is made again by what the index and units say"
                 )
-            return codec, policy
+            return settings
 
     def _rebuild_index(self, reason: str, known_path: Path | None) -> bool:
         """Rebuild the index if the folder is a store; return whether it is."""
@@ -675,7 +684,9 @@ class DirectoryBackend:
                 query = "SELECT unit, number + 1 FROM block WHERE key = ?"
                 return cursor.fetch_row(tuple[int, int], query, (key,))
 
-        verifier = UnitVerifier(self.files.read_unit, find_holder, self.tables, self.block_tokens, threads)
+        verifier = UnitVerifier(
+            self.files.read_unit, find_holder, self.tables, self.profiles, self.block_tokens, threads
+        )
         num_units = num_states = num_tokens = nbytes = last_unit = 0
         notes: list[str] = []
         lost_units: set[int] = set()
@@ -837,6 +848,8 @@ class DirectoryBackend:
             sessions=len(list_session_names(self.tenant, session_names)),
             codec=self.codec,
             policy=self.policy,
+            profile=self.settings.profile.key if self.settings.profile else "",
+            is_lossy=self.settings.is_lossy,
             asked_tokens=requested_tokens,
             found_tokens=hit_tokens,
         )
@@ -862,6 +875,7 @@ class DirectoryBackend:
                 last_ids=tuple(self._read_last_ids(row.unit)),
                 key=key,
                 label=labels.get(key, ""),
+                is_lossy=self.settings.is_lossy,
             )
             for row, key in zip(rows, keys, strict=True)
         )

@@ -13,6 +13,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -30,6 +31,7 @@ from ..backend import (
     UnitSlice,
     check_settings_match,
     encode_settings,
+    infer_settings,
     parse_settings,
 )
 from ..encryption import NO_CIPHER, StoreCipher, check_key_matches
@@ -45,7 +47,7 @@ from ..namespace import (
     parse_namespace,
     to_sort_key,
 )
-from ..unit import DENSE_MAGIC, TableSetCache, TableSets, make_object_name
+from ..unit import DamagedUnitError, TableSetCache, TableSets, make_object_name, parse_header
 from ..unit_codec import PrefixState
 from .eviction import Pin, list_end_units, read_pins, read_uses, save_pin, select_evicted
 from .key_values import CircuitBreaker
@@ -73,6 +75,9 @@ from .records import (
     parse_record_at,
     parse_state_name,
 )
+
+if TYPE_CHECKING:
+    from ...profiles.search import ProfileFinder
 
 SETTINGS_NAME = "store/about"
 TABLES_FOLDER = "tables"
@@ -153,8 +158,10 @@ class RemoteBackendBase:
         read_only: bool,
         limits: StoreLimits,
         tenant: str,
+        profiles: ProfileFinder,
         cipher: StoreCipher = NO_CIPHER,
     ) -> None:
+        self.profiles = profiles
         self.tenant = tenant
         self.cipher = cipher
         self.unit_overhead_bytes = cipher.value_overhead_bytes
@@ -162,7 +169,8 @@ class RemoteBackendBase:
         self.key_values = key_values
         self.read_only = read_only
         self.notes: list[str] = []
-        self._requested_settings, self._new_settings = (block_tokens, codec, policy), new_settings
+        requested_profile = new_settings.profile if new_settings is not None else None
+        self._requested_settings, self._new_settings = (block_tokens, codec, policy, requested_profile), new_settings
         self._cached_settings: StoreSettings | None = None
         self.tables = TableSetCache(
             lambda name: key_values.get_many([f"{TABLES_FOLDER}/{name}"])[0],
@@ -191,25 +199,27 @@ class RemoteBackendBase:
     @property
     def block_tokens(self) -> int:
         """Tokens per block; raises `BackendUnavailableError` if the settings could not be read yet."""
-        return self._get_settings().block_tokens
+        return self.settings.block_tokens
 
     @property
     def codec(self) -> str:
         """Codec of new units; raises as `block_tokens` does."""
-        return self._get_settings().codec
+        return self.settings.codec
 
     @property
     def policy(self) -> str:
         """What is evicted first; raises as `block_tokens` does."""
-        return self._get_settings().policy
+        return self.settings.policy
 
-    def _get_settings(self) -> StoreSettings:
+    @property
+    def settings(self) -> StoreSettings:
+        """Settings that were fixed when the store was created; raises as `block_tokens` does."""
         if self._cached_settings is None:
             self._cached_settings = self._load_settings()
         return self._cached_settings
 
     def list_namespaces(self) -> list[Namespace]:
-        self._get_settings()  # with another key than the store's, nothing is read: an error, not a miss
+        _ = self.settings  # with another key than the store's, nothing is read: an error, not a miss
         names = self.key_values.list_names("spaces")[:_MAX_NAMESPACES]
         new_names = [name for name in names if name not in self._namespaces]
         documents = self.key_values.get_many([f"spaces/{name}" for name in new_names])
@@ -614,6 +624,8 @@ class RemoteBackendBase:
         except ManifestError as error:
             settings = self._infer_settings(error)
         check_key_matches(self.label, settings.key_check, self.cipher)
+        if settings.profile is not None and settings.profile.file:
+            self.profiles.add_name(settings.profile.file)
         check_settings_match(self.label, settings, *self._requested_settings)
         return settings
 
@@ -627,10 +639,11 @@ class RemoteBackendBase:
             if record is None or block_tokens is None:
                 continue
             unit, use = self.key_values.get_many([make_unit_name(record.unit), make_use_name(record.unit)])
-            if unit is not None:
-                codec = "dense" if unit.startswith(DENSE_MAGIC) else "frames"
+            with suppress(DamagedUnitError):
+                headers = [parse_header(np.frombuffer(unit or b"", np.uint8))]
                 policy = "benefit" if has_benefit(use) else "lru"
-                inferred = StoreSettings(block_tokens, codec, policy, self.cipher.key_check)
+                inferred = infer_settings(block_tokens, headers)
+                inferred = inferred._replace(policy=policy, key_check=self.cipher.key_check)
                 if not self.read_only:
                     self.key_values.put_many({SETTINGS_NAME: encode_settings(inferred)})
                 self.notes.append(f"{error}: it was damaged, and is made again by what a unit says")

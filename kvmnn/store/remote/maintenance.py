@@ -157,7 +157,7 @@ class RemoteBackend(RemoteBackendBase):
         }
         cached_units: dict[int, Bytes | None] = {}
         verifier = UnitVerifier(
-            lambda unit: self._read_unit(unit, cached_units), holders.get, self.tables, size, threads
+            lambda unit: self._read_unit(unit, cached_units), holders.get, self.tables, self.profiles, size, threads
         )
         num_units = num_states = num_tokens = nbytes = 0
         notes: list[str] = []
@@ -273,6 +273,8 @@ class RemoteBackend(RemoteBackendBase):
             sessions=len(self.list_sessions()),
             codec=self.codec,
             policy=self.policy,
+            profile=self.settings.profile.key if self.settings.profile else "",
+            is_lossy=self.settings.is_lossy,
             asked_tokens=requested_tokens,
             found_tokens=hit_tokens,
         )
@@ -308,6 +310,7 @@ class RemoteBackend(RemoteBackendBase):
                     last_ids=tuple(record.ids[-MAX_LAST_IDS:].tolist()),
                     key=key,
                     label=labels.get(key, ""),
+                    is_lossy=self.settings.is_lossy,
                 )
             )
         return StoreListing(texts=tuple(entries), bytes=sum(record.nbytes for record in valid_records))

@@ -21,7 +21,7 @@ from ...files.schema import Record, json_key
 from ...reports import plot_style
 from ...reports.plots import write_figures
 from ...reports.table import Column, Table, wrap_sentences
-from ..backend import STORE_CODECS
+from ..backend import PLAIN_CODECS
 from ..store import DEFAULT_BLOCK_TOKENS, PrefixStore
 from ..unit_codec import MAX_UNIT_RAW_BYTES, MAX_UNIT_TOKENS
 from .simulator import SIMULATED_POLICIES, StoreSimulator, UnitCost
@@ -70,7 +70,7 @@ class MeasuredRatio(NamedTuple):
 def measure_store_ratios(
     caches: Sequence[tuple[Sequence[int], Sequence[LayerCache]]],
     *,
-    codecs: Sequence[str] = STORE_CODECS,
+    codecs: Sequence[str] = PLAIN_CODECS,
     threads: int | None = None,
 ) -> list[MeasuredRatio]:
     """Put real caches into a new store of each codec and return its ratios.

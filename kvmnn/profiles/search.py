@@ -1,0 +1,96 @@
+"""Search of the profile that streams need: they name it by its key."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import KvmnnError, SourceError
+
+if TYPE_CHECKING:  # stores have a finder, and most need no profile
+    from .profile import Profile
+
+SUFFIX = ".kvmp"
+_MAX_PROFILES_TRIED = 64
+
+
+class ProfileFinder:
+    """Finds profiles by their keys; each is read once. Threads may share it.
+
+    Parameters
+    ----------
+    label
+        Begins messages: whose streams need a profile.
+    profile
+        A profile, or its file, that the caller names: no other is looked for.
+    folders
+        Where files of profiles may be, in order.
+    """
+
+    def __init__(
+        self, label: str, profile: Profile | str | os.PathLike[str] | None = None, folders: Sequence[Path] = ()
+    ) -> None:
+        self._label, self._folders = label, tuple(folders)
+        self._path = profile if isinstance(profile, str | os.PathLike) else None
+        self._given = None if isinstance(profile, str | os.PathLike) else profile
+        self._names: list[str] = []
+        self._profiles: dict[bytes, Profile] = {} if self._given is None else {self._given.key: self._given}
+        self._lock = threading.Lock()
+
+    def add_name(self, name: str) -> None:
+        """Add the name, or the path from a folder, that a profile had when streams were made with it."""
+        if name not in self._names:
+            self._names.append(name)
+
+    def read_given(self) -> Profile | None:
+        """Return the profile that the caller names; None if that is none.
+
+        Raises
+        ------
+        SourceError, ManifestError
+            For a file that is none.
+        """
+        with self._lock:
+            if self._given is None and self._path is not None:
+                from .profile import Profile
+
+                self._given = Profile.read(self._path)
+                self._profiles[self._given.key] = self._given
+            return self._given
+
+    def get(self, key: bytes) -> Profile:
+        """Return the profile with a key.
+
+        Raises
+        ------
+        SourceError
+            Where it is not there, or another one was given; the message has the key.
+        """
+        named = self.read_given()
+        with self._lock:
+            if key in self._profiles:
+                return self._profiles[key]
+            name = f" ({Path(self._names[-1]).name})" if self._names else ""
+            needed = f"{self._label}: its streams need the profile {key.hex()[:16]}{name}"
+            if named is not None:
+                raise SourceError(f"{needed}: the one that was given is {named.key.hex()[:16]}")
+            from .profile import Profile
+
+            for candidate in self._list_candidates():
+                try:
+                    profile = Profile.read(candidate)
+                except (KvmnnError, OSError):
+                    continue
+                self._profiles[profile.key] = profile
+                if profile.key == key:
+                    return profile
+        raise SourceError(f"{needed}, which is not there: --profile FILE says where it is")
+
+    def _list_candidates(self) -> list[Path]:
+        """List files that may be the profile: by its name first."""
+        named = [base / name for name in self._names for base in self._folders or (Path(),)]
+        neighbours = [path for base in self._folders for path in sorted(base.glob(f"*{SUFFIX}"))[:_MAX_PROFILES_TRIED]]
+        return [path for path in dict.fromkeys([*named, *neighbours]) if path.is_file()]

@@ -1,0 +1,183 @@
+"""Units with one stream for K and V of each layer, coded by a model's profile: losslessly, or lossily.
+
+A unit is decoded alone: its streams refer to the decoded layers below them in the same unit, and to no rows before it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from .._util.parallel import parallel_map, resolve_threads
+from ..arrays.layer_cache import LayerCache
+from ..dtypes import Bytes
+from ..errors import KvmnnError, OptionError
+from ..formats.layer_streams.codecs import decode_cache, find_largest_below
+from ..formats.layer_streams.document import LayerCodec
+from ..linear import encode_layer as encode_linear_layer
+from ..linear import encode_layers as encode_linear_layers
+from ..linear.model import check_below
+from ..profiles import Profile
+from ..transform import StepPlan, TransformOptions, get_tables, plan_steps
+from ..transform import encode_layer as encode_transform_layer
+from .namespace import Namespace, TokenSequence
+from .unit import DamagedUnitError, LayerUnitInfo, TokenSpan, Unit, UnitFrame
+
+_NUM_LOWER_LAYERS = 2
+_CHECKSUM_OFFSETS = {b"KVML": 26, b"KVMX": 72}
+"""Where streams have their checksums, of the words that they decode to as well, by their first bytes."""
+_CHECKSUM_STRUCT = struct.Struct("<Q")
+_OPTION_NAMES = {"profile": ("below",), "transform": ("kl", "ratio", "bits", "below", "first")}
+
+
+def check_options(codec: str, options: Mapping[str, float], profile: Profile) -> dict[str, float]:
+    """Return the options of a codec of a store; `OptionError` for others, and for a profile without its tables."""
+    names = _OPTION_NAMES[codec]
+    for name in options:
+        if name not in names:
+            raise OptionError(
+                f"{name}: no option of a store of {codec} streams: expected {', '.join(names)}"
+                + (" (what comes next in a text follows its last tokens)" if name == "recent" else "")
+            )
+    if codec == "transform":
+        options_of_streams = TransformOptions(**options)  # type: ignore[arg-type]
+        plan_steps(get_tables(profile), options_of_streams, 1)
+    else:
+        check_below(profile, int(options.get("below", find_largest_below(profile))))
+    return dict(options)
+
+
+class LayerUnitEncoder:
+    """Encodes units of a sequence as streams by a profile.
+
+    Attributes
+    ----------
+    predicted_kl : float or None
+        Nats a token that lossy units are expected to cost; None where nothing says it.
+    """
+
+    tables = None
+
+    def __init__(
+        self,
+        layers: Sequence[LayerCache],
+        profile: Profile,
+        codec: str,
+        options: Mapping[str, float],
+        threads: int | None,
+    ) -> None:
+        for cache in layers:
+            profile.check_layer(cache)
+        self._layers, self._profile, self._codec = layers, profile, codec
+        self._options, self._threads = dict(options), threads
+        self.predicted_kl: float | None = None
+        self.info = LayerUnitInfo(codec, profile.key)
+        # layers with windows are not in a unit: those above them are encoded without them
+        if [cache.layer for cache in layers] != list(range(len(layers))):
+            self._options["below"] = 0
+        self._plans: dict[int, StepPlan] = {}
+
+    def encode_batch(
+        self,
+        batch: Sequence[TokenSpan],
+        sequence: TokenSequence,
+        on_unit: Callable[[int, tuple[UnitFrame, ...], LayerUnitInfo], object],
+    ) -> list[tuple[int, ...]]:
+        """Encode units; return for each the checksums of the preceding blocks that it refers to: of none."""
+        if self._codec == "transform":
+            self._plan_steps(batch)
+
+        def encode_unit(unit_index: int) -> None:
+            streams = self.encode_span(batch[unit_index])
+            on_unit(unit_index, streams, self.info)
+
+        parallel_map(encode_unit, range(len(batch)), resolve_threads(self._threads))
+        return [()] * len(batch)
+
+    def encode_span(self, span: TokenSpan) -> tuple[UnitFrame, ...]:
+        """Encode the tokens of a unit."""
+        caches = [_take_tokens(cache, span) for cache in self._layers]
+        streams = self._encode_lossily(caches, span) if self._codec == "transform" else self._encode(caches)
+        return tuple(UnitFrame(stream, read_checksum(stream), 0) for stream in streams)
+
+    def _encode(self, caches: Sequence[LayerCache]) -> list[bytes]:
+        below = int(self._options.get("below", find_largest_below(self._profile)))
+        if not below:
+            return [encode_linear_layer(cache, self._profile, below=0) for cache in caches]
+        return list(encode_linear_layers(caches, self._profile, below=below))
+
+    def _plan_steps(self, batch: Sequence[TokenSpan]) -> None:
+        tables = get_tables(self._profile)
+        for begin_token, end_token in batch:
+            tokens = end_token - begin_token
+            if tokens not in self._plans:
+                options = self._make_options(begin_token)
+                self._plans[tokens] = plan_steps(tables, options, tokens)
+        plan = self._plans[tokens]
+        self.predicted_kl = plan.kl if plan.is_measured else None
+
+    def _make_options(self, begin_token: int) -> TransformOptions:
+        options = TransformOptions(**self._options)  # type: ignore[arg-type]
+        return replace(options, first=max(options.first - begin_token, 0))
+
+    def _encode_lossily(self, caches: Sequence[LayerCache], span: TokenSpan) -> list[bytes]:
+        options, plan = self._make_options(span[0]), self._plans.get(span[1] - span[0])
+        lower: deque[LayerCache] = deque(maxlen=_NUM_LOWER_LAYERS)
+        streams = []
+        for cache in caches:
+            encoding = encode_transform_layer(cache, self._profile, list(lower)[::-1], options, plan=plan)
+            lower.append(encoding.decoded)
+            streams.append(encoding.data)
+        return streams
+
+
+def _take_tokens(cache: LayerCache, span: TokenSpan) -> LayerCache:
+    begin_token, end_token = span
+    return LayerCache(
+        layer=cache.layer,
+        keys=cache.keys[:, begin_token:end_token],
+        values=cache.values[:, begin_token:end_token],
+        positions=np.arange(begin_token, end_token),
+    )
+
+
+def read_checksum(stream: Bytes | bytes) -> int:
+    """Return the checksum of a stream, of its bytes and of the words that it decodes to; 0 for anything else."""
+    data = memoryview(stream)  # type: ignore[arg-type]
+    offset = _CHECKSUM_OFFSETS.get(bytes(data[:4]))
+    if offset is None or len(data) < offset + _CHECKSUM_STRUCT.size:
+        return 0
+    (checksum,) = _CHECKSUM_STRUCT.unpack_from(data, offset)
+    return int(checksum)
+
+
+def iter_unit_layers(unit: Unit, namespace: Namespace, profile: Profile) -> Iterator[LayerCache]:
+    """Yield the layers of a unit in order, decoded and compared with its checksums.
+
+    Raises
+    ------
+    DamagedUnitError
+        For streams that are not those that were put; the message begins with the layer.
+    """
+    assert unit.layer_info is not None
+    info, tokens = unit.layer_info, unit.ids.size
+    codec: LayerCodec = "transform" if info.codec == "transform" else "profile"
+    itemsize = namespace.element_dtype.itemsize
+    max_bytes = max(shape.kv_heads * sum(shape.dims) for shape in namespace.layers) * tokens * itemsize
+    decoded = decode_cache((frame.data for frame in unit.frames), profile, codec, max_bytes=max_bytes)
+    positions = np.arange(unit.start, unit.start + tokens)
+    for shape, frame in zip(namespace.layers, unit.frames, strict=True):
+        try:
+            if read_checksum(frame.data) != frame.checksum:
+                raise DamagedUnitError("is another stream than was put")
+            cache = next(decoded)
+        except KvmnnError as error:
+            raise DamagedUnitError(f"layer {shape.layer}: {error}") from None
+        sizes = (cache.layer, cache.kv_heads, cache.head_dim, cache.value_dim)
+        if sizes != tuple(shape) or cache.dtype != namespace.dtype or not np.array_equal(cache.positions, positions):
+            raise DamagedUnitError(f"layer {shape.layer}: its stream holds another layer, or other tokens")
+        yield cache

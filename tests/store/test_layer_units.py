@@ -1,0 +1,297 @@
+"""Stores of streams by a model's profile: lossless ones, and those that say that they are lossy."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import transform_samples
+from linear_samples import make_cache, make_profile
+
+from kvmnn import LayerCache
+from kvmnn.dense.rope import RopeConfig
+from kvmnn.errors import KvmnnError, OptionError, SourceError
+from kvmnn.linear import encode_layers
+from kvmnn.profiles import Profile
+from kvmnn.store import PrefixStore, read_exported
+from kvmnn.store.layer_units import read_checksum
+from kvmnn.transform import TransformOptions, encode_layer
+
+GEOMETRY = transform_samples.create_geometries(4, 2, 8, 8, RopeConfig(10000.0, 8))
+PROFILE = transform_samples.create_profile(GEOMETRY)
+IDS = [(7 * index) % 1009 for index in range(700)]
+CACHES = transform_samples.create_caches(5, len(IDS), GEOMETRY)
+MODEL = "sample"
+
+
+def are_equal(layers: list[LayerCache], others: list[LayerCache], tokens: int) -> bool:
+    """Whether the first tokens of layers are the same words."""
+    return all(
+        np.array_equal(a[:, :tokens].view("u2"), b[:, :tokens].view("u2"))
+        for first, second in zip(layers, others, strict=True)
+        for a, b in ((first.keys, second.keys), (first.values, second.values))
+    )
+
+
+def measure_error(layers: list[LayerCache], others: list[LayerCache]) -> float:
+    """The relative error of K and V."""
+    pairs = [
+        (a.astype(np.float64), b.astype(np.float64))
+        for first, second in zip(layers, others, strict=True)
+        for a, b in ((first.keys, second.keys), (first.values, second.values))
+    ]
+    return float(np.sqrt(sum(((a - b) ** 2).sum() for a, b in pairs) / sum((b**2).sum() for _, b in pairs)))
+
+
+@pytest.mark.parametrize("engine", ["directory", "memory"])
+@pytest.mark.parametrize("block_tokens", [64, 256])
+def test_profile_store_returns_every_word(new_url: Callable[[str], str], engine: str, block_tokens: int) -> None:
+    caches = make_cache(700, "fp16", seed=3)
+    with PrefixStore(new_url(engine), codec="profile", profile=make_profile(), block_tokens=block_tokens) as store:
+        put = store.put(IDS[:600], [take(cache, 600) for cache in caches], model=MODEL)
+        assert not put.is_lossy and "LOSSY" not in str(put) and put.stored_bytes < 0.8 * put.raw_bytes
+        assert store.put(IDS, caches, model=MODEL).known_tokens == 600
+        prefix = store.get(IDS, model=MODEL)
+        assert (prefix.tokens, prefix.label, prefix.notes) == (700, None, ())
+        assert are_equal(prefix.layers, caches, 700)
+        assert are_equal(store.get([*IDS[:333], 5], model=MODEL).layers, [take(cache, 333) for cache in caches], 333)
+        assert are_equal(list(store.get_by_layer(IDS, model=MODEL).layers), caches, 700)
+        assert store.verify().damaged == () and not store.stats().is_lossy
+        assert store.stats().profile == make_profile().key.hex()
+
+
+def take(cache: LayerCache, tokens: int) -> LayerCache:
+    return LayerCache(layer=cache.layer, keys=cache.keys[:, :tokens], values=cache.values[:, :tokens])
+
+
+@pytest.mark.parametrize("engine", ["directory", "memory"])
+@pytest.mark.parametrize("options", [{"kl": 0.02}, {"kl": 0.02, "below": 0}, {"ratio": 6}])
+def test_transform_store_says_lossy_and_rounds_as_streams_do(
+    new_url: Callable[[str], str], engine: str, options: dict[str, float]
+) -> None:
+    with PrefixStore(new_url(engine), codec="transform", profile=PROFILE, codec_options=options) as store:
+        put = store.put(IDS, CACHES, model=MODEL)
+        assert put.is_lossy and "LOSSY" in str(put) and put.raw_bytes > 4 * put.stored_bytes
+        if "kl" in options:
+            assert put.predicted_kl == pytest.approx(0.02)
+        prefix = store.get(IDS, model=MODEL)
+        assert (prefix.tokens, prefix.label) == (700, "LOSSY")
+        assert 0 < measure_error(prefix.layers, CACHES) < 0.2
+        assert are_equal([take(cache, 4) for cache in prefix.layers], [take(cache, 4) for cache in CACHES], 4)
+        by_layer = store.get_by_layer(IDS, model=MODEL)
+        assert by_layer.label == "LOSSY" and are_equal(list(by_layer.layers), prefix.layers, 700)
+        short = store.get([*IDS[:100], 3], model=MODEL)
+        assert are_equal(short.layers, [take(cache, 100) for cache in prefix.layers], 100)
+        assert "LOSSY" in str(store.stats()) and "LOSSY" in str(store.ls())
+        assert store.stats().to_dict()["is_lossy"] and store.ls().to_dict()["texts"][0]["is_lossy"]
+        assert store.verify().damaged == ()
+        # what was read is put again: next to nothing more is lost
+        before = measure_error(prefix.layers, CACHES)
+    with PrefixStore(new_url(engine), codec="transform", profile=PROFILE, codec_options=options) as store:
+        store.put(IDS, prefix.layers, model=MODEL)
+        assert measure_error(store.get(IDS, model=MODEL).layers, CACHES) < 1.1 * before
+
+
+def test_transform_unit_bytes_of_hand_decoding(tmp_path: Path) -> None:
+    """Taken apart by hand, for the second of two units; streams are those of the codec."""
+    options = {"kl": 0.02, "first": 2}
+    with PrefixStore(tmp_path / "s", codec="transform", profile=PROFILE, codec_options=options) as store:
+        store.put(IDS[:64], [take(cache, 64) for cache in CACHES], model=MODEL)
+        store.put(IDS[:200], [take(cache, 200) for cache in CACHES], model=MODEL)
+        space = store._backend.list_namespaces()[0].key
+    data = (tmp_path / "s" / "units" / "000" / "00000002.unit").read_bytes()
+    parent = hashlib.blake2b(space + np.array(IDS[:64], "<u4").tobytes(), digest_size=16).digest()
+    assert data[:52] == b"KVMNNPU3" + struct.pack("<III", 136, 4, 64) + space + parent
+    assert data[52:88] == struct.pack("<I", 1) + PROFILE.key
+    assert np.frombuffer(data, "<u4", 136, 88).tolist() == IDS[64:200]
+    sizes = np.frombuffer(data, "<u8", 8, 88 + 4 * 136).reshape(4, 2)
+    begin = 88 + 4 * 136 + 16 * 4 + 8
+    lower: list[LayerCache] = []
+    for cache, (size, checksum) in zip(CACHES, sizes.tolist(), strict=True):
+        tokens = LayerCache(
+            layer=cache.layer,
+            keys=cache.keys[:, 64:200],
+            values=cache.values[:, 64:200],
+            positions=np.arange(64, 200),
+        )
+        encoding = encode_layer(tokens, PROFILE, lower[::-1], TransformOptions(kl=0.02, first=0))
+        assert encoding.data == data[begin : begin + size] and read_checksum(encoding.data) == checksum
+        lower = [*lower, encoding.decoded][-2:]
+        begin += size
+    assert begin == len(data)
+
+
+def test_profile_unit_streams_are_those_of_the_codec(tmp_path: Path) -> None:
+    caches = make_cache(100, "bf16", seed=3)
+    with PrefixStore(tmp_path / "s", codec="profile", profile=make_profile()) as store:
+        store.put(IDS[:100], caches, model=MODEL)
+    data = (tmp_path / "s" / "units" / "000" / "00000001.unit").read_bytes()
+    assert data[52:88] == struct.pack("<I", 0) + make_profile().key
+    streams = list(encode_layers(caches, make_profile()))
+    assert data.endswith(b"".join(streams)) and read_checksum(streams[0]) != 0
+
+
+def save_store(folder: Path, name: str = "model.kvmp") -> Path:
+    """A store whose profile is a file next to it."""
+    PROFILE.write(folder / name)
+    with PrefixStore(folder / "s", codec="transform", profile=folder / name, codec_options={"kl": 0.02}) as store:
+        store.put(IDS, CACHES, model=MODEL)
+    return folder / "s"
+
+
+def test_layer_units_without_their_profile_are_no_damage(tmp_path: Path) -> None:
+    """The message says which profile is missing, and nothing is removed."""
+    path = save_store(tmp_path)
+    shutil.move(tmp_path / "model.kvmp", tmp_path / "elsewhere")
+    with PrefixStore(path) as store:
+        assert store.match(IDS, model=MODEL) == 700 and "LOSSY" in str(store.ls())
+        calls: list[Callable[[], object]] = [
+            lambda: store.get(IDS, model=MODEL),
+            lambda: list(store.get_by_layer(IDS, model=MODEL).layers),
+            lambda: store.put([*IDS, 5], [*transform_samples.create_caches(5, 701, GEOMETRY)], model=MODEL),
+            store.verify,
+            lambda: store.export(IDS, tmp_path / "x", model=MODEL),
+        ]
+        for call in calls:
+            with pytest.raises(SourceError, match=f"{PROFILE.key.hex()[:16]} \\(model.kvmp\\)"):
+                call()
+        assert store.match(IDS, model=MODEL) == 700
+    with PrefixStore(path, profile=tmp_path / "elsewhere") as store:
+        assert store.get(IDS, model=MODEL).tokens == 700
+    with PrefixStore(path, profile=make_profile()) as store, pytest.raises(SourceError, match="the one that was given"):
+        store.get(IDS, model=MODEL)
+
+
+def test_layer_units_find_the_profile_where_it_was(tmp_path: Path) -> None:
+    path = save_store(tmp_path)
+    with PrefixStore(path, read_only=True, create=False) as store:
+        assert store.get(IDS, model=MODEL).tokens == 700
+    shutil.move(tmp_path / "model.kvmp", path / "other.kvmp")
+    with PrefixStore(path) as store:
+        assert store.get(IDS, model=MODEL).tokens == 700
+
+
+def test_store_keeps_its_profile_and_options(tmp_path: Path) -> None:
+    path = save_store(tmp_path)
+    document = json.loads((path / "store.json").read_text())
+    assert document["profile"] == {"key": PROFILE.key.hex(), "file": "../model.kvmp", "options": {"kl": 0.02}}
+    PrefixStore(path, codec="transform", profile=PROFILE).close()
+    PrefixStore(path, codec="transform", profile=PROFILE, codec_options={"kl": 0.02}).close()
+    with pytest.raises(OptionError, match=r"was made with kl=0\.02, not with kl=0\.1"):
+        PrefixStore(path, codec="transform", profile=PROFILE, codec_options={"kl": 0.1})
+    with pytest.raises(OptionError, match="is a store of transform streams, not of profile streams"):
+        PrefixStore(path, codec="profile", profile=make_profile())
+    other = transform_samples.create_profile(GEOMETRY, belows=(0,))
+    with pytest.raises(OptionError, match=f"needs the profile {PROFILE.key.hex()[:16]}"):
+        PrefixStore(path, codec="transform", profile=other)
+    path.joinpath("store.json").write_bytes(b"{")
+    with PrefixStore(path) as store:
+        assert (store.codec, store.is_lossy, len(store.notes)) == ("transform", True, 1)
+        assert store.get(IDS, model=MODEL).tokens == 700
+
+
+@pytest.mark.parametrize(
+    "codec, profile, options, message",
+    [
+        ("transform", None, None, "needs the profile of a model"),
+        ("dense", None, {"kl": 1}, "codec_options are of the codecs"),
+        ("transform", PROFILE, {"recent": 8}, "no option of a store of transform streams"),
+        ("transform", PROFILE, {"kl": 0.1, "bits": 2}, "expected one of them"),
+        ("transform", PROFILE, {"below": 1}, "below"),
+        ("profile", PROFILE, {}, "no tables of linear streams"),
+        ("profile", make_profile(), {"kl": 1}, "no option of a store of profile streams"),
+    ],
+)
+def test_layer_codec_options_are_checked_before_anything_is_made(
+    tmp_path: Path, codec: str, profile: Profile | None, options: dict[str, float] | None, message: str
+) -> None:
+    with pytest.raises(KvmnnError, match=message):
+        PrefixStore(tmp_path / "s", codec=codec, profile=profile, codec_options=options)
+    assert not (tmp_path / "s").exists()
+
+
+def test_put_of_another_model_is_refused(tmp_path: Path) -> None:
+    with PrefixStore(tmp_path / "s", codec="transform", profile=PROFILE) as store:
+        with pytest.raises(KvmnnError, match="layer 1: has 2 heads of 8"):
+            store.put(IDS[:20], make_cache(20, "fp16")[1:2], model="other")
+        assert store.stats().units == 0
+
+
+def test_damaged_layer_unit_is_a_miss_wherever_it_is_damaged(tmp_path: Path) -> None:
+    path = save_store(tmp_path)
+    file = path / "units" / "000" / "00000002.unit"
+    data = file.read_bytes()
+    rng = np.random.default_rng(1)
+    for offset in [9, 60, 90, *rng.integers(len(data), size=40).tolist()]:
+        file.write_bytes(data[:offset] + bytes([data[offset] ^ 1 << int(rng.integers(8))]) + data[offset + 1 :])
+        with PrefixStore(path) as store:
+            tokens = list(range(700))
+            prefix = store.get(IDS, model=MODEL)
+            assert (prefix.tokens, len(prefix.notes)) == (512, 1), offset
+            store.put(IDS, CACHES, model=MODEL)
+            assert store.get(IDS, model=MODEL).tokens == len(tokens)
+        file = sorted((path / "units").glob("*/*.unit"))[-1]
+        assert file.read_bytes() == data
+
+
+def test_layerwise_get_of_a_damaged_stream_ends_with_an_error(tmp_path: Path) -> None:
+    path = save_store(tmp_path)
+    file = path / "units" / "000" / "00000002.unit"
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 1
+    file.write_bytes(data)
+    with PrefixStore(path) as store:
+        layers = store.get_by_layer(IDS, model=MODEL).layers
+        with pytest.raises(SourceError, match="layer 3"):
+            list(layers)
+        assert store.match(IDS, model=MODEL) == 512
+
+
+def test_lossy_export_says_so_and_goes_into_stores_that_do(tmp_path: Path) -> None:
+    path = save_store(tmp_path)
+    with PrefixStore(path) as store:
+        exported = store.export(IDS[:650], tmp_path / "text.kv", model=MODEL)
+        whole = store.export(IDS, tmp_path / "whole.kv", model=MODEL)
+        stored = store.get(IDS, model=MODEL).layers
+    assert exported.is_lossy and "LOSSY" in str(exported) and "LOSSLESS" not in str(exported)
+    _, ids, layers = read_exported(tmp_path / "whole.kv")
+    assert whole.is_lossy and ids.tolist() == IDS and are_equal(layers, stored, 700)
+    with PrefixStore(tmp_path / "dense") as store, pytest.raises(OptionError, match="is LOSSY"):
+        store.import_file(tmp_path / "text.kv")
+    with PrefixStore(tmp_path / "t", codec="transform", profile=PROFILE, codec_options={"kl": 0.02}) as store:
+        assert store.import_file(tmp_path / "text.kv").is_lossy
+        assert measure_error(store.get(IDS, model=MODEL).layers, [take(cache, 650) for cache in CACHES]) < 0.2
+
+
+def test_windows_of_a_model_leave_the_other_layers_alone(tmp_path: Path) -> None:
+    """Layers below which a window lies are coded without it."""
+    window = LayerCache(
+        layer=1,
+        keys=CACHES[1].keys[:, -16:],
+        values=CACHES[1].values[:, -16:],
+        positions=np.arange(684, 700),
+        tokens_seen=700,
+    )
+    layers = [CACHES[0], window, *CACHES[2:]]
+    with PrefixStore(tmp_path / "s", codec="transform", profile=PROFILE, codec_options={"kl": 0.02}) as store:
+        store.put(IDS, layers, model=MODEL, windows=[1])
+        prefix = store.get(IDS, model=MODEL)
+    assert (prefix.tokens, [cache.tokens for cache in prefix.layers]) == (700, [700, 16, 700, 700])
+    assert np.array_equal(prefix.layers[1].keys, window.keys)
+    assert measure_error(prefix.layers[2:], CACHES[2:]) < 0.2
+
+
+def test_turns_of_a_chat_share_lossy_units(tmp_path: Path) -> None:
+    with PrefixStore(tmp_path / "s", codec="transform", profile=PROFILE, codec_options={"kl": 0.02}) as store:
+        for tokens in itertools.accumulate([100, 64, 1, 300]):
+            put = store.put(IDS[:tokens], [take(cache, tokens) for cache in CACHES], model=MODEL)
+            assert put.stored_tokens == tokens
+            assert store.get(IDS, model=MODEL).tokens == tokens
+        assert measure_error(store.get(IDS, model=MODEL).layers, [take(cache, 465) for cache in CACHES]) < 0.2

@@ -1,10 +1,11 @@
-"""Fixtures: new stores in directories, in Redis, and over fsspec."""
+"""Fixtures: new stores in directories, in Redis, and over fsspec; plain and encrypted ones."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
 import pytest
+from encrypted_stores import encrypt_all
 from redis_server import Server, redis_server
 
 
@@ -12,6 +13,15 @@ from redis_server import Server, redis_server
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with redis_server(tmp_path_factory.mktemp("redis")) as found:
         yield found
+
+
+@pytest.fixture(params=["plain", "encrypted"])
+def encryption(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run a test twice, the second time with all stores encrypted, those of commands and other processes too."""
+    if request.param == "encrypted":
+        pytest.importorskip("cryptography")
+        encrypt_all(monkeypatch)
+    return str(request.param)
 
 
 @pytest.fixture

@@ -11,22 +11,23 @@ from prefixes import MODEL, layers_of, same
 from store_soak import killed, together
 
 from kvmnn.store import PrefixStore
-from kvmnn.store.backend import STORE_POLICIES
+
+WAYS = [("lru", "plain"), ("benefit", "plain"), ("benefit", "encrypted")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", STORE_POLICIES)
-def test_store_parallel_processes_share_it(policy: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("policy", "encryption"), WAYS, indirect=["encryption"])
+def test_store_parallel_processes_share_it(policy: str, encryption: str, tmp_path: Path) -> None:
     assert min(together(tmp_path / "s", processes=8, seconds=1, policy=policy)) > 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", STORE_POLICIES)
-def test_store_survives_kill_at_any_moment(policy: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("policy", "encryption"), WAYS, indirect=["encryption"])
+def test_store_survives_kill_at_any_moment(policy: str, encryption: str, tmp_path: Path) -> None:
     killed(tmp_path / "s", times=4, policy=policy)
 
 
-def test_store_is_shared_by_threads(tmp_path: Path) -> None:
+def test_store_is_shared_by_threads(tmp_path: Path, encryption: str) -> None:
     """All put the same texts and get each other's."""
     texts = [[*range(6), *[number] * number] for number in range(1, 12)]
     with PrefixStore(tmp_path / "s", block_tokens=4) as store, ThreadPoolExecutor(8) as pool:
@@ -98,7 +99,7 @@ def test_get_unit_evicted_during_get_is_a_miss(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.filterwarnings("ignore:This process")
-def test_store_forked_child_has_own_connection_and_folder(tmp_path: Path) -> None:
+def test_store_forked_child_has_own_connection_and_folder(tmp_path: Path, encryption: str) -> None:
     with PrefixStore(tmp_path / "s", block_tokens=4) as store:
         store.put(range(6), layers_of(range(6)), model=MODEL)
         (mine,) = (tmp_path / "s" / "staging").iterdir()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from encrypted_stores import PLAIN_ONLY
 from prefixes import MODEL, layers_of, same
 
 from kvmnn import KvmnnError, LayerCache
@@ -17,6 +18,8 @@ from kvmnn.store import PrefixStore
 from kvmnn.store.namespace import build_namespace, to_token_ids
 from kvmnn.store.unit import DamagedUnitError, parse_unit
 from kvmnn.store.unit_codec import LoadedSlice, check_unit_matches, decode_slices
+
+pytestmark = pytest.mark.usefixtures("encryption")
 
 
 def made(folder: Path, *texts, codec: str = "dense") -> list[Path]:
@@ -27,6 +30,7 @@ def made(folder: Path, *texts, codec: str = "dense") -> list[Path]:
     return sorted(folder.glob("units/*/*.unit"))
 
 
+@PLAIN_ONLY
 @pytest.mark.parametrize("codec", ["dense", "frames"])
 def test_get_flipped_byte_of_unit_is_detected(tmp_path: Path, codec: str) -> None:
     """One flip anywhere is found."""
@@ -47,7 +51,7 @@ def test_get_flipped_byte_of_unit_is_detected(tmp_path: Path, codec: str) -> Non
             read(flipped)
 
 
-def test_get_damaged_unit_is_a_noted_miss(tmp_path: Path) -> None:
+def test_get_damaged_unit_is_a_noted_miss(tmp_path: Path, encryption: str) -> None:
     """What comes before it is still returned."""
     texts = range(8), [*range(8), 50, 51, 52]
     (_, file) = made(tmp_path / "s", *texts)
@@ -60,10 +64,12 @@ def test_get_damaged_unit_is_a_noted_miss(tmp_path: Path) -> None:
             assert found.tokens == 8
             assert same(found.layers, texts[1], 8)
             (note,) = found.notes
-            assert f"{file}: damaged, {done} (tokens 8 to 10 of a text): V of layer 1: " in note
+            reason = "is empty, or does not decrypt" if encryption == "encrypted" else "V of layer 1: "
+            assert f"{file}: damaged, {done} (tokens 8 to 10 of a text): {reason}" in note
             assert store.get(texts[1], model=MODEL).notes == ()
 
 
+@PLAIN_ONLY
 def test_get_exchanged_frame_is_a_miss(tmp_path: Path) -> None:
     """Even if it decodes to the same words."""
     (file,) = made(tmp_path / "s", range(8), codec="frames")
@@ -368,6 +374,7 @@ def test_get_unwritable_usage_is_no_failure(tmp_path: Path, monkeypatch: pytest.
     assert refused
 
 
+@PLAIN_ONLY
 @pytest.mark.parametrize("tokens", [0, 1 << 25, 2**32 - 1])
 def test_parse_unit_sizes_of_header_are_bounded(tokens: int) -> None:
     head = b"KVMNNPU1" + tokens.to_bytes(4, "little") + (4).to_bytes(4, "little") + bytes(4 + 32)
@@ -375,6 +382,7 @@ def test_parse_unit_sizes_of_header_are_bounded(tokens: int) -> None:
         parse_unit(np.frombuffer(head + bytes(100), np.uint8))
 
 
+@PLAIN_ONLY
 @pytest.mark.parametrize("codec", ["dense", "frames"])
 def test_check_unit_too_many_tokens_is_refused(tmp_path: Path, codec: str) -> None:
     ids = to_token_ids(range(11))

@@ -10,18 +10,21 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from encrypted_stores import KEY
-from prefixes import DIMS, HEADS, MODEL, layers_of, same
+from prefixes import DIMS, HEADS, MODEL, agreeing, layers_of, same
 
 from kvmnn import KvmnnError
 from kvmnn.errors import OptionError, SourceError
 from kvmnn.store import PrefixStore, StoreKey, load_key, read_exported
 from kvmnn.store.encryption import AeadCipher, UnsealError, Xaes256Gcm, read_key
+from kvmnn.store.namespace import build_namespace, to_token_ids
 
 pytest.importorskip("cryptography")
 pytest.importorskip("fsspec")
@@ -144,6 +147,68 @@ def test_random_texts_match_to_the_token(tmp_path: Path, fixed: int) -> None:
                 assert sealed.match(asked, model=MODEL) == plain.match(asked, model=MODEL)
         assert sealed.stats().blocks == plain.stats().blocks
         assert sealed.verify().damaged == ()
+
+
+@pytest.mark.slow
+def test_random_operations_never_cross_namespaces(tmp_path: Path) -> None:
+    """100,800 look-ups between random puts, deletions and evictions, with quotas; each by the query of `get`."""
+    rng = random.Random(44)
+    tenants = ["a", "b", "c", None]
+    texts = [[rng.randrange(3) for _ in range(rng.randrange(1, 40))] for _ in range(60)]
+    common = np.array([[agreeing(one, other) for other in texts] for one in texts])
+    options = {"block_tokens": 8, "codec": "frames", "key": KEY}
+    stores = {tenant: PrefixStore(tmp_path, namespace=tenant, quota=200_000, **options) for tenant in tenants}
+    secret = stores[None]._backend.cipher.secret
+    spaces = {tenant: build_namespace(layers_of([0]), MODEL, tenant=tenant or "", secret=secret) for tenant in tenants}
+    asked = {tenant: [space.make_sequence(to_token_ids(ids), 8) for ids in texts] for tenant, space in spaces.items()}
+    stored = {tenant: np.zeros(60, bool) for tenant in tenants}
+    lookups = hits = 0
+    for step in range(420):
+        tenant, number = rng.choice(tenants), rng.randrange(len(texts))
+        store, ids = stores[tenant], texts[number]
+        if rng.random() < 0.6:
+            store.put(ids, layers_of(ids, seed=repr(tenant).encode()), model=MODEL)
+            stored[tenant][number] = True
+        elif store.match(ids, model=MODEL) == len(ids):
+            store.delete(ids, model=MODEL)
+            stored[tenant] &= np.array([text != ids for text in texts])
+        if step % 40 == 39:
+            stores[None].gc(60_000)
+        found = store.get(ids, model=MODEL)
+        assert same(found.layers, ids, found.tokens, seed=repr(tenant).encode()) or not found.tokens
+        with stores[None]._backend.index.begin_reading() as cursor:
+            lookup = stores[None]._backend.make_lookup(cursor)
+            lookup = replace(lookup, read_header=cache(lookup.read_header))
+            for other, sequences in asked.items():
+                possible = np.where(stored[other], common, 0).max(axis=1)
+                for sequence, most in zip(sequences, possible, strict=True):
+                    tokens = lookup.find_prefix(sequence).tokens
+                    assert tokens <= most
+                    lookups += 1
+                    hits += tokens > 0
+    assert (lookups, hits > lookups // 4) == (100_800, True)
+    assert stores[None].verify().damaged == ()
+    for opened in stores.values():
+        opened.close()
+
+
+def test_get_any_changed_byte_is_a_noted_miss(tmp_path: Path) -> None:
+    """Of a sealed unit; the texts before it are found."""
+    folder, ids = tmp_path / "s", list(range(11))
+    with PrefixStore(folder, key=KEY, block_tokens=4) as store:
+        store.put(ids[:4], layers_of(ids[:4]), model=MODEL)
+        store.put(ids, layers_of(ids), model=MODEL)
+    (_, file) = sorted(folder.glob("units/*/*"))
+    good = file.read_bytes()
+    with PrefixStore(folder, key=KEY, read_only=True) as store:
+        for at in range(0, len(good), 5):
+            file.write_bytes(good[:at] + bytes([good[at] ^ 0x10]) + good[at + 1 :])
+            found = store.get(ids, model=MODEL)
+            assert (found.tokens, same(found.layers, ids, 4)) == (4, True)
+            assert "does not decrypt" in found.notes[0]
+            store._backend._damaged_units.clear()
+        file.write_bytes(good)
+        assert same(store.get(ids, model=MODEL).layers, ids, 11)
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------

@@ -20,14 +20,14 @@ import sys
 sys.path[:0] = sys.argv[2:]
 from prefixes import MODEL, layers_of, same
 from kvmnn.errors import OutputError
-from kvmnn.store import PrefixStore
+from kvmnn.store import PrefixStore, load_key
 ids = [*range(20)]
 for number in range(2):
-    with PrefixStore(sys.argv[1], read_only=True) as store:
+    with PrefixStore(sys.argv[1], read_only=True, key=load_key()) as store:
         assert same(store.get([*ids, 9], model=MODEL).layers, ids, 20)
         assert store.match(ids[:7], model=MODEL) == 7 and store.verify().damaged == () and store.ls().texts
 try:
-    with PrefixStore(sys.argv[1]) as store:
+    with PrefixStore(sys.argv[1], key=load_key()) as store:
         store.put([5, 6, 7], layers_of([5, 6, 7]), model=MODEL)
 except OutputError as error:
     assert "cannot be written" in str(error), error
@@ -39,7 +39,7 @@ print("served")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_open", [False, True], ids=["closed", "in use"])
-def test_open_read_only_file_system(tmp_path: Path, is_open: bool) -> None:
+def test_open_read_only_file_system(tmp_path: Path, is_open: bool, encryption: str) -> None:
     """A read-only mount in a namespace of its own: for root as well nothing can be written there."""
     if shutil.which("unshare") is None:
         pytest.skip("there is no unshare")
@@ -61,7 +61,9 @@ def test_open_read_only_file_system(tmp_path: Path, is_open: bool) -> None:
     assert done.stdout == "served\n", done.stderr
 
 
-def test_eviction_order_does_not_depend_on_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eviction_order_does_not_depend_on_clock(
+    tmp_path: Path, encryption: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The least recently used text is evicted, independently of the clock and of file times."""
     texts = [[first, *range(7)] for first in range(10, 60, 10)]
     with PrefixStore(tmp_path / "s", block_tokens=4) as store:

@@ -22,7 +22,7 @@ import shutil, sys
 from pathlib import Path
 from prefixes import MODEL, layers_of, same
 from kvmnn.errors import OutputError
-from kvmnn.store import PrefixStore
+from kvmnn.store import PrefixStore, load_key
 
 folder, texts = Path(sys.argv[1], "s"), [[*range(begin, begin + 90)] for begin in range(0, 500, 100)]
 
@@ -37,13 +37,13 @@ def fill():
 def put(store, ids):
     return store.put(ids, layers_of(ids, layers=100), model=MODEL)
 
-with PrefixStore(folder) as store:
+with PrefixStore(folder, key=load_key()) as store:
     for ids in texts:
         put(store, ids)
     store.pin(texts[0], model=MODEL)
     size = store.stats().bytes // len(texts)
 fill()
-with PrefixStore(folder) as store:
+with PrefixStore(folder, key=load_key()) as store:
     assert "index.sqlite: cannot be written (" in store.notes[0], store.notes
     assert all(same(store.get(ids, model=MODEL).layers, ids, 90, layers=100) for ids in texts)
     assert store.verify().units == 5
@@ -55,7 +55,7 @@ with PrefixStore(folder) as store:
         raise AssertionError("there is no room")
     assert store.delete(texts[1], model=MODEL).units == 1  # a text of a block and a tail, which its file has
 fill()
-with PrefixStore(folder) as store:
+with PrefixStore(folder, key=load_key()) as store:
     assert store.gc(max_bytes=2 * size + size // 2).kept == ""
     found = [store.match(ids, model=MODEL) for ids in texts]
     assert (found[0], sorted(found)) == (90, [0, 0, 0, 90, 90]), found
@@ -63,7 +63,7 @@ with PrefixStore(folder) as store:
     fill()
     assert store.gc(max_bytes=0).units == 1  # while it is open
     assert [store.match(ids, model=MODEL) for ids in texts] == [90, 0, 0, 0, 0]
-with PrefixStore(folder) as store:
+with PrefixStore(folder, key=load_key()) as store:
     assert (store.notes, store.verify().units, store.gc().other_files) == ((), 1, 0)
 """
 
@@ -71,7 +71,7 @@ FEW_BLOCKS = """
 import sys
 from pathlib import Path
 from prefixes import MODEL, layers_of, same
-from kvmnn.store import PrefixStore
+from kvmnn.store import PrefixStore, load_key
 
 folder, texts = Path(sys.argv[1], "s"), [[*range(begin, begin + 90)] for begin in range(0, 500, 100)]
 
@@ -86,23 +86,23 @@ def fill():
 def files():
     return len([*folder.glob("units/*/*")])
 
-with PrefixStore(folder) as store:
+with PrefixStore(folder, key=load_key()) as store:
     for ids in texts:
         store.put(ids, layers_of(ids), model=MODEL)
     assert store.stats().bytes < 5 * 4400
 fill()
-with PrefixStore(folder) as store:
+with PrefixStore(folder, key=load_key()) as store:
     assert store.delete(texts[1], model=MODEL).units == 1
     assert [store.match(ids, model=MODEL) for ids in texts] == [90, 0, 90, 90, 90]
 fill()
 next(folder.glob("units/*/*")).unlink()
-with PrefixStore(folder) as store:
+with PrefixStore(folder, key=load_key()) as store:
     assert store.gc().units == 1
     fill()
     assert store.gc(max_bytes=10_000).units == 1
     assert (files(), store.stats().units) == (2, 2)
 (folder.parent / "fill").unlink()
-with PrefixStore(folder) as store:
+with PrefixStore(folder, key=load_key()) as store:
     assert (store.notes, store.verify().units, store.verify().anew) == ((), 2, ())
     with store._backend.index.begin_reading() as cursor:
         assert cursor.has_row("SELECT 1 FROM pragma_journal_mode WHERE journal_mode = 'wal'")
@@ -122,7 +122,7 @@ def full() -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", [SCRIPT, FEW_BLOCKS], ids=["units", "units of a few blocks"])
-def test_store_on_full_disk_finds_texts_and_frees_space(tmp_path: Path, script: str) -> None:
+def test_store_on_full_disk_finds_texts_and_frees_space(tmp_path: Path, script: str, encryption: str) -> None:
     """On a small file system of its own, if the user may mount one."""
     tests = Path(__file__).parents[1]
     mount = ["unshare", "-rm", "sh", "-c", 'mount -t tmpfs -o size=4m none "$0" && exec "$@"', tmp_path]
@@ -135,7 +135,7 @@ def test_store_on_full_disk_finds_texts_and_frees_space(tmp_path: Path, script: 
     assert done.returncode == 0, done.stderr
 
 
-def test_open_unwritable_index_serves_texts(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_open_unwritable_index_serves_texts(tmp_path: Path, encryption: str, request: pytest.FixtureRequest) -> None:
     with PrefixStore(tmp_path / "s") as store:
         store.put(TEXTS[0], layers_of(TEXTS[0]), model=MODEL)
     request.getfixturevalue("full")
@@ -147,7 +147,7 @@ def test_open_unwritable_index_serves_texts(tmp_path: Path, request: pytest.Fixt
                 call()
 
 
-def test_create_on_full_disk_leaves_nothing(tmp_path: Path, full: None) -> None:
+def test_create_on_full_disk_leaves_nothing(tmp_path: Path, encryption: str, full: None) -> None:
     (tmp_path / "there").mkdir()
     for name in ("new", "there"):
         with pytest.raises(OutputError):

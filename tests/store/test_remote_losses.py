@@ -22,7 +22,7 @@ IDS = list(range(30))
 
 
 @pytest.fixture(params=["redis", "file", "memory"])
-def url(request: pytest.FixtureRequest, new_url: Callable[[str], str]) -> str:
+def url(request: pytest.FixtureRequest, encryption: str, new_url: Callable[[str], str]) -> str:
     return new_url(request.param)
 
 

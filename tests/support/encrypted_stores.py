@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 KEY = bytes(range(32))
+PLAIN_ONLY = pytest.mark.parametrize("encryption", ["plain"], indirect=True)
+"""For a test that reads or forges the bytes of a unit."""
 
 
 def encrypt_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,12 +17,3 @@ def encrypt_all(monkeypatch: pytest.MonkeyPatch) -> None:
     assert defaults is not None
     monkeypatch.setitem(defaults, "key", KEY)
     monkeypatch.setenv("KVMNN_STORE_KEY", KEY.hex())
-
-
-@pytest.fixture(params=["plain", "encrypted"], autouse=True)
-def encryption(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Run each test of a module that imports this twice."""
-    if request.param == "encrypted":
-        pytest.importorskip("cryptography")
-        encrypt_all(monkeypatch)
-    yield request.param

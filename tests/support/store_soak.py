@@ -16,7 +16,7 @@ from pathlib import Path
 
 from prefixes import MODEL, layers_of, same
 
-from kvmnn.store import PrefixStore, StoreStats
+from kvmnn.store import PrefixStore, StoreStats, load_key
 from kvmnn.store.backend import STORE_POLICIES, compute_benefit
 
 BLOCK = 4
@@ -39,7 +39,7 @@ def work(folder: Path, seed: int, seconds: float, max_bytes: int) -> int:
         tenant = chance.choice(TENANTS)
         rows = {"seed": (tenant or "").encode()}  # other rows of the same text in each namespace
         bounds = {"max_bytes": max_bytes, "quota": QUOTA if tenant else None}
-        with PrefixStore(folder, block_tokens=BLOCK, threads=1, namespace=tenant, **bounds) as store:
+        with PrefixStore(folder, block_tokens=BLOCK, threads=1, namespace=tenant, key=load_key(), **bounds) as store:
             for _ in range(50):
                 ids = text(chance)
                 action = chance.random()
@@ -77,7 +77,7 @@ def start(folder: Path, seed: int, seconds: float, max_bytes: int) -> subprocess
 def together(folder: Path, processes: int, seconds: float, policy: str = "lru") -> list[int]:
     """Processes at once, the making of the store included; how many gets of each found something."""
     if policy != "lru":
-        PrefixStore(folder, block_tokens=BLOCK, policy=policy).close()
+        PrefixStore(folder, block_tokens=BLOCK, policy=policy, key=load_key()).close()
     running = [start(folder, seed, seconds, 60_000) for seed in range(processes)]
     found = []
     for process in running:
@@ -91,7 +91,7 @@ def together(folder: Path, processes: int, seconds: float, policy: str = "lru") 
 def killed(folder: Path, times: int, seed: int = 1, policy: str = "lru") -> None:
     """Processes that are killed at random moments; after each everything that is found decodes to what was put."""
     if policy != "lru":
-        PrefixStore(folder, block_tokens=BLOCK, policy=policy).close()
+        PrefixStore(folder, block_tokens=BLOCK, policy=policy, key=load_key()).close()
     chance = random.Random(seed)
     for number in range(times):
         processes = [start(folder, seed * 1000 + number * 2 + each, 30, 60_000) for each in range(2)]
@@ -107,7 +107,7 @@ def killed(folder: Path, times: int, seed: int = 1, policy: str = "lru") -> None
 
 def check(folder: Path) -> None:
     """Nothing is damaged or lost, the index is consistent, and cleaning leaves what is referred to and nothing else."""
-    with PrefixStore(folder, block_tokens=BLOCK) as store:
+    with PrefixStore(folder, block_tokens=BLOCK, key=load_key()) as store:
         verified = store.verify()
         assert verified.damaged == (), verified
         cleaned = store.gc()
@@ -139,7 +139,7 @@ def check_priorities(store: PrefixStore) -> None:
 
 def count(folder: Path, tenant: str | None) -> StoreStats:
     """What a namespace has."""
-    with PrefixStore(folder, read_only=True, namespace=tenant) as store:
+    with PrefixStore(folder, read_only=True, namespace=tenant, key=load_key()) as store:
         return store.stats()
 
 

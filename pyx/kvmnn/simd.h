@@ -49,7 +49,8 @@ static inline int kvmnn_simd_is_supported(int level) {
         return kvmnn_simd_is_supported(KVMNN_AVX2) && __builtin_cpu_supports("avx512f") &&
                __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vbmi") &&
-               __builtin_cpu_supports("avx512vbmi2") && __builtin_cpu_supports("avx512ifma");
+               __builtin_cpu_supports("avx512vbmi2") && __builtin_cpu_supports("avx512ifma") &&
+               __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512vnni");
     }
 #endif
     return 0;
@@ -94,11 +95,11 @@ static inline int kvmnn_simd_is_supported(int level) {
 #if defined(__clang__)
 #pragma clang attribute push(                                                                             \
     __attribute__((target("avx2,f16c,bmi,bmi2,avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vbmi2," \
-                          "avx512ifma"))),                                                                \
+                          "avx512ifma,avx512cd,avx512vnni"))),                                            \
     apply_to = function)
 #else
 #pragma GCC push_options
-#pragma GCC target("avx2,f16c,bmi,bmi2,avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vbmi2,avx512ifma")
+#pragma GCC target("avx2,f16c,bmi,bmi2,avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vbmi2,avx512ifma,avx512cd,avx512vnni")
 #pragma GCC target("prefer-vector-width=512")
 #endif
 #define ISA_VECTOR_FLOATS 16

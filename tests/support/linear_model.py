@@ -232,10 +232,10 @@ def signed32(x: int) -> int:
 
 class Coder:
     def __init__(self, data: bytes) -> None:
-        if len(data) < 64 or len(data) % 4:
+        if len(data) < 128 or len(data) % 4:
             raise RejectedError("states")
-        self.states = list(struct.unpack_from("<8Q", data))
-        self.units = list(struct.unpack_from(f"<{(len(data) - 64) // 4}I", data, 64))
+        self.states = list(struct.unpack_from("<16Q", data))
+        self.units = list(struct.unpack_from(f"<{(len(data) - 128) // 4}I", data, 128))
         self.next = 0
         if min(self.states) < 1 << 32:
             raise RejectedError("states")
@@ -308,7 +308,7 @@ def decode_side(
                     if element in constants:
                         rows[t][element] = constants[element]
                         continue
-                    lane, where = t % 16 % 8, (q, centres[t][k], inverses[t][k])
+                    lane, where = t % 16, (q, centres[t][k], inverses[t][k])
                     target = coder.states[lane] % (1 << 28)
                     low, high = 0, 2 * kind.half
                     while high - low > 1:

@@ -65,8 +65,10 @@ cdef extern from "kvmnn/linear/linear.h" nogil:
         void (*regressors)(const linear_shape *shape, const linear_scales *scales, const linear_dtype *dtype,
                            const void *words, const int64_t *positions, size_t tokens,
                            int16_t *out) noexcept nogil
-        size_t (*model)(const linear_job *job, const void *words, void *scratch, linear_symbol *symbols,
-                        uint8_t *lanes) noexcept nogil
+        size_t (*model)(const linear_job *job, const void *words, void *scratch,
+                        linear_symbol *symbols) noexcept nogil
+        size_t (*write)(const linear_symbol *symbols, size_t count, size_t tokens, int has_raw, uint8_t *out,
+                        size_t capacity) noexcept nogil
         int (*decode)(const linear_job *job, const uint8_t *data, size_t size, void *scratch,
                       void *words) noexcept nogil
 
@@ -74,8 +76,6 @@ cdef extern from "kvmnn/linear/linear.h" nogil:
     void linear_prepare(linear_side *side, const int8_t *base, const int8_t *chain)
     size_t linear_scratch_bytes(const linear_side *side)
     size_t linear_count_symbols(const linear_dtype *dtype, size_t words)
-    size_t linear_write_symbols(const linear_symbol *symbols, const uint8_t *lanes, size_t count, uint8_t *out,
-                                size_t capacity)
 
 cdef uint64_t NO_FREQUENCY = 0
 
@@ -181,24 +181,21 @@ cdef class Side:
         cdef _Job job = _Job(self, dtype, words.shape[0], positions, blocks, is_constant)
         cdef void *scratch = malloc(linear_scratch_bytes(&self.native))
         cdef linear_symbol *symbols
-        cdef uint8_t *lanes
         cdef uint8_t *out
         count = linear_count_symbols(&linear_dtypes[dtype], tokens * self.native.shape.elements)
         capacity = 4 * count + 8 * LANES
         symbols = <linear_symbol *>malloc(count * sizeof(linear_symbol))
-        lanes = <uint8_t *>malloc(count)
         out = <uint8_t *>malloc(capacity)
         try:
-            if scratch == NULL or symbols == NULL or lanes == NULL or out == NULL:
+            if scratch == NULL or symbols == NULL or out == NULL:
                 raise MemoryError()
             with nogil:
-                count = kernels.model(&job.native, &words[0], scratch, symbols, lanes)
-                begin = linear_write_symbols(symbols, lanes, count, out, capacity)
+                count = kernels.model(&job.native, &words[0], scratch, symbols)
+                begin = kernels.write(symbols, count, tokens, dtype == 2, out, capacity)
             return PyBytes_FromStringAndSize(<const char *>out + begin, capacity - begin)
         finally:
             free(scratch)
             free(symbols)
-            free(lanes)
             free(out)
 
     def decode(

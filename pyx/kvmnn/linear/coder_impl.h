@@ -14,6 +14,7 @@ typedef struct {
     uint8_t *angles;                   /* [pair of a head][token] */
     int32_t *sums;                     /* of innovations, [place] */
     uint64_t (*counts)[SCALES];        /* of pairs */
+    uint32_t *columns;                 /* words of a group, [element][token]; two of 16 bits share one of 32 */
     int32_t spread[GROUP];             /* of tokens, times 2^16 */
     int32_t num_bias_tokens, bias_factor;
 } ISA_FN(state);
@@ -125,16 +126,25 @@ static inline uint32_t ISA_FN(cumulate)(const ISA_FN(mixture) *mixture, const li
 static inline void ISA_FN(multiply)(const int16_t *vectors, const int16_t *weights, size_t stride, size_t pairs,
                                     int rows, int32_t *out) {
 #if defined(ISA_AVX512)
-    __m512i sums[4] = {_mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512()};
+    __m512i sums[4][2]; /* of even and of odd i: fewer products wait for one another */
+    for (int row = 0; row < 4; ++row) sums[row][0] = sums[row][1] = _mm512_setzero_si512();
     for (size_t i = 0; i < pairs; ++i) {
         const __m512i v = _mm512_loadu_si512(vectors + 2 * GROUP * i);
         for (int row = 0; row < rows; ++row) {
             int32_t both;
             memcpy(&both, weights + row * stride + 2 * i, 4);
-            sums[row] = _mm512_add_epi32(sums[row], _mm512_madd_epi16(v, _mm512_set1_epi32(both)));
+            sums[row][0] = _mm512_dpwssd_epi32(sums[row][0], v, _mm512_set1_epi32(both));
+        }
+        if (++i == pairs) break;
+        const __m512i next = _mm512_loadu_si512(vectors + 2 * GROUP * i);
+        for (int row = 0; row < rows; ++row) {
+            int32_t both;
+            memcpy(&both, weights + row * stride + 2 * i, 4);
+            sums[row][1] = _mm512_dpwssd_epi32(sums[row][1], next, _mm512_set1_epi32(both));
         }
     }
-    for (int row = 0; row < rows; ++row) _mm512_storeu_si512(out + GROUP * row, sums[row]);
+    for (int row = 0; row < rows; ++row)
+        _mm512_storeu_si512(out + GROUP * row, _mm512_add_epi32(sums[row][0], sums[row][1]));
 #elif defined(ISA_F16C)
     __m256i low[4], high[4];
     for (int row = 0; row < 4; ++row) low[row] = high[row] = _mm256_setzero_si256();
@@ -167,6 +177,9 @@ static inline void ISA_FN(multiply)(const int16_t *vectors, const int16_t *weigh
 #if defined(ISA_F16C)
 #include "products.h"
 #endif
+#if defined(ISA_AVX512)
+#include "transpose512.h"
+#endif
 
 /* -- a group of tokens --------------------------------------------------------------------------------------------- */
 
@@ -183,6 +196,7 @@ static void ISA_FN(begin_side)(ISA_FN(state) *state, const linear_side *side, vo
     TAKE(angles, half * GROUP);
     TAKE(sums, n * sizeof(int32_t));
     TAKE(counts, n / 2 * sizeof *state->counts);
+    TAKE(columns, n * GROUP * sizeof(uint32_t));
 #undef TAKE
     memset(state->sums, 0, n * sizeof(int32_t));
     for (size_t pair = 0; pair < n / 2; ++pair)
@@ -199,7 +213,11 @@ static void ISA_FN(gather_regressors)(ISA_FN(state) *state, const linear_job *jo
             const int64_t row = t < tokens ? at : -1;
             from[t] = row < 0 ? NULL : block->rows + (size_t)row * block->elements;
         }
-        for (size_t i = 0; i < block->elements / 2; ++i)
+        size_t i = 0;
+#if defined(ISA_AVX512)
+        i = ISA_FN(gather512)(from, block->elements / 2, out);
+#endif
+        for (; i < block->elements / 2; ++i)
             for (size_t t = 0; t < GROUP; ++t) {
                 int32_t both = 0;
                 if (from[t]) memcpy(&both, from[t] + 2 * i, 4);
@@ -408,8 +426,12 @@ static inline linear_symbol ISA_FN(raw_symbol)(const linear_dtype *dtype, uint32
     return (linear_symbol){(word & ((1u << dtype->raw_bits) - 1)) << places, 1u << places};
 }
 
-static size_t ISA_FN(model)(const linear_job *job, const void *words, void *scratch, linear_symbol *symbols,
-                            uint8_t *lanes) {
+#if defined(ISA_AVX512)
+static linear_symbol *ISA_FN(model_group)(ISA_FN(state) *state, const linear_job *job, const void *words,
+                                          linear_symbol *symbols);
+#endif
+
+static size_t ISA_FN(model)(const linear_job *job, const void *words, void *scratch, linear_symbol *symbols) {
     const linear_side *side = job->side;
     const linear_dtype *dtype = job->dtype;
     const size_t n = side->shape.elements;
@@ -423,6 +445,14 @@ static size_t ISA_FN(model)(const linear_job *job, const void *words, void *scra
     for (size_t begin = 0; begin < job->tokens; begin += GROUP) {
         const size_t tokens = job->tokens - begin < GROUP ? job->tokens - begin : GROUP;
         ISA_FN(begin_group)(&state, job, begin, tokens);
+#if defined(ISA_AVX512)
+        if (tokens == GROUP) {
+            const uint8_t *row = (const uint8_t *)words + begin * n * (dtype->is_wide ? 4 : 2);
+            count = (size_t)(ISA_FN(model_group)(&state, job, row, symbols + count) - symbols);
+            ISA_FN(end_group)(&state);
+            continue;
+        }
+#endif
         for (size_t p = 0; p < n / 2; ++p) {
             const int exponent = side->scales.exponents[p];
             int is_constant = 0;
@@ -454,12 +484,8 @@ static size_t ISA_FN(model)(const linear_job *job, const void *words, void *scra
                     STORE_LANES(both + 4, _mm256_permute2x128_si256(low, high, 0x31));
                     STORE_LANES(lane_words, at);
                     for (int i = 0; i < 8; ++i) {
-                        lanes[count] = (uint8_t)i;
                         symbols[count++] = both[i];
-                        if (raw_mask) {
-                            lanes[count] = (uint8_t)i;
-                            symbols[count++] = ISA_FN(raw_symbol)(dtype, lane_words[i]);
-                        }
+                        if (raw_mask) symbols[count++] = ISA_FN(raw_symbol)(dtype, lane_words[i]);
                     }
                 }
 #endif
@@ -472,12 +498,8 @@ static size_t ISA_FN(model)(const linear_job *job, const void *words, void *scra
                     const int32_t center = pair.centers[row][t], inverse = pair.inverses[row][t];
                     const uint32_t start = ISA_FN(cumulate)(&pair.mixture, dtype, rank, exponent, center, inverse);
                     const uint32_t end = ISA_FN(cumulate)(&pair.mixture, dtype, rank + 1, exponent, center, inverse);
-                    lanes[count] = (uint8_t)(t % LANES);
                     symbols[count++] = (linear_symbol){start, end - start};
-                    if (raw_mask) {
-                        lanes[count] = (uint8_t)(t % LANES);
-                        symbols[count++] = ISA_FN(raw_symbol)(dtype, word);
-                    }
+                    if (raw_mask) symbols[count++] = ISA_FN(raw_symbol)(dtype, word);
                 }
             }
             ISA_FN(learn)(&state, job, p, &pair, tokens, units, is_constant, weights);
@@ -576,12 +598,17 @@ static inline uint64_t ISA_FN(take_raw)(ISA_FN(reader) *reader, const linear_dty
     return ISA_FN(advance)(reader, x, (linear_symbol){*raw << places, 1u << places});
 }
 
+#if defined(ISA_AVX512)
+#include "vectors512.h"
+#endif
+
 #if defined(ISA_F16C)
 /* Words of eight tokens, one of each state. */
 static inline __m256i ISA_FN(decode8)(ISA_FN(reader) *reader, ISA_FN(pair) *pair, const linear_dtype *dtype, int row,
                                       int t, int exponent, int32_t units[2][GROUP]) {
     const __m256i one = _mm256_set1_epi32(1), inverses = LANES_OF(pair->inverses[row] + t);
-    const __m256i low = LANES_OF(reader->states), high = LANES_OF(reader->states + 4);
+    uint64_t *states = reader->states + t;
+    const __m256i low = LANES_OF(states), high = LANES_OF(states + 4);
     const __m256i halves = _mm256_castps_si256(
         _mm256_shuffle_ps(_mm256_castsi256_ps(low), _mm256_castsi256_ps(high), _MM_SHUFFLE(2, 0, 2, 0)));
     const __m256i targets = _mm256_and_si256(_mm256_permute4x64_epi64(halves, _MM_SHUFFLE(3, 1, 2, 0)),
@@ -607,7 +634,7 @@ static inline __m256i ISA_FN(decode8)(ISA_FN(reader) *reader, ISA_FN(pair) *pair
             for (int i = 0; i < 8; ++i) {
                 linear_symbol symbol;
                 far[i] = (int32_t)ISA_FN(find_cell)(&pair->mixture, dtype,
-                                                    (uint32_t)reader->states[i] & ((1u << TOTAL_BITS) - 1), exponent,
+                                                    (uint32_t)states[i] & ((1u << TOTAL_BITS) - 1), exponent,
                                                     pair->centers[row][t + i], pair->inverses[row][t + i], &symbol);
             }
             ranks = LANES_OF(far);
@@ -618,9 +645,9 @@ static inline __m256i ISA_FN(decode8)(ISA_FN(reader) *reader, ISA_FN(pair) *pair
     STORE_LANES(sizes, _mm256_sub_epi32(end, start));
     for (int i = 0; i < 8; ++i) {
         uint64_t x =
-            ISA_FN(advance)(reader, reader->states[i], (linear_symbol){(uint32_t)starts[i], (uint32_t)sizes[i]});
+            ISA_FN(advance)(reader, states[i], (linear_symbol){(uint32_t)starts[i], (uint32_t)sizes[i]});
         if (dtype->raw_bits) x = ISA_FN(take_raw)(reader, dtype, x, &raw[i]);
-        reader->states[i] = x;
+        states[i] = x;
     }
     const __m256i far = _mm256_sub_epi32(ranks, _mm256_set1_epi32((int32_t)dtype->half_ranks));
     const __m256i sign = _mm256_srai_epi32(far, 31);
@@ -654,6 +681,14 @@ static int ISA_FN(decode)(const linear_job *job, const uint8_t *data, size_t siz
     for (size_t begin = 0; begin < job->tokens; begin += GROUP) {
         const size_t tokens = job->tokens - begin < GROUP ? job->tokens - begin : GROUP;
         ISA_FN(begin_group)(&state, job, begin, tokens);
+#if defined(ISA_AVX512)
+        if (tokens == GROUP) {
+            ISA_FN(decode_group)(&state, &reader, job, (uint8_t *)words + begin * n * (dtype->is_wide ? 4 : 2));
+            ISA_FN(end_group)(&state);
+            if (reader.is_short) return 0;
+            continue;
+        }
+#endif
         for (size_t p = 0; p < n / 2; ++p) {
             const int exponent = side->scales.exponents[p];
             int is_constant = 0;
@@ -680,7 +715,7 @@ static int ISA_FN(decode)(const linear_job *job, const uint8_t *data, size_t siz
                     if (is_fixed)
                         word = ISA_FN(load_word)(dtype, words, at);
                     else {
-                        uint64_t x = reader.states[t % LANES];
+                        uint64_t x = reader.states[t];
                         linear_symbol symbol;
                         uint32_t raw = 0;
                         const uint32_t rank =
@@ -688,7 +723,7 @@ static int ISA_FN(decode)(const linear_job *job, const uint8_t *data, size_t siz
                                               pair.centers[row][t], pair.inverses[row][t], &symbol);
                         x = ISA_FN(advance)(&reader, x, symbol);
                         if (dtype->raw_bits) x = ISA_FN(take_raw)(&reader, dtype, x, &raw);
-                        reader.states[t % LANES] = x;
+                        reader.states[t] = x;
                         word = ISA_FN(to_word)(dtype, rank, raw);
                         ISA_FN(store_word)(dtype, words, at, word);
                     }
@@ -734,4 +769,50 @@ static void ISA_FN(regressors)(const linear_shape *shape, const linear_scales *s
         }
 }
 
-static const linear_kernels ISA_FN(table) = {ISA_NAME, ISA_FN(regressors), ISA_FN(model), ISA_FN(decode)};
+/* The symbols of a group, each lane's own, from the last on. */
+static uint8_t *ISA_FN(write_group)(uint64_t states[LANES], const linear_symbol *symbols, size_t count, size_t tokens,
+                                    size_t word_symbols, uint8_t *cursor) {
+    size_t lane = tokens, is_next = 0; /* whether the next symbol is of the same word */
+    while (count-- > 0) {
+        const linear_symbol symbol = symbols[count];
+        lane = is_next ? lane : lane ? lane - 1 : tokens - 1;
+        is_next = word_symbols == 2 && !is_next;
+        uint64_t x = states[lane];
+        if (x >= (uint64_t)symbol.size << (64 - TOTAL_BITS)) {
+            const uint32_t unit = (uint32_t)x;
+            cursor -= 4;
+            memcpy(cursor, &unit, 4);
+            x >>= 32;
+        }
+        states[lane] = (x / symbol.size << TOTAL_BITS) + x % symbol.size + symbol.start;
+    }
+    return cursor;
+}
+
+static size_t ISA_FN(write)(const linear_symbol *symbols, size_t count, size_t tokens, int has_raw, uint8_t *out,
+                            size_t capacity) {
+    const size_t word_symbols = has_raw ? 2 : 1, rest = count / tokens * (tokens % GROUP);
+    uint64_t states[LANES];
+    uint8_t *cursor = out + capacity;
+    for (int lane = 0; lane < LANES; ++lane) states[lane] = (uint64_t)1 << 32;
+    count -= rest;
+    cursor = ISA_FN(write_group)(states, symbols + count, rest, tokens % GROUP, word_symbols, cursor);
+#if defined(ISA_AVX512)
+    if (!has_raw) {
+        __m512i low = load512(states), high = load512(states + 8);
+        for (; count; count -= GROUP) {
+            high = retreat512(high, symbols + count - 8, &cursor);
+            low = retreat512(low, symbols + count - 16, &cursor);
+        }
+        _mm512_storeu_si512(states, low);
+        _mm512_storeu_si512(states + 8, high);
+    }
+#endif
+    cursor = ISA_FN(write_group)(states, symbols, count, GROUP, word_symbols, cursor);
+    cursor -= sizeof states;
+    memcpy(cursor, states, sizeof states);
+    return (size_t)(cursor - out);
+}
+
+static const linear_kernels ISA_FN(table) = {ISA_NAME, ISA_FN(regressors), ISA_FN(model), ISA_FN(write),
+                                             ISA_FN(decode)};

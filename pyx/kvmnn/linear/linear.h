@@ -11,7 +11,7 @@
 
 enum {
     GROUP = 16, /* tokens that share the weights of a pair */
-    LANES = 8,  /* states of the entropy coder */
+    LANES = 16, /* states of the entropy coder: one of each token of a group */
     SCALES = 6, /* Gaussians of a mixture */
     BUCKETS = 32,
     ANGLES = 64, /* of half a turn */
@@ -93,8 +93,12 @@ typedef struct {
     /* The regressors of all tokens, [token][place]. */
     void (*regressors)(const linear_shape *shape, const linear_scales *scales, const linear_dtype *dtype,
                        const void *words, const int64_t *positions, size_t tokens, int16_t *out);
-    /* The symbols of all words, in order, and the lane of each; their number. */
-    size_t (*model)(const linear_job *job, const void *words, void *scratch, linear_symbol *symbols, uint8_t *lanes);
+    /* The symbols of all words, in order; their number. */
+    size_t (*model)(const linear_job *job, const void *words, void *scratch, linear_symbol *symbols);
+    /* Writes states and units of the symbols of `tokens` tokens to the end of `out`, which has room for 4 bytes a symbol
+     * and the states; where they begin. */
+    size_t (*write)(const linear_symbol *symbols, size_t count, size_t tokens, int has_raw, uint8_t *out,
+                    size_t capacity);
     /* Decodes to `words`, in which constant elements are filled in; 0 if states or units break the format. */
     int (*decode)(const linear_job *job, const uint8_t *data, size_t size, void *scratch, void *words);
 } linear_kernels;
@@ -103,9 +107,6 @@ const linear_kernels *linear_kernels_at(int level);
 void linear_prepare(linear_side *side, const int8_t *base, const int8_t *chain);
 size_t linear_scratch_bytes(const linear_side *side);
 size_t linear_count_symbols(const linear_dtype *dtype, size_t words);
-/* Writes states and units to the end of `out`, which has room for 4 bytes a symbol and the states; where they begin. */
-size_t linear_write_symbols(const linear_symbol *symbols, const uint8_t *lanes, size_t count, uint8_t *out,
-                            size_t capacity);
 
 extern const uint16_t linear_masses[SCALES][BUCKETS];
 extern const uint16_t linear_reciprocals[128];

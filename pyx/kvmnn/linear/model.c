@@ -82,33 +82,12 @@ void linear_prepare(linear_side *side, const int8_t *base, const int8_t *chain) 
 size_t linear_scratch_bytes(const linear_side *side) {
     const size_t n = side->shape.elements, half = side->shape.rotated_dims / 2;
     return (side->regressors + n) * GROUP * sizeof(int16_t) + n * (GROUP + 1) * sizeof(int32_t) +
-           half * GROUP * (2 * sizeof(int32_t) + 1) + n / 2 * SCALES * sizeof(uint64_t) + 8 * 64;
+           half * GROUP * (2 * sizeof(int32_t) + 1) + n / 2 * SCALES * sizeof(uint64_t) + n * GROUP * sizeof(uint32_t) + 9 * 64;
 }
 
 /* -- the entropy coder --------------------------------------------------------------------------------------------- */
 
 size_t linear_count_symbols(const linear_dtype *dtype, size_t words) { return words * (dtype->raw_bits ? 2 : 1); }
-
-size_t linear_write_symbols(const linear_symbol *symbols, const uint8_t *lanes, size_t count, uint8_t *out,
-                            size_t capacity) {
-    uint64_t states[LANES];
-    size_t cursor = capacity;
-    for (int lane = 0; lane < LANES; ++lane) states[lane] = (uint64_t)1 << 32;
-    while (count-- > 0) {
-        const linear_symbol symbol = symbols[count];
-        uint64_t x = states[lanes[count]];
-        if (x >= (uint64_t)symbol.size << (64 - TOTAL_BITS)) {
-            const uint32_t unit = (uint32_t)x;
-            cursor -= 4;
-            memcpy(out + cursor, &unit, 4);
-            x >>= 32;
-        }
-        states[lanes[count]] = (x / symbol.size << TOTAL_BITS) + x % symbol.size + symbol.start;
-    }
-    cursor -= sizeof states;
-    memcpy(out + cursor, states, sizeof states);
-    return cursor;
-}
 
 #define KVMNN_SIMD_KERNELS "linear/coder_impl.h"
 #define KVMNN_KERNEL_TABLE linear_kernels

@@ -5,6 +5,7 @@
 
 #define KVMNN_SIMD_KERNELS "transform/transform_impl.h"
 #define KVMNN_KERNEL_TABLE transform_kernels
+#define KVMNN_USE_AVX512
 #include "../simd.h"
 
 const transform_kernels *kvmnn_transform_kernels_at(int level) { return isa_tables[level]; }

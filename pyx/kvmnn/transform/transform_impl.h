@@ -5,13 +5,61 @@
 /* -- sums of products ---------------------------------------------------------------------------------------------- */
 
 /* No compiler makes the broadcast of a pair and the multiplication of pairs of 16 bits of plain C. */
-#if defined(ISA_F16C)
-
 #if defined(__GNUC__)
 #define ISA_INLINE inline __attribute__((always_inline))
 #else
 #define ISA_INLINE inline
 #endif
+
+#if defined(ISA_AVX512)
+
+/* `count` rows, at most 8, by `blocks` times 16 columns, at most 2: all sums stay in registers. */
+static ISA_INLINE void ISA_FN(multiply_tile)(const int16_t *in, size_t in_stride, size_t count, size_t depth,
+                                             const int16_t *packed, size_t blocks, int32_t *out, size_t out_stride) {
+    __m512i sums[8][2];
+    for (size_t t = 0; t < count; ++t) sums[t][0] = sums[t][1] = _mm512_setzero_si512();
+    for (size_t k = 0; k < depth; k += 2, packed += 2 * TRANSFORM_LANES) {
+        const __m512i first = _mm512_loadu_si512(packed);
+        const __m512i second = blocks == 2 ? _mm512_loadu_si512(packed + depth * TRANSFORM_LANES) : first;
+        for (size_t t = 0; t < count; ++t) {
+            int32_t pair;
+            memcpy(&pair, in + t * in_stride + k, sizeof pair);
+            const __m512i pairs = _mm512_set1_epi32(pair);
+            sums[t][0] = _mm512_dpwssd_epi32(sums[t][0], pairs, first);
+            if (blocks == 2) sums[t][1] = _mm512_dpwssd_epi32(sums[t][1], pairs, second);
+        }
+    }
+    for (size_t t = 0; t < count; ++t)
+        for (size_t b = 0; b < blocks; ++b)
+            _mm512_storeu_si512(out + t * out_stride + b * TRANSFORM_LANES, sums[t][b]);
+}
+
+static void ISA_FN(multiply)(const int16_t *in, size_t in_stride, size_t rows, size_t depth, const int16_t *packed,
+                             size_t columns, int32_t *out, size_t out_stride) {
+    for (size_t j = 0; j < columns;) {
+        const size_t blocks = columns - j >= 2 * TRANSFORM_LANES ? 2 : 1;
+        size_t t = 0;
+        if (blocks == 2) {
+            for (; t + 8 <= rows; t += 8)
+                ISA_FN(multiply_tile)(in + t * in_stride, in_stride, 8, depth, packed, 2, out + t * out_stride + j,
+                                      out_stride);
+            for (; t < rows; ++t)
+                ISA_FN(multiply_tile)(in + t * in_stride, in_stride, 1, depth, packed, 2, out + t * out_stride + j,
+                                      out_stride);
+        } else {
+            for (; t + 8 <= rows; t += 8)
+                ISA_FN(multiply_tile)(in + t * in_stride, in_stride, 8, depth, packed, 1, out + t * out_stride + j,
+                                      out_stride);
+            for (; t < rows; ++t)
+                ISA_FN(multiply_tile)(in + t * in_stride, in_stride, 1, depth, packed, 1, out + t * out_stride + j,
+                                      out_stride);
+        }
+        j += blocks * TRANSFORM_LANES;
+        packed += blocks * depth * TRANSFORM_LANES;
+    }
+}
+
+#elif defined(ISA_F16C)
 
 /* `count` rows, at most 6, by 16 columns: all sums stay in registers. */
 static ISA_INLINE void ISA_FN(multiply_tile)(const int16_t *in, size_t in_stride, size_t count, size_t depth,
@@ -65,6 +113,7 @@ static void ISA_FN(multiply)(const int16_t *in, size_t in_stride, size_t rows, s
 }
 
 #endif
+#undef ISA_INLINE
 
 /* -- words --------------------------------------------------------------------------------------------------------- */
 

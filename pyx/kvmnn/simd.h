@@ -13,7 +13,7 @@
  * four states of the entropy coder in one step (dense/entropy_encoder_impl.h), the branchless refill of its decoder
  * (dense/rans.h), byte shuffles that split words into lanes, and nontemporal stores. The plain form of each is that
  * of the baseline and of other processors. AVX-512 (Ice Lake, Zen 4) is there for files that gain by it: dense
- * streams, MLX's groups, and the Huffman codes of effort "fast", 64 at a time. */
+ * streams, MLX's groups, the Huffman codes of effort "fast", 64 at a time, and linear and transform streams. */
 #ifndef KVMNN_SIMD_H
 #define KVMNN_SIMD_H
 

@@ -63,7 +63,7 @@ cdef extern from "kvmnn/linear/linear.h" nogil:
     ctypedef struct linear_kernels:
         const char *name
         void (*regressors)(const linear_shape *shape, const linear_scales *scales, const linear_dtype *dtype,
-                           const void *words, const int64_t *positions, size_t tokens,
+                           const void *words, const int64_t *positions, size_t tokens, void *scratch,
                            int16_t *out) noexcept nogil
         size_t (*model)(const linear_job *job, const void *words, void *scratch,
                         linear_symbol *symbols) noexcept nogil
@@ -163,13 +163,19 @@ cdef class Side:
         """Write the regressors of rows of words to `out`, [token, place]."""
         cdef size_t tokens = positions.shape[0]
         cdef const linear_kernels *kernels = linear_kernels_at(active_level)
+        cdef void *scratch
         self._check(dtype, words.shape[0], tokens)
         if <size_t>out.shape[0] != tokens or <size_t>out.shape[1] != self.native.shape.elements:
             raise ValueError("regressors of another shape")
-        if tokens:
-            with nogil:
-                kernels.regressors(&self.native.shape, &self.native.scales, &linear_dtypes[dtype], &words[0],
-                                   &positions[0], tokens, &out[0, 0])
+        if not tokens:
+            return
+        scratch = malloc(linear_scratch_bytes(&self.native))
+        if scratch == NULL:
+            raise MemoryError()
+        with nogil:
+            kernels.regressors(&self.native.shape, &self.native.scales, &linear_dtypes[dtype], &words[0],
+                               &positions[0], tokens, scratch, &out[0, 0])
+        free(scratch)
 
     def encode(
         self, int dtype, const uint8_t[::1] words not None, const int64_t[::1] positions not None, list blocks not None,

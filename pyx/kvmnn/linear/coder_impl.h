@@ -251,6 +251,13 @@ static void ISA_FN(begin_group)(ISA_FN(state) *state, const linear_job *job, siz
 #endif
         }
     }
+#if defined(ISA_AVX512)
+    int64_t positions[GROUP] = {0};
+    memcpy(positions, job->positions + begin, tokens * sizeof *positions);
+    for (size_t i = 0; i < side->shape.rotated_dims / 2; ++i)
+        turn_group512(positions, side->shape.frequencies[i], state->cosines + i * GROUP, state->sines + i * GROUP,
+                      state->angles + i * GROUP);
+#else
     for (size_t i = 0; i < side->shape.rotated_dims / 2; ++i)
         for (size_t t = 0; t < GROUP; ++t) {
             const size_t at = i * GROUP + t;
@@ -259,6 +266,7 @@ static void ISA_FN(begin_group)(ISA_FN(state) *state, const linear_job *job, siz
             linear_turn(angle, &state->cosines[at], &state->sines[at]);
             state->angles[at] = (uint8_t)((angle + ((uint64_t)1 << 56)) >> 57 & (ANGLES - 1));
         }
+#endif
     for (int t = 0; t < GROUP; ++t) state->spread[t] = 1 << 16;
     state->bias_factor = (1 << 20) / (state->num_bias_tokens + 30);
 }
@@ -741,9 +749,18 @@ static int ISA_FN(decode)(const linear_job *job, const uint8_t *data, size_t siz
 }
 
 static void ISA_FN(regressors)(const linear_shape *shape, const linear_scales *scales, const linear_dtype *dtype,
-                               const void *words, const int64_t *positions, size_t tokens, int16_t *out) {
+                               const void *words, const int64_t *positions, size_t tokens, void *scratch,
+                               int16_t *out) {
     const size_t n = shape->elements;
-    for (size_t t = 0; t < tokens; ++t)
+    size_t first = 0;
+#if defined(ISA_AVX512)
+    for (; first + GROUP <= tokens; first += GROUP)
+        regressors512(shape, scales, dtype, (const uint8_t *)words + first * n * (dtype->is_wide ? 4 : 2),
+                      positions + first, scratch, out + first * n);
+#else
+    (void)scratch;
+#endif
+    for (size_t t = first; t < tokens; ++t)
         for (size_t in_head = 0; in_head < shape->head_dim / 2; ++in_head) {
             int32_t cosine = 0, sine = 0;
             const int is_rotated = 2 * in_head < shape->rotated_dims;

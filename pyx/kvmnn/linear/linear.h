@@ -92,7 +92,7 @@ typedef struct {
     const char *name;
     /* The regressors of all tokens, [token][place]. */
     void (*regressors)(const linear_shape *shape, const linear_scales *scales, const linear_dtype *dtype,
-                       const void *words, const int64_t *positions, size_t tokens, int16_t *out);
+                       const void *words, const int64_t *positions, size_t tokens, void *scratch, int16_t *out);
     /* The symbols of all words, in order; their number. */
     size_t (*model)(const linear_job *job, const void *words, void *scratch, linear_symbol *symbols);
     /* Writes states and units of the symbols of `tokens` tokens to the end of `out`, which has room for 4 bytes a symbol

@@ -1,6 +1,6 @@
 /* The steps of coder_impl.h for all sixteen tokens of a group at once, by AVX-512: the same numbers. */
 
-enum { MAX_TRIES = 6 }; /* to find cells of all tokens, before they are sought one by one */
+enum { MAX_TRIES = 2 }; /* to find cells of all tokens, before they are sought one by one */
 
 /* Numbers of 64 bits: of the even lanes of 32 bits, and of the odd ones. */
 typedef struct {
@@ -388,13 +388,15 @@ static inline __m512i guess_ranks512(const linear_dtype *dtype, __m512 x, int ex
         magnitude, _mm512_set1_epi32((int32_t)((uint32_t)(dtype->bias - 127 - exponent) << 23)));
     const __m512i normal = _mm512_srai_epi32(_mm512_add_epi32(moved, half), (unsigned)(23 - mantissa_bits));
     const __mmask16 is_small = _mm512_cmplt_epi32_mask(shift, _mm512_set1_epi32(1));
-    const __m512i digits = _mm512_ternarylogic_epi32(raw, _mm512_set1_epi32(0x7fffff), _mm512_set1_epi32(1 << 23), 0xea);
+    const __m512i digits =
+        _mm512_ternarylogic_epi32(raw, _mm512_set1_epi32(0x7fffff), _mm512_set1_epi32(1 << 23), 0xea);
     const __m512i places = _mm512_sub_epi32(_mm512_set1_epi32(23 - mantissa_bits + 1), shift);
     __m512i steps = _mm512_mask_srlv_epi32(normal, is_small, digits, places);
     const __m512i most = _mm512_set1_epi32((int32_t)dtype->half_ranks - 1);
     steps = _mm512_mask_mov_epi32(steps, _mm512_cmpgt_epi32_mask(shift, _mm512_set1_epi32(200)), most);
     steps = _mm512_max_epi32(_mm512_min_epi32(steps, most), zero);
-    return _mm512_add_epi32(_mm512_xor_si512(steps, _mm512_srai_epi32(raw, 31)), _mm512_set1_epi32((int32_t)dtype->half_ranks));
+    return _mm512_add_epi32(_mm512_xor_si512(steps, _mm512_srai_epi32(raw, 31)),
+                            _mm512_set1_epi32((int32_t)dtype->half_ranks));
 }
 
 /* What finds the cell of a target: of a mixture, and of the centers. */
@@ -580,6 +582,38 @@ static inline void store_column512(const linear_dtype *dtype, uint32_t *columns,
     _mm512_storeu_si512(at, words);
 }
 
+/* Regressors of the rows of a group. */
+static void regressors512(const linear_shape *shape, const linear_scales *scales, const linear_dtype *dtype,
+                          const void *words, const int64_t *positions, uint32_t *columns, int16_t *out) {
+    const size_t n = shape->elements;
+    uint32_t *pairs = columns + n * GROUP;
+    int32_t cosines[GROUP], sines[GROUP];
+    load_columns512(words, count_columns512(dtype, n), columns);
+    for (size_t in_head = 0; in_head < shape->head_dim / 2; ++in_head) {
+        const int is_rotated = 2 * in_head < shape->rotated_dims;
+        if (is_rotated) turn_group512(positions, shape->frequencies[in_head], cosines, sines, NULL);
+        for (size_t place = 2 * in_head; place < n; place += shape->head_dim) {
+            wide512 x[2];
+            __m512i rows[2];
+            for (size_t row = 0; row < 2; ++row)
+                x[row] = widen512(words_to_units512(
+                    dtype, load_column512(dtype, columns, (size_t)shape->order[place + row]),
+                    scales->exponents[place / 2]));
+            if (is_rotated) turn512(x, cosines, sines, 1);
+            for (size_t row = 0; row < 2; ++row) {
+                const __m512i inverse = _mm512_set1_epi64(((int64_t)1 << 40) / scales->deviations[place + row]);
+                const wide512 d = limit512(add_number512(x[row], -(int64_t)scales->means[place + row]), UNIT_LIMIT);
+                const wide512 product = multiply_wide512(d, (wide512){inverse, inverse});
+                rows[row] = narrow512(
+                    limit512(shift512(add_number512(product, (int64_t)1 << 31), 32), REGRESSOR_LIMIT));
+            }
+            _mm512_storeu_si512(pairs + GROUP * (place / 2),
+                                _mm512_mask_blend_epi16(0xaaaaaaaa, rows[0], _mm512_slli_epi32(rows[1], 16)));
+        }
+    }
+    store_columns512(pairs, n / 2, out);
+}
+
 /* What a pair is predicted from, given the sums of its chain over all pairs before it. */
 static inline void begin_pair512(const ISA_FN(state) *state, const linear_side *side, size_t p, const __m512i sums[2],
                                  ISA_FN(pair) *pair) {
@@ -732,7 +766,8 @@ static void ISA_FN(decode_group)(ISA_FN(state) *state, ISA_FN(reader) *reader, c
         end_pair512(state, side, p, pair, units, is_constant, buckets);
         is_learned = is_constant;
     }
-    if (!is_learned) learn512(&pairs[(n / 2 - 1) % 2].mixture, buckets, weights[(n / 2 - 1) % 2], state->counts[n / 2 - 1]);
+    const size_t last = n / 2 - 1;
+    if (!is_learned) learn512(&pairs[last % 2].mixture, buckets, weights[last % 2], state->counts[last]);
     _mm512_storeu_si512(reader->states, states[0]);
     _mm512_storeu_si512(reader->states + 8, states[1]);
     store_columns512(state->columns, count_columns512(dtype, n), words);

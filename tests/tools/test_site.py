@@ -49,8 +49,8 @@ def test_site_broken_link_is_reported(site: ModuleType, tmp_path: Path) -> None:
 def count_written_words(text: str) -> int:
     """Count words of prose and tables: code, commands and their outputs (fenced or indented) do not count."""
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
-    lines = [line for line in prose.splitlines() if not line.startswith("    ")]
-    return sum(1 for word in " ".join(lines).split() if re.search(r"\w", word))
+    blocks = [block for block in re.split(r"\n\s*\n", prose) if not block.startswith("    ")]
+    return sum(1 for word in " ".join(blocks).split() if re.search(r"\w", word))
 
 
 def test_site_counts_words_outside_code() -> None:

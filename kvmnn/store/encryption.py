@@ -22,7 +22,7 @@ import numpy as np
 
 from .._util.packages import import_optional
 from ..dtypes import Bytes
-from ..errors import OptionError, SourceError
+from ..errors import OptionError, SourceError, build_read_error
 
 KEY_VARIABLE = "KVMNN_STORE_KEY"
 """Environment variable with a key, as 64 hexadecimal digits."""
@@ -76,15 +76,17 @@ def read_key(path: str | os.PathLike[str]) -> StoreKey:
 
     Raises
     ------
+    SourceError
+        If the file cannot be read.
     OptionError
-        If the file cannot be read, or has anything else. The message does not contain what it has.
+        If it has anything else. The message does not contain what it has.
     """
     label = os.fspath(path)
     try:
         with open(label, "rb") as file:
             data = file.read(_MAX_KEY_FILE_BYTES + 1)
     except OSError as error:
-        raise OptionError(f"{label}: the key cannot be read: {error.strerror or error}") from None
+        raise build_read_error(label, error) from None
     secret = _parse_key_digits(data) if len(data) != _KEY_BYTES else data
     if secret is None or _HALF_KEY_REGEX.fullmatch(secret):
         size_text = f"more than {_MAX_KEY_FILE_BYTES:,}" if len(data) > _MAX_KEY_FILE_BYTES else f"{len(data):,}"
@@ -98,7 +100,7 @@ def load_key(path: str | os.PathLike[str] | None = None) -> StoreKey | None:
 
     Raises
     ------
-    OptionError
+    SourceError, OptionError
         As `read_key`.
     """
     if path is not None:

@@ -21,7 +21,7 @@ from encrypted_stores import KEY
 from prefixes import DIMS, HEADS, MODEL, agreeing, layers_of, same
 
 from kvmnn import KvmnnError
-from kvmnn.errors import OptionError, SourceError
+from kvmnn.errors import MissingFileError, OptionError, SourceError
 from kvmnn.store import PrefixStore, StoreKey, load_key, read_exported
 from kvmnn.store.encryption import AeadCipher, UnsealError, Xaes256Gcm, read_key
 from kvmnn.store.namespace import build_namespace, to_token_ids
@@ -489,7 +489,7 @@ def test_key_file_of_other_form_is_refused(tmp_path: Path, data: bytes, found: s
 
 
 def test_key_that_cannot_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(OptionError, match="none: the key cannot be read: No such file"):
+    with pytest.raises(MissingFileError, match="none: cannot be read: No such file"):
         load_key(tmp_path / "none")
     monkeypatch.delenv("KVMNN_STORE_KEY", raising=False)
     assert load_key() is None

@@ -50,7 +50,7 @@ def test_policies_without_default_budget_are_named() -> None:
             assert "expected a budget (tokens) or a keep_ratio" in str(exc)
             without.append(name)
     (said,) = re.findall(r"There is no default for ([^:]+):", PAGE)
-    assert "and [scored policies]" in said
+    assert "and [scored\npolicies]" in said
     assert re.findall(r"`(\w+)`", said) == [name for name in without if not issubclass(POLICIES[name], ScoredPolicy)]
 
 

@@ -1,20 +1,22 @@
-"""docs/policies.md: its examples run, its tables name every policy, its figures equal the benchmark."""
+"""docs/policies.md: its examples run, its table names every policy with its options and defaults."""
 
 from __future__ import annotations
 
 import dataclasses
 import doctest
-import json
 import re
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from repository import ROOT
 
-from kvmnn import KvmnnError, policies
+from kvmnn import policies
 from kvmnn.policies import POLICIES
+from kvmnn.policies.registry import MODEL_POLICIES
 
 PAGE = ROOT / "docs" / "policies.md"
+#: The oracle has a section, the engine's planner a page.
+NAMES = [*POLICIES, *(name for name in MODEL_POLICIES if name not in ("oracle", "h2o_engine"))]
 
 
 def tables() -> list[list[list[str]]]:
@@ -37,119 +39,58 @@ def test_example_policies_are_short() -> None:
         assert example.count("\n") < 40 and example.count("def ") == example.count("def select_tokens(") == 1
 
 
-def test_tables_name_every_policy() -> None:
-    keeps, sources = tables()[:2]
-    for table in (keeps, sources):
-        assert [row[0].strip("`") for row in table] == list(POLICIES)
-    for row in keeps:
-        policy = POLICIES[row[0].strip("`")]
-        looks = {"lengths": "lengths", "keys": "keys", "scores": "scores", "head scores": "scores by head"}
+def test_table_names_every_policy_and_what_it_looks_at() -> None:
+    rows = tables()[0]
+    assert [row[0].strip("`") for row in rows] == NAMES
+    looks = {"lengths": "lengths", "keys": "keys", "scores": "scores", "head scores": "scores by head"}
+    for row in rows:
+        policy = (POLICIES | MODEL_POLICIES)[row[0].strip("`")]
         if issubclass(policy, policies.ScoredPolicy):
-            assert row[3] == ", ".join(name for name in ("keys", "values", "queries") if name in policy.tensors)
+            assert row[2] == ", ".join(name for name in ("keys", "values", "queries") if name in policy.tensors)
         else:
-            assert row[3] == looks[policy.requires]
+            assert row[2] == looks[policy.requires]
 
 
-def test_figures_equal_benchmark() -> None:
-    path = ROOT / "benchmarks" / "policies.json"
-    measured = json.loads(path.read_text(encoding="utf-8"))
-    costs = {
-        row["policy"]: (f"{row['long_us'] / 1e3:.3g} ms", f"{row['step_us']:.3g} us") for row in measured["decisions"]
-    }
-    for row in tables()[0]:
-        assert (row[5], row[6]) == costs.get(row[0].strip("`"), ("-", "-")), "a policy not measured yet has dashes"
-    speeds = {r["level"]: r for r in measured["norms_and_choice"] if r["limit"] is not None}
-    for level, *cells in tables()[-1]:
-        entry = speeds[level.strip("`")]
-        assert cells == [f"{entry['ms']:.1f} ms", f"{entry['numpy_ms']:.0f} ms", f"{entry['speedup']:.1f} x"]
+def format_default(default: Any) -> str:
+    if isinstance(default, bool):
+        return "yes" if default else "no"
+    if isinstance(default, tuple):
+        return "+".join(map(str, default))
+    return f"{default:.4g}" if isinstance(default, float) else str(default)
 
 
-def options_table() -> dict[str, list[list[str]]]:
-    """Rows of the table of options, by policy."""
-    section = PAGE.read_text(encoding="utf-8").partition("## Options")[2].partition("\n## ")[0]
-    found: dict[str, list[list[str]]] = {}
-    name = ""
-    for line in re.findall(r"^\| (.*) \|$", section, re.MULTILINE)[1:]:
-        policy, *cells = [cell.strip() for cell in line.split(" | ")]
-        name = policy.strip("`") or name
-        found.setdefault(name, []).append(cells)
-    return found
-
-
-SHARED = "all scored policies"
-
-
-def own_options(policy: type[policies.Policy]) -> set[str]:
-    """The options of a policy that scored policies do not share."""
-    names = {entry.name for entry in dataclasses.fields(policy) if entry.repr}
-    if issubclass(policy, policies.ScoredPolicy):
-        names -= {entry.name for entry in dataclasses.fields(policies.ScoredPolicy)}
-    return names
-
-
-EVERY = {**POLICIES, "h2o_engine": policies.H2OEngine}
-
-
-def test_option_table_has_every_option_and_default() -> None:
-    table = options_table()
-    shared = table.pop(SHARED)
-    unchanged = {name for name, policy in EVERY.items() if not own_options(policy)}
-    assert list(table) == [name for name in EVERY if name not in unchanged]
-    for name, policy in EVERY.items():
-        options = {entry.name: entry.default for entry in dataclasses.fields(policy) if entry.repr}
-        cells_of_policy = [*table.get(name, []), *(shared if issubclass(policy, policies.ScoredPolicy) else [])]
-        rows = {cells[0].strip("`"): cells[1:] for cells in cells_of_policy}
+def list_own_options(policy: type[policies.Policy]) -> list[str]:
+    """Options that scored policies do not share, with defaults, as the table has them."""
+    options = []
+    for entry in dataclasses.fields(policy):
+        if not entry.repr or (issubclass(policy, policies.ScoredPolicy) and entry.name in SHARED):
+            continue
+        default = entry.default
         if issubclass(policy, policies.BudgetedPolicy):
-            options |= {"budget": policy.default_budget, "keep_ratio": policy.default_keep_ratio}
-            assert rows["budget"][2] == policy.budget_help
+            default = {"budget": policy.default_budget, "keep_ratio": policy.default_keep_ratio}.get(
+                entry.name, default
+            )
+        if default in (None, "", ()):
+            options += [] if entry.name in ("budget", "keep_ratio", "skip_layers") else [f"`{entry.name}`"]
         else:
-            assert rows.pop("no `budget") == ["-", "-", policy.budget_help]
-        assert set(rows) == set(options), name
-        for option, default in options.items():
-            said = rows[option][0].strip("`")
-            if isinstance(default, tuple):
-                assert said == ("+".join(map(str, default)) or "none")
-            elif isinstance(default, bool):
-                assert said == ("yes" if default else "no")
-            elif isinstance(default, float):
-                assert said == f"{default:.4g}"
-            else:
-                assert said == ("-" if default is None else str(default)), (name, option)
+            options.append(f"`{entry.name}={format_default(default)}`")
+    return options
 
 
-@pytest.mark.parametrize("table_name", [SHARED, *(name for name, policy in EVERY.items() if own_options(policy))])
-def test_option_table_values_are_accepted_by_policy(table_name: str) -> None:
-    name = "keydiff" if table_name == SHARED else table_name
-    unsized = issubclass(EVERY[name], policies.BudgetedPolicy) and not (
-        EVERY[name].default_budget or EVERY[name].default_keep_ratio
-    )
-    sized = {"budget": 600} if unsized else {}
-    declared = get_type_hints(EVERY[name])
-    for option, _, values, _ in options_table()[table_name]:
-        option = option.strip("`")
-        base = {} if option in ("budget", "keep_ratio") else sized | ({"wrapper": "block"} if option == "chunk" else {})
-        least = re.match(r"at least (\d+)", values)
-        if least:
-            policies.create_policy(name, **base, **{option: int(least[1])})
-            with pytest.raises(KvmnnError):
-                policies.create_policy(name, **base, **{option: int(least[1]) - 1})
-        elif values == "above 0":
-            policies.create_policy(name, **base, **{option: 1e-9})
-            with pytest.raises(KvmnnError):
-                policies.create_policy(name, **base, **{option: 0})
-        elif values == "odd":
-            policies.create_policy(name, **base, **{option: 3})
-            with pytest.raises(KvmnnError):
-                policies.create_policy(name, **base, **{option: 4})
-        elif values == "0 to 1":
-            for wrong, right in ((-0.01, 0.0), (1.01, 1.0)):
-                policies.create_policy(name, **base, **{option: right})
-                with pytest.raises(KvmnnError):
-                    policies.create_policy(name, **base, **{option: wrong})
-        elif values.startswith("any"):
-            for value in (-1, 0, 7):
-                policies.create_policy(name, **base, **{option: value})
-        elif values.startswith("`"):
-            assert [word.strip("`") for word in values.split(", ")] == list(get_args(declared[option]))
-        else:
-            assert values in ("-", "layers of the model", "yes, no")
+SHARED = {entry.name: entry for entry in dataclasses.fields(policies.ScoredPolicy)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_table_has_every_option_and_default(name: str) -> None:
+    (row,) = (row for row in tables()[0] if row[0] == f"`{name}`")
+    assert row[3] == ", ".join(list_own_options((POLICIES | MODEL_POLICIES)[name]))
+
+
+def test_shared_table_has_every_option_and_default() -> None:
+    rows = {row[0].strip("`"): row[1].strip("`") for row in tables()[1]}
+    assert set(rows) == set(SHARED) - {"budget", "keep_ratio", "skip_layers"}
+    for name, default in rows.items():
+        assert default == (format_default(SHARED[name].default) if SHARED[name].default not in (None, ()) else "-")
+    page = PAGE.read_text(encoding="utf-8")
+    for wrapper in get_args(get_type_hints(policies.ScoredPolicy)["wrapper"]):
+        assert f"`{wrapper}`" in page

@@ -643,8 +643,19 @@ class EncodeResult(SizeStats, Record):
             self._dequantization_notes
             + describe_passthrough(self.manifest, self.output or "frames")
             + describe_unused_arrays(self.manifest)
+            + self._zstd_notes
         )
         return [*self.inference_notes, *notes]
+
+    @property
+    def _zstd_notes(self) -> list[str]:
+        if self.byte_exact is not False or self.manifest.effort != "exact":
+            return []
+        first, last = (".".join(map(str, version)) for version in zstd.BYTE_EXACT_VERSIONS)
+        return [
+            f"MNN reads these frames, but not all are the bytes that MNN would store: libzstd is "
+            f"{self.manifest.zstd_version}, and those are of {first} to {last}"
+        ]
 
     @property
     def _dequantization_notes(self) -> list[str]:
@@ -736,7 +747,12 @@ class EncodeResult(SizeStats, Record):
             lines.append(f"  {rename_text}")
         lines += [
             f"  {line}"
-            for line in (*missing_texts, *self._dequantization_notes, *describe_unused_arrays(self.manifest))
+            for line in (
+                *missing_texts,
+                *self._dequantization_notes,
+                *describe_unused_arrays(self.manifest),
+                *self._zstd_notes,
+            )
         ]
         if self.passthrough:
             bundle_bytes = self.bundle_bytes

@@ -791,7 +791,8 @@ def format_version() -> str:
     from .._util.packages import get_version
     from ..frames import zstd
 
-    byte_exact_text = "yes" if zstd.is_byte_exact() else "no"
+    first, last = (".".join(map(str, version)) for version in zstd.BYTE_EXACT_VERSIONS)
+    byte_exact_text = "yes" if zstd.is_byte_exact() else f"no, libzstd {first} to {last} would be"
     return (
         f"kvmnn {get_version()}\n"
         f"Python {platform.python_version()}, numpy {np.__version__}\n"

@@ -41,6 +41,19 @@ def test_encode_of_arrays_and_sources_needs_an_output(tmp_path: Path) -> None:
         assert all((source[name].to_numpy() == WORDS).all() for name in source)
 
 
+def test_encode_notes_frames_that_are_not_mnn_s_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvmnn.frames.zstd, "_version", (1, 5, 7))
+    options = kvmnn.bundle.EncodeOptions
+    note = (
+        "MNN reads these frames, but not all are the bytes that MNN would store: libzstd is 1.5.7, and those are of "
+        "1.5.2 to 1.5.6"
+    )
+    exact = kvmnn.bundle.encode(WORDS, tmp_path / "a.frame")
+    assert exact.to_dict()["notes"] == [note] and str(exact).splitlines()[1:] == [f"  {note}"]
+    fast = kvmnn.bundle.encode(WORDS, tmp_path / "b.frame", options(effort="fast"))
+    assert fast.to_dict()["notes"] == [] and len(str(fast).splitlines()) == 1
+
+
 def test_encode_missing_file_is_a_file_not_found_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"none\.npy: cannot be read: No such file or directory") as raised:
         kvmnn.bundle.encode(tmp_path / "none.npy")

@@ -52,8 +52,10 @@ def _encode_case(folder: Path, case: dict[str, Any], check: Checker) -> None:
         check.field("frame_sha256", sha256(frame))
         check.field("frame_fnv1a64", _hash_text(frame))
         check.field("streams", _streams_of(case, frame))
-    elif zstd.get_version() == "1.5.7":
-        check.field("same_with_zstd_1_5_7", frame == (folder / case["frame"]).read_bytes())
+    else:
+        check.exempt(f"bytes of frames under libzstd {zstd.get_version()}, which are not MNN's")
+        if zstd.get_version() == "1.5.7":
+            check.field("same_with_zstd_1_5_7", frame == (folder / case["frame"]).read_bytes())
     check.field("frame_nozstd_len", len(without))
     check.field("frame_nozstd_sha256", sha256(without))
     for made, codecs in ((frame, CODECS), (without, _NO_ZSTD)):

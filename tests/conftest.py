@@ -77,12 +77,13 @@ def without_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder with the files of `fixtures/<name>/vectors.tar.xz`, unpacked once; tests leave it as it is."""
+    """The folder with the files of `fixtures/<name>`, an archive unpacked once; tests leave it as it is."""
     from conformance import unpack
 
     @cache
     def folder(name: str) -> Path:
-        return unpack(FIXTURES / name / "vectors.tar.xz", tmp_path_factory.mktemp(name))
+        archive = FIXTURES / name / "vectors.tar.xz"
+        return unpack(archive, tmp_path_factory.mktemp(name)) if archive.exists() else FIXTURES / name
 
     return folder
 

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from . import zstd
     from .api import decode_all, decode_many, encode_many
     from .block import Block, encode_block
-    from .buffers import BF16Frame, fnv1a64
+    from .buffers import BF16Frame, ShapedFrame, fnv1a64
     from .decoder import decode, verify_roundtrip
     from .encoder import encode
     from .inspection import FrameInfo, StreamInfo, inspect
@@ -19,7 +19,7 @@ else:
         {
             "api": "decode_all decode_many encode_many",
             "block": "Block encode_block",
-            "buffers": "BF16Frame fnv1a64",
+            "buffers": "BF16Frame ShapedFrame fnv1a64",
             "decoder": "decode verify_roundtrip",
             "encoder": "encode",
             "inspection": "FrameInfo StreamInfo inspect",
@@ -36,6 +36,7 @@ __all__ = [
     "CodecOptions",
     "Effort",
     "FrameInfo",
+    "ShapedFrame",
     "StreamInfo",
     "decode",
     "decode_all",

@@ -3,9 +3,9 @@
 from typing import TYPE_CHECKING
 
 from .._util.packages import make_lazy_getattr
+from . import zstd  # gives the compiled modules their libzstd
 
 if TYPE_CHECKING:
-    from . import zstd
     from .api import decode_all, decode_many, encode_many
     from .block import Block, encode_block
     from .buffers import BF16Frame, ShapedFrame, fnv1a64
@@ -24,7 +24,6 @@ else:
             "encoder": "encode",
             "inspection": "FrameInfo StreamInfo inspect",
             "options": "CODECS EFFORTS CodecOptions Effort",
-            "zstd": "zstd",
         },
     )
 

@@ -12,8 +12,10 @@ from statistics import median
 from ..arrays.layer_cache import LayerCache
 from ..errors import KvmnnError
 from ..reports.break_even import BreakEvenReport, CodecTimes, EngineTimes, compute_break_even
-from .backend import STORE_CODECS
 from .store import PrefixStore
+
+TIMED_CODECS = ("dense", "frames")
+"""Codecs that need nothing but K and V."""
 
 MAX_TIMED_TOKENS = 2048
 """Tokens of a text that are timed: the beginning of longer ones."""
@@ -25,7 +27,11 @@ _MAX_SECONDS = 1.0
 
 
 def measure_codec_times(
-    layers: Sequence[LayerCache], *, codecs: Sequence[str] = STORE_CODECS, threads: int | None = None
+    layers: Sequence[LayerCache],
+    *,
+    codecs: Sequence[str] = TIMED_CODECS,
+    threads: int | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> list[CodecTimes]:
     """Put K and V into a temporary store of each codec, and get them again, several times.
 
@@ -37,6 +43,8 @@ def measure_codec_times(
         ``"dense"``, ``"frames"``.
     threads
         Maximum number of threads; None for all processors.
+    clock
+        Returns seconds; `time.process_time` for the time of processors, on a machine that does other work as well.
 
     Raises
     ------
@@ -47,10 +55,17 @@ def measure_codec_times(
     if not tokens:
         raise KvmnnError("there is no K and V to be timed: expected at least one token")
     cut_layers = _cut_layers(layers, tokens)
-    return [_measure_codec(cut_layers, tokens, codec, threads) for codec in codecs]
+    return [_measure_codec(cut_layers, tokens, codec, threads, clock) for codec in codecs]
 
 
-def _measure_codec(layers: Sequence[LayerCache], tokens: int, codec: str, threads: int | None) -> CodecTimes:
+def _measure_codec(
+    layers: Sequence[LayerCache], tokens: int, codec: str, threads: int | None, clock: Callable[[], float]
+) -> CodecTimes:
+    def time_call(call: Callable[[], object]) -> float:
+        started = clock()
+        call()
+        return clock() - started
+
     short_tokens = min(_SHORT_TOKENS, tokens)
     long_ids, short_ids = range(1, tokens + 1), range(tokens + 1, tokens + 1 + short_tokens)
     with (
@@ -62,11 +77,11 @@ def _measure_codec(layers: Sequence[LayerCache], tokens: int, codec: str, thread
 
         def put_again() -> float:
             store.delete(long_ids, model="m")
-            return _time_call(lambda: store.put(long_ids, layers, model="m"))
+            return time_call(lambda: store.put(long_ids, layers, model="m"))
 
         encode_seconds = _repeat(put_again)
-        decode_seconds = _repeat(lambda: _time_call(lambda: store.get(long_ids, model="m")))
-        short_seconds = median(_repeat(lambda: _time_call(lambda: store.get(short_ids, model="m"))))
+        decode_seconds = _repeat(lambda: time_call(lambda: store.get(long_ids, model="m")))
+        short_seconds = median(_repeat(lambda: time_call(lambda: store.get(short_ids, model="m"))))
     raw_bytes = sum(cache.nbytes for cache in layers)
     slope = (median(decode_seconds) - short_seconds) / (tokens - short_tokens) if tokens > short_tokens else 0.0
     return CodecTimes(
@@ -84,7 +99,7 @@ def _measure_codec(layers: Sequence[LayerCache], tokens: int, codec: str, thread
 def measure_break_even(
     layers: Sequence[LayerCache],
     *,
-    codecs: Sequence[str] = STORE_CODECS,
+    codecs: Sequence[str] = TIMED_CODECS,
     engine: EngineTimes | None = None,
     link: float | None = None,
     threads: int | None = None,
@@ -107,12 +122,6 @@ def _cut_layers(layers: Sequence[LayerCache], tokens: int) -> list[LayerCache]:
     return [
         LayerCache(layer=cache.layer, keys=cache.keys[:, :tokens], values=cache.values[:, :tokens]) for cache in layers
     ]
-
-
-def _time_call(call: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
 
 
 def _repeat(measure: Callable[[], float]) -> list[float]:

@@ -85,6 +85,12 @@ def test_zstd_unknown_binding_is_refused() -> None:
     assert done.returncode != 0 and "KVMNN_ZSTD='front': expected bundled, system or python" in done.stderr
 
 
+def test_zstd_of_a_compiled_module_alone_is_bound() -> None:
+    code = "from kvmnn.frames import _zstdlib as z; print(z.decompress(z.compress(b'a' * 99, 3), 99) == b'a' * 99)"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+
+
 @pytest.mark.parametrize("payload", PAYLOADS, ids=lambda payload: payload.name)
 @pytest.mark.parametrize("mode", [0, 1, 2])
 def test_zstd_payload_verdict_in_a_frame(payload: Payload, mode: int) -> None:

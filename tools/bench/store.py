@@ -1,6 +1,7 @@
 """Measure the prefix store: `python tools/bench/store.py` writes benchmarks/store.md and .json.
 
-K and V (fp32, as onnxruntime computes them) of the shipped model on texts that ship:
+K and V of SmolLM2-135M (fp32, as onnxruntime computes them; pulled where it is not there) on texts that ship, the
+sources of Python's library:
 
 * 20 texts that share a beginning of 512 tokens, each put whole: bytes put, bytes stored, tokens that were found;
 * the ratio by tokens in a frame or dense stream, and by effort: why units hold several blocks;
@@ -8,8 +9,8 @@ K and V (fp32, as onnxruntime computes them) of the shipped model on texts that 
 * an index of 100,000 blocks: `match`, `put` of what is known, bytes a block;
 * a text that leaves a unit half-way: the whole unit decoded, against frames of 64 tokens;
 * the time to the first token of prompts with all but one token stored, and with nothing stored: onnxruntime, and with
-  `--mnn DIR KV_HEADS HEAD_DIM` an MNN model on MNN 3.6.1 (store_engine.py); from what length, and from what speed of a
-  link on, a stored prefix is faster than computing it.
+  `--mnn DIR` the same model on MNN 3.6.1 (store_engine.py), as its exporter writes it; from what length, and from what
+  speed of a link on, a stored prefix is faster than computing it; what `store stat --speed` predicts of it.
 """
 
 from __future__ import annotations
@@ -30,16 +31,21 @@ from store_first_tokens import computed, first_sections, with_mnn, with_onnxrunt
 import kvmnn
 from kvmnn import LayerCache, dense
 from kvmnn._util.parallel import parallel_map
-from kvmnn.lm import DecoderSession, Tokenizer
+from kvmnn.lm import DecoderSession, Tokenizer, pull_model
 from kvmnn.store import PrefixStore
 from kvmnn.store.backend import NewUnit
 from kvmnn.store.directory import index_updates
 from kvmnn.store.namespace import LayerShape, Namespace, TokenSequence, compute_block_keys, to_token_ids
 from kvmnn.store.unit import MAX_HISTORY_ROWS, MAX_TABLE_TOKENS
 
-MODEL = ROOT / "fixtures" / "lm"
+MODEL = "smollm2-135m"
+SHAPE = 3, 64
+"""Its K/V heads and their dims."""
+
+TEXTS = ROOT / "fixtures" / "lm" / "texts"
 SHARED, OWN, LONG = 512, 512, 2048
-EFFORTS = ("fast", "balanced", "exact")
+EFFORTS = ("fast", "exact")
+RATIO_TOKENS = 64, 256, 512, LONG
 BLOCKS, BLOCK = 100_000, 64
 PUT_SHARE, GET_SHARE, MATCH_MS, KNOWN_MS, INDEX_BYTES = 0.9, 0.85, 1.0, 2.0, 200
 
@@ -48,12 +54,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer rounds and texts; for trying the script out")
     parser.add_argument(
-        "--mnn", nargs=3, metavar=("DIR", "KV_HEADS", "HEAD_DIM"), help="an MNN model; without it MNN is left out"
+        "--mnn", metavar="DIR", help="the model as MNN's exporter writes it; without it MNN is left out"
     )
     arguments = parser.parse_args()
     quick = arguments.quick
     rounds = 3 if quick else 9
-    texts = sorted((MODEL / "texts").glob("*.txt"))[: 3 if quick else None]
+    texts = sorted(TEXTS.glob("*.txt"))[: 3 if quick else None]
+    pull_model(MODEL)
     session, tokenizer = DecoderSession.open(MODEL), Tokenizer.open_for_model(MODEL)
     ids = [tokenizer.encode(path.read_text(encoding="utf-8"))[: LONG + 1] for path in texts]
     with tempfile.TemporaryDirectory() as folder:
@@ -66,7 +73,7 @@ def main() -> None:
         halves = half_way_rows(Path(folder, "half"), ids[0][:LONG], layers, rounds)
         first = {"onnxruntime": with_onnxruntime(Path(folder, "first"), session, ids[0], 3 if quick else 5)}
         if arguments.mnn:
-            first["MNN"] = with_mnn(Path(folder, "mnn"), *arguments.mnn, 1 if quick else 5)
+            first["MNN"] = with_mnn(Path(folder, "mnn"), arguments.mnn, SHAPE, ids[0], 1 if quick else 5)
     data = {"sharing": shared, "frames": frames, "speeds": speeds, "index": index, "half_way": halves, "first": first}
     path = write_results("store", "The prefix store", sections(data), data)
     print(path.read_text(encoding="utf-8"))
@@ -102,14 +109,14 @@ def frame_rows(layers: Sequence[LayerCache]) -> list[dict[str, Any]]:
     rows = []
     arrays = [words for cache in layers for words in (cache.keys, cache.values)]
     for dtype, effort in itertools.product((np.float32, np.float16), EFFORTS):
-        for tokens in (16, 64, 128, 256, 512, LONG):
+        for tokens in RATIO_TOKENS:
             pieces = [a[:, at : at + tokens].astype(dtype) for a in arrays for at in range(0, LONG, tokens)]
             frames = kvmnn.encode_many(pieces, effort=effort)
             found = sum(piece.nbytes for piece in pieces) / sum(map(len, frames))
             rows.append({"dtype": dtype.__name__, "effort": effort, "tokens": tokens, "ratio": found})
     for dtype in (np.float32, np.float16):
         caches = [_as(cache, dtype) for cache in layers]
-        for tokens in (16, 64, 128, 256, 512, LONG):
+        for tokens in RATIO_TOKENS:
             found = dense_ratio(caches, tokens)
             rows.append({"dtype": dtype.__name__, "effort": "dense", "tokens": tokens, "ratio": found})
     return rows
@@ -284,7 +291,7 @@ def sections(data: dict[str, Any]) -> list[str]:
     for row in data["frames"]:
         by_kind.setdefault((row["dtype"], row["effort"]), []).append(row["ratio"])
     frame_table = table(
-        ["dtype, effort", *(f"{tokens:,}" for tokens in (16, 64, 128, 256, 512, LONG))],
+        ["dtype, effort", *(f"{tokens:,}" for tokens in RATIO_TOKENS)],
         [[f"{dtype}, {effort}", *(f"{value:.4f}" for value in found)] for (dtype, effort), found in by_kind.items()],
     )
     speed_table = table(
@@ -310,7 +317,7 @@ def sections(data: dict[str, Any]) -> list[str]:
     )
     return [
         f"## {shared['texts']} texts that share their first {SHARED} tokens\n",
-        f"K and V of the shipped model, fp32, each text {SHARED + OWN:,} tokens, asked for and then put. Of "
+        f"K and V of SmolLM2-135M, fp32, each text {SHARED + OWN:,} tokens, asked for and then put. Of "
         f"{shared['tokens']:,} tokens {shared['found']:,} were found ({shared['found'] / shared['tokens']:.1%}). "
         f"{shared['bytes_put']:,} bytes were put, {shared['bytes_stored']:,} stored: "
         f"{shared['bytes_put'] / shared['bytes_stored']:.2f} to 1, of which the codec gives "

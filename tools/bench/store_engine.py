@@ -1,12 +1,16 @@
 """One prompt answered by an MNN engine, timed: `python store_engine.py JOB`, a JSON object; prints one.
 
 Run by store.py, each time in a process of its own, as the engine may crash in its static destructors and keeps what it
-has computed. JOB: `model`, `kv_heads`, `head_dim`, `ids`, `folder` for files and stores, and `how`:
+has computed. JOB: `model`, `kv_heads`, `head_dim`, `ids`, `folder` for files and stores, `new_tokens` to generate after
+the first (default: none), and `how`:
 
-* `"fill"`: compute, and put the beginnings of `sizes` tokens, each into a store of its own in `folder`;
+* `"fill"`: compute, and put the beginnings of `sizes` tokens, each into a store of its own in `folder`, for each of
+  `codecs`; then the times of the codecs on the longest, as break-even takes them;
 * `"computed"`: the whole prompt;
 * `"own"`: all but the last token from the engine's own files, which are written where they are not there;
-* `"store"`: the same from the store: `get`, the files written, the files loaded.
+* `"store"`: the same from the store of `codec`: `get`, the files written, the files loaded.
+
+Seconds are wall time, and those of the processors under `cpu`.
 """
 
 from __future__ import annotations
@@ -25,9 +29,10 @@ from kvmnn import LayerCache
 from kvmnn.formats.options import PackedOptions
 from kvmnn.packed.inference import PackedGeometry
 from kvmnn.store import PrefixStore, read_layer_caches, write_prefix
+from kvmnn.store.tier_times import measure_codec_times
 
 SETTINGS = {"kvcache_mmap": True, "use_mmap": False, "reuse_kv": True, "attention_mode": 8, "use_template": False}
-SETTINGS |= {"memory": "high", "precision": "high", "thread_num": 1, "sampler_type": "greedy"}
+SETTINGS |= {"memory": "high", "precision": "high", "thread_num": 2, "sampler_type": "greedy"}
 
 
 class Engine:
@@ -56,6 +61,22 @@ class Engine:
         """Until the logits after the last id are there."""
         self._llm._c_obj.generate(ids, 0)
 
+    def generate(self, ids: list[int], count: int) -> list[int]:
+        """New tokens after these ids."""
+        return [int(token) for token in self._llm._c_obj.generate(ids, count)]
+
+
+class Watch:
+    """Seconds since it was made: wall time, and that of the processors."""
+
+    def __init__(self) -> None:
+        self._started = time.perf_counter(), time.process_time()
+        self.times: dict[str, Any] = {"cpu": {}}
+
+    def note(self, name: str) -> None:
+        self.times[name] = time.perf_counter() - self._started[0]
+        self.times["cpu"][name] = time.process_time() - self._started[1]
+
 
 def main(job: dict[str, Any]) -> dict[str, Any]:
     ids, folder = job["ids"], job["folder"]
@@ -67,19 +88,26 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
         engine.compute(ids)
         options = PackedOptions(geometry=geometry, valid_tokens=(len(ids),), model=job["model"], pid=os.getpid())
         layers = read_layer_caches(kvmnn.open(live, packed=options))
-        return {"puts": [fill(folder, ids[:size], layers) for size in job["sizes"]], "layers": len(layers)}
+        puts = {codec: [fill(folder, codec, ids[:size], layers) for size in job["sizes"]] for codec in job["codecs"]}
+        clocks = {"wall": time.perf_counter, "cpu": time.process_time}
+        times = {
+            name: [each.to_dict() for each in measure_codec_times(layers, codecs=job["codecs"], clock=clock)]
+            for name, clock in clocks.items()
+        }
+        return {"puts": puts, "layers": len(layers), "times": times}
     if own and not Path(folder, f"own{len(ids)}_0.k").exists():
         engine.prefix(f"own{len(ids)}")
         engine.compute(ids[:-1])
         return {"written": True}
-    tokens, times = 0, {}
-    with PrefixStore(Path(folder, str(len(ids))), create=job["how"] != "store") as store:
-        started = time.perf_counter()
+    tokens = 0
+    with PrefixStore(store_folder(folder, job.get("codec", "none"), len(ids))) as store:
+        store.get(ids[:64], model="m")  # a server has the tables of its model in memory
+        watch = Watch()
         if job["how"] == "store":
             found = store.get(ids[:-1], model="m")
-            times["get"] = time.perf_counter() - started
+            watch.note("get")
             write_prefix(found, ids, ready, where="store", geometry=geometry, name="p")
-            times["written"] = time.perf_counter() - started
+            watch.note("written")
             tokens = found.tokens
             assert tokens == len(ids) - 1 and engine.prefix("p")
         elif own:
@@ -87,15 +115,22 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
             assert engine.prefix(f"own{len(ids)}")
         if tokens:
             engine.compute(ids[:tokens])
+        if job.get("new_tokens"):
+            return {"generated": engine.generate(ids[tokens:], job["new_tokens"])}
         engine.compute(ids[tokens:])
-        return {**times, "seconds": time.perf_counter() - started}
+        watch.note("seconds")
+        return watch.times
 
 
-def fill(folder: str, ids: list[int], layers: list[LayerCache]) -> dict[str, int]:
+def store_folder(folder: str, codec: str, size: int) -> Path:
+    return Path(folder, f"{codec}-{size}")
+
+
+def fill(folder: str, codec: str, ids: list[int], layers: list[LayerCache]) -> dict[str, int]:
     """Raw and stored bytes of a text."""
     size = len(ids)
     cut = [LayerCache(layer=one.layer, keys=one.keys[:, :size], values=one.values[:, :size]) for one in layers]
-    with PrefixStore(Path(folder, str(size))) as store:
+    with PrefixStore(store_folder(folder, codec, size), codec=codec) as store:
         put = store.put(ids, cut, model="m")
     return {"raw_bytes": sum(one.nbytes for one in cut), "stored_bytes": put.stored_bytes}
 

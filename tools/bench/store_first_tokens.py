@@ -7,19 +7,26 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from common import interleaved, table
 
 from kvmnn import LayerCache
 from kvmnn.lm import DecoderSession, Runner
+from kvmnn.reports.break_even import CodecTimes, EngineTimes, PrefixPrediction, compute_break_even
 from kvmnn.store import PrefixStore
 
 SIZES = (16, 64, 256, 512, 1024, 2048)
-"""Tokens of the prompts; from 512 on they have a row of their own."""
+"""Tokens of the prompts with onnxruntime; from 512 on they have a row of their own."""
+
+ENGINE_SIZES = (256, 512, 1024, 1536, 2048)
+CALIBRATED_SIZES = (256, 1024, 2048)
+"""Tokens of the prompts with MNN, and of those that the prediction of the others comes from."""
+
+CODECS = ("dense", "frames")
+NEW_TOKENS = 16
 
 
 def computed(session: DecoderSession, ids: Sequence[int]) -> list[LayerCache]:
@@ -50,73 +57,158 @@ def with_onnxruntime(folder: Path, session: DecoderSession, ids: Sequence[int], 
             times = interleaved({"plain": plain, "stored": stored}, rounds, time.perf_counter)
         sizes = {"raw_bytes": sum(cache.nbytes for cache in layers), "stored_bytes": put.stored_bytes}
         rows.append({"tokens": tokens, **sizes, **{name: statistics.median(each) for name, each in times.items()}})
-    return {"model": "The shipped model, fp32, onnxruntime with its own threads", "rows": rows}
+    return {"model": "SmolLM2-135M, fp32, onnxruntime with its own threads", "rows": rows}
 
 
-def with_mnn(folder: Path, model: str, kv_heads: str, head_dim: str, rounds: int) -> dict[str, Any]:
-    """The same with MNN on one thread, in a process for each measurement, median; and from the engine's own files."""
+def with_mnn(folder: Path, model: str, shape: tuple[int, int], ids: Sequence[int], rounds: int) -> dict[str, Any]:
+    """The same with MNN on two threads, in a process for each measurement; from the engine's own files, and predicted.
+
+    What is predicted of a length comes from sizes and times of the codecs on the longest text, and from the engine's
+    times at `CALIBRATED_SIZES`.
+    """
     folder.mkdir()
-    ids = np.random.RandomState(5).randint(0, 250, SIZES[-1]).tolist()
+    job = {"model": model, "kv_heads": shape[0], "head_dim": shape[1], "folder": str(folder)}
+    script = Path(__file__).with_name("store_engine.py")
 
-    def run(how: str, tokens: int) -> dict[str, Any]:
-        job = {"model": model, "kv_heads": int(kv_heads), "head_dim": int(head_dim), "ids": ids[:tokens]}
-        job |= {"folder": str(folder), "how": how, "sizes": SIZES}
-        script = Path(__file__).with_name("store_engine.py")
-        done = subprocess.run([sys.executable, str(script), json.dumps(job)], capture_output=True, text=True)
+    def run(how: str, tokens: int, **more: Any) -> dict[str, Any]:
+        words = json.dumps({**job, "ids": [int(token) for token in ids[:tokens]], "how": how, **more})
+        done = subprocess.run([sys.executable, str(script), words], capture_output=True, text=True)
         answers = [line for line in done.stdout.splitlines() if line.startswith("@")]
         if not answers:
             raise SystemExit(f"the engine gave no answer: {done.stderr[-2000:] or done.stdout[-2000:]}")
         found: dict[str, Any] = json.loads(answers[-1][1:])
         return found
 
-    filled = run("fill", SIZES[-1])
-    rows = []
-    for tokens, sizes in zip(SIZES, filled["puts"], strict=True):
+    filled = run("fill", ENGINE_SIZES[-1], sizes=ENGINE_SIZES, codecs=CODECS)
+    for tokens in ENGINE_SIZES:
         run("own", tokens)
-        found = {how: [run(how, tokens) for _ in range(rounds)] for how in ("computed", "own", "store")}
-        rows.append(
-            {
-                "tokens": tokens,
-                **sizes,
-                "plain": statistics.median(each["seconds"] for each in found["computed"]),
-                "own": statistics.median(each["seconds"] for each in found["own"]),
-                "stored": statistics.median(each["seconds"] for each in found["store"]),
-                "get": statistics.median(each["get"] for each in found["store"]),
-                "written": statistics.median(each["written"] for each in found["store"]),
-            }
-        )
-    about = f"{filled['layers']} layers, {kv_heads} kv heads x {head_dim} dims, fp32, MNN 3.6.1 on one thread"
-    return {"model": about, "rows": rows}
+    runs: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for _ in range(rounds):
+        for tokens in ENGINE_SIZES:
+            for how in ("computed", "own", *CODECS):
+                more = {"codec": how} if how in CODECS else {}
+                runs.setdefault((how, tokens), []).append(run("store" if more else how, tokens, **more))
+    tokens_equal = {}
+    for tokens in ENGINE_SIZES:
+        plain = run("computed", tokens, new_tokens=NEW_TOKENS)["generated"]
+        equal = [run("store", tokens, codec=codec, new_tokens=NEW_TOKENS)["generated"] == plain for codec in CODECS]
+        tokens_equal[tokens] = all(equal) and len(plain) == NEW_TOKENS
+    rows = []
+    for clock in ("wall", "cpu"):
+        medians = {key: _take_medians(each, clock) for key, each in runs.items()}
+        predicted = _predict(medians, filled["times"][clock], filled["puts"])
+        for place, tokens in enumerate(ENGINE_SIZES):
+            for codec in CODECS:
+                found = medians[codec, tokens]
+                rows.append(
+                    {
+                        "clock": clock,
+                        "tokens": tokens,
+                        "codec": codec,
+                        "equal": tokens_equal[tokens],
+                        **filled["puts"][codec][place],
+                        "plain": medians["computed", tokens]["seconds"],
+                        "own": medians["own", tokens]["seconds"],
+                        "stored": found["seconds"],
+                        "get": found["get"],
+                        "written": found["written"],
+                        "predicted_plain": predicted[codec, tokens].computed_seconds,
+                        "predicted_stored": predicted[codec, tokens].stored_seconds,
+                    }
+                )
+    about = f"{filled['layers']} layers, {shape[0]} kv heads x {shape[1]} dims, fp32, MNN 3.6.1 on two threads"
+    return {"model": about, "rows": rows, "rounds": rounds, "times": filled["times"]}
+
+
+def _take_medians(runs: Sequence[dict[str, Any]], clock: str) -> dict[str, float]:
+    taken = [each["cpu"] if clock == "cpu" else each for each in runs]
+    return {name: statistics.median(each[name] for each in taken) for name in taken[0] if name != "cpu"}
+
+
+def _predict(
+    medians: dict[tuple[str, int], dict[str, float]], times: Sequence[dict[str, Any]], puts: dict[str, Any]
+) -> dict[tuple[str, int], PrefixPrediction]:
+    """What break-even says of every length, from the times at some."""
+
+    def take(compute: Callable[[int], float]) -> dict[str, float]:
+        return {str(tokens): compute(tokens) for tokens in CALIBRATED_SIZES}
+
+    first = medians
+    engine = EngineTimes(
+        computed=take(lambda tokens: first["computed", tokens]["seconds"]),
+        loaded=take(lambda tokens: first[CODECS[0], tokens]["seconds"] - first[CODECS[0], tokens]["get"]),
+    )
+    token_bytes = puts[CODECS[0]][-1]["raw_bytes"] / ENGINE_SIZES[-1]
+    codecs = [CodecTimes.from_dict(each) for each in times]
+    report = compute_break_even(codecs, token_bytes=token_bytes, engine=engine, lengths=ENGINE_SIZES)
+    return {(row.codec, row.tokens): row for row in report.prefixes}
 
 
 def first_sections(first: dict[str, Any]) -> list[str]:
     lines = [
         "## Time to the first token\n",
-        "Wall time, median: the whole prompt computed, or all but its last token from the store. Bytes are those of K "
-        "and V; link: the speed above which fetching what is stored and restoring it is faster than computing.\n",
+        "Median: the whole prompt computed, or all but its last token from the store. Bytes are those of K and V; "
+        "link: the speed above which fetching what is stored and restoring it is faster than computing.\n",
     ]
-    for engine, found in first.items():
-        rows = [row for row in found["rows"] if row["tokens"] >= 512]
-        header = ["tokens", "computed, ms", "from the store, ms", "times", "bytes", "stored", "ratio", "link, MB/s"]
-        own = ["get, ms", "files, ms", "engine, ms", "own files, ms"] if engine == "MNN" else []
-        body = [
-            [
-                *(f"{row['tokens']:,}", f"{row['plain'] * 1e3:.0f}", f"{row['stored'] * 1e3:.0f}"),
-                f"{row['plain'] / row['stored']:.1f}",
-                *(f"{row['raw_bytes']:,}", f"{row['stored_bytes']:,}"),
-                *(f"{row['raw_bytes'] / row['stored_bytes']:.4f}", link_speed(row)),
-                *([_ms(part) for part in parts_of(row)] if own else []),
-            ]
-            for row in rows
-        ]
-        lines += [
-            f"### {engine}\n",
-            f"{found['model']}. {break_even(found['rows'])}\n",
-            table(header + own, body) + "\n",
-        ]
+    header = ["tokens", "computed, ms", "from the store, ms", "times", "bytes", "stored", "ratio", "link, MB/s"]
+    found = first["onnxruntime"]
+    body = [row_cells(row) for row in found["rows"] if row["tokens"] >= 512]
+    lines += ["### onnxruntime\n", f"{found['model']}. {break_even(found['rows'])}\n", table(header, body) + "\n"]
     if "MNN" not in first:
-        lines.append("MNN was not measured: no model was given (`--mnn`).\n")
-    return lines
+        return [*lines, "MNN was not measured: no model was given (`--mnn`).\n"]
+    found = first["MNN"]
+    lines += [
+        "### MNN\n",
+        f"{found['model']}, settings `precision: high, memory: high`; medians of {found['rounds']} processes each, in "
+        f"turns. After each prompt {NEW_TOKENS} tokens were generated greedily, computed and from the store of each "
+        f"codec: {'all equal' if all(row['equal'] for row in found['rows']) else 'NOT EQUAL'}. get: in a process that "
+        "has the tables of its model; files: written for the engine; engine: it maps them and computes the last token; "
+        "own files: the same prompt from files that the engine wrote.\n",
+    ]
+    parts = ["get, ms", "files, ms", "engine, ms", "own files, ms"]
+    for clock, title in (("wall", "Wall time"), ("cpu", "Time of the processors")):
+        rows = [row for row in found["rows"] if row["clock"] == clock]
+        body = [
+            [row["codec"], *row_cells(row), *([f"{part * 1e3:.0f}" for part in parts_of(row)])]
+            for row in rows
+            if row["tokens"] >= 512
+        ]
+        lines += [f"{title}:\n", table(["codec", *header, *parts], body) + "\n"]
+    lines += [
+        "### Predicted\n",
+        f"What `store stat --speed prefill=FILE` predicts from the engine's times at {_list(CALIBRATED_SIZES)} tokens "
+        "(computed, and from K and V in memory to the first token) and from the codecs' times on this text, next to "
+        "what the engine took. The other lengths were not shown to it.\n",
+    ]
+    body = []
+    for row in found["rows"]:
+        if row["tokens"] not in CALIBRATED_SIZES:
+            body.append([
+                row["clock"], f"{row['tokens']:,}", row["codec"],
+                *_compare(row["predicted_plain"], row["plain"]), *_compare(row["predicted_stored"], row["stored"]),
+            ])  # fmt: skip
+    headings = ["predicted, ms", "engine, ms", "off"]
+    return [
+        *lines,
+        table(["clock", "tokens", "codec", *headings, *(f"store: {name}" for name in headings)], body) + "\n",
+    ]
+
+
+def _list(numbers: Sequence[int]) -> str:
+    return ", ".join(f"{number:,}" for number in numbers)
+
+
+def _compare(predicted: float, measured: float) -> list[str]:
+    return [f"{predicted * 1e3:.0f}", f"{measured * 1e3:.0f}", f"{predicted / measured - 1:+.1%}"]
+
+
+def row_cells(row: dict[str, Any]) -> list[str]:
+    return [
+        *(f"{row['tokens']:,}", f"{row['plain'] * 1e3:.0f}", f"{row['stored'] * 1e3:.0f}"),
+        f"{row['plain'] / row['stored']:.1f}",
+        *(f"{row['raw_bytes']:,}", f"{row['stored_bytes']:,}"),
+        *(f"{row['raw_bytes'] / row['stored_bytes']:.4f}", link_speed(row)),
+    ]
 
 
 def parts_of(row: dict[str, Any]) -> list[float]:
@@ -144,7 +236,3 @@ def break_even(rows: Sequence[dict[str, Any]]) -> str:
         f"The store is faster from about {at:.0f} tokens on (slower at {last['tokens']}, faster at "
         f"{faster[0]['tokens']}, a straight line between them)."
     )
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.0f}"

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from .._util.packages import import_optional
-from ..errors import OptionError
+from ..errors import KvmnnError, OptionError
 from .results import COUNTER_DESCRIPTIONS, LATENCY_BOUNDS, StoreStats, StoreUsage
 from .store import PrefixStore
 
+_STATS_SECONDS = 1.0
+"""Gauges of one collection are read within this time."""
 _LATENCY_DESCRIPTIONS = {"get": "Seconds of a get.", "put": "Seconds of a put."}
 _GAUGES = {
     "bytes": "Bytes of all units.",
@@ -51,12 +56,13 @@ def _iter_prometheus_lines(usage: StoreUsage, stats: StoreStats | None) -> Itera
 
 
 def instrument_store(store: PrefixStore, meter: Any) -> None:
-    """Report a store to OpenTelemetry: counters that are read when they are collected, and two histograms.
+    """Report a store to OpenTelemetry: counters and gauges that are read when they are collected, and two histograms.
 
     Parameters
     ----------
     store
-        The store; counts as in `PrefixStore.usage`.
+        The store. The counters are those of `PrefixStore.usage`, of this object alone: each process reports its own,
+        and their sum is that of all. The gauges are those of `PrefixStore.stats`.
     meter
         ``opentelemetry.metrics.get_meter("kvmnn")`` (extra ``metrics``).
 
@@ -66,17 +72,51 @@ def instrument_store(store: PrefixStore, meter: Any) -> None:
         If opentelemetry-api is not installed.
     """
     observation_type = import_optional("opentelemetry.metrics").Observation
+    read_stats = _CachedStats(store)
 
-    def make_callback(name: str) -> Callable[[object], Iterable[object]]:
-        return lambda options: [observation_type(store.usage().counters[name])]
+    def make_counter_callback(name: str) -> Callable[[object], Iterable[object]]:
+        return lambda options: [observation_type(store.usage(own=True).counters[name])]
+
+    def make_gauge_callback(name: str) -> Callable[[object], Iterable[object]]:
+        return lambda options: [observation_type(getattr(stats, name)) for stats in read_stats()]
 
     for name, text in COUNTER_DESCRIPTIONS.items():
-        meter.create_observable_counter(f"kvmnn.store.{name}", [make_callback(name)], description=text)
+        unit = _guess_unit(name)
+        meter.create_observable_counter(f"kvmnn.store.{name}", [make_counter_callback(name)], unit, text)
+    for name, text in _GAUGES.items():  # "stored": a counter and a gauge would share a name
+        unit = _guess_unit(name)
+        meter.create_observable_gauge(f"kvmnn.store.stored.{name}", [make_gauge_callback(name)], unit, text)
+    # the default buckets of OpenTelemetry are of milliseconds
     histograms = {
-        call: meter.create_histogram(f"kvmnn.store.{call}.duration", "s", text)
+        call: meter.create_histogram(
+            f"kvmnn.store.{call}.duration", "s", text, explicit_bucket_boundaries_advisory=LATENCY_BOUNDS
+        )
         for call, text in _LATENCY_DESCRIPTIONS.items()
     }
     store.add_metrics_listener(lambda call, seconds: histograms[call].record(seconds))
+
+
+def _guess_unit(name: str) -> str:
+    last_word = name.rpartition("_")[2]
+    return {"bytes": "By", "tokens": "{token}"}.get(last_word, "1")
+
+
+class _CachedStats:
+    """Reads the stats of a store once for all gauges of a collection."""
+
+    def __init__(self, store: PrefixStore) -> None:
+        self._store = store
+        self._stats: list[StoreStats] = []
+        self._read_time = -math.inf
+
+    def __call__(self) -> list[StoreStats]:
+        """Return the stats; nothing if the store is closed, or does not answer."""
+        if time.monotonic() - self._read_time > _STATS_SECONDS:
+            self._stats = []
+            with suppress(KvmnnError):
+                self._stats = [self._store.stats()]
+            self._read_time = time.monotonic()
+        return self._stats
 
 
 def make_metrics_server(read_text: Callable[[], str], address: str) -> ThreadingHTTPServer:

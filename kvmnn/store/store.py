@@ -744,9 +744,12 @@ class PrefixStore:
         stats = self._with_retry(lambda: self._backend.collect_stats(self._requested_tokens, self._hit_tokens))
         return replace(stats, usage=self.usage())
 
-    def usage(self) -> StoreUsage:
-        """Return what was done so far: by all processes with a directory, by this object with a remote store."""
-        return self._metrics.read()
+    def usage(self, *, own: bool = False) -> StoreUsage:
+        """Return what was done so far: by all processes with a directory, by this object with a remote store.
+
+        With `own`, by this object alone.
+        """
+        return self._metrics.read(own=own)
 
     def add_metrics_listener(self, listener: Callable[[str, float], object]) -> None:
         """Call `listener` after each ``"get"`` and ``"put"`` from now on, with the seconds that it took."""

@@ -107,11 +107,11 @@ class StoreMetrics:
                 _add_to_file(self._path, self._pending, timeout)
                 self._pending = {}
 
-    def read(self) -> StoreUsage:
-        """Return the counts of all processes, or of this one if there is no file."""
+    def read(self, *, own: bool = False) -> StoreUsage:
+        """Return the counts of all processes; of this one with `own`, or if there is no file."""
         with self._lock:
             counts = dict(self._own)
-            if self._path is not None:
+            if self._path is not None and not own:
                 with suppress(sqlite3.Error, OSError):
                     counts = _read_file(self._path)
                     for name, number in self._pending.items():

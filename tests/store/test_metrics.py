@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import sqlite3
-import sys
 import threading
 import time
-import types
 import urllib.error
 import urllib.request
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from prometheus_client.parser import text_string_to_metric_families
 
 from kvmnn import LayerCache
 from kvmnn.errors import OptionError
@@ -150,11 +153,18 @@ def test_prometheus_text_has_all_counts(tmp_path) -> None:
 
 
 def test_prometheus_client_reads_the_text(tmp_path) -> None:
-    parser = pytest.importorskip("prometheus_client.parser")
     use(tmp_path / "store")
     with PrefixStore(tmp_path / "store") as store:
-        families = list(parser.text_string_to_metric_families(format_prometheus(store.usage(), store.stats())))
+        text = format_prometheus(store.usage(), store.stats())
+    families = list(text_string_to_metric_families(text))
     assert {family.type for family in families} == {"counter", "histogram", "gauge"}
+    assert all(family.documentation for family in families)
+    samples = {
+        sample.name + "".join(f'{{{name}="{value}"}}' for name, value in sample.labels.items()): sample.value
+        for family in families
+        for sample in family.samples
+    }
+    assert samples == parse_prometheus(text)
 
 
 def test_metrics_server_answers_scrapes_and_survives_errors() -> None:
@@ -183,37 +193,71 @@ def test_metrics_server_refuses_addresses(address) -> None:
         make_metrics_server(lambda: "", address)
 
 
-class Meter:
-    """Stands for an OpenTelemetry meter."""
-
-    def __init__(self) -> None:
-        self.callbacks: dict[str, Any] = {}
-        self.records: dict[str, list[float]] = {}
-
-    def create_observable_counter(self, name: str, callbacks: Any, description: str) -> None:
-        self.callbacks[name] = callbacks[0]
-
-    def create_histogram(self, name: str, unit: str, description: str) -> Any:
-        assert unit == "s"
-        values = self.records.setdefault(name, [])
-        return types.SimpleNamespace(record=values.append)
-
-
-def test_opentelemetry_reads_counters_and_records_latencies(tmp_path, monkeypatch) -> None:
-    fake = types.ModuleType("opentelemetry.metrics")
-    fake.Observation = lambda value: value  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "opentelemetry", types.ModuleType("opentelemetry"))
-    monkeypatch.setitem(sys.modules, "opentelemetry.metrics", fake)
-    meter = Meter()
-    with PrefixStore(tmp_path / "store") as store:
-        instrument_store(store, meter)
-        store.put(IDS, computed(IDS), model="m")
-        store.get(IDS, model="m")
-        assert list(meter.callbacks["kvmnn.store.hit_tokens"](None)) == [100]
-    assert {name: len(values) for name, values in meter.records.items()} == {
-        "kvmnn.store.get.duration": 1,
-        "kvmnn.store.put.duration": 1,
+def read_metrics(reader: Any) -> dict[str, Any]:
+    """Return the metrics of an OpenTelemetry reader by their names."""
+    data = reader.get_metrics_data()
+    return {
+        metric.name: metric
+        for resource in data.resource_metrics
+        for scope in resource.scope_metrics
+        for metric in scope.metrics
     }
+
+
+def read_value(metric: Any) -> float:
+    (point,) = metric.data.data_points
+    return point.value
+
+
+def test_opentelemetry_sdk_collects_all_figures(tmp_path) -> None:
+    reader = InMemoryMetricReader()
+    provider = MeterProvider([reader])
+    rng = np.random.default_rng(1)
+    use(tmp_path / "store")  # by another process: it reports its own
+    with PrefixStore(tmp_path / "store", 60_000) as store:
+        instrument_store(store, provider.get_meter("kvmnn"))
+        for number in range(4):
+            rows = rng.normal(size=(2, 100, 16)).astype(np.float32)
+            ids = [number * 1000 + token for token in IDS]
+            store.put(ids, [LayerCache(layer=0, keys=rows, values=rows)], model="n")
+        prefix = store.get(ids, model="n")
+        store.get([9, 9], model="n")
+        metrics = read_metrics(reader)
+        values = {name: read_value(metrics[f"kvmnn.store.{name}"]) for name in COUNTER_DESCRIPTIONS}
+        assert values == store.usage(own=True).counters
+        expected = {"gets": 2, "hits": 1, "hit_tokens": 100, "requested_tokens": 102, "puts": 4, "outages": 0}
+        assert {name: values[name] for name in expected} == expected
+        assert values["hit_bytes"] == sum(cache.nbytes for cache in prefix.layers)
+        assert min(values[name] for name in ("put_bytes", "evictions", "evicted_bytes")) > 0
+        stats = store.stats()
+        for name in ("bytes", "texts", "tokens", "pinned"):
+            assert read_value(metrics[f"kvmnn.store.stored.{name}"]) == getattr(stats, name)
+        for call, calls in (("get", 2), ("put", 4)):
+            metric = metrics[f"kvmnn.store.{call}.duration"]
+            (point,) = metric.data.data_points
+            assert (metric.unit, tuple(point.explicit_bounds), point.count) == ("s", LATENCY_BOUNDS, calls)
+            assert 0 < point.sum < 60
+            counts = getattr(store.usage(own=True), f"{call}_latency").counts
+            assert list(point.bucket_counts) == list(counts)
+        for path in (tmp_path / "store" / "units").rglob("*.unit"):
+            data = bytearray(path.read_bytes())
+            data[len(data) // 2] ^= 1
+            path.write_bytes(data)
+        assert store.get(ids, model="n").tokens == 0
+        assert read_value(read_metrics(reader)["kvmnn.store.damages"]) == 1
+    assert read_value(read_metrics(reader)["kvmnn.store.gets"]) == 3  # a closed store has counted what it has
+
+
+def test_opentelemetry_sdk_collects_outages() -> None:
+    reader = InMemoryMetricReader()
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        port = listener.getsockname()[1]
+    with PrefixStore(f"redis://127.0.0.1:{port}", timeout=0.1) as store:
+        instrument_store(store, MeterProvider([reader]).get_meter("kvmnn"))
+        assert store.get(IDS, model="m").outage
+        metrics = read_metrics(reader)
+        assert read_value(metrics["kvmnn.store.outages"]) == 1
+        assert "kvmnn.store.stored.bytes" not in metrics  # unknown, which is not 0
 
 
 def test_counting_takes_less_than_a_hundredth_of_a_get(tmp_path) -> None:

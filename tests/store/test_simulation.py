@@ -12,6 +12,7 @@ import pytest
 from kvmnn import LayerCache
 from kvmnn.errors import OptionError, SourceError
 from kvmnn.store import PrefixStore, unit_codec
+from kvmnn.store.backend import STORE_POLICIES
 from kvmnn.store.directory import backend as directory_backend
 from kvmnn.store.simulation import (
     MeasuredRatio,
@@ -22,7 +23,7 @@ from kvmnn.store.simulation import (
     read_trace,
     simulate,
 )
-from kvmnn.store.simulation.simulator import SIMULATED_POLICIES, StoreSimulator, UnitCost
+from kvmnn.store.simulation.simulator import SIMULATED_POLICIES, simulate_store
 from kvmnn.store.simulation.trace import RequestTrace, split_into_blocks
 
 SHAPE = parse_model_shape("2x2x64,fp16")
@@ -57,8 +58,9 @@ def random_texts(rng: np.random.Generator, number: int) -> list[list[int]]:
     return texts
 
 
-@pytest.mark.parametrize("requests", [250, pytest.param(1500, marks=pytest.mark.slow)])
-def test_simulator_finds_what_a_real_store_finds(requests, tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("policy", STORE_POLICIES)
+@pytest.mark.parametrize("requests", [250, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_simulator_finds_what_a_real_store_finds(requests, policy, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(directory_backend, "_TOUCH_INTERVAL_SECONDS", 0.0)  # each use is its own
     monkeypatch.setattr(unit_codec, "MAX_UNIT_TOKENS", 16)
     rng = np.random.default_rng(requests)
@@ -70,20 +72,21 @@ def test_simulator_finds_what_a_real_store_finds(requests, tmp_path, monkeypatch
         size_by_tokens = dict(index.execute("SELECT tokens, bytes FROM unit"))
     index.close()
     max_bytes, hits = 20_000, []
-    with PrefixStore(tmp_path / "store", max_bytes, block_tokens=4, codec="frames", threads=1) as store:
+    with PrefixStore(
+        tmp_path / "store", max_bytes, block_tokens=4, codec="frames", policy=policy, threads=1
+    ) as store:
         for text in texts:
             hits.append(store.get(text, model="m").tokens)
             if hits[-1] < len(text):
                 store.put(text, [random_rows(rng, len(text))], model="m")
         stored_bytes = store.stats().bytes
-    simulator = StoreSimulator(
+    counts = simulate_store(
         split_into_blocks(read_trace(write_lines(tmp_path, *texts)), 4),
         max_bytes=max_bytes,
-        policy="lru",
+        policy=policy,
         unit_blocks=4,
-        compute_cost=lambda start, tokens: UnitCost(size_by_tokens[tokens], 1.0),
+        compute_unit_bytes=lambda tokens: size_by_tokens.get(tokens, 0),
     )
-    counts = simulator.run()
     assert counts.hits.tolist() == hits
     assert counts.stored_bytes == stored_bytes
     assert counts.evicted_units > requests // 2

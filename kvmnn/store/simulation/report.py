@@ -24,7 +24,7 @@ from ...reports.table import Column, Table, wrap_sentences
 from ..backend import PLAIN_CODECS
 from ..store import DEFAULT_BLOCK_TOKENS, PrefixStore
 from ..unit_codec import MAX_UNIT_RAW_BYTES, MAX_UNIT_TOKENS
-from .simulator import SIMULATED_POLICIES, StoreSimulator, UnitCost
+from .simulator import SIMULATED_POLICIES, simulate_store
 from .trace import RequestTrace, split_into_blocks
 
 if TYPE_CHECKING:
@@ -240,16 +240,18 @@ def simulate(
     with _pause_garbage_collection():
         for codec, ratio in ratios:
 
-            def compute_cost(start: int, tokens: int, ratio: float = ratio) -> UnitCost:
+            def compute_unit_bytes(tokens: int, ratio: float = ratio) -> int:
                 nbytes = round(tokens * shape.token_bytes / ratio) + _UNIT_HEADER_BYTES
-                nbytes += _UNIT_TOKEN_BYTES * tokens + _UNIT_STREAM_BYTES * 2 * shape.layers
-                return UnitCost(nbytes, tokens / nbytes)
+                return nbytes + _UNIT_TOKEN_BYTES * tokens + _UNIT_STREAM_BYTES * 2 * shape.layers
 
             for policy, size in runs:
-                simulator = StoreSimulator(
-                    blocks, max_bytes=size, policy=policy, unit_blocks=unit_blocks, compute_cost=compute_cost
+                counts = simulate_store(
+                    blocks,
+                    max_bytes=size,
+                    policy=policy,
+                    unit_blocks=unit_blocks,
+                    compute_unit_bytes=compute_unit_bytes,
                 )
-                counts = simulator.run()
                 hit_tokens = int(counts.hits.sum())
                 loaded_bytes = hit_tokens * shape.token_bytes / ratio
                 rows.append(

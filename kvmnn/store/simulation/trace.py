@@ -20,6 +20,7 @@ import numpy.typing as npt
 from ..._util.text import escape_control
 from ..._util.validation import repr_short
 from ...errors import SourceError
+from ._kernel import number_prefixes
 
 MAX_LINE_BYTES = 64 << 20
 MAX_REQUESTS = 1 << 28
@@ -197,16 +198,6 @@ class BlockTrace:
         """Number of different keys."""
         return int(self.keys.max()) + 1 if self.keys.size else 0
 
-    def find_next_uses(self) -> npt.NDArray[np.int64]:
-        """Return for each key the next request with the same one; the number of requests if there is none."""
-        num_requests = self.begins.size - 1
-        requests = np.repeat(np.arange(num_requests), np.diff(self.begins))
-        order = np.argsort(self.keys, kind="stable")
-        next_uses = np.full(self.keys.size, num_requests, np.int64)
-        is_repeated = self.keys[order[:-1]] == self.keys[order[1:]]
-        next_uses[order[:-1][is_repeated]] = requests[order[1:][is_repeated]]
-        return next_uses
-
     def count_reusable_tokens(self) -> int:
         """Return the tokens in blocks that an earlier request had: a store without limit finds at least these."""
         _, first_indices = np.unique(self.keys, return_index=True)
@@ -221,35 +212,27 @@ class BlockTrace:
 def split_into_blocks(trace: RequestTrace, block_tokens: int) -> BlockTrace:
     """Split the requests of a trace into blocks of at least `block_tokens`, whole symbols each."""
     symbols_per_block = max(1, block_tokens // trace.symbol_tokens)
+    if symbols_per_block == 1:
+        begin_indices = np.concatenate([np.zeros(1, np.int64), trace.ends])
+        return BlockTrace(trace, trace.symbol_tokens, number_prefixes(trace.symbols, trace.ends), begin_indices, [])
     begins = [0]
     keys = array("q")
-    number_by_child: dict[int | tuple[int, bytes], int] = {}
+    number_by_child: dict[tuple[int, bytes], int] = {}
     chunks: list[bytes] = []
-    if symbols_per_block == 1:
-        values = trace.symbols
-        begin = 0
-        for end in trace.ends.tolist():
-            parent = 0
-            for symbol in values[begin:end].tolist():
-                parent = number_by_child.setdefault((parent << 32) | symbol, len(number_by_child) + 1)
-                keys.append(parent)
-            begins.append(len(keys))
-            begin = end
-    else:
-        data = trace.symbols.astype(">u4").tobytes()
-        step = 4 * symbols_per_block
-        begin = 0
-        for end in (4 * trace.ends).tolist():
-            parent = 0
-            for offset in range(begin, end, step):
-                chunk = data[offset : min(offset + step, end)]
-                key = number_by_child.get((parent, chunk))
-                if key is None:
-                    number_by_child[parent, chunk] = key = len(number_by_child) + 1
-                    chunks.append(chunk)
-                parent = key
-                keys.append(key)
-            begins.append(len(keys))
-            begin = end
+    data = trace.symbols.astype(">u4").tobytes()
+    step = 4 * symbols_per_block
+    begin = 0
+    for end in (4 * trace.ends).tolist():
+        parent = 0
+        for offset in range(begin, end, step):
+            chunk = data[offset : min(offset + step, end)]
+            key = number_by_child.get((parent, chunk))
+            if key is None:
+                number_by_child[parent, chunk] = key = len(number_by_child) + 1
+                chunks.append(chunk)
+            parent = key
+            keys.append(key)
+        begins.append(len(keys))
+        begin = end
     flat = np.frombuffer(keys, np.int64) - 1 if keys else np.empty(0, np.int64)
     return BlockTrace(trace, symbols_per_block * trace.symbol_tokens, flat, np.array(begins, np.int64), chunks)

@@ -98,7 +98,8 @@ gates: $(STAMPS)/report
 
 # Hostile input, faults and short fuzzing; docs/reliability.md says what each of them is for.
 attack: $(STAMPS)/test
-	KVMNN_ATTACKS=8 $(BIN)/pytest $(WORKERS) tests/attacks tests/faults tests/cli/test_process.py tests/cli/test_errors.py
+	KVMNN_ATTACKS=8 $(BIN)/pytest $(WORKERS) tests/attacks tests/faults tests/cli/test_process.py tests/cli/test_errors.py \
+		tests/store/test_simulation.py
 	$(BIN)/python tools/fuzz/run.py --minutes 2
 
 fuzz: $(STAMPS)/test

@@ -42,6 +42,7 @@ from .namespace import (
     Ids,
     Namespace,
     build_namespace,
+    compute_sequence_key,
     split_windows,
     to_token_ids,
     validate_layers,
@@ -55,6 +56,7 @@ from .results import (
     PinResult,
     PutResult,
     StoredPrefix,
+    StoreEntry,
     StoreExportResult,
     StoreListing,
     StoreSession,
@@ -671,6 +673,33 @@ class PrefixStore:
         keys = ", ".join(text.key.hex()[:16] for text in texts[:4])
         problem = f"{len(texts)} texts are called so: {keys}" if texts else "there is no text with this label or handle"
         raise KvmnnError(f"{self._backend.label}: {repr_short(reference)}: {problem} (kvmnn store ls)")
+
+    def describe(self, token_ids: TokenIds, *, model: str, dtype: str | None = None) -> StoreEntry:
+        """Return the entry of `ls` for a sequence.
+
+        Parameters
+        ----------
+        token_ids, model, dtype
+            As for `get`.
+
+        Raises
+        ------
+        KvmnnError
+            If not all of it is stored, or a longer sequence continues it: `ls` has only that one.
+        """
+        ids = to_token_ids(token_ids)
+        keys = {
+            compute_sequence_key(namespace.key, ids).hex()
+            for namespace in self._with_retry(self._backend.list_namespaces)
+            if (namespace.tenant, namespace.model) == (self._tenant, model) and dtype in (None, namespace.dtype)
+        }
+        entry = next((entry for entry in self.ls().texts if entry.key in keys), None)
+        if entry is None:
+            raise KvmnnError(
+                f"{self._backend.label}: this text of {ids.size:,} tokens is not listed: it is not stored, or a longer "
+                "one goes on from it"
+            )
+        return entry
 
     def export(
         self,

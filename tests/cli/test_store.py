@@ -477,6 +477,32 @@ def test_store_text_label_and_handle_in_place_of_ids(here: Path, run) -> None:
     assert "there is no text with this label or handle" in run("store", "rm", "S", "three", code=1).err
 
 
+@pytest.mark.parametrize("naming", ["handle", "label", "ids"])
+def test_store_actions_take_handle_label_or_ids(here: Path, run, naming: str) -> None:
+    put = ("store", "put", "S", "long.npz", "--token-ids", "long.json", "--fingerprint", "m", "--label", "the long one")
+    run(*put)
+    line = run("store", "ls", "S").out.splitlines()[0]
+    name = {"handle": [line.split()[0]], "label": ["the long one"], "ids": ["--token-ids", "long.json"]}[naming]
+    assert run("store", "stat", "S", *name).out.split() == line.split()
+    assert json.loads(run("store", "stat", "S", *name, "--json").out)["tokens"] == 50
+    assert run("store", "match", "S", *name).out == "50\n"
+    assert run("store", "pin", "S", *name).out == "50 tokens: pinned\n"
+    assert "pinned" in run("store", "stat", "S", *name).out
+    assert run("store", "unpin", "S", *name).out == "50 tokens: not pinned\n"
+    assert run("store", "get", "S", *name, "-o", "back.npz").out.startswith("50 of 50 tokens")
+    assert run("store", "export", "S", *name, "-o", "long.kv").out.startswith("long.kv: 50 tokens")
+    assert run("store", "rm", "S", *name).out.startswith("removed 1 unit")
+    missing = "not listed" if naming == "ids" else "no text with this label or handle"
+    assert missing in run("store", "stat", "S", *name, code=1).err
+
+
+def test_store_stat_of_a_text_that_goes_on_is_an_error(here: Path, run) -> None:
+    for name in ("short", "long"):
+        run("store", "put", "S", f"{name}.npz", "--token-ids", f"{name}.json", "--fingerprint", "m", "-q")
+    error = run("store", "stat", "S", "--token-ids", "short.json", code=1).err
+    assert "S: this text of 30 tokens is not listed: it is not stored, or a longer one goes on from it" in error
+
+
 def test_store_messages_are_rendered_by_the_chat_template(here: Path, run) -> None:
     pytest.importorskip("tokenizers")
     pytest.importorskip("jinja2")

@@ -349,11 +349,15 @@ def _run_stat(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Comman
     from ...errors import KvmnnError
     from ...store.tier_times import MAX_TIMED_TOKENS, measure_break_even
 
-    keys = [entry.key for entry in store.ls().texts if entry.key]
-    if arguments.resolved is None and not keys:
-        raise KvmnnError(f"{arguments.store}: --speed times a stored text, and there is none")
-    text = arguments.resolved or store.resolve(keys[0])
-    prefix = store.get(text.ids[:MAX_TIMED_TOKENS], model=text.namespace.model, dtype=text.namespace.dtype)
+    if _names_text(arguments):
+        ids, model, dtype = _load_ids(arguments), _choose_model(store, arguments), arguments.dtype
+    else:
+        keys = [entry.key for entry in store.ls().texts if entry.key]
+        if not keys:
+            raise KvmnnError(f"{arguments.store}: --speed times a stored text, and there is none")
+        text = store.resolve(keys[0])
+        ids, model, dtype = text.ids, text.namespace.model, text.namespace.dtype
+    prefix = store.get(ids[:MAX_TIMED_TOKENS], model=model, dtype=dtype)
     report = measure_break_even(
         prefix.layers,
         engine=break_even_options.read_engine_times(arguments),
@@ -364,13 +368,14 @@ def _run_stat(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Comman
 
 
 def _read_stats(store: PrefixStore, arguments: argparse.Namespace) -> StoreStats | StoreEntry:
-    if arguments.resolved is None:
+    if not _names_text(arguments):
         return store.stats()
-    listing, key = store.ls(), arguments.resolved.key.hex()
-    entries = tuple(entry for entry in listing.texts if entry.key == key)
-    if not entries:
-        raise UsageError(f"{arguments.store}: {arguments.inputs[0]}: is not listed: a longer text goes on from it")
-    return entries[0]
+    return store.describe(_load_ids(arguments), model=_choose_model(store, arguments), dtype=arguments.dtype)
+
+
+def _names_text(arguments: argparse.Namespace) -> bool:
+    """Return whether a label, a handle, ids or a text say which stored text is meant."""
+    return any(value is not None for value in (arguments.resolved, arguments.token_ids, arguments.text))
 
 
 def _run_import(store: PrefixStore, arguments: argparse.Namespace) -> tuple[CommandResult, int]:
@@ -500,7 +505,7 @@ _SPEC_BY_ACTION = {
         _REFERENCE,
     ),
     "ls": _ActionSpec(("namespace", "key_file")),
-    "stat": _ActionSpec(("namespace", "key_file", "threads", *break_even_options.SPEED_NAMES), _REFERENCE),
+    "stat": _ActionSpec((*_MODEL_OPTIONS, "threads", *break_even_options.SPEED_NAMES), _REFERENCE),
     "serve-metrics": _ActionSpec(("listen", "key_file")),
     "verify": _ActionSpec(("threads", "profile", "key_file")),
     "gc": _ActionSpec(("store_bytes", "key_file")),

@@ -34,7 +34,8 @@ cdef struct Unit:
     int32_t num_keys
     int32_t first_block
     int32_t tokens
-    int32_t is_queued     # the heap has an entry with its priority
+    char is_queued        # the heap has an entry with its priority
+    char is_exposed       # what followed it was evicted in this batch: it is a candidate from the next one on
 
 cdef struct Leaf:
     int64_t priority
@@ -290,6 +291,7 @@ cdef class SimulatedStore:
             unit.parent, unit.children = parent, 1
             unit.key_begin, unit.num_keys = begin + first_block, <int32_t>(end_block - first_block)
             unit.first_block, unit.num_uses, unit.is_queued = <int32_t>first_block, 1, False
+            unit.is_exposed = False
             unit.tokens = <int32_t>(min(end_block * self.block_tokens, num_tokens) - first_block * self.block_tokens)
             owned_end = begin + min(end_block, num_whole)
             for index in range(unit.key_begin, owned_end):
@@ -365,14 +367,13 @@ cdef class SimulatedStore:
     cdef int evict(self) except -1:
         """Evict the leaves with the lowest priorities, of equal ones the newest, until the store is within its limit."""
         cdef int64_t exposed[LEAVES_PER_BATCH]
-        cdef int64_t num_exposed = 0, num_batch = 0, parent, position
+        cdef int64_t num_exposed = 0, num_batch = 0, parent
         cdef Leaf leaf
         while self.total_bytes > self.max_bytes:
             if num_batch == LEAVES_PER_BATCH or not self.num_leaves:
                 if not num_batch:
                     break
-                for position in range(num_exposed):
-                    self.push(exposed[position])
+                self.push_exposed(exposed, num_exposed)
                 num_exposed = num_batch = 0
                 continue
             leaf = self.pop()
@@ -380,7 +381,7 @@ cdef class SimulatedStore:
             if unit.priority != leaf.priority:
                 continue
             unit.is_queued = False
-            if unit.children:
+            if unit.children or unit.is_exposed:  # an entry of the time before anything followed it
                 continue
             if self.policy == BENEFIT:  # what is put later must beat what was evicted
                 self.clock = max(self.clock, leaf.priority)
@@ -389,10 +390,17 @@ cdef class SimulatedStore:
             num_batch += 1
             parent = self.delete(leaf.unit)
             if parent >= 0:
+                self.units[parent].is_exposed = True
                 exposed[num_exposed] = parent
                 num_exposed += 1
-        for position in range(num_exposed):
-            self.push(exposed[position])
+        self.push_exposed(exposed, num_exposed)
+        return 0
+
+    cdef int push_exposed(self, const int64_t *units, int64_t count) except -1:
+        cdef int64_t position
+        for position in range(count):
+            self.units[units[position]].is_exposed = False
+            self.push(units[position])
         return 0
 
     cdef int push(self, int64_t number) except -1:

@@ -341,7 +341,7 @@ DOCUMENTS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "store match": ("store match", (f"{_STORE}.MatchResult",), "store"),
     "store get": ("store get", ("kvmnn.store.adapters.GetResult",), "store"),
     "store ls": ("store ls", (f"{_STORE}.StoreListing",), "store"),
-    "store stat": ("store stat", (f"{_STORE}.StoreStats",), "store"),
+    "store stat": ("store stat", (f"{_STORE}.StoreStats", f"{_STORE}.StoreEntry"), "store"),
     "store verify": ("store verify", (f"{_STORE}.StoreVerifyResult",), "store"),
     "store gc": ("store gc", (f"{_STORE}.CleanupResult",), "store"),
     "store rm": ("store rm", (f"{_STORE}.CleanupResult",), "store"),

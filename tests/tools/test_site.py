@@ -39,11 +39,23 @@ def test_site_broken_link_is_reported(site: ModuleType, tmp_path: Path) -> None:
     site.ROOT = tmp_path / "project"
     page = site.ROOT / "docs" / "page.md"
     page.parent.mkdir(parents=True)
-    page.write_text("[one](gone.md), [two](page.md#x), [three](../setup.py), *g*[*j*][*k*]", encoding="utf-8")
+    page.write_text("# x\n[one](gone.md), [two](page.md#x), [three](../setup.py), *g*[*j*][*k*]", encoding="utf-8")
     (site.ROOT / "setup.py").touch()
     assert site.stage_page(page, [page]) == ["docs/page.md: links to gone.md, which does not exist"]
     staged = (tmp_path / "docs" / "page.md").read_text(encoding="utf-8")
-    assert staged == "one, [two](../docs/page.md#x), three, *g*[*j*]\\[*k*]"
+    assert staged == "# x\none, [two](../docs/page.md#x), three, *g*[*j*]\\[*k*]"
+
+
+def test_site_link_to_missing_heading_is_reported(site: ModuleType, tmp_path: Path) -> None:
+    site.ROOT = tmp_path / "project"
+    page, other = (site.ROOT / "docs" / name for name in ("page.md", "other.md"))
+    page.parent.mkdir(parents=True)
+    page.write_text("# A page\n\n[one](#a-page) [two](#b) [three](other.md#llamacpp-and-more) [four](other.md#no)")
+    other.write_text("## llama.cpp and `more`\n\n```text\n# no\n```\n")
+    assert site.stage_page(page, [page, other]) == [
+        "docs/page.md: links to #b, a heading that does not exist",
+        "docs/page.md: links to other.md#no, a heading that does not exist",
+    ]
 
 
 def count_written_words(text: str) -> int:

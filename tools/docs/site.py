@@ -8,6 +8,7 @@ and a name that the API reference does not find are errors.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import re
 import shutil
@@ -166,10 +167,14 @@ def stage_page(path: Path, pages: list[Path]) -> list[str]:
 
     def convert(match: re.Match[str]) -> str:
         is_image, text, address = match.groups()
-        if re.match(r"[a-z]+:|#", address):
+        if re.match(r"[a-z]+:", address):
             return match[0]
         name, _, anchor = address.partition("#")
-        linked = (path.parent / name).resolve()
+        linked = (path.parent / name).resolve() if name else path
+        if anchor and linked in pages and anchor not in list_anchors(linked):
+            problems.append(f"{path.relative_to(ROOT)}: links to {address}, a heading that does not exist")
+        if not name:
+            return match[0]
         if not linked.exists():
             problems.append(f"{path.relative_to(ROOT)}: links to {address}, which does not exist")
         is_file = is_image or linked.parent == ROOT / "docs" / "schemas"
@@ -187,6 +192,14 @@ def stage_page(path: Path, pages: list[Path]) -> list[str]:
     # indices of variables, *g*[*j*][*k*], are no references
     target.write_text(re.sub(r"(?<=\*)\](?=\[)", "]\\\\", text), encoding="utf-8")
     return problems
+
+
+@functools.cache
+def list_anchors(path: Path) -> frozenset[str]:
+    """List the anchors of a page's headings, as GitHub and the builder make them."""
+    text = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    titles = re.findall(r"^#+ (.*)$", LINK.sub(r"\2", text), re.MULTILINE)
+    return frozenset(re.sub(r"[^\w\s-]", "", title.lower()).strip().replace(" ", "-") for title in titles)
 
 
 def stage_api_page(name: str) -> None:

@@ -41,13 +41,23 @@ from ..store import PrefixStore, load_key
 from .divergence import ReferenceComparer, ReferenceWriter, get_reference_path
 from .oracle import collect_later_attention
 from .records import ProjectCell, ScoreCell, TimingCell
-from .scoring import StoredScores, can_use_store, feed_unscored, measure_by_definition, score_document, score_with_store
+from .replay import FullCacheRecorder, read_full_cache_run
+from .scoring import (
+    CachedScores,
+    StoredScores,
+    can_use_store,
+    feed_unscored,
+    measure_by_definition,
+    score_document,
+    score_with_store,
+)
 from .settings import Configuration, EvaluationSettings
 from .timing import measure_attention_time, measure_generation_times, measure_project_times
 
 PEAK_DESCRIPTION = (
     "highest resident memory, in a process of its own, while the first document was scored: interpreter, onnxruntime, "
-    "model, cache and logits, but not what opening the model took for a moment (Linux; elsewhere it is included)"
+    "model, cache and logits, but not what opening the model took for a moment (Linux; elsewhere it is included); for "
+    "steps before the first eviction, which are the full cache's, what its process took"
 )
 """Meaning of `process_peak_bytes` of a row."""
 
@@ -355,9 +365,13 @@ class CellMeasurer:
         byte_sampler = _ByteSampler(runner, document.scored_from)
         recorder = TimeSeriesRecorder(runner, document.num_fed, _list_skipped_layers(runner)) if record_trace else None
 
+        full_run = self._create_recorder(configuration, document, runner)
+
         def record_step(num_seen: int) -> None:
             num_new = num_seen - byte_sampler.num_seen
             byte_sampler.record(num_seen)
+            if full_run is not None:
+                full_run.record_step(None if memory_baseline is None else memory_baseline.read_peak())
             if recorder is not None:
                 recorder.record(num_seen)
             if advance is not None:
@@ -371,6 +385,10 @@ class CellMeasurer:
                     session, document.ids, runner.policy, chunk=settings.chunk, prompt=settings.prompt
                 )
             distances = self._begin_document(runner, configuration, document, advance)
+            earlier_run = None if stored_scores is not None else self._find_full_run(configuration, document, runner)
+            options: dict[str, Any] = {} if earlier_run is None else {"cached_scores": earlier_run}
+            if full_run is not None:
+                options["on_scores"] = full_run.record_scores
             with self._open_observer(configuration, document) as observer:
                 score_result, num_from_store = score_with_store(
                     stored_scores,
@@ -382,6 +400,7 @@ class CellMeasurer:
                     on_step=record_step,
                     num_initial=document.scored_from,
                     observer=observer,
+                    **options,
                 )
             divergence = None
             if isinstance(observer, ReferenceComparer):
@@ -391,6 +410,11 @@ class CellMeasurer:
                 raise KvmnnError(f"{document.name}: {exc}") from exc
             raise UnsupportedConfigurationError(f"{configuration.policy}, {document.name}: {exc}") from exc
         peak = None if memory_baseline is None else memory_baseline.read_peak()
+        if peak is not None and score_result.num_replayed and earlier_run is not None:
+            assert earlier_run.step_peaks is not None
+            peak = max(peak, int(earlier_run.step_peaks[score_result.num_replayed - 1]))
+        if full_run is not None:
+            full_run.write(get_reference_path(Path(self.references or ""), document))
         cache = runner.cache
         return ScoreCell(
             model=_build_model_info(runner.session),
@@ -454,6 +478,26 @@ class CellMeasurer:
         if configuration.is_baseline:
             return ReferenceWriter(path)
         return ReferenceComparer(path) if path.exists() else nullcontext()
+
+    def _create_recorder(
+        self, configuration: Configuration, document: Document, runner: Runner
+    ) -> FullCacheRecorder | None:
+        """Return what records the full cache's run for other configurations; None where that cannot be."""
+        settings = self.settings
+        if self.references is None or not configuration.is_baseline or self.start is not None:
+            return None
+        if settings.prefix_store is not None or settings.packed is not None or settings.runtime_config is not None:
+            return None
+        return FullCacheRecorder(runner)
+
+    def _find_full_run(self, configuration: Configuration, document: Document, runner: Runner) -> CachedScores | None:
+        """Return the full cache's run of a document, if this configuration computes the same bits until it evicts."""
+        if self.references is None or configuration.is_baseline or self.start is not None:
+            return None
+        has_same_graph = self._get_session_key(runner.policy) == (False, False)
+        if not has_same_graph and runner.session.share(attentions=False) is None:
+            return None
+        return read_full_cache_run(get_reference_path(Path(self.references), document))
 
     def _begin_document(
         self, runner: Runner, configuration: Configuration, document: Document, advance: AdvanceCallback | None

@@ -42,13 +42,24 @@ class StepRunner(Protocol):
     def step(self, ids: Ids, *, end_chunk: bool = False) -> npt.NDArray[Any]:
         """Feed tokens, cut the cache, return logits ``[token, vocab]``."""
 
-    def replay_step(self, layers: Sequence[LayerCache], num_new: int, *, end_chunk: bool = False) -> None:
+    def can_replay(self, *, has_queries: bool) -> bool:
+        """Return whether the next step of a run with the full cache is also this one's."""
+
+    def replay_step(
+        self,
+        layers: Sequence[LayerCache],
+        num_new: int,
+        *,
+        end_chunk: bool = False,
+        queries: Sequence[Floats] | None = None,
+        model_seconds: float = 0.0,
+    ) -> None:
         """Make a step with K and V of these tokens that are known already."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CachedScores:
-    """K, V and scores of the beginning of a text that were read from a store."""
+    """K, V and scores of the beginning of a text, from a store or from a run with the full cache."""
 
     #: Number of tokens, in whole steps.
     tokens: int
@@ -57,6 +68,12 @@ class CachedScores:
     #: ``[token]``: results of `compute_nll` for the token after each.
     nll: npt.NDArray[np.float64]
     hits: npt.NDArray[np.bool_]
+    #: Rotated queries of the first step by layer; None where they are not known.
+    queries: Sequence[Floats] | None = None
+    #: Of each step of a run with the full cache, seconds of the model and of the cache, float64 ``[step, 2]``, and the
+    #: peak memory of its process at its end, 0 if unknown, int64 ``[step]``; None from a store.
+    step_times: npt.NDArray[np.float64] | None = None
+    step_peaks: npt.NDArray[np.int64] | None = None
 
 
 @dataclass
@@ -68,6 +85,8 @@ class ScoreResult:
     deep: LossSums
     #: Wall time of feeding: the model and the policy, not the scoring.
     seconds: float = 0.0
+    #: Steps that were taken from a run with the full cache.
+    num_replayed: int = 0
 
 
 def compute_nll(logits: npt.NDArray[Any], targets: Ids) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
@@ -131,11 +150,20 @@ def score_document(
         Told of the logits of every step, and of steps without any.
     """
     result = ScoreResult(LossSums(), LossSums())
-    for begin, end in list_steps(len(ids) - 1, chunk, prompt, num_initial):
+    for number, (begin, end) in enumerate(list_steps(len(ids) - 1, chunk, prompt, num_initial)):
         end_chunk = max(chunk, end - begin) > 1
         start_time = time.perf_counter()
-        if cached_scores is not None and end <= cached_scores.tokens:
-            runner.replay_step(cached_scores.layers, end - begin, end_chunk=end_chunk)
+        if cached_scores is not None and _can_take_step(runner, cached_scores, begin, end):
+            if cached_scores.step_times is None:
+                runner.replay_step(cached_scores.layers, end - begin, end_chunk=end_chunk)
+            else:
+                model_seconds, cache_seconds = cached_scores.step_times[number].tolist()
+                queries = cached_scores.queries if begin == 0 else None
+                runner.replay_step(
+                    cached_scores.layers, end - begin, end_chunk=end_chunk, queries=queries, model_seconds=model_seconds
+                )
+                result.seconds += model_seconds + cache_seconds
+                result.num_replayed += 1
             nll, hits = cached_scores.nll[begin:end], cached_scores.hits[begin:end]
             result.seconds += time.perf_counter() - start_time
             if observer is not None:
@@ -159,6 +187,13 @@ def score_document(
         if on_step is not None:
             on_step(end)
     return result
+
+
+def _can_take_step(runner: StepRunner, cached_scores: CachedScores, begin: int, end: int) -> bool:
+    if end > cached_scores.tokens:
+        return False
+    has_queries = cached_scores.queries is not None and begin == 0
+    return cached_scores.step_times is None or runner.can_replay(has_queries=has_queries)
 
 
 def _add_scores(sums: LossSums, nll: npt.NDArray[np.float64], hits: npt.NDArray[np.bool_]) -> None:

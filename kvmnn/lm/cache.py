@@ -270,6 +270,7 @@ class ModelCache:
         self._store = store
         self._parameters = parameters
         self._queries: list[Floats] | None = None
+        self._has_edited_keys = False
         self._kv_heads = kv_heads
         self._query_heads = query_heads
         self._policy = policy
@@ -309,10 +310,11 @@ class ModelCache:
 
     @property
     def has_evicted(self) -> bool:
-        """Return whether the policy has evicted any token of any layer."""
+        """Return whether the policy has evicted any token of any layer, in some head at least, or changed a key."""
         num_later = self.num_seen - self._initial_seen
-        return any(
-            group.num_live < num_later + self._initial_positions[group.layers[0]].shape[-1] for group in self._groups
+        return self._has_edited_keys or any(
+            group.dead is not None or group.num_live < num_later + self._initial_positions[group.layers[0]].shape[-1]
+            for group in self._groups
         )
 
     @property
@@ -556,6 +558,7 @@ class ModelCache:
                 kept_indices = np.stack(layer_indices)
                 edited_keys = policy.edit_keys(take_tokens_of_cut_layer(state, kept_indices))
                 if edited_keys is not None:
+                    self._has_edited_keys = True
                     self._store.put_keys(layer, np.take_along_axis(slots, kept_indices, axis=1), edited_keys)
             rows += layer_indices
         if all(len(row) == num_live for row in rows):

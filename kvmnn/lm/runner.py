@@ -76,6 +76,8 @@ class Runner:
         Tokens that were attended over a cache from which the policy had evicted something.
     on_step
         Called with the model's output of each step, before the cache is cut; or None.
+    requests_queries
+        Whether that output has the queries, whatever the policy needs.
 
     Raises
     ------
@@ -139,6 +141,7 @@ class Runner:
         self._positions = positions
         self._parameters = session.read_layer_parameters() if isinstance(policy, ScoredPolicy) else None
         self.on_step: Callable[[StepResult], object] | None = None
+        self.requests_queries = False
         self.reset()
 
     def reset(self) -> None:
@@ -229,7 +232,32 @@ class Runner:
         self._quantize_due()
         self._is_consistent = True
 
-    def replay_step(self, layers: Sequence[LayerCache], num_new: int, *, end_chunk: bool = False) -> None:
+    def can_replay(self, *, has_queries: bool) -> bool:
+        """Return whether the next step is that of a run with the full cache, so that `replay_step` may take it.
+
+        Parameters
+        ----------
+        has_queries
+            Whether the queries of that step are known.
+        """
+        policy, is_first = self.policy, not self.cache.num_seen
+        if self._packed is not None or self._lossless is not None or self._positions != "true":
+            return False
+        if policy.requires_attention or Trigger.AFTER_APPEND in policy.triggers or self.cache.has_evicted:
+            return False
+        if policy.requires_queries and not (has_queries if is_first else policy.is_prompt_only):
+            return False
+        return is_first or self.codec is None
+
+    def replay_step(
+        self,
+        layers: Sequence[LayerCache],
+        num_new: int,
+        *,
+        end_chunk: bool = False,
+        queries: Sequence[Floats] | None = None,
+        model_seconds: float = 0.0,
+    ) -> None:
         """Advance by one step as `step` does, with K and V of an earlier run of the same step instead of the model.
 
         Parameters
@@ -240,29 +268,43 @@ class Runner:
             Tokens of the step.
         end_chunk
             As for `step`.
+        queries
+            Rotated queries of the step by layer, float32 ``[query_head, token, head_dim]``, where a policy needs them.
+        model_seconds
+            What the model took for the step, for `timings`.
 
         Raises
         ------
         KvmnnError
-            For K and V that are not of this model, and under a policy that evicts where it ranks by attention, acts
-            before tokens are attended, or has begun already.
+            For K and V that are not of this model, and under a policy that evicts where it ranks by attention, or by
+            queries that are not given, acts before tokens are attended, or has evicted something already.
         """
         policy, num_seen = self.policy, self.cache.num_seen
         if not self._is_consistent:
             raise KvmnnError("an earlier step failed: reset the runner first")
         if self._check_layers(layers) < num_seen + num_new or num_new < 1:
             raise KvmnnError(f"K and V of {layers[0].tokens:,} tokens: a step of {num_new:,} follows {num_seen:,}")
-        requires_model = policy.requires_attention or policy.requires_queries
-        if policy.can_evict and (requires_model or Trigger.AFTER_APPEND in policy.triggers or num_seen):
-            raise KvmnnError(f"{policy.name} cuts as tokens are fed: only a first step can be taken from elsewhere")
+        needs_queries = policy.requires_queries and queries is None and not (num_seen and policy.is_prompt_only)
+        if policy.can_evict and (
+            policy.requires_attention
+            or needs_queries
+            or Trigger.AFTER_APPEND in policy.triggers
+            or self.cache.has_evicted
+        ):
+            raise KvmnnError(f"{policy.name} cuts as tokens are fed: only first steps can be taken from elsewhere")
         self._is_consistent = False
+        start_time = perf_counter()
         self.cache.begin_step(num_new)
-        self.num_tokens_after_cut += num_new if self.cache.has_evicted else 0
         end = num_seen + num_new
         present = [(cache.keys[np.newaxis, :, :end], cache.values[np.newaxis, :, :end]) for cache in layers]
-        self.cache.end_step(StepResult(np.zeros((0, 0), np.float32), present, None, 0.0))
+        step_queries = None if queries is None else list(queries)
+        self.cache.end_step(StepResult(np.zeros((0, 0), np.float32), present, None, 0.0, step_queries))
         if end_chunk:
             self.cache.end_chunk()
+        self._quantize_due()
+        self.timings.policy_seconds += perf_counter() - start_time
+        self.timings.model_seconds += model_seconds
+        self.timings.num_tokens += num_new
         self._is_consistent = True
 
     def step(self, ids: npt.ArrayLike, *, end_chunk: bool = False, is_prompt: bool = False) -> Floats:
@@ -305,6 +347,8 @@ class Runner:
         positions = np.arange(first_position, first_position + len(tokens), dtype=np.int64)
         start_time = perf_counter()
         past, bias = cache.begin_step(len(tokens), is_prompt=is_prompt)
+        # K and V of replayed steps may be views of longer arrays.
+        past = [(np.ascontiguousarray(keys), np.ascontiguousarray(values)) for keys, values in past]
         self.num_tokens_after_cut += len(tokens) if cache.has_evicted else 0
         timings.policy_seconds += perf_counter() - start_time
         has_unequal_lengths = len({keys.shape[2] for keys, _ in past}) > 1
@@ -317,8 +361,9 @@ class Runner:
             if self.session.interface.key_position_inputs and self._positions == "true":
                 key_positions = cache.get_key_positions()
             step = self.session.run_step(
-                tokens, positions, past, bias, key_positions, queries=self.policy.requires_queries
-            )
+                tokens, positions, past, bias, key_positions,
+                queries=self.policy.requires_queries or self.requests_queries,
+            )  # fmt: skip
         if self.on_step is not None:
             self.on_step(step)
         start_time = perf_counter()

@@ -176,5 +176,5 @@ def test_replay_step_invalid_rows_are_refused(tmp_path: Path) -> None:
             Runner(session, create_policy(name, budget=8, skip_layers=())).replay_step(rows, 20)
     cut = Runner(session, create_policy("streaming", budget=8, skip_layers=()))
     cut.replay_step(rows, 10)
-    with pytest.raises(KvmnnError, match="only a first step"):
+    with pytest.raises(KvmnnError, match="only first steps"):
         cut.replay_step(rows, 10)

@@ -21,7 +21,7 @@ from encrypted_stores import KEY
 from prefixes import DIMS, HEADS, MODEL, agreeing, layers_of, same
 
 from kvmnn import KvmnnError
-from kvmnn.errors import MissingFileError, OptionError, SourceError
+from kvmnn.errors import MissingDependencyError, MissingFileError, OptionError, SourceError
 from kvmnn.store import PrefixStore, StoreKey, load_key, read_exported
 from kvmnn.store.encryption import AeadCipher, UnsealError, Xaes256Gcm, read_key
 from kvmnn.store.namespace import build_namespace, to_token_ids
@@ -397,6 +397,44 @@ def test_unseal_any_changed_byte_is_detected() -> None:
     for text in ("", "chat", sealed_name[:-2], "0" * len(sealed_name)):
         with pytest.raises(UnsealError):
             cipher.unseal_name(text)
+
+
+def test_unseal_foreign_bytes_raises_its_own_error() -> None:
+    """Sizes of a head that no file has, bodies of all lengths, and noise."""
+    cipher, rng = AeadCipher(StoreKey(KEY)), random.Random(1)
+    (only_head, *empty_body) = cipher.seal_pieces([b"head"], "a name")
+    data = b"".join(map(bytes, (only_head, *empty_body)))
+    assert len(data) == cipher.unit_overhead_bytes + 4
+    assert cipher.unseal_array(np.frombuffer(data, np.uint8), "a name").tobytes() == b"head"
+    foreign = [b"KVMNNPE1" + size.to_bytes(8, "little") + bytes(200) for size in (0, 5, 160, 161, 1 << 40, 2**64 - 1)]
+    foreign += [rng.randbytes(rng.randrange(300)) for _ in range(100)]
+    foreign += [bytes(only_head) + rng.randbytes(size) for size in range(1, 90)]
+    for each in foreign:
+        array = np.frombuffer(each, np.uint8)
+        for call in (
+            lambda each=each: cipher.unseal(each, "a name"),
+            lambda array=array: cipher.unseal_array(array, "a name"),
+            lambda each=each: cipher.unseal_text(each.hex(), "a name"),
+            lambda each=each: cipher.unseal_name(each.hex()),
+        ):
+            with pytest.raises(UnsealError):
+                call()
+
+
+def test_seal_pieces_gives_other_bytes_each_time() -> None:
+    cipher = AeadCipher(StoreKey(KEY))
+    sealed = {b"".join(map(bytes, cipher.seal_pieces([b"head", b"body"], "units"))) for _ in range(50)}
+    nonces = {data[begin : begin + 24] for data in sealed for begin in (16, 16 + 40 + 4)}
+    assert (len(sealed), len(nonces)) == (50, 100)
+
+
+def test_open_without_package_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(tmp_path / "s")
+    monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers", None)
+    with pytest.raises(MissingDependencyError, match="this needs the package cryptography: pip install cryptography"):
+        PrefixStore(tmp_path / "s", key=KEY)
+    with pytest.raises(OptionError, match="is encrypted: its key is needed"):
+        PrefixStore(tmp_path / "s")
 
 
 # -- another implementation -------------------------------------------------------------------------------------------

@@ -1,4 +1,19 @@
-"""An emulation of the engine's lossless runtime, call by call, with its defects (docs/runtime.md)."""
+"""An emulation of the engine's lossless runtime, call by call, with its defects (docs/runtime.md).
+
+``index`` counts decode calls modulo ``layer_nums``, 0 in every prefill. One call does this:
+
+1. Store: every block of ``index`` is decoded (or found in a cache) and written into the layer that runs; the list is
+   emptied.
+2. The eviction plan of ``index`` is applied if it fits; new rows are appended.
+3. A prefill without older tokens resets all state. Every prefill ends here.
+4. Attention; the planner plans.
+5. Finished encodings are applied; the last index waits for all.
+6. Cold range ``[sink, budget - recent)``. If it ends before the watermark, all blocks go ("shrink").
+7. If enough tokens became cold, one block is encoded, the first from the end of the cold range. A full queue skips it;
+   the watermark moves on.
+8. Apply: store copies the rows raw into a cache and zeroes them; probe and full decode one block.
+9. Step 5 again; figures are summed over layers in scope.
+"""
 
 from __future__ import annotations
 

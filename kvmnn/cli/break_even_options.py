@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import os
+import re
 from typing import TYPE_CHECKING, Any
 
 from . import shared_options
@@ -17,13 +17,8 @@ SPEED_NAMES = ("prefill_speed", "load_speed")
 
 
 def _parse_prefill(text: str) -> int | str:
-    if os.path.isfile(text):
-        return text
-    try:
-        return shared_options.parse_positive(text)
-    except argparse.ArgumentTypeError:
-        message = f"{text!r}: expected tokens a second, or a file of an engine's times"
-        raise argparse.ArgumentTypeError(message) from None
+    """Parse a number; anything else is a file, which is read later."""
+    return shared_options.parse_positive(text) if re.fullmatch(r"[-+\d.,_e]*", text) else text
 
 
 def add_speed_option(parser: Any, title: str) -> None:

@@ -95,7 +95,7 @@ def build_lossless_document(arguments: argparse.Namespace) -> dict[str, Any] | N
     from ..errors import KvmnnError
     from ..policies.specs import split_spec
     from ..runtime import RuntimeConfig
-    from ..runtime.config import ENGINE_CODEC, MODES
+    from ..runtime.config import ENGINE_CODEC, MODES, PROFILE_CODECS
 
     if arguments.lossless is None:
         return None
@@ -109,7 +109,10 @@ def build_lossless_document(arguments: argparse.Namespace) -> dict[str, Any] | N
         mode, options = split_spec(arguments.lossless)
         if mode not in MODES:
             raise UsageError(f"--lossless {mode}: expected one of {', '.join(MODES)}")
-        switches = {"enable": True, "runtime_enable": True, "codec": ENGINE_CODEC, "runtime_mode": mode}
+        codec = options.pop("codec", ENGINE_CODEC)
+        if codec not in (ENGINE_CODEC, *PROFILE_CODECS):
+            raise UsageError(f"--lossless {arguments.lossless}: codec: expected {' or '.join(PROFILE_CODECS)}")
+        switches = {"enable": True, "runtime_enable": True, "codec": codec, "runtime_mode": mode}
         for key, text in options.items():
             if key in switches:
                 raise UsageError(f"--lossless {arguments.lossless}: {key} is what the mode says; expected no such key")
@@ -155,7 +158,11 @@ def _parse_value(text: str) -> object:
     """Parse a value of the engine's JSON as written in a spec, where ``+`` joins lists."""
     if text in ("true", "false"):
         return text == "true"
-    return int(text) if re.fullmatch(r"-?\d{1,12}", text) else text.replace("+", ",")
+    if re.fullmatch(r"-?\d{1,12}", text):
+        return int(text)
+    if re.fullmatch(r"\d{1,12}\.\d{1,12}", text):
+        return float(text)
+    return text.replace("+", ",")
 
 
 POLICY_EPILOG = """\

@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from .. import dtypes
-from .._util.text import format_range, pluralize
+from .._util.text import LOSSY, format_range, pluralize
 from ..dtypes import Elements, Indices, KVPair
 from ..errors import KvmnnError
 from ..packed.cache import PackedCache
@@ -265,6 +265,7 @@ def _restrict_config(
         front_n=sum(layer < config.front_n for layer in covered_layers) * parts_per_layer,
         kept_sample_layers=config.kept_sample_layers * parts_per_layer,
         layer_nums=None,
+        layer_numbers=tuple(layer for layer in covered_layers for _ in range(parts_per_layer)),
         h2o=replace(
             config.h2o,
             enable=False,
@@ -291,6 +292,8 @@ def describe_encoding(runs: Iterable[tuple[str, RuntimeStats]], config: RuntimeC
         ]
         token_counts = sorted({layer.tokens for _, run in cause_runs for layer in run.layers})
         lines.append(f"{', '.join(labels)}: nothing was encoded: {_explain_idle(cause, token_counts, config)}.")
+    if config.is_lossy and any(run.h2o_lossless_raw_bytes for _, run in labelled_runs):
+        lines.append(f"{LOSSY}: cold tokens are stored as transform streams, rounded; figures include what that costs.")
     encoded_layers = sorted({layer.layer for _, run in labelled_runs for layer in run.layers if layer.raw_bytes})
     layers = max((len(run.layers) for _, run in labelled_runs), default=0)
     skipped_layers = {layer.layer for _, run in labelled_runs for layer in run.layers if layer.num_backpressure_skips}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from .._util.text import suggest
 from .._util.validation import repr_short, validate_int
@@ -13,6 +13,9 @@ from ..frames.options import ACCEPTED_PREDICTORS, CODECS, EFFORTS, Effort
 from ..packed.compaction import INT32_MAX
 from ..policies.h2o import H2OConfig
 from ..policies.h2o.config import QUANTIZED_MODES, check_choice
+
+if TYPE_CHECKING:
+    from ..profiles import Profile
 
 Behaviour = Literal["sound", "engine"]
 Mode = Literal["probe", "full", "store"]
@@ -23,12 +26,14 @@ MODES: tuple[Mode, ...] = ("probe", "full", "store")
 SCOPES: tuple[LayerScope, ...] = ("none", "front_n", "h2o_kept", "front_n_and_h2o_kept")
 ENGINE_CODEC = "gear_delta"
 """The only codec that the engine's runtime knows."""
+PROFILE_CODECS = ("profile", "transform")
+"""Codecs by the profile of a model, which the engine does not have: lossless, and LOSSY."""
 
 _SCOPE_ALIASES = {"front_n+h2o_kept": "front_n_and_h2o_kept"}
 _ENGINE_VALUES: dict[str, tuple[str, ...]] = {
     "scope": (*SCOPES, *_SCOPE_ALIASES),
     "runtime_mode": MODES,
-    "codec": ("none", ENGINE_CODEC),
+    "codec": ("none", ENGINE_CODEC, *PROFILE_CODECS),
 }
 _CODECS_BY_RUNTIME_NAME: dict[str, tuple[tuple[str, ...], Effort | None]] = {
     "fp16_gear_predictive_v3": (CODECS, None),
@@ -59,6 +64,7 @@ _MIN_VALUES = {
 }
 _TEXT_OPTIONS = ("predictors_k", "predictors_v", "codec_runtime", "codec")
 _CHOICE_OPTIONS = ("scope", "runtime_mode")
+_LOSS_OPTIONS = ("kl", "ratio", "bits")
 MAX_ASYNC_THREADS = 256
 
 
@@ -69,7 +75,15 @@ class RuntimeConfig:
     Attributes
     ----------
     enable, runtime_enable, codec
-        All three must be set, `codec` to ``"gear_delta"``, for anything to be compressed.
+        All three must be set, `codec` to ``"gear_delta"``, for anything to be compressed. No codecs of the engine, for
+        behaviour "sound" and mode ``"store"`` alone: ``"profile"``, lossless, and ``"transform"``, which is LOSSY,
+        store cold rows as streams by `profile`, each layer alone.
+    profile
+        The profile of the model, or its file, with tables that predict from no layers below (``--below 0``).
+    kl, ratio, bits
+        Of codec ``"transform"``, as in `kvmnn.transform.TransformOptions`.
+    layer_numbers
+        Number in the model of each layer of the runtime, where it has only some of them.
     mode
         ``"probe"`` measures one layer, ``"full"`` encodes and decodes without touching the cache, ``"store"`` replaces
         cold rows by their frames.
@@ -157,6 +171,11 @@ class RuntimeConfig:
     decode_cache_bytes: int = 0
     max_bytes_in_flight: int = 64 << 20
     prefetch_layers: int = 1
+    profile: Profile | str | None = None
+    kl: float | None = None
+    ratio: float | None = None
+    bits: float | None = None
+    layer_numbers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in (*_SWITCH_OPTIONS, "flash_attention"):
@@ -184,6 +203,13 @@ class RuntimeConfig:
             raise KvmnnError(f"scope is {repr_short(self.scope)}: expected one of {', '.join(SCOPES)}")
         if not isinstance(self.h2o, H2OConfig):
             raise TypeError(f"h2o must be an H2OConfig, not {type(self.h2o).__name__}")
+        if self.codec in PROFILE_CODECS and (self.mode != "store" or self.profile is None):
+            raise KvmnnError(
+                f"codec {self.codec}: expected mode 'store' and a profile (kvmnn profile make --below 0), found mode "
+                f"{self.mode!r} and {'none' if self.profile is None else 'one'}"
+            )
+        if self.codec != PROFILE_CODECS[1] and (self.kl, self.ratio, self.bits) != (None, None, None):
+            raise KvmnnError(f"kl, ratio and bits are of codec {PROFILE_CODECS[1]}, not of {self.codec}")
         if self.h2o.quantised:
             raise KvmnnError("h2o.quantised: the runtime reads float rows, an int8 cache would be misread")
 
@@ -210,7 +236,8 @@ class RuntimeConfig:
         if not isinstance(document, Mapping) or not all(isinstance(key, str) for key in document):
             raise TypeError(f"document must be a mapping of names, not {type(document).__name__}")
         known_keys = {
-            f"{_ENGINE_KEY_PREFIX}{name}" for name in (*_SWITCH_OPTIONS, *_MIN_VALUES, *_TEXT_OPTIONS, *_CHOICE_OPTIONS)
+            f"{_ENGINE_KEY_PREFIX}{name}"
+            for name in (*_SWITCH_OPTIONS, *_MIN_VALUES, *_TEXT_OPTIONS, *_CHOICE_OPTIONS, "profile", *_LOSS_OPTIONS)
         }
         unknown_keys = sorted(
             key for key in document if key.startswith("kv_") and not key.startswith("kv_h2o_") and key not in known_keys
@@ -222,6 +249,8 @@ class RuntimeConfig:
             raise KvmnnError(f"{', '.join(unknown_keys)}: no option of the runtime{advice}")
         values: dict[str, Any] = {"h2o": H2OConfig.from_engine(document, lenient=lenient)}
         values |= _read_options(document, _SWITCH_OPTIONS, bool) | _read_options(document, _TEXT_OPTIONS, str)
+        values |= _read_options(document, ("profile",), str)
+        values |= {name: float(number) for name, number in _read_options(document, _LOSS_OPTIONS, float).items()}
         for name, number in _read_options(document, tuple(_MIN_VALUES), int).items():
             validate_int(number, _ENGINE_KEY_PREFIX + name, -INT32_MAX - 1, _get_max_value(name))
             values[name] = max(_MIN_VALUES[name], number)
@@ -249,7 +278,12 @@ class RuntimeConfig:
     @property
     def is_active(self) -> bool:
         """Return whether the runtime compresses anything."""
-        return self.enable and self.runtime_enable and self.codec == ENGINE_CODEC
+        return self.enable and self.runtime_enable and self.codec in (ENGINE_CODEC, *PROFILE_CODECS)
+
+    @property
+    def is_lossy(self) -> bool:
+        """Return whether stored rows are rounded: codec ``"transform"``."""
+        return self.is_active and self.codec == PROFILE_CODECS[1]
 
     @property
     def replaces_rows(self) -> bool:
@@ -317,13 +351,14 @@ def _read_options(document: Mapping[str, Any], names: tuple[str, ...], kind: typ
         if key not in document:
             continue
         value = document[key]
-        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not (is_number if kind is float else isinstance(value, kind)) or (kind is int and isinstance(value, bool)):
             raise KvmnnError(f"{key} is {repr_short(value)}: expected {_KIND_NAMES[kind]}")
         options[name] = value
     return options
 
 
-_KIND_NAMES = {bool: "true or false", int: "an integer", str: "a string"}
+_KIND_NAMES = {bool: "true or false", int: "an integer", str: "a string", float: "a number"}
 
 
 def _get_max_value(name: str) -> int:

@@ -14,7 +14,7 @@ from ..dtypes import Elements, KVPair, Positions, parse_dtype
 from ..errors import KvmnnError
 from ..packed.compaction import ReservePair
 from ..policies.h2o import H2OPlanner
-from .config import Behaviour, RuntimeConfig
+from .config import PROFILE_CODECS, Behaviour, RuntimeConfig
 from .emulation import CallEvent, EmulatedRuntime
 from .emulation.block_store import WorkerTiming
 from .metrics import RuntimeMetrics
@@ -43,7 +43,8 @@ class LosslessRuntime:
         ``"fp16"``, ``"bf16"`` or ``"fp32"``.
     behaviour
         ``"sound"``: nothing is ever lost; every cold token is stored once, and what attention reads equals a plain
-        cache bit for bit. ``"engine"``: what the MNN fork does, its defects included (docs/runtime.md lists them).
+        cache bit for bit, unless ``config.codec`` is ``"transform"``, which rounds what it stores. ``"engine"``: what
+        the MNN fork does, its defects included (docs/runtime.md lists them).
     planner
         Makes the eviction plans; None for one from ``config.h2o``. Cadence ``"tokens"`` for ``"sound"``,
         ``"layer-calls"`` for ``"engine"``.
@@ -74,6 +75,8 @@ class LosslessRuntime:
         if not isinstance(config, RuntimeConfig):
             raise TypeError(f"config must be a RuntimeConfig, not {type(config).__name__}")
         self._runtime: StrictRuntime | EmulatedRuntime
+        if behaviour == "engine" and config.codec in PROFILE_CODECS:
+            raise KvmnnError(f"codec {config.codec} is none of the engine's: expected behaviour 'sound'")
         if behaviour == "engine":
             self._runtime = EmulatedRuntime(
                 config,

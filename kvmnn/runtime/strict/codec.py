@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
-from ...dtypes import DType, Elements
+from ...dtypes import DType, Elements, Positions
 from ...errors import FrameError, KvmnnError
 from ...frames import Block, encode_block, fnv1a64, verify_roundtrip
 from ...frames.buffers import integrity_checksum
@@ -31,14 +33,53 @@ class KVFrames:
         return len(self.key_frame) + len(self.value_frame)
 
 
+@dataclass(frozen=True, eq=False)
+class SegmentEncodeResult:
+    """Result of encoding a segment."""
+
+    #: Verified frames; None if they do not save space.
+    frames: KVFrames | None
+    #: Duration of encoding and verifying.
+    compress_ns: int
+    verify_ns: int
+
+
+class SegmentCodec(Protocol):
+    """Encodes and decodes the rows of segments."""
+
+    needs_positions: bool
+
+    def encode_segment(self, rows: Elements, layer: int, positions: Positions) -> SegmentEncodeResult:
+        """Encode rows of a layer and verify that the frames decode to them; raise `KvmnnError` if either fails."""
+
+    def decode_into(self, frames: KVFrames, out: Elements) -> None:
+        """Write the rows to `out`, ``[2, kv_head, token, head_dim]``."""
+
+    def decode(self, frames: KVFrames, count: int) -> Elements:
+        """Decode the rows of `count` tokens into a new array."""
+
+
 class RowCodec:
     """Encodes, verifies and decodes rows ``[2, kv_head, token, head_dim]`` (K, then V) of one cache."""
+
+    needs_positions = False
 
     def __init__(self, config: RuntimeConfig, dtype: DType, kv_heads: int, head_dim: int) -> None:
         self._config = config
         self._dtype = dtype
         self._shape = (kv_heads, head_dim)
         self._decoder = FrameDecoder(dtype.name)
+
+    def encode_segment(self, rows: Elements, layer: int, positions: Positions) -> SegmentEncodeResult:
+        """Encode rows and verify that the frames decode to them; raise `KvmnnError` if either fails."""
+        start_ns = time.perf_counter_ns()
+        rows = np.ascontiguousarray(rows)  # once; every step below would do it again for itself
+        block = self.encode(rows)
+        if block.fallback:
+            raise KvmnnError("the rows cannot be encoded")
+        encoded_ns = time.perf_counter_ns()
+        frames = self.to_verified_frames(block, rows)
+        return SegmentEncodeResult(frames, encoded_ns - start_ns, time.perf_counter_ns() - encoded_ns)
 
     def encode(self, rows: Elements) -> Block:
         """Encode K and V under the engine's joint rule."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,15 +10,14 @@ from typing import cast
 
 import numpy as np
 
-from ...dtypes import DType, Elements
+from ...dtypes import DType
 from ...errors import KvmnnError, RestoreError
-from ...frames import Block
 from ...packed.compaction import ReservePair
 from ...policies.h2o.planner import PlannerLayerState, are_valid_pairs
 from ..config import RuntimeConfig
 from ..metrics import LatencyHistogram, OperationLatencies
 from ..schedule import CompressionScope, compute_cold_range
-from .codec import KVFrames, RowCodec
+from .codec import SegmentCodec, SegmentEncodeResult
 from .layer_storage import LayerContents, LayerStorage, ReadRows, TokenSegment
 from .restorer import RuntimeLayerCounters, describe_error
 from .workers import PendingJobs, WorkerPool
@@ -152,30 +150,7 @@ class EncodeJob:
     generation: int
 
 
-@dataclass(frozen=True, eq=False)
-class SegmentEncodeResult:
-    """Result of encoding a segment."""
-
-    block: Block
-    #: Verified frames; None if they do not save space.
-    frames: KVFrames | None
-    #: Duration of encoding and verifying.
-    compress_ns: int
-    verify_ns: int
-
-
-def encode_and_verify(codec: RowCodec, rows: Elements) -> SegmentEncodeResult:
-    """Encode rows and verify that the frames decode to them; raise `KvmnnError` if either fails."""
-    start_ns = time.perf_counter_ns()
-    rows = np.ascontiguousarray(rows)  # once; every step below would do it again for itself
-    block = codec.encode(rows)
-    if block.fallback:
-        raise KvmnnError("the rows cannot be encoded")
-    encoded_ns = time.perf_counter_ns()
-    frames = codec.to_verified_frames(block, rows)
-    return SegmentEncodeResult(block, frames, encoded_ns - start_ns, time.perf_counter_ns() - encoded_ns)
-
-
+_NO_POSITIONS = np.empty(0, np.int64)
 MAX_PLAN_WAIT_STEPS = 64
 """Maximum number of steps that a layer with a pending plan is not encoded: its blocks would be cut."""
 
@@ -186,7 +161,7 @@ class AsyncEncoder:
     def __init__(
         self,
         config: RuntimeConfig,
-        codec: RowCodec,
+        codec: SegmentCodec,
         workers: WorkerPool,
         layers: Sequence[StrictLayer],
         waits: LatencyHistogram,
@@ -260,7 +235,11 @@ class AsyncEncoder:
                 self.peak_waiting = max(self.peak_waiting, num_waiting)
                 break
             job = EncodeJob(number, segment, self._generation)
-            self.jobs.submit(job, rows.nbytes, partial(encode_and_verify, self._codec, rows))
+            positions = _NO_POSITIONS
+            if self._codec.needs_positions:
+                start = layer.rows.find_start(segment)
+                positions = layer.rows.positions.to_array()[start : start + segment.count]
+            self.jobs.submit(job, rows.nbytes, partial(self._codec.encode_segment, rows, number, positions))
             layer.waiting_segments.popleft()
             segment.state = "queued"
             num_submitted += 1

@@ -13,7 +13,7 @@ from functools import partial
 from ...dtypes import Elements
 from ...errors import KvmnnError
 from ..metrics import OperationLatencies, RuntimeLayerMetrics
-from .codec import KVFrames, RowCodec
+from .codec import KVFrames, SegmentCodec
 from .layer_storage import LayerStorage, TokenSegment
 from .workers import WorkerPool
 
@@ -131,7 +131,7 @@ class Restorer:
     """
 
     def __init__(
-        self, codec: RowCodec, cache: DecodedRowCache, workers: WorkerPool, max_bytes: int, token_bytes: int
+        self, codec: SegmentCodec, cache: DecodedRowCache, workers: WorkerPool, max_bytes: int, token_bytes: int
     ) -> None:
         self.codec = codec
         self.cache = cache

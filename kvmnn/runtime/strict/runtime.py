@@ -14,9 +14,9 @@ from ...dtypes import Elements, KVPair, Positions, parse_dtype
 from ...errors import KvmnnError
 from ...packed.compaction import INT32_MAX, ReservePair
 from ...policies.h2o import H2OPlanner
-from ..config import RuntimeConfig, check_num_layers
+from ..config import PROFILE_CODECS, RuntimeConfig, check_num_layers
 from ..metrics import CompressionRatios, OperationLatencies, RuntimeMetrics, compute_float32_ratio
-from .codec import RowCodec
+from .codec import RowCodec, SegmentCodec
 from .encoder import AsyncEncoder, StrictLayer, invalidate_plan, validate_ranges
 from .layer_storage import ReadRows, TokenSegment, WriteRows, allocate, to_read_only
 from .restorer import NS_PER_US, DecodedRowCache, Restorer, RestoreRequest
@@ -49,7 +49,13 @@ class StrictRuntime:
         self._shape = (kv_heads, head_dim)
         self._timings = OperationLatencies()
         self._workers = WorkerPool(config.async_threads)
-        self._codec = RowCodec(config, self._dtype, kv_heads, head_dim)
+        self._codec: SegmentCodec
+        if config.codec in PROFILE_CODECS:
+            from .profile_codec import ProfileRowCodec  # which imports both codecs
+
+            self._codec = ProfileRowCodec(config, self._dtype, kv_heads, head_dim)
+        else:
+            self._codec = RowCodec(config, self._dtype, kv_heads, head_dim)
         cache = DecodedRowCache(config.decode_cache_blocks, config.decode_cache_bytes)
         self._restorer = Restorer(self._codec, cache, self._workers, config.max_bytes_in_flight, token_bytes)
         evicting = range(layers) if planner is not None else config.h2o.evicting_layers if config.h2o.enable else ()

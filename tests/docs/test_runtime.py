@@ -9,7 +9,7 @@ import tarfile
 
 from repository import DOCS, FIXTURES
 
-from kvmnn.runtime.config import _CHOICE_OPTIONS, _MIN_VALUES, _SWITCH_OPTIONS, _TEXT_OPTIONS
+from kvmnn.runtime.config import _CHOICE_OPTIONS, _LOSS_OPTIONS, _MIN_VALUES, _SWITCH_OPTIONS, _TEXT_OPTIONS
 
 PAGE = DOCS / "runtime.md"
 
@@ -31,4 +31,4 @@ def test_named_traces_ship() -> None:
 def test_option_table_lists_every_option() -> None:
     table = PAGE.read_text().split("| key `kv_lossless_...` |")[1].split("\n\n")[0]
     told = {name for line in table.splitlines() for name in re.findall(r"`(\w+)`", line.split("|")[1])}
-    assert told == {*_MIN_VALUES, *_CHOICE_OPTIONS, *_SWITCH_OPTIONS, *_TEXT_OPTIONS}
+    assert told == {*_MIN_VALUES, *_CHOICE_OPTIONS, *_SWITCH_OPTIONS, *_TEXT_OPTIONS, *_LOSS_OPTIONS, "profile"}

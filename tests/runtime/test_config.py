@@ -119,7 +119,7 @@ def test_from_engine_ambiguous_values_are_refused(document: dict[str, Any], mess
         (
             "kv_lossless_codec",
             "gear-delta",
-            r"expected one of none, gear_delta \(did you mean 'gear_delta'",
+            r"expected one of none, gear_delta, profile, transform \(did you mean 'gear_delta'",
             "codec",
             "gear-delta",
         ),

@@ -2,7 +2,7 @@
 
 A value is sealed with XAES-256-GCM (C2SP): AES-256-GCM with a key derived for each value from the first half of a
 random nonce of 24 bytes. So random nonces do not run out: two equal ones are to be expected after 2^80 values, where
-plain AES-256-GCM should stop at 2^32. docs/prefix-store.md documents the bytes.
+plain AES-256-GCM should stop at 2^32. docs/format-store.md documents the bytes.
 """
 
 from __future__ import annotations

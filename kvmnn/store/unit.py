@@ -1,7 +1,7 @@
 """Units: K and V of consecutive blocks in one file, with checksums; and the entropy tables that dense units share.
 
 A unit is a header, then a frame or a dense stream for K and V of every layer, or a stream of both by a model's profile.
-Shared tables are one object for each namespace. docs/prefix-store.md documents the bytes.
+Shared tables are one object for each namespace. docs/format-store.md documents the bytes.
 """
 
 from __future__ import annotations

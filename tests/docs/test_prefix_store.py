@@ -20,6 +20,7 @@ from kvmnn.frames import zstd
 from kvmnn.store import PrefixStore, unit, unit_codec, write_path
 
 PAGE = DOCS / "prefix-store.md"
+FORMAT_PAGE = DOCS / "format-store.md"
 
 
 def test_python_examples_run() -> None:
@@ -38,15 +39,15 @@ def test_call_table_lists_every_method() -> None:
 
 
 def test_unit_sizes_equal_the_code() -> None:
-    text = PAGE.read_text()
+    text = FORMAT_PAGE.read_text()
     assert f"`{unit.FRAME_MAGIC.decode()}`" in text
     assert f"({unit_codec.MAX_UNIT_TOKENS} tokens, {unit_codec.MAX_UNIT_RAW_BYTES >> 20} MiB of raw bytes)" in text
     assert unit.count_header_bytes(10, 4) == 8 + 12 + 32 + 4 * 10 + 24 * 4 + 8
     assert f"`{unit.DENSE_MAGIC.decode()}`" in text
     assert f"at most {unit.MAX_HISTORY_ROWS}; units that these need, at most {unit.MAX_CHAIN_UNITS}" in text
     assert unit.count_header_bytes(10, 4, 2) == 8 + 12 + 32 + 12 + 16 + 4 * 10 + 8 * 2 + 16 * 4 + 8
-    assert f"at least {100 - 100 * write_path.DENSE_MAX_SIZE_RATIO:.0f} % smaller" in text
     words = " ".join(text.split())
+    assert f"at least {100 - 100 * write_path.DENSE_MAX_SIZE_RATIO:.0f} % smaller" in words
     assert f"more than {100 * write_path.SHARED_TABLES_MAX_OVERHEAD - 100:.0f} % larger with these" in words
     assert f"units of {unit.MIN_TABLE_TOKENS} tokens or more" in words
     assert f"units of fewer than {write_path.MIN_OWN_TABLE_TOKENS} tokens always share" in words

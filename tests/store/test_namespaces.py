@@ -26,7 +26,7 @@ def url(request: pytest.FixtureRequest, new_url: Callable[[str], str]) -> str:
 
 
 def model_key(tenant: str, ids: list[int]) -> str:
-    """Key of a text, as docs/prefix-store.md says it, from hashlib and json alone."""
+    """Key of a text, as docs/format-store.md says it, from hashlib and json alone."""
     document = {"dtype": "fp16", "layers": [[0, HEADS, DIMS], [1, HEADS, DIMS]], "model": MODEL, "tenant": tenant}
     if not tenant:
         del document["tenant"]

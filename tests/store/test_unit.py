@@ -1,4 +1,4 @@
-"""The bytes of a unit are those that docs/prefix-store.md documents, read and written without kvmnn."""
+"""The bytes of a unit are those that docs/format-store.md documents, read and written without kvmnn."""
 
 from __future__ import annotations
 

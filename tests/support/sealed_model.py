@@ -1,4 +1,4 @@
-"""Another implementation of encrypted values and keyed names, from docs/prefix-store.md: hashlib, hmac, cryptography.
+"""Another implementation of encrypted values and keyed names, from docs/format-store.md: hashlib, hmac, cryptography.
 
 XAES-256-GCM by the key derivation of NIST SP 800-108 that the package cryptography has, which kvmnn does not use.
 """

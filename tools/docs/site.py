@@ -56,6 +56,7 @@ SECTIONS = {
         "docs/format-linear.md": "Linear stream",
         "docs/format-transform.md": "Transform stream",
         "docs/format-profile.md": "Profile",
+        "docs/format-store.md": "Prefix store",
         "docs/compressor-weights.md": "Compressor weights",
     },
     "Explanation": {

@@ -107,6 +107,7 @@ fuzz: $(STAMPS)/test
 	@$(PIP) 'Cython>=3.1,<4'
 	PYTHON=$(abspath $(BIN))/python sh tools/fuzz/guided.sh || test $$? = 3
 	PYTHON=$(abspath $(BIN))/python sh tools/fuzz/dense.sh || test $$? = 3
+	PYTHON=$(abspath $(BIN))/python sh tools/fuzz/profile_streams.sh || test $$? = 3
 
 # Small changes of the code, each of which a test should notice; hours. MUTANTS='--count 30 --only kvmnn/packed'
 mutants: $(STAMPS)/test

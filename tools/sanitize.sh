@@ -59,7 +59,8 @@ export UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1
 
 cd "$WORK/src"
 echo "sanitize: tests of the compiled modules"
-"$WORK/venv/bin/python" -P -m pytest -s -p no:cacheprovider tests/dense tests/frames tests/attacks/test_frame_damage.py tests/packed \
+"$WORK/venv/bin/python" -P -m pytest -s -p no:cacheprovider tests/dense tests/frames tests/linear tests/transform \
+    tests/attacks/test_frame_damage.py tests/packed \
     tests/policies tests/_util tests/analysis/test_stream_sizes.py tests/lm/test_model_cache.py \
     tests/attacks/test_fuzz_corpus.py tests/attacks/test_checkpoints.py tests/formats/test_safetensors_header.py \
     tests/formats/llama tests/formats/mlx \

@@ -153,7 +153,7 @@ assert platform.machine() == 'aarch64'"
 
 # What starts other processes is left out: they would be aarch64 programs that only qemu can start.
 arm_python -m pytest -q -p no:cacheprovider tests/frames tests/attacks/test_frame_damage.py \
-    tests/dense/test_tables.py tests/packed/test_layout.py tests/packed/test_cache.py tests/policies/test_topk.py tests/policies/test_rules.py \
+    tests/dense/test_tables.py tests/linear tests/transform tests/packed/test_layout.py tests/packed/test_cache.py tests/policies/test_topk.py tests/policies/test_rules.py \
     -k "not binding and not same_frames and not environment and not selftest and not native"
-[ -n "$vectors" ] || vectors="fixtures/dense fixtures/frames fixtures/layout fixtures/real_kv"
+[ -n "$vectors" ] || vectors="fixtures/dense fixtures/frames fixtures/layout fixtures/profiles fixtures/real_kv"
 arm_python tools/conformance.py $vectors

@@ -35,6 +35,7 @@ def test_script_list_is_complete() -> None:
         "demo.sh",
         "fuzz/dense.sh",
         "fuzz/guided.sh",
+        "fuzz/profile_streams.sh",
         "fuzz/threads.sh",
         "sanitize.sh",
         "test_aarch64.sh",

@@ -18,6 +18,7 @@ from . import (
     layout,
     offline,
     policies,
+    profile_streams,
     real,
     store,
 )
@@ -31,7 +32,10 @@ FORMATS: dict[str, Runner] = {
     "hf-cache-1": hf_cache.run,
     "kv-policy-vectors-1": policies.run,
     "kvmnn-dense/1": dense.run,
+    "kvmnn-linear/1": profile_streams.run_linear,
+    "kvmnn-profile/1": profile_streams.run_profile,
     "kvmnn-store-trace/1": store.run,
+    "kvmnn-transform/1": profile_streams.run_transform,
     "kvcm-convert-vectors/1": compressor.run_convert,
     "kvcm-corrupt-vectors/1": compressor.run_corrupt,
     "kvcm-forward-vectors/1": compressor_forward.run,

@@ -493,6 +493,8 @@ class StoreStats(Record):
     profile: str = field(default="", metadata={"omit": True})
     #: Whether K and V are not exactly those that were put.
     is_lossy: bool = field(default=False, metadata={"omit": True})
+    #: Whether the store is encrypted.
+    is_encrypted: bool = field(default=False, metadata={"omit": True})
     #: What all processes that used the store did so far; of a remote store, this object.
     usage: StoreUsage | None = field(default=None, metadata={"omit": True})
     #: Where codecs and prefixes pay; only if it was measured.
@@ -515,6 +517,7 @@ class StoreStats(Record):
         ]
         lines += [f"  {_LOSSY_TEXT}"] if self.is_lossy else []
         lines += [f"  its units need the profile {self.profile[:16]}"] if self.profile else []
+        lines += ["  encrypted"] if self.is_encrypted else []
         lines += [f"  {self.usage}"] if self.usage is not None and self.usage.counters["gets"] else []
         text = "\n".join([*lines, *(f"  model {escape_control(model)}" for model in self.models)])
         return text if self.break_even is None else f"{text}\n\n{self.break_even}"

@@ -771,7 +771,7 @@ class PrefixStore:
     def stats(self) -> StoreStats:
         """Return counts of what is stored, and the hits of `get` so far."""
         stats = self._with_retry(lambda: self._backend.collect_stats(self._requested_tokens, self._hit_tokens))
-        return replace(stats, usage=self.usage())
+        return replace(stats, usage=self.usage(), is_encrypted=bool(self._backend.cipher.key_check))
 
     def usage(self, *, own: bool = False) -> StoreUsage:
         """Return what was done so far: by all processes with a directory, by this object with a remote store.

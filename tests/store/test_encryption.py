@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from encrypted_stores import KEY
 from prefixes import DIMS, HEADS, MODEL, agreeing, layers_of, same
+from repository import DOCS
 
 from kvmnn import KvmnnError
 from kvmnn.errors import MissingDependencyError, MissingFileError, OptionError, SourceError
@@ -116,6 +117,7 @@ def test_encrypted_store_supports_all_calls(url: str, tmp_path: Path) -> None:
         assert store.resume("a chat").token_ids == IDS
         stats = store.stats()
         assert (stats.texts, stats.pinned, stats.sessions, store.models) == (2, 1, 1, (MODEL,))
+        assert stats.is_encrypted and "\n  encrypted\n" in str(stats)
         verified = store.verify()
         assert (verified.damaged, verified.beside, verified.anew, verified.lost) == ((), (), (), 0)
         assert verified.bytes == stats.bytes
@@ -570,6 +572,21 @@ def test_export_is_sealed_with_the_key_of_the_store(tmp_path: Path) -> None:
         (tmp_path / "text").write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
         with pytest.raises(SourceError):
             read_exported(tmp_path / "text", key=KEY)
+
+
+def test_texts_move_to_a_store_with_another_key(tmp_path: Path) -> None:
+    """By the lines of docs/operations.md."""
+    lines = (DOCS / "operations.md").read_text().split("```python\n")[1].split("```")[0]
+    fill(tmp_path / "old")
+    with (
+        PrefixStore(tmp_path / "old", key=KEY, namespace="tenant-x") as old,
+        PrefixStore(tmp_path / "new", key=OTHER_KEY, namespace="tenant-x") as new,
+    ):
+        exec(lines, {"old": old, "new": new})
+        assert same(new.get(IDS, model=MODEL).layers, IDS, 150)
+        assert same(new.get(OTHER, model=MODEL).layers, OTHER, 130)
+        assert new.resolve("my label").ids.tolist() == IDS
+        assert not {entry.key for entry in old.ls().texts} & {entry.key for entry in new.ls().texts}
 
 
 def test_command_takes_key_of_file_and_environment(

@@ -11,10 +11,12 @@ import pytest
 from engine_client import GEOMETRY, PREFIX_IDS, QUERY_IDS, Engine, needs_engine, unpack_fixture
 
 import kvmnn
+from kvmnn.calibration.maker import build_linear_tables, build_transform_tables
 from kvmnn.cli.entry_point import main
 from kvmnn.formats.mnn import compute_fingerprint
 from kvmnn.formats.options import PackedOptions
 from kvmnn.packed.inference import PackedGeometry
+from kvmnn.profiles import LayerGeometry, Profile, ProfileInfo, Statistics
 from kvmnn.store import PrefixStore, read_layer_caches, write_prefix
 
 pytestmark = needs_engine
@@ -109,3 +111,42 @@ def answer(model: Path, scratch: Path, ready: Path, prompt: list[int], stored: i
         assert engine.call("generate", prompt[:stored], 0) == []
         found: list[int] = engine.call("generate", prompt[stored:], 4)
     return found
+
+
+@pytest.mark.slow
+def test_engine_continues_from_prefixes_by_a_profile(model: Path, tmp_path: Path) -> None:
+    """From lossless streams as by itself; so from lossy ones, of 10 bits an element, which are not what was put.
+
+    The model has random weights: other tokens are nearly as good as its best ones, and 8 bits give others.
+    """
+    made_by, random = compute_fingerprint(str(model)), np.random.RandomState(5)
+    ids, texts = list(PREFIX_IDS), [random.randint(0, 250, 300).tolist() for _ in range(2)]
+    caches, wanted = [], []
+    for number, text in enumerate([*texts, ids]):
+        live = tmp_path / f"live {number}"
+        with Engine(model, live) as engine:
+            wanted = engine.call("generate", [*text, *QUERY_IDS], 4)
+            cache = PackedOptions(geometry=LAYOUT, valid_tokens=(len(text),), model=str(model), pid=engine.pid)
+            caches.append(read_layer_caches(kvmnn.open(str(live), packed=cache)))
+    statistics = Statistics([LayerGeometry.from_cache(layer, None) for layer in caches[0]])
+    for text_layers in caches[:-1]:
+        statistics.add(text_layers)
+    tables = build_linear_tables(statistics, below=0)
+    tables |= build_transform_tables(statistics, None, np.ones((len(caches[0]), 2)), below=0)
+    info = ProfileInfo(model="engine", fingerprint=None, dtype="fp32", texts=(), layers=statistics.layers)
+    profile = Profile(info, tables)
+    for codec, options in (("profile", {}), ("transform", {"bits": 10})):
+        place, prompt = tmp_path / codec, [*ids, *QUERY_IDS]
+        with PrefixStore(place, block_tokens=BLOCK, codec=codec, profile=profile, codec_options=options) as store:
+            put = store.put(ids, caches[-1], model=made_by)
+            found = store.get(prompt, model=made_by)
+        assert put.raw_bytes > (2 if codec == "transform" else 1) * put.stored_bytes
+        is_equal = all(
+            np.array_equal(a.keys, b.keys) and np.array_equal(a.values, b.values)
+            for a, b in zip(found.layers, caches[-1], strict=True)
+        )
+        assert is_equal == (codec == "profile") and found.is_lossy == (codec == "transform")
+        ready = tmp_path / f"{codec} ready"
+        result = write_prefix(found, prompt, str(ready), where=codec, geometry=LAYOUT, name="p", model=str(model))
+        assert ("LOSSY" in str(result)) == found.is_lossy
+        assert answer(model, tmp_path / f"scratch {codec}", ready, prompt, len(ids)) == wanted

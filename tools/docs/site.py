@@ -16,7 +16,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import notebooks
+
 ROOT = Path(__file__).resolve().parent.parent.parent
+NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 SOURCES = ROOT / "build" / "docs"
 SECTIONS = {
     "Start": {
@@ -131,6 +136,10 @@ def main() -> int:
         return 1
     for name in API:
         stage_api_page(name)
+    for path in NOTEBOOKS:
+        target = SOURCES / path.relative_to(ROOT).with_suffix(".md")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(notebooks.format_page(json.loads(path.read_text("utf-8")), target), encoding="utf-8")
     configuration = ROOT / "build" / "site.yml"
     nav = json.dumps(build_nav(pages))
     configuration.write_text(CONFIGURATION % {"root": ROOT, "nav": nav}, encoding="utf-8")
@@ -220,6 +229,8 @@ def build_nav(pages: list[Path]) -> list[object]:
             entries += [{name if name == "kvmnn" else f"kvmnn.{name}": f"api/{name}.md"} for name in API]
         sections.append({title: entries})
     benchmarks = [path for path in pages if path.parent.name == "benchmarks"]
+    examples = [{path.stem: path.relative_to(ROOT).with_suffix(".md").as_posix()} for path in NOTEBOOKS]
+    sections.append({"Examples": examples})
     return [*sections, {"Benchmarks": [{path.stem: locate(path).as_posix()} for path in benchmarks]}]
 
 

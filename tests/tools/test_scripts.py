@@ -37,6 +37,7 @@ def test_script_list_is_complete() -> None:
         "fuzz/guided.sh",
         "fuzz/profile_streams.sh",
         "fuzz/threads.sh",
+        "progress.sh",
         "sanitize.sh",
         "test_aarch64.sh",
         "test_zarr.sh",

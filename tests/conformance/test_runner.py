@@ -60,7 +60,7 @@ def test_runner_every_shipped_archive_is_a_set_or_test_data() -> None:
     with_vectors = {path.parent.name for path in FIXTURES.glob("*/vectors.tar.xz")} | plain
     data = {path.name for path in FIXTURES.iterdir() if path.is_dir()} - with_vectors
     shipped = {"float8", "kv_real", "llama_windows", "llm_kv", "lm", "lm_import", "lm_real", "mnn_engine"}
-    assert data == shipped | {"quantization"}
+    assert data == shipped | {"quantization", "traces"}
     assert {path.parent.name for name in ("index.json", "cases.json") for path in FIXTURES.rglob(name)} == plain
 
 

@@ -88,6 +88,17 @@ def test_figures_equal_benchmark() -> None:
         assert all(rows[tokens]["stored"] < rows[tokens]["plain"] for tokens in (512, 1024, 2048)), engine
 
 
+def test_figures_of_traces_equal_benchmark() -> None:
+    words = " ".join(PAGE.read_text().split())
+    traces = json.loads((ROOT / "benchmarks" / "store_traces.json").read_text())["traces"]
+    (trace,) = (trace for trace in traces if trace["requests"] == 12_031)
+    (_, lru, larger_lru, _), (_, benefit, larger_benefit, _), (_, belady, larger_belady, _) = (
+        [f"{100 * rate:.2f}" for rate in trace["hit_rates"][policy]] for policy in ("lru", "benefit", "belady")
+    )
+    assert f"200 GB find {lru} % of the tokens by `lru`, {benefit} by `benefit`, {belady} by `belady`;" in words
+    assert f"1,000 GB {larger_lru}, {larger_benefit} and {larger_belady} (" in words
+
+
 @pytest.mark.skipif(not zstd.is_byte_exact(), reason="sizes of frames hold for libzstd 1.5.2 to 1.5.6")
 def test_commands_print_what_the_page_shows() -> None:
     page = PAGE.read_text(encoding="utf-8")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from repository import FIXTURES
 
 from kvmnn import LayerCache
 from kvmnn.errors import OptionError, SourceError
@@ -184,6 +185,25 @@ def test_simulate_without_limit_finds_all_that_was_there(tmp_path) -> None:
     hit_tokens = replay(trace).rows[0].hit_tokens
     assert hit_tokens == split_into_blocks(trace, 16).count_reusable_tokens()
     assert hit_tokens > split_into_blocks(trace, 64).count_reusable_tokens()
+
+
+def test_simulate_published_trace_finds_what_its_hashes_share() -> None:
+    """The first 300 requests of Mooncake's conversation trace, counted by sets of beginnings."""
+    path = FIXTURES / "traces" / "mooncake_conversation.jsonl"
+    trace = read_trace(path)
+    requests = [json.loads(line) for line in path.read_text().splitlines()]
+    assert (trace.format, trace.symbol_tokens, len(requests)) == ("mooncake", 512, 300)
+    assert trace.tokens.tolist() == trace.named_tokens.tolist() == [request["input_length"] for request in requests]
+    seen: set[tuple[int, ...]] = set()
+    hit_tokens = 0
+    for request in requests:
+        hashes = tuple(request["hash_ids"])
+        beginnings = [hashes[:end] for end in range(1, len(hashes) + 1)]
+        hit_tokens += min(512 * sum(beginning in seen for beginning in beginnings), request["input_length"])
+        seen.update(beginnings)
+    report = replay(trace, sizes=[400 << 20])
+    assert report.rows[0].hit_tokens == hit_tokens == 345_966
+    assert 0 < report.rows[1].hit_tokens < report.rows[0].hit_tokens
 
 
 def test_simulate_counts_mooncake_blocks(tmp_path) -> None:

@@ -11,6 +11,8 @@ import pytest
 from engine_client import needs_engine, unpack_fixture
 from repository import FIXTURES, ROOT
 
+from kvmnn.reports.break_even import EngineTimes
+
 EXAMPLES = ROOT / "examples"
 TEXT = str(FIXTURES / "lm" / "texts" / "trace.py.txt")
 PROMISES = {
@@ -52,6 +54,18 @@ def test_chat_goes_on_in_another_process(tmp_path: Path) -> None:
     answers = [line for line in [*first, *second] if line.startswith("[")]
     assert len(answers) == 2
     assert answers == [line for line in chat("another", "hello there\nwhat is new\n") if line.startswith("[")]
+
+
+@pytest.mark.slow
+@needs_engine
+def test_times_of_the_engine_are_a_file_of_speed(tmp_path: Path) -> None:
+    model, script = unpack_fixture("model", tmp_path), EXAMPLES / "time_engine.py"
+    argv = [sys.executable, "-P", script, model, "8", "24"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "times.json").write_text(done.stdout)
+    times = EngineTimes.read(tmp_path / "times.json")
+    assert set(times.computed) == set(times.loaded) == {"8", "24"}
 
 
 def test_examples_are_the_tested_ones() -> None:

@@ -42,8 +42,8 @@ def test_readme_transform_ratios_equal_page_of_transform_streams() -> None:
     ]
     alone, below, attention, gemma_alone, gemma_below = ([cell.strip() for cell in row[3:5]] for row in rows)
     for row, smol, gemma in (
-        ("[`transform`](docs/format-transform.md), kl=0.0025, each layer alone", alone, gemma_alone),
-        ("`transform`, kl=0.0025, by two layers below", below, gemma_below),
+        ("[`transform`](docs/format-transform.md), each layer alone", alone, gemma_alone),
+        ("`transform`, by two layers below", below, gemma_below),
         ("the same, steps by attention", attention, ["", ""]),
     ):
         ratio, gemma_ratio, loss = read_table(README, row)[:3]

@@ -67,7 +67,7 @@ docs: $(STAMPS)/docs
 real: $(STAMPS)/bench
 	$(BIN)/python tools/bench/real.py
 
-# MNN='DIR KV_HEADS HEAD_DIM' names a model for the part of store.py that runs MNN 3.6.1. ZIPNN=zipnn measures ZipNN as
+# MNN=DIR names SmolLM2 as MNN's exporter writes it, for the part of store.py that runs MNN 3.6.1. ZIPNN=zipnn measures ZipNN as
 # well, which pip compiles and which needs torch (TORCH, above).
 ZIPNN ?=
 bench: $(STAMPS)/bench $(if $(ZIPNN),$(STAMPS)/zipnn)

@@ -91,8 +91,12 @@ def _measure_ratios(arguments: argparse.Namespace) -> list[MeasuredRatio]:
     source = input_sources.load(arguments.inputs, arguments, with_frames=True)
     input_sources.report_skipped(source, arguments)
     layers = read_layer_caches(source)
+    caches = [(range(layers[0].tokens), layers)]
+    if arguments.codec is None:
+        return measure_store_ratios(caches, threads=arguments.threads)
+    codec, profile, options = "frames" if arguments.codec == "mnn" else arguments.codec, None, None
     if layer_stream_options.is_layer_codec(arguments.codec):
-        raise UsageError("store simulate measures dense streams and frames: --ratio says that of other codecs")
-    codec = "frames" if arguments.codec == "mnn" else arguments.codec
-    codecs = {} if codec is None else {"codecs": (codec,)}
-    return measure_store_ratios([(range(layers[0].tokens), layers)], threads=arguments.threads, **codecs)
+        codec, profile, options = layer_stream_options.split_codec(arguments.codec)
+    return measure_store_ratios(
+        caches, codecs=(codec,), profile=profile, codec_options=options, threads=arguments.threads
+    )

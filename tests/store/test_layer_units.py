@@ -67,6 +67,23 @@ def test_profile_store_returns_every_word(new_url: Callable[[str], str], engine:
         assert store.stats().profile == make_profile().key.hex()
 
 
+def test_measured_ratio_of_a_profile_is_that_of_a_real_store(tmp_path: Path, run) -> None:
+    caches = make_cache(700, "fp16", seed=3)
+    with PrefixStore(tmp_path / "s", codec="profile", profile=make_profile()) as store:
+        put = store.put(IDS, caches, model=MODEL)
+    path, trace = tmp_path / "p.kvmp", tmp_path / "trace.jsonl"
+    make_profile().write(path)
+    trace.write_text("5 6 7\n5 6 7\n")
+    arrays = {
+        f"layer_{cache.layer}.{part}": getattr(cache, f"{part}s") for cache in caches for part in ("key", "value")
+    }
+    np.savez(tmp_path / "kv.npz", **arrays)
+    words = ["--ratio", "measured", "--model-shape", "2x2x64", "--size", "1M", "--codec", f"profile:{path}", "--json"]
+    rows = json.loads(run("store", "simulate", trace, tmp_path / "kv.npz", *words).out)["rows"]
+    assert {row["codec"] for row in rows} == {"profile"}
+    assert rows[0]["ratio"] == pytest.approx(put.raw_bytes / put.stored_bytes)
+
+
 def take(cache: LayerCache, tokens: int) -> LayerCache:
     return LayerCache(layer=cache.layer, keys=cache.keys[:, :tokens], values=cache.values[:, :tokens])
 

@@ -6,7 +6,7 @@ import gc
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,6 +71,8 @@ def measure_store_ratios(
     caches: Sequence[tuple[Sequence[int], Sequence[LayerCache]]],
     *,
     codecs: Sequence[str] = PLAIN_CODECS,
+    profile: str | os.PathLike[str] | None = None,
+    codec_options: Mapping[str, float] | None = None,
     threads: int | None = None,
 ) -> list[MeasuredRatio]:
     """Put real caches into a new store of each codec and return its ratios.
@@ -80,7 +82,9 @@ def measure_store_ratios(
     caches
         Token ids, and K and V of all layers, ``[kv_head, token, head_dim]``, of texts of one model.
     codecs
-        ``"dense"``, ``"frames"``.
+        Codecs of `PrefixStore`.
+    profile, codec_options
+        For the codecs ``"profile"`` and ``"transform"``, as for `PrefixStore`.
     threads
         Maximum number of threads; None for all processors.
     """
@@ -88,7 +92,9 @@ def measure_store_ratios(
     for codec in codecs:
         with (
             tempfile.TemporaryDirectory() as folder,
-            PrefixStore(Path(folder) / "store", codec=codec, threads=threads) as store,
+            PrefixStore(
+                Path(folder) / "store", codec=codec, profile=profile, codec_options=codec_options, threads=threads
+            ) as store,
         ):
             results = [store.put(ids, layers, model="measured") for ids, layers in caches]
             raw_bytes, stored_bytes = (sum(getattr(r, name) for r in results) for name in ("raw_bytes", "stored_bytes"))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
-from difflib import get_close_matches
 from itertools import zip_longest
 
 
@@ -135,6 +134,8 @@ def _split_words(line: str, width: int) -> Iterator[str]:
 
 def suggest(word: str, candidates: Iterable[str]) -> str:
     """Return ``" (did you mean 'streaming'?)"`` with the candidate nearest to a word; empty if none is near."""
+    from difflib import get_close_matches  # only messages need it
+
     names_by_lower = {name.lower(): name for name in candidates}
     anagrams = [name for name in names_by_lower if sorted(name) == sorted(word.lower())]  # '.nyp' is '.npy', not '.npz'
     close_names = anagrams or get_close_matches(word.lower(), names_by_lower, n=1, cutoff=0.7)

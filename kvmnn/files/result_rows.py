@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -114,6 +113,8 @@ def format_html(caption: str, rows: Sequence[Row]) -> str:
 
 def format_html_table(caption: str, headings: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     """Format an HTML table; every text is escaped."""
+    import html  # only notebooks need it
+
     head = "".join(f"<th>{html.escape(text)}</th>" for text in headings)
     body = "".join(f"<tr>{''.join(f'<td>{html.escape(text)}</td>' for text in line)}</tr>" for line in lines)
     title = f"<caption>{html.escape(caption)}</caption>" if caption else ""

@@ -130,7 +130,7 @@ def write_error_line(kind: str, message: object) -> None:
     if captured is not None:
         (captured.errors if kind == "error" else captured.notes).append(line)
         return
-    write_error_lines(f"kvmnn: {kind}: {line}")
+    write_error_lines(f"kvmnn: {kind}: {line}", colour=_COLOURS.get(kind, _NOTE_COLOUR))
 
 
 def shorten_line(line: str) -> str:
@@ -151,13 +151,28 @@ def format_message_line(lines: object) -> str:
     return join_lines(_escape_names(str(lines)))
 
 
-def write_error_lines(text: str) -> None:
-    """Write lines to standard error; do nothing when it is closed."""
+_COLOURS = {"error": "1;31", "refused": "1;31", "warning": "33"}
+_NOTE_COLOUR = "36"
+"""Of what kind a line is, in codes of terminals: bold red, yellow, and cyan for anything else."""
+
+
+def write_error_lines(text: str, *, colour: str = "") -> None:
+    """Write lines to standard error; do nothing when it is closed. On a terminal the first two words have a colour."""
     stream = sys.stderr
     if stream is not None:
         with suppress(OSError, ValueError):
-            stream.write(_make_printable(text, stream, with_fold=True) + "\n")
+            printable = _make_printable(text, stream, with_fold=True)
+            if colour and _has_colours(stream):
+                prefix, separator, rest = printable.partition(": ")
+                kind, kind_separator, message = rest.partition(": ")
+                printable = f"\x1b[{colour}m{prefix}{separator}{kind}{kind_separator.rstrip()}\x1b[0m {message}"
+            stream.write(printable + "\n")
             stream.flush()
+
+
+def _has_colours(stream: TextIO) -> bool:
+    """Return whether a stream is a terminal with colours, and nobody asked for none (https://no-color.org)."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
 
 
 def is_terminal() -> bool:

@@ -243,3 +243,31 @@ def test_error_line_is_at_most_1000_letters(run, tmp_path, monkeypatch) -> None:
     words = [f"no-such-file-{number}" for number in range(300)]
     assert len(run("encode", *words, "-o", "x/", code=1).err) < 1000
     assert len(run("encode", "k.npz", "--" + "o" * 5000, code=2).err) < 1000
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "variables", "shown"),
+    [
+        (True, {"TERM": "xterm"}, "\x1b[1;31mkvmnn: error:\x1b[0m gone.frame: "),
+        (True, {"TERM": "xterm", "NO_COLOR": "1"}, "kvmnn: error: gone.frame: "),
+        (True, {"TERM": "dumb"}, "kvmnn: error: gone.frame: "),
+        (False, {"TERM": "xterm"}, "kvmnn: error: gone.frame: "),
+    ],
+)
+def test_messages_have_colours_on_terminals_alone(is_terminal, variables, shown, monkeypatch, tmp_path) -> None:
+    import io
+
+    from kvmnn.cli import main
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return is_terminal
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    stream = Terminal()
+    monkeypatch.setattr("sys.stderr", stream)
+    assert main(["inspect", "gone.frame"]) == 1
+    assert stream.getvalue().startswith(shown)

@@ -163,8 +163,8 @@ def write_error_lines(text: str, *, colour: str = "") -> None:
         with suppress(OSError, ValueError):
             printable = _make_printable(text, stream, with_fold=True)
             if colour and _has_colours(stream):
-                prefix, separator, rest = printable.partition(": ")
-                kind, kind_separator, message = rest.partition(": ")
+                prefix, separator, tail = printable.partition(": ")
+                kind, kind_separator, message = tail.partition(": ")
                 printable = f"\x1b[{colour}m{prefix}{separator}{kind}{kind_separator.rstrip()}\x1b[0m {message}"
             stream.write(printable + "\n")
             stream.flush()

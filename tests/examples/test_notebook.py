@@ -29,9 +29,7 @@ def test_notebook_runs_and_shows_its_stored_outputs(notebooks: Any) -> None:
     now = notebooks.run_notebook(NOTEBOOK)
     assert [cell["source"] for cell in now["cells"]] == [cell["source"] for cell in stored["cells"]]
     shown = [[sorted(output.get("data", {})) for output in cell.get("outputs", [])] for cell in now["cells"]]
-    assert shown == [
-        [sorted(output.get("data", {})) for output in cell.get("outputs", [])] for cell in stored["cells"]
-    ]
+    assert shown == [[sorted(output.get("data", {})) for output in cell.get("outputs", [])] for cell in stored["cells"]]
     assert now["cells"][-1]["outputs"][0]["text"] == stored["cells"][-1]["outputs"][0]["text"]
     (table,) = (cell for cell in now["cells"] if "keydiff" in "".join(cell["source"]))
     assert "streaming 128" in "".join(table["outputs"][0]["data"]["text/html"])

@@ -59,7 +59,7 @@ say "3. What a quarter of the cache, and a lossy one, cost: perplexity of held-o
 run kvmnn eval lm --text lm/texts/trace.py.txt --max-tokens 1024 --chunk 4 --no-timing \
     --policy recent_only --policy h2o_decayed_heads --budget 256 -o policies.json -q >/dev/null
 run kvmnn eval lm --text lm/texts/trace.py.txt --max-tokens 1024 --chunk 64 --no-timing \
-    --quant q4_0 --quant transform:profile=lm.kvmp,kl=0.002 -o codecs.json -q >/dev/null
+    --quant q4_0 --quant transform:lm.kvmp,kl=0.002 -o codecs.json -q >/dev/null
 python - <<'END'
 import json
 policies = {"full": "full cache", "recent_only": "window of 256 tokens", "h2o_decayed_heads": "H2O with 256 tokens"}

@@ -7,17 +7,23 @@ from .benchmark import (
     MachineInfo,
     Timing,
     compare,
+    compare_on_cache,
+    count_cache_runs,
     count_runs,
     measure,
 )
+from .codecs import LossStats
 
 __all__ = [
     "ArrayBenchReport",
     "BenchReport",
     "CodecBenchResult",
+    "LossStats",
     "MachineInfo",
     "Timing",
     "compare",
+    "compare_on_cache",
+    "count_cache_runs",
     "count_runs",
     "measure",
 ]

@@ -21,11 +21,13 @@ from ..arrays.source import Source
 from ..bundle.dense import DensePlan
 from ..errors import KvmnnError
 from ..files.schema import Record, json_key
+from ..formats.layer_streams.codecs import LayerStreamOptions
 from ..frames import encode, inspect
+from ..profiles import Profile
 from ..reports.break_even import BreakEvenReport, CodecTimes, EngineTimes, compute_break_even
 from ..reports.table import Column, Table
 from . import codecs
-from .codecs import BenchCodec, count_dense_bytes, explain_no_dense, make_dense_codec, make_dense_plans
+from .codecs import BenchCodec, LossStats, count_dense_bytes, explain_no_dense, make_dense_codec, make_dense_plans
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class CodecBenchResult(Record):
     decode: Timing | None
     #: Reason of a failure.
     error: str | None = None
+    #: What a lossy codec lost; None for all others.
+    loss: LossStats | None = field(default=None, metadata={"omit": True})
 
     @property
     @json_key()
@@ -111,7 +115,12 @@ class CodecBenchResult(Record):
         return (1 - 1 / self.ratio) / (seconds / self.raw_bytes)
 
     def dominates(self, competitor: CodecBenchResult) -> bool:
-        """Return whether ratio and CPU times are no worse than those of `competitor`, one better, on the same bytes."""
+        """Return whether ratio and CPU times are no worse than those of `competitor`, one better, on the same bytes.
+
+        Lossy codecs and lossless ones are not compared.
+        """
+        if (self.loss is None) != (competitor.loss is None):
+            return False
         if self.encode is None or self.decode is None or competitor.encode is None or competitor.decode is None:
             return False
         own_costs = (self.stored_bytes, self.encode.cpu, self.decode.cpu)
@@ -200,6 +209,7 @@ class ArrayBenchReport(Record):
         if self.missing:
             names = ", ".join(self.missing)
             lines.append(f"not measured, as they are not installed: {names} (pip install {' '.join(self.missing)})")
+        lines += [f"{result.codec}: {result.loss}" for result in self.results if result.loss is not None]
         lines += [
             f"{result.codec}: of the first {result.raw_bytes:,} bytes"
             for result in self.results
@@ -316,6 +326,16 @@ def compare(
         )
         for array in source.arrays
     ]
+    return _make_report(source, reports, threads, engine, link)
+
+
+def _make_report(
+    source: Source,
+    reports: Sequence[ArrayBenchReport],
+    threads: int,
+    engine: EngineTimes | None,
+    link: float | None,
+) -> BenchReport:
     machine = MachineInfo(platform.processor() or platform.machine(), cpu_count(), platform.system())
     times = _sum_codec_times(reports)
     break_even = None
@@ -323,6 +343,74 @@ def compare(
         token_bytes = None if engine is None else _compute_token_bytes(source)
         break_even = compute_break_even(times, token_bytes=token_bytes, engine=engine, link=link)
     return BenchReport(machine=machine, threads=threads, arrays=tuple(reports), break_even=break_even)
+
+
+def compare_on_cache(
+    source: Source,
+    layer_codecs: Sequence[LayerStreamOptions],
+    *,
+    max_bytes: int = DEFAULT_SAMPLE_BYTES,
+    repeats: int = 5,
+    threads: int = 1,
+    progress: Progress | None = None,
+    engine: EngineTimes | None = None,
+    link: float | None = None,
+) -> BenchReport:
+    """Measure codecs of whole layers on the K and V of all layers, next to those that `compare` measures on each array.
+
+    Codecs of whole layers run on one thread. The other parameters are those of `compare`; of a longer cache the first
+    tokens of all layers are measured. Decoded bytes of lossless codecs are compared with the input, those of lossy ones
+    with what the encoder promises.
+
+    Raises
+    ------
+    OptionError
+        For arrays that are not K and V of layers.
+    KvmnnError
+        For a profile of another model.
+    """
+    from . import layer_codecs as makers
+
+    sample = makers.read_sample(source, max_bytes)
+    profiles = [Profile.read(options.profile) for options in layer_codecs]
+    for profile in profiles:
+        for layer in sample.layers:
+            profile.check_layer(layer)
+    own_codecs = codecs.make_kvmnn_codecs(sample.dtype, threads)
+    third_party_codecs, not_installed = codecs.find_installed_codecs(sample.dtype, threads)
+    bench_codecs = [
+        *(makers.apply_by_array(codec, sample) for codec in own_codecs),
+        makers.make_dense_cache_codec(sample, profiles[0], threads),
+        *(
+            makers.make_layer_codec(sample, profile, options)
+            for profile, options in zip(profiles, layer_codecs, strict=True)
+        ),
+        *(makers.apply_by_array(codec, sample) for codec in third_party_codecs),
+    ]
+    runs = [_CodecRun(codec, sample.words) for codec in bench_codecs]
+    for repeat in range(repeats + 1):
+        for run in runs:
+            run.run_once(is_timed=repeat > 0)
+            if progress:
+                progress(1)
+    info = inspect(encode(sample.words, dtype=sample.dtype, effort="balanced", threads=threads))
+    report = ArrayBenchReport(
+        name=f"K and V of {pluralize(len(sample.layers), 'layer')}",
+        dtype=sample.dtype,
+        array_bytes=sample.cache_bytes,
+        sample_bytes=sample.words.size,
+        entropy_ratio=None if info.entropy_ratio == float("inf") else info.entropy_ratio,
+        rounds=repeats,
+        results=tuple(run.to_result() for run in runs),
+        missing=tuple(not_installed),
+    )
+    return _make_report(source, [report], threads, engine, link)
+
+
+def count_cache_runs(dtype: str, num_layer_codecs: int, repeats: int, threads: int) -> int:
+    """Return how often `compare_on_cache` calls its `progress`."""
+    num_codecs = len(codecs.make_kvmnn_codecs(dtype, threads)) + 1 + num_layer_codecs
+    return (repeats + 1) * (num_codecs + len(codecs.find_installed_codecs(dtype, threads)[0]))
 
 
 def _compute_token_bytes(source: Source) -> float:
@@ -449,6 +537,7 @@ class _CodecRun:
         self._sample = sample
         self._stored_bytes = 0
         self._error: str | None = None
+        self._loss: LossStats | None = None
         self._encode_timings: list[Timing] = []
         self._decode_timings: list[Timing] = []
 
@@ -458,7 +547,9 @@ class _CodecRun:
         try:
             payload, encode_time = _time_call(self._codec.encode, self._sample)
             output, decode_time = _time_call(self._codec.decode, payload)
-            if not is_timed and not _is_same(output, self._sample):
+            if self._codec.check_loss is not None:
+                self._loss = self._loss if is_timed else self._codec.check_loss(output, self._sample)
+            elif not is_timed and not _is_same(output, self._sample):
                 raise KvmnnError("the round trip changed the data")
         except Exception as exc:
             self._error = f"{type(exc).__name__}: {exc}"[:200]
@@ -478,6 +569,7 @@ class _CodecRun:
             encode=_compute_median(self._encode_timings) if is_ok else None,
             decode=_compute_median(self._decode_timings) if is_ok else None,
             error=self._error,
+            loss=self._loss if is_ok else None,
         )
 
 

@@ -7,24 +7,45 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from .. import dense, dtypes
 from .._util.packages import get_version
 from .._util.parallel import parallel_map, resolve_threads
+from .._util.text import LOSSY
 from ..arrays.array import Chunk
 from ..arrays.source import Source
 from ..bundle.dense import DenseOptions, DensePlan, plan_arrays, search_rope, split_into_groups
 from ..dtypes import Elements
 from ..errors import OptionError
+from ..files.schema import Record
 from ..frames import EFFORTS, Effort, decoder, encoder
 
 
 @dataclass(frozen=True)
+class LossStats(Record):
+    """What a lossy codec lost."""
+
+    label: ClassVar = LOSSY
+    json_keys = "label predicted_kl max_error"
+
+    #: Nats a token that the encoder expects; None if the profile has no sensitivities.
+    predicted_kl: float | None
+    #: The largest difference of an element.
+    max_error: float
+
+    def __str__(self) -> str:
+        cost = (
+            "KL divergence not known" if self.predicted_kl is None else f"{self.predicted_kl:.2g} nats a token expected"
+        )
+        return f"{self.label}: {cost}, largest error {self.max_error:.3g}"
+
+
+@dataclass(frozen=True)
 class BenchCodec:
-    """A lossless codec as functions on raw bytes."""
+    """A codec as functions on raw bytes."""
 
     #: Name in the table.
     name: str
@@ -36,6 +57,8 @@ class BenchCodec:
     decode: Callable[[Any], Any]
     #: Counts the bytes that `encode` returned.
     count_bytes: Callable[[Any], int] = len
+    #: Compares decoded bytes with the input, and returns what was lost; None for lossless codecs.
+    check_loss: Callable[[Chunk, Chunk], LossStats] | None = None
 
 
 def make_kvmnn_codecs(dtype: str, threads: int | None, *, with_max: bool = False) -> list[BenchCodec]:

@@ -63,7 +63,7 @@ def add_comparison_options(parser: Any) -> None:
         default=[],
         metavar="SPEC",
         help="also hold the cache in this lossy codec, alone and with every policy (repeatable): q8_0, q5_1, q5_0, "
-        "q4_1, q4_0, kivi:k=4,v=4,group=64,recent=128, transform:profile=FILE,kl=0.002 (kvmnn profile make); none: "
+        "q4_1, q4_0, kivi:k=4,v=4,group=64,recent=128, transform:FILE,kl=0.002 (kvmnn profile make); none: "
         "policies without one",
     )
     model_options.add_config_options(parser)

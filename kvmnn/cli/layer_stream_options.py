@@ -10,6 +10,7 @@ from .console import STDIO, UsageError
 
 if TYPE_CHECKING:
     from ..formats.layer_streams.codecs import LayerStreamOptions
+    from ..formats.layer_streams.document import LayerCodec
 
 _CODEC_NAMES = ("profile", "transform")
 _NUMBER_TYPES: dict[str, dict[str, type[int] | type[float]]] = {
@@ -31,13 +32,19 @@ def parse_codec(text: str) -> str:
     return text
 
 
-def split_codec(text: str) -> tuple[str, str, dict[str, float]]:
+def parse_layer_codec(text: str) -> str:
+    """Check a value of ``--codec`` of verbs that take codecs of layer streams only."""
+    split_codec(text, "")
+    return text
+
+
+def split_codec(text: str, engine_codecs: str = "mnn, dense, ") -> tuple[str, str, dict[str, float]]:
     """Return codec, profile and settings of ``profile:FILE,below=1``."""
     name, _, values = text.partition(":")
     path, *pairs = values.split(",")
     if name not in _CODEC_NAMES or not path:
         raise argparse.ArgumentTypeError(
-            f"{text!r}: expected mnn, dense, profile:FILE[,below=N] or transform:FILE[,kl=0.002], where FILE is a "
+            f"{text!r}: expected {engine_codecs}profile:FILE[,below=N] or transform:FILE[,kl=0.002], where FILE is a "
             "profile (kvmnn profile make)"
         )
     settings: dict[str, float] = {}
@@ -55,14 +62,22 @@ def split_codec(text: str) -> tuple[str, str, dict[str, float]]:
 
 def build_options(arguments: argparse.Namespace) -> LayerStreamOptions:
     """Build the options of ``--codec``."""
+    return parse_options(arguments.codec, verify=not arguments.no_verify)
+
+
+def parse_options(text: str, *, verify: bool = True) -> LayerStreamOptions:
+    """Parse the options of a codec of layer streams, which was checked."""
     from ..formats.layer_streams.codecs import LayerStreamOptions
 
-    name, path, settings = split_codec(arguments.codec)
-    return LayerStreamOptions(
-        codec="transform" if name == "transform" else "profile",
-        profile=path,
-        settings=dict(settings),
-        verify=not arguments.no_verify,
+    name, path, settings = split_codec(text)
+    codec: LayerCodec = "transform" if name == "transform" else "profile"
+    return LayerStreamOptions(codec=codec, profile=path, settings=dict(settings), verify=verify)
+
+
+def add_codec_option(parser: Any, help_text: str, **settings: Any) -> None:
+    """Add ``--codec`` for codecs of layer streams only."""
+    parser.add_argument(
+        "--codec", type=parse_layer_codec, metavar="profile:FILE|transform:FILE", help=help_text, **settings
     )
 
 
@@ -83,10 +98,17 @@ def is_layer_streams(path: str) -> bool:
 
 def encode(arguments: argparse.Namespace) -> int:
     """Encode the inputs of ``kvmnn encode`` into a folder of layer streams."""
+    from ..files.file_names import has_zarr_suffix
+    from ..files.urls import is_url, redact_url
     from ..formats.layer_streams.writer import encode_layers
 
     if arguments.output in (None, STDIO):
         raise UsageError("--codec profile and transform write a folder: use -o DIR/")
+    if has_zarr_suffix(arguments.output) or is_url(arguments.output):
+        raise UsageError(
+            f"-o {redact_url(arguments.output)}: --codec profile and transform write a local folder of whole layers, "
+            "which a Zarr store cannot hold (docs/zarr.md): use -o DIR/"
+        )
     idle_names = (
         *("effort", "predictors", "predictors_k", "predictors_v", "hi_predictors", "frame_bytes", "block"),
         *("allow_raw", "no_zstd", "rope"),

@@ -1,4 +1,4 @@
-"""The codecs by name, and their specs: ``NAME`` or ``NAME:option=value,...``."""
+"""The codecs by name, and their specs: ``NAME`` or ``NAME:option=value,...``; ``transform:FILE,...`` as well."""
 
 from __future__ import annotations
 
@@ -30,6 +30,9 @@ def create_codec(spec: str) -> CacheCodec | None:
     KvmnnError
         For names and options that do not exist, and values that the codec refuses.
     """
+    name, colon, option_text = spec.partition(":")
+    if name == TransformCodec.name and colon and "=" not in option_text.partition(",")[0]:
+        spec = f"{name}:profile={option_text}"  # as `encode --codec` takes it
     name, texts = split_spec(spec)
     if name == NO_CODEC and not texts:
         return None

@@ -90,7 +90,7 @@ class TransformCodec(CacheCodec):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.profile:
-            raise KvmnnError("transform: expected profile=FILE (kvmnn profile make)")
+            raise KvmnnError("transform: expected transform:FILE,kl=0.002 (kvmnn profile make)")
         self.build_options(_NUM_EXACT_TOKENS)
 
     def build_options(self, first: int) -> TransformOptions:

@@ -123,3 +123,89 @@ def test_layer_codecs_refuse_options_of_frames(run, work, tmp_path) -> None:
     ):
         assert message in run("encode", work / "kv", "--codec", codec, *words, code=2).err
     assert "--profile" in run("verify", work / "kv", "--profile", "x", code=2).err
+
+
+def test_measure_with_a_profile_counts_the_bytes_that_encode_writes(run, work, tmp_path) -> None:
+    for codec, label in (("profile", "LOSSLESS"), ("transform", "LOSSY")):
+        spec = f"{codec}:{work / 'p.kvmp'},below=0"
+        encoded = json.loads(run("encode", work / "kv", "-o", tmp_path / codec, "--codec", spec, "--json").out)
+        measured = json.loads(run("measure", work / "kv", "--codec", spec, "--json").out)
+        assert (measured["verb"], measured["label"]) == ("measure", label)
+        for key in ("raw_bytes", "stored_bytes", "profile", "layers", "predicted_kl"):
+            assert measured[key] == encoded[key], key
+        shown = run("measure", work / "kv", "--codec", spec).out
+        assert f"{measured['stored_bytes']:,} bytes, ratio" in shown and label in shown
+        assert ("largest error" in shown) == (codec == "transform")
+    assert not list(work.glob("*.kvml"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--dense"], "exclude each other"),
+        (["--encode"], "--encode"),
+        (["--front-n", "3"], "--front-n"),
+        (["--speed", "prefill=100"], "--speed"),
+        (["--to-fp16"], "--to-fp16"),
+    ],
+)
+def test_measure_with_a_profile_refuses_idle_options(run, work, words, message) -> None:
+    assert message in run("measure", work / "kv", "--codec", f"profile:{work / 'p.kvmp'}", *words, code=2).err
+    assert "expected profile:FILE" in run("measure", work / "kv", "--codec", "dense", code=2).err
+
+
+def test_bench_with_a_profile_measures_the_cache_as_a_whole(run, work) -> None:
+    codecs = [f"profile:{work / 'p.kvmp'}", f"transform:{work / 'p.kvmp'},ratio=4"]
+    words = ["bench", work / "kv", "--repeats", "1", "--codec", codecs[0], "--codec", codecs[1]]
+    document = json.loads(run(*words, "--json").out)
+    [array] = document["arrays"]
+    results = {result["codec"]: result for result in array["results"]}
+    assert {"kvmnn exact", "kvmnn fast", "kvmnn dense", "profile", "transform ratio=4"} <= set(results)
+    assert {result["raw_bytes"] for result in results.values()} == {array["array_bytes"]}
+    for codec, name in zip(codecs, ("profile", "transform ratio=4"), strict=True):
+        measured = json.loads(run("measure", work / "kv", "--codec", codec, "--json").out)
+        assert results[name]["stored_bytes"] == measured["stored_bytes"] and results[name]["decode"]["cpu"] > 0
+    assert "loss" not in results["profile"] and results["transform ratio=4"]["loss"]["label"] == "LOSSY"
+    largest = max(
+        max(layer["errors"][f"max_{part}_error"] for part in ("key", "value")) for layer in measured["layers"]
+    )
+    assert results["transform ratio=4"]["loss"]["max_error"] == pytest.approx(largest, rel=1e-5)
+    assert results["profile"]["dominated_by"] != "transform ratio=4"
+    assert "kvmnn dense" in {result["codec"] for result in document["break_even"]["codecs"]}
+
+
+def test_bench_with_a_profile_cuts_all_layers_to_the_sample(run, work) -> None:
+    words = ["bench", work / "kv", "--repeats", "1", "--codec", f"profile:{work / 'p.kvmp'}"]
+    shown = run(*words, "--sample-bytes", "500000").out
+    assert "first 491,520 measured" in shown and "failed" not in shown  # 40 of 150 tokens
+    assert "less than a token" in run(*words, "--sample-bytes", "500", code=2).err
+    assert "--max" in run(*words, "--max", code=2).err
+
+
+def test_bench_a_lossy_codec_that_breaks_its_promise_fails(run, work, monkeypatch) -> None:
+    from kvmnn.bench import layer_codecs
+
+    monkeypatch.setattr(layer_codecs, "decode_cache", _decode_with_an_error)
+    shown = run("bench", work / "kv", "--repeats", "1", "--codec", f"transform:{work / 'p.kvmp'},below=0").out
+    assert "failed: KvmnnError: the streams did not decode to what the encoder promises" in shown
+
+
+def _decode_with_an_error(streams, profile, codec):
+    from kvmnn.formats.layer_streams.codecs import decode_cache
+
+    for layer in decode_cache(streams, profile, codec):
+        layer.values[0, -1, 0] += 1
+        yield layer
+
+
+def test_bundles_are_encoded_by_a_profile_and_zarr_stores_are_none(run, work, tmp_path) -> None:
+    codec = f"profile:{work / 'p.kvmp'}"
+    run("encode", work / "kv", "-o", tmp_path / "bundle/")
+    assert "LOSSLESS" in run("encode", tmp_path / "bundle", "-o", tmp_path / "s/", "--codec", codec).out
+    assert "every byte" in run("verify", tmp_path / "s", "--against", work / "kv").out
+    for output in (tmp_path / "x.zarr", "memory://x"):
+        assert "Zarr" in run("encode", work / "kv", "-o", output, "--codec", codec, code=2).err
+    assert not (tmp_path / "x.zarr").exists()
+    run("encode", tmp_path / "s", "-o", tmp_path / "x.zarr")
+    assert "equal" in run("diff", tmp_path / "x.zarr", work / "kv").out
+    assert "LOSSLESS" in run("encode", tmp_path / "x.zarr", "-o", tmp_path / "t/", "--codec", codec).out

@@ -40,6 +40,7 @@ def test_transform_codec_gives_words_and_bytes_of_the_streams(profile: Path, tmp
         for i in range(6)
     ]
     codec = create_codec(f"transform:profile={profile},ratio=6")
+    assert create_codec(f"transform:{profile},ratio=6") == codec
     assert codec is not None and codec.when == "prompt" and not codec.is_by_head
     coder = codec.start_text(CacheShape(6, 4, 64))
     options = LayerStreamOptions(codec="transform", profile=str(profile), settings={"ratio": 6.0})
@@ -68,7 +69,7 @@ def test_transform_codec_in_an_evaluation(profile: Path) -> None:
 
 def test_transform_codec_refuses_what_it_cannot_code(profile: Path) -> None:
     for spec, message in (
-        ("transform", "profile=FILE"),
+        ("transform", "transform:FILE"),
         (f"transform:profile={profile},kl=1,ratio=2", "one of them"),
         (f"transform:profile={profile},below=3", "below"),
         (f"transform:profile={profile},kl=x", "expected a number"),

@@ -332,6 +332,7 @@ DOCUMENTS: dict[str, tuple[str, tuple[str, ...], str]] = {
         (
             "kvmnn.analysis.measurement.MeasureResult",
             "kvmnn.analysis.dense_measurement.DenseMeasureResult",
+            "kvmnn.formats.layer_streams.writer.MeasureLayersResult",
             "kvmnn.analysis.entropy.EntropyReport",
             "kvmnn.analysis.fp16_conversion.Fp16ConvertResult",
         ),

@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from .. import break_even_options, console, input_sources, shared_options
+from .. import break_even_options, console, input_sources, layer_stream_options, shared_options
+from ..console import UsageError
 
 _DESCRIPTION = """\
 Measure encode and decode speed and ratio on real data: kvmnn's efforts, its dense streams of K and V where their axes
 are known, and the other codecs that are installed (pip install bitshuffle blosc2 lz4 pcodec zipnn zstandard).
+
+With --codec all layers of a cache are one row for each codec.
 
 All codecs take turns in one process; figures are medians over --repeats. Each round trip is checked. Break-even is the
 link or disk speed below which compress + send + decompress (wall time, in sequence) is faster than sending raw bytes; a
@@ -30,9 +33,9 @@ def add_parser(subparsers: Any) -> None:
         examples=(
             "kvmnn bench dump/",
             "kvmnn bench kv.npz --repeats 9 --threads 4",
-            "kvmnn bench words.bin --dtype fp16 --json",
+            "kvmnn bench kv/ --codec profile:lm.kvmp --codec transform:lm.kvmp",
         ),
-        shown="--dtype --tensor --repeats --sample-bytes --speed --max",
+        shown="--dtype --tensor --codec --repeats --sample-bytes --speed --max",
     )
     parser.add_argument(
         "inputs",
@@ -51,6 +54,12 @@ def add_parser(subparsers: Any) -> None:
         metavar="SIZE",
         help="measure the beginning of larger arrays (default: 64M; 0: all)",
     )
+    layer_stream_options.add_codec_option(
+        parser,
+        "measure this codec of a model's profile on all layers together, next to the others (repeatable)",
+        action="append",
+        default=[],
+    )
     break_even_options.add_speed_option(parser, "for the time to the first token of stored prefixes")
     parser.add_argument("--max", action="store_true", help="measure effort max on all the data, not on its first MiB")
     parser.accept("--threads", default=1)
@@ -61,6 +70,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out."""
     from ...bench import compare, count_runs
 
+    if arguments.codec:
+        return _run_on_cache(arguments)
     source = input_sources.load(arguments.inputs, arguments)
     input_sources.report_skipped(source, arguments)
     total = count_runs(source, arguments.repeats, arguments.threads, arguments.sample_bytes, with_max=arguments.max)
@@ -71,6 +82,31 @@ def run(arguments: argparse.Namespace) -> int:
             repeats=arguments.repeats,
             threads=arguments.threads,
             with_max=arguments.max,
+            progress=step,
+            engine=break_even_options.read_engine_times(arguments),
+            link=arguments.load_speed,
+        )
+    console.show_result(arguments, "bench", report)
+    return 0
+
+
+def _run_on_cache(arguments: argparse.Namespace) -> int:
+    from ...bench import compare_on_cache, count_cache_runs
+
+    if arguments.max:
+        raise UsageError("--max is about effort max, which is not measured with --codec")
+    source = input_sources.load(arguments.inputs, arguments, with_frames=True)
+    input_sources.report_skipped(source, arguments)
+    options = [layer_stream_options.parse_options(text) for text in arguments.codec]
+    dtype = source.arrays[0].dtype if source.arrays else "fp16"
+    total = count_cache_runs(dtype, len(options), arguments.repeats, arguments.threads)
+    with console.progress_bar(arguments, total, "bench", unit="turn") as step:
+        report = compare_on_cache(
+            source,
+            options,
+            max_bytes=arguments.sample_bytes,
+            repeats=arguments.repeats,
+            threads=arguments.threads,
             progress=step,
             engine=break_even_options.read_engine_times(arguments),
             link=arguments.load_speed,

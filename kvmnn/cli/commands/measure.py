@@ -8,7 +8,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ...analysis.options import LANES, ArgumentsError, LanePredictors, MeasureOptions, Scope, parse_layer_ids
-from .. import batch, break_even_options, console, dense_options, input_sources, packed_options, shared_options
+from .. import (
+    batch,
+    break_even_options,
+    console,
+    dense_options,
+    input_sources,
+    layer_stream_options,
+    packed_options,
+    shared_options,
+)
 from ..console import UsageError
 from ..options import add_dataclass_options, collect_values
 
@@ -50,6 +59,9 @@ def add_alternative_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("instead of measuring")
     group.add_argument("--analysis", metavar="DIR", help="entropies and split ratios of every dump and head")
     group.add_argument("--dense", action="store_true", help="bytes of dense streams next to those of MNN's frames")
+    layer_stream_options.add_codec_option(
+        group, "bytes of layer streams by a model's profile (docs/profile.md), as encode --codec makes them"
+    )
     dense_options.add_rope_option(group)
     group.add_argument("--skip-head-metrics", action="store_true", help="with --analysis: no head_metrics.csv")
     group.add_argument("--run-log", metavar="FILE", help="with --analysis: prompt tokens of each run")
@@ -113,12 +125,12 @@ def refuse_idle_measure_options(arguments: argparse.Namespace, options: MeasureO
         refuse_names(["skip_head_metrics", "run_log"], "needs --analysis")
     if not arguments.to_fp16:
         refuse_names(["allow_fp16"], "needs --to-fp16 DIR")
-    if arguments.to_fp16 is not None or arguments.analysis:
-        refuse_names(break_even_options.SPEED_NAMES, "is not for --analysis and --to-fp16")
+    if arguments.to_fp16 is not None or arguments.analysis or arguments.codec:
+        refuse_names(break_even_options.SPEED_NAMES, "is not for --analysis, --codec and --to-fp16")
     if not arguments.dense:
         refuse_names(["rope"], "needs --dense")
-    if arguments.dense:
-        reason = "is not for --dense, which takes all layers as they are"
+    if arguments.dense or arguments.codec:
+        reason = f"is not for {'--dense' if arguments.dense else '--codec'}, which takes all layers as they are"
         refuse_names(
             [
                 name
@@ -149,7 +161,7 @@ def refuse_idle_measure_options(arguments: argparse.Namespace, options: MeasureO
         refuse_names(["aggregate_by_stage"], "needs --entry-mode aggregate or chunked_grouped")
     if options.codec_mode != "adaptive_v22":
         refuse_names(["adaptive_block_seq", *LANES], "needs --codec-mode adaptive_v22")
-    if are_all_dumps and not arguments.dense:
+    if are_all_dumps and not arguments.dense and not arguments.codec:
         refuse_names(_SOURCE_OPTIONS, "is for other inputs than KV dumps, which say it themselves")
 
 
@@ -188,7 +200,8 @@ fp32 is measured as fp32. --to-fp16 rounds it to fp16 first (LOSSY), as the eval
 --analysis DIR writes entropies and split ratios of every dump and head instead (layer_metrics.csv, head_metrics.csv,
 summary.md; grouped_summary.md with --run-log, a CSV file or JSON lines with run_id and prompt_tokens). --to-fp16 DIR
 converts a tree of fp32 dumps (LOSSY) and measures nothing. --dense reports, layer by layer, the sizes of dense streams
-and of MNN's frames: all are made, decoded and compared (docs/dense.md). --speed also puts K and V into a temporary
+and of MNN's frames: all are made, decoded and compared (docs/dense.md); --codec those of
+streams by a model's profile, with what lossy ones cost (docs/profile.md). --speed also puts K and V into a temporary
 store of each codec and gets them, several times: from what link and length on they pay (docs/prefix-store.md)."""
 
 
@@ -203,9 +216,9 @@ def add_parser(subparsers: Any) -> None:
         examples=(
             "kvmnn measure dump/",
             "kvmnn measure dump/ --encode --json",
-            "kvmnn measure kv.npz --dense --rope none",
+            "kvmnn measure kv/ --codec transform:lm.kvmp,kl=0.002",
         ),
-        shown="--encode --dense --analysis --to-fp16 --front-n --stage --out-json --out-md --dtype "
+        shown="--encode --dense --codec --analysis --to-fp16 --front-n --stage --out-json --out-md --dtype "
         "--token-major --jobs",
     )
     add_input_output_options(parser)
@@ -234,10 +247,12 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if arguments.to_fp16 == "" and arguments.strict_fp16:
         raise UsageError("--to-fp16 and --strict-fp16 exclude each other: fp32 is rounded, or left out")
-    if arguments.to_fp16 == "" and (arguments.analysis or arguments.dense):
-        raise UsageError("--to-fp16 without DIR is for measuring: --analysis and --dense take words as they are")
-    if sum(map(bool, (arguments.analysis, arguments.to_fp16, arguments.dense))) > 1:
-        raise UsageError("--analysis, --to-fp16 and --dense exclude each other")
+    if arguments.to_fp16 == "" and (arguments.analysis or arguments.dense or arguments.codec):
+        raise UsageError(
+            "--to-fp16 without DIR is for measuring: --analysis, --dense and --codec take words as they are"
+        )
+    if sum(map(bool, (arguments.analysis, arguments.to_fp16, arguments.dense, arguments.codec))) > 1:
+        raise UsageError("--analysis, --to-fp16, --dense and --codec exclude each other")
     if arguments.to_fp16 and len(arguments.inputs) != 1:
         raise UsageError("--to-fp16 takes one INPUT")
     if console.STDIO in (arguments.out_json, arguments.out_md):
@@ -255,6 +270,8 @@ def run(arguments: argparse.Namespace) -> int:
     )
     if arguments.dense:
         _run_measure_dense(arguments)
+    elif arguments.codec:
+        _run_measure_layers(arguments)
     elif arguments.to_fp16:
         _run_conversion(arguments)
     elif arguments.analysis:
@@ -333,6 +350,18 @@ def _run_measure_dense(arguments: argparse.Namespace) -> None:
     with console.progress_bar(arguments, source.nbytes, "measuring") as progress:
         dense_result = measure_dense(source, options, threads=arguments.threads, progress=progress)
     _show_sizes(arguments, dense_result)
+
+
+def _run_measure_layers(arguments: argparse.Namespace) -> None:
+    from ...formats.layer_streams.writer import measure_layers
+
+    source = input_sources.load(arguments.inputs, arguments, with_frames=True)
+    source.token_major |= arguments.token_major
+    input_sources.report_skipped(source, arguments)
+    options = layer_stream_options.parse_options(arguments.codec)
+    with console.progress_bar(arguments, source.nbytes, "measuring") as progress:
+        result = measure_layers(source, options, progress=progress)
+    console.show_result(arguments, "measure", result)
 
 
 def _show_sizes(arguments: argparse.Namespace, result: MeasureResult | DenseMeasureResult) -> None:

@@ -7,7 +7,7 @@ import itertools
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +42,11 @@ _STREAM_SUFFIX = {"profile": ".kvml", "transform": ".kvmx"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class EncodeLayersResult(Record):
-    """A cache that became layer streams."""
+class MeasureLayersResult(Record):
+    """Sizes and losses of a cache as layer streams."""
 
-    json_keys = "output label codec raw_bytes stored_bytes ratio predicted_kl tokens seconds profile notes layers"
+    json_keys = "label codec raw_bytes stored_bytes ratio predicted_kl tokens seconds profile options notes layers"
 
-    output: str
     document: LayerStreamsDocument = field(metadata={"json": False})
     #: Whether every stream was decoded, and compared where it is lossless.
     is_verified: bool = field(metadata={"json": False})
@@ -95,10 +94,34 @@ class EncodeLayersResult(Record):
         return self.document.profile_key
 
     @property
+    def options(self) -> dict[str, Any]:
+        """Return the settings of the codec that are not its defaults."""
+        return self.document.options
+
+    @property
     @json_key("layers")
     def layers(self) -> tuple[LayerStreamEntry, ...]:
         """Return the stream of each layer."""
         return self.document.layers
+
+    def __str__(self) -> str:
+        lines = [describe_layer(entry) for entry in self.layers]
+        proof = "all streams decoded, errors measured" if self.document.is_lossy else "all streams decoded and compared"
+        lines += [
+            f"total: {self.raw_bytes:,} -> {self.stored_bytes:,} bytes, ratio {self.ratio:.4f}, {self.label} ({proof})",
+            *describe_document(self.document),
+            *self.notes,
+        ]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodeLayersResult(MeasureLayersResult):
+    """A cache that became layer streams."""
+
+    json_keys = "output label codec raw_bytes stored_bytes ratio predicted_kl tokens seconds profile notes layers"
+
+    output: str
 
     def __str__(self) -> str:
         return self.text()
@@ -181,7 +204,7 @@ def encode_layers(
     """
     start = time.perf_counter()
     profile = Profile.read(options.profile)
-    reader, encoder = _LayerReader(source), CacheEncoder(profile, options)
+    reader, encoder = LayerReader(source), CacheEncoder(profile, options)
     with DirectoryOutput(output, force=force, exclude=[*source.files, options.profile], index=LAYERS_NAME) as directory:
         entries = list(_encode(reader, encoder, profile, options, directory, progress))
         document = LayerStreamsDocument(
@@ -198,19 +221,52 @@ def encode_layers(
             raise OutputError(f"{os.fspath(output)}: {LAYERS_NAME} does not read back as it was written")
         directory.open_file(LAYERS_NAME).write(text)
         directory.commit()
-    notes = []
-    if profile.info.dtype != reader.dtype and not {profile.info.dtype, reader.dtype} <= {"fp16", "fp32", "bf16"}:
-        notes.append(f"the profile was made of {profile.info.dtype}, these are {reader.dtype}")
     return EncodeLayersResult(
         output=os.fspath(output),
         document=document,
         is_verified=options.verify,
         seconds=time.perf_counter() - start,
-        notes=tuple(notes),
+        notes=_compare_dtypes(profile, reader),
     )
 
 
-class _LayerReader:
+def measure_layers(
+    source: Source, options: LayerStreamOptions, *, progress: Progress | None = None
+) -> MeasureLayersResult:
+    """Encode K and V of every layer of a source with a model's profile, decode and compare them, and store nothing.
+
+    Parameters and errors are those of `encode_layers`; every stream is decoded, whatever `options.verify` says.
+    """
+    start = time.perf_counter()
+    options = replace(options, verify=True)
+    profile = Profile.read(options.profile)
+    reader, encoder = LayerReader(source), CacheEncoder(profile, options)
+    entries = list(_encode(reader, encoder, profile, options, None, progress))
+    document = LayerStreamsDocument(
+        codec=options.codec,
+        profile_key=profile.key.hex(),
+        profile_file=os.path.basename(options.profile),
+        options=options.settings,
+        predicted_kl=encoder.predicted_kl,
+        metadata={},
+        layers=tuple(entries),
+    )
+    return MeasureLayersResult(
+        document=document,
+        is_verified=True,
+        seconds=time.perf_counter() - start,
+        notes=_compare_dtypes(profile, reader),
+    )
+
+
+def _compare_dtypes(profile: Profile, reader: LayerReader) -> tuple[str, ...]:
+    """Return a note where the profile was made of another kind of elements."""
+    if profile.info.dtype == reader.dtype or {profile.info.dtype, reader.dtype} <= {"fp16", "fp32", "bf16"}:
+        return ()
+    return (f"the profile was made of {profile.info.dtype}, these are {reader.dtype}",)
+
+
+class LayerReader:
     """Reads the layers of a source one after another."""
 
     def __init__(self, source: Source) -> None:
@@ -257,14 +313,14 @@ class _LayerReader:
 
 
 def _encode(
-    reader: _LayerReader,
+    reader: LayerReader,
     encoder: CacheEncoder,
     profile: Profile,
     options: LayerStreamOptions,
-    directory: DirectoryOutput,
+    directory: DirectoryOutput | None,
     progress: Progress | None,
 ) -> Iterator[LayerStreamEntry]:
-    """Write the stream of each layer, and yield its entry."""
+    """Write the stream of each layer if there is a directory, and yield its entry."""
     pending: list[tuple[LayerCache, list[LayerStreamArray]]] = []
 
     def iter_caches() -> Iterator[LayerCache]:
@@ -279,9 +335,10 @@ def _encode(
         if decoded is not None:
             _require_equal(result, next(decoded))
         file_name = f"layer_{cache.layer}{_STREAM_SUFFIX[options.codec]}"
-        file = directory.open_file(file_name)
-        file.write(stream)
-        file.close()
+        if directory is not None:
+            file = directory.open_file(file_name)
+            file.write(stream)
+            file.close()
         yield LayerStreamEntry(
             layer=cache.layer,
             file=file_name,

@@ -332,13 +332,16 @@ class CellMeasurer:
         """Create a runner for a document, whose policy has a random generator of its own."""
         generator_seed = (self.settings.seed, int(document.sha256[:12], 16))
         policy = configuration.create_policy(generator_seed)
+        runtime_config = self.settings.runtime_config
+        if runtime_config is not None and runtime_config.is_lossy and configuration.is_baseline:
+            runtime_config = None  # others are compared with the full cache as the model computes it
         try:
             return Runner(
                 self._get_session(*self._get_session_key(policy)),
                 policy,
                 max_masked=self.settings.slack,
                 packed=self.settings.packed,
-                lossless=self.settings.runtime_config,
+                lossless=runtime_config,
                 codec=None if configuration.codec is None else create_codec(configuration.codec),
                 positions=configuration.positions,
             )

@@ -11,7 +11,7 @@ from .case_inputs import LogScan, MetricRow, MetricRows, OfflineRatio
 from .latency_limits import build_latency_gates
 from .limits import GateLimits
 from .logs import DECOMPRESSED_COLUMN, find_missing_columns
-from .verdict import GateResult, format_distinct, verdict_from
+from .verdict import GateResult, build_total_gates, format_distinct, verdict_from
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -445,6 +445,7 @@ def _build_gates(conditions: CaseConditions) -> list[GateResult]:
             verdict=verdict_from(conditions.is_consistent, is_active=limits.require_kv_content_consistency),
             why=_explain_consistency(conditions) if limits.require_kv_content_consistency else "",
         ),
+        *build_total_gates(limits.total_target, None, "logs do not have what is held; kvmnn gate run does"),
         *build_latency_gates(limits, {}, "logs have no percentiles; kvmnn gate run does"),
     ]
 

@@ -33,6 +33,10 @@ class GateLimits(Record):
 
     lossy_target: float = field(default=3.0, metadata=option("least lossy ratio (default: 3.0)"))
     lossless_target: float = field(default=1.3, metadata=option("least lossless ratio (default: 1.3)"))
+    total_target: float = field(
+        default=-1.0,
+        metadata=option("run: least ratio of all bytes to those held at the end (negative: no gate, the default)"),
+    )
     decode_baseline: float = field(default=0.0, metadata=option("tokens/s without compression (default: 0, no gate)"))
     decode_baseline_source: str = field(default="", metadata=option("what the report calls the baseline"))
     decode_baseline_samples: int = field(default=0, metadata=option("values after the baseline, for the report"))

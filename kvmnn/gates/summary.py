@@ -29,6 +29,9 @@ MEASURED_BY_KEY = "measured_by"
 PROMPTS_KEY = "prompts"
 """Key of the source of the prompts of a run on a model."""
 
+TOTAL_LINE = "total_best"
+"""Line, and key of rows, of runs that a total ratio is asked of: bytes of all tokens over those held at the end."""
+
 RUNTIME_ROW_KEYS = (
     "lossy_best",
     "lossless_selected_value",
@@ -109,6 +112,7 @@ def build_runtime_row(
         "kv_content_consistency_pass": flags["kv_content_consistency_pass"],
         "kv_invalid_log_count": figures["kv_invalid_log_count"],
         **({PROMPTS_KEY: gate[PROMPTS_KEY]} if PROMPTS_KEY in gate else {}),
+        **({TOTAL_LINE: parse_first_number(gate[TOTAL_LINE])} if TOTAL_LINE in gate else {}),
         **_select_latencies(gate),
     }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -73,6 +73,20 @@ class JudgedResult(TerminalResult):
 def get_text_width() -> int:
     """Return how wide texts are: as the terminal, at most 100 columns."""
     return min(shutil.get_terminal_size((80, 24)).columns, 100)
+
+
+TOTAL_GATE = "total ratio"
+
+
+def build_total_gates(target: float, ratio: float | None, why: str) -> Iterator[GateResult]:
+    """Build the gate of the least total ratio of the runs, none for a negative target; None was not measured."""
+    if target < 0:
+        return
+    if ratio is None:
+        yield GateResult(name=TOTAL_GATE, verdict=NOT_MEASURED, limit=f">= {target:.3f}", why=why)
+        return
+    value, limit = format_distinct(ratio, target, 3)
+    yield GateResult(name=TOTAL_GATE, verdict=verdict_from(ratio >= target), value=value, limit=f">= {limit}", why=why)
 
 
 def verdict_from(is_passed: bool, *, is_active: bool = True) -> Verdict:

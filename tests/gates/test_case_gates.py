@@ -274,3 +274,50 @@ def test_quality_gates_of_kl_and_tasks() -> None:
     assert judge(replace(measured, stored_share=1.0))[1:] == ["not measured"] * 2
     assert judge(replace(measured, lossy_ratio=1.0))[:1] == judge(None)[:1] == ["not measured"]
     assert "KL divergence" not in verdicts()
+
+
+def judge_lossy_codec(target: float = 4.36, quality: PerplexityChange | None = QUALITY, kl: float = 0.05) -> Any:
+    """Judge a run whose codec rounds, by gates and report lines."""
+    record = replace(GOOD, total_ratio=5.0)
+    pairs = [PairedRuns(workload=WORK, without=PLAIN, candidate=record)] * 2
+    limits = RUNTIME_CASES["runtime_store"].with_values({"total_target": target}, "test")
+    gates = build_case_gates(
+        pairs, [], quality, limits, "store", RunSettings(kl_target=kl), evicts=True, is_lossy_codec=True
+    )
+    rows = build_bench_rows(SimpleNamespace(name="c", settings=SimpleNamespace(threads=1)), pairs, "m")  # type: ignore[arg-type]
+    lines = build_gate_section(
+        CaseFigures.from_pairs(pairs), DecodeStats.from_rows(rows.rows, "avg"), gates, limits, "store"
+    )
+    return {gate.name: gate for gate in gates}, lines
+
+
+def test_case_gates_lossy_codec_claims_neither_consistency_nor_a_lossless_ratio() -> None:
+    gates, lines = judge_lossy_codec(quality=replace(QUALITY, kl=0.01, coded_ratio=16.0))
+    for name in ("consistency", "lossless ratio"):
+        assert gates[name].verdict == "off" and "LOSSY" in gates[name].why
+    assert "kv_content_consistency_pass" not in lines and "lossless_selected_pass" not in lines
+    assert gates["KL divergence"].verdict == "pass" and "LOSSY" in gates["KL divergence"].why
+    row = build_runtime_row("c", "store", lines, passed=True, failure="")
+    assert (row["kv_content_consistency_pass"], row["total_best"]) == (None, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "verdict"),
+    [
+        ({"quality": replace(QUALITY, kl=0.06, coded_ratio=16.0)}, "fail"),
+        ({"quality": replace(QUALITY, kl=0.01)}, "not measured"),
+        ({"quality": None}, "not measured"),
+        ({"quality": replace(QUALITY, kl=0.01, coded_ratio=16.0), "kl": -1.0}, "not measured"),
+    ],
+)
+def test_kl_gate_lossy_codec_without_a_limit_or_rounding_is_no_pass(change: dict[str, Any], verdict: str) -> None:
+    assert judge_lossy_codec(**change)[0]["KL divergence"].verdict == verdict
+
+
+@pytest.mark.parametrize(("target", "verdict"), [(4.36, "pass"), (5.0, "pass"), (5.01, "fail")])
+def test_total_gate_judges_the_least_run(target: float, verdict: str) -> None:
+    assert judge_lossy_codec(target)[0]["total ratio"].verdict == verdict
+
+
+def test_total_gate_negative_limit_has_none() -> None:
+    assert "total ratio" not in verdicts()

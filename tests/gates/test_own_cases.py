@@ -45,6 +45,12 @@ def test_handbook_configuration_ships_with_its_cases() -> None:
     assert cases["joint_full"].changed_settings == {"base": "runtime_full", "rounds": 2, "pass_runs": 2}
 
 
+def test_transform_configuration_ships_with_a_case_of_a_total_ratio() -> None:
+    (case,) = build_cases("own", read_run_config("smollm2-transform", CASE_NAMES))
+    assert case.is_lossy_codec and case.evicts and case.limits.total_target == 4.36
+    assert case.policy_keys["kv_lossless_kl"] == case.engine["kv_lossless_kl"]  # other losses are measured again
+
+
 @pytest.mark.parametrize(
     ("entry", "said"),
     [

@@ -107,7 +107,7 @@ def add_run_options(parser: Any) -> None:
     group.add_argument(
         "--suite-config",
         metavar="FILE",
-        help="settings, limits, cases (JSON); or handbook-v5",
+        help="settings, limits, cases (JSON); handbook-v5; smollm2-transform",
     )
     group.add_argument(
         "--text",

@@ -73,6 +73,12 @@ class RunCase:
         return RuntimeConfig.from_engine(self.engine) if self.engine else None
 
     @property
+    def is_lossy_codec(self) -> bool:
+        """Return whether the runtime rounds what it stores (codec ``"transform"``): nothing is lossless then."""
+        lossless = self.lossless
+        return lossless is not None and lossless.is_lossy
+
+    @property
     def changed_settings(self) -> dict[str, Any]:
         """Engine keys and limits that differ from the suite's, by name."""
         default_case = _build_case(self.base, RunConfig())
@@ -89,8 +95,8 @@ class RunCase:
 
     @property
     def policy_keys(self) -> dict[str, Any]:
-        """Engine keys that determine eviction: cases that share their values share their perplexity."""
-        return {key: value for key, value in self.engine.items() if key.startswith("kv_h2o_")}
+        """Engine keys that determine what attention reads: cases that share their values share their perplexity."""
+        return {key: value for key, value in self.engine.items() if key.startswith("kv_h2o_") or self.is_lossy_codec}
 
 
 def build_cases(

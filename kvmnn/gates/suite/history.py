@@ -17,7 +17,7 @@ from ...files.atomic import FileOutput
 from ...files.schema import json_key, loads_strict, read_bounded
 from ..latency_limits import LATENCY_LIMITS
 from ..logs import get_number, parse_json_line
-from ..summary import RoundSummary
+from ..summary import TOTAL_LINE, RoundSummary
 from ..verdict import TerminalResult
 
 HISTORY_FILE = "history.jsonl"
@@ -50,6 +50,7 @@ def build_history_entry(
                 "lossless": _get_first(row, "lossless_selected_value", "candidate_lossless_ratio_avg"),
                 "decode_tps": _get_first(row, "decode_gate_tps", "candidate_decode_tps_avg"),
                 "drop": _get_first(row, "decode_drop_ratio"),
+                **({"total": row[TOTAL_LINE]} if TOTAL_LINE in row else {}),
                 **{entry.line: row[entry.line] for entry in LATENCY_LIMITS if entry.line in row},
                 "settings": dict(settings_by_case.get(row["case"], {})),
             }
@@ -242,6 +243,7 @@ class GateHistory(TerminalResult):
             for label, key, digits in (
                 ("lossy", "lossy", 3),
                 ("lossless", "lossless", 3),
+                ("total", "total", 3),
                 ("decode tok/s", "decode_tps", 2),
                 ("restore p95", "runtime_decomp_p95_us", 0),
             ):

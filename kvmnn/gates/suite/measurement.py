@@ -310,6 +310,8 @@ class PerplexityChange(Record):
     #: KL divergence of the next token from the full cache in nats, mean and 99th percentile; None if not measured.
     kl: float | None = None
     kl_p99: float | None = None
+    #: Raw over coded bytes of what a codec that is LOSSY rounded; None without one, or if nothing was coded.
+    coded_ratio: float | None = None
     #: Accuracy of tasks, if there are any, and the share of their contexts that was left before the questions.
     task_scores: tuple[TaskScore, ...] = ()
     stored_share: float | None = None
@@ -356,7 +358,7 @@ def measure_perplexity_change(
     store: Path,
     progress: PerplexityProgress | None = None,
 ) -> PerplexityChange:
-    """Evaluate the planner of a case on the beginnings of texts."""
+    """Evaluate the planner of a case, and a codec that is LOSSY, on the beginnings of texts."""
     settings = case.settings
     result = evaluate(
         model,
@@ -368,6 +370,7 @@ def measure_perplexity_change(
             threads=settings.threads,
             seed=settings.seed,
             timing=False,
+            lossless=_select_runtime(case),
         ),
         jobs=jobs,
         store=store,
@@ -388,8 +391,14 @@ def measure_perplexity_change(
         why_all_stay="" if lossy_ratio > 1 else explain_no_eviction(case.policy, settings),
         kl=None if row.divergence is None else row.divergence.kl,
         kl_p99=None if row.divergence is None else row.divergence.kl_p99,
+        coded_ratio=None if row.runtime is None else row.runtime.encoded_ratio,
         **_measure_tasks(model, documents, case, store),
     )
+
+
+def _select_runtime(case: RunCase) -> dict[str, Any] | None:
+    """Return the engine's options for the runtime if it changes what attention reads; None if it is lossless."""
+    return case.engine if case.is_lossy_codec else None
 
 
 def _measure_tasks(model: str, documents: Sequence[Document], case: RunCase, store: Path) -> dict[str, Any]:
@@ -404,7 +413,11 @@ def _measure_tasks(model: str, documents: Sequence[Document], case: RunCase, sto
         [build_configuration(H2OEngine.name, H2OEngine.parse_engine_options(case.engine))],
         tasks=options,
         settings=EvaluationSettings(
-            prompt=options.tokens // 2, threads=settings.threads, seed=settings.seed, timing=False
+            prompt=options.tokens // 2,
+            threads=settings.threads,
+            seed=settings.seed,
+            timing=False,
+            lossless=_select_runtime(case),
         ),
         store=store,
     )

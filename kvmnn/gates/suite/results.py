@@ -183,6 +183,7 @@ def _build_gates(measured: CaseMeasurement, pairs: Sequence[PairedRuns], limits:
         case.mode,
         case.settings,
         evicts=case.evicts,
+        is_lossy_codec=case.is_lossy_codec,
     )
 
 

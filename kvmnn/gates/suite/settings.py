@@ -17,7 +17,7 @@ from ..summary import validate_case_name
 
 SuiteName = Literal["all", "runtime", "llm_demo", "own"]
 
-BUILT_IN_CONFIGS = {"handbook-v5": "handbook_v5.json"}
+BUILT_IN_CONFIGS = {"handbook-v5": "handbook_v5.json", "smollm2-transform": "smollm2_transform.json"}
 """Configurations that ship: names for ``--suite-config``, and files of this package."""
 
 CASE_SETTINGS = (

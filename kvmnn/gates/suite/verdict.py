@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, stdev
 
+from ..._util.text import LOSSY
 from ...evaluation.scoring import MIN_DOCUMENTS_FOR_INTERVAL
 from ...evaluation.task_result import TaskOptions, TaskScore
 from ..analysis import DecodeStats, build_limit_lines, format_flag, format_four_digits
@@ -16,15 +17,17 @@ from ..latency_limits import LATENCY_LIMITS, build_latency_gates
 from ..limits import GateLimits
 from ..logs import BENCH_COLUMNS, order_columns
 from ..slowdown import DecodeSlowdown, build_slowdown_gate
-from ..summary import MEASURED_BY_KEY, PROMPTS_KEY
+from ..summary import MEASURED_BY_KEY, PROMPTS_KEY, TOTAL_LINE
 from ..verdict import (
     FAIL,
     NOT_MEASURED,
     OFF,
     PASS,
+    TOTAL_GATE,
     UNCLEAR,
     GateResult,
     aggregate_verdict,
+    build_total_gates,
     format_distinct,
     verdict_from,
 )
@@ -58,6 +61,8 @@ class CaseFigures:
     encoded_ratio: float | None
     #: Mean ratio of the bytes of kept tokens to the resident bytes.
     resident_ratio: float
+    #: Minimum over the runs: bytes of all tokens over the resident bytes.
+    total_ratio: float
     #: Loss of decode speed; None if no run has a speed.
     slowdown: DecodeSlowdown | None
     #: Maximum over the runs of the total time of restoring, or of decoding for comparison in modes that restore
@@ -100,6 +105,7 @@ class CaseFigures:
             lossy_ratio=min(record.lossy_ratio for record in records),
             encoded_ratio=raw_bytes / compressed_bytes if compressed_bytes else None,
             resident_ratio=fmean(record.held_ratio for record in records),
+            total_ratio=min(record.total_ratio for record in records),
             slowdown=compute_slowdown(pairs),
             decompress_us=max(record.decompress_us for record in records),
             has_restored=has_restored,
@@ -141,15 +147,17 @@ def build_case_gates(
     settings: RunSettings,
     *,
     evicts: bool = True,
+    is_lossy_codec: bool = False,
 ) -> list[GateResult]:
-    """Build the gates of a case with any workload."""
+    """Build the gates of a case with any workload; what a codec rounds (`is_lossy_codec`) is judged by its KL."""
     figures, records = CaseFigures.from_pairs(pairs), [pair.candidate for pair in pairs]
     return [
         build_lossy_gate(figures, limits.lossy_target),
-        build_lossless_gate(figures, limits.lossless_target, mode),
+        build_lossless_gate(figures, limits.lossless_target, mode, is_lossy_codec=is_lossy_codec),
+        *build_total_gates(limits.total_target, figures.total_ratio, "all tokens over bytes held at the end; least"),
         build_slowdown_gate(figures.slowdown, limits.decode_drop_target, "side by side"),
         *(build_runtime_gates(figures, records, limits) if mode else ()),
-        *build_content_gates(comparisons, quality, mode, settings, evicts=evicts),
+        *build_content_gates(comparisons, quality, mode, settings, evicts=evicts, is_lossy_codec=is_lossy_codec),
     ]
 
 
@@ -165,9 +173,13 @@ def build_lossy_gate(figures: CaseFigures, target: float) -> GateResult:
     )
 
 
-def build_lossless_gate(figures: CaseFigures, target: float, mode: str) -> GateResult:
-    """Build the gate of raw over compressed bytes of everything that the runs encoded."""
+def build_lossless_gate(figures: CaseFigures, target: float, mode: str, *, is_lossy_codec: bool = False) -> GateResult:
+    """Build the gate of raw over compressed bytes of everything that the runs encoded; off if a codec rounded it."""
     name, limit = "lossless ratio", f">= {target:.3f}"
+    if is_lossy_codec:
+        if figures.encoded_ratio is None:
+            return GateResult(name=name, verdict=NOT_MEASURED, why=_NOTHING_ENCODED_REASON)
+        return GateResult(name=name, verdict=OFF, why=f"{LOSSY} codec: {figures.encoded_ratio:.3f} of what it rounded")
     if not mode:
         why = "nothing is compressed"
         return GateResult(name=name, verdict=verdict_from(target <= 1.0), value="1.000", limit=limit, why=why)
@@ -257,11 +269,22 @@ def build_content_gates(
     settings: RunSettings,
     *,
     evicts: bool,
+    is_lossy_codec: bool = False,
 ) -> list[GateResult]:
-    """Build the gates of the bytes that attention reads, and of the loss of quality by eviction."""
+    """Build the gates of the bytes that attention reads, and of the loss of quality by eviction and rounding."""
     perplexity_off = GateResult(name="perplexity", verdict=OFF, why="nothing is evicted")
     if not mode:
         return [GateResult(name="consistency", verdict=OFF), perplexity_off]
+    if is_lossy_codec:
+        return [
+            GateResult(
+                name="consistency",
+                verdict=OFF,
+                why=f"does not apply: a {LOSSY} codec rounds K and V, whose cost the KL divergence shows",
+            ),
+            _build_perplexity_gate(quality, settings.perplexity_target),
+            *_iter_quality_gates(quality, settings, needs_kl=True),
+        ]
     return [
         _build_consistency_gate(comparisons),
         _build_perplexity_gate(quality, settings.perplexity_target) if evicts else perplexity_off,
@@ -269,10 +292,19 @@ def build_content_gates(
     ]
 
 
-def _iter_quality_gates(quality: PerplexityChange | None, settings: RunSettings) -> Iterator[GateResult]:
-    """Build the gates of KL divergence and of tasks, where the settings have them."""
+def _iter_quality_gates(
+    quality: PerplexityChange | None, settings: RunSettings, *, needs_kl: bool = False
+) -> Iterator[GateResult]:
+    """Build the gates of KL divergence and of tasks, where the settings have them; of KL always if `needs_kl`."""
     is_cut = quality is not None and quality.lossy_ratio > 1
-    if settings.kl_target >= 0:
+    if needs_kl and (settings.kl_target < 0 or quality is None or quality.coded_ratio is None):
+        why = (
+            f"a {LOSSY} codec needs a limit (kl_target)"
+            if settings.kl_target < 0
+            else f"needs texts (--text) in which the planner evicts and the {LOSSY} codec rounds something"
+        )
+        yield GateResult(name="KL divergence", verdict=NOT_MEASURED, why=why)
+    elif settings.kl_target >= 0:
         limit = f"<= {settings.kl_target:g} nats"
         if quality is None or quality.kl is None or not is_cut:
             why = "needs texts (--text) in which something is evicted"
@@ -283,7 +315,8 @@ def _iter_quality_gates(quality: PerplexityChange | None, settings: RunSettings)
                 verdict=verdict_from(quality.kl <= settings.kl_target),
                 value=f"{quality.kl:.5f} nats",
                 limit=limit,
-                why=f"mean over {quality.tokens:,} tokens; 99th percentile {quality.kl_p99 or 0:.4f}",
+                why=f"mean over {quality.tokens:,} tokens; 99th percentile {quality.kl_p99 or 0:.4f}"
+                + (f"; rounding included ({LOSSY}, ratio {quality.coded_ratio:.3f})" if quality.coded_ratio else ""),
             )
     for name in TaskOptions.parse(settings.tasks).names if settings.tasks else ():
         scores = () if quality is None else quality.task_scores
@@ -415,6 +448,10 @@ _LINES_BY_GATE = {
 """Report lines of a gate's figure and verdict, left out if the gate is not measured."""
 
 
+_OFF_WHERE_ROUNDED = ("lossless ratio", "consistency")
+"""Gates that a codec which is LOSSY turns off: nothing of them has passed."""
+
+
 def build_gate_section(
     figures: CaseFigures, decode: DecodeStats, gates: Sequence[GateResult], limits: GateLimits, mode: str
 ) -> dict[str, str]:
@@ -437,13 +474,20 @@ def build_gate_section(
     if figures.encoded_ratio is not None or not mode:
         lines["lossless_selected_value"] = format_four_digits(figures.encoded_ratio or 1.0)
     lines["lossless_selected_pass"] = passed_by_gate["lossless ratio"]
+    if limits.total_target >= 0:
+        lines |= {
+            "total_target": format_four_digits(limits.total_target),
+            TOTAL_LINE: format_four_digits(figures.total_ratio),
+            "total_pass": passed_by_gate[TOTAL_GATE],
+        }
     if mode:
         lines |= _build_own_runtime_lines(figures, limits, passed_by_gate)
     lines |= {"runtime_mode": mode, "overall_pass": format_flag(verdict == "pass")}
     lines |= _build_own_decode_lines(figures, decode, limits, passed_by_gate)
     is_idle = bool(mode) and figures.encoded_ratio is None
     for gate in gates:
-        if gate.verdict == NOT_MEASURED or (is_idle and gate.verdict == OFF):
+        is_inapplicable = bool(mode) and gate.verdict == OFF and (is_idle or gate.name in _OFF_WHERE_ROUNDED)
+        if gate.verdict == NOT_MEASURED or is_inapplicable:
             for name in _LINES_BY_GATE.get(gate.name, ()):
                 lines.pop(name, None)
     return lines

@@ -183,6 +183,7 @@ def make_layer_codec(sample: CacheSample, profile: Profile, options: LayerStream
         return LossStats(last_encoder[0].predicted_kl, _find_largest_error(decoded, words, sample.dtype))
 
     settings = "".join(f" {name}={value:g}" for name, value in options.settings.items())
+    settings += " attention" if options.attention is not None else ""
     return BenchCodec(
         f"{options.codec}{settings}",
         get_version(),

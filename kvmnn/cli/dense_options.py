@@ -30,7 +30,7 @@ def add_codec_options(parser: Any) -> None:
         metavar="mnn|dense|profile:FILE|transform:FILE",
         help="mnn: frames (the default of arrays); dense: streams of K and V for kvmnn alone, smaller; "
         "profile:FILE[,below=N]: by a model's profile, smaller still; transform:FILE[,kl=0.002] (also ratio, bits, "
-        "below, recent): LOSSY, a fraction of that",
+        "below, recent, attention=FILE): LOSSY, a fraction of that",
     )
     add_rope_option(parser)
 

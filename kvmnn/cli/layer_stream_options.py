@@ -13,9 +13,17 @@ if TYPE_CHECKING:
     from ..formats.layer_streams.document import LayerCodec
 
 _CODEC_NAMES = ("profile", "transform")
-_NUMBER_TYPES: dict[str, dict[str, type[int] | type[float]]] = {
+_SETTING_TYPES: dict[str, dict[str, type[int] | type[float] | type[str]]] = {
     "profile": {"below": int},
-    "transform": {"kl": float, "ratio": float, "bits": float, "below": int, "first": int, "recent": int},
+    "transform": {
+        "kl": float,
+        "ratio": float,
+        "bits": float,
+        "below": int,
+        "first": int,
+        "recent": int,
+        "attention": str,
+    },
 }
 
 
@@ -38,7 +46,7 @@ def parse_layer_codec(text: str) -> str:
     return text
 
 
-def split_codec(text: str, engine_codecs: str = "mnn, dense, ") -> tuple[str, str, dict[str, float]]:
+def split_codec(text: str, engine_codecs: str = "mnn, dense, ") -> tuple[str, str, dict[str, Any]]:
     """Return codec, profile and settings of ``profile:FILE,below=1``."""
     name, _, values = text.partition(":")
     path, *pairs = values.split(",")
@@ -47,12 +55,13 @@ def split_codec(text: str, engine_codecs: str = "mnn, dense, ") -> tuple[str, st
             f"{text!r}: expected {engine_codecs}profile:FILE[,below=N] or transform:FILE[,kl=0.002], where FILE is a "
             "profile (kvmnn profile make)"
         )
-    settings: dict[str, float] = {}
-    types = _NUMBER_TYPES[name]
+    settings: dict[str, Any] = {}
+    types = _SETTING_TYPES[name]
     for pair in pairs:
         key, _, value = pair.partition("=")
         if key not in types or key in settings:
-            raise argparse.ArgumentTypeError(f"{text!r}: {key!r}: expected {', '.join(f'{k}=N' for k in types)}")
+            expected = ", ".join(f"{option}=FILE" if types[option] is str else f"{option}=N" for option in types)
+            raise argparse.ArgumentTypeError(f"{text!r}: {key!r}: expected {expected}")
         try:
             settings[key] = types[key](value)
         except ValueError:
@@ -71,7 +80,8 @@ def parse_options(text: str, *, verify: bool = True) -> LayerStreamOptions:
 
     name, path, settings = split_codec(text)
     codec: LayerCodec = "transform" if name == "transform" else "profile"
-    return LayerStreamOptions(codec=codec, profile=path, settings=dict(settings), verify=verify)
+    attention = settings.pop("attention", None)
+    return LayerStreamOptions(codec=codec, profile=path, settings=settings, verify=verify, attention=attention)
 
 
 def add_codec_option(parser: Any, help_text: str, **settings: Any) -> None:

@@ -209,3 +209,64 @@ def test_bundles_are_encoded_by_a_profile_and_zarr_stores_are_none(run, work, tm
     run("encode", tmp_path / "s", "-o", tmp_path / "x.zarr")
     assert "equal" in run("diff", tmp_path / "x.zarr", work / "kv").out
     assert "LOSSLESS" in run("encode", tmp_path / "x.zarr", "-o", tmp_path / "t/", "--codec", codec).out
+
+
+def _measure_attention(model, ids):
+    """Return the mean attention of later queries, ``[layer, kv_head, token]``, as the model computes it."""
+    from kvmnn.lm import DecoderSession
+
+    session = DecoderSession.open(model, attentions=True)
+    step = session.run_step(np.asarray(ids), np.arange(len(ids)), session.create_empty_past())
+    layers = []
+    for layer, probabilities in enumerate(step.attentions):
+        kv_heads = step.present_pairs[layer][0].shape[1]
+        later = np.tril(probabilities, -1).sum(axis=1) / np.maximum(np.arange(len(ids))[::-1], 1)
+        layers.append(later.reshape(kv_heads, -1, len(ids)).mean(axis=1))
+    return np.stack(layers).astype(np.float32)
+
+
+def test_transform_with_attention_spends_bits_where_it_looks(run, work, tmp_path) -> None:
+    ids = json.loads((work / "kv" / "token_ids.json").read_text())
+    ids = ids if isinstance(ids, list) else ids["token_ids"]
+    attention = _measure_attention(FIXTURES / "lm", ids)
+    np.save(tmp_path / "attention.npy", attention)
+    base = f"transform:{work / 'p.kvmp'},bits=2,below=0"
+    errors = {}
+    for name, codec in (("with", f"{base},attention={tmp_path / 'attention.npy'}"), ("without", base)):
+        run("encode", work / "kv", "-o", tmp_path / name, "--codec", codec)
+        assert "LOSSY" in run("verify", tmp_path / name, "--against", work / "kv").out
+        run("decode", tmp_path / name, "-o", tmp_path / f"{name}-back/")  # needs no file of attention
+        file = "layer_3.value.npy"
+        difference = np.load(tmp_path / f"{name}-back" / file).astype(np.float64) - np.load(work / "kv" / file)
+        errors[name] = (difference**2).sum(axis=(0, 2))
+    order = np.argsort(attention[3].mean(axis=0)[4:])[::-1] + 4  # the first four are exact
+    looked_at = order[:20]
+    assert errors["with"][looked_at].sum() < 0.7 * errors["without"][looked_at].sum()
+    document = json.loads((tmp_path / "with" / "layers.json").read_text())
+    assert document["options"]["attention"] == "attention.npy"
+    codec = f"{base},attention={tmp_path / 'attention.npy'}"
+    measured = json.loads(run("measure", work / "kv", "--codec", codec, "--json").out)
+    assert measured["stored_bytes"] == sum(entry["bytes"] for entry in document["layers"])
+
+
+def test_transform_with_a_file_that_is_no_attention_of_the_cache_fails(run, work, tmp_path) -> None:
+    (tmp_path / "bytes.npy").write_bytes(b"no array")
+    np.save(tmp_path / "short.npy", np.ones((6, 4, 149), np.float32))
+    np.save(tmp_path / "flat.npy", np.ones(150, np.float32))
+    np.save(tmp_path / "negative.npy", -np.ones((6, 4, 150), np.float32))
+    for name, message in (
+        ("none.npy", "not an array"),
+        ("bytes.npy", "not an array"),
+        ("short.npy", "150 positions"),
+        ("flat.npy", "expected one array"),
+        ("negative.npy", "at least 0"),
+    ):
+        codec = f"transform:{work / 'p.kvmp'},ratio=4,attention={tmp_path / name}"
+        failed = run("encode", work / "kv", "-o", tmp_path / "s/", "--codec", codec, code=1)
+        assert message in failed.err and not (tmp_path / "s").exists(), name
+    assert (
+        "expected below=N"
+        in run(
+            "encode", work / "kv", "-o", tmp_path / "s/", "--codec", f"profile:{work / 'p.kvmp'},attention=x", code=2
+        ).err
+    )

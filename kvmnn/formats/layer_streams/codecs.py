@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from ...arrays.layer_cache import LayerCache
+from ...errors import KvmnnError, OptionError, SourceError
 from ...linear import decode_layers as decode_linear_layers
 from ...linear import encode_layers as encode_linear_layers
 from ...profiles import Profile
@@ -34,12 +39,26 @@ class LayerStreamOptions:
         `kvmnn.transform.TransformOptions`.
     verify
         Decode every stream, and compare it with what it should give.
+    attention
+        Of ``"transform"``: path of a .npy file, float ``[layer, kv_head, position]``: the mean attention probability
+        that later tokens gave the token at each position. Tokens that drew more get smaller steps; streams carry them.
     """
 
     codec: LayerCodec
     profile: str
     settings: dict[str, Any] = field(default_factory=dict)
     verify: bool = True
+    attention: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.attention is not None and self.codec != "transform":
+            raise OptionError("attention is about the steps of lossy streams: expected codec 'transform'")
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """Return the settings as in ``layers.json``."""
+        attention = {} if self.attention is None else {"attention": os.path.basename(self.attention)}
+        return {**self.settings, **attention}
 
 
 class EncodedLayer(NamedTuple):
@@ -80,17 +99,47 @@ class CacheEncoder:
 
     def _encode_lossily(self, layers: Iterable[LayerCache]) -> Iterator[EncodedLayer]:
         options, plan = TransformOptions(**self._options.settings), None
+        path = self._options.attention
+        attention = None if path is None else read_attention(path)
         lower: deque[LayerCache] = deque(maxlen=_NUM_LOWER_LAYERS)
         for cache in layers:
             plan = plan or self._plan(options, cache.tokens)
-            encoding = encode_transform_layer(cache, self._profile, list(lower)[::-1], options, plan=plan)
+            drawn = None if attention is None else _select_attention(attention, cache, str(path))
+            encoding = encode_transform_layer(
+                cache, self._profile, list(lower)[::-1], options, attention=drawn, plan=plan
+            )
             lower.append(encoding.decoded)
             yield EncodedLayer(encoding.data, encoding.decoded)
 
     def _plan(self, options: TransformOptions, tokens: int) -> StepPlan:
-        plan = plan_steps(get_tables(self._profile), options, tokens)
+        plan = plan_steps(get_tables(self._profile), options, tokens, self._options.attention is not None)
         self.predicted_kl = plan.kl if plan.is_measured else None
         return plan
+
+
+def read_attention(path: str | os.PathLike[str]) -> npt.NDArray[Any]:
+    """Map a file of attention, ``[layer, kv_head, position]``; `SourceError` for anything else."""
+    try:
+        attention = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise SourceError(f"{os.fspath(path)}: not an array of attention (.npy): {error}") from None
+    if not isinstance(attention, np.ndarray) or attention.ndim != 3 or attention.dtype.kind != "f":
+        raise SourceError(f"{os.fspath(path)}: expected one array of floats [layer, kv_head, position]")
+    return attention
+
+
+def _select_attention(attention: npt.NDArray[Any], cache: LayerCache, path: str) -> npt.NDArray[np.float64]:
+    """Return the mean over heads of a layer's attention at the positions of its tokens."""
+    if cache.positions.ndim != 1:
+        raise KvmnnError(f"layer {cache.layer}: its heads hold different tokens, attention is of tokens")
+    num_positions = int(cache.positions.max(initial=-1)) + 1
+    if cache.layer >= attention.shape[0] or num_positions > attention.shape[2] or not attention.shape[1]:
+        raise KvmnnError(
+            f"{path}: attention {list(attention.shape)}: layer {cache.layer} has {cache.kv_heads} heads and "
+            f"{num_positions:,} positions"
+        )
+    drawn: npt.NDArray[np.float64] = attention[cache.layer].mean(axis=0, dtype=np.float64)[cache.positions]
+    return drawn
 
 
 def find_largest_below(profile: Profile) -> int:

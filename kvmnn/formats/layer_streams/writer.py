@@ -205,13 +205,14 @@ def encode_layers(
     start = time.perf_counter()
     profile = Profile.read(options.profile)
     reader, encoder = LayerReader(source), CacheEncoder(profile, options)
-    with DirectoryOutput(output, force=force, exclude=[*source.files, options.profile], index=LAYERS_NAME) as directory:
+    inputs = [*source.files, options.profile, *([options.attention] if options.attention is not None else [])]
+    with DirectoryOutput(output, force=force, exclude=inputs, index=LAYERS_NAME) as directory:
         entries = list(_encode(reader, encoder, profile, options, directory, progress))
         document = LayerStreamsDocument(
             codec=options.codec,
             profile_key=profile.key.hex(),
             profile_file=os.path.relpath(options.profile, output),
-            options=options.settings,
+            options=options.document,
             predicted_kl=encoder.predicted_kl,
             metadata={key: text for key, text in dump_metadata(source).items() if key not in WHOLE_FILE_KEYS},
             layers=tuple(entries),
@@ -246,7 +247,7 @@ def measure_layers(
         codec=options.codec,
         profile_key=profile.key.hex(),
         profile_file=os.path.basename(options.profile),
-        options=options.settings,
+        options=options.document,
         predicted_kl=encoder.predicted_kl,
         metadata={},
         layers=tuple(entries),

@@ -29,6 +29,8 @@ COMPLETENESS_KEY: Final = "kvmnn.completeness"
 """Metadata key for the state that the arrays contain, and what they lack (`kvmnn.arrays.completeness`)."""
 PACKED_FILES_KEY: Final = "kvmnn.packed_files"
 """Metadata key for the bytes of packed files besides the rows of live tokens."""
+DEQUANTIZED_KEY: Final = "kvmnn.dequantised"
+"""Metadata key of manifests for the type whose codes the arrays lack: ``"int8"``, of MNN's quantised caches."""
 WHOLE_FILE_KEYS: Final = (DUMP_KEY, FILE_KEY, PACKED_FILES_KEY)
 """Keys that only manifests contain: other files of arrays cannot be restored to the original folder or file."""
 

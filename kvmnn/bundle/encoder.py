@@ -32,7 +32,7 @@ from ..arrays.array import Chunk, LazyArray
 from ..arrays.completeness import Completeness, format_missing
 from ..arrays.engine_metadata import add_completeness_metadata, dump_metadata
 from ..arrays.naming import parse_layer, parse_part
-from ..arrays.source import FILE_KEY, Source
+from ..arrays.source import DEQUANTIZED_KEY, FILE_KEY, Source
 from ..dtypes import PARTS, Part
 from ..errors import KvmnnError, ManifestError, OptionError, OutputError, SourceError
 from ..files.atomic import BinaryStream, DirectoryOutput, FileOutput, StagedFile, is_device
@@ -618,9 +618,13 @@ class EncodeResult(SizeStats, Record):
 
     @property
     def label(self) -> str | None:
-        """Return ``LOSSLESS`` if that was verified, ``LOSSY`` if a part of packed files was left out, else None."""
+        """Return the label of the result.
+
+        ``LOSSLESS`` if that was verified, ``LOSSY`` if a part of packed files was left out, or if the words were
+        dequantised from MNN's int8 codes, which the frames lack; else None.
+        """
         record = self.manifest.packed_record
-        if record is not None and record.left_out:
+        if (record is not None and record.left_out) or DEQUANTIZED_KEY in self.manifest.metadata:
             return LOSSY
         return LOSSLESS if self.is_verified else None
 
@@ -630,6 +634,9 @@ class EncodeResult(SizeStats, Record):
         record = self.manifest.packed_record
         if record is not None and record.left_out:
             return "live elements, decoded and compared; the files are not covered"
+        if DEQUANTIZED_KEY in self.manifest.metadata:
+            compared_text = "decoded and compared" if self.is_verified else "not verified"
+            return f"int8 times scale plus bias; of the dequantised words, {compared_text}"
         if not self.is_verified:
             return "not verified"
         if record is not None:
@@ -814,6 +821,9 @@ def encode_source(
     start_time = time.perf_counter()
     # A whole file records its engine, but not the layers of its caches.
     metadata = add_completeness_metadata(source) if FILE_KEY in source.metadata else dump_metadata(source)
+    metadata.pop(DEQUANTIZED_KEY, None)  # of arrays that were decoded from such frames: their words are the input
+    if source.lossy:
+        metadata[DEQUANTIZED_KEY] = "int8"
     source = replace(source, metadata=metadata)
     plans = plan_arrays(source, options.dense) if options.dense else NO_PLANS
     if isinstance(output, str | os.PathLike):

@@ -13,7 +13,7 @@ import numpy as np
 from .._util.parallel import Progress
 from .._util.text import LOSSLESS, LOSSY, compute_ratio, format_rate, pluralize
 from ..arrays.array import Chunk, LazyArray
-from ..arrays.source import FILE_KEY, SIDECAR_KEY, Source
+from ..arrays.source import DEQUANTIZED_KEY, FILE_KEY, SIDECAR_KEY, Source
 from ..errors import SourceError
 from ..files.change_detection import InputGuard
 from ..files.schema import Record, json_key
@@ -174,6 +174,8 @@ class VerifyResult(Record):
     restored_file_name: str = field(default="", metadata={"json": False})
     #: Sentence about parts of packed files that the frames lack; empty if there are none.
     left_out: str = field(default="", metadata={"json": False})
+    #: Whether the words were dequantised from MNN's int8 codes, which the frames lack.
+    is_dequantized: bool = field(default=False, metadata={"json": False})
     #: Unused capacity of all arrays after the valid tokens, in bytes.
     unused_bytes: int = field(default=0, metadata={"json": False})
 
@@ -199,12 +201,12 @@ class VerifyResult(Record):
     def label(self) -> str:
         """Return the label of the result.
 
-        ``LOSSLESS`` if that was verified, ``LOSSY`` if packed files are not stored whole, ``DIFFERS``, or ``DECODES``
-        if there is nothing to compare with.
+        ``LOSSLESS`` if that was verified, ``LOSSY`` if packed files are not stored whole or the words were
+        dequantised from int8, ``DIFFERS``, or ``DECODES`` if there is nothing to compare with.
         """
         if self.difference is not None:
             return DIFFERS
-        if self.left_out:
+        if self.left_out or self.is_dequantized:
             return LOSSY
         return LOSSLESS if self.proof else DECODED_ONLY
 
@@ -230,6 +232,8 @@ class VerifyResult(Record):
             ),
             None: self._unproved_reason,
         }[self.proof]
+        if self.is_dequantized and self.proof == "sha256":
+            evidence = f"{evidence}, of the words dequantised from int8"
         if self.unknown_properties:
             evidence = f"{evidence}; {self.unknown_properties}"
         return (
@@ -282,6 +286,10 @@ def verify_frame_set(
             deque(decode_frames(frames, options, progress=progress), maxlen=0)
     contents, record = frames.without_unused_arrays(), frames.packed_record
     compared_text = "every byte" if frames.cache is None or (record and not record.left_out) else "every live element"
+    is_dequantized = DEQUANTIZED_KEY in (frames.document.metadata if frames.document else ())
+    is_dequantized |= against is not None and against.lossy
+    if is_dequantized:
+        compared_text = "every byte of the words dequantised from int8"
     return VerifyResult(
         input=frames.path,
         compared=compared_text,
@@ -300,6 +308,7 @@ def verify_frame_set(
             else ()
         ),
         left_out=record.left_out if record else "",
+        is_dequantized=is_dequantized,
         unused_bytes=contents.raw_bytes - count_valid_bytes(frames.document) if frames.document else 0,
     )
 

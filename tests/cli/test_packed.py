@@ -346,9 +346,9 @@ def test_pack_cast_overflow_is_reported(prefix, run):
 def test_compact_equals_the_engine(prefix, run):
     plan = [(0, 8), (16, 5), (40, 10)]
     said = run("mnn", "compact", *prefix.argv, "--remove", 60, "--reserve", "0:8,16:5,40:10", "-o", "c/").out
-    assert "LOSSY: 66 of 140 tokens of all layers stay" in said
+    assert "LOSSY: 33 of 70 tokens of each layer stay" in said
     said = run("mnn", "compact", *prefix.argv, "--remove", 60, "--reserve", "0:60", "-o", "whole/").out
-    assert "UNCHANGED: 140 of 140 tokens of all layers stay" in said
+    assert "UNCHANGED: 70 of 70 tokens of each layer stay" in said
     layout = PackLayout(2, 6, "fp32", 1, 4)
     for layer in (0, 1):
         files = [Path(f"p/sys_{layer}.{part}").read_bytes() for part in "kv"]
@@ -475,6 +475,19 @@ def test_packed_int8_cache_is_read_with_a_note(tmp_path, monkeypatch, run, int8)
     found = np.load("a.npz")
     for part, expected in zip(("key", "value"), cache.to_arrays(), strict=True):
         np.testing.assert_array_equal(found[f"layer_0.{part}"], expected)
+    # Frames keep the words, not the codes: neither verb may call that lossless.
+    made = run("encode", *argv, *ON_AVX2, "-q", "-o", "frames/").out
+    assert "LOSSY (int8 times scale plus bias; of the dequantised words, decoded and compared)" in made
+    said = run("verify", "frames/", "--against", *argv, *ON_AVX2).out
+    assert "LOSSY (every byte of the words dequantised from int8 compared with live)" in said
+    assert "LOSSLESS" not in made + said
+    assert json.loads(run("verify", "frames/", "--json").out)["label"] == "LOSSY"
+    assert "LOSSY (decoded, sha256 of the manifest, of the words dequantised from int8)" in run("verify", "frames/").out
+    assert json.loads(Path("frames/manifest.json").read_text())["metadata"]["kvmnn.dequantised"] == "int8"
+    packed = run("mnn", "pack", *argv, *ON_AVX2, "--name", "sys", "-o", "packed/").out
+    assert "LOSSY (dequantised from int8, " in packed and "LOSSLESS" not in packed
+    run("decode", "frames/", "-o", "words.npz")
+    assert "LOSSLESS" in run("encode", "words.npz", "-o", "words/").out  # here the words are the input
     said = run("inspect", *argv, *ON_AVX2).out
     assert f"int8 {'K and V' if int8 == 'both' else 'K'} (lP8 4, hP8 8)" in said
     assert "(840 live" in said

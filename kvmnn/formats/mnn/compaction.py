@@ -276,11 +276,23 @@ class CompactResult(Record):
         is_rounded = self.rerotated is not None and self.rerotated.label == LOSSY
         return LOSSY if self.tokens_after < self.tokens_before or is_rounded else UNCHANGED
 
+    def _describe_tokens(self) -> str:
+        """Return how many tokens of how many, of each layer where all layers are equal."""
+        counts = {
+            (after.tokens, before.tokens) for after, before in zip(self.after.layers, self.before.layers, strict=True)
+        }
+        if len(counts) > 1:
+            return f"{self.tokens_after:,} of {self.tokens_before:,} tokens of all layers"
+        tokens_after, tokens_before = counts.pop()
+        return (
+            f"{tokens_after:,} of {tokens_before:,} tokens of {'each' if len(self.after.layers) > 1 else 'the'} layer"
+        )
+
     def __str__(self) -> str:
         lines = [
             f"{self.output}: prefix {self.after.name!r}, {format_cache_summary(self.after)}",
             f"  {format_utilisation(self.after)}",
-            f"  {self.label}: {self.tokens_after:,} of {self.tokens_before:,} tokens of all layers stay; the files "
+            f"  {self.label}: {self._describe_tokens()} stay; the files "
             "keep their size (repack or pack --capacity makes them smaller)",
         ]
         lines += [f"  {self.rerotated}"] if self.rerotated else []

@@ -274,7 +274,7 @@ def pack(
     )
     return replace(
         pack_result,
-        dequantised=source.code_types,
+        dequantised=source.dequantized_types,
         undone=source.inverted_transforms or (),
         rerotated=rerotation.result if rerotation else None,
     )

@@ -90,10 +90,12 @@ class PackResult(Record):
     def label(self) -> str | None:
         """Return ``LOSSLESS`` if the files contain every number unchanged; ``LOSSY`` if some were rounded before.
 
-        None for dequantised blocks that were not rounded afterwards.
+        ``LOSSY`` also for words of MNN's int8 caches; None for other dequantised blocks that were not rounded
+        afterwards.
         """
         is_rotation_lossy = self.rerotated is not None and self.rerotated.label == LOSSY
-        if has_lossy_inverse(self.undone) or self.left_out or is_rotation_lossy:
+        is_int8 = "int8" in self.dequantised
+        if has_lossy_inverse(self.undone) or self.left_out or is_rotation_lossy or is_int8:
             return LOSSY
         return None if self.dequantised and self.cast.label == LOSSLESS else self.cast.label
 

@@ -777,7 +777,7 @@ class EncodeResult(SizeStats, Record):
             lines.append(f"  read as {format_cache_summary(self.cache)}{inferred_text}")
             lines.append(
                 f"  the packed files have {packed_bytes:,} bytes, {size_ratio:.2f} times as many as "
-                f"{self._describe_contents()}"
+                f"{self._describe_contents()} ({self.manifest.stored_bytes:,}; {self.bundle_bytes:,} with the manifest)"
             )
         return "\n".join(lines)
 

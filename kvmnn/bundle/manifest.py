@@ -93,19 +93,21 @@ class PackedRecord:
 
 
 def describe_unused_regions(unused_bytes: int, stored_bytes: int, num_files: int) -> str:
-    """Describe in one sentence how many bytes of packed files are stored besides the live tokens."""
+    """Describe in one sentence how many bytes store what packed files hold besides the live tokens.
+
+    An array of unused regions is as long as its file, with zeros for the live tokens.
+    """
     return (
-        f"{pluralize(num_files, 'packed file')} with rows or padding that belong to no live token: {unused_bytes:,} "
-        f"bytes are "
-        f"kept apart in {stored_bytes:,}, so that decode writes the same files"
+        f"{pluralize(num_files, 'packed file')} with more than live tokens (evicted rows, padding): {stored_bytes:,} "
+        f"more bytes store that, which the ratio does not count; decode writes all {unused_bytes:,} bytes of the files"
     )
 
 
 def describe_states(state_bytes: int, stored_bytes: int, files: int) -> str:
     """Describe in one sentence how many bytes of the files of layers without K and V are stored."""
     return (
-        f"{pluralize(files, 'file')} of layers without K and V: {state_bytes:,} bytes of state are kept apart in "
-        f"{stored_bytes:,}, so that decode writes the same files"
+        f"state of layers without K and V: {state_bytes:,} bytes of {pluralize(files, 'file')} take {stored_bytes:,} "
+        "more bytes, which the ratio does not count (decode writes the same files)"
     )
 
 

@@ -31,7 +31,7 @@ from .frames import make_frame_source
 from .hf import in_memory, saved
 from .layer_streams.reader import LAYER_STREAMS
 from .mnn import dump, restore_dump
-from .mnn.packed_reader import PACKED
+from .mnn.packed_reader import PACKED, is_named_as_packed
 from .mnn.prefix_restorer import RestorePrefixResult, can_restore_prefix, restore_prefix
 from .options import EngineOptions, PackedOptions, ReadOptions
 from .passthrough import apply_recorded_options, can_restore_file, reopen_original, restore_file
@@ -319,6 +319,17 @@ def explain_not_frames(path: str, error: KvmnnError) -> KvmnnError:
     """Return the error for an input that is not a frame: `error`, or a better explanation of the content."""
     if os.path.isdir(path) and (orphans_text := zarr.find_orphaned_arrays(path)):
         return SourceError(orphans_text)
+    if os.path.isdir(path) and not os.path.exists(os.path.join(path, manifest.MANIFEST_NAME)):
+        if is_named_as_packed(FileHead.from_path(path)):
+            return SourceError(
+                f"{path}: is a cache of MNN, no bundle: kvmnn encode makes a bundle of it, kvmnn verify BUNDLE "
+                f"--against {path} compares the two"
+            )
+        if any(name.endswith(manifest.FRAME_SUFFIX) for name in os.listdir(path)):
+            return ManifestError(
+                f"{path}: holds frames, but no {manifest.MANIFEST_NAME} that says of what: kvmnn verify {path} --jobs "
+                "1 shows which of them decode"
+            )
     head = FileHead.from_path(path)
     if find_engine_format(head) is not None:
         return SourceError(f"{path}: is a cache of another engine, no frames: kvmnn encode makes frames of it")

@@ -68,6 +68,18 @@ def test_inspect_packed_shows_every_prefix(prefix, run):
 def test_packed_token_id_count_must_match(prefix, run):
     np.save("ids.npy", np.arange(TOKENS - 1))
     assert "69 token ids for 70 tokens" in run("encode", *prefix.argv, "--token-ids", "ids.npy", "-o", "b/", code=1).err
+    np.save("more.npy", np.arange(TOKENS + 7))
+    more = ("--token-ids", "more.npy")
+    argv = [*prefix.argv[:1], "--kv-heads", 2, "--head-dim", 6, *ON_AVX2, *more]
+    for verb in (
+        ("encode", *argv, "-o", "b/"),
+        ("mnn", "repack", *argv, "--target-backend", "arm64-fp16", "-o", "b/"),
+        ("mnn", "unpack", *argv, "-o", "b/"),
+        ("store", "put", "b/", *argv, "--fingerprint", "m"),
+    ):
+        error = run(*verb, code=1).err
+        assert "77 token ids, but 70 rows of K and V are not zero (in 2 of 2 layers the last 7 of 77" in error, verb
+        assert not Path("b").exists() or verb[0] == "store"
     run("mnn", "unpack", *prefix.argv, "-o", "a/")
     pack = ["mnn", "pack", "a/", *ON_AVX2, "--name", "x", "-o", "q/", "--token-ids"]
     assert "the arrays have 70 tokens, ids.npy has 69 ids" in run(*pack, "ids.npy", code=2).err
@@ -189,6 +201,22 @@ def test_packed_encode_in_chunks_round_trips(prefix, run):
     run("encode", *prefix.argv, "--chunk-bytes", "4K", "-o", "b/")
     run("decode", "b", "-o", "q/")
     assert layer_files("q") == layer_files("p")
+
+
+def test_verify_without_manifest_explains_what_is_there(prefix, run):
+    assert "p: is a cache of MNN, no bundle: kvmnn encode makes" in run("verify", "p", code=1).err
+    run("encode", *prefix.argv, "-o", "b/")
+    Path("b/manifest.json").unlink()
+    assert "kvmnn verify b --jobs 1 shows which of them decode" in run("verify", "b", code=1).err
+    labels = [json.loads(line)["document"]["label"] for line in run("verify", "b", "--jobs", 1).out.splitlines()]
+    assert labels == ["DECODES"] * 4
+
+
+def test_verify_against_files_of_other_dtype_names_both(prefix, run):
+    run("encode", *prefix.argv, "-o", "b/")
+    run("mnn", "repack", *prefix.argv, "--target-backend", "arm64-fp16", "-o", "q/")
+    error = run("verify", "b", "--against", "q", code=1).err
+    assert "q: its files hold 2 kv heads x 6 dims, fp16" in error and "the bundle 2 kv heads x 6 dims, fp32" in error
 
 
 def test_packed_stale_or_contradicted_document_is_refused(prefix, run):

@@ -170,6 +170,8 @@ def open_packed_files(files: PackedFiles, options: PackedOptions) -> PackedCache
     )
     if sidecar_info:
         _check_same_as_sidecar(files, sidecar_info, info)
+        if options.token_ids and not options.trust_options:
+            _check_ids_count(files, sidecar_info, options.token_ids.count)
     elif options.token_ids and {options.token_ids.count} != set(tokens):
         raise SourceError(f"{files.path}: {options.token_ids.count} token ids for {max(tokens)} tokens")
     conflicts, omitted_rows_text = [f"{size_mismatch}: files were cut" if size_mismatch else ""], ""
@@ -242,6 +244,14 @@ def _check_contents(
             f"{files.path}: {ids_text}, but {more_tokens_doubts[0].partition(':')[0]}: say --valid-tokens {tokens[0]} "
             "as well if only these tokens are meant"
         )
+    if fewer_tokens_doubts and options.token_ids and not (options.valid_tokens or options.trust_options):
+        ids_text = count_of(tokens[0], "token id")
+        num_rows = min(map(max, row_counts.keys, row_counts.values))  # of the layer that has the fewest
+        raise SourceError(
+            f"{files.path}: {ids_text}, but {count_of(num_rows, 'row')} of K and V are not zero "
+            f"({fewer_tokens_doubts[0].partition(':')[0]}): expected the ids of the tokens that the files hold; "
+            "--force takes all ids"
+        )
     if conflict:
         notes.append(f"the words contradict what was specified: {conflict}")
     elif options.valid_tokens or options.token_ids:
@@ -312,6 +322,11 @@ def _resolve_layout(files: PackedFiles, options: PackedOptions, sidecar_info: Ca
         candidates = geometry.merge_defaults(make_geometry(sidecar_info.layout)).list_candidates()
         if sidecar_info.layout not in [layout for _, layout in candidates]:
             layout_text = describe_layout(sidecar_info.layout)
+            if options.recorded_states is not None and candidates:  # the frames that are compared say the geometry
+                raise SourceError(
+                    f"{files.path}: its files hold {layout_text} by their document, the bundle "
+                    f"{describe_layout(candidates[0][1])}"
+                )
             raise SourceError(f"{files.path}: its document says {layout_text}, which is not what was asked for")
         match = LayoutMatch(sidecar_info.layout, "", tuple(layer.capacity for layer in sidecar_info.layers))
         return LayoutChoice(match, layer_heads=tuple(layer.heads for layer in sidecar_info.layers))
@@ -412,6 +427,19 @@ def _check_same_as_sidecar(files: PackedFiles, sidecar_info: CacheInfo, info: Ca
             )
 
 
+def _check_ids_count(files: PackedFiles, sidecar_info: CacheInfo, num_ids: int) -> None:
+    """Raise `SourceError` for more ids than the text has tokens by the document, or fewer than the files have rows."""
+    tokens = _list_token_counts(sidecar_info)
+    ends = [begin + size for layer in sidecar_info.layers for begin, size in layer.text_position_runs]
+    min_ids, max_ids = min(tokens), max(*tokens, *ends, sidecar_info.next_position or 0)  # evicted tokens have ids too
+    if not min_ids <= num_ids <= max_ids:
+        expected_text = f"{min_ids} to {max_ids}" if min_ids < max_ids else f"{max_ids}"
+        raise SourceError(
+            f"{files.path}: {count_of(num_ids, 'token id')}, but its document says {count_of(max(tokens), 'token')}: "
+            f"expected {expected_text}; --force takes all ids"
+        )
+
+
 def _list_token_counts(info: CacheInfo) -> tuple[int, ...]:
     return tuple(layer.tokens for layer in info.layers)
 
@@ -446,7 +474,7 @@ def find_packed(path: str, options: PackedOptions | None = None) -> PackedFiles 
     return find_prefix(path, options.prefix_name) if list_prefix_names(listing) else None
 
 
-def _is_named_as_packed(head: FileHead) -> bool:
+def is_named_as_packed(head: FileHead) -> bool:
     """Return whether a file, or a file in a directory, has a name of packed files."""
     if head.kind != "folder":
         return head.suffix in PACKED_SUFFIXES
@@ -466,7 +494,7 @@ def read(path: str, options: ReadOptions) -> Source:
     return packed_cache.to_source(options.dtype, include_unused=options.engine.passthrough)
 
 
-PACKED = PathFormat(name="packed", kinds=("folder", "file", "stream"), check=_is_named_as_packed, read_path=read)
+PACKED = PathFormat(name="packed", kinds=("folder", "file", "stream"), check=is_named_as_packed, read_path=read)
 
 
 def open_packed(path: str, options: PackedOptions | None = None) -> PackedCacheReader:

@@ -106,7 +106,13 @@ def test_encode_compacted_prefix_keeps_stale_rows(prefix, run):
     assert "sha256 of the files that were encoded" in said
     assert read_files("r") == read_files("small")
     assert "LOSSLESS (every byte compared with small/)" in run("verify", "b", "--against", "small/").out
-    assert "4 packed files with rows or padding that belong to no live token" in run("inspect", "b").out
+    stored = room["room_stored_bytes"]
+    text = f"4 packed files with more than live tokens (evicted rows, padding): {stored:,} more bytes store that"
+    assert text in run("inspect", "b").out
+    made_text = run("encode", "small/", "-fo", "b/").out
+    bundle_bytes = sum(path.stat().st_size for path in Path("b").iterdir())
+    assert text in made_text and f"{bundle_bytes:,} with the manifest)" in made_text
+    assert f"-> {bundle_bytes - stored - Path('b/manifest.json').stat().st_size:,} bytes, ratio" in made_text
 
 
 def test_encode_prefix_of_continued_session_keeps_later_rows(tmp_path, monkeypatch, run):

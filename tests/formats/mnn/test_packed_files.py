@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -249,6 +250,45 @@ def test_read_rows_after_token_count_are_noted(tmp_path, tokens, notes, padding)
     made = packed_samples.arrays(2, 2, 50, 6)
     sample = packed_samples.write_prefix(tmp_path / "p", made, capacity=114, padding=padding)
     assert read(sample.path, tokens).notes == notes
+
+
+@pytest.mark.parametrize("padding", [b"\0", b"\xa5"])
+@pytest.mark.parametrize("num_ids", [49, 51, 57])
+def test_read_other_number_of_token_ids_is_refused(tmp_path, num_ids, padding):
+    made = packed_samples.arrays(2, 2, 50, 6)
+    sample = packed_samples.write_prefix(tmp_path / "p", made, capacity=114, padding=padding)
+    ids = cache_info.TokenIdsFingerprint.from_ids(range(num_ids))
+    rows = "50 rows of K and V are not zero" if num_ids > 50 else "rows after the 49 tokens are not zero, up to row 50"
+    with pytest.raises(SourceError, match=f"{num_ids} token ids, but .*{rows}"):
+        read(sample.path, token_ids=ids)
+    notes = read(sample.path, (num_ids,), token_ids=ids).notes
+    assert [f"{'fewer' if num_ids > 50 else 'more'} tokens may be live" in note for note in notes] == [True]
+    if num_ids > 50:
+        assert read(sample.path, token_ids=ids, trust_options=True).cache.layers[0].tokens == num_ids
+
+
+def test_read_token_ids_that_document_contradicts_are_refused(prefix):
+    cache = read(prefix.path, (70,)).cache
+    document = prefix.path / "sys.kvmnn.json"
+    document.write_text(cache_info.dump_cache_info(cache))
+    for num_ids in (69, 71):
+        ids = cache_info.TokenIdsFingerprint.from_ids(range(num_ids))
+        with pytest.raises(SourceError, match=f"{num_ids} token ids, but its document says 70 tokens: expected 70;"):
+            read(prefix.path, token_ids=ids)
+        assert read(prefix.path, token_ids=ids, trust_options=True).cache.token_ids == ids
+    assert read(prefix.path, token_ids=cache_info.TokenIdsFingerprint.from_ids(range(70))).notes == []
+
+
+def test_read_token_ids_of_evicted_tokens_are_accepted(prefix):
+    """A document of 70 tokens that remain of 100."""
+    cache = read(prefix.path, (70,)).cache
+    layers = tuple(replace(layer, positions=((0, 4), (34, 66))) for layer in cache.layers)
+    (prefix.path / "sys.kvmnn.json").write_text(cache_info.dump_cache_info(replace(cache, layers=layers)))
+    for num_ids in (70, 100):
+        ids = cache_info.TokenIdsFingerprint.from_ids(range(num_ids))
+        assert read(prefix.path, token_ids=ids).cache.token_ids == ids
+    with pytest.raises(SourceError, match="101 token ids, but its document says 70 tokens: expected 70 to 100;"):
+        read(prefix.path, token_ids=cache_info.TokenIdsFingerprint.from_ids(range(101)))
 
 
 def test_read_document_is_compared_by_value(prefix):

@@ -209,7 +209,7 @@ def test_verify_without_manifest_explains_what_is_there(prefix, run):
     Path("b/manifest.json").unlink()
     assert "kvmnn verify b --jobs 1 shows which of them decode" in run("verify", "b", code=1).err
     labels = [json.loads(line)["document"]["label"] for line in run("verify", "b", "--jobs", 1).out.splitlines()]
-    assert labels == ["DECODES"] * 4
+    assert set(labels) == {"DECODES"}
 
 
 def test_verify_against_files_of_other_dtype_names_both(prefix, run):

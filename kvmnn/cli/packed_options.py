@@ -302,11 +302,13 @@ def add_discovery_options(parser: Any) -> None:
     )
 
 
-def add_origin_options(parser: Any, model_use: str = "geometry and heads") -> None:
-    """Add ``--model``, whose help ends with `model_use`, and ``--token-ids``: the cache's model and text."""
-    parser.add_argument(
-        "--model", metavar="DIR", help=f"the MNN model's directory, a llama.cpp cache's .gguf file: {model_use}"
-    )
+def add_origin_options(
+    parser: Any,
+    model_use: str = "geometry and heads",
+    kinds: str = "the MNN model's directory, a llama.cpp cache's .gguf file",
+) -> None:
+    """Add ``--model``, whose help is `kinds` and `model_use`, and ``--token-ids``: the cache's model and text."""
+    parser.add_argument("--model", metavar="DIR", help=f"{kinds}: {model_use}")
     parser.add_argument(
         "--token-ids", metavar="IDS", help="ids of the text: 5,7,9 or a file: a JSON list, numbers, .npy"
     )

@@ -6,9 +6,10 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from ..errors import KvmnnError
 from ..files.schema import parse_document, read_bounded
@@ -24,29 +25,49 @@ _MIN_AGE_SECONDS = 5.0
 _MAX_DOCUMENT_BYTES = 1 << 20
 
 
-def read_or_compute_fingerprint(model: str, store: Path, *, write: bool = True, cipher: StoreCipher = NO_CIPHER) -> str:
-    """Return `compute_fingerprint` of a model, which the directory of the store remembers if `write` is set.
+class FingerprintMethod(NamedTuple):
+    """How the fingerprint of one kind of models is computed."""
+
+    compute: Callable[[str], str]
+    #: Lists the files that `compute` reads.
+    list_files: Callable[[str], Sequence[str | os.PathLike[str]]]
+
+
+MNN_METHOD = FingerprintMethod(compute_fingerprint, list_fingerprint_files)
+"""Of folders of MNN models and .gguf files."""
+
+
+def read_or_compute_fingerprint(
+    model: str,
+    store: Path,
+    *,
+    write: bool = True,
+    cipher: StoreCipher = NO_CIPHER,
+    method: FingerprintMethod | None = None,
+) -> str:
+    """Return the fingerprint of a model, which the directory of the store remembers if `write` is set.
 
     It is computed again unless each file has the size, the times, the device and the number that it had then. Times of
-    the last change of a file's status cannot be set by programs.
+    the last change of a file's status cannot be set by programs. Without `method` it is that of MNN models.
     """
+    method = method or MNN_METHOD
     try:
-        states = _read_states(list_fingerprint_files(model))
+        states = _read_states(method.list_files(model))
         path = store / FINGERPRINTS_FOLDER / make_memo_name(model)
     except OSError:
-        return compute_fingerprint(model)
+        return method.compute(model)
     with suppress(KvmnnError, OSError):
         data = cipher.unseal(read_bounded(path, _MAX_DOCUMENT_BYTES), path.name)
         root = parse_document(data, str(path))
         if root.get("files").value == states:
             return root.get("fingerprint").read_str()
-    fingerprint = compute_fingerprint(model)
+    fingerprint = method.compute(model)
     if not write or not (store / SETTINGS_FILE).is_file():
         return fingerprint
     with suppress(OSError):
         newest_change = max(state[-1] for state in states) / 1e9
         is_settled = time.time() - newest_change > _MIN_AGE_SECONDS
-        if is_settled and _read_states(list_fingerprint_files(model)) == states:
+        if is_settled and _read_states(method.list_files(model)) == states:
             document = json.dumps({"fingerprint": fingerprint, "files": states}).encode()
             _write_memo(path, cipher.seal(document, path.name))
     return fingerprint
@@ -57,7 +78,7 @@ def make_memo_name(model: str) -> str:
     return hashlib.blake2b(os.path.realpath(model).encode(), digest_size=16).hexdigest() + ".json"
 
 
-def _read_states(paths: Sequence[str]) -> list[list[int]]:
+def _read_states(paths: Sequence[str | os.PathLike[str]]) -> list[list[int]]:
     """Return size, device, number, and times of the last change of contents and status of each file."""
     stats = map(os.stat, paths)
     return [[stat.st_size, stat.st_dev, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns] for stat in stats]

@@ -211,8 +211,14 @@ class CleanupResult(Record):
             text += f"\n  not kvmnn's, and left where they are: {pluralize(len(self.foreign), 'file')} ({names})"
         return text
 
+    @property
+    def is_refused(self) -> bool:
+        """Whether nothing was removed because a pin keeps it."""
+        return not self.units and _PINNED_REASON in self.kept
+
 
 _MAX_NAMES_SHOWN = 5
+_PINNED_REASON = "it is pinned"
 
 
 def explain_pinned_bytes(stored_bytes: int, max_bytes: int | None) -> str:
@@ -227,7 +233,7 @@ def explain_pinned_bytes(stored_bytes: int, max_bytes: int | None) -> str:
 def explain_kept_part(num_removed: int, num_left: int, *, is_pinned: bool) -> str:
     """Explain why a sequence, or its first `num_left` tokens, were not deleted."""
     if not num_removed:
-        return "it is pinned" if is_pinned else "other texts go on from it"
+        return _PINNED_REASON if is_pinned else "other texts go on from it"
     return f"its first {pluralize(num_left, 'token')} stay, which other texts have or a pin keeps" if num_left else ""
 
 
@@ -269,6 +275,9 @@ class StoreVerifyResult(Record):
 
 MAX_LAST_IDS = 8
 MIN_HANDLE_LETTERS = 6
+"""Letters of a key that `ls` shows."""
+MIN_REFERENCE_LETTERS = 4
+"""Letters of a key that name a text, if no other key begins with them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,6 +50,7 @@ from .namespace import (
     validate_tenant,
 )
 from .results import (
+    MIN_REFERENCE_LETTERS,
     CleanupResult,
     LayerwisePrefix,
     MatchResult,
@@ -620,6 +621,8 @@ class PrefixStore:
     def delete(self, token_ids: TokenIds, *, model: str, dtype: str | None = None) -> CleanupResult:
         """Remove a sequence from its end on, up to a block that another sequence needs or a pin keeps.
 
+        A sequence that is pinned itself is left as it is, with its label.
+
         Parameters
         ----------
         token_ids, model, dtype
@@ -635,7 +638,13 @@ class PrefixStore:
         def delete() -> CleanupResult:
             namespaces = [namespace for namespace, _ in self._sequences.find_complete(ids, model, dtype)]
             results = [self._backend.delete(self._sequences.make_sequence(namespace, ids)) for namespace in namespaces]
-            self._backend.delete_labels([StoredText(namespace, ids).key for namespace in namespaces])
+            self._backend.delete_labels(
+                [
+                    StoredText(namespace, ids).key
+                    for namespace, result in zip(namespaces, results, strict=True)
+                    if not result.is_refused
+                ]
+            )
             return CleanupResult(
                 units=sum(result.units for result in results),
                 bytes=sum(result.bytes for result in results),
@@ -662,7 +671,7 @@ class PrefixStore:
         def find_all() -> list[StoredText]:
             labelled = list(self._backend.iter_labels())
             texts = [text for label, text in labelled if label == reference]
-            if not texts and re.fullmatch(r"[0-9a-f]{4,32}", reference):
+            if not texts and re.fullmatch(rf"[0-9a-f]{{{MIN_REFERENCE_LETTERS},32}}", reference):
                 candidates = chain(self._backend.iter_texts(), (text for _, text in labelled))
                 texts = [text for text in candidates if text.key.hex().startswith(reference)]
             return list({text.key: text for text in texts}.values())
@@ -672,6 +681,8 @@ class PrefixStore:
             return texts[0]
         keys = ", ".join(text.key.hex()[:16] for text in texts[:4])
         problem = f"{len(texts)} texts are called so: {keys}" if texts else "there is no text with this label or handle"
+        if not texts and re.fullmatch(rf"[0-9a-f]{{1,{MIN_REFERENCE_LETTERS - 1}}}", reference):
+            problem += f", and a handle has at least {MIN_REFERENCE_LETTERS} letters"
         raise KvmnnError(f"{self._backend.label}: {repr_short(reference)}: {problem} (kvmnn store ls)")
 
     def describe(self, token_ids: TokenIds, *, model: str, dtype: str | None = None) -> StoreEntry:
@@ -766,7 +777,10 @@ class PrefixStore:
 
     def verify(self) -> StoreVerifyResult:
         """Read, decode and compare all units; damaged ones are removed, with all units that follow them."""
-        return self._with_retry(lambda: self._backend.verify(self._threads))
+        result = self._with_retry(lambda: self._backend.verify(self._threads))
+        if not self._backend.read_only:
+            self._metrics.record_damages(len(result.damaged))
+        return result
 
     def stats(self) -> StoreStats:
         """Return counts of what is stored, and the hits of `get` so far."""

@@ -75,6 +75,11 @@ class StoreMetrics:
             changes |= {"evictions": 1, "evicted_bytes": result.removed_bytes}
         self._add(changes, "put", result.seconds)
 
+    def record_damages(self, number: int) -> None:
+        """Count damaged units that were removed by other calls than a get."""
+        if number:
+            self._count({"damages": number})
+
     def add_listener(self, listener: Callable[[str, float], object]) -> None:
         """Call `listener` with ``"get"`` or ``"put"`` and the seconds of each call from now on."""
         self._listeners.append(listener)
@@ -82,6 +87,13 @@ class StoreMetrics:
     def _add(self, changes: dict[str, int], call: str, seconds: float) -> None:
         changes[f"{call}_le_{bisect_left(LATENCY_BOUNDS, seconds)}"] = 1
         changes[f"{call}_microseconds"] = round(seconds * 1e6)
+        self._count(changes)
+        for listener in self._listeners:
+            listener(call, seconds)
+        if self._is_writable and time.monotonic() - self._last_flush_time >= _FLUSH_INTERVAL_SECONDS:
+            self.flush(0.0)
+
+    def _count(self, changes: Mapping[str, int]) -> None:
         with self._lock:
             if self._process != os.getpid():  # forked: the parent writes what it counted
                 self._process = os.getpid()
@@ -89,10 +101,6 @@ class StoreMetrics:
             for counts in (self._pending, self._own):
                 for name, number in changes.items():
                     counts[name] = counts.get(name, 0) + number
-        for listener in self._listeners:
-            listener(call, seconds)
-        if self._is_writable and time.monotonic() - self._last_flush_time >= _FLUSH_INTERVAL_SECONDS:
-            self.flush(0.0)
 
     def flush(self, timeout: float = _CLOSE_TIMEOUT_SECONDS) -> None:
         """Add what was counted to the file; what cannot be written now is written later, or lost."""

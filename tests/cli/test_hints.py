@@ -151,7 +151,7 @@ def test_hint_json_that_is_no_manifest(run) -> None:
 
 def test_store_names_accepted_models(run) -> None:
     said = flat(run("store", "--help-all").out)
-    assert "the folder of an MNN model, with its .mnn file, or of a llama.cpp FILE.gguf" in said
+    assert "of an MNN model, with its .mnn file, of an ONNX model, by its folder or the name of a pulled one" in said
     Path("hf").mkdir()
     Path("hf/config.json").write_text("{}")
     said = run("store", "put", "s", "kv.npz", "--token-ids", "1,2", "--model", "hf", code=1).err

@@ -158,7 +158,9 @@ def test_get_exchanged_units_of_same_ids_are_not_used(url: str, codec: str) -> N
         found = store.get(one, model=MODEL)
         assert same(found.layers, one, 4)
         assert "follows other tokens than the index says" in found.notes[0]
+        counted = store.usage(own=True).counters["damages"]
         assert len(store.verify().damaged) == 1
+        assert store.usage(own=True).counters["damages"] == counted + 1
         assert [store.get(ids, model=MODEL).notes for ids in (one, two)] == [(), ()]
         put(store, one)
         assert same(store.get(one, model=MODEL).layers, one, 8)

@@ -9,7 +9,7 @@ import pytest
 
 from kvmnn.formats.mnn import compute_fingerprint
 from kvmnn.store import PrefixStore, fingerprints
-from kvmnn.store.fingerprints import read_or_compute_fingerprint
+from kvmnn.store.fingerprints import MNN_METHOD, read_or_compute_fingerprint
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def count_computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         calls.append(path)
         return compute_fingerprint(path)
 
-    monkeypatch.setattr(fingerprints, "compute_fingerprint", compute)
+    monkeypatch.setattr(fingerprints, "MNN_METHOD", MNN_METHOD._replace(compute=compute))
     return calls
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from prefixes import MODEL, layers_of
@@ -39,6 +40,9 @@ def test_label_and_handle_name_a_text(store: PrefixStore) -> None:
     assert store.resolve("the system prompt").ids.tolist() == SYSTEM
     with pytest.raises(KvmnnError, match="there is no text with this label or handle"):
         store.resolve("the system")
+    assert store.resolve(listing.texts[0].key[:4]).key.hex() == listing.texts[0].key
+    with pytest.raises(KvmnnError, match="a handle has at least 4 letters"):
+        store.resolve(listing.texts[0].key[:3])
 
 
 def test_label_stays_when_a_longer_text_goes_on(store: PrefixStore) -> None:
@@ -66,6 +70,26 @@ def test_labels_go_with_their_texts(store: PrefixStore) -> None:
     store.gc(0)
     with pytest.raises(KvmnnError, match="no text"):
         store.resolve("one")
+
+
+def test_delete_pinned_text_changes_nothing(store: PrefixStore) -> None:
+    store.put(CHAT, layers_of(CHAT), model=MODEL, label="chat")
+    store.pin(CHAT, model=MODEL)
+    assert store.delete(CHAT, model=MODEL).is_refused
+    assert store.resolve("chat").ids.tolist() == CHAT
+    store.unpin(CHAT, model=MODEL)
+    assert not store.delete(CHAT, model=MODEL).is_refused
+    with pytest.raises(KvmnnError, match="no text"):
+        store.resolve("chat")
+
+
+def test_rm_command_pinned_text_is_refused(tmp_path: Path, run: Callable[..., SimpleNamespace]) -> None:
+    with PrefixStore(tmp_path / "s") as store:
+        store.put(CHAT, layers_of(CHAT), model=MODEL, label="chat")
+        store.pin(CHAT, model=MODEL)
+    assert "nothing was removed: the text is pinned" in run("store", "rm", tmp_path / "s", "chat", code=1).err
+    run("store", "unpin", tmp_path / "s", "chat")
+    assert "removed 1 unit" in run("store", "rm", tmp_path / "s", "chat").out
 
 
 @pytest.mark.parametrize("label", ["", "a\nb", "x" * 257])

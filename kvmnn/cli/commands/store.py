@@ -24,6 +24,7 @@ from ..console import CommandResult, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from ...arrays.layer_cache import LayerCache
     from ...arrays.source import Source
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
         StoreKey,
         StoreStats,
     )
+    from ...store.fingerprints import FingerprintMethod
 
 _MAX_MODELS_SHOWN = 3
 _MAX_LABEL_CHARACTERS, _MAX_LABEL_TOKENS = 40, 24
@@ -277,13 +279,34 @@ def build_fingerprint(arguments: argparse.Namespace) -> str | None:
             Path(arguments.store),
             write=arguments.action not in _READ_ONLY_ACTIONS,
             cipher=make_cipher(arguments.key),
+            method=_choose_fingerprint_method(arguments.model),
         )
     except SourceError as error:
         folder = Path(arguments.model)
-        if specified is not None and folder.is_dir() and not any(folder.glob("*.mnn")):
+        if specified is not None and folder.is_dir() and not _has_model_files(folder):
             return specified  # a folder of settings alone: the text names the model
-        raise SourceError(f"{error}; --fingerprint TEXT names a model that is neither MNN's nor a .gguf") from None
+        raise SourceError(f"{error}; --fingerprint TEXT names a model that is none of MNN, ONNX and .gguf") from None
     return model_fingerprint if specified is None else f"{model_fingerprint} {specified}"
+
+
+def _has_model_files(folder: Path) -> bool:
+    """Return whether a folder has an MNN or ONNX model."""
+    return any(any(folder.glob(pattern)) for pattern in ("*.mnn", "*.onnx", "onnx/*.onnx", "genai_config.json"))
+
+
+def _choose_fingerprint_method(model: str) -> FingerprintMethod:
+    """Choose how to compute the fingerprint of a model: for one of ONNX as ``generate --store`` does."""
+    from pathlib import Path
+
+    from ...store.fingerprints import MNN_METHOD, FingerprintMethod
+
+    path = Path(model)
+    if packed_options.is_gguf(model) or (path.is_dir() and (any(path.glob("*.mnn")) or not _has_model_files(path))):
+        return MNN_METHOD
+    from ...lm import compute_fingerprint
+    from ...lm.onnx.model_files import list_fingerprint_files
+
+    return FingerprintMethod(compute_fingerprint, list_fingerprint_files)
 
 
 def _describe_models(models: Sequence[str], extra_model: str) -> str:
@@ -319,6 +342,15 @@ def _choose_model(store: PrefixStore, arguments: argparse.Namespace) -> str:
             f"{arguments.store}: holds prefixes of {len(stored_models)} models: --model or --fingerprint says which"
         )
     return stored_models[0] if stored_models else "none"
+
+
+def _run_remove(store: PrefixStore, arguments: argparse.Namespace) -> tuple[CommandResult, int]:
+    from ...errors import KvmnnError
+
+    cleanup_result = store.delete(_load_ids(arguments), model=_choose_model(store, arguments), dtype=arguments.dtype)
+    if cleanup_result.is_refused:
+        raise KvmnnError(f"{arguments.store}: nothing was removed: the text is pinned (kvmnn store unpin)")
+    return cleanup_result, 0
 
 
 def _make_sequence_action(name: str) -> Any:
@@ -412,7 +444,7 @@ STORE_ACTIONS: dict[str, Any] = {
     "stat": _run_stat,
     "verify": _run_verify,
     "gc": lambda store, arguments: (store.gc(arguments.store_bytes), 0),
-    "rm": _make_sequence_action("delete"),
+    "rm": _run_remove,
     "pin": _make_sequence_action("pin"),
     "unpin": _make_sequence_action("unpin"),
     "export": _run_export,
@@ -451,8 +483,9 @@ TEXT, after the store, is a label or handle of ls, in place of ids. --text FILE 
 none for a cache that has its ids, as llama.cpp's sessions do. CACHE is anything kvmnn reads: an engine's prefix cache,
 live files of a running engine, a dump, frames, arrays called layer_<n>.key and layer_<n>.value.
 
---model specifies the model that computed it, by the fingerprint of the folder of an MNN model, with its .mnn file, or
-of a llama.cpp FILE.gguf; for any other model, such as a folder of transformers, use --fingerprint TEXT. Both together
+--model specifies the model that computed it, by the fingerprint of the folder of an MNN model, with its .mnn file, of
+an ONNX model, by its folder or the name of a pulled one (as generate --store), or of a llama.cpp FILE.gguf; for any
+other model, such as a folder of transformers, use --fingerprint TEXT. Both together
 name a model and the settings that it ran with, where they change K and V ("memory=low precision=low"). put needs
 neither for a cache that records its model; the other actions need neither where the store has one model. A store takes
 a second model only with --force.
@@ -547,7 +580,11 @@ def add_parser(subparsers: Any) -> None:
         metavar="IN",
         help="put: caches of the text; import: a file of export; else a label or handle",
     )
-    packed_options.add_origin_options(parser, "its fingerprint says which model computed it")
+    packed_options.add_origin_options(
+        parser,
+        "its fingerprint says which model computed it",
+        kinds="folder of an MNN or ONNX model, name of a pulled one, or a .gguf file",
+    )
     parser.add_argument(
         "--text", metavar="FILE", help="ids of a text by the model's tokenizer; .json: messages of a chat"
     )
@@ -712,6 +749,10 @@ def _run_action(arguments: argparse.Namespace) -> tuple[CommandResult, int]:
     if is_creating and arguments.policies not in (None, ("lru",), ("benefit",)):
         raise UsageError(f"store {arguments.action} --policy: expected lru or benefit")
     key = arguments.key = _load_key(arguments)
+    if arguments.model is not None:
+        from ...lm.importer.catalog import resolve_model_path
+
+        arguments.model = str(resolve_model_path(arguments.model))
     if is_creating:  # of an input that cannot be read no store is made
         if arguments.action == "import":
             from ...store import read_exported

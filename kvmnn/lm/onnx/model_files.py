@@ -231,12 +231,17 @@ def compute_fingerprint(model: str | os.PathLike[str]) -> str:
     SourceError, ModelError
         As `kvmnn.lm.DecoderSession.open`.
     """
-    graph = find_model(model).graph
-    weights = locate_weights(read_onnx_graph(graph), graph).values()
     total = hashlib.sha256()
-    for path in [graph, *(resolve_dir(graph) / name for name in sorted(weights))]:
+    for path in list_fingerprint_files(model):
         file, digest = MappedFile(path), hashlib.sha256()
         for chunk in file.iter_chunks(0, file.size, _READ_BYTES):
             digest.update(chunk.data)
         total.update(f"{file.size} {digest.hexdigest()}\n".encode())
     return total.hexdigest()
+
+
+def list_fingerprint_files(model: str | os.PathLike[str]) -> list[Path]:
+    """Return the paths of the files that `compute_fingerprint` reads, in order; errors as there."""
+    graph = find_model(model).graph
+    weights = locate_weights(read_onnx_graph(graph), graph).values()
+    return [graph, *(resolve_dir(graph) / name for name in sorted(weights))]

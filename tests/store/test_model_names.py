@@ -1,0 +1,71 @@
+"""``kvmnn store --model``: folders of ONNX models and names of pulled ones, with the fingerprint of ``generate``."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from repository import FIXTURES
+
+from kvmnn.lm import compute_fingerprint
+from kvmnn.lm.importer import catalog
+from kvmnn.lm.tokenizer import Tokenizer, encode_prompt
+from kvmnn.store import PrefixStore
+
+pytest.importorskip("onnx")
+
+FIXTURE = FIXTURES / "lm"
+NAME = "smollm2-135m"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """K and V of the text prompt.txt, which a longer text begins with."""
+    monkeypatch.chdir(tmp_path)
+    Path("prompt.txt").write_text("def read_file(path):")
+    Path("longer.txt").write_text("def read_file(path):\n    return open(")
+    tokens = len(encode_prompt(Tokenizer.open_for_model(FIXTURE), "def read_file(path):"))
+    rows = np.arange(2 * tokens * 16, dtype=np.float32).reshape(2, tokens, 16)
+    np.savez("kv.npz", **{"layer_0.key": rows, "layer_0.value": rows + 1})
+    return Path("kv.npz")
+
+
+def pull_fixture(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put the fixture where the pulled model is: nothing is downloaded."""
+    monkeypatch.setenv("KVMNN_MODELS", str(folder))
+    shutil.copytree(FIXTURE, folder / NAME)
+    monkeypatch.setattr(catalog, "read_import_result", lambda path: path if path.exists() else None)
+
+
+@pytest.mark.parametrize("form", ["folder", "name"])
+def test_store_commands_take_an_onnx_model(
+    form: str, cache: Path, run: Callable[..., SimpleNamespace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pull_fixture(Path("models").absolute(), monkeypatch)
+    model = ("--model", FIXTURE if form == "folder" else NAME)
+    run("store", "put", "s", cache, "--text", "prompt.txt", *model)
+    with PrefixStore("s") as store:
+        assert store.models == (compute_fingerprint(FIXTURE),)
+        (entry,) = store.ls().texts
+    assert entry.label == "def read_file(path):"
+    assert int(run("store", "match", "s", "--text", "longer.txt", *model).out) >= entry.tokens - 1
+    assert run("store", "match", "s", "--text", "prompt.txt", *model).out.strip() == str(entry.tokens)
+    assert (
+        f"{entry.tokens} of {entry.tokens} tokens"
+        in run("store", "get", "s", "--text", "prompt.txt", *model, "-o", "got.npz").out
+    )
+    assert np.array_equal(np.load("got.npz")["layer_0.key"], np.load(cache)["layer_0.key"])
+    assert "removed 1 unit" in run("store", "rm", "s", "--text", "prompt.txt", *model).out
+
+
+def test_store_put_model_not_pulled_names_the_command(
+    cache: Path, run: Callable[..., SimpleNamespace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVMNN_MODELS", "none")
+    error = run("store", "put", "s", cache, "--text", "prompt.txt", "--model", NAME, code=1).err
+    assert f"kvmnn model pull {NAME}" in error
+    assert not Path("s").exists()

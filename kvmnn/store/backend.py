@@ -283,6 +283,17 @@ class AddResult(NamedTuple):
     removed_bytes: int
     predicted_kl: float | None = None
     """Of lossy units: nats a token that they are expected to cost; None where nothing says it."""
+    exceeded_limit: str = ""
+    """The limit that leaves no room for some of the units, ``"quota"`` or ``"max_bytes"``: these were not added."""
+
+
+def select_fitting(sizes: Sequence[int], kept_bytes: int, limit: int) -> int:
+    """Return how many of the first units fit into a limit, with what cannot be evicted for them."""
+    for index, nbytes in enumerate(sizes):
+        kept_bytes += nbytes
+        if kept_bytes > limit:
+            return index
+    return len(sizes)
 
 
 class Staging(Protocol):

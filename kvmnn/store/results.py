@@ -153,7 +153,7 @@ class PutResult(Record):
         if self.is_lossy:
             cost = f", {self.predicted_kl:.2g} nats a token expected" if self.predicted_kl is not None else ""
             text += f"\n  {_LOSSY_TEXT}{cost}"
-        return text + (f"\n  {self.removed_bytes:,} bytes of files went" if self.removed_bytes else "")
+        return text + (f"\n  {self.removed_bytes:,} bytes of files evicted or replaced" if self.removed_bytes else "")
 
 
 @dataclass(frozen=True, kw_only=True)

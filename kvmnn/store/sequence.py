@@ -24,7 +24,7 @@ from .unit_codec import LoadedSlice, encode_state
 from .write_path import WriteOptions, add_sequence, make_layer_encoder
 
 _MAX_PUT_TRIES = 3
-_NO_CAPACITY_REASON = "the bound (max_bytes) has no room for more"
+_LIMIT_NAMES = {"max_bytes": "size limit (max_bytes, --size-limit)", "quota": "quota (quota, --quota)"}
 _CONCURRENT_REMOVAL_REASON = "other processes keep removing what they go on from"
 
 
@@ -91,11 +91,13 @@ class SequenceStore:
         started = time.perf_counter()
         sequence = self.make_sequence(namespace, ids)
         stored_before = self._find_stored_part(sequence, namespace, with_state=True)
-        stored_prefix, added, begin_token, raw_bytes = self._backend.find_prefix(sequence), AddResult(0, 0), ids.size, 0
+        stored_prefix, added, begin_token = self._backend.find_prefix(sequence), AddResult(0, 0), ids.size
         if max(stored_prefix.tokens, stored_before.tokens) < ids.size:
             self._check_shapes(namespace)
         else:
             self._backend.ensure_namespace(namespace)
+        # before anything is added: what a put writes is newer than what it reuses, which may be of another text
+        self._backend.touch((*filter(None, [stored_before.state_unit]), *stored_prefix.list_units()), num_uses=0)
         for _ in range(_MAX_PUT_TRIES):
             if stored_prefix.tokens >= ids.size or not caches:
                 break
@@ -105,20 +107,26 @@ class SequenceStore:
                 stored_prefix = self._backend.find_prefix(sequence)
                 continue
             begin_token = stored_prefix.num_blocks * sequence.block_tokens
-            raw_bytes = (ids.size - begin_token) * namespace.token_bytes
             break
-        state_bytes = 0
-        if state is not None and stored_before.tokens < ids.size:
-            state_bytes, state_raw_bytes, state_removed_bytes = self._put_state_unit(sequence, namespace, state)
+        state_bytes = state_raw_bytes = 0
+        if state is not None and stored_before.tokens < ids.size and not added.exceeded_limit:
+            state_added, state_raw_bytes = self._put_state_unit(sequence, namespace, state)
+            state_bytes = state_added.stored_bytes
             added = added._replace(
-                stored_bytes=added.stored_bytes + state_bytes, removed_bytes=added.removed_bytes + state_removed_bytes
+                stored_bytes=added.stored_bytes + state_bytes,
+                removed_bytes=added.removed_bytes + state_added.removed_bytes,
+                exceeded_limit=state_added.exceeded_limit,
             )
-            raw_bytes += state_raw_bytes
-        self._backend.touch((*filter(None, [stored_before.state_unit]), *stored_prefix.list_units()), num_uses=0)
         removed_bytes = added.removed_bytes + self._backend.enforce_limit()
-        is_whole = not removed_bytes and state is None and (raw_bytes or stored_prefix.tokens >= ids.size)
+        is_cut = bool(removed_bytes or added.exceeded_limit)
+        is_whole = not is_cut and state is None and (begin_token < ids.size or stored_prefix.tokens >= ids.size)
         stored_tokens = ids.size if is_whole else self._find_stored_part(sequence, namespace).tokens
-        reason = _NO_CAPACITY_REASON if removed_bytes else _CONCURRENT_REMOVAL_REASON
+        end_token = begin_token
+        if added.stored_bytes > state_bytes:
+            end_token = self._find_stored_part(sequence, namespace, with_state=False).tokens if is_cut else ids.size
+        raw_bytes = max(end_token - begin_token, 0) * namespace.token_bytes + state_raw_bytes
+        limit_name = _LIMIT_NAMES.get(added.exceeded_limit, "limit (max_bytes or quota)")
+        reason = f"the {limit_name} has no room for more" if is_cut else _CONCURRENT_REMOVAL_REASON
         return PutResult(
             tokens=ids.size,
             known_tokens=stored_prefix.tokens if state is None else stored_before.tokens,
@@ -134,15 +142,17 @@ class SequenceStore:
             predicted_kl=added.predicted_kl,
         )
 
-    def _put_state_unit(self, sequence: TokenSequence, namespace: Namespace, state: StateToPut) -> tuple[int, int, int]:
-        """Store windows and state; return the bytes of file, contents and evicted units, 0 if it fails."""
+    def _put_state_unit(
+        self, sequence: TokenSequence, namespace: Namespace, state: StateToPut
+    ) -> tuple[AddResult, int]:
+        """Store windows and state; return what was added and the bytes of its contents, 0 if it fails."""
         size = sequence.ids.size
         prefix_state = encode_state(namespace, *sequence.get_end(size), size, *state, self._write_options.options)
         try:
             added = self._backend.add_state(namespace, sequence, prefix_state)
         except ConcurrentUpdateError:
-            return 0, 0, 0
-        return added.stored_bytes, prefix_state.raw_bytes if added.stored_bytes else 0, added.removed_bytes
+            return AddResult(0, 0), 0
+        return added, prefix_state.raw_bytes if added.stored_bytes else 0
 
     def _find_stored_part(
         self, sequence: TokenSequence, namespace: Namespace, *, with_state: bool = True

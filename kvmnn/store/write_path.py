@@ -482,11 +482,15 @@ def add_sequence(
         if streams.is_dense_worth_it(batches[0], sequence):
             unit_encoder = streams
     stored_bytes = removed_bytes = 0
+    exceeded_limit = ""
     for batch in batches:
         added = _add_batch(backend, sequence, namespace, batch, unit_encoder)
         stored_bytes += added.stored_bytes
         removed_bytes += added.removed_bytes
-    return AddResult(stored_bytes, removed_bytes, unit_encoder.predicted_kl)
+        exceeded_limit = added.exceeded_limit
+        if exceeded_limit:
+            break
+    return AddResult(stored_bytes, removed_bytes, unit_encoder.predicted_kl, exceeded_limit)
 
 
 def make_layer_encoder(

@@ -14,7 +14,7 @@ from repository import FIXTURES
 from kvmnn.formats.mnn import compute_fingerprint
 
 IDS = [*range(100, 150)]
-NO_ROOM = "the bound (max_bytes) has no room for more"
+NO_ROOM = "the size limit (max_bytes, --size-limit) has no room for more"
 
 
 @pytest.fixture
@@ -67,13 +67,15 @@ def test_store_put_match_get(here: Path, run) -> None:
 
 def test_store_put_beyond_size_limit_is_noted(here: Path, run) -> None:
     put = ("store", "put", "S", "long.npz", "--token-ids", "long.json", "--fingerprint", "m")
-    said = run(*put, "--size-limit", "100")
-    assert said.out.startswith(f"50 tokens: none of them is stored now: {NO_ROOM}\n  ") and said.err == ""
-    document = json.loads(run(*put, "--size-limit", "100", "--json").out)
+    refused = run(*put, "--size-limit", "100", code=1)
+    assert refused.out == f"50 tokens: nothing was stored: {NO_ROOM}\n" and refused.err == ""
+    document = json.loads(run(*put, "--size-limit", "100", "--json", code=1).out)
     assert (document["stored_tokens"], document["notes"]) == (0, [NO_ROOM])
+    assert "quota (quota, --quota)" in run(*put, "--namespace", "a", "--quota", "100", code=1).out
     assert run(*put, "--size-limit", "1M").err == ""
-    made = run(*put, "--size-limit", "100")
-    assert made.out.startswith(f"50 tokens: none of them is stored now: {NO_ROOM}\n  ")
+    evicted = run(*put, "--size-limit", "100", code=1)
+    assert evicted.out.startswith("50 tokens: none of them is stored now: ")
+    assert evicted.out.endswith(" bytes of files evicted or replaced\n")
     assert run("store", "match", "S", "--token-ids", "long.json", code=1).out == "0\n"
 
 
@@ -205,7 +207,7 @@ def test_store_stat_ls_pin_rm_gc_export_import(here: Path, run) -> None:
     assert json.loads(run("store", "stat", "S", "--json").out)["tokens"] == 50
     assert "asked_tokens" not in json.loads(run("store", "stat", "S", "--json").out)
     assert run("store", "stat", "S").out.startswith("1 text: 1 unit, 0 whole blocks, 50 tokens\n")
-    assert "fp16  m  1 use ago" in run("store", "ls", "S").out
+    assert "fp16  m  0 uses ago" in run("store", "ls", "S").out
     assert json.loads(run("store", "ls", "S", "--json").out)["texts"][0]["tokens"] == 50
     assert run("store", "pin", "S", "--token-ids", "long.json").out == "50 tokens: pinned\n"
     assert run("store", "pin", "S", "--token-ids", "long.json").out == "50 tokens: pinned as before\n"

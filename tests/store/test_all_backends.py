@@ -29,10 +29,10 @@ def put(store: PrefixStore, ids, **options):
 def test_put_beyond_max_bytes_is_noted(url: str) -> None:
     """Of the same text put again with a smaller bound, too."""
     ids = list(range(40))
-    said = "the bound (max_bytes) has no room for more"
     with PrefixStore(url, max_bytes=10) as store:
         made = put(store, ids)
-        assert (made.stored_tokens, made.notes, made.removed_bytes) == (0, (said,), made.stored_bytes)
+        said = "the size limit (max_bytes, --size-limit) has no room for more"
+        assert (made.stored_tokens, made.notes, made.removed_bytes, made.stored_bytes) == (0, (said,), 0, 0)
         assert store.match(ids, model=MODEL) == 0
     with PrefixStore(url, max_bytes=1 << 20) as store:
         made = put(store, ids)
@@ -40,6 +40,7 @@ def test_put_beyond_max_bytes_is_noted(url: str) -> None:
         assert put(store, ids).stored_tokens == 40
     with PrefixStore(url, max_bytes=10) as store:
         again = put(store, ids)
+        said = "the limit (max_bytes or quota) has no room for more"
         assert (again.known_tokens, again.stored_tokens, again.notes) == (40, 0, (said,))
         assert (again.removed_bytes, store.stats().bytes) == (made.stored_bytes, 0)
 

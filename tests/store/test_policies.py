@@ -6,11 +6,12 @@ import sqlite3
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 from prefixes import MODEL, layers_of, same
 
 from kvmnn.errors import OptionError
-from kvmnn.store import PrefixStore
+from kvmnn.store import PrefixStore, unit_codec
 from kvmnn.store.backend import BENEFIT_SCALE, MAX_UNIT_PRIORITY, compute_benefit
 from kvmnn.store.directory import backend as directory_backend
 from kvmnn.store.remote import backend as remote_backend
@@ -70,6 +71,48 @@ def test_uses_fade_when_others_are_evicted(new_url, tmp_path, engine) -> None:
 
 
 @pytest.mark.parametrize("engine", BACKENDS)
+def test_put_of_texts_that_share_a_first_token_keeps_the_newest(new_url, engine) -> None:
+    """A put reuses a token of an older text: that text must not be newer than the one that was put."""
+    texts = [[1, *range(number, number + 7)] for number in (10, 20, 30)]
+    with PrefixStore(new_url(engine), 1 << 20, block_tokens=4, codec="frames") as store:
+        sizes = [put(store, ids) for ids in texts]
+        if engine == "directory":
+            assert next(entry.last_ids[-1] for entry in store.ls().texts) == texts[-1][-1]
+        store.gc(max(sizes))
+        assert store.match(texts[-1], model=MODEL) == 8
+
+
+@pytest.mark.parametrize("engine", BACKENDS)
+@pytest.mark.parametrize(("option", "name"), [("max_bytes", "--size-limit"), ("quota", "--quota")])
+def test_put_of_text_beyond_limit_evicts_nothing(new_url, tmp_path, engine, option, name) -> None:
+    limit = 2 * measure_unit_bytes(tmp_path / "sizes") + 100
+    long_ids = np.random.default_rng(0).integers(0, 1000, 700).tolist()
+    options = {"block_tokens": 4, "codec": "frames", "namespace": "a", option: limit}
+    with PrefixStore(new_url(engine), **options) as store:
+        put(store, TEXTS[0])
+        refused = store.put(long_ids, layers_of(long_ids), model=MODEL)
+        assert (refused.stored_tokens, refused.stored_bytes, refused.raw_bytes, refused.removed_bytes) == (0, 0, 0, 0)
+        assert name in refused.notes[0]
+        assert list_stored(store) == [1]
+        counters = store.usage(own=True).counters
+        assert counters["put_tokens"] == 8
+        assert counters["evicted_bytes"] == 0
+        assert counters["put_raw_bytes"] == 8 * sum(cache.nbytes for cache in layers_of([0]))
+
+
+def test_put_of_long_text_stores_the_units_that_fit(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(unit_codec, "MAX_UNIT_TOKENS", 8)
+    unit_bytes = measure_unit_bytes(tmp_path / "sizes")
+    with PrefixStore(tmp_path / "s", 3 * unit_bytes + 100, block_tokens=4, codec="frames") as store:
+        put(store, TEXTS[0])
+        store.pin(TEXTS[0], model=MODEL)
+        result = store.put(TEXTS[1] * 4, layers_of(TEXTS[1] * 4), model=MODEL)
+        assert result.stored_tokens == store.match(TEXTS[1] * 4, model=MODEL) == 16
+        assert result.raw_bytes == 16 * sum(cache.nbytes for cache in layers_of([0]))
+        assert result.removed_bytes == 0
+
+
+@pytest.mark.parametrize("engine", BACKENDS)
 def test_policy_is_kept_by_a_store(new_url, engine) -> None:
     url = new_url(engine)
     with PrefixStore(url, policy="benefit") as store:
@@ -118,8 +161,6 @@ def test_compute_benefit_is_exact_and_bounded() -> None:
 
 
 def test_put_command_takes_the_policy_of_a_new_store(run, tmp_path) -> None:
-    import numpy as np
-
     cache, folder = tmp_path / "kv.npz", str(tmp_path / "s")
     rows = np.ones((2, 8, 16), np.float16)
     np.savez(cache, **{"layer_0.key": rows, "layer_0.value": rows})

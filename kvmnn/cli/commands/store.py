@@ -89,7 +89,7 @@ def _run_put(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Command
     label = arguments.label or _make_label(ids, arguments)
     put_result = store.put(ids, layers, model=model, windows=windows, states=source.states, label=label)
     _raise_if_unavailable(put_result)
-    return put_result, 0
+    return put_result, _get_put_code(put_result)
 
 
 def _make_label(ids: Any, arguments: argparse.Namespace) -> str | None:
@@ -405,6 +405,12 @@ def _read_stats(store: PrefixStore, arguments: argparse.Namespace) -> StoreStats
     return store.describe(_load_ids(arguments), model=_choose_model(store, arguments), dtype=arguments.dtype)
 
 
+def _get_put_code(put_result: PutResult) -> int:
+    """Return 1 if a text, or what is new of it, has no place in the store."""
+    is_cut = put_result.stored_tokens < put_result.tokens
+    return 1 if is_cut and not (put_result.stored_tokens and put_result.stored_bytes) else 0
+
+
 def _names_text(arguments: argparse.Namespace) -> bool:
     """Return whether a label, a handle, ids or a text say which stored text is meant."""
     return any(value is not None for value in (arguments.resolved, arguments.token_ids, arguments.text))
@@ -417,7 +423,7 @@ def _run_import(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Comm
     model, ids, layers = arguments.read
     put_result = store.put(ids, layers, model=model)
     _raise_if_unavailable(put_result)
-    return put_result, 0
+    return put_result, _get_put_code(put_result)
 
 
 def _run_serve_metrics(store: PrefixStore, arguments: argparse.Namespace) -> tuple[CommandResult, int]:

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -32,6 +32,7 @@ from ..backend import (
     UnitSlice,
     explain_settings,
     infer_settings,
+    select_fitting,
 )
 from ..encryption import NO_CIPHER, StoreCipher, UnsealError, check_key_matches
 from ..namespace import (
@@ -140,14 +141,15 @@ class _Addition:
 
     def __init__(self, files: UnitFiles) -> None:
         self._files = files
-        self.placed_units: list[int] = []
+        self.placed_units: dict[int, int] = {}
+        """Bytes of the files of the units that were added."""
         self.removed_units: list[int] = []
         self.stored_bytes = self.removed_bytes = 0
 
     def place(self, staged_path: Path, unit: int, nbytes: int) -> None:
         """Move the file of a unit into its place."""
         self._files.move_into_place(staged_path, unit)
-        self.placed_units.append(unit)
+        self.placed_units[unit] = nbytes
         self.stored_bytes += nbytes
 
 
@@ -272,10 +274,11 @@ class DirectoryBackend:
             return self.make_lookup(cursor).find_prefix(sequence).tokens == sequence.ids.size
 
         with self._add(namespace, sequence) as (cursor, namespace_id, addition):
-            if tables is not None:
+            parent = cursor.fetch_number("SELECT unit FROM block WHERE key = ?", (new[0].parent,)) or 0
+            num_fitting, exceeded_limit = self._count_fitting(cursor, parent, [unit.nbytes for unit in new])
+            if tables is not None and num_fitting:
                 self.recovery_files.save_tables(namespace, tables)
-            index_updates.advance_clock(cursor)
-            for unit in new:
+            for unit in new[:num_fitting]:
                 self._check_history(cursor, sequence, unit, addition.placed_units)
                 unit_id, superfluous_units = index_updates.insert_unit(
                     cursor, namespace_id, unit, sequence, lambda: has_all(cursor)
@@ -285,7 +288,22 @@ class DirectoryBackend:
                     addition.place(unit.staged, unit_id, unit.nbytes)
                 index_updates.delete_units(cursor, superfluous_units)
                 addition.removed_units += superfluous_units
-        return AddResult(addition.stored_bytes, addition.removed_bytes)
+        return AddResult(addition.stored_bytes, addition.removed_bytes, exceeded_limit=exceeded_limit)
+
+    def _count_fitting(self, cursor: ValidatingCursor, parent: int, sizes: Sequence[int]) -> tuple[int, str]:
+        """Return how many units after `parent` have room once all others went that can go, and the limit to name.
+
+        What has none must not be added: the units that are evicted for it would go for nothing.
+        """
+        num_fitting, exceeded_limit = len(sizes), ""
+        for limit, spaces in self._list_limits(cursor):
+            if index_updates.read_total_bytes(cursor, spaces) + sum(sizes) <= limit:
+                continue
+            kept_bytes = index_updates.read_kept_bytes(cursor, parent, spaces)
+            num_in_limit = select_fitting(sizes, kept_bytes, limit)
+            if num_in_limit < num_fitting:
+                num_fitting, exceeded_limit = num_in_limit, "max_bytes" if spaces is None else "quota"
+        return num_fitting, exceeded_limit
 
     @contextmanager
     def _add(self, namespace: Namespace, sequence: TokenSequence) -> Iterator[tuple[ValidatingCursor, int, _Addition]]:
@@ -294,11 +312,14 @@ class DirectoryBackend:
         try:
             with self.index.begin_writing() as cursor:
                 self._save_touched(cursor)
+                index_updates.advance_clock(cursor)  # what is added is newer than what was used before
                 bytes_before = index_updates.read_total_bytes(cursor)
                 self.recovery_files.save_namespace(namespace)
                 yield cursor, index_updates.ensure_namespace_id(cursor, namespace), addition
                 index_updates.restore_pins(cursor, self.make_lookup(cursor), sequence)
                 addition.removed_units += self._evict_excess(cursor)
+                # what went at once, as a policy may say, counts neither as stored nor as removed
+                addition.stored_bytes -= sum(addition.placed_units.get(unit, 0) for unit in addition.removed_units)
                 bytes_after = index_updates.read_total_bytes(cursor)
                 addition.removed_bytes = bytes_before + addition.stored_bytes - bytes_after
         except BaseException:
@@ -322,13 +343,16 @@ class DirectoryBackend:
                     parent = self.make_lookup(cursor).find_end(namespace.key, *end, sequence.block_tokens)
                     if parent is None:
                         raise ConcurrentUpdateError("the blocks before a state are gone")
-                unit_id = index_updates.insert_state(cursor, namespace_id, state, nbytes, parent)
+                num_fitting, exceeded_limit = self._count_fitting(cursor, parent or 0, [nbytes])
+                unit_id = 0
+                if num_fitting:
+                    unit_id = index_updates.insert_state(cursor, namespace_id, state, nbytes, parent)
                 if unit_id:
                     addition.place(path, unit_id, nbytes)
-        return AddResult(addition.stored_bytes, addition.removed_bytes)
+        return AddResult(addition.stored_bytes, addition.removed_bytes, exceeded_limit=exceeded_limit)
 
     def _check_history(
-        self, cursor: ValidatingCursor, sequence: TokenSequence, new_unit: NewUnit, placed_units: Sequence[int]
+        self, cursor: ValidatingCursor, sequence: TokenSequence, new_unit: NewUnit, placed_units: Container[int]
     ) -> None:
         """Raise `ConcurrentUpdateError` if another process has replaced the blocks that a unit refers to."""
         end_block = new_unit.start // sequence.block_tokens

@@ -227,6 +227,20 @@ def read_total_bytes(cursor: ValidatingCursor, spaces: Sequence[int] | None = No
     return cursor.require_number(f"SELECT coalesce(sum(bytes), 0) FROM unit WHERE space IN {_format_numbers(spaces)}")
 
 
+def read_kept_bytes(cursor: ValidatingCursor, parent: int, spaces: Sequence[int] | None) -> int:
+    """Return the bytes that no eviction can free for a unit after `parent`: of what is before it, and of pins.
+
+    `parent` is 0 for a unit that follows none; with `spaces`, only units of these namespaces count.
+    """
+    condition = "" if spaces is None else f" AND space IN {_format_numbers(spaces)}"
+    return cursor.require_number(
+        "WITH RECURSIVE kept(id, up) AS (SELECT id, parent FROM unit WHERE id = ? OR id IN (SELECT unit FROM pin) "
+        "UNION SELECT unit.id, unit.parent FROM unit JOIN kept ON unit.id = kept.up) "
+        f"SELECT coalesce(sum(bytes), 0) FROM unit WHERE id IN (SELECT id FROM kept){condition}",
+        (parent,),
+    )
+
+
 def _format_numbers(numbers: Sequence[int]) -> str:
     return f"({','.join(map(str, numbers))})"
 

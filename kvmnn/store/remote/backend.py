@@ -33,6 +33,7 @@ from ..backend import (
     encode_settings,
     infer_settings,
     parse_settings,
+    select_fitting,
 )
 from ..encryption import NO_CIPHER, StoreCipher, check_key_matches
 from ..namespace import (
@@ -323,6 +324,12 @@ class RemoteBackendBase:
     ) -> AddResult:
         """Add units of a sequence: the tables that some need, the units, and then their records."""
         self.check_writable()
+        num_fitting, exceeded_limit = self._count_fitting(
+            sequence.take_prefix(new[0].start), [unit.nbytes for unit in new]
+        )
+        new = new[:num_fitting]
+        if not new:
+            return AddResult(0, 0, exceeded_limit=exceeded_limit)
         data_by_name: dict[str, bytes] = {}
         records: dict[str, UnitRecord] = {}
         for new_unit in new:
@@ -351,7 +358,40 @@ class RemoteBackendBase:
         removed_bytes = 0 if superseded_tail is None else superseded_tail.nbytes
         self._restore_pins(sequence)
         self.touch([record.unit for record in records.values()], num_uses=0)
-        return AddResult(stored_bytes, removed_bytes + self._enforce_limit_after_put(stored_bytes))
+        removed_bytes += self._enforce_limit_after_put(stored_bytes)
+        return AddResult(stored_bytes, removed_bytes, exceeded_limit=exceeded_limit)
+
+    def _count_fitting(self, prefix: TokenSequence, sizes: Sequence[int]) -> tuple[int, str]:
+        """Return how many units after a stored prefix have room once all others went, and the limit to name.
+
+        What has none must not be added: the units that are evicted for it would go for nothing. Pinned texts are not
+        counted, which would take all records.
+        """
+        num_fitting, exceeded_limit = len(sizes), ""
+        kept_bytes: int | None = None
+        for name, limit, tenant in (
+            ("quota", self._limits.quota, self.tenant),
+            ("max_bytes", self._limits.max_bytes, None),
+        ):
+            used_bytes = self._last_bytes.get(tenant, limit) if limit is not None else 0
+            used_bytes = (used_bytes or 0) + self._bytes_since_count.get(tenant, 0)
+            if limit is None or used_bytes + sum(sizes) <= limit:
+                continue
+            if kept_bytes is None:
+                kept_bytes = self._measure_prefix_bytes(prefix)
+            num_in_limit = select_fitting(sizes, kept_bytes, limit)
+            if num_in_limit < num_fitting:
+                num_fitting, exceeded_limit = num_in_limit, name
+        return num_fitting, exceeded_limit
+
+    def _measure_prefix_bytes(self, prefix: TokenSequence) -> int:
+        """Return the bytes of the units with the whole blocks of a prefix."""
+        names = [
+            make_record_name(prefix.get_parent_key(block_index), prefix.get_block(block_index), prefix.secret)
+            for block_index in range(len(prefix.keys))
+        ]
+        records = [parse_record(data, prefix.secret) for data in self.key_values.get_many(names)]
+        return sum({record.unit: record.nbytes for record in records if record is not None}.values())
 
     def find_state(self, sequence: TokenSequence, tokens: int) -> StateLocation | None:
         """Find the state of the longest prefix that has one: three round trips."""
@@ -386,6 +426,9 @@ class RemoteBackendBase:
         unit_id = int.from_bytes(state.compute_key(namespace.secret), "big")
         start, nbytes = state.tokens - int(state.ids.size), len(data) + self.unit_overhead_bytes
         place = (namespace.key, state.parent, unit_id, nbytes, start, state.ids)
+        num_fitting, exceeded_limit = self._count_fitting(sequence, [nbytes])
+        if not num_fitting:
+            return AddResult(0, 0, exceeded_limit=exceeded_limit)
         record = StateRecord(*place, namespace.secret, state.raw_bytes)
         name = record.make_name(sequence.block_tokens)
         dependencies = {

@@ -212,11 +212,9 @@ cdef class SimulatedStore:
                         num_used += 1
             out[request] = hit
             if num_used:
-                self.touch(&used_units[0], num_used, begin, end, 1)
-            if hit < num_tokens:
+                self.touch(&used_units[0], num_used, begin, end)
+            if hit < num_tokens:  # what a put reuses was used a moment ago, and what it adds is newer
                 self.put(begin, end, num_matched, num_tokens)
-                if num_used:
-                    self.touch(&used_units[0], num_used, begin, end, 0)
         return hits
 
     cdef tuple match_partially(self, int64_t begin, int64_t num_matched, int64_t unit):
@@ -242,7 +240,7 @@ cdef class SimulatedStore:
                 best_symbols, best_unit = num_symbols, stored_unit
         return best_symbols * self.symbol_tokens, best_unit
 
-    cdef int touch(self, const int64_t *used_units, int64_t count, int64_t begin, int64_t end, int num_uses) except -1:
+    cdef int touch(self, const int64_t *used_units, int64_t count, int64_t begin, int64_t end) except -1:
         """Record one use of those units that are stored."""
         cdef int64_t position, priority, number
         cdef Unit *unit
@@ -255,7 +253,7 @@ cdef class SimulatedStore:
             if self.policy == LRU:
                 priority = self.tick
             elif self.policy == BENEFIT:
-                unit.num_uses += num_uses
+                unit.num_uses += 1
                 priority = self.clock + unit.num_uses * self.unit_benefits[unit.tokens]
             else:
                 priority = self.find_next_use(unit, begin, end)
@@ -277,7 +275,7 @@ cdef class SimulatedStore:
         cdef int64_t num_keys = end - begin, first_block = num_matched, end_block, index, number, owned_end
         cdef int64_t num_whole = num_tokens // self.block_tokens if self.has_chunks else num_keys
         cdef int64_t parent = self.owners[self.keys[begin + num_matched - 1]] if num_matched else NO_UNIT
-        cdef int64_t nbytes
+        cdef int64_t nbytes, unit_tokens, needed_bytes = self.sum_chain_bytes(parent)
         cdef Unit *unit
         self.tick += 1
         if parent >= 0:
@@ -286,13 +284,18 @@ cdef class SimulatedStore:
             end_block = first_block + self.unit_blocks
             if end_block >= num_whole:
                 end_block = num_keys
+            unit_tokens = min(end_block * self.block_tokens, num_tokens) - first_block * self.block_tokens
+            nbytes = self.unit_bytes[unit_tokens]
+            needed_bytes += nbytes
+            if 0 <= self.max_bytes < needed_bytes:  # even if all that can go went
+                break
             number = self.num_units
             unit = self.append_unit()
             unit.parent, unit.children = parent, 1
             unit.key_begin, unit.num_keys = begin + first_block, <int32_t>(end_block - first_block)
             unit.first_block, unit.num_uses, unit.is_queued = <int32_t>first_block, 1, False
             unit.is_exposed = False
-            unit.tokens = <int32_t>(min(end_block * self.block_tokens, num_tokens) - first_block * self.block_tokens)
+            unit.tokens = <int32_t>unit_tokens
             owned_end = begin + min(end_block, num_whole)
             for index in range(unit.key_begin, owned_end):
                 self.owners[self.keys[index]] = number
@@ -302,17 +305,25 @@ cdef class SimulatedStore:
                 unit.priority = self.clock + self.unit_benefits[unit.tokens]
             else:
                 unit.priority = -self.next_uses[unit.key_begin]
-            nbytes = self.unit_bytes[unit.tokens]
             self.total_bytes += nbytes
             self.put_bytes += nbytes
             if self.has_chunks:
                 self.add_branch(number)
             parent, first_block = number, end_block
-        self.units[parent].children = 0
-        self.push(parent)
+        if parent >= 0:  # the last unit of the text
+            self.units[parent].children -= 1
+            self.push(parent)
         if self.max_bytes >= 0 and self.total_bytes > self.max_bytes:
             self.evict()
         return 0
+
+    cdef int64_t sum_chain_bytes(self, int64_t number) noexcept nogil:
+        """Return the bytes of a unit and of all units before it."""
+        cdef int64_t nbytes = 0
+        while number >= 0:
+            nbytes += self.unit_bytes[self.units[number].tokens]
+            number = self.units[number].parent
+        return nbytes
 
     cdef Unit *append_unit(self) except NULL:
         """Return a new unit at the end of the array, which may move."""

@@ -14,7 +14,7 @@ from .console import UsageError
 from .options import SpecField, add_spec_option
 
 if TYPE_CHECKING:
-    from ..errors import KvmnnError, MissingFileError
+    from ..errors import KvmnnError
     from ..lm.runner import RunOptions
     from ..policies.h2o import H2OConfig
     from ..policies.registry import LabelledPolicy
@@ -44,6 +44,7 @@ def read_config(path: str) -> dict[str, Any]:
     SourceError
         For a file that is not there, cannot be read, or holds no JSON object.
     """
+    from ..errors import MissingFileError
     from ..files.schema import read_object
 
     try:

@@ -9,6 +9,7 @@ published schemas permit further keys, as a later version may add some; tests pe
 
 from __future__ import annotations
 
+import argparse
 import collections.abc
 import inspect
 import json
@@ -415,6 +416,7 @@ def build_files() -> list[SchemaFile]:
 
 def main() -> int:
     """Write the schemas and their page."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
     SCHEMAS.mkdir(exist_ok=True)
     files = build_files()
     for path in set(SCHEMAS.glob("*.json")) - {file.path for file in files}:

@@ -19,6 +19,7 @@ from ...profiles import Profile
 from ...transform import StepPlan, TransformOptions, get_tables, plan_steps
 from ...transform import decode_layer as decode_transform_layer
 from ...transform import encode_layer as encode_transform_layer
+from ..npy import MAX_NPY_HEADER_BYTES, NpyHeader
 from .document import LayerCodec
 
 _NUM_LOWER_LAYERS = 2
@@ -119,12 +120,18 @@ class CacheEncoder:
 
 def read_attention(path: str | os.PathLike[str]) -> npt.NDArray[Any]:
     """Map a file of attention, ``[layer, kv_head, position]``; `SourceError` for anything else."""
+    label = os.fspath(path)
     try:
-        attention = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise SourceError(f"{os.fspath(path)}: not an array of attention (.npy): {error}") from None
-    if not isinstance(attention, np.ndarray) or attention.ndim != 3 or attention.dtype.kind != "f":
-        raise SourceError(f"{os.fspath(path)}: expected one array of floats [layer, kv_head, position]")
+        with open(path, "rb") as file:
+            header = NpyHeader(file.read(MAX_NPY_HEADER_BYTES), label)
+            data_bytes = os.fstat(file.fileno()).st_size - header.header_bytes
+    except (OSError, SourceError) as error:
+        raise SourceError(f"{label}: not an array of attention (.npy): {error}") from None
+    if len(header.shape) != 3 or header.dtype.kind != "f" or not header.nbytes or data_bytes != header.nbytes:
+        raise SourceError(f"{label}: expected one array of floats [layer, kv_head, position]")
+    attention: npt.NDArray[Any] = np.memmap(
+        path, header.dtype, "r", offset=header.header_bytes, shape=header.shape, order=header.order
+    )
     return attention
 
 

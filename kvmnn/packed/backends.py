@@ -48,8 +48,12 @@ BACKENDS: dict[str, Backend] = {
     "arm64-fp32": Backend("fp32", 12, 1, 8, 4, 16, 4, f"ARM64 NEON without dot products; {_COMPILED_CPP_NOTE}"),
     "arm64-fp32-sdot": Backend("fp32", 12, 1, 8, 12, 4, 8, f"ARM64 NEON with sdot; {_SOURCE_READ}"),
     "arm64-fp32-i8mm": Backend("fp32", 12, 1, 8, 10, 8, 8, f"ARM64 NEON with i8mm; {_SOURCE_READ}"),
-    "arm64-fp16": Backend("fp16", 12, 1, 16, 12, 4, 8, f"ARMv8.2 with sdot, precision low; {_COMPILED_CPP_NOTE}"),
-    "arm64-fp16-i8mm": Backend("fp16", 12, 1, 16, 10, 8, 8, f"ARMv8.2 with i8mm, precision low; {_COMPILED_CPP_NOTE}"),
+    "arm64-fp16": Backend(
+        "fp16", 12, 1, 16, 12, 4, 8, f"ARMv8.2 with fp16, precision low (int8: sdot); {_COMPILED_CPP_NOTE}"
+    ),
+    "arm64-fp16-i8mm": Backend(
+        "fp16", 12, 1, 16, 10, 8, 8, f"ARMv8.2 with fp16, precision low (int8: i8mm); {_COMPILED_CPP_NOTE}"
+    ),
     "arm32-fp16": Backend("fp16", 12, 1, 8, None, None, None, f"ARMv8.2 in 32 bits; {_COMPILED_CPP_NOTE}"),
     "arm64-sme2-fp32": Backend("fp32", 16, 1, 64, 16, 4, 32, f"SME2; {_COMPILED_CPP_NOTE}"),
     "arm64-sme2-fp16": Backend("fp16", 16, 2, 64, 16, 4, 32, f"SME2, precision low; {_COMPILED_CPP_NOTE}"),

@@ -44,7 +44,13 @@ def add_simulation_options(parser: Any) -> None:
     group.add_argument(
         "--model-shape", metavar="SHAPE", help="LAYERSxKV_HEADSxHEAD_DIM[,DTYPE] of the model, such as 32x8x128,fp16"
     )
-    group.add_argument("--size", dest="sizes", type=_parse_sizes, metavar="SIZE,...", help="limits, such as 4G,16G")
+    group.add_argument(
+        "--size",
+        dest="sizes",
+        type=_parse_sizes,
+        metavar="SIZE,...",
+        help="limits, such as 4G,16G; K, M, G, T are powers of 1024",
+    )
     group.add_argument(
         "--policy",
         dest="policies",

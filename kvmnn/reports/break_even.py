@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Self
 
 from .._util.dataclass import dataclass
-from .._util.text import compute_ratio
+from .._util.text import compute_ratio, pluralize
 from ..errors import OptionError, SourceError
 from ..files.schema import Record, json_key, parse_object, read_bounded
 from .table import Column, Table, wrap_sentences
@@ -204,7 +204,7 @@ class BreakEvenReport(Record):
         ]
         if self.prefixes:
             link_text = "a link that takes no time" if self.link is None else f"a link of {self.link / 1e6:,.1f} MB/s"
-            first_texts = [f"{codec} from {tokens:,} tokens on" for codec, tokens in self.first_tokens.items()] or [
+            first_texts = [self._format_first(codec, tokens) for codec, tokens in self.first_tokens.items()] or [
                 "with no codec"
             ]
             notes.append(
@@ -212,6 +212,11 @@ class BreakEvenReport(Record):
                 f"there: {', '.join(first_texts)}. Link: the speed above which it does."
             )
         return notes
+
+    def _format_first(self, codec: str, tokens: int) -> str:
+        text = f"{codec} from {pluralize(tokens, 'token')} on"
+        has_fixed_time = any(times.codec == codec and times.decode_base for times in self.codecs)
+        return text if has_fixed_time else f"{text} (without the fixed time of a get)"
 
     def __str__(self) -> str:
         blocks = [f"{table.title}\n{table.to_terminal(_WIDTH)}" for table in self.to_tables()]

@@ -685,6 +685,10 @@ class PrefixStore:
             problem += f", and a handle has at least {MIN_REFERENCE_LETTERS} letters"
         raise KvmnnError(f"{self._backend.label}: {repr_short(reference)}: {problem} (kvmnn store ls)")
 
+    def count_labelled(self, label: str) -> int:
+        """Return how many sequences have this label; `resolve` takes it only of one."""
+        return self._with_retry(lambda: sum(name == label for name, _ in self._backend.iter_labels()))
+
     def describe(self, token_ids: TokenIds, *, model: str, dtype: str | None = None) -> StoreEntry:
         """Return the entry of `ls` for a sequence.
 

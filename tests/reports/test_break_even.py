@@ -58,6 +58,9 @@ def test_first_tokens_are_where_loading_begins_to_be_faster() -> None:
     slow_start = CodecTimes.from_dict({**TIMES.to_dict(), "decode_p50": 0.6, "decode_base": 0.5})
     report = compute_break_even([slow_start], token_bytes=10.0, engine=ENGINE)
     first = report.first_tokens["dense"]
+    assert f"dense from {first} tokens on. Link" in report.list_notes()[1]
+    unknown = compute_break_even([TIMES], token_bytes=10.0, engine=ENGINE)
+    assert "token on (without the fixed time of a get)" in unknown.list_notes()[1].replace("tokens", "token")
     lengths = (first - 1, first)
     rows = compute_break_even([slow_start], token_bytes=10.0, engine=ENGINE, lengths=lengths).prefixes
     assert [row.is_loading_faster for row in rows] == [False, True]

@@ -45,6 +45,7 @@ with PrefixStore(folder, key=load_key()) as store:
 fill()
 with PrefixStore(folder, key=load_key()) as store:
     assert "index.sqlite: cannot be written (" in store.notes[0], store.notes
+    assert "no space is left on the disk" in store.notes[0], store.notes
     assert all(same(store.get(ids, model=MODEL).layers, ids, 90, layers=100) for ids in texts)
     assert store.verify().units == 5
     try:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from prefixes import MODEL, layers_of
 
@@ -81,6 +82,16 @@ def test_delete_pinned_text_changes_nothing(store: PrefixStore) -> None:
     assert not store.delete(CHAT, model=MODEL).is_refused
     with pytest.raises(KvmnnError, match="no text"):
         store.resolve("chat")
+
+
+def test_put_command_label_in_use_is_noted(tmp_path: Path, run: Callable[..., SimpleNamespace]) -> None:
+    np.savez(
+        tmp_path / "kv.npz", **{"layer_0.key": np.ones((1, 2, 16), "f4"), "layer_0.value": np.ones((1, 2, 16), "f4")}
+    )
+    put = ("store", "put", tmp_path / "s", tmp_path / "kv.npz", "--fingerprint", "m", "--label", "q")
+    assert "texts are called" not in run(*put, "--token-ids", "1,2").err
+    assert "texts are called" not in run(*put, "--token-ids", "1,2").err
+    assert "2 texts are called 'q' now" in run(*put, "--token-ids", "3,4").err
 
 
 def test_rm_command_pinned_text_is_refused(tmp_path: Path, run: Callable[..., SimpleNamespace]) -> None:

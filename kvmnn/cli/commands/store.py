@@ -89,6 +89,9 @@ def _run_put(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Command
     label = arguments.label or _make_label(ids, arguments)
     put_result = store.put(ids, layers, model=model, windows=windows, states=source.states, label=label)
     _raise_if_unavailable(put_result)
+    if arguments.label is not None and (num_texts := store.count_labelled(arguments.label)) > 1:
+        text = f"{num_texts} texts are called {arguments.label!r} now: name them by their handles (store ls)"
+        input_sources.report_notes([text], arguments)
     return put_result, _get_put_code(put_result)
 
 
@@ -617,7 +620,7 @@ def add_parser(subparsers: Any) -> None:
         dest="store_bytes",
         type=shared_options.parse_byte_count,
         metavar="SIZE",
-        help="put, import, gc: most bytes of all units (default: no bound)",
+        help="put, import, gc: most bytes of all units; K, M, G are powers of 1024 (default: no bound)",
     )
     parser.add_argument(
         "--block-tokens",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -164,6 +165,8 @@ counter, not a time), `uses` how often it was read and once for its put; the low
 _BUSY_CODES = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 _DISK_CODES = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR)
 """Errors of SQLite that are not damage: another process writes, or the disk fails."""
+_MIN_FREE_BYTES = 64 << 10
+"""With less the disk is full for an index: SQLite needs two pages and 32 KiB of shared memory to write anything."""
 _INDEX_NAME_REGEX = re.compile(r"index(?:-(\d{1,9}))?\.sqlite")
 """Each rebuilt index has a higher number, and the highest is valid. A name is never used twice: SQLite writes and
 removes other files by the name of the database."""
@@ -358,7 +361,7 @@ class StoreIndex:
                 code = _get_error_code(error) if isinstance(error, sqlite3.Error) else None
                 is_damage = code not in (*_BUSY_CODES, *_DISK_CODES)
                 if not self.read_only and code in _DISK_CODES:
-                    self.write_error = str(error)
+                    self.write_error = _describe_disk_error(error, self.folder)
                     with suppress(sqlite3.Error, SourceError):
                         return self._open_connection(None)
                 if not is_damage or self.read_only or not self._rebuild(str(error), path):
@@ -453,10 +456,21 @@ class StoreIndex:
                     f"{self.folder}: another process has kept the index for {BUSY_TIMEOUT_SECONDS:.0f} seconds"
                 ) from error
             if code in _DISK_CODES:
-                raise OutputError(f"{self.path}: cannot be written: {error}") from error
+                raise OutputError(
+                    f"{self.path}: cannot be written: {_describe_disk_error(error, self.folder)}"
+                ) from error
             raise self.mark_damaged(str(error)) from error
         except (InvalidRowError, UnicodeDecodeError) as error:  # names in a damaged schema need not be UTF-8
             raise self.mark_damaged(str(error)) from error
+
+
+def _describe_disk_error(error: Exception, folder: str | os.PathLike[str]) -> str:
+    """Return the words of an error; of a disk without space that too: SQLite reports an I/O error then."""
+    try:
+        is_full = shutil.disk_usage(folder).free < _MIN_FREE_BYTES
+    except OSError:
+        is_full = False
+    return f"{error}: no space is left on the disk" if is_full else str(error)
 
 
 def _get_error_code(error: sqlite3.Error) -> int:

@@ -406,6 +406,9 @@ class Policy(ABC):
         if state.trigger not in self.triggers or not self.is_due(state):
             return None
         selection = self.select_tokens(state)
+        for row in selection if isinstance(selection, list) else [selection]:
+            if row is not None and (indices := np.asarray(row)).size and indices.dtype.kind not in "iu":
+                raise KvmnnError(f"{self.name} selects tokens by {indices.dtype}: expected integers")
         if isinstance(selection, list) and len({len(row) for row in selection}) == 1:
             return np.stack(selection)
         return selection

@@ -8,11 +8,12 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 from repository import FIXTURES
 
 from kvmnn.errors import KvmnnError
-from kvmnn.policies import POLICIES, BudgetedPolicy, create_policy, register_policy
+from kvmnn.policies import POLICIES, BudgetedPolicy, LayerState, create_policy, register_policy
 from kvmnn.policies import registry as policy_registry
 
 
@@ -117,3 +118,14 @@ def test_evaluate_own_policy_of_a_script_is_measured_again_when_its_file_changes
         script.write_text(text, encoding="utf-8")
         done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=300)
         assert (done.returncode, done.stdout.strip()) == (0, expected), done.stderr
+
+
+@pytest.mark.parametrize("selection", [np.array([0.5, 2.0]), [np.array([True, False])]])
+def test_policy_selecting_by_no_integers_is_refused(selection) -> None:
+    class Fractional(LatestHalf):
+        def select_tokens(self, state):
+            return selection
+
+    state = LayerState(tokens=4, layer=0)
+    with pytest.raises(KvmnnError, match="expected integers"):
+        Fractional(budget=2).select(state)

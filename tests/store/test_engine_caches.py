@@ -185,7 +185,7 @@ def test_store_command_settings_folder_needs_fingerprint(tmp_path: Path, run) ->
     (tmp_path / "model" / "llm_config.json").write_text(json.dumps(shape))
     ids = ",".join(map(str, range(50)))
     put = ["store", "put", tmp_path / "s", tmp_path / "p", "--token-ids", ids, "--model", tmp_path / "model"]
-    assert "names a model that is neither" in run(*put, "--backend", "x86-avx2", code=1).err
+    assert "names a model that is none of" in run(*put, "--backend", "x86-avx2", code=1).err
     assert "of windows and state" in run(*put, "--backend", "x86-avx2", "--fingerprint", "m").out
     assert run("store", "match", tmp_path / "s", "--token-ids", ids, "--fingerprint", "m").out.strip() == "50"
 

@@ -448,9 +448,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("inputs", nargs="+", metavar="IN", help="logs, CSV files, folders, or a model; see above")
     parser.add_argument("--case", metavar="NAME", help="check, demo: one of the six cases, or a name of your own")
     parser.add_argument("--gates", metavar="FILE", help="check: limits frozen in a JSON file")
-    parser.add_argument(
-        "--strict", action="store_true", help="judge what was measured only; parse: refuse damaged tables"
-    )
+    parser.add_argument("--strict", action="store_true", help="judge what was measured only; parse: no damage")
     add_document_options(parser)
     _add_baseline_options(parser)
     _add_demo_options(parser)

@@ -662,7 +662,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--partial",
         action="store_true",
-        help="get: layers with full attention alone, where windows or state are not stored at this length",
+        help="get: layers with full attention alone",
     )
     parser.add_argument(
         "--listen",

@@ -51,7 +51,11 @@ def test_encode_hybrid_prefix_restores_every_file(run, case, told):
         options = ("--model", "m")
     said = run("encode", "p", *options, "-o", "b/")
     assert "LOSSLESS for these arrays (decoded and compared; 16 packed files rebuilt in memory, every byte)" in said.out
-    assert f"incomplete: {LEFT_OUT}" in said.out and "12 files of layers without K and V" in said.out
+    assert (
+        f"incomplete: {LEFT_OUT}" in said.out
+        and "state of layers without K and V: " in said.out
+        and "12 files take" in said.out
+    )
     assert ("taken for state of linear attention" in said.err) == (told != "graph")
     assert "sha256 of the files that were encoded" in run("decode", "b", "-o", "r/").out
     assert read_files("r") == read_files("p")

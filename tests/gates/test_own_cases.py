@@ -157,7 +157,7 @@ def test_gate_run_own_cases_and_limits(tmp_path: Path, run) -> None:
     cases = {"mine": {"base": "runtime_store", "repeats": 1, "prompts": [32]}}
     config = {**gate_models.SETTINGS, "cases": cases}
     path = write_config(tmp_path, config)
-    limits = ["--limit", "max_lossless_decomp_p95_us=1,max_lossless_async_wait_p99_us=1e9"]
+    limits = ["--limit", "max_lossless_decomp_p95_us=0.001,max_lossless_async_wait_p99_us=1e9"]
     run("gate", "run", folder / "model", "--suite-config", path, "-o", tmp_path / "o", "-q", *limits, code=1)
     document = json.loads((tmp_path / "o" / "mine" / "gate.json").read_text())
     verdicts = {gate["name"]: gate["verdict"] for gate in document["gates"]}

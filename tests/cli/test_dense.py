@@ -261,7 +261,7 @@ def test_measure_dense_reports_sizes(run):
         (["--dense", "--encode"], "--encode is not for --dense, which takes all layers as they are"),
         (["--dense", "--zstd-level", "5"], "--zstd-level is not for --dense"),
         (["--dense", "--front-n", "1"], "--front-n is not for --dense"),
-        (["--dense", "--analysis", "x"], "--analysis, --to-fp16 and --dense exclude each other"),
+        (["--dense", "--analysis", "x"], "--analysis, --to-fp16, --dense and --codec exclude each other"),
         (["--model", "model"], "--model is about packed files of MNN's"),
     ],
 )

@@ -305,6 +305,21 @@ def test_eval_forced_output_replaces_the_file(capsys, cells, tmp_path):
     assert out.startswith("| policy |")
 
 
+def wait_for_end_of_group(group: int) -> None:
+    """Wait until no process of the group is left; fail after 30 seconds.
+
+    Workers that were told to end outlive the command by an instant, longer on a loaded machine.
+    """
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.01)
+    pytest.fail(f"processes of group {group} are left after 30 seconds")
+
+
 @pytest.mark.usefixtures("without_workers")
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -325,8 +340,7 @@ def test_eval_interrupted_keeps_cells_and_ends_processes(capsys, tmp_path, numbe
         f"kvmnn: note: {kept} of 4 cells kept in {path}: the same command goes on from there\n"
         f"kvmnn: error: {'interrupted' if code == 130 else 'terminated'}\n"
     )
-    with pytest.raises(ProcessLookupError):
-        os.killpg(process.pid, 0)
+    wait_for_end_of_group(process.pid)
     assert [entry.name for entry in tmp_path.iterdir()] == ["cells"]
     done = len(path.read_text().splitlines())
     assert 0 < done < 4

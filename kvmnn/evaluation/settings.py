@@ -22,6 +22,7 @@ from ..policies.registry import (
     register_policy,
 )
 from ..policies.specs import accepts_option, build_policy, expand_spec, split_spec
+from ..profiles import hash_profile
 from ..quantization import create_codec
 from ..runtime import RuntimeConfig
 from .records import CellKind
@@ -83,11 +84,18 @@ class Configuration(Record):
     @property
     def identity(self) -> dict[str, Any]:
         """What the results depend on, as JSON values: all options, defaults included, without the label."""
-        identity = {"policy": self.policy, "options": self.list_options(), "positions": self.positions}
+        options = self.list_options()
+        identity: dict[str, Any] = {"policy": self.policy, "options": options, "positions": self.positions}
         identity |= {} if self.codec is None else {"codec": self.codec}
+        paths = [path for path in (self._find_codec_profile(), *map(options.get, _FILE_OPTIONS)) if path]
+        identity |= {"profiles": [hash_profile(path) for path in paths]} if paths else {}
         if is_registered(self.policy):  # a changed policy has other results under the same name
             identity["file"] = hash_registered_file(self.policy)
         return identity | ({"begun": True} if self.uses_initial_cache else {})
+
+    def _find_codec_profile(self) -> str:
+        """Return the file that the codec reads, whose content may change under its name."""
+        return getattr(None if self.codec is None else create_codec(self.codec), "profile", "")
 
     @classmethod
     def from_dict(cls, document: object, label: str = "configuration", *, complete: bool = False) -> Self:
@@ -98,6 +106,9 @@ class Configuration(Record):
         }
         return replace(configuration, options=options)
 
+
+_FILE_OPTIONS = ("profile", "pattern")
+"""Options of policies that name files."""
 
 PolicyLike = str | Policy | Configuration
 """A policy by its spec or itself, or a configuration."""
@@ -291,6 +302,8 @@ class EvaluationSettings(Record):
     def select_cell_settings(self, kind: CellKind) -> dict[str, Any]:
         """Select the settings that a cell of this kind depends on (`kvmnn.evaluation.runner`)."""
         relevant = EvaluationSettings.from_dict(self.to_dict()).to_dict()  # without what a subclass adds
+        if self.lossless is not None:
+            relevant["lossless"] = RuntimeConfig.identify(self.lossless)
         for name in ("as_seed", "timing", "traces", "prefix_store"):
             relevant.pop(name, None)
         if kind != "timing":

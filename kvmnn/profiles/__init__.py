@@ -7,7 +7,7 @@ from .._util.packages import make_lazy_getattr
 if TYPE_CHECKING:
     from .geometry import LayerGeometry, build_rows
     from .inspection import ProfileInspection, ProfileVerifyResult, inspect_profile, verify_profile
-    from .profile import Profile, ProfileInfo, TextOrigin
+    from .profile import Profile, ProfileInfo, TextOrigin, hash_profile
     from .statistics import Statistics
 else:
     __getattr__ = make_lazy_getattr(
@@ -15,7 +15,7 @@ else:
         {
             "geometry": "LayerGeometry build_rows",
             "inspection": "ProfileInspection ProfileVerifyResult inspect_profile verify_profile",
-            "profile": "Profile ProfileInfo TextOrigin",
+            "profile": "Profile ProfileInfo TextOrigin hash_profile",
             "statistics": "Statistics",
         },
     )
@@ -29,6 +29,7 @@ __all__ = [
     "Statistics",
     "TextOrigin",
     "build_rows",
+    "hash_profile",
     "inspect_profile",
     "verify_profile",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
@@ -191,3 +192,18 @@ class Profile:
 
     def __repr__(self) -> str:
         return f"Profile({self.info.model}: {len(self.layers)} layers, {self.nbytes:,} bytes, {self.key.hex()[:16]})"
+
+
+def hash_profile(path: str | os.PathLike[str]) -> str:
+    """Return the key of a profile's file in hexadecimal; empty for a file that cannot be read."""
+    try:
+        status = os.stat(path)
+        return _hash_file(os.fspath(path), status.st_size, status.st_mtime_ns)
+    except OSError:
+        return ""
+
+
+@functools.lru_cache(maxsize=8)
+def _hash_file(path: str, size: int, modified_ns: int) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

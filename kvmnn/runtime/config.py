@@ -268,6 +268,18 @@ class RuntimeConfig:
         values["layer_nums"] = document.get("layer_nums")
         return cls(**values)
 
+    @staticmethod
+    def identify(document: Mapping[str, Any]) -> dict[str, Any]:
+        """Return an engine's options with the key of the profile's file in place of its path.
+
+        Results are stored under these: a path may name another profile tomorrow.
+        """
+        from ..profiles import hash_profile
+
+        name = f"{_ENGINE_KEY_PREFIX}profile"
+        path = document.get(name)
+        return {**document, name: hash_profile(path)} if isinstance(path, str) else dict(document)
+
     def with_num_layers(self, num_layers: int, bytes_per_token: int) -> RuntimeConfig:
         """Return these options for `num_layers` layers whose K and V have `bytes_per_token` bytes a token."""
         h2o = replace(self.h2o, layers=num_layers, bytes_per_token=bytes_per_token)

@@ -8,13 +8,16 @@ import numpy as np
 import pytest
 
 from kvmnn.errors import KvmnnError, OptionError
+from kvmnn.evaluation.runner import compute_cell_key
 from kvmnn.evaluation.settings import (
     Configuration,
+    EvaluationSettings,
     ProjectDefinition,
     expand_configurations,
     parse_ratios,
     resolve_configurations,
 )
+from kvmnn.lm.documents import Document
 from kvmnn.policies import POLICIES, FullCache, LayerState
 from kvmnn.policies.option_parser import parse_ints
 
@@ -109,6 +112,28 @@ def test_parse_ints_and_parse_ratios_lists():
     for wrong in ("nan", "1+x", "inf"):
         with pytest.raises(KvmnnError, match="expected"):
             parse_ratios(wrong)
+
+
+def test_cell_keys_follow_the_content_of_profiles_not_their_names(tmp_path):
+    document = Document(name="a.txt", ids=np.arange(9), nbytes=20, sha256="0" * 64)
+
+    def compute_keys(name):
+        path = str(tmp_path / name)
+        settings = EvaluationSettings(lossless={"kv_lossless_codec": "transform", "kv_lossless_profile": path})
+        plain = EvaluationSettings()
+        configurations = (
+            Configuration("codec", codec=f"transform:profile={tmp_path / 'p.kvmp'},kl=0.01"),
+            Configuration("policy", "qfilter", {"profile": str(tmp_path / "p.kvmp"), "budget": 8}),
+        )
+        keys = [compute_cell_key("score", "0" * 64, entry, document, plain, {}) for entry in configurations]
+        return [*keys, compute_cell_key("score", "0" * 64, Configuration("full"), document, settings, {})]
+
+    (tmp_path / "p.kvmp").write_bytes(b"first")
+    (tmp_path / "copy.kvmp").write_bytes(b"first")
+    first = compute_keys("p.kvmp")
+    assert first == compute_keys("copy.kvmp") and len(set(first)) == 3
+    (tmp_path / "p.kvmp").write_bytes(b"second")
+    assert not set(first) & set(compute_keys("p.kvmp"))
 
 
 def test_configuration_identity_has_defaults_and_no_label():

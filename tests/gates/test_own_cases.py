@@ -51,6 +51,22 @@ def test_transform_configuration_ships_with_a_case_of_a_total_ratio() -> None:
     assert case.policy_keys["kv_lossless_kl"] == case.engine["kv_lossless_kl"]  # other losses are measured again
 
 
+def test_case_identity_follows_the_content_of_its_profile_not_the_name(tmp_path: Path) -> None:
+    def identify(name: str) -> list[str]:
+        (config,) = build_cases("own", read_run_config("smollm2-transform", CASE_NAMES))
+        case = replace(config, engine=config.engine | {"kv_lossless_profile": str(tmp_path / name)})
+        return [json.dumps(found, sort_keys=True) for found in (case.identity, case.policy_keys)]
+
+    (tmp_path / "a.kvmp").write_bytes(b"first")
+    (tmp_path / "b.kvmp").write_bytes(b"first")
+    first = identify("a.kvmp")
+    assert first == identify("b.kvmp") and not any("a.kvmp" in text for text in first)
+    (tmp_path / "a.kvmp").write_bytes(b"second")
+    second = identify("a.kvmp")
+    assert not set(second) & set(first)
+    assert not set(identify("missing.kvmp")) & {*first, *second}
+
+
 @pytest.mark.parametrize(
     ("entry", "said"),
     [

@@ -96,7 +96,13 @@ class RunCase:
     @property
     def policy_keys(self) -> dict[str, Any]:
         """Engine keys that determine what attention reads: cases that share their values share their perplexity."""
-        return {key: value for key, value in self.engine.items() if key.startswith("kv_h2o_") or self.is_lossy_codec}
+        engine = self.identity
+        return {key: value for key, value in engine.items() if key.startswith("kv_h2o_") or self.is_lossy_codec}
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What the results depend on: `engine`, with the content of a profile for its path."""
+        return RuntimeConfig.identify(self.engine)
 
 
 def build_cases(

@@ -368,7 +368,6 @@ class Search:
         for repeat in range(self._settings.repeats):
             records: dict[bool, RunRecord] = {}
             for is_candidate in (False, True) if repeat % 2 == 0 else (True, False):
-                about = {"cell": cell.configuration.identity, "engine": engine, "candidate": is_candidate}
                 key = compute_key(
                     model=self._sha256,
                     kvmnn=get_version(),
@@ -376,7 +375,9 @@ class Search:
                     work=work.digest,
                     repeat=repeat,
                     threads=self._settings.threads,
-                    **about,
+                    cell=cell.configuration.identity,
+                    engine=RuntimeConfig.identify(engine),
+                    candidate=is_candidate,
                 )
                 stored = store.get(key)
                 if stored is not None:

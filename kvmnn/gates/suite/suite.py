@@ -345,7 +345,7 @@ class Suite:
         return self._compute_key(case, work, side=side, repeat=repeat, round=round_index, take=self.rerun_number)
 
     def _compute_key(self, case: RunCase, work: Workload, **more: Any) -> str:
-        engine = {} if more.get("side") == "without" else case.engine
+        engine = {} if more.get("side") == "without" else case.identity
         return compute_key(
             model=self._sha256,
             kvmnn=get_version(),
@@ -372,7 +372,9 @@ class Suite:
         }
         common = [self.run_info, self.rerun_number, self.settings_by_case[""], self._settings.to_dict()]
         self.stamp_by_case = {
-            case.name: compute_key(common=common, entry=entries[case.name], work=case.settings.to_dict())
+            case.name: compute_key(
+                common=common, entry=entries[case.name] | {"engine": case.identity}, work=case.settings.to_dict()
+            )
             for case in cases
         }
         run_info = {

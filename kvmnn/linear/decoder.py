@@ -112,7 +112,7 @@ def _decode_header(
 
 def _build_own_rows(header: LinearHeader, model: LinearModel, keys: Elements, words: Bytes) -> LayerRows:
     """Return rows whose V is not there yet."""
-    values = np.zeros((header.kv_heads, header.tokens, header.value_dim), keys.dtype)
+    values = np.broadcast_to(np.zeros(1, keys.dtype), (header.kv_heads, header.tokens, header.value_dim))
     cache = LayerCache(layer=header.layer, keys=keys, values=values, positions=header.positions)
     return LayerRows(cache, (words, words[:0]), np.ascontiguousarray(header.positions))
 

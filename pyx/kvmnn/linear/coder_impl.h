@@ -540,45 +540,64 @@ static inline uint32_t ISA_FN(guess_rank)(const linear_dtype *dtype, float x, in
     return x < 0 ? dtype->half_ranks - 1 - steps : dtype->half_ranks + steps;
 }
 
-/* The cell in which `target`, of 2^28, lies. */
-static inline uint32_t ISA_FN(find_cell)(const ISA_FN(mixture) *mixture, const linear_dtype *dtype, uint32_t target,
-                                         int exponent, int32_t center, int32_t inverse, linear_symbol *symbol) {
-    const uint32_t last = 2 * dtype->half_ranks - 1;
-    uint32_t low = 0, high = last + 1, rank = ISA_FN(guess_rank)(dtype, (float)center, exponent), step = 1;
-    uint32_t start, end;
-    /* once for the centre's floor, then for the guess's own */
-    {
-        const int64_t mass = (int64_t)target - (int64_t)rank * dtype->floor - HALF_MASS;
-        const uint32_t size = (uint32_t)(mass < 0 ? -mass : mass);
-        int bucket = 0;
-        float distance;
-        for (int half = BUCKETS / 2; half; half /= 2)
-            if (mixture->starts[bucket + half] <= size) bucket += half;
-        distance = (float)(int32_t)ISA_FN(bucket_begin)(bucket);
-        if (mixture->masses[bucket])
-            distance += (float)(int32_t)(size - mixture->starts[bucket]) *
-                        (float)(int32_t)(1u << ISA_FN(bucket_bits)(bucket)) / (float)(int32_t)mixture->masses[bucket];
-        distance = distance * 65536.0f / (float)inverse;
-        rank = ISA_FN(guess_rank)(dtype, (float)center + (mass < 0 ? -distance : distance), exponent);
-    }
-    start = ISA_FN(cumulate)(mixture, dtype, rank, exponent, center, inverse);
-    end = ISA_FN(cumulate)(mixture, dtype, rank + 1, exponent, center, inverse);
-    while (target < start || target >= end) { /* steps of 1, 2, 4 ..., then halves */
-        int is_above = target >= end;
+/* The cell in which `target`, of 2^28, lies, sought from `rank` on. Most guesses are wrong by one. Others get to where the
+ * mass that is missing would be, were the mixture as dense as here, less the floors on the way; close to 0, where cells
+ * are thinner than their floors, that converges and steps of ranks do not. */
+static inline uint32_t ISA_FN(seek_cell)(const ISA_FN(mixture) *mixture, const linear_dtype *dtype, uint32_t target,
+                                         int exponent, int32_t center, int32_t inverse, uint32_t rank,
+                                         linear_symbol *symbol) {
+    uint32_t low = 0, high = 2 * dtype->half_ranks - 1; /* the cell is one of these */
+    uint32_t start = ISA_FN(cumulate)(mixture, dtype, rank, exponent, center, inverse);
+    uint32_t end = ISA_FN(cumulate)(mixture, dtype, rank + 1, exponent, center, inverse);
+    for (int tries = 0; target < start || target >= end; ++tries) {
+        const int is_above = target >= end;
+        const uint32_t size = end - start;
+        uint32_t next;
         if (is_above)
             low = rank + 1;
         else
-            high = rank;
-        if (high - low > 2 * step)
-            rank = is_above ? rank + step : rank - step;
-        else
-            rank = low + (high - low) / 2;
-        if (step <= last) step *= 2;
-        start = ISA_FN(cumulate)(mixture, dtype, rank, exponent, center, inverse);
-        end = ISA_FN(cumulate)(mixture, dtype, rank + 1, exponent, center, inverse);
+            high = rank - 1;
+        if ((is_above ? target - end : start - target) < size)
+            next = is_above ? low : high;
+        else if (tries % 4 == 3)
+            next = low + (high - low) / 2;
+        else {
+            const int32_t boundary = ISA_FN(boundary)(dtype, rank, exponent);
+            const int32_t z = ISA_FN(normalize)(boundary, center, inverse);
+            const int bucket = ISA_FN(find_bucket)((uint32_t)(z < 0 ? -z : z));
+            const float width = 65536.0f * (float)(int32_t)(1u << ISA_FN(bucket_bits)(bucket));
+            const float unit = width / (((float)(int32_t)mixture->masses[bucket] + 0.5f) * (float)inverse);
+            const float near = (float)boundary, mass = (float)((int32_t)target - (int32_t)start);
+            next = ISA_FN(guess_rank)(dtype, near + mass * unit, exponent);
+            const float floors = (float)(((int32_t)next - (int32_t)rank) * (int32_t)dtype->floor);
+            next = ISA_FN(guess_rank)(dtype, near + (mass - floors) * unit, exponent);
+        }
+        next = next < low ? low : next > high ? high : next;
+        const uint32_t old_start = start;
+        start = next == rank + 1 ? end : ISA_FN(cumulate)(mixture, dtype, next, exponent, center, inverse);
+        end = next + 1 == rank ? old_start : ISA_FN(cumulate)(mixture, dtype, next + 1, exponent, center, inverse);
+        rank = next;
     }
     *symbol = (linear_symbol){start, end - start};
     return rank;
+}
+
+/* The same from the center on: once for its floor, then for the guess's own. */
+static inline uint32_t ISA_FN(find_cell)(const ISA_FN(mixture) *mixture, const linear_dtype *dtype, uint32_t target,
+                                         int exponent, int32_t center, int32_t inverse, linear_symbol *symbol) {
+    uint32_t rank = ISA_FN(guess_rank)(dtype, (float)center, exponent);
+    const int64_t mass = (int64_t)target - (int64_t)rank * dtype->floor - HALF_MASS;
+    const uint32_t size = (uint32_t)(mass < 0 ? -mass : mass);
+    int bucket = 0;
+    for (int half = BUCKETS / 2; half; half /= 2)
+        if (mixture->starts[bucket + half] <= size) bucket += half;
+    float distance = (float)(int32_t)ISA_FN(bucket_begin)(bucket);
+    if (mixture->masses[bucket])
+        distance += (float)(int32_t)(size - mixture->starts[bucket]) *
+                    (float)(int32_t)(1u << ISA_FN(bucket_bits)(bucket)) / (float)(int32_t)mixture->masses[bucket];
+    distance = distance * 65536.0f / (float)inverse;
+    rank = ISA_FN(guess_rank)(dtype, (float)center + (mass < 0 ? -distance : distance), exponent);
+    return ISA_FN(seek_cell)(mixture, dtype, target, exponent, center, inverse, rank, symbol);
 }
 
 typedef struct {
@@ -627,30 +646,27 @@ static inline __m256i ISA_FN(decode8)(ISA_FN(reader) *reader, ISA_FN(pair) *pair
     const __m256i centers = LANES_OF(pair->centers[row] + t);
     __m256i ranks = ISA_FN(guess_ranks8)(dtype, _mm256_cvtepi32_ps(centers), exponent);
     ranks = ISA_FN(guess_cells8)(&pair->mixture, dtype, targets, ranks, exponent, centers, inverses);
-    __m256i start, end, is_low, is_high;
-    for (int tries = 0;; ++tries) {
-        start = ISA_FN(cumulate8)(&pair->mixture, dtype, ranks, exponent, centers, inverses);
-        end = ISA_FN(cumulate8)(&pair->mixture, dtype, _mm256_add_epi32(ranks, one), exponent, centers, inverses);
-        is_low = _mm256_cmpgt_epi32(start, targets);
-        is_high = _mm256_xor_si256(_mm256_cmpgt_epi32(end, targets), _mm256_set1_epi32(-1));
-        if (_mm256_testz_si256(_mm256_or_si256(is_low, is_high), _mm256_set1_epi32(-1))) break;
-        if (tries == 0) { /* floors differ from those of the centre, above all across 0 */
-            ranks = ISA_FN(guess_cells8)(&pair->mixture, dtype, targets, ranks, exponent, centers, inverses);
-        } else if (tries == 3) { /* far from the guess: one by one */
-            int32_t far[8];
-            STORE_LANES(far, ranks);
-            for (int i = 0; i < 8; ++i) {
-                linear_symbol symbol;
-                far[i] = (int32_t)ISA_FN(find_cell)(&pair->mixture, dtype,
-                                                    (uint32_t)states[i] & ((1u << TOTAL_BITS) - 1), exponent,
-                                                    pair->centers[row][t + i], pair->inverses[row][t + i], &symbol);
-            }
-            ranks = LANES_OF(far);
-        } else
-            ranks = _mm256_add_epi32(_mm256_sub_epi32(ranks, is_high), is_low);
-    }
+    const __m256i start = ISA_FN(cumulate8)(&pair->mixture, dtype, ranks, exponent, centers, inverses);
+    const __m256i end =
+        ISA_FN(cumulate8)(&pair->mixture, dtype, _mm256_add_epi32(ranks, one), exponent, centers, inverses);
+    const __m256i is_inside =
+        _mm256_andnot_si256(_mm256_cmpgt_epi32(start, targets), _mm256_cmpgt_epi32(end, targets));
     STORE_LANES(starts, start);
     STORE_LANES(sizes, _mm256_sub_epi32(end, start));
+    unsigned is_wrong = 0xff ^ (unsigned)_mm256_movemask_ps(_mm256_castsi256_ps(is_inside));
+    if (is_wrong) {
+        uint32_t cells[8];
+        STORE_LANES(cells, ranks);
+        for (; is_wrong; is_wrong &= is_wrong - 1) {
+            const int i = __builtin_ctz(is_wrong);
+            linear_symbol symbol;
+            cells[i] = ISA_FN(seek_cell)(&pair->mixture, dtype, (uint32_t)states[i] & ((1u << TOTAL_BITS) - 1), exponent,
+                                         pair->centers[row][t + i], pair->inverses[row][t + i], cells[i], &symbol);
+            starts[i] = (int32_t)symbol.start;
+            sizes[i] = (int32_t)symbol.size;
+        }
+        ranks = LANES_OF(cells);
+    }
     for (int i = 0; i < 8; ++i) {
         uint64_t x =
             ISA_FN(advance)(reader, states[i], (linear_symbol){(uint32_t)starts[i], (uint32_t)sizes[i]});

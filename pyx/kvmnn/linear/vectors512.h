@@ -1,7 +1,5 @@
 /* The steps of coder_impl.h for all sixteen tokens of a group at once, by AVX-512: the same numbers. */
 
-enum { MAX_TRIES = 2 }; /* to find cells of all tokens, before they are sought one by one */
-
 /* Numbers of 64 bits: of the even lanes of 32 bits, and of the odd ones. */
 typedef struct {
     __m512i even, odd;
@@ -463,25 +461,6 @@ static inline __m512i guess_cells512(const guide512 *guide, const linear_dtype *
     return guess_ranks512(dtype, _mm512_fmadd_ps(_mm512_add_ps(_mm512_floor_ps(again), one), scale, near), exponent);
 }
 
-/* About the mass of a cell, as if boundaries were not rounded: of the floor, and of its width and the mixture. */
-static inline __m512 find_density512(const guide512 *guide, const linear_dtype *dtype, __m512i ranks, int exponent,
-                                     __m512i start, __m512i inverses) {
-    const __m512i steps = _mm512_abs_epi32(_mm512_sub_epi32(ranks, _mm512_set1_epi32((int32_t)dtype->half_ranks)));
-    const int mantissa_bits = dtype->mantissa_bits - dtype->raw_bits;
-    const __m512i binades = _mm512_max_epi32(_mm512_srli_epi32(steps, (unsigned)mantissa_bits), _mm512_set1_epi32(1));
-    const __m512i logs =
-        _mm512_add_epi32(binades, _mm512_set1_epi32(exponent - dtype->bias - mantissa_bits + 127 - 16));
-    const __m512i limited = _mm512_max_epi32(_mm512_min_epi32(logs, _mm512_set1_epi32(200)), _mm512_setzero_si512());
-    const __m512 width = _mm512_castsi512_ps(_mm512_slli_epi32(limited, 23)); /* times 2^-16 */
-    const unsigned floor_bits = dtype->floor == 8 ? 3 : 0;
-    const __m512i mass = _mm512_sub_epi32(_mm512_sub_epi32(start, _mm512_slli_epi32(ranks, floor_bits)),
-                                          _mm512_set1_epi32(HALF_MASS));
-    const __m512 slopes =
-        _mm512_castsi512_ps(look_up512(guide->slopes, find_mass512(guide->starts, _mm512_abs_epi32(mass))));
-    const __m512 share = _mm512_div_ps(_mm512_mul_ps(width, _mm512_cvtepi32_ps(inverses)), slopes);
-    return _mm512_add_ps(share, _mm512_set1_ps((float)dtype->floor));
-}
-
 /* Eight states after their symbols; units are there for all of them. */
 static inline __m512i advance512(__m512i states, __m512i starts, __m512i sizes, const uint8_t **cursor) {
     const __m512i high = _mm512_srli_epi64(states, TOTAL_BITS), all = _mm512_set1_epi64((1 << TOTAL_BITS) - 1);
@@ -502,39 +481,28 @@ static inline __m512i decode512(ISA_FN(reader) *reader, __m512i states[2], const
                                               _mm512_cvtepi64_epi32(high), 1);
     const __m512i targets = _mm512_and_si512(halves, _mm512_set1_epi32((1 << TOTAL_BITS) - 1));
     const __m512i inverses = load512(pair->inverses[row]);
-    __m512i ranks = guess_cells512(guide, dtype, targets, exponent, centers, inverses), start, end;
-    __m512i least = _mm512_setzero_si512(), most = _mm512_set1_epi32((int32_t)(2 * dtype->half_ranks - 1));
-    for (int tries = 0;; ++tries) {
-        start = cumulate512(guide->masses, guide->starts, dtype, ranks, exponent, centers, inverses);
-        end = cumulate512(guide->masses, guide->starts, dtype, _mm512_add_epi32(ranks, one), exponent, centers,
-                          inverses);
-        const __mmask16 is_low = _mm512_cmpgt_epi32_mask(start, targets);
-        const __mmask16 is_high = _mm512_cmple_epi32_mask(end, targets);
-        const __mmask16 is_wrong = is_low | is_high;
-        if (!is_wrong) break;
-        if (tries < MAX_TRIES) { /* as far as the density there would have it, or halfway to what is excluded */
-            most = _mm512_mask_sub_epi32(most, is_low, ranks, one);
-            least = _mm512_mask_add_epi32(least, is_high, ranks, one);
-            const __m512 density = find_density512(guide, dtype, ranks, exponent, start, inverses);
-            const __m512 far = _mm512_cvtepi32_ps(_mm512_sub_epi32(targets, start));
-            const __m512 cells = _mm512_floor_ps(_mm512_div_ps(far, density));
-            const __m512i next = _mm512_add_epi32(ranks, _mm512_cvtps_epi32(cells));
-            const __mmask16 is_beyond = _mm512_cmplt_epi32_mask(next, least) | _mm512_cmpgt_epi32_mask(next, most);
-            const __m512i middle = _mm512_srli_epi32(_mm512_add_epi32(least, most), 1);
-            ranks = _mm512_mask_mov_epi32(ranks, is_wrong, next);
-            ranks = _mm512_mask_mov_epi32(ranks, is_wrong & is_beyond, middle);
-        } else { /* far from the guess: one by one */
-            int32_t cells[GROUP], places[GROUP];
+    __m512i ranks = guess_cells512(guide, dtype, targets, exponent, centers, inverses);
+    __m512i start = cumulate512(guide->masses, guide->starts, dtype, ranks, exponent, centers, inverses);
+    __m512i end = cumulate512(guide->masses, guide->starts, dtype, _mm512_add_epi32(ranks, one), exponent, centers,
+                              inverses);
+    unsigned is_wrong = _mm512_cmpgt_epi32_mask(start, targets) | _mm512_cmple_epi32_mask(end, targets);
+    if (is_wrong) { /* of a quarter of the rows: mostly one word */
+        uint32_t cells[GROUP], places[GROUP], starts[GROUP], ends[GROUP];
+        _mm512_storeu_si512(cells, ranks);
+        _mm512_storeu_si512(places, targets);
+        _mm512_storeu_si512(starts, start);
+        _mm512_storeu_si512(ends, end);
+        for (; is_wrong; is_wrong &= is_wrong - 1) {
+            const int t = __builtin_ctz(is_wrong);
             linear_symbol symbol;
-            _mm512_storeu_si512(cells, ranks);
-            _mm512_storeu_si512(places, targets);
-            for (int t = 0; t < GROUP; ++t)
-                if (is_wrong >> t & 1)
-                    cells[t] = (int32_t)ISA_FN(find_cell)(
-                        &pair->mixture, dtype, (uint32_t)places[t], exponent, pair->centers[row][t],
-                        pair->inverses[row][t], &symbol);
-            ranks = load512(cells);
+            cells[t] = ISA_FN(seek_cell)(&pair->mixture, dtype, places[t], exponent, pair->centers[row][t],
+                                         pair->inverses[row][t], cells[t], &symbol);
+            starts[t] = symbol.start;
+            ends[t] = symbol.start + symbol.size;
         }
+        ranks = load512(cells);
+        start = load512(starts);
+        end = load512(ends);
     }
     const __m512i sizes = _mm512_sub_epi32(end, start);
     if (dtype->raw_bits || reader->end - reader->cursor < 4 * LANES) {

@@ -259,7 +259,8 @@ def write_arrays(
     hashes
         The expected SHA-256 of the bytes of each array; None accepts any bytes from `chunks`.
     compare_with
-        The arrays, if they are in memory: files are compared with these in place of hashes, which takes less time.
+        The arrays, if they are in memory: files are compared with these in place of hashes, which takes less time. A
+        directory is not synchronised to the disk then: what is in memory can be written again.
     force
         Replace files that exist.
     exclude
@@ -279,7 +280,7 @@ def write_arrays(
     """
     if _is_folder_output(output, len(arrays)):
         hashing_chunks = HashingIterator(chunks, len(arrays))
-        with DirectoryOutput(output, force=force, exclude=exclude) as directory:
+        with DirectoryOutput(output, force=force, exclude=exclude, durable=not compare_with) as directory:
             files = write_npy_folder(directory, arrays, chunks if hashes or compare_with else hashing_chunks)
             file_arrays = zip(files, arrays, strict=True)
             written_files = [WrittenFile(file.path, file.target, NPY, [array]) for file, array in file_arrays]

@@ -333,8 +333,8 @@ def write_prefix(
     force
         Replace existing files.
     threads
-        Number of files of a prefix cache that are written concurrently; None for the number of processors. They are not
-        synchronised to the disk: after a power failure, get them again.
+        Number of files of a prefix cache that are written concurrently; None for the number of processors. Files in a
+        directory are not synchronised to the disk: after a power failure, get them again.
 
     Raises
     ------

@@ -43,7 +43,14 @@ def read_layers(
     if slices is None:
         return None
     try:
-        return decode_slices(namespace, slices, threads, tables=backend.tables, profiles=backend.profiles)
+        return decode_slices(
+            namespace,
+            slices,
+            threads,
+            tables=backend.tables,
+            profiles=backend.profiles,
+            memory=backend.output_memory,
+        )
     except DamagedSliceError as error:
         backend.quarantine(prefix_match.slices[error.slice_index].unit, str(error), notes)
         return None
@@ -59,7 +66,14 @@ def iter_layers(
     """Yield the layers of `read_layers`, each when it is decoded; a damaged unit raises `DamagedPrefixError`."""
     notes: list[str] = []
     try:
-        yield from iter_decoded_layers(namespace, slices, threads, tables=backend.tables, profiles=backend.profiles)
+        yield from iter_decoded_layers(
+            namespace,
+            slices,
+            threads,
+            tables=backend.tables,
+            profiles=backend.profiles,
+            memory=backend.output_memory,
+        )
     except DamagedSliceError as error:
         backend.quarantine(prefix_match.slices[error.slice_index].unit, str(error), notes)
         raise DamagedPrefixError(notes[0] if notes else str(error)) from None

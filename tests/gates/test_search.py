@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("onnxruntime")
@@ -14,6 +16,8 @@ import gate_models
 
 from kvmnn.evaluation.settings import Configuration
 from kvmnn.gates.suite.search import SearchCell, SearchResult, SearchTargets
+from kvmnn.gates.suite.workloads import split_document
+from kvmnn.lm.documents import Document
 
 LIMITS = {"kv_lossless_block_tokens": 4, "kv_lossless_hot_recent_tokens": 4, "kv_lossless_hot_sink_tokens": 0}
 
@@ -74,7 +78,38 @@ def test_gate_search_invalid_arguments_are_refused(tmp_path: Path, run) -> None:
         (["--max-cells", "5000"], "max_cells: found 5000"),
     ):
         assert said in run(*words, *more, code=2).err
-    assert "takes one model, --text" in run("gate", "search", "model", code=2).err
+    assert "takes one model" in run("gate", "search", "a", "b", code=2).err
+
+
+def test_split_document_parts_follow_one_another_and_begin_with_bos() -> None:
+    document = Document(name="a", ids=np.arange(30), nbytes=99, sha256="0" * 64)
+    parts = split_document(document, 8)
+    assert [part.ids.tolist() for part in parts] == [[0, *range(begin, begin + 8)] for begin in (1, 9, 17)]
+    assert len({(part.name, part.sha256) for part in parts}) == 3
+    plain = split_document(replace(document, begins_with_bos=False), 8)
+    assert [part.ids.tolist() for part in plain] == [list(range(begin, begin + 9)) for begin in (0, 9, 18)]
+
+
+@pytest.mark.slow
+def test_gate_search_without_texts_and_folder_takes_built_in_text_and_leaves_nothing(
+    tmp_path: Path, run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = gate_models.write_model(tmp_path)
+    settings = {key: value for key, value in gate_models.SETTINGS.items() if not key.startswith("kv_")}
+    (folder / "run.json").write_text(json.dumps({**settings, **LIMITS, "generate": 8}))
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    words = ["gate", "search", folder / "model", "--suite-config", folder / "run.json", "--policy", "streaming"]
+    found = json.loads(run(*words, "--budget", "12", "--max-cells", "1", "--lossless", "1000", "--json", code=1).out)
+    assert [cell["is_timed"] for cell in found["cells"]] == [True, False]
+    assert "over 10 texts of 40 tokens" in found["notes"][-1]
+    assert not list((tmp_path / "temporary").iterdir())
+    one_text = tmp_path / "one.txt"
+    one_text.write_text(" ".join(path.read_text() for path in sorted((folder / "texts").iterdir())))
+    found = json.loads(run(*words, "--text", one_text, "--budget", "12", "--max-cells", "1", "--json", code=1).out)
+    assert "over 10 texts of 40 tokens" in found["notes"][-1]
+    one_text.write_text("w1 " * 200)
+    assert "4 texts: expected at least 10 of 40 tokens" in run(*words, "--text", one_text, code=1).err
 
 
 @pytest.mark.slow

@@ -114,7 +114,7 @@ def add_run_options(parser: Any) -> None:
         dest="prompts",
         nargs="+",
         metavar="TEXT",
-        help="texts: prompts of all cases, and their perplexity (default: a built-in text, for runtime cases only)",
+        help="texts: prompts of all cases, and their perplexity (default: built-in; run: of runtime cases)",
     )
     group.add_argument(
         "--extra-case",
@@ -177,14 +177,19 @@ def parse_share(text: str) -> float:
 
 def _run_search(arguments: argparse.Namespace) -> int:
     from dataclasses import replace
+    from tempfile import TemporaryDirectory
 
     from ...errors import OptionError
     from ...gates.suite.cases import CASE_NAMES
     from ...gates.suite.search import DEFAULT_SETTINGS, Search, SearchTargets
     from ...gates.suite.settings import RunConfig, read_run_config
 
-    if len(arguments.inputs) != 1 or arguments.output is None or not arguments.prompts:
-        raise UsageError("gate search takes one model, --text TEXT... and -o DIR")
+    if len(arguments.inputs) != 1:
+        raise UsageError("gate search takes one model")
+    if arguments.output is None:
+        with TemporaryDirectory(prefix="kvmnn-search-") as folder:
+            arguments.output = folder
+            return _run_search(arguments)
     config = RunConfig(settings=DEFAULT_SETTINGS)
     try:
         if arguments.suite_config is not None:
@@ -395,7 +400,7 @@ _EXAMPLES = (
     "kvmnn gate check metrics.csv --gates target_core_gate.json --strict --baseline plain.csv",
     "kvmnn gate demo out/baseline out/candidate --case llm_demo_store -o round/",
     "kvmnn gate summary round/",
-    "kvmnn gate search model/ --text texts/ --lossy 3.0 --lossless 1.3 --max-drop 5% -o found/",
+    "kvmnn gate search model/ --text book.txt --lossy 3.0 --lossless 1.3 --max-drop 5% -o found/",
     "kvmnn gate history round/",
 )
 

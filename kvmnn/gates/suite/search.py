@@ -226,7 +226,7 @@ class Search:
     directory
         Folder of the results and of finished runs; the same search goes on from there.
     texts
-        Texts for the perplexity, and for prompts.
+        Texts for the perplexity, and for prompts; fewer than ten are split. None: a built-in one.
     targets
         What must be reached.
     policies, budgets
@@ -262,14 +262,16 @@ class Search:
             check_directory(self._directory, force)
         self.configurations = _build_configurations(policies, budgets, targets, self._settings)
         self._texts = PromptTexts(model, self._settings, texts, tokenizer)
+        if len(self._texts.documents) < MIN_DOCUMENTS_FOR_INTERVAL:
+            self._texts.split(texts, MIN_DOCUMENTS_FOR_INTERVAL)
         self._sha256 = hash_model(model)
 
     def run(self, progress: SuiteProgress) -> SearchResult:
         """Measure quality of all settings, then run and time the most promising ones."""
         if len(self._texts.documents) < MIN_DOCUMENTS_FOR_INTERVAL:
             raise KvmnnError(
-                f"{pluralize(len(self._texts.documents), 'text')}: expected at least {MIN_DOCUMENTS_FOR_INTERVAL} "
-                "(--text), or the change of perplexity has no interval"
+                f"{pluralize(len(self._texts.documents), 'text')}: expected at least {MIN_DOCUMENTS_FOR_INTERVAL} of "
+                f"{self._settings.quality_tokens:,} tokens (--text), or one with all of these, for an interval"
             )
         with wrap_os_errors(self._directory):
             self._directory.mkdir(parents=True, exist_ok=True)

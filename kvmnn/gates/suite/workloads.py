@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
@@ -36,6 +36,11 @@ def read_sample_text() -> str:
     text.
     """
     return (files(__package__) / "sample_text.txt").read_text("utf-8")
+
+
+def read_long_sample_text() -> str:
+    """Return that text and a part of a novel of 1851 (public domain): enough for ten texts of 512 tokens."""
+    return read_sample_text() + "\n" + (files(__package__) / "sample_novel.txt").read_text("utf-8")
 
 
 _MAX_MANIFEST_BYTES = 16 << 20
@@ -285,6 +290,22 @@ def build_needle_workloads(
     return workloads
 
 
+def split_document(document: Document, tokens: int) -> list[Document]:
+    """Split a text into parts of `tokens` tokens, each after the token that begins every text; a rest is left out."""
+    first = document.ids[:1] if document.begins_with_bos else document.ids[:0]
+    ids, size = document.ids[len(first) :], tokens + 1 - len(first)
+    return [
+        replace(
+            document,
+            name=f"{document.name}, part {number + 1}",
+            ids=np.concatenate([first, ids[begin : begin + size]]),
+            sha256=hashlib.sha256(f"{document.sha256} {begin}".encode()).hexdigest(),
+            requested_tokens=tokens,
+        )
+        for number, begin in enumerate(range(0, len(ids) - size + 1, size))
+    ]
+
+
 _SYNTHETIC_NOTE = (
     "The prompts of the runtime cases are synthetic, one token repeated: their K and V compress better than those of "
     "texts."
@@ -324,10 +345,22 @@ class PromptTexts:
         prompt_paths = read_prompt_manifest(settings.prompt_manifest, texts) if settings.prompt_manifest else []
         self._prompt_documents = self._read(prompt_paths) if prompt_paths else self.documents
 
-    def _read(self, paths: Sequence[str]) -> list[Document]:
+    def _read(self, paths: Sequence[str], max_tokens: int = 0) -> list[Document]:
         if self._tokenizer is None:
             return []
-        return read_documents(paths, self._tokenizer, self._max_tokens, notes=[])
+        return read_documents(paths, self._tokenizer, max_tokens or self._max_tokens, notes=[])
+
+    def split(self, texts: Sequence[str], count: int) -> None:
+        """Take parts of few long texts, or of the built-in one, as `count` texts or as many as there are."""
+        size = max(*self._settings.prompts, self._settings.quality_tokens)
+        if texts:
+            documents = self._read(texts, count * (size + 1))
+        elif self._tokenizer is not None:
+            text = read_long_sample_text()
+            documents = [build_document_from_text(SAMPLE_NAME, text, self._tokenizer, count * (size + 1))]
+        else:
+            raise KvmnnError(f"{self._model}: has no tokenizer.json (--tokenizer)")
+        self.documents = [part for document in documents for part in split_document(document, size)][:count]
 
     @property
     def sha256s(self) -> list[str]:

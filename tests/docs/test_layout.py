@@ -1,4 +1,4 @@
-"""The examples of docs/layout.md run as shown, and its table lists all backends."""
+"""The table of docs/layout.md lists all backends, and examples of docstrings run."""
 
 from __future__ import annotations
 
@@ -12,12 +12,6 @@ import kvmnn.packed.layout
 from kvmnn.packed.backends import BACKENDS
 
 PAGE = DOCS / "layout.md"
-
-
-def test_examples_run() -> None:
-    found = doctest.testfile(str(PAGE), module_relative=False)
-    assert found.attempted >= 15
-    assert found.failed == 0
 
 
 def test_docstring_examples_run() -> None:

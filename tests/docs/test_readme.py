@@ -1,14 +1,11 @@
-"""README's figures are those of the pages that say how they were measured, and its Python lines run."""
+"""README's figures are those of the pages that say how they were measured."""
 
 from __future__ import annotations
 
 import json
 import re
 
-import numpy as np
 from repository import DOCS, ROOT
-
-import kvmnn
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -74,13 +71,3 @@ def test_readme_losses_equal_benchmark_of_real_models() -> None:
 def test_readme_wheel_size_equals_enforced_limit() -> None:
     (limit,) = re.findall(r"^MAX_BYTES=(\d+)$", (ROOT / "tools" / "wheel.sh").read_text("utf-8"), re.MULTILINE)
     assert f"at most {int(limit) / 1e6:.1f} MB" in README
-
-
-def test_readme_python_lines_run() -> None:
-    block = README.split("## Ten lines of Python\n\n")[1].split("    from kvmnn.lm")[0]
-    names: dict[str, object] = {"print": lambda *_: None}
-    exec("\n".join(line[4:] for line in block.splitlines()), names)
-    assert isinstance(names["frame"], bytes)
-    keys = names["keys"]
-    assert isinstance(keys, np.ndarray) and keys.shape == (8, 256, 128)
-    assert kvmnn.decode(names["frame"]).tobytes() == keys.tobytes()

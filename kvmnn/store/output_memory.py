@@ -19,8 +19,8 @@ _UNUSED_REFERENCES = 2
 class OutputMemory:
     """Allocates buffers, and keeps the last one for the next result.
 
-    The system fills new memory with zeros when it is first written to: a quarter of the time of a `get` of frames. Every
-    array that is a part of a buffer refers to it, so it is used again only when all of them are gone.
+    The system fills new memory with zeros when it is first written to: a quarter of the time of a `get` of frames.
+    Every array that is a part of a buffer refers to it, so it is used again only when all of them are gone.
     """
 
     def __init__(self) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
+import codec_model
 import pytest
 from conformance import main, run_tree
+from repository import DOCS
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +28,28 @@ def test_frames_every_short_zstd_vector_passes(unpacked: Callable[[str], Path]) 
     results = list(run_tree(unpacked("frames_short")))
     assert [(result.name, result.problems) for result in results if result.problems] == []
     assert len(results) == (2 + 4) * 4
+
+
+def test_frames_each_rule_of_the_page_refuses_a_vector(unpacked: Callable[[str], Path]) -> None:
+    page = (DOCS / "format.md").read_text("utf-8")
+    rules = set(re.findall(r"^\| (R\d+) \|", page, re.MULTILINE))
+    refusing: set[str] = set()
+    for name in ("frames", "frames_short"):
+        folder = unpacked(name)
+        for case in json.loads((folder / "index.json").read_text("utf-8"))["bad_frames"]:
+            frame, stride = (folder / case["frame"]).read_bytes(), {"decode16": 2, "decode32": 4}.get(case["op"])
+            if stride is None:
+                continue
+            for with_zstd, verdict in ((True, case["accept"]), (False, case["accept_without_zstd"])):
+                try:
+                    codec_model.decode(frame, stride, with_zstd)
+                except codec_model.Reject as error:
+                    assert not verdict, case["name"]
+                    refusing.add(str(error).partition(":")[0])
+                else:
+                    assert verdict, case["name"]
+    assert len(rules) == 12
+    assert refusing == rules
 
 
 def test_frames_changed_expectation_fails(vectors: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

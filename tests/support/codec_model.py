@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import zstandard
@@ -20,7 +21,15 @@ HEADER = 10
 
 
 class Reject(Exception):
-    """The engine's function returns false."""
+    """The engine's function returns false; of a frame, the message begins with the rule of docs/format.md."""
+
+
+@contextmanager
+def naming_rule(name: str) -> Iterator[None]:
+    try:
+        yield
+    except Reject as error:
+        raise Reject(f"{name}: {error}") from error
 
 
 # -- lanes and predictors ---------------------------------------------------------------------------------------------
@@ -291,28 +300,32 @@ def decode_stream(
 ) -> tuple[bytes, int]:
     """The stream at `at` and the offset after it."""
     if len(data) - at < HEADER:
-        raise Reject("truncated header")
+        raise Reject("R3: truncated header")
     mode, codec = data[at], data[at + 1]
     raw_len = int.from_bytes(data[at + 2 : at + 6], "little")
     payload_len = int.from_bytes(data[at + 6 : at + 10], "little")
     end = at + HEADER + payload_len
     if end > len(data):
-        raise Reject("payload runs past the frame")
+        raise Reject("R4: payload runs past the frame")
     payload = data[at + HEADER : end]
     if raw_len == 0:
         if payload_len != 0:
-            raise Reject("payload of an empty stream")
+            raise Reject("R5: payload of an empty stream")
         return b"", end
     if codec == RLE:
-        stream = rle_decode(payload, raw_len)
+        with naming_rule("R7"):
+            stream = rle_decode(payload, raw_len)
     elif codec == ZSTD:
-        if not zstd or not payload:
-            raise Reject("no zstd")
-        stream = decompress(payload, raw_len)
+        if not zstd:
+            raise Reject("R12: no zstd")
+        with naming_rule("R8"):
+            if not payload:
+                raise Reject("empty payload")
+            stream = decompress(payload, raw_len)
     else:
-        raise Reject("unknown codec")
+        raise Reject("R6: unknown codec")
     if mode not in (RAW, DELTA_SEQ, XOR_SEQ):
-        raise Reject("unknown mode")
+        raise Reject("R9: unknown mode")
     return unpredict(stream, mode), end
 
 
@@ -338,18 +351,18 @@ def encode(
 
 def decode(frame: bytes, stride: int, zstd: bool = True, decompress: Decompress = zstd_decompress_by_frames) -> bytes:
     if len(frame) < 4:
-        raise Reject("no word count")
+        raise Reject("R1: no word count")
     words = int.from_bytes(frame[:4], "little")
     if words == 0:
-        raise Reject("no words")
+        raise Reject("R2: no words")
     lanes, at = [], 4
     for _ in range(stride):
         lane, at = decode_stream(frame, at, zstd, decompress)
         if len(lane) != words:
-            raise Reject("a lane of another length")
+            raise Reject("R10: a lane of another length")
         lanes.append(lane)
     if at != len(frame):
-        raise Reject("bytes left over")
+        raise Reject("R11: bytes left over")
     return join(lanes)
 
 

@@ -28,9 +28,19 @@ from ..linear import build_tables as build_linear_tables
 from ..lm.onnx.model_files import compute_fingerprint, find_model
 from ..lm.session import DecoderSession
 from ..lm.tokenizer import Tokenizer
-from ..profiles import LayerGeometry, Profile, ProfileInfo, Statistics, TextOrigin
+from ..profiles import (
+    LayerGeometry,
+    Profile,
+    ProfileInfo,
+    Statistics,
+    TableSize,
+    TextOrigin,
+    describe_few_tokens,
+    measure_tables,
+)
 from ..reports.table import wrap_sentences
 from ..store.adapters import read_layer_caches
+from ..transform import MODES, TransformMode
 from ..transform import Metrics as TransformMetrics
 from ..transform import build_tables as build_transform_tables
 from .layers import find_cache_layers, read_model_layers
@@ -65,10 +75,17 @@ class ProfileOptions:
         Name of the model in the profile; by default that of its path.
     threads
         Threads of onnxruntime; 0 leaves the number to it.
+    purpose
+        ``"lossless"``: tables of linear streams alone, for which the model only reads the texts. ``"lossy"``: of
+        transform streams, and the model's queries. None: all.
+    transform
+        How transform streams turn rows: as `kvmnn.transform.build_tables` has it.
     """
 
     tokens: int = DEFAULT_TOKENS
     below: tuple[int, ...] = (2,)
+    purpose: Literal["lossless", "lossy"] | None = None
+    transform: TransformMode = "joint"
     name: str | None = None
     threads: int = 1
 
@@ -79,6 +96,10 @@ class ProfileOptions:
         if not self.below or len(set(self.below)) < len(self.below):
             raise KvmnnError(f"below is {list(self.below)}: expected some of 0, 1 and 2")
         validate_int(self.threads, "threads", 0)
+        if self.purpose not in (None, "lossless", "lossy"):
+            raise KvmnnError(f"purpose is {self.purpose!r:.40}: expected 'lossless', 'lossy' or None")
+        if self.transform not in MODES:
+            raise KvmnnError(f"transform is {self.transform!r:.40}: expected one of {', '.join(MODES)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +115,8 @@ class ProfileMakeResult(Record):
     #: Tokens that were read, and texts or caches.
     tokens: int
     texts: int
-    #: Kinds of tables, such as ``"linear"``.
-    kinds: tuple[str, ...]
+    #: Bytes of each kind of tables, such as ``"linear"``.
+    tables: tuple[TableSize, ...]
     #: Whether metrics and sensitivities of the model are in it; else lossy steps follow the size of the elements.
     has_sensitivities: bool
     #: CPU seconds of this process for reading, for the sensitivities, and for building tables.
@@ -105,9 +126,10 @@ class ProfileMakeResult(Record):
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
+        tables = ", ".join(f"{table.kind} {table.nbytes:,} bytes" for table in self.tables)
         lines = [
             f"{self.output}: profile of {self.model}, {pluralize(self.layers, 'layer')}, {self.nbytes:,} bytes",
-            f"  of {self.tokens:,} tokens in {pluralize(self.texts, 'text')}; tables: {', '.join(self.kinds)}",
+            f"  of {self.tokens:,} tokens in {pluralize(self.texts, 'text')}; tables: {tables}",
             f"  key {self.key[:16]}, CPU time {self.reading_seconds:.0f} s reading, "
             f"{self.sensitivity_seconds:.0f} s sensitivities, {self.table_seconds:.0f} s tables",
         ]
@@ -161,13 +183,14 @@ def make_profile(
     notes: list[str] = []
     files = find_model(model)
     tokenizer = Tokenizer.open_for_model(model)
-    session = DecoderSession.open(model, attentions=_has_queries(model), threads=options.threads)
+    is_lossy = options.purpose != "lossless"
+    session = DecoderSession.open(model, attentions=is_lossy and _has_queries(model), threads=options.threads)
     interface = session.interface
     windows = read_windows(texts, tokenizer, options.tokens, interface.max_positions, notes)
     layers, layer_notes = read_model_layers(files, interface, max(len(window.ids) for window in windows))
     notes += layer_notes
     fingerprint = compute_fingerprint(model)
-    work = _WorkFolder(output, fingerprint, windows, layers)
+    work = _WorkFolder(output, fingerprint, windows, layers, is_lossy)
     start = time.process_time()
     query_heads = session.query_heads or interface.kv_heads
     queries = QueryMoments(session.read_layer_parameters(), query_heads, interface.kv_heads, interface.head_dim)
@@ -178,14 +201,11 @@ def make_profile(
         queries.add_keys(caches)
         work.save(statistics, key_metrics, queries)
     reading_seconds, start = time.process_time() - start, time.process_time()
-    metrics: Metrics = key_metrics.to_metrics() if key_metrics.num_queries else {}
-    if not metrics:
-        notes.append("the graph has no outputs queries.{i}: errors of K count alike in all directions")
-    value_metrics = compute_value_metrics(files, interface, layers)
-    if value_metrics is None:
-        notes.append("the output projections were not found: errors of V count alike in all directions")
-    metrics |= value_metrics or {}
-    sensitivities = _measure_sensitivities(session, windows, statistics, metrics, work, progress)
+    metrics: Metrics = {}
+    sensitivities: Sensitivities = {}
+    if is_lossy:
+        metrics = _collect_metrics(key_metrics, compute_value_metrics(files, interface, layers), notes)
+        sensitivities = _measure_sensitivities(session, windows, statistics, metrics, work, progress)
     sensitivity_seconds = time.process_time() - start
     info = ProfileInfo(
         model=options.name or Path(model).name,
@@ -193,11 +213,11 @@ def make_profile(
         dtype=infer_dtype(np.empty(0, interface.dtype)).name,
         texts=list_origins(windows),
         layers=tuple(layers),
-        settings={"below": list(options.below), "sensitivities": bool(sensitivities)},
+        settings=_describe_options(options, bool(sensitivities)),
     )
     result = _write_profile(
         output, info, statistics, metrics, sensitivities, options, overwrite,
-        (reading_seconds, sensitivity_seconds), notes, queries.build_tables(),
+        (reading_seconds, sensitivity_seconds), notes, queries.build_tables() if is_lossy else None,
     )  # fmt: skip
     work.remove()
     return result
@@ -251,17 +271,18 @@ def make_profile_from_caches(
             progress(1)
     if statistics is None:
         raise KvmnnError("a profile is made of at least one cache")
-    notes.append(
-        "Made of caches alone: lossless tables are complete; steps of lossy streams follow the size of the elements, "
-        "as only a model tells what errors cost."
-    )
+    if options.purpose != "lossless":
+        notes.append(
+            "Made of caches alone: lossless tables are complete; steps of lossy streams follow the size of the "
+            "elements, as only a model tells what errors cost."
+        )
     info = ProfileInfo(
         model=options.name or Path(caches[0]).name,
         fingerprint=None,
         dtype=dtype_name,
         texts=tuple(origins),
         layers=statistics.layers,
-        settings={"below": list(options.below), "sensitivities": False},
+        settings=_describe_options(options, False),
     )
     reading_seconds = time.process_time() - start
     return _write_profile(output, info, statistics, {}, {}, options, overwrite, (reading_seconds, 0.0), notes)
@@ -286,8 +307,12 @@ def _write_profile(
         by_layer = [[sensitivities[layer, part] for part in PARTS] for layer in range(len(info.layers))]
     arrays: dict[str, npt.NDArray[Any]] = dict(query_tables or {})
     for below in sorted(options.below):
-        arrays |= build_linear_tables(statistics, below=below)
-        arrays |= build_transform_tables(statistics, transform_metrics, by_layer, below=below)
+        if options.purpose != "lossy":
+            arrays |= build_linear_tables(statistics, below=below)
+        if options.purpose != "lossless":
+            arrays |= build_transform_tables(
+                statistics, transform_metrics, by_layer, below=below, mode=options.transform
+            )
     profile = Profile(info, arrays)
     profile.write(output, force=overwrite)
     return ProfileMakeResult(
@@ -298,13 +323,28 @@ def _write_profile(
         layers=len(info.layers),
         tokens=info.tokens,
         texts=len(info.texts),
-        kinds=profile.kinds,
+        tables=measure_tables(profile),
         has_sensitivities=bool(sensitivities),
         reading_seconds=seconds[0],
         sensitivity_seconds=seconds[1],
         table_seconds=time.process_time() - start,
-        notes=tuple(notes),
+        notes=(*notes, *describe_few_tokens(info)),
     )
+
+
+def _describe_options(options: ProfileOptions, has_sensitivities: bool) -> dict[str, Any]:
+    """Return the settings as the profile has them."""
+    transform = {} if options.purpose == "lossless" else {"transform": options.transform}
+    return {"below": list(options.below), "sensitivities": has_sensitivities, **transform}
+
+
+def _collect_metrics(key_metrics: KeyMetrics, value_metrics: Metrics | None, notes: list[str]) -> Metrics:
+    metrics: Metrics = key_metrics.to_metrics() if key_metrics.num_queries else {}
+    if not metrics:
+        notes.append("the graph has no outputs queries.{i}: errors of K count alike in all directions")
+    if value_metrics is None:
+        notes.append("the output projections were not found: errors of V count alike in all directions")
+    return metrics | (value_metrics or {})
 
 
 def _to_transform_metrics(statistics: Statistics, metrics: Metrics) -> TransformMetrics:
@@ -419,6 +459,7 @@ class _WorkFolder:
         fingerprint: str,
         windows: Sequence[TextWindow],
         layers: Sequence[LayerGeometry],
+        is_lossy: bool,
     ) -> None:
         self._folder = Path(f"{os.fspath(output)}.partial")
         digest = hashlib.sha256()
@@ -427,6 +468,7 @@ class _WorkFolder:
         self._settings = {
             "version": _STATE_VERSION,
             "fingerprint": fingerprint,
+            "is_lossy": is_lossy,
             "ids": digest.hexdigest(),
             "layers": hashlib.sha256(json.dumps([layer.to_dict() for layer in layers]).encode()).hexdigest(),
         }

@@ -102,10 +102,15 @@ def check_below(profile: Profile, below: int) -> int:
         if any(name_table(0, part, choice, "means") in profile.arrays for part in PARTS)
     ]
     if below not in choices:
-        choices_text = (
-            f"of {' and '.join(map(str, choices))} layers below" if choices else "no tables of linear streams"
+        if not choices:
+            raise KvmnnError(
+                "the profile has no sections linear/* (tables of lossless streams): make one with kvmnn profile make "
+                "without --for lossy"
+            )
+        raise KvmnnError(
+            f"the profile has no sections linear/*/{below} (tables of lossless streams, below={below}), only of "
+            f"below={', '.join(map(str, choices))}: make one with kvmnn profile make --below {below}"
         )
-        raise KvmnnError(f"the profile has {'tables ' if choices else ''}{choices_text}: expected some of {below}")
     return below
 
 

@@ -6,16 +6,25 @@ from .._util.packages import make_lazy_getattr
 
 if TYPE_CHECKING:
     from .geometry import LayerGeometry, build_rows
-    from .inspection import ProfileInspection, ProfileVerifyResult, inspect_profile, verify_profile
-    from .profile import Profile, ProfileInfo, TextOrigin, hash_profile
+    from .inspection import (
+        ProfileInspection,
+        ProfileVerifyResult,
+        TableSize,
+        inspect_profile,
+        measure_tables,
+        verify_profile,
+    )
+    from .profile import Profile, ProfileInfo, TextOrigin, describe_few_tokens, hash_profile
     from .statistics import Statistics
 else:
     __getattr__ = make_lazy_getattr(
         __name__,
         {
             "geometry": "LayerGeometry build_rows",
-            "inspection": "ProfileInspection ProfileVerifyResult inspect_profile verify_profile",
-            "profile": "Profile ProfileInfo TextOrigin hash_profile",
+            "inspection": (
+                "ProfileInspection ProfileVerifyResult TableSize inspect_profile measure_tables verify_profile"
+            ),
+            "profile": "Profile ProfileInfo TextOrigin describe_few_tokens hash_profile",
             "statistics": "Statistics",
         },
     )
@@ -27,9 +36,12 @@ __all__ = [
     "ProfileInspection",
     "ProfileVerifyResult",
     "Statistics",
+    "TableSize",
     "TextOrigin",
     "build_rows",
+    "describe_few_tokens",
     "hash_profile",
     "inspect_profile",
+    "measure_tables",
     "verify_profile",
 ]

@@ -10,7 +10,7 @@ from ..arrays.positions import format_layers
 from ..errors import KvmnnError
 from ..files.schema import Record
 from .geometry import LayerGeometry
-from .profile import Profile, TextOrigin
+from .profile import Profile, TextOrigin, describe_few_tokens
 
 _MAX_TEXTS_SHOWN = 4
 
@@ -40,6 +40,7 @@ class ProfileInspection(Record):
     layers: tuple[LayerGeometry, ...]
     tables: tuple[TableSize, ...]
     settings: dict[str, object]
+    notes: tuple[str, ...]
 
     def __str__(self) -> str:
         lines = [
@@ -52,9 +53,16 @@ class ProfileInspection(Record):
         for text, numbers in groups.items():
             lines.append(f"  {format_layers(numbers)}: {text}")
         lines += [
-            f"  {table.kind}: {pluralize(table.sections, 'section')}, {table.nbytes:,} bytes" for table in self.tables
+            f"  {self._describe_kind(table.kind)}: {pluralize(table.sections, 'section')}, {table.nbytes:,} bytes"
+            for table in self.tables
         ]
-        return "\n".join(lines)
+        return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
+
+    def _describe_kind(self, kind: str) -> str:
+        below = self.settings.get("below")
+        layers = f", below {', '.join(map(str, below))}" if isinstance(below, list) else ""
+        mode = f", {self.settings['transform']}" if "transform" in self.settings else ""
+        return {"linear": f"linear (lossless{layers})", "transform": f"transform (lossy{layers}{mode})"}.get(kind, kind)
 
     def _describe_origin(self) -> str:
         names = [text.name for text in self.texts[:_MAX_TEXTS_SHOWN]]
@@ -90,10 +98,6 @@ def inspect_profile(path: str | os.PathLike[str]) -> ProfileInspection:
     """Read a profile and describe it; the errors are those of `Profile.read`."""
     profile = Profile.read(path)
     info = profile.info
-    tables = []
-    for kind in profile.kinds:
-        arrays = profile.select(kind).values()
-        tables.append(TableSize(kind=kind, sections=len(arrays), nbytes=sum(array.nbytes for array in arrays)))
     return ProfileInspection(
         input=os.fspath(path),
         nbytes=profile.nbytes,
@@ -104,9 +108,19 @@ def inspect_profile(path: str | os.PathLike[str]) -> ProfileInspection:
         tokens=info.tokens,
         texts=info.texts,
         layers=info.layers,
-        tables=tuple(tables),
+        tables=measure_tables(profile),
         settings=dict(info.settings),
+        notes=describe_few_tokens(info),
     )
+
+
+def measure_tables(profile: Profile) -> tuple[TableSize, ...]:
+    """Return the bytes of the tables of each kind, without what aligns them."""
+    tables = []
+    for kind in profile.kinds:
+        arrays = profile.select(kind).values()
+        tables.append(TableSize(kind=kind, sections=len(arrays), nbytes=sum(array.nbytes for array in arrays)))
+    return tuple(tables)
 
 
 def verify_profile(path: str | os.PathLike[str], fingerprint: str | None = None) -> ProfileVerifyResult:

@@ -26,6 +26,9 @@ from .geometry import LayerGeometry
 MAGIC, VERSION = b"KVMP", 1
 KEY_BYTES = 32
 _MAX_LAYERS = 4096
+_MIN_TYPICAL_TOKENS = 4096
+"""By a profile of 2,048 tokens of a model with rows of 192 elements, another text had a ratio of 6.1, not 8, and lost
+0.0065 nats, not 0.002."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,6 +195,16 @@ class Profile:
 
     def __repr__(self) -> str:
         return f"Profile({self.info.model}: {len(self.layers)} layers, {self.nbytes:,} bytes, {self.key.hex()[:16]})"
+
+
+def describe_few_tokens(info: ProfileInfo) -> tuple[str, ...]:
+    """Return a note where a profile was made of so few tokens that other texts miss what it predicts."""
+    if info.tokens >= _MIN_TYPICAL_TOKENS:
+        return ()
+    return (
+        f"the profile is made of {info.tokens:,} tokens: ratios and losses of other texts miss what is asked for "
+        "(8,192 or more are better)",
+    )
 
 
 def hash_profile(path: str | os.PathLike[str]) -> str:

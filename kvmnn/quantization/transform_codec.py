@@ -108,5 +108,5 @@ class TransformCodec(CacheCodec):
         if len(profile.layers) != shape.layers or sizes != {(shape.kv_heads, shape.head_dim, shape.head_dim)}:
             raise KvmnnError(f"{self.profile}: is the profile of another model: the cache has {shape}")
         if "transform" not in profile.kinds:
-            raise KvmnnError(f"{self.profile}: has no tables of transform streams")
+            raise KvmnnError(f"{self.profile}: has no sections transform/* (tables of lossy streams)")
         return _TransformCoder(self, profile)

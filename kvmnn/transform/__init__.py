@@ -5,14 +5,17 @@ from .encoder import LayerEncoding, encode_layer
 from .profile_tables import get_tables
 from .results import TransformInfo, TransformLayerResult, measure_errors
 from .steps import StepPlan, TransformOptions, choose_exponents, plan_steps
-from .tables import Metrics, build_tables
+from .tables import MODES, Metrics, build_tables
+from .tables import Mode as TransformMode
 
 __all__ = [
+    "MODES",
     "LayerEncoding",
     "Metrics",
     "StepPlan",
     "TransformInfo",
     "TransformLayerResult",
+    "TransformMode",
     "TransformOptions",
     "build_tables",
     "choose_exponents",

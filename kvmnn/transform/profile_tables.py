@@ -95,7 +95,10 @@ class ProfileTables:
         self._sides: dict[tuple[int, Part, int], SideTables] = {}
         self.belows = tuple(below for below in (0, 1, 2) if f"transform/0/key/levels.{below}" in self._arrays)
         if not self.belows:
-            raise KvmnnError("the profile has no tables for transform streams")
+            raise KvmnnError(
+                "the profile has no sections transform/* (tables of lossy streams): make one with kvmnn profile make "
+                "without --for lossless"
+            )
         self.frequencies = self._get(TABLES_NAME, "uint16", (_codec.NUM_TABLES, _codec.NUM_SYMBOLS))
         if not _codec.are_tables_valid(self.frequencies):
             raise KvmnnError(f"section {TABLES_NAME!r} of the profile: expected frequencies of sum 4096, all below it")
@@ -104,7 +107,8 @@ class ProfileTables:
         """Return the tables of a layer and side; `KvmnnError` where they are missing or not valid."""
         if below not in self.belows:
             raise KvmnnError(
-                f"the profile has no tables for below={below}: expected {', '.join(map(str, self.belows))}"
+                f"the profile has no sections transform/*.{below} (tables of lossy streams, below={below}), only of "
+                f"below={', '.join(map(str, self.belows))}: make one with kvmnn profile make --below {below}"
             )
         key = (layer, part, below)
         if key not in self._sides:

@@ -49,6 +49,36 @@ def test_profile_verify_against_a_model(run, tmp_path) -> None:
     assert "made of this model" in run("profile verify", tmp_path / "a.kvmp", "--against", FIXTURES / "lm").out
 
 
+def test_profile_make_purpose_selects_tables(run, work, tmp_path) -> None:
+    sizes = {}
+    for name, words in {
+        "lossless": ["--for", "lossless"],
+        "head": ["--for", "lossy", "--transform", "head"],
+        "none": ["--for", "lossy", "--transform", "none"],
+    }.items():
+        path = tmp_path / f"{name}.kvmp"
+        words = ["--from", work / "calib", "-o", path, "--below", "0", "--rope", "none", *words]
+        document = json.loads(run("profile make", *words, "--json").out)
+        kind = "linear" if name == "lossless" else "transform"
+        assert [table["kind"] for table in document["tables"]] == [kind]
+        assert kind in run("profile inspect", path).out
+        sizes[name] = document["tables"][0]["bytes"]
+    assert sizes["none"] < sizes["head"]
+    lossless, lossy = f"profile:{tmp_path / 'none.kvmp'}", f"transform:{tmp_path / 'lossless.kvmp'},ratio=4"
+    assert "no sections linear/" in run("encode", work / "kv", "-o", tmp_path / "a/", "--codec", lossless, code=1).err
+    assert "no sections transform/" in run("encode", work / "kv", "-o", tmp_path / "a/", "--codec", lossy, code=1).err
+    codec = f"profile:{tmp_path / 'lossless.kvmp'},below=2"
+    assert "linear/*/2" in run("encode", work / "kv", "-o", tmp_path / "a/", "--codec", codec, code=1).err
+
+
+def test_small_profiles_and_missed_ratios_are_noted(run, work, tmp_path) -> None:
+    assert "500 tokens" in run("profile inspect", work / "p.kvmp").out
+    encoded = run("encode", work / "kv", "-o", tmp_path / "s/", "--codec", f"transform:{work / 'p.kvmp'},ratio=40")
+    assert "made of 500 tokens" in encoded.out and "ratio 40 was asked for" in encoded.out
+    lossless = run("encode", work / "kv", "-o", tmp_path / "t/", "--codec", f"profile:{work / 'p.kvmp'}")
+    assert "500 tokens" not in lossless.out
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

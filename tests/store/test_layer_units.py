@@ -222,7 +222,7 @@ def test_store_keeps_its_profile_and_options(tmp_path: Path) -> None:
         ("transform", PROFILE, {"recent": 8}, "no option of a store of transform streams"),
         ("transform", PROFILE, {"kl": 0.1, "bits": 2}, "expected one of them"),
         ("transform", PROFILE, {"below": 1}, "below"),
-        ("profile", PROFILE, {}, "no tables of linear streams"),
+        ("profile", PROFILE, {}, "no sections linear/"),
         ("profile", make_profile(), {"kl": 1}, "no option of a store of profile streams"),
     ],
 )

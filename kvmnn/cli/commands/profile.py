@@ -54,6 +54,19 @@ def add_make_parser(subparsers: Any) -> None:
         metavar="N[,N]",
         help="tables of streams in which 0, 1 or 2 layers below predict a layer (default: 2)",
     )
+    parser.add_argument(
+        "--for",
+        dest="purpose",
+        choices=("lossless", "lossy"),
+        help="only the tables of profile:FILE, or only those of transform:FILE (default: both)",
+    )
+    parser.add_argument(
+        "--transform",
+        choices=("joint", "head", "diagonal", "none"),
+        default="joint",
+        help="how lossy streams turn rows: by one basis of all heads (the smallest streams), one for each head (less "
+        "than a third of the tables, faster), or none, with and without weights of the elements (default: joint)",
+    )
     dense_options.add_rope_option(parser)
     parser.accept("--threads")
     shared_options.add_output_option(parser, "the profile, .kvmp")
@@ -81,7 +94,13 @@ def run_make(arguments: argparse.Namespace) -> int:
         raise UsageError("no output given: use -o FILE.kvmp")
     if (arguments.model is None) == (arguments.caches is None):
         raise UsageError("expected either MODEL with --text, or --from with caches")
-    options = ProfileOptions(tokens=arguments.num_tokens, below=arguments.below, threads=arguments.threads or 1)
+    options = ProfileOptions(
+        tokens=arguments.num_tokens,
+        below=arguments.below,
+        threads=arguments.threads or 1,
+        purpose=arguments.purpose,
+        transform=arguments.transform,
+    )
     with console.progress_bar(arguments, 0, "profile", unit="step") as step:
         if arguments.caches is not None:
             shared_options.refuse_given(arguments, ["text", "num_tokens"], "needs a MODEL")

@@ -24,7 +24,7 @@ from ...dtypes import Elements
 from ...errors import KvmnnError, OptionError, OutputError
 from ...files.atomic import DirectoryOutput
 from ...files.schema import Record, json_key
-from ...profiles import Profile
+from ...profiles import Profile, describe_few_tokens
 from ..sidecars import read_positions_by_layer
 from .codecs import CacheEncoder, LayerStreamOptions, decode_cache
 from .document import (
@@ -38,6 +38,8 @@ from .document import (
 
 _MAX_ERROR_DIFFERENCE = 1e-6
 """Of errors that are measured again."""
+_MIN_SHARE_OF_RATIO = 0.9
+"""Of a ratio that was asked for: less is reported."""
 _STREAM_SUFFIX = {"profile": ".kvml", "transform": ".kvmx"}
 
 
@@ -227,7 +229,7 @@ def encode_layers(
         document=document,
         is_verified=options.verify,
         seconds=time.perf_counter() - start,
-        notes=_compare_dtypes(profile, reader),
+        notes=_list_notes(profile, reader, document),
     )
 
 
@@ -256,8 +258,20 @@ def measure_layers(
         document=document,
         is_verified=True,
         seconds=time.perf_counter() - start,
-        notes=_compare_dtypes(profile, reader),
+        notes=_list_notes(profile, reader, document),
     )
+
+
+def _list_notes(profile: Profile, reader: LayerReader, document: LayerStreamsDocument) -> tuple[str, ...]:
+    """Return what a reader should know of the profile, and a ratio that was missed."""
+    notes = _compare_dtypes(profile, reader)
+    if not document.is_lossy:
+        return notes
+    notes += describe_few_tokens(profile.info)
+    target = document.options.get("ratio")
+    if isinstance(target, int | float) and document.ratio is not None and document.ratio < _MIN_SHARE_OF_RATIO * target:
+        notes += (f"ratio {target:g} was asked for, {document.ratio:.2f} reached: the profile is of other texts",)
+    return notes
 
 
 def _compare_dtypes(profile: Profile, reader: LayerReader) -> tuple[str, ...]:

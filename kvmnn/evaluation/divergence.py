@@ -184,14 +184,25 @@ def _encode(array: npt.NDArray[Any]) -> str:
     return base64.b64encode(array.tobytes()).decode()
 
 
-def summarize_divergence(parts: Sequence[TokenDivergence | None], *, deep: bool = False) -> DivergenceStats | None:
-    """Summarize the divergences of documents, of all tokens or of the deep ones; None where one was not compared."""
-    if any(part is None for part in parts):
+def summarize_divergence(
+    parts: Sequence[TokenDivergence | None], *, deep: bool = False, num_last: Sequence[int | None] | None = None
+) -> DivergenceStats | None:
+    """Summarize the divergences of documents; None where one was not compared, or no token is left.
+
+    Parameters
+    ----------
+    deep
+        Of the deep tokens only.
+    num_last
+        Of so many tokens at the end of each document only.
+    """
+    counts = num_last or [None if part is None else part.num_deep if deep else part.tokens for part in parts]
+    if any(part is None or count is None for part, count in zip(parts, counts, strict=True)):
         return None
     kl, agreement = [], []
-    for part in parts:
-        if part is not None:
-            first = part.tokens - part.num_deep if deep else 0
+    for part, count in zip(parts, counts, strict=True):
+        if part is not None and count is not None:
+            first = part.tokens - count
             kl.append(np.frombuffer(base64.b64decode(part.kl), "<f4")[first:])
             bits = np.frombuffer(base64.b64decode(part.agreement), np.uint8)
             agreement.append(np.unpackbits(bits, count=part.tokens)[first:])

@@ -442,6 +442,8 @@ class CellMeasurer:
             stored_notes=tuple(stored_scores.notes) if stored_scores is not None and stored_scores.notes else None,
             distances=distances,
             cut_tokens=runner.num_tokens_after_cut,
+            lossy_tokens=runner.num_tokens_after_loss,
+            has_cut=cache.has_evicted,
             divergence=divergence,
         )
 

@@ -10,7 +10,7 @@ from ..lm.kv_store import describe_encoding
 from ..policies.registry import get_policy_class
 from ..policies.specs import build_policy
 from ..reports.records import ResultRow
-from ..reports.table import NO_EVICTION_MARK
+from ..reports.table import NO_EVICTION_MARK, PARTLY_EVICTED_MARK
 from .oracle import describe_headroom
 from .scoring import MIN_DOCUMENTS_FOR_INTERVAL
 from .settings import FULL_POLICY, EvaluationSettings
@@ -23,13 +23,15 @@ def build_notes(
     yield from _describe_short_texts(documents, settings)
     yield from _describe_presets(rows)
     yield from _describe_unequal_budgets(rows)
+    yield from _describe_prompt_budgets(rows)
     yield from _describe_no_eviction(rows, documents, settings)
     yield from _describe_late_eviction(rows, documents, settings)
-    unequal_labels = [row.label for row in rows if row.unequal_layers]
-    if unequal_labels:
+    yield from _describe_unequal_layers(rows)
+    idle_codecs = [row.label for row in rows if row.codec is not None and row.divergence and not row.cut_divergence]
+    if idle_codecs:
         yield (
-            "Layers hold unequal numbers of tokens (tokens kept: the least and the most): "
-            f"{'; '.join(unequal_labels)}. They hold more than rows of the same budget that cut every layer."
+            f"No scored token saw a quantised cache: {'; '.join(idle_codecs)}: quality is that of the full cache and "
+            "says nothing of the codec."
         )
     if any(row.codec is not None for row in rows):
         yield (
@@ -138,6 +140,29 @@ def _format_size(row: ResultRow) -> str:
     return _NO_BUDGET if row.keep_ratio is None else f"{100 * row.keep_ratio:.4g} %"
 
 
+def _describe_prompt_budgets(rows: Sequence[ResultRow]) -> Iterator[str]:
+    labels = [row.label for row in rows if row.prompt_only and not row.has_no_eviction]
+    if labels:
+        yield (
+            f"Cut once, at the end of the prompt: {'; '.join(labels)}. Their budget is of the prompt; all later tokens "
+            "stay (tokens kept), so they hold more than rows of the same budget that cut at every step."
+        )
+
+
+def _describe_unequal_layers(rows: Sequence[ResultRow]) -> Iterator[str]:
+    unequal_rows = [row for row in rows if row.unequal_layers]
+    if not unequal_rows:
+        return
+    labels = "; ".join(row.label for row in unequal_rows)
+    yield f"Layers hold unequal numbers of tokens (tokens kept: the least and the most): {labels}."
+    skipping_labels = [row.label for row in unequal_rows if row.options.get("skip_layers")]
+    if skipping_labels:
+        yield (
+            f"Some layers are never cut: {'; '.join(skipping_labels)}. They hold more than rows of the same budget "
+            "that cut every layer."
+        )
+
+
 def _describe_no_eviction(
     rows: Sequence[ResultRow], documents: Sequence[Document], settings: EvaluationSettings
 ) -> Iterator[str]:
@@ -145,23 +170,46 @@ def _describe_no_eviction(
     if any(row.has_no_eviction for row in rows):
         yield (
             f"Rows marked {NO_EVICTION_MARK} evicted nothing before the last token was scored: their quality is that "
-            "of the full cache and says nothing of the policy, so that none of them is the best of its budget."
+            "of the cache without the policy and says nothing of it, so that none of them is the best of its budget."
         )
-    max_tokens = max(document.num_fed for document in documents)
-    first_step_tokens = documents[0].scored_from or min(settings.prompt or settings.chunk, max_tokens)
-    start_tokens_kept = next(
-        (row.tokens_kept for row in rows if row.initial_cache is not None and row.policy == FULL_POLICY), None
-    )
+    uncut_texts: dict[str, list[str]] = {}
+    for row in rows:
+        if row.num_uncut_documents and not row.has_no_eviction:
+            names = [text.name for text in row.documents if text.evicted is False]
+            more = f" and {len(names) - _MAX_NAMED_TEXTS:,} more" if len(names) > _MAX_NAMED_TEXTS else ""
+            uncut_texts.setdefault(f"{', '.join(names[:_MAX_NAMED_TEXTS])}{more}", []).append(row.label)
+    for names_text, labels in uncut_texts.items():
+        yield (
+            f"Marked {PARTLY_EVICTED_MARK}, as nothing was evicted of {names_text} before the last token was scored, "
+            f"which all figures but those after the cut include: {'; '.join(labels)}."
+        )
+    max_tokens, first_step_tokens = _count_longest(documents, settings)
     yield from group_by_reason(
         (row.label, f"nothing was evicted: {_explain_no_eviction(row, first_step_tokens, max_tokens)}.")
         for row in rows
-        if row.policy != FULL_POLICY
-        and (
-            (row.kind == LOSSLESS or (row.codec is not None and not row.evicted))
-            if row.initial_cache is None
-            else row.tokens_kept == start_tokens_kept
-        )
+        if _keeps_everything(row, rows, first_step_tokens, max_tokens)
     )
+
+
+def _count_longest(documents: Sequence[Document], settings: EvaluationSettings) -> tuple[int, int]:
+    """Return the tokens of the longest text, and of its first step."""
+    max_tokens = max(document.num_fed for document in documents)
+    return max_tokens, documents[0].scored_from or min(settings.prompt or settings.chunk, max_tokens)
+
+
+def _keeps_everything(row: ResultRow, rows: Sequence[ResultRow], first_step_tokens: int, max_tokens: int) -> bool:
+    """Return whether the policy of a row evicted nothing, not even after the last token was scored."""
+    if row.policy == FULL_POLICY or row.evicted:
+        return False
+    if row.initial_cache is not None:  # whose rows are LOSSY because of the cache alone
+        start_row = next((entry for entry in rows if entry.initial_cache and entry.policy == FULL_POLICY), None)
+        return start_row is not None and row.tokens_kept == start_row.tokens_kept
+    if row.kind == LOSSLESS:
+        return True
+    if row.codec is None and row.runtime is None:
+        return False
+    policy = build_policy(row.policy, row.options)
+    return policy.explain_no_eviction(first_step_tokens, max_tokens) is not None
 
 
 def group_by_reason(reasons: Iterable[tuple[str, str]]) -> Iterator[str]:
@@ -184,7 +232,12 @@ def _describe_late_eviction(
 ) -> Iterator[str]:
     """Name the rows that evicted only after all tokens were scored, so that their quality is that of the full cache."""
     steps = [_count_step_tokens(document, settings) for document in documents]
-    evicting_rows = [row for row in rows if row.kind == LOSSY and row.policy != FULL_POLICY and row.codec is None]
+    longest = _count_longest(documents, settings)[::-1]
+    evicting_rows = [
+        row
+        for row in rows
+        if row.kind == LOSSY and row.policy != FULL_POLICY and not _keeps_everything(row, rows, *longest)
+    ]
     late_labels = [
         row.label
         for row in evicting_rows
@@ -193,8 +246,8 @@ def _describe_late_eviction(
     if late_labels:
         yield (
             f"No scored token saw the cut cache: {'; '.join(late_labels)}: a cache is cut after a step, and the first "
-            "cut came after the last one, so quality is that of the full cache. Expected a smaller --chunk or "
-            "--prefill-tokens, or more --max-tokens."
+            "cut came after the last one, so quality is that of the cache without the policy. Expected a smaller "
+            "--chunk or --prefill-tokens, or more --max-tokens."
         )
 
 

@@ -16,6 +16,7 @@ from ..lm.runner import Runner
 from ..lm.session import DecoderSession
 from ..policies.key_value_scores import RandomTokens
 from ..policies.oracle import Oracle
+from ..policies.policy import FullCache
 from ..policies.scores import sum_by_group
 from ..reports.records import ResultRow
 from .scoring import list_steps
@@ -99,10 +100,10 @@ def compute_headroom_shares(rows: Sequence[ResultRow]) -> dict[str, float]:
     random tokens, 1 for the oracle. Rows of budgets without both of them have none, and so do those where the two
     differ by less than `MIN_HEADROOM`.
     """
-    rows_by_size: dict[tuple[int | None, float | None], list[ResultRow]] = defaultdict(list)
+    rows_by_size: dict[tuple[object, ...], list[ResultRow]] = defaultdict(list)
     for row in rows:
-        if not row.is_full:
-            rows_by_size[row.budget, row.keep_ratio].append(row)
+        if row.policy != FullCache.name:  # a budget of the prompt is another one than one that holds at every step
+            rows_by_size[row.budget, row.keep_ratio, row.prompt_only, row.codec].append(row)
     shares = {}
     for group in rows_by_size.values():
         ends = {row.policy: row.nll for row in group if row.policy in (RandomTokens.name, Oracle.name)}

@@ -63,6 +63,9 @@ class ScoreCell(Record):
     stored_notes: tuple[str, ...] | None = field(default=None, metadata={"omit": True})
     distances: tuple[LayerDistanceStats, ...] | None = field(default=None, metadata={"omit": True})
     cut_tokens: int | None = field(default=None, metadata={"omit": True})
+    lossy_tokens: int | None = field(default=None, metadata={"omit": True})
+    #: Whether anything of the cache was evicted or changed by the policy in the end, tokens of which heads still hold.
+    has_cut: bool = field(default=False, metadata={"omit": True})
     divergence: TokenDivergence | None = field(default=None, metadata={"omit": True})
 
 

@@ -10,6 +10,7 @@ from .._util.text import LOSSLESS, LOSSY
 from ..lm.documents import Document
 from ..policies.h2o.planner import merge_stats
 from ..reports.records import (
+    DivergenceStats,
     DocumentRow,
     FrameSizeStats,
     FullCacheDifference,
@@ -65,6 +66,7 @@ def build_row(
         kind=LOSSY
         if any(_has_evicted(cell) for cell in cells)
         or configuration.codec is not None
+        or _is_rounded_by_runtime(cells, settings)
         or (start and not _is_bit_exact(full_cells))
         else LOSSLESS,
         tokens=quality.tokens,
@@ -78,6 +80,8 @@ def build_row(
         else None,
         divergence=summarize_divergence([cell.divergence for cell in cells]),
         deep_divergence=summarize_divergence([cell.divergence for cell in cells], deep=True),
+        cut_divergence=_summarize_after_cut(cells),
+        prompt_only=configuration.policy != FULL_POLICY and configuration.create_policy().is_prompt_only,
         seconds=seconds,
         model_seconds=sum(cell.model_seconds for cell in cells),
         policy_seconds=sum(cell.policy_seconds for cell in cells),
@@ -224,9 +228,16 @@ def _build_document_row(cell: ScoreCell, document: Document) -> DocumentRow:
         stored_tokens=cell.stored_tokens,
         divergence=summarize_divergence([cell.divergence]),
         deep_divergence=summarize_divergence([cell.divergence], deep=True),
+        cut_divergence=_summarize_after_cut([cell]),
+        evicted=_has_scored_after_eviction([cell]),
         h2o=cell.h2o,
         runtime=cell.runtime,
     )
+
+
+def _summarize_after_cut(cells: Sequence[ScoreCell]) -> DivergenceStats | None:
+    """Summarize the tokens that were scored with a cache that is not the one that the model computed."""
+    return summarize_divergence([cell.divergence for cell in cells], num_last=[cell.lossy_tokens for cell in cells])
 
 
 def _sum_losses(sums: Sequence[LossSums]) -> LossSums:
@@ -246,7 +257,13 @@ def _compute_bits(frames: Sequence[FrameSizeStats], sizes: Sequence[int]) -> flo
 
 
 def _has_evicted(cell: ScoreCell) -> bool:
-    return any(num_kept < cell.tokens_seen for num_kept in cell.tokens_kept)
+    return cell.has_cut or any(num_kept < cell.tokens_seen for num_kept in cell.tokens_kept)
+
+
+def _is_rounded_by_runtime(cells: Sequence[ScoreCell], settings: EvaluationSettings) -> bool:
+    """Return whether a lossless runtime with a lossy codec encoded anything."""
+    is_lossy = settings.runtime_config is not None and settings.runtime_config.is_lossy
+    return is_lossy and any(cell.runtime is not None and cell.runtime.h2o_lossless_raw_bytes > 0 for cell in cells)
 
 
 def _has_scored_after_eviction(cells: Sequence[ScoreCell]) -> bool | None:

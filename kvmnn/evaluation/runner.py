@@ -28,6 +28,7 @@ from ..lm.importer.import_result import describe_weights
 from ..lm.onnx.model_files import CACHED_GRAPH_MARK, find_model
 from ..lm.tokenizer import Tokenizer
 from ..lm.warm_start import InitialCache, read_initial_cache, read_model_interface
+from ..quantization import CacheShape, create_codec
 from ..reports.records import DocumentInfo, DocumentTrace, EvaluatedModelInfo, ModelInfo, Refusal
 from ..store import PrefixStore, load_key
 from .initial_cache import (
@@ -55,7 +56,7 @@ from .settings import (
 from .timing import MAX_DECODED_TOKENS, PROMPT_CHUNK_TOKENS
 from .workers import EvaluationTask, MissingCell, run_tasks
 
-NUMBERS_VERSION = 3
+NUMBERS_VERSION = 4
 """Raised whenever kvmnn computes any number of a cell differently, so that cells of before are not reused."""
 
 _JOURNAL_FORMAT = JournalFormat(
@@ -583,10 +584,14 @@ def evaluate(
 
 
 def _check_model_limits(path: PathLike, configurations: Sequence[Configuration], documents: Sequence[Document]) -> None:
-    """Raise an error for settings that exceed the model's size, before anything is measured."""
+    """Raise an error for settings that exceed the model's size, and for bad files, before anything is measured."""
     model = read_model_interface(path)
     for entry in configurations:
         entry.create_policy().check_layers(model.layers)
+    for spec in dict.fromkeys(entry.codec for entry in configurations if entry.codec is not None):
+        codec = create_codec(spec)
+        if codec is not None:
+            codec.start_text(CacheShape(model.layers, model.kv_heads, model.head_dim))
     longest_document = max(documents, key=lambda document: document.num_fed)
     if model.max_positions is not None and longest_document.num_fed > model.max_positions:
         raise OptionError(

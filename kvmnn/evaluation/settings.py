@@ -171,7 +171,12 @@ def resolve_configurations(
     sizes = [budgets] if isinstance(budgets, int | str) else budgets
     budget_tokens = [Budget.parse(str(size)).resolve(tokens) for size in sizes]
     if budget_tokens and not any(isinstance(entry, str) for entry in entries):
-        raise OptionError("budgets are for policies that are named: expected a name such as 'streaming' among them")
+        names = ", ".join(entry.name if isinstance(entry, Policy) else str(entry) for entry in entries) or "none"
+        raise OptionError(
+            f"budgets are for policies by their specs; a policy that was created has its own, and given are {names}: "
+            f"expected a spec such as 'streaming', or create_policy('streaming', budget={budget_tokens[0]}) and no "
+            "budgets"
+        )
     check_budgets([entry for entry in entries if isinstance(entry, str)], budget_tokens)
     resolved: list[Configuration] = []
     for entry in entries:
@@ -182,8 +187,13 @@ def resolve_configurations(
                 register_policy(type(entry))
             labelled_policy = LabelledPolicy.from_policy(entry)
             resolved.append(Configuration(labelled_policy.label, entry.name, dict(labelled_policy.options)))
-        else:
+        elif isinstance(entry, Configuration):
             resolved.append(entry)
+        else:
+            raise OptionError(
+                f"{entry!r} is a {type(entry).__name__}: expected specs such as 'streaming:budget=256', policies or "
+                "configurations"
+            )
     return resolved
 
 

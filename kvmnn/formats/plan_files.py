@@ -21,14 +21,14 @@ from ..arrays.layers import AmbiguousAxesError, LayerArray, check_kv_shapes, col
 from ..arrays.naming import parse_conventional_name, parse_layer
 from ..arrays.positions import read_token_positions
 from ..arrays.source import FILE_KEY, Source
-from ..dtypes import PARTS, Floats, Positions
+from ..dtypes import PARTS, Elements, Floats, Positions
 from ..errors import MissingOptionError, OptionError, SourceError
 from ..files.atomic import FileOutput
 from ..files.schema import parse_document, read_bounded
 from ..policies.h2o.config import H2OConfig
 from ..policies.h2o.plan import LayerPlans, LayerScores, plan_layers
 from ..policies.h2o.scores import sum_by_block, update_ema_scores
-from ..policies.plan import CachePlan, PolicyLayerPlan, check_plannable, plan_layer
+from ..policies.plan import CachePlan, PolicyLayerPlan, check_plannable, depends_on_channels, needs_values, plan_layer
 from ..policies.policy import Policy
 from ..policies.topk import compute_key_norms
 from . import registry
@@ -48,7 +48,8 @@ def plan_cache(
 ) -> CachePlan:
     """Select which tokens a policy would keep in every layer, as after one attention pass over the prompt.
 
-    K is in memory one layer at a time, and not at all if the policy depends on lengths only; V is never read.
+    K is in memory one layer at a time, and not at all if the policy depends on lengths only; V is read where scores
+    need it.
 
     Parameters
     ----------
@@ -62,10 +63,19 @@ def plan_cache(
     key_arrays = [entry for entry in layer_arrays if entry.part == "key"]
     policy.check_layers(key_arrays[-1].layer + 1)
     positions = _read_key_positions(source, key_arrays)
+    cache = source.engine_cache
+    if depends_on_channels(policy) and cache is not None and cache.altered:
+        raise OptionError(
+            f"{format_input_prefix(source)}{policy.name} looks at single channels, and {cache.engine} stores others "
+            f"here ({', '.join(cache.altered)}): kvmnn decode IN -o DIR/ --invert {','.join(cache.altered)} undoes it"
+        )
+    value_by_layer = {entry.layer: entry for entry in layer_arrays if entry.part == "value"}
+    if needs_values(policy) and len(value_by_layer) < len(key_arrays):
+        raise OptionError(f"{format_input_prefix(source)}holds keys only: {policy.name} needs the values, too")
     layers = []
     for key, layer_positions in zip(key_arrays, positions, strict=True):
         nbytes = sum(entry.array.nbytes for entry in layer_arrays if entry.layer == key.layer)
-        layers.append(_plan_key_layer(policy, key, nbytes, layer_positions))
+        layers.append(_plan_key_layer(policy, key, value_by_layer.get(key.layer), nbytes, layer_positions))
         if progress:
             progress(key.array.nbytes)
     plan = CachePlan(
@@ -79,16 +89,26 @@ def plan_cache(
     return plan
 
 
-def _plan_key_layer(policy: Policy, key: LayerArray, nbytes: int, positions: Positions | None) -> PolicyLayerPlan:
+def _plan_key_layer(
+    policy: Policy, key: LayerArray, value: LayerArray | None, nbytes: int, positions: Positions | None
+) -> PolicyLayerPlan:
     heads, tokens, _ = key.geometry
 
     def compute_norms() -> Floats:
         if not policy.requires_norms:  # a random choice depends only on the number of heads
             return np.zeros((heads, tokens), np.float32)
-        elements = key.array.to_numpy().view(dtypes.parse_dtype(key.array.dtype).numpy_dtype)
-        return compute_key_norms(elements.transpose(1, 0, 2) if key.token_major else elements)
+        return compute_key_norms(_read_rows(key))
 
-    return plan_layer(policy, key.layer, tokens, nbytes, compute_norms, positions)
+    def read_tensors() -> tuple[Elements, Elements | None]:
+        return _read_rows(key), _read_rows(value) if value is not None and needs_values(policy) else None
+
+    return plan_layer(policy, key.layer, tokens, nbytes, compute_norms, positions, tensors=read_tensors)
+
+
+def _read_rows(entry: LayerArray) -> Elements:
+    """Read K or V of a layer, ``[kv_head, token, head_dim]``."""
+    elements = entry.array.to_numpy().view(dtypes.parse_dtype(entry.array.dtype).numpy_dtype)
+    return elements.transpose(1, 0, 2) if entry.token_major else elements
 
 
 def _collect_layer_arrays(source: Source, token_major: bool) -> list[LayerArray]:

@@ -173,6 +173,14 @@ class LosslessStore:
             dtype=dtypes.infer_dtype(empty_rows).name,
         )
         self._empty_pair = empty_rows, empty_rows
+        self._has_encoded = False
+
+    @property
+    def has_encoded(self) -> bool:
+        """Return whether any block was encoded so far."""
+        if not self._has_encoded:
+            self._has_encoded = any(layer.raw_bytes for layer in self._runtime.collect_metrics().layers)
+        return self._has_encoded
 
     @property
     def nbytes(self) -> int:

@@ -78,6 +78,8 @@ class QuantizedStore(PlainStore):
         self._coder = codec.start_text(CacheShape(interface.layers, interface.kv_heads, interface.head_dim))
         self._tables = [[_PartTable(interface.kv_heads) for _ in PARTS] for _ in range(interface.layers)]
         self._has_quantized_prompt = False
+        #: Whether any token was quantised so far.
+        self.has_quantized = False
 
     def quantize_due(self, get_positions: Callable[[int], Positions]) -> None:
         """Quantise the tokens whose time has come; `get_positions` returns the positions of a layer's tokens."""
@@ -105,6 +107,7 @@ class QuantizedStore(PlainStore):
         rows: Floats = np.ascontiguousarray(elements[0, heads, tokens], np.float32)
         quantized = self._coder.quantize(layer, part, rows, positions[tokens])
         elements[0, heads, tokens] = quantized.rows
+        self.has_quantized = True
         self._tables[layer][number].put(heads, tokens.start, quantized.fields)
 
     def compact(self, layer: int, slots: Indices, num_live: int) -> None:

@@ -74,6 +74,9 @@ class Runner:
     ----------
     num_tokens_after_cut
         Tokens that were attended over a cache from which the policy had evicted something.
+    num_tokens_after_loss
+        Tokens that were attended over a cache that is not the one that the model computed: the policy had evicted
+        something of it, a lossy codec or runtime held it, or it was loaded (`load_initial`).
     on_step
         Called with the model's output of each step, before the cache is cut; or None.
     requests_queries
@@ -174,7 +177,8 @@ class Runner:
             parameters=self._parameters,
         )
         self.timings = RunTimings()
-        self.num_tokens_after_cut = 0
+        self.num_tokens_after_cut = self.num_tokens_after_loss = 0
+        self._has_initial = False
         self._is_consistent = True
 
     def collect_runtime_stats(self) -> RuntimeStats | None:
@@ -229,6 +233,7 @@ class Runner:
             self.session.check_unequal_lengths()
         self._is_consistent = False
         self.cache.load_initial(layers)
+        self._has_initial = True
         self._quantize_due()
         self._is_consistent = True
 
@@ -350,6 +355,7 @@ class Runner:
         # K and V of replayed steps may be views of longer arrays.
         past = [(np.ascontiguousarray(keys), np.ascontiguousarray(values)) for keys, values in past]
         self.num_tokens_after_cut += len(tokens) if cache.has_evicted else 0
+        self.num_tokens_after_loss += len(tokens) if self._has_lossy_cache() else 0
         timings.policy_seconds += perf_counter() - start_time
         has_unequal_lengths = len({keys.shape[2] for keys, _ in past}) > 1
         if len(tokens) > 1 and has_unequal_lengths and not self.session.can_chunk_unequal_lengths():
@@ -376,6 +382,15 @@ class Runner:
         timings.num_tokens += len(tokens)
         self._is_consistent = True
         return step.logits
+
+    def _has_lossy_cache(self) -> bool:
+        """Return whether the next step attends to a cache that is not the one that the model computed."""
+        if self.cache.has_evicted or self._has_initial:
+            return True
+        if isinstance(self._kv_store, QuantizedStore):
+            return self._kv_store.has_quantized
+        is_lossy = self._lossless is not None and self._lossless.is_lossy
+        return is_lossy and isinstance(self._kv_store, LosslessStore) and self._kv_store.has_encoded
 
     def _compute_part_tokens(self, num_tokens: int, num_past: int) -> int:
         """Return how many tokens of the first step of a text are fed at once, where attention is only summed."""

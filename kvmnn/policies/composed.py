@@ -133,6 +133,11 @@ class Composed(ScoredPolicy):
         windows = [part.query_window for part in self.parts]
         return None if None in windows else max(window or 0 for window in windows)
 
+    def check_layers(self, num_layers: int) -> None:
+        super().check_layers(num_layers)
+        for part in self.parts:
+            part.check_layers(num_layers)
+
     def compute_scores(self, layer: LayerState) -> Floats:
         return self.parts[-1].compute_scores(layer)
 

@@ -10,13 +10,16 @@ import numpy as np
 
 from .._util.text import LOSSY, UNCHANGED, format_range, pluralize
 from ..arrays.engine_cache import positions_to_runs
-from ..dtypes import Floats, Indices, Positions
+from ..dtypes import Elements, Floats, Indices, Positions
 from ..errors import OptionError
 from ..files.schema import Record, json_key
 from ..packed.cache_info import PositionRuns
+from .composed import Composed
 from .h2o.plan import format_reserve
 from .policy import LayerState, Policy
+from .profiled import DuoAttention
 from .registry import POLICIES, LabelledPolicy, convert_options_to_json
+from .scored import ScoredPolicy, TensorName
 
 _MAX_SHOWN_RUNS = 4
 _MIN_MAP_COLUMNS = 10
@@ -189,21 +192,50 @@ class CachePlan(Record):
 
 
 def check_plannable(policy: Policy) -> None:
-    """Raise `OptionError` for a policy that ranks tokens by statistics that no cache stores."""
-    if policy.requires == "tensors":
-        raise OptionError(
-            f"{policy.name} looks at all tensors of a layer, of which a plan reads keys only: kvmnn eval MODEL --text "
-            f"FILE --policy {policy.name} runs it with a model"
-        )
+    """Raise `OptionError` for a policy that needs more than lengths, keys and values, with what it lacks."""
+    remedy = f"kvmnn eval MODEL --text FILE --policy {policy.name} runs it with a model"
     if policy.requires_attention:
-        plannable = ", ".join(
-            name for name, policy_class in POLICIES.items() if policy_class.requires in ("lengths", "keys")
-        )
+        plannable = ", ".join(name for name, policy_class in POLICIES.items() if _can_plan_class(policy_class))
         raise OptionError(
             f"{policy.name} needs attention, which a cache does not hold: expected one of {plannable}; or attention or "
-            f"scores of blocks as IN, which are planned without --policy (kvmnn eval MODEL --text FILE --policy "
-            f"{policy.name} computes attention with a model)"
+            f"scores of blocks as IN, which are planned without --policy ({remedy})"
         )
+    if isinstance(policy, ScoredPolicy):
+        missing_tensors = sorted(policy.required_tensors - _STORED_TENSORS)
+        if missing_tensors:
+            names = " and ".join(missing_tensors)
+            raise OptionError(f"{policy.name} needs {names}, which a cache does not hold: {remedy}")
+        if policy.phase == "decoding":
+            raise OptionError(f"{policy.name}: phase is 'decoding', and a plan cuts a prompt: expected prompt or both")
+        if policy.wrapper == "ada" or isinstance(policy, DuoAttention):
+            raise OptionError(
+                f"{policy.name} keeps different numbers of tokens in heads of one layer, which no plan holds: {remedy}"
+            )
+    elif policy.requires == "tensors":
+        raise OptionError(f"{policy.name} looks at all tensors of a layer, of which a cache lacks some: {remedy}")
+
+
+_STORED_TENSORS: frozenset[TensorName] = frozenset({"keys", "values"})
+
+
+def _can_plan_class(policy_class: type[Policy]) -> bool:
+    if issubclass(policy_class, ScoredPolicy):
+        return policy_class.tensors <= _STORED_TENSORS and policy_class not in (DuoAttention, Composed)
+    return policy_class.requires in ("lengths", "keys")
+
+
+def needs_values(policy: Policy) -> bool:
+    """Return whether a plan by this policy reads V."""
+    return isinstance(policy, ScoredPolicy) and "values" in policy.required_tensors
+
+
+def depends_on_channels(policy: Policy) -> bool:
+    """Return whether a plan changes with a rotation or another order of the channels, the same for all tokens."""
+    return isinstance(policy, ScoredPolicy) and policy.name not in _POLICIES_OF_PRODUCTS
+
+
+_POLICIES_OF_PRODUCTS = ("random", "keydiff", "cur")
+"""Their scores are of lengths and inner products, which a rotation leaves as they are, or of nothing."""
 
 
 def plan_layer(
@@ -213,8 +245,20 @@ def plan_layer(
     nbytes: int,
     norms: Callable[[], Floats],
     positions: Positions | None = None,
+    *,
+    tensors: Callable[[], tuple[Elements, Elements | None]] | None = None,
 ) -> PolicyLayerPlan:
-    """Plan one layer under a policy; `norms` returns the key norms, float32 ``[kv_head, token]``."""
+    """Plan one layer under a policy.
+
+    Parameters
+    ----------
+    norms
+        Returns the key norms, float32 ``[kv_head, token]``.
+    positions
+        Text positions of the stored tokens, int64 ``[token]`` or ``[kv_head, token]``, where they are known.
+    tensors
+        Returns K, and V where `needs_values`, ``[kv_head, token, head_dim]``, for a `ScoredPolicy`.
+    """
     shared_positions = positions if positions is not None and positions.ndim == 1 else None
     if layer in policy.skip_layers:
         return PolicyLayerPlan(layer=layer, tokens=tokens, nbytes=nbytes, skipped=True, positions=shared_positions)
@@ -223,10 +267,16 @@ def plan_layer(
     order = None
     if shared_positions is not None and (np.diff(shared_positions) < 0).any():
         order = np.argsort(shared_positions, kind="stable")
-    norm_rows = norms() if policy.is_per_head else None
-    if norm_rows is not None and order is not None:
-        norm_rows = norm_rows[:, order]
-    indices = policy.select(LayerState(tokens=tokens, layer=layer, norms=norm_rows))
+    state = LayerState(tokens=tokens, layer=layer)
+    if isinstance(policy, ScoredPolicy) and tensors is not None:
+        keys, values = (
+            array if array is None or order is None else np.ascontiguousarray(array[:, order]) for array in tensors()
+        )
+        state = LayerState(tokens=tokens, layer=layer, keys=keys, values=values)
+    elif policy.is_per_head:
+        norm_rows = norms()
+        state = LayerState(tokens=tokens, layer=layer, norms=norm_rows if order is None else norm_rows[:, order])
+    indices = policy.select(state)
     if indices is not None:
         indices = np.sort(indices if order is None else order[indices], axis=-1)
         if indices.ndim == 2 and (indices == indices[0]).all():

@@ -332,7 +332,11 @@ class Policy(ABC):
         return frozenset(self.skip_layers) & frozenset(range(num_layers))
 
     def check_layers(self, num_layers: int) -> None:
-        """Raise `OptionError` for skipped layers that a model lacks; the defaults of a class may name more."""
+        """Check a policy against a model of so many layers, and its files, before the model runs.
+
+        Raises `OptionError` for skipped layers that the model lacks (the defaults of a class may name more), and
+        `KvmnnError` for files that are missing or of another model.
+        """
         missing_layers = [layer for layer in self.skip_layers if layer >= num_layers]
         if missing_layers and self.skip_layers != type(self).skip_layers:
             raise OptionError(

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 
+from .._util.text import pluralize
 from .._util.validation import validate_count
 from ..dtypes import Floats, Indices
 from ..errors import KvmnnError
@@ -33,12 +34,30 @@ class ProfiledPolicy(ScoredPolicy):
         The file (`kvmnn profile make MODEL --text TEXTS -o FILE.kvmp`).
     """
 
+    #: The tables that `read_table` is asked for.
+    table_names: ClassVar[tuple[TableName, ...]] = ()
+
     profile: str = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.profile:
             raise KvmnnError(f"{self.name}: expected profile=FILE, which kvmnn profile make writes")
+
+    def check_layers(self, num_layers: int) -> None:
+        super().check_layers(num_layers)
+        profile = _read_profile(self.profile, _get_version(self.profile))
+        if len(profile.layers) != num_layers:
+            raise KvmnnError(
+                f"{self.profile}: is the profile of another model, of {pluralize(len(profile.layers), 'layer')}: "
+                f"expected {num_layers}"
+            )
+        for name in self.table_names:
+            if any(f"queries/{layer}/key/{name}" not in profile.arrays for layer in range(num_layers)):
+                raise KvmnnError(
+                    f"{self.profile}: has no {name} of queries, which {self.name} reads (profiles of a model that "
+                    "returns queries have it)"
+                )
 
     def read_table(self, state: PolicyInput, name: TableName, shape: tuple[int, ...]) -> Floats:
         """Return a table of the layer, float32; `KvmnnError` where it is missing or of another model."""
@@ -83,6 +102,7 @@ class QFilter(ProfiledPolicy):
     """
 
     name = "qfilter"
+    table_names = ("filter",)
 
     def compute_scores(self, layer: LayerState) -> Floats:
         keys = widen(layer.keys)
@@ -111,6 +131,7 @@ class ExpectedAttentionStats(ExpectedAttention, ProfiledPolicy):
     """
 
     name = "expected_attention_stats"
+    table_names = ("mean", "covariance")
     tensors: ClassVar[frozenset[TensorName]] = frozenset({"keys", "values", "rotation"})
 
     def describe_queries(self, layer: LayerState) -> tuple[Floats, Floats]:
@@ -164,6 +185,14 @@ class DuoAttention(ScoredPolicy):
             raise KvmnnError(f"{self.name}: wrapper is {self.wrapper!r}: expected none, as it does not rank tokens")
         for name in ("sink", "recent"):
             validate_count(f"{self.name}: {name}", getattr(self, name))
+
+    def check_layers(self, num_layers: int) -> None:
+        super().check_layers(num_layers)
+        scores = _read_pattern(self.pattern, _get_version(self.pattern))
+        if len(scores) != num_layers:
+            raise KvmnnError(
+                f"{self.pattern}: has scores of the heads of {pluralize(len(scores), 'layer')}: expected {num_layers}"
+            )
 
     def compute_scores(self, layer: LayerState) -> Floats:
         positions = np.broadcast_to(

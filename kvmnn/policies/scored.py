@@ -15,7 +15,7 @@ import numpy as np
 from .._util.text import pluralize
 from .._util.validation import validate_fraction, validate_int
 from ..dtypes import Elements, Floats
-from ..errors import KvmnnError
+from ..errors import KvmnnError, OptionError
 from .policy import BudgetedPolicy, LayerState, PolicyInput, Selection
 from .wrappers import DEFAULT_CHUNKS, SELECTORS, WrapperName
 
@@ -114,6 +114,14 @@ class ScoredPolicy(BudgetedPolicy):
     @property
     def is_prompt_only(self) -> bool:
         return self.phase == "prompt"
+
+    def check_layers(self, num_layers: int) -> None:
+        super().check_layers(num_layers)
+        if self.by_layer and len(self.by_layer) != num_layers:
+            raise OptionError(
+                f"{self.name}: by_layer has relative budgets of {pluralize(len(self.by_layer), 'layer')}, the model "
+                f"has {num_layers}: expected one for each"
+            )
 
     def is_due(self, state: PolicyInput) -> bool:
         if state.is_prompt:

@@ -9,7 +9,7 @@ from . import plot_style
 from .figures import NothingToShowError, join_sentences, scale_axis
 from .plot_style import INK_COLOUR, LineEnd
 from .records import EvaluationResultsProtocol, ResultRow
-from .series import LineStyles, group_into_series, is_number, select_policy_rows
+from .series import LineStyles, format_prompt_note, group_into_series, is_number, select_policy_rows
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -28,10 +28,10 @@ def find_pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
 
 
 def kl_over_bytes(results: EvaluationResultsProtocol) -> Figure:
-    """Plot the KL divergence of every policy and codec over its bytes a token, with the Pareto front."""
+    """Plot the KL divergence after the cut of every policy and codec over its bytes a token, with the Pareto front."""
     rows = [row for row in select_policy_rows(results.rows) if _get_point(row) is not None]
     if not rows:
-        raise NothingToShowError("no row has a divergence from the full cache above 0")
+        raise NothingToShowError("no row has a divergence from the full cache after a cut")
     series, styles = group_into_series(rows), LineStyles(results.rows)
     figure, axes = plot_style.make_figure(5.6, 4.4, [entry.name for entry in series])
     ends = []
@@ -56,18 +56,21 @@ def kl_over_bytes(results: EvaluationResultsProtocol) -> Figure:
     scale_axis(axes, "y", [y for _, y in all_points])
     axes.margins(0.08)
     plot_style.set_title(axes, "Divergence over bytes")
-    axes.set(xlabel="bytes a token (fewer is better)", ylabel="KL divergence from the full cache (nats)")
+    axes.set(xlabel="bytes a token (fewer is better)", ylabel="KL divergence after the cut (nats)")
     plot_style.add_line_labels(axes, ends)
-    note_text = "Rings: the Pareto front; no other row has fewer bytes and a lower divergence."
+    note_text = (
+        "Divergence of the tokens scored with an evicted or quantised cache. Rings: the Pareto front; no other row has "
+        "fewer bytes and a lower divergence."
+    )
     coded_text = "Thin lines end at the bytes after lossless coding." if coded_sizes else ""
-    plot_style.add_caption(figure, join_sentences(note_text, coded_text))
+    plot_style.add_caption(figure, join_sentences(note_text, coded_text, format_prompt_note(rows)))
     return figure
 
 
 def _get_point(row: ResultRow) -> tuple[float, float] | None:
     """Return bytes a token and divergence; None where either was not measured or is 0, as both axes may be logarithmic.
 
-    Rows that evicted nothing have a divergence of 0.
+    Rows that evicted and quantised nothing have no divergence after a cut.
     """
-    kl, nbytes = None if row.divergence is None else row.divergence.kl, row.bytes_per_token
+    kl, nbytes = None if row.cut_divergence is None else row.cut_divergence.kl, row.bytes_per_token
     return (nbytes, kl) if is_number(kl) and is_number(nbytes) and kl > 0 and nbytes > 0 else None

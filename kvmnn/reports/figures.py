@@ -19,6 +19,7 @@ from .series import (
     MeasuredPoint,
     RowSeries,
     accuracy,
+    format_prompt_note,
     group_into_series,
     is_number,
     perplexity,
@@ -149,7 +150,7 @@ def perplexity_accuracy_tradeoff(results: EvaluationResultsProtocol) -> Figure:
     plot_style.set_title(axes, "Perplexity against accuracy")
     plot_style.add_line_labels(axes, ends)
     note_text = "Numbers, in the colour of their line: budget in tokens, or share of the cache. Better is up and left."
-    plot_style.add_caption(figure, join_sentences(note_text, format_no_eviction_note(rows)))
+    plot_style.add_caption(figure, join_sentences(note_text, format_no_eviction_note(rows), format_prompt_note(rows)))
     return figure
 
 
@@ -285,13 +286,15 @@ def _draw_over_budget(results: EvaluationResultsProtocol, title: str, ylabel: st
     if measure is perplexity:
         scale_axis(axes, "y", [measure(row, 0).y for row in rows] + ([reference] if is_number(reference) else []))
     plot_style.set_title(axes, title)
-    axes.set(xlabel="budget (tokens kept per layer)", ylabel=ylabel)
+    axes.set(xlabel="budget (tokens per layer)", ylabel=ylabel)
     axes.margins(y=0.08)
     if is_number(reference):
         axes.axhline(reference, **FULL_CACHE_STYLE)
         ends.append(LineEnd(f"full cache {reference:.2f}", axes.get_xlim()[1], reference, FULL_CACHE_STYLE))
     plot_style.add_line_labels(axes, ends)
-    plot_style.add_caption(figure, join_sentences(format_interval_note(rows), format_no_eviction_note(rows)))
+    plot_style.add_caption(
+        figure, join_sentences(format_interval_note(rows), format_no_eviction_note(rows), format_prompt_note(rows))
+    )
     return figure
 
 
@@ -357,7 +360,10 @@ def _draw_ratio_panels(
             plot_style.add_line_labels(axes, ends)
     drawn_rows = [row for _, _, members in lines for _, row in members]
     plot_style.add_caption(
-        figure, join_sentences(format_interval_note(drawn_rows), format_no_eviction_note(drawn_rows))
+        figure,
+        join_sentences(
+            format_interval_note(drawn_rows), format_no_eviction_note(drawn_rows), format_prompt_note(drawn_rows)
+        ),
     )
     return figure
 
@@ -463,7 +469,9 @@ def _draw_comparison(
                 _set_logarithmic_ticks(first_axes)
     rows = [row for entry in series for row in entry.rows]
     note_text = join_sentences(
-        format_interval_note(rows, "Thin lines"), format_no_eviction_note(rows, NO_EVICTION_MARK)
+        format_interval_note(rows, "Thin lines"),
+        format_no_eviction_note(rows, NO_EVICTION_MARK),
+        format_prompt_note(rows),
     )
     plot_style.add_caption(figure, join_sentences("Against the full cache (line at 0).", note_text))
     return figure

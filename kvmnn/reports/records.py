@@ -209,6 +209,8 @@ class DocumentRow(Record):
     stored_tokens: int | None = field(default=None, metadata={"omit": True})
     divergence: DivergenceStats | None = field(default=None, metadata={"omit": True})
     deep_divergence: DivergenceStats | None = field(default=None, metadata={"omit": True})
+    cut_divergence: DivergenceStats | None = field(default=None, metadata={"omit": True})
+    evicted: bool | None = field(default=None, metadata={"omit": True})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,6 +284,11 @@ class ResultRow(Record):
     #: None also where a prefix store had the scores of the full cache, but not its distributions.
     divergence: DivergenceStats | None = field(default=None, metadata={"omit": True})
     deep_divergence: DivergenceStats | None = field(default=None, metadata={"omit": True})
+    #: Over the tokens that were scored with an evicted, quantised or loaded cache only. None without any: then the row
+    #: says nothing of its policy or codec.
+    cut_divergence: DivergenceStats | None = field(default=None, metadata={"omit": True})
+    #: Whether the policy cuts a prompt only, so that its budget is of the prompt and all later tokens stay.
+    prompt_only: bool = field(default=False, metadata={"omit": True})
     #: Wall time of all documents: total, inside onnxruntime, and in cache and policy.
     seconds: float | None = None
     model_seconds: float | None = None
@@ -344,6 +351,11 @@ class ResultRow(Record):
         if self.policy == FullCache.name:
             return False
         return self.kind == LOSSLESS if self.evicted is None else not self.evicted
+
+    @property
+    def num_uncut_documents(self) -> int:
+        """Number of texts of which the policy evicted nothing before the last token was scored, all included."""
+        return 0 if self.policy == FullCache.name else sum(text.evicted is False for text in self.documents)
 
 
 def find_full_row(rows: Sequence[ResultRow]) -> ResultRow | None:

@@ -72,9 +72,15 @@ def _build_name_parts(row: ResultRow, options: Sequence[str]) -> list[str]:
     """Build the name of a row's series: policy, distinguishing options, codec, and initial cache."""
     start = [] if row.initial_cache is None else [f"from {row.initial_cache}"]
     policy = [] if (start or row.codec) and row.policy == FullCache.name else [row.policy]
-    names = [*policy, *(text for text in options if text)]
+    names = [*policy, *(text for text in options if text), *(["(prompt)"] if row.prompt_only else [])]
     codec = [] if row.codec is None else ["+", row.codec] if names else [row.codec]
     return [*names, *codec, *start]
+
+
+def format_prompt_note(rows: Sequence[ResultRow]) -> str:
+    """Format the explanation of ``(prompt)`` in names of series; empty if no policy of these rows is marked so."""
+    is_marked = any(row.prompt_only for row in rows)
+    return "(prompt): the budget is of the prompt, all later tokens stay." if is_marked else ""
 
 
 class LineStyles:

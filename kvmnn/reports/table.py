@@ -17,6 +17,8 @@ ABSENT_TEXT = "-"
 NO_EVICTION_MARK = "*"
 """Mark of rows whose policy evicted nothing before the last token was scored. It stays at the end of a shortened
 label."""
+PARTLY_EVICTED_MARK = "(*)"
+"""Likewise of rows for which that holds in some texts and not in others."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,8 @@ def _shorten_names(names: Sequence[str], width: int) -> list[str]:
         return list(names)
     short_by_name: dict[str, str] = {}
     for name in dict.fromkeys(names):
-        mark_suffix = f" {NO_EVICTION_MARK}" if name.endswith(f" {NO_EVICTION_MARK}") else ""
+        marks = (f" {mark}" for mark in (NO_EVICTION_MARK, PARTLY_EVICTED_MARK))
+        mark_suffix = next((mark for mark in marks if name.endswith(mark)), "")
         full_name = _abbreviate(name.removesuffix(mark_suffix))
         short = full_name if len(full_name + mark_suffix) <= width else full_name[: width - 2 - len(mark_suffix)] + ".."
         number = 1

@@ -31,6 +31,7 @@ from .series import RowSeries, group_into_series, is_number, select_policy_rows
 from .table import (
     ABSENT_TEXT,
     NO_EVICTION_MARK,
+    PARTLY_EVICTED_MARK,
     Column,
     Table,
     escape_latex,
@@ -82,16 +83,17 @@ def _make_divergence_column(
     heading: str, format_divergence: Callable[[DivergenceStats], str], drop_rank: int
 ) -> Column:
     def format_cell(pair: _RowAndFull) -> str | None:
-        return None if pair[0].divergence is None else format_divergence(pair[0].divergence)
+        return None if pair[0].cut_divergence is None else format_divergence(pair[0].cut_divergence)
 
     return Column(heading, format_cell, drop_rank)
 
 
 def _format_budget(pair: _RowAndFull) -> str | None:
     row = pair[0]
+    scope = " (prompt)" if row.prompt_only else ""
     if row.budget is not None:
-        return f"{row.budget:,}"
-    return None if row.keep_ratio is None else f"{100 * row.keep_ratio:g} %"
+        return f"{row.budget:,}{scope}"
+    return None if row.keep_ratio is None else f"{100 * row.keep_ratio:g} %{scope}"
 
 
 def _format_kept_tokens(pair: _RowAndFull) -> str | None:
@@ -111,8 +113,10 @@ def _format_attention(pair: _RowAndFull) -> str | None:
 
 
 def add_no_eviction_mark(text: str, row: ResultRow) -> str:
-    """Return a text about a row with the mark of those that evicted nothing."""
-    return f"{text} {NO_EVICTION_MARK}" if row.has_no_eviction else text
+    """Return a text about a row with the mark of those that evicted nothing, in all texts or in some."""
+    if row.has_no_eviction:
+        return f"{text} {NO_EVICTION_MARK}"
+    return f"{text} {PARTLY_EVICTED_MARK}" if row.num_uncut_documents else text
 
 
 COLUMNS = (
@@ -132,14 +136,11 @@ COLUMNS = (
     _make_difference_column(
         "deep dNLL (nats) [95 %]", lambda versus: (versus.deep_nll, versus.deep_low, versus.deep_high), 18
     ),
-    _make_divergence_column("KL (nats)", lambda divergence: f"{divergence.kl:.5f}", 1),
-    _make_divergence_column("KL p99 (nats)", lambda divergence: f"{divergence.kl_p99:.4f}", 6),
-    _make_divergence_column("same top-1 (%)", lambda divergence: f"{100 * divergence.agreement:.2f}", 4),
-    Column(
-        "deep KL (nats)",
-        lambda pair: None if pair[0].deep_divergence is None else f"{pair[0].deep_divergence.kl:.5f}",
-        18,
-    ),
+    _make_divergence_column("KL after cut (nats)", lambda divergence: f"{divergence.kl:.5f}", 1),
+    _make_divergence_column("p99 after cut (nats)", lambda divergence: f"{divergence.kl_p99:.4f}", 6),
+    _make_divergence_column("same top-1 after cut (%)", lambda divergence: f"{100 * divergence.agreement:.2f}", 4),
+    _make_divergence_column("scored after cut", lambda divergence: f"{divergence.tokens:,}", 3),
+    Column("KL of all (nats)", lambda pair: None if pair[0].divergence is None else f"{pair[0].divergence.kl:.5f}", 18),
     _make_number_column("tokens scored", lambda row: row.tokens, ",d", 22),
     _make_number_column("TTFT (ms)", lambda row: row.ttft_seconds, ".2f", 14, 1e3),
     _make_number_column("TPOT (ms)", lambda row: row.tpot_seconds, ".3f", 8, 1e3),
@@ -266,7 +267,8 @@ _NO_EVICTION_NOTE = (
     f" Numbers marked {NO_EVICTION_MARK} are of policies that evicted nothing, which are never the best."
 )
 
-_PivotKey = tuple[int | float, float | None]
+_PivotKey = tuple[int | float, float | None, bool]
+"""Size, protected share, and whether the size is of a prompt only."""
 
 
 def build_pivot_table(rows: Sequence[ResultRow]) -> Table | None:
@@ -274,17 +276,20 @@ def build_pivot_table(rows: Sequence[ResultRow]) -> Table | None:
 
     Returns None when there are too few rows for a comparison. The sizes are budgets, or keep ratios if there are no
     budgets. Lines distinguish protected shares only where these differ; a policy without one has the same number in all
-    lines of its size. Sizes at which a single policy ran have no line.
+    lines of its size. Policies that cut a prompt only have lines of their own: they hold all later tokens. Sizes at
+    which a single policy ran have no line.
     """
     title = PIVOT_TITLE + (_NO_EVICTION_NOTE if any(row.has_no_eviction for row in rows) else "")
     rows = [row for row in select_policy_rows(rows) if _get_row_size(row) is not None]
     shares = {_get_recent_share(row) for row in rows} - {None}
     series = group_into_series(rows, ignored_options=("recent_ratio",) if len(shares) > 1 else ())
-    size_keys = {(_get_row_size(row) or 0, _get_recent_share(row) if len(shares) > 1 else None) for row in rows}
-    sizes_with_share = {size for size, share in size_keys if share is not None}
+    size_keys: set[_PivotKey] = {
+        (_get_row_size(row) or 0, _get_recent_share(row) if len(shares) > 1 else None, row.prompt_only) for row in rows
+    }
+    sizes_with_share = {(size, is_of_prompt) for size, share, is_of_prompt in size_keys if share is not None}
     keys = sorted(
-        (key for key in size_keys if key[1] is not None or key[0] not in sizes_with_share),
-        key=lambda key: (isinstance(key[0], int), key[0], -1.0 if key[1] is None else key[1]),
+        (key for key in size_keys if key[1] is not None or (key[0], key[2]) not in sizes_with_share),
+        key=lambda key: (key[2], isinstance(key[0], int), key[0], -1.0 if key[1] is None else key[1]),
     )
     keys = [key for key in keys if sum(_find_pivot_row(entry, key) is not None for entry in series) > 1]
     if len(keys) < 2:
@@ -300,8 +305,9 @@ def build_pivot_table(rows: Sequence[ResultRow]) -> Table | None:
 
 def _build_pivot_line(key: _PivotKey, series: Sequence[RowSeries], with_share: bool) -> list[str]:
     series_rows = [_find_pivot_row(entry, key) for entry in series]
-    size, share = key
+    size, share, is_of_prompt = key
     size_text = f"{size:,}" if isinstance(size, int) else f"{100 * size:g} %"
+    size_text += " of the prompt" if is_of_prompt else ""
     leading_cells = [size_text, *([ABSENT_TEXT if share is None else f"{share:g}"] if with_share else [])]
     texts = [ABSENT_TEXT if row is None else add_no_eviction_mark(f"{row.perplexity:.2f}", row) for row in series_rows]
     return [*leading_cells, *texts, _find_best(series_rows, texts, series)]
@@ -326,7 +332,8 @@ def _find_best(series_rows: Sequence[ResultRow | None], texts: Sequence[str], se
 
 def _find_pivot_row(entry: RowSeries, key: _PivotKey) -> ResultRow | None:
     for row in entry.rows:
-        if _get_row_size(row) == key[0] and (key[1] is None or _get_recent_share(row) in (None, key[1])):
+        has_share = key[1] is None or _get_recent_share(row) in (None, key[1])
+        if _get_row_size(row) == key[0] and has_share and row.prompt_only == key[2]:
             return row
     return None
 
@@ -539,7 +546,9 @@ def _iter_explanations(rows: Sequence[ResultRow]) -> Iterator[str]:
         yield (
             "KL: divergence of the next-token distribution from that of the full cache, mean over tokens (p99: the "
             "percentile); a lower bound, as words of less than 0.0004 % count together. Same top-1: tokens at which "
-            "both find the same word most probable."
+            "both find the same word most probable. After cut: over the tokens that were scored with an evicted, "
+            "quantised or loaded cache, as many as the column says; KL of all: over all scored tokens, 0 before the "
+            "cut, so that late cuts look better there."
         )
     if not all(row.is_full for row in rows):
         yield "Change: relative to the full cache."
@@ -558,19 +567,19 @@ def _iter_explanations(rows: Sequence[ResultRow]) -> Iterator[str]:
 def format_csv(results: EvaluationResultsProtocol) -> str:
     """Format CSV with every scalar: a line for each row, followed by one for each of its documents.
 
-    Columns of nested values are joined by dots (``versus_full.low``, ``tokens_kept.0``). `document` is empty in the
-    line that stands for all documents. Not measured is empty.
+    Columns of nested values are joined by dots (``versus_full.low``, ``tokens_kept.0``). `scope` is "all texts" in the
+    line that stands for all documents, whose `document` is empty, and "text" in others. Not measured is empty.
     """
     lines: list[dict[str, object]] = []
     for row in results.rows:
         row_document = row.to_dict()
         documents = row_document.pop("documents")
-        lines.append({"document": "", **dict(iter_scalars(row_document))})
+        lines.append({"document": "", "scope": "all texts", **dict(iter_scalars(row_document))})
         row_columns = {key: row_document[key] for key in ("label", "policy", "budget", "keep_ratio", "preset", "kind")}
         for document in documents:
             name = document.pop("name")
-            lines.append({"document": name, **row_columns, **dict(iter_scalars(document))})
-    all_names = dict.fromkeys(["label", "document", *(key for line in lines for key in line)])
+            lines.append({"document": name, "scope": "text", **row_columns, **dict(iter_scalars(document))})
+    all_names = dict.fromkeys(["label", "document", "scope", *(key for line in lines for key in line)])
     groups = {name[: dot.start()] for name in all_names for dot in re.finditer(r"\.", name)}
     names = [name for name in all_names if name not in groups]  # a group that one row lacks is no column
     return format_csv_lines([names, *([line.get(name) for name in names] for line in lines)])

@@ -232,6 +232,9 @@ def test_eval_refused_configuration_keeps_other_rows(capsys):
         (["--policy", "full", "--json", "--csv"], "both want standard output"),
         (["--policy", "full", "-o", "-"], "printed on standard output anyhow"),
         (["--policy", "streaming", "--budget", "100%"], "is not a whole number"),
+        (["--policy", "full", "-o", "a.md", "-o", "b.json", "-o", "./a.md"], "a.md is named by two outputs"),
+        (["--policy", "full", "-o", "a.csv", "--table", "a.csv"], "a.csv is named by two outputs"),
+        (["--policy", "keydiff:by_layer=1+2", "--budget", "9"], "by_layer has relative budgets of 2 layers"),
         (["--policy", "full", "--max-tokens", "0"], "not a whole number above zero"),
         (["--policy", "full", "--frame-dtype", "fp8"], "invalid choice"),
     ],
@@ -295,6 +298,33 @@ def test_eval_refuses_outputs_before_measuring(capsys, tmp_path):
     assert (code, "is a directory" in err) == (2, True)
     assert there.read_text() == "mine"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["there.md"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--quant", "q8_0", "--quant", "transform:no.kvmp"], "no.kvmp: does not exist"),
+        (["--policy", "qfilter:profile=no.kvmp", "--budget", "9"], "no.kvmp: does not exist"),
+        (["--policy", "composed:policies=keydiff+qfilter@profile=no.kvmp", "--budget", "9"], "no.kvmp: does not exist"),
+        (["--policy", "duo_attention:pattern=no.tsv", "--budget", "9"], "no.tsv: expected rows of numbers"),
+    ],
+)
+def test_eval_missing_files_are_named_before_measuring(capsys, monkeypatch, arguments, message):
+    monkeypatch.setattr("kvmnn.evaluation.runner._run_plan", lambda *_: pytest.fail("the model ran"))
+    code, err = fails(capsys, *BASE, *arguments)
+    assert (code, message in err) == (1, True), err
+
+
+@pytest.mark.slow
+def test_eval_writes_every_output(capsys, cells, tmp_path):
+    paths = [tmp_path / f"r{suffix}" for suffix in (".md", ".json", ".csv", ".tex")]
+    options = [word for path in paths for word in ("-o", path)]
+    code, out, _ = run(capsys, *QUICK, "--resume", cells, *options, "--table", tmp_path / "table.csv")
+    assert code == 0 and paths[0].read_text() == out
+    assert json.loads(paths[1].read_text())["rows"][1]["label"] == "streaming 16"
+    assert paths[2].read_text().startswith("label,document,scope,")
+    assert r"\begin{tabular}" in paths[3].read_text()
+    assert (tmp_path / "table.csv").read_text().startswith("label,policy,")
 
 
 def test_eval_forced_output_replaces_the_file(capsys, cells, tmp_path):

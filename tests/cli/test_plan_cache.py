@@ -84,6 +84,46 @@ def test_plan_cache_reads_every_format(here, run):
     assert "--kv-heads N" in run("plan", "chat.session", "--policy", "knorm:budget=5", code=2).err
 
 
+SCORED = {
+    "keydiff": {"budget": 10},
+    "lagkv": {"keep_ratio": 0.5, "lag": 8},
+    "cur": {"budget": 12, "wrapper": "chunkkv", "chunk": 5},
+    "random": {"budget": 7, "seed": 3},
+    "composed": {"policies": "keydiff+lagkv@lag=8", "budget": 12},
+}
+
+
+@pytest.mark.parametrize("name", SCORED)
+def test_plan_cache_scored_policy_keeps_what_it_selects(here, run, name):
+    spec = f"{name}:{','.join(f'{key}={value}' for key, value in SCORED[name].items())}"
+    policy = create_policy(name, **SCORED[name])
+    np.savez("t.npz", **{f"layer_{n}.{part}": words[0].transpose(1, 0, 2) for n, kv in enumerate(here)
+                         for part, words in zip(("key", "value"), kv, strict=True)})  # fmt: skip
+    for path, *more in (["kv.npz"], ["cache.pt"], ["t.npz", "--token-major"]):
+        run("plan", path, *more, "--policy", spec, "-f", "-o", "plan.json")
+        for layer, ((keys, values), entry) in enumerate(
+            zip(here, json.loads(Path("plan.json").read_text()), strict=True)
+        ):
+            kept = policy.select_or_all(LayerState(tokens=40, layer=layer, keys=keys[0], values=values[0]))
+            rows = entry.get("heads") or [entry["pairs"]] * 2
+            found = [[token for begin, size in runs for token in range(begin, begin + size)] for runs in rows]
+            assert found == np.broadcast_to(kept, (2, kept.shape[-1])).tolist()
+
+
+def test_plan_cache_scored_policy_refuses_what_the_cache_lacks(here, run):
+    arrays = {name: words for name, words in np.load("kv.npz").items() if "key" in name}
+    np.savez("keys.npz", **arrays)
+    assert "stay" in run("plan", "keys.npz", "--policy", "keydiff:budget=9").out
+    assert (
+        "keys.npz: holds keys only: lagkv needs the values"
+        in run("plan", "keys.npz", "--policy", "lagkv:budget=9", code=2).err
+    )
+    Path("q.session").write_bytes(llama_files.state(Random(1), llama_files.Shape(k_type="q8_0", dims=64), [25])[0])
+    assert "stay" in run("plan", "q.session", "--kv-heads", 2, "--policy", "keydiff:budget=9").out
+    said = run("plan", "q.session", "--kv-heads", 2, "--policy", "lagkv:budget=9,lag=4", code=2).err
+    assert "lagkv looks at single channels, and llama.cpp stores others here" in said and "--invert" in said
+
+
 def test_plan_cache_json_document(here, run):
     found = json.loads(run("plan", "kv.npz", "--policy", "l2_fixed:budget=10,recent_ratio=0.2", "--json").out)
     assert found["policy"] == {
@@ -139,6 +179,15 @@ def test_plan_cache_random_policy_follows_the_seed(here, run):
             "h2o_blocks needs attention, which a cache does not hold: expect",
         ),
         ("kv.npz --policy knorm:budget=5,skip_layers=3", "skip_layers names layer 3"),
+        ("kv.npz --policy snapkv:budget=5", "snapkv needs queries, which a cache does not hold: kvmnn eval MODEL"),
+        ("kv.npz --policy leverage:budget=5", "leverage needs rotation, which a cache does not hold: kvmnn eval MODEL"),
+        (
+            "kv.npz --policy keydiff:budget=5,wrapper=critical",
+            "keydiff needs output weights, which a cache does not hold",
+        ),
+        ("kv.npz --policy keydiff:budget=5,wrapper=ada", "keydiff keeps different numbers of tokens in heads of one"),
+        ("kv.npz --policy keydiff:budget=5,phase=decoding", "phase is 'decoding', and a plan cuts a prompt"),
+        ("kv.npz --policy keydiff:budget=5,by_layer=1+2", "by_layer has relative budgets of 2 layers, the model has 3"),
         ("attention.npy --policy streaming", "attention and scores are planned without --policy"),
         ("kv.npz --policy streaming --json -o -", "--json and -o - both want standard output"),
         ("chat.session --policy streaming:budget=9", "holds tokens of 2 sequences, and a policy keeps those of one"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -189,8 +190,48 @@ def test_evaluate_divergence_equals_numpy_over_all_logits(model: Path) -> None:
     assert row.deep_divergence.kl == pytest.approx(np.mean([part[45:] for part in complete]), rel=1e-5)
     assert row.documents[1].divergence is not None
     assert row.documents[1].divergence.kl == pytest.approx(complete[1].mean(), rel=1e-5)
-    assert "KL (nats)" in result.format_table(80) and "same top-1" in result.to_text("latex")
+    cut = np.concatenate([part[20:] for part in complete])  # the step that exceeds the budget is the last whole one
+    assert row.cut_divergence is not None and row.cut_divergence.tokens == len(cut) == 140
+    assert row.cut_divergence.kl == pytest.approx(cut.mean(), rel=1e-5) and row.cut_divergence.kl > row.divergence.kl
+    assert row.cut_divergence.agreement == np.concatenate([part[20:] for part in equal]).mean()
+    assert "KL after cut (nats)" in result.format_table(120) and "same top-1 after cut" in result.to_text("latex")
     assert "divergence.kl_p99" in result.to_csv().splitlines()[0]
+
+
+QUANT, LATE = "kivi:group=4,v_group=4,recent=0", "kivi:group=4,v_group=4,recent=200"
+
+
+def test_evaluate_rows_without_a_loss_have_no_divergence_after_it(model: Path) -> None:
+    settings = EvaluationSettings(**SETTINGS | {"prompt": 40})
+    short = document(3)
+    short = replace(short, ids=short.ids[:31])
+    texts, codecs = [document(1), short], ["none", QUANT, LATE]
+    result = evaluate(
+        model, texts, ["streaming:budget=16", "knorm:budget=200"], codecs=codecs, settings=settings, jobs=0
+    )
+    rows = {row.label: row for row in result.rows}
+    counts = {label: row.cut_divergence and row.cut_divergence.tokens for label, row in rows.items()}
+    late, later = "knorm 200", LATE
+    assert counts == {
+        "full": None,
+        "streaming 16": 50,
+        late: None,
+        QUANT: 50,
+        f"streaming 16 + {QUANT}": 50,
+        f"{late} + {QUANT}": 50,
+        later: None,
+        f"streaming 16 + {later}": 50,
+        f"{late} + {later}": None,
+    }
+    assert [text.evicted for text in rows["streaming 16"].documents] == [True, False]
+    assert rows["streaming 16"].documents[1].cut_divergence is None
+    table = result.format_table()
+    assert "| streaming 16 (*) |" in table and f"| {late} * |" in table and "| 200 (prompt) |" in table
+    assert "Marked (*), as nothing was evicted of text 3 before the last token was scored" in table
+    assert f"No scored token saw a quantised cache: {later}; {late} + {later}: quality" in table
+    csv = result.to_csv().splitlines()
+    assert csv[0].startswith("label,document,scope,") and csv[1].startswith("full,,all texts,")
+    assert csv[2].startswith("full,text 1,text,")
 
 
 def test_evaluate_resumed_baseline_gives_its_distributions_again(model: Path, tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def test_lm_evaluate_without_policy_is_the_baseline() -> None:
 def test_resolve_configurations_accepted_forms() -> None:
     assert [entry.label for entry in resolve_configurations("streaming", "25%", 400)] == ["streaming 100"]
     assert resolve_configurations(expand_preset("knorm-ratio"), (), 100) == expand_preset("knorm-ratio")
-    with pytest.raises(OptionError, match="budgets are for policies that are named"):
+    with pytest.raises(OptionError, match="budgets are for policies by their specs"):
         resolve_configurations(create_policy("streaming", budget=9), [64], 100)
     for policies, budgets, message in (("none", 4, "unknown policy 'none'"), ("streaming", "much", "'much' is not")):
         with pytest.raises(KvmnnError, match=message):

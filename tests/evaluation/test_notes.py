@@ -257,3 +257,40 @@ def test_notes_measured_evictions_override_inference() -> None:
     late = [of("streaming:budget=32", evicted=False), of("recent_only:budget=32", evicted=True)]
     (note,) = (line for line in said(late, 128, chunk=1) if line.startswith("No scored token"))
     assert note.startswith("No scored token saw the cut cache: streaming:budget=32: ")
+
+
+def test_notes_layers_hold_more_only_where_some_are_never_cut() -> None:
+    unequal = {"unequal_layers": True}
+    rows = [of("pyramidkv:budget=64", **unequal), of("l2_fixed:budget=64,skip_layers=0+1", **unequal)]
+    notes = [line for line in said(rows) if "layers" in line.lower()]
+    assert notes == [
+        "Layers hold unequal numbers of tokens (tokens kept: the least and the most): pyramidkv:budget=64; "
+        "l2_fixed:budget=64,skip_layers=0+1.",
+        "Some layers are never cut: l2_fixed:budget=64,skip_layers=0+1. They hold more than rows of the same budget "
+        "that cut every layer.",
+    ]
+
+
+def test_notes_cut_after_the_last_token_is_no_missing_eviction() -> None:
+    """With a codec or an initial cache rows are LOSSY whatever the policy did."""
+    codec = {"codec": "q4_0", "evicted": False}
+    (late,) = (line for line in said([of("knorm:budget=32", **codec)], 128, prompt=128) if "evicted" in line[:200])
+    assert late.startswith("Rows marked *")
+    lines = said([of("knorm:budget=32", **codec), of("knorm:budget=200", **codec)], 128, prompt=128)
+    assert [line for line in lines if "nothing was evicted" in line] == [
+        "knorm:budget=200: nothing was evicted: a text of 128 tokens fits its budget."
+    ]
+    assert [line.partition(": a cache")[0] for line in lines if line.startswith("No scored")] == [
+        "No scored token saw the cut cache: knorm:budget=32"
+    ]
+    start = {"initial_cache": "a", "evicted": False, "tokens_kept": (90, 90)}
+    lines = said([row("full", "full", kind="LOSSY", **start), of("streaming:budget=900", **start)])
+    assert any("streaming:budget=900: nothing was evicted" in line for line in lines)
+    assert not any(line.startswith("No scored") for line in lines)
+
+
+def test_notes_prompt_budgets_are_said_to_be_of_the_prompt() -> None:
+    rows = [of("knorm:budget=32", prompt_only=True), of("streaming:budget=32")]
+    (note,) = (line for line in said(rows) if line.startswith("Cut once"))
+    assert note.startswith("Cut once, at the end of the prompt: knorm:budget=32. Their budget is of the prompt;")
+    assert not any(line.startswith("Cut once") for line in said(rows[1:]))

@@ -86,6 +86,8 @@ class Row:
     budget: int | None = 8
     keep_ratio: float | None = None
     is_full: bool = False
+    prompt_only: bool = True
+    codec: str | None = None
 
 
 def test_headroom_shares_count_from_random_to_the_oracle() -> None:
@@ -96,6 +98,8 @@ def test_headroom_shares_count_from_random_to_the_oracle() -> None:
         Row("snapkv 8", "snapkv", 1.8),
         Row("keydiff 8", "keydiff", 3.75),
         Row("snapkv 9", "snapkv", 1.7, 9),
+        Row("streaming 8", "streaming", 1.6, prompt_only=False),
+        Row("oracle 8 + q4_0", "oracle", 2.0, codec="q4_0"),
     ]
     assert compute_headroom_shares(rows) == {"snapkv 8": pytest.approx(0.8), "keydiff 8": pytest.approx(-0.5)}
     (note,) = describe_headroom(rows)

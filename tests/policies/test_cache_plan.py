@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvmnn.errors import OptionError
-from kvmnn.policies import POLICIES, LayerState, create_policy
+from kvmnn.policies import POLICIES, LayerState, ScoredPolicy, create_policy
 from kvmnn.policies.plan import CachePlan, PolicyLayerPlan, check_plannable, plan_layer
 
 RNG = np.random.default_rng(7)
@@ -72,8 +72,15 @@ def test_plan_layer_positions_of_remaining_tokens():
 def test_plan_layer_attention_policies_are_refused_by_name(name):
     options = {} if name == "h2o_engine" else {"budget": 600}
     policy = create_policy(name, **options)
-    if policy.requires == "tensors":
-        with pytest.raises(OptionError, match=f"^{name} looks at all tensors of a layer"):
+    if isinstance(policy, ScoredPolicy):
+        missing = sorted(policy.tensors - {"keys", "values"})
+        if missing:
+            with pytest.raises(OptionError, match=f"^{name} needs {' and '.join(missing)}, which a cache"):
+                check_plannable(policy)
+        elif name == "duo_attention":
+            with pytest.raises(OptionError, match=f"^{name} keeps different numbers of tokens in heads"):
+                check_plannable(policy)
+        else:
             check_plannable(policy)
     elif policy.requires_attention:
         with pytest.raises(OptionError, match=f"^{name} needs attention, which a cache does not hold: .*streaming_pre"):

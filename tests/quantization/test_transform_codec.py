@@ -27,7 +27,7 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("profile")
     dump_kv(FIXTURES / "lm", TEXTS[0], folder / "kv", tokens=400)
     make_profile_from_caches(
-        [folder / "kv"], folder / "p.kvmp", ProfileOptions(below=(1,)), rope=RopeConfig(10000.0, 16)
+        [folder / "kv"], folder / "p.kvmp", ProfileOptions(below=(0, 1)), rope=RopeConfig(10000.0, 16)
     )
     return folder / "p.kvmp"
 
@@ -65,6 +65,35 @@ def test_transform_codec_in_an_evaluation(profile: Path) -> None:
     assert result.refused == ()
     lossy = [row for row in result.rows if row.codec is not None]
     assert len(lossy) == 2 and all(row.kind == "LOSSY" and row.lossy_ratio > 1 for row in lossy)
+
+
+def test_evaluation_lossy_runtime_is_compared_with_the_full_cache_as_computed(profile: Path) -> None:
+    """Policies pay for what the runtime rounds: the row that they are compared with holds nothing rounded."""
+    switches = {f"kv_lossless_{name}": True for name in ("enable", "runtime_enable")}
+    numbers = {"front_n": 6, "block_tokens": 16, "hot_recent_tokens": 16, "hot_sink_tokens": 4, "bits": 1.0}
+    runtime = {
+        **switches,
+        **{f"kv_lossless_{name}": value for name, value in numbers.items()},
+        "kv_lossless_runtime_mode": "store",
+        "kv_lossless_codec": "transform",
+        "kv_lossless_profile": str(profile),
+        "kv_h2o_trigger_min_tokens": 32,
+    }
+    policies, losses = ["streaming:budget=90", "streaming:budget=200"], []
+    for lossless in (None, runtime):
+        settings = EvaluationSettings(tokens=120, prompt=100, timing=False, lossless=lossless)
+        result = evaluate(FIXTURES / "lm", TEXTS[2:3], policies, settings=settings, jobs=0)
+        assert result.refused == ()
+        full, streaming, whole = result.rows
+        assert (full.runtime, full.kind) == (None, "LOSSLESS")
+        assert all((row.runtime is not None) == (lossless is not None) for row in (streaming, whole))
+        assert streaming.divergence is not None and streaming.cut_divergence is not None
+        assert streaming.cut_divergence.tokens == 20
+        losses.append(streaming.divergence.kl)
+        assert whole.kind == ("LOSSLESS" if lossless is None else "LOSSY") and whole.evicted is False
+        assert (whole.cut_divergence is not None) == (lossless is not None)
+    assert streaming.runtime is not None and streaming.runtime.encoded_ratio
+    assert losses[1] > 1.2 * losses[0] > 0
 
 
 def test_transform_codec_refuses_what_it_cannot_code(profile: Path) -> None:

@@ -77,7 +77,15 @@ def add_parser(subparsers: Any) -> None:
         "--resume", metavar="FILE", help="store finished cells in FILE and continue from those that it has"
     )
     parser.accept("--force")
-    group.add_argument("-o", "--output", metavar="OUT", help="also write the results to OUT: .json, .csv, .md, .tex")
+    group.add_argument(
+        "-o",
+        "--output",
+        action="append",
+        default=[],
+        metavar="OUT",
+        help="also write the results to OUT: .json, .csv, .md, .tex (repeatable)",
+    )
+    parser.accept("--table")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -142,7 +150,7 @@ def _add_tasks(
 def _check_options(arguments: argparse.Namespace) -> None:
     if arguments.json and arguments.csv:
         raise UsageError("--json and --csv both want standard output")
-    if arguments.output == console.STDIO:
+    if console.STDIO in arguments.output:
         raise UsageError("-o -: results are printed on standard output anyhow")
     if arguments.budget and not arguments.policy:
         raise UsageError("--budget needs a --policy")
@@ -178,12 +186,15 @@ def _prepare_outputs(arguments: argparse.Namespace, stack: ExitStack) -> Callabl
         *(arguments.start or ()),
         *([arguments.resume] if arguments.resume else []),
     ]
-    output = None
-    if arguments.output is not None:
-        if console.is_directory_output(arguments.output):
-            raise UsageError(f"{arguments.output}: is a directory, expected a file")
-        output = stack.enter_context(FileOutput(arguments.output, force=arguments.force, exclude=inputs))
-        infer_format(arguments.output)
+    outputs: list[tuple[str, FileOutput]] = []
+    for path in arguments.output:
+        if console.is_directory_output(path):
+            raise UsageError(f"{path}: is a directory, expected a file")
+        other_paths = [other for other, _ in outputs] + ([] if arguments.table is None else [arguments.table])
+        if Path(path).resolve() in {Path(other).resolve() for other in other_paths}:
+            raise UsageError(f"{path} is named by two outputs: expected a file for each")
+        infer_format(path)
+        outputs.append((path, stack.enter_context(FileOutput(path, force=arguments.force, exclude=inputs))))
     if arguments.plot is not None:
         from ...reports import plots
 
@@ -192,8 +203,8 @@ def _prepare_outputs(arguments: argparse.Namespace, stack: ExitStack) -> Callabl
     def write_outputs(result: EvaluationResult) -> None:
         if arguments.plot is not None:
             _write_plots(arguments, result)
-        if output is not None:
-            output_format = infer_format(arguments.output)
+        for path, output in outputs:
+            output_format = infer_format(path)
             text = result.to_text(output_format)
             if output_format == "json":
                 text = json.dumps({**result.to_dict(), "command": console.format_command_line(arguments)}) + "\n"
@@ -224,12 +235,11 @@ def _print_notes(arguments: argparse.Namespace, result: EvaluationResult) -> Non
 
 
 def _print_result(arguments: argparse.Namespace, result: EvaluationResult) -> None:
-    if arguments.csv:
-        console.write_text(result.to_text("csv"))
-    elif arguments.json or (streams.is_terminal() and not arguments.verbose):  # -v: all columns, however wide
+    if arguments.json or (streams.is_terminal() and not arguments.verbose and not arguments.csv):
         console.show_result(arguments, "eval", result)
-    else:
-        console.write_text(result.to_text("markdown"))
+        return
+    console.write_table(arguments, result)
+    console.write_text(result.to_text("csv" if arguments.csv else "markdown"))  # -v: all columns, however wide
 
 
 class EvaluationProgressDisplay:

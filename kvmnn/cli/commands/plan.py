@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _DESCRIPTION = """\
 Plan an eviction: which tokens would stay, and a picture of it. Nothing is changed. Without --policy, H2O as the engine
 plans it, from scores of blocks or from attention; every layer is planned as if it triggered now. With --policy, any
-policy that looks at lengths or keys, of a cache.
+policy that looks at lengths, keys or values, of a cache.
 
 Without --policy, IN is an array with one axis (scores of blocks) or with two to four (attention: [heads, keys],
 [heads, queries, keys], [layers, heads, queries, keys]), a file of one such array for each layer, or a .json list of
@@ -25,7 +25,7 @@ scores. What torch.save(outputs.attentions) wrote is a list of layers, [batch, h
 takes one text.
 
 With --policy, IN is anything that kvmnn reads as a cache, taken as a prompt that was attended once. SPEC is one of
-kvmnn eval, of a policy that looks at lengths or keys, as a cache has no attention.
+kvmnn eval, of a policy that looks at lengths, keys or values, as a cache has neither attention nor queries.
 
 Pairs are begin:size of stored tokens, for kvmnn mnn compact --plan. Where each KV head keeps tokens of its own, the
 document has those of each head, and compact refuses it: packed files have the same tokens for all heads."""

@@ -16,7 +16,7 @@ from ...runtime.replay import ReplayResult
 from .. import tables
 from ..break_even import BreakEvenReport
 from ..records import ResultRow, find_full_row
-from ..series import group_into_series, is_number, perplexity, select_policy_rows
+from ..series import format_prompt_note, group_into_series, is_number, perplexity, select_policy_rows
 from ..table import NO_EVICTION_MARK
 from ..tables import add_no_eviction_mark, build_table
 from .blocks import (
@@ -394,15 +394,17 @@ def _build_budget_chart(name: str, evaluation: EvaluationResult, rows: list[Resu
         if full_cache_row is not None and full_cache_row.perplexity
         else []
     )
-    summary = f"Perplexity (lower is better) of each policy over tokens kept in a layer, from {name}."
+    summary = f"Perplexity (lower is better) of each policy over its budget, from {name}."
     if any(point.low is not None for measured_point in series for point in measured_point.points):
         summary += " Bars: 95 % interval of the difference to the full cache, over the documents."
     if any(row.has_no_eviction for row in rows):
         summary += f" Hollow, and marked {NO_EVICTION_MARK}: evicted nothing in these texts."
+    if prompt_note := format_prompt_note(rows):
+        summary += f" {prompt_note}"
     if len(groups) > _MAX_QUALITY_SERIES:
         summary += f" {len(groups) - _MAX_QUALITY_SERIES:,} more are in the table."
     return ChartBlock(
-        "Perplexity over budget", summary, "budget (tokens kept in a layer)", "perplexity", series,
+        "Perplexity over budget", summary, "budget (tokens of a layer)", "perplexity", series,
         limits=limits if has_reference else [], is_log_x=True, has_integer_x=True, starts_at_zero=False, digits=4,
     )  # fmt: skip
 

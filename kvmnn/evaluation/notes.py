@@ -232,11 +232,13 @@ def _describe_late_eviction(
 ) -> Iterator[str]:
     """Name the rows that evicted only after all tokens were scored, so that their quality is that of the full cache."""
     steps = [_count_step_tokens(document, settings) for document in documents]
-    longest = _count_longest(documents, settings)[::-1]
+    max_tokens, first_step_tokens = _count_longest(documents, settings)
     evicting_rows = [
         row
         for row in rows
-        if row.kind == LOSSY and row.policy != FULL_POLICY and not _keeps_everything(row, rows, *longest)
+        if row.kind == LOSSY
+        and row.policy != FULL_POLICY
+        and not _keeps_everything(row, rows, first_step_tokens, max_tokens)
     ]
     late_labels = [
         row.label

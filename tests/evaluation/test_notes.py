@@ -289,7 +289,7 @@ def test_notes_cut_after_the_last_token_is_no_missing_eviction() -> None:
     assert not any(line.startswith("No scored") for line in lines)
 
 
-def test_notes_prompt_budgets_are_said_to_be_of_the_prompt() -> None:
+def test_notes_prompt_budgets_differ_from_others() -> None:
     rows = [of("knorm:budget=32", prompt_only=True), of("streaming:budget=32")]
     (note,) = (line for line in said(rows) if line.startswith("Cut once"))
     assert note.startswith("Cut once, at the end of the prompt: knorm:budget=32. Their budget is of the prompt;")

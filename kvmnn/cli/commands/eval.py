@@ -190,8 +190,8 @@ def _prepare_outputs(arguments: argparse.Namespace, stack: ExitStack) -> Callabl
     for path in arguments.output:
         if console.is_directory_output(path):
             raise UsageError(f"{path}: is a directory, expected a file")
-        other_paths = [other for other, _ in outputs] + ([] if arguments.table is None else [arguments.table])
-        if Path(path).resolve() in {Path(other).resolve() for other in other_paths}:
+        earlier_paths = [name for name, _ in outputs] + ([] if arguments.table is None else [arguments.table])
+        if Path(path).resolve() in {Path(name).resolve() for name in earlier_paths}:
             raise UsageError(f"{path} is named by two outputs: expected a file for each")
         infer_format(path)
         outputs.append((path, stack.enter_context(FileOutput(path, force=arguments.force, exclude=inputs))))

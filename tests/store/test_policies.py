@@ -55,6 +55,20 @@ def test_put_beyond_limit_evicts_by_policy(new_url, tmp_path, engine, policy, st
 
 
 @pytest.mark.parametrize("engine", BACKENDS)
+def test_put_of_texts_of_equal_benefit_evicts_the_least_recently_used(new_url, engine) -> None:
+    caches = layers_of(TEXTS[0])  # equal K and V of all texts have equal sizes
+    with PrefixStore(new_url(engine), block_tokens=4, codec="frames") as store:
+        unit_bytes = store.put(TEXTS[0], caches, model=MODEL).stored_bytes
+    limit = 3 * unit_bytes + unit_bytes // 2
+    with PrefixStore(new_url(engine), limit, block_tokens=4, codec="frames", policy="benefit") as store:
+        for ids in TEXTS[:3]:
+            assert store.put(ids, caches, model=MODEL).stored_bytes == unit_bytes
+        for number, ids in enumerate(TEXTS[3:], 4):
+            store.put(ids, caches, model=MODEL)
+            assert list_stored(store) == [number - 2, number - 1, number]
+
+
+@pytest.mark.parametrize("engine", BACKENDS)
 def test_uses_fade_when_others_are_evicted(new_url, tmp_path, engine) -> None:
     """A text that was used three times goes after about three rounds of a full store, not never."""
     max_bytes = 3 * measure_unit_bytes(tmp_path / "sizes") + 100

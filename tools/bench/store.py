@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import statistics
 import tempfile
 import time
@@ -56,7 +57,13 @@ def main() -> None:
     parser.add_argument(
         "--mnn", metavar="DIR", help="the model as MNN's exporter writes it; without it MNN is left out"
     )
+    parser.add_argument(
+        "--only-mnn", action="store_true", help="measure MNN alone, and keep the other results of benchmarks/store.json"
+    )
     arguments = parser.parse_args()
+    if arguments.only_mnn:
+        write_with_mnn(arguments.mnn, 1 if arguments.quick else 5)
+        return
     quick = arguments.quick
     rounds = 3 if quick else 9
     texts = sorted(TEXTS.glob("*.txt"))[: 3 if quick else None]
@@ -77,6 +84,17 @@ def main() -> None:
     data = {"sharing": shared, "frames": frames, "speeds": speeds, "index": index, "half_way": halves, "first": first}
     path = write_results("store", "The prefix store", sections(data), data)
     print(path.read_text(encoding="utf-8"))
+
+
+def write_with_mnn(model: str, rounds: int) -> None:
+    """Replace the results with MNN in those that are there."""
+    data = json.loads((ROOT / "benchmarks" / "store.json").read_text(encoding="utf-8"))
+    data.pop("machine")
+    tokenizer = Tokenizer.open_for_model(MODEL)
+    ids = tokenizer.encode(min(TEXTS.glob("*.txt")).read_text(encoding="utf-8"))[: LONG + 1]
+    with tempfile.TemporaryDirectory() as folder:
+        data["first"]["MNN"] = with_mnn(Path(folder, "mnn"), model, SHAPE, ids, rounds)
+    print(write_results("store", "The prefix store", sections(data), data).read_text(encoding="utf-8"))
 
 
 def sharing(folder: Path, session: DecoderSession, ids: Sequence[Sequence[int]]) -> dict[str, Any]:

@@ -32,7 +32,9 @@ from kvmnn.store import PrefixStore, read_layer_caches, write_prefix
 from kvmnn.store.tier_times import measure_codec_times
 
 SETTINGS = {"kvcache_mmap": True, "use_mmap": False, "reuse_kv": True, "attention_mode": 8, "use_template": False}
-SETTINGS |= {"memory": "high", "precision": "high", "thread_num": 2, "sampler_type": "greedy"}
+SETTINGS |= {"memory": "high", "precision": "high", "thread_num": 1, "sampler_type": "greedy"}
+"""One thread: of two, one that waits for the other calls the scheduler without end, half a second of a processor where
+others use it as well."""
 
 
 class Engine:
@@ -101,7 +103,7 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
         return {"written": True}
     tokens = 0
     with PrefixStore(store_folder(folder, job.get("codec", "none"), len(ids))) as store:
-        store.get(ids[:64], model="m")  # a server has the tables of its model in memory
+        store.get(ids[:-1], model="m")  # a server has the tables of its model, and memory for a result
         watch = Watch()
         if job["how"] == "store":
             found = store.get(ids[:-1], model="m")

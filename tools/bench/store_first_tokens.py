@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -61,7 +62,7 @@ def with_onnxruntime(folder: Path, session: DecoderSession, ids: Sequence[int], 
 
 
 def with_mnn(folder: Path, model: str, shape: tuple[int, int], ids: Sequence[int], rounds: int) -> dict[str, Any]:
-    """The same with MNN on two threads, in a process for each measurement; from the engine's own files, and predicted.
+    """The same with MNN on one thread, in a process for each measurement; from the engine's own files, and predicted.
 
     What is predicted of a length comes from sizes and times of the codecs on the longest text, and from the engine's
     times at `CALIBRATED_SIZES`.
@@ -72,7 +73,8 @@ def with_mnn(folder: Path, model: str, shape: tuple[int, int], ids: Sequence[int
 
     def run(how: str, tokens: int, **more: Any) -> dict[str, Any]:
         words = json.dumps({**job, "ids": [int(token) for token in ids[:tokens]], "how": how, **more})
-        done = subprocess.run([sys.executable, str(script), words], capture_output=True, text=True)
+        environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # whose threads wait as MNN's do
+        done = subprocess.run([sys.executable, str(script), words], capture_output=True, text=True, env=environment)
         answers = [line for line in done.stdout.splitlines() if line.startswith("@")]
         if not answers:
             raise SystemExit(f"the engine gave no answer: {done.stderr[-2000:] or done.stdout[-2000:]}")
@@ -116,7 +118,7 @@ def with_mnn(folder: Path, model: str, shape: tuple[int, int], ids: Sequence[int
                         "predicted_stored": predicted[codec, tokens].stored_seconds,
                     }
                 )
-    about = f"{filled['layers']} layers, {shape[0]} kv heads x {shape[1]} dims, fp32, MNN 3.6.1 on two threads"
+    about = f"{filled['layers']} layers, {shape[0]} kv heads x {shape[1]} dims, fp32, MNN 3.6.1 on one thread"
     return {"model": about, "rows": rows, "rounds": rounds, "times": filled["times"]}
 
 
@@ -162,7 +164,7 @@ def first_sections(first: dict[str, Any]) -> list[str]:
         f"{found['model']}, settings `precision: high, memory: high`; medians of {found['rounds']} processes each, in "
         f"turns. After each prompt {NEW_TOKENS} tokens were generated greedily, computed and from the store of each "
         f"codec: {'all equal' if all(row['equal'] for row in found['rows']) else 'NOT EQUAL'}. get: in a process that "
-        "has the tables of its model; files: written for the engine; engine: it maps them and computes the last token; "
+        "has made one before; files: written for the engine; engine: it maps them and computes the last token; "
         "own files: the same prompt from files that the engine wrote.\n",
     ]
     parts = ["get, ms", "files, ms", "engine, ms", "own files, ms"]

@@ -45,7 +45,9 @@ from .index import (
 from .lookup import Lookup, find_stored_blocks
 
 _UNITS_PER_QUERY = 64
-_SELECT_LEAVES_SQL = "SELECT id, bytes, priority FROM unit WHERE children = 0 AND pins = 0{} ORDER BY priority, id DESC"
+_SELECT_LEAVES_SQL = (
+    "SELECT id, bytes, priority FROM unit WHERE children = 0 AND pins = 0{} ORDER BY priority, used, id DESC"
+)
 _SET_PRIORITY_SQL = f"""UPDATE unit SET priority = CASE (SELECT policy FROM state) WHEN 'benefit' THEN
     min((SELECT clock FROM state) + uses * (CASE tokens WHEN 0 THEN start ELSE tokens END * {BENEFIT_SCALE}
     / max(bytes, 1)), {MAX_UNIT_PRIORITY}) ELSE used END"""

@@ -514,22 +514,23 @@ class RemoteBackendBase:
             records = list(record_by_unit.values())
             pins = read_pins(self.key_values)
             total_bytes = sum(record.nbytes for record in records)
-            priorities = self._compute_priorities(records)
+            ranks = self._compute_ranks(records)
             excess = total_bytes - max_bytes
-            evicted = select_evicted(records, self.block_tokens, priorities, list_end_units(pins), excess)
+            evicted = select_evicted(records, self.block_tokens, ranks, list_end_units(pins), excess)
             nbytes = sum(record.nbytes for record in evicted)
             if not evicted or self._delete_unless_pinned(evicted, pins):
                 if evicted and self.policy == "benefit":
-                    self._advance_clock(max(priorities[record.unit] for record in evicted))
+                    self._advance_clock(max(ranks[record.unit][0] for record in evicted))
                 self._last_bytes[tenant], self._bytes_since_count[tenant] = total_bytes - nbytes, 0
                 return len(evicted), nbytes
         return 0, 0
 
-    def _compute_priorities(self, records: Sequence[UnitRecord]) -> dict[int, int]:
+    def _compute_ranks(self, records: Sequence[UnitRecord]) -> dict[int, tuple[int, int]]:
+        """Return the priority of each unit, and the tick of its last use, which decides among equal ones."""
         uses = read_uses(self.key_values, records)
         if self.policy == "lru":
-            return {unit: use.tick for unit, use in uses.items()}
-        return {record.unit: uses[record.unit].compute_priority(record) for record in records}
+            return {unit: (use.tick, use.tick) for unit, use in uses.items()}
+        return {record.unit: (uses[record.unit].compute_priority(record), uses[record.unit].tick) for record in records}
 
     def _advance_clock(self, clock: int) -> None:
         """Record the highest priority that was evicted: units that are put or used later must not be evicted first."""

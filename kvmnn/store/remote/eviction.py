@@ -68,9 +68,16 @@ def read_uses(key_values: CircuitBreaker, records: Sequence[UnitRecord]) -> dict
 
 
 def select_evicted(
-    records: Sequence[UnitRecord], block_tokens: int, priority_by_unit: Mapping[int, int], pinned: set[int], excess: int
+    records: Sequence[UnitRecord],
+    block_tokens: int,
+    rank_by_unit: Mapping[int, tuple[int, int]],
+    pinned: set[int],
+    excess: int,
 ) -> list[UnitRecord]:
-    """Return the units to evict for `excess` bytes: none that is pinned, or that a remaining unit follows."""
+    """Return the units to evict for `excess` bytes: none that is pinned, or that a remaining unit follows.
+
+    `rank_by_unit` has the priority of each unit and the tick of its last use.
+    """
     record_by_block_key: dict[bytes, UnitRecord] = {}
     for record in records:
         for key in record.compute_block_keys(block_tokens):
@@ -91,7 +98,7 @@ def select_evicted(
             children[parent_record.unit] += 1
     by_unit = {record.unit: record for record in records}
     leaves = [
-        (priority_by_unit[unit], -record.start, unit)
+        (rank_by_unit[unit], -record.start, unit)
         for unit, record in by_unit.items()
         if not children[unit] and unit not in pinned
     ]
@@ -105,7 +112,7 @@ def select_evicted(
             children[parent.unit] -= 1
             if not children[parent.unit] and parent.unit not in pinned:
                 order = _STATE_PARENT_ORDER if isinstance(record, StateRecord) else -parent.start
-                heapq.heappush(leaves, (priority_by_unit[parent.unit], order, parent.unit))
+                heapq.heappush(leaves, (rank_by_unit[parent.unit], order, parent.unit))
     return evicted
 
 

@@ -30,7 +30,7 @@ from .trace import RequestTrace, split_into_blocks
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_TABLE_WIDTH = 110
+_TABLE_WIDTH = 80
 _UNIT_HEADER_BYTES, _UNIT_TOKEN_BYTES, _UNIT_STREAM_BYTES = 64, 4, 24
 """Bytes of a unit beside its streams: in all, of each token, of each stream."""
 
@@ -170,10 +170,11 @@ class SimulationReport(Record):
             f"{self.trace} ({self.format}): {self.requests:,} requests, {self.tokens:,} tokens; K and V of "
             f"{self.model_shape}: {self.token_bytes:,} bytes a token"
         )
-        notes = ["Hits: share of all input tokens. Saved: K and V that came from the store."]
+        notes = ["Sizes are GB. Hits: share of all input tokens. Saved: K and V that came from the store."]
         if self.speed is not None:
             notes.append(f"Seconds at {self.speed.prefill:,.0f} tokens a second of prefill, less those of loading.")
         table = Table.from_items("", _COLUMNS, self.rows)
+        heading = wrap_sentences([heading], _TABLE_WIDTH)
         return f"{heading}\n{table.to_terminal(_TABLE_WIDTH)}\n{wrap_sentences(notes, _TABLE_WIDTH)}"
 
     def plot(self, directory: str | os.PathLike[str], *, force: bool = False) -> list[Path]:
@@ -182,19 +183,21 @@ class SimulationReport(Record):
 
 
 def _format_bytes(nbytes: int | None) -> str:
-    return "no limit" if nbytes is None else f"{nbytes / 1e9:,.2f}"
+    if nbytes is None:
+        return "no limit"
+    return f"{nbytes / 1e9:,.2f}" if nbytes < 99.995e9 else f"{nbytes / 1e9:,.0f}"
 
 
 _COLUMNS = (
     Column("policy", lambda row: row.policy, is_left_aligned=True),
     Column("codec", lambda row: row.codec or None),
     Column("ratio", lambda row: f"{row.ratio:.3f}"),
-    Column("size GB", lambda row: _format_bytes(row.max_bytes)),
+    Column("size", lambda row: _format_bytes(row.max_bytes)),
     Column("hits %", lambda row: f"{100 * row.hit_rate:.2f}"),
-    Column("saved GB", lambda row: _format_bytes(row.saved_bytes)),
-    Column("saved s", lambda row: None if row.saved_seconds is None else f"{row.saved_seconds:,.0f}"),
-    Column("written GB", lambda row: _format_bytes(row.put_bytes)),
-    Column("evicted GB", lambda row: _format_bytes(row.evicted_bytes)),
+    Column("saved", lambda row: _format_bytes(row.saved_bytes)),
+    Column("seconds", lambda row: None if row.saved_seconds is None else f"{row.saved_seconds:,.0f}"),
+    Column("written", lambda row: _format_bytes(row.put_bytes)),
+    Column("evicted", lambda row: _format_bytes(row.evicted_bytes)),
 )
 
 

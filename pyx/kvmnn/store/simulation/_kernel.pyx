@@ -29,6 +29,7 @@ cdef struct Unit:
     int64_t parent
     int64_t key_begin
     int64_t priority
+    int64_t last_use      # tick of it; 0 where the policy does not look at it
     int64_t children      # DELETED: it was evicted or superseded
     int64_t num_uses
     int32_t num_keys
@@ -39,6 +40,7 @@ cdef struct Unit:
 
 cdef struct Leaf:
     int64_t priority
+    int64_t last_use
     int64_t unit
 
 
@@ -242,9 +244,11 @@ cdef class SimulatedStore:
 
     cdef int touch(self, const int64_t *used_units, int64_t count, int64_t begin, int64_t end) except -1:
         """Record one use of those units that are stored."""
-        cdef int64_t position, priority, number
+        cdef int64_t position, priority, number, last_use = 0
         cdef Unit *unit
         self.tick += 1
+        if self.policy == BENEFIT:
+            last_use = self.tick
         for position in range(count):
             number = used_units[position]
             unit = &self.units[number]
@@ -257,8 +261,8 @@ cdef class SimulatedStore:
                 priority = self.clock + unit.num_uses * self.unit_benefits[unit.tokens]
             else:
                 priority = self.find_next_use(unit, begin, end)
-            if priority != unit.priority:
-                unit.priority, unit.is_queued = priority, False
+            if priority != unit.priority or last_use != unit.last_use:
+                unit.priority, unit.last_use, unit.is_queued = priority, last_use, False
                 if not unit.children:
                     self.push(number)
         return 0
@@ -295,14 +299,14 @@ cdef class SimulatedStore:
             unit.key_begin, unit.num_keys = begin + first_block, <int32_t>(end_block - first_block)
             unit.first_block, unit.num_uses, unit.is_queued = <int32_t>first_block, 1, False
             unit.is_exposed = False
-            unit.tokens = <int32_t>unit_tokens
+            unit.tokens, unit.last_use = <int32_t>unit_tokens, 0
             owned_end = begin + min(end_block, num_whole)
             for index in range(unit.key_begin, owned_end):
                 self.owners[self.keys[index]] = number
             if self.policy == LRU:
                 unit.priority = self.tick
             elif self.policy == BENEFIT:
-                unit.priority = self.clock + self.unit_benefits[unit.tokens]
+                unit.priority, unit.last_use = self.clock + self.unit_benefits[unit.tokens], self.tick
             else:
                 unit.priority = -self.next_uses[unit.key_begin]
             self.total_bytes += nbytes
@@ -376,7 +380,9 @@ cdef class SimulatedStore:
         return NO_UNIT if self.units[unit.parent].children else unit.parent
 
     cdef int evict(self) except -1:
-        """Evict the leaves with the lowest priorities, of equal ones the newest, until the store is within its limit."""
+        """Evict the leaves with the lowest priorities, of equal ones the least recently used and of these the last one,
+        until the store is within its limit.
+        """
         cdef int64_t exposed[LEAVES_PER_BATCH]
         cdef int64_t num_exposed = 0, num_batch = 0, parent
         cdef Leaf leaf
@@ -389,7 +395,7 @@ cdef class SimulatedStore:
                 continue
             leaf = self.pop()
             unit = &self.units[leaf.unit]
-            if unit.priority != leaf.priority:
+            if unit.priority != leaf.priority or unit.last_use != leaf.last_use:
                 continue
             unit.is_queued = False
             if unit.children or unit.is_exposed:  # an entry of the time before anything followed it
@@ -429,7 +435,7 @@ cdef class SimulatedStore:
                 raise MemoryError()
             self.leaves, self.leaves_capacity = leaves, 2 * self.leaves_capacity
         unit.is_queued = True
-        leaf.priority, leaf.unit = unit.priority, number
+        leaf.priority, leaf.last_use, leaf.unit = unit.priority, unit.last_use, number
         place = self.num_leaves
         self.num_leaves += 1
         while place:
@@ -469,7 +475,7 @@ cdef class SimulatedStore:
         cdef Unit *unit
         for place in range(self.num_leaves):
             unit = &self.units[self.leaves[place].unit]
-            if unit.priority != self.leaves[place].priority:
+            if unit.priority != self.leaves[place].priority or unit.last_use != self.leaves[place].last_use:
                 continue
             if unit.children:
                 unit.is_queued = False
@@ -483,7 +489,11 @@ cdef class SimulatedStore:
 
 
 cdef inline bint is_before(Leaf first, Leaf second) noexcept nogil:
-    return first.priority < second.priority or (first.priority == second.priority and first.unit > second.unit)
+    if first.priority != second.priority:
+        return first.priority < second.priority
+    if first.last_use != second.last_use:
+        return first.last_use < second.last_use
+    return first.unit > second.unit
 
 
 cdef Py_ssize_t count_common_symbols(bytes first, bytes second):

@@ -98,7 +98,6 @@ def with_mnn(folder: Path, model: str, shape: tuple[int, int], ids: Sequence[int
     rows = []
     for clock in ("wall", "cpu"):
         medians = {key: _take_medians(each, clock) for key, each in runs.items()}
-        predicted = _predict(medians, filled["times"][clock], filled["puts"])
         for place, tokens in enumerate(ENGINE_SIZES):
             for codec in CODECS:
                 found = medians[codec, tokens]
@@ -114,8 +113,6 @@ def with_mnn(folder: Path, model: str, shape: tuple[int, int], ids: Sequence[int
                         "stored": found["seconds"],
                         "get": found["get"],
                         "written": found["written"],
-                        "predicted_plain": predicted[codec, tokens].computed_seconds,
-                        "predicted_stored": predicted[codec, tokens].stored_seconds,
                     }
                 )
     about = f"{filled['layers']} layers, {shape[0]} kv heads x {shape[1]} dims, fp32, MNN 3.6.1 on one thread"
@@ -127,23 +124,22 @@ def _take_medians(runs: Sequence[dict[str, Any]], clock: str) -> dict[str, float
     return {name: statistics.median(each[name] for each in taken) for name in taken[0] if name != "cpu"}
 
 
-def _predict(
-    medians: dict[tuple[str, int], dict[str, float]], times: Sequence[dict[str, Any]], puts: dict[str, Any]
-) -> dict[tuple[str, int], PrefixPrediction]:
-    """What break-even says of every length, from the times at some."""
+def _predict(found: dict[str, Any], clock: str, codec: str) -> dict[int, PrefixPrediction]:
+    """What break-even says of every length, from the times with this codec at some.
 
-    def take(compute: Callable[[int], float]) -> dict[str, float]:
-        return {str(tokens): compute(tokens) for tokens in CALIBRATED_SIZES}
+    Files are written in half the time from what frames decode to, whose tokens of a head lie together: the engine's
+    times are those of one codec.
+    """
+    rows = {row["tokens"]: row for row in found["rows"] if (row["clock"], row["codec"]) == (clock, codec)}
 
-    first = medians
-    engine = EngineTimes(
-        computed=take(lambda tokens: first["computed", tokens]["seconds"]),
-        loaded=take(lambda tokens: first[CODECS[0], tokens]["seconds"] - first[CODECS[0], tokens]["get"]),
-    )
-    token_bytes = puts[CODECS[0]][-1]["raw_bytes"] / ENGINE_SIZES[-1]
-    codecs = [CodecTimes.from_dict(each) for each in times]
-    report = compute_break_even(codecs, token_bytes=token_bytes, engine=engine, lengths=ENGINE_SIZES)
-    return {(row.codec, row.tokens): row for row in report.prefixes}
+    def take(compute: Callable[[dict[str, Any]], float]) -> dict[str, float]:
+        return {str(tokens): compute(rows[tokens]) for tokens in CALIBRATED_SIZES}
+
+    engine = EngineTimes(computed=take(lambda row: row["plain"]), loaded=take(lambda row: row["stored"] - row["get"]))
+    times = [CodecTimes.from_dict(each) for each in found["times"][clock] if each["codec"] == codec]
+    token_bytes = rows[ENGINE_SIZES[-1]]["raw_bytes"] / ENGINE_SIZES[-1]
+    report = compute_break_even(times, token_bytes=token_bytes, engine=engine, lengths=ENGINE_SIZES)
+    return {row.tokens: row for row in report.prefixes}
 
 
 def first_sections(first: dict[str, Any]) -> list[str]:
@@ -179,15 +175,17 @@ def first_sections(first: dict[str, Any]) -> list[str]:
     lines += [
         "### Predicted\n",
         f"What `store stat --speed prefill=FILE` predicts from the engine's times at {_list(CALIBRATED_SIZES)} tokens "
-        "(computed, and from K and V in memory to the first token) and from the codecs' times on this text, next to "
-        "what the engine took. The other lengths were not shown to it.\n",
+        "(computed, and with this codec from K and V in memory to the first token) and from the codec's times on this "
+        "text, next to what the engine took. The other lengths were not shown to it.\n",
     ]
     body = []
     for row in found["rows"]:
         if row["tokens"] not in CALIBRATED_SIZES:
+            predicted = _predict(found, row["clock"], row["codec"])[row["tokens"]]
             body.append([
                 row["clock"], f"{row['tokens']:,}", row["codec"],
-                *_compare(row["predicted_plain"], row["plain"]), *_compare(row["predicted_stored"], row["stored"]),
+                *_compare(predicted.computed_seconds, row["plain"]),
+                *_compare(predicted.stored_seconds, row["stored"]),
             ])  # fmt: skip
     headings = ["predicted, ms", "engine, ms", "off"]
     return [

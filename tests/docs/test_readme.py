@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 
-from repository import DOCS, ROOT
+from repository import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+REAL = json.loads((ROOT / "benchmarks" / "real.json").read_text(encoding="utf-8"))
+MODELS = ("smollm2-135m", "gemma3-270m")
 
 
 def read_table(page: str, first_cell: str) -> list[str]:
@@ -20,46 +22,42 @@ def test_readme_is_at_most_110_lines() -> None:
     assert README.count("\n") <= 110
 
 
-def test_readme_profile_ratios_equal_page_of_linear_streams() -> None:
-    page = (DOCS / "format-linear.md").read_text(encoding="utf-8")
-    for row, variant in (
-        ("[`profile`](docs/profile.md), each layer alone", "own layer only"),
-        ("`profile`, by two layers below", "two layers below"),
-    ):
-        measured = [read_table(page, f"{model}, {variant}")[0] for model in ("SmolLM2", "Gemma")]
-        assert read_table(README, row)[:2] == measured
+def test_readme_lossless_ratios_equal_benchmark_of_real_models() -> None:
+    rows = {
+        "`exact`, MNN's own frames": "exact",
+        "`fast`": "fast",
+        "[`dense`](docs/dense.md)": "dense",
+        "[`profile`](docs/profile.md), each layer alone": "profile, alone",
+        "`profile`, by two layers below": "profile, two below",
+    }
+    for row, codec in rows.items():
+        for model, shown in zip(MODELS, read_table(README, row), strict=False):
+            sizes = [entry["bytes"] for entry in REAL[model]["sizes"] if entry["dtype"] == "fp16"]
+            assert len(sizes) == 3
+            assert shown == f"{sum(size['raw'] for size in sizes) / sum(size[codec] for size in sizes):.3f}"
 
 
-def test_readme_transform_ratios_equal_page_of_transform_streams() -> None:
-    page = (DOCS / "format-transform.md").read_text(encoding="utf-8")
-    rows = [
-        line.split("|")
-        for line in page.splitlines()
-        if re.match(r"\| (SmolLM2, each|Gemma, each|pred|the same with)", line)
-    ]
-    alone, below, attention, gemma_alone, gemma_below = ([cell.strip() for cell in row[3:5]] for row in rows)
-    for row, smol, gemma in (
-        ("[`transform`](docs/format-transform.md), each layer alone", alone, gemma_alone),
-        ("`transform`, by two layers below", below, gemma_below),
-        ("the same, steps by attention", attention, ["", ""]),
-    ):
-        ratio, gemma_ratio, loss = read_table(README, row)[:3]
-        assert [ratio, gemma_ratio] == [smol[0], gemma[0]]
-        shown = [float(value) for value in re.findall(r"0\.\d+", loss)]
-        assert shown == [round(float(kl), 4) for kl in (smol[1], gemma[1]) if kl]
+def test_readme_transform_ratios_equal_benchmark_of_real_models() -> None:
+    rows = {
+        "[`transform`](docs/format-transform.md), each layer alone": "each layer alone",
+        "`transform`, by two layers below": "two layers below",
+        "the same, steps by attention": "two layers below, steps by attention",
+    }
+    for row, level in rows.items():
+        *ratios, loss, _ = read_table(README, row)
+        losses = re.findall(r"0\.\d+", loss)
+        for model, ratio, kl in zip(MODELS, ratios, losses, strict=True):
+            found = next(entry for entry in REAL[model]["transforms"] if entry["level"] == level)
+            assert f"{found['raw'] / found['bytes']:.1f}" == ratio
+            assert f"{found['kl'] / found['tokens']:.4f}" == kl
 
 
 def test_readme_losses_equal_benchmark_of_real_models() -> None:
-    data = json.loads((ROOT / "benchmarks" / "real.json").read_text(encoding="utf-8"))
-    rows = {row["label"]: row for row in data["smollm2-135m"]["rows"]}
+    rows = {row["label"]: row for row in REAL["smollm2-135m"]["rows"]}
     labels = (
-        "q8_0:when=prompt",
-        "q4_0:when=prompt",
-        "kivi:group=64,when=prompt",
-        "transform:kl=0.002",
-        "transform:kl=0.0065",
+        *("q8_0:when=prompt", "q4_0:when=prompt", "kivi:group=64,when=prompt"),
+        *("h2o_decayed_heads 256 recent=128", "streaming 256", "recent_only 256"),
     )
-    labels += ("h2o_decayed_heads 256 recent=128", "streaming 256", "recent_only 256")
     for label, bits, kl in zip(
         labels, read_table(README, "bits an element"), read_table(README, "KL, nats"), strict=True
     ):

@@ -4,235 +4,434 @@ Both are pulled and imported (without torch), then:
 
 * log-probabilities of three texts, K and V of the first tokens and greedy tokens next to torch's with the same weights
   (fixtures/lm_real);
-* lossless ratios of K and V of a text, by type and codec, next to zstd; whole caches also as dense streams and, by a
-  profile that `kvmnn profile make` makes of other texts, as linear streams;
-* what eviction, quantised caches and transform streams cost two texts that the profile has not seen: KL divergence and
-  nats a token against the full cache.
+* lossless ratios of all K and V of these texts by type: frames, dense streams, streams by a profile that `kvmnn profile
+  make` makes of other texts, and codecs of other libraries; everything is decoded and compared;
+* what transform streams, quantised caches and evicted tokens cost: the first half of each text is encoded and decoded,
+  or cut, and the KL divergence of the model's predictions in the second half measured (quantised caches and policies by
+  `eval`);
+* a picture of all of these: divergence over bytes a token.
 
-A quarter of an hour on two cores; the models stay where `kvmnn model pull` puts them. The page is written after each
-model.
+Within 20 minutes on two cores. Models stay where `kvmnn model pull` puts them, profiles in build/real.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import resource
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import zstandard
-from common import ROOT, table, write_results
+from common import BENCHMARKS, ROOT, table, write_results
 
 import kvmnn
-from kvmnn.bundle import DenseOptions, EncodeOptions, encode_source
+from kvmnn import dense
+from kvmnn.arrays.layer_cache import LayerCache
+from kvmnn.bench.codecs import BenchCodec, find_installed_codecs
 from kvmnn.calibration import ProfileOptions, make_profile
+from kvmnn.calibration.sensitivity import compute_divergence
+from kvmnn.cli.dense_options import parse_rope
 from kvmnn.evaluation.runner import evaluate
 from kvmnn.evaluation.settings import EvaluationSettings
-from kvmnn.formats.layer_streams.codecs import LayerStreamOptions
-from kvmnn.formats.layer_streams.writer import encode_layers
+from kvmnn.linear import decode_layers, encode_layers
 from kvmnn.lm import DecoderSession, Tokenizer, get_models_dir, pull_model
+from kvmnn.profiles import Profile
+from kvmnn.reports import plot_style
+from kvmnn.reports.divergence_figure import find_pareto_front
+from kvmnn.transform import TransformOptions, encode_layer, get_tables, plan_steps
 
 FIXTURES = ROOT / "fixtures" / "lm_real"
+PROFILES = ROOT / "build" / "real"
 MODELS = {"smollm2-135m": "smol", "gemma3-270m": "gemma"}
-TEXTS = ("sotu", "moby", "code")
-STEP_TOKENS, RATIO_TOKENS = 256, 2048
-BUDGET, EVALUATED_TOKENS, PROMPT_TOKENS, CHUNK = 256, 1024, 512, 16
-POLICIES = ("recent_only", "streaming", "knorm", "snapkv", "h2o_decayed_heads:recent=50%")
-QUANTIZERS = ("q8_0", "q4_0", "kivi:k=4,v=4,group=64")
-TRANSFORM_KL = (0.002, 0.0065)
-EVALUATED_TEXTS = ("moby", "code")
-PROFILE_TOKENS = 8192
+TEXTS = {"sotu": "speech", "moby": "novel", "code": "code"}
+PROFILE_TOKENS = 16384
+PROFILE_CODE = ("calendar", "configparser", "plistlib", "subprocess")
+"""Of fixtures/lm/texts: Python source. The text that is measured is of another module."""
 
-CODECS = ("exact", "fast", "zstd 3", "zstd 19")
+TOKENS, PROMPT, STEP_TOKENS = 2048, 1024, 128
+TYPES = ("fp16", "bf16", "fp32")
+PEERS = ("zstd -3", "lz4", "blosc2 bitshuffle+zstd (clevel 1)", "bitshuffle+zstd -1", "pcodec")
+KVMNN_CODECS = ("exact", "fast", "dense", "profile, alone", "profile, two below")
+#: KL that transform streams are asked for, of which a fraction is lost over a thousand tokens.
+ASKED_KL = {"smollm2-135m": (0.0035, 0.01), "gemma3-270m": (0.0035,)}
+ATTENTION_KL = {"smollm2-135m": (0.0045, 0.013), "gemma3-270m": (0.0045, 0.013)}
+EVALUATED_MODEL, EVALUATED_TEXTS = "smollm2-135m", ("moby", "code")
+EVALUATED_TOKENS, EVALUATED_PROMPT, BUDGET, CHUNK = 1024, 512, 256, 16
+QUANTIZERS = ("q8_0", "q4_0", "kivi:k=4,v=4,group=64")
+POLICIES = ("recent_only", "streaming", "knorm", "snapkv", "h2o_decayed_heads:recent=50%")
+# What a transform stream is predicted from
+LEVELS = ("each layer alone", "two layers below", "two layers below, steps by attention")
 
 Tokens = npt.NDArray[np.int64]
+Pairs = list[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer tokens; for trying the script out")
-    quick = parser.parse_args().quick
-    data: dict[str, Any] = {}
-    sections: list[str] = []
-    for name, folder in MODELS.items():
-        reference = dict(np.load(FIXTURES / f"{folder}.npz"))
-        is_new, start = not Path(get_models_dir(), name).exists(), time.process_time()
-        imported = pull_model(name)
-        seconds = time.process_time() - start if is_new else None
-        record: dict[str, Any] = {"import": imported.to_dict() | {"output": name}, "import_cpu_seconds": seconds}
-        session = DecoderSession.open(name, threads=2)
-        record["proof"] = compare_with_torch(session, reference, 256 if quick else RATIO_TOKENS)
-        with tempfile.TemporaryDirectory() as work:
-            profile = f"{work}/{folder}.kvmp"
-            options = ProfileOptions(tokens=1024 if quick else PROFILE_TOKENS, name=name, threads=2)
-            record["profile"] = make_profile(name, [FIXTURES / "texts"], profile, options).to_dict()
-            record["profile"]["output"] = Path(profile).name
-            record |= measure_ratios(session, reference["moby_ids"], 256 if quick else RATIO_TOKENS, work, profile)
-            del session
-            sizes = (256, 128, 64) if quick else (EVALUATED_TOKENS, PROMPT_TOKENS, BUDGET)
-            record["evaluation"] = dict(zip(("tokens", "prompt", "budget"), sizes, strict=True))
-            record["rows"] = evaluate_rows(name, imported.output, reference, profile, Path(work), *sizes)
-        record["peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        data[name] = record
-        sections += [f"## {name}", "", imported_text(record), "", *format_tables(record)]
-        print("\n".join(sections[-12:]), flush=True)
-        write_results("real", "Real models from PyPI", sections, data)
+    parser.add_argument("--quick", action="store_true", help="one text, few rows; for trying the script out")
+    parser.add_argument("--model", choices=MODELS, help="measure this one, and keep what is written of the other")
+    parser.add_argument("--reuse", action="store_true", help="take profiles of the same texts that are in build/real")
+    options = parser.parse_args()
+    for name in [options.model] if options.model else MODELS:
+        record = measure_model(name, options.quick, options.reuse)
+        data = read_results() | {name: record}
+        data = {key: data[key] for key in MODELS if key in data}
+        sections = [line for key in data for line in format_model(key, data[key])]
+        if not options.quick:
+            write_results("real", "Real models from PyPI", sections, data)
+            if name == "smollm2-135m":
+                (BENCHMARKS / "real.png").write_bytes(draw(record))
+        print("\n".join(format_model(name, record)), flush=True)
 
 
-def read_text(session: DecoderSession, ids: Tokens) -> tuple[list[Any], npt.NDArray[np.float64]]:
-    """K and V of a text, and the nats of its tokens but the first."""
-    past, nats = session.create_empty_past(), []
+def read_results() -> dict[str, Any]:
+    """What the last run wrote."""
+    path = BENCHMARKS / "real.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def measure_model(name: str, quick: bool, reuse: bool) -> dict[str, Any]:
+    reference = dict(np.load(FIXTURES / f"{MODELS[name]}.npz"))
+    texts = list(TEXTS)[1:2] if quick else list(TEXTS)
+    is_new, start = not Path(get_models_dir(), name).exists(), read_cpu_seconds()
+    imported = pull_model(name)
+    import_seconds = read_cpu_seconds() - start if is_new else None
+    clock = time.perf_counter()
+    session = DecoderSession.open(name, attentions=True, threads=2)
+    record: dict[str, Any] = {
+        "import": imported.to_dict() | {"output": name},
+        "import_cpu_seconds": import_seconds,
+        "profile": prepare_profile(name, PROFILES / f"{name}.kvmp", reuse),
+    }
+    profile = Profile.read(PROFILES / f"{name}.kvmp")
+    record["proof"] = compare_with_torch(session, reference)
+    stored: list[dict[str, Any]] = []
+    for text in texts:
+        ids = reference[f"{text}_ids"].astype(np.int64)
+        pairs, nats = read_text(session, ids)
+        expected = reference[f"{text}_nll"]
+        record["proof"].setdefault("max_nats_difference", {})[text] = float(np.abs(nats - expected).max())
+        stored += [measure_sizes(text, pairs, dtype, profile) for dtype in (TYPES[:1] if quick else TYPES)]
+        del pairs
+    record["sizes"] = stored
+    record["tokens"], record["prompt"] = TOKENS, PROMPT
+    record["transforms"] = measure_transforms(session, reference, texts, profile, name)
+    del session
+    if name == EVALUATED_MODEL:
+        with tempfile.TemporaryDirectory() as folder:
+            record["rows"] = evaluate_rows(name, reference, Path(folder), quick)
+    record["cpu_seconds"] = read_cpu_seconds() - start + (record["profile"]["seconds"] if reuse else 0)
+    record["seconds"] = time.perf_counter() - clock
+    record["peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return record
+
+
+def read_cpu_seconds() -> float:
+    """CPU time of this process and of those that it waited for."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def prepare_profile(name: str, path: Path, reuse: bool) -> dict[str, Any]:
+    """Make the profile, and return what is known of it."""
+    codes = [ROOT / "fixtures" / "lm" / "texts" / f"{code}.py.txt" for code in PROFILE_CODE]
+    texts = [*sorted((FIXTURES / "texts").glob("*.txt")), *codes]
+    digest = hashlib.sha256(b"".join(text.read_bytes() for text in texts)).hexdigest()
+    description = path.with_suffix(".json")
+    if reuse and description.is_file() and path.is_file():
+        known: dict[str, Any] = json.loads(description.read_text(encoding="utf-8"))
+        if known["texts_sha256"] == digest:
+            return known
+    path.parent.mkdir(parents=True, exist_ok=True)
+    options = ProfileOptions(tokens=PROFILE_TOKENS, below=(0, 2), name=name, threads=2)
+    made = make_profile(name, texts, path, options, overwrite=True).to_dict()
+    seconds = made["reading_seconds"] + made["sensitivity_seconds"] + made["table_seconds"]
+    made |= {"output": path.name, "texts_sha256": digest, "seconds": seconds}
+    description.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+    return made
+
+
+# -- proof ------------------------------------------------------------------------------------------------------------
+
+
+def iter_steps(session: DecoderSession, ids: Tokens, past: Any, first: int = 0, **options: Any) -> Iterator[Any]:
+    """Feed tokens that follow `first` others; yield each step."""
     for begin in range(0, len(ids), STEP_TOKENS):
         chunk = ids[begin : begin + STEP_TOKENS]
-        step = session.run_step(chunk, np.arange(begin, begin + len(chunk)), past)
+        step = session.run_step(chunk, np.arange(first + begin, first + begin + len(chunk)), past, **options)
         past = step.present_pairs
-        following = ids[begin + 1 : begin + 1 + len(chunk)]
-        logits = step.logits[: len(following)].astype(np.float64)
-        highest = logits.max(axis=1, keepdims=True)
-        totals = np.log(np.exp(logits - highest).sum(axis=1)) + highest[:, 0]
-        nats.append(totals - logits[np.arange(len(following)), following])
-    return past, np.concatenate(nats)
+        yield step
 
 
-def compare_with_torch(session: DecoderSession, reference: dict[str, Any], tokens: int) -> dict[str, Any]:
-    """The largest differences from what torch computed."""
-    differences, means = {}, {}
-    for text in TEXTS:
-        ids = reference[f"{text}_ids"].astype(np.int64)[:tokens]
-        _, nats = read_text(session, ids)
-        expected = reference[f"{text}_nll"][: len(nats)]
-        differences[text] = float(np.abs(nats - expected).max())
-        means[text] = float(nats.mean())
+def read_text(session: DecoderSession, ids: Tokens) -> tuple[Pairs, npt.NDArray[np.float64]]:
+    """K and V of a text, ``[kv_head, token, head_dim]`` by layer, and the nats of its tokens but the first."""
+    nats, begin = [], 0
+    for step in iter_steps(session, ids, session.create_empty_past(), attentions=False):
+        following = ids[begin + 1 : begin + 1 + len(step.logits)]
+        nats.append(compute_nats(step.logits[: len(following)], following))
+        begin += len(step.logits)
+    return [(keys[0], values[0]) for keys, values in step.present_pairs], np.concatenate(nats)
+
+
+def compute_nats(logits: npt.NDArray[np.float32], following: Tokens) -> npt.NDArray[np.float64]:
+    wide = logits.astype(np.float64)
+    highest = wide.max(axis=1, keepdims=True)
+    totals = np.log(np.exp(wide - highest).sum(axis=1)) + highest[:, 0]
+    nats: npt.NDArray[np.float64] = totals - wide[np.arange(len(following)), following]
+    return nats
+
+
+def compare_with_torch(session: DecoderSession, reference: dict[str, Any]) -> dict[str, Any]:
+    """The largest difference of K and V from torch's, and greedy tokens that are equal."""
     ids = reference["sotu_ids"].astype(np.int64)[:64]
-    past, _ = read_text(session, ids)
+    pairs, _ = read_text(session, ids)
     layers = sorted({int(name.split("_")[1][5:]) for name in reference if name.startswith("kv64")})
     largest = max(
-        float(np.abs(past[layer][index][0] - reference[f"kv64_layer{layer}_{part}"]).max())
+        float(np.abs(pairs[layer][index] - reference[f"kv64_layer{layer}_{part}"]).max())
         for layer in layers
         for index, part in enumerate(("key", "value"))
     )
     greedy = continue_greedily(session, ids, len(reference["greedy24_after64"]))
-    return {
-        "tokens": tokens,
-        "max_nats_difference": differences,
-        "mean_nats": means,
-        "max_kv_difference": largest,
-        "greedy_equal": int((greedy == reference["greedy24_after64"]).sum()),
-        "greedy_tokens": len(greedy),
-    }
+    equal = int((greedy == reference["greedy24_after64"]).sum())
+    return {"max_kv_difference": largest, "greedy_equal": equal, "greedy_tokens": len(greedy)}
 
 
 def continue_greedily(session: DecoderSession, ids: Tokens, count: int) -> Tokens:
-    step = session.run_step(ids, np.arange(len(ids)), session.create_empty_past())
+    step = session.run_step(ids, np.arange(len(ids)), session.create_empty_past(), attentions=False)
     tokens = [int(step.logits[-1].argmax())]
     while len(tokens) < count:
-        position = len(ids) + len(tokens) - 1
-        step = session.run_step(np.array(tokens[-1:]), np.array([position]), step.present_pairs)
+        position = np.array([len(ids) + len(tokens) - 1])
+        step = session.run_step(np.array(tokens[-1:]), position, step.present_pairs, attentions=False)
         tokens.append(int(step.logits[-1].argmax()))
     return np.array(tokens)
 
 
-def measure_ratios(
-    session: DecoderSession, ids: npt.NDArray[np.int32], tokens: int, work: str, profile: str
-) -> dict[str, Any]:
-    """Bytes of K and V of all layers, and of what codecs make of them; everything is decoded and compared."""
-    past, _ = read_text(session, ids.astype(np.int64)[:tokens])
-    rows = []
-    cache = Path(work, "cache")
-    cache.mkdir()
-    for part, index in (("K", 0), ("V", 1)):
-        arrays = [np.ascontiguousarray(pair[index][0]) for pair in past]
-        halves = [array.astype(np.float16) for array in arrays]
-        for layer, array in enumerate(halves):
-            np.save(cache / f"layer_{layer}.{'key' if part == 'K' else 'value'}.npy", array)
-        brains = [round_to_bfloat16(array) for array in arrays]
-        for dtype, words in (("fp16", halves), ("bf16", brains)):
-            size = sum(array.nbytes for array in words)
-            row: dict[str, Any] = {"part": part, "dtype": dtype, "tokens": tokens, "bytes": size}
-            for effort in ("exact", "fast"):
-                frames = [kvmnn.encode(array, dtype=dtype, effort=effort) for array in words]
-                for array, frame in zip(words, frames, strict=True):
-                    if bytes(kvmnn.decode(frame).data) != array.tobytes():
-                        raise SystemExit(f"{part} {dtype} {effort}: a frame does not decode to its words")
-                row[effort] = size / sum(map(len, frames))
-            for level in (3, 19):
-                compressor = zstandard.ZstdCompressor(level=level)
-                row[f"zstd {level}"] = size / sum(len(compressor.compress(array.tobytes())) for array in words)
-            rows.append(row)
-    source = kvmnn.open(cache)  # both verify what they wrote
-    dense = encode_source(source, f"{work}/dense", EncodeOptions(dense=DenseOptions()))
-    linear = encode_layers(source, f"{work}/linear", LayerStreamOptions(codec="profile", profile=profile))
-    return {"ratios": rows, "dense": source.nbytes / dense.stored_bytes, "linear": linear.ratio}
+# -- lossless ---------------------------------------------------------------------------------------------------------
 
 
-def round_to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """Round to the nearest bfloat16, ties to even; as uint16 words."""
+def measure_sizes(text: str, pairs: Pairs, dtype: str, profile: Profile) -> dict[str, Any]:
+    """Bytes of K and V of all layers, and what each codec makes of them; everything is decoded and compared."""
+    caches = [
+        LayerCache(layer=layer, keys=to_words(keys, dtype), values=to_words(values, dtype))
+        for layer, (keys, values) in enumerate(pairs)
+    ]
+    arrays = [array for cache in caches for array in (cache.keys, cache.values)]
+    sizes = {"raw": sum(cache.nbytes for cache in caches)}
+    for effort in KVMNN_CODECS[:2]:
+        frames = [kvmnn.encode(array, dtype=dtype, effort=effort) for array in arrays]
+        for array, frame in zip(arrays, frames, strict=True):
+            check(effort, array.tobytes(), bytes(kvmnn.decode(frame).data))
+        sizes[effort] = sum(map(len, frames))
+    sizes["dense"] = 0
+    for cache, geometry in zip(caches, profile.layers, strict=True):
+        rotary = None if geometry.rope is None else parse_rope(geometry.rope.label)
+        for array, rope in ((cache.keys, rotary), (cache.values, None)):
+            stream = dense.encode(array, dtype=dtype, rotary=rope)
+            check("dense", array.tobytes(), dense.decode(stream).tobytes())
+            sizes["dense"] += len(stream)
+    for codec, below in zip(KVMNN_CODECS[3:], (0, 2), strict=True):
+        streams = list(encode_layers(caches, profile, below=below))
+        for cache, decoded in zip(caches, decode_layers(streams, profile), strict=True):
+            check(codec, cache.keys.tobytes(), decoded.keys.tobytes())
+            check(codec, cache.values.tobytes(), decoded.values.tobytes())
+        sizes[codec] = sum(map(len, streams))
+    for peer in find_peers(dtype):
+        sizes[peer.name] = 0
+        for array in arrays:
+            data = np.frombuffer(array.tobytes(), np.uint8)
+            payload = peer.encode(data)
+            check(peer.name, data.tobytes(), bytes(memoryview(np.ascontiguousarray(peer.decode(payload))).cast("B")))
+            sizes[peer.name] += peer.count_bytes(payload)
+    return {"text": text, "dtype": dtype, "bytes": sizes}
+
+
+def find_peers(dtype: str) -> list[BenchCodec]:
+    return [codec for codec in find_installed_codecs(dtype, 1)[0] if codec.name in PEERS]
+
+
+def check(codec: str, expected: bytes, actual: bytes) -> None:
+    if actual != expected:
+        raise SystemExit(f"{codec}: what was decoded is not what was encoded")
+
+
+def to_words(values: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[Any]:
+    """Round to the nearest fp16 or bf16 (uint16 words, ties to even)."""
+    values = np.ascontiguousarray(values)
+    if dtype != "bf16":
+        return values.astype(dtype.replace("fp", "float"))
     words = values.view(np.uint32)
     return ((words + 0x7FFF + ((words >> 16) & 1)) >> 16).astype(np.uint16)
 
 
-def evaluate_rows(
-    name: str,
-    model: str,
-    reference: dict[str, Any],
-    profile: str,
-    work: Path,
-    tokens: int,
-    prompt: int,
-    budget: int,
+# -- lossy ------------------------------------------------------------------------------------------------------------
+
+
+def measure_transforms(
+    session: DecoderSession, reference: dict[str, Any], texts: Sequence[str], profile: Profile, name: str
 ) -> list[dict[str, Any]]:
-    """Rows of eval of policies and of codecs, over texts that the profile has not seen."""
-    tokenizer = Tokenizer(f"{model}/tokenizer.json")
-    texts = [work / f"{text}.txt" for text in EVALUATED_TEXTS]
-    for text, path in zip(EVALUATED_TEXTS, texts, strict=True):
-        decoded = tokenizer.decode(reference[f"{text}_ids"].astype(np.int64).tolist())
-        path.write_text(decoded.removeprefix("<bos>"), encoding="utf-8")  # reading adds it again
+    """Rows of transform streams: stored bytes of the prompt, and what the model loses after their decoded words."""
+    kinds = [(level, kl) for level in LEVELS for kl in (ASKED_KL if level != LEVELS[2] else ATTENTION_KL)[name]]
+    zero = {"bytes": 0, "raw": 0, "tokens": 0, "kl": 0.0, "nats": 0.0, "agreement": 0.0}
+    rows: list[dict[str, Any]] = [{"level": level, "asked": kl, **zero} for level, kl in kinds]
+    for text in texts:
+        ids = reference[f"{text}_ids"].astype(np.int64)
+        prompt, following = ids[:PROMPT], ids[PROMPT:]
+        drawn: list[npt.NDArray[np.float64]] = []
+        for step in iter_steps(session, prompt, session.create_empty_past(), attentions=True):
+            drawn = add_attention(drawn, step.attentions)
+        later = np.maximum(np.arange(PROMPT)[::-1], 1)
+        caches = [
+            LayerCache(layer=layer, keys=keys[0].astype(np.float16), values=values[0].astype(np.float16))
+            for layer, (keys, values) in enumerate(step.present_pairs)
+        ]
+        attention = [sums / later for sums in drawn]
+        pasts = [encode_transform(caches, profile, row, attention) for row in rows]
+        runs = [iter_steps(session, following, past, PROMPT, attentions=False) for past in (step.present_pairs, *pasts)]
+        del pasts
+        for begin, steps in zip(range(0, len(following), STEP_TOKENS), zip(*runs, strict=True), strict=True):
+            expected = steps[0].logits
+            targets = following[begin + 1 : begin + 1 + len(expected)]
+            nats = compute_nats(expected[: len(targets)], targets)
+            for row, actual in zip(rows, steps[1:], strict=True):
+                row["tokens"] += len(expected)
+                row["kl"] += compute_divergence(expected, actual.logits)
+                row["nats"] += float((compute_nats(actual.logits[: len(targets)], targets) - nats).sum())
+                row["agreement"] += float((expected.argmax(1) == actual.logits.argmax(1)).sum())
+    return rows
+
+
+def encode_transform(
+    caches: Sequence[LayerCache], profile: Profile, row: dict[str, Any], attention: Sequence[npt.NDArray[np.float64]]
+) -> Any:
+    """Encode a prompt, add its bytes to a row, and return what the streams decode to, as the model reads it."""
+    has_attention = row["level"] == LEVELS[2]
+    options = TransformOptions(kl=row["asked"], below=0 if row["level"] == LEVELS[0] else 2)
+    plan = plan_steps(get_tables(profile), options, PROMPT, has_attention=has_attention)
+    decoded: list[LayerCache] = []
+    for cache in caches:
+        weights = attention[cache.layer] if has_attention else None
+        lower = decoded[-1:-3:-1] if options.below else []
+        made = encode_layer(cache, profile, lower, options, attention=weights, plan=plan)
+        decoded.append(made.decoded)
+        row["bytes"] += len(made.data)
+        row["raw"] += cache.nbytes
+    return [(cache.keys[None].astype(np.float32), cache.values[None].astype(np.float32)) for cache in decoded]
+
+
+def add_attention(
+    sums: list[npt.NDArray[np.float64]], attentions: Sequence[npt.NDArray[np.float32]]
+) -> list[npt.NDArray[np.float64]]:
+    """Add what later tokens of a step gave each token to the sums of each layer, ``[token]``: the mean over heads."""
+    steps = []
+    for layer, attention in enumerate(attentions):  # [query_head, query, key]
+        first = attention.shape[2] - attention.shape[1]
+        total = attention.mean(axis=0, dtype=np.float64)
+        drawn = total.sum(axis=0)
+        drawn[first:] -= np.diagonal(total[:, first:])
+        if sums:
+            drawn[: len(sums[layer])] += sums[layer]
+        steps.append(np.maximum(drawn, 0))
+    return steps
+
+
+def evaluate_rows(name: str, reference: dict[str, Any], folder: Path, quick: bool) -> list[dict[str, Any]]:
+    """Rows of eval: the full cache, policies, codecs."""
+    tokenizer = Tokenizer(f"{get_models_dir()}/{name}/tokenizer.json")
+    paths = [folder / f"{text}.txt" for text in EVALUATED_TEXTS]
+    for text, path in zip(EVALUATED_TEXTS, paths, strict=True):
+        path.write_text(tokenizer.decode(reference[f"{text}_ids"].astype(np.int64).tolist()), encoding="utf-8")
     settings = EvaluationSettings(
-        tokens=tokens, prompt=prompt, deep_from=prompt, chunk=CHUNK, timing=False, project_definitions=False
+        tokens=128 if quick else EVALUATED_TOKENS,
+        prompt=64 if quick else EVALUATED_PROMPT,
+        chunk=CHUNK,
+        timing=False,
+        project_definitions=False,
     )
-    transforms = [f"transform:profile={profile},kl={kl}" for kl in TRANSFORM_KL]
-    codecs = [f"{codec}{',' if ':' in codec else ':'}when=prompt" for codec in (*QUANTIZERS, *transforms)]
+    codecs = [f"{codec}{',' if ':' in codec else ':'}when=prompt" for codec in QUANTIZERS]
     results = (
-        evaluate(name, texts, POLICIES, [budget], settings=settings, jobs=2),
-        evaluate(name, texts, codecs=codecs, settings=settings, jobs=2),
+        evaluate(name, paths, POLICIES, [32 if quick else BUDGET], settings=settings, jobs=2),
+        evaluate(name, paths, codecs=codecs, settings=settings, jobs=2),
     )
     rows = [results[0].rows[0], *(row for result in results for row in result.rows[1:])]
-    documents = [{key: value for key, value in row.to_dict().items() if key != "documents"} for row in rows]
-    for row in documents:
-        for key in {"label", "codec"} & set(row):
-            row[key] = row[key] and row[key].replace(f"profile={profile},", "")
-    return documents
+    return [{key: value for key, value in row.to_dict().items() if key != "documents"} for row in rows]
 
 
-def imported_text(record: dict[str, Any]) -> str:
-    imported, proof = record["import"], record["proof"]
-    nats = ", ".join(f"{text} {value:.1e}" for text, value in proof["max_nats_difference"].items())
+def compute_bits(row: dict[str, Any]) -> float:
+    """Bits of a K or V element: of codecs, of those that they hold; of policies, of all tokens at the end."""
+    return float(row.get("quantized_bits", 16 * row["kept_bytes"] / row["full_bytes"]))
+
+
+# -- the page ---------------------------------------------------------------------------------------------------------
+
+
+def format_model(name: str, record: dict[str, Any]) -> list[str]:
+    imported, proof, made = record["import"], record["proof"], record["profile"]
+    nats = ", ".join(f"{TEXTS[text]} {value:.1e}" for text, value in proof["max_nats_difference"].items())
     seconds = record["import_cpu_seconds"]
-    cost = "before this run" if seconds is None else f"in {seconds:.1f} CPU seconds"
-    return (
+    cost = "before this run" if seconds is None else f"in {seconds:.0f} CPU seconds"
+    texts = len({row["text"] for row in record["sizes"]})
+    return [
+        f"## {name}",
+        "",
         f"{imported['architecture']}, {imported['layers']} layers, {imported['query_heads']} query and "
-        f"{imported['kv_heads']} kv heads of {imported['head_dim']}; imported {cost} "
-        f"to {imported['weight_bytes'] / 1e6:.0f} MB of "
-        f"{imported['dtype']}. Next to torch with the same weights, largest difference over {proof['tokens']:,} "
-        f"tokens, nats: {nats}; K and V of 64 tokens: "
-        f"{proof['max_kv_difference']:.1e}; greedy tokens equal: {proof['greedy_equal']} of {proof['greedy_tokens']}."
-    )
-
-
-def format_tables(record: dict[str, Any]) -> list[str]:
-    ratios = [
-        [row["part"], row["dtype"], f"{row['bytes']:,}", *(f"{row[codec]:.4f}" for codec in CODECS)]
-        for row in record["ratios"]
+        f"{imported['kv_heads']} kv heads of {imported['head_dim']}; imported {cost} to "
+        f"{imported['weight_bytes'] / 1e6:.0f} MB of {imported['dtype']}. Next to torch with the same weights, largest "
+        f"difference over {record['tokens']:,} tokens, nats: {nats}; K and V of 64 tokens: "
+        f"{proof['max_kv_difference']:.1e}; greedy tokens equal: {proof['greedy_equal']} of {proof['greedy_tokens']}. "
+        f"All of this section took {record['cpu_seconds'] / 60:.1f} CPU minutes.",
+        "",
+        f"Profile of {made['tokens']:,} tokens of {made['texts']} other texts (speeches, a novel, Python source), for "
+        f"streams of each layer alone and by two layers below: {made['bytes'] / 1e6:.1f} MB, not counted below; "
+        f"{made['seconds']:.0f} CPU seconds.",
+        "",
+        f"Lossless ratios of all layers, {texts} texts of {record['tokens']:,} tokens that the profile has not seen; "
+        "everything decoded and compared:",
+        "",
+        format_sizes(record["sizes"]),
+        "",
+        f"LOSSY, transform streams: the first {record['prompt']:,} tokens of each text are encoded and decoded, all "
+        f"bytes counted; figures of the {record['tokens'] - record['prompt']:,} tokens after them, against the exact "
+        "cache. Bits of a K or V element (fp16 has 16):",
+        "",
+        format_transforms(record["transforms"]),
+        "",
+        *(format_rows(record["rows"]) if "rows" in record else ()),
     ]
-    tokens = record["ratios"][0]["tokens"]
+
+
+def format_sizes(sizes: list[dict[str, Any]]) -> str:
+    codecs = [*KVMNN_CODECS, *(peer for peer in PEERS if peer in sizes[0]["bytes"])]
     rows = []
-    for row in record["rows"]:
+    for dtype in dict.fromkeys(row["dtype"] for row in sizes):
+        members = [row for row in sizes if row["dtype"] == dtype]
+        groups = [("all", members), *((TEXTS[row["text"]], [row]) for row in members)]
+        for text, group in groups if len(members) > 1 else groups[1:]:
+            totals = {codec: sum(row["bytes"][codec] for row in group) for codec in ("raw", *codecs)}
+            ratios = [f"{totals['raw'] / totals[codec]:.3f}" for codec in codecs]
+            rows.append([dtype, text, f"{totals['raw']:,}", *ratios])
+    return table(["type", "text", "bytes", *codecs], rows)
+
+
+def format_transforms(transforms: list[dict[str, Any]]) -> str:
+    rows = []
+    for row in transforms:
+        nats, kl, agreement = (row[key] / row["tokens"] for key in ("nats", "kl", "agreement"))
+        ratio = row["raw"] / row["bytes"]
+        figures = [f"{nats:+.4f}", f"{kl:.4f}", f"{row['asked']}", f"{100 * agreement:.1f}", f"{16 / ratio:.2f}"]
+        rows.append([row["level"], f"{ratio:.2f}", *figures])
+    return table(["streams", "ratio", "nats", "KL", "KL asked", "same best %", "bits"], rows)
+
+
+def format_rows(documents: list[dict[str, Any]]) -> list[str]:
+    rows = []
+    for row in documents:
         difference, divergence = row["versus_full"] or {}, row.get("deep_divergence")
-        bits = row.get("quantized_bits", 16 * row["kept_bytes"] / row["full_bytes"])
         rows.append(
             [
                 row["label"].replace("_", "\\_"),
@@ -241,28 +440,77 @@ def format_tables(record: dict[str, Any]) -> list[str]:
                 f"{divergence['kl']:.4f}" if divergence else "",
                 f"{divergence['kl_p99']:.3f}" if divergence else "",
                 f"{100 * divergence['agreement']:.1f}" if divergence else "",
-                f"{bits:.2f}",
+                f"{compute_bits(row):.2f}",
             ]
         )
-    made, sizes = record["profile"], record["evaluation"]
     return [
-        f"Lossless, all layers, {tokens:,} tokens of a novel; every frame decoded and compared:",
-        "",
-        table(["part", "type", "bytes", *CODECS], ratios),
-        "",
-        f"The whole cache in fp16: dense streams {record['dense']:.3f}, linear streams {record['linear']:.3f}, by a "
-        f"profile of {made['tokens']:,} tokens of {made['texts']} other texts ({made['bytes'] / 1e6:.1f} MB, "
-        "not counted; "
-        f"made in {made['reading_seconds'] + made['sensitivity_seconds'] + made['table_seconds']:.0f} CPU seconds).",
-        "",
-        f"LOSSY: {sizes['tokens']:,} tokens of each of two texts (a novel, Python source), of which the first "
-        f"{sizes['prompt']} are one prompt; policies keep {sizes['budget']} tokens, codecs take the prompt's cache "
-        "once. Figures of the tokens after the prompt, against the full cache. Bits: of codecs a K or V element that "
-        "they hold (fp16 has 16), of policies 16 times the share of bytes kept at the end:",
+        f"LOSSY, others: {EVALUATED_TOKENS:,} tokens of two of these texts (the novel, code), of which the first "
+        f"{EVALUATED_PROMPT} are one prompt; policies keep {BUDGET} tokens, codecs take the prompt's cache once. "
+        "Figures of the tokens after the prompt, against the full cache. Bits: of codecs a K or V element that they "
+        "hold, of policies 16 times the share of bytes kept at the end:",
         "",
         table(["row", "perplexity", "nats", "KL", "KL p99", "same best %", "bits"], rows),
         "",
     ]
+
+
+# -- the picture ------------------------------------------------------------------------------------------------------
+
+
+def draw(record: dict[str, Any]) -> bytes:
+    """Draw the divergence of all rows over bytes a token."""
+    token_bytes = record["rows"][0]["full_bytes"] / record["rows"][0]["tokens"]
+    series: dict[str, list[tuple[float, float, str]]] = {}
+    for row in record["rows"][1:]:
+        codec = row.get("codec")
+        if codec:
+            name, text = "quantised", codec.partition(":")[0].replace("kivi", "KIVI, 4 bits")
+        else:
+            name, text = row["policy"], str(row["budget"])
+        series.setdefault(name, []).append((compute_bits(row) / 16 * token_bytes, row["deep_divergence"]["kl"], text))
+    for row in record["transforms"]:
+        name = "transform, " + row["level"].replace("two layers below, ", "")
+        point = (row["bytes"] / row["raw"] * token_bytes, row["kl"] / row["tokens"], "")
+        series.setdefault(name, []).append(point)
+    sizes = [row["bytes"] for row in record["sizes"] if row["dtype"] == "fp16"]
+    series["lossless, drawn at the foot"] = [
+        (token_bytes * sum(size[codec] for size in sizes) / sum(size["raw"] for size in sizes), 0.0, text)
+        for codec, text in (("exact", "frames"), ("dense", "dense"), ("profile, two below", "profile"))
+    ]
+    floor = 1e-5  # what loses less is drawn there
+    with plot_style.use_style():
+        figure, axes = plot_style.make_figure(5.0, 4.2, list(series))
+        ends, points = [], []
+        for index, (name, members) in enumerate(sorted(series.items(), key=lambda item: "transform" not in item[0])):
+            xs, ys = [x for x, _, _ in members], [max(y, floor) for _, y, _ in members]
+            style = plot_style.make_line_style(index)
+            has_names = name.startswith(("quantised", "lossless"))
+            if has_names:
+                style["linestyle"] = "none"
+            axes.plot(xs, ys, **style, markeredgecolor="white", markeredgewidth=0.5)
+            for x, y, text in members:
+                if has_names:
+                    turn = 70 if name.startswith("lossless") else 0
+                    axes.annotate(
+                        text, (x, max(y, floor)), (0, 6), textcoords="offset points", fontsize=7, rotation=turn
+                    )
+            ends.append(plot_style.LineEnd(name, xs[0], ys[0], style))
+            points += list(zip(xs, ys, strict=True)) if name[:8] != "lossless" else []
+        front = [points[index] for index in find_pareto_front(points)]
+        axes.plot(
+            *zip(*front, strict=True), color=plot_style.INK_COLOUR, linewidth=0.8, linestyle=(0, (1, 2)), zorder=1
+        )
+        axes.set(xscale="log", yscale="log", ylabel="KL divergence from the full cache (nats)")
+        xticks = [size for size in (500, 1000, 2000, 5000, 10000, 20000) if min(points)[0] / 1.3 < size < token_bytes]
+        axes.set_xticks(xticks, [f"{size:,}" for size in xticks])
+        axes.set_xticks([], minor=True)
+        yticks = [level for level in (1e-5, 1e-4, 0.001, 0.01, 0.1, 1.0) if level >= min(y for _, y in points) / 2]
+        axes.set_yticks(yticks, [f"{level:.5f}".rstrip("0").rstrip(".") for level in yticks])
+        axes.set(xlabel=f"bytes a token (of {token_bytes:,.0f} as fp16)")
+        axes.margins(0.06)
+        plot_style.set_title(axes, "SmolLM2-135M: what a smaller cache costs")
+        plot_style.add_line_labels(axes, ends)
+        return plot_style.render_figure(figure, "png")
 
 
 if __name__ == "__main__":

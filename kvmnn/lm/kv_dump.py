@@ -12,6 +12,7 @@ from textwrap import indent
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from .. import dtypes
 from .._util.packages import get_version
@@ -22,8 +23,8 @@ from ..arrays.layer_cache import LayerCache
 from ..arrays.layers import LayerArray, format_array_name
 from ..bundle.passthrough import POSITIONS_NAME, TOKEN_IDS_NAME
 from ..dtypes import PARTS
-from ..errors import KvmnnError
-from ..files.atomic import DirectoryOutput
+from ..errors import KvmnnError, OutputError
+from ..files.atomic import DirectoryOutput, FileOutput
 from ..files.schema import Record
 from ..formats import npy
 from ..formats.mnn.dump import write_dump
@@ -35,7 +36,8 @@ from ..reports.tables import format_runtime_text
 from .documents import read_document
 from .generation import check_positions, prefill
 from .kv_store import describe_encoding
-from .runner import RunOptions
+from .runner import MAX_ATTENTION_BYTES, RunOptions
+from .session import DecoderSession
 
 
 def build_layer_arrays(caches: Sequence[LayerCache], dtype: str | None = None) -> tuple[list[LayerArray], CastStats]:
@@ -61,6 +63,32 @@ def build_layer_arrays(caches: Sequence[LayerCache], dtype: str | None = None) -
 
 
 _TEXT_WIDTH = 80
+
+
+def _read_with_attention(
+    session: DecoderSession, ids: Sequence[int]
+) -> tuple[list[LayerCache], npt.NDArray[np.float32]]:
+    """Return K and V of a text, and what later tokens gave each on average: ``[layer, kv_head, position]``."""
+    layers, heads, num = session.interface.layers, session.interface.kv_heads, len(ids)
+    sums = np.zeros((layers, heads, num))
+    query_heads = session.query_heads or heads
+    step = max(1, MAX_ATTENTION_BYTES // (4 * layers * query_heads * num))
+    past = session.create_empty_past()
+    for begin in range(0, num, step):
+        tokens = np.asarray(ids[begin : begin + step], np.int64)
+        rows = np.arange(begin, begin + len(tokens))
+        result = session.run_step(tokens, rows, past, attentions=True)
+        past = result.present_pairs
+        for layer, weights in enumerate(result.attentions or ()):
+            # A window's rows are of the last tokens only: what is before them was given nothing.
+            first = begin + len(tokens) - weights.shape[2]
+            own = np.zeros((len(weights), begin + len(tokens) - first))
+            own[:, rows - first] = weights[:, np.arange(len(tokens)), rows - first]
+            drawn = weights.sum(axis=1, dtype=np.float64) - own
+            sums[layer, :, first : begin + len(tokens)] += drawn.reshape(heads, -1, drawn.shape[1]).mean(axis=1)
+    counts = np.maximum(np.arange(num - 1, -1, -1), 1)
+    caches = [LayerCache(layer=layer, keys=keys[0], values=values[0]) for layer, (keys, values) in enumerate(past)]
+    return caches, np.maximum(sums / counts, 0).astype(np.float32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +194,7 @@ def dump_kv(
     run_id: str = "kvmnn",
     overwrite: bool = False,
     options: RunOptions | None = None,
+    attention: str | os.PathLike[str] | None = None,
 ) -> KVDumpResult:
     """Run a model on a text, cut its cache by a policy, and write K and V of every layer.
 
@@ -193,13 +222,17 @@ def dump_kv(
         Replace an existing output.
     options
         Settings of the model.
+    attention
+        A file, .npy, that gets the attention which tokens drew: float32 ``[layer, kv_head, position]``, the mean
+        probability that later tokens gave each, over the query heads of a kv head (of the last token: 0). Transform
+        streams take it as ``attention=FILE``. Needs the full cache.
 
     Raises
     ------
     MissingDependencyError
         If onnxruntime, onnx or tokenizers is not installed.
     SourceError, ModelError
-        For a model, tokenizer or text that cannot be read.
+        For a model, tokenizer or text that cannot be read, and one that shows no attention.
     OutputError
         For an output that exists or cannot be written.
     KvmnnError
@@ -210,14 +243,22 @@ def dump_kv(
         policy if isinstance(policy, LabelledPolicy) else LabelledPolicy.from_policy(policy or FullCache())
     )
     options = options or RunOptions()
-    session, tokenizer = options.open_model(model, labelled_policy.policy)
+    if attention is not None:
+        if not isinstance(labelled_policy.policy, FullCache) or options.lossless is not None:
+            raise KvmnnError("attention is noted of the full cache alone: expected no policy, and no lossless storage")
+        if not overwrite and Path(attention).exists():
+            raise OutputError(f"{os.fspath(attention)}: exists already (--force replaces it)")
+    session, tokenizer = options.open_model(model, labelled_policy.policy, attentions=attention is not None)
     document = read_document(Path(text), tokenizer, max(tokens - 1, 1))
     ids: Sequence[int] = document.ids[:tokens].tolist()
     check_positions(session.interface.label, session.interface.max_positions, len(ids), 1)
     runner = options.create_runner(session, labelled_policy.policy)
     start_time = time.perf_counter()
-    prefill(runner, ids, options.chunk)
-    caches = runner.cache.copy_layers()
+    if attention is None:
+        prefill(runner, ids, options.chunk)
+        caches = runner.cache.copy_layers()
+    else:
+        caches, drawn = _read_with_attention(session, ids)
     seconds = time.perf_counter() - start_time
     runtime_stats = runner.collect_runtime_stats()
     bos_note = tokenizer.bos_info.format_note(1, int(document.has_own_bos))
@@ -262,4 +303,11 @@ def dump_kv(
         directory.open_file(TOKEN_IDS_NAME).write((json.dumps(ids) + "\n").encode())
         directory.open_file(POSITIONS_NAME).write((json.dumps(positions) + "\n").encode())
         directory.commit()
+    if attention is not None:
+        with FileOutput(attention, force=overwrite) as output_file:
+            array = from_numpy("attention", drawn)
+            npy.write_header(output_file.file, array)
+            for chunk in array.iter_chunks():
+                output_file.file.write(chunk.data)
+            output_file.commit()
     return dump

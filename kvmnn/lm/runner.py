@@ -522,8 +522,10 @@ class RunOptions:
     threads: int = 1
     providers: Sequence[str] = CPU_PROVIDERS
 
-    def open_model(self, model: str | os.PathLike[str], policy: Policy) -> tuple[DecoderSession, Tokenizer]:
-        """Open the model, with attention probabilities if the policy needs them, and its tokenizer.
+    def open_model(
+        self, model: str | os.PathLike[str], policy: Policy, *, attentions: bool = False
+    ) -> tuple[DecoderSession, Tokenizer]:
+        """Open the model, with attention probabilities if the policy or the caller needs them, and its tokenizer.
 
         Raises
         ------
@@ -534,7 +536,7 @@ class RunOptions:
         """
         tokenizer = Tokenizer.open_for_model(self.tokenizer or model)
         session = DecoderSession.open(
-            model, attentions=policy.requires_attention, threads=self.threads, providers=self.providers
+            model, attentions=attentions or policy.requires_attention, threads=self.threads, providers=self.providers
         )
         return session, tokenizer
 

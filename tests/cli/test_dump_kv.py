@@ -59,6 +59,32 @@ def test_dump_kv_equals_the_model(run: Callable[..., Any], model_says: Any) -> N
     assert found["bytes"] == sum(np.load(path).nbytes for path in npy_files("kv"))
 
 
+def test_dump_kv_attention_is_what_later_tokens_gave(run: Callable[..., Any], model_says: Any, folder: Path) -> None:
+    from kvmnn.calibration import ProfileOptions, make_profile_from_caches
+    from kvmnn.dense import RopeConfig
+
+    ids, layers = model_says
+    dump(run, "--attention", "drawn.npy")
+    drawn = np.load("drawn.npy")
+    session = DecoderSession.open(FIXTURE, attentions=True)
+    step = session.run_step(np.array(ids), np.arange(TOKENS), session.create_empty_past())
+    assert drawn.shape == (LAYERS, layers[0][0].shape[0], TOKENS) and drawn.dtype == np.float32
+    for layer, weights in enumerate(step.attentions):
+        below = np.tril(np.ones((TOKENS, TOKENS)), -1)
+        means = (weights * below).sum(1) / np.maximum(below.sum(0), 1)
+        means = means.reshape(drawn.shape[1], -1, TOKENS).mean(1)
+        np.testing.assert_allclose(drawn[layer], means, atol=1e-6)
+        assert np.abs(np.load(f"kv/layer_{layer}.key.npy") - layers[layer][0]).max() < 1e-3
+    options = ProfileOptions(below=(0,), purpose="lossy")
+    make_profile_from_caches(["kv"], "p.kvmp", options, rope=RopeConfig(10000.0, 16))
+    encoded = run("encode", "kv", "-o", "small/", "--codec", "transform:p.kvmp,kl=0.01,attention=drawn.npy", "--json")
+    assert json.loads(encoded.out)["label"] == "LOSSY"
+    errors = run("dump-kv", FIXTURE, "--text", TEXT, "-o", "b", "--attention", "drawn.npy", code=1).err
+    assert "drawn.npy: exists already" in errors
+    cut = ["--policy", "streaming", "--budget", "20", "--attention", "c.npy"]
+    assert "full cache" in run("dump-kv", FIXTURE, "--text", TEXT, "-o", "b", *cut, code=1).err
+
+
 def test_dump_kv_reports_rounding(run: Callable[..., Any], model_says: Any) -> None:
     found = dump(run, "--dtype", "fp16")
     assert (found["label"], found["dtype"], found["rounded"]["from"]) == ("LOSSY", "fp16", "fp32")

@@ -51,6 +51,11 @@ def add_parser(subparsers: Any) -> None:
     shared_options.add_output_option(parser, "directory")
     parser.add_argument("--format", choices=("npy", "mnn"), default="npy", help="of the files (default: npy)")
     parser.add_argument("--dtype", choices=("fp16", "fp32"), help="of the words (default: the model's)")
+    parser.add_argument(
+        "--attention",
+        metavar="FILE",
+        help="also write what tokens drew of the attention, .npy, for encode --codec transform:PROFILE,attention=FILE",
+    )
     parser.add_argument("--run-id", default="kvmnn", metavar="ID", help="of an MNN dump (default: kvmnn)")
 
 
@@ -76,6 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
         run_id=arguments.run_id,
         overwrite=arguments.force,
         options=model_options.build_run_options(arguments),
+        attention=arguments.attention,
     )
     console.show_result(arguments, "dump-kv", result)
     return 0

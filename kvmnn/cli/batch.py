@@ -119,7 +119,10 @@ def run_batch(
     from ..batch import InputKinds, Task, find_inputs
     from .batch_work import CommandWork
 
-    for name, reason in {**(not_for_many or {}), "threads": "each file has one thread"}.items():
+    reasons = {**(not_for_many or {}), "threads": "each file has one thread"}
+    if "table" in arguments:
+        reasons["table"] = "a table is of one input"
+    for name, reason in reasons.items():
         shared_options.refuse_given(arguments, [name], f"is not for --jobs and --dask: {reason}")
     if STDIO in paths:
         raise UsageError("standard input is one input: --jobs and --dask take files and folders")

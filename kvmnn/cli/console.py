@@ -109,6 +109,7 @@ def register_document_names(document: Any) -> None:
 def show_failed_result(arguments: argparse.Namespace, command_name: str, result: CommandResult) -> int:
     """Print the result of a check that failed: as JSON for ``--json``, and as an error; returns the exit code."""
     change_detection.verify_inputs()
+    write_table(arguments, result)
     if arguments.json:
         print_json({"verb": command_name, **result.to_dict()})
     register_document_names(result.to_dict())

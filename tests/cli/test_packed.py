@@ -55,6 +55,14 @@ def test_inspect_packed_without_geometry_lists_candidates(prefix, run):
     assert "would not load: 1 of 4 markers are missing" in run("inspect", *prefix.argv, code=1).out
 
 
+@pytest.mark.parametrize("option", [["--backend", "arm64-fp32"], ["--head-dim", 60], ["--valid-tokens", 500]])
+def test_inspect_packed_with_options_that_files_contradict_is_refused(prefix, run, option):
+    """As unpack refuses them, and not as a cache whose layout is not known."""
+    said = run("inspect", *prefix.argv, *option, code=1)
+    assert said.out == "" and "p: " in said.err and "not known" not in said.err
+    assert run("mnn", "unpack", *prefix.argv, *option, "-o", "u.npz", code=1).err == said.err
+
+
 def test_inspect_packed_shows_every_prefix(prefix, run):
     packed_samples.write_prefix(Path("p"), packed_samples.arrays(1, 2, 3, 6), name="other", capacity=67)
     said = run("inspect", "p").out

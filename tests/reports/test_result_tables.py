@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,21 @@ def test_table_option_writes_the_table_of_each_verb(tmp_path: Path, monkeypatch:
     assert Path("g.csv").read_text().startswith("name,verdict,value,limit,why\n")
     assert "exists already" in run(*check, code=1).err
     run(*check, "-f")
+    np.savez("other.npz", **{f"layer_0.{part}": np.zeros((2, 30, 16), np.float16) for part in ("key", "value")})
+    run("encode", "kv.npz", "-o", "f/")
+    run("verify", "f/", "--against", "other.npz", "--table", "v.csv", code=1)
+    assert Path("v.csv").read_text().splitlines()[0].startswith("input,against,label,proof,difference.array")
+    run("inspect", "f/", "--table", "i.tex")
+    assert "layer\\_0.key" in Path("i.tex").read_text()
+    assert "give one" in run("inspect", "f/", "kv.npz", "--table", "j.md", code=2).err
+    assert "a table is of one input" in run("inspect", "f/", "--jobs", 1, "--table", "j.md", code=2).err
+    run("diff", "kv.npz", "other.npz", "--table", "d.md", code=1)
+    assert "layer_0.key" in Path("d.md").read_text().replace("\\", "")
+    run("plan", "kv.npz", "--policy", "streaming:budget=16", "--table", "p.md")
+    assert Path("p.md").read_text().count("\n") == 3
+    shutil.rmtree("f")
+    for name in ("other.npz", "v.csv", "i.tex", "d.md", "p.md"):
+        Path(name).unlink()
     assert "--table says nothing to gate parse" in run("gate", "parse", "t.csv", "--table", "h.csv", code=2).err
     assert "expected a name that ends in .tex, .csv or .md" in run("bench", "kv.npz", "--table", "x.xls", code=2).err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["b.tex", "g.csv", "kv.npz", "logs", "m.md", "t.csv"]

@@ -145,6 +145,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("first", metavar="A", help="anything that kvmnn reads")
     parser.add_argument("second", metavar="B", help="what it is compared with")
+    shared_options.accept_table(parser)
     shared_options.add_source_options(parser, "element type, where neither the array nor pack numbers have it")
     parser.add_argument(
         "--atol",

@@ -56,6 +56,7 @@ def add_parser(subparsers: Any) -> None:
     )
     shared_options.add_ignore_option(parser, "manifest", "no_manifest", "the manifest next to frames")
     parser.accept("--max-input-bytes")
+    shared_options.accept_table(parser)
     parser.add_argument("--no-zstd", action="store_true", help="judge as an engine without libzstd")
     shared_options.add_axes_options(parser)
     batch.add_batch_options(parser)
@@ -67,12 +68,15 @@ def run(arguments: argparse.Namespace) -> int:
     if batch.is_batch(arguments):
         return batch.run_batch(arguments, "inspect", arguments.inputs, accepted_kinds=["arrays", "frames", "weights"])
     _refuse_idle(arguments)
+    if arguments.table and len(arguments.inputs) > 1:
+        raise console.UsageError(f"--table of {len(arguments.inputs)} inputs: give one")
     documents, code = [], 0
     for input_index, path in enumerate(arguments.inputs):
         info, text = _inspect_input(path, arguments)
         document = info.to_dict()
         documents.append(document)
         console.register_document_names(document)
+        console.write_table(arguments, info)
         console.print_line(arguments, ("\n" if input_index else "") + text)
         code = max(code, 0 if getattr(info, "is_loadable", True) else 1)
     if arguments.json:

@@ -64,6 +64,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--seed", type=shared_options.parse_whole, default=0, metavar="N", help="random seed of the policy (default: 0)"
     )
+    shared_options.accept_table(parser)
     parser.add_argument("--no-map", action="store_true", help="leave the picture out")
     shared_options.add_source_options(parser, "element type of raw input")
     parser.add_argument("--token-major", action="store_true", help="arrays of K and V are [token, kv_head, head_dim]")
@@ -90,6 +91,8 @@ def run(arguments: argparse.Namespace) -> int:
         console.print_json(plan.to_plan_entries())
     if arguments.json:
         console.show_result(arguments, "plan", plan)
+    else:
+        console.write_table(arguments, plan)
     width = shutil.get_terminal_size().columns if streams.is_terminal() else 100
     for line in plan.format_lines(width=width, picture=not arguments.no_map):
         console.print_line(arguments, line, data_on_stdout=to_stdout)

@@ -44,6 +44,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("inputs", nargs="+", metavar="IN", help="a folder of results, or a JSON file")
     shared_options.add_output_option(parser, "the page: .html, or .md; - is standard output. DIR/: folder for plots")
+    shared_options.accept_table(parser)
     parser.add_argument(
         "--markdown", action="store_true", help="Markdown, for pull requests (default: to the terminal)"
     )
@@ -67,6 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.json:
             console.show_result(arguments, "report", report)
         else:
+            console.write_table(arguments, report)
             text = report.to_markdown() if as_markdown else report.to_html()
             console.Stdout().write(text.encode("utf-8", "backslashreplace"))
         return 0

@@ -52,6 +52,7 @@ def add_parser(subparsers: Any) -> None:
     shared_options.add_source_options(parser, "element type of a frame without a manifest, or of raw input")
     shared_options.add_ignore_option(parser, "manifest", "no_manifest", "the manifest next to frames")
     parser.accept("--max-input-bytes")
+    shared_options.accept_table(parser)
     layer_stream_options.add_profile_option(parser)
     shared_options.add_threads_option(parser)
     batch.add_batch_options(parser)

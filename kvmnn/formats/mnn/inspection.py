@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from ..._util.text import pluralize
 from ...arrays.completeness import Completeness, format_missing
-from ...errors import SourceError
+from ...errors import MissingOptionError, SourceError
 from ...files.schema import Record, json_key
 from ...packed.cache_info import (
     CacheInfo,
@@ -19,7 +19,7 @@ from ...packed.cache_info import (
     format_cache_summary,
     format_utilisation,
 )
-from ...packed.inference import LayoutMatch, describe_layout, find_matches
+from ...packed.inference import LayoutMatch, PackedGeometry, describe_layout, find_matches
 from ..options import PackedOptions
 from .layer_kinds import separate_state_layers
 from .packed_files import PackedFiles, PackedLayer, list_prefix_names
@@ -198,7 +198,7 @@ def inspect_packed(path: str, options: PackedOptions | None = None) -> PackedIns
     Raises
     ------
     SourceError
-        When files of a cache are missing.
+        When files of a cache are missing, and for options that sizes or words of the files contradict.
     """
     options = options or PackedOptions()
     names = list_prefix_names(os.listdir(path)) if os.path.isdir(path) and options.prefix_name is None else []
@@ -216,6 +216,8 @@ def _inspect_cache(path: str, options: PackedOptions) -> ResolvedCacheInfo | Unr
     try:
         return ResolvedCacheInfo(open_packed_files(files, replace(options, ignore_markers=True)))
     except SourceError as exc:
+        if not isinstance(exc, MissingOptionError) and _are_options_wrong(files, options):
+            raise
         reason = str(exc).removeprefix(f"{files.path}: ")
         choices = getattr(exc, "choices", ())
     with suppress(SourceError):
@@ -225,6 +227,20 @@ def _inspect_cache(path: str, options: PackedOptions) -> ResolvedCacheInfo | Unr
     except SourceError:
         possible_matches = []
     return UnresolvedCacheInfo(files, reason, possible_matches, choices)
+
+
+def _are_options_wrong(files: PackedFiles, options: PackedOptions) -> bool:
+    """Return whether files that cannot be read with the options could be read, or lack only options, without them."""
+    bare_options = replace(
+        options, geometry=PackedGeometry(), valid_tokens=(), token_ids=None, model=None, ignore_markers=True
+    )
+    try:
+        open_packed_files(files, bare_options)
+    except MissingOptionError:
+        return True
+    except SourceError:
+        return False
+    return True
 
 
 def _format_heading(files: PackedFiles) -> list[str]:

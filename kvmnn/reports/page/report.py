@@ -31,6 +31,8 @@ class Report(Record):
         "files=input_files left_out=_ignored_documents"
     )
 
+    rows_path = "cases"
+
     title: str
     #: Content, in blocks of `kvmnn.reports.page.blocks`.
     verdict: VerdictBlock

@@ -145,7 +145,7 @@ def read_rope(arguments: argparse.Namespace, source: Source) -> RopeConfig | Non
 
 
 def read_model_rope(model: str, source: Source) -> tuple[RopeConfig | None, list[str]]:
-    """Return the rotation in a folder's configuration or a .gguf header, and notes for missing parameters."""
+    """Return the rotation in a folder's configuration or graph or a .gguf header, and notes for missing parameters."""
     from ..formats import read_config_rotary
     from ..formats.llama import read_gguf_rotary
 
@@ -154,7 +154,13 @@ def read_model_rope(model: str, source: Source) -> tuple[RopeConfig | None, list
         if rope is not None and "k-order" in (source.inverted_transforms or ()):
             rope = replace(rope, pairing="half")
         return rope, notes
-    return read_config_rotary(model, max((array.shape[-1] for array in source.arrays if array.shape), default=1))
+    rope, notes = read_config_rotary(model, max((array.shape[-1] for array in source.arrays if array.shape), default=1))
+    if rope is None:  # exports of MNN have it in the graph alone
+        from ..formats.mnn.rope import read_graph_rotary
+
+        rope = read_graph_rotary(model)
+        notes = notes if rope is None else []
+    return rope, notes
 
 
 def _parse_rope_or_none(text: str) -> RopeConfig | str:

@@ -295,6 +295,11 @@ class RopeFrequencies:
         """Return dims, pairing and frequencies in the form of the compiled code."""
         return self.dims, int(self.pairing == "interleaved"), self.turns
 
+    def to_config(self) -> RopeConfig | None:
+        """Return the parameters whose theta gives these frequencies without scaling; None if there are none."""
+        theta = _infer_theta(self.turns * (2 * np.pi / 2.0**64), self.dims)
+        return None if theta is None else RopeConfig(theta=theta, dims=self.dims, pairing=self.pairing)
+
     def is_equivalent(self, rope: RopeFrequencies) -> bool:
         """Return whether both rotations are the same up to the rounding of float32 frequencies."""
         if (self.dims, self.pairing) != (rope.dims, rope.pairing):

@@ -12,7 +12,7 @@ from .._util.dataclass import dataclass
 from .._util.parallel import Progress
 from ..arrays.array import Chunk, LazyArray, byteswap, rechunk
 from ..arrays.engine_metadata import restore_completeness
-from ..arrays.source import Source, parse_cache_info
+from ..arrays.source import DEQUANTIZED_KEY, Source, parse_cache_info
 from ..bundle import DecodeOptions, EncodeOptions, EncodeResult, FrameSet, encode_source
 from ..bundle.decoder import decode_frames
 from ..bundle.manifest import ArrayEntry, Manifest
@@ -27,7 +27,9 @@ def make_frame_source(frames: FrameSet, options: DecodeOptions, *, check: bool =
     """Return frames as a source: each array is decoded when it is read."""
     arrays = [_make_frame_array(frames, entry, options, check) for entry in frames.arrays]
     metadata = dict(frames.document.metadata) if frames.document else {}
-    return Source(arrays, metadata, inputs=(frames.path,), opened_files=tuple(frames.files))
+    source = Source(arrays, metadata, inputs=(frames.path,), opened_files=tuple(frames.files))
+    source.lossy = DEQUANTIZED_KEY in metadata
+    return source
 
 
 def _make_frame_array(frames: FrameSet, entry: ArrayEntry, options: DecodeOptions, check: bool) -> LazyArray:

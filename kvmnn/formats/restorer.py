@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 from .._util.dataclass import dataclass
 from .._util.parallel import Progress
-from .._util.text import LOSSLESS, format_rate, pluralize
+from .._util.text import LOSSLESS, LOSSY, format_rate, pluralize
 from ..arrays import engine_metadata
 from ..arrays.array import ArrayInfo
 from ..arrays.completeness import Completeness, format_missing
-from ..arrays.source import ENGINE_KEY, Source, parse_completeness
+from ..arrays.source import DEQUANTIZED_KEY, ENGINE_KEY, Source, parse_completeness
 from ..bundle.decoder import decode_frames
 from ..bundle.frame_set import DecodeOptions, FrameSet
 from ..bundle.passthrough import PassthroughFile
@@ -68,6 +68,8 @@ class RestoreResult(Record):
     passthrough: PassthroughFile | None = field(default=None, metadata={"json": False})
     #: Size of the frames and the manifest of such a file.
     bundle_bytes: int = field(default=0, metadata={"json": False})
+    #: Whether the words were dequantised from MNN's int8 codes, which the frames lack.
+    is_dequantized: bool = field(default=False, metadata={"json": False})
 
     @property
     @json_key(after="output")
@@ -78,8 +80,8 @@ class RestoreResult(Record):
     @property
     @json_key(after="output")
     def label(self) -> str | None:
-        """Return ``LOSSLESS`` if the manifest proved it, else None."""
-        return LOSSLESS if self.is_verified else None
+        """Return ``LOSSLESS`` if the manifest proved it, ``LOSSY`` for words dequantised from int8, else None."""
+        return LOSSY if self.is_dequantized else LOSSLESS if self.is_verified else None
 
     @property
     @json_key("arrays")
@@ -121,7 +123,9 @@ class RestoreResult(Record):
         missing_text = (
             f"no manifest to check it against{'; ' if self.unknown_properties else ''}{self.unknown_properties}"
         )
-        verification_text = f"{LOSSLESS} ({check_text})" if self.is_verified else missing_text
+        if self.is_dequantized:
+            check_text += ", of the words dequantised from int8"
+        verification_text = f"{self.label} ({check_text})" if self.is_verified else missing_text
         return (
             f"{self.output or 'standard output'}: {contents_text}, {decoded_text or f'{self.stored_bytes:,}'} -> "
             f"{self.raw_bytes:,} bytes, {verification_text}{format_rate(self.raw_bytes, self.seconds)}"
@@ -176,6 +180,7 @@ def restore_arrays(
         output=path,
         arrays=frames.arrays,
         is_verified=frames.document is not None,
+        is_dequantized=frames.document is not None and DEQUANTIZED_KEY in frames.document.metadata,
         is_read_back=is_read_back,
         files=tuple(files),
         stored_bytes=frames.stored_bytes,

@@ -78,6 +78,16 @@ def read_graph_rope(path: str | Path) -> LayerRopes | None:
         return None
 
 
+def read_graph_rotary(path: str) -> RopeConfig | None:
+    """Return the rotation that all layers of the graph in an MNN model's directory have; None if it has no such one."""
+    graph = find_graph(path, read_settings(path) or {}) if os.path.isdir(path) else None
+    ropes = None if graph is None else read_graph_rope(graph)
+    if not ropes or ropes[0] is None:
+        return None
+    first = ropes[0]
+    return first.to_config() if all(rope is not None and rope.is_equivalent(first) for rope in ropes) else None
+
+
 class _RopeGraph:
     """The operators of a graph, and the producer and consumers of each tensor."""
 

@@ -15,7 +15,7 @@ from rope_model import plain_frequencies
 from kvmnn.dense import RopeConfig
 from kvmnn.dense.rope import RopeFrequencies
 from kvmnn.errors import SourceError
-from kvmnn.formats.mnn.rope import read_graph_rope, read_model_rope
+from kvmnn.formats.mnn.rope import read_graph_rope, read_graph_rotary, read_model_rope
 
 PLAIN, WINDOW = plain_frequencies(1e6, 16), plain_frequencies(1e4, 16)
 LLAMA3 = PLAIN / np.linspace(1, 8, 8)
@@ -153,3 +153,8 @@ def test_graph_rope_large_graph_ends_soon(tmp_path) -> None:
     for _ in range(200):
         graph.layer(far)
     assert read(tmp_path, graph) is None
+
+
+def test_graph_rotary_is_the_theta_that_all_layers_have(exported: Path, tmp_path: Path) -> None:
+    assert read_graph_rotary(str(exported)) == RopeConfig(theta=10000.0, dims=16)
+    assert read_graph_rotary(str(tmp_path)) is None and read_graph_rotary(str(exported / "llm.mnn")) is None

@@ -297,7 +297,7 @@ class RopeFrequencies:
 
     def to_config(self) -> RopeConfig | None:
         """Return the parameters whose theta gives these frequencies without scaling; None if there are none."""
-        theta = _infer_theta(self.turns * (2 * np.pi / 2.0**64), self.dims)
+        theta = _infer_theta((self.turns * (2 * np.pi / 2.0**64)).astype(np.float64), self.dims)
         return None if theta is None else RopeConfig(theta=theta, dims=self.dims, pairing=self.pairing)
 
     def is_equivalent(self, rope: RopeFrequencies) -> bool:

@@ -67,6 +67,7 @@ def test_transform_codec_in_an_evaluation(profile: Path) -> None:
     assert len(lossy) == 2 and all(row.kind == "LOSSY" and row.lossy_ratio > 1 for row in lossy)
 
 
+@pytest.mark.slow
 def test_evaluation_lossy_runtime_is_compared_with_the_full_cache_as_computed(profile: Path) -> None:
     """Policies pay for what the runtime rounds: the row that they are compared with holds nothing rounded."""
     switches = {f"kv_lossless_{name}": True for name in ("enable", "runtime_enable")}
@@ -75,6 +76,7 @@ def test_evaluation_lossy_runtime_is_compared_with_the_full_cache_as_computed(pr
         **switches,
         **{f"kv_lossless_{name}": value for name, value in numbers.items()},
         "kv_lossless_runtime_mode": "store",
+        "kv_lossless_async_threads": 0,  # encodings are done when a step ends, whatever else the machine does
         "kv_lossless_codec": "transform",
         "kv_lossless_profile": str(profile),
         "kv_h2o_trigger_min_tokens": 32,
@@ -91,9 +93,10 @@ def test_evaluation_lossy_runtime_is_compared_with_the_full_cache_as_computed(pr
         assert streaming.cut_divergence.tokens == 30
         losses.append(streaming.divergence.kl)
         assert whole.kind == ("LOSSLESS" if lossless is None else "LOSSY") and whole.evicted is False
-        assert whole.cut_divergence is None or lossless is not None  # workers may encode after the last step
+        assert (whole.cut_divergence is not None) == (lossless is not None)
     assert streaming.runtime is not None and streaming.runtime.encoded_ratio
-    assert losses[1] > 1.2 * losses[0] > 0
+    assert losses[0] > 0 and losses[1] != losses[0]
+    assert whole.divergence is not None and whole.divergence.kl > 0  # it evicts nothing: this is what rounding costs
 
 
 def test_transform_codec_refuses_what_it_cannot_code(profile: Path) -> None:

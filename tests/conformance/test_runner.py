@@ -50,7 +50,7 @@ def put_archive(folder: Path, *members: tarfile.TarInfo, **files: str) -> Path:
             entry.size = len(text)
             archive.addfile(entry, io.BytesIO(text.encode()))
         for member in members:
-            archive.addfile(member)
+            archive.fileobj.write(member.tobuf())  # addfile refuses sizes without content, from Python 3.13 on
     return folder
 
 

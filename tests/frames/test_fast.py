@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from slow_cases import mark_most_slow
 
 import kvmnn
-from kvmnn.frames import _fast_encoder, segments, tuning
+from kvmnn.frames import _fast_encoder, segments, tuning, zstd
 from kvmnn.frames.options import PREDICTORS
 from kvmnn.frames.tuning import EXACT_RETRY_MIN_RATIO, RLE_TRIAL_MIN_RATIO, SMALL_INPUT_BYTES
 
@@ -181,7 +181,8 @@ def test_encode_fast_distant_repeats_are_found_without_sample() -> None:
     words = as_words(np.sin(np.arange(1 << 22) / 1000), "fp16")
     made = kvmnn.encode(words, effort="fast")
     assert kvmnn.decode(made).tobytes() == words.tobytes()
-    assert 1.3 * len(made) < len(kvmnn.encode(words, effort="fast", predictors="delta_seq,xor_seq"))
+    gain = 1.3 if zstd.is_byte_exact() else 1.1  # libzstd 1.5.7 finds more of them by itself
+    assert gain * len(made) < len(kvmnn.encode(words, effort="fast", predictors="delta_seq,xor_seq"))
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import dense_decoder
 import pytest
 from conformance import run_index
+from dense_tables import Reject
+from repository import SUPPORT
 
 CHANGED = [
     *(("dtype", "bf16"), ("kv_heads", 1), ("tokens", 91), ("head_dim", 23), ("method", "frame"), ("rotary", True)),
     *(("words_sha256", "0"), ("words", "v_bf16.words"), ("refused", True), ("more", 1)),
 ]
+
+WITHOUT_VECTOR = {
+    *("a table set ends in its header", "the header of a table set", "the set is another's"),
+    *("the flag of rotary parameters", "a position below 0 or above 2^31 - 1"),
+}
 
 
 def test_dense_every_vector_decodes_or_is_refused(unpacked: Callable[[str], Path]) -> None:
@@ -22,6 +31,19 @@ def test_dense_every_vector_decodes_or_is_refused(unpacked: Callable[[str], Path
     results = list(run_index(folder / "index.json", folder))
     assert [(result.name, result.problems) for result in results if result.problems] == []
     assert len(results) == 39
+
+
+def test_dense_each_rule_of_the_page_refuses_a_vector(unpacked: Callable[[str], Path]) -> None:
+    """The rules are those that the decoder in plain Python names; of table sets and histories dense/ has its own."""
+    sources = "".join((SUPPORT / name).read_text("utf-8") for name in ("dense_tables.py", "dense_decoder.py"))
+    rules = set(re.findall(r'^ +(?:check\(.*, |raise Reject\()f?"([^"]+?)(?:: {error})?"\)', sources, re.MULTILINE))
+    folder, refusing = unpacked("dense_rules"), set()
+    for case in json.loads((folder / "index.json").read_text("utf-8"))["cases"]:
+        with pytest.raises(Reject) as refusal:
+            dense_decoder.decode((folder / case["stream"]).read_bytes())
+        assert str(refusal.value).startswith(case["why"])
+        refusing.add("the {what} end early" if case["why"] == "the exponents end early" else case["why"])
+    assert rules - refusing == WITHOUT_VECTOR
 
 
 def one_case(folder: Path, name: str, **changes: Any) -> Any:

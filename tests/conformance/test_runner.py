@@ -56,7 +56,7 @@ def put_archive(folder: Path, *members: tarfile.TarInfo, **files: str) -> Path:
 
 def test_runner_every_shipped_archive_is_a_set_or_test_data() -> None:
     """Every archive of vectors is one that `conformance.py fixtures` finds; the other folders hold no index."""
-    plain = {"frames_short", "gates", "policies"}
+    plain = {"dense_rules", "frames_short", "gates", "policies"}
     with_vectors = {path.parent.name for path in FIXTURES.glob("*/vectors.tar.xz")} | plain
     data = {path.name for path in FIXTURES.iterdir() if path.is_dir()} - with_vectors
     shipped = {"float8", "kv_real", "llama_windows", "llm_kv", "lm", "lm_import", "lm_real", "mnn_engine"}

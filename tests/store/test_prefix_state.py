@@ -6,6 +6,7 @@ import json
 import sqlite3
 import struct
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -338,7 +339,7 @@ def test_namespace_without_windows_has_the_older_form(tmp_path: Path) -> None:
     ids = SYSTEM
     with PrefixStore(tmp_path / "s") as store:
         store.put(ids, layers_of(ids, windows=()), model=MODEL)
-    with sqlite3.connect(tmp_path / "s" / "index.sqlite") as index:
+    with closing(sqlite3.connect(tmp_path / "s" / "index.sqlite")) as index:
         ((document,),) = index.execute("SELECT document FROM space").fetchall()
         assert index.execute("SELECT count(*) FROM unit WHERE tokens = 0").fetchone() == (0,)
     assert json.loads(document).keys() == {"model", "dtype", "layers"}

@@ -15,7 +15,7 @@ from .common import CaseResult, Checker, run_list, sha256, unknown_lists
 
 _FIELDS = {
     *("name", "stream", "words", "words_sha256", "dtype", "kv_heads", "tokens", "head_dim", "method", "rotary"),
-    *("history", "history_rows", "table_set", "table_set_id", "refused"),
+    *("history", "history_rows", "table_set", "table_set_id", "refused", "why"),
 }
 _NUMPY = {"fp16": np.float16, "bf16": np.uint16, "fp32": np.float32}
 
@@ -23,7 +23,7 @@ _NUMPY = {"fp16": np.float16, "bf16": np.uint16, "fp32": np.float32}
 def run(folder: Path, index: dict[str, Any]) -> Iterator[CaseResult]:
     """A case names files: `stream`; `words` and `history`, little-endian ``[kv_head, token, head_dim]``; `table_set`.
 
-    `refused` is true for a stream that no decoder may accept; it has no words.
+    `refused` is true for a stream that no decoder may accept, `why` the rule; it has no words.
     """
     yield from unknown_lists(index, ("cases",))
     yield from run_list(index["cases"], "cases", lambda case, check: _case(folder, case, check))

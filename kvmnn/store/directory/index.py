@@ -423,6 +423,7 @@ class StoreIndex:
             timeout=BUSY_TIMEOUT_SECONDS,
             isolation_level=None,
             check_same_thread=False,
+            factory=_Connection,
             uri=True,
         )
         connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_VALUE_BYTES)  # refuses a damaged length before reading
@@ -462,6 +463,13 @@ class StoreIndex:
             raise self.mark_damaged(str(error)) from error
         except (InvalidRowError, UnicodeDecodeError) as error:  # names in a damaged schema need not be UTF-8
             raise self.mark_damaged(str(error)) from error
+
+
+class _Connection(sqlite3.Connection):
+    """One that is closed with the store that holds it; Python 3.13 on warns of others that were left open."""
+
+    def __del__(self) -> None:
+        self.close()
 
 
 def _describe_disk_error(error: Exception, folder: str | os.PathLike[str]) -> str:

@@ -204,7 +204,7 @@ def test_make_profile_from_caches_finds_the_rotation(tmp_path: Path) -> None:
         RopeConfig(10000.0, 16),
     )
     assert all(layer.is_equivalent(expected) for layer in profile.layers)
-    assert stated.kinds == found.kinds
+    assert stated.tables == found.tables
     other = tmp_path / "other"
     other.mkdir()
     for name in ("key", "value"):

@@ -148,7 +148,7 @@ import platform, numpy, kvmnn
 from kvmnn import _simd
 from kvmnn.frames import zstd
 print('aarch64 Python:', platform.machine(), platform.python_version(), 'numpy', numpy.__version__,
-      'libzstd', zstd.version(), zstd.binding(), 'lanes', *_simd.simd_levels())
+      'libzstd', zstd.get_version(), zstd.get_binding(), 'lanes', *_simd.simd_levels())
 assert platform.machine() == 'aarch64'"
 
 # What starts other processes is left out: they would be aarch64 programs that only qemu can start.

@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15, help="turns of each codec (default: 15)")
     parser.add_argument("--name", default="pareto", help="of the files in benchmarks/ (default: pareto)")
     options = parser.parse_args()
-    rounds, name = options.rounds, options.name
+    rounds, name = options.repeats, options.name
     reports: dict[tuple[str, str, str], tuple[ArrayBenchReport, ArrayBenchReport | None]] = {}
     for side, dtype, words in arrays():
         array, part = from_numpy("", words), PARTS[side]

@@ -6,7 +6,6 @@ import json
 import re
 import struct
 import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -265,8 +264,8 @@ def test_invert_k_order_of_real_files(unpacked: Callable[[str], Path], tmp_path:
 
 def test_docs_example_of_invert_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (ROOT / "docs" / "other-engines.md").read_text()
-    blocks = re.findall(r"(?:^    .*\n|^\n)+", text, re.MULTILINE)
-    (example,) = [textwrap.dedent(block) for block in blocks if 'kvmnn.open("chat.session", kv_heads' in block]
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    (example,) = [block for block in blocks if 'kvmnn.open("chat.session", kv_heads' in block]
     monkeypatch.chdir(tmp_path)
     data, caches = llama_files.state(Random(5), Shape(heads=8), [9])
     Path("chat.session").write_bytes(data)

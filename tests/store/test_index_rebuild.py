@@ -152,7 +152,7 @@ def test_verify_repairs_recovery_files(folder: Path, damage: str, encryption: st
         if damage == "removed":
             path.unlink()
         else:
-            path.write_bytes(data[:5] if damage == "cut" else data[:-1] + b"?")
+            path.write_bytes(data[:5] if damage == "cut" else data[:-1] + bytes([data[-1] ^ 1]))
     broken = beside(folder)
     with PrefixStore(folder, read_only=True) as store:
         found = store.verify()

@@ -22,6 +22,7 @@ from ...packed.cache_info import (
 from ...packed.inference import LayoutMatch, PackedGeometry, describe_layout, find_matches
 from ..options import PackedOptions
 from .layer_kinds import separate_state_layers
+from .layout_inference import RotatedCodesError
 from .packed_files import PackedFiles, PackedLayer, list_prefix_names
 from .packed_reader import PackedCacheReader, find_packed, open_packed_files, resolve_geometry
 
@@ -216,7 +217,7 @@ def _inspect_cache(path: str, options: PackedOptions) -> ResolvedCacheInfo | Unr
     try:
         return ResolvedCacheInfo(open_packed_files(files, replace(options, ignore_markers=True)))
     except SourceError as exc:
-        if not isinstance(exc, MissingOptionError) and _are_options_wrong(files, options):
+        if not isinstance(exc, MissingOptionError | RotatedCodesError) and _are_options_wrong(files, options):
             raise
         reason = str(exc).removeprefix(f"{files.path}: ")
         choices = getattr(exc, "choices", ())

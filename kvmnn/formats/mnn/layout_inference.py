@@ -146,8 +146,12 @@ def _count_scales(scales: np.ndarray[tuple[int], np.dtype[np.float32]]) -> int:
     return used_scales.size if ((used_scales > 0) & (used_scales < _MAX_KEY_SCALE)).all() else 0
 
 
+class RotatedCodesError(SourceError):
+    """Files of TQ3 or TQ4 rows: whatever the options are, kvmnn does not read them."""
+
+
 def refuse_rotated_codes(files: PackedFiles, geometry: PackedGeometry) -> None:
-    """Raise `SourceError` for file sizes of TQ3 or TQ4 rows, which kvmnn does not read."""
+    """Raise `RotatedCodesError` for file sizes of TQ3 or TQ4 rows, which kvmnn does not read."""
     assert geometry.kv_heads is not None and geometry.head_dim is not None
     num_blocks, num_heads = geometry.head_dim // _TQ_BLOCK_DIMS, geometry.kv_heads
     float_geometry = replace(geometry, int8=None, flash_block=geometry.flash_block or FLASH_BLOCK)
@@ -167,7 +171,7 @@ def refuse_rotated_codes(files: PackedFiles, geometry: PackedGeometry) -> None:
                 for key_bytes, value_bytes in files.sizes
             ):
                 parts_text = "K and V are" if is_both else "K is"
-                raise SourceError(
+                raise RotatedCodesError(
                     f"{files.path}: {parts_text} of {name} rows ({row_bytes} bytes for {geometry.head_dim} dims, "
                     f"attention_mode {_ATTENTION_MODE_BY_TQ_KIND[name, is_both]}), which kvmnn does not read: run the "
                     "engine with attention_mode 8, or 9 or 10 for int8"

@@ -18,7 +18,6 @@ from ..errors import KvmnnError, OptionError, SourceError
 from ..files.schema import JsonReader, parse_document
 from .encryption import CIPHER_NAME, StoreCipher
 from .namespace import Ids, Namespace, TokenSequence, compute_sequence_key
-from .output_memory import OutputMemory
 from .results import CleanupResult, StoreListing, StoreStats, StoreVerifyResult
 from .unit import LAYER_CODECS, TableSetCache, TableSets, UnitHeader
 from .unit_codec import PrefixState
@@ -315,8 +314,6 @@ class StoreBackend(Protocol):
     notes: list[str]
     """Problems that were repaired, one line each."""
     tables: TableSetCache
-    output_memory: OutputMemory
-    """Of what `get` returns."""
     cipher: StoreCipher
     """What values are sealed with, and what names are hashed with."""
     unit_overhead_bytes: int

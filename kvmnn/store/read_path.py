@@ -43,14 +43,7 @@ def read_layers(
     if slices is None:
         return None
     try:
-        return decode_slices(
-            namespace,
-            slices,
-            threads,
-            tables=backend.tables,
-            profiles=backend.profiles,
-            memory=backend.output_memory,
-        )
+        return decode_slices(namespace, slices, threads, tables=backend.tables, profiles=backend.profiles)
     except DamagedSliceError as error:
         backend.quarantine(prefix_match.slices[error.slice_index].unit, str(error), notes)
         return None
@@ -66,14 +59,7 @@ def iter_layers(
     """Yield the layers of `read_layers`, each when it is decoded; a damaged unit raises `DamagedPrefixError`."""
     notes: list[str] = []
     try:
-        yield from iter_decoded_layers(
-            namespace,
-            slices,
-            threads,
-            tables=backend.tables,
-            profiles=backend.profiles,
-            memory=backend.output_memory,
-        )
+        yield from iter_decoded_layers(namespace, slices, threads, tables=backend.tables, profiles=backend.profiles)
     except DamagedSliceError as error:
         backend.quarantine(prefix_match.slices[error.slice_index].unit, str(error), notes)
         raise DamagedPrefixError(notes[0] if notes else str(error)) from None

@@ -40,7 +40,6 @@ from ..frames.buffers import as_elements, checksum_rows, copy_with_checksum, int
 from ..frames.decoder import FrameDecoder
 from ..frames.options import LaneOptions
 from .namespace import KEY_BYTES, MAX_TOKENS, Ids, Namespace, compute_state_key, list_parts
-from .output_memory import OutputMemory
 from .unit import DamagedUnitError, TableSetCache, TableSets, TokenSpan, Unit, UnitFrame, check_header_size
 
 if TYPE_CHECKING:
@@ -184,14 +183,13 @@ def decode_slices(
     tables: TableSetCache | None = None,
     profiles: ProfileFinder | None = None,
     preceding_rows: Sequence[LayerCache] | None = None,
-    memory: OutputMemory | None = None,
 ) -> list[LayerCache]:
     """Decode K and V of all layers for consecutive slices, and compare them with their checksums.
 
     If no unit has frames alone, a result has all heads of a token together in memory, as streams have them; else all
     tokens of a head.
     """
-    decoder = _SliceDecoder(namespace, slices, tables, profiles, preceding_rows, memory)
+    decoder = _SliceDecoder(namespace, slices, tables, profiles, preceding_rows)
     jobs: list[Callable[[], object]] = [partial(deque, layers, 0) for layers in decoder.iter_by_unit()]
     jobs += [
         partial(decoder.decode_part, (run, part_index))
@@ -209,10 +207,9 @@ def iter_decoded_layers(
     *,
     tables: TableSetCache | None = None,
     profiles: ProfileFinder | None = None,
-    memory: OutputMemory | None = None,
 ) -> Iterator[LayerCache]:
     """Yield what `decode_slices` returns, each layer when it is decoded; threads decode the next ones meanwhile."""
-    decoder = _SliceDecoder(namespace, slices, tables, profiles, memory=memory)
+    decoder = _SliceDecoder(namespace, slices, tables, profiles)
     with InterruptibleExecutor(resolve_threads(threads), "kvmnn-layers") as executor:
         if not decoder.runs:
             yield from _iter_layers_of_chains(decoder, len(namespace.layers), executor)
@@ -273,7 +270,6 @@ class _SliceDecoder:
         tables: TableSetCache | None,
         profiles: ProfileFinder | None = None,
         preceding_rows: Sequence[LayerCache] | None = None,
-        memory: OutputMemory | None = None,
     ) -> None:
         self._namespace, self._slices = namespace, slices
         self._profiles = [_load_profile(loaded_slice.unit, profiles) for loaded_slice in slices]
@@ -285,9 +281,7 @@ class _SliceDecoder:
         ]
         self._frame_decoder = FrameDecoder(namespace.dtype)
         self._by_token = any(loaded_slice.unit.dense or loaded_slice.unit.layer_info for loaded_slice in slices)
-        self._pairs = _allocate_arrays(
-            namespace, self._begin_tokens[-1], memory or OutputMemory(), by_token=self._by_token
-        )
+        self._pairs = _allocate_arrays(namespace, self._begin_tokens[-1], by_token=self._by_token)
         for (keys, values), cache in zip(self._pairs, preceding_rows or (), strict=False):
             keys[:, : self._num_preceding], values[:, : self._num_preceding] = cache.keys, cache.values
         self.runs = [
@@ -396,11 +390,11 @@ def _load_tables(namespace: Namespace, unit: Unit, tables: TableSetCache | None,
     return table_sets
 
 
-def _allocate_arrays(
-    namespace: Namespace, tokens: int, memory: OutputMemory, *, by_token: bool
-) -> list[tuple[Elements, Elements]]:
+def _allocate_arrays(namespace: Namespace, tokens: int, *, by_token: bool) -> list[tuple[Elements, Elements]]:
     """Allocate K and V of every layer as parts of one array: many smaller ones would take as long as decoding."""
-    elements = memory.allocate(tokens * namespace.token_bytes).view(namespace.element_dtype.numpy_dtype)
+    elements = np.empty(
+        tokens * namespace.token_bytes // namespace.element_dtype.itemsize, namespace.element_dtype.numpy_dtype
+    )
     pairs = []
     begin_element = 0
     for shape in namespace.layers:

@@ -48,7 +48,6 @@ from ..namespace import (
     to_sort_key,
     to_token_ids,
 )
-from ..output_memory import OutputMemory
 from ..read_path import UnitVerifier
 from ..results import (
     MAX_LAST_IDS,
@@ -185,7 +184,6 @@ class DirectoryBackend:
         self.notes: list[str] = []
         self.rebuilt_notes: list[str] = []
         """The notes about what was damaged and rebuilt."""
-        self.output_memory = OutputMemory()
         self.tables = TableSetCache(self.recovery_files.read_tables, self.recovery_files.list_table_names)
         self.files = UnitFiles(folder, cipher)
         self._cached_namespaces: tuple[int | None, list[Namespace]] = None, []

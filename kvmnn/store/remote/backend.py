@@ -48,7 +48,6 @@ from ..namespace import (
     parse_namespace,
     to_sort_key,
 )
-from ..output_memory import OutputMemory
 from ..unit import DamagedUnitError, TableSetCache, TableSets, make_object_name, parse_header
 from ..unit_codec import PrefixState
 from .eviction import Pin, list_end_units, read_pins, read_uses, save_pin, select_evicted
@@ -174,7 +173,6 @@ class RemoteBackendBase:
         requested_profile = new_settings.profile if new_settings is not None else None
         self._requested_settings, self._new_settings = (block_tokens, codec, policy, requested_profile), new_settings
         self._cached_settings: StoreSettings | None = None
-        self.output_memory = OutputMemory()
         self.tables = TableSetCache(
             lambda name: key_values.get_many([f"{TABLES_FOLDER}/{name}"])[0],
             lambda: key_values.list_names(TABLES_FOLDER),

@@ -11,6 +11,7 @@ from ..policies.registry import get_policy_class
 from ..policies.specs import build_policy
 from ..reports.records import ResultRow
 from ..reports.table import NO_EVICTION_MARK, PARTLY_EVICTED_MARK
+from ..reports.tables import format_min_max
 from .oracle import describe_headroom
 from .scoring import MIN_DOCUMENTS_FOR_INTERVAL
 from .settings import FULL_POLICY, EvaluationSettings
@@ -153,8 +154,10 @@ def _describe_unequal_layers(rows: Sequence[ResultRow]) -> Iterator[str]:
     unequal_rows = [row for row in rows if row.unequal_layers]
     if not unequal_rows:
         return
-    labels = "; ".join(row.label for row in unequal_rows)
-    yield f"Layers hold unequal numbers of tokens (tokens kept: the least and the most): {labels}."
+    labels = "; ".join(
+        f"{row.label} ({format_min_max(row.tokens_kept)})" if row.tokens_kept else row.label for row in unequal_rows
+    )
+    yield f"Layers hold unequal numbers of tokens (the least and the most): {labels}."
     skipping_labels = [row.label for row in unequal_rows if row.options.get("skip_layers")]
     if skipping_labels:
         yield (

@@ -590,7 +590,7 @@ def _check_model_limits(path: PathLike, configurations: Sequence[Configuration],
         entry.create_policy().check_layers(model.layers)
     for spec in dict.fromkeys(entry.codec for entry in configurations if entry.codec is not None):
         codec = create_codec(spec)
-        if codec is not None:
+        if codec is not None and codec.reads_file:  # formats that do not fit the model are refused row by row
             codec.start_text(CacheShape(model.layers, model.kv_heads, model.head_dim))
     longest_document = max(documents, key=lambda document: document.num_fed)
     if model.max_positions is not None and longest_document.num_fed > model.max_positions:

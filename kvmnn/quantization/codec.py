@@ -101,6 +101,8 @@ class CacheCodec(ABC):
     name: ClassVar[str]
     is_by_head: ClassVar[bool] = True
     """Whether each KV head is quantised by itself, so that a policy may keep different tokens of heads."""
+    reads_file: ClassVar[bool] = False
+    """Whether `start_text` reads a file, which may be missing or of another model."""
 
     def __post_init__(self) -> None:
         if self.recent < 0:

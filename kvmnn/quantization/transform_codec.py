@@ -86,6 +86,7 @@ class TransformCodec(CacheCodec):
 
     name: ClassVar[str] = "transform"
     is_by_head: ClassVar[bool] = False
+    reads_file: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

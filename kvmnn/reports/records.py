@@ -284,8 +284,8 @@ class ResultRow(Record):
     #: None also where a prefix store had the scores of the full cache, but not its distributions.
     divergence: DivergenceStats | None = field(default=None, metadata={"omit": True})
     deep_divergence: DivergenceStats | None = field(default=None, metadata={"omit": True})
-    #: Over the tokens that were scored with an evicted, quantised or loaded cache only. None without any: then the row
-    #: says nothing of its policy or codec.
+    #: Over the tokens that were scored with an evicted, quantised or loaded cache only. None without any, as then the
+    #: row says nothing of its policy or codec, and wherever `divergence` is.
     cut_divergence: DivergenceStats | None = field(default=None, metadata={"omit": True})
     #: Whether the policy cuts a prompt only, so that its budget is of the prompt and all later tokens stay.
     prompt_only: bool = field(default=False, metadata={"omit": True})

@@ -150,6 +150,7 @@ def test_eval_preset_runs_its_configurations(capsys):
     assert said == [
         "Preset knorm-ratio",
         "Layers hold unequal numbers of tokens",
+        "Some layers are never cut",
         "The intervals are over 2 documents",
         "Each text begins with token 0",
     ]

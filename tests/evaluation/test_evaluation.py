@@ -154,7 +154,7 @@ def test_evaluate_skip_layers_are_never_cut(documents):
     assert cut.tokens_kept == (64, 16, 16, 16, 16, 64)
     assert (full.unequal_layers, cut.unequal_layers) == (False, True)
     assert any(note.startswith("Layers hold unequal numbers of tokens") and cut.label in note for note in results.notes)
-    assert "16 to 64" in str(results)
+    assert "(the least and the most): streaming 16 skip_layers=0+5 (16 to 64)." in " ".join(str(results).split())
     header, whole, *_ = csv.reader(io.StringIO(results.to_text("csv")))
     assert whole[header.index("unequal_layers")] == "false"
 
@@ -453,7 +453,7 @@ def test_evaluate_files_equal_documents(documents):
     assert evaluate(FIXTURE, paths, settings=found.settings, jobs=0).settings == found.settings
     assert "streaming 16" in str(found)
     assert found.to_text("markdown").startswith("| policy |")
-    assert found.to_text("csv").startswith("label,document,policy")
+    assert found.to_text("csv").startswith("label,document,scope,policy")
 
 
 def test_evaluate_settings_beyond_model_are_refused_early(documents, tmp_path):

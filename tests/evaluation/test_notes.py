@@ -260,12 +260,12 @@ def test_notes_measured_evictions_override_inference() -> None:
 
 
 def test_notes_layers_hold_more_only_where_some_are_never_cut() -> None:
-    unequal = {"unequal_layers": True}
+    unequal = {"unequal_layers": True, "tokens_kept": (32, 96)}
     rows = [of("pyramidkv:budget=64", **unequal), of("l2_fixed:budget=64,skip_layers=0+1", **unequal)]
     notes = [line for line in said(rows) if "layers" in line.lower()]
     assert notes == [
-        "Layers hold unequal numbers of tokens (tokens kept: the least and the most): pyramidkv:budget=64; "
-        "l2_fixed:budget=64,skip_layers=0+1.",
+        "Layers hold unequal numbers of tokens (the least and the most): pyramidkv:budget=64 (32 to 96); "
+        "l2_fixed:budget=64,skip_layers=0+1 (32 to 96).",
         "Some layers are never cut: l2_fixed:budget=64,skip_layers=0+1. They hold more than rows of the same budget "
         "that cut every layer.",
     ]

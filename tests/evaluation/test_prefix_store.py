@@ -25,7 +25,7 @@ POLICIES = (
     "h2o_decayed:budget=16,skip_layers=none",
 )
 TIMES = ("seconds", "model_seconds", "policy_seconds", "tokens_per_second", "stored_tokens")
-DIVERGENCES = ("divergence", "deep_divergence")  # a store has scores, no distributions
+DIVERGENCES = ("divergence", "deep_divergence", "cut_divergence")  # a store has scores, no distributions
 
 
 @pytest.fixture(scope="module", params=[Tiny(), Tiny(half=True, layers=3)], ids=["fp32", "fp16"])
@@ -66,6 +66,17 @@ def numbers(result) -> str:
     return json.dumps(without(result.to_dict()), sort_keys=True)
 
 
+def check_divergences(result, wanted) -> int:
+    """Check that divergences are those of a run without a store, or all missing; return how many there are."""
+    found = [entry for row in result.rows for entry in (row, *row.documents)]
+    expected = [entry for row in wanted.rows for entry in (row, *row.documents)]
+    measured_pairs = [pair for pair in zip(found, expected, strict=True) if pair[0].divergence is not None]
+    for entry, without in measured_pairs:
+        assert [getattr(entry, name) for name in DIVERGENCES] == [getattr(without, name) for name in DIVERGENCES]
+    assert not any(entry.cut_divergence for entry in found if entry.divergence is None)
+    return len(measured_pairs)
+
+
 def taken(result) -> list[list[int | None]]:
     return [[text.stored_tokens for text in row.documents] for row in result.rows]
 
@@ -99,6 +110,9 @@ def test_evaluate_with_store_equals_without(model: Path, tmp_path: Path, steps, 
         found = measured(model, tmp_path / "s", **steps)
         assert numbers(found) == numbers(wanted)
         assert taken(found) == [*expected, [None] * 3]
+        # Compared with the full cache are texts of which no score of it came from the store.
+        num_computed = expected[0].count(0)
+        assert check_divergences(found, wanted) == 3 * (num_computed + (num_computed == 3))
     assert any("came from the prefix store" in note for note in found.notes)
     assert any("store or not: h2o_decayed" in note for note in found.notes)
     assert found.rows[0].tokens_per_second is None and wanted.rows[0].tokens_per_second is not None

@@ -193,8 +193,8 @@ def _prepare_outputs(arguments: argparse.Namespace, stack: ExitStack) -> Callabl
         earlier_paths = [name for name, _ in outputs] + ([] if arguments.table is None else [arguments.table])
         if Path(path).resolve() in {Path(name).resolve() for name in earlier_paths}:
             raise UsageError(f"{path} is named by two outputs: expected a file for each")
-        infer_format(path)
         outputs.append((path, stack.enter_context(FileOutput(path, force=arguments.force, exclude=inputs))))
+        infer_format(path)  # an input in place of the output is the better message
     if arguments.plot is not None:
         from ...reports import plots
 

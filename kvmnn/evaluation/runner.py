@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -678,8 +678,9 @@ def _run_plan(
         if cell_plan.needs_references:
             folder = TemporaryDirectory(prefix="kvmnn-full-cache-", ignore_cleanup_errors=True)
             references = stack.enter_context(folder)
+        # Closed before the folder goes, also by an interruption: workers read what is in it.
         events = run_tasks(cell_plan.tasks, evaluation.model, evaluation.settings, evaluation.jobs, start, references)
-        for event in events:
+        for event in stack.enter_context(closing(events)):
             if event.key is not None and event.cell is not None:
                 store.put(event.key, event.cell.to_dict())
             if event.refusal_reason is not None:

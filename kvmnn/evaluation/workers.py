@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -155,7 +156,7 @@ def run_tasks(
     jobs: int,
     start: str | None = None,
     references: str | None = None,
-) -> Iterator[WorkerEvent]:
+) -> Generator[WorkerEvent, None, None]:
     """Run tasks and yield their events.
 
     Parameters
@@ -213,7 +214,8 @@ def _run_in_workers(tasks: Sequence[EvaluationTask], order: Mapping[str, object]
             for task in ready[: max(jobs - len(workers), 0)]:
                 pending = [entry for entry in pending if entry is not task]
                 request = json.dumps({**order, "task": task.to_dict()})
-                workers[number] = _WorkerProcess(number, task, request, messages)
+                with _defer_signals():
+                    workers[number] = _WorkerProcess(number, task, request, messages)
                 number += 1
             worker_number, message = messages.get()
             process = workers[worker_number]
@@ -229,6 +231,25 @@ def _run_in_workers(tasks: Sequence[EvaluationTask], order: Mapping[str, object]
     finally:
         for process in workers.values():
             process.terminate()
+
+
+@contextmanager
+def _defer_signals() -> Iterator[None]:
+    """Hold SIGINT and SIGTERM back in the block: an interruption would leave a process that nobody ends."""
+    pending: list[int] = []
+    handlers: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
+    for number in handlers:
+        signal.signal(number, lambda number, frame: pending.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in pending[:1]:
+            signal.raise_signal(number)
 
 
 class _WorkerProcess:

@@ -191,7 +191,7 @@ def run_tasks(
     return _run_in_workers(tasks, order, jobs)
 
 
-def _run_in_process(tasks: Sequence[EvaluationTask], cell_measurer: CellMeasurer) -> Iterator[WorkerEvent]:
+def _run_in_process(tasks: Sequence[EvaluationTask], cell_measurer: CellMeasurer) -> Generator[WorkerEvent, None, None]:
     with closing(cell_measurer) as measurer:
         for task in tasks:
             fed_tokens: list[int] = []
@@ -203,7 +203,7 @@ def _run_in_process(tasks: Sequence[EvaluationTask], cell_measurer: CellMeasurer
                 yield WorkerEvent(task, refusal_reason=str(exc))
 
 
-def _run_in_workers(tasks: Sequence[EvaluationTask], order: Mapping[str, object], jobs: int) -> Iterator[WorkerEvent]:
+def _run_in_workers(tasks: Sequence[EvaluationTask], order: Mapping[str, object], jobs: int) -> Generator[WorkerEvent, None, None]:
     pending, finished_keys = list(tasks), set[str]()
     workers: dict[int, _WorkerProcess] = {}
     messages: queue.SimpleQueue[tuple[int, WorkerMessage | None]] = queue.SimpleQueue()

@@ -203,7 +203,9 @@ def _run_in_process(tasks: Sequence[EvaluationTask], cell_measurer: CellMeasurer
                 yield WorkerEvent(task, refusal_reason=str(exc))
 
 
-def _run_in_workers(tasks: Sequence[EvaluationTask], order: Mapping[str, object], jobs: int) -> Generator[WorkerEvent, None, None]:
+def _run_in_workers(
+    tasks: Sequence[EvaluationTask], order: Mapping[str, object], jobs: int
+) -> Generator[WorkerEvent, None, None]:
     pending, finished_keys = list(tasks), set[str]()
     workers: dict[int, _WorkerProcess] = {}
     messages: queue.SimpleQueue[tuple[int, WorkerMessage | None]] = queue.SimpleQueue()

@@ -1,5 +1,9 @@
 """Store, compress and evict the KV caches of LLMs that run on MNN, outside the engine. See the README for a tour."""
 
+from . import _interrupt as _interrupt  # first, because an import can be interrupted
+
+# isort: split
+
 from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING, Any
 

@@ -28,7 +28,7 @@ FLOORS = (
     ("files",),
     ("_util",),
     ("_simd", "dtypes"),
-    ("errors",),
+    ("_interrupt", "errors"),
 )
 """From the top down; rooms of one floor do not know each other."""
 

@@ -170,9 +170,22 @@ def add_threads_option(parser: Any) -> None:
     parser.add_argument("--no-zstd", action="store_true", help="behave as an engine without libzstd: RLE only")
 
 
+class SingleValueAction(argparse.Action):
+    """Store the value of an option that may be typed only once, instead of dropping all values but the last."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
+    ) -> None:
+        """Store the value, or fail."""
+        previous = getattr(namespace, self.dest)
+        if previous is not None:
+            raise argparse.ArgumentError(self, f"expected once, found {previous} and {values}")
+        setattr(namespace, self.dest, values)
+
+
 def add_output_option(parser: Any, text: str) -> None:
-    """Add ``-o``, and accept ``-f``."""
-    parser.add_argument("-o", "--output", metavar="OUT", help=text)
+    """Add ``-o`` of one output, and accept ``-f``."""
+    parser.add_argument("-o", "--output", action=SingleValueAction, metavar="OUT", help=text)
     parser.accept("--force")
 
 

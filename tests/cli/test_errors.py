@@ -109,6 +109,7 @@ def tree(folder: Path) -> dict[str, int]:
         ("decode side.frame -o /dev/full", 1, "/dev/full: cannot be written: No space left on device"),
         # what is asked
         ("encode", 2, "the following arguments are required: IN"),
+        ("encode ok.npy -o x.frame -o y.frame", 2, "argument -o/--output: expected once, found x.frame and y.frame"),
         ("frobnicate", 2, "there is no verb 'frobnicate'"),
         ("encode ok.npy --effort most -o x.frame", 2, "invalid choice: 'most'"),
         ("encode ok.npy --dtype fp8 -o x.frame", 2, "invalid choice: 'fp8'"),

@@ -106,6 +106,19 @@ def test_interrupt_during_imports_is_one_line(here, start, module):
     assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"kvmnn: error: interrupted\n")
 
 
+def test_interrupt_while_package_is_imported_is_one_line(here):
+    Path("kvmnn").write_text(SIGNALLED.format(module="kvmnn.errors", number=int(signal.SIGINT)) + STARTS["kvmnn"])
+    done = subprocess.run([sys.executable, "kvmnn"], capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"kvmnn: error: interrupted\n")
+
+
+def test_interrupt_of_program_that_imports_the_package_raises(here):
+    source = SIGNALLED.format(module="kvmnn.errors", number=int(signal.SIGINT))
+    Path("program.py").write_text(f"{source}try:\n    import kvmnn\nexcept KeyboardInterrupt:\n    print('raised')\n")
+    done = subprocess.run([sys.executable, "program.py"], capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"raised\n", b"")
+
+
 LOADED = """
 import importlib.machinery, os, sys
 loader = importlib.machinery.ExtensionFileLoader

@@ -37,16 +37,18 @@ def _case(folder: Path, case: dict[str, Any], check: Checker) -> None:
     if "history" in case:
         history = np.fromfile(folder / case["history"], _NUMPY[case["dtype"]]).reshape(shape)
         check.field("history_rows", history.shape[1])
-    if "table_set" in case:
-        tables = dense.SharedTables((folder / case["table_set"]).read_bytes())
-        check.field("table_set_id", f"{tables.id:016x}")
+    table_set = (folder / case["table_set"]).read_bytes() if "table_set" in case else None
     if case["refused"]:
         try:
+            tables = dense.SharedTables(table_set) if table_set is not None else None
             dense.decode(stream, history=history, tables=tables)
         except FrameError:
             return
         check.problems.append("decoded, but it must be refused")
         return
+    if table_set is not None:
+        tables = dense.SharedTables(table_set)
+        check.field("table_set_id", f"{tables.id:016x}")
     info = dense.inspect(stream)
     for name in ("dtype", "kv_heads", "tokens", "head_dim", "method", "rotary"):
         check.field(name, getattr(info, name))

@@ -25,7 +25,7 @@ def main(arguments: list[str]) -> None:
         text,
         ["recent_only", "streaming", "h2o_decayed_heads"],
         ["25%", "50%"],
-        settings=EvaluationSettings(tokens=512, prompt=256, chunk=16, timing=False),
+        settings=EvaluationSettings(tokens=512, prompt=256, chunk=16),
     )
     print(result)
     Path(folder).mkdir(parents=True, exist_ok=True)

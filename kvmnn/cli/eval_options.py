@@ -137,8 +137,13 @@ def add_setting_options(parser: Any) -> None:
         help="also ask questions about contexts made of the texts: all, or copy,retrieval,classification,completion; "
         "items=24,tokens=512 among them",
     )
+    add(
+        "--timing",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="also measure TTFT, TPOT and attention time, which takes longer than all else",
+    )
     add("--repeats", type=parse_positive, metavar="N", help="runs of the timed generation (default: 3)")
-    add("--no-timing", action="store_true", help="do not measure TTFT, TPOT and attention time")
     add(
         "--no-project-definitions",
         action="store_true",
@@ -218,7 +223,7 @@ def build_settings(arguments: argparse.Namespace) -> EvaluationSettings:
         frame_dtype=arguments.frame_dtype,
         repeats=EvaluationSettings.repeats if arguments.repeats is None else arguments.repeats,
         project_definitions=not arguments.no_project_definitions,
-        timing=not arguments.no_timing,
+        timing=arguments.timing,
         traces=arguments.plot is not None,
         lossless=model_options.build_lossless_document(arguments),
         prefix_store=arguments.store,

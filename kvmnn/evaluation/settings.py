@@ -278,8 +278,9 @@ class EvaluationSettings(Record):
     repeats: int = 3
     #: Whether configurations of presets are also measured by their projects' definitions (JSON: ``as_seed``).
     project_definitions: bool = field(default=True, metadata={"key": "as_seed"})
-    #: Whether TTFT, TPOT and the time of attention are measured.
-    timing: bool = True
+    #: Whether TTFT, TPOT and the time of attention are measured: about five times the time of everything else, as each
+    #: row reads the first text again `repeats` + 1 times.
+    timing: bool = False
     #: Whether memory and live tokens of the first document are recorded as a time series.
     traces: bool = False
     #: Options of the lossless runtime that stores the cache, under the engine's names (`RuntimeConfig.from_engine`), or

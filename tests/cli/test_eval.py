@@ -139,6 +139,7 @@ def test_eval_preset_runs_its_configurations(capsys):
         *BASE,
         "--preset",
         "knorm-ratio:keep_ratios=0.5,prune_after=20",
+        "--timing",
         "--repeats",
         "1",
         "--json",
@@ -215,7 +216,7 @@ def test_eval_refused_configuration_keeps_other_rows(capsys):
         ),
         (["--no-titles"], "--no-titles has no effect here: expected --plot DIR with it"),
         (["--plot-format", "pdf"], "--plot-format has no effect here: expected --plot DIR with it"),
-        (["--no-timing", "--repeats", "2"], "--repeats has no effect here: --no-timing measures no time"),
+        (["--repeats", "2"], "--repeats has no effect here: expected --timing with it"),
         (["--no-project-definitions"], "--no-project-definitions has no effect here"),
         (["--policy", "full", "--skip-layers", "0"], "--skip-layers has no effect here"),
         (

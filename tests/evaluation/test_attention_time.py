@@ -98,7 +98,9 @@ def test_attention_time_hidden_softmax_is_unknown(tmp_path: Path, folder: Path) 
     path = Tiny(half=True).save(tmp_path / "model.onnx")
     with pytest.raises(ModelError, match="the time of attention is not known: it is not found in the graph"):
         timed(path)
-    results = evaluate(path, [document()], settings=EvaluationSettings(tokens=40, chunk=8, repeats=1), jobs=0)
+    results = evaluate(
+        path, [document()], settings=EvaluationSettings(tokens=40, chunk=8, repeats=1, timing=True), jobs=0
+    )
     assert results.rows[0].tpot_seconds is not None
     assert results.rows[0].attention_seconds is None
     heads, _, line = (text.split(" | ") for text in results.to_text("markdown").splitlines()[:3])
@@ -111,7 +113,12 @@ def test_attention_time_hidden_softmax_is_unknown(tmp_path: Path, folder: Path) 
 def test_evaluate_attention_time_is_a_table_column(tmp_path: Path) -> None:
     path = Tiny().save(tmp_path / "model.onnx")
     results = evaluate(
-        path, [document()], ["streaming"], [8], settings=EvaluationSettings(tokens=40, chunk=8, repeats=1), jobs=0
+        path,
+        [document()],
+        ["streaming"],
+        [8],
+        settings=EvaluationSettings(tokens=40, chunk=8, repeats=1, timing=True),
+        jobs=0,
     )
     assert all(row.to_dict()["attention_seconds"] > 0 for row in results.rows)
     assert "attention_seconds" in results.to_csv().splitlines()[0].split(",")

@@ -267,11 +267,11 @@ def test_evaluate_traces_follow_first_document(documents):
 @pytest.mark.slow
 def test_evaluate_generation_times_are_positive(tiny):
     wanted = expand_configurations(["streaming"], [24])
-    for row in run(tiny(70, 1), wanted, model=tiny.model, tokens=70, repeats=2, chunk=10).rows:
+    for row in run(tiny(70, 1), wanted, model=tiny.model, tokens=70, repeats=2, chunk=10, timing=True).rows:
         assert row.ttft_seconds > 0
         assert row.tpot_seconds > 0
         assert row.attention_seconds > 0
-    short = run(read_like(tiny(70, 1)), wanted, model=tiny.model, tokens=1, repeats=1).rows[0]
+    short = run(read_like(tiny(70, 1)), wanted, model=tiny.model, tokens=1, repeats=1, timing=True).rows[0]
     assert short.tpot_seconds is None
     assert short.attention_seconds is None
 
@@ -326,7 +326,7 @@ def test_evaluate_preset_has_project_definition(documents):
 @pytest.mark.slow
 def test_evaluate_streaming_h2o_preset_has_lazy_cache_sizes(documents):
     wanted = [entry for entry in expand_preset("streaming-h2o") if entry.label in ("baseline", "h2o_4_32_256")]
-    results = run(documents(600, 1), wanted, tokens=600, chunk=8, repeats=1)
+    results = run(documents(600, 1), wanted, tokens=600, chunk=8, repeats=1, timing=True)
     _, baseline, h2o = results.rows
     assert h2o.tokens_kept == (256,) * 6
     assert (h2o.project_stats.chunk, h2o.project_stats.final_cache_tokens) == (256, 256)

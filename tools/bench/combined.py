@@ -61,7 +61,7 @@ def main() -> None:
             MODEL,
             texts,
             wanted,
-            settings=EvaluationSettings(tokens=tokens, prompt=prompt, lossless=lossless, repeats=2),
+            settings=EvaluationSettings(tokens=tokens, prompt=prompt, lossless=lossless, timing=True, repeats=2),
             jobs=2,
         )
         for lossless in (None, ENGINE)

@@ -203,7 +203,15 @@ def evaluate(texts: int, tokens: int) -> dict[str, Any]:
         ]
         for policy in EVALUATED[1:]:
             command += ["--policy", policy]
-        command += ["--max-tokens", str(tokens), "--chunk", str(chunk), "--jobs", str(len(os.sched_getaffinity(0)))]
+        command += [
+            "--timing",
+            "--max-tokens",
+            str(tokens),
+            "--chunk",
+            str(chunk),
+            "--jobs",
+            str(len(os.sched_getaffinity(0))),
+        ]
         with tempfile.TemporaryDirectory() as folder:
             begun = time.perf_counter()
             done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)

@@ -11,7 +11,8 @@ Both are pulled and imported (without torch), then:
   `eval`);
 * a picture of all of these: divergence over bytes a token.
 
-Within 20 minutes on two cores. Models stay where `kvmnn model pull` puts them, profiles in build/real.
+Each model has a process and a thread of its own: within 20 minutes on two cores. Models stay where `kvmnn model pull`
+puts them, profiles in build/real.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ import argparse
 import datetime
 import hashlib
 import json
+import multiprocessing
 import resource
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +54,8 @@ FIXTURES = ROOT / "fixtures" / "lm_real"
 PROFILES = ROOT / "build" / "real"
 MODELS = {"smollm2-135m": "smol", "gemma3-270m": "gemma"}
 TEXTS = {"sotu": "speech", "moby": "novel", "code": "code"}
-PROFILE_TOKENS = 16384
+PROFILE_TOKENS = {"smollm2-135m": 32768, "gemma3-270m": 16384}
+"""Gemma takes four times as long a token: as many as fit into the 20 minutes."""
 PROFILE_CODE = ("calendar", "configparser", "plistlib", "subprocess")
 """Of fixtures/lm/texts: Python source. The text that is measured is of another module."""
 
@@ -59,10 +63,8 @@ TOKENS, PROMPT, STEP_TOKENS = 2048, 1024, 128
 TYPES = ("fp16", "bf16", "fp32")
 PEERS = ("zstd -3", "lz4", "blosc2 bitshuffle+zstd (clevel 1)", "bitshuffle+zstd -1", "pcodec")
 KVMNN_CODECS = ("exact", "fast", "dense", "profile, alone", "profile, two below")
-#: KL that transform streams are asked for. A fraction of it is lost over a thousand tokens: these were set after runs
-#: on the same texts, so that losses near 0.0025 and 0.0065 can be compared.
-ASKED_KL = {"smollm2-135m": (0.0035, 0.01), "gemma3-270m": (0.0023,)}
-ATTENTION_KL = {"smollm2-135m": (0.0045, 0.013), "gemma3-270m": (0.0028, 0.013)}
+#: KL that transform streams are asked for, and measured KL at which ratios are interpolated between them.
+ASKED_KL, COMPARED_KL = (0.003, 0.012), (0.0025, 0.0065)
 EVALUATED_MODEL, EVALUATED_TEXTS = "smollm2-135m", ("moby", "code")
 EVALUATED_TOKENS, EVALUATED_PROMPT, BUDGET, CHUNK = 1024, 512, 256, 16
 QUANTIZERS = ("q8_0", "q4_0", "kivi:k=4,v=4,group=64")
@@ -80,16 +82,21 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, help="measure this one, and keep what is written of the other")
     parser.add_argument("--reuse", action="store_true", help="take profiles of the same texts that are in build/real")
     options = parser.parse_args()
-    for name in [options.model] if options.model else MODELS:
-        record = measure_model(name, options.quick, options.reuse)
-        data = read_results() | {name: record}
-        data = {key: data[key] for key in MODELS if key in data}
-        sections = [line for key in data for line in format_model(key, data[key])]
-        if not options.quick:
-            write_results("real", "Real models from PyPI", sections, data)
-            if name == "smollm2-135m":
-                (BENCHMARKS / "real.png").write_bytes(draw(record))
-        print("\n".join(format_model(name, record)), flush=True)
+    names = [options.model] if options.model else list(MODELS)
+    clock = time.perf_counter()
+    with ProcessPoolExecutor(len(names), multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
+        tasks = {pool.submit(measure_model, name, options.quick, options.reuse): name for name in names}
+        for task in as_completed(tasks):
+            name, record = tasks[task], task.result()
+            data = read_results() | {name: record}
+            data = {key: data[key] for key in MODELS if key in data}
+            sections = [line for key in data for line in format_model(key, data[key])]
+            if not options.quick:
+                write_results("real", "Real models from PyPI", sections, data)
+                if name == EVALUATED_MODEL:
+                    (BENCHMARKS / "real.png").write_bytes(draw(record))
+            print("\n".join(format_model(name, record)), flush=True)
+    print(f"{(time.perf_counter() - clock) / 60:.1f} minutes")
 
 
 def read_results() -> dict[str, Any]:
@@ -105,13 +112,14 @@ def measure_model(name: str, quick: bool, reuse: bool) -> dict[str, Any]:
     imported = pull_model(name)
     import_seconds = read_cpu_seconds() - start if is_new else None
     clock = time.perf_counter()
-    session = DecoderSession.open(name, attentions=True, threads=2)
+    session = DecoderSession.open(name, attentions=True, threads=1)
     record: dict[str, Any] = {
         "import": imported.to_dict() | {"output": name},
         "import_cpu_seconds": import_seconds,
         "profile": prepare_profile(name, PROFILES / f"{name}.kvmp", reuse),
     }
     profile = Profile.read(PROFILES / f"{name}.kvmp")
+    record["stage_seconds"] = {"profile": read_cpu_seconds() - start}
     record["proof"] = compare_with_torch(session, reference)
     stored: list[dict[str, Any]] = []
     for text in texts:
@@ -123,16 +131,14 @@ def measure_model(name: str, quick: bool, reuse: bool) -> dict[str, Any]:
         del pairs
     record["sizes"] = stored
     record["tokens"], record["prompt"] = TOKENS, PROMPT
-    record["transforms"], record["transform_texts"] = (
-        measure_transforms(session, reference, texts, profile, name),
-        texts,
-    )
+    record["stage_seconds"]["sizes"] = read_cpu_seconds() - start - sum(record["stage_seconds"].values())
+    record["transforms"] = measure_transforms(session, reference, texts, profile)
+    record["stage_seconds"]["transforms"] = read_cpu_seconds() - start - sum(record["stage_seconds"].values())
     del session
     if name == EVALUATED_MODEL:
         with tempfile.TemporaryDirectory() as folder:
             record["rows"] = evaluate_rows(name, reference, Path(folder), quick)
             record["rows_date"] = datetime.date.today().isoformat()
-    record["stages"] = "one run"
     record["cpu_seconds"] = read_cpu_seconds() - start + (record["profile"]["seconds"] if reuse else 0)
     record["seconds"] = time.perf_counter() - clock
     record["peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -153,13 +159,13 @@ def prepare_profile(name: str, path: Path, reuse: bool) -> dict[str, Any]:
     description = path.with_suffix(".json")
     if reuse and description.is_file() and path.is_file():
         known: dict[str, Any] = json.loads(description.read_text(encoding="utf-8"))
-        if known["texts_sha256"] == digest:
+        if (known["texts_sha256"], known["max_tokens"]) == (digest, PROFILE_TOKENS[name]):
             return known
     path.parent.mkdir(parents=True, exist_ok=True)
-    options = ProfileOptions(tokens=PROFILE_TOKENS, below=(0, 2), name=name, threads=2)
+    options = ProfileOptions(tokens=PROFILE_TOKENS[name], below=(0, 2), name=name, threads=1)
     made = make_profile(name, texts, path, options, overwrite=True).to_dict()
     seconds = made["reading_seconds"] + made["sensitivity_seconds"] + made["table_seconds"]
-    made |= {"output": path.name, "texts_sha256": digest, "seconds": seconds}
+    made |= {"output": path.name, "texts_sha256": digest, "max_tokens": PROFILE_TOKENS[name], "seconds": seconds}
     description.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
     return made
 
@@ -280,12 +286,11 @@ def to_words(values: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[Any]:
 
 
 def measure_transforms(
-    session: DecoderSession, reference: dict[str, Any], texts: Sequence[str], profile: Profile, name: str
+    session: DecoderSession, reference: dict[str, Any], texts: Sequence[str], profile: Profile
 ) -> list[dict[str, Any]]:
     """Rows of transform streams: stored bytes of the prompt, and what the model loses after their decoded words."""
-    kinds = [(level, kl) for level in LEVELS for kl in (ASKED_KL if level != LEVELS[2] else ATTENTION_KL)[name]]
     zero = {"bytes": 0, "raw": 0, "tokens": 0, "kl": 0.0, "nats": 0.0, "agreement": 0.0}
-    rows: list[dict[str, Any]] = [{"level": level, "asked": kl, **zero} for level, kl in kinds]
+    rows: list[dict[str, Any]] = [{"level": level, "asked": kl, **zero} for level in LEVELS for kl in ASKED_KL]
     for text in texts:
         ids = reference[f"{text}_ids"].astype(np.int64)
         prompt, following = ids[:PROMPT], ids[PROMPT:]
@@ -357,13 +362,12 @@ def evaluate_rows(name: str, reference: dict[str, Any], folder: Path, quick: boo
         tokens=128 if quick else EVALUATED_TOKENS,
         prompt=64 if quick else EVALUATED_PROMPT,
         chunk=CHUNK,
-        timing=False,
         project_definitions=False,
     )
     codecs = [f"{codec}{',' if ':' in codec else ':'}when=prompt" for codec in QUANTIZERS]
     results = (
-        evaluate(name, paths, POLICIES, [32 if quick else BUDGET], settings=settings, jobs=2),
-        evaluate(name, paths, codecs=codecs, settings=settings, jobs=2),
+        evaluate(name, paths, POLICIES, [32 if quick else BUDGET], settings=settings, jobs=1),
+        evaluate(name, paths, codecs=codecs, settings=settings, jobs=1),
     )
     rows = [results[0].rows[0], *(row for result in results for row in result.rows[1:])]
     return [{key: value for key, value in row.to_dict().items() if key != "documents"} for row in rows]
@@ -391,7 +395,8 @@ def format_model(name: str, record: dict[str, Any]) -> list[str]:
         f"{imported['weight_bytes'] / 1e6:.0f} MB of {imported['dtype']}. Next to torch with the same weights, largest "
         f"difference over {record['tokens']:,} tokens, nats: {nats}; K and V of 64 tokens: "
         f"{proof['max_kv_difference']:.1e}; greedy tokens equal: {proof['greedy_equal']} of {proof['greedy_tokens']}. "
-        f"Added up from {record['stages']}, this section took {record['cpu_seconds'] / 60:.1f} CPU minutes.",
+        f"This section took {record['seconds'] / 60:.1f} minutes, {record['cpu_seconds'] / 60:.1f} of them CPU time, "
+        f"and at most {record['peak_mb'] / 1000:.1f} GB, with the other model's at the same time.",
         "",
         f"Profile of {made['tokens']:,} tokens of {made['texts']} other texts (speeches, a novel, Python source), for "
         f"streams of each layer alone and by two layers below: {made['bytes'] / 1e6:.1f} MB, not counted below; "
@@ -402,13 +407,16 @@ def format_model(name: str, record: dict[str, Any]) -> list[str]:
         "",
         format_sizes(record["sizes"]),
         "",
-        f"LOSSY, transform streams ({', '.join(TEXTS[text] for text in record['transform_texts'])}): the first "
-        f"{record['prompt']:,} tokens of each text are encoded and decoded, all bytes counted; figures of the "
-        f"{record['tokens'] - record['prompt']:,} tokens after them, against the exact cache. The KL asked for was set "
-        "after runs on these texts, so that losses near 0.0025 and 0.0065 can be compared: points of a curve, no "
-        "forecast. Bits of a K or V element (fp16 has 16):",
+        f"LOSSY, transform streams: the first {record['prompt']:,} tokens of each text are encoded and decoded, all "
+        f"bytes counted; figures of the {record['tokens'] - record['prompt']:,} tokens after them, against the exact "
+        "cache. Bits of a K or V element (fp16 has 16):",
         "",
         format_transforms(record["transforms"]),
+        "",
+        f"Ratios at a KL of {' and '.join(map(str, COMPARED_KL))}, on the line through both points of each kind (ratio "
+        "over KL, both logarithmic):",
+        "",
+        format_ratios(record["transforms"]),
         "",
         *(format_rows(record["rows"], record["rows_date"]) if "rows" in record else ()),
     ]
@@ -435,6 +443,18 @@ def format_transforms(transforms: list[dict[str, Any]]) -> str:
         figures = [f"{nats:+.4f}", f"{kl:.4f}", f"{row['asked']}", f"{100 * agreement:.1f}", f"{16 / ratio:.2f}"]
         rows.append([row["level"], f"{ratio:.2f}", *figures])
     return table(["streams", "ratio", "nats", "KL", "KL asked", "same best %", "bits"], rows)
+
+
+def format_ratios(transforms: list[dict[str, Any]]) -> str:
+    """Ratios at the same KL, interpolated, or extrapolated where both points lie on one side."""
+    rows = []
+    for level in LEVELS:
+        members = [row for row in transforms if row["level"] == level]
+        kls = np.log([row["kl"] / row["tokens"] for row in members])
+        ratios = np.log([row["raw"] / row["bytes"] for row in members])
+        slope = (ratios[1] - ratios[0]) / (kls[1] - kls[0])
+        rows.append([level, *(f"{np.exp(ratios[0] + slope * (np.log(kl) - kls[0])):.2f}" for kl in COMPARED_KL)])
+    return table(["streams", *(f"ratio at KL {kl}" for kl in COMPARED_KL)], rows)
 
 
 def format_rows(documents: list[dict[str, Any]], date: str) -> list[str]:

@@ -63,7 +63,6 @@ def measured(part: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], *, text
         tokens=part["tokens_per_file"],
         chunk=part["chunk"],
         deep_from=part["deep_from"],
-        timing=False,
         project_definitions=False,
     )
     files = [FIXTURES / "texts" / name for name in part["files"][:texts]]

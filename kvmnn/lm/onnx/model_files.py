@@ -241,7 +241,10 @@ def compute_fingerprint(model: str | os.PathLike[str]) -> str:
 
 
 def list_fingerprint_files(model: str | os.PathLike[str]) -> list[Path]:
-    """Return the paths of the files that `compute_fingerprint` reads, in order; errors as there."""
+    """Return the paths of the files that `compute_fingerprint` reads, in order; errors as there.
+
+    Links are not resolved: where one leads may change.
+    """
     graph = find_model(model).graph
-    weights = locate_weights(read_onnx_graph(graph), graph).values()
-    return [graph, *(resolve_dir(graph) / name for name in sorted(weights))]
+    location_by_name = locate_weights(read_onnx_graph(graph), graph)
+    return [graph, *(graph.parent / name for name in sorted(location_by_name, key=location_by_name.__getitem__))]

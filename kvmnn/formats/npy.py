@@ -44,7 +44,7 @@ class NpyHeader:
     def __init__(self, head: bytes, label: str) -> None:
         try:
             fields, self.header_bytes = _parse_header_fields(head)
-        except (ValueError, SyntaxError, MemoryError, RecursionError) as exc:  # the last three are ast.literal_eval's
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError) as exc:  # all that literal_eval raises
             reason = (str(exc).splitlines() or [type(exc).__name__])[0]
             raise SourceError(f"{label}: not a valid .npy header: {reason[:200]}") from None
         shape = fields["shape"]

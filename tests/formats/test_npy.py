@@ -93,6 +93,7 @@ def header(text: str, data: bytes = b"") -> bytes:
         ),
         (header("__import__('os').system('true')\n"), "not a valid .npy header"),
         (header("{" * 5000), "not a valid .npy header"),
+        (header("{'descr': '<f2', ['shape']: (2,)}"), "not a valid .npy header"),
         (b"\x93NUMPY\x09\x00\x10\x00" + b" " * 16, "version 9.0"),
         (b"\x93NUMPY\x02\x00\xff\xff\xff\xff" + b" " * 16, "not a valid .npy header"),
     ],

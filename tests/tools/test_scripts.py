@@ -72,6 +72,14 @@ def test_dense_benchmark_reports_axis_order(tmp_path: Path) -> None:
     assert done.returncode == 1 and done.stderr.endswith(said) and done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
+def test_fuzzing_runs_and_repeats_a_case() -> None:
+    command = [sys.executable, str(TOOLS / "fuzz/run.py"), "--seed", "7"]
+    for options, text in ((["--minutes", "0.03"], "nothing found (seed 7)"), (["--case", "7:1"], "executions, ")):
+        done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
+        assert done.returncode == 0 and text in done.stdout, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("script", SHELL)
 def test_shell_scripts_parse(script: str) -> None:
     subprocess.run(["sh", "-n", str(TOOLS / script)], check=True)

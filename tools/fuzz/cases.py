@@ -11,6 +11,7 @@ from typing import Any
 import codec_model
 import files
 import numpy as np
+import profile_cases
 import zstandard
 from damage import damaged
 
@@ -363,5 +364,7 @@ KINDS: dict[str, tuple[Make, Check]] = {
     "values": (make_values, check_values),
     "specs": (make_specs, check_specs),
     "files": (files.make, files.check),
+    "profiles": (profile_cases.make_profile, profile_cases.check_profile),
+    "streams": (profile_cases.make_stream, profile_cases.check_stream),
 }
-WEIGHTS = {"frames": 50, "payloads": 35, "values": 8, "specs": 2, "files": 5}
+WEIGHTS = {"frames": 50, "payloads": 35, "values": 8, "specs": 2, "files": 5, "profiles": 4, "streams": 4}

@@ -3,7 +3,8 @@
  *
  * KVMNN_FUZZ is "linear" or "transform". An input has options, up to four patches, and data. By the options the data is
  * either decoded as it is, or it is words (coefficients) which are encoded and decode to what went in; patched, they are
- * decoded again. One SIMD level does it, or all of them: the same bytes, and all take a damaged stream or none. */
+ * decoded again. One SIMD level does it, or all of them: the same bytes, and all take a damaged stream or none. At the
+ * end it prints how many streams the decoders were called for. */
 #include "kvmnn/linear/linear.h"
 #include "kvmnn/transform/transform.h"
 
@@ -15,6 +16,9 @@
 enum { OPTIONS = 8, PATCHES = 4, HEAD_BYTES = OPTIONS + 3 * PATCHES, SIDES = 4, MAX_TOKENS = 40 };
 
 static enum { LINEAR, TRANSFORM } target;
+static unsigned long long num_decoded;
+
+static void print_count(void) { fprintf(stderr, "stat::decoded_streams: %llu\n", num_decoded); }
 
 static void die(const char *what) {
     fprintf(stderr, "FOUND: %s\n", what);
@@ -40,6 +44,11 @@ static void apply_patches(const uint8_t *patches, uint8_t *bytes, size_t size) {
 
 static linear_side sides[SIDES];
 static int16_t *regressors;
+
+static int decode_linear(int level, const linear_job *job, const uint8_t *data, size_t size, void *scratch, void *words) {
+    ++num_decoded;
+    return linear_kernels_at(level)->decode(job, data, size, scratch, words);
+}
 
 /* A side with tables at random, small or at their limits. */
 static void make_side(linear_side *side, uint32_t seed, uint32_t n, uint32_t head_dim, uint32_t rotated, uint32_t m,
@@ -77,17 +86,20 @@ static void make_side(linear_side *side, uint32_t seed, uint32_t n, uint32_t hea
     free(base), free(chain);
 }
 
+static int is_supported[KVMNN_NUM_ISAS];
+
 /* Whether a level is not tried: all are for 0, the fastest one for 4 to 7. */
 static int is_left_out(int level, int only) {
     int chosen = only > 3 ? KVMNN_NUM_ISAS - 1 : only - 1;
-    while (only && !kvmnn_simd_is_supported(chosen)) --chosen;
-    return !kvmnn_simd_is_supported(level) || (only && level != chosen);
+    while (only && !is_supported[chosen]) --chosen;
+    return !is_supported[level] || (only && level != chosen);
 }
 
 static void run_linear(const uint8_t *options, const uint8_t *patches, const uint8_t *data, size_t size) {
     const linear_side *side = &sides[options[1] & 15 ? options[1] % 3 : 3];
     const int dtype = options[2] % 3, only = options[0] >> 1 & 7;
-    const size_t n = side->shape.elements, tokens = 1 + options[3] % (options[1] & 16 ? MAX_TOKENS : 18), word_bytes = dtype == 2 ? 4 : 2;
+    const int max_tokens = options[1] & 16 && side != &sides[3] ? MAX_TOKENS : 18; /* few words, for many executions */
+    const size_t n = side->shape.elements, tokens = 1 + options[3] % max_tokens, word_bytes = dtype == 2 ? 4 : 2;
     const size_t bytes = tokens * n * word_bytes;
     int64_t positions[MAX_TOKENS];
     int32_t selection[MAX_TOKENS];
@@ -112,7 +124,16 @@ static void run_linear(const uint8_t *options, const uint8_t *patches, const uin
         memcpy(first, data, first_size);
     } else {
         linear_symbol *symbols = malloc(count * sizeof *symbols);
-        for (size_t i = 0; i < bytes && size; ++i) words[i] = data[i % size];
+        if (options[6] & 4) { /* words as the tables foresee them, but for some: few guesses of the decoder are wrong */
+            uint32_t seed = 1u + options[7];
+            for (size_t i = 0; i < capacity / 4; ++i) {
+                const uint32_t unit = draw(&seed);
+                memcpy(stream + 4 * i, &unit, 4);
+            }
+            (void)decode_linear(KVMNN_BASELINE, &job, stream, capacity, scratch, words);
+            for (size_t i = 0; i + 2 < size; i += 3) words[(data[i] | (size_t)data[i + 1] << 8) % bytes] ^= data[i + 2];
+        } else
+            for (size_t i = 0; i < bytes && size; ++i) words[i] = data[i % size];
         for (size_t t = 0; t < tokens && is_constant; ++t)
             memset(words + (t * n + options[5] % n) * word_bytes, 0, word_bytes);
         for (int level = 0; level < KVMNN_NUM_ISAS; ++level) {
@@ -125,10 +146,20 @@ static void run_linear(const uint8_t *options, const uint8_t *patches, const uin
             else if (capacity - begin != first_size || memcmp(first, stream + begin, first_size) != 0)
                 die("other bytes at another SIMD level");
             memset(back, 0, bytes);
-            if (!kernels->decode(&job, first, first_size, scratch, back)) die("a stream of the encoder is refused");
+            if (!decode_linear(level, &job, first, first_size, scratch, back)) die("a stream of the encoder is refused");
             if (memcmp(back, words, bytes) != 0) die("other words");
         }
         free(symbols);
+    }
+    if (options[6] & 2) { /* what the layers above are predicted from */
+        int16_t *rows = malloc(tokens * n * sizeof *rows), *expected = malloc(tokens * n * sizeof *rows);
+        for (int level = 0; level < KVMNN_NUM_ISAS; ++level) {
+            if (!is_supported[level]) continue;
+            linear_kernels_at(level)->regressors(&side->shape, &side->scales, job.dtype, words, positions, tokens, scratch,
+                                                 level ? rows : expected);
+            if (level && memcmp(rows, expected, tokens * n * sizeof *rows) != 0) die("other regressors");
+        }
+        free(rows), free(expected);
     }
     apply_patches(patches, first, first_size);
     uint8_t *exact = malloc(first_size + 1); /* so that reading beyond its end is seen */
@@ -137,7 +168,7 @@ static void run_linear(const uint8_t *options, const uint8_t *patches, const uin
     for (int level = 0; level < KVMNN_NUM_ISAS; ++level) {
         if (is_left_out(level, only)) continue;
         memset(back, 0, bytes);
-        const int is_taken = linear_kernels_at(level)->decode(&job, exact, first_size, scratch, back);
+        const int is_taken = decode_linear(level, &job, exact, first_size, scratch, back);
         if (was_taken < 0)
             was_taken = is_taken, memcpy(other, back, bytes);
         else if (is_taken != was_taken || (is_taken && memcmp(back, other, bytes) != 0))
@@ -194,6 +225,7 @@ static void run_transform(const uint8_t *options, const uint8_t *patches, const 
         kvmnn_transform_encode(&side, numbers, room, out, out + capacity, capacity, &units_bytes, &bits_bytes);
         units = malloc(units_bytes + 1), bits = malloc(bits_bytes + 1);
         memcpy(units, out + capacity - units_bytes, units_bytes), memcpy(bits, out + capacity, bits_bytes);
+        ++num_decoded;
         if (!kvmnn_transform_decode(&side, units, units_bytes, bits, bits_bytes, scratch, back))
             die("sections of the encoder are refused");
         if (memcmp(back, numbers, count * sizeof *back) != 0) die("other coefficients");
@@ -201,6 +233,7 @@ static void run_transform(const uint8_t *options, const uint8_t *patches, const 
     }
     apply_patches(patches, units, units_bytes);
     if (options[6] & 2) apply_patches(patches, bits, bits_bytes);
+    ++num_decoded;
     (void)kvmnn_transform_decode(&side, units, units_bytes - (units_bytes && (options[6] & 4)), bits, bits_bytes, scratch,
                                  back);
     /* the same sums at all levels */
@@ -210,7 +243,7 @@ static void run_transform(const uint8_t *options, const uint8_t *patches, const 
         int32_t *sums = malloc(rows * columns * sizeof *sums), *expected = malloc(rows * columns * sizeof *sums);
         for (size_t i = 0; i < columns * depth; ++i) packed[i] = (int16_t)(draw(&seed) >> 8);
         for (int level = 0; level < KVMNN_NUM_ISAS; ++level) {
-            if (!kvmnn_simd_is_supported(level)) continue;
+            if (!is_supported[level]) continue;
             kvmnn_transform_kernels_at(level)->multiply(back, n, rows, depth, packed, columns, level ? sums : expected,
                                                         columns);
             if (level && memcmp(sums, expected, rows * columns * sizeof *sums) != 0)
@@ -223,6 +256,8 @@ static void run_transform(const uint8_t *options, const uint8_t *patches, const 
 
 int LLVMFuzzerInitialize(int *argc, char ***argv) {
     (void)argc, (void)argv;
+    atexit(print_count);
+    for (int level = 0; level < KVMNN_NUM_ISAS; ++level) is_supported[level] = kvmnn_simd_is_supported(level);
     const char *wanted = getenv("KVMNN_FUZZ");
     if (wanted && !strcmp(wanted, "linear")) target = LINEAR;
     else if (wanted && !strcmp(wanted, "transform")) target = TRANSFORM;

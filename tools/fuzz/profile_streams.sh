@@ -30,10 +30,10 @@ for KVMNN_FUZZ in $TARGETS; do
     for length in 30 60 200 400; do
         head -c "$length" /dev/urandom >"$WORK/corpus/$KVMNN_FUZZ/random$length"
     done
-    "$WORK/fuzz" -max_total_time="$seconds" -max_len=400 -timeout=20 -rss_limit_mb=2000 -print_final_stats=1 \
-        -artifact_prefix="$WORK/found-$KVMNN_FUZZ-" "$WORK/corpus/$KVMNN_FUZZ" 2>"$WORK/$KVMNN_FUZZ.log" || {
+    "$WORK/fuzz" -max_total_time="$seconds" -max_len=400 -timeout=20 -rss_limit_mb=2000 -entropic=0 \
+        -print_final_stats=1 -artifact_prefix="$WORK/found-$KVMNN_FUZZ-" "$WORK/corpus/$KVMNN_FUZZ" 2>"$WORK/$KVMNN_FUZZ.log" || {
         tail -n 40 "$WORK/$KVMNN_FUZZ.log"
         exit 1
     }
-    grep -E 'DONE|stat::number_of_executed_units' "$WORK/$KVMNN_FUZZ.log"
+    grep -E 'DONE|stat::number_of_executed_units|stat::decoded_streams' "$WORK/$KVMNN_FUZZ.log"
 done

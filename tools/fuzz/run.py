@@ -1,6 +1,6 @@
 """Throw hostile input at kvmnn for some minutes and compare with the reference codec, tests/support/codec_model.py.
 
-    python tools/fuzz/run.py [--minutes 10] [--seed N] [--only frames,payloads,values,specs,files]
+    python tools/fuzz/run.py [--minutes 10] [--seed N] [--only frames,payloads,values,specs,files,profiles,streams]
     python tools/fuzz/run.py --case SEED:NUMBER          repeat one case, as a failure report names it
 
 Every case is a function of the seed and its number. A worker process notes the number in a small shared file before it
@@ -26,6 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / folder) for folder in ("tools/fuzz", "tests/support", "tools")]
 
+KINDS = "frames,payloads,values,specs,files,profiles,streams"
 JOURNAL = struct.Struct("<QQQQ")  # case number, cases done, frames accepted, peak KiB
 PARALLEL_LIMIT = 3 << 30  # bytes of address space for a worker
 RESIDENT_LIMIT = 700 << 10  # KiB of memory that a worker may have touched
@@ -36,12 +37,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--seed", type=int, default=int(time.time()))
-    parser.add_argument("--only", default="frames,payloads,values,specs,files", help="kinds of cases, comma-separated")
+    parser.add_argument("--only", default=KINDS, help="kinds of cases, comma-separated")
     parser.add_argument("--case", metavar="SEED:NUMBER", help="run this case alone, in this process")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "fuzz", help="where failures are saved")
     parser.add_argument("--worker", metavar="JOURNAL", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    kinds = arguments.select_array.split(",")
+    kinds = arguments.only.split(",")
     if arguments.case:
         seed, number = map(int, arguments.case.split(":"))
         return one_case(seed, number, kinds)
@@ -61,7 +62,7 @@ def supervise(arguments: argparse.Namespace, kinds: list[str]) -> int:
         journal = Path(folder, "journal")
         journal.write_bytes(bytes(JOURNAL.size))
         command = [sys.executable, __file__, "--worker", str(journal), "--seed", str(arguments.seed)]
-        command += ["--only", arguments.select_array, "--out", str(arguments.out)]
+        command += ["--only", arguments.only, "--out", str(arguments.out)]
         worker = subprocess.Popen(command, cwd=folder, env={**os.environ, "TMPDIR": folder})
         try:
             found = watch(worker, journal, start, end)

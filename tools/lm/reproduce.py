@@ -105,7 +105,7 @@ def main() -> int:
         worst: dict[str, float] = defaultdict(float)
         counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
         for name, of, difference, holds in compare(
-            expected[title], texts=arguments.texts, only=arguments.select_array, jobs=arguments.jobs
+            expected[title], texts=arguments.texts, only=arguments.only, jobs=arguments.jobs
         ):
             worst[of] = max(worst[of], difference)
             counts[of][0] += 1

@@ -789,6 +789,7 @@ def encode_source(
     *,
     force: bool = False,
     progress: Progress | None = None,
+    accept: Callable[[Manifest], bool] | None = None,
 ) -> EncodeResult:
     """Encode all arrays of a source into frames or dense streams, and write the manifest that restores and proves them.
 
@@ -807,6 +808,9 @@ def encode_source(
         Replace files that exist; the inputs of `source` are never replaced.
     progress
         Called with raw bytes.
+    accept
+        Called before the files of a directory get their names: where it returns False, none is written, and the result
+        has no output.
 
     Raises
     ------
@@ -827,8 +831,8 @@ def encode_source(
     source = replace(source, metadata=metadata)
     plans = plan_arrays(source, options.dense) if options.dense else NO_PLANS
     if isinstance(output, str | os.PathLike):
-        path = os.fspath(output)
-        bundle_manifest = _write_to_path(source, path, options, plans, force, progress)
+        bundle_manifest, is_written = _write_to_path(source, os.fspath(output), options, plans, force, progress, accept)
+        path = os.fspath(output) if is_written else None
     else:
         path = None
         bundle_manifest = _write_to_stream(source, output, options, plans, progress)
@@ -870,7 +874,8 @@ def _write_to_path(
     plans: Mapping[str, DensePlan],
     force: bool,
     progress: Progress | None,
-) -> Manifest:
+    accept: Callable[[Manifest], bool] | None,
+) -> tuple[Manifest, bool]:
     if FILE_KEY in source.metadata and not options.block:  # no engine reads these frames: what counts are bytes
         options = replace(options, allow_raw=True)
     if len(source) > 1 or is_directory_output(path):
@@ -878,14 +883,16 @@ def _write_to_path(
             bundle_manifest = encode_to_directory(
                 source.arrays, directory, options, metadata=source.metadata, plans=plans, progress=progress
             )
-            directory.commit()
-        return bundle_manifest
+            is_accepted = accept is None or accept(bundle_manifest)
+            if is_accepted:
+                directory.commit()
+        return bundle_manifest, is_accepted
     with FileOutput(path, force=force, exclude=source.files) as file:
         bundle_manifest = encode_to_file(
             source.arrays, file, options, metadata=source.metadata, plans=plans, progress=progress
         )
         file.commit()
-    return bundle_manifest
+    return bundle_manifest, True
 
 
 def _write_to_stream(

@@ -54,10 +54,11 @@ def check_codec_options(arguments: argparse.Namespace) -> None:
         raise console.UsageError("--no-zstd is about engines, and none reads dense streams: leave it out")
 
 
-_FRAME_OPTIONS = (
+FRAME_OPTIONS = (
     *("effort", "predictors", "predictors_k", "predictors_v", "hi_predictors"),
     *("frame_bytes", "block", "allow_raw"),
 )
+"""Options that dense streams do not use."""
 
 
 def note_idle_frame_options(arguments: argparse.Namespace, result: EncodeResult) -> None:
@@ -66,7 +67,7 @@ def note_idle_frame_options(arguments: argparse.Namespace, result: EncodeResult)
         return
     given_options = dict.fromkeys(
         shared_options.get_option_name(arguments, name)
-        for name in _FRAME_OPTIONS
+        for name in FRAME_OPTIONS
         if shared_options.was_given(arguments, name)
     )
     if given_options:

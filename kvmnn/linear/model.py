@@ -96,11 +96,8 @@ def get_model(profile: Profile, below: int) -> LinearModel:
 def check_below(profile: Profile, below: int) -> int:
     """Return `below`; `KvmnnError` where the profile has no tables of linear streams for it."""
     validate_int(below, "below", 0, MAX_BELOW)
-    choices = [
-        choice
-        for choice in range(MAX_BELOW + 1)
-        if any(name_table(0, part, choice, "means") in profile.arrays for part in PARTS)
-    ]
+    numbers = {name.split("/")[-2] for name in profile.select("linear") if name.endswith("/means")}
+    choices = [choice for choice in range(MAX_BELOW + 1) if str(choice) in numbers]
     if below not in choices:
         if not choices:
             raise KvmnnError(

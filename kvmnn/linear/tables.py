@@ -53,12 +53,19 @@ def build_tables(statistics: Statistics, below: int) -> Arrays:
     """
     validate_int(below, "below", 0, MAX_BELOW)
     tables: Arrays = {}
-    for layer, geometry in enumerate(statistics.layers):
-        for part in PARTS:
-            if geometry.get_dim(part) % 2 == 0:
-                for name, array in _build_side(statistics, layer, part, below).items():
-                    tables[name_table(layer, part, below, name)] = array
+    for layer in range(len(statistics.layers)):
+        tables |= build_layer_tables(statistics, layer, below)
     return tables
+
+
+def build_layer_tables(statistics: Statistics, layer: int, below: int, name_layer: int | None = None) -> Arrays:
+    """Build the tables of a layer of `statistics`; in their names it is `name_layer`, if that is not None."""
+    return {
+        name_table(layer if name_layer is None else name_layer, part, below, name): array
+        for part in PARTS
+        if statistics.layers[layer].get_dim(part) % 2 == 0
+        for name, array in _build_side(statistics, layer, part, below).items()
+    }
 
 
 def _build_side(statistics: Statistics, layer: int, part: Part, below: int) -> Arrays:

@@ -300,3 +300,62 @@ def test_transform_with_a_file_that_is_no_attention_of_the_cache_fails(run, work
             "encode", work / "kv", "-o", tmp_path / "s/", "--codec", f"profile:{work / 'p.kvmp'},attention=x", code=2
         ).err
     )
+
+
+def test_encode_dense_adapt_learns_tables_in_the_cache(run, work, tmp_path) -> None:
+    rng = np.random.default_rng(2)
+    base, mix = rng.normal(size=(600, 5)), rng.normal(size=(3, 5, 2, 16))
+    rows = np.einsum("ti,lipn->lptn", base, mix) + 0.02 * rng.normal(size=(3, 2, 600, 16))
+    arrays = {
+        f"layer_{layer}.{part}": rows[layer, side].reshape(600, 2, 8).transpose(1, 0, 2).astype(np.float16)
+        for layer in range(3)
+        for side, part in enumerate(("key", "value"))
+    }
+    np.savez(tmp_path / "kv.npz", **arrays)
+    words = ["encode", tmp_path / "kv.npz", "--codec", "dense", "--rope", "none"]
+    result = run(*words, "--adapt", "-o", tmp_path / "s/")
+    assert "LOSSLESS" in result.out and "tables learned in this cache: adapted.kvmp" in result.out
+    assert "--adapt compared dense streams" in result.err
+    document = json.loads(run(*words, "--adapt", "-o", tmp_path / "t/", "--json").out)
+    assert document["stored_bytes"] > document["profile_bytes"] > 0
+    plain = json.loads(run(*words, "-o", tmp_path / "d/", "--json").out)
+    assert document["stored_bytes"] < plain["stored_bytes"]
+    (info,) = json.loads(run("inspect", tmp_path / "s", "--json").out)["inputs"]
+    assert info["profile_bytes"] == document["profile_bytes"]
+    run("decode", tmp_path / "s", "-o", tmp_path / "back.npz")
+    back = np.load(tmp_path / "back.npz")
+    assert all(np.array_equal(back[name], array) for name, array in arrays.items())
+    assert "every byte" in run("verify", tmp_path / "s", "--against", tmp_path / "kv.npz").out
+    assert "equal" in run("diff", tmp_path / "s", tmp_path / "d").out
+    assert "LOSSLESS" in run("encode", tmp_path / "d", "-o", tmp_path / "u/", "--codec", "dense", "--adapt").out
+    (tmp_path / "s" / "adapted.kvmp").unlink()
+    assert "adapted.kvmp), which is not there" in run("decode", tmp_path / "s", "-o", tmp_path / "b.npz", code=1).err
+
+
+def test_encode_adapt_of_a_small_cache_gives_dense_streams(run, work, tmp_path) -> None:
+    result = run("encode", work / "kv", "-o", tmp_path / "s/", "--codec", "dense", "--adapt", "--rope", "none")
+    assert "too small for tables: dense streams" in result.err and "dense stream" in result.out
+    assert "equal" in run("diff", tmp_path / "s", work / "kv").out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["-o", "x/"], "--adapt needs --codec dense"),
+        (["-o", "x/", "--codec", "profile:p.kvmp"], "--adapt needs --codec dense"),
+        (["-o", "-", "--codec", "dense"], "--adapt writes a local folder"),
+        (["-o", "x.zarr", "--codec", "dense"], "--adapt writes a local folder"),
+        (["-o", "x/", "--codec", "dense", "--effort", "fast"], "--effort is about frames, and --adapt makes none"),
+    ],
+)
+def test_encode_adapt_refuses_options_of_other_codecs(run, work, words, message) -> None:
+    assert message in run("encode", work / "kv", "--adapt", *words, code=2).err
+
+
+def test_encode_adapt_with_jobs_writes_a_folder_for_each_file(run, tmp_path) -> None:
+    for name in ("a", "b"):
+        keys = np.random.default_rng(0).normal(size=(2, 20, 8)).astype(np.float16)
+        np.savez(tmp_path / f"{name}.npz", **{"layer_0.key": keys, "layer_0.value": keys + 1})
+    words = ["--codec", "dense", "--adapt", "--rope", "none", "--jobs", "1"]
+    run("encode", tmp_path / "a.npz", tmp_path / "b.npz", *words, "-o", tmp_path / "out/")
+    assert "equal" in run("diff", tmp_path / "out" / "b.npz.frames", tmp_path / "b.npz").out

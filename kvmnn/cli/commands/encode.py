@@ -89,6 +89,12 @@ def add_parser(subparsers: Any) -> None:
         help="cut arrays above this many raw bytes (default: 16M, 64M to a stream; 0: never)",
     )
     dense_options.add_codec_options(parser)
+    parser.add_argument(
+        "--adapt",
+        action="store_true",
+        help="with dense: learn tables in the cache itself, and store them and smaller streams where that pays (from "
+        "some 2,000 tokens on)",
+    )
     raw = parser.add_mutually_exclusive_group()
     raw.add_argument(
         "--joint-kv",
@@ -138,6 +144,8 @@ def run(arguments: argparse.Namespace) -> int:
         return batch.run_batch(
             arguments, "encode", arguments.inputs, accepted_kinds=["arrays"], output=_make_task_factory
         )
+    if arguments.adapt:
+        return _encode_adapted(arguments)
     if layer_stream_options.is_layer_codec(arguments.codec):
         return layer_stream_options.encode(arguments)
     opened_input = _open_stream(arguments)
@@ -198,6 +206,37 @@ def run(arguments: argparse.Namespace) -> int:
         dense_options.note_idle_frame_options(arguments, encode_result)
     text = encode_result.text(verbose=arguments.verbose)
     console.show_result(arguments, "encode", encode_result, text=text, data_on_stdout=is_on_stdout)
+    return 0
+
+
+def _encode_adapted(arguments: argparse.Namespace) -> int:
+    """Encode K and V of layers with ``--codec dense --adapt``, into a folder."""
+    from ...bundle import EncodeOptions, check_encode_output
+    from ...calibration import ADAPTATION_PASSES, encode_adapted
+    from ...formats import has_zarr_suffix
+
+    if arguments.codec != "dense":
+        raise UsageError("--adapt needs --codec dense")
+    if arguments.output == STDIO or has_zarr_suffix(arguments.output):
+        raise UsageError(f"-o {arguments.output}: --adapt writes a local folder: use -o DIR/")
+    _refuse_url(arguments.output, False)
+    dense_options.check_codec_options(arguments)
+    shared_options.refuse_given(arguments, dense_options.FRAME_OPTIONS, "is about frames, and --adapt makes none")
+    source = input_sources.load(
+        arguments.inputs, arguments, with_frames=True, used_options=dense_options.SOURCE_TEXT_OPTIONS
+    )
+    input_sources.report_skipped(source, arguments)
+    path = _choose_output(arguments, source)
+    check_encode_output(source, path, force=arguments.force)
+    options = EncodeOptions(
+        threads=arguments.threads,
+        verify=not arguments.no_verify,
+        dense=dense_options.build_dense_options(arguments, source),
+    )
+    with console.progress_bar(arguments, ADAPTATION_PASSES * source.nbytes, "encode") as step:
+        result, note = encode_adapted(source, path, options, force=arguments.force, progress=step)
+    console.print_note(arguments, note)
+    console.show_result(arguments, "encode", result, text=result.text(verbose=arguments.verbose))
     return 0
 
 

@@ -20,6 +20,7 @@ from ...profiles import Profile
 from ...profiles.search import ProfileFinder
 
 LAYERS_NAME: Final = "layers.json"
+ADAPTED_NAME: Final = "adapted.kvmp"
 SCHEMA: Final = "kvmnn-layer-streams"
 SCHEMA_VERSION: Final = 1
 MAX_LAYERS = 4096
@@ -96,6 +97,8 @@ class LayerStreamsDocument(Record):
     predicted_kl: float | None
     metadata: dict[str, str]
     layers: tuple[LayerStreamEntry, ...]
+    #: Bytes of a profile that was learned in this cache alone: it is in the folder, and counts.
+    profile_bytes: int | None = field(default=None, metadata={"omit": True})
 
     @property
     def is_lossy(self) -> bool:
@@ -109,12 +112,12 @@ class LayerStreamsDocument(Record):
 
     @property
     def stored_bytes(self) -> int:
-        """Return the bytes of all streams."""
-        return sum(entry.nbytes for entry in self.layers)
+        """Return the bytes of all streams, and of a profile of this cache alone."""
+        return sum(entry.nbytes for entry in self.layers) + (self.profile_bytes or 0)
 
     @property
     def ratio(self) -> float:
-        """Return the bytes of K and V over those of the streams."""
+        """Return the bytes of K and V over `stored_bytes`."""
         return compute_ratio(self.raw_bytes, self.stored_bytes)
 
     @property
@@ -173,6 +176,7 @@ def parse_layers_document(text: bytes, label: str) -> LayerStreamsDocument:
         layers=tuple(
             _parse_layer(entry, index) for index, entry in enumerate(root.get("layers").read_list(1, MAX_LAYERS))
         ),
+        profile_bytes=root.get("profile_bytes").read_int(1) if "profile_bytes" in root.value else None,
     )
     names = [array.name for entry in document.layers for array in entry.arrays]
     files = [entry.file for entry in document.layers]

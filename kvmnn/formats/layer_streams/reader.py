@@ -158,7 +158,9 @@ def make_source(streams: LayerStreams, options: ReadOptions) -> Source:
     missing = set(options.tensors) - {array.name for array in arrays}
     if missing:
         raise SourceError(f"{streams.folder}: has no array {min(missing)!r}")
-    files = [str(Path(streams.folder, name)) for name in (LAYERS_NAME, *(entry.file for entry in document.layers))]
+    names = [LAYERS_NAME, *(entry.file for entry in document.layers)]
+    names += [] if document.profile_bytes is None else [document.profile_file]
+    files = [str(Path(streams.folder, name)) for name in names]
     source = Source(arrays, dict(document.metadata), inputs=(streams.folder,), opened_files=tuple(files))
     source.token_major = any(array.token_major for entry in document.layers for array in entry.arrays)
     if document.is_lossy:

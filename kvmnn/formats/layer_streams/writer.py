@@ -28,6 +28,7 @@ from ...profiles import Profile, describe_few_tokens
 from ..sidecars import read_positions_by_layer
 from .codecs import CacheEncoder, LayerStreamOptions, decode_cache
 from .document import (
+    ADAPTED_NAME,
     LAYERS_NAME,
     LayerErrors,
     LayerStreamArray,
@@ -72,12 +73,12 @@ class MeasureLayersResult(Record):
 
     @property
     def stored_bytes(self) -> int:
-        """Return the bytes of the streams."""
+        """Return the bytes of the streams, and of a profile that was learned in this cache alone."""
         return self.document.stored_bytes
 
     @property
     def ratio(self) -> float:
-        """Return raw bytes over stored bytes; the profile, which belongs to the model, is not counted."""
+        """Return raw bytes over stored bytes; a profile that belongs to a model is not counted."""
         return self.document.ratio
 
     @property
@@ -121,9 +122,16 @@ class MeasureLayersResult(Record):
 class EncodeLayersResult(MeasureLayersResult):
     """A cache that became layer streams."""
 
-    json_keys = "output label codec raw_bytes stored_bytes ratio predicted_kl tokens seconds profile notes layers"
+    json_keys = (
+        "output label codec raw_bytes stored_bytes profile_bytes ratio predicted_kl tokens seconds profile notes layers"
+    )
 
     output: str
+
+    @property
+    def profile_bytes(self) -> int | None:
+        """Return the bytes of `stored_bytes` that are tables learned in this cache; None for a profile of a model."""
+        return self.document.profile_bytes
 
     def __str__(self) -> str:
         return self.text()
@@ -161,7 +169,13 @@ def describe_layer(entry: LayerStreamEntry) -> str:
 
 def describe_document(document: LayerStreamsDocument) -> list[str]:
     """Describe what a reader should know: the profile, and what lossy streams cost."""
-    lines = [f"decoding needs the profile {document.profile_key[:16]} ({Path(document.profile_file).name})"]
+    if document.profile_bytes is None:
+        lines = [f"decoding needs the profile {document.profile_key[:16]} ({Path(document.profile_file).name})"]
+    else:
+        lines = [
+            f"tables learned in this cache: {document.profile_file}, {document.profile_bytes:,} of the "
+            f"{document.stored_bytes:,} bytes"
+        ]
     if document.is_lossy:
         cost = "not known: the profile has no sensitivities"
         if document.predicted_kl is not None:
@@ -175,6 +189,7 @@ def encode_layers(
     output: str | os.PathLike[str],
     options: LayerStreamOptions,
     *,
+    adapted: Profile | None = None,
     force: bool = False,
     progress: Progress | None = None,
 ) -> EncodeLayersResult:
@@ -188,6 +203,9 @@ def encode_layers(
         A folder.
     options
         Codec, profile, settings.
+    adapted
+        A profile of this cache alone, in place of the one that `options` name: it is written into the folder as
+        ``adapted.kvmp``, and its bytes count.
     force
         Replace files that exist.
     progress
@@ -205,19 +223,23 @@ def encode_layers(
         For an output that exists or cannot be written.
     """
     start = time.perf_counter()
-    profile = Profile.read(options.profile)
+    profile = Profile.read(options.profile) if adapted is None else adapted
     reader, encoder = LayerReader(source), CacheEncoder(profile, options)
-    inputs = [*source.files, options.profile, *([options.attention] if options.attention is not None else [])]
+    paths = [options.profile if adapted is None else None, options.attention]
+    inputs = [*source.files, *(path for path in paths if path is not None)]
     with DirectoryOutput(output, force=force, exclude=inputs, index=LAYERS_NAME) as directory:
+        if adapted is not None:
+            directory.open_file(ADAPTED_NAME).write(adapted.to_bytes())
         entries = list(_encode(reader, encoder, profile, options, directory, progress))
         document = LayerStreamsDocument(
             codec=options.codec,
             profile_key=profile.key.hex(),
-            profile_file=os.path.relpath(options.profile, output),
+            profile_file=os.path.relpath(options.profile, output) if adapted is None else ADAPTED_NAME,
             options=options.document,
             predicted_kl=encoder.predicted_kl,
             metadata={key: text for key, text in dump_metadata(source).items() if key not in WHOLE_FILE_KEYS},
             layers=tuple(entries),
+            profile_bytes=None if adapted is None else adapted.nbytes,
         )
         text = document.to_json()
         if parse_layers_document(text, LAYERS_NAME) != document:

@@ -1,0 +1,238 @@
+"""Encode a cache by tables that are learned in it: a profile of this cache alone, which counts (docs/profile.md)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from .._util.parallel import Progress
+from ..arrays.layer_cache import LayerCache
+from ..arrays.source import Source
+from ..bundle import DenseOptions, EncodeOptions, EncodeResult, encode_source
+from ..bundle.dense import plan_arrays
+from ..bundle.manifest import MANIFEST_NAME, Manifest
+from ..errors import KvmnnError, OutputError
+from ..formats.layer_streams.codecs import LayerStreamOptions
+from ..formats.layer_streams.document import ADAPTED_NAME, LAYERS_NAME
+from ..formats.layer_streams.writer import EncodeLayersResult, LayerReader, encode_layers
+from ..linear import build_layer_tables
+from ..linear import encode_layers as encode_linear_layers
+from ..linear.tables import Arrays, count_weights
+from ..profiles import LayerGeometry, Profile, ProfileInfo, Statistics, TextOrigin
+
+ADAPTATION_PASSES = 7
+"""How often a cache is read at most: for dense streams, to learn, for two candidates of each kind, for the best one."""
+_BELOW_CHOICES = (0, 1)
+"""Tables of two layers below are larger than what they save up to some 8,000 tokens, and a third slower to make."""
+_MAX_TABLE_FRACTION = 0.2
+"""Of a layer's raw bytes: larger tables cannot pay, as streams with tables for free save less against dense ones."""
+
+
+class AdaptedEncoding(NamedTuple):
+    """What a cache became, and a sentence about what was compared."""
+
+    result: EncodeResult | EncodeLayersResult
+    note: str
+
+
+class _Candidate(NamedTuple):
+    profile: Profile
+    below: int
+    layer_bytes: list[int]
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of streams and tables."""
+        return sum(self.layer_bytes) + self.profile.nbytes
+
+
+def encode_adapted(
+    source: Source,
+    output: str | os.PathLike[str],
+    options: EncodeOptions | None = None,
+    *,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> AdaptedEncoding:
+    """Encode a cache losslessly by tables that are learned in it, where these pay, and else as dense streams.
+
+    Tables of the own layer and of the layer below are tried. Layers whose tables are larger than what they save have
+    none. The smallest output counts, all tables included: it is never larger than dense streams.
+
+    Parameters
+    ----------
+    source
+        A cache: `kvmnn.open`.
+    output
+        A folder. It gets layer streams, ``layers.json`` and ``adapted.kvmp``, which every reader finds there, or dense
+        streams and ``manifest.json``.
+    options
+        Of the dense streams; their rotation of K is also that of the tables. `verify` holds for both.
+    force
+        Replace files that exist.
+    progress
+        Called with raw bytes, of up to `ADAPTATION_PASSES` times the source.
+
+    Raises
+    ------
+    OptionError
+        When no array can be a dense stream.
+    OutputError
+        For an output that exists, or holds the other kind of streams.
+    KvmnnError
+        As `kvmnn.bundle.encode_source`. Nothing is written then.
+    """
+    options = options or EncodeOptions()
+    options = replace(options, dense=options.dense or DenseOptions())
+    dense_options = options.dense
+    assert dense_options is not None
+    path = os.path.join(os.fspath(output), "")
+    best: _Candidate | None = None
+    note = ""
+
+    def is_dense_smallest(manifest: Manifest) -> bool:
+        nonlocal best, note
+        try:
+            layer_bytes = _sum_by_layer(source, dense_options, manifest)
+            candidates = _measure_candidates(source, dense_options, layer_bytes, progress)
+        except KvmnnError as error:
+            candidates, note = [], f"tables cannot be learned: {error}"
+        else:
+            note = _describe(manifest, candidates)
+        best = min(candidates, key=lambda candidate: candidate.nbytes, default=None)
+        if best is not None and best.nbytes >= manifest.stored_bytes:
+            best = None
+        _check_output(path, MANIFEST_NAME if best is not None else LAYERS_NAME)
+        return best is None
+
+    encode_result = encode_source(source, path, options, force=force, progress=progress, accept=is_dense_smallest)
+    if best is None:
+        return AdaptedEncoding(encode_result, note)
+    stream_options = LayerStreamOptions(
+        codec="profile", profile=ADAPTED_NAME, settings={"below": best.below}, verify=options.verify
+    )
+    layers_result = encode_layers(source, output, stream_options, adapted=best.profile, force=force, progress=progress)
+    return AdaptedEncoding(layers_result, note)
+
+
+def _check_output(path: str, index_name: str) -> None:
+    """Raise `OutputError` for a folder that has the index of the other kind of streams: readers would take that."""
+    if os.path.lexists(os.path.join(path, index_name)):
+        raise OutputError(f"{path}: holds {index_name} of another encoding; choose another folder")
+
+
+def _sum_by_layer(source: Source, options: DenseOptions, manifest: Manifest) -> Mapping[int, int]:
+    """Return the bytes of the dense streams of each layer."""
+    plans = plan_arrays(source, options)
+    layer_bytes: dict[int, int] = {}
+    for array in manifest.arrays:
+        for number, frame in enumerate(array.frames):
+            plan = plans.get(array.name)
+            layer = number if plan is None or plan.layer is None else plan.layer
+            layer_bytes[layer] = layer_bytes.get(layer, 0) + frame.bytes
+    return layer_bytes
+
+
+def _measure_candidates(
+    source: Source, options: DenseOptions, dense_bytes: Mapping[int, int], progress: Progress | None
+) -> list[_Candidate]:
+    """Learn tables of each number of layers below, and measure them: all, and without those that do not pay."""
+    reader = LayerReader(source)
+    layers, tables_by_below, num_tokens = _learn_tables(_iter_caches(reader, progress), options)
+    info = ProfileInfo(
+        model=Path(source.inputs[0] if source.inputs else "cache").name,
+        fingerprint=None,
+        dtype=reader.dtype,
+        texts=(TextOrigin(name="the cache itself", sha256=None, tokens=num_tokens),),
+        layers=tuple(layers),
+    )
+    candidates: list[_Candidate] = []
+    for below, tables in tables_by_below.items():
+        if not any(tables):
+            continue
+        candidate = _measure(info, tables, below, _iter_caches(reader, progress))
+        candidates.append(candidate)
+        paying = [
+            arrays if _count_bytes(arrays) < dense_bytes.get(layer, 0) - candidate.layer_bytes[layer] else {}
+            for layer, arrays in enumerate(tables)
+        ]
+        if any(paying) and list(map(len, paying)) != list(map(len, tables)):
+            candidates.append(_measure(info, paying, below, _iter_caches(reader, progress)))
+    return candidates
+
+
+def _iter_caches(reader: LayerReader, progress: Progress | None) -> Iterator[LayerCache]:
+    for cache, _ in reader:
+        yield cache
+        if progress is not None:
+            progress(cache.nbytes)
+
+
+def _measure(info: ProfileInfo, tables: Sequence[Arrays], below: int, caches: Iterable[LayerCache]) -> _Candidate:
+    profile = Profile(info, {name: array for arrays in tables for name, array in arrays.items()})
+    return _Candidate(profile, below, list(map(len, encode_linear_layers(caches, profile, below=below))))
+
+
+def _learn_tables(
+    caches: Iterable[LayerCache], options: DenseOptions
+) -> tuple[list[LayerGeometry], dict[int, list[Arrays]], int]:
+    """Return the layers, tables by number of layers below and layer, and the tokens; two layers are in memory."""
+    layers: list[LayerGeometry] = []
+    tables: dict[int, list[Arrays]] = {below: [] for below in _BELOW_CHOICES}
+    num_tokens = 0
+    lower: LayerCache | None = None
+    for cache in caches:
+        layers.append(LayerGeometry.from_cache(cache, options.get_rotary(cache.layer)))
+        pair = [cache] if lower is None or lower.positions.ndim != 1 else _select_common_tokens(lower, cache)
+        geometries = layers[-len(pair) :]
+        chosen = [below for below in _BELOW_CHOICES if _can_pay(cache, geometries, below)]
+        statistics = Statistics(geometries)
+        if chosen:
+            statistics.add(pair)
+        for below, by_layer in tables.items():
+            is_learned = below in chosen and statistics.num_tokens > 0
+            by_layer.append(
+                build_layer_tables(statistics, len(pair) - 1, below, name_layer=cache.layer) if is_learned else {}
+            )
+        num_tokens, lower = max(num_tokens, cache.tokens), cache
+    return layers, tables, num_tokens
+
+
+def _select_common_tokens(lower: LayerCache, cache: LayerCache) -> list[LayerCache]:
+    """Return two layers with the tokens that both hold; the upper one alone where there are none."""
+    if np.array_equal(lower.positions, cache.positions) or cache.positions.ndim != 1:
+        return [lower, cache]
+    _, *places = np.intersect1d(lower.positions, cache.positions, return_indices=True)
+    if len(places[0]) < cache.tokens // 2:
+        return [cache]
+    return [
+        LayerCache(layer=c.layer, keys=c.keys[:, p], values=c.values[:, p], positions=c.positions[p])
+        for c, p in zip((lower, cache), places, strict=True)
+    ]
+
+
+def _can_pay(cache: LayerCache, layers: Sequence[LayerGeometry], below: int) -> bool:
+    """Return whether tables of a layer, the last one, are small enough; streams of heads' own tokens have none."""
+    own_weights = count_weights(tuple(layers), below) - count_weights(tuple(layers[:-1]), below)
+    return cache.positions.ndim == 1 and own_weights <= _MAX_TABLE_FRACTION * cache.nbytes
+
+
+def _count_bytes(arrays: Arrays) -> int:
+    return sum(array.nbytes for array in arrays.values())
+
+
+def _describe(manifest: Manifest, candidates: Sequence[_Candidate]) -> str:
+    names = ("each layer alone", "by the layer below")
+    smallest = {c.below: c for c in sorted(candidates, key=lambda c: c.nbytes, reverse=True)}
+    texts = [
+        f"{names[below]} {smallest[below].nbytes:,} ({smallest[below].profile.nbytes:,} of tables)"
+        for below in sorted(smallest)
+    ]
+    if not texts:
+        return "--adapt: the cache is too small for tables: dense streams"
+    return f"--adapt compared dense streams {manifest.stored_bytes:,} bytes, {', '.join(texts)}: the smallest is stored"

@@ -165,9 +165,7 @@ def from_numpy(name: str, elements: Elements) -> LazyArray:
     copy of all of them touches for the first time take longer than the copy.
     """
     element_type = dtypes.infer_dtype(elements)
-    info = ArrayInfo(
-        name=name, dtype=element_type.name, shape=elements.shape, array_dtype=element_type.numpy_dtype.str
-    )
+    info = ArrayInfo(name=name, dtype=element_type.name, shape=elements.shape, array_dtype=element_type.numpy_dtype.str)
     return from_strided_view(info, lambda: elements)
 
 

@@ -88,7 +88,9 @@ def test_remembered_fingerprint_of_an_onnx_model_needs_no_graph(
     PrefixStore(store).close()
 
     def read() -> str:
-        return fingerprints.read_or_compute_fingerprint(str(model), store, method=_choose_fingerprint_method(str(model)))
+        return fingerprints.read_or_compute_fingerprint(
+            str(model), store, method=_choose_fingerprint_method(str(model))
+        )
 
     first = read()
     assert first == compute_fingerprint(model)

@@ -522,6 +522,10 @@ def test_packed_int8_cache_is_read_with_a_note(tmp_path, monkeypatch, run, int8)
     assert json.loads(Path("frames/manifest.json").read_text())["metadata"]["kvmnn.dequantised"] == "int8"
     packed = run("mnn", "pack", *argv, *ON_AVX2, "--name", "sys", "-o", "packed/").out
     assert "LOSSY (dequantised from int8, " in packed and "LOSSLESS" not in packed
+    ids = ["--token-ids", ",".join(map(str, range(TOKENS))), "--fingerprint", "m"]
+    for source in (["frames/"], [*argv, *ON_AVX2]):
+        assert "made from int8" in run("store", "put", "store/", *source, *ids, code=2).err
+    assert not Path("store").exists()
     said = run("mnn", "unpack", "frames/", "-o", "unpacked.npz").out
     said += run("mnn", "pack", "frames/", "--backend", "x86-avx2", "--name", "sys", "-o", "repacked/").out
     said += run("encode", "frames/", "-o", "dense/", "--codec", "dense").out + run("verify", "dense/").out

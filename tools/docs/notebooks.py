@@ -82,7 +82,7 @@ def format_page(notebook: dict[str, Any], images: Path) -> str:
                 parts.append(f"![figure of cell {number}]({path.name})")
             elif "text/html" in data:
                 table = re.sub(r"<style.*?</style>", "", "".join(data["text/html"]), flags=re.DOTALL)
-                # without pandas' attributes the theme lays it out as its own tables, which scroll where they are too wide
+                # without pandas' attributes the theme lays it out as its own tables, which scroll if too wide
                 parts.append(re.sub(r"\n\s*", "", re.sub("<table[^>]*>", "<table>", table)))
             else:
                 parts.append(f"```text\n{''.join(data['text/plain'])}\n```")

@@ -12,7 +12,7 @@ from kvmnn import linear
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("below", [0, 2])
+@pytest.mark.parametrize("below", [0, 1, 2])
 def test_plain_decoder_gives_the_same_words(dtype, below, monkeypatch):
     monkeypatch.setattr(encoder, "_NUM_DENSE_LAYERS", 0)
     monkeypatch.setattr(encoder, "_MAX_LINEAR_FRACTION", 9)

@@ -386,8 +386,8 @@ class StoreBackend(Protocol):
     def verify(self, threads: int | None) -> StoreVerifyResult:
         """Read, decode and compare every unit."""
 
-    def collect_stats(self, requested_tokens: int, hit_tokens: int) -> StoreStats:
-        """Count what is stored; the arguments are copied into the result."""
+    def collect_stats(self, requested_tokens: int, hit_tokens: int, *, all_namespaces: bool = False) -> StoreStats:
+        """Count what is stored, in the own namespace or in all; the tokens are copied into the result."""
 
     def list_entries(self) -> StoreListing:
         """Return the stored sequences, the most recently used first."""

@@ -786,9 +786,11 @@ class PrefixStore:
             self._metrics.record_damages(len(result.damaged))
         return result
 
-    def stats(self) -> StoreStats:
-        """Return counts of what is stored, and the hits of `get` so far."""
-        stats = self._with_retry(lambda: self._backend.collect_stats(self._requested_tokens, self._hit_tokens))
+    def stats(self, *, all_namespaces: bool = False) -> StoreStats:
+        """Return counts of what is stored, in this namespace or in all of them, and the hits of `get` so far."""
+        stats = self._with_retry(
+            lambda: self._backend.collect_stats(self._requested_tokens, self._hit_tokens, all_namespaces=all_namespaces)
+        )
         return replace(stats, usage=self.usage(), is_encrypted=bool(self._backend.cipher.key_check))
 
     def usage(self, *, own: bool = False) -> StoreUsage:

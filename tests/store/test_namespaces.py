@@ -136,3 +136,30 @@ def test_random_operations_never_cross_namespaces(tmp_path: Path, steps: int, lo
         assert same(prefix.layers, ids, prefix.tokens, seed=seeds[tenant]) or not prefix.tokens
     for opened in stores.values():
         opened.close()
+
+
+def test_stats_of_all_namespaces_are_their_sums(url: str) -> None:
+    lengths = {"a": 150, "b": 70, None: 10}
+    for tenant, tokens in lengths.items():
+        with PrefixStore(url, namespace=tenant) as store:
+            store.park("chat", IDS[:tokens], layers_of(IDS[:tokens]), model=MODEL)
+            store.pin(IDS[:tokens], model=MODEL)
+    for tenant, tokens in lengths.items():
+        with PrefixStore(url, namespace=tenant) as store:
+            own, total = store.stats(), store.stats(all_namespaces=True)
+        assert (own.texts, own.tokens, own.sessions, own.pinned) == (1, tokens, 1, 1)
+        assert (total.texts, total.tokens, total.sessions, total.pinned) == (3, 230, 3, 3)
+
+
+def test_pin_of_a_lost_text_counts_in_its_namespace(tmp_path: Path) -> None:
+    with PrefixStore(tmp_path, namespace="a") as store:
+        store.put(IDS, layers_of(IDS), model=MODEL)
+        store.pin(IDS, model=MODEL)
+        (unit,) = (tmp_path / "units").rglob("*.unit")
+        unit.write_bytes(b"damage")
+        assert store.verify().damaged
+        assert (store.stats().texts, store.stats().pinned) == (0, 1)
+    for tenant in ("b", None):
+        with PrefixStore(tmp_path, namespace=tenant) as store:
+            assert store.stats().pinned == 0
+            assert store.stats(all_namespaces=True).pinned == 1

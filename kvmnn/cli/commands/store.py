@@ -433,7 +433,9 @@ def _run_serve_metrics(store: PrefixStore, arguments: argparse.Namespace) -> tup
     from ...store.metrics import format_prometheus, make_metrics_server
 
     def read_text() -> str:
-        stats = store.stats()
+        # sums, without a label of the namespace: names of tenants are sealed in the store, and whoever reads a monitor
+        # would see them all
+        stats = store.stats(all_namespaces=True)
         return format_prometheus(store.usage(), stats)
 
     with make_metrics_server(read_text, arguments.listen) as server:
@@ -441,7 +443,7 @@ def _run_serve_metrics(store: PrefixStore, arguments: argparse.Namespace) -> tup
         console.print_note(arguments, f"http://{host}:{port}/metrics, until Ctrl-C", "serving")
         with suppress(KeyboardInterrupt):
             server.serve_forever()
-    return store.stats(), 0
+    return store.stats(all_namespaces=True), 0
 
 
 STORE_ACTIONS: dict[str, Any] = {

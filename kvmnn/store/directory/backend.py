@@ -62,7 +62,16 @@ from ..results import (
 from ..unit import DamagedUnitError, TableSetCache, TableSets, Unit, UnitHeader, parse_header
 from ..unit_codec import PrefixState, is_prefix_state, parse_state
 from . import index_updates
-from .files import LABEL_SUFFIX, SETTINGS_FILE, RecoveryFiles, SavedSequence, StagedFiles, UnitFiles, iter_foreign_files
+from .files import (
+    LABEL_SUFFIX,
+    PIN_SUFFIX,
+    SETTINGS_FILE,
+    RecoveryFiles,
+    SavedSequence,
+    StagedFiles,
+    UnitFiles,
+    iter_foreign_files,
+)
 from .index import (
     INDEX_FILE,
     SESSION_NAME,
@@ -834,13 +843,14 @@ class DirectoryBackend:
                 return SavedSequence("", header.namespace_key, np.concatenate(parts))
             unit, end_token = row[0] or 0, header.start
 
-    def collect_stats(self, requested_tokens: int, hit_tokens: int) -> StoreStats:
+    def collect_stats(self, requested_tokens: int, hit_tokens: int, *, all_namespaces: bool = False) -> StoreStats:
         with self.index.begin_reading() as cursor:
             sums = ", ".join(
                 f"coalesce(sum({expression}), 0)"
                 for expression in ("tokens = 0", "tokens", "bytes", _IS_SEQUENCE_END_SQL)
             )
-            own = f"unit.space IN ({','.join(map(str, self._list_space_ids(cursor)))})"
+            own_ids = self._list_space_ids(cursor)
+            own = "1" if all_namespaces else f"unit.space IN ({','.join(map(str, own_ids))})"
             num_units, num_states, tokens, nbytes, num_sequences = cursor.require_row(
                 tuple[int, int, int, int, int], f"SELECT count(*), {sums} FROM unit WHERE {own}"
             )
@@ -850,8 +860,7 @@ class DirectoryBackend:
                 for table in ("block", "pin")
             )
             session_names = self._read_session_names(cursor)
-            if not self.tenant:
-                num_pins += cursor.require_number("SELECT count(*) FROM pin WHERE unit = 0")  # of texts that are lost
+            num_pins += self._count_lost_pins(cursor, None if all_namespaces else own_ids)
             rows = cursor.iter_rows(
                 tuple[str, int],
                 "SELECT space.document, sum(tokens) FROM unit JOIN space ON space.id = unit.space "
@@ -869,13 +878,28 @@ class DirectoryBackend:
             index_bytes=self.index.nbytes,
             models=tuple(sorted({namespace.model for namespace, _ in by_space})),
             pinned=num_pins,
-            sessions=len(list_session_names(self.tenant, session_names)),
+            sessions=len(session_names if all_namespaces else list_session_names(self.tenant, session_names)),
             codec=self.codec,
             policy=self.policy,
             profile=self.settings.profile.key if self.settings.profile else "",
             is_lossy=self.settings.is_lossy,
             asked_tokens=requested_tokens,
             found_tokens=hit_tokens,
+        )
+
+    def _count_lost_pins(self, cursor: ValidatingCursor, space_ids: Sequence[int] | None) -> int:
+        """Count the pins of texts that are lost, in some namespaces or (None) in all.
+
+        The index no longer knows whose they are; the recovery file of a pin does.
+        """
+        lost_keys = {key for (key,) in cursor.iter_rows(tuple[Key], "SELECT key FROM pin WHERE unit = 0")}
+        if space_ids is None or not lost_keys:
+            return len(lost_keys)
+        documents = cursor.fetch_rows(tuple[int, str], "SELECT id, document FROM space")
+        own_keys = {self._parse_space(document).key for number, document in documents if number in space_ids}
+        return sum(
+            pin.namespace_key in own_keys and self._compute_sequence_key(pin.namespace_key, pin.ids) in lost_keys
+            for pin in self.recovery_files.iter_sequences(PIN_SUFFIX)
         )
 
     def list_entries(self) -> StoreListing:

@@ -252,8 +252,10 @@ class RemoteBackend(RemoteBackendBase):
         """Return the namespaces of the tenant by their keys."""
         return {namespace.key: namespace for namespace in self.list_namespaces() if namespace.tenant == self.tenant}
 
-    def collect_stats(self, requested_tokens: int, hit_tokens: int) -> StoreStats:
+    def collect_stats(self, requested_tokens: int, hit_tokens: int, *, all_namespaces: bool = False) -> StoreStats:
         namespaces = self._get_own_namespaces()
+        if all_namespaces:
+            namespaces = {namespace.key: namespace for namespace in self.list_namespaces()}
         all_records = [record for record in self.list_valid_records() if record.namespace_key in namespaces]
         states = _select_states(all_records)
         unit_records = [record for record in all_records if not isinstance(record, StateRecord)]
@@ -269,8 +271,10 @@ class RemoteBackend(RemoteBackendBase):
             + sum(record.ids.size * namespaces[record.namespace_key].token_bytes for record in unit_records),
             index_bytes=0,
             models=tuple(sorted({namespaces[record.namespace_key].model for record in unit_records})),
-            pinned=self._count_pins({record.unit for record in all_records}),
-            sessions=len(self.list_sessions()),
+            pinned=len(read_pins(self.key_values))
+            if all_namespaces
+            else self._count_pins({record.unit for record in all_records}),
+            sessions=len(self._list_session_names() if all_namespaces else self.list_sessions()),
             codec=self.codec,
             policy=self.policy,
             profile=self.settings.profile.key if self.settings.profile else "",
@@ -387,13 +391,17 @@ class RemoteBackend(RemoteBackendBase):
         return data
 
     def list_sessions(self) -> list[str]:
+        return sorted(list_session_names(self.tenant, self._list_session_names()))
+
+    def _list_session_names(self) -> list[str]:
+        """List the names of the sessions of all namespaces."""
         session_names = []
         for key in self.key_values.list_names(_SESSIONS_FOLDER):
             with suppress(ValueError, UnsealError):
                 session_names.append(
                     self.cipher.unseal_name(key) if self.cipher.secret else bytes.fromhex(key).decode()
                 )
-        return sorted(list_session_names(self.tenant, session_names))
+        return session_names
 
     def delete_session(self, name: str) -> None:
         self.check_writable()

@@ -66,6 +66,20 @@ if [ "$there" != "$here" ]; then
     echo "test_aarch64: other dense streams on this machine: $here" >&2
     exit 1
 fi
+# So must linear and transform streams, of all SIMD levels here, and verdicts on damaged ones.
+flags="-O3 -std=gnu11 -ffp-contract=off -DKVMNN_PRINT_HASH -I pyx pyx/kvmnn/linear/model.c pyx/kvmnn/transform/transform.c
+    tools/fuzz/profile_streams.c -lm"
+$CC $flags -o "$WORK/profile_streams"
+${HOST_CC:-cc} $flags -o "$WORK/profile_streams_here"
+for target in linear transform; do
+    there=$(KVMNN_FUZZ=$target qemu-aarch64 -L /usr/aarch64-linux-gnu "$WORK/profile_streams" 2>/dev/null)
+    echo "$there"
+    here=$(KVMNN_FUZZ=$target "$WORK/profile_streams_here" 2>/dev/null)
+    if [ "$there" != "$here" ]; then
+        echo "test_aarch64: others on this machine: $here" >&2
+        exit 1
+    fi
+done
 [ $selftest_only = no ] || exit 0
 
 # -- 2. an aarch64 Python in a folder of its own ----------------------------------------------------------------------

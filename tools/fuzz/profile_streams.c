@@ -4,7 +4,10 @@
  * KVMNN_FUZZ is "linear" or "transform". An input has options, up to four patches, and data. By the options the data is
  * either decoded as it is, or it is words (coefficients) which are encoded and decode to what went in; patched, they are
  * decoded again. One SIMD level does it, or all of them: the same bytes, and all take a damaged stream or none. At the
- * end it prints how many streams the decoders were called for. */
+ * end it prints how many streams the decoders were called for.
+ *
+ * Built with KVMNN_PRINT_HASH it is a program that draws inputs itself and prints a hash of all streams, words and
+ * verdicts: tools/test_aarch64.sh compares that of two machines. */
 #include "kvmnn/linear/linear.h"
 #include "kvmnn/transform/transform.h"
 
@@ -23,6 +26,16 @@ static void print_count(void) { fprintf(stderr, "stat::decoded_streams: %llu\n",
 static void die(const char *what) {
     fprintf(stderr, "FOUND: %s\n", what);
     abort();
+}
+
+static uint64_t hash = 14695981039346656037u; /* FNV-1a */
+
+static void add_to_hash(const void *data, size_t size) {
+#ifdef KVMNN_PRINT_HASH
+    for (const uint8_t *byte = data; size; --size) hash = (hash ^ *byte++) * 1099511628211u;
+#else
+    (void)data, (void)size, (void)hash;
+#endif
 }
 
 static uint32_t draw(uint32_t *seed) { /* of xorshift */
@@ -159,8 +172,10 @@ static void run_linear(const uint8_t *options, const uint8_t *patches, const uin
                                                  level ? rows : expected);
             if (level && memcmp(rows, expected, tokens * n * sizeof *rows) != 0) die("other regressors");
         }
+        add_to_hash(expected, tokens * n * sizeof *expected);
         free(rows), free(expected);
     }
+    add_to_hash(first, first_size);
     apply_patches(patches, first, first_size);
     uint8_t *exact = malloc(first_size + 1); /* so that reading beyond its end is seen */
     memcpy(exact, first, first_size);
@@ -174,6 +189,8 @@ static void run_linear(const uint8_t *options, const uint8_t *patches, const uin
         else if (is_taken != was_taken || (is_taken && memcmp(back, other, bytes) != 0))
             die("another SIMD level decodes a damaged stream to something else");
     }
+    add_to_hash(&was_taken, sizeof was_taken);
+    if (was_taken) add_to_hash(other, bytes);
     free(exact), free(is_constant), free(scratch), free(words), free(back), free(other), free(stream), free(first);
 }
 
@@ -231,11 +248,15 @@ static void run_transform(const uint8_t *options, const uint8_t *patches, const 
         if (memcmp(back, numbers, count * sizeof *back) != 0) die("other coefficients");
         free(room), free(out);
     }
+    add_to_hash(units, units_bytes);
+    add_to_hash(bits, bits_bytes);
     apply_patches(patches, units, units_bytes);
     if (options[6] & 2) apply_patches(patches, bits, bits_bytes);
     ++num_decoded;
-    (void)kvmnn_transform_decode(&side, units, units_bytes - (units_bytes && (options[6] & 4)), bits, bits_bytes, scratch,
-                                 back);
+    const int is_taken = kvmnn_transform_decode(&side, units, units_bytes - (units_bytes && (options[6] & 4)), bits,
+                                                bits_bytes, scratch, back);
+    add_to_hash(&is_taken, sizeof is_taken);
+    if (is_taken) add_to_hash(back, count * sizeof *back);
     /* the same sums at all levels */
     const size_t depth = n / 2 * 2, columns = TRANSFORM_LANES * (1 + options[7] % 3);
     if (depth && rows <= 24 && options[7] & 128) {
@@ -249,6 +270,7 @@ static void run_transform(const uint8_t *options, const uint8_t *patches, const 
             if (level && memcmp(sums, expected, rows * columns * sizeof *sums) != 0)
                 die("other sums at another SIMD level");
         }
+        add_to_hash(expected, rows * columns * sizeof *expected);
         free(packed), free(sums), free(expected);
     }
     free(places), free(exponents), free(numbers), free(back), free(units), free(bits);
@@ -280,3 +302,23 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     else run_transform(data, data + OPTIONS, data + HEAD_BYTES, size - HEAD_BYTES);
     return 0;
 }
+
+#ifdef KVMNN_PRINT_HASH
+int main(int argc, char **argv) {
+    enum { NUM_INPUTS = 4000 };
+    uint32_t seed = 77;
+    LLVMFuzzerInitialize(&argc, &argv);
+    for (int i = 0; i < NUM_INPUTS; ++i) {
+        uint8_t input[400];
+        const size_t size = 40 + draw(&seed) % 360;
+        for (size_t k = 0; k < size; ++k) input[k] = (uint8_t)(draw(&seed) >> 9);
+        if (i % 2) input[0] &= 0xfe; /* encoded, not decoded as it is */
+        if (i % 4 == 1) input[6] |= 4;
+        if (i % 3 == 0) memset(input + OPTIONS, 0, 3 * PATCHES);
+        (void)LLVMFuzzerTestOneInput(input, size);
+    }
+    printf("%d inputs of %s streams: %016llx\n", NUM_INPUTS, target == LINEAR ? "linear" : "transform",
+           (unsigned long long)hash);
+    return 0;
+}
+#endif

@@ -45,11 +45,10 @@ def test_readme_transform_ratios_equal_benchmark_of_real_models() -> None:
     }
     for row, level in rows.items():
         *ratios, loss, _ = read_table(README, row)
-        losses = re.findall(r"0\.\d+", loss)
-        for model, ratio, kl in zip(MODELS, ratios, losses, strict=True):
-            found = next(entry for entry in REAL[model]["transforms"] if entry["level"] == level)
-            assert f"{found['raw'] / found['bytes']:.1f}" == ratio
-            assert f"{found['kl'] / found['tokens']:.4f}" == kl
+        for model, ratio in zip(MODELS, ratios, strict=True):
+            compared = REAL[model]["ratios_at_kl"]
+            assert loss == f"KL {compared['kl'][0]} nats"
+            assert ratio == f"{compared[level][0]:.1f}"
 
 
 def test_readme_losses_equal_benchmark_of_real_models() -> None:

@@ -64,7 +64,7 @@ TYPES = ("fp16", "bf16", "fp32")
 PEERS = ("zstd -3", "lz4", "blosc2 bitshuffle+zstd (clevel 1)", "bitshuffle+zstd -1", "pcodec")
 KVMNN_CODECS = ("exact", "fast", "dense", "profile, alone", "profile, two below")
 #: KL that transform streams are asked for, and measured KL at which ratios are interpolated between them.
-ASKED_KL, COMPARED_KL = (0.003, 0.012), (0.0025, 0.0065)
+ASKED_KL, COMPARED_KL = (0.004, 0.016), (0.0025, 0.0065)
 EVALUATED_MODEL, EVALUATED_TEXTS = "smollm2-135m", ("moby", "code")
 EVALUATED_TOKENS, EVALUATED_PROMPT, BUDGET, CHUNK = 1024, 512, 256, 16
 QUANTIZERS = ("q8_0", "q4_0", "kivi:k=4,v=4,group=64")
@@ -133,6 +133,7 @@ def measure_model(name: str, quick: bool, reuse: bool) -> dict[str, Any]:
     record["tokens"], record["prompt"] = TOKENS, PROMPT
     record["stage_seconds"]["sizes"] = read_cpu_seconds() - start - sum(record["stage_seconds"].values())
     record["transforms"] = measure_transforms(session, reference, texts, profile)
+    record["ratios_at_kl"] = {"kl": COMPARED_KL, **interpolate_ratios(record["transforms"])}
     record["stage_seconds"]["transforms"] = read_cpu_seconds() - start - sum(record["stage_seconds"].values())
     del session
     if name == EVALUATED_MODEL:
@@ -416,7 +417,7 @@ def format_model(name: str, record: dict[str, Any]) -> list[str]:
         f"Ratios at a KL of {' and '.join(map(str, COMPARED_KL))}, on the line through both points of each kind (ratio "
         "over KL, both logarithmic):",
         "",
-        format_ratios(record["transforms"]),
+        table(["streams", *(f"ratio at KL {kl}" for kl in COMPARED_KL)], format_ratios(record["transforms"])),
         "",
         *(format_rows(record["rows"], record["rows_date"]) if "rows" in record else ()),
     ]
@@ -445,16 +446,20 @@ def format_transforms(transforms: list[dict[str, Any]]) -> str:
     return table(["streams", "ratio", "nats", "KL", "KL asked", "same best %", "bits"], rows)
 
 
-def format_ratios(transforms: list[dict[str, Any]]) -> str:
-    """Ratios at the same KL, interpolated, or extrapolated where both points lie on one side."""
-    rows = []
+def interpolate_ratios(transforms: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """Ratios of each kind at the same KL, on the line through both points, or beyond them if they lie on one side."""
+    ratios = {}
     for level in LEVELS:
         members = [row for row in transforms if row["level"] == level]
         kls = np.log([row["kl"] / row["tokens"] for row in members])
-        ratios = np.log([row["raw"] / row["bytes"] for row in members])
-        slope = (ratios[1] - ratios[0]) / (kls[1] - kls[0])
-        rows.append([level, *(f"{np.exp(ratios[0] + slope * (np.log(kl) - kls[0])):.2f}" for kl in COMPARED_KL)])
-    return table(["streams", *(f"ratio at KL {kl}" for kl in COMPARED_KL)], rows)
+        points = np.log([row["raw"] / row["bytes"] for row in members])
+        slope = (points[1] - points[0]) / (kls[1] - kls[0])
+        ratios[level] = [float(np.exp(points[0] + slope * (np.log(kl) - kls[0]))) for kl in COMPARED_KL]
+    return ratios
+
+
+def format_ratios(transforms: list[dict[str, Any]]) -> list[list[str]]:
+    return [[level, *(f"{ratio:.2f}" for ratio in ratios)] for level, ratios in interpolate_ratios(transforms).items()]
 
 
 def format_rows(documents: list[dict[str, Any]], date: str) -> list[str]:

@@ -131,6 +131,7 @@ def test_encode_with_transform_says_lossy_everywhere(run, work, tmp_path) -> Non
     ("codec", "message"),
     [
         ("zip", "expected mnn, dense, profile:FILE"),
+        ("fast", "expected --effort fast"),
         ("profile", "expected mnn, dense"),
         ("profile:a,kl=1", "expected below=N"),
         ("transform:a,kl=x", "expected a number"),

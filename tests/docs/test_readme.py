@@ -24,10 +24,10 @@ def test_readme_is_at_most_110_lines() -> None:
 
 def test_readme_lossless_ratios_equal_benchmark_of_real_models() -> None:
     rows = {
-        "`exact`, MNN's own frames": "exact",
-        "`fast`": "fast",
-        "[`dense`](docs/dense.md)": "dense",
-        "[`profile`](docs/profile.md), each layer alone": "profile, alone",
+        "frames, `--effort exact`": "exact",
+        "frames, `--effort fast`": "fast",
+        "[`--codec dense`](docs/dense.md)": "dense",
+        "[`--codec profile`](docs/profile.md), each layer alone": "profile, alone",
         "`profile`, by two layers below": "profile, two below",
     }
     for row, codec in rows.items():
@@ -39,7 +39,7 @@ def test_readme_lossless_ratios_equal_benchmark_of_real_models() -> None:
 
 def test_readme_transform_ratios_equal_benchmark_of_real_models() -> None:
     rows = {
-        "[`transform`](docs/format-transform.md), each layer alone": "each layer alone",
+        "[`--codec transform`](docs/format-transform.md), each layer alone": "each layer alone",
         "`transform`, by two layers below": "two layers below",
         "the same, steps by attention": "two layers below, steps by attention",
     }

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ...files.mapped_file import MappedFile
 
 _DESCRIPTION = """\
-Encode arrays into the frames that MNN would store. IN is a .npy, .npz or .safetensors file, a folder of them, a KV
+Encode arrays into frames of MNN's lossless codec. IN is a .npy, .npz or .safetensors file, a folder of them, a KV
 dump or prefix cache of MNN, a cache of llama.cpp, mlx-lm or transformers, raw elements (--dtype), or - for standard
 input. Every frame is decoded and compared with its input before LOSSLESS is printed.
 

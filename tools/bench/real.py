@@ -22,13 +22,17 @@ import datetime
 import hashlib
 import json
 import multiprocessing
+import os
 import resource
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
+from itertools import repeat
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy: a thread for each model, and none that spins
 
 import numpy as np
 import numpy.typing as npt
@@ -85,17 +89,15 @@ def main() -> None:
     names = [options.model] if options.model else list(MODELS)
     clock = time.perf_counter()
     with ProcessPoolExecutor(len(names), multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
-        tasks = {pool.submit(measure_model, name, options.quick, options.reuse): name for name in names}
-        for task in as_completed(tasks):
-            name, record = tasks[task], task.result()
-            data = read_results() | {name: record}
-            data = {key: data[key] for key in MODELS if key in data}
-            sections = [line for key in data for line in format_model(key, data[key])]
-            if not options.quick:
-                write_results("real", "Real models from PyPI", sections, data)
-                if name == EVALUATED_MODEL:
-                    (BENCHMARKS / "real.png").write_bytes(draw(record))
-            print("\n".join(format_model(name, record)), flush=True)
+        records = pool.map(measure_model, names, repeat(options.quick), repeat(options.reuse))
+        data = ({} if options.quick else read_results()) | dict(zip(names, records, strict=True))
+    data = {key: data[key] for key in MODELS if key in data}
+    sections = [line for key in data for line in format_model(key, data[key])]
+    print("\n".join(sections), flush=True)
+    if not options.quick:
+        write_results("real", "Real models from PyPI", sections, data)
+        if EVALUATED_MODEL in names:
+            (BENCHMARKS / "real.png").write_bytes(draw(data[EVALUATED_MODEL]))
     print(f"{(time.perf_counter() - clock) / 60:.1f} minutes")
 
 
@@ -143,6 +145,7 @@ def measure_model(name: str, quick: bool, reuse: bool) -> dict[str, Any]:
     record["cpu_seconds"] = read_cpu_seconds() - start + (record["profile"]["seconds"] if reuse else 0)
     record["seconds"] = time.perf_counter() - clock
     record["peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    PROFILES.joinpath(f"{name}.record.json").write_text(json.dumps(record), encoding="utf-8")
     return record
 
 

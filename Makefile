@@ -20,6 +20,8 @@ demo: $(STAMPS)/lm
 # seconds that each worker needs to collect them.
 WORKERS ?= -n auto --maxprocesses 4 --dist worksteal
 test test-all test-peers attack: export PYTHONDONTWRITEBYTECODE =
+# A process for each core runs tests: threads of BLAS would spin for a core, and take ten times the time of profiles' tables.
+test test-all attack: export OPENBLAS_NUM_THREADS = 1
 test: $(STAMPS)/test
 	$(BIN)/pytest $(WORKERS) -m "not slow"
 

@@ -413,6 +413,11 @@ class Policy(ABC):
         for row in selection if isinstance(selection, list) else [selection]:
             if row is not None and (indices := np.asarray(row)).size and indices.dtype.kind not in "iu":
                 raise KvmnnError(f"{self.name} selects tokens by {indices.dtype}: expected integers")
+            if row is not None and not np.ndim(row):
+                raise KvmnnError(
+                    f"{self.name} selects tokens by a list of {type(row).__name__}: expected an array of indices, or a "
+                    "list of arrays, one for each head"
+                )
         if isinstance(selection, list) and len({len(row) for row in selection}) == 1:
             return np.stack(selection)
         return selection

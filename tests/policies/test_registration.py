@@ -129,3 +129,12 @@ def test_policy_selecting_by_no_integers_is_refused(selection) -> None:
     state = LayerState(tokens=4, layer=0)
     with pytest.raises(KvmnnError, match="expected integers"):
         Fractional(budget=2).select(state)
+
+
+def test_policy_selecting_by_a_list_of_integers_is_refused() -> None:
+    class Listed(LatestHalf):
+        def select_tokens(self, state):
+            return [2, 3]
+
+    with pytest.raises(KvmnnError, match="a list of int: expected an array of indices"):
+        Listed(budget=2).select(LayerState(tokens=4, layer=0))

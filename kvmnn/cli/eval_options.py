@@ -247,7 +247,7 @@ def _parse_budget(text: str) -> Budget:
 _PACKED_NAMES = ("backend", "lp", "hp", "flash_block", "int8", "name", "layer_order", "pid", "ignore_markers")
 _CACHE_OPTIONS = ("token_ids", "undo", "dtype", "tensor", "skip_unsupported", "token_major")
 _EXCLUDED_OPTIONS = (
-    ("repeats", "nothing is timed"),
+    ("timing", "nothing is timed"),
     ("store", "a prefix store says what texts begin with, too"),
     ("preset", "a preset measures texts from their beginning"),
 )

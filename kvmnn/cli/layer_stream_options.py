@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from ..frames.options import EFFORTS
 from . import console, input_sources, shared_options
 from .console import STDIO, UsageError
 
@@ -51,9 +50,11 @@ def split_codec(text: str, engine_codecs: str = "mnn, dense, ") -> tuple[str, st
     """Return codec, profile and settings of ``profile:FILE,below=1``."""
     name, _, values = text.partition(":")
     path, *pairs = values.split(",")
-    if name in EFFORTS:
-        raise argparse.ArgumentTypeError(f"{text!r} is an effort of frames: expected --effort {name}")
     if name not in _CODEC_NAMES or not path:
+        from ..frames.options import EFFORTS
+
+        if name in EFFORTS:
+            raise argparse.ArgumentTypeError(f"{text!r} is an effort of frames: expected --effort {name}")
         raise argparse.ArgumentTypeError(
             f"{text!r}: expected {engine_codecs}profile:FILE[,below=N] or transform:FILE[,kl=0.002], where FILE is a "
             "profile (kvmnn profile make)"

@@ -34,7 +34,7 @@ def get_option_name(arguments: argparse.Namespace, name: str) -> str:
     actions: list[argparse.Action] = arguments.parser._actions
     for action in actions:
         if action.dest == name:
-            return action.option_strings[-1]
+            return action.option_strings[0 if isinstance(action, argparse.BooleanOptionalAction) else -1]
         if name in getattr(action, "dests", ()):
             return f"{action.option_strings[-1]}{action.get_key(name) if isinstance(action, SpecAction) else ''}"
     raise KeyError(name)

@@ -129,7 +129,7 @@ def test_eval_initial_cache_unused_options_are_refused(capsys, folder):
         (["--part", "sequence=0"], "--part sequence is about the cache of --initial-cache"),
         (["--backend", "x86-avx2"], "--backend is about the cache of --initial-cache"),
         ([*cache, "--backend", "x86-avx2"], "--backend is about packed files of MNN's"),
-        ([*cache, "--repeats", "2"], "--repeats has no effect with --initial-cache: nothing is timed"),
+        ([*cache, "--timing"], "--timing has no effect with --initial-cache: nothing is timed"),
         ([*cache, "--store", "s"], "--store has no effect with --initial-cache"),
         ([*cache, "--preset", "streaming-h2o"], "--preset has no effect with --initial-cache"),
     ):

@@ -2,7 +2,7 @@
 
 Profiles of SmolLM2-135M are made of growing numbers of tokens of fixtures/lm_real/texts, fixtures/lm/texts and the
 texts named, by turns. Each codes the texts of real.py, which none of them has: losslessly, and with transform streams
-whose ratios are compared at equal KL. Writes benchmarks/profile_growth.md.
+whose ratios are compared at equal KL. Writes a page to benchmarks.
 """
 
 from __future__ import annotations

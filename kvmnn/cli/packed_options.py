@@ -11,7 +11,6 @@ from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from ..errors import SourceError
 from ..packed.backends import BACKENDS
 from . import console, shared_options
 from .console import UsageError
@@ -303,25 +302,13 @@ def add_discovery_options(parser: Any) -> None:
     )
 
 
-def parse_model(text: str) -> str:
-    """Return a path: the folder of a pulled model for its name."""
-    if os.path.dirname(text) or os.path.exists(text):
-        return text
-    from ..lm.importer.catalog import resolve_model_path
-
-    try:
-        return os.fspath(resolve_model_path(text))
-    except SourceError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
 def add_origin_options(
     parser: Any,
     model_use: str = "geometry and heads",
     kinds: str = "the MNN model's directory, a llama.cpp cache's .gguf file",
 ) -> None:
     """Add ``--model``, whose help is `kinds` and `model_use`, and ``--token-ids``: the cache's model and text."""
-    parser.add_argument("--model", type=parse_model, metavar="DIR", help=f"{kinds}: {model_use}")
+    parser.add_argument("--model", metavar="DIR", help=f"{kinds}: {model_use}")
     parser.add_argument(
         "--token-ids", metavar="IDS", help="ids of the text: 5,7,9 or a file: a JSON list, numbers, .npy"
     )

@@ -339,10 +339,3 @@ def test_dense_existing_output_is_refused_before_rope_search(run, monkeypatch, o
         assert found.err.count("\n") == 1 and sorted(path.name for path in Path("out").iterdir()) == [
             "layer_1.value.frame"
         ]
-
-
-def test_encode_dense_takes_the_name_of_a_pulled_model_that_is_missing(run, tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("KVMNN_MODELS", str(tmp_path))
-    np.save(tmp_path / "layer_0.key.npy", np.zeros((1, 4, 8), np.float16))
-    words = ("encode", tmp_path / "layer_0.key.npy", "--codec", "dense", "-o", tmp_path / "out")
-    assert "kvmnn model pull smollm2-135m" in run(*words, "--model", "smollm2-135m", code=2).err

@@ -64,6 +64,8 @@ class RerotationResult(Record):
     layers: int
     #: Type of the rounded elements.
     dtype: str
+    #: Type of the written elements; where it differs, the errors do not contain its rounding.
+    written_dtype: str = field(metadata={"json": False})
     #: Error relative to the exact rotation; complete after all elements were written.
     error_stats: RotationErrorStats = field(metadata={"inline": True})
 
@@ -76,10 +78,15 @@ class RerotationResult(Record):
     def __str__(self) -> str:
         if not self.tokens:
             return "K was not rotated: the tokens are at the first positions already"
+        rounding_text = (
+            f"{self.dtype} rounds this rotation by up to {self.error_stats.max_abs_error:.3g}, "
+            f"{self.error_stats.max_relative_error:.2g} of the length of its pair"
+            if self.written_dtype == self.dtype
+            else f"computed in {self.dtype}, then converted to {self.written_dtype}"
+        )
         return (
             f"K of {pluralize(self.tokens, 'token')} in {pluralize(self.layers, 'layer')} rotated to the first "
-            f"positions, rounded to {self.dtype}:\n    largest error {self.error_stats.max_abs_error:.3g}, "
-            f"{self.error_stats.max_relative_error:.2g} of the length of its pair\n    {self.rotation}, {self.origin}"
+            f"positions by\n    {self.rotation}, {self.origin}\n    {rounding_text}"
         )
 
 

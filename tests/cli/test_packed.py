@@ -431,7 +431,7 @@ def test_compact_plan_of_each_layer(prefix, run):
         (["--reserve", "65:6"], 1, "ends at 71"),
         (["--remove", "71"], 1, "remove is 71: expected at most the 70 live tokens"),
         (["--remove", "-1"], 1, "remove is -1"),
-        (["--remove", "70"], 1, "nothing would stay of its 70 tokens"),
+        (["--remove", "70"], 1, "nothing would stay of its 70 tokens: --remove N drops only the last N (0: none)"),
         (["--dialect", "upstream", "--reserve", "0:8"], 1, "MNN 3.6.1 drops the cache where remove is all 70"),
         (["--reserve", "0-8"], 2, "'0-8' is not a pair begin:size"),
         (["--remove", "many"], 2, "'many' is not a whole number"),

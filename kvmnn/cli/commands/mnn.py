@@ -246,10 +246,10 @@ def run_repack(arguments: argparse.Namespace) -> int:
 
 _COMPACT_DESCRIPTION = """\
 Compact the packed files of a prefix cache or of a live one: of the last --remove tokens only the --reserve pairs stay,
-begin:size, begin counted from the start of that window. The files keep their size, and the bytes after the valid
-tokens stay as they were, as in the engine. LOSSY: the evicted tokens are gone.
+begin:size, begin counted from the start of that window. LOSSY. As in the engine, files keep their size, and bytes
+after the valid tokens stay as they were, with rows of evicted tokens; kvmnn mnn repack does not copy those.
 
-The true position of every remaining token is in <name>.kvmnn.json.
+<name>.kvmnn.json has the number of valid tokens and the true position of each: copy it with the files.
 
 K keeps its rotary positions, and MNN counts from 0 after loading: it needs the length of the text (the result shows
 the line of C++), or K rotated to the first positions: --rerotate."""

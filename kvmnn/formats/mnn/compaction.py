@@ -295,6 +295,11 @@ class CompactResult(Record):
             f"  {self.label}: {self._describe_tokens()} stay; the files "
             "keep their size (repack or pack --capacity makes them smaller)",
         ]
+        if self.tokens_after < self.tokens_before:
+            lines.append(
+                "  rows of evicted tokens stay in the files, as the engine leaves them; which rows are\n"
+                f"  live only {self.after.name}{CACHE_SIDECAR_SUFFIX} says: copy it with them"
+            )
         lines += [f"  {self.rerotated}"] if self.rerotated else []
         return "\n".join([*lines, *format_warning_lines(self.warnings)])
 
@@ -311,7 +316,10 @@ def apply_plan(layer: LayerInfo, plan: CompactionPlan) -> LayerInfo:
     retained_ranges = [(0, start), *((start + start_token, size) for start_token, size in pairs)]
     tokens = start + sum(size for _, size in pairs)
     if not tokens:
-        raise KvmnnError(f"layer {layer.layer}: nothing would stay of its {layer.tokens} tokens")
+        raise KvmnnError(
+            f"layer {layer.layer}: nothing would stay of its {layer.tokens} tokens: --remove N drops only the last N "
+            "(0: none), --reserve BEGIN:SIZE keeps some of these"
+        )
 
     def select_runs(positions: PositionRuns) -> PositionRuns:
         slices = (_iter_run_slices(positions, begin, size) for begin, size in retained_ranges)
@@ -363,7 +371,7 @@ def compact(
     rope, model
         RoPE parameters of K: `kvmnn.Rotary`, or a model that has them; otherwise they are searched.
     force
-        Replace files that exist; the inputs are never replaced.
+        Replace files that exist; the inputs are never replaced. Also take a `rope` that K contradicts.
     progress
         Called with bytes of packed files.
 
@@ -388,7 +396,9 @@ def compact(
         rerotation = None
         if rerotate:
             keys = [entry for entry in collect_layer_arrays(reader.to_source().arrays) if entry.part == "key"]
-            rerotation = plan_rerotation(after, keys, rope, model, label=reader.files.path, evidence_info=info)
+            rerotation = plan_rerotation(
+                after, keys, rope, model, label=reader.files.path, evidence_info=info, force=force
+            )
             after = rerotation.info
         _write_compacted_files(reader, layer_plans, after, directory, dialect, rerotation, progress)
         directory.commit()

@@ -266,9 +266,9 @@ def _build_document(files: PackedFiles) -> dict[str, Any]:
 
 
 def _format_file_pair(layer: PackedLayer) -> str:
-    return (
-        f"{os.path.basename(layer.key)} {layer.key_bytes:,} bytes, "
-        f"{os.path.basename(layer.value)} {layer.value_bytes:,} bytes"
+    return ", ".join(
+        f"{os.path.basename(path)} {f'{size:,} bytes' if size or os.path.exists(path) else 'missing'}"
+        for path, size in ((layer.key, layer.key_bytes), (layer.value, layer.value_bytes))
     )
 
 

@@ -218,7 +218,7 @@ def _check_and_sort_files(files: PackedFiles, options: PackedOptions) -> tuple[P
     if files.size_mismatch and not sidecar_info and not options.trust_options:
         raise SourceError(
             f"{files.path}: {files.size_mismatch}: files were cut, and MNN would delete this prefix instead of loading "
-            "it: compute it again (--force reads what is left)"
+            "it: compute it again"
         )
     return files, sidecar_info
 
@@ -251,6 +251,13 @@ def _check_contents(
             f"{files.path}: {ids_text}, but {count_of(num_rows, 'row')} of K and V are not zero "
             f"({fewer_tokens_doubts[0].partition(':')[0]}): expected the ids of the tokens that the files hold; "
             "--force takes all ids"
+        )
+    num_rows = row_counts.common_count or min(tokens)
+    is_only_specified = options.valid_tokens and not (options.token_ids or options.trust_options)
+    if is_only_specified and num_rows < min(tokens):
+        raise SourceError(
+            f"{files.path}: --valid-tokens says {min(tokens)}, but K and V of all layers are zero from row {num_rows} "
+            f"on (counted from 0): expected at most {num_rows}; --force takes the zero rows as tokens"
         )
     if conflict:
         notes.append(f"the words contradict what was specified: {conflict}")

@@ -84,8 +84,9 @@ def plan_rerotation(
     label: str,
     evidence_info: CacheInfo | None = None,
     is_k_reordered: bool = False,
+    force: bool = False,
 ) -> RerotationPlan:
-    """Determine how K must be rotated so that its tokens are at the first positions."""
+    """Determine how K must be rotated so that its tokens are at the first positions; `force` as of `resolve_rope`."""
     if info.layout.int8_keys:
         raise SourceError(f"{label}: int8 K cannot be rotated: the engine alone has the maxima of its channels")
     token_counts = sorted({layer.tokens for layer in info.layers})
@@ -98,14 +99,26 @@ def plan_rerotation(
     if not any(distance.any() for distance in distances):
         layers = tuple(replace(layer, positions=((0, layer.tokens),)) for layer in info.layers)
         result = RerotationResult(
-            rotation="", origin="", tokens=0, layers=0, dtype=info.layout.dtype, error_stats=RotationErrorStats()
+            rotation="",
+            origin="",
+            tokens=0,
+            layers=0,
+            dtype=info.layout.dtype,
+            written_dtype=info.layout.dtype,
+            error_stats=RotationErrorStats(),
         )
         no_rope = ModelRope((None,) * len(layers), "")
         return RerotationPlan(replace(info, layers=layers), distances, no_rope, result)
     evidence_positions = [expand_position_runs(layer.positions) for layer in (evidence_info or info).layers]
     try:
         model_rope = resolve_rope(
-            key_arrays, evidence_positions, info.next_token_position, rope, model, is_k_reordered=is_k_reordered
+            key_arrays,
+            evidence_positions,
+            info.next_token_position,
+            rope,
+            model,
+            is_k_reordered=is_k_reordered,
+            force=force,
         )
     except SourceError as error:
         raise error if str(error).startswith((str(rope), str(model))) else SourceError(f"{label}: {error}") from None
@@ -119,6 +132,7 @@ def plan_rerotation(
         tokens=sum(num_moved_by_layer),
         layers=sum(num_moved > 0 for num_moved in num_moved_by_layer),
         dtype=key_arrays[0].array.dtype,
+        written_dtype=info.layout.dtype,
         error_stats=RotationErrorStats(),
     )
     layers = tuple(map(_move_to_first_positions, info.layers))
@@ -203,7 +217,7 @@ def pack(
     rope
         RoPE parameters of K: `kvmnn.Rotary`, or a model that has them. None uses `model`, or a search.
     force
-        Replace files that exist; the inputs are never replaced.
+        Replace files that exist; the inputs are never replaced. Also take a `rope` that K contradicts.
     progress
         Called with bytes of arrays.
     write_options
@@ -258,7 +272,9 @@ def pack(
     rerotation = None
     if rerotate:
         is_k_reordered = "k-order" in (source.inverted_transforms or ())
-        arrays, rerotation = _rerotate_arrays(source, arrays, info, rope, model, is_k_reordered=is_k_reordered)
+        arrays, rerotation = _rerotate_arrays(
+            source, arrays, info, rope, model, is_k_reordered=is_k_reordered, force=force
+        )
         info, notes = rerotation.info, [*notes, *rerotation.rope.notes]
     if state_by_file:
         write_options = _add_states(write_options or PrefixWriteOptions(), state_by_file)
@@ -298,6 +314,7 @@ def _rerotate_arrays(
     model: str | None,
     *,
     is_k_reordered: bool = False,
+    force: bool = False,
 ) -> tuple[list[LayerArray], RerotationPlan]:
     """Return the arrays with K rotated to the first positions, and the plan."""
     label = " ".join(source.inputs)
@@ -305,7 +322,7 @@ def _rerotate_arrays(
     if info.layout.dtype == "fp32":  # rotated K is then rounded to fp32, not to the type of the arrays
         arrays = [replace(entry, array=upcast(entry.array)) for entry in arrays]
     keys = [entry for entry in arrays if entry.part == "key"]
-    rerotation = plan_rerotation(info, keys, rope, model, label=label, is_k_reordered=is_k_reordered)
+    rerotation = plan_rerotation(info, keys, rope, model, label=label, is_k_reordered=is_k_reordered, force=force)
     return rerotation.rotate_arrays(arrays), rerotation
 
 
@@ -468,13 +485,28 @@ def repack(
     ((_, layout),) = target_geometry.list_candidates()
     name = resolve_prefix_name(name, source.cache)
     info = build_prefix_info(arrays, layout, name, capacity=capacity, reference_info=source.cache)
-    notes, rotation_result = list(source.notes), None
+    notes, rotation_result = [*source.notes, *_list_zero_row_notes(arrays)], None
     if rerotate:
-        arrays, rerotation = _rerotate_arrays(source, arrays, info, rope, model)
+        arrays, rerotation = _rerotate_arrays(source, arrays, info, rope, model, force=force)
         info, rotation_result = rerotation.info, rerotation.result
         notes += rerotation.rope.notes
     pack_result = write_prefix(arrays, info, output, force=force, exclude=source.files, notes=notes, progress=progress)
     return replace(pack_result, rerotated=rotation_result)
+
+
+def _list_zero_row_notes(arrays: Sequence[LayerArray]) -> list[str]:
+    """Return a note if the last tokens are zero in all layers: a wrong number of tokens was specified before."""
+    num_zero, num_tokens = max(entry.geometry[1] for entry in arrays), 0
+    for entry in arrays:
+        words = entry.array.to_numpy()
+        rows = np.flatnonzero(words.any(axis=(1, 2) if entry.token_major else (0, 2)))
+        num_tokens = entry.geometry[1]
+        num_zero = min(num_zero, num_tokens - (int(rows[-1]) + 1 if rows.size else 0))
+        if not num_zero:
+            return []
+    return [
+        f"the last {num_zero} of {num_tokens} tokens are zero in K and V of all layers: the model computed fewer tokens"
+    ]
 
 
 def resolve_prefix_name(name: str | None, info: CacheInfo | None) -> str:

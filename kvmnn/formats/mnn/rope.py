@@ -10,6 +10,7 @@ For rotating K of a cache further, the parameters come from the caller, the mode
 from __future__ import annotations
 
 import os
+import re
 import struct
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -257,6 +258,7 @@ def resolve_rope(
     model: str | None = None,
     *,
     is_k_reordered: bool = False,
+    force: bool = False,
 ) -> ModelRope:
     """Determine how K is rotated.
 
@@ -264,20 +266,37 @@ def resolve_rope(
     ----------
     positions
         Positions to which K of each layer is rotated, int64 ``[token]``.
+    force
+        Take `RopeConfig` parameters that K contradicts, with a note.
+
+    Raises
+    ------
+    SourceError
+        When K contradicts the rotation, or nothing tells it.
     """
     if isinstance(rope, RopeConfig):
         if rope.dims > key_arrays[0].geometry[2]:
             raise OptionError(f"rope has {rope.dims} dims, the cache has heads of {key_arrays[0].geometry[2]}")
         caller_rope = ModelRope((RopeFrequencies.from_config(rope),) * len(key_arrays), "as given")
-        return replace(caller_rope, notes=tuple(_list_contradictions(caller_rope, key_arrays, positions)))
+        evidence = _compare_with_keys(caller_rope, key_arrays, positions)
+        if evidence.contradictions and not force:
+            raise SourceError(f"{evidence.contradictions[0]}: --force rotates by it all the same")
+        origin = "as given and as K shows" if evidence.is_confirmed else "as given, not checked: K does not show it"
+        return replace(
+            caller_rope,
+            origin="as given, though K contradicts it" if evidence.contradictions else origin,
+            notes=evidence.contradictions,
+        )
     path = rope or model
     if path is not None:
         model_rope = read_model_rope(
             path, len(key_arrays), key_arrays[0].geometry[2], num_tokens, is_k_reordered=is_k_reordered
         )
         if model_rope is not None:
-            if doubts := _list_contradictions(model_rope, key_arrays, positions):
-                raise SourceError(f"{path}: {doubts[0]}: if it is right after all, give the rotation itself")
+            if doubts := _compare_with_keys(model_rope, key_arrays, positions).contradictions:
+                raise SourceError(
+                    f"{path}: {doubts[0]}: if it is right after all, give the rotation itself, with --force"
+                )
             return model_rope
         if rope is not None:
             raise SourceError(f"{path}: does not contain how K is rotated")
@@ -314,33 +333,47 @@ def read_model_rope(
     return None if ropes is None else ModelRope(ropes, f"as {path} has it", tuple(doubts))
 
 
-def _list_contradictions(
+@dataclass(frozen=True)
+class _KeyEvidence:
+    """What K of some layers shows about a rotation."""
+
+    #: Sentences about layers whose K appears to be rotated in another way.
+    contradictions: tuple[str, ...]
+    #: Whether K of a layer shows the rotation, and none contradicts it.
+    is_confirmed: bool
+
+
+def _compare_with_keys(
     model_rope: ModelRope, key_arrays: Sequence[LayerArray], positions: Sequence[Positions]
-) -> list[str]:
-    """Return sentences about layers whose K appears to be rotated in another way."""
+) -> _KeyEvidence:
+    """Compare a rotation with the one that a search finds in K, and with the other pairing."""
     layer_step = max(1, len(key_arrays) // _MAX_CHECKED_LAYERS)
-    sentences = []
+    sentences, num_confirmed = [], 0
     for key, key_positions, rope in list(zip(key_arrays, positions, model_rope.layers, strict=True))[::layer_step]:
         elements = _read_head_major_elements(key)
         alternatives = _list_other_pairings(rope)
         trial_rope = search_rope(elements, key_positions, dtype=key.array.dtype)
         if trial_rope is not None:
-            alternatives.append(RopeFrequencies.from_config(trial_rope))
+            trial = RopeFrequencies.from_config(trial_rope)
+            alternatives.append(trial)
+            num_confirmed += rope is not None and trial.is_equivalent(rope)
         ratings = rate_rotations(elements, [rope, *alternatives], key_positions, dtype=key.array.dtype)
         for alternative, rating in zip(alternatives, ratings[1:], strict=False):
             if is_clearly_better(rating, ratings[0]) and not (rope is not None and alternative.is_equivalent(rope)):
                 rope_text = "no rotation" if rope is None else rope.label
                 sentences.append(f"K of layer {key.layer} looks rotated by {alternative.label}, not by {rope_text}")
                 break
-    return sentences
+    return _KeyEvidence(tuple(sentences), num_confirmed > 0 and not sentences)
 
 
 def _list_other_pairings(rope: RopeFrequencies | None) -> list[RopeFrequencies]:
     """Return the same frequencies with the other pairings of dimensions."""
     if rope is None:
         return []
-    pairing = "half" if rope.pairing == "interleaved" else "interleaved"
-    return [replace(rope, pairing=pairing, label=f"{rope.label} in {pairing} pairs")]
+    if rope.pairing == "interleaved":
+        return [replace(rope, pairing="half", label=rope.label.replace(",pairing=interleaved", ""))]
+    label = re.sub(r"(dims=\d+)", r"\1,pairing=interleaved", rope.label, count=1)
+    return [replace(rope, pairing="interleaved", label=label)]
 
 
 def _search_layer_ropes(key_arrays: Sequence[LayerArray], positions: Sequence[Positions]) -> ModelRope:

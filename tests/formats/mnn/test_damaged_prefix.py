@@ -65,6 +65,31 @@ def test_inspect_damaged_prefix_explains_why(prefix, run, case):
     assert document["problems"] == [message]
 
 
+def test_inspect_missing_file_is_not_listed_with_a_size(prefix, run):
+    DAMAGE["missing_v"][0](prefix)
+    said = run("inspect", prefix, *GEOMETRY, code=1).out
+    assert "sys_0.v missing" in said and "sys_0.v 0 bytes" not in said
+    DAMAGE["zero_k"][0](prefix)
+    assert "sys_1.k 0 bytes" in run("inspect", prefix, code=1).out
+
+
+def test_encode_files_that_were_cut_tells_to_compute_again(prefix, run):
+    """`--force` is no remedy: MNN deletes such a prefix."""
+    DAMAGE["both"][0](prefix)
+    error = run("encode", prefix, *GEOMETRY, "--valid-tokens", 50, "-o", "b/", code=1).err
+    assert error.endswith("files were cut, and MNN would delete this prefix instead of loading it: compute it again\n")
+
+
+def test_repack_forced_zero_rows_are_noted(prefix, run):
+    options = (*GEOMETRY, "--valid-tokens", 60, "--target-backend", "x86-avx512")
+    assert "expected at most 50" in run("mnn", "repack", prefix, *options, "-o", "r", code=1).err
+    said = run("mnn", "repack", prefix, *options, "-o", "r", "--force")
+    note = "the last 10 of 60 tokens are zero in K and V of all layers: the model computed fewer tokens"
+    assert note in said.out + said.err
+    again = run("mnn", "repack", "r", "--target-backend", "x86-avx2", "-o", "s")  # its document says 60
+    assert note in again.out + again.err
+
+
 def test_inspect_missing_markers_exit_1(prefix, run):
     run("inspect", prefix)
     (prefix / "sys_1_sync.v").unlink()

@@ -46,9 +46,12 @@ def test_choose_layout_real_model_infers_all_parameters(tmp_path, backend, token
 
 @pytest.mark.parametrize(("backend", "number"), mark_most_slow(itertools.product(LAYOUTS, [20, 41, 70]), 7))
 def test_choose_layout_other_token_count_is_noted(tmp_path, backend, number):
-    """A number that leaves rows out, or has empty ones, contradicts no layout: a note names it."""
+    """A number that leaves rows out contradicts no layout: a note names it, as it does empty rows with `--force`."""
     layers = llm_kv.write_prefix(tmp_path / "p", backend, 50)
-    source = read(tmp_path / "p", PackedGeometry(), (number,))
+    if number > 50:
+        with pytest.raises(SourceError, match=r"zero from row 50 on .*expected at most 50; --force"):
+            read(tmp_path / "p", PackedGeometry(), (number,))
+    source = read(tmp_path / "p", PackedGeometry(), (number,), trust_options=number > 50)
     layout = source.cache.layout
     assert (layout.kv_heads, layout.head_dim) == (llm_kv.KV_HEADS, llm_kv.HEAD_DIM)
     rows = min(number, 50)

@@ -72,8 +72,8 @@ def check(path: str, cache: Cache, tolerance: float = 2e-6) -> None:
 def test_compact_rerotates_k_to_the_first_positions(cache: Cache, run) -> None:
     said = run("mnn", "compact", *cache.arguments, "--reserve", RESERVE, "-o", "c", "--rerotate", "--rope", ROPE)
     check("c", cache)
-    assert "K of 48 tokens in 3 layers rotated to the first positions, rounded to fp32:" in said.out
-    assert f"{ROPE}, as given" in said.out and "warning" not in said.out
+    assert f"rotated to the first positions by\n    {ROPE}, as given, not checked: K does not show it\n" in said.out
+    assert "fp32 rounds this rotation by up to" in said.out and "warning" not in said.out
     source = open_any("c")
     for layer, values in enumerate(cache.values):
         np.testing.assert_array_equal(source[f"layer_{layer}.value"].to_numpy(), values[:, KEPT])
@@ -84,6 +84,7 @@ def test_compact_without_rerotate_warns_with_the_line_of_code(cache: Cache, run)
     assert "  warning: K has positions up to 39, and after loading MNN continues at 20:" in said
     line = "const_cast<MNN::Transformer::LlmContext*>(llm->getContext())->all_seq_len = 40;"
     assert f"      {line}\n" in said
+    assert "which rows are\n  live only sys.kvmnn.json says: copy it with them\n" in said
     assert all(len(each) <= 88 for each in said.splitlines()[3:])
     document = json.loads(run("mnn", "compact", *cache.arguments, "--reserve", RESERVE, "-o", "c", "-f", "--json").out)
     assert line in document["warnings"][0] and "rerotated" not in document
@@ -284,10 +285,30 @@ def test_rerotate_model_that_differs_from_k_is_refused(trained, run) -> None:
         Path("model/config.json").write_text(json.dumps(fields))
         said = run(*compact, "--rope", "model", code=1).err
         assert said.startswith("kvmnn: error: model: K of layer 0 looks rotated by theta=10000,dims=64")
-    said = run(*compact, "--rope", "theta=500000,dims=64")
-    assert "K of layer 0 looks rotated by theta=10000,dims=64, not by theta=500000,dims=64" in said.err
     Path("model/config.json").write_text(json.dumps({"rope_theta": 1e4}))
     assert "theta=10000,dims=64, as model has it" in run(*compact, "-f", "--rope", "model").out
+
+
+@pytest.mark.parametrize("wrong", ["theta=500000,dims=64", "theta=10000,dims=64,pairing=interleaved"])
+def test_rerotate_rope_that_k_contradicts_is_refused_unless_forced(trained, run, wrong) -> None:
+    compact = ("mnn", "compact", *trained, "--reserve", "0:4,150:250", "-o", "c", "--rerotate", "--rope")
+    contradiction = f"K of layer 0 looks rotated by theta=10000,dims=64, not by {wrong}"
+    said = run(*compact, wrong, code=1).err
+    assert contradiction in said and "--force rotates by it all the same" in said and not Path("c").exists()
+    forced = run(*compact, wrong, "--force")
+    assert contradiction in forced.err and f"{wrong}, as given, though K contradicts it" in forced.out
+    right = run(*compact, "theta=10000,dims=64", "--force")
+    assert "theta=10000,dims=64, as given and as K shows" in right.out and "looks rotated" not in right.err
+    run("mnn", "compact", *trained, "--reserve", "0:4,150:250", "-o", "e")
+    repack = ("mnn", "repack", "e", "--target-backend", "x86-avx2", "-o", "r", "--rerotate", "--rope")
+    assert contradiction in run(*repack, wrong, code=1).err
+
+
+def test_repack_rerotated_to_narrower_dtype_shows_no_error_of_the_wider(cache: Cache, run) -> None:
+    run("mnn", "compact", *cache.arguments, "--reserve", RESERVE, "-o", "c")
+    options = ("--target-backend", "arm64-fp16", "-o", "r", "--rerotate", "--rope", ROPE)
+    said = run("mnn", "repack", "c", *options).out
+    assert "computed in fp32, then converted to fp16" in said and "of the length of its pair" not in said
 
 
 def test_read_stored_tokens_rerotated_k_is_refused(cache: Cache, run) -> None:

@@ -73,7 +73,7 @@ def test_inspect_missing_file_is_not_listed_with_a_size(prefix, run):
     assert "sys_1.k 0 bytes" in run("inspect", prefix, code=1).out
 
 
-def test_encode_files_that_were_cut_tells_to_compute_again(prefix, run):
+def test_encode_cut_files_is_refused(prefix, run):
     """`--force` is no remedy: MNN deletes such a prefix."""
     DAMAGE["both"][0](prefix)
     error = run("encode", prefix, *GEOMETRY, "--valid-tokens", 50, "-o", "b/", code=1).err

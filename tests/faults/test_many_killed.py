@@ -196,7 +196,7 @@ def test_many_files_killed_worker_changes_no_result(running: Any, folder: Path) 
 
 
 def test_many_files_closed_pipe_ends_the_run(running: Any, folder: Path) -> None:
-    process = running()
+    process = running(pipesize=4096)  # a few lines: it cannot end before the pipe is closed
     read(process, 2)
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()

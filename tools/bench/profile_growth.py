@@ -42,9 +42,9 @@ def main() -> None:
     for tokens in options.tokens:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "profile.kvmp")
-            made = make_profile(MODEL, texts, path, ProfileOptions(tokens=tokens, below=(0, 2), threads=1))
+            result = make_profile(MODEL, texts, path, ProfileOptions(tokens=tokens, below=(0, 2), threads=1))
             profile = Profile.read(path)
-        rows.append(measure_profile(profile, reference) | {"tokens": made.tokens, "texts": made.texts})
+        rows.append(measure_profile(profile, reference) | {"tokens": result.tokens, "texts": result.texts})
         write_results("profile_growth", "What more calibration text gives", format_page(rows), {"rows": rows})
 
 

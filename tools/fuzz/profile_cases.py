@@ -130,11 +130,11 @@ def change_tables(rng: Random, profile: Profile) -> bytes:
         return Profile(profile.info, arrays).to_bytes()
 
 
-def check_profile(rng: Random, made: dict[str, Any]) -> tuple[int, int]:
+def check_profile(rng: Random, case: dict[str, Any]) -> tuple[int, int]:
     """Refused with one line, or read: then inspected, and used by both codecs."""
-    sample = get_samples()[made["sample"]]
+    sample = get_samples()[case["sample"]]
     try:
-        profile = Profile.from_bytes(made["profile"], "x.kvmp")
+        profile = Profile.from_bytes(case["profile"], "x.kvmp")
     except KvmnnError as error:
         assert str(error).startswith("x.kvmp: ") and "\n" not in str(error), f"message: {error}"
         return 1, 0
@@ -198,10 +198,10 @@ def make_stream(rng: Random) -> dict[str, Any]:
     return {"sample": number, "layer": layer, "stream": stream}
 
 
-def check_stream(rng: Random, made: dict[str, Any]) -> tuple[int, int]:
+def check_stream(rng: Random, case: dict[str, Any]) -> tuple[int, int]:
     """Refused, or no damage: a checksum is of all of it."""
-    sample, layer = get_samples()[made["sample"]], made["layer"]
-    stream = made["stream"]
+    sample, layer = get_samples()[case["sample"]], case["layer"]
+    stream = case["stream"]
     calls, decoded = decode(stream, sample.profile, sample.decoded[:layer][::-1][:2])
     is_whole = stream == sample.streams[layer]
     assert is_whole == (decoded is not None), "a damaged stream is decoded" if decoded else "a stream is refused"

@@ -67,8 +67,8 @@ def test_inspect_damaged_prefix_explains_why(prefix, run, case):
 
 def test_inspect_missing_file_is_not_listed_with_a_size(prefix, run):
     DAMAGE["missing_v"][0](prefix)
-    said = run("inspect", prefix, *GEOMETRY, code=1).out
-    assert "sys_0.v missing" in said and "sys_0.v 0 bytes" not in said
+    printed = run("inspect", prefix, *GEOMETRY, code=1).out
+    assert "sys_0.v missing" in printed and "sys_0.v 0 bytes" not in printed
     DAMAGE["zero_k"][0](prefix)
     assert "sys_1.k 0 bytes" in run("inspect", prefix, code=1).out
 
@@ -83,9 +83,9 @@ def test_encode_cut_files_is_refused(prefix, run):
 def test_repack_forced_zero_rows_are_noted(prefix, run):
     options = (*GEOMETRY, "--valid-tokens", 60, "--target-backend", "x86-avx512")
     assert "expected at most 50" in run("mnn", "repack", prefix, *options, "-o", "r", code=1).err
-    said = run("mnn", "repack", prefix, *options, "-o", "r", "--force")
+    printed = run("mnn", "repack", prefix, *options, "-o", "r", "--force")
     note = "the last 10 of 60 tokens are zero in K and V of all layers: the model computed fewer tokens"
-    assert note in said.out + said.err
+    assert note in printed.out + printed.err
     again = run("mnn", "repack", "r", "--target-backend", "x86-avx2", "-o", "s")  # its document says 60
     assert note in again.out + again.err
 

@@ -70,22 +70,22 @@ def check(path: str, cache: Cache, tolerance: float = 2e-6) -> None:
 
 
 def test_compact_rerotates_k_to_the_first_positions(cache: Cache, run) -> None:
-    said = run("mnn", "compact", *cache.arguments, "--reserve", RESERVE, "-o", "c", "--rerotate", "--rope", ROPE)
+    printed = run("mnn", "compact", *cache.arguments, "--reserve", RESERVE, "-o", "c", "--rerotate", "--rope", ROPE)
     check("c", cache)
-    assert f"rotated to the first positions by\n    {ROPE}, as given, not checked: K does not show it\n" in said.out
-    assert "fp32 rounds this rotation by up to" in said.out and "warning" not in said.out
+    assert f"rotated to the first positions by\n    {ROPE}, as given, not checked: K does not show it\n" in printed.out
+    assert "fp32 rounds this rotation by up to" in printed.out and "warning" not in printed.out
     source = open_any("c")
     for layer, values in enumerate(cache.values):
         np.testing.assert_array_equal(source[f"layer_{layer}.value"].to_numpy(), values[:, KEPT])
 
 
 def test_compact_without_rerotate_warns_with_the_line_of_code(cache: Cache, run) -> None:
-    said = run("mnn", "compact", *cache.arguments, "--reserve", RESERVE, "-o", "c").out
-    assert "  warning: K has positions up to 39, and after loading MNN continues at 20:" in said
+    printed = run("mnn", "compact", *cache.arguments, "--reserve", RESERVE, "-o", "c").out
+    assert "  warning: K has positions up to 39, and after loading MNN continues at 20:" in printed
     line = "const_cast<MNN::Transformer::LlmContext*>(llm->getContext())->all_seq_len = 40;"
-    assert f"      {line}\n" in said
-    assert "which rows are\n  live only sys.kvmnn.json says: copy it with them\n" in said
-    assert all(len(each) <= 88 for each in said.splitlines()[3:])
+    assert f"      {line}\n" in printed
+    assert "which rows are\n  live only sys.kvmnn.json says: copy it with them\n" in printed
+    assert all(len(each) <= 88 for each in printed.splitlines()[3:])
     document = json.loads(run("mnn", "compact", *cache.arguments, "--reserve", RESERVE, "-o", "c", "-f", "--json").out)
     assert line in document["warnings"][0] and "rerotated" not in document
     for verb in (("mnn", "repack", "c", "--target-backend", "x86-avx512", "-o", "r"), ("mnn", "pack", "c", "-o", "q")):
@@ -113,9 +113,9 @@ def test_repack_and_pack_rerotate_every_dtype(tmp_path, monkeypatch, run, dtype,
     run("mnn", "compact", *cache.arguments, "--reserve", RESERVE, "-o", "one", *options)
     check("one", cache, tolerance)
     target = {"fp32": "x86-avx512", "fp16": "x86-avx2", "bf16": "x86-avx2"}[dtype]
-    said = run("mnn", "repack", "c", "--target-backend", target, "-o", "r", *options).out
+    printed = run("mnn", "repack", "c", "--target-backend", target, "-o", "r", *options).out
     check("r", cache, tolerance)
-    assert "  LOSSY (K rotated" in said
+    assert "  LOSSY (K rotated" in printed
     run("mnn", "unpack", "c", "-o", "a.npz")
     run("mnn", "pack", "a.npz", "-o", "two", *options)
     check("two", cache, tolerance)
@@ -138,8 +138,8 @@ def test_rerotate_second_time_changes_nothing(cache: Cache, run) -> None:
     options = ("--rerotate", "--rope", ROPE)
     run("mnn", "compact", *cache.arguments, "--reserve", RESERVE, "-o", "c", *options)
     first = keys_of("c")
-    said = run("mnn", "repack", "c", "--target-backend", "x86-avx2", "-o", "r", *options).out
-    assert "K was not rotated: the tokens are at the first positions already" in said and "LOSSLESS" in said
+    printed = run("mnn", "repack", "c", "--target-backend", "x86-avx2", "-o", "r", *options).out
+    assert "K was not rotated: the tokens are at the first positions already" in printed and "LOSSLESS" in printed
     run("encode", "c", "-o", "frames/")
     run("decode", "frames", "-o", "back/")
     for form in ("npz", "safetensors", "npy"):
@@ -169,14 +169,14 @@ def test_rerotated_cache_is_no_prefix_of_its_text(cache: Cache, run) -> None:
     run("mnn", "unpack", "c", "-o", "arrays/")
     ids = ",".join(map(str, range(20)))
     for path in ("c", "arrays"):
-        said = run("store", "put", "S", path, "--token-ids", ids, "--fingerprint", "m", code=1).err
-        assert "layer 0 was cut: a cache without some tokens is no prefix" in said
+        printed = run("store", "put", "S", path, "--token-ids", ids, "--fingerprint", "m", code=1).err
+        assert "layer 0 was cut: a cache without some tokens is no prefix" in printed
     assert "layer 0 holds the tokens 0:4, 12:6, 30:10, K rotated to positions 0:20" in run("inspect", "c").out
 
 
 def test_rerotate_whole_prefix_is_unchanged(cache: Cache, run) -> None:
-    said = run("mnn", "compact", *cache.arguments, "--remove", 10, "-o", "c", "--rerotate").out
-    assert "K was not rotated" in said and "LOSSY: 30 of 40 tokens of each layer" in said
+    printed = run("mnn", "compact", *cache.arguments, "--remove", 10, "-o", "c", "--rerotate").out
+    assert "K was not rotated" in printed and "LOSSY: 30 of 40 tokens of each layer" in printed
     assert "UNCHANGED" in run("mnn", "compact", *cache.arguments, "--remove", 0, "-o", "d", "--rerotate").out
     for path in ("c", "d"):
         assert all(layer.text_positions is None for layer in open_packed(path).info.layers)
@@ -186,8 +186,8 @@ def test_rerotate_store_get_prefix_is_unchanged(cache: Cache, run) -> None:
     ids = ",".join(map(str, range(TOKENS)))
     run("store", "put", "S", *cache.arguments, "--token-ids", ids, "--fingerprint", "m")
     get = ("store", "get", "S", "--token-ids", ids, "--rerotate")
-    said = run(*get, "--backend", "x86-avx2", "--name", "sys", "-o", "q").out
-    assert "K was not rotated" in said and "LOSSLESS" in said
+    printed = run(*get, "--backend", "x86-avx2", "--name", "sys", "-o", "q").out
+    assert "K was not rotated" in printed and "LOSSLESS" in printed
     assert "--rerotate is about the prefix cache" in run(*get, "-o", "a.npz", code=2).err
 
 
@@ -197,8 +197,8 @@ def test_rerotate_store_get_prefix_is_unchanged(cache: Cache, run) -> None:
 def test_rerotate_layers_of_different_lengths_is_refused(cache: Cache, run) -> None:
     plans = [{"layer": n, "remove": TOKENS, "pairs": [[0, 4], [30 - n, 10 + n]]} for n in range(LAYERS)]
     Path("plan.json").write_text(json.dumps(plans))
-    said = run("mnn", "compact", *cache.arguments, "--plan", "plan.json", "-o", "c").out
-    assert "warning: layers hold 14 to 16 tokens, and MNN reads the same number of rows" in said
+    printed = run("mnn", "compact", *cache.arguments, "--plan", "plan.json", "-o", "c").out
+    assert "warning: layers hold 14 to 16 tokens, and MNN reads the same number of rows" in printed
     rerotate = ("--plan", "plan.json", "-o", "d", "--rerotate", "--rope", ROPE)
     assert "layers hold 14 to 16 tokens" in run("mnn", "compact", *cache.arguments, *rerotate, code=1).err
     assert not Path("d").exists()
@@ -223,8 +223,8 @@ def test_rerotate_heads_with_different_tokens_is_refused(tmp_path, monkeypatch, 
     Path("kv/positions.json").write_text(json.dumps(positions))
     pack = ("mnn", "pack", "kv", "--backend", "x86-avx2", "--name", "sys", "-o", "q")
     assert "all_seq_len = 10;" in run(*pack).out
-    said = run(*pack, "-f", "--rerotate", "--rope", ROPE, code=2).err
-    assert "heads of layer 0 hold different tokens of the text: K cannot be rotated" in said
+    printed = run(*pack, "-f", "--rerotate", "--rope", ROPE, code=2).err
+    assert "heads of layer 0 hold different tokens of the text: K cannot be rotated" in printed
 
 
 def test_rerotate_arrays_without_positions_is_refused(cache: Cache, run) -> None:
@@ -232,8 +232,8 @@ def test_rerotate_arrays_without_positions_is_refused(cache: Cache, run) -> None
     arrays = {path.stem: np.load(path) for path in Path("a").glob("*.npy")}
     np.savez("plain.npz", **arrays)
     pack = ("mnn", "pack", "plain.npz", "--backend", "x86-avx2", "--name", "sys", "-o", "q")
-    said = run(*pack, "--rerotate", "--rope", ROPE, code=2).err
-    assert "nothing gives the positions of the tokens in the text" in said and "positions.json" in said
+    printed = run(*pack, "--rerotate", "--rope", ROPE, code=2).err
+    assert "nothing gives the positions of the tokens in the text" in printed and "positions.json" in printed
 
 
 @pytest.mark.parametrize(
@@ -249,8 +249,8 @@ def test_rerotate_arrays_without_positions_is_refused(cache: Cache, run) -> None
     ],
 )
 def test_rerotate_impossible_rotation_writes_nothing(cache: Cache, run, options, code, message) -> None:
-    said = run("mnn", "compact", *cache.arguments, "--reserve", RESERVE, "-o", "c", *options, code=code).err
-    assert message in said and len(said.splitlines()) == 1
+    printed = run("mnn", "compact", *cache.arguments, "--reserve", RESERVE, "-o", "c", *options, code=code).err
+    assert message in printed and len(printed.splitlines()) == 1
     assert not Path("c").exists()
 
 
@@ -269,8 +269,8 @@ def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 def test_rerotate_finds_rope_of_trained_k(trained, run) -> None:
     reserve = ("--reserve", "0:4,150:250")
-    said = run("mnn", "compact", *trained, *reserve, "-o", "c", "--rerotate").out
-    assert "theta=10000,dims=64, found by trial, clearly in 4 of 4 layers" in said
+    printed = run("mnn", "compact", *trained, *reserve, "-o", "c", "--rerotate").out
+    assert "theta=10000,dims=64, found by trial, clearly in 4 of 4 layers" in printed
     run("mnn", "compact", *trained, *reserve, "-o", "d", "--rerotate", "--rope", "theta=10000,dims=64")
     assert all(Path("c", name.name).read_bytes() == name.read_bytes() for name in Path("d").glob("*.k"))
     run("mnn", "compact", *trained, *reserve, "-o", "e")
@@ -283,8 +283,8 @@ def test_rerotate_model_that_differs_from_k_is_refused(trained, run) -> None:
     compact = ("mnn", "compact", *trained, "--reserve", "0:4,150:250", "-o", "c", "--rerotate")
     for fields in ({"rope_theta": 1e6}, {"rope_theta": 1e4, "model_type": "cohere"}):
         Path("model/config.json").write_text(json.dumps(fields))
-        said = run(*compact, "--rope", "model", code=1).err
-        assert said.startswith("kvmnn: error: model: K of layer 0 looks rotated by theta=10000,dims=64")
+        printed = run(*compact, "--rope", "model", code=1).err
+        assert printed.startswith("kvmnn: error: model: K of layer 0 looks rotated by theta=10000,dims=64")
     Path("model/config.json").write_text(json.dumps({"rope_theta": 1e4}))
     assert "theta=10000,dims=64, as model has it" in run(*compact, "-f", "--rope", "model").out
 
@@ -293,8 +293,8 @@ def test_rerotate_model_that_differs_from_k_is_refused(trained, run) -> None:
 def test_rerotate_rope_that_k_contradicts_is_refused_unless_forced(trained, run, wrong) -> None:
     compact = ("mnn", "compact", *trained, "--reserve", "0:4,150:250", "-o", "c", "--rerotate", "--rope")
     contradiction = f"K of layer 0 looks rotated by theta=10000,dims=64, not by {wrong}"
-    said = run(*compact, wrong, code=1).err
-    assert contradiction in said and "--force rotates by it all the same" in said and not Path("c").exists()
+    printed = run(*compact, wrong, code=1).err
+    assert contradiction in printed and "--force rotates by it all the same" in printed and not Path("c").exists()
     forced = run(*compact, wrong, "--force")
     assert contradiction in forced.err and f"{wrong}, as given, though K contradicts it" in forced.out
     right = run(*compact, "theta=10000,dims=64", "--force")
@@ -307,8 +307,8 @@ def test_rerotate_rope_that_k_contradicts_is_refused_unless_forced(trained, run,
 def test_repack_rerotated_to_narrower_dtype_shows_no_error_of_the_wider(cache: Cache, run) -> None:
     run("mnn", "compact", *cache.arguments, "--reserve", RESERVE, "-o", "c")
     options = ("--target-backend", "arm64-fp16", "-o", "r", "--rerotate", "--rope", ROPE)
-    said = run("mnn", "repack", "c", *options).out
-    assert "computed in fp32, then converted to fp16" in said and "of the length of its pair" not in said
+    printed = run("mnn", "repack", "c", *options).out
+    assert "computed in fp32, then converted to fp16" in printed and "of the length of its pair" not in printed
 
 
 def test_read_stored_tokens_rerotated_k_is_refused(cache: Cache, run) -> None:
@@ -343,8 +343,8 @@ def test_rerotate_layers_with_different_rope(tmp_path, monkeypatch, run) -> None
         layers += [np.ascontiguousarray(key), np.ascontiguousarray(values[layer][:, :300])]
     sample = packed_samples.write_prefix(tmp_path / "p", layers, capacity=364, hP=16)
     compact = ("mnn", "compact", tmp_path / "p", *sample.options, "--backend", "arm64-fp16", "-o", "c", "--rerotate")
-    said = run(*compact, "--reserve", "0:4,100:200").out
-    assert "theta=10000,dims=64 in 2 layers and theta=1000000,dims=64 in 2 layers, found by trial" in said
+    printed = run(*compact, "--reserve", "0:4,100:200").out
+    assert "theta=10000,dims=64 in 2 layers and theta=1000000,dims=64 in 2 layers, found by trial" in printed
     few = [np.ascontiguousarray(words[:, :16]) for words in layers]
     sample = packed_samples.write_prefix(tmp_path / "few", few, capacity=80, hP=16)
     compact = ("mnn", "compact", tmp_path / "few", *sample.options, "--backend", "arm64-fp16", "-o", "d", "--rerotate")

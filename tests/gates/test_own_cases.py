@@ -180,7 +180,7 @@ def test_gate_run_own_cases_and_limits(tmp_path: Path, run) -> None:
     assert (verdicts["decompression p95"], verdicts["async wait p99"]) == ("fail", "pass")
     (case,) = json.loads((tmp_path / "o" / "history.jsonl").read_text())["cases"]
     assert case["case"] == "mine"
-    assert case["runtime_decomp_p95_us"] > 0.001  # the limit that it missed; a fast machine takes less than a microsecond
+    assert case["runtime_decomp_p95_us"] > 0.001  # the limit that it missed
     assert case["settings"]["max_lossless_decomp_p95_us"] == 0.001
     assert "restore p95" in run("gate", "history", tmp_path / "o").out
     (row,) = json.loads((tmp_path / "o" / "summary.json").read_text())["rows"]

@@ -29,6 +29,8 @@ from ..reports.table import Column, Table
 from . import codecs
 from .codecs import BenchCodec, LossStats, count_dense_bytes, explain_no_dense, make_dense_codec, make_dense_plans
 
+_NAME_COLUMNS = 25
+
 
 @dataclass(frozen=True)
 class Timing(Record):
@@ -130,14 +132,16 @@ class CodecBenchResult(Record):
 
     def __str__(self) -> str:
         if self.encode is None or self.decode is None or self.ratio is None:
-            return f"{self.codec:<24} failed: {self.error}"
-        line = f"{self.codec:<22} {self.ratio:>7.4f}"
+            return f"{self.codec:<{_NAME_COLUMNS}} failed: {self.error}"
+        # A longer name has a line of its own: rows fit terminals of 80 columns.
+        name = self.codec if len(self.codec) <= _NAME_COLUMNS else f"{self.codec}\n"
+        line = f"{name}{'':<{_NAME_COLUMNS - len(name.rpartition(chr(10))[2])}} {self.ratio:>7.4f}"
         if self.raw_bytes < MIN_RATE_BYTES:
-            return f"{line} {'-':>8} {'-':>8} {'-':>8} {'-':>8} {'-':>11}"
+            return f"{line} {'-':>8} {'-':>8} {'-':>8} {'-':>8} {'-':>10}"
         times = (self.encode.cpu, self.encode.wall, self.decode.cpu, self.decode.wall)
         speeds = " ".join(f"{format_mb_per_second(self.raw_bytes, seconds):>8}" for seconds in times)
         break_even_text = "never" if self.break_even is None else f"{self.break_even / 1e6:.1f}"
-        return f"{line} {speeds} {break_even_text:>11}"
+        return f"{line} {speeds} {break_even_text:>10}"
 
 
 def _make_speed_column(heading: str, get: Callable[[CodecBenchResult], float | None]) -> Column:
@@ -202,8 +206,8 @@ class ArrayBenchReport(Record):
 
     def __str__(self) -> str:
         lines = [
-            f"{'':<22} {'':>7} {'encode MB/s':>17} {'decode MB/s':>17} {'break-even':>11}",
-            f"{'codec':<22} {'ratio':>7} {'cpu':>8} {'wall':>8} {'cpu':>8} {'wall':>8} {'MB/s':>11}",
+            f"{'':<{_NAME_COLUMNS}} {'':>7} {'encode MB/s':>17} {'decode MB/s':>17} {'break-even':>10}",
+            f"{'codec':<{_NAME_COLUMNS}} {'ratio':>7} {'cpu':>8} {'wall':>8} {'cpu':>8} {'wall':>8} {'MB/s':>10}",
         ]
         lines += [str(result) for result in self.results]
         if self.missing:

@@ -124,7 +124,7 @@ def _make_blosc2_codecs(module: Any, dtype: str, threads: int | None) -> list[Be
             options = {"codec": coder, "clevel": _BLOSC2_LEVEL, "filters": [mode], "filters_meta": [0]}
             return module.compress2(data, typesize=itemsize, **options)
 
-        return BenchCodec(f"{name} (clevel {_BLOSC2_LEVEL})", _get_version(module), encode, module.decompress2)
+        return BenchCodec(f"{name} -{_BLOSC2_LEVEL}", _get_version(module), encode, module.decompress2)
 
     return [
         make_codec("blosc2 shuffle+zstd", module.Filter.SHUFFLE, module.Codec.ZSTD),

@@ -8,6 +8,7 @@ are encoded and sent as well (``B < (raw - stored) / (encode + decode)``).
 from __future__ import annotations
 
 import os
+import shutil
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import field
@@ -28,8 +29,6 @@ _MAX_TOKENS = 1 << 24
 _MAX_SECONDS = 1e6
 _MAX_EXTRAPOLATION = 2
 """Lengths up to so many times the longest that was measured are predicted."""
-
-_WIDTH = 110
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,8 +218,9 @@ class BreakEvenReport(Record):
         return text if has_fixed_time else f"{text} (without the fixed time of a get)"
 
     def __str__(self) -> str:
-        blocks = [f"{table.title}\n{table.to_terminal(_WIDTH)}" for table in self.to_tables()]
-        return "\n\n".join([*blocks, wrap_sentences(self.list_notes(), _WIDTH)])
+        width = shutil.get_terminal_size((100, 24)).columns
+        blocks = [f"{table.title}\n{table.to_terminal(width)}" for table in self.to_tables()]
+        return "\n\n".join([*blocks, wrap_sentences(self.list_notes(), width)])
 
 
 def _format_link(speed: float | None) -> str:
@@ -240,9 +240,9 @@ _PREFIX_COLUMNS = (
     Column("codec", lambda row: row.codec, is_left_aligned=True),
     Column("tokens", lambda row: f"{row.tokens:,}"),
     Column("stored bytes", lambda row: f"{row.stored_bytes:,}"),
-    Column("computed ms", lambda row: f"{row.computed_seconds * 1e3:,.1f}"),
-    Column("from the store ms", lambda row: f"{row.stored_seconds * 1e3:,.1f}"),
-    Column("faster", lambda row: "loading" if row.is_loading_faster else "computing"),
+    Column("compute ms", lambda row: f"{row.computed_seconds * 1e3:,.1f}"),
+    Column("load ms", lambda row: f"{row.stored_seconds * 1e3:,.1f}"),
+    Column("faster", lambda row: "loading" if row.is_loading_faster else "computing", drop_rank=2),
     Column("link MB/s", lambda row: "any" if row.min_link == 0 else _format_link(row.min_link)),
 )
 

@@ -64,7 +64,7 @@ PROFILE_CODE = ("calendar", "configparser", "plistlib", "subprocess")
 
 TOKENS, PROMPT, STEP_TOKENS = 2048, 1024, 128
 TYPES = ("fp16", "bf16", "fp32")
-PEERS = ("zstd -3", "lz4", "blosc2 bitshuffle+zstd (clevel 1)", "bitshuffle+zstd -1", "pcodec")
+PEERS = ("zstd -3", "lz4", "blosc2 bitshuffle+zstd -1", "bitshuffle+zstd -1", "pcodec")
 KVMNN_CODECS = ("exact", "fast", "dense", "profile, alone", "profile, two below")
 #: KL that transform streams are asked for, and measured KL at which ratios are interpolated between them.
 ASKED_KL, COMPARED_KL = (0.004, 0.016), (0.0025, 0.0065)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -183,3 +184,44 @@ def test_put_command_takes_the_policy_of_a_new_store(run, tmp_path) -> None:
     assert "policy benefit" in run("store", "stat", folder).out
     assert "expected lru or benefit" in run(*words, "--policy", "belady", code=2).err
     assert "evicts by policy benefit" in run(*words, "--policy", "lru", code=2).err
+
+
+def put_zeros(store: PrefixStore, ids: list[int]) -> int:
+    """Put a text whose K and V compress well: its unit has few bytes a token, and so a high benefit."""
+    zeros = [
+        replace(cache, keys=np.zeros_like(cache.keys), values=np.zeros_like(cache.values)) for cache in layers_of(ids)
+    ]
+    return store.put(ids, zeros, model=MODEL).stored_bytes
+
+
+@pytest.mark.parametrize("engine", BACKENDS)
+def test_put_of_text_of_lowest_benefit_evicts_another(new_url, engine) -> None:
+    with PrefixStore(new_url(engine), block_tokens=4, codec="frames") as store:
+        unit_bytes, zeros_bytes = put(store, TEXTS[7]), max(put_zeros(store, ids) for ids in TEXTS[:2])
+    assert zeros_bytes < unit_bytes
+    limit = unit_bytes + zeros_bytes + 10
+    with PrefixStore(new_url(engine), limit, block_tokens=4, codec="frames", policy="benefit") as store:
+        for ids in TEXTS[:2]:
+            put_zeros(store, ids)
+        store.pin(TEXTS[0], model=MODEL)
+        result = store.put(TEXTS[7], layers_of(TEXTS[7]), model=MODEL)
+        assert result.stored_tokens == 8 and result.stored_bytes == unit_bytes and result.removed_bytes
+        assert list_stored(store) == [1, 8]
+
+
+@pytest.mark.parametrize("policy", ["lru", "benefit"])
+@pytest.mark.parametrize("engine", BACKENDS)
+def test_put_without_room_next_to_pins_says_that_nothing_was_stored(new_url, engine, policy) -> None:
+    with PrefixStore(new_url(engine), block_tokens=4, codec="frames") as store:
+        limit = put(store, TEXTS[7]) + 10
+    with PrefixStore(new_url(engine), limit, block_tokens=4, codec="frames", policy=policy) as store:
+        put_zeros(store, TEXTS[0])
+        store.pin(TEXTS[0], model=MODEL)
+        tokens_before = store.stats().usage.counters["put_tokens"]
+        result = store.put(TEXTS[7], layers_of(TEXTS[7]), model=MODEL)
+        assert (
+            str(result) == "8 tokens: nothing was stored: the size limit (max_bytes, --size-limit) has no room for more"
+        )
+        assert (result.stored_tokens, result.raw_bytes, result.stored_bytes, result.removed_bytes) == (0, 0, 0, 0)
+        assert store.stats().usage.counters["put_tokens"] == tokens_before
+        assert list_stored(store) == [1]

@@ -326,9 +326,7 @@ class DirectoryBackend:
                 self.recovery_files.save_namespace(namespace)
                 yield cursor, index_updates.ensure_namespace_id(cursor, namespace), addition
                 index_updates.restore_pins(cursor, self.make_lookup(cursor), sequence)
-                addition.removed_units += self._evict_excess(cursor)
-                # what went at once, as a policy may say, counts neither as stored nor as removed
-                addition.stored_bytes -= sum(addition.placed_units.get(unit, 0) for unit in addition.removed_units)
+                addition.removed_units += self._evict_excess(cursor, list(addition.placed_units))
                 bytes_after = index_updates.read_total_bytes(cursor)
                 addition.removed_bytes = bytes_before + addition.stored_bytes - bytes_after
         except BaseException:
@@ -498,12 +496,15 @@ class DirectoryBackend:
         self.files.delete_units(evicted_units)
         return removed_units
 
-    def _evict_excess(self, cursor: ValidatingCursor) -> list[int]:
-        """Delete the rows of units above the quota of the tenant, then of those above the limit of all."""
+    def _evict_excess(self, cursor: ValidatingCursor, exempt_units: Sequence[int] = ()) -> list[int]:
+        """Delete the rows of units above the quota of the tenant, then of those above the limit of all.
+
+        Units that a put adds are exempt: `_count_fitting` has shown that the others make room for them.
+        """
         return [
             unit
             for limit, spaces in self._list_limits(cursor)
-            for unit in index_updates.evict_units(cursor, limit, spaces)
+            for unit in index_updates.evict_units(cursor, limit, spaces, exempt_units)
         ]
 
     def _list_limits(self, cursor: ValidatingCursor) -> Iterator[tuple[int, list[int] | None]]:

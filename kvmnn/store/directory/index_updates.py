@@ -263,12 +263,16 @@ def list_all_with_descendants(cursor: ValidatingCursor, units: Iterable[int]) ->
     return list(dict.fromkeys(descendant for unit in units for descendant in list_with_descendants(cursor, unit)))
 
 
-def evict_units(cursor: ValidatingCursor, max_bytes: int, spaces: Sequence[int] | None = None) -> list[int]:
+def evict_units(
+    cursor: ValidatingCursor, max_bytes: int, spaces: Sequence[int] | None = None, exempt_units: Sequence[int] = ()
+) -> list[int]:
     """Delete the rows of the units with the lowest priorities, ends of sequences first; return the units.
 
-    With `spaces`, only units of these namespaces are evicted, until at most `max_bytes` of them are left.
+    With `spaces`, only units of these namespaces are evicted, until at most `max_bytes` of them are left. The exempt
+    units stay: those of a put, which a store would else never admit while the others save more.
     """
     condition = "" if spaces is None else f" AND space IN {_format_numbers(spaces)}"
+    condition += f" AND id NOT IN {_format_numbers(exempt_units)}" if exempt_units else ""
     parent_of_state_query = (  # it is of no use without its state
         "SELECT id, bytes FROM unit WHERE id = (SELECT parent FROM unit WHERE id = ? AND tokens = 0) "
         "AND children = 1 AND pins = 0"

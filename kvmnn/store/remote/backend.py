@@ -358,8 +358,11 @@ class RemoteBackendBase:
         removed_bytes = 0 if superseded_tail is None else superseded_tail.nbytes
         self._restore_pins(sequence)
         self.touch([record.unit for record in records.values()], num_uses=0)
-        removed_bytes += self._enforce_limit_after_put(stored_bytes)
-        return AddResult(stored_bytes, removed_bytes, exceeded_limit=exceeded_limit)
+        lost_bytes, other_bytes, lost_limit = self._enforce_limit_after_put(
+            {record.unit: record.nbytes for record in records.values()}
+        )
+        exceeded_limit = lost_limit or exceeded_limit
+        return AddResult(stored_bytes - lost_bytes, removed_bytes + other_bytes, exceeded_limit=exceeded_limit)
 
     def _count_fitting(self, prefix: TokenSequence, sizes: Sequence[int]) -> tuple[int, str]:
         """Return how many units after a stored prefix have room once all others went, and the limit to name.
@@ -441,7 +444,8 @@ class RemoteBackendBase:
         self._memory_cache.put(unit_id, data)
         self._restore_pins(sequence)
         self.touch([unit_id], num_uses=0)
-        return AddResult(nbytes, self._enforce_limit_after_put(nbytes))
+        lost_bytes, other_bytes, exceeded_limit = self._enforce_limit_after_put({unit_id: nbytes})
+        return AddResult(nbytes - lost_bytes, other_bytes, exceeded_limit=exceeded_limit)
 
     def _find_superseded_tail(self, new_unit: NewUnit, sequence: TokenSequence) -> UnitRecord | None:
         """Return the partial block that a longer sequence repeats: a growing chat would leave one at every turn."""
@@ -477,15 +481,24 @@ class RemoteBackendBase:
         return self.key_values.get_many([make_unit_name(unit)])[0] is not None
 
     def enforce_limit(self) -> int:
-        return self._enforce_limit_after_put(0)
+        return self._enforce_limit_after_put({})[1]
 
-    def _enforce_limit_after_put(self, stored_bytes: int) -> int:
-        """Evict units if `stored_bytes` more may exceed the limit; return the bytes that were removed.
+    def _enforce_limit_after_put(self, new_sizes: Mapping[int, int]) -> tuple[int, int, str]:
+        """Evict units if the new ones may exceed a limit, these last, as else a store might never admit any.
 
         All records are read for it, so it does nothing until this process has put enough since the last count.
+
+        Returns
+        -------
+        tuple
+            Bytes of the new units that had no room, as pins hold it, bytes of the others that were removed, and the
+            limit that new units exceed.
         """
-        removed_bytes = 0
-        for limit, tenant in ((self._limits.quota, self.tenant), (self._limits.max_bytes, None)):
+        stored_bytes, lost_bytes, other_bytes, exceeded_limit = sum(new_sizes.values()), 0, 0, ""
+        for name, limit, tenant in (
+            ("quota", self._limits.quota, self.tenant),
+            ("max_bytes", self._limits.max_bytes, None),
+        ):
             if limit is None:
                 continue
             since_count = self._bytes_since_count[tenant] = self._bytes_since_count.get(tenant, 0) + stored_bytes
@@ -495,11 +508,18 @@ class RemoteBackendBase:
                 or since_count > limit // _LIMIT_CHECK_DIVISOR
             ):
                 self.touch((), immediately=True)
-                removed_bytes += self._evict_units(limit, tenant)[1]
-        return removed_bytes
+                for record in self._evict_units(limit, tenant, new_sizes):
+                    if record.unit in new_sizes:
+                        lost_bytes += record.nbytes
+                        exceeded_limit = name
+                    else:
+                        other_bytes += record.nbytes
+        return lost_bytes, other_bytes, exceeded_limit
 
-    def _evict_units(self, max_bytes: int, tenant: str | None = None) -> tuple[int, int]:
-        """Evict units, or those of a tenant, until at most `max_bytes` are left; return how many, and their bytes."""
+    def _evict_units(
+        self, max_bytes: int, tenant: str | None = None, last_units: Collection[int] = ()
+    ) -> list[UnitRecord]:
+        """Evict units, or those of a tenant, until at most `max_bytes` are left, `last_units` last; return them."""
         keys = {namespace.key for namespace in self.list_namespaces() if tenant in (None, namespace.tenant)}
         for _ in range(_MAX_EVICTION_TRIES):  # fails if other pins are set meanwhile
             stored_names = set(self.key_values.list_names("units"))
@@ -514,14 +534,14 @@ class RemoteBackendBase:
             total_bytes = sum(record.nbytes for record in records)
             ranks = self._compute_ranks(records)
             excess = total_bytes - max_bytes
-            evicted = select_evicted(records, self.block_tokens, ranks, list_end_units(pins), excess)
+            evicted = select_evicted(records, self.block_tokens, ranks, list_end_units(pins), excess, last_units)
             nbytes = sum(record.nbytes for record in evicted)
             if not evicted or self._delete_unless_pinned(evicted, pins):
                 if evicted and self.policy == "benefit":
                     self._advance_clock(max(ranks[record.unit][0] for record in evicted))
                 self._last_bytes[tenant], self._bytes_since_count[tenant] = total_bytes - nbytes, 0
-                return len(evicted), nbytes
-        return 0, 0
+                return evicted
+        return []
 
     def _compute_ranks(self, records: Sequence[UnitRecord]) -> dict[int, tuple[int, int]]:
         """Return the priority of each unit, and the tick of its last use, which decides among equal ones."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -73,11 +73,13 @@ def select_evicted(
     rank_by_unit: Mapping[int, tuple[int, int]],
     pinned: set[int],
     excess: int,
+    last_units: Collection[int] = (),
 ) -> list[UnitRecord]:
     """Return the units to evict for `excess` bytes: none that is pinned, or that a remaining unit follows.
 
-    `rank_by_unit` has the priority of each unit and the tick of its last use.
+    `rank_by_unit` has the priority of each unit and the tick of its last use; `last_units` go after all others.
     """
+    orders = {unit: (unit in last_units, rank) for unit, rank in rank_by_unit.items()}
     record_by_block_key: dict[bytes, UnitRecord] = {}
     for record in records:
         for key in record.compute_block_keys(block_tokens):
@@ -98,7 +100,7 @@ def select_evicted(
             children[parent_record.unit] += 1
     by_unit = {record.unit: record for record in records}
     leaves = [
-        (rank_by_unit[unit], -record.start, unit)
+        (orders[unit], -record.start, unit)
         for unit, record in by_unit.items()
         if not children[unit] and unit not in pinned
     ]
@@ -112,7 +114,7 @@ def select_evicted(
             children[parent.unit] -= 1
             if not children[parent.unit] and parent.unit not in pinned:
                 order = _STATE_PARENT_ORDER if isinstance(record, StateRecord) else -parent.start
-                heapq.heappush(leaves, (rank_by_unit[parent.unit], order, parent.unit))
+                heapq.heappush(leaves, (orders[parent.unit], order, parent.unit))
     return evicted
 
 

@@ -136,10 +136,10 @@ class RemoteBackend(RemoteBackendBase):
         names = [*lost_names, *deletable_names, *unused_use_names]
         for begin_index in range(0, len(names), NAMES_PER_REQUEST):
             self.key_values.delete(names[begin_index : begin_index + NAMES_PER_REQUEST])
-        evicted, nbytes = (0, 0) if max_bytes is None else self._evict_units(max_bytes)
+        evicted = [] if max_bytes is None else self._evict_units(max_bytes)
         return CleanupResult(
-            units=len(lost_names) + len(orphans) + evicted,
-            bytes=nbytes + sum(record.nbytes for record in orphans),
+            units=len(lost_names) + len(orphans) + len(evicted),
+            bytes=sum(record.nbytes for record in [*orphans, *evicted]),
             other_files=len(deletable_names) + self.key_values.remove_stale(),
             young_files=len(unused_names) - len(deletable_names),
             kept=explain_pinned_bytes(self._last_bytes.get(None, 0), max_bytes),

@@ -316,9 +316,12 @@ cdef class SimulatedStore:
             parent, first_block = number, end_block
         if parent >= 0:  # the last unit of the text
             self.units[parent].children -= 1
-            self.push(parent)
+            if self.policy == BELADY:  # the yardstick may refuse a text; a store evicts its own units last
+                self.push(parent)
         if self.max_bytes >= 0 and self.total_bytes > self.max_bytes:
             self.evict()
+        if parent >= 0:
+            self.push(parent)
         return 0
 
     cdef int64_t sum_chain_bytes(self, int64_t number) noexcept nogil:

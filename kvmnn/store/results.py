@@ -504,7 +504,7 @@ class StoreStats(Record):
     is_lossy: bool = field(default=False, metadata={"omit": True})
     #: Whether the store is encrypted.
     is_encrypted: bool = field(default=False, metadata={"omit": True})
-    #: What all processes that used the store did so far; of a remote store, this object.
+    #: What all processes did so far in these namespaces; of a remote store, this object.
     usage: StoreUsage | None = field(default=None, metadata={"omit": True})
     #: Where codecs and prefixes pay; only if it was measured.
     break_even: BreakEvenReport | None = field(default=None, metadata={"omit": True})

@@ -313,7 +313,11 @@ class PrefixStore:
             self._backend, WriteOptions(options, RopeState(rotary), CodecChooser(), self._threads)
         )
         self._requested_tokens = self._hit_tokens = 0
-        self._metrics = StoreMetrics(counters_path, read_only=read_only)
+        self._metrics = StoreMetrics(
+            counters_path,
+            read_only=read_only,
+            tenant=cipher.seal_name(tenant) if tenant and counters_path is not None else "",
+        )
         self._lock = threading.Lock()
 
     @property
@@ -791,14 +795,15 @@ class PrefixStore:
         stats = self._with_retry(
             lambda: self._backend.collect_stats(self._requested_tokens, self._hit_tokens, all_namespaces=all_namespaces)
         )
-        return replace(stats, usage=self.usage(), is_encrypted=bool(self._backend.cipher.key_check))
+        usage = self.usage(all_namespaces=all_namespaces)
+        return replace(stats, usage=usage, is_encrypted=bool(self._backend.cipher.key_check))
 
-    def usage(self, *, own: bool = False) -> StoreUsage:
-        """Return what was done so far: by all processes with a directory, by this object with a remote store.
+    def usage(self, *, own: bool = False, all_namespaces: bool = False) -> StoreUsage:
+        """Return what was done so far in this namespace, or in all of them.
 
-        With `own`, by this object alone.
+        By all processes with a directory; with `own`, and of a remote store, by this object alone.
         """
-        return self._metrics.read(own=own)
+        return self._metrics.read(own=own, all_namespaces=all_namespaces)
 
     def add_metrics_listener(self, listener: Callable[[str, float], object]) -> None:
         """Call `listener` after each ``"get"`` and ``"put"`` from now on, with the seconds that it took."""

@@ -1,7 +1,7 @@
 """Counts and latencies of the calls of a store.
 
-The counts of a directory are those of all processes that used it: each adds its own to a file every second and when it
-closes the store. Those of a remote store are of one process.
+The counts of a directory are those of all processes that used it, for each namespace: each adds its own to a file every
+second and when it closes the store. Those of a remote store are of one process.
 """
 
 from __future__ import annotations
@@ -26,6 +26,10 @@ from .results import (
 )
 
 COUNTERS_FILE = "counters.sqlite"
+_TENANT_SEPARATOR = ":"
+"""In names of rows, between the tenant and the counter; counts of no namespace have neither."""
+_MAX_ROWS = 1 << 18
+"""More than 4,096 namespaces have counters."""
 _FLUSH_INTERVAL_SECONDS = 1.0
 _CLOSE_TIMEOUT_SECONDS = 1.0
 _MAX_VALUE = 2**62
@@ -40,10 +44,12 @@ class StoreMetrics:
         The file that collects the counts of all processes; None for none.
     read_only
         Read the file, and never write it.
+    tenant
+        Whose calls these are, as the file names it; empty for no namespace.
     """
 
-    def __init__(self, path: Path | None, *, read_only: bool = False) -> None:
-        self._path, self._is_writable = path, path is not None and not read_only
+    def __init__(self, path: Path | None, *, read_only: bool = False, tenant: str = "") -> None:
+        self._path, self._is_writable, self._tenant = path, path is not None and not read_only, tenant
         self._pending: dict[str, int] = {}
         self._own: dict[str, int] = {}
         self._lock = threading.Lock()
@@ -112,16 +118,16 @@ class StoreMetrics:
                 return
             # a full disk, or a file of another process that is locked or damaged, must not stop anything
             with suppress(sqlite3.Error, OSError):
-                _add_to_file(self._path, self._pending, timeout)
+                _add_to_file(self._path, self._tenant, self._pending, timeout)
                 self._pending = {}
 
-    def read(self, *, own: bool = False) -> StoreUsage:
+    def read(self, *, own: bool = False, all_namespaces: bool = False) -> StoreUsage:
         """Return the counts of all processes; of this one with `own`, or if there is no file."""
         with self._lock:
             counts = dict(self._own)
             if self._path is not None and not own:
                 with suppress(sqlite3.Error, OSError):
-                    counts = _read_file(self._path)
+                    counts = _read_file(self._path, None if all_namespaces else self._tenant)
                     for name, number in self._pending.items():
                         counts[name] = counts.get(name, 0) + number
         return StoreUsage(
@@ -138,8 +144,9 @@ def _build_histogram(counts: Mapping[str, int], call: str) -> CallLatency:
     )
 
 
-def _add_to_file(path: Path, changes: Mapping[str, int], timeout: float) -> None:
+def _add_to_file(path: Path, tenant: str, changes: Mapping[str, int], timeout: float) -> None:
     """Add counts to a file; one that is damaged is replaced by an empty one the next time."""
+    prefix = f"{tenant}{_TENANT_SEPARATOR}" if tenant else ""
     try:
         with closing(sqlite3.connect(path, timeout=timeout, isolation_level=None)) as connection:
             connection.execute("PRAGMA synchronous = OFF")
@@ -151,7 +158,7 @@ def _add_to_file(path: Path, changes: Mapping[str, int], timeout: float) -> None
             connection.executemany(
                 "INSERT INTO counter VALUES (?, ?) ON CONFLICT (name) "
                 f"DO UPDATE SET value = min(value + excluded.value, {_MAX_VALUE})",
-                list(changes.items()),
+                [(prefix + name, number) for name, number in changes.items()],
             )
             connection.execute("COMMIT")
     except sqlite3.DatabaseError as error:
@@ -160,11 +167,16 @@ def _add_to_file(path: Path, changes: Mapping[str, int], timeout: float) -> None
         raise
 
 
-def _read_file(path: Path) -> dict[str, int]:
+def _read_file(path: Path, tenant: str | None) -> dict[str, int]:
+    """Return the counts of a tenant; of all of them for None."""
     if not path.exists():
         return {}
     with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=1.0)) as connection:
-        rows = connection.execute("SELECT name, value FROM counter LIMIT 1000").fetchall()
-    return {
-        name: value for name, value in rows if type(name) is str and type(value) is int and 0 <= value <= _MAX_VALUE
-    }
+        rows = connection.execute("SELECT name, value FROM counter LIMIT ?", (_MAX_ROWS,)).fetchall()
+    counts: dict[str, int] = {}
+    for name, value in rows:
+        if type(name) is str and type(value) is int and 0 <= value <= _MAX_VALUE:
+            owner, _, counter = name.rpartition(_TENANT_SEPARATOR)
+            if tenant in (None, owner):
+                counts[counter] = counts.get(counter, 0) + value
+    return counts

@@ -62,6 +62,21 @@ def test_counts_are_those_of_all_processes(tmp_path) -> None:
     assert os.listdir(tmp_path / "store").count(COUNTERS_FILE) == 1
 
 
+def test_counts_of_namespaces_are_apart(tmp_path, encryption) -> None:
+    for namespace, num_gets in ((None, 1), ("team-a", 2), ("team-b", 3)):
+        with PrefixStore(tmp_path / "store", namespace=namespace) as store:
+            store.put(IDS, computed(IDS), model="m")
+            for _ in range(num_gets):
+                store.get(IDS, model="m")
+    for namespace, num_gets in ((None, 1), ("team-a", 2), ("team-b", 3), ("team", 0)):
+        with PrefixStore(tmp_path / "store", namespace=namespace) as store:
+            for usage in (store.usage(), store.stats().usage):
+                assert (usage.counters["gets"], usage.get_latency.calls) == (num_gets, num_gets)
+            for usage in (store.usage(all_namespaces=True), store.stats(all_namespaces=True).usage):
+                assert (usage.counters["gets"], usage.counters["hit_tokens"], usage.put_latency.calls) == (6, 600, 3)
+    assert (b"team-a" in (tmp_path / "store" / COUNTERS_FILE).read_bytes()) == (encryption == "plain")
+
+
 def test_counters_file_is_the_stores_own_and_is_not_removed(tmp_path) -> None:
     use(tmp_path / "store")
     with PrefixStore(tmp_path / "store") as store:

@@ -211,7 +211,7 @@ def test_put_of_text_of_lowest_benefit_evicts_another(new_url, engine) -> None:
 
 @pytest.mark.parametrize("policy", ["lru", "benefit"])
 @pytest.mark.parametrize("engine", BACKENDS)
-def test_put_without_room_next_to_pins_is_refused(new_url, engine, policy) -> None:
+def test_put_without_space_next_to_pins_is_refused(new_url, engine, policy) -> None:
     with PrefixStore(new_url(engine), block_tokens=4, codec="frames") as store:
         limit = put(store, TEXTS[7]) + 10
     with PrefixStore(new_url(engine), limit, block_tokens=4, codec="frames", policy=policy) as store:

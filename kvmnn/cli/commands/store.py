@@ -435,8 +435,7 @@ def _run_serve_metrics(store: PrefixStore, arguments: argparse.Namespace) -> tup
     def read_text() -> str:
         # sums, without a label of the namespace: names of tenants are sealed in the store, and whoever reads a monitor
         # would see them all
-        stats = store.stats(all_namespaces=True)
-        return format_prometheus(store.usage(), stats)
+        return format_prometheus(store.usage(all_namespaces=True), store.stats(all_namespaces=True))
 
     with make_metrics_server(read_text, arguments.listen) as server:
         host, port = str(server.server_address[0]), server.server_address[1]

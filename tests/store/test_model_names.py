@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from collections.abc import Callable
@@ -22,6 +23,7 @@ pytest.importorskip("onnx")
 
 FIXTURE = FIXTURES / "lm"
 NAME = "smollm2-135m"
+NUM_LAYERS = 6
 
 
 @pytest.fixture
@@ -32,8 +34,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("longer.txt").write_text("def read_file(path):\n    return open(")
     tokens = len(encode_prompt(Tokenizer.open_for_model(FIXTURE), "def read_file(path):"))
     rows = np.arange(2 * tokens * 16, dtype=np.float32).reshape(2, tokens, 16)
-    np.savez("kv.npz", **{"layer_0.key": rows, "layer_0.value": rows + 1})
+    save_layers(rows, NUM_LAYERS)
     return Path("kv.npz")
+
+
+def save_layers(rows: np.ndarray, num_layers: int) -> None:
+    parts = {"key": rows, "value": rows + 1}
+    np.savez("kv.npz", **{f"layer_{layer}.{part}": parts[part] for layer in range(num_layers) for part in parts})
 
 
 def pull_fixture(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,6 +69,45 @@ def test_store_commands_take_an_onnx_model(
     )
     assert np.array_equal(np.load("got.npz")["layer_0.key"], np.load(cache)["layer_0.key"])
     assert "removed 1 unit" in run("store", "rm", "s", "--text", "prompt.txt", *model).out
+
+
+@pytest.mark.parametrize("num_layers", [NUM_LAYERS - 1, NUM_LAYERS + 1])
+def test_store_put_of_cache_with_other_layers_than_the_model_is_refused(
+    num_layers: int, cache: Path, run: Callable[..., SimpleNamespace]
+) -> None:
+    words = ("store", "put", "s", cache, "--text", "prompt.txt", "--model", FIXTURE)
+    rows = np.load(cache)["layer_0.key"]
+    save_layers(rows, num_layers)
+    error = run(*words, code=2).err
+    assert f"kv.npz: has K and V of {num_layers} layers (layers 0 to {num_layers - 1}): expected 6, which" in error
+    assert not Path("s").exists()
+    run(*words, "--force")
+    save_layers(rows, NUM_LAYERS)
+    run("store", "put", "t", cache, "--text", "prompt.txt", "--model", FIXTURE)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"layer_nums": 2},
+        {"num_hidden_layers": 2},
+        {"text_config": {"num_hidden_layers": 2}, "model_type": "gemma3"},
+        {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2},
+        {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3, "num_kv_shared_layers": 1},
+    ],
+)
+def test_store_put_takes_the_number_of_layers_with_k_and_v_from_settings(
+    fields: dict[str, object], cache: Path, run: Callable[..., SimpleNamespace]
+) -> None:
+    Path("model").mkdir()
+    Path("model/config.json").write_text(json.dumps(fields))
+    rows = np.load(cache)["layer_0.key"]
+    ids = ",".join(map(str, range(rows.shape[1])))
+    words = ("store", "put", "s", cache, "--token-ids", ids, "--model", "model", "--fingerprint", "m")
+    save_layers(rows, 1)
+    assert "has K and V of 1 layer (layer 0): expected 2, which the model in model has" in run(*words, code=2).err
+    save_layers(rows, 2)
+    run(*words)
 
 
 def test_store_put_model_not_pulled_names_the_command(

@@ -8,7 +8,7 @@ import re
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from ..._util.text import shorten_names
+from ..._util.text import pluralize, shorten_names
 from .. import (
     break_even_options,
     console,
@@ -57,6 +57,34 @@ def read_layers(source: Source, arguments: argparse.Namespace) -> list[LayerCach
         return [*validate_layers(full_layers, len(resolve_ids(source, arguments)), window_layers), *window_layers]
     except KvmnnError as error:
         raise KvmnnError(f"{' '.join(arguments.inputs)}: {error}") from None
+
+
+def _check_num_layers(arguments: argparse.Namespace) -> None:
+    """Raise `UsageError` unless the cache has K and V of all layers of the model, if its folder says how many it has.
+
+    What was put first settles the layers of a model: after a cache without its last one all others would be refused.
+    """
+    from ...arrays.positions import format_layers
+    from ...errors import KvmnnError
+    from ...formats.mnn.model import read_model_geometry
+
+    folder = arguments.model
+    if os.path.isfile(folder) and not packed_options.is_gguf(folder):
+        folder = os.path.dirname(folder) or "."
+    try:
+        geometry = read_model_geometry(folder)
+    except KvmnnError:  # it says nothing
+        return
+    kinds = [state.kind for state in geometry.states]
+    num_expected = kinds.count("full") if kinds else geometry.num_layers
+    is_certain = "unknown" not in kinds and (bool(kinds) or not arguments.read.states)
+    numbers = [cache.layer for cache in arguments.layers]
+    if is_certain and num_expected and len(numbers) not in (num_expected, geometry.num_layers):
+        raise UsageError(
+            f"{' '.join(arguments.inputs)}: has K and V of {pluralize(len(numbers), 'layer')} "
+            f"({format_layers(numbers)}): expected {num_expected:,}, which the model in {arguments.model} has (--force "
+            "puts them all the same)"
+        )
 
 
 def list_window_layers(layers: Sequence[LayerCache]) -> list[int]:
@@ -771,6 +799,8 @@ def _run_action(arguments: argparse.Namespace) -> tuple[CommandResult, int]:
             arguments.read = _load_source(arguments)
             arguments.made_by = _choose_put_model(arguments)
             arguments.layers = read_layers(arguments.read, arguments)
+            if arguments.model is not None and not arguments.force:
+                _check_num_layers(arguments)
     store = PrefixStore(
         arguments.store,
         arguments.store_bytes if is_creating else None,

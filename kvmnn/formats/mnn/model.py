@@ -314,12 +314,13 @@ def find_graph(path: str, fields: dict[str, Any]) -> Path | None:
 
 def _parse_settings_geometry(fields: dict[str, Any]) -> ModelGeometry:
     """Return the geometry in the settings."""
+    text_fields = _merge_text_config(fields)
     shape = fields.get("key_value_shape")
     kv_heads = head_dim = None
     if isinstance(shape, list) and len(shape) >= 2:
         kv_heads, head_dim = _parse_natural(shape[-2]), _parse_natural(shape[-1])
     return ModelGeometry(
-        num_layers=_parse_natural(fields.get("layer_nums")) or _parse_natural(fields.get("num_hidden_layers")),
+        num_layers=_parse_natural(fields.get("layer_nums")) or _parse_natural(text_fields.get("num_hidden_layers")),
         kv_heads=kv_heads or _parse_natural(fields.get("num_key_value_heads")),
         head_dim=head_dim or _parse_natural(fields.get("head_dim")),
         flash_block=_parse_flash_block(fields.get("attention_mode")),

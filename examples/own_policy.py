@@ -39,16 +39,11 @@ class LowNorms(BudgetedPolicy):
         return select_middle_topk(norms, state.tokens, sink=self.sink, count=count, recent=recent, highest=False)
 
 
-def main(arguments: list[str]) -> None:
-    model, text = arguments or (FIXTURES / "lm", FIXTURES / "lm" / "texts" / "trace.py.txt")
-    result = evaluate(
-        model,
-        text,
-        ["recent_only:budget=128", "streaming:budget=128", LowNorms(budget=128)],
-        settings=EvaluationSettings(tokens=512, chunk=16),
-    )
-    print(result)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+model, text = sys.argv[1:] or (FIXTURES / "lm", FIXTURES / "lm" / "texts" / "trace.py.txt")
+result = evaluate(
+    model,
+    text,
+    ["recent_only:budget=128", "streaming:budget=128", LowNorms(budget=128)],
+    settings=EvaluationSettings(tokens=512, chunk=16),
+)
+print(result)

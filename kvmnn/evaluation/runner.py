@@ -504,6 +504,7 @@ def evaluate(
         Which texts of files and folders are used; all by default.
     jobs
         Processes at a time, a configuration in each; 0 measures in this process, which leaves `process_peak_bytes` out.
+        Policies that a script or a notebook defines are measured in this process.
     store
         Where finished cells are taken from and put: a store or its file.
     progress

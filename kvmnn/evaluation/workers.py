@@ -20,7 +20,7 @@ from .. import errors
 from ..errors import KvmnnError
 from ..files.schema import Record
 from ..lm.documents import Document
-from ..policies.registry import list_registered_files
+from ..policies.registry import is_registered_from_script, list_registered_files
 from .measure import AdvanceCallback, CellMeasurer, UnsupportedConfigurationError
 from .records import Cell, CellKind, RefusedCell, read_cell
 from .settings import Configuration, EvaluationSettings
@@ -168,7 +168,8 @@ def run_tasks(
     settings
         How.
     jobs
-        Processes at a time, one for each task; 0: in this process, where no peak memory can be measured.
+        Processes at a time, one for each task; 0, and with a policy that a script or notebook defines: in this process,
+        where no peak memory can be measured.
     start
         Directory of K and V that texts begin with (`kvmnn.lm.warm_start`), where they do.
     references
@@ -179,7 +180,7 @@ def run_tasks(
     KvmnnError
         Error of a task; the processes of the others are ended.
     """
-    if jobs == 0:
+    if jobs == 0 or is_registered_from_script():
         return _run_in_process(tasks, CellMeasurer(model, settings, start, references))
     order = {
         "model": model,

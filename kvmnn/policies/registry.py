@@ -127,12 +127,15 @@ _REGISTERED: dict[str, type[Policy]] = {}
 
 _PROCESS_TOKEN = secrets.token_hex(8)
 
+_loading_paths: list[str] = []
+"""The file that `load_registered_files` is importing."""
+
 
 def register_policy(policy: type[Policy]) -> type[Policy]:
     """Make a policy of one's own known by its name; a class decorator.
 
-    `kvmnn.lm.evaluate` does it for policies that it is given. Worker processes import the file that defines the class,
-    as a module that is not ``__main__``.
+    `kvmnn.lm.evaluate` does it for policies that it is given. Worker processes import the file that defines the class;
+    a class of a script (``__main__``) or a notebook is measured in the process itself, so that no script runs twice.
 
     Parameters
     ----------
@@ -172,8 +175,24 @@ def is_registered(name: str) -> bool:
     return name in _REGISTERED
 
 
+def is_registered_from_script() -> bool:
+    """Return whether a script or a notebook defines a policy of a user: importing it would run it once more."""
+    return any(policy.__module__ == "__main__" for policy in _REGISTERED.values())
+
+
 def list_registered_files() -> list[str]:
-    """List the files that define the policies of users, for other processes (`load_registered_files`)."""
+    """List the files that define the policies of users, for other processes (`load_registered_files`).
+
+    Raises
+    ------
+    KvmnnError
+        For a class that no file defines, and while such a file is imported: it would start processes without end.
+    """
+    if _loading_paths:
+        raise KvmnnError(
+            f'{_loading_paths[-1]} measures when it is imported: expected if __name__ == "__main__": before that, or '
+            "the policy in a file of its own"
+        )
     return sorted({_get_file(policy) for policy in _REGISTERED.values()})
 
 
@@ -195,7 +214,11 @@ def load_registered_files(paths: list[str]) -> None:
         assert spec is not None and spec.loader is not None
         module = import_util.module_from_spec(spec)
         sys.modules[spec.name] = module  # dataclasses look their module up
-        spec.loader.exec_module(module)
+        _loading_paths.append(path)
+        try:
+            spec.loader.exec_module(module)
+        finally:
+            _loading_paths.pop()
         for value in list(vars(module).values()):
             if not (isinstance(value, type) and issubclass(value, Policy) and is_dataclass(value)):
                 continue

@@ -88,6 +88,11 @@ def _make_divergence_column(
     return Column(heading, format_cell, drop_rank)
 
 
+def _format_kind(pair: _RowAndFull) -> str | None:
+    """Format whether the cache is that of the model; a policy that evicted nothing was not tried at all."""
+    return "not cut" if pair[0].has_no_eviction and pair[0].kind == "LOSSLESS" else pair[0].kind
+
+
 def _format_budget(pair: _RowAndFull) -> str | None:
     row = pair[0]
     scope = " (prompt)" if row.prompt_only else ""
@@ -121,7 +126,7 @@ def add_no_eviction_mark(text: str, row: ResultRow) -> str:
 
 COLUMNS = (
     Column("policy", lambda pair: add_no_eviction_mark(to_single_line(pair[0].label), pair[0]), is_left_aligned=True),
-    Column("kind", lambda pair: pair[0].kind, 2, is_left_aligned=True),
+    Column("kind", _format_kind, 2, is_left_aligned=True),
     Column("budget (tokens)", _format_budget, 17),
     _make_number_column("PPL", lambda row: row.perplexity, ".4f", 0),
     _make_change_column("PPL change (%)", lambda row: row.perplexity, 6),
@@ -151,9 +156,7 @@ COLUMNS = (
     _make_number_column("cache mean (MiB)", lambda row: row.cache_bytes_mean, ".3f", 3, 1 / _BYTES_PER_MIB),
     _make_number_column("cache peak (MiB)", lambda row: row.cache_bytes_peak, ".3f", 7, 1 / _BYTES_PER_MIB),
     _make_number_column("process peak (MiB)", lambda row: row.process_peak_bytes, ".0f", 21, 1 / _BYTES_PER_MIB),
-    _make_number_column("bits", lambda row: row.quantized_bits, ".3f", 3),
-    _make_number_column("coded bits", lambda row: row.coded_bits, ".3f", 7),
-    _make_number_column("bytes/token", lambda row: row.bytes_per_token, ",.0f", 4),
+    _make_number_column("bytes/token", lambda row: row.bytes_per_token, ",.0f", 2),
     _make_number_column("LOSSY ratio", lambda row: row.lossy_ratio, ".3f", 1),
     _make_number_column("LOSSLESS ratio", lambda row: row.lossless_ratio, ".4f", 16),
     _make_number_column("product", lambda row: row.ratio, ".3f", 4),
@@ -260,9 +263,8 @@ def format_min_max(numbers: Sequence[int]) -> str:
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
-PIVOT_TITLE = (
-    "Perplexity by size; best: the lowest of the line, - for a tie (the intervals above say how sure that is)."
-)
+PIVOT_TITLE = "Perplexity by size; best: the lowest of the line, - for a tie"
+_INTERVALS_NOTE = " (intervals of dNLL say how sure that is)"
 _NO_EVICTION_NOTE = (
     f" Numbers marked {NO_EVICTION_MARK} are of policies that evicted nothing, which are never the best."
 )
@@ -279,7 +281,9 @@ def build_pivot_table(rows: Sequence[ResultRow]) -> Table | None:
     lines of its size. Policies that cut a prompt only have lines of their own: they hold all later tokens. Sizes at
     which a single policy ran have no line.
     """
-    title = PIVOT_TITLE + (_NO_EVICTION_NOTE if any(row.has_no_eviction for row in rows) else "")
+    has_intervals = any(row.versus_full is not None and row.versus_full.low is not None for row in rows)
+    title = f"{PIVOT_TITLE}{_INTERVALS_NOTE if has_intervals else ''}."
+    title += _NO_EVICTION_NOTE if any(row.has_no_eviction for row in rows) else ""
     rows = [row for row in select_policy_rows(rows) if _get_row_size(row) is not None]
     shares = {_get_recent_share(row) for row in rows} - {None}
     series = group_into_series(rows, ignored_options=("recent_ratio",) if len(shares) > 1 else ())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,43 +80,61 @@ def test_register_policy_local_class_is_refused() -> None:
         register_policy(Local)
 
 
+_POLICY_SOURCE = """
+from dataclasses import dataclass
+import numpy as np
+from kvmnn.evaluation import EvaluationSettings
+from kvmnn.lm import evaluate
+from kvmnn.policies import BudgetedPolicy
+
+@dataclass(frozen=True, kw_only=True)
+class Mine(BudgetedPolicy):
+    name = "mine"
+
+    def select_tokens(self, state):
+        size = self.resolve_budget(state.tokens)
+        return None if state.tokens <= size else np.arange(state.tokens - size, state.tokens)
+"""
+_CALL_SOURCE = f"""
+result = evaluate(
+    {str(FIXTURES / "lm")!r},
+    {str(FIXTURES / "lm" / "texts" / "trace.py.txt")!r},
+    [Mine(budget=48), "recent_only:budget=48"],
+    settings=EvaluationSettings(tokens=96, chunk=16, timing=False),
+    store="cells.jsonl",
+)
+_, mine, window = result.rows
+print(mine.nll == window.nll, mine.process_peak_bytes is None)
+"""
+
+
+def _run_script(folder: Path, source: str) -> subprocess.CompletedProcess[str]:
+    script = folder / "script.py"
+    script.write_text(source, encoding="utf-8")
+    return subprocess.run([sys.executable, script], cwd=folder, capture_output=True, text=True, timeout=300)
+
+
 @pytest.mark.slow
 def test_evaluate_own_policy_of_a_script_is_measured_again_when_its_file_changes(tmp_path: Path) -> None:
-    script = tmp_path / "mine.py"
-    source = textwrap.dedent(f"""
-        from dataclasses import dataclass
-        import numpy as np
-        from kvmnn.evaluation import EvaluationSettings
-        from kvmnn.lm import evaluate
-        from kvmnn.policies import BudgetedPolicy
-
-        @dataclass(frozen=True, kw_only=True)
-        class Mine(BudgetedPolicy):
-            name = "mine"
-
-            def select_tokens(self, state):
-                size = self.resolve_budget(state.tokens)
-                return None if state.tokens <= size else np.arange(state.tokens - size, state.tokens)
-
-        if __name__ == "__main__":
-            result = evaluate(
-                {str(FIXTURES / "lm")!r},
-                {str(FIXTURES / "lm" / "texts" / "trace.py.txt")!r},
-                [Mine(budget=48), "recent_only:budget=48"],
-                settings=EvaluationSettings(tokens=96, chunk=16, timing=False),
-                store="cells.jsonl",
-            )
-            _, mine, window = result.rows
-            print(mine.nll == window.nll)
-        """)
-    for text, expected in (
-        (source, "True"),
-        (source, "True"),
-        (source.replace("np.arange(state.tokens - size, state.tokens)", "np.arange(size)"), "False"),
-    ):
-        script.write_text(text, encoding="utf-8")
-        done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    changed = _POLICY_SOURCE.replace("np.arange(state.tokens - size, state.tokens)", "np.arange(size)")
+    for source, expected in ((_POLICY_SOURCE, "True True"), (_POLICY_SOURCE, "True True"), (changed, "False True")):
+        done = _run_script(tmp_path, source + _CALL_SOURCE)
         assert (done.returncode, done.stdout.strip()) == (0, expected), done.stderr
+
+
+@pytest.mark.slow
+def test_evaluate_own_policy_of_a_module_is_measured_in_processes(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(_POLICY_SOURCE, encoding="utf-8")
+    done = _run_script(tmp_path, "import sys\nsys.path.insert(0, '')\nfrom mine import *" + _CALL_SOURCE)
+    assert (done.returncode, done.stdout.strip()) == (0, "True False"), done.stderr
+
+
+def test_load_registered_files_that_measure_when_imported_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("from kvmnn.policies.registry import list_registered_files\nlist_registered_files()\n", "utf-8")
+    with pytest.raises(KvmnnError, match=r'mine\.py measures when it is imported: expected if __name__ == "__main__"'):
+        policy_registry.load_registered_files([str(path)])
+    assert policy_registry.list_registered_files() == []
 
 
 @pytest.mark.parametrize("selection", [np.array([0.5, 2.0]), [np.array([True, False])]])

@@ -58,6 +58,9 @@ def test_pivot_marks_rows_without_eviction_and_never_as_best(rows: list[ResultRo
     ]
     text = tables.format_markdown(results(rows))
     assert "Numbers marked * are of policies that evicted nothing, which are never the best." in text
+    assert "- for a tie. Numbers" in text  # one text has no intervals
+    kinds = {line[0]: line[1] for line in tables.build_table(results(rows)).lines}
+    assert (kinds["full"], kinds["streaming 512 *"], kinds["l2_ratio 512 *"]) == ("LOSSLESS", "not cut", "LOSSY")
     assert "Numbers marked *" not in tables.format_markdown(results([*rows[:2], rows[3]]))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import lm_results
@@ -44,6 +45,12 @@ def test_latex_tables_have_every_column_and_fit_a_page() -> None:
             at = [escape_latex(column.heading) for column in columns].index(heading)
             assert [line[place] for line in rows[1:]] == [escape_latex(line[at]) for line in lines]
     assert text.endswith("\\par\n") and "By the definitions of" in text
+
+
+def test_latex_first_table_has_sizes() -> None:
+    sample = replace(SAMPLE, rows=tuple(replace(entry, bytes_per_token=1.0) for entry in SAMPLE.rows))
+    (_, lines), *_ = tables_of(sample.to_text("latex"))
+    assert {"PPL", "bytes/token", "LOSSY ratio"} <= set(lines[0])
 
 
 def test_latex_escapes_foreign_text() -> None:

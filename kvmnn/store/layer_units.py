@@ -9,8 +9,10 @@ import struct
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from .._util.parallel import parallel_map, resolve_threads
 from ..arrays.layer_cache import LayerCache
@@ -22,7 +24,7 @@ from ..linear import encode_layer as encode_linear_layer
 from ..linear import encode_layers as encode_linear_layers
 from ..linear.model import check_below
 from ..profiles import Profile
-from ..transform import StepPlan, TransformOptions, get_tables, plan_steps
+from ..transform import StepPlan, TransformOptions, choose_layer_exponents, get_tables, plan_steps
 from ..transform import encode_layer as encode_transform_layer
 from .namespace import Namespace, TokenSequence
 from .unit import DamagedUnitError, LayerUnitInfo, TokenSpan, Unit, UnitFrame
@@ -68,12 +70,17 @@ class LayerUnitEncoder:
         profile: Profile,
         codec: str,
         options: Mapping[str, float],
+        attention: npt.NDArray[Any] | None,
         threads: int | None,
     ) -> None:
         for cache in layers:
             profile.check_layer(cache)
         self._layers, self._profile, self._codec = layers, profile, codec
         self._options, self._threads = dict(options), threads
+        # over the whole text: of a unit alone they would be relative to its own mean
+        self._exponents = (
+            None if attention is None else [choose_layer_exponents(attention, cache, "attention") for cache in layers]
+        )
         self.predicted_kl: float | None = None
         self.info = LayerUnitInfo(codec, profile.key)
         # layers with windows are not in a unit: those above them are encoded without them
@@ -116,7 +123,7 @@ class LayerUnitEncoder:
             tokens = end_token - begin_token
             if tokens not in self._plans:
                 options = self._make_options(begin_token)
-                self._plans[tokens] = plan_steps(tables, options, tokens)
+                self._plans[tokens] = plan_steps(tables, options, tokens, self._exponents is not None)
         plan = self._plans[tokens]
         self.predicted_kl = plan.kl if plan.is_measured else None
 
@@ -128,8 +135,11 @@ class LayerUnitEncoder:
         options, plan = self._make_options(span[0]), self._plans.get(span[1] - span[0])
         lower: deque[LayerCache] = deque(maxlen=_NUM_LOWER_LAYERS)
         streams = []
-        for cache in caches:
-            encoding = encode_transform_layer(cache, self._profile, list(lower)[::-1], options, plan=plan)
+        for index, cache in enumerate(caches):
+            exponents = None if self._exponents is None else self._exponents[index][slice(*span)]
+            encoding = encode_transform_layer(
+                cache, self._profile, list(lower)[::-1], options, exponents=exponents, plan=plan
+            )
             lower.append(encoding.decoded)
             streams.append(encoding.data)
         return streams

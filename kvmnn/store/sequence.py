@@ -6,7 +6,9 @@ import os
 import time
 from collections.abc import Sequence
 from heapq import merge
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy.typing as npt
 
 from .._util.text import pluralize, shorten_names
 from .._util.validation import repr_short
@@ -85,7 +87,12 @@ class SequenceStore:
         }
 
     def put(
-        self, ids: Ids, caches: Sequence[LayerCache], namespace: Namespace, state: StateToPut | None = None
+        self,
+        ids: Ids,
+        caches: Sequence[LayerCache],
+        namespace: Namespace,
+        state: StateToPut | None = None,
+        attention: npt.NDArray[Any] | None = None,
     ) -> PutResult:
         """Store a sequence, as `PrefixStore.put`; `state` is required if the namespace needs it."""
         started = time.perf_counter()
@@ -102,7 +109,9 @@ class SequenceStore:
             if stored_prefix.tokens >= ids.size or not caches:
                 break
             try:
-                added = add_sequence(self._backend, sequence, caches, namespace, stored_prefix, self._write_options)
+                added = add_sequence(
+                    self._backend, sequence, caches, namespace, stored_prefix, self._write_options, attention
+                )
             except ConcurrentUpdateError:  # removed by another process: they are put as well
                 stored_prefix = self._backend.find_prefix(sequence)
                 continue

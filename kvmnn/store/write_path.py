@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from .._util.parallel import parallel_map, resolve_threads
 from ..arrays.layer_cache import LayerCache
@@ -469,13 +470,14 @@ def add_sequence(
     namespace: Namespace,
     stored_prefix: PrefixMatch,
     write_options: WriteOptions,
+    attention: npt.NDArray[Any] | None = None,
 ) -> AddResult:
     """Store the tokens of a sequence after its stored whole blocks."""
     size, step = sequence.block_tokens, count_blocks_per_unit(namespace, sequence.block_tokens)
     spans = plan_unit_spans(stored_prefix.num_blocks * size, sequence.ids.size, size, step)
     batches = _split_batches(spans, namespace.token_bytes)
     unit_encoder: _FrameUnitEncoder | _DenseUnitEncoder | LayerUnitEncoder = _FrameUnitEncoder(layers, write_options)
-    if (layer_encoder := make_layer_encoder(backend, layers, write_options.threads)) is not None:
+    if (layer_encoder := make_layer_encoder(backend, layers, write_options.threads, attention)) is not None:
         unit_encoder = layer_encoder
     elif backend.codec == "dense" and supports_dense(namespace, (step + 1) * size):
         streams = _DenseUnitEncoder(backend, sequence, layers, namespace, stored_prefix, write_options)
@@ -494,7 +496,10 @@ def add_sequence(
 
 
 def make_layer_encoder(
-    backend: StoreBackend, layers: Sequence[LayerCache], threads: int | None
+    backend: StoreBackend,
+    layers: Sequence[LayerCache],
+    threads: int | None,
+    attention: npt.NDArray[Any] | None = None,
 ) -> LayerUnitEncoder | None:
     """Make the encoder of a store whose codec needs a profile; None for other stores."""
     profile_settings = backend.settings.profile
@@ -503,7 +508,7 @@ def make_layer_encoder(
     from .layer_units import LayerUnitEncoder  # which imports both codecs
 
     profile = backend.profiles.get(bytes.fromhex(profile_settings.key))
-    return LayerUnitEncoder(layers, profile, backend.codec, profile_settings.options, threads)
+    return LayerUnitEncoder(layers, profile, backend.codec, profile_settings.options, attention, threads)
 
 
 _OnUnit = Callable[[int, tuple[UnitFrame, ...], DenseUnitInfo | LayerUnitInfo | None], object]

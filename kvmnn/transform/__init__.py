@@ -4,7 +4,7 @@ from .decoder import decode_layer, inspect_layer
 from .encoder import LayerEncoding, encode_layer
 from .profile_tables import get_tables
 from .results import TransformInfo, TransformLayerResult, measure_errors
-from .steps import StepPlan, TransformOptions, choose_exponents, plan_steps
+from .steps import StepPlan, TransformOptions, choose_exponents, choose_layer_exponents, plan_steps
 from .tables import MODES, Metrics, build_tables
 from .tables import Mode as TransformMode
 
@@ -19,6 +19,7 @@ __all__ = [
     "TransformOptions",
     "build_tables",
     "choose_exponents",
+    "choose_layer_exponents",
     "decode_layer",
     "encode_layer",
     "get_tables",

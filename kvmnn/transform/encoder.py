@@ -46,7 +46,7 @@ from .rows import (
     load_rows,
     reconstruct,
 )
-from .steps import StepPlan, TransformOptions, choose_exponents, compute_level_bits, plan_steps
+from .steps import StepPlan, TransformOptions, compute_level_bits, plan_steps
 from .tables import LEVEL_OF_ONE, LEVELS_PER_DOUBLING, SHAPE
 
 _MAX_COEFFICIENT = 2047
@@ -78,7 +78,7 @@ def encode_layer(
     lower: Sequence[LayerCache] = (),
     options: TransformOptions | None = None,
     *,
-    attention: npt.ArrayLike | None = None,
+    exponents: npt.NDArray[np.int8] | None = None,
     plan: StepPlan | None = None,
 ) -> LayerEncoding:
     """Encode K and V of one layer, lossily.
@@ -94,9 +94,9 @@ def encode_layer(
         other tokens (sliding windows) the layer is encoded without them, if the profile has tables for that.
     options
         What may be lost.
-    attention
-        The mean attention probability that later tokens gave each token, ``[token]``: those that drew more get smaller
-        steps.
+    exponents
+        Steps of the tokens relative to those of the plan, int8 ``[token]``: `choose_exponents` of the attention that
+        they drew.
     plan
         `plan_steps` of these options, which depends on all layers; made here if it is not given.
 
@@ -108,14 +108,16 @@ def encode_layer(
     options = options or TransformOptions()
     tables = get_tables(profile)
     geometry = _check_layer(layer, tables)
-    plan = plan or plan_steps(tables, options, layer.tokens, attention is not None)
+    plan = plan or plan_steps(tables, options, layer.tokens, exponents is not None)
     below = plan.below
     if 0 in tables.belows and not hold_same_tokens(layer, lower[: min(below, layer.layer)]):
         below = 0  # of layers with a sliding window, or from which other tokens were evicted
     check_lower_layers(layer.layer, below, lower, layer)
-    exponents = None if attention is None else choose_exponents(np.asarray(attention, np.float64))
-    if exponents is not None and exponents.shape != (layer.tokens,):
-        raise KvmnnError(f"attention of {len(exponents)} tokens: layer {layer.layer} has {layer.tokens}")
+    if exponents is not None and (exponents.shape != (layer.tokens,) or exponents.dtype != np.int8):
+        raise KvmnnError(
+            f"exponents {exponents.dtype} {list(exponents.shape)}: expected int8 [{layer.tokens}], as many as layer "
+            f"{layer.layer} has tokens"
+        )
     return _LayerEncoder(layer, geometry, tables, lower, options, plan, below, exponents).encode()
 
 

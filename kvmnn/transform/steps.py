@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from .._util.validation import validate_int
+from ..arrays.layer_cache import LayerCache
 from ..dtypes import PARTS
 from ..errors import KvmnnError
 from . import _codec
@@ -159,9 +160,7 @@ def compute_level_bits(frequencies: npt.NDArray[np.uint16]) -> npt.NDArray[np.fl
     return np.concatenate([bits, shifted])
 
 
-def choose_exponents(
-    attention: Sequence[float] | npt.NDArray[np.float64], exponent: float = 0.5
-) -> npt.NDArray[np.int8]:
+def choose_exponents(attention: npt.ArrayLike, exponent: float = 0.5) -> npt.NDArray[np.int8]:
     """Return the exponents of tokens' steps, in quarters of a doubling, int8 ``[token]``.
 
     Parameters
@@ -178,3 +177,31 @@ def choose_exponents(
     center = np.median(logs) if len(logs) else 0.0
     mean = logs[np.abs(logs - center) < 8].mean() if len(logs) else 0.0
     return np.clip(np.rint(-4 * exponent * (logs - mean)), -4, 4).astype(np.int8)
+
+
+def choose_layer_exponents(attention: npt.NDArray[Any], layer: LayerCache, label: str) -> npt.NDArray[np.int8]:
+    """Return the exponents of the tokens of a layer, int8 ``[token]``, as `choose_exponents`.
+
+    Parameters
+    ----------
+    attention
+        Floats ``[layer, kv_head, position]``, as `kvmnn.lm.dump_kv` writes them.
+    layer
+        The layer, whose heads hold the same tokens.
+    label
+        What errors call the attention.
+    """
+    if layer.positions.ndim != 1:
+        raise KvmnnError(f"layer {layer.layer}: its heads hold different tokens, attention is of tokens")
+    num_positions = int(layer.positions.max(initial=-1)) + 1
+    if (
+        attention.ndim != 3
+        or layer.layer >= attention.shape[0]
+        or num_positions > attention.shape[2]
+        or not attention.shape[1]
+    ):
+        raise KvmnnError(
+            f"{label} {list(attention.shape)}: layer {layer.layer} has {layer.kv_heads} heads and "
+            f"{num_positions:,} positions"
+        )
+    return choose_exponents(attention[layer.layer].mean(axis=0, dtype=np.float64)[layer.positions])

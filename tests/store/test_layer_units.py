@@ -116,6 +116,41 @@ def test_transform_store_says_lossy_and_rounds_as_streams_do(
         assert measure_error(store.get(IDS, model=MODEL).layers, CACHES) < 1.1 * before
 
 
+def test_put_with_attention_has_smaller_errors_where_more_was_drawn(tmp_path: Path) -> None:
+    attention = np.where(np.arange(len(IDS)) < 512, 1.0, 0.1) * np.ones((len(CACHES), 2, 1))
+    spans = (0, 512), (512, 700)  # two units: steps are relative to the whole text, not to a unit
+    errors = {}
+    for name, drawn in (("even", None), ("drawn", attention)):
+        with PrefixStore(tmp_path / name, codec="transform", profile=PROFILE, codec_options={"kl": 0.02}) as store:
+            put = store.put(IDS, CACHES, model=MODEL, attention=drawn)
+            assert put.predicted_kl == pytest.approx(0.02)
+            layers = store.get(IDS, model=MODEL).layers
+        errors[name] = [measure_error(slice_layers(layers, *span), slice_layers(CACHES, *span)) for span in spans]
+    assert errors["drawn"][0] < errors["even"][0] and errors["drawn"][1] > 1.5 * errors["even"][1]
+
+
+def slice_layers(layers: list[LayerCache], begin: int, end: int) -> list[LayerCache]:
+    return [
+        LayerCache(layer=cache.layer, keys=cache.keys[:, begin:end], values=cache.values[:, begin:end])
+        for cache in layers
+    ]
+
+
+def test_put_with_attention_of_other_shape_or_codec_is_refused(tmp_path: Path) -> None:
+    with PrefixStore(tmp_path / "s", codec="transform", profile=PROFILE) as store:
+        for shape in ((len(CACHES) - 1, 2, 700), (len(CACHES), 2, 699), (len(CACHES), 700)):
+            with pytest.raises(KvmnnError, match=r"attention .*: layer"):
+                store.put(IDS, CACHES, model=MODEL, attention=np.ones(shape))
+        with pytest.raises(KvmnnError, match="expected a finite number of at least 0"):
+            store.put(IDS, CACHES, model=MODEL, attention=np.full((len(CACHES), 2, 700), np.nan))
+        assert not store.ls().texts
+    with (
+        PrefixStore(tmp_path / "d") as store,
+        pytest.raises(OptionError, match="attention is about the steps of lossy streams: the store has codec 'dense'"),
+    ):
+        store.put(IDS, CACHES, model=MODEL, attention=np.ones((len(CACHES), 2, 700)))
+
+
 def test_transform_unit_bytes_of_hand_decoding(tmp_path: Path) -> None:
     """Taken apart by hand, for the second of two units; streams are those of the codec."""
     options = {"kl": 0.02, "first": 2}

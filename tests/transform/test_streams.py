@@ -18,6 +18,7 @@ from kvmnn.profiles.profile import Profile
 from kvmnn.transform import (
     LayerEncoding,
     TransformOptions,
+    choose_exponents,
     decode_layer,
     encode_layer,
     get_tables,
@@ -50,8 +51,10 @@ def encode_all(
     encodings: list[LayerEncoding] = []
     for cache_ in caches:
         lower = [encoding.decoded for encoding in encodings[::-1][:2]]
-        drawn = np.random.default_rng(5).random(cache_.tokens) ** 4 if attention else None
-        encodings.append(encode_layer(cache_, profile, lower, options, attention=drawn))
+        drawn = np.random.default_rng(5).random(cache_.tokens) ** 4
+        encodings.append(
+            encode_layer(cache_, profile, lower, options, exponents=choose_exponents(drawn) if attention else None)
+        )
     return encodings
 
 
@@ -164,7 +167,7 @@ def test_attention_gives_tokens_smaller_steps() -> None:
     profile = get_profile()
     cache_ = create_caches(13, 400, profile.layers)[0]
     attention = np.where(np.arange(400) % 2, 1.0, 0.01)
-    encoding = encode_layer(cache_, profile, (), TransformOptions(kl=0.1), attention=attention)
+    encoding = encode_layer(cache_, profile, (), TransformOptions(kl=0.1), exponents=choose_exponents(attention))
     errors = np.abs(encoding.decoded.values.astype(float) - cache_.values)[:, 4:].mean(axis=(0, 2))
     assert errors[1::2].mean() < 0.6 * errors[::2].mean()
     assert inspect_layer(encoding.data).has_attention_steps
@@ -223,15 +226,15 @@ def test_other_profile_and_lower_layers_are_refused() -> None:
     split = LayerCache(layer=0, keys=caches[0].keys, values=caches[0].values, positions=per_head)
     with pytest.raises(KvmnnError, match="different tokens"):
         encode_layer(split, profile)
-    with pytest.raises(KvmnnError, match="attention of 3 tokens"):
-        encode_layer(caches[0], profile, attention=[1.0, 2.0, 3.0])
+    with pytest.raises(KvmnnError, match=r"exponents int8 \[3\]: expected int8"):
+        encode_layer(caches[0], profile, exponents=np.zeros(3, np.int8))
 
 
 def test_damaged_streams_are_refused() -> None:
     """No flip of a bit and no cut gives words; a wrong stream with a right checksum of its header gives none either."""
     profile = get_profile()
     cache_ = create_caches(18, 40, profile.layers)[0]
-    data = encode_layer(cache_, profile, (), TransformOptions(kl=0.05), attention=np.ones(40)).data
+    data = encode_layer(cache_, profile, (), TransformOptions(kl=0.05), exponents=np.zeros(40, np.int8)).data
     random = np.random.default_rng(1)
     for bit in random.choice(8 * len(data), 600, replace=False).tolist() + list(range(8 * HEADER_BYTES)):
         damaged = bytearray(data)

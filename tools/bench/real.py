@@ -52,7 +52,7 @@ from kvmnn.lm import DecoderSession, Tokenizer, get_models_dir, pull_model
 from kvmnn.profiles import Profile
 from kvmnn.reports import plot_style
 from kvmnn.reports.divergence_figure import find_pareto_front
-from kvmnn.transform import TransformOptions, encode_layer, get_tables, plan_steps
+from kvmnn.transform import TransformOptions, choose_exponents, encode_layer, get_tables, plan_steps
 
 FIXTURES = ROOT / "fixtures" / "lm_real"
 PROFILES = ROOT / "build" / "real"
@@ -330,9 +330,9 @@ def encode_transform(
     plan = plan_steps(get_tables(profile), options, PROMPT, has_attention=has_attention)
     decoded: list[LayerCache] = []
     for cache in caches:
-        weights = attention[cache.layer] if has_attention else None
+        exponents = choose_exponents(attention[cache.layer]) if has_attention else None
         lower = decoded[-1:-3:-1] if options.below else []
-        made = encode_layer(cache, profile, lower, options, attention=weights, plan=plan)
+        made = encode_layer(cache, profile, lower, options, exponents=exponents, plan=plan)
         decoded.append(made.decoded)
         row["bytes"] += len(made.data)
         row["raw"] += cache.nbytes

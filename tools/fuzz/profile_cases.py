@@ -64,8 +64,10 @@ def get_samples() -> list[Sample]:
         encodings: list[Any] = []
         for layer in caches:
             lower = [encoding.decoded for encoding in encodings[::-1][:2]]
-            drawn = np.random.default_rng(5).random(layer.tokens) ** 4 if below else None
-            encodings.append(transform.encode_layer(layer, profile, lower, options, attention=drawn))
+            exponents = (
+                transform.choose_exponents(np.random.default_rng(5).random(layer.tokens) ** 4) if below else None
+            )
+            encodings.append(transform.encode_layer(layer, profile, lower, options, exponents=exponents))
         streams = [encoding.data for encoding in encodings]
         samples.append(Sample(profile, caches, streams, [encoding.decoded for encoding in encodings], options))
     return samples

@@ -93,6 +93,8 @@ def list_window_layers(layers: Sequence[LayerCache]) -> list[int]:
 
 
 def _run_put(store: PrefixStore, arguments: argparse.Namespace) -> tuple[CommandResult, int]:
+    from ...formats.layer_streams.codecs import read_attention
+
     source, layers, model = arguments.read, arguments.layers, arguments.made_by
     other_models = [other_model for other_model in store.models if other_model != model]
     if other_models and model not in store.models and not arguments.force:
@@ -115,7 +117,10 @@ def _run_put(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Command
     windows = list_window_layers(layers)
     ids = resolve_ids(source, arguments)
     label = arguments.label or _make_label(ids, arguments)
-    put_result = store.put(ids, layers, model=model, windows=windows, states=source.states, label=label)
+    attention = None if arguments.attention is None else read_attention(arguments.attention)
+    put_result = store.put(
+        ids, layers, model=model, windows=windows, states=source.states, label=label, attention=attention
+    )
     _raise_if_unavailable(put_result)
     if arguments.label is not None and (num_texts := store.count_labelled(arguments.label)) > 1:
         text = f"{num_texts} texts are called {arguments.label!r} now: name them by their handles (store ls)"
@@ -568,7 +573,9 @@ _CREATION_OPTIONS = (
     "threads",
 )
 _SPEC_BY_ACTION = {
-    "put": _ActionSpec((*_MODEL_OPTIONS, *_INPUT_OPTIONS, *_CREATION_OPTIONS, "rope", "force", "label"), "CACHE"),
+    "put": _ActionSpec(
+        (*_MODEL_OPTIONS, *_INPUT_OPTIONS, *_CREATION_OPTIONS, "rope", "force", "label", "attention"), "CACHE"
+    ),
     "match": _ActionSpec(_MODEL_OPTIONS, _REFERENCE),
     "get": _ActionSpec(
         (*_MODEL_OPTIONS, *_LAYOUT_OPTIONS, "output", "force", "threads", "cast", "rerotate", "partial", "profile"),
@@ -626,6 +633,11 @@ def add_parser(subparsers: Any) -> None:
         "--text", metavar="FILE", help="ids of a text by the model's tokenizer; .json: messages of a chat"
     )
     parser.add_argument("--label", metavar="TEXT", help="put: name of the text (default: its beginning)")
+    parser.add_argument(
+        "--attention",
+        metavar="FILE",
+        help="put, into a store of transform streams: what tokens drew of the attention (dump-kv --attention)",
+    )
     parser.add_argument(
         "--fingerprint",
         metavar="TEXT",

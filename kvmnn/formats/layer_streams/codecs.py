@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ...arrays.layer_cache import LayerCache
-from ...errors import KvmnnError, OptionError, SourceError
+from ...errors import OptionError, SourceError
 from ...linear import decode_layers as decode_linear_layers
 from ...linear import encode_layers as encode_linear_layers
 from ...profiles import Profile
-from ...transform import StepPlan, TransformOptions, get_tables, plan_steps
+from ...transform import StepPlan, TransformOptions, choose_layer_exponents, get_tables, plan_steps
 from ...transform import decode_layer as decode_transform_layer
 from ...transform import encode_layer as encode_transform_layer
 from ..npy import MAX_NPY_HEADER_BYTES, NpyHeader
@@ -105,9 +105,9 @@ class CacheEncoder:
         lower: deque[LayerCache] = deque(maxlen=_NUM_LOWER_LAYERS)
         for cache in layers:
             plan = plan or self._plan(options, cache.tokens)
-            drawn = None if attention is None else _select_attention(attention, cache, str(path))
+            exponents = None if attention is None else choose_layer_exponents(attention, cache, str(path))
             encoding = encode_transform_layer(
-                cache, self._profile, list(lower)[::-1], options, attention=drawn, plan=plan
+                cache, self._profile, list(lower)[::-1], options, exponents=exponents, plan=plan
             )
             lower.append(encoding.decoded)
             yield EncodedLayer(encoding.data, encoding.decoded)
@@ -133,20 +133,6 @@ def read_attention(path: str | os.PathLike[str]) -> npt.NDArray[Any]:
         path, header.dtype, "r", offset=header.header_bytes, shape=header.shape, order=header.order
     )
     return attention
-
-
-def _select_attention(attention: npt.NDArray[Any], cache: LayerCache, path: str) -> npt.NDArray[np.float64]:
-    """Return the mean over heads of a layer's attention at the positions of its tokens."""
-    if cache.positions.ndim != 1:
-        raise KvmnnError(f"layer {cache.layer}: its heads hold different tokens, attention is of tokens")
-    num_positions = int(cache.positions.max(initial=-1)) + 1
-    if cache.layer >= attention.shape[0] or num_positions > attention.shape[2] or not attention.shape[1]:
-        raise KvmnnError(
-            f"{path}: attention {list(attention.shape)}: layer {cache.layer} has {cache.kv_heads} heads and "
-            f"{num_positions:,} positions"
-        )
-    drawn: npt.NDArray[np.float64] = attention[cache.layer].mean(axis=0, dtype=np.float64)[cache.positions]
-    return drawn
 
 
 def find_largest_below(profile: Profile) -> int:

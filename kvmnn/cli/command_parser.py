@@ -372,7 +372,7 @@ REPLACED_OPTIONS = {
 _VERSION_OPTIONS = ("-V", "--version")
 _TOP_DESCRIPTION = """The KV cache of LLMs on MNN, outside the engine: lossless frames, packed layouts, eviction.
 
-Use kvmnn VERB --help to see the options of a verb."""
+Use kvmnn VERB --help to see the options of a verb, and which of those below it takes."""
 
 _TOP_EPILOG = """\
 exit codes: 0 ok, 1 bad data or a failed check, 2 usage, 3 an optional package is missing, 70 internal error;

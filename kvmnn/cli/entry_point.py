@@ -45,12 +45,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         streams.reset_names()
         with unwind_on_signals(is_last=argv is None), _show_warnings_as_lines():
             from ..files.change_detection import InputGuard
-            from . import command_parser, console
+            from . import command_parser, console, shared_options
 
             arguments = command_parser.parse_command_line(words)
             streams.register_names(_list_words(arguments))
             with InputGuard():
                 console.check_table_output(arguments)
+                shared_options.resolve_model_names(arguments)
                 code: int = arguments.run(arguments)
                 streams.flush_out()
     except BaseException as exc:

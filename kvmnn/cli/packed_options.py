@@ -305,10 +305,11 @@ def add_discovery_options(parser: Any) -> None:
 def add_origin_options(
     parser: Any,
     model_use: str = "geometry and heads",
-    kinds: str = "the MNN model's directory, a llama.cpp cache's .gguf file",
+    kinds: str = "the MNN model's directory, name of a pulled model, a llama.cpp cache's .gguf file",
 ) -> None:
     """Add ``--model``, whose help is `kinds` and `model_use`, and ``--token-ids``: the cache's model and text."""
     parser.add_argument("--model", metavar="DIR", help=f"{kinds}: {model_use}")
+    parser.set_defaults(has_model_option=True)
     parser.add_argument(
         "--token-ids", metavar="IDS", help="ids of the text: 5,7,9 or a file: a JSON list, numbers, .npy"
     )

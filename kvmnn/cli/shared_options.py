@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -242,3 +243,13 @@ def add_dtype_option(parser: Any, text: str, *, with_float8: bool = False) -> No
 def select_codecs(arguments: argparse.Namespace) -> tuple[str, ...]:
     """Return the codecs that ``--no-zstd`` permits."""
     return ("rle",) if arguments.no_zstd else ("rle", "zstd")
+
+
+def resolve_model_names(arguments: argparse.Namespace) -> None:
+    """Replace names of pulled models in ``--model`` and ``--rope`` by their folders, where these options take one."""
+    for option in ("model", "rope") if getattr(arguments, "has_model_option", False) else ():
+        model = getattr(arguments, option, None)
+        if isinstance(model, str) and not os.path.exists(model):
+            from ..lm.importer.catalog import resolve_model_path  # lm takes a second to import
+
+            setattr(arguments, option, str(resolve_model_path(model)))

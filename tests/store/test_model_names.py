@@ -119,6 +119,18 @@ def test_store_put_model_not_pulled_names_the_command(
     assert not Path("s").exists()
 
 
+def test_encode_model_by_name_is_its_folder(
+    cache: Path, run: Callable[..., SimpleNamespace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVMNN_MODELS", "none")
+    words = ("encode", cache, "--codec", "dense", "-o", "out/", "--model", NAME)
+    assert f"kvmnn model pull {NAME}" in run(*words, code=1).err
+    assert not Path("out").exists()
+    models = Path("models").absolute()
+    pull_fixture(models, monkeypatch)
+    assert f"as {models / NAME} says" in run(*words).err
+
+
 def test_remembered_fingerprint_of_an_onnx_model_needs_no_graph(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,7 +37,8 @@ def format_reference() -> str:
             texts_by_title[str(group.title)][_format_group(parser, group)] += 1
     most_common = {title: texts.most_common(1)[0] for title, texts in texts_by_title.items()}
     shared_texts = {title: text for title, (text, count) in most_common.items() if count > 1}
-    lines = [_HEAD, "## Options of the whole program", "", "They stand before the verb or after it.", ""]
+    place_text = "They stand before the verb or after it; each verb lists those that it takes."
+    lines = [_HEAD, "## Options of the whole program", "", place_text, ""]
     lines += [_format_group(program_parser, program_parser._optionals)]
     for name, parser in parsers.items():
         lines += [f"## kvmnn {name}", "", *_iter_section_lines(parser, shared_texts)]

@@ -798,10 +798,6 @@ def _run_action(arguments: argparse.Namespace) -> tuple[CommandResult, int]:
     if is_creating and arguments.policies not in (None, ("lru",), ("benefit",)):
         raise UsageError(f"store {arguments.action} --policy: expected lru or benefit")
     key = arguments.key = _load_key(arguments)
-    if arguments.model is not None and not os.path.exists(arguments.model):  # lm takes a second to import
-        from ...lm.importer.catalog import resolve_model_path
-
-        arguments.model = str(resolve_model_path(arguments.model))
     if is_creating:  # of an input that cannot be read no store is made
         if arguments.action == "import":
             from ...store import read_exported

@@ -11,6 +11,7 @@ from .break_even_options import add_speed_option
 from .console import UsageError
 
 if TYPE_CHECKING:
+    from ..arrays.layer_cache import LayerCache
     from ..store.simulation import MeasuredRatio, SimulationReport
 
 SIMULATION_OPTIONS = ("model_shape", "sizes", "policies", "ratio", "prefill_speed", "load_speed", "codec", "threads")
@@ -39,7 +40,8 @@ def _parse_ratio(text: str) -> float | str:
 def add_simulation_options(parser: Any) -> None:
     """Add the options of ``store simulate``."""
     group = parser.add_argument_group(
-        "simulate", "TRACE stands where the other actions have STORE; IN are caches whose ratio is measured."
+        "simulate",
+        "TRACE stands where the other actions have STORE; each IN is a cache of one text whose ratio is measured.",
     )
     group.add_argument(
         "--model-shape", metavar="SHAPE", help="LAYERSxKV_HEADSxHEAD_DIM[,DTYPE] of the model, such as 32x8x128,fp16"
@@ -60,7 +62,10 @@ def add_simulation_options(parser: Any) -> None:
         "(default) or benefit, seconds saved per byte",
     )
     group.add_argument(
-        "--ratio", type=_parse_ratio, metavar="R", help="raw over stored bytes; measured: of the caches IN (default: 1)"
+        "--ratio",
+        type=_parse_ratio,
+        metavar="R",
+        help="raw over stored bytes; measured: of the caches IN together (default: 1)",
     )
     add_speed_option(group, "for the seconds saved; stat: for break-even")
 
@@ -84,7 +89,10 @@ def run_simulation(arguments: argparse.Namespace) -> SimulationReport:
     trace = read_trace(arguments.store)
     ratios = [MeasuredRatio("", float(arguments.ratio or 1.0))] if not arguments.inputs else _measure_ratios(arguments)
     policies = arguments.policies or _POLICIES
-    report = simulate(trace, shape, sizes=arguments.sizes, policies=policies, ratios=ratios, speed=speed)
+    measured_on = ", ".join(arguments.inputs)
+    report = simulate(
+        trace, shape, sizes=arguments.sizes, policies=policies, ratios=ratios, speed=speed, measured_on=measured_on
+    )
     if arguments.output is not None:
         report.plot(arguments.output, force=arguments.force)
     return report
@@ -94,10 +102,14 @@ def _measure_ratios(arguments: argparse.Namespace) -> list[MeasuredRatio]:
     from ..store import read_layer_caches
     from ..store.simulation import measure_store_ratios
 
-    source = input_sources.load(arguments.inputs, arguments, with_frames=True)
-    input_sources.report_skipped(source, arguments)
-    layers = read_layer_caches(source)
-    caches = [(range(layers[0].tokens), layers)]
+    caches: list[tuple[range, list[LayerCache]]] = []
+    num_tokens = 0
+    for path in arguments.inputs:
+        source = input_sources.load([path], arguments, with_frames=True)
+        input_sources.report_skipped(source, arguments)
+        layers = read_layer_caches(source)
+        caches.append((range(num_tokens, num_tokens + layers[0].tokens), layers))  # texts that share nothing
+        num_tokens += layers[0].tokens
     if arguments.codec is None:
         return measure_store_ratios(caches, threads=arguments.threads)
     codec, profile, options = "frames" if arguments.codec == "mnn" else arguments.codec, None, None

@@ -182,7 +182,7 @@ class BreakEvenReport(Record):
     codecs: tuple[CodecTimes, ...]
     #: Speed of the link or disk, in bytes per second; None for one that takes no time.
     link: float | None = None
-    #: For each codec and length; none where the speed of the engine is unknown.
+    #: For each codec, ``"raw"`` for none, and length; none where the speed of the engine is unknown.
     prefixes: tuple[PrefixPrediction, ...] = ()
     #: By codec: from how many tokens on loading is faster; codecs with which it never is are missing.
     first_tokens: Mapping[str, int] = field(default_factory=dict)
@@ -215,7 +215,7 @@ class BreakEvenReport(Record):
     def _format_first(self, codec: str, tokens: int) -> str:
         text = f"{codec} from {pluralize(tokens, 'token')} on"
         has_fixed_time = any(times.codec == codec and times.decode_base for times in self.codecs)
-        return text if has_fixed_time else f"{text} (without the fixed time of a get)"
+        return text if has_fixed_time or codec == _RAW_TIMES.codec else f"{text} (without the fixed time of a get)"
 
     def __str__(self) -> str:
         width = shutil.get_terminal_size((100, 24)).columns
@@ -247,6 +247,12 @@ _PREFIX_COLUMNS = (
 )
 
 
+_RAW_TIMES = CodecTimes(
+    codec="raw", raw_bytes=1, stored_bytes=1, encode_p50=0.0, encode_p95=0.0, decode_p50=0.0, decode_p95=0.0
+)
+"""K and V as they are: what a codec must beat."""
+
+
 def compute_break_even(
     codecs: Sequence[CodecTimes],
     *,
@@ -273,7 +279,7 @@ def compute_break_even(
     if link is not None and link <= 0:
         raise OptionError(f"link is {link!r} bytes a second: expected more than 0")
     prefixes, first_tokens = [], {}
-    for times in codecs if engine is not None and token_bytes else ():
+    for times in (*codecs, _RAW_TIMES) if engine is not None and token_bytes else ():
         predictor = _Predictor(times, float(token_bytes or 0), engine or EngineTimes.from_speed(1.0), link)
         max_tokens = predictor.engine.max_tokens
         prefixes += [predictor.predict(n) for n in lengths if max_tokens is None or n <= max_tokens]

@@ -154,4 +154,7 @@ def make_metrics_server(read_text: Callable[[], str], address: str) -> Threading
         def log_message(self, format: str, *args: object) -> None:
             """Log nothing: a scrape every few seconds says nothing new."""
 
-    return ThreadingHTTPServer((host.strip("[]"), int(port)), Handler)
+    try:
+        return ThreadingHTTPServer((host.strip("[]"), int(port)), Handler)
+    except OSError as error:
+        raise KvmnnError(f"{address}: cannot listen there: {error.strerror or error}") from error

@@ -22,7 +22,7 @@ from .._util.validation import repr_short
 from ..arrays.layer_cache import LayerCache
 from ..arrays.opaque_state import MAX_STATE_NAME_CHARS, OpaqueState
 from ..dtypes import DTYPES, DType, Elements, parse_dtype
-from ..errors import ArrayTypeError, KvmnnError
+from ..errors import ArrayTypeError, KvmnnError, OptionError
 from ..files.schema import JsonReader, parse_document
 from ..packed.cache_info import MAX_TOKEN_ID
 
@@ -186,11 +186,11 @@ def validate_model(model: object) -> str:
 
 
 def validate_tenant(name: object) -> str:
-    """Return the name of a tenant; raise `KvmnnError` or `TypeError` if it is invalid."""
+    """Return the name of a tenant; raise `OptionError` or `TypeError` if it is invalid."""
     if not isinstance(name, str):
         raise TypeError(f"namespace must be a string, not {type(name).__name__}")
     if not _TENANT_REGEX.fullmatch(name):
-        raise KvmnnError(f"namespace is {repr_short(name)}: expected 1 to 64 letters, digits and . _ -")
+        raise OptionError(f"namespace is {repr_short(name)}: expected 1 to 64 letters, digits and . _ -")
     return name
 
 

@@ -820,7 +820,11 @@ class PrefixStore:
 
     def ls(self) -> StoreListing:
         """Return the stored sequences, the most recently used first."""
-        return self._with_retry(self._backend.list_entries)
+        listing = self._with_retry(self._backend.list_entries)
+        if listing.texts or self._tenant:
+            return listing
+        tenants = {namespace.tenant for namespace in self._with_retry(self._backend.list_namespaces)}
+        return replace(listing, namespaces=tuple(sorted(tenants - {""})))
 
     def close(self) -> None:
         """Record uses and close the store; a second call does nothing."""

@@ -229,6 +229,21 @@ def test_store_stat_ls_pin_rm_gc_export_import(here: Path, run) -> None:
     assert run("store", "ls", "S").out == "no texts\n"
 
 
+def test_store_verify_dry_run_removes_no_damage(here: Path, run) -> None:
+    run("store", "put", "S", "long.npz", "--token-ids", "long.json", "--fingerprint", "m")
+    (file,) = Path("S/units").glob("*/*.unit")
+    file.write_bytes(file.read_bytes()[:-1])
+    (space,) = Path("S/spaces").iterdir()
+    space.write_bytes(b"?")
+    for _ in range(2):
+        shown = run("store", "verify", "S", "--dry-run", code=1).out
+        assert shown.startswith("1 unit damaged:") and "is passed over" in shown and "1 file next to" in shown
+    assert file.exists() and space.read_bytes() == b"?"
+    assert "was removed" in run("store", "verify", "S", code=1).out
+    assert not file.exists()
+    assert "says nothing to store ls" in run("store", "ls", "S", "--dry-run", code=2).err
+
+
 def test_store_verify_of_read_only_store(here: Path, run, monkeypatch: pytest.MonkeyPatch) -> None:
     run("store", "put", "S", "long.npz", "--token-ids", "long.json", "--fingerprint", "m")
     monkeypatch.setattr("kvmnn.cli.commands.store.os.access", lambda *_: False)
@@ -245,6 +260,7 @@ def test_store_verify_of_read_only_store(here: Path, run, monkeypatch: pytest.Mo
     ("argv", "said"),
     [
         (["put", "S"], "store put needs CACHE"),
+        (["ls", "S", "--namespace", "a/b"], "namespace is 'a/b': expected 1 to 64 letters"),
         (["put", "S", "long.npz"], "store put needs --token-ids IDS"),
         (["put", "S", "x", "--codec", "mnn", "--rope", "dims=16"], "--rope needs --codec dense"),
         (["ls", "S", "x"], "store ls takes nothing but the store"),

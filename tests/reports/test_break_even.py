@@ -46,7 +46,9 @@ def test_engine_times_go_through_measured_points() -> None:
 
 def test_prefix_prediction_adds_link_decoding_and_engine() -> None:
     report = compute_break_even([TIMES], token_bytes=10.0, engine=ENGINE, link=500.0, lengths=(101, 1000))
-    (row,) = report.prefixes  # 1,000 tokens are more than twice the longest that was timed
+    row, raw_row = report.prefixes  # 1,000 tokens are more than twice the longest that was timed
+    assert (raw_row.codec, raw_row.tokens, raw_row.stored_bytes) == ("raw", 101, 1000)
+    assert raw_row.stored_seconds == pytest.approx(1000 / 500 + ENGINE.predict_loaded(101))
     assert (row.tokens, row.stored_bytes) == (101, 800)
     assert row.stored_seconds == pytest.approx(800 / 500 + 0.1 + ENGINE.predict_loaded(101))
     assert row.is_loading_faster == (row.stored_seconds < row.computed_seconds) is False
@@ -58,12 +60,12 @@ def test_first_tokens_are_where_loading_begins_to_be_faster() -> None:
     slow_start = CodecTimes.from_dict({**TIMES.to_dict(), "decode_p50": 0.6, "decode_base": 0.5})
     report = compute_break_even([slow_start], token_bytes=10.0, engine=ENGINE)
     first = report.first_tokens["dense"]
-    assert f"dense from {first} tokens on. Link" in report.list_notes()[1]
+    assert f"dense from {first} tokens on, raw from" in report.list_notes()[1]
     unknown = compute_break_even([TIMES], token_bytes=10.0, engine=ENGINE)
     assert "token on (without the fixed time of a get)" in unknown.list_notes()[1].replace("tokens", "token")
     lengths = (first - 1, first)
     rows = compute_break_even([slow_start], token_bytes=10.0, engine=ENGINE, lengths=lengths).prefixes
-    assert [row.is_loading_faster for row in rows] == [False, True]
+    assert [row.is_loading_faster for row in rows if row.codec == "dense"] == [False, True]
     assert not compute_break_even([TIMES], token_bytes=10.0, engine=ENGINE, link=1.0).first_tokens
 
 

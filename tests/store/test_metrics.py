@@ -21,7 +21,7 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvmnn import LayerCache
-from kvmnn.errors import OptionError
+from kvmnn.errors import KvmnnError, OptionError
 from kvmnn.store import PrefixStore
 from kvmnn.store.metrics import format_prometheus, instrument_store, make_metrics_server
 from kvmnn.store.results import COUNTER_DESCRIPTIONS, LATENCY_BOUNDS, CallLatency
@@ -206,6 +206,13 @@ def test_metrics_server_answers_scrapes_and_survives_errors() -> None:
 def test_metrics_server_refuses_addresses(address) -> None:
     with pytest.raises(OptionError, match="expected HOST:PORT"):
         make_metrics_server(lambda: "", address)
+
+
+def test_metrics_server_names_the_address_in_use() -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(KvmnnError, match=f"{address}: cannot listen there: Address already in use"):
+            make_metrics_server(lambda: "", address)
 
 
 def read_metrics(reader: Any) -> dict[str, Any]:

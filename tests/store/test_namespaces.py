@@ -13,6 +13,7 @@ import pytest
 from prefixes import DIMS, HEADS, MODEL, agreeing, layers_of, same
 
 from kvmnn import KvmnnError
+from kvmnn.errors import OptionError
 from kvmnn.store import PrefixStore
 
 pytest.importorskip("fsspec")
@@ -94,9 +95,23 @@ def test_quota_evicts_its_own_namespace_alone(url: str, encryption: str) -> None
         assert store.stats().texts == 3
 
 
+def test_ls_of_namespaces_alone_names_them_and_no_texts(url: str) -> None:
+    for tenant in ("team-b", "team-a"):
+        with PrefixStore(url, namespace=tenant) as store:
+            store.put(IDS, layers_of(IDS), model=MODEL, label="secret")
+    with PrefixStore(url) as store:
+        assert store.ls().namespaces == ("team-a", "team-b")
+        assert str(store.ls()) == "no texts outside of namespaces; there are team-a, team-b (--namespace NAME)"
+    with PrefixStore(url, namespace="team-c") as store:
+        assert (str(store.ls()), store.ls().namespaces) == ("no texts", ())
+    with PrefixStore(url) as store:
+        store.put([1], layers_of([1]), model=MODEL)
+        assert "namespaces" not in store.ls().to_dict()
+
+
 @pytest.mark.parametrize(("name", "said"), [("", "namespace is ''"), ("a/b", "namespace is 'a/b'"), ("x" * 65, "is")])
 def test_invalid_namespace_is_refused(tmp_path: Path, name: str, said: str) -> None:
-    with pytest.raises(KvmnnError, match=said):
+    with pytest.raises(OptionError, match=said):
         PrefixStore(tmp_path, namespace=name)
     with pytest.raises(TypeError, match="namespace must be a string"):
         PrefixStore(tmp_path, namespace=5)  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -180,6 +181,15 @@ def test_simulate_of_larger_stores_and_of_the_yardstick_finds_more(tmp_path) -> 
         assert row.saved_seconds == pytest.approx(row.hit_tokens / 1000 - row.saved_bytes / row.ratio / 1e9)
 
 
+@pytest.mark.parametrize(("sizes", "unit"), [([5000], "kB"), ([4 << 20, 1 << 40], "MB"), ([1 << 30, 1 << 40], "GB")])
+def test_simulation_report_prints_sizes_in_a_unit_of_the_smallest(sizes, unit, tmp_path) -> None:
+    report = replace(replay(random_trace(tmp_path, 50), sizes=sizes), trace="t")
+    assert f"Sizes are {unit}." in str(report)
+    number = sizes[0] / {"kB": 1e3, "MB": 1e6, "GB": 1e9}[unit]
+    assert f" {number:.2f} " in str(report)
+    assert max(map(len, str(report).splitlines())) <= 80
+
+
 def test_simulate_without_limit_finds_all_that_was_there(tmp_path) -> None:
     trace = random_trace(tmp_path)
     hit_tokens = replay(trace).rows[0].hit_tokens
@@ -244,9 +254,22 @@ def test_simulate_command_prints_and_draws(run, tmp_path) -> None:
     np.savez(cache, **{"layer_0.key": rows, "layer_0.value": rows})
     text = run(*words, "--policy", "lru", "--ratio", "measured", code=2).err
     assert "takes --ratio measured and caches together" in text
-    shown = run("store", "simulate", path, str(cache), shape, "--size", "1M", "--ratio", "measured").out
-    assert "dense" in shown
-    assert "frames" in shown
+    other_rows = np.random.default_rng(0).standard_normal((2, 100, 16)).astype(np.float32)
+    np.savez(tmp_path / "other.npz", **{"layer_0.key": other_rows, "layer_0.value": other_rows})
+    measured = [path, shape, "--size", "1M,4M", "--ratio", "measured"]
+    for caches in ([cache], [cache, tmp_path / "other.npz"]):
+        layers = [
+            LayerCache(layer=0, keys=np.load(file)["layer_0.key"], values=np.load(file)["layer_0.value"])
+            for file in caches
+        ]
+        texts = [(range(1000 * index, 1000 * index + cache.tokens), [cache]) for index, cache in enumerate(layers)]
+        ratios = {ratio.codec: pytest.approx(ratio.ratio, rel=0.01) for ratio in measure_store_ratios(texts)}
+        document = json.loads(run("store", "simulate", *map(str, [*measured, *caches]), "--json").out)
+        assert {row["codec"]: row["ratio"] for row in document["rows"]} == ratios
+        assert document["measured_on"] == ", ".join(map(str, caches))
+    shown = run("store", "simulate", *map(str, [*measured, cache])).out
+    assert "Ratios are those of" in shown
+    assert "Sizes are MB." in shown and " 4.19 " in shown
     assert "needs --model-shape" in run("store", "simulate", path, code=2).err
     assert "expected some of lru,benefit,belady" in run(*words, "--policy", "mru", code=2).err
     assert "says nothing to store simulate" in run(*words, "--token-ids", "1", code=2).err

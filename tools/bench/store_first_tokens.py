@@ -139,7 +139,7 @@ def _predict(found: dict[str, Any], clock: str, codec: str) -> dict[int, PrefixP
     times = [CodecTimes.from_dict(each) for each in found["times"][clock] if each["codec"] == codec]
     token_bytes = rows[ENGINE_SIZES[-1]]["raw_bytes"] / ENGINE_SIZES[-1]
     report = compute_break_even(times, token_bytes=token_bytes, engine=engine, lengths=ENGINE_SIZES)
-    return {row.tokens: row for row in report.prefixes}
+    return {row.tokens: row for row in report.prefixes if row.codec == codec}
 
 
 def first_sections(first: dict[str, Any]) -> list[str]:

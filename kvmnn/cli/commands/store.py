@@ -509,7 +509,7 @@ prefix, to the token. Equal prefixes are stored once, losslessly (docs/prefix-st
                       and state, which no model continues from
   ls, stat STORE      stored texts; sizes and hits; --speed: where they pay
   serve-metrics STORE Prometheus text over HTTP (--listen)
-  verify STORE        decode and compare everything; damaged data is removed
+  verify STORE        decode and compare all, remove damage (--dry-run: name it)
   gc STORE            remove unreferenced data; --size-limit SIZE: and the least
                       recently used texts, down to SIZE
   rm STORE            remove what no other text continues
@@ -584,7 +584,7 @@ _SPEC_BY_ACTION = {
     "ls": _ActionSpec(("namespace", "key_file")),
     "stat": _ActionSpec((*_MODEL_OPTIONS, "threads", *break_even_options.SPEED_NAMES), _REFERENCE),
     "serve-metrics": _ActionSpec(("listen", "key_file")),
-    "verify": _ActionSpec(("threads", "profile", "key_file")),
+    "verify": _ActionSpec(("threads", "profile", "key_file", "dry_run")),
     "gc": _ActionSpec(("store_bytes", "key_file")),
     "rm": _ActionSpec(_MODEL_OPTIONS, _REFERENCE),
     "pin": _ActionSpec(_MODEL_OPTIONS, _REFERENCE),
@@ -653,7 +653,8 @@ def add_parser(subparsers: Any) -> None:
         "--quota",
         type=shared_options.parse_byte_count,
         metavar="SIZE",
-        help="put, import: most bytes of the units of the namespace (default: no bound)",
+        help="put, import: most bytes of the units of the namespace, for this call alone: the store keeps no quota "
+        "(default: no bound)",
     )
     parser.add_argument(
         "--size-limit",
@@ -704,6 +705,7 @@ def add_parser(subparsers: Any) -> None:
         action="store_true",
         help="get: layers with full attention alone",
     )
+    parser.add_argument("--dry-run", action="store_true", help="verify: name what is damaged, and remove nothing")
     parser.add_argument(
         "--listen",
         default="127.0.0.1:9464",
@@ -825,6 +827,7 @@ def _run_action(arguments: argparse.Namespace) -> tuple[CommandResult, int]:
         key=key,
         create=is_creating,
         read_only=arguments.action in _READ_ONLY_ACTIONS
+        or arguments.dry_run
         or (arguments.action in _READ_IF_POSSIBLE_ACTIONS and _is_unwritable(arguments.store)),
     )
     arguments.store = redact_url(arguments.store)  # messages name it

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..._util.text import compute_ratio
+from ..._util.text import compute_ratio, escape_control
 from ..._util.validation import repr_short
 from ...arrays.layer_cache import LayerCache
 from ...dtypes import parse_dtype
@@ -158,6 +158,8 @@ class SimulationReport(Record):
     token_bytes: int
     speed: TierSpeed | None
     rows: tuple[SimulationRow, ...] = field(default=())
+    #: Caches whose ratio was measured; empty if the ratio was specified.
+    measured_on: str = field(default="", metadata={"omit": True})
 
     @property
     @json_key()
@@ -170,35 +172,46 @@ class SimulationReport(Record):
             f"{self.trace} ({self.format}): {self.requests:,} requests, {self.tokens:,} tokens; K and V of "
             f"{self.model_shape}: {self.token_bytes:,} bytes a token"
         )
-        notes = ["Sizes are GB. Hits: share of all input tokens. Saved: K and V that came from the store."]
+        unit, unit_bytes = self.choose_size_unit()
+        notes = [f"Sizes are {unit}. Hits: share of all input tokens. Saved: K and V that came from the store."]
+        if self.measured_on:
+            notes.append(f"Ratios are those of {escape_control(self.measured_on)} together.")
         if self.speed is not None:
             notes.append(f"Seconds at {self.speed.prefill:,.0f} tokens a second of prefill, less those of loading.")
-        table = Table.from_items("", _COLUMNS, self.rows)
+        table = Table.from_items("", _make_columns(unit_bytes), self.rows)
         heading = wrap_sentences([heading], _TABLE_WIDTH)
         return f"{heading}\n{table.to_terminal(_TABLE_WIDTH)}\n{wrap_sentences(notes, _TABLE_WIDTH)}"
+
+    def choose_size_unit(self) -> tuple[str, float]:
+        """Return the largest unit that the smallest limit has one of, and its bytes."""
+        smallest = min((row.max_bytes for row in self.rows if row.max_bytes is not None), default=0)
+        return next(((name, nbytes) for name, nbytes in _SIZE_UNITS if smallest >= nbytes), _SIZE_UNITS[-1])
 
     def plot(self, directory: str | os.PathLike[str], *, force: bool = False) -> list[Path]:
         """Write ``hit_rate.png`` and ``hit_rate.svg`` (extra ``plot``) into a directory; return the files."""
         return write_figures(_iter_figures(self), directory, force)
 
 
-def _format_bytes(nbytes: int | None) -> str:
-    if nbytes is None:
-        return "no limit"
-    return f"{nbytes / 1e9:,.2f}" if nbytes < 99.995e9 else f"{nbytes / 1e9:,.0f}"
+_SIZE_UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
-_COLUMNS = (
-    Column("policy", lambda row: row.policy, is_left_aligned=True),
-    Column("codec", lambda row: row.codec or None),
-    Column("ratio", lambda row: f"{row.ratio:.3f}"),
-    Column("size", lambda row: _format_bytes(row.max_bytes)),
-    Column("hits %", lambda row: f"{100 * row.hit_rate:.2f}"),
-    Column("saved", lambda row: _format_bytes(row.saved_bytes)),
-    Column("seconds", lambda row: None if row.saved_seconds is None else f"{row.saved_seconds:,.0f}"),
-    Column("written", lambda row: _format_bytes(row.put_bytes)),
-    Column("evicted", lambda row: _format_bytes(row.evicted_bytes)),
-)
+def _make_columns(unit_bytes: float) -> tuple[Column, ...]:
+    def format_bytes(nbytes: int | None) -> str:
+        if nbytes is None:
+            return "no limit"
+        return f"{nbytes / unit_bytes:,.2f}" if nbytes < 99.995 * unit_bytes else f"{nbytes / unit_bytes:,.0f}"
+
+    return (
+        Column("policy", lambda row: row.policy, is_left_aligned=True),
+        Column("codec", lambda row: row.codec or None),
+        Column("ratio", lambda row: f"{row.ratio:.3f}"),
+        Column("size", lambda row: format_bytes(row.max_bytes)),
+        Column("hits %", lambda row: f"{100 * row.hit_rate:.2f}"),
+        Column("saved", lambda row: format_bytes(row.saved_bytes)),
+        Column("seconds", lambda row: None if row.saved_seconds is None else f"{row.saved_seconds:,.0f}"),
+        Column("written", lambda row: format_bytes(row.put_bytes)),
+        Column("evicted", lambda row: format_bytes(row.evicted_bytes)),
+    )
 
 
 def simulate(
@@ -209,6 +222,7 @@ def simulate(
     policies: Sequence[str] = SIMULATED_POLICIES,
     ratios: Sequence[MeasuredRatio] = (MeasuredRatio("", 1.0),),
     speed: TierSpeed | None = None,
+    measured_on: str = "",
 ) -> SimulationReport:
     """Replay a trace in stores of each size, policy and ratio, and in one without limit.
 
@@ -228,6 +242,8 @@ def simulate(
         Ratio of each codec: `measure_store_ratios`.
     speed
         Speeds for the seconds; None reports none.
+    measured_on
+        Caches whose ratios these are, for the report.
 
     Raises
     ------
@@ -289,6 +305,7 @@ def simulate(
         token_bytes=shape.token_bytes,
         speed=speed,
         rows=tuple(rows),
+        measured_on=measured_on,
     )
 
 
@@ -306,9 +323,10 @@ def _pause_garbage_collection() -> Iterator[None]:
 
 def _iter_figures(report: SimulationReport) -> Iterator[tuple[str, Figure]]:
     series: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    unit, unit_bytes = report.choose_size_unit()
     for row in report.rows:
         if row.max_bytes is not None:
-            series.setdefault((row.codec, row.policy), []).append((row.max_bytes / 1e9, 100 * row.hit_rate))
+            series.setdefault((row.codec, row.policy), []).append((row.max_bytes / unit_bytes, 100 * row.hit_rate))
     names = [" ".join(filter(None, key)) for key in series]
     with plot_style.use_style():
         figure, axes = plot_style.make_figure(4.8, 3.2, [*names, "no limit"])
@@ -327,7 +345,7 @@ def _iter_figures(report: SimulationReport) -> Iterator[tuple[str, Figure]]:
         sizes = sorted({x for points in series.values() for x, _ in points})
         axes.set_xticks(sizes, [f"{size:.3g}" for size in sizes])
         axes.set_xticks([], minor=True)
-        axes.set_xlabel("Size of the store in GB")
+        axes.set_xlabel(f"Size of the store in {unit}")
         axes.set_ylabel("Tokens found, % of all input tokens")
         plot_style.set_title(axes, "Hit rate over the size of the store")
         plot_style.add_line_labels(axes, ends)

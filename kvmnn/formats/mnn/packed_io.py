@@ -341,15 +341,21 @@ def _check_roundtrip(path: str, chunk: _TileChunk, unused_bytes: Bytes, row_byte
         )
 
 
-def find_difference(files: PackedFiles, info: CacheInfo) -> str:
-    """Describe the first nonzero byte outside live rows; empty if there is none."""
+def find_difference(files: PackedFiles, info: CacheInfo, *, max_bytes: int | None = None) -> str:
+    """Describe the first nonzero byte outside live rows; empty for none, and for more than `max_bytes`."""
+    first_text, num_bytes = "", 0
     for (packed_layer, layer), part in product(zip(files.layers, info.layers, strict=True), PARTS):
         path, layout = packed_layer.get_path(part), info.get_layer_layout(layer)
         for chunk in _iter_tile_chunks(MappedFile(path), layout, part, layer):
             nonzero_offsets = np.flatnonzero(chunk.read_unused())
-            if nonzero_offsets.size:
-                return _describe_byte(path, layout, part, layer, chunk, int(nonzero_offsets[0]))
-    return ""
+            num_bytes += nonzero_offsets.size
+            if nonzero_offsets.size and not first_text:
+                first_text = _describe_byte(path, layout, part, layer, chunk, int(nonzero_offsets[0]))
+            if max_bytes is None and first_text:
+                return first_text
+            if max_bytes is not None and num_bytes > max_bytes:
+                return ""
+    return first_text
 
 
 def _describe_byte(

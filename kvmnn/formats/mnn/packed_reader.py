@@ -18,7 +18,7 @@ from ...arrays.layers import format_array_name
 from ...arrays.source import PACKED_FILES_KEY, Source
 from ...bundle.manifest import dump_packed_record
 from ...dtypes import PARTS
-from ...errors import OptionError, SourceError
+from ...errors import KvmnnError, OptionError, SourceError
 from ...files.mapped_file import FileHead, MappedFile
 from ...packed import cache_info
 from ...packed.cache_info import CacheInfo, LayerInfo, TokenIdsFingerprint
@@ -42,6 +42,7 @@ from .layout_inference import (
     choose_layout,
     count_nonempty_rows,
     describe_omitted_rows,
+    format_layout_options,
     format_missing_options,
     infer_token_count,
     list_token_doubts,
@@ -131,18 +132,22 @@ def open_packed_files(files: PackedFiles, options: PackedOptions) -> PackedCache
     """
     files, sidecar_info = _check_and_sort_files(files, options)
     size_mismatch = "" if sidecar_info else files.size_mismatch
-    choice = _resolve_layout(files, options, sidecar_info)
-    match = choice.match
+    try:
+        choice = _resolve_layout(files, options, sidecar_info)
+        has_count = bool(options.valid_tokens or options.token_ids)
+        if choice.conflict and not options.trust_options and not has_count:  # which count would be odd
+            raise SourceError(
+                f"{files.path}: {choice.conflict}; the words speak for {choice.better_options}; --force reads them as "
+                f"specified"
+            )
+        match = choice.match
+        has_row_counts = not (sidecar_info or match.layout.is_quantized)
+        row_counts = count_nonempty_rows(files, match, choice.layouts) if has_row_counts else None
+        tokens, token_notes = _resolve_tokens(files, options, sidecar_info, match, row_counts)
+    except AmbiguousLayoutError as error:
+        stray_error = _make_stray_bytes_error(files, options)
+        raise stray_error or error from None
     notes = [*files.notes, *([f"read although {size_mismatch}"] if size_mismatch else []), *choice.notes]
-    has_count = bool(options.valid_tokens or options.token_ids)
-    if choice.conflict and not options.trust_options and not has_count:  # which count would be odd
-        raise SourceError(
-            f"{files.path}: {choice.conflict}; the words speak for {choice.better_options}; --force reads them as "
-            f"specified"
-        )
-    has_row_counts = not (sidecar_info or match.layout.is_quantized)
-    row_counts = count_nonempty_rows(files, match, choice.layouts) if has_row_counts else None
-    tokens, token_notes = _resolve_tokens(files, options, sidecar_info, match, row_counts)
     notes += token_notes
     layer_heads = choice.layer_heads or (None,) * len(tokens)
     layers = tuple(
@@ -180,6 +185,44 @@ def open_packed_files(files: PackedFiles, options: PackedOptions) -> PackedCache
         omitted_rows_text = describe_omitted_rows(files, match, row_counts, tokens)
     ignored_conflict = "; ".join(filter(None, conflicts))
     return PackedCacheReader(files, info, tuple(notes), ignored_conflict, omitted_rows_text, options.trust_options)
+
+
+_MAX_STRAY_BYTES = 16
+
+
+def _make_stray_bytes_error(files: PackedFiles, options: PackedOptions) -> AmbiguousLayoutError | None:
+    """Make the error for files that are understood but for a few bytes after their rows; None for other files.
+
+    One such byte contradicts every layout. Every second layer, without the one that has it, still shows the right one.
+    """
+    if len(files.layers) < 2 or len({*files.sizes}) != 1 or options.valid_tokens or options.token_ids:
+        return None
+    geometry = resolve_geometry(options, files)
+    for layers in (files.layers[::2], files.layers[1::2]):
+        half = replace(files, layers=layers)
+        try:
+            match = choose_layout(half, geometry).match
+        except KvmnnError:
+            continue
+        if match.layout.is_quantized:
+            return None
+        num_tokens = count_nonempty_rows(half, match, (match.layout,) * len(layers)).common_count
+        if num_tokens is None:
+            continue
+        infos = [
+            LayerInfo(layer=layer.layer, tokens=num_tokens, capacity=match.capacities[0], positions=((0, num_tokens),))
+            for layer in files.layers
+        ]
+        info = CacheInfo(kind=files.kind, name=files.name, layout=match.layout, layers=tuple(infos))
+        difference_text = find_difference(files, info, max_bytes=_MAX_STRAY_BYTES)
+        if difference_text:
+            options_text = f"{format_layout_options(match, geometry)} --valid-tokens {num_tokens}".lstrip()
+            return AmbiguousLayoutError(
+                f"{files.path}: nothing is inferred, as {difference_text}: compute the prefix again, or read it with "
+                f"{options_text}",
+                [options_text],
+            )
+    return None
 
 
 def _compute_fingerprint(model_path: str | None, notes: list[str]) -> str | None:

@@ -144,6 +144,25 @@ def test_choose_layout_smooth_arrays_are_never_refused(tmp_path):
 # -- tokens -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("geometry", [HEADS, PackedGeometry()])
+@pytest.mark.parametrize("name", ["sys_0.k", "sys_1.v"])
+def test_choose_layout_stray_byte_is_named(tmp_path, geometry, name):
+    """One byte after the rows contradicts every layout: the error says which, and how to read the files with it."""
+    layers = llm_kv.write_prefix(tmp_path / "p", "arm64-fp16", 50)
+    path = tmp_path / "p" / name
+    data = bytearray(path.read_bytes())
+    data[len(data) - 4] = 0x41
+    path.write_bytes(data)
+    expected = (
+        rf"{name}, byte {len(data) - 4:,} \(head 2, row 1\d\d, dim \d\d\) is .*, and 50 live tokens leave 0 there"
+    )
+    with pytest.raises(AmbiguousLayoutError, match=expected) as error:
+        read(tmp_path / "p", geometry)
+    assert [choice.rpartition("--backend")[2] for choice in error.value.choices] == [" arm64-fp16 --valid-tokens 50"]
+    backend_geometry = HEADS.merge_defaults(PackedGeometry(backend="arm64-fp16"))
+    check(read(tmp_path / "p", backend_geometry, (50,)), layers)
+
+
 def test_infer_tokens_of_continued_session_is_ambiguous(tmp_path):
     """A prefix of 50 whose session went on to 80 tokens: the room is still that of 50."""
     llm_kv.write_prefix(tmp_path / "p", "x86-avx2", 80, room=34)

@@ -6,6 +6,7 @@ import argparse
 import shutil
 from typing import TYPE_CHECKING, Any
 
+from ..._util.text import LOSSY
 from .. import console, input_sources, model_options, packed_options, shared_options, streams
 from ..console import UsageError
 
@@ -36,6 +37,12 @@ _CACHE_OPTIONS = (
     *(name for name in shared_options.AXES_OPTION_NAMES if name != "kv_batch"),
     *(name for name in packed_options.PACKED_OPTION_NAMES if name != "tokens"),
     *packed_options.SELECTION_OPTIONS,
+)
+
+
+_ENGINE_NOTE = (
+    "remove is that of kvmnn mnn compact and of MNN's fork (Livia-Tassel/MNN); alibaba/MNN drops a cache of which all "
+    "is removed: there N - 1 and each begin less 1 (docs/layout.md)"
 )
 
 
@@ -96,6 +103,8 @@ def run(arguments: argparse.Namespace) -> int:
     width = shutil.get_terminal_size().columns if streams.is_terminal() else 100
     for line in plan.format_lines(width=width, picture=not arguments.no_map):
         console.print_line(arguments, line, data_on_stdout=to_stdout)
+    if plan.label == LOSSY and not arguments.config:  # only the fork has such a config
+        console.print_note(arguments, _ENGINE_NOTE)
     return 0
 
 

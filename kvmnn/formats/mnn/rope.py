@@ -387,9 +387,15 @@ def _search_layer_ropes(key_arrays: Sequence[LayerArray], positions: Sequence[Po
     for key, key_positions, rotary in zip(key_arrays, positions, found_ropes, strict=True):
         best = rotary or _select_best_rope(key, key_positions, list(clear_ropes.values()))
         if best is None:
+            shown_text, options_text = "", "--rope theta=NUMBER,dims=NUMBER"
+            if len(clear_ropes) == 1:
+                # Not taken unasked: models leave layers unrotated, or rotate some by another theta.
+                (name,), num_clear = clear_ropes, sum(found is not None for found in found_ropes)
+                shown_text = f"; that of {num_clear} of {pluralize(len(key_arrays), 'layer')} is rotated by {name}"
+                options_text = f"--rope {name}, if all layers are so,"
             raise SourceError(
                 f"nothing tells how K is rotated, and K of layer {key.layer} ({pluralize(key.geometry[1], 'token')}) "
-                "does not show it: --rope theta=NUMBER,dims=NUMBER gives it, or --model MODEL has it"
+                f"does not show it{shown_text}: {options_text} gives it, or --model MODEL has it"
             )
         layer_ropes.append(RopeFrequencies.from_config(best))
     num_clear = sum(rotary is not None for rotary in found_ropes)

@@ -348,4 +348,5 @@ def test_rerotate_layers_with_different_rope(tmp_path, monkeypatch, run) -> None
     few = [np.ascontiguousarray(words[:, :16]) for words in layers]
     sample = packed_samples.write_prefix(tmp_path / "few", few, capacity=80, hP=16)
     compact = ("mnn", "compact", tmp_path / "few", *sample.options, "--backend", "arm64-fp16", "-o", "d", "--rerotate")
-    assert "(16 tokens) does not show it: --rope theta=NUMBER" in run(*compact, "--reserve", "1:15", code=1).err
+    refused = run(*compact, "--reserve", "1:15", code=1).err
+    assert "(16 tokens) does not show it; that of 1 of " in refused and "--rope theta=10000,dims=64, if all " in refused

@@ -390,7 +390,7 @@ def _search_layer_ropes(key_arrays: Sequence[LayerArray], positions: Sequence[Po
             shown_text, options_text = "", "--rope theta=NUMBER,dims=NUMBER"
             if len(clear_ropes) == 1:
                 # Not taken unasked: models leave layers unrotated, or rotate some by another theta.
-                (name,), num_clear = clear_ropes, sum(found is not None for found in found_ropes)
+                (name,), num_clear = clear_ropes, sum(rope is not None for rope in found_ropes)
                 shown_text = f"; that of {num_clear} of {pluralize(len(key_arrays), 'layer')} is rotated by {name}"
                 options_text = f"--rope {name}, if all layers are so,"
             raise SourceError(

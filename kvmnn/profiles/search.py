@@ -35,9 +35,11 @@ class ProfileFinder:
     ) -> None:
         self._label, self._folders = label, tuple(folders)
         self._path = profile if isinstance(profile, str | os.PathLike) else None
-        self._given = None if isinstance(profile, str | os.PathLike) else profile
+        self._caller_profile = None if isinstance(profile, str | os.PathLike) else profile
         self._names: list[str] = []
-        self._profiles: dict[bytes, Profile] = {} if self._given is None else {self._given.key: self._given}
+        self._profiles: dict[bytes, Profile] = (
+            {} if self._caller_profile is None else {self._caller_profile.key: self._caller_profile}
+        )
         self._lock = threading.Lock()
 
     def add_name(self, name: str) -> None:
@@ -45,7 +47,7 @@ class ProfileFinder:
         if name not in self._names:
             self._names.append(name)
 
-    def read_given(self) -> Profile | None:
+    def read_caller_profile(self) -> Profile | None:
         """Return the profile that the caller names; None if that is none.
 
         Raises
@@ -54,12 +56,12 @@ class ProfileFinder:
             For a file that is none.
         """
         with self._lock:
-            if self._given is None and self._path is not None:
+            if self._caller_profile is None and self._path is not None:
                 from .profile import Profile
 
-                self._given = Profile.read(self._path)
-                self._profiles[self._given.key] = self._given
-            return self._given
+                self._caller_profile = Profile.read(self._path)
+                self._profiles[self._caller_profile.key] = self._caller_profile
+            return self._caller_profile
 
     def get(self, key: bytes) -> Profile:
         """Return the profile with a key.
@@ -69,7 +71,7 @@ class ProfileFinder:
         SourceError
             Where it is not there, or another one was given; the message has the key.
         """
-        named = self.read_given()
+        named = self.read_caller_profile()
         with self._lock:
             if key in self._profiles:
                 return self._profiles[key]

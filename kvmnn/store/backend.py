@@ -287,11 +287,11 @@ class AddResult(NamedTuple):
     """The limit that leaves no room for some of the units, ``"quota"`` or ``"max_bytes"``: these were not added."""
 
 
-def select_fitting(sizes: Sequence[int], kept_bytes: int, limit: int) -> int:
+def select_fitting(sizes: Sequence[int], unevictable_bytes: int, limit: int) -> int:
     """Return how many of the first units fit into a limit, with what cannot be evicted for them."""
     for index, nbytes in enumerate(sizes):
-        kept_bytes += nbytes
-        if kept_bytes > limit:
+        unevictable_bytes += nbytes
+        if unevictable_bytes > limit:
             return index
     return len(sizes)
 

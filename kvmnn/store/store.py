@@ -121,8 +121,8 @@ def _make_codec_profile(
         if options:
             raise OptionError(f"codec_options are of the codecs {' and '.join(LAYER_CODECS)}, not of {codec!r}")
         return None
-    given_profile = profiles.read_given()
-    if given_profile is None or profile is None:
+    caller_profile = profiles.read_caller_profile()
+    if caller_profile is None or profile is None:
         raise OptionError(f"codec {codec!r} needs the profile of a model (kvmnn profile make)")
     from .layer_units import check_options  # which imports both codecs
 
@@ -130,7 +130,7 @@ def _make_codec_profile(
     if isinstance(profile, str | os.PathLike):
         file = os.fspath(profile)
         file = os.path.basename(file) if folder is None else os.path.relpath(file, folder)
-    return CodecProfile(given_profile.key.hex(), file, check_options(codec, options or {}, given_profile))
+    return CodecProfile(caller_profile.key.hex(), file, check_options(codec, options or {}, caller_profile))
 
 
 T = TypeVar("T")

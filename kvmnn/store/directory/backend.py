@@ -308,8 +308,8 @@ class DirectoryBackend:
         for limit, spaces in self._list_limits(cursor):
             if index_updates.read_total_bytes(cursor, spaces) + sum(sizes) <= limit:
                 continue
-            kept_bytes = index_updates.read_kept_bytes(cursor, parent, spaces)
-            num_in_limit = select_fitting(sizes, kept_bytes, limit)
+            unevictable_bytes = index_updates.read_unevictable_bytes(cursor, parent, spaces)
+            num_in_limit = select_fitting(sizes, unevictable_bytes, limit)
             if num_in_limit < num_fitting:
                 num_fitting, exceeded_limit = num_in_limit, "max_bytes" if spaces is None else "quota"
         return num_fitting, exceeded_limit
@@ -574,11 +574,11 @@ class DirectoryBackend:
                 )
             return settings
 
-    def _rebuild_index(self, reason: str, known_path: Path | None) -> bool:
+    def _rebuild_index(self, reason: str, expected_path: Path | None) -> bool:
         """Rebuild the index if the folder is a store; return whether it is."""
         if not self.recovery_files.exists:
             return False
-        rebuilt_index = rebuild_index(self.folder, known_path, self.cipher)
+        rebuilt_index = rebuild_index(self.folder, expected_path, self.cipher)
         self._cached_namespaces = None, []
         self._damaged_units.clear()
         if rebuilt_index is not None:

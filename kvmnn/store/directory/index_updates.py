@@ -229,7 +229,7 @@ def read_total_bytes(cursor: ValidatingCursor, spaces: Sequence[int] | None = No
     return cursor.require_number(f"SELECT coalesce(sum(bytes), 0) FROM unit WHERE space IN {_format_numbers(spaces)}")
 
 
-def read_kept_bytes(cursor: ValidatingCursor, parent: int, spaces: Sequence[int] | None) -> int:
+def read_unevictable_bytes(cursor: ValidatingCursor, parent: int, spaces: Sequence[int] | None) -> int:
     """Return the bytes that no eviction can free for a unit after `parent`: of what is before it, and of pins.
 
     `parent` is 0 for a unit that follows none; with `spaces`, only units of these namespaces count.
@@ -336,8 +336,8 @@ class RebuildResult(NamedTuple):
     num_sessions: int
 
 
-def rebuild_index(folder: Path, known_path: Path | None, cipher: StoreCipher = NO_CIPHER) -> RebuildResult | None:
-    """Rebuild the index of a store, unless another process has done so since `known_path` was the newest."""
+def rebuild_index(folder: Path, expected_path: Path | None, cipher: StoreCipher = NO_CIPHER) -> RebuildResult | None:
+    """Rebuild the index of a store, unless another process has done so since `expected_path` was the newest."""
     try:
         settings = RecoveryFiles(folder, cipher).read_settings()
     except ManifestError as error:
@@ -345,7 +345,7 @@ def rebuild_index(folder: Path, known_path: Path | None, cipher: StoreCipher = N
         raise ManifestError(f"{error}; the index is lost or damaged as well: {advice}") from None
     with _lock_folder(folder):
         number, newest_path = find_newest_index(folder)
-        if newest_path != known_path:
+        if newest_path != expected_path:
             return None
         path = folder / make_index_name(number + 1)
         new_path = path.with_name(path.name + ".new")

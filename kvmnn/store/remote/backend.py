@@ -371,7 +371,7 @@ class RemoteBackendBase:
         counted, which would take all records.
         """
         num_fitting, exceeded_limit = len(sizes), ""
-        kept_bytes: int | None = None
+        unevictable_bytes: int | None = None
         for name, limit, tenant in (
             ("quota", self._limits.quota, self.tenant),
             ("max_bytes", self._limits.max_bytes, None),
@@ -380,9 +380,9 @@ class RemoteBackendBase:
             used_bytes = (used_bytes or 0) + self._bytes_since_count.get(tenant, 0)
             if limit is None or used_bytes + sum(sizes) <= limit:
                 continue
-            if kept_bytes is None:
-                kept_bytes = self._measure_prefix_bytes(prefix)
-            num_in_limit = select_fitting(sizes, kept_bytes, limit)
+            if unevictable_bytes is None:
+                unevictable_bytes = self._measure_prefix_bytes(prefix)
+            num_in_limit = select_fitting(sizes, unevictable_bytes, limit)
             if num_in_limit < num_fitting:
                 num_fitting, exceeded_limit = num_in_limit, name
         return num_fitting, exceeded_limit

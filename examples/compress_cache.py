@@ -3,7 +3,7 @@
     python examples/compress_cache.py [CACHE]
 
 CACHE is anything that kvmnn reads: .npy, .npz, .safetensors, a llama.cpp session, an MLX prompt cache, MNN's files.
-Without it, the cache of the model that ships with kvmnn on one of its texts.
+Without it, the cache of the model that ships with kvmnn on one of its texts, which needs the extra lm.
 """
 
 import sys

@@ -3,6 +3,7 @@
     python examples/evaluate_policies.py [MODEL [TEXT [FOLDER]]]
 
 MODEL is a name of `kvmnn model list` (fetched once, 98 MB) or a folder with an ONNX decoder; FOLDER gets the plots.
+Needs the extras lm and plot.
 """
 
 import json

@@ -4,6 +4,7 @@
 
 The policy keeps the first tokens, the latest ones, and of those between them every one whose key has a low norm.
 MODEL is a folder with an ONNX decoder, or a name that `kvmnn model pull` has fetched.
+Needs the extra lm.
 """
 
 import sys

@@ -4,6 +4,7 @@
 
 BACKEND names the layout of the phone's engine build: arm64-fp16 for most phones of the last years, arm64-fp32 for
 older ones (`kvmnn mnn pack --help` lists all; docs/prefix-cache.md says which is which).
+Needs the extra lm.
 """
 
 import sys

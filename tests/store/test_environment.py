@@ -61,8 +61,9 @@ def test_open_read_only_file_system(tmp_path: Path, is_open: bool, encryption: s
     assert done.stdout == "served\n", done.stderr
 
 
+@pytest.mark.parametrize("limit", ["max_bytes", "quota"])
 def test_eviction_order_does_not_depend_on_clock(
-    tmp_path: Path, encryption: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, encryption: str, limit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The least recently used text is evicted, independently of the clock and of file times."""
     texts = [[first, *range(7)] for first in range(10, 60, 10)]
@@ -72,7 +73,7 @@ def test_eviction_order_does_not_depend_on_clock(
     hours = iter([0, -50, 900, -4000, 3, -1, 0, 0, 0, 0] * 50)
     monkeypatch.setattr(time, "time", lambda: 1e9 + 3600 * next(hours))
     monkeypatch.setattr(time, "time_ns", lambda: int(1e18 + 3600e9 * next(hours)))
-    with PrefixStore(tmp_path / "s", max_bytes=3 * size) as store:
+    with PrefixStore(tmp_path / "s", namespace="a", **{limit: 3 * size}) as store:  # type: ignore[arg-type]
         for number, ids in enumerate(texts[:3]):
             store.put(ids, layers_of(ids), model=MODEL)
             for file in (tmp_path / "s").glob("units/*/*"):

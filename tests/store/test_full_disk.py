@@ -37,13 +37,13 @@ def fill():
 def put(store, ids):
     return store.put(ids, layers_of(ids, layers=100), model=MODEL)
 
-with PrefixStore(folder, key=load_key()) as store:
+with PrefixStore(folder, namespace="a", quota=3 << 20, key=load_key()) as store:
     for ids in texts:
         put(store, ids)
     store.pin(texts[0], model=MODEL)
     size = store.stats().bytes // len(texts)
 fill()
-with PrefixStore(folder, key=load_key()) as store:
+with PrefixStore(folder, namespace="a", quota=3 << 20, key=load_key()) as store:
     assert "index.sqlite: cannot be written (" in store.notes[0], store.notes
     assert "no space is left on the disk" in store.notes[0], store.notes
     assert all(same(store.get(ids, model=MODEL).layers, ids, 90, layers=100) for ids in texts)
@@ -56,7 +56,7 @@ with PrefixStore(folder, key=load_key()) as store:
         raise AssertionError("there is no room")
     assert store.delete(texts[1], model=MODEL).units == 1  # a text of a block and a tail, which its file has
 fill()
-with PrefixStore(folder, key=load_key()) as store:
+with PrefixStore(folder, namespace="a", quota=3 << 20, key=load_key()) as store:
     assert store.gc(max_bytes=2 * size + size // 2).kept == ""
     found = [store.match(ids, model=MODEL) for ids in texts]
     assert (found[0], sorted(found)) == (90, [0, 0, 0, 90, 90]), found
@@ -64,7 +64,7 @@ with PrefixStore(folder, key=load_key()) as store:
     fill()
     assert store.gc(max_bytes=0).units == 1  # while it is open
     assert [store.match(ids, model=MODEL) for ids in texts] == [90, 0, 0, 0, 0]
-with PrefixStore(folder, key=load_key()) as store:
+with PrefixStore(folder, namespace="a", quota=3 << 20, key=load_key()) as store:
     assert (store.notes, store.verify().units, store.gc().other_files) == ((), 1, 0)
 """
 
@@ -87,23 +87,23 @@ def fill():
 def files():
     return len([*folder.glob("units/*/*")])
 
-with PrefixStore(folder, key=load_key()) as store:
+with PrefixStore(folder, namespace="a", quota=3 << 20, key=load_key()) as store:
     for ids in texts:
         store.put(ids, layers_of(ids), model=MODEL)
     assert store.stats().bytes < 5 * 4400
 fill()
-with PrefixStore(folder, key=load_key()) as store:
+with PrefixStore(folder, namespace="a", quota=3 << 20, key=load_key()) as store:
     assert store.delete(texts[1], model=MODEL).units == 1
     assert [store.match(ids, model=MODEL) for ids in texts] == [90, 0, 90, 90, 90]
 fill()
 next(folder.glob("units/*/*")).unlink()
-with PrefixStore(folder, key=load_key()) as store:
+with PrefixStore(folder, namespace="a", quota=3 << 20, key=load_key()) as store:
     assert store.gc().units == 1
     fill()
     assert store.gc(max_bytes=10_000).units == 1
     assert (files(), store.stats().units) == (2, 2)
 (folder.parent / "fill").unlink()
-with PrefixStore(folder, key=load_key()) as store:
+with PrefixStore(folder, namespace="a", quota=3 << 20, key=load_key()) as store:
     assert (store.notes, store.verify().units, store.verify().anew) == ((), 2, ())
     with store._backend.index.begin_reading() as cursor:
         assert cursor.has_row("SELECT 1 FROM pragma_journal_mode WHERE journal_mode = 'wal'")

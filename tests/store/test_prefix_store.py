@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from encrypted_stores import KEY
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prefixes import MODEL, agreeing, layers_of, same
@@ -191,11 +193,16 @@ def test_store_equals_dictionary_model(tmp_path_factory: pytest.TempPathFactory,
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [{"max_bytes": 1500}, {"namespace": "a", "quota": 1500, "key": KEY}], ids=["limit", "quota, encrypted"]
+)
 @settings(max_examples=30, deadline=None)
 @given(st.data())
-def test_store_evictions_never_yield_other_rows(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_store_evictions_never_yield_other_rows(
+    tmp_path_factory: pytest.TempPathFactory, options: dict[str, Any], data: st.DataObject
+) -> None:
     texts = st.lists(st.integers(0, 1), min_size=1, max_size=24)
-    with PrefixStore(tmp_path_factory.mktemp("s"), max_bytes=1500, block_tokens=3) as store:
+    with PrefixStore(tmp_path_factory.mktemp("s"), block_tokens=3, **options) as store:
         stored: list[list[int]] = []
         for ids in data.draw(st.lists(texts, min_size=1, max_size=20)):
             put(store, ids)

@@ -13,13 +13,15 @@ import numpy as np
 from .._util.parallel import Progress
 from .._util.text import LOSSLESS, LOSSY, compute_ratio, format_rate, pluralize
 from ..arrays.array import Chunk, LazyArray
-from ..arrays.source import DEQUANTIZED_KEY, FILE_KEY, SIDECAR_KEY, Source
-from ..errors import SourceError
+from ..arrays.source import DEQUANTIZED_KEY, FILE_KEY, PACKED_FILES_KEY, SIDECAR_KEY, Source
+from ..dtypes import PARTS
+from ..errors import ManifestError, SourceError
 from ..files.change_detection import InputGuard
 from ..files.schema import Record, json_key
+from ..packed.cache_info import CacheInfo, compute_file_sizes
 from .decoder import decode_frames
 from .frame_set import DecodeOptions, FrameSet
-from .manifest import count_chunks, describe_unused_arrays, format_ratio, parse_packed_record
+from .manifest import PackedRecord, count_chunks, describe_unused_arrays, format_ratio, parse_packed_record
 from .passthrough import count_valid_bytes, describe_passthrough, find_sidecar_difference, parse_passthrough
 
 _COMPARE_CHUNK_BYTES = 1 << 20
@@ -285,6 +287,8 @@ def verify_frame_set(
         else:
             deque(decode_frames(frames, options, progress=progress), maxlen=0)
     contents, record = frames.without_unused_arrays(), frames.packed_record
+    if record is not None and frames.cache is not None:
+        check_packed_record(frames, record, frames.cache)
     compared_text = "every byte" if frames.cache is None or (record and not record.left_out) else "every live element"
     is_dequantized = DEQUANTIZED_KEY in (frames.document.metadata if frames.document else ())
     is_dequantized |= against is not None and against.lossy
@@ -311,6 +315,32 @@ def verify_frame_set(
         is_dequantized=is_dequantized,
         unused_bytes=contents.raw_bytes - count_valid_bytes(frames.document) if frames.document else 0,
     )
+
+
+def check_packed_record(frames: FrameSet, record: PackedRecord, info: CacheInfo) -> None:
+    """Raise `ManifestError` if the record does not match the files that the manifest describes."""
+    label = f"{frames.path}: metadata {PACKED_FILES_KEY!r}"
+    expected_sizes = {
+        (layer.layer, part): size
+        for layer in info.layers
+        for part, size in zip(PARTS, compute_file_sizes(info, layer), strict=True)
+    }
+    state_sizes = {state.layer: (state.key_bytes, state.value_bytes) for state in info.states}
+    expected_sizes |= {(layer, part): sizes[part == "value"] for layer, sizes in state_sizes.items() for part in PARTS}
+    listed_files = [(entry.layer, entry.part) for entry in record.files]
+    mismatched_entries = [entry for entry in record.files if entry.is_state != (entry.layer in state_sizes)]
+    if mismatched_entries or listed_files != [(layer_number, part) for layer_number in info.numbers for part in PARTS]:
+        raise ManifestError(f"{label}: expected K and V of each layer by turns")
+    sizes = {array.name: array.nbytes for array in frames.arrays}
+    for entry in record.files:
+        expected_size = expected_sizes[entry.layer, entry.part]
+        unused_size = entry.nbytes if entry.unused_array is None else sizes[entry.unused_array]
+        if entry.nbytes != expected_size or unused_size != expected_size:
+            actual_size = entry.nbytes if entry.nbytes != expected_size else unused_size
+            raise ManifestError(
+                f"{label}: layer {entry.layer}: expected {expected_size} bytes of its {entry.part}s, found "
+                f"{actual_size}"
+            )
 
 
 def _find_metadata_difference(frames: FrameSet, against: Source) -> BundleDifference | None:

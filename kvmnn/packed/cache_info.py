@@ -185,6 +185,12 @@ class CacheInfo:
         return sorted([*(entry.layer for entry in self.layers), *(state.layer for state in self.states)])
 
 
+def compute_file_sizes(info: CacheInfo, layer: LayerInfo) -> tuple[int, int]:
+    """Return the sizes of the files of K and V of a layer in bytes."""
+    layout = info.get_layer_layout(layer)
+    return layout.key_bytes(layer.capacity), layout.value_bytes(layer.capacity)
+
+
 def merge_runs(runs: Iterable[tuple[int, int]]) -> PositionRuns:
     """Merge neighbouring ``(begin, size)`` runs."""
     merged: list[tuple[int, int]] = []

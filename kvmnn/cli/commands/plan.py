@@ -42,7 +42,8 @@ _CACHE_OPTIONS = (
 
 _ENGINE_NOTE = (
     "remove is that of kvmnn mnn compact and of MNN's fork (Livia-Tassel/MNN); alibaba/MNN drops a cache of which all "
-    "is removed: there N - 1 and each begin less 1 (docs/layout.md)"
+    "is removed, so token 0 always stays there: remove N - 1, a first pair 0:4 becomes 0:3, every other begin is less "
+    "by 1 (docs/layout.md)"
 )
 
 

@@ -21,7 +21,7 @@ from ...dtypes import PARTS
 from ...errors import KvmnnError, OptionError, SourceError
 from ...files.mapped_file import FileHead, MappedFile
 from ...packed import cache_info
-from ...packed.cache_info import CacheInfo, LayerInfo, TokenIdsFingerprint
+from ...packed.cache_info import CacheInfo, LayerInfo, TokenIdsFingerprint, compute_file_sizes
 from ...packed.inference import LayoutMatch, PackedGeometry, describe_layout, make_geometry
 from .. import raw
 from ..base import PathFormat
@@ -100,7 +100,7 @@ class PackedCacheReader:
             notes=[*self.notes],
             opened_files=self.files.opened_files,
             completeness=self.completeness,
-            doubt=self.ignored_conflict,
+            doubt=self.ignored_conflict or self.omitted_rows_text,
         )
         if layout.is_quantized:  # no way back to these files: what was lost is said, and nothing is noted down
             source.notes += layout.unrecoverable_parts
@@ -346,12 +346,6 @@ def resolve_geometry(options: PackedOptions, files: PackedFiles | None = None) -
     return options.geometry.merge_defaults(
         PackedGeometry(kv_heads=model.kv_heads, head_dim=model.head_dim, flash_block=model.flash_block)
     )
-
-
-def compute_file_sizes(info: CacheInfo, layer: LayerInfo) -> tuple[int, int]:
-    """Return the sizes of the files of K and V of a layer in bytes."""
-    layout = info.get_layer_layout(layer)
-    return layout.key_bytes(layer.capacity), layout.value_bytes(layer.capacity)
 
 
 def _describe_drift(files: PackedFiles, sidecar_info: CacheInfo) -> str:

@@ -240,7 +240,7 @@ def pack(
             f"{format_input_prefix(source)}int8 K cannot be rotated: it lacks the maximum of each channel, which MNN "
             f"alone has"
         )
-    notes = list(source.notes)
+    notes, doubt = list(source.notes), source.doubt
     source, order_notes = engine_transforms.to_common_order(source)
     notes += order_notes
     arrays = _unify_dtypes(collect_layers(source, token_major=token_major), cast)
@@ -290,6 +290,7 @@ def pack(
     )
     return replace(
         pack_result,
+        left_out=doubt,
         dequantised=source.dequantized_types,
         undone=source.inverted_transforms or (),
         rerotated=rerotation.result if rerotation else None,
@@ -491,7 +492,7 @@ def repack(
         info, rotation_result = rerotation.info, rerotation.result
         notes += rerotation.rope.notes
     pack_result = write_prefix(arrays, info, output, force=force, exclude=source.files, notes=notes, progress=progress)
-    return replace(pack_result, rerotated=rotation_result)
+    return replace(pack_result, rerotated=rotation_result, left_out=source.doubt)
 
 
 def _list_zero_row_notes(arrays: Sequence[LayerArray]) -> list[str]:

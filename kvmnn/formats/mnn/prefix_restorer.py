@@ -10,11 +10,11 @@ from typing import Any
 from ..._util.parallel import MAX_IN_FLIGHT_BYTES, Progress, resolve_threads
 from ...arrays.array import ArrayInfo, LazyArray
 from ...arrays.layers import LayerArray, collect_layer_arrays
-from ...arrays.source import PACKED_FILES_KEY
 from ...bundle.decoder import decode_frames
 from ...bundle.frame_set import DecodeOptions, FrameSet
-from ...bundle.manifest import PackedFileEntry, PackedRecord
-from ...dtypes import PARTS, Part
+from ...bundle.manifest import PackedFileEntry
+from ...bundle.verification import check_packed_record
+from ...dtypes import Part
 from ...errors import FrameError, LimitError, ManifestError, OptionError, SourceError
 from ...files.file_names import is_directory_output
 from ...files.schema import Record, json_key
@@ -26,7 +26,6 @@ from ..options import PackedOptions
 from ..restorer import build_array_document
 from ..writer import ReadBackError, find_array_format
 from .model import compute_fingerprint
-from .packed_reader import compute_file_sizes
 from .packer import choose_target_layout, resolve_prefix_name
 from .prefix_writer import PackResult, PrefixWriteOptions, build_prefix_info, write_prefix
 
@@ -111,7 +110,7 @@ def restore_prefix(
         raise OptionError(f"{frames.path}: does not describe a packed cache")
     record = frames.packed_record
     if record is not None:
-        _check_packed_record(frames, record, info)
+        check_packed_record(frames, record, info)
     elif info.states:
         raise ManifestError(f"{frames.path}: has no state of layer {info.states[0].layer}, which has no K and V")
     array_frames = frames.without_unused_arrays()
@@ -200,32 +199,6 @@ def _read_unused_arrays(
         return {}
     all_arrays = make_frame_source(frames, replace(options, threads=1)).arrays
     return {file_key_by_name[array.name]: array for array in all_arrays if array.name in file_key_by_name}
-
-
-def _check_packed_record(frames: FrameSet, record: PackedRecord, info: CacheInfo) -> None:
-    """Raise `ManifestError` if the record does not match the files that the manifest describes."""
-    label = f"{frames.path}: metadata {PACKED_FILES_KEY!r}"
-    expected_sizes = {
-        (layer.layer, part): size
-        for layer in info.layers
-        for part, size in zip(PARTS, compute_file_sizes(info, layer), strict=True)
-    }
-    state_sizes = {state.layer: (state.key_bytes, state.value_bytes) for state in info.states}
-    expected_sizes |= {(layer, part): sizes[part == "value"] for layer, sizes in state_sizes.items() for part in PARTS}
-    listed_files = [(entry.layer, entry.part) for entry in record.files]
-    mismatched_entries = [entry for entry in record.files if entry.is_state != (entry.layer in state_sizes)]
-    if mismatched_entries or listed_files != [(layer_number, part) for layer_number in info.numbers for part in PARTS]:
-        raise ManifestError(f"{label}: expected K and V of each layer by turns")
-    sizes = {array.name: array.nbytes for array in frames.arrays}
-    for entry in record.files:
-        expected_size = expected_sizes[entry.layer, entry.part]
-        unused_size = entry.nbytes if entry.unused_array is None else sizes[entry.unused_array]
-        if entry.nbytes != expected_size or unused_size != expected_size:
-            actual_size = entry.nbytes if entry.nbytes != expected_size else unused_size
-            raise ManifestError(
-                f"{label}: layer {entry.layer}: expected {expected_size} bytes of its {entry.part}s, found "
-                f"{actual_size}"
-            )
 
 
 def _collect_array_hashes(frames: FrameSet, arrays: Sequence[LayerArray], layout: PackLayout) -> dict[str, str]:

@@ -105,7 +105,7 @@ class PackResult(Record):
             f"dequantised from {', '.join(self.dequantised)}" if self.dequantised else "",
             f"undone: {', '.join(self.undone)}" if self.undone else "",
             "K rotated" if self.rerotated and self.rerotated.tokens else "",
-            f"not all of the files that were encoded is kept: {self.left_out}" if self.left_out else proof_text,
+            f"not all of the files is kept: {self.left_out}" if self.left_out else proof_text,
         ]
         verification_text = ", ".join(filter(None, texts))
         lines = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 from pathlib import Path
 
 import llm_kv
@@ -228,6 +229,28 @@ def test_decode_mismatched_record_is_refused(prefix, run, change, message):
     change_record(Path("b"), change)
     assert message in run("decode", "b", "-o", "r/", code=1).err
     assert not os.path.exists("r")
+
+
+@pytest.mark.parametrize(("name", "value"), [("capacity", 117), ("head_dim", 17)])
+def test_verify_refuses_description_that_decode_refuses(prefix, run, name, value):
+    run("encode", prefix, *FRESH, "-o", "b/")
+    path = Path("b/manifest.json")
+    manifest = json.loads(path.read_text())
+    metadata = manifest["metadata"]
+    changed, count = re.subn(rf'"{name}": \d+', f'"{name}": {value}', metadata["kvmnn.cache"])
+    assert count
+    metadata["kvmnn.cache"] = changed
+    path.write_text(json.dumps(manifest))
+    for argv in (("verify", "b"), ("verify", "b", "--against", prefix), ("decode", "b", "-o", "r/")):
+        assert "bytes" in run(*argv, code=1).err
+
+
+def test_repack_and_pack_that_leave_rows_out_say_lossy(prefix, run):
+    options = (*GEOMETRY, "--backend", "x86-avx2", "--valid-tokens", 40)
+    reason = "40 tokens leave 10 rows out"
+    for argv in (("repack", prefix, *options, "--target-backend", "arm64-fp32"), ("unpack", prefix, *options)):
+        text = run("mnn", *argv, "-o", f"{argv[0]}/").out
+        assert "LOSSY" in text and reason in text and "LOSSLESS" not in text
 
 
 def test_decode_older_bundle_claims_live_elements_only(prefix, run):

@@ -6,6 +6,7 @@ import json
 import os
 import struct
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,6 +27,7 @@ from ..profiles.search import ProfileFinder
 from .backend import PrefixMatch, UnitSlice
 from .encryption import KEY_VARIABLE, NO_CIPHER, SEALED_MAGIC, StoreCipher, StoreKey, UnsealError, make_cipher
 from .namespace import MAX_TOKENS, Ids, Namespace, TokenSequence, parse_namespace
+from .results import PutResult
 from .unit import (
     LAYER_CODECS,
     MAX_TABLE_SETS_BYTES,
@@ -169,9 +171,17 @@ def check_import(path: str | os.PathLike[str], key: StoreKey | bytes | None = No
     """Raise `OptionError` for a file of lossy units, unless the store is of such units: it would not say so."""
     if not is_lossy_store and is_lossy(path, key):
         raise OptionError(
-            f"{os.fspath(path)}: is LOSSY, of transform streams: a store of other units would not say so (codec "
-            "transform)"
+            f"{os.fspath(path)}: is LOSSY, of transform streams: a store of other units would not say so: expected "
+            "one of codec transform (--codec transform:PROFILE)"
         )
+
+
+def describe_import(result: PutResult, path: str | os.PathLike[str], key: StoreKey | bytes | None = None) -> PutResult:
+    """Return the result of putting an exported sequence; without a loss where lossy units were encoded again."""
+    if not result.stored_bytes or not is_lossy(path, key):
+        return result
+    note = f"{os.fspath(path)}: is LOSSY, and its words were rounded once more: what was lost in all is not known"
+    return replace(result, predicted_kl=None, notes=(*result.notes, note))
 
 
 def read_exported(

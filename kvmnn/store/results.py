@@ -153,6 +153,8 @@ class PutResult(Record):
         if self.is_lossy:
             cost = f", {self.predicted_kl:.2g} nats a token expected" if self.predicted_kl is not None else ""
             text += f"\n  {_LOSSY_TEXT}{cost}"
+        if self.stored_tokens == self.tokens:
+            text += "".join(f"\n  {note}" for note in self.notes)
         return text + (f"\n  {self.removed_bytes:,} bytes of files evicted or replaced" if self.removed_bytes else "")
 
 

@@ -126,7 +126,9 @@ class SequenceStore:
                 removed_bytes=added.removed_bytes + state_added.removed_bytes,
                 exceeded_limit=state_added.exceeded_limit,
             )
-        removed_bytes = added.removed_bytes + self._backend.enforce_limit()
+        removed_bytes = added.removed_bytes
+        if added.stored_bytes or not added.exceeded_limit:  # for what has no room nothing goes
+            removed_bytes += self._backend.enforce_limit()
         is_cut = bool(removed_bytes or added.exceeded_limit)
         is_whole = not is_cut and state is None and (begin_token < ids.size or stored_prefix.tokens >= ids.size)
         stored_tokens = ids.size if is_whole else self._find_stored_part(sequence, namespace).tokens

@@ -360,6 +360,7 @@ class PrefixStore:
         windows: Collection[int] = (),
         states: Sequence[OpaqueState] = (),
         label: str | None = None,
+        keep_label: bool = False,
         attention: npt.ArrayLike | None = None,
     ) -> PutResult:
         """Store K and V of a sequence; the prefix that is stored already is not stored again.
@@ -382,6 +383,8 @@ class PrefixStore:
             State of layers other than K and V after exactly these tokens: of linear attention, of convolutions.
         label
             Name of the sequence, for `ls` and `resolve`, 1 to 256 printable characters; replaces its name before.
+        keep_label
+            Leave the name that the sequence has.
         attention
             Of a store of transform streams: the mean attention probability that later tokens gave each token, floats
             ``[layer, kv_head, token]``. Tokens that drew more lose less, at fewer bytes for the same loss of all.
@@ -402,9 +405,13 @@ class PrefixStore:
         if label is not None:
             validate_session_name(label, "a label")
         put, namespace, ids = self._put(token_ids, layers, model, windows, states, attention)
-        if label is not None and put.stored_tokens == ids.size:
+        if label is not None and put.stored_tokens == ids.size and not (keep_label and self._has_label(namespace, ids)):
             self._with_retry(lambda: self._backend.save_label(label, namespace, ids))
         return put
+
+    def _has_label(self, namespace: Namespace, ids: Ids) -> bool:
+        texts = self._with_retry(lambda: [text for _, text in self._backend.iter_labels()])
+        return any(text.namespace.key == namespace.key and np.array_equal(text.ids, ids) for text in texts)
 
     def _put(
         self,
@@ -769,11 +776,11 @@ class PrefixStore:
         OutputError
             As `put`.
         """
-        from .export import check_import, read_exported
+        from .export import check_import, describe_import, read_exported
 
         check_import(path, self._key, is_lossy_store=self.is_lossy)
         model, ids, layers = read_exported(path, self._threads, self._key, profile=self._backend.profiles)
-        return self.put(ids, layers, model=model)
+        return describe_import(self.put(ids, layers, model=model), path, self._key)
 
     def gc(self, max_bytes: int | None = None) -> CleanupResult:
         """Remove unreferenced files, then evict sequences until at most `max_bytes` are left; None evicts nothing."""

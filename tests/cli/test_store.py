@@ -485,6 +485,8 @@ def test_store_text_label_and_handle_in_place_of_ids(here: Path, run) -> None:
     assert line.endswith("three")
     assert other_line.endswith("  A file that is read again and again.")
     handle = other_line.split()[0]
+    run("store", "put", "S", "other.npz", "--token-ids", "other.json", "--fingerprint", "m", "--model", "model")
+    assert run("store", "ls", "S").out.splitlines()[0].endswith("three")  # the beginning replaces no label
     assert run("store", "stat", "S", "three").out.split() == line.split()
     assert run("store", "pin", "S", handle).out == f"{len(ids)} tokens: pinned\n"
     assert run("store", "match", "S", "A file that is read again and again.").out == f"{len(ids)}\n"
@@ -561,6 +563,8 @@ def test_store_by_a_profile_says_lossy_in_every_action(here: Path, run) -> None:
     run(*put, "--codec", "transform:p.kvmp,recent=3", code=2)
     run(*put, "--codec", "transform:p.kvmp", "--profile", "p.kvmp", code=2)
     run(*put, "--codec", "transform:p.kvmp", "--rope", "none", code=2)
+    np.save("drawn.npy", np.ones((2, 2, 50), np.float32))
+    assert "needs --codec transform" in run(*put, "--attention", "drawn.npy", code=2).err
     assert not Path("S").exists()
     assert "LOSSY: K and V are rounded" in run(*put, "--codec", "transform:p.kvmp,kl=0.02,first=8").out
     get = ("store", "get", "S", "--token-ids", "long.json", "-o")
@@ -573,6 +577,12 @@ def test_store_by_a_profile_says_lossy_in_every_action(here: Path, run) -> None:
         assert not np.array_equal(back["layer_1.key"], named["layer_1.key"])
     for action in ("ls", "stat"):
         assert "LOSSY" in run("store", action, "S").out
+    run("store", "export", "S", "--token-ids", "long.json", "-o", "text.kv")
+    assert "--codec transform:PROFILE" in run("store", "import", "U", "text.kv", "--profile", "p.kvmp", code=2).err
+    assert not Path("U").exists()  # a store of another codec
+    imported = run("store", "import", "U", "text.kv", "--codec", "transform:p.kvmp,kl=0.02").out
+    assert "rounded once more" in imported and "nats" not in imported
+    assert "expected" not in run("store", "put", "S", "kv.npz", "--token-ids", "long.json", "--fingerprint", "m").out
     Path("p.kvmp").rename("elsewhere")
     missing = run(*get, "c.npz", code=1).err
     assert "need the profile" in missing and "(p.kvmp)" in missing and "--profile FILE" in missing

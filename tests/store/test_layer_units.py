@@ -318,7 +318,9 @@ def test_lossy_export_says_so_and_goes_into_stores_that_do(tmp_path: Path) -> No
     with PrefixStore(tmp_path / "dense") as store, pytest.raises(OptionError, match="is LOSSY"):
         store.import_file(tmp_path / "text.kv")
     with PrefixStore(tmp_path / "t", codec="transform", profile=PROFILE, codec_options={"kl": 0.02}) as store:
-        assert store.import_file(tmp_path / "text.kv").is_lossy
+        result = store.import_file(tmp_path / "text.kv")
+        assert result.is_lossy and result.predicted_kl is None and "expected" not in str(result)
+        assert "text.kv: is LOSSY, and its words were rounded once more" in str(result)
         assert measure_error(store.get(IDS, model=MODEL).layers, [take(cache, 650) for cache in CACHES]) < 0.2
 
 

@@ -186,6 +186,18 @@ def test_put_command_takes_the_policy_of_a_new_store(run, tmp_path) -> None:
     assert "evicts by policy benefit" in run(*words, "--policy", "lru", code=2).err
 
 
+@pytest.mark.parametrize("engine", BACKENDS)
+@pytest.mark.parametrize("limit", ["max_bytes", "quota"])
+def test_put_above_a_lower_limit_evicts_nothing(new_url, engine, limit) -> None:
+    url = new_url(engine)
+    with PrefixStore(url, block_tokens=4, codec="frames") as store:
+        unit_bytes = put(store, TEXTS[7])
+    with PrefixStore(url, block_tokens=4, codec="frames", **{limit: unit_bytes // 4}) as store:
+        result = store.put(TEXTS[0], layers_of(TEXTS[0]), model=MODEL)
+        assert (result.stored_tokens, result.removed_bytes) == (0, 0) and "nothing was stored" in str(result)
+        assert list_stored(store) == [8]
+
+
 def put_zeros(store: PrefixStore, ids: list[int]) -> int:
     """Put a text whose K and V compress well: its unit has few bytes a token, and so a high benefit."""
     zeros = [

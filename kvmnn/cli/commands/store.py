@@ -119,9 +119,19 @@ def _run_put(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Command
     label = arguments.label or _make_label(ids, arguments)
     attention = None if arguments.attention is None else read_attention(arguments.attention)
     put_result = store.put(
-        ids, layers, model=model, windows=windows, states=source.states, label=label, attention=attention
+        ids,
+        layers,
+        model=model,
+        windows=windows,
+        states=source.states,
+        label=label,
+        keep_label=arguments.label is None,
+        attention=attention,
     )
     _raise_if_unavailable(put_result)
+    if arguments.label is not None and put_result.stored_tokens < put_result.tokens:
+        text = f"the label {arguments.label!r} was not given: texts that are stored as a whole have labels"
+        input_sources.report_notes([text], arguments)
     if arguments.label is not None and (num_texts := store.count_labelled(arguments.label)) > 1:
         text = f"{num_texts} texts are called {arguments.label!r} now: name them by their handles (store ls)"
         input_sources.report_notes([text], arguments)
@@ -452,12 +462,13 @@ def _names_text(arguments: argparse.Namespace) -> bool:
 
 
 def _run_import(store: PrefixStore, arguments: argparse.Namespace) -> tuple[CommandResult, int]:
-    from ...store.export import check_import
+    from ...store.export import check_import, describe_import
 
     check_import(arguments.inputs[0], arguments.key, is_lossy_store=store.is_lossy)
     model, ids, layers = arguments.read
     put_result = store.put(ids, layers, model=model)
     _raise_if_unavailable(put_result)
+    put_result = describe_import(put_result, arguments.inputs[0], arguments.key)
     return put_result, _get_put_code(put_result)
 
 
@@ -803,14 +814,19 @@ def _run_action(arguments: argparse.Namespace) -> tuple[CommandResult, int]:
     if is_creating:  # of an input that cannot be read no store is made
         if arguments.action == "import":
             from ...store import read_exported
+            from ...store.export import check_import
 
             arguments.read = read_exported(arguments.inputs[0], key=key, profile=profile)
+            if _is_new_directory(arguments.store):
+                check_import(arguments.inputs[0], key, is_lossy_store=codec == "transform")
         else:
             arguments.read = _load_source(arguments)
             arguments.made_by = _choose_put_model(arguments)
             arguments.layers = read_layers(arguments.read, arguments)
             if arguments.model is not None and not arguments.force:
                 _check_num_layers(arguments)
+            if arguments.attention is not None and codec != "transform" and _is_new_directory(arguments.store):
+                raise UsageError("--attention is about the steps of lossy streams: needs --codec transform:FILE")
     store = PrefixStore(
         arguments.store,
         arguments.store_bytes if is_creating else None,
@@ -840,6 +856,11 @@ def _run_action(arguments: argparse.Namespace) -> tuple[CommandResult, int]:
         finally:
             input_sources.report_notes(store.notes, arguments, "warning")
     return result_and_code
+
+
+def _is_new_directory(store: str) -> bool:
+    """Return whether a store is a directory that does not exist: a refused command must not make it, of one codec."""
+    return "://" not in store and not os.path.exists(store)
 
 
 def _load_key(arguments: argparse.Namespace) -> StoreKey | None:

@@ -326,7 +326,8 @@ class DirectoryBackend:
                 self.recovery_files.save_namespace(namespace)
                 yield cursor, index_updates.ensure_namespace_id(cursor, namespace), addition
                 index_updates.restore_pins(cursor, self.make_lookup(cursor), sequence)
-                addition.removed_units += self._evict_excess(cursor, list(addition.placed_units))
+                if addition.placed_units:  # for what has no room nothing goes
+                    addition.removed_units += self._evict_excess(cursor, list(addition.placed_units))
                 bytes_after = index_updates.read_total_bytes(cursor)
                 addition.removed_bytes = bytes_before + addition.stored_bytes - bytes_after
         except BaseException:

@@ -34,7 +34,11 @@ def build_plot_options(arguments: argparse.Namespace) -> PlotOptions:
 
 def add_comparison_options(parser: Any) -> None:
     """Add the options for the model, the texts and the configurations to compare."""
-    parser.add_argument("model", metavar="MODEL", help="an ONNX decoder with its KV cache outside: file or folder")
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="an ONNX decoder with its KV cache outside: file, folder, or name of a pulled model",
+    )
     text_help = "texts: .txt, .jsonl, .parquet, folders of them"
     parser.add_argument("--text", nargs="+", required=True, metavar="FILE", help=text_help)
     parser.add_argument("--field", default="text", metavar="NAME", help="key or column of the texts (default: text)")

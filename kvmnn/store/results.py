@@ -465,8 +465,9 @@ class StoreUsage(Record):
 
     def __str__(self) -> str:
         counters = self.counters
+        problems = [pluralize(counters[name], name[:-1]) for name in ("damages", "outages") if counters[name]]
         if not counters["gets"]:
-            return "nothing was asked for yet"
+            return "; ".join(["nothing was asked for yet", *problems])
         line = (
             f"{counters['hits']:,} of {counters['gets']:,} gets found something: {counters['hit_tokens']:,} of "
             f"{counters['requested_tokens']:,} tokens ({100 * self.hit_rate:.1f} %), {counters['hit_bytes']:,} bytes "
@@ -474,7 +475,6 @@ class StoreUsage(Record):
         )
         median, tail = (self.get_latency.estimate_quantile(fraction) for fraction in (0.5, 0.95))
         line += f"; a get took at most {median:g} s (half of them), {tail:g} s (95 %)"
-        problems = [f"{counters[name]:,} {name}" for name in ("damages", "outages") if counters[name]]
         return "; ".join([line, *problems])
 
 
@@ -535,7 +535,8 @@ class StoreStats(Record):
         lines += [f"  {_LOSSY_TEXT}"] if self.is_lossy else []
         lines += [f"  its units need the profile {self.profile[:16]}"] if self.profile else []
         lines += ["  encrypted"] if self.is_encrypted else []
-        lines += [f"  {self.usage}"] if self.usage is not None and self.usage.counters["gets"] else []
+        counters = {} if self.usage is None else self.usage.counters
+        lines += [f"  {self.usage}"] if any(counters.get(name) for name in ("gets", "damages", "outages")) else []
         text = "\n".join([*lines, *(f"  model {escape_control(model)}" for model in self.models)])
         return text if self.break_even is None else f"{text}\n\n{self.break_even}"
 

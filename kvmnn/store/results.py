@@ -151,7 +151,11 @@ class PutResult(Record):
                 f"{compute_ratio(self.raw_bytes, self.stored_bytes):.4f}{format_rate(self.raw_bytes, self.seconds)}"
             )
         if self.is_lossy:
-            cost = f", {self.predicted_kl:.2g} nats a token expected" if self.predicted_kl is not None else ""
+            cost = (
+                f", {self.predicted_kl:.2g} nats a token expected of texts like the profile's"
+                if self.predicted_kl is not None
+                else ""
+            )
             text += f"\n  {_LOSSY_TEXT}{cost}"
         if self.stored_tokens == self.tokens:
             text += "".join(f"\n  {note}" for note in self.notes)

@@ -799,7 +799,8 @@ def _run_action(arguments: argparse.Namespace) -> tuple[CommandResult, int]:
         raise UsageError("one of --token-ids, --text, and a label or handle says which text")
     if "output" in action.options and arguments.output in (None, console.STDIO):
         output_text = "FILE, a file of its own" if arguments.action == "export" else "OUT, a file or directory"
-        raise UsageError(f"store {arguments.action} needs -o {output_text}")
+        not_text = "" if arguments.output is None else ", not standard output"
+        raise UsageError(f"store {arguments.action} needs -o {output_text}{not_text}")
     if arguments.store.startswith("memory://"):
         raise UsageError(f"{arguments.store}: is gone when this command ends: expected a place that stays")
     if arguments.codec not in (None, "dense"):

@@ -179,7 +179,7 @@ def describe_document(document: LayerStreamsDocument) -> list[str]:
     if document.is_lossy:
         cost = "not known: the profile has no sensitivities"
         if document.predicted_kl is not None:
-            cost = f"{document.predicted_kl:.2g} nats a token expected"
+            cost = f"{document.predicted_kl:.2g} nats a token expected of texts like the profile's"
         lines.append(f"LOSSY: K and V are rounded; KL divergence of the predictions: {cost}")
     return lines
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,7 @@ from ...bundle.frame_set import DecodeOptions, FrameSet
 from ...bundle.manifest import PackedFileEntry
 from ...bundle.verification import check_packed_record
 from ...dtypes import Part
-from ...errors import FrameError, LimitError, ManifestError, OptionError, SourceError
+from ...errors import FrameError, LimitError, ManifestError, OptionError, OutputError, SourceError
 from ...files.file_names import is_directory_output
 from ...files.schema import Record, json_key
 from ...packed.cache_info import CacheInfo, TokenIdsFingerprint
@@ -108,6 +109,8 @@ def restore_prefix(
     info, options = frames.cache, options or DecodeOptions()
     if info is None:
         raise OptionError(f"{frames.path}: does not describe a packed cache")
+    if os.path.realpath(output) == os.path.realpath(frames.path):  # later reads would take the files for a part of it
+        raise OutputError(f"{output}: is the input itself; choose another output")
     record = frames.packed_record
     if record is not None:
         check_packed_record(frames, record, info)

@@ -48,6 +48,8 @@ def test_encode_fresh_prefix_is_verified_without_unused_bytes(prefix, run):
     said = run("decode", "b", "-o", "r/").out
     assert "LOSSLESS (every file read back, sha256 of the files that were encoded)" in said
     assert read_files("r") == read_files(prefix)
+    assert "is the input itself" in run("decode", "b", "-o", "./b/", "-f", code=1).err
+    assert read_files("b") == {}
 
 
 @pytest.mark.parametrize(

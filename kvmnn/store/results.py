@@ -339,8 +339,8 @@ class StoreListing(Record):
     texts: tuple[StoreEntry, ...]
     #: Bytes of all units, each counted once.
     bytes: int = 0
-    #: Names of the namespaces of the store, if these are the texts of none and there are none.
-    namespaces: tuple[str, ...] = field(default=(), metadata={"omit": True})
+    #: Number of namespaces with texts, if these are the texts of none and there are none; their names are their own.
+    namespaces: int = field(default=0, metadata={"omit": True})
 
     def make_handles(self) -> list[str]:
         """Return the handle of each sequence: as many first letters of its key as tell it apart, at least six."""
@@ -365,9 +365,7 @@ class StoreListing(Record):
         shared_note = f" (the rows have {row_bytes:,}, as texts share beginnings)" if row_bytes > self.bytes else ""
         total_text = f"{pluralize(len(lines), 'text')}, {self.bytes:,} bytes in all{shared_note}"
         if self.namespaces:
-            tenants = ", ".join(self.namespaces[:_MAX_NAMES_SHOWN])
-            tenants += " ..." if len(self.namespaces) > _MAX_NAMES_SHOWN else ""
-            return f"no texts outside of namespaces; there are {tenants} (--namespace NAME)"
+            return f"no texts outside of the {pluralize(self.namespaces, 'namespace')} (--namespace NAME)"
         return "\n".join([*lines, total_text]) if lines else "no texts"
 
 

@@ -405,13 +405,13 @@ class PrefixStore:
         if label is not None:
             validate_session_name(label, "a label")
         put, namespace, ids = self._put(token_ids, layers, model, windows, states, attention)
-        if label is not None and put.stored_tokens == ids.size and not (keep_label and self._has_label(namespace, ids)):
+        if (
+            label is not None
+            and put.stored_tokens == ids.size
+            and not (keep_label and self._with_retry(lambda: self._backend.has_label(namespace, ids)))
+        ):
             self._with_retry(lambda: self._backend.save_label(label, namespace, ids))
         return put
-
-    def _has_label(self, namespace: Namespace, ids: Ids) -> bool:
-        texts = self._with_retry(lambda: [text for _, text in self._backend.iter_labels()])
-        return any(text.namespace.key == namespace.key and np.array_equal(text.ids, ids) for text in texts)
 
     def _put(
         self,
@@ -831,7 +831,7 @@ class PrefixStore:
         if listing.texts or self._tenant:
             return listing
         tenants = {namespace.tenant for namespace in self._with_retry(self._backend.list_namespaces)}
-        return replace(listing, namespaces=tuple(sorted(tenants - {""})))
+        return replace(listing, namespaces=len(tenants - {""}))
 
     def close(self) -> None:
         """Record uses and close the store; a second call does nothing."""

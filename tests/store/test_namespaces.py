@@ -94,15 +94,22 @@ def test_quota_evicts_its_own_namespace_alone(url: str, encryption: str) -> None
         assert store.stats().texts == 3
 
 
-def test_ls_of_namespaces_alone_names_them_and_no_texts(url: str) -> None:
+def test_put_with_keep_label_replaces_no_label(url: str) -> None:
+    with PrefixStore(url, namespace="a") as store:
+        for label, keep_label, expected in (("one", True, "one"), ("two", True, "one"), ("three", False, "three")):
+            store.put(IDS, layers_of(IDS), model=MODEL, label=label, keep_label=keep_label)
+            assert [entry.label for entry in store.ls().texts] == [expected]
+
+
+def test_ls_of_namespaces_alone_counts_them_and_names_none(url: str) -> None:
     for tenant in ("team-b", "team-a"):
         with PrefixStore(url, namespace=tenant) as store:
             store.put(IDS, layers_of(IDS), model=MODEL, label="secret")
     with PrefixStore(url) as store:
-        assert store.ls().namespaces == ("team-a", "team-b")
-        assert str(store.ls()) == "no texts outside of namespaces; there are team-a, team-b (--namespace NAME)"
+        assert store.ls().namespaces == 2  # whose names are their own
+        assert str(store.ls()) == "no texts outside of the 2 namespaces (--namespace NAME)"
     with PrefixStore(url, namespace="team-c") as store:
-        assert (str(store.ls()), store.ls().namespaces) == ("no texts", ())
+        assert (str(store.ls()), store.ls().namespaces) == ("no texts", 0)
     with PrefixStore(url) as store:
         store.put([1], layers_of([1]), model=MODEL)
         assert "namespaces" not in store.ls().to_dict()

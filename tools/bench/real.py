@@ -332,9 +332,9 @@ def encode_transform(
     for cache in caches:
         exponents = choose_exponents(attention[cache.layer]) if has_attention else None
         lower = decoded[-1:-3:-1] if options.below else []
-        made = encode_layer(cache, profile, lower, options, exponents=exponents, plan=plan)
-        decoded.append(made.decoded)
-        row["bytes"] += len(made.data)
+        encoding = encode_layer(cache, profile, lower, options, exponents=exponents, plan=plan)
+        decoded.append(encoding.decoded)
+        row["bytes"] += len(encoding.data)
         row["raw"] += cache.nbytes
     return [(cache.keys[None].astype(np.float32), cache.values[None].astype(np.float32)) for cache in decoded]
 

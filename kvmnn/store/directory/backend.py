@@ -959,6 +959,9 @@ class DirectoryBackend:
     def save_label(self, label: str, namespace: Namespace, ids: Ids) -> None:
         self.recovery_files.save_label(SavedSequence(label, namespace.key, ids))
 
+    def has_label(self, namespace: Namespace, ids: Ids) -> bool:
+        return self.recovery_files.has_label(StoredText(namespace, ids).key)
+
     def iter_labels(self) -> Iterator[tuple[str, StoredText]]:
         namespaces = {namespace.key: namespace for namespace in self.list_namespaces()}
         for name, namespace_key, ids in self.recovery_files.iter_sequences(LABEL_SUFFIX):

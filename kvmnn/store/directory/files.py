@@ -382,6 +382,10 @@ class RecoveryFiles:
         key = compute_sequence_key(sequence.namespace_key, sequence.ids, self._cipher.secret)
         self._write(_make_label_path(key), _encode_text(sequence))
 
+    def has_label(self, key: bytes) -> bool:
+        """Return whether the sequence with this `compute_sequence_key` has a label."""
+        return (self._folder / _make_label_path(key)).exists()
+
     def delete_label(self, key: bytes) -> None:
         """Delete the label of the sequence with this `compute_sequence_key`."""
         self._delete(_make_label_path(key))

@@ -335,6 +335,10 @@ class RemoteBackend(RemoteBackendBase):
         name = f"{_LABELS_FOLDER}/{StoredText(namespace, ids).key.hex()}"
         self.key_values.put_many({name: _encode_saved_text(label, namespace, ids)})
 
+    def has_label(self, namespace: Namespace, ids: Ids) -> bool:
+        name = f"{_LABELS_FOLDER}/{StoredText(namespace, ids).key.hex()}"
+        return self.key_values.get_many([name])[0] is not None
+
     def iter_labels(self) -> Iterator[tuple[str, StoredText]]:
         names = [f"{_LABELS_FOLDER}/{name}" for name in self.key_values.list_names(_LABELS_FOLDER)]
         for begin_index in range(0, len(names), NAMES_PER_REQUEST):

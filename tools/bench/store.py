@@ -58,11 +58,14 @@ def main() -> None:
         "--mnn", metavar="DIR", help="the model as MNN's exporter writes it; without it MNN is left out"
     )
     parser.add_argument(
+        "--profile", metavar="FILE", help="the model's (kvmnn profile make): MNN from stores by it as well"
+    )
+    parser.add_argument(
         "--only-mnn", action="store_true", help="measure MNN alone, and keep the other results of benchmarks/store.json"
     )
     arguments = parser.parse_args()
     if arguments.only_mnn:
-        write_with_mnn(arguments.mnn, 1 if arguments.quick else 5)
+        write_with_mnn(arguments.mnn, 1 if arguments.quick else 5, arguments.profile)
         return
     quick = arguments.quick
     rounds = 3 if quick else 9
@@ -80,20 +83,22 @@ def main() -> None:
         halves = half_way_rows(Path(folder, "half"), ids[0][:LONG], layers, rounds)
         first = {"onnxruntime": with_onnxruntime(Path(folder, "first"), session, ids[0], 3 if quick else 5)}
         if arguments.mnn:
-            first["MNN"] = with_mnn(Path(folder, "mnn"), arguments.mnn, SHAPE, ids[0], 1 if quick else 5)
+            first["MNN"] = with_mnn(
+                Path(folder, "mnn"), arguments.mnn, SHAPE, ids[0], 1 if quick else 5, arguments.profile
+            )
     data = {"sharing": shared, "frames": frames, "speeds": speeds, "index": index, "half_way": halves, "first": first}
     path = write_results("store", "The prefix store", sections(data), data)
     print(path.read_text(encoding="utf-8"))
 
 
-def write_with_mnn(model: str, rounds: int) -> None:
+def write_with_mnn(model: str, rounds: int, profile: str | None) -> None:
     """Replace the results with MNN in those that are there."""
     data = json.loads((ROOT / "benchmarks" / "store.json").read_text(encoding="utf-8"))
     data.pop("machine")
     tokenizer = Tokenizer.open_for_model(MODEL)
     ids = tokenizer.encode(min(TEXTS.glob("*.txt")).read_text(encoding="utf-8"))[: LONG + 1]
     with tempfile.TemporaryDirectory() as folder:
-        data["first"]["MNN"] = with_mnn(Path(folder, "mnn"), model, SHAPE, ids, rounds)
+        data["first"]["MNN"] = with_mnn(Path(folder, "mnn"), model, SHAPE, ids, rounds, profile)
     print(write_results("store", "The prefix store", sections(data), data).read_text(encoding="utf-8"))
 
 

@@ -2,7 +2,7 @@
 
 Run by store.py, each time in a process of its own, as the engine may crash in its static destructors and keeps what it
 has computed. JOB: `model`, `kv_heads`, `head_dim`, `ids`, `folder` for files and stores, `new_tokens` to generate after
-the first (default: none), and `how`:
+the first (default: none), `profile`, the model's, for codecs that need it, and `how`:
 
 * `"fill"`: compute, and put the beginnings of `sizes` tokens, each into a store of its own in `folder`, for each of
   `codecs`; then the times of the codecs on the longest, as break-even takes them;
@@ -30,6 +30,9 @@ from kvmnn.formats.options import PackedOptions
 from kvmnn.packed.inference import PackedGeometry
 from kvmnn.store import PrefixStore, read_layer_caches, write_prefix
 from kvmnn.store.tier_times import measure_codec_times
+
+PROFILE_SETTINGS: dict[str, dict[str, float]] = {"profile": {}, "transform": {"kl": 0.002}}
+"""Options of the codecs that need a profile."""
 
 SETTINGS = {"kvcache_mmap": True, "use_mmap": False, "reuse_kv": True, "attention_mode": 8, "use_template": False}
 SETTINGS |= {"memory": "high", "precision": "high", "thread_num": 1, "sampler_type": "greedy"}
@@ -90,10 +93,11 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
         engine.compute(ids)
         options = PackedOptions(geometry=geometry, valid_tokens=(len(ids),), model=job["model"], pid=os.getpid())
         layers = read_layer_caches(kvmnn.open(live, packed=options))
-        puts = {codec: [fill(folder, codec, ids[:size], layers) for size in job["sizes"]] for codec in job["codecs"]}
+        puts = {codec: [fill(job, codec, ids[:size], layers) for size in job["sizes"]] for codec in job["codecs"]}
         clocks = {"wall": time.perf_counter, "cpu": time.process_time}
+        timed = [codec for codec in job["codecs"] if codec not in PROFILE_SETTINGS]
         times = {
-            name: [each.to_dict() for each in measure_codec_times(layers, codecs=job["codecs"], clock=clock)]
+            name: [each.to_dict() for each in measure_codec_times(layers, codecs=timed, clock=clock)]
             for name, clock in clocks.items()
         }
         return {"puts": puts, "layers": len(layers), "times": times}
@@ -102,7 +106,7 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
         engine.compute(ids[:-1])
         return {"written": True}
     tokens = 0
-    with PrefixStore(store_folder(folder, job.get("codec", "none"), len(ids))) as store:
+    with open_store(job, job.get("codec"), len(ids)) as store:
         store.get(ids[:-1], model="m")  # a server has the tables of its model, and memory for a result
         watch = Watch()
         if job["how"] == "store":
@@ -124,15 +128,19 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
         return watch.times
 
 
-def store_folder(folder: str, codec: str, size: int) -> Path:
-    return Path(folder, f"{codec}-{size}")
+def open_store(job: dict[str, Any], codec: str | None, size: int) -> PrefixStore:
+    """The store of a text of this size; without a codec an empty one."""
+    more: dict[str, Any] = (
+        {"profile": job["profile"], "codec_options": PROFILE_SETTINGS[codec]} if codec in PROFILE_SETTINGS else {}
+    )
+    return PrefixStore(Path(job["folder"], f"{codec}-{size}"), codec=codec, **more)
 
 
-def fill(folder: str, codec: str, ids: list[int], layers: list[LayerCache]) -> dict[str, int]:
+def fill(job: dict[str, Any], codec: str, ids: list[int], layers: list[LayerCache]) -> dict[str, int]:
     """Raw and stored bytes of a text."""
     size = len(ids)
     cut = [LayerCache(layer=one.layer, keys=one.keys[:, :size], values=one.values[:, :size]) for one in layers]
-    with PrefixStore(store_folder(folder, codec, size), codec=codec) as store:
+    with open_store(job, codec, size) as store:
         put = store.put(ids, cut, model="m")
     return {"raw_bytes": sum(one.nbytes for one in cut), "stored_bytes": put.stored_bytes}
 

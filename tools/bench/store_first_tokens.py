@@ -16,6 +16,7 @@ from common import interleaved, table
 
 from kvmnn import LayerCache
 from kvmnn.lm import DecoderSession, Runner
+from kvmnn.profiles import Profile
 from kvmnn.reports.break_even import CodecTimes, EngineTimes, PrefixPrediction, compute_break_even
 from kvmnn.store import PrefixStore
 
@@ -27,6 +28,7 @@ CALIBRATED_SIZES = (256, 1024, 2048)
 """Tokens of the prompts with MNN, and of those that the prediction of the others comes from."""
 
 CODECS = ("dense", "frames")
+PROFILE_CODECS = ("profile", "transform")
 NEW_TOKENS = 16
 
 
@@ -61,14 +63,17 @@ def with_onnxruntime(folder: Path, session: DecoderSession, ids: Sequence[int], 
     return {"model": "SmolLM2-135M, fp32, onnxruntime with its own threads", "rows": rows}
 
 
-def with_mnn(folder: Path, model: str, shape: tuple[int, int], ids: Sequence[int], rounds: int) -> dict[str, Any]:
+def with_mnn(
+    folder: Path, model: str, shape: tuple[int, int], ids: Sequence[int], rounds: int, profile: str | None
+) -> dict[str, Any]:
     """The same with MNN on one thread, in a process for each measurement; from the engine's own files, and predicted.
 
     What is predicted of a length comes from sizes and times of the codecs on the longest text, and from the engine's
     times at `CALIBRATED_SIZES`.
     """
     folder.mkdir()
-    job = {"model": model, "kv_heads": shape[0], "head_dim": shape[1], "folder": str(folder)}
+    job = {"model": model, "kv_heads": shape[0], "head_dim": shape[1], "folder": str(folder), "profile": profile}
+    codecs = CODECS if profile is None else CODECS + PROFILE_CODECS
     script = Path(__file__).with_name("store_engine.py")
 
     def run(how: str, tokens: int, **more: Any) -> dict[str, Any]:
@@ -81,32 +86,33 @@ def with_mnn(folder: Path, model: str, shape: tuple[int, int], ids: Sequence[int
         found: dict[str, Any] = json.loads(answers[-1][1:])
         return found
 
-    filled = run("fill", ENGINE_SIZES[-1], sizes=ENGINE_SIZES, codecs=CODECS)
+    filled = run("fill", ENGINE_SIZES[-1], sizes=ENGINE_SIZES, codecs=codecs)
     for tokens in ENGINE_SIZES:
         run("own", tokens)
     runs: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for _ in range(rounds):
         for tokens in ENGINE_SIZES:
-            for how in ("computed", "own", *CODECS):
-                more = {"codec": how} if how in CODECS else {}
+            for how in ("computed", "own", *codecs):
+                more = {"codec": how} if how in codecs else {}
                 runs.setdefault((how, tokens), []).append(run("store" if more else how, tokens, **more))
-    tokens_equal = {}
+    equal_tokens = {}
     for tokens in ENGINE_SIZES:
         plain = run("computed", tokens, new_tokens=NEW_TOKENS)["generated"]
-        equal = [run("store", tokens, codec=codec, new_tokens=NEW_TOKENS)["generated"] == plain for codec in CODECS]
-        tokens_equal[tokens] = all(equal) and len(plain) == NEW_TOKENS
+        for codec in codecs:
+            stored = run("store", tokens, codec=codec, new_tokens=NEW_TOKENS)["generated"]
+            equal_tokens[codec, tokens] = _count_equal(plain, stored)
     rows = []
     for clock in ("wall", "cpu"):
         medians = {key: _take_medians(each, clock) for key, each in runs.items()}
         for place, tokens in enumerate(ENGINE_SIZES):
-            for codec in CODECS:
+            for codec in codecs:
                 found = medians[codec, tokens]
                 rows.append(
                     {
                         "clock": clock,
                         "tokens": tokens,
                         "codec": codec,
-                        "equal": tokens_equal[tokens],
+                        "equal_tokens": equal_tokens[codec, tokens],
                         **filled["puts"][codec][place],
                         "plain": medians["computed", tokens]["seconds"],
                         "own": medians["own", tokens]["seconds"],
@@ -116,7 +122,22 @@ def with_mnn(folder: Path, model: str, shape: tuple[int, int], ids: Sequence[int
                     }
                 )
     about = f"{filled['layers']} layers, {shape[0]} kv heads x {shape[1]} dims, fp32, MNN 3.6.1 on one thread"
-    return {"model": about, "rows": rows, "rounds": rounds, "times": filled["times"]}
+    result = {"model": about, "rows": rows, "rounds": rounds, "times": filled["times"]}
+    return result if profile is None else {**result, "profile": _describe_profile(profile)}
+
+
+def _describe_profile(path: str) -> str:
+    profile = Profile.read(path)
+    return (
+        "`profile` (lossless) and `transform` (LOSSY, kl=0.002, without attention) code by a profile of "
+        f"{profile.info.tokens:,} tokens of other texts; its {Path(path).stat().st_size / 1e6:.1f} MB are not in these "
+        "bytes. Ratios are over fp32; over fp16 that of `transform` is half."
+    )
+
+
+def _count_equal(ids: Sequence[int], others: Sequence[int]) -> int:
+    """Tokens before the first that differs."""
+    return next((at for at, (one, other) in enumerate(zip(ids, others, strict=True)) if one != other), len(ids))
 
 
 def _take_medians(runs: Sequence[dict[str, Any]], clock: str) -> dict[str, float]:
@@ -158,16 +179,21 @@ def first_sections(first: dict[str, Any]) -> list[str]:
     lines += [
         "### MNN\n",
         f"{found['model']}, settings `precision: high, memory: high`; medians of {found['rounds']} processes each, in "
-        f"turns. After each prompt {NEW_TOKENS} tokens were generated greedily, computed and from the store of each "
-        f"codec: {'all equal' if all(row['equal'] for row in found['rows']) else 'NOT EQUAL'}. get: in a process that "
-        "has made one before; files: written for the engine; engine: it maps them and computes the last token; "
-        "own files: the same prompt from files that the engine wrote.\n",
+        f"turns. After each prompt {NEW_TOKENS} tokens were generated greedily, computed and from the store; equal: "
+        "how many of them came before the first that differed. get: in a process that has made one before; files: "
+        "written for the engine; engine: it maps them and computes the last token; own files: the same prompt from "
+        "files that the engine wrote.\n",
     ]
-    parts = ["get, ms", "files, ms", "engine, ms", "own files, ms"]
+    if "profile" in found:
+        lines.append(found["profile"] + "\n")
+    parts = ["equal", "get, ms", "files, ms", "engine, ms", "own files, ms"]
     for clock, title in (("wall", "Wall time"), ("cpu", "Time of the processors")):
         rows = [row for row in found["rows"] if row["clock"] == clock]
         body = [
-            [row["codec"], *row_cells(row), *([f"{part * 1e3:.0f}" for part in parts_of(row)])]
+            [
+                *(row["codec"], *row_cells(row), f"{row['equal_tokens']} of {NEW_TOKENS}"),
+                *(f"{part * 1e3:.0f}" for part in parts_of(row)),
+            ]
             for row in rows
             if row["tokens"] >= 512
         ]
@@ -180,7 +206,7 @@ def first_sections(first: dict[str, Any]) -> list[str]:
     ]
     body = []
     for row in found["rows"]:
-        if row["tokens"] not in CALIBRATED_SIZES:
+        if row["codec"] in CODECS and row["tokens"] not in CALIBRATED_SIZES:
             predicted = _predict(found, row["clock"], row["codec"])[row["tokens"]]
             body.append([
                 row["clock"], f"{row['tokens']:,}", row["codec"],

@@ -15,7 +15,7 @@ from .. import dtypes
 from .._util.parallel import Progress
 from .._util.text import LOSSLESS, LOSSY, break_lines, format_range, side_by_side_diff
 from ..dtypes import Floats
-from ..errors import KvmnnError
+from ..errors import KvmnnError, ModelError
 from ..files.schema import Record, json_key
 from ..policies.h2o.planner import H2OStats
 from ..policies.policy import FullCache, Policy
@@ -113,14 +113,22 @@ class StoredPrefixes:
         self._store = store
         self._model = model
 
+    @property
+    def uses_attention(self) -> bool:
+        """Whether new units are smaller if what tokens drew of the attention is known."""
+        return self._store.codec == "transform"
+
     def begin_text(self, runner: Runner, ids: Sequence[int]) -> StoredPrefix:
         """Reset a runner and load the longest stored prefix of a text; its last token remains to be fed.
+
+        For a store of transform streams the runner sums what tokens draw of the attention, if its session shows it.
 
         Raises
         ------
         KvmnnError
             If the policy of the runner evicts, or K and V are not those of its model.
         """
+        runner.sums_attention = self.uses_attention and runner.session.has_attentions
         runner.reset()
         if len(ids) < 2:
             return StoredPrefix(tokens=0, requested_tokens=0)
@@ -136,8 +144,9 @@ class StoredPrefixes:
         A store that cannot be written does not stop the text: `PutResult.notes` explains why nothing was stored.
         """
         layers = runner.cache.copy_layers()
+        attention = None if runner.attention_sums is None else runner.attention_sums.compute_means()
         try:
-            return self._store.put(ids, layers, model=self._model)
+            return self._store.put(ids, layers, model=self._model, attention=attention)
         except KvmnnError as error:
             return PutResult(tokens=len(ids), known_tokens=0, notes=(str(error),))
 
@@ -400,10 +409,15 @@ def generate(
         policy if isinstance(policy, LabelledPolicy) else LabelledPolicy.from_policy(policy or FullCache())
     )
     sampling, options = sampling or SamplingOptions(), options or RunOptions()
-    session, tokenizer = options.open_model(model, labelled_policy.policy)
+    prefixes = None if store is None else StoredPrefixes(store, compute_fingerprint(model))
+    try:
+        session, tokenizer = options.open_model(
+            model, labelled_policy.policy, attentions=prefixes is not None and prefixes.uses_attention
+        )
+    except ModelError:  # a graph that shows no attention: units are larger
+        session, tokenizer = options.open_model(model, labelled_policy.policy)
     ids = encode_prompt(tokenizer, prompt)
     end_tokens = find_end_tokens(find_model(model))
-    prefixes = None if store is None else StoredPrefixes(store, compute_fingerprint(model))
     warm_up(session, ids[0])
 
     def run_policy(policy: Policy) -> Continuation:

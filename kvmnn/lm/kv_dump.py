@@ -12,7 +12,6 @@ from textwrap import indent
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from .. import dtypes
 from .._util.packages import get_version
@@ -36,8 +35,7 @@ from ..reports.tables import format_runtime_text
 from .documents import read_document
 from .generation import check_positions, prefill
 from .kv_store import describe_encoding
-from .runner import MAX_ATTENTION_BYTES, RunOptions
-from .session import DecoderSession
+from .runner import RunOptions
 
 
 def build_layer_arrays(caches: Sequence[LayerCache], dtype: str | None = None) -> tuple[list[LayerArray], CastStats]:
@@ -63,32 +61,6 @@ def build_layer_arrays(caches: Sequence[LayerCache], dtype: str | None = None) -
 
 
 _TEXT_WIDTH = 80
-
-
-def _read_with_attention(
-    session: DecoderSession, ids: Sequence[int]
-) -> tuple[list[LayerCache], npt.NDArray[np.float32]]:
-    """Return K and V of a text, and what later tokens gave each on average: ``[layer, kv_head, position]``."""
-    layers, heads, num = session.interface.layers, session.interface.kv_heads, len(ids)
-    sums = np.zeros((layers, heads, num))
-    query_heads = session.query_heads or heads
-    step = max(1, MAX_ATTENTION_BYTES // (4 * layers * query_heads * num))
-    past = session.create_empty_past()
-    for begin in range(0, num, step):
-        tokens = np.asarray(ids[begin : begin + step], np.int64)
-        rows = np.arange(begin, begin + len(tokens))
-        result = session.run_step(tokens, rows, past, attentions=True)
-        past = result.present_pairs
-        for layer, weights in enumerate(result.attentions or ()):
-            # A window's rows are of the last tokens only: what is before them was given nothing.
-            first = begin + len(tokens) - weights.shape[2]
-            own = np.zeros((len(weights), begin + len(tokens) - first))
-            own[:, rows - first] = weights[:, np.arange(len(tokens)), rows - first]
-            drawn = weights.sum(axis=1, dtype=np.float64) - own
-            sums[layer, :, first : begin + len(tokens)] += drawn.reshape(heads, -1, drawn.shape[1]).mean(axis=1)
-    counts = np.maximum(np.arange(num - 1, -1, -1), 1)
-    caches = [LayerCache(layer=layer, keys=keys[0], values=values[0]) for layer, (keys, values) in enumerate(past)]
-    return caches, np.maximum(sums / counts, 0).astype(np.float32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,12 +225,10 @@ def dump_kv(
     ids: Sequence[int] = document.ids[:tokens].tolist()
     check_positions(session.interface.label, session.interface.max_positions, len(ids), 1)
     runner = options.create_runner(session, labelled_policy.policy)
+    runner.sums_attention = attention is not None
     start_time = time.perf_counter()
-    if attention is None:
-        prefill(runner, ids, options.chunk)
-        caches = runner.cache.copy_layers()
-    else:
-        caches, drawn = _read_with_attention(session, ids)
+    prefill(runner, ids, options.chunk)
+    caches = runner.cache.copy_layers()
     seconds = time.perf_counter() - start_time
     runtime_stats = runner.collect_runtime_stats()
     bos_note = tokenizer.bos_info.format_note(1, int(document.has_own_bos))
@@ -303,9 +273,9 @@ def dump_kv(
         directory.open_file(TOKEN_IDS_NAME).write((json.dumps(ids) + "\n").encode())
         directory.open_file(POSITIONS_NAME).write((json.dumps(positions) + "\n").encode())
         directory.commit()
-    if attention is not None:
+    if attention is not None and runner.attention_sums is not None:
         with FileOutput(attention, force=overwrite) as output_file:
-            array = from_numpy("attention", drawn)
+            array = from_numpy("attention", runner.attention_sums.compute_means())
             npy.write_header(output_file.file, array)
             for chunk in array.iter_chunks():
                 output_file.file.write(chunk.data)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Literal
@@ -22,6 +22,7 @@ from ..quantization import CacheCodec
 from ..reports.records import RuntimeStats
 from ..runtime import RuntimeConfig
 from ..runtime.metrics import RuntimeMetrics
+from .attention_sums import AttentionSums
 from .cache import ModelCache, PlannedEviction
 from .kv_store import KVStore, LosslessStore, PackedStore, PlainStore
 from .onnx.decoder import StepResult
@@ -145,6 +146,7 @@ class Runner:
         self._parameters = session.read_layer_parameters() if isinstance(policy, ScoredPolicy) else None
         self.on_step: Callable[[StepResult], object] | None = None
         self.requests_queries = False
+        self.sums_attention = False
         self.reset()
 
     def reset(self) -> None:
@@ -176,6 +178,7 @@ class Runner:
             planned_eviction=planned_eviction,
             parameters=self._parameters,
         )
+        self.attention_sums = AttentionSums(interface.layers, interface.kv_heads) if self.sums_attention else None
         self.timings = RunTimings()
         self.num_tokens_after_cut = self.num_tokens_after_loss = 0
         self._has_initial = False
@@ -366,7 +369,7 @@ class Runner:
             key_positions = None
             if self.session.interface.key_position_inputs and self._positions == "true":
                 key_positions = cache.get_key_positions()
-            step = self.session.run_step(
+            step = self._run_step(
                 tokens, positions, past, bias, key_positions,
                 queries=self.policy.requires_queries or self.requests_queries,
             )  # fmt: skip
@@ -382,6 +385,21 @@ class Runner:
         timings.num_tokens += len(tokens)
         self._is_consistent = True
         return step.logits
+
+    def _run_step(
+        self,
+        ids: TokenArray,
+        positions: TokenArray,
+        past: Sequence[KVPair],
+        bias: Sequence[Floats] | None = None,
+        key_positions: Mapping[int, TokenArray] | None = None,
+        *,
+        queries: bool = False,
+    ) -> StepResult:
+        step = self.session.run_step(ids, positions, past, bias, key_positions, queries=queries)
+        if self.attention_sums is not None and step.attentions is not None:
+            self.attention_sums.add(step.attentions, int(positions[-1]) + 1)
+        return step
 
     def _has_lossy_cache(self) -> bool:
         """Return whether the next step attends to a cache that is not the one that the model computed."""
@@ -401,7 +419,8 @@ class Runner:
             return num_tokens
         heads = self.session.query_heads or interface.kv_heads
         token_bytes = _FLOAT32_BYTES * interface.layers * heads * num_tokens
-        max_bytes = MAX_ATTENTION_BYTES if policy.requires_attention else MAX_UNREAD_ATTENTION_BYTES
+        is_read = policy.requires_attention or self.attention_sums is not None
+        max_bytes = MAX_ATTENTION_BYTES if is_read else MAX_UNREAD_ATTENTION_BYTES
         return max(MIN_STEP_TOKENS, max_bytes // token_bytes)
 
     def _step_in_parts(self, ids: TokenArray, positions: TokenArray, past: Sequence[KVPair], size: int) -> StepResult:
@@ -414,7 +433,7 @@ class Runner:
         sums: list[Floats] = []
         for begin in range(0, num_tokens, size):
             end = min(begin + size, num_tokens)
-            step = self.session.run_step(ids[begin:end], positions[begin:end], past)
+            step = self._run_step(ids[begin:end], positions[begin:end], past)
             past, seconds = step.present_pairs, seconds + step.seconds
             if logits is None:
                 logits = np.empty((num_tokens, step.logits.shape[1]), np.float32)
@@ -437,9 +456,7 @@ class Runner:
             if bias is not None:
                 masks = [np.ascontiguousarray(mask[..., : mask.shape[3] - num_later]) for mask in bias]
             steps.append(
-                self.session.run_step(
-                    ids[i : i + 1], positions[i : i + 1], past, masks, queries=self.policy.requires_queries
-                )
+                self._run_step(ids[i : i + 1], positions[i : i + 1], past, masks, queries=self.policy.requires_queries)
             )
             past = steps[-1].present_pairs
         attentions = None

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import transform_samples
 from repository import FIXTURES
 from tiny_decoders import Tiny
 
@@ -93,6 +94,33 @@ def test_generate_tokens_begins_with_stored_prefix_and_stores(session, prefixes)
     assert second.store is not None and second.store.put is not None
     assert (second.store.tokens, second.store.put.tokens, second.store.put.known_tokens) == (95, 99, 95)
     assert second.ids == generate_tokens(runner, [*IDS, *first.ids], 4).ids
+
+
+def test_generate_tokens_notes_attention_for_transform_stores(model, tmp_path: Path) -> None:
+    session = DecoderSession.open(model, attentions=True, cache=False)
+    interface = session.interface
+    dims = interface.head_dim
+    geometry = transform_samples.create_geometries(interface.layers, interface.kv_heads, dims, dims, None)
+    profile = transform_samples.create_profile(geometry)
+    runner = Runner(session)
+    generated = generate_tokens(runner, IDS, 6)
+    ids = [*IDS, *generated.ids[:-1]]
+    caches = runner.cache.copy_layers()
+    step = session.run_step(np.array(ids), np.arange(len(ids)), session.create_empty_past())
+    weights = np.array([np.tril(each, -1).sum(axis=1) for each in step.attentions])
+    weights = weights.reshape(interface.layers, interface.kv_heads, -1, len(ids)).mean(axis=2)
+    attention = weights / np.maximum(np.arange(len(ids))[::-1], 1)
+    expected = {}
+    for name, drawn in (("noted", None), ("with", attention), ("without", None)):
+        store = PrefixStore(tmp_path / name, codec="transform", profile=profile, codec_options={"kl": 0.5})
+        with store:
+            if name == "noted":
+                used = generate_tokens(runner, IDS, 6, prefixes=StoredPrefixes(store, "tiny")).store
+                assert used is not None and used.put is not None and used.put.is_lossy
+            else:
+                store.put(ids, caches, model="tiny", attention=drawn)
+            expected[name] = [row.keys.tobytes() + row.values.tobytes() for row in store.get(ids, model="tiny").layers]
+    assert expected["noted"] == expected["with"] != expected["without"]
 
 
 def test_generate_tokens_unwritable_store_costs_no_text(session, prefixes, tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ mkdir "$SITE/kvmnn-$version.dist-info"
 printf 'Metadata-Version: 2.1\nName: kvmnn\nVersion: %s\n' "$version" >"$SITE/kvmnn-$version.dist-info/METADATA"
 while read -r name sources; do
     target=$SITE/$(echo "$name" | tr . /).abi3.so
-    $CC -shared -fPIC -O3 -ffp-contract=off -fvisibility=hidden -Wall -Wno-unused-function \
+    $CC -shared -fPIC -O3 -ffp-contract=off -fvisibility=hidden -Wall -Wno-unused-function -Wno-discarded-qualifiers \
         -DPy_LIMITED_API=0x030B0000 -I pyx -isystem "$ROOT/usr/include/python$ARM" -isystem "$ROOT/usr/include" \
         $sources -o "$target"
 done <"$WORK/modules"
@@ -150,7 +150,7 @@ done <"$WORK/modules"
 # Beside the x86 package in the working directory Python would take that one, so the rest happens elsewhere.
 rm -rf "$WORK/run"
 mkdir "$WORK/run"
-cp -r tests tools fixtures pyproject.toml "$WORK/run"
+cp -r tests tools fixtures docs pyproject.toml "$WORK/run"
 cd "$WORK/run"
 
 arm_python() {

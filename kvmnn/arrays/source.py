@@ -29,6 +29,8 @@ COMPLETENESS_KEY: Final = "kvmnn.completeness"
 """Metadata key for the state that the arrays contain, and what they lack (`kvmnn.arrays.completeness`)."""
 PACKED_FILES_KEY: Final = "kvmnn.packed_files"
 """Metadata key for the bytes of packed files besides the rows of live tokens."""
+LOSSY_KEY: Final = "kvmnn.lossy"
+"""Metadata key of arrays that are not exactly those that an engine computed: a sentence about what was lost."""
 DEQUANTIZED_KEY: Final = "kvmnn.dequantised"
 """Metadata key of manifests for the type whose codes the arrays lack: ``"int8"``, of MNN's quantised caches."""
 WHOLE_FILE_KEYS: Final = (DUMP_KEY, FILE_KEY, PACKED_FILES_KEY)
@@ -218,7 +220,7 @@ def parse_completeness(metadata: dict[str, str], names: Iterable[str], where: st
 
 def strip_internal_metadata(metadata: dict[str, str]) -> dict[str, str]:
     """Return metadata without kvmnn's own entries about a whole input, which are wrong for a part or for several."""
-    return {key: value for key, value in metadata.items() if not key.startswith("kvmnn.")}
+    return {key: value for key, value in metadata.items() if key == LOSSY_KEY or not key.startswith("kvmnn.")}
 
 
 def select_subset_metadata(metadata: dict[str, str]) -> dict[str, str]:

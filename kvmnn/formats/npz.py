@@ -18,7 +18,7 @@ from functools import partial
 import numpy as np
 
 from ..arrays.array import ArrayInfo, Chunk, LazyArray
-from ..arrays.source import COMPLETENESS_KEY, ENGINE_KEY, SIDECAR_KEY, Source
+from ..arrays.source import COMPLETENESS_KEY, ENGINE_KEY, LOSSY_KEY, SIDECAR_KEY, Source
 from ..errors import LimitError, SourceError
 from ..files.file_names import make_member_names
 from ..files.mapped_file import MappedFile
@@ -58,7 +58,7 @@ def read(file: MappedFile, options: ReadOptions) -> Source:
     return Source(arrays, metadata, skipped_arrays=skipped)
 
 
-_STORED_METADATA_KEYS = (ENGINE_KEY, METADATA_KEY, SIDECAR_KEY, COMPLETENESS_KEY)
+_STORED_METADATA_KEYS = (ENGINE_KEY, METADATA_KEY, SIDECAR_KEY, COMPLETENESS_KEY, LOSSY_KEY)
 
 
 def build_comment(metadata: Mapping[str, str]) -> bytes | None:

@@ -10,13 +10,13 @@ from pathlib import PurePath
 from typing import Any, Literal, TypeVar
 
 from .._util.parallel import Progress
-from .._util.text import pluralize
+from .._util.text import LOSSY, escape_control, pluralize
 from ..arrays import engine_metadata, engine_transforms
 from ..arrays.axes import AXES_AS_STORED, AxisSpec, apply_axis_spec, declared_axes, list_padding
 from ..arrays.float8 import decode_array
 from ..arrays.layers import ModelHalf
 from ..arrays.naming import array_name_from_path, check_name
-from ..arrays.source import FILE_KEY, PACKED_FILES_KEY, Source, parse_cache_info, parse_completeness
+from ..arrays.source import FILE_KEY, LOSSY_KEY, PACKED_FILES_KEY, Source, parse_cache_info, parse_completeness
 from ..bundle import manifest
 from ..bundle.frame_set import DecodeOptions, FrameSet, open_frames
 from ..bundle.passthrough import parse_passthrough
@@ -206,6 +206,7 @@ def open(
         raise LimitError(f"{path}: holds {source.nbytes} raw bytes, above the limit of {options.max_bytes}")
     _check_array_names(source, path)
     source = _add_code_note(source)
+    _note_loss(source)
     if source.engine_cache is not None:
         source.notes += list_padding(source.engine_cache)
     _note_other_numbers(source, options)
@@ -216,6 +217,17 @@ def open(
 def _override(options: _Options, **values: Any) -> _Options:
     """Return the options with the values that are specified (not None)."""
     return replace(options, **{name: value for name, value in values.items() if value is not None})
+
+
+def _note_loss(source: Source) -> None:
+    """Add a note about arrays that a lossy codec has rounded, wherever the input records it."""
+    loss = source.metadata.get(LOSSY_KEY) or (source.cache.loss if source.cache is not None else "")
+    if loss:
+        source.metadata[LOSSY_KEY] = loss
+        source.notes.append(f"{LOSSY}: {escape_control(loss)[:_MAX_LOSS_CHARACTERS]}")
+
+
+_MAX_LOSS_CHARACTERS = 300
 
 
 def _note_other_numbers(source: Source, options: ReadOptions) -> None:

@@ -17,7 +17,7 @@ from ..arrays.array import ArrayInfo, Chunk, LazyArray, read_elements
 from ..arrays.completeness import dump_completeness_json
 from ..arrays.engine_cache import EngineCacheInfo
 from ..arrays.engine_metadata import dump_metadata
-from ..arrays.source import COMPLETENESS_KEY, SIDECAR_KEY, WHOLE_FILE_KEYS, Source
+from ..arrays.source import COMPLETENESS_KEY, LOSSY_KEY, SIDECAR_KEY, WHOLE_FILE_KEYS, Source
 from ..bundle.passthrough import SIDECAR_NAMES, TOKEN_IDS_NAME, remove_sidecar
 from ..errors import KvmnnError, OutputError
 from ..files.atomic import DirectoryOutput, FileOutput, StagedFile
@@ -179,9 +179,10 @@ def _fit_output_metadata(source: Source, output: str) -> tuple[dict[str, str], b
     if COMPLETENESS_KEY not in full_metadata:
         return reduced_metadata, False
     short_text = dump_completeness_json(source.completeness, []) if source.completeness else None
+    loss = {key: text for key, text in full_metadata.items() if key == LOSSY_KEY}
     for text in filter(None, (full_metadata[COMPLETENESS_KEY], short_text)):
-        if build_comment({COMPLETENESS_KEY: text}) is not None:
-            return {COMPLETENESS_KEY: text}, False
+        if build_comment(loss | {COMPLETENESS_KEY: text}) is not None:
+            return loss | {COMPLETENESS_KEY: text}, False
     return reduced_metadata, False
 
 
@@ -193,6 +194,8 @@ def list_lost_information(source: Source, output: str) -> Iterator[str]:
         return
     stored_metadata, fits = _fit_output_metadata(source, output)
     is_npz = suffix == ".npz" and not is_folder
+    if LOSSY_KEY in source.metadata and not (is_npz and LOSSY_KEY in stored_metadata):
+        yield f"{output} does not record that K and V are LOSSY: .safetensors and .npz do"
     is_complete = is_npz and fits
     if is_complete and stored_metadata != dump_metadata(source):
         yield f"{output} does not say the token ids, .safetensors does"

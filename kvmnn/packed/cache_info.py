@@ -138,6 +138,8 @@ class CacheInfo:
     next_position: int | None = None
     #: Layers without K and V, in order.
     states: tuple[StateLayer, ...] = ()
+    #: What K and V have lost of what the engine computed, a sentence; empty where nothing is known.
+    loss: str = ""
 
     @property
     def next_token_position(self) -> int:
@@ -224,6 +226,7 @@ def cache_info_to_dict(info: CacheInfo) -> dict[str, Any]:
         **({} if info.next_position is None else {"next_position": info.next_position}),
         "layers": [_layer_to_dict(layer) for layer in info.layers],
         **({"states": [vars(layer) for layer in info.states]} if info.states else {}),
+        **({"loss": info.loss} if info.loss else {}),
     }
 
 
@@ -272,6 +275,7 @@ def load_cache_info(text: str | bytes, where: str) -> CacheInfo:
         model=None if model.value is None else model.read_sha256(),
         next_position=_read_int32(root.get("next_position")) if "next_position" in root.value else None,
         states=tuple(sorted(states, key=lambda layer: layer.layer)),
+        loss=root.get("loss").read_str() if "loss" in root.value else "",
     )
 
 

@@ -186,6 +186,8 @@ class BreakEvenReport(Record):
     prefixes: tuple[PrefixPrediction, ...] = ()
     #: By codec: from how many tokens on loading is faster; codecs with which it never is are missing.
     first_tokens: Mapping[str, int] = field(default_factory=dict)
+    #: A sentence for each thing that the reader of the numbers must know.
+    notes: tuple[str, ...] = field(default=(), metadata={"omit": True})
 
     def to_tables(self) -> list[Table]:
         """Return the tables of codecs and of prefixes."""
@@ -210,6 +212,14 @@ class BreakEvenReport(Record):
                 f"All tokens of the prompt but the last come from the store, over {link_text}. Loading beats computing "
                 f"there: {', '.join(first_texts)}. Link: the speed above which it does."
             )
+        names = {times.codec.partition(" ")[0] for times in self.codecs}
+        untimed_codecs = [name for name in _PROFILE_CODECS if name not in names]
+        if untimed_codecs:
+            notes[0] += (
+                f" Not timed, without the profile of a model: {' and '.join(untimed_codecs)} (kvmnn bench IN --codec "
+                f"{untimed_codecs[0]}:FILE)."
+            )
+        notes[0] = " ".join([notes[0], *self.notes])
         return notes
 
     def _format_first(self, codec: str, tokens: int) -> str:
@@ -221,6 +231,9 @@ class BreakEvenReport(Record):
         width = shutil.get_terminal_size((100, 24)).columns
         blocks = [f"{table.title}\n{table.to_terminal(width)}" for table in self.to_tables()]
         return "\n\n".join([*blocks, wrap_sentences(self.list_notes(), width)])
+
+
+_PROFILE_CODECS = ("profile", "transform")
 
 
 def _format_link(speed: float | None) -> str:

@@ -30,7 +30,7 @@ from ..arrays.layers import (
 )
 from ..arrays.opaque_state import MAX_STATE_AXES, MAX_STATE_NAME_CHARS, OpaqueState, include_states
 from ..arrays.positions import describe_windows, find_window_layers
-from ..arrays.source import Source
+from ..arrays.source import LOSSY_KEY, Source
 from ..dtypes import PARTS, Elements, Indices, Positions, parse_dtype
 from ..errors import KvmnnError, ManifestError, OptionError, SourceError
 from ..files.schema import Record, parse_document
@@ -297,6 +297,9 @@ class GetResult(Record):
         )
 
 
+_LOSS = "K and V are rounded: from a prefix store of transform streams"
+
+
 def write_prefix(
     prefix: StoredPrefix,
     token_ids: Sequence[int] | Ids,
@@ -354,6 +357,8 @@ def write_prefix(
         if elements.shape[2]
     ]
     source = Source(arrays, inputs=(where,))
+    if prefix.is_lossy:
+        source.metadata[LOSSY_KEY] = _LOSS
     window_layers = [cache.layer for cache in prefix.layers if cache.tokens < prefix.tokens]
     if prefix.completeness is not None:
         _add_descriptions(source, prefix, token_ids)

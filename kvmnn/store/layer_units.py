@@ -26,6 +26,7 @@ from ..linear.model import check_below
 from ..profiles import Profile
 from ..transform import StepPlan, TransformOptions, choose_layer_exponents, get_tables, plan_steps
 from ..transform import encode_layer as encode_transform_layer
+from ..transform.steps import DEFAULT_KL
 from .namespace import Namespace, TokenSequence
 from .unit import DamagedUnitError, LayerUnitInfo, TokenSpan, Unit, UnitFrame
 
@@ -51,6 +52,12 @@ def check_options(codec: str, options: Mapping[str, float], profile: Profile) ->
     else:
         check_below(profile, int(options.get("below", find_largest_below(profile))))
     return dict(options)
+
+
+def add_default_options(codec: str, options: Mapping[str, float]) -> dict[str, float]:
+    """Return the options of a codec of a store, with the loss that is the default where they name none."""
+    has_loss = codec != "transform" or any(name in options for name in ("kl", "ratio", "bits"))
+    return dict(options) if has_loss else {"kl": DEFAULT_KL, **options}
 
 
 class LayerUnitEncoder:

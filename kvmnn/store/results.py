@@ -510,6 +510,8 @@ class StoreStats(Record):
     policy: str = "lru"
     #: Key of the profile that units need, in hexadecimal; empty if they need none.
     profile: str = field(default="", metadata={"omit": True})
+    #: Options of the codec of new units, such as ``kl``, ``ratio`` or ``bits``: the loss or size that was asked for.
+    codec_options: Mapping[str, float] = field(default_factory=dict, metadata={"omit": True})
     #: Whether K and V are not exactly those that were put.
     is_lossy: bool = field(default=False, metadata={"omit": True})
     #: Whether the store is encrypted.
@@ -534,6 +536,8 @@ class StoreStats(Record):
             f"  index {self.index_bytes:,} bytes, {self.pinned:,} pinned, {pluralize(self.sessions, 'session')}, codec "
             f"{self.codec}, policy {self.policy}",
         ]
+        options_text = ", ".join(f"{name}={value:g}" for name, value in self.codec_options.items())
+        lines += [f"  codec options {options_text}"] if options_text else []
         lines += [f"  {_LOSSY_TEXT}"] if self.is_lossy else []
         lines += [f"  its units need the profile {self.profile[:16]}"] if self.profile else []
         lines += ["  encrypted"] if self.is_encrypted else []

@@ -337,6 +337,22 @@ class PrefixStore:
         return self._backend.policy
 
     @property
+    def profile(self) -> Profile | None:
+        """The profile of the codec; None if it needs none. Raises `SourceError` where it is not there."""
+        settings = self._backend.settings.profile
+        return None if settings is None else self._backend.profiles.get(bytes.fromhex(settings.key))
+
+    @property
+    def codec_options(self) -> Mapping[str, float]:
+        """Options of the codec that the store was made with; after the loss of its settings the default ones."""
+        settings = self._backend.settings.profile
+        if settings is None:
+            return {}
+        from .layer_units import add_default_options
+
+        return add_default_options(self.codec, settings.options)
+
+    @property
     def is_lossy(self) -> bool:
         """Whether what `get` returns is not what was put: a store of transform streams."""
         return self._backend.settings.is_lossy
@@ -812,7 +828,9 @@ class PrefixStore:
             lambda: self._backend.collect_stats(self._requested_tokens, self._hit_tokens, all_namespaces=all_namespaces)
         )
         usage = self.usage(all_namespaces=all_namespaces)
-        return replace(stats, usage=usage, is_encrypted=bool(self._backend.cipher.key_check))
+        return replace(
+            stats, usage=usage, codec_options=self.codec_options, is_encrypted=bool(self._backend.cipher.key_check)
+        )
 
     def usage(self, *, own: bool = False, all_namespaces: bool = False) -> StoreUsage:
         """Return what was done so far in this namespace, or in all of them.

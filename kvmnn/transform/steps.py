@@ -68,6 +68,10 @@ class TransformOptions:
         validate_int(self.recent, "recent", 0)
 
 
+DEFAULT_KL = 0.002
+"""Nats a token that are lost where no option says how much."""
+
+
 @dataclass(frozen=True)
 class StepPlan:
     """Steps of all layers."""
@@ -107,7 +111,7 @@ def plan_steps(tables: ProfileTables, options: TransformOptions, tokens: int, ha
     below = tables.belows[-1] if options.below is None else options.below
     planner = _Planner(tables, below, has_attention)
     if options.ratio is None and options.bits is None:
-        return planner.plan(0.002 if options.kl is None else options.kl)
+        return planner.plan(DEFAULT_KL if options.kl is None else options.kl)
     bits = _BITS_OF_WORD / options.ratio if options.ratio is not None else options.bits or 0.0
     num_exact = min(options.first + options.recent, tokens)
     budget = (bits * tokens - _BITS_OF_WORD * num_exact) * planner.num_elements / max(tokens - num_exact, 1)

@@ -11,6 +11,7 @@ import pytest
 from prefixes import layers_of
 from repository import FIXTURES
 
+import kvmnn
 from kvmnn.formats.mnn import compute_fingerprint
 
 IDS = [*range(100, 150)]
@@ -575,8 +576,18 @@ def test_store_by_a_profile_says_lossy_in_every_action(here: Path, run) -> None:
     with np.load("a.npz") as back:
         assert np.array_equal(back["layer_1.key"][:, :8], named["layer_1.key"][:, :8])
         assert not np.array_equal(back["layer_1.key"], named["layer_1.key"])
+    mark = "LOSSY: K and V are rounded: from a prefix store of transform streams"
+    packed = ("--backend", "x86-avx2", "--cast", "--name", "p")
+    for name, options in (("a.safetensors", ()), ("packed/", packed)):
+        run(*get, name, *options)
+    run("encode", "a.npz", "-o", "frames")
+    for name in ("a.npz", "a.safetensors", "packed/", "frames"):
+        run("mnn", "unpack", name, "-o", f"{name.strip('/')}.again.npz")
+        assert mark in " ".join(kvmnn.open(f"{name.strip('/')}.again.npz").notes), name
+    assert "does not record that K and V are LOSSY" in run(*get, "folder/").err
     for action in ("ls", "stat"):
         assert "LOSSY" in run("store", action, "S").out
+    assert "codec options kl=0.02, first=8\n" in run("store", "stat", "S").out
     run("store", "export", "S", "--token-ids", "long.json", "-o", "text.kv")
     assert "--codec transform:PROFILE" in run("store", "import", "U", "text.kv", "--profile", "p.kvmp", code=2).err
     assert not Path("U").exists()  # a store of another codec
@@ -596,4 +607,5 @@ def test_store_by_a_profile_says_lossy_in_every_action(here: Path, run) -> None:
     )
     refused = run("store", "import", "T", "x.kv", "--profile", "elsewhere", code=2).err
     assert "is LOSSY" in refused
-    assert "LOSSY" in run("store", "import", "U", "x.kv", "--codec", "transform:elsewhere").out
+    assert "LOSSY" in run("store", "import", "V", "x.kv", "--codec", "transform:elsewhere").out
+    assert json.loads(run("store", "stat", "V", "--json").out)["codec_options"] == {"kl": 0.002}  # the default

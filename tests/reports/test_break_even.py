@@ -8,8 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import transform_samples
+from linear_samples import make_cache, make_profile
 
 from kvmnn import LayerCache
+from kvmnn.dense.rope import RopeConfig
 from kvmnn.errors import OptionError, SourceError
 from kvmnn.reports.break_even import BreakEvenReport, CodecTimes, EngineTimes, compute_break_even
 from kvmnn.store import PrefixStore
@@ -111,6 +114,28 @@ def test_measured_times_are_of_what_the_store_does(tmp_path: Path) -> None:
     assert 0 <= times.decode_base <= times.decode_p50
 
 
+@pytest.mark.parametrize("codec", ["profile", "transform"])
+def test_stat_of_store_by_profile_times_its_own_codec(run: Any, tmp_path: Path, codec: str) -> None:
+    geometry = transform_samples.create_geometries(2, 2, 8, 8, RopeConfig(10000.0, 8))
+    profile = transform_samples.create_profile(geometry) if codec == "transform" else make_profile()
+    profile.write(tmp_path / "p.kvmp")
+    layers = make_cache(150, "fp16", seed=3)
+    if codec == "transform":
+        layers = transform_samples.create_caches(5, 150, geometry)
+    options = {"kl": 0.01} if codec == "transform" else {"below": 1}
+    with PrefixStore(tmp_path / "s", codec=codec, profile=tmp_path / "p.kvmp", codec_options=options) as store:
+        stored_bytes = store.put(range(150), layers, model="m").stored_bytes
+        assert store.profile is not None and store.profile.key == profile.key and store.codec_options == options
+    report = json.loads(run("store", "stat", str(tmp_path / "s"), "--speed", "load=1M", "--json").out)["break_even"]
+    assert [row["codec"] for row in report["codecs"]] == [codec, "dense", "frames"]
+    if codec == "profile":  # of the same words and options the store's own bytes
+        assert report["codecs"][0]["stored_bytes"] == stored_bytes
+    assert bool(report.get("notes")) == (codec == "transform")
+    untimed = "transform" if codec == "profile" else "profile"
+    text = " ".join(BreakEvenReport.from_dict(report).list_notes())
+    assert f"without the profile of a model: {untimed} (" in text and ("LOSSY store" in text) == (codec == "transform")
+
+
 def test_bench_measure_and_stat_print_break_even_and_report_shows_it(run: Any, tmp_path: Path) -> None:
     layers = _make_layers(200)
     arrays = {"layer_0.key": layers[0].keys, "layer_0.value": layers[0].values}
@@ -131,6 +156,7 @@ def test_bench_measure_and_stat_print_break_even_and_report_shows_it(run: Any, t
         (results / f"{name}.json").write_text(json.dumps(document))
         report = BreakEvenReport.from_dict(document["break_even"])
         assert report.link == 1 << 20
+        assert "profile of a model: profile and transform (kvmnn bench" in report.list_notes()[0]
         assert {row.tokens for row in report.prefixes} == {64, 256}
         assert all(row.is_loading_faster for row in report.prefixes if row.codec in ("dense", "kvmnn dense"))
     assert "break_even" not in json.loads(run("store", "stat", str(tmp_path / "s"), "--json").out)

@@ -70,7 +70,7 @@ CACHE = or_null(
         "description": "The document of a packed cache (docs/manifest.md), with its sizes.",
         **build_object(
             "schema:str schema_version:int kind:str name:str kv_heads:int head_dim:int dtype:str lP:int hP:int "
-            "flash_block:int int8~:str lP8~:int hP8~:int token_ids:* model:str? next_position~:int layers:* "
+            "flash_block:int int8~:str lP8~:int hP8~:int token_ids:* model:str? next_position~:int loss~:str layers:* "
             "states~:[obj] live_bytes:int file_bytes:int",
             token_ids=or_null(build_object("count:int sha256:str")),
             layers=list_of({"type": "object", "required": ["layer", "tokens", "capacity", "positions"]}),

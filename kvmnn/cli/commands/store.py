@@ -268,6 +268,7 @@ def _run_get(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Command
         force=arguments.force,
         threads=arguments.threads,
     )
+    input_sources.report_notes(result.written.notes, arguments)
     return result, 0
 
 
@@ -424,7 +425,7 @@ def _run_stat(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Comman
     from dataclasses import replace
 
     from ...errors import KvmnnError
-    from ...store.tier_times import MAX_TIMED_TOKENS, measure_break_even
+    from ...store.tier_times import MAX_TIMED_TOKENS, TIMED_CODECS, measure_break_even
 
     if _names_text(arguments):
         ids, model, dtype = _load_ids(arguments), _choose_model(store, arguments), arguments.dtype
@@ -437,10 +438,16 @@ def _run_stat(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Comman
     prefix = store.get(ids[:MAX_TIMED_TOKENS], model=model, dtype=dtype)
     report = measure_break_even(
         prefix.layers,
+        codecs=tuple(dict.fromkeys([store.codec, *TIMED_CODECS])),
+        profile=store.profile,
+        codec_options=store.codec_options,
         engine=break_even_options.read_engine_times(arguments),
         link=arguments.load_speed,
         threads=arguments.threads,
     )
+    if store.is_lossy:
+        note_text = "K and V are the rounded ones of a LOSSY store: of exact ones the ratios differ."
+        report = replace(report, notes=(note_text,))
     return replace(result, break_even=report), 0
 
 

@@ -18,7 +18,7 @@ from ..._util.parallel import Progress
 from ..._util.text import LOSSLESS, LOSSY, format_rate, pluralize
 from ...arrays.array import Chunk, LazyArray, rechunk
 from ...arrays.layer_cache import LayerCache
-from ...arrays.source import Source
+from ...arrays.source import LOSSY_KEY, Source
 from ...errors import FrameError, LimitError, ManifestError, MissingFileError, SourceError
 from ...files.atomic import is_device
 from ...files.mapped_file import FileHead, MappedFile
@@ -164,7 +164,7 @@ def make_source(streams: LayerStreams, options: ReadOptions) -> Source:
     source = Source(arrays, dict(document.metadata), inputs=(streams.folder,), opened_files=tuple(files))
     source.token_major = any(array.token_major for entry in document.layers for array in entry.arrays)
     if document.is_lossy:
-        source.notes.append(describe_document(document)[-1])
+        source.metadata[LOSSY_KEY] = describe_document(document)[-1].removeprefix(f"{LOSSY}: ")
     return source
 
 

@@ -172,6 +172,7 @@ def open_packed_files(files: PackedFiles, options: PackedOptions) -> PackedCache
         model=_compute_fingerprint(options.model, notes) or (sidecar_info.model if sidecar_info else None),
         next_position=sidecar_info.next_position if sidecar_info else None,
         states=build_state_layers(files),
+        loss=sidecar_info.loss if sidecar_info else "",
     )
     if sidecar_info:
         _check_same_as_sidecar(files, sidecar_info, info)

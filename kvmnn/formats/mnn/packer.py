@@ -21,7 +21,7 @@ from ...arrays.engine_cache import positions_to_runs
 from ...arrays.layers import LayerArray, collect_layers, format_input_prefix, require_common_geometry
 from ...arrays.opaque_state import OpaqueState
 from ...arrays.positions import describe_windows, find_window_layers
-from ...arrays.source import Source
+from ...arrays.source import LOSSY_KEY, Source
 from ...bundle.passthrough import POSITIONS_NAME
 from ...dense import RopeConfig
 from ...dense.rope import RopeFrequencies
@@ -263,7 +263,10 @@ def pack(
     if token_ids and packed_info is None and token_counts != {token_ids.count}:
         raise OptionError(f"the arrays have {max(token_counts)} tokens, {token_ids.where} has {token_ids.count} ids")
     info = replace(
-        info, token_ids=token_ids or info.token_ids, model=compute_fingerprint(model) if model else info.model
+        info,
+        token_ids=token_ids or info.token_ids,
+        model=compute_fingerprint(model) if model else info.model,
+        loss=source.metadata.get(LOSSY_KEY, info.loss),
     )
     if positions is not None:
         info = _add_sidecar_positions(source, info, PositionsSidecar(tuple(positions), None), notes, rerotate=rerotate)

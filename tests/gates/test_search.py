@@ -109,7 +109,9 @@ def test_gate_search_without_texts_and_folder_takes_built_in_text_and_leaves_not
     found = json.loads(run(*words, "--text", one_text, "--budget", "12", "--max-cells", "1", "--json", code=1).out)
     assert "over 10 texts of 40 tokens" in found["notes"][-1]
     one_text.write_text("w1 " * 200)
-    assert "4 texts: expected at least 10 of 40 tokens" in run(*words, "--text", one_text, code=1).err
+    refused = run(*words, "--text", one_text, code=1).err
+    assert "1 text, 4 parts of 40 tokens: expected at least 10 such parts (--text)" in refused
+    assert "progress" not in refused
 
 
 @pytest.mark.slow
@@ -125,7 +127,28 @@ def test_gate_search_resumes_and_counts_what_it_tried(tmp_path: Path, run) -> No
     assert all(cell["verdicts"]["lossy"] == "pass" for cell in found["cells"])
     assert found["passed"] == any(all(v == "pass" for v in cell["verdicts"].values()) for cell in found["cells"])
     runs = (tmp_path / "o" / "search-runs.jsonl").read_bytes()
+    assert all(cell["texts"] == 10 for cell in found["cells"])
     again = json.loads(run(*words, "--lossy", "9", "--json", code=1).out)
     assert (tmp_path / "o" / "search-runs.jsonl").read_bytes() == runs
     assert again["targets"]["lossy"] == 9
     assert "policies with budgets, 2 in all" in again["notes"][-1]
+
+
+@pytest.mark.slow
+def test_gate_search_more_configurations_than_cells_screens_them_and_keeps_one_of_each_policy(
+    tmp_path: Path, run
+) -> None:
+    folder = gate_models.write_model(tmp_path)
+    settings = {key: value for key, value in gate_models.SETTINGS.items() if not key.startswith("kv_")}
+    (folder / "run.json").write_text(json.dumps({**settings, **LIMITS, "generate": 8, "repeats": 1}))
+    (folder / "texts" / "short.txt").write_text("w1 w2")  # too short to measure, so it is left out
+    words = ["gate", "search", folder / "model", "--text", folder / "texts", "--suite-config", folder / "run.json"]
+    words += ["--policy", "streaming", "--policy", "keydiff", "--budget", "12", "14", "--max-cells", "4"]
+    ended = run(*words, "--lossless", "1000", "--json", code=1)
+    cells = json.loads(ended.out)["cells"]
+    assert [cell["texts"] for cell in cells] == [10] * 4 + [2] * 4
+    assert {cell["configuration"]["policy"] for cell in cells[:4]} == {"streaming", "keydiff"}
+    assert all(cell["verdicts"]["perplexity"] == "not measured" for cell in cells[4:])
+    plan = "perplexity of 4 configurations on 2 texts of 40 tokens, of 2 on 10; then at most 4 settings (--max-cells)"
+    assert plan in ended.err
+    assert "without -o DIR nothing of it survives an interruption" in ended.err

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ...gates.case_inputs import MetricRows
     from ...gates.checker import CaseResult
     from ...gates.demo import DemoResult
+    from ...gates.suite.search import Search
     from ...gates.suite.settings import RunConfig, RunSettings, SuiteName
     from ...gates.suite.suite import Suite
     from ...gates.summary import RoundSummary
@@ -161,7 +162,7 @@ def add_search_options(parser: Any) -> None:
         "--max-cells",
         type=shared_options.parse_positive,
         metavar="N",
-        help="settings that are run and timed, at most (default: 24)",
+        help="settings that are run and timed, at most (default: 8)",
     )
     group.add_argument("--policy", action="append", metavar="SPEC", help="a policy to try (repeatable)")
     group.add_argument("--budget", nargs="+", metavar="N", help="budgets to try: tokens, or shares of a run's")
@@ -176,20 +177,33 @@ def parse_share(text: str) -> float:
 
 
 def _run_search(arguments: argparse.Namespace) -> int:
-    from dataclasses import replace
     from tempfile import TemporaryDirectory
-
-    from ...errors import OptionError
-    from ...gates.suite.cases import CASE_NAMES
-    from ...gates.suite.search import DEFAULT_SETTINGS, Search, SearchTargets
-    from ...gates.suite.settings import RunConfig, read_run_config
 
     if len(arguments.inputs) != 1:
         raise UsageError("gate search takes one model")
-    if arguments.output is None:
-        with TemporaryDirectory(prefix="kvmnn-search-") as folder:
-            arguments.output = folder
-            return _run_search(arguments)
+    with ExitStack() as stack:
+        directory = arguments.output or stack.enter_context(TemporaryDirectory(prefix="kvmnn-search-"))
+        search = _open_search(arguments, directory)
+        survival = (
+            f"finished runs stay in {directory}"
+            if arguments.output
+            else "without -o DIR nothing of it survives an interruption"
+        )
+        console.print_note(arguments, f"{search.describe_plan()}; {survival}")
+        with SuiteProgressDisplay(arguments, shows_time_left=True) as progress:
+            result = search.run(progress)
+    console.show_result(arguments, "gate search", result)
+    return 0 if result.has_passed else 1
+
+
+def _open_search(arguments: argparse.Namespace, directory: str) -> Search:
+    from dataclasses import replace
+
+    from ...errors import OptionError
+    from ...gates.suite.cases import CASE_NAMES
+    from ...gates.suite.search import DEFAULT_MAX_CELLS, DEFAULT_SETTINGS, Search, SearchTargets
+    from ...gates.suite.settings import RunConfig, read_run_config
+
     config = RunConfig(settings=DEFAULT_SETTINGS)
     try:
         if arguments.suite_config is not None:
@@ -197,25 +211,21 @@ def _run_search(arguments: argparse.Namespace) -> int:
         targets = SearchTargets(max_perplexity=config.settings.perplexity_target)
         names = ("lossy", "lossless", "max_drop")
         values = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
-        search = Search(
+        return Search(
             arguments.inputs[0],
-            arguments.output.rstrip("/") or "/",
-            arguments.prompts,
+            directory.rstrip("/") or "/",
+            arguments.prompts or (),
             targets=replace(targets, **values),
             policies=arguments.policy or (),
             budgets=arguments.budget or (),
             config=config,
-            max_cells=arguments.max_cells or 24,
+            max_cells=arguments.max_cells or DEFAULT_MAX_CELLS,
             tokenizer=arguments.tokenizer,
             jobs=arguments.jobs or 0,
             force=arguments.force,
         )
     except OptionError as error:
         raise UsageError(str(error)) from None
-    with SuiteProgressDisplay(arguments) as progress:
-        result = search.run(progress)
-    console.show_result(arguments, "gate search", result)
-    return 0 if result.has_passed else 1
 
 
 def run_suite(arguments: argparse.Namespace) -> int:
@@ -307,15 +317,17 @@ def _run_cases(
 class SuiteProgressDisplay:
     """Progress of a suite: the common progress bar on a terminal, else lines on standard error.
 
-    A thread writes the lines, so that they also appear while a large model is opened.
+    A thread writes the lines, so that they also appear while a large model is opened. With `shows_time_left`, for steps
+    that take about the same time, lines estimate the rest.
     """
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        self._arguments = arguments
+    def __init__(self, arguments: argparse.Namespace, *, shows_time_left: bool = False) -> None:
+        self._arguments, self._shows_time_left = arguments, shows_time_left
         self._stack = ExitStack()
         self._bar: console.AdvanceProgress | None = None
         self._start_time = time.monotonic()
         self._runs = self._total_runs = self._steps = self._total_steps = 0
+        self._first_step_time: float | None = None
         self._current_work = "opening the model and reading the texts"
         self._stop_event = threading.Event()
         self._writer = threading.Thread(target=self._write_lines, daemon=True)
@@ -334,6 +346,8 @@ class SuiteProgressDisplay:
 
     def advance(self, steps: int) -> None:
         """Count finished decode steps."""
+        if self._first_step_time is None:
+            self._first_step_time = time.monotonic()
         self._steps += steps
         if self._bar is not None:
             self._bar(steps, f"{self._runs} of {self._total_runs} runs: {self._current_work}")
@@ -361,7 +375,13 @@ class SuiteProgressDisplay:
         done_text = (
             f"{self._runs:,} of {self._total_runs:,} runs, {self._steps:,} of {self._total_steps:,} decode steps"
         )
-        return f"{done_text}, {elapsed}; now {self._current_work}"
+        return f"{done_text}, {elapsed}{self._format_time_left()}; now {self._current_work}"
+
+    def _format_time_left(self) -> str:
+        if not self._shows_time_left or self._first_step_time is None or self._steps < self._total_steps / 100:
+            return ""
+        seconds = (time.monotonic() - self._first_step_time) / self._steps * (self._total_steps - self._steps)
+        return f", about {seconds / 60:.0f} min left"
 
     def __enter__(self) -> SuiteProgressDisplay:
         if not (self._arguments.quiet or streams.is_captured()):
@@ -373,7 +393,8 @@ class SuiteProgressDisplay:
         if self._writer.ident is not None:
             self._writer.join()
         self._stack.close()
-        if error_type is not None and not issubclass(error_type, Exception) and self._total_runs:
+        is_interrupted = error_type is not None and not issubclass(error_type, Exception)
+        if is_interrupted and self._total_runs and self._arguments.output:
             progress_text = f"{self._runs} of {self._total_runs} runs kept in {self._arguments.output}"
             console.print_note(self._arguments, f"{progress_text}: the same command goes on from there")
 

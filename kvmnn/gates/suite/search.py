@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import expm1
@@ -41,7 +42,15 @@ _BUDGET_MARGINS = (1.0, 1.25)
 
 _RECENT_SHARES = ("25%", "50%")
 MODES = ("store", "full")
+DEFAULT_MAX_CELLS = 8
+"""The best configuration of each default policy, in both modes."""
+
 MAX_CELLS = 1000
+_SCREENING_TEXTS = 2
+"""Texts on which all configurations are measured, before the best of each policy are on all texts."""
+
+_PROMPT_TOKENS_PER_STEP = 8
+"""Prompt tokens that take the time of one decode step, roughly: a step reads all weights for one token."""
 
 _LOSSLESS_OPTIONS: dict[str, Any] = {
     "kv_lossless_scope": "front_n",
@@ -91,6 +100,8 @@ class SearchCell(Record):
     perplexity_low: float | None
     perplexity_high: float | None
     kl: float | None
+    #: Number of texts of these.
+    texts: int = 0
     #: Whether it was run and timed. If not, the figures below are unknown.
     is_timed: bool = False
     #: Raw over compressed bytes of what was encoded; None if nothing was.
@@ -226,7 +237,7 @@ class Search:
     directory
         Folder of the results and of finished runs; the same search goes on from there.
     texts
-        Texts for the perplexity, and for prompts; fewer than ten are split. None: a built-in one.
+        Texts for the perplexity, and for prompts: ten of ``quality_tokens``, else they are split. None: a built-in one.
     targets
         What must be reached.
     policies, budgets
@@ -248,7 +259,7 @@ class Search:
         policies: Sequence[str] = (),
         budgets: Sequence[int | str] = (),
         config: RunConfig | None = None,
-        max_cells: int = 24,
+        max_cells: int = DEFAULT_MAX_CELLS,
         tokenizer: str | None = None,
         jobs: int = 0,
         force: bool = False,
@@ -262,37 +273,86 @@ class Search:
             check_directory(self._directory, force)
         self.configurations = _build_configurations(policies, budgets, targets, self._settings)
         self._texts = PromptTexts(model, self._settings, texts, tokenizer)
-        if len(self._texts.documents) < MIN_DOCUMENTS_FOR_INTERVAL:
-            self._texts.split(texts, MIN_DOCUMENTS_FOR_INTERVAL)
+        self._choose_texts(texts)
+        num_configurations = len(self.configurations)
+        self._num_timed = min(max_cells, num_configurations * len(MODES))
+        self._num_finalists = -(-self._num_timed // len(MODES))
+        # A first stage that removes nothing is left out.
+        self._num_screened = num_configurations if self._num_finalists < num_configurations else 0
         self._sha256 = hash_model(model)
 
-    def run(self, progress: SuiteProgress) -> SearchResult:
-        """Measure quality of all settings, then run and time the most promising ones."""
-        if len(self._texts.documents) < MIN_DOCUMENTS_FOR_INTERVAL:
+    def _choose_texts(self, paths: Sequence[str]) -> None:
+        """Choose the texts that are long enough; if they are too few, parts of all."""
+        texts, num_tokens = self._texts, self._settings.quality_tokens
+        num_read = len(texts.documents)
+        texts.documents = [document for document in texts.documents if document.num_scored >= num_tokens]
+        if len(texts.documents) < MIN_DOCUMENTS_FOR_INTERVAL:
+            texts.split(paths, MIN_DOCUMENTS_FOR_INTERVAL)
+        if len(texts.documents) < MIN_DOCUMENTS_FOR_INTERVAL:
+            size = max(*self._settings.prompts, num_tokens)
             raise KvmnnError(
-                f"{pluralize(len(self._texts.documents), 'text')}: expected at least {MIN_DOCUMENTS_FOR_INTERVAL} of "
-                f"{self._settings.quality_tokens:,} tokens (--text), or one with all of these, for an interval"
+                f"{pluralize(num_read, 'text')}, {pluralize(len(texts.documents), 'part')} of {size:,} tokens: "
+                f"expected at least {MIN_DOCUMENTS_FOR_INTERVAL} such parts (--text), for an interval of the "
+                "perplexity; without --text a built-in text is taken"
             )
+
+    def describe_plan(self) -> str:
+        """Describe what will be run, in one line."""
+        settings, num_texts = self._settings, len(self._select_documents())
+        configurations = pluralize(len(self.configurations), "configuration")
+        texts = f"texts of {settings.quality_tokens:,} tokens"
+        screening = (
+            f"perplexity of {configurations} on {_SCREENING_TEXTS} {texts}, of {self._num_finalists} on {num_texts}"
+            if self._num_screened
+            else f"perplexity of {configurations} on {num_texts} {texts}"
+        )
+        return (
+            f"{screening}; then at most {pluralize(self._num_timed, 'setting')} (--max-cells), each "
+            f"{pluralize(settings.repeats, 'pair')} of runs with prompts of {', '.join(map(str, settings.prompts))} "
+            f"tokens and {settings.generate} more"
+        )
+
+    def run(self, progress: SuiteProgress) -> SearchResult:
+        """Measure quality of all settings, then run and time the most promising ones.
+
+        `progress` counts decode steps; tokens of prompts count as the steps that take the same time.
+        """
         with wrap_os_errors(self._directory):
             self._directory.mkdir(parents=True, exist_ok=True)
-        settings = self._settings
-        quality_steps = (len(self.configurations) + 1) * len(self._select_documents()) * settings.quality_tokens
-        max_timed = min(self._max_cells, len(self.configurations) * len(MODES))
-        run_steps = 2 * settings.repeats * len(settings.prompts) * settings.generate
-        progress.start(1 + max_timed, quality_steps + max_timed * run_steps)
-        cells, notes = self._measure_quality(quality_steps, progress)
-        ranked = self._rank(cells)
+        settings, documents = self._settings, self._select_documents()
+        screening_steps = self._count_quality_steps(self._num_screened, _SCREENING_TEXTS)
+        num_other_texts = len(documents) - (_SCREENING_TEXTS if self._num_screened else 0)
+        final_steps = self._count_quality_steps(self._num_finalists, num_other_texts)
+        run_steps = sum(settings.generate + tokens // _PROMPT_TOKENS_PER_STEP for tokens in settings.prompts)
+        progress.start(
+            2 + self._num_timed, screening_steps + final_steps + 2 * settings.repeats * self._num_timed * run_steps
+        )
+        others: list[SearchCell] = []
+        finalists = self.configurations
+        if self._num_screened:
+            screened = self._measure_quality(documents[:_SCREENING_TEXTS], finalists, screening_steps, progress)
+            ranked = self._rank(screened.cells)
+            labels = list(dict.fromkeys(cell.configuration.label for cell in ranked))[: self._num_finalists]
+            finalists = [entry for entry in finalists if entry.label in labels]
+            others = [cell for cell in ranked if cell.configuration.label not in labels]
+        progress.end_run()
+        quality = self._measure_quality(documents, finalists, final_steps, progress)
+        progress.end_run()
+        ranked = self._rank(quality.cells)
+        promising = [cell for cell in ranked if self._judge(cell).verdicts["perplexity"] != FAIL] or ranked
+        chosen = promising[: self._max_cells]
+        others = [cell for cell in ranked if cell not in chosen] + others
         store = RunStore(self._directory / RUNS_FILE)
         try:
-            timed = list(self._time_cells(ranked[: self._max_cells], store, progress))
+            timed = list(self._time_cells(chosen, store, progress))
         finally:
             store.close()
         result = SearchResult(
             kvmnn=get_version(),
             model=os.fspath(self._model),
             targets=self._targets,
-            cells=(*timed, *(self._judge(cell) for cell in ranked[self._max_cells :])),
-            notes=(*notes, *self._describe(len(ranked))),
+            cells=(*timed, *(self._judge(cell) for cell in others)),
+            notes=(*quality.notes, *self._describe(len(timed))),
         )
         with FileOutput(self._directory / RESULT_FILE, force=True) as output:
             output.file.write((json.dumps(result.to_dict(), indent=1) + "\n").encode())
@@ -304,14 +364,22 @@ class Search:
         documents = self._texts.documents[: settings.quality_texts]
         return [truncate_document(document, settings.quality_tokens) for document in documents]
 
-    def _measure_quality(self, steps: int, progress: SuiteProgress) -> tuple[list[SearchCell], list[str]]:
+    def _count_quality_steps(self, num_configurations: int, num_texts: int) -> int:
+        """Count the steps of texts under configurations and the full cache, prompts included; 0 for none."""
         settings = self._settings
-        progress.begin_run("perplexity of all policies and budgets")
+        steps = settings.quality_tokens - settings.quality_prompt + settings.quality_prompt // _PROMPT_TOKENS_PER_STEP
+        return (num_configurations + 1) * num_texts * steps // max(1, self._jobs) if num_configurations else 0
+
+    def _measure_quality(
+        self, documents: Sequence[Any], configurations: Sequence[Configuration], steps: int, progress: SuiteProgress
+    ) -> _Quality:
+        settings = self._settings
+        progress.begin_run(f"perplexity of {len(configurations)} policies and budgets, {len(documents)} texts")
         quality_progress = PerplexityProgress(steps, progress.advance)
         result = evaluate(
             self._model,
-            self._select_documents(),
-            self.configurations,
+            documents,
+            configurations,
             settings=EvaluationSettings(
                 tokens=settings.quality_tokens,
                 prompt=settings.quality_prompt,
@@ -323,10 +391,10 @@ class Search:
             progress=quality_progress,
         )
         progress.advance(quality_progress.remaining_units)
-        progress.end_run()
-        configuration_by_label = {entry.label: entry for entry in self.configurations}
+        configuration_by_label = {entry.label: entry for entry in configurations}
+        has_interval = len(documents) >= min(MIN_DOCUMENTS_FOR_INTERVAL, settings.quality_texts)
         cells = [
-            _build_cell(row, configuration_by_label[row.label], mode)
+            _build_cell(row, configuration_by_label[row.label], mode, len(documents), has_interval=has_interval)
             for row in result.rows[1:]
             for mode in MODES
             if row.label in configuration_by_label
@@ -335,18 +403,28 @@ class Search:
         idle = [row.label for row in result.rows[1:] if not row.evicted]
         if idle:
             notes.append(f"In the texts nothing was evicted by {', '.join(idle[:4])}: their perplexity says nothing.")
-        return cells, notes
+        return _Quality(cells, notes)
 
-    def _rank(self, cells: list[SearchCell]) -> list[SearchCell]:
-        """Order cells: first those whose ratio and perplexity pass, then the Pareto front of the two, then others."""
+    def _rank(self, cells: Sequence[SearchCell]) -> list[SearchCell]:
+        """Order cells: those that miss no target first, then the best of each policy, its second, and so on.
 
-        def get_rank(cell: SearchCell) -> tuple[int, float]:
-            verdicts = self._judge(cell).verdicts
-            num_missed = sum(verdicts[name] != PASS for name in ("lossy", "perplexity"))
-            is_dominated = any(rival.dominates(cell) for rival in cells)
-            return 2 * min(num_missed, 1) + is_dominated, cell.perplexity
+        What a policy costs in speed is not known yet, so the best of all would often be those of one slow policy.
+        """
+        best_first = sorted(cells, key=lambda cell: (self._count_missed(cell), cell.perplexity))
+        seen: Counter[tuple[str, str]] = Counter()
+        places: dict[str, int] = {}
+        for cell in best_first:
+            places[cell.label] = seen[cell.configuration.policy, cell.mode]
+            seen[cell.configuration.policy, cell.mode] += 1
+        return sorted(best_first, key=lambda cell: (self._count_missed(cell), places[cell.label]))
 
-        return sorted(cells, key=get_rank)
+    def _count_missed(self, cell: SearchCell) -> int:
+        """Return 1 if the ratio in a run or the perplexity misses its target, else 0."""
+        settings, budget = self._settings, cell.configuration.options.get("budget")
+        num_tokens = min(settings.prompts) + settings.generate - 1
+        # Texts and runs have different lengths, so a fixed budget is another ratio.
+        ratio = num_tokens / budget if isinstance(budget, int) and budget > 0 else cell.lossy_ratio
+        return int(ratio < self._targets.lossy or cell.perplexity > self._targets.max_perplexity)
 
     def _time_cells(
         self, cells: Sequence[SearchCell], store: RunStore, progress: SuiteProgress
@@ -366,6 +444,7 @@ class Search:
         """Run both sides of a workload in turns; which is first alternates."""
         engine = self._build_engine(cell.mode, sessions.interface.layers)
         policy = cell.configuration.create_policy((self._settings.seed,))
+        prompt_steps = len(work.turns[0]) // _PROMPT_TOKENS_PER_STEP
         for repeat in range(self._settings.repeats):
             records: dict[bool, RunRecord] = {}
             for is_candidate in (False, True) if repeat % 2 == 0 else (True, False):
@@ -383,7 +462,7 @@ class Search:
                 stored = store.get(key)
                 if stored is not None:
                     records[is_candidate] = RunRecord.from_dict(stored, RUNS_FILE)
-                    progress.advance(work.num_steps)
+                    progress.advance(work.num_steps + prompt_steps)
                     continue
                 session = sessions.get(attentions=is_candidate and policy.requires_attention)
                 records[is_candidate] = measure_run(
@@ -393,6 +472,7 @@ class Search:
                     work,
                     progress.advance,
                 )
+                progress.advance(prompt_steps)
                 store.put(key, records[is_candidate].to_dict())
             yield records[False], records[True]
 
@@ -424,16 +504,30 @@ class Search:
         }
         return replace(cell, verdicts=verdicts)
 
-    def _describe(self, num_cells: int) -> Iterator[str]:
-        settings, num_timed = self._settings, min(num_cells, self._max_cells)
-        yield (
-            f"Tried: policies with budgets, {len(self.configurations)} in all, in modes "
-            f"{' and '.join(MODES)}; perplexity of all of them over {len(self._select_documents())} texts of "
-            f"{settings.quality_tokens:,} tokens, {settings.quality_prompt:,} of them the prompt. {num_timed} of "
-            f"{num_cells} settings were run on prompts of {', '.join(map(str, settings.prompts))} tokens and "
-            f"{settings.generate} more, {settings.repeats} pairs each (--max-cells), those first whose ratio and "
-            "perplexity pass. Others may pass that were not tried."
+    def _describe(self, num_timed: int) -> Iterator[str]:
+        settings, num_texts = self._settings, len(self._select_documents())
+        num_configurations = len(self.configurations)
+        screening = (
+            f"perplexity of all of them over {_SCREENING_TEXTS} texts of {settings.quality_tokens:,} tokens, of "
+            f"{self._num_finalists}, first the best of each policy, over {num_texts} texts"
+            if self._num_screened
+            else f"perplexity of all of them over {num_texts} texts of {settings.quality_tokens:,} tokens"
         )
+        yield (
+            f"Tried: policies with budgets, {num_configurations} in all, in modes {' and '.join(MODES)}; {screening}, "
+            f"{settings.quality_prompt:,} tokens of each the prompt. {num_timed} of {num_configurations * len(MODES)} "
+            f"settings were run on prompts of {', '.join(map(str, settings.prompts))} tokens and "
+            f"{settings.generate} more, {settings.repeats} pairs each (--max-cells), none whose perplexity fails if "
+            "another does not. Others may pass that were not tried."
+        )
+
+
+@dataclass(frozen=True)
+class _Quality:
+    """Cells with what was measured on texts, and notes on them."""
+
+    cells: list[SearchCell]
+    notes: list[str]
 
 
 def _judge_perplexity(cell: SearchCell, limit: float) -> Verdict:
@@ -460,9 +554,11 @@ def _build_configurations(
     return list({entry.label: entry for entry in configurations}.values())
 
 
-def _build_cell(row: ResultRow, configuration: Configuration, mode: str) -> SearchCell:
+def _build_cell(
+    row: ResultRow, configuration: Configuration, mode: str, num_texts: int, *, has_interval: bool
+) -> SearchCell:
     difference: Any = row.versus_full
-    has_interval = row.evicted and difference.low is not None
+    has_interval = has_interval and bool(row.evicted) and difference.low is not None
     return SearchCell(
         label=f"{row.label}, {mode}",
         configuration=configuration,
@@ -472,6 +568,7 @@ def _build_cell(row: ResultRow, configuration: Configuration, mode: str) -> Sear
         perplexity_low=expm1(difference.low) if has_interval else None,
         perplexity_high=expm1(difference.high) if has_interval else None,
         kl=None if row.divergence is None else row.divergence.kl,
+        texts=num_texts,
     )
 
 

@@ -327,21 +327,21 @@ class Search:
         progress.start(
             2 + self._num_timed, screening_steps + final_steps + 2 * settings.repeats * self._num_timed * run_steps
         )
-        others: list[SearchCell] = []
+        untimed: list[SearchCell] = []
         finalists = self.configurations
         if self._num_screened:
             screened = self._measure_quality(documents[:_SCREENING_TEXTS], finalists, screening_steps, progress)
             ranked = self._rank(screened.cells)
             labels = list(dict.fromkeys(cell.configuration.label for cell in ranked))[: self._num_finalists]
             finalists = [entry for entry in finalists if entry.label in labels]
-            others = [cell for cell in ranked if cell.configuration.label not in labels]
+            untimed = [cell for cell in ranked if cell.configuration.label not in labels]
         progress.end_run()
         quality = self._measure_quality(documents, finalists, final_steps, progress)
         progress.end_run()
         ranked = self._rank(quality.cells)
         promising = [cell for cell in ranked if self._judge(cell).verdicts["perplexity"] != FAIL] or ranked
         chosen = promising[: self._max_cells]
-        others = [cell for cell in ranked if cell not in chosen] + others
+        untimed = [cell for cell in ranked if cell not in chosen] + untimed
         store = RunStore(self._directory / RUNS_FILE)
         try:
             timed = list(self._time_cells(chosen, store, progress))
@@ -351,7 +351,7 @@ class Search:
             kvmnn=get_version(),
             model=os.fspath(self._model),
             targets=self._targets,
-            cells=(*timed, *(self._judge(cell) for cell in others)),
+            cells=(*timed, *(self._judge(cell) for cell in untimed)),
             notes=(*quality.notes, *self._describe(len(timed))),
         )
         with FileOutput(self._directory / RESULT_FILE, force=True) as output:

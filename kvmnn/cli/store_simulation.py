@@ -12,7 +12,7 @@ from .console import UsageError
 
 if TYPE_CHECKING:
     from ..arrays.layer_cache import LayerCache
-    from ..store.simulation import MeasuredRatio, SimulationReport
+    from ..store.simulation import MeasuredRatio, ModelShape, SimulationReport
 
 SIMULATION_OPTIONS = ("model_shape", "sizes", "policies", "ratio", "prefill_speed", "load_speed", "codec", "threads")
 _POLICIES = ("lru", "benefit", "belady")
@@ -87,7 +87,10 @@ def run_simulation(arguments: argparse.Namespace) -> SimulationReport:
     if arguments.prefill_speed is not None:
         speed = TierSpeed(prefill=arguments.prefill_speed, load=arguments.load_speed)
     trace = read_trace(arguments.store)
-    ratios = [MeasuredRatio("", float(arguments.ratio or 1.0))] if not arguments.inputs else _measure_ratios(arguments)
+    if arguments.inputs:
+        ratios = _measure_ratios(arguments, shape)
+    else:
+        ratios = [MeasuredRatio("", float(arguments.ratio or 1.0))]
     policies = arguments.policies or _POLICIES
     measured_on = ", ".join(arguments.inputs)
     report = simulate(
@@ -98,7 +101,7 @@ def run_simulation(arguments: argparse.Namespace) -> SimulationReport:
     return report
 
 
-def _measure_ratios(arguments: argparse.Namespace) -> list[MeasuredRatio]:
+def _measure_ratios(arguments: argparse.Namespace, shape: ModelShape) -> list[MeasuredRatio]:
     from ..store import read_layer_caches
     from ..store.simulation import measure_store_ratios
 
@@ -108,6 +111,7 @@ def _measure_ratios(arguments: argparse.Namespace) -> list[MeasuredRatio]:
         source = input_sources.load([path], arguments, with_frames=True)
         input_sources.report_skipped(source, arguments)
         layers = read_layer_caches(source)
+        shape.check_layers(layers, path)
         caches.append((range(num_tokens, num_tokens + layers[0].tokens), layers))  # texts that share nothing
         num_tokens += layers[0].tokens
     if arguments.codec is None:

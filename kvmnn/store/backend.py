@@ -276,6 +276,29 @@ class NewUnit:
     history_sums: tuple[int, ...] = ()
 
 
+class ExceededLimit(NamedTuple):
+    """A limit that leaves no room for some of the units of a put: these were not added, or were evicted."""
+
+    #: ``"quota"`` or ``"max_bytes"``, and its bytes.
+    name: str
+    max_bytes: int
+    #: Bytes of the units, where they are known: at least so many are needed.
+    needed_bytes: int = 0
+    #: Bytes of units that no eviction frees for them: pinned ones, and those that they continue.
+    unevictable_bytes: int = 0
+
+    def __str__(self) -> str:
+        text = f"the {_LIMIT_DESCRIPTIONS[self.name]} has no room for more: "
+        text += f"at least {self.needed_bytes:,} bytes are needed, " if self.needed_bytes else ""
+        text += f"{self.max_bytes:,} are allowed" if self.needed_bytes else f"{self.max_bytes:,} bytes are allowed"
+        if self.unevictable_bytes:
+            text += f", {self.unevictable_bytes:,} of them taken by pinned texts and what comes before in this one"
+        return text
+
+
+_LIMIT_DESCRIPTIONS = {"max_bytes": "size limit (max_bytes, --size-limit)", "quota": "quota (quota, --quota)"}
+
+
 class AddResult(NamedTuple):
     """Bytes that were added to the store, and bytes that were removed to make space."""
 
@@ -283,8 +306,8 @@ class AddResult(NamedTuple):
     removed_bytes: int
     predicted_kl: float | None = None
     """Of lossy units: nats a token that they are expected to cost; None where nothing says it."""
-    exceeded_limit: str = ""
-    """The limit that leaves no room for some of the units, ``"quota"`` or ``"max_bytes"``: these were not added."""
+    exceeded_limit: ExceededLimit | None = None
+    """The limit that leaves no room for some of the units: these were not added."""
 
 
 def select_fitting(sizes: Sequence[int], unevictable_bytes: int, limit: int) -> int:
@@ -362,8 +385,8 @@ class StoreBackend(Protocol):
     ) -> AddResult:
         """Add units of a sequence, in order, and the tables that some of them need."""
 
-    def enforce_limit(self) -> int:
-        """Evict units until the store is within its limit, if it has one; return the bytes that were removed."""
+    def enforce_limit(self) -> tuple[int, ExceededLimit | None]:
+        """Evict units until the store is within its limits; return the bytes that were removed, and for which limit."""
 
     def find_state(self, sequence: TokenSequence, tokens: int) -> StateLocation | None:
         """Find the state of the longest prefix of at most `tokens` tokens that has one."""

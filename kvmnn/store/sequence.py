@@ -26,7 +26,6 @@ from .unit_codec import LoadedSlice, encode_state
 from .write_path import WriteOptions, add_sequence, make_layer_encoder
 
 _MAX_PUT_TRIES = 3
-_LIMIT_NAMES = {"max_bytes": "size limit (max_bytes, --size-limit)", "quota": "quota (quota, --quota)"}
 _CONCURRENT_REMOVAL_REASON = "other processes keep removing what they go on from"
 
 
@@ -126,18 +125,19 @@ class SequenceStore:
                 removed_bytes=added.removed_bytes + state_added.removed_bytes,
                 exceeded_limit=state_added.exceeded_limit,
             )
-        removed_bytes = added.removed_bytes
+        removed_bytes, exceeded_limit = added.removed_bytes, added.exceeded_limit
         if added.stored_bytes or not added.exceeded_limit:  # for what has no room nothing goes
-            removed_bytes += self._backend.enforce_limit()
-        is_cut = bool(removed_bytes or added.exceeded_limit)
+            evicted_bytes, evicting_limit = self._backend.enforce_limit()
+            removed_bytes += evicted_bytes
+            exceeded_limit = exceeded_limit or evicting_limit
+        is_cut = bool(removed_bytes or exceeded_limit)
         is_whole = not is_cut and state is None and (begin_token < ids.size or stored_prefix.tokens >= ids.size)
         stored_tokens = ids.size if is_whole else self._find_stored_part(sequence, namespace).tokens
         end_token = begin_token
         if added.stored_bytes > state_bytes:
             end_token = self._find_stored_part(sequence, namespace, with_state=False).tokens if is_cut else ids.size
         raw_bytes = max(end_token - begin_token, 0) * namespace.token_bytes + state_raw_bytes
-        limit_name = _LIMIT_NAMES.get(added.exceeded_limit, "limit (max_bytes or quota)")
-        reason = f"the {limit_name} has no room for more" if is_cut else _CONCURRENT_REMOVAL_REASON
+        reason = _CONCURRENT_REMOVAL_REASON if exceeded_limit is None else str(exceeded_limit)
         return PutResult(
             tokens=ids.size,
             known_tokens=stored_prefix.tokens if state is None else stored_before.tokens,

@@ -484,7 +484,7 @@ def add_sequence(
         if streams.is_dense_worth_it(batches[0], sequence):
             unit_encoder = streams
     stored_bytes = removed_bytes = 0
-    exceeded_limit = ""
+    exceeded_limit = None
     for batch in batches:
         added = _add_batch(backend, sequence, namespace, batch, unit_encoder)
         stored_bytes += added.stored_bytes

@@ -15,7 +15,7 @@ import kvmnn
 from kvmnn.formats.mnn import compute_fingerprint
 
 IDS = [*range(100, 150)]
-NO_ROOM = "the size limit (max_bytes, --size-limit) has no room for more"
+NO_ROOM = "the size limit (max_bytes, --size-limit) has no room for more: at least {} bytes are needed, 100 are allowed"
 
 
 @pytest.fixture
@@ -69,11 +69,13 @@ def test_store_put_match_get(here: Path, run) -> None:
 def test_store_put_beyond_size_limit_is_noted(here: Path, run) -> None:
     put = ("store", "put", "S", "long.npz", "--token-ids", "long.json", "--fingerprint", "m")
     refused = run(*put, "--size-limit", "100", code=1)
-    assert refused.out == f"50 tokens: nothing was stored: {NO_ROOM}\n" and refused.err == ""
+    assert refused.out.startswith(f"50 tokens: nothing was stored: {NO_ROOM.partition('{}')[0]}") and refused.err == ""
     document = json.loads(run(*put, "--size-limit", "100", "--json", code=1).out)
-    assert (document["stored_tokens"], document["notes"]) == (0, [NO_ROOM])
+    (note,) = document["notes"]
+    assert document["stored_tokens"] == 0 and refused.out.endswith(f"{note}\n")
     assert "quota (quota, --quota)" in run(*put, "--namespace", "a", "--quota", "100", code=1).out
-    assert run(*put, "--size-limit", "1M").err == ""
+    stored = json.loads(run(*put, "--size-limit", "1M", "--json").out)
+    assert note == NO_ROOM.format(f"{stored['stored_bytes']:,}")
     evicted = run(*put, "--size-limit", "100", code=1)
     assert evicted.out.startswith("50 tokens: none of them is stored now: ")
     assert evicted.out.endswith(" bytes of files evicted or replaced\n")

@@ -31,16 +31,19 @@ def test_put_beyond_max_bytes_is_noted(url: str) -> None:
     ids = list(range(40))
     with PrefixStore(url, max_bytes=10) as store:
         made = put(store, ids)
-        said = "the size limit (max_bytes, --size-limit) has no room for more"
-        assert (made.stored_tokens, made.notes, made.removed_bytes, made.stored_bytes) == (0, (said,), 0, 0)
+        said = "the size limit (max_bytes, --size-limit) has no room for more: "
+        said += "at least {} bytes are needed, 10 are allowed"
+        (note,) = made.notes
+        assert (made.stored_tokens, made.removed_bytes, made.stored_bytes) == (0, 0, 0)
         assert store.match(ids, model=MODEL) == 0
     with PrefixStore(url, max_bytes=1 << 20) as store:
         made = put(store, ids)
         assert (made.stored_tokens, made.notes) == (40, ())
+        assert note == said.format(f"{made.stored_bytes:,}")
         assert put(store, ids).stored_tokens == 40
     with PrefixStore(url, max_bytes=10) as store:
         again = put(store, ids)
-        said = "the limit (max_bytes or quota) has no room for more"
+        said = "the size limit (max_bytes, --size-limit) has no room for more: 10 bytes are allowed"
         assert (again.known_tokens, again.stored_tokens, again.notes) == (40, 0, (said,))
         assert (again.removed_bytes, store.stats().bytes) == (made.stored_bytes, 0)
 

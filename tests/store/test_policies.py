@@ -229,11 +229,15 @@ def test_put_without_space_next_to_pins_is_refused(new_url, engine, policy) -> N
     with PrefixStore(new_url(engine), limit, block_tokens=4, codec="frames", policy=policy) as store:
         put_zeros(store, TEXTS[0])
         store.pin(TEXTS[0], model=MODEL)
+        put_zeros(store, TEXTS[1])
+        (pinned_bytes,) = (entry.bytes for entry in store.ls().texts if entry.pinned)
         tokens_before = store.stats().usage.counters["put_tokens"]
         result = store.put(TEXTS[7], layers_of(TEXTS[7]), model=MODEL)
-        assert (
-            str(result) == "8 tokens: nothing was stored: the size limit (max_bytes, --size-limit) has no room for more"
+        assert str(result) == (
+            "8 tokens: nothing was stored: the size limit (max_bytes, --size-limit) has no room for more: at least "
+            f"{limit - 10:,} bytes are needed, {limit:,} are allowed, {pinned_bytes:,} of them taken by pinned texts "
+            "and what comes before in this one"
         )
         assert (result.stored_tokens, result.raw_bytes, result.stored_bytes, result.removed_bytes) == (0, 0, 0, 0)
         assert store.stats().usage.counters["put_tokens"] == tokens_before
-        assert list_stored(store) == [1]
+        assert list_stored(store) == [1, 2]  # for what has no room the unpinned one does not go either

@@ -256,7 +256,11 @@ def test_simulate_command_prints_and_draws(run, tmp_path) -> None:
     assert "takes --ratio measured and caches together" in text
     other_rows = np.random.default_rng(0).standard_normal((2, 100, 16)).astype(np.float32)
     np.savez(tmp_path / "other.npz", **{"layer_0.key": other_rows, "layer_0.value": other_rows})
-    measured = [path, shape, "--size", "1M,4M", "--ratio", "measured"]
+    measured = [path, "--model-shape=1x2x16,fp32", "--size", "1M,4M", "--ratio", "measured"]
+    for other_shape in ("1x2x16,fp16", "2x2x16,fp32", "1x2x32,fp16"):  # the last has as many bytes a token
+        refused = ("store", "simulate", path, "--model-shape", other_shape, *measured[2:], str(cache))
+        message = f"kv.npz: is of another model shape: expected {other_shape} (--model-shape), found 1x2x16,fp32"
+        assert message in run(*refused, code=2).err
     for caches in ([cache], [cache, tmp_path / "other.npz"]):
         layers = [
             LayerCache(layer=0, keys=np.load(file)["layer_0.key"], values=np.load(file)["layer_0.value"])

@@ -23,6 +23,7 @@ from ..backend import (
     STORE_POLICIES,
     AddResult,
     ConcurrentUpdateError,
+    ExceededLimit,
     NewUnit,
     PrefixMatch,
     StateLocation,
@@ -299,19 +300,22 @@ class DirectoryBackend:
                 addition.removed_units += superfluous_units
         return AddResult(addition.stored_bytes, addition.removed_bytes, exceeded_limit=exceeded_limit)
 
-    def _count_fitting(self, cursor: ValidatingCursor, parent: int, sizes: Sequence[int]) -> tuple[int, str]:
+    def _count_fitting(
+        self, cursor: ValidatingCursor, parent: int, sizes: Sequence[int]
+    ) -> tuple[int, ExceededLimit | None]:
         """Return how many units after `parent` have room once all others went that can go, and the limit to name.
 
         What has none must not be added: the units that are evicted for it would go for nothing.
         """
-        num_fitting, exceeded_limit = len(sizes), ""
+        num_fitting, exceeded_limit = len(sizes), None
         for limit, spaces in self._list_limits(cursor):
             if index_updates.read_total_bytes(cursor, spaces) + sum(sizes) <= limit:
                 continue
             unevictable_bytes = index_updates.read_unevictable_bytes(cursor, parent, spaces)
             num_in_limit = select_fitting(sizes, unevictable_bytes, limit)
             if num_in_limit < num_fitting:
-                num_fitting, exceeded_limit = num_in_limit, "max_bytes" if spaces is None else "quota"
+                num_fitting = num_in_limit
+                exceeded_limit = ExceededLimit(_name_limit(spaces), limit, sum(sizes), unevictable_bytes)
         return num_fitting, exceeded_limit
 
     @contextmanager
@@ -476,13 +480,17 @@ class DirectoryBackend:
         self.files.delete_units(evictable_units)
         return bool(evictable_units)
 
-    def enforce_limit(self) -> int:
+    def enforce_limit(self) -> tuple[int, ExceededLimit | None]:
         with self.index.begin_reading() as cursor:
-            if not any(
-                index_updates.read_total_bytes(cursor, spaces) > limit for limit, spaces in self._list_limits(cursor)
-            ):
-                return 0
-        return self._evict(self._evict_excess).nbytes
+            exceeded_limits = [
+                ExceededLimit(_name_limit(spaces), limit)
+                for limit, spaces in self._list_limits(cursor)
+                if index_updates.read_total_bytes(cursor, spaces) > limit
+            ]
+        if not exceeded_limits:
+            return 0, None
+        nbytes = self._evict(self._evict_excess).nbytes
+        return nbytes, min(exceeded_limits, key=lambda limit: limit.max_bytes) if nbytes else None
 
     def evict_units(self, max_bytes: int) -> RemovedUnits:
         """Remove the units with the lowest priorities until at most `max_bytes` are left."""
@@ -1060,3 +1068,8 @@ class DirectoryBackend:
         """Return the ids of a session row; `UnsealError`, `zlib.error`, `TypeError` or `ValueError` report damage."""
         data = zlib.decompressobj().decompress(self.cipher.unseal(packed, SESSION_NAME + name), 4 * MAX_TOKENS)
         return to_token_ids(np.frombuffer(data, "<u4"))
+
+
+def _name_limit(spaces: Sequence[int] | None) -> str:
+    """Return the name of the limit on the units of some namespaces, or (None) of all."""
+    return "max_bytes" if spaces is None else "quota"

@@ -23,6 +23,7 @@ from ..backend import (
     AddResult,
     BackendUnavailableError,
     ConcurrentUpdateError,
+    ExceededLimit,
     NewUnit,
     PrefixMatch,
     StateLocation,
@@ -364,14 +365,12 @@ class RemoteBackendBase:
         exceeded_limit = lost_limit or exceeded_limit
         return AddResult(stored_bytes - lost_bytes, removed_bytes + other_bytes, exceeded_limit=exceeded_limit)
 
-    def _count_fitting(self, prefix: TokenSequence, sizes: Sequence[int]) -> tuple[int, str]:
+    def _count_fitting(self, prefix: TokenSequence, sizes: Sequence[int]) -> tuple[int, ExceededLimit | None]:
         """Return how many units after a stored prefix have room once all others went, and the limit to name.
 
-        What has none must not be added: the units that are evicted for it would go for nothing. Pinned texts are not
-        counted, which would take all records.
+        What has none must not be added: the units that are evicted for it would go for nothing.
         """
-        num_fitting, exceeded_limit = len(sizes), ""
-        unevictable_bytes: int | None = None
+        num_fitting, exceeded_limit = len(sizes), None
         for name, limit, tenant in (
             ("quota", self._limits.quota, self.tenant),
             ("max_bytes", self._limits.max_bytes, None),
@@ -380,21 +379,35 @@ class RemoteBackendBase:
             used_bytes = (used_bytes or 0) + self._bytes_since_count.get(tenant, 0)
             if limit is None or used_bytes + sum(sizes) <= limit:
                 continue
-            if unevictable_bytes is None:
-                unevictable_bytes = self._measure_prefix_bytes(prefix)
+            unevictable_bytes = self._measure_unevictable_bytes(prefix, tenant)
             num_in_limit = select_fitting(sizes, unevictable_bytes, limit)
             if num_in_limit < num_fitting:
-                num_fitting, exceeded_limit = num_in_limit, name
+                num_fitting, exceeded_limit = num_in_limit, ExceededLimit(name, limit, sum(sizes), unevictable_bytes)
         return num_fitting, exceeded_limit
 
-    def _measure_prefix_bytes(self, prefix: TokenSequence) -> int:
-        """Return the bytes of the units with the whole blocks of a prefix."""
+    def _measure_unevictable_bytes(self, prefix: TokenSequence, tenant: str | None) -> int:
+        """Return the bytes that no eviction frees for a unit after a prefix: of its units, and of pinned texts.
+
+        Where nothing is pinned the records of the prefix alone are read, else all of the tenant's, or (None) all.
+        """
+        prefix_sizes = self._read_prefix_sizes(prefix)
+        pinned = list_end_units(read_pins(self.key_values))
+        if not pinned:
+            return sum(prefix_sizes.values())
+        records = self._list_stored_records(tenant)
+        ranks = dict.fromkeys((record.unit for record in records), (0, 0))
+        total_bytes = sum(record.nbytes for record in records)
+        evictable = select_evicted(records, self.block_tokens, ranks, pinned | prefix_sizes.keys(), total_bytes + 1)
+        return total_bytes - sum(record.nbytes for record in evictable)
+
+    def _read_prefix_sizes(self, prefix: TokenSequence) -> dict[int, int]:
+        """Return the units with the whole blocks of a prefix, with their bytes."""
         names = [
             make_record_name(prefix.get_parent_key(block_index), prefix.get_block(block_index), prefix.secret)
             for block_index in range(len(prefix.keys))
         ]
         records = [parse_record(data, prefix.secret) for data in self.key_values.get_many(names)]
-        return sum({record.unit: record.nbytes for record in records if record is not None}.values())
+        return {record.unit: record.nbytes for record in records if record is not None}
 
     def find_state(self, sequence: TokenSequence, tokens: int) -> StateLocation | None:
         """Find the state of the longest prefix that has one: three round trips."""
@@ -480,10 +493,11 @@ class RemoteBackendBase:
     def _has_unit(self, unit: int) -> bool:
         return self.key_values.get_many([make_unit_name(unit)])[0] is not None
 
-    def enforce_limit(self) -> int:
-        return self._enforce_limit_after_put({})[1]
+    def enforce_limit(self) -> tuple[int, ExceededLimit | None]:
+        _, removed_bytes, exceeded_limit = self._enforce_limit_after_put({})
+        return removed_bytes, exceeded_limit
 
-    def _enforce_limit_after_put(self, new_sizes: Mapping[int, int]) -> tuple[int, int, str]:
+    def _enforce_limit_after_put(self, new_sizes: Mapping[int, int]) -> tuple[int, int, ExceededLimit | None]:
         """Evict units if the new ones may exceed a limit, these last, as else a store might never admit any.
 
         All records are read for it, so it does nothing until this process has put enough since the last count.
@@ -492,9 +506,10 @@ class RemoteBackendBase:
         -------
         tuple
             Bytes of the new units that had no room, as pins hold it, bytes of the others that were removed, and the
-            limit that new units exceed.
+            limit that new units exceed; without new ones that which others were removed for.
         """
-        stored_bytes, lost_bytes, other_bytes, exceeded_limit = sum(new_sizes.values()), 0, 0, ""
+        stored_bytes, lost_bytes, other_bytes = sum(new_sizes.values()), 0, 0
+        exceeded_limit: ExceededLimit | None = None
         for name, limit, tenant in (
             ("quota", self._limits.quota, self.tenant),
             ("max_bytes", self._limits.max_bytes, None),
@@ -511,25 +526,18 @@ class RemoteBackendBase:
                 for record in self._evict_units(limit, tenant, new_sizes):
                     if record.unit in new_sizes:
                         lost_bytes += record.nbytes
-                        exceeded_limit = name
+                        exceeded_limit = ExceededLimit(name, limit, stored_bytes)
                     else:
                         other_bytes += record.nbytes
+                        exceeded_limit = exceeded_limit if new_sizes else ExceededLimit(name, limit)
         return lost_bytes, other_bytes, exceeded_limit
 
     def _evict_units(
         self, max_bytes: int, tenant: str | None = None, last_units: Collection[int] = ()
     ) -> list[UnitRecord]:
         """Evict units, or those of a tenant, until at most `max_bytes` are left, `last_units` last; return them."""
-        keys = {namespace.key for namespace in self.list_namespaces() if tenant in (None, namespace.tenant)}
         for _ in range(_MAX_EVICTION_TRIES):  # fails if other pins are set meanwhile
-            stored_names = set(self.key_values.list_names("units"))
-            record_by_unit = {
-                record.unit: record
-                for _, record in self.iter_records()
-                if record is not None and f"{record.unit:032x}" in stored_names
-                if tenant is None or record.namespace_key in keys
-            }
-            records = list(record_by_unit.values())
+            records = self._list_stored_records(tenant)
             pins = read_pins(self.key_values)
             total_bytes = sum(record.nbytes for record in records)
             ranks = self._compute_ranks(records)
@@ -542,6 +550,18 @@ class RemoteBackendBase:
                 self._last_bytes[tenant], self._bytes_since_count[tenant] = total_bytes - nbytes, 0
                 return evicted
         return []
+
+    def _list_stored_records(self, tenant: str | None) -> list[UnitRecord]:
+        """List the records whose units are stored, of a tenant or (None) of all, each unit once."""
+        keys = {namespace.key for namespace in self.list_namespaces() if tenant in (None, namespace.tenant)}
+        stored_names = set(self.key_values.list_names("units"))
+        record_by_unit = {
+            record.unit: record
+            for _, record in self.iter_records()
+            if record is not None and f"{record.unit:032x}" in stored_names
+            if tenant is None or record.namespace_key in keys
+        }
+        return list(record_by_unit.values())
 
     def _compute_ranks(self, records: Sequence[UnitRecord]) -> dict[int, tuple[int, int]]:
         """Return the priority of each unit, and the tick of its last use, which decides among equal ones."""

@@ -48,6 +48,25 @@ class ModelShape(NamedTuple):
         """Bytes of K and V of one token."""
         return 2 * self.layers * self.kv_heads * self.head_dim * parse_dtype(self.dtype).itemsize
 
+    def __str__(self) -> str:
+        return f"{self.layers}x{self.kv_heads}x{self.head_dim},{self.dtype}"
+
+    def check_layers(self, layers: Sequence[LayerCache], label: str) -> None:
+        """Raise `OptionError` for K and V of another shape or precision, whose ratio is not the model's.
+
+        Layers of unequal sizes are taken where a token of all of them has as many bytes.
+        """
+        shapes = {(len(layers), cache.kv_heads, cache.head_dim, cache.dtype) for cache in layers}
+        dtypes = " and ".join(sorted({cache.dtype for cache in layers}))
+        token_bytes = sum(cache.nbytes // max(cache.tokens, 1) for cache in layers)
+        if len(shapes) == 1 and token_bytes == (shape := ModelShape(*shapes.pop())).token_bytes:
+            is_same, found = shape == self, str(shape)
+        else:
+            is_same = (token_bytes, dtypes) == (self.token_bytes, self.dtype)
+            found = f"layers of unequal sizes, {token_bytes:,} bytes a token, {dtypes}"
+        if not is_same:
+            raise OptionError(f"{label}: is of another model shape: expected {self} (--model-shape), found {found}")
+
 
 def parse_model_shape(text: str) -> ModelShape:
     """Parse ``LAYERSxKV_HEADSxHEAD_DIM[,DTYPE]``, fp16 by default; raise `OptionError` for anything else."""

@@ -60,12 +60,12 @@ class ModelShape(NamedTuple):
         dtypes = " and ".join(sorted({cache.dtype for cache in layers}))
         token_bytes = sum(cache.nbytes // max(cache.tokens, 1) for cache in layers)
         if len(shapes) == 1 and token_bytes == (shape := ModelShape(*shapes.pop())).token_bytes:
-            is_same, found = shape == self, str(shape)
+            is_same, actual = shape == self, str(shape)
         else:
             is_same = (token_bytes, dtypes) == (self.token_bytes, self.dtype)
-            found = f"layers of unequal sizes, {token_bytes:,} bytes a token, {dtypes}"
+            actual = f"layers of unequal sizes, {token_bytes:,} bytes a token, {dtypes}"
         if not is_same:
-            raise OptionError(f"{label}: is of another model shape: expected {self} (--model-shape), found {found}")
+            raise OptionError(f"{label}: is of another model shape: expected {self} (--model-shape), found {actual}")
 
 
 def parse_model_shape(text: str) -> ModelShape:

@@ -59,7 +59,7 @@ say "3. What a quarter of the cache, and a rounded prompt of 512 of the 1,024 to
 run kvmnn eval lm --text lm/texts/trace.py.txt --max-tokens 1024 --chunk 4 \
     --policy recent_only --policy h2o_decayed_heads --budget 256 -o policies.json -q >/dev/null
 run kvmnn eval lm --text lm/texts/trace.py.txt --max-tokens 1024 --prefill-tokens 512 --chunk 64 \
-    --quant q4_0:when=prompt --quant transform:lm.kvmp,kl=0.002 -o codecs.json -q >/dev/null
+    --quant q4_0:when=prompt --quant transform:lm.kvmp,kl=0.002,when=prompt -o codecs.json -q >/dev/null
 python - <<'END'
 import json
 policies = {"full": "full cache", "recent_only": "window of 256 tokens", "h2o_decayed_heads": "H2O with 256 tokens"}

@@ -9,7 +9,6 @@ from ..lm.documents import Document
 from ..lm.kv_store import describe_encoding
 from ..policies.registry import get_policy_class
 from ..policies.specs import build_policy
-from ..quantization import CODECS
 from ..reports.records import ResultRow
 from ..reports.table import NO_EVICTION_MARK, PARTLY_EVICTED_MARK
 from ..reports.tables import format_min_max
@@ -157,18 +156,13 @@ def _describe_prompt_codecs(
 ) -> Iterator[str]:
     """Say of how many tokens the bytes of a codec are that takes the first step alone."""
     max_tokens, first_step_tokens = _count_longest(documents, settings)
-    labels = [row.label for row in rows if row.codec is not None and _is_prompt_codec(row.codec)]
+    labels = [row.label for row in rows if row.codes_prompt_only]
     if labels and first_step_tokens < max_tokens:
         yield (
             f"Only the first step is coded, {first_step_tokens:,} of up to {max_tokens:,} tokens: {'; '.join(labels)}. "
             "Later tokens are stored and counted as fp16: bytes/token and LOSSY ratio are of both: compare rows "
             "of when=prompt (--prefill-tokens sets the first step)."
         )
-
-
-def _is_prompt_codec(spec: str) -> bool:
-    codec_class = CODECS[spec.partition(":")[0]]
-    return "when=prompt" in spec or (codec_class.when == "prompt" and "when=always" not in spec)
 
 
 def _describe_unequal_layers(rows: Sequence[ResultRow]) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
@@ -215,13 +216,16 @@ def combine_codecs(configurations: Sequence[Configuration], codecs: str | Sequen
     plain_configurations = [entry for entry in configurations if entry.preset is None]
     preset_configurations = [entry for entry in configurations if entry.preset is not None]
     combined = []
-    for codec in [create_codec(spec) for spec in specs] or [None]:
+    created = [create_codec(spec) for spec in specs] or [None]
+    num_labels = Counter(codec.label for codec in created if codec is not None)
+    for codec in created:
         if codec is None:
             combined += plain_configurations
             continue
-        combined.append(Configuration(codec.spec, codec=codec.spec))
+        label = codec.label if num_labels[codec.label] == 1 else codec.spec  # profiles of one name in two folders
+        combined.append(Configuration(label, codec=codec.spec))
         combined += [
-            replace(entry, label=f"{entry.label} + {codec.spec}", codec=codec.spec)
+            replace(entry, label=f"{entry.label} + {label}", codec=codec.spec)
             for entry in plain_configurations
             if not entry.is_baseline
         ]

@@ -124,6 +124,11 @@ class CacheCodec(ABC):
         ]
         return ":".join([self.name, *([",".join(options)] if options else [])])
 
+    @property
+    def label(self) -> str:
+        """The spec for people: files without their folders."""
+        return self.spec
+
 
 def measure_streams(streams: Sequence[Field]) -> int:
     """Count the bytes of streams, each compressed by zstd and compared with what that decompresses to."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,10 +29,13 @@ class _TransformCoder(TextCoder):
         self._codec, self._profile = codec, profile
         self._keys: npt.NDArray[Any] | None = None
         self._plan: StepPlan | None = None
+        self._num_planned: tuple[int, int] | None = None
         self._lower: list[LayerCache] = []
 
     def count_due(self, part: Part, num_pending: int) -> int:
-        return max(num_pending - self._codec.recent, 0)
+        # Each stream has its own header and knows nothing of earlier ones, so a few tokens at a time would cost much.
+        count = max(num_pending - self._codec.recent, 0)
+        return count if self._codec.when == "prompt" or count >= self._codec.block else 0
 
     def quantize(self, layer: int, part: Part, rows: Floats, positions: npt.NDArray[np.int64]) -> QuantizedRows:
         if not np.isfinite(rows).all() or np.abs(rows).max(initial=0) > _MAX_FP16:
@@ -40,8 +44,11 @@ class _TransformCoder(TextCoder):
         options = self._codec.build_options(int((positions < _NUM_EXACT_TOKENS).sum()))
         if part == "key":  # which depends on V only where a row of V is so far off that it is stored exactly, K with it
             self._keys = elements
+            if (options.first, len(positions)) != self._num_planned:  # layers may hold different tokens
+                self._plan = plan_steps(get_tables(self._profile), options, len(positions))
+                self._num_planned = options.first, len(positions)
             if layer == 0:
-                self._plan, self._lower = plan_steps(get_tables(self._profile), options, len(positions)), []
+                self._lower = []
         keys = elements if self._keys is None else self._keys
         cache = LayerCache(
             layer=layer,
@@ -76,13 +83,15 @@ class TransformCodec(CacheCodec):
         As of `kvmnn.transform.TransformOptions`; 0 is unspecified, and neither is 0.002 nats.
     below
         Layers below that predict a layer; -1: as many as the profile has tables for.
+    block
+        Tokens that have come together since the last stream when the next one is made, unless `when` is ``"prompt"``.
     """
 
     profile: str = ""
     kl: float = 0.0
     ratio: float = 0.0
     below: int = -1
-    when: Literal["always", "prompt"] = "prompt"
+    block: int = 64
 
     name: ClassVar[str] = "transform"
     is_by_head: ClassVar[bool] = False
@@ -92,7 +101,13 @@ class TransformCodec(CacheCodec):
         super().__post_init__()
         if not self.profile:
             raise KvmnnError("transform: expected transform:FILE,kl=0.002 (kvmnn profile make)")
+        if self.block < 1:
+            raise KvmnnError(f"transform: block is {self.block}: expected at least 1")
         self.build_options(_NUM_EXACT_TOKENS)
+
+    @property
+    def label(self) -> str:
+        return self.spec.replace(f"profile={self.profile}", os.path.basename(self.profile), 1)
 
     def build_options(self, first: int) -> TransformOptions:
         """Return the options of streams whose first tokens are stored exactly."""

@@ -343,6 +343,11 @@ class ResultRow(Record):
         return self.policy == FullCache.name and self.initial_cache is None and self.codec is None
 
     @property
+    def codes_prompt_only(self) -> bool:
+        """Return whether the codec rounds the first step only, so that later tokens are stored as they are."""
+        return self.codec is not None and "when=prompt" in self.codec
+
+    @property
     def has_no_eviction(self) -> bool:
         """Return whether a policy evicted nothing before the last scored token.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, TypeGuard
@@ -73,14 +74,26 @@ def _build_name_parts(row: ResultRow, options: Sequence[str]) -> list[str]:
     start = [] if row.initial_cache is None else [f"from {row.initial_cache}"]
     policy = [] if (start or row.codec) and row.policy == FullCache.name else [row.policy]
     names = [*policy, *(text for text in options if text), *(["(prompt)"] if row.prompt_only else [])]
-    codec = [] if row.codec is None else ["+", row.codec] if names else [row.codec]
-    return [*names, *codec, *start]
+    spec = _shorten_codec(row.codec or "")
+    codec = [] if row.codec is None else ["+", spec] if names else [spec]
+    return [*names, *codec, *(["(prompt)"] if row.codes_prompt_only else []), *start]
+
+
+def _shorten_codec(spec: str) -> str:
+    """Shorten the spec of a codec: files without folders, and no ``when=prompt``, which names have as ``(prompt)``."""
+    name, _, options = spec.partition(":")
+    parts = [part for part in options.split(",") if part and part != "when=prompt"]
+    short = [os.path.basename(part.removeprefix("profile=")) if part.startswith("profile=") else part for part in parts]
+    return ":".join([name, *([",".join(short)] if short else [])])
 
 
 def format_prompt_note(rows: Sequence[ResultRow]) -> str:
     """Format the explanation of ``(prompt)`` in names of series; empty if no policy of these rows is marked so."""
-    is_marked = any(row.prompt_only for row in rows)
-    return "(prompt): the budget is of the prompt, all later tokens stay." if is_marked else ""
+    texts = [
+        *(["the budget is of the prompt, all later tokens stay"] if any(row.prompt_only for row in rows) else []),
+        *(["the codec rounds the prompt, later tokens are fp16"] if any(row.codes_prompt_only for row in rows) else []),
+    ]
+    return f"(prompt): {'; '.join(texts)}." if texts else ""
 
 
 class LineStyles:

@@ -48,10 +48,14 @@ def test_notes_unequal_default_budgets_are_listed() -> None:
 
 
 def test_notes_codecs_of_the_prompt_tell_how_many_tokens_they_code() -> None:
-    rows = [row("full", "full"), of("full", codec="transform:profile=p.kvmp,kl=0.002"), of("full", codec="q8_0")]
+    rows = [
+        row("full", "full"),
+        of("full", codec="transform:profile=p.kvmp,kl=0.002,when=prompt"),
+        of("full", codec="q8_0"),
+    ]
     rows[1:] = [replace(entry, label=str(entry.codec)) for entry in rows[1:]]
     (note,) = (line for line in said(rows, chunk=16) if line.startswith("Only the first step is coded"))
-    assert "coded, 16 of up to 400 tokens: transform:profile=p.kvmp,kl=0.002. Later tokens" in note
+    assert "coded, 16 of up to 400 tokens: transform:profile=p.kvmp,kl=0.002,when=prompt. Later tokens" in note
     assert not any("first step is coded" in line for line in said([rows[0], rows[2]], chunk=16))
     rows[2] = replace(rows[2], codec="q8_0:when=prompt", label="q8_0:when=prompt")
     assert any("q8_0:when=prompt. Later tokens" in line for line in said([rows[0], rows[2]], chunk=16))

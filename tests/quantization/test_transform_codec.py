@@ -41,7 +41,8 @@ def test_transform_codec_gives_words_and_bytes_of_the_streams(profile: Path, tmp
     ]
     codec = create_codec(f"transform:profile={profile},ratio=6")
     assert create_codec(f"transform:{profile},ratio=6") == codec
-    assert codec is not None and codec.when == "prompt" and not codec.is_by_head
+    assert codec is not None and codec.when == "always" and not codec.is_by_head
+    assert codec.label == "transform:p.kvmp,ratio=6.0"
     coder = codec.start_text(CacheShape(6, 4, 64))
     options = LayerStreamOptions(codec="transform", profile=str(profile), settings={"ratio": 6.0})
     for (stream, decoded), cache in zip(
@@ -65,6 +66,20 @@ def test_transform_codec_in_an_evaluation(profile: Path) -> None:
     assert result.refused == ()
     lossy = [row for row in result.rows if row.codec is not None]
     assert len(lossy) == 2 and all(row.kind == "LOSSY" and row.lossy_ratio > 1 for row in lossy)
+    assert [row.label for row in lossy] == [f"{name}transform:p.kvmp,ratio=4.0" for name in ("", "recent_only 64 + ")]
+
+
+def test_transform_codec_codes_later_tokens_in_blocks_too(profile: Path) -> None:
+    specs = [f"transform:{profile},ratio=4{more}" for more in (",when=prompt", "", ",block=40")]
+    settings = EvaluationSettings(tokens=181, chunk=20, prompt=100, timing=False)  # 181: the last 81 tokens in 5 steps
+    result = evaluate(FIXTURES / "lm", TEXTS[1], codecs=specs, settings=settings, jobs=0)
+    prompt, default, small = (row for row in result.rows if row.codec is not None)
+    assert prompt.codes_prompt_only and not default.codes_prompt_only
+    # 100, 180 and 180 of 180 tokens are coded at the end, in 1, 2 and 3 streams
+    assert prompt.bytes_per_token > 1.3 * max(small.bytes_per_token, default.bytes_per_token)
+    assert default.cut_divergence.tokens == prompt.cut_divergence.tokens == 81
+    coder = create_codec(specs[1]).start_text(CacheShape(6, 4, 64))  # type: ignore[union-attr]
+    assert [coder.count_due("key", count) for count in (1, 63, 64, 500)] == [0, 0, 64, 500]
 
 
 @pytest.mark.slow
@@ -105,6 +120,7 @@ def test_transform_codec_refuses_what_it_cannot_code(profile: Path) -> None:
         (f"transform:profile={profile},kl=1,ratio=2", "one of them"),
         (f"transform:profile={profile},below=3", "below"),
         (f"transform:profile={profile},kl=x", "expected a number"),
+        (f"transform:profile={profile},block=0", "block is 0"),
     ):
         with pytest.raises(KvmnnError, match=message):
             create_codec(spec)

@@ -60,6 +60,15 @@ def test_kl_over_bytes_without_divergences_says_so() -> None:
         kl_over_bytes(results([ROWS[0], ROWS[-1]]))
 
 
+def test_codecs_of_the_prompt_are_marked_and_explained() -> None:
+    spec = "transform:profile=/x/y/p.kvmp,kl=0.002,when=prompt"
+    rows = [*ROWS, point(spec, "full", 900.0, 0.002, codec=spec)]
+    assert group_into_series(rows[1:])[-1].name == "transform:p.kvmp,kl=0.002 (prompt)"
+    with plot_style.use_style():
+        captions = [text.get_text() for text in kl_over_bytes(results(rows)).texts]
+    assert "(prompt): the codec rounds the prompt, later tokens are fp16." in " ".join(" ".join(captions).split())
+
+
 def test_series_of_codecs_are_apart() -> None:
     names = [entry.name for entry in group_into_series(ROWS[1:])]
     assert names == ["streaming", "streaming + q8_0", "q8_0", "q4_0"]

@@ -510,7 +510,7 @@ def format_reference_markdown(result: MeasureResult) -> str:
 
 
 MAX_MEMORY_BYTES = 320 << 20
-"""Bytes of anonymous memory that streams which are measured at one time may take, unless one alone takes more."""
+"""Maximum bytes of anonymous memory for all streams that are measured at one time; one stream alone may exceed it."""
 
 COMPRESSION_FAILED = "compression_failed"
 

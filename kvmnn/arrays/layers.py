@@ -73,7 +73,7 @@ def select_half(source: Source, half: ModelHalf, where: str) -> Source:
 
 
 def _strip_half(name: str) -> str:
-    """Return the name without its half: ``layer_0.key`` for ``layer_0.decoder.key``."""
+    """Remove the half of an encoder-decoder model from a name: ``layer_0.key`` for ``layer_0.decoder.key``."""
     matches = list(_HALF_COMPONENT_REGEX.finditer(name))
     return name[: matches[-1].start()] + name[matches[-1].end() :] if matches else name
 

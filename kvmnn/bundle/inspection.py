@@ -356,7 +356,9 @@ def inspect_frame_set(
         entry = frames.arrays[0]
         if entry.frames[0].is_dense:
             return BareFrameInfo(path=frames.path, info=_inspect_dense_stream(frames, entry, 0).info)
-        bare_frames = tuple(_inspect_frame(frames, entry, number, options) for number in range(len(entry.frames)))
+        bare_frames = tuple(
+            _inspect_frame(frames, entry, chunk_index, options) for chunk_index in range(len(entry.frames))
+        )
         if len(bare_frames) == 1:
             return BareFrameInfo(path=frames.path, info=bare_frames[0])
         return BareSequenceInfo(
@@ -367,7 +369,9 @@ def inspect_frame_set(
         ArrayFramesInfo(
             valid_bytes=valid_bytes_by_name[entry.name],
             entry=entry,
-            frames=tuple(_inspect_chunk(frames, entry, number, options) for number in range(len(entry.frames))),
+            frames=tuple(
+                _inspect_chunk(frames, entry, chunk_index, options) for chunk_index in range(len(entry.frames))
+            ),
         )
         for entry in frames.arrays
     )
@@ -383,20 +387,20 @@ def _chunk_document(info: ChunkInfo) -> dict[str, Any]:
     return {"streams": []} | ({"dense": info.info.to_dict()} if isinstance(info, DenseChunkInfo) else {})
 
 
-def _inspect_chunk(frames: FrameSet, array: ArrayEntry, number: int, options: DecodeOptions) -> ChunkInfo:
-    frame_entry = array.frames[number]
+def _inspect_chunk(frames: FrameSet, array: ArrayEntry, chunk_index: int, options: DecodeOptions) -> ChunkInfo:
+    frame_entry = array.frames[chunk_index]
     if frame_entry.is_raw:
-        return _inspect_raw_chunk(frames, array, number)
+        return _inspect_raw_chunk(frames, array, chunk_index)
     return (
-        _inspect_dense_stream(frames, array, number)
+        _inspect_dense_stream(frames, array, chunk_index)
         if frame_entry.is_dense
-        else _inspect_frame(frames, array, number, options)
+        else _inspect_frame(frames, array, chunk_index, options)
     )
 
 
-def _inspect_dense_stream(frames: FrameSet, array: ArrayEntry, number: int) -> DenseChunkInfo:
-    data, where = _read_verified(frames, array, number)
-    entry = array.frames[number]
+def _inspect_dense_stream(frames: FrameSet, array: ArrayEntry, chunk_index: int) -> DenseChunkInfo:
+    data, where = _read_verified(frames, array, chunk_index)
+    entry = array.frames[chunk_index]
     try:
         info = inspect_stream(data, array, entry)
         streams = compute_entropies(decode_stream(data, array, entry), array.dtype)
@@ -405,25 +409,25 @@ def _inspect_dense_stream(frames: FrameSet, array: ArrayEntry, number: int) -> D
     return DenseChunkInfo(info=info, entropy=sum(streams) / len(streams))
 
 
-def _inspect_raw_chunk(frames: FrameSet, array: ArrayEntry, number: int) -> RawChunkInfo:
-    data, _ = _read_verified(frames, array, number)
+def _inspect_raw_chunk(frames: FrameSet, array: ArrayEntry, chunk_index: int) -> RawChunkInfo:
+    data, _ = _read_verified(frames, array, chunk_index)
     streams = compute_entropies(data, array.dtype)
     return RawChunkInfo(dtype=array.dtype, raw_bytes=data.size, entropy=sum(streams) / len(streams))
 
 
-def _read_verified(frames: FrameSet, array: ArrayEntry, number: int) -> tuple[Chunk, str]:
+def _read_verified(frames: FrameSet, array: ArrayEntry, chunk_index: int) -> tuple[Chunk, str]:
     """Return the stored bytes of a piece, checked against the manifest, and a prefix for messages about it."""
-    entry = array.frames[number]
+    entry = array.frames[chunk_index]
     data = frames.read_frame(entry)
-    where = f"{frames.path}: array {array.name!r}: frame {number}:"
+    where = f"{frames.path}: array {array.name!r}: frame {chunk_index}:"
     if entry.sha256 not in (None, hashlib.sha256(data.data).hexdigest()):
         raise ManifestError(f"{where} does not match the manifest's sha256")
     return data, where
 
 
-def _inspect_frame(frames: FrameSet, array: ArrayEntry, number: int, options: DecodeOptions) -> FrameInfo:
-    entry = array.frames[number]
-    data, where = _read_verified(frames, array, number)
+def _inspect_frame(frames: FrameSet, array: ArrayEntry, chunk_index: int, options: DecodeOptions) -> FrameInfo:
+    entry = array.frames[chunk_index]
+    data, where = _read_verified(frames, array, chunk_index)
     try:
         info = inspect_frame(data, dtype=array.dtype, codecs=options.codecs)
     except FrameError as exc:

@@ -72,7 +72,7 @@ class KeyMetrics:
             group = len(layer_queries) // geometry.kv_heads
             for head, (head_queries, head_weights) in enumerate(zip(layer_queries, weights, strict=True)):
                 for query, query_weights in zip(head_queries, head_weights, strict=True):
-                    rows = self._turn_back(geometry, query, query_weights)
+                    rows = self._unrotate_query(geometry, query, query_weights)
                     sums[head // group] += rows.T @ rows
 
     def to_metrics(self) -> Metrics:
@@ -92,8 +92,8 @@ class KeyMetrics:
             sums[:] = arrays[f"extras/{layer}/key/sums"]
         self.num_queries = int(arrays["extras/num_queries"])
 
-    def _turn_back(self, geometry: LayerGeometry, query: Floats, weights: Floats) -> Floats:
-        """Return the query as keys see it, one row for each that weighs anything, times the root of its weight."""
+    def _unrotate_query(self, geometry: LayerGeometry, query: Floats, weights: Floats) -> Floats:
+        """Return the query rotated back by each position of enough weight, times the weight's root: ``[row, d]``."""
         positions = np.flatnonzero(weights > _MIN_WEIGHT)
         roots = np.sqrt(weights[positions])[:, None]
         if geometry.rope is None:

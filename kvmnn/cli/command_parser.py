@@ -102,7 +102,7 @@ class ActionHelp(NamedTuple):
 
 
 class _ShowHelpAction(argparse.Action):
-    """``--help``: the options that most users need. ``--help-all``: every option, with what is said of groups."""
+    """``--help``: the options that most users need. ``--help-all``: every option, with the descriptions of groups."""
 
     def __init__(self, *, with_all: bool, **options: Any) -> None:
         super().__init__(nargs=0, default=argparse.SUPPRESS, **options)
@@ -729,7 +729,7 @@ class CommandParser(argparse.ArgumentParser):
                     self._actions.remove(action)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse the words; for programs that call the parser of `build_parser` themselves."""
+        """Add the options of the whole program, and parse; for programs that call `build_parser` themselves."""
         self.attach_program_options()
         return super().parse_known_args(args, namespace)
 

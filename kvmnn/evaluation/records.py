@@ -92,7 +92,7 @@ class ProjectCell(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class ProjectTimes(Record):
-    """Generation as StreamingLLM + H2O time it (E3 of `kvmnn.evaluation.presets`)."""
+    """Times of a generation, as the StreamingLLM + H2O project defines them (E3 of `kvmnn.evaluation.presets`)."""
 
     ttft_seconds: float
     tpot_seconds: float

@@ -209,7 +209,7 @@ def _plan_references(
 
 def _list_cells(
     evaluation_plan: EvaluationPlan,
-    number: int,
+    configuration_index: int,
     configuration: Configuration,
     digest: str,
     documents: Sequence[Document],
@@ -224,12 +224,12 @@ def _list_cells(
         start_settings = {} if start is None else {"start": start, "begin": document.scored_from}
         key = compute_cell_key("score", digest, configuration, document, settings, {"trace": trace, **start_settings})
         cells.append(MissingCell("score", key, index, trace))
-    evaluation_plan.score_keys[number] = [cell.key for cell in cells]
+    evaluation_plan.score_keys[configuration_index] = [cell.key for cell in cells]
     if settings.timing:
         key = compute_cell_key(
             "timing", digest, configuration, documents[0], settings, {"as_seed": times_project, "attention": True}
         )
-        evaluation_plan.timing_keys[number] = key
+        evaluation_plan.timing_keys[configuration_index] = key
         cells.append(MissingCell("timing", key, 0))
     if settings.project_definitions and configuration.definition is not None:
         definition_settings = {
@@ -240,7 +240,7 @@ def _list_cells(
             compute_cell_key("seed", digest, configuration, document, settings, definition_settings)
             for document in documents
         ]
-        evaluation_plan.project_keys[number] = keys
+        evaluation_plan.project_keys[configuration_index] = keys
         cells += [MissingCell("seed", key, index) for index, key in enumerate(keys)]
     return cells
 
@@ -333,8 +333,9 @@ class EvaluationRun:
             ),
         )
 
-    def _get_start_name(self, number: int) -> str | None:
-        return self.start.name if self.start is not None and self.configurations[number].uses_initial_cache else None
+    def _get_start_name(self, configuration_index: int) -> str | None:
+        uses_start = self.configurations[configuration_index].uses_initial_cache
+        return self.start.name if self.start is not None and uses_start else None
 
     def _build_model_info(self, model_info: ModelInfo) -> EvaluatedModelInfo:
         files = find_model(self.model)
@@ -428,11 +429,11 @@ def _describe_missing_attention_times(timings: Sequence[TimingCell | RefusedCell
         yield f"No attention time in {pluralize(rows, 'row')}: {reason}"
 
 
-def _read_cells(plan: EvaluationPlan, store: CellStore, number: int) -> ConfigurationCells:
-    project_keys, timing = plan.project_keys.get(number), plan.timing_keys.get(number)
+def _read_cells(plan: EvaluationPlan, store: CellStore, configuration_index: int) -> ConfigurationCells:
+    project_keys, timing = plan.project_keys.get(configuration_index), plan.timing_keys.get(configuration_index)
     location = f"{store.path or 'a store of cells'}: cell"
     return ConfigurationCells(
-        [read_cell("score", _get_cell(store, key), location) for key in plan.score_keys[number]],
+        [read_cell("score", _get_cell(store, key), location) for key in plan.score_keys[configuration_index]],
         None if project_keys is None else [read_cell("seed", _get_cell(store, key), location) for key in project_keys],
         None if timing is None else read_cell("timing", _get_cell(store, timing), location),
     )

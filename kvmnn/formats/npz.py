@@ -95,7 +95,7 @@ def _make_member_array(member: _NpzMember, options: ReadOptions, byte_options: R
 
 
 class _NpzMember:
-    """A member of the archive."""
+    """A ``.npy`` file in an archive."""
 
     def __init__(self, archive: ZipArchive, member: ZipMember) -> None:
         self.name = member.name
@@ -136,7 +136,7 @@ class _NpzMember:
 
 @contextmanager
 def _wrap_zip_errors(label: str) -> Iterator[None]:
-    """Put the file's name in front of what is said of the archive."""
+    """Prefix errors of the archive with the file's name."""
     try:
         yield
     except ZipError as exc:

@@ -152,7 +152,7 @@ def encode_balanced_segments(data: Bytes, options: LaneOptions, threads: int) ->
 
 
 def _compute_max_payload_bytes(nbytes: int, mode: int) -> int:
-    """Return an upper bound of the size of a zstd frame; without a predictor, what incompressible data needs."""
+    """Return an upper bound of the payload of a lane; in raw mode that of uncompressed zstd blocks, which is lower."""
     if mode != _RAW_MODE:
         return _encoder.max_zstd_bytes(nbytes)
     return max(

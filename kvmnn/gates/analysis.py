@@ -459,7 +459,7 @@ def _describe_ratio_basis(conditions: CaseConditions) -> str:
 
 
 def _explain_consistency(conditions: CaseConditions) -> str:
-    """Name the consistency checks that failed, or the data that passed; it does not include K and V."""
+    """Return the consistency checks that failed; if none did, what was checked, which does not include K and V."""
     failed = [
         explanation
         for passed, explanation in (

@@ -1,4 +1,8 @@
-"""Rows of layers as words and as regressors, and which of them predict a layer."""
+"""Rows of decoded layers as inputs of the linear predictor, and the selection of those that predict a layer.
+
+A `LayerCache` comes in; its rows go out as words (element bits) and as regressors, the normalised form that the
+compiled predictor reads (docs/format-linear.md). Rows of two layers are matched by the positions of their tokens.
+"""
 
 from __future__ import annotations
 

@@ -41,7 +41,10 @@ MASKED_BIAS = float(np.finfo(np.float32).min)
 
 
 class TokenGroup:
-    """Live tokens of layers with equally many; a row is the tokens of all these layers, of one, or of one KV head."""
+    """Live tokens of layers that have equally many.
+
+    A row contains the tokens of all layers of the group, of one layer, or of one KV head, by `rows_per_layer`.
+    """
 
     def __init__(
         self, layers: tuple[int, ...], rows_per_layer: int, *, has_scores: bool = False, has_norms: bool = False
@@ -501,7 +504,7 @@ class ModelCache:
                 selection = self._policy.select_stacked(policy_input)
             if not isinstance(selection, list):
                 if selection is not None:
-                    self._cut_group(group, selection, trigger)
+                    self._keep_in_group(group, selection, trigger)
                 groups.append(group)
                 continue
             for layer_group in group.split_by_layer():  # layers keep different numbers of tokens
@@ -521,7 +524,7 @@ class ModelCache:
                         f"layer {layer}: {self._policy.name} keeps {[len(row) for row in rows]} tokens: "
                         f"expected the same number in every head"
                     )
-                self._cut_group(layer_group, np.stack(rows), trigger)
+                self._keep_in_group(layer_group, np.stack(rows), trigger)
                 groups.append(layer_group)
         self._groups = groups
 
@@ -583,7 +586,7 @@ class ModelCache:
             return attention
         return _select_live_columns(attention, group.slots[:, : group.num_live])
 
-    def _cut_group(self, group: TokenGroup, indices: Indices, trigger: Trigger) -> None:
+    def _keep_in_group(self, group: TokenGroup, indices: Indices, trigger: Trigger) -> None:
         if trigger is not Trigger.AFTER_APPEND:
             group.keep(indices)
             return

@@ -363,7 +363,7 @@ class Runner:
         has_unequal_lengths = len({keys.shape[2] for keys, _ in past}) > 1
         if len(tokens) > 1 and has_unequal_lengths and not self.session.can_chunk_unequal_lengths():
             step = self._step_one_by_one(tokens, positions, past, bias)
-        elif bias is None and (size := self._compute_part_tokens(len(tokens), past[0][0].shape[2])) < len(tokens):
+        elif bias is None and (size := self._compute_part_size(len(tokens), past[0][0].shape[2])) < len(tokens):
             step = self._step_in_parts(tokens, positions, past, size)
         else:
             key_positions = None
@@ -410,8 +410,8 @@ class Runner:
         is_lossy = self._lossless is not None and self._lossless.is_lossy
         return is_lossy and isinstance(self._kv_store, LosslessStore) and self._kv_store.has_encoded
 
-    def _compute_part_tokens(self, num_tokens: int, num_past: int) -> int:
-        """Return how many tokens of the first step of a text are fed at once, where attention is summed or not read."""
+    def _compute_part_size(self, num_tokens: int, num_past: int) -> int:
+        """Return the tokens of one part of a text's first step: all of them, unless attention is summed or not read."""
         policy, interface = self.policy, self.session.interface
         if num_past or policy.requires_queries or self.requests_queries:
             return num_tokens

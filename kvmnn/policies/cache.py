@@ -285,7 +285,7 @@ MAX_DECODING_QUERIES = 256
 
 
 def append_queries(earlier: Floats | None, queries: Floats, window: int | None) -> Floats:
-    """Append a step's queries to the latest `window` ones; None holds all of a prompt, and 256 later ones."""
+    """Append a step's queries and return the latest `window`; with None all of a prompt, or the latest 256 later on."""
     joined = queries if earlier is None else np.concatenate([earlier, queries], axis=1)
     if window is None:
         window = max(queries.shape[1], MAX_DECODING_QUERIES)

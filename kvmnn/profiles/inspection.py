@@ -1,4 +1,4 @@
-"""What a profile holds, and whether it holds what it says."""
+"""Inspect and verify profiles: contents, checksums and the model that they belong to."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TableSize(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileInspection(Record):
-    """What a profile is of, and what it holds."""
+    """The model and the contents of a profile."""
 
     input: str
     nbytes: int = field(metadata={"key": "bytes"})

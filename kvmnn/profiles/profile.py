@@ -59,7 +59,7 @@ class ProfileInfo(Record):
 
     @property
     def tokens(self) -> int:
-        """Return the tokens that were read."""
+        """Return the number of tokens of all calibration texts."""
         return sum(text.tokens for text in self.texts)
 
     @classmethod

@@ -1,6 +1,6 @@
-"""When a codec pays, and when a stored prefix does: speeds of a link, lengths of a prefix, the time to the first token.
+"""Break-even of codecs and of stored prefixes: link speeds, prefix lengths, times to the first token.
 
-A codec pays on a link or disk of B bytes a second where fetching the stored bytes and decoding them takes less time
+A codec saves time on a link or disk of B bytes a second if fetching the stored bytes and decoding them takes less time
 than fetching the raw bytes, one after the other (reading: ``B < (raw - stored) / decode``); in a round trip the bytes
 are encoded and sent as well (``B < (raw - stored) / (encode + decode)``).
 """
@@ -55,7 +55,7 @@ class CodecTimes(Record):
     @property
     @json_key("read_bytes_per_s")
     def read_limit(self) -> float | None:
-        """Speed of a link, in bytes per second, below which the codec pays for reading; None if it never does."""
+        """Speed of a link, in bytes per second, below which the codec saves time in reading; None if it never does."""
         return self._compute_limit(self.decode_p50)
 
     @property
@@ -67,7 +67,7 @@ class CodecTimes(Record):
     @property
     @json_key("round_trip_bytes_per_s")
     def round_trip_limit(self) -> float | None:
-        """Speed of a link below which the codec pays for a round trip; None if it never does."""
+        """Speed of a link below which the codec saves time in a round trip; None if it never does."""
         return self._compute_limit(self.encode_p50 + self.decode_p50)
 
     @property
@@ -274,14 +274,14 @@ def compute_break_even(
     link: float | None = None,
     lengths: Sequence[int] = PREFIX_LENGTHS,
 ) -> BreakEvenReport:
-    """Return where each codec pays, and the time to the first token of prompts with a stored prefix.
+    """Return the link speeds at which each codec saves time, and times to the first token with a stored prefix.
 
     Parameters
     ----------
     codecs
         Sizes and times, all of the same K and V.
     token_bytes
-        Raw bytes of K and V of one token; without them, or without `engine`, nothing is said of prefixes.
+        Raw bytes of K and V of one token; without them, or without `engine`, prefixes are left out.
     engine
         Seconds that the engine takes.
     link

@@ -259,10 +259,10 @@ class _Replayer:
             step_us=elapsed / 1e3,
         )
 
-    def _compare(self, number: int, live_rows: KVPair) -> None:
-        positions = self.runtime.get_positions(number)
+    def _compare(self, layer_number: int, live_rows: KVPair) -> None:
+        positions = self.runtime.get_positions(layer_number)
         self.num_compared += 1
         self.num_wrong += any(
             not np.array_equal(np.ascontiguousarray(actual).view(np.uint8), original[:, positions].view(np.uint8))
-            for actual, original in zip(live_rows, self._trace.layers[number], strict=True)
+            for actual, original in zip(live_rows, self._trace.layers[layer_number], strict=True)
         )

@@ -458,7 +458,7 @@ class PrefixStore:
     def match(self, token_ids: TokenIds, *, model: str, dtype: str | None = None) -> int:
         """Return how many of the first tokens of a sequence are stored, as `get` would return them.
 
-        It is 0 as well if a remote store does not answer; `find` tells the difference.
+        It is 0 as well if a remote store does not answer; `find` reports which it is.
 
         Parameters
         ----------
@@ -761,7 +761,9 @@ class PrefixStore:
         dtype: str | None = None,
         force: bool = False,
     ) -> StoreExportResult:
-        """Write a sequence with its K and V to one file, for `import_file` of any store; of one with the same key.
+        """Write a sequence with its K and V to one file, for `import_file`.
+
+        Any store can import the file; if this store is encrypted, only one with the same key.
 
         Parameters
         ----------

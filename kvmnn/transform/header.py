@@ -185,7 +185,7 @@ class PayloadReader:
 
 
 def write_runs(numbers: npt.NDArray[np.int64]) -> bytes:
-    """Return ascending numbers as runs: their count, then for each what lies before it, and its length less 1."""
+    """Return ascending numbers as runs: their count, then for each the gap before it, and its length less 1."""
     begins = np.flatnonzero(np.diff(numbers, prepend=-2) != 1)
     lengths = np.diff(begins, append=len(numbers))
     parts, end = [write_varint(len(begins))], 0

@@ -17,8 +17,9 @@ from ..profiles.geometry import LayerGeometry
 from . import _codec
 from .tables import TABLES_NAME, list_regressors
 
-_MAX_FLOAT = 2.0**64
-_MIN_FLOAT = 2.0**-61
+_MAX_TABLE_VALUE = 2.0**64
+_MIN_TABLE_VALUE = 2.0**-61
+"""Limits of absolute values other than 0 in float tables of a profile (docs/format-transform.md)."""
 
 
 class TableSource(Protocol):
@@ -64,7 +65,7 @@ class SideTables:
 
     @cached_property
     def forward(self) -> npt.NDArray[np.float32]:
-        """Return what gives the coefficients of a row: float32 ``[block, d, d]``, or ``[n]``; only encoders need it."""
+        """Return the inverse of the basis, for encoders: float32 ``[block, d, d]``, or ``[n]``."""
         scaled = self.exact_basis.astype(np.float64) * float(self.unit)
         if scaled.ndim == 1:
             return np.asarray(1 / scaled, np.float32)
@@ -72,7 +73,7 @@ class SideTables:
 
     @property
     def elements(self) -> int:
-        """Return the elements of a row."""
+        """Return the number of elements of a row."""
         return self.kv_heads * self.dim
 
     def transform(self, rows: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
@@ -180,7 +181,7 @@ class ProfileTables:
     def _get_floats(self, name: str, count: int) -> npt.NDArray[np.float32]:
         floats: npt.NDArray[np.float32] = self._get(name, "float32", (count,))
         size = np.abs(floats)
-        if not ((size == 0) | ((size >= _MIN_FLOAT) & (size <= _MAX_FLOAT))).all():
+        if not ((size == 0) | ((size >= _MIN_TABLE_VALUE) & (size <= _MAX_TABLE_VALUE))).all():
             raise KvmnnError(f"section {name!r} of the profile: expected 0, or numbers from 2^-61 to 2^64")
         return floats
 

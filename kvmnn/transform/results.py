@@ -1,4 +1,4 @@
-"""Results of transform streams: what they say of themselves, and what was lost."""
+"""Results of transform streams: the contents of headers, and errors of decoded elements."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SideErrors(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class TransformInfo(Record):
-    """What the header of a transform stream says."""
+    """The contents of a transform stream's header."""
 
     layer: int
     dtype: str
@@ -74,7 +74,7 @@ class TransformInfo(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class TransformLayerResult(Record):
-    """A stream and what it lost."""
+    """A transform stream and the errors of its decoded elements."""
 
     info: TransformInfo
     key_errors: SideErrors

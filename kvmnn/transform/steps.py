@@ -172,7 +172,8 @@ def choose_exponents(attention: npt.ArrayLike, exponent: float = 0.5) -> npt.NDA
     attention
         The mean attention probability that later tokens give each token, over heads and these tokens: ``[token]``.
     exponent
-        How strongly it acts: the step goes with the attention to minus this power. Steps halve or double at most.
+        Strength: a token's step is proportional to its attention to the power of minus `exponent`, within a factor of
+        2.
     """
     drawn = np.asarray(attention, np.float64)
     if drawn.ndim != 1 or not np.isfinite(drawn).all() or (drawn < 0).any():

@@ -108,7 +108,7 @@ def _has_tensor_attributes(value: object) -> bool:
 
 
 def _normalize(value: Any, depth: int = 4) -> object:
-    """Return a cache in the form in which a saved one is read."""
+    """Convert an object of transformers to what unpickling its file gives: `StubObject` and `TensorView`."""
     if _has_tensor_attributes(value):
         return TensorView(value)
     layers = None if isinstance(value, Mapping) else getattr(value, "layers", None)

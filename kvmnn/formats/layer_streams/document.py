@@ -1,4 +1,4 @@
-"""``layers.json``: what a folder of layer streams holds, and which profile they need."""
+"""``layers.json``: the contents of a folder of layer streams, and the profile that they need."""
 
 from __future__ import annotations
 

@@ -245,7 +245,7 @@ def restore_layers(
 
 @dataclass(frozen=True, kw_only=True)
 class LayerStreamsInfo(Record):
-    """What a folder of layer streams holds, or what checking it gave."""
+    """Contents of a folder of layer streams, and the result of its verification if there was one."""
 
     input: str
     document: LayerStreamsDocument = field(metadata={"inline": True})

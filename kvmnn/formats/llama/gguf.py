@@ -195,7 +195,7 @@ class ModelFields(NamedTuple):
 
     @property
     def default_head_dim(self) -> int:
-        """Values of a head where the header has no length; 0 where nothing tells."""
+        """Size of a head if the header has none: the embedding over the heads; 0 if they are unknown."""
         heads, embedding_length = self.get("attention.head_count"), self.get_positive("embedding_length")
         num_heads = parse_positive_int(heads[0] if isinstance(heads, list) and heads else heads)  # as llama.cpp
         return embedding_length // num_heads if embedding_length and num_heads else 0
@@ -474,7 +474,7 @@ def read_model_layers(path: str) -> tuple[ModelLayer, ...] | None:
 def read_rotations(path: str) -> tuple[dict[int, RopeConfig | None], list[str]]:
     """Return the RoPE parameters of each layer (None: not rotated), and one line for each ignored parameter.
 
-    Empty where all layers are rotated as `read_gguf_rotary` says, or nothing tells; errors as there.
+    Empty where all layers are rotated as `read_gguf_rotary` returns, or the header has no windows; errors as there.
     """
     model = ModelFields.read(path)
     model_layers, (rotary, notes) = read_model_layers(path), read_gguf_rotary(path)

@@ -448,8 +448,8 @@ _LINES_BY_GATE = {
 """Report lines of a gate's figure and verdict, left out if the gate is not measured."""
 
 
-_OFF_WHERE_ROUNDED = ("lossless ratio", "consistency")
-"""Gates that a codec which is LOSSY turns off: nothing of them has passed."""
+_OFF_FOR_LOSSY_CODECS = ("lossless ratio", "consistency")
+"""Gates that are off for a lossy codec: they check losslessness, so their lines are left out."""
 
 
 def build_gate_section(
@@ -486,7 +486,7 @@ def build_gate_section(
     lines |= _build_own_decode_lines(figures, decode, limits, passed_by_gate)
     is_idle = bool(mode) and figures.encoded_ratio is None
     for gate in gates:
-        is_inapplicable = bool(mode) and gate.verdict == OFF and (is_idle or gate.name in _OFF_WHERE_ROUNDED)
+        is_inapplicable = bool(mode) and gate.verdict == OFF and (is_idle or gate.name in _OFF_FOR_LOSSY_CODECS)
         if gate.verdict == NOT_MEASURED or is_inapplicable:
             for name in _LINES_BY_GATE.get(gate.name, ()):
                 lines.pop(name, None)

@@ -1,4 +1,4 @@
-"""The result of an import, which lies in the folder of the model and says whether that folder is complete."""
+"""The result of an import, stored in the folder of the model, and whether that folder is complete."""
 
 from __future__ import annotations
 

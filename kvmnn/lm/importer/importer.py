@@ -350,7 +350,7 @@ not even in the year of the great storm, when the notebook got wet and the ink o
 
 
 def _build_settings(config: DecoderConfig) -> dict[str, Any]:
-    """``config.json`` in the words of transformers, as far as verbs of kvmnn read it."""
+    """Return ``config.json`` with the keys of transformers, as far as verbs of kvmnn read it."""
     windows = [layer.window for layer in config.layers]
     settings: dict[str, Any] = {
         "model_type": {"gemma3": "gemma3_text", "mistral3": "mistral"}.get(config.architecture, config.architecture),
@@ -372,7 +372,7 @@ def _build_settings(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _build_rope_settings(path: str, config: DecoderConfig) -> dict[str, Any]:
-    """The rotation in the words of transformers; nothing where frequencies have factors of their own (a tensor)."""
+    """Return the rotation with the keys of transformers; empty if frequencies have factors of their own (a tensor)."""
     rope = gguf.read_gguf_rotary(path)[0]
     by_layer = gguf.read_rotations(path)[0]
     if rope is None or (len({layer.frequencies.tobytes() for layer in config.layers}) > 1 and not by_layer):

@@ -185,7 +185,7 @@ def _add_runs(inputs: ReportInputs, document: dict[str, Any], where: str, name: 
     inputs.runs[case_runs.case] = case_runs
 
 
-def _make_adder(attribute: str, record_type: type[Record], *, complete: bool = False) -> Callable[..., None]:
+def _make_record_adder(attribute: str, record_type: type[Record], *, complete: bool = False) -> Callable[..., None]:
     """Return the function that takes in a document of one record: a pair of its file's name and the record."""
 
     def add_record(inputs: ReportInputs, document: dict[str, Any], where: str, name: str) -> None:
@@ -243,20 +243,24 @@ def _is_history(document: dict[str, Any]) -> bool:
 
 
 _DOCUMENT_KINDS: tuple[tuple[str, Callable[[dict[str, Any]], bool], Callable[..., None]], ...] = (
-    ("settings and machine of gate run", _make_key_test("kvmnn_gate_run"), _make_adder("run_infos", records.RunInfo)),
+    (
+        "settings and machine of gate run",
+        _make_key_test("kvmnn_gate_run"),
+        _make_record_adder("run_infos", records.RunInfo),
+    ),
     ("runs of a case", _make_key_test("kvmnn_gate_runs"), _add_runs),
     ("round of gates", _make_key_test("total_cases", "overall_pass", "rows"), _add_round),
     ("rounds of gate run", _is_history, _add_rounds),
     ("verdict on a case", _make_key_test("overall_pass", "gates"), _add_verdict_document),
     ("verdict on a case", _make_key_test("overall_pass", "bucket_report"), _add_verdict_document),
-    ("evaluation", _is_evaluation, _make_adder("evaluations", EvaluationResult)),
+    ("evaluation", _is_evaluation, _make_record_adder("evaluations", EvaluationResult)),
     ("measurement", _is_measurement, _add_measurement),
     (
         "replay",
         _make_key_test("behaviour", "wrong_calls", "points"),
-        _make_adder("replays", ReplayResult, complete=True),
+        _make_record_adder("replays", ReplayResult, complete=True),
     ),
-    ("codecs", _make_key_test("machine", "threads", "arrays"), _make_adder("codecs", BenchReport)),
+    ("codecs", _make_key_test("machine", "threads", "arrays"), _make_record_adder("codecs", BenchReport)),
     ("break-even", _make_key_test("break_even"), lambda *_: None),
 )
 """Kinds of documents, each with a predicate and a function that adds it; the first match is used."""

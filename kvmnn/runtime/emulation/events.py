@@ -33,7 +33,7 @@ class PlanEvent(Record):
 
 @dataclass(frozen=True)
 class EditEvent(Record):
-    """Rows were dropped before the new ones were appended."""
+    """Rows of the layer were removed, before new ones were appended: all (`is_cleared`), or those of a plan."""
 
     is_cleared: bool = field(metadata={"key": "clear", "convert": int})
     remove: int

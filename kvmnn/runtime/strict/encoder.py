@@ -43,7 +43,7 @@ class StrictLayer:
 
     def __init__(
         self,
-        number: int,
+        layer_number: int,
         config: RuntimeConfig,
         shape: tuple[int, int],
         dtype: DType,
@@ -62,8 +62,8 @@ class StrictLayer:
         self.has_triggered = False
         """Whether the layer ever had enough tokens to start; evictions may leave fewer."""
         self._config = config
-        self._number, self._scope = number, CompressionScope(config)
-        self._applies_always = self._scope.is_always_compressed(number)
+        self._number, self._scope = layer_number, CompressionScope(config)
+        self._applies_always = self._scope.is_always_compressed(layer_number)
         self._measured_tokens = 0
         self._next_due_tokens = 0
 
@@ -108,9 +108,9 @@ class StrictLayer:
             self.waiting_segments.popleft()
         return None
 
-    def build_restore_error(self, number: int, segment: TokenSegment, error: Exception) -> RestoreError:
-        """Build the error for a segment of this layer, whose number is `number`, that cannot be restored."""
-        return RestoreError(number, self.rows.find_start(segment), segment.count, describe_error(error))
+    def build_restore_error(self, layer_number: int, segment: TokenSegment, error: Exception) -> RestoreError:
+        """Build the error for a segment of this layer that cannot be restored."""
+        return RestoreError(layer_number, self.rows.find_start(segment), segment.count, describe_error(error))
 
     def select(self, ranges: list[ReservePair], read_rows: ReadRows) -> LayerContents:
         """Call `LayerStorage.select` with the block size and hot tokens of the options."""
@@ -183,9 +183,9 @@ class AsyncEncoder:
         self.jobs.peak_jobs = self.jobs.peak_async_jobs = 0
         self.num_finished = self.peak_waiting = self.last_compress_ns = 0
 
-    def schedule(self, number: int, step: int, *, has_pending_plan: bool) -> int:
+    def schedule(self, layer_number: int, step: int, *, has_pending_plan: bool) -> int:
         """Submit the cold segments of a layer that may be about to evict; return the number of blocks."""
-        layer = self._layers[number]
+        layer = self._layers[layer_number]
         if not layer.has_triggered:
             if layer.rows.tokens < self._trigger_tokens:
                 return 0
@@ -197,16 +197,16 @@ class AsyncEncoder:
         if layer.last_step is None or step - layer.last_step >= self._interval:
             layer.queue_due()
             layer.last_step = step
-        return self._submit_due(number) if layer.waiting_segments else 0
+        return self._submit_due(layer_number) if layer.waiting_segments else 0
 
     def flush(self) -> None:
         """Encode everything that is cold in the layers of the scope, and wait for it."""
-        for number, layer in enumerate(self._layers):
+        for layer_number, layer in enumerate(self._layers):
             if not layer.is_compressed(1):
                 continue
             layer.queue_due()
             while layer.peek_due() is not None:
-                self._submit_due(number)
+                self._submit_due(layer_number)
                 self.collect_finished(wait=True)
         self.collect_finished(wait=True)
 
@@ -225,8 +225,8 @@ class AsyncEncoder:
                 self._apply_result(job, None if has_failed else cast(SegmentEncodeResult, future.result()))
         self.num_finished += len(finished_jobs)
 
-    def _submit_due(self, number: int) -> int:
-        layer, num_submitted = self._layers[number], 0
+    def _submit_due(self, layer_number: int) -> int:
+        layer, num_submitted = self._layers[layer_number], 0
         while (segment := layer.peek_due()) is not None and segment.rows is not None:
             rows = segment.rows
             if not self.jobs.has_capacity(rows.nbytes):
@@ -234,12 +234,12 @@ class AsyncEncoder:
                 num_waiting = sum(len(waiting_layer.waiting_segments) for waiting_layer in self._layers)
                 self.peak_waiting = max(self.peak_waiting, num_waiting)
                 break
-            job = EncodeJob(number, segment, self._generation)
+            job = EncodeJob(layer_number, segment, self._generation)
             positions = _NO_POSITIONS
             if self._codec.needs_positions:
                 start = layer.rows.find_start(segment)
                 positions = layer.rows.positions.to_array()[start : start + segment.count]
-            self.jobs.submit(job, rows.nbytes, partial(self._codec.encode_segment, rows, number, positions))
+            self.jobs.submit(job, rows.nbytes, partial(self._codec.encode_segment, rows, layer_number, positions))
             layer.waiting_segments.popleft()
             segment.state = "queued"
             num_submitted += 1

@@ -62,9 +62,14 @@ class StrictRuntime:
         self._has_planned_layers = len(evicting) > 0
         self._layers = [
             StrictLayer(
-                number, config, self._shape, self._dtype, is_planned=number in evicting, total_latencies=self._timings
+                layer_number,
+                config,
+                self._shape,
+                self._dtype,
+                is_planned=layer_number in evicting,
+                total_latencies=self._timings,
             )
-            for number in range(layers)
+            for layer_number in range(layers)
         ]
         self._encoder = AsyncEncoder(config, self._codec, self._workers, self._layers, self._timings.wait)
         self._workspace: Elements = np.empty((2, kv_heads, 0, head_dim), self._dtype.numpy_dtype)
@@ -101,16 +106,16 @@ class StrictRuntime:
                 f"cannot erase positions {begin} to {erase_end}: expected a range inside the {num_seen} seen"
             )
         selections = []
-        for number, layer in enumerate(self._layers):
+        for layer_number, layer in enumerate(self._layers):
             ranges = layer.rows.positions.exclude_positions(begin, erase_end)
             if ranges != layer.rows.all_ranges:
-                selections.append((number, ranges, layer.select(ranges, self._decode_all_rows(number))))
-        for number, ranges, contents in selections:  # from here on nothing can fail
-            layer = self._layers[number]
+                selections.append((layer_number, ranges, layer.select(ranges, self._decode_all_rows(layer_number))))
+        for layer_number, ranges, contents in selections:  # from here on nothing can fail
+            layer = self._layers[layer_number]
             bytes_before = layer.rows.raw_bytes
             layer.replace_contents(contents, ranges)
             layer.counters.appended_bytes -= bytes_before - layer.rows.raw_bytes
-            invalidate_plan(self.planner.layers[number], ranges, self.config.h2o.effective_block_tokens)
+            invalidate_plan(self.planner.layers[layer_number], ranges, self.config.h2o.effective_block_tokens)
         self._restorer.cache.remove_dead()
         if erase_end == num_seen:
             self._step_guard.position = begin
@@ -180,23 +185,23 @@ class StrictRuntime:
     def end_call(self, *, sums: Any = None, rows: Any = None) -> StrictCallResult:
         """Plan, and submit the blocks that have become cold."""
         guard, encoder = self._step_guard, self._encoder
-        number, num_evicted = guard.check_end()
-        layer = self._layers[number]
+        layer_number, num_evicted = guard.check_end()
+        layer = self._layers[layer_number]
         num_planned, has_pending_plan = 0, False
         if layer.is_planned:
             layer_plan = self.planner.end_call(sums, rows=rows).plan
             num_planned = layer_plan.num_evicted if layer_plan is not None else 0
-            has_pending_plan = self.planner.layers[number].pending_plan is not None
+            has_pending_plan = self.planner.layers[layer_number].pending_plan is not None
         guard.record_end()
         num_before = encoder.num_finished
         if encoder.jobs.jobs:
             encoder.collect_finished()
         num_submitted = 0
         if guard.is_decoding:
-            num_submitted = encoder.schedule(number, guard.token_step, has_pending_plan=has_pending_plan)
+            num_submitted = encoder.schedule(layer_number, guard.token_step, has_pending_plan=has_pending_plan)
         num_finished, num_waiting = encoder.num_finished - num_before, len(layer.waiting_segments)
         return StrictCallResult(
-            number, layer.rows.tokens, num_evicted, num_planned, num_submitted, num_finished, num_waiting
+            layer_number, layer.rows.tokens, num_evicted, num_planned, num_submitted, num_finished, num_waiting
         )
 
     def end_step(self) -> None:
@@ -268,7 +273,9 @@ class StrictRuntime:
 
     def collect_metrics(self) -> RuntimeMetrics:
         """Return the figures of the request so far."""
-        layers = tuple(layer.counters.to_metrics(number, layer.rows) for number, layer in enumerate(self._layers))
+        layers = tuple(
+            layer.counters.to_metrics(layer_number, layer.rows) for layer_number, layer in enumerate(self._layers)
+        )
         raw_bytes = sum(layer_metrics.raw_bytes for layer_metrics in layers)
         compressed_bytes = sum(layer_metrics.compressed_bytes for layer_metrics in layers)
         cache, planner_metrics = self._restorer.cache, self.planner.metrics
@@ -306,9 +313,9 @@ class StrictRuntime:
 
     # -- restoring -----------------------------------------------------------------------------------------------------
 
-    def _create_row_reader(self, number: int) -> ReadRows:
+    def _create_row_reader(self, layer_number: int) -> ReadRows:
         """Create a function that returns the rows of a layer's segment, decoding them on each call."""
-        layer = self._layers[number]
+        layer = self._layers[layer_number]
 
         def read_rows(segment: TokenSegment) -> Elements:
             if segment.rows is not None:
@@ -316,13 +323,13 @@ class StrictRuntime:
             try:
                 return self._restorer.read_rows(segment, layer.counters)
             except Exception as error:
-                raise layer.build_restore_error(number, segment, error) from error
+                raise layer.build_restore_error(layer_number, segment, error) from error
 
         return read_rows
 
-    def _create_row_writer(self, number: int) -> WriteRows:
+    def _create_row_writer(self, layer_number: int) -> WriteRows:
         """Create a function that decodes the rows of a layer's segment into an array."""
-        layer = self._layers[number]
+        layer = self._layers[layer_number]
 
         def write_rows(segment: TokenSegment, out: Elements) -> None:
             if segment.rows is not None:
@@ -331,14 +338,14 @@ class StrictRuntime:
             try:
                 self._restorer.write_rows(segment, out, layer.counters)
             except Exception as error:
-                raise layer.build_restore_error(number, segment, error) from error
+                raise layer.build_restore_error(layer_number, segment, error) from error
 
         return write_rows
 
-    def _decode_all_rows(self, number: int) -> ReadRows:
+    def _decode_all_rows(self, layer_number: int) -> ReadRows:
         """Decode all segments of a layer now; return a reader of their rows that cannot fail."""
-        read_rows = self._create_row_reader(number)
-        rows = {id(segment): read_rows(segment) for segment in self._layers[number].rows.segments}
+        read_rows = self._create_row_reader(layer_number)
+        rows = {id(segment): read_rows(segment) for segment in self._layers[layer_number].rows.segments}
         return lambda segment: segment.rows if segment.rows is not None else rows[id(segment)]
 
     def _get_workspace(self, tokens: int) -> Elements:

@@ -466,14 +466,14 @@ class StoreIndex:
 
 
 class _Connection(sqlite3.Connection):
-    """One that is closed with the store that holds it; Python 3.13 on warns of others that were left open."""
+    """A connection that is closed when it is freed: Python 3.13 and later warn of others that were left open."""
 
     def __del__(self) -> None:
         self.close()
 
 
 def _describe_disk_error(error: Exception, folder: str | os.PathLike[str]) -> str:
-    """Return the words of an error; of a disk without space that too: SQLite reports an I/O error then."""
+    """Return the text of an error, with a note if the disk is full: SQLite reports an I/O error then."""
     try:
         is_full = shutil.disk_usage(folder).free < _MIN_FREE_BYTES
     except OSError:

@@ -80,10 +80,11 @@ def touch(cursor: ValidatingCursor, num_uses_by_unit: Mapping[int, int]) -> None
         f"UPDATE unit SET used = ?, uses = min(uses + ?, {MAX_UNIT_USES}) WHERE id = ?",
         [(tick, num_uses, unit) for unit, num_uses in sorted(num_uses_by_unit.items())],
     )
-    _set_priorities(cursor, num_uses_by_unit)
+    _update_priorities(cursor, num_uses_by_unit)
 
 
-def _set_priorities(cursor: ValidatingCursor, units: Iterable[int]) -> None:
+def _update_priorities(cursor: ValidatingCursor, units: Iterable[int]) -> None:
+    """Recompute the eviction priorities of units from their uses."""
     cursor.execute_many(f"{_SET_PRIORITY_SQL} WHERE id = ?", [(unit,) for unit in units])
 
 
@@ -121,7 +122,7 @@ def insert_unit(
         (number, namespace_id, parent, num_known, new_unit.start, new_unit.ids.size, new_unit.nbytes, tick),
     )
     unit = cursor.last_row_id
-    _set_priorities(cursor, [unit])
+    _update_priorities(cursor, [unit])
     cursor.execute_many(
         "INSERT OR REPLACE INTO block VALUES (?, ?, ?)",
         [(key, unit, block_index) for block_index, key in enumerate(keys) if block_index >= num_known],
@@ -155,7 +156,7 @@ def insert_state(
         (number, namespace_id, parent, state.raw_bytes, state.tokens, nbytes, _read_clock(cursor)),
     )
     unit = cursor.last_row_id
-    _set_priorities(cursor, [unit])
+    _update_priorities(cursor, [unit])
     cursor.execute("INSERT INTO branch VALUES (?, ?, x'')", (unit, state_key))
     cursor.execute("UPDATE state SET bytes = bytes + ?", (nbytes,))
     return unit

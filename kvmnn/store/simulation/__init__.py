@@ -1,4 +1,4 @@
-"""What a prefix store would find of a recorded trace of requests, without its contents."""
+"""Simulate a prefix store on a recorded trace of requests: hits and bytes by codec, limit and eviction policy."""
 
 from .report import (
     MeasuredRatio,

@@ -1,4 +1,4 @@
-"""What a store would have found of a trace, for each codec, limit and policy: as a table, JSON and a picture."""
+"""Reports of a simulation: hits of a trace for each codec, limit and policy, as a table, JSON and a picture."""
 
 from __future__ import annotations
 

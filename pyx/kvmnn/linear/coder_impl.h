@@ -255,15 +255,15 @@ static void ISA_FN(begin_group)(ISA_FN(state) *state, const linear_job *job, siz
     int64_t positions[GROUP] = {0};
     memcpy(positions, job->positions + begin, tokens * sizeof *positions);
     for (size_t i = 0; i < side->shape.rotated_dims / 2; ++i)
-        turn_group512(positions, side->shape.frequencies[i], state->cosines + i * GROUP, state->sines + i * GROUP,
-                      state->angles + i * GROUP);
+        compute_group_rotations512(positions, side->shape.frequencies[i], state->cosines + i * GROUP,
+                                   state->sines + i * GROUP, state->angles + i * GROUP);
 #else
     for (size_t i = 0; i < side->shape.rotated_dims / 2; ++i)
         for (size_t t = 0; t < GROUP; ++t) {
             const size_t at = i * GROUP + t;
             const uint64_t angle =
                 t < tokens ? (uint64_t)job->positions[begin + t] * side->shape.frequencies[i] : 0;
-            linear_turn(angle, &state->cosines[at], &state->sines[at]);
+            linear_compute_rotation(angle, &state->cosines[at], &state->sines[at]);
             state->angles[at] = (uint8_t)((angle + ((uint64_t)1 << 56)) >> 57 & (ANGLES - 1));
         }
 #endif
@@ -780,7 +780,8 @@ static void ISA_FN(regressors)(const linear_shape *shape, const linear_scales *s
         for (size_t in_head = 0; in_head < shape->head_dim / 2; ++in_head) {
             int32_t cosine = 0, sine = 0;
             const int is_rotated = 2 * in_head < shape->rotated_dims;
-            if (is_rotated) linear_turn((uint64_t)positions[t] * shape->frequencies[in_head], &cosine, &sine);
+            if (is_rotated)
+                linear_compute_rotation((uint64_t)positions[t] * shape->frequencies[in_head], &cosine, &sine);
             for (size_t place = 2 * in_head; place < n; place += shape->head_dim) {
                 const int exponent = scales->exponents[place / 2];
                 int64_t x[2];

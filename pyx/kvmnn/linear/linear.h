@@ -112,7 +112,7 @@ extern const uint16_t linear_masses[SCALES][BUCKETS];
 extern const uint16_t linear_reciprocals[128];
 
 /* Cosine and sine of an angle in turns times 2^64, times 2^30. */
-static inline void linear_turn(uint64_t angle, int32_t *cosine, int32_t *sine) {
+static inline void linear_compute_rotation(uint64_t angle, int32_t *cosine, int32_t *sine) {
     static const int64_t S[5] = {1686629713, -693598668, 85569306, -5026995, 172272};
     static const int64_t C[6] = {1073741824, -1324675879, 272375560, -22401992, 987048, -27060};
     const int32_t turned = (int32_t)(uint32_t)(angle >> 34) + (1 << 27); /* a turn is 2^30 */

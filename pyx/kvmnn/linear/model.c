@@ -48,12 +48,12 @@ static uint32_t square_root(uint64_t x) { /* x < 2^52: exact as a double */
 static int64_t at_least(int64_t x, int64_t limit) { return x > limit ? x : limit; }
 
 /* At an angle: inverse deviation of the first word of a pair, slope of the second centre, its inverse deviation. */
-static void turn_covariance(int32_t sigma_a, int32_t sigma_b, int correlation, int angle, int32_t out[4]) {
+static void rotate_covariance(int32_t sigma_a, int32_t sigma_b, int correlation, int angle, int32_t out[4]) {
     const int64_t a = sigma_a >> 4, b = sigma_b >> 4;
     const int64_t aa = a * a, bb = b * b, ab = a * b * correlation / (1 << 14);
     int32_t cosine, sine;
     int64_t v11, v12, v22, rest;
-    linear_turn((uint64_t)angle << 57, &cosine, &sine);
+    linear_compute_rotation((uint64_t)angle << 57, &cosine, &sine);
     const int64_t c = cosine >> 16, s = sine >> 16;
     v11 = at_least((aa * c * c - 2 * ab * c * s + bb * s * s) >> 28, 1);
     v22 = at_least((aa * s * s + 2 * ab * c * s + bb * c * c) >> 28, 1);
@@ -74,8 +74,8 @@ void linear_prepare(linear_side *side, const int8_t *base, const int8_t *chain) 
         const size_t place = 2 * pair % side->shape.head_dim;
         const int num_angles = place < side->shape.rotated_dims ? ANGLES : 1;
         for (int angle = 0; angle < num_angles; ++angle)
-            turn_covariance(side->sigmas[2 * pair], side->sigmas[2 * pair + 1], side->correlations[pair], angle,
-                            side->angles[pair][angle]);
+            rotate_covariance(side->sigmas[2 * pair], side->sigmas[2 * pair + 1], side->correlations[pair], angle,
+                              side->angles[pair][angle]);
     }
 }
 

@@ -59,8 +59,8 @@ static inline void store_columns512(const uint32_t *columns, size_t count, void 
 /* (s x z) >> 30 of numbers that fit in 32 bits. */
 static inline __m512i scale512(__m512i s, __m512i z) { return _mm512_srai_epi64(_mm512_mul_epi32(s, z), 30); }
 
-/* linear_turn of eight angles. */
-static inline void turn_angles512(__m512i angles, __m512i *cosines, __m512i *sines) {
+/* `linear_compute_rotation` of eight angles. */
+static inline void compute_rotations512(__m512i angles, __m512i *cosines, __m512i *sines) {
     static const int64_t S[5] = {1686629713, -693598668, 85569306, -5026995, 172272};
     static const int64_t C[6] = {1073741824, -1324675879, 272375560, -22401992, 987048, -27060};
     const __m512i turned = _mm512_add_epi64(_mm512_srli_epi64(angles, 34), _mm512_set1_epi64(1 << 27));
@@ -80,14 +80,14 @@ static inline void turn_angles512(__m512i angles, __m512i *cosines, __m512i *sin
 }
 
 /* Cosines and sines of all tokens of a group at their positions, and the numbers of their angles. */
-static inline void turn_group512(const int64_t positions[GROUP], uint64_t frequency, int32_t *cosines, int32_t *sines,
-                                 uint8_t *numbers) {
+static inline void compute_group_rotations512(const int64_t positions[GROUP], uint64_t frequency, int32_t *cosines,
+                                              int32_t *sines, uint8_t *numbers) {
     for (int t = 0; t < GROUP; t += 8) {
         const __m512i angles =
             _mm512_mullo_epi64(_mm512_loadu_si512(positions + t), _mm512_set1_epi64((int64_t)frequency));
         const __m512i number = _mm512_srli_epi64(_mm512_add_epi64(angles, _mm512_set1_epi64((int64_t)1 << 56)), 57);
         __m512i c, s;
-        turn_angles512(angles, &c, &s);
+        compute_rotations512(angles, &c, &s);
         _mm256_storeu_si256((void *)(cosines + t), _mm512_cvtepi64_epi32(c));
         _mm256_storeu_si256((void *)(sines + t), _mm512_cvtepi64_epi32(s));
         if (numbers)

@@ -559,7 +559,7 @@ static void regressors512(const linear_shape *shape, const linear_scales *scales
     load_columns512(words, count_columns512(dtype, n), columns);
     for (size_t in_head = 0; in_head < shape->head_dim / 2; ++in_head) {
         const int is_rotated = 2 * in_head < shape->rotated_dims;
-        if (is_rotated) turn_group512(positions, shape->frequencies[in_head], cosines, sines, NULL);
+        if (is_rotated) compute_group_rotations512(positions, shape->frequencies[in_head], cosines, sines, NULL);
         for (size_t place = 2 * in_head; place < n; place += shape->head_dim) {
             wide512 x[2];
             __m512i rows[2];

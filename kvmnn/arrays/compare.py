@@ -22,7 +22,7 @@ from .completeness import Completeness, build_pair_document, format_missing_of_p
 from .engine_cache import parse_layers
 from .layers import AmbiguousAxesError, LayerArray, collect_layers
 from .positions import PositionMap, describe_conflicts, find_position_conflicts, read_token_positions
-from .source import Source
+from .source import LOSSY_KEY, Source
 
 _COMPARE_CHUNK_BYTES = 4 << 20
 _LayerIndex = dict[tuple[int, Part], LayerArray]
@@ -304,6 +304,8 @@ def _align_chunks(
 
 #: Four bits leave a relative error below 0.15, and unrelated numbers one of 1.4.
 MIN_NON_ROUNDING_ERROR = 0.5
+#: Lossy codecs lose less than the numbers themselves, a relative error of 1; unrelated numbers have one of 1.4.
+_MIN_REORDERING_ERROR = 1.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -350,6 +352,8 @@ class ToleranceReport(Record):
     errors: tuple[ErrorStats, ...] = field(metadata={"key": "layers"})
     #: Why layers could not be compared, or not all of them: missing ones, other shapes.
     unlike: tuple[str, ...] = ()
+    #: Whether an input records that a lossy codec has rounded it.
+    is_lossy: bool = field(default=False, metadata={"omit": True})
     #: How much of the model's state the arrays of each input contain; None if unknown.
     completeness: tuple[Completeness | None, Completeness | None] = field(
         default=(None, None), metadata={"inline": True, "convert": build_pair_document}
@@ -398,9 +402,13 @@ class ToleranceReport(Record):
             lines.append(f"{words_text} within {self.atol:g}")
         if self.relative:
             line = f"relative error (rms of differences over rms of numbers): at most {self.relative:.2g} of a layer"
-            if self.relative >= MIN_NON_ROUNDING_ERROR:
+            if self.is_lossy and self.relative < _MIN_REORDERING_ERROR:
+                line += ": an input is LOSSY"
+            elif self.relative >= MIN_NON_ROUNDING_ERROR:
+                codec_text = "a lossy codec, " if self.relative < _MIN_REORDERING_ERROR else ""
                 line += (
-                    ", which is no rounding: another order of axes, heads or pairs, other positions, or other tokens"
+                    f", which is no rounding of numbers: {codec_text}another order of axes, heads or pairs, other "
+                    "positions, or other tokens"
                 )
             lines.append(line)
         return "\n".join([*lines, *format_missing_of_pair(self.completeness)])
@@ -455,6 +463,7 @@ def compare_allclose(
         unlike=tuple(incompatible),
         first_input=" ".join(first.inputs),
         second_input=" ".join(second.inputs),
+        is_lossy=any(LOSSY_KEY in source.metadata for source in (first, second)),
         completeness=(first.completeness, second.completeness),
     )
 

@@ -119,6 +119,10 @@ class _CachedStats:
         return self._stats
 
 
+_LOOPBACK = "127.0.0.1"
+"""There is no password: only who types another address serves figures to other machines."""
+
+
 def make_metrics_server(read_text: Callable[[], str], address: str) -> ThreadingHTTPServer:
     """Make an HTTP server that answers ``GET /metrics``; call its `serve_forever`.
 
@@ -127,7 +131,8 @@ def make_metrics_server(read_text: Callable[[], str], address: str) -> Threading
     read_text
         Returns the text, such as that of `format_prometheus`.
     address
-        ``HOST:PORT``; ``:PORT`` for all addresses of the machine. Port 0 takes a free one.
+        ``HOST:PORT``; ``:PORT`` is ``127.0.0.1:PORT``: all addresses of the machine are ``0.0.0.0``. Port 0 takes a
+        free one.
     """
     host, _, port = address.rpartition(":")
     if not (port.isascii() and port.isdigit()) or int(port) > 65535:
@@ -155,6 +160,6 @@ def make_metrics_server(read_text: Callable[[], str], address: str) -> Threading
             """Log nothing: a scrape every few seconds says nothing new."""
 
     try:
-        return ThreadingHTTPServer((host.strip("[]"), int(port)), Handler)
+        return ThreadingHTTPServer((host.strip("[]") or _LOOPBACK, int(port)), Handler)
     except OSError as error:
         raise KvmnnError(f"{address}: cannot listen there: {error.strerror or error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field
 from typing import TYPE_CHECKING
@@ -542,7 +543,8 @@ class StoreStats(Record):
         lines += [f"  its units need the profile {self.profile[:16]}"] if self.profile else []
         lines += ["  encrypted"] if self.is_encrypted else []
         counters = {} if self.usage is None else self.usage.counters
-        lines += [f"  {self.usage}"] if any(counters.get(name) for name in ("gets", "damages", "outages")) else []
+        if any(counters.get(name) for name in ("gets", "damages", "outages")):
+            lines += textwrap.wrap(str(self.usage), 80, initial_indent="  ", subsequent_indent="    ")
         text = "\n".join([*lines, *(f"  model {escape_control(model)}" for model in self.models)])
         return text if self.break_even is None else f"{text}\n\n{self.break_even}"
 

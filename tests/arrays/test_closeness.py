@@ -86,9 +86,22 @@ def test_compare_allclose_relative_error_separates_rounding_from_reordering(chan
     found = compare_allclose(source({"layer_0.key": words}), source({"layer_0.key": changed}), 1e30)
     assert least <= found.errors[0].relative <= most
     assert found.to_dict()["relative"] == found.to_dict()["layers"][0]["relative"] == found.errors[0].relative
-    assert ("which is no rounding" in str(found)) == (least > 1)
+    assert ("which is no rounding" in str(found)) == (least > 1) and "a lossy codec" not in str(found)
     assert ("relative error" in str(found)) == (change != "nothing")
     assert max(map(len, str(found).splitlines()[:2])) <= 80
+
+
+def test_compare_allclose_of_lossy_codec_is_no_reordering() -> None:
+    words = np.random.default_rng(3).standard_normal((4, 64, 64), np.float32)
+    first, second = source({"layer_0.key": words}), source({"layer_0.key": words * 0.3})
+    report = compare_allclose(first, second, 1e30)
+    assert report.relative is not None and 0.5 < report.relative < 1.2
+    assert "which is no rounding of numbers: a lossy codec, another" in str(report)
+    second.metadata["kvmnn.lossy"] = "K and V are rounded"
+    marked = compare_allclose(first, second, 1e30)
+    assert "another order" not in str(marked) and str(marked).endswith(": an input is LOSSY") and marked.is_lossy
+    unrelated = source({"layer_0.key": words[::-1].copy()}, metadata={"kvmnn.lossy": "K and V are rounded"})
+    assert "another order of axes" in str(compare_allclose(first, unrelated, 1e30))
 
 
 def test_compare_allclose_relative_error_ignores_non_finite_values() -> None:

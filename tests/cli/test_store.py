@@ -76,6 +76,9 @@ def test_store_put_beyond_size_limit_is_noted(here: Path, run) -> None:
     assert "quota (quota, --quota)" in run(*put, "--namespace", "a", "--quota", "100", code=1).out
     stored = json.loads(run(*put, "--size-limit", "1M", "--json").out)
     assert note == NO_ROOM.format(f"{stored['stored_bytes']:,}")
+    missed = json.loads(run("store", "match", "S", "--token-ids", "1,2,3", "--json", code=1).out)
+    assert (document["error"], missed["error"], missed["tokens"]) == (note, "nothing of this text is stored", 0)
+    assert "error" not in stored
     evicted = run(*put, "--size-limit", "100", code=1)
     assert evicted.out.startswith("50 tokens: none of them is stored now: ")
     assert evicted.out.endswith(" bytes of files evicted or replaced\n")
@@ -541,6 +544,19 @@ def test_store_messages_are_rendered_by_the_chat_template(here: Path, run) -> No
     model = ("--model", "model", "--fingerprint", "m")
     run("store", "put", "S", "chat.npz", "--text", "chat.json", *model)
     assert run("store", "match", "S", "--token-ids", ",".join(map(str, ids))).out == f"{len(ids)}\n"
+    put = ("store", "put", "S", "chat.npz", "--text", "other.json", *model)
+    Path("other.json").write_text(json.dumps({"messages": [{"role": "user", "content": "Why not now?"}]}))
+    others = Tokenizer.open_for_model(folder).encode("##<user>Why not now?<answer>").tolist()
+    error = run(*put, code=1).err
+    assert f"holds {len(ids)} tokens, there are {len(others)} token ids ({len(others)} of --text, by the" in error
+    Path("kv").mkdir()
+    Path("kv/token_ids.json").write_text(json.dumps(ids))
+    for name, words in arrays(ids).items():
+        np.save(f"kv/{name}.npy", words)
+    index = next(index for index, pair in enumerate(zip(ids, others, strict=False)) if pair[0] != pair[1])
+    message = f"kv: its token {index} is {ids[index]}, --text says {others[index]} (leave --text out, or --force): "
+    message += f"{len(ids)} ids in the cache, {len(others)} of --text"
+    assert message in run("store", "put", "S", "kv", "--text", "other.json", *model, code=2).err
     Path("chat.json").write_text(json.dumps({"messages": "Why?"}))
     assert "chat.json: messages" in run("store", "match", "S", "--text", "chat.json", *model, code=1).err
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{% for %}"}))

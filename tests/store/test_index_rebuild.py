@@ -247,6 +247,20 @@ def test_open_read_only_damaged_index_is_refused(folder: Path, what: str) -> Non
         PrefixStore(folder, read_only=True)
 
 
+@pytest.mark.parametrize("settings", [None, "{"])
+def test_open_without_index_and_settings_gives_all_the_same_advice(folder: Path, settings: str | None) -> None:
+    replaced(folder, "noise")
+    (folder / "store.json").unlink()
+    if settings is not None:
+        (folder / "store.json").write_text(settings)
+    advices = []
+    for read_only in (True, False):  # as ls and verify open it
+        with pytest.raises(KvmnnError, match="write what the store was made with into") as refused:
+            PrefixStore(folder, read_only=read_only, create=False)
+        advices.append(str(refused.value))
+    assert "kvmnn store verify" not in advices[0] and "remove the store" not in advices[1]
+
+
 @PLAIN_ONLY
 def test_open_damaged_settings_without_index_is_refused(folder: Path) -> None:
     (folder / "store.json").write_text('{"schema": "kvmnn-store", "schema_version": 3, "block_tokens": 4}')

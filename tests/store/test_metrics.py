@@ -59,6 +59,7 @@ def test_counts_are_those_of_all_processes(tmp_path) -> None:
         assert stats.usage is not None
         assert stats.usage.counters == usage.counters
         assert "2 of 3 gets found something: 180 of 282 tokens (63.8 %)" in str(stats)
+        assert max(map(len, str(stats).splitlines())) <= 80
     assert os.listdir(tmp_path / "store").count(COUNTERS_FILE) == 1
 
 
@@ -206,6 +207,12 @@ def test_metrics_server_answers_scrapes_and_survives_errors() -> None:
 def test_metrics_server_refuses_addresses(address) -> None:
     with pytest.raises(OptionError, match="expected HOST:PORT"):
         make_metrics_server(lambda: "", address)
+
+
+@pytest.mark.parametrize(("address", "host"), [(":0", "127.0.0.1"), ("0.0.0.0:0", "0.0.0.0")])
+def test_metrics_server_without_host_listens_on_the_loopback(address: str, host: str) -> None:
+    with make_metrics_server(lambda: "", address) as server:
+        assert server.server_address[0] == host
 
 
 def test_metrics_server_names_the_address_in_use() -> None:

@@ -49,14 +49,26 @@ def read_layers(source: Source, arguments: argparse.Namespace) -> list[LayerCach
     """Read K and V of every token of the sequence to store."""
     from ...errors import KvmnnError
     from ...store import read_layer_caches
+    from ...store.adapters import read_saved_ids
     from ...store.namespace import split_windows, validate_layers
 
     layers = read_layer_caches(source, token_major=arguments.token_major, with_windows=True, with_states=True)
     full_layers, window_layers = split_windows(layers, list_window_layers(layers))
+    ids = resolve_ids(source, arguments)
     try:
-        return [*validate_layers(full_layers, len(resolve_ids(source, arguments)), window_layers), *window_layers]
+        return [*validate_layers(full_layers, len(ids), window_layers), *window_layers]
     except KvmnnError as error:
-        raise KvmnnError(f"{' '.join(arguments.inputs)}: {error}") from None
+        text = f"{' '.join(arguments.inputs)}: {error}"
+        if arguments.text is not None:
+            text += f" ({len(ids):,} of --text, by the tokenizer of --model)"
+            cache_ids = read_saved_ids(source)
+            num_shared = 0 if cache_ids is None else min(len(cache_ids), len(ids))
+            text += f"; the {num_shared:,} ids that the cache has are the same" if num_shared else ""
+        raise KvmnnError(text) from None
+
+
+def _name_ids_option(arguments: argparse.Namespace) -> str:
+    return "--token-ids" if arguments.text is None else "--text"
 
 
 def _check_num_layers(arguments: argparse.Namespace) -> None:
@@ -171,13 +183,16 @@ def resolve_ids(source: Source, arguments: argparse.Namespace) -> Any:
         return resolve_token_ids(source)
     cache_ids = read_saved_ids(source)
     specified_ids = _load_ids(arguments)
+    num_cache_ids = 0 if cache_ids is None else len(cache_ids)
     for token_index, (specified_id, cache_id) in enumerate(
         zip(specified_ids.tolist(), cache_ids if cache_ids is not None else [], strict=False)
     ):
         if specified_id != cache_id and cache_id != NO_TOKEN and not arguments.force:
+            option = _name_ids_option(arguments)
             raise UsageError(
-                f"{' '.join(arguments.inputs)}: its token {token_index} is {cache_id}, --token-ids says {specified_id} "
-                "(leave --token-ids out, or --force)"
+                f"{' '.join(arguments.inputs)}: its token {token_index} is {cache_id}, {option} says {specified_id} "
+                f"(leave {option} out, or --force): {num_cache_ids:,} ids in the cache, {len(specified_ids):,} of "
+                f"{option}"
             )
     return (
         specified_ids
@@ -559,7 +574,7 @@ _EXAMPLES = (
     "kvmnn store get prefixes/ --token-ids prompt.json -o kv.npz",
     "kvmnn store ls prefixes/",
     "kvmnn store stat prefixes/ --json",
-    "kvmnn store serve-metrics prefixes/ --listen :9464",
+    "kvmnn store serve-metrics prefixes/ --listen :9465",
     "kvmnn store verify prefixes/",
     "kvmnn store gc prefixes/ --size-limit 20G",
     "kvmnn store rm prefixes/ 3fa91c",
@@ -728,7 +743,7 @@ def add_parser(subparsers: Any) -> None:
         "--listen",
         default="127.0.0.1:9464",
         metavar="HOST:PORT",
-        help="serve-metrics: where to listen (default: 127.0.0.1:9464)",
+        help="serve-metrics: where to listen (default: 127.0.0.1:9464; without HOST: 127.0.0.1)",
     )
     shared_options.add_source_options(parser, "put: element type of raw input; else the precision to look up")
     parser.add_argument("--token-major", action="store_true", help="put: arrays are [token, kv_head, head_dim]")
@@ -757,18 +772,29 @@ def run(arguments: argparse.Namespace) -> int:
             message = packed_options.add_unpack_hint(arguments, str(error))
             console.print_json({"verb": f"store {arguments.action}", **partial_document, "error": message})
         raise
-    console.show_result(arguments, f"store {arguments.action}", _ResultWithNotes(result, arguments.noted))
+    error_text = _explain_failure(arguments.action, result) if code else ""
+    console.show_result(arguments, f"store {arguments.action}", _ResultWithNotes(result, arguments.noted, error_text))
     return code
 
 
+def _explain_failure(action: str, result: Any) -> str:
+    """Explain why an action whose result is shown exits with 1."""
+    if action == "match":
+        return "nothing of this text is stored"
+    if action == "verify":
+        return "; ".join((*result.damaged, *result.beside, *result.anew))
+    return "; ".join(result.notes)
+
+
 class _ResultWithNotes(NamedTuple):
-    """A result whose document has the notes that went to standard error, too."""
+    """A result whose document has the notes that went to standard error, and why the command exits with 1."""
 
     result: CommandResult
     notes: list[str]
+    error: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        return _add_notes(self.result.to_dict(), self.notes)
+        return _add_notes(self.result.to_dict(), self.notes) | ({"error": self.error} if self.error else {})
 
     def __str__(self) -> str:
         return str(self.result)

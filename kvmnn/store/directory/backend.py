@@ -200,7 +200,12 @@ class DirectoryBackend:
         self._damaged_units: set[int] = set()
         try:
             self.index = StoreIndex(
-                folder, settings=settings, read_only=read_only, rebuild=self._rebuild_index, cipher=cipher
+                folder,
+                settings=settings,
+                read_only=read_only,
+                rebuild=self._rebuild_index,
+                explain_lost_settings=self.recovery_files.explain_lost_settings,
+                cipher=cipher,
             )
         except OutputError:
             if is_new:

@@ -26,7 +26,7 @@ from ...files.mapped_file import MappedFile
 from ...files.schema import read_bounded
 from ...files.temporary import TEMPORARY_NAME_PATTERN, TemporaryPath, remove_stale
 from ...frames.buffers import integrity_checksum
-from ..backend import StoreSettings, encode_settings, parse_settings
+from ..backend import StoreSettings, encode_settings, explain_settings, parse_settings
 from ..encryption import NO_CIPHER, StoreCipher, UnsealError, infer_key_check
 from ..namespace import KEY_BYTES, MAX_ID, MAX_TOKENS, Ids, Namespace, compute_sequence_key, hash_key, parse_namespace
 from ..unit import (
@@ -287,6 +287,15 @@ class RecoveryFiles:
     def has_only_units(self) -> bool:
         """Return whether the folder contains units but no settings: a store that has lost them."""
         return not self.exists and any((self._folder / "units").glob("*/*.unit"))
+
+    def explain_lost_settings(self) -> str:
+        """Return the advice for a store whose settings, too, are lost or damaged; empty if they can be read."""
+        try:
+            self.read_settings()
+        except (KvmnnError, OSError):
+            path = self._folder / SETTINGS_FILE
+            return f"{SETTINGS_FILE} is lost or damaged as well: {explain_settings(path, self._cipher)}"
+        return ""
 
     def save_settings(self, settings: StoreSettings, *, overwrite: bool = False) -> None:
         """Write the settings if there are none; with `overwrite`, always."""

@@ -219,13 +219,14 @@ class StoreIndex:
         settings: StoreSettings | None,
         read_only: bool,
         rebuild: Callable[[str, Path | None], bool],
+        explain_lost_settings: Callable[[], str],
         cipher: StoreCipher = NO_CIPHER,
     ) -> None:
         self.path = folder / INDEX_FILE
         self._cipher = cipher
         self.folder = folder
         self.read_only = read_only
-        self._rebuild = rebuild
+        self._rebuild, self._explain_lost_settings = rebuild, explain_lost_settings
         self.write_error = ""
         """Reason why the index is only open for reading, such as a full disk; the next transaction tries again."""
         self._damage_reason = ""
@@ -288,7 +289,8 @@ class StoreIndex:
     def mark_damaged(self, reason: str) -> DamagedIndexError:
         """Return the error to raise for a damaged index, which the next use rebuilds."""
         self._damage_reason = reason
-        advice = (
+        # without settings nothing is made again, whoever opens the store: all say the same then
+        advice = self._explain_lost_settings() or (
             "open the store for writing (kvmnn store verify), and it is made again"
             if self.read_only
             else "remove the store: it is a cache"

@@ -1,5 +1,6 @@
 """A chat with an MNN model that outlives its process: K and V of what was said are parked in a prefix store.
 
+Needs MNN and its exported model, on x86-64 Linux: pip install MNN==3.6.1 (another version may lack the function called)
 python examples/chat_from_store.py MODEL STORE [NAME [--ids]]   # a message a line; the chat NAME goes on
 """
 
@@ -8,7 +9,6 @@ import os
 import sys
 import tempfile
 
-import _mnncengine
 import MNN.llm
 
 import kvmnn
@@ -24,7 +24,7 @@ ENGINE = {"kvcache_mmap": True, "use_mmap": False, "reuse_kv": True, "attention_
 def set_prefix_file(llm, name):  # the exported C++ function, whose string has the old layout
     size, engine = len(name).to_bytes(8, "little"), ctypes.c_void_p.from_address(id(llm._c_obj) + 16)
     llm.prefix_name = ctypes.create_string_buffer(size + size + bytes(8) + name.encode() + b"\0")  # it is pointed to
-    call = ctypes.CDLL(_mnncengine.__file__)._ZN3MNN11Transformer3Llm18setPrefixCacheFileERKSsi
+    call = ctypes.CDLL(sys.modules["_mnncengine"].__file__)._ZN3MNN11Transformer3Llm18setPrefixCacheFileERKSsi
     call.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
     assert call(engine, ctypes.byref(ctypes.c_void_p(ctypes.addressof(llm.prefix_name) + 24)), 0)
 

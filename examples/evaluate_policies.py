@@ -6,6 +6,7 @@ MODEL is a name of `kvmnn model list` (fetched once, 98 MB) or a folder with an 
 Needs the extras lm and plot.
 """
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -17,6 +18,8 @@ FIXTURES = Path(__file__).parent.parent / "fixtures"
 
 
 def main(arguments: list[str]) -> None:
+    if importlib.util.find_spec("matplotlib") is None:  # said now, not after the minutes that the models take
+        sys.exit("the figures need matplotlib: pip install matplotlib")
     defaults = ["smollm2-135m", FIXTURES / "lm" / "texts" / "trace.py.txt", "plots"]
     model, text, folder = [*arguments, *defaults[len(arguments) :]]
     if model in {entry.name for entry in list_models().models}:

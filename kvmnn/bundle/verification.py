@@ -306,15 +306,26 @@ def verify_frame_set(
         **count_chunks(frames.arrays)._asdict(),
         seconds=time.perf_counter() - start_time,
         unknown_properties=frames.unknown_properties,
-        notes=tuple(
-            describe_passthrough(frames.document, frames.path) + describe_unused_arrays(frames.document)
-            if frames.document
-            else ()
+        notes=(
+            *(
+                describe_passthrough(frames.document, frames.path) + describe_unused_arrays(frames.document)
+                if frames.document
+                else ()
+            ),
+            *_describe_other_name(frames.cache, against),
         ),
         left_out=record.left_out if record else "",
         is_dequantized=is_dequantized,
         unused_bytes=contents.raw_bytes - count_valid_bytes(frames.document) if frames.document else 0,
     )
+
+
+def _describe_other_name(cache: CacheInfo | None, against: Source | None) -> list[str]:
+    """Describe in one sentence that the original's prefix has another name, as only contents are compared."""
+    other_name = against.cache.name if against is not None and against.cache is not None else ""
+    if cache is None or not cache.name or not other_name or cache.name == other_name:
+        return []
+    return [f"the names of the files differ: the prefix is {cache.name!r} here and {other_name!r} in the original"]
 
 
 def check_packed_record(frames: FrameSet, record: PackedRecord, info: CacheInfo) -> None:

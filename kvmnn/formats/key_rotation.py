@@ -85,8 +85,8 @@ class RerotationResult(Record):
             else f"computed in {self.dtype}, then converted to {self.written_dtype}"
         )
         return (
-            f"K of {pluralize(self.tokens, 'token')} in {pluralize(self.layers, 'layer')} rotated to the first "
-            f"positions by\n    {self.rotation}, {self.origin}\n    {rounding_text}"
+            f"{pluralize(self.tokens, 'row')} of K rotated to the first positions, in "
+            f"{pluralize(self.layers, 'layer')} together, by\n    {self.rotation}, {self.origin}\n    {rounding_text}"
         )
 
 

@@ -73,6 +73,35 @@ def test_inspect_packed_shows_every_prefix(prefix, run):
     assert "'other'" not in run("inspect", "p", "--name", "sys").out
 
 
+def test_inspect_packed_of_one_file_names_layer_and_marker(prefix, run):
+    options = prefix.argv[1:]
+    said = run("inspect", "p/sys_1.k", *options).out
+    assert said.startswith("p/sys_1.k: MNN prefix cache 'sys', K and V of layer 1 alone, ")
+    said = run("inspect", "p/sys_1_sync.k", code=1).err
+    assert "p/sys_1_sync.k: is an empty marker: layer 1 of prefix 'sys' is complete" in " ".join(said.split())
+
+
+def test_packed_names_and_padding_are_reported_as_not_compared(prefix, run):
+    run("encode", *prefix.argv, "-o", "b/")
+    assert "names of the files" not in run("verify", "b", "--against", "p").out
+    Path("q").mkdir()
+    for path in Path("p").iterdir():
+        Path("q", path.name.replace("sys", "other")).write_bytes(path.read_bytes())
+    said = run("verify", "b", "--against", "q").out
+    assert "the names of the files differ: the prefix is 'sys' here and 'other' in the original" in said
+    note = "of packed files live elements are compared, not padding, free room or names"
+    assert note in run("diff", *prefix.argv[:1], "q", *prefix.argv[1:]).err
+    assert note not in run("diff", "b", *prefix.argv).err
+    assert "kvmnn mnn pack writes packed files from it" in run("mnn", "compact", "b", "--remove", 1, code=2).err
+
+
+def test_pack_at_smallest_capacity_prints_line_about_document(prefix, run):
+    run("mnn", "unpack", *prefix.argv, "-o", "a.npz")
+    pack = ("mnn", "pack", "a.npz", *ON_AVX2, "--name", "x")
+    assert "x.kvmnn.json has what files without room do not show" in run(*pack, "--capacity", TOKENS, "-o", "q/").out
+    assert "x.kvmnn.json" not in run(*pack, "--capacity", TOKENS + 64, "-o", "r/").out
+
+
 def test_packed_token_id_count_must_match(prefix, run):
     np.save("ids.npy", np.arange(TOKENS - 1))
     assert "69 token ids for 70 tokens" in run("encode", *prefix.argv, "--token-ids", "ids.npy", "-o", "b/", code=1).err

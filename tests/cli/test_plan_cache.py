@@ -60,6 +60,7 @@ def test_plan_cache_per_head_plan_has_no_pairs(here, run):
         found = [[token for begin, size in runs for token in range(begin, begin + size)]
                  for runs in document[layer]["heads"]]  # fmt: skip
         assert found == np.sort(kept, axis=1).tolist()
+    assert "plan.json: the plan; kvmnn mnn compact refuses it, as each KV head keeps tokens of its own" in said
     refused = run("mnn", "compact", "sys/", "--plan", "plan.json", "-o", "small/", code=1).err
     assert "plan.json: layer 1: keeps tokens of its own in each KV head" in " ".join(refused.split())
     assert not Path("small").exists()

@@ -50,7 +50,7 @@ def test_plan_from_file_equals_plan_command(here: Path, capsys: pytest.CaptureFi
         "recent_tokens=8",
     ]
     assert main([*argv, "-o", "b.json"]) == 0
-    assert capsys.readouterr().out == f"{plans}\n"
+    assert capsys.readouterr().out == f"{plans}\nb.json: the plan; for kvmnn mnn compact --plan\n"
     assert (here / "a.json").read_bytes() == (here / "b.json").read_bytes()
     assert main([*argv, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)

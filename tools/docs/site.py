@@ -118,7 +118,14 @@ plugins:
             show_root_heading: true
             members_order: alphabetical
             heading_level: 2
+            docstring_section_style: list
+extra_css: [extra.css]
 nav: %(nav)s
+"""
+# Names in tables break at their ends only; tables without a heading have no empty row.
+STYLES = """\
+.md-typeset td code { word-break: normal; overflow-wrap: normal; }
+.md-typeset thead:not(:has(th:not(:empty))) { display: none; }
 """
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 
@@ -134,6 +141,7 @@ def main() -> int:
     if problems:
         print(*problems, sep="\n", file=sys.stderr)
         return 1
+    (SOURCES / "extra.css").write_text(STYLES, encoding="utf-8")
     for name in API:
         stage_api_page(name)
     for path in NOTEBOOKS:

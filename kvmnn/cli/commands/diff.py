@@ -197,6 +197,8 @@ def run(arguments: argparse.Namespace) -> int:
         tolerance_report = compare_allclose(first, second, arguments.atol, position_maps)
         console.show_result(arguments, "diff", tolerance_report)
         return 0 if tolerance_report.equal else 1
+    if all(map(packed_options.may_be_packed, paths)):
+        console.print_note(arguments, "of packed files live elements are compared, not padding, free room or names")
     diff_report = compare_bitwise(first, second, position_maps)
     header_mismatches = describe_header_differences(first.metadata, second.metadata)
     diff_report = replace(diff_report, unlike=(*header_mismatches, *diff_report.unlike))

@@ -104,7 +104,13 @@ def run(arguments: argparse.Namespace) -> int:
     width = shutil.get_terminal_size().columns if streams.is_terminal() else 100
     for line in plan.format_lines(width=width, picture=not arguments.no_map):
         console.print_line(arguments, line, data_on_stdout=to_stdout)
-    if plan.label == LOSSY and not arguments.config:  # only the fork has such a config
+    is_per_head = getattr(plan, "is_per_head", False)
+    if arguments.output is not None:
+        refusal = "kvmnn mnn compact refuses it, as each KV head keeps tokens of its own"
+        purpose = refusal if is_per_head else "for kvmnn mnn compact --plan"
+        where = "standard output" if to_stdout else arguments.output
+        console.print_line(arguments, f"{where}: the plan; {purpose}", data_on_stdout=to_stdout)
+    if plan.label == LOSSY and not arguments.config and not is_per_head:  # only the fork has such a config
         console.print_note(arguments, _ENGINE_NOTE)
     return 0
 

@@ -246,10 +246,10 @@ def _are_options_wrong(files: PackedFiles, options: PackedOptions) -> bool:
 
 def _format_heading(files: PackedFiles) -> list[str]:
     name = f" {files.name!r}" if files.name else ""
-    heading = (
-        f"{files.path}: {_KIND_DESCRIPTIONS[files.kind]}{name}, {pluralize(len(files.all_layers), 'layer')}, "
-        f"{files.nbytes:,} bytes"
-    )
+    layers_text = pluralize(len(files.all_layers), "layer")
+    if os.path.isfile(files.path):
+        layers_text = f"K and V of layer {files.all_layers[0].layer} alone"
+    heading = f"{files.path}: {_KIND_DESCRIPTIONS[files.kind]}{name}, {layers_text}, {files.nbytes:,} bytes"
     if files.kind == "prefix" and not files.problems:
         heading += ", all markers there"
     return [heading, *(f"  would not load: {problem}" for problem in files.load_problems)]

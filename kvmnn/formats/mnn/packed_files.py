@@ -191,6 +191,14 @@ def format_marker_name(name: str, layer: int, part: str) -> str:
     return f"{name}_{layer}_sync.{part}"
 
 
+def describe_marker(path: str) -> str:
+    """Return which layer of which prefix an empty file with the name of a marker is about; empty for other files."""
+    marker_match = _MARKER_NAME_REGEX.fullmatch(Path(path).name)
+    if not marker_match or not os.path.isfile(path) or os.path.getsize(path):
+        return ""
+    return f"layer {marker_match['layer']} of prefix {marker_match['name']!r}"
+
+
 def list_prefix_names(listing: Iterable[str]) -> list[str]:
     """List the prefixes whose files are in a directory listing."""
     return sorted({name_match["name"] for name_match in map(_DATA_NAME_REGEX.fullmatch, listing) if name_match})

@@ -16,7 +16,7 @@ from ...arrays.array import UnsupportedArrayError
 from ...arrays.completeness import Completeness
 from ...arrays.layers import format_array_name
 from ...arrays.source import PACKED_FILES_KEY, Source
-from ...bundle.manifest import dump_packed_record
+from ...bundle.manifest import MANIFEST_NAME, dump_packed_record
 from ...dtypes import PARTS
 from ...errors import KvmnnError, OptionError, SourceError
 from ...files.mapped_file import FileHead, MappedFile
@@ -48,7 +48,7 @@ from .layout_inference import (
     list_token_doubts,
 )
 from .model import check_model_agrees, compute_fingerprint, has_weights, read_model_geometry
-from .packed_files import PackedFiles, find_prefix, list_prefix_names
+from .packed_files import PackedFiles, describe_marker, find_prefix, list_prefix_names
 from .packed_io import account_for_files, find_difference, make_packed_array, make_unused_arrays
 
 PACKED_SUFFIXES = (".k", ".v")
@@ -533,6 +533,10 @@ def is_named_as_packed(head: FileHead) -> bool:
 def read(path: str, options: ReadOptions) -> Source:
     """Return K and V of the packed files at a path, or the raw elements of another file with such a name."""
     files = find_packed(path, options.packed)
+    if files is None and (layer_text := describe_marker(path)):
+        raise SourceError(
+            f"{path}: is an empty marker: {layer_text} is complete; name the folder, or a file without _sync"
+        )
     if files is None:
         return raw.read(MappedFile(path, max_bytes=options.max_bytes), options)
     packed_cache = open_packed_files(files, options.packed or PackedOptions())
@@ -555,5 +559,9 @@ def open_packed(path: str, options: PackedOptions | None = None) -> PackedCacheR
     options = options or PackedOptions()
     files = find_packed(path, options)
     if files is None:
-        raise OptionError(f"{path}: holds no packed files (a prefix cache or live cache files)")
+        has_manifest = os.path.isfile(os.path.join(path, MANIFEST_NAME))
+        remedy = (
+            "; it has a manifest: kvmnn decode or kvmnn mnn pack writes packed files from it" if has_manifest else ""
+        )
+        raise OptionError(f"{path}: holds no packed files (a prefix cache or live cache files){remedy}")
     return open_packed_files(files, options)

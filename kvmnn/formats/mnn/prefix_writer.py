@@ -114,6 +114,9 @@ class PackResult(Record):
             f"  {f'{self.label} ({verification_text})' if self.label else verification_text}"
             f"{format_rate(self.info.live_bytes, self.seconds)}",
         ]
+        if all(layer.capacity == layer.tokens for layer in self.info.layers):
+            sidecar_name = f"{self.info.name}{CACHE_SIDECAR_SUFFIX}"
+            lines.append(f"  for kvmnn, {sidecar_name} has what files without room do not show: copy it with them")
         lines += [f"  {self.rerotated}"] if self.rerotated else []
         return "\n".join([*lines, *format_warning_lines(self.warnings)])
 

@@ -72,7 +72,7 @@ def check(path: str, cache: Cache, tolerance: float = 2e-6) -> None:
 def test_compact_rerotates_k_to_the_first_positions(cache: Cache, run) -> None:
     printed = run("mnn", "compact", *cache.arguments, "--reserve", RESERVE, "-o", "c", "--rerotate", "--rope", ROPE)
     check("c", cache)
-    assert f"rotated to the first positions by\n    {ROPE}, as given, not checked: K does not show it\n" in printed.out
+    assert f"layers together, by\n    {ROPE}, as given, not checked: K does not show it\n" in printed.out
     assert "fp32 rounds this rotation by up to" in printed.out and "warning" not in printed.out
     source = open_any("c")
     for layer, values in enumerate(cache.values):

@@ -16,7 +16,7 @@ from .._util.dataclass import dataclass
 from ..arrays.layer_cache import LayerCache
 from ..dense import RopeConfig
 from ..dtypes import Bytes
-from ..errors import OptionError, SourceError
+from ..errors import KvmnnError, OptionError, SourceError
 from ..files.atomic import FileOutput
 from ..files.mapped_file import MappedFile
 from ..files.schema import parse_document
@@ -26,7 +26,7 @@ from ..profiles.profile import Profile
 from ..profiles.search import ProfileFinder
 from .backend import PrefixMatch, UnitSlice
 from .encryption import KEY_VARIABLE, NO_CIPHER, SEALED_MAGIC, StoreCipher, StoreKey, UnsealError, make_cipher
-from .namespace import MAX_TOKENS, Ids, Namespace, TokenSequence, parse_namespace
+from .namespace import MAX_TOKENS, Ids, Namespace, TokenSequence, parse_namespace, validate_session_name
 from .results import PutResult
 from .unit import (
     LAYER_CODECS,
@@ -125,10 +125,11 @@ def write_exported(
     unit_slices: list[tuple[UnitSlice, Bytes]],
     tables: Sequence[TableSets],
     *,
+    label: str = "",
     force: bool,
     cipher: StoreCipher = NO_CIPHER,
 ) -> int:
-    """Write the slices of a sequence and their tables to a file, sealed as the values of the store are."""
+    """Write the slices of a sequence, their tables and its label to a file, sealed as the values of the store are."""
     unit_entries = [
         {"bytes": data.size, "skip": unit_slice.skip, "take": unit_slice.take} for unit_slice, data in unit_slices
     ]
@@ -137,6 +138,7 @@ def write_exported(
         "space": namespace.to_json(),
         "units": unit_entries,
         **({"tables": table_entries} if table_entries else {}),
+        **({"label": label} if label else {}),
     }
     document = json.dumps(header).encode()
     head = EXPORT_MAGIC + _SIZE_STRUCT.pack(len(document)) + _CHECKSUM_STRUCT.pack(integrity_checksum(document))
@@ -151,6 +153,26 @@ def write_exported(
             output.file.write(piece if isinstance(piece, bytes) else piece.data)
         output.commit()
     return sum(map(len, sealed_pieces))
+
+
+def read_exported_label(path: str | os.PathLike[str], key: StoreKey | bytes | None = None) -> str | None:
+    """Return the label of an exported sequence; None if it had none.
+
+    Raises
+    ------
+    SourceError, OptionError
+        As `read_exported`; for a label that `PrefixStore.put` does not take.
+    """
+    file = _open_exported(path, make_cipher(key))
+    root = parse_document(_read_document(file)[0], file.label, _MAX_DOCUMENT_BYTES)
+    if "label" not in root.value:
+        return None
+    label: str = root.get("label").read_str()
+    try:
+        validate_session_name(label, "its label")
+    except KvmnnError as error:
+        raise SourceError(f"{file.label}: {error}") from None
+    return label
 
 
 def is_lossy(path: str | os.PathLike[str], key: StoreKey | bytes | None = None) -> bool:

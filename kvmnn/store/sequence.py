@@ -17,7 +17,7 @@ from ..arrays.layer_cache import LayerCache
 from ..arrays.opaque_state import OpaqueState
 from ..dtypes import DTYPES
 from ..errors import KvmnnError, OptionError, SourceError
-from .backend import AddResult, ConcurrentUpdateError, PrefixMatch, StoreBackend
+from .backend import AddResult, ConcurrentUpdateError, PrefixMatch, StoreBackend, StoredText
 from .namespace import Ids, Namespace, TokenSequence, describe_difference, validate_model
 from .read_path import iter_layers, load_slices, read_layers, read_state
 from .results import LayerwisePrefix, PutResult, StoredPrefix, StoreExportResult
@@ -341,8 +341,15 @@ class SequenceStore:
             unit_slices = exporting.build_units(prefix_match, data_by_unit)
         except DamagedUnitError as error:  # damaged since `read_layers`
             raise SourceError(f"{self._backend.label}: this text cannot be read any more: {error}") from None
+        key = StoredText(namespace, ids).key
         nbytes = write_exported(
-            path, namespace, unit_slices, list(tables.values()), force=force, cipher=self._backend.cipher
+            path,
+            namespace,
+            unit_slices,
+            list(tables.values()),
+            label=next((label for label, text in self._backend.iter_labels() if text.key == key), ""),
+            force=force,
+            cipher=self._backend.cipher,
         )
         other_precisions = {other_namespace.dtype: ids.size for other_namespace, _ in other_matches}
         return StoreExportResult(

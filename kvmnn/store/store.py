@@ -784,8 +784,15 @@ class PrefixStore:
         ids = to_token_ids(token_ids)
         return self._with_retry(lambda: self._sequences.export(ids, path, model, dtype, force=force))
 
-    def import_file(self, path: str | os.PathLike[str]) -> PutResult:
+    def import_file(self, path: str | os.PathLike[str], *, label: str | None = None) -> PutResult:
         """Store a sequence from a file of `export`, under the fingerprint of its model.
+
+        Parameters
+        ----------
+        path
+            The file.
+        label
+            As for `put`; None for that of the file, which replaces none.
 
         Raises
         ------
@@ -794,11 +801,13 @@ class PrefixStore:
         OutputError
             As `put`.
         """
-        from .export import check_import, describe_import, read_exported
+        from .export import check_import, describe_import, read_exported, read_exported_label
 
         check_import(path, self._key, is_lossy_store=self.is_lossy)
         model, ids, layers = read_exported(path, self._threads, self._key, profile=self._backend.profiles)
-        return describe_import(self.put(ids, layers, model=model), path, self._key)
+        file_label = read_exported_label(path, self._key) if label is None else None
+        result = self.put(ids, layers, model=model, label=label or file_label, keep_label=label is None)
+        return describe_import(result, path, self._key)
 
     def gc(self, max_bytes: int | None = None) -> CleanupResult:
         """Remove unreferenced files, then evict sequences until at most `max_bytes` are left; None evicts nothing."""

@@ -516,6 +516,9 @@ def test_store_actions_take_handle_label_or_ids(here: Path, run, naming: str) ->
     assert run("store", "unpin", "S", *name).out == "50 tokens: not pinned\n"
     assert run("store", "get", "S", *name, "-o", "back.npz").out.startswith("50 of 50 tokens")
     assert run("store", "export", "S", *name, "-o", "long.kv").out.startswith("long.kv: 50 tokens")
+    for label, expected in (((), "the long one"), (("--label", "mine"), "mine")):
+        run("store", "import", "T", "long.kv", *label)
+        assert run("store", "match", "T", expected).out == "50\n"
     assert run("store", "rm", "S", *name).out.startswith("removed 1 unit")
     missing = "not listed" if naming == "ids" else "no text with this label or handle"
     assert missing in run("store", "stat", "S", *name, code=1).err

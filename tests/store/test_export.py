@@ -42,6 +42,39 @@ def test_import_file_round_trips_between_stores(exported: Path, tmp_path: Path) 
         assert same(store.get(IDS, model=MODEL).layers, IDS, 17)
 
 
+@pytest.mark.parametrize("key", [None, bytes(range(32))])
+def test_export_carries_the_label(tmp_path: Path, key: bytes | None) -> None:
+    if key is not None:
+        pytest.importorskip("cryptography")
+    with PrefixStore(tmp_path / "s", namespace="team", key=key) as store:
+        store.put(BEGIN, layers_of(BEGIN), model=MODEL, label="another")
+        store.put(IDS, layers_of(IDS), model=MODEL, label="the prompt")
+        store.export(IDS, tmp_path / "text", model=MODEL)
+        store.delete(BEGIN, model=MODEL)
+        store.put([7], layers_of([7]), model=MODEL)
+        store.export([7], tmp_path / "bare", model=MODEL)
+    for label, expected in ((None, "the prompt"), ("mine", "mine"), (None, "mine")):
+        with PrefixStore(tmp_path / "t", key=key) as store:
+            store.import_file(tmp_path / "text", label=label)
+            assert [entry.label for entry in store.ls().texts] == [expected]
+            assert store.resolve(expected).ids.tolist() == IDS
+    with PrefixStore(tmp_path / "u", key=key) as store:
+        store.import_file(tmp_path / "bare")
+        assert [entry.label for entry in store.ls().texts] == [""]
+
+
+def test_import_of_unprintable_label_is_refused(exported: Path, tmp_path: Path) -> None:
+    data = exported.read_bytes()
+    (size,) = struct.unpack_from("<I", data, 8)
+    document = json.dumps({**json.loads(data[20 : 20 + size]), "label": "a\nb"}).encode()
+    head = data[:8] + struct.pack("<IQ", len(document), integrity_checksum(document))
+    exported.write_bytes(head + document + data[20 + size :])
+    with PrefixStore(tmp_path / "t") as store:
+        with pytest.raises(SourceError, match=r"text: its label is 'a\\nb': expected 1 to 256 printable characters"):
+            store.import_file(exported)
+        assert store.ls().texts == ()
+
+
 @pytest.mark.slow
 def test_read_exported_flipped_byte_is_refused(exported: Path) -> None:
     """Whatever is changed, it is refused in one line."""

@@ -484,11 +484,12 @@ def _names_text(arguments: argparse.Namespace) -> bool:
 
 
 def _run_import(store: PrefixStore, arguments: argparse.Namespace) -> tuple[CommandResult, int]:
-    from ...store.export import check_import, describe_import
+    from ...store.export import check_import, describe_import, read_exported_label
 
     check_import(arguments.inputs[0], arguments.key, is_lossy_store=store.is_lossy)
     model, ids, layers = arguments.read
-    put_result = store.put(ids, layers, model=model)
+    label = arguments.label or read_exported_label(arguments.inputs[0], arguments.key)
+    put_result = store.put(ids, layers, model=model, label=label, keep_label=arguments.label is None)
     _raise_if_unavailable(put_result)
     put_result = describe_import(put_result, arguments.inputs[0], arguments.key)
     return put_result, _get_put_code(put_result)
@@ -623,7 +624,7 @@ _SPEC_BY_ACTION = {
     "pin": _ActionSpec(_MODEL_OPTIONS, _REFERENCE),
     "unpin": _ActionSpec(_MODEL_OPTIONS, _REFERENCE),
     "export": _ActionSpec((*_MODEL_OPTIONS, "output", "force", "profile"), _REFERENCE),
-    "import": _ActionSpec((*_CREATION_OPTIONS, "rope"), "FILE"),
+    "import": _ActionSpec((*_CREATION_OPTIONS, "rope", "label"), "FILE"),
     "simulate": _ActionSpec((*store_simulation.SIMULATION_OPTIONS, "tensor", "output", "force"), "CACHE"),
 }
 _ALL_OPTIONS = tuple(dict.fromkeys(name for action in _SPEC_BY_ACTION.values() for name in action.options))
@@ -665,7 +666,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--text", metavar="FILE", help="ids of a text by the model's tokenizer; .json: messages of a chat"
     )
-    parser.add_argument("--label", metavar="TEXT", help="put: name of the text (default: its beginning)")
+    parser.add_argument(
+        "--label", metavar="TEXT", help="put, import: name of the text (default: its beginning, or that of the file)"
+    )
     parser.add_argument(
         "--attention",
         metavar="FILE",

@@ -66,9 +66,8 @@ def add_comparison_options(parser: Any) -> None:
         action="append",
         default=[],
         metavar="SPEC",
-        help="also hold the cache in this lossy codec, alone and with every policy (repeatable): q8_0, q5_1, q5_0, "
-        "q4_1, q4_0, kivi:k=4,v=4,group=64,recent=128, transform:FILE,kl=0.002 (kvmnn profile make); none: "
-        "policies without one",
+        help="also hold the cache in this lossy codec, alone and with every policy (repeatable): q8_0 to q4_0, "
+        "kivi:k=4,v=4,group=64, transform:FILE,kl=0.002 (a profile); none: policies without one",
     )
     model_options.add_config_options(parser)
     parser.add_argument(

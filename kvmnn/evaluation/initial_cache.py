@@ -214,7 +214,7 @@ def format_start_notes(start: InitialCacheInfo, notes: Sequence[str]) -> Iterato
     yield (
         f"Rows from {start.name} begin with its K and V of the first {pluralize(start.tokens_seen, 'token')} "
         f"({start.about}), the full cache with the model's own. All score what follows but its first token, which no "
-        "cache has logits for."
+        "cache has logits for. Their bytes are counted in the type of --frame-dtype, whatever the file's."
     )
     distances = start.distances
     yield from (note for note in notes if not distances or _HADAMARD_NOTE_FRAGMENT not in note)

@@ -25,6 +25,7 @@ def build_notes(
     yield from _describe_presets(rows)
     yield from _describe_unequal_budgets(rows)
     yield from _describe_prompt_budgets(rows)
+    yield from _describe_windows(rows)
     yield from _describe_no_eviction(rows, documents, settings)
     yield from _describe_late_eviction(rows, documents, settings)
     yield from _describe_unequal_layers(rows)
@@ -149,6 +150,26 @@ def _describe_prompt_budgets(rows: Sequence[ResultRow]) -> Iterator[str]:
             f"Cut once, at the end of the prompt: {'; '.join(labels)}. Their budget is of the prompt; all later tokens "
             "stay (tokens kept), so they hold more than rows of the same budget that cut at every step."
         )
+
+
+def _describe_windows(rows: Sequence[ResultRow]) -> Iterator[str]:
+    """Warn of policies whose window of latest tokens takes the whole budget."""
+    labels = [
+        row.label
+        for row in rows
+        if row.policy in _WINDOW_POLICIES
+        and isinstance(window := row.options.get("window"), int)
+        and row.budget is not None
+        and row.budget <= window
+    ]
+    if labels:
+        yield (
+            f"The window is the whole budget: {'; '.join(labels)}. The window's tokens always stay, so these rows are "
+            "of the latest tokens alone (window=N makes it smaller)."
+        )
+
+
+_WINDOW_POLICIES = ("snapkv", "pyramidkv")
 
 
 def _describe_prompt_codecs(

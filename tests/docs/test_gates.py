@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import fields
 from pathlib import Path
 
 import gate_logs
@@ -46,8 +45,8 @@ def test_run_config_example_is_valid(tmp_path: Path) -> None:
     store = next(case for case in build_cases("runtime", config) if case.mode == "store")
     assert (store.limits.lossy_target, store.limits.max_lossless_decomp_us, store.settings.generate) == (2, 200000, 64)
     assert store.engine["kv_lossless_block_tokens"] == 64
-    named = set(re.findall(r"`(\w+)`", PAGE.partition("is one JSON object: settings (")[2].partition(")")[0]))
-    assert named == {entry.name for entry in fields(RunSettings)}
+    settings = re.findall(r"`(\w+)=([^`]+)`", PAGE.partition("is one JSON object: settings (")[2].partition(")")[0])
+    assert {name: json.loads(value) for name, value in settings} == json.loads(json.dumps(RunSettings().to_dict()))
     assert len(build_cases("runtime", read_run_config(ROOT / "tools" / "gates.json", CASE_NAMES))) == 4
 
 

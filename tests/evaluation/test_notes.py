@@ -62,6 +62,13 @@ def test_notes_codecs_of_the_prompt_tell_how_many_tokens_they_code() -> None:
     assert not any("first step is coded" in line for line in said(rows, prompt=400))
 
 
+def test_notes_window_of_the_whole_budget_has_a_note() -> None:
+    rows = [of("snapkv:budget=64"), of("snapkv:budget=65"), of("snapkv:budget=64,window=8"), of("pyramidkv:budget=32")]
+    (note,) = (line for line in said(rows) if line.startswith("The window is the whole budget"))
+    assert note.startswith("The window is the whole budget: snapkv:budget=64; pyramidkv:budget=32.")
+    assert not any("whole budget" in line for line in said(rows[1:3]))
+
+
 def test_notes_equal_budgets_need_no_note() -> None:
     rows = [of("streaming:budget=64"), of("streaming:budget=32"), of("recent_only:budget=32"), of("knorm:budget=64")]
     assert any("unequal budgets: streaming 64 and 32; recent_only 32; knorm 64." in line for line in said(rows))

@@ -63,7 +63,7 @@ def add_parser(subparsers: Any) -> None:
             "kvmnn eval model/ --text a.txt b.txt --policy streaming --budget 25% --chunk 64 --tasks all,items=40",
             "kvmnn eval model/ --text a.txt b.txt --budget 512 --policy l2_fixed:recent_ratio=0.5,strategy=keep_high",
         ),
-        shown="--text --samples --policy --budget --preset --skip-layers --lossless --max-tokens --chunk "
+        shown="--text --samples --policy --budget --quant --preset --skip-layers --lossless --max-tokens --chunk "
         "--prefill-tokens --jobs --initial-cache --resume --output --plot",
     )
     eval_options.add_comparison_options(parser)

@@ -515,7 +515,7 @@ MAX_MEMORY_BYTES = 320 << 20
 COMPRESSION_FAILED = "compression_failed"
 
 _JobTarget = LaneHalf | int | None
-"""A byte lane of 16-bit words, or of 32-bit ones by its number; None for frames, which hold all."""
+"""A byte lane of 16-bit words, or of 32-bit ones by its number; None for frames, which contain all."""
 
 _SizeResults = dict[tuple[int, Part, _JobTarget], StreamSizeEstimate | StoredSize]
 """By unit and part."""

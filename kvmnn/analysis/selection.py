@@ -201,7 +201,7 @@ def select_dumps(roots: Iterable[str | os.PathLike[str]], scope: Scope) -> DumpS
     NothingSelectedError
         When a directory has no metadata file.
     SourceError
-        When there is no such directory, or a metadata file holds JSON that is no object.
+        When there is no such directory, or a metadata file contains JSON that is no object.
     """
     selection = DumpSelection()
     for root in roots:

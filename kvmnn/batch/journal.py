@@ -101,7 +101,7 @@ class TaskJournal:
     OptionError
         For a file of other work.
     SourceError
-        For a file that holds something else, was edited, or cannot be read.
+        For a file that contains something else, was edited, or cannot be read.
     OutputError
         Where another run is writing it, and from the methods when it cannot be written.
 

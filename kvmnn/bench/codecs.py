@@ -211,7 +211,7 @@ def explain_no_dense(plan: DensePlan | None, sample_bytes: int) -> str:
 
 
 def count_dense_bytes(plan: DensePlan | None, sample_bytes: int) -> int:
-    """Return how many bytes of a sample fill dense streams: whole layers, or whole tokens of the first; 0 for none."""
+    """Return how many bytes of a sample can be encoded as dense streams: whole layers, or whole tokens of one layer."""
     if plan is None:
         return 0
     if sample_bytes >= plan.nbytes or plan.axes == "htd":

@@ -61,7 +61,7 @@ class CacheSample:
 
 
 def read_sample(source: Source, max_bytes: int) -> CacheSample:
-    """Read the first tokens of all layers of a source: as many as `max_bytes` hold, or all (0).
+    """Read the first tokens of all layers of a source: as many as fit into `max_bytes`, or all (0).
 
     Raises
     ------
@@ -149,7 +149,7 @@ def make_dense_cache_codec(sample: CacheSample, profile: Profile, threads: int |
 
 
 def _group_layers(layers: Sequence[LayerCache]) -> list[list[LayerCache]]:
-    """Split layers into groups as `encode --codec dense` does; those of a group hold the same tokens."""
+    """Split layers into groups as `encode --codec dense` does; those of a group contain the same tokens."""
     remaining, groups = iter(layers), []
     for sizes in split_into_groups([layer.nbytes for layer in layers]):
         group: list[LayerCache] = []

@@ -1,4 +1,8 @@
-"""Dense streams in bundles: which arrays are encoded so, in which groups of layers, and with which RoPE parameters."""
+"""Dense streams in bundles (docs/format-v2.md, docs/manifest.md).
+
+`plan_arrays` decides which arrays of a source are encoded as dense streams, and with which RoPE parameters, positions
+and token ids. Pieces of consecutive layers are encoded in groups. Decoding takes the same facts from the manifest.
+"""
 
 from __future__ import annotations
 

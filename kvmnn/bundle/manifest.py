@@ -93,7 +93,7 @@ class PackedRecord:
 
 
 def describe_unused_regions(unused_bytes: int, stored_bytes: int, num_files: int) -> str:
-    """Describe in one sentence how many bytes store what packed files hold besides the live tokens.
+    """Describe in one sentence how many bytes store what packed files contain besides the live tokens.
 
     An array of unused regions is as long as its file, with zeros for the live tokens.
     """

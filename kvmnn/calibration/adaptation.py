@@ -1,4 +1,8 @@
-"""Encode a cache by tables that are learned in it: a profile of this cache alone, which counts (docs/profile.md)."""
+"""Encode a cache losslessly with a profile that is learned from this cache alone (docs/profile.md).
+
+A `Source` comes in. The output is a folder of linear streams with their profile, or of dense streams if these are
+smaller; the bytes of the profile count as part of the output.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ ADAPTATION_PASSES = 7
 _BELOW_CHOICES = (0, 1)
 """Tables of two layers below are larger than what they save up to some 8,000 tokens, and a third slower to make."""
 _MAX_TABLE_FRACTION = 0.2
-"""Of a layer's raw bytes: larger tables cannot pay, as streams with tables for free save less against dense ones."""
+"""Of a layer's raw bytes: larger tables save nothing, as streams with tables for free save less against dense ones."""
 
 
 class AdaptedEncoding(NamedTuple):
@@ -59,7 +63,7 @@ def encode_adapted(
     force: bool = False,
     progress: Progress | None = None,
 ) -> AdaptedEncoding:
-    """Encode a cache losslessly by tables that are learned in it, where these pay, and else as dense streams.
+    """Encode a cache losslessly by tables that are learned from it, or as dense streams if these are smaller.
 
     Tables of the own layer and of the layer below are tried. Layers whose tables are larger than what they save have
     none. The smallest output counts, all tables included: it is never larger than dense streams.
@@ -72,7 +76,7 @@ def encode_adapted(
         A folder. It gets layer streams, ``layers.json`` and ``adapted.kvmp``, which every reader finds there, or dense
         streams and ``manifest.json``.
     options
-        Of the dense streams; their rotation of K is also that of the tables. `verify` holds for both.
+        Of the dense streams; their rotation of K is also that of the tables. `verify` applies to both.
     force
         Replace files that exist.
     progress
@@ -83,7 +87,7 @@ def encode_adapted(
     OptionError
         When no array can be a dense stream.
     OutputError
-        For an output that exists, or holds the other kind of streams.
+        For an output that exists, or contains the other kind of streams.
     KvmnnError
         As `kvmnn.bundle.encode_source`. Nothing is written then.
     """
@@ -204,7 +208,7 @@ def _learn_tables(
 
 
 def _select_common_tokens(lower: LayerCache, cache: LayerCache) -> list[LayerCache]:
-    """Return two layers with the tokens that both hold; the upper one alone where there are none."""
+    """Return two layers with the tokens that both contain; the upper one alone where there are none."""
     if np.array_equal(lower.positions, cache.positions) or cache.positions.ndim != 1:
         return [lower, cache]
     _, *places = np.intersect1d(lower.positions, cache.positions, return_indices=True)

@@ -54,7 +54,7 @@ class KeyMetrics:
         self.num_queries = 0
 
     def add(self, queries: Sequence[Floats], attentions: Sequence[Floats]) -> None:
-        """Add the queries of a step that reads the tokens right after those of the cache, which holds all of a text.
+        """Add the queries of a step that reads the tokens right after those of a cache, which contains all of a text.
 
         Parameters
         ----------

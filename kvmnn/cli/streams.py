@@ -47,7 +47,7 @@ _escaped_name_parts: dict[str, str] = {}
 
 
 def reset_names() -> None:
-    """Reset the registered names to those of the working directory."""
+    """Forget the names that `register_names` registered, and register that of the working directory."""
     _escaped_name_parts.clear()
     with suppress(OSError):
         register_names([os.getcwd()])

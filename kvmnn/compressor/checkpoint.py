@@ -93,7 +93,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, max_bytes: int | None = Non
     SourceError
         If it cannot be read.
     LimitError
-        If it holds more than `max_bytes`.
+        If it contains more than `max_bytes`.
     """
     if os.fspath(path) != STDIN and os.path.isdir(path):
         raise CheckpointError(

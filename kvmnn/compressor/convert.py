@@ -208,7 +208,7 @@ def prepare_conversion(
 ) -> PreparedConversion:
     """Open a checkpoint, select its tensors, and read their storages; raise as `convert_checkpoint` does.
 
-    One whose storages hold more than `max_bytes` is a `LimitError`.
+    One whose storages contain more than `max_bytes` is a `LimitError`.
     """
     options = options or ConvertOptions()
     checkpoint = open_checkpoint(source, max_bytes=max_bytes)

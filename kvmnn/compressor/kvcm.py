@@ -106,7 +106,7 @@ class WeightFileHeader(Record):
         return DTYPES[self.dtype_code]
 
     def pack(self) -> bytes:
-        """Return the 44 bytes."""
+        """Return the header as bytes; `KvmnnError` for a field that is out of range."""
         for name, value in self.to_dict().items():
             limit = 0xFFFF if name in ("dtype_code", "reserved") else MAX_U32
             if not 0 <= value <= limit:

@@ -1,6 +1,6 @@
 """How far next-token distributions are from those of the full cache: Kullback-Leibler divergence, equal best tokens.
 
-The full cache is scored first. Of its distribution at each token, a file holds the tokens of probability
+The full cache is scored first. Of its distribution at each token, a file contains the tokens of probability
 `MIN_PROBABILITY` or more, at most `MAX_STORED_TOKENS` of them, with their logits as the model gave them; all others are
 one bucket, whose probability follows. A configuration is compared with the file as its own logits go by.
 

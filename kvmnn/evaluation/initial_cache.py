@@ -31,7 +31,7 @@ from .settings import FULL_POLICY, Configuration, EvaluationSettings
 # tokens. Processes get K and V as files in a temporary directory, in the model's dtype, which they map.
 
 NUM_PROBE_TOKENS = 64
-"""Tokens of the text that are computed to compare them; more where a layer holds fewer than `_MIN_ROWS` of these."""
+"""Tokens of the text that are computed to compare them; more where a layer contains fewer than `_MIN_ROWS` of these."""
 
 _MIN_ROWS = 8
 _CHUNK_TOKENS = 64

@@ -157,7 +157,7 @@ class PlotResult(Record):
     files : tuple of str
         The files.
     left_out : mapping
-        Plots that the results hold nothing for, and the reasons.
+        Plots for which the results have no data, and the reasons.
     """
 
     results: str
@@ -193,7 +193,7 @@ def plot_results(
     Raises
     ------
     SourceError
-        For files that hold no such results, or numbers that cannot be drawn.
+        For files that contain no such results, or numbers that cannot be drawn.
     MissingDependencyError, OutputError, KvmnnError
         As `kvmnn.reports.plots.write_plots`.
     """
@@ -216,7 +216,7 @@ def read_results(path: str | os.PathLike[str]) -> EvaluationResult:
     Raises
     ------
     SourceError
-        For files that cannot be read, are larger than 256 MiB, or hold something else.
+        For files that cannot be read, are larger than 256 MiB, or contain something else.
     """
     if Path(path).is_dir():
         raise SourceError(f"{path}: is a directory, expected the JSON that kvmnn eval -o RESULTS.json writes")

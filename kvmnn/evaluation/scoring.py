@@ -147,7 +147,7 @@ def score_document(
     ids
         int64 ``[1 + tokens]``.
     observer
-        Told of the logits of every step, and of steps without any.
+        Called with the logits of every step, and for steps without logits.
     """
     result = ScoreResult(LossSums(), LossSums())
     for number, (begin, end) in enumerate(list_steps(len(ids) - 1, chunk, prompt, num_initial)):

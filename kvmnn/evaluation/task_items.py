@@ -38,7 +38,7 @@ _PLACES = ("Bergen", "Lagos", "Quito", "Delhi", "Osaka", "Malmo", "Turin", "Pert
 MIN_CONTEXT_TOKENS = 64
 _MAX_ATTEMPTS_PER_ITEM = 50
 _WORD_REGEX = re.compile(r"[A-Za-z_]\w{3,}")
-_SAME_CHARACTERS = 6
+_SHARED_PREFIX_CHARACTERS = 6
 _REPEAT_DISTANCE_CHARACTERS = 160
 """A completed word occurred at least so far before, and not since, or it would be in every window."""
 
@@ -162,7 +162,7 @@ def _draw_completion_item(texts: TaskTexts, rng: np.random.Generator, depth: flo
     text = texts.tokenizer.decode(texts.draw_window(rng))
     candidates = []
     for match in _WORD_REGEX.finditer(text, len(text) // 2):
-        before = text[max(0, match.start() - _SAME_CHARACTERS) : match.start()]
+        before = text[max(0, match.start() - _SHARED_PREFIX_CHARACTERS) : match.start()]
         last = text.rfind(before + match[0], 0, match.start())
         if "\n" not in before and 0 <= last < match.start() - _REPEAT_DISTANCE_CHARACTERS:
             candidates.append((match, last))

@@ -31,7 +31,7 @@ _TASKS_VERSION = 1
 """Raised whenever items are drawn or answered differently, so that stored answers are not reused."""
 
 _TEXT_CONTEXTS = 16
-"""Contexts that the part of a text holds that items are drawn from."""
+"""Number of contexts in the part of a text that items are drawn from."""
 
 
 def evaluate_tasks(
@@ -66,7 +66,7 @@ def evaluate_tasks(
     store
         Where answers are taken from and put.
     progress
-        Told of tokens and items.
+        Receives finished tokens and items.
 
     Raises
     ------

@@ -88,7 +88,7 @@ def read_metric_rows(paths: Sequence[str | os.PathLike[str]]) -> MetricRows:
     Raises
     ------
     SourceError
-        For files that cannot be read, hold no rows, or have nothing that ``llm_bench`` prints.
+        For files that cannot be read, contain no rows, or have nothing that ``llm_bench`` prints.
     """
     csv_paths = [str(path) for path in paths if str(path).lower().endswith(".csv")]
     if csv_paths and len(csv_paths) < len(paths):

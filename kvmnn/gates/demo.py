@@ -108,7 +108,7 @@ def read_demo_runs(path: str | os.PathLike[str]) -> list[DemoRun]:
     Raises
     ------
     SourceError
-        For what is not there, cannot be read, or holds no runs.
+        For what is not there, cannot be read, or contains no runs.
     """
     source = Path(path)
     if not source.is_dir():

@@ -219,7 +219,7 @@ def read_gate_file(path: str | os.PathLike[str], case: str | None, base: GateLim
     SourceError
         For a file that is not there.
     OptionError
-        For a file that holds no JSON object, a key that nothing knows, a value of another type, and a case that the
+        For a file that contains no JSON object, a key that nothing knows, a value of another type, and a case that the
         file does not have.
     """
     where = os.fspath(path)

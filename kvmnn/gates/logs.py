@@ -39,7 +39,7 @@ METRIC_COLUMNS = (
     *("h2o_lossless_raw_mb", "h2o_lossless_comp_mb", "h2o_lossless_comp_us"),
     *RUNTIME_COLUMNS,
 )
-"""Columns of ``llm_bench`` that hold a mean and a deviation."""
+"""Columns of ``llm_bench`` that contain a mean and a deviation."""
 
 BENCH_COLUMNS = ("model", "modelSize", "backend", "threads", "llm_demo", SPEED_COLUMN, *METRIC_COLUMNS, LOG_FILE_COLUMN)
 """Columns of ``llm_bench``; others follow, sorted."""

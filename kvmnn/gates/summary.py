@@ -345,7 +345,7 @@ def collect_cases(directory: str | os.PathLike[str], run_info: Mapping[str, Any]
     Raises
     ------
     SourceError
-        For a folder that is not there or holds no case, and for files that cannot be read.
+        For a folder that is not there or contains no case, and for files that cannot be read.
     """
     root = Path(directory)
     if not root.is_dir():

@@ -56,7 +56,7 @@ def encode_layer(layer: LayerCache, profile: Profile, lower: Sequence[LayerCache
     KvmnnError
         For a layer that the profile does not have, lower layers that are missing, or a profile without such tables.
     LimitError
-        Above what a stream holds.
+        Above the limits of the format.
     """
     model = get_model(profile, check_below(profile, below))
     rows = {cache.layer: build_rows(model, cache) for cache in lower}

@@ -69,7 +69,7 @@ def write_stream(
     methods: tuple[int, int],
     layer: int,
     sizes: tuple[int, int, int, int],
-    key: bytes,
+    profile_key: bytes,
     positions: Positions,
     payloads: tuple[bytes, bytes],
     words: tuple[Bytes, Bytes],
@@ -81,7 +81,7 @@ def write_stream(
     methods_byte = methods[0] | methods[1] << 4
     fixed = (MAGIC, VERSION, DTYPES.index(dtype), below, flags, methods_byte, 0)
     fields = (*fixed, layer, heads, head_dim, value_dim, tokens, len(payloads[0]))
-    body = (key if METHOD_LINEAR in methods else b"") + (b"" if is_sequential else _write_positions(positions))
+    body = (profile_key if METHOD_LINEAR in methods else b"") + (b"" if is_sequential else _write_positions(positions))
     body += payloads[0] + payloads[1]
     stream = _LAYOUT.pack(*fields, 0)[:-_CHECKSUM_BYTES] + body
     checksum = compute_checksum(np.frombuffer(stream, np.uint8), words)

@@ -1,4 +1,9 @@
-"""The linear model of a profile: which rows predict which, and its tables in the form of the compiled code."""
+"""The linear model of a profile, by which lossless streams predict K and V (docs/format-linear.md).
+
+`list_blocks` defines what predicts a side (K or V of a layer): its own K, and K and V of up to two layers below.
+`get_model` returns the model of a `Profile`, which checks the tables of each side at their first use and converts them
+to `_coder.Side` of the compiled code. Models are cached by profile, and threads share them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Types of rows that predict others."""
+"""Array types of the linear predictor's inputs, shared by `model` and `lower_rows`."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 class AttentionSums:
     """Sums of attention probabilities over the steps of one text.
 
-    The first step may follow tokens that were loaded: what those drew of each other is not counted.
+    The first step may follow loaded tokens; attention between these is not counted.
     """
 
     def __init__(self, layers: int, kv_heads: int) -> None:

@@ -38,7 +38,7 @@ def has_records(path: Path) -> bool:
 
 
 def iter_records(path: Path, field: str) -> Iterator[TextRecord]:
-    """Iterate lazily over the texts of a file that holds several."""
+    """Iterate lazily over the texts of a file that contains several."""
     return _iter_rows(path, field) if path.suffix.lower() in ROW_SUFFIXES else _iter_lines(path, field)
 
 
@@ -216,7 +216,7 @@ class TextOptions:
     Parameters
     ----------
     field
-        Key or column of the texts, in files that hold many.
+        Key or column of the texts, in files that contain many.
     samples
         Take this many texts, drawn without replacement from all there are; None takes all, at most `MAX_DOCUMENTS`.
     seed

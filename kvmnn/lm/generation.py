@@ -394,7 +394,7 @@ def generate(
         K and V are found under the model's fingerprint (`compute_fingerprint`), which is taken over the whole model
         first.
     progress
-        Told 1 for each new token of either.
+        Called with 1 for each new token of either run.
 
     Raises
     ------

@@ -321,7 +321,7 @@ class Runner:
         Parameters
         ----------
         ids
-            Integers ``[token]``, at least one. They are read in one step, or one by one where layers hold different
+            Integers ``[token]``, at least one. They are read in one step, or one by one where layers contain different
             numbers of tokens and the graph would mask them wrongly.
         end_chunk
             Whether a chunk of the text ends with these tokens; some policies cut then.

@@ -90,7 +90,7 @@ class DecoderSession:
         ModelError
             If the model cannot run with an external cache; the message states what to export instead.
         AttentionNotExposedError
-            If no tensor of the graph holds the attention probabilities.
+            If no tensor of the graph contains the attention probabilities.
         KvmnnError
             For a provider that is not installed.
         """

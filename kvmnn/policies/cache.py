@@ -286,10 +286,10 @@ MAX_DECODING_QUERIES = 256
 
 def append_queries(earlier: Floats | None, queries: Floats, window: int | None) -> Floats:
     """Append a step's queries and return the latest `window`; with None all of a prompt, or the latest 256 later on."""
-    joined = queries if earlier is None else np.concatenate([earlier, queries], axis=1)
+    all_queries = queries if earlier is None else np.concatenate([earlier, queries], axis=1)
     if window is None:
         window = max(queries.shape[1], MAX_DECODING_QUERIES)
-    return joined[:, max(joined.shape[1] - window, 0) :].copy()
+    return all_queries[:, max(all_queries.shape[1] - window, 0) :].copy()
 
 
 def take_rows(array: Elements, indices: Indices) -> Elements:

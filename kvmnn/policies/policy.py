@@ -319,7 +319,7 @@ class Policy(ABC):
 
     @property
     def cuts_layers_apart(self) -> bool:
-        """Return whether layers may hold different numbers of tokens, besides those that are skipped."""
+        """Return whether layers may contain different numbers of tokens, besides those that are skipped."""
         return self.has_independent_layers
 
     @property

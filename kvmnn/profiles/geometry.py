@@ -105,7 +105,7 @@ class LayerGeometry(Record):
         return order
 
     def get_order(self, part: Part) -> Indices:
-        """Return the order of elements of K or V; that of V is K's where both have equally many elements."""
+        """Return the element at each place of a head in a row: `pair_order`, for V as well if its heads are as wide."""
         if self.get_dim(part) == self.head_dim:
             return self.pair_order
         return np.arange(self.value_dim, dtype=np.int64)

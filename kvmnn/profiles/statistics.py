@@ -81,7 +81,7 @@ class Statistics:
         Raises
         ------
         KvmnnError
-            For layers of other sizes, or that hold different tokens.
+            For layers of other sizes, or that contain different tokens.
         """
         if len(layers) != len(self.layers):
             raise KvmnnError(f"a cache of {len(layers)} layers: expected {len(self.layers)}")

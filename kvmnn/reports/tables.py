@@ -278,7 +278,7 @@ def build_pivot_table(rows: Sequence[ResultRow]) -> Table | None:
 
     Returns None when there are too few rows for a comparison. The sizes are budgets, or keep ratios if there are no
     budgets. Lines distinguish protected shares only where these differ; a policy without one has the same number in all
-    lines of its size. Policies that cut a prompt only have lines of their own: they hold all later tokens. Sizes at
+    lines of its size. Policies that cut a prompt only have lines of their own: they contain all later tokens. Sizes at
     which a single policy ran have no line.
     """
     has_intervals = any(row.versus_full is not None and row.versus_full.low is not None for row in rows)

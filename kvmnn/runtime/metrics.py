@@ -214,7 +214,7 @@ class RuntimeMetrics(Record):
     h2o_keep_ratio, h2o_lossy_ratio
         Figures of the eviction planner (docs/h2o.md): one event, not a mean.
     lossy_ratio, lossless_ratio, total_ratio
-        Of this run: bytes of all tokens ever appended over those that are left; those over the bytes that hold them,
+        Of this run: bytes of all tokens ever appended over those that are left; those over the bytes that contain them,
         hot rows and room to grow included; and the product. Where nothing is stored, the last two tell of room alone:
         the tables have no such figure then, and JSON has null.
     held_bytes

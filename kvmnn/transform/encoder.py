@@ -90,7 +90,7 @@ def encode_layer(
     profile
         The profile of its model (`kvmnn.profiles.Profile`).
     lower
-        Layers l - 1 and l - 2 as decoded (`LayerEncoding.decoded`), as many as `options.below` says. Where they hold
+        Layers l - 1 and l - 2 as decoded (`LayerEncoding.decoded`), as many as `options.below` says. Where they contain
         other tokens (sliding windows) the layer is encoded without them, if the profile has tables for that.
     options
         What may be lost.
@@ -103,7 +103,7 @@ def encode_layer(
     Raises
     ------
     KvmnnError
-        For a layer that the profile is not of, missing lower layers, and sizes that no stream holds.
+        For a layer that the profile is not of, missing lower layers, and sizes above the limits of the format.
     """
     options = options or TransformOptions()
     tables = get_tables(profile)

@@ -1,4 +1,9 @@
-"""Rows of transform streams in both directions: regressors of decoded layers, and words of coefficients."""
+"""Conversion between K and V of a layer and the float rows that transform streams code (docs/format-transform.md).
+
+`load_rows` turns elements ``[head, token, dim]`` into rows ``[token, n]``, K without its rotation. `Regressors`
+predicts rows from layers that are decoded already. `reconstruct` turns quantised coefficients back into elements. Encoder and
+decoder share these functions, so that both compute the same prediction.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +41,12 @@ def check_lower_layers(layer: int, below: int, lower: Sequence[LayerCache], own:
 
 
 def hold_same_tokens(layer: LayerCache, lower: Sequence[LayerCache]) -> bool:
-    """Return whether lower layers hold the tokens of a layer."""
+    """Return whether lower layers contain the tokens of a layer."""
     return all(np.array_equal(cache.positions, layer.positions) for cache in lower)
 
 
 def create_rotation(geometry: LayerGeometry, part: Part) -> _codec.Rotation:
-    """Return the rotation of a side: none of V."""
+    """Return the rotation of K of a layer; an empty one for V."""
     rope = geometry.rope if part == "key" else None
     return _codec.Rotation(None if rope is None else rope.rotation)
 
@@ -52,7 +57,7 @@ def get_words(elements: Elements) -> npt.NDArray[np.uint8]:
 
 
 def load_rows(elements: Elements, positions: Positions, geometry: LayerGeometry, part: Part) -> Rows:
-    """Return K, turned back, or V as binary32 rows ``[token, n]``; words that dense streams do not rotate are 0."""
+    """Return K without its rotation, or V, as float32 ``[token, n]``; words that a rotation leaves unchanged are 0."""
     heads, tokens, dim = elements.shape
     rows = np.empty((tokens, heads * dim), np.float32)
     number = DTYPES.index(infer_dtype(elements))
@@ -69,7 +74,7 @@ class Regressors:
         self._normalized: dict[tuple[int, Part], Coefficients] = {}
 
     def add(self, layer: int, part: Part, elements: Elements, positions: Positions) -> None:
-        """Add a side."""
+        """Normalise K or V of a decoded layer and keep the result as a regressor."""
         heads, tokens, dim = elements.shape
         number = DTYPES.index(infer_dtype(elements))
         rotation = create_rotation(self._tables.layers[layer], part)

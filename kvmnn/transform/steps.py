@@ -1,4 +1,9 @@
-"""Steps of transform streams: from a loss in nats, a ratio or bits an element to a step for each layer and side."""
+"""Choose the quantisation steps of transform streams (docs/format-transform.md).
+
+A target comes in (`TransformOptions`: a loss in nats, a ratio, or bits for each element), with the sensitivities and
+bit rates in a profile. One step for K and one for V of each layer goes out, at which the predicted loss or size meets
+the target. `choose_exponents` varies a step by token, from the attention that the token gets.
+"""
 
 from __future__ import annotations
 
@@ -192,7 +197,7 @@ def choose_layer_exponents(attention: npt.NDArray[Any], layer: LayerCache, label
     attention
         Floats ``[layer, kv_head, position]``, as `kvmnn.lm.dump_kv` writes them.
     layer
-        The layer, whose heads hold the same tokens.
+        The layer, whose heads contain the same tokens.
     label
         What errors call the attention.
     """

@@ -246,7 +246,7 @@ def compress_file(
         As for `compress_cache`; also where nothing can be compressed, unless the cache is merely too short.
     SourceError
         For arrays that are neither K nor V, axes that do not fit, ambiguous shapes, and a packed cache whose layers
-        hold different tokens.
+        contain different tokens.
     OptionError
         For an output of another format, and more live tokens than there are.
     OutputError

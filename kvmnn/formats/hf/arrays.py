@@ -240,7 +240,7 @@ def _build_positions_metadata(rows: CacheRows) -> dict[str, str]:
 def _collect_layer_positions(rows: CacheRows) -> list[Positions] | None:
     """Return the positions of the tokens of every layer.
 
-    Returns None when all layers hold the first tokens, or when the positions of one are unknown.
+    Returns None when all layers contain the first tokens, or when the positions of one are unknown.
     """
     layer_positions = [positions.positions for positions in rows.layer_rows if positions.positions is not None]
     if len(layer_positions) < len(rows.layer_rows) or all(

@@ -495,7 +495,7 @@ class _CacheFinder:
 
 
 def _has_window_class_name(class_name: str) -> bool:
-    """Return whether a class of layers or caches holds only the last tokens, judged by its name."""
+    """Return whether a class of layers or caches contains only the last tokens, judged by its name."""
     return any(word in class_name for word in _WINDOW_CLASS_WORDS)
 
 

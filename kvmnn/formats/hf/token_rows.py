@@ -83,7 +83,7 @@ def _count_used_rows(layer: KVLayer) -> int:
 
 
 def _select_token_rows(layer: KVLayer, num_used: int, num_tokens: int, empty_row: int | None) -> Indices:
-    """Select the rows of a layer that hold tokens after the model has seen this many."""
+    """Select the rows of a layer that contain tokens after the model has seen this many."""
     if not layer.is_buffer or layer.num_seen is not None or num_used == 0 or num_tokens == 0:
         return np.arange(num_used)
     # K of a token may be all zeros in some layers, as padding's embedding is: rows of other layers count here too.
@@ -219,7 +219,7 @@ def describe_states(cache: TransformersCache, rows: CacheRows) -> Completeness:
 
 
 def _list_further_states(cache: TransformersCache, num_layers: int) -> list[str]:
-    """Return a sentence for each kind of state that layers hold in addition to K and V."""
+    """Return a sentence for each kind of state that layers contain in addition to K and V."""
     layer_count_by_names: dict[tuple[str, ...], int] = {}
     for layer in cache.layers:
         if layer.state_names:

@@ -202,7 +202,7 @@ def _read_cells_singly(
 
 
 def _read_equal_cells(cursor: BinaryReader, max_cells: int, extra_bytes: int) -> Indices:
-    """Read the next cells with as many sequences as the first of them: position, count, extra words, ids."""
+    """Read the next run of cells that have one number of sequences: rows of position, that number, extra words, ids."""
     if cursor.remaining_bytes < 8:
         raise ParseError(f"a cell needs 8 bytes at offset {cursor.position:,}, {cursor.remaining_bytes:,} are left")
     num_sequences = int(np.frombuffer(cursor.file.view(cursor.position, 8), "<u4")[1])

@@ -400,7 +400,7 @@ def compute_fingerprint(path: str, settings: Mapping[str, object] | None = None)
     Raises
     ------
     SourceError
-        When the directory holds no ``.mnn`` file.
+        When the directory contains no ``.mnn`` file.
     """
     if settings:
         return " ".join([compute_fingerprint(path), *(f"{name}={settings[name]}" for name in sorted(settings))])

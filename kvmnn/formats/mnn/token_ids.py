@@ -35,7 +35,7 @@ def load_token_ids(path: str, max_id: int = MAX_TOKEN_ID) -> Indices:
     Raises
     ------
     SourceError
-        For a file that holds no list of ids.
+        For a file that contains no list of ids.
     """
     file = MappedFile(path)
     if file.size > MAX_TOKEN_ID_FILE_BYTES:

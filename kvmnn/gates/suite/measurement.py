@@ -272,7 +272,7 @@ def _feed_both(runners: tuple[Runner, Runner], ids: list[int], *, prompt: bool) 
 def _count_different_bytes(plain_runner: Runner, runtime_runner: Runner) -> tuple[int, int]:
     """Count the bytes of K and V, and how many of them differ between the two runners.
 
-    All bytes of a layer count as different if the layers hold different tokens.
+    All bytes of a layer count as different if the layers contain different tokens.
     """
     total_bytes = different_bytes = 0
     for plain_layer, runtime_layer in zip(
@@ -288,8 +288,8 @@ def _count_different_bytes(plain_runner: Runner, runtime_runner: Runner) -> tupl
     return total_bytes, different_bytes
 
 
-_MAX_FURTHER_TOKENS = 4096
-"""Tokens beyond the texts up to which is looked for a length at which something would be evicted."""
+_MAX_EXTRA_TOKENS = 4096
+"""Maximum tokens by which texts are extended in the search for a length at which the planner would evict."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -433,7 +433,7 @@ def explain_no_eviction(policy: Policy, settings: RunSettings) -> str:
     if reason is None:
         decoded_text = pluralize(tokens - prompt_tokens, "token")
         return f"too few steps for a plan: {decoded_text} after the prompt (quality_tokens less quality_prompt)"
-    lengths = range(tokens, tokens + _MAX_FURTHER_TOKENS)
+    lengths = range(tokens, tokens + _MAX_EXTRA_TOKENS)
     sufficient_length = next(
         (length for length in lengths if policy.explain_no_eviction(prompt_tokens, length) is None), None
     )

@@ -1,4 +1,8 @@
-"""Judge a measured case, and format it as the MNN fork does: gates, report, rows of ``llm_bench``."""
+"""Judge a case that `gate run` measured, and format it as the MNN fork does (docs/gates.md).
+
+Pairs of runs, without compression and with it, come in; gates (`GateResult`), the report section and rows of
+``llm_bench`` go out. `kvmnn.gates.analysis` does the same for logs that the fork's own tools wrote.
+"""
 
 from __future__ import annotations
 
@@ -198,7 +202,7 @@ def build_lossless_gate(figures: CaseFigures, target: float, mode: str, *, is_lo
 def build_runtime_gates(figures: CaseFigures, records: Sequence[RunRecord], limits: GateLimits) -> list[GateResult]:
     """Build the gates of the runtime from the largest value of the runs.
 
-    A limit that was met because the runtime did nothing proves nothing.
+    A limit counts as not measured if the runtime encoded nothing.
     """
     is_idle = figures.encoded_ratio is None
 

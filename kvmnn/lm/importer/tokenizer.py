@@ -43,8 +43,10 @@ PRE_TOKENIZERS: Final[Mapping[str, Sequence[str]]] = {
 }
 """Patterns of words by ``tokenizer.ggml.pre``, as llama.cpp (0.3.36 of llama-cpp-python) has them; each splits what the
 one before left."""
-_WHOLE_WORDS_FIRST: Final = frozenset(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0", "tekken"))
-"""Those whose words are looked up whole before they are merged."""
+_WHOLE_WORD_PRE_TOKENIZERS: Final = frozenset(
+    ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0", "tekken")
+)
+"""Pre-tokenizers whose words are looked up in the vocabulary before they are merged from parts."""
 
 
 def build_tokenizer_files(model: GgufModel) -> dict[str, bytes]:
@@ -165,7 +167,7 @@ class _TokenizerBuilder:
             "decoder": byte_level,
             "model": {
                 **_MODEL_DEFAULTS,
-                "ignore_merges": name in _WHOLE_WORDS_FIRST,
+                "ignore_merges": name in _WHOLE_WORD_PRE_TOKENIZERS,
                 "vocab": vocab,
                 "merges": list(_split_merges(bytes(merge).decode("utf-8", "replace") for merge in merges)),
             },

@@ -1,4 +1,8 @@
-"""The engine's block store after an encoding: worker timing, updates of a layer, and reported sums."""
+"""The part of the emulation that applies finished encodings (docs/runtime.md).
+
+`EmulatedTaskQueue` decides when an encoding is finished, as the engine's worker thread would. `LayerStateUpdater` adds
+the block to the state of its layer and reports events. `EmulationReport` has the sums that the engine shows.
+"""
 
 from __future__ import annotations
 

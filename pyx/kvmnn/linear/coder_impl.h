@@ -313,7 +313,7 @@ static void ISA_FN(mix)(ISA_FN(mixture) *mixture, const uint64_t counts[SCALES],
 
 static void ISA_FN(predict)(ISA_FN(state) *state, const linear_job *job, size_t p, ISA_FN(pair) *pair) {
     const linear_side *side = job->side;
-    const size_t n = side->shape.elements, in_head = 2 * p % side->shape.head_dim / 2;
+    const size_t n = side->shape.elements, pair_in_head = 2 * p % side->shape.head_dim / 2;
     int32_t sums[2 * GROUP], biases[2];
     ISA_FN(multiply)(state->innovations, side->chain_weights + 2 * p * n, n, p, 2, sums);
     for (size_t row = 0; row < 2; ++row) {
@@ -321,13 +321,13 @@ static void ISA_FN(predict)(ISA_FN(state) *state, const linear_job *job, size_t 
         biases[row] = (int32_t)(mean * side->sigmas[2 * p + row] >> 20);
     }
     pair->cosines = pair->sines = NULL;
-    if (2 * in_head < side->shape.rotated_dims) {
-        pair->cosines = state->cosines + in_head * GROUP;
-        pair->sines = state->sines + in_head * GROUP;
+    if (2 * pair_in_head < side->shape.rotated_dims) {
+        pair->cosines = state->cosines + pair_in_head * GROUP;
+        pair->sines = state->sines + pair_in_head * GROUP;
     }
 #if defined(ISA_F16C)
-    ISA_FN(predict8)(state, side, p, in_head, 0, sums, biases, pair);
-    ISA_FN(predict8)(state, side, p, in_head, 8, sums, biases, pair);
+    ISA_FN(predict8)(state, side, p, pair_in_head, 0, sums, biases, pair);
+    ISA_FN(predict8)(state, side, p, pair_in_head, 8, sums, biases, pair);
 #else
     for (int row = 0; row < 2; ++row) {
         const int64_t factor = side->chain_factors[2 * p + row];
@@ -339,7 +339,7 @@ static void ISA_FN(predict)(ISA_FN(state) *state, const linear_job *job, size_t 
         }
     }
     for (int t = 0; t < GROUP; ++t) {
-        const int32_t *row = side->angles[p][pair->cosines ? state->angles[in_head * GROUP + t] : 0];
+        const int32_t *row = side->angles[p][pair->cosines ? state->angles[pair_in_head * GROUP + t] : 0];
         const int64_t inverse_spread = (int64_t)(((uint64_t)1 << 32) / (uint32_t)state->spread[t]);
         if (pair->cosines) {
             const int64_t a = pair->centers[0][t], b = pair->centers[1][t], c = pair->cosines[t], s = pair->sines[t];
@@ -777,12 +777,12 @@ static void ISA_FN(regressors)(const linear_shape *shape, const linear_scales *s
     (void)scratch;
 #endif
     for (size_t t = first; t < tokens; ++t)
-        for (size_t in_head = 0; in_head < shape->head_dim / 2; ++in_head) {
+        for (size_t pair_in_head = 0; pair_in_head < shape->head_dim / 2; ++pair_in_head) {
             int32_t cosine = 0, sine = 0;
-            const int is_rotated = 2 * in_head < shape->rotated_dims;
+            const int is_rotated = 2 * pair_in_head < shape->rotated_dims;
             if (is_rotated)
-                linear_compute_rotation((uint64_t)positions[t] * shape->frequencies[in_head], &cosine, &sine);
-            for (size_t place = 2 * in_head; place < n; place += shape->head_dim) {
+                linear_compute_rotation((uint64_t)positions[t] * shape->frequencies[pair_in_head], &cosine, &sine);
+            for (size_t place = 2 * pair_in_head; place < n; place += shape->head_dim) {
                 const int exponent = scales->exponents[place / 2];
                 int64_t x[2];
                 for (int row = 0; row < 2; ++row)

@@ -130,8 +130,8 @@ static inline __m256i ISA_FN(guess_cells8)(const ISA_FN(mixture) *mixture, const
     const __m256 x = _mm256_add_ps(near, distance);
     /* the same with the floors of that guess */
     const __m256i next = ISA_FN(guess_ranks8)(dtype, x, exponent);
-    const __m256i more = _mm256_slli_epi32(_mm256_sub_epi32(next, ranks), dtype->floor == 8 ? 3 : 0);
-    const __m256 back = _mm256_mul_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(more), slopes), scale);
+    const __m256i rank_errors = _mm256_slli_epi32(_mm256_sub_epi32(next, ranks), dtype->floor == 8 ? 3 : 0);
+    const __m256 back = _mm256_mul_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(rank_errors), slopes), scale);
     return ISA_FN(guess_ranks8)(dtype, _mm256_sub_ps(x, back), exponent);
 }
 
@@ -151,7 +151,7 @@ static inline __m256i ISA_FN(shift_centers8)(const ISA_FN(pair) *pair, int t, __
 }
 
 /* predictions, centers, inverses of eight tokens from t on */
-static inline void ISA_FN(predict8)(const ISA_FN(state) *state, const linear_side *side, size_t p, size_t in_head,
+static inline void ISA_FN(predict8)(const ISA_FN(state) *state, const linear_side *side, size_t p, size_t pair_in_head,
                                     int t, const int32_t sums[2 * GROUP], const int32_t biases[2],
                                     ISA_FN(pair) *pair) {
     __m256i centers[2], w1, w2, slopes;
@@ -168,7 +168,7 @@ static inline void ISA_FN(predict8)(const ISA_FN(state) *state, const linear_sid
         const __m256i a = centers[0], b = centers[1], c = LANES_OF(pair->cosines + t), s = LANES_OF(pair->sines + t);
         centers[0] = ISA_FN(limit)(ISA_FN(turned)(a, c, b, ISA_FN(negated)(s)), CENTER_LIMIT);
         centers[1] = ISA_FN(limit)(ISA_FN(turned)(b, c, a, s), CENTER_LIMIT);
-        for (int i = 0; i < 8; ++i) angles[i] = state->angles[in_head * GROUP + (size_t)(t + i)] * 4;
+        for (int i = 0; i < 8; ++i) angles[i] = state->angles[pair_in_head * GROUP + (size_t)(t + i)] * 4;
         const __m256i at = LANES_OF(angles);
         w1 = _mm256_i32gather_epi32(rows, at, 4);
         slopes = _mm256_i32gather_epi32(rows + 1, at, 4);

@@ -159,7 +159,7 @@ static inline __m512i cumulate512(table512 masses, table512 starts, const linear
 /* -- a pair of the whole group ------------------------------------------------------------------------------------- */
 
 /* Predictions, centers, inverses, slopes; `sums` are those of the chain. */
-static inline void predict512(const ISA_FN(state) *state, const linear_side *side, size_t p, size_t in_head,
+static inline void predict512(const ISA_FN(state) *state, const linear_side *side, size_t p, size_t pair_in_head,
                               const __m512i sums[2], const int32_t biases[2], ISA_FN(pair) *pair) {
     const int32_t(*rows)[4] = (const int32_t(*)[4])side->angles[p];
     wide512 centers[2];
@@ -174,7 +174,7 @@ static inline void predict512(const ISA_FN(state) *state, const linear_side *sid
         centers[row] = limit512(add_number512(x, biases[row]), CENTER_LIMIT);
     }
     if (pair->cosines) {
-        const uint8_t *angles = state->angles + in_head * GROUP;
+        const uint8_t *angles = state->angles + pair_in_head * GROUP;
         __m512i quarters[4];
         turn512(centers, pair->cosines, pair->sines, 0);
         for (int row = 0; row < 2; ++row) centers[row] = limit512(centers[row], CENTER_LIMIT);
@@ -557,10 +557,10 @@ static void regressors512(const linear_shape *shape, const linear_scales *scales
     uint32_t *pairs = columns + n * GROUP;
     int32_t cosines[GROUP], sines[GROUP];
     load_columns512(words, count_columns512(dtype, n), columns);
-    for (size_t in_head = 0; in_head < shape->head_dim / 2; ++in_head) {
-        const int is_rotated = 2 * in_head < shape->rotated_dims;
-        if (is_rotated) compute_group_rotations512(positions, shape->frequencies[in_head], cosines, sines, NULL);
-        for (size_t place = 2 * in_head; place < n; place += shape->head_dim) {
+    for (size_t pair_in_head = 0; pair_in_head < shape->head_dim / 2; ++pair_in_head) {
+        const int is_rotated = 2 * pair_in_head < shape->rotated_dims;
+        if (is_rotated) compute_group_rotations512(positions, shape->frequencies[pair_in_head], cosines, sines, NULL);
+        for (size_t place = 2 * pair_in_head; place < n; place += shape->head_dim) {
             wide512 x[2];
             __m512i rows[2];
             for (size_t row = 0; row < 2; ++row)
@@ -585,18 +585,18 @@ static void regressors512(const linear_shape *shape, const linear_scales *scales
 /* What a pair is predicted from, given the sums of its chain over all pairs before it. */
 static inline void begin_pair512(const ISA_FN(state) *state, const linear_side *side, size_t p, const __m512i sums[2],
                                  ISA_FN(pair) *pair) {
-    const size_t in_head = 2 * p % side->shape.head_dim / 2;
+    const size_t pair_in_head = 2 * p % side->shape.head_dim / 2;
     int32_t biases[2];
     for (size_t row = 0; row < 2; ++row) {
         const int64_t mean = state->sums[2 * p + row] * state->bias_factor >> 8;
         biases[row] = (int32_t)(mean * side->sigmas[2 * p + row] >> 20);
     }
     pair->cosines = pair->sines = NULL;
-    if (2 * in_head < side->shape.rotated_dims) {
-        pair->cosines = state->cosines + in_head * GROUP;
-        pair->sines = state->sines + in_head * GROUP;
+    if (2 * pair_in_head < side->shape.rotated_dims) {
+        pair->cosines = state->cosines + pair_in_head * GROUP;
+        pair->sines = state->sines + pair_in_head * GROUP;
     }
-    predict512(state, side, p, in_head, sums, biases, pair);
+    predict512(state, side, p, pair_in_head, sums, biases, pair);
 }
 
 /* Sums of the chain of pair `p` over the first `count` pairs, and what one more adds. */

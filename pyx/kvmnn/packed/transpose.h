@@ -50,11 +50,11 @@ static inline kvmnn_vector kvmnn_high64(kvmnn_vector a, kvmnn_vector b) {
 }
 
 /* The even and the odd elements of two vectors. */
-static inline kvmnn_vector kvmnn_even(kvmnn_vector a, kvmnn_vector b, size_t unit) {
+static inline kvmnn_vector kvmnn_select_even(kvmnn_vector a, kvmnn_vector b, size_t unit) {
     if (unit == 4) return (kvmnn_vector)__builtin_shufflevector((kvmnn_v4x32)a, (kvmnn_v4x32)b, 0, 2, 4, 6);
     return (kvmnn_vector)__builtin_shufflevector((kvmnn_v8x16)a, (kvmnn_v8x16)b, 0, 2, 4, 6, 8, 10, 12, 14);
 }
-static inline kvmnn_vector kvmnn_odd(kvmnn_vector a, kvmnn_vector b, size_t unit) {
+static inline kvmnn_vector kvmnn_select_odd(kvmnn_vector a, kvmnn_vector b, size_t unit) {
     if (unit == 4) return (kvmnn_vector)__builtin_shufflevector((kvmnn_v4x32)a, (kvmnn_v4x32)b, 1, 3, 5, 7);
     return (kvmnn_vector)__builtin_shufflevector((kvmnn_v8x16)a, (kvmnn_v8x16)b, 1, 3, 5, 7, 9, 11, 13, 15);
 }
@@ -179,8 +179,8 @@ static inline void kvmnn_deinterleave_rows(uint8_t *dst, size_t dst_stride, cons
     size_t r = 0;
     for (; r + step <= rows; r += step, src += 32) {
         kvmnn_vector a = kvmnn_load(src), b = kvmnn_load(src + 16);
-        kvmnn_store(dst + r * unit, kvmnn_even(a, b, unit));
-        kvmnn_store(dst + dst_stride + r * unit, kvmnn_odd(a, b, unit));
+        kvmnn_store(dst + r * unit, kvmnn_select_even(a, b, unit));
+        kvmnn_store(dst + dst_stride + r * unit, kvmnn_select_odd(a, b, unit));
     }
     kvmnn_transpose_plain(dst + r * unit, dst_stride, src, 2 * unit, rows - r, 2, unit);
 }

@@ -257,7 +257,7 @@ H2O_OPTION_NAMES = (
     *("kind", "config", "block", "sink", "recent", "target_ratio", "keep_ratio", "alpha", "engine_threads", "tile"),
     "bytes_per_token",
 )
-"""The options, as the namespace calls them."""
+"""Names of the H2O options in the namespace."""
 
 
 def add_h2o_options(parser: Any) -> None:

@@ -63,7 +63,7 @@ class TaskItem:
 
 @dataclass(frozen=True)
 class TaskTexts:
-    """The texts that items are made of, and how many tokens of one a context has."""
+    """The texts from which items are drawn, and the number of tokens of a context."""
 
     documents: Sequence[Document]
     tokenizer: TextTokenizer

@@ -152,10 +152,10 @@ class Journal:
             with wrap_os_errors(self.path), self._file:
                 self._sync()
 
-    def make_foreign_error(self, number: int) -> SourceError:
+    def make_foreign_error(self, line_number: int) -> SourceError:
         """Return the error about a line that does not belong to a journal of this kind."""
         return SourceError(
-            f"{self.path}: line {number} is not {self.format.entry_description}: it would be overwritten"
+            f"{self.path}: line {line_number} is not {self.format.entry_description}: it would be overwritten"
         )
 
     def _sync(self) -> None:
@@ -163,27 +163,27 @@ class Journal:
         os.fsync(self._file.fileno())
         self._synced_at = time.monotonic()
 
-    def _is_torn(self, line: bytes, number: int) -> bool:
+    def _is_torn(self, line: bytes, line_number: int) -> bool:
         """Return whether the rest of the file is a line that a crash truncated; `SourceError` for anything else."""
-        if line.startswith(self._prefix[: len(line)]) or (number and not line.strip(b"\0")):
+        if line.startswith(self._prefix[: len(line)]) or (line_number and not line.strip(b"\0")):
             return not self._file.readline(1)
-        raise self.make_foreign_error(number + 1)
+        raise self.make_foreign_error(line_number + 1)
 
-    def _is_earlier_version(self, line: bytes, number: int) -> bool:
+    def _is_earlier_version(self, line: bytes, line_number: int) -> bool:
         match = re.match(rb'\{"%s": (\d{1,9}), ' % self.format.tag.encode(), line)
         version = int(match[1]) if match else self.format.version
         if version > self.format.version:
-            raise SourceError(f"{self.path}: line {number} is of format {version}: expected {self.format.version}")
+            raise SourceError(f"{self.path}: line {line_number} is of format {version}: expected {self.format.version}")
         return 0 < version < self.format.version
 
-    def _parse_line(self, line: bytes, number: int) -> Any:
-        where = f"line {number}" if number else "a line"
+    def _parse_line(self, line: bytes, line_number: int) -> Any:
+        where = f"line {line_number}" if line_number else "a line"
         text = line[self._record_offset : -len(_SUFFIX)]
         separator = line[self._record_offset - len(_SEPARATOR) : self._record_offset]
         if not (line.startswith(self._prefix) and separator == _SEPARATOR and line.endswith(_SUFFIX)):
             raise SourceError(
                 f"{self.path}: {where} is not {self.format.entry_description}, or was edited"
-                + ("" if number == 1 else f"; delete the line and {self.format.remedy}")
+                + ("" if line_number == 1 else f"; delete the line and {self.format.remedy}")
             )
         if hashlib.sha256(text).hexdigest().encode() != line[len(self._prefix) : len(self._prefix) + _HASH_DIGITS]:
             raise SourceError(
@@ -193,7 +193,7 @@ class Journal:
         try:
             return loads_strict(text)
         except (ValueError, RecursionError):
-            raise self.make_foreign_error(number) from None
+            raise self.make_foreign_error(line_number) from None
 
 
 class KeyedJournal:

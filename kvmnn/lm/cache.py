@@ -1,7 +1,7 @@
 """The KV cache of a running model under an eviction policy or the H2O planner (docs/lm.md).
 
-`ModelCache.begin_step` returns the past K and V and the bias that masks evicted tokens. `end_step` takes K, V and attention
-of the step, and the policy selects the tokens that stay. Layers of equal length are one `TokenGroup`.
+`ModelCache.begin_step` returns the past K and V and the bias that masks evicted tokens. `end_step` takes K, V and
+attention of the step, and the policy selects the tokens that stay. Layers of equal length are one `TokenGroup`.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ _LEGEND = "# kept, . dropped, 1 to 9 tenths kept"
 class PolicyLayerPlan(Record):
     """The tokens of one layer that stay."""
 
-    json_keys = "**plan_entry tokens tokens_after bytes=nbytes bytes_after skipped positions=_positions_after"
+    json_keys = "**plan_entry tokens tokens_after bytes=nbytes bytes_after skipped positions=_kept_positions"
 
     layer: int
     #: Stored tokens.
@@ -81,7 +81,7 @@ class PolicyLayerPlan(Record):
         )
 
     @property
-    def _positions_after(self) -> list[list[int]] | None:
+    def _kept_positions(self) -> list[list[int]] | None:
         if self.positions is None or (self.kept_indices is not None and self.kept_indices.ndim > 1):
             return None
         positions_after = self.positions if self.kept_indices is None else self.positions[self.kept_indices]

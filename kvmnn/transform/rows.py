@@ -1,8 +1,8 @@
 """Conversion between K and V of a layer and the float rows that transform streams code (docs/format-transform.md).
 
 `load_rows` turns elements ``[head, token, dim]`` into rows ``[token, n]``, K without its rotation. `Regressors`
-predicts rows from layers that are decoded already. `reconstruct` turns quantised coefficients back into elements. Encoder and
-decoder share these functions, so that both compute the same prediction.
+predicts rows from layers that are decoded already. `reconstruct` turns quantised coefficients back into elements.
+Encoder and decoder share these functions, so that both compute the same prediction.
 """
 
 from __future__ import annotations

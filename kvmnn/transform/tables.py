@@ -226,10 +226,10 @@ class _SideBuilder:
 
 
 def order_words(geometry: LayerGeometry, part: Part) -> npt.NDArray[np.int64]:
-    """Return, for each word of a token as it lies, its place in a row of statistics: int64 ``[n]``."""
-    in_head = np.argsort(geometry.get_order(part))
-    dim = len(in_head)
-    return (np.arange(geometry.kv_heads)[:, None] * dim + in_head).reshape(-1)
+    """Return, for each stored element of a token, its place in a row of statistics: int64 ``[n]``."""
+    head_places = np.argsort(geometry.get_order(part))
+    dim = len(head_places)
+    return (np.arange(geometry.kv_heads)[:, None] * dim + head_places).reshape(-1)
 
 
 def _take_roots(metric: Matrix, order: npt.NDArray[np.int64]) -> tuple[Matrix, Matrix]:

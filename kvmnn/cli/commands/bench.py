@@ -67,7 +67,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Carry the verb out."""
+    """Run the command."""
     from ...bench import compare, count_runs
 
     if arguments.codec:

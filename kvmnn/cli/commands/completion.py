@@ -35,7 +35,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Carry the verb out."""
+    """Run the command."""
     from .. import build_parser, completion_scripts
 
     parser = build_parser()

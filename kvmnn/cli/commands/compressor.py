@@ -51,7 +51,7 @@ def add_convert_parser(subparsers: Any) -> None:
 
 
 def run_convert(arguments: argparse.Namespace) -> int:
-    """Carry ``kvmnn compressor convert`` out."""
+    """Run ``kvmnn compressor convert``."""
     from ...compressor import prepare_conversion
 
     source, target = _resolve_paths(arguments)
@@ -216,7 +216,7 @@ def add_inspect_parser(subparsers: Any) -> None:
 
 
 def run_inspect(arguments: argparse.Namespace) -> int:
-    """Carry ``kvmnn compressor inspect`` out."""
+    """Run ``kvmnn compressor inspect``."""
     from ... import compressor
     from ...errors import SourceError
 
@@ -293,7 +293,7 @@ def add_export_parser(subparsers: Any) -> None:
 
 
 def run_export(arguments: argparse.Namespace) -> int:
-    """Carry ``kvmnn compressor export`` out."""
+    """Run ``kvmnn compressor export``."""
     from ...compressor import export_onnx, export_weights
 
     if not arguments.onnx:
@@ -408,7 +408,7 @@ def add_run_parser(subparsers: Any) -> None:
 
 
 def run_compressor(arguments: argparse.Namespace) -> int:
-    """Carry ``kvmnn compressor run`` out."""
+    """Run ``kvmnn compressor run``."""
     from ...compressor import ForwardOptions, check_output_path, compress_source
 
     if STDIO in (arguments.cache, arguments.weights):

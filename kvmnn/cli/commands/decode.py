@@ -83,7 +83,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Carry the verb out."""
+    """Run the command."""
     from ...bundle import DecodeOptions
     from ...formats import ZARR, has_format
 

@@ -167,7 +167,7 @@ def _parse_tolerance(text: str) -> float:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Carry the verb out."""
+    """Run the command."""
     from ...arrays import compare_allclose, compare_bitwise
     from ...arrays.engine_transforms import describe_order_conflicts
     from ...compressor import describe_header_differences

@@ -139,7 +139,7 @@ class _PredictorsAction(argparse.Action):
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Carry the verb out."""
+    """Run the command."""
     if batch.is_batch(arguments):
         return batch.run_batch(
             arguments, "encode", arguments.inputs, accepted_kinds=["arrays"], output=_make_task_factory

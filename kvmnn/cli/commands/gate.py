@@ -229,7 +229,7 @@ def _open_search(arguments: argparse.Namespace, directory: str) -> Search:
 
 
 def run_suite(arguments: argparse.Namespace) -> int:
-    """Carry the action out."""
+    """Run the command."""
     from ...errors import OptionError
     from ...gates.suite.cases import build_cases
     from ...gates.suite.results import finish_suite
@@ -536,7 +536,7 @@ def _add_demo_options(parser: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Carry the verb out."""
+    """Run the command."""
     idle_names = [name for name in _ALL_OPTIONS if name not in _OPTIONS_BY_ACTION[arguments.action]]
     shared_options.refuse_given(arguments, idle_names, f"says nothing to gate {arguments.action}")
     if arguments.output == console.STDIO:

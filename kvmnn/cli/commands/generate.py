@@ -56,7 +56,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Carry the verb out."""
+    """Run the command."""
     from ...lm import SamplingOptions, generate
 
     if arguments.top_k is not None and arguments.temperature == 0:

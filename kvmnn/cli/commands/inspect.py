@@ -64,7 +64,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Carry the verb out."""
+    """Run the command."""
     if batch.is_batch(arguments):
         return batch.run_batch(arguments, "inspect", arguments.inputs, accepted_kinds=["arrays", "frames", "weights"])
     _refuse_idle(arguments)

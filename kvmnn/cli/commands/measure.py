@@ -231,7 +231,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Carry the verb out."""
+    """Run the command."""
     if not arguments.inputs and arguments.to_fp16:
         # The one name on the command line is what is to be measured, although argparse takes it for --to-fp16's DIR.
         arguments.inputs, arguments.to_fp16 = [arguments.to_fp16], ""

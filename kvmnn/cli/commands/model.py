@@ -42,7 +42,7 @@ def add_import_parser(subparsers: Any) -> None:
 
 
 def run_import(arguments: argparse.Namespace) -> int:
-    """Carry ``kvmnn model import`` out."""
+    """Run ``kvmnn model import``."""
     from ...lm import import_model
 
     source = Path(arguments.source)
@@ -80,7 +80,7 @@ def add_list_parser(subparsers: Any) -> None:
 
 
 def run_list(arguments: argparse.Namespace) -> int:
-    """Carry ``kvmnn model list`` out."""
+    """Run ``kvmnn model list``."""
     from ...lm import list_models
 
     console.show_result(arguments, "model list", list_models())
@@ -115,7 +115,7 @@ def add_pull_parser(subparsers: Any) -> None:
 
 
 def run_pull(arguments: argparse.Namespace) -> int:
-    """Carry ``kvmnn model pull`` out."""
+    """Run ``kvmnn model pull``."""
     from ...lm import list_models, pull_model
     from ...lm.importer.catalog import get_entry
 

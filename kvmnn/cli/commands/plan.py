@@ -89,7 +89,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Carry the verb out."""
+    """Run the command."""
     to_stdout = arguments.output == console.STDIO
     if arguments.json and to_stdout:
         raise UsageError("--json and -o - both want standard output")

@@ -87,7 +87,7 @@ def _parse_below(text: str) -> tuple[int, ...]:
 
 
 def run_make(arguments: argparse.Namespace) -> int:
-    """Carry ``kvmnn profile make`` out."""
+    """Run ``kvmnn profile make``."""
     from ...calibration import ProfileOptions, make_profile, make_profile_from_caches
 
     if arguments.output in (None, console.STDIO):
@@ -147,7 +147,7 @@ def add_inspect_parser(subparsers: Any) -> None:
 
 
 def run_inspect(arguments: argparse.Namespace) -> int:
-    """Carry ``kvmnn profile inspect`` out."""
+    """Run ``kvmnn profile inspect``."""
     from ...profiles import inspect_profile
 
     console.show_result(arguments, "profile inspect", inspect_profile(arguments.input))

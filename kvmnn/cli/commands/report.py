@@ -52,7 +52,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Carry the verb out."""
+    """Run the command."""
     has_plot_options = arguments.plot_format is not None or arguments.no_titles
     if has_plot_options or (arguments.output and console.is_directory_output(arguments.output)):
         return _draw_plots(arguments)

@@ -76,8 +76,8 @@ _OP_TYPE_CONCAT, OP_TYPE_CONST, OP_TYPE_RESHAPE, OP_TYPE_ATTENTION, _OP_TYPE_LIN
 _NET_OPS = 3
 _OP_INPUTS, _OP_MAIN, _OP_OUTPUTS, _OP_TYPE = 0, 2, 4, 5
 _BLOB_INTS = 5
-_ATTENTION_SHARED_WITH = 3
-_LINEAR_ATTENTION_KIND = 0
+_ATTENTION_SHARED_LAYER_FIELD = 3
+_LINEAR_ATTENTION_KIND_FIELD = 0
 _SHORT_CONVOLUTION: Final = "short_conv"
 _MAX_NAME_BYTES: Final = 100
 KEY_INPUT = 1
@@ -189,9 +189,11 @@ def _read_layer_state(data: memoryview, op: GraphOp, layer_number: int) -> Layer
     """Return the state kind of a layer, and the layer whose K and V it reads, or None."""
     table = op.main_table
     if op.type == _OP_TYPE_LINEAR_ATTENTION:
-        is_convolution = table is not None and _read_text(data, table, _LINEAR_ATTENTION_KIND) == _SHORT_CONVOLUTION
+        is_convolution = (
+            table is not None and _read_text(data, table, _LINEAR_ATTENTION_KIND_FIELD) == _SHORT_CONVOLUTION
+        )
         return LayerStateInfo(layer=layer_number, kind="recurrent" if is_convolution else "linear")
-    field = None if table is None else find_field(data, table, _ATTENTION_SHARED_WITH)
+    field = None if table is None else find_field(data, table, _ATTENTION_SHARED_LAYER_FIELD)
     shared_layer = -1 if field is None else int(struct.unpack_from("<i", data, field)[0])
     if shared_layer < 0:
         return LayerStateInfo(layer=layer_number)

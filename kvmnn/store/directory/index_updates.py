@@ -1,6 +1,7 @@
 """Changes of the index of a store directory, and its reconstruction from the unit files (docs/format-store.md).
 
-The functions take the cursor of an open writing transaction; they change rows, not unit files. `rebuild_index` makes a new index if the old one is lost or damaged.
+The functions take the cursor of an open writing transaction; they change rows, not unit files. `rebuild_index` makes a
+new index if the old one is lost or damaged.
 """
 
 from __future__ import annotations

@@ -131,16 +131,16 @@ static inline void ISA_FN(multiply)(const int16_t *vectors, const int16_t *weigh
     for (size_t i = 0; i < pairs; ++i) {
         const __m512i v = _mm512_loadu_si512(vectors + 2 * GROUP * i);
         for (int row = 0; row < rows; ++row) {
-            int32_t both;
-            memcpy(&both, weights + row * stride + 2 * i, 4);
-            sums[row][0] = _mm512_dpwssd_epi32(sums[row][0], v, _mm512_set1_epi32(both));
+            int32_t packed_pair;
+            memcpy(&packed_pair, weights + row * stride + 2 * i, 4);
+            sums[row][0] = _mm512_dpwssd_epi32(sums[row][0], v, _mm512_set1_epi32(packed_pair));
         }
         if (++i == pairs) break;
         const __m512i next = _mm512_loadu_si512(vectors + 2 * GROUP * i);
         for (int row = 0; row < rows; ++row) {
-            int32_t both;
-            memcpy(&both, weights + row * stride + 2 * i, 4);
-            sums[row][1] = _mm512_dpwssd_epi32(sums[row][1], next, _mm512_set1_epi32(both));
+            int32_t packed_pair;
+            memcpy(&packed_pair, weights + row * stride + 2 * i, 4);
+            sums[row][1] = _mm512_dpwssd_epi32(sums[row][1], next, _mm512_set1_epi32(packed_pair));
         }
     }
     for (int row = 0; row < rows; ++row)
@@ -152,9 +152,9 @@ static inline void ISA_FN(multiply)(const int16_t *vectors, const int16_t *weigh
         const __m256i *at = (const __m256i *)(vectors + 2 * GROUP * i);
         const __m256i first = _mm256_loadu_si256(at), second = _mm256_loadu_si256(at + 1);
         for (int row = 0; row < rows; ++row) {
-            int32_t both;
-            memcpy(&both, weights + row * stride + 2 * i, 4);
-            const __m256i w = _mm256_set1_epi32(both);
+            int32_t packed_pair;
+            memcpy(&packed_pair, weights + row * stride + 2 * i, 4);
+            const __m256i w = _mm256_set1_epi32(packed_pair);
             low[row] = _mm256_add_epi32(low[row], _mm256_madd_epi16(first, w));
             high[row] = _mm256_add_epi32(high[row], _mm256_madd_epi16(second, w));
         }
@@ -219,9 +219,9 @@ static void ISA_FN(gather_regressors)(ISA_FN(state) *state, const linear_job *jo
 #endif
         for (; i < block->elements / 2; ++i)
             for (size_t t = 0; t < GROUP; ++t) {
-                int32_t both = 0;
-                if (from[t]) memcpy(&both, from[t] + 2 * i, 4);
-                memcpy(out + 2 * (GROUP * i + t), &both, 4);
+                int32_t packed_pair = 0;
+                if (from[t]) memcpy(&packed_pair, from[t] + 2 * i, 4);
+                memcpy(out + 2 * (GROUP * i + t), &packed_pair, 4);
             }
         out += (size_t)block->elements * GROUP;
     }

@@ -20,7 +20,7 @@ static inline __m512i look_up512(table512 table, __m512i at) {
     return _mm512_permutex2var_epi32(table.low, at, table.high);
 }
 
-static inline __m512i odd512(__m512i x) { return _mm512_srli_epi64(x, 32); }
+static inline __m512i take_odd512(__m512i x) { return _mm512_srli_epi64(x, 32); }
 
 /* Lanes of 32 bits as numbers of 64, with their signs. */
 static inline wide512 widen512(__m512i x) {
@@ -33,7 +33,7 @@ static inline __m512i narrow512(wide512 x) {
 }
 
 static inline wide512 multiply512(__m512i a, __m512i b) {
-    return (wide512){_mm512_mul_epi32(a, b), _mm512_mul_epi32(odd512(a), odd512(b))};
+    return (wide512){_mm512_mul_epi32(a, b), _mm512_mul_epi32(take_odd512(a), take_odd512(b))};
 }
 
 static inline wide512 add512(wide512 a, wide512 b) {
@@ -67,7 +67,7 @@ static inline wide512 multiply_wide512(wide512 a, wide512 b) {
 /* Two rows turned by angles, a c - b s and b c + a s; back where `direction` is -1. */
 static inline void turn512(wide512 x[2], const int32_t *cosines, const int32_t *sines, int is_back) {
     const __m512i c = load512(cosines), s = load512(sines);
-    const wide512 cs = {c, odd512(c)}, sn = {s, odd512(s)};
+    const wide512 cs = {c, take_odd512(c)}, sn = {s, take_odd512(s)};
     const wide512 ac = multiply_wide512(x[0], cs), bs = multiply_wide512(x[1], sn);
     const wide512 bc = multiply_wide512(x[1], cs), as = multiply_wide512(x[0], sn);
     const wide512 first = is_back ? add512(ac, bs) : subtract512(ac, bs);
@@ -146,7 +146,7 @@ static inline __m512i cumulate512(table512 masses, table512 starts, const linear
     const __m512i inside = _mm512_andnot_si512(_mm512_sllv_epi32(_mm512_set1_epi32(-1), bits), distances);
     const __m512i mass = look_up512(masses, buckets), low = _mm512_set1_epi64(0xffffffff);
     const __m512i even = _mm512_srlv_epi64(_mm512_mul_epu32(mass, inside), _mm512_and_si512(bits, low));
-    const __m512i odd = _mm512_srlv_epi64(_mm512_mul_epu32(odd512(mass), odd512(inside)), odd512(bits));
+    const __m512i odd = _mm512_srlv_epi64(_mm512_mul_epu32(take_odd512(mass), take_odd512(inside)), take_odd512(bits));
     const __m512i below = _mm512_add_epi32(look_up512(starts, buckets), narrow512((wide512){even, odd}));
     const __m512i side = _mm512_mask_sub_epi32(below, _mm512_movepi32_mask(z), zero, below);
     const __m512i floors = _mm512_slli_epi32(ranks, dtype->floor == 8 ? 3 : 0);
@@ -211,7 +211,7 @@ static inline void predict512(const ISA_FN(state) *state, const linear_side *sid
 static inline __m512i shift_centers512(const ISA_FN(pair) *pair, __m512i first) {
     const wide512 distance = widen512(_mm512_sub_epi32(first, load512(pair->centers[0])));
     const __m512i slopes = load512(pair->slopes);
-    const wide512 step = multiply_wide512(limit512(distance, 1 << 21), (wide512){slopes, odd512(slopes)});
+    const wide512 step = multiply_wide512(limit512(distance, 1 << 21), (wide512){slopes, take_odd512(slopes)});
     return narrow512(
         limit512(add512(widen512(load512(pair->centers[1])), shift512(step, 14)), CENTER_LIMIT));
 }
@@ -231,9 +231,9 @@ static inline void innovate512(const ISA_FN(pair) *pair, const int32_t sigmas[2]
     }
     const __m512i both = _mm512_mask_blend_epi16(0xaaaaaaaa, rows[0], _mm512_slli_epi32(rows[1], 16));
     _mm512_storeu_si512(innovations, both);
-    const __m512i near = _mm512_max_epi16(_mm512_min_epi16(both, _mm512_set1_epi16(1024)), _mm512_set1_epi16(-1024));
-    const __m512i first = _mm512_madd_epi16(near, _mm512_set1_epi32(1));
-    const __m512i second = _mm512_madd_epi16(near, _mm512_set1_epi32(1 << 16));
+    const __m512i limited = _mm512_max_epi16(_mm512_min_epi16(both, _mm512_set1_epi16(1024)), _mm512_set1_epi16(-1024));
+    const __m512i first = _mm512_madd_epi16(limited, _mm512_set1_epi32(1));
+    const __m512i second = _mm512_madd_epi16(limited, _mm512_set1_epi32(1 << 16));
     const __m512i sums = _mm512_add_epi32(_mm512_unpacklo_epi32(first, second), _mm512_unpackhi_epi32(first, second));
     const __m256i half = _mm256_add_epi32(_mm512_castsi512_si256(sums), _mm512_extracti64x4_epi64(sums, 1));
     const __m128i rest = _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
@@ -613,9 +613,9 @@ static inline void extend_chain512(const ISA_FN(state) *state, const linear_side
                                    __m512i sums[2]) {
     const __m512i innovations = load512(state->innovations + 2 * GROUP * last);
     for (size_t row = 0; row < 2; ++row) {
-        int32_t both;
-        memcpy(&both, side->chain_weights + (2 * p + row) * side->shape.elements + 2 * last, 4);
-        sums[row] = _mm512_dpwssd_epi32(sums[row], innovations, _mm512_set1_epi32(both));
+        int32_t packed_pair;
+        memcpy(&packed_pair, side->chain_weights + (2 * p + row) * side->shape.elements + 2 * last, 4);
+        sums[row] = _mm512_dpwssd_epi32(sums[row], innovations, _mm512_set1_epi32(packed_pair));
     }
 }
 

@@ -36,7 +36,12 @@ from .workloads import PromptTexts, Workload
 DEFAULT_SETTINGS = RunSettings(prompts=(512,), generate=64, repeats=4, quality_tokens=512, quality_prompt=384)
 """Smaller than those of the cases, as there are many of them."""
 
-DEFAULT_POLICIES = ("streaming", "h2o_decayed", "tova", "keydiff")
+DEFAULT_POLICIES = (
+    "streaming",
+    "h2o_decayed",
+    "tova:phase=both,interval=1",  # else all tokens after the prompt stay, and the ratio of a run is not reached
+    "keydiff:phase=both,interval=1",
+)
 _BUDGET_MARGINS = (1.0, 1.25)
 """Budgets without ``--budget``: what the target ratio leaves of the tokens, over these."""
 
@@ -422,8 +427,10 @@ class Search:
         """Return 1 if the ratio in a run or the perplexity misses its target, else 0."""
         settings, budget = self._settings, cell.configuration.options.get("budget")
         num_tokens = min(settings.prompts) + settings.generate - 1
-        # Texts and runs have different lengths, so a fixed budget is another ratio.
-        ratio = num_tokens / budget if isinstance(budget, int) and budget > 0 else cell.lossy_ratio
+        ratio = cell.lossy_ratio
+        if isinstance(budget, int) and budget > 0:  # texts and runs have different lengths, so it is another ratio
+            is_prompt_only = cell.configuration.create_policy().is_prompt_only
+            ratio = num_tokens / (budget + (settings.generate - 1 if is_prompt_only else 0))
         return int(ratio < self._targets.lossy or cell.perplexity > self._targets.max_perplexity)
 
     def _time_cells(
@@ -495,7 +502,7 @@ class Search:
             is_unclear = cell.drop_low <= targets.max_drop < cell.drop_high
             slowdown_verdict = UNCLEAR if is_unclear else verdict_from(cell.drop_high <= targets.max_drop)
         verdicts: dict[str, Verdict] = {
-            "lossy": verdict_from(cell.lossy_ratio >= targets.lossy),
+            "lossy": verdict_from(cell.lossy_ratio >= targets.lossy) if cell.is_timed else NOT_MEASURED,
             "lossless": NOT_MEASURED
             if cell.lossless_ratio is None
             else verdict_from(cell.lossless_ratio >= targets.lossless),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -174,22 +175,40 @@ def test_put_prefix_of_stored_text_stores_nothing(store: PrefixStore) -> None:
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_store_equals_dictionary_model(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    """Texts of few ids, so that many begin alike: what covers most of a text is found, bit for bit."""
-    block = data.draw(st.sampled_from([1, 2, 3, 8]))
+    """Texts of few ids, so that many begin alike: what covers most of a text is found, bit for bit.
+
+    Of three namespaces in one store one has a quota: of it no more is found, and of the others nothing goes.
+    """
+    block, quota = data.draw(st.sampled_from([1, 2, 3, 8])), data.draw(st.sampled_from([700, 2500, 1 << 20]))
     texts = st.lists(st.integers(0, 2), min_size=1, max_size=30)
-    stored: dict[tuple[int, ...], None] = {}
-    with PrefixStore(tmp_path_factory.mktemp("s"), block_tokens=block) as store:
-        for ids in data.draw(st.lists(texts, min_size=1, max_size=9)):
-            made = put(store, ids)
-            assert made.known_tokens == max((agreeing(ids, other) for other in stored), default=0)
-            stored[tuple(ids)] = None
-        for ids in [*data.draw(st.lists(texts, max_size=6)), *stored]:
-            wanted = max(agreeing(ids, other) for other in stored)
-            found = store.get(ids, model=MODEL)
-            assert (store.match(ids, model=MODEL), found.tokens) == (wanted, wanted)
-            assert same(found.layers, ids, wanted) if wanted else not found.layers
+    tenants = st.sampled_from(["limited", "b", None])
+    stored: dict[str | None, dict[tuple[int, ...], None]] = {"limited": {}, "b": {}, None: {}}
+    seeds = {"limited": b"l", "b": b"b", None: b""}
+    folder = tmp_path_factory.mktemp("s")
+    with ExitStack() as stack:
+        stores = {
+            tenant: stack.enter_context(
+                PrefixStore(folder, block_tokens=block, namespace=tenant, quota=quota if tenant == "limited" else None)
+            )
+            for tenant in stored
+        }
+        for tenant, ids in data.draw(st.lists(st.tuples(tenants, texts), min_size=1, max_size=12)):
+            made = put(stores[tenant], ids, seed=seeds[tenant])
+            known = max((agreeing(ids, other) for other in stored[tenant]), default=0)
+            stored[tenant][tuple(ids)] = None
+            assert made.known_tokens <= known if tenant == "limited" else made.known_tokens == known
+            assert made.stored_tokens == len(ids) or (tenant == "limited" and "the quota (" in made.notes[0])
+            assert stores[tenant].match(ids, model=MODEL) == made.stored_tokens
+            assert stores["limited"].stats().bytes <= quota
+        for tenant, store in stores.items():
+            for ids in [*data.draw(st.lists(texts, max_size=4)), *stored[tenant]]:
+                wanted = max((agreeing(ids, other) for other in stored[tenant]), default=0)
+                found = store.get(ids, model=MODEL)
+                assert store.match(ids, model=MODEL) == found.tokens <= wanted
+                assert found.tokens == wanted or (tenant == "limited" and quota < 1 << 20)
+                assert same(found.layers, ids, found.tokens, seed=seeds[tenant]) if found.tokens else not found.layers
+            assert store.stats().texts <= len(stored[tenant])
         assert store.verify().damaged == ()
-        assert store.stats().texts <= len(stored)
 
 
 @pytest.mark.slow

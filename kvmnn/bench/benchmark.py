@@ -106,7 +106,7 @@ class CodecBenchResult(Record):
     @property
     @json_key("break_even_p95_bytes_per_s")
     def break_even_p95(self) -> float | None:
-        """Return the break-even link speed if both calls are as slow as 95 % of them at most are."""
+        """Return the break-even link speed if both calls take the 95th percentile of their times."""
         if self.encode is None or self.decode is None or None in (self.encode.wall_p95, self.decode.wall_p95):
             return None
         return self._compute_break_even((self.encode.wall_p95 or 0.0) + (self.decode.wall_p95 or 0.0))

@@ -388,7 +388,7 @@ def _refuse_unknown_folder(path: str, options: ReadOptions) -> Source:
 FRAMES = PathFormat(
     name="frames", kinds=("folder", "file", "stream"), check=_is_named_as_frames, read_path=_read_frames
 )
-PAGE = FileFormat(
+LMCACHE_CHUNK = FileFormat(
     name="lmcache",
     check=lambda head: head.file is None and parse_page_name(head.path) is not None,
     read_file=raw.read,
@@ -399,7 +399,7 @@ FORMATS: tuple[Format, ...] = (
     *ENGINE_FORMATS,
     *ARRAY_FORMATS.values(),
     PACKED,
-    PAGE,
+    LMCACHE_CHUNK,
     LAYER_STREAMS,
     FRAMES,
     zarr.ZARR,
@@ -434,9 +434,9 @@ def _read(head: FileHead, options: ReadOptions) -> Source:
     if head.kind == "stream" and head.file is None and (file_format is RAW or head.suffix == ".safetensors"):
         head = FileHead.from_stream(MappedFile(head.path, max_bytes=options.max_bytes))
         file_format = detect(head, formats)
-    if file_format in (RAW, PAGE) and head.kind == "file" and not (options.dtype or options.fallback_dtypes):
+    if file_format in (RAW, LMCACHE_CHUNK) and head.kind == "file" and not (options.dtype or options.fallback_dtypes):
         if contains_frames(head.path):
-            if file_format is PAGE or not options.decode_frames:
+            if file_format is LMCACHE_CHUNK or not options.decode_frames:
                 raise SourceError(
                     f"{head.path}: is a frame already: kvmnn decode gives its array back, kvmnn inspect shows it, "
                     "--codec dense or mnn encodes it again; --dtype fp16, bf16 or fp32 would take its bytes as raw "

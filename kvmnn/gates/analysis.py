@@ -77,9 +77,9 @@ class CaseConditions:
         self.missing_columns = find_missing_columns(rows.columns)
         self.has_bytes_column = DECOMPRESSED_COLUMN in rows.columns
         self.decompressed_bytes = rows.max_value(DECOMPRESSED_COLUMN)
-        self._decide()
+        self._judge_conditions()
 
-    def _decide(self) -> None:
+    def _judge_conditions(self) -> None:
         limits = self.limits
         self.lossy_pass = self.lossy_ratio >= limits.lossy_target
         self.selected_pass = self.selected_ratio >= limits.lossless_target
@@ -102,16 +102,16 @@ class CaseConditions:
             else 0.0
         )
         self.decode_pass = not self.is_decode_gated or self.drop_ratio <= limits.decode_drop_target
-        self._decide_headroom()
-        self._decide_consistency()
+        self._judge_headroom()
+        self._judge_consistency()
 
-    def _decide_headroom(self) -> None:
+    def _judge_headroom(self) -> None:
         target, min_ratio = self.limits.max_lossless_async_wait_us, self.limits.async_wait_headroom_warn_ratio
         self.headroom_us = target - self.async_wait_us if target > 0.0 else 0.0
         self.headroom_ratio = self.headroom_us / target if target > 0.0 else 1.0
         self.is_headroom_low = target > 0.0 and min_ratio >= 0.0 and self.wait_pass and self.headroom_ratio < min_ratio
 
-    def _decide_consistency(self) -> None:
+    def _judge_consistency(self) -> None:
         limits = self.limits
         self.max_invalid_lines = max(0, limits.max_kv_invalid_log_lines)
         self.log_pass = self.logs.num_invalid <= self.max_invalid_lines

@@ -61,7 +61,7 @@ class CodecTimes(Record):
     @property
     @json_key("read_p95_bytes_per_s")
     def read_limit_p95(self) -> float | None:
-        """The same where decoding is as slow as 95 % of the calls at most are."""
+        """The `read_limit` if decoding takes the 95th percentile of its time."""
         return self._compute_limit(self.decode_p95)
 
     @property
@@ -73,7 +73,7 @@ class CodecTimes(Record):
     @property
     @json_key("round_trip_p95_bytes_per_s")
     def round_trip_limit_p95(self) -> float | None:
-        """The same where both calls are as slow as 95 % of them at most are."""
+        """The `round_trip_limit` if both calls take the 95th percentile of their times."""
         return self._compute_limit(self.encode_p95 + self.decode_p95)
 
     def _compute_limit(self, seconds: float) -> float | None:

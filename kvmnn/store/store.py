@@ -400,7 +400,7 @@ class PrefixStore:
         label
             Name of the sequence, for `ls` and `resolve`, 1 to 256 printable characters; replaces its name before.
         keep_label
-            Leave the name that the sequence has.
+            Do not replace a label that the sequence has already.
         attention
             Of a store of transform streams: the mean attention probability that later tokens gave each token, floats
             ``[layer, kv_head, token]``. Tokens that drew more lose less, at fewer bytes for the same loss of all.
@@ -792,7 +792,7 @@ class PrefixStore:
         path
             The file.
         label
-            As for `put`; None for that of the file, which replaces none.
+            As for `put`. None uses the label in the file, unless the stored sequence has a label already.
 
         Raises
         ------

@@ -48,7 +48,7 @@ _BUDGET_MARGINS = (1.0, 1.25)
 _RECENT_SHARES = ("25%", "50%")
 MODES = ("store", "full")
 DEFAULT_MAX_CELLS = 8
-"""The best configuration of each default policy, in both modes."""
+"""Maximum number of cells that are run by default: the best of each default policy, in both modes."""
 
 MAX_CELLS = 1000
 _SCREENING_TEXTS = 2

@@ -57,7 +57,7 @@ def get_words(elements: Elements) -> npt.NDArray[np.uint8]:
 
 
 def load_rows(elements: Elements, positions: Positions, geometry: LayerGeometry, part: Part) -> Rows:
-    """Return K without its rotation, or V, as float32 ``[token, n]``; words that a rotation leaves unchanged are 0."""
+    """Return K without its rotation, or V, as float32 ``[token, n]``; inf, NaN, tiny and huge numbers become 0."""
     heads, tokens, dim = elements.shape
     rows = np.empty((tokens, heads * dim), np.float32)
     number = DTYPES.index(infer_dtype(elements))

@@ -153,8 +153,9 @@ mkdir "$WORK/run"
 cp -r tests tools fixtures docs pyproject.toml "$WORK/run"
 cd "$WORK/run"
 
+# Without SVE: under that of qemu 7.2 numpy's products of float32 matrices (OpenBLAS) are wrong or NaN.
 arm_python() {
-    PYTHONPATH="$SITE" PYTHONDONTWRITEBYTECODE=1 QEMU_LD_PREFIX="$ROOT" qemu-aarch64 "$ROOT/usr/bin/python$ARM" "$@"
+    PYTHONPATH="$SITE" PYTHONDONTWRITEBYTECODE=1 QEMU_LD_PREFIX="$ROOT" qemu-aarch64 -cpu max,sve=off "$ROOT/usr/bin/python$ARM" "$@"
 }
 
 arm_python -c "
@@ -168,6 +169,6 @@ assert platform.machine() == 'aarch64'"
 # What starts other processes is left out: they would be aarch64 programs that only qemu can start.
 arm_python -m pytest -q -p no:cacheprovider tests/frames tests/attacks/test_frame_damage.py \
     tests/dense/test_tables.py tests/linear tests/transform tests/packed/test_layout.py tests/packed/test_cache.py tests/policies/test_topk.py tests/policies/test_rules.py \
-    -k "not binding and not same_frames and not environment and not selftest and not native"
+    -k "not binding and not alone_is_bound and not same_frames and not environment and not selftest and not native"
 [ -n "$vectors" ] || vectors="fixtures/dense fixtures/frames fixtures/layout fixtures/profiles fixtures/real_kv"
 arm_python tools/conformance.py $vectors

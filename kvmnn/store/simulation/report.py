@@ -54,7 +54,7 @@ class ModelShape(NamedTuple):
     def check_layers(self, layers: Sequence[LayerCache], label: str) -> None:
         """Raise `OptionError` for K and V of another shape or precision, whose ratio is not the model's.
 
-        Layers of unequal sizes are taken where a token of all of them has as many bytes.
+        Of layers of unequal sizes, which no shape describes, the precision alone is compared.
         """
         shapes = {(len(layers), cache.kv_heads, cache.head_dim, cache.dtype) for cache in layers}
         dtypes = " and ".join(sorted({cache.dtype for cache in layers}))
@@ -62,8 +62,7 @@ class ModelShape(NamedTuple):
         if len(shapes) == 1 and token_bytes == (shape := ModelShape(*shapes.pop())).token_bytes:
             is_same, actual = shape == self, str(shape)
         else:
-            is_same = (token_bytes, dtypes) == (self.token_bytes, self.dtype)
-            actual = f"layers of unequal sizes, {token_bytes:,} bytes a token, {dtypes}"
+            is_same, actual = dtypes == self.dtype, f"layers of unequal sizes, {dtypes}"
         if not is_same:
             raise OptionError(f"{label}: is of another model shape: expected {self} (--model-shape), found {actual}")
 

@@ -1,8 +1,9 @@
 """One prompt answered by an MNN engine, timed: `python store_engine.py JOB`, a JSON object; prints one.
 
 Run by store.py, each time in a process of its own, as the engine may crash in its static destructors and keeps what it
-has computed. JOB: `model`, `kv_heads`, `head_dim`, `ids`, `folder` for files and stores, `new_tokens` to generate after
-the first (default: none), `profile`, the model's, for codecs that need it, and `how`:
+has computed. JOB: `model`, `kv_heads`, `head_dim`, `ids`, `folder` for files and stores, `scratch`, an empty folder for
+what this process alone needs, `new_tokens` to generate after the first (default: none), `profile`, the model's, for
+codecs that need it, and `how`:
 
 * `"fill"`: compute, and put the beginnings of `sizes` tokens, each into a store of its own in `folder`, for each of
   `codecs`; then the times of the codecs on the longest, as break-even takes them;
@@ -86,7 +87,7 @@ class Watch:
 def main(job: dict[str, Any]) -> dict[str, Any]:
     ids, folder = job["ids"], job["folder"]
     geometry = PackedGeometry(backend="x86-avx2", kv_heads=job["kv_heads"], head_dim=job["head_dim"])
-    ready, live = tempfile.mkdtemp(dir=folder), tempfile.mkdtemp(dir=folder)
+    ready, live = tempfile.mkdtemp(dir=job["scratch"]), tempfile.mkdtemp(dir=job["scratch"])
     own = job["how"] == "own"
     engine = Engine(job["model"], folder if own else ready, live)
     if job["how"] == "fill":

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from repository import FIXTURES
 
+import kvmnn
+
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
@@ -109,6 +111,23 @@ def test_encode_and_decode_with_a_profile(run, work, tmp_path) -> None:
     run("decode", tmp_path / "s", "-o", tmp_path / "b2/", "--profile", tmp_path / "moved")
     run("verify", tmp_path / "s", "--profile", tmp_path / "moved")
     shutil.move(tmp_path / "moved", work / "p.kvmp")
+
+
+def test_layer_streams_of_packed_files_say_that_live_elements_are_compared(run, work, tmp_path) -> None:
+    packed, streams = tmp_path / "packed", tmp_path / "streams"
+    run("mnn pack", work / "kv", "-o", packed, "--name", "p", "--backend", "x86-avx512")
+    encoded = run("encode", packed, "--codec", f"profile:{work / 'p.kvmp'}", "-o", streams, "--json")
+    (note,) = json.loads(encoded.out)["notes"]
+    cache = kvmnn.open(packed).cache
+    assert cache.file_bytes > cache.live_bytes
+    assert f"{cache.file_bytes - cache.live_bytes:,} bytes of padding" in note and "neither stored" in note
+    profile = ("--codec", f"profile:{work / 'p.kvmp'}")
+    encoded = run("encode", packed, *profile, "-o", streams, "-f").out
+    assert "LOSSLESS (live elements, decoded and compared)" in encoded and note in encoded
+    verified = run("verify", streams, "--against", packed).out
+    assert "LOSSLESS (every live element compared with the original)" in verified and note in verified
+    plain = run("verify", streams, "--against", work / "kv").out
+    assert "LOSSLESS (every byte compared with the original)" in plain and "padding" not in plain
 
 
 def test_encode_with_transform_says_lossy_everywhere(run, work, tmp_path) -> None:

@@ -38,7 +38,14 @@ from .document import (
     find_profile,
     read_layers_document,
 )
-from .writer import compare_errors, compare_words, describe_document, describe_layer, order_elements
+from .writer import (
+    compare_errors,
+    compare_words,
+    describe_document,
+    describe_layer,
+    describe_unstored_bytes,
+    order_elements,
+)
 
 
 class LayerStreams:
@@ -254,7 +261,10 @@ class LayerStreamsInfo(Record):
     proof: str | None = None
     #: The first difference from the original.
     difference: str | None = None
+    #: What was compared with the original: ``"every byte"``, or of packed files ``"every live element"``.
+    compared: str = field(default="every byte", metadata={"json": False})
     seconds: float = 0.0
+    notes: tuple[str, ...] = field(default=(), metadata={"omit": True})
 
     @property
     def ok(self) -> bool:
@@ -276,7 +286,7 @@ class LayerStreamsInfo(Record):
         proof = {
             None: "",
             "sha256": f", {self.label} (decoded, sha256 of {LAYERS_NAME})",
-            "bytes": f", {self.label} (every byte compared with the original)",
+            "bytes": f", {self.label} ({self.compared} compared with the original)",
         }[self.proof]
         if document.is_lossy and self.proof is not None:
             promise = "bit by bit" if self.proof == "sha256" else "and differs from the original as it says"
@@ -286,7 +296,7 @@ class LayerStreamsInfo(Record):
             f"{pluralize(document.tokens, 'token')}, {document.raw_bytes:,} -> {document.stored_bytes:,} bytes, "
             f"ratio {document.ratio:.4f}{proof}{format_rate(document.raw_bytes, self.seconds) if self.proof else ''}"
         ]
-        lines += [f"  {line}" for line in describe_document(document)]
+        lines += [f"  {line}" for line in (*describe_document(document), *self.notes)]
         return "\n".join(lines)
 
     def text(self, *, verbose: bool = False) -> str:
@@ -337,5 +347,7 @@ def verify_layers(
         document=streams.document,
         proof="sha256" if against is None else "bytes",
         difference=next(iter(differences), None),
+        compared="every byte" if against is None or against.cache is None else "every live element",
         seconds=time.perf_counter() - start,
+        notes=() if against is None else describe_unstored_bytes(against),
     )

@@ -54,6 +54,8 @@ class MeasureLayersResult(Record):
     #: Whether every stream was decoded, and compared where it is lossless.
     is_verified: bool = field(metadata={"json": False})
     seconds: float
+    #: Whether the source is packed files, of which live elements alone are stored and compared.
+    is_packed: bool = field(default=False, metadata={"json": False})
     notes: tuple[str, ...] = ()
 
     @property
@@ -110,6 +112,7 @@ class MeasureLayersResult(Record):
     def __str__(self) -> str:
         lines = [describe_layer(entry) for entry in self.layers]
         proof = "all streams decoded, errors measured" if self.document.is_lossy else "all streams decoded and compared"
+        proof = f"live elements, {proof}" if self.is_packed else proof
         lines += [
             f"total: {self.raw_bytes:,} -> {self.stored_bytes:,} bytes, ratio {self.ratio:.4f}, {self.label} ({proof})",
             *describe_document(self.document),
@@ -142,6 +145,7 @@ class EncodeLayersResult(MeasureLayersResult):
         proof = "not verified"
         if self.is_verified:
             proof = "decoded, with the errors in layers.json" if self.document.is_lossy else "decoded and compared"
+        proof = f"live elements, {proof}" if self.is_packed else proof
         lines.append(
             f"{self.output}: {self.raw_bytes:,} -> {self.stored_bytes:,} bytes, ratio {self.ratio:.4f}, "
             f"{pluralize(len(self.layers), 'layer stream')}, "
@@ -182,6 +186,18 @@ def describe_document(document: LayerStreamsDocument) -> list[str]:
             cost = f"{document.predicted_kl:.2g} nats a token expected of texts like the profile's"
         lines.append(f"LOSSY: K and V are rounded; KL divergence of the predictions: {cost}")
     return lines
+
+
+def describe_unstored_bytes(source: Source) -> tuple[str, ...]:
+    """Describe the bytes of packed files that layer streams do not store; empty for other inputs."""
+    cache = source.cache
+    num_bytes = 0 if cache is None else cache.file_bytes - cache.state_bytes - cache.live_bytes
+    if num_bytes <= 0:
+        return ()
+    return (
+        f"of the packed files {num_bytes:,} bytes of padding, free room and rows that are not live are neither stored "
+        "nor compared (frames store them)",
+    )
 
 
 def encode_layers(
@@ -251,7 +267,8 @@ def encode_layers(
         document=document,
         is_verified=options.verify,
         seconds=time.perf_counter() - start,
-        notes=_list_notes(profile, reader, document),
+        is_packed=source.cache is not None,
+        notes=(*describe_unstored_bytes(source), *_list_notes(profile, reader, document)),
     )
 
 
@@ -280,6 +297,7 @@ def measure_layers(
         document=document,
         is_verified=True,
         seconds=time.perf_counter() - start,
+        is_packed=source.cache is not None,
         notes=_list_notes(profile, reader, document),
     )
 

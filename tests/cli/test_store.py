@@ -605,6 +605,9 @@ def test_store_by_a_profile_says_lossy_in_every_action(here: Path, run) -> None:
     for name in ("a.npz", "a.safetensors", "packed/", "frames"):
         run("mnn", "unpack", name, "-o", f"{name.strip('/')}.again.npz")
         assert mark in " ".join(kvmnn.open(f"{name.strip('/')}.again.npz").notes), name
+    again = ("store", "put", "R", "a.npz", "--token-ids", "long.json", "--fingerprint", "m")
+    assert "is LOSSY, as it records" in run(*again, code=2).err and not Path("R").exists()
+    run(*again, "--force")
     assert "does not record that K and V are LOSSY" in run(*get, "folder/").err
     for action in ("ls", "stat"):
         assert "LOSSY" in run("store", action, "S").out

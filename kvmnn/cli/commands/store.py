@@ -107,6 +107,7 @@ def list_window_layers(layers: Sequence[LayerCache]) -> list[int]:
 def _run_put(store: PrefixStore, arguments: argparse.Namespace) -> tuple[CommandResult, int]:
     from ...formats.layer_streams.codecs import read_attention
 
+    _refuse_loss(arguments, is_lossy_store=store.is_lossy)
     source, layers, model = arguments.read, arguments.layers, arguments.made_by
     other_models = [other_model for other_model in store.models if other_model != model]
     if other_models and model not in store.models and not arguments.force:
@@ -148,6 +149,17 @@ def _run_put(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Command
         text = f"{num_texts} texts are called {arguments.label!r} now: name them by their handles (store ls)"
         input_sources.report_notes([text], arguments)
     return put_result, _get_put_code(put_result)
+
+
+def _refuse_loss(arguments: argparse.Namespace, *, is_lossy_store: bool) -> None:
+    """Raise for input that records a loss, unless the store says LOSSY of all that it has."""
+    from ...arrays.source import LOSSY_KEY
+
+    if LOSSY_KEY in arguments.read.metadata and not is_lossy_store and not arguments.force:
+        raise UsageError(
+            f"{' '.join(arguments.inputs)}: is LOSSY, as it records: a store of lossless units would not say so "
+            "(--force puts it all the same)"
+        )
 
 
 def _make_label(ids: Any, arguments: argparse.Namespace) -> str | None:
@@ -864,6 +876,8 @@ def _run_action(arguments: argparse.Namespace) -> tuple[CommandResult, int]:
                 _check_num_layers(arguments)
             if arguments.attention is not None and codec != "transform" and _is_new_directory(arguments.store):
                 raise UsageError("--attention is about the steps of lossy streams: needs --codec transform:FILE")
+            if _is_new_directory(arguments.store):
+                _refuse_loss(arguments, is_lossy_store=codec == "transform")
     store = PrefixStore(
         arguments.store,
         arguments.store_bytes if is_creating else None,

@@ -35,6 +35,7 @@ def build_notes(
             f"No scored token saw a quantised cache: {'; '.join(idle_codecs)}: quality is that of the full cache and "
             "says nothing of the codec."
         )
+    yield from _describe_few_quantized(rows)
     if any(row.codec is not None for row in rows):
         yield (
             "Codecs: K and V are quantised once, after the step that attended them and after the cut; the model then "
@@ -170,6 +171,23 @@ def _describe_windows(rows: Sequence[ResultRow]) -> Iterator[str]:
 
 
 _WINDOW_POLICIES = ("snapkv", "pyramidkv")
+
+
+_MIN_QUANTIZED_SHARE = 0.5
+
+
+def _describe_few_quantized(rows: Sequence[ResultRow]) -> Iterator[str]:
+    """Name rows behind a policy whose codec quantised little of what was kept, so that they are those of the policy."""
+    shares = [
+        f"{row.label} ({row.quantized_share:.0%})"
+        for row in rows
+        if row.quantized_share is not None and row.policy != FULL_POLICY and row.quantized_share < _MIN_QUANTIZED_SHARE
+    ]
+    if shares:
+        yield (
+            f"Little of what was kept at the end is quantised: {'; '.join(shares)}. The rest is stored and counted as "
+            "fp16, as the policy keeps few tokens beyond those that the codec leaves."
+        )
 
 
 def _describe_prompt_codecs(

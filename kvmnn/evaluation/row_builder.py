@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from .. import dtypes
 from .._util.text import LOSSLESS, LOSSY
 from ..lm.documents import Document
 from ..policies.h2o.planner import merge_stats
@@ -109,6 +110,7 @@ def build_row(
         frame_bytes_per_token=frame_bytes / sum(cell.tokens_seen for cell in cells),
         quantized_bits=_compute_bits(frames, [frame.plain_bytes for frame in frames]),
         coded_bits=_compute_bits(frames, [frame.coded_bytes for frame in frames]),
+        quantized_share=None if configuration.codec is None else _compute_quantized_share(frames),
         h2o=merge_stats(cell.h2o for cell in cells if cell.h2o is not None),
         runtime=merge_runtime_stats(cell.runtime for cell in cells if cell.runtime is not None),
         initial_cache=start,
@@ -254,6 +256,15 @@ def _compute_bits(frames: Sequence[FrameSizeStats], sizes: Sequence[int]) -> flo
     """Compute the bits of a quantised number; None if nothing was quantised."""
     num_elements = sum(frame.quantized_elements for frame in frames)
     return 8 * sum(sizes) / num_elements if num_elements else None
+
+
+def _compute_quantized_share(frames: Sequence[FrameSizeStats]) -> float:
+    """Compute which share of the kept numbers the codec quantised; the others are counted as words of `dtype`."""
+    num_quantized = sum(frame.quantized_elements for frame in frames)
+    num_others = sum(
+        (frame.kept_bytes - frame.plain_bytes) / dtypes.parse_dtype(frame.dtype).itemsize for frame in frames
+    )
+    return num_quantized / max(num_quantized + num_others, 1)
 
 
 def _has_evicted(cell: ScoreCell) -> bool:

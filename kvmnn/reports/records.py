@@ -324,6 +324,8 @@ class ResultRow(Record):
     #: Bits of a number that the codec quantised: in its format, and after lossless entropy coding.
     quantized_bits: float | None = field(default=None, metadata={"omit": True})
     coded_bits: float | None = field(default=None, metadata={"omit": True})
+    #: Numbers that the codec quantised over all that were kept at the end; None without a codec.
+    quantized_share: float | None = field(default=None, metadata={"omit": True})
     #: By the definitions of the preset's project (JSON: ``as_seed``).
     project_stats: ProjectStats | None = field(default=None, metadata={"key": "as_seed"})
     #: Statistics of the engine's planner, if it is the policy: counts of all documents, ratios of the last one.

@@ -229,6 +229,9 @@ def test_evaluate_rows_without_a_loss_have_no_divergence_after_it(model: Path) -
     assert "| streaming 16 (*) |" in table and f"| {late} * |" in table and "| 200 (prompt) |" in table
     assert "Marked (*), as nothing was evicted of text 3 before the last token was scored" in table
     assert f"No scored token saw a quantised cache: {later}; {late} + {later}: quality" in table
+    assert rows[f"streaming 16 + {later}"].quantized_share == 0 and rows["streaming 16"].quantized_share is None
+    few = f"Little of what was kept at the end is quantised: streaming 16 + {later} (0%); {late} + {later} (0%)."
+    assert few in table
     csv = result.to_csv().splitlines()
     assert csv[0].startswith("label,document,scope,") and csv[1].startswith("full,,all texts,")
     assert csv[2].startswith("full,text 1,text,")

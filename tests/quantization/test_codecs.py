@@ -211,6 +211,8 @@ def test_evaluate_codecs_alone_and_with_policies() -> None:
     assert q8.lossy_ratio == pytest.approx(16 / 8.5) and cut_q8.lossy_ratio == pytest.approx(3 * 16 / 8.5)
     assert q8.bytes_per_token == pytest.approx(full.bytes_per_token * 8.5 / 16)
     assert q4.bytes_per_token == pytest.approx(full.bytes_per_token * (8 * 4.5 / 16 + 40) / 48)
+    assert (q8.quantized_share, cut_q8.quantized_share, cut.quantized_share) == (1, 1, None)
+    assert q4.quantized_share == pytest.approx(8 / 48)
     assert None not in (q8.divergence, cut.divergence, cut_q8.divergence)
     assert 0 < q8.divergence.kl < 0.01 < cut.divergence.kl
     assert q8.coded_bits is not None and q8.coded_bits < 8.5

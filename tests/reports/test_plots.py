@@ -461,7 +461,18 @@ def test_memory_over_time_identical_policies_share_a_line() -> None:
     assert samples and {line.get_linestyle() for line in samples} == {"-"}
     assert "these policies hold the same, their colours take turns" in made.texts[0].get_text()
     alone = figures.memory_over_time(replace(sample, traces=traces[:2]))
-    assert "take turns" not in alone.texts[0].get_text()
+    assert "take turns" not in alone.texts[0].get_text() and "codec" not in alone.texts[0].get_text()
+
+
+def test_memory_over_time_leaves_codecs_out_and_says_so() -> None:
+    sample = document()
+    coded = row("q4_0", "full", perplexity=9.0, accuracy=0.4)
+    coded = replace(coded, codec="q4_0")
+    traces = (sample.traces[0], sample.traces[1], replace(sample.traces[0], label="q4_0"))
+    made = figures.memory_over_time(replace(sample, rows=(*sample.rows, coded), traces=traces))
+    plain = figures.memory_over_time(replace(sample, traces=traces[:2]))
+    assert len(made.axes[0].lines) == len(plain.axes[0].lines)
+    assert "Rows with a codec are left out" in made.texts[0].get_text()
 
 
 def test_find_improvements_measures_each_step_alone() -> None:

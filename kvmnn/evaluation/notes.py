@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 
 from .._util.text import LOSSLESS, LOSSY, pluralize
@@ -9,6 +10,9 @@ from ..lm.documents import Document
 from ..lm.kv_store import describe_encoding
 from ..policies.registry import get_policy_class
 from ..policies.specs import build_policy
+from ..profiles import Profile, describe_few_tokens
+from ..quantization import create_codec
+from ..quantization.transform_codec import TransformCodec
 from ..reports.records import ResultRow
 from ..reports.table import NO_EVICTION_MARK, PARTLY_EVICTED_MARK
 from ..reports.tables import format_min_max
@@ -44,6 +48,7 @@ def build_notes(
             "cache mean and peak are of the dequantised numbers that are held here."
         )
     yield from _describe_prompt_codecs(rows, documents, settings)
+    yield from _describe_profiles(rows)
     yield from _describe_few_documents(rows)
     yield from describe_headroom(rows)
     if settings.runtime_config is not None:
@@ -171,6 +176,19 @@ def _describe_windows(rows: Sequence[ResultRow]) -> Iterator[str]:
 
 
 _WINDOW_POLICIES = ("snapkv", "pyramidkv")
+
+
+def _describe_profiles(rows: Sequence[ResultRow]) -> Iterator[str]:
+    """Say what profiles take, which no row counts, and where they are made of few tokens."""
+    codecs = (create_codec(spec) for spec in dict.fromkeys(row.codec for row in rows if row.codec is not None))
+    for path in dict.fromkeys(codec.profile for codec in codecs if isinstance(codec, TransformCodec)):
+        if not os.path.isfile(path):  # all was measured before, with --resume
+            continue
+        profile = Profile.read(path)
+        yield (
+            f"{os.path.basename(path)} has {profile.nbytes:,} bytes, once for all texts of the model, which no row "
+            f"counts{'; '.join(['', *describe_few_tokens(profile.info)])}."
+        )
 
 
 _MIN_QUANTIZED_SHARE = 0.5

@@ -327,7 +327,10 @@ class EvaluationRun:
                 *self.bos_notes,
             ),
             refused=tuple(
-                Refusal(label=entry.label, reason=refusal_reasons[get_identity_key(entry)])
+                Refusal(
+                    label=entry.label,
+                    reason=refusal_reasons[get_identity_key(entry)].removeprefix(f"{entry.label}: "),
+                )
                 for entry in self.configurations
                 if get_identity_key(entry) in refusal_reasons
             ),

@@ -65,6 +65,10 @@ def test_transform_codec_in_an_evaluation(profile: Path) -> None:
     )
     assert result.refused == ()
     lossy = [row for row in result.rows if row.codec is not None]
+    size_note = (
+        f"p.kvmp has {profile.stat().st_size:,} bytes, once for all texts of the model, which no row counts; the"
+    )
+    assert any(note.startswith(size_note) for note in result.notes)
     assert len(lossy) == 2 and all(row.kind == "LOSSY" and row.lossy_ratio > 1 for row in lossy)
     assert [row.label for row in lossy] == [f"{name}transform:p.kvmp,ratio=4.0" for name in ("", "recent_only 64 + ")]
 

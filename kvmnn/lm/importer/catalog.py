@@ -122,7 +122,8 @@ def resolve_model_path(model: str | os.PathLike[str]) -> Path:
 
 def build_missing_error(path: Path) -> SourceError:
     """Build the error of a model that does not exist, with the nearest name of the catalog."""
-    hint = "" if len(path.parts) > 1 else suggest(str(path), CATALOG)
+    names = f" (kvmnn model pull knows {', '.join(CATALOG)})"
+    hint = "" if len(path.parts) > 1 else suggest(str(path), CATALOG) or names
     return MissingFileError(f"{path}: does not exist{hint}")
 
 

@@ -183,6 +183,8 @@ def choose_exponents(attention: npt.ArrayLike, exponent: float = 0.5) -> npt.NDA
     drawn = np.asarray(attention, np.float64)
     if drawn.ndim != 1 or not np.isfinite(drawn).all() or (drawn < 0).any():
         raise KvmnnError("attention: expected a finite number of at least 0 for each token")
+    if len(drawn) > 1 and not drawn.any():  # of the last token alone there is none
+        raise KvmnnError("attention: all zeros: expected what later tokens gave each token")
     logs = np.log2(np.maximum(drawn, max(float(drawn.max(initial=0)), 1e-30) * 1e-6))
     center = np.median(logs) if len(logs) else 0.0
     mean = logs[np.abs(logs - center) < 8].mean() if len(logs) else 0.0

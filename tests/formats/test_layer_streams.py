@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,11 @@ import kvmnn
 from kvmnn.arrays import LayerCache
 from kvmnn.calibration.maker import build_linear_tables, build_transform_tables
 from kvmnn.dense import RopeConfig
-from kvmnn.errors import KvmnnError
+from kvmnn.errors import KvmnnError, OptionError
 from kvmnn.formats.layer_streams.codecs import LayerStreamOptions
-from kvmnn.formats.layer_streams.document import LAYERS_NAME
+from kvmnn.formats.layer_streams.document import LAYERS_NAME, LayerCodec
 from kvmnn.formats.layer_streams.reader import inspect_layers, restore_layers, verify_layers
-from kvmnn.formats.layer_streams.writer import encode_layers
+from kvmnn.formats.layer_streams.writer import encode_layers, measure_errors
 from kvmnn.profiles import LayerGeometry, Profile, ProfileInfo, Statistics
 
 ROPE = RopeConfig(10000.0, 8)
@@ -243,3 +244,19 @@ def test_encode_layers_refuses_what_the_profile_is_not_of(tmp_path: Path, profil
     with pytest.raises(KvmnnError, match="kl"):
         options = LayerStreamOptions(codec="transform", profile=str(profile), settings={"kl": -1.0})
         encode_layers(kvmnn.open(save_folder(tmp_path / "fine", layers)), tmp_path / "streams", options)
+
+
+@pytest.mark.parametrize(("codec", "name"), [("profile", "kl"), ("transform", "attention")])
+def test_layer_stream_options_unknown_setting_is_refused(codec: LayerCodec, name: str) -> None:
+    with pytest.raises(OptionError, match=f"settings has '{name}': expected .*below"):
+        LayerStreamOptions(codec=codec, profile="p.kvmp", settings={name: 1})
+
+
+def test_measure_errors_leaves_infinities_out_silently() -> None:
+    keys = np.array([[[1.0, np.inf, np.nan, 4.0]]], np.float16)
+    values = np.ones((1, 1, 4), np.float16)
+    decoded = LayerCache(layer=0, keys=keys + np.float16(0.5), values=values)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        errors = measure_errors(LayerCache(layer=0, keys=keys, values=values), decoded)
+    assert (errors.max_key_error, errors.max_value_error) == (0.5, 0.0)

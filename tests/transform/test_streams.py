@@ -317,3 +317,9 @@ def test_plan_is_shared_by_layers() -> None:
     plan = plan_steps(get_tables(profile), options, 30)
     assert plan.kl == pytest.approx(0.003) and plan.steps.shape == (4, 2)
     assert encode_layer(cache_, profile, (), options, plan=plan).data == encode_layer(cache_, profile, (), options).data
+
+
+def test_choose_exponents_of_zeros_is_refused() -> None:
+    with pytest.raises(KvmnnError, match="attention: all zeros"):
+        choose_exponents(np.zeros(5))
+    assert choose_exponents(np.zeros(1)).tolist() == [0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +23,7 @@ from ..npy import MAX_NPY_HEADER_BYTES, NpyHeader
 from .document import LayerCodec
 
 _NUM_LOWER_LAYERS = 2
+_SETTING_NAMES = {"profile": ("below",), "transform": tuple(entry.name for entry in fields(TransformOptions))}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +55,10 @@ class LayerStreamOptions:
     def __post_init__(self) -> None:
         if self.attention is not None and self.codec != "transform":
             raise OptionError("attention is about the steps of lossy streams: expected codec 'transform'")
+        names = _SETTING_NAMES[self.codec]
+        for name in self.settings:
+            if name not in names:
+                raise OptionError(f"settings has {name!r}: expected {', '.join(names)} of codec {self.codec!r}")
 
     @property
     def document(self) -> dict[str, Any]:

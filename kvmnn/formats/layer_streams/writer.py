@@ -483,7 +483,7 @@ def measure_errors(cache: LayerCache, decoded: LayerCache) -> LayerErrors:
     for elements, decoded_elements in ((cache.keys, decoded.keys), (cache.values, decoded.values)):
         original, restored = to_float_heads(elements), to_float_heads(decoded_elements)
         is_finite = np.isfinite(original) & np.isfinite(restored)
-        differences, values = (restored - original)[is_finite], original[is_finite]
+        differences, values = restored[is_finite] - original[is_finite], original[is_finite]
         norm = float(np.sqrt((values * values).sum()))
         largest.append(float(np.abs(differences).max(initial=0.0)))
         relative.append(float(np.sqrt((differences * differences).sum())) / norm if norm else 0.0)

@@ -36,7 +36,7 @@ BENEFIT_SCALE = 1 << 32
 """Benefits are integers, so that SQLite, Python and the simulator order units alike on all machines."""
 MAX_UNIT_USES = 1 << 20
 MAX_UNIT_PRIORITY = 1 << 62
-_CODEC_DESCRIPTIONS = {
+CODEC_DESCRIPTIONS = {
     "dense": "dense streams",
     "frames": "frames",
     "profile": "profile streams",
@@ -77,6 +77,11 @@ class StoreSettings(NamedTuple):
         """Return whether units decode to other elements than were put."""
         return self.codec == LAYER_CODECS[1]
 
+    def adopt_profile(self, profile: CodecProfile | None) -> StoreSettings:
+        """Return settings with the file and options of a profile if it has their key: units name the key alone."""
+        is_equal = profile is not None and self.profile is not None and profile.key == self.profile.key
+        return self._replace(profile=profile) if is_equal else self
+
 
 def compute_benefit(tokens: int, nbytes: int) -> int:
     """Return the benefit of a use of a unit: tokens that need not be computed, per byte, times `BENEFIT_SCALE`.
@@ -106,7 +111,8 @@ def infer_settings(block_tokens: int, headers: Sequence[UnitHeader]) -> StoreSet
     """Return settings that were lost, by the headers of units; options of a profile's codec become the default ones."""
     infos = [header.layer_info for header in headers if header.layer_info is not None]
     if infos:
-        return StoreSettings(block_tokens, infos[0].codec, profile=CodecProfile(infos[0].profile_key.hex(), "", {}))
+        info = next((info for info in infos if info.codec == LAYER_CODECS[1]), infos[0])
+        return StoreSettings(block_tokens, info.codec, profile=CodecProfile(info.profile_key.hex(), "", {}))
     has_frames = bool(headers) and all(header.dense is None for header in headers)
     return StoreSettings(block_tokens, "frames" if has_frames else "dense")
 
@@ -117,8 +123,21 @@ def explain_settings(path: str | Path, cipher: StoreCipher) -> str:
     return f"write what the store was made with into {path}, such as {example}"
 
 
-def parse_settings(data: bytes, label: str) -> StoreSettings:
-    """Parse the document of `encode_settings`."""
+def find_contradicting_codec(codec: str, headers: Sequence[UnitHeader]) -> str | None:
+    """Return the codec of units that settings with `codec` contradict; None if units may be of it.
+
+    Dense streams and frames may be in one store. Units that are lossy count more than others.
+    """
+    codecs = {infer_settings(1, [header]).codec for header in headers}
+    lossy_codec = LAYER_CODECS[1]
+    is_plain = codec in PLAIN_CODECS and any(name in PLAIN_CODECS for name in codecs)
+    if not codecs or codec == lossy_codec in codecs or (lossy_codec not in codecs and (is_plain or codec in codecs)):
+        return None
+    return lossy_codec if lossy_codec in codecs else min(codecs)
+
+
+def parse_settings(data: bytes, label: str, codec: str | None = None) -> StoreSettings:
+    """Parse the document of `encode_settings`, as one of `codec` if that is specified."""
     root = parse_document(data, label, _MAX_SETTINGS_BYTES)
     version, key_check = root.get("schema_version").read_int(1), ""
     if root.get("schema").read_str() != _SETTINGS_SCHEMA or version not in (
@@ -136,7 +155,8 @@ def parse_settings(data: bytes, label: str) -> StoreSettings:
     block_tokens = root.get("block_tokens").read_int(1)
     if block_tokens > MAX_BLOCK_TOKENS:
         raise root.get("block_tokens").error(f"at most {MAX_BLOCK_TOKENS}")
-    codec = root.get("codec").read_str() if "codec" in root.value else "frames"
+    if codec is None:
+        codec = root.get("codec").read_str() if "codec" in root.value else "frames"
     if codec not in STORE_CODECS:  # a later version wrote it
         raise SourceError(str(root.get("codec").error(f"one of {', '.join(STORE_CODECS)}")))
     policy = root.get("policy").read_str() if "policy" in root.value else "lru"
@@ -166,7 +186,7 @@ def check_settings_match(
         raise OptionError(f"{label}: has blocks of {settings.block_tokens} tokens, not of {block_tokens}")
     if codec not in (None, settings.codec):
         raise OptionError(
-            f"{label}: is a store of {_CODEC_DESCRIPTIONS[settings.codec]}, not of {_CODEC_DESCRIPTIONS[str(codec)]}"
+            f"{label}: is a store of {CODEC_DESCRIPTIONS[settings.codec]}, not of {CODEC_DESCRIPTIONS[str(codec)]}"
         )
     if policy not in (None, settings.policy):
         raise OptionError(f"{label}: evicts by policy {settings.policy}, not by {policy}: fixed when a store is made")

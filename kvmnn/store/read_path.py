@@ -37,16 +37,17 @@ def read_layers(
     ids: Ids,
     notes: list[str],
     threads: int | None,
-) -> list[LayerCache] | None:
-    """Read K and V of a stored prefix; None if a unit is damaged, which is then removed."""
+) -> tuple[list[LayerCache] | None, bool]:
+    """Read K and V of a stored prefix, and whether any unit is lossy; None if one is damaged, which is then removed."""
     slices = load_slices(backend, namespace, prefix_match, ids, notes)
     if slices is None:
-        return None
+        return None, False
     try:
-        return decode_slices(namespace, slices, threads, tables=backend.tables, profiles=backend.profiles)
+        layers = decode_slices(namespace, slices, threads, tables=backend.tables, profiles=backend.profiles)
     except DamagedSliceError as error:
         backend.quarantine(prefix_match.slices[error.slice_index].unit, str(error), notes)
-        return None
+        return None, False
+    return layers, any(loaded_slice.unit.is_lossy for loaded_slice in slices)
 
 
 def iter_layers(

@@ -210,8 +210,9 @@ class SequenceStore:
                 return StoredPrefix(tokens=0, requested_tokens=ids.size, notes=tuple(notes))
             tokens, prefix_match, _ = stored_part
             layers: list[LayerCache] | None = []
+            is_lossy = False
             if namespace.layers:
-                layers = read_layers(self._backend, namespace, prefix_match, ids, notes, self._threads)
+                layers, is_lossy = read_layers(self._backend, namespace, prefix_match, ids, notes, self._threads)
             state_result = self._read_state(namespace, ids, stored_part, notes) if layers is not None else None
             if layers is None or state_result is None:
                 continue  # a damaged unit was removed: the next search does not find it
@@ -230,7 +231,7 @@ class SequenceStore:
                 token_ids=ids[:tokens],
                 states=tuple(states),
                 completeness=completeness,
-                is_lossy=self._backend.settings.is_lossy,
+                is_lossy=self._backend.settings.is_lossy or is_lossy,
             )
 
     def _read_state(
@@ -266,7 +267,7 @@ class SequenceStore:
                 dtype=namespace.dtype,
                 notes=tuple(notes),
                 states=tuple(states),
-                is_lossy=self._backend.settings.is_lossy,
+                is_lossy=self._backend.settings.is_lossy or any(loaded.unit.is_lossy for loaded in slices),
             )
 
     def find_longest(
@@ -316,9 +317,14 @@ class SequenceStore:
                 "its cache into the other store"
             )
         notes: list[str] = []
-        layers = read_layers(self._backend, namespace, prefix_match, ids, notes, self._threads)
+        layers, is_lossy = read_layers(self._backend, namespace, prefix_match, ids, notes, self._threads)
         if layers is None:
             raise SourceError(notes[0] if notes else f"{self._backend.label}: this text was evicted meanwhile")
+        if is_lossy and not self._backend.settings.is_lossy:  # what is encoded again would not say so
+            raise SourceError(
+                f"{self._backend.label}: this text has LOSSY units, of transform streams, and the settings of the "
+                f"store say codec {self._backend.codec}: expected transform"
+            )
         unit_ids = prefix_match.list_units()
         units = zip(unit_ids, self._backend.read_units(unit_ids), strict=True)
         data_by_unit = {unit: data for unit, data in units if data is not None}

@@ -112,6 +112,11 @@ class Unit:
     layer_info: LayerUnitInfo | None = None
 
     @property
+    def is_lossy(self) -> bool:
+        """Return whether its streams decode to other elements than were put."""
+        return self.layer_info is not None and self.layer_info.codec == LAYER_CODECS[1]
+
+    @property
     def nbytes(self) -> int:
         """Size of the file in bytes."""
         blocks = None if self.dense is None else len(self.dense.block_sums)
@@ -191,6 +196,11 @@ class UnitHeader(NamedTuple):
     frame_rows: list[tuple[int, int, int]]
     #: Size of the header.
     nbytes: int
+
+    @property
+    def is_lossy(self) -> bool:
+        """Return whether its streams decode to other elements than were put."""
+        return self.layer_info is not None and self.layer_info.codec == LAYER_CODECS[1]
 
     @property
     def unit_bytes(self) -> int:

@@ -413,15 +413,38 @@ def test_dense_store_settings_are_rebuilt(tmp_path: Path, codec: str) -> None:
         store.put(ids, layers_of(ids), model=MODEL)
     path = tmp_path / "s" / "store.json"
     settings = path.read_bytes()
-    for damaged in (b"", settings[:-9], b"\xff" * 50, b'{"schema": "kvmnn-store", "schema_version": 1}'):
-        path.write_bytes(damaged)
+    for damaged in (None, b"", settings[:-9], b"\xff" * 50, b'{"schema": "kvmnn-store", "schema_version": 1}'):
+        path.unlink() if damaged is None else path.write_bytes(damaged)
         with PrefixStore(tmp_path / "s", read_only=True) as store:
             assert (store.codec, store.match(ids, model=MODEL)) == (codec, 400)
-        assert path.read_bytes() == damaged, "a reader changes nothing"
+            assert "store.json: " in store.notes[0] and "those that the index and units say" in store.notes[0]
+        assert (path.read_bytes() if path.exists() else None) == damaged, "a reader changes nothing"
         with PrefixStore(tmp_path / "s") as store:
             assert store.codec == codec and same(store.get(ids, model=MODEL).layers, layers_of(ids), 400)
             assert "store.json: " in store.notes[0] and "is made again by what the index" in store.notes[0]
         assert path.read_bytes() == settings
+
+
+@pytest.mark.parametrize("damaged", [None, b"{"])
+def test_lost_settings_of_an_empty_store_are_not_guessed(tmp_path: Path, damaged: bytes | None) -> None:
+    with PrefixStore(tmp_path, codec="frames") as store:
+        store.put(text(40), layers_of(text(40)), model=MODEL)
+        store.gc(max_bytes=0)
+    path = tmp_path / "store.json"
+    path.unlink() if damaged is None else path.write_bytes(damaged)
+    with pytest.raises(KvmnnError, match=r"no unit says what its codec is: write what the store was made with into"):
+        PrefixStore(tmp_path, create=False)
+    with PrefixStore(tmp_path, codec="frames") as store:
+        assert store.codec == "frames" and len(store.notes) == 1
+
+
+def test_process_killed_before_it_wrote_settings_leaves_a_store_to_create(tmp_path: Path) -> None:
+    PrefixStore(tmp_path, codec="frames").close()
+    (tmp_path / "store.json").unlink()
+    with PrefixStore(tmp_path, create=False) as store:
+        assert (store.verify().units, store.notes) == (0, ())
+    with PrefixStore(tmp_path, codec="frames") as store:
+        assert (store.codec, store.notes) == ("frames", ())
 
 
 def test_dense_store_remote_round_trips(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import re
 import shutil
 import struct
 from collections.abc import Callable
@@ -21,6 +22,8 @@ from kvmnn.errors import KvmnnError, OptionError, SourceError
 from kvmnn.linear import encode_layers
 from kvmnn.profiles import Profile
 from kvmnn.store import PrefixStore, read_exported
+from kvmnn.store.backend import parse_settings
+from kvmnn.store.export import is_lossy
 from kvmnn.store.layer_units import read_checksum
 from kvmnn.transform import TransformOptions, encode_layer
 
@@ -247,6 +250,108 @@ def test_store_keeps_its_profile_and_options(tmp_path: Path) -> None:
     with PrefixStore(path) as store:
         assert (store.codec, store.is_lossy, len(store.notes)) == ("transform", True, 1)
         assert store.get(IDS, model=MODEL).tokens == 700
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+@pytest.mark.parametrize("change", ["removed", "dense", "frames", "profile"])
+def test_transform_store_with_lost_or_wrong_settings_stays_lossy(
+    tmp_path: Path, run, change: str, read_only: bool
+) -> None:
+    path = save_store(tmp_path)
+    settings = path / "store.json"
+    document = json.loads(settings.read_text())
+    if change == "removed":
+        settings.unlink()
+    else:
+        settings.write_text(json.dumps(document | {"codec": change}))
+    changed = settings.read_bytes() if settings.exists() else None
+    problem = "is missing" if changed is None else f"units are {change}( streams)?, and the units are transform streams"
+    with PrefixStore(path, read_only=read_only, create=False) as store:
+        assert (store.codec, len(store.notes)) == ("transform", 1)
+        assert re.search(rf"store\.json: .*{problem}", store.notes[0])
+        prefix = store.get(IDS, model=MODEL)
+        assert (prefix.tokens, prefix.label) == (700, "LOSSY")
+        assert store.get_by_layer(IDS, model=MODEL).label == "LOSSY"
+        assert "LOSSY" in str(store.stats()) and "LOSSY" in str(store.ls())
+        assert store.export(IDS, tmp_path / "x.kvmnn", model=MODEL).is_lossy and is_lossy(tmp_path / "x.kvmnn")
+        assert dict(store.codec_options) == {"kl": 0.002 if changed is None else 0.02}
+    if read_only:
+        assert (settings.read_bytes() if settings.exists() else None) == changed, "a reader changes nothing"
+    else:
+        written = json.loads(settings.read_text())
+        assert (written["codec"], written["profile"]["key"]) == ("transform", PROFILE.key.hex())
+        PrefixStore(path).close()
+        assert "LOSSY" in run("store", "stat", path).out
+
+
+def test_lost_settings_of_units_take_the_options_that_are_given(tmp_path: Path) -> None:
+    path = save_store(tmp_path)
+    (path / "store.json").unlink()
+    with pytest.raises(OptionError, match="is a store of transform streams, not of dense streams"):
+        PrefixStore(path, codec="dense")
+    (path / "store.json").unlink()
+    with PrefixStore(path, codec="transform", profile=tmp_path / "model.kvmp", codec_options={"kl": 0.02}) as store:
+        assert dict(store.codec_options) == {"kl": 0.02}
+
+
+def test_units_say_lossy_whatever_the_settings_say(tmp_path: Path) -> None:
+    """Units that an open does not look at, between others, in a store whose settings say dense."""
+    path, others = tmp_path / "s", [[1, 2, 3], [4, 5, 6]]
+    short = [take(cache, 3) for cache in CACHES]
+    PROFILE.write(tmp_path / "model.kvmp")
+    PrefixStore(path, codec="dense").close()
+    plain = (path / "store.json").read_bytes()
+    with PrefixStore(path) as store:
+        store.put(others[0], short, model=MODEL)
+    settings = json.loads(plain)
+    profile = {"key": PROFILE.key.hex(), "file": "../model.kvmp", "options": {}}
+    lossy = parse_settings(json.dumps(settings | {"codec": "transform", "profile": profile}).encode(), "")
+    store = PrefixStore(path, profile=PROFILE)
+    store._backend.settings, store._backend.codec = lossy, "transform"
+    store.put(IDS, CACHES, model=MODEL)
+    store.close()
+    with PrefixStore(path) as store:  # the last unit is lossy
+        assert store.is_lossy and len(store.notes) == 1
+    (path / "store.json").write_bytes(plain)
+    store = PrefixStore(path)
+    store._backend.settings, store._backend.codec = parse_settings(plain, ""), "dense"
+    store.put(others[1], short, model=MODEL)
+    store.close()
+    (path / "store.json").write_bytes(plain)
+    with PrefixStore(path, profile=PROFILE) as store:
+        assert (store.codec, store.notes) == ("dense", ())
+        assert store.get(IDS, model=MODEL).label == store.get_by_layer(IDS, model=MODEL).label == "LOSSY"
+        assert store.get(others[0], model=MODEL).label is None
+        assert {text.tokens: text.is_lossy for text in store.ls().texts} == {3: False, 700: True}
+        assert store.stats().is_lossy
+        with pytest.raises(KvmnnError, match=r"has LOSSY units, .* say codec dense: expected transform"):
+            store.export(IDS, tmp_path / "x.kvmnn", model=MODEL)
+
+
+@pytest.mark.parametrize("change", ["removed", "dense"])
+def test_remote_transform_store_with_lost_or_wrong_settings_stays_lossy(tmp_path: Path, change: str) -> None:
+    pytest.importorskip("fsspec")
+    url, settings = f"file://{tmp_path}/r", tmp_path / "r" / "store" / "about"
+    with PrefixStore(url, codec="transform", profile=PROFILE) as store:
+        store.put(IDS, CACHES, model=MODEL)
+    document = json.loads(settings.read_text())
+    settings.unlink() if change == "removed" else settings.write_text(json.dumps(document | {"codec": change}))
+    with PrefixStore(url, profile=PROFILE, create=False) as store:
+        assert store.codec == ("transform" if change == "removed" else change)
+        assert [("is missing" in note) for note in store.notes] == [True] * (change == "removed")
+        assert store.get(IDS, model=MODEL).label == store.get_by_layer(IDS, model=MODEL).label == "LOSSY"
+        assert "LOSSY" in str(store.stats()) and "LOSSY" in str(store.ls())
+
+
+def test_profile_store_without_settings_keeps_its_profile(tmp_path: Path) -> None:
+    caches = make_cache(300, "fp16", seed=3)
+    with PrefixStore(tmp_path, codec="profile", profile=make_profile()) as store:
+        store.put(IDS[:300], caches, model=MODEL)
+    (tmp_path / "store.json").unlink()
+    with PrefixStore(tmp_path, profile=make_profile()) as store:
+        assert (store.codec, store.is_lossy, len(store.notes)) == ("profile", False, 1)
+        assert store.stats().profile == make_profile().key.hex()
+        assert are_equal(store.get(IDS[:300], model=MODEL).layers, caches, 300)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import time
 import zlib
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -19,6 +20,7 @@ from ...dtypes import Bytes
 from ...errors import KvmnnError, ManifestError, OptionError, OutputError, SourceError
 from ...files.atomic import wrap_os_errors
 from ..backend import (
+    CODEC_DESCRIPTIONS,
     MAX_BLOCK_TOKENS,
     STORE_POLICIES,
     AddResult,
@@ -32,6 +34,7 @@ from ..backend import (
     StoreSettings,
     UnitSlice,
     explain_settings,
+    find_contradicting_codec,
     infer_settings,
     select_fitting,
 )
@@ -93,6 +96,8 @@ if TYPE_CHECKING:
 _MAX_NAMESPACES = 4096
 _MAX_SAMPLED_UNITS = 64
 """Units from which a lost codec is inferred."""
+_NUM_COMPARED_UNITS = 2
+"""Units with which the codec of the settings is compared whenever a store is opened."""
 _TOUCH_INTERVAL_SECONDS = 1.0
 """Uses are collected this long before they are written."""
 _UNITS_PER_QUERY = 64
@@ -108,6 +113,10 @@ _SEQUENCE_BYTES_SQL = """(WITH RECURSIVE path(id, up, bytes) AS (SELECT unit.id,
     UNION SELECT before.id, before.parent, before.bytes FROM unit AS before JOIN path ON before.id = path.up)
     SELECT sum(bytes) FROM path)"""
 """Bytes of a unit and of all units before it. UNION visits each row once, so that a forged index with a circle ends."""
+
+_PATH_UNITS_SQL = """WITH RECURSIVE path(id, up) AS (SELECT id, parent FROM unit WHERE id = ?
+    UNION SELECT before.id, before.parent FROM unit AS before JOIN path ON before.id = path.up) SELECT id FROM path"""
+"""A unit and all units before it."""
 
 _CONTRADICTION_QUERIES = (
     "unit LEFT JOIN branch ON branch.unit = unit.id WHERE branch.unit IS NULL",
@@ -223,20 +232,19 @@ class DirectoryBackend:
         if not read_only and not self.recovery_files.exists:
             for namespace in self.list_namespaces():
                 self.recovery_files.save_namespace(namespace)
-            with self.index.begin_reading() as cursor:
-                has_units = cursor.has_row("SELECT 1 FROM unit LIMIT 1")
-            new_settings = StoreSettings(self.block_tokens, "frames")  # the first stores had frames
-            if settings and not has_units:
-                new_settings = settings._replace(block_tokens=self.block_tokens)
-            self.recovery_files.save_settings(
-                new_settings._replace(policy=self._read_policy(), key_check=cipher.key_check)
-            )
+            if settings is not None and not self._had_units():
+                new_settings = settings._replace(block_tokens=self.block_tokens, policy=self._read_policy())
+                self.recovery_files.save_settings(new_settings._replace(key_check=cipher.key_check))
         try:
             self._check_key()  # another process may have created the store meanwhile
         except OptionError:
             self.index.close()
             raise
-        self.settings = self._read_settings()
+        try:
+            self.settings = self._read_settings(settings)
+        except KvmnnError:
+            self.index.close()
+            raise
         self.codec, self.policy = self.settings.codec, self.settings.policy
         if self.settings.profile is not None and self.settings.profile.file:
             self.profiles.add_name(self.settings.profile.file)
@@ -569,24 +577,67 @@ class DirectoryBackend:
                 raise InvalidRowError(f"its policy is {repr_short(policy)}")
         return policy
 
-    def _read_settings(self) -> StoreSettings:
-        """Return the settings; damaged ones are replaced by those of the index and the units."""
+    def _read_settings(self, requested: StoreSettings | None) -> StoreSettings:
+        """Return the settings; lost and damaged ones, and a codec of no unit, are replaced by what the units say."""
+        path = self.recovery_files.settings_path
+        if not self.recovery_files.exists and not self._had_units():  # whoever creates it has not written them yet
+            return infer_settings(self.block_tokens, [])._replace(
+                policy=self._read_policy(), key_check=self.cipher.key_check
+            )
         if not self.recovery_files.exists:
-            return StoreSettings(self.block_tokens, "frames", self._read_policy())
+            return self._restore_settings(SourceError(f"{path}: is missing"), "was lost", requested)
         try:
-            return self.recovery_files.read_settings()._replace(block_tokens=self.block_tokens)
+            settings = self.recovery_files.read_settings()._replace(block_tokens=self.block_tokens)
         except ManifestError as error:
-            with self.index.begin_reading() as cursor:
-                units = cursor.list_numbers("SELECT id FROM unit ORDER BY id LIMIT ?", (_MAX_SAMPLED_UNITS,))
-            headers = [header for unit in units if (header := self.files.read_header(unit)) is not None]
-            settings = infer_settings(self.block_tokens, headers)._replace(policy=self._read_policy())
-            if not self.read_only:
-                settings = settings._replace(key_check=self.cipher.key_check)
-                self.recovery_files.save_settings(settings, overwrite=True)
-                self._add_rebuilt_note(
-                    f"{error}: the file was damaged, and is made again by what the index and units say"
-                )
+            return self._restore_settings(error, "was damaged", requested)
+        wrong_codec = find_contradicting_codec(settings.codec, self._read_sampled_headers(_NUM_COMPARED_UNITS))
+        if wrong_codec is None:
             return settings
+        contradiction = SourceError(
+            f"{path}: says that units are {CODEC_DESCRIPTIONS[settings.codec]}, and the units are "
+            f"{CODEC_DESCRIPTIONS[wrong_codec]}"
+        )
+        return self._restore_settings(contradiction, "was wrong", requested)
+
+    def _had_units(self) -> bool:
+        """Return whether any unit was ever put: SQLite keeps the last number."""
+        with self.index.begin_reading() as cursor:
+            return cursor.has_row("SELECT 1 FROM sqlite_sequence WHERE name = 'unit'")
+
+    def _restore_settings(self, error: KvmnnError, problem: str, requested: StoreSettings | None) -> StoreSettings:
+        """Infer the settings from index and units, and write them; refuse where nothing says what the codec is."""
+        headers = self._read_sampled_headers(_MAX_SAMPLED_UNITS)
+        with self.index.begin_reading() as cursor:
+            has_units = cursor.has_row("SELECT 1 FROM unit LIMIT 1")
+        settings = infer_settings(self.block_tokens, headers)
+        if not headers:
+            if has_units or (requested is None and not self.read_only):
+                advice = explain_settings(self.recovery_files.settings_path, self.cipher)
+                raise SourceError(f"{error}; no unit says what its codec is: {advice}")
+            settings = settings if requested is None else requested._replace(block_tokens=self.block_tokens)
+        settings = settings._replace(policy=self._read_policy(), key_check=self.cipher.key_check)
+        settings = settings.adopt_profile(self.recovery_files.read_settings_profile(settings.codec))
+        settings = settings.adopt_profile(requested.profile if requested is not None else None)
+        if self.read_only:
+            if headers:
+                self.notes.append(f"{error}: settings are those that the index and units say")
+            return settings
+        self.recovery_files.save_settings(settings, overwrite=True)
+        self._add_rebuilt_note(f"{error}: the file {problem}, and is made again by what the index and units say")
+        return settings
+
+    def _read_sampled_headers(self, max_units: int) -> list[UnitHeader]:
+        """Return the headers of the first and the last units that were put, at most `max_units`."""
+        with self.index.begin_reading() as cursor:
+            units: set[int] = set()
+            for order in ("ASC", "DESC"):
+                query = f"SELECT id FROM unit WHERE tokens > 0 ORDER BY id {order} LIMIT ?"
+                units.update(cursor.list_numbers(query, (max_units // 2,)))
+        return [header for unit in sorted(units) if (header := self.files.read_header(unit)) is not None]
+
+    def _is_lossy_unit(self, unit: int) -> bool:
+        header = self.files.read_header(unit)
+        return header is not None and header.is_lossy
 
     def _rebuild_index(self, reason: str, expected_path: Path | None) -> bool:
         """Rebuild the index if the folder is a store; return whether it is."""
@@ -882,6 +933,7 @@ class DirectoryBackend:
                 f"WHERE {own} GROUP BY space.id",
             )
             by_space = [(self._parse_space(document), number) for document, number in rows]
+        has_lossy = any(header.is_lossy for header in self._read_sampled_headers(_MAX_SAMPLED_UNITS))
         return StoreStats(
             texts=num_sequences,
             units=num_units - num_states,
@@ -897,7 +949,7 @@ class DirectoryBackend:
             codec=self.codec,
             policy=self.policy,
             profile=self.settings.profile.key if self.settings.profile else "",
-            is_lossy=self.settings.is_lossy,
+            is_lossy=self.settings.is_lossy or has_lossy,
             asked_tokens=requested_tokens,
             found_tokens=hit_tokens,
         )
@@ -922,8 +974,10 @@ class DirectoryBackend:
         with self.index.begin_reading() as cursor:
             rows = self._list_text_rows(cursor)
             total = index_updates.read_total_bytes(cursor, self._list_space_ids(cursor))
-            keys = []
+            keys, lossy_flags = [], []
+            is_lossy_unit = cache(self._is_lossy_unit)
             for row in rows:
+                lossy_flags.append(any(map(is_lossy_unit, cursor.list_numbers(_PATH_UNITS_SQL, (row.unit,)))))
                 text = self._read_pinned_sequence(cursor, row.unit, row.tokens)
                 keys.append("" if text is None else self._compute_sequence_key(text.namespace_key, text.ids).hex())
         entries = (
@@ -938,9 +992,9 @@ class DirectoryBackend:
                 last_ids=tuple(self._read_last_ids(row.unit)),
                 key=key,
                 label=labels.get(key, ""),
-                is_lossy=self.settings.is_lossy,
+                is_lossy=self.settings.is_lossy or is_lossy,
             )
-            for row, key in zip(rows, keys, strict=True)
+            for row, key, is_lossy in zip(rows, keys, lossy_flags, strict=True)
         )
         return StoreListing(texts=tuple(entries), bytes=total)
 

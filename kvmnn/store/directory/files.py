@@ -26,7 +26,7 @@ from ...files.mapped_file import MappedFile
 from ...files.schema import read_bounded
 from ...files.temporary import TEMPORARY_NAME_PATTERN, TemporaryPath, remove_stale
 from ...frames.buffers import integrity_checksum
-from ..backend import StoreSettings, encode_settings, explain_settings, parse_settings
+from ..backend import CodecProfile, StoreSettings, encode_settings, explain_settings, parse_settings
 from ..encryption import NO_CIPHER, StoreCipher, UnsealError, infer_key_check
 from ..namespace import KEY_BYTES, MAX_ID, MAX_TOKENS, Ids, Namespace, compute_sequence_key, hash_key, parse_namespace
 from ..unit import (
@@ -279,6 +279,11 @@ class RecoveryFiles:
         self._cipher = cipher
 
     @property
+    def settings_path(self) -> Path:
+        """Path of the settings."""
+        return self._folder / SETTINGS_FILE
+
+    @property
     def exists(self) -> bool:
         """Return whether the folder contains store settings, which make it a store."""
         return (self._folder / SETTINGS_FILE).is_file()
@@ -306,6 +311,13 @@ class RecoveryFiles:
         """Read the settings."""
         path = self._folder / SETTINGS_FILE
         return parse_settings(read_bounded(path, _MAX_DOCUMENT_BYTES), str(path))
+
+    def read_settings_profile(self, codec: str) -> CodecProfile | None:
+        """Return the profile that settings of another codec name; None if they name none, or cannot be read."""
+        with suppress(KvmnnError, OSError):
+            data = read_bounded(self.settings_path, _MAX_DOCUMENT_BYTES)
+            return parse_settings(data, str(self.settings_path), codec).profile
+        return None
 
     def read_key_check(self) -> str | None:
         """Return the `key_check` of the store; None if nothing is stored that it can be inferred from."""

@@ -693,20 +693,30 @@ class RemoteBackendBase:
             self._memory_cache.evict(record.unit)
 
     def _load_settings(self) -> StoreSettings:
+        label = f"{self.label}: {SETTINGS_NAME}"
         (data,) = self.key_values.get_many([SETTINGS_NAME])
         if data is None:
+            is_foreign = SETTINGS_NAME.partition("/")[0] in self.key_values.list_foreign()
+            if not is_foreign and self.key_values.list_tree(RECORDS_FOLDER_PREFIX):
+                (data,) = self.key_values.get_many([SETTINGS_NAME])  # another process may have created it meanwhile
+                if data is None:
+                    return self._check_settings(self._infer_settings(ManifestError(f"{label}: is missing")))
+        if data is None:
             if self._new_settings is None or self.read_only:
-                is_there = SETTINGS_NAME.partition("/")[0] in self.key_values.list_foreign()
-                why = ": its key kvmnn:store is of another type than a store writes" if is_there else ""
+                why = ": its key kvmnn:store is of another type than a store writes" if is_foreign else ""
                 raise SourceError(f"{self.label}: holds no prefix store{why}")
             new_settings = self._new_settings._replace(key_check=self.cipher.key_check)
             if not self.key_values.put_if_absent({}, {SETTINGS_NAME: encode_settings(new_settings)}):
                 return new_settings
             (data,) = self.key_values.get_many([SETTINGS_NAME])  # another process has created it meanwhile
         try:
-            settings = parse_settings(data or b"", f"{self.label}: {SETTINGS_NAME}")
+            settings = parse_settings(data or b"", label)
         except ManifestError as error:
             settings = self._infer_settings(error)
+        return self._check_settings(settings)
+
+    def _check_settings(self, settings: StoreSettings) -> StoreSettings:
+        """Return settings that are those of the key and of the caller; raise `OptionError` for others."""
         check_key_matches(self.label, settings.key_check, self.cipher)
         if settings.profile is not None and settings.profile.file:
             self.profiles.add_name(settings.profile.file)
@@ -714,7 +724,7 @@ class RemoteBackendBase:
         return settings
 
     def _infer_settings(self, error: ManifestError) -> StoreSettings:
-        """Infer damaged settings from records and units, and write them."""
+        """Infer lost or damaged settings from records and units, and write them."""
         names = self.key_values.list_tree(RECORDS_FOLDER_PREFIX)[:_MAX_SAMPLED_RECORDS]
         values = self.key_values.get_many(names)
         for name, data in zip(names, values, strict=True):
@@ -728,9 +738,10 @@ class RemoteBackendBase:
                 policy = "benefit" if has_benefit(use) else "lru"
                 inferred = infer_settings(block_tokens, headers)
                 inferred = inferred._replace(policy=policy, key_check=self.cipher.key_check)
+                inferred = inferred.adopt_profile(self._requested_settings[-1])
                 if not self.read_only:
                     self.key_values.put_many({SETTINGS_NAME: encode_settings(inferred)})
-                self.notes.append(f"{error}: it was damaged, and is made again by what a unit says")
+                self.notes.append(f"{error}: it was lost or damaged, and is made again by what a unit says")
                 return inferred
         example = encode_settings(StoreSettings(64, "dense", key_check=self.cipher.key_check)).decode().strip()
         raise ManifestError(f"{error}; write what the store was made with there, such as {example}") from None

@@ -39,7 +39,7 @@ from ..results import (
     explain_kept_part,
     explain_pinned_bytes,
 )
-from ..unit import DamagedUnitError
+from ..unit import DamagedUnitError, parse_header
 from .backend import NAMES_PER_REQUEST, TABLES_FOLDER, RemoteBackendBase
 from .eviction import Pin, list_end_units, read_pins, read_uses, save_pin
 from .records import StateRecord, UnitRecord, make_unit_name
@@ -278,10 +278,19 @@ class RemoteBackend(RemoteBackendBase):
             codec=self.codec,
             policy=self.policy,
             profile=self.settings.profile.key if self.settings.profile else "",
-            is_lossy=self.settings.is_lossy,
+            is_lossy=self.settings.is_lossy or self._has_lossy_units(unit_records),
             asked_tokens=requested_tokens,
             found_tokens=hit_tokens,
         )
+
+    def _has_lossy_units(self, records: Sequence[UnitRecord]) -> bool:
+        """Return whether the first or the last of some units is lossy: the settings may be wrong."""
+        names = {make_unit_name(record.unit) for record in (*records[:1], *records[-1:])}
+        for data in self.key_values.get_many(sorted(names)):
+            with suppress(DamagedUnitError):
+                if parse_header(np.frombuffer(data or b"", np.uint8)).is_lossy:
+                    return True
+        return False
 
     def list_entries(self) -> StoreListing:
         namespaces = self._get_own_namespaces()
@@ -296,6 +305,7 @@ class RemoteBackend(RemoteBackendBase):
         }
         labels = {text.key.hex(): label for label, text in self.iter_labels()}
         entries = []
+        is_lossy = self.settings.is_lossy or self._has_lossy_units(unit_records)
         end_records = _select_end_records(valid_records, block_tokens)
         for record in sorted(end_records, key=lambda record: (-ticks[record.unit], -record.start)):
             namespace, tick = namespaces[record.namespace_key], ticks[record.unit]
@@ -314,7 +324,7 @@ class RemoteBackend(RemoteBackendBase):
                     last_ids=tuple(record.ids[-MAX_LAST_IDS:].tolist()),
                     key=key,
                     label=labels.get(key, ""),
-                    is_lossy=self.settings.is_lossy,
+                    is_lossy=is_lossy,
                 )
             )
         return StoreListing(texts=tuple(entries), bytes=sum(record.nbytes for record in valid_records))

@@ -25,6 +25,7 @@ _ZIP_MAGIC = b"PK\x03\x04"
 _TORCH_LEGACY_MAGIC = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"  # a pickle of torch's magic number
 _DESCRIPTIONS_BY_MAGIC: tuple[tuple[bytes, str, str], ...] = (
     (b"GGUF", "a GGUF model", _GGUF_MODEL_ADVICE),
+    (b"KVMP", "a profile of a model", "kvmnn profile inspect shows it"),
     (b"\x93NUMPY", "a NumPy array", _RENAME_ADVICE.format(".npy")),
     (b"\x89HDF\r\n\x1a\n", "an HDF5 file", _READABLE_FORMATS_ADVICE),
     (_TORCH_LEGACY_MAGIC, *_CHECKPOINT_DESCRIPTION),

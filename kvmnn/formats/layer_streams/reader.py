@@ -289,8 +289,12 @@ class LayerStreamsInfo(Record):
             "bytes": f", {self.label} ({self.compared} compared with the original)",
         }[self.proof]
         if document.is_lossy and self.proof is not None:
-            promise = "bit by bit" if self.proof == "sha256" else "and differs from the original as it says"
-            proof = f", {LOSSY} (decodes to what {LAYERS_NAME} says, {promise})"
+            claim = f"decodes to what {LAYERS_NAME} says, bit by bit"
+            if self.proof != "sha256":
+                claim = (
+                    f"decodes to what {LAYERS_NAME} says; largest and relative errors of each layer are those it says"
+                )
+            proof = f", {LOSSY} ({claim})"
         lines = [
             f"{self.input}: {pluralize(len(document.layers), 'layer stream')} ({document.codec}), "
             f"{pluralize(document.tokens, 'token')}, {document.raw_bytes:,} -> {document.stored_bytes:,} bytes, "

@@ -19,10 +19,10 @@ from ..arrays.layer_cache import LayerCache
 from ..arrays.source import Source
 from ..bundle import DenseOptions, EncodeOptions, EncodeResult, encode_source
 from ..bundle.dense import plan_arrays
-from ..bundle.manifest import MANIFEST_NAME, Manifest
-from ..errors import KvmnnError, OutputError
+from ..bundle.manifest import Manifest
+from ..errors import KvmnnError
 from ..formats.layer_streams.codecs import LayerStreamOptions
-from ..formats.layer_streams.document import ADAPTED_NAME, LAYERS_NAME
+from ..formats.layer_streams.document import ADAPTED_NAME
 from ..formats.layer_streams.writer import EncodeLayersResult, LayerReader, encode_layers
 from ..linear import build_layer_tables
 from ..linear import encode_layers as encode_linear_layers
@@ -87,7 +87,7 @@ def encode_adapted(
     OptionError
         When no array can be a dense stream.
     OutputError
-        For an output that exists, or contains the other kind of streams.
+        For an output that exists.
     KvmnnError
         As `kvmnn.bundle.encode_source`. Nothing is written then.
     """
@@ -111,7 +111,6 @@ def encode_adapted(
         best = min(candidates, key=lambda candidate: candidate.nbytes, default=None)
         if best is not None and best.nbytes >= manifest.stored_bytes:
             best = None
-        _check_output(path, MANIFEST_NAME if best is not None else LAYERS_NAME)
         return best is None
 
     encode_result = encode_source(source, path, options, force=force, progress=progress, accept=is_dense_smallest)
@@ -122,12 +121,6 @@ def encode_adapted(
     )
     layers_result = encode_layers(source, output, stream_options, adapted=best.profile, force=force, progress=progress)
     return AdaptedEncoding(layers_result, note)
-
-
-def _check_output(path: str, index_name: str) -> None:
-    """Raise `OutputError` for a folder that has the index of the other kind of streams: readers would take that."""
-    if os.path.lexists(os.path.join(path, index_name)):
-        raise OutputError(f"{path}: holds {index_name} of another encoding; choose another folder")
 
 
 def _sum_by_layer(source: Source, options: DenseOptions, manifest: Manifest) -> Mapping[int, int]:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Final, Protocol, Self
 
 from .._util.parallel import parallel_map
 from ..errors import OutputError
@@ -237,6 +237,10 @@ class FileOutput(_StagedOutput):
                     file.path.unlink()
 
 
+ENCODING_INDEXES: Final = ("manifest.json", "layers.json")
+"""Files that describe a folder of frames and one of layer streams: a folder is one of them, never both."""
+
+
 class DirectoryOutput(_StagedOutput):
     """A directory of files that is first written elsewhere.
 
@@ -249,7 +253,8 @@ class DirectoryOutput(_StagedOutput):
         As for `FileOutput`.
     index
         Name of the file that describes the others, if there is one: an old one is removed before the first file is
-        moved and the new one is moved last, so that no index ever describes missing files.
+        moved and the new one is moved last, so that no index ever describes missing files. If it is one of
+        `ENCODING_INDEXES`, another of these that is there exists already, and is removed with `force`.
     durable
         Sync the files before they are renamed; False for output that can be recreated: after a power cut, files may be
         incomplete.
@@ -271,6 +276,11 @@ class DirectoryOutput(_StagedOutput):
         exclude = list(exclude)
         super().__init__(os.path.realpath(target), force=force, exclude=exclude)
         self._index = index
+        self._indexes = [] if index is None else [index]
+        if index in ENCODING_INDEXES:  # readers would take the other one
+            self._indexes += [name for name in ENCODING_INDEXES if name != index]
+            for name in self._indexes[1:]:
+                self._check_available(self.target / name)
         self._durable = durable
         self._is_merging = self.target.is_dir() and not replace_existing
         self._is_replacing = replace_existing and self.target.is_dir() and any(self.target.iterdir())
@@ -324,9 +334,9 @@ class DirectoryOutput(_StagedOutput):
                 _sync(self.target.parent, None)
             return
         self._close_and_sync()
-        if self._index and self.force:
-            with wrap_os_errors(self.target / self._index):
-                (self.target / self._index).unlink(missing_ok=True)
+        for name in self._indexes if self.force else ():
+            with wrap_os_errors(self.target / name):
+                (self.target / name).unlink(missing_ok=True)
         for file in sorted(self._files, key=lambda f: f.target.name == self._index):
             with wrap_os_errors(file.target):
                 file.target.parent.mkdir(parents=True, exist_ok=True)

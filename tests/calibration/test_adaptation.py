@@ -177,9 +177,12 @@ def test_encode_adapted_refuses_what_it_cannot_write(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="exists"):
         encode_adapted(source, tmp_path / "out", make_options())
     bundle.encode_source(source, f"{tmp_path / 'dense'}/", make_options())
-    with pytest.raises(OutputError, match=r"holds manifest.json of another encoding"):
-        encode_adapted(source, tmp_path / "dense", make_options(), force=True)
+    with pytest.raises(OutputError, match="exists already"):
+        encode_adapted(source, tmp_path / "dense", make_options())
     assert not (tmp_path / "dense" / LAYERS_NAME).exists()
+    encode_adapted(source, tmp_path / "dense", make_options(), force=True)
+    assert not (tmp_path / "dense" / "manifest.json").exists()
+    assert kvmnn.open(tmp_path / "dense").nbytes == source.nbytes
     np.save(tmp_path / "x.npy", np.zeros((3, 5), np.float16))
     with pytest.raises(OptionError, match="no array can be a dense stream"):
         encode_adapted(kvmnn.open(tmp_path / "x.npy"), tmp_path / "x", make_options())

@@ -130,6 +130,24 @@ def test_layer_streams_of_packed_files_say_that_live_elements_are_compared(run, 
     assert "LOSSLESS (every byte compared with the original)" in plain and "padding" not in plain
 
 
+def test_a_folder_of_streams_is_no_folder_of_frames(run, work, tmp_path) -> None:
+    folder, small = f"{tmp_path / 'out'}/", tmp_path / "small"
+    small.mkdir()
+    for path in (work / "kv").glob("*.npy"):
+        np.save(small / path.name, np.load(path)[:, :8])
+    as_streams = ("encode", work / "kv", "--codec", f"profile:{work / 'p.kvmp'}", "-o", folder)
+    as_frames = ("encode", small, "-o", folder)
+    nbytes = {as_streams: kvmnn.open(work / "kv").nbytes, as_frames: kvmnn.open(small).nbytes}
+    run(*as_streams)
+    for second, index in ((as_frames, "layers.json"), (as_streams, "manifest.json")):
+        assert f"{index}: exists already (-f or --force replaces it)" in run(*second, code=1).err
+        assert (tmp_path / "out" / index).exists()
+        run(*second, "-f")
+        assert not (tmp_path / "out" / index).exists()
+        assert kvmnn.open(folder).nbytes == nbytes[second]
+        run("verify", folder)
+
+
 def test_encode_with_transform_says_lossy_everywhere(run, work, tmp_path) -> None:
     codec = f"transform:{work / 'p.kvmp'},ratio=4,below=0"
     for words in (

@@ -130,7 +130,7 @@ def test_layer_streams_of_packed_files_say_that_live_elements_are_compared(run, 
     assert "LOSSLESS (every byte compared with the original)" in plain and "padding" not in plain
 
 
-def test_a_folder_of_streams_is_no_folder_of_frames(run, work, tmp_path) -> None:
+def test_encode_into_a_folder_of_the_other_kind_needs_force(run, work, tmp_path) -> None:
     folder, small = f"{tmp_path / 'out'}/", tmp_path / "small"
     small.mkdir()
     for path in (work / "kv").glob("*.npy"):

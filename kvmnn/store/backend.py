@@ -117,10 +117,15 @@ def infer_settings(block_tokens: int, headers: Sequence[UnitHeader]) -> StoreSet
     return StoreSettings(block_tokens, "frames" if has_frames else "dense")
 
 
-def explain_settings(path: str | Path, cipher: StoreCipher) -> str:
-    """Return the advice for a store that has lost both its settings and its index."""
-    example = encode_settings(StoreSettings(64, "dense", key_check=cipher.key_check)).decode().strip()
-    return f"write what the store was made with into {path}, such as {example}"
+def explain_settings(path: str | Path, cipher: StoreCipher, headers: Sequence[UnitHeader] = ()) -> str:
+    """Return the advice for a store that has lost both its settings and its index, with what units say."""
+    settings = infer_settings(64, headers)._replace(key_check=cipher.key_check)
+    example = encode_settings(settings).decode().strip()
+    guess = "all values are guesses"
+    if headers:
+        known_names = "codec" if settings.profile is None else "codec and key of the profile"
+        guess = f"{known_names} are those of the units, other values are guesses"
+    return f"write what the store was made with into {path}, such as {example} ({guess})"
 
 
 def find_contradicting_codec(codec: str, headers: Sequence[UnitHeader]) -> str | None:

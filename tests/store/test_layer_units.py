@@ -284,6 +284,21 @@ def test_transform_store_with_lost_or_wrong_settings_stays_lossy(
         assert "LOSSY" in run("store", "stat", path).out
 
 
+def test_lost_settings_and_index_get_advice_with_what_units_say(tmp_path: Path) -> None:
+    path = save_store(tmp_path)
+    (path / "store.json").unlink()
+    (path / "index.sqlite").unlink()
+    with pytest.raises(
+        SourceError, match=r"such as .*\(codec and key of the profile are those of the units"
+    ) as refused:
+        PrefixStore(path)
+    example = re.search(r"such as (\{.*\})", str(refused.value))
+    assert example is not None
+    (path / "store.json").write_text(example[1])
+    with PrefixStore(path) as store:
+        assert store.get(IDS, model=MODEL).label == "LOSSY"
+
+
 def test_lost_settings_of_units_take_the_options_that_are_given(tmp_path: Path) -> None:
     path = save_store(tmp_path)
     (path / "store.json").unlink()

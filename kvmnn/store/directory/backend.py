@@ -33,7 +33,6 @@ from ..backend import (
     StoreLimits,
     StoreSettings,
     UnitSlice,
-    explain_settings,
     find_contradicting_codec,
     infer_settings,
     select_fitting,
@@ -612,7 +611,7 @@ class DirectoryBackend:
         settings = infer_settings(self.block_tokens, headers)
         if not headers:
             if has_units or (requested is None and not self.read_only):
-                advice = explain_settings(self.recovery_files.settings_path, self.cipher)
+                advice = self.recovery_files.explain_settings(self.recovery_files.settings_path)
                 raise SourceError(f"{error}; no unit says what its codec is: {advice}")
             settings = settings if requested is None else requested._replace(block_tokens=self.block_tokens)
         settings = settings._replace(policy=self._read_policy(), key_check=self.cipher.key_check)
@@ -675,7 +674,9 @@ class DirectoryBackend:
             if foreign_names and not self._is_store():  # another process may have created it meanwhile
                 problem = f"it holds other things and no {INDEX_FILE}"
                 if self.recovery_files.has_only_units:
-                    problem = f"it has no {INDEX_FILE}, but units: {explain_settings(SETTINGS_FILE, self.cipher)}"
+                    problem = (
+                        f"it has no {INDEX_FILE}, but units: {self.recovery_files.explain_settings(SETTINGS_FILE)}"
+                    )
                 raise SourceError(f"{self.folder}: is not a prefix store: {problem}")
 
     def _is_store(self) -> bool:

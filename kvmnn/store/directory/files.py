@@ -299,8 +299,15 @@ class RecoveryFiles:
             self.read_settings()
         except (KvmnnError, OSError):
             path = self._folder / SETTINGS_FILE
-            return f"{SETTINGS_FILE} is lost or damaged as well: {explain_settings(path, self._cipher)}"
+            return f"{SETTINGS_FILE} is lost or damaged as well: {self.explain_settings(path)}"
         return ""
+
+    def explain_settings(self, path: str | Path) -> str:
+        """Return the advice to write settings into `path`, with what the first units say of them."""
+        files = UnitFiles(self._folder, self._cipher)
+        numbers = (int(unit_path.stem, 16) for unit_path in files.iter_unknown_files(set()))
+        headers = map(files.read_header, itertools.islice(numbers, _MAX_SAMPLED_FILES))
+        return explain_settings(path, self._cipher, [header for header in headers if header is not None])
 
     def save_settings(self, settings: StoreSettings, *, overwrite: bool = False) -> None:
         """Write the settings if there are none; with `overwrite`, always."""

@@ -19,7 +19,7 @@ from typing import Any, NewType, TypeVar, get_args
 
 from ..._util.validation import repr_short
 from ...errors import KvmnnError, MissingFileError, OutputError, SourceError
-from ..backend import StoreSettings, explain_settings
+from ..backend import StoreSettings
 from ..encryption import NO_CIPHER, StoreCipher
 from ..namespace import KEY_BYTES, MAX_TOKENS, Namespace, parse_namespace
 from .files import SETTINGS_FILE, RecoveryFiles
@@ -378,7 +378,9 @@ class StoreIndex:
             if settings is None or self.read_only:
                 problem = f"it has no {INDEX_FILE}" if self.folder.is_dir() else "there is no such directory"
                 if RecoveryFiles(self.folder).has_only_units:
-                    problem += f", but units: {explain_settings(SETTINGS_FILE, self._cipher)}"
+                    problem += (
+                        f", but units: {RecoveryFiles(self.folder, self._cipher).explain_settings(SETTINGS_FILE)}"
+                    )
                 error_class = SourceError if self.folder.exists() else MissingFileError
                 raise error_class(f"{self.folder}: is not a prefix store: {problem}")
             try:

@@ -22,7 +22,6 @@ from ..backend import (
     MAX_UNIT_USES,
     ConcurrentUpdateError,
     NewUnit,
-    explain_settings,
 )
 from ..encryption import NO_CIPHER, StoreCipher
 from ..namespace import (
@@ -346,7 +345,7 @@ def rebuild_index(folder: Path, expected_path: Path | None, cipher: StoreCipher 
     try:
         settings = RecoveryFiles(folder, cipher).read_settings()
     except ManifestError as error:
-        advice = explain_settings("this file", cipher)
+        advice = RecoveryFiles(folder, cipher).explain_settings("this file")
         raise ManifestError(f"{error}; the index is lost or damaged as well: {advice}") from None
     with _lock_folder(folder):
         number, newest_path = find_newest_index(folder)
@@ -441,7 +440,7 @@ class _Rebuild:
         if 2 * num_wrong > len(starts):
             raise ManifestError(
                 f"{self._folder / SETTINGS_FILE}: says that a block has {self._block_tokens} tokens, and {num_wrong} "
-                f"of {len(starts)} units have other blocks: {explain_settings('it', self._cursor.cipher)}"
+                f"of {len(starts)} units have other blocks: {self._recovery_files.explain_settings('it')}"
             )
         return starts, states
 

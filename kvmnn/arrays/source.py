@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from itertools import islice
 from typing import Final
 
 from .._util.dataclass import dataclass
+from .._util.text import LOSSLESS, LOSSY, escape_control
 from ..packed import cache_info
 from ..packed.cache_info import CacheInfo
 from .array import LazyArray, LazyArrayList
@@ -216,6 +217,20 @@ def parse_completeness(metadata: dict[str, str], names: Iterable[str], where: st
     """Parse the completeness of arrays of these names from metadata; None if there is none."""
     text = metadata.get(COMPLETENESS_KEY)
     return None if text is None else load_completeness_json(text, names, f"{where}: metadata {COMPLETENESS_KEY!r}")
+
+
+def list_losses(loss: str | Mapping[str, str] | None) -> list[str]:
+    """Return a line about what K and V have lost, of a sentence or of metadata; empty if nothing is recorded."""
+    text = loss if isinstance(loss, str) else (loss or {}).get(LOSSY_KEY)
+    return [f"{LOSSY}: {escape_control(text)[:_MAX_LOSS_CHARACTERS]}"] if text else []
+
+
+_MAX_LOSS_CHARACTERS = 300
+
+
+def qualify_label(label: str | None, losses: Sequence[str]) -> str | None:
+    """Return a label for text: what is copied without loss may have lost something before (`list_losses`)."""
+    return f"{LOSSLESS} copy of {LOSSY} K and V" if losses and label == LOSSLESS else label
 
 
 def strip_internal_metadata(metadata: dict[str, str]) -> dict[str, str]:

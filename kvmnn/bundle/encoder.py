@@ -32,7 +32,7 @@ from ..arrays.array import Chunk, LazyArray
 from ..arrays.completeness import Completeness, format_missing
 from ..arrays.engine_metadata import add_completeness_metadata, dump_metadata
 from ..arrays.naming import parse_layer, parse_part
-from ..arrays.source import DEQUANTIZED_KEY, FILE_KEY, Source
+from ..arrays.source import DEQUANTIZED_KEY, FILE_KEY, Source, list_losses, qualify_label
 from ..dtypes import PARTS, Part
 from ..errors import KvmnnError, ManifestError, OptionError, OutputError, SourceError
 from ..files.atomic import BinaryStream, DirectoryOutput, FileOutput, StagedFile, is_device
@@ -652,7 +652,8 @@ class EncodeResult(SizeStats, Record):
             + describe_unused_arrays(self.manifest)
             + self._zstd_notes
         )
-        return [*self.inference_notes, *notes]
+        losses = list_losses(self.manifest.metadata)
+        return [*self.inference_notes, *(line for line in losses if line not in self.inference_notes), *notes]
 
     @property
     def _zstd_notes(self) -> list[str]:
@@ -744,7 +745,9 @@ class EncodeResult(SizeStats, Record):
             name += f" ({pluralize(len(arrays), 'array')})"
         missing_texts = format_missing(self.completeness)
         scope = f" for {'this array' if len(arrays) == 1 else 'these arrays'}" if missing_texts else ""
-        verification_text = f"{self.label}{scope} ({self.verification_text})" if self.label else self.verification_text
+        losses = list_losses(self.manifest.metadata)
+        label = qualify_label(self.label, losses)
+        verification_text = f"{label}{scope} ({self.verification_text})" if label else self.verification_text
         lines.append(
             f"{name}: {self.raw_bytes:,} -> {self.stored_bytes:,} bytes, {self.ratio_text}, "
             f"{describe_storage(arrays)}, {verification_text}"
@@ -756,6 +759,7 @@ class EncodeResult(SizeStats, Record):
             f"  {line}"
             for line in (
                 *missing_texts,
+                *losses,
                 *self._dequantization_notes,
                 *describe_unused_arrays(self.manifest),
                 *self._zstd_notes,

@@ -12,7 +12,7 @@ from .._util.text import compute_ratio, pluralize
 from ..arrays.array import Chunk
 from ..arrays.completeness import Completeness
 from ..arrays.positions import describe_layer_states
-from ..arrays.source import parse_completeness
+from ..arrays.source import list_losses, parse_completeness
 from ..dense import DenseInfo
 from ..errors import FrameError, ManifestError
 from ..files.schema import Record, json_key
@@ -289,7 +289,8 @@ class BundleInfo(SizeStats, Record):
     @property
     def notes(self) -> list[str]:
         """Return lines about what qualifies the ratio."""
-        return describe_passthrough(self.manifest, self.path) + describe_unused_arrays(self.manifest)
+        losses = list_losses(self.manifest.metadata)
+        return losses + describe_passthrough(self.manifest, self.path) + describe_unused_arrays(self.manifest)
 
     @property
     @json_key(omit=True)

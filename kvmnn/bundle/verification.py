@@ -13,7 +13,7 @@ import numpy as np
 from .._util.parallel import Progress
 from .._util.text import LOSSLESS, LOSSY, compute_ratio, format_rate, pluralize
 from ..arrays.array import Chunk, LazyArray
-from ..arrays.source import DEQUANTIZED_KEY, FILE_KEY, PACKED_FILES_KEY, SIDECAR_KEY, Source
+from ..arrays.source import DEQUANTIZED_KEY, FILE_KEY, PACKED_FILES_KEY, SIDECAR_KEY, Source, list_losses, qualify_label
 from ..dtypes import PARTS
 from ..errors import ManifestError, SourceError
 from ..files.change_detection import InputGuard
@@ -161,6 +161,8 @@ class VerifyResult(Record):
     stored_bytes: int
     #: Lines about what qualifies the ratio.
     notes: tuple[str, ...] = ()
+    #: Lines of `notes` about what K and V had lost before.
+    losses: tuple[str, ...] = field(default=(), metadata={"json": False})
     #: What was compared with the original, as text.
     compared: str = field(default="every byte", metadata={"json": False})
     #: Numbers of arrays and pieces; raw pieces are words stored without a frame.
@@ -239,7 +241,7 @@ class VerifyResult(Record):
         if self.unknown_properties:
             evidence = f"{evidence}; {self.unknown_properties}"
         return (
-            f"{self.input}: {self.label} ({evidence}), {pluralize(self.arrays, 'array')}, "
+            f"{self.input}: {qualify_label(self.label, self.losses)} ({evidence}), {pluralize(self.arrays, 'array')}, "
             f"{self.stored_bytes:,} -> {self.raw_bytes:,} bytes, "
             f"{format_ratio(self.raw_bytes, self.raw_bytes - self.unused_bytes, self.stored_bytes)}"
             f"{format_rate(self.raw_bytes, self.seconds)}" + "".join(f"\n  {line}" for line in self.notes)
@@ -286,6 +288,7 @@ def verify_frame_set(
             ) or _find_metadata_difference(frames, against)
         else:
             deque(decode_frames(frames, options, progress=progress), maxlen=0)
+    losses = tuple(list_losses(frames.document.metadata if frames.document else None))
     contents, record = frames.without_unused_arrays(), frames.packed_record
     if record is not None and frames.cache is not None:
         check_packed_record(frames, record, frames.cache)
@@ -306,7 +309,9 @@ def verify_frame_set(
         **count_chunks(frames.arrays)._asdict(),
         seconds=time.perf_counter() - start_time,
         unknown_properties=frames.unknown_properties,
+        losses=losses,
         notes=(
+            *losses,
             *(
                 describe_passthrough(frames.document, frames.path) + describe_unused_arrays(frames.document)
                 if frames.document

@@ -10,13 +10,21 @@ from pathlib import PurePath
 from typing import Any, Literal, TypeVar
 
 from .._util.parallel import Progress
-from .._util.text import LOSSY, escape_control, pluralize
+from .._util.text import pluralize
 from ..arrays import engine_metadata, engine_transforms
 from ..arrays.axes import AXES_AS_STORED, AxisSpec, apply_axis_spec, declared_axes, list_padding
 from ..arrays.float8 import decode_array
 from ..arrays.layers import ModelHalf
 from ..arrays.naming import array_name_from_path, check_name
-from ..arrays.source import FILE_KEY, LOSSY_KEY, PACKED_FILES_KEY, Source, parse_cache_info, parse_completeness
+from ..arrays.source import (
+    FILE_KEY,
+    LOSSY_KEY,
+    PACKED_FILES_KEY,
+    Source,
+    list_losses,
+    parse_cache_info,
+    parse_completeness,
+)
 from ..bundle import manifest
 from ..bundle.frame_set import DecodeOptions, FrameSet, open_frames
 from ..bundle.passthrough import parse_passthrough
@@ -224,10 +232,7 @@ def _note_loss(source: Source) -> None:
     loss = source.metadata.get(LOSSY_KEY) or (source.cache.loss if source.cache is not None else "")
     if loss:
         source.metadata[LOSSY_KEY] = loss
-        source.notes.append(f"{LOSSY}: {escape_control(loss)[:_MAX_LOSS_CHARACTERS]}")
-
-
-_MAX_LOSS_CHARACTERS = 300
+        source.notes += list_losses(loss)
 
 
 def _note_other_numbers(source: Source, options: ReadOptions) -> None:

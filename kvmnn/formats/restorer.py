@@ -16,7 +16,7 @@ from .._util.text import LOSSLESS, LOSSY, format_rate, pluralize
 from ..arrays import engine_metadata
 from ..arrays.array import ArrayInfo
 from ..arrays.completeness import Completeness, format_missing
-from ..arrays.source import DEQUANTIZED_KEY, ENGINE_KEY, Source, parse_completeness
+from ..arrays.source import DEQUANTIZED_KEY, ENGINE_KEY, Source, list_losses, parse_completeness, qualify_label
 from ..bundle.decoder import decode_frames
 from ..bundle.frame_set import DecodeOptions, FrameSet
 from ..bundle.passthrough import PassthroughFile
@@ -48,6 +48,8 @@ class RestoreResult(Record):
     beside: tuple[str, ...] = field(default=(), metadata={"omit": True})
     #: One line for each thing about another engine's cache that the output has no place for.
     notes: tuple[str, ...] = ()
+    #: Lines of `notes` about what K and V had lost before.
+    losses: tuple[str, ...] = field(default=(), metadata={"json": False})
     #: Which part of the model's state the arrays contain; None if unknown.
     completeness: Completeness | None = field(default=None, metadata={"omit": True})
     #: Names of the other files of a KV dump; `files` has those of the arrays.
@@ -111,7 +113,7 @@ class RestoreResult(Record):
         *first_texts, last_text = arrays_text, *self.beside
         line = self._format_summary(" and ".join(filter(None, [", ".join(first_texts), last_text])))
         renames_text = describe_renamed_files(zip((array.name for array in self.arrays), self.files, strict=False))
-        lines = [*format_missing(self.completeness), *([renames_text] if renames_text else [])]
+        lines = [*format_missing(self.completeness), *self.losses, *([renames_text] if renames_text else [])]
         return "\n  ".join([line, *lines])
 
     def _format_summary(self, contents_text: str, decoded_text: str = "") -> str:
@@ -125,7 +127,8 @@ class RestoreResult(Record):
         )
         if self.is_dequantized:
             check_text += ", of the words dequantised from int8"
-        verification_text = f"{self.label} ({check_text})" if self.is_verified else missing_text
+        label = qualify_label(self.label, self.losses)
+        verification_text = f"{label} ({check_text})" if self.is_verified else missing_text
         return (
             f"{self.output or 'standard output'}: {contents_text}, {decoded_text or f'{self.stored_bytes:,}'} -> "
             f"{self.raw_bytes:,} bytes, {verification_text}{format_rate(self.raw_bytes, self.seconds)}"
@@ -175,6 +178,7 @@ def restore_arrays(
     else:
         path, is_read_back, files = None, False, []
         write_to_stream(output, frames.arrays, decode_frames(frames, options, progress=progress))
+    losses = tuple(list_losses(frames.document.metadata if frames.document else None))
     return RestoreResult(
         input=frames.path,
         output=path,
@@ -186,14 +190,16 @@ def restore_arrays(
         stored_bytes=frames.stored_bytes,
         seconds=time.perf_counter() - start_time,
         unknown_properties=frames.unknown_properties,
+        losses=losses,
         beside=sidecar_names if files else (),
         notes=(
+            *losses,
             *list_lost_information(source, path),
             *_list_lost_types(frames, path),
             *list_stale_files(path, files, metadata),
         )
         if path
-        else (),
+        else losses,
         completeness=parse_completeness(source.metadata, [array.name for array in frames.arrays], frames.path),
     )
 

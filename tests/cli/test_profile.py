@@ -113,6 +113,43 @@ def test_encode_and_decode_with_a_profile(run, work, tmp_path) -> None:
     shutil.move(tmp_path / "moved", work / "p.kvmp")
 
 
+def test_encode_and_pack_of_lossy_streams_say_lossy_in_every_result(run, work, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run("encode", work / "kv", "--codec", f"transform:{work / 'p.kvmp'},kl=0.002", "-o", "tr")
+    loss, copied = "LOSSY: K and V are rounded; KL divergence", "LOSSLESS copy of LOSSY K and V ("
+    profile = f"profile:{work / 'p.kvmp'}"
+    commands = [
+        ("encode", "tr", "-o", "frames/"),
+        ("inspect", "frames"),
+        ("verify", "frames"),
+        ("decode", "frames", "-o", "frames.npz"),
+        ("encode", "frames.npz", "-o", "frames.npz.frames/"),
+        ("mnn pack", "tr", "-o", "packed", "--name", "p", "--backend", "x86-avx512"),
+        ("inspect", "packed"),
+        ("mnn unpack", "packed", "-o", "packed.npz"),
+        ("encode", "packed", "-o", "packed.frames/"),
+        ("verify", "packed.frames", "--against", "packed"),
+        ("decode", "packed.frames", "-o", "restored/"),
+        ("encode", "packed", "--codec", profile, "-o", "streams"),
+        ("inspect", "streams"),
+        ("verify", "streams"),
+        ("decode", "streams", "-o", "streams.npz"),
+    ]
+    for words in commands:
+        out = run(*words).out
+        assert loss in out, words
+        assert words[0] == "inspect" or copied in out, out
+    for words in (
+        ("encode", "tr", "-o", "again/"),
+        ("verify", "frames"),
+        ("inspect", "frames"),
+        ("inspect", "streams"),
+    ):
+        document = json.loads(run(*words, "--json").out)
+        notes = document.get("inputs", [document])[0]["notes"]
+        assert [note.startswith(loss) for note in notes].count(True) == 1
+
+
 def test_layer_streams_of_packed_files_say_that_live_elements_are_compared(run, work, tmp_path) -> None:
     packed, streams = tmp_path / "packed", tmp_path / "streams"
     run("mnn pack", work / "kv", "-o", packed, "--name", "p", "--backend", "x86-avx512")

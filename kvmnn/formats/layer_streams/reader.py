@@ -18,7 +18,7 @@ from ..._util.parallel import Progress
 from ..._util.text import LOSSLESS, LOSSY, format_rate, pluralize
 from ...arrays.array import Chunk, LazyArray, rechunk
 from ...arrays.layer_cache import LayerCache
-from ...arrays.source import LOSSY_KEY, Source
+from ...arrays.source import LOSSY_KEY, Source, list_losses, qualify_label
 from ...errors import FrameError, LimitError, ManifestError, MissingFileError, SourceError
 from ...files.atomic import is_device
 from ...files.mapped_file import FileHead, MappedFile
@@ -235,6 +235,7 @@ def restore_layers(
         exclude=source.files,
         threads=options.threads,
     )
+    losses = () if streams.document.is_lossy else tuple(list_losses(streams.document.metadata))
     return RestoreLayersResult(
         input=streams.folder,
         output=output,
@@ -245,8 +246,9 @@ def restore_layers(
         stored_bytes=streams.document.stored_bytes,
         seconds=time.perf_counter() - start,
         beside=tuple(collect_folder_sidecars(source.metadata, streams.folder)) if files else (),
+        losses=losses,
         unknown_properties=describe_document(streams.document)[-1] if streams.document.is_lossy else "",
-        notes=(*list_lost_information(source, output), *list_stale_files(output, files, source.metadata)),
+        notes=(*losses, *list_lost_information(source, output), *list_stale_files(output, files, source.metadata)),
     )
 
 
@@ -283,10 +285,11 @@ class LayerStreamsInfo(Record):
         document = self.document
         if self.difference is not None:
             return f"{self.input}: DIFFERS: {self.difference}"
+        label = qualify_label(self.label, list_losses(document.metadata))
         proof = {
             None: "",
-            "sha256": f", {self.label} (decoded, sha256 of {LAYERS_NAME})",
-            "bytes": f", {self.label} ({self.compared} compared with the original)",
+            "sha256": f", {label} (decoded, sha256 of {LAYERS_NAME})",
+            "bytes": f", {label} ({self.compared} compared with the original)",
         }[self.proof]
         if document.is_lossy and self.proof is not None:
             claim = f"decodes to what {LAYERS_NAME} says, bit by bit"
@@ -300,7 +303,7 @@ class LayerStreamsInfo(Record):
             f"{pluralize(document.tokens, 'token')}, {document.raw_bytes:,} -> {document.stored_bytes:,} bytes, "
             f"ratio {document.ratio:.4f}{proof}{format_rate(document.raw_bytes, self.seconds) if self.proof else ''}"
         ]
-        lines += [f"  {line}" for line in (*describe_document(document), *self.notes)]
+        lines += [f"  {line}" for line in dict.fromkeys([*describe_document(document), *self.notes])]
         return "\n".join(lines)
 
     def text(self, *, verbose: bool = False) -> str:
@@ -312,7 +315,8 @@ class LayerStreamsInfo(Record):
 def inspect_layers(path: str) -> LayerStreamsInfo:
     """Describe a folder of layer streams, which needs no profile."""
     folder = os.path.dirname(path) if os.path.basename(path) == LAYERS_NAME else path
-    return LayerStreamsInfo(input=path, document=read_layers_document(folder))
+    document = read_layers_document(folder)
+    return LayerStreamsInfo(input=path, document=document, notes=tuple(list_losses(document.metadata)))
 
 
 def verify_layers(
@@ -346,6 +350,7 @@ def verify_layers(
             differences += [] if problem is None else [problem]
         if progress is not None:
             progress(entry.raw_bytes)
+    losses = list_losses(streams.document.metadata)
     return LayerStreamsInfo(
         input=path,
         document=streams.document,
@@ -353,5 +358,5 @@ def verify_layers(
         difference=next(iter(differences), None),
         compared="every byte" if against is None or against.cache is None else "every live element",
         seconds=time.perf_counter() - start,
-        notes=() if against is None else describe_unstored_bytes(against),
+        notes=(*losses, *(() if against is None else describe_unstored_bytes(against))),
     )

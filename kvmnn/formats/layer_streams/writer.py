@@ -19,7 +19,7 @@ from ..._util.text import LOSSLESS, LOSSY, format_rate, pluralize
 from ...arrays.engine_metadata import dump_metadata
 from ...arrays.layer_cache import LayerCache
 from ...arrays.layers import LayerArray, collect_layers, format_array_name, format_input_prefix
-from ...arrays.source import WHOLE_FILE_KEYS, Source
+from ...arrays.source import WHOLE_FILE_KEYS, Source, list_losses, qualify_label
 from ...dtypes import Elements
 from ...errors import KvmnnError, OptionError, OutputError
 from ...files.atomic import DirectoryOutput
@@ -146,13 +146,13 @@ class EncodeLayersResult(MeasureLayersResult):
         if self.is_verified:
             proof = "decoded, with the errors in layers.json" if self.document.is_lossy else "decoded and compared"
         proof = f"live elements, {proof}" if self.is_packed else proof
+        label = qualify_label(self.label, list_losses(self.document.metadata))
         lines.append(
             f"{self.output}: {self.raw_bytes:,} -> {self.stored_bytes:,} bytes, ratio {self.ratio:.4f}, "
             f"{pluralize(len(self.layers), 'layer stream')}, "
-            f"{f'{self.label} ({proof})' if self.label else proof}{format_rate(self.raw_bytes, self.seconds)}"
+            f"{f'{label} ({proof})' if label else proof}{format_rate(self.raw_bytes, self.seconds)}"
         )
-        lines += [f"  {line}" for line in describe_document(self.document)]
-        lines += [f"  {note}" for note in self.notes]
+        lines += [f"  {line}" for line in dict.fromkeys([*describe_document(self.document), *self.notes])]
         return "\n".join(lines)
 
 
@@ -185,7 +185,8 @@ def describe_document(document: LayerStreamsDocument) -> list[str]:
         if document.predicted_kl is not None:
             cost = f"{document.predicted_kl:.2g} nats a token expected of texts like the profile's"
         lines.append(f"LOSSY: K and V are rounded; KL divergence of the predictions: {cost}")
-    return lines
+        return lines
+    return lines + list_losses(document.metadata)
 
 
 def describe_unstored_bytes(source: Source) -> tuple[str, ...]:
@@ -268,7 +269,11 @@ def encode_layers(
         is_verified=options.verify,
         seconds=time.perf_counter() - start,
         is_packed=source.cache is not None,
-        notes=(*describe_unstored_bytes(source), *_list_notes(profile, reader, document)),
+        notes=(
+            *list_losses(document.metadata),
+            *describe_unstored_bytes(source),
+            *_list_notes(profile, reader, document),
+        ),
     )
 
 

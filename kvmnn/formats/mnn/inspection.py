@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from ..._util.text import pluralize
 from ...arrays.completeness import Completeness, format_missing
+from ...arrays.source import list_losses
 from ...errors import MissingOptionError, SourceError
 from ...files.schema import Record, json_key
 from ...packed.cache_info import (
@@ -283,4 +284,5 @@ def _list_origin_lines(info: CacheInfo) -> list[str]:
         lines.append(f"  made from {info.token_ids.count:,} token ids, sha256 {info.token_ids.sha256}")
     if info.model:
         lines.append(f"  computed by the model with the fingerprint {info.model}")
+    lines += [f"  {line}" for line in list_losses(info.loss)]
     return lines + [f"  {line}" for line in describe_evicted_layers(info)]

@@ -15,6 +15,7 @@ from ...arrays.array import LazyArray
 from ...arrays.cast import CastStats, merge_cast_stats
 from ...arrays.layers import LayerArray, require_common_geometry
 from ...arrays.llama_transforms import Transform, has_lossy_inverse
+from ...arrays.source import list_losses, qualify_label
 from ...dtypes import PART_LETTERS, PARTS, Part
 from ...errors import KvmnnError
 from ...files.atomic import DirectoryOutput, StagedFile, wrap_os_errors
@@ -101,6 +102,8 @@ class PackResult(Record):
 
     def __str__(self) -> str:
         proof_text = self.proof if self.cast.source == self.cast.target else str(self.cast)
+        losses = list_losses(self.info.loss)
+        label = qualify_label(self.label, losses)
         texts = [
             f"dequantised from {', '.join(self.dequantised)}" if self.dequantised else "",
             f"undone: {', '.join(self.undone)}" if self.undone else "",
@@ -111,8 +114,9 @@ class PackResult(Record):
         lines = [
             f"{self.output}: prefix {self.info.name!r}, {format_cache_summary(self.info)}",
             f"  {format_utilisation(self.info)}",
-            f"  {f'{self.label} ({verification_text})' if self.label else verification_text}"
+            f"  {f'{label} ({verification_text})' if label else verification_text}"
             f"{format_rate(self.info.live_bytes, self.seconds)}",
+            *(f"  {line}" for line in losses),
         ]
         if all(layer.capacity == layer.tokens for layer in self.info.layers):
             sidecar_name = f"{self.info.name}{CACHE_SIDECAR_SUFFIX}"

@@ -17,7 +17,7 @@ from ...arrays.engine_metadata import add_completeness_metadata
 from ...arrays.engine_transforms import describe_order
 from ...arrays.layers import collect_layers
 from ...arrays.llama_transforms import Transform, has_lossy_inverse
-from ...arrays.source import Source
+from ...arrays.source import Source, list_losses, qualify_label
 from ...errors import OptionError
 from ...files.atomic import DirectoryOutput, is_device
 from ...files.file_names import is_directory_output, list_with_contents
@@ -64,6 +64,8 @@ class UnpackResult(Record):
     is_read_back: bool = field(default=False, metadata={"json": False})
     #: Why the arrays may differ from what the engine stored; empty unless the reading was forced.
     doubt: str = field(default="", metadata={"json": False})
+    #: Lines of `notes` about what K and V had lost before.
+    losses: tuple[str, ...] = field(default=(), metadata={"json": False})
     #: Whether texts of a batch have padding.
     has_padding: bool = field(default=False, metadata={"json": False})
 
@@ -102,12 +104,13 @@ class UnpackResult(Record):
         details_text = f"dequantised from {', '.join(self.dequantised)}" if self.dequantised else details_text
         details_text += f", undone: {', '.join(self.undone)}" if self.undone else ""
         details_text = f"read as specified, although {self.doubt}" if self.doubt else details_text
-        label_text = f"{self.label} ({details_text})" if self.label else details_text
+        label = qualify_label(self.label, self.losses)
+        label_text = f"{label} ({details_text})" if label else details_text
         line = (
             f"{self.output}: {pluralize(len(self.arrays), 'array')}, {self.raw_bytes:,} bytes, {label_text}"
             f"{format_rate(self.raw_bytes, self.seconds)}"
         )
-        return "\n".join([line, *(f"  {state_line}" for state_line in format_missing(self.completeness))])
+        return "\n  ".join([line, *self.losses, *format_missing(self.completeness)])
 
 
 def unpack(
@@ -166,6 +169,7 @@ def unpack(
         output=output,
         arrays=tuple(source.arrays),
         is_lossy=source.lossy,
+        losses=tuple(list_losses(source.metadata)),
         seconds=time.perf_counter() - start_time,
         notes=(*source.notes, *describe_order(source), *_iter_lost_information(source, output, form), *stale_notes),
         cache=source.cache,

@@ -561,6 +561,14 @@ def test_packed_int8_cache_is_read_with_a_note(tmp_path, monkeypatch, run, int8)
     said += run("decode", "frames/", "-o", "words.npz").out
     assert said.count("LOSSY") == 5 and "LOSSLESS" not in said
     assert "LOSSLESS" in run("encode", "words.npz", "-o", "words/").out  # here the words are the input
+    run("profile", "make", "--from", "a.npz", "--for", "lossless", "--below", 0, "--rope", "none", "-o", "p.kvmp")
+    codec = ["--codec", "profile:p.kvmp,below=0"]
+    said = run("encode", *argv, *ON_AVX2, "-o", "streams/", *codec).out + run("verify", "streams/").out
+    said += run("verify", "streams/", "--against", *argv, *ON_AVX2).out + run("measure", *argv, *ON_AVX2, *codec).out
+    said += run("decode", "streams/", "-o", "streamed.npz").out + run("mnn", "unpack", "streams/", "-o", "u.npz").out
+    assert said.count("LOSSY (") == 6 and "LOSSLESS" not in said
+    assert json.loads(run("verify", "streams/", "--json").out)["label"] == "LOSSY"
+    assert "LOSSLESS" in run("encode", "streamed.npz", "-o", "s/", *codec).out
     said = run("inspect", *argv, *ON_AVX2).out
     assert f"int8 {'K and V' if int8 == 'both' else 'K'} (lP8 4, hP8 8)" in said
     assert "(840 live" in said

@@ -11,8 +11,9 @@ from typing import Final, Literal
 
 from ... import dtypes
 from ..._util.packages import get_version
-from ..._util.text import compute_ratio
+from ..._util.text import LOSSLESS, LOSSY, compute_ratio
 from ...arrays.naming import find_name_error
+from ...arrays.source import DEQUANTIZED_KEY
 from ...dtypes import PARTS, Part
 from ...errors import MissingFileError
 from ...files.schema import JsonReader, Record, parse_document, read_bounded
@@ -104,6 +105,15 @@ class LayerStreamsDocument(Record):
     def is_lossy(self) -> bool:
         """Return whether decoding gives other elements than were encoded."""
         return self.codec == "transform"
+
+    @property
+    def is_dequantized(self) -> bool:
+        """Return whether the elements stand for MNN's int8 codes, which the streams lack."""
+        return DEQUANTIZED_KEY in self.metadata
+
+    def get_label(self, *, is_proved: bool) -> str | None:
+        """Return ``LOSSY``, ``LOSSLESS`` where that was proved, else None."""
+        return LOSSY if self.is_lossy or self.is_dequantized else LOSSLESS if is_proved else None
 
     @property
     def raw_bytes(self) -> int:

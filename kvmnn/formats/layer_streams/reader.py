@@ -169,6 +169,7 @@ def make_source(streams: LayerStreams, options: ReadOptions) -> Source:
     names += [] if document.profile_bytes is None else [document.profile_file]
     files = [str(Path(streams.folder, name)) for name in names]
     source = Source(arrays, dict(document.metadata), inputs=(streams.folder,), opened_files=tuple(files))
+    source.lossy = document.is_dequantized
     source.token_major = any(array.token_major for entry in document.layers for array in entry.arrays)
     if document.is_lossy:
         source.metadata[LOSSY_KEY] = describe_document(document)[-1].removeprefix(f"{LOSSY}: ")
@@ -247,7 +248,9 @@ def restore_layers(
         seconds=time.perf_counter() - start,
         beside=tuple(collect_folder_sidecars(source.metadata, streams.folder)) if files else (),
         losses=losses,
-        unknown_properties=describe_document(streams.document)[-1] if streams.document.is_lossy else "",
+        unknown_properties=describe_document(streams.document)[-1]
+        if streams.document.is_lossy or streams.document.is_dequantized
+        else "",
         notes=(*losses, *list_lost_information(source, output), *list_stale_files(output, files, source.metadata)),
     )
 
@@ -279,7 +282,7 @@ class LayerStreamsInfo(Record):
         """Return ``LOSSY``; ``LOSSLESS`` where that was proved; ``DIFFERS``; or None."""
         if self.difference is not None:
             return "DIFFERS"
-        return LOSSY if self.document.is_lossy else LOSSLESS if self.proof else None
+        return self.document.get_label(is_proved=self.proof is not None)
 
     def __str__(self) -> str:
         document = self.document

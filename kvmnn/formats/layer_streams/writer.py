@@ -15,11 +15,11 @@ import numpy as np
 
 from ... import dtypes
 from ..._util.parallel import Progress
-from ..._util.text import LOSSLESS, LOSSY, format_rate, pluralize
+from ..._util.text import LOSSY, format_rate, pluralize
 from ...arrays.engine_metadata import dump_metadata
 from ...arrays.layer_cache import LayerCache
 from ...arrays.layers import LayerArray, collect_layers, format_array_name, format_input_prefix
-from ...arrays.source import WHOLE_FILE_KEYS, Source, list_losses, qualify_label
+from ...arrays.source import DEQUANTIZED_KEY, WHOLE_FILE_KEYS, Source, list_losses, qualify_label
 from ...dtypes import Elements
 from ...errors import KvmnnError, OptionError, OutputError
 from ...files.atomic import DirectoryOutput
@@ -61,7 +61,7 @@ class MeasureLayersResult(Record):
     @property
     def label(self) -> str | None:
         """Return ``LOSSY``, ``LOSSLESS`` if that was verified, else None."""
-        return LOSSY if self.document.is_lossy else LOSSLESS if self.is_verified else None
+        return self.document.get_label(is_proved=self.is_verified)
 
     @property
     def codec(self) -> str:
@@ -180,6 +180,8 @@ def describe_document(document: LayerStreamsDocument) -> list[str]:
             f"tables learned in this cache: {document.profile_file}, {document.profile_bytes:,} of the "
             f"{document.stored_bytes:,} bytes"
         ]
+    if document.is_dequantized:
+        lines.append(f"{LOSSY}: words dequantised from int8")
     if document.is_lossy:
         cost = "not known: the profile has no sensitivities"
         if document.predicted_kl is not None:
@@ -254,7 +256,8 @@ def encode_layers(
             profile_file=os.path.relpath(options.profile, output) if adapted is None else ADAPTED_NAME,
             options=options.document,
             predicted_kl=encoder.predicted_kl,
-            metadata={key: text for key, text in dump_metadata(source).items() if key not in WHOLE_FILE_KEYS},
+            metadata={key: text for key, text in dump_metadata(source).items() if key not in _DROPPED_KEYS}
+            | _record_int8(source),
             layers=tuple(entries),
             profile_bytes=None if adapted is None else adapted.nbytes,
         )
@@ -295,7 +298,7 @@ def measure_layers(
         profile_file=os.path.basename(options.profile),
         options=options.document,
         predicted_kl=encoder.predicted_kl,
-        metadata={},
+        metadata=_record_int8(source),
         layers=tuple(entries),
     )
     return MeasureLayersResult(
@@ -305,6 +308,14 @@ def measure_layers(
         is_packed=source.cache is not None,
         notes=_list_notes(profile, reader, document),
     )
+
+
+_DROPPED_KEYS = (*WHOLE_FILE_KEYS, DEQUANTIZED_KEY)
+
+
+def _record_int8(source: Source) -> dict[str, str]:
+    """Return metadata of elements that stand for MNN's int8 codes; of their decoded words there is none."""
+    return {DEQUANTIZED_KEY: "int8"} if source.lossy else {}
 
 
 def _list_notes(profile: Profile, reader: LayerReader, document: LayerStreamsDocument) -> tuple[str, ...]:

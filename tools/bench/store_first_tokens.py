@@ -107,8 +107,7 @@ def with_mnn(
             equal_tokens[codec, tokens] = _count_equal(plain, stored)
     rows = []
     for clock in ("wall", "cpu"):
-        medians = {key: _summarize(each, clock, statistics.median) for key, each in runs.items()}
-        least = {key: _summarize(each, clock, min) for key, each in runs.items()}
+        medians = {key: _take_medians(each, clock) for key, each in runs.items()}
         for place, tokens in enumerate(ENGINE_SIZES):
             for codec in codecs:
                 found = medians[codec, tokens]
@@ -124,10 +123,6 @@ def with_mnn(
                         "stored": found["seconds"],
                         "get": found["get"],
                         "written": found["written"],
-                        "least": {
-                            "plain": least["computed", tokens]["seconds"],
-                            **{name: least[codec, tokens][name] for name in ("seconds", "get")},
-                        },
                     }
                 )
     about = f"{filled['layers']} layers, {shape[0]} kv heads x {shape[1]} dims, fp32, MNN 3.6.1 on one thread"
@@ -149,13 +144,13 @@ def _count_equal(ids: Sequence[int], others: Sequence[int]) -> int:
     return next((at for at, (one, other) in enumerate(zip(ids, others, strict=True)) if one != other), len(ids))
 
 
-def _summarize(runs: Sequence[dict[str, Any]], clock: str, take: Callable[[list[float]], float]) -> dict[str, float]:
+def _take_medians(runs: Sequence[dict[str, Any]], clock: str) -> dict[str, float]:
     taken = [each["cpu"] if clock == "cpu" else each for each in runs]
-    return {name: take([each[name] for each in taken]) for name in taken[0] if name != "cpu"}
+    return {name: statistics.median(each[name] for each in taken) for name in taken[0] if name != "cpu"}
 
 
 def _predict(found: dict[str, Any], clock: str, codec: str) -> dict[int, PrefixPrediction]:
-    """What break-even says of every length, from the least times with this codec at some: other work only adds.
+    """What break-even says of every length, from the times with this codec at some.
 
     Files are written in half the time from what frames decode to, whose tokens of a head lie together: the engine's
     times are those of one codec.
@@ -163,11 +158,9 @@ def _predict(found: dict[str, Any], clock: str, codec: str) -> dict[int, PrefixP
     rows = {row["tokens"]: row for row in found["rows"] if (row["clock"], row["codec"]) == (clock, codec)}
 
     def take(compute: Callable[[dict[str, Any]], float]) -> dict[str, float]:
-        return {str(tokens): compute(rows[tokens]["least"]) for tokens in CALIBRATED_SIZES}
+        return {str(tokens): compute(rows[tokens]) for tokens in CALIBRATED_SIZES}
 
-    engine = EngineTimes(
-        computed=take(lambda times: times["plain"]), loaded=take(lambda times: times["seconds"] - times["get"])
-    )
+    engine = EngineTimes(computed=take(lambda row: row["plain"]), loaded=take(lambda row: row["stored"] - row["get"]))
     times = [CodecTimes.from_dict(each) for each in found["times"][clock] if each["codec"] == codec]
     token_bytes = rows[ENGINE_SIZES[-1]]["raw_bytes"] / ENGINE_SIZES[-1]
     report = compute_break_even(times, token_bytes=token_bytes, engine=engine, lengths=ENGINE_SIZES)
@@ -213,8 +206,7 @@ def first_sections(first: dict[str, Any]) -> list[str]:
         "### Predicted\n",
         f"What `store stat --speed prefill=FILE` predicts from the engine's times at {_list(CALIBRATED_SIZES)} tokens "
         "(computed, and with this codec from K and V in memory to the first token) and from the codec's times on this "
-        f"text, next to what the engine took; of {found['rounds']} times the least each. The other lengths were not "
-        "shown to it.\n",
+        "text, next to what the engine took. The other lengths were not shown to it.\n",
     ]
     body = []
     for row in found["rows"]:
@@ -222,8 +214,8 @@ def first_sections(first: dict[str, Any]) -> list[str]:
             predicted = _predict(found, row["clock"], row["codec"])[row["tokens"]]
             body.append([
                 row["clock"], f"{row['tokens']:,}", row["codec"],
-                *_compare(predicted.computed_seconds, row["least"]["plain"]),
-                *_compare(predicted.stored_seconds, row["least"]["seconds"]),
+                *_compare(predicted.computed_seconds, row["plain"]),
+                *_compare(predicted.stored_seconds, row["stored"]),
             ])  # fmt: skip
     headings = ["predicted, ms", "engine, ms", "off"]
     return [

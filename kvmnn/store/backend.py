@@ -402,6 +402,9 @@ class StoreBackend(Protocol):
     def get_cached(self, unit: int) -> Bytes | None:
         """Return the bytes of a unit that is available locally, without a round trip."""
 
+    def has_lossy_units(self, units: Sequence[int]) -> bool:
+        """Return whether any of these units is lossy, as far as that is known without reading all of them."""
+
     def stage(self) -> AbstractContextManager[Staging]:
         """Open temporary storage for new units."""
 

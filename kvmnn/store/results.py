@@ -202,9 +202,12 @@ class CleanupResult(Record):
     dtypes: tuple[str, ...] = ()
     #: Files in the store that kvmnn did not write; they were kept.
     foreign: tuple[str, ...] = ()
+    #: Whether the store is one of transform streams, whose K and V are not exactly those that were put.
+    is_lossy: bool = field(default=False, metadata={"omit": True})
 
     def __str__(self) -> str:
-        text = f"removed {pluralize(self.units, 'unit')}, {self.bytes:,} bytes{_format_dtypes(self.dtypes)}"
+        unit_text = _pluralize(self.units, "unit", is_lossy=self.is_lossy)
+        text = f"removed {unit_text}, {self.bytes:,} bytes{_format_dtypes(self.dtypes)}"
         if self.other_files:
             text += f", and {pluralize(self.other_files, 'file')} that nothing referred to"
             text += f", {self.other_bytes:,} bytes" if self.other_bytes else ""
@@ -263,10 +266,12 @@ class StoreVerifyResult(Record):
     beside: tuple[str, ...] = ()
     #: One line for an index, or settings, that were lost or damaged and rebuilt when the store was opened.
     anew: tuple[str, ...] = ()
+    #: Whether any unit decodes to K and V that are not exactly those that were put.
+    is_lossy: bool = field(default=False, metadata={"omit": True})
 
     def __str__(self) -> str:
         summary = (
-            f"{pluralize(self.units, 'unit')}, {self.tokens:,} tokens, {self.bytes:,} "
+            f"{_pluralize(self.units, 'unit', is_lossy=self.is_lossy)}, {self.tokens:,} tokens, {self.bytes:,} "
             f"bytes{_format_states(self.states)}"
         )
         summary += ": all of it decoded and compared with its checksums"
@@ -382,9 +387,10 @@ class MatchResult(Record):
     other_precisions: Mapping[str, int] = field(default_factory=dict, metadata={"key": "others"})
     notes: tuple[str, ...] = ()
     outage: bool = False
+    is_lossy: bool = field(default=False, metadata={"omit": True})
 
     def __str__(self) -> str:
-        return str(self.tokens)
+        return f"{self.tokens} {LOSSY}" if self.is_lossy else str(self.tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -398,11 +404,14 @@ class PinResult(Record):
     was_pinned: bool
     #: Precisions in which it was pinned or unpinned.
     dtypes: tuple[str, ...]
+    #: Whether the store is one of transform streams, whose K and V are not exactly those that were put.
+    is_lossy: bool = field(default=False, metadata={"omit": True})
 
     def __str__(self) -> str:
         state_text = "pinned" if self.pinned else "not pinned"
         unchanged_text = " as before" if self.pinned == self.was_pinned else ""
-        return f"{pluralize(self.tokens, 'token')}{_format_dtypes(self.dtypes)}: {state_text}{unchanged_text}"
+        token_text = _pluralize(self.tokens, "token", is_lossy=self.is_lossy)
+        return f"{token_text}{_format_dtypes(self.dtypes)}: {state_text}{unchanged_text}"
 
 
 LATENCY_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -547,6 +556,11 @@ class StoreStats(Record):
             lines += textwrap.wrap(str(self.usage), 80, initial_indent="  ", subsequent_indent="    ")
         text = "\n".join([*lines, *(f"  model {escape_control(model)}" for model in self.models)])
         return text if self.break_even is None else f"{text}\n\n{self.break_even}"
+
+
+def _pluralize(number: int, noun: str, *, is_lossy: bool) -> str:
+    """Return a number of units or tokens; of rounded ones with the word that says so."""
+    return pluralize(number, f"{LOSSY} {noun}" if is_lossy else noun)
 
 
 def _format_states(num_states: int) -> str:

@@ -485,6 +485,8 @@ class PrefixStore:
             namespace, stored, other_precisions = self._with_retry(
                 lambda: self._sequences.find_longest(ids, model, dtype, partial=partial)
             )
+            units = stored.prefix_match.list_units()
+            is_lossy = bool(units) and (self.is_lossy or self._backend.has_lossy_units(units))
         except BackendUnavailableError as error:
             return MatchResult(tokens=0, asked=ids.size, notes=(str(error),), outage=True)
         return MatchResult(
@@ -492,6 +494,7 @@ class PrefixStore:
             asked=ids.size,
             dtype=namespace.dtype if namespace else None,
             other_precisions=other_precisions,
+            is_lossy=is_lossy,
         )
 
     def get(self, token_ids: TokenIds, *, model: str, dtype: str | None = None, partial: bool = False) -> StoredPrefix:
@@ -629,7 +632,9 @@ class PrefixStore:
             ]
 
         dtypes, are_new = zip(*self._with_retry(pin), strict=True)
-        return PinResult(tokens=ids.size, pinned=True, was_pinned=not any(are_new), dtypes=dtypes)
+        return PinResult(
+            tokens=ids.size, pinned=True, was_pinned=not any(are_new), dtypes=dtypes, is_lossy=self.is_lossy
+        )
 
     def unpin(self, token_ids: TokenIds, *, model: str, dtype: str | None = None) -> PinResult:
         """Remove the pin of a sequence, in one precision or in all.
@@ -652,7 +657,13 @@ class PrefixStore:
             return unpinned_dtypes
 
         unpinned_dtypes = self._with_retry(unpin)
-        return PinResult(tokens=ids.size, pinned=False, was_pinned=bool(unpinned_dtypes), dtypes=tuple(unpinned_dtypes))
+        return PinResult(
+            tokens=ids.size,
+            pinned=False,
+            was_pinned=bool(unpinned_dtypes),
+            dtypes=tuple(unpinned_dtypes),
+            is_lossy=self.is_lossy,
+        )
 
     def delete(self, token_ids: TokenIds, *, model: str, dtype: str | None = None) -> CleanupResult:
         """Remove a sequence from its end on, up to a block that another sequence needs or a pin keeps.
@@ -686,6 +697,7 @@ class PrefixStore:
                 bytes=sum(result.bytes for result in results),
                 kept="; ".join(dict.fromkeys(result.kept for result in results if result.kept)),
                 dtypes=tuple(namespace.dtype for namespace in namespaces),
+                is_lossy=self.is_lossy,
             )
 
         return self._with_retry(delete)
@@ -822,7 +834,7 @@ class PrefixStore:
                     if not self._sequences.find_longest(text.ids, text.namespace.model, text.namespace.dtype)[1].tokens
                 ]
             )
-            return result
+            return replace(result, is_lossy=self.is_lossy)
 
         return self._with_retry(collect)
 
@@ -831,7 +843,7 @@ class PrefixStore:
         result = self._with_retry(lambda: self._backend.verify(self._threads))
         if not self._backend.read_only:
             self._metrics.record_damages(len(result.damaged))
-        return result
+        return replace(result, is_lossy=result.is_lossy or self.is_lossy)
 
     def stats(self, *, all_namespaces: bool = False) -> StoreStats:
         """Return counts of what is stored, in this namespace or in all of them, and the hits of `get` so far."""

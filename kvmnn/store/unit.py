@@ -259,6 +259,14 @@ def parse_header(data: Bytes) -> UnitHeader:
     return UnitHeader(namespace, parent, start, ids, dense, layer_info, frame_rows, size)
 
 
+def is_lossy_unit(data: Bytes) -> bool:
+    """Return whether the bytes are a unit whose streams decode to other elements than were put."""
+    try:
+        return parse_header(data).is_lossy
+    except DamagedUnitError:
+        return False
+
+
 TABLES_MAGIC = b"KVMNNPT2"
 MAX_TABLE_TOKENS = 512
 """Shared tables are built from at most this many tokens."""

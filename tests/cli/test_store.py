@@ -609,8 +609,15 @@ def test_store_by_a_profile_says_lossy_in_every_action(here: Path, run) -> None:
     assert "is LOSSY, as it records" in run(*again, code=2).err and not Path("R").exists()
     run(*again, "--force")
     assert "does not record that K and V are LOSSY" in run(*get, "folder/").err
-    for action in ("ls", "stat"):
+    for action in ("ls", "stat", "verify", "gc"):
         assert "LOSSY" in run("store", action, "S").out
+    for action in ("match", "pin", "unpin"):
+        document = json.loads(run("store", action, "S", "--token-ids", "long.json", "--json").out)
+        assert document["is_lossy"], action
+    Path("trace.jsonl").write_text("5 6 7\n5 6 7\n")
+    shape = ("--model-shape", "2x2x8", "--size", "1M", "--ratio", "measured", "--codec")
+    for codec, count in (("transform:p.kvmp", 1), ("dense", 0)):
+        assert run("store", "simulate", "trace.jsonl", "kv.npz", *shape, codec).out.count("LOSSY") == count
     assert "codec options kl=0.02, first=8\n" in run("store", "stat", "S").out
     run("store", "export", "S", "--token-ids", "long.json", "-o", "text.kv")
     assert "--codec transform:PROFILE" in run("store", "import", "U", "text.kv", "--profile", "p.kvmp", code=2).err

@@ -111,7 +111,12 @@ def test_transform_store_says_lossy_and_rounds_as_streams_do(
         assert are_equal(short.layers, [take(cache, 100) for cache in prefix.layers], 100)
         assert "LOSSY" in str(store.stats()) and "LOSSY" in str(store.ls())
         assert store.stats().to_dict()["is_lossy"] and store.ls().to_dict()["texts"][0]["is_lossy"]
-        assert store.verify().damaged == ()
+        verified = store.verify()
+        assert (verified.damaged, verified.is_lossy) == ((), True)
+        assert str(verified).startswith(f"{verified.units} LOSSY units, 700 tokens")
+        assert str(store.find(IDS, model=MODEL)) == "700 LOSSY" and str(store.find([5], model=MODEL)) == "0"
+        assert str(store.pin(IDS, model=MODEL)) == "700 LOSSY tokens: pinned"
+        assert "removed 0 LOSSY units" in str(store.gc())
         # what was read is put again: next to nothing more is lost
         before = measure_error(prefix.layers, CACHES)
     with PrefixStore(new_url(engine), codec="transform", profile=PROFILE, codec_options=options) as store:
@@ -337,6 +342,8 @@ def test_units_say_lossy_whatever_the_settings_say(tmp_path: Path) -> None:
         assert (store.codec, store.notes) == ("dense", ())
         assert store.get(IDS, model=MODEL).label == store.get_by_layer(IDS, model=MODEL).label == "LOSSY"
         assert store.get(others[0], model=MODEL).label is None
+        assert store.find(IDS, model=MODEL).is_lossy and not store.find(others[0], model=MODEL).is_lossy
+        assert store.verify().is_lossy
         assert {text.tokens: text.is_lossy for text in store.ls().texts} == {3: False, 700: True}
         assert store.stats().is_lossy
         with pytest.raises(KvmnnError, match=r"has LOSSY units, .* say codec dense: expected transform"):

@@ -284,6 +284,9 @@ class DirectoryBackend:
     def get_cached(self, unit: int) -> Bytes | None:
         return self.files.read_unit(unit)
 
+    def has_lossy_units(self, units: Sequence[int]) -> bool:
+        return any(map(self._is_lossy_unit, units))
+
     def stage(self) -> StagedFiles:
         return self.files.stage()
 
@@ -788,6 +791,7 @@ class DirectoryBackend:
             self.files.read_unit, find_holder, self.tables, self.profiles, self.block_tokens, threads
         )
         num_units = num_states = num_tokens = nbytes = last_unit = 0
+        is_lossy = False
         notes: list[str] = []
         lost_units: set[int] = set()
         while True:
@@ -818,6 +822,7 @@ class DirectoryBackend:
                 num_units += 1
                 num_tokens += unit.ids.size
                 nbytes += unit.nbytes + self.unit_overhead_bytes
+                is_lossy |= unit.is_lossy
             if not rows:
                 break
         recovery_notes = tuple(self._repair_recovery_files())
@@ -830,6 +835,7 @@ class DirectoryBackend:
             lost=len(lost_units),
             beside=recovery_notes,
             anew=tuple(self.rebuilt_notes),
+            is_lossy=is_lossy,
         )
 
     def _check_state_rows(self, unit_id: int, state: PrefixState, nbytes: int) -> None:

@@ -49,7 +49,7 @@ from ..namespace import (
     parse_namespace,
     to_sort_key,
 )
-from ..unit import DamagedUnitError, TableSetCache, TableSets, make_object_name, parse_header
+from ..unit import DamagedUnitError, TableSetCache, TableSets, is_lossy_unit, make_object_name, parse_header
 from ..unit_codec import PrefixState
 from .eviction import Pin, list_end_units, read_pins, read_uses, save_pin, select_evicted
 from .key_values import CircuitBreaker
@@ -314,6 +314,9 @@ class RemoteBackendBase:
     def get_cached(self, unit: int) -> Bytes | None:
         data = self._memory_cache.get(unit)
         return None if data is None else np.frombuffer(data, np.uint8)
+
+    def has_lossy_units(self, units: Sequence[int]) -> bool:
+        return any(data is not None and is_lossy_unit(data) for data in map(self.get_cached, units))
 
     @contextmanager
     def stage(self) -> Iterator[_MemoryStaging]:

@@ -39,7 +39,7 @@ from ..results import (
     explain_kept_part,
     explain_pinned_bytes,
 )
-from ..unit import DamagedUnitError, parse_header
+from ..unit import DamagedUnitError, is_lossy_unit
 from .backend import NAMES_PER_REQUEST, TABLES_FOLDER, RemoteBackendBase
 from .eviction import Pin, list_end_units, read_pins, read_uses, save_pin
 from .records import StateRecord, UnitRecord, make_unit_name
@@ -160,6 +160,7 @@ class RemoteBackend(RemoteBackendBase):
             lambda unit: self._read_unit(unit, cached_units), holders.get, self.tables, self.profiles, size, threads
         )
         num_units = num_states = num_tokens = nbytes = 0
+        is_lossy = False
         notes: list[str] = []
         damaged: list[UnitRecord] = []
         lost_records: list[UnitRecord] = []
@@ -200,6 +201,7 @@ class RemoteBackend(RemoteBackendBase):
                 num_units += 1
                 num_tokens += unit.ids.size
                 nbytes += unit.nbytes + self.unit_overhead_bytes
+                is_lossy |= unit.is_lossy
         if not self.read_only:
             self.delete_records([*damaged, *lost_records])
         return StoreVerifyResult(
@@ -219,6 +221,7 @@ class RemoteBackend(RemoteBackendBase):
                 ),
             ),
             anew=tuple(self.notes),
+            is_lossy=is_lossy,
         )
 
     def _list_damaged_sessions(self) -> list[str]:
@@ -286,11 +289,9 @@ class RemoteBackend(RemoteBackendBase):
     def _has_lossy_units(self, records: Sequence[UnitRecord]) -> bool:
         """Return whether the first or the last of some units is lossy: the settings may be wrong."""
         names = {make_unit_name(record.unit) for record in (*records[:1], *records[-1:])}
-        for data in self.key_values.get_many(sorted(names)):
-            with suppress(DamagedUnitError):
-                if parse_header(np.frombuffer(data or b"", np.uint8)).is_lossy:
-                    return True
-        return False
+        return any(
+            is_lossy_unit(np.frombuffer(data or b"", np.uint8)) for data in self.key_values.get_many(sorted(names))
+        )
 
     def list_entries(self) -> StoreListing:
         namespaces = self._get_own_namespaces()

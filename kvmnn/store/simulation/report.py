@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..._util.text import compute_ratio, escape_control
+from ..._util.text import LOSSY, compute_ratio, escape_control
 from ..._util.validation import repr_short
 from ...arrays.layer_cache import LayerCache
 from ...dtypes import parse_dtype
@@ -23,6 +23,7 @@ from ...reports.plots import write_figures
 from ...reports.table import Column, Table, wrap_sentences
 from ..backend import PLAIN_CODECS
 from ..store import DEFAULT_BLOCK_TOKENS, PrefixStore
+from ..unit import LAYER_CODECS
 from ..unit_codec import MAX_UNIT_RAW_BYTES, MAX_UNIT_TOKENS
 from .simulator import SIMULATED_POLICIES, simulate_store
 from .trace import RequestTrace, split_into_blocks
@@ -158,6 +159,8 @@ class SimulationRow(Record):
     put_bytes: int
     evicted_bytes: int
     stored_bytes: int
+    #: Whether the codec rounds K and V.
+    is_lossy: bool = field(default=False, metadata={"omit": True})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,6 +197,8 @@ class SimulationReport(Record):
         notes = [f"Sizes are {unit}. Hits: share of all input tokens. Saved: K and V that came from the store."]
         if self.measured_on:
             notes.append(f"Ratios are those of {escape_control(self.measured_on)} together.")
+        if any(row.is_lossy for row in self.rows):
+            notes.append(f"{LOSSY}: codec {LAYER_CODECS[1]} rounds K and V.")
         if self.speed is not None:
             notes.append(f"Seconds at {self.speed.prefill:,.0f} tokens a second of prefill, less those of loading.")
         table = Table.from_items("", _make_columns(unit_bytes), self.rows)
@@ -311,6 +316,7 @@ def simulate(
                         put_bytes=counts.put_bytes,
                         evicted_bytes=counts.evicted_bytes,
                         stored_bytes=counts.stored_bytes,
+                        is_lossy=codec == LAYER_CODECS[1],
                     )
                 )
     return SimulationReport(

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Final
 
 from .._util.dataclass import dataclass
-from .._util.text import LOSSLESS, LOSSY, escape_control
+from .._util.text import LOSSY, escape_control
 from ..packed import cache_info
 from ..packed.cache_info import CacheInfo
 from .array import LazyArray, LazyArrayList
@@ -229,8 +229,13 @@ _MAX_LOSS_CHARACTERS = 300
 
 
 def qualify_label(label: str | None, losses: Sequence[str]) -> str | None:
-    """Return a label for text: what is copied without loss may have lost something before (`list_losses`)."""
-    return f"{LOSSLESS} copy of {LOSSY} K and V" if losses and label == LOSSLESS else label
+    """Return the label of a copy whose K and V may have lost something before (`list_losses`).
+
+    ``LOSSLESS`` and ``UNCHANGED`` become ``... copy of LOSSY K and V``, and None becomes ``LOSSY``.
+    """
+    if not losses or label in {LOSSY, "DIFFERS"}:
+        return label
+    return f"{label} copy of {LOSSY} K and V" if label else LOSSY
 
 
 def strip_internal_metadata(metadata: dict[str, str]) -> dict[str, str]:

@@ -621,12 +621,13 @@ class EncodeResult(SizeStats, Record):
         """Return the label of the result.
 
         ``LOSSLESS`` if that was verified, ``LOSSY`` if a part of packed files was left out, or if the words were
-        dequantised from MNN's int8 codes, which the frames lack; else None.
+        dequantised from MNN's int8 codes, which the frames lack; else None. Where K and V had lost something before,
+        ``LOSSLESS copy of LOSSY K and V``, or ``LOSSY`` if unverified.
         """
-        record = self.manifest.packed_record
+        record, losses = self.manifest.packed_record, list_losses(self.manifest.metadata)
         if (record is not None and record.left_out) or DEQUANTIZED_KEY in self.manifest.metadata:
             return LOSSY
-        return LOSSLESS if self.is_verified else None
+        return qualify_label(LOSSLESS if self.is_verified else None, losses)
 
     @property
     def verification_text(self) -> str:
@@ -745,9 +746,7 @@ class EncodeResult(SizeStats, Record):
             name += f" ({pluralize(len(arrays), 'array')})"
         missing_texts = format_missing(self.completeness)
         scope = f" for {'this array' if len(arrays) == 1 else 'these arrays'}" if missing_texts else ""
-        losses = list_losses(self.manifest.metadata)
-        label = qualify_label(self.label, losses)
-        verification_text = f"{label}{scope} ({self.verification_text})" if label else self.verification_text
+        verification_text = f"{self.label}{scope} ({self.verification_text})" if self.label else self.verification_text
         lines.append(
             f"{name}: {self.raw_bytes:,} -> {self.stored_bytes:,} bytes, {self.ratio_text}, "
             f"{describe_storage(arrays)}, {verification_text}"
@@ -759,7 +758,7 @@ class EncodeResult(SizeStats, Record):
             f"  {line}"
             for line in (
                 *missing_texts,
-                *losses,
+                *list_losses(self.manifest.metadata),
                 *self._dequantization_notes,
                 *describe_unused_arrays(self.manifest),
                 *self._zstd_notes,

@@ -12,7 +12,7 @@ from .._util.dataclass import dataclass
 from .._util.text import pluralize
 from ..arrays.array import Chunk
 from ..arrays.naming import array_name_from_path
-from ..arrays.source import PACKED_FILES_KEY, parse_cache_info
+from ..arrays.source import PACKED_FILES_KEY, list_losses, parse_cache_info
 from ..dense import inspect
 from ..errors import FrameError, LimitError, ManifestError, OptionError
 from ..files.file_info import file_id
@@ -115,6 +115,11 @@ class FrameSet:
         if self._is_assumed_fp16:
             lines.append("fp16 is assumed, bf16 frames look the same (--dtype)")
         return "; ".join(lines)
+
+    @property
+    def losses(self) -> tuple[str, ...]:
+        """Return a line about what K and V had lost before they were encoded; none without a record of it."""
+        return tuple(list_losses(self.document.metadata)) if self.document else ()
 
     @property
     def cache(self) -> CacheInfo | None:

@@ -13,7 +13,7 @@ import numpy as np
 from .._util.parallel import Progress
 from .._util.text import LOSSLESS, LOSSY, compute_ratio, format_rate, pluralize
 from ..arrays.array import Chunk, LazyArray
-from ..arrays.source import DEQUANTIZED_KEY, FILE_KEY, PACKED_FILES_KEY, SIDECAR_KEY, Source, list_losses, qualify_label
+from ..arrays.source import DEQUANTIZED_KEY, FILE_KEY, PACKED_FILES_KEY, SIDECAR_KEY, Source, qualify_label
 from ..dtypes import PARTS
 from ..errors import ManifestError, SourceError
 from ..files.change_detection import InputGuard
@@ -206,13 +206,14 @@ class VerifyResult(Record):
         """Return the label of the result.
 
         ``LOSSLESS`` if that was verified, ``LOSSY`` if packed files are not stored whole or the words were
-        dequantised from int8, ``DIFFERS``, or ``DECODES`` if there is nothing to compare with.
+        dequantised from int8, ``DIFFERS``, or ``DECODES`` if there is nothing to compare with. ``LOSSLESS copy of LOSSY
+        K and V`` where these had lost something before.
         """
         if self.difference is not None:
             return DIFFERS
         if self.left_out or self.is_dequantized:
             return LOSSY
-        return LOSSLESS if self.proof else DECODED_ONLY
+        return qualify_label(LOSSLESS, self.losses) or LOSSLESS if self.proof else DECODED_ONLY
 
     @property
     def _unproved_reason(self) -> str:
@@ -241,7 +242,7 @@ class VerifyResult(Record):
         if self.unknown_properties:
             evidence = f"{evidence}; {self.unknown_properties}"
         return (
-            f"{self.input}: {qualify_label(self.label, self.losses)} ({evidence}), {pluralize(self.arrays, 'array')}, "
+            f"{self.input}: {self.label} ({evidence}), {pluralize(self.arrays, 'array')}, "
             f"{self.stored_bytes:,} -> {self.raw_bytes:,} bytes, "
             f"{format_ratio(self.raw_bytes, self.raw_bytes - self.unused_bytes, self.stored_bytes)}"
             f"{format_rate(self.raw_bytes, self.seconds)}" + "".join(f"\n  {line}" for line in self.notes)
@@ -288,7 +289,6 @@ def verify_frame_set(
             ) or _find_metadata_difference(frames, against)
         else:
             deque(decode_frames(frames, options, progress=progress), maxlen=0)
-    losses = tuple(list_losses(frames.document.metadata if frames.document else None))
     contents, record = frames.without_unused_arrays(), frames.packed_record
     if record is not None and frames.cache is not None:
         check_packed_record(frames, record, frames.cache)
@@ -309,9 +309,9 @@ def verify_frame_set(
         **count_chunks(frames.arrays)._asdict(),
         seconds=time.perf_counter() - start_time,
         unknown_properties=frames.unknown_properties,
-        losses=losses,
+        losses=frames.losses,
         notes=(
-            *losses,
+            *frames.losses,
             *(
                 describe_passthrough(frames.document, frames.path) + describe_unused_arrays(frames.document)
                 if frames.document

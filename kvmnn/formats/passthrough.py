@@ -346,6 +346,8 @@ def restore_file(
         hash_source="file",
         passthrough=passthrough,
         bundle_bytes=count_bundle_bytes(frames.document),
+        losses=frames.losses,
+        notes=frames.losses,
     )
 
 
@@ -370,7 +372,8 @@ def verify_file(
         **count_chunks(frames.arrays)._asdict(),
         seconds=restore_result.seconds,
         restored_file_name=passthrough.name,
-        notes=tuple(describe_passthrough(frames.document, frames.path)) if frames.document else (),
+        losses=frames.losses,
+        notes=(*frames.losses, *(describe_passthrough(frames.document, frames.path) if frames.document else ())),
         unused_bytes=passthrough.unused_bytes,
     )
 

@@ -16,7 +16,7 @@ from .._util.text import LOSSLESS, LOSSY, format_rate, pluralize
 from ..arrays import engine_metadata
 from ..arrays.array import ArrayInfo
 from ..arrays.completeness import Completeness, format_missing
-from ..arrays.source import DEQUANTIZED_KEY, ENGINE_KEY, Source, list_losses, parse_completeness, qualify_label
+from ..arrays.source import DEQUANTIZED_KEY, ENGINE_KEY, Source, parse_completeness, qualify_label
 from ..bundle.decoder import decode_frames
 from ..bundle.frame_set import DecodeOptions, FrameSet
 from ..bundle.passthrough import PassthroughFile
@@ -82,8 +82,11 @@ class RestoreResult(Record):
     @property
     @json_key(after="output")
     def label(self) -> str | None:
-        """Return ``LOSSLESS`` if the manifest proved it, ``LOSSY`` for words dequantised from int8, else None."""
-        return LOSSY if self.is_dequantized else LOSSLESS if self.is_verified else None
+        """Return ``LOSSLESS`` if the manifest proved it, ``LOSSY`` for words dequantised from int8, else None.
+
+        Where K and V had lost something before, ``LOSSLESS copy of LOSSY K and V``, or ``LOSSY`` if nothing proved it.
+        """
+        return LOSSY if self.is_dequantized else qualify_label(LOSSLESS if self.is_verified else None, self.losses)
 
     @property
     @json_key("arrays")
@@ -127,8 +130,7 @@ class RestoreResult(Record):
         )
         if self.is_dequantized:
             check_text += ", of the words dequantised from int8"
-        label = qualify_label(self.label, self.losses)
-        verification_text = f"{label} ({check_text})" if self.is_verified else missing_text
+        verification_text = f"{self.label} ({check_text})" if self.is_verified else missing_text
         return (
             f"{self.output or 'standard output'}: {contents_text}, {decoded_text or f'{self.stored_bytes:,}'} -> "
             f"{self.raw_bytes:,} bytes, {verification_text}{format_rate(self.raw_bytes, self.seconds)}"
@@ -178,7 +180,6 @@ def restore_arrays(
     else:
         path, is_read_back, files = None, False, []
         write_to_stream(output, frames.arrays, decode_frames(frames, options, progress=progress))
-    losses = tuple(list_losses(frames.document.metadata if frames.document else None))
     return RestoreResult(
         input=frames.path,
         output=path,
@@ -190,16 +191,16 @@ def restore_arrays(
         stored_bytes=frames.stored_bytes,
         seconds=time.perf_counter() - start_time,
         unknown_properties=frames.unknown_properties,
-        losses=losses,
+        losses=frames.losses,
         beside=sidecar_names if files else (),
         notes=(
-            *losses,
+            *frames.losses,
             *list_lost_information(source, path),
             *_list_lost_types(frames, path),
             *list_stale_files(path, files, metadata),
         )
         if path
-        else losses,
+        else frames.losses,
         completeness=parse_completeness(source.metadata, [array.name for array in frames.arrays], frames.path),
     )
 

@@ -113,6 +113,7 @@ def test_encode_and_decode_with_a_profile(run, work, tmp_path) -> None:
     shutil.move(tmp_path / "moved", work / "p.kvmp")
 
 
+@pytest.mark.slow
 def test_encode_and_pack_of_lossy_streams_say_lossy_in_every_result(run, work, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     run("encode", work / "kv", "--codec", f"transform:{work / 'p.kvmp'},kl=0.002", "-o", "tr")
@@ -134,20 +135,44 @@ def test_encode_and_pack_of_lossy_streams_say_lossy_in_every_result(run, work, t
         ("inspect", "streams"),
         ("verify", "streams"),
         ("decode", "streams", "-o", "streams.npz"),
+        ("mnn compact", "packed", "--remove", "0", "-o", "whole"),
+        ("mnn compact", "packed", "--remove", "100", "--reserve", "0:20", "-o", "cut"),
+        ("inspect", "cut"),
+        ("mnn unpack", "cut", "--output-kind", "dump", "-o", "dump/"),
+        ("encode", "tr", "-o", "x.zarr"),
+        ("inspect", "x.zarr"),
+        ("verify", "x.zarr"),
+        ("decode", "x.zarr", "-o", "x.safetensors"),
+        ("encode", "x.safetensors", "-o", "y.zarr"),
+        ("encode", "y.zarr", "--no-verify", "-o", "unverified/"),
     ]
+    labels = {"whole": "UNCHANGED copy of LOSSY K and V: 150", "dump/": "UNCHANGED copy of LOSSY K and V ("}
+    labels |= {"cut": "LOSSY: 70 of 150", "unverified/": "LOSSY (not verified)"}
     for words in commands:
         out = run(*words).out
         assert loss in out, words
-        assert words[0] == "inspect" or copied in out, out
+        assert words[0] == "inspect" or labels.get(words[-1], copied) in out, out
     for words in (
         ("encode", "tr", "-o", "again/"),
+        ("encode", "tr", "-o", "again.zarr"),
+        ("encode", "packed", "--codec", profile, "-o", "again.streams"),
+        ("decode", "frames", "-o", "again.npz"),
+        ("decode", "x.zarr", "-o", "again.safetensors"),
+        ("mnn pack", "tr", "-o", "again.packed", "--name", "p", "--backend", "x86-avx512"),
+        ("mnn unpack", "packed", "-o", "again.unpacked/"),
+        ("mnn compact", "packed", "--remove", "0", "-o", "again.whole"),
         ("verify", "frames"),
+        ("verify", "x.zarr"),
+        ("verify", "streams"),
         ("inspect", "frames"),
+        ("inspect", "x.zarr"),
         ("inspect", "streams"),
     ):
         document = json.loads(run(*words, "--json").out)
-        notes = document.get("inputs", [document])[0]["notes"]
-        assert [note.startswith(loss) for note in notes].count(True) == 1
+        document = document.get("inputs", [document])[0]
+        assert [note.startswith(loss) for note in document["notes"]].count(True) == 1, words
+        kind = "UNCHANGED" if "compact" in words[0] else "LOSSLESS"
+        assert words[0] == "inspect" or document["label"] == f"{kind} copy of LOSSY K and V", words
 
 
 def test_layer_streams_of_packed_files_say_that_live_elements_are_compared(run, work, tmp_path) -> None:

@@ -13,7 +13,7 @@ from ... import dtypes
 from ..._util.packages import get_version
 from ..._util.text import LOSSLESS, LOSSY, compute_ratio
 from ...arrays.naming import find_name_error
-from ...arrays.source import DEQUANTIZED_KEY
+from ...arrays.source import DEQUANTIZED_KEY, list_losses, qualify_label
 from ...dtypes import PARTS, Part
 from ...errors import MissingFileError
 from ...files.schema import JsonReader, Record, parse_document, read_bounded
@@ -112,8 +112,10 @@ class LayerStreamsDocument(Record):
         return DEQUANTIZED_KEY in self.metadata
 
     def get_label(self, *, is_proved: bool) -> str | None:
-        """Return ``LOSSY``, ``LOSSLESS`` where that was proved, else None."""
-        return LOSSY if self.is_lossy or self.is_dequantized else LOSSLESS if is_proved else None
+        """Return ``LOSSY``, ``LOSSLESS`` where that was proved, else None; of LOSSY K and V see `qualify_label`."""
+        if self.is_lossy or self.is_dequantized:
+            return LOSSY
+        return qualify_label(LOSSLESS if is_proved else None, list_losses(self.metadata))
 
     @property
     def raw_bytes(self) -> int:

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from ..._util.parallel import Progress
-from ..._util.text import LOSSLESS, LOSSY, format_rate, pluralize
+from ..._util.text import LOSSY, format_rate, pluralize
 from ...arrays.array import Chunk, LazyArray, rechunk
 from ...arrays.layer_cache import LayerCache
-from ...arrays.source import LOSSY_KEY, Source, list_losses, qualify_label
+from ...arrays.source import LOSSY_KEY, Source, list_losses
 from ...errors import FrameError, LimitError, ManifestError, MissingFileError, SourceError
 from ...files.atomic import is_device
 from ...files.mapped_file import FileHead, MappedFile
@@ -198,12 +198,8 @@ class RestoreLayersResult(RestoreResult):
     @property
     @json_key(after="output")
     def label(self) -> str | None:
-        """Return ``LOSSLESS``, or ``LOSSY`` for streams that are."""
-        return LOSSY if self.unknown_properties else LOSSLESS
-
-    def __str__(self) -> str:
-        text = super().__str__()
-        return text if self.label == LOSSLESS else text.replace(LOSSLESS, LOSSY, 1)
+        """Return ``LOSSLESS``, ``LOSSY`` for streams that are, or ``LOSSLESS copy of LOSSY K and V``."""
+        return LOSSY if self.unknown_properties else super().label
 
 
 def restore_layers(
@@ -279,7 +275,7 @@ class LayerStreamsInfo(Record):
     @property
     @json_key(after="input")
     def label(self) -> str | None:
-        """Return ``LOSSY``; ``LOSSLESS`` where that was proved; ``DIFFERS``; or None."""
+        """Return ``LOSSY``; ``LOSSLESS``, or ``LOSSLESS copy of LOSSY K and V``, if proved; ``DIFFERS``; or None."""
         if self.difference is not None:
             return "DIFFERS"
         return self.document.get_label(is_proved=self.proof is not None)
@@ -288,11 +284,10 @@ class LayerStreamsInfo(Record):
         document = self.document
         if self.difference is not None:
             return f"{self.input}: DIFFERS: {self.difference}"
-        label = qualify_label(self.label, list_losses(document.metadata))
         proof = {
             None: "",
-            "sha256": f", {label} (decoded, sha256 of {LAYERS_NAME})",
-            "bytes": f", {label} ({self.compared} compared with the original)",
+            "sha256": f", {self.label} (decoded, sha256 of {LAYERS_NAME})",
+            "bytes": f", {self.label} ({self.compared} compared with the original)",
         }[self.proof]
         if document.is_lossy and self.proof is not None:
             claim = f"decodes to what {LAYERS_NAME} says, bit by bit"

@@ -19,7 +19,7 @@ from ..._util.text import LOSSY, format_rate, pluralize
 from ...arrays.engine_metadata import dump_metadata
 from ...arrays.layer_cache import LayerCache
 from ...arrays.layers import LayerArray, collect_layers, format_array_name, format_input_prefix
-from ...arrays.source import DEQUANTIZED_KEY, WHOLE_FILE_KEYS, Source, list_losses, qualify_label
+from ...arrays.source import DEQUANTIZED_KEY, WHOLE_FILE_KEYS, Source, list_losses
 from ...dtypes import Elements
 from ...errors import KvmnnError, OptionError, OutputError
 from ...files.atomic import DirectoryOutput
@@ -60,7 +60,7 @@ class MeasureLayersResult(Record):
 
     @property
     def label(self) -> str | None:
-        """Return ``LOSSY``, ``LOSSLESS`` if that was verified, else None."""
+        """Return ``LOSSY``, ``LOSSLESS`` or ``LOSSLESS copy of LOSSY K and V`` if that was verified, else None."""
         return self.document.get_label(is_proved=self.is_verified)
 
     @property
@@ -146,11 +146,10 @@ class EncodeLayersResult(MeasureLayersResult):
         if self.is_verified:
             proof = "decoded, with the errors in layers.json" if self.document.is_lossy else "decoded and compared"
         proof = f"live elements, {proof}" if self.is_packed else proof
-        label = qualify_label(self.label, list_losses(self.document.metadata))
         lines.append(
             f"{self.output}: {self.raw_bytes:,} -> {self.stored_bytes:,} bytes, ratio {self.ratio:.4f}, "
             f"{pluralize(len(self.layers), 'layer stream')}, "
-            f"{f'{label} ({proof})' if label else proof}{format_rate(self.raw_bytes, self.seconds)}"
+            f"{f'{self.label} ({proof})' if self.label else proof}{format_rate(self.raw_bytes, self.seconds)}"
         )
         lines += [f"  {line}" for line in dict.fromkeys([*describe_document(self.document), *self.notes])]
         return "\n".join(lines)

@@ -23,6 +23,7 @@ from ..._util.validation import validate_int
 from ...arrays.completeness import require_complete
 from ...arrays.engine_cache import positions_to_runs
 from ...arrays.layers import collect_layer_arrays
+from ...arrays.source import list_losses, qualify_label
 from ...bundle.passthrough import POSITIONS_NAME, TOKEN_IDS_NAME
 from ...dense import RopeConfig
 from ...dtypes import Bytes, Positions
@@ -271,10 +272,14 @@ class CompactResult(Record):
 
     @property
     @json_key(after="output")
-    def label(self) -> str:
-        """Return ``LOSSY`` if any token was dropped or any K was rotated, else ``UNCHANGED``."""
+    def label(self) -> str | None:
+        """Return ``LOSSY`` if any token was dropped or any K was rotated, else ``UNCHANGED``.
+
+        ``UNCHANGED copy of LOSSY K and V`` where these had lost something before.
+        """
         is_rounded = self.rerotated is not None and self.rerotated.label == LOSSY
-        return LOSSY if self.tokens_after < self.tokens_before or is_rounded else UNCHANGED
+        label = LOSSY if self.tokens_after < self.tokens_before or is_rounded else UNCHANGED
+        return qualify_label(label, list_losses(self.after.loss))
 
     def _describe_tokens(self) -> str:
         """Return how many tokens of how many, of each layer where all layers are equal."""
@@ -294,6 +299,7 @@ class CompactResult(Record):
             f"  {format_utilisation(self.after)}",
             f"  {self.label}: {self._describe_tokens()} stay; the files "
             "keep their size (repack or pack --capacity makes them smaller)",
+            *(f"  {line}" for line in list_losses(self.after.loss)),
         ]
         if self.tokens_after < self.tokens_before:
             lines.append(
@@ -408,7 +414,7 @@ def compact(
         before=info,
         after=after,
         seconds=time.perf_counter() - start_time,
-        notes=(*reader.notes, *(rerotation.rope.notes if rerotation else ())),
+        notes=(*list_losses(info.loss), *reader.notes, *(rerotation.rope.notes if rerotation else ())),
         rerotated=rerotation.result if rerotation else None,
     )
 

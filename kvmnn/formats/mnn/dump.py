@@ -472,6 +472,8 @@ def restore_dump(
         metadata_files=(*plan.metadata_by_name, *sidecar_names),
         stored_bytes=frames.stored_bytes,
         seconds=time.perf_counter() - start_time,
+        losses=frames.losses,
+        notes=frames.losses,
     )
 
 

@@ -92,18 +92,17 @@ class PackResult(Record):
         """Return ``LOSSLESS`` if the files contain every number unchanged; ``LOSSY`` if some were rounded before.
 
         ``LOSSY`` also for words of MNN's int8 caches; None for other dequantised blocks that were not rounded
-        afterwards.
+        afterwards. Where K and V had lost something before, ``LOSSLESS copy of LOSSY K and V``.
         """
         is_rotation_lossy = self.rerotated is not None and self.rerotated.label == LOSSY
         is_int8 = "int8" in self.dequantised
         if has_lossy_inverse(self.undone) or self.left_out or is_rotation_lossy or is_int8:
             return LOSSY
-        return None if self.dequantised and self.cast.label == LOSSLESS else self.cast.label
+        label = None if self.dequantised and self.cast.label == LOSSLESS else self.cast.label
+        return qualify_label(label, list_losses(self.info.loss))
 
     def __str__(self) -> str:
         proof_text = self.proof if self.cast.source == self.cast.target else str(self.cast)
-        losses = list_losses(self.info.loss)
-        label = qualify_label(self.label, losses)
         texts = [
             f"dequantised from {', '.join(self.dequantised)}" if self.dequantised else "",
             f"undone: {', '.join(self.undone)}" if self.undone else "",
@@ -114,9 +113,9 @@ class PackResult(Record):
         lines = [
             f"{self.output}: prefix {self.info.name!r}, {format_cache_summary(self.info)}",
             f"  {format_utilisation(self.info)}",
-            f"  {f'{label} ({verification_text})' if label else verification_text}"
+            f"  {f'{self.label} ({verification_text})' if self.label else verification_text}"
             f"{format_rate(self.info.live_bytes, self.seconds)}",
-            *(f"  {line}" for line in losses),
+            *(f"  {line}" for line in list_losses(self.info.loss)),
         ]
         if all(layer.capacity == layer.tokens for layer in self.info.layers):
             sidecar_name = f"{self.info.name}{CACHE_SIDECAR_SUFFIX}"

@@ -81,15 +81,16 @@ class UnpackResult(Record):
         """Return ``LOSSLESS`` if the output was read back and compared, else ``UNCHANGED``.
 
         ``LOSSY`` for int8, inverted rotations, and files read against contradicting evidence; None for dequantised
-        blocks that were not rounded afterwards.
+        blocks that were not rounded afterwards. Where K and V had lost something before, ``LOSSLESS copy of LOSSY K and
+        V``, or ``UNCHANGED copy ...``.
         """
         if has_lossy_inverse(self.undone) or self.doubt:
             return LOSSY
         if self.dequantised:
-            return None
+            return qualify_label(None, self.losses)
         if self.is_lossy:
             return LOSSY
-        return LOSSLESS if self.is_read_back else UNCHANGED
+        return qualify_label(LOSSLESS if self.is_read_back else UNCHANGED, self.losses)
 
     def _describe_elements(self) -> str:
         """Return which elements were compared: for packed files those of live tokens."""
@@ -104,8 +105,7 @@ class UnpackResult(Record):
         details_text = f"dequantised from {', '.join(self.dequantised)}" if self.dequantised else details_text
         details_text += f", undone: {', '.join(self.undone)}" if self.undone else ""
         details_text = f"read as specified, although {self.doubt}" if self.doubt else details_text
-        label = qualify_label(self.label, self.losses)
-        label_text = f"{label} ({details_text})" if label else details_text
+        label_text = f"{self.label} ({details_text})" if self.label else details_text
         line = (
             f"{self.output}: {pluralize(len(self.arrays), 'array')}, {self.raw_bytes:,} bytes, {label_text}"
             f"{format_rate(self.raw_bytes, self.seconds)}"

@@ -11,6 +11,7 @@ from ..._util.text import compute_ratio, pluralize
 from ...arrays.completeness import Completeness
 from ...arrays.engine_cache import EngineCacheInfo
 from ...arrays.positions import describe_layer_states, position_runs_by_layer, read_token_positions
+from ...arrays.source import list_losses
 from ...files.schema import Record, json_key
 from ...packed.cache_info import PositionRuns
 from ..inspection import MAX_LISTED_ARRAYS
@@ -74,6 +75,8 @@ class ZarrStoreInfo(Record):
     completeness: Completeness | None = field(default=None, metadata={"omit": True})
     #: Known positions of each layer as ``(begin, size)`` runs.
     positions: Mapping[int, PositionRuns] = field(default_factory=dict, metadata={"json": False})
+    #: Lines of `notes` about what K and V had lost before.
+    losses: tuple[str, ...] = field(default=(), metadata={"json": False})
     #: Numbers of chunks of all arrays and of missing ones.
     chunks: int = field(metadata={"json": False})
     missing: int = field(metadata={"json": False})
@@ -95,10 +98,13 @@ class ZarrStoreInfo(Record):
     @property
     @json_key(after="ratio")
     def notes(self) -> list[str]:
-        """Return lines about what qualifies the sizes."""
+        """Return lines about what K and V had lost before, and about what qualifies the sizes."""
         if not self.missing:
-            return []
-        return [f"{self.missing:,} of {pluralize(self.chunks, 'chunk')} are not there, and read as the fill value"]
+            return [*self.losses]
+        missing_text = (
+            f"{self.missing:,} of {pluralize(self.chunks, 'chunk')} are not there, and read as the fill value"
+        )
+        return [*self.losses, missing_text]
 
     def __str__(self) -> str:
         lines = [
@@ -153,6 +159,7 @@ def inspect_store(path: str, options: ReadOptions | None = None) -> ZarrStoreInf
         chunks=sum(array.chunks for array in arrays),
         missing=sum(array.missing for array in arrays),
         completeness=source.completeness,
+        losses=tuple(list_losses(source.metadata)),
         positions=position_runs_by_layer(read_token_positions(source)),
     )
 

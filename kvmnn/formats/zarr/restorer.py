@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ..._util.parallel import Progress
 from ..._util.validation import repr_short
-from ...arrays.source import Source
+from ...arrays.source import Source, list_losses
 from ...bundle.verification import VerifyResult
 from ...errors import SourceError
 from ...files.atomic import BinaryStream, is_device
@@ -81,6 +81,7 @@ def restore_store(
         )
     else:
         write_to_stream(output, source.arrays, iter_source_chunks(source, progress))
+    losses = tuple(list_losses(source.metadata))
     return RestoreResult(
         input=source.inputs[0],
         output=output_path,
@@ -93,10 +94,16 @@ def restore_store(
         seconds=time.perf_counter() - start_time,
         unknown_properties="" if is_verified else "no sha256 in the store to check them against",
         beside=tuple(collect_folder_sidecars(source.metadata, source.inputs[0])) if files else (),
-        notes=(*list_lost_information(source, output_path), *list_stale_files(output_path, files, source.metadata))
+        losses=losses,
+        notes=(
+            *losses,
+            *list_lost_information(source, output_path),
+            *list_stale_files(output_path, files, source.metadata),
+        )
         if output_path is not None
-        else (),
+        else losses,
         completeness=source.completeness,
+        is_dequantized=source.lossy,
     )
 
 
@@ -117,6 +124,7 @@ def verify_store(
     _check_consolidated(open_zarr_store(path))
     with InputGuard():
         deque((None for _ in iter_source_chunks(source, progress)), maxlen=0)
+    losses = tuple(list_losses(source.metadata))
     return VerifyStoreResult(
         input=source.inputs[0],
         against=(),
@@ -126,6 +134,9 @@ def verify_store(
         stored_bytes=stats.stored_bytes,
         arrays=len(source),
         frames=stats.num_files,
+        is_dequantized=source.lossy,
+        losses=losses,
+        notes=losses,
         seconds=time.perf_counter() - start_time,
     )
 

@@ -18,7 +18,7 @@ import numpy as np
 from ..._util.packages import get_version
 from ..._util.parallel import BackgroundHasher, Progress, ordered_map
 from ...arrays.array import Chunk, LazyArray
-from ...arrays.source import Source
+from ...arrays.source import DEQUANTIZED_KEY, LOSSY_KEY, Source
 from ...bundle.encoder import EncodeOptions, EncodeResult
 from ...bundle.manifest import ArrayEntry, FrameEntry, Manifest
 from ...dtypes import Bytes
@@ -103,7 +103,7 @@ def encode_store(
         directory.commit()
     return EncodeStoreResult(
         output=str(directory.target) if is_remote else path,
-        manifest=_build_manifest(entries, options),
+        manifest=_build_manifest(source, entries, options),
         is_verified=options.verify,
         seconds=time.perf_counter() - start_time,
         cache=source.cache,
@@ -326,8 +326,10 @@ def _verify_written(target: str, store: ZarrStore, entries: Sequence[ArrayEntry]
         raise OutputError(f"{target}: does not read back as written: {message}") from None
 
 
-def _build_manifest(entries: Sequence[ArrayEntry], options: EncodeOptions) -> Manifest:
+def _build_manifest(source: Source, entries: Sequence[ArrayEntry], options: EncodeOptions) -> Manifest:
     """Build a manifest of the written arrays for the report; the store itself contains none."""
+    losses = {key: text for key, text in source.metadata.items() if key == LOSSY_KEY}
+    losses |= {DEQUANTIZED_KEY: "int8"} if source.lossy else {}
     predictor_names = frozenset[str]().union(*map(resolve_predictors, options.predictor_sets))
     return Manifest(
         kvmnn_version=get_version(),
@@ -338,5 +340,5 @@ def _build_manifest(entries: Sequence[ArrayEntry], options: EncodeOptions) -> Ma
         predictors=tuple(name for name in PREDICTORS if name in predictor_names),
         hi_predictors=None,
         arrays=tuple(entries),
-        metadata={},
+        metadata=losses,
     )

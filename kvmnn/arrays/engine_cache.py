@@ -66,6 +66,8 @@ class EngineCacheInfo(Record):
     types: tuple[str, ...]
     #: Names of the quantised types from which the arrays were dequantised.
     dequantised: tuple[str, ...] = ()
+    #: Bits that a number takes in the file in each of those types, scales included.
+    type_bits: Mapping[str, float] = field(default_factory=dict, metadata={"json": False})
     #: Transforms that only this engine applied to K and V: names in `llama_transforms.TRANSFORMS`.
     altered: tuple[Transform, ...] = ()
     #: Transforms that the engine may have applied; the file does not record them.

@@ -175,9 +175,10 @@ def check_start_settings(settings: EvaluationSettings, configurations: Sequence[
 def build_start_configurations(start: InitialCache, configurations: Sequence[Configuration]) -> list[Configuration]:
     """Return the full cache, the initial cache without eviction, and the initial cache under every policy."""
     suffix = f"from {start.name}"
-    evicting = [entry for entry in configurations if entry.policy != FULL_POLICY]
     policy_configurations = [
-        replace(entry, label=f"{entry.label} {suffix}", uses_initial_cache=True) for entry in evicting
+        replace(entry, label=f"{entry.label} {suffix}", uses_initial_cache=True)
+        for entry in configurations
+        if entry.policy != FULL_POLICY or entry.codec is not None
     ]
     return [Configuration(FULL_POLICY), Configuration(suffix, uses_initial_cache=True), *policy_configurations]
 
@@ -198,12 +199,16 @@ def trim_documents(
 
 def build_start_info(start: InitialCache, full_cell: ScoreCell) -> InitialCacheInfo:
     """Describe an initial cache for results; `full_cell` is a cell of the full cache, which compared it."""
+    model = full_cell.model
     return InitialCacheInfo(
         name=start.name,
         about=start.description,
         dtype=start.dtype,
         tokens=start.tokens,
         tokens_seen=start.tokens_seen,
+        bits=None
+        if start.token_bytes is None
+        else 8 * sum(start.token_bytes) / (2 * model.layers * model.kv_heads * model.head_dim),
         sha256=start.sha256,
         distances=full_cell.distances or (),
     )
@@ -211,10 +216,16 @@ def build_start_info(start: InitialCache, full_cell: ScoreCell) -> InitialCacheI
 
 def format_start_notes(start: InitialCacheInfo, notes: Sequence[str]) -> Iterator[str]:
     """Format notes about the initial cache that rows continue from."""
+    size_text = (
+        "Their bytes are counted in the type of --frame-dtype, whatever the file's."
+        if start.bits is None
+        else f"Its tokens are counted as its file stores them, {start.bits:.4g} bits a number, also in LOSSLESS ratio, "
+        "and later ones in the type of --frame-dtype; a row with a codec counts all of them in the codec's format."
+    )
     yield (
         f"Rows from {start.name} begin with its K and V of the first {pluralize(start.tokens_seen, 'token')} "
         f"({start.about}), the full cache with the model's own. All score what follows but its first token, which no "
-        "cache has logits for. Their bytes are counted in the type of --frame-dtype, whatever the file's."
+        f"cache has logits for. {size_text}"
     )
     distances = start.distances
     yield from (note for note in notes if not distances or _HADAMARD_NOTE_FRAGMENT not in note)

@@ -24,7 +24,7 @@ from ..lm.documents import Document
 from ..lm.onnx.model_files import compute_fingerprint
 from ..lm.runner import Runner, RunTimings
 from ..lm.session import DecoderSession
-from ..lm.warm_start import invert_named_transforms, load_layers
+from ..lm.warm_start import invert_named_transforms, load_layers, load_token_bytes
 from ..policies.oracle import Oracle
 from ..policies.policy import Policy
 from ..quantization import create_codec
@@ -111,14 +111,37 @@ def _read_rusage_peak() -> int | None:
 FrameType = Literal["fp16", "fp32"]
 
 
-def measure_frame_sizes(layers: Iterable[LayerCache], dtype: FrameType = "fp16", threads: int = 1) -> FrameSizeStats:
-    """Encode K and V of every layer, decode and compare the frames, and count their bytes."""
+@dataclass(frozen=True)
+class QuantizedStart:
+    """The quantised tokens at the beginning of a text that an initial cache provided."""
+
+    #: Tokens of the text: those at lower positions are the cache's.
+    tokens_seen: int
+    #: Bytes of K and V of one of them in each layer, in the types of the cache's file.
+    token_bytes: Sequence[float]
+
+
+def measure_frame_sizes(
+    layers: Iterable[LayerCache], dtype: FrameType = "fp16", threads: int = 1, start: QuantizedStart | None = None
+) -> FrameSizeStats:
+    """Encode K and V of every layer, decode and compare the frames, and count their bytes.
+
+    Tokens of a quantised start are counted as their file stores them, also among the bytes of the frames: a frame of
+    the dequantised numbers would be larger.
+    """
     full_bytes = kept_bytes = frame_bytes = 0
     is_rounded = False
     name = dtype
     for layer in layers:
-        for part, values in (("keys", layer.keys), ("values", layer.values)):
-            elements, is_layer_rounded = _to_elements(values, dtype)
+        keys, values = layer.keys, layer.values
+        if start is not None:
+            positions = np.broadcast_to(layer.positions, keys.shape[:2])
+            is_own = positions >= start.tokens_seen
+            num_start_bytes = round(start.token_bytes[layer.layer] * float(np.mean(np.sum(~is_own, axis=1))))
+            kept_bytes, frame_bytes = kept_bytes + num_start_bytes, frame_bytes + num_start_bytes
+            keys, values = keys[is_own], values[is_own]
+        for part, rows in (("keys", keys), ("values", values)):
+            elements, is_layer_rounded = _to_elements(rows, dtype)
             is_rounded |= is_layer_rounded
             name = "fp16" if elements.dtype == np.float16 else "fp32"
             full_bytes += layer.tokens_seen * layer.kv_heads * layer.head_dim * elements.itemsize
@@ -434,7 +457,12 @@ class CellMeasurer:
             process_opened_bytes=None if memory_baseline is None else memory_baseline.resident_bytes,
             frames=measure_quantized_sizes(runner, settings.frame_dtype, settings.threads)
             if runner.codec is not None
-            else measure_frame_sizes(cache.copy_layers(), settings.frame_dtype, settings.threads),
+            else measure_frame_sizes(
+                cache.copy_layers(),
+                settings.frame_dtype,
+                settings.threads,
+                self._find_quantized_start(configuration, document),
+            ),
             h2o=cache.collect_h2o_stats(),
             runtime=runner.collect_runtime_stats(),
             trace=None if recorder is None else recorder.to_time_series(),
@@ -518,6 +546,13 @@ class CellMeasurer:
         runner.timings = RunTimings()
         runner.cache.peak_nbytes = runner.cache.nbytes
         return tuple(measure_distances_to_model(layers, runner.cache.copy_layers()))
+
+    def _find_quantized_start(self, configuration: Configuration, document: Document) -> QuantizedStart | None:
+        """Return what the initial cache takes in its file; None unless the row continues from a quantised one."""
+        if self.start is None or not configuration.uses_initial_cache:
+            return None
+        token_bytes = load_token_bytes(Path(self.start))
+        return None if token_bytes is None else QuantizedStart(document.scored_from, token_bytes)
 
     def measure_by_definition(
         self, configuration: Configuration, document: Document, advance: AdvanceCallback | None = None

@@ -115,6 +115,15 @@ _ABOUT_FILE = "start.json"
 _FILE_PARTS = (*dtypes.PARTS, "positions")
 
 
+def load_token_bytes(directory: Path) -> tuple[float, ...] | None:
+    """Return the bytes of a token in each layer of the cache that `write_layers` wrote; None if it was not quantised.
+
+    They are those of K and V in the input's types, as `InitialCache.token_bytes`.
+    """
+    token_bytes = json.loads((directory / _ABOUT_FILE).read_text())["token_bytes"]
+    return None if token_bytes is None else tuple(token_bytes)
+
+
 def load_layers(directory: Path) -> list[LayerCache]:
     """Return K and V of every layer, mapped, from the files of `write_layers`."""
     header = json.loads((directory / _ABOUT_FILE).read_text())
@@ -135,6 +144,7 @@ def write_layers(
     num_seen: int,
     model: DecoderInterface,
     transforms: Sequence[Transform],
+    token_bytes: Sequence[float] | None = None,
 ) -> tuple[list[CastStats], Any]:
     """Write arrays in the model's dtype and ascending positions; return the statistics of the casts, and a hash."""
     target = dtypes.infer_dtype(np.empty(0, model.dtype)).name
@@ -153,7 +163,8 @@ def write_layers(
             _save_layer(
                 directory, entry.layer, entry.part, elements, np.take_along_axis(positions, order, axis=-1), digest
             )
-        (directory / _ABOUT_FILE).write_text(json.dumps({"layers": model.layers, "tokens_seen": num_seen}))
+        header = {"layers": model.layers, "tokens_seen": num_seen, "token_bytes": token_bytes}
+        (directory / _ABOUT_FILE).write_text(json.dumps(header))
     return casts, digest
 
 
@@ -222,6 +233,8 @@ class InitialCache:
     tokens_seen: int
     #: Element type of the input.
     dtype: str
+    #: Bytes of K and V of a token in each layer, in the input's types; None unless any of these is quantised.
+    token_bytes: tuple[float, ...] | None = None
     #: Transforms to invert: names of `kvmnn.arrays.engine_transforms`, `UNDO_AUTO` or `UNDO_NONE`.
     inverted_transforms: tuple[str, ...] = ()
     #: Ids of all tokens seen; None if only their hash is known.
@@ -376,7 +389,10 @@ def read_initial_cache(
     temporary_directory = TemporaryDirectory(prefix=_TEMPORARY_PREFIX, ignore_cleanup_errors=True)
     try:
         directory = Path(temporary_directory.name)
-        casts, digest = write_layers(location, directory, arrays, stored_tokens, num_seen, model, transforms)
+        token_bytes = _compute_token_bytes(source, arrays)
+        casts, digest = write_layers(
+            location, directory, arrays, stored_tokens, num_seen, model, transforms, token_bytes
+        )
         sha256 = _finish_hash(digest, ids, ids_hash)
     except BaseException:
         temporary_directory.cleanup()
@@ -392,6 +408,7 @@ def read_initial_cache(
         tokens=tuple(entry.geometry[1] for entry in arrays[::2]),
         tokens_seen=num_seen,
         dtype="/".join(cast.source for cast in casts),
+        token_bytes=token_bytes,
         ids=ids,
         ids_hash=ids_hash,
         sha256=sha256,
@@ -400,6 +417,21 @@ def read_initial_cache(
         directory=directory,
         _temporary_directory=temporary_directory,
     )
+
+
+def _compute_token_bytes(source: Source, arrays: Sequence[LayerArray]) -> tuple[float, ...] | None:
+    """Compute `InitialCache.token_bytes` from the types that another engine's file names."""
+    engine = source.engine_cache
+    if engine is None or not engine.dequantised or len(engine.types) != len(arrays):
+        return None
+    layers = len(arrays) // 2  # `types` has those of K of all layers, then V; `arrays` has K and V of each
+    num_bytes = [0.0] * layers
+    for number, entry in enumerate(arrays):
+        kv_heads, _, head_dim = entry.geometry
+        type_name = engine.types[number // 2 + number % 2 * layers]
+        bits = engine.type_bits.get(type_name, 8 * dtypes.parse_dtype(entry.array.dtype).itemsize)
+        num_bytes[number // 2] += kv_heads * head_dim * bits / 8
+    return tuple(num_bytes)
 
 
 def _finish_hash(digest: Any, ids: Ids | None, ids_hash: TokenIdsFingerprint | None) -> str:

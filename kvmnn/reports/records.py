@@ -542,6 +542,8 @@ class InitialCacheInfo(Record):
     tokens: tuple[int, ...]
     #: Tokens of the text.
     tokens_seen: int
+    #: Bits that a number of K and V takes in the file; None unless any are quantised.
+    bits: float | None = field(default=None, metadata={"omit": True})
     #: Hash of elements in the model's dtype, positions and token ids.
     sha256: str
     #: Distances to K and V that the model computed.

@@ -8,7 +8,7 @@ import pytest
 import kvmnn
 from kvmnn.arrays.layer_cache import LayerCache
 from kvmnn.errors import FrameError
-from kvmnn.evaluation.measure import measure_frame_sizes
+from kvmnn.evaluation.measure import QuantizedStart, measure_frame_sizes
 from kvmnn.frames import encoder
 from kvmnn.frames import encoder as frame
 
@@ -77,3 +77,15 @@ def test_measure_frame_sizes_failed_roundtrip_is_refused(monkeypatch):
     monkeypatch.setattr(frame, "encode", lambda words, **rest: good(np.zeros_like(words), **rest))
     with pytest.raises(FrameError, match="layer 0: the frame of its keys does not decode to them"):
         measure_frame_sizes(layers())
+
+
+@pytest.mark.parametrize("positions", [np.r_[0:3, 30:37], np.stack([np.r_[0:3, 30:37], np.r_[0:5, 30:35]])])
+def test_measure_frame_sizes_of_quantized_start_counts_bytes_of_its_file(positions):
+    """Tokens of the start as its file stores them, in heads that keep different ones their mean; later ones as fp16."""
+    (cache, _) = layers(np.float16, kept=(10, 10))
+    cache = LayerCache(layer=0, keys=cache.keys, values=cache.values, positions=positions, tokens_seen=50)
+    found = measure_frame_sizes([cache], start=QuantizedStart(30, [36.0]))
+    num_start = float(np.mean(np.sum(np.atleast_2d(positions) < 30, axis=1)))
+    assert found.kept_bytes == 36 * num_start + 2 * 2 * 8 * 2 * (10 - num_start)
+    assert 36 * num_start < found.frame_bytes and found.full_bytes == 2 * 2 * 50 * 8 * 2
+    assert measure_frame_sizes([cache], start=QuantizedStart(0, [36.0])).kept_bytes == 2 * 2 * 8 * 2 * 10

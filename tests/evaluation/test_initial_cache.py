@@ -91,6 +91,11 @@ def test_initial_cache_coarser_types_cost_more(
             (abs(result.rows[1].versus_full.nll), max(each.relative_distance for each in result.start.distances))
         )
         assert result.rows[1].kind == ("LOSSLESS" if kind == "f32" else "LOSSY")
+        bits = {"q8_0": 8.5, "q4_0": 4.5}.get(kind)
+        assert result.start.bits == bits
+        elements_per_token = 2 * 6 * 4 * 64
+        assert result.rows[1].kept_bytes == elements_per_token * (TOKENS * (bits or 16) + (72 - TOKENS) * 16) / 8
+        assert any(f"as its file stores them, {bits} bits a number" in note for note in result.notes) == bool(bits)
     assert found[0] == (0, 0) and 0 < found[1][0] < 1e-3
     assert [apart for _, apart in found] == sorted(apart for _, apart in found) and 1e-4 < found[1][1] < 1e-3
     assert found[2][1] < 0.01 < found[3][1] < 0.2
@@ -101,6 +106,14 @@ def test_initial_cache_coarser_types_cost_more(
     assert result.rows[1].tokens_kept == (72 - 26,) * 6 and result.rows[1].kind == "LOSSY"
     assert all(each.equal == each.words == 4 * 14 * 64 for each in result.start.distances)
     assert "positions 0 to 39 in 2 runs, a layer holds 14 of 40 tokens" in result.start.about
+
+
+@pytest.mark.slow
+def test_initial_cache_with_codec_has_row_of_codec_alone(dump: Path) -> None:
+    result = measured(dump, "streaming:budget=16", codecs=["none", "q8_0"])
+    labels = ["full", "from kv", "streaming 16 from kv", "q8_0 from kv", "streaming 16 + q8_0 from kv"]
+    assert [row.label for row in result.rows] == labels
+    assert result.rows[3].bytes_per_token == 2 * 6 * 4 * 64 * 8.5 / 8 and result.rows[3].cut_divergence.kl > 0
 
 
 @pytest.mark.slow

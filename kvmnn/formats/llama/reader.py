@@ -153,6 +153,12 @@ def describe_state(state: LlamaState, parts: Sequence[CachePart], options: ReadO
         layer_positions=layer_positions,
         token_ids=state.token_ids if has_single_text(state, parts[0]) else None,
         dequantised=_list_dequantized_types(parts, options.engine),
+        type_bits={
+            tensor.type.name: 8 * tensor.type.nbytes / tensor.type.values_per_block
+            for layer in layers
+            for tensor in layer.tensors
+            if tensor.type.is_block_quantized
+        },
         altered=altered,
         perhaps_altered=perhaps_altered,
         details={**_build_details(state, parts, options.engine), "architecture": architecture},

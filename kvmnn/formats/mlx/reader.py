@@ -209,6 +209,16 @@ def _describe_cache(states: PromptCacheStates, layers: list[PromptCacheLayer], o
         layer_positions=None if has_equal_positions else tuple(layer.positions for layer in layers),
         texts=_list_batch_texts(layers[0]),
         dequantised=() if options.engine.raw_blocks else tuple(group_types),
+        type_bits={
+            # a scale and a bias for each group
+            _format_type(layer, part): layer.bits
+            + 16
+            * dtypes.parse_dtype(_DTYPE_BY_KIND[_get_part_tensors(layer, part)[1].kind]).itemsize
+            / layer.group_size
+            for layer in layers
+            if layer.bits
+            for part in PARTS
+        },
         unused_bytes=sum(nbytes for _, nbytes in _iter_unused_bytes(layers)),
         details=_build_details(states, layers),
     )

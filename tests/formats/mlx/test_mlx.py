@@ -71,6 +71,7 @@ def test_mlx_dequantised_cache_is_noted(tmp_path: Path, run) -> None:
         "dequantised from 4 bits in groups of 32 to fp16: 1,600 bytes in the file became 5,120, and sizes and ratios "
         "are of these"
     ]
+    assert source.engine_cache.type_bits == {"4 bits in groups of 32": 1600 / 5120 * 16}
     assert str(source.engine_cache) == (
         "MLX prompt cache: 2 layers, 2 kv heads of 64, 5 tokens, 4 bits in groups of 32"
     )

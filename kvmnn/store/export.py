@@ -33,8 +33,10 @@ from .unit import (
     MAX_TABLE_SETS_BYTES,
     DamagedUnitError,
     DenseUnitInfo,
+    ReadyUnits,
     TableSetCache,
     TableSets,
+    TokenSpan,
     Unit,
     UnitFrame,
     UnitHeader,
@@ -114,6 +116,7 @@ _SIZE_STRUCT = struct.Struct("<I")
 _CHECKSUM_STRUCT = struct.Struct("<Q")
 _EXPORT_NAME = "export"
 """The name that a file is sealed under."""
+_ROUNDED_AGAIN_KEY = "rounded_again"
 _MAX_UNITS = 1 << 20
 _MAX_TABLES = 1 << 10
 _MAX_DOCUMENT_BYTES = 64 << 20
@@ -126,6 +129,7 @@ def write_exported(
     tables: Sequence[TableSets],
     *,
     label: str = "",
+    is_rounded_again: bool = False,
     force: bool,
     cipher: StoreCipher = NO_CIPHER,
 ) -> int:
@@ -139,6 +143,7 @@ def write_exported(
         "units": unit_entries,
         **({"tables": table_entries} if table_entries else {}),
         **({"label": label} if label else {}),
+        **({_ROUNDED_AGAIN_KEY: True} if is_rounded_again else {}),
     }
     document = json.dumps(header).encode()
     head = EXPORT_MAGIC + _SIZE_STRUCT.pack(len(document)) + _CHECKSUM_STRUCT.pack(integrity_checksum(document))
@@ -198,12 +203,28 @@ def check_import(path: str | os.PathLike[str], key: StoreKey | bytes | None = No
         )
 
 
-def describe_import(result: PutResult, path: str | os.PathLike[str], key: StoreKey | bytes | None = None) -> PutResult:
-    """Return the result of putting an exported sequence; without a loss where lossy units were encoded again."""
-    if not result.stored_bytes or not is_lossy(path, key):
-        return result
-    note = f"{os.fspath(path)}: is LOSSY, and its words were rounded once more: what was lost in all is not known"
-    return replace(result, predicted_kl=None, notes=(*result.notes, note))
+class ExportedSequence(NamedTuple):
+    """A sequence from a file of `PrefixStore.export`."""
+
+    #: The file.
+    path: str
+    #: Fingerprint of its model.
+    model: str
+    ids: Ids
+    #: K and V of all layers.
+    layers: list[LayerCache]
+    #: Lossy streams of its units, by their tokens.
+    lossy_streams: Mapping[TokenSpan, tuple[UnitFrame, ...]]
+    #: Whether units that also had other sequences were rounded once more when it was exported.
+    is_rounded_again: bool
+
+    def describe_import(self, result: PutResult, ready_units: ReadyUnits) -> PutResult:
+        """Return the result of putting it; without a loss where words were rounded more than once."""
+        is_rounded_again = self.is_rounded_again or ready_units.has_encoded
+        if not result.stored_bytes or not self.lossy_streams or not is_rounded_again:
+            return result
+        note = f"{self.path}: is LOSSY, and its words were rounded once more: what was lost in all is not known"
+        return replace(result, predicted_kl=None, notes=(*result.notes, note))
 
 
 def read_exported(
@@ -237,6 +258,18 @@ def read_exported(
     OptionError
         If it is encrypted and there is no key, or the other way round.
     """
+    sequence = load_exported(path, threads, key, profile=profile)
+    return sequence.model, sequence.ids, sequence.layers
+
+
+def load_exported(
+    path: str | os.PathLike[str],
+    threads: int | None = None,
+    key: StoreKey | bytes | None = None,
+    *,
+    profile: ProfileFinder | Profile | str | os.PathLike[str] | None = None,
+) -> ExportedSequence:
+    """Read a file as `read_exported` does, with what `PrefixStore.import_file` needs of it."""
     cipher = make_cipher(key)
     file = _open_exported(path, cipher)
     namespace, slices, tables_by_name = _read_slices(file, cipher)
@@ -251,7 +284,16 @@ def read_exported(
     except DamagedSliceError as error:
         raise SourceError(f"{file.label}: unit {error.slice_index}: {error}") from None
     ids = np.concatenate([unit.ids[skip : skip + take] for unit, skip, take in slices])
-    return namespace.model, ids, layers
+    units = [unit for unit, _, _ in slices if unit.is_lossy]
+    document = parse_document(_read_document(file)[0], file.label, _MAX_DOCUMENT_BYTES)
+    return ExportedSequence(
+        file.label,
+        namespace.model,
+        ids,
+        layers,
+        {(unit.start, unit.start + unit.ids.size): unit.frames for unit in units},
+        bool(units) and _ROUNDED_AGAIN_KEY in document.value,
+    )
 
 
 def _read_slices(

@@ -24,11 +24,18 @@ from ..linear import encode_layer as encode_linear_layer
 from ..linear import encode_layers as encode_linear_layers
 from ..linear.model import check_below
 from ..profiles import Profile
-from ..transform import StepPlan, TransformOptions, choose_layer_exponents, get_tables, plan_steps
+from ..transform import (
+    StepPlan,
+    TransformOptions,
+    choose_layer_exponents,
+    get_tables,
+    is_stream_of_plan,
+    plan_steps,
+)
 from ..transform import encode_layer as encode_transform_layer
 from ..transform.steps import DEFAULT_KL
 from .namespace import Namespace, TokenSequence
-from .unit import DamagedUnitError, LayerUnitInfo, TokenSpan, Unit, UnitFrame
+from .unit import LAYER_CODECS, DamagedUnitError, LayerUnitInfo, ReadyUnits, TokenSpan, Unit, UnitFrame
 
 _NUM_LOWER_LAYERS = 2
 _CHECKSUM_OFFSETS = {b"KVML": 26, b"KVMX": 72}
@@ -79,6 +86,7 @@ class LayerUnitEncoder:
         options: Mapping[str, float],
         attention: npt.NDArray[Any] | None,
         threads: int | None,
+        ready_units: ReadyUnits | None = None,
     ) -> None:
         for cache in layers:
             profile.check_layer(cache)
@@ -94,6 +102,7 @@ class LayerUnitEncoder:
         if [cache.layer for cache in layers] != list(range(len(layers))):
             self._options["below"] = 0
         self._plans: dict[int, StepPlan] = {}
+        self._ready_units = ready_units
 
     def encode_batch(
         self,
@@ -113,7 +122,12 @@ class LayerUnitEncoder:
         return [()] * len(batch)
 
     def encode_span(self, span: TokenSpan) -> tuple[UnitFrame, ...]:
-        """Encode the tokens of a unit."""
+        """Encode the tokens of a unit, or return its streams as they are."""
+        if self._ready_units is not None:
+            ready_streams = self._ready_units.streams.get(span, ())
+            if ready_streams and self._lost_as_much(ready_streams, span):
+                return ready_streams
+            self._ready_units.has_encoded = True
         caches = [_take_tokens(cache, span) for cache in self._layers]
         streams = self._encode_lossily(caches, span) if self._codec == "transform" else self._encode(caches)
         return tuple(UnitFrame(stream, read_checksum(stream), 0) for stream in streams)
@@ -133,6 +147,17 @@ class LayerUnitEncoder:
                 self._plans[tokens] = plan_steps(tables, options, tokens, self._exponents is not None)
         plan = self._plans[tokens]
         self.predicted_kl = plan.kl if plan.is_measured else None
+
+    def _lost_as_much(self, frames: Sequence[UnitFrame], span: TokenSpan) -> bool:
+        """Return whether lossy streams, of one profile, are those of the options of the store."""
+        if self._codec != LAYER_CODECS[1]:
+            return False
+        options, tables = self._make_options(span[0]), get_tables(self._profile)
+        plans = [plan_steps(tables, options, span[1] - span[0], has_attention) for has_attention in (False, True)]
+        return any(
+            all(is_stream_of_plan(frame.data, self._profile.key, plan, options.first) for frame in frames)
+            for plan in plans
+        )
 
     def _make_options(self, begin_token: int) -> TransformOptions:
         options = TransformOptions(**self._options)  # type: ignore[arg-type]

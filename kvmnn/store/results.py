@@ -177,10 +177,13 @@ class StoreExportResult(Record):
     dtype: str
     other_precisions: Mapping[str, int] = field(default_factory=dict, metadata={"key": "others"})
     is_lossy: bool = field(default=False, metadata={"omit": True})
+    #: What was lost in the export itself.
+    notes: tuple[str, ...] = field(default=(), metadata={"omit": True})
 
     def __str__(self) -> str:
         label = f"{LOSSY} as stored" if self.is_lossy else LOSSLESS
-        return f"{self.output}: {pluralize(self.tokens, 'token')}, {self.bytes:,} bytes, {label} (checksums compared)"
+        line = f"{self.output}: {pluralize(self.tokens, 'token')}, {self.bytes:,} bytes, {label} (checksums compared)"
+        return "\n  ".join([line, *self.notes])
 
 
 @dataclass(frozen=True, kw_only=True)

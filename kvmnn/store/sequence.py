@@ -21,7 +21,7 @@ from .backend import AddResult, ConcurrentUpdateError, PrefixMatch, StoreBackend
 from .namespace import Ids, Namespace, TokenSequence, describe_difference, validate_model
 from .read_path import iter_layers, load_slices, read_layers, read_state
 from .results import LayerwisePrefix, PutResult, StoredPrefix, StoreExportResult
-from .unit import DamagedUnitError, parse_header
+from .unit import DamagedUnitError, ReadyUnits, parse_header
 from .unit_codec import LoadedSlice, encode_state
 from .write_path import WriteOptions, add_sequence, make_layer_encoder
 
@@ -92,6 +92,7 @@ class SequenceStore:
         namespace: Namespace,
         state: StateToPut | None = None,
         attention: npt.NDArray[Any] | None = None,
+        ready_units: ReadyUnits | None = None,
     ) -> PutResult:
         """Store a sequence, as `PrefixStore.put`; `state` is required if the namespace needs it."""
         started = time.perf_counter()
@@ -109,7 +110,14 @@ class SequenceStore:
                 break
             try:
                 added = add_sequence(
-                    self._backend, sequence, caches, namespace, stored_prefix, self._write_options, attention
+                    self._backend,
+                    sequence,
+                    caches,
+                    namespace,
+                    stored_prefix,
+                    self._write_options,
+                    attention,
+                    ready_units,
                 )
             except ConcurrentUpdateError:  # removed by another process: they are put as well
                 stored_prefix = self._backend.find_prefix(sequence)
@@ -347,6 +355,7 @@ class SequenceStore:
             unit_slices = exporting.build_units(prefix_match, data_by_unit)
         except DamagedUnitError as error:  # damaged since `read_layers`
             raise SourceError(f"{self._backend.label}: this text cannot be read any more: {error}") from None
+        is_rounded_again = is_lossy and any(data is not data_by_unit[part.unit] for part, data in unit_slices)
         key = StoredText(namespace, ids).key
         nbytes = write_exported(
             path,
@@ -354,9 +363,11 @@ class SequenceStore:
             unit_slices,
             list(tables.values()),
             label=next((label for label, text in self._backend.iter_labels() if text.key == key), ""),
+            is_rounded_again=is_rounded_again,
             force=force,
             cipher=self._backend.cipher,
         )
+        note = "units that have other texts as well were rounded once more without them"
         other_precisions = {other_namespace.dtype: ids.size for other_namespace, _ in other_matches}
         return StoreExportResult(
             output=os.fspath(path),
@@ -365,6 +376,7 @@ class SequenceStore:
             dtype=namespace.dtype,
             other_precisions=other_precisions,
             is_lossy=self._backend.settings.is_lossy,
+            notes=(note,) if is_rounded_again else (),
         )
 
 

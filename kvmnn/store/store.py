@@ -67,12 +67,13 @@ from .results import (
     StoreVerifyResult,
 )
 from .sequence import SequenceStore, StateToPut
-from .unit import LAYER_CODECS
+from .unit import LAYER_CODECS, ReadyUnits
 from .usage import COUNTERS_FILE, StoreMetrics
 from .write_path import CodecChooser, RopeState, WriteOptions
 
 if TYPE_CHECKING:
     from ..profiles.profile import Profile
+    from .export import ExportedSequence
     from .remote.key_values import CircuitBreaker, KeyValueStore
 
 DEFAULT_BLOCK_TOKENS = 64
@@ -421,22 +422,29 @@ class PrefixStore:
         if label is not None:
             validate_session_name(label, "a label")
         put, namespace, ids = self._put(token_ids, layers, model, windows, states, attention)
+        self._save_label(label, put, namespace, ids, keep_label=keep_label)
+        return put
+
+    def _save_label(
+        self, label: str | None, put: PutResult, namespace: Namespace, ids: Ids, *, keep_label: bool
+    ) -> None:
+        """Save the label of a sequence that is stored as a whole."""
         if (
             label is not None
             and put.stored_tokens == ids.size
             and not (keep_label and self._with_retry(lambda: self._backend.has_label(namespace, ids)))
         ):
             self._with_retry(lambda: self._backend.save_label(label, namespace, ids))
-        return put
 
     def _put(
         self,
         token_ids: TokenIds,
         layers: Sequence[LayerCache],
         model: str,
-        windows: Collection[int],
-        states: Sequence[OpaqueState],
+        windows: Collection[int] = (),
+        states: Sequence[OpaqueState] = (),
         attention: npt.ArrayLike | None = None,
+        ready_units: ReadyUnits | None = None,
     ) -> tuple[PutResult, Namespace, Ids]:
         ids = to_token_ids(token_ids)
         if attention is not None and not self.is_lossy:
@@ -449,7 +457,7 @@ class PrefixStore:
         state = StateToPut(window_layers, sorted_states) if namespace.needs_state else None
         try:
             weights = None if attention is None else np.asarray(attention)
-            result = self._with_retry(lambda: self._sequences.put(ids, caches, namespace, state, weights))
+            result = self._with_retry(lambda: self._sequences.put(ids, caches, namespace, state, weights, ready_units))
         except BackendUnavailableError as error:
             result = PutResult(tokens=ids.size, known_tokens=0, notes=(str(error),), outage=True)
         self._metrics.record_put(result)
@@ -796,13 +804,14 @@ class PrefixStore:
         ids = to_token_ids(token_ids)
         return self._with_retry(lambda: self._sequences.export(ids, path, model, dtype, force=force))
 
-    def import_file(self, path: str | os.PathLike[str], *, label: str | None = None) -> PutResult:
+    def import_file(self, path: str | os.PathLike[str] | ExportedSequence, *, label: str | None = None) -> PutResult:
         """Store a sequence from a file of `export`, under the fingerprint of its model.
 
         Parameters
         ----------
         path
-            The file.
+            The file, or what `kvmnn.store.export.load_exported` read of it. Lossy units of the profile and the options
+            of this store are stored as they are; others are rounded once more, which `notes` says.
         label
             As for `put`. None uses the label in the file, unless the stored sequence has a label already.
 
@@ -813,13 +822,20 @@ class PrefixStore:
         OutputError
             As `put`.
         """
-        from .export import check_import, describe_import, read_exported, read_exported_label
+        from .export import ExportedSequence, check_import, load_exported, read_exported_label
 
-        check_import(path, self._key, is_lossy_store=self.is_lossy)
-        model, ids, layers = read_exported(path, self._threads, self._key, profile=self._backend.profiles)
-        file_label = read_exported_label(path, self._key) if label is None else None
-        result = self.put(ids, layers, model=model, label=label or file_label, keep_label=label is None)
-        return describe_import(result, path, self._key)
+        file = path.path if isinstance(path, ExportedSequence) else path
+        check_import(file, self._key, is_lossy_store=self.is_lossy)
+        exported = (
+            path
+            if isinstance(path, ExportedSequence)
+            else load_exported(path, self._threads, self._key, profile=self._backend.profiles)
+        )
+        file_label = read_exported_label(file, self._key) if label is None else None
+        ready_units = ReadyUnits(exported.lossy_streams)
+        put, namespace, ids = self._put(exported.ids, exported.layers, exported.model, ready_units=ready_units)
+        self._save_label(label or file_label, put, namespace, ids, keep_label=label is None)
+        return exported.describe_import(put, ready_units)
 
     def gc(self, max_bytes: int | None = None) -> CleanupResult:
         """Remove unreferenced files, then evict sequences until at most `max_bytes` are left; None evicts nothing."""

@@ -11,7 +11,7 @@ import re
 import struct
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -143,6 +143,22 @@ class Unit:
             streams = np.array([(len(frame.data), frame.checksum) for frame in self.frames], _STREAM_DTYPE)
             head += ids + block_sums.tobytes() + streams.tobytes()
         return [head + _CHECKSUM_STRUCT.pack(integrity_checksum(head)), *(frame.data for frame in self.frames)]
+
+
+class ReadyUnits:
+    """Units of an exported sequence, to be stored as they are where a put would make the same of the same words."""
+
+    def __init__(self, streams: Mapping[TokenSpan, tuple[UnitFrame, ...]]) -> None:
+        self.streams = streams
+        self.has_encoded = False
+        """Whether any other unit was encoded."""
+
+    def plan_spans(self, start: int, tokens: int, block_tokens: int, unit_blocks: int) -> list[TokenSpan]:
+        """Return the tokens of units from `start` to `tokens`; empty if these are not what a store can hold."""
+        spans = sorted(span for span in self.streams if span[0] >= start)
+        begins, ends = [begin for begin, _ in spans], [end for _, end in spans]
+        can_hold = [start, *ends] == [*begins, tokens] and not any(begin % block_tokens for begin in begins)
+        return spans if can_hold and all(end - begin < (unit_blocks + 1) * block_tokens for begin, end in spans) else []
 
 
 def count_header_bytes(

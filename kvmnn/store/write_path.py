@@ -33,6 +33,7 @@ from .unit import (
     DamagedUnitError,
     DenseUnitInfo,
     LayerUnitInfo,
+    ReadyUnits,
     TableSets,
     TokenSpan,
     Unit,
@@ -471,13 +472,17 @@ def add_sequence(
     stored_prefix: PrefixMatch,
     write_options: WriteOptions,
     attention: npt.NDArray[Any] | None = None,
+    ready_units: ReadyUnits | None = None,
 ) -> AddResult:
     """Store the tokens of a sequence after its stored whole blocks."""
     size, step = sequence.block_tokens, count_blocks_per_unit(namespace, sequence.block_tokens)
-    spans = plan_unit_spans(stored_prefix.num_blocks * size, sequence.ids.size, size, step)
+    start, tokens = stored_prefix.num_blocks * size, sequence.ids.size
+    ready_spans = ready_units.plan_spans(start, tokens, size, step) if ready_units is not None else []
+    spans = ready_spans or plan_unit_spans(start, tokens, size, step)
     batches = _split_batches(spans, namespace.token_bytes)
     unit_encoder: _FrameUnitEncoder | _DenseUnitEncoder | LayerUnitEncoder = _FrameUnitEncoder(layers, write_options)
-    if (layer_encoder := make_layer_encoder(backend, layers, write_options.threads, attention)) is not None:
+    layer_encoder = make_layer_encoder(backend, layers, write_options.threads, attention, ready_units)
+    if layer_encoder is not None:
         unit_encoder = layer_encoder
     elif backend.codec == "dense" and supports_dense(namespace, (step + 1) * size):
         streams = _DenseUnitEncoder(backend, sequence, layers, namespace, stored_prefix, write_options)
@@ -500,6 +505,7 @@ def make_layer_encoder(
     layers: Sequence[LayerCache],
     threads: int | None,
     attention: npt.NDArray[Any] | None = None,
+    ready_units: ReadyUnits | None = None,
 ) -> LayerUnitEncoder | None:
     """Make the encoder of a store whose codec needs a profile; None for other stores."""
     profile_settings = backend.settings.profile
@@ -508,7 +514,7 @@ def make_layer_encoder(
     from .layer_units import LayerUnitEncoder  # which imports both codecs
 
     profile = backend.profiles.get(bytes.fromhex(profile_settings.key))
-    return LayerUnitEncoder(layers, profile, backend.codec, profile_settings.options, attention, threads)
+    return LayerUnitEncoder(layers, profile, backend.codec, profile_settings.options, attention, threads, ready_units)
 
 
 _OnUnit = Callable[[int, tuple[UnitFrame, ...], DenseUnitInfo | LayerUnitInfo | None], object]

@@ -1,6 +1,6 @@
 """Lossy streams of K and V by a model's profile (docs/format-transform.md)."""
 
-from .decoder import decode_layer, inspect_layer
+from .decoder import decode_layer, inspect_layer, is_stream_of_plan
 from .encoder import LayerEncoding, encode_layer
 from .profile_tables import get_tables
 from .results import TransformInfo, TransformLayerResult, measure_errors
@@ -24,6 +24,7 @@ __all__ = [
     "encode_layer",
     "get_tables",
     "inspect_layer",
+    "is_stream_of_plan",
     "measure_errors",
     "plan_steps",
 ]

@@ -33,6 +33,7 @@ from .rows import (
     get_words,
     reconstruct,
 )
+from .steps import StepPlan
 
 _MIN_EXPONENT, _MAX_EXPONENT = -16, 15
 
@@ -50,6 +51,38 @@ def inspect_layer(data: Any) -> TransformInfo:
     read_runs(reader, header.tokens, MAX_POSITION + 1, "positions")
     exact_rows = read_runs(reader, header.tokens, header.tokens, "exact tokens")
     return TransformInfo.from_header(header, len(memoryview(data).cast("B")), len(exact_rows))
+
+
+def is_stream_of_plan(data: Any, profile_key: bytes, plan: StepPlan, first: int) -> bool:
+    """Return whether a stream lost what a plan of steps says, and has its first tokens exactly.
+
+    Parameters
+    ----------
+    data
+        Bytes-like; exactly one stream, whose checksum was compared.
+    profile_key
+        Key of the profile that the plan was made with.
+    plan
+        Steps of all layers of its model.
+    first
+        Tokens at the beginning that are to be exact.
+
+    Raises
+    ------
+    FrameError
+        For anything but one whole stream.
+    """
+    header, payload = read_header(data)
+    reader = PayloadReader(payload)
+    read_runs(reader, header.tokens, MAX_POSITION + 1, "positions")
+    exact_rows = read_runs(reader, header.tokens, header.tokens, "exact tokens")
+    num_first = min(first, header.tokens)
+    return (
+        header.profile_key == profile_key
+        and header.below == plan.below
+        and header.steps == plan.get_layer_steps(header.layer)
+        and np.array_equal(exact_rows[:num_first], np.arange(num_first))
+    )
 
 
 def decode_layer(

@@ -23,9 +23,7 @@ from . import _codec
 from .header import (
     MAX_POSITION,
     MAX_RAW_BYTES,
-    MAX_STEP,
     MAX_TOKENS,
-    MIN_STEP,
     TransformHeader,
     compute_checksum,
     write_runs,
@@ -148,7 +146,7 @@ class _LayerEncoder:
             self._is_exact |= ~_find_codable_rows(elements, self._dtype.name)
         while True:
             num_exact = int(self._is_exact.sum())
-            steps = [float(np.float32(np.clip(step, MIN_STEP, MAX_STEP))) for step in self._plan.steps[layer.layer]]
+            steps = self._plan.get_layer_steps(layer.layer)
             coded_sides = [self._encode_side(part, step) for part, step in zip(PARTS, steps, strict=True)]
             if int(self._is_exact.sum()) == num_exact:
                 break  # else rows turned out to be too far off to be coded: V is predicted from other words of K
@@ -216,7 +214,7 @@ class _LayerEncoder:
             corrections[:] = 0
         return _CodedSide(numbers, levels, corrections, step_level)
 
-    def _build(self, steps: list[float], sides: list[_CodedSide], decoded: list[Elements]) -> LayerEncoding:
+    def _build(self, steps: tuple[float, float], sides: list[_CodedSide], decoded: list[Elements]) -> LayerEncoding:
         layer, frequencies = self._layer, self._tables.frequencies
         coded_rows = np.flatnonzero(~self._is_exact)
         has_corrections = any(side.corrections.any() for side in sides)

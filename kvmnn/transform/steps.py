@@ -19,6 +19,7 @@ from ..arrays.layer_cache import LayerCache
 from ..dtypes import PARTS
 from ..errors import KvmnnError
 from . import _codec
+from .header import MAX_STEP, MIN_STEP
 from .profile_tables import ProfileTables
 from .tables import LEVELS_PER_DOUBLING
 
@@ -94,6 +95,11 @@ class StepPlan:
     def kl(self) -> float:
         """Return the predicted loss of all layers in nats."""
         return float(self.losses.sum())
+
+    def get_layer_steps(self, layer: int) -> tuple[float, float]:
+        """Return the steps of K and V of a layer, as streams store them: binary32."""
+        key_step, value_step = (float(np.float32(np.clip(step, MIN_STEP, MAX_STEP))) for step in self.steps[layer])
+        return key_step, value_step
 
 
 def plan_steps(tables: ProfileTables, options: TransformOptions, tokens: int, has_attention: bool = False) -> StepPlan:

@@ -25,6 +25,7 @@ from kvmnn.store import PrefixStore, read_exported
 from kvmnn.store.backend import parse_settings
 from kvmnn.store.export import is_lossy
 from kvmnn.store.layer_units import read_checksum
+from kvmnn.store.unit import parse_unit
 from kvmnn.transform import TransformOptions, encode_layer
 
 GEOMETRY = transform_samples.create_geometries(4, 2, 8, 8, RopeConfig(10000.0, 8))
@@ -444,11 +445,53 @@ def test_lossy_export_says_so_and_goes_into_stores_that_do(tmp_path: Path) -> No
     assert whole.is_lossy and ids.tolist() == IDS and are_equal(layers, stored, 700)
     with PrefixStore(tmp_path / "dense") as store, pytest.raises(OptionError, match="is LOSSY"):
         store.import_file(tmp_path / "text.kv")
+    note = "units that have other texts as well were rounded once more without them"
+    assert (exported.notes, whole.notes) == ((note,), ()) and note in str(exported)
     with PrefixStore(tmp_path / "t", codec="transform", profile=PROFILE, codec_options={"kl": 0.02}) as store:
         result = store.import_file(tmp_path / "text.kv")
         assert result.is_lossy and result.predicted_kl is None and "expected" not in str(result)
         assert "text.kv: is LOSSY, and its words were rounded once more" in str(result)
         assert measure_error(store.get(IDS, model=MODEL).layers, [take(cache, 650) for cache in CACHES]) < 0.2
+
+
+@pytest.mark.parametrize(
+    ("options", "block_tokens", "is_equal"),
+    [
+        ({"kl": 0.02}, 64, True),
+        ({"kl": 0.03}, 64, False),
+        ({"kl": 0.02, "first": 8}, 64, False),
+        ({"kl": 0.02}, 48, False),
+    ],
+)
+@pytest.mark.parametrize("with_attention", [False, True])
+def test_import_of_lossy_units_of_equal_options_stores_the_same_streams(
+    tmp_path: Path, options: dict[str, float], block_tokens: int, is_equal: bool, with_attention: bool
+) -> None:
+    attention = np.random.default_rng(3).uniform(0.1, 1, (4, 2, 700)) if with_attention else None
+    with PrefixStore(tmp_path / "s", codec="transform", profile=PROFILE, codec_options={"kl": 0.02}) as store:
+        for tokens in (64, 512, 700):  # units that a single put would not make
+            part = None if attention is None else attention[:, :, :tokens]
+            layers = [take(cache, tokens) for cache in CACHES]
+            store.put(IDS[:tokens], layers, model=MODEL, attention=part)
+        stored = store.get(IDS, model=MODEL).layers
+        assert store.export(IDS, tmp_path / "text.kv", model=MODEL).notes == ()
+    path = tmp_path / "t"
+    with PrefixStore(
+        path, codec="transform", profile=PROFILE, codec_options=options, block_tokens=block_tokens, namespace="team"
+    ) as store:
+        result = store.import_file(tmp_path / "text.kv")
+        imported = store.get(IDS, model=MODEL).layers
+        assert store.verify().damaged == ()
+    assert ("rounded once more" in str(result), result.predicted_kl is None) == (not is_equal, not is_equal)
+    if is_equal:
+        assert are_equal(imported, stored, 700) and "0.02 nats a token expected" in str(result)
+        streams = [[read_streams(file) for file in sorted(tmp_path.glob(f"{name}/units/*/*.unit"))] for name in "st"]
+        assert streams[0] == streams[1] and len(streams[0]) == 3
+
+
+def read_streams(path: Path) -> list[bytes]:
+    """The streams of a unit's file."""
+    return [bytes(frame.data) for frame in parse_unit(np.frombuffer(path.read_bytes(), np.uint8)).frames]
 
 
 def test_windows_of_a_model_leave_the_other_layers_alone(tmp_path: Path) -> None:

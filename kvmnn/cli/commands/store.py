@@ -496,14 +496,8 @@ def _names_text(arguments: argparse.Namespace) -> bool:
 
 
 def _run_import(store: PrefixStore, arguments: argparse.Namespace) -> tuple[CommandResult, int]:
-    from ...store.export import check_import, describe_import, read_exported_label
-
-    check_import(arguments.inputs[0], arguments.key, is_lossy_store=store.is_lossy)
-    model, ids, layers = arguments.read
-    label = arguments.label or read_exported_label(arguments.inputs[0], arguments.key)
-    put_result = store.put(ids, layers, model=model, label=label, keep_label=arguments.label is None)
+    put_result = store.import_file(arguments.read, label=arguments.label)
     _raise_if_unavailable(put_result)
-    put_result = describe_import(put_result, arguments.inputs[0], arguments.key)
     return put_result, _get_put_code(put_result)
 
 
@@ -862,10 +856,9 @@ def _run_action(arguments: argparse.Namespace) -> tuple[CommandResult, int]:
     key = arguments.key = _load_key(arguments)
     if is_creating:  # of an input that cannot be read no store is made
         if arguments.action == "import":
-            from ...store import read_exported
-            from ...store.export import check_import
+            from ...store.export import check_import, load_exported
 
-            arguments.read = read_exported(arguments.inputs[0], key=key, profile=profile)
+            arguments.read = load_exported(arguments.inputs[0], key=key, profile=profile)
             if _is_new_directory(arguments.store):
                 check_import(arguments.inputs[0], key, is_lossy_store=codec == "transform")
         else:

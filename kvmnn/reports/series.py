@@ -43,6 +43,40 @@ def select_policy_rows(rows: Sequence[ResultRow]) -> list[ResultRow]:
     return [row for row in rows if not row.is_full and is_number(row.perplexity)]
 
 
+MAX_EQUAL_BYTES_RATIO = 1.01
+"""Bytes a token up to this ratio count as equal: codecs and policies round differently."""
+
+
+def select_best_rows(rows: Sequence[ResultRow]) -> list[ResultRow]:
+    """Return the rows that no other row of at most their bytes beats, those of the fewest bytes first.
+
+    A row beats another by a lower perplexity, or by the same one with fewer bytes a token; perplexities are compared as
+    tables show them. Rows without a number of bytes, as in results of older versions, are compared by perplexity alone.
+    Several rows of equal bytes are a tie.
+    """
+    return sorted(
+        (row for row in rows if not any(_is_beaten_by(row, rival) for rival in rows)),
+        key=lambda row: to_float_or_nan(row.bytes_per_token),
+    )
+
+
+def has_equal_bytes(rows: Sequence[ResultRow]) -> bool:
+    """Return whether rows take equal bytes a token, as far as these are known."""
+    sizes = [row.bytes_per_token for row in rows if row.bytes_per_token is not None]
+    return not sizes or max(sizes) <= MAX_EQUAL_BYTES_RATIO * min(sizes)
+
+
+def _is_beaten_by(row: ResultRow, rival: ResultRow) -> bool:
+    loss, rival_loss = round(to_float_or_nan(row.perplexity), 2), round(to_float_or_nan(rival.perplexity), 2)
+    size, rival_size = row.bytes_per_token, rival.bytes_per_token
+    if size is None or rival_size is None:
+        return rival_loss < loss
+    has_fewer_bytes = rival_size * MAX_EQUAL_BYTES_RATIO < size
+    return (rival_loss < loss and rival_size <= MAX_EQUAL_BYTES_RATIO * size) or (
+        rival_loss == loss and has_fewer_bytes
+    )
+
+
 def group_into_series(rows: Sequence[ResultRow], ignored_options: Sequence[str] = ()) -> list[RowSeries]:
     """Group rows by policy, and by options that differ between rows of equal policy and size.
 

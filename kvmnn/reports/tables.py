@@ -27,7 +27,15 @@ from .records import (
     RuntimeStats,
     find_full_row,
 )
-from .series import RowSeries, group_into_series, is_number, select_policy_rows
+from .series import (
+    RowSeries,
+    group_into_series,
+    has_equal_bytes,
+    is_number,
+    select_best_rows,
+    select_policy_rows,
+    to_float_or_nan,
+)
 from .table import (
     ABSENT_TEXT,
     NO_EVICTION_MARK,
@@ -264,6 +272,10 @@ def format_min_max(numbers: Sequence[int]) -> str:
 
 
 PIVOT_TITLE = "Perplexity by size; best: the lowest of the line, - for a tie"
+_UNEQUAL_BYTES_NOTE = (
+    " Where rows of a line take unequal bytes, each is named that no row of at most its bytes beats, with its bytes a "
+    "token."
+)
 _INTERVALS_NOTE = " (intervals of dNLL say how sure that is)"
 _NO_EVICTION_NOTE = (
     f" Numbers marked {NO_EVICTION_MARK} are of policies that evicted nothing, which are never the best."
@@ -298,13 +310,15 @@ def build_pivot_table(rows: Sequence[ResultRow]) -> Table | None:
     keys = [key for key in keys if sum(_find_pivot_row(entry, key) is not None for entry in series) > 1]
     if len(keys) < 2:
         return None
+    lines = [_build_pivot_line(key, series, len(shares) > 1) for key in keys]
+    title += _UNEQUAL_BYTES_NOTE if any("; " in line[-1] for line in lines) else ""
     headings = ["budget", *(["recent"] if len(shares) > 1 else []), *(entry.name for entry in series), "best"]
     last_index = len(headings) - 1
     columns = [
         Column(heading, itemgetter(i), 0 if i in (0, last_index) else i, is_left_aligned=i == last_index)
         for i, heading in enumerate(headings)
     ]
-    return Table.from_items(title, columns, [_build_pivot_line(key, series, len(shares) > 1) for key in keys])
+    return Table.from_items(title, columns, lines)
 
 
 def _build_pivot_line(key: _PivotKey, series: Sequence[RowSeries], with_share: bool) -> list[str]:
@@ -314,24 +328,25 @@ def _build_pivot_line(key: _PivotKey, series: Sequence[RowSeries], with_share: b
     size_text += " of the prompt" if is_of_prompt else ""
     leading_cells = [size_text, *([ABSENT_TEXT if share is None else f"{share:g}"] if with_share else [])]
     texts = [ABSENT_TEXT if row is None else add_no_eviction_mark(f"{row.perplexity:.2f}", row) for row in series_rows]
-    return [*leading_cells, *texts, _find_best(series_rows, texts, series)]
+    return [*leading_cells, *texts, _find_best(series_rows, series)]
 
 
-def _find_best(series_rows: Sequence[ResultRow | None], texts: Sequence[str], series: Sequence[RowSeries]) -> str:
-    """Return the policy with the lowest perplexity among those that evicted tokens.
+def _find_best(series_rows: Sequence[ResultRow | None], series: Sequence[RowSeries]) -> str:
+    """Return the policies that none of at most their bytes beats, of those that evicted tokens.
 
-    Returns the absent mark if the table shows another one with the same number.
+    Where the best take equal bytes there is one, or the absent mark for a tie; otherwise each has its bytes a token.
     """
-    candidates = [
-        (row.perplexity, series_index)
-        for series_index, row in enumerate(series_rows)
+    names = {
+        id(row): entry.name
+        for row, entry in zip(series_rows, series, strict=True)
         if row is not None and not row.has_no_eviction
-    ]
-    numbers = [(value, series_index) for value, series_index in candidates if value is not None]
-    if not numbers:
+    }
+    best_rows = select_best_rows([row for row in series_rows if id(row) in names and row is not None])
+    if not best_rows or (len(best_rows) > 1 and has_equal_bytes(best_rows)):
         return ABSENT_TEXT
-    series_index = min(numbers)[1]
-    return series[series_index].name if texts.count(texts[series_index]) == 1 else ABSENT_TEXT
+    if len(best_rows) == 1:
+        return names[id(best_rows[0])]
+    return "; ".join(f"{names[id(row)]} ({to_float_or_nan(row.bytes_per_token):,.0f} B)" for row in best_rows)
 
 
 def _find_pivot_row(entry: RowSeries, key: _PivotKey) -> ResultRow | None:

@@ -144,6 +144,16 @@ def saved(found: EvaluationResult, path: Path) -> Path:
     return path
 
 
+def test_report_of_evaluation_compares_rows_of_unequal_bytes_fairly(rows: list[ResultRow], tmp_path: Path) -> None:
+    sizes = {"streaming 64": 100.0, "recent_only 64": 150.0}
+    unequal = [replace(entry, bytes_per_token=sizes.get(entry.label)) for entry in rows]
+    text = make_report([saved(results(unequal), tmp_path / "e.json")]).to_markdown().replace("\\", "")
+    assert (
+        "64 tokens kept: of 2 rows of unequal bytes, no row of at most the same bytes beats streaming 64, perplexity "
+        "+20.00% at 100 bytes a token; recent_only 64, perplexity +10.00% at 150 bytes a token."
+    ) in text
+
+
 def test_report_of_evaluation_opens_with_its_cost(rows: list[ResultRow], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     report = make_report([saved(results(rows), tmp_path / "e.json")])

@@ -230,6 +230,23 @@ def test_pivot_by_budget_names_the_best() -> None:
     assert max(map(len, text.splitlines())) <= 80 and "best" in text
 
 
+def test_pivot_of_unequal_bytes_names_each_that_none_of_at_most_its_bytes_beats() -> None:
+    rows = []
+    for size in (64, 128):
+        for policy, perplexity, nbytes in (("a", 20.0, 10.0), ("b", 19.0, 20.0), ("c", 19.5, 30.0), ("d", 19.0, 25.0)):
+            rows.append(
+                row(f"{policy} {size}", policy, budget=size, perplexity=perplexity, bytes_per_token=nbytes * size)
+            )
+    title, _, lines = build_pivot_table(rows) or ("", [], [])
+    assert [line[-1] for line in lines] == ["a (640 B); b (1,280 B)", "a (1,280 B); b (2,560 B)"]
+    assert "each is named that no row of at most its bytes beats" in title
+    near = [replace(entry, bytes_per_token=100.0 + (entry.policy == "b")) for entry in rows]  # within 1 %: equal
+    title, _, lines = build_pivot_table(near) or ("", [], [])
+    assert [line[-1] for line in lines] == ["-", "-"] and "at most its bytes" not in title  # b and d are a tie
+    cheap = [replace(entry, bytes_per_token=10.0 if entry.policy == "b" else 100.0) for entry in rows]
+    assert [line[-1] for line in (build_pivot_table(cheap) or ("", [], []))[2]] == ["b", "b"]
+
+
 def test_project_table_aligns_numbers_and_shows_mib() -> None:
     numbers = ProjectStats(evaluation="E2", label="a", perplexity=2.0, process_peak_bytes=3 << 20)
     _, columns, lines = build_project_table([row("a", "streaming", preset="streaming-h2o", project_stats=numbers)]) or (

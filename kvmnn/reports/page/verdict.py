@@ -10,7 +10,7 @@ from ...evaluation.result import EvaluationResult
 from ...gates.summary import NOT_FINISHED_REASON
 from ...gates.verdict import GateResult
 from ..records import find_full_row
-from ..series import is_number, select_policy_rows, to_float_or_nan
+from ..series import has_equal_bytes, is_number, select_best_rows, select_policy_rows, to_float_or_nan
 from .blocks import CaseCard, Cell, Section, TableColumn, Tone, VerdictBlock, build_section, build_table_block
 from .inputs import ReportInputs
 from .records import REFERENCE_CASES, CaseVerdict
@@ -51,7 +51,7 @@ def _describe_evaluation(name: str, evaluation: EvaluationResult) -> str:
 
 
 def _iter_budget_costs(name: str, evaluation: EvaluationResult) -> Iterator[str]:
-    """Yield, for each budget, the policy with the smallest loss among those that evicted tokens."""
+    """Yield, for each budget, the policies that none of at most their bytes beats, of those that evicted tokens."""
     full_cache_row, policy_rows = find_full_row(evaluation.rows), select_policy_rows(evaluation.rows)
     name_prefix = f"{name}: " if name else ""
     if full_cache_row is not None and is_number(full_cache_row.perplexity):
@@ -59,12 +59,23 @@ def _iter_budget_costs(name: str, evaluation: EvaluationResult) -> Iterator[str]
         budgets = sorted({row.budget or 0 for row in candidates})
         for budget in budgets[:_MAX_BUDGETS]:
             budget_rows = [row for row in candidates if row.budget == budget]
-            best = min(budget_rows, key=lambda row: to_float_or_nan(row.perplexity))
-            change = to_float_or_nan(best.perplexity) / to_float_or_nan(full_cache_row.perplexity) - 1
-            best_of_text = "" if len(budget_rows) == 1 else f" is the best of {len(budget_rows):,}"
-            yield (
-                f"{name_prefix}{pluralize(budget, 'token')} kept: {best.label}{best_of_text}, perplexity {change:+.2%}."
-            )
+            full_perplexity = to_float_or_nan(full_cache_row.perplexity)
+            best_rows = select_best_rows(budget_rows)
+            best_rows = best_rows[:1] if has_equal_bytes(best_rows) else best_rows
+            changes = [f"{to_float_or_nan(row.perplexity) / full_perplexity - 1:+.2%}" for row in best_rows]
+            subject = f"{name_prefix}{pluralize(budget, 'token')} kept"
+            if len(best_rows) == 1:
+                best_of_text = "" if len(budget_rows) == 1 else f" is the best of {len(budget_rows):,}"
+                yield f"{subject}: {best_rows[0].label}{best_of_text}, perplexity {changes[0]}."
+            else:
+                row_texts = [
+                    f"{row.label}, perplexity {change} at {to_float_or_nan(row.bytes_per_token):,.0f} bytes a token"
+                    for row, change in zip(best_rows, changes, strict=True)
+                ]
+                yield (
+                    f"{subject}: of {len(budget_rows):,} rows of unequal bytes, no row of at most the same bytes beats "
+                    f"{'; '.join(row_texts)}."
+                )
     no_eviction_rows = [row for row in policy_rows if row.has_no_eviction]
     if no_eviction_rows:
         subject = (

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from .._util.validation import validate_int
 from ..dtypes import PARTS, Part
 from ..profiles.geometry import LayerGeometry
-from ..profiles.statistics import Statistics
+from ..profiles.statistics import RowMoments
 from .model import MAX_BELOW, list_blocks, name_table
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -30,7 +30,7 @@ _DEVIATION = 256
 _MAX_WEIGHT = 127
 
 
-def build_tables(statistics: Statistics, below: int) -> Arrays:
+def build_tables(statistics: RowMoments, below: int) -> Arrays:
     """Build the tables of all layers.
 
     Parameters
@@ -58,7 +58,7 @@ def build_tables(statistics: Statistics, below: int) -> Arrays:
     return tables
 
 
-def build_layer_tables(statistics: Statistics, layer: int, below: int, name_layer: int | None = None) -> Arrays:
+def build_layer_tables(statistics: RowMoments, layer: int, below: int, name_layer: int | None = None) -> Arrays:
     """Build the tables of a layer of `statistics`; in their names it is `name_layer`, if that is not None."""
     return {
         name_table(layer if name_layer is None else name_layer, part, below, name): array
@@ -68,7 +68,7 @@ def build_layer_tables(statistics: Statistics, layer: int, below: int, name_laye
     }
 
 
-def _build_side(statistics: Statistics, layer: int, part: Part, below: int) -> Arrays:
+def _build_side(statistics: RowMoments, layer: int, part: Part, below: int) -> Arrays:
     blocks = [block.name for block in list_blocks(statistics.layers, layer, part, below)]
     mean = statistics.mean(layer, part)
     covariance = statistics.covariance(layer, [part, *blocks], [part, *blocks])

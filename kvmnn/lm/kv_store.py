@@ -13,13 +13,16 @@ from .. import dtypes
 from .._util.text import LOSSY, format_range, pluralize
 from ..dtypes import Elements, Indices, KVPair
 from ..errors import KvmnnError
+from ..linear.tables import build_tables as build_linear_tables
 from ..packed.cache import PackedCache
 from ..packed.layout import PackLayout
+from ..profiles import Profile
 from ..reports.records import RuntimeLayerStats, RuntimeStats
 from ..runtime import LosslessRuntime, RuntimeConfig
 from ..runtime.config import check_num_layers
 from ..runtime.metrics import RuntimeMetrics
 from ..runtime.schedule import CompressionScope
+from ..transform import HeadMoments, split_heads
 from . import _eviction
 from .onnx.interface import DecoderInterface
 
@@ -273,7 +276,10 @@ def _restrict_config(
         front_n=sum(layer < config.front_n for layer in covered_layers) * parts_per_layer,
         kept_sample_layers=config.kept_sample_layers * parts_per_layer,
         layer_nums=None,
-        layer_numbers=tuple(layer for layer in covered_layers for _ in range(parts_per_layer)),
+        layer_numbers=tuple(
+            layer * parts_per_layer + part for layer in covered_layers for part in range(parts_per_layer)
+        ),
+        profile=_split_profile(config) if parts_per_layer > 1 else config.profile,
         h2o=replace(
             config.h2o,
             enable=False,
@@ -281,6 +287,17 @@ def _restrict_config(
             layer_end=(evicting_indices[-1] + 1) * parts_per_layer - 1,
         ),
     )
+
+
+def _split_profile(config: RuntimeConfig) -> Profile | None:
+    """Return a profile whose layers are the heads of the configured one's layers; None without one."""
+    if config.profile is None:
+        return None
+    profile = config.profile if isinstance(config.profile, Profile) else Profile.read(config.profile)
+    if config.is_lossy:
+        return split_heads(profile)
+    moments = HeadMoments(profile)
+    return Profile(moments.describe(), build_linear_tables(moments, 0))
 
 
 def describe_encoding(runs: Iterable[tuple[str, RuntimeStats]], config: RuntimeConfig) -> list[str]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..dtypes import PARTS, Elements, Floats, Indices, KVPair, Part, Positions
-from ..errors import KvmnnError
 from ..quantization import CacheCodec, CacheShape
 from ..quantization.codec import Field
 from .kv_store import PlainStore
@@ -56,10 +55,10 @@ class _PartTable:
                 table[head, :count] = table[head, rows[head, :count]]
         self.num_quantized = num_left.astype(np.int64)
 
-    def iter_groups(self) -> Iterator[tuple[slice, int]]:
+    def iter_groups(self, *, splits_heads: bool = False) -> Iterator[tuple[slice, int]]:
         """Yield heads that have equally many quantised slots, together where all have, and their number."""
         counts = self.num_quantized
-        if (counts == counts[0]).all():
+        if not splits_heads and (counts == counts[0]).all():
             yield slice(0, len(counts)), int(counts[0])
         else:
             yield from ((slice(head, head + 1), int(count)) for head, count in enumerate(counts))
@@ -72,10 +71,13 @@ class _PartTable:
 class QuantizedStore(PlainStore):
     """Stores the arrays of the model; tokens are replaced by what the codec makes of them, once."""
 
-    def __init__(self, empty_pairs: Sequence[KVPair], interface: DecoderInterface, codec: CacheCodec) -> None:
+    def __init__(
+        self, empty_pairs: Sequence[KVPair], interface: DecoderInterface, codec: CacheCodec, *, is_per_head: bool
+    ) -> None:
         super().__init__(empty_pairs)
-        self._codec = codec
-        self._coder = codec.start_text(CacheShape(interface.layers, interface.kv_heads, interface.head_dim))
+        self._codec, self._is_per_head = codec, is_per_head
+        shape = CacheShape(interface.layers, interface.kv_heads, interface.head_dim, is_per_head)
+        self._coder = codec.start_text(shape)
         self._tables = [[_PartTable(interface.kv_heads) for _ in PARTS] for _ in range(interface.layers)]
         self._has_quantized_prompt = False
         #: Whether any token was quantised so far.
@@ -89,7 +91,7 @@ class QuantizedStore(PlainStore):
         for layer, tables in enumerate(self._tables):
             positions: Positions | None = None
             for number, part in enumerate(PARTS):
-                for heads, begin in list(tables[number].iter_groups()):
+                for heads, begin in list(tables[number].iter_groups(splits_heads=self._is_per_head)):
                     count = self._coder.count_due(part, self._pairs[layer][0].shape[2] - begin)
                     if count < 1:
                         continue
@@ -105,7 +107,7 @@ class QuantizedStore(PlainStore):
             pair = self._pairs[layer]
             self._pairs[layer] = (elements, pair[1]) if number == 0 else (pair[0], elements)
         rows: Floats = np.ascontiguousarray(elements[0, heads, tokens], np.float32)
-        quantized = self._coder.quantize(layer, part, rows, positions[tokens])
+        quantized = self._coder.quantize(layer, part, rows, positions[tokens], heads.start)
         elements[0, heads, tokens] = quantized.rows
         self.has_quantized = True
         self._tables[layer][number].put(heads, tokens.start, quantized.fields)
@@ -128,9 +130,3 @@ class QuantizedStore(PlainStore):
                         plain_bytes, coded_bytes = plain_bytes + sizes.plain_bytes, coded_bytes + sizes.coded_bytes
                         num_elements += elements[heads, :count].size
                 yield QuantizedPartSizes(num_elements, plain_bytes, coded_bytes, np.concatenate(pending))
-
-
-def check_codec(codec: CacheCodec, *, is_per_head: bool) -> None:
-    """Raise `KvmnnError` for a codec of whole tokens under a policy that keeps different tokens of heads."""
-    if is_per_head and not codec.is_by_head:
-        raise KvmnnError(f"{codec.name} codes all heads of a token together: the policy keeps different tokens of them")

@@ -27,7 +27,7 @@ from .cache import ModelCache, PlannedEviction
 from .kv_store import KVStore, LosslessStore, PackedStore, PlainStore
 from .onnx.decoder import StepResult
 from .onnx.onnx_session import CPU_PROVIDERS
-from .quantized_store import QuantizedPartSizes, QuantizedStore, check_codec
+from .quantized_store import QuantizedPartSizes, QuantizedStore
 from .session import DecoderSession
 from .tokenizer import Tokenizer
 
@@ -137,8 +137,6 @@ class Runner:
         self._max_masked = max_masked
         if (packed is not None) + (lossless is not None) + (codec is not None) > 1:
             raise KvmnnError("a cache is held packed or in the lossless runtime or by a codec: expected one of these")
-        if codec is not None:
-            check_codec(codec, is_per_head=policy.is_per_head and session.interface.kv_heads > 1)
         self.codec = codec
         self._packed = packed
         self._lossless = lossless
@@ -160,7 +158,7 @@ class Runner:
         elif self._packed is not None:
             self._kv_store = PackedStore(interface, self._packed, per_head=self.policy.is_per_head)
         elif self.codec is not None:
-            self._kv_store = QuantizedStore(session.create_empty_past(), interface, self.codec)
+            self._kv_store = QuantizedStore(session.create_empty_past(), interface, self.codec, is_per_head=per_head)
         else:
             self._kv_store = PlainStore(session.create_empty_past())
         planned_eviction = None

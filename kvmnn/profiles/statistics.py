@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +33,20 @@ NUM_SINKS = 4
 _MAGIC, _VERSION = b"KVMS", 1
 _ROWS_PER_STEP = 512
 _MAX_LAYERS = 4096
+
+
+class RowMoments(Protocol):
+    """Means and covariances of rows: what tables are made of. `Statistics` are some."""
+
+    @property
+    def layers(self) -> tuple[LayerGeometry, ...]:
+        """Return sizes and rotation of each layer."""
+
+    def mean(self, layer: int, part: Part) -> Moments:
+        """Return the mean row of K or V of a layer, float64 ``[n]``."""
+
+    def covariance(self, layer: int, rows: str | Sequence[str], columns: str | Sequence[str]) -> Moments:
+        """Return the covariance of blocks of a layer's joint row, float64 ``[rows, columns]``."""
 
 
 class Statistics:
@@ -58,7 +73,7 @@ class Statistics:
     def __init__(self, layers: Sequence[LayerGeometry]) -> None:
         if not 0 < len(layers) <= _MAX_LAYERS:
             raise KvmnnError(f"statistics of {len(layers)} layers: expected 1 to {_MAX_LAYERS}")
-        self.layers = tuple(layers)
+        self.layers: tuple[LayerGeometry, ...] = tuple(layers)
         self.num_tokens = self.num_texts = self.num_skipped = 0
         self.extras: sections.Arrays = {}
         self._sums = [np.zeros(self._count_elements(layer, 1)) for layer in range(len(layers))]

@@ -85,7 +85,9 @@ class _BlockCoder(TextCoder):
     def count_due(self, part: Part, num_pending: int) -> int:
         return max(num_pending - self._recent, 0)
 
-    def quantize(self, layer: int, part: Part, rows: Floats, positions: npt.NDArray[np.int64]) -> QuantizedRows:
+    def quantize(
+        self, layer: int, part: Part, rows: Floats, positions: npt.NDArray[np.int64], head: int = 0
+    ) -> QuantizedRows:
         codes, parameters = self._format.quantize(rows.reshape(-1, BLOCK_VALUES))
         values = self._format.dequantize(codes, parameters)
         shape = rows.shape[:2]
@@ -185,7 +187,9 @@ class _KiviCoder(TextCoder):
         size = self._codec.recent or self._codec.group
         return num_pending // size * size
 
-    def quantize(self, layer: int, part: Part, rows: Floats, positions: npt.NDArray[np.int64]) -> QuantizedRows:
+    def quantize(
+        self, layer: int, part: Part, rows: Floats, positions: npt.NDArray[np.int64], head: int = 0
+    ) -> QuantizedRows:
         heads, tokens, head_dim = rows.shape
         halves = rows.astype(np.float16)
         if part == "value":

@@ -34,6 +34,8 @@ class CacheShape(NamedTuple):
     layers: int
     kv_heads: int
     head_dim: int
+    #: Whether the KV heads of a layer may hold different tokens.
+    is_per_head: bool = False
 
 
 class QuantizedRows(NamedTuple):
@@ -65,16 +67,20 @@ class TextCoder(ABC):
         return num_pending
 
     @abstractmethod
-    def quantize(self, layer: int, part: Part, rows: Floats, positions: npt.NDArray[np.int64]) -> QuantizedRows:
+    def quantize(
+        self, layer: int, part: Part, rows: Floats, positions: npt.NDArray[np.int64], head: int = 0
+    ) -> QuantizedRows:
         """Quantise further rows of K or V of a layer.
 
         Parameters
         ----------
         rows
-            float32 ``[kv_head, token, head_dim]``, K as the model rotated them. Some heads only, one at a time, where a
-            policy keeps different tokens of each.
+            float32 ``[kv_head, token, head_dim]``, K as the model rotated them. Heads come one at a time, in order,
+            where `CacheShape.is_per_head`.
         positions
             Positions in the text, ``[token]``, ascending.
+        head
+            Number of the first head of `rows`.
         """
 
     @abstractmethod
@@ -99,8 +105,6 @@ class CacheCodec(ABC):
     when: Literal["always", "prompt"] = "always"
 
     name: ClassVar[str]
-    is_by_head: ClassVar[bool] = True
-    """Whether each KV head is quantised by itself, so that a policy may keep different tokens of heads."""
     reads_file: ClassVar[bool] = False
     """Whether `start_text` reads a file, which may be missing or of another model."""
 

@@ -15,7 +15,7 @@ from ..arrays.layer_cache import LayerCache
 from ..dtypes import Floats, Part
 from ..errors import KvmnnError
 from ..profiles import Profile
-from ..transform import StepPlan, TransformOptions, encode_layer, get_tables, plan_steps
+from ..transform import StepPlan, TransformOptions, encode_layer, get_tables, plan_steps, split_heads
 from .codec import CacheCodec, CacheShape, Field, FieldSizes, QuantizedRows, TextCoder
 
 _NUM_EXACT_TOKENS = 4
@@ -23,13 +23,15 @@ _MAX_FP16 = 65504
 
 
 class _TransformCoder(TextCoder):
-    """Encodes the tokens of each step that it is handed as streams of their own, layer by layer."""
+    """Encodes the tokens of each step that it is handed as streams of their own, layer by layer.
 
-    def __init__(self, codec: TransformCodec, profile: Profile) -> None:
-        self._codec, self._profile = codec, profile
-        self._keys: npt.NDArray[Any] | None = None
-        self._plan: StepPlan | None = None
-        self._num_planned: tuple[int, int] | None = None
+    Where heads hold different tokens, each head of a layer is a layer, by the profile that `split_heads` makes.
+    """
+
+    def __init__(self, codec: TransformCodec, profile: Profile, heads_per_layer: int) -> None:
+        self._codec, self._profile, self._heads_per_layer = codec, profile, heads_per_layer
+        self._keys: dict[int, npt.NDArray[Any]] = {}
+        self._plans: dict[tuple[int, int], StepPlan] = {}
         self._lower: list[LayerCache] = []
 
     def count_due(self, part: Part, num_pending: int) -> int:
@@ -37,32 +39,40 @@ class _TransformCoder(TextCoder):
         count = max(num_pending - self._codec.recent, 0)
         return count if self._codec.when == "prompt" or count >= self._codec.block else 0
 
-    def quantize(self, layer: int, part: Part, rows: Floats, positions: npt.NDArray[np.int64]) -> QuantizedRows:
+    def quantize(
+        self, layer: int, part: Part, rows: Floats, positions: npt.NDArray[np.int64], head: int = 0
+    ) -> QuantizedRows:
         if not np.isfinite(rows).all() or np.abs(rows).max(initial=0) > _MAX_FP16:
             raise KvmnnError(f"layer {layer}: {part}s beyond fp16, which transform streams of an evaluation hold")
         elements = rows.astype(np.float16)
-        options = self._codec.build_options(int((positions < _NUM_EXACT_TOKENS).sum()))
         if part == "key":  # which depends on V only where a row of V is so far off that it is stored exactly, K with it
-            self._keys = elements
-            if (options.first, len(positions)) != self._num_planned:  # layers may hold different tokens
-                self._plan = plan_steps(get_tables(self._profile), options, len(positions))
-                self._num_planned = options.first, len(positions)
-            if layer == 0:
-                self._lower = []
-        keys = elements if self._keys is None else self._keys
+            self._keys[head] = elements
+        keys = self._keys[head]
+        layer = layer * self._heads_per_layer + head
+        if layer == 0 and part == "key":
+            self._lower = []
         cache = LayerCache(
             layer=layer,
             keys=keys,
             values=np.zeros_like(keys) if part == "key" else elements,
             positions=positions,
         )
-        encoding = encode_layer(cache, self._profile, self._lower, options, plan=self._plan)
+        options = self._codec.build_options(int((positions < _NUM_EXACT_TOKENS).sum()), self._heads_per_layer > 1)
+        plan = self._get_plan(options, len(positions))
+        encoding = encode_layer(cache, self._profile, self._lower, options, plan=plan)
         shape = (*rows.shape[:2], 1)
         if part == "key":
             return QuantizedRows(encoding.decoded.keys.astype(np.float32), (np.zeros(shape),))
         self._lower = [encoding.decoded, *self._lower[:1]]
         share = len(encoding.data) / (rows.shape[0] * rows.shape[1])
         return QuantizedRows(encoding.decoded.values.astype(np.float32), (np.full(shape, share),))
+
+    def _get_plan(self, options: TransformOptions, tokens: int) -> StepPlan:
+        """Return the steps for so many tokens; layers and heads may hold different ones."""
+        key = options.first, tokens
+        if key not in self._plans:
+            self._plans[key] = plan_steps(get_tables(self._profile), options, tokens)
+        return self._plans[key]
 
     def measure(self, layer: int, part: Part, fields: Sequence[Field]) -> FieldSizes:
         num_bytes = math.ceil(round(float(fields[0].sum()), 3))
@@ -73,7 +83,8 @@ class _TransformCoder(TextCoder):
 class TransformCodec(CacheCodec):
     """Transform streams of the fp16 numbers of K and V; the bytes of a layer's stream are counted with its V.
 
-    Tokens that a policy evicts after they were encoded take their share of the stream's bytes with them.
+    Tokens that a policy evicts after they were encoded take their share of the stream's bytes with them. Behind a
+    policy that keeps different tokens of heads, each head has streams of its own, predicted from no layers below.
 
     Parameters
     ----------
@@ -94,7 +105,6 @@ class TransformCodec(CacheCodec):
     block: int = 64
 
     name: ClassVar[str] = "transform"
-    is_by_head: ClassVar[bool] = False
     reads_file: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -109,12 +119,12 @@ class TransformCodec(CacheCodec):
     def label(self) -> str:
         return self.spec.replace(f"profile={self.profile}", os.path.basename(self.profile), 1)
 
-    def build_options(self, first: int) -> TransformOptions:
+    def build_options(self, first: int, is_per_head: bool = False) -> TransformOptions:
         """Return the options of streams whose first tokens are stored exactly."""
         return TransformOptions(
             kl=self.kl or None,
             ratio=self.ratio or None,
-            below=None if self.below == -1 else self.below,
+            below=None if is_per_head or self.below == -1 else self.below,
             first=first,
         )
 
@@ -122,7 +132,23 @@ class TransformCodec(CacheCodec):
         profile = Profile.read(self.profile)
         sizes = {(layer.kv_heads, layer.head_dim, layer.value_dim) for layer in profile.layers}
         if len(profile.layers) != shape.layers or sizes != {(shape.kv_heads, shape.head_dim, shape.head_dim)}:
-            raise KvmnnError(f"{self.profile}: is the profile of another model: the cache has {shape}")
+            raise KvmnnError(
+                f"{self.profile}: is the profile of another model: the cache has {shape.layers} layers of "
+                f"{shape.kv_heads} heads of {shape.head_dim} elements"
+            )
         if "transform" not in profile.kinds:
             raise KvmnnError(f"{self.profile}: has no sections transform/* (tables of lossy streams)")
-        return _TransformCoder(self, profile)
+        if shape.is_per_head:
+            return _TransformCoder(self, _get_head_profile(profile), shape.kv_heads)
+        return _TransformCoder(self, profile, 1)
+
+
+_HEAD_PROFILES: dict[bytes, Profile] = {}
+"""What `split_heads` made of the profile that was last used, by its key: each text of an evaluation needs it."""
+
+
+def _get_head_profile(profile: Profile) -> Profile:
+    if profile.key not in _HEAD_PROFILES:
+        _HEAD_PROFILES.clear()
+        _HEAD_PROFILES[profile.key] = split_heads(profile)
+    return _HEAD_PROFILES[profile.key]

@@ -2,6 +2,7 @@
 
 from .decoder import decode_layer, inspect_layer, is_stream_of_plan
 from .encoder import LayerEncoding, encode_layer
+from .heads import HeadMoments, split_heads
 from .profile_tables import get_tables
 from .results import TransformInfo, TransformLayerResult, measure_errors
 from .steps import StepPlan, TransformOptions, choose_exponents, choose_layer_exponents, plan_steps
@@ -10,6 +11,7 @@ from .tables import Mode as TransformMode
 
 __all__ = [
     "MODES",
+    "HeadMoments",
     "LayerEncoding",
     "Metrics",
     "StepPlan",
@@ -27,4 +29,5 @@ __all__ = [
     "is_stream_of_plan",
     "measure_errors",
     "plan_steps",
+    "split_heads",
 ]

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from ..dtypes import PARTS, Part
 from ..errors import KvmnnError
 from ..profiles.geometry import LayerGeometry
-from ..profiles.statistics import Statistics
+from ..profiles.statistics import RowMoments
 from . import _codec
 
 Matrix = npt.NDArray[np.float64]
@@ -61,7 +61,7 @@ def list_regressors(layer: int, part: Part, below: int) -> list[tuple[int, Part]
 
 
 def build_tables(
-    statistics: Statistics,
+    statistics: RowMoments,
     metrics: Metrics | None,
     sensitivities: npt.ArrayLike | None,
     below: int = 0,
@@ -112,7 +112,7 @@ class _SideBuilder:
 
     def __init__(
         self,
-        statistics: Statistics,
+        statistics: RowMoments,
         metrics: Metrics | None,
         sensitivities: npt.ArrayLike | None,
         below: int,

@@ -140,7 +140,7 @@ def test_start_text_refuses_other_head_dims(spec: str, head_dim: int) -> None:
 class _MarkCoder(TextCoder):
     """Adds 1 to every number, and stores the positions of tokens."""
 
-    def quantize(self, layer, part, rows, positions) -> QuantizedRows:
+    def quantize(self, layer, part, rows, positions, head=0) -> QuantizedRows:
         heads = rows.shape[0]
         marks = np.broadcast_to(positions[None, :, None], (heads, len(positions), 1)).astype(np.int32)
         return QuantizedRows(rows + 1, (marks, rows.astype(np.float32)))

@@ -18,6 +18,7 @@ from kvmnn.formats.layer_streams.codecs import CacheEncoder, LayerStreamOptions
 from kvmnn.lm import dump_kv
 from kvmnn.profiles import Profile
 from kvmnn.quantization import CacheShape, create_codec
+from kvmnn.transform import TransformOptions, decode_layer, encode_layer, get_tables, plan_steps, split_heads
 
 TEXTS = sorted((FIXTURES / "lm" / "texts").glob("*.txt"))
 
@@ -41,7 +42,7 @@ def test_transform_codec_gives_words_and_bytes_of_the_streams(profile: Path, tmp
     ]
     codec = create_codec(f"transform:profile={profile},ratio=6")
     assert create_codec(f"transform:{profile},ratio=6") == codec
-    assert codec is not None and codec.when == "always" and not codec.is_by_head
+    assert codec is not None and codec.when == "always"
     assert codec.label == "transform:p.kvmp,ratio=6.0"
     coder = codec.start_text(CacheShape(6, 4, 64))
     options = LayerStreamOptions(codec="transform", profile=str(profile), settings={"ratio": 6.0})
@@ -116,6 +117,68 @@ def test_evaluation_lossy_runtime_is_compared_with_the_full_cache_as_computed(pr
     assert streaming.runtime is not None and streaming.runtime.encoded_ratio
     assert losses[0] > 0 and losses[1] != losses[0]
     assert whole.divergence is not None and whole.divergence.kl > 0  # it evicts nothing: this is what rounding costs
+
+
+def test_transform_codec_behind_a_policy_with_tokens_of_its_own_for_each_head(profile: Path) -> None:
+    """Streams of each head by the split profile; what they decode to is what the model reads."""
+    spec = f"transform:profile={profile},ratio=4"
+    settings = EvaluationSettings(tokens=181, chunk=20, prompt=100, timing=False)
+    result = evaluate(
+        FIXTURES / "lm",
+        TEXTS[1],
+        "keydiff:budget=64,phase=both,interval=20",
+        codecs=["none", spec],
+        settings=settings,
+        jobs=0,
+    )
+    assert result.refused == ()
+    _, cut, _, lossy = result.rows
+    assert lossy.label.startswith("keydiff") and lossy.kind == "LOSSY" and lossy.quantized_share > 0.98
+    assert lossy.lossy_ratio > 2 * cut.lossy_ratio  # 100 and 80 tokens of each head, with a header each
+    coder = create_codec(spec).start_text(CacheShape(6, 4, 64, is_per_head=True))  # type: ignore[union-attr]
+    heads, random, places = split_heads(Profile.read(profile)), np.random.default_rng(2), np.arange(0, 120, 2)
+    for head in range(4):
+        keys, values = random.standard_normal((2, 1, len(places), 64)).astype(np.float16)
+        cache = LayerCache(layer=8 + head, keys=keys, values=values, positions=places + head)
+        first = int((cache.positions < 4).sum())
+        plan = plan_steps(get_tables(heads), TransformOptions(ratio=4, first=first), len(places))
+        stream = encode_layer(cache, heads, [], TransformOptions(ratio=4, first=first), plan=plan).data
+        decoded = decode_layer(stream, heads)
+        quantized = [
+            coder.quantize(2, part, rows.astype(np.float32), cache.positions, head)
+            for part, rows in (("key", keys), ("value", values))
+        ]
+        assert np.array_equal(quantized[0].rows, decoded.keys.astype(np.float32))
+        assert np.array_equal(quantized[1].rows, decoded.values.astype(np.float32))
+        assert coder.measure(2, "value", quantized[1].fields).plain_bytes == len(stream)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", ["profile", "transform"])
+def test_evaluation_runtime_by_a_profile_behind_a_policy_of_heads(profile: Path, codec: str) -> None:
+    runtime = {f"kv_lossless_{name}": True for name in ("enable", "runtime_enable")} | {
+        "kv_lossless_front_n": 6,
+        "kv_lossless_block_tokens": 16,
+        "kv_lossless_hot_recent_tokens": 16,
+        "kv_lossless_hot_sink_tokens": 4,
+        "kv_lossless_runtime_mode": "store",
+        "kv_lossless_async_threads": 0,
+        "kv_lossless_codec": codec,
+        "kv_lossless_profile": str(profile),
+        "kv_h2o_trigger_min_tokens": 32,
+    }
+    runtime |= {"kv_lossless_kl": 0.01} if codec == "transform" else {}
+    settings = EvaluationSettings(tokens=130, prompt=100, timing=False, lossless=runtime)
+    result = evaluate(FIXTURES / "lm", TEXTS[2:3], ["h2o_decayed_heads:budget=90"], settings=settings, jobs=0)
+    assert result.refused == ()
+    cut = result.rows[1]
+    assert cut.runtime is not None and cut.runtime.encoded_ratio
+    assert cut.runtime.encoded_ratio > (1.15 if codec == "profile" else 3)
+    plain = evaluate(
+        FIXTURES / "lm", TEXTS[2:3], ["h2o_decayed_heads:budget=90"],
+        settings=EvaluationSettings(tokens=130, prompt=100, timing=False), jobs=0,
+    ).rows[1]  # fmt: skip
+    assert (cut.perplexity == plain.perplexity) == (codec == "profile")
 
 
 def test_transform_codec_refuses_what_it_cannot_code(profile: Path) -> None:

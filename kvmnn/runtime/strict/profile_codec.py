@@ -39,7 +39,7 @@ class ProfileRowCodec:
         if sizes != {(kv_heads, head_dim, head_dim)}:
             raise OptionError(
                 f"the profile is of layers of {sorted(sizes)} kv heads and dims of K and V: the cache has "
-                f"{kv_heads} x {head_dim} (a policy with tokens of its own for each head splits heads)"
+                f"{kv_heads} x {head_dim}"
             )
         self._plan: StepPlan | None = None
         self._options = TransformOptions(kl=config.kl, ratio=config.ratio, bits=config.bits, below=0)

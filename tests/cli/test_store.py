@@ -235,6 +235,24 @@ def test_store_stat_ls_pin_rm_gc_export_import(here: Path, run) -> None:
     assert run("store", "ls", "S").out == "no texts\n"
 
 
+def test_store_put_that_fails_first_leaves_no_store(here: Path, run) -> None:
+    """Else the next put, of another codec, would be refused."""
+    import transform_samples
+
+    from kvmnn.dense.rope import RopeConfig
+
+    transform_samples.create_profile(transform_samples.create_geometries(2, 2, 8, 8, RopeConfig(1e4, 8))).write(
+        "p.kvmp"
+    )
+    put = ("store", "put", "S", "long.npz", "--token-ids", "long.json", "--fingerprint", "m")
+    assert "layer" in run(*put, "--codec", "transform:p.kvmp", code=1).err and not Path("S").exists()
+    run(*put, "--size-limit", "10", code=1)
+    assert not Path("S").exists()
+    run(*put, "--codec", "mnn")
+    run("store", "rm", "S", "--token-ids", "long.json")
+    assert "is a store of frames" in run(*put, "--codec", "dense", code=2).err, "a store that had texts is kept"
+
+
 def test_store_verify_dry_run_removes_no_damage(here: Path, run) -> None:
     run("store", "put", "S", "long.npz", "--token-ids", "long.json", "--fingerprint", "m")
     (file,) = Path("S/units").glob("*/*.unit")

@@ -817,6 +817,7 @@ def _add_notes(document: dict[str, Any], new_notes: list[str]) -> dict[str, Any]
 def _run_action(arguments: argparse.Namespace) -> tuple[CommandResult, int]:
     from ...files.urls import redact_url
     from ...store import PrefixStore
+    from ...store.directory.files import remove_unused_store
 
     action = _SPEC_BY_ACTION[arguments.action]
     idle_names = [name for name in _ALL_OPTIONS if name not in action.options]
@@ -854,12 +855,13 @@ def _run_action(arguments: argparse.Namespace) -> tuple[CommandResult, int]:
     if is_creating and arguments.policies not in (None, ("lru",), ("benefit",)):
         raise UsageError(f"store {arguments.action} --policy: expected lru or benefit")
     key = arguments.key = _load_key(arguments)
+    new_folder = arguments.store if is_creating and _is_new_directory(arguments.store) else None
     if is_creating:  # of an input that cannot be read no store is made
         if arguments.action == "import":
             from ...store.export import check_import, load_exported
 
             arguments.read = load_exported(arguments.inputs[0], key=key, profile=profile)
-            if _is_new_directory(arguments.store):
+            if new_folder is not None:
                 check_import(arguments.inputs[0], key, is_lossy_store=codec == "transform")
         else:
             arguments.read = _load_source(arguments)
@@ -867,9 +869,9 @@ def _run_action(arguments: argparse.Namespace) -> tuple[CommandResult, int]:
             arguments.layers = read_layers(arguments.read, arguments)
             if arguments.model is not None and not arguments.force:
                 _check_num_layers(arguments)
-            if arguments.attention is not None and codec != "transform" and _is_new_directory(arguments.store):
+            if arguments.attention is not None and codec != "transform" and new_folder is not None:
                 raise UsageError("--attention is about the steps of lossy streams: needs --codec transform:FILE")
-            if _is_new_directory(arguments.store):
+            if new_folder is not None:
                 _refuse_loss(arguments, is_lossy_store=codec == "transform")
     store = PrefixStore(
         arguments.store,
@@ -891,14 +893,18 @@ def _run_action(arguments: argparse.Namespace) -> tuple[CommandResult, int]:
         or (arguments.action in _READ_IF_POSSIBLE_ACTIONS and _is_unwritable(arguments.store)),
     )
     arguments.store = redact_url(arguments.store)  # messages name it
-    with store:
-        try:
-            if takes_reference and arguments.inputs:
-                arguments.resolved = store.resolve(arguments.inputs[0])
-                arguments.dtype = arguments.dtype or arguments.resolved.namespace.dtype
-            result_and_code: tuple[CommandResult, int] = STORE_ACTIONS[arguments.action](store, arguments)
-        finally:
-            input_sources.report_notes(store.notes, arguments, "warning")
+    try:
+        with store:
+            try:
+                if takes_reference and arguments.inputs:
+                    arguments.resolved = store.resolve(arguments.inputs[0])
+                    arguments.dtype = arguments.dtype or arguments.resolved.namespace.dtype
+                result_and_code: tuple[CommandResult, int] = STORE_ACTIONS[arguments.action](store, arguments)
+            finally:
+                input_sources.report_notes(store.notes, arguments, "warning")
+    finally:
+        if new_folder is not None:  # without a unit it would only fix a codec that the next put may not want
+            remove_unused_store(new_folder)
     return result_and_code
 
 

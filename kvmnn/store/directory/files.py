@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import shutil
 import struct
 import threading
 import weakref
@@ -535,6 +536,14 @@ def _decode_sequence(data: bytes) -> SavedSequence | None:
     ids = np.frombuffer(data, "<u4", tokens, ids_begin)
     name = data[_SEQUENCE_STRUCT.size : ids_begin].decode("utf-8", "replace")
     return SavedSequence(name, namespace, ids) if int(ids.max()) <= MAX_ID else None
+
+
+def remove_unused_store(folder: str | os.PathLike[str]) -> None:
+    """Remove the directory of a store, unless it contains units, staged ones of a running put, or foreign files."""
+    path = Path(folder)
+    is_used = any(path.glob(f"{_UNITS_FOLDER}/*/*")) or any(path.glob(f"{_STAGING_FOLDER}/*"))
+    if not is_used and next(iter_foreign_files(path), None) is None:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def iter_foreign_files(folder: Path) -> Iterator[str]:
